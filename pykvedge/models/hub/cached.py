@@ -1,4 +1,4 @@
-"""What is in the cache: the models that can be asked for by name without a network."""
+"""Models in the cache are listed, and found by their names without a network."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""A file of a hub is fetched into the cache: it goes on where an earlier try ended, and is compared with its checksum.
+"""Downloads of a hub's files into the cache go on where an earlier one ended, and are compared with their checksums.
 
-Nothing gets the name that others look for before it is whole, compared, and on the disk.
+A file gets the name that other programs look for when it is complete, compared, and on the disk.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _PAUSE_S = 0.5  # before the second; then twice as long each time
 _BLOCK = 1 << 20
 _SHA1_HEX = 40
 
-Look = Callable[[int], None]  # is told the bytes that are there; what it raises ends the work
+Look = Callable[[int], None]  # takes the number of bytes that are there; an exception from it ends the download
 
 
 def is_there(folder: Folder, commit: str, file: RemoteFile) -> bool:
@@ -33,7 +33,7 @@ def is_there(folder: Folder, commit: str, file: RemoteFile) -> bool:
 
 
 def check_room(folder: Folder, files: Sequence[RemoteFile], what: str) -> None:
-    """Raises HubError if the disk has no room for what is still to be fetched of the files."""
+    """Raises HubError if the disk has no room for the missing bytes of the files. what: names them in the message."""
     needed = sum(max(file.size - _size(folder.partial(file.checksum)), 0) for file in files)
     place = next(path for path in (folder.path, *folder.path.parents) if path.exists())
     free = shutil.disk_usage(place).free
@@ -45,7 +45,7 @@ def check_room(folder: Folder, files: Sequence[RemoteFile], what: str) -> None:
 
 
 def fetch(hub: Hub, folder: Folder, commit: str, file: RemoteFile, look: Look) -> None:
-    """Brings a file into the folder's blobs. Raises HubError; what has come so far stays for the next try."""
+    """Brings a file into the folder's blobs. Raises HubError; the bytes that have come stay for the next try."""
     try:
         with hub.lock(folder.lock(file.checksum)):
             if is_there(folder, commit, file):

@@ -1,7 +1,7 @@
 """The cache of a hub's repositories on this machine, in the layout that huggingface_hub and llama.cpp share.
 
-A repository is a folder models--USER--REPO. Its files are blobs/CHECKSUM; snapshots/COMMIT/PATH are links to them, by
-their names; refs/main holds the commit that main was when it was asked for last.
+A repository is a folder models--USER--REPO. Its files are blobs/CHECKSUM. snapshots/COMMIT/PATH are links to these
+files, by their names in the repository. refs/main holds the commit that main was when the hub was asked last.
 """
 
 from __future__ import annotations
@@ -26,9 +26,8 @@ _PLACES = (
     ("HF_HOME", "hub"),
     ("XDG_CACHE_HOME", "huggingface/hub"),
 )
-_COMMIT = re.compile(r"[0-9a-fA-F]{40}")
-_CHECKSUM = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
-_REF = "main"
+is_commit = re.compile(r"[0-9a-fA-F]{40}").fullmatch
+is_checksum = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}").fullmatch  # git's sha1 of a small file, or a sha256
 
 
 def cache_dir() -> Path:
@@ -37,15 +36,6 @@ def cache_dir() -> Path:
         if value := os.environ.get(variable):
             return Path(value).expanduser() / below
     return Path.home() / ".cache" / "huggingface" / "hub"
-
-
-def is_commit(text: str) -> bool:
-    return _COMMIT.fullmatch(text) is not None
-
-
-def is_checksum(text: str) -> bool:
-    """Tells a sha256, or git's sha1 of a small file, from what could lead out of the folder of files."""
-    return _CHECKSUM.fullmatch(text) is not None
 
 
 class Pair(NamedTuple):
@@ -70,15 +60,15 @@ class Folder:
         return self.path / "blobs" / checksum
 
     def partial(self, checksum: str) -> Path:
-        """The file that a download goes to, and goes on with."""
+        """Returns the place of a download that is not complete; the next download goes on with it."""
         return self.path / "blobs" / f"{checksum}.incomplete"
 
     def lock(self, checksum: str) -> Path:
-        """huggingface_hub takes the same lock while it fetches the file."""
+        """Returns the lock that huggingface_hub, too, takes while it fetches the file."""
         return self.path.parent / ".locks" / self.path.name / f"{checksum}.lock"
 
     def place(self, commit: str, file: str) -> Path:
-        """Where a file of the repository has its name."""
+        """Returns the link that gives a file of the repository its name."""
         return self.path / "snapshots" / commit / file
 
     def holds(self, path: Path) -> bool:
@@ -90,16 +80,17 @@ class Folder:
 
     def commits(self) -> list[str]:
         """Lists the commits that have a folder: main's, then the others, the last changed first."""
+        main = self._main()
         found: list[tuple[bool, float, str]] = []
         with suppress(OSError):
             for entry in (self.path / "snapshots").iterdir():
                 if is_commit(entry.name) and entry.is_dir() and self.holds(entry):
-                    found.append((entry.name == self._main(), entry.stat().st_mtime, entry.name))
+                    found.append((entry.name == main, entry.stat().st_mtime, entry.name))
         return [name for *_, name in sorted(found, reverse=True)]
 
     def _main(self) -> str:
         with suppress(OSError, ValueError):
-            return (self.path / "refs" / _REF).read_text("utf-8").strip()
+            return (self.path / "refs" / "main").read_text("utf-8").strip()
         return ""
 
     def files(self, commit: str) -> dict[str, Path]:
@@ -130,7 +121,7 @@ class Folder:
             return place
         try:
             place.parent.mkdir(parents=True, exist_ok=True)
-            place.unlink(missing_ok=True)  # a link to what was removed
+            place.unlink(missing_ok=True)  # a link to a file that was removed
             try:
                 place.symlink_to(os.path.relpath(blob, place.parent))
             except OSError:  # Windows links with a privilege only; both libraries then move the file
@@ -141,12 +132,12 @@ class Folder:
 
     def note_main(self, commit: str) -> None:
         """Writes down which commit main is. Raises HubError where it cannot."""
-        path = self.path / "refs" / _REF
+        path = self.path / "refs" / "main"
         if self._main() == commit:
             return
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            new = path.with_name(f"{_REF}.{os.getpid()}")
+            new = path.with_name(f"{path.name}.{os.getpid()}")
             new.write_text(commit, "ascii")
             new.replace(path)
         except OSError as error:
@@ -154,7 +145,7 @@ class Folder:
 
 
 def below(top: Path) -> list[Path]:
-    """Lists the files below a folder, through no linked folder."""
+    """Lists the files below a folder. Linked folders are not entered."""
     return [Path(folder, name) for folder, _, names in os.walk(top) for name in names]
 
 

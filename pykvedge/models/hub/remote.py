@@ -1,7 +1,7 @@
-"""A hub of models is asked through huggingface_hub: what a repository holds, and bytes of its files.
+"""kvedge asks a hub of models through huggingface_hub: what a repository holds, and bytes of its files.
 
 hf_hub_download is not used: it begins anew after a kill, and compares no checksum. The endpoint is MODEL_ENDPOINT as
-for llama.cpp, else HF_ENDPOINT, else the one that huggingface_hub knows; tokens are those that it finds (HF_TOKEN).
+for llama.cpp, else HF_ENDPOINT, else huggingface_hub's own. huggingface_hub also finds the token (HF_TOKEN).
 """
 
 from __future__ import annotations
@@ -69,6 +69,7 @@ class Hub:
         self._http_error: type[Exception] = next(c for c in errors.HfHubHTTPError.__mro__ if c.__name__ == "HTTPError")
         self._endpoint = endpoint.rstrip("/") if endpoint else None
         self._about: Any = {"library_name": "kvedge", "library_version": package_version()}
+        self._where = self._endpoint or "the hub"  # in messages
 
     def listing(self, repo: str) -> Listing:
         """Asks what main holds. Raises HubError, UnreachableError."""
@@ -97,10 +98,10 @@ class Hub:
         raise ModelError(f"{name} has a header of more than {_BEGINNINGS[-1] >> 20} MiB, as no usable model has")
 
     def append(self, repo: str, commit: str, file: RemoteFile, out: BinaryIO, look: Callable[[int], None]) -> None:
-        """Fetches what `out`, a file opened to append to, lacks of the whole.
+        """Appends the missing rest of a file to `out`.
 
-        look: called with the bytes there are, after each piece. Raises UnreachableError where the connection breaks,
-        HubError, and OSError of the file.
+        look: called with the bytes that are there, after each piece. Raises UnreachableError where the connection
+        breaks, HubError, and OSError of the file.
         """
         there = out.tell()
         asked = f"bytes={there}-" if there else None
@@ -139,10 +140,6 @@ class Hub:
     def _url(self, repo: str, commit: str, file: RemoteFile) -> str:
         return self._hub.hf_hub_url(repo, file.path, revision=commit, endpoint=self._endpoint)
 
-    @property
-    def _where(self) -> str:
-        return self._endpoint or "the hub"
-
     @contextmanager
     def _answers(self, repo: str) -> Iterator[None]:
         """Words what goes wrong on the way to the hub and back."""
@@ -173,16 +170,15 @@ def _file(repo: str, found: Any) -> RemoteFile:
 
 def _refused(repo: str, where: str, error: Any) -> HubError:
     status = error.response.status_code
-    if status == 401:
-        has_token = "authorization" in error.response.request.headers
-        advice = "HF_TOKEN is not valid there" if has_token else "set HF_TOKEN to a token if it is private or gated"
-        return HubError(f"{where} does not show {repo}, if it exists at all; {advice}")
-    if status == 403:
-        return HubError(f"{where} denies {repo} to this HF_TOKEN; ask for access on the page of the repository")
-    if status == 404:
-        return HubError(f"{where} has no {repo}, or it is private; check the name, and HF_TOKEN")
-    if status == 429:
-        return HubError(f"{where} was asked too often; try again in some minutes, or with an HF_TOKEN")
     if status >= 500:
         return UnreachableError(f"{where} has a fault of its own (status {status}); try again later")
-    return HubError(f"{where} refused a request for {repo} (status {status})")
+    token = "set HF_TOKEN to a token if it is private or gated"
+    if "authorization" in error.response.request.headers:
+        token = "HF_TOKEN is not valid there"
+    words = {
+        401: f"does not show {repo}, if it exists at all; {token}",
+        403: f"denies {repo} to this HF_TOKEN; ask for access on the page of the repository",
+        404: f"has no {repo}, or it is private; check the name, and HF_TOKEN",
+        429: "was asked too often; try again in some minutes, or with an HF_TOKEN",
+    }
+    return HubError(f"{where} {words.get(status, f'refused a request for {repo} (status {status})')}")

@@ -1,4 +1,4 @@
-"""Models are removed from the cache: their names, and the files that no other name in the repository leads to."""
+"""Removing a model removes its names in the cache, and the files that no other name in the repository leads to."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from pykvedge.models.hub.names import Name, find_mmproj, is_model, quants, split
 
 @dataclass(frozen=True)
 class Removal:
-    """What would be removed. bytes: that the disk gets back."""
+    """This would be removed. bytes: the room that the disk gets back."""
 
     name: Name
     folder: Folder
     files: list[str]  # paths in the repository, each once
     bytes: int
-    places: list[Path] = field(repr=False)  # what is removed of the folder: names, and files that only they lead to
+    places: list[Path] = field(repr=False)  # links and files in the folder; empty: the whole folder goes
 
     @property
     def whole(self) -> bool:

@@ -1,4 +1,4 @@
-"""The way from a name to files: what the hub has is listed, chosen, and fetched."""
+"""The way from a name to files: kvedge asks the hub what there is, chooses among it, and fetches the choice."""
 
 from __future__ import annotations
 
@@ -17,16 +17,6 @@ from pykvedge.models.hub.remote import Hub, Listing, RemoteFile, offline
 from pykvedge.models.modelfile import check_mmproj, check_model, usable_mmproj, usable_model
 from pykvedge.system.memory import readable
 
-Progress = Callable[[str, float], None]  # (what, share done in 0..1)
-
-
-def silent(what: str, share: float) -> None:
-    """Stands for progress that nobody looks at."""
-
-
-def quiet(line: str) -> None:
-    """Stands for warnings that nobody reads."""
-
 
 def resolve(
     name: str,
@@ -34,17 +24,17 @@ def resolve(
     file: str = "",
     mmproj: str = "",
     offline: bool = False,
-    progress: Progress = silent,
-    warn: Callable[[str], None] = quiet,
+    progress: Callable[[str, float], None] = lambda what, share: None,
+    warn: Callable[[str], None] = lambda line: None,
     cancel: threading.Event | None = None,
 ) -> Pair:
-    """Finds the files of user/repo[:quant] in the cache, or fetches them into it; mmproj is None where there is none.
+    """Finds the files of user/repo[:quant] in the cache, or fetches them into it.
 
-    file, mmproj: paths in the repository instead of what the rules choose; mmproj "none": without an image encoder.
-    offline: only what is in the cache. progress(what, share done) is called meanwhile, warn(line) where the hub does
-    not answer and the cache does instead; setting `cancel` ends the work.
-    Raises UsageError for a name that is none and where huggingface_hub is missing, UnknownNameError for a quantisation
-    or file that is not there, HubError, ModelError for files that do not belong together, CancelledError.
+    file, mmproj: paths in the repository instead of the chosen ones; mmproj "none": without an image encoder.
+    offline: only the cache is asked. progress(what, share done in 0..1) is called meanwhile. warn(line) is called where
+    the hub does not answer and the cache does instead. Setting `cancel` ends the work.
+    Raises UsageError for a wrong name and where huggingface_hub is missing, UnknownNameError for a quantisation or file
+    that is not there, HubError, ModelError for files that do not belong together, CancelledError.
     """
     return _Search(Wanted(Name.of(name), file, mmproj), offline, progress, warn, cancel).pair()
 
@@ -55,12 +45,12 @@ def headers(
     file: str = "",
     mmproj: str = "",
     offline: bool = False,
-    progress: Progress = silent,
-    warn: Callable[[str], None] = quiet,
+    progress: Callable[[str, float], None] = lambda what, share: None,
+    warn: Callable[[str], None] = lambda line: None,
 ) -> tuple[Header, Header | None]:
-    """Reads the headers of the files that `resolve` would return, and fetches no more of them than that.
+    """Reads the headers of the files that `resolve` would return, and fetches nothing else of these files.
 
-    Raises what `resolve` raises.
+    The arguments and errors are those of `resolve`.
     """
     return _Search(Wanted(Name.of(name), file, mmproj), offline, progress, warn, None).headers()
 
@@ -71,7 +61,7 @@ class _Search:
 
     wanted: Wanted
     offline: bool
-    progress: Progress
+    progress: Callable[[str, float], None]
     warn: Callable[[str], None]
     cancel: threading.Event | None
 
@@ -103,7 +93,7 @@ class _Search:
         return header, check_mmproj(mmproj, header) if mmproj else None
 
     def _ask(self) -> tuple[Hub | None, Listing | None]:
-        """Asks the hub what there is. Returns nothing where it must not be, or is silent and the cache will do."""
+        """Asks the hub what there is. Returns nothing if the cache is to be used: offline, or no answer."""
         if self.offline or offline():
             return None, None
         self._look()
@@ -112,17 +102,15 @@ class _Search:
         try:
             return hub, hub.listing(self.repo)
         except HubError as error:
-            if not self._is_cached():
+            cached = False
+            with suppress(HubError, UnknownNameError):
+                cached = find_cached(self.wanted) is not None
+            if not cached:
                 raise
             if not isinstance(error, UnreachableError):
                 raise HubError(f"{error}; it is in the cache, where --offline finds it") from None
             self.warn(f"{error}; going on with what is in the cache")
             return None, None
-
-    def _is_cached(self) -> bool:
-        with suppress(HubError, UnknownNameError):
-            return find_cached(self.wanted) is not None
-        return False
 
     def _cached(self) -> Pair:
         found = find_cached(self.wanted)
@@ -142,14 +130,13 @@ class _Search:
         return model, usable_mmproj(header(choice.mmproj), model) if choice.mmproj else None
 
     def _fetch(self, hub: Hub, folder: Folder, commit: str, files: list[RemoteFile]) -> None:
-        total, before = sum(file.size for file in files), 0
+        total, before = max(sum(file.size for file in files), 1), 0
         for file in files:
-            short = file.path.rpartition("/")[2]
+            name, size = file.path.rpartition("/")[2], readable(file.size)
 
-            def look(n: int, file: RemoteFile = file, short: str = short, before: int = before) -> None:
+            def look(n: int, name: str = name, size: str = size, before: int = before) -> None:
                 self._look()
-                what = f"fetching {short}: {readable(n)} of {readable(file.size)}"
-                self.progress(what, min((before + n) / max(total, 1), 1.0))
+                self.progress(f"fetching {name}: {readable(n)} of {size}", min((before + n) / total, 1.0))
 
             look(0)
             fetch(hub, folder, commit, file, look)
