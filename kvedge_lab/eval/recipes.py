@@ -1,6 +1,6 @@
 """Recipes measure what a table of a paper has: its data, methods, budgets and figures, beside the paper's own.
 
-The figures come from the papers' tables (data/papers.json). Models are the user's: a quantised one is not the paper's,
+The figures come from the papers' tables (papers.json). Models are the user's: a quantised one is not the paper's,
 and what must agree is what a method loses, not what a model scores.
 """
 
@@ -17,7 +17,7 @@ from kvedge_lab.eval.table import ALL, Line
 from pykvedge.cli.tables import markdown
 from pykvedge.errors import unknown
 
-_FILE = Path(__file__).resolve().parents[2] / "data" / "papers.json"
+_FILE = Path(__file__).with_name("papers.json")
 _MIXKV = ("snapkv", "mixkv", "pyramidkv", "mixkv-pyramid", "adakv", "mixkv-ada", "sparsemm", "mixkv-sparsemm")
 _PREFIX = tuple(f"0.{i}" for i in range(1, 10))
 _PLAIN = {"text_prior": False}
