@@ -5,29 +5,11 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from pykvedge.errors import SaveError, UsageError
-
-
-def go_on(path: Path | None, resume: bool, take: Callable[[Path, list[bytes]], None]) -> int:
-    """Hands the lines of a file to take(path, lines), and returns their bytes; 0 where there is no such file.
-
-    A last line that was not written to its end is left out.
-    Raises UsageError for a file that is there without `resume` or cannot be read, and what `take` raises.
-    """
-    if path is None or not path.is_file() or not path.stat().st_size:
-        return 0
-    if not resume:
-        raise UsageError(f"{path} exists; add --resume to go on with it, or save to another file")
-    try:
-        lines = path.read_bytes().split(b"\n")[:-1]
-    except OSError as error:
-        raise UsageError(f"{path} cannot be read: {error.strerror or error}") from None
-    take(path, lines)
-    return sum(len(line) + 1 for line in lines)
 
 
 class JsonLines:
@@ -81,3 +63,67 @@ class JsonLines:
     def _error(self, error: OSError) -> SaveError:
         kept = "; what was measured before is in it" if self._good else ""
         return SaveError(f"{self._path} cannot be written: {error.strerror or error}{kept}")
+
+
+class Results:
+    """Results of a run in a file of JSON lines, the first of which says what is measured; a later run goes on with it.
+
+    A result is written as soon as it is measured, so that a program that is killed loses none. Without a path results
+    are kept in memory only. Subclasses hold them.
+    """
+
+    KIND = ""  # the first name of the first line, whose value is VERSION
+    VERSION = 1
+    WHAT = ""  # what the file holds, in messages
+    UNSAID: Mapping[str, Any] = {}  # what a first line means that has not this name
+
+    def __init__(self, path: Path | None, header: Mapping[str, Any], resume: bool = False) -> None:
+        """header: must be that of the file, when there is one already.
+
+        Raises UsageError for a file that is there without `resume`, that is none of ours, or that has another header;
+        SaveError if it cannot be written.
+        """
+        first, good = {self.KIND: self.VERSION, **header}, 0
+        if path is not None and path.is_file() and path.stat().st_size:
+            if not resume:
+                raise UsageError(f"{path} exists; add --resume to go on with it, or save to another file")
+            good = self._go_on(path, first)
+        self._file = JsonLines(path, good)
+        if not good:
+            self._file.add(first)
+
+    def _go_on(self, path: Path, header: dict[str, Any]) -> int:
+        """Takes over what a file holds, but a last line that was not written to its end. Returns the bytes of that."""
+        try:
+            lines = path.read_bytes().split(b"\n")[:-1]
+            first, *rows = [json.loads(line) for line in lines]
+            version = first[self.KIND]
+            names = dict.fromkeys((*header, *first))
+            changed = [name for name in names if self._said(first, name) != self._said(header, name)]
+            for row in rows if not changed else []:
+                self._take(row)
+        except OSError as error:
+            raise UsageError(f"{path} cannot be read: {error.strerror or error}") from None
+        except (ValueError, KeyError, TypeError, RecursionError):
+            raise UsageError(f"{path} holds no {self.WHAT}; save to another file") from None
+        if version != self.VERSION:
+            raise UsageError(f"{path} has version {version} of the format, not {self.VERSION}; save to another file")
+        for name in changed[:1]:
+            then, now = self._said(first, name), self._said(header, name)
+            raise UsageError(f"{path} was measured with {name} {then!r:.80}, not {now!r:.80}; save to another file")
+        return sum(len(line) + 1 for line in lines)
+
+    def _said(self, header: Mapping[str, Any], name: str) -> Any:
+        return header.get(name, self.UNSAID.get(name))
+
+    def _take(self, row: dict[str, Any]) -> None:
+        """Holds a result. Raises ValueError, KeyError or TypeError for a line that is none of ours."""
+        raise NotImplementedError
+
+    def sync(self) -> None:
+        """Brings what was written to the disk. Raises SaveError."""
+        self._file.sync()
+
+    def close(self) -> None:
+        """Ends the file. Does nothing the second time."""
+        self._file.close()
