@@ -22,8 +22,8 @@ from kvedge_lab.bench import machine, plot, table
 from kvedge_lab.bench.matrix import MOST_ROUNDS, Matrix, ModelFiles, Shape, Variant
 from kvedge_lab.bench.measure import Repetition, make_prompt
 from kvedge_lab.bench.runner import Group, Outcome, run
+from kvedge_lab.commands.common import as_csv
 from kvedge_lab.jsonlines import JsonLines
-from pykvedge.cli.tables import as_csv
 from pykvedge.models.encoder import Encoder
 from pykvedge.models.gguf import read_header
 from pykvedge.models.model import Model

@@ -203,10 +203,6 @@ def test_an_option_means_the_same_in_every_command():
     assert set(found["--budget"]) == loads - {"heads", "budgets"}
 
 
-def test_what_plan_is_called_now(kvedge):
-    kvedge("plan", "model.gguf", "--images", 4).failed(2, "kvedge fit")
-
-
 def test_help_teaches(kvedge):
     for command in ([], ["chat"], ["methods"]):
         done = kvedge(*command, "--help")

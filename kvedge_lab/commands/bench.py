@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from kvedge_lab.commands import common
 from pykvedge.cli import options
 from pykvedge.cli.modelfiles import fetched, model_files
 from pykvedge.cli.options import listed, option
@@ -29,11 +30,11 @@ QUICK: dict[str, Any] = {"budgets": "0.2", "tokens": "64", "images": "8", "repea
 @click.command()
 @options.taking(
     option("--quick", is_flag=True, help="One prompt, one budget, fewer rounds."),
-    options.MODELS,
-    options.MMPROJS,
-    *options.HUBS,
-    options.METHOD_LIST,
-    options.BUDGET_LIST,
+    common.MODELS,
+    common.MMPROJS,
+    *common.HUBS,
+    common.METHOD_LIST,
+    common.BUDGET_LIST,
     options.PLUGIN,
     option("--tokens", metavar="N,M", help=f"Text tokens of each prompt. Default {DEFAULTS['tokens']}."),
     option("--images", metavar="N,M",
@@ -43,20 +44,20 @@ QUICK: dict[str, Any] = {"budgets": "0.2", "tokens": "64", "images": "8", "repea
            help="Also with fewer tokens of each image, as 0.5,0.25: every method with each."),
     option("--pruner", default="residual", show_default=True, metavar="NAME", help="Who chooses them."),
     option("--again", is_flag=True, help="Also time a second conversation about the same images."),
-    option("--later", type=options.COUNT, default=None, metavar="N",
+    option("--later", type=common.COUNT, default=None, metavar="N",
            help="Also time a later message of N tokens, after the answer."),
     option("--device-peak", is_flag=True,
            help="Also the most memory that GPUs had in use: one more run of each method."),
     option("--kv-type", "kv_types", default="f16", show_default=True, metavar="A,B",
            help="Storage types; stock uses f16."),
-    option("--repeat", type=options.COUNT, metavar="N",
+    option("--repeat", type=common.COUNT, metavar="N",
            help=f"Rounds. Default {DEFAULTS['repeat']}, quick {QUICK['repeat']}; short ones fill {FILL_S:.0f} s a "
                 "prompt."),
-    option("--generate", type=options.COUNT, metavar="N",
+    option("--generate", type=common.COUNT, metavar="N",
            help=f"Tokens in each round. Default {DEFAULTS['generate']}, quick {QUICK['generate']}."),
     options.THREADS,
     *options.DEVICES,
-    options.output("Where the table goes instead of stdout: .md, .csv, .json or .jsonl.", metavar="FILE"),
+    common.output("Where the table goes instead of stdout: .md, .csv, .json or .jsonl.", metavar="FILE"),
     options.JSON,
     option("--save", type=options.PATH, metavar="FILE.jsonl",
            help="Keep every repetition, one line each, as it is measured."),
@@ -95,7 +96,7 @@ def _run(given: dict[str, Any]) -> int:
     from pykvedge.runtime.interrupt import as_event
 
     options.load_plugins(given)
-    options.check_table(given["output"], OUTPUTS)
+    common.check_table(given["output"], OUTPUTS)
     matrix = _matrix(given)
     if given["plot"] is not None:
         plot.check(given["plot"])
@@ -120,16 +121,15 @@ def _run(given: dict[str, Any]) -> int:
 
 def _print(outcome: Any, given: dict[str, Any]) -> None:
     from kvedge_lab.bench import plot, table, timeline
-    from pykvedge.cli.tables import as_csv
 
     made = table.rows(outcome) if outcome.bandwidth is not None else []
     forms = {
         "md": lambda: table.as_markdown(made, outcome) if made else "",
-        "csv": lambda: as_csv(made, "_spread"),
+        "csv": lambda: common.as_csv(made, "_spread"),
         "json": lambda: table.as_json(made, outcome),
         "jsonl": lambda: table.as_jsonl(made),
     }
-    options.write_table(given, forms)
+    common.write_table(given, forms)
     for warning in table.warnings(made):
         click.echo(f"kvedge: warning: {warning}", err=True)
     if given["plot"] is not None and made:

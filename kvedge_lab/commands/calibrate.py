@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from kvedge_lab.commands import common
 from pykvedge.cli import options
 from pykvedge.cli.modelfiles import model_files
 from pykvedge.cli.options import option
@@ -38,7 +39,7 @@ _OPTIONS = (
     option(
         "--data", type=options.PATH, metavar="FILE.jsonl", help="Your own samples. Default: scenes drawn by kvedge."
     ),
-    options.output("Where the profile goes. Default: where `kvedge chat` finds it by itself.", metavar="FILE.json"),
+    common.output("Where the profile goes. Default: where `kvedge chat` finds it by itself.", metavar="FILE.json"),
     options.CTX,
     options.THREADS,
     *options.DEVICES,
@@ -69,7 +70,7 @@ def calibrate() -> None:
     help="visual: for sparsemm; retrieval: for headkv; redundancy: for mixkv with scorer.source=profile.",
 )
 @click.option(
-    "--samples", type=options.COUNT, default=50, show_default=True, metavar="N", help="Prompts to watch, at most."
+    "--samples", type=common.COUNT, default=50, show_default=True, metavar="N", help="Prompts to watch, at most."
 )
 @options.taking(*_OPTIONS)
 def heads(kind: str, samples: int, **given: Any) -> None:
@@ -122,7 +123,7 @@ def heads(kind: str, samples: int, **given: Any) -> None:
 )
 @click.option(
     "--samples",
-    type=options.COUNT,
+    type=common.COUNT,
     default=10,
     show_default=True,
     metavar="N",
@@ -160,7 +161,7 @@ def prefix(budgets: str, samples: int, **given: Any) -> None:
 
 @calibrate.command()
 @click.option(
-    "--samples", type=options.COUNT, default=24, show_default=True, metavar="N", help="Prompts to measure, at most."
+    "--samples", type=common.COUNT, default=24, show_default=True, metavar="N", help="Prompts to measure, at most."
 )
 @click.option(
     "--points",
@@ -203,7 +204,7 @@ def prefix(budgets: str, samples: int, **given: Any) -> None:
     metavar="PROFILE.json",
     help="The other heads keep this profile's part of the baseline; its shares are half of the outcome.",
 )
-@option("--seed", type=options.SEED, default=2024, show_default=True, metavar="N",
+@option("--seed", type=common.SEED, default=2024, show_default=True, metavar="N",
         help="Of the scenes drawn by kvedge.")  # fmt: skip
 @click.option(
     "--questions",

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 from click.core import ParameterSource
 
+from kvedge_lab.commands import common
 from pykvedge.cli import options
 from pykvedge.cli.modelfiles import model_files
 from pykvedge.cli.options import Whole, listed, option, read_plan
@@ -41,9 +42,9 @@ BUDGET = "0.2"
     option("--tasks", metavar="A,B",
            help="Of the demo generator, or all; NAME/2 asks in the second turn, NAME+NAME one question after the other "
                 "about the same scene. Default: all of the first turn, where no DATA is given."),
-    option("--samples", type=options.COUNT, default=20, show_default=True, metavar="N", help="Of each demo task."),
+    option("--samples", type=common.COUNT, default=20, show_default=True, metavar="N", help="Of each demo task."),
     option("--images", type=Whole(2, 8), default=4, show_default=True, metavar="N", help="In demo tasks with several."),
-    option("--seed", type=options.SEED, default=0, show_default=True, help="Of the demo samples."),
+    option("--seed", type=common.SEED, default=0, show_default=True, help="Of the demo samples."),
     option("--format", "form", default="auto", show_default=True, metavar="NAME",
            help="Of DATA: jsonl, milebench, llava-description, mm-vet, docvqa, textvqa, chartqa, ocrbench, "
                 "textcaps, screenspot, screenspot-1000 or screenspot-pixels."),
@@ -52,8 +53,8 @@ BUDGET = "0.2"
            help="Measure a table of a paper on DATA: its methods, budgets and figures, beside the paper's own; list "
                 "names them."),
     option("--limit", type=Whole(), metavar="N", help="First samples of each data set."),
-    options.METHOD_LIST,
-    options.BUDGET_LIST,
+    common.METHOD_LIST,
+    common.BUDGET_LIST,
     option("--plan", "plans", type=options.PATH, multiple=True, metavar="FILE.json",
            help="A composition of your own, with its budget; repeatable. Named after the file."),
     options.PLUGIN,
@@ -69,7 +70,7 @@ BUDGET = "0.2"
     option("--save", type=options.PATH, metavar="FILE.jsonl",
            help="Keep every result, one line each, as it is measured."),
     option("--resume", is_flag=True, help="Go on with the results in --save FILE; nothing is measured twice."),
-    options.output("Where the table goes instead of stdout: .md, .csv or .json.", metavar="FILE"),
+    common.output("Where the table goes instead of stdout: .md, .csv or .json.", metavar="FILE"),
     options.JSON,
     option("--plot", type=options.PATH, metavar="FILE",
            help="Right answers and KL divergence against the bytes kept, a line a method: .png, .svg, .pdf; needs "
@@ -119,7 +120,7 @@ def _run(given: dict[str, Any]) -> int:
     if given["recipe"] is not None:
         given = _by_recipe(given)
     options.load_plugins(given)
-    options.check_table(given["output"], OUTPUTS)
+    common.check_table(given["output"], OUTPUTS)
     if given["plot"] is not None:
         drawing.check("--plot", given["plot"])
     job = _job(given)
@@ -270,7 +271,6 @@ def _check_base(cells: list[Cell], against: str) -> None:
 def _print(job: Job, outcome: Any, given: dict[str, Any]) -> None:
     from kvedge_lab.eval import plot, recipes, table
     from kvedge_lab.eval.runner import FULL
-    from pykvedge.cli.tables import as_csv
 
     against = given["against"]
     cells = [cell for cell in job.cells if any(key[1:] == cell.key for key in outcome.records.rows)]
@@ -285,9 +285,9 @@ def _print(job: Job, outcome: Any, given: dict[str, Any]) -> None:
         about["paper"] = recipes.as_rows(recipe, made)
     forms = {
         "md": lambda: table.as_markdown(made, notes, against) if made else "",
-        "csv": lambda: as_csv(made, "_change"),
+        "csv": lambda: common.as_csv(made, "_change"),
         "json": lambda: table.as_json(made, about),
     }
-    options.write_table(given, forms)
+    common.write_table(given, forms)
     if given["plot"] is not None and not plot.draw(given["plot"], made, against == FULL):
         click.echo("kvedge: too little was measured for a picture", err=True)

@@ -9,6 +9,7 @@ from typing import Any
 
 import click
 
+from kvedge_lab.commands import common
 from pykvedge.cli import options, paths
 from pykvedge.cli.modelfiles import model_files
 from pykvedge.cli.options import option
@@ -24,7 +25,7 @@ from pykvedge.plans.plan import Plan
     options.MMPROJ,
     *options.HUB,
     options.IMAGE,
-    options.METHODS,
+    common.METHODS,
     options.BUDGET,
     *options.CHANGES,
     options.PLAN,
@@ -33,7 +34,7 @@ from pykvedge.plans.plan import Plan
     options.CTX,
     options.THREADS,
     *options.DEVICES,
-    options.output("Where the report goes.", default=Path("kvedge-inspect"), show_default=True, metavar="FOLDER"),
+    common.output("Where the report goes.", default=Path("kvedge-inspect"), show_default=True, metavar="FOLDER"),
     option("--figures/--no-figures", default=True, help="Whether to draw; the numbers are always written."),
     options.JSON,
     options.QUIET,

@@ -13,7 +13,7 @@ import click
 
 import pykvedge
 from pykvedge.cli import paths
-from pykvedge.errors import SaveError, UsageError
+from pykvedge.errors import UsageError
 from pykvedge.models.offload import Offload
 from pykvedge.plans.making import plan as make_plan
 from pykvedge.plans.plan import Plan
@@ -27,14 +27,14 @@ _PLAN_SETTINGS = (
     "image_tokens",
 )  # fmt: skip
 _LARGEST_PLAN = 1 << 20  # bytes
-_MODEL_HELP = "The language model, a file. Default: the packaged demo model."
+MODEL_HELP = "The language model, a file. Default: the packaged demo model."
 _BUDGET_HELP = "What is kept: 0.2 of the prompt, or 128 KV pairs per layer and head. Default: 0.2; kvedge, mixkv: 0.5."
 
 option = click.option
 
 
 class FilePath(click.Path):
-    """A path that may be of something."""
+    """A path that is not empty and no longer than paths are."""
 
     def __init__(self) -> None:
         super().__init__(path_type=Path)
@@ -70,7 +70,6 @@ class Whole(click.ParamType):
 
 
 PATH = FilePath()
-COUNT, SEED = Whole(1, 10**6), Whole(0, 2**32 - 1)
 
 
 class LayerCount(click.ParamType):
@@ -85,13 +84,8 @@ class LayerCount(click.ParamType):
 # ------------------------------------------------------------------------------------------------------------
 # Which model is asked about which images
 
-MODEL = option("--model", type=PATH, metavar="FILE.gguf", help=_MODEL_HELP)
-MODELS = option("--model", "models", type=PATH, multiple=True, metavar="FILE.gguf", help=f"{_MODEL_HELP} Repeatable.")
+MODEL = option("--model", type=PATH, metavar="FILE.gguf", help=MODEL_HELP)
 MMPROJ = option("--mmproj", type=PATH, metavar="FILE.gguf", help="The image encoder that belongs to the model.")
-MMPROJS = option(
-    "--mmproj", "mmprojs", type=PATH, multiple=True, metavar="FILE.gguf",
-    help="The image encoder of each --model, in the same order; '-' for a model without.",
-)  # fmt: skip
 HUB = (
     option("-hf", "--hf-repo", "hf_repo", metavar="USER/REPO[:QUANT]",
            help="A model by name instead: fetched once, with its image encoder, then found in the cache; Q4_K_M or "
@@ -99,11 +93,6 @@ HUB = (
     option("--hf-file", metavar="PATH", help="The model's file in the repository, if no QUANT tells it apart."),
     option("--hf-mmproj", metavar="PATH", help="Its image encoder there, if not the usual one; 'none' for none."),
     option("--offline", is_flag=True, help="Only models that are in the cache: nothing is asked of the network."),
-)  # fmt: skip
-HUBS = (
-    option("-hf", "--hf-repo", "hf_repos", multiple=True, metavar="USER/REPO[:QUANT]",
-           help="A model by name, with its image encoder; repeatable."),
-    HUB[-1],
 )  # fmt: skip
 IMAGE = option(
     "--image", "images", type=PATH, multiple=True, metavar="PATH",
@@ -122,15 +111,7 @@ IMAGE_LIMITS = (
 
 METHOD = option("--method", metavar="NAME",
                 help=f"See `kvedge methods`. Default: {DEFAULT_METHOD}; in streams {STREAM_METHOD}.")  # fmt: skip
-METHOD_LIST = option(
-    "--method", "methods", default="lookm,mixkv,elastic,flashcache,prefixkv", show_default=True, metavar="A,B",
-    help="See `kvedge methods`, or all. The full cache is always measured.",
-)  # fmt: skip
-METHODS = option("--method", "methods", multiple=True, metavar="NAME",
-                 help=f"See `kvedge methods`; repeatable. Default: {DEFAULT_METHOD}.")  # fmt: skip
 BUDGET = option("--budget", metavar="AMOUNT", help=_BUDGET_HELP)
-BUDGET_LIST = option("--budget", "budgets", metavar="A,B",
-                     help="0.2 of the prompt, or 128 KV pairs per layer and head.")  # fmt: skip
 PLUGIN = option(
     "--plugin", "plugins", type=PATH, multiple=True, metavar="FILE",
     help="A file with methods or stages of your own, .py or a shared library; repeatable.",
@@ -196,11 +177,6 @@ CACHE = (
 JSON = option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 QUIET = option("--quiet", is_flag=True, help="Nothing on stderr but errors.")
 VERBOSE = option("--verbose", is_flag=True, help="llama.cpp's log on stderr.")
-
-
-def output(what: str, **settings: Any) -> Callable[[Any], Any]:
-    """Declares --output, the file or folder that a command writes."""
-    return option("--output", type=PATH, help=what, **settings)
 
 
 def taking(*options: Callable[[Any], Any]) -> Callable[[Any], Any]:
@@ -330,27 +306,3 @@ def listed(name: str, text: str) -> list[str]:
     if not names:
         raise UsageError(f"{name} is empty; name at least one")
     return names
-
-
-def check_table(path: Path | None, forms: tuple[str, ...]) -> None:
-    """Raises UsageError for a table's --output that no form is known for, or that cannot be written."""
-    if path is None:
-        return
-    if path.suffix[1:] not in forms:
-        raise UsageError(f"--output {path} must end in {', '.join('.' + form for form in forms)}")
-    if not paths.ask(Path.is_dir, paths.expanded(path).parent):
-        raise UsageError(f"--output {path} cannot be written: there is no folder {path.parent}")
-
-
-def write_table(given: Mapping[str, Any], forms: Mapping[str, Callable[[], str]]) -> None:
-    """Writes the table to --output, in the form of its name; else to stdout, as Markdown or with --json."""
-    path = given["output"]
-    text = forms[path.suffix[1:] if path else "json" if given["as_json"] else "md"]()
-    if path is None:
-        if text:
-            click.echo(text)
-        return
-    try:
-        paths.expanded(path).write_text(text + "\n", encoding="utf-8")
-    except OSError as error:
-        raise SaveError(f"--output {path} cannot be written: {error.strerror or error}") from None

@@ -81,12 +81,6 @@ for command in _commands():
     cli.add_command(command)
 
 
-@cli.command(hidden=True, context_settings={"ignore_unknown_options": True, "help_option_names": []})
-@click.argument("words", nargs=-1)
-def plan(words: tuple[str, ...]) -> None:
-    raise UsageError("`kvedge plan` is called `kvedge fit`: a plan is what a method does")
-
-
 def main() -> None:
     """Runs the `kvedge` program: errors are one line on stderr, with exit code 2 for usage and 1 for run time."""
     unwritten = False

@@ -1,0 +1,85 @@
+"""The options that several commands of kvedge_lab have, beside those of pykvedge.cli.options; tables as files."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import click
+
+from pykvedge.cli import paths
+from pykvedge.cli.options import HUB, MODEL_HELP, PATH, Whole, option
+from pykvedge.errors import SaveError, UsageError
+from pykvedge.plans.presets import DEFAULT_METHOD
+
+COUNT, SEED = Whole(1, 10**6), Whole(0, 2**32 - 1)
+MODELS = option("--model", "models", type=PATH, multiple=True, metavar="FILE.gguf", help=f"{MODEL_HELP} Repeatable.")
+MMPROJS = option(
+    "--mmproj", "mmprojs", type=PATH, multiple=True, metavar="FILE.gguf",
+    help="The image encoder of each --model, in the same order; '-' for a model without.",
+)  # fmt: skip
+HUBS = (
+    option("-hf", "--hf-repo", "hf_repos", multiple=True, metavar="USER/REPO[:QUANT]",
+           help="A model by name, with its image encoder; repeatable."),
+    HUB[-1],
+)  # fmt: skip
+METHOD_LIST = option(
+    "--method", "methods", default="lookm,mixkv,elastic,flashcache,prefixkv", show_default=True, metavar="A,B",
+    help="See `kvedge methods`, or all. The full cache is always measured.",
+)  # fmt: skip
+METHODS = option("--method", "methods", multiple=True, metavar="NAME",
+                 help=f"See `kvedge methods`; repeatable. Default: {DEFAULT_METHOD}.")  # fmt: skip
+BUDGET_LIST = option("--budget", "budgets", metavar="A,B",
+                     help="0.2 of the prompt, or 128 KV pairs per layer and head.")  # fmt: skip
+
+
+def output(what: str, **settings: Any) -> Callable[[Any], Any]:
+    """Declares --output, the file or folder that a command writes."""
+    return option("--output", type=PATH, help=what, **settings)
+
+
+def check_table(path: Path | None, forms: tuple[str, ...]) -> None:
+    """Raises UsageError for a table's --output that no form is known for, or that cannot be written."""
+    if path is None:
+        return
+    if path.suffix[1:] not in forms:
+        raise UsageError(f"--output {path} must end in {', '.join('.' + form for form in forms)}")
+    if not paths.ask(Path.is_dir, paths.expanded(path).parent):
+        raise UsageError(f"--output {path} cannot be written: there is no folder {path.parent}")
+
+
+def write_table(given: Mapping[str, Any], forms: Mapping[str, Callable[[], str]]) -> None:
+    """Writes the table to --output, in the form of its name; else to stdout, as Markdown or with --json."""
+    path = given["output"]
+    text = forms[path.suffix[1:] if path else "json" if given["as_json"] else "md"]()
+    if path is None:
+        if text:
+            click.echo(text)
+        return
+    try:
+        paths.expanded(path).write_text(text + "\n", encoding="utf-8")
+    except OSError as error:
+        raise SaveError(f"--output {path} cannot be written: {error.strerror or error}") from None
+
+
+def as_csv(rows: Iterable[Any], pair: str) -> str:
+    """Writes a line for each dataclass, below the names of the fields. A field that ends in `pair` holds two numbers
+    or None: it becomes the columns NAME_low and NAME_high. None is an empty cell.
+    """
+    out, writer = io.StringIO(), None
+    for row in rows:
+        flat: dict[str, Any] = {}
+        for name, value in asdict(row).items():
+            if name.endswith(pair):
+                flat[f"{name}_low"], flat[f"{name}_high"] = value or (None, None)
+            else:
+                flat[name] = value
+        if writer is None:
+            writer = csv.DictWriter(out, flat, lineterminator="\n")
+            writer.writeheader()
+        writer.writerow(flat)
+    return out.getvalue().rstrip("\n")
