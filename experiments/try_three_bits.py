@@ -48,7 +48,7 @@ from kvedge_lab.eval.metrics import paired_interval
 from kvedge_lab.eval.records import Records
 from kvedge_lab.eval.runner import Job, evaluate
 from kvedge_lab.eval.tasks import Line, Sample, demo_samples
-from pykvedge.cli.progress import Display
+from kvedge_lab.progress import Steps
 from pykvedge.cli.tables import markdown
 from pykvedge.errors import KvedgeError
 from pykvedge.reference.hadamard import rotated
@@ -212,7 +212,7 @@ def measured(args: argparse.Namespace) -> dict[str, dict[str, dict[str, Any]]]:
         job = Job(*files, chosen(args, Path(folder)), cells(args), wants, Settings(threads=args.threads))
         log(f"{len(job.cells)} plans on {len(job.samples)} samples")
         records = Records(args.save, job.header(), args.save is not None and args.save.exists())
-        out = evaluate(job, records, Display(enabled=sys.stderr.isatty()))
+        out = evaluate(job, records, Steps(enabled=sys.stderr.isatty()))
         for line in out.left_out[:5]:
             log(line)
         if out.interrupted:

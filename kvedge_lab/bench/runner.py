@@ -16,7 +16,7 @@ from kvedge_lab.bench.matrix import MOST_ROUNDS, Matrix, ModelFiles, Shape, Vari
 from kvedge_lab.bench.measure import Prompt, Repetition, again, figures, make_prompt, repetition
 from kvedge_lab.bench.timeline import Trace, trace
 from kvedge_lab.jsonlines import JsonLines
-from pykvedge.cli.progress import Display
+from kvedge_lab.progress import Steps
 from pykvedge.errors import ContextError, ImageError, KvedgeError, UsageError
 from pykvedge.models.encoder import Encoder
 from pykvedge.models.model import Model
@@ -64,14 +64,14 @@ def new_log(path: Path | None) -> JsonLines:
 
 
 def run(
-    matrix: Matrix, log: JsonLines, out: Outcome, display: Display | None = None, cancel: threading.Event | None = None
+    matrix: Matrix, log: JsonLines, out: Outcome, display: Steps | None = None, cancel: threading.Event | None = None
 ) -> None:
     """Measures into `out`, which holds what is there so far whatever happens.
 
     Setting `cancel` ends the run. Raises ModelError, LibraryError, SaveError.
     A prompt that does not fit, and a variant that fails, are left out, and said.
     """
-    cancel, display = cancel or threading.Event(), display or Display(enabled=False)
+    cancel, display = cancel or threading.Event(), display or Steps(enabled=False)
     threads = matrix.threads or llamacpp.default_threads()
     out.machine = machine.describe(threads)
     out.bandwidth = machine.Bandwidth(threads)
@@ -95,7 +95,7 @@ class _Loaded:
     threads: int
     log: JsonLines
     out: Outcome
-    display: Display
+    display: Steps
     cancel: threading.Event
     energy: machine.Energy = field(default_factory=machine.Energy)
 

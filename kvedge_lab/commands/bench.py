@@ -92,7 +92,7 @@ def _run(given: dict[str, Any]) -> int:
     from kvedge_lab.bench import plot
     from kvedge_lab.bench.runner import Outcome, new_log, run
     from kvedge_lab.jsonlines import SaveError
-    from pykvedge.cli.progress import Display
+    from kvedge_lab.progress import Steps
     from pykvedge.runtime.interrupt import as_event
 
     options.load_plugins(given)
@@ -103,7 +103,7 @@ def _run(given: dict[str, Any]) -> int:
     if given["memory_plot"] is not None:
         drawing.check("--memory-plot", given["memory_plot"])
     log, outcome, failure = new_log(given["save"]), Outcome(), None
-    display = Display(enabled=not given["quiet"], steps=matrix.steps)
+    display = Steps(enabled=not given["quiet"], steps=matrix.steps)
 
     try:
         with as_event(threading.Event()) as cancel:

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
     from kvedge_lab.calibrate.budgets import Curves, Setup
     from kvedge_lab.calibrate.samples import Labelled
+    from kvedge_lab.progress import Steps
     from pykvedge.chat.session import Session
-    from pykvedge.cli.progress import Display
     from pykvedge.models.model import Model
     from pykvedge.plans.profile import Profile
 
@@ -274,7 +274,7 @@ def _measured(given: dict[str, Any], setup: Setup, seed: int, count: int) -> tup
     from kvedge_lab.calibrate.budgets import Curver, measure_curves
     from kvedge_lab.calibrate.curvefile import CurveFile
     from kvedge_lab.eval.reader import Reader
-    from pykvedge.cli.progress import clock
+    from kvedge_lab.progress import clock
     from pykvedge.models.profiles import find
     from pykvedge.models.vision import Vision
     from pykvedge.plans.making import plan
@@ -342,12 +342,12 @@ def _session(given: dict[str, Any], plan: Any) -> Iterator[tuple[Session, Any, t
 
 
 @contextmanager
-def _interruptible(given: dict[str, Any]) -> Iterator[tuple[Display, threading.Event]]:
+def _interruptible(given: dict[str, Any]) -> Iterator[tuple[Steps, threading.Event]]:
     """Gives a display, and an event that Ctrl-C sets, after which nothing is written."""
-    from pykvedge.cli.progress import Display
+    from kvedge_lab.progress import Steps
     from pykvedge.runtime.interrupt import CancelledError, as_event
 
-    display = Display(enabled=not given["quiet"])
+    display = Steps(enabled=not given["quiet"])
     with as_event(threading.Event()) as cancel:
         try:
             yield display, cancel

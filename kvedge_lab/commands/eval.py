@@ -112,7 +112,7 @@ def _run(given: dict[str, Any]) -> int:
     from kvedge_lab.eval.records import Records
     from kvedge_lab.eval.runner import Outcome, evaluate, steps
     from kvedge_lab.jsonlines import SaveError
-    from pykvedge.cli.progress import Display
+    from kvedge_lab.progress import Steps
     from pykvedge.runtime.interrupt import as_event
 
     if given["recipe"] == "list":
@@ -130,7 +130,7 @@ def _run(given: dict[str, Any]) -> int:
     loud = not given["quiet"] and not given["verbose"]
     records = Records(given["save"], job.header(), given["resume"])
     outcome = Outcome(records)
-    display = Display(enabled=loud, steps=steps(job, records))
+    display = Steps(enabled=loud, steps=steps(job, records))
     failure: KvedgeError | None = None
     try:
         with as_event(threading.Event()) as cancel:

@@ -14,7 +14,7 @@ from kvedge_lab.eval.reader import Reader
 from kvedge_lab.eval.records import Records, fingerprint
 from kvedge_lab.eval.tasks import Sample
 from kvedge_lab.jsonlines import SaveError
-from pykvedge.cli.progress import Display
+from kvedge_lab.progress import Steps
 from pykvedge.errors import ContextError, ImageError, KvedgeError, UsageError
 from pykvedge.models.vision import Vision
 from pykvedge.plans.making import plan
@@ -67,7 +67,7 @@ def full_cell() -> Cell:
 
 
 def evaluate(
-    job: Job, records: Records, display: Display | None = None, cancel: threading.Event | None = None
+    job: Job, records: Records, display: Steps | None = None, cancel: threading.Event | None = None
 ) -> Outcome:
     """Measures what is not in `records` yet, and adds it.
 
@@ -80,7 +80,7 @@ def evaluate(
     cells = [cell for cell in job.cells if cell.name != FULL]
     todo = [(sample, _missing(sample, full, cells, records)) for sample in job.samples]
     todo = [(sample, missing) for sample, missing in todo if missing]
-    display = display or Display(enabled=False)
+    display = display or Steps(enabled=False)
     if not todo:
         return out
     loan, reader = None, None
@@ -131,7 +131,7 @@ class _Run:
     out: Outcome
     full: Cell
     cells: list[Cell]
-    display: Display
+    display: Steps
     cancel: threading.Event
     preparer: Preparer
     measurer: Measurer

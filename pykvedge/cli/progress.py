@@ -1,4 +1,4 @@
-"""A person who waits sees a bar on stderr at a terminal; in a file, of a long run, a line at times."""
+"""A person who waits sees a bar on stderr at a terminal."""
 
 from __future__ import annotations
 
@@ -10,35 +10,18 @@ FILE_S = 15.0  # between two lines where stderr is no terminal
 
 
 class Display:
-    """A progress bar that is gone when the work is over. Call it as Session's `progress`, or step by step."""
+    """A progress bar that is gone when the work is over. Call it as Session's `progress`."""
 
-    def __init__(self, enabled: bool, steps: int = 0) -> None:
-        """enabled: false shows nothing but what `say` is given. steps: of a long run, all about as long."""
+    def __init__(self, enabled: bool) -> None:
+        """enabled: false shows nothing but what `say` is given."""
         self._enabled, self._terminal = enabled, sys.stderr.isatty()
-        self._total, self._done = max(steps, 1), 0
-        self._started = self._told = time.monotonic()
+        self._told = time.monotonic()
         self._bar: Any = None
         self._task: Any = None
 
     def __call__(self, what: str, share: float) -> None:
         unknown = what.startswith("encoding") or share >= 1.0
         self._show(what, share, None if unknown else 1.0)
-
-    def step(self, what: str, n: int = 1) -> None:
-        """Counts n more steps as done; `what` comes next."""
-        self._done += n
-        now = time.monotonic()
-        left = (now - self._started) / max(self._done, 1) * (self._total - self._done)
-        rest = f", {clock(left)} left" if self._done else ""
-        line = f"{self._done} of {self._total}{rest}: {what}"
-        self._show(line, self._done, self._total)
-        if self._enabled and not self._terminal and now - self._told >= FILE_S:
-            self._told = now
-            print(line, file=sys.stderr, flush=True)
-
-    def skip(self, n: int) -> None:
-        """Leaves out n steps that need not be done after all; negative: so many more must."""
-        self._total = max(self._total - n, 1)
 
     def say(self, text: str) -> None:
         """Writes a line that stays."""
@@ -82,12 +65,3 @@ class Fetching(Display):
         elif file != self._file or now - self._told >= FILE_S:
             self._file, self._told = file, now
             print(what, file=sys.stderr, flush=True)
-
-
-def clock(seconds: float) -> str:
-    """Writes a time as 12 s, 3:05 min, or 1:02 h."""
-    s = max(round(seconds), 0)
-    if s < 60:
-        return f"{s} s"
-    minutes, s = divmod(s, 60)
-    return f"{minutes}:{s:02d} min" if minutes < 60 else f"{minutes // 60}:{minutes % 60:02d} h"

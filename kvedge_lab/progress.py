@@ -1,0 +1,41 @@
+"""A long run shows a bar at a terminal; in a file a line at times."""
+
+from __future__ import annotations
+
+import sys
+import time
+
+from pykvedge.cli.progress import FILE_S, Display
+
+
+class Steps(Display):
+    """The progress of a run of many steps, all about as long."""
+
+    def __init__(self, enabled: bool, steps: int = 0) -> None:
+        super().__init__(enabled)
+        self._total, self._done, self._started = max(steps, 1), 0, time.monotonic()
+
+    def step(self, what: str, n: int = 1) -> None:
+        """Counts n more steps as done; `what` comes next."""
+        self._done += n
+        now = time.monotonic()
+        left = (now - self._started) / max(self._done, 1) * (self._total - self._done)
+        rest = f", {clock(left)} left" if self._done else ""
+        line = f"{self._done} of {self._total}{rest}: {what}"
+        self._show(line, self._done, self._total)
+        if self._enabled and not self._terminal and now - self._told >= FILE_S:
+            self._told = now
+            print(line, file=sys.stderr, flush=True)
+
+    def skip(self, n: int) -> None:
+        """Leaves out n steps that need not be done after all; negative: so many more must."""
+        self._total = max(self._total - n, 1)
+
+
+def clock(seconds: float) -> str:
+    """Writes a time as 12 s, 3:05 min, or 1:02 h."""
+    s = max(round(seconds), 0)
+    if s < 60:
+        return f"{s} s"
+    minutes, s = divmod(s, 60)
+    return f"{minutes}:{s:02d} min" if minutes < 60 else f"{minutes // 60}:{minutes % 60:02d} h"
