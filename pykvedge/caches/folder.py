@@ -17,7 +17,7 @@ import struct
 import threading
 import time
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -31,9 +31,9 @@ Bytes: TypeAlias = bytes | bytearray | memoryview
 _MAGIC, _VERSION = b"kvedgec\x1a", 1
 _HEAD = struct.Struct("<8sIIQII")  # magic, version, bytes of name and payload, CRC-32 of the payload and of all else
 _HEAD_CRC = struct.Struct("<I")
-_NAME = r"[a-z]{1,32}-[0-9a-f]{1,128}"  # kind-key
+_NAME = r"(?P<kind>[a-z]{1,32})-(?P<key>[0-9a-f]{1,128})"
 _ENTRY = re.compile(rf"{_NAME}\.kvc")
-_PART = re.compile(rf"{_NAME}\.(\d{{1,10}})-\d{{1,10}}\.part")  # process, and its how manieth
+_PART = re.compile(rf"{_NAME}\.(?P<process>\d{{1,10}})-\d{{1,10}}\.part")  # process, and its how manieth
 _LEFT_S = 600.0  # seconds after which nobody writes on; the number of a dead process may be another's by then
 _FLAGS = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
 _NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0)
@@ -115,24 +115,18 @@ class CacheFolder:
     def make_room(self) -> None:
         """Removes what killed writers left, and the entries used least recently as long as there are too many bytes."""
         entries = []
-        for found in _listed(self.path):
-            try:
-                facts = found.stat(follow_symlinks=False)
-            except OSError:
-                continue  # another process removed it
-            if not stat.S_ISREG(facts.st_mode):
-                continue
-            if _ENTRY.fullmatch(found.name):
-                entries.append((facts.st_mtime_ns, found.path, facts.st_size))
-            elif (part := _PART.fullmatch(found.name)) and _is_left(int(part[1]), facts.st_mtime):
+        for name, facts in self._files():
+            if _ENTRY.fullmatch(name):
+                entries.append((facts.st_mtime_ns, self.path / name, facts.st_size))
+            elif (part := _PART.fullmatch(name)) and _is_left(int(part["process"]), facts.st_mtime):
                 with suppress(OSError):
-                    os.unlink(found.path)  # noqa: PTH108
+                    (self.path / name).unlink()
         total = sum(size for _, _, size in entries)
         for _, path, size in sorted(entries):
             if total <= self.limit_bytes:
                 return
             try:
-                os.unlink(path)  # noqa: PTH108
+                path.unlink()
             except FileNotFoundError:
                 pass  # another process removed it
             except OSError:
@@ -141,16 +135,12 @@ class CacheFolder:
 
     def total_bytes(self) -> int:
         """Sums the files of all entries."""
-        return sum(facts.st_size for _, facts in self._entries())
+        return sum(facts.st_size for name, facts in self._files() if _ENTRY.fullmatch(name))
 
     def entries(self, kind: str) -> dict[str, tuple[int, float]]:
         """Lists the entries of a kind: the bytes of each, and when it was last used, in seconds since 1970."""
-        begin = f"{kind}-"
-        return {
-            name[len(begin) : -len(".kvc")]: (facts.st_size, facts.st_mtime)
-            for name, facts in self._entries()
-            if name.startswith(begin)
-        }
+        found = [(_ENTRY.fullmatch(name), facts) for name, facts in self._files()]
+        return {name["key"]: (facts.st_size, facts.st_mtime) for name, facts in found if name and name["kind"] == kind}
 
     def remove(self, kind: str, key: str) -> bool:
         """Removes an entry; False is returned where there is none. Raises UsageError as get does."""
@@ -168,13 +158,16 @@ class CacheFolder:
 
     # ---------------------------------------------------------------------------------------------------
 
-    def _entries(self) -> Iterator[tuple[str, os.stat_result]]:
-        for found in _listed(self.path):
-            if _ENTRY.fullmatch(found.name):
+    def _files(self) -> list[tuple[str, os.stat_result]]:
+        """Lists the regular files in the folder, but those that another process removes meanwhile."""
+        out = []
+        with os.scandir(self.path) as entries:
+            for entry in entries:
                 with suppress(OSError):
-                    facts = found.stat(follow_symlinks=False)
+                    facts = entry.stat(follow_symlinks=False)
                     if stat.S_ISREG(facts.st_mode):
-                        yield found.name, facts
+                        out.append((entry.name, facts))
+        return out
 
     def _prepare(self) -> bool:
         try:
@@ -265,11 +258,6 @@ def _rename(part: Path, file: Path) -> None:
     except PermissionError:
         if os.name != "nt" or not file.exists():  # Windows keeps what somebody reads: the same entry
             raise
-
-
-def _listed(folder: Path) -> list[os.DirEntry[str]]:
-    with os.scandir(folder) as entries:
-        return list(entries)
 
 
 def _is_left(process: int, written: float) -> bool:
