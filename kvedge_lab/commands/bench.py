@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from kvedge_lab.commands import common
-from pykvedge.cli import options
+from pykvedge.cli import options, paths
 from pykvedge.cli.modelfiles import fetched, model_files
 from pykvedge.cli.options import listed, option
 from pykvedge.errors import UsageError
@@ -174,7 +174,7 @@ def _models(given: dict[str, Any]) -> list[ModelFiles]:
     if len(mmprojs) not in (0, len(models)):
         raise UsageError(f"{len(models)} models and {len(mmprojs)} image encoders; pass one --mmproj for each, or '-'")
     pairs = zip(models, mmprojs or [None] * len(models), strict=True)
-    files = [ModelFiles(m.expanduser(), p.expanduser() if p and str(p) != "-" else None) for m, p in pairs]
+    files = [ModelFiles(paths.expanded(m), paths.expanded(p) if p and str(p) != "-" else None) for m, p in pairs]
     return files + [ModelFiles(*fetched(name, given)) for name in by_name]
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from kvedge_lab.commands import common
-from pykvedge.cli import options
+from pykvedge.cli import options, paths
 from pykvedge.cli.modelfiles import model_files
 from pykvedge.cli.options import option
 from pykvedge.errors import UsageError, unknown
@@ -286,7 +286,7 @@ def _measured(given: dict[str, Any], setup: Setup, seed: int, count: int) -> tup
         setup = replace(setup, around=find(plan("calibrated"), model, given["around"])["allocator"].values)
     settings, source = Settings.of(options.running(given)), _samples(given, "head-budgets", seed, given["questions"])
     count = min(count, len(source)) if isinstance(source, list) else count
-    header = setup.header(model, given["data"].expanduser() if given["data"] else _drawn(seed, given["questions"]))
+    header = setup.header(model, paths.expanded(given["data"]) if given["data"] else _drawn(seed, given["questions"]))
     with _interruptible(given) as (display, cancel), ExitStack() as held:
         kept = CurveFile(given["save"], header, len(setup.points), given["resume"])
         held.callback(kept.close)
@@ -324,7 +324,7 @@ def _samples(given: dict[str, Any], kind: str, seed: int | None = None, question
 
     if given["data"] is None:
         return scenes(kind, SEED if seed is None else seed, questions)
-    found = read_jsonl(given["data"].expanduser())
+    found = read_jsonl(paths.expanded(given["data"]))
     if kind != "head-budgets" and any(sample.earlier for sample in found):
         raise UsageError(f'{given["data"].name}: "earlier" questions are for kvedge calibrate budgets alone')
     return found

@@ -13,7 +13,7 @@ import click
 from click.core import ParameterSource
 
 from kvedge_lab.commands import common
-from pykvedge.cli import options
+from pykvedge.cli import options, paths
 from pykvedge.cli.modelfiles import model_files
 from pykvedge.cli.options import Whole, listed, option, read_plan
 from pykvedge.errors import KvedgeError, UsageError, unknown
@@ -201,7 +201,7 @@ def _samples(given: dict[str, Any]) -> list[Sample]:
 
     out: list[Sample] = []
     for path in given["data"]:
-        out += load(path.expanduser(), given["form"], given["image_folder"], given["limit"])
+        out += load(paths.expanded(path), given["form"], given["image_folder"], given["limit"])
     tasks = listed("--tasks", given["tasks"]) if given["tasks"] is not None else []
     if not tasks and not out:
         tasks = [name for name in demo_names() if not name.endswith(SECOND)]

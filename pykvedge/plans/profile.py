@@ -20,7 +20,7 @@ import numpy as np
 from pykvedge.errors import ProfileError
 from pykvedge.plans.plan import Plan
 from pykvedge.reference.stages.base import ProfileTable
-from pykvedge.system.files import require_file
+from pykvedge.system.files import require_file, write_whole
 
 JSON_VERSION = 1
 # kind -> the command that makes one
@@ -161,17 +161,8 @@ def load(path: str | os.PathLike[str]) -> Profile:
 def save(profile: Profile, path: str | os.PathLike[str]) -> None:
     """Writes the file whole or not at all. Raises ProfileError."""
     path = Path(path).expanduser()
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            with beside.open("w", encoding="utf-8") as file:
-                file.write(profile.to_json())
-                file.flush()
-                os.fsync(file.fileno())
-            beside.replace(path)
-        finally:
-            beside.unlink(missing_ok=True)
+        write_whole(path, profile.to_json())
     except OSError as error:
         raise ProfileError(f"{path} cannot be written: {error.strerror or error}") from None
 

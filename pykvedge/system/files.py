@@ -1,10 +1,14 @@
-"""What is given as a file is one: opening a pipe waits for somebody who writes, and a device has no end."""
+"""What is given as a file is one: opening a pipe waits for somebody who writes, and a device has no end.
+
+What is written is there whole or not at all.
+"""
 
 from __future__ import annotations
 
 import errno
 import os
 import stat
+from pathlib import Path
 
 _KINDS = {
     stat.S_IFDIR: "a folder", stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket", stat.S_IFCHR: "a device",
@@ -17,3 +21,21 @@ def require_file(path: str | bytes | os.PathLike[str]) -> None:
     kind = stat.S_IFMT(os.stat(path).st_mode)  # noqa: PTH116 - bytes are a path, too
     if kind != stat.S_IFREG:
         raise OSError(errno.EINVAL, f"it is {_KINDS.get(kind, 'something')}, not a file", os.fsdecode(path))
+
+
+def write_whole(path: Path, text: str, mode: int = 0o666) -> None:
+    """Writes a text file, in place of an older one, and brings it to the disk; folders on the way are made.
+
+    mode: who may read and write it, but for what the process's umask forbids. Raises OSError.
+    """
+    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        handle = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode)
+        with os.fdopen(handle, "w", encoding="utf-8", errors="replace", newline="\n") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        beside.replace(path)
+    finally:
+        beside.unlink(missing_ok=True)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from types import ModuleType
+
+from pykvedge.system.files import write_whole
 
 BLOCK = '"""'  # begins and ends a message of several lines
 MORE = ". "  # asks for the next of them
@@ -104,16 +105,7 @@ def remember(file: Path, lines: list[str]) -> None:
         return
     file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     kept = [*read_history(file), *lines][-MOST_LINES:]
-    fresh = file.with_name(f"{file.name}.{os.getpid()}")
-    try:
-        handle = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        with os.fdopen(handle, "w", encoding="utf-8", errors="replace") as out:
-            out.write("".join(line + "\n" for line in kept))
-        fresh.replace(file)
-    except OSError:
-        with suppress(OSError):
-            fresh.unlink()
-        raise
+    write_whole(file, "".join(line + "\n" for line in kept), 0o600)
 
 
 def _readline() -> ModuleType | None:
