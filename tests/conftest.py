@@ -15,6 +15,9 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / "scripts"), str(ROOT / "tests")]
 DEVELOPMENT_LIBRARIES = ROOT / "build" / "dev" / "bin"
+# hundreds of processes import the package, each of which would compile it again
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 
 try:
     import pykvedge
@@ -28,11 +31,11 @@ if libraries.library_dir() is None and DEVELOPMENT_LIBRARIES.is_dir():
     libraries.library_dir.cache_clear()
     carried.prepare()
 
-WHOLE = "whole: repeats what other cases hold; run with --all"
+WHOLE = "whole: repeats what other cases hold, or takes long; run with --all"
 
 
 def pytest_addoption(parser):
-    parser.addoption("--all", action="store_true", help="run cases, too, that repeat what others hold: whole products")
+    parser.addoption("--all", action="store_true", help="run cases, too, that repeat what others hold or take long")
 
 
 def pytest_configure(config):
@@ -199,42 +202,59 @@ def started(environment):
     return run
 
 
+AT_START = ("PYTHON", "KVEDGE_LIB_DIR", "LLAMA_CPP", "LD_")  # beginnings of names
+
+
 @pytest.fixture(scope="session")
 def kvedge(environment, started):
     """As `started`, sooner: a fork of a process that has imported kvedge. Tests of the start itself take `started`.
 
-    Calls with an environment, a program or threads of their own start the whole program.
+    script: a file that runs in the place of kvedge. Calls with a program or threads of their own start it whole, and so
+    do those with variables that Python and the loader of libraries read.
     """
-    if not hasattr(os, "fork"):
-        yield started
-        return
-    from forking import Programs
+    forks = hasattr(os, "fork")
+    if forks:
+        from forking import Programs
 
-    programs = Programs(environment)
+        programs = Programs(environment)
 
-    def run(*arguments, stdin="", timeout: float = 300, **options) -> Outcome:
-        if options or threading.current_thread() is not threading.main_thread():  # others are to run at the same time
-            return started(*arguments, stdin=stdin, timeout=timeout, **options)
-        code, out, err = programs.run(arguments, stdin.encode() if isinstance(stdin, str) else stdin, timeout)
+    def run(*arguments, stdin="", timeout: float = 300, script: Path | str = "", env=None, **options) -> Outcome:
+        whole = options or not forks or any(name.startswith(AT_START) for name in env or ())
+        # other threads are to run theirs at the same time
+        if whole or threading.current_thread() is not threading.main_thread():
+            if script:
+                options["program"] = (script,)
+            return started(*arguments, stdin=stdin, timeout=timeout, env=env, **options)
+        given = stdin.encode() if isinstance(stdin, str) else stdin
+        code, out, err = programs.run(arguments, given, timeout, str(script), env or {})
         return Outcome(code, out.decode(), err.decode())
 
     yield run
-    programs.close()
+    if forks:
+        programs.close()
 
 
 @pytest.fixture(scope="session")
-def worked(environment):
+def worker(kvedge):
+    """worker(name, job, *arguments) -> the JSON lines that tests/NAME says of a job. A crash of it fails the test."""
+
+    def run(name: str, job: object = None, *arguments: object) -> list:
+        done = kvedge(*arguments, script=Path(__file__).with_name(name), stdin=json.dumps(job), timeout=600)
+        assert done.code == 0, (done.code, done.out[-200:], done.err[-2000:])
+        return [json.loads(line) for line in done.out.splitlines()]
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def worked(kvedge):
     """worked(*arguments, files) -> what tests/file_worker.py said of each file. A crash of it fails the test."""
 
     def run(*arguments, files) -> list[str]:
-        worker = Path(__file__).with_name("file_worker.py")
-        done = subprocess.run(
-            [sys.executable, worker, *map(str, (*arguments, *files))],
-            capture_output=True, text=True, env=environment, timeout=600, check=False,
-        )  # fmt: skip
-        lines = done.stdout.splitlines()
+        done = kvedge(*arguments, *files, script=Path(__file__).with_name("file_worker.py"), timeout=600)
+        lines = done.out.splitlines()
         at = files[min(len(lines), len(files) - 1)]
-        assert done.returncode == 0 and len(lines) == len(files), (done.returncode, at, done.stderr[-2000:])
+        assert done.code == 0 and len(lines) == len(files), (done.code, at, done.err[-2000:])
         return lines
 
     return run

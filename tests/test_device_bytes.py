@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 from rpcserver import Server
 
@@ -26,20 +21,14 @@ def mine(layer, settings):
 
 
 @pytest.fixture
-def travelled(native, tiny, environment):
+def travelled(native, tiny, environment, worker):
     """travelled(plans, plugin): for each plan what device_bytes_worker.py says of it."""
     server = Server(environment)
 
     def measured(plans, plugin=None):
         files = tiny("llama", head_size=SIZE, n_heads=HEADS, n_heads_kv=HEADS, n_layers=LAYERS)
         job = {"server": server.address, "model": str(files.model), "tokens": TOKENS, "plugin": plugin}
-        done = subprocess.run(
-            [sys.executable, Path(__file__).with_name("device_bytes_worker.py")],
-            input=json.dumps({**job, "plans": plans}),
-            capture_output=True, text=True, env=environment, timeout=300, check=False,
-        )  # fmt: skip
-        assert done.returncode == 0, done.stderr[-2000:]
-        return [json.loads(line) for line in done.stdout.splitlines()]
+        return worker("device_bytes_worker.py", {**job, "plans": plans})
 
     yield measured
     server.stop()

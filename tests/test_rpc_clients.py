@@ -35,22 +35,21 @@ def server(environment):
     running.stop()
 
 
-def crowd(case, rpc, tiny, environment):
-    command = [sys.executable, WORKER, case, str(OPERATIONS), rpc, tiny("llama").model]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=3600, check=False)
-    assert done.returncode == 0, done.stderr[-2000:]
+def crowd(case, rpc, tiny, kvedge):
+    done = kvedge(case, OPERATIONS, rpc, tiny("llama").model, script=WORKER, timeout=3600)
+    assert done.code == 0, done
 
 
 @pytest.mark.parametrize("case", ["two_sessions", "two_threads", "two_sequences"])
-def test_memory_of_a_device_is_given_back_while_another_answers(native, tiny, environment, server, case):
-    crowd(case, server.address, tiny, environment)
+def test_memory_of_a_device_is_given_back_while_another_answers(native, tiny, kvedge, server, case):
+    crowd(case, server.address, tiny, kvedge)
 
 
-def test_memory_of_one_of_two_servers(native, tiny, environment, server):
+def test_memory_of_one_of_two_servers(native, tiny, kvedge, environment, server):
     """Half of the layers lie on each."""
     other = Server(environment)
     try:
-        crowd("two_sessions", f"{server.address},{other.address}", tiny, environment)
+        crowd("two_sessions", f"{server.address},{other.address}", tiny, kvedge)
     finally:
         other.stop()
 

@@ -2,31 +2,23 @@
 
 from __future__ import annotations
 
-import json
 import os
-import subprocess
-import sys
 import threading
-from pathlib import Path
 
 import pytest
 
 from pykvedge.errors import StateError
 from pykvedge.system.guard import Guard, Stop, one_thread
 
-WORKER = Path(__file__).parent / "thread_worker.py"
 ROUNDS = int(os.environ.get("KVEDGE_THREAD_ROUNDS", "6"))  # of each case; races want many
 
 
 @pytest.fixture
-def rounds(environment, tiny, tmp_path):
+def rounds(worker, tiny):
     """rounds(case) -> what became of each round."""
 
     def run(case):
-        command = [sys.executable, str(WORKER), case, str(ROUNDS), str(tiny("llama").model)]
-        done = subprocess.run(command, env=environment, text=True, capture_output=True, check=False)
-        assert done.returncode == 0, f"{case} ended with {done.returncode}: {done.stderr[-2000:]}"
-        out = [json.loads(line) for line in done.stdout.splitlines()]
+        out = worker("thread_worker.py", None, case, ROUNDS, tiny("llama").model)
         assert len(out) == ROUNDS and "stuck" not in out
         return out
 
