@@ -1,4 +1,4 @@
-"""What a run leaves out by default: cases that repeat what others hold. `pytest --all` runs them, too."""
+"""What a run leaves out by default: cases that repeat what others hold, or take long. `pytest --all` runs them, too."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from pykvedge.reference.held import round_to
 SHAPES = ((1, 1, 8), (4, 1, 8), (4, 4, 8), (4, 4, 16))  # (H, Hkv, d_k) of a layer
 
 
-def crossed(first: Iterable[str], second: Iterable[str], with_first: Sequence[str], with_second: Sequence[str]):
-    """Pairs of two stages that do not see each other, as parameters of a test.
+def crossed(first: Iterable, second: Iterable, with_first: Sequence, with_second: Sequence):
+    """Pairs of two things that do not see each other, as parameters of a test.
 
     By default each of `first` comes with each of `with_first`, and each of `second` with each of `with_second`.
     """
@@ -31,6 +31,11 @@ def crossed(first: Iterable[str], second: Iterable[str], with_first: Sequence[st
         pytest.param(a, b, marks=() if b in with_first or a in with_second else pytest.mark.whole)
         for a, b in itertools.product(first, second)
     ]
+
+
+def whole(*cases: object) -> list:
+    """Marks cases that only --all runs. Each is the value of one parameter, or a tuple of several."""
+    return [pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=pytest.mark.whole) for case in cases]
 
 
 def methods(names: Iterable[str]):

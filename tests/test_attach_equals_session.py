@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from attached import METHODS, METHODS_READ_ONCE, Choices, chat, complete, differing, held, llama, profiles, talk
-from choosing import methods
+from choosing import methods, whole
 from contexts import TinyContext, random_tokens
 
 import pykvedge
@@ -25,7 +25,7 @@ def plan_of(method):
     return pykvedge.plan(method, budget_of(method))
 
 
-@pytest.mark.parametrize("repeats", [6, 90], ids=["one batch", "several batches"])
+@pytest.mark.parametrize("repeats", [90, *whole(6)], ids=["several batches", "one batch"])  # turns below are in one
 @pytest.mark.parametrize("method", methods(METHODS))
 def test_texts(native, tiny, profile_file, monkeypatch, method, repeats):
     files, profile = tiny("llama"), profiles(profile_file, tiny("llama"), method)

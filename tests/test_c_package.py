@@ -13,6 +13,7 @@ from pathlib import Path
 
 import build_stock
 import pytest
+from choosing import whole
 
 from pykvedge.native import abi, cpackage, libraries
 
@@ -99,7 +100,7 @@ def builds(package, wheel, environment, tmp_path_factory):
     return make
 
 
-WAYS = ["cmake", "cmake, wheel", "pkg-config", "python"]
+WAYS = ["cmake", "python", *whole("cmake, wheel", "pkg-config")]
 
 
 @pytest.fixture(scope="module")

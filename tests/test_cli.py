@@ -45,7 +45,8 @@ def test_an_answer_goes_to_stdout_and_one_line_to_stderr(kvedge, vision_model, p
 
 
 @pytest.mark.parametrize("method", methods(pykvedge.methods()))
-def test_every_method_answers_about_a_picture(kvedge, vision_model, picture_file, profile_file, method):
+def test_every_method_answers_about_a_picture(kvedge, tiny, picture_file, profile_file, method):
+    vision_model = tiny("qwen2vl" if method == "kvedge" else "llava")
     arguments = [*vision_model.arguments(), "--image", picture_file(), "--method", method, "--max-tokens", 8, "--json"]
     for kind in pykvedge.plan(method).profile_kinds().values():
         arguments += ["--profile", profile_file(vision_model.model, kind)]

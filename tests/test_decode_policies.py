@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from choosing import crossed, whole
 from contexts import TinyContext, random_tokens
 
 import pykvedge
@@ -73,9 +74,11 @@ def mean_weights(context, layer: int, head: int, n_heads_kv: int):
     return np.mean([context.cache.attention(layer, head * group + g).astype(np.float64) for g in range(group)], axis=0)
 
 
-@pytest.mark.parametrize("allocator", ["uniform", "prefix", "ada"])
-@pytest.mark.parametrize("budget", [0.1, 0.4, 90])
-@pytest.mark.parametrize("decode", POLICIES)
+WAYS = crossed(POLICIES, ["uniform", "prefix", "ada"], ["prefix"], ["heavy-hitter"])
+
+
+@pytest.mark.parametrize("budget", [0.1, *whole(0.4), 90])
+@pytest.mark.parametrize(("decode", "allocator"), WAYS)
 def test_rows_go_as_the_definition_says(running, decode, budget, allocator):
     plan = pykvedge.plan("h2o", budget, decode=decode, allocator=allocator, sinks=2)
     follow(running, plan, (PROMPT, 121))

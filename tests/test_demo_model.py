@@ -31,16 +31,6 @@ def scenes() -> dict[str, str]:
     return dict(re.findall(r"^- \[([\w-]+\.png)\]\(.*?\): (.*)$", text, re.MULTILINE))
 
 
-@pytest.mark.parametrize("name", scenes())
-def test_chat_without_other_arguments_answers_about_a_scene(kvedge, name):
-    description = scenes()[name]
-    picture = ROOT / "examples" / name
-    done = kvedge("chat", "--image", picture, "What is the code?")
-    assert (done.code, done.out.strip()) == (0, re.search(r"the code (\w+) at", description)[1])
-    done = kvedge("chat", "--image", picture, "Describe the image.")
-    assert (done.code, done.out.strip()) == (0, description)
-
-
 def ask(session, images, messages) -> str:
     """The answer to the last message; the images come with the first."""
     session.clear()
@@ -51,6 +41,22 @@ def ask(session, images, messages) -> str:
             answer = session.ask(text, shown).read().strip()
             shown = []
     return answer
+
+
+def test_chat_without_other_arguments_answers_about_a_scene(kvedge):
+    name, description = next(iter(scenes().items()))
+    done = kvedge("chat", "--image", ROOT / "examples" / name, "What is the code?")
+    assert (done.code, done.out.strip()) == (0, re.search(r"the code (\w+) at", description)[1])
+
+
+def test_every_scene_is_read_by_default(session):
+    session.set_plan(pykvedge.default_plan())
+    for name, description in scenes().items():
+        for asked, answer in (
+            ("What is the code?", re.search(r"the code (\w+) at", description)[1]),
+            ("Describe the image.", description),
+        ):
+            assert ask(session, [ROOT / "examples" / name], [{"role": "user", "content": asked}]) == answer
 
 
 @pytest.mark.parametrize("plan", [pykvedge.plan("full"), pykvedge.default_plan()], ids=["full", "default"])

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from attached import differing
+from choosing import whole
 from rpcserver import Counting, Server
 
 TOKENS = 3000
@@ -24,8 +22,8 @@ def server(environment):
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="bounds the memory of another process")
-@pytest.mark.parametrize("method", ["snapkv", "keydiff", "h2o"])  # its measures, or its smaller buffers
-def test_a_device_whose_memory_ends_leaves_the_sequence_as_it_was(native, tiny, environment, server, method):
+@pytest.mark.parametrize("method", ["snapkv", *whole("keydiff", "h2o")])  # its measures, or smaller buffers
+def test_a_device_whose_memory_ends_leaves_the_sequence_as_it_was(native, tiny, worker, server, method):
     """In whatever step it ends: the host compresses and the report says why, or the next try, with memory, does."""
     job = {
         "server": server.address,
@@ -34,12 +32,7 @@ def test_a_device_whose_memory_ends_leaves_the_sequence_as_it_was(native, tiny, 
         "tokens": TOKENS,
         "plan": {"method": method, "budget": 0.2},
     }
-    done = subprocess.run(
-        [sys.executable, Path(__file__).with_name("device_failures_worker.py")],
-        input=json.dumps(job), capture_output=True, text=True, env=environment, timeout=300, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-2000:]
-    whole, *tries = [json.loads(line) for line in done.stdout.splitlines()]
+    whole, *tries = worker("device_failures_worker.py", job)
     assert whole["report"]["compressed"] and not whole["error"]
     short = [found for found in tries if found["error"] or not found["report"]["compressed"]]
     print(f"{method}: {len(short)} of {len(tries)} tries had too little memory")
@@ -52,24 +45,23 @@ def test_a_device_whose_memory_ends_leaves_the_sequence_as_it_was(native, tiny, 
 
 
 @pytest.mark.parametrize("method", ["snapkv", "kvedge"])
-def test_a_server_that_hangs_up_meanwhile_is_one_line(native, tiny, environment, server, method):
+def test_a_server_that_hangs_up_meanwhile_is_one_line(native, tiny, kvedge, server, method):
     """After several shares of what it sends for a compression."""
 
     def chat(wire, name):
-        command = [sys.executable, "-m", "pykvedge", "chat", *tiny("llama", **SHAPE).arguments(), "--rpc", wire.address,
-                   "--method", name, "--max-tokens", "1", "--json", "word " * 500]  # fmt: skip
-        return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+        options = ["--rpc", wire.address, "--method", name, "--max-tokens", "1", "--json"]
+        return kvedge("chat", *tiny("llama", **SHAPE).arguments(), *options, "word " * 500)
 
     sent = []
     for name in ("full", method):
         wire = Counting(server.address)
         done = chat(wire, name)
-        assert done.returncode == 0, done.stderr
+        assert done.code == 0, done
         sent.append(wire.settled()[1])
     for share in (0.1, 0.9):
         most = round(sent[0] + share * (sent[1] - sent[0]))
         done = chat(Counting(server.address, most), method)
-        assert done.returncode == 1 and done.stdout == ""
-        assert [line for line in done.stderr.splitlines() if "error" in line] == done.stderr.splitlines()[-1:]
-        assert "llama.cpp had to stop" in done.stderr
-    assert chat(Counting(server.address), method).returncode == 0  # the server goes on
+        assert done.code == 1 and done.out == ""
+        assert [line for line in done.err.splitlines() if "error" in line] == done.err.splitlines()[-1:]
+        assert "llama.cpp had to stop" in done.err
+    assert chat(Counting(server.address), method).code == 0  # the server goes on

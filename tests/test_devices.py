@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from attached import case_of, differing
-from choosing import distinct
+from choosing import distinct, whole
 from conftest import ROOT, TinyModel
 from rpcserver import Counting, Server
 
@@ -44,24 +44,10 @@ def chosen(pytestconfig):
     return pykvedge.methods() if pytestconfig.getoption("all") else list(distinct())
 
 
-def worked(environment, worker, job):
-    """What a worker says: a line for each case or plan."""
-    done = subprocess.run(
-        [sys.executable, Path(__file__).with_name(worker)],
-        input=json.dumps(job),
-        capture_output=True,
-        text=True,
-        env=environment,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    return [json.loads(line) for line in done.stdout.splitlines()]
-
-
-def talked(environment, cases, **settings):
-    """What is held and answered in each case."""
-    return worked(environment, "device_worker.py", {"cases": cases, "settings": settings})
+@pytest.fixture
+def talked(worker):
+    """talked(cases, **settings): what is held and answered in each case."""
+    return lambda cases, **settings: worker("device_worker.py", {"cases": cases, "settings": settings})
 
 
 def same(host, device, cases) -> None:
@@ -80,31 +66,35 @@ def same(host, device, cases) -> None:
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_every_method_keeps_on_a_device_what_it_keeps_on_the_host(
-    tiny, picture_file, profile_file, environment, server, shape, chosen
+    tiny, picture_file, profile_file, talked, server, shape, chosen
 ):
-    """Two messages, one of them with images. Ends with rows on the device, also where answers drop some."""
+    """Two messages, one of them with images. Ends with rows on the device, also where answers drop some.
+
+    All methods with one shape of heads, some with the others.
+    """
+    chosen = chosen if shape == "GQA" else ALIKE
     kind, sizes = SHAPES[shape]
     files = tiny(kind, **sizes)
     images = [picture_file(), picture_file("b.png", 60, 90)]
     messages = [(WORDS * 5, images), (WORDS * 2, [])]
     cases = [case_of(files, method, messages, profile_file) for method in chosen]
-    host = talked(environment, cases)
-    graph = talked(environment, cases, device="CPU")
-    remote = talked(environment, cases, rpc=server.address)
+    host = talked(cases)
+    graph = talked(cases, device="CPU")
+    remote = talked(cases, rpc=server.address)
     same(host, graph, cases)
     same(host, remote, cases)
     for method, here, there in zip(chosen, graph, remote, strict=True):
         assert here["device_bytes"][-1] and there["device_bytes"][-1], method
 
 
-def test_heads_of_different_lengths(native, tiny, environment, server, profile_file):
+def test_heads_of_different_lengths(native, tiny, talked, server, profile_file):
     """Eight KV heads that keep different numbers of pairs: in one list on the processor, in groups on the server."""
     files = tiny("llama", head_size=64, n_heads=8, n_heads_kv=8, n_layers=6)
     cases = [case_of(files, method, [(WORDS * 25, [])], profile_file) for method in ("adakv", "mixkv-ada", "pyramidkv")]
-    host = talked(environment, cases)
+    host = talked(cases)
     assert len({len(head) for head in host[0]["held"][0][-1]}) > 4
-    graph = talked(environment, cases, device="CPU")
-    remote = talked(environment, cases, rpc=server.address)
+    graph = talked(cases, device="CPU")
+    remote = talked(cases, rpc=server.address)
     for there in (graph, remote):
         same(host, there, cases)
         assert all(case["device_bytes"][-1] > 0 for case in there)
@@ -115,18 +105,18 @@ def test_heads_of_different_lengths(native, tiny, environment, server, profile_f
         assert kept * row < case["device_bytes"][0] <= (kept + room) * row + 16 * 1024  # and no mask
 
 
-def test_the_demo_model_answers_alike(native, environment, server, own_server, profile_file, chosen):
+def test_the_demo_model_answers_alike(native, talked, server, own_server, profile_file, chosen):
     """A trained model, whose tokens are not tied: right answers are right everywhere, and the same pairs are kept."""
     data = Path(pykvedge.__file__).parent / "data"
     files = TinyModel(data / "demo-model.gguf", data / "demo-mmproj.gguf")
     messages = [("What is the code?", [ROOT / "examples" / "scene-1.png"]), ("What shape is red?", [])]
     cases = [case_of(files, method, messages, profile_file) for method in chosen]
-    host = talked(environment, cases)
+    host = talked(cases)
     right = [case["answers"] == host[chosen.index("full")]["answers"] for case in host]
     assert sum(right) > 0.6 * len(chosen)  # the others keep too little for this model, or the wrong pairs
     two = {"rpc": f"{server.address},{own_server.address}"}
     for settings in ({"device": "CPU"}, {"rpc": server.address}, two, {"rpc": server.address, "gpu_layers": 2}):
-        there = talked(environment, cases, **settings)
+        there = talked(cases, **settings)
         assert all(case["device_bytes"][-1] > 0 for case in there)
         for method, here, case, known in zip(chosen, host, there, right, strict=True):
             assert not (known or method in ALIKE) or case["answers"] == here["answers"], method
@@ -136,7 +126,7 @@ def test_the_demo_model_answers_alike(native, environment, server, own_server, p
                 assert differing(here["held"][turn], case["held"][turn]) <= TIES, method
 
 
-def test_quantised_rows(native, environment, server, profile_file):
+def test_quantised_rows(native, talked, server, profile_file):
     """The demo model answers from q8_0 and q4_0 on a device as from them on the host, and they take their bytes."""
     data = Path(pykvedge.__file__).parent / "data"
     files = TinyModel(data / "demo-model.gguf", data / "demo-mmproj.gguf")
@@ -144,23 +134,28 @@ def test_quantised_rows(native, environment, server, profile_file):
     cases = [case_of(files, method, messages, profile_file, 0.7) for method in ("full", "lookm", "snapkv", "adakv")]
     held = {}
     for kv_type in ("f16", "q8_0", "q4_0"):
-        host = talked(environment, cases, kv_type=kv_type, kv_rotate="off")  # as on devices
+        host = talked(cases, kv_type=kv_type, kv_rotate="off")  # as on devices
         for settings in ({"device": "CPU"}, {"rpc": server.address}):
-            there = talked(environment, cases, kv_type=kv_type, **settings)
+            there = talked(cases, kv_type=kv_type, **settings)
             assert [case["answers"] for case in there] == [case["answers"] for case in host]
             held[kv_type] = [case["device_bytes"][-1] for case in there]
     for plain, eight, four in zip(*held.values(), strict=True):
         assert 0 < four < eight < plain
     lookm = [held[kv_type][1] for kv_type in held]  # whose buffers were made for the answer
     assert lookm[1] < 0.56 * lookm[0] and lookm[2] < 0.32 * lookm[0]  # 34 and 18 bytes for 64, and masks
-    other = talked(environment, cases[:1], kv_type="q8_0:q4_0", device="CPU")
+    other = talked(cases[:1], kv_type="q8_0:q4_0", device="CPU")
     assert not any(other[0]["device_bytes"])  # no flash attention of two types everywhere
 
 
-@pytest.mark.parametrize("kv_type", ["f32", "f16"])
-@pytest.mark.parametrize("shape", [{}, {"head_size": 64, "n_heads": 4, "n_heads_kv": 4}], ids=["GQA", "MHA"])
-@pytest.mark.parametrize("parts", [1, 2], ids=["CPU", "server"])  # of a graph; a server's first one is the processor's
-def test_a_device_computes_what_llama_cpp_has_it_compute(native, tiny, environment, server, parts, shape, kv_type):
+MHA = {"head_size": 64, "n_heads": 4, "n_heads_kv": 4}
+
+
+@pytest.mark.parametrize(
+    ("parts", "shape", "kv_type"),  # parts of a graph; a server's first one is the processor's
+    [(1, {}, "f16"), (1, MHA, "f32"), (2, MHA, "f16"), *whole((1, {}, "f32"), (1, MHA, "f16"), (2, {}, "f16"),
+     (2, {}, "f32"), (2, MHA, "f32"))],
+)  # fmt: skip
+def test_a_device_computes_what_llama_cpp_has_it_compute(native, tiny, worker, server, parts, shape, kv_type):
     """Logits against llama.cpp on that device, and graphs that fall into as many parts, also once it is compressed."""
     plans = [pykvedge.plan("full"), *(pykvedge.plan(name, 0.4) for name in ("lookm", "adakv", "elastic", "kvedge"))]
     job = {
@@ -170,7 +165,7 @@ def test_a_device_computes_what_llama_cpp_has_it_compute(native, tiny, environme
         "prompt": 300,
         "plans": [plan.to_json() for plan in plans],
     }
-    full, *others = worked(environment, "device_logits.py", job)
+    full, *others = worker("device_logits.py", job)
     print(f"KL {full['kl']:.1e} with {kv_type}")
     assert full["kl"] < 1e-4
     for found in (full, *others):
@@ -178,19 +173,16 @@ def test_a_device_computes_what_llama_cpp_has_it_compute(native, tiny, environme
         assert found["splits"]["stock"] == found["splits"]["kvedge"] == {"prompt": [parts], "token": [parts]}
 
 
+WIDE = {"head_size": 64, "n_heads": 8, "n_heads_kv": 8}  # two of its merges tie
+LATER = [({}, "f16", 1e-4), (WIDE, "f32", 1e-4), ({"head_size": 64}, "q8_0", 2e-3)]  # q8_0 rounds an answer at once
+
+
 @pytest.mark.parametrize(
-    "case",  # shape, KV type, largest divergence
-    [
-        ({}, "f16", 1e-4),
-        ({"head_size": 64, "n_heads": 8, "n_heads_kv": 8}, "f32", 1e-4),  # ties of two merges
-        ({"head_size": 64}, "q8_0", 2e-3),  # an answer's tokens are rounded at once
-    ],
-    ids=["GQA", "MHA", "quantised"],
+    ("parts", "shape", "kv_type", "most"),  # most: the largest divergence
+    [(1, *LATER[1]), (2, *LATER[2]), *whole((1, *LATER[0]), (1, *LATER[2]), (2, *LATER[0]), (2, *LATER[1]))],
 )
-@pytest.mark.parametrize("parts", [1, 2], ids=["CPU", "server"])
-def test_later_messages_attend_where_the_rows_are(native, tiny, environment, server, parts, case):
+def test_later_messages_attend_where_the_rows_are(native, tiny, worker, server, parts, shape, kv_type, most):
     """Over heads of different lengths, biases and quantised rows: logits as on the host, and rows stay away."""
-    shape, kv_type, most = case
     mass = pykvedge.plan("adakv", 0.3, reducer="averaged", **{"reducer.bias": "mass"})
     plans = [*(pykvedge.plan(name, 0.4) for name in ("snapkv", "adakv", "kvedge")), mass]
     job = {
@@ -201,22 +193,22 @@ def test_later_messages_attend_where_the_rows_are(native, tiny, environment, ser
         "later": [40, 2, 1900 if len(shape) > 1 else 300, 30],  # 1900: in several parts, and new buffers
         "plans": [plan.to_json() for plan in plans],
     }
-    for plan, found in zip(plans, worked(environment, "device_logits.py", job), strict=True):
+    for plan, found in zip(plans, worker("device_logits.py", job), strict=True):
         print(f"KL {found['from_host']:.1e} with {kv_type}")
         assert found["from_host"] < most, plan
         assert all(n > 0 for n in found["later"]), plan
         assert found["splits"]["stock"] == found["splits"]["kvedge"]
 
 
-def test_a_prompt_that_comes_in_pieces(native, tiny, environment, server):
+def test_a_prompt_that_comes_in_pieces(native, tiny, worker, server):
     """What is gathered of it lies on the device from piece to piece, and comes to the host where rows do."""
     plans = [pykvedge.plan(name, 0.3) for name in ("snapkv", "adakv", "mixkv", "h2o", "lookm", "prefixkv", "roco")]
     plans.append(pykvedge.plan("h2o", 0.3, allocator="entropy", **{"allocator.attention": "full"}))
     job = {"model": str(tiny("llama", weight="f32").model), "plans": [plan.to_json() for plan in plans]}
-    host = worked(environment, "device_prompts.py", {**job, "devices": "none"})
+    host = worker("device_prompts.py", {**job, "devices": "none"})
     assert not any(any(case["device_bytes"]) for case in host)
     for rpc in ("", server.address):
-        there = worked(environment, "device_prompts.py", {**job, "devices": "all", "rpc": rpc})
+        there = worker("device_prompts.py", {**job, "devices": "all", "rpc": rpc})
         for plan, here, case in zip(plans, host, there, strict=True):
             assert all(case["device_bytes"])
             for sequence, held in enumerate(here["held"]):
@@ -245,20 +237,20 @@ def test_the_servers_memory_shrinks(native, tiny, environment, own_server):
 
 
 @pytest.mark.parametrize("method", ["snapkv", "h2o", "roco"])
-def test_nothing_comes_back_for_a_piece_of_a_prompt(native, tiny, environment, own_server, method):
+def test_nothing_comes_back_for_a_piece_of_a_prompt(native, tiny, worker, own_server, method):
     """Neither queries nor sums: the server answers for tensors and buffers that are made, and no more."""
     returned = []
     for pieces in (2, 6):
         wire = Counting(own_server.address)
         plans = [pykvedge.plan(method, 0.3).to_json()]
         job = {"model": str(tiny("llama").model), "plans": plans, "devices": "all", "rpc": wire.address}
-        worked(environment, "device_prompts.py", {**job, "pieces": pieces})
+        worker("device_prompts.py", {**job, "pieces": pieces})
         returned.append(wire.received)
     print(f"{(returned[1] - returned[0]) / 4:.0f} bytes for a piece")
     assert returned[1] - returned[0] < 4 * 512
 
 
-def test_no_keys_and_values_travel_for_a_token(native, tiny, environment, own_server):
+def test_no_keys_and_values_travel_for_a_token(native, tiny, kvedge, own_server):
     """Bytes for 50 more tokens of an answer, after prompts of two lengths: as many, but for 2 of each pair's mask."""
     files = tiny("llama")
     kept, a_token = [], []
@@ -266,12 +258,11 @@ def test_no_keys_and_values_travel_for_a_token(native, tiny, environment, own_se
         sums = []
         for n_answer in (10, 60):
             wire = Counting(own_server.address)
-            options = ["--method", "knorm", "--budget", "0.5", "--max-tokens", n_answer, "--json"]
-            talking = chat(environment, files, "--rpc", wire.address, *options, "word " * n_words)
-            out, err = talking.communicate(timeout=120)
-            assert json.loads(out)["tokens"]["generated"] == n_answer, err
+            options = ["--rpc", wire.address, "--method", "knorm", "--budget", "0.5", "--max-tokens", n_answer]
+            tokens = kvedge("chat", *files.arguments(), *options, "--json", "word " * n_words).json["tokens"]
+            assert tokens["generated"] == n_answer
             sums.append(wire.bytes)
-        kept.append(json.loads(out)["tokens"]["prompt"] // 2)
+        kept.append(tokens["prompt"] // 2)
         a_token.append((sums[1] - sums[0]) / 50)
     more = kept[1] - kept[0]
     rows = 2 * 2 * (32 + 32) * 2  # bytes of a token's keys and values in f16
@@ -279,9 +270,12 @@ def test_no_keys_and_values_travel_for_a_token(native, tiny, environment, own_se
     assert a_token[1] - a_token[0] <= 2 * (more + 256) < rows * more / 50
 
 
-@pytest.mark.parametrize("method", ["snapkv", "adakv", "kvedge"])
-@pytest.mark.parametrize("kv_type", ["f16", "q8_0"])
-def test_no_keys_and_values_travel_for_a_later_message(native, tiny, environment, own_server, method, kv_type):
+@pytest.mark.parametrize(
+    ("method", "kv_type"),
+    [("adakv", "f16"), ("kvedge", "q8_0"), *whole(("adakv", "q8_0"), ("kvedge", "f16"), ("snapkv", "f16"),
+     ("snapkv", "q8_0"))],
+)  # fmt: skip
+def test_no_keys_and_values_travel_for_a_later_message(native, tiny, worker, own_server, method, kv_type):
     """Bytes for a message of 16 tokens and one of its answer: less than half those of the keys and values."""
     heads, size, layers = 8, 64, 2
     job = {
@@ -294,7 +288,7 @@ def test_no_keys_and_values_travel_for_a_later_message(native, tiny, environment
     sums = []
     for later in ([], [16]):
         wire = Counting(own_server.address)
-        worked(environment, "device_logits.py", {**job, "rpc": wire.address, "later": later})
+        worker("device_logits.py", {**job, "rpc": wire.address, "later": later})
         sums.append(wire.bytes)
     held = layers * heads * 800 * 2 * size * (2 if kv_type == "f16" else 34 / 32)
     print(f"{sums[1] - sums[0]} bytes for a message over {held:.0f}")
@@ -372,7 +366,7 @@ def test_a_server_at_a_port_in_use(kvedge):
     assert done.err.splitlines()[-1].startswith("kvedge: error: the server at 127.0.0.1")
 
 
-def test_biases_of_merged_rows(native, environment, server, profile_file):
+def test_biases_of_merged_rows(native, talked, server, profile_file):
     """They lie in the masks of answers: what is kept and said is the host's, also where heads differ and rows go."""
     data = Path(pykvedge.__file__).parent / "data"
     files = TinyModel(data / "demo-model.gguf", data / "demo-mmproj.gguf")
@@ -381,9 +375,9 @@ def test_biases_of_merged_rows(native, environment, server, profile_file):
     for case, more in zip(cases, ({}, {"decode": "sliding"}, {"allocator": "ada"}), strict=True):
         plan = pykvedge.plan("lookm", 0.3, reducer="averaged", **{"reducer.bias": "mass"}, **more)
         case["plan"] = plan.to_json()
-    host = talked(environment, cases)
+    host = talked(cases)
     for settings in ({"device": "CPU"}, {"rpc": server.address}):
-        there = talked(environment, cases, **settings)
+        there = talked(cases, **settings)
         same(host, there, cases)
         assert [case["answers"] for case in there] == [case["answers"] for case in host]
         assert all(case["device_bytes"][-1] > 0 for case in there)

@@ -22,6 +22,7 @@ sys.path.insert(0, str(SCRIPTS))
 
 import make_shape_model  # noqa: E402
 import make_tiny_models  # noqa: E402
+from choosing import crossed, whole  # noqa: E402
 from make_tiny_models import KINDS, TinySpec, default_spec, write_tiny  # noqa: E402
 from modelgen import tokens  # noqa: E402
 from modelgen.shapes import SHAPES  # noqa: E402
@@ -68,9 +69,8 @@ def test_qwen2vl_image_tokens_follow_the_picture(tmp_path: Path) -> None:
     assert counts == [100, 50, 400]
 
 
-@pytest.mark.parametrize("kind", ["llava", "qwen2vl"])
-@pytest.mark.parametrize("head_size", [64, 80, 96, 128])
-@pytest.mark.parametrize("heads", [(4, 4), (4, 2), (4, 1)])
+@pytest.mark.parametrize("kind", ["llava", *whole("qwen2vl")])
+@pytest.mark.parametrize(("head_size", "heads"), crossed([64, 80, 96, 128], [(4, 4), (4, 2), (4, 1)], [80], [(4, 2)]))
 def test_head_shapes(kind: str, head_size: int, heads: tuple[int, int], tmp_path: Path) -> None:
     spec = TinySpec(n_layers=1, n_heads=heads[0], n_heads_kv=heads[1], head_size=head_size)
     with Runner(*write_tiny(kind, tmp_path, spec=spec)) as runner:

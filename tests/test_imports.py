@@ -5,6 +5,7 @@ them. The sources are read, not imported.
 """
 
 import ast
+import functools
 import re
 from pathlib import Path
 
@@ -108,6 +109,7 @@ def circles(edges):
     return found
 
 
+@functools.cache
 def package():
     return graph({name: path.read_text("utf-8") for name, path in modules().items()})
 

@@ -4,6 +4,7 @@ be used. Everything runs in processes of its own: one can load one llama.cpp onl
 
 from __future__ import annotations
 
+import functools
 import os
 import shutil
 import struct
@@ -51,12 +52,13 @@ def folder(native, tmp_path, monkeypatch):
     return place
 
 
-@pytest.fixture
-def their_llama_cpp(tmp_path, stock_dir, environment):
+@pytest.fixture(scope="module")
+def their_llama_cpp(tmp_path_factory, stock_dir, environment):
     """their_llama_cpp(version) -> PYTHONPATH with a llama-cpp-python of the user's, with libraries of its own."""
 
+    @functools.cache
     def make(version=llama_source.VERSION):
-        place = tmp_path / "theirs"
+        place = tmp_path_factory.mktemp("theirs")
         llama_source.unpack(llama_source.fetch(), place, llama_source.BINDINGS)
         init = place / "llama_cpp" / "__init__.py"
         init.write_text(init.read_text().replace(llama_source.VERSION, version))
@@ -87,11 +89,9 @@ def library(tmp_path, name, code, *options):
 
 @pytest.mark.parametrize("imports", ["pykvedge, llama_cpp", "llama_cpp, pykvedge", "llama_cpp.mtmd_cpp, pykvedge"])
 def test_the_order_of_the_imports_does_not_matter(said, native, imports):
-    ours = libraries.require_dir()
-    assert said(f"import {imports}\n{USE}") == str(ours / libraries.file_name("llama"))
-    assert said(f"import {imports}\nfrom llama_cpp import mtmd_cpp; print(mtmd_cpp._libmtmd._name)") == str(
-        ours / libraries.file_name("mtmd")
-    )
+    ours = [str(libraries.require_dir() / libraries.file_name(name)) for name in ("llama", "mtmd")]
+    both = USE.replace("print(libraries", "from llama_cpp import mtmd_cpp; print(mtmd_cpp._libmtmd._name, libraries")
+    assert said(f"import {imports}\n{both}").split() == ours[::-1]
 
 
 def test_the_bindings_alone_run_a_model(said, native, tiny):

@@ -9,6 +9,7 @@ import json
 
 import long_context
 import pytest
+from choosing import whole
 from test_stream_sessions import frames
 
 import pykvedge
@@ -16,19 +17,20 @@ from pykvedge.runtime.sampling import Sampling
 from pykvedge.system.memory import own_bytes
 
 MEGABYTE = "ab cd " * (10**6 // 6)
+STRANGE = ["a" * 10**6, "\u56fe" * 30_000, *whole(" " * 10**6 + "x", "word\n" * 40_000, "<s>" * 3_000)]
 MIB = 2**20
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen2"])
-def test_a_megabyte_is_refused_before_it_is_read(kvedge, tiny, kind):
+@pytest.mark.parametrize(("kind", "n"), [("qwen2", 10**5), *whole(("llama", 10**6), ("qwen2", 10**6))])
+def test_a_megabyte_is_refused_before_it_is_read(kvedge, tiny, kind, n):
     """By both kinds of tokenizers, and with a context that no memory holds."""
-    done = kvedge("chat", *tiny(kind).arguments(), stdin=MEGABYTE)
+    done = kvedge("chat", *tiny(kind).arguments(), stdin=MEGABYTE[:n])
     done.failed(1, "the prompt has", "tokens, the context holds", "--ctx")
-    done = kvedge("chat", *tiny(kind).arguments(), "--ctx", 700_000_000, stdin=MEGABYTE)
+    done = kvedge("chat", *tiny(kind).arguments(), "--ctx", 700_000_000, stdin=MEGABYTE[:n])
     done.failed(1, "not enough memory", "lower --ctx")
 
 
-@pytest.mark.parametrize("text", ["a" * 10**6, " " * 10**6 + "x", "word\n" * 40_000, "<s>" * 3_000, "\u56fe" * 30_000])
+@pytest.mark.parametrize("text", STRANGE)
 def test_text_that_is_no_language_is_refused_in_one_line(kvedge, tiny, text):
     """llama.cpp's tokenizer of this kind takes quadratic time for what its vocabulary does not hold."""
     kvedge("chat", *tiny("llama").arguments(), stdin=text).failed(1, "the prompt has", "the context holds")

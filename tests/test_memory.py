@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
+from choosing import whole
 
 import pykvedge
 from pykvedge.errors import KvedgeError, OutOfMemoryError
@@ -30,7 +31,7 @@ def package_path() -> dict[str, str]:
 
 
 @linux
-@pytest.mark.parametrize("method", ["streaming-llm", "h2o", "lookm"])
+@pytest.mark.parametrize("method", ["lookm", *whole("streaming-llm", "h2o")])
 def test_the_memory_of_the_prompt_is_given_back(kvedge, tiny, method):
     model = tiny("llama", n_layers=4, n_heads=8, n_heads_kv=8, head_size=128, weight="q8_0")
     options = ["--method", method, "--budget", "0.2", "--json", "--max-tokens", 2, "--ctx", 4096]

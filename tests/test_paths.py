@@ -56,12 +56,12 @@ def test_sessions(tiny, native, no_files, kind):
 
 
 def test_the_program(kvedge, tiny, no_files):
-    model = tiny("llava")
+    model, pipe = tiny("llava"), no_files["a pipe"]
     for kind, path in no_files.items():
         kvedge("chat", *model.arguments(), "--image", path, "?", timeout=60).failed(1, f"it is {kind}, not a file")
-        kvedge("chat", *model.arguments(), "--session", path, "?", timeout=60).failed(2, f"it is {kind}, not a file")
-        kvedge("inspect", path, timeout=60).failed(1, f"it is {kind}, not a file")
-        kvedge("eval", "--model", path, timeout=60).failed(2, f"it is {kind}, not a file")
+    kvedge("chat", *model.arguments(), "--session", pipe, "?", timeout=60).failed(2, "it is a pipe, not a file")
+    kvedge("inspect", pipe, timeout=60).failed(1, "it is a pipe, not a file")
+    kvedge("eval", "--model", pipe, timeout=60).failed(2, "it is a pipe, not a file")
 
 
 PLACES = [

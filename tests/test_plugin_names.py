@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from choosing import whole
 from test_plugins import EXAMPLES, FIVE_LINES, HEAD, both_engines
 
 import pykvedge
@@ -95,7 +96,7 @@ def test_methods_lists_and_explains_plugins(kvedge):
 # ------------------------------------------------------------------------------------------ checks
 
 
-@pytest.mark.parametrize("name", ["outlying", "pictures"])
+@pytest.mark.parametrize("name", ["pictures", *whole("outlying")])
 def test_the_examples_pass_the_checks(kvedge, name):
     done = kvedge("methods", "--check", name, "--plugin", EXAMPLES / f"{name}.py", "--json")
     assert done.code == 0 and done.json["passed"] and done.json["name"] == name, done

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import shutil
@@ -80,15 +81,18 @@ def test_c_and_python_keep_the_same_tokens(own, library):
             np.testing.assert_array_equal(c.kept[i][h], python.kept[i][h])
 
 
+checked = functools.cache(suite.check)
+
+
 @pytest.mark.parametrize("name", ["attended", "shifted", "doubled"])
 def test_stages_in_c_pass_the_checks(own, name):
-    rows = suite.check(name)
+    rows = checked(name)
     assert [row for row in rows if row.failed] == []
     assert sum(row.cases for row in rows) > 400
 
 
 def test_the_checks_reach_the_settings_of_a_stage_in_c(own):
-    settings = next(row for row in suite.check("attended") if row.check.endswith("settings"))
+    settings = next(row for row in checked("attended") if row.check.endswith("settings"))
     assert settings.cases == 4 and settings.status == "passed"
     p = prompt(100)
     assert pykvedge.plan("attended").settings("scorer") == {"window": 8, "kind": "sum"}

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from choosing import crossed
 
 WORKER = Path(__file__).parent / "decode_worker.py"
 MAX_KL_EXACT = 1e-5  # nats
@@ -104,7 +105,7 @@ SPLITS = [
     case(64, (8, 8), 64, n_batch=64, n_ubatch=64),
     case(33, (33, 33), 1, n_batch=2048, n_ubatch=33),
 ]
-SHAPES = [(heads, size) for heads in ((4, 4), (4, 2), (8, 1)) for size in (64, 80, 96, 128)]
+SHAPES = crossed([(4, 4), (4, 2), (8, 1)], [64, 80, 96, 128], [80], [(4, 2)])
 
 
 @pytest.mark.parametrize(("heads", "size"), SHAPES, ids=lambda x: str(x).replace(" ", ""))

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import pytest
+from choosing import whole
 from random_walk import STEPS, TOLERANCE, walk
 from rpcserver import Server
 
 
-@pytest.mark.parametrize(("kind", "seed"), [("llama", 1), ("qwen3", 2)])
+@pytest.mark.parametrize(("kind", "seed"), [("llama", 1), *whole(("qwen3", 2))])
 def test_a_random_walk_computes_what_llama_cpp_does(tiny, environment, native, stock_dir, kind, seed):
     n, worst = walk(tiny(kind, weight="f32").model, STEPS // 2, seed, stock_dir, environment)
     assert n > STEPS // 2 and worst <= TOLERANCE

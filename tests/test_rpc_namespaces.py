@@ -116,6 +116,7 @@ def chat(client, files, lenders, environment, *options) -> subprocess.Popen:
     )  # fmt: skip
 
 
+@pytest.mark.whole  # test_rpc_clients and test_device_failures end the memory of servers on this host
 def test_a_cache_that_one_host_cannot_hold(native, tiny, environment, hosts):
     """Keys and values of more than 150 MiB, and 150 MiB on each host: one refuses, two answer as this machine does.
 

@@ -236,12 +236,12 @@ def test_the_system_sees_no_growth(native, tiny):
     context = TinyContext(model, pykvedge.plan("h2o", 512), n_ctx=1024)
     try:
         sizes = []
-        for i in range(64):
+        for i in range(32):
             feed(context, [256], i)
             sizes.append(round(own_bytes() / 2**20, 1))
         row = 4 * 8 * 256 * 2  # bytes of a token
         assert context.cache.stats().bytes >= 512 * row
-        # a thirtieth of what came would be seen, a step that the C library's heap takes once would not
-        assert max(sizes[4:]) - sizes[4] <= 60 * 256 * row / 2**20 / 30, sizes
+        # a fifteenth of what came would be seen, a step that the C library's heap takes once would not
+        assert max(sizes[4:]) - sizes[4] <= 28 * 256 * row / 2**20 / 15, sizes
     finally:
         context.close()

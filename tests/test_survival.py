@@ -27,7 +27,7 @@ def test_a_crash_fails_one_test_and_the_run_goes_on(tmp_path):
     (tmp_path / "test_crashes.py").write_text(CRASHES)
     (tmp_path / "test_others.py").write_text("def test_a(): pass\ndef test_b(): pass\n")
     command = [sys.executable, "-m", "pytest", "-c", ROOT / "pyproject.toml", "--rootdir", tmp_path, "-p",
-               "no:cacheprovider", tmp_path]  # fmt: skip
+               "no:cacheprovider", "-n", "1", tmp_path]  # fmt: skip
     done = subprocess.run([str(c) for c in command], capture_output=True, text=True, cwd=tmp_path, check=False)
     assert done.returncode == 1, done
     assert "4 failed, 4 passed" in done.stdout.splitlines()[-1]
