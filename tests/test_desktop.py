@@ -1,4 +1,7 @@
-"""examples/desktop: the worker without a display, the window under Xvfb, and `kvedge serve` beside a program."""
+"""examples/desktop: the worker without a display, the window under Xvfb, and `kvedge serve` beside a program.
+
+As a program, `test_desktop.py SCENE BROKEN`, it does with the window what a person would, and tells what that showed.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,7 @@ import signal
 import subprocess
 import sys
 import time
+import traceback
 from pathlib import Path
 
 import pytest
@@ -23,19 +27,91 @@ ROOT = Path(__file__).resolve().parents[1]
 DESKTOP = ROOT / "examples" / "desktop"
 SCENE = ROOT / "examples" / "scene-1.png"
 FILES = DEMO / "demo-model.gguf", DEMO / "demo-mmproj.gguf"
-DRIVER = Path(__file__).with_name("desktop_driver.py")
-SOURCES = sorted(DESKTOP.glob("*.py"))
-RED = "#b91c1c"
+QUESTION, ANSWER = "What is the code?", "64UM3"  # examples/scenes.md
+LONG = pykvedge.Sampling(grammar=ENDLESS, max_tokens=4000)
 LIMIT_S = 120  # for what takes a few seconds
+
+
+def loaded(name):
+    """A module of the example."""
+    sys.path.insert(0, str(DESKTOP))
+    try:
+        spec = importlib.util.spec_from_file_location(f"desktop{name}", DESKTOP / f"{name}.py")
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+    finally:
+        sys.path.remove(str(DESKTOP))
+    return module
+
+
+def used(scene, broken):
+    """Talks, stops, opens a picture that is none, asks too much, and closes the window in the middle of an answer."""
+    sessions, told = [], {}
+
+    class Noted(pykvedge.Session):
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
+            sessions.append(self)
+
+    pykvedge.Session, program = Noted, loaded("__main__")
+    worker = program.Worker(*FILES, threads=1)
+    window = program.Window(worker, pykvedge.plan("mixkv", 0.5))
+    worker.start()
+
+    def wait(until=lambda: not window.busy):
+        end = time.monotonic() + LIMIT_S / 2
+        while not until():
+            assert time.monotonic() < end, window.status["text"]
+            window.update()
+            time.sleep(0.005)
+
+    def said():
+        return window.chat.get("1.0", "end").splitlines()[-2 if not window.busy else -1].strip()
+
+    def ask(question):
+        window.entry.insert(0, question)
+        window.ask()
+        assert window.busy
+
+    def states():
+        return [not window.buttons[name].instate(["disabled"]) for name in ("Open…", "Send", "Stop")]
+
+    told["loading"] = states()
+    wait()
+    told["ready"] = states()
+    window.open_picture(Path(scene))
+    wait()
+    ask(QUESTION)
+    wait()
+    told["answer"] = [window.chat.get("1.0", "end").split("\n", 1)[1].strip(), window.memory["text"]]
+    window.open_picture(Path(broken))
+    wait()
+    told["broken"] = window.status["text"]
+    ask("word " * 5000)
+    wait()
+    told["too long"] = [window.status["text"], len(window.entry.get().split())]
+    window.entry.delete(0, "end")
+    worker.sampling = LONG
+    ask(QUESTION)
+    wait(lambda: said().startswith("aaa"))
+    told["answering"] = states()
+    window.entry.focus_force()
+    window.update()
+    window.entry.event_generate("<Escape>")
+    wait()
+    told["stopped"] = window.status["text"]
+    ask(QUESTION)
+    wait(lambda: window.memory["text"] and said().startswith("aaa"))
+    window.tk.call(window.protocol("WM_DELETE_WINDOW"))
+    worker.join(LIMIT_S)
+    return told | {"ended": [worker.is_alive(), bool(sessions[0].model.handle)]}
 
 
 @pytest.fixture(scope="module")
 def screen(environment):
     """Environment of a program with a screen of its own, which nobody sees."""
-    if importlib.util.find_spec("_tkinter") is None:
-        pytest.skip("this Python has no tkinter (Debian: python3-tk)")
-    if shutil.which("Xvfb") is None:
-        pytest.skip("Xvfb is missing (Debian: xvfb)")
+    if importlib.util.find_spec("_tkinter") is None or shutil.which("Xvfb") is None:
+        pytest.skip("this Python has no tkinter, or Xvfb is missing (Debian: python3-tk, xvfb)")
     reading, writing = os.pipe()
     server = subprocess.Popen(
         ["Xvfb", "-displayfd", str(writing), "-screen", "0", "1280x900x24", "-nolisten", "tcp", "-noreset", "-br"],
@@ -52,261 +128,136 @@ def screen(environment):
         server.wait()
 
 
-@pytest.fixture(scope="module")
-def driven(screen, native):
-    """driven(case, *files) -> what tests/desktop_driver.py saw of a window. Nothing went to stderr."""
-
-    def run(*arguments):
-        done = subprocess.run(
-            [sys.executable, DRIVER, *map(str, arguments)],
-            env=screen, text=True, capture_output=True, timeout=LIMIT_S, check=False,
-        )  # fmt: skip
-        assert (done.returncode, done.stderr) == (0, ""), done.stderr[-3000:]
-        return json.loads(done.stdout)
-
-    return run
+def run(environment, *command):
+    return subprocess.run([sys.executable, *command], env=environment, text=True, capture_output=True, timeout=LIMIT_S)
 
 
-@pytest.fixture(scope="module")
-def broken(tmp_path_factory):
-    """A picture that ends in the middle."""
-    path = tmp_path_factory.mktemp("broken") / "broken.png"
-    path.write_bytes(SCENE.read_bytes()[:800])
-    return path
-
-
-@pytest.fixture(scope="module")
-def talk(driven, broken):
-    return driven("talk", *FILES, SCENE, broken)
-
-
-@pytest.fixture(scope="module")
-def expected(native):
-    """(text, report) of the questions that the window is asked, of a session of its own."""
-    answers = []
+def test_what_a_person_sees(screen, native, tmp_path):
+    broken = tmp_path / "broken.png"
+    broken.write_bytes(SCENE.read_bytes()[:800])
+    done = run(screen, __file__, SCENE, broken)
+    assert (done.returncode, done.stderr) == (0, ""), done.stderr[-3000:]
+    told = json.loads(done.stdout)
     with pykvedge.Session(*FILES, pykvedge.plan("mixkv", 0.5), threads=1) as session:
-        for question, pictures in (("What is the code?", SCENE), ("How many triangles are there?", ())):
-            answer = session.ask(question, pictures)
-            answers.append((answer.read().strip(), answer.report))
-        session.clear()
-        session.set_plan(pykvedge.plan("full"))
-        answer = session.ask("What is the code?", SCENE)
-        answers.append((answer.read().strip(), answer.report))
-    return answers
-
-
-def test_it_answers_as_a_session_does(talk, expected):
-    assert talk["answers"] == [text for text, _ in expected]
-    assert talk["answers"][0] == "64UM3"  # examples/scenes.md
-
-
-def test_the_memory_is_that_of_the_report(talk, expected):
-    for shown, (_, report) in zip(talk["memory"], expected, strict=True):
-        kept, full = report.kv.kept_bytes, report.kv.full_bytes
-        assert shown["kept"] == f"{kept / 1024:.1f} KiB of {full / 1024:.1f} KiB"
-        assert shown["share"] == pytest.approx(kept / full)
-        assert shown["prompt"].split()[0] == str(report.tokens.prompt)
-    assert [shown["share"] < 1 for shown in talk["memory"]] == [True, True, False]
-    shown, measured = talk["private"]
-    assert shown.endswith(" MiB") and float(shown.split()[0]) * 2**20 == pytest.approx(measured, rel=0.05)
-
-
-def test_buttons_can_be_pressed_when_they_do_something(talk):
-    assert talk["loading"] == {"open": False, "send": False, "stop": False}
-    assert talk["ready"] == {"open": True, "send": True, "stop": False}
-    assert talk["answering"] == {"open": False, "send": False, "stop": True}
-
-
-def test_an_answer_is_stopped_and_the_next_one_comes(talk):
-    said, note = talk["stopped"].splitlines()
-    assert note == "stopped" and set(said) == {"a"} and 3 < len(said) < 4000
-    assert talk["after a stop"] and "stopped" not in talk["after a stop"]
-    assert talk["cleared"] == ["", "-"]  # and the answer after it is the right one
-
-
-def test_trouble_is_a_line_in_the_window(talk, broken):
-    line, colour = talk["broken"]
-    assert line.startswith(str(broken)) and colour == RED
-    line, colour, words_left, in_chat = talk["too long"]
-    assert "context" in line and colour == RED and in_chat.endswith(line)
-    assert words_left == 5000  # to be made shorter
-    assert talk["ended"]
-
-
-def test_an_answer_that_fills_the_context(driven):
-    told = driven("full", FILES[0])
-    said, note = told["said"]
-    assert set(said) == {"a"} and "context is full" in note and told["line"] == "ready" and told["ended"]
-
-
-def test_a_model_that_cannot_be_had(driven, tmp_path):
-    told = driven("lines", tmp_path / "nowhere.gguf", SCENE)
-    assert told["lines"] == [[f"{tmp_path / 'nowhere.gguf'} does not exist", RED]] * 2
-    assert not told["loaded"] and told["ended"]
-
-
-def test_a_model_without_an_encoder(driven):
-    told = driven("lines", FILES[0], SCENE)
-    assert told["lines"][0][0] == "ready" and told["loaded"] and told["ended"]
-    assert "--mmproj" in told["lines"][1][0] and told["lines"][1][1] == RED
-
-
-def test_closing_in_the_middle_of_an_answer_frees_the_model(driven):
-    assert driven("close", *FILES, SCENE) == {"seen": 1, "alive": False, "in memory": False}
-
-
-def test_the_keyboard_and_the_size(driven):
-    told = driven("keys", *FILES)
-    # the stop button cannot be reached while nothing is to be stopped
-    assert told["order"] == ["entry", "send_button", "open_button", "new_button", "method", "budget"]
-    assert told["asked"] == 1 and told["grew"] == [True, True] and told["ended"]
-
-
-def wait_for_a_window(display):
-    end = time.monotonic() + LIMIT_S
-    while ImageGrab.grab(xdisplay=display).getbbox() is None:  # all black
-        assert time.monotonic() < end, "no window came"
-        time.sleep(0.1)
+        answer = session.ask(QUESTION, SCENE)
+        text, kv = answer.read().strip(), answer.report.kv
+    assert told["answer"][0] == text == ANSWER
+    assert f"{kv.kept_bytes / 1024:.1f} of {kv.full_bytes / 1024:.1f} KiB" in told["answer"][1]
+    states = [told[when] for when in ("loading", "ready", "answering")]  # of the buttons open, send and stop
+    assert states == [[False] * 3, [True, True, False], [False, False, True]]
+    assert told["broken"].startswith(str(broken)) and "cancelled" in told["stopped"]
+    assert "context" in told["too long"][0] and told["too long"][1] == 5000  # to be made shorter
+    assert told["ended"] == [False, False]  # the thread, and the model in memory
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_the_program_starts_and_ends_by_a_signal(screen, native, number):
-    command = [sys.executable, DESKTOP, "--threads", "1"]
-    program = subprocess.Popen(command, env=screen, text=True, stderr=subprocess.PIPE, stdout=subprocess.PIPE)
+    program = subprocess.Popen([sys.executable, DESKTOP], env=screen, text=True, stderr=-1, stdout=-1)
     try:
-        wait_for_a_window(screen["DISPLAY"])
+        end = time.monotonic() + LIMIT_S
+        while ImageGrab.grab(xdisplay=screen["DISPLAY"]).getbbox() is None:  # all black
+            assert time.monotonic() < end, "no window came"
+            time.sleep(0.1)
         program.send_signal(number)
-        assert program.communicate(timeout=LIMIT_S) == ("", "")
-        assert program.returncode == 0
+        assert program.communicate(timeout=LIMIT_S) == ("", "") and program.returncode == 0
     finally:
         program.kill()
         program.wait()
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [(["--method", "lookn"], "did you mean 'lookm'"), (["--budget", "3.5"], "budget"), (["--method", "full", "--budget",
-      "0.5"], "keeps everything")],
-)  # fmt: skip
-def test_wrong_options_are_refused(environment, arguments, words):
-    done = subprocess.run([sys.executable, DESKTOP, *arguments], env=environment, text=True, capture_output=True)
-    assert done.returncode == 2 and words in done.stderr.splitlines()[-1] and "Traceback" not in done.stderr
-
-
-def test_without_a_screen_it_says_so(environment):
-    without = {k: v for k, v in environment.items() if k != "DISPLAY"}
-    done = subprocess.run([sys.executable, DESKTOP], env=without, text=True, capture_output=True, timeout=LIMIT_S)
+def test_what_cannot_be_is_one_line(screen, native):
+    for arguments, words in (["--method", "lookn"], "did you mean 'lookm'"), (["--budget", "3.5"], "budget"):
+        done = run(screen, DESKTOP, *arguments)
+        assert done.returncode == 2 and words in done.stderr.splitlines()[-1] and "Traceback" not in done.stderr
+    done = run({k: v for k, v in screen.items() if k != "DISPLAY"}, DESKTOP)
     assert done.returncode == 1 and len(done.stderr.splitlines()) == 1 and done.stderr.startswith("error: ")
 
 
-# ------------------------------------------------------------------------------------------------------------
-# The thread, without any window
-
-
-@pytest.fixture(scope="module")
-def worker_module(native):
-    spec = importlib.util.spec_from_file_location("desktop_worker", DESKTOP / "worker.py")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
+# the thread, without any window
 
 
 @pytest.fixture
-def worker(worker_module):
-    """A started worker whose model is loaded. It ends after the test."""
-    worker = worker_module.Worker(*FILES, threads=1)
+def worker(native):
+    """A worker whose model is loaded. It ends after the test."""
+    worker = loaded("worker").Worker(*FILES, threads=1)
     worker.start()
-    first = events(worker)
-    assert isinstance(first[-1], worker_module.Ready) and first[-1].sees_images
-    assert first[0].what == "loading the model"
+    assert events(worker)[-1] == ("ready",)
     yield worker
     worker.quit()
     worker.join(LIMIT_S)
-    assert not worker.is_alive() and isinstance(events(worker)[-1], worker_module.Ended)
+    assert not worker.is_alive() and events(worker)[-1] == ("ended",)
 
 
 def events(worker):
     """All up to the one that ends a job."""
     found = []
-    while not found or type(found[-1]).__name__ in ("Progress", "Compressed", "Piece"):
+    while not found or found[-1][0] in ("progress", "compressed", "piece"):
         found.append(worker.events.get(timeout=LIMIT_S))
     return found
 
 
-def test_the_worker_needs_no_display(environment):
-    code = "import sys, worker; assert not [name for name in sys.modules if 'tkinter' in name]"
-    path = os.pathsep.join([str(DESKTOP), environment["PYTHONPATH"]])
-    subprocess.run([sys.executable, "-c", code], env={**environment, "PYTHONPATH": path}, check=True)
-
-
-def test_the_worker_tells_what_happens_in_order(worker, worker_module, expected):
-    worker.open(SCENE)
-    (opened,) = events(worker)
-    assert (opened.picture.width, opened.preview.size) == (240, (240, 240))
-    worker.ask("What is the code?", [opened.picture], pykvedge.plan("mixkv", 0.5))
-    told = events(worker)
-    kinds = [type(event).__name__ for event in told]
-    assert kinds == sorted(kinds, key=["Progress", "Compressed", "Piece", "Done"].index)
-    assert "".join(e.text for e in told if isinstance(e, worker_module.Piece)).strip() == expected[0][0]
-    assert "reading the prompt" in {e.what for e in told if isinstance(e, worker_module.Progress)}
-    assert told[-1].finish == "end" and told[-1].tokens_per_s > 0
-    figures = next(e for e in told if isinstance(e, worker_module.Compressed))
-    report = expected[0][1]
-    assert (figures.kept_bytes, figures.full_bytes) == (report.kv.kept_bytes, report.kv.full_bytes)
-    assert (figures.prompt, figures.image) == (report.tokens.prompt, report.tokens.image)
-
-
-def test_no_stop_is_lost(worker):
-    """Also one that comes before the thread has looked at the job."""
-    worker.sampling = pykvedge.Sampling(grammar=ENDLESS, max_tokens=4000)
+def test_no_stop_is_lost_and_events_come_in_order(worker):
+    """Also a stop that comes before the thread has looked at the job."""
+    worker.sampling = LONG
     for _ in range(5):
-        worker.ask("What is the code?", [], pykvedge.plan("full"))
+        worker.ask(QUESTION, [], pykvedge.plan("full"))
         worker.stop()
-        end = events(worker)[-1]
-        assert getattr(end, "stopped", False) or end.finish == "cancelled"
+        assert events(worker)[-1] in (("done", "cancelled"), ("failed", "cancelled before it was done"))
     worker.sampling = None
     worker.clear()
-    events(worker)
-    worker.ask("What is the code?", [pykvedge.load_picture(SCENE)], pykvedge.plan("full"))
-    assert "".join(getattr(event, "text", "") for event in events(worker)).strip() == "64UM3"
+    assert events(worker) == [("cleared",)]
+    worker.ask(QUESTION, [pykvedge.load_picture(SCENE)], pykvedge.plan("full"))
+    told = events(worker)
+    kinds = [event[0] for event in told]
+    assert kinds == sorted(kinds, key=["progress", "compressed", "piece", "done"].index) and told[-1] == ("done", "end")
+    assert "".join(event[1] for event in told if event[0] == "piece").strip() == ANSWER
 
 
-def test_the_worker_can_be_told_to_quit_before_it_has_begun(worker_module):
-    worker = worker_module.Worker(*FILES, threads=1)
+def test_the_worker_can_be_told_to_quit_before_it_has_begun(native):
+    worker = loaded("worker").Worker(*FILES)
     worker.quit()
     worker.start()
     worker.join(LIMIT_S)
     assert not worker.is_alive()
 
 
-@pytest.mark.parametrize("source", SOURCES, ids=lambda path: path.name)
-def test_only_public_names_are_used(source):
+def test_a_model_without_an_encoder_and_one_that_is_missing(native, tmp_path):
+    for model, words in ((FILES[0], "--mmproj"), (tmp_path / "nowhere.gguf", "nowhere.gguf does not exist")):
+        worker = loaded("worker").Worker(model, None)
+        worker.start()
+        if (end := events(worker)[-1]) == ("ready",):
+            worker.open(SCENE)
+            end = events(worker)[-1]
+        worker.quit()
+        worker.join(LIMIT_S)
+        assert end[0] == "failed" and words in end[1], end
+
+
+@pytest.mark.parametrize("source", sorted(DESKTOP.glob("*.py")), ids=lambda path: path.name)
+def test_only_public_names_are_used_and_the_worker_needs_no_display(source):
     tree = ast.parse(source.read_text("utf-8"))
-    public = {*pykvedge.__all__, "__file__"}
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom):
             assert not (node.module or "").startswith("pykvedge")
         elif isinstance(node, ast.Import):
             assert all(not alias.name.startswith("pykvedge.") for alias in node.names)
         elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "pykvedge":
-            assert node.attr in public, node.attr
+            assert node.attr in {*pykvedge.__all__, "__file__"}, node.attr
+    assert source.stem == "__main__" or "tkinter" not in source.read_text("utf-8")
 
 
-def test_a_server_beside_a_program(environment, native):
+def test_a_server_beside_a_program(environment, native, tmp_path):
     pytest.importorskip("uvicorn")
-    done = subprocess.run(
-        [sys.executable, DESKTOP / "sidecar.py", SCENE, "What is the code?", "--threads", "1", "--quiet"],
-        env=environment, text=True, capture_output=True, timeout=LIMIT_S, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.strip() == "64UM3"
-
-
-def test_a_server_that_cannot_start(environment, tmp_path):
-    done = subprocess.run(
-        [sys.executable, DESKTOP / "sidecar.py", SCENE, "?", "--model", tmp_path / "nowhere.gguf"],
-        env=environment, text=True, capture_output=True, timeout=LIMIT_S, check=False,
-    )  # fmt: skip
+    done = run(environment, DESKTOP / "sidecar.py", SCENE, QUESTION, "--threads", "1", "--quiet")
+    assert done.returncode == 0 and done.stdout.strip() == ANSWER, done.stderr
+    done = run(environment, DESKTOP / "sidecar.py", SCENE, "?", "--model", tmp_path / "nowhere.gguf")
     assert done.returncode == 1 and "nowhere.gguf does not exist" in done.stderr
     assert done.stderr.splitlines()[-1].startswith("error: ") and "Traceback" not in done.stderr
+
+
+if __name__ == "__main__":
+    try:
+        print(json.dumps(used(*sys.argv[1:])), flush=True)
+    except BaseException:
+        traceback.print_exc()
+        os._exit(1)  # the model's thread is not waited for

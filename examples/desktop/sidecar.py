@@ -3,8 +3,6 @@
 python examples/desktop/sidecar.py PICTURE QUESTION [OPTIONS OF kvedge serve]
 """
 
-from __future__ import annotations
-
 import base64
 import contextlib
 import json
@@ -18,9 +16,8 @@ from pathlib import Path
 
 @contextlib.contextmanager
 def serving(*options: str) -> Iterator[str]:
-    """Runs `kvedge serve` on a free port of this machine, and gives its URL. It ends with the block.
-
-    It also ends when this program does in any other way: by --parent-pid, and because its stdin is a pipe of ours.
+    """Runs `kvedge serve` on a free port, and gives its URL. It ends with the block, or however this program ends:
+    by --parent-pid, and because its stdin is a pipe of ours.
     """
     command = [sys.executable, "-m", "pykvedge", "serve", "--port", "0", "--parent-pid", str(os.getpid()), *options]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
@@ -34,14 +31,11 @@ def serving(*options: str) -> Iterator[str]:
 
 
 def ask(url: str, picture: Path, question: str) -> str:
-    """Returns the answer to a question about a PNG or JPEG file."""
-    kind = "png" if picture.suffix == ".png" else "jpeg"
-    data = f"data:image/{kind};base64,{base64.b64encode(picture.read_bytes()).decode()}"
+    """Returns the answer to a question about a PNG file."""
+    data = f"data:image/png;base64,{base64.b64encode(picture.read_bytes()).decode()}"
     content = [{"type": "image_url", "image_url": {"url": data}}, {"type": "text", "text": question}]
-    body = {"messages": [{"role": "user", "content": content}], "kvedge": {"method": "mixkv", "budget": 0.5}}
-    request = urllib.request.Request(
-        f"{url}/v1/chat/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
-    )
+    body = json.dumps({"messages": [{"role": "user", "content": content}]}).encode()
+    request = urllib.request.Request(f"{url}/v1/chat/completions", body, {"Content-Type": "application/json"})
     with urllib.request.urlopen(request) as answer:
         return json.load(answer)["choices"][0]["message"]["content"]
 
