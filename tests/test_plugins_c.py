@@ -1,4 +1,4 @@
-"""Stages in C: shared libraries through the program, and the example of kvedge-stages.h through the library."""
+"""Stages in C: shared libraries through the program, and the example of a scorer in kvedge.h through the library."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from pykvedge.plans import plugin_files
 from pykvedge.reference.checks import suite
 
 ROOT = Path(__file__).resolve().parent.parent
-HEADER = ROOT / "native" / "include" / "kvedge-stages.h"
+HEADER = ROOT / "native" / "include" / "kvedge.h"
 COMPILER = shutil.which(os.environ.get("CC", "cc")) or shutil.which("gcc") or shutil.which("clang")
 STRICT = ["-std=c99", "-Wall", "-Wextra", "-pedantic", "-Werror", "-O1", "-I", str(HEADER.parent)]
 
@@ -224,7 +224,7 @@ int main(void) {{
 
 def example_of_the_header() -> tuple[str, str]:
     """The function, and the lines that use it, of the comment under "Your own stages"."""
-    block = HEADER.read_text().split("// Your own stages:")[1].split("// A callback returns")[0]
+    block = HEADER.read_text().split("// Stages of your own:")[1].split("// A callback returns")[0]
     code = "\n".join(re.findall(r"^//     (.*)$", block, re.MULTILINE))
     function, use = code.split("\n...\n")
     assert len(function.splitlines()) + len(use.splitlines()) <= 10

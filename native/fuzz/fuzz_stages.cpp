@@ -1,7 +1,7 @@
 // Stages of a program's own: names, settings and structs of any content, and callbacks that write what the fuzzer says.
 
 #include "fuzz/plans.h"
-#include "kvedge-stages.h"
+#include "kvedge.h"
 
 #include <cmath>
 

@@ -1,7 +1,4 @@
-// kvedge.h - the whole public C ABI of libkvedge, with what it includes: kvedge-queries.h (what there is, and what a plan asks
-// for), kvedge-inspect.h (what a cache holds), kvedge-sessions.h (a sequence in a file), kvedge-stages.h (stages of your own),
-// kvedge-arrays.h (compression of plain arrays), kvedge-encoder.h (image encoders), kvedge-images.h (fewer image tokens),
-// kvedge-replay.h (a second pass over a prompt).
+// kvedge.h - the public C interface of libkvedge, whole.
 //
 // libkvedge owns the KV memory of a llama.cpp context. It attaches to an existing llama_context, stores keys
 // and values per layer and per KV head, attends over them, and after a prompt is complete it compresses the
@@ -19,6 +16,9 @@
 //     ... llama_decode(ctx, prompt) as always; the first generated token triggers the compression ...
 //     kvedge_detach(kv);
 //     kvedge_plan_free(plan);
+//
+// The sections: versions and errors; stages; plans; what there is; the cache of a llama_context; what a cache holds; sessions;
+// stages of your own; plain arrays; a second pass; fewer image tokens; image encoders; the last line of a program.
 //
 // Conventions
 //   - Every function that can fail returns a kvedge_status and, when `err` is not NULL, fills a message that
@@ -134,12 +134,22 @@ typedef enum kvedge_stage {
     KVEDGE_STAGE_ALLOCATOR = 1,  // how many does each layer and KV head keep?
     KVEDGE_STAGE_REDUCER   = 2,  // what becomes of the others?
     KVEDGE_STAGE_DECODE    = 3,  // what happens as tokens are generated?
-    KVEDGE_STAGE_PRUNER    = 4,  // which rows of an image does the model read? (kvedge-images.h)
+    KVEDGE_STAGE_PRUNER    = 4,  // which rows of an image does the model read? ("Fewer image tokens")
 } kvedge_stage;
 
 // Number of members of a stage (0 for a stage that does not exist), and the name of member i (NULL past the end).
 KVEDGE_API int32_t      kvedge_stage_count(kvedge_stage stage);
 KVEDGE_API const char * kvedge_stage_name(kvedge_stage stage, int32_t i);
+
+// A setting of a stage, set as "scorer.NAME" (allocator.NAME, reducer.NAME): a number, or one of several words.
+typedef struct kvedge_setting {
+    const char * name;             // as a stage's name
+    const char * help;             // one line, or NULL
+    double       fallback;         // the value if none is set; of words: an index
+    double       lowest, highest;  // of a number
+    int32_t      step;             // 0: any number; else whole ones, lowest + a multiple of step
+    const char * choices;          // "mean,max": one of these words, handed over as its index; NULL: a number
+} kvedge_setting;
 
 // ---------------------------------------------------------------------------------------------------------
 // Plans
@@ -152,7 +162,7 @@ KVEDGE_API void          kvedge_plan_free(kvedge_plan * plan);  // NULL is allow
 //   scorer, allocator, reducer, decode, pruner   name of a stage member
 //   budget      "0.2": share of the prompt kept, in (0, 1];  "128": KV pairs per layer and KV head, an integer >= 1
 //               ("1.0" is the ratio, "1" is one pair)
-//   image_tokens   what the pruner leaves of an image (kvedge-images.h): "0.5" of its tokens, in (0, 1], or "288", >= 1
+//   image_tokens   what the pruner leaves of an image ("Fewer image tokens"): "0.5" of its tokens, in (0, 1], or "288", >= 1
 //   recent      last tokens of the prompt that are always kept, inside the budget: "16" pairs, or "0.1" of the prompt,
 //               or "auto": half of the budget with scorer cumulative (H2O and LOOK-M: a1 = a2), the window, but at most
 //               half of the budget, with scorer window (SnapKV) and mixkv (scorer.parts: another part), a tenth of the
@@ -205,6 +215,35 @@ KVEDGE_API kvedge_status kvedge_plan_check(const kvedge_plan * plan, kvedge_erro
 // at most n_tokens; or the budget in pairs. All of them where the scorer's window covers the prompt (SnapKV). 0 if
 // n_tokens <= 0.
 KVEDGE_API int32_t kvedge_plan_budget(const kvedge_plan * plan, int32_t n_tokens);
+
+// ---------------------------------------------------------------------------------------------------------
+// What there is, and what a plan asks for: answers before anything runs
+
+// Setting i of a member of the library's, by its name, in the order in which it declares them: what kvedge_plan_set takes as "scorer.NAME".
+// A setting whose choices are "true,false" is a switch. NULL past the end, or where there is no such member. Static storage.
+//
+//     for (int32_t i = 0; (s = kvedge_stage_setting(KVEDGE_STAGE_SCORER, "window", i)); i++) printf("%s: %s\n", s->name, s->help);
+KVEDGE_API const kvedge_setting * kvedge_stage_setting(kvedge_stage stage, const char * member, int32_t i);
+
+// What storage type a number is, as `kvedge chat --kv-type` and messages call it, and the bytes that 32 stored numbers take with
+// their share of scales and minima. Numbers are 0, 1, 2 and so on; NULL and 0 past the last. Also of types that have no
+// constant in kvedge_type.
+KVEDGE_API const char * kvedge_type_name(int32_t type);
+KVEDGE_API int32_t      kvedge_type_bytes(int32_t type);
+
+// As kvedge_plan_budget, of n_tokens that follow others which were compressed before: a budget that is a share keeps
+// later_floor of them.
+KVEDGE_API int32_t kvedge_plan_later_budget(const kvedge_plan * plan, int32_t n_tokens);
+
+// Whether a stream can be compressed under a plan (kvedge_compress_stream).
+// Errors: KVEDGE_E_UNSUPPORTED, with what stands in the way; KVEDGE_E_ARGUMENT.
+KVEDGE_API kvedge_status kvedge_plan_check_stream(const kvedge_plan * plan, kvedge_error * err);
+
+// Bytes that one layer of n_heads query heads and n_heads_kv KV heads, with keys of d_k numbers, takes beside its keys and
+// values while a prompt of n_tokens is read and compressed under the plan: column sums and their squares, entropies, queries,
+// the window's, their mean and covariance, the largest attention of each token, as far as the stages look at them, and the scores. 0 where the plan keeps everything.
+KVEDGE_API uint64_t kvedge_plan_score_bytes(
+    const kvedge_plan * plan, int32_t n_tokens, int32_t n_heads, int32_t n_heads_kv, int32_t d_k);
 
 // ---------------------------------------------------------------------------------------------------------
 // The cache of a llama_context
@@ -375,6 +414,486 @@ KVEDGE_API int32_t kvedge_cells(const kvedge_cache * kv, int32_t seq_id);
 KVEDGE_API kvedge_status kvedge_take_error(kvedge_cache * kv, kvedge_error * err);
 
 // ---------------------------------------------------------------------------------------------------------
+// What a cache holds: its memory, lengths, tokens, rows, attention and scores, for meters, pictures and research
+
+typedef struct kvedge_stats {
+    size_t   struct_size;        // set by the caller to sizeof(kvedge_stats) before the call
+    int32_t  n_layers;           // layers that kvedge stores (the model may have more)
+    int32_t  n_heads_kv;         // KV heads of the first of them
+    int32_t  n_tokens;           // tokens of the sequence so far, compressed ones included
+    int32_t  n_image_tokens;     // of those, tokens that came as embeddings
+    int32_t  n_compressions;     // compressions of the sequence so far
+    int32_t  n_pending;          // tokens added since the last compression; of a bounded answer, those in blocks not yet packed;
+                                 // of a stream, KV pairs that each head holds
+    uint64_t bytes;              // bytes of the sequence's key and value buffers, biases of rows included, that exist now
+    uint64_t index_bytes;        // bytes of its token indices and positions
+    uint64_t score_bytes;        // bytes of column sums, of scores, of watched attention, of queries kept for allocator
+                                 // entropy and reducer match, of the mean and covariance of queries, and of the largest attention of each token, that exist now
+    uint64_t before_bytes;       // `bytes` right before the last compression (the full cache, for a first turn)
+    uint64_t after_bytes;        // `bytes` right after it
+    uint64_t peak_bytes;         // largest value of bytes + index_bytes + score_bytes so far
+    int64_t  compress_us;        // wall time of the last compression, microseconds
+    uint64_t device_bytes;       // of `bytes`, those that lie on devices
+    int32_t  n_unfitted;         // heads that reducer match left as reducer evict does in the last compression: fewer queries of
+                                 // the prompt were kept than rows are to be fitted to them
+    int32_t  n_scant;            // heads that it fitted to fewer than twice as many queries as rows
+    // of the last compression, where rows lay on devices; else 0:
+    uint64_t device_fetched_bytes;  // bytes that came from devices
+    uint64_t device_sent_bytes;     // bytes that went to them
+    int64_t  device_operations;     // operations of the graphs that ran there
+    int64_t  device_measure_us;     // microseconds of each step: what scorers look at is measured there,
+    int64_t  device_choose_us;      // the host chooses,
+    int64_t  device_gather_us;      // kept rows are gathered there,
+    int64_t  device_merge_us;       // evicted rows join them there,
+    int64_t  device_upload_us;      // and what the host computed is sent
+    int32_t  device_compressed;     // 1: rows on devices were compressed there; 0: on the host, or none lay there
+    int32_t  unused;
+} kvedge_stats;
+
+KVEDGE_API kvedge_status kvedge_get_stats(const kvedge_cache * kv, int32_t seq_id, kvedge_stats * out, kvedge_error * err);
+
+// Model layer number of stored layer i (0 <= i < n_layers), or -1.
+KVEDGE_API int32_t kvedge_layer_id(const kvedge_cache * kv, int32_t i);
+
+// Name, as ggml has it, of the device on which the rows of layer i lie ("CUDA0", "RPC0"); NULL: on the host, or no such layer.
+// Static storage.
+KVEDGE_API const char * kvedge_layer_device(const kvedge_cache * kv, int32_t i);
+
+// Why the last compression of the sequence took place on the host although rows lay on a device: the device and the operation
+// that it lacks, or the stage that has no graph. NULL: it did not, or no such sequence. Valid until the sequence changes.
+KVEDGE_API const char * kvedge_device_problem(const kvedge_cache * kv, int32_t seq_id);
+
+// KV pairs that stored layer i, KV head `head` holds now for the sequence; -1 if there is none such.
+KVEDGE_API int32_t kvedge_head_length(const kvedge_cache * kv, int32_t seq_id, int32_t i, int32_t head);
+
+// Original token index (0 = first token of the sequence) of every KV pair of stored layer i, KV head `head`, ascending,
+// into out[0 .. n-1] with n = kvedge_head_length. Errors: KVEDGE_E_ARGUMENT (no such layer, head or sequence; n_out < n).
+KVEDGE_API kvedge_status kvedge_head_tokens(
+    const kvedge_cache * kv, int32_t seq_id, int32_t i, int32_t head, int32_t * out, int32_t n_out, kvedge_error * err);
+
+// Query heads of stored layer i (H); query head h reads KV head h / (H / Hkv). -1: no such layer.
+KVEDGE_API int32_t kvedge_query_heads(const kvedge_cache * kv, int32_t i);
+
+// Switches watching on or off (off after kvedge_attach): whether the attention of tokens that are decoded one by one is
+// kept for kvedge_attention. Costs H floats per layer and stored row while it is on (counted in score_bytes), nothing
+// while it is off.
+KVEDGE_API kvedge_status kvedge_watch(kvedge_cache * kv, bool on, kvedge_error * err);
+
+// What the sequence's last token paid to each stored KV pair: the softmax weights of query head `query_head` of stored
+// layer i over the rows of its KV head, that token's own row included, into out[0 .. n-1] with n = kvedge_head_length, in
+// the order of kvedge_head_tokens. They add up to 1, with attention sinks (logits without a row, gpt-oss) to less.
+// Errors: KVEDGE_E_ARGUMENT (no such sequence, layer or head; n_out < n), KVEDGE_E_STATE (the last tokens of the sequence
+// came several at a time or unwatched, or rows were removed or compressed since).
+KVEDGE_API kvedge_status kvedge_attention(
+    const kvedge_cache * kv, int32_t seq_id, int32_t i, int32_t query_head, float * out, int32_t n_out, kvedge_error * err);
+
+// Query heads H, KV heads Hkv and head sizes of stored layer i. Errors: KVEDGE_E_ARGUMENT.
+KVEDGE_API kvedge_status kvedge_layer_shape(
+    const kvedge_cache * kv, int32_t i, int32_t * n_heads, int32_t * n_heads_kv, int32_t * d_k, int32_t * d_v, kvedge_error * err);
+
+// Keys [n][d_k] and values [n][d_v] of stored layer i, KV head `head`, in float32, n = kvedge_head_length, in the order of
+// kvedge_head_tokens. n_out: rows that fit k and v. Errors: KVEDGE_E_ARGUMENT.
+KVEDGE_API kvedge_status kvedge_head_rows(
+    const kvedge_cache * kv, int32_t seq_id, int32_t i, int32_t head, float * k, float * v, int32_t n_out, kvedge_error * err);
+
+// What is added to the logits of the KV pairs of stored layer i, KV head `head`: natural logarithms, after a soft cap and before
+// the softmax, so that a pair stands for e^bias pairs. 0 for pairs that stand for themselves. Into out[0 .. n-1] with
+// n = kvedge_head_length, in the order of kvedge_head_tokens. A plan with "reducer.bias" = "mass" makes them: ln of 1 + the pairs
+// that were merged into one (four bytes each, counted in kvedge_stats.bytes). Errors: KVEDGE_E_ARGUMENT.
+KVEDGE_API kvedge_status kvedge_head_biases(
+    const kvedge_cache * kv, int32_t seq_id, int32_t i, int32_t head, float * out, int32_t n_out, kvedge_error * err);
+
+// Scores [Hkv][kvedge_stats.n_pending] that the plan's scorer gives to the tokens of stored layer i that were added since the last
+// compression, without compressing. n_out: floats that fit `out`. Errors: KVEDGE_E_ARGUMENT, KVEDGE_E_STATE (nothing is pending,
+// or the plan was set after the prompt and its scorer saw too little), KVEDGE_E_MEMORY.
+KVEDGE_API kvedge_status kvedge_pending_scores(
+    const kvedge_cache * kv, int32_t seq_id, int32_t i, float * out, int32_t n_out, kvedge_error * err);
+
+// ---------------------------------------------------------------------------------------------------------
+// Sessions: a sequence in a file or in memory, to go on with it later without reading its prompt again
+//
+// docs/sessions.md has the layout of the file. It holds the compressed rows, not the plan: what comes after is compressed by
+// the plan then set, and an answer that a decode policy bounds goes on if that plan has the same policy.
+//
+//     kvedge_save(kv, 0, "talk.kvs", "my-model", "any bytes", 9, &err);
+//     ... another process: the same model, a context with kvedge attached ...
+//     kvedge_load(kv, 0, "talk.kvs", "my-model", &err);
+//     llama_decode(ctx, ...) goes on at position llama_memory_seq_pos_max(mem, 0) + 1
+
+// 3 where rows have biases (kvedge_head_biases), 2 where they are rotated (kvedge_rotate), else files are of version 1
+#define KVEDGE_SESSION_VERSION 3
+
+// Writes sequence seq_id to `path` (UTF-8). The file appears whole: until everything is on the disk, what was there stays.
+// Only its owner may read it. model: a name or hash of the model, at most 255 bytes, that kvedge_load compares.
+// note: n_note bytes of the caller's own, at most 64 MiB (NULL if 0).
+// Errors: KVEDGE_E_STATE (nothing to save, or a prompt that is not compressed yet: call kvedge_compress), KVEDGE_E_FILE,
+// KVEDGE_E_UNSUPPORTED (some full-attention layers are not kvedge's), KVEDGE_E_MEMORY, KVEDGE_E_ARGUMENT.
+KVEDGE_API kvedge_status kvedge_save(
+    kvedge_cache * kv, int32_t seq_id, const char * path, const char * model, const void * note, size_t n_note,
+    kvedge_error * err);
+
+// Reads a file of kvedge_save into sequence seq_id, which must be empty. Runs one token through the model, whose outcome
+// is thrown away: llama.cpp learns the last position that way. It knows of no other position of the sequence afterwards
+// (llama_memory_seq_pos_min is the last one, too). A failure leaves the sequence empty.
+// Errors: KVEDGE_E_FILE (damaged, truncated, of a newer version, another model or other layer shapes), KVEDGE_E_ARGUMENT
+// (another storage type than the cache's; whether rows are rotated is the file's to say, and so the sequence goes on), KVEDGE_E_STATE (the sequence holds tokens), KVEDGE_E_MEMORY.
+KVEDGE_API kvedge_status kvedge_load(kvedge_cache * kv, int32_t seq_id, const char * path, const char * model, kvedge_error * err);
+
+// The same bytes in memory, with no note: to put a conversation aside, to begin several with what they share, or to go on in
+// another context of the same model. data [*n_data]; *n_data: the room there, and then the bytes that the sequence takes; NULL
+// and 0: only how many. Nothing is changed. Errors: those of kvedge_save; KVEDGE_E_ARGUMENT too where the room is too small.
+KVEDGE_API kvedge_status kvedge_pack(
+    kvedge_cache * kv, int32_t seq_id, const char * model, void * data, size_t * n_data, kvedge_error * err);
+
+// Reads bytes of kvedge_pack, or of a file of kvedge_save, as kvedge_load reads a file. Errors: those of kvedge_load.
+KVEDGE_API kvedge_status kvedge_unpack(
+    kvedge_cache * kv, int32_t seq_id, const char * model, const void * data, size_t n_data, kvedge_error * err);
+
+typedef struct kvedge_saved {
+    size_t   struct_size;  // set by the caller to sizeof(kvedge_saved) before the call
+    uint64_t file_bytes;
+    uint64_t note_bytes;
+    char     model[256];   // as given to kvedge_save
+} kvedge_saved;
+
+// What a file of kvedge_save says at its beginning; the rows are not read, but the length of the file is checked.
+// The note goes to note[0 .. min(note_bytes, n_note) - 1]; NULL and 0: only the figures.
+// Errors: KVEDGE_E_FILE, KVEDGE_E_ARGUMENT, KVEDGE_E_MEMORY.
+KVEDGE_API kvedge_status kvedge_read_saved(const char * path, kvedge_saved * out, void * note, size_t n_note, kvedge_error * err);
+
+// ---------------------------------------------------------------------------------------------------------
+// Stages of your own: a function and a name. A plan, and every copy that a cache takes of it, carries them.
+//
+//     static kvedge_status largest(const kvedge_score_input * in, float * out, kvedge_error * err) {
+//         (void) err;
+//         for (size_t i = 0; i < (size_t) in->n_heads_kv * in->n_tokens; i++)             // [Hkv][T]
+//             for (int32_t c = 0; c < in->d_k; c++) out[i] += fabsf(in->k[i * in->d_k + c]);
+//         return KVEDGE_OK;
+//     }
+//     ...
+//     kvedge_custom_scorer mine = { .struct_size = sizeof(mine), .name = "largest", .score = largest };
+//     kvedge_plan_add_scorer(plan, &mine, &err);
+//     kvedge_plan_set(plan, "scorer", "largest", &err);          // composes with every allocator, reducer, policy
+//
+// A callback returns KVEDGE_OK or, to end the request, any other status with a reason in err->message; whoever asked
+// for the compression is then told KVEDGE_E_STAGE and the reason, and the sequence stays as it was. What a callback
+// writes is checked: NaN, or counts that miss the budget, are such failures too. Callbacks run on the thread that called
+// kvedge_compress, kvedge_compress_arrays or llama_decode, one at a time; with thread_safe, several threads call them at
+// once, each for another layer or head. The arrays they are given live until they return. They must not throw, nor use
+// the cache or the context.
+
+// A stage's name: 1 to 40 of a-z, 0-9 and "-", starting with a letter, and none that kvedge_stage_name lists.
+// All structs are copied, with their texts; functions and user_data must outlive the plan and every cache that has it.
+
+typedef struct kvedge_score_input {
+    int32_t         layer, n_layers;  // 0 <= layer < n_layers, counting the layers that kvedge stores
+    int32_t         n_heads, n_heads_kv, n_tokens, d_k, d_v;  // H, Hkv, T, head sizes of keys and values
+    const float *   k;            // [Hkv][T][d_k] as stored, widened; position encoding applied
+    const float *   v;            // [Hkv][T][d_v]
+    const uint8_t * image_mask;   // [T] 1 for an image token
+    int32_t         n_queries;    // as many as were asked for and seen: no more than T
+    const float *   q;            // [n_queries][H][d_k] of the last tokens; logit = q.k / sqrt(d_k) whatever the model's
+                                  // scale. NULL unless asked for
+    const float *   column_sums;  // [Hkv][T] attention received, summed over the prompt's queries, mean of the query
+                                  // heads of a KV head (H2O; LOOK-M eq. 4). NULL unless asked for
+    const double *  settings;     // [n_settings]
+    void *          user_data;
+} kvedge_score_input;
+
+typedef struct kvedge_custom_scorer {
+    size_t                 struct_size;  // sizeof(kvedge_custom_scorer)
+    const char *           name;
+    const char *           summary;      // one line for lists, or NULL
+    const kvedge_setting * settings;     // [n_settings], at most 8
+    int32_t                n_settings;
+    int32_t                n_queries;    // last queries of the prompt that it wants to see; 0: none
+    int32_t                recent;       // last tokens that recent = auto protects, at most half of the budget
+    bool                   column_sums;  // whether it wants them
+    bool                   thread_safe;
+    // out [Hkv][T], all 0 before: the larger, the sooner kept; equal ones by the lower token. Infinities are allowed.
+    kvedge_status (*score)(const kvedge_score_input * in, float * out, kvedge_error * err);
+    void * user_data;
+} kvedge_custom_scorer;
+
+// Heads are numbered through all layers: R = the sum of the layers' Hkv, which is L * Hkv where all layers are alike.
+typedef struct kvedge_allocate_input {
+    int32_t         n_layers, n_rows, n_tokens;  // L, R, T
+    const int32_t * n_heads_kv;  // [L]
+    const float *   scores;      // [R][T], as the scorer gave them
+    const uint8_t * image_mask;  // [T]
+    int32_t         budget;      // KV pairs per head on average, 1 <= budget < T
+    int32_t         recent;      // of those, last tokens that every head keeps whatever their score
+    const double *  settings;
+    void *          user_data;
+} kvedge_allocate_input;
+
+typedef struct kvedge_custom_allocator {
+    size_t                 struct_size;
+    const char *           name;
+    const char *           summary;
+    const kvedge_setting * settings;
+    int32_t                n_settings;
+    // counts [R], all 0 before: KV pairs that each head keeps, from 1 to T, with the sum R * budget.
+    kvedge_status (*allocate)(const kvedge_allocate_input * in, int32_t * counts, kvedge_error * err);
+    void * user_data;
+} kvedge_custom_allocator;
+
+typedef struct kvedge_reduce_input {
+    int32_t         layer, n_layers, head;  // one KV head
+    int32_t         n_tokens, d_k, d_v;     // T, head sizes
+    const float *   k;                      // [T][d_k] as stored, widened
+    const float *   v;                      // [T][d_v]
+    const int32_t * kept;                   // [n_kept] tokens that stay, ascending
+    int32_t         n_kept;
+    int32_t         sinks, recent;          // first and last tokens of the prompt that are protected
+    const double *  settings;
+    void *          user_data;
+} kvedge_reduce_input;
+
+typedef struct kvedge_custom_reducer {
+    size_t                 struct_size;
+    const char *           name;
+    const char *           summary;
+    const kvedge_setting * settings;
+    int32_t                n_settings;
+    bool                   thread_safe;
+    // k [n_kept][d_k] and v [n_kept][d_v]: the rows to store, holding the kept rows before; finite, and small enough for
+    // the storage type. With a reducer of the program's own, old rows are given back only when all layers stand.
+    kvedge_status (*reduce)(const kvedge_reduce_input * in, float * k, float * v, kvedge_error * err);
+    void * user_data;
+} kvedge_custom_reducer;
+
+// Errors: KVEDGE_E_ARGUMENT (a name that is taken or not allowed, a setting that contradicts itself, no function).
+KVEDGE_API kvedge_status kvedge_plan_add_scorer(kvedge_plan * plan, const kvedge_custom_scorer * scorer, kvedge_error * err);
+KVEDGE_API kvedge_status kvedge_plan_add_allocator(
+    kvedge_plan * plan, const kvedge_custom_allocator * allocator, kvedge_error * err);
+KVEDGE_API kvedge_status kvedge_plan_add_reducer(kvedge_plan * plan, const kvedge_custom_reducer * reducer, kvedge_error * err);
+
+// A shared library of stages for `kvedge chat --plugin FILE` exports one function; it need not link libkvedge:
+//
+//     KVEDGE_PLUGIN_EXPORT const kvedge_plugin * kvedge_plugin_v1(void) { return &table; }
+typedef struct kvedge_plugin {
+    size_t                          struct_size;  // sizeof(kvedge_plugin)
+    const kvedge_custom_scorer *    scorers;      // [n_scorers]
+    int32_t                         n_scorers;
+    const kvedge_custom_allocator * allocators;   // [n_allocators]
+    int32_t                         n_allocators;
+    const kvedge_custom_reducer *   reducers;     // [n_reducers]
+    int32_t                         n_reducers;
+} kvedge_plugin;
+
+#if defined(_WIN32)
+#    define KVEDGE_PLUGIN_EXPORT __declspec(dllexport)
+#else
+#    define KVEDGE_PLUGIN_EXPORT __attribute__((visibility("default")))
+#endif
+
+// ---------------------------------------------------------------------------------------------------------
+// Plain arrays: the same computation without a model, for research and tests
+
+typedef struct kvedge_arrays {
+    int32_t         n_layers, n_heads, n_heads_kv, n_tokens, head_size;  // L, H, Hkv, T, d; H % Hkv == 0; d % 8 == 0
+    const float *   q;           // [L][H][T][d]    queries, position encoding applied
+    const float *   k;           // [L][Hkv][T][d]  keys,    position encoding applied
+    const float *   v;           // [L][Hkv][T][d]  values
+    const uint8_t * image_mask;  // [T] 1 for an image token; NULL: all text
+} kvedge_arrays;
+
+// Which channels of a row turn together by its position (rotary position encoding).
+typedef enum kvedge_pairs {
+    KVEDGE_PAIRS_NORM = 0,  // 2 i and 2 i + 1: Llama's
+    KVEDGE_PAIRS_NEOX = 1,  // i and i + n of n pairs: GPT-NeoX's, Qwen's
+} kvedge_pairs;
+
+// Says that the queries and keys of arrays were turned by their positions, 0 to T - 1: pair i by angles[i] radians for each
+// position, i < n, channels beyond 2 n not at all. Scorer "expected" turns them back. Of a context the model's own rotation
+// holds instead. angles [n] are copied; NULL: they were not turned, as without this call.
+//
+//     for (i = 0; i < d / 2; i++) angles[i] = pow(10000.0, -2.0 * i / d);
+//     kvedge_plan_set_rotation(plan, KVEDGE_PAIRS_NEOX, angles, d / 2, &err);
+//
+// Errors: KVEDGE_E_ARGUMENT, KVEDGE_E_MEMORY. More channels than a head has are refused with KVEDGE_E_ARGUMENT by
+// kvedge_compress_arrays, where the plan asks for the rotation.
+KVEDGE_API kvedge_status kvedge_plan_set_rotation(
+    kvedge_plan * plan, kvedge_pairs pairs, const double * angles, int32_t n, kvedge_error * err);
+
+// Gives arrays the output projection of their layers, W_O, by which plans with critical l1 or l2, or with scorer.projected of
+// scorer "replay", weigh values: what head h of layer l adds to a row of the residual stream is a row of d_v numbers times
+// values[l][h]. Of a context the model's own weights hold instead. values [n_layers][n_heads][d_v][width], finite, are copied;
+// NULL: there are none, as without this call.
+// Errors: KVEDGE_E_ARGUMENT, KVEDGE_E_MEMORY. A projection that is missing is refused with KVEDGE_E_ARGUMENT, one of another
+// shape than the arrays with KVEDGE_E_UNSUPPORTED, by kvedge_compress_arrays, where the plan asks for it.
+KVEDGE_API kvedge_status kvedge_plan_set_projection(
+    kvedge_plan * plan, const float * values, int32_t n_layers, int32_t n_heads, int32_t d_v, int32_t width, kvedge_error * err);
+
+// Stores k and v as `type`, attends causally with scale 1/sqrt(d), compresses by the plan. A quantised type is written last:
+// attention, scores and merges see f16.
+// n_threads: 0 for one per core, or fewer for small arrays.
+// Errors: KVEDGE_E_ARGUMENT, KVEDGE_E_MEMORY, KVEDGE_E_UNSUPPORTED (d that the type cannot hold).
+KVEDGE_API kvedge_status kvedge_compress_arrays(
+    const kvedge_plan * plan, const kvedge_arrays * in, kvedge_type type, int32_t n_threads, kvedge_result ** out,
+    kvedge_error * err);
+
+// The same with a type for keys and one for values.
+KVEDGE_API kvedge_status kvedge_compress_arrays_as(
+    const kvedge_plan * plan, const kvedge_arrays * in, kvedge_type type_k, kvedge_type type_v, int32_t n_threads,
+    kvedge_result ** out, kvedge_error * err);
+
+// The same by options: their types, threads and rotation, which the others leave out; the rest is not looked at. NULL: the defaults.
+// What comes out are the rows as they are read: quantised while they were rotated, and rotated back. Errors: also
+// KVEDGE_E_UNSUPPORTED (a d that cannot be rotated).
+KVEDGE_API kvedge_status kvedge_compress_arrays_by(
+    const kvedge_plan * plan, const kvedge_arrays * in, const kvedge_options * options, kvedge_result ** out, kvedge_error * err);
+
+// The same for a stream: `step` >= 1 tokens at a time attend to what is left of those before, and are compressed together
+// with it (kvedge_compress_stream). The result has no scores. Errors: also those of kvedge_compress_stream.
+KVEDGE_API kvedge_status kvedge_stream_arrays(
+    const kvedge_plan * plan, const kvedge_arrays * in, kvedge_type type_k, kvedge_type type_v, int32_t step, int32_t n_threads,
+    kvedge_result ** out, kvedge_error * err);
+
+KVEDGE_API void kvedge_result_free(kvedge_result * result);  // NULL is allowed
+
+// Per layer and KV head; pointers live as long as the result; NULL or -1 for a layer or head that does not exist.
+KVEDGE_API int32_t         kvedge_result_length(const kvedge_result * result, int32_t layer, int32_t head);
+KVEDGE_API const int32_t * kvedge_result_kept(const kvedge_result * result, int32_t layer, int32_t head);    // [length] ascending
+KVEDGE_API const float *   kvedge_result_k(const kvedge_result * result, int32_t layer, int32_t head);       // [length][d]
+KVEDGE_API const float *   kvedge_result_v(const kvedge_result * result, int32_t layer, int32_t head);       // [length][d]
+// [length] biases of the rows' logits, as kvedge_head_biases has them; NULL: all are 0.
+KVEDGE_API const float *   kvedge_result_biases(const kvedge_result * result, int32_t layer, int32_t head);
+KVEDGE_API const float *   kvedge_result_scores(const kvedge_result * result, int32_t layer, int32_t head);  // [T]; NULL: a stream
+// Attention output of the full prompt, before compression: [H][T][d] of one layer.
+KVEDGE_API const float *   kvedge_result_attention(const kvedge_result * result, int32_t layer);
+
+// ---------------------------------------------------------------------------------------------------------
+// A second pass over a prompt, which scorer "replay" goes by
+//
+// KVzip (Kim et al. 2025, arXiv:2505.23416): when a prompt was read, the model reads a request to repeat it, and the prompt
+// again, in chunks; a KV pair matters as much as the largest attention that a query of that pass pays to it. With
+// scorer.source = prompt, the default, the prompt's own queries are those, and nothing has to be called. With instruction
+// and repeat the program brings the pass, since it knows texts and images:
+//
+//     llama_decode(ctx, prompt);                                        // n tokens, that end at position p - 1
+//     kvedge_replay_chunk chunk = { 0, n, n_template, n_request + n };
+//     kvedge_replay_begin(kv, 0, &chunk, &err);
+//     llama_decode(ctx, request_and_prompt_again);                      // positions p and so on
+//     kvedge_replay_end(kv, 0, &err);                                   // they are gone, the next token is at p again
+//     kvedge_compress(kv, 0, &err);
+
+// What a chunk of the pass is about. Tokens count from the first one since the last compression.
+typedef struct kvedge_replay_chunk {
+    int32_t first, last;  // the tokens [first, last)
+    int32_t sinks;        // first tokens, such as those of a chat template, which are kept before all others, as far as there
+                          // is room, and are in the scope of every chunk
+    int32_t n_tokens;     // that follow, to be read for their queries alone
+} kvedge_replay_chunk;
+
+// The n_tokens that sequence seq_id is sent next, in batches of any size, are a chunk of the pass. Their logits may be asked
+// for. With scorer.scope = chunk the attention of their queries is shared out among the sinks, the chunk and the replay's
+// tokens themselves, else among all. Chunks come in their order: each begins where the one before ended or earlier, the
+// first at 0, which begins the pass anew.
+// Errors: KVEDGE_E_STATE (no tokens to go by, a chunk that is not ended or that leaves tokens out, a stream),
+// KVEDGE_E_ARGUMENT (numbers that do not fit), KVEDGE_E_UNSUPPORTED (the plan's scorer asks for no pass, or tokens of this
+// model cannot be taken back: recurrent layers), KVEDGE_E_MEMORY.
+KVEDGE_API kvedge_status kvedge_replay_begin(
+    kvedge_cache * kv, int32_t seq_id, const kvedge_replay_chunk * chunk, kvedge_error * err);
+
+// Takes the tokens since kvedge_replay_begin out of the sequence, and of llama.cpp's own memory. If as many came as were
+// announced, the chunk counts; else, as where llama_decode failed or was stopped, it may be begun again. Until then the
+// sequence cannot be compressed or saved. Does nothing where no chunk was begun. A layer that llama.cpp keeps itself and
+// that sees a window only must hold all cells (llama_context_params.swa_full).
+// Errors: KVEDGE_E_STATE, KVEDGE_E_MEMORY.
+KVEDGE_API kvedge_status kvedge_replay_end(kvedge_cache * kv, int32_t seq_id, kvedge_error * err);
+
+// Whether a plan's scorer asks for the pass. False for NULL.
+KVEDGE_API bool kvedge_plan_replays(const kvedge_plan * plan);
+
+// The pass over plain arrays. The tokens of its chunks lie one after the other.
+typedef struct kvedge_replay {
+    int32_t                     n_tokens, n_chunks;  // R, the sum of the chunks' n_tokens
+    const float *               q;       // [L][H][R][d]    queries, at positions T, T + 1 and so on in each chunk
+    const float *               k;       // [L][Hkv][R][d]  keys likewise
+    const kvedge_replay_chunk * chunks;  // [n_chunks]
+} kvedge_replay;
+
+// As kvedge_compress_arrays_by, scored by the pass where the plan's scorer asks for one. Without a pass the prompt's own
+// queries stand in for it; so they do in kvedge_compress_arrays_by. replay NULL: none.
+// Errors: those of kvedge_compress_arrays_by; KVEDGE_E_ARGUMENT also for chunks that do not fit the prompt.
+KVEDGE_API kvedge_status kvedge_compress_arrays_replayed(
+    const kvedge_plan * plan, const kvedge_arrays * in, const kvedge_replay * replay, const kvedge_options * options,
+    kvedge_result ** out, kvedge_error * err);
+
+// ---------------------------------------------------------------------------------------------------------
+// Fewer image tokens: which rows of an encoded image the model reads. It stands between mtmd's encoder and llama_decode:
+//
+//     kvedge_plan_set(plan, "pruner", "residual", &err);
+//     kvedge_plan_set(plan, "image_tokens", "0.5", &err);
+//     kvedge_image image = { sizeof(image), mtmd_get_output_embd(mtmd), n_tokens, n_embd, 24, 24 };
+//     int32_t n = kvedge_plan_image_tokens(plan, n_tokens);
+//     if (kvedge_prune(plan, &image, 0, kept, rows, &n, &err) == KVEDGE_OK) { ... }   // decode rows [n][n_embd]
+//
+// Each row keeps its place: with M-RoPE the positions that mtmd_helper_image_get_decoder_pos gives to row kept[i], else position
+// n_past + kept[i], and what follows the image comes at n_past + n_tokens. llama_decode takes such gaps once kvedge is attached.
+
+// One image, or one tile of it, as its encoder made it.
+typedef struct kvedge_image {
+    size_t        struct_size;  // sizeof(kvedge_image)
+    const float * rows;         // [n_rows][width], finite
+    int32_t       n_rows, width;
+    int32_t       down, across; // rows lie row by row in such a grid; 0 and 0: what each shows is not known
+} kvedge_image;
+
+// Rows that the plan lets a model read of an image of n_rows: floor(n_rows * ratio + 1e-9), or the number that it names; at least
+// 1, at most n_rows, and all of them with pruner none. 0 if n_rows <= 0.
+KVEDGE_API int32_t kvedge_plan_image_tokens(const kvedge_plan * plan, int32_t n_rows);
+
+// Chooses rows by the plan's pruner. kept [*n]: their numbers, ascending; rows [*n][width]: what the model reads, or NULL. *n:
+// room for rows, and then how many there are; never more than kvedge_plan_image_tokens. n_threads: 0 for all cores.
+// Errors: KVEDGE_E_ARGUMENT (NULL, sizes that are none or do not fit together, too little room), KVEDGE_E_MEMORY.
+KVEDGE_API kvedge_status kvedge_prune(
+    const kvedge_plan * plan, const kvedge_image * image, int32_t n_threads, int32_t * kept, float * rows, int32_t * n,
+    kvedge_error * err);
+
+// ---------------------------------------------------------------------------------------------------------
+// Image encoders of libmtmd: how far one is, whether to stop it, and the memory that it worked in
+//
+// libmtmd keeps the intermediate results of the largest image it has encoded until it is freed. For a model that reads
+// images at their own size they can be several times the image's KV cache. And on a CPU such an image takes many seconds,
+// in which libmtmd says nothing and cannot be stopped.
+//
+//     kvedge_encoder * encoder = NULL;
+//     kvedge_encoder_create(&encoder, &err);
+//     struct mtmd_context_params params = mtmd_context_params_default();
+//     params.cb_eval           = kvedge_encoder_eval;
+//     params.cb_eval_user_data = encoder;
+//     ... mtmd_init_from_file(path, model, params), mtmd_encode_chunk(mtmd, chunk) ...
+//     kvedge_encoder_release(encoder);   // after each image; the next one takes the memory again
+//     ... mtmd_free(mtmd) ...
+//     kvedge_encoder_free(encoder);
+
+struct ggml_tensor;
+
+typedef struct kvedge_encoder kvedge_encoder;  // what is known of the encoder of one mtmd context
+
+// Called when a layer of the encoder is done, from 0 on. false: stop; mtmd_encode_chunk then returns as if it had succeeded,
+// with embeddings that mean nothing.
+typedef bool (*kvedge_encoder_look)(int32_t layer, void * user_data);
+
+// Errors: KVEDGE_E_ARGUMENT, KVEDGE_E_MEMORY.
+KVEDGE_API kvedge_status kvedge_encoder_create(kvedge_encoder ** out, kvedge_error * err);
+KVEDGE_API void          kvedge_encoder_free(kvedge_encoder * encoder);  // NULL is allowed
+
+// look: called during the encodings from now on, on the thread that asked for them; NULL: nobody.
+KVEDGE_API void kvedge_encoder_set_look(kvedge_encoder * encoder, kvedge_encoder_look look, void * user_data);
+
+// For mtmd_context_params.cb_eval, with the encoder as user data.
+KVEDGE_API bool kvedge_encoder_eval(struct ggml_tensor * tensor, bool ask, void * encoder);
+
+// Gives the pages of the intermediate results back to the operating system; mtmd's embeddings stay. Call it right after
+// mtmd_encode_chunk has returned 0, and from no other place: a failed encoding may have moved them.
+// Returns their bytes; 0 where they lie on a GPU, or nothing was encoded since the last call.
+KVEDGE_API uint64_t kvedge_encoder_release(kvedge_encoder * encoder);
+
+// ---------------------------------------------------------------------------------------------------------
 // The last line of a program
 
 #define KVEDGE_LAST_WORDS 2000
@@ -397,14 +916,5 @@ KVEDGE_API kvedge_status kvedge_last_words(const char * before, const char * aft
 #ifdef __cplusplus
 }
 #endif
-
-#include "kvedge-arrays.h"
-#include "kvedge-encoder.h"
-#include "kvedge-images.h"
-#include "kvedge-inspect.h"
-#include "kvedge-queries.h"
-#include "kvedge-replay.h"
-#include "kvedge-sessions.h"
-#include "kvedge-stages.h"
 
 #endif  // KVEDGE_H

@@ -1,4 +1,4 @@
-// What kvedge-encoder.h does with the results that a scheduler shows it: made by hand here, no encoder is needed.
+// What kvedge_encoder does with the results that a scheduler shows it: made by hand here, no encoder is needed.
 
 #include "check.h"
 #include "ggml-backend.h"

@@ -1,4 +1,4 @@
-"""The stages of a plan that come from plugins, as structs of kvedge-stages.h: Python functions that C calls."""
+"""The stages of a plan that come from plugins, as structs of kvedge.h ("Stages of your own"): Python functions that C calls."""
 
 from __future__ import annotations
 

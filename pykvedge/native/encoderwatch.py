@@ -1,4 +1,4 @@
-"""kvedge-encoder.h watches an image encoder of libmtmd: how far it is, whether to stop it, and its memory."""
+"""kvedge_encoder watches an image encoder of libmtmd: how far it is, whether to stop it, and its memory."""
 
 from __future__ import annotations
 

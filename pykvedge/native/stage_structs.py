@@ -1,4 +1,4 @@
-"""kvedge-stages.h as ctypes declares it: what stages of a program's own are given, and how they are described."""
+"""The stages of kvedge.h as ctypes declares them: what stages of a program's own are given, and how they are described."""
 
 from __future__ import annotations
 

@@ -4,7 +4,7 @@
 #include "plan/plan.h"
 #include "system/structs.h"
 #include "system/threads.h"
-#include "kvedge-images.h"
+#include "kvedge.h"
 
 #include <algorithm>
 #include <cmath>

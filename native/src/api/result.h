@@ -1,4 +1,4 @@
-// What compression of plain arrays leaves (kvedge-arrays.h).
+// What compression of plain arrays leaves (kvedge_result).
 
 #pragma once
 

@@ -3,7 +3,7 @@
 #pragma once
 
 #include "system/error.h"
-#include "kvedge-sessions.h"
+#include "kvedge.h"
 #include "system/file.h"
 
 #include <string>

@@ -3,7 +3,6 @@
 
 #pragma once
 
-#include "kvedge-images.h"
 #include "kvedge.h"
 
 #include <algorithm>
