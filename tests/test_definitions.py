@@ -27,6 +27,28 @@ def test_every_stage_has_members_and_each_says_what_it_is():
             assert m.name == name and m.stage == stage and m.summary and m.source
 
 
+@pytest.mark.parametrize(
+    ("name", "whole", "recent"),
+    [
+        ("cumulative", 0, [(100, 100, 50), (10, 100, 5)]),
+        ("expected", 4, [(100, 100, 32), (10, 100, 5), (40, 40, 20)]),
+        ("keydiff", 0, [(100, 100, 32), (10, 100, 5), (40, 40, 20)]),
+        ("mean", 0, [(100, 100, 10), (5, 100, 1), (29, 100, 2)]),
+        ("mixkv", 32, [(100, 100, 32), (10, 100, 5), (40, 40, 20)]),
+        ("modal", 24, [(100, 100, 1), (1, 100, 1)]),
+        ("position", 0, [(100, 100, 0)]),
+        ("window", 32, [(100, 100, 32), (10, 100, 5), (40, 40, 20)]),
+    ],
+)
+def test_what_a_scorer_keeps_whatever_the_scores(native, name, whole, recent):
+    """recent: (pairs of a head, an even share, last tokens that recent = auto protects), by the papers."""
+    scorer = member("scorer", name)
+    settings = {p.name: p.default for p in scorer.params}
+    assert scorer.whole_up_to(settings) == whole and scorer.sinks_first == (name == "position")
+    assert [scorer.auto_recent(kept, even, settings) for kept, even, _ in recent] == [n for _, _, n in recent]
+    assert scorer.reserved(29, settings) == (8 if name == "mean" else 0)  # a share of 0.3, rounded down
+
+
 @pytest.mark.parametrize("heads", [(2, 2), (4, 2), (4, 1)])
 @pytest.mark.parametrize("n_tokens", [1, 2, 7, 23])
 def test_cumulative_scores_are_the_column_sums_of_the_attention(n_tokens, heads):

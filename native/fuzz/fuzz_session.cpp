@@ -6,7 +6,6 @@
 #include "kernels/kernels.h"
 #include "store/store.h"
 #include "compress/compress.h"
-#include "compress/observe.h"
 #include "compress/stream.h"
 #include "fuzz/sequences.h"
 #include "system/crc32.h"

@@ -3,7 +3,6 @@
 #include "kernels/kernels.h"
 #include "store/store.h"
 #include "compress/compress.h"
-#include "compress/observe.h"
 #include "fuzz/sequences.h"
 #include "system/file.h"
 #include "sequence/serial.h"

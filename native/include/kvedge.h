@@ -225,6 +225,27 @@ KVEDGE_API int32_t kvedge_plan_budget(const kvedge_plan * plan, int32_t n_tokens
 //     for (int32_t i = 0; (s = kvedge_stage_setting(KVEDGE_STAGE_SCORER, "window", i)); i++) printf("%s: %s\n", s->name, s->help);
 KVEDGE_API const kvedge_setting * kvedge_stage_setting(kvedge_stage stage, const char * member, int32_t i);
 
+// What follows from the settings of a member of the library's. Fields that its stage does not have are 0.
+typedef struct kvedge_stage_facts {
+    size_t       struct_size;   // set by the caller, as are the next two
+    int32_t      kept;          // KV pairs that a head keeps,
+    int32_t      even;          // and would keep of an even share of the budget
+    const char * profile;       // the kind of calibrated profile that it takes, such as "visual-heads"; NULL: none
+    int32_t      whole_up_to;   // the longest prompt that is kept whole, whatever the budget
+    int32_t      recent;        // last tokens that recent = auto protects in a head that keeps `kept` pairs
+    int32_t      reserved;      // pairs of such a head that a second score chooses
+    bool         does_without;  // it goes on where a model has no profile
+    bool         sinks_first;   // sinks outlast recent tokens when the budget is too small for both
+    bool         attends;       // scores are attention and nothing else
+    bool         projects;      // it needs the output projection of the layers
+    bool         queries;       // it looks at all queries of the prompt
+} kvedge_stage_facts;
+
+// settings: [n_settings] in the order of kvedge_stage_setting, of words the index.
+// Errors: KVEDGE_E_ARGUMENT (no such member, other settings than it has, struct_size).
+KVEDGE_API kvedge_status kvedge_stage_get_facts(
+    kvedge_stage stage, const char * member, const double * settings, int32_t n_settings, kvedge_stage_facts * facts, kvedge_error * err);
+
 // What storage type a number is, as `kvedge chat --kv-type` and messages call it, and the bytes that 32 stored numbers take with
 // their share of scales and minima. Numbers are 0, 1, 2 and so on; NULL and 0 past the last. Also of types that have no
 // constant in kvedge_type.

@@ -4,7 +4,6 @@
 #include "attention/attention.h"
 #include "kernels/kernels.h"
 #include "compress/compress.h"
-#include "compress/observe.h"
 #include "rows.h"
 
 #include <algorithm>
@@ -116,8 +115,10 @@ bool in_16_bits(Type type, bool several) {
 void check_decode(const Case & c, const Sequence & seq, AttendJob job, const Expected & e, int32_t n_threads) {
     const size_t        row = (size_t) seq.rows.head_length(0, 0) + 5;
     std::vector<float>  weights((size_t) c.H * row, -1.0f);
-    std::vector<double> sums((size_t) (c.Hkv * job.sums_capacity), 0.0);
-    job.sums = sums.data();
+    const auto          own = seq.clone();
+    ColumnSums &        to  = own->observed.sums(0);
+    std::fill(to.sums.begin(), to.sums.end(), 0.0);
+    job.seen = &own->observed;
     if (job.n == 1) {
         job.weights     = weights.data();
         job.weights_row = row;
@@ -141,7 +142,7 @@ void check_decode(const Case & c, const Sequence & seq, AttendJob job, const Exp
     }
     const int32_t pending = seq.rows.pending_length();
     for (int32_t i = 0; i < c.Hkv * pending; i++) {
-        const double found = sums[(size_t) (i / pending * job.sums_capacity + i % pending)];
+        const double found = to.sums[(size_t) (i / pending * to.capacity + i % pending)];
         CHECK(close_to(found, job.n == 1 ? e.sums[(size_t) i] : 0.0, 2e-6));
     }
 }
@@ -152,9 +153,9 @@ void check_step(const Case & c, Sequence & seq, int32_t n) {
     const auto         q       = random_floats((size_t) (n * c.H * c.d_k));
     const auto         sinks   = random_floats((size_t) c.H);
     std::vector<float> out((size_t) (n * c.H * c.d_v));
-    CHECK(make_room(seq, { true, true }, 0) && seq.observed.ensure_entropies());
+    CHECK(make_room(seq, { true, true, true }, 0));
     const auto before = seq.observed.sums(0).sums, squares_before = seq.observed.sums(0).squares;
-    const auto entropy_before = seq.observed.entropies()[0];
+    const auto entropy_before = seq.observed.entropies(0);
 
     AttendJob job{};
     job.rows       = &seq.rows;
@@ -178,19 +179,17 @@ void check_step(const Case & c, Sequence & seq, int32_t n) {
     for (auto & s : scratch) {
         CHECK(s.reserve(seq.rows.shapes(), seq.rows.head_length(0, 0) + 1));
     }
-    job.sums          = seq.observed.sums(0).sums.data();
-    job.squares       = seq.observed.sums(0).squares.data();
-    job.sums_capacity = seq.observed.sums(0).capacity;
-    job.entropy       = seq.observed.entropies(0);
-    job.locks         = locks.data();
+    job.wanted = { true, true, true };
+    job.seen   = &seq.observed;
+    job.locks  = locks.data();
     run_tasks(prefill_tasks(job, scratch[0]), THREADS, [&](int32_t i, int32_t w) { prefill_task(job, i, scratch[(size_t) w]); });
     for (size_t i = 0; i < out.size(); i++) {
         CHECK(close_to(out[i], e.out[i], 2e-5));
     }
     for (int32_t h = 0; h < c.Hkv; h++) {
-        CHECK(close_to(seq.observed.entropies()[0][(size_t) h] - entropy_before[(size_t) h], e.entropy[(size_t) h], 1e-5));
+        CHECK(close_to(seq.observed.entropies(0)[(size_t) h] - entropy_before[(size_t) h], e.entropy[(size_t) h], 1e-5));
         for (int32_t j = 0; j < pending; j++) {
-            const auto at = (size_t) (h * job.sums_capacity + j);
+            const auto at = (size_t) (h * seq.observed.sums(0).capacity + j);
             CHECK(close_to(seq.observed.sums(0).squares[at] - squares_before[at], e.squares[(size_t) (h * pending + j)], 2e-5));
             CHECK(close_to(seq.observed.sums(0).sums[at] - before[at], e.sums[(size_t) (h * pending + j)], 2e-5));
         }

@@ -1,6 +1,7 @@
 // A prompt that is compressed layer by layer against the same prompt compressed at its end: equal rows of equal tokens, and
 // never more memory than what is kept and one layer. Earlier turns, an answer that waits, failures and giving up included.
 
+#include "attention/attention.h"
 #include "kernels/kernels.h"
 #include "store/store.h"
 #include "check.h"
@@ -72,7 +73,9 @@ void run_layer(Sequence & seq, const Tokens & t, size_t l, const Observation & w
     job.out_head  = (size_t) s.d_v;
     job.out_token = (size_t) s.n_heads * (size_t) s.d_v;
     job.scale     = 1.0f / std::sqrt((float) s.d_k);
-    gather(job, seq.observed, wanted, locks.data());
+    job.wanted    = wanted;
+    job.seen      = &seq.observed;
+    job.locks     = locks.data();
     if (wanted.window > 0) {
         record_window(job, seq.observed, 0, 1);
     }

@@ -4,7 +4,6 @@
 #include "store/store.h"
 #include "check.h"
 #include "compress/compress.h"
-#include "compress/observe.h"
 
 #include <algorithm>
 #include <cstring>

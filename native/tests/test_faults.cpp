@@ -4,7 +4,6 @@
 #include "faults.h"
 
 #include "compress/compress.h"
-#include "compress/observe.h"
 #include "compress/stream.h"
 #include "kvedge.h"
 #include "rows.h"

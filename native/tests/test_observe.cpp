@@ -2,7 +2,7 @@
 // between text and images, against sums in double precision.
 
 #include "attention/attention.h"
-#include "compress/observe.h"
+#include "sequence/sequence.h"
 #include "primitives/entropy.h"
 #include "rows.h"
 
@@ -53,7 +53,7 @@ void attend_and_keep(Sequence & seq, const std::vector<float> & q, int32_t n, bo
     std::vector<float>    out((size_t) (n * shape.n_heads * shape.d_v));
     std::vector<SpinLock> locks((size_t) shape.n_heads_kv);
     Scratch               scratch;
-    CHECK(scratch.reserve(seq.rows.shapes(), seq.rows.head_length(0, 0)) && seq.observed.ensure_entropies());
+    CHECK(scratch.reserve(seq.rows.shapes(), seq.rows.head_length(0, 0)) && make_room(seq, { false, false, true }, 0));
     seq.observe(n, causal);
     AttendJob job{};
     job.rows       = &seq.rows;
@@ -67,8 +67,8 @@ void attend_and_keep(Sequence & seq, const std::vector<float> & q, int32_t n, bo
     job.out_head  = (size_t) shape.d_v;
     job.scale     = 0.3f;
     job.softcap   = shape.softcap;
-    job.entropy   = seq.observed.entropies(0);
-    job.queries   = &seq.observed;
+    job.wanted    = { false, false, true, true };
+    job.seen      = &seq.observed;
     job.locks     = locks.data();
     for (int32_t task = 0; task < prefill_tasks(job, scratch); task++) {
         prefill_task(job, task, scratch);
@@ -128,7 +128,7 @@ void check_kept_queries(float softcap) {
     Sequence                      seq(shapes, Storage{ Type::f32, Type::f32 });
     std::vector<float>            q;  // [token][H][D]
     const auto                    enter = [&](int32_t n, bool causal, const std::function<bool(int32_t)> & image) {
-        CHECK(seq.observed.ensure_queries(seq.rows.n_tokens(), n));
+        CHECK(make_room(seq, { false, false, false, true }, n));
         append(seq, n);
         std::vector<uint8_t> mask;
         for (int32_t i = 0; i < n; i++) {

@@ -27,7 +27,7 @@ void test_refused() {
     CHECK(set(plan, "sinks", "4") == KVEDGE_OK && set(plan, "sinks", "-1") == KVEDGE_E_BUDGET && plan.sinks == 4);
     CHECK(set(plan, "recent", "3") == KVEDGE_OK && set(plan, "recent", "1.5") == KVEDGE_E_BUDGET && plan.recent_pairs == 3);
     CHECK(set(plan, "scorer", "window") == KVEDGE_OK && set(plan, "scorer.window", "16") == KVEDGE_OK);
-    CHECK(set(plan, "scorer.window", "0") == KVEDGE_E_ARGUMENT && plan_window(plan) == 16);
+    CHECK(set(plan, "scorer.window", "0") == KVEDGE_E_ARGUMENT && plan_observes(plan).window == 16);
 }
 
 // Scores that are not attention alone cannot be weighed.
@@ -62,10 +62,27 @@ void test_no_pruner() {
     CHECK(set(plan, "pruner", "grid") == KVEDGE_OK && kvedge_plan_image_tokens(&plan, 10) == 5);
 }
 
+// What follows from the settings of a member: only for one that there is, with all of its settings.
+void test_facts() {
+    const double       settings[] = { 20, 5, 0, 0, 0, 0, 1, 4 };  // mixkv: a window of 20, its redundancy from a profile, one in 4
+    kvedge_stage_facts facts{};
+    const auto         ask = [&](const char * member, int32_t n) {
+        return kvedge_stage_get_facts(KVEDGE_STAGE_SCORER, member, settings, n, &facts, nullptr);
+    };
+    CHECK(ask("mixkv", 8) == KVEDGE_E_ARGUMENT);  // no struct_size
+    facts.struct_size = sizeof(facts);
+    facts.kept        = 60;
+    facts.even        = 60;
+    CHECK(ask("mixkv", 7) == KVEDGE_E_ARGUMENT && ask("nobody", 8) == KVEDGE_E_ARGUMENT && facts.recent == 0);
+    CHECK(ask("mixkv", 8) == KVEDGE_OK && facts.struct_size == sizeof(facts) && facts.whole_up_to == 20 && facts.recent == 15);
+    CHECK(!strcmp(facts.profile, "key-redundancy") && !facts.attends && !facts.sinks_first && !facts.projects && !facts.queries);
+}
+
 }  // namespace
 
 int main() {
     test_refused();
+    test_facts();
     test_critical();
     test_no_pruner();
     std::fprintf(stderr, "%d failures\n", failures());

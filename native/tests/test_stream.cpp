@@ -3,7 +3,6 @@
 #include "kernels/kernels.h"
 #include "store/store.h"
 #include "check.h"
-#include "compress/observe.h"
 #include "compress/stream.h"
 
 #include <algorithm>

@@ -26,6 +26,16 @@ def text(value: bytes | None) -> str:
     return (value or b"").decode("utf-8", "replace")
 
 
+class Facts(c.Structure):
+    """kvedge_stage_facts."""
+
+    _fields_ = [
+        ("struct_size", c.c_size_t), ("kept", c.c_int32), ("even", c.c_int32), ("profile", c.c_char_p),
+        *((name, c.c_int32) for name in ("whole_up_to", "recent", "reserved")),
+        *((name, c.c_bool) for name in ("does_without", "sinks_first", "attends", "projects", "queries")),
+    ]  # fmt: skip
+
+
 class Error(c.Structure):
     """kvedge_error."""
 
@@ -161,6 +171,7 @@ PROTOTYPES: dict[str, tuple[Any, list[Any]]] = {
     "stage_count": (_I, [c.c_int]),
     "stage_name": (c.c_char_p, [c.c_int, _I]),
     "stage_setting": (c.POINTER(Setting), [c.c_int, c.c_char_p, _I]),
+    "stage_get_facts": (c.c_int, [c.c_int, c.c_char_p, c.POINTER(c.c_double), _I, c.POINTER(Facts), _ERR]),
     "type_name": (c.c_char_p, [_I]),
     "type_bytes": (_I, [_I]),
     "plan_create": (c.c_int, [_OUT, _ERR]),

@@ -5,12 +5,12 @@ from __future__ import annotations
 import ctypes as c
 import functools
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, ParamSpec, TypeVar
 
 from pykvedge import errors
 from pykvedge.native import libraries
-from pykvedge.native.abi import PROTOTYPES, STAGE_NUMBER, Declared, Error, text
+from pykvedge.native.abi import PROTOTYPES, STAGE_NUMBER, Declared, Error, Facts, text
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -45,6 +45,14 @@ def stage_settings(stage: str, member: str) -> list[Declared]:
     """Settings of a member of the library's, by its name."""
     found = (lib().kvedge_stage_setting(STAGE_NUMBER[stage], member.encode(), i) for i in itertools.count())
     return [setting.contents.declared for setting in itertools.takewhile(bool, found)]
+
+
+def stage_facts(stage: str, member: str, settings: Sequence[float], kept: int = 0, even: int = 0) -> Facts:
+    """What follows from the settings of a member of the library's, for a head of `kept` pairs and an `even` share."""
+    out = Facts(struct_size=c.sizeof(Facts), kept=kept, even=even)
+    given = (c.c_double * len(settings))(*settings)
+    call("stage_get_facts", STAGE_NUMBER[stage], member.encode(), given, len(settings), c.byref(out))
+    return out
 
 
 @functools.cache

@@ -4,7 +4,6 @@
 #include "kernels/kernels.h"
 #include "compress/compress.h"
 #include "system/error.h"
-#include "compress/observe.h"
 #include "plan/profile.h"
 #include "compress/projection.h"
 #include "api/result.h"
@@ -88,7 +87,9 @@ void attend_layer(
     job.out_head  = T * d;
     job.scale     = 1.0f / std::sqrt((float) in.head_size);
     job.replay    = pass.replay;
-    gather(job, seq.observed, wanted, locks.data());
+    job.wanted    = wanted;
+    job.seen      = &seq.observed;
+    job.locks     = locks.data();
     if (wanted.window > 0) {
         record_window(job, seq.observed, 0, 1);
     }
@@ -188,14 +189,13 @@ bool read_replay(
     const kvedge_plan & plan, const kvedge_arrays & in, const kvedge_replay & replay, std::vector<Scratch> & scratch, kvedge_result & r) {
     const kvedge_arrays again = { in.n_layers, in.n_heads, in.n_heads_kv, replay.n_tokens, in.head_size, replay.q, replay.k, replay.k, nullptr };
     Step                step{ 0, 0 };
-    for (int32_t l = 0; l < in.n_layers; l++) {
-        if (!r.seq->observed.ensure_peaks((size_t) l, in.n_tokens, (plan_peaks(plan) & WANTS_LENGTHS) != 0)) {
-            return false;
-        }
+    const Observation   wanted = plan_observes(plan);
+    if (!make_room(*r.seq, peaks_of(wanted), 0)) {
+        return false;
     }
     for (int32_t i = 0; i < replay.n_chunks; i++, step.first += step.n) {
         const kvedge_replay_chunk & chunk = replay.chunks[i];
-        const ReplayScope scope = { chunk.first, chunk.last, chunk.sinks, in.n_tokens, (plan_peaks(plan) & WITHIN_CHUNK) != 0 };
+        const ReplayScope scope = { chunk.first, chunk.last, chunk.sinks, in.n_tokens, wanted.within };
         step.n                  = chunk.n_tokens;
         r.seq->observed.keep_first(chunk.sinks);
         if (!read_chunk(again, scope, step, scratch, r)) {
@@ -209,9 +209,9 @@ bool read_replay(
 kvedge_status run_arrays(
     const kvedge_plan & plan, const kvedge_arrays & in, const How & how, std::vector<Scratch> & scratch, kvedge_result & r, kvedge_error * err) {
     const int32_t step   = how.step;
-    const bool    again  = how.replay && (plan_peaks(plan) & WANTS_REPLAY);
     Observation   wanted = plan_observes(plan);
-    wanted.peaks         = plan_peaks(plan) != 0 && !again;
+    const bool    again  = how.replay && wanted.again;
+    wanted.peaks         = wanted.any_peaks() && !again;
     for (int32_t at = 0; at < in.n_tokens; at += step > 0 ? step : in.n_tokens) {
         const Step           now{ at, step > 0 ? std::min(step, in.n_tokens - at) : in.n_tokens };
         std::vector<int32_t> pos((size_t) now.n);

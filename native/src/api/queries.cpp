@@ -1,7 +1,7 @@
 // What is asked of a plan before anything runs.
 
 #include "system/error.h"
-#include "compress/observe.h"
+#include "observe/observed.h"
 #include "compress/stream.h"
 
 using namespace kvedge;
@@ -19,7 +19,7 @@ extern "C" kvedge_status kvedge_plan_check_stream(const kvedge_plan * plan, kved
 }
 
 extern "C" bool kvedge_plan_replays(const kvedge_plan * plan) try {
-    return plan && (plan_peaks(*plan) & WANTS_REPLAY);
+    return plan && plan_observes(*plan).again;
 } catch (...) {
     return false;
 }
@@ -33,9 +33,7 @@ extern "C" uint64_t kvedge_plan_score_bytes(
     const auto       heads  = (uint64_t) n_heads, heads_kv = (uint64_t) n_heads_kv;
     const uint64_t   weighs = plan->critical != Critical::none ? heads_kv : plan_projects(*plan) ? heads : 0;
     const uint64_t   scores = kvedge_plan_budget(plan, n_tokens) < n_tokens ? (heads_kv + weighs) * sizeof(float) : 0;
-    Observation      wanted = plan_observes(*plan);
-    wanted.peaks            = plan_peaks(*plan) != 0;  // of the prompt, or of a second pass over it
-    return observed_bytes(wanted, layer, n_tokens) + scores * (uint64_t) n_tokens;
+    return observed_bytes(plan_observes(*plan), layer, n_tokens) + scores * (uint64_t) n_tokens;
 } catch (...) {
     return 0;
 }

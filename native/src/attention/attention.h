@@ -68,20 +68,12 @@ struct AttendJob {
     float         softcap;  // 0: none
     const float * sinks;    // [H] logits of attention sinks, or NULL
 
-    // [Hkv][sums_capacity] column sums over the pending rows, averaged over the group; NULL: not wanted. On the decode path
-    // of a single token only, with weights.
-    double *   sums;
-    double *   squares;  // likewise, of the squares of the group's mean; NULL: not wanted
-    int32_t    sums_capacity;
-    double *   entropy;  // [Hkv] sum of the entropies of all rows of the attention; NULL: not wanted
-    // [Hkv][peaks_capacity] the largest attention of any query to the pending rows; NULL: not wanted. peaks_apart: [H], of
-    // each query head's.
-    float *             peaks;
-    int32_t             peaks_capacity;
-    bool                peaks_apart;
+    // What is gathered of the attention, and where: there is room for it. The decode path gathers column sums alone, of a
+    // single token, with weights. locks: [Hkv], guards all of it.
+    Observation wanted;
+    Observed *  seen;
+    SpinLock *  locks;
     const ReplayScope * replay;  // that the query tokens belong to; NULL: none
-    Observed * queries;  // keeps the queries, and what each sees of the other modality; NULL: not wanted
-    SpinLock * locks;    // [Hkv], guards all of these
 
     // Of a single query token (n = 1, decode path): [H][weights_row] softmax weights of the rows of each query head's KV
     // head, in token order; NULL: not wanted.

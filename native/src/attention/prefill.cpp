@@ -85,11 +85,11 @@ SoftmaxRow exp_row(const AttendJob & job, const Tile & tile, int32_t r, float * 
         into.sum += kn.exp_dot(s + from, to - from, top, &dot);
         into.dot += dot;
     };
-    if (!job.queries) {
+    if (!job.wanted.queries) {
         take(0, n, all);
         return all;
     }
-    const auto &  modality = job.queries->modality();
+    const auto &  modality = job.seen->modality();
     const int32_t token    = tile.t0 + r / tile.group, query_head = tile.head * tile.group + r % tile.group;
     const size_t  old      = (size_t) tile.n_keys - modality.size();  // rows of earlier turns, which have no share in this
     const uint8_t mine     = modality[modality.size() - (size_t) (job.n - token)];
@@ -102,7 +102,7 @@ SoftmaxRow exp_row(const AttendJob & job, const Tile & tile, int32_t r, float * 
         take(at, end, *from == mine ? same : other);
         at = end;
     }
-    const QuerySpan span = job.queries->newest_queries((size_t) job.layer);
+    const QuerySpan span = job.seen->newest_queries((size_t) job.layer);
     memcpy(span.row(job.rows->shapes()[(size_t) job.layer], token, query_head).seen, &other, sizeof(other));
     all.sum = same.sum + other.sum;
     all.dot = same.dot + other.dot;
@@ -112,7 +112,7 @@ SoftmaxRow exp_row(const AttendJob & job, const Tile & tile, int32_t r, float * 
 // Keeps the tile's queries for the end of the prompt, scaled and in half precision.
 void keep_queries(const AttendJob & job, const Tile & tile, int32_t d_k, const float * q) {
     const LayerShape & shape = job.rows->shapes()[(size_t) job.layer];
-    const QuerySpan    span  = job.queries->newest_queries((size_t) job.layer);
+    const QuerySpan    span  = job.seen->newest_queries((size_t) job.layer);
     for (int32_t r = 0; r < tile.rows; r++) {
         const QueryRow to = span.row(shape, tile.t0 + r / tile.group, tile.head * tile.group + r % tile.group);
         kernels().from_f32(Type::f16, q + (size_t) r * (size_t) d_k, to.q, (size_t) d_k);
@@ -140,7 +140,7 @@ void softmax(const AttendJob & job, const Tile & tile, Scratch & x) {
             sink              = std::exp(logit - top);
         }
         float sum;
-        if (job.entropy) {
+        if (job.wanted.entropy) {
             const SoftmaxRow row = exp_row(job, tile, r, s, n, top);
             sum                  = row.sum;
             entropy += row.entropy(sink);
@@ -150,9 +150,9 @@ void softmax(const AttendJob & job, const Tile & tile, Scratch & x) {
         x.len[r] = 1.0f / (sum + sink);
         std::fill(s + n, s + tile.n_visible, 0.0f);
     }
-    if (job.entropy) {
+    if (job.wanted.entropy) {
         job.locks[tile.head].lock();
-        job.entropy[tile.head] += entropy;
+        job.seen->entropies((size_t) job.layer)[tile.head] += entropy;
         job.locks[tile.head].unlock();
     }
 }
@@ -179,11 +179,13 @@ void add_sums(const AttendJob & job, const Tile & tile, Scratch & x) {
     const int32_t pending = tile.n_keys - job.rows->pending_length();
     const int32_t first   = job.scored ? 0 : pending;
     const int32_t n       = tile.n_visible - pending;
+    ColumnSums &  seen    = job.seen->sums((size_t) job.layer);
+    const bool    squares = !seen.squares.empty();
     if (tile.n_visible <= first) {
         return;
     }
     std::fill(x.sum + first, x.sum + tile.n_visible, 0.0f);
-    if (job.squares) {
+    if (squares) {
         std::fill(x.sq + first, x.sq + tile.n_visible, 0.0f);
         for (int32_t t = 0; t < tile.t1 - tile.t0; t++) {
             add_token(tile, t, first, tile.n_visible, x);
@@ -194,16 +196,16 @@ void add_sums(const AttendJob & job, const Tile & tile, Scratch & x) {
             kernels().axpy(x.len[r] / (float) tile.group, s, x.sum + first, (size_t) (tile.n_visible - first));
         }
     }
-    const auto pour = [&](const float * from, double * to) {
-        to += (size_t) tile.head * (size_t) job.sums_capacity;
+    const auto pour = [&](const float * from, Bulk<double> & sums) {
+        double * to = sums.data() + (size_t) tile.head * (size_t) seen.capacity;
         for (int32_t c = 0; c < n; c++) {
             to[c] += (double) from[pending + c];
         }
     };
     job.locks[tile.head].lock();
-    pour(x.sum, job.sums);
-    if (job.squares) {
-        pour(x.sq, job.squares);
+    pour(x.sum, seen.sums);
+    if (squares) {
+        pour(x.sq, seen.squares);
     }
     if (job.scored) {
         job.scored->add_scores(job.layer, tile.head, pending, x.sum, 0, 1);
@@ -309,18 +311,18 @@ void prefill_task(const AttendJob & job, int32_t task, Scratch & x) {
 
     load_queries(job, tile, shape.d_k, x.q);
     logits(job, tile, shape.d_k, x);
-    const bool within = job.peaks && job.replay && job.replay->within;
+    const bool within = job.wanted.peaks && job.replay && job.replay->within;
     if (within) {
         add_chunk_peaks(job, tile, x);
     }
     softmax(job, tile, x);
-    if (job.queries) {
+    if (job.wanted.queries) {
         keep_queries(job, tile, shape.d_k, x.q);
     }
-    if (job.sums) {
+    if (job.wanted.sums) {
         add_sums(job, tile, x);
     }
-    if (job.peaks && !within) {
+    if (job.wanted.peaks && !within) {
         add_peaks(job, tile, x);
     }
     weigh_values(job, tile, shape.d_v, x);

@@ -33,7 +33,7 @@ kvedge_status check_bounded(const kvedge_plan & plan, const Storage & storage, k
         return fail(err, KVEDGE_E_UNSUPPORTED, "critical chooses by two scores, and allocator '%s' grants its budgets after the last layer",
                     plan.allocator->name);
     }
-    if (plan_peaks(plan) & WANTS_REPLAY) {
+    if (plan_observes(plan).again) {
         return fail(err, KVEDGE_E_UNSUPPORTED, "scorer '%s' reads the prompt a second time, when all of it is there; set its source to prompt to do without",
                     plan.scorer->name);
     }
@@ -51,12 +51,16 @@ bool BoundedPrompt::pays(const Sequence & seq, const kvedge_plan & plan, int32_t
     return kvedge_plan_budget(&own, total) < total || seq.rows.storage().quantised();
 }
 
+bool BoundedPrompt::make_layer_room(size_t layer, int32_t n) {
+    return seq_.observed.make_room(wanted_, layer, seq_.rows.n_tokens(), seq_.rows.pending_length() + n);
+}
+
 kvedge_status BoundedPrompt::enter(int32_t n, const int32_t * pos, const uint8_t * image, kvedge_error * err) {
     const bool scored = plan_.decode->needs_scores && plan_.budget_ratio != 1.0;
     if (!saw_all(seq_, plan_)) {
         return fail(err, KVEDGE_E_STATE, "the tokens before the prompt were processed under a plan that collects no attention scores");
     }
-    if (!seq_.rows.unseal_pending() || !make_layer_room(seq_, wanted_, 0, n) || !seq_.rows.append_unallocated(n, pos, image)) {
+    if (!seq_.rows.unseal_pending() || !make_layer_room(0, n) || !seq_.rows.append_unallocated(n, pos, image)) {
         return fail(err, KVEDGE_E_MEMORY, "no memory for a prompt of %d tokens", n);
     }
     if (!seq_.rows.take_layer(0)) {
@@ -113,7 +117,7 @@ kvedge_status BoundedPrompt::compress_layer(size_t l, kvedge_error * err) {
     note_peak();
     seq_.rows.give_back_layer(l);
     seq_.observed.drop_layer(l);
-    if (l + 1 < seq_.rows.shapes().size() && (!seq_.rows.take_layer(l + 1) || !make_layer_room(seq_, wanted_, l + 1, 0))) {
+    if (l + 1 < seq_.rows.shapes().size() && (!seq_.rows.take_layer(l + 1) || !make_layer_room(l + 1, 0))) {
         return fail(err, KVEDGE_E_MEMORY, "no memory for the next layer of the prompt");
     }
     return ok(err);

@@ -9,7 +9,6 @@
 
 #include "compress/compress.h"
 #include "compress/job.h"
-#include "compress/observe.h"
 
 #include <atomic>
 #include <memory>
@@ -53,6 +52,7 @@ class BoundedPrompt {
     std::weak_ptr<const std::atomic<int32_t>> progress() const { return layers_; }
 
   private:
+    bool          make_layer_room(size_t layer, int32_t n);  // of n tokens that are not entered yet; false: no memory
     kvedge_status compress_layer(size_t layer, kvedge_error * err);
     bool          trim();
     bool          trim_layer(const Block & from, size_t layer, const std::vector<std::vector<int32_t>> & left);

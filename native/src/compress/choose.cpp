@@ -95,12 +95,7 @@ Bulk<float> run_scorer(
     in.profile  = plan.profiles[KVEDGE_STAGE_SCORER].get();
     in.spectrum = spectrum;
     const Observed & seen = seq.observed;
-    if (seen.has_sums()) {
-        in.column_sums    = seen.sums(l).sums.data();
-        in.sums_capacity  = seen.sums(l).capacity;
-        in.column_squares = seen.sums(l).squares.data();
-        in.seen           = seen.seen().data();
-    }
+    in.observed           = &seen;
     Bulk<float> window;
     if (seen.has_windows()) {
         in.n_window = window_length(seq);
@@ -109,17 +104,10 @@ Bulk<float> run_scorer(
         in.sinks    = sinks_of(seq, l);
     }
     if (seen.has_moments()) {
-        in.moments       = &seen.moments(l);
-        in.rotation      = &seen.rotation(l);
         in.next_position = std::max(seq.rows.contents().pos.back() + 1, seen.moments(l).next_position());
     }
-    if (seen.has_peaks()) {
-        in.peaks          = seen.peaks(l).highest.data();
-        in.peaks_capacity = seen.peaks(l).capacity;
-        in.peaks_each     = seen.peaks(l).each;
-    }
     Bulk<float> lengths;
-    if (plan_peaks(plan) & WANTS_LENGTHS) {
+    if (plan_observes(plan).apart) {
         lengths    = projections_of(seq).lengths(view, l, in.shape, Critical::l2, shown.n_threads);
         in.lengths = lengths.data();
     }
@@ -133,8 +121,8 @@ Bulk<float> run_scorer(
     return scores;
 }
 
-uint32_t allocator_wants(const kvedge_plan & plan) {
-    return plan.allocator->wants ? plan.allocator->wants(plan.params[KVEDGE_STAGE_ALLOCATOR]) : 0;
+bool by_attention(const kvedge_plan & plan) {
+    return plan.allocator->by_attention && plan.allocator->by_attention(plan.params[KVEDGE_STAGE_ALLOCATOR]);
 }
 
 // The pending tokens whose queries were kept. tokens: indices of all, ascending.
@@ -155,7 +143,7 @@ std::vector<QueryPlace> kept_queries(const Sequence & seq, const std::vector<int
 
 // Attention alone, for allocators that want it: of one layer or all; empty where the scorer knows no such thing.
 Scores attention_scores(Job & job, int32_t layer) {
-    const ScoreFunction score = allocator_wants(job.plan) & WANTS_ATTENTION ? job.plan.scorer->attention : nullptr;
+    const ScoreFunction score = by_attention(job.plan) ? job.plan.scorer->attention : nullptr;
     Scores              out(score ? job.seq.rows.shapes().size() : 0);
     const auto          one = [&](size_t l) { out[l] = run_scorer(job.seq, job.plan, shown_of(job, l), l, score, job.measures[l], nullptr); };
     if (layer != ALL_LAYERS && score) {
@@ -252,7 +240,7 @@ void score_layer(Job & job, size_t l) {
     }
     Measures left;  // what an allocator may want of them
     left.votes = std::move(measures.votes);
-    measures   = allocator_wants(job.plan) & WANTS_ATTENTION ? std::move(left) : Measures();
+    measures   = by_attention(job.plan) ? std::move(left) : Measures();
 }
 
 void score_all(Job & job) {
@@ -290,8 +278,7 @@ void allocate(Job & job, int32_t layer) {
     in.most         = job.most;
     in.layer        = layer;
     in.tokens       = job.tokens.empty() ? nullptr : job.tokens.data();
-    in.entropies    = &job.seq.observed.entropies();
-    in.n_entropies  = job.seq.observed.n_entropies();
+    in.observed     = &job.seq.observed;
     plan.allocator->allocate(in, job.counts);
 }
 

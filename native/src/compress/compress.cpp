@@ -3,7 +3,6 @@
 #include "plan/custom.h"
 #include "system/error.h"
 #include "compress/job.h"
-#include "compress/observe.h"
 
 #include <algorithm>
 #include <chrono>
@@ -45,7 +44,7 @@ void fill_layers(Job & job, bool reduces, Compression & outcome) {
 }
 
 const char * reads_rows(const kvedge_plan & plan) {
-    if (plan.scorer->custom || plan.scorer->moments || (plan_peaks(plan) & WANTS_LENGTHS)) {
+    if (plan.scorer->custom || plan_observes(plan).moments >= 0 || plan_observes(plan).apart) {
         return plan.scorer->name;
     }
     if (plan.critical != Critical::none) {
@@ -58,7 +57,7 @@ const char * reads_rows(const kvedge_plan & plan) {
 }
 
 kvedge_status fail_unobserved(const kvedge_plan & plan, kvedge_error * err) {
-    if (plan_peaks(plan) & WANTS_REPLAY) {
+    if (plan_observes(plan).again) {
         return fail(err, KVEDGE_E_STATE,
                     "scorer '%s' goes by a second pass over the prompt, which has not taken place (kvedge_replay_begin); "
                     "set its source to prompt to do without",
@@ -69,8 +68,8 @@ kvedge_status fail_unobserved(const kvedge_plan & plan, kvedge_error * err) {
 }
 
 // Peaks of all query heads together, gathered under another plan, cannot be told apart again.
-static bool peaks_fit(const Sequence & seq, const kvedge_plan & plan) {
-    if (!(plan_peaks(plan) & WANTS_LENGTHS) || !seq.observed.has_peaks()) {
+static bool peaks_fit(const Sequence & seq, const Observation & wanted) {
+    if (!wanted.apart || !seq.observed.has_peaks()) {
         return true;
     }
     const LayerShape & shape = seq.rows.shapes()[0];
@@ -79,11 +78,8 @@ static bool peaks_fit(const Sequence & seq, const kvedge_plan & plan) {
 }
 
 bool saw_all(const Sequence & seq, const kvedge_plan & plan) {
-    const Missing & m = seq.observed.missing();
-    return (m.sums == 0 || !plan_sums(plan)) && (m.squares == 0 || !plan.scorer->needs_squares) &&
-           (m.entropies == 0 || !plan_observes(plan).entropy) && (m.queries == 0 || plan_window(plan) == 0) &&
-           (m.moments == 0 || plan_moments(plan) < 0) &&
-           (m.peaks == 0 || plan_peaks(plan) == 0) && peaks_fit(seq, plan);
+    const Observation wanted = plan_observes(plan);
+    return !seq.observed.missing().lacks(wanted) && peaks_fit(seq, wanted);
 }
 
 kvedge_status score_pending(
@@ -92,9 +88,7 @@ kvedge_status score_pending(
     if (T == 0) {
         return fail(err, KVEDGE_E_STATE, "no token was added since the last compression; there is nothing to score");
     }
-    if (!saw_all(seq, plan) || (plan.scorer->needs_column_sums && !seq.observed.has_sums()) ||
-        (plan.scorer->needs_squares && seq.observed.seen().empty()) || (plan_window(plan) > 0 && !seq.observed.has_windows()) ||
-        (plan_moments(plan) >= 0 && !seq.observed.has_moments()) || (plan_peaks(plan) != 0 && !seq.observed.has_peaks())) {
+    if (!saw_all(seq, plan) || !seq.observed.has(plan_observes(plan))) {
         return fail_unobserved(plan, err);
     }
     // scorers read plain rows: quantised ones become plain in a copy
@@ -191,7 +185,8 @@ static kvedge_status compress_tokens(
     if ((reduced || scored) && !saw_all(seq, plan)) {
         return fail_unobserved(plan, err);
     }
-    if (!make_room(seq, { plan_sums(plan), plan.scorer->needs_squares }, 0)) {
+    const Observation wanted = plan_observes(plan);
+    if (!make_room(seq, { wanted.sums, wanted.squares }, 0)) {
         return fail(err, KVEDGE_E_MEMORY, "no memory for the scores of %d tokens", T);
     }
     if (quantise && !reduced && !scored && !outcome.want_scores) {

@@ -2,14 +2,14 @@
 
 #include "system/error.h"
 #include "compress/job.h"
-#include "compress/observe.h"
 
 #include <new>
 
 namespace kvedge {
 
 kvedge_status check_stream(const kvedge_plan & plan, kvedge_error * err) {
-    const double * params = plan.params[KVEDGE_STAGE_SCORER];
+    const double *    params = plan.params[KVEDGE_STAGE_SCORER];
+    const Observation wanted = plan_observes(plan);
     if (plan.budget_ratio > 0.0) {
         return fail(err, KVEDGE_E_UNSUPPORTED,
                     "a stream needs a bound in KV pairs per head, such as budget 2048: a share is of a prompt that is complete");
@@ -22,7 +22,7 @@ kvedge_status check_stream(const kvedge_plan & plan, kvedge_error * err) {
         return fail(err, KVEDGE_E_UNSUPPORTED, "the bound of a stream holds for the answer, too; use decode keep-all instead of '%s'",
                     plan.decode->name);
     }
-    if (plan.scorer->needs_squares) {
+    if (wanted.squares) {
         return fail(err, KVEDGE_E_UNSUPPORTED, "scorer '%s' needs to know how many queries saw each token, which a stream does not keep; use another",
                     plan.scorer->name);
     }
@@ -30,7 +30,7 @@ kvedge_status check_stream(const kvedge_plan & plan, kvedge_error * err) {
         return fail(err, KVEDGE_E_UNSUPPORTED,
                     "scorer '%s' gives all heads of a layer one score, but the heads of a stream hold different tokens; use another", plan.scorer->name);
     }
-    if (plan_peaks(plan) != 0) {
+    if (wanted.any_peaks()) {
         return fail(err, KVEDGE_E_UNSUPPORTED, "scorer '%s' goes by the largest attention over a prompt that is complete, which a stream never is; use another",
                     plan.scorer->name);
     }
@@ -41,13 +41,13 @@ kvedge_status check_stream(const kvedge_plan & plan, kvedge_error * err) {
     if (plan.keep_all_text) {
         return fail(err, KVEDGE_E_UNSUPPORTED, "text_overflow keep_all keeps text beyond the bound of a stream; use budget");
     }
-    if (plan_moments(plan) > plan.budget_pairs) {
+    if (wanted.moments > plan.budget_pairs) {
         return fail(err, KVEDGE_E_UNSUPPORTED, "scorer '%s' keeps the first %d tokens, more than the bound of %d; raise the budget or set fewer aside",
-                    plan.scorer->name, plan_moments(plan), plan.budget_pairs);
+                    plan.scorer->name, wanted.moments, plan.budget_pairs);
     }
-    if (!plan.scorer->custom && plan_window(plan) > plan.budget_pairs) {
+    if (!plan.scorer->custom && wanted.window > plan.budget_pairs) {
         return fail(err, KVEDGE_E_UNSUPPORTED, "scorer '%s' keeps its last %d tokens whole, more than the bound of %d; raise the budget or lower its window",
-                    plan.scorer->name, plan_window(plan), plan.budget_pairs);
+                    plan.scorer->name, wanted.window, plan.budget_pairs);
     }
     return ok(err);
 }
@@ -67,9 +67,9 @@ kvedge_status open_stream(Sequence & seq, const kvedge_plan & plan, kvedge_error
 }
 
 // Whether anything was seen of what the plan's scorer goes by.
-static bool observed_some(const Sequence & seq, const kvedge_plan & plan) {
-    return (!plan_sums(plan) || seq.observed.has_sums()) && (plan_moments(plan) < 0 || seq.observed.has_moments()) &&
-           (plan_window(plan) == 0 || (seq.observed.has_windows() && seq.rows.n_tokens() > seq.observed.window_from()));
+static bool observed_some(const Sequence & seq, const Observation & wanted) {
+    return (!wanted.sums || seq.observed.has_sums()) && (wanted.moments < 0 || seq.observed.has_moments()) &&
+           (wanted.window == 0 || (seq.observed.has_windows() && seq.rows.n_tokens() > seq.observed.window_from()));
 }
 
 static kvedge_status compress_rows(
@@ -80,16 +80,17 @@ static kvedge_status compress_rows(
         return status;
     }
     seq.rows.set_sinks(plan.sinks);
-    if (!plan_sums(plan)) {
+    Observation wanted = plan_observes(plan);
+    if (!wanted.sums) {
         seq.observed.drop_sums();  // of an earlier plan
     }
     if (budget >= T) {
         return ok(err);
     }
-    if (!observed_some(seq, plan)) {
+    if (!observed_some(seq, wanted)) {
         return fail_unobserved(plan, err);
     }
-    if (!make_room(seq, { plan_sums(plan) }, 0)) {
+    if (!make_room(seq, { wanted.sums }, 0)) {
         return fail(err, KVEDGE_E_MEMORY, "no memory for the scores of %d tokens", T);
     }
     Job job = make_job(seq, plan, n_threads, false);
@@ -102,7 +103,7 @@ static kvedge_status compress_rows(
     fill_layers(job, reduces, outcome);
     for (size_t l = 0; seq.observed.has_sums() && l < job.kept.size(); l++) {
         for (size_t h = 0; h < job.kept[l].size(); h++) {
-            seq.observed.keep_sums(l, h, job.kept[l][h]);
+            seq.observed.remove_head_rows(l, h, 0, Observed::ALL, job.kept[l][h]);
         }
     }
     seq.rows.stream_last();

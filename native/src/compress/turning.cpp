@@ -11,7 +11,7 @@ constexpr int32_t LARGEST_ROTATION = 4096;  // pairs of channels
 
 kvedge_status check_rotations(
     const kvedge_plan & plan, const std::vector<LayerShape> & shapes, const Rotations & rotations, kvedge_error * err) {
-    for (size_t l = 0; l < shapes.size() && plan_moments(plan) >= 0; l++) {
+    for (size_t l = 0; l < shapes.size() && plan_observes(plan).moments >= 0; l++) {
         const Rotation & rotation = rotations[l];
         if (!rotation.unknown.empty()) {
             return fail(err, KVEDGE_E_UNSUPPORTED, "scorer '%s' turns queries back by their positions, and in layer %d of this model %s; use another scorer",

@@ -6,7 +6,6 @@
 
 #include "glue/devices.h"
 
-#include "compress/observe.h"
 
 #include <algorithm>
 #include <string>
@@ -271,7 +270,7 @@ void Devices::note_sums(SequenceState & state, size_t l, int32_t rows, const Att
         add(cs.sums, cs.capacity, sums.columns, share);
         add(cs.squares, cs.capacity, sums.squares, share * share);
     }
-    for (size_t h = 0; h < sums.entropy.size() && !to.entropies().empty(); h++) {
+    for (size_t h = 0; h < sums.entropy.size() && to.has_entropies(); h++) {
         to.entropies(l)[h] -= sums.entropy[h];
     }
 }

@@ -34,7 +34,9 @@ AttendJob make_job(const LayerOp & op, const Run & run, ggml_tensor * dst) {
     if (op.reader >= 0) {
         return job;  // scores are those of the layer that the rows belong to
     }
-    gather(job, run.state->seq->observed, run.wanted, kv.working.locks.get());
+    job.wanted = run.wanted;
+    job.seen   = &run.state->seq->observed;
+    job.locks  = kv.working.locks.get();
     job.replay = run.replay;
     job.scored = run.score ? &run.state->seq->rows : nullptr;
     if (run.watch || (run.decode && (run.score || run.wanted.sums))) {

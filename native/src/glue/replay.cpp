@@ -9,9 +9,9 @@ using namespace kvedge;
 
 static kvedge_status check_chunk(const kvedge_cache & kv, const SequenceState & state, const kvedge_replay_chunk & chunk, kvedge_error * err) {
     const int32_t       n     = state.seq->rows.pending_length();
-    const kvedge_plan & plan  = kv.sequences.plan_of(state.id);
     const llama_model * model = llama_get_model(kv.context.llama);
-    if (!(plan_peaks(plan) & WANTS_REPLAY)) {
+    const kvedge_plan & plan  = kv.sequences.plan_of(state.id);
+    if (!plan_observes(plan).again) {
         return fail(err, KVEDGE_E_UNSUPPORTED, "scorer '%s' goes by no second pass over the prompt as it is set", plan.scorer->name);
     }
     if (llama_model_is_recurrent(model) || llama_model_is_hybrid(model)) {
@@ -35,16 +35,15 @@ static kvedge_status check_chunk(const kvedge_cache & kv, const SequenceState & 
 }
 
 // Room for the scores of n tokens, in which nothing was seen yet.
-static bool begin_anew(SequenceState & state, int32_t n, bool apart) {
+static bool begin_anew(SequenceState & state, const Observation & wanted) {
     Observed & seen = state.seq->observed;
     state.replayed  = 0;
     seen.drop_peaks();
-    seen.missing().peaks = std::max(seen.missing().peaks, 1);
-    for (size_t l = 0; l < state.seq->rows.shapes().size(); l++) {
-        if (!seen.ensure_peaks(l, n, apart)) {
-            seen.drop_peaks();
-            return false;
-        }
+    int32_t & missing = seen.missing().of[quantity::peaks];
+    missing           = std::max(missing, 1);
+    if (!make_room(*state.seq, peaks_of(wanted), 0)) {
+        seen.drop_peaks();
+        return false;
     }
     return true;
 }
@@ -62,12 +61,12 @@ extern "C" kvedge_status kvedge_replay_begin(
         }
         kv->context.synchronize();
         kv->settle();
-        const int32_t n     = state.seq->rows.pending_length();
-        const auto    peaks = plan_peaks(kv->sequences.plan_of(seq_id));
-        auto replay     = std::make_unique<Replay>();
-        *replay         = { { chunk->first, chunk->last, chunk->sinks, n, (peaks & WITHIN_CHUNK) != 0 },
-                            state.seq->rows.n_tokens(), chunk->n_tokens, state.armed, state.prev_output, false };
-        if (chunk->first == 0 && !begin_anew(state, n, (peaks & WANTS_LENGTHS) != 0)) {
+        const int32_t     n      = state.seq->rows.pending_length();
+        const Observation wanted = plan_observes(kv->sequences.plan_of(seq_id));
+        auto              replay = std::make_unique<Replay>();
+        *replay                  = { { chunk->first, chunk->last, chunk->sinks, n, wanted.within },
+                                     state.seq->rows.n_tokens(), chunk->n_tokens, state.armed, state.prev_output, false };
+        if (chunk->first == 0 && !begin_anew(state, wanted)) {
             return fail(err, KVEDGE_E_MEMORY, "no memory for the scores of %d tokens", n);
         }
         state.seq->observed.keep_first(chunk->sinks);
@@ -104,7 +103,7 @@ extern "C" kvedge_status kvedge_replay_end(kvedge_cache * kv, int32_t seq_id, kv
             state.replayed = std::max(state.replayed, replay.scope.last);
         }
         if (!replay.spoiled && state.replayed >= replay.scope.n_context) {
-            state.seq->observed.missing().peaks = 0;
+            state.seq->observed.missing().of[quantity::peaks] = 0;
         }
         state.replay.reset();
         return ok(err);

@@ -3,7 +3,6 @@
 #pragma once
 
 #include "attention/attention.h"
-#include "compress/observe.h"
 #include "glue/sequences.h"
 
 #include <memory>

@@ -2,6 +2,7 @@
 
 #pragma once
 
+#include "attention/attention.h"
 #include "compress/bounded.h"
 #include "compress/compress.h"
 #include "device/graph_rows.h"

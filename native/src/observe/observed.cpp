@@ -6,11 +6,11 @@ namespace kvedge {
 
 namespace {
 
-// [heads][from] as [heads][to], the new places 0.
-template <class T> Bulk<T> widened(const Bulk<T> & x, size_t heads, int32_t from, int32_t to) {
+// [heads][from] as [heads][to], from place `at` on; the new places are 0.
+template <class T> Bulk<T> widened(const Bulk<T> & x, size_t heads, int32_t from, int32_t to, size_t at = 0) {
     Bulk<T> grown(heads * (size_t) to, T());
     for (size_t h = 0; h < heads && !x.empty(); h++) {
-        std::copy_n(x.begin() + (std::ptrdiff_t) (h * (size_t) from), from, grown.begin() + (std::ptrdiff_t) (h * (size_t) to));
+        std::copy_n(x.begin() + (std::ptrdiff_t) (h * (size_t) from), from, grown.begin() + (std::ptrdiff_t) (h * (size_t) to + at));
     }
     return grown;
 }
@@ -23,62 +23,115 @@ template <class T> void close_row(T * row, size_t capacity, size_t first, size_t
             row[to++] = row[first + (size_t) r];
         }
     }
-    for (size_t from = first + n; from < capacity; from++) {
+    for (size_t from = n < capacity ? first + n : capacity; from < capacity; from++) {
         row[to++] = row[from];
     }
     std::fill(row + std::min(to, capacity), row + capacity, T());
 }
 
-// The same of every row of x.
-template <class Numbers> void close_rows(Numbers & x, size_t capacity, size_t first, size_t n, const std::vector<int32_t> & keep) {
-    for (size_t base = 0; base < x.size() && first < capacity; base += capacity) {
+// Closes n_rows rows of x [..][capacity], from row `row` on; x may be empty.
+template <class Numbers> void close_rows(
+    Numbers & x, size_t row, size_t n_rows, size_t capacity, size_t first, size_t n, const std::vector<int32_t> & keep) {
+    for (size_t base = row * capacity; base < std::min(x.size(), (row + n_rows) * capacity) && first < capacity; base += capacity) {
         close_row(x.data() + base, capacity, first, n, keep);
     }
 }
 
+// Closes the rows of n_heads KV heads from `head` on.
+void close_heads(LayerSeen & of, size_t head, size_t n_heads, size_t first, size_t n, const std::vector<int32_t> & keep) {
+    const auto capacity = (size_t) of.sums.capacity, each = (size_t) of.peaks.each;
+    close_rows(of.sums.sums, head, n_heads, capacity, first, n, keep);
+    close_rows(of.sums.squares, head, n_heads, capacity, first, n, keep);
+    close_rows(of.peaks.highest, head * each, n_heads * each, (size_t) of.peaks.capacity, first, n, keep);
+}
+
+int32_t grown(int32_t capacity, int32_t n_rows) { return capacity >= n_rows ? capacity : std::max(n_rows, capacity + capacity / 2); }
+
 }  // namespace
 
-bool Observed::ensure_sums(size_t l, int32_t n_rows, bool squares) try {
-    sums_.resize(shapes_->size());
-    ColumnSums &  cs    = sums_[l];
-    const bool    blind = squares && cs.capacity > 0 && cs.squares.empty();  // sums of queries whose squares are not known
-    const int32_t held  = blind ? 0 : cs.capacity;
-    if (held >= n_rows && !blind) {
-        return true;
+void LayerSeen::make_room(const Observation & wanted, const LayerShape & shape, int32_t n_rows) {
+    const auto heads_kv = (size_t) shape.n_heads_kv;
+    if (wanted.sums && (sums.capacity < n_rows || (wanted.squares && sums.squares.empty()))) {
+        ColumnSums more;  // takes its place as a whole
+        more.capacity = grown(sums.capacity, n_rows);
+        if (wanted.squares || !sums.squares.empty()) {
+            more.squares = widened(sums.squares, heads_kv, sums.capacity, more.capacity);
+        }
+        more.sums = widened(sums.sums, heads_kv, sums.capacity, more.capacity);
+        sums      = std::move(more);
     }
-    const auto heads = (size_t) (*shapes_)[l].n_heads_kv;
-    ColumnSums grown;  // takes its place as a whole
-    grown.capacity = std::max(n_rows, held + held / 2);
-    if (squares || !cs.squares.empty()) {
-        grown.squares = widened(cs.squares, heads, held, grown.capacity);
-        seen_.resize(std::max(seen_.size(), (size_t) grown.capacity), 0);
+    if (wanted.entropy) {
+        entropy.resize(heads_kv, 0.0);
     }
-    grown.sums = widened(blind ? Bulk<double>() : cs.sums, heads, held, grown.capacity);
-    cs         = std::move(grown);
+    if (wanted.window > 0) {
+        window.q.resize((size_t) wanted.window * (size_t) shape.n_heads * (size_t) shape.d_k);
+        window.sinks.reserve((size_t) shape.n_heads);  // filled while a graph runs, where nothing may fail
+    }
+    if (wanted.moments >= 0 && moments.empty()) {
+        moments = QueryMoments(shape.n_heads, shape.d_k);
+    }
+    if (wanted.peaks && peaks.capacity < n_rows) {
+        const int32_t to   = grown(peaks.capacity, n_rows);
+        const int32_t each = peaks.capacity > 0 ? peaks.each : wanted.apart ? shape.n_heads / shape.n_heads_kv : 1;
+        peaks              = { widened(peaks.highest, heads_kv * (size_t) each, peaks.capacity, to), to, each };
+    }
+}
+
+uint64_t LayerSeen::bytes() const {
+    uint64_t n = (sums.sums.capacity() + sums.squares.capacity() + entropy.capacity()) * sizeof(double) + moments.bytes() +
+                 (peaks.highest.capacity() + window.q.capacity() + window.sinks.capacity()) * sizeof(float);
+    for (const Pages & part : queries) {
+        n += part.size();
+    }
+    return n;
+}
+
+uint64_t observed_bytes(const Observation & wanted, const LayerShape & layer, int32_t n_tokens) {
+    const auto T = (uint64_t) n_tokens, heads = (uint64_t) layer.n_heads, heads_kv = (uint64_t) layer.n_heads_kv;
+    uint64_t   n = (uint64_t) wanted.window * heads * (uint64_t) layer.d_k * sizeof(float);
+    n += wanted.sums ? heads_kv * T * sizeof(double) : 0;
+    n += wanted.squares ? heads_kv * T * sizeof(double) : 0;
+    n += wanted.entropy ? heads_kv * sizeof(double) : 0;
+    n += wanted.any_peaks() ? (wanted.apart ? heads : heads_kv) * T * sizeof(float) : 0;
+    n += wanted.moments >= 0 ? QueryMoments::bytes(layer.n_heads, layer.d_k) : 0;
+    return n + (wanted.queries ? heads * T * (row_k(layer, Type::f16) + SEEN_BYTES) : 0);
+}
+
+bool Observed::make_room(const Observation & wanted, size_t l, int32_t next, int32_t n_rows) try {
+    layers_.resize(shapes_->size());
+    if (wanted.window > 0 && wanted.window != have_.window) {
+        for (LayerSeen & layer : layers_) {
+            layer.window = {};
+        }
+        have_.window = wanted.window;
+        window_from_ = next;
+    }
+    layers_[l].make_room(wanted, (*shapes_)[l], n_rows);
+    if (wanted.squares) {
+        seen_.resize(std::max(seen_.size(), (size_t) layers_[l].sums.capacity), 0);
+    }
+    have_.sums    = have_.sums || wanted.sums;
+    have_.squares = have_.squares || wanted.squares;
+    have_.entropy = have_.entropy || wanted.entropy;
+    have_.moments = std::max(have_.moments, wanted.moments);
+    have_.peaks   = have_.peaks || wanted.peaks;
     return true;
 } catch (const std::bad_alloc &) {
     return false;
 }
 
-bool Observed::ensure_entropies() try {
-    for (size_t l = entropies_.size(); l < shapes_->size(); l++) {
-        entropies_.emplace_back((size_t) (*shapes_)[l].n_heads_kv, 0.0);
-    }
-    return true;
-} catch (const std::bad_alloc &) {
-    return false;
-}
-
-bool Observed::ensure_queries(int32_t next, int32_t n) try {
-    queries_.resize(shapes_->size());
+bool Observed::make_query_room(int32_t next, int32_t n) try {
+    layers_.resize(shapes_->size());
+    have_.queries = true;
     if (!spans_.empty() && spans_.back().first == next) {
         drop_span(spans_.size() - 1);  // of tokens that were refused after all
     }
-    for (size_t l = 0; l < queries_.size(); l++) {
-        const LayerShape & s = (*shapes_)[l];
-        queries_[l].resize(spans_.size());  // a layer that had memory when another had none
-        queries_[l].push_back(Pages::take((size_t) n * (size_t) s.n_heads * (row_k(s, Type::f16) + SEEN_BYTES)));
-        if (!queries_[l].back()) {
+    for (size_t l = 0; l < layers_.size(); l++) {
+        const LayerShape & s  = (*shapes_)[l];
+        auto &             to = layers_[l].queries;
+        to.resize(spans_.size());  // a layer that had memory when another had none
+        to.push_back(Pages::take((size_t) n * (size_t) s.n_heads * (row_k(s, Type::f16) + SEEN_BYTES)));
+        if (!to.back()) {
             return false;
         }
     }
@@ -88,29 +141,35 @@ bool Observed::ensure_queries(int32_t next, int32_t n) try {
     return false;
 }
 
+bool Observed::has(const Observation & wanted) const {
+    return (!wanted.sums || have_.sums) && (!wanted.squares || have_.squares) && have_.window >= std::min(wanted.window, 1) &&
+           (wanted.moments < 0 || has_moments()) && (!wanted.any_peaks() || have_.peaks);
+}
+
+QuerySpan Observed::span(size_t layer, size_t i) const {
+    return { spans_[i].first, spans_[i].n, spans_[i].room, (uint8_t *) layers_[layer].queries[i].data() };
+}
+
 std::vector<QuerySpan> Observed::queries(size_t layer) const {
     std::vector<QuerySpan> out;
     for (size_t i = 0; i < spans_.size(); i++) {
-        out.push_back({ spans_[i].first, spans_[i].n, spans_[i].room, (uint8_t *) queries_[layer][i].data() });
+        out.push_back(span(layer, i));
     }
     return out;
 }
 
-QuerySpan Observed::newest_queries(size_t layer) const {
-    const Span & span = spans_.back();
-    return { span.first, span.n, span.room, (uint8_t *) queries_[layer][spans_.size() - 1].data() };
-}
+QuerySpan Observed::newest_queries(size_t layer) const { return span(layer, spans_.size() - 1); }
 
 void Observed::give_back_queries(size_t layer) {
     for (size_t i = 0; i < spans_.size(); i++) {
-        queries_[layer][i] = Pages();
+        layers_[layer].queries[i] = Pages();
     }
 }
 
 void Observed::drop_span(size_t span) {
     spans_.erase(spans_.begin() + (std::ptrdiff_t) span);
-    for (auto & layer : queries_) {
-        layer.erase(layer.begin() + (std::ptrdiff_t) span);
+    for (auto & layer : layers_) {
+        layer.queries.erase(layer.queries.begin() + (std::ptrdiff_t) span);
     }
 }
 
@@ -119,59 +178,13 @@ void Observed::count(int32_t n_rows, int32_t n, bool causal, std::vector<uint8_t
     for (int32_t t = 0; t < (int32_t) seen_.size() && t < n_rows; t++) {
         seen_[(size_t) t] += causal && t > first ? n_rows - t : n;
     }
-    n_entropies_ += entropies_.empty() ? 0 : n;
+    n_entropies_ += have_.entropy ? n : 0;
     modality_ = std::move(modality);
 }
 
-void Observed::start_windows(int32_t next, int32_t n) {
-    if (n != window_size_) {
-        windows_.assign(shapes_->size(), {});
-        window_size_ = n;
-        window_from_ = next;
-    }
-}
-
-bool Observed::ensure_window(size_t l, int32_t next, int32_t n) try {
-    start_windows(next, n);
-    const auto heads = (size_t) (*shapes_)[l].n_heads;
-    windows_[l].q.resize((size_t) n * heads * (size_t) (*shapes_)[l].d_k);
-    windows_[l].sinks.reserve(heads);  // filled while a graph runs, where nothing may fail
-    return true;
-} catch (const std::bad_alloc &) {
-    return false;
-}
-
-bool Observed::ensure_moments(size_t l) try {
-    const LayerShape & s = (*shapes_)[l];
-    moments_.resize(shapes_->size());
-    if (moments_[l].empty()) {
-        moments_[l] = QueryMoments(s.n_heads, s.d_k);
-    }
-    return true;
-} catch (const std::bad_alloc &) {
-    return false;
-}
-
-bool Observed::ensure_peaks(size_t l, int32_t n_rows, bool apart) try {
-    peaks_.resize(shapes_->size());
-    Peaks &            p     = peaks_[l];
-    const LayerShape & shape = (*shapes_)[l];
-    if (p.capacity == 0) {
-        p.each = apart ? shape.n_heads / shape.n_heads_kv : 1;
-    }
-    if (p.capacity < n_rows) {
-        const int32_t grown = std::max(n_rows, p.capacity + p.capacity / 2);
-        p.highest           = widened(p.highest, (size_t) (shape.n_heads_kv * p.each), p.capacity, grown);
-        p.capacity          = grown;
-    }
-    return true;
-} catch (const std::bad_alloc &) {
-    return false;
-}
-
 void Observed::keep_first(int32_t n) {
-    for (size_t l = 0; l < peaks_.size(); l++) {
-        Peaks & p = peaks_[l];
+    for (size_t l = 0; l < layers_.size(); l++) {
+        Peaks & p = layers_[l].peaks;
         for (int32_t h = 0; h < (*shapes_)[l].n_heads_kv * p.each; h++) {
             std::fill_n(p.highest.begin() + (std::ptrdiff_t) h * p.capacity, std::min(n, p.capacity), KEPT_FIRST);
         }
@@ -185,69 +198,51 @@ const Rotation & Observed::rotation(size_t layer) const {
 
 float * Observed::window_slot(size_t layer, int32_t token) {
     const LayerShape & s = (*shapes_)[layer];
-    return windows_[layer].q.data() + (size_t) (token % window_size_) * (size_t) s.n_heads * (size_t) s.d_k;
+    return layers_[layer].window.q.data() + (size_t) (token % have_.window) * (size_t) s.n_heads * (size_t) s.d_k;
 }
 
 void Observed::note_sinks(size_t layer, const float * logits) {
-    windows_[layer].sinks.assign(logits, logits + (*shapes_)[layer].n_heads);
+    layers_[layer].window.sinks.assign(logits, logits + (*shapes_)[layer].n_heads);
 }
 
 Bulk<float> Observed::last_queries(size_t layer, int32_t next, int32_t n) const {
     const size_t row = (size_t) (*shapes_)[layer].n_heads * (size_t) (*shapes_)[layer].d_k;
     Bulk<float>  out((size_t) n * row);
     for (int32_t i = 0; i < n; i++) {
-        const auto slot = (size_t) ((next - n + i) % window_size_);
-        std::copy_n(windows_[layer].q.begin() + (std::ptrdiff_t) (slot * row), row, out.begin() + (std::ptrdiff_t) ((size_t) i * row));
+        const auto slot = (size_t) ((next - n + i) % have_.window);
+        std::copy_n(window(layer).q.begin() + (std::ptrdiff_t) (slot * row), row, out.begin() + (std::ptrdiff_t) ((size_t) i * row));
     }
     return out;
 }
 
 void Observed::remove_rows(size_t first, size_t n, const std::vector<int32_t> & keep) {
-    for (auto & cs : sums_) {
-        close_rows(cs.sums, (size_t) cs.capacity, first, n, keep);
-        close_rows(cs.squares, (size_t) cs.capacity, first, n, keep);
+    for (size_t l = 0; l < layers_.size(); l++) {
+        close_heads(layers_[l], 0, (size_t) (*shapes_)[l].n_heads_kv, first, n, keep);
     }
-    for (auto & p : peaks_) {
-        close_rows(p.highest, (size_t) p.capacity, first, n, keep);
-    }
-    close_rows(seen_, seen_.size(), first, n, keep);
+    close_rows(seen_, 0, 1, seen_.size(), first, n, keep);
 }
 
 void Observed::remove_head_rows(size_t layer, size_t head, size_t first, size_t n, const std::vector<int32_t> & keep) {
-    if (!peaks_.empty() && first < (size_t) peaks_[layer].capacity) {
-        Peaks &    p   = peaks_[layer];
-        const auto row = (size_t) p.capacity, each = (size_t) p.each;
-        for (size_t i = head * each; i < (head + 1) * each; i++) {
-            close_row(p.highest.data() + i * row, row, first, n, keep);
-        }
+    if (!layers_.empty()) {
+        close_heads(layers_[layer], head, 1, first, n, keep);
     }
-    if (sums_.empty() || first >= (size_t) sums_[layer].capacity) {
-        return;
-    }
-    const auto capacity = (size_t) sums_[layer].capacity;
-    close_row(sums_[layer].sums.data() + head * capacity, capacity, first, n, keep);
-}
-
-void Observed::keep_sums(size_t layer, size_t head, const std::vector<int32_t> & kept) {
-    const auto capacity = (size_t) sums_[layer].capacity;
-    close_row(sums_[layer].sums.data() + head * capacity, capacity, 0, capacity, kept);
 }
 
 void Observed::shift_rows(size_t n) {
-    std::vector<ColumnSums> all(sums_.size());
-    for (size_t l = 0; l < sums_.size(); l++) {
-        const ColumnSums & cs = sums_[l];
-        Bulk<double> &     shifted = all[l].sums;
-        for (size_t from = 0; from < cs.sums.size(); from += (size_t) cs.capacity) {
-            shifted.insert(shifted.end(), n, 0.0);
-            shifted.insert(shifted.end(), cs.sums.begin() + (std::ptrdiff_t) from,
-                           cs.sums.begin() + (std::ptrdiff_t) (from + (size_t) cs.capacity));
+    std::vector<ColumnSums> all(layers_.size());
+    for (size_t l = 0; l < layers_.size(); l++) {
+        const ColumnSums & cs = layers_[l].sums;
+        const auto         heads = (size_t) (*shapes_)[l].n_heads_kv;
+        if (cs.capacity > 0) {
+            all[l].capacity = cs.capacity + (int32_t) n;
+            all[l].sums     = widened(cs.sums, heads, cs.capacity, all[l].capacity, n);
+            all[l].squares  = cs.squares.empty() ? cs.squares : widened(cs.squares, heads, cs.capacity, all[l].capacity, n);
         }
-        all[l].squares  = cs.squares;
-        all[l].capacity = cs.capacity + (cs.capacity > 0 ? (int32_t) n : 0);
     }
-    sums_ = std::move(all);
-    peaks_.clear();  // no stream goes by them
+    for (size_t l = 0; l < layers_.size(); l++) {
+        layers_[l].sums = std::move(all[l]);
+    }
+    drop_peaks();  // no stream goes by them
 }
 
 void Observed::forget_queries(const std::vector<int32_t> & pending, int32_t n_tokens) {
@@ -262,57 +257,40 @@ void Observed::forget_queries(const std::vector<int32_t> & pending, int32_t n_to
     }
 }
 
+void Observed::drop_sums() {
+    have_.sums = have_.squares = false;
+    for (LayerSeen & layer : layers_) {
+        layer.sums = {};
+    }
+}
+
+void Observed::drop_peaks() {
+    have_.peaks = false;
+    for (LayerSeen & layer : layers_) {
+        layer.peaks = {};
+    }
+}
+
 void Observed::drop_layer(size_t l) {
-    if (!sums_.empty()) {
-        sums_[l] = {};
-    }
-    if (!windows_.empty()) {
-        windows_[l] = {};
-    }
-    if (!moments_.empty()) {
-        moments_[l] = {};
-    }
-    if (!peaks_.empty()) {
-        peaks_[l] = {};
+    if (!layers_.empty()) {
+        layers_[l] = {};
     }
 }
 
 void Observed::drop() {
-    sums_        = {};
-    seen_        = std::vector<int32_t>();  // = {} would keep its memory
+    layers_      = std::vector<LayerSeen>();  // = {} would keep its memory
+    have_        = {};
+    seen_        = std::vector<int32_t>();
     n_entropies_ = 0;
-    entropies_.clear();
-    queries_.clear();
-    spans_.clear();
+    spans_       = {};
     modality_    = std::vector<uint8_t>();
-    windows_     = {};
-    moments_     = {};
-    peaks_       = {};
-    window_size_ = 0;
     window_from_ = 0;
 }
 
 uint64_t Observed::bytes() const {
     uint64_t n = seen_.capacity() * sizeof(int32_t) + modality_.capacity();
-    for (const auto & cs : sums_) {
-        n += (cs.sums.capacity() + cs.squares.capacity()) * sizeof(double);
-    }
-    for (const auto & layer : entropies_) {
-        n += layer.capacity() * sizeof(double);
-    }
-    for (const auto & layer : queries_) {
-        for (const auto & part : layer) {
-            n += part.size();
-        }
-    }
-    for (const auto & m : moments_) {
-        n += m.bytes();
-    }
-    for (const auto & p : peaks_) {
-        n += p.highest.capacity() * sizeof(float);
-    }
-    for (const auto & w : windows_) {
-        n += (w.q.capacity() + w.sinks.capacity()) * sizeof(float);
+    for (const LayerSeen & layer : layers_) {
+        n += layer.bytes();
     }
     return n;
 }

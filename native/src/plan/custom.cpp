@@ -72,10 +72,11 @@ void score_heads(const ScoreInput & in, int32_t first, int32_t n, const uint8_t 
         }
         to.q = q.data();
     }
-    if (given.column_sums && in.column_sums) {
+    if (given.column_sums && in.observed->has_sums()) {
+        const ColumnSums & seen = in.observed->sums((size_t) in.layer);
         sums.resize(heads * T);
         for (size_t h = 0; h < heads; h++) {
-            const double * from = in.column_sums + ((size_t) first + h) * (size_t) in.sums_capacity;
+            const double * from = seen.sums.data() + ((size_t) first + h) * (size_t) seen.capacity;
             std::transform(from, from + T, sums.begin() + (std::ptrdiff_t) (h * T), [](double x) { return (float) x; });
         }
         to.column_sums = sums.data();
@@ -285,9 +286,8 @@ extern "C" kvedge_status kvedge_plan_add_scorer(kvedge_plan * plan, const kvedge
                                  own.score != nullptr, err); status != KVEDGE_OK) {
         return status;
     }
-    custom->member.needs_column_sums = own.column_sums;
-    custom->member.score             = score;
-    custom->member.custom            = custom.get();
+    custom->member.score  = score;
+    custom->member.custom = custom.get();
     plan->own_scorers.push_back(std::move(custom));
     return ok(err);
 } catch (...) {

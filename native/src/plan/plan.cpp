@@ -28,8 +28,6 @@ kvedge_plan full_plan() {
 
 namespace {
 
-const char * const STAGE_NAMES[] = { "scorer", "allocator", "reducer", "decode", "pruner" };
-
 int32_t share(double ratio, int32_t n_tokens) { return (int32_t) std::floor(ratio * n_tokens + 1e-9); }
 
 // "16" is a count, "0.1" a ratio: the decimal point decides.
@@ -140,48 +138,41 @@ kvedge_status set_member_param(kvedge_plan & plan, const std::string & key, cons
                 "decode. or pruner.", key.c_str());
 }
 
-kvedge_status set_budget(kvedge_plan & plan, const char * value, kvedge_error * err) {
+// A setting that is a ratio of the tokens or a number of them.
+struct AmountKey {
+    const char * name;
+    const char * use;   // examples of both
+    const char * unit;  // of the number
+    int32_t      least;
+    double kvedge_plan::*  ratio;
+    int32_t kvedge_plan::* number;
+};
+
+const AmountKey AMOUNTS[] = {
+    { "budget", "a ratio like 0.2 or KV pairs like 128", "KV pairs", 1, &kvedge_plan::budget_ratio, &kvedge_plan::budget_pairs },
+    { "image_tokens", "a ratio like 0.5 or tokens like 288", "tokens", 1, &kvedge_plan::image_ratio, &kvedge_plan::image_tokens },
+    { "recent", "KV pairs like 16, a ratio like 0.1, or auto", "KV pairs", 0, &kvedge_plan::recent_ratio, &kvedge_plan::recent_pairs },
+};
+
+kvedge_status set_amount(kvedge_plan & plan, const AmountKey & key, const char * value, kvedge_error * err) {
     Amount a;
     if (!parse_amount(value, a)) {
-        return fail(err, KVEDGE_E_ARGUMENT, "budget '%s' is not a number; use a ratio like 0.2 or KV pairs like 128", value);
+        return fail(err, KVEDGE_E_ARGUMENT, "%s '%s' is not a number; use %s", key.name, value, key.use);
     }
-    if (a.is_ratio ? !(a.ratio > 0.0 && a.ratio <= 1.0) : a.pairs < 1) {
-        return fail(err, KVEDGE_E_BUDGET, "budget %s is out of range; a ratio lies in (0, 1], KV pairs are 1 or more", value);
+    if (a.is_ratio ? !((key.least == 0 || a.ratio > 0.0) && a.ratio >= 0.0 && a.ratio <= 1.0) : a.pairs < key.least) {
+        return fail(err, KVEDGE_E_BUDGET, "%s %s is out of range; a ratio lies in %s, 1], %s are %d or more", key.name, value,
+                    key.least == 0 ? "[0" : "(0", key.unit, key.least);
     }
-    plan.budget_ratio = a.ratio;
-    plan.budget_pairs = a.pairs;
+    plan.*key.ratio  = a.ratio;
+    plan.*key.number = a.pairs;
     return ok(err);
 }
 
-kvedge_status set_image_tokens(kvedge_plan & plan, const char * value, kvedge_error * err) {
-    Amount a;
-    if (!parse_amount(value, a)) {
-        return fail(err, KVEDGE_E_ARGUMENT, "image_tokens '%s' is not a number; use a ratio like 0.5 or tokens like 288", value);
-    }
-    if (a.is_ratio ? !(a.ratio > 0.0 && a.ratio <= 1.0) : a.pairs < 1) {
-        return fail(err, KVEDGE_E_BUDGET, "image_tokens %s is out of range; a ratio lies in (0, 1], tokens are 1 or more", value);
-    }
-    plan.image_ratio  = a.ratio;
-    plan.image_tokens = a.pairs;
-    return ok(err);
-}
-
-kvedge_status set_recent(kvedge_plan & plan, const char * value, kvedge_error * err) {
-    if (!strcmp(value, "auto")) {
-        plan.recent_auto = true;
-        return ok(err);
-    }
-    Amount a;
-    if (!parse_amount(value, a)) {
-        return fail(err, KVEDGE_E_ARGUMENT, "recent '%s' is not a number; use KV pairs like 16, a ratio like 0.1, or auto", value);
-    }
-    if (a.is_ratio ? !(a.ratio >= 0.0 && a.ratio <= 1.0) : a.pairs < 0) {
-        return fail(err, KVEDGE_E_BUDGET, "recent %s is out of range; a ratio lies in [0, 1], KV pairs are 0 or more", value);
-    }
-    plan.recent_auto  = false;
-    plan.recent_ratio = a.ratio;
-    plan.recent_pairs = a.pairs;
-    return ok(err);
+kvedge_status set_recent(kvedge_plan & plan, const AmountKey & key, const char * value, kvedge_error * err) {
+    const bool automatic = !strcmp(value, "auto");
+    const auto status    = automatic ? ok(err) : set_amount(plan, key, value, err);
+    plan.recent_auto     = status == KVEDGE_OK ? automatic : plan.recent_auto;
+    return status;
 }
 
 kvedge_status set_critical(kvedge_plan & plan, const std::string & key, const char * value, kvedge_error * err) {
@@ -210,7 +201,6 @@ kvedge_status set_tokens(int32_t & slot, const char * key, const char * value, k
 
 }  // namespace
 
-bool plan_sums(const kvedge_plan & plan) { return plan.scorer->needs_column_sums || plan.decode->needs_scores; }
 const Member & plan_member(const kvedge_plan & plan, int32_t stage) {
     switch (stage) {
         case KVEDGE_STAGE_SCORER:    return *plan.scorer;
@@ -236,31 +226,29 @@ kvedge_plan plan_after(const kvedge_plan & plan, int32_t n_before, int32_t n_tok
     return out;
 }
 
-int32_t plan_window(const kvedge_plan & plan) {
-    if (plan.scorer->custom) {
-        return plan.scorer->custom->given.n_queries;
+Observation plan_observes(const kvedge_plan & plan) {
+    Observation out;
+    for (int32_t stage = 0; stage < N_STAGES; stage++) {
+        if (const Member & m = plan_member(plan, stage); m.observes) {
+            m.observes(plan.params[stage], out);
+        }
     }
-    return plan.scorer->window ? plan.scorer->window(plan.params[KVEDGE_STAGE_SCORER]) : 0;
+    if (const CustomScorer * own = plan.scorer->custom) {
+        out.sums   = own->given.column_sums;
+        out.window = own->given.n_queries;
+    }
+    out.sums = out.sums || plan.decode->needs_scores;
+    return out;
 }
 
-int32_t plan_moments(const kvedge_plan & plan) {
-    return plan.scorer->moments ? plan.scorer->moments(plan.params[KVEDGE_STAGE_SCORER]) : -1;
-}
-
-uint32_t plan_peaks(const kvedge_plan & plan) {
-    return plan.scorer->peaks ? plan.scorer->peaks(plan.params[KVEDGE_STAGE_SCORER]) : 0;
-}
-
-bool plan_projects(const kvedge_plan & plan) {
-    return plan.critical != Critical::none || (plan_peaks(plan) & WANTS_LENGTHS);
-}
+bool plan_projects(const kvedge_plan & plan) { return plan.critical != Critical::none || plan_observes(plan).apart; }
 
 bool plan_evicts(const kvedge_plan & plan) { return plan.decode->evict && plan.budget_ratio != 1.0; }
 
 Reach plan_reach(const kvedge_plan & plan) { return plan.allocator->reach ? plan.allocator->reach(plan) : Reach::rows; }
 
 int32_t plan_whole(const kvedge_plan & plan) {
-    return plan.scorer->custom ? 0 : std::max({ 0, plan_window(plan), plan_moments(plan) });
+    return plan.scorer->custom ? 0 : plan_observes(plan).whole_up_to();
 }
 
 int32_t plan_recent(const kvedge_plan & plan, int32_t n_tokens, int32_t kept) {
@@ -328,14 +316,10 @@ extern "C" kvedge_status kvedge_plan_set(kvedge_plan * plan, const char * key, c
     if (k == "pruner") {
         return set_stage(*plan, &kvedge_plan::pruner, find_pruner(value), KVEDGE_STAGE_PRUNER, value, err);
     }
-    if (k == "image_tokens") {
-        return set_image_tokens(*plan, value, err);
-    }
-    if (k == "budget") {
-        return set_budget(*plan, value, err);
-    }
-    if (k == "recent") {
-        return set_recent(*plan, value, err);
+    for (const AmountKey & amount : AMOUNTS) {
+        if (k == amount.name) {
+            return k == "recent" ? set_recent(*plan, amount, value, err) : set_amount(*plan, amount, value, err);
+        }
     }
     if (k == "sinks" || k == "later_floor") {
         return set_tokens(k == "sinks" ? plan->sinks : plan->later_floor, key, value, err);

@@ -66,8 +66,10 @@ namespace kvedge {
 
 kvedge_plan full_plan();
 
-// Whether column sums are gathered during the prompt: for the scorer, or as the decode policy's first scores.
-bool plan_sums(const kvedge_plan & plan);
+// What the plan wants gathered while the prompt is read.
+Observation plan_observes(const kvedge_plan & plan);
+constexpr const char * STAGE_NAMES[] = { "scorer", "allocator", "reducer", "decode", "pruner" };  // by kvedge_stage
+
 // The member chosen for a stage (kvedge_stage).
 const Member & plan_member(const kvedge_plan & plan, int32_t stage);
 
@@ -77,15 +79,6 @@ int32_t later_budget(const kvedge_plan & plan, int32_t n_tokens);
 // The plan by which n_tokens are compressed that follow n_before others: of what comes first the plan itself, of a later
 // message one whose budget keeps later_floor of them, where it is a share.
 kvedge_plan plan_after(const kvedge_plan & plan, int32_t n_before, int32_t n_tokens);
-
-// The last queries that the plan's scorer wants to see; 0: none.
-int32_t plan_window(const kvedge_plan & plan);
-
-// The first token whose query counts for the moments that the plan's scorer wants; -1: it wants none.
-int32_t plan_moments(const kvedge_plan & plan);
-
-// What the plan's scorer wants to know of the largest attention that each token received: PeakWants.
-uint32_t plan_peaks(const kvedge_plan & plan);
 
 // Whether the output projections of the layers are needed: by the scorer, or by the critical rule.
 bool plan_projects(const kvedge_plan & plan);

@@ -8,10 +8,20 @@
 
 namespace kvedge {
 
+KindText text_of(ProfileKind kind) {
+    switch (kind) {
+        case ProfileKind::visual_heads:    return { "visual-heads", "query heads", "heads" };
+        case ProfileKind::retrieval_heads: return { "retrieval-heads", "query heads", "heads --kind retrieval" };
+        case ProfileKind::redundancy:      return { "key-redundancy", "KV heads", "heads --kind redundancy" };
+        case ProfileKind::head_budgets:    return { "head-budgets", "KV heads", "budgets" };
+        case ProfileKind::prefix:          return { "prefix", "kept shares by budget", "prefix" };
+        default:                           return {};
+    }
+}
+
 namespace {
 
-const char * const STAGE_NAMES[]   = { "scorer", "allocator", "reducer", "decode", "pruner" };
-constexpr int32_t  LARGEST_PROFILE = 1 << 16;  // layers, columns: no model comes near it
+constexpr int32_t LARGEST_PROFILE = 1 << 16;  // layers, columns: no model comes near it
 
 ProfileKind kind_of(const kvedge_plan & plan, int32_t stage) {
     const Member & m = plan_member(plan, stage);
@@ -27,25 +37,10 @@ bool ascending_shares(const std::vector<float> & budgets) {
     return true;
 }
 
-// What the columns of a kind are, and the command that makes a profile of it.
-struct KindText {
-    const char * columns;
-    const char * command;
-};
-
-KindText text_of(ProfileKind kind) {
-    switch (kind) {
-        case ProfileKind::heads:       return { "query heads", "heads" };
-        case ProfileKind::kv_heads:    return { "KV heads", "heads --kind redundancy" };
-        case ProfileKind::head_shares: return { "KV heads", "budgets" };
-        default:                       return { "kept shares by budget", "prefix" };
-    }
-}
-
 int32_t most_heads(const std::vector<LayerShape> & shapes, ProfileKind kind) {
     int32_t most = 0;
     for (const LayerShape & s : shapes) {
-        most = std::max(most, kind == ProfileKind::heads ? s.n_heads : s.n_heads_kv);
+        most = std::max(most, kind == ProfileKind::visual_heads || kind == ProfileKind::retrieval_heads ? s.n_heads : s.n_heads_kv);
     }
     return most;
 }
@@ -61,10 +56,10 @@ bool any_share(const Profile & p, const std::vector<LayerShape> & shapes) {
 kvedge_status check_numbers(
     const Profile & p, const char * who, ProfileKind kind, const std::vector<LayerShape> & shapes, kvedge_error * err) {
     const bool above = std::any_of(p.values.begin(), p.values.end(), [](float x) { return x > 1.0f; });
-    if (kind == ProfileKind::kv_heads && above) {
+    if (kind == ProfileKind::redundancy && above) {
         return fail(err, KVEDGE_E_ARGUMENT, "the profile of %s holds numbers above 1; it needs redundancies in [0, 1]", who);
     }
-    if (kind == ProfileKind::head_shares && !any_share(p, shapes)) {
+    if (kind == ProfileKind::head_budgets && !any_share(p, shapes)) {
         return fail(err, KVEDGE_E_ARGUMENT, "the profile of %s has no share above 0 for any layer that is stored", who);
     }
     return KVEDGE_OK;
@@ -73,7 +68,7 @@ kvedge_status check_numbers(
 kvedge_status check_shape(
     const Profile & p, const char * who, ProfileKind kind, const std::vector<LayerShape> & shapes, int32_t n_layers,
     kvedge_error * err) {
-    const bool     heads = kind != ProfileKind::shares;
+    const bool     heads = kind != ProfileKind::prefix;
     const KindText text  = text_of(kind);
     if (heads != p.budgets.empty()) {
         return fail(err, KVEDGE_E_ARGUMENT, "%s needs a profile of %s%s", who, text.columns, heads ? ", without budgets" : "");

@@ -20,6 +20,15 @@ struct Profile {
     const float * layer(int32_t il) const { return values.data() + (size_t) il * (size_t) n_columns; }
 };
 
+// A kind's name, what the columns of a profile of it are, and the arguments of `kvedge calibrate` that make one. none: all NULL.
+struct KindText {
+    const char * name;
+    const char * columns;
+    const char * command;
+};
+
+KindText text_of(ProfileKind kind);
+
 // Whether every chosen member has the profile that it needs, in the shape of a model of n_layers layers whose stored
 // ones are `shapes`. Errors: KVEDGE_E_ARGUMENT.
 kvedge_status check_profiles(

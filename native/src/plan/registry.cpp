@@ -1,7 +1,10 @@
 // The members of every stage. The build writes their list (plan/members.h) from the names of the files in the stages' folders.
 
 #include "plan/members.h"
+#include "plan/profile.h"
 #include "plan/stages.h"
+#include "system/error.h"
+#include "system/structs.h"
 
 #include <cstring>
 
@@ -80,4 +83,53 @@ extern "C" const kvedge_setting * kvedge_stage_setting(kvedge_stage stage, const
     return nullptr;
 } catch (...) {
     return nullptr;
+}
+
+namespace {
+
+int32_t count_settings(const Member & m) {
+    int32_t n = 0;
+    while (m.params && m.params[n].name) {
+        n++;
+    }
+    return n;
+}
+
+void state_facts(const Member & m, const double * settings, kvedge_stage_facts & out) {
+    Observation seen;
+    if (m.observes) {
+        m.observes(settings, seen);
+    }
+    out.profile      = m.profile ? text_of(m.profile(settings)).name : nullptr;
+    out.does_without = m.does_without && m.does_without(settings);
+    out.whole_up_to  = seen.whole_up_to();
+    out.projects     = seen.apart;
+    out.queries      = seen.queries;
+}
+
+void state_facts(const Scorer & s, const double * settings, kvedge_stage_facts & out) {
+    out.recent      = s.auto_recent ? s.auto_recent(out.kept, out.even, settings) : 0;
+    out.reserved    = s.reserved ? s.reserved(out.kept, settings) : 0;
+    out.attends     = s.attends && s.attends(settings);
+    out.sinks_first = s.sinks_first;
+}
+
+}  // namespace
+
+extern "C" kvedge_status kvedge_stage_get_facts(
+    kvedge_stage stage, const char * member, const double * settings, int32_t n_settings, kvedge_stage_facts * facts,
+    kvedge_error * err) try {
+    const Member *     m = member ? find(stage, member) : nullptr;
+    kvedge_stage_facts own{};
+    if (!m || n_settings != count_settings(*m) || (n_settings > 0 && !settings) || !read_struct(facts, own)) {
+        return fail(err, KVEDGE_E_ARGUMENT, "kvedge_stage_get_facts: no such member, other settings than it has, or no struct_size");
+    }
+    state_facts(*m, settings, own);
+    if (stage == KVEDGE_STAGE_SCORER) {
+        state_facts(static_cast<const Scorer &>(*m), settings, own);
+    }
+    write_struct(own, facts, facts->struct_size);
+    return ok(err);
+} catch (...) {
+    return caught(err, "say what follows from settings");
 }

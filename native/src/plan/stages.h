@@ -7,7 +7,7 @@
 #include "system/pages.h"
 #include "plan/pending.h"
 #include "kvedge.h"
-#include "observe/moments.h"
+#include "observe/observed.h"
 
 #include <cstdint>
 #include <vector>
@@ -45,14 +45,16 @@ using Scores = std::vector<Bulk<float>>;  // [layer][Hkv * T]
 struct Profile;
 struct MergeRule;
 
-// Calibrated numbers that a member needs: none, one a query head of every layer, one in [0, 1] a KV head, kept shares of every
-// layer by budget, or a KV head's share of all pairs.
-enum class ProfileKind { none, heads, kv_heads, shares, head_shares };
+// Calibrated numbers that a member needs: none; one a query head of every layer, by what the head looks at; one in [0, 1] a KV
+// head; kept shares of every layer by budget; or a KV head's share of all pairs. profile.cpp names them.
+enum class ProfileKind { none, visual_heads, retrieval_heads, redundancy, prefix, head_budgets };
 
 // What every member has. Values of its settings come in the order of params, which ends with a nameless one.
 struct Member {
     const char *  name;
     const Param * params;                                   // NULL: none
+    // Sets what the member wants gathered while the prompt is read. NULL: nothing.
+    void (*observes)(const double * params, Observation & to) = nullptr;
     ProfileKind (*profile)(const double * params) = nullptr;  // NULL: takes none, whatever its settings
     bool (*does_without)(const double * params) = nullptr;    // where a model has no profile; NULL: it is refused then
 };
@@ -74,10 +76,7 @@ struct ScoreInput {
     LayerShape       shape;
     int32_t          layer, n_layers;  // of the stored ones
     int32_t          n_tokens;         // T
-    const double *   column_sums;    // [Hkv][sums_capacity], averaged over the group; NULL unless asked for
-    const double *   column_squares;  // likewise, of the squares of the group's mean; NULL unless asked for
-    int32_t          sums_capacity;
-    const int32_t *  seen;           // [T] queries that saw each token; NULL unless squares are asked for
+    const Observed * observed;       // what was gathered: at least what observes() asked for, if any of it was seen
     const float *    window_q;       // [n_window][H][d_k] queries of the last tokens, scaled; NULL unless asked for
     int32_t          n_window;       // as many as were seen, at most the window
     const float *    sinks;          // [H] logits of the layer's attention sinks, or NULL
@@ -89,11 +88,6 @@ struct ScoreInput {
     Spectrum *       spectrum;       // to be filled in by whoever measures it; NULL: of no use
     const int32_t *  tokens;         // [T] token index of each row, or [Hkv][T] where `heads` is given
     int32_t          next_position;  // of the token that follows
-    const QueryMoments * moments;    // of the queries, scaled; NULL unless asked for
-    const Rotation * rotation;       // by which their positions turn them; NULL unless asked for
-    const float *    peaks;          // [Hkv][peaks_each][peaks_capacity] largest attention that a query paid; NULL unless asked for
-    int32_t          peaks_capacity;
-    int32_t          peaks_each;     // 1, or the query heads of a KV head, apart
     const Measures * measures;       // what looks() asked for of this layer
     const float *    lengths;        // [H][T] of the values, each projected by its query head's W_O; NULL unless asked for
 };
@@ -105,55 +99,32 @@ inline int32_t window_recent(int32_t window, int32_t kept, int32_t even, int32_t
     return kept >= most ? most : kept / parts;
 }
 
-// What a scorer wants to know of the largest attention that each token received.
-enum PeakWants : uint32_t {
-    WANTS_PEAKS  = 1,  // paid by the prompt's own queries, unless:
-    WANTS_REPLAY = 2,  // by those of a second pass over the prompt (kvedge_replay_begin)
-    WITHIN_CHUNK = 4,  // as shares of what the chunk of that pass is about, not of all rows
-    WANTS_LENGTHS = 8,  // of each query head apart, and beside them what values add through its output projection
-};
-
 struct Scorer : Member {
-    bool needs_column_sums;
-    // Last tokens that recent = auto protects in a head of `kept` pairs, where an even share of the budget is `even`; NULL: none
-    int32_t (*auto_recent)(int32_t kept, int32_t even, const double * params);
-    bool sinks_first;  // sinks outlast recent tokens when the budget is too small for both
-    // Last queries that score() wants to see; a prompt that is no longer than that is kept whole. NULL: none.
-    int32_t (*window)(const double * params);
     // out [Hkv][T], larger matters more
     void (*score)(const ScoreInput & in, float * out);
+    // Last tokens that recent = auto protects in a head of `kept` pairs, where an even share of the budget is `even`; NULL: none
+    int32_t (*auto_recent)(int32_t kept, int32_t even, const double * params) = nullptr;
     // What it wants measured of the rows, which may lie on a device. images: whether a token is an image's. NULL: nothing; it
     // goes by what was observed of the prompt's attention, or, with moments or as a stage of the program's own, reads rows of `view`.
     Looks (*looks)(const double * params, bool images) = nullptr;
     // Whether the heads of a layer score together, which they can only while they hold the same tokens. NULL: never.
     bool (*joins_heads)(const double * params) = nullptr;
+    // Whether scores are attention and nothing else, shares of a softmax or sums of them, which the critical rule may weigh.
+    // NULL: never.
+    bool (*attends)(const double * params) = nullptr;
+    // The attention alone, where score() mixes it with more. NULL: score() is all there is.
+    void (*attention)(const ScoreInput & in, float * out) = nullptr;
     double (*gamma)(const double * params) = nullptr;  // of the Spectrum that it leaves; NULL: it leaves none
-    bool needs_squares = false;  // beside column sums
     // A second score: of the tokens that are not protected, the reserved() best by it are kept, and the others are chosen
     // by score. NULL: none.
     int32_t (*reserved)(int32_t kept, const double * params) = nullptr;
     void (*reserve)(const ScoreInput & in, float * out)      = nullptr;
-    // The attention alone, where score() mixes it with more. NULL: score() is all there is.
-    void (*attention)(const ScoreInput & in, float * out) = nullptr;
+    bool sinks_first = false;  // sinks outlast recent tokens when the budget is too small for both
     const CustomScorer * custom = nullptr;  // a stage of the program's own, which may throw StageFailure
-    // The first token whose query counts for the mean and covariance that score() wants; those before it are kept, and with
-    // them a prompt that has no others. NULL: it wants neither.
-    int32_t (*moments)(const double * params) = nullptr;
-    // Whether scores are attention and nothing else, shares of a softmax or sums of them, which the critical rule may weigh.
-    // NULL: never.
-    bool (*attends)(const double * params) = nullptr;
-    uint32_t (*peaks)(const double * params)  = nullptr;  // PeakWants; NULL: nothing
 };
 
 // attends of a scorer that does so whatever its settings.
 inline bool always_attends(const double *) { return true; }
-
-// What an allocator looks at beside scores.
-enum AllocatorWants : uint32_t {
-    WANTS_ATTENTION = 1,  // scores by attention alone
-    WANTS_ENTROPY   = 2,  // entropies
-    WANTS_QUERIES   = 4,  // all queries
-};
 
 // How far an allocator looks beyond the prompt's length and the profile.
 enum class Reach {
@@ -180,17 +151,15 @@ struct AllocateInput {
     int32_t                       most = 0;      // pairs that a head can be granted: T, or as many as are left
     int32_t                       layer = -1;    // the only one that has scores, and whose budgets are wanted; -1: all
     const int32_t *               tokens = nullptr;  // [T] token index of each row, where all heads hold the same ones
-    // [layer][Hkv] sum over query heads and n_entropies queries of the entropy of their attention, or empty.
-    const std::vector<std::vector<double>> * entropies = nullptr;
-    int32_t                       n_entropies = 0;
+    const Observed *              observed = nullptr;  // what was gathered
 };
 
 struct Allocator : Member {
     // out[layer][head] KV pairs to keep, each 1 to T; their sum is budget * (number of layers and heads), never above,
     // except where a setting asks for the rounding of a released code.
     void (*allocate)(const AllocateInput & in, std::vector<std::vector<int32_t>> & out);
-    uint32_t (*wants)(const double * params) = nullptr;  // AllocatorWants; NULL: nothing
     Reach (*reach)(const kvedge_plan & plan) = nullptr;  // under a plan of which it is the allocator; NULL: rows
+    bool (*by_attention)(const double * params) = nullptr;  // whether it looks at scores by attention alone; NULL: never
     const CustomAllocator * custom = nullptr;
 };
 

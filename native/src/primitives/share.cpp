@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <functional>
 #include <numeric>
 
 namespace kvedge {
@@ -74,6 +75,39 @@ std::vector<int64_t> round_shares(std::vector<double> shares, int64_t total, int
         }
     }
     return out;
+}
+
+std::vector<int32_t> count_winners(const float * scores, size_t n_heads, size_t n, size_t left) {
+    std::vector<int32_t> winners(n_heads, 0);
+    if (left == 0) {
+        return winners;
+    }
+    Bulk<float> sorted(scores, scores + n_heads * n);
+    std::nth_element(sorted.begin(), sorted.begin() + (std::ptrdiff_t) (left - 1), sorted.end(), std::greater<float>());
+    const float worst = sorted[left - 1];  // of the winners
+    for (size_t h = 0; h < n_heads; h++) {
+        winners[h] = (int32_t) std::count_if(scores + h * n, scores + (h + 1) * n, [&](float s) { return s > worst; });
+        left -= (size_t) winners[h];
+    }
+    for (size_t h = 0; h < n_heads; h++) {
+        const auto equal = std::min(left, (size_t) std::count(scores + h * n, scores + (h + 1) * n, worst));
+        winners[h] += (int32_t) equal;
+        left -= equal;
+    }
+    return winners;
+}
+
+void share_among_heads(float * scores, int32_t n_heads_kv, int32_t n_tokens) {
+    const auto T = (size_t) n_tokens, n = (size_t) n_heads_kv;
+    for (size_t t = 0; t < T; t++) {
+        double sum = 0.0;
+        for (size_t h = 0; h < n; h++) {
+            sum += (double) scores[h * T + t];
+        }
+        for (size_t h = 0; h < n; h++) {
+            scores[h * T + t] = (float) (sum / (double) n);
+        }
+    }
 }
 
 }  // namespace kvedge

@@ -16,4 +16,10 @@ void fill_up(std::vector<double> & shares, double total, double most, double lea
 // lower index on ties).
 std::vector<int64_t> round_shares(std::vector<double> shares, int64_t total, int64_t most, int64_t least = 0);
 
+// [n_heads] how many of the `left` largest scores [n_heads][n] each head has; ties go to the lower head, then token.
+std::vector<int32_t> count_winners(const float * scores, size_t n_heads, size_t n, size_t left);
+
+// scores [Hkv][T]: every head gets the mean over the heads, for methods whose layers choose for all heads alike.
+void share_among_heads(float * scores, int32_t n_heads_kv, int32_t n_tokens);
+
 }  // namespace kvedge

@@ -89,4 +89,13 @@ bool Sequence::open_stream(int32_t n_sinks) {
     return true;
 }
 
+bool make_room(Sequence & seq, const Observation & wanted, int32_t n) {
+    const int32_t next = seq.rows.n_tokens(), n_rows = seq.rows.pending_length() + n;
+    bool          fits = true;
+    for (size_t l = 0; l < seq.rows.shapes().size() && fits; l++) {
+        fits = seq.observed.make_room(wanted, l, next, n_rows);
+    }
+    return fits && (!wanted.queries || seq.observed.make_query_room(next, n));
+}
+
 }  // namespace kvedge

@@ -44,4 +44,7 @@ struct Sequence {
     uint64_t score_bytes() const { return rows.score_bytes() + observed.bytes(); }
 };
 
+// Room for what is wanted of all that is pending and of the next n tokens. False: no memory.
+bool make_room(Sequence & seq, const Observation & wanted, int32_t n);
+
 }  // namespace kvedge

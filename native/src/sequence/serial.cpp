@@ -244,9 +244,8 @@ void write_sequence(const Sequence & seq, Sink & out) {
     out.value<uint32_t>((uint32_t) n);
     out.value<uint32_t>((uint32_t) done);
     out.value<int32_t>(std::clamp(seq.observed.window_from(), 0, pending));
-    const Missing & missing = seq.observed.missing();
-    for (int32_t n_missing : { missing.sums, missing.squares, missing.entropies, missing.queries }) {
-        out.value<int32_t>(std::clamp(n_missing, 0, pending));
+    for (size_t i = quantity::sums; i <= quantity::window; i++) {
+        out.value<int32_t>(std::clamp(seq.observed.missing().of[i], 0, pending));
     }
     out.value<uint8_t>(seq.rows.evicting());
     out.value<uint8_t>(seq.rows.scored());
@@ -263,8 +262,8 @@ std::unique_ptr<Sequence> read_sequence(Reader & in, const std::vector<LayerShap
     int32_t       window_from;
     uint8_t       evicting, scored;
     if (!in.value(n_tokens) || n_tokens > INT32_MAX || !in.values(all.pos, n_tokens) || !in.values(all.image, n_tokens) ||
-        !in.value(n_blocks) || !in.value(done) || !in.value(window_from) || !in.value(missing.sums) ||
-        !in.value(missing.squares) || !in.value(missing.entropies) || !in.value(missing.queries) || !in.value(evicting) || !in.value(scored)) {
+        !in.value(n_blocks) || !in.value(done) || !in.value(window_from) || !in.value(missing.of[quantity::sums]) ||
+        !in.value(missing.of[quantity::squares]) || !in.value(missing.of[quantity::entropy]) || !in.value(missing.of[quantity::window]) || !in.value(evicting) || !in.value(scored)) {
         return nullptr;
     }
     const bool known = std::all_of(all.image.begin(), all.image.end(), [](uint8_t i) { return i <= 1; }) &&
@@ -286,15 +285,12 @@ std::unique_ptr<Sequence> read_sequence(Reader & in, const std::vector<LayerShap
     all.eviction     = scored ? Eviction::by_score : evicting ? Eviction::by_place : Eviction::none;
     auto seq         = std::make_unique<Sequence>(Store(shapes, storage, std::move(all)));
     seq->observed.skip_windows(window_from);
-    missing.moments = missing.peaks = missing.sums;  // nothing was gathered of a prompt that can be written
+    missing.of[quantity::moments] = missing.of[quantity::peaks] = missing.of[quantity::sums];  // nothing was gathered of a prompt that can be written
     seq->observed.missing() = missing;
     const int32_t pending   = seq->rows.pending_length();
-    for (int32_t count : { window_from, missing.sums, missing.squares, missing.entropies, missing.queries }) {
-        if (count < 0 || count > pending) {
-            return nullptr;
-        }
-    }
-    return seq;
+    const bool    counted   = window_from >= 0 && window_from <= pending &&
+                              std::all_of(missing.of.begin(), missing.of.end(), [&](int32_t n) { return n >= 0 && n <= pending; });
+    return counted ? std::move(seq) : nullptr;
 }
 
 }  // namespace kvedge

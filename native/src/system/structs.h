@@ -19,6 +19,7 @@ template <> struct FirstSize<kvedge_saved> { static constexpr size_t value = off
 template <> struct FirstSize<kvedge_custom_scorer> { static constexpr size_t value = offsetof(kvedge_custom_scorer, user_data) + sizeof(void *); };
 template <> struct FirstSize<kvedge_custom_allocator> { static constexpr size_t value = offsetof(kvedge_custom_allocator, user_data) + sizeof(void *); };
 template <> struct FirstSize<kvedge_custom_reducer> { static constexpr size_t value = offsetof(kvedge_custom_reducer, user_data) + sizeof(void *); };
+template <> struct FirstSize<kvedge_stage_facts> { static constexpr size_t value = sizeof(kvedge_stage_facts); };
 template <> struct FirstSize<kvedge_image> { static constexpr size_t value = sizeof(kvedge_image); };
 
 // A struct that a program filled: `own` holds the defaults, and gets what the program knows. False: the size is none, or the

@@ -181,16 +181,6 @@ class DecodeState:
     scores: np.ndarray | None = None  # [length] attention that each row received so far; None unless asked for
 
 
-def window_recent(window: int, kept: int, even: int, parts: int = 2) -> int:
-    """Counts the last tokens that "recent = auto" protects for a window of that many, when a head keeps `kept`.
-
-    The window gives way where it would leave next to nothing to choose: it takes at most one in `parts` of an even
-    share of the budget, `even`, and of a head that gets less than that one in `parts` of what it gets.
-    """
-    window = min(window, even // parts)
-    return window if kept >= window else kept // parts
-
-
 @dataclass(frozen=True)
 class Scorer:
     """How much does a KV pair matter? `score(layer, settings)` -> [Hkv, T] float64, higher is kept first.

@@ -1,6 +1,7 @@
 """Finds the members of every stage: each module in stages/<stage>/ is one, so a new member is one new file.
 
-What settings a member has is the library's to say (kvedge_stage_setting); the module has the formula.
+The library says which settings a member has (kvedge_stage_setting) and what follows from them (kvedge_stage_get_facts);
+the module has the formula.
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ from dataclasses import replace
 
 from pykvedge.errors import UsageError, unknown
 from pykvedge.native import calls
-from pykvedge.reference.stages.base import Member, Param
+from pykvedge.native.abi import Facts
+from pykvedge.reference.stages.base import Allocator, Member, Param, Reducer, Scorer, Settings
 
 STAGES = ("scorer", "allocator", "reducer", "decode", "pruner")
 
@@ -39,7 +41,40 @@ def formulas(stage: str) -> dict[str, Member]:
 @functools.cache
 def members(stage: str) -> dict[str, Member]:
     """Name -> member of one stage, in alphabetical order. Raises UnknownNameError, LibraryError."""
-    return {
-        name: replace(found, params=tuple(Param.declared(s) for s in calls.stage_settings(stage, name)))
-        for name, found in formulas(stage).items()
-    }
+    return {name: _known(found) for name, found in formulas(stage).items()}
+
+
+def _known(member: Member) -> Member:
+    """Adds what the library knows of a member: its settings, and what follows from them."""
+    params = tuple(Param.declared(s) for s in calls.stage_settings(member.stage, member.name))
+
+    def facts(settings: Settings, kept: int = 0, even: int = 0) -> Facts:
+        numbers = [p.number(settings.get(p.name, p.default)) for p in params]
+        return calls.stage_facts(member.stage, member.name, numbers, kept, even)
+
+    if isinstance(member, Scorer):
+        return replace(
+            member,
+            params=params,
+            auto_recent=lambda kept, even, settings: facts(settings, kept, even).recent,
+            whole_up_to=lambda settings: facts(settings).whole_up_to,
+            sinks_first=facts({}).sinks_first,
+            reserved=lambda kept, settings: facts(settings, kept).reserved,
+            profile=lambda settings: _text(facts(settings).profile),
+            attends=lambda settings: facts(settings).attends,
+            projects=lambda settings: facts(settings).projects,
+        )
+    if isinstance(member, Allocator):
+        return replace(
+            member,
+            params=params,
+            profile=lambda settings: _text(facts(settings).profile),
+            does_without=lambda settings: facts(settings).does_without,
+        )
+    if isinstance(member, Reducer):
+        return replace(member, params=params, queries=facts({}).queries)
+    return replace(member, params=params)
+
+
+def _text(name: bytes | None) -> str | None:
+    return name.decode() if name else None

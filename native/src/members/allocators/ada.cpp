@@ -24,30 +24,6 @@ const Param PARAMS[] = {
     {},
 };
 
-// Per head, how many of the layer's n_heads * base largest scores it has; ties go to the lower head, then token.
-std::vector<int32_t> count_winners(const std::vector<float> & scores, int32_t n_heads, int32_t n, int32_t base) {
-    std::vector<int32_t> winners((size_t) n_heads, 0);
-    size_t               left = (size_t) n_heads * (size_t) base;
-    if (left == 0) {
-        return winners;
-    }
-    std::vector<float> sorted = scores;
-    std::nth_element(sorted.begin(), sorted.begin() + (std::ptrdiff_t) (left - 1), sorted.end(), std::greater<float>());
-    const float worst = sorted[left - 1];  // of the winners
-    for (int32_t h = 0; h < n_heads; h++) {
-        const auto head    = scores.begin() + (std::ptrdiff_t) h * n;
-        winners[(size_t) h] = (int32_t) std::count_if(head, head + n, [&](float s) { return s > worst; });
-        left -= (size_t) winners[(size_t) h];
-    }
-    for (int32_t h = 0; h < n_heads; h++) {
-        const auto head  = scores.begin() + (std::ptrdiff_t) h * n;
-        const auto equal = std::min(left, (size_t) std::count(head, head + n, worst));
-        winners[(size_t) h] += (int32_t) equal;
-        left -= equal;
-    }
-    return winners;
-}
-
 void normalize(float * scores, int32_t n, int32_t base) {
     std::vector<float> sorted(scores, scores + n);
     std::nth_element(sorted.begin(), sorted.begin() + base, sorted.end(), std::greater<float>());
@@ -59,7 +35,7 @@ void normalize(float * scores, int32_t n, int32_t base) {
     }
 }
 
-uint32_t wants(const double * params) { return params[BUDGET_SCORE] == 0 ? (uint32_t) WANTS_ATTENTION : 0u; }
+bool by_attention(const double * params) { return params[BUDGET_SCORE] == 0; }
 
 // Pairs of each head beyond those it holds anyway, at most `most`.
 std::vector<int64_t> round_counts(const AllocateInput & in, const std::vector<int32_t> & winners, int32_t base, int32_t most) {
@@ -94,7 +70,7 @@ void allocate_layer(const AllocateInput & in, size_t l, std::vector<int32_t> & o
             normalize(scores.data() + (size_t) h * (size_t) n, n, base);
         }
     }
-    const auto counts = round_counts(in, count_winners(scores, n_heads, n, base), base, in.n_tokens - held);
+    const auto counts = round_counts(in, count_winners(scores.data(), (size_t) n_heads, (size_t) n, (size_t) n_heads * (size_t) base), base, in.n_tokens - held);
     for (int32_t h = 0; h < n_heads; h++) {
         out[(size_t) h] = (int32_t) counts[(size_t) h] + held;
     }
@@ -110,6 +86,6 @@ void allocate(const AllocateInput & in, std::vector<std::vector<int32_t>> & out)
 
 }  // namespace
 
-extern const Allocator allocator_ada = { { "ada", PARAMS }, allocate, wants, [](const kvedge_plan &) { return Reach::layer; } };
+extern const Allocator allocator_ada = { { "ada", PARAMS }, allocate, [](const kvedge_plan &) { return Reach::layer; }, by_attention };
 
 }  // namespace kvedge

@@ -25,8 +25,6 @@ const Param PARAMS[] = {
 
 bool by_prompt(const double * params) { return params[UNMEASURED] != 0; }
 
-uint32_t wants(const double * params) { return by_prompt(params) ? (uint32_t) WANTS_ATTENTION : 0u; }
-
 // What an even budget has beyond the mean of what is granted raises the heads below a level: the lowest that any number of
 // the poorest would have together.
 void raise_poorest(std::vector<double> & granted, int32_t budget) {
@@ -89,10 +87,10 @@ void allocate(const AllocateInput & in, std::vector<std::vector<int32_t>> & out)
 }  // namespace
 
 extern const Allocator allocator_calibrated = {
-    { "calibrated", PARAMS, [](const double *) { return ProfileKind::head_shares; }, by_prompt },
+    { "calibrated", PARAMS, nullptr, [](const double *) { return ProfileKind::head_budgets; }, by_prompt },
     allocate,
-    wants,
     [](const kvedge_plan &) { return Reach::layer; },
+    by_prompt,
 };
 
 }  // namespace kvedge

@@ -20,8 +20,9 @@ const Param PARAMS[] = {
 
 constexpr double LEAST = 0.01;  // share of a layer
 
-uint32_t wants(const double * params) {
-    return params[ATTENTION] == 0 ? WANTS_ENTROPY | WANTS_QUERIES : WANTS_ENTROPY;
+void observes(const double * params, Observation & to) {
+    to.entropy = true;
+    to.queries = to.queries || params[ATTENTION] == 0;
 }
 
 // Text's queries on visual keys, or the other way round.
@@ -76,9 +77,10 @@ std::vector<double> cross_entropies(const AllocateInput & in, const CrossAttenti
 
 std::vector<double> full_entropies(const AllocateInput & in) {
     std::vector<double> out(in.shapes->size(), 0.0);
-    for (size_t l = 0; l < in.entropies->size() && in.n_entropies > 0; l++) {
-        for (double sum : (*in.entropies)[l]) {
-            out[l] += sum / ((double) (*in.shapes)[l].n_heads * in.n_entropies);
+    const int32_t n = in.observed->n_entropies();
+    for (size_t l = 0; l < in.shapes->size() && n > 0; l++) {
+        for (double sum : in.observed->entropies(l)) {
+            out[l] += sum / ((double) (*in.shapes)[l].n_heads * n);
         }
     }
     return out;
@@ -110,6 +112,6 @@ void allocate(const AllocateInput & in, std::vector<std::vector<int32_t>> & out)
 
 }  // namespace
 
-extern const Allocator allocator_entropy = { { "entropy", PARAMS }, allocate, wants };
+extern const Allocator allocator_entropy = { { "entropy", PARAMS, observes }, allocate };
 
 }  // namespace kvedge

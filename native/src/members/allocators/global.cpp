@@ -1,7 +1,7 @@
 // Global rank: one ranking of all scores of all layers and heads says how many tokens each head keeps (KVzip, Kim et al.
 // 2025, arXiv:2505.23416), with a floor for each.
 
-#include "plan/stages.h"
+#include "primitives/share.h"
 #include "system/threads.h"
 
 #include <algorithm>
@@ -19,30 +19,22 @@ const Param PARAMS[] = {
     {},
 };
 
-uint32_t wants(const double *) { return (uint32_t) WANTS_ATTENTION; }
-
-// One head's scores that take part in the ranking, a part of all.
 struct Head {
-    size_t    layer;
-    int32_t   head;
-    float *   scores;  // [n]
-    ptrdiff_t n;
+    size_t  layer;
+    int32_t head;
 };
 
-// The scores of every head without its `own` best and without those beyond n, one after the other in `all`.
+// The scores of every head without its `own` best and without those beyond n, one after the other in `all` [head][n].
 std::vector<Head> gather(const AllocateInput & in, int32_t own, int32_t n, Bulk<float> & all) {
     const Scores &    scores = in.attention ? *in.attention : *in.scores;
     const int32_t     taken  = in.n_tokens - in.recent;
     std::vector<Head> heads;
     for (size_t l = 0; l < in.shapes->size(); l++) {
         for (int32_t h = 0; h < (*in.shapes)[l].n_heads_kv; h++) {
-            heads.push_back({ l, h, nullptr, n });
+            heads.push_back({ l, h });
         }
     }
     all.resize(heads.size() * (size_t) n);
-    for (size_t i = 0; i < heads.size(); i++) {
-        heads[i].scores = all.data() + i * (size_t) n;
-    }
     parallel_for(in.n_threads, (int32_t) heads.size(), [&](int32_t i, int32_t) {
         const Head &       to  = heads[(size_t) i];
         const float *      row = scores[to.layer].data() + (size_t) to.head * (size_t) in.n_tokens;
@@ -50,7 +42,7 @@ std::vector<Head> gather(const AllocateInput & in, int32_t own, int32_t n, Bulk<
         const auto         greater = std::greater<float>();
         std::nth_element(sorted.begin(), sorted.begin() + own, sorted.end(), greater);
         std::nth_element(sorted.begin() + own, sorted.begin() + own + n - 1, sorted.end(), greater);
-        std::copy_n(sorted.begin() + own, n, to.scores);
+        std::copy_n(sorted.begin() + own, n, all.begin() + (std::ptrdiff_t) i * n);
     });
     return heads;
 }
@@ -80,29 +72,17 @@ void allocate(const AllocateInput & in, std::vector<std::vector<int32_t>> & out)
         }
         return;
     }
-    Bulk<float>             all;
-    const std::vector<Head> heads  = gather(in, own, in.n_tokens - held - own, all);
-    Bulk<float>             ranked = all;
-    size_t                  left   = heads.size() * (size_t) (base - own);
-    for (auto & layer : out) {
-        std::fill(layer.begin(), layer.end(), own + held);
-    }
-    std::nth_element(ranked.begin(), ranked.begin() + (ptrdiff_t) (left - 1), ranked.end(), std::greater<float>());
-    const float worst = ranked[left - 1];  // of the winners
-    for (const Head & of : heads) {
-        const auto won = std::count_if(of.scores, of.scores + of.n, [&](float s) { return s > worst; });
-        out[of.layer][(size_t) of.head] += (int32_t) won;
-        left -= (size_t) won;
-    }
-    for (const Head & of : heads) {
-        const auto equal = std::min(left, (size_t) std::count(of.scores, of.scores + of.n, worst));
-        out[of.layer][(size_t) of.head] += (int32_t) equal;
-        left -= equal;
+    const int32_t n = in.n_tokens - held - own;
+    Bulk<float>   all;
+    const auto    heads   = gather(in, own, n, all);
+    const auto    winners = count_winners(all.data(), heads.size(), (size_t) n, heads.size() * (size_t) (base - own));
+    for (size_t i = 0; i < heads.size(); i++) {
+        out[heads[i].layer][(size_t) heads[i].head] = own + held + winners[i];
     }
 }
 
 }  // namespace
 
-extern const Allocator allocator_global = { { "global", PARAMS }, allocate, wants, [](const kvedge_plan &) { return Reach::scores; } };
+extern const Allocator allocator_global = { { "global", PARAMS }, allocate, [](const kvedge_plan &) { return Reach::scores; }, [](const double *) { return true; } };
 
 }  // namespace kvedge

@@ -22,6 +22,8 @@ const Param PARAMS[] = {
     {},
 };
 
+ProfileKind profile_kind(const double * params) { return params[RULE] == 0 ? ProfileKind::visual_heads : ProfileKind::retrieval_heads; }
+
 // One weight a KV head, layer after layer, of 1 in all: the sum over its query heads. All equal where every score is 0.
 std::vector<double> weights(const AllocateInput & in) {
     std::vector<double> out;
@@ -74,6 +76,8 @@ void allocate(const AllocateInput & in, std::vector<std::vector<int32_t>> & out)
 
 }  // namespace
 
-extern const Allocator allocator_heads = { { "heads", PARAMS, [](const double *) { return ProfileKind::heads; } }, allocate, nullptr, [](const kvedge_plan &) { return Reach::layer; } };
+extern const Allocator allocator_heads = {
+    { "heads", PARAMS, nullptr, profile_kind }, allocate, [](const kvedge_plan &) { return Reach::layer; }
+};
 
 }  // namespace kvedge

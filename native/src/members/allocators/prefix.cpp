@@ -100,9 +100,8 @@ void allocate(const AllocateInput & in, std::vector<std::vector<int32_t>> & out)
 }  // namespace
 
 extern const Allocator allocator_prefix = {
-    { "prefix", PARAMS, [](const double * params) { return from_profile(params) ? ProfileKind::shares : ProfileKind::none; } },
+    { "prefix", PARAMS, nullptr, [](const double * params) { return from_profile(params) ? ProfileKind::prefix : ProfileKind::none; } },
     allocate,
-    nullptr,
     [](const kvedge_plan & plan) { return from_profile(plan.params[KVEDGE_STAGE_ALLOCATOR]) ? Reach::layer : Reach::scores; }
 };
 

@@ -42,6 +42,6 @@ void allocate(const AllocateInput & in, std::vector<std::vector<int32_t>> & out)
 
 }  // namespace
 
-extern const Allocator allocator_pyramid = { { "pyramid", PARAMS }, allocate, nullptr, [](const kvedge_plan &) { return Reach::layer; } };
+extern const Allocator allocator_pyramid = { { "pyramid", PARAMS }, allocate, [](const kvedge_plan &) { return Reach::layer; } };
 
 }  // namespace kvedge

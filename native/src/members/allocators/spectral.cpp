@@ -39,6 +39,6 @@ Reach reach(const kvedge_plan & plan) {
 
 }  // namespace
 
-extern const Allocator allocator_spectral = { { "spectral", PARAMS }, allocate, nullptr, reach };
+extern const Allocator allocator_spectral = { { "spectral", PARAMS }, allocate, reach };
 
 }  // namespace kvedge

@@ -10,6 +10,6 @@ static void allocate(const AllocateInput & in, std::vector<std::vector<int32_t>>
     }
 }
 
-extern const Allocator allocator_uniform = { { "uniform", nullptr }, allocate, nullptr, [](const kvedge_plan &) { return Reach::layer; } };
+extern const Allocator allocator_uniform = { { "uniform", nullptr }, allocate, [](const kvedge_plan &) { return Reach::layer; } };
 
 }  // namespace kvedge

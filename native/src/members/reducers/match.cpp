@@ -86,6 +86,6 @@ size_t scratch(const ReduceSize & size) { return Fit::floats(size); }
 
 }  // namespace
 
-extern const Reducer reducer_match = { { "match", PARAMS }, reduce, scratch, nullptr, biases, queries };
+extern const Reducer reducer_match = { { "match", PARAMS, [](const double *, Observation & to) { to.queries = true; } }, reduce, scratch, nullptr, biases, queries };
 
 }  // namespace kvedge

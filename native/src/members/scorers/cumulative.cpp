@@ -1,7 +1,7 @@
 // Cumulative attention: what every query of the prompt paid to a token (H2O; LOOK-M eq. 4).
 
 #include "plan/stages.h"
-#include "primitives/shared.h"
+#include "primitives/share.h"
 
 namespace kvedge {
 
@@ -21,9 +21,10 @@ static int32_t auto_recent(int32_t kept, int32_t even, const double * params) {
 static bool joins_heads(const double * params) { return params[SHARE] == 1; }
 
 static void score(const ScoreInput & in, float * out) {
-    const int32_t n_heads_kv = in.shape.n_heads_kv;
+    const int32_t      n_heads_kv = in.shape.n_heads_kv;
+    const ColumnSums & seen       = in.observed->sums((size_t) in.layer);
     for (int32_t h = 0; h < n_heads_kv; h++) {
-        const double * sums = in.column_sums + (size_t) h * (size_t) in.sums_capacity;
+        const double * sums = seen.sums.data() + (size_t) h * (size_t) seen.capacity;
         for (int32_t t = 0; t < in.n_tokens; t++) {
             out[(size_t) h * (size_t) in.n_tokens + (size_t) t] = (float) sums[t];
         }
@@ -34,7 +35,7 @@ static void score(const ScoreInput & in, float * out) {
 }
 
 extern const Scorer scorer_cumulative = {
-    { "cumulative", PARAMS }, true, auto_recent, false, nullptr, score, nullptr, joins_heads, nullptr, false, nullptr, nullptr, nullptr, nullptr, nullptr, always_attends
+    { "cumulative", PARAMS, [](const double *, Observation & to) { to.sums = true; } }, score, auto_recent, nullptr, joins_heads, always_attends
 };
 
 }  // namespace kvedge

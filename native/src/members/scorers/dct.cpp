@@ -2,7 +2,7 @@
 // (FlashCache eq. 10).
 
 #include "plan/stages.h"
-#include "primitives/shared.h"
+#include "primitives/share.h"
 
 #include <algorithm>
 
@@ -41,6 +41,6 @@ void score(const ScoreInput & in, float * out) {
 
 }  // namespace
 
-extern const Scorer scorer_dct = { { "dct", PARAMS }, false, nullptr, false, nullptr, score, looks, joins_heads, low_share };
+extern const Scorer scorer_dct = { { "dct", PARAMS }, score, nullptr, looks, joins_heads, nullptr, nullptr, low_share };
 
 }  // namespace kvedge

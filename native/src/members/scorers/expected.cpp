@@ -31,6 +31,8 @@ bool attends(const double * params) { return params[VNORM] != 0.0; }
 
 int32_t first_counted(const double * params) { return (int32_t) params[N_SINK]; }
 
+void observes(const double * params, Observation & to) { to.moments = first_counted(params); }
+
 // The queries of one head that are yet to come: a key's logit is its product with mean + spread * key.
 struct Future {
     std::vector<float> mean, spread;  // [ld], [d][ld]
@@ -39,14 +41,16 @@ struct Future {
 Future future_of(const ScoreInput & in, const Turn & by, int32_t query_head, size_t ld) {
     const auto          d = (size_t) in.shape.d_k;
     std::vector<double> mean(d, 0.0), covariance(d * d, 0.0);
-    if (in.moments && in.moments->count(query_head) > 0) {  // else every key is as likely
-        in.moments->read(query_head, mean, covariance);
-        turn(*in.rotation, by, mean.data(), 1);
+    const auto layer = (size_t) in.layer;
+    if (in.observed->has_moments() && in.observed->moments(layer).count(query_head) > 0) {  // else every key is as likely
+        const Rotation & rotation = in.observed->rotation(layer);
+        in.observed->moments(layer).read(query_head, mean, covariance);
+        turn(rotation, by, mean.data(), 1);
         for (size_t i = 0; i < d; i++) {
-            turn(*in.rotation, by, covariance.data() + i, d);
+            turn(rotation, by, covariance.data() + i, d);
         }
         for (size_t i = 0; i < d; i++) {
-            turn(*in.rotation, by, covariance.data() + i * d, 1);
+            turn(rotation, by, covariance.data() + i * d, 1);
         }
     }
     Future out{ std::vector<float>(ld, 0.0f), std::vector<float>(d * ld, 0.0f) };
@@ -112,7 +116,7 @@ void score(const ScoreInput & in, float * out) {
     const auto         T     = (size_t) in.n_tokens;
     const size_t       ld    = (size_t) pad16(in.shape.d_k), all = T * (size_t) in.shape.n_heads_kv;
     const int32_t      group = in.shape.n_heads / in.shape.n_heads_kv, n_sink = first_counted(in.params);
-    const Turn         by    = in.rotation ? mean_turn(*in.rotation, in.next_position, (int32_t) in.params[N_FUTURE]) : Turn();
+    const Turn         by    = mean_turn(in.observed->rotation((size_t) in.layer), in.next_position, (int32_t) in.params[N_FUTURE]);
     std::vector<float> keys((size_t) BLOCK * ld), seen((size_t) BLOCK * ld), shares(T);
     const auto         token_of = [&](size_t i) { return in.tokens[in.heads ? i : i % T]; };
     std::fill(out, out + all, 0.0f);
@@ -142,7 +146,7 @@ void score(const ScoreInput & in, float * out) {
 }  // namespace
 
 extern const Scorer scorer_expected = {
-    { "expected", PARAMS }, false, auto_recent, false, nullptr, score, nullptr, nullptr, nullptr, false, nullptr, nullptr, nullptr, nullptr, first_counted, attends
+    { "expected", PARAMS, observes }, score, auto_recent, nullptr, nullptr, attends
 };
 
 }  // namespace kvedge

@@ -35,6 +35,6 @@ void score(const ScoreInput & in, float * out) {
 
 }  // namespace
 
-extern const Scorer scorer_keydiff = { { "keydiff", PARAMS }, false, auto_recent, false, nullptr, score, looks };
+extern const Scorer scorer_keydiff = { { "keydiff", PARAMS }, score, auto_recent, looks };
 
 }  // namespace kvedge

@@ -31,11 +31,13 @@ const Param PARAMS[] = {
 
 int32_t window(const double * params) { return (int32_t) params[WINDOW]; }
 
+void observes(const double * params, Observation & to) { to.window = window(params); }
+
 int32_t auto_recent(int32_t kept, int32_t even, const double * params) { return window_recent(window(params), kept, even, (int32_t) params[PARTS]); }
 
 bool from_profile(const double * params) { return params[SOURCE] == 1 && params[MODE] == HEADWISE; }
 
-ProfileKind profile_kind(const double * params) { return from_profile(params) ? ProfileKind::kv_heads : ProfileKind::none; }
+ProfileKind profile_kind(const double * params) { return from_profile(params) ? ProfileKind::redundancy : ProfileKind::none; }
 
 double redundancy_by_profile(const ScoreInput & in, int32_t head) {
     return (double) in.profile->layer(in.shape.il)[head];
@@ -102,7 +104,7 @@ void score(const ScoreInput & in, float * out) {
 }  // namespace
 
 extern const Scorer scorer_mixkv = {
-    { "mixkv", PARAMS, profile_kind }, false, auto_recent, false, window, score, looks, nullptr, nullptr, false, nullptr, nullptr, attention
+    { "mixkv", PARAMS, observes, profile_kind }, score, auto_recent, looks, nullptr, nullptr, attention
 };
 
 }  // namespace kvedge

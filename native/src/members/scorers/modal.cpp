@@ -30,6 +30,8 @@ const Param PARAMS[] = {
 
 int32_t window(const double * params) { return (int32_t) params[WINDOW]; }
 
+void observes(const double * params, Observation & to) { to.window = window(params); }
+
 int32_t last_one(int32_t kept, int32_t, const double *) { return std::min(kept, 1); }
 
 Looks looks(const double * params, bool images) {
@@ -164,7 +166,7 @@ void score(const ScoreInput & in, float * out) {
 }  // namespace
 
 extern const Scorer scorer_modal = {
-    { "modal", PARAMS }, false, last_one, false, window, score, looks, nullptr, nullptr, false, nullptr, nullptr, votes
+    { "modal", PARAMS, observes }, score, last_one, looks, nullptr, nullptr, votes
 };
 
 }  // namespace kvedge

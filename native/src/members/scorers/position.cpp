@@ -13,6 +13,10 @@ static void score(const ScoreInput & in, float * out) {
     }
 }
 
-extern const Scorer scorer_position = { { "position", nullptr }, false, nullptr, true, nullptr, score };
+extern const Scorer scorer_position = [] {
+    Scorer out{ { "position", nullptr }, score };
+    out.sinks_first = true;
+    return out;
+}();
 
 }  // namespace kvedge

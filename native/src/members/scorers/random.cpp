@@ -20,6 +20,6 @@ static void score(const ScoreInput & in, float * out) {
 
 static const Param PARAMS[] = { setting::whole("seed", 0, 0, INT32_MAX, "another seed, other tokens"), {} };
 
-extern const Scorer scorer_random = { { "random", PARAMS }, false, nullptr, false, nullptr, score };
+extern const Scorer scorer_random = { { "random", PARAMS }, score };
 
 }  // namespace kvedge

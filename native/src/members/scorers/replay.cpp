@@ -2,7 +2,6 @@
 // `projected` each query head's times the length of the value that its output projection adds (KVzip+).
 
 #include "plan/stages.h"
-#include "observe/observed.h"
 
 #include <algorithm>
 
@@ -24,20 +23,20 @@ const Param PARAMS[] = {
     {},
 };
 
-uint32_t peaks(const double * params) {
-    const uint32_t wants = params[PROJECTED] == 0.0 ? WANTS_PEAKS | WANTS_LENGTHS : WANTS_PEAKS;
-    if (params[SOURCE] == 0.0) {
-        return wants;
-    }
-    return params[SCOPE] == 0.0 ? wants | WANTS_REPLAY | WITHIN_CHUNK : wants | WANTS_REPLAY;
+void observes(const double * params, Observation & to) {
+    to.peaks  = params[SOURCE] == 0.0;
+    to.again  = !to.peaks;
+    to.within = to.again && params[SCOPE] == 0.0;
+    to.apart  = params[PROJECTED] == 0.0;
 }
 
 // A KV head's scores [T], by what each of its query heads pays, times the lengths [T] of what values add there.
 void score_projected(const ScoreInput & in, int32_t head, float * out) {
-    const int32_t n = std::min(in.n_tokens, in.peaks_capacity), group = in.shape.n_heads / in.shape.n_heads_kv;
+    const Peaks & peaks = in.observed->peaks((size_t) in.layer);
+    const int32_t n = std::min(in.n_tokens, peaks.capacity), group = in.shape.n_heads / in.shape.n_heads_kv;
     std::fill_n(out, in.n_tokens, 0.0f);
     for (int32_t h = head * group; h < (head + 1) * group; h++) {
-        const float * paid = in.peaks + (size_t) h * (size_t) in.peaks_capacity, * length = in.lengths + (size_t) h * (size_t) in.n_tokens;
+        const float * paid = peaks.highest.data() + (size_t) h * (size_t) peaks.capacity, * length = in.lengths + (size_t) h * (size_t) in.n_tokens;
         for (int32_t t = 0; t < n; t++) {
             out[t] = std::max(out[t], paid[t] >= KEPT_FIRST ? FIRST : paid[t] * length[t]);
         }
@@ -51,18 +50,17 @@ void score(const ScoreInput & in, float * out) {
         }
         return;
     }
+    const Peaks & peaks = in.observed->peaks((size_t) in.layer);
     for (int32_t h = 0; h < in.shape.n_heads_kv; h++) {
-        const float * of_head = in.peaks + (size_t) h * (size_t) in.peaks_capacity;
+        const float * of_head = peaks.highest.data() + (size_t) h * (size_t) peaks.capacity;
         for (int32_t t = 0; t < in.n_tokens; t++) {
-            *out++ = t < in.peaks_capacity ? of_head[t] : 0.0f;  // nothing was seen of tokens that followed
+            *out++ = t < peaks.capacity ? of_head[t] : 0.0f;  // nothing was seen of tokens that followed
         }
     }
 }
 
 }  // namespace
 
-extern const Scorer scorer_replay = {
-    { "replay", PARAMS }, false, nullptr, false, nullptr, score, nullptr, nullptr, nullptr, false, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, peaks
-};
+extern const Scorer scorer_replay = { { "replay", PARAMS, observes }, score };
 
 }  // namespace kvedge

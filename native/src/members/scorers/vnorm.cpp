@@ -18,6 +18,6 @@ static void score(const ScoreInput & in, float * out) {
     std::transform(squares.begin(), squares.end(), out, [](float square) { return std::sqrt(square); });
 }
 
-extern const Scorer scorer_vnorm = { { "vnorm", nullptr }, false, nullptr, false, nullptr, score, looks };
+extern const Scorer scorer_vnorm = { { "vnorm", nullptr }, score, nullptr, looks };
 
 }  // namespace kvedge

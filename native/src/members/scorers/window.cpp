@@ -20,6 +20,8 @@ const Param PARAMS[] = {
 
 int32_t window(const double * params) { return (int32_t) params[WINDOW]; }
 
+void observes(const double * params, Observation & to) { to.window = window(params); }
+
 int32_t auto_recent(int32_t kept, int32_t even, const double * params) { return window_recent(window(params), kept, even); }
 
 Looks looks(const double * params, bool) {
@@ -41,7 +43,7 @@ void score(const ScoreInput & in, float * out) {
 }  // namespace
 
 extern const Scorer scorer_window = {
-    { "window", PARAMS }, false, auto_recent, false, window, score, looks, nullptr, nullptr, false, nullptr, nullptr, nullptr, nullptr, nullptr, always_attends
+    { "window", PARAMS, observes }, score, auto_recent, looks, nullptr, always_attends
 };
 
 }  // namespace kvedge

@@ -25,7 +25,6 @@ from pykvedge.reference.stages.allocator import ada
 from pykvedge.reference.stages.base import Allocator, Prompt, Settings
 from pykvedge.reference.stages.shares import fill_up, round_shares
 
-KIND = "head-budgets"
 USUAL = {"floor": 0.2, "normalize": True, "budget_score": "attention", "rounding": "exact"}  # of allocator ada
 
 
@@ -67,7 +66,5 @@ MEMBER = Allocator(
     summary="to every head the share of all pairs that costs the answers least, by a calibration",
     source="Fast KV Compaction via Attention Matching, released code",
     allocate=allocate,
-    profile=lambda settings: KIND,
-    does_without=lambda settings: settings["unmeasured"] != "refuse",
     by_place=True,  # a profile belongs to the heads of one model
 )

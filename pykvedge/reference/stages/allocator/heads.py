@@ -17,8 +17,6 @@ from pykvedge.errors import ProfileError
 from pykvedge.reference.stages.base import Allocator, Prompt, Settings
 from pykvedge.reference.stages.shares import round_shares
 
-KIND = {"sparsemm": "visual-heads", "headkv": "retrieval-heads"}
-
 
 def weights(scores: np.ndarray, n_heads_kv: int, power: float) -> np.ndarray:
     """[L, Hkv] of sum 1: each KV head's part of all scores. scores [L, H]; if all are 0 they count as equal."""
@@ -57,6 +55,5 @@ MEMBER = Allocator(
     summary="more for the heads that a calibration found to look at what answers are read from",
     source="SparseMM; HeadKV",
     allocate=allocate,
-    profile=lambda settings: KIND[settings["rule"]],
     by_place=True,  # a profile belongs to the heads of one model
 )

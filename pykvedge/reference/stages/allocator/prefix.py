@@ -75,5 +75,4 @@ MEMBER = Allocator(
     summary="every layer keeps the same share of its importance",
     source="PrefixKV, eq. 1 and 2",
     allocate=allocate,
-    profile=lambda settings: "prefix" if settings["source"] == "profile" else None,
 )

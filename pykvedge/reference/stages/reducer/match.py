@@ -120,5 +120,4 @@ MEMBER = Reducer(
     summary="fit biases and values of what is kept to what the prompt's queries got of everything",
     source="Zweiger et al. 2026, section 3",
     reduce=reduce,
-    queries=True,
 )

@@ -12,7 +12,7 @@ from __future__ import annotations
 import numpy as np
 
 from pykvedge.reference.stages.attention import grouped_attention
-from pykvedge.reference.stages.base import Layer, Scorer, Settings, window_recent
+from pykvedge.reference.stages.base import Layer, Scorer, Settings
 
 
 def score(layer: Layer, settings: Settings) -> np.ndarray:
@@ -29,8 +29,4 @@ MEMBER = Scorer(
     summary="attention that a token received, summed over all queries of the prompt",
     source="H2O, section 4; LOOK-M, eq. 4",
     score=score,
-    auto_recent=lambda kept, even, settings: (
-        window_recent(settings["window"], kept, even) if settings["window"] else kept // 2
-    ),
-    attends=lambda settings: True,
 )

@@ -16,10 +16,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from pykvedge.reference.stages.base import Layer, Scorer, Settings, window_recent
+from pykvedge.reference.stages.base import Layer, Scorer, Settings
 from pykvedge.reference.stages.rotation import Rotation
-
-RECENT = 32
 
 
 def statistics(queries: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -72,7 +70,4 @@ MEMBER = Scorer(
     summary="attention that queries yet to come are expected to pay, by the value's length",
     source="Devoto et al. 2025, section 3",
     score=score,
-    auto_recent=lambda kept, even, settings: window_recent(RECENT, kept, even),
-    whole_up_to=lambda settings: settings["n_sink"],
-    attends=lambda settings: not settings["vnorm"],
 )

@@ -10,9 +10,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from pykvedge.reference.stages.base import Layer, Scorer, Settings, window_recent
-
-RECENT = 32
+from pykvedge.reference.stages.base import Layer, Scorer, Settings
 
 
 def score(layer: Layer, settings: Settings) -> np.ndarray:
@@ -31,5 +29,4 @@ MEMBER = Scorer(
     summary="keys that point elsewhere than the others of their head",
     source="Park et al. 2025, section 3",
     score=score,
-    auto_recent=lambda kept, even, settings: window_recent(RECENT, kept, even),
 )

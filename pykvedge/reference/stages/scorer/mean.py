@@ -12,7 +12,6 @@ four tokens are the sinks that every plan has.
 
 from __future__ import annotations
 
-import math
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -58,8 +57,5 @@ MEMBER = Scorer(
     summary="attention per query that saw the token, and what varies the most",
     source="RoCo",
     score=score,
-    auto_recent=lambda kept, even, settings: max(1, math.floor(0.1 * kept + 1e-9)),
     reserve=deviation,
-    reserved=lambda kept, settings: math.floor(settings["spread"] * kept + 1e-9),
-    attends=lambda settings: True,
 )

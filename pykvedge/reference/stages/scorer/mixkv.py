@@ -16,7 +16,7 @@ from __future__ import annotations
 import numpy as np
 
 from pykvedge.errors import ProfileError
-from pykvedge.reference.stages.base import Layer, Scorer, Settings, window_recent
+from pykvedge.reference.stages.base import Layer, Scorer, Settings
 from pykvedge.reference.stages.window import pooled_attention
 
 EPS = 1e-8
@@ -46,11 +46,6 @@ def redundancy(mean: np.ndarray, n_tokens: int) -> float:
     if n_tokens == 1:
         return 0.0
     return float(np.clip((n_tokens * (mean @ mean) - 1) / (n_tokens - 1), 0, 1))
-
-
-def profile_kind(settings: Settings) -> str | None:
-    """Only the weight of mode headwise can be calibrated."""
-    return "key-redundancy" if settings["source"] == "profile" and settings["mode"] == "headwise" else None
 
 
 def mixed(
@@ -84,7 +79,7 @@ def score(layer: Layer, settings: Settings) -> np.ndarray:
     out = attention(layer, settings)
     before = max(0, layer.k.shape[1] - settings["window"])
     weights: list[float | None] = [None] * len(out)
-    if profile_kind(settings):
+    if settings["source"] == "profile" and settings["mode"] == "headwise":
         if layer.profile is None:
             raise ProfileError(
                 "scorer 'mixkv' needs a profile; make one with `kvedge calibrate heads --kind redundancy`"
@@ -101,8 +96,5 @@ MEMBER = Scorer(
     summary="window attention and value norms, mixed with how different a key is",
     source="MixKV, section 3.3",
     score=score,
-    auto_recent=lambda kept, even, settings: window_recent(settings["window"], kept, even, settings["parts"]),
-    whole_up_to=lambda settings: settings["window"],
     attention=attention,
-    profile=profile_kind,
 )

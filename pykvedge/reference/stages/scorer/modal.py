@@ -100,7 +100,5 @@ MEMBER = Scorer(
     summary="votes of the last queries; of image tokens value norms, diversity and outliers too; the text's end stays",
     source="this project, with MixKV's mixture and FlashCache's outliers",
     score=score,
-    auto_recent=lambda kept, even, settings: min(kept, 1),
-    whole_up_to=lambda settings: settings["window"],
     attention=votes,
 )

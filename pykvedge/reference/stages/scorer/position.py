@@ -23,5 +23,4 @@ MEMBER = Scorer(
     summary="the most recent tokens win",
     source="StreamingLLM, section 3.2",
     score=score,
-    sinks_first=True,
 )

@@ -77,5 +77,4 @@ MEMBER = Scorer(
     summary="the largest attention of any query, the prompt's own or of a second pass over it",
     source="KVzip (Kim et al. 2025), section 3",
     score=score,
-    projects=lambda settings: settings["projected"],
 )

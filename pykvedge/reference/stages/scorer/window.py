@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from pykvedge.reference.stages.base import Layer, Scorer, Settings, window_recent
+from pykvedge.reference.stages.base import Layer, Scorer, Settings
 from pykvedge.reference.stages.window import pooled_attention
 
 
@@ -25,7 +25,4 @@ MEMBER = Scorer(
     summary="attention from the last queries of the prompt, pooled over neighbours",
     source="SnapKV, section 4",
     score=score,
-    auto_recent=lambda kept, even, settings: window_recent(settings["window"], kept, even),
-    whole_up_to=lambda settings: settings["window"],
-    attends=lambda settings: True,
 )
