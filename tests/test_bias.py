@@ -19,7 +19,7 @@ from pykvedge.reference.checks import rules
 from pykvedge.reference.stages.base import Head
 
 MERGING = [name for name in members("reducer") if any("mass" in p.choices for p in member("reducer", name).params)]
-BY_KEY = {"averaged": "averaged", "feature": "averaged", "pivotal": "pivotal", "weighted": "weighted"}
+BY_KEY = {"averaged": "averaged", "pivotal": "pivotal", "weighted": "weighted"}
 MASS = {"reducer.bias": "mass"}
 HEADS = {"mha": (4, 4), "gqa": (4, 2), "mqa": (4, 1)}
 
@@ -32,7 +32,7 @@ def plan_of(reducer, budget=0.2, bias="mass", **settings):
 
 def test_every_reducer_that_merges_has_the_setting(native):
     assert set(members("reducer")) - set(MERGING) == {"evict", "match"}
-    assert {"averaged", "pivotal", "weighted", "bucket", "position", "feature"} <= set(MERGING)
+    assert {"averaged", "pivotal", "weighted", "bucket", "position"} <= set(MERGING)
 
 
 def test_what_it_may_be(native):

@@ -97,7 +97,7 @@ SETTINGS = {
         {"reducer": "bucket", "reducer.into_protected": True},
         {"reducer": "bucket", "reducer.into_protected": True, "scorer": "cumulative", "sinks": 2},
         {"reducer": "bucket", "reducer.into_protected": False, "scorer": "cumulative", "sinks": 2},
-        *({"reducer": name, "reducer.bias": "mass"} for name in ("averaged", "pivotal", "position", "feature")),
+        *({"reducer": name, "reducer.bias": "mass"} for name in ("averaged", "pivotal", "position")),
         {"reducer": "nearest", "reducer.reach": 0.5},
         {"reducer": "nearest", "reducer.reach": 2.0, "reducer.bias": "none"},
         {"reducer": "weighted", "reducer.bias": "mass", "reducer.clamp": True},

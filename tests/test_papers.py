@@ -328,8 +328,4 @@ def test_protected_tokens_receive_only_where_they_are_asked_to():
 
 
 def test_merging_by_feature_is_the_averaged_merge_of_lookm():
-    p = prompt(50)
-    by_feature, averaged = (run(pykvedge.plan("h2o", 0.3, reducer=name), p) for name in ("feature", "averaged"))
-    for i, h in itertools.product(range(2), range(2)):
-        np.testing.assert_array_equal(by_feature.k[i][h], averaged.k[i][h])
-        np.testing.assert_array_equal(by_feature.v[i][h], averaged.v[i][h])
+    assert pykvedge.plan("h2o", 0.3, reducer="feature") == pykvedge.plan("h2o", 0.3, reducer="averaged")

@@ -28,6 +28,7 @@ void test_refused() {
     CHECK(set(plan, "recent", "3") == KVEDGE_OK && set(plan, "recent", "1.5") == KVEDGE_E_BUDGET && plan.recent_pairs == 3);
     CHECK(set(plan, "scorer", "window") == KVEDGE_OK && set(plan, "scorer.window", "16") == KVEDGE_OK);
     CHECK(set(plan, "scorer.window", "0") == KVEDGE_E_ARGUMENT && plan_observes(plan).window == 16);
+    CHECK(set(plan, "reducer", "feature") == KVEDGE_OK && plan.reducer == find_reducer("averaged") && set(plan, "reducer", "evict") == KVEDGE_OK);
 }
 
 // Scores that are not attention alone cannot be weighed.

@@ -18,6 +18,7 @@ from pykvedge.plans import registry
 from pykvedge.plans.amounts import LARGEST_COUNT, Amount, Budget, ImageTokens
 from pykvedge.plans.presets import params_elsewhere
 from pykvedge.plans.registry import STAGES, member
+from pykvedge.reference.stages.members import ALIASES
 
 JSON_VERSION = 1
 TEXT_OVERFLOW = ("budget", "keep_all")
@@ -57,6 +58,7 @@ class Plan:
                 raise UsageError(f"{name} must be a name, not {getattr(self, name)!r:.40}")
         if not isinstance(self.params, Mapping) or not all(isinstance(key, str) for key in self.params):
             raise UsageError(f"params must be settings by their names, not {self.params!r:.40}")
+        _set(self, "reducer", ALIASES.get(self.reducer, self.reducer))
         for stage in STAGES:
             member(stage, getattr(self, stage))
         _set(self, "budget", Budget.parse(self.budget, "budget"))

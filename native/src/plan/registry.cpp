@@ -30,6 +30,9 @@ struct Registered {
 const Registered MEMBERS[] = { KVEDGE_MEMBERS(REGISTERED) };
 
 const Member * find(kvedge_stage stage, const char * name) {
+    if (stage == KVEDGE_STAGE_REDUCER && strcmp(name, "feature") == 0) {
+        name = "averaged";  // LOOK-M's merge under PrefixKV's name (table 12)
+    }
     for (const Registered & r : MEMBERS) {
         if (r.stage == stage && strcmp(r.member->name, name) == 0) {
             return r.member;

@@ -9,7 +9,7 @@ from typing import Any
 
 from pykvedge.errors import PluginError
 from pykvedge.reference.stages.base import Member, Settings
-from pykvedge.reference.stages.members import formulas
+from pykvedge.reference.stages.members import ALIASES, formulas
 
 COMPRESSING = ("scorer", "allocator", "reducer")  # one of these alone is a method, and libkvedge calls it
 STAGES = (*COMPRESSING, "pruner")  # those that can be registered
@@ -75,7 +75,7 @@ def add(plugin: Plugin) -> None:
     stage, name = plugin.member.stage, plugin.member.name
     check_name(stage, name, plugin.origin)
     before = _members.get((stage, name))
-    if name in formulas(stage):
+    if name in formulas(stage) or (stage == "reducer" and name in ALIASES):
         raise PluginError(f"{plugin.origin}: there is a built-in {stage} '{name}'; choose another name")
     if before is not None and before.origin != plugin.origin:
         raise PluginError(f"{plugin.origin}: {before.origin} registered a {stage} '{name}' already")

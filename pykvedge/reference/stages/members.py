@@ -17,6 +17,7 @@ from pykvedge.native.abi import Facts
 from pykvedge.reference.stages.base import Allocator, Member, Param, Reducer, Scorer, Settings
 
 STAGES = ("scorer", "allocator", "reducer", "decode", "pruner")
+ALIASES = {"feature": "averaged"}  # names of reducers: PrefixKV's (table 12) for LOOK-M's merge
 
 
 @functools.cache
