@@ -1,24 +1,34 @@
 // kvedge.h - the public C interface of libkvedge, whole.
 //
-// libkvedge owns the KV memory of a llama.cpp context. It attaches to an existing llama_context, stores keys
-// and values per layer and per KV head, attends over them, and after a prompt is complete it compresses the
-// prompt's KV pairs and returns the memory to the operating system.
+// libkvedge owns the KV memory of a llama.cpp context. It attaches to an existing llama_context, stores keys and values
+// for each layer and KV head, and attends over them. When a prompt is complete, it compresses the prompt's KV pairs and returns
+// the memory to the operating system.
 //
-//     kvedge_error   err = { 0 };
-//     kvedge_plan  * plan = NULL;
-//     kvedge_cache * kv   = NULL;
+//     // once, before a model is loaded
+//     kvedge_error err = { 0 };
+//     if (kvedge_load_backends(&err) != KVEDGE_OK) { fprintf(stderr, "%s\n", err.message); return 1; }
+//
+//     // a plan says what to keep: four stages make a method, and a budget is the share of the prompt that is kept
+//     kvedge_plan * plan = NULL;
 //     kvedge_plan_create(&plan, &err);
-//     kvedge_plan_set(plan, "scorer",     "cumulative", &err);   // four stages make a method
+//     kvedge_plan_set(plan, "scorer",     "cumulative", &err);
 //     kvedge_plan_set(plan, "reducer",    "pivotal",    &err);
 //     kvedge_plan_set(plan, "text_prior", "true",       &err);
-//     kvedge_plan_set(plan, "budget",     "0.2",        &err);   // share of the prompt that is kept
-//     if (kvedge_attach(ctx, plan, NULL, &kv, &err) != KVEDGE_OK) { fprintf(stderr, "%s\n", err.message); }
+//     kvedge_plan_set(plan, "budget",     "0.2",        &err);
+//
+//     // ctx: a llama_context without tokens
+//     kvedge_cache * kv = NULL;
+//     if (kvedge_attach(ctx, plan, NULL, &kv, &err) != KVEDGE_OK) { fprintf(stderr, "%s\n", err.message); return 1; }
 //     ... llama_decode(ctx, prompt) as always; the first generated token triggers the compression ...
+//
 //     kvedge_detach(kv);
 //     kvedge_plan_free(plan);
 //
-// The sections: versions and errors; stages; plans; what there is; the cache of a llama_context; what a cache holds; sessions;
-// stages of your own; plain arrays; a second pass; fewer image tokens; image encoders; the last line of a program.
+// examples/c/ask.c is a whole program, and docs/c.md says how to build one.
+//
+// The sections: types and errors; the library and its processor; stages; plans; what plans ask for; the cache of a
+// llama_context; prompts layer by layer; streams; what a cache holds; sessions; stages of your own; plain arrays; a second pass;
+// fewer image tokens; image encoders; the last line of a program.
 //
 // Conventions
 //   - Every function that can fail returns a kvedge_status and, when `err` is not NULL, fills a message that
@@ -31,8 +41,8 @@
 //     kvedge_cache, called from a second thread while one is in such a function, or in llama_decode until its last graph
 //     is computed, returns KVEDGE_E_STATE (-1 where it returns a number) and does nothing. llama_decode and the
 //     llama_memory_* functions wait for such a function of another thread; beside another llama_decode they do nothing to
-//     the cache, and leave the error for kvedge_take_error.
-//     kvedge_detach waits instead. llama.cpp itself does not notice: a program keeps its threads apart, as for llama_decode.
+//     the cache, and leave the error for kvedge_take_error. kvedge_detach waits until the other call returns. llama.cpp itself
+//     makes no such check: keep your threads apart, as for llama_decode.
 //   - There is no global mutable state but for the handlers of kvedge_last_words; any number of caches can exist in one
 //     process.
 //   - Structs that begin with struct_size may get more fields, at their end. The caller sets struct_size to the sizeof of its
@@ -61,6 +71,9 @@
 #ifdef __cplusplus
 extern "C" {
 #endif
+
+// ---------------------------------------------------------------------------------------------------------
+// Types and errors
 
 // Goes up when a program that was built with older headers would go wrong: a function, a field or a constant is gone, or
 // means something else. Within a version functions, constants and fields are only added. A program refuses a library of
@@ -92,6 +105,9 @@ typedef struct kvedge_error {
     kvedge_status status;
     char          message[500];  // UTF-8, NUL-terminated, one line
 } kvedge_error;
+
+// ---------------------------------------------------------------------------------------------------------
+// The library and its processor
 
 // Version of the library, for example "0.1.0". Static storage.
 KVEDGE_API const char * kvedge_version(void);
@@ -162,22 +178,27 @@ KVEDGE_API void          kvedge_plan_free(kvedge_plan * plan);  // NULL is allow
 //   scorer, allocator, reducer, decode, pruner   name of a stage member
 //   budget      "0.2": share of the prompt kept, in (0, 1];  "128": KV pairs per layer and KV head, an integer >= 1
 //               ("1.0" is the ratio, "1" is one pair)
-//   image_tokens   what the pruner leaves of an image ("Fewer image tokens"): "0.5" of its tokens, in (0, 1], or "288", >= 1
-//   recent      last tokens of the prompt that are always kept, inside the budget: "16" pairs, or "0.1" of the prompt,
-//               or "auto": half of the budget with scorer cumulative (H2O and LOOK-M: a1 = a2), the window, but at most
-//               half of the budget, with scorer window (SnapKV) and mixkv (scorer.parts: another part), a tenth of the
-//               budget and at least 1 with scorer mean (RoCo), 32, but at most half of the budget, with scorer keydiff and
-//               expected, 1 with scorer modal, whose scores keep the end of the text besides (scorer.parts, text), what a scorer of
-//               your own says, 0 with any other
+//   image_tokens   tokens of an image that the pruner keeps ("Fewer image tokens"): "0.5" of them, in (0, 1], or "288", >= 1
+//   recent      last tokens of the prompt that are always kept, inside the budget: "16" pairs, or "0.1" of the prompt, or "auto".
+//               "auto" depends on the scorer:
+//                 cumulative          half of the budget (H2O and LOOK-M: a1 = a2)
+//                 window, mixkv       the window, at most half of the budget (SnapKV); scorer.parts names another part
+//                 mean                a tenth of the budget, at least 1 (RoCo)
+//                 keydiff, expected   32, at most half of the budget
+//                 modal               1; its scores keep the end of the text besides (scorer.parts, text)
+//                 of your own         the number that it names
+//                 any other           0
 //   sinks       first tokens of the prompt that are always kept, inside the budget: an integer >= 0
 //   text_prior  "true": text tokens rank above all image tokens (LOOK-M eq. 5)
-//   critical    "l1" or "l2": what the best half by score leaves is chosen by (score + 1e-4) times the norm of what a value adds
-//               through the output projection (CriticalKV); with scorers of attention alone. "none": by score
-//   critical_half  "budget": protected tokens count as chosen by score, as released; "free": half of the others is
+//   critical    "l1" or "l2" (CriticalKV): the first half of the budget goes to the best scores, the second half to the largest
+//               (score + 1e-4) * norm of the value behind the output projection. For scorers of attention alone.
+//               "none": scores choose the whole budget
+//   critical_half  "budget": half of the budget, protected tokens included, as in the released code; "free": half of the pairs
+//               that are not protected
 //   scorer.NAME, allocator.NAME, reducer.NAME, decode.NAME   a setting of the member chosen for that stage, for example
 //               scorer.window with scorer "window"; choosing a member resets its settings
-//   later_floor    tokens that a later message keeps at least, where the budget is a share: an integer >= 0, 32 unless set, since
-//                  a fifth of a short question does not say what is asked
+//   later_floor    least number of tokens that a later message keeps where the budget is a share: an integer >= 0, 32 unless set.
+//                  A fifth of a short question does not say what is asked
 //   text_overflow  "budget": the weakest text is dropped when text alone exceeds the budget (LOOK-M eq. 8), or
 //                  "keep_all": all text is kept, beyond the budget if need be (LOOK-M's released code)
 // Errors: KVEDGE_E_UNKNOWN (key or member), KVEDGE_E_ARGUMENT (value does not parse), KVEDGE_E_BUDGET (out of range).
@@ -217,10 +238,10 @@ KVEDGE_API kvedge_status kvedge_plan_check(const kvedge_plan * plan, kvedge_erro
 KVEDGE_API int32_t kvedge_plan_budget(const kvedge_plan * plan, int32_t n_tokens);
 
 // ---------------------------------------------------------------------------------------------------------
-// What there is, and what a plan asks for: answers before anything runs
+// What plans ask for: answers before anything runs
 
-// Setting i of a member of the library's, by its name, in the order in which it declares them: what kvedge_plan_set takes as "scorer.NAME".
-// A setting whose choices are "true,false" is a switch. NULL past the end, or where there is no such member. Static storage.
+// Setting i of a member of the library, in the order in which the member declares them. kvedge_plan_set takes it as
+// "scorer.NAME". A setting whose choices are "true,false" is a switch. NULL past the end, or where there is no such member. Static storage.
 //
 //     for (int32_t i = 0; (s = kvedge_stage_setting(KVEDGE_STAGE_SCORER, "window", i)); i++) printf("%s: %s\n", s->name, s->help);
 KVEDGE_API const kvedge_setting * kvedge_stage_setting(kvedge_stage stage, const char * member, int32_t i);
@@ -246,14 +267,13 @@ typedef struct kvedge_stage_facts {
 KVEDGE_API kvedge_status kvedge_stage_get_facts(
     kvedge_stage stage, const char * member, const double * settings, int32_t n_settings, kvedge_stage_facts * facts, kvedge_error * err);
 
-// What storage type a number is, as `kvedge chat --kv-type` and messages call it, and the bytes that 32 stored numbers take with
-// their share of scales and minima. Numbers are 0, 1, 2 and so on; NULL and 0 past the last. Also of types that have no
-// constant in kvedge_type.
+// Name of storage type 0, 1, 2 and so on, as `kvedge chat --kv-type` and messages have it, and the bytes of 32 stored numbers
+// with their share of scales and minima. NULL and 0 past the last. There may be types without a constant in kvedge_type.
 KVEDGE_API const char * kvedge_type_name(int32_t type);
 KVEDGE_API int32_t      kvedge_type_bytes(int32_t type);
 
-// As kvedge_plan_budget, of n_tokens that follow others which were compressed before: a budget that is a share keeps
-// later_floor of them.
+// Number of pairs that the plan keeps of n_tokens that follow a compressed prompt: as kvedge_plan_budget, but a budget that is
+// a share keeps at least later_floor of them.
 KVEDGE_API int32_t kvedge_plan_later_budget(const kvedge_plan * plan, int32_t n_tokens);
 
 // Whether a stream can be compressed under a plan (kvedge_compress_stream).
@@ -261,8 +281,9 @@ KVEDGE_API int32_t kvedge_plan_later_budget(const kvedge_plan * plan, int32_t n_
 KVEDGE_API kvedge_status kvedge_plan_check_stream(const kvedge_plan * plan, kvedge_error * err);
 
 // Bytes that one layer of n_heads query heads and n_heads_kv KV heads, with keys of d_k numbers, takes beside its keys and
-// values while a prompt of n_tokens is read and compressed under the plan: column sums and their squares, entropies, queries,
-// the window's, their mean and covariance, the largest attention of each token, as far as the stages look at them, and the scores. 0 where the plan keeps everything.
+// values while a prompt of n_tokens is read and compressed under the plan: scores, and as far as the stages look at them column
+// sums and their squares, entropies, queries of the prompt or of the window, their mean and covariance, and the largest
+// attention of each token. 0 where the plan keeps everything.
 KVEDGE_API uint64_t kvedge_plan_score_bytes(
     const kvedge_plan * plan, int32_t n_tokens, int32_t n_heads, int32_t n_heads_kv, int32_t d_k);
 
@@ -366,35 +387,42 @@ KVEDGE_API kvedge_status kvedge_set_auto_compress(kvedge_cache * kv, bool on, kv
 
 // Compresses, now, the tokens of sequence seq_id that were added since its last compression, and returns their
 // memory. Does nothing (KVEDGE_OK) when there are none, when the budget covers them all (a quantised storage type is
-// written even then), or in the middle of an answer
-// that a decode policy bounds. Where recent and sinks ask for more than the budget, they give way: recent tokens outlast
-// sinks, with scorer position it is the other way round.
+// written even then), or in the middle of an answer that a decode policy bounds. Where recent and sinks together exceed the
+// budget, sinks are dropped first; with scorer position recent tokens are.
 // A failure leaves the sequence as it was. Errors: KVEDGE_E_STATE, KVEDGE_E_MEMORY.
 KVEDGE_API kvedge_status kvedge_compress(kvedge_cache * kv, int32_t seq_id, kvedge_error * err);
 
-// Says that n_tokens more of sequence seq_id follow soon, in batches of any size. Buffers on devices are then made once for
-// all of them, instead of growing by halves; rows on the host grow without copies, and nothing is done for them. A device that
-// has no memory for so many refuses the first batch (KVEDGE_E_MEMORY, kvedge_take_error). A number that does not come true
-// costs memory until the next compression. Errors: KVEDGE_E_ARGUMENT, KVEDGE_E_STATE.
+// Returns and clears the first error of kvedge inside llama_decode, which itself returns only a code, since the last call; or
+// KVEDGE_OK.
+KVEDGE_API kvedge_status kvedge_take_error(kvedge_cache * kv, kvedge_error * err);
+
+// Announces n_tokens more of sequence seq_id, in batches of any size. Buffers on devices are then made once for all of them,
+// instead of growing by halves. Rows on the host need no announcement: they grow without copies. A device that has no memory
+// for so many refuses the first batch (KVEDGE_E_MEMORY, kvedge_take_error). Where fewer tokens follow, the memory stays until
+// the next compression. Errors: KVEDGE_E_ARGUMENT, KVEDGE_E_STATE.
 KVEDGE_API kvedge_status kvedge_expect(kvedge_cache * kv, int32_t seq_id, int32_t n_tokens, kvedge_error * err);
 
-// Bounded prefill. The next llama_decode of sequence seq_id brings a whole prompt, n_tokens of them in one batch of its own
-// (tokens, or embeddings for text and images alike: then image_mask [n_tokens] says which are of an image; NULL: none). The
-// prompt goes through each layer at once, and the layer is compressed before the next one runs: the peak is what is kept
-// and one layer of the whole prompt, not the full cache. The kept sets are those of the ordinary way (but see
-// kvedge_plan_check_bounded for budgets that need all layers). Afterwards the prompt
-// counts as compressed, whatever auto_compress says. n_ubatch of the context must be n_tokens or more.
+// ---------------------------------------------------------------------------------------------------------
+// Prompts layer by layer (bounded prefill)
+//
+// A bounded prompt goes through one layer as a whole, and that layer is compressed before the next one runs. The peak of
+// memory is the kept rows and one layer of the whole prompt, not the full cache.
 //
 //     kvedge_bound_prompt(kv, 0, mask, n, &err);
 //     if (llama_decode(ctx, batch) != 0 || kvedge_compress(kv, 0, &err) != KVEDGE_OK) { ... }   // compress reports failures
-//
+
+// Announces that the next llama_decode of sequence seq_id brings a whole prompt of n_tokens in one batch of its own: tokens,
+// or embeddings for text and images alike. image_mask [n_tokens]: 1 for an embedding of an image; NULL: there are none.
+// n_ubatch of the context must be n_tokens or more. The kept sets are those of a prompt that is not bounded (but see
+// kvedge_plan_check_bounded for budgets that need all layers). Afterwards the prompt counts as compressed, whatever
+// auto_compress says.
 // A failure after this call loses the prompt: clear the sequence. Errors: KVEDGE_E_UNSUPPORTED (as
 // kvedge_plan_check_bounded), KVEDGE_E_ARGUMENT, KVEDGE_E_STATE, KVEDGE_E_MEMORY.
 KVEDGE_API kvedge_status kvedge_bound_prompt(
     kvedge_cache * kv, int32_t seq_id, const uint8_t * image_mask, int32_t n_tokens, kvedge_error * err);
 
-// Layers that the sequence's bounded prompt has behind it: also while llama_decode runs, from any thread, for a progress bar.
-// -1: there is none.
+// Layers of the sequence's bounded prompt that are done, for a progress bar. Any thread may ask, also while llama_decode runs.
+// -1: there is no bounded prompt.
 KVEDGE_API int32_t kvedge_bounded_layers(const kvedge_cache * kv, int32_t seq_id);
 
 // Whether prompts can be bounded under a plan with keys and values of these types. Allocators spectral (with scorer dct of
@@ -405,34 +433,35 @@ KVEDGE_API int32_t kvedge_bounded_layers(const kvedge_cache * kv, int32_t seq_id
 KVEDGE_API kvedge_status kvedge_plan_check_bounded(
     const kvedge_plan * plan, kvedge_type type_k, kvedge_type type_v, kvedge_error * err);
 
-// Streams: video, and images without end. Makes sequence seq_id a stream, if it is none yet, and compresses, now, everything
-// it holds - what earlier compressions left and what came since - to the plan's budget, a number of KV pairs per layer and
-// head. What is left is looked at again the next time, so that memory does not grow, however long the stream: call this
-// after every image, or every so many tokens, and while the answer is generated, whose tokens count as well.
+// ---------------------------------------------------------------------------------------------------------
+// Streams: video, and images without end
+//
+// Each compression of a stream looks at all rows again, the rows that earlier compressions kept among them, so that memory does not
+// grow, however long the stream.
 //
 //     kvedge_plan_set(plan, "budget", "2048", &err);
 //     for (each image) { llama_decode(ctx, image); kvedge_compress_stream(kv, 0, &err); }
 //     llama_decode(ctx, question); kvedge_compress_stream(kv, 0, &err);   // the answer may begin
+
+// Makes sequence seq_id a stream, if it is none yet, and compresses all its rows, now, to the plan's budget, which is a number
+// of KV pairs per layer and head. Call it after every image, or every so many tokens, and while the answer is generated, whose
+// tokens count as well. kvedge_compress does this for a sequence that is a stream already.
 //
 // Where kvedge stores every layer of the model, llama.cpp's own cells of the sequence are freed, all but the newest: n_ctx
-// then bounds what comes between two calls, not the stream (kvedge_cells). Positions go on from token to token and are not
-// shifted. kvedge_compress does the same for a sequence that is a stream; a session file of one goes on as a stream when
-// this is called after kvedge_load, which changes no row yet. Where llama_memory_seq_rm takes more rows from one head than from another, the others
-// give up their oldest ones behind the sinks, so that all hold as many.
-// An empty sequence: only the plan is looked at. A failure leaves the rows as they were.
+// then bounds the tokens between two calls, not the stream (kvedge_cells). Positions go on from token to token and are not
+// shifted. After kvedge_load, the first call makes the loaded sequence a stream again and changes no row. Where
+// llama_memory_seq_rm takes more rows from one head than from another, the others give up their oldest rows behind the sinks, so
+// that all heads hold as many rows.
+// Of an empty sequence only the plan is checked. A failure leaves the rows as they were.
 // Errors: KVEDGE_E_UNSUPPORTED (a budget that is a share; an allocator other than uniform; a decode policy; scorer mean, or
 // cumulative with share = layer; reducer match; text_overflow = keep_all; a window longer than the budget; a quantised storage type; a
 // sequence whose heads hold different numbers of KV pairs), KVEDGE_E_STATE (the plan's scorer saw nothing of what came),
 // KVEDGE_E_MEMORY, KVEDGE_E_STAGE.
 KVEDGE_API kvedge_status kvedge_compress_stream(kvedge_cache * kv, int32_t seq_id, kvedge_error * err);
 
-// Tokens of the sequence that take up room in llama.cpp's own cache, which has n_ctx places: all of them, or those of a
-// stream since its last compression and the newest before it. 0: no such sequence.
+// Number of the sequence's tokens that hold a cell of llama.cpp's own cache, which has n_ctx cells. In a stream only the tokens
+// since its last compression and the newest one before it hold cells. 0: no such sequence.
 KVEDGE_API int32_t kvedge_cells(const kvedge_cache * kv, int32_t seq_id);
-
-// The first error met inside llama_decode (which can only report a failure code) since the last call, or KVEDGE_OK.
-// Reading it clears it.
-KVEDGE_API kvedge_status kvedge_take_error(kvedge_cache * kv, kvedge_error * err);
 
 // ---------------------------------------------------------------------------------------------------------
 // What a cache holds: its memory, lengths, tokens, rows, attention and scores, for meters, pictures and research
@@ -442,7 +471,7 @@ typedef struct kvedge_stats {
     int32_t  n_layers;           // layers that kvedge stores (the model may have more)
     int32_t  n_heads_kv;         // KV heads of the first of them
     int32_t  n_tokens;           // tokens of the sequence so far, compressed ones included
-    int32_t  n_image_tokens;     // of those, tokens that came as embeddings
+    int32_t  n_image_tokens;     // tokens among them that came as embeddings
     int32_t  n_compressions;     // compressions of the sequence so far
     int32_t  n_pending;          // tokens added since the last compression; of a bounded answer, those in blocks not yet packed;
                                  // of a stream, KV pairs that each head holds
@@ -455,8 +484,8 @@ typedef struct kvedge_stats {
     uint64_t peak_bytes;         // largest value of bytes + index_bytes + score_bytes so far
     int64_t  compress_us;        // wall time of the last compression, microseconds
     uint64_t device_bytes;       // of `bytes`, those that lie on devices
-    int32_t  n_unfitted;         // heads that reducer match left as reducer evict does in the last compression: fewer queries of
-                                 // the prompt were kept than rows are to be fitted to them
+    int32_t  n_unfitted;         // heads to which reducer match fitted nothing in the last compression, since fewer queries of
+                                 // the prompt were kept than rows were to be fitted; they are as reducer evict leaves them
     int32_t  n_scant;            // heads that it fitted to fewer than twice as many queries as rows
     // of the last compression, where rows lay on devices; else 0:
     uint64_t device_fetched_bytes;  // bytes that came from devices
@@ -481,7 +510,8 @@ KVEDGE_API int32_t kvedge_layer_id(const kvedge_cache * kv, int32_t i);
 KVEDGE_API const char * kvedge_layer_device(const kvedge_cache * kv, int32_t i);
 
 // Why the last compression of the sequence took place on the host although rows lay on a device: the device and the operation
-// that it lacks, or the stage that has no graph. NULL: it did not, or no such sequence. Valid until the sequence changes.
+// that it lacks, or the stage that has no graph. NULL: there is no reason to tell, or no such sequence. Valid until the sequence
+// changes.
 KVEDGE_API const char * kvedge_device_problem(const kvedge_cache * kv, int32_t seq_id);
 
 // KV pairs that stored layer i, KV head `head` holds now for the sequence; -1 if there is none such.
@@ -560,9 +590,9 @@ KVEDGE_API kvedge_status kvedge_save(
 // (another storage type than the cache's; whether rows are rotated is the file's to say, and so the sequence goes on), KVEDGE_E_STATE (the sequence holds tokens), KVEDGE_E_MEMORY.
 KVEDGE_API kvedge_status kvedge_load(kvedge_cache * kv, int32_t seq_id, const char * path, const char * model, kvedge_error * err);
 
-// The same bytes in memory, with no note: to put a conversation aside, to begin several with what they share, or to go on in
-// another context of the same model. data [*n_data]; *n_data: the room there, and then the bytes that the sequence takes; NULL
-// and 0: only how many. Nothing is changed. Errors: those of kvedge_save; KVEDGE_E_ARGUMENT too where the room is too small.
+// Writes sequence seq_id to memory, in the form of kvedge_save without a note: to put a conversation aside, to begin several
+// with what they share, or to go on in another context of the same model. data [*n_data]; *n_data: the room there, and then the
+// bytes that the sequence takes; NULL and 0: only how many. Nothing is changed. Errors: those of kvedge_save; KVEDGE_E_ARGUMENT too where the room is too small.
 KVEDGE_API kvedge_status kvedge_pack(
     kvedge_cache * kv, int32_t seq_id, const char * model, void * data, size_t * n_data, kvedge_error * err);
 
@@ -755,19 +785,20 @@ KVEDGE_API kvedge_status kvedge_compress_arrays(
     const kvedge_plan * plan, const kvedge_arrays * in, kvedge_type type, int32_t n_threads, kvedge_result ** out,
     kvedge_error * err);
 
-// The same with a type for keys and one for values.
+// As kvedge_compress_arrays, with a type for keys and one for values.
 KVEDGE_API kvedge_status kvedge_compress_arrays_as(
     const kvedge_plan * plan, const kvedge_arrays * in, kvedge_type type_k, kvedge_type type_v, int32_t n_threads,
     kvedge_result ** out, kvedge_error * err);
 
-// The same by options: their types, threads and rotation, which the others leave out; the rest is not looked at. NULL: the defaults.
-// What comes out are the rows as they are read: quantised while they were rotated, and rotated back. Errors: also
-// KVEDGE_E_UNSUPPORTED (a d that cannot be rotated).
+// As kvedge_compress_arrays, with the types, threads and rotation of options; no other field is looked at. NULL: the defaults.
+// The result holds rows as they are read: rotated, quantised, and rotated back. Errors: also KVEDGE_E_UNSUPPORTED (a d that
+// cannot be rotated).
 KVEDGE_API kvedge_status kvedge_compress_arrays_by(
     const kvedge_plan * plan, const kvedge_arrays * in, const kvedge_options * options, kvedge_result ** out, kvedge_error * err);
 
-// The same for a stream: `step` >= 1 tokens at a time attend to what is left of those before, and are compressed together
-// with it (kvedge_compress_stream). The result has no scores. Errors: also those of kvedge_compress_stream.
+// Compresses the arrays as a stream (kvedge_compress_stream): `step` >= 1 tokens at a time attend to the rows that are kept of
+// the tokens before, and are compressed together with them. The result has no scores. Errors: also those of
+// kvedge_compress_stream.
 KVEDGE_API kvedge_status kvedge_stream_arrays(
     const kvedge_plan * plan, const kvedge_arrays * in, kvedge_type type_k, kvedge_type type_v, int32_t step, int32_t n_threads,
     kvedge_result ** out, kvedge_error * err);
@@ -836,7 +867,7 @@ typedef struct kvedge_replay {
     const kvedge_replay_chunk * chunks;  // [n_chunks]
 } kvedge_replay;
 
-// As kvedge_compress_arrays_by, scored by the pass where the plan's scorer asks for one. Without a pass the prompt's own
+// As kvedge_compress_arrays_by, but scored by the pass where the plan's scorer asks for one. Without a pass the prompt's own
 // queries stand in for it; so they do in kvedge_compress_arrays_by. replay NULL: none.
 // Errors: those of kvedge_compress_arrays_by; KVEDGE_E_ARGUMENT also for chunks that do not fit the prompt.
 KVEDGE_API kvedge_status kvedge_compress_arrays_replayed(

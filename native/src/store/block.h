@@ -15,14 +15,14 @@ namespace kvedge {
 // Which rows a head holds.
 struct HeadList {
     std::vector<int32_t> tokens;  // token index of each row, ascending
-    std::vector<double>  scores;  // what a decode policy holds in favour of each row; empty: nothing
+    std::vector<double>  scores;  // of each row, for a decode policy; empty: none
     std::vector<float>   biases;  // of each row's logits (Segment::bias); empty: all 0. Of ragged blocks only
 
     int32_t length() const { return (int32_t) tokens.size(); }
     void    keep(const std::vector<uint8_t> & flags);  // those whose flag is set
 };
 
-// Biases beyond are no file's: the mass of as many rows as there can be tokens is far below, and e^MOST_BIAS a float32.
+// A file with a larger bias is damaged: ln of the largest number of tokens is far below, and e^MOST_BIAS fits a float32.
 constexpr float MOST_BIAS = 64.0f;
 
 struct BlockLayer {

@@ -27,7 +27,7 @@ struct StoreContents {
     int32_t              sinks        = 0;  // of a stream: first rows that every head keeps
 };
 
-// Pending rows that went: of those counted from row `first` on, n there were, and `keep` stayed. layer -1: of every head.
+// Pending rows of one head that were removed: of the n rows from row `first` on, those in `keep` stayed. layer -1: all heads.
 struct Removed {
     int32_t              layer, head;
     size_t               first, n;
@@ -60,13 +60,15 @@ class Store : private StoreContents {
 
     // Makes room for n tokens and enters them; their rows are then written (k_row, v_row). False: no memory, nothing changed.
     bool append(int32_t n, const int32_t * new_pos, bool is_image);
-    // The same in a block of their own that has no memory yet: take_layer gives it to one layer after the other. new_image [n].
+    // Enters n tokens in a block of their own that has no memory yet: take_layer gives it to one layer after the other. new_image
+    // [n]. False: no memory, nothing changed.
     bool append_unallocated(int32_t n, const int32_t * new_pos, const uint8_t * new_image);
     bool take_layer(size_t layer);                         // of the last block; false: no memory
     void give_back_layer(size_t layer);                    // of the last block
-    // Rows of a layer that are somewhere else: the memory of all its rows goes back, and blocks that are made get none.
+    // send_away: a device holds the layer's rows from now on; their memory goes back, and new blocks get none. bring_back: takes
+    // memory for all of them, which is then written. False: no memory, nothing changed.
     void send_away(size_t layer);
-    bool bring_back(size_t layer);                         // memory for all of them, not yet written; false: none, nothing changed
+    bool bring_back(size_t layer);
     void take_back(int32_t n) noexcept;                    // the last n tokens, which were entered last
     void mark_images(int32_t n, const uint8_t * mask);     // of the last n tokens
 
@@ -101,15 +103,15 @@ class Store : private StoreContents {
     // Quantises generated rows, before the next token is entered: keys when GROUP of them are complete, values as KIVI
     // stores them when RESIDUAL newer tokens exist. False: no memory, nothing lost.
     bool seal_generated();
-    // The same for the first `end` blocks, none of them pending, where they hold none of the last RESIDUAL tokens.
+    // Quantises those of the first `end` blocks that hold none of the last RESIDUAL tokens. None of them is pending. False: no
+    // memory, nothing lost.
     bool seal_old(size_t end);
     // Gives the pending tokens plain rows again, so that they can be scored and merged. False: no memory, nothing changed.
-    // was: blocks that were quantised, with their places, for seal_again; NULL: nobody asks for them.
+    // was: NULL, or gets the quantised blocks with their places, for seal_again.
     using Sealed = std::vector<std::pair<size_t, Block>>;
     bool unseal_pending(Sealed * was = nullptr);
     void seal_again(Sealed && was) noexcept;
-    // Blocks at the head of the pending ones that are quantised already need nothing more than to be pending no longer.
-    // False: there are none.
+    // Leading pending blocks that are already quantised lose their pending mark. False: there are none.
     bool promote_sealed();
 
     // Gives every head of the pending blocks a list and scores of its own: of(layer, head) points to those of its pending
@@ -121,21 +123,22 @@ class Store : private StoreContents {
     void read_scores(int32_t layer, int32_t head, double * out) const;
 
     bool holds(int32_t p0, int32_t p1) const;  // whether a token with a position in [p0, p1) was entered, and not removed
-    // Removes the tokens with a position in [p0, p1), or throws std::bad_alloc and removes none: the rows, and then the tokens at the end that no row is left of, whose
-    // indices the next ones take.
+    // Removes the rows of tokens with a position in [p0, p1). Throws std::bad_alloc, and then nothing has changed.
     std::vector<Removed> remove_rows(int32_t p0, int32_t p1);
+    // Then removes the tokens themselves at the end of the sequence; the next tokens take their indices.
     void                 forget_last(int32_t p0, int32_t p1);
 
-    // Streams (store/streamed.cpp), of which what was compressed stays pending.
-    // Rows of every head that are not pending. -1: heads hold different numbers of them.
+    // Streams (store/streamed.cpp): rows that were compressed stay pending.
+    // Number of rows of every head that are not pending. -1: heads hold different numbers of them.
     int32_t even_rows() const;
-    void    open_stream(int32_t n_sinks);  // makes all that is there pending again, where heads hold as many rows
+    void    open_stream(int32_t n_sinks);  // makes all rows pending again, where heads hold as many rows
     void    set_sinks(int32_t n) { sinks = n; }
-    void    stream_last() { blocks.back().kind = BlockKind::streamed; }  // the last block is what a stream has kept
+    void    stream_last() { blocks.back().kind = BlockKind::streamed; }  // the last block holds the kept rows of a stream
 
-    // What replaces the pending blocks. Room for two of them: throws std::bad_alloc.
+    // replace_pending: main and tail take the place of the pending blocks; an empty one is left out. reserve_blocks makes room
+    // for both, and throws std::bad_alloc.
     void reserve_blocks() { blocks.reserve(blocks.size() + 2); }
-    void replace_pending(Block && main, Block && tail);  // empty ones go
+    void replace_pending(Block && main, Block && tail);
     uint64_t give_back_pending(size_t layer);            // of the pending blocks; returns the bytes
 
     // Everything present counts as done; the next tokens open new blocks.
@@ -143,7 +146,7 @@ class Store : private StoreContents {
 
     uint64_t bytes() const;        // of key and value buffers, and of rows' biases
     uint64_t index_bytes() const;  // of token indices, positions and modality
-    uint64_t score_bytes() const;  // of what rows are held in favour of
+    uint64_t score_bytes() const;  // of the scores of rows
 
   private:
     Block                make_block(int32_t capacity) const;     // both throw std::bad_alloc
@@ -164,7 +167,7 @@ class Store : private StoreContents {
 
     const std::vector<LayerShape> * shapes_;
     Storage                         storage_;
-    std::vector<uint8_t>            away_;  // [layer] 1: its rows are somewhere else; empty: none are
+    std::vector<uint8_t>            away_;  // [layer] 1: a device holds its rows; empty: all rows are here
 };
 
 // A row of a uniform block.
