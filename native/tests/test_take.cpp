@@ -6,6 +6,7 @@
 #include "device/graph_rows.h"
 #include "check.h"
 #include "compress/job.h"
+#include "device.h"
 #include "ggml-backend.h"
 #include "primitives/merge.h"
 #include "rows.h"
@@ -48,16 +49,6 @@ bool on_cpu() { return ggml_backend_dev_type(device) == GGML_BACKEND_DEVICE_TYPE
 ggml_backend_dev_t processor() { return ggml_backend_dev_by_type(GGML_BACKEND_DEVICE_TYPE_CPU); }
 
 std::vector<ggml_backend_dev_t> devices() { return { device, nullptr, device, processor() }; }
-
-ggml_backend_dev_t find_device(const std::string & name) {
-    ggml_backend_load_all();
-    if (name.find(':') == std::string::npos) {
-        return ggml_backend_dev_by_name(name.c_str());
-    }
-    const ggml_backend_reg_t reg = ggml_backend_reg_by_name("RPC");
-    const auto add = (ggml_backend_reg_t (*)(const char *)) ggml_backend_reg_get_proc_address(reg, "ggml_backend_rpc_add_server");
-    return ggml_backend_reg_dev_get(add(name.c_str()), 0);
-}
 
 // Keys and values that lie around a few points, so that there is something to merge; of n tokens [n][Hkv][d]. Two tokens' are zero, no
 // more: kept ones would be as near to an evicted one as each other.
@@ -281,7 +272,7 @@ void try_case(const Case & x) {
     for (int32_t round = 0; round < 2; round++) {
         const float close = closeness(x);
         pair.compress();
-        CHECK(pair.there->even() == (!x.dropping && GraphRows::holds_even(pair.host.rows, devices())));
+        CHECK(pair.there->even() == (!x.dropping && holds_even(pair.host.rows, devices())));
         for (int32_t i = 0; x.dropping && i < (int32_t) LAYERS * x.n_kv; i++) {  // a row of each head that has two
             const int32_t l = i / x.n_kv, h = i % x.n_kv, n = pair.host.rows.head_length(l, h);
             if (n > 1) {
@@ -334,7 +325,7 @@ void try_case(const Case & x) {
 }  // namespace
 
 int main(int argc, char ** argv) {
-    device = argc > 1 ? find_device(argv[1]) : processor();
+    device = argc > 1 ? device_named(argv[1]) : processor();
     constexpr Storage F16{ Type::f16, Type::f16 }, F32{ Type::f32, Type::f32 }, BF16{ Type::bf16, Type::bf16 };
     constexpr Storage Q8{ Type::q8_0, Type::q8_0 }, Q4{ Type::q4_0, Type::q4_0 };
     for (const bool even : { true, false }) {

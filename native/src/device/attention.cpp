@@ -15,6 +15,11 @@ namespace {
 // Head sizes that no device's kernel is asked about: a server elsewhere says yes to everything.
 bool common_size(int64_t d) { return d == 64 || d == 80 || d == 96 || d == 112 || d == 128 || d == 256; }
 
+// Whether a device has flash attention of heads of these sizes.
+bool has_flash_size(ggml_backend_dev_t device, int64_t d_k, int64_t d_v) {
+    return ggml_backend_dev_type(device) == GGML_BACKEND_DEVICE_TYPE_CPU || (common_size(d_k) && d_k == d_v);
+}
+
 }  // namespace
 
 T attention_over(const GraphLayer & in, T q, T k, T v, T mask, ggml_backend_dev_t device) {
@@ -35,19 +40,29 @@ T attention_over(const GraphLayer & in, T q, T k, T v, T mask, ggml_backend_dev_
     return ggml_permute(c, out, 0, 2, 1, 3);
 }
 
-bool has_flash_size(ggml_backend_dev_t device, int64_t d_k, int64_t d_v) {
-    return ggml_backend_dev_type(device) == GGML_BACKEND_DEVICE_TYPE_CPU || (common_size(d_k) && d_k == d_v);
-}
-
 // Its code is CUDA's, which has three names, or the processor's.
-static bool cuda_or_cpu(ggml_backend_dev_t device) {
+bool copies_at_once(ggml_backend_dev_t device) {
     const std::string name = ggml_backend_reg_name(ggml_backend_dev_backend_reg(device));
     return name == "CUDA" || name == "ROCm" || name == "MUSA" || name == "CPU";
 }
 
-bool reads_once(ggml_backend_dev_t device) { return cuda_or_cpu(device); }
+ggml_type ggml_type_of(Type type) {
+    switch (type) {
+        case Type::f16: return GGML_TYPE_F16;
+        case Type::bf16: return GGML_TYPE_BF16;
+        case Type::f32: return GGML_TYPE_F32;
+        case Type::q8_0: return GGML_TYPE_Q8_0;
+        case Type::q4_0: return GGML_TYPE_Q4_0;
+        default: return GGML_TYPE_COUNT;
+    }
+}
 
-bool copies_at_once(ggml_backend_dev_t device) { return cuda_or_cpu(device); }
+bool attends_to(ggml_backend_dev_t device, const Storage & storage, int64_t d_k, int64_t d_v) {
+    if (!storage.quantised()) {
+        return true;
+    }
+    return storage.k == storage.v && ggml_type_of(storage.k) != GGML_TYPE_COUNT && has_flash_size(device, d_k, d_v);
+}
 
 T attention_weights(ggml_context * c, T q, T k, T mask, float scale, float softcap) {
     T logits = product(c, k, q);
@@ -59,71 +74,63 @@ T attention_weights(ggml_context * c, T q, T k, T mask, float scale, float softc
 }
 
 T GraphRows::attend_even(const GraphLayer & in, size_t l) const {
-    ggml_context * c     = in.ctx;
-    const Layer &  layer = layers_[l];
-    const Group &  group = layer.groups[0];
-    const Inputs & from  = inputs_[layer.inputs];
-    const int64_t  n     = in.q->ne[2], shown = visible();
-    const auto &   written = from.written[turn_];
-    T              index   = ggml_view_1d(c, written.index, n, 0);
-    T              k     = ggml_set_rows(c, group.k, ggml_permute(c, in.k, 0, 2, 1, 3), index);
-    T              v     = ggml_set_rows(c, group.v, ggml_permute(c, in.v, 0, 2, 1, 3), index);
-    const auto     seen  = [&](T x) { return ggml_view_3d(c, x, x->ne[0], shown, x->ne[2], x->nb[1], x->nb[2], 0); };
+    ggml_context *      c       = in.ctx;
+    const DeviceLayer & layer   = slots_.layers[l];
+    const Group &       group   = layer.groups[0];
+    const int64_t       n       = in.q->ne[2], shown = slots_.visible();
+    const auto &        written = inputs_.written(layer);
+    T                   index   = ggml_view_1d(c, written.index, n, 0);
+    T                   k       = ggml_set_rows(c, group.k, ggml_permute(c, in.k, 0, 2, 1, 3), index);
+    T                   v       = ggml_set_rows(c, group.v, ggml_permute(c, in.v, 0, 2, 1, 3), index);
+    const auto          seen    = [&](T x) { return ggml_view_3d(c, x, x->ne[0], shown, x->ne[2], x->nb[1], x->nb[2], 0); };
     T mask = ggml_view_2d(c, written.mask, shown, n, (size_t) shown * sizeof(ggml_fp16_t), 0);
     T keys = seen(k);
     T out  = attention_over(in, ggml_permute(c, in.q, 0, 2, 1, 3), keys, seen(v), mask, layer.device);
     out    = ggml_reshape_2d(c, whole(c, out), group.v->ne[0] * in.q->ne[1], n);
-    return after(out, add_up(in, l, keys, mask));
+    return after(out, sums.add_up(in, l, keys, mask));
 }
 
 // Of one token: [d_v * H / Hkv, heads].
-T GraphRows::attend_group(const GraphLayer & in, const Layer & layer, const Group & group) const {
+T GraphRows::attend_group(const GraphLayer & in, const DeviceLayer & layer, const Group & group) const {
     ggml_context * c     = in.ctx;
-    const Inputs & from  = inputs_[layer.inputs];
     const int64_t  heads = (int64_t) group.heads.size(), dk = group.k->ne[0], dv = group.v->ne[0], n_kv = in.k->ne[1];
-    const int64_t  share = in.q->ne[1] / n_kv, slots = group.slots, together = group.together, lists = heads / together;
+    const int64_t  share = in.q->ne[1] / n_kv, slots = group.slots;
     const auto     of    = [&](T x, int64_t width) {  // [width, heads]
         T rows = ggml_reshape_2d(c, whole(c, x), width, n_kv);
         return group.pick ? ggml_get_rows(c, rows, group.pick) : rows;
     };
-    const size_t entry = sizeof(int64_t), at = group.entry * entry;
-    T            index = ggml_view_3d(c, from.written[turn_].index, 1, 1, heads, entry, entry, at);
-    T            row   = ggml_reshape_2d(c, index, together, lists);
+    const size_t entry = sizeof(int64_t);
+    T            index = ggml_view_3d(c, inputs_.written(layer).index, 1, 1, heads, entry, entry, group.entry * entry);
+    T            row   = ggml_reshape_2d(c, index, 1, heads);
     const auto   write = [&](T to, T x, int64_t width) {
-        return ggml_set_rows(c, to, ggml_reshape_3d(c, of(x, width), width, together, lists), row);
+        T rows = ggml_set_rows(c, to, ggml_reshape_3d(c, of(x, width), width, 1, heads), row);
+        return ggml_reshape_4d(c, rows, width, slots, 1, heads);
     };
-    const auto   apart = [&](T x) { return ggml_reshape_4d(c, x, x->ne[0], slots, 1, lists); };
-    T            k     = write(group.k, in.k, dk);
-    T            v     = write(group.v, in.v, dv);
-    const size_t zero  = from.zeros->nb[2];
-    T            zeros = ggml_view_4d(c, from.zeros, 1, 1, group.queries, heads, zero, zero, (size_t) group.queries * zero, 0);
-    T            mask  = ggml_set_rows(c, ggml_reshape_4d(c, group.mask, 1, slots, group.queries, heads), zeros, index);
-    T            seen  = ggml_reshape_4d(c, mask, slots, (int64_t) group.queries * together, 1, lists);
-    T            rows  = of(in.q, dk * share);
-    T q   = together == 1 ? ggml_reshape_4d(c, rows, dk, 1, share, heads) : ggml_reshape_4d(c, rows, dk, share * heads, 1, 1);
-    T out = attention_over(in, q, apart(k), apart(v), seen, layer.device);
+    T k     = write(group.k, in.k, dk);
+    T v     = write(group.v, in.v, dv);
+    T from  = inputs_.of(layer).zeros;
+    T zeros = ggml_view_4d(c, from, 1, 1, 1, heads, from->nb[2], from->nb[2], from->nb[2], 0);
+    T mask  = ggml_set_rows(c, ggml_reshape_4d(c, group.mask, 1, slots, 1, heads), zeros, index);
+    T q     = ggml_reshape_4d(c, of(in.q, dk * share), dk, 1, share, heads);
+    T out   = attention_over(in, q, k, v, ggml_reshape_4d(c, mask, slots, 1, 1, heads), layer.device);
     return ggml_reshape_2d(c, whole(c, out), dv * share, heads);
 }
 
 T GraphRows::attend(const GraphLayer & in, size_t l) {
-    const Layer & layer = layers_[l];
-    scales_.resize(layers_.size());
+    const DeviceLayer & layer = slots_.layers[l];
+    const bool          one   = in.q->ne[2] == 1;
+    scales_.resize(slots_.layers.size());
     scales_[l] = in.scale;
-    if (even_) {
-        return after(attend_even(in, l), keep_queries(in, layer));
+    T out      = slots_.even ? attend_even(in, l) : one ? nullptr : attend_several(in, layer);
+    if (!out) {
+        for (const Group & group : layer.groups) {
+            T heads = group.regions ? attend_regions(in, layer, group) : attend_group(in, layer, group);
+            out     = out ? ggml_concat(in.ctx, out, heads, 1) : heads;
+        }
+        out = layer.joined ? ggml_get_rows(in.ctx, out, layer.joined) : out;
+        out = ggml_reshape_2d(in.ctx, out, ggml_nelements(out), 1);
     }
-    if (in.q->ne[2] > 1) {
-        return after(attend_several(in, layer), keep_queries(in, layer));
-    }
-    T out = nullptr;
-    for (const Group & group : layer.groups) {
-        T heads = group.regions ? attend_regions(in, layer, group) : attend_group(in, layer, group);
-        out     = out ? ggml_concat(in.ctx, out, heads, 1) : heads;
-    }
-    if (layer.joined) {
-        out = ggml_get_rows(in.ctx, out, layer.joined);
-    }
-    return after(ggml_reshape_2d(in.ctx, out, ggml_nelements(out), 1), keep_queries(in, layer));
+    return after(out, queries.write(in, layer, inputs_.written(layer).index));
 }
 
 }  // namespace kvedge

@@ -11,10 +11,10 @@ constexpr size_t MOST = 4;  // groups: each is a launch of its own for every lay
 
 }  // namespace
 
-int32_t slots_for(int32_t n, int32_t together) {
+int32_t slots_for(int32_t n) {
     constexpr int32_t ROOM = 32;
     const int32_t     step = n < 256 ? 64 : 256;
-    return (n + ROOM * together + step - 1) / step * step;
+    return (n + ROOM + step - 1) / step * step;
 }
 
 std::vector<std::vector<int32_t>> group_heads(const std::vector<int32_t> & rows) {

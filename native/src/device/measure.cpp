@@ -1,9 +1,8 @@
 // What scorers want to know of pending rows, measured where they lie: one graph for all layers of a device, some heads of a
 // layer at a time, so that its work memory stays small.
 
-#include "device/highpass.h"
-#include "device/looks.h"
 #include "device/graph_rows.h"
+#include "device/highpass.h"
 #include "system/threads.h"
 
 #include <algorithm>
@@ -34,9 +33,88 @@ std::vector<int32_t> tokens_of_kind(const MeasureJob & job) {
 
 void hide(ggml_fp16_t * row, int32_t first, int32_t end) { std::fill(row + first, row + end, ggml_fp32_to_fp16(-INFINITY)); }
 
+// ---------------------------------------------------------------------------------------------------------
+// Operations, on some heads of a layer, whose rows are [d, T, heads] in f32. Products of matrices are rounded to half precision on
+// some devices, so that what is multiplied is what half precision holds; a matrix times one column is not, and sums are not.
+
+// Numbers in two halves, each of them f32 that half precision holds. A product with both is one with the numbers.
+struct Halves {
+    T high;
+    T low;
+};
+
+// The window's queries and what they see.
+struct VoteInputs {
+    Halves        queries;  // [d, G * W, heads]: of a head its query heads' queries
+    T             mask;     // [N, W] or [N, W, 1, heads] f16
+    T             weights;  // [T, W] f32 by which a query's vote for a token counts; NULL: all alike
+    T             sinks;    // [G * heads] f32 or NULL
+    int64_t       n_window, group;  // W, G
+    int64_t       n_tokens;         // T: the last of N rows
+    float         scale, softcap;   // what products with the queries are multiplied by; softcap 0: none
+    bool          largest;          // over query heads, not their mean
+};
+
+// Of keys [d, T, heads]: the sum of those that count, of length 1 or as they are, d * heads numbers; and the products of all keys
+// of length 1 with it, [T, 1, heads]. counts [T]: 1 or 0; NULL: all count.
+struct Directions {
+    T sum;
+    T products;
+};
+
+// [n, rows, ...] averaged, or the largest taken, over `count` rows at a time.
+T over_rows(ggml_context * c, T x, ggml_op_pool how, int64_t count) {
+    return ggml_pool_2d(c, x, how, 1, (int) count, 1, (int) count, 0, 0);
+}
+
+// [T, 1, heads]: mean over the queries and query heads of the votes for keys [d, N, heads], or the largest over query heads.
+T vote(ggml_context * c, T keys, const VoteInputs & in) {
+    const int64_t N = keys->ne[1], heads = keys->ne[2], W = in.n_window, G = in.group;
+    T             logits = ggml_add(c, product(c, keys, in.queries.high), product(c, keys, in.queries.low));
+    float         scale  = in.scale;
+    if (in.softcap != 0.0f) {
+        logits = ggml_tanh(c, ggml_scale(c, logits, scale / in.softcap));
+        scale  = in.softcap;
+    }
+    // sinks want the query heads on dimension 2, a mask for each head wants the heads alone on dimension 3
+    logits    = in.sinks ? ggml_reshape_3d(c, logits, N, W, G * heads) : ggml_reshape_4d(c, logits, N, W, G, heads);
+    T weights = ggml_soft_max_ext(c, logits, in.mask, scale, 0.0f);
+    if (in.sinks) {
+        ggml_soft_max_add_sinks(weights, in.sinks);
+    }
+    const size_t row  = weights->nb[1], before = (size_t) (N - in.n_tokens) * sizeof(float);
+    T            seen = ggml_view_3d(c, weights, in.n_tokens, W, G * heads, row, (size_t) W * row, before);
+    if (in.weights) {
+        seen = ggml_mul(c, seen, in.weights);
+    } else if (before > 0) {
+        seen = ggml_cont(c, seen);
+    }
+    seen = ggml_reshape_3d(c, seen, in.n_tokens, W * G, heads);
+    T mean = over_rows(c, seen, GGML_OP_POOL_AVG, in.largest ? W : W * G);
+    return in.largest && G > 1 ? over_rows(c, mean, GGML_OP_POOL_MAX, G) : mean;
+}
+
+// Of x f32, times a factor by which half precision holds it.
+Halves split(ggml_context * c, T x, float factor) {
+    x      = ggml_scale(c, x, factor);
+    T high = ggml_cast(c, ggml_cast(c, x, GGML_TYPE_F16), GGML_TYPE_F32);
+    return { high, ggml_cast(c, ggml_cast(c, ggml_sub(c, x, high), GGML_TYPE_F16), GGML_TYPE_F32) };
+}
+
+Directions directions(ggml_context * c, T keys, T counts, bool unit) {
+    constexpr float SHORTEST = 1e-12f;  // a shorter key points nowhere
+    const int64_t   n = keys->ne[1], d = keys->ne[0], heads = keys->ne[2];
+    T               units   = ggml_l2_norm(c, keys, SHORTEST);
+    T               columns = ggml_cont(c, ggml_transpose(c, unit ? units : keys));
+    T sum = counts ? ggml_mul_mat(c, ggml_reshape_2d(c, columns, n, d * heads), counts) : ggml_sum_rows(c, columns);
+    return { sum, product(c, units, ggml_reshape_3d(c, sum, d, 1, heads)) };
+}
+
 }  // namespace
 
-// The graph of one device.
+// ---------------------------------------------------------------------------------------------------------
+// The graph of one device
+
 struct GraphRows::Measuring {
     // Heads of a group that are measured together, and what is measured of them.
     struct Part {
@@ -61,7 +139,8 @@ struct GraphRows::Measuring {
         T       list;
     };
 
-    Measuring(const GraphRows & rows, const MeasureJob & job, const std::vector<size_t> & layers);
+    // For the layers of one device. Throws std::bad_alloc.
+    Measuring(const GraphRows & rows, const MeasureJob & job, const LayersOn & on, ggml_tensor * ring);
 
     bool  asks_votes() const { return job.looks.votes != Looks::Votes::none && job.n_window > 0; }
     bool  asks_high() const { return job.looks.gamma >= 0.0 && !of_kind.empty() && !filter.all_pass(); }
@@ -71,8 +150,8 @@ struct GraphRows::Measuring {
     void  make_part(Part & part);
     void  make_votes(Part & part, T keys);
     bool  from_ring() const { return asks_votes() && job.queries.empty(); }
-    int32_t row_at(int32_t place) const { return from_ring() ? rows.row_in_ring(place) : place; }  // of the window, oldest first
-    T     sent_queries(int64_t n);
+    int32_t row_at(int32_t place) const { return from_ring() ? rows.queries.row_at(place) : place; }  // of the window, oldest first
+    T     sent_queries();
     T     queries_of(const Part & part, T x);
     T     mask_of(const Part & part);
     T     places(const Part & part, int32_t rows, bool filtered);
@@ -81,12 +160,14 @@ struct GraphRows::Measuring {
     T     result(T x);
     void  read_layer(size_t layer, Measures & out) const;
     void  read_part(const Part & part, Measures & out, Energy & energy) const;
-    bool  even() const { return rows.even_; }
-    const LayerShape & shape(const Part & part) const { return (*rows.shapes_)[part.layer]; }
+    bool  even() const { return slots.even; }
+    const LayerShape & shape(const Part & part) const { return (*slots.shapes)[part.layer]; }
 
     const GraphRows &           rows;
+    const Slots &               slots;
     const MeasureJob &          job;
-    const std::vector<size_t> & layers;
+    const LayersOn &            on;
+    T                           ring;  // of the device's queries, as the prompt's graphs left them
     std::vector<int32_t>        of_kind;  // tokens that anchor and deviation are of
     GraphHighPass               filter;
     Parcel                      parcel;
@@ -98,9 +179,9 @@ struct GraphRows::Measuring {
     T mask = nullptr, weights = nullptr, counts = nullptr;
 };
 
-GraphRows::Measuring::Measuring(const GraphRows & rows, const MeasureJob & job, const std::vector<size_t> & layers)
-    : rows(rows), job(job), layers(layers), of_kind(tokens_of_kind(job)),
-      filter((int32_t) of_kind.size(), std::max(job.looks.gamma, 0.0)), parcel(rows.layers_[layers[0]].device) {
+GraphRows::Measuring::Measuring(const GraphRows & rows, const MeasureJob & job, const LayersOn & on, T ring)
+    : rows(rows), slots(rows.slots_), job(job), on(on), ring(ring), of_kind(tokens_of_kind(job)),
+      filter((int32_t) of_kind.size(), std::max(job.looks.gamma, 0.0)), parcel(on.device) {
     plan_parts();
     sketch = std::make_unique<Sketch>(NODES * (parts.size() + 1));
     c      = sketch->context.get();
@@ -124,12 +205,12 @@ size_t GraphRows::Measuring::work_bytes(const LayerShape & s, size_t N) const {
 void GraphRows::Measuring::plan_parts() {
     constexpr uint64_t LEAST = 16 << 20, MOST = 48 << 20, SHARE = 16;
     const size_t       bound = (size_t) std::clamp(rows.bytes() / SHARE, LEAST, MOST);
-    for (const size_t l : layers) {
-        const LayerShape & shape = (*rows.shapes_)[l];
-        for (const Group & group : rows.layers_[l].groups) {
+    for (const size_t l : on.layers) {
+        const LayerShape & shape = (*slots.shapes)[l];
+        for (const Group & group : slots.layers[l].groups) {
             size_t longest = 0;
             for (const int32_t head : group.heads) {
-                longest = std::max(longest, even() ? (size_t) group.used[0] : rows.places_of(l, head).size());
+                longest = std::max(longest, even() ? (size_t) group.used[0] : slots.places_of(l, head).size());
             }
             const bool   alone  = !even() && !job.sinks.empty() && job.sinks[l];  // sinks leave no dimension for masks of heads
             const size_t heads  = group.heads.size();
@@ -153,8 +234,7 @@ void GraphRows::Measuring::plan_parts() {
 void GraphRows::Measuring::make_inputs() {
     const int32_t n = job.n_tokens, W = job.n_window;
     if (asks_votes()) {
-        const Inputs & inputs = rows.inputs_[rows.layers_[layers[0]].inputs];
-        halves = split(c, from_ring() ? inputs.queries : sent_queries((int64_t) inputs.query * W), from_ring() ? RING_FACTOR : SENT_FACTOR);
+        halves = split(c, from_ring() ? ring : sent_queries(), from_ring() ? RING_FACTOR : SENT_FACTOR);
     }
     if (job.looks.votes == Looks::Votes::faded && W > 0) {
         weights = ggml_new_tensor_2d(c, GGML_TYPE_F32, n, W);
@@ -176,19 +256,19 @@ void GraphRows::Measuring::make_inputs() {
 }
 
 // The host's queries [W][H][d_k] of each layer, as the prompt's graphs would have left them.
-T GraphRows::Measuring::sent_queries(int64_t n) {
-    T all = ggml_new_tensor_1d(c, GGML_TYPE_F32, n);
+T GraphRows::Measuring::sent_queries() {
+    T all = ggml_new_tensor_1d(c, GGML_TYPE_F32, (int64_t) on.query * job.n_window);
     parcel.send<float>(all, [this](float * to, int32_t i) {
-        const size_t       l = layers[(size_t) i], W = (size_t) job.n_window;
-        const LayerShape & s = (*rows.shapes_)[l];
+        const size_t       l = on.layers[(size_t) i], W = (size_t) job.n_window;
+        const LayerShape & s = (*slots.shapes)[l];
         const auto         d = (size_t) s.d_k, heads = (size_t) s.n_heads;
-        to += rows.layers_[l].query_at * W;
+        to += slots.layers[l].query_at * W;
         for (size_t h = 0; h < heads; h++) {
             for (size_t w = 0; w < W; w++, to += d) {
                 std::copy_n(job.queries[l].data() + (w * heads + h) * d, d, to);
             }
         }
-    }, (int32_t) layers.size());
+    }, (int32_t) on.layers.size());
     return all;
 }
 
@@ -207,7 +287,7 @@ T GraphRows::Measuring::places(const Part & part, int32_t n_rows, bool filtered)
     T list = ggml_new_tensor_1d(c, GGML_TYPE_I32, (int64_t) n * n_heads);
     parcel.send<int32_t>(list, [this, &part, n_rows, n, filtered](int32_t * to, int32_t) {
         for (const int32_t h : part.heads) {
-            const auto    all   = rows.places_of(part.layer, h);
+            const auto    all   = slots.places_of(part.layer, h);
             const int32_t first = (int32_t) all.size() - (filtered ? job.n_tokens : n_rows);
             for (int32_t t = 0; t < n; t++) {
                 *to++ = all[(size_t) std::max(0, first + (filtered ? of_kind[(size_t) filter.order()[(size_t) t]] : t))];
@@ -240,8 +320,8 @@ T GraphRows::Measuring::wide(const Part & part, bool keys, int32_t n_rows) {
 // A half of the queries of the part's heads: [d, G * W, heads].
 T GraphRows::Measuring::queries_of(const Part & part, T x) {
     const LayerShape & s    = shape(part);
-    const int64_t      W    = job.n_window, R = from_ring() ? rows.ring_.window : W, G = s.n_heads / s.n_heads_kv, d = s.d_k;
-    const size_t       head = (size_t) (R * d) * sizeof(float), at = rows.layers_[part.layer].query_at * (size_t) R * sizeof(float);
+    const int64_t      W    = job.n_window, R = from_ring() ? rows.queries.window() : W, G = s.n_heads / s.n_heads_kv, d = s.d_k;
+    const size_t       head = (size_t) (R * d) * sizeof(float), at = slots.layers[part.layer].query_at * (size_t) R * sizeof(float);
     const auto         of   = [&](int32_t first, int64_t n) {
         T some = ggml_view_4d(c, x, d, W, G, n, (size_t) d * sizeof(float), head, (size_t) G * head, at + (size_t) (first * G) * head);
         return ggml_reshape_3d(c, W == R ? some : ggml_cont(c, some), d, W * G, n);
@@ -264,7 +344,7 @@ T GraphRows::Measuring::mask_of(const Part & part) {
     }
     T out = ggml_new_tensor_4d(c, GGML_TYPE_F16, N, W, 1, even() ? 1 : (int64_t) part.heads.size());
     parcel.send<ggml_fp16_t>(out, [this, &part, N, W](ggml_fp16_t * to, int32_t i) {
-        const int32_t missing = even() ? 0 : N - (int32_t) rows.places_of(part.layer, part.heads[(size_t) i]).size();
+        const int32_t missing = even() ? 0 : N - (int32_t) slots.places_of(part.layer, part.heads[(size_t) i]).size();
         to += (size_t) i * (size_t) W * (size_t) N;
         for (int32_t place = 0; place < W; place++, to += N) {
             std::fill_n(to, N, ggml_fp32_to_fp16(0.0f));
@@ -384,7 +464,7 @@ void GraphRows::Measuring::read_part(const Part & part, Measures & out, Energy &
 
 void GraphRows::Measuring::read_layer(size_t l, Measures & out) const {
     const int32_t n = job.n_tokens, W = job.n_window;
-    const auto    heads = (size_t) (*rows.shapes_)[l].n_heads_kv;
+    const auto    heads = (size_t) (*slots.shapes)[l].n_heads_kv;
     const auto    sized = [&](bool wanted) { return Bulk<float>(wanted ? heads * (size_t) n : 0, 0.0f); };
     const bool    anchored = job.looks.anchor != Looks::Anchor::none;
     out = { sized(job.looks.votes != Looks::Votes::none),         sized(job.looks.key_norms),
@@ -417,73 +497,62 @@ void GraphRows::Measuring::read_layer(size_t l, Measures & out) const {
     }
 }
 
-// What no device measures; empty: there is no such thing.
-std::string GraphRows::unmeasured(const MeasureJob & job) const {
+// What no device measures; NULL: there is no such thing.
+static const char * unmeasured(const Slots & slots, const MeasureJob & job) {
     if (job.n_window > job.n_tokens) {
         return "a window that is longer than the prompt";
     }
-    if (form_.storage.quantised()) {
+    if (slots.form.storage.quantised()) {
         return "scores of quantised rows";
     }
-    for (const Layer & layer : layers_) {
+    for (const DeviceLayer & layer : slots.layers) {
         for (const Group & group : layer.groups) {
             if (std::any_of(group.biases.begin(), group.biases.end(), [](const auto & x) { return !x.empty(); })) {
                 return "scores of rows with biases";
             }
         }
     }
-    return "";
+    return nullptr;
 }
 
-AwayRows::Outcome GraphRows::measure_on(
-    Inputs & inputs, const std::vector<size_t> & layers, const MeasureJob & job, std::vector<Measures> & out) {
-    Measuring  graph(*this, job, layers);
-    const auto device = inputs.device;
-    const auto end    = [&](Outcome outcome, const std::string & why) {
-        inputs.worker.give_back_memory();
-        problem_ = outcome == Outcome::done ? "" : std::string("device ") + ggml_backend_dev_name(device) + " " + why;
-        return outcome;
+AwayRows::Outcome GraphRows::measure_on(size_t device, const MeasureJob & job, std::vector<Measures> & out) {
+    LayersOn &    on = slots_.devices[device];
+    Measuring     graph(*this, job, on, queries.queries(device));
+    ggml_cgraph * cgraph = graph.sketch->graph;
+    const auto    end    = [&](Outcome outcome, const std::string & why) {
+        on.worker.give_back_memory();
+        return fail(outcome, on.device, why);
     };
-    if (const char * operation = lacking(device, graph.sketch->graph)) {
+    if (const char * operation = lacking(on.device, cgraph)) {
         return end(Outcome::lacking, std::string("lacks ") + operation);
     }
-    inputs.worker.give_back_memory();  // a prompt's sums are done
-    if (!graph.parcel.allocate() || !inputs.worker.make_room(device, graph.sketch->graph, n_threads_)) {
+    on.worker.give_back_memory();  // a prompt's sums are done
+    if (!graph.parcel.allocate() || !on.worker.make_room(on.device, cgraph, slots_.n_threads)) {
         return end(Outcome::full, "has no memory to measure rows");
     }
-    graph.parcel.upload(n_threads_);
-    if (!inputs.worker.compute(graph.sketch->graph)) {
+    graph.parcel.upload(slots_.n_threads);
+    if (!on.worker.compute(cgraph)) {
         return end(Outcome::failed, "failed to measure rows");
     }
     graph.parcel.download();
-    work.operations += operations_of(graph.sketch->graph);
+    work.operations += operations_of(cgraph);
     work.to_device += graph.parcel.sent_bytes();
     work.to_host += graph.parcel.fetched_bytes();
-    parallel_for(n_threads_, (int32_t) layers.size(), [&](int32_t i, int32_t) {
-        graph.read_layer(layers[(size_t) i], out[layers[(size_t) i]]);
+    parallel_for(slots_.n_threads, (int32_t) on.layers.size(), [&](int32_t i, int32_t) {
+        graph.read_layer(on.layers[(size_t) i], out[on.layers[(size_t) i]]);
     });
-    return end(Outcome::done, "");
+    on.worker.give_back_memory();
+    problem_.clear();
+    return Outcome::done;
 }
 
 AwayRows::Outcome GraphRows::measure(const MeasureJob & job, std::vector<Measures> & out) {
-    const int64_t     start = ggml_time_us();
-    const std::string what  = unmeasured(job);
-    out.resize(layers_.size());
-    for (size_t i = 0; i < inputs_.size(); i++) {
-        std::vector<size_t> layers;
-        for (size_t l = 0; l < layers_.size(); l++) {
-            if (layers_[l].device && layers_[l].inputs == i) {
-                layers.push_back(l);
-            }
-        }
-        if (layers.empty() || !job.looks.any() || job.n_tokens == 0) {
-            continue;
-        }
-        if (!what.empty()) {
-            problem_ = std::string("device ") + ggml_backend_dev_name(inputs_[i].device) + " does without " + what;
-            return Outcome::lacking;
-        }
-        const Outcome outcome = measure_on(inputs_[i], layers, job, out);
+    const int64_t start = ggml_time_us();
+    const char *  what  = unmeasured(slots_, job);
+    out.resize(slots_.layers.size());
+    for (size_t i = 0; i < slots_.devices.size() && job.looks.any() && job.n_tokens > 0; i++) {
+        const Outcome outcome = what ? fail(Outcome::lacking, slots_.devices[i].device, std::string("does without ") + what)
+                                     : measure_on(i, job, out);
         if (outcome != Outcome::done) {
             return outcome;
         }

@@ -90,7 +90,7 @@ Outcome GraphRows::Merging::search() {
         }
         const size_t fits = of.work_bytes(l) / (sizeof(float) * hunt.n_kept * hunt.heads) / STEP * STEP;
         hunt.chunk        = std::min(hunt.n_evicted, std::max(fits, STEP));
-        const bool other  = !hunts.empty() && of.from.layers_[hunts[0].layer].inputs != of.from.layers_[l].inputs;
+        const bool other  = !hunts.empty() && of.from.layers[hunts[0].layer].on != of.from.layers[l].on;
         if (other || (!hunts.empty() && (entries + hunt.entries()) * ENTRY_BYTES > of.work_bytes(l) / 4)) {
             flush();
         }
@@ -160,7 +160,7 @@ void GraphRows::Merging::compare(const Hunt & x, T less_behind, const Found & fo
 // Compares the rows of some layers of one device.
 Outcome GraphRows::Merging::search_some(std::vector<Hunt> & hunts) {
     const size_t layer = hunts[0].layer, entries = hunts.back().entry + hunts.back().entries();
-    const auto   device = of.from.layers_[layer].device;
+    const auto   device = of.from.layers[layer].device;
     Found        found;
     size_t       nodes = 8, widest = 0;
     for (const Hunt & x : hunts) {
@@ -200,7 +200,7 @@ template <class F> void GraphRows::Merging::each_head(const std::vector<Hunt> & 
             all.emplace_back(i, h);
         }
     }
-    parallel_for(of.from.n_threads_, (int32_t) all.size(), [&](int32_t i, int32_t) {
+    parallel_for(of.from.n_threads, (int32_t) all.size(), [&](int32_t i, int32_t) {
         visit(hunts[all[(size_t) i].first], all[(size_t) i].second);
     });
 }
@@ -351,8 +351,8 @@ GraphRows::Merging::Piece GraphRows::Merging::piece_of(const Sums & sums, const 
 }
 
 void GraphRows::Merging::plan(size_t l) {
-    const LayerShape & shape = (*of.from.shapes_)[l];
-    for (const Group & group : of.next.layers_[l].groups) {
+    const LayerShape & shape = (*of.from.shapes)[l];
+    for (const Group & group : of.next.layers[l].groups) {
         Sums sums;
         for (const int32_t h : group.heads) {
             Joined &     x   = joined[l][(size_t) h];
@@ -417,7 +417,7 @@ void GraphRows::Merging::add_up(size_t l, Parcel & parcel, Sketch & sketch) cons
     }
     const T keys = of.flat(c, l, true), values = of.flat(c, l, false);
     for (size_t g = 0; g < pieces[l].size(); g++) {
-        const Group & group = of.next.layers_[l].groups[g];
+        const Group & group = of.next.layers[l].groups[g];
         const T       to_k = kvedge::flat(c, group.k), to_v = kvedge::flat(c, group.v);
         for (const Piece & piece : pieces[l][g]) {
             std::vector<std::array<T, 3>> lists;

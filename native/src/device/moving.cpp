@@ -1,13 +1,12 @@
-// Rows on their way to devices and back, as they lie where they come from or converted.
+// Rows on their way to devices and back, as they lie where they come from or converted; and quantised rows that become plain on
+// their device, before a later message, which is read in plain f16 as every prompt is.
 
-#include "device/graph_rows.h"
-
-#include "device/groups.h"
+#include "device/attention.h"
+#include "device/slots.h"
 #include "system/threads.h"
 
 #include <algorithm>
 #include <cstring>
-#include <numeric>
 #include <utility>
 
 namespace kvedge {
@@ -61,50 +60,28 @@ void convert(ggml_type type, const void * from, ggml_type wanted, void * to, int
     ggml_quantize_chunk(wanted, values.data(), to, 0, n, d, nullptr);
 }
 
-}  // namespace
-
-ggml_type ggml_type_of(Type type) {
-    switch (type) {
-        case Type::f16: return GGML_TYPE_F16;
-        case Type::bf16: return GGML_TYPE_BF16;
-        case Type::f32: return GGML_TYPE_F32;
-        case Type::q8_0: return GGML_TYPE_Q8_0;
-        case Type::q4_0: return GGML_TYPE_Q4_0;
-        default: return GGML_TYPE_COUNT;
-    }
-}
-
-bool GraphRows::holds(const Storage & storage, int64_t d_k, int64_t d_v, ggml_backend_dev_t device) {
-    if (!storage.quantised()) {
-        return true;
-    }
-    return storage.k == storage.v && ggml_type_of(storage.k) != GGML_TYPE_COUNT && has_flash_size(device, d_k, d_v);
-}
-
-// The slot of a head's row, and how many of the next `most` rows lie one after the other from there on.
-static std::pair<int32_t, int32_t> slots_of(const std::vector<int32_t> * order, int32_t row, int32_t most) {
-    if (!order) {
-        return { row, most };
-    }
-    const auto at = order->begin() + row;
-    int32_t    n  = 1;
-    while (n < most && at[n] == at[0] + n) {
-        n++;
-    }
-    return { *at, n };
-}
+// n rows of a head from row `at` of a tensor on, and where they lie in the host's memory.
+struct Stretch {
+    size_t  at;
+    Rows    rows;
+    int32_t n;
+};
 
 // visit(stretch) for all stretches of rows of a group's keys or values that lie together on both sides.
-template <class F> void GraphRows::each_stretch(const Store & store, size_t l, const Group & group, bool keys, const F & visit) const {
+template <class F> void each_stretch(const Store & store, size_t l, const Group & group, bool keys, const F & visit) {
     for (size_t i = 0; i < group.heads.size(); i++) {
-        const HeadView view = store.view((int32_t) l, group.heads[i]);
-        int32_t        row  = 0;
+        const HeadView view  = store.view((int32_t) l, group.heads[i]);
+        const auto     slots = group.slots_of(i);
+        auto           at    = slots.begin();
         for (const auto * part : { &view.old, &view.pending }) {
             for (const Segment & s : *part) {
                 for (int32_t done = 0; done < s.n;) {
-                    const auto [slot, n] = slots_of(group.ordered ? &group.order[i] : nullptr, row, s.n - done);
-                    visit(Stretch{ group.list(i) * (size_t) group.slots + (size_t) slot, (keys ? s.k : s.v).from(done), n });
-                    row += n;
+                    int32_t n = 1;
+                    while (n < s.n - done && at[n] == at[0] + n) {
+                        n++;
+                    }
+                    visit(Stretch{ (size_t) at[0], (keys ? s.k : s.v).from(done), n });
+                    at += n;
                     done += n;
                 }
             }
@@ -113,16 +90,16 @@ template <class F> void GraphRows::each_stretch(const Store & store, size_t l, c
 }
 
 // Uneven rows are many short stretches, which travel together; even ones may be large, and need no copy.
-void GraphRows::put(const Store & from, size_t l, const Group & group, bool keys, Staging & staging) const {
-    const auto           device = layers_[l].device;
+void put(const Slots & slots, const Store & from, size_t l, const Group & group, bool keys, Staging & staging) {
+    const auto           device = slots.layers[l].device;
     ggml_tensor * const  to  = keys ? group.k : group.v;
     const size_t         row = to->nb[1];
-    std::vector<uint8_t> all(even_ ? 0 : ggml_nbytes(to), 0), some;
+    std::vector<uint8_t> all(slots.even ? 0 : ggml_nbytes(to), 0), some;
     each_stretch(from, l, group, keys, [&](const Stretch & x) {
         const ggml_type type = ggml_type_of(x.rows.type);
         const size_t    at = x.at * row, size = row * (size_t) x.n;
         const uint8_t * rows = x.rows.data;
-        if (!even_) {
+        if (!slots.even) {
             convert(type, rows, to->type, all.data() + at, to->ne[0], x.n);
             return;
         }
@@ -133,24 +110,24 @@ void GraphRows::put(const Store & from, size_t l, const Group & group, bool keys
         }
         send(device, staging, to, at, rows, size);
     });
-    if (!even_) {
+    if (!slots.even) {
         send(device, staging, to, 0, all.data(), all.size());
     }
 }
 
-void GraphRows::get(const Store & to, size_t l, const Group & group, bool keys, Staging & staging) const {
-    const auto                device = layers_[l].device;
+void get(const Slots & slots, const Store & to, size_t l, const Group & group, bool keys, Staging & staging) {
+    const auto                device = slots.layers[l].device;
     const ggml_tensor * const from = keys ? group.k : group.v;
     const size_t              row  = from->nb[1];
-    std::vector<uint8_t>      all(even_ ? 0 : ggml_nbytes(from)), some;
-    if (!even_) {
+    std::vector<uint8_t>      all(slots.even ? 0 : ggml_nbytes(from)), some;
+    if (!slots.even) {
         receive(device, staging, from, 0, all.data(), all.size());
     }
     each_stretch(to, l, group, keys, [&](const Stretch & x) {
         const ggml_type type = ggml_type_of(x.rows.type);
         const size_t    at = x.at * row, size = row * (size_t) x.n;
         auto *          rows = const_cast<uint8_t *>(x.rows.data);  // nobody else writes rows of a sequence that is away
-        if (!even_) {
+        if (!slots.even) {
             convert(from->type, all.data() + at, type, rows, from->ne[0], x.n);
             return;
         }
@@ -164,97 +141,46 @@ void GraphRows::get(const Store & to, size_t l, const Group & group, bool keys, 
     });
 }
 
-// What is known of heads that are about to lie together, before there is memory for their rows.
-GraphRows::Group GraphRows::placed(size_t l, HeadRows & of, const std::vector<int32_t> & heads, int32_t together) const {
-    const LayerShape & shape = (*shapes_)[l];
-    Group              group;
-    group.together = together;
-    group.heads    = heads;
-    group.ordered  = form_.dropping || together > 1;
-    group.queries  = together > 1 ? shape.n_heads / shape.n_heads_kv : 1;
-    group.spare.resize(heads.size());
-    group.used.resize(heads.size() / (size_t) together, 0);
-    for (size_t i = 0; i < heads.size(); i++) {
-        const auto    head = (size_t) heads[i];
-        const int32_t rows = of.n[head];
-        int32_t &     used = group.used[group.list(i)];
-        group.first.push_back(used);
-        group.order.emplace_back(group.ordered ? (size_t) rows : 0);
-        std::iota(group.order.back().begin(), group.order.back().end(), used);
-        group.biases.push_back(of.biases.empty() ? std::vector<float>() : std::move(of.biases[head]));
-        used += rows;
-    }
-    return group;
-}
-
-// heads: in the order in which they lie, unless that is their own.
-bool GraphRows::make_order(size_t l, const std::vector<int32_t> & heads) {
-    Layer & layer = layers_[l];
-    if (std::is_sorted(heads.begin(), heads.end())) {
-        return true;
-    }
-    std::vector<int32_t> joined(heads.size());
-    for (size_t i = 0; i < heads.size(); i++) {
-        joined[(size_t) heads[i]] = (int32_t) i;
-    }
-    layer.order  = Tensors(1);
-    layer.joined = layer.order.add(GGML_TYPE_I32, (int64_t) heads.size());
-    if (!layer.order.allocate(layer.device)) {
-        return refuse(layer.device);
-    }
-    ggml_backend_tensor_set(layer.joined, joined.data(), 0, joined.size() * sizeof(int32_t));
-    return true;
-}
-
-// Where the rows of a layer's heads are about to lie: its groups, with the slots that they need but without memory.
-bool GraphRows::lay_out(size_t l, HeadRows && rows) {
-    const LayerShape &   shape = (*shapes_)[l];
-    Layer &              layer = layers_[l];
-    std::vector<int32_t> order((size_t) shape.n_heads_kv);
-    std::iota(order.begin(), order.end(), 0);
-    std::vector<std::vector<int32_t>> groups = { order };
-    // kernels for many queries unpack all quantised rows first
-    const bool shared = !even_ && reads_once(layer.device) && !form_.storage.quantised();
-    if (!even_ && !shared) {
-        groups = group_heads(rows.n);
-        order.clear();
-        for (const auto & heads : groups) {
-            order.insert(order.end(), heads.begin(), heads.end());
-        }
-    }
-    if (!make_order(l, order)) {
-        return false;
-    }
-    for (const auto & heads : groups) {
-        layer.groups.push_back(placed(l, rows, heads, shared ? shape.n_heads_kv : 1));
-        Group &       group = layer.groups.back();
-        const int32_t used  = group.most_used(), more = used / 32;  // of an answer, beside the few tokens that there is always room for
-        group.regions = shared && has_ragged(layer.device, shape, form_.storage);
-        // of a prompt that is yet to come, reserve() knows how many slots
-        group.slots = used == 0 && even_ ? 0 : group.regions ? group.spread() : slots_for(used + more, group.together);
-    }
-    return true;
-}
-
-template <class F> void GraphRows::each_layer(int32_t n_threads, const F & copy) const {
-    const bool at_once = std::all_of(layers_.begin(), layers_.end(), [](const Layer & x) { return !x.device || copies_at_once(x.device); });
-    constexpr int32_t    MOST  = 8;  // more copy no faster
-    const int32_t        n     = at_once ? std::min(n_threads, MOST) : 1;
+// copy(layer, group, keys, staging) for all groups that have memory.
+template <class F> void each_group(const Slots & slots, const F & copy) {
+    const auto &         layers  = slots.layers;
+    const bool           at_once = std::all_of(layers.begin(), layers.end(), [](const auto & x) { return !x.device || copies_at_once(x.device); });
+    constexpr int32_t    MOST    = 8;  // more copy no faster
+    const int32_t        n       = at_once ? std::min(slots.n_threads, MOST) : 1;
     std::vector<Staging> staging((size_t) n);
-    parallel_for(n, (int32_t) layers_.size(), [&](int32_t l, int32_t worker) {
-        if (layers_[(size_t) l].device) {
-            copy((size_t) l, staging[(size_t) worker]);
+    parallel_for(n, (int32_t) layers.size(), [&](int32_t l, int32_t worker) {
+        for (const Group & group : layers[(size_t) l].groups) {
+            for (const bool keys : { true, false }) {
+                if (group.k) {
+                    copy((size_t) l, group, keys, staging[(size_t) worker]);
+                }
+            }
         }
     });
 }
 
-bool GraphRows::holds_even(const Store & store, const std::vector<ggml_backend_dev_t> & devices) {
+// From k and v [d, slots, lists] to those of a group. One list at a time, so that the f32 in between stays small.
+bool convert(Worker & worker, ggml_backend_dev_t device, ggml_tensor * const (&from)[2], ggml_tensor * const (&to)[2], int32_t n_threads) {
+    constexpr size_t EACH  = 5;  // tensors of a list
+    const int64_t    lists = from[0]->ne[2];
+    Sketch           sketch(EACH * 2 * (size_t) lists);
+    ggml_context *   c    = sketch.context.get();
+    const auto       list = [&](ggml_tensor * x, int64_t i) { return ggml_view_2d(c, x, x->ne[0], x->ne[1], x->nb[1], (size_t) i * x->nb[2]); };
+    for (int64_t i = 0; i < 2 * lists; i++) {
+        sketch.add(ggml_cpy(c, ggml_cast(c, list(from[i / lists], i % lists), GGML_TYPE_F32), list(to[i / lists], i % lists)));
+    }
+    return !lacking(device, sketch.graph) && worker.make_room(device, sketch.graph, n_threads) && worker.compute(sketch.graph);
+}
+
+}  // namespace
+
+bool holds_even(const Store & store, const std::vector<ggml_backend_dev_t> & places) {
     int32_t n = -1;
     if (store.biased()) {
         return false;
     }
-    for (size_t l = 0; l < devices.size(); l++) {
-        for (int32_t h = 0; devices[l] && h < store.shapes()[l].n_heads_kv; h++) {
+    for (size_t l = 0; l < places.size(); l++) {
+        for (int32_t h = 0; places[l] && h < store.shapes()[l].n_heads_kv; h++) {
             const int32_t length = store.head_length((int32_t) l, h);
             if (n >= 0 && length != n) {
                 return false;
@@ -265,73 +191,78 @@ bool GraphRows::holds_even(const Store & store, const std::vector<ggml_backend_d
     return true;
 }
 
-bool GraphRows::load(Store & from, int32_t n_threads) {
-    std::vector<ggml_backend_dev_t> devices;
-    for (const Layer & layer : layers_) {
-        devices.push_back(layer.device);
+bool Slots::load(Store & from) {
+    std::vector<ggml_backend_dev_t> places;
+    for (const DeviceLayer & layer : layers) {
+        places.push_back(layer.device);
     }
-    even_ = !form_.dropping && holds_even(from, devices);
+    even = !form.dropping && holds_even(from, places);
     const auto load_layer = [&](size_t l) {
         HeadRows rows;
-        for (int32_t h = 0; h < (*shapes_)[l].n_heads_kv; h++) {
+        for (int32_t h = 0; h < (*shapes)[l].n_heads_kv; h++) {
             rows.n.push_back(from.head_length((int32_t) l, h));
-            if (!even_ && from.biased()) {
+            if (!even && from.biased()) {
                 rows.biases.emplace_back((size_t) rows.n.back());
                 from.read_biases((int32_t) l, h, rows.biases.back().data());
             }
         }
-        auto & groups = layers_[l].groups;
+        auto & groups = layers[l].groups;
         return lay_out(l, std::move(rows)) &&
                std::all_of(groups.begin(), groups.end(), [&](Group & group) { return group.slots == 0 || make_group(l, group, group.slots); });
     };
-    for (size_t l = 0; l < layers_.size(); l++) {
-        if (layers_[l].device && !load_layer(l)) {
-            for (Layer & layer : layers_) {
+    for (size_t l = 0; l < layers.size(); l++) {
+        if (layers[l].device && !load_layer(l)) {
+            for (DeviceLayer & layer : layers) {
                 layer.groups.clear();
             }
             return false;
         }
     }
     if (from.n_tokens() > 0) {
-        each_layer(n_threads, [&](size_t l, Staging & staging) {
-            for (const Group & group : layers_[l].groups) {
-                if (group.k) {
-                    put(from, l, group, true, staging);
-                    put(from, l, group, false, staging);
-                }
-            }
-        });
+        each_group(*this, [&](size_t l, const Group & group, bool keys, Staging & staging) { put(*this, from, l, group, keys, staging); });
     }
-    for (size_t l = 0; l < layers_.size(); l++) {
-        if (layers_[l].device) {
+    for (size_t l = 0; l < layers.size(); l++) {
+        if (layers[l].device) {
             from.send_away(l);
         }
     }
-    plan_inputs();
+    plan_devices();
     return true;
 }
 
-bool GraphRows::fetch(Store & to, int32_t n_threads) {
-    for (size_t l = 0; l < layers_.size(); l++) {
-        if (layers_[l].device && !to.bring_back(l)) {
+bool Slots::fetch(Store & to) {
+    for (size_t l = 0; l < layers.size(); l++) {
+        if (layers[l].device && !to.bring_back(l)) {
             while (l-- > 0) {
-                if (layers_[l].device) {
+                if (layers[l].device) {
                     to.send_away(l);
                 }
             }
             return false;
         }
     }
-    each_layer(n_threads, [&](size_t l, Staging & staging) {
-        for (const Group & group : layers_[l].groups) {
-            if (group.k) {
-                get(to, l, group, true, staging);
-                get(to, l, group, false, staging);
+    each_group(*this, [&](size_t l, const Group & group, bool keys, Staging & staging) { get(*this, to, l, group, keys, staging); });
+    for (DeviceLayer & layer : layers) {
+        layer.groups.clear();
+    }
+    return true;
+}
+
+bool Slots::make_plain() {
+    form.storage = form.storage.plain();
+    for (size_t l = 0; l < layers.size(); l++) {
+        for (Group & group : layers[l].groups) {
+            const Room quantised = group;
+            if (!quantised.k) {
+                continue;
+            }
+            group.k = group.v = nullptr;
+            if (!make_group(l, group, group.slots) || !convert(devices[layers[l].on].worker, layers[l].device,
+                                                               { quantised.k, quantised.v }, { group.k, group.v }, n_threads)) {
+                static_cast<Room &>(group) = quantised;
+                return false;
             }
         }
-    });
-    for (Layer & layer : layers_) {
-        layer.groups.clear();
     }
     return true;
 }

@@ -1,7 +1,4 @@
-// What graphs leave of a prompt on its devices: the queries of the last tokens, and sums over all of them. It stays there from
-// graph to graph, and is fetched at once, when somebody wants to see it.
-
-#include "device/graph_rows.h"
+#include "device/seen.h"
 
 #include <algorithm>
 
@@ -32,161 +29,183 @@ std::vector<float> cut(const std::vector<float> & x, int32_t width, size_t head,
 
 }  // namespace
 
-int32_t GraphRows::rows_before(const Incoming & incoming) const {
-    for (const Layer & layer : layers_) {
-        if (layer.device && even_) {
-            return layer.groups[0].most_used() - incoming.pending;
-        }
+uint64_t Ring::bytes() const {
+    uint64_t n = 0;
+    for (const On & on : on_) {
+        n += on.held.bytes();
     }
-    return 0;
+    return n;
 }
 
 // ---------------------------------------------------------------------------------------------------------
 // Queries
 
-void GraphRows::forget_ring() {
-    for (Inputs & inputs : inputs_) {
-        inputs.window  = Tensors();
-        inputs.queries = nullptr;
-    }
-    ring_  = {};
-    stamp_ = ++*stamps_;
+void Ring::forget() {
+    on_.clear();
+    window_ = kept_ = tokens_ = last_ = 0;
+    slots_.change();
 }
 
-bool GraphRows::make_ring(const Incoming & incoming) {
-    if (keeps_queries(incoming)) {
+bool Ring::make(const Incoming & incoming) {
+    if (keeps(incoming)) {
+        if (kept_ != incoming.window) {
+            slots_.change();
+        }
+        kept_ = incoming.window;
         return true;
     }
-    forget_ring();
-    for (Inputs & inputs : inputs_) {
-        inputs.window  = Tensors(1);
-        inputs.queries = inputs.window.add(GGML_TYPE_F32, (int64_t) inputs.query * incoming.window);
-        if (!inputs.window.allocate(inputs.device)) {
-            forget_ring();
-            return refuse(inputs.device);
+    forget();
+    on_.resize(slots_.devices.size());
+    for (size_t i = 0; i < on_.size(); i++) {
+        const LayersOn & of = slots_.devices[i];
+        on_[i].held         = Tensors(1);
+        on_[i].queries      = on_[i].held.add(GGML_TYPE_F32, (int64_t) of.query * incoming.window);
+        if (!on_[i].held.allocate(of.device)) {
+            forget();
+            return slots_.refuse(of.device);
         }
     }
-    ring_.window = incoming.window;
+    window_ = kept_ = incoming.window;
     return true;
 }
 
+// Where no query is kept, a window that leaves tokens out is none.
+std::vector<int64_t> Ring::enter(int32_t n) {
+    std::vector<int64_t> places;
+    tokens_ = kept_ > 0 ? tokens_ + n : 0;
+    last_   = std::min(tokens_, window_);
+    for (int32_t t = tokens_ - std::min(n, kept_); t < tokens_; t++) {
+        places.push_back(t % kept_);
+    }
+    return places;
+}
+
 // A ring, so that older ones stay where few tokens follow.
-T GraphRows::keep_queries(const GraphLayer & in, const Layer & layer) const {
-    const int64_t n = in.q->ne[2], kept = std::min<int64_t>(n, window_);
+T Ring::write(const GraphLayer & in, const DeviceLayer & layer, T index) const {
+    const int64_t n = in.q->ne[2], kept = std::min<int64_t>(n, kept_);
     if (kept == 0) {
         return nullptr;
     }
     ggml_context * c    = in.ctx;
-    const Inputs & to   = inputs_[layer.inputs];
     const int64_t  d    = in.q->ne[0], heads = in.q->ne[1];
     const size_t   head = (size_t) d * sizeof(float), room = (size_t) window_;
-    T last  = ggml_view_3d(c, in.q, d, heads, kept, in.q->nb[1], in.q->nb[2], (size_t) (n - kept) * in.q->nb[2]);
-    T ring  = ggml_view_3d(c, to.queries, d, window_, heads, head, head * room, layer.query_at * room * sizeof(float));
-    T place = ggml_view_1d(c, to.written[turn_].index, kept, to.entries * (size_t) n * sizeof(int64_t));
+    T last = ggml_view_3d(c, in.q, d, heads, kept, in.q->nb[1], in.q->nb[2], (size_t) (n - kept) * in.q->nb[2]);
+    T ring = ggml_view_3d(c, on_[layer.on].queries, d, window_, heads, head, head * room, layer.query_at * room * sizeof(float));
+    T place = ggml_view_1d(c, index, kept, slots_.devices[layer.on].entries * (size_t) n * sizeof(int64_t));
     return ggml_set_rows(c, ring, ggml_permute(c, last, 0, 2, 1, 3), place);
 }
 
 // Of a ring that is full, or of one that never was.
-bool GraphRows::keeps_window(int32_t n) const { return n > 0 && n == ring_.last && (n == ring_.window || n == ring_.tokens); }
+bool Ring::holds(int32_t n) const { return n > 0 && n == last_ && (n == window_ || n == tokens_); }
 
-int32_t GraphRows::row_in_ring(int32_t place) const {
-    return ring_.tokens <= ring_.window ? place : (place - ring_.tokens % ring_.window + ring_.window) % ring_.window;
+int32_t Ring::row_at(int32_t place) const {
+    return tokens_ <= window_ ? place : (place - tokens_ % window_ + window_) % window_;
 }
 
-LastQueries GraphRows::read_queries() {
+LastQueries Ring::read() {
     LastQueries out;
-    out.n = ring_.last;
-    out.layers.resize(layers_.size());
-    for (size_t i = 0; i < inputs_.size(); i++) {
-        const auto queries = read(inputs_[i].queries);
+    out.n = last_;
+    out.layers.resize(slots_.layers.size());
+    for (size_t i = 0; i < on_.size(); i++) {
+        const auto queries = kvedge::read(on_[i].queries);
         out.fetched += sizeof(float) * queries.size();
-        for (size_t l = 0; l < layers_.size(); l++) {
-            const LayerShape & shape = (*shapes_)[l];
-            const auto         d = (size_t) shape.d_k, heads = (size_t) shape.n_heads, window = (size_t) ring_.window;
-            if (!layers_[l].device || layers_[l].inputs != i) {
-                continue;
-            }
-            out.layers[l].reserve((size_t) ring_.last * heads * d);
-            for (int32_t t = ring_.tokens - ring_.last; t < ring_.tokens; t++) {
+        for (const size_t l : slots_.devices[i].layers) {
+            const LayerShape & shape = (*slots_.shapes)[l];
+            const auto         d = (size_t) shape.d_k, heads = (size_t) shape.n_heads, window = (size_t) window_;
+            out.layers[l].reserve((size_t) last_ * heads * d);
+            for (int32_t t = tokens_ - last_; t < tokens_; t++) {
                 for (size_t h = 0; h < heads; h++) {
-                    const size_t at   = layers_[l].query_at * window + (h * window + (size_t) t % window) * d;
+                    const size_t at   = slots_.layers[l].query_at * window + (h * window + (size_t) t % window) * d;
                     const auto   from = queries.begin() + (std::ptrdiff_t) at;
                     out.layers[l].insert(out.layers[l].end(), from, from + (std::ptrdiff_t) d);
                 }
             }
         }
     }
-    forget_ring();
+    forget();
     return out;
 }
 
 // ---------------------------------------------------------------------------------------------------------
 // Sums
 
-bool GraphRows::keeps_sums(const Incoming & incoming) const {
-    const bool same = incoming.summed == sums_.what && rows_before(incoming) == sums_.from && incoming.parts == sums_.parts;
-    const bool fits = incoming.n <= sums_.queries && rows_fit(incoming) && slots_shown() - sums_.from <= sums_.rows;
+uint64_t Sums::bytes() const {
+    uint64_t n = 0;
+    for (const On & on : on_) {
+        n += on.held.bytes();
+    }
+    return n;
+}
+
+bool Sums::keeps(const Incoming & incoming) const {
+    const int32_t before = slots_.even ? slots_.even_rows() - incoming.pending : 0;  // the rows that are not pending
+    const bool    same   = incoming.summed == what_ && before == from_ && incoming.parts == parts_;
+    const bool    fits   = incoming.n <= queries_ && slots_.fits(incoming) && slots_.shown() - from_ <= rows_;
     return !incoming.summed.any() || (same && fits);
 }
 
-void GraphRows::forget_sums() {
-    for (Inputs & inputs : inputs_) {
-        inputs.sums    = Tensors();
-        inputs.columns = inputs.squares = inputs.entropy = inputs.weights = inputs.turned = inputs.sum = nullptr;
-    }
-    sums_  = {};
-    stamp_ = ++*stamps_;
+void Sums::forget() {
+    on_.clear();
+    what_ = now_ = {};
+    any_  = false;
+    from_ = rows_ = queries_ = 0;
+    parts_ = 1;
+    slots_.change();
 }
 
-bool GraphRows::make_sums(const Incoming & incoming) {
-    if (keeps_sums(incoming)) {
+bool Sums::make(const Incoming & incoming) {
+    if (keeps(incoming)) {
+        if (!(now_ == incoming.summed)) {
+            slots_.change();
+        }
+        now_ = incoming.summed;
         return true;
     }
-    forget_sums();
-    const Summed &  what = incoming.summed;
-    const int32_t   from = rows_before(incoming), rows = slots_shown() - from;
-    const Sums      made = { what, false, from, rows, incoming.n, incoming.parts };
-    for (size_t i = 0; i < inputs_.size(); i++) {
-        Inputs &   inputs = inputs_[i];
-        const auto heads  = (int64_t) inputs.heads;
-        int64_t    piece  = 0;
-        for (size_t l = 0; l < layers_.size(); l++) {
-            piece = layers_[l].device && layers_[l].inputs == i ? std::max(piece, piece_of((*shapes_)[l], made)) : piece;
+    forget();
+    what_ = now_ = incoming.summed;
+    from_    = slots_.even ? slots_.even_rows() - incoming.pending : 0;
+    rows_    = slots_.shown() - from_;
+    queries_ = incoming.n;
+    parts_   = incoming.parts;
+    on_.resize(slots_.devices.size());
+    for (size_t i = 0; i < on_.size(); i++) {
+        const LayersOn & of    = slots_.devices[i];
+        On &             on    = on_[i];
+        const auto       heads = (int64_t) of.heads;
+        int64_t          piece = 0;
+        for (const size_t l : of.layers) {
+            piece = std::max(piece, piece_of((*slots_.shapes)[l]));
         }
-        inputs.sums    = Tensors(6);
-        inputs.columns = what.columns ? inputs.sums.add(GGML_TYPE_F32, rows, heads) : nullptr;
-        inputs.squares = what.squares ? inputs.sums.add(GGML_TYPE_F32, rows, heads) : nullptr;
-        inputs.entropy = what.entropy ? inputs.sums.add(GGML_TYPE_F32, 1, heads) : nullptr;
-        inputs.weights = inputs.sums.add(GGML_TYPE_F32, piece);
-        inputs.turned  = what.columns ? inputs.sums.add(GGML_TYPE_F32, piece) : nullptr;
-        inputs.sum     = what.columns ? inputs.sums.add(GGML_TYPE_F32, rows, heads) : nullptr;
-        if (!inputs.sums.allocate(inputs.device)) {
-            forget_sums();
-            return refuse(inputs.device);
+        on.held    = Tensors(6);
+        on.columns = what_.columns ? on.held.add(GGML_TYPE_F32, rows_, heads) : nullptr;
+        on.squares = what_.squares ? on.held.add(GGML_TYPE_F32, rows_, heads) : nullptr;
+        on.entropy = what_.entropy ? on.held.add(GGML_TYPE_F32, 1, heads) : nullptr;
+        on.weights = on.held.add(GGML_TYPE_F32, piece);
+        on.turned  = what_.columns ? on.held.add(GGML_TYPE_F32, piece) : nullptr;
+        on.sum     = what_.columns ? on.held.add(GGML_TYPE_F32, rows_, heads) : nullptr;
+        if (!on.held.allocate(of.device)) {
+            forget();
+            return slots_.refuse(of.device);
         }
     }
-    sums_ = made;
     return true;
 }
 
-PromptSums GraphRows::read_sums() {
+PromptSums Sums::read() {
     PromptSums out;
-    out.layers.resize(layers_.size());
-    for (size_t i = 0; i < inputs_.size(); i++) {
-        const Inputs & from    = inputs_[i];
-        const auto     columns = read(from.columns), squares = read(from.squares), entropy = read(from.entropy);
+    out.layers.resize(slots_.layers.size());
+    for (size_t i = 0; i < on_.size(); i++) {
+        const On & from    = on_[i];
+        const auto columns = kvedge::read(from.columns), squares = kvedge::read(from.squares), entropy = kvedge::read(from.entropy);
         out.fetched += sizeof(float) * (columns.size() + squares.size() + entropy.size());
-        for (size_t l = 0; l < layers_.size(); l++) {
-            if (!layers_[l].device || layers_[l].inputs != i) {
-                continue;
-            }
-            const size_t head = layers_[l].head_at, heads = (size_t) (*shapes_)[l].n_heads_kv;
-            out.rows      = std::min(layers_[l].groups[0].most_used() - sums_.from, sums_.rows);
-            out.layers[l] = { cut(columns, sums_.rows, head, heads, out.rows), cut(squares, sums_.rows, head, heads, out.rows),
+        for (const size_t l : slots_.devices[i].layers) {
+            const size_t head = slots_.layers[l].head_at, heads = (size_t) (*slots_.shapes)[l].n_heads_kv;
+            out.rows      = std::min(slots_.layers[l].groups[0].most_used() - from_, rows_);
+            out.layers[l] = { cut(columns, rows_, head, heads, out.rows), cut(squares, rows_, head, heads, out.rows),
                               cut(entropy, 1, head, heads, 1) };
         }
     }
-    forget_sums();
+    forget();
     return out;
 }
 

@@ -1,7 +1,7 @@
 // What a prompt's attention adds up to (H2O, LOOK-M eq. 4), where the layer lies: the graph computes the attention once more, a
 // part of the heads at a time, since flash attention has no weights to look at, and adds to tensors that outlive it.
 
-#include "device/graph_rows.h"
+#include "device/seen.h"
 
 #include <algorithm>
 
@@ -83,28 +83,26 @@ int32_t summing_nodes(const LayerShape & shape) {
 }
 
 // So that pieces of the longest graph are no larger than they need be; shorter ones have as many, which are smaller.
-GraphRows::Cut GraphRows::cut_of(const LayerShape & shape, const Sums & sums) {
-    const int64_t shown = sums.from + sums.rows, n = sums.queries, n_kv = shape.n_heads_kv;
-    const int64_t parts = std::min<int64_t>(pieces((int64_t) sizeof(float) * shown * n * shape.n_heads, MATRIX), sums.parts);
+Sums::Cut Sums::cut_of(const LayerShape & shape) const {
+    const int64_t shown = from_ + rows_, n = queries_, n_kv = shape.n_heads_kv;
+    const int64_t parts = std::min<int64_t>(pieces((int64_t) sizeof(float) * shown * n * shape.n_heads, MATRIX), parts_);
     const int64_t heads = pieces(n_kv, parts);
     return { heads, pieces(n, std::max<int64_t>(1, parts / pieces(n_kv, heads))) };
 }
 
-int64_t GraphRows::piece_of(const LayerShape & shape, const Sums & sums) {
-    const Cut cut = cut_of(shape, sums);
-    return (sums.from + sums.rows) * cut.queries * cut.heads * (shape.n_heads / shape.n_heads_kv);
+int64_t Sums::piece_of(const LayerShape & shape) const {
+    const Cut cut = cut_of(shape);
+    return (from_ + rows_) * cut.queries * cut.heads * (shape.n_heads / shape.n_heads_kv);
 }
 
-// k [d_k, shown, Hkv], mask [shown, n]
-T GraphRows::add_up(const GraphLayer & in, size_t l, T k, T mask) const {
-    if (!summed_.any()) {
+T Sums::add_up(const GraphLayer & in, size_t l, T k, T mask) const {
+    if (!now_.any()) {
         return nullptr;
     }
     ggml_context *     c     = in.ctx;
-    const LayerShape & shape = (*shapes_)[l];
-    const Layer &      layer = layers_[l];
-    const Inputs &     to    = inputs_[layer.inputs];
-    const Cut          cut   = cut_of(shape, sums_);
+    const DeviceLayer & layer = slots_.layers[l];
+    const On &         to    = on_[layer.on];
+    const Cut          cut   = cut_of((*slots_.shapes)[l]);
     const T            q     = in.q;
     const int64_t      n = q->ne[2], shown = mask->ne[0], n_kv = k->ne[2], share = q->ne[1] / n_kv;
     T                  last = nullptr;
@@ -116,14 +114,14 @@ T GraphRows::add_up(const GraphLayer & in, size_t l, T k, T mask) const {
             T             keys = ggml_view_3d(c, k, k->ne[0], shown, some, k->nb[1], k->nb[2], (size_t) h * k->nb[2]);
             T             seen = ggml_view_2d(c, mask, shown, m, mask->nb[1], (size_t) t * mask->nb[1]);
             T     weights = attention_weights(c, ggml_permute(c, of, 0, 2, 1, 3), keys, seen, in.scale, in.softcap);
-            Piece piece   = { c, in_place(to.weights, weights), sums_.from, share, some, layer.head_at + (size_t) h, last };
-            if (summed_.columns) {
+            Piece piece   = { c, in_place(to.weights, weights), from_, share, some, layer.head_at + (size_t) h, last };
+            if (now_.columns) {
                 piece.add_columns(to.columns, to.turned, to.sum);
             }
-            if (summed_.squares) {
+            if (now_.squares) {
                 piece.add_squares(to.squares);
             }
-            if (summed_.entropy) {
+            if (now_.entropy) {
                 piece.add_entropy(to.entropy);
             }
             last = piece.last;

@@ -39,15 +39,15 @@ T gathered(ggml_context * c, T from, T index, T to) {
 // ---------------------------------------------------------------------------------------------------------
 // What there is, and how it is to lie
 
-GraphRows::Taking::Taking(GraphRows & from, const TakeJob & job)
-    : from(from), job(job), next(*from.shapes_, devices_of(from), { job.storage, job.dropping }, *from.stamps_),
-      places(from.layers_.size()), stay(from.layers_.size()), merging(*this) {
+GraphRows::Taking::Taking(GraphRows & rows, const TakeJob & job)
+    : rows(rows), from(rows.slots_), next(*from.shapes, devices_of(from), { job.storage, job.dropping }, *from.stamps), job(job),
+      places(from.layers.size()), stay(from.layers.size()), merging(*this) {
     lay_out_sources();
 }
 
-std::vector<ggml_backend_dev_t> GraphRows::Taking::devices_of(const GraphRows & of) {
+std::vector<ggml_backend_dev_t> GraphRows::Taking::devices_of(const Slots & of) {
     std::vector<ggml_backend_dev_t> out;
-    for (const Layer & layer : of.layers_) {
+    for (const DeviceLayer & layer : of.layers) {
         out.push_back(layer.device);
     }
     return out;
@@ -55,13 +55,13 @@ std::vector<ggml_backend_dev_t> GraphRows::Taking::devices_of(const GraphRows & 
 
 void GraphRows::Taking::lay_out_sources() {
     std::vector<uint8_t> any(places.size());
-    parallel_for(from.n_threads_, (int32_t) places.size(), [&](int32_t i, int32_t) {
+    parallel_for(from.n_threads, (int32_t) places.size(), [&](int32_t i, int32_t) {
         const auto l = (size_t) i;
-        for (int32_t h = 0; from.layers_[l].device && h < (*from.shapes_)[l].n_heads_kv; h++) {
+        for (int32_t h = 0; from.layers[l].device && h < (*from.shapes)[l].n_heads_kv; h++) {
             size_t        at   = 0;
             const Group & own  = from.group_of(l, h, at);
             int32_t       base = 0;
-            for (const Group * group = from.layers_[l].groups.data(); group != &own; group++) {
+            for (const Group * group = from.layers[l].groups.data(); group != &own; group++) {
                 base += (int32_t) (group->k->ne[1] * group->k->ne[2]);
             }
             places[l].push_back(from.places_of(l, h));
@@ -97,9 +97,10 @@ std::vector<float> GraphRows::Taking::old_biases(size_t l, int32_t head) const {
     const Group &      group = from.group_of(l, head, at);
     const auto &       known = group.biases[at];
     std::vector<float> out(n_old(l, (size_t) head));
-    const auto         rows = from.places_of(l, head);
+    const auto         rows = group.slots_of(at);
+    const int32_t      first = group.first[at] + (group.regions ? 0 : (int32_t) at * group.slots);
     for (size_t r = 0; r < out.size(); r++) {
-        const auto came = (size_t) (rows[r] - (int32_t) group.list(at) * group.slots - group.first[at]);
+        const auto came = (size_t) (rows[r] - first);
         out[r]          = came < known.size() ? known[came] : 0.0f;
     }
     return out;
@@ -113,7 +114,7 @@ Outcome GraphRows::Taking::lay_out_next() {
         }
     }
     const bool same = std::adjacent_find(lengths.begin(), lengths.end(), std::not_equal_to<>()) == lengths.end();
-    next.even_      = !job.dropping && !biased && same;
+    next.even      = !job.dropping && !biased && same;
     auto length     = lengths.begin();
     for (size_t l = 0; l < places.size(); l++) {
         HeadRows rows;
@@ -133,7 +134,7 @@ Outcome GraphRows::Taking::lay_out_next() {
 
 // As few as the memory allows: one buffer is sooner made than many.
 void GraphRows::Taking::make_bundles() {
-    const size_t          n = from.inputs_.size();
+    const size_t          n = from.devices.size();
     std::vector<uint64_t> may(n), taken(n), freed(n);  // of each device
     for (size_t i = 0; i < n; i++) {
         may[i] = std::max(bytes_on(i) / AHEAD, LEAST_AHEAD);
@@ -142,16 +143,16 @@ void GraphRows::Taking::make_bundles() {
         if (places[l].empty()) {
             continue;
         }
-        const size_t i    = from.layers_[l].inputs;
+        const size_t i    = from.layers[l].on;
         uint64_t     size = 0;
-        for (const Group & group : next.layers_[l].groups) {
-            const LayerShape & s    = (*from.shapes_)[l];
-            const size_t       mask = next.even_ ? 0 : group.heads.size() * (size_t) group.queries * sizeof(ggml_fp16_t);
+        for (const Group & group : next.layers[l].groups) {
+            const LayerShape & s    = (*from.shapes)[l];
+            const size_t       mask = next.even ? 0 : group.heads.size() * sizeof(ggml_fp16_t);
             const size_t       k    = ggml_row_size(ggml_type_of(job.storage.k), s.d_k);
             const size_t       v    = ggml_row_size(ggml_type_of(job.storage.v), s.d_v);
             size += (uint64_t) group.slots * (group.lists() * (k + v) + mask);
         }
-        const bool same = !bundles.empty() && from.layers_[bundles.back().layers[0]].inputs == i;
+        const bool same = !bundles.empty() && from.layers[bundles.back().layers[0]].on == i;
         if (!same || taken[i] + size > may[i] + freed[i]) {
             for (const size_t done : same ? bundles.back().layers : std::vector<size_t>()) {
                 freed[i] += bytes_of(done);
@@ -165,7 +166,7 @@ void GraphRows::Taking::make_bundles() {
 
 uint64_t GraphRows::Taking::bytes_of(size_t l) const {
     uint64_t n = 0;
-    for (const Group & group : from.layers_[l].groups) {
+    for (const Group & group : from.layers[l].groups) {
         n += ggml_nbytes(group.k) + ggml_nbytes(group.v);
     }
     return n;
@@ -174,18 +175,18 @@ uint64_t GraphRows::Taking::bytes_of(size_t l) const {
 uint64_t GraphRows::Taking::bytes_on(size_t inputs) const {
     uint64_t n = 0;
     for (size_t l = 0; l < places.size(); l++) {
-        n += !places[l].empty() && from.layers_[l].inputs == inputs ? bytes_of(l) : 0;
+        n += !places[l].empty() && from.layers[l].on == inputs ? bytes_of(l) : 0;
     }
     return n;
 }
 
 size_t GraphRows::Taking::work_bytes(size_t l) const {
     constexpr uint64_t LEAST = 8 << 20, MOST = 64 << 20;
-    return (size_t) std::clamp(bytes_on(from.layers_[l].inputs) / WORK, LEAST, MOST);
+    return (size_t) std::clamp(bytes_on(from.layers[l].on) / WORK, LEAST, MOST);
 }
 
 T GraphRows::Taking::flat(ggml_context * c, size_t l, bool keys) const {
-    const auto & groups = from.layers_[l].groups;
+    const auto & groups = from.layers[l].groups;
     const T      first  = keys ? groups[0].k : groups[0].v;
     if (groups.size() == 1) {
         return kvedge::flat(c, first);
@@ -201,36 +202,32 @@ T GraphRows::Taking::flat(ggml_context * c, size_t l, bool keys) const {
 // Graphs
 
 Outcome GraphRows::Taking::problem(Outcome outcome, size_t l, const std::string & what) {
-    from.problem_ = std::string("device ") + ggml_backend_dev_name(from.layers_[l].device) + " " + what;
-    if (outcome == Outcome::full) {
-        from.refuse(from.layers_[l].device);
-    }
-    return outcome;
+    return rows.fail(outcome, from.layers[l].device, what);
 }
 
 Outcome GraphRows::Taking::prepare(size_t l, Sketch & sketch) {
-    const auto device = from.layers_[l].device;
+    const auto device = from.layers[l].device;
     if (const char * operation = kvedge::lacking(device, sketch.graph)) {
         return problem(Outcome::lacking, l, std::string("has no ") + operation);
     }
-    const bool room = from.inputs_[from.layers_[l].inputs].worker.make_room(device, sketch.graph, from.n_threads_);
+    const bool room = from.devices[from.layers[l].on].worker.make_room(device, sketch.graph, from.n_threads);
     return room ? Outcome::done : problem(Outcome::full, l, "has no memory to compress in");
 }
 
 Outcome GraphRows::Taking::compute(size_t l, Sketch & sketch) {
-    from.work.operations += operations_of(sketch.graph);
-    const bool good = from.inputs_[from.layers_[l].inputs].worker.compute(sketch.graph);
+    rows.work.operations += operations_of(sketch.graph);
+    const bool good = from.devices[from.layers[l].on].worker.compute(sketch.graph);
     return good ? Outcome::done : problem(Outcome::failed, l, "failed");
 }
 
 void GraphRows::Taking::upload(Parcel & parcel) {
-    const Timer timer(from.work.upload_us);
-    from.work.to_device += parcel.sent_bytes();
-    parcel.upload(from.n_threads_);
+    const Timer timer(rows.work.upload_us);
+    rows.work.to_device += parcel.sent_bytes();
+    parcel.upload(from.n_threads);
 }
 
 void GraphRows::Taking::download(const ggml_tensor * from_device, void * to) {
-    from.work.to_host += ggml_nbytes(from_device);
+    rows.work.to_host += ggml_nbytes(from_device);
     ggml_backend_tensor_get(from_device, to, 0, ggml_nbytes(from_device));
 }
 
@@ -252,7 +249,7 @@ void GraphRows::Taking::write_list(size_t l, const Group & group, int32_t * list
 void GraphRows::Taking::sketch(Bundle & bundle) {
     size_t nodes[2] = { 0, 0 };
     for (const size_t l : bundle.layers) {
-        nodes[0] += 2 * flat_nodes(l) + 16 * next.layers_[l].groups.size();
+        nodes[0] += 2 * flat_nodes(l) + 16 * next.layers[l].groups.size();
         nodes[1] += job.rule ? merging.nodes(l) : 0;
     }
     bundle.gather = std::make_unique<Sketch>(nodes[0]);
@@ -260,7 +257,7 @@ void GraphRows::Taking::sketch(Bundle & bundle) {
     ggml_context * c = bundle.gather->context.get();
     for (const size_t l : bundle.layers) {
         const T keys = flat(c, l, true), values = flat(c, l, false);
-        for (const Group & group : next.layers_[l].groups) {
+        for (const Group & group : next.layers[l].groups) {
             const T index = ggml_new_tensor_1d(c, GGML_TYPE_I32, (int64_t) group.slots * (int64_t) group.lists());
             bundle.parcel->send<int32_t>(index, [this, l, &group](int32_t * to, int32_t) { write_list(l, group, to); });
             bundle.gather->add(gathered(c, keys, index, group.k));
@@ -277,16 +274,16 @@ Outcome GraphRows::Taking::open(Bundle & bundle) {
     const size_t first = bundle.layers[0];
     size_t       n     = 0;
     for (const size_t l : bundle.layers) {
-        n += ROOM_TENSORS * next.layers_[l].groups.size();
+        n += Room::TENSORS * next.layers[l].groups.size();
     }
     bundle.held = std::make_shared<Tensors>(n);
     for (const size_t l : bundle.layers) {
-        for (Group & group : next.layers_[l].groups) {
+        for (Group & group : next.layers[l].groups) {
             static_cast<Room &>(group) = next.room_for(l, group, group.slots, bundle.held);
         }
     }
-    if (bundle.held->allocate(from.layers_[first].device)) {
-        bundle.parcel = std::make_unique<Parcel>(from.layers_[first].device);
+    if (bundle.held->allocate(from.layers[first].device)) {
+        bundle.parcel = std::make_unique<Parcel>(from.layers[first].device);
         sketch(bundle);
     }
     if (!bundle.parcel || !bundle.parcel->allocate()) {
@@ -306,29 +303,29 @@ Outcome GraphRows::Taking::finish(Bundle & bundle) {
         const Timer timer(us);
         return compute(first, sketch);
     };
-    Outcome outcome = timed(*bundle.gather, from.work.gather_us);
+    Outcome outcome = timed(*bundle.gather, rows.work.gather_us);
     if (outcome == Outcome::done && bundle.merge) {
-        outcome = timed(*bundle.merge, from.work.merge_us);
+        outcome = timed(*bundle.merge, rows.work.merge_us);
     }
     if (outcome != Outcome::done) {
         return outcome;
     }
     {
-        const Timer timer(from.work.gather_us);
+        const Timer timer(rows.work.gather_us);
         for (const size_t l : bundle.layers) {
-            from.layers_[l].groups.clear();
+            from.layers[l].groups.clear();
         }
     }
-    const Timer timer(from.work.upload_us);
-    const bool at_once = copies_at_once(from.layers_[first].device);
-    parallel_for(at_once ? from.n_threads_ : 1, (int32_t) bundle.layers.size(), [&](int32_t i, int32_t) {
-        for (const Group & group : next.layers_[bundle.layers[(size_t) i]].groups) {
-            fill(group);
+    const Timer timer(rows.work.upload_us);
+    const bool at_once = copies_at_once(from.layers[first].device);
+    parallel_for(at_once ? from.n_threads : 1, (int32_t) bundle.layers.size(), [&](int32_t i, int32_t) {
+        for (const Group & group : next.layers[bundle.layers[(size_t) i]].groups) {
+            Slots::fill(group);
         }
     });
     for (const size_t l : bundle.layers) {
-        for (const Group & group : next.layers_[l].groups) {
-            from.work.to_device += group.mask ? ggml_nbytes(group.mask) : 0;
+        for (const Group & group : next.layers[l].groups) {
+            rows.work.to_device += group.mask ? ggml_nbytes(group.mask) : 0;
         }
     }
     bundle = Bundle();
@@ -357,19 +354,19 @@ Outcome GraphRows::Taking::open_some(size_t b) {
 
 Outcome GraphRows::Taking::check() {
     for (size_t l = 0; l < places.size(); l++) {
-        const LayerShape & s = (*from.shapes_)[l];
+        const LayerShape & s = (*from.shapes)[l];
         for (size_t h = 0; h < places[l].size(); h++) {
             if (job.kept[l][h].empty()) {
                 return problem(Outcome::lacking, l, "keeps a row of every head");
             }
         }
-        for (const Group & group : from.layers_[l].groups) {
+        for (const Group & group : from.layers[l].groups) {
             if (!as_numbers(group.k) || !as_numbers(group.v)) {
                 return problem(Outcome::lacking, l, "copies rows of whole numbers only");
             }
         }
         const bool plain = ggml_type_of(job.storage.k) != GGML_TYPE_COUNT && ggml_type_of(job.storage.v) != GGML_TYPE_COUNT;
-        if (!places[l].empty() && !(plain && GraphRows::holds(job.storage, s.d_k, s.d_v, from.layers_[l].device))) {
+        if (!places[l].empty() && !(plain && attends_to(from.layers[l].device, job.storage, s.d_k, s.d_v))) {
             return problem(Outcome::lacking, l, "does not attend to rows of these types");
         }
     }
@@ -381,27 +378,27 @@ Outcome GraphRows::Taking::prepare_all() {
     if (outcome != Outcome::done) {
         return outcome;
     }
-    from.forget_sums();
+    rows.sums.forget();
     if (job.rule) {
-        const int64_t before = from.work.upload_us;
+        const int64_t before = rows.work.upload_us;
         {
-            const Timer timer(from.work.merge_us);
+            const Timer timer(rows.work.merge_us);
             outcome = merging.search();
         }
-        from.work.merge_us -= from.work.upload_us - before;
+        rows.work.merge_us -= rows.work.upload_us - before;
     }
     outcome = outcome == Outcome::done ? lay_out_next() : outcome;
     if (outcome != Outcome::done) {
         return outcome;
     }
     if (job.rule) {
-        const Timer timer(from.work.merge_us);
-        parallel_for(from.n_threads_, (int32_t) places.size(), [&](int32_t l, int32_t) { merging.plan((size_t) l); });
+        const Timer timer(rows.work.merge_us);
+        parallel_for(from.n_threads, (int32_t) places.size(), [&](int32_t l, int32_t) { merging.plan((size_t) l); });
     }
     make_bundles();
-    std::vector<uint8_t> any(from.inputs_.size());
+    std::vector<uint8_t> any(from.devices.size());
     for (size_t b = 0; b < bundles.size() && outcome == Outcome::done; b++) {
-        uint8_t & opened = any[from.layers_[bundles[b].layers[0]].inputs];
+        uint8_t & opened = any[from.layers[bundles[b].layers[0]].on];
         outcome          = opened ? Outcome::done : open_some(b);
         opened           = 1;
     }
@@ -409,22 +406,20 @@ Outcome GraphRows::Taking::prepare_all() {
 }
 
 Outcome GraphRows::Taking::replace_all() {
-    from.forget_ring();  // till now the host could have gone on with it
+    rows.queries.forget();  // till now the host could have gone on with it
     for (size_t b = 0; b < bundles.size(); b++) {
         const Outcome opened = bundles[b].held ? Outcome::done : open_some(b);
         if (opened != Outcome::done || finish(bundles[b]) != Outcome::done) {
             return Outcome::failed;
         }
     }
-    next.plan_inputs();
-    from.form_    = next.form_;
-    from.layers_  = std::move(next.layers_);
-    from.inputs_  = std::move(next.inputs_);
-    from.even_    = next.even_;
-    from.summed_  = {};
-    from.room_q_  = from.room_visible_ = from.room_recent_ = 0;
-    from.window_  = 0;
-    from.stamp_   = ++*from.stamps_;
+    next.plan_devices();
+    from.form    = next.form;
+    from.layers  = std::move(next.layers);
+    from.devices = std::move(next.devices);
+    from.even    = next.even;
+    from.change();
+    rows.inputs_.forget();
     if (job.out && biased) {
         job.out->resize(stay.size());
         for (size_t l = 0; l < stay.size(); l++) {

@@ -65,7 +65,7 @@ struct GraphRows::Taking {
         std::unique_ptr<Sketch>          gather, merge;
     };
 
-    Taking(GraphRows & from, const TakeJob & job);
+    Taking(GraphRows & rows, const TakeJob & job);
 
     Outcome prepare_all();  // but for `done` no row has changed
     Outcome replace_all();  // done or failed
@@ -81,22 +81,23 @@ struct GraphRows::Taking {
 
     // A layer's keys or values, one list after the other: [d, rows].
     ggml_tensor * flat(ggml_context * context, size_t layer, bool keys) const;
-    size_t        flat_nodes(size_t layer) const { return 4 * from.layers_[layer].groups.size(); }
+    size_t        flat_nodes(size_t layer) const { return 4 * from.layers[layer].groups.size(); }
     size_t        n_old(size_t layer, size_t head) const;
 
-    GraphRows &     from;
+    GraphRows &     rows;
+    Slots &         from;  // where they lie, and where those that stay are going to
+    Slots           next;
     const TakeJob & job;
-    GraphRows       next;
     bool            biased = false;  // whether any row will have a bias
     std::vector<std::vector<std::vector<int32_t>>> places;   // [layer][head] of its rows in flat(); of layers on devices
     std::vector<std::vector<std::vector<float>>>   stay;     // [layer][head] biases of the pending rows that stay
     Merging                                        merging;
 
   private:
-    static std::vector<ggml_backend_dev_t> devices_of(const GraphRows & of);
+    static std::vector<ggml_backend_dev_t> devices_of(const Slots & of);
     std::vector<float>                     old_biases(size_t layer, int32_t head) const;
     uint64_t                               bytes_of(size_t layer) const;
-    uint64_t                               bytes_on(size_t inputs) const;
+    uint64_t                               bytes_on(size_t device) const;
 
     void    lay_out_sources();
     Outcome lay_out_next();

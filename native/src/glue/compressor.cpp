@@ -143,8 +143,8 @@ kvedge_status Compressor::compress(SequenceState & state, kvedge_error * err) {
     if (status != KVEDGE_OK) {
         return status;
     }
-    if (state.device && state.device->left_queries()) {
-        state.device->drop_queries();
+    if (state.device && state.device->queries.left()) {
+        state.device->queries.forget();
     }
     state.device_work.to_host += seen;
     state.device_work.measure_us += saw;

@@ -52,7 +52,7 @@ ggml_backend_dev_t Devices::place_of(const llama_attn_provider_layer & layer) co
     if (!device || ggml_backend_dev_type(device) == GGML_BACKEND_DEVICE_TYPE_CPU) {
         device = allowed == KVEDGE_DEVICES_ALL ? host : nullptr;
     }
-    return device && GraphRows::holds(sequences_.storage, layer.k->ne[0], layer.v->ne[0], device) ? device : nullptr;
+    return device && attends_to(device, sequences_.storage, layer.k->ne[0], layer.v->ne[0]) ? device : nullptr;
 }
 
 bool Devices::even(const SequenceState & state) const {
@@ -60,7 +60,7 @@ bool Devices::even(const SequenceState & state) const {
         return false;
     }
     const bool known = state.device && !state.device->form().dropping;
-    return known ? state.device->even() : GraphRows::holds_even(state.seq->rows, layers_.places);
+    return known ? state.device->even() : holds_even(state.seq->rows, layers_.places);
 }
 
 // Nodes of a sequence's attention in one layer: where heads are even, and in four groups, of one token and of several.
@@ -201,10 +201,10 @@ bool Devices::reserve(Run & run, size_t n_runs) {
     if (!run.device->may_follow(incoming)) {
         wait();
     }
-    if (!run.device->keeps_queries(incoming)) {
+    if (!run.device->queries.keeps(incoming)) {
         read_queries(*run.state);
     }
-    if (!run.device->keeps_sums(incoming)) {
+    if (!run.device->sums.keeps(incoming)) {
         read_sums(*run.state);
     }
     return run.device->reserve(incoming, context_.threads()) || report_full(*run.device, run.state->seq->rows.n_tokens() + incoming.follow);
@@ -276,11 +276,11 @@ void Devices::note_sums(SequenceState & state, size_t l, int32_t rows, const Att
 }
 
 uint64_t Devices::read_queries(SequenceState & state) {
-    if (!state.device || !state.device->left_queries()) {
+    if (!state.device || !state.device->queries.left()) {
         return 0;
     }
     wait();
-    const LastQueries last = state.device->read_queries();
+    const LastQueries last = state.device->queries.read();
     for (size_t l = 0; l < layers_.places.size() && state.seq->observed.has_windows(); l++) {
         if (layers_.places[l]) {
             note_queries(state, l, last.n, last.layers[l]);
@@ -290,11 +290,11 @@ uint64_t Devices::read_queries(SequenceState & state) {
 }
 
 uint64_t Devices::read_sums(SequenceState & state) {
-    if (!state.device || !state.device->left_sums()) {
+    if (!state.device || !state.device->sums.left()) {
         return 0;
     }
     wait();
-    const PromptSums sums = state.device->read_sums();
+    const PromptSums sums = state.device->sums.read();
     for (size_t l = 0; l < layers_.places.size(); l++) {
         if (layers_.places[l]) {
             note_sums(state, l, sums.rows, sums.layers[l]);
