@@ -1,14 +1,11 @@
 #include "glue/projection.h"
 
+#include "device/parcel.h"
 #include "plan/custom.h"
 #include "system/threads.h"
-#include "ggml-backend.h"
-#include "ggml.h"
 #include "llama-attn-provider.h"
 
 #include <algorithm>
-#include <functional>
-#include <memory>
 
 namespace kvedge {
 
@@ -18,13 +15,6 @@ constexpr int64_t ROWS    = 128;  // of a weight that are fetched or widened at 
 constexpr int64_t COLUMNS = 256;  // that one product takes out of a packed weight
 
 std::string name_of(const LayerShape & shape) { return "blk." + std::to_string(shape.il) + ".attn_output.weight"; }
-
-struct Free {
-    void operator()(ggml_context * x) const { ggml_free(x); }
-    void operator()(ggml_backend * x) const { ggml_backend_free(x); }
-    void operator()(ggml_backend_buffer * x) const { ggml_backend_buffer_free(x); }
-};
-template <class T> using Owned = std::unique_ptr<T, Free>;
 
 // n numbers of a type of ggml's in float32.
 void widen(ggml_type type, const void * from, int64_t n, float * out) {
@@ -52,65 +42,55 @@ void read_rows(const ggml_tensor & w, int32_t n_threads, float * out) {
     });
 }
 
+ggml_backend_dev_t device_of(const ggml_tensor & w) { return ggml_backend_buft_get_device(ggml_backend_buffer_get_type(w.buffer)); }
+
 // Columns of the identity, and the graph that multiplies them with a weight: what comes out are the weight's columns.
 class Probe {
   public:
-    Probe(const ggml_tensor & w, int32_t n_threads) {
-        const ggml_backend_dev_t dev = ggml_backend_buft_get_device(ggml_backend_buffer_get_type(w.buffer));
-        ggml_init_params         params{ 8 * ggml_tensor_overhead() + ggml_graph_overhead(), nullptr, true };
-        backend_.reset(dev ? ggml_backend_dev_init(dev, nullptr) : nullptr);
-        context_.reset(ggml_init(params));
-        if (!backend_ || !context_) {
-            throw std::bad_alloc();
-        }
-        const auto set_threads =
-            (ggml_backend_set_n_threads_t) ggml_backend_reg_get_proc_address(ggml_backend_dev_backend_reg(dev), "ggml_backend_set_n_threads");
-        if (set_threads) {
-            set_threads(backend_.get(), n_threads);
-        }
-        in_    = ggml_new_tensor_2d(context_.get(), GGML_TYPE_F32, w.ne[0], std::min(COLUMNS, w.ne[0]));
-        out_   = ggml_mul_mat(context_.get(), const_cast<ggml_tensor *>(&w), in_);
-        graph_ = ggml_new_graph(context_.get());
-        ggml_build_forward_expand(graph_, out_);
-        memory_.reset(ggml_backend_alloc_ctx_tensors(context_.get(), backend_.get()));
-        if (!memory_) {
+    Probe(const ggml_tensor & w, int32_t n_threads) : parcel_(device_of(w)), sketch_(8) {
+        ggml_context * c = sketch_.context.get();
+        in_  = ggml_new_tensor_2d(c, GGML_TYPE_F32, w.ne[0], std::min(COLUMNS, w.ne[0]));
+        out_ = ggml_mul_mat(c, const_cast<ggml_tensor *>(&w), in_);
+        sketch_.add(out_);
+        parcel_.send<float>(in_, [this](float * to, int32_t) {
+            std::fill_n(to, ggml_nelements(in_), 0.0f);
+            for (int64_t col = 0; col < std::min(columns(), in_->ne[0] - first_); col++) {
+                to[col * in_->ne[0] + first_ + col] = 1.0f;
+            }
+        });
+        parcel_.fetch(out_);
+        if (!parcel_.allocate() || !worker_.make_room(device_of(w), sketch_.graph, n_threads)) {
             throw std::bad_alloc();
         }
     }
 
     int64_t columns() const { return in_->ne[1]; }
 
-    // out [columns()][D]: columns of the weight from `first` on. False: the device failed.
-    bool read(int64_t first, std::vector<float> & identity, std::vector<float> & out) {
-        identity.assign((size_t) ggml_nelements(in_), 0.0f);
-        out.resize((size_t) ggml_nelements(out_));
-        for (int64_t c = 0; c < std::min(columns(), in_->ne[0] - first); c++) {
-            identity[(size_t) (c * in_->ne[0] + first + c)] = 1.0f;
-        }
-        ggml_backend_tensor_set(in_, identity.data(), 0, ggml_nbytes(in_));
-        const bool good = ggml_backend_graph_compute(backend_.get(), graph_) == GGML_STATUS_SUCCESS;
-        if (good) {
-            ggml_backend_tensor_get(out_, out.data(), 0, ggml_nbytes(out_));
-        }
-        return good;
+    // [columns()][D]: columns of the weight from `first` on. NULL: the device failed.
+    const float * read(int64_t first) {
+        first_ = first;
+        parcel_.upload(1);
+        const bool good = worker_.compute(sketch_.graph);
+        parcel_.download();
+        return good ? parcel_.values(out_) : nullptr;
     }
 
   private:
-    Owned<ggml_backend>        backend_;
-    Owned<ggml_context>        context_;
-    Owned<ggml_backend_buffer> memory_;
-    ggml_tensor *              in_  = nullptr;
-    ggml_tensor *              out_ = nullptr;
-    ggml_cgraph *              graph_ = nullptr;
+    Parcel        parcel_;
+    Sketch        sketch_;
+    Worker        worker_;
+    ggml_tensor * in_    = nullptr;
+    ggml_tensor * out_   = nullptr;
+    int64_t       first_ = 0;
 };
 
 // Of a weight that lies packed for the CPU's products, which nothing but such a product reads. out [ne1][ne0].
 void read_packed(const ggml_tensor & w, int32_t n_threads, float * out) {
-    Probe              probe(w, n_threads);
-    std::vector<float> identity, columns;
-    const auto         across = (size_t) w.ne[0], down = (size_t) w.ne[1];
+    Probe      probe(w, n_threads);
+    const auto across = (size_t) w.ne[0], down = (size_t) w.ne[1];
     for (int64_t first = 0; first < w.ne[0]; first += probe.columns()) {
-        if (!probe.read(first, identity, columns)) {
+        const float * columns = probe.read(first);
+        if (!columns) {
             throw StageFailure(std::string("the weights of ") + ggml_get_name(&w) + " cannot be read back from where they are packed");
         }
         const auto n = (size_t) std::min(probe.columns(), w.ne[0] - first);
@@ -124,7 +104,7 @@ void read_packed(const ggml_tensor & w, int32_t n_threads, float * out) {
 
 // Whether a weight lies packed for the CPU's products: there is no reading such a buffer.
 bool is_packed(const ggml_tensor & w) {
-    const ggml_backend_dev_t dev = ggml_backend_buft_get_device(ggml_backend_buffer_get_type(w.buffer));
+    const ggml_backend_dev_t dev = device_of(w);
     return !ggml_backend_buffer_is_host(w.buffer) && dev && ggml_backend_dev_type(dev) == GGML_BACKEND_DEVICE_TYPE_CPU;
 }
 

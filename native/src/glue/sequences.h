@@ -58,7 +58,7 @@ struct Answer {
 struct Course {
     bool    armed       = false;  // a prompt came in since the last compression
     bool    prev_output = false;  // logits of the last token were asked for
-    bool    streaming   = false;  // what is compressed stays pending (glue/stream.cpp)
+    bool    streaming   = false;  // what is compressed stays pending (compress/stream.h)
     int32_t expected    = 0;      // tokens that were announced and have not come
     bool    evicted     = false;  // the rows that the next token displaces are gone, and it has not come
     int32_t released    = 0;      // first tokens whose cells in llama.cpp's own cache are free again
