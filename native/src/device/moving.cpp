@@ -13,36 +13,22 @@ namespace kvedge {
 
 namespace {
 
-// Bytes from `offset` on, by way of memory that the device copies from at its full speed, where there is such memory: what
-// threads ask for at once elsewhere, the driver copies one after the other.
-template <class F> void in_pieces(ggml_backend_dev_t device, Staging & staging, size_t bytes, const F & move) {
+// Bytes between the host and a tensor, from `offset` of it on, by way of memory that the device copies from at its full speed,
+// where there is such memory: what threads ask for at once elsewhere, the driver copies one after the other.
+void copy(bool out, ggml_backend_dev_t device, Staging & staging, ggml_tensor * there, size_t offset, uint8_t * here, size_t bytes) {
     constexpr size_t PIECE = 4 << 20, SMALL = 256 << 10;
-    if (bytes < SMALL || !ggml_backend_dev_host_buffer_type(device)) {
-        move(nullptr, 0, bytes);
-        return;
-    }
-    uint8_t * const piece = staging.room(device, PIECE);
-    for (size_t at = 0; at < bytes; at += PIECE) {
-        move(piece, at, std::min(PIECE, bytes - at));
-    }
-}
-
-void send(ggml_backend_dev_t device, Staging & staging, ggml_tensor * to, size_t offset, const uint8_t * from, size_t bytes) {
-    in_pieces(device, staging, bytes, [&](uint8_t * piece, size_t at, size_t n) {
-        if (piece) {
-            std::memcpy(piece, from + at, n);
+    const bool       whole = bytes < SMALL || !ggml_backend_dev_host_buffer_type(device);
+    uint8_t * const  piece = whole ? here : staging.room(device, PIECE);
+    for (size_t at = 0; at < bytes; at += whole ? bytes : PIECE) {
+        const size_t n = whole ? bytes : std::min(PIECE, bytes - at);
+        if (out) {
+            std::memcpy(piece, here + at, whole ? 0 : n);
+            ggml_backend_tensor_set(there, piece, offset + at, n);
+        } else {
+            ggml_backend_tensor_get(there, piece, offset + at, n);
+            std::memcpy(here + at, piece, whole ? 0 : n);
         }
-        ggml_backend_tensor_set(to, piece ? piece : from + at, offset + at, n);
-    });
-}
-
-void receive(ggml_backend_dev_t device, Staging & staging, const ggml_tensor * from, size_t offset, uint8_t * to, size_t bytes) {
-    in_pieces(device, staging, bytes, [&](uint8_t * piece, size_t at, size_t n) {
-        ggml_backend_tensor_get(from, piece ? piece : to + at, offset + at, n);
-        if (piece) {
-            std::memcpy(to + at, piece, n);
-        }
-    });
+    }
 }
 
 // n rows of one type as rows of another, by ggml's own conversions.
@@ -89,60 +75,43 @@ template <class F> void each_stretch(const Store & store, size_t l, const Group 
     }
 }
 
-// Uneven rows are many short stretches, which travel together; even ones may be large, and need no copy.
-void put(const Slots & slots, const Store & from, size_t l, const Group & group, bool keys, Staging & staging) {
+// Rows of a group, from a store to their device or back. Uneven rows are many short stretches, which travel together; even ones
+// may be large, and need no copy.
+void move(bool out, const Slots & slots, const Store & store, size_t l, const Group & group, bool keys, Staging & staging) {
     const auto           device = slots.layers[l].device;
-    ggml_tensor * const  to  = keys ? group.k : group.v;
-    const size_t         row = to->nb[1];
-    std::vector<uint8_t> all(slots.even ? 0 : ggml_nbytes(to), 0), some;
-    each_stretch(from, l, group, keys, [&](const Stretch & x) {
+    ggml_tensor * const  there  = keys ? group.k : group.v;
+    const size_t         row    = there->nb[1];
+    const bool           even   = slots.even;
+    std::vector<uint8_t> all(even ? 0 : ggml_nbytes(there), 0), some;
+    if (!out && !even) {
+        copy(out, device, staging, there, 0, all.data(), all.size());
+    }
+    each_stretch(store, l, group, keys, [&](const Stretch & x) {
         const ggml_type type = ggml_type_of(x.rows.type);
         const size_t    at = x.at * row, size = row * (size_t) x.n;
-        const uint8_t * rows = x.rows.data;
-        if (!slots.even) {
-            convert(type, rows, to->type, all.data() + at, to->ne[0], x.n);
+        auto *          here = const_cast<uint8_t *>(x.rows.data);  // nobody else writes rows of a sequence that is away
+        if (even && type == there->type) {
+            copy(out, device, staging, there, at, here, size);
             return;
         }
-        if (type != to->type) {
-            some.resize(size);
-            convert(type, rows, to->type, some.data(), to->ne[0], x.n);
-            rows = some.data();
+        some.resize(even ? size : 0);
+        uint8_t * const between = even ? some.data() : all.data() + at;
+        if (out) {
+            convert(type, here, there->type, between, there->ne[0], x.n);
         }
-        send(device, staging, to, at, rows, size);
+        if (even) {
+            copy(out, device, staging, there, at, between, size);
+        }
+        if (!out) {
+            convert(there->type, between, type, here, there->ne[0], x.n);
+        }
     });
-    if (!slots.even) {
-        send(device, staging, to, 0, all.data(), all.size());
+    if (out && !even) {
+        copy(out, device, staging, there, 0, all.data(), all.size());
     }
 }
 
-void get(const Slots & slots, const Store & to, size_t l, const Group & group, bool keys, Staging & staging) {
-    const auto                device = slots.layers[l].device;
-    const ggml_tensor * const from = keys ? group.k : group.v;
-    const size_t              row  = from->nb[1];
-    std::vector<uint8_t>      all(slots.even ? 0 : ggml_nbytes(from)), some;
-    if (!slots.even) {
-        receive(device, staging, from, 0, all.data(), all.size());
-    }
-    each_stretch(to, l, group, keys, [&](const Stretch & x) {
-        const ggml_type type = ggml_type_of(x.rows.type);
-        const size_t    at = x.at * row, size = row * (size_t) x.n;
-        auto *          rows = const_cast<uint8_t *>(x.rows.data);  // nobody else writes rows of a sequence that is away
-        if (!slots.even) {
-            convert(from->type, all.data() + at, type, rows, from->ne[0], x.n);
-            return;
-        }
-        if (type == from->type) {
-            receive(device, staging, from, at, rows, size);
-            return;
-        }
-        some.resize(size);
-        receive(device, staging, from, at, some.data(), size);
-        convert(from->type, some.data(), type, rows, from->ne[0], x.n);
-    });
-}
-
-// copy(layer, group, keys, staging) for all groups that have memory.
-template <class F> void each_group(const Slots & slots, const F & copy) {
+void move_all(bool out, const Slots & slots, const Store & store) {
     const auto &         layers  = slots.layers;
     const bool           at_once = std::all_of(layers.begin(), layers.end(), [](const auto & x) { return !x.device || copies_at_once(x.device); });
     constexpr int32_t    MOST    = 8;  // more copy no faster
@@ -152,7 +121,7 @@ template <class F> void each_group(const Slots & slots, const F & copy) {
         for (const Group & group : layers[(size_t) l].groups) {
             for (const bool keys : { true, false }) {
                 if (group.k) {
-                    copy((size_t) l, group, keys, staging[(size_t) worker]);
+                    move(out, slots, store, (size_t) l, group, keys, staging[(size_t) worker]);
                 }
             }
         }
@@ -219,7 +188,7 @@ bool Slots::load(Store & from) {
         }
     }
     if (from.n_tokens() > 0) {
-        each_group(*this, [&](size_t l, const Group & group, bool keys, Staging & staging) { put(*this, from, l, group, keys, staging); });
+        move_all(true, *this, from);
     }
     for (size_t l = 0; l < layers.size(); l++) {
         if (layers[l].device) {
@@ -241,7 +210,7 @@ bool Slots::fetch(Store & to) {
             return false;
         }
     }
-    each_group(*this, [&](size_t l, const Group & group, bool keys, Staging & staging) { get(*this, to, l, group, keys, staging); });
+    move_all(false, *this, to);
     for (DeviceLayer & layer : layers) {
         layer.groups.clear();
     }

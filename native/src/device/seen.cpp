@@ -1,6 +1,7 @@
 #include "device/seen.h"
 
 #include <algorithm>
+#include <numeric>
 
 namespace kvedge {
 
@@ -27,15 +28,13 @@ std::vector<float> cut(const std::vector<float> & x, int32_t width, size_t head,
     return out;
 }
 
+template <class X> uint64_t bytes_of(const std::vector<X> & on) {
+    return std::accumulate(on.begin(), on.end(), (uint64_t) 0, [](uint64_t n, const X & x) { return n + x.held.bytes(); });
+}
+
 }  // namespace
 
-uint64_t Ring::bytes() const {
-    uint64_t n = 0;
-    for (const On & on : on_) {
-        n += on.held.bytes();
-    }
-    return n;
-}
+uint64_t Ring::bytes() const { return bytes_of(on_); }
 
 // ---------------------------------------------------------------------------------------------------------
 // Queries
@@ -129,13 +128,7 @@ LastQueries Ring::read() {
 // ---------------------------------------------------------------------------------------------------------
 // Sums
 
-uint64_t Sums::bytes() const {
-    uint64_t n = 0;
-    for (const On & on : on_) {
-        n += on.held.bytes();
-    }
-    return n;
-}
+uint64_t Sums::bytes() const { return bytes_of(on_); }
 
 bool Sums::keeps(const Incoming & incoming) const {
     const int32_t before = slots_.even ? slots_.even_rows() - incoming.pending : 0;  // the rows that are not pending
