@@ -5,7 +5,7 @@ import sys
 from pykvedge.plans.making import plan
 from pykvedge.runtime.loaded import load
 from pykvedge.runtime.sampling import Sampling
-from pykvedge.serve.limits import Limits
+from pykvedge.serve.job import Limits
 from pykvedge.serve.server import Options, serve
 
 options = Options(port=0, limits=Limits(slots=2, n_ctx=2048, memory=64 << 20))

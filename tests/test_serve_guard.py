@@ -10,8 +10,7 @@ import pytest
 from pykvedge.errors import RequestError, UsageError
 from pykvedge.serve import guarding
 from pykvedge.serve.bodies import Bounds
-from pykvedge.serve.guarding import OWNER, PICTURES, Guarding, Rules
-from pykvedge.serve.keys import Key
+from pykvedge.serve.guarding import OWNER, PICTURES, Guarding, Key, Rules
 from pykvedge.serve.server import Options, check
 
 HOSTS = frozenset({"localhost", "127.0.0.1", "chat.example"})

@@ -10,7 +10,7 @@ import pytest
 from server import ENDLESS, QUESTION, SCENES, asks, serving
 
 from pykvedge.errors import UsageError
-from pykvedge.serve.keys import owner_of, read_keys
+from pykvedge.serve.guarding import owner_of, read_keys
 
 ANN, BOB = "ann-0123456789abcdef", "bob-0123456789abcdef"
 FILE = f"# people\n\n{ANN} ann\n  {BOB}\n"

@@ -11,10 +11,9 @@ import pykvedge
 from pykvedge.errors import CancelledError, ContextError, GrammarError
 from pykvedge.models.prompt import IMAGE, Message
 from pykvedge.runtime.sampling import Sampling
-from pykvedge.serve.engine import Engine
-from pykvedge.serve.job import Done, Failed, Request
-from pykvedge.serve.limits import Limits
+from pykvedge.serve.job import Done, Failed, Limits, Request
 from pykvedge.serve.parked import Park
+from pykvedge.serve.scheduler import Scheduler
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +46,7 @@ def asked(engine, cancel=False, **fields):
 
 @pytest.mark.parametrize("share", [False, True])
 def test_pictures_of_another_key_are_encoded_again(loaded, monkeypatch, share):
-    engine = Engine(loaded, Limits(slots=2, n_ctx=1024, memory=64 << 20, share_prompts=share), Park(None))
+    engine = Scheduler(loaded, Limits(slots=2, n_ctx=1024, memory=64 << 20, share_prompts=share), Park(None))
     encoder, encoded = engine.preparer.vision.encoder, []
     plain = encoder.encode
     monkeypatch.setattr(encoder, "encode", lambda *given: encoded.append(1) or plain(*given), raising=False)
@@ -62,7 +61,7 @@ def test_pictures_of_another_key_are_encoded_again(loaded, monkeypatch, share):
 
 def test_requests_that_are_refused_leave_nothing_in_c(loaded, monkeypatch):
     """As many of mtmd's chunks are freed as were made, whyever the request ends."""
-    engine = Engine(loaded, Limits(slots=1, n_ctx=170, memory=64 << 20), Park(None))
+    engine = Scheduler(loaded, Limits(slots=1, n_ctx=170, memory=64 << 20), Park(None))
     mtmd, made, freed = engine.preparer.vision.mtmd, [], []
     copy, free = mtmd.mtmd_input_chunk_copy, mtmd.mtmd_input_chunk_free
     monkeypatch.setattr(mtmd, "mtmd_input_chunk_copy", lambda chunk: made.append(1) or copy(chunk))

@@ -11,10 +11,9 @@ from server import DEMO, QUESTION, SCENES, asks, serving
 import pykvedge
 from pykvedge.models.prompt import IMAGE, Message
 from pykvedge.runtime.sampling import Sampling
-from pykvedge.serve.engine import Engine
-from pykvedge.serve.job import Done, Failed, Request, Step
-from pykvedge.serve.limits import Limits
+from pykvedge.serve.job import Done, Failed, Limits, Request, Step
 from pykvedge.serve.parked import Park
+from pykvedge.serve.scheduler import Scheduler
 
 AGAIN = "reading the prompt again"
 LATER = "What is at the top left?"
@@ -125,7 +124,7 @@ class Asked:
 
 @pytest.fixture
 def engine(loaded):
-    engine = Engine(loaded, Limits(slots=2, n_ctx=2048, memory=64 << 20), Park(None))
+    engine = Scheduler(loaded, Limits(slots=2, n_ctx=2048, memory=64 << 20), Park(None))
     yield engine
     engine.close()
 
@@ -166,7 +165,7 @@ def test_a_context_or_memory_without_room_for_the_pass_is_refused(loaded, engine
     once, twice = (Request(said, pykvedge.plan(method, 0.3), sampling) for method in ("snapkv", "kvzip"))
     room = Asked(engine, once).wait().events[-1].report.tokens.prompt + 40
     for limits in (Limits(1, room), Limits(1, 2048, memory=room * engine.preparer.bytes_per_token)):
-        small = Engine(loaded, limits, Park(None))
+        small = Scheduler(loaded, limits, Park(None))
         failed = Asked(small, twice).wait().events[-1]
         assert isinstance(failed, Failed) and "second pass over the prompt does not fit" in str(failed.error)
         assert ("--memory" in str(failed.error)) == (limits.n_ctx == 2048)

@@ -106,8 +106,8 @@ def serve(**given: Any) -> None:
 
 
 def _options(given: dict[str, Any], server: Any) -> Any:
-    from pykvedge.serve.keys import read_keys
-    from pykvedge.serve.limits import Limits
+    from pykvedge.serve.guarding import read_keys
+    from pykvedge.serve.job import Limits
     from pykvedge.serve.pictures import Sources
 
     def size(name: str, default: int) -> int:

@@ -1,4 +1,4 @@
-"""The stages of a plan that come from plugins, as structs of kvedge.h ("Stages of your own"): Python functions that C calls."""
+"""Stages of a plan that come from plugins, as structs of kvedge.h: Python functions that C calls."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The stages of kvedge.h as ctypes declares them: what stages of a program's own are given, and how they are described."""
+"""The structs of stages in kvedge.h, as ctypes declares them, for stages of a program's own."""
 
 from __future__ import annotations
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import threading
 import time
@@ -27,7 +26,7 @@ from pykvedge.runtime.driver import Driver
 from pykvedge.runtime.interrupt import stop_if_set
 from pykvedge.runtime.llama_context import DEFAULT_CTX, ROOM_TO_ANSWER, Context, ContextSize, ubatch_for
 from pykvedge.runtime.replay import extra_tokens
-from pykvedge.runtime.sequence import Sequence
+from pykvedge.runtime.sequence import Sequence, encode
 from pykvedge.runtime.sessionfile import Note, encoded
 from pykvedge.runtime.settings import Settings
 from pykvedge.runtime.snapshot import Snapshot
@@ -344,21 +343,6 @@ class Engine:
     def peak_bytes(self, so_far: int) -> int:
         """Tells the largest amount of KV memory up to now, in bytes. so_far: the answer without a cache."""
         return self.cache.stats().peak_bytes if self.cache is not None else so_far
-
-
-def encode(vision: Vision | None, pieces: list[Piece], progress: Progress, cancel: threading.Event | None) -> None:
-    """Computes the embeddings of images. Raises ImageError, CancelledError, StateError."""
-    images = [piece for piece in pieces if isinstance(piece, ImagePiece)]
-
-    def look(i: int, share: float) -> None:
-        progress(f"encoding image {i + 1} of {len(images)}", (i + share) / len(images))
-        stop_if_set(cancel)
-
-    for i, piece in enumerate(images):
-        look(i, 0.0)
-        if vision is None:
-            raise StateError("no image encoder was loaded")
-        vision.encode(piece, functools.partial(look, i))
 
 
 def _require_window(context: Context) -> None:

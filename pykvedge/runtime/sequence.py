@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 import time
 from collections.abc import Generator, Iterable, Iterator
 from contextlib import closing
 from typing import TypeAlias
 
-from pykvedge.errors import SessionFileError, UnsupportedError
+from pykvedge.errors import SessionFileError, StateError, UnsupportedError
 from pykvedge.library import libkvedge
 from pykvedge.models.composer import Composer
 from pykvedge.models.model import Progress, silent
-from pykvedge.models.vision import Piece, TextPiece
+from pykvedge.models.vision import ImagePiece, Piece, TextPiece, Vision
 from pykvedge.reference.kvtypes import KvType
 from pykvedge.runtime import figures
 from pykvedge.runtime.driver import Driver
@@ -251,3 +252,18 @@ def cut(pieces: Iterable[Piece], most: int) -> Iterator[Piece]:
         while rest is not None:
             part, rest = split(rest, most)
             yield part
+
+
+def encode(vision: Vision | None, pieces: list[Piece], progress: Progress, cancel: threading.Event | None) -> None:
+    """Computes the embeddings of images. Raises ImageError, CancelledError, StateError."""
+    images = [piece for piece in pieces if isinstance(piece, ImagePiece)]
+
+    def look(i: int, share: float) -> None:
+        progress(f"encoding image {i + 1} of {len(images)}", (i + share) / len(images))
+        stop_if_set(cancel)
+
+    for i, piece in enumerate(images):
+        look(i, 0.0)
+        if vision is None:
+            raise StateError("no image encoder was loaded")
+        vision.encode(piece, functools.partial(look, i))

@@ -15,22 +15,9 @@ from pykvedge.models.dialect import Said
 from pykvedge.runtime.report import Report
 from pykvedge.serve import completions, errors
 from pykvedge.serve import tools as calling
-from pykvedge.serve.completions import (
-    Events,
-    asked,
-    begun,
-    complete,
-    read,
-    reading_of,
-    streamed,
-    usage,
-    whole,
-    words,
-)
-from pykvedge.serve.job import Done, Failed, Text
+from pykvedge.serve.completions import Events, asked, begun, complete, parts, reading_of, streamed, usage, whole
 from pykvedge.serve.reading import Delta
 from pykvedge.serve.service import Service
-from pykvedge.serve.translating import Object, chat_request, error, event_line
 from pykvedge.serve.waiting import Waiting
 from pykvedge.serve.wire import (
     MOST_MESSAGES,
@@ -40,9 +27,12 @@ from pykvedge.serve.wire import (
     Compression,
     Count,
     Limit,
+    Object,
     Share,
     Temperature,
     Wire,
+    chat_request,
+    event_line,
     parsed,
 )
 
@@ -93,9 +83,7 @@ class ThinkingBlock(Wire):
 
 
 _Shown = Annotated[TextBlock | ImageBlock, Field(discriminator="type")]
-_Block = Annotated[
-    TextBlock | ImageBlock | ToolUseBlock | ToolResultBlock | ThinkingBlock, Field(discriminator="type")
-]
+_Block = Annotated[TextBlock | ImageBlock | ToolUseBlock | ToolResultBlock | ThinkingBlock, Field(discriminator="type")]
 
 
 class AnthropicMessage(Wire):
@@ -241,8 +229,8 @@ def _counted(report: Report) -> Object:
 
 
 def _message(service: Service, report: Report, said: Said) -> Object:
-    return {**_message_head(service), "content": _blocks(said), "stop_reason": _stop_reason(report, bool(said.calls)),
-            "stop_sequence": None, "usage": _counted(report)}  # fmt: skip
+    why = _ended(_stop_reason(report, bool(said.calls)))
+    return {**_message_head(service), "content": _blocks(said), **why, "usage": _counted(report)}
 
 
 def _message_head(service: Service) -> Object:
@@ -250,31 +238,28 @@ def _message_head(service: Service) -> Object:
 
 
 async def _message_events(service: Service, chat: ChatRequest, waiting: Waiting, events: Events) -> AsyncIterator[str]:
-    answer, blocks = reading_of(chat, waiting), _Blocks()
+    answer, blocks, started = reading_of(chat, waiting), _Blocks(), False
     with waiting:
         try:
-            started = False
-            async for _, event in words(events):
-                if isinstance(event, Failed):
-                    raise event.error
+            async for done, deltas in parts(answer, events):
                 if not started:  # what the prompt has is known now
                     started = True
-                    usage_ = {**_counted(waiting.jobs[0].report), "output_tokens": 0}
-                    ends = {"stop_reason": None, "stop_sequence": None}
-                    yield event_line("message_start", message={**_message_head(service), "content": [], **ends,
-                                                               "usage": usage_})  # fmt: skip
-                if isinstance(event, Text):
-                    for delta in await read(answer, event.text):
-                        yield blocks.written(delta)
-                if isinstance(event, Done):
-                    for delta in await read(answer, "", last=True):
-                        yield blocks.written(delta)
-                    ended = {"stop_reason": _stop_reason(event.report, bool(answer.said.calls)), "stop_sequence": None}
+                    counted = {**_counted(waiting.jobs[0].report), "output_tokens": 0}
+                    head = {**_message_head(service), "content": [], **_ended(None), "usage": counted}
+                    yield event_line("message_start", message=head)
+                for delta in deltas:
+                    yield blocks.written(delta)
+                if done is not None:
                     yield blocks.end()
-                    yield event_line("message_delta", delta=ended, usage=_counted(event.report))
+                    why = _ended(_stop_reason(done.report, bool(answer.said.calls)))
+                    yield event_line("message_delta", delta=why, usage=_counted(done.report))
                     yield event_line("message_stop")
         except Exception as failed:
-            yield event_line("error", error=error(errors.of(failed))["error"])
+            yield event_line("error", error=errors.anthropic_body(errors.of(failed))["error"])
+
+
+def _ended(why: str | None) -> Object:
+    return {"stop_reason": why, "stop_sequence": None}
 
 
 class _Blocks:

@@ -6,13 +6,14 @@ import asyncio
 import json
 import time
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 from typing import Any
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request as HttpRequest
-from starlette.responses import JSONResponse, Response
+from starlette.responses import FileResponse, JSONResponse, Response
 from starlette.routing import Route
 
 from pykvedge.errors import RequestError
@@ -23,12 +24,9 @@ from pykvedge.serve import (
     completions,
     errors,
     llama,
-    metrics,
     openapi,
-    page,
     prompts,
     responses,
-    translating,
     watching,
 )
 from pykvedge.serve.asking import plan_of
@@ -37,6 +35,15 @@ from pykvedge.serve.service import Service
 from pykvedge.serve.wire import ChatRequest, Compression, parsed
 
 Handler = Callable[[Service, HttpRequest], Awaitable[Response]]
+# the page at `/`: files that lie in this folder, as they are; it asks for nothing from anywhere else
+_PAGE = Path(__file__).with_name("page_files")
+_PAGE_KINDS = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
+_PAGE_HEADERS = {
+    # pictures of the conversation are data: and blob: URLs
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
+    "img-src 'self' data: blob:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "Cache-Control": "no-cache",
+}
 
 
 def application(service: Service, rules: Rules) -> Any:
@@ -71,8 +78,8 @@ def application(service: Service, rules: Rules) -> Any:
         _route(service, "/v1/kvedge/sessions", watching.sessions),
         _route(service, "/v1/kvedge/sessions/{name}", watching.forget, "DELETE"),
         _route(service, "/v1/kvedge/events", watching.events),
-        _route(service, "/", page.index),
-        _route(service, "/page/{name}", page.part),
+        _route(service, "/", _index),
+        _route(service, "/page/{name}", _part),
     ]
     app = Starlette(routes=routes, exception_handlers={HTTPException: _unrouted})
     guarded = Guarding(app, rules)
@@ -95,7 +102,7 @@ def _route(service: Service, path: str, handler: Handler, method: str = "GET") -
 def refusal(error: RequestError, anthropic: bool = False) -> Response:
     """Makes the response to a request that cannot be answered."""
     headers = {"Retry-After": str(error.retry_s)} if error.retry_s else {}
-    body = translating.error(error) if anthropic else errors.body(error)
+    body = errors.anthropic_body(error) if anthropic else errors.body(error)
     return JSONResponse(body, error.status, headers)
 
 
@@ -125,7 +132,7 @@ async def _health(service: Service, http: HttpRequest) -> Response:
 
 
 async def _metrics(service: Service, http: HttpRequest) -> Response:
-    return Response(metrics.text(service.engine), media_type="text/plain; version=0.0.4")
+    return Response(watching.metrics(service.scheduler), media_type="text/plain; version=0.0.4")
 
 
 async def _document(service: Service, http: HttpRequest) -> Response:
@@ -146,14 +153,14 @@ async def _model(service: Service, http: HttpRequest) -> Response:
 
 
 def _described(service: Service) -> dict[str, Any]:
-    limits, plan = service.engine.limits, service.defaults.plan
+    limits, plan = service.scheduler.limits, service.defaults.plan
     about = {
         "n_ctx": limits.n_ctx,
-        "images": service.engine.preparer.vision is not None,
+        "images": service.scheduler.preparer.vision is not None,
         "tools_in_template": service.defaults.knows_tools,
         "method": plan.method,
         "budget": plan.budget.value,
-        "kv_bytes_per_token": service.engine.preparer.bytes_per_token,
+        "kv_bytes_per_token": service.scheduler.preparer.bytes_per_token,
     }
     return {"id": service.name, "object": "model", "created": int(service.began), "owned_by": "kvedge",
             **llama.about_model(service), "kvedge": about}  # fmt: skip
@@ -161,7 +168,7 @@ def _described(service: Service) -> dict[str, Any]:
 
 async def _methods(service: Service, http: HttpRequest) -> Response:
     """Lists the methods that this model can follow, and says of the others why it cannot."""
-    why, names = service.engine.preparer.why_no_replay(), sorted(presets.methods())
+    why, names = service.scheduler.preparer.why_no_replay(), sorted(presets.methods())
     barred = {name: f"it goes by a second pass over the prompt: {why}" for name in names
               if why and native_plan.replays(making.plan(name))}  # fmt: skip
     methods = [name for name in names if name not in barred]
@@ -173,3 +180,19 @@ async def _plan(service: Service, http: HttpRequest) -> Response:
     without_pictures(http.scope)
     given = parsed(Compression, await http.body() or b"{}")
     return JSONResponse(json.loads((await asyncio.to_thread(plan_of, given, service.defaults.plan)).to_json()))
+
+
+async def _index(service: Service, http: HttpRequest) -> Response:
+    return _page_file("index.html")
+
+
+async def _part(service: Service, http: HttpRequest) -> Response:
+    return _page_file(http.path_params["name"])
+
+
+def _page_file(name: str) -> Response:
+    if name not in {path.name for path in _PAGE.iterdir()}:
+        raise RequestError(404, f"the page has no {name:.80}", "not_found")
+    path = _PAGE / name
+    kind = _PAGE_KINDS.get(path.suffix, "application/octet-stream")
+    return FileResponse(path, media_type=kind, headers=_PAGE_HEADERS)

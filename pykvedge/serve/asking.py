@@ -1,4 +1,4 @@
-"""A chat request of the wire becomes what the engine is asked: messages with pictures, a plan, and a sampling."""
+"""A chat request of the wire becomes what the scheduler is asked: messages with pictures, a plan, and a sampling."""
 
 from __future__ import annotations
 

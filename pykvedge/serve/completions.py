@@ -20,9 +20,8 @@ from pykvedge.runtime.logprobs import Alternative, Token
 from pykvedge.runtime.report import Report
 from pykvedge.serve import errors
 from pykvedge.serve.job import Done, Event, Failed, Request, Step, Text
-from pykvedge.serve.looking import looked_through
 from pykvedge.serve.reading import LONG, Delta, Reading, reading
-from pykvedge.serve.service import Service
+from pykvedge.serve.service import Service, looked_through
 from pykvedge.serve.waiting import Waiting
 from pykvedge.serve.wire import ChatRequest, Prompted
 
@@ -34,7 +33,7 @@ _QUIET_S = 10.0  # a stream that has nothing to say says so after this, since pr
 
 
 async def answer(service: Service, http: HttpRequest, given: ChatRequest) -> Response:
-    """Answers a chat request. Raises RequestError and what the engine raises."""
+    """Answers a chat request. Raises RequestError and what the scheduler raises."""
     waiting = await asked(service, http, given)
     if not given.stream:
         done = await complete(waiting)
@@ -48,13 +47,13 @@ async def answer(service: Service, http: HttpRequest, given: ChatRequest) -> Res
 async def asked(
     service: Service, http: HttpRequest, *given: ChatRequest | Prompted, count_only: bool = False, joined: bool = True
 ) -> Waiting:
-    """Hands requests to the engine, whose answers belong together.
+    """Hands requests to the scheduler, whose answers belong together.
 
     count_only: nobody wants an answer, but to know how many tokens it has. joined: as Waiting's.
     """
     service.check_model(given[0].model)
     requests = await looked_through(service, http, *given)
-    waiting = Waiting(service.engine, http, joined)
+    waiting = Waiting(service.scheduler, http, joined)
     try:
         for one, request in zip(given, requests, strict=True):
             _submit(waiting, replace(request, count_only=count_only), one.n or 1)
@@ -98,10 +97,21 @@ async def begun(waiting: Waiting) -> Events:
 
 
 async def words(events: Events) -> Events:
-    """Waits for the first event that is no step, and yields it and what comes after it."""
+    """Yields text and ends of answers. Raises what one of them failed with."""
     async for number, event in events:
+        if isinstance(event, Failed):
+            raise event.error
         if not isinstance(event, Step):
             yield number, event
+
+
+async def parts(answer: Reading, events: Events) -> AsyncIterator[tuple[Done | None, list[Delta]]]:
+    """Yields what one answer goes on with, and its end with the last of it. Raises what it failed with."""
+    async for _, event in words(events):
+        if isinstance(event, Text):
+            yield None, await read(answer, event.text)
+        elif isinstance(event, Done):
+            yield event, await read(answer, "", last=True)
 
 
 async def _again(first: tuple[int, Event], events: Events) -> Events:
@@ -238,7 +248,7 @@ def _finish_as_asked(given: ChatRequest, finish: str | None) -> str | None:
 
 def reasoned(service: Service, said: Iterable[Said]) -> int:
     """Counts the tokens that the reasoning in answers is."""
-    model = service.engine.loan.model
+    model = service.scheduler.loan.model
     return sum(len(model.tokenize(one.reasoning, special=False)) for one in said if one.reasoning)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -26,19 +26,77 @@ from pykvedge.runtime.crew import Crew
 from pykvedge.runtime.driver import Driver
 from pykvedge.runtime.replay import split
 from pykvedge.runtime.report import Kv, Tokens
-from pykvedge.runtime.sequence import Sequence
+from pykvedge.runtime.sequence import Ahead, Passes, Sequence
 from pykvedge.serve import patches
-from pykvedge.serve.job import Done, Step
-from pykvedge.serve.limits import Limits
+from pykvedge.serve.job import Done, Job, Limits, Step, Text
 from pykvedge.serve.parked import Park
-from pykvedge.serve.preparing import Preparer
-from pykvedge.serve.slot import Prepared, Slot
+from pykvedge.serve.preparing import Preparer, Work
 
 SHARED = 128  # tokens of a prompt that are read at once while others are answered, who wait for them
 
 WATCHED = 16  # so many tokens of a prompt are over before anybody notices; being asked at every node costs as much
 
 _SHARE_READ = 4  # a prompt is kept for those who ask the same where it takes no more than this part of the memory
+
+
+@dataclass(eq=False)
+class Slot:
+    """One of the sequences, while a job has it. passes: over the prompt; None: nobody looked what it goes on from."""
+
+    sequence: Sequence
+    work: Work
+    passes: Passes | None = None
+    ahead: Ahead | None = None  # what the next pass reads of the prompt
+    second: bool = False  # whether the prompt is read a second time
+    next: int | None = None  # the token that is decoded next; None: the prompt is being read
+    n_bytes: int = 0  # of keys and values, when they were last counted
+    began: float = field(default_factory=time.perf_counter)
+    answering_since: float = 0.0
+    told: int = 0  # tokens whose text was passed on
+
+    @property
+    def job(self) -> Job:
+        return self.work.job
+
+    @property
+    def state(self) -> str:
+        """What is done with the job."""
+        if self.next is not None:
+            return "answering"
+        return "reading again" if self.second else "reading"
+
+    @property
+    def share(self) -> float:
+        """How much of the prompt was read."""
+        return self.sequence.share if self.next is None else 1.0
+
+    def read(self) -> Passes:
+        """Reads the prompt, and once more where the plan asks for that (Sequence.steps)."""
+        spent = self.job.report.time
+        yield from self.sequence.steps(self.work.pieces)
+        spent.prefill_s = time.perf_counter() - self.began
+        if self.work.again:
+            self.second = True
+            yield from self.sequence.again(self.work.again)
+            spent.replay_s = self.sequence.replay_s
+
+    def tell(self, text: str) -> None:
+        """Passes text of the answer on, and what is known of its tokens."""
+        ids, noted = self.work.generation.tokens, self.job.report.logprobs
+        noted = noted[self.told :] if noted else []
+        if text or noted:
+            self.job.emit(Text(text, tuple(noted), tuple(ids[self.told :])))
+            self.told = len(ids)
+
+    def finish(self, how: str) -> None:
+        """Completes the answer and its report; the caller tells of it when the slot is free."""
+        report, generation = self.job.report, self.work.generation
+        self.tell(generation.end(how, broken_off=how == "cancelled"))
+        self.job.ids, self.job.stop_text = generation.tokens, generation.stop_text
+        report.time.decode_steps = max(report.tokens.generated - 1, 0)
+        if self.answering_since:
+            report.time.decode_s = time.perf_counter() - self.answering_since
+
 
 Ended = list[tuple[Slot, Exception | None]]
 
@@ -81,7 +139,7 @@ class Decoder:
         """Counts the bytes of keys and values that are being answered from."""
         return sum(slot.n_bytes for slot in list(self._slots))
 
-    def begin(self, work: Prepared, slots: list[Slot]) -> tuple[Slot | None, Exception | None]:
+    def begin(self, work: Work, slots: list[Slot]) -> tuple[Slot | None, Exception | None]:
         """Gives a job one of the sequences that nobody has; or tells why that cannot be. slots: that have a job."""
         taken = [slot.sequence for slot in slots]
         slot = Slot(next(sequence for sequence in self._sequences if sequence not in taken), work)

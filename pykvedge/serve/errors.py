@@ -58,3 +58,8 @@ def of(error: Exception) -> RequestError:
     if isinstance(error, KvedgeError):
         return RequestError(500, text)
     return RequestError(500, f"unexpected {type(error).__name__}: {text}")
+
+
+def anthropic_body(failed: RequestError) -> dict[str, Any]:
+    """Makes the body of the response as /v1/messages has it."""
+    return {"type": "error", "error": {"type": kind(failed), "message": failed.message}}

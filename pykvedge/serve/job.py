@@ -1,4 +1,4 @@
-"""A Job is one answer that somebody waits for; what happens to it is told event by event."""
+"""A Job is one answer that somebody waits for, within the Limits of a server; it is told event by event."""
 
 from __future__ import annotations
 
@@ -13,9 +13,32 @@ from pykvedge.models.dialect import Dialect
 from pykvedge.models.images import Picture
 from pykvedge.models.prompt import Message
 from pykvedge.plans.plan import Plan
+from pykvedge.reference.kvtypes import KvType
 from pykvedge.runtime.logprobs import Token
 from pykvedge.runtime.report import Report
 from pykvedge.runtime.sampling import Sampling
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Bounds of a server. n_ctx: tokens of one conversation. queue: requests that wait.
+
+    memory: bytes of keys and values of all conversations. share_prompts: a prompt that was read for one owner of a key
+    is there for the others.
+    """
+
+    slots: int = 4
+    n_ctx: int = 4096
+    memory: int = 2 << 30
+    queue: int = 64
+    kv_type: str = "f16"
+    kv_rotate: str = "auto"
+    share_prompts: bool = False
+
+    @property
+    def storage(self) -> KvType:
+        """How keys and values are stored: kv_type and kv_rotate."""
+        return KvType.parse(self.kv_type, self.kv_rotate)
 
 
 @dataclass(frozen=True)
@@ -99,7 +122,7 @@ class Request:
 
 
 class Job:
-    """A request on its way. emit is called with each event, in threads of the engine; it must not wait."""
+    """A request on its way. emit is called with each event, in threads of the scheduler; it must not wait."""
 
     def __init__(self, request: Request, emit: Callable[[Event], None]) -> None:
         self.request, self.emit = request, emit

@@ -19,8 +19,7 @@ from pykvedge.models.prompt import FALLBACK
 from pykvedge.runtime.sampling import Sampling
 from pykvedge.serve.guarding import OWNER
 from pykvedge.serve.job import Job
-from pykvedge.serve.looking import looked_through
-from pykvedge.serve.service import Service
+from pykvedge.serve.service import Service, looked_through
 from pykvedge.serve.wire import ChatRequest, Wire, parsed
 
 _MOST_TEXT = 1 << 19  # characters or tokens that are turned into the other at once
@@ -29,15 +28,15 @@ _ANY_SEED = 2**32 - 1  # what llama.cpp says for a seed that is another one each
 
 async def props(service: Service, http: HttpRequest) -> Response:
     """GET /props: the model, its template, and what holds where a request says nothing."""
-    engine, defaults = service.engine, service.defaults
-    model, n_ctx = engine.loan.model, engine.limits.n_ctx
-    preparer = engine.preparer
+    scheduler, defaults = service.scheduler, service.defaults
+    model, n_ctx = scheduler.loan.model, scheduler.limits.n_ctx
+    preparer = scheduler.preparer
     sampling = replace(defaults.sampling, max_tokens=defaults.max_tokens or defaults.room)
     params = sampling_settings(sampling, defaults.room)
     caps = await asyncio.to_thread(preparer.template_can)
     return JSONResponse({
         "default_generation_settings": {"params": params, "n_ctx": n_ctx},
-        "total_slots": engine.limits.slots,
+        "total_slots": scheduler.limits.slots,
         "model_alias": service.name,
         "model_path": model.path.name,
         "modalities": {"vision": preparer.vision is not None, "audio": False, "video": False},
@@ -82,8 +81,8 @@ def sampling_settings(sampling: Sampling, room: int) -> dict[str, Any]:
 
 def about_model(service: Service) -> dict[str, Any]:
     """Describes the model as llama-server's /v1/models does, and as other programs look for it there."""
-    model, n_ctx = service.engine.loan.model, service.engine.limits.n_ctx
-    sees = service.engine.preparer.vision is not None
+    model, n_ctx = service.scheduler.loan.model, service.scheduler.limits.n_ctx
+    sees = service.scheduler.preparer.vision is not None
     llama, header = model.llama, model.header
     return {
         "aliases": [service.name],
@@ -105,18 +104,18 @@ def about_model(service: Service) -> dict[str, Any]:
 
 def capabilities(service: Service) -> dict[str, Any]:
     """Says what the model can, where programs of llama-server look for it in /v1/models."""
-    sees = service.engine.preparer.vision is not None
+    sees = service.scheduler.preparer.vision is not None
     can = ["completion", "multimodal"] if sees else ["completion"]
     return {"name": service.name, "model": service.name, "type": "model", "capabilities": can}
 
 
 async def slots(service: Service, http: HttpRequest) -> Response:
     """GET /slots: which are busy; figures of who shows the same key, and nothing of what was said."""
-    limits, owner = service.engine.limits, http.scope.get(OWNER, "")
+    limits, owner = service.scheduler.limits, http.scope.get(OWNER, "")
     out: list[dict[str, Any]] = [
         {"id": i, "n_ctx": limits.n_ctx, "speculative": False, "is_processing": False} for i in range(limits.slots)
     ]
-    for job, _, slot in service.engine.working():
+    for job, _, slot in service.scheduler.working():
         if slot is None:
             continue
         out[slot.sequence.number]["is_processing"] = True
@@ -151,7 +150,7 @@ class DetokenizeRequest(Wire):
 async def tokenize(service: Service, http: HttpRequest) -> Response:
     """POST /tokenize."""
     given = parsed(TokenizeRequest, await http.body())
-    return JSONResponse({"tokens": await asyncio.to_thread(_tokens, service.engine.loan.model, given)})
+    return JSONResponse({"tokens": await asyncio.to_thread(_tokens, service.scheduler.loan.model, given)})
 
 
 def _tokens(model: Model, given: TokenizeRequest) -> list[Any]:
@@ -177,11 +176,11 @@ def _piece(data: bytes) -> str | list[int]:
 async def detokenize(service: Service, http: HttpRequest) -> Response:
     """POST /detokenize."""
     given = parsed(DetokenizeRequest, await http.body())
-    return JSONResponse({"content": await asyncio.to_thread(service.engine.loan.model.text, given.tokens)})
+    return JSONResponse({"content": await asyncio.to_thread(service.scheduler.loan.model.text, given.tokens)})
 
 
 async def apply_template(service: Service, http: HttpRequest) -> Response:
     """POST /apply-template: the prompt that a conversation becomes, to be changed and sent to /completion."""
     given = parsed(ChatRequest, await http.body())
     [request] = await looked_through(service, http, given)
-    return JSONResponse({"prompt": await asyncio.to_thread(service.engine.preparer.written, request)})
+    return JSONResponse({"prompt": await asyncio.to_thread(service.scheduler.preparer.written, request)})

@@ -6,7 +6,7 @@ import functools
 import threading
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from pykvedge.errors import ContextError, KvedgeError, RequestError, UsageError
@@ -17,23 +17,46 @@ from pykvedge.models.shape import ModelShape
 from pykvedge.models.vision import ImagePiece, Piece, TextPiece, Vision
 from pykvedge.plans.making import check_protection
 from pykvedge.reference.kvtypes import KvType
-from pykvedge.runtime.engine import encode
 from pykvedge.runtime.generation import Generation
 from pykvedge.runtime.interrupt import stop_if_set
 from pykvedge.runtime.llama_context import N_UBATCH
 from pykvedge.runtime.loaded import Loan
 from pykvedge.runtime.pruning import planned
 from pykvedge.runtime.replay import Part, Passage, Requests, parts
+from pykvedge.runtime.sequence import encode
 from pykvedge.runtime.sessionfile import fingerprint
 from pykvedge.runtime.snapshot import Snapshot
-from pykvedge.serve.job import Job, Request, Step
-from pykvedge.serve.limits import Limits
+from pykvedge.serve.job import Job, Limits, Request, Step
 from pykvedge.serve.parked import Park, name_of, said_in
-from pykvedge.serve.slot import Prepared
 
 _QUICK_TEXT = 100_000  # bytes of text that are looked up at once
 _PART = 1 << 14  # characters
 _TOKEN = 16  # bytes of text for each token that a conversation holds, at most
+
+
+@dataclass
+class Work:
+    """A job whose prompt is cut and whose images are encoded.
+
+    before: the conversation that it goes on from, or, with logits, the same prompt, read for somebody else. name: of
+    the prompt, for whoever asks the same; empty: for nobody. need: bytes of keys and values that it takes at most;
+    room: tokens that the answer may have within them. replays: whether its plan goes by a second pass over prompts;
+    again: that over this one.
+    """
+
+    job: Job
+    pieces: list[Piece]
+    generation: Generation
+    before: Snapshot | None
+    name: str = ""
+    need: int = 0
+    room: int = 0
+    replays: bool = False
+    again: list[Part] = field(default_factory=list)
+
+    @property
+    def n_tokens(self) -> int:
+        return sum(piece.n_tokens for piece in self.pieces)
 
 
 def text_bytes(request: Request) -> int:
@@ -63,7 +86,7 @@ class Preparer:
         with suppress(KvedgeError):  # said again to whoever asks for a grammar
             self._model.table()
 
-    def prepare(self, job: Job) -> Prepared:
+    def prepare(self, job: Job) -> Work:
         """Raises ContextError, RequestError, ImageError, UsageError, ModelError, GrammarError, CancelledError."""
         request = job.request
         self._check(request)
@@ -77,12 +100,12 @@ class Preparer:
             job.report.tokens.add(pieces)
             if parked is not None:
                 job.report.tokens.reused = parked.n_cells
-            return self._fitting(Prepared(job, pieces, self._generation(job), parked, job.name))
+            return self._fitting(Work(job, pieces, self._generation(job), parked, job.name))
         except BaseException:
             self.release(pieces)
             raise
 
-    def at_once(self, job: Job) -> Prepared | None:
+    def at_once(self, job: Job) -> Work | None:
         """Prepares a job that takes next to no time, in any thread: its prompt was read. Raises what `prepare` does."""
         request = job.request
         if request.count_only or request.sampling.constrained:
@@ -128,7 +151,7 @@ class Preparer:
     def _longest(self) -> int:
         return self._model.longest(_TOKEN)
 
-    def _there(self, job: Job) -> Prepared | None:
+    def _there(self, job: Job) -> Work | None:
         request = job.request
         job.said = job.said or _said(request)
         alone = request.patches or (request.prompt is not None and not request.prompt.keep)
@@ -138,7 +161,7 @@ class Preparer:
             return None
         job.forget_messages()
         job.report.tokens.reused = read.n_cells
-        return self._fitting(Prepared(job, [], self._generation(job), read, job.name))
+        return self._fitting(Work(job, [], self._generation(job), read, job.name))
 
     def _generation(self, job: Job) -> Generation:
         request = job.request
@@ -236,7 +259,7 @@ class Preparer:
         encode(self.vision, pieces, lambda what, share: job.emit(Step(what, share)), job.cancelled)
         stop_if_set(job.cancelled)
 
-    def _fitting(self, work: Prepared) -> Prepared:
+    def _fitting(self, work: Work) -> Work:
         try:
             self._fit(work)
         except BaseException:
@@ -244,7 +267,7 @@ class Preparer:
             raise
         return work
 
-    def _fit(self, work: Prepared) -> None:
+    def _fit(self, work: Work) -> None:
         """Checks that the prompt fits into a context and into memory, and says what of both the answer may take."""
         limits, n = self._limits, work.n_tokens
         plan = work.job.request.plan
@@ -278,7 +301,7 @@ class Preparer:
         chunk = max((part.chunk.n_tokens for part in work.again), default=0)
         work.need = prompt + max(answer, chunk) * self.bytes_per_token
 
-    def _second_pass(self, work: Prepared) -> list[Part]:
+    def _second_pass(self, work: Work) -> list[Part]:
         """Cuts the pass into chunks; none where the budget covers what is pending. Raises ContextError, UsageError."""
         if why := self.why_no_replay():
             raise UsageError(f"method '{work.job.request.plan.method}' goes by a second pass over the prompt: {why}")

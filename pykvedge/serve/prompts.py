@@ -36,7 +36,7 @@ from pykvedge.serve.completions import (
     usage,
     words,
 )
-from pykvedge.serve.job import Done, Failed, Text
+from pykvedge.serve.job import Done, Text
 from pykvedge.serve.llama import settings
 from pykvedge.serve.service import Service
 from pykvedge.serve.waiting import Waiting
@@ -117,7 +117,7 @@ async def llama(service: Service, http: HttpRequest) -> Response:
     if given.post_sampling_probs:
         raise RequestError(400, "post_sampling_probs: probabilities are the model's own here", "unsupported")
     limit = given.max_tokens if given.n_predict is None else given.n_predict
-    ends = service.engine.loan.model.ends if given.ignore_eos else []
+    ends = service.scheduler.loan.model.ends if given.ignore_eos else []
     prompts = given.cut(n=given.n_cmpl or given.n, max_tokens=limit, logit_bias=given.biases(ends),
                         likeliest=given.n_probs or None, keep=given.cache_prompt)  # fmt: skip
     waiting = await asked(service, http, *prompts, joined=not given.stream)
@@ -139,8 +139,6 @@ class _Llama:
         with self._waiting:
             try:
                 async for number, event in words(events):
-                    if isinstance(event, Failed):
-                        raise event.error
                     if isinstance(event, Text):
                         yield data_line(self._part(number, event))
                     elif isinstance(event, Done):
@@ -185,10 +183,9 @@ class _Llama:
             out["completion_probabilities"] = [_likely(token) for token in report.logprobs]
         return _chosen(out, given.response_fields) if given.response_fields else out
 
-
     def _written(self, given: Prompted) -> str:
         """Writes a prompt as text, with the token that the tokeniser puts before it."""
-        model = self._service.engine.loan.model
+        model = self._service.scheduler.loan.model
         begins = model.special_text("bos") if model.adds_bos and isinstance(given.prompt[0], str) else ""
         return begins + "".join(part if isinstance(part, str) else model.text([part]) for part in given.prompt)
 
@@ -249,8 +246,6 @@ async def _chunks(service: Service, given: CompletionRequest, waiting: Waiting, 
     with waiting:
         try:
             async for number, event in words(events):
-                if isinstance(event, Failed):
-                    raise event.error
                 if isinstance(event, Text):
                     yield data_line({**head, "choices": [_choice(number, event.text, None, event.tokens or None)]})
                 elif isinstance(event, Done):

@@ -21,17 +21,15 @@ from pykvedge.serve.completions import (
     asked,
     begun,
     complete,
-    read,
+    parts,
     reading_of,
     reasoned,
     streamed,
     usage,
     whole,
 )
-from pykvedge.serve.job import Done, Failed, Text
 from pykvedge.serve.reading import Delta
 from pykvedge.serve.service import Service
-from pykvedge.serve.translating import Object, chat_request, event_line
 from pykvedge.serve.waiting import Waiting
 from pykvedge.serve.wire import (
     MOST_MESSAGES,
@@ -40,10 +38,13 @@ from pykvedge.serve.wire import (
     ChatRequest,
     Compression,
     Count,
+    Object,
     RefusalPart,
     Share,
     Temperature,
     Wire,
+    chat_request,
+    event_line,
     parsed,
 )
 
@@ -260,17 +261,12 @@ async def _response_events(service: Service, chat: ChatRequest, waiting: Waiting
         yield items.event("response.created", response=_response_head(service, number, "in_progress"))
         yield items.event("response.in_progress", response=_response_head(service, number, "in_progress"))
         try:
-            async for _, happened in events:
-                if isinstance(happened, Failed):
-                    raise happened.error
-                if isinstance(happened, Text):
-                    for delta in await read(answer, happened.text):
-                        yield items.written(delta)
-                if isinstance(happened, Done):
-                    for delta in await read(answer, "", last=True):
-                        yield items.written(delta)
+            async for done, deltas in parts(answer, events):
+                for delta in deltas:
+                    yield items.written(delta)
+                if done is not None:
                     yield items.end()
-                    made = _response(service, happened.report, answer.said, items.done, number)
+                    made = _response(service, done.report, answer.said, items.done, number)
                     kind = "response.incomplete" if made["incomplete_details"] else "response.completed"
                     yield items.event(kind, response=made)
         except Exception as failed:

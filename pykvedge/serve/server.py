@@ -31,14 +31,13 @@ from pykvedge.serve import tools
 from pykvedge.serve.app import application
 from pykvedge.serve.asking import Defaults
 from pykvedge.serve.bodies import Bounds
-from pykvedge.serve.engine import Engine
-from pykvedge.serve.guarding import Rules, is_loopback
-from pykvedge.serve.keys import Key
-from pykvedge.serve.limits import Limits
+from pykvedge.serve.guarding import Key, Rules, is_loopback
+from pykvedge.serve.job import Limits
 from pykvedge.serve.ownfolder import own_folder
 from pykvedge.serve.parked import Park
 from pykvedge.serve.pictures import Sources
 from pykvedge.serve.protocol import CONNECTIONS, Protocol
+from pykvedge.serve.scheduler import Scheduler
 from pykvedge.serve.service import Service
 from pykvedge.system.version import package_version
 
@@ -98,26 +97,26 @@ def serve(model: LoadedModel, plan: Plan, sampling: Sampling, options: Options, 
         listening = stack.enter_context(_listening(options))
         folder = options.park or stack.enter_context(own_folder())
         park = Park(CacheFolder(folder, options.park_size, durable=False))
-        engine = Engine(model, options.limits, park)
+        scheduler = Scheduler(model, options.limits, park)
         ended = threading.Event()
         try:
-            service = _service(engine, plan, sampling, options)
+            service = _service(scheduler, plan, sampling, options)
             address = _address(listening)
             with _parent_watched(options.parent, ended):  # before it is told the address: it may end at once
                 _announce(address, service.name)
                 say(f"{service.name} answers at {address} (Ctrl-C ends it)")
                 _run_loop(_run(service, options, listening, ended, say))
         finally:
-            engine.close()
+            scheduler.close()
 
 
-def _service(engine: Engine, plan: Plan, sampling: Sampling, options: Options) -> Service:
-    model = engine.loan.model
+def _service(scheduler: Scheduler, plan: Plan, sampling: Sampling, options: Options) -> Service:
+    model = scheduler.loan.model
     source = model.chat_template()
     dialects = Dialects(model, source, lambda dialect: tools.form_fits(dialect, model)) if source else None
     defaults = Defaults(plan, sampling, options.sources, options.max_tokens, options.limits.n_ctx, dialects)
-    fingerprint = f"kvedge-{package_version()}-{engine.preparer.model_name[:12]}"
-    return Service(engine, defaults, options.name or model.path.stem, fingerprint, options.strict)
+    fingerprint = f"kvedge-{package_version()}-{scheduler.preparer.model_name[:12]}"
+    return Service(scheduler, defaults, options.name or model.path.stem, fingerprint, options.strict)
 
 
 @contextlib.contextmanager
@@ -162,9 +161,9 @@ async def _run(
 
     def end() -> None:  # a second time: at once
         service.closing.set()
-        if service.engine.busy:
+        if service.scheduler.busy:
             say("ending; answers that are under way are given up" + ("" if tasks else f" after {options.grace:g} s"))
-        tasks.add(asyncio.ensure_future(_drained(service.engine, server, 0 if tasks else options.grace)))
+        tasks.add(asyncio.ensure_future(_drained(service.scheduler, server, 0 if tasks else options.grace)))
 
     signals = (signal.SIGINT, signal.SIGTERM)
     for number in signals:
@@ -179,8 +178,8 @@ async def _run(
         watcher.cancel()
 
 
-async def _drained(engine: Engine, server: uvicorn.Server, patience: float) -> None:
-    await asyncio.to_thread(engine.drain, patience)
+async def _drained(scheduler: Scheduler, server: uvicorn.Server, patience: float) -> None:
+    await asyncio.to_thread(scheduler.drain, patience)
     server.should_exit = True
 
 

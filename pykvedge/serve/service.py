@@ -1,23 +1,41 @@
-"""A Service is what all routes of a server share."""
+"""A Service is what all routes of a server share: a scheduler, and how requests are looked through before it is asked.
+
+Pictures of a request are fetched and unpacked in bounded time.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
-from dataclasses import dataclass, field
+from collections.abc import Coroutine
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
+
+from starlette.requests import Request as HttpRequest
 
 from pykvedge.errors import RequestError
-from pykvedge.serve.asking import Defaults
-from pykvedge.serve.engine import Engine
+from pykvedge.serve import asking
+from pykvedge.serve.errors import LEFT
 from pykvedge.serve.fetching import Fetching
+from pykvedge.serve.guarding import OWNER, PICTURES, TEXT
+from pykvedge.serve.job import Request
+from pykvedge.serve.scheduler import Scheduler
+from pykvedge.serve.wire import ChatRequest, Prompted
+
+_QUICK = 100_000  # bytes beside pictures of a request that is looked through at once
+_QUICK_PICTURES = 4 << 20  # bytes of its pictures
+_SLACK = 1 << 16  # bytes of what looks like pictures in a body and is none
+
+T = TypeVar("T")
 
 
 @dataclass
 class Service:
-    """An engine under a name. fingerprint: of program and model, as clients are told."""
+    """A scheduler under a name. fingerprint: of program and model, as clients are told."""
 
-    engine: Engine
-    defaults: Defaults
+    scheduler: Scheduler
+    defaults: asking.Defaults
     name: str
     fingerprint: str
     strict: bool = False  # refuse requests that name another model
@@ -33,3 +51,52 @@ class Service:
             raise RequestError(
                 404, f"there is no model '{name:.80}'; this server has {self.name}", "model_not_found", "model"
             )
+
+
+async def looked_through(service: Service, http: HttpRequest, *given: ChatRequest | Prompted) -> list[Request]:
+    """Makes of the requests of a body what the scheduler is asked. Raises RequestError, ImageError, UsageError."""
+    seen = sum(len(url) for one in given for url in asking.pictures_of(one))
+    if http.scope.get(PICTURES, 0) > seen + seen // 8 + _SLACK:
+        raise RequestError(413, "the body has data: texts that are no pictures", "too_large")
+    return [await _looked_through(service, http, one) for one in given]
+
+
+async def _looked_through(service: Service, http: HttpRequest, given: ChatRequest | Prompted) -> Request:
+    owner, urls = http.scope.get(OWNER, ""), asking.pictures_of(given)
+    defaults = replace(service.defaults, sources=replace(service.defaults.sources, owner=owner))
+
+    def made() -> Request:
+        return service.scheduler.preparer.measured(asking.request_of(given, defaults))
+
+    little = http.scope.get(TEXT, 0) <= _QUICK and http.scope.get(PICTURES, 0) <= _QUICK_PICTURES
+    if little and asking.is_quick(given, defaults):
+        request = made()
+    else:
+        if elsewhere := [url for url in urls if defaults.sources.is_elsewhere(url)]:
+            fetched = await _while_wanted(service, http, service.fetching.all(elsewhere))
+            defaults = replace(defaults, sources=replace(defaults.sources, fetched=fetched))
+        async with service.looking:
+            request = await asyncio.to_thread(made)
+    return replace(request, owner=owner)
+
+
+async def _while_wanted(service: Service, http: HttpRequest, work: Coroutine[Any, Any, T]) -> T:
+    """Waits for work, and ends it where the client leaves or the server goes down."""
+
+    async def left() -> None:
+        with contextlib.suppress(Exception):
+            while (await http.receive())["type"] != "http.disconnect":
+                pass
+
+    task, gone, closing = (asyncio.ensure_future(one) for one in (work, left(), service.closing.wait()))
+    try:
+        await asyncio.wait((task, gone, closing), return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return task.result()
+        if closing.done():
+            raise RequestError(503, "the server is going down; it takes no more requests", "unavailable", retry_s=5)
+        raise RequestError(LEFT, "the client left")
+    finally:
+        for one in (task, gone, closing):
+            one.cancel()
+        await asyncio.gather(task, gone, closing, return_exceptions=True)

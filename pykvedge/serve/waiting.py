@@ -1,4 +1,4 @@
-"""A request waits for its jobs here: events come from the engine's threads, and a client that leaves ends its jobs."""
+"""A request waits for its jobs here: events come from the scheduler's threads; a client that leaves ends its jobs."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from collections.abc import AsyncIterator
 from starlette.requests import Request as HttpRequest
 
 from pykvedge.errors import CancelledError, RequestError
-from pykvedge.serve.engine import Engine
 from pykvedge.serve.errors import LEFT
 from pykvedge.serve.job import Done, Event, Failed, Job, Request, Step, Text
+from pykvedge.serve.scheduler import Scheduler
 
 # Text that comes sooner than this after the last is gathered and told in one piece: nobody sees the difference, and a
 # small model computes a token in less time than it takes to wake the event loop and write a chunk.
@@ -23,9 +23,9 @@ _TICK_S = 1.0  # before the first text, what is done is told so often
 class Waiting:
     """The jobs of one HTTP request. Use it in a with statement: what is not done by its end is given up."""
 
-    def __init__(self, engine: Engine, http: HttpRequest, joined: bool = True) -> None:
+    def __init__(self, scheduler: Scheduler, http: HttpRequest, joined: bool = True) -> None:
         """joined: text that waits is told in one piece, not token by token."""
-        self._engine, self._http, self._join = engine, http, joined
+        self._scheduler, self._http, self._join = scheduler, http, joined
         self._told: deque[tuple[int, Event]] = deque()
         self._arrived = asyncio.Event()
         self._waking = self._left = False
@@ -38,10 +38,10 @@ class Waiting:
     def __exit__(self, *_: object) -> None:
         for job in self.jobs:
             if not job.over:
-                self._engine.cancel(job)
+                self._scheduler.cancel(job)
 
     def submit(self, request: Request) -> Job:
-        """Hands a request to the engine. Raises RequestError, StateError."""
+        """Hands a request to the scheduler. Raises RequestError, StateError."""
         loop, number = asyncio.get_running_loop(), len(self.jobs)
 
         def emit(event: Event) -> None:
@@ -53,7 +53,7 @@ class Waiting:
             with contextlib.suppress(RuntimeError):  # the loop is closed: the server has gone down
                 loop.call_soon_threadsafe(self._wake, last)
 
-        job = self._engine.submit(request, emit)
+        job = self._scheduler.submit(request, emit)
         self.jobs.append(job)
         return job
 

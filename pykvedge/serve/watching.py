@@ -1,19 +1,21 @@
-"""What a server does now: its memory, its conversations, and both as a stream of events."""
+"""What a server does now: its memory, its conversations, both as a stream of events, and figures for Prometheus."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric, SummaryMetricFamily
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from pykvedge.errors import RequestError
-from pykvedge.serve.engine import Engine
 from pykvedge.serve.guarding import OWNER
+from pykvedge.serve.scheduler import Scheduler
 from pykvedge.serve.service import Service
 from pykvedge.system import memory as process
 
@@ -24,20 +26,20 @@ _MOST_WATCHERS = 32
 
 async def memory(service: Service, http: HttpRequest) -> Response:
     """GET /v1/kvedge/memory."""
-    engine = service.engine
-    folder = await asyncio.to_thread(lambda: engine.park.folder_bytes)
-    return JSONResponse({**_memory(engine), "folder_bytes": folder})
+    scheduler = service.scheduler
+    folder = await asyncio.to_thread(lambda: scheduler.park.folder_bytes)
+    return JSONResponse({**_memory(scheduler), "folder_bytes": folder})
 
 
-def _memory(engine: Engine) -> dict[str, Any]:
+def _memory(scheduler: Scheduler) -> dict[str, Any]:
     return {
-        "kv_bytes": engine.kv_bytes(),
-        "parked_bytes": engine.park.n_bytes,
-        "parked_conversations": len(engine.park),
-        "limit_bytes": engine.limits.memory,
+        "kv_bytes": scheduler.kv_bytes(),
+        "parked_bytes": scheduler.park.n_bytes,
+        "parked_conversations": len(scheduler.park),
+        "limit_bytes": scheduler.limits.memory,
         "private_bytes": process.own_bytes(),
-        "running": engine.busy,
-        "waiting": engine.waiting,
+        "running": scheduler.busy,
+        "waiting": scheduler.waiting,
     }
 
 
@@ -47,13 +49,13 @@ async def sessions(service: Service, http: HttpRequest) -> Response:
     Whoever showed a key sees the conversations of that key.
     """
     owner = http.scope.get(OWNER, "")
-    parked = await asyncio.to_thread(service.engine.park.listed, owner)
-    return JSONResponse({"sessions": [*_working(service.engine, owner), *parked]})
+    parked = await asyncio.to_thread(service.scheduler.park.listed, owner)
+    return JSONResponse({"sessions": [*_working(service.scheduler, owner), *parked]})
 
 
-def _working(engine: Engine, owner: str) -> list[dict[str, Any]]:
+def _working(scheduler: Scheduler, owner: str) -> list[dict[str, Any]]:
     out = []
-    for job, state, slot in engine.working():
+    for job, state, slot in scheduler.working():
         if job.request.owner != owner:
             continue
         tokens, request = job.report.tokens, job.request
@@ -75,12 +77,12 @@ def _working(engine: Engine, owner: str) -> list[dict[str, Any]]:
 
 async def forget(service: Service, http: HttpRequest) -> Response:
     """DELETE /v1/kvedge/sessions/ID: gives up an answer, or forgets a conversation that waits, of the same key."""
-    name, engine, owner = http.path_params["name"], service.engine, http.scope.get(OWNER, "")
-    for job, _, _ in engine.working():
+    name, scheduler, owner = http.path_params["name"], service.scheduler, http.scope.get(OWNER, "")
+    for job, _, _ in scheduler.working():
         if job.id == name and job.request.owner == owner:
-            engine.cancel(job)
+            scheduler.cancel(job)
             return JSONResponse({"id": name, "ended": True})
-    if await asyncio.to_thread(engine.park.forget, name, owner):
+    if await asyncio.to_thread(scheduler.park.forget, name, owner):
         return JSONResponse({"id": name, "forgotten": True})
     raise RequestError(404, f"there is no conversation {name:.80}", "not_found")
 
@@ -97,8 +99,8 @@ async def _changes(service: Service, http: HttpRequest) -> AsyncIterator[str]:
     service.watchers += 1
     try:
         last, said, owner = "", 0.0, http.scope.get(OWNER, "")
-        while not service.engine.stopping and not await http.is_disconnected():
-            now = json.dumps({"memory": _memory(service.engine), "sessions": _working(service.engine, owner)})
+        while not service.scheduler.stopping and not await http.is_disconnected():
+            now = json.dumps({"memory": _memory(service.scheduler), "sessions": _working(service.scheduler, owner)})
             if now != last:
                 yield f"data: {now}\n\n"
                 last, said = now, time.monotonic()
@@ -108,3 +110,51 @@ async def _changes(service: Service, http: HttpRequest) -> AsyncIterator[str]:
             await asyncio.sleep(_LOOK_S)
     finally:
         service.watchers -= 1
+
+
+def metrics(scheduler: Scheduler) -> bytes:
+    """Writes what a server does and has done, as Prometheus reads it."""
+    registry = CollectorRegistry()
+    registry.register(_Figures(scheduler))
+    return generate_latest(registry)
+
+
+class _Figures:
+    """Those of an scheduler, whenever they are asked for."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._scheduler = scheduler
+
+    def collect(self) -> Iterator[Metric]:
+        """Lists them under their names, of which a counter's gets _total."""
+        scheduler, counts = self._scheduler, self._scheduler.counts
+        answers = CounterMetricFamily("kvedge_answers", "Answers, by how they ended.", labels=["finish"])
+        for how in ("end", "stop", "length", "context", "cancelled", "error"):
+            answers.add_metric([how], counts.finished[how])
+        yield answers
+        gauges = {
+            "requests_waiting": ("Requests that nobody works on yet.", scheduler.waiting),
+            "requests_running": ("Requests that are worked on.", scheduler.busy),
+            "kv_bytes": ("Keys and values of conversations that are being answered.", scheduler.kv_bytes()),
+            "kv_parked_bytes": ("Keys and values of conversations that wait, in memory.", scheduler.park.n_bytes),
+            "kv_limit_bytes": ("What both may be together.", scheduler.limits.memory),
+            "conversations_parked": ("Conversations that wait, in memory.", len(scheduler.park)),
+            "private_bytes": ("Resident memory of the process that is not shared with files.", process.own_bytes()),
+        }
+        for name, (what, value) in gauges.items():
+            yield GaugeMetricFamily(f"kvedge_{name}", what, value)
+        counters = {
+            "requests_refused": ("Requests refused because too many waited.", counts.refused),
+            "prompt_tokens": ("Tokens of prompts that were read.", counts.prompt_tokens),
+            "image_tokens": ("Those of them that came from images.", counts.image_tokens),
+            "pruned_tokens": ("Tokens of images that were not read.", counts.pruned_tokens),
+            "reused_tokens": ("Tokens that a parked conversation had read.", counts.reused_tokens),
+            "generated_tokens": ("Tokens of answers.", counts.generated_tokens),
+            "compressions": ("Prompts that were compressed.", counts.compressions),
+            "kv_full_bytes": ("Keys and values of prompts, had all been kept.", counts.kv_full_bytes),
+            "kv_kept_bytes": ("Keys and values of prompts that were kept.", counts.kv_kept_bytes),
+        }
+        for name, (what, value) in counters.items():
+            yield CounterMetricFamily(f"kvedge_{name}", what, value)
+        yield SummaryMetricFamily("kvedge_first_token_seconds", "Seconds from requests to their first tokens.",
+                                  counts.first_tokens, counts.first_token_s)  # fmt: skip

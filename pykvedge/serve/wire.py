@@ -1,8 +1,9 @@
-"""Requests of OpenAI's chat completions. Fields that nobody here knows are passed over."""
+"""Requests of OpenAI's chat completions, also as translations of others. Fields that nobody knows are passed over."""
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+import json
+from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import ErrorDetails, from_json
@@ -10,6 +11,9 @@ from pydantic_core import ErrorDetails, from_json
 from pykvedge.errors import RequestError
 
 MOST_MESSAGES, MOST_PARTS, MOST_TOOLS, MOST_CHOICES, MOST_BIASES = 4096, 256, 128, 8, 4096
+
+Object: TypeAlias = dict[str, Any]
+_ASIDE, _LARGE = "aside:", 1 << 16  # a URL that stands for another one; characters of one
 
 Share = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
 Penalty = Annotated[float, Field(ge=-2, le=2, allow_inf_nan=False)]
@@ -286,3 +290,42 @@ def _said(path: tuple[int | str, ...], error: ErrorDetails) -> str:
     what = {"content": "parts", "output": "parts", "source": "sources"}.get("".join(inside), "items")
     known = f"{', '.join(most)} and " if most else ""
     return f"{what} of type {told['tag']!s:.40} are not supported; {known}{last} are"
+
+
+# --------------------------------------------------------------------- what translations of other formats share
+
+
+def chat_request(fields: Object) -> ChatRequest:
+    """Makes the chat request; what a translation got wrong is the client's field all the same."""
+    pictures: list[str] = []
+    given = {name: value for name, value in fields.items() if value is not None}
+    given["messages"] = [_without_pictures(message, pictures) for message in fields["messages"]]
+    try:
+        chat: ChatRequest = parsed(ChatRequest, json.dumps(given).encode())
+    except (TypeError, ValueError, RecursionError) as broken:
+        raise RequestError(400, f"the body cannot be translated: {broken}", "invalid_json") from None
+    for part in (part for message in chat.messages for part in message.parts if isinstance(part, ImagePart)):
+        if part.url.startswith(_ASIDE):
+            part.image_url = pictures[int(part.url[len(_ASIDE) :])]
+    return chat
+
+
+def _without_pictures(message: Object, pictures: list[str]) -> Object:
+    """Puts the URLs of large pictures aside, which need not be written as JSON and read again."""
+    content = message.get("content")
+    if not isinstance(content, list):
+        return message
+    parts = []
+    for part in content:
+        url = part.get("image_url")
+        url = url.get("url") if isinstance(url, dict) else url
+        if isinstance(url, str) and (len(url) > _LARGE or url.startswith(_ASIDE)):
+            pictures.append(url)
+            part = {**part, "image_url": f"{_ASIDE}{len(pictures) - 1}"}
+        parts.append(part)
+    return {**message, "content": parts}
+
+
+def event_line(kind: str, **fields: Any) -> str:
+    """Writes an event with its kind."""
+    return f"event: {kind}\ndata: {json.dumps({'type': kind, **fields})}\n\n"

@@ -1,4 +1,4 @@
-"""The Engine answers jobs side by side: all conversations lie in one context, and are decoded in common batches.
+"""The Scheduler answers jobs side by side: all conversations lie in one context, and are decoded in common batches.
 
 Three threads: one prepares jobs, one decodes, and one moves parked conversations from memory to their folder. A fourth
 ends when the vocabulary is prepared for grammars.
@@ -7,29 +7,63 @@ ends when the vocabulary is prepared for grammars.
 from __future__ import annotations
 
 import threading
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass, field
 
 from pykvedge.errors import CancelledError, KvedgeError, RequestError, StateError
 from pykvedge.plans.making import plan as make_plan
 from pykvedge.runtime.driver import Driver
 from pykvedge.runtime.llama_context import N_UBATCH, ContextSize, ubatch_for
 from pykvedge.runtime.loaded import LoadedModel, Loan
-from pykvedge.serve.counts import Counts
-from pykvedge.serve.decoding import Decoder
-from pykvedge.serve.job import Done, Event, Failed, Job, Request
-from pykvedge.serve.limits import Limits
+from pykvedge.serve.decoding import Decoder, Slot
+from pykvedge.serve.job import Done, Event, Failed, Job, Limits, Request
 from pykvedge.serve.parked import Park
-from pykvedge.serve.preparing import Preparer
-from pykvedge.serve.slot import Prepared, Slot
+from pykvedge.serve.preparing import Preparer, Work
 
 _LAST_S = 60.0  # for what was given up to come to its end
 _MOST_PIXEL_BYTES = 512 << 20  # of pictures that wait, unless it is one request alone
 _LOOK_S = 0.2  # between two looks at jobs that were given up while nothing else happens
 
 
-class Engine:
+@dataclass
+class Counts:
+    """Sums over all jobs that have ended. Any thread may add."""
+
+    finished: Counter[str] = field(default_factory=Counter)
+    refused: int = 0
+    prompt_tokens: int = 0
+    image_tokens: int = 0
+    pruned_tokens: int = 0
+    reused_tokens: int = 0
+    generated_tokens: int = 0
+    compressions: int = 0
+    kv_full_bytes: int = 0  # of all compressed prompts, had nothing been dropped
+    kv_kept_bytes: int = 0
+    first_token_s: float = 0.0
+    first_tokens: int = 0
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def ended(self, how: str, job: Job) -> None:
+        """Adds a job that has ended in this way."""
+        report = job.report
+        with self._lock:
+            self.finished[how] += 1
+            self.prompt_tokens += report.tokens.prompt
+            self.image_tokens += report.tokens.image
+            self.pruned_tokens += report.tokens.pruned
+            self.reused_tokens += report.tokens.reused
+            self.generated_tokens += report.tokens.generated
+            self.compressions += bool(report.kv.compressed_tokens)
+            self.kv_full_bytes += report.kv.full_bytes
+            self.kv_kept_bytes += report.kv.kept_bytes
+            if job.first_token_s is not None:
+                self.first_token_s += job.first_token_s
+                self.first_tokens += 1
+
+
+class Scheduler:
     """Give it requests from any thread. Close it when done."""
 
     def __init__(self, model: LoadedModel, limits: Limits, park: Park) -> None:
@@ -54,7 +88,7 @@ class Engine:
         lock = threading.RLock()
         self._changed, self._to_prepare, self._to_shrink = (threading.Condition(lock) for _ in range(3))
         self._asked: deque[Job] = deque()
-        self._ready: deque[Prepared] = deque()
+        self._ready: deque[Work] = deque()
         self._slots: list[Slot] = []  # that have a job
         self._preparing: Job | None = None
         self._stopping = self._over = False
@@ -74,7 +108,7 @@ class Engine:
         return self._loan
 
     def submit(self, request: Request, emit: Callable[[Event], None]) -> Job:
-        """Takes a request. emit is called with each event, in threads of the engine; it must not wait.
+        """Takes a request. emit is called with each event, in threads of the scheduler; it must not wait.
 
         Raises RequestError where too many wait, StateError after close, and what preparing raises that takes no time.
         """
@@ -126,7 +160,7 @@ class Engine:
 
     @property
     def stopping(self) -> bool:
-        """Tells whether the engine takes no more requests."""
+        """Tells whether it takes no more requests."""
         return self._stopping
 
     def kv_bytes(self) -> int:
@@ -166,9 +200,7 @@ class Engine:
     def _prepare(self) -> None:
         while True:
             with self._changed:
-                self._to_prepare.wait_for(
-                    lambda: self._over or (self._asked and len(self._ready) < self.limits.slots)
-                )
+                self._to_prepare.wait_for(lambda: self._over or (self._asked and len(self._ready) < self.limits.slots))
                 if not self._asked:
                     return  # over
                 job = self._preparing = self._asked.popleft()
