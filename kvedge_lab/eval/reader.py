@@ -8,7 +8,7 @@ compressed by its own plan. What is measured is what a session does; only the re
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -23,9 +23,9 @@ from pykvedge.plans.making import plan as make_plan
 from pykvedge.plans.plan import Plan
 from pykvedge.reference.kvtypes import KvType
 from pykvedge.reference.stages.base import ProfileTable
-from pykvedge.runtime import sequence
 from pykvedge.runtime.driver import Driver
 from pykvedge.runtime.llama_context import ContextSize, ubatch_for
+from pykvedge.runtime.sequence import Sequence
 
 # sequences: what was read, a compressed copy, that with one of several questions, a copy for an answer
 PROMPT, BRANCH, ASKED, SIDE = range(4)
@@ -60,7 +60,7 @@ class Reader:
         self.model, self.vision = model, vision
         self._threads, self._kv_type, self._n_ctx, self._n_outputs = threads, kv_type, n_ctx, n_outputs
         self._driver: Driver | None = None
-        self._sequences: list[sequence.Sequence] = []
+        self._sequences: list[Sequence] = []
         self._cancel: threading.Event | None = None
         self._logits: dict[int, np.ndarray] = {}  # of the last token of each sequence
 
@@ -95,7 +95,7 @@ class Reader:
         n_ctx = -(-cells // STEP) * STEP
         size = ContextSize(n_ctx, n_ubatch, self._kv_type, 2 * n_conversation, n_seq=4, n_outputs=self._n_outputs)
         self._driver = Driver(self.model, self.vision, size, self._threads)
-        self._sequences = [sequence.Sequence(self._driver, number) for number in range(4)]
+        self._sequences = [Sequence(self._driver, number) for number in range(4)]
 
     def start(self, plan: Plan) -> None:
         """Forgets everything; what is read next is read for this plan. Raises NothingToCompressError."""
@@ -142,9 +142,9 @@ class Reader:
             check_protection(plan, driver.cache.stats(self._now.number).n_pending)
             driver.cache.set_plan(plan, tables_for(plan, self.model.path) if tables is None else tables)
 
-    def read(self, pieces: Sequence[Piece]) -> None:
+    def read(self, pieces: list[Piece]) -> None:
         """Appends pieces to the current sequence; afterwards the logits of the last token are there, of text."""
-        self._now.read(list(pieces), cancel=self._cancel)
+        self._now.read(pieces, cancel=self._cancel)
         none = np.empty(0, np.float32)  # nobody asks what follows an image
         self._logits[self.current] = (
             none if isinstance(pieces[-1], ImagePiece) else self._live().context.logits().copy()
@@ -154,13 +154,13 @@ class Reader:
         self._now.extend(token)
         self._logits[self.current] = self._live().context.logits().copy()
 
-    def feed(self, tokens: Sequence[int]) -> Iterator[np.ndarray]:
+    def feed(self, tokens: list[int]) -> Iterator[np.ndarray]:
         """Appends tokens in as few passes as n_outputs allows. Yields the logits after each: [n_vocab] float32."""
         driver, most = self._live(), max(self._n_outputs, 1)
         for at in range(0, len(tokens), most):
             driver.context.at = self._now
             with driver.explained():
-                rows = driver.context.decode_each(list(tokens[at : at + most]))
+                rows = driver.context.decode_each(tokens[at : at + most])
             yield from rows
 
     def heads(self) -> list[tuple[int, int]]:

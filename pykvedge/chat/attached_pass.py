@@ -116,13 +116,13 @@ class AttachedPass:
         vocabulary = Vocabulary(bindings, bindings.llama_get_model(self._llm.ctx))
         self._requests = self._requests or Requests(Composer(vocabulary, None))
         context = Context.lent(self._llm.ctx, vocabulary)
-        if self._sights is None and any(isinstance(piece, ImagePiece) for piece in pieces):
-            raise UnsupportedError("the chat handler was taken away, and with it the pictures")
         sequence = Sequence(Driver.lent(context, cache, self._sights))
         sequence.n_past, sequence.n_cells = self._end, stats.n_tokens
         try:
             room, begins = context.n_ctx - stats.n_tokens, n == stats.n_tokens
             chunks = list(parts(plan, pieces, n, room, self._requests, begins))
+            if self._sights is None and any(isinstance(one, ImagePiece) for part in chunks for one in part.pieces):
+                raise UnsupportedError("the chat handler was taken away, and with it the pictures")
             sequence.run(sequence.again(chunks, keep_logits=False), "", silent, None)
         finally:
             context.close()

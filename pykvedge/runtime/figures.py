@@ -5,20 +5,7 @@ from __future__ import annotations
 from pykvedge.library.libkvedge import Cache
 from pykvedge.models.model import Model
 from pykvedge.reference.kvtypes import KvType
-from pykvedge.runtime.report import DeviceWork, Kv
-
-
-def of_cache(model: Model, cache: Cache, kv_type: str | KvType, compressed: bool, sequence: int = 0) -> Kv:
-    """Measures all that a sequence holds. compressed: whether the prompt that was just read was."""
-    stats = cache.stats(sequence)
-    there = max(stats.before_bytes, stats.bytes) if compressed else stats.bytes
-    return Kv(
-        full_bytes=max(there, uncompressed(model, cache, kv_type, sequence)),
-        kept_bytes=stats.after_bytes if compressed else stats.bytes,
-        peak_bytes=stats.peak_bytes,
-        kept_per_layer=per_layer(cache, sequence),
-        device=device_work(cache, sequence) if compressed else None,
-    )
+from pykvedge.runtime.report import DeviceWork
 
 
 def device_work(cache: Cache, sequence: int = 0) -> DeviceWork | None:

@@ -192,12 +192,21 @@ class Sequence(Place):
         if cache is None:  # llama.cpp allocates for the whole context at once
             n = model.kv_bytes_per_token(KvType.parse(kv_type).plain.bytes_per_value) * self._driver.context.n_ctx
             return Kv(n, n, n)
-        n, held = cache.stats(self.number).n_compressions, self.pairs_held()
+        stats, n, held = cache.stats(self.number), self.number, self.pairs_held()
         # a prompt whose budget covers it is not compressed, and leaves the figures of the last compression alone
-        out = figures.of_cache(model, cache, kv_type, n > self._n_compressions, self.number)
-        out.compressed_tokens, out.kept_of_them = self.compressed_tokens, round(held - self.held)
-        self._n_compressions, self.held, self.compressed_tokens = n, held, 0
-        return out
+        compressed = stats.n_compressions > self._n_compressions
+        there = max(stats.before_bytes, stats.bytes) if compressed else stats.bytes
+        kv = Kv(
+            max(there, figures.uncompressed(model, cache, kv_type, n)),
+            stats.after_bytes if compressed else stats.bytes,
+            stats.peak_bytes,
+            figures.per_layer(cache, n),
+            self.compressed_tokens,
+            round(held - self.held),
+            figures.device_work(cache, n) if compressed else None,
+        )
+        self._n_compressions, self.held, self.compressed_tokens = stats.n_compressions, held, 0
+        return kv
 
     # ---------------------------------------------------------------------------------------------------
 

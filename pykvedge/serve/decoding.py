@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
@@ -28,7 +29,7 @@ from pykvedge.runtime.replay import split
 from pykvedge.runtime.report import Kv, Tokens
 from pykvedge.runtime.sequence import Ahead, Passes, Sequence
 from pykvedge.serve import patches
-from pykvedge.serve.job import Done, Job, Limits, Step, Text
+from pykvedge.serve.job import Job, Limits, Step, Text
 from pykvedge.serve.parked import Park
 from pykvedge.serve.preparing import Preparer, Work
 
@@ -53,6 +54,7 @@ class Slot:
     began: float = field(default_factory=time.perf_counter)
     answering_since: float = 0.0
     told: int = 0  # tokens whose text was passed on
+    over: bool = False
 
     @property
     def job(self) -> Job:
@@ -111,11 +113,6 @@ class _Given:
         return all(slot.job.cancelled.is_set() for slot in self._slots)
 
 
-def _without(slots: list[Slot], ended: Ended) -> list[Slot]:
-    gone = [slot for slot, _ in ended]
-    return [slot for slot in slots if slot not in gone]
-
-
 class Decoder:
     """For one thread."""
 
@@ -125,6 +122,7 @@ class Decoder:
         self._crew, self._threads = Crew(driver.threads, llamacpp.default_threads()), driver.threads
         self._sequences = [Sequence(driver, number) for number in range(limits.slots)]
         self._slots: list[Slot] = []  # of the turn
+        self._ended: Ended = []  # in it
         self._shortest = False  # whether the shortest prompt is read on, and not the one that came first
         self._plans: dict[int, Plan] = {}  # that sequences have, also while nobody has them
 
@@ -165,23 +163,30 @@ class Decoder:
 
     def turn(self, slots: list[Slot]) -> Ended:
         """Reads a part of a prompt, and a token of every answer. Returns the jobs that have ended with it, and how."""
-        self._slots = slots
+        self._slots, self._ended = slots, []
         self._compute_with(self._crew.threads(len(slots)))
-        ended = [self._end(slot, "cancelled") for slot in slots if slot.job.cancelled.is_set()]
-        going = _without(slots, ended)
-        reader = self._reader([slot for slot in going if slot.next is None])
+        for slot in slots:
+            if slot.job.cancelled.is_set():
+                self._end(slot, "cancelled")
+        reader = self._reader([slot for slot in slots if slot.next is None and not slot.over])
         if reader is not None and reader.passes is None:
-            ended += self._start(reader)
-            going = _without(going, ended)
-            reader = reader if reader in going and reader.next is None else None
+            self._try(reader, self._start)
+            reader = reader if reader.ahead is not None and not reader.over else None
         if reader is not None and reader.ahead is not None and isinstance(reader.ahead[0], ImagePiece):
-            ended += self._read_image(reader)
+            self._try(reader, self._read_image)
             reader = None
-        answering = [slot for slot in going if slot.next is not None]
+        answering = [slot for slot in slots if slot.next is not None and not slot.over]
         if answering or reader is not None:
-            ended += self._decode(answering, reader)
-        self._measure(_without(slots, ended))
-        return ended
+            self._decode(answering, reader)
+        self._measure([slot for slot in slots if not slot.over])
+        return self._ended
+
+    def _try(self, slot: Slot, step: Callable[[Slot], None]) -> None:
+        """Takes a step of one job, which ends where that fails."""
+        try:
+            step(slot)
+        except Exception as error:
+            self._end(slot, "", error)
 
     def _reader(self, reading: list[Slot]) -> Slot | None:
         """Chooses whose prompt is read on: by turns that which came first and the shortest, which waits for none."""
@@ -193,35 +198,28 @@ class Decoder:
             self._context.set_threads(threads, threads)
             self._threads = threads
 
-    def report(self, slot: Slot) -> None:
-        """Tells that an answer is complete."""
-        slot.job.end(Done(slot.job.report, slot.job.patches))
-
     def reserved(self, slots: list[Slot]) -> int:
         """Counts the bytes that these jobs take at most from now on."""
         return sum(slot.work.need for slot in slots)
 
     # ---------------------------------------------------------------------------------------------------
 
-    def _start(self, slot: Slot) -> Ended:
+    def _start(self, slot: Slot) -> None:
         """Brings back what a job goes on from. Where the same prompt was read meanwhile, its answer begins."""
         work, report = slot.work, slot.job.report
         slot.passes = slot.read()
-        try:
-            before, work.before = work.before, None
-            if work.name and (before is None or before.logits is None):
-                before = self._park.get_read(work.name) or before
-            if self._driver.cache is not None and before is not None:
-                slot.sequence.restore(before, self._preparer.model_name)
-                slot.n_bytes = self._driver.cache.stats(slot.sequence.number).bytes
-                if before.logits is not None:
-                    report.tokens = Tokens(reused=before.n_cells)
-                    report.kv = replace(before.kv or Kv(), compressed_tokens=0, kept_of_them=0)
-                    return self._first(slot, before.logits)
-            slot.ahead = next(slot.passes)
-        except Exception as error:
-            return [self._end(slot, "", error)]
-        return []
+        before, work.before = work.before, None
+        if work.name and (before is None or before.logits is None):
+            before = self._park.get_read(work.name) or before
+        if self._driver.cache is not None and before is not None:
+            slot.sequence.restore(before, self._preparer.model_name)
+            slot.n_bytes = self._driver.cache.stats(slot.sequence.number).bytes
+            if before.logits is not None:
+                report.tokens = Tokens(reused=before.n_cells)
+                report.kv = replace(before.kv or Kv(), compressed_tokens=0, kept_of_them=0)
+                self._first(slot, before.logits)
+                return
+        slot.ahead = next(slot.passes)
 
     def _keep_read(self, slot: Slot) -> None:
         """Keeps a prompt that was read and compressed, with the logits [n_vocab] of its last token."""
@@ -237,31 +235,29 @@ class Decoder:
             kept = replace(at, logits=self._context.logits().copy(), kv=replace(slot.job.report.kv))
             self._park.put_read(work.name, kept)
 
-    def _read_image(self, slot: Slot) -> Ended:
+    def _read_image(self, slot: Slot) -> None:
         piece, want_logits = slot.ahead or (TextPiece([]), False)
         self._context.stop_when(_Given([slot]))  # type: ignore[arg-type]
         try:
             self._driver.decode(slot.sequence, piece, want_logits)
-        except Exception as error:
-            return [self._end(slot, "", error)]
         finally:
             self._context.stop_when(None)
-        return self._read_on(slot, piece.n_tokens)
+        self._read_on(slot, piece.n_tokens)
 
-    def _decode(self, answering: list[Slot], reader: Slot | None) -> Ended:
+    def _decode(self, answering: list[Slot], reader: Slot | None) -> None:
         """Decodes in one batch; where that fails, one by one, so that nobody fails with another."""
         slots = [*answering, *([reader] if reader is not None else [])]
         try:
-            return self._decode_once(answering, reader)
+            self._decode_once(answering, reader)
+            return
         except Exception as error:
             if len(slots) == 1:
-                return [self._end(slots[0], "", error)]
-        ended: Ended = []
+                self._end(slots[0], "", error)
+                return
         for slot in slots:
-            ended += self._decode([], slot) if slot is reader else self._decode([slot], None)
-        return ended
+            self._decode([] if slot is reader else [slot], slot if slot is reader else None)
 
-    def _decode_once(self, answering: list[Slot], reader: Slot | None) -> Ended:
+    def _decode_once(self, answering: list[Slot], reader: Slot | None) -> None:
         context = self._context
         batch, n = context.batch, 0
         batch.clear()
@@ -284,14 +280,14 @@ class Decoder:
             self._crew.took(time.perf_counter() - began)
         else:
             reader.sequence.move(n)
-        ended: Ended = []
         for slot in answering:
             slot.sequence.took(slot.next or 0)
         for slot, output in zip(answering, places, strict=True):
-            ended += self._next(slot, output)
-        return ended if reader is None else ended + self._read_on(reader, n)
+            self._next(slot, output)
+        if reader is not None:
+            self._try(reader, functools.partial(self._read_on, n_tokens=n))
 
-    def _read_on(self, slot: Slot, n_tokens: int) -> Ended:
+    def _read_on(self, slot: Slot, n_tokens: int) -> None:
         """Goes on behind a part of a prompt that was read: with what comes next, or with the answer."""
         if slot.passes is None:
             raise StateError("nothing of the prompt was to be read")
@@ -299,19 +295,13 @@ class Decoder:
             slot.ahead = slot.passes.send(n_tokens)
         except StopIteration:
             slot.ahead = None
-        except Exception as error:
-            return [self._end(slot, "", error)]
         slot.job.emit(Step("reading the prompt again" if slot.second else "reading the prompt", slot.share))
-        if slot.ahead is not None:
-            return []
-        try:
+        if slot.ahead is None:
             started = time.perf_counter()
             self._compress(slot)
             slot.job.report.time.compress_s = time.perf_counter() - started
             self._keep_read(slot)
-        except Exception as error:
-            return [self._end(slot, "", error)]
-        return self._first(slot)
+            self._first(slot)
 
     def _compress(self, slot: Slot) -> None:
         cache, work, sequence = self._driver.cache, slot.work, slot.sequence
@@ -326,29 +316,32 @@ class Decoder:
         most = min(work.room, slot.job.request.sampling.max_tokens)
         work.need = slot.n_bytes + most * self._preparer.bytes_per_token
 
-    def _first(self, slot: Slot, logits: np.ndarray | None = None) -> Ended:
+    def _first(self, slot: Slot, logits: np.ndarray | None = None) -> None:
         """Chooses the first token of an answer, if one is wanted."""
         job = slot.job
         if job.request.read_only:
-            return [self._end(slot, "length")]
+            self._end(slot, "length")
+            return
         slot.answering_since = time.perf_counter()
         job.first_token_s = slot.answering_since - job.asked_at
-        return self._next(slot, -1, logits)
+        self._next(slot, -1, logits)
 
-    def _next(self, slot: Slot, output: int, logits: np.ndarray | None = None) -> Ended:
+    def _next(self, slot: Slot, output: int, logits: np.ndarray | None = None) -> None:
         """Chooses the next token by the logits of a place in the last batch, or by those that are given."""
         generation = slot.work.generation
         room = slot.work.room - slot.job.report.tokens.generated - 1
         try:
             slot.tell(generation.choose(self._context, room, output, logits))
         except Exception as error:
-            return [self._end(slot, "", error)]
+            self._end(slot, "", error)
+            return
         slot.next = generation.token
-        return [self._end(slot, generation.ended)] if generation.ended else []
+        if generation.ended:
+            self._end(slot, generation.ended)
 
     # ---------------------------------------------------------------------------------------------------
 
-    def _end(self, slot: Slot, how: str, error: Exception | None = None) -> tuple[Slot, Exception | None]:
+    def _end(self, slot: Slot, how: str, error: Exception | None = None) -> None:
         if isinstance(error, CancelledError):
             how, error = "cancelled", None
         if error is None:
@@ -357,8 +350,8 @@ class Decoder:
                 with suppress(OutOfMemoryError, UnsupportedError, SessionFileError):
                     self._keep(slot)
         self._free(slot)
-        slot.n_bytes = 0
-        return slot, error
+        slot.n_bytes, slot.over = 0, True
+        self._ended.append((slot, error))
 
     def _keep(self, slot: Slot) -> None:
         cache, memory = self._driver.cache, self._limits.memory

@@ -250,7 +250,7 @@ class Scheduler:
             self._failed(slot.job, error)
         else:
             self.counts.ended(slot.job.report.finish, slot.job)
-            self._decoder.report(slot)
+            slot.job.end(Done(slot.job.report, slot.job.patches))
 
     def _admit(self) -> None:
         """Gives slots to prepared jobs, in their order, as long as there is memory for them."""
