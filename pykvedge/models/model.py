@@ -76,22 +76,22 @@ class Model(Vocabulary):
                 raise OutOfMemoryError(f"{path} cannot be loaded: {why}; put fewer layers there with --gpu-layers")
             raise ModelError(f"{path} cannot be loaded: {why}")
         super().__init__(llama, self.handle)
-        self._check_usable(path)
+        if why := self._fault():
+            self.close()
+            raise ModelError(f"{path} {why}")
 
-    def _check_usable(self, path: str | os.PathLike[str]) -> None:
+    def _fault(self) -> str:
+        """Says why the model cannot be used; an empty text: it can."""
         llama = self.llama
         if not llama.llama_model_has_decoder(self.handle) or llama.llama_model_has_encoder(self.handle):
-            self.close()
-            raise ModelError(f"{path} is no decoder-only language model; it cannot be used to chat")
+            return "is no decoder-only language model; it cannot be used to chat"
         if llama.llama_model_is_diffusion(self.handle):
-            self.close()
-            raise ModelError(f"{path} is a diffusion model; it does not generate token by token")
+            return "is a diffusion model; it does not generate token by token"
         if llama.llama_vocab_n_tokens(self.vocab) < 1:
-            self.close()
-            raise ModelError(f"{path} has no vocabulary; convert the model again")
+            return "has no vocabulary; convert the model again"
         if rotates_nothing(self.header) and llama.llama_model_rope_type(self.handle) != llama.LLAMA_ROPE_TYPE_NONE:
-            self.close()
-            raise ModelError(f"{path} has a rope.dimension_count of 0; convert the model again")
+            return "has a rope.dimension_count of 0; convert the model again"
+        return ""
 
     def close(self) -> None:
         """Frees the model. Does nothing the second time."""
