@@ -1,7 +1,7 @@
 """A conversation becomes the tokens and images that a model reads: its chat template around what people wrote.
 
-A model's special tokens are the template's to use. Where people wrote the text of one, or the word that stands for a
-picture, the template is given a stand-in for it; after that the text is put back, and read as nothing but text.
+Only the template writes special tokens. Where people wrote the text of a special token, or the marker of a picture, the
+template gets a stand-in for it. Later the text replaces the stand-in, and is tokenised as plain text.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pykvedge.models.prompt import ChatTemplate, Message
 from pykvedge.models.vision import ImagePiece, Piece, TextPiece, Vision
 from pykvedge.models.vocabulary import LONG, Vocabulary
 
-USUAL_MARKER = "<__media__>"  # what mtmd calls a picture where nobody says otherwise
+USUAL_MARKER = "<__media__>"  # mtmd's own marker of a picture
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class Composer:
         return self._template.lead()
 
     def text(self, messages: list[Message], values: Mapping[str, Any] | None = None) -> str:
-        """Writes what `first` does as one text, in which nothing tells special tokens from their words any more."""
+        """Writes the prompt of `first` as one text. Special tokens and their words look alike in it."""
         written = self.first(messages, values)
         text = written.text
         for word, meant in written.hidden.items():
@@ -107,11 +107,10 @@ class Composer:
         return out
 
     def as_written(self, parts: Sequence[str | int], pictures: list[Picture]) -> list[Piece]:
-        """Cuts a prompt that is no conversation: what its texts mean to the tokeniser, and tokens by their numbers.
+        """Cuts a prompt that is no conversation. parts: texts, and tokens by their numbers.
 
-        A special token that is written out is that token, and `marker` is a picture, or USUAL_MARKER where there is
-        none: whoever writes the prompt is the template. The tokeniser's own first token comes first where the first
-        part is a text.
+        The text of a special token becomes this token. `marker`, or USUAL_MARKER in a text without `marker`, becomes a
+        picture. Where the first part is a text, the tokeniser's own first token comes before it.
 
         Raises ImageError, UsageError.
         """
@@ -176,7 +175,7 @@ class Composer:
         ]
 
     def _hide_in(self, value: Any, hidden: dict[str, str]) -> Any:
-        """Puts stand-ins into all text of what JSON is made of."""
+        """Puts stand-ins into all texts in a value of JSON."""
         every = "\n".join(texts(value))  # one look for thousands of short texts
         if (self.marker and self.marker in every) or self._model.special_words(every):
             return self._hide_each(value, hidden)
@@ -190,7 +189,7 @@ class Composer:
         return [self._hide_each(part, hidden) for part in value] if isinstance(value, (list, tuple)) else value
 
     def _hide(self, text: str, hidden: dict[str, str]) -> str:
-        """Puts stand-ins for words that would be read as more than text, and adds them to `hidden`."""
+        """Puts stand-ins for special tokens and markers in a text, and adds them to `hidden`."""
         words = [self.marker] if self.marker and self.marker in text else []
         while words := words or self._model.special_words(text):
             for word in words:
@@ -202,7 +201,7 @@ class Composer:
 
 
 def texts(value: Any) -> Iterator[str]:
-    """Lists all text of what JSON is made of."""
+    """Lists all texts in a value of JSON, keys of objects among them."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping):

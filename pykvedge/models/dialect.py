@@ -40,7 +40,7 @@ class Call:
 
 @dataclass(frozen=True)
 class Said:
-    """What an answer says so far."""
+    """The parts of an answer: text, reasoning, and calls of tools."""
 
     text: str = ""
     reasoning: str = ""
@@ -48,16 +48,16 @@ class Said:
 
 
 class Dialect:
-    """How answers to one kind of request are written. For any thread.
+    """A dialect describes the answers to one kind of request. Any thread may use it.
 
-    begin: what the template puts before an answer. grammar: GBNF of an answer with `begin` before it, or with `lazy` of
-    what follows a trigger, each of which has a type and a value. shown: special tokens whose text belongs to what is
-    read. stops: texts that end an answer. thinks: whether the model may reason before it answers. thought: the marks
-    around reasoning, where they are known.
+    begin: the template puts this text before an answer. grammar: GBNF of an answer with `begin` before it; if `lazy`,
+    of the text after a trigger. triggers: types and values. shown: special tokens whose text `read` needs. stops: texts
+    that end an answer. thinks: whether the model may reason before it answers. thought: the marks around reasoning, if
+    they are known.
     """
 
     def __init__(self, found: Mapping[str, Any], model: Vocabulary) -> None:
-        """found: what libkvedge-chat tells of a template. Raises LibraryError."""
+        """found: libkvedge-chat's description of a template. Raises LibraryError."""
         self.begin: str = found["begin"]
         self.grammar: str = found["grammar"]
         self.lazy: bool = found["lazy"]
@@ -74,7 +74,7 @@ class Dialect:
         weakref.finalize(self, self._library.kvedge_chat_close, self._parser)
 
     def read(self, text: str, partial: bool = False) -> Said | None:
-        """Reads an answer. partial: more may come. None: it is not written as the dialect wants it."""
+        """Reads an answer. partial: more may come. Returns None if the answer is not in this dialect."""
         data, answer = text.encode("utf-8", "replace"), ctypes.c_void_p()
         failed = self._library.kvedge_chat_read(self._parser, data, len(data), partial, ctypes.byref(answer))
         found = jinja_worker.taken(self._library, answer)
@@ -86,7 +86,7 @@ class Dialect:
 
 
 class Dialects:
-    """Those of a model's chat template, one for each list of tools. For any thread."""
+    """This finds the dialects of a model's chat template, one for each list of tools. Any thread may use it."""
 
     def __init__(self, model: Vocabulary, source: str, fits: Callable[[Dialect], bool] = lambda _: True) -> None:
         """source: the template. fits: tells whether a dialect's grammar can be used; without, it is left out."""
@@ -134,7 +134,7 @@ def request_for(
     reasoning: str,
     after_tool: bool,
 ) -> dict[str, Any]:
-    """Makes what `Dialects.of` takes. Answers to other messages begin in the same way.
+    """Makes the request of `Dialects.of`. It has short messages: answers to other messages begin in the same way.
 
     choice: "auto", "required" or "none". several: calls at once. values: variables for the template. reasoning: a name
     of llama.cpp's: "auto" or "none". after_tool: the last message is a tool's.

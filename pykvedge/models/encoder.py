@@ -54,7 +54,7 @@ class Encoder:
             memory.require(header.file_size + WORKSPACE + addresses, f"{path}", "close other programs")
         mtmd = self.mtmd = libraries.mtmd()
         self.projector = projector(header)
-        # drawn at random, so that no prompt contains it by accident
+        # random, so that no prompt contains it by accident
         self.marker = f"<__image_{secrets.token_hex(8)}__>"
         self.width = model.n_embd_input  # of the embeddings
         self._lock, self._at_work_for = threading.Lock(), 0
@@ -88,7 +88,7 @@ class Encoder:
     def encode(self, chunk: Any, n_tokens: int, look: Callable[[float], None]) -> np.ndarray:
         """Makes embeddings [n_tokens, width] float32 of mtmd's chunk of an image. Raises ImageError, StateError.
 
-        look: called meanwhile with the share that is done; what it raises ends the encoding, and is raised.
+        look: called meanwhile with the share that is done; an exception from it ends the encoding.
         """
         with self._turn(look), llamacpp.collected_errors() as lines:
             status = self._watch.run(lambda: self.mtmd.mtmd_encode_chunk(self.handle, chunk), look)

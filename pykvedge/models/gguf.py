@@ -38,8 +38,8 @@ class Header:
     path: Path
     values: Mapping[str, Scalar]  # metadata, arrays left out
     arrays: Mapping[str, int]  # metadata arrays: their lengths
-    lists: Mapping[str, list[Scalar]]  # those of at most 1024 numbers: their values
-    types: Mapping[str, int]  # numbers of their types as GGUF has them; of an array that of its elements
+    lists: Mapping[str, list[Scalar]]  # metadata arrays of at most 1024 numbers: their values
+    types: Mapping[str, int]  # GGUF's number of each value's type; for an array, of its elements' type
     tensors: Mapping[str, Tensor]
     file_size: int
     data_start: int = 0  # where the tensors' data section begins, bytes
@@ -56,7 +56,7 @@ _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: 
 _STRING, _ARRAY = 8, 9
 _LIST = 1024
 TOKENS = "tokenizer.ggml.tokens"
-_LIMIT = 1 << 24  # of counts: no real header comes near it
+_LIMIT = 1 << 24  # the largest count that is accepted; no real header comes near it
 
 
 class _Reader:
@@ -198,7 +198,7 @@ def _parse(path: Path, data: mmap.mmap | bytes, size: int) -> Header:
 
 
 def tensor_bytes(tensor: Tensor) -> int | None:
-    """Counts the bytes of a tensor's data; None is of a type that the gguf package does not know."""
+    """Counts the bytes of a tensor's data. Returns None for a type that the gguf package does not know."""
     try:
         elements, block = GGML_QUANT_SIZES[GGMLQuantizationType(tensor.type)]
     except ValueError:

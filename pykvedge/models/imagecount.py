@@ -18,14 +18,14 @@ from pykvedge.models.vision import ImagePiece, Vision
 
 
 def is_here(*headers: Header) -> bool:
-    """Tells whether the files lie here as a whole; of a model by name only the beginnings may have been fetched."""
+    """Tells whether the complete files are on this machine. For a model by name only headers may have been fetched."""
     return all(header.path.is_file() and header.path.stat().st_size == header.file_size for header in headers)
 
 
 def count(
     model: Header, mmproj: Header, sizes: Sequence[tuple[int, int]], limits: tuple[int, int] = (0, 0)
 ) -> list[ImageGrid]:
-    """Asks for images of these widths and heights. limits: the least and the most tokens, 0 where mtmd's own hold.
+    """Asks for images of these widths and heights. limits: the least and the most tokens, 0 for mtmd's own.
 
     Raises what Model, Encoder and Vision.split raise.
     """

@@ -1,4 +1,4 @@
-"""How many tokens an image becomes, from the metadata of an mmproj and the size of the image, and what each shows."""
+"""The number and the places of an image's tokens follow from the metadata of an mmproj and the image's size."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from pykvedge.models.gguf import Header
 from pykvedge.models.modelfile import projector
 
 _FIXED = {"mlp": 1, "ldp": 2, "ldpv2": 2, "gemma3": 4}  # projector -> patches that become one token, along each side
-_SQUARE = (*_FIXED, "adapter", "gemma3nv", "janus_pro")  # those that see every image centred on one square
-# projector -> the key that says how many patches become one token, along each side, and what holds without it, of those
-# that resize every image as Qwen2-VL does, to a size that depends on its own
+_SQUARE = (*_FIXED, "adapter", "gemma3nv", "janus_pro")  # projectors that see every image centred on one square
+# projectors that resize an image as Qwen2-VL does, to a size that depends on the image's own -> the key of how many
+# patches become one token, along each side, and its default
 _MERGE, _SCALE = "clip.vision.spatial_merge_size", "clip.vision.projector.scale_factor"
 _BY_SIZE = {
     "qwen2vl_merger": (_MERGE, 2),
@@ -25,32 +25,32 @@ _BY_SIZE = {
     "kimivl": (_SCALE, 1),
     "gemma4v": (_SCALE, 3),
 }
-# projector -> the least and the most tokens that mtmd has it make of an image, where it may be told otherwise
+# projector -> mtmd's least and most tokens of an image, which a user may change
 _LIMITS = {
     **dict.fromkeys(("qwen2vl_merger", "qwen2.5vl_merger", "qwen3vl_merger", "ling3vl", "glm4v"), (8, 4096)),
     **dict.fromkeys(("pixtral", "kimivl"), (8, 1024)),
     **dict.fromkeys(("gemma4v", "gemma4uv"), (70, 1120)),
     "minimax_m3": (8, 576),
 }
-MOST_TOKENS = 1 << 14  # that may be asked for: an encoder's work grows with their square
+MOST_TOKENS = 1 << 14  # the largest limit that a user may ask for: an encoder's work grows with the square of tokens
 
 
 @dataclass(frozen=True)
 class ImageGrid:
-    """What an encoder makes of one image, which it may cut into parts that it encodes one after the other."""
+    """An encoder makes so much of one image. It may cut the image into parts, and encodes one after the other."""
 
-    n_tokens: int  # of all parts
-    n_patches: int  # of one part, as pixels are
-    pixels: int
+    n_tokens: int  # of all parts together
+    n_patches: int  # of one part
+    pixels: int  # of one part
     parts: int = 1
 
 
 def token_limits(mmproj: Header, least: int = 0, most: int = 0) -> tuple[int, int] | None:
-    """Returns how few and how many tokens an encoder makes of an image of any size; None: none can be told to it.
+    """Returns the least and the most tokens that an encoder makes of an image; None: the encoder takes no limits.
 
-    least, most: as they are asked for, 0 where they are not. A limit that is asked for moves the encoder's own out of
-    its way. The most is exceeded by images so long that a row of them has more tokens. Raises UsageError where limits
-    are asked of an encoder that takes none.
+    least, most: the limits that the user asks for, 0 for none. Such a limit replaces the encoder's own, and moves the
+    other one where they would cross. An image so long that one row has more tokens exceeds the most. Raises UsageError
+    if the user asks for limits and the encoder takes none.
     """
     kind = projector(mmproj)
     if kind not in _LIMITS:
@@ -67,9 +67,9 @@ def token_limits(mmproj: Header, least: int = 0, most: int = 0) -> tuple[int, in
 
 
 def image_grid(mmproj: Header, width: int, height: int, limits: tuple[int, int] | None = None) -> ImageGrid:
-    """Tells what becomes of an image of that size. limits: of token_limits, None for the encoder's own.
+    """Counts tokens, patches and pixels of an image of that size. limits: from token_limits; None: the encoder's own.
 
-    Raises UnsupportedError for an encoder whose images are cut in a way that only mtmd knows: imagecount.py asks it.
+    Raises UnsupportedError for an encoder that cuts images in a way that only mtmd knows (imagecount.py asks mtmd).
     """
     kind, values = projector(mmproj), mmproj.values
     patch, size = int(values.get("clip.vision.patch_size", 0)), int(values.get("clip.vision.image_size", 0))
@@ -91,7 +91,7 @@ def image_grid(mmproj: Header, width: int, height: int, limits: tuple[int, int] 
 
 @dataclass(frozen=True)
 class Places:
-    """Where the tokens of an image lie: row by row. padded: the image lies centred on a square, else it fills it."""
+    """The tokens of an image are a grid, row by row. padded: the image is centred on it, else it fills it."""
 
     across: int
     down: int
@@ -99,9 +99,9 @@ class Places:
 
 
 def places(kind: str, reported: tuple[int, int], n_tokens: int) -> Places | None:
-    """What the tokens of an image show, None if that is not known.
+    """Returns the grid of an image's tokens, or None if it is not known.
 
-    kind: the projector. reported: columns and rows as mtmd tells them, which for models of fixed size is one row.
+    kind: the projector. reported: columns and rows from mtmd, which reports one row for images of a fixed size.
     """
     columns, rows = reported
     if rows > 1 and columns * rows == n_tokens:

@@ -1,10 +1,10 @@
 """This renders chat templates, in this process or as a program of its own that a runaway template cannot hurt.
 
-A template is a program by whoever made the model file. `is_plain` tells those apart whose work is bounded by their own
-length and that of the messages; others run in `main`, a child process with a limit of memory whose parent ends it when
-it takes too long (models/sandbox.py). The child imports nothing but jinja2: its start is part of the first answer.
+A template is a program by the maker of the model file. `is_plain` finds templates whose work is bounded by their length
+and the length of the messages. Others run in `main`, a child process with a limit of memory; its parent ends it when it
+takes too long (models/sandbox.py). The child imports only jinja2, since its start is part of the first answer.
 
-A template's dialect (models/dialect.py) is found here as well: llama.cpp renders the template several times for that.
+The same child finds a template's dialect (models/dialect.py), for which llama.cpp renders the template several times.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 MOST_SOURCE, MOST_OUTPUT = 1 << 20, 1 << 24  # characters of a template, and of what it writes
 MEMORY = 1 << 29  # bytes of address space that a child may take
 
-# what a plain template consists of: no loop but over the messages, no variable that could grow, no product
+# a plain template has only these nodes: no loop but over the messages, no variable that could grow, no product
 _PLAIN: tuple[type[nodes.Node], ...] = (
     nodes.Template, nodes.Output, nodes.TemplateData, nodes.Const, nodes.Name, nodes.Getattr, nodes.Getitem,
     nodes.Slice, nodes.If, nodes.CondExpr, nodes.Compare, nodes.Operand, nodes.And, nodes.Or, nodes.Not, nodes.Test,
@@ -32,7 +32,7 @@ _PLAIN: tuple[type[nodes.Node], ...] = (
 
 
 def environment() -> ImmutableSandboxedEnvironment:
-    """Makes what chat templates expect to find."""
+    """Makes the environment that chat templates expect."""
     found = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
     found.globals["raise_exception"] = _refuse
     found.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
@@ -41,7 +41,7 @@ def environment() -> ImmutableSandboxedEnvironment:
 
 
 def is_plain(source: str) -> bool:
-    """Tells whether a template's work is bounded. Raises TemplateError for what is no template.
+    """Tells whether a template's work is bounded. Raises TemplateError if the source is no template.
 
     Nothing is compiled for that, since jinja2 computes what is constant while it compiles.
     """
@@ -78,7 +78,7 @@ def _is_plain(node: nodes.Node, in_loop: bool) -> bool:
 
 
 def render(template: Template, values: dict[str, Any]) -> str:
-    """Writes a prompt. Raises TemplateError if it has no end, and whatever a template raises: it is a program."""
+    """Writes a prompt. Raises TemplateError if it is too long, and any exception that the template raises."""
     out, length = [], 0
     for piece in template.generate(**values):
         length += len(piece)
@@ -105,7 +105,7 @@ def chat_library(path: str) -> ctypes.CDLL:
 
 
 def taken(library: ctypes.CDLL, answer: ctypes.c_void_p) -> str:
-    """Copies a text of the library's, and frees it."""
+    """Copies a text that the library made, and frees the library's copy."""
     text = ctypes.string_at(answer.value).decode("utf-8", "replace") if answer.value else ""
     library.kvedge_chat_free(answer)
     return text

@@ -1,9 +1,9 @@
-"""The tensors of an mmproj are checked against its metadata: what clip.cpp asks for only if it is there, but then uses.
+"""The tensors of an mmproj are checked against its metadata.
 
-llama.cpp refuses a file that lacks a tensor which it calls required. It calls most of them optional, since other
-projectors do without, and its graph then reads through a null pointer or asserts on a shape. The rules here are those
-of its graphs (tools/mtmd/models): every block of towers that are a plain transformer, and the ends of the common ones.
-Of projectors that are not listed only the metadata are checked; nothing is refused that could run.
+llama.cpp refuses a file that lacks a required tensor. But it calls most tensors optional, since other projectors do
+without them; its graph then reads through a null pointer or asserts on a shape. The rules here follow its graphs
+(tools/mtmd/models): every block of towers that are a plain transformer, and the ends of the common towers. The tensors
+of other projectors are not checked. No file is refused that could run.
 """
 
 from __future__ import annotations
@@ -22,24 +22,24 @@ _PLAIN = frozenset(
      "kimivl", "lfm2", "lightonocr", "ling3vl", "llama4", "minimax_m3", "nemotron_v2_vl", "paddleocr", "phi4",
      "pixtral", "resampler", "step3vl"}
 )  # fmt: skip
-_PLACED = frozenset(  # those of them that read a table of positions, whether it is there or not
+_PLACED = frozenset(  # plain towers that always read a table of positions
     {"gemma4v", "kimik25", "kimivl", "lfm2", "ling3vl", "llama4", "nemotron_v2_vl", "paddleocr", "phi4", "resampler",
      "step3vl"}
 )  # fmt: skip
 _LLAVA = frozenset({"mlp", "ldp", "ldpv2", "adapter"})  # clip_graph_llava: no fused weights, no grouped heads
-_QWEN = frozenset({"qwen2vl_merger", "qwen2.5vl_merger", "qwen2.5o"})  # and these want every bias
+_QWEN = frozenset({"qwen2vl_merger", "qwen2.5vl_merger", "qwen2.5o"})  # every matrix has a bias
 _QWEN3 = frozenset({"qwen3vl_merger"})  # fused weights with a bias
-# of older converters, whose up and down are the other way round
+# older converters swapped up and down in files of these
 _MAY_BE_SWAPPED = _LLAVA | _QWEN | {"gemma3", "idefics3", "resampler"}
 _FIXED_SIZE = _LLAVA | {"gemma3", "idefics3", "internvl"}  # every image, or piece of one, has the tower's own size
 
 _VECTOR = (GGMLQuantizationType.F32,)
 _KERNEL = (*_VECTOR, GGMLQuantizationType.F16, GGMLQuantizationType.BF16)
-_WHOLE_NUMBERS = range(24, 29)  # types of whole numbers and of doubles: no product takes them
+_WHOLE_NUMBERS = range(24, 29)  # types of integers and doubles, which ggml does not multiply
 
 
 class _Check:
-    """This has the file and its tower, and refuses what does not fit."""
+    """This checks the tensors of one file. Each method raises ModelError for a tensor that does not fit."""
 
     def __init__(self, header: Header, tower: Tower) -> None:
         self.header, self.tower = header, tower
@@ -111,7 +111,7 @@ class _Check:
 
 
 def check_tensors(header: Header, tower: Tower) -> None:
-    """Raises ModelError for a tensor that llama.cpp would miss, or that has not the shape it takes for granted."""
+    """Raises ModelError if a tensor is missing, or has another shape or type than llama.cpp's graph expects."""
     check, kind = _Check(header, tower), tower.projector
     if kind not in _PLAIN | _LLAVA | _QWEN | _QWEN3:
         return
@@ -175,7 +175,7 @@ def _check_mlp(check: _Check) -> None:
     if not check.has("mm.3.weight"):
         check.chain(width, "mm.0", "mm.2")
         return
-    for name, norm in (("mm.0", "mm.1"), ("mm.3", "mm.4")):  # as of Yi
+    for name, norm in (("mm.0", "mm.1"), ("mm.3", "mm.4")):  # Yi has norms
         width = check.chain(width, name)
         for part in ("weight", "bias"):
             check.vector(f"{norm}.{part}", width)

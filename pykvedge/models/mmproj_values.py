@@ -1,7 +1,7 @@
-"""The metadata of an mmproj are checked as llama.cpp's clip.cpp reads them, which asserts on what it does not expect.
+"""The metadata of an mmproj are checked as llama.cpp's clip.cpp reads them, which asserts on unexpected values.
 
-A value of another type ends the process there (gguf_get_val_u32 and its kin), a head count that does not divide or an
-epsilon that is no number ends it when the first image is encoded, and a block count that no file has takes all memory.
+A value of another type ends the process when the file is loaded (gguf_get_val_u32 and its kin). A head count that does
+not divide, or an epsilon that is no number, ends the process at the first image. A huge block count takes all memory.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from pykvedge.errors import ModelError
 from pykvedge.models.gguf import Header
 
-_U32, _I32, _F32, _BOOL, _STRING = 4, 5, 6, 7, 8  # as GGUF numbers the types of its metadata
+_U32, _I32, _F32, _BOOL, _STRING = 4, 5, 6, 7, 8  # GGUF's numbers of the types of metadata
 _NAMES = {_U32: "an unsigned number of 32 bits", _I32: "a number of 32 bits", _F32: "a 32-bit float",
           _BOOL: "true or false", _STRING: "text"}  # fmt: skip
 
-# what clip.cpp reads by key, and the one type that it takes each of them in; {} is vision or audio
+# keys that clip.cpp reads, and the one type that it accepts for each
 _SCALARS = {
     "general.name": _STRING,
     "general.description": _STRING,
@@ -49,18 +49,18 @@ _SCALARS["clip.audio.projector.window_size"] = _U32
 _ARRAYS = {"clip.vision.image_mean": _F32, "clip.vision.image_std": _F32}
 
 _MOST_LAYERS, _LARGEST_IMAGE, _LARGEST_PATCH = 4096, 8192, 65535
-_LARGEST_TOKEN = 724  # pixels of one along a side: clip.cpp counts those of 4,096 tokens in 31 bits
+_LARGEST_TOKEN = 724  # pixels of one token along a side: clip.cpp counts the pixels of 4,096 tokens in 31 bits
 
 
 @dataclass(frozen=True)
 class Tower:
-    """The numbers of a vision tower that decide about the shapes of its tensors."""
+    """The numbers of a vision tower from which the shapes of its tensors follow."""
 
     projector: str
     n_embd: int
     n_head: int
     n_head_kv: int
-    head: int  # size of one
+    head: int  # size of one head
     n_layer: int
     image_size: int
     patch_size: int
@@ -86,7 +86,7 @@ def projector(header: Header) -> str:
 
 
 def read_tower(header: Header) -> Tower:
-    """Reads what the metadata say of the vision tower. Raises ModelError for what llama.cpp could not take."""
+    """Reads the numbers of the vision tower. Raises ModelError for metadata on which llama.cpp would assert."""
     _check_types(header)
     _check_floats(header)
     n_embd, n_head = _count(header, "embedding_length", 1), _count(header, "attention.head_count", 0)
@@ -112,7 +112,7 @@ def read_tower(header: Header) -> Tower:
 
 
 def _merged(header: Header, patch: int) -> int:
-    """Reads how many patches become one token, as far as a scale factor says so; sizes of images are divided by it."""
+    """Reads the scale factor: patches that become one token, along one side. clip.cpp divides image sizes by it."""
     merges = {name: _count(header, name, 1, default=1) for name in ("projector.scale_factor", "spatial_merge_size")}
     for name, merge in merges.items():
         if merge > 1 and merge * patch > _LARGEST_TOKEN:

@@ -1,7 +1,7 @@
-"""The metadata of a language model are checked for what llama.cpp asserts on when it loads the file.
+"""The metadata of a language model are checked for values on which llama.cpp asserts.
 
-It refuses most of what is wrong by itself, types of metadata and shapes of tensors among it. What is here would end the
-process: src/llama-model.cpp (load_hparams), src/llama-vocab.cpp, and ggml's norms and buffers.
+llama.cpp itself refuses most broken files, for example wrong types of metadata and shapes of tensors. The values here
+would end the process: in src/llama-model.cpp (load_hparams), in src/llama-vocab.cpp, and in ggml's norms and buffers.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def check_values(header: Header) -> None:
 
 
 def rotates_nothing(header: Header) -> bool:
-    """Tells whether a model says that positions turn no numbers; llama.cpp divides by their count if it turns any."""
+    """Tells whether a model says that RoPE rotates no numbers. With RoPE llama.cpp divides by their count."""
     return header.values.get(f"{header.architecture}.rope.dimension_count") == 0
 
 
@@ -56,7 +56,7 @@ def _faults(header: Header) -> Iterator[str]:
 
 
 def _faults_of_heads(header: Header) -> Iterator[str]:
-    """Checks what llama.cpp does not compare with the tensors: shared keys, LFM2's width, pairs that turn."""
+    """Checks numbers that llama.cpp does not compare with the tensors: shared heads, LFM2's width, rotated pairs."""
     arch, width = header.architecture, _whole(header, "embedding_length")
     head = _whole(header, "attention.key_length")
     heads, shared = _each(header, "attention.head_count"), _each(header, "attention.head_count_kv")

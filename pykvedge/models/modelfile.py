@@ -1,4 +1,4 @@
-"""Model files are checked before llama.cpp opens them, which would abort, or report in terms of its own source."""
+"""Model files are checked before llama.cpp opens them: llama.cpp would abort, or report in terms of its own source."""
 
 from __future__ import annotations
 

@@ -26,12 +26,12 @@ _one_at_a_time = threading.Lock()
 
 @dataclass(frozen=True)
 class Offload:
-    """What the user asked for. Raises UsageError for what cannot be meant."""
+    """The user asks for this placement of layers. Raises UsageError for options that contradict each other."""
 
     gpu_layers: int | str | None = None  # on devices, -1 for all, "auto" for what fits; None: llama.cpp's default
     device: str = AUTO  # "auto": all that there are; "none"; or names, as in "CUDA0,RPC0"
     rpc: str = ""  # servers, as in "HOST:PORT,HOST:PORT", whose devices are added to this machine's
-    talk: Talk | None = field(default=None, compare=False)  # what "auto" makes room for
+    talk: Talk | None = field(default=None, compare=False)  # "auto" leaves room for it on the devices
 
     def __post_init__(self) -> None:
         if isinstance(self.gpu_layers, str) and self.gpu_layers != AUTO:
@@ -45,22 +45,22 @@ class Offload:
 
     @property
     def servers(self) -> list[str]:
-        """The servers' addresses."""
+        """Lists the servers' addresses."""
         return _words(self.rpc)
 
     @property
     def names(self) -> list[str]:
-        """The devices that were named; empty: none were."""
+        """Lists the devices that the user named, if any."""
         return [] if self.device in (AUTO, NONE) else _words(self.device)
 
     @property
     def off(self) -> bool:
-        """Whether everything stays on the processor."""
+        """Tells whether everything stays on the processor."""
         return self.device == NONE or self.gpu_layers == 0
 
     @property
     def through_graph(self) -> bool:
-        """Whether the processor's own layers are to be attended to as a device's are, to compare the two."""
+        """Tells whether the CPU's layers go the way of a device's, to compare the two."""
         return self.names == ["CPU"]
 
     def devices(self) -> list[Device]:
@@ -96,7 +96,7 @@ class Offload:
         return servers + (own or [device for device in there if device.kind == "integrated GPU"][:1])
 
     def apply(self, params: Any, header: Header) -> Any:
-        """Sets llama_model_params for a model. Returns what must live as long as they do.
+        """Sets llama_model_params for a model. Returns objects that must live as long as the parameters.
 
         Raises what `devices` raises.
         """

@@ -26,18 +26,18 @@ _MOST_SPARE = 512 << 20
 
 @dataclass(frozen=True)
 class Talk:
-    """What is to be read and kept on devices."""
+    """A conversation for which the devices need room."""
 
     prompt_tokens: int
     kept_tokens: int  # pairs per head
-    kv_type: KvType | None  # of keys and values; None: they stay on the host
+    kv_type: KvType | None  # the type of keys and values; None: they stay on the host
     n_ubatch: int
     observes: bool = True  # whether compression looks at attention
 
 
 @dataclass(frozen=True)
 class Share:
-    """What one device gets, in bytes."""
+    """The part of a model on one device; sizes in bytes."""
 
     device: Device
     layers: tuple[int, ...]
@@ -53,7 +53,7 @@ class Share:
 
     @property
     def usable(self) -> int:
-        """What kvedge plans with of the device's free memory."""
+        """Returns the bytes of the device's free memory that kvedge plans with."""
         return self.device.free_bytes - min(int(self.device.total_bytes * _SPARE), _MOST_SPARE)
 
     @property
@@ -78,7 +78,7 @@ class Share:
 class Placement:
     """Where a model's layers lie."""
 
-    gpu_layers: int  # as llama.cpp counts them, the output among them
+    gpu_layers: int  # llama.cpp's count, which includes the output
     n_layers: int
     shares: tuple[Share, ...]
     away: frozenset[str]  # tensors that are not in the host's memory

@@ -15,7 +15,7 @@ from pykvedge.models import jinja_worker
 from pykvedge.models.images import Picture
 from pykvedge.models.sandbox import Sandbox, can_start
 
-# what models without a template are mostly trained on: LLaVA-1.5's conversation, itself Vicuna's
+# models without a template are mostly trained on LLaVA-1.5's conversation, which is Vicuna's
 FALLBACK = (
     "{{ bos_token }}"
     "{% if messages[0].role == 'system' %}{{ messages[0].content }} {% else %}"

@@ -20,7 +20,7 @@ from pykvedge.system.files import require_file
 
 _HOW_TO_GET = "apt install ffmpeg, brew install ffmpeg, or winget install ffmpeg"
 _MOST_HEADER = 64  # characters of a frame's
-_END_S = 5.0  # that ffmpeg may take to end
+_END_S = 5.0  # seconds that ffmpeg may take to end
 
 
 def frames(path: str | os.PathLike[str], fps: float = 1.0) -> Iterator[Picture]:

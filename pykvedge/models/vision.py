@@ -28,7 +28,7 @@ class TextPiece:
 
 
 class Pruning(Protocol):
-    """What a plan's pruner does (runtime/pruning.py)."""
+    """A plan's pruner (runtime/pruning.py)."""
 
     def choose(self, rows: np.ndarray, places: Places | None) -> tuple[np.ndarray, np.ndarray]:
         """Returns the numbers of the rows [n] that the model reads, ascending, and what it reads [n, width]."""
@@ -39,11 +39,11 @@ class ImagePiece:
     """This is an image, or a part of one, as the model wants it: mtmd's chunk, and its embeddings once encoded."""
 
     chunk: Any  # mtmd_input_chunk *, owned
-    n_tokens: int  # that the model reads; before the image is encoded, at most
+    n_tokens: int  # the model reads so many; before the image is encoded, so many at most
     key: str  # equal for pieces that have equal embeddings
-    n_rows: int  # that the encoder makes
+    n_rows: int  # the encoder makes so many
     embeddings: np.ndarray | None = None  # [n_tokens, width] float32
-    places: Places | None = None  # of the rows; None: what each shows is not known
+    places: Places | None = None  # the grid of the rows; None: it is not known
     kept: np.ndarray | None = None  # [n_tokens] the rows that they are, ascending; None: all, in their order
     pruning: Pruning | None = None  # chooses them; None: the model reads all
     reused: bool = False  # whether the embeddings were there, so that nothing was encoded
@@ -128,7 +128,7 @@ class Vision:
     def encode(self, piece: ImagePiece, look: Callable[[float], None] = lambda share: None) -> None:
         """Fills in the embeddings. Raises ImageError, StateError.
 
-        look: called meanwhile with the share that is done; what it raises ends the encoding, and is raised.
+        look: called meanwhile with the share that is done; an exception from it ends the encoding.
         """
 
         def make() -> np.ndarray:
@@ -145,7 +145,7 @@ class Vision:
             self._encoded.clear()
 
     def drop(self, piece: ImagePiece) -> None:
-        """Frees all that is held of an image that was read and will not come again."""
+        """Frees the memory of an image that was read and will not come again."""
         if not piece.reused:  # who found them there leaves them to the others
             self._encoded.drop(piece.key)
         piece.embeddings = None

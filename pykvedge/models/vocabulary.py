@@ -18,7 +18,7 @@ _MANY = 256  # special tokens of a text that is tokenised in one go
 
 
 class Vocabulary:
-    """That of a llama_model, whoever loaded it."""
+    """The vocabulary of a llama_model, also of one that another program's code loaded."""
 
     def __init__(self, llama: Any, handle: Any) -> None:
         """llama: the bindings. handle: the llama_model, which stays its owner's."""
@@ -82,9 +82,10 @@ class Vocabulary:
         return out
 
     def _parted(self, text: str, many: int) -> list[str]:
-        """Parts a text before every so manieth special token: llama.cpp's time is the square of how many it has.
+        """Parts a text before each `many`-th special token: llama.cpp's time grows with the square of their number.
 
-        What lies between two of them is tokenised by itself, but for those that take the blanks before them away.
+        llama.cpp tokenises the text between two special tokens by itself. Tokens that remove the blanks before them are
+        the exception, and part nothing.
         """
         words = [word for word in self.special_words(text) if not self._eats(word, self.llama.LLAMA_TOKEN_ATTR_LSTRIP)]
         places = [found.start() for found in re.finditer("|".join(map(re.escape, words)), text)] if words else []
@@ -135,11 +136,11 @@ class Vocabulary:
         return out
 
     def _texts_of(self, tokens: Iterable[int]) -> list[str]:
-        """Lists the texts of those that are special."""
+        """Lists the texts of the special tokens among these."""
         return [text for token in set(tokens) if self.is_unseen(token) and (text := self.written(token))]
 
     def eats_blanks(self, word: str) -> bool:
-        """Tells whether a word is a special token's that takes the blanks after it away."""
+        """Tells whether a word is the text of a special token that removes the blanks after it."""
         return self._eats(word, self.llama.LLAMA_TOKEN_ATTR_RSTRIP)
 
     def _eats(self, word: str, which: int) -> bool:
@@ -159,7 +160,7 @@ class Vocabulary:
         return self.llama.llama_vocab_get_text(self.vocab, token).decode("utf-8", "replace")
 
     def text(self, tokens: list[int]) -> str:
-        """Returns the text of tokens, special ones written out. Raises UsageError for one that there is none of."""
+        """Returns the text of tokens, special ones written out. Raises UsageError for a number that is no token."""
         n_vocab = self.n_vocab
         for token in tokens:
             if not 0 <= token < n_vocab:
@@ -181,7 +182,7 @@ class Vocabulary:
         return bool(self.llama.llama_vocab_is_eog(self.vocab, token))
 
     def marks(self, texts: Iterable[str]) -> frozenset[int]:
-        """Finds the special tokens among tokens that these texts are, each by itself."""
+        """Returns the special tokens among texts that are one token each."""
         single = {tokens[0] for text in texts if len(tokens := self.tokenize(text)) == 1}
         return frozenset(token for token in single if self.is_unseen(token))
 

@@ -11,7 +11,7 @@ from pykvedge.errors import HubError, UnknownNameError
 from pykvedge.models.hub.folders import Folder, Pair, below, folders
 from pykvedge.models.hub.names import Wanted, find_mmproj, find_parts, is_model, split_of
 
-PARTIAL = (".incomplete", ".downloadInProgress")  # of huggingface_hub and of llama.cpp
+PARTIAL = (".incomplete", ".downloadInProgress")  # begun downloads of huggingface_hub and of llama.cpp
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class CachedModel:
 
     @property
     def name(self) -> str:
-        """What `-hf` takes."""
+        """Returns the name that `-hf` takes."""
         return f"{self.repo}:{self.quant}" if self.quant else self.repo
 
     def as_json(self) -> dict[str, Any]:
@@ -36,7 +36,7 @@ class CachedModel:
 
 
 def cached_models() -> tuple[list[CachedModel], list[str]]:
-    """Lists the models in the cache, each once, and what is wrong with others, a line each."""
+    """Lists the models in the cache, each once; and for each broken one a line that says what is wrong."""
     models: dict[tuple[str, str], CachedModel] = {}
     problems: dict[str, None] = {}
     for folder in folders():
@@ -70,9 +70,10 @@ def unfinished() -> dict[str, int]:
 
 
 def find_cached(wanted: Wanted) -> Pair | None:
-    """Finds the files of a model in the cache: in main's commit, else in another; None: not all are there.
+    """Finds the files of a model in the cache: in main's commit, else in another. Returns None if one is missing.
 
-    Raises HubError for files that lead out of the cache, UnknownNameError where others of the repository are there.
+    Raises HubError for files that lead out of the cache, UnknownNameError if the cache has only other models of the
+    repository.
     """
     folder = Folder.of(wanted.name.repo)
     missing: UnknownNameError | None = None

@@ -1,7 +1,7 @@
-"""Which files of a repository are meant by user/repo[:quant]: the rules of llama.cpp's common/download.cpp.
+"""Rules choose the files of user/repo[:quant] by their names, as llama.cpp's common/download.cpp does.
 
-They are functions of the files' names alone. The one difference: where a quantisation is asked for, a word of its own
-comes before the end of another word, so that F16 is not BF16.
+One rule is kvedge's own: a quantisation that is a word of its own comes before one that ends another word, so that F16
+does not mean BF16.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ _REPO = re.compile(r"(?!.{257})\w+(?:[.-]\w+)*/\w+(?:[.-]\w+)*", re.ASCII)
 _QUANT = re.compile(r"[\w.-]{1,64}", re.ASCII)
 _SPLIT = re.compile(r"(.+)-(\d{5})-of-(\d{5})")
 _TAG = re.compile(r"[-.]([A-Z0-9_]+)$", re.IGNORECASE)
-_SIDECARS = ("mmproj", "imatrix", "mtp-", "eagle3-", "dflash-", "dspark-")  # that belong to a model, and are none
+_SIDECARS = ("mmproj", "imatrix", "mtp-", "eagle3-", "dflash-", "dspark-")  # files beside a model
 _LONGEST_PATH = 512
 
 
 @dataclass(frozen=True)
 class Name:
-    """A repository, and the quantisation that is asked for; an empty one leaves the choice."""
+    """A repository, and the wanted quantisation; an empty one leaves the choice to the rules."""
 
     repo: str
     quant: str = ""
 
     @classmethod
     def of(cls, text: str) -> Name:
-        """Reads user/repo[:quant]. Raises UsageError for what is none."""
+        """Reads user/repo[:quant]. Raises UsageError for another text."""
         if not isinstance(text, str):
             raise UsageError(f"the name of a model is text as in user/repo:Q4_K_M, not {text!r:.40}")
         repo, colon, quant = text.partition(":")
@@ -50,22 +50,22 @@ def is_repo(text: str) -> bool:
 
 @dataclass(frozen=True)
 class Split:
-    """What the name of a GGUF file says: what it has in common with its other parts, its quantisation, its place."""
+    """The parts of a GGUF file's name: the beginning that all parts of a model share, the quantisation, the place."""
 
     prefix: str
-    quant: str  # in capitals; empty: it names none
+    quant: str  # in capitals; empty: the name has none
     index: int = 1
     count: int = 1
 
     @property
     def bits(self) -> int:
-        """The first number in the quantisation: 4 of Q4_K_M, 16 of BF16; 0: there is none."""
+        """Returns the first number in the quantisation: 4 of Q4_K_M, 16 of BF16; 0 if there is none."""
         found = re.search(r"\d{1,6}", self.quant)
         return int(found[0]) if found else 0
 
 
 def split_of(path: str) -> Split:
-    """Reads the name of a file; of one that is no GGUF file it says nothing."""
+    """Reads the name of a file. For a file that is no GGUF file all fields are empty."""
     if not path.endswith(".gguf"):
         return Split("", "", 0)
     prefix, index, count = path.removesuffix(".gguf"), 1, 1
@@ -93,13 +93,13 @@ def is_model(path: str) -> bool:
 
 
 def quants(paths: Iterable[str]) -> list[str]:
-    """Lists the quantisations that there are models of, or a model's path where its name says none."""
+    """Lists the quantisations of the models, or a model's path if its name says none."""
     found = [split_of(path).quant or path for path in paths if is_model(path)]
     return list(dict.fromkeys(found))
 
 
 def find_model(paths: Sequence[str], quant: str) -> str | None:
-    """Chooses the model, or its first part; without a quantisation Q4_K_M, Q8_0, or the first that there is."""
+    """Chooses the model, or its first part. Without a quantisation: Q4_K_M, else Q8_0, else the first model."""
     first = [path for path in paths if is_model(path) and split_of(path).index <= 1]
     for wanted in (quant,) if quant else DEFAULT_QUANTS:
         for before in (r"(?<![A-Za-z0-9])", "") if quant else ("",):
@@ -140,7 +140,7 @@ def find_mmproj(paths: Iterable[str], model: str) -> str | None:
 
 @dataclass(frozen=True)
 class Choice:
-    """The files of a repository that are meant."""
+    """The chosen files of a repository."""
 
     model: str  # the first of its parts
     parts: tuple[str, ...]
@@ -148,13 +148,13 @@ class Choice:
 
     @property
     def files(self) -> tuple[str, ...]:
-        """All of them, the small one first."""
+        """Lists all files, the encoder first: it is the small one."""
         return (*filter(None, [self.mmproj]), *self.parts)
 
 
 @dataclass(frozen=True)
 class Wanted:
-    """What a user asks for. file, mmproj: paths in the repository instead of the rules; mmproj "none": without."""
+    """A user asks for this. file, mmproj: paths that replace the choice of the rules; mmproj "none": no encoder."""
 
     name: Name
     file: str = ""

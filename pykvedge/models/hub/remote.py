@@ -35,7 +35,7 @@ class RemoteFile:
 
 @dataclass(frozen=True)
 class Listing:
-    """What a repository holds at a commit."""
+    """The GGUF files of a repository at a commit."""
 
     commit: str
     files: dict[str, RemoteFile]  # by their paths, in the hub's order
@@ -65,14 +65,14 @@ class Hub:
             ) from None
         self._hub, self._utils, self._stream = huggingface_hub, utils, http_stream_backoff
         self._status_error = errors.HfHubHTTPError
-        # of its HTTP client, which is httpx or httpx2
+        # the error of its HTTP client, which is httpx or httpx2
         self._http_error: type[Exception] = next(c for c in errors.HfHubHTTPError.__mro__ if c.__name__ == "HTTPError")
         self._endpoint = endpoint.rstrip("/") if endpoint else None
         self._about: Any = {"library_name": "kvedge", "library_version": package_version()}
         self._where = self._endpoint or "the hub"  # in messages
 
     def listing(self, repo: str) -> Listing:
-        """Asks what main holds. Raises HubError, UnreachableError."""
+        """Lists the GGUF files at main's commit. Raises HubError, UnreachableError."""
         with self._answers(repo):
             api = self._hub.HfApi(endpoint=self._endpoint, **self._about)
             # the listing of this call has a time limit and says checksums; that of list_repo_tree has no limit
@@ -110,7 +110,7 @@ class Hub:
                 out.truncate(0)
                 out.seek(0)
                 there = 0
-            for chunk in response.iter_bytes():  # as they come: what a size would hold back is lost when it breaks
+            for chunk in response.iter_bytes():  # no chunk size: bytes that wait for one are lost when it breaks
                 there += len(chunk)
                 if there > file.size:
                     raise HubError(f"{self._where} sends more of {repo}/{file.path} than the {file.size} bytes it has")
@@ -121,7 +121,7 @@ class Hub:
 
     @contextmanager
     def lock(self, path: Path) -> Iterator[None]:
-        """Keeps other programs from fetching the same file, kvedge or not."""
+        """Keeps other programs, also others than kvedge, from fetching the same file."""
         path.parent.mkdir(parents=True, exist_ok=True)
         with self._utils.WeakFileLock(path):
             yield
@@ -142,7 +142,7 @@ class Hub:
 
     @contextmanager
     def _answers(self, repo: str) -> Iterator[None]:
-        """Words what goes wrong on the way to the hub and back."""
+        """Turns errors of the client into HubError and UnreachableError."""
         try:
             yield
         except HubError:
