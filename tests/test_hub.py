@@ -19,7 +19,7 @@ from hubserver import HubServer
 
 import pykvedge
 from pykvedge import HubError, ModelError, UnknownNameError, UnreachableError, UsageError
-from pykvedge.models.gguf import read_header
+from pykvedge.models.gguf import header_of, read_header
 from pykvedge.models.hub import fetching, remote
 from pykvedge.models.hub.folders import Folder
 
@@ -196,6 +196,15 @@ def test_only_headers_are_fetched_where_only_headers_are_asked_for(place, tiny, 
     assert pykvedge.hub.headers(REPO) == found
     resolve()
     assert [header.architecture for header in pykvedge.hub.headers(REPO, offline=True)] == ["llama", "clip"]
+
+
+def test_a_part_of_a_header_is_told_from_a_damaged_one(tiny):
+    path = tiny("llava").model
+    data = path.read_bytes()
+    for n in range(0, read_header(path).data_start - 32, 991):
+        assert header_of(path, data[:n], len(data)) is None
+        with pytest.raises(ModelError, match=r"damaged or truncated|no GGUF file"):
+            header_of(path, data[:n], n)
 
 
 # ------------------------------------------------------------------------------------------------- fetching

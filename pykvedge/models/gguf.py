@@ -11,6 +11,7 @@ import mmap
 import os
 import struct
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -123,41 +124,36 @@ def read_header(path: str | os.PathLike[str]) -> Header:
     try:
         require_file(path)
         with path.open("rb") as file:
-            size = os.fstat(file.fileno()).st_size
-            if size < 24 or file.read(4) != b"GGUF":
-                raise ModelError(f"{path} is no GGUF file; give a model that was converted for llama.cpp")
+            if not os.fstat(file.fileno()).st_size:
+                return _read(path, b"", 0)
             with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-                return _parse(path, data, size)
+                return _read(path, data, len(data))
     except FileNotFoundError:
         raise ModelError(f"{path} does not exist") from None
     except OSError as error:
         raise ModelError(f"{path} cannot be read: {error.strerror or error}") from None
-    except _DAMAGE as error:
-        raise _damaged(path, error) from None
 
 
 def header_of(name: Path, start: bytes, size: int) -> Header | None:
-    """Reads the header in the first bytes of a GGUF file of `size` bytes; None: they end before the header does.
+    """Reads the header in the first bytes of a GGUF file. Returns None if these bytes end before the header does.
 
-    name: what messages call the file. Raises ModelError as read_header does.
+    name: messages call the file so. size: bytes of the whole file. Raises ModelError as read_header does.
     """
-    if size < 24 or not start.startswith(b"GGUF"[: len(start)]):
-        raise ModelError(f"{name} is no GGUF file; give a model that was converted for llama.cpp")
+    with suppress(EOFError):
+        return _read(name, start, size)
+    return None
+
+
+def _read(path: Path, data: mmap.mmap | bytes, size: int) -> Header:
+    """Raises ModelError; EOFError if the header goes on where `data`, the beginning of a file of `size` bytes, ends."""
+    if size < 24 or data[:4] != b"GGUF"[: len(data)]:
+        raise ModelError(f"{path} is no GGUF file; give a model that was converted for llama.cpp")
     try:
-        return _parse(name, start, size)
-    except EOFError as error:
-        if len(start) < size:
-            return None
-        raise _damaged(name, error) from None
-    except _DAMAGE as error:
-        raise _damaged(name, error) from None
-
-
-_DAMAGE = (ValueError, EOFError, OverflowError, struct.error)  # EOFError: the header goes on where the bytes end
-
-
-def _damaged(path: Path, error: Exception) -> ModelError:
-    return ModelError(f"{path} is damaged or truncated ({error}); download or convert it again")
+        return _parse(path, data, size)
+    except (ValueError, EOFError, OverflowError, struct.error) as error:
+        if isinstance(error, EOFError) and len(data) < size:
+            raise
+        raise ModelError(f"{path} is damaged or truncated ({error}); download or convert it again") from None
 
 
 def _parse(path: Path, data: mmap.mmap | bytes, size: int) -> Header:
@@ -191,10 +187,15 @@ def _parse(path: Path, data: mmap.mmap | bytes, size: int) -> Header:
             raise ValueError(f"tensor '{name}' with {n_dims} dimensions")
         shape = tuple(int(reader.scalar("Q")) for _ in range(n_dims))
         tensors[name] = Tensor(shape, int(reader.scalar("I")), int(reader.scalar("Q")))
-    start = _data_start(values, reader.at)
-    header = Header(path, values, arrays, lists, types, tensors, size, start, reader.distinct_tokens)
-    _check_length(header)
-    return header
+    alignment = values.get("general.alignment", 32)
+    if not isinstance(alignment, int) or alignment < 1 or alignment & (alignment - 1):
+        raise ValueError(f"an alignment of {alignment}")
+    start = -(-reader.at // alignment) * alignment
+    for name, tensor in tensors.items():
+        missing = start + tensor.offset + (tensor_bytes(tensor) or 0) - size
+        if missing > 0:
+            raise ValueError(f"tensor '{name}' ends {missing} bytes beyond the end of the file")
+    return Header(path, values, arrays, lists, types, tensors, size, start, reader.distinct_tokens)
 
 
 def tensor_bytes(tensor: Tensor) -> int | None:
@@ -204,18 +205,3 @@ def tensor_bytes(tensor: Tensor) -> int | None:
     except ValueError:
         return None
     return math.prod(tensor.shape) // elements * block
-
-
-def _data_start(values: Mapping[str, Scalar], end_of_header: int) -> int:
-    alignment = values.get("general.alignment", 32)
-    if not isinstance(alignment, int) or alignment < 1 or alignment & (alignment - 1):
-        raise ValueError(f"an alignment of {alignment}")
-    return -(-end_of_header // alignment) * alignment
-
-
-def _check_length(header: Header) -> None:
-    for name, tensor in header.tensors.items():
-        end = header.data_start + tensor.offset + (tensor_bytes(tensor) or 0)
-        if end > header.file_size:
-            missing = end - header.file_size
-            raise ValueError(f"tensor '{name}' ends {missing} bytes beyond the end of the file")
