@@ -12,7 +12,7 @@ from pykvedge.cli import options
 from pykvedge.errors import UsageError, one_line
 
 if TYPE_CHECKING:
-    from pykvedge.models.hub.removal import Removal
+    from pykvedge.models.hub import Removal
 
 
 @click.group(invoke_without_command=True)

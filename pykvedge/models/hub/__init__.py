@@ -6,9 +6,8 @@ how files are chosen, where they lie, and what is checked.
 
 from __future__ import annotations
 
-from pykvedge.models.hub.cached import CachedModel, cached_models
+from pykvedge.models.hub.cached import CachedModel, Removal, cached_models, remove
 from pykvedge.models.hub.folders import Pair, cache_dir
-from pykvedge.models.hub.removal import Removal, remove
 from pykvedge.models.hub.resolving import headers, resolve
 
 __all__ = ["CachedModel", "Pair", "Removal", "cache_dir", "cached_models", "headers", "remove", "resolve"]
