@@ -6,10 +6,10 @@ from typing import cast
 
 from pykvedge.errors import unknown
 from pykvedge.plans.plugins import installed, table
-from pykvedge.reference.stages.base import Allocator, Member, Pruner, Reducer, Scorer
+from pykvedge.reference.stages.base import Allocator, Member, Reducer, Scorer
 from pykvedge.reference.stages.members import STAGES, members
 
-__all__ = ["STAGES", "allocator", "member", "members", "pruner", "reducer", "scorer"]
+__all__ = ["STAGES", "allocator", "member", "members", "reducer", "scorer"]
 
 
 def scorer(name: str) -> Scorer:
@@ -25,11 +25,6 @@ def allocator(name: str) -> Allocator:
 def reducer(name: str) -> Reducer:
     """Finds the reducer of that name. Raises UnknownNameError."""
     return cast("Reducer", member("reducer", name))
-
-
-def pruner(name: str) -> Pruner:
-    """Finds the pruner of that name. Raises UnknownNameError."""
-    return cast("Pruner", member("pruner", name))
 
 
 def member(stage: str, name: str) -> Member:

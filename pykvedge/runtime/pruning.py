@@ -12,7 +12,6 @@ from pykvedge.models.imagetokens import Places
 from pykvedge.models.vision import ImagePiece, Piece
 from pykvedge.native.abi import GivenImage
 from pykvedge.native.calls import call
-from pykvedge.plans import registry
 from pykvedge.plans.plan import Plan
 from pykvedge.plans.plugins import table
 from pykvedge.reference.stages.base import ImageRows
@@ -67,9 +66,3 @@ def by_library(plan: Plan, image: ImageRows, threads: int) -> tuple[np.ndarray, 
     with NativePlan(plan) as native:
         call("prune", native.handle, c.byref(given), threads, kept.ctypes.data, rows.ctypes.data, c.byref(n))
     return kept[: n.value].astype(np.int64), rows[: n.value].copy()
-
-
-def by_definition(plan: Plan, image: ImageRows, n: int) -> tuple[np.ndarray, np.ndarray]:
-    """Prunes with the definition of a built-in member."""
-    kept = np.asarray(registry.pruner(plan.pruner).prune(image, n, plan.settings("pruner")), np.int64)
-    return kept, np.asarray(image.rows[kept], np.float32)
