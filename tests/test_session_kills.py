@@ -6,8 +6,6 @@ native/tests/test_writes.cpp checks the order of the writes.
 
 from __future__ import annotations
 
-import json
-import subprocess
 import sys
 from pathlib import Path
 
@@ -19,12 +17,11 @@ WORKER = Path(__file__).with_name("save_worker.py")
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="forks a process that holds a model")
 @pytest.mark.parametrize("kills", [100, *whole(1000)])
-def test_kills_break_no_file_and_leave_nothing(tiny, environment, native, tmp_path, kills):
+def test_kills_break_no_file_and_leave_nothing(tiny, started, native, tmp_path, kills):
     file = tmp_path / "talk.kvs"
-    command = [sys.executable, WORKER, tiny("llama").model, file, str(kills), "1"]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300, check=False)
-    assert done.returncode == 0, done.stderr[-2000:]
-    found = json.loads(done.stdout)
+    done = started(tiny("llama").model, file, kills, 1, program=(WORKER,))
+    assert done.code == 0, done.err[-2000:]
+    found = done.json
     assert found["kills"] == kills
     assert min(found["parts"], found["new"]) > kills // 20, found  # in the middle of a save, and behind one
     assert [p.name for p in tmp_path.iterdir()] == ["talk.kvs"]

@@ -15,7 +15,7 @@ from pykvedge.reference.held import round_to
 from pykvedge.reference.kvtypes import KvType, definition
 
 
-def blocks(kind, n=20):
+def blocks(kind, n=60):
     rng = np.random.default_rng(len(kind))
     drawn = {
         "normal": rng.standard_normal((n, 32)),
