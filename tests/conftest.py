@@ -72,6 +72,12 @@ def stock_dir():
     return where
 
 
+@pytest.fixture(scope="session")
+def stock_env(stock_dir):
+    """What is other in the environment of a process that has unpatched libraries."""
+    return {"KVEDGE_LIB_DIR": None, "LLAMA_CPP_LIB_PATH": str(stock_dir)}
+
+
 @dataclass(frozen=True)
 class TinyModel:
     """Files of a model with random weights."""
@@ -184,18 +190,17 @@ def environment():
 
 @pytest.fixture(scope="session")
 def started(environment):
-    """started(*arguments, stdin, env, program) -> the finished program, from its start. program: what Python runs."""
+    """started(*arguments, stdin, env, program) -> the finished program, from its start. program: what Python runs.
+
+    A variable in env that is None is taken away.
+    """
 
     def run(*arguments, stdin="", env=None, timeout: float = 300, program=("-m", "pykvedge"), **options) -> Outcome:
         data = stdin.encode() if isinstance(stdin, str) else stdin
+        command = [sys.executable, *program, *map(str, arguments)]
+        variables = {name: value for name, value in {**environment, **(env or {})}.items() if value is not None}
         done = subprocess.run(
-            [sys.executable, *program, *map(str, arguments)],
-            input=data,
-            capture_output=True,
-            env={**environment, **(env or {})},
-            timeout=timeout,
-            check=False,
-            **options,
+            command, input=data, capture_output=True, env=variables, timeout=timeout, check=False, **options
         )
         return Outcome(done.returncode, done.stdout.decode(), done.stderr.decode())
 
@@ -238,8 +243,9 @@ def kvedge(environment, started):
 def worker(kvedge):
     """worker(name, job, *arguments) -> the JSON lines that tests/NAME says of a job. A crash of it fails the test."""
 
-    def run(name: str, job: object = None, *arguments: object) -> list:
-        done = kvedge(*arguments, script=Path(__file__).with_name(name), stdin=json.dumps(job), timeout=600)
+    def run(name: str, job: object = None, *arguments: object, env=None) -> list:
+        script = Path(__file__).with_name(name)
+        done = kvedge(*arguments, script=script, stdin=json.dumps(job), env=env, timeout=600)
         assert done.code == 0, (done.code, done.out[-200:], done.err[-2000:])
         return [json.loads(line) for line in done.out.splitlines()]
 

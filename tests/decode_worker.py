@@ -1,11 +1,12 @@
 """Reads prompts into a model in a process of its own, because a process can hold one llama.cpp only.
 
-stdin: one JSON object {"provider": bool, "exact": bool, "model": path, "out": path, "cases": [case, ...]}. With
-"exact", keys and values are f32 and attention is computed plainly. With "provider", libkvedge owns the KV memory;
-without, llama.cpp does: kvedge's patched one if the environment says KVEDGE_WORKER=ours, else the one in
-LLAMA_CPP_LIB_PATH. A case is {"segments": [...], "then": [tokens], "n_batch": n, "n_ubatch": n}; a segment is
-{"tokens": [...]} or {"image": [height, width, seed]}, random embeddings in their place.
-out: an .npz file with, per case, the logits [1 + len(then), n_vocab] after the prompt and after each of the tokens.
+stdin: one JSON object {"sides": [side, ...], "model": path, "out": path, "cases": [case, ...]}. Side "exact": keys and
+values are f32, and attention is computed plainly. Side "provider": libkvedge owns the KV memory. Of other sides it is
+llama.cpp: kvedge's patched one if the environment says KVEDGE_WORKER=ours, else the one in LLAMA_CPP_LIB_PATH. A case
+is {"segments": [...], "then": [tokens], "n_batch": n, "n_ubatch": n}; a segment is {"tokens": [...]} or
+{"image": [height, width, seed]}, random embeddings in their place.
+out: an .npz file with, as SIDE.NUMBER of the case, the logits [1 + len(then), n_vocab] after the prompt and after each
+of the tokens.
 """
 
 from __future__ import annotations
@@ -123,8 +124,12 @@ def main():
     model = llama.llama_model_load_from_file(request["model"].encode(), llama.llama_model_default_params())
     if not model:
         raise SystemExit("the model does not load")
-    results = [Reader(model, case, request["provider"], request["exact"]).run(case) for case in request["cases"]]
-    np.savez(request["out"], *results)
+    results = {
+        f"{side}.{i}": Reader(model, case, side == "provider", side == "exact").run(case)
+        for side in request["sides"]
+        for i, case in enumerate(request["cases"])
+    }
+    np.savez(request["out"], **results)
     llama.llama_model_free(model)
 
 

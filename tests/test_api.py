@@ -7,8 +7,6 @@ import importlib
 import inspect
 import pkgutil
 import pydoc
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -104,11 +102,10 @@ def test_help_lists_everything():
     assert "docs/python.md" in text
 
 
-def test_importing_needs_neither_numpy_of_sessions_nor_libraries(environment):
+def test_importing_needs_neither_numpy_of_sessions_nor_libraries(started):
     """The names that come later are imported when they are asked for."""
     code = "import sys, pykvedge; print('pykvedge.chat.session' in sys.modules, 'llama_cpp' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
-    assert done.stdout.split() == ["False", "False"]
+    assert started(program=("-c", code)).out.split() == ["False", "False"]
 
 
 def test_the_package_is_typed():

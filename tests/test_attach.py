@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import numpy as np
 import pytest
 
@@ -209,7 +206,7 @@ def test_a_failed_attach_leaves_the_model_as_it_was(llama_of):
     assert complete(llm)
 
 
-def test_importing_without_libraries_fails_only_when_they_are_used(environment, tmp_path):
+def test_importing_without_libraries_fails_only_when_they_are_used(started, tmp_path):
     """A plan asks the library for its stages' settings; names of methods are known without it."""
     code = (
         "import pykvedge\n"
@@ -218,9 +215,7 @@ def test_importing_without_libraries_fails_only_when_they_are_used(environment, 
         "    try: use()\n"
         "    except pykvedge.LibraryError as error: print(error)\n"
     )
-    env = {**environment, "KVEDGE_LIB_DIR": str(tmp_path)}
-    done = subprocess.run([sys.executable, "-c", code], env=env, text=True, capture_output=True, check=True)
-    known, *refused = done.stdout.splitlines()
+    known, *refused = started(program=("-c", code), env={"KVEDGE_LIB_DIR": str(tmp_path)}).out.splitlines()
     assert known == "True" and len(refused) == 2
     assert all(line.startswith(f"KVEDGE_LIB_DIR={tmp_path} holds no") for line in refused)
 

@@ -176,7 +176,7 @@ def test_ctrl_c_keeps_what_was_measured(start, native, tmp_path):
 
 
 @pytest.mark.skipif(os.name != "posix", reason="resource limits")
-def test_a_full_disk_is_one_line_and_keeps_what_was_measured(environment, native, tmp_path):
+def test_a_full_disk_is_one_line_and_keeps_what_was_measured(started, native, tmp_path):
     save, limit = tmp_path / "r.jsonl", 6000
 
     def little_space():
@@ -184,13 +184,10 @@ def test_a_full_disk_is_one_line_and_keeps_what_was_measured(environment, native
 
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
 
-    program = [sys.executable, "-m", "pykvedge", *map(str, command(save, "--quiet"))]
-    done = subprocess.run(
-        program, capture_output=True, text=True, env=environment, preexec_fn=little_space, check=False
-    )
-    assert done.returncode == 1
-    assert len(done.stderr.splitlines()) == 1 and "r.jsonl cannot be written" in done.stderr
-    assert "| full " in done.stdout
+    done = started(*command(save, "--quiet"), preexec_fn=little_space)
+    assert done.code == 1
+    assert len(done.err.splitlines()) == 1 and "r.jsonl cannot be written" in done.err
+    assert "| full " in done.out
     assert save.read_bytes().endswith(b"\n") and 4000 < save.stat().st_size <= limit
     assert len(records_of(save)[1]) > 3
 
@@ -360,21 +357,12 @@ def test_bad_input(kvedge, tiny, native, tmp_path):
 def test_output_that_cannot_be_written_is_one_line(environment, tiny, native, tmp_path):
     data = tmp_path / "d.jsonl"
     data.write_text(json.dumps({"question": "x", "answer": "y", "max_tokens": 2}))
-    program = [
-        sys.executable,
-        "-m",
-        "pykvedge",
-        "eval",
-        *tiny("llama").arguments(),
-        data,
-        "--method",
-        "full",
-        "--quiet",
-    ]
+    command = ["eval", *tiny("llama").arguments(), data, "--method", "full", "--quiet"]
+    program = [sys.executable, "-m", "pykvedge", *map(str, command)]
     # with a buffer, as users have it: what cannot be written shows when it is flushed, and once more at the end
     buffered = {k: v for k, v in environment.items() if k != "PYTHONUNBUFFERED"}
     with open("/dev/full", "wb") as full:  # noqa: PTH123
-        done = subprocess.run(list(map(str, program)), stdout=full, stderr=subprocess.PIPE, env=buffered, check=False)
+        done = subprocess.run(program, stdout=full, stderr=subprocess.PIPE, env=buffered, check=False)
     assert done.returncode == 1
     assert done.stderr.decode() == "kvedge: error: the output cannot be written: No space left on device\n"
 

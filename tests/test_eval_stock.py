@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import math
-import subprocess
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -22,13 +18,9 @@ from kvedge_lab.eval.tasks import Line, Sample, demo_samples
 from pykvedge.models.composer import Composer
 
 
-def stock_perplexity(environment, stock_dir, model, cases, exact=False):
-    env = {k: v for k, v in environment.items() if k != "KVEDGE_LIB_DIR"} | {"LLAMA_CPP_LIB_PATH": str(stock_dir)}
-    worker = [sys.executable, str(Path(__file__).parent / "perplexity_worker.py")]
-    request = json.dumps({"model": str(model), "exact": exact, "cases": cases})
-    done = subprocess.run(worker, input=request, env=env, text=True, capture_output=True, check=False)
-    assert done.returncode == 0, done.stderr
-    out = json.loads(done.stdout)
+def stock_perplexity(worker, stock_env, model, cases, exact=False):
+    job = {"model": str(model), "exact": exact, "cases": cases}
+    [out] = worker("perplexity_worker.py", job, env=stock_env)
     return math.exp(sum(out["nll"]) / sum(out["tokens"])), out["tokens"]
 
 
@@ -61,7 +53,7 @@ def segments(text, marker, files):
     return made
 
 
-def check_against_stock(samples, model, environment, stock_dir, folder, kv_type="f16"):
+def check_against_stock(samples, model, worker, stock_env, folder, kv_type="f16"):
     """The perplexity of the full cache, which stock llama.cpp with its own cache must have too."""
     rows = run(samples, [], model, kv_type=kv_type, answers=False)
     [line] = [x for x in table.lines(rows, samples, [full_cell()]) if x.task == table.ALL]
@@ -69,15 +61,15 @@ def check_against_stock(samples, model, environment, stock_dir, folder, kv_type=
     for sample, files in zip(samples, encoded(samples, folder, model), strict=True):
         turns = [{"role": m.role, "content": m.content("<M>")} for m in sample.messages()]
         cases.append({"segments": segments("<s>" + prompt(turns), "<M>", files), "answer": " " + sample.answer})
-    expected, tokens = stock_perplexity(environment, stock_dir, model, cases, kv_type == "f32")
+    expected, tokens = stock_perplexity(worker, stock_env, model, cases, kv_type == "f32")
     assert tokens == [rows[s.id, FULL, "1.0"]["tokens"] for s in samples]
     assert line.ppl == pytest.approx(expected, abs=1e-3)
     return expected
 
 
-def test_perplexity_is_that_of_stock_llama_cpp_on_the_demo_model(native, environment, stock_dir, tmp_path):
+def test_perplexity_is_that_of_stock_llama_cpp_on_the_demo_model(native, worker, stock_env, tmp_path):
     samples = [s for t in ("where", "describe", "code", "difference") for s in demo_samples(t, 3, 0, 4)]
-    check_against_stock(samples, MODEL, environment, stock_dir, tmp_path)
+    check_against_stock(samples, MODEL, worker, stock_env, tmp_path)
 
 
 def in_float32(path, out):
@@ -100,17 +92,17 @@ def in_float32(path, out):
     return out
 
 
-def test_perplexity_is_that_of_stock_llama_cpp_for_unlikely_answers(native, environment, stock_dir, tmp_path):
+def test_perplexity_is_that_of_stock_llama_cpp_for_unlikely_answers(native, worker, stock_env, tmp_path):
     """Answers to other questions, so that the figure is far from 1. All in f32: stock's flash attention sums in f16."""
     samples = demo_samples("where", 6, 4, 4) + demo_samples("difference", 2, 4, 4)
     others = [s.answer for s in demo_samples("where", 6, 9, 4) + demo_samples("difference", 2, 9, 4)]
     wrong = [replace(s, answer=a) for s, a in zip(samples, others, strict=True)]
     model = in_float32(MODEL, tmp_path / "f32.gguf")
-    assert check_against_stock(wrong, model, environment, stock_dir, tmp_path, "f32") > 1.5
+    assert check_against_stock(wrong, model, worker, stock_env, tmp_path, "f32") > 1.5
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3"])
-def test_perplexity_is_that_of_stock_llama_cpp_on_random_weights(tiny, native, environment, stock_dir, kind):
+def test_perplexity_is_that_of_stock_llama_cpp_on_random_weights(tiny, native, worker, stock_env, kind):
     model = tiny(kind).model
     samples = [
         Sample(f"s{i}", "text", (Line("user", f"What is {i} and {i + 1}?"),), f"It is a {word} thing, {i}.", "ppl")
@@ -123,5 +115,5 @@ def test_perplexity_is_that_of_stock_llama_cpp_on_random_weights(tiny, native, e
         texts = [composer.first(s.messages()).text for s in samples]
         lead = composer.lead
     cases = [{"segments": [{"text": t}], "answer": lead + s.answer} for t, s in zip(texts, samples, strict=True)]
-    expected, _ = stock_perplexity(environment, stock_dir, model, cases)
+    expected, _ = stock_perplexity(worker, stock_env, model, cases)
     assert line.ppl == pytest.approx(expected, rel=1e-3)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import random
-import subprocess
-import sys
 
 import pytest
 from server import DEMO
@@ -98,10 +96,9 @@ print("done")
 """
 
 
-def test_a_word_of_100_000_letters_is_no_end_of_the_process(environment, tmp_path):
+def test_a_word_of_100_000_letters_is_no_end_of_the_process(started, tmp_path):
     """llama.cpp's regular expressions overflow the stack on it; words that are shorter have its tokens."""
-    command = [sys.executable, "-c", WORDS, str(tmp_path / "words.gguf")]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr[-2000:]
-    lines = done.stdout.splitlines()
+    done = started(tmp_path / "words.gguf", program=("-c", WORDS), timeout=120)
+    assert done.code == 0, done.err[-2000:]
+    lines = done.out.splitlines()
     assert lines[0] == "a 50000" and lines[-1] == "done" and len(lines) == 5

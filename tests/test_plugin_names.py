@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 import textwrap
 from pathlib import Path
 
@@ -175,18 +173,12 @@ def test_listing_shows_installed_plugins_and_what_is_wrong_with_them(kvedge, ins
     assert len(warnings) == 1 and "plugin 'bad' (bad_plugin) failed: ValueError: broken" in warnings[0]
 
 
-def test_importing_and_built_in_names_look_nothing_up(environment, installed):
+def test_importing_and_built_in_names_look_nothing_up(started, installed):
     code = """
         import sys, pykvedge
         for name in ("lookm", "full", "adakv"):
             pykvedge.plan(name, **({} if name == "full" else {"reducer": "pivotal"}))
         print([m for m in sys.modules if "plugin" in m and not m.startswith("pykvedge.")])
     """
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code)],
-        env={**environment, **installed},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert done.stdout.strip() == "[]" and done.stderr == ""
+    done = started(program=("-c", textwrap.dedent(code)), env=installed)
+    assert (done.out.strip(), done.err) == ("[]", "")

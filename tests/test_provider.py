@@ -8,52 +8,30 @@ Also: what a patched llama.cpp computes without a provider is what stock llama.c
 
 from __future__ import annotations
 
-import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 from choosing import crossed
 
-WORKER = Path(__file__).parent / "decode_worker.py"
 MAX_KL_EXACT = 1e-5  # nats
 MAX_KL = 1e-4
 
 
 @pytest.fixture
-def logits(environment, stock_dir, tmp_path):
-    """logits(model, cases, side) -> [steps, n_vocab] per case; side: "exact", "stock", "patched" or "provider"."""
+def logits(worker, stock_env, tmp_path):
+    """logits(model, cases, *sides) -> [steps, n_vocab] per case, of each side.
 
-    def run(model, cases, side):
-        env = dict(environment)
-        if side in ("exact", "stock"):
-            for name in ("KVEDGE_LIB_DIR", "KVEDGE_WORKER"):
-                env.pop(name, None)
-            env["LLAMA_CPP_LIB_PATH"] = str(stock_dir)
-        else:
-            env["KVEDGE_WORKER"] = "ours"
-        out = tmp_path / f"{side}.npz"
-        request = {
-            "provider": side == "provider",
-            "exact": side == "exact",
-            "model": str(model),
-            "out": str(out),
-            "cases": cases,
-        }
-        done = subprocess.run(
-            [sys.executable, str(WORKER)],
-            input=json.dumps(request),
-            env=env,
-            text=True,
-            capture_output=True,
-            check=False,
-        )
-        assert done.returncode == 0, done.stderr
+    Sides are "exact" and "stock" of unpatched libraries, or "patched" and "provider" of ours.
+    """
+
+    def run(model, cases, *sides):
+        env = {"KVEDGE_WORKER": "ours"} if {"patched", "provider"} & {*sides} else stock_env
+        out = tmp_path / f"{sides[0]}.npz"
+        worker("decode_worker.py", {"sides": sides, "model": str(model), "out": str(out), "cases": cases}, env=env)
         with np.load(out) as results:
-            return [results[f"arr_{i}"] for i in range(len(cases))]
+            return [[results[f"{side}.{i}"] for i in range(len(cases))] for side in sides]
 
     return run
 
@@ -81,12 +59,12 @@ def divergence(p_logits, q_logits):
 
 
 def assert_close(logits, model, cases):
-    ours = logits(model, cases, "provider")
-    for side, limit in (("exact", MAX_KL_EXACT), ("stock", MAX_KL)):
-        for i, (a, b) in enumerate(zip(logits(model, cases, side), ours, strict=True)):
+    [ours] = logits(model, cases, "provider")
+    for found, limit in zip(logits(model, cases, "exact", "stock"), (MAX_KL_EXACT, MAX_KL), strict=True):
+        for i, (a, b) in enumerate(zip(found, ours, strict=True)):
             assert a.shape == b.shape and np.isfinite(b).all()
-            assert divergence(a, b).max() <= limit, f"{side}, case {i}: {divergence(a, b)}"
-            assert np.abs(a - b).max() <= 0.02 * np.abs(a).max(), f"{side}, case {i}"
+            assert divergence(a, b).max() <= limit, f"{limit}, case {i}: {divergence(a, b)}"
+            assert np.abs(a - b).max() <= 0.02 * np.abs(a).max(), f"{limit}, case {i}"
 
 
 TEXT = [case(n) for n in (1, 2, 3, 31, 32, 33, 255, 512, 513, 700)]
@@ -143,17 +121,13 @@ def test_without_a_provider_nothing_changes(tiny, logits, kind):
     cases = [case(1), case(300), case(100, n_batch=16, n_ubatch=16)]
     if kind in ("llama", "qwen2vl"):
         cases.append(case(20, (9, 9), 20))
-    for a, b in zip(logits(model, cases, "stock"), logits(model, cases, "patched"), strict=True):
+    for a, b in zip(*logits(model, cases, "stock"), *logits(model, cases, "patched"), strict=True):
         np.testing.assert_array_equal(a, b)
 
 
-def test_the_worker_runs_what_it_is_told_to(environment, stock_dir, tmp_path):
+def test_the_worker_runs_what_it_is_told_to(started, stock_dir):
     """Stock is stock and ours is ours, or the comparisons above compare nothing."""
     code = "import os, llama_cpp.llama_cpp as l; print(os.path.realpath(l._lib._name))"
-    env = {**environment, "LLAMA_CPP_LIB_PATH": str(stock_dir)}
-    loaded = subprocess.run([sys.executable, "-c", code], env=env, text=True, capture_output=True, check=True).stdout
+    loaded = started(program=("-c", code), env={"LLAMA_CPP_LIB_PATH": str(stock_dir)}).out
     assert Path(loaded.strip()).parent == Path(os.path.realpath(stock_dir))
-    ours = subprocess.run(
-        [sys.executable, "-c", f"import pykvedge; {code}"], env=environment, text=True, capture_output=True, check=True
-    ).stdout
-    assert ours != loaded
+    assert started(program=("-c", f"import pykvedge; {code}")).out not in ("", loaded)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
 import sys
 from pathlib import Path
 
@@ -39,21 +37,19 @@ def test_what_counts_as_growth():
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="malloc_trim")
-def test_nothing_grows_over_a_few_chats_and_images(environment, native, tiny):
+def test_nothing_grows_over_a_few_chats_and_images(started, native, tiny):
     model = tiny("llava")
-    command = [SCRIPT, "--model", model.model, "--mmproj", model.mmproj, "--chats", "12", "--images", "12", "--json"]
-    done = subprocess.run(
-        [sys.executable, *map(str, command)], env=environment, capture_output=True, text=True, timeout=300, check=False
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    said = json.loads(done.stdout)
+    options = ["--model", model.model, "--mmproj", model.mmproj, "--chats", "12", "--images", "12", "--json"]
+    done = started(*options, program=(SCRIPT,))
+    assert done.code == 0, done
+    said = done.json
     assert said["grown"] == {"chats": {}, "images": {}}
     assert [s["done"] for s in said["samples"] if s["part"] == "chats"][-1] == 12
     assert [s["done"] for s in said["samples"] if s["part"] == "images"][-1] == 12
     assert all(s["private_bytes"] > MIB and s["handles"] > 2 and s["threads"] > 0 for s in said["samples"])
 
 
-def test_a_handle_that_is_left_behind_is_found(environment, native, tiny):
+def test_a_handle_that_is_left_behind_is_found(environment, started, native, tiny):
     """A file that each chat opens and nobody closes."""
     code = (
         "import os, sys, soak\n"
@@ -64,7 +60,7 @@ def test_a_handle_that_is_left_behind_is_found(environment, native, tiny):
         "soak.chat = leaking\n"
         "sys.exit(soak.main())\n"
     )
-    environment = {**environment, "PYTHONPATH": f"{SCRIPT.parent}:{environment['PYTHONPATH']}"}
-    command = [sys.executable, "-c", code, "--model", str(tiny("llama").model), "--chats", "12", "--images", "0"]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 1 and "chats: grown: handles by" in done.stdout, done
+    path = {"PYTHONPATH": f"{SCRIPT.parent}:{environment['PYTHONPATH']}"}
+    options = ["--model", tiny("llama").model, "--chats", "12", "--images", "0"]
+    done = started(*options, program=("-c", code), env=path)
+    assert done.code == 1 and "chats: grown: handles by" in done.out, done

@@ -6,8 +6,6 @@ By the system's own accounts, in processes of their own.
 from __future__ import annotations
 
 import itertools
-import json
-import subprocess
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -40,10 +38,8 @@ print(json.dumps(out))
 
 
 @LINUX
-def test_a_thread_that_waits_leaves_its_processor(tiny, environment):
-    command = [sys.executable, "-c", ON_ONE_PROCESSOR, str(tiny("llama").model)]
-    done = subprocess.run(command, env=environment, text=True, capture_output=True, check=True, timeout=300)
-    one, two = json.loads(done.stdout).values()
+def test_a_thread_that_waits_leaves_its_processor(tiny, started):
+    one, two = started(tiny("llama").model, program=("-c", ON_ONE_PROCESSOR)).json.values()
     assert two < 10 * one  # hundreds of times as much where each wait takes what the system gives a thread at once
 
 
