@@ -19,7 +19,7 @@ WORKER = Path(__file__).with_name("save_worker.py")
 @pytest.mark.parametrize("kills", [100, *whole(1000)])
 def test_kills_break_no_file_and_leave_nothing(tiny, started, native, tmp_path, kills):
     file = tmp_path / "talk.kvs"
-    done = started(tiny("llama").model, file, kills, 1, program=(WORKER,))
+    done = started(tiny("llama").model, file, kills, 1, program=(WORKER,), timeout=1200)
     assert done.code == 0, done.err[-2000:]
     found = done.json
     assert found["kills"] == kills
