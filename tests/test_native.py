@@ -6,6 +6,7 @@ from pathlib import Path
 
 import build_stock
 import pytest
+from choosing import whole
 from llama_source import SourceError
 
 SOURCES = sorted((Path(__file__).resolve().parent.parent / "native" / "tests").glob("test_*.cpp"))
@@ -27,11 +28,12 @@ def test_native(name):
     assert done.returncode == 0, f"{name} ended with code {done.returncode}\n{done.stdout}{done.stderr}"
 
 
-def test_the_glue_through_llama_cpp(tiny, tmp_path):
-    """The public C interface with several threads and models; scripts/sanitize.py runs it, too."""
+@pytest.mark.parametrize("kinds", [["llama"], *whole(["llama", "gemma3"])], ids=" ".join)
+def test_the_glue_through_llama_cpp(tiny, tmp_path, kinds):
+    """The public C interface with several threads and models; scripts/sanitize.py runs it with both models."""
     program = build_stock.find_build() / "bin" / ("kvedge-glue-tests" + (".exe" if os.name == "nt" else ""))
     if not program.is_file():
         pytest.skip("native tests are not built: python3 scripts/dev.py test builds them")
-    models = [tiny(kind).model for kind in ("llama", "gemma3")]
+    models = [tiny(kind).model for kind in kinds]
     done = subprocess.run([program, tmp_path, *models], capture_output=True, text=True, errors="replace", timeout=600)
     assert done.returncode == 0, f"kvedge-glue-tests ended with code {done.returncode}\n{done.stdout}{done.stderr}"

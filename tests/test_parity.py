@@ -76,7 +76,7 @@ def test_what_is_gathered_of_a_prompt_is_what_the_stages_look_at(native):
 @pytest.mark.parametrize("heads", HEADS)
 @pytest.mark.parametrize(("scorer", "reducer"), crossed(SCORERS, REDUCERS, ["pivotal"], ["cumulative"]))
 def test_every_scorer_with_every_reducer(native, scorer, reducer, heads):
-    for n_tokens in LENGTHS:
+    for n_tokens in LENGTHS if heads == "gqa" else LENGTHS[:-1]:
         assert_same(plan_of(scorer, reducer, text_prior=True), prompt(n_tokens, HEADS[heads]))
 
 

@@ -18,7 +18,7 @@ def test_with_rows_on_an_rpc_server(tiny, environment, native, stock_dir):
     """llama.cpp computes on the host, kvedge on the server, with attention that is ggml's own operations."""
     server = Server(environment)
     try:
-        n, worst = walk(tiny("llama", weight="f32").model, STEPS, 3, stock_dir, environment, server.address)
+        n, worst = walk(tiny("llama", weight="f32").model, STEPS // 4, 3, stock_dir, environment, server.address)
     finally:
         server.stop()
-    assert n > STEPS and worst <= TOLERANCE
+    assert n > STEPS // 4 and worst <= TOLERANCE

@@ -245,7 +245,7 @@ def test_the_bound_of_memory_holds_all_the_time(environment):
         looking.start()
         try:
             with ThreadPoolExecutor(6) as pool:
-                list(pool.map(talk, range(120)))
+                list(pool.map(talk, range(60)))
         finally:
             over.set()
             looking.join()
