@@ -5,7 +5,7 @@ dev.py test [ARGS]        the tests; ARGS go to pytest; --all: cases, too, that 
 dev.py lint               ruff, and limits on the length of files and functions
 dev.py sanitize [NAME]    the native tests under the sanitizers, each in a build of its own; glue: with llama.cpp
 dev.py fuzz [OPTIONS]     coverage-guided fuzzing of the C interface and of all readers; needs clang (scripts/fuzz.py)
-dev.py coverage [--json]  the share of lines and branches that the tests reach, in C++ and Python
+dev.py coverage [ARGS]    the share of lines and branches that the tests reach, in C++ and Python
 dev.py cross NAME         the native tests for another system, under an emulator: aarch64, mingw; --whole: all of kvedge
 dev.py wheel [--check]    a wheel for other machines, in dist/; --check tries it in a fresh environment
 dev.py build [-DNAME=V]   build and install, then kvedge doctor; the options are kept for later (-DGGML_CUDA=ON, ...)

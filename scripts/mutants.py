@@ -13,6 +13,7 @@ a test is missing or the change makes no difference, a reader has to say. stderr
 from __future__ import annotations
 
 import argparse
+import contextlib
 import difflib
 import json
 import os
@@ -146,14 +147,11 @@ class Runner:
 
 def end(running: subprocess.Popen[str]) -> None:
     """Ends a run of pytest with all that it started."""
-    if running.poll() is None or os.name == "posix":
-        try:
-            if os.name == "posix":
-                os.killpg(running.pid, 9)
-            else:
-                running.kill()
-        except ProcessLookupError:
-            pass
+    with contextlib.suppress(ProcessLookupError):
+        if os.name == "posix":
+            os.killpg(running.pid, 9)
+        else:
+            running.kill()
 
 
 def tried(mutant: Mutant, runner: Runner, tests: list[str]) -> None:
@@ -175,10 +173,8 @@ def parser() -> argparse.ArgumentParser:
     add("--count", type=int, default=20, help="of changes (default %(default)s)")
     add("--paths", nargs="+", type=Path, default=[Path("pykvedge"), Path("kvedge_lab")],
         help="files and folders to change")  # fmt: skip
-    add("--leave-out", nargs="+", type=Path, default=[], help="files and folders to leave as they are")
     add("--files", type=int, default=8, help="test files for each change; 0: all that reach it (default %(default)s)")
     add("--limit", type=float, default=300.0, help="seconds for each test file (default %(default)s)")
-    add("--list", action="store_true", help="the changes and their tests, and run nothing")
     add("--json", action="store_true", help="one JSON object on stdout")
     return made
 
@@ -188,8 +184,7 @@ def chosen(args: argparse.Namespace) -> list[Path]:
     out = []
     for place in (ROOT / path for path in args.paths):
         out += [place] if place.is_file() else sorted(place.rglob("*.py"))
-    left_out = [ROOT / path for path in (*args.leave_out, "pykvedge/bindings")]
-    return [path for path in dict.fromkeys(out) if not any(path.is_relative_to(other) for other in left_out)]
+    return [path for path in dict.fromkeys(out) if not path.is_relative_to(ROOT / "pykvedge" / "bindings")]
 
 
 def main() -> int:
@@ -203,15 +198,10 @@ def main() -> int:
         for i, mutant in enumerate(mutants):
             tests = likely.of(mutant.path, mutant.inside)
             tests = tests[: args.files] if args.files else tests
-            if args.list:
-                print(f"{mutant.path}:{mutant.line} {mutant.kind}: {' '.join(tests)}\n{mutant.patch}\n")
-                continue
             tried(mutant, runner, tests)
             by = mutant.by or f"{len(mutant.tried)} test files"
             place = f"{mutant.path}:{mutant.line} {mutant.kind}"
             print(f"{i + 1:3d} {mutant.outcome:7s}{place}: {by}, {mutant.seconds:.0f} s", file=sys.stderr, flush=True)
-    if args.list:
-        return 0
     alive = [mutant for mutant in mutants if mutant.outcome == "alive"]
     if args.json:
         print(json.dumps({"seed": args.seed, "alive": len(alive), "mutants": [m.told() for m in mutants]}, indent=1))

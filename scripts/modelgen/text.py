@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from . import text_more
 from .layers import (
     KEY_GAIN,
     Model,
@@ -23,9 +22,9 @@ from .layers import (
     plain,
     stack,
 )
-from .writer import Tensor, fitting_type, matrix, vector
+from .writer import Q4_0, Tensor, fitting_type, matrix, vector
 
-__all__ = ["ARCHITECTURES", "Model", "TextSpec", "text_model"]
+DEEPSTACK = 1  # layers of Qwen3-VL that add features of the image encoder to their output
 
 
 def llama(spec: TextSpec) -> Model:
@@ -159,17 +158,205 @@ def deepseek2(spec: TextSpec) -> Model:
     return meta, [*ends(spec), *stack(spec, layer)]
 
 
+def qwen2(spec: TextSpec) -> Model:
+    """Qwen2, which InternVL and MiniCPM-V are built on."""
+    return attention_meta(spec), [*ends(spec), *stack(spec, biased)]
+
+
+def mistral3(spec: TextSpec) -> Model:
+    """Mistral Small and Ministral 3: to llama.cpp an architecture of its own, with Llama's tensors."""
+    return attention_meta(spec), [*ends(spec), *stack(spec, plain)]
+
+
+def qwen3vl(spec: TextSpec) -> Model:
+    """Qwen3-VL: an image's embeddings are wider than the model, the rest is added after the first layers."""
+    meta = attention_meta(spec)
+    meta["qwen3vl.rope.dimension_sections"] = mrope_sections(spec.head_size)
+    meta["qwen3vl.n_deepstack_layers"] = DEEPSTACK
+    return meta, [*ends(spec), *stack(spec, normed)]
+
+
+def qwen35(spec: TextSpec) -> Model:
+    """Qwen3.5: every second layer attends, with a gate on its output, the others keep a state (gated delta net)."""
+    n, state, keys, values, conv = spec.n_embd, 32, 2, 4, 4
+    unit, inner = 1 / math.sqrt(n), state * values
+    width = 2 * state * keys + inner
+
+    def layer(spec: TextSpec, i: int) -> list[Tensor]:
+        b, w = f"blk.{i}", spec.weight
+        tensors = [t for t in normed(spec, i) if ".ffn_norm." not in t.name]
+        tensors.append(norm(f"{b}.post_attention_norm.weight", n))
+        if i % 2:
+            gated = matrix(f"{b}.attn_q.weight", (2 * n, n), unit, w)
+            return [*(t for t in tensors if ".attn_q." not in t.name), gated]
+        return [
+            *(
+                t
+                for t in tensors
+                if ".ffn_" in t.name or t.name.endswith((".attn_norm.weight", "attention_norm.weight"))
+            ),
+            matrix(f"{b}.attn_qkv.weight", (width, n), unit, w),
+            matrix(f"{b}.attn_gate.weight", (inner, n), unit, w),
+            vector(f"{b}.ssm_conv1d.weight", (width, conv), std=0.5),
+            vector(f"{b}.ssm_dt.bias", values, mean=-3.0, std=1.0),
+            vector(f"{b}.ssm_a", values, mean=-1.0, std=0.2),
+            matrix(f"{b}.ssm_beta.weight", (values, n), unit, w),
+            matrix(f"{b}.ssm_alpha.weight", (values, n), unit, w),
+            norm(f"{b}.ssm_norm.weight", state),
+            matrix(f"{b}.ssm_out.weight", (n, inner), spec.out_gain / math.sqrt(inner), w),
+        ]
+
+    meta = attention_meta(spec) | {
+        "qwen35.rope.dimension_sections": mrope_sections(spec.head_size),
+        "qwen35.full_attention_interval": 2,
+        "qwen35.ssm.conv_kernel": conv,
+        "qwen35.ssm.inner_size": inner,
+        "qwen35.ssm.state_size": state,
+        "qwen35.ssm.time_step_rank": values,
+        "qwen35.ssm.group_count": keys,
+    }
+    return meta, [*ends(spec), *stack(spec, layer)]
+
+
+def glm4(spec: TextSpec) -> Model:
+    """GLM-4.1V's language model: gate and up in one matrix, norms after attention and feed-forward, M-RoPE."""
+
+    def layer(spec: TextSpec, i: int) -> list[Tensor]:
+        b, n = f"blk.{i}", spec.n_embd
+        doubled = matrix(f"{b}.ffn_up.weight", (2 * spec.n_ff, n), 1 / math.sqrt(n), spec.weight)
+        kept = [t for t in plain(spec, i) if not t.name.endswith(("ffn_gate.weight", "ffn_up.weight"))]
+        post = [f"{b}.post_{x}_norm.weight" for x in ("attention", "ffw")]
+        return [*kept, doubled, *(norm(name, n, mean=spec.out_gain) for name in post)]
+
+    meta = attention_meta(spec)
+    meta["glm4.rope.dimension_sections"] = mrope_sections(spec.head_size)
+    return meta, [*ends(spec), *stack(spec, layer)]
+
+
+def _unscaled(spec: TextSpec) -> float:
+    """Norms of queries and keys where attention is not divided by the root of the head size: they do it."""
+    return 1.5 / spec.head_size**0.25
+
+
+_GEMMA4_SHARING = 2  # of the E2B and E4B models: so many of the last layers have no keys and values of their own
+_GEMMA4_EXTRA = 16  # width of what each layer of those adds for a token
+
+
+def gemma4(spec: TextSpec) -> Model:
+    """Gemma 4: windows of 32 tokens in every other layer. With 6 layers as E2B and E4B: the last 2 share a cache."""
+    n, pairs = spec.n_embd, spec.head_size // 2
+    extra = _GEMMA4_EXTRA if spec.n_layers == 3 * _GEMMA4_SHARING else 0
+    owners = spec.n_layers - (_GEMMA4_SHARING if extra else 0)
+
+    def layer(spec: TextSpec, i: int) -> list[Tensor]:
+        b = f"blk.{i}"
+        own = ("attn_k.weight", "attn_v.weight", "attn_k_norm.weight")
+        tensors = [t for t in normed(spec, i, _unscaled(spec)) if i < owners or not t.name.endswith(own)]
+        tensors += [norm(f"{b}.post_{x}_norm.weight", n, mean=spec.out_gain) for x in ("attention", "ffw")]
+        if extra:
+            tensors += [
+                matrix(f"{b}.inp_gate.weight", (extra, n), 1 / math.sqrt(n), spec.weight),
+                matrix(f"{b}.proj.weight", (n, extra), 1 / math.sqrt(extra), spec.weight),
+                norm(f"{b}.post_norm.weight", n, mean=0.5 * spec.out_gain),
+            ]
+        return tensors
+
+    meta = attention_meta(spec) | {
+        "gemma4.attention.sliding_window": 32,
+        "gemma4.attention.sliding_window_pattern": [i % 2 == 0 for i in range(spec.n_layers)],
+        "gemma4.attention.key_length_swa": spec.head_size,
+        "gemma4.attention.value_length_swa": spec.head_size,
+        "gemma4.attention.shared_kv_layers": spec.n_layers - owners,
+        "gemma4.embedding_length_per_layer_input": extra,
+        "gemma4.final_logit_softcapping": 30.0,
+    }
+    first, *last = ends(spec)
+    # as Gemma 3: embeddings are multiplied by the square root of their width
+    tensors = [matrix(first.name, first.shape, 1 / math.sqrt(n), spec.weight), *last]
+    tensors.append(vector("rope_freqs.weight", pairs, mean=1.0))
+    if extra:
+        width = extra * spec.n_layers
+        tensors += [
+            matrix("per_layer_token_embd.weight", (spec.vocab.size, width), 1 / math.sqrt(extra), spec.weight),
+            matrix("per_layer_model_proj.weight", (width, n), 1.0, spec.weight),
+            norm("per_layer_proj_norm.weight", extra),
+        ]
+    return meta, [*tensors, *stack(spec, layer)]
+
+
+def gemma3n(spec: TextSpec) -> Model:
+    """Gemma 3n: from layer 20 on the layers read the cache of layers 18 and 19; it takes 25 to have a full one there.
+
+    Of each token there are 4 versions (AltUp), and every layer adds something of its own for it, 256 wide.
+    """
+    n, copies, extra, rank = spec.n_embd, 4, 256, 64
+    unit, width = 1 / math.sqrt(n), extra * spec.n_layers
+
+    def layer(spec: TextSpec, i: int) -> list[Tensor]:
+        b, w = f"blk.{i}", spec.weight
+        return [
+            *normed(spec, i, _unscaled(spec)),
+            *(norm(f"{b}.post_{x}_norm.weight", n, mean=spec.out_gain) for x in ("attention", "ffw")),
+            matrix(f"{b}.inp_gate.weight", (extra, n), unit, w),
+            matrix(f"{b}.proj.weight", (n, extra), 1 / math.sqrt(extra), w),
+            norm(f"{b}.post_norm.weight", n, mean=0.5 * spec.out_gain),
+            vector(f"{b}.altup_correct_coef.weight", (copies, copies), std=0.1),
+            norm(f"{b}.altup_correct_scale.weight", n),
+            vector(f"{b}.altup_predict_coef.weight", (copies**2, copies), std=0.1),
+            vector(f"{b}.altup_router.weight", (copies, n), std=1.0),
+            norm(f"{b}.altup_router_norm.weight", n),
+            matrix(f"{b}.laurel_l.weight", (rank, n), unit, w),
+            matrix(f"{b}.laurel_r.weight", (n, rank), 1 / math.sqrt(rank), w),
+            norm(f"{b}.laurel_post_norm.weight", n, mean=spec.out_gain),
+        ]
+
+    meta = attention_meta(spec) | {"gemma3n.attention.sliding_window": 32}
+    first, *last = ends(spec)
+    return meta, [
+        matrix(first.name, first.shape, unit, spec.weight),
+        *last,
+        matrix("altup_proj.weight", (copies - 1, n, n), unit, spec.weight),
+        matrix("altup_unembd_proj.weight", (copies - 1, n, n), unit, spec.weight),
+        matrix("per_layer_token_embd.weight", (spec.vocab.size, width), 1 / math.sqrt(extra), Q4_0),
+        matrix("per_layer_model_proj.weight", (width, n), 1.0, spec.weight),
+        norm("per_layer_proj_norm.weight", extra),
+        *stack(spec, layer),
+    ]
+
+
+def llama4(spec: TextSpec) -> Model:
+    """Llama 4: three layers of four attend in chunks of 8192 tokens; every second has 2 experts, one of which works."""
+    n, experts, wide = spec.n_embd, 2, spec.n_ff // 2
+
+    def layer(spec: TextSpec, i: int) -> list[Tensor]:
+        if i % 2 == 0:
+            return plain(spec, i)
+        b, unit, w = f"blk.{i}", 1 / math.sqrt(n), spec.weight
+        tensors = [t for t in plain(spec, i) if ".ffn_gate." not in t.name and ".ffn_up." not in t.name]
+        tensors = [t for t in tensors if ".ffn_down." not in t.name]
+        tensors.append(matrix(f"{b}.ffn_gate_inp.weight", (experts, n), unit, w))
+        for name, shape, std in (
+            ("gate", (wide, n), unit), ("up", (wide, n), unit), ("down", (n, wide), spec.out_gain / math.sqrt(wide))
+        ):  # fmt: skip
+            tensors.append(matrix(f"{b}.ffn_{name}_exps.weight", (experts, *shape), std, w))
+            tensors.append(matrix(f"{b}.ffn_{name}_shexp.weight", shape, std, w))
+        return tensors
+
+    meta = attention_meta(spec) | {
+        "llama4.expert_count": experts,
+        "llama4.expert_used_count": 1,
+        "llama4.expert_feed_forward_length": wide,
+        "llama4.interleave_moe_layer_step": 2,
+    }
+    return meta, [*ends(spec), *stack(spec, layer)]
+
+
+# each is named as llama.cpp names it
 ARCHITECTURES: dict[str, Callable[[TextSpec], Model]] = {
-    "llama": llama,
-    "qwen2vl": qwen2vl,
-    "qwen3": qwen3,
-    "phi3": phi3,
-    "gemma3": gemma3,
-    "lfm2": lfm2,
-    "mamba": mamba,
-    "deepseek2": deepseek2,
-    **text_more.ARCHITECTURES,
-}
+    made.__name__: made
+    for made in (llama, qwen2vl, qwen3, phi3, gemma3, lfm2, mamba, deepseek2, qwen2, mistral3, qwen3vl, qwen35, glm4,
+                 gemma4, llama4, gemma3n)
+}  # fmt: skip
 
 
 def text_model(spec: TextSpec) -> Model:

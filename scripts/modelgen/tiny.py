@@ -7,8 +7,7 @@ from pathlib import Path
 
 from . import tokens
 from .families import FAMILIES, Family
-from .text import ARCHITECTURES, TextSpec, text_model
-from .text_more import DEEPSTACK
+from .text import ARCHITECTURES, DEEPSTACK, TextSpec, text_model
 from .vision import VisionSpec, vision_model
 from .writer import F16, F32, Q4_0, Q8_0, write_gguf
 

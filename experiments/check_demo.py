@@ -1,6 +1,6 @@
 """Compare the GGUF files of the demo model with the PyTorch model that they were made from, on held-out samples.
 
-    python scripts/check_demo.py MODEL MMPROJ OUT --samples 50
+    python experiments/check_demo.py MODEL MMPROJ OUT --samples 50
 
 OUT is a folder of train_demo.py. Prints JSON: the percent of each task's samples, half of them asked in the second
 turn, that both answer greedily with the same text. How many answers are right is for `kvedge eval --method full`.
@@ -14,7 +14,7 @@ import sys
 from itertools import islice
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+import scriptpath  # noqa: F401
 
 from kvedge_lab.demo_tasks import evalset
 from kvedge_lab.demo_tasks.prompts import MEDIA
