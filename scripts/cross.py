@@ -2,6 +2,7 @@
 
     python3 scripts/dev.py cross aarch64        64-bit ARM under Linux, by qemu
     python3 scripts/dev.py cross mingw          64-bit Windows, by wine
+    python3 scripts/dev.py cross NAME --fewer   those of what differs by processor or system, as in CI
     python3 scripts/dev.py cross NAME --whole   llama.cpp with kvedge for that system, and examples/c/ask.c under the
                                                 emulator: it must answer as it does here
 
@@ -21,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from llama_source import ROOT, SourceError, ended
-from native_build import FEWER, build_native
+from native_build import FEWER, PLACED, build_native
 from wine import windows
 
 KERNELS = "test_kernels"  # the test that takes the name of the table that must be chosen
@@ -123,11 +124,12 @@ def run_test(target: Target, processor: Processor, program: Path) -> bool:
     return passed
 
 
-def run_tests(name: str) -> int:
+def run_tests(name: str, fewer: bool) -> int:
     """Builds and runs the native tests of a target; returns how many failed. Raises SourceError."""
     target = TARGETS[name]
-    programs = build_native(name, ["kvedge-tests"], **target.cmake_options)
-    tests = sorted(p for p in programs.glob("test_*") if p.suffix in ("", ".exe"))
+    programs = build_native(name, list(PLACED) if fewer else ["kvedge-tests"], **target.cmake_options)
+    found = sorted(p for p in programs.glob("test_*") if p.suffix in ("", ".exe"))
+    tests = [p for p in found if p.stem in PLACED or not fewer]
     kernels = [p for p in tests if p.stem == KERNELS]
     if not kernels:
         raise SourceError(f"{programs} holds no tests")
@@ -142,6 +144,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         prog="cross", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
     parser.add_argument("target", metavar="NAME", choices=TARGETS, help=" or ".join(TARGETS))
+    parser.add_argument("--fewer", action="store_true", help="the tests of what differs by processor or system")
     parser.add_argument("--whole", action="store_true", help="all of kvedge instead of the native tests")
     args = parser.parse_args()
     TARGETS[args.target].require_tools()
@@ -152,7 +155,7 @@ def main() -> None:
 
             failed = run_whole(args.target, TARGETS[args.target])
         else:
-            failed = run_tests(args.target)
+            failed = run_tests(args.target, args.fewer)
     if failed:
         raise SourceError(f"{failed} failed; what they said is above")
 

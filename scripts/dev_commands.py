@@ -7,6 +7,7 @@ dev.py sanitize [NAME]    the native tests under the sanitizers, each in a build
 dev.py fuzz [OPTIONS]     coverage-guided fuzzing of the C interface and of all readers; needs clang (scripts/fuzz.py)
 dev.py coverage [ARGS]    the share of lines and branches that the tests reach, in C++ and Python
 dev.py cross NAME         the native tests for another system, under an emulator: aarch64, mingw; --whole: all of kvedge
+dev.py nightly            everything that CI leaves out: all tests, sanitizers, fuzzers and systems; hours
 dev.py wheel [--check]    a wheel for other machines, in dist/; --check tries it in a fresh environment
 dev.py build [-DNAME=V]   build and install, then kvedge doctor; the options are kept for later (-DGGML_CUDA=ON, ...)
 dev.py python ARGS        the environment's Python
@@ -32,7 +33,8 @@ def main() -> int:
     if not args or args[0] in ("-h", "--help", "help"):
         print(__doc__, file=sys.stderr)
         return 0 if args else 2
-    commands = {f.__name__: f for f in (demo, test, lint, sanitize, fuzz, coverage, cross, wheel, build, python)}
+    listed = (demo, test, lint, sanitize, fuzz, coverage, cross, nightly, wheel, build, python)
+    commands = {f.__name__: f for f in listed}
     try:
         return ended(lambda: commands[args[0]](args[1:]) if args[0] in commands else kvedge(args))
     except KeyboardInterrupt:
@@ -109,6 +111,16 @@ def cross(args: list[str]) -> int:
         ensure_venv()
         ensure_tools(["cmake", "ninja"])
     return execute([venv_program("python"), str(ROOT / "scripts" / "cross.py"), *args])
+
+
+def nightly(_: list[str]) -> int:
+    """Runs every step, also behind one that fails, and names those that did."""
+    steps = ["test --all", "sanitize", "fuzz --seconds 600", "cross aarch64", "cross mingw", "cross aarch64 --whole"]
+    run = [sys.executable, str(ROOT / "scripts" / "dev.py")]
+    failed = [step for step in steps if subprocess.run([*run, *step.split()], check=False).returncode]
+    for step in failed:
+        log(f"error: dev.py {step} failed")
+    return 1 if failed else 0
 
 
 def wheel(args: list[str]) -> int:

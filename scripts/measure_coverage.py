@@ -66,7 +66,8 @@ def library_folder(programs: Path) -> Path:
 def native_tests(programs: Path) -> list[str]:
     """Runs them. Returns those that failed."""
     with tempfile.TemporaryDirectory(prefix="kvedge-coverage-") as folder:
-        return [Path(one[0]).name for one in sanitize.commands(programs, False, Path(folder)) if not run(one)]
+        listed = sanitize.commands(programs, ["kvedge-tests"], Path(folder))
+        return [Path(command[0]).name for command in listed if not run(command)]
 
 
 def python_tests(programs: Path, args: list[str]) -> bool:

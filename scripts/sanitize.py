@@ -6,7 +6,8 @@ Each sanitizer is a build of its own of native/ (build/native/SANITIZER). kvedge
 interface through llama.cpp, with tiny models and several threads; `glue` runs nothing but that. The address sanitizer
 watches what our code does with memory, whoever allocated it: llama.cpp is the one of kvedge's own build. The thread
 sanitizer has to see every synchronisation: it compiles libllama and ggml, some three minutes on two cores, and runs
-some of the cases of tests with many; with --fewer, as in CI, the address sanitizer does so where they take minutes.
+some of the cases of tests with many. With --fewer, as in CI, the address sanitizer does so where they take minutes, and
+the thread sanitizer runs the tests with several threads only.
 """
 
 from __future__ import annotations
@@ -20,11 +21,12 @@ from pathlib import Path
 
 from build_stock import find_build
 from llama_source import ROOT, SourceError, ended, log
-from native_build import FEWER, build_native
+from native_build import FEWER, THREADED, build_native
 
 SANITIZERS = ("address,undefined", "thread")  # the first two get on with each other in one build
 SLOW = ("test_attention",)  # three minutes under the address sanitizer, the others of FEWER one together
 AT_ONCE = 2
+GLUE = "kvedge-glue-tests"
 MODELS = ("llama", "gemma3")  # all layers kvedge's; windowed layers with llama.cpp
 
 
@@ -50,23 +52,29 @@ def passes(sanitizer: str, command: list[str]) -> bool:
     return done.returncode == 0
 
 
-def commands(programs: Path, only_glue: bool, folder: Path) -> list[list[str]]:
-    """Lists what is run: the tests, and last the glue's, with models that are made for them in a folder."""
-    tests = sorted(p for p in programs.glob("test_*") if p.is_file() and p.suffix in ("", ".exe") and not only_glue)
-    if not tests and not only_glue:
+def commands(programs: Path, names: list[str], folder: Path) -> list[list[str]]:
+    """Lists what is run: the tests of these names, or "kvedge-tests" for all, and last the glue's, with models that
+    are made for them in a folder.
+    """
+    tests = sorted(p for p in programs.glob("test_*") if p.is_file() and p.suffix in ("", ".exe"))
+    if not tests and names != [GLUE]:
         raise SourceError(f"{programs} holds no tests")
+    if "kvedge-tests" not in names:
+        tests = [p for p in tests if p.stem in names]
     script = ROOT / "scripts" / "make_tiny_models.py"
     made = [sys.executable, str(script), str(folder), *(word for kind in MODELS for word in ("--kind", kind))]
     subprocess.run(made, stdout=sys.stderr, check=True)
     models = [str(folder / kind / "model.gguf") for kind in MODELS]
-    return [*([str(test)] for test in tests), [str(programs / "kvedge-glue-tests"), str(folder), *models]]
+    return [*([str(test)] for test in tests), [str(programs / GLUE), str(folder), *models]]
 
 
 def run_tests(sanitizer: str, only_glue: bool, fewer: bool) -> list[str]:
     """Builds and runs the tests; returns the names of those that failed. Raises SourceError when the build fails."""
-    programs = build(sanitizer, ["kvedge-glue-tests"] if only_glue else ["kvedge-tests"])
+    some = [*THREADED, GLUE] if sanitizer == "thread" and fewer else ["kvedge-tests"]
+    names = [GLUE] if only_glue else some
+    programs = build(sanitizer, names)
     with tempfile.TemporaryDirectory(prefix="kvedge-sanitize-") as folder, ThreadPoolExecutor(AT_ONCE) as pool:
-        listed = commands(programs, only_glue, Path(folder))
+        listed = commands(programs, names, Path(folder))
         *tests, glue = [[*command, *few(sanitizer, Path(command[0]).stem, fewer)] for command in listed]
         failed = [c for c, good in zip(tests, pool.map(lambda c: passes(sanitizer, c), tests), strict=True) if not good]
         if not passes(sanitizer, glue):  # by itself: threads of llama.cpp spin, and others would have to wait
@@ -79,7 +87,7 @@ def main() -> int:
     parser.add_argument(
         "what", nargs="*", metavar="WHAT", help=f"{' or '.join(SANITIZERS)} (default: both); glue: nothing but that"
     )
-    parser.add_argument("--fewer", action="store_true", help="some of the cases of a test that takes minutes")
+    parser.add_argument("--fewer", action="store_true", help="some of the tests, and of their cases")
     args = parser.parse_args()
     for name in args.what:
         if name not in (*SANITIZERS, "glue"):

@@ -96,7 +96,6 @@ def used(scene, broken):
     wait(lambda: said().startswith("aaa"))
     told["answering"] = states()
     window.entry.focus_force()
-    window.update()
     window.entry.event_generate("<Escape>")
     wait()
     told["stopped"] = window.status["text"]

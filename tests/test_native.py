@@ -5,6 +5,7 @@ import subprocess
 from pathlib import Path
 
 import build_stock
+import native_build
 import pytest
 from choosing import whole
 from llama_source import SourceError
@@ -26,6 +27,11 @@ def test_native(name):
         [program, *FEWER.get(name, [])], capture_output=True, text=True, errors="replace", timeout=600
     )
     assert done.returncode == 0, f"{name} ended with code {done.returncode}\n{done.stdout}{done.stderr}"
+
+
+def test_lists_of_tests_name_tests():
+    named = {*native_build.FEWER, *native_build.THREADED, *native_build.PLACED}
+    assert named <= {path.stem for path in SOURCES}
 
 
 @pytest.mark.parametrize("kinds", [["llama"], *whole(["llama", "gemma3"])], ids=" ".join)
