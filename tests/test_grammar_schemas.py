@@ -1,14 +1,25 @@
 """Answers obey a JSON schema, or it is refused: `jsonschema`, another implementation, looks at random answers.
 
-scripts/check_schemas.py does it with all of the JSON Schema test suite.
+experiments/check_schemas.py does it with all of the JSON Schema test suite.
 """
 
 from __future__ import annotations
 
+import json
+import random
+from decimal import Decimal
+from typing import Any
+
+import jsonschema
+import numpy as np
 import pytest
-from check_schemas import judge
 
 from pykvedge import GrammarError, Sampling
+from pykvedge.models.model import Model
+from pykvedge.runtime.grammar import Grammar
+
+_LONGEST = 400  # tokens
+_CLOSING = (b'"', b"}", b"]", b",", b":", b"0", b"a", b"-", b"@", b".")
 
 TREE = {
     "$defs": {
@@ -96,6 +107,57 @@ REFUSED = [
     ({"type": "object", "patternProperties": {f"^{i}x": True for i in range(300)}}, "patternProperties"),
     ({"type": "integer", "multipleOf": 999983}, "multipleOf"),
 ]
+
+
+def walk(grammar: Grammar, model: Model, rng: random.Random) -> bytes | None:
+    """Draws an answer. Returns None for one that has no end yet."""
+    unseen = next(token for token in range(model.n_vocab) if model.is_unseen(token) and not model.is_end(token))
+    closing = np.array([model.piece(token) in _CLOSING for token in range(model.n_vocab)])
+    ends = np.array([model.is_end(token) for token in range(model.n_vocab)])
+    said = b""
+    for _ in range(_LONGEST):
+        possible = grammar.take(unseen)
+        if possible is None:
+            raise AssertionError("a token that is never part of an answer was taken")
+        if possible[ends].any() and (rng.random() < 0.4 or not possible[~ends].any()):
+            return said
+        likely = np.flatnonzero(possible & closing & ~ends)
+        token = int(rng.choice(likely if len(likely) and rng.random() < 0.6 else np.flatnonzero(possible & ~ends)))
+        if grammar.take(token) is not None:
+            raise AssertionError("a token that may come was not taken")
+        said += model.piece(token)
+    return None
+
+
+def fault(schema: dict[str, Any], text: bytes) -> str:
+    """Says what is wrong with an answer; nothing if it obeys."""
+    validator = jsonschema.validators.validator_for(schema)
+    check = validator(schema, format_checker=validator.FORMAT_CHECKER)
+    value = json.loads(text)
+    for error in check.iter_errors(value):
+        if error.validator == "multipleOf" and not Decimal(str(error.instance)) % Decimal(str(error.validator_value)):
+            continue  # in floats 19.99 is no multiple of 0.01
+        return str(error.message)
+    return ""
+
+
+def judge(schema: dict[str, Any], model: Model, seed: int, n: int = 4) -> tuple[str, str]:
+    """Returns "obeyed", "refused" or "violated" for a schema, and why."""
+    rng, whole = random.Random(seed), 0
+    for _ in range(n):
+        try:
+            text = walk(Grammar(Sampling(json_schema=schema), model), model, rng)
+        except GrammarError as error:
+            return "refused", str(error)
+        if text is None:
+            continue
+        whole += 1
+        try:
+            if why := fault(schema, text):
+                return "violated", f"{text.decode('utf-8', 'replace')}: {why}"
+        except ValueError as error:
+            return "violated", f"{text!r}: {error}"
+    return ("obeyed", "") if whole else ("endless", "")
 
 
 @pytest.fixture(scope="module")
