@@ -20,8 +20,7 @@ import numpy as np
 import scriptpath  # noqa: F401
 from llama_source import log
 from measuring import Worker, options, require, show
-
-from kvedge_lab.eval.metrics import divergence, log_softmax
+from random_walk import largest_divergence
 
 
 def measure_speed(args: argparse.Namespace, sides: dict[bool, Worker]) -> list[dict[str, Any]]:
@@ -64,11 +63,6 @@ def measure_speed(args: argparse.Namespace, sides: dict[bool, Worker]) -> list[d
             }
         )
     return rows
-
-
-def largest_divergence(reference: np.ndarray, other: np.ndarray) -> float:
-    """Finds the largest KL divergence of the next-token distributions of all rows of logits, in nats."""
-    return max(divergence(p, q) for p, q in zip(log_softmax(reference), log_softmax(other), strict=True))
 
 
 def compare_logits(args: argparse.Namespace, sides: dict[bool, Worker]) -> list[dict[str, Any]]:

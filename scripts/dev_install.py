@@ -102,9 +102,6 @@ def ensure_package(extra: str = "", options: list[str] | None = None, force: boo
     LOG.write_bytes(b"")
     STATE.unlink(missing_ok=True)
     _pip("installing build tools", "install", *_build_requirements())
-    if any(_site_packages("llama_cpp_python-*.dist-info")):
-        # earlier versions of this script installed them; without libraries of their own they would be found first
-        _pip("removing the llama.cpp bindings that kvedge carries now", "uninstall", "-y", "llama-cpp-python")
     target = str(ROOT) + (f"[{','.join(extras)}]" if extras else "")
     settings = [f"--config-settings=cmake.define.{o}" for o in options]
     how = ["install", "-v", "--no-build-isolation", *settings, "-e", target]

@@ -1,8 +1,8 @@
 """Coverage-guided fuzzing: libFuzzer on native/fuzz, atheris on readers in Python; exit code 1 where anything is found.
 
-    python3 scripts/dev.py fuzz [--seconds 60] [--hours H] [--target NAME] [--jobs 2] [--seed N] [--keep DIR] [--json]
+    python3 scripts/dev.py fuzz [--seconds 60] [--target NAME] [--jobs 2] [--seed N] [--keep DIR] [--json]
 
-Each target runs for so many seconds (or hours), `--jobs` of them at a time, from the inputs in tests/fuzz and from what
+Each target runs for so many seconds, `--jobs` of them at a time, from the inputs in tests/fuzz and from what
 earlier runs found worth keeping in build/fuzz. With --seed it tries no more inputs than it is known to try in that
 time, on Linux the same ones each time, or the first of them, where nothing was kept before. One table on stdout:
 executions, edges of the program that were reached, inputs that reach them, and findings, whose inputs are kept in DIR.
@@ -183,7 +183,6 @@ def table(outcomes: Sequence[Outcome]) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=60.0, help="of each target (default: 60)")
-    parser.add_argument("--hours", type=float, help="of each target, instead")
     parser.add_argument(
         "--target",
         action="append",
@@ -197,18 +196,17 @@ def main() -> int:
     parser.add_argument("--json", action="store_true", help="one JSON object instead of the table")
     args = parser.parse_args()
     targets = args.target or (*NATIVE, *PYTHON)
-    seconds = args.hours * 3600 if args.hours else args.seconds
     programs = build() if set(targets) & set(NATIVE) else None
     keep: Path = args.keep.resolve()
     keep.mkdir(parents=True, exist_ok=True)
     memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
-    log(f"fuzzing {len(targets)} targets, {seconds:g} seconds each, {args.jobs} at a time")
+    log(f"fuzzing {len(targets)} targets, {args.seconds:g} seconds each, {args.jobs} at a time")
     outcomes = []
     with (
         tempfile.TemporaryDirectory(prefix="kvedge-fuzz-", dir=memory) as scratch,
         ThreadPoolExecutor(max(1, args.jobs)) as pool,
     ):
-        for outcome in pool.map(Run(seconds, programs, keep, environment(scratch), args.seed).fuzz, targets):
+        for outcome in pool.map(Run(args.seconds, programs, keep, environment(scratch), args.seed).fuzz, targets):
             outcomes.append(outcome)
             n, found = outcome.executions, len(outcome.findings)
             log(f"{outcome.target}: {n} executions in {outcome.seconds:.0f} s, {found} findings")

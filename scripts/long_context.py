@@ -20,8 +20,8 @@ from pathlib import Path
 
 import numpy as np
 from llama_source import SourceError, ended
-from make_tiny_models import default_spec, write_tiny
-from random_walk import divergence
+from modelgen.tiny import default_spec, write_tiny
+from random_walk import largest_divergence
 
 import pykvedge
 from pykvedge.models.model import Model
@@ -111,7 +111,7 @@ def compare(n_tokens: int, trained: int, threads: int) -> dict[str, float]:
     if not np.isfinite(kept.logits).all():
         raise SourceError("after a compression the logits are no numbers")
     return {
-        "tokens": n_tokens, "trained": trained, "divergence": float(divergence(plain.logits, full.logits).max()),
+        "tokens": n_tokens, "trained": trained, "divergence": largest_divergence(plain.logits, full.logits),
         "kvedge_s": round(full.seconds, 2), "lookm_s": round(kept.seconds, 2), "llama_cpp_s": round(plain.seconds, 2),
         "kvedge_bytes": full.n_bytes, "lookm_bytes": kept.n_bytes, "llama_cpp_bytes": plain.n_bytes,
     }  # fmt: skip

@@ -21,16 +21,16 @@ from pathlib import Path
 import numpy as np
 from llama_source import ROOT, SourceError, ended, log
 
+from kvedge_lab.eval.metrics import divergence, log_softmax
+
 WORKER = Path(__file__).with_name("walk_worker.py")
 STEPS = 2000  # of one walk
 TOLERANCE = 1e-8  # KL of the next token's distribution, in nats; what was measured is a thousandth of it
 
 
-def divergence(p_logits: np.ndarray, q_logits: np.ndarray) -> np.ndarray:
-    """KL(p || q) of each row, in nats."""
-    p, q = (x.astype(np.float64) - x.max(axis=-1, keepdims=True) for x in (p_logits, q_logits))
-    log_p, log_q = (x - np.log(np.exp(x).sum(axis=-1, keepdims=True)) for x in (p, q))
-    return np.asarray((np.exp(log_p) * (log_p - log_q)).sum(axis=-1))
+def largest_divergence(reference: np.ndarray, other: np.ndarray) -> float:
+    """Finds the largest KL(reference || other) of the rows of logits, in nats."""
+    return max(divergence(p, q) for p, q in zip(log_softmax(reference), log_softmax(other), strict=True))
 
 
 def walk(
@@ -54,7 +54,7 @@ def walk(
             found.append(np.load(out))
     if found[0].shape != found[1].shape or not np.isfinite(found[1]).all():
         raise SourceError(f"seed {seed}: {found[0].shape} and {found[1].shape} logits, or some that are no numbers")
-    return len(found[0]), float(divergence(*found).max())
+    return len(found[0]), largest_divergence(*found)
 
 
 def main() -> int:

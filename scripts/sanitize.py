@@ -20,7 +20,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from build_stock import find_build
-from llama_source import ROOT, SourceError, ended, log
+from llama_source import SourceError, ended, log
+from modelgen.tiny import write_tiny
 from native_build import FEWER, THREADED, build_native
 
 SANITIZERS = ("address,undefined", "thread")  # the first two get on with each other in one build
@@ -61,10 +62,7 @@ def commands(programs: Path, names: list[str], folder: Path) -> list[list[str]]:
         raise SourceError(f"{programs} holds no tests")
     if "kvedge-tests" not in names:
         tests = [p for p in tests if p.stem in names]
-    script = ROOT / "scripts" / "make_tiny_models.py"
-    made = [sys.executable, str(script), str(folder), *(word for kind in MODELS for word in ("--kind", kind))]
-    subprocess.run(made, stdout=sys.stderr, check=True)
-    models = [str(folder / kind / "model.gguf") for kind in MODELS]
+    models = [str(write_tiny(kind, folder / kind)[0]) for kind in MODELS]
     return [*([str(test)] for test in tests), [str(programs / GLUE), str(folder), *models]]
 
 

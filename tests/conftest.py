@@ -99,7 +99,7 @@ class TinyModel:
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory):
     """tiny(kind, **shape) -> TinyModel; the same shape is written once."""
-    from make_tiny_models import default_spec, write_tiny
+    from modelgen.tiny import default_spec, write_tiny
 
     made: dict[tuple, TinyModel] = {}
 

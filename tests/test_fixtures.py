@@ -21,12 +21,11 @@ SCRIPTS = Path(__file__).parent.parent / "scripts"
 sys.path.insert(0, str(SCRIPTS))
 
 import make_shape_model  # noqa: E402
-import make_tiny_models  # noqa: E402
 from choosing import crossed, whole  # noqa: E402
-from make_tiny_models import KINDS, TinySpec, default_spec, write_tiny  # noqa: E402
 from modelgen import tokens  # noqa: E402
 from modelgen.shapes import SHAPES  # noqa: E402
 from modelgen.text import text_model  # noqa: E402
+from modelgen.tiny import KINDS, TinySpec, default_spec, write_tiny  # noqa: E402
 from modelgen.vision import vision_model  # noqa: E402
 from stock_runner import Answer, Runner, picture  # noqa: E402
 
@@ -119,13 +118,6 @@ def test_special_tokens_of_qwen(tmp_path: Path) -> None:
 def test_wrong_specs_are_refused(spec: TinySpec, tmp_path: Path) -> None:
     with pytest.raises(ValueError):
         write_tiny("llava", tmp_path, spec=spec)
-
-
-def test_tiny_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert make_tiny_models.main([str(tmp_path), "--kind", "llava", "--kind", "mamba"]) == 0
-    paths = [Path(line) for line in capsys.readouterr().out.splitlines()]
-    assert [path.name for path in paths] == ["model.gguf", "mmproj.gguf", "model.gguf"]
-    assert all(path.is_file() for path in paths)
 
 
 # Parameters of the published models: text model, and vision tower with projector.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import gguf
 import numpy as np
@@ -19,27 +20,11 @@ TYPES = {
     "q8_0": (gguf.GGMLQuantizationType.Q8_0, gguf.LlamaFileType.MOSTLY_Q8_0),
     "f16": (gguf.GGMLQuantizationType.F16, gguf.LlamaFileType.MOSTLY_F16),
 }
-TEXT_NAMES = {
-    "ln1": "attn_norm",
-    "ln2": "ffn_norm",
-    "q": "attn_q",
-    "k": "attn_k",
-    "v": "attn_v",
-    "o": "attn_output",
-    "gate": "ffn_gate",
-    "up": "ffn_up",
-    "down": "ffn_down",
-}
-VISION_NAMES = {
-    "ln1": "ln1",
-    "ln2": "ln2",
-    "q": "attn_q",
-    "k": "attn_k",
-    "v": "attn_v",
-    "o": "attn_out",
-    "up": "ffn_up",
-    "down": "ffn_down",
-}
+# names of a block's parts, ours and GGUF's, in the order of the file
+TEXT_NAMES = {"ln1": "attn_norm", "ln2": "ffn_norm", **{name: f"attn_{name}" for name in "qkv"}, "o": "attn_output",
+              "gate": "ffn_gate", "up": "ffn_up", "down": "ffn_down"}  # fmt: skip
+VISION_NAMES = {"ln1": "ln1", "ln2": "ln2", **{name: f"attn_{name}" for name in "qkv"}, "o": "attn_out",
+                "up": "ffn_up", "down": "ffn_down"}  # fmt: skip
 
 
 def _add(writer: gguf.GGUFWriter, name: str, tensor: Tensor, kind: str) -> None:
@@ -65,40 +50,30 @@ def _finish(writer: gguf.GGUFWriter) -> None:
     writer.close()
 
 
-def _add_tokenizer(writer: gguf.GGUFWriter, tokenizer: Tokenizer) -> None:
-    writer.add_tokenizer_model("llama")
-    writer.add_tokenizer_pre("default")
-    writer.add_token_list(tokenizer.pieces)
-    writer.add_token_scores(tokenizer.scores())
-    writer.add_token_types(tokenizer.token_types())
-    writer.add_bos_token_id(BOS)
-    writer.add_eos_token_id(EOS)
-    writer.add_unk_token_id(UNK)
-    writer.add_add_bos_token(True)
-    writer.add_add_eos_token(False)
-    writer.add_add_space_prefix(True)
-    writer.add_chat_template(CHAT_TEMPLATE)
+def _set(writer: gguf.GGUFWriter, values: dict[str, Any]) -> None:
+    """Adds metadata by the names of GGUFWriter's methods."""
+    for name, value in values.items():
+        getattr(writer, f"add_{name}")(value)
+
+
+def _about(name: str, kind: str) -> dict[str, Any]:
+    return {"name": name, "file_type": TYPES[kind][1], "quantization_version": gguf.GGML_QUANT_VERSION}
 
 
 def write_text(path: Path, state: dict[str, Tensor], config: TextConfig, kind: str) -> None:
-    writer = gguf.GGUFWriter(str(path), "llama")
-    writer.add_name("kvedge demo model")
-    writer.add_description("Answers questions about drawn scenes; trained from scratch by scripts/train_demo.py")
-    writer.add_file_type(TYPES[kind][1])
-    writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
-    writer.add_context_length(config.context)
-    writer.add_embedding_length(config.width)
-    writer.add_block_count(config.layers)
-    writer.add_feed_forward_length(config.hidden)
-    writer.add_head_count(config.heads)
-    writer.add_head_count_kv(config.kv_heads)
-    writer.add_key_length(config.head_size)
-    writer.add_value_length(config.head_size)
-    writer.add_rope_dimension_count(config.head_size)
-    writer.add_rope_freq_base(config.rope_base)
-    writer.add_layer_norm_rms_eps(config.eps)
-    writer.add_vocab_size(config.vocab)
-    _add_tokenizer(writer, Tokenizer())
+    writer, tokenizer = gguf.GGUFWriter(str(path), "llama"), Tokenizer()
+    made = "Answers questions about drawn scenes; trained from scratch by scripts/train_demo.py"
+    _set(writer, _about("kvedge demo model", kind) | {
+        "description": made, "context_length": config.context, "embedding_length": config.width,
+        "block_count": config.layers, "feed_forward_length": config.hidden, "head_count": config.heads,
+        "head_count_kv": config.kv_heads, "key_length": config.head_size, "value_length": config.head_size,
+        "rope_dimension_count": config.head_size, "rope_freq_base": config.rope_base,
+        "layer_norm_rms_eps": config.eps, "vocab_size": config.vocab,
+        "tokenizer_model": "llama", "tokenizer_pre": "default", "token_list": tokenizer.pieces,
+        "token_scores": tokenizer.scores(), "token_types": tokenizer.token_types(), "bos_token_id": BOS,
+        "eos_token_id": EOS, "unk_token_id": UNK, "add_bos_token": True, "add_eos_token": False,
+        "add_space_prefix": True, "chat_template": CHAT_TEMPLATE,
+    })  # fmt: skip
     _add(writer, "token_embd.weight", state["text.embed.weight"], kind)
     for k in range(config.layers):
         for ours, theirs in TEXT_NAMES.items():
@@ -109,39 +84,28 @@ def write_text(path: Path, state: dict[str, Tensor], config: TextConfig, kind: s
 
 
 def write_mmproj(path: Path, tower: dict[str, Tensor], state: dict[str, Tensor], width: int, kind: str) -> None:
-    c = VisionConfig
-    writer = gguf.GGUFWriter(str(path), "clip")
-    writer.add_name("kvedge demo model, vision")
-    writer.add_file_type(TYPES[kind][1])
-    writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
-    writer.add_clip_has_vision_encoder(True)
+    c, writer = VisionConfig, gguf.GGUFWriter(str(path), "clip")
+    _set(writer, _about("kvedge demo model, vision", kind) | {
+        "clip_has_vision_encoder": True, "clip_projector_type": "mlp", "vision_image_size": IMAGE_SIZE,
+        "vision_patch_size": CELL, "vision_embedding_length": c.width, "vision_feed_forward_length": c.hidden,
+        "vision_block_count": c.layers, "vision_head_count": c.heads, "vision_projection_dim": width,
+        "vision_attention_layernorm_eps": c.eps, "vision_image_mean": [0.5] * 3, "vision_image_std": [0.5] * 3,
+        "vision_use_gelu": True,
+    })  # fmt: skip
     writer.add_bool("clip.has_llava_projector", True)
-    writer.add_clip_projector_type("mlp")
-    writer.add_vision_image_size(IMAGE_SIZE)
-    writer.add_vision_patch_size(CELL)
-    writer.add_vision_embedding_length(c.width)
-    writer.add_vision_feed_forward_length(c.hidden)
-    writer.add_vision_block_count(c.layers)
-    writer.add_vision_head_count(c.heads)
-    writer.add_vision_projection_dim(width)
-    writer.add_vision_attention_layernorm_eps(c.eps)
-    writer.add_vision_image_mean([0.5, 0.5, 0.5])
-    writer.add_vision_image_std([0.5, 0.5, 0.5])
-    writer.add_vision_use_gelu(True)
-    # Without this llama.cpp would take LLaVA's default, the last layer but one.
+    # without this llama.cpp would take LLaVA's default, the last layer but one
     writer.add_array("clip.vision.feature_layer", [c.layers])
     _add(writer, "v.patch_embd.weight", tower["patch.weight"].view(c.width, 3, CELL, CELL), kind)
     _add(writer, "v.position_embd.weight", tower["position"], kind)
-    for ours, theirs in (("pre_ln", "v.pre_ln"), ("post_ln", "v.post_ln")):
+    parts = [(tower, name, f"v.{name}") for name in ("pre_ln", "post_ln")]
+    parts += [
+        (tower, f"blocks.{k}.{ours}", f"v.blk.{k}.{theirs}")
+        for k in range(c.layers) for ours, theirs in VISION_NAMES.items()
+    ]  # fmt: skip
+    parts += [(state, f"projector.mm{n}", f"mm.{n}") for n in (0, 2)]
+    for tensors, ours, theirs in parts:
         for part in ("weight", "bias"):
-            _add(writer, f"{theirs}.{part}", tower[f"{ours}.{part}"], kind)
-    for k in range(c.layers):
-        for ours, theirs in VISION_NAMES.items():
-            for part in ("weight", "bias"):
-                _add(writer, f"v.blk.{k}.{theirs}.{part}", tower[f"blocks.{k}.{ours}.{part}"], kind)
-    for ours, theirs in (("mm0", "mm.0"), ("mm2", "mm.2")):
-        for part in ("weight", "bias"):
-            _add(writer, f"{theirs}.{part}", state[f"projector.{ours}.{part}"], kind)
+            _add(writer, f"{theirs}.{part}", tensors[f"{ours}.{part}"], kind)
     _finish(writer)
 
 

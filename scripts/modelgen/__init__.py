@@ -1,1 +1,1 @@
-"""Random-weight GGUF models: what scripts/make_tiny_models.py and scripts/make_shape_model.py share."""
+"""Random-weight GGUF models: tiny ones for tests, and, by scripts/make_shape_model.py, of the shapes of real ones."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from . import tokens
 from .text import TextSpec
 from .tokens import Vocabulary
-from .vision import VisionSpec
+from .vit import VisionSpec
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,8 @@ from pathlib import Path
 from . import tokens
 from .families import FAMILIES, Family
 from .text import ARCHITECTURES, DEEPSTACK, TextSpec, text_model
-from .vision import VisionSpec, vision_model
+from .vision import vision_model
+from .vit import VisionSpec
 from .writer import F16, F32, Q4_0, Q8_0, write_gguf
 
 VISION_KINDS = ("llava", "qwen2vl", *FAMILIES)
