@@ -18,7 +18,7 @@ from typing import NoReturn
 from modelgen.shapes import SHAPES
 from modelgen.text import Model, text_model
 from modelgen.vision import vision_model
-from modelgen.writer import F16, Q4_0, Q8_0, Progress, write_gguf
+from modelgen.writer import F16, Q4_0, Q8_0, write_gguf
 
 QUANTS = {"q4_0": Q4_0, "q8_0": Q8_0, "f16": F16}
 VISION_QUANTS = {"q8_0": Q8_0, "f16": F16}
@@ -83,28 +83,12 @@ def _check_target(folder: Path, models: dict[str, Model], force: bool) -> None:
         raise OSError(f"not enough disk space in {folder}: {sizes}")
 
 
-def _progress(label: str) -> Progress:
-    if not sys.stderr.isatty():
-        return lambda done, total: None
-    shown = -1
-
-    def show(done: int, total: int) -> None:
-        nonlocal shown
-        percent = 100 * done // total
-        if percent != shown:
-            shown = percent
-            end = "\n" if done == total else ""
-            print(f"\r{label} {percent:3d} % of {total / 1e6:.0f} MB", end=end, file=sys.stderr, flush=True)
-
-    return show
-
-
 def _write(args: argparse.Namespace, models: dict[str, Model]) -> dict[str, object]:
     start = time.perf_counter()
     report: dict[str, object] = {"shape": args.shape, "quant": args.quant}
     for number, (name, (meta, tensors)) in enumerate(models.items()):
         path = args.output / f"{name}.gguf"
-        write_gguf(path, meta, tensors, seed=args.seed + number, progress=_progress(path.name))
+        write_gguf(path, meta, tensors, seed=args.seed + number)
         report[name] = str(path)
         report[f"{name}_bytes"] = path.stat().st_size
         report[f"{name}_parameters"] = sum(tensor.elements for tensor in tensors)

@@ -27,7 +27,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from llama_source import log
+from llama_source import ended, log
 
 from pykvedge.cli.tables import markdown
 
@@ -53,17 +53,13 @@ def models(args: argparse.Namespace, folder: Path) -> list[Path]:
     """The models to measure, made where none was named and none is there."""
     if args.model:
         return args.model
-    files = [folder / shape / "model.gguf" for shape in SHAPES]
-    script, begun = Path(__file__).with_name("make_shape_model.py"), []
-    for shape, file in zip(SHAPES, files, strict=True):
-        if not file.is_file():
+    script = Path(__file__).with_name("make_shape_model.py")
+    for shape in SHAPES:
+        if not (folder / shape / "model.gguf").is_file():
             log(f"writing a model of the shape of {shape}")
-            command = [sys.executable, str(script), shape, "--vision", "none", "-o", str(file.parent)]
-            begun.append(subprocess.Popen(command, stdout=subprocess.DEVNULL))
-    codes = [writer.wait() for writer in begun]
-    if any(codes):
-        raise SystemExit("measure_device: a model could not be written; the message is above")
-    return files
+            command = [sys.executable, str(script), shape, "--vision", "none", "-o", str(folder / shape)]
+            subprocess.run(command, stdout=sys.stderr, check=True)
+    return [folder / shape / "model.gguf" for shape in SHAPES]
 
 
 def bench(args: argparse.Namespace, model: Path, run: tuple[int, int, str], left_s: float) -> list[dict[str, Any]]:
@@ -139,4 +135,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(ended(main))

@@ -1,7 +1,7 @@
 """Draws small changes of the Python package by chance, and says which of them no test notices.
 
     python3 scripts/dev.py python scripts/mutants.py --seed 1 --count 20
-    python3 scripts/dev.py python scripts/mutants.py --seed 1 --count 60 --paths pykvedge/models --json
+    python3 scripts/dev.py python scripts/mutants.py --seed 1 --count 60 --paths pykvedge/models
 
 A comparison, a number, a call, the order of two arguments, a boolean or a returned value is another one. Each change is
 tried with the test files that are nearest to it by imports and names (--files of them), one after the other, until a
@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import difflib
-import json
 import os
 import random
 import re
@@ -23,7 +22,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from llama_source import ROOT
@@ -71,9 +70,6 @@ class Mutant:
     by: str = ""  # the test that failed
     tried: list[str] = field(default_factory=list)
     seconds: float = 0.0
-
-    def told(self) -> dict[str, object]:
-        return {key: value for key, value in asdict(self).items() if key not in ("text", "inside")}
 
 
 def made(path: str, source: str, site: Site) -> Mutant:
@@ -175,7 +171,6 @@ def parser() -> argparse.ArgumentParser:
         help="files and folders to change")  # fmt: skip
     add("--files", type=int, default=8, help="test files for each change; 0: all that reach it (default %(default)s)")
     add("--limit", type=float, default=300.0, help="seconds for each test file (default %(default)s)")
-    add("--json", action="store_true", help="one JSON object on stdout")
     return made
 
 
@@ -203,10 +198,7 @@ def main() -> int:
             place = f"{mutant.path}:{mutant.line} {mutant.kind}"
             print(f"{i + 1:3d} {mutant.outcome:7s}{place}: {by}, {mutant.seconds:.0f} s", file=sys.stderr, flush=True)
     alive = [mutant for mutant in mutants if mutant.outcome == "alive"]
-    if args.json:
-        print(json.dumps({"seed": args.seed, "alive": len(alive), "mutants": [m.told() for m in mutants]}, indent=1))
-    else:
-        print("\n\n".join(f"{m.patch}\n# passed: {' '.join(m.tried)}" for m in alive))
+    print("\n\n".join(f"{m.patch}\n# passed: {' '.join(m.tried)}" for m in alive))
     print(f"{len(mutants)} changes, {len(alive)} of them not noticed", file=sys.stderr)
     return 0
 

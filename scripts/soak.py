@@ -170,12 +170,8 @@ def main() -> int:
         args.mmproj = DATA / "demo-mmproj.gguf"
 
     def tell(sample: Sample) -> None:
-        line = f"{sample.part:7s} {sample.done:7d} {sample.seconds:9.1f} {sample.private_bytes / 2**20:9.1f} "
-        line += f"{sample.handles:8d} {sample.threads:8d} {sample.children:9d}"
-        print(line, flush=True, file=sys.stderr if args.json else sys.stdout)
+        print(json.dumps(asdict(sample)), flush=True, file=sys.stderr if args.json else sys.stdout)
 
-    print(f"{'part':7s} {'done':>7s} {'seconds':>9s} {'MiB':>9s} {'handles':>8s} {'threads':>8s} {'children':>9s}",
-          file=sys.stderr if args.json else sys.stdout)  # fmt: skip
     watch = Watch(tell)
     found = {part: grown(samples) for part, samples in soak(args, watch)}
     if args.json:

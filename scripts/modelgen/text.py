@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 from .layers import (
     KEY_GAIN,
+    Layer,
     Model,
     TextSpec,
     attention_meta,
@@ -27,19 +28,15 @@ from .writer import Q4_0, Tensor, fitting_type, matrix, vector
 DEEPSTACK = 1  # layers of Qwen3-VL that add features of the image encoder to their output
 
 
-def llama(spec: TextSpec) -> Model:
-    """Llama and whatever else is the same to llama.cpp: Vicuna, MobileLLaMA, Mistral."""
-    return attention_meta(spec), [*ends(spec), *stack(spec, plain)]
+def made_of(layer: Layer) -> Callable[[TextSpec], Model]:
+    """Makes an architecture of equal layers."""
+    return lambda spec: (attention_meta(spec), [*ends(spec), *stack(spec, layer)])
 
 
 def qwen2vl(spec: TextSpec) -> Model:
     meta = attention_meta(spec)
     meta["qwen2vl.rope.dimension_sections"] = mrope_sections(spec.head_size)
     return meta, [*ends(spec), *stack(spec, biased)]
-
-
-def qwen3(spec: TextSpec) -> Model:
-    return attention_meta(spec), [*ends(spec), *stack(spec, normed)]
 
 
 def phi3(spec: TextSpec) -> Model:
@@ -156,16 +153,6 @@ def deepseek2(spec: TextSpec) -> Model:
         "deepseek2.expert_shared_count": 0,
     }
     return meta, [*ends(spec), *stack(spec, layer)]
-
-
-def qwen2(spec: TextSpec) -> Model:
-    """Qwen2, which InternVL and MiniCPM-V are built on."""
-    return attention_meta(spec), [*ends(spec), *stack(spec, biased)]
-
-
-def mistral3(spec: TextSpec) -> Model:
-    """Mistral Small and Ministral 3: to llama.cpp an architecture of its own, with Llama's tensors."""
-    return attention_meta(spec), [*ends(spec), *stack(spec, plain)]
 
 
 def qwen3vl(spec: TextSpec) -> Model:
@@ -351,12 +338,24 @@ def llama4(spec: TextSpec) -> Model:
     return meta, [*ends(spec), *stack(spec, layer)]
 
 
-# each is named as llama.cpp names it
 ARCHITECTURES: dict[str, Callable[[TextSpec], Model]] = {
-    made.__name__: made
-    for made in (llama, qwen2vl, qwen3, phi3, gemma3, lfm2, mamba, deepseek2, qwen2, mistral3, qwen3vl, qwen35, glm4,
-                 gemma4, llama4, gemma3n)
-}  # fmt: skip
+    "llama": made_of(plain),  # and whatever else is the same to llama.cpp: Vicuna, MobileLLaMA, Mistral
+    "qwen2vl": qwen2vl,
+    "qwen3": made_of(normed),
+    "phi3": phi3,
+    "gemma3": gemma3,
+    "lfm2": lfm2,
+    "mamba": mamba,
+    "deepseek2": deepseek2,
+    "qwen2": made_of(biased),  # InternVL and MiniCPM-V are built on it
+    "mistral3": made_of(plain),  # Mistral Small and Ministral 3
+    "qwen3vl": qwen3vl,
+    "qwen35": qwen35,
+    "glm4": glm4,
+    "gemma4": gemma4,
+    "llama4": llama4,
+    "gemma3n": gemma3n,
+}
 
 
 def text_model(spec: TextSpec) -> Model:

@@ -7,7 +7,7 @@ pass never lines up with the rows of the first, and each tensor goes on where th
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -28,7 +28,6 @@ class Int32(int):
 
 Value = str | bool | int | float | Sequence[str] | Sequence[int] | Sequence[float] | Sequence[bool]
 Meta = Mapping[str, Value]
-Progress = Callable[[int, int], None]
 
 _POOL_BLOCKS = {F32: 1_048_573, F16: 1_048_573, Q8_0: 131_071, Q4_0: 262_139, Q6_K: 16_381}
 _CHUNK_BYTES = 4 << 20
@@ -143,9 +142,8 @@ def _add(writer: GGUFWriter, key: str, value: Value) -> None:
         writer.add_array(key, list(value))
 
 
-def _write_tensors(out: BinaryIO, writer: GGUFWriter, tensors: Sequence[Tensor], seed: int, progress: Progress) -> None:
+def _write_tensors(out: BinaryIO, writer: GGUFWriter, tensors: Sequence[Tensor], seed: int) -> None:
     pools: dict[GGMLQuantizationType, _Pool] = {}
-    total, done = sum(t.nbytes for t in tensors), 0
     for tensor in tensors:
         if tensor.type not in pools:
             pools[tensor.type] = _Pool(tensor.type, seed)
@@ -154,14 +152,10 @@ def _write_tensors(out: BinaryIO, writer: GGUFWriter, tensors: Sequence[Tensor],
         for rows, std in tensor.bands:
             for chunk in pool.chunks(rows * row, std, tensor.mean):
                 out.write(chunk.data)
-                done += chunk.nbytes
-                progress(done, total)
         writer.write_padding(out, tensor.nbytes)
 
 
-def write_gguf(
-    path: Path, meta: Meta, tensors: Iterable[Tensor], *, seed: int = 0, progress: Progress = lambda done, total: None
-) -> None:
+def write_gguf(path: Path, meta: Meta, tensors: Iterable[Tensor], *, seed: int = 0) -> None:
     """Write `path` whole or not at all. `meta` must hold general.architecture."""
     tensors = list(tensors)
     for tensor in tensors:
@@ -181,7 +175,7 @@ def write_gguf(
         assert writer.fout is not None
         out = writer.fout[0]
         writer.write_padding(out, out.tell())
-        _write_tensors(out, writer, tensors, seed, progress)
+        _write_tensors(out, writer, tensors, seed)
         writer.close()
         part.replace(path)
     except BaseException:
