@@ -3,7 +3,7 @@
     python3 scripts/dev.py python experiments/search_plans.py --budget 0.2,0.1 --save search.jsonl
 
 Every composition is measured on few samples of each task, the better quarter on four times as many, and so on
-(successive halving, kvedge_lab/eval/search.py); what comes out best in the last round is then measured on validation
+(successive halving, experiments/search.py); what comes out best in the last round is then measured on validation
 scenes beside every method that has a name. No scene is in two of the parts. A question is asked twice, compressed with
 what comes before it ("conversation") and after that alone was compressed ("context"): what is good at one of them can
 lose the other. Prints JSON: the best of every budget. With --save the same command goes on from where it stopped.

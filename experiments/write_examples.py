@@ -26,7 +26,7 @@ def main() -> int:
     scenes["scene-1-changed.png"] = changed
     folder = ROOT / "examples"
     folder.mkdir(exist_ok=True)
-    lines = ["# Scenes for the demo model", "", "Drawn by `scripts/write_examples.py`; none was trained on.", ""]
+    lines = ["# Scenes for the demo model", "", "Drawn by `experiments/write_examples.py`; none was trained on.", ""]
     for name, scene in scenes.items():
         Image.fromarray(render(scene)).save(folder / name, optimize=True)
         lines += [f"- [{name}]({name}): {describe(scene)}"]
