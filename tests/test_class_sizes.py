@@ -12,9 +12,9 @@ NATIVE = Path(__file__).resolve().parent.parent / "native" / "src"
 FIELDS, METHODS, ARGUMENTS = 20, 25, 28
 # classes that are larger: at most so many fields and methods
 LARGER = {
-    "store/store.h: Store": (4, 68),
+    "store/store.h: Store": (3, 67),
     "observe/observed.h: Observed": (15, 51),
-    "store/cpu_rows.h: CpuRows": (8, 31),
+    "store/layer_rows.h: LayerRows": (8, 30),
     "compress/job.h: Job": (26, 2),
     "kernels/kernels_avx2.cpp: V": (1, 27),  # a vector register, with a method for each of its instructions
     "kernels/kernels_avx512.h: V": (1, 26),
@@ -130,6 +130,11 @@ def native():
 
 def test_no_class_of_the_library_is_too_large():
     assert too_large(native()) == []
+
+
+def test_the_classes_that_are_larger_are_there():
+    found = {f"{path}: {name}" for path, source in native().items() for name, _, _ in classes(source)}
+    assert not set(LARGER) - found
 
 
 def test_the_parser_sees_all_classes():

@@ -1,11 +1,8 @@
-// Layers on devices: where a layer lies, when its rows go there and come back, and the graph's share of the work.
-//
-// A device attends over the rows of a prompt and of an answer, and adds up a prompt's attention. What looks at rows in other
-// ways takes place on the host, with the rows fetched: compression, and attention whose weights somebody wants (watched tokens,
-// scores of a decode policy). A ubatch attends on devices if all its sequences can.
+// A device attends over the rows of a prompt and of an answer, and adds up a prompt's attention. Attention whose weights somebody
+// wants (watched tokens, scores of a decode policy) takes place on the host, with the rows fetched. A ubatch attends on devices
+// if all its sequences can.
 
 #include "glue/devices.h"
-
 
 #include <algorithm>
 #include <string>
