@@ -166,6 +166,7 @@ class Context:
             if not self._lent:
                 self.llama.llama_free(self.handle)
             self.handle = None
+            self.at = Place()  # a sequence knows its context
 
     def clear(self) -> None:
         """Forgets all tokens."""

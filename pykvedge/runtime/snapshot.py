@@ -14,7 +14,6 @@ from pykvedge.runtime.report import Kv, Tokens
 Rows: TypeAlias = bytes | bytearray | memoryview
 
 _NUMBERS = ("n_past", "n_cells", "n_pending", "compressed_tokens", "held")
-_LISTS = ("pending", "answer")
 _COUNTS = ("prompt", "image", "pruned")
 
 
@@ -49,7 +48,7 @@ class Snapshot:
 
     def encode(self) -> list[Rows]:
         """Writes it in parts, without logits and kv: the length of a JSON text in 4 bytes, that text, and the rows."""
-        given: dict[str, Any] = {name: getattr(self, name) for name in (*_NUMBERS, *_LISTS)}
+        given: dict[str, Any] = {name: getattr(self, name) for name in (*_NUMBERS, "pending", "answer")}
         given["tokens"] = {name: getattr(self.tokens, name) for name in _COUNTS}
         text = json.dumps(given).encode()
         return [len(text).to_bytes(4, "little"), text, self.rows]
@@ -61,12 +60,14 @@ class Snapshot:
         end = 4 + int.from_bytes(view[:4], "little")
         given = json.loads(bytes(view[4:end]))
         try:
-            counts = given.pop("tokens")
-            lists = {name: tuple(given.pop(name)) for name in _LISTS}
-            out = cls(view[end:], **given, **lists, tokens=Tokens(**counts))
+            counts, pending, answer = given.pop("tokens"), tuple(given.pop("pending")), tuple(given.pop("answer"))
+            numbers = {name: given.pop(name) for name in _NUMBERS}
+            out = cls(view[end:], **numbers, pending=pending, answer=answer, tokens=Tokens(**counts))
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(str(error)) from None
-        whole = [given.get(name) for name in _NUMBERS if name != "held"] + [*counts.values(), *out.pending, *out.answer]
-        if not all(type(n) is int and n >= 0 for n in whole) or not isinstance(out.held, (int, float)):
+        held, whole = numbers.pop("held"), [*counts.values(), *pending, *answer]
+        if given or not all(type(n) is int and n >= 0 for n in [*numbers.values(), *whole]):
             raise ValueError("counts that are none")
+        if not isinstance(held, (int, float)):
+            raise ValueError("pairs that are none")
         return out
