@@ -8,7 +8,6 @@ import pytest
 from PIL import Image
 
 from kvedge_lab.demo_tasks.prompts import MEDIA
-from kvedge_lab.demo_tasks.scenes import PARTS
 from kvedge_lab.eval.datasets import DatasetError, load
 from kvedge_lab.eval.milebench import COLUMNS
 from kvedge_lab.eval.tasks import demo_names, demo_samples
@@ -64,21 +63,6 @@ def test_demo_samples_have_names_that_last():
     assert [(s.id, s.digest()) for s in few] == [(s.id, s.digest()) for s in many[:2]]
     everything = [s for name in demo_names() for seed in (0, 1) for s in demo_samples(name, 3, seed, 4)]
     assert len({s.id for s in everything}) == len(everything)
-
-
-def test_no_scene_is_in_two_parts():
-    codes, names = {}, ("code", "difference", "code-in-image-k", "code+where", "which-image+code-in-image-k")
-    for part in PARTS:
-        found = [s for name in names for s in demo_samples(name, 20, 1, 3, part)]
-        assert len({sample.id for sample in found}) == 100
-        codes[part] = {scene.code for sample in found for line in sample.lines for scene in line.images}
-        assert all(scene.held_out for sample in found for line in sample.lines for scene in line.images)
-    assert not codes["search"] & codes["validation"] and not codes["search"] & codes["test"]
-    assert not codes["validation"] & codes["test"]
-    with pytest.raises(ValueError, match="no part"):
-        demo_samples("code", 1, 0, 4, "other")
-    with pytest.raises(ValueError, match="no part"):
-        demo_samples("code+where", 1, 0, 4, "other")
 
 
 def test_demo_tasks_that_do_not_exist():
