@@ -48,7 +48,7 @@ def children():
 
 @pytest.mark.parametrize("source", HOSTILE.values(), ids=HOSTILE)
 def test_a_template_without_end_is_ended(source, monkeypatch, children):
-    monkeypatch.setattr(sandbox, "PATIENCE", 2.0)
+    monkeypatch.setattr(sandbox, "PATIENCE", 1.0)
     before = psutil.Process().memory_info().rss
     with pytest.raises(ModelError, match=r"chat template (fails|cannot be read)") as failed:
         ChatTemplate(source, "<s>", "</s>").first(USER, "")
