@@ -178,11 +178,12 @@ LATER = [({}, "f16", 1e-4), (WIDE, "f32", 1e-4), ({"head_size": 64}, "q8_0", 2e-
 
 
 @pytest.mark.parametrize(
-    ("parts", "shape", "kv_type", "most"),  # most: the largest divergence
-    [(1, *LATER[1]), (2, *LATER[2]), *whole((1, *LATER[0]), (1, *LATER[2]), (2, *LATER[0]), (2, *LATER[1]))],
+    ("parts", "kind"),
+    [(1, LATER[1]), (2, LATER[2]), *whole((1, LATER[0]), (1, LATER[2]), (2, LATER[0]), (2, LATER[1]))],
 )
-def test_later_messages_attend_where_the_rows_are(native, tiny, worker, server, parts, shape, kv_type, most):
+def test_later_messages_attend_where_the_rows_are(native, tiny, worker, server, parts, kind):
     """Over heads of different lengths, biases and quantised rows: logits as on the host, and rows stay away."""
+    shape, kv_type, most = kind  # most: the largest divergence
     mass = pykvedge.plan("adakv", 0.3, reducer="averaged", **{"reducer.bias": "mass"})
     plans = [*(pykvedge.plan(name, 0.4) for name in ("snapkv", "adakv", "kvedge")), mass]
     job = {

@@ -16,7 +16,7 @@ from pykvedge.serve.parked import Park
 from pykvedge.serve.scheduler import Scheduler
 
 AGAIN = "reading the prompt again"
-LATER = "What is at the top left?"
+LATER = "What is at the top left? " * 6  # up to 32 tokens are kept whole, and not read again
 CHOICES = (
     {"method": "kvzip", "budget": 0.2},
     {"method": "kvzip-uniform", "budget": 0.3, "settings": {"scorer.chunk": 48}},
