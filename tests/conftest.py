@@ -12,6 +12,10 @@ from pathlib import Path
 
 import pytest
 
+# read when NumPy is imported: the threads of its products wait for each other where every core runs tests already, and
+# the attention of 200 tokens takes twenty times as long
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / "scripts"), str(ROOT / "tests")]
 DEVELOPMENT_LIBRARIES = ROOT / "build" / "dev" / "bin"
