@@ -14,7 +14,7 @@ def causal_attention(q: np.ndarray, k: np.ndarray) -> np.ndarray:
     """
     n_tokens, size = k.shape
     logits = (q.astype(np.float64) @ k.astype(np.float64).T) / np.sqrt(size)
-    logits[np.triu_indices(n_tokens, k=1)] = -np.inf
+    logits[~np.tri(n_tokens, dtype=bool)] = -np.inf
     weights = np.exp(logits - logits.max(axis=1, keepdims=True))
     return weights / weights.sum(axis=1, keepdims=True)
 
