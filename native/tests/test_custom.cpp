@@ -189,8 +189,8 @@ void check_failures(bool threads) {
             kvedge_plan plan = make_plan(&fine, threads), other = make_plan(&fails, threads);
             fails.fail_at    = at;
             if (late) {
-                plan.reducer      = other.reducer;
-                plan.own_reducers = other.own_reducers;
+                plan.reducer = other.reducer;
+                plan.own.insert(plan.own.end(), other.own.begin(), other.own.end());
             } else {
                 plan = other;
             }

@@ -187,23 +187,17 @@ bool is_setting(const kvedge_setting & s) {
            (s.step == 0 || std::fmod(s.fallback - s.lowest, (double) s.step) == 0.0);
 }
 
-template <class T> const T * find_own(const std::vector<std::shared_ptr<const T>> & own, const char * name) {
-    for (const auto & c : own) {
-        if (!strcmp(c->given.name, name)) {
-            return c.get();
-        }
-    }
-    return nullptr;
-}
-
-// Checks what all three kinds have, and copies what custom.given points to.
-template <class C> kvedge_status take(C & custom, const char * stage, const void * known, bool has_function, kvedge_error * err) {
-    auto & given = custom.given;
+// Checks what all three kinds have, copies what the given struct points to, and adds the stage to the plan's own.
+template <class C> kvedge_status take(
+    kvedge_plan & plan, const std::shared_ptr<C> & made, kvedge_stage number, bool has_function, kvedge_error * err) {
+    C &          custom = *made;
+    auto &       given  = custom.given;
+    const char * stage  = STAGE_NAMES[number];
     if (!is_name(given.name)) {
         return fail(err, KVEDGE_E_ARGUMENT, "a %s's name is 1 to %d of a-z, 0-9 and -, and starts with a letter", stage,
                     (int) LONGEST_NAME);
     }
-    if (known) {
+    if (known_member(plan, number, given.name)) {
         return fail(err, KVEDGE_E_ARGUMENT, "there is a %s named '%s' already; choose another name", stage, given.name);
     }
     if (!has_function) {
@@ -228,7 +222,9 @@ template <class C> kvedge_status take(C & custom, const char * stage, const void
     given.settings       = nullptr;
     custom.member.name   = given.name;
     custom.member.params = custom.params.data();
-    return KVEDGE_OK;
+    custom.member.custom = &custom;
+    plan.own.push_back({ number, { made, &custom.member } });
+    return ok(err);
 }
 
 kvedge_status incomplete(const char * function, kvedge_error * err) {
@@ -237,36 +233,13 @@ kvedge_status incomplete(const char * function, kvedge_error * err) {
 
 }  // namespace
 
-const Scorer * known_scorer(const kvedge_plan & plan, const char * name) {
-    const auto * own = find_own(plan.own_scorers, name);
-    return own ? &own->member : find_scorer(name);
-}
-
-const Allocator * known_allocator(const kvedge_plan & plan, const char * name) {
-    const auto * own = find_own(plan.own_allocators, name);
-    return own ? &own->member : find_allocator(name);
-}
-
-const Reducer * known_reducer(const kvedge_plan & plan, const char * name) {
-    const auto * own = find_own(plan.own_reducers, name);
-    return own ? &own->member : find_reducer(name);
-}
-
-std::vector<const char *> own_names(const kvedge_plan & plan, kvedge_stage stage) {
-    std::vector<const char *> names;
-    const auto                list = [&](const auto & own) {
-        for (const auto & c : own) {
-            names.push_back(c->given.name);
+const Member * known_member(const kvedge_plan & plan, kvedge_stage stage, const char * name) {
+    for (const auto & own : plan.own) {
+        if (own.stage == stage && !strcmp(own.member->name, name)) {
+            return own.member.get();
         }
-    };
-    switch (stage) {
-        case KVEDGE_STAGE_SCORER:    list(plan.own_scorers); break;
-        case KVEDGE_STAGE_ALLOCATOR: list(plan.own_allocators); break;
-        case KVEDGE_STAGE_REDUCER:   list(plan.own_reducers); break;
-        case KVEDGE_STAGE_DECODE:
-        case KVEDGE_STAGE_PRUNER:    break;
     }
-    return names;
+    return find_member(stage, name);
 }
 
 }  // namespace kvedge
@@ -282,14 +255,8 @@ extern "C" kvedge_status kvedge_plan_add_scorer(kvedge_plan * plan, const kvedge
     if (own.n_queries < 0 || own.n_queries > MOST_QUERIES || own.recent < 0) {
         return fail(err, KVEDGE_E_ARGUMENT, "a scorer sees 0 to %d queries, and protects 0 or more recent tokens", MOST_QUERIES);
     }
-    if (const auto status = take(*custom, "scorer", is_name(own.name) ? known_scorer(*plan, own.name) : nullptr,
-                                 own.score != nullptr, err); status != KVEDGE_OK) {
-        return status;
-    }
-    custom->member.score  = score;
-    custom->member.custom = custom.get();
-    plan->own_scorers.push_back(std::move(custom));
-    return ok(err);
+    custom->member.score = score;
+    return take(*plan, custom, KVEDGE_STAGE_SCORER, own.score != nullptr, err);
 } catch (...) {
     return caught(err, "take a scorer");
 }
@@ -301,15 +268,8 @@ extern "C" kvedge_status kvedge_plan_add_allocator(
     if (!plan || !read_struct(given, own)) {
         return incomplete("kvedge_plan_add_allocator", err);
     }
-    if (const auto status = take(*custom, "allocator",
-                                 is_name(own.name) ? known_allocator(*plan, own.name) : nullptr,
-                                 own.allocate != nullptr, err); status != KVEDGE_OK) {
-        return status;
-    }
     custom->member.allocate = allocate;
-    custom->member.custom   = custom.get();
-    plan->own_allocators.push_back(std::move(custom));
-    return ok(err);
+    return take(*plan, custom, KVEDGE_STAGE_ALLOCATOR, own.allocate != nullptr, err);
 } catch (...) {
     return caught(err, "take an allocator");
 }
@@ -320,15 +280,9 @@ extern "C" kvedge_status kvedge_plan_add_reducer(kvedge_plan * plan, const kvedg
     if (!plan || !read_struct(given, own)) {
         return incomplete("kvedge_plan_add_reducer", err);
     }
-    if (const auto status = take(*custom, "reducer", is_name(own.name) ? known_reducer(*plan, own.name) : nullptr,
-                                 own.reduce != nullptr, err); status != KVEDGE_OK) {
-        return status;
-    }
     custom->member.reduce  = reduce;
     custom->member.scratch = no_scratch;
-    custom->member.custom  = custom.get();
-    plan->own_reducers.push_back(std::move(custom));
-    return ok(err);
+    return take(*plan, custom, KVEDGE_STAGE_REDUCER, own.reduce != nullptr, err);
 } catch (...) {
     return caught(err, "take a reducer");
 }

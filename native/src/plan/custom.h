@@ -39,10 +39,6 @@ inline bool own_thread_only(const Scorer & s) { return s.custom && !s.custom->gi
 inline bool own_thread_only(const Reducer & r) { return r.custom && !r.custom->given.thread_safe; }
 
 // The member of that name that the plan can use: one of the library's or one of its own; NULL if there is none.
-const Scorer *    known_scorer(const kvedge_plan & plan, const char * name);
-const Allocator * known_allocator(const kvedge_plan & plan, const char * name);
-const Reducer *   known_reducer(const kvedge_plan & plan, const char * name);
-
-std::vector<const char *> own_names(const kvedge_plan & plan, kvedge_stage stage);
+const Member * known_member(const kvedge_plan & plan, kvedge_stage stage, const char * name);
 
 }  // namespace kvedge

@@ -63,20 +63,25 @@ std::string members(const kvedge_plan & plan, kvedge_stage stage) {
     for (int32_t i = 0; const char * name = kvedge_stage_name(stage, i); i++) {
         list += (i ? ", " : "") + std::string(name);
     }
-    for (const char * name : own_names(plan, stage)) {
-        list += ", " + std::string(name);
+    for (const auto & own : plan.own) {
+        list += own.stage == stage ? ", " + std::string(own.member->name) : "";
     }
     return list;
 }
 
 // The stage's member changes, its settings become the new member's defaults, and a profile of the old one goes.
-template <class T>
-kvedge_status set_stage(
-    kvedge_plan & plan, const T * kvedge_plan::* slot, const T * found, kvedge_stage stage, const char * value, kvedge_error * err) {
+kvedge_status set_stage(kvedge_plan & plan, kvedge_stage stage, const char * value, kvedge_error * err) {
+    const Member * found = known_member(plan, stage, value);
     if (!found) {
         return fail(err, KVEDGE_E_UNKNOWN, "no %s named '%s'; there are: %s", STAGE_NAMES[stage], value, members(plan, stage).c_str());
     }
-    plan.*slot = found;
+    switch (stage) {
+        case KVEDGE_STAGE_SCORER:    plan.scorer = static_cast<const Scorer *>(found); break;
+        case KVEDGE_STAGE_ALLOCATOR: plan.allocator = static_cast<const Allocator *>(found); break;
+        case KVEDGE_STAGE_REDUCER:   plan.reducer = static_cast<const Reducer *>(found); break;
+        case KVEDGE_STAGE_DECODE:    plan.decode = static_cast<const DecodePolicy *>(found); break;
+        case KVEDGE_STAGE_PRUNER:    plan.pruner = static_cast<const Pruner *>(found); break;
+    }
     plan.profiles[stage].reset();
     for (int32_t i = 0; found->params && found->params[i].name; i++) {
         plan.params[stage][i] = found->params[i].fallback;
@@ -301,20 +306,10 @@ extern "C" kvedge_status kvedge_plan_set(kvedge_plan * plan, const char * key, c
         return fail(err, KVEDGE_E_ARGUMENT, "kvedge_plan_set: plan, key or value is NULL");
     }
     const std::string k = key;
-    if (k == "scorer") {
-        return set_stage(*plan, &kvedge_plan::scorer, known_scorer(*plan, value), KVEDGE_STAGE_SCORER, value, err);
-    }
-    if (k == "allocator") {
-        return set_stage(*plan, &kvedge_plan::allocator, known_allocator(*plan, value), KVEDGE_STAGE_ALLOCATOR, value, err);
-    }
-    if (k == "reducer") {
-        return set_stage(*plan, &kvedge_plan::reducer, known_reducer(*plan, value), KVEDGE_STAGE_REDUCER, value, err);
-    }
-    if (k == "decode") {
-        return set_stage(*plan, &kvedge_plan::decode, find_decode(value), KVEDGE_STAGE_DECODE, value, err);
-    }
-    if (k == "pruner") {
-        return set_stage(*plan, &kvedge_plan::pruner, find_pruner(value), KVEDGE_STAGE_PRUNER, value, err);
+    for (int32_t stage = 0; stage < N_STAGES; stage++) {
+        if (k == STAGE_NAMES[stage]) {
+            return set_stage(*plan, (kvedge_stage) stage, value, err);
+        }
     }
     for (const AmountKey & amount : AMOUNTS) {
         if (k == amount.name) {

@@ -56,10 +56,12 @@ struct kvedge_plan {
     // What values of arrays are projected by; NULL: it was not given. Copies of the plan share it.
     std::shared_ptr<const kvedge::GivenWeights> projection;
 
-    // The program's own; copies of the plan share them.
-    std::vector<std::shared_ptr<const kvedge::CustomScorer>>    own_scorers;
-    std::vector<std::shared_ptr<const kvedge::CustomAllocator>> own_allocators;
-    std::vector<std::shared_ptr<const kvedge::CustomReducer>>   own_reducers;
+    // Stages of the program's own (custom.h). Copies of the plan share them.
+    struct Own {
+        kvedge_stage                          stage;
+        std::shared_ptr<const kvedge::Member> member;
+    };
+    std::vector<Own> own;
 };
 
 namespace kvedge {

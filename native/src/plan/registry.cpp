@@ -29,7 +29,11 @@ struct Registered {
 #define REGISTERED(Type, stage, name) { STAGE_OF<Type>, &stage##_##name },
 const Registered MEMBERS[] = { KVEDGE_MEMBERS(REGISTERED) };
 
-const Member * find(kvedge_stage stage, const char * name) {
+template <class T> const T * find(const char * name) { return static_cast<const T *>(find_member(STAGE_OF<T>, name)); }
+
+}  // namespace
+
+const Member * find_member(kvedge_stage stage, const char * name) {
     if (stage == KVEDGE_STAGE_REDUCER && strcmp(name, "feature") == 0) {
         name = "averaged";  // LOOK-M's merge under PrefixKV's name (table 12)
     }
@@ -40,10 +44,6 @@ const Member * find(kvedge_stage stage, const char * name) {
     }
     return nullptr;
 }
-
-template <class T> const T * find(const char * name) { return static_cast<const T *>(find(STAGE_OF<T>, name)); }
-
-}  // namespace
 
 const Scorer *       find_scorer(const char * name) { return find<Scorer>(name); }
 const Allocator *    find_allocator(const char * name) { return find<Allocator>(name); }
@@ -77,7 +77,7 @@ extern "C" int32_t kvedge_stage_count(kvedge_stage stage) try {
 }
 
 extern "C" const kvedge_setting * kvedge_stage_setting(kvedge_stage stage, const char * member, int32_t i) try {
-    const Member * m = member ? find(stage, member) : nullptr;
+    const Member * m = member ? find_member(stage, member) : nullptr;
     for (const Param * p = m ? m->params : nullptr; p && p->name; p++) {
         if (i-- == 0) {
             return p;
@@ -122,7 +122,7 @@ void state_facts(const Scorer & s, const double * settings, kvedge_stage_facts &
 extern "C" kvedge_status kvedge_stage_get_facts(
     kvedge_stage stage, const char * member, const double * settings, int32_t n_settings, kvedge_stage_facts * facts,
     kvedge_error * err) try {
-    const Member *     m = member ? find(stage, member) : nullptr;
+    const Member *     m = member ? find_member(stage, member) : nullptr;
     kvedge_stage_facts own{};
     if (!m || n_settings != count_settings(*m) || (n_settings > 0 && !settings) || !read_struct(facts, own)) {
         return fail(err, KVEDGE_E_ARGUMENT, "kvedge_stage_get_facts: no such member, other settings than it has, or no struct_size");

@@ -242,6 +242,7 @@ struct Pruner : Member {
     void (*prune)(const ImageRows & image, int32_t keep, const double * params, int32_t n_threads, std::vector<int32_t> & kept);
 };
 
+const Member *       find_member(kvedge_stage stage, const char * name);
 const Scorer *       find_scorer(const char * name);
 const Allocator *    find_allocator(const char * name);
 const Reducer *      find_reducer(const char * name);
