@@ -16,7 +16,8 @@ from pykvedge.serve.parked import Park
 from pykvedge.serve.scheduler import Scheduler
 
 AGAIN = "reading the prompt again"
-LATER = "What is at the top left? " * 6  # up to 32 tokens are kept whole, and not read again
+SHORT = "What is at the top left?"  # kept whole: a later message keeps 32 tokens at least
+LATER = f"{'Look at the image once more, at each of its places, from the top to the bottom. ' * 3}{SHORT}"
 CHOICES = (
     {"method": "kvzip", "budget": 0.2},
     {"method": "kvzip-uniform", "budget": 0.3, "settings": {"scorer.chunk": 48}},
@@ -65,6 +66,14 @@ def test_answers_are_a_sessions_alone_and_side_by_side(server, loaded, choice):
         asked = [pool.submit(the_server, server, choice, scene) for scene in SCENES[1:3]]
         found = [pool.submit(once_more, server, choice, SCENES[0]), *asked]
         assert [one.result() for one in found] == list(told.values())
+
+
+def test_a_later_message_that_is_kept_whole_is_read_once(server):
+    said = asks(QUESTION, SCENES[0])
+    first = server.text(said, kvedge=CHOICES[0])
+    more = [*said, {"role": "assistant", "content": first}, {"role": "user", "content": SHORT}]
+    answer = server.chat(more, kvedge=CHOICES[0]).json()
+    assert answer["kvedge"][0]["time"]["replay_s"] == 0 < answer["usage"]["prompt_tokens_details"]["cached_tokens"]
 
 
 def once_more(server, choice, scene):
