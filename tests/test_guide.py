@@ -1,4 +1,4 @@
-"""Every Python example of the guide and of the docstrings runs, and prints what it says."""
+"""Every Python example of the guide, the README and the docstrings runs, and prints what it says."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from pykvedge.native import llamacpp
 
 ROOT = Path(__file__).resolve().parent.parent
 GUIDE = (ROOT / "docs" / "python.md").read_text("utf-8")
+README = (ROOT / "README.md").read_text("utf-8")
 DATA, EXAMPLES = ROOT / "pykvedge" / "data", ROOT / "examples"
 FILES = {
     "model.gguf": DATA / "demo-model.gguf",
@@ -25,9 +26,9 @@ FILES = {
 }
 
 
-def guide_examples():
+def examples(page):
     """(heading, code) of each block."""
-    for section in re.split(r"^## ", GUIDE, flags=re.MULTILINE)[1:]:
+    for section in re.split(r"^## ", page, flags=re.MULTILINE)[1:]:
         for code in re.findall(r"```python\n(.*?)```", section, re.DOTALL):
             yield pytest.param(code, id=section.splitlines()[0])
 
@@ -61,7 +62,7 @@ def run(code):
     exec(compile(code, "example", "exec"), {"__name__": "__main__"})
 
 
-@pytest.mark.parametrize("code", list(guide_examples()))
+@pytest.mark.parametrize("code", [*examples(GUIDE), *examples(README)])
 def test_examples_of_the_guide(code, folder, capfd):
     run(code)
     printed = iter(capfd.readouterr().out.splitlines())
@@ -70,11 +71,17 @@ def test_examples_of_the_guide(code, folder, capfd):
 
 
 def test_the_guide_has_what_it_should():
-    found = list(guide_examples())
+    found = list(examples(GUIDE))
     assert len(found) >= 10 and sum(len(promised(e.values[0])) for e in found) >= 20
     for error in pykvedge.__all__:
         if error.endswith("Error"):
             assert f"`{error}`" in GUIDE, error
+
+
+def test_the_readme_has_what_it_should():
+    assert len(list(examples(README))) == 1
+    for command in ("python3 scripts/dev.py test", "python3 scripts/dev.py demo"):
+        assert f"`{command}`" in README, command
 
 
 @pytest.mark.parametrize("thing", [pykvedge, pykvedge.load])
