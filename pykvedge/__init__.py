@@ -2,7 +2,7 @@
 
     import pykvedge
 
-    with pykvedge.Session("model.gguf", "mmproj.gguf", pykvedge.plan("lookm", budget=0.2)) as session:
+    with pykvedge.Session("model.gguf", "mmproj.gguf", pykvedge.plan("kvedge", budget=0.2)) as session:
         for piece in session.ask("What is in the picture?", images="photo.jpg"):
             print(piece, end="", flush=True)
 

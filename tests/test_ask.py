@@ -35,13 +35,15 @@ def figures(done) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("kv_type", ["f16", "q8_0"])
-@pytest.mark.parametrize("method", ["lookm", "snapkv"])
+@pytest.mark.parametrize("method", ["default", "snapkv"])
 def test_answers_about_a_picture_as_the_program_does(native, kvedge, ask, kv_type, method):
     options = ["--kv-type", kv_type, "--mmproj", MMPROJ, "--image", SCENE]
     fields = ["--set", "scorer=window", "--set", "budget=0.2"] if method == "snapkv" else []
     done = ask(*options, *fields, MODEL, QUESTION)
     found = figures(done)
-    chat = ["chat", "--model", MODEL, *options, "--method", method, "--budget", "0.2", "--threads", "1"]
+    default = ["--scorer", "modal", "--allocator", "ada", "--reducer", "nearest"]
+    plan = default if method == "default" else ["--method", method]
+    chat = ["chat", "--model", MODEL, *options, *plan, "--budget", "0.2", "--threads", "1"]
     report = kvedge(*chat, "--max-tokens", 80, "--json", QUESTION).json
     assert done.stdout.strip() == report["text"].strip() and len(done.stdout) > 20
     assert int(found["kv_bytes_before"]) == report["kv"]["full_bytes"]

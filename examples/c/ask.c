@@ -21,8 +21,8 @@ static const char USAGE[] =
     "ask [OPTIONS] MODEL.gguf QUESTION\n"
     "  --mmproj FILE     the model's image encoder\n"
     "  --image FILE      png, jpg or bmp; needs --mmproj\n"
-    "  --set KEY=VALUE   a field of the plan (kvedge.h: kvedge_plan_set), repeatable; without any LOOK-M at a fifth:\n"
-    "                    scorer=cumulative reducer=pivotal text_prior=true budget=0.2\n"
+    "  --set KEY=VALUE   a field of the plan (kvedge.h: kvedge_plan_set), repeatable; by default\n"
+    "                    scorer=modal allocator=ada reducer=nearest budget=0.2\n"
     "  --kv-type NAME    f16, q8_0 or q4_0: how keys and values are stored, f16 if it is not given\n"
     "  --max-tokens N    of the answer, 80 if it is not given\n"
     "  --threads N       4 if it is not given\n"
@@ -136,8 +136,8 @@ static int parse(int argc, char ** argv, struct request * out) {
 }
 
 static int make_plan(const struct request * ask, struct state * s) {
-    static const char * const LOOKM[] = { "scorer=cumulative", "reducer=pivotal", "text_prior=true", "budget=0.2" };
-    const char * const *      fields  = ask->n_fields ? ask->fields : LOOKM;
+    static const char * const DEFAULT[] = { "scorer=modal", "allocator=ada", "reducer=nearest", "budget=0.2" };
+    const char * const *      fields  = ask->n_fields ? ask->fields : DEFAULT;
     const int                 n       = ask->n_fields ? ask->n_fields : 4;
     kvedge_error              err     = { KVEDGE_OK, "" };
     if (kvedge_plan_create(&s->plan, &err) != KVEDGE_OK) {

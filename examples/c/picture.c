@@ -119,10 +119,9 @@ static int split(const char * path, const char * question, struct state * s) {
     return status == 0 ? 0 : failed(path, image ? "it cannot be prepared" : "it cannot be read; use png, jpg or bmp");
 }
 
-// A context for prompt and answer whose keys and values kvedge keeps: a fifth of the prompt's, by LOOK-M.
+// A context for prompt and answer whose keys and values kvedge keeps: a fifth of the prompt's.
 static int attach(int max_tokens, struct state * s) {
-    static const char * const   PLAN[][2] = { { "scorer", "cumulative" }, { "reducer", "pivotal" },
-                                              { "text_prior", "true" },   { "budget", "0.2" } };
+    static const char * const   PLAN[][2] = { { "scorer", "modal" }, { "allocator", "ada" }, { "reducer", "nearest" }, { "budget", "0.2" } };
     const uint32_t              n_prompt  = (uint32_t) mtmd_helper_get_n_tokens(s->chunks);
     struct llama_context_params params    = llama_context_default_params();
     params.n_ctx                          = n_prompt + (uint32_t) max_tokens;

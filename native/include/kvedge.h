@@ -11,10 +11,10 @@
 //     // a plan says what to keep: four stages make a method, and a budget is the share of the prompt that is kept
 //     kvedge_plan * plan = NULL;
 //     kvedge_plan_create(&plan, &err);
-//     kvedge_plan_set(plan, "scorer",     "cumulative", &err);
-//     kvedge_plan_set(plan, "reducer",    "pivotal",    &err);
-//     kvedge_plan_set(plan, "text_prior", "true",       &err);
-//     kvedge_plan_set(plan, "budget",     "0.2",        &err);
+//     kvedge_plan_set(plan, "scorer",    "modal",   &err);
+//     kvedge_plan_set(plan, "allocator", "ada",     &err);
+//     kvedge_plan_set(plan, "reducer",   "nearest", &err);
+//     kvedge_plan_set(plan, "budget",    "0.2",     &err);
 //
 //     // ctx: a llama_context without tokens
 //     kvedge_cache * kv = NULL;

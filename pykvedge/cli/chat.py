@@ -69,12 +69,12 @@ def chat(prompt: str | None, **given: Any) -> None:
     Examples:
       kvedge chat --model m.gguf --mmproj mm.gguf --image cat.jpg "What is the cat doing?"
       kvedge chat -hf user/repo:Q4_K_M --image cat.jpg "What is the cat doing?"      fetched the first time
-      kvedge chat ... --image a.jpg --image b.jpg --method lookm --budget 0.1 "What differs?"
+      kvedge chat ... --image a.jpg --image b.jpg --budget 0.2 "What differs?"
       kvedge chat ... --method h2o --budget 256 --sinks 4 "Summarise."
       kvedge chat ... --method snapkv --allocator ada --reducer pivotal --set scorer.window=16 "What is this?"
       kvedge chat ... --plugin mine.py --method mine "What is this?"
       echo "Describe the image." | kvedge chat ... --image cat.jpg --json
-      kvedge chat ... --image a.jpg --method lookm --bounded "What is it?"      where the full cache does not fit
+      kvedge chat ... --image a.jpg --method snapkv --bounded "What is it?"      where the full cache does not fit
       kvedge chat ...                        a conversation; /image PATH adds an image
       kvedge chat ... --session talk.kvs "And then?"      goes on where the last run ended
       kvedge chat ... --stream --budget 2048 --video clip.mp4 --fps 2 "What happens?"

@@ -72,7 +72,7 @@ def serve(**given: Any) -> None:
     memory under --memory, then in a folder, and go on where they were.
 
     \b
-      kvedge serve --model model.gguf --mmproj mmproj.gguf --method lookm --budget 0.2
+      kvedge serve --model model.gguf --mmproj mmproj.gguf --budget 0.2
       kvedge serve ... --memory 2GiB --parallel 8
       kvedge serve ... --host 0.0.0.0 --key-file key.txt --allow-host myhost
       kvedge serve ... --port 0 --parent-pid $$      beside a program that starts and ends it
