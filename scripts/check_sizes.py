@@ -64,7 +64,7 @@ def main() -> int:
     for offence in found:
         print(offence)
     if found:
-        print("error: split by idea, not by length; docs/design.md says where things belong", file=sys.stderr)
+        print("error: split by idea, not by length; docs/dev/design.md says where things belong", file=sys.stderr)
     return 1 if found else 0
 
 
