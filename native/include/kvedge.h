@@ -563,7 +563,7 @@ KVEDGE_API kvedge_status kvedge_pending_scores(
 // ---------------------------------------------------------------------------------------------------------
 // Sessions: a sequence in a file or in memory, to go on with it later without reading its prompt again
 //
-// docs/sessions.md has the layout of the file. It holds the compressed rows, not the plan: what comes after is compressed by
+// docs/chat.md has the layout of the file. It holds the compressed rows, not the plan: what comes after is compressed by
 // the plan then set, and an answer that a decode policy bounds goes on if that plan has the same policy.
 //
 //     kvedge_save(kv, 0, "talk.kvs", "my-model", "any bytes", 9, &err);
