@@ -68,7 +68,7 @@ def compress(
     for all cores, or fewer where the arrays are small.
     profile: a Profile or its file, or several, for a plan whose stages need them (Plan.profile_kinds), each for the
     stage that it fits; shapes are [L, H], [L, Hkv] (key-redundancy, head-budgets), or [L, budgets] (prefix).
-    stream: tokens that are read at a time, and compressed with what is left of those before (docs/streaming.md); 0: all
+    stream: tokens that are read at a time, and compressed with what is left of those before (docs/long.md); 0: all
     are one prompt. The plan's budget is then a number of pairs, kv_type not quantised, and scores are [L, Hkv, 0].
     rotation: how q and k were turned by their positions, 0 to T - 1, for scorer expected; None: they were not.
     projection: W_O of the layers, [L, H, d, D] floating point, for plans with critical: head h adds its output [d]
