@@ -41,7 +41,7 @@ def test_answers_about_a_picture_as_the_program_does(native, kvedge, ask, kv_typ
     fields = ["--set", "scorer=window", "--set", "budget=0.2"] if method == "snapkv" else []
     done = ask(*options, *fields, MODEL, QUESTION)
     found = figures(done)
-    default = ["--scorer", "modal", "--allocator", "ada", "--reducer", "nearest"]
+    default = ["--method", "snapkv", "--scorer", "modal", "--allocator", "ada", "--reducer", "nearest"]
     plan = default if method == "default" else ["--method", method]
     chat = ["chat", "--model", MODEL, *options, *plan, "--budget", "0.2", "--threads", "1"]
     report = kvedge(*chat, "--max-tokens", 80, "--json", QUESTION).json

@@ -23,7 +23,8 @@ COMPILER = shutil.which(os.environ.get("CC", "cc")) or shutil.which("gcc") or sh
 CXX = shutil.which(os.environ.get("CXX", "c++")) or shutil.which("g++") or shutil.which("clang++")
 PKG_CONFIG = shutil.which("pkg-config")
 QUESTION, TOKENS = "What is this?", 12
-KEPT = ["--scorer", "modal", "--allocator", "ada", "--reducer", "nearest", "--budget", "0.2"]  # the plan of picture.c
+STAGES = ["--scorer", "modal", "--allocator", "ada", "--reducer", "nearest"]
+KEPT = ["--method", "snapkv", *STAGES, "--budget", "0.2"]  # the plan of picture.c
 FIGURES = re.compile(r"picture: (\d+) tokens, (\d+) of them image: (\d+) bytes of keys and values, then (\d+)\n")
 FAKE = 77  # exit code of a program into which a library came that is not ours
 

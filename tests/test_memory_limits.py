@@ -69,7 +69,7 @@ def test_enough_address_space_is_an_answer(environment, native):
 @linux
 def test_text_alone_needs_less(environment, native, tiny):
     arguments = [*tiny("llama").arguments(), "--max-tokens", "2", "Hello there."]
-    for megabytes in (260, 320):
+    for megabytes in (260, 340):
         ended = run(megabytes * 10**6, arguments, environment)
         assert ended.answered or ended.refused, (megabytes, ended)
     assert ended.answered
