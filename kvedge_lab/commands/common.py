@@ -28,7 +28,7 @@ HUBS = (
     HUB[-1],
 )  # fmt: skip
 METHOD_LIST = option(
-    "--method", "methods", default="lookm,mixkv,elastic,flashcache,prefixkv", show_default=True, metavar="A,B",
+    "--method", "methods", default="kvedge,lookm,mixkv,elastic,flashcache,prefixkv", show_default=True, metavar="A,B",
     help="See `kvedge methods`, or all. The full cache is always measured.",
 )  # fmt: skip
 METHODS = option("--method", "methods", multiple=True, metavar="NAME",

@@ -30,7 +30,7 @@ def attach(
         import pykvedge
         from llama_cpp import Llama
         llm = Llama("model.gguf", n_ctx=8192)
-        pykvedge.attach(llm, method="lookm", budget=0.2)
+        pykvedge.attach(llm, method="kvedge", budget=0.2)
 
     method, budget and settings are those of pykvedge.plan; `method` may be a Plan, and None is pykvedge.default_plan.
     What the model had read is forgotten. States and caches that were filled before raise StateError, and can be loaded

@@ -1,6 +1,6 @@
 """A Plan says what is kept of a prompt: it composes five stages, has a budget, and names what is protected in it.
 
-A plan is immutable and travels as JSON. Plans are usually made by `pykvedge.plan("lookm", budget=0.2)` (making.py).
+A plan is immutable and travels as JSON. Plans are usually made by `pykvedge.plan("kvedge", budget=0.2)` (making.py).
 """
 
 from __future__ import annotations

@@ -167,7 +167,7 @@ def load(
     """Loads a model, and the image encoder if one is given, for several sessions.
 
         with pykvedge.load("model.gguf", "mmproj.gguf") as model:
-            session = pykvedge.Session(model, plan=pykvedge.plan("lookm", 0.2))
+            session = pykvedge.Session(model, plan=pykvedge.plan("kvedge", 0.2))
 
     progress(what, share done) is called meanwhile; setting `cancel` stops it. Settings: threads, of the image
     encoder, and of sessions that name none; 0: the physical cores. gpu_layers, on devices: a number, -1 for all,
