@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from conftest import ROOT
 from threads import in_threads
 
 import pykvedge
@@ -311,3 +312,16 @@ def test_reasons_of_failures_stay_with_their_thread(tiny, native, tmp_path):
 
     in_threads(*(lambda name=name: one(name) for name in ("alpha", "beta", "gamma")))
     assert seen == {name: {name} for name in ("alpha", "beta", "gamma")}
+
+
+def test_without_files_it_is_the_packaged_model(native, monkeypatch, tmp_path):
+    with pykvedge.Session(threads=1) as session:
+        assert session.ask("What is the code?", ROOT / "examples" / "scene-1.png", SHORT).read().strip() == "64UM3"
+    with pykvedge.load() as loaded:
+        assert loaded.path.name == "demo-model.gguf" and loaded.sees_images
+    for make in (pykvedge.Session, pykvedge.load):
+        with pytest.raises(UsageError, match="name both"):
+            make(mmproj="mmproj.gguf")
+    monkeypatch.setattr("pykvedge.runtime.loaded.PACKAGED", gone := tmp_path / "gone.gguf")
+    with pytest.raises(UsageError, match="is missing"):
+        pykvedge.Session(gone)

@@ -35,7 +35,7 @@ from pykvedge.plans.making import checked_plan
 from pykvedge.plans.plan import Plan
 from pykvedge.runtime.engine import Engine, Mark
 from pykvedge.runtime.generation import Generation
-from pykvedge.runtime.loaded import LoadedModel, Loan, borrow, path_of
+from pykvedge.runtime.loaded import PACKAGED, LoadedModel, Loan, borrow, path_of, with_encoder
 from pykvedge.runtime.report import ModelFacts, Report, Time
 from pykvedge.runtime.sampling import Sampling
 from pykvedge.runtime.sessionfile import Note, encoded, fingerprint, read_note
@@ -74,7 +74,7 @@ class Session(Conversation):
     @signals.held()
     def __init__(
         self,
-        model: str | os.PathLike[str] | LoadedModel | Loan,
+        model: str | os.PathLike[str] | LoadedModel | Loan = PACKAGED,
         mmproj: str | os.PathLike[str] | None = None,
         plan: Plan | None = None,
         *,
@@ -84,11 +84,14 @@ class Session(Conversation):
     ) -> None:
         """Loads the model, and the image encoder if one is given; or takes what pykvedge.load has loaded.
 
+        Without a model it is the packaged one, which knows drawn scenes (examples/scene-1.png).
+
         plan: what to keep of each prompt; without one it is default_plan(). settings: fields of Settings.
         progress(what, share done) is called during long steps. Setting `cancel` stops a step or an answer that is
         under way. Raises ModelError, LibraryError, ProfileError, UsageError, CancelledError, and StateError for a
         loaded model that was closed.
         """
+        mmproj = with_encoder(model, mmproj)
         super().__init__(checked_plan(plan), Settings.of({**settings}), progress, cancel)
         self._before: Before | None = None  # the last message
         self.check_stream(self.plan)

@@ -29,6 +29,8 @@ from pykvedge.system.version import package_version
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
+PACKAGED = Path(__file__).resolve().parent.parent / "data" / "demo-model.gguf"  # where no model is named
+
 
 @dataclass(frozen=True)
 class Caches:
@@ -157,14 +159,14 @@ def _free(model: Model, encoder: Encoder | None, caches: Caches) -> None:
 
 @signals.held()
 def load(
-    model: str | os.PathLike[str],
+    model: str | os.PathLike[str] = PACKAGED,
     mmproj: str | os.PathLike[str] | None = None,
     *,
     progress: Progress = silent,
     cancel: threading.Event | None = None,
     **given: Unpack[LoadSettings],
 ) -> LoadedModel:
-    """Loads a model, and the image encoder if one is given, for several sessions.
+    """Loads a model, and the image encoder if one is given, for several sessions; by default the packaged model.
 
         with pykvedge.load("model.gguf", "mmproj.gguf") as model:
             session = pykvedge.Session(model, plan=pykvedge.plan("kvedge", 0.2))
@@ -181,6 +183,7 @@ def load(
     settings = Settings.of({**given})
     if others := [name for name in given if name not in LoadSettings.__annotations__]:
         raise UsageError(f"{others[0]} is a setting of each session: pykvedge.Session(model, {others[0]}=...)")
+    mmproj = with_encoder(model, mmproj)
     return _load(model, mmproj, settings, signals.lifting(progress), Stop(cancel))
 
 
@@ -241,6 +244,16 @@ def borrow(
         return model.lend()
     with _load(model, mmproj, settings, progress, cancel) as loaded:
         return loaded.lend()
+
+
+def with_encoder(model: Any, mmproj: Any) -> Any:
+    """Returns the mmproj of a model: where no model was named, the packaged one's. Raises UsageError."""
+    if model is not PACKAGED:
+        return mmproj
+    if mmproj is not None or not PACKAGED.is_file():
+        what = f"{PACKAGED} is missing: name a model" if mmproj is None else "an mmproj belongs to a model: name both"
+        raise UsageError(what)
+    return PACKAGED.with_name("demo-mmproj.gguf")
 
 
 def path_of(model: Any, what: str = "the model") -> Path:
