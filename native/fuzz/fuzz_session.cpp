@@ -75,7 +75,7 @@ uint32_t visit(const Sequence & seq) {
             REQUIRE((int32_t) tokens.size() == n && (n == 0 || (tokens.front() >= 0 && tokens.back() < seq.rows.n_tokens())));
             sum = crc32(sum, tokens.data(), tokens.size() * sizeof(int32_t));
             scores.resize((size_t) n);
-            seq.rows.read_scores((int32_t) l, h, scores.data());
+            read_scores(seq.rows, (int32_t) l, h, scores.data());
         }
     }
     return sum;
@@ -95,7 +95,7 @@ kvedge_plan plan_of(uint8_t which) {
 
 void append(Sequence & seq, const kvedge_plan & plan, int32_t n) {
     if (n == 1) {
-        (void) seq.rows.seal_generated();
+        (void) seal_generated(seq.rows);
     }
     std::vector<int32_t> pos((size_t) n);
     std::iota(pos.begin(), pos.end(), seq.rows.n_tokens());
@@ -148,8 +148,8 @@ void act(std::unique_ptr<Sequence> & seq, const Kind & kind, uint8_t what) {
             break;
         case 5: save_and_load(seq, kind); break;
         default:
-            seq->rows.drop_empty_blocks();
-            seq->rows.pack_if_sparse();
+            drop_empty_blocks(seq->rows);
+            pack_if_sparse(seq->rows);
             seq = seq->clone();
             REQUIRE(seq != nullptr);
     }

@@ -53,12 +53,12 @@ void write(const std::string & folder, int32_t kind, bool compressed, bool evict
         seq.rows.evict(Eviction::by_place);
     }
     for (int32_t i = 0; i < 3; i++) {
-        (void) seq.rows.seal_generated();
+        (void) seal_generated(seq.rows);
         append(seq, 1, false);
     }
     if (evicts) {
-        seq.rows.drop_row(1, 1, 1);
-        seq.rows.drop_row(1, 0, seq.rows.head_length(1, 0) - 2);
+        drop_row(seq.rows, 1, 1, 1);
+        drop_row(seq.rows, 1, 0, seq.rows.head_length(1, 0) - 2);
     }
     const std::string name = folder + "/kind-" + std::to_string(kind) + (compressed ? "-compressed" : "") + (evicts ? "-evicts" : "");
     FileWriter        out;

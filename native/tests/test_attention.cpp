@@ -42,7 +42,7 @@ Expected oracle(const Case & c, const AttendJob & job, int32_t pending) {
         rows_of(*job.rows, h / g, k, v);
         const auto         n_keys = (int32_t) (k.size() / (size_t) c.d_k);
         std::vector<float> bias((size_t) n_keys);
-        job.rows->read_biases(0, h / g, bias.data());
+        read_biases(*job.rows, 0, h / g, bias.data());
         for (int32_t t = 0; t < job.n; t++) {
             const int32_t       sees = c.causal ? n_keys - job.n + t + 1 : n_keys;
             std::vector<double> p((size_t) sees);
@@ -217,7 +217,7 @@ Biases biases_of(const Store & rows) {
     for (int32_t h = 0; h < rows.shapes()[0].n_heads_kv; h++) {
         const auto         tokens = rows.head_tokens(0, h);
         std::vector<float> bias(tokens.size()), by_token((size_t) rows.n_tokens(), 0.0f);
-        rows.read_biases(0, h, bias.data());
+        read_biases(rows, 0, h, bias.data());
         for (size_t i = 0; i < tokens.size(); i++) {
             by_token[(size_t) tokens[i]] = bias[i];
         }
@@ -244,7 +244,7 @@ void check_compressed(const Case & c, Sequence & seq, bool mass) {
     Compression  outcome;
     kvedge_error err{};
     CHECK(compress_pending(seq, half_plan(mass), 2, outcome, &err) == KVEDGE_OK);
-    CHECK(seq.rows.biased() == mass && outcome.after_bytes == seq.rows.bytes());
+    CHECK(biased(seq.rows) == mass && outcome.after_bytes == seq.rows.bytes());
     const Biases given = biases_of(seq.rows);
     for (const auto & head : given) {
         double total = 0.0;  // with mass, every one of the 774 rows stands in the row that it went to
@@ -260,7 +260,7 @@ void check_compressed(const Case & c, Sequence & seq, bool mass) {
     }
     for (int32_t h = 0; h < c.Hkv; h++) {  // rows that a decode policy drops: near either end of the compressed block,
         for (int32_t row : { 2, 380, 200, 384, 384 }) {
-            seq.rows.drop_row(0, h, row);  // and, once that has 384 rows left, the oldest of the generated ones
+            drop_row(seq.rows, 0, h, row);  // and, once that has 384 rows left, the oldest of the generated ones
         }
     }
     CHECK(seq.rows.head_length(0, 0) == 424);
@@ -276,13 +276,13 @@ void check_compressed(const Case & c, Sequence & seq, bool mass) {
     CHECK(copy && copy->rows.head_tokens(0, 0) == seq.rows.head_tokens(0, 0) && same_biases(copy->rows, given));
     check_step(c, *copy, 2);
     copy->close_pending();
-    CHECK(copy->rows.seal_old(copy->rows.contents().blocks.size()));
+    CHECK(seal_old(copy->rows, copy->rows.contents().blocks.size()));
     for (int32_t h = 0; h < c.Hkv; h++) {
         for (int32_t i = 0; i < 300; i++) {
-            copy->rows.drop_row(0, h, 40);
+            drop_row(copy->rows, 0, h, 40);
         }
     }
-    copy->rows.pack_if_sparse();  // blocks with biases and blocks without become one
+    pack_if_sparse(copy->rows);  // blocks with biases and blocks without become one
     CHECK(c.storage.quantised() || copy->rows.contents().blocks.size() < seq.rows.contents().blocks.size());
     CHECK(same_biases(copy->rows, given));
     append(*copy, 1);

@@ -139,11 +139,11 @@ void check_same(const Sequence & a, const Sequence & b) {
             CHECK(a.rows.head_tokens(l, h) == b.rows.head_tokens(l, h));
             CHECK(rows_of(a, l, h) == rows_of(b, l, h));
             std::vector<double> x((size_t) a.rows.head_length(l, h)), y((size_t) b.rows.head_length(l, h));
-            a.rows.read_scores(l, h, x.data());
-            b.rows.read_scores(l, h, y.data());
+            read_scores(a.rows, l, h, x.data());
+            read_scores(b.rows, l, h, y.data());
             std::vector<float> of_a(x.size()), of_b(y.size());
-            a.rows.read_biases(l, h, of_a.data());
-            b.rows.read_biases(l, h, of_b.data());
+            read_biases(a.rows, l, h, of_a.data());
+            read_biases(b.rows, l, h, of_b.data());
             CHECK(x == y && of_a == of_b);
         }
     }
@@ -178,7 +178,7 @@ void test_two_turns(const Case & c) {
     check_same(ordinary, bounded);
     const uint64_t page = 1 << 14;
     CHECK(outcome.after_bytes == bounded.rows.bytes());
-    CHECK(outcome.peak_bytes <= bounded.rows.bytes() + full / 2 + bounded.rows.index_bytes() + (uint64_t) 200 * 4 * 8 * 64 + page);
+    CHECK(outcome.peak_bytes <= bounded.rows.bytes() + full / 2 + index_bytes(bounded.rows) + (uint64_t) 200 * 4 * 8 * 64 + page);
     CHECK(outcome.before_bytes <= full && outcome.before_bytes + page > full);
     CHECK(bounded.score_bytes() == ordinary.score_bytes());
     for (auto * seq : { &ordinary, &bounded }) {

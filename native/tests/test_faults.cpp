@@ -41,7 +41,7 @@ uint32_t told(const Sequence & seq) {
                 kernels().widen(s.v, s.n, (int32_t) dv, v.data() + m, dv);
             });
             std::vector<double> scores(tokens.size());
-            seq.rows.read_scores(l, h, scores.data());
+            read_scores(seq.rows, l, h, scores.data());
             tell(tokens), tell(k), tell(v);
             if (seq.rows.scored()) {
                 tell(scores);
@@ -109,7 +109,7 @@ std::unique_ptr<Sequence> make(const Storage & storage, const Plans & plans, boo
         enter(*seq, 40);
     }
     for (int32_t i = 0; i < 33; i++) {
-        CHECK(seq->rows.seal_generated());
+        CHECK(seal_generated(seq->rows));
         enter(*seq, 1);
     }
     return seq;
@@ -205,14 +205,14 @@ void test_operations(const Storage & storage, const Plans & plans) {
         { "compress", [&](Sequence & s) { return compressed(s, *plans.merging, 1); } },
         { "compress with threads", [&](Sequence & s) { return compressed(s, *plans.merging, 2); } },
         { "compress, scored", [&](Sequence & s) { return compressed(s, *plans.bounded, 1); } },
-        { "unseal", [&](Sequence & s) { return s.rows.unseal_pending(); } },
+        { "unseal", [&](Sequence & s) { return unseal_pending(s.rows); } },
         { "save", [&](Sequence & s) { return save(s); } },
     };
     const std::vector<Operation> evicting = {
-        { "drop a row", [&](Sequence & s) { s.rows.drop_row(1, 1, 60); return true; } },
+        { "drop a row", [&](Sequence & s) { drop_row(s.rows, 1, 1, 60); return true; } },
         { "remove from an answer", [&](Sequence & s) { s.remove(20, 90); return true; } },
         { "append to an answer", [&](Sequence & s) { return s.rows.append(1, pos, false); } },
-        { "seal", [&](Sequence & s) { return s.rows.seal_generated(); } },
+        { "seal", [&](Sequence & s) { return seal_generated(s.rows); } },
         { "save an answer", [&](Sequence & s) { return save(s); } },
     };
     for (const bool evicts : { false, true }) {

@@ -227,7 +227,7 @@ void check_case(const Case & c, ggml_backend_dev_t device) {
         for (int32_t l = 0; l < LAYERS && c.uneven; l++) {
             for (int32_t h = 0; h < c.Hkv; h++) {
                 for (int32_t i = 0; i < c.n_old * (h % 2) / 2 + 3 * h + l; i++) {
-                    seq.rows.drop_row(l, h, i / 2);
+                    drop_row(seq.rows, l, h, i / 2);
                 }
             }
         }

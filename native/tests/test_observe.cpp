@@ -77,7 +77,7 @@ void attend_and_keep(Sequence & seq, const std::vector<float> & q, int32_t n, bo
 
 CrossAttention between(const Sequence & seq, bool from_text) {
     CrossAttention cross;
-    const auto     tokens = seq.rows.pending_tokens();
+    const auto     tokens = pending_tokens(seq.rows);
     for (size_t i = 0; i < tokens.size(); i++) {
         if ((seq.rows.contents().image[(size_t) tokens[i]] != 0) == from_text) {
             cross.keys.push_back((int32_t) i);
@@ -93,7 +93,7 @@ CrossAttention between(const Sequence & seq, bool from_text) {
 // double precision. q: [token][H][D].
 void check_cross(const Sequence & seq, const std::vector<float> & q) {
     const int32_t H = seq.rows.shapes()[0].n_heads, D = seq.rows.shapes()[0].d_k;
-    const auto    tokens = seq.rows.pending_tokens();
+    const auto    tokens = pending_tokens(seq.rows);
     const float   cap    = seq.rows.shapes()[0].softcap;
     for (bool from_text : { true, false }) {
         const CrossAttention cross = between(seq, from_text);

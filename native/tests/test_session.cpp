@@ -59,7 +59,7 @@ std::unique_ptr<Sequence> make(const std::vector<LayerShape> & shapes, const Sto
         ragged.layers[l].rows = LayerRows(shapes[l], type, stored);
         CHECK(ragged.layers[l].rows.take());
     }
-    seq->rows.replace_pending(std::move(ragged), Block());
+    replace_pending(seq->rows, std::move(ragged), Block());
     seq->close_pending();
     seq->rows.append(400, pos.data() + 100, false);
     if (gaps) {
@@ -67,10 +67,10 @@ std::unique_ptr<Sequence> make(const std::vector<LayerShape> & shapes, const Sto
         seq->rows.evict(type.k == Type::f32 ? Eviction::by_score : Eviction::by_place);
     }
     for (int32_t i = 0; i < 70; i++) {
-        CHECK(seq->rows.seal_generated());
+        CHECK(seal_generated(seq->rows));
         seq->rows.append(1, pos.data() + 500 + i, false);
     }
-    StoreContents contents = seq->rows.release();
+    StoreContents contents = std::move(seq->rows.parts());
     for (auto & block : contents.blocks) {
         for (auto & layer : block.layers) {
             fill(layer.rows);
@@ -85,9 +85,9 @@ std::unique_ptr<Sequence> make(const std::vector<LayerShape> & shapes, const Sto
     for (size_t l = 0; gaps && l < shapes.size(); l++) {
         for (int32_t h = 0; h < shapes[l].n_heads_kv; h++) {
             for (int32_t i = 0; i < 150 + below(20); i++) {
-                seq->rows.drop_row((int32_t) l, h, 40 + below(60));
+                drop_row(seq->rows, (int32_t) l, h, 40 + below(60));
             }
-            seq->rows.drop_row((int32_t) l, h, seq->rows.head_length((int32_t) l, h) - 2);  // of the block that grows
+            drop_row(seq->rows, (int32_t) l, h, seq->rows.head_length((int32_t) l, h) - 2);  // of the block that grows
         }
     }
     return seq;
@@ -146,8 +146,8 @@ uint32_t visit(const Sequence & seq) {
 
 bool same_biases(const Sequence & a, const Sequence & b, int32_t layer, int32_t head) {
     std::vector<float> of_a((size_t) a.rows.head_length(layer, head)), of_b((size_t) b.rows.head_length(layer, head));
-    a.rows.read_biases(layer, head, of_a.data());
-    b.rows.read_biases(layer, head, of_b.data());
+    read_biases(a.rows, layer, head, of_a.data());
+    read_biases(b.rows, layer, head, of_b.data());
     return of_a == of_b && std::any_of(of_a.begin(), of_a.end(), [](float x) { return x != 0.0f; }) == (layer == 1);
 }
 
@@ -183,17 +183,17 @@ void test_there_and_back(const std::vector<LayerShape> & shapes, const Storage &
         for (int32_t h = 0; h < shapes[l].n_heads_kv; h++) {
             const auto          n = (size_t) seq->rows.head_length((int32_t) l, h);
             std::vector<double> a(n), b(n);
-            seq->rows.read_scores((int32_t) l, h, a.data());
-            back->rows.read_scores((int32_t) l, h, b.data());
+            read_scores(seq->rows, (int32_t) l, h, a.data());
+            read_scores(back->rows, (int32_t) l, h, b.data());
             CHECK(a == b);
             CHECK(same_biases(*seq, *back, (int32_t) l, h));
-            back->rows.drop_row((int32_t) l, h, (int32_t) n - 3);
-            seq->rows.drop_row((int32_t) l, h, (int32_t) n - 3);
+            drop_row(back->rows, (int32_t) l, h, (int32_t) n - 3);
+            drop_row(seq->rows, (int32_t) l, h, (int32_t) n - 3);
             CHECK(back->rows.head_tokens((int32_t) l, h) == seq->rows.head_tokens((int32_t) l, h));
         }
     }
-    back->rows.drop_empty_blocks();
-    back->rows.pack_if_sparse();
+    drop_empty_blocks(back->rows);
+    pack_if_sparse(back->rows);
     CHECK(visit(*back) == visit(*seq));
     for (size_t l = 0; l < shapes.size(); l++) {
         CHECK(same_biases(*seq, *back, (int32_t) l, 0));
@@ -205,10 +205,10 @@ void test_bad_biases(const std::vector<LayerShape> & shapes) {
     const Storage type = { Type::f16, Type::f16 };
     for (float bad : { NAN, INFINITY, -INFINITY, 2.0f * MOST_BIAS, -2.0f * MOST_BIAS, MOST_BIAS }) {
         auto          seq      = make(shapes, type, false);
-        StoreContents contents = seq->rows.release();
+        StoreContents contents = std::move(seq->rows.parts());
         contents.blocks[0].layers[1].heads[0].biases[3] = bad;
         seq = std::make_unique<Sequence>(Store(shapes, type, std::move(contents)));
-        CHECK(seq->rows.biased());
+        CHECK(biased(seq->rows));
         (void) bytes_of(*seq);
         CHECK((read(shapes, type) != nullptr) == (bad == MOST_BIAS));
     }

@@ -60,7 +60,7 @@ struct Shadow {
 
     void generate(int32_t n) {
         for (int32_t i = 0; i < n; i++) {
-            CHECK(seq.rows.seal_generated());
+            CHECK(seal_generated(seq.rows));
             add(1);
         }
     }
@@ -136,14 +136,14 @@ void drop_some(Shadow & x, int32_t n) {
             for (int32_t i = 0; i < n; i++) {
                 const auto    before = x.seq.rows.head_tokens((int32_t) l, h);
                 const int32_t row    = (int32_t) (rng() % before.size());
-                x.seq.rows.drop_row((int32_t) l, h, row);
+                drop_row(x.seq.rows, (int32_t) l, h, row);
                 auto expected = before;
                 expected.erase(expected.begin() + row);
                 CHECK(x.seq.rows.head_tokens((int32_t) l, h) == expected);
             }
         }
     }
-    x.seq.rows.drop_empty_blocks();
+    drop_empty_blocks(x.seq.rows);
 }
 
 void test_conversation(const Storage & storage) {
@@ -210,19 +210,19 @@ void test_any_row_goes(const Storage & storage) {
     x.seq.rows.evict(Eviction::by_place);
     size_t most = 0;
     for (int32_t step = 0; step < 3000; step++) {
-        CHECK(x.seq.rows.seal_generated());
+        CHECK(seal_generated(x.seq.rows));
         x.add(1);
         for (size_t l = 0; l < SHAPES.size(); l++) {
             for (int32_t h = 0; h < SHAPES[l].n_heads_kv; h++) {
                 const int32_t n = x.seq.rows.head_length((int32_t) l, h);
                 if (n > 200) {
-                    x.seq.rows.drop_row((int32_t) l, h, (int32_t) (rng() % (size_t) (n - 100)));  // the newest stay
+                    drop_row(x.seq.rows, (int32_t) l, h, (int32_t) (rng() % (size_t) (n - 100)));  // the newest stay
                 }
             }
         }
-        x.seq.rows.drop_empty_blocks();
+        drop_empty_blocks(x.seq.rows);
         if (step % 32 == 31) {
-            x.seq.rows.pack_if_sparse();
+            pack_if_sparse(x.seq.rows);
             uint64_t bytes = 0;
             for (const auto & block : x.seq.rows.contents().blocks) {
                 for (const auto & layer : block.layers) {

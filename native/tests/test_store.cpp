@@ -95,7 +95,7 @@ class Checked {
         if (bounded || seq->rows.pending_length() == 0) {
             return;
         }
-        const auto pending = seq->rows.pending_tokens();
+        const auto pending = pending_tokens(seq->rows);
         CHECK(make_room(*seq, { true, false }, 0));
         for (size_t l = 0; l < SHAPES.size(); l++) {
             for (size_t h = 0; h < rows[l].size(); h++) {
@@ -132,10 +132,10 @@ class Checked {
                 return;
             }
             const int32_t row = anywhere ? below((int32_t) list.size()) : std::min((int32_t) list.size() - 1, 5);
-            seq->rows.drop_row((int32_t) l, (int32_t) h, row);
+            drop_row(seq->rows, (int32_t) l, (int32_t) h, row);
             list.erase(list.begin() + row);
         });
-        seq->rows.drop_empty_blocks();
+        drop_empty_blocks(seq->rows);
     }
 
     void attend() {
@@ -145,7 +145,7 @@ class Checked {
             for (float & x : w) {
                 x = (float) below(100);
             }
-            seq->rows.add_scores((int32_t) l, (int32_t) h, n, w.data(), (size_t) n, group);
+            add_scores(seq->rows, (int32_t) l, (int32_t) h, n, w.data(), (size_t) n, group);
             for (int32_t i = 0; i < n && scored(); i++) {
                 rows[l][h][(size_t) i].score += group == 1 ? w[(size_t) i] : (w[(size_t) i] + w[(size_t) (n + i)]) / 2.0;
             }
@@ -171,7 +171,7 @@ class Checked {
             const auto & list   = rows[l][h];
             CHECK(tokens.size() == list.size() && (size_t) seq->rows.head_length((int32_t) l, (int32_t) h) == list.size());
             std::vector<double> scores(list.size());
-            seq->rows.read_scores((int32_t) l, (int32_t) h, scores.data());
+            read_scores(seq->rows, (int32_t) l, (int32_t) h, scores.data());
             size_t i = 0;
             each_segment(seq->rows, (int32_t) l, (int32_t) h, [&](const Segment & s) {
                 for (int32_t r = 0; r < s.n && i < list.size(); r++, i++) {
@@ -216,7 +216,7 @@ void test_random_series(const char * decode) {
                 c.drop(what % 2 == 0);
             }
         } else if (what < 80 && c.bounded) {
-            c.seq->rows.pack_if_sparse();
+            pack_if_sparse(c.seq->rows);
         } else if (what < 84) {
             c.remove();
         } else if (what < 90) {
@@ -247,13 +247,13 @@ void test_long_answer(bool anywhere) {
         for (size_t l = 0; l < SHAPES.size(); l++) {
             for (int32_t h = 0; h < SHAPES[l].n_heads_kv; h++) {
                 if (const int32_t n = c.seq->rows.head_length((int32_t) l, h); n > 300) {
-                    c.seq->rows.drop_row((int32_t) l, h, anywhere ? below(n - 30) : 4);
+                    drop_row(c.seq->rows, (int32_t) l, h, anywhere ? below(n - 30) : 4);
                 }
             }
         }
-        c.seq->rows.drop_empty_blocks();
+        drop_empty_blocks(c.seq->rows);
         if (step % 32 == 0) {
-            c.seq->rows.pack_if_sparse();
+            pack_if_sparse(c.seq->rows);
         }
         const size_t half = step < 10000 ? 0 : 1;
         if (step >= 2000) {
@@ -272,7 +272,7 @@ void test_long_answer(bool anywhere) {
     CHECK(most_bytes[1] <= most_bytes[0] && most_bytes[1] < rows * 2);
     // what a token costs does not depend on how many came and went; positions, 5 bytes a token, grow by a quarter at a time
     CHECK((double) asked[1] < 1.1 * (double) asked[0] + 5.0 * 20000 * 1.25);
-    CHECK(c.seq->rows.index_bytes() < 20600 * 5 * 1.25 + 2 * 300 * 5 * (sizeof(int32_t) + 4));
+    CHECK(index_bytes(c.seq->rows) < 20600 * 5 * 1.25 + 2 * 300 * 5 * (sizeof(int32_t) + 4));
 }
 
 // A removal that finds nothing leaves rows, tokens and all that was gathered of the prompt; one of tokens that are

@@ -64,7 +64,7 @@ void check_rows(const Sequence & seq, int32_t n) {
     CHECK(seq.rows.pending_length() == n);
     each_head([&](size_t l, size_t h) {
         const auto tokens = seq.rows.head_tokens((int32_t) l, (int32_t) h);
-        CHECK((int32_t) tokens.size() == n && seq.rows.pending_tokens((int32_t) l, (int32_t) h) == tokens);
+        CHECK((int32_t) tokens.size() == n && pending_tokens(seq.rows, (int32_t) l, (int32_t) h) == tokens);
         CHECK(std::is_sorted(tokens.begin(), tokens.end()) && std::adjacent_find(tokens.begin(), tokens.end()) == tokens.end());
         size_t at = 0;
         each_segment(seq.rows, (int32_t) l, (int32_t) h, [&](const Segment & s) {
@@ -190,7 +190,7 @@ void test_refusals() {
     CHECK(open_stream(quantised, plan, &err) == KVEDGE_E_UNSUPPORTED && err.message[0]);
     append(uneven, 80);
     uneven.close_pending();
-    uneven.rows.drop_row(1, 2, 5);
+    drop_row(uneven.rows, 1, 2, 5);
     CHECK(open_stream(uneven, plan, &err) == KVEDGE_E_UNSUPPORTED && uneven.rows.pending_length() == 0);
     plan.budget_ratio = 0.5;
     CHECK(check_stream(plan, &err) == KVEDGE_E_UNSUPPORTED);

@@ -193,7 +193,7 @@ Biases Pair::pending_biases() const {
     for (size_t l = 0; l < LAYERS; l++) {
         for (int32_t h = 0; h < of.n_kv; h++) {
             std::vector<float> all((size_t) host.rows.head_length((int32_t) l, h));
-            host.rows.read_biases((int32_t) l, h, all.data());
+            read_biases(host.rows, (int32_t) l, h, all.data());
             all.erase(all.begin(), all.end() - host.rows.pending_length());
             const bool any = std::any_of(all.begin(), all.end(), [](float b) { return b != 0.0f; });
             out[l].push_back(any ? all : std::vector<float>());
@@ -246,7 +246,7 @@ void Pair::compress() {
     for (size_t l = 0; l < out.size(); l++) {
         for (size_t h = 0; h < out[l].size(); h++) {
             std::vector<float> all((size_t) host.rows.head_length((int32_t) l, (int32_t) h));
-            host.rows.read_biases((int32_t) l, (int32_t) h, all.data());
+            read_biases(host.rows, (int32_t) l, (int32_t) h, all.data());
             all.erase(all.begin(), all.end() - (std::ptrdiff_t) kept[l][h].size());
             all.push_back(1.0f);  // what they are compared with
             out[l][h].push_back(1.0f);
@@ -276,8 +276,8 @@ void try_case(const Case & x) {
         for (int32_t i = 0; x.dropping && i < (int32_t) LAYERS * x.n_kv; i++) {  // a row of each head that has two
             const int32_t l = i / x.n_kv, h = i % x.n_kv, n = pair.host.rows.head_length(l, h);
             if (n > 1) {
-                pair.host.rows.loosen_row(l, h, n / 2);
-                pair.host.rows.drop_row(l, h, n / 2);
+                loosen_row(pair.host.rows, l, h, n / 2);
+                drop_row(pair.host.rows, l, h, n / 2);
                 pair.there->drop((size_t) l, h, n / 2);
             }
         }

@@ -123,9 +123,9 @@ void read_back(const kvedge_arrays & in, kvedge_result & r) {
             const auto &   shape = r.shapes[(size_t) l];
             const size_t   n_old = widen_rows(view.old, shape, head.k.data(), head.v.data());
             widen_rows(view.pending, shape, head.k.data() + n_old * d, head.v.data() + n_old * d);
-            head.biases.resize(r.seq->rows.biased() ? head.kept.size() : 0);
+            head.biases.resize(biased(r.seq->rows) ? head.kept.size() : 0);
             if (!head.biases.empty()) {
-                r.seq->rows.read_biases(l, h, head.biases.data());
+                read_biases(r.seq->rows, l, h, head.biases.data());
             }
         }
     }

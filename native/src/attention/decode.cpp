@@ -196,7 +196,7 @@ void write_out(const AttendJob & job, const Piece & piece, int32_t n_splits, Dec
         add_sums(job, piece);
     }
     if (job.scored) {
-        job.scored->add_scores(job.layer, piece.head, piece.n_keys, weights_of(job, piece, 0), job.weights_row, piece.group);
+        add_scores(*job.scored, job.layer, piece.head, piece.n_keys, weights_of(job, piece, 0), job.weights_row, piece.group);
     }
 }
 

@@ -208,7 +208,7 @@ void add_sums(const AttendJob & job, const Tile & tile, Scratch & x) {
         pour(x.sq, seen.squares);
     }
     if (job.scored) {
-        job.scored->add_scores(job.layer, tile.head, pending, x.sum, 0, 1);
+        add_scores(*job.scored, job.layer, tile.head, pending, x.sum, 0, 1);
     }
     job.locks[tile.head].unlock();
 }

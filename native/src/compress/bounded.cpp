@@ -60,10 +60,10 @@ kvedge_status BoundedPrompt::enter(int32_t n, const int32_t * pos, const uint8_t
     if (!saw_all(seq_, plan_)) {
         return fail(err, KVEDGE_E_STATE, "the tokens before the prompt were processed under a plan that collects no attention scores");
     }
-    if (!seq_.rows.unseal_pending() || !make_layer_room(0, n) || !seq_.rows.append_unallocated(n, pos, image)) {
+    if (!unseal_pending(seq_.rows) || !make_layer_room(0, n) || !seq_.rows.append_unallocated(n, pos, image)) {
         return fail(err, KVEDGE_E_MEMORY, "no memory for a prompt of %d tokens", n);
     }
-    if (!seq_.rows.take_layer(0)) {
+    if (!take_layer(seq_.rows, 0)) {
         seq_.rows.take_back(n);
         return fail(err, KVEDGE_E_MEMORY, "no memory for the first layer of a prompt of %d tokens", n);
     }
@@ -115,9 +115,9 @@ kvedge_status BoundedPrompt::compress_layer(size_t l, kvedge_error * err) {
     }
     written_ += job.main->layers[l].bytes() + job.tail->layers[l].bytes();
     note_peak();
-    seq_.rows.give_back_layer(l);
+    give_back_layer(seq_.rows, l);
     seq_.observed.drop_layer(l);
-    if (l + 1 < seq_.rows.shapes().size() && (!seq_.rows.take_layer(l + 1) || !make_layer_room(l + 1, 0))) {
+    if (l + 1 < seq_.rows.shapes().size() && (!take_layer(seq_.rows, l + 1) || !make_layer_room(l + 1, 0))) {
         return fail(err, KVEDGE_E_MEMORY, "no memory for the next layer of the prompt");
     }
     return ok(err);
@@ -128,7 +128,7 @@ void BoundedPrompt::note_peak() {
     for (const auto & layer : job_->scores) {
         scores += layer.capacity() * sizeof(float);
     }
-    outcome_.peak_bytes = std::max(outcome_.peak_bytes, seq_.rows.bytes() + written_ + seq_.rows.index_bytes() + seq_.score_bytes() + scores);
+    outcome_.peak_bytes = std::max(outcome_.peak_bytes, seq_.rows.bytes() + written_ + index_bytes(seq_.rows) + seq_.score_bytes() + scores);
 }
 
 // The rows of a layer that the budgets leave, from those that it kept provisionally, `left` [head] of the pending ones.
@@ -181,10 +181,10 @@ bool BoundedPrompt::trim() {
 
 void BoundedPrompt::complete() {
     const size_t first = seq_.rows.contents().pending_from;
-    seq_.rows.replace_pending(std::move(*job_->main), std::move(*job_->tail));
+    replace_pending(seq_.rows, std::move(*job_->main), std::move(*job_->tail));
     job_.reset();
     seq_.close_pending();
-    seq_.rows.seal_old(first);
+    seal_old(seq_.rows, first);
     outcome_.after_bytes = seq_.rows.bytes();
     done_                = true;
 }

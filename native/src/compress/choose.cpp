@@ -60,7 +60,7 @@ Projections & projections_of(const Sequence & seq) {
 std::vector<int32_t> tokens_of_heads(const Sequence & seq, size_t l) {
     std::vector<int32_t> out;
     for (int32_t h = 0; h < seq.rows.shapes()[l].n_heads_kv; h++) {
-        const auto tokens = seq.rows.pending_tokens((int32_t) l, h);
+        const auto tokens = pending_tokens(seq.rows, (int32_t) l, h);
         out.insert(out.end(), tokens.begin(), tokens.end());
     }
     return out;
@@ -165,13 +165,13 @@ Job make_job(Sequence & seq, const kvedge_plan & plan, int32_t n_threads, bool s
     Job job{ seq, plan, std::max(1, n_threads), seq.rows.pending_length(), scored, {}, {}, {}, {}, {}, {}, {}, 0, {}, {}, {}, {}, {}, {}, nullptr, {}, {}, {}, {}, 0, 0 };
     job.most       = job.n_tokens;
     const size_t n = seq.rows.shapes().size();
-    if (seq.rows.pending_differs()) {
+    if (pending_differs(seq.rows)) {
         for (size_t l = 0; l < n; l++) {
             job.head_tokens.push_back(tokens_of_heads(seq, l));
             job.head_image.push_back(pending_image(seq, job.head_tokens[l]));
         }
     } else {
-        job.tokens = seq.rows.pending_tokens();
+        job.tokens = pending_tokens(seq.rows);
         job.image  = pending_image(seq, job.tokens);
     }
     if (plan.reducer->queries && seq.observed.has_queries()) {
@@ -196,8 +196,8 @@ Job make_job(Sequence & seq, const kvedge_plan & plan, int32_t n_threads, bool s
 }
 
 Bulk<float> scores_of(const Sequence & seq, const kvedge_plan & plan, size_t layer) {
-    const bool differs = seq.rows.pending_differs();
-    const auto tokens  = differs ? tokens_of_heads(seq, layer) : seq.rows.pending_tokens();
+    const bool differs = pending_differs(seq.rows);
+    const auto tokens  = differs ? tokens_of_heads(seq, layer) : pending_tokens(seq.rows);
     const auto image   = pending_image(seq, tokens);
     Measures   measures;
     return run_scorer(seq, plan, { image.data(), tokens.data(), differs, 1 }, layer, plan.scorer->score, measures, nullptr);

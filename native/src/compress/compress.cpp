@@ -32,15 +32,15 @@ void fill_layers(Job & job, bool reduces, Compression & outcome) {
             fill_layer(job, l, reduces, n_threads);
         }
         bytes += job.main->layers[l].bytes() + job.tail->layers[l].bytes();
-        outcome.peak_bytes = std::max(outcome.peak_bytes, bytes + seq.rows.index_bytes() + seq.score_bytes());
+        outcome.peak_bytes = std::max(outcome.peak_bytes, bytes + index_bytes(seq.rows) + seq.score_bytes());
         if (!may_fail) {
-            bytes -= seq.rows.give_back_pending(l);
+            bytes -= give_back_pending(seq.rows, l);
         }
         if (job.plan.reducer->queries) {
             seq.observed.give_back_queries(l);
         }
     }
-    seq.rows.replace_pending(std::move(*job.main), std::move(*job.tail));
+    replace_pending(seq.rows, std::move(*job.main), std::move(*job.tail));
 }
 
 const char * reads_rows(const kvedge_plan & plan) {
@@ -93,7 +93,7 @@ kvedge_status score_pending(
     }
     // scorers read plain rows: quantised ones become plain in a copy
     std::unique_ptr<Sequence> plain;
-    if (seq.rows.storage().quantised() && !((plain = seq.clone()) && plain->rows.unseal_pending())) {
+    if (seq.rows.storage().quantised() && !((plain = seq.clone()) && unseal_pending(plain->rows))) {
         return fail(err, KVEDGE_E_MEMORY, "no memory for a copy of the tokens to score");
     }
     scores = scores_of(plain ? *plain : seq, plan, (size_t) layer);
@@ -110,7 +110,7 @@ kvedge_status measured(
     const Sequence & seq, Compression & outcome, kvedge_error * err, const std::function<kvedge_status()> & compress) try {
     const auto start     = std::chrono::steady_clock::now();
     outcome.before_bytes = seq.rows.bytes();
-    outcome.peak_bytes   = outcome.before_bytes + seq.rows.index_bytes() + seq.score_bytes();
+    outcome.peak_bytes   = outcome.before_bytes + index_bytes(seq.rows) + seq.score_bytes();
     const auto status    = compress();
     outcome.after_bytes  = seq.rows.bytes();
     outcome.us           = microseconds_since(start);
@@ -124,8 +124,8 @@ kvedge_status measured(
 // Quantised rows of the pending tokens, which are plain while they are compressed: they come back where that fails.
 class Unsealed {
   public:
-    explicit Unsealed(Store & rows) : rows_(rows), good_(rows.unseal_pending(&was_)) {}
-    ~Unsealed() { rows_.seal_again(std::move(was_)); }
+    explicit Unsealed(Store & rows) : rows_(rows), good_(unseal_pending(rows, &was_)) {}
+    ~Unsealed() { seal_again(rows_, std::move(was_)); }
     Unsealed(const Unsealed &)             = delete;
     Unsealed & operator=(const Unsealed &) = delete;
 
@@ -133,9 +133,9 @@ class Unsealed {
     void forget() { was_.clear(); }  // nothing can fail any more
 
   private:
-    Store &       rows_;
-    Store::Sealed was_;
-    bool          good_;
+    Store & rows_;
+    Sealed  was_;
+    bool    good_;
 };
 
 // What a device could not do: nothing has changed, or rows are lost.
@@ -176,7 +176,7 @@ static kvedge_status compress_tokens(
     if (T == 0) {
         return ok(err);
     }
-    if (seq.rows.pending_differs()) {
+    if (pending_differs(seq.rows)) {
         return fail(err, KVEDGE_E_STATE, "the sequence is a stream, whose heads hold different tokens: it is compressed as one");
     }
     const bool scored   = plan.decode->needs_scores && plan.budget_ratio != 1.0;
@@ -220,7 +220,7 @@ static kvedge_status compress_tokens(
     }
     unsealed.forget();
     seq.close_pending();
-    seq.rows.seal_old(first);  // without the memory for it, they stay as large as they are
+    seal_old(seq.rows, first);  // without the memory for it, they stay as large as they are
     return ok(err);
 }
 

@@ -79,7 +79,7 @@ static kvedge_status compress_rows(
     if (const auto status = check_stream(plan, err); status != KVEDGE_OK) {
         return status;
     }
-    seq.rows.set_sinks(plan.sinks);
+    set_sinks(seq.rows, plan.sinks);
     Observation wanted = plan_observes(plan);
     if (!wanted.sums) {
         seq.observed.drop_sums();  // of an earlier plan
@@ -106,7 +106,7 @@ static kvedge_status compress_rows(
             seq.observed.remove_head_rows(l, h, 0, Observed::ALL, job.kept[l][h]);
         }
     }
-    seq.rows.stream_last();
+    stream_last(seq.rows);
     seq.observed.missing() = {};
     outcome.reduced        = true;
     return ok(err);

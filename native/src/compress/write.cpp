@@ -209,7 +209,7 @@ void open_blocks(Job & job) {
         (*block)->layers.resize(job.seq.rows.shapes().size());
     }
     job.tail->kind = BlockKind::open;
-    job.seq.rows.reserve_blocks();
+    reserve_blocks(job.seq.rows);
 }
 
 bool open_layer(Job & job, size_t l, bool reduces, int32_t n_workers) {

@@ -145,7 +145,7 @@ bool convert(Worker & worker, ggml_backend_dev_t device, ggml_tensor * const (&f
 
 bool holds_even(const Store & store, const std::vector<ggml_backend_dev_t> & places) {
     int32_t n = -1;
-    if (store.biased()) {
+    if (biased(store)) {
         return false;
     }
     for (size_t l = 0; l < places.size(); l++) {
@@ -170,9 +170,9 @@ bool Slots::load(Store & from) {
         HeadRows rows;
         for (int32_t h = 0; h < (*shapes)[l].n_heads_kv; h++) {
             rows.n.push_back(from.head_length((int32_t) l, h));
-            if (!even && from.biased()) {
+            if (!even && biased(from)) {
                 rows.biases.emplace_back((size_t) rows.n.back());
-                from.read_biases((int32_t) l, h, rows.biases.back().data());
+                read_biases(from, (int32_t) l, h, rows.biases.back().data());
             }
         }
         auto & groups = layers[l].groups;

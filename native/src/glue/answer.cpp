@@ -76,7 +76,7 @@ void SequenceState::evict_generated() {
             in.recent = plan_recent(answer, prompt, in.kept);
             if (seq->rows.scored()) {
                 scores.resize((size_t) in.length);
-                seq->rows.read_scores(layer, head, scores.data());
+                read_scores(seq->rows, layer, head, scores.data());
                 in.scores = scores.data();
             }
             const int32_t row = answer.decode->evict(in);
@@ -86,17 +86,17 @@ void SequenceState::evict_generated() {
         }
     }
     for (const Gone & g : gone) {  // all memory first: either every head drops its row, or none does
-        seq->rows.loosen_row(g.layer, g.head, g.row);
+        loosen_row(seq->rows, g.layer, g.head, g.row);
     }
     for (const Gone & g : gone) {
-        seq->rows.drop_row(g.layer, g.head, g.row);
+        drop_row(seq->rows, g.layer, g.head, g.row);
         if (device) {
             device->drop((size_t) g.layer, g.head, g.row);
         }
     }
     generated++;
-    seq->rows.drop_empty_blocks();
+    drop_empty_blocks(seq->rows);
     if (generated % PACK_EVERY == 0 && !device) {
-        seq->rows.pack_if_sparse();
+        pack_if_sparse(seq->rows);
     }
 }

@@ -127,7 +127,7 @@ void kvedge_cache::seq_rm(int32_t seq_id, int32_t p0, int32_t p1) {
     for (auto it = all.begin(); it != all.end();) {
         SequenceState & state  = it->second;
         const bool      wanted = seq_id < 0 || it->first == seq_id;
-        const bool      any    = state.seq && state.seq->rows.holds(p0, p1);
+        const bool      any    = state.seq && holds(state.seq->rows, p0, p1);
         if (wanted && p0 == 0 && p1 == INT_MAX && (any || !state.request)) {
             it = all.erase(it);
             continue;
@@ -155,7 +155,7 @@ bool kvedge_cache::seq_cp(int32_t from, int32_t to, int32_t p0, int32_t p1) {
     SequenceState * source = sequences.find(from);
     p0                     = std::max(p0, 0);
     p1                     = p1 < 0 ? INT_MAX : p1;
-    if (from == to || !source || !source->seq->rows.holds(p0, p1)) {
+    if (from == to || !source || !holds(source->seq->rows, p0, p1)) {
         return true;
     }
     settle();

@@ -69,7 +69,7 @@ AwayRows * Compressor::device_of(SequenceState & state, const kvedge_plan & plan
     }
     if (reads) {
         state.device_problem = std::string("'") + reads + "' has no graph: it reads rows on the host";
-    } else if (state.device->form().storage.quantised() || (sequences_.storage.quantised() && state.seq->rows.even_rows() != 0)) {
+    } else if (state.device->form().storage.quantised() || (sequences_.storage.quantised() && even_rows(state.seq->rows) != 0)) {
         state.device_problem = "rows are quantised already";
     }
     return state.device_problem.empty() ? state.device.get() : nullptr;

@@ -100,7 +100,7 @@ bool Devices::fits(const Run & run, bool even) const {
     const Storage & stored = state.seq->rows.storage();  // of a file, its own
     if (run.request || run.wanted.queries || run.wanted.moments >= 0 || run.wanted.peaks || sequences_.watching || state.streaming ||
         is_rotated(stored.k) || is_rotated(stored.v) || !follow_each_other(run.index) ||
-        (run.score && state.seq->rows.even_rows() != 0)) {
+        (run.score && even_rows(state.seq->rows) != 0)) {
         return false;
     }
     const bool sums = run.wanted.attention(), sunk = layers_.has_sinks();

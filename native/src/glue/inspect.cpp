@@ -56,7 +56,7 @@ extern "C" kvedge_status kvedge_head_biases(
         if (const auto status = check_room("kvedge_head_biases", (size_t) rows.head_length(i, head), "rows", n_out, err); status != KVEDGE_OK) {
             return status;
         }
-        rows.read_biases(i, head, out);
+        read_biases(rows, i, head, out);
         return ok(err);
     });
 }

@@ -288,7 +288,7 @@ constexpr uint32_t PLAIN_VERSION = 1, ROTATED_VERSION = 2;
 // The oldest one that has all that the sequence needs, so that older libraries read what they can.
 uint32_t version_of(const Saving & saving) {
     const Store & rows = saving.state->seq->rows;
-    if (rows.biased()) {
+    if (biased(rows)) {
         return KVEDGE_SESSION_VERSION;
     }
     return is_rotated(rows.storage().k) || is_rotated(rows.storage().v) ? ROTATED_VERSION : PLAIN_VERSION;

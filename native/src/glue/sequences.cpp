@@ -19,7 +19,7 @@ void SequenceState::note_compression(Answer && next_answer, const Compression & 
 }
 
 void SequenceState::note_peak() {
-    peak_bytes = std::max(peak_bytes, row_bytes() + seq->rows.index_bytes() + score_bytes());
+    peak_bytes = std::max(peak_bytes, row_bytes() + index_bytes(seq->rows) + score_bytes());
 }
 
 void SequenceState::drop_bounded() {

@@ -85,7 +85,7 @@ bool Ubatch::begin_answer(SequenceState & state) {
         state.evicted = true;
     }
     if (!state.device) {
-        state.seq->rows.seal_generated();  // without the memory for it, rows stay as they are until the next time
+        seal_generated(state.seq->rows);  // without the memory for it, rows stay as they are until the next time
     }
     return true;
 }

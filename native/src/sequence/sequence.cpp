@@ -13,7 +13,7 @@ std::unique_ptr<Sequence> Sequence::clone() const try {
 std::vector<uint8_t> Sequence::modality() const {
     std::vector<uint8_t> out;
     if (observed.has_queries()) {
-        for (int32_t token : rows.pending_tokens()) {
+        for (int32_t token : pending_tokens(rows)) {
             out.push_back(rows.contents().image[(size_t) token]);
         }
     }
@@ -23,27 +23,27 @@ std::vector<uint8_t> Sequence::modality() const {
 void Sequence::observe(int32_t n, bool causal) { observed.count(rows.pending_length(), n, causal, modality()); }
 
 void Sequence::remove(int32_t p0, int32_t p1) {
-    if (!rows.holds(p0, p1)) {
+    if (!holds(rows, p0, p1)) {
         return;
     }
     const int32_t        n_pending = rows.pending_length();
     std::vector<int32_t> staying;  // pending ones; memory for it is taken before a row goes
     if (observed.has_queries()) {
-        for (int32_t token : rows.pending_tokens()) {
+        for (int32_t token : pending_tokens(rows)) {
             const int32_t pos = rows.contents().pos[(size_t) token];
             if (pos < p0 || pos >= p1) {
                 staying.push_back(token);
             }
         }
     }
-    for (const Removed & gone : rows.remove_rows(p0, p1)) {
+    for (const Removed & gone : remove_rows(rows, p0, p1)) {
         if (gone.layer < 0) {
             observed.remove_rows(gone.first, gone.n, gone.keep);
         } else {
             observed.remove_head_rows((size_t) gone.layer, (size_t) gone.head, gone.first, gone.n, gone.keep);
         }
     }
-    rows.forget_last(p0, p1);
+    forget_last(rows, p0, p1);
     if (observed.has_queries()) {
         observed.forget_queries(staying, rows.n_tokens());
     }
@@ -65,7 +65,7 @@ void Sequence::close_pending() {
 }
 
 void Sequence::promote_sealed() {
-    if (rows.promote_sealed()) {
+    if (kvedge::promote_sealed(rows)) {
         observed.drop();
         observed.missing() = {};
         observed.missing().count(rows.pending_length());
@@ -73,19 +73,19 @@ void Sequence::promote_sealed() {
 }
 
 void Sequence::sums_to_scores() {
-    rows.score_pending([&](size_t layer, size_t head) {
+    score_pending(rows, [&](size_t layer, size_t head) {
         const ColumnSums & cs = observed.sums(layer);
         return cs.sums.data() + head * (size_t) cs.capacity;
     });
 }
 
 bool Sequence::open_stream(int32_t n_sinks) {
-    const int32_t old = rows.even_rows();
+    const int32_t old = even_rows(rows);
     if (old < 0) {
         return false;
     }
     observed.shift_rows((size_t) old);
-    rows.open_stream(n_sinks);
+    kvedge::open_stream(rows, n_sinks);
     return true;
 }
 

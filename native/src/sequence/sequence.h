@@ -34,14 +34,14 @@ struct Sequence {
     void take_back(int32_t n);
     // Everything present counts as done: nothing is pending, and nothing observed.
     void close_pending();
-    // Store::promote_sealed. What was gathered of the pending tokens goes: it counts from a row that is pending no longer.
+    // promote_sealed of the rows. What was gathered of the pending tokens goes: it counts from a row that is pending no longer.
     void promote_sealed();
     // Column sums become scores of the pending rows. Throws std::bad_alloc.
     void sums_to_scores();
-    // Store::open_stream. False: heads hold different numbers of rows, and nothing has changed. Throws std::bad_alloc.
+    // open_stream of the rows. False: heads hold different numbers of rows, and nothing has changed. Throws std::bad_alloc.
     bool open_stream(int32_t n_sinks);
 
-    uint64_t score_bytes() const { return rows.score_bytes() + observed.bytes(); }
+    uint64_t score_bytes() const { return kvedge::score_bytes(rows) + observed.bytes(); }
 };
 
 // Room for what is wanted of all that is pending and of the next n tokens. False: no memory.

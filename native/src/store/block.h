@@ -67,6 +67,7 @@ struct Block {
     int32_t newest() const;  // largest token index of any head, -1: none
     // Whether the heads of one of its layers hold less than the block's tokens, or have scores.
     bool loose() const;
+    void loosen(size_t layer);  // throws std::bad_alloc
     // Rows of a head.
     int32_t rows(int32_t layer, int32_t head) const {
         const auto & heads = layers[(size_t) layer].heads;
@@ -78,5 +79,8 @@ struct Block {
         return heads.empty() ? tokens : heads[(size_t) head].tokens;
     }
 };
+
+// A ragged layer of the rows of blocks [first, last), as store/layer_rows.h joins them. False: no memory. Throws std::bad_alloc.
+bool join_layer(const std::vector<Block> & blocks, size_t layer, size_t first, size_t last, bool values, BlockLayer & to);
 
 }  // namespace kvedge

@@ -8,71 +8,75 @@
 namespace kvedge {
 
 // Whether tokens can still be added to a block.
-bool Store::grows(size_t block) const {
-    const Block & b = blocks[block];
-    return block + 1 == blocks.size() && block >= pending_from && !b.ragged() && !b.full();
+static bool grows(const StoreContents & all, size_t block) {
+    const Block & b = all.blocks[block];
+    return block + 1 == all.blocks.size() && block >= all.pending_from && !b.ragged() && !b.full();
 }
 
-void Store::drop_empty_blocks() {
+void drop_empty_blocks(Store & store) {
+    auto & blocks = store.parts().blocks;
     for (size_t b = blocks.size(); b-- > 0;) {
         const auto left = [](const BlockLayer & l) {
             return !l.heads.empty() && std::all_of(l.heads.begin(), l.heads.end(), [](const HeadList & h) { return h.tokens.empty(); });
         };
-        if (!grows(b) && std::all_of(blocks[b].layers.begin(), blocks[b].layers.end(), left)) {
+        if (!grows(store.contents(), b) && std::all_of(blocks[b].layers.begin(), blocks[b].layers.end(), left)) {
             blocks.erase(blocks.begin() + (std::ptrdiff_t) b);
-            pending_from -= b < pending_from ? 1 : 0;
+            store.parts().pending_from -= b < store.contents().pending_from ? 1 : 0;
         }
     }
 }
 
 // How many of the first blocks can be packed. Quantised storage: those that are, whole.
-size_t Store::packable() const {
-    if (!storage_.quantised()) {
-        return blocks.size() - (!blocks.empty() && grows(blocks.size() - 1) ? 1 : 0);
+static size_t packable(const Store & store) {
+    const auto & blocks = store.contents().blocks;
+    if (!store.storage().quantised()) {
+        return blocks.size() - (!blocks.empty() && grows(store.contents(), blocks.size() - 1) ? 1 : 0);
     }
     const auto open = std::find_if(blocks.begin(), blocks.end(), [](const Block & b) { return !b.ragged() || b.open(); });
     return (size_t) (open - blocks.begin());
 }
 
-bool Store::is_sparse() const {
-    uint64_t     held = 0, extent = 0;
-    const size_t n    = packable();
-    for (size_t l = 0; l < shapes().size(); l++) {
+// n: packable.
+static bool is_sparse(const Store & store, size_t n) {
+    uint64_t held = 0, extent = 0;
+    for (size_t l = 0; l < store.shapes().size(); l++) {
         std::vector<const LayerRows *> rows;
         for (size_t b = 0; b < n; b++) {
-            rows.push_back(&blocks[b].layers[l].rows);
+            rows.push_back(&store.contents().blocks[b].layers[l].rows);
             extent += rows.back()->extent();
         }
-        for (int32_t h = 0; h < shapes()[l].n_heads_kv; h++) {
+        for (int32_t h = 0; h < store.shapes()[l].n_heads_kv; h++) {
             held += joined_bytes(rows, h);
         }
     }
     return extent > held + held / 4;
 }
 
-void Store::pack_if_sparse() try {
-    const size_t n_blocks = packable();
-    if (n_blocks == 0 || !is_sparse()) {
+void pack_if_sparse(Store & store) try {
+    auto &       blocks   = store.parts().blocks;
+    const auto & shapes   = store.shapes();
+    const size_t n_blocks = packable(store);
+    if (n_blocks == 0 || !is_sparse(store, n_blocks)) {
         return;
     }
     Block packed;
     packed.kind = BlockKind::ragged;
-    packed.layers.resize(shapes().size());
-    for (size_t l = 0; l < shapes().size(); l++) {
-        packed.layers[l].heads.resize((size_t) shapes()[l].n_heads_kv);
-        packed.layers[l].rows = LayerRows(shapes()[l], storage_, std::vector<RaggedHead>(packed.layers[l].heads.size()));
+    packed.layers.resize(shapes.size());
+    for (size_t l = 0; l < shapes.size(); l++) {
+        packed.layers[l].heads.resize((size_t) shapes[l].n_heads_kv);
+        packed.layers[l].rows = LayerRows(shapes[l], store.storage(), std::vector<RaggedHead>(packed.layers[l].heads.size()));
     }
     blocks.reserve(blocks.size() + 1);
     // Packed rows count as compressed. Where a layer cannot be packed, the blocks are as good as before.
-    for (size_t l = 0; l < shapes().size(); l++) {
+    for (size_t l = 0; l < shapes.size(); l++) {
         BlockLayer                         layer;
-        std::vector<std::vector<HeadList>> left(n_blocks, std::vector<HeadList>((size_t) shapes()[l].n_heads_kv));
+        std::vector<std::vector<HeadList>> left(n_blocks, std::vector<HeadList>((size_t) shapes[l].n_heads_kv));
         bool                               done = false;
         try {
             for (size_t b = 0; b < n_blocks; b++) {
-                loosen(blocks[b], l);
+                blocks[b].loosen(l);
             }
-            done = join_layer(l, 0, n_blocks, true, layer);
+            done = join_layer(blocks, l, 0, n_blocks, true, layer);
         } catch (const std::bad_alloc &) {
         }
         if (!done) {
@@ -86,8 +90,8 @@ void Store::pack_if_sparse() try {
         }
     }
     blocks.insert(blocks.begin(), std::move(packed));
-    pending_from++;
-    drop_empty_blocks();
+    store.parts().pending_from++;
+    drop_empty_blocks(store);
 } catch (const std::bad_alloc &) {
     // sparse blocks are right, too
 }

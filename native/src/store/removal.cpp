@@ -6,21 +6,39 @@
 
 namespace kvedge {
 
-std::vector<uint8_t> Store::outside(const std::vector<int32_t> & tokens, int32_t p0, int32_t p1) const {
-    std::vector<uint8_t> flags;
-    flags.reserve(tokens.size());
-    for (int32_t t : tokens) {
-        flags.push_back(pos[(size_t) t] < p0 || pos[(size_t) t] >= p1);
+namespace {
+
+// Tokens with a position in [p0, p1).
+struct Range {
+    const std::vector<int32_t> & pos;
+    int32_t                      p0, p1;
+
+    bool has(int32_t token) const { return pos[(size_t) token] >= p0 && pos[(size_t) token] < p1; }
+
+    std::vector<uint8_t> outside(const std::vector<int32_t> & tokens) const {  // 1: not in the range
+        std::vector<uint8_t> flags;
+        flags.reserve(tokens.size());
+        for (int32_t t : tokens) {
+            flags.push_back(!has(t));
+        }
+        return flags;
     }
-    return flags;
-}
+};
+
+// What a removal does to one block.
+struct Cut {
+    bool                                           any = false;
+    std::vector<int32_t>                           rows;           // that stay, of a block that lists its tokens
+    std::vector<std::vector<std::vector<uint8_t>>> flags;          // [layer][head][row] 1: it stays; of heads with lists of their own
+    int32_t                                        left      = 0;  // tokens that a block that is not ragged will have
+    int32_t                                        left_each = 0;  // rows of every head of a stream
+};
 
 // Of a block that lists its tokens: the rows that stay.
-Cut Store::cut_listed(const Block & block, int32_t p0, int32_t p1) const {
+Cut cut_listed(const Block & block, const Range & range) {
     Cut cut;
     for (size_t r = 0; r < block.length(); r++) {
-        const int32_t p = pos[(size_t) block.tokens[r]];
-        if (p < p0 || p >= p1) {
+        if (!range.has(block.tokens[r])) {
             cut.rows.push_back((int32_t) r);
         }
     }
@@ -29,26 +47,65 @@ Cut Store::cut_listed(const Block & block, int32_t p0, int32_t p1) const {
     for (const BlockLayer & layer : block.layers) {
         auto & heads = cut.flags.emplace_back();
         for (size_t h = 0; cut.any && h < layer.heads.size(); h++) {
-            heads.push_back(outside(layer.heads[h].tokens, p0, p1));
+            heads.push_back(range.outside(layer.heads[h].tokens));
         }
     }
     return cut;
 }
 
 // Of a block whose heads have lists of their own.
-Cut Store::cut_by_head(const Block & block, int32_t p0, int32_t p1) const {
+Cut cut_by_head(const Block & block, const Range & range) {
     Cut cut;
     cut.any = true;
     for (const BlockLayer & layer : block.layers) {
         auto & heads = cut.flags.emplace_back();
         for (const HeadList & head : layer.heads) {
-            heads.push_back(outside(head.tokens, p0, p1));
+            heads.push_back(range.outside(head.tokens));
         }
     }
     return cut;
 }
 
-void Store::apply(Block & block, const Cut & cut) noexcept {
+// Where heads lose different numbers of rows, those that lost fewer give up the oldest behind the sinks, too. first: pending
+// rows before the block.
+Cut cut_streamed(const Block & block, const Range & range, int32_t sinks, size_t first, std::vector<Removed> & gone) {
+    const int32_t n = block.rows(0, 0);
+    Cut           cut;
+    int32_t       fewest = n;
+    auto &        keep   = cut.flags;
+    keep.resize(block.layers.size());
+    for (size_t l = 0; l < keep.size(); l++) {
+        for (const HeadList & h : block.layers[l].heads) {
+            auto & flags = keep[l].emplace_back(range.outside(h.tokens));
+            fewest = std::min(fewest, (int32_t) std::count(flags.begin(), flags.end(), 1));
+        }
+    }
+    cut.any       = fewest < n;
+    cut.left_each = fewest;
+    if (!cut.any) {
+        return cut;
+    }
+    for (size_t l = 0; l < keep.size(); l++) {
+        for (size_t h = 0; h < keep[l].size(); h++) {
+            auto & flags   = keep[l][h];
+            auto   surplus = (int32_t) std::count(flags.begin(), flags.end(), 1) - fewest;
+            for (int32_t r = std::min(sinks, fewest), left = 0; r < n && left < surplus; r++) {
+                left += flags[(size_t) r];
+                flags[(size_t) r] = 0;
+            }
+            Removed of_head{ (int32_t) l, (int32_t) h, first, (size_t) n, {} };
+            for (int32_t r = 0; r < n; r++) {
+                if (flags[(size_t) r]) {
+                    of_head.keep.push_back(r);
+                }
+            }
+            gone.push_back(std::move(of_head));
+        }
+    }
+    return cut;
+}
+
+void apply(Block & block, const Cut & cut) noexcept {
     for (size_t l = 0; l < block.layers.size(); l++) {
         BlockLayer & layer = block.layers[l];
         if (layer.heads.empty()) {
@@ -65,21 +122,28 @@ void Store::apply(Block & block, const Cut & cut) noexcept {
     block.tokens.resize(block.tokens.empty() ? 0 : cut.rows.size());
 }
 
-bool Store::holds(int32_t p0, int32_t p1) const {
+}  // namespace
+
+bool holds(const Store & store, int32_t p0, int32_t p1) {
+    const auto & pos = store.contents().pos;
     return std::any_of(pos.begin(), pos.end(), [&](int32_t p) { return p >= p0 && p < p1; });
 }
 
-void Store::forget_last(int32_t p0, int32_t p1) {
-    size_t n = pos.size();
+void forget_last(Store & store, int32_t p0, int32_t p1) {
+    auto & pos = store.parts().pos;
+    size_t n   = pos.size();
     while (n > 0 && pos[n - 1] >= p0 && pos[n - 1] < p1) {
         n--;
     }
     pos.resize(n);
-    image.resize(n);
+    store.parts().image.resize(n);
 }
 
 // All memory is taken before the first row moves, so that nothing fails half-way.
-std::vector<Removed> Store::remove_rows(int32_t p0, int32_t p1) {
+std::vector<Removed> remove_rows(Store & store, int32_t p0, int32_t p1) {
+    auto &               blocks       = store.parts().blocks;
+    size_t &             pending_from = store.parts().pending_from;
+    const Range          range{ store.contents().pos, p0, p1 };
     std::vector<Removed> gone;
     std::vector<Cut>     cuts;
     size_t               row    = 0;  // pending
@@ -87,11 +151,11 @@ std::vector<Removed> Store::remove_rows(int32_t p0, int32_t p1) {
     for (size_t b = 0; b < blocks.size(); b++) {
         const Block & block = blocks[b];
         if (block.kind == BlockKind::streamed) {
-            cuts.push_back(cut_streamed(block, p0, p1, row, gone));
+            cuts.push_back(cut_streamed(block, range, store.contents().sinks, row, gone));
             row += (size_t) cuts.back().left_each;
             continue;
         }
-        cuts.push_back(listed(b) ? cut_listed(block, p0, p1) : cut_by_head(block, p0, p1));
+        cuts.push_back(listed(b) ? cut_listed(block, range) : cut_by_head(block, range));
         if (b >= pending_from && cuts.back().any) {
             gone.push_back({ -1, -1, row, block.length(), cuts.back().rows });
         }
@@ -111,25 +175,25 @@ std::vector<Removed> Store::remove_rows(int32_t p0, int32_t p1) {
     return gone;
 }
 
-void Store::loosen_row(int32_t layer, int32_t head, int32_t row) {
-    for (Block & block : blocks) {
+void loosen_row(Store & store, int32_t layer, int32_t head, int32_t row) {
+    for (Block & block : store.parts().blocks) {
         const int32_t n = block.rows(layer, head);
         if (row < n) {
-            loosen(block, (size_t) layer);
+            block.loosen((size_t) layer);
             return;
         }
         row -= n;
     }
 }
 
-void Store::drop_row(int32_t layer, int32_t head, int32_t row) {
-    for (auto & block : blocks) {
+void drop_row(Store & store, int32_t layer, int32_t head, int32_t row) {
+    for (Block & block : store.parts().blocks) {
         const int32_t n = block.rows(layer, head);
         if (row >= n) {
             row -= n;
             continue;
         }
-        loosen(block, (size_t) layer);
+        block.loosen((size_t) layer);
         BlockLayer & bl = block.layers[(size_t) layer];
         HeadList &   h  = bl.heads[(size_t) head];
         bl.rows.drop(head, row);

@@ -7,10 +7,12 @@
 
 namespace kvedge {
 
-void Store::score_pending(const std::function<const double *(size_t layer, size_t head)> & of) {
+void score_pending(Store & store, const std::function<const double *(size_t layer, size_t head)> & of) {
+    auto &       blocks       = store.parts().blocks;
+    const size_t pending_from = store.contents().pending_from, n_layers = store.shapes().size();
     for (size_t b = pending_from; b < blocks.size(); b++) {  // all memory first: then nothing fails half-way
-        for (size_t l = 0; l < shapes().size(); l++) {
-            loosen(blocks[b], l);
+        for (size_t l = 0; l < n_layers; l++) {
+            blocks[b].loosen(l);
             for (HeadList & head : blocks[b].layers[l].heads) {
                 head.scores.reserve(blocks[b].length());
             }
@@ -19,7 +21,7 @@ void Store::score_pending(const std::function<const double *(size_t layer, size_
     size_t first = 0;  // pending row
     for (size_t b = pending_from; b < blocks.size(); b++) {
         const size_t n = blocks[b].length();
-        for (size_t l = 0; l < shapes().size(); l++) {
+        for (size_t l = 0; l < n_layers; l++) {
             auto & heads = blocks[b].layers[l].heads;
             for (size_t h = 0; h < heads.size(); h++) {
                 const double * from = of(l, h) + first;
@@ -30,8 +32,9 @@ void Store::score_pending(const std::function<const double *(size_t layer, size_
     }
 }
 
-void Store::add_scores(int32_t layer, int32_t head, int32_t n, const float * weights, size_t ld, int32_t group) {
-    int32_t at = 0;
+void add_scores(Store & store, int32_t layer, int32_t head, int32_t n, const float * weights, size_t ld, int32_t group) {
+    auto &  blocks = store.parts().blocks;
+    int32_t at     = 0;
     for (size_t b = 0; b < blocks.size() && at < n; b++) {
         auto &        heads  = blocks[b].layers[(size_t) layer].heads;
         const int32_t length = blocks[b].rows(layer, head);
@@ -50,8 +53,8 @@ void Store::add_scores(int32_t layer, int32_t head, int32_t n, const float * wei
     }
 }
 
-void Store::read_scores(int32_t layer, int32_t head, double * out) const {
-    for (const Block & block : blocks) {
+void read_scores(const Store & store, int32_t layer, int32_t head, double * out) {
+    for (const Block & block : store.contents().blocks) {
         const auto & heads = block.layers[(size_t) layer].heads;
         if (heads.empty()) {
             out = std::fill_n(out, block.length(), 0.0);
@@ -63,9 +66,9 @@ void Store::read_scores(int32_t layer, int32_t head, double * out) const {
     }
 }
 
-uint64_t Store::score_bytes() const {
+uint64_t score_bytes(const Store & store) {
     uint64_t n = 0;
-    for (const Block & block : blocks) {
+    for (const Block & block : store.contents().blocks) {
         for (const auto & layer : block.layers) {
             for (const auto & head : layer.heads) {
                 n += head.scores.capacity() * sizeof(double);

@@ -12,10 +12,9 @@ constexpr size_t JOIN = 8;  // blocks of GROUP generated rows that become one: m
 
 }  // namespace
 
-// A ragged layer of the rows of blocks [first, last). False: no memory. Throws std::bad_alloc.
-bool Store::join_layer(size_t layer, size_t first, size_t last, bool values, BlockLayer & to) const {
+bool join_layer(const std::vector<Block> & blocks, size_t layer, size_t first, size_t last, bool values, BlockLayer & to) {
     std::vector<const LayerRows *> rows;
-    to.heads.resize((size_t) shapes()[layer].n_heads_kv);
+    to.heads.resize((size_t) blocks[first].layers[layer].rows.shape().n_heads_kv);
     for (size_t b = first; b < last; b++) {
         rows.push_back(&blocks[b].layers[layer].rows);
     }
@@ -45,16 +44,18 @@ bool Store::join_layer(size_t layer, size_t first, size_t last, bool values, Blo
 }
 
 // Quantises blocks [first, last), which lie on one side of pending_from, into one that takes their place.
-bool Store::seal(size_t first, size_t last, bool values) try {
-    Block block;
-    block.kind      = !values && format(storage_.v).residual ? BlockKind::open_values : BlockKind::ragged;
+static bool seal(Store & store, size_t first, size_t last, bool values) try {
+    auto &   blocks       = store.parts().blocks;
+    size_t & pending_from = store.parts().pending_from;
+    Block    block;
+    block.kind      = !values && format(store.storage().v).residual ? BlockKind::open_values : BlockKind::ragged;
     block.generated = last - first == 1 && blocks[first].generated;
-    block.layers.resize(shapes().size());
+    block.layers.resize(store.shapes().size());
     for (size_t b = first; b < last && first >= pending_from; b++) {
         block.tokens.insert(block.tokens.end(), blocks[b].tokens.begin(), blocks[b].tokens.end());
     }
-    for (size_t l = 0; l < shapes().size(); l++) {
-        if (!join_layer(l, first, last, values, block.layers[l])) {
+    for (size_t l = 0; l < block.layers.size(); l++) {
+        if (!join_layer(blocks, l, first, last, values, block.layers[l])) {
             return false;
         }
     }
@@ -66,8 +67,24 @@ bool Store::seal(size_t first, size_t last, bool values) try {
     return false;
 }
 
-bool Store::seal_generated() {
-    if (!storage_.quantised() || blocks.empty()) {
+// Joins the newest blocks of a single group each, once there are JOIN of them.
+static bool join_sealed(Store & store) {
+    const auto & blocks = store.contents().blocks;
+    size_t last = blocks.size();
+    while (last > 0 && (!blocks[last - 1].ragged() || blocks[last - 1].open())) {
+        last--;
+    }
+    size_t first = last;
+    while (first > 0 && first != store.contents().pending_from && blocks[first - 1].ragged() && blocks[first - 1].generated && !blocks[first - 1].open()) {
+        first--;
+    }
+    return last - first < JOIN || seal(store, first, last, true);
+}
+
+bool seal_generated(Store & store) {
+    const auto & blocks       = store.contents().blocks;
+    const size_t pending_from = store.contents().pending_from;
+    if (!store.storage().quantised() || blocks.empty()) {
         return true;
     }
     const Block & newest = blocks.back();
@@ -79,53 +96,41 @@ bool Store::seal_generated() {
         const bool    last = b + 1 == blocks.size();
         // a prompt that waits for its compression is left alone
         const bool due = x.ragged() ? !last && x.open() : x.generated || b < pending_from;
-        if (due && !seal(b, b + 1, !last)) {
+        if (due && !seal(store, b, b + 1, !last)) {
             return false;
         }
     }
-    return join_sealed();
+    return join_sealed(store);
 }
 
-// Joins the newest blocks of a single group each, once there are JOIN of them.
-bool Store::join_sealed() {
-    size_t last = blocks.size();
-    while (last > 0 && (!blocks[last - 1].ragged() || blocks[last - 1].open())) {
-        last--;
-    }
-    size_t first = last;
-    while (first > 0 && first != pending_from && blocks[first - 1].ragged() && blocks[first - 1].generated && !blocks[first - 1].open()) {
-        first--;
-    }
-    return last - first < JOIN || seal(first, last, true);
-}
-
-bool Store::seal_old(size_t end) {
-    if (!storage_.quantised()) {
+bool seal_old(Store & store, size_t end) {
+    if (!store.storage().quantised()) {
         return true;
     }
     for (size_t b = 0; b < end; b++) {
-        const Block & x    = blocks[b];
+        const Block & x    = store.contents().blocks[b];
         const bool    open = !x.ragged() || x.open();
-        if (open && x.newest() < (int32_t) pos.size() - RESIDUAL && !seal(b, b + 1, true)) {
+        if (open && x.newest() < store.n_tokens() - RESIDUAL && !seal(store, b, b + 1, true)) {
             return false;
         }
     }
     return true;
 }
 
-bool Store::unseal_pending(Sealed * was) try {
+bool unseal_pending(Store & store, Sealed * was) try {
+    auto &               blocks = store.parts().blocks;
     Sealed               fresh;
     std::vector<Segment> segments;
-    for (size_t b = pending_from; b < blocks.size(); b++) {
+    for (size_t b = store.contents().pending_from; b < blocks.size(); b++) {
         const Block & from = blocks[b];
         if (!from.ragged()) {
             continue;
         }
-        Block to     = make_block((int32_t) from.length());
+        Block to     = store.make_block((int32_t) from.length());
         to.tokens    = from.tokens;
         to.generated = from.generated;
-        for (size_t l = 0; l < shapes().size(); l++) {
-            for (int32_t h = 0; h < shapes()[l].n_heads_kv; h++) {
+        for (size_t l = 0; l < store.shapes().size(); l++) {
+            for (int32_t h = 0; h < store.shapes()[l].n_heads_kv; h++) {
                 segments.clear();
                 from.layers[l].rows.view(h, segments);
                 to.layers[l].rows.fill(h, 0, segments);
@@ -145,19 +150,20 @@ bool Store::unseal_pending(Sealed * was) try {
     return false;
 }
 
-void Store::seal_again(Sealed && was) noexcept {
+void seal_again(Store & store, Sealed && was) noexcept {
     for (auto & [place, block] : was) {
-        std::swap(blocks[place], block);
+        std::swap(store.parts().blocks[place], block);
     }
     was.clear();
 }
 
-bool Store::promote_sealed() {
-    const size_t before = pending_from;
-    for (; pending_from < blocks.size() && blocks[pending_from].ragged(); pending_from++) {
-        blocks[pending_from].tokens = {};
+bool promote_sealed(Store & store) {
+    StoreContents & all    = store.parts();
+    const size_t    before = all.pending_from;
+    for (; all.pending_from < all.blocks.size() && all.blocks[all.pending_from].ragged(); all.pending_from++) {
+        all.blocks[all.pending_from].tokens = {};
     }
-    return pending_from > before;
+    return all.pending_from > before;
 }
 
 }  // namespace kvedge

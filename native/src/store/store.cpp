@@ -83,15 +83,15 @@ void HeadList::keep(const std::vector<uint8_t> & flags) {
     biases.resize(biases.empty() ? 0 : kept);
 }
 
-void Store::loosen(Block & block, size_t layer) const {
-    BlockLayer & bl = block.layers[layer];
+void Block::loosen(size_t layer) {
+    BlockLayer & bl = layers[layer];
     if (!bl.heads.empty()) {
         return;
     }
-    std::vector<HeadList> heads((size_t) shapes()[layer].n_heads_kv);
+    std::vector<HeadList> heads((size_t) bl.rows.shape().n_heads_kv);
     for (HeadList & head : heads) {
-        head.tokens.reserve((size_t) block.capacity);
-        head.tokens = block.tokens;
+        head.tokens.reserve((size_t) capacity);
+        head.tokens = tokens;
     }
     bl.rows.loosen();
     bl.heads = std::move(heads);
@@ -101,18 +101,20 @@ bool Block::loose() const {
     return !ragged() && std::any_of(layers.begin(), layers.end(), [](const BlockLayer & l) { return !l.heads.empty(); });
 }
 
-Block Store::lay_out_block(int32_t capacity) const {
-    Block block;
+// Without memory.
+static Block lay_out_block(const Store & store, int32_t capacity) {
+    const auto & shapes = store.shapes();
+    Block        block;
     block.capacity = capacity;
-    block.layers.resize(shapes().size());
-    for (size_t l = 0; l < shapes().size(); l++) {
-        block.layers[l].rows = LayerRows(shapes()[l], storage_, capacity);
+    block.layers.resize(shapes.size());
+    for (size_t l = 0; l < shapes.size(); l++) {
+        block.layers[l].rows = LayerRows(shapes[l], store.storage(), capacity);
     }
     return block;
 }
 
 Block Store::make_block(int32_t capacity) const {
-    Block block = lay_out_block(capacity);
+    Block block = lay_out_block(*this, capacity);
     for (size_t l = 0; l < block.layers.size(); l++) {
         const bool away = !away_.empty() && away_[l];
         if (!away && !block.layers[l].rows.take()) {
@@ -124,11 +126,11 @@ Block Store::make_block(int32_t capacity) const {
 
 // Single tokens come one after the other and get room to grow: twice the last block's, but next to an answer that evicts no
 // more than a quarter of what it holds.
-int32_t Store::next_capacity(const Block * last) const {
-    if (storage_.quantised()) {
+static int32_t next_capacity(const Store & store, const Block * last) {
+    if (store.storage().quantised()) {
         return GROUP;  // which are quantised when they are complete
     }
-    const int32_t most = evicting() ? std::clamp(head_length(0, 0) / 4, FIRST_GROWTH, MAX_GROWTH) : MAX_GROWTH;
+    const int32_t most = store.evicting() ? std::clamp(store.head_length(0, 0) / 4, FIRST_GROWTH, MAX_GROWTH) : MAX_GROWTH;
     return std::min(last ? std::max(2 * last->capacity, FIRST_GROWTH) : FIRST_GROWTH, most);
 }
 
@@ -140,9 +142,9 @@ bool Store::append(int32_t n, const int32_t * new_pos, bool is_image) try {
 
     Block fresh;
     if (rest > 0) {
-        fresh = make_block(n == 1 ? next_capacity(last) : rest);  // a prompt's blocks fit exactly
+        fresh = make_block(n == 1 ? next_capacity(*this, last) : rest);  // a prompt's blocks fit exactly
         for (size_t l = 0; l < fresh.layers.size() && scored() && n == 1; l++) {
-            loosen(fresh, l);
+            fresh.loosen(l);
         }
         fresh.kind      = scored() && n == 1 ? BlockKind::scored : BlockKind::uniform;
         fresh.generated = n == 1;
@@ -170,7 +172,7 @@ bool Store::append(int32_t n, const int32_t * new_pos, bool is_image) try {
 }
 
 bool Store::append_unallocated(int32_t n, const int32_t * new_pos, const uint8_t * new_image) try {
-    Block block = lay_out_block(n);
+    Block block = lay_out_block(*this, n);
     reserve_room(block);
     blocks.reserve(blocks.size() + 1);
     grow(pos, (size_t) n);
@@ -187,11 +189,9 @@ bool Store::append_unallocated(int32_t n, const int32_t * new_pos, const uint8_t
     return false;
 }
 
-bool Store::take_layer(size_t layer) {
-    return blocks.back().layers[layer].rows.take();
-}
+bool take_layer(Store & store, size_t layer) { return store.parts().blocks.back().layers[layer].rows.take(); }
 
-void Store::give_back_layer(size_t layer) { blocks.back().layers[layer].rows.give_back(); }
+void give_back_layer(Store & store, size_t layer) { store.parts().blocks.back().layers[layer].rows.give_back(); }
 
 void Store::send_away(size_t layer) {
     away_.resize(shapes().size());
@@ -263,16 +263,17 @@ HeadView Store::view(int32_t layer, int32_t head) const {
     return out;
 }
 
-void Store::read_biases(int32_t layer, int32_t head, float * out) const {
-    for (const Block & block : blocks) {
+void read_biases(const Store & store, int32_t layer, int32_t head, float * out) {
+    for (const Block & block : store.contents().blocks) {
         const float * from = block.layers[(size_t) layer].biases(head);
         const auto    n    = (size_t) block.rows(layer, head);
         out                = from ? std::copy_n(from, n, out) : std::fill_n(out, n, 0.0f);
     }
 }
 
-bool Store::biased() const {
-    const auto has = [](const BlockLayer & layer) { return layer.bias_bytes() > 0; };
+bool biased(const Store & store) {
+    const auto & blocks = store.contents().blocks;
+    const auto   has    = [](const BlockLayer & layer) { return layer.bias_bytes() > 0; };
     return std::any_of(blocks.begin(), blocks.end(), [&](const Block & block) {
         return std::any_of(block.layers.begin(), block.layers.end(), has);
     });
@@ -294,10 +295,11 @@ int32_t Store::pending_length() const {
     return (int32_t) n;
 }
 
-std::vector<int32_t> Store::pending_tokens() const {
-    std::vector<int32_t> out;
-    for (size_t b = pending_from; b < blocks.size(); b++) {
-        out.insert(out.end(), blocks[b].tokens.begin(), blocks[b].tokens.end());
+std::vector<int32_t> pending_tokens(const Store & store) {
+    const StoreContents & all = store.contents();
+    std::vector<int32_t>  out;
+    for (size_t b = all.pending_from; b < all.blocks.size(); b++) {
+        out.insert(out.end(), all.blocks[b].tokens.begin(), all.blocks[b].tokens.end());
     }
     return out;
 }
@@ -321,8 +323,11 @@ void Store::close_pending() {
     pending_from = blocks.size();
 }
 
-void Store::replace_pending(Block && main, Block && tail) {
-    blocks.resize(pending_from);
+void reserve_blocks(Store & store) { store.parts().blocks.reserve(store.contents().blocks.size() + 2); }
+
+void replace_pending(Store & store, Block && main, Block && tail) {
+    auto & blocks = store.parts().blocks;
+    blocks.resize(store.contents().pending_from);
     for (Block * block : { &main, &tail }) {
         if (std::any_of(block->layers.begin(), block->layers.end(), [](const BlockLayer & layer) { return layer.rows.extent() > 0; })) {
             blocks.push_back(std::move(*block));
@@ -330,11 +335,12 @@ void Store::replace_pending(Block && main, Block && tail) {
     }
 }
 
-uint64_t Store::give_back_pending(size_t layer) {
-    uint64_t n = 0;
-    for (size_t b = pending_from; b < blocks.size(); b++) {
-        n += blocks[b].layers[layer].rows.bytes();
-        blocks[b].layers[layer].rows.give_back();
+uint64_t give_back_pending(Store & store, size_t layer) {
+    StoreContents & all = store.parts();
+    uint64_t        n   = 0;
+    for (size_t b = all.pending_from; b < all.blocks.size(); b++) {
+        n += all.blocks[b].layers[layer].rows.bytes();
+        all.blocks[b].layers[layer].rows.give_back();
     }
     return n;
 }
@@ -357,9 +363,10 @@ uint64_t Store::bytes() const {
     return n;
 }
 
-uint64_t Store::index_bytes() const {
-    uint64_t n = pos.capacity() * sizeof(int32_t) + image.capacity();
-    for (const Block & block : blocks) {
+uint64_t index_bytes(const Store & store) {
+    const StoreContents & all = store.contents();
+    uint64_t              n   = all.pos.capacity() * sizeof(int32_t) + all.image.capacity();
+    for (const Block & block : all.blocks) {
         n += block.tokens.capacity() * sizeof(int32_t);
         for (const auto & layer : block.layers) {
             n += layer.rows.index_bytes() + layer.heads.size() * sizeof(HeadList);

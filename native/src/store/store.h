@@ -34,15 +34,6 @@ struct Removed {
     std::vector<int32_t> keep;
 };
 
-// What a removal does to one block.
-struct Cut {
-    bool                                           any = false;
-    std::vector<int32_t>                           rows;           // that stay, of a block that lists its tokens
-    std::vector<std::vector<std::vector<uint8_t>>> flags;          // [layer][head][row] 1: it stays; of heads with lists of their own
-    int32_t                                        left      = 0;  // tokens that a block that is not ragged will have
-    int32_t                                        left_each = 0;  // rows of every head of a stream
-};
-
 class Store : private StoreContents {
   public:
     Store(const std::vector<LayerShape> & shapes, const Storage & storage, StoreContents contents = {})
@@ -51,7 +42,7 @@ class Store : private StoreContents {
     const std::vector<LayerShape> & shapes() const { return *shapes_; }
     const Storage &                 storage() const { return storage_; }
     const StoreContents &           contents() const { return *this; }
-    StoreContents                   release() { return std::move((StoreContents &) *this); }  // only to be destroyed then
+    StoreContents &                 parts() { return *this; }  // for the functions below
 
     int32_t n_tokens() const { return (int32_t) pos.size(); }  // entered so far
     bool    evicting() const { return eviction != Eviction::none; }
@@ -63,14 +54,14 @@ class Store : private StoreContents {
     // Enters n tokens in a block of their own that has no memory yet: take_layer gives it to one layer after the other. new_image
     // [n]. False: no memory, nothing changed.
     bool append_unallocated(int32_t n, const int32_t * new_pos, const uint8_t * new_image);
-    bool take_layer(size_t layer);                         // of the last block; false: no memory
-    void give_back_layer(size_t layer);                    // of the last block
+    void take_back(int32_t n) noexcept;                    // the last n tokens, which were entered last
+    void mark_images(int32_t n, const uint8_t * mask);     // of the last n tokens
+    Block make_block(int32_t capacity) const;              // a uniform one without tokens. Throws std::bad_alloc
+
     // send_away: a device holds the layer's rows from now on; their memory goes back, and new blocks get none. bring_back: takes
     // memory for all of them, which is then written. False: no memory, nothing changed.
     void send_away(size_t layer);
     bool bring_back(size_t layer);
-    void take_back(int32_t n) noexcept;                    // the last n tokens, which were entered last
-    void mark_images(int32_t n, const uint8_t * mask);     // of the last n tokens
 
     // Places of the last n tokens entered.
     struct Place {
@@ -79,96 +70,82 @@ class Store : private StoreContents {
     };
     Place place_from_end(int32_t i, int32_t n);  // i-th of the last n tokens, while they lie in uniform blocks
 
-    HeadView view(int32_t layer, int32_t head) const;
-    bool     biased() const;  // whether any row has a bias
-
+    HeadView             view(int32_t layer, int32_t head) const;
     int32_t              head_length(int32_t layer, int32_t head) const;
-    int32_t              pending_length() const;  // tokens, the same for every layer and head
-    bool                 pending_differs() const; // whether heads hold different pending tokens
-    std::vector<int32_t> pending_tokens() const;  // their token indices, where all heads hold the same ones
-    std::vector<int32_t> pending_tokens(int32_t layer, int32_t head) const;
     std::vector<int32_t> head_tokens(int32_t layer, int32_t head) const;
-    void                 read_biases(int32_t layer, int32_t head, float * out) const;  // [head_length], 0 where there are none
-
-    // Drops one row of one head. Throws std::bad_alloc, and then nothing has changed; not after loosen_row for the same row.
-    void loosen_row(int32_t layer, int32_t head, int32_t row);
-    void drop_row(int32_t layer, int32_t head, int32_t row);
-    // Gives back the blocks that every head has left. The last one stays while tokens can be added to it.
-    void drop_empty_blocks();
-    // Packs all blocks that nothing is added to or quantised in any more into one, if dropped rows take up more than a
-    // quarter of what the others do; layer by layer, so that the peak is one layer more. Where memory is refused it stops
-    // half-way.
-    void pack_if_sparse();
-
-    // Quantises generated rows, before the next token is entered: keys when GROUP of them are complete, values as KIVI
-    // stores them when RESIDUAL newer tokens exist. False: no memory, nothing lost.
-    bool seal_generated();
-    // Quantises those of the first `end` blocks that hold none of the last RESIDUAL tokens. None of them is pending. False: no
-    // memory, nothing lost.
-    bool seal_old(size_t end);
-    // Gives the pending tokens plain rows again, so that they can be scored and merged. False: no memory, nothing changed.
-    // was: NULL, or gets the quantised blocks with their places, for seal_again.
-    using Sealed = std::vector<std::pair<size_t, Block>>;
-    bool unseal_pending(Sealed * was = nullptr);
-    void seal_again(Sealed && was) noexcept;
-    // Leading pending blocks that are already quantised lose their pending mark. False: there are none.
-    bool promote_sealed();
-
-    // Gives every head of the pending blocks a list and scores of its own: of(layer, head) points to those of its pending
-    // rows. Throws std::bad_alloc.
-    void score_pending(const std::function<const double *(size_t layer, size_t head)> & of);
-    // scores[row] += mean over g < group of weights[g * ld + row], for the first n rows of a head that have scores.
-    void add_scores(int32_t layer, int32_t head, int32_t n, const float * weights, size_t ld, int32_t group);
-    // All scores of a head into out [head_length], 0 where there are none.
-    void read_scores(int32_t layer, int32_t head, double * out) const;
-
-    bool holds(int32_t p0, int32_t p1) const;  // whether a token with a position in [p0, p1) was entered, and not removed
-    // Removes the rows of tokens with a position in [p0, p1). Throws std::bad_alloc, and then nothing has changed.
-    std::vector<Removed> remove_rows(int32_t p0, int32_t p1);
-    // Then removes the tokens themselves at the end of the sequence; the next tokens take their indices.
-    void                 forget_last(int32_t p0, int32_t p1);
-
-    // Streams (store/streamed.cpp): rows that were compressed stay pending.
-    // Number of rows of every head that are not pending. -1: heads hold different numbers of them.
-    int32_t even_rows() const;
-    void    open_stream(int32_t n_sinks);  // makes all rows pending again, where heads hold as many rows
-    void    set_sinks(int32_t n) { sinks = n; }
-    void    stream_last() { blocks.back().kind = BlockKind::streamed; }  // the last block holds the kept rows of a stream
-
-    // replace_pending: main and tail take the place of the pending blocks; an empty one is left out. reserve_blocks makes room
-    // for both, and throws std::bad_alloc.
-    void reserve_blocks() { blocks.reserve(blocks.size() + 2); }
-    void replace_pending(Block && main, Block && tail);
-    uint64_t give_back_pending(size_t layer);            // of the pending blocks; returns the bytes
+    int32_t              pending_length() const;  // tokens, the same for every layer and head
 
     // Everything present counts as done; the next tokens open new blocks.
     void close_pending();
 
-    uint64_t bytes() const;        // of key and value buffers, and of rows' biases
-    uint64_t index_bytes() const;  // of token indices, positions and modality
-    uint64_t score_bytes() const;  // of the scores of rows
+    uint64_t bytes() const;  // of key and value buffers, and of rows' biases
 
   private:
-    Block                make_block(int32_t capacity) const;     // both throw std::bad_alloc
-    Block                lay_out_block(int32_t capacity) const;  // without memory
-    int32_t              next_capacity(const Block * last) const;
-    void                 loosen(Block & block, size_t layer) const;
-    bool                 grows(size_t block) const;
-    bool                 is_sparse() const;
-    std::vector<uint8_t> outside(const std::vector<int32_t> & tokens, int32_t p0, int32_t p1) const;  // 1: not in [p0, p1)
-    Cut                  cut_listed(const Block & block, int32_t p0, int32_t p1) const;
-    Cut                  cut_by_head(const Block & block, int32_t p0, int32_t p1) const;
-    Cut                  cut_streamed(const Block & block, int32_t p0, int32_t p1, size_t first, std::vector<Removed> & gone) const;
-    static void          apply(Block & block, const Cut & cut) noexcept;
-    size_t               packable() const;
-    bool                 join_layer(size_t layer, size_t first, size_t last, bool values, BlockLayer & to) const;
-    bool                 seal(size_t first, size_t last, bool values);
-    bool                 join_sealed();
-
     const std::vector<LayerShape> * shapes_;
     Storage                         storage_;
     std::vector<uint8_t>            away_;  // [layer] 1: a device holds its rows; empty: all rows are here
 };
+
+bool                 biased(const Store & store);           // whether any row has a bias
+void                 read_biases(const Store & store, int32_t layer, int32_t head, float * out);   // [head_length], 0: there is none
+void                 read_scores(const Store & store, int32_t layer, int32_t head, double * out);  // likewise
+bool                 pending_differs(const Store & store);  // whether heads hold different pending tokens
+std::vector<int32_t> pending_tokens(const Store & store);   // their token indices, where all heads hold the same ones
+std::vector<int32_t> pending_tokens(const Store & store, int32_t layer, int32_t head);
+uint64_t             index_bytes(const Store & store);      // of token indices, positions and modality
+uint64_t             score_bytes(const Store & store);      // of the scores of rows
+
+bool     take_layer(Store & store, size_t layer);         // memory of the last block; false: there is none
+void     give_back_layer(Store & store, size_t layer);    // of the last block
+uint64_t give_back_pending(Store & store, size_t layer);  // of the pending blocks; returns the bytes
+
+// Drops one row of one head. Throws std::bad_alloc, and then nothing has changed; not after loosen_row for the same row.
+void loosen_row(Store & store, int32_t layer, int32_t head, int32_t row);
+void drop_row(Store & store, int32_t layer, int32_t head, int32_t row);
+// Gives back the blocks that every head has left. The last one stays while tokens can be added to it.
+void drop_empty_blocks(Store & store);
+// Packs all blocks that nothing is added to or quantised in any more into one, if dropped rows take up more than a
+// quarter of what the others do; layer by layer, so that the peak is one layer more. Where memory is refused it stops
+// half-way.
+void pack_if_sparse(Store & store);
+
+// Quantises generated rows, before the next token is entered: keys when GROUP of them are complete, values as KIVI
+// stores them when RESIDUAL newer tokens exist. False: no memory, nothing lost.
+bool seal_generated(Store & store);
+// Quantises those of the first `end` blocks that hold none of the last RESIDUAL tokens. None of them is pending. False: no
+// memory, nothing lost.
+bool seal_old(Store & store, size_t end);
+// Gives the pending tokens plain rows again, so that they can be scored and merged. False: no memory, nothing changed.
+// was: NULL, or gets the quantised blocks with their places, for seal_again.
+using Sealed = std::vector<std::pair<size_t, Block>>;
+bool unseal_pending(Store & store, Sealed * was = nullptr);
+void seal_again(Store & store, Sealed && was) noexcept;
+// Leading pending blocks that are already quantised lose their pending mark. False: there are none.
+bool promote_sealed(Store & store);
+
+// Gives every head of the pending blocks a list and scores of its own: of(layer, head) points to those of its pending
+// rows. Throws std::bad_alloc.
+void score_pending(Store & store, const std::function<const double *(size_t layer, size_t head)> & of);
+// scores[row] += mean over g < group of weights[g * ld + row], for the first n rows of a head that have scores.
+void add_scores(Store & store, int32_t layer, int32_t head, int32_t n, const float * weights, size_t ld, int32_t group);
+
+bool holds(const Store & store, int32_t p0, int32_t p1);  // whether a token with a position in [p0, p1) was entered, and not removed
+// Removes the rows of tokens with a position in [p0, p1). Throws std::bad_alloc, and then nothing has changed.
+std::vector<Removed> remove_rows(Store & store, int32_t p0, int32_t p1);
+// Then removes the tokens themselves at the end of the sequence; the next tokens take their indices.
+void                 forget_last(Store & store, int32_t p0, int32_t p1);
+
+// Streams (store/streamed.cpp): rows that were compressed stay pending.
+// Number of rows of every head that are not pending. -1: heads hold different numbers of them.
+int32_t even_rows(const Store & store);
+void    open_stream(Store & store, int32_t n_sinks);  // makes all rows pending again, where heads hold as many rows
+void    set_sinks(Store & store, int32_t n);
+void    stream_last(Store & store);                   // the last block holds the kept rows of a stream
+
+// replace_pending: main and tail take the place of the pending blocks; an empty one is left out. reserve_blocks makes room
+// for both, and throws std::bad_alloc.
+void reserve_blocks(Store & store);
+void replace_pending(Store & store, Block && main, Block && tail);
 
 // A row of a uniform block.
 inline uint8_t * k_row(const Store::Place & at, int32_t layer, int32_t head) {
