@@ -116,7 +116,7 @@ void append(Sequence & seq, const kvedge_plan & plan, int32_t n) {
 }
 
 void save_and_load(std::unique_ptr<Sequence> & seq, const Kind & kind) {
-    if (seq->observed.any()) {
+    if (seq->observed.have().any()) {
         return;  // prepare_saving refuses it
     }
     Memory out;

@@ -116,7 +116,7 @@ void check_decode(const Case & c, const Sequence & seq, AttendJob job, const Exp
     const size_t        row = (size_t) seq.rows.head_length(0, 0) + 5;
     std::vector<float>  weights((size_t) c.H * row, -1.0f);
     const auto          own = seq.clone();
-    ColumnSums &        to  = own->observed.sums(0);
+    ColumnSums &        to  = own->observed.layer(0).sums;
     std::fill(to.sums.begin(), to.sums.end(), 0.0);
     job.seen = &own->observed;
     if (job.n == 1) {
@@ -154,8 +154,8 @@ void check_step(const Case & c, Sequence & seq, int32_t n) {
     const auto         sinks   = random_floats((size_t) c.H);
     std::vector<float> out((size_t) (n * c.H * c.d_v));
     CHECK(make_room(seq, { true, true, true }, 0));
-    const auto before = seq.observed.sums(0).sums, squares_before = seq.observed.sums(0).squares;
-    const auto entropy_before = seq.observed.entropies(0);
+    const auto before = seq.observed.layer(0).sums.sums, squares_before = seq.observed.layer(0).sums.squares;
+    const auto entropy_before = seq.observed.layer(0).entropy;
 
     AttendJob job{};
     job.rows       = &seq.rows;
@@ -187,11 +187,11 @@ void check_step(const Case & c, Sequence & seq, int32_t n) {
         CHECK(close_to(out[i], e.out[i], 2e-5));
     }
     for (int32_t h = 0; h < c.Hkv; h++) {
-        CHECK(close_to(seq.observed.entropies(0)[(size_t) h] - entropy_before[(size_t) h], e.entropy[(size_t) h], 1e-5));
+        CHECK(close_to(seq.observed.layer(0).entropy[(size_t) h] - entropy_before[(size_t) h], e.entropy[(size_t) h], 1e-5));
         for (int32_t j = 0; j < pending; j++) {
-            const auto at = (size_t) (h * seq.observed.sums(0).capacity + j);
-            CHECK(close_to(seq.observed.sums(0).squares[at] - squares_before[at], e.squares[(size_t) (h * pending + j)], 2e-5));
-            CHECK(close_to(seq.observed.sums(0).sums[at] - before[at], e.sums[(size_t) (h * pending + j)], 2e-5));
+            const auto at = (size_t) (h * seq.observed.layer(0).sums.capacity + j);
+            CHECK(close_to(seq.observed.layer(0).sums.squares[at] - squares_before[at], e.squares[(size_t) (h * pending + j)], 2e-5));
+            CHECK(close_to(seq.observed.layer(0).sums.sums[at] - before[at], e.sums[(size_t) (h * pending + j)], 2e-5));
         }
     }
 

@@ -53,7 +53,7 @@ Sequence make_sequence() {
         for (int32_t t = T - QUERIES; t < T; t++) {
             for (int32_t h = 0; h < s.n_heads; h++) {
                 for (int32_t c = 0; c < s.d_k; c++) {
-                    seq.observed.window_slot((size_t) l, t)[h * s.d_k + c] = query(l, h, t, c) / std::sqrt((float) s.d_k);
+                    seq.observed.layer((size_t) l).window.slot(t)[h * s.d_k + c] = query(l, h, t, c) / std::sqrt((float) s.d_k);
                 }
             }
         }

@@ -46,8 +46,8 @@ uint32_t told(const Sequence & seq) {
             if (seq.rows.scored()) {
                 tell(scores);
             }
-            if (seq.observed.has_sums()) {
-                const ColumnSums & cs = seq.observed.sums((size_t) l);
+            if (seq.observed.have().sums) {
+                const ColumnSums & cs = seq.observed.layer((size_t) l).sums;
                 const auto         n  = (size_t) std::min(cs.capacity, seq.rows.pending_length());  // what follows is room
                 sum = crc32(sum, cs.sums.data() + (size_t) h * (size_t) cs.capacity, n * sizeof(double));
             }
@@ -63,7 +63,7 @@ void enter(Sequence & seq, int32_t n) {
     CHECK(make_room(seq, { true, false, false, false, 8 }, n) && seq.rows.append(n, pos.data(), false));
     const Storage plain = seq.rows.storage().plain();
     for (size_t l = 0; l < SHAPES.size(); l++) {
-        ColumnSums & cs = seq.observed.sums(l);
+        ColumnSums & cs = seq.observed.layer(l).sums;
         for (int32_t h = 0; h < SHAPES[l].n_heads_kv; h++) {
             for (int32_t t = 0; t < n; t++) {
                 const auto place = seq.rows.place_from_end(t, n);

@@ -117,7 +117,7 @@ void check_cross(const Sequence & seq, const std::vector<float> & q) {
                     expected += std::log(total) - weighted / total;
                 }
             }
-            CHECK(close_to(attention_entropy(seq.rows.shapes()[0], seq.rows.view(0, head), seq.observed.queries(0), head, cross), expected, 1e-4));  // queries in half precision
+            CHECK(close_to(attention_entropy(seq.rows.shapes()[0], seq.rows.view(0, head), seq.observed.queries.of(0), head, cross), expected, 1e-4));  // queries in half precision
         }
     }
 }
@@ -151,7 +151,7 @@ void check_kept_queries(float softcap) {
     enter(5, true, text);
     seq.remove(715, 800);  // a whole part and more
     q.resize((size_t) (715 * H * D));
-    CHECK(seq.observed.queries(0).size() == 4 && seq.rows.n_tokens() == 715);
+    CHECK(seq.observed.queries.of(0).size() == 4 && seq.rows.n_tokens() == 715);
     check_cross(seq, q);
     check_cross(*copy, copy_of_q);
     CHECK(seq.score_bytes() >= (uint64_t) (720 * H * D * 2));

@@ -100,7 +100,7 @@ class Checked {
         for (size_t l = 0; l < SHAPES.size(); l++) {
             for (size_t h = 0; h < rows[l].size(); h++) {
                 for (size_t i = 0; i < pending.size(); i++) {
-                    seq->observed.sums(l).sums[h * (size_t) seq->observed.sums(l).capacity + i] = (double) (pending[i] * 7 % 100);
+                    seq->observed.layer(l).sums.sums[h * (size_t) seq->observed.layer(l).sums.capacity + i] = (double) (pending[i] * 7 % 100);
                 }
             }
         }
@@ -291,12 +291,12 @@ void test_removing_nothing() {
     seq.observed.skip_windows(42);
     const int32_t last     = seq.rows.contents().pos.back(), first = seq.rows.contents().pos.front();
     const auto    capacity = seq.score_bytes();
-    seq.observed.sums(1).sums[3]    = 5.0;
+    seq.observed.layer(1).sums.sums[3]    = 5.0;
     const auto untouched = [&](size_t n) {
         c.check();
         CHECK((size_t) seq.rows.n_tokens() == n && seq.rows.contents().image.size() == n);
-        CHECK(seq.observed.window_from() == 42 && seq.observed.window_size() == 8 && seq.observed.has_windows());
-        CHECK(seq.observed.sums(1).sums[3] == 5.0 && seq.observed.queries(0).size() == 1 && seq.observed.queries(0)[0].n == 4);
+        CHECK(seq.observed.window_from() == 42 && seq.observed.have().window == 8);
+        CHECK(seq.observed.layer(1).sums.sums[3] == 5.0 && seq.observed.queries.of(0).size() == 1 && seq.observed.queries.of(0)[0].n == 4);
         CHECK(seq.score_bytes() == capacity);
     };
     for (const auto & [p0, p1] : { std::pair<int32_t, int32_t>{ last + 1, last + 100 }, { 0, first }, { first, first }, { last, last } }) {
@@ -311,7 +311,7 @@ void test_removing_nothing() {
     });
     untouched(74);
     seq.remove(last, last + 1);  // of the prompt
-    CHECK(seq.observed.window_from() == 73 && seq.rows.n_tokens() == 73 && seq.observed.queries(0)[0].n == 3);
+    CHECK(seq.observed.window_from() == 73 && seq.rows.n_tokens() == 73 && seq.observed.queries.of(0)[0].n == 3);
 }
 
 // Whole pages lose what they held, and can be used on; what lies beside them stays.

@@ -152,7 +152,7 @@ void attend_block(
 // What a single token pays to the pending rows. Whoever writes out a head is alone with it.
 void add_sums(const AttendJob & job, const Piece & piece) {
     const int32_t n     = job.rows->pending_length();
-    ColumnSums &  seen  = job.seen->sums((size_t) job.layer);
+    ColumnSums &  seen  = job.seen->layer((size_t) job.layer).sums;
     double *      sums  = seen.sums.data() + (size_t) piece.head * (size_t) seen.capacity;
     const float * paid  = weights_of(job, piece, 0) + (piece.n_keys - n);
     for (int32_t r = 0; r < n; r++) {

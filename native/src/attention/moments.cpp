@@ -50,7 +50,7 @@ void turn_back(const Rotation & rotation, const MomentsScratch & x, size_t t, co
 void record_moments(const AttendJob & job, Observed & to, int32_t from, int32_t ith, int32_t nth, MomentsScratch & x) {
     const LayerShape & shape    = job.rows->shapes()[(size_t) job.layer];
     const Rotation &   rotation = to.rotation((size_t) job.layer);
-    QueryMoments &     moments  = to.moments((size_t) job.layer);
+    QueryMoments &     moments  = to.layer((size_t) job.layer).moments;
     const int32_t      first    = job.rows->n_tokens() - job.n;
     for (int32_t a = 0; ith == 0 && job.places && a < PLACES * job.n; a++) {
         moments.note_position(job.places[a]);

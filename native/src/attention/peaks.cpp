@@ -11,11 +11,11 @@ namespace kvedge {
 namespace {
 
 // Rows of a tile whose peaks are one row: all, or every group-th one, those of a query head.
-int32_t peak_rows(const AttendJob & job, const Tile & tile) { return job.seen->peaks((size_t) job.layer).each > 1 ? tile.group : 1; }
+int32_t peak_rows(const AttendJob & job, const Tile & tile) { return job.seen->layer((size_t) job.layer).peaks.each > 1 ? tile.group : 1; }
 
 // Peaks of the n pending rows from `first` on grow to `highest` [n]; part: of the peaks that a KV head has.
 void pour_peaks(const AttendJob & job, const Tile & tile, int32_t part, int32_t first, int32_t n, const float * highest) {
-    Peaks &       peaks = job.seen->peaks((size_t) job.layer);
+    Peaks &       peaks = job.seen->layer((size_t) job.layer).peaks;
     const int32_t row   = tile.head * peak_rows(job, tile) + part;
     float *       to    = peaks.highest.data() + (size_t) row * (size_t) peaks.capacity + first;
     job.locks[tile.head].lock();

@@ -102,7 +102,7 @@ SoftmaxRow exp_row(const AttendJob & job, const Tile & tile, int32_t r, float * 
         take(at, end, *from == mine ? same : other);
         at = end;
     }
-    const QuerySpan span = job.seen->newest_queries((size_t) job.layer);
+    const QuerySpan span = job.seen->queries.newest((size_t) job.layer);
     memcpy(span.row(job.rows->shapes()[(size_t) job.layer], token, query_head).seen, &other, sizeof(other));
     all.sum = same.sum + other.sum;
     all.dot = same.dot + other.dot;
@@ -112,7 +112,7 @@ SoftmaxRow exp_row(const AttendJob & job, const Tile & tile, int32_t r, float * 
 // Keeps the tile's queries for the end of the prompt, scaled and in half precision.
 void keep_queries(const AttendJob & job, const Tile & tile, int32_t d_k, const float * q) {
     const LayerShape & shape = job.rows->shapes()[(size_t) job.layer];
-    const QuerySpan    span  = job.seen->newest_queries((size_t) job.layer);
+    const QuerySpan    span  = job.seen->queries.newest((size_t) job.layer);
     for (int32_t r = 0; r < tile.rows; r++) {
         const QueryRow to = span.row(shape, tile.t0 + r / tile.group, tile.head * tile.group + r % tile.group);
         kernels().from_f32(Type::f16, q + (size_t) r * (size_t) d_k, to.q, (size_t) d_k);
@@ -152,7 +152,7 @@ void softmax(const AttendJob & job, const Tile & tile, Scratch & x) {
     }
     if (job.wanted.entropy) {
         job.locks[tile.head].lock();
-        job.seen->entropies((size_t) job.layer)[tile.head] += entropy;
+        job.seen->layer((size_t) job.layer).entropy[tile.head] += entropy;
         job.locks[tile.head].unlock();
     }
 }
@@ -179,7 +179,7 @@ void add_sums(const AttendJob & job, const Tile & tile, Scratch & x) {
     const int32_t pending = tile.n_keys - job.rows->pending_length();
     const int32_t first   = job.scored ? 0 : pending;
     const int32_t n       = tile.n_visible - pending;
-    ColumnSums &  seen    = job.seen->sums((size_t) job.layer);
+    ColumnSums &  seen    = job.seen->layer((size_t) job.layer).sums;
     const bool    squares = !seen.squares.empty();
     if (tile.n_visible <= first) {
         return;
@@ -273,8 +273,8 @@ bool Scratch::reserve(const std::vector<LayerShape> & shapes, int32_t n_keys) {
 void record_window(const AttendJob & job, Observed & observed, int32_t ith, int32_t nth) {
     const LayerShape & shape = job.rows->shapes()[(size_t) job.layer];
     const int32_t      next  = job.rows->n_tokens();  // what is pending shrinks in a stream
-    for (int32_t t = std::max(0, job.n - observed.window_size()) + ith; t < job.n; t += nth) {
-        float * to = observed.window_slot((size_t) job.layer, next - job.n + t);
+    for (int32_t t = std::max(0, job.n - observed.have().window) + ith; t < job.n; t += nth) {
+        float * to = observed.layer((size_t) job.layer).window.slot(next - job.n + t);
         for (int32_t h = 0; h < shape.n_heads; h++) {
             const float * from = job.q + place(job, t) * job.q_token + (size_t) h * job.q_head;
             for (int32_t i = 0; i < shape.d_k; i++) {
@@ -283,7 +283,7 @@ void record_window(const AttendJob & job, Observed & observed, int32_t ith, int3
         }
     }
     if (ith == 0 && job.sinks) {
-        observed.note_sinks((size_t) job.layer, job.sinks);
+        observed.layer((size_t) job.layer).window.sinks.assign(job.sinks, job.sinks + shape.n_heads);
     }
 }
 

@@ -29,7 +29,7 @@ class SequenceView : public PendingView {
   public:
     explicit SequenceView(const Sequence & seq) : seq_(seq) {}
     HeadView               head(int32_t layer, int32_t head) const override { return seq_.rows.view(layer, head); }
-    std::vector<QuerySpan> queries(int32_t layer) const override { return seq_.observed.queries((size_t) layer); }
+    std::vector<QuerySpan> queries(int32_t layer) const override { return seq_.observed.queries.of((size_t) layer); }
 
   private:
     const Sequence & seq_;
@@ -67,7 +67,7 @@ std::vector<int32_t> tokens_of_heads(const Sequence & seq, size_t l) {
 }
 
 const float * sinks_of(const Sequence & seq, size_t l) {
-    const auto & sinks = seq.observed.window(l).sinks;
+    const auto & sinks = seq.observed.layer(l).window.sinks;
     return sinks.empty() ? nullptr : sinks.data();
 }
 
@@ -97,14 +97,14 @@ Bulk<float> run_scorer(
     const Observed & seen = seq.observed;
     in.observed           = &seen;
     Bulk<float> window;
-    if (seen.has_windows()) {
+    if (seen.have().window > 0) {
         in.n_window = window_length(seq);
-        window      = known.empty() ? seen.last_queries(l, seq.rows.n_tokens(), in.n_window) : Bulk<float>();
+        window      = known.empty() ? seen.layer(l).window.last(seq.rows.n_tokens(), in.n_window) : Bulk<float>();
         in.window_q = window.data();
         in.sinks    = sinks_of(seq, l);
     }
-    if (seen.has_moments()) {
-        in.next_position = std::max(seq.rows.contents().pos.back() + 1, seen.moments(l).next_position());
+    if (seen.have().moments >= 0) {
+        in.next_position = std::max(seq.rows.contents().pos.back() + 1, seen.layer(l).moments.next_position());
     }
     Bulk<float> lengths;
     if (plan_observes(plan).apart) {
@@ -127,7 +127,7 @@ bool by_attention(const kvedge_plan & plan) {
 
 // The pending tokens whose queries were kept. tokens: indices of all, ascending.
 std::vector<QueryPlace> kept_queries(const Sequence & seq, const std::vector<int32_t> & tokens) {
-    const auto              spans = seq.observed.queries(0);  // those of the other layers are of the same tokens
+    const auto              spans = seq.observed.queries.of(0);  // those of the other layers are of the same tokens
     std::vector<QueryPlace> out;
     size_t                  i = 0;
     for (int32_t token : tokens) {
@@ -158,7 +158,7 @@ Scores attention_scores(Job & job, int32_t layer) {
 
 int32_t window_length(const Sequence & seq) {
     const Observed & seen = seq.observed;
-    return seen.has_windows() ? std::min({ seen.window_size(), seq.rows.n_tokens() - seen.window_from(), seq.rows.pending_length() }) : 0;
+    return seen.have().window > 0 ? std::min({ seen.have().window, seq.rows.n_tokens() - seen.window_from(), seq.rows.pending_length() }) : 0;
 }
 
 Job make_job(Sequence & seq, const kvedge_plan & plan, int32_t n_threads, bool scored) {
@@ -174,7 +174,7 @@ Job make_job(Sequence & seq, const kvedge_plan & plan, int32_t n_threads, bool s
         job.tokens = pending_tokens(seq.rows);
         job.image  = pending_image(seq, job.tokens);
     }
-    if (plan.reducer->queries && seq.observed.has_queries()) {
+    if (plan.reducer->queries && seq.observed.have().queries) {
         job.queries = kept_queries(seq, job.tokens);
     }
     job.spans.resize(n);
@@ -224,7 +224,7 @@ bool measure_away(Job & job) {
         wanted.sinks.resize(layers, nullptr);
         for (size_t l = 0; l < layers && !kept; l++) {
             if (is_away(job, l)) {
-                wanted.queries[l] = seq.observed.last_queries(l, seq.rows.n_tokens(), wanted.n_window);
+                wanted.queries[l] = seq.observed.layer(l).window.last(seq.rows.n_tokens(), wanted.n_window);
                 wanted.sinks[l]   = sinks_of(seq, l);
             }
         }

@@ -37,7 +37,7 @@ void fill_layers(Job & job, bool reduces, Compression & outcome) {
             bytes -= give_back_pending(seq.rows, l);
         }
         if (job.plan.reducer->queries) {
-            seq.observed.give_back_queries(l);
+            seq.observed.queries.give_back(l);
         }
     }
     replace_pending(seq.rows, std::move(*job.main), std::move(*job.tail));
@@ -69,17 +69,17 @@ kvedge_status fail_unobserved(const kvedge_plan & plan, kvedge_error * err) {
 
 // Peaks of all query heads together, gathered under another plan, cannot be told apart again.
 static bool peaks_fit(const Sequence & seq, const Observation & wanted) {
-    if (!wanted.apart || !seq.observed.has_peaks()) {
+    if (!wanted.apart || !seq.observed.have().peaks) {
         return true;
     }
     const LayerShape & shape = seq.rows.shapes()[0];
-    const Peaks &      peaks = seq.observed.peaks(0);
+    const Peaks &      peaks = seq.observed.layer(0).peaks;
     return peaks.capacity == 0 || peaks.each == shape.n_heads / shape.n_heads_kv;
 }
 
 bool saw_all(const Sequence & seq, const kvedge_plan & plan) {
     const Observation wanted = plan_observes(plan);
-    return !seq.observed.missing().lacks(wanted) && peaks_fit(seq, wanted);
+    return !seq.observed.missing.lacks(wanted) && peaks_fit(seq, wanted);
 }
 
 kvedge_status score_pending(
@@ -88,7 +88,7 @@ kvedge_status score_pending(
     if (T == 0) {
         return fail(err, KVEDGE_E_STATE, "no token was added since the last compression; there is nothing to score");
     }
-    if (!saw_all(seq, plan) || !seq.observed.has(plan_observes(plan))) {
+    if (!saw_all(seq, plan) || !seq.observed.have().has(plan_observes(plan))) {
         return fail_unobserved(plan, err);
     }
     // scorers read plain rows: quantised ones become plain in a copy

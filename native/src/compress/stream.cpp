@@ -68,8 +68,8 @@ kvedge_status open_stream(Sequence & seq, const kvedge_plan & plan, kvedge_error
 
 // Whether anything was seen of what the plan's scorer goes by.
 static bool observed_some(const Sequence & seq, const Observation & wanted) {
-    return (!wanted.sums || seq.observed.has_sums()) && (wanted.moments < 0 || seq.observed.has_moments()) &&
-           (wanted.window == 0 || (seq.observed.has_windows() && seq.rows.n_tokens() > seq.observed.window_from()));
+    return (!wanted.sums || seq.observed.have().sums) && (wanted.moments < 0 || seq.observed.have().moments >= 0) &&
+           (wanted.window == 0 || (seq.observed.have().window > 0 && seq.rows.n_tokens() > seq.observed.window_from()));
 }
 
 static kvedge_status compress_rows(
@@ -101,13 +101,13 @@ static kvedge_status compress_rows(
         return fail(err, KVEDGE_E_MEMORY, "no memory for the compressed cache of %d tokens", budget);
     }
     fill_layers(job, reduces, outcome);
-    for (size_t l = 0; seq.observed.has_sums() && l < job.kept.size(); l++) {
+    for (size_t l = 0; seq.observed.have().sums && l < job.kept.size(); l++) {
         for (size_t h = 0; h < job.kept[l].size(); h++) {
             seq.observed.remove_head_rows(l, h, 0, Observed::ALL, job.kept[l][h]);
         }
     }
     stream_last(seq.rows);
-    seq.observed.missing() = {};
+    seq.observed.missing = {};
     outcome.reduced        = true;
     return ok(err);
 }

@@ -63,7 +63,7 @@ StoredRows plan_head(
         head.tokens.push_back(job.tokens_of(l, h)[kept[(size_t) i]]);
     }
     if (job.scored) {
-        const ColumnSums & cs   = job.seq.observed.sums(l);
+        const ColumnSums & cs   = job.seq.observed.layer(l).sums;
         const double *     sums = cs.sums.data() + h * (size_t) cs.capacity;
         head.scores.reserve((size_t) (last - first) + 1);
         for (int32_t i = first; i < last; i++) {
@@ -218,7 +218,7 @@ bool open_layer(Job & job, size_t l, bool reduces, int32_t n_workers) {
     job.main->layers[l].heads.resize((size_t) shape.n_heads_kv);
     job.tail->layers[l].heads.resize((size_t) shape.n_heads_kv);
     job.sources[l].clear();
-    job.spans[l] = job.queries.empty() ? std::vector<QuerySpan>() : job.seq.observed.queries(l);
+    job.spans[l] = job.queries.empty() ? std::vector<QuerySpan>() : job.seq.observed.queries.of(l);
     std::vector<StoredRows> stored[2];
     for (size_t h = 0; h < (size_t) shape.n_heads_kv; h++) {
         const auto    n     = (int32_t) job.kept[l][h].size();

@@ -262,13 +262,13 @@ void Devices::note_sums(SequenceState & state, size_t l, int32_t rows, const Att
             }
         }
     };
-    if (to.has_sums()) {
-        ColumnSums & cs = to.sums(l);
+    if (to.have().sums) {
+        ColumnSums & cs = to.layer(l).sums;
         add(cs.sums, cs.capacity, sums.columns, share);
         add(cs.squares, cs.capacity, sums.squares, share * share);
     }
-    for (size_t h = 0; h < sums.entropy.size() && to.has_entropies(); h++) {
-        to.entropies(l)[h] -= sums.entropy[h];
+    for (size_t h = 0; h < sums.entropy.size() && to.have().entropy; h++) {
+        to.layer(l).entropy[h] -= sums.entropy[h];
     }
 }
 
@@ -278,7 +278,7 @@ uint64_t Devices::read_queries(SequenceState & state) {
     }
     wait();
     const LastQueries last = state.device->queries.read();
-    for (size_t l = 0; l < layers_.places.size() && state.seq->observed.has_windows(); l++) {
+    for (size_t l = 0; l < layers_.places.size() && state.seq->observed.have().window > 0; l++) {
         if (layers_.places[l]) {
             note_queries(state, l, last.n, last.layers[l]);
         }

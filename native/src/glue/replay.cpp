@@ -39,7 +39,7 @@ static bool begin_anew(SequenceState & state, const Observation & wanted) {
     Observed & seen = state.seq->observed;
     state.replayed  = 0;
     seen.drop_peaks();
-    int32_t & missing = seen.missing().of[quantity::peaks];
+    int32_t & missing = seen.missing.of[quantity::peaks];
     missing           = std::max(missing, 1);
     if (!make_room(*state.seq, peaks_of(wanted), 0)) {
         seen.drop_peaks();
@@ -103,7 +103,7 @@ extern "C" kvedge_status kvedge_replay_end(kvedge_cache * kv, int32_t seq_id, kv
             state.replayed = std::max(state.replayed, replay.scope.last);
         }
         if (!replay.spoiled && state.replayed >= replay.scope.n_context) {
-            state.seq->observed.missing().of[quantity::peaks] = 0;
+            state.seq->observed.missing.of[quantity::peaks] = 0;
         }
         state.replay.reset();
         return ok(err);

@@ -229,7 +229,7 @@ kvedge_status prepare_saving(const kvedge_cache & kv, int32_t seq_id, Saving & o
     if (!state) {
         return fail(err, KVEDGE_E_STATE, "sequence %d is empty; there is nothing to save", seq_id);
     }
-    if (state->streaming ? state->armed : state->seq->observed.any()) {
+    if (state->streaming ? state->armed : state->seq->observed.have().any()) {
         return fail(err, KVEDGE_E_STATE, "a prompt was read and is not compressed yet; compress it before it is saved");
     }
     llama_synchronize(kv.context.llama);

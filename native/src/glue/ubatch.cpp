@@ -223,7 +223,7 @@ void Ubatch::go_on(Run & run) {
         state.seq->observed.count(state.seq->rows.pending_length(), n, causal, std::move(run.modality));
     }
     if (run.is_prompt()) {
-        state.seq->observed.missing().count(n, run.wanted, run.watched);
+        state.seq->observed.missing.count(n, run.wanted, run.watched);
     }
     if (!run.watched) {
         state.seq->observed.skip_windows(state.seq->rows.n_tokens());  // these queries are not in the window

@@ -26,6 +26,12 @@ struct Observation {
     bool    within  = false;  // as shares of what the chunk of that pass is about, not of all rows
 
     bool attention() const { return sums || entropy || peaks; }
+    bool any() const { return attention() || queries || window > 0 || moments >= 0; }
+    // Whether all that is wanted is gathered, but for all queries and their entropy.
+    bool has(const Observation & wanted) const {
+        return (!wanted.sums || sums) && (!wanted.squares || squares) && window >= std::min(wanted.window, 1) &&
+               (wanted.moments < 0 || moments >= 0) && (!wanted.any_peaks() || peaks);
+    }
     bool any_peaks() const { return peaks || again; }
 
     // The longest prompt of which none would be left to choose from.

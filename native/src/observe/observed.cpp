@@ -64,7 +64,8 @@ void LayerSeen::make_room(const Observation & wanted, const LayerShape & shape, 
         entropy.resize(heads_kv, 0.0);
     }
     if (wanted.window > 0) {
-        window.q.resize((size_t) wanted.window * (size_t) shape.n_heads * (size_t) shape.d_k);
+        window.row = (size_t) shape.n_heads * (size_t) shape.d_k;
+        window.q.resize((size_t) wanted.window * window.row);
         window.sinks.reserve((size_t) shape.n_heads);  // filled while a graph runs, where nothing may fail
     }
     if (wanted.moments >= 0 && moments.empty()) {
@@ -78,12 +79,8 @@ void LayerSeen::make_room(const Observation & wanted, const LayerShape & shape, 
 }
 
 uint64_t LayerSeen::bytes() const {
-    uint64_t n = (sums.sums.capacity() + sums.squares.capacity() + entropy.capacity()) * sizeof(double) + moments.bytes() +
-                 (peaks.highest.capacity() + window.q.capacity() + window.sinks.capacity()) * sizeof(float);
-    for (const Pages & part : queries) {
-        n += part.size();
-    }
-    return n;
+    return (sums.sums.capacity() + sums.squares.capacity() + entropy.capacity()) * sizeof(double) + moments.bytes() +
+           (peaks.highest.capacity() + window.q.capacity() + window.sinks.capacity()) * sizeof(float);
 }
 
 uint64_t observed_bytes(const Observation & wanted, const LayerShape & layer, int32_t n_tokens) {
@@ -120,37 +117,24 @@ bool Observed::make_room(const Observation & wanted, size_t l, int32_t next, int
     return false;
 }
 
-bool Observed::make_query_room(int32_t next, int32_t n) try {
-    layers_.resize(shapes_->size());
-    have_.queries = true;
+bool KeptQueries::make_room(const std::vector<LayerShape> & shapes, int32_t next, int32_t n) try {
     if (!spans_.empty() && spans_.back().first == next) {
-        drop_span(spans_.size() - 1);  // of tokens that were refused after all
+        spans_.pop_back();  // of tokens that were refused after all
     }
-    for (size_t l = 0; l < layers_.size(); l++) {
-        const LayerShape & s  = (*shapes_)[l];
-        auto &             to = layers_[l].queries;
-        to.resize(spans_.size());  // a layer that had memory when another had none
-        to.push_back(Pages::take((size_t) n * (size_t) s.n_heads * (row_k(s, Type::f16) + SEEN_BYTES)));
-        if (!to.back()) {
+    Span fresh{ next, n, n, {} };
+    for (const LayerShape & s : shapes) {
+        fresh.pages.push_back(Pages::take((size_t) n * (size_t) s.n_heads * (row_k(s, Type::f16) + SEEN_BYTES)));
+        if (!fresh.pages.back()) {
             return false;
         }
     }
-    spans_.push_back({ next, n, n });
+    spans_.push_back(std::move(fresh));
     return true;
 } catch (const std::bad_alloc &) {
     return false;
 }
 
-bool Observed::has(const Observation & wanted) const {
-    return (!wanted.sums || have_.sums) && (!wanted.squares || have_.squares) && have_.window >= std::min(wanted.window, 1) &&
-           (wanted.moments < 0 || has_moments()) && (!wanted.any_peaks() || have_.peaks);
-}
-
-QuerySpan Observed::span(size_t layer, size_t i) const {
-    return { spans_[i].first, spans_[i].n, spans_[i].room, (uint8_t *) layers_[layer].queries[i].data() };
-}
-
-std::vector<QuerySpan> Observed::queries(size_t layer) const {
+std::vector<QuerySpan> KeptQueries::of(size_t layer) const {
     std::vector<QuerySpan> out;
     for (size_t i = 0; i < spans_.size(); i++) {
         out.push_back(span(layer, i));
@@ -158,19 +142,45 @@ std::vector<QuerySpan> Observed::queries(size_t layer) const {
     return out;
 }
 
-QuerySpan Observed::newest_queries(size_t layer) const { return span(layer, spans_.size() - 1); }
-
-void Observed::give_back_queries(size_t layer) {
-    for (size_t i = 0; i < spans_.size(); i++) {
-        layers_[layer].queries[i] = Pages();
+void KeptQueries::give_back(size_t layer) {
+    for (Span & span : spans_) {
+        span.pages[layer] = Pages();
     }
 }
 
-void Observed::drop_span(size_t span) {
-    spans_.erase(spans_.begin() + (std::ptrdiff_t) span);
-    for (auto & layer : layers_) {
-        layer.queries.erase(layer.queries.begin() + (std::ptrdiff_t) span);
+void KeptQueries::forget(const std::vector<int32_t> & pending, int32_t n_tokens) {
+    for (size_t i = spans_.size(); i-- > 0;) {
+        const auto at = std::lower_bound(pending.begin(), pending.end(), spans_[i].first);
+        if (at == pending.end() || *at >= spans_[i].first + spans_[i].n) {
+            spans_.erase(spans_.begin() + (std::ptrdiff_t) i);
+        }
     }
+    for (Span & span : spans_) {
+        span.n = std::min(span.n, std::max(0, n_tokens - span.first));
+    }
+}
+
+uint64_t KeptQueries::bytes() const {
+    uint64_t n = 0;
+    for (const Span & span : spans_) {
+        for (const Pages & pages : span.pages) {
+            n += pages.size();
+        }
+    }
+    return n;
+}
+
+Bulk<float> QueryWindow::last(int32_t next, int32_t n) const {
+    Bulk<float> out((size_t) n * row);
+    for (int32_t i = 0; i < n; i++) {
+        std::copy_n(q.begin() + (std::ptrdiff_t) slot_of(next - n + i), row, out.begin() + (std::ptrdiff_t) ((size_t) i * row));
+    }
+    return out;
+}
+
+bool Observed::make_query_room(int32_t next, int32_t n) {
+    have_.queries = true;
+    return queries.make_room(*shapes_, next, n);
 }
 
 void Observed::count(int32_t n_rows, int32_t n, bool causal, std::vector<uint8_t> modality) {
@@ -194,25 +204,6 @@ void Observed::keep_first(int32_t n) {
 const Rotation & Observed::rotation(size_t layer) const {
     static const Rotation NONE;
     return rotations_ ? (*rotations_)[layer] : NONE;
-}
-
-float * Observed::window_slot(size_t layer, int32_t token) {
-    const LayerShape & s = (*shapes_)[layer];
-    return layers_[layer].window.q.data() + (size_t) (token % have_.window) * (size_t) s.n_heads * (size_t) s.d_k;
-}
-
-void Observed::note_sinks(size_t layer, const float * logits) {
-    layers_[layer].window.sinks.assign(logits, logits + (*shapes_)[layer].n_heads);
-}
-
-Bulk<float> Observed::last_queries(size_t layer, int32_t next, int32_t n) const {
-    const size_t row = (size_t) (*shapes_)[layer].n_heads * (size_t) (*shapes_)[layer].d_k;
-    Bulk<float>  out((size_t) n * row);
-    for (int32_t i = 0; i < n; i++) {
-        const auto slot = (size_t) ((next - n + i) % have_.window);
-        std::copy_n(window(layer).q.begin() + (std::ptrdiff_t) (slot * row), row, out.begin() + (std::ptrdiff_t) ((size_t) i * row));
-    }
-    return out;
 }
 
 void Observed::remove_rows(size_t first, size_t n, const std::vector<int32_t> & keep) {
@@ -245,18 +236,6 @@ void Observed::shift_rows(size_t n) {
     drop_peaks();  // no stream goes by them
 }
 
-void Observed::forget_queries(const std::vector<int32_t> & pending, int32_t n_tokens) {
-    for (size_t i = spans_.size(); i-- > 0;) {
-        const auto at = std::lower_bound(pending.begin(), pending.end(), spans_[i].first);
-        if (at == pending.end() || *at >= spans_[i].first + spans_[i].n) {
-            drop_span(i);
-        }
-    }
-    for (Span & span : spans_) {
-        span.n = std::min(span.n, std::max(0, n_tokens - span.first));
-    }
-}
-
 void Observed::drop_sums() {
     have_.sums = have_.squares = false;
     for (LayerSeen & layer : layers_) {
@@ -275,6 +254,7 @@ void Observed::drop_layer(size_t l) {
     if (!layers_.empty()) {
         layers_[l] = {};
     }
+    queries.give_back(l);
 }
 
 void Observed::drop() {
@@ -282,13 +262,13 @@ void Observed::drop() {
     have_        = {};
     seen_        = std::vector<int32_t>();
     n_entropies_ = 0;
-    spans_       = {};
+    queries      = {};
     modality_    = std::vector<uint8_t>();
     window_from_ = 0;
 }
 
 uint64_t Observed::bytes() const {
-    uint64_t n = seen_.capacity() * sizeof(int32_t) + modality_.capacity();
+    uint64_t n = seen_.capacity() * sizeof(int32_t) + modality_.capacity() + queries.bytes();
     for (const LayerSeen & layer : layers_) {
         n += layer.bytes();
     }

@@ -32,15 +32,47 @@ struct Peaks {
 
 // The last queries of the prompt, of one layer, in a ring: token i of the sequence lies at slot i % capacity.
 struct QueryWindow {
-    Bulk<float>        q;      // [capacity][H][d_k], scaled as for the logits
-    std::vector<float> sinks;  // [H], or empty
+    Bulk<float>        q;        // [capacity][H][d_k], scaled as for the logits
+    size_t             row = 0;  // H * d_k
+    std::vector<float> sinks;    // [H], or empty
+
+    size_t  slot_of(int32_t token) const { return (size_t) token % (q.size() / row) * row; }
+    float * slot(int32_t token) { return q.data() + slot_of(token); }  // where the query of a token belongs, [H][d_k]
+    // Those of the last n tokens before `next`, in order, [n][H][d_k].
+    Bulk<float> last(int32_t next, int32_t n) const;
+};
+
+// All queries of the pending prompt, of every layer, until it is compressed.
+class KeptQueries {
+  public:
+    // Room for the queries of the tokens [next, next + n), of every layer. False: no memory.
+    bool                   make_room(const std::vector<LayerShape> & shapes, int32_t next, int32_t n);
+    std::vector<QuerySpan> of(size_t layer) const;
+    QuerySpan              newest(size_t layer) const { return span(layer, spans_.size() - 1); }
+    void                   give_back(size_t layer);  // of a layer that is compressed, while others are not yet
+    // Keeps queries of tokens that are there: `pending` ascending, and none from n_tokens on.
+    void     forget(const std::vector<int32_t> & pending, int32_t n_tokens);
+    uint64_t bytes() const;
+
+  private:
+    // Consecutive tokens whose queries are kept together.
+    struct Span {
+        int32_t            first, n;  // token index of the first, number of tokens
+        int32_t            room;      // that there were when its memory was laid out
+        std::vector<Pages> pages;     // [layer]
+    };
+
+    QuerySpan span(size_t layer, size_t i) const {
+        return { spans_[i].first, spans_[i].n, spans_[i].room, (uint8_t *) spans_[i].pages[layer].data() };
+    }
+
+    std::vector<Span> spans_;
 };
 
 // All that is gathered of one layer.
 struct LayerSeen {
     ColumnSums          sums;
     std::vector<double> entropy;  // [Hkv] sum over query heads and queries
-    std::vector<Pages>  queries;  // [span]
     QueryWindow         window;
     QueryMoments        moments;
     Peaks               peaks;
@@ -62,99 +94,52 @@ class Observed {
     // Room of one layer for what is wanted of n_rows pending rows, but for all queries; `next` is the next token. What there
     // is already stays as it is. False: no memory.
     bool make_room(const Observation & wanted, size_t layer, int32_t next, int32_t n_rows);
-    // Room for the queries of the tokens [next, next + n), of every layer.
-    bool make_query_room(int32_t next, int32_t n);
+    bool make_query_room(int32_t next, int32_t n);  // KeptQueries::make_room
 
     // The last n of n_rows pending tokens attend: counts who sees whom and whose entropy there is. modality [n_rows], 1 for
     // an image token, where queries are kept.
     void count(int32_t n_rows, int32_t n, bool causal, std::vector<uint8_t> modality);
 
-    // What there is room for.
-    bool has_sums() const { return have_.sums; }
-    bool has_squares() const { return have_.squares; }
-    bool has_entropies() const { return have_.entropy; }
-    bool has_queries() const { return have_.queries; }
-    bool has_windows() const { return have_.window > 0; }
-    bool has_moments() const { return have_.moments >= 0; }
-    bool has_peaks() const { return have_.peaks; }
-    bool has(const Observation & wanted) const;  // room for all that is wanted, but all queries and their entropy
-    bool any() const { return have_.attention() || have_.queries || has_windows() || has_moments(); }
+    const Observation & have() const { return have_; }  // what there is room for
+    const LayerSeen &   layer(size_t l) const { return layers_[l]; }
+    LayerSeen &         layer(size_t l) { return layers_[l]; }
+    void                drop_sums();
+    void                drop_peaks();
+    void                keep_first(int32_t n);  // peaks: the first n rows are worth more than any attention makes them
 
-    const ColumnSums & sums(size_t layer) const { return layers_[layer].sums; }
-    ColumnSums &       sums(size_t layer) { return layers_[layer].sums; }
-    void               drop_sums();
     // [capacity of sums] queries that saw each pending token; empty without squares.
     const std::vector<int32_t> & seen() const { return seen_; }
-
-    // [Hkv] sum over query heads and n_entropies queries.
-    const std::vector<double> & entropies(size_t layer) const { return layers_[layer].entropy; }
-    std::vector<double> &       entropies(size_t layer) { return layers_[layer].entropy; }
-    int32_t                     n_entropies() const { return n_entropies_; }
-
-    // All queries of the pending prompt until it is compressed.
-    std::vector<QuerySpan>       queries(size_t layer) const;
-    QuerySpan                    newest_queries(size_t layer) const;
-    void                         give_back_queries(size_t layer);  // of a layer that is compressed, while others are not yet
+    int32_t                      n_entropies() const { return n_entropies_; }  // queries whose entropies were summed
     const std::vector<uint8_t> & modality() const { return modality_; }
 
-    // The last queries.
-    const QueryWindow & window(size_t layer) const { return layers_[layer].window; }
-    int32_t             window_size() const { return have_.window; }
-    int32_t             window_from() const { return window_from_; }
-    void                skip_windows(int32_t next) { window_from_ = next; }  // queries before that token are in none
-    // Where the query of a token belongs, [H][d_k]; and the layer's attention sinks [H].
-    float * window_slot(size_t layer, int32_t token);
-    void    note_sinks(size_t layer, const float * logits);
-    // Those of the last n tokens before `next`, in order, [n][H][d_k].
-    Bulk<float> last_queries(size_t layer, int32_t next, int32_t n) const;
+    int32_t window_from() const { return window_from_; }
+    void    skip_windows(int32_t next) { window_from_ = next; }  // queries before that token are in none
 
-    // Mean and covariance of the queries.
-    const QueryMoments & moments(size_t layer) const { return layers_[layer].moments; }
-    QueryMoments &       moments(size_t layer) { return layers_[layer].moments; }
-    const Rotation &     rotation(size_t layer) const;
     // How rows are turned by their positions, of every layer; NULL: not at all.
-    void set_rotations(std::shared_ptr<const Rotations> rotations) { rotations_ = std::move(rotations); }
-
-    // The largest attention that the pending tokens received.
-    const Peaks & peaks(size_t layer) const { return layers_[layer].peaks; }
-    Peaks &       peaks(size_t layer) { return layers_[layer].peaks; }
-    void          drop_peaks();
-    void          keep_first(int32_t n);  // the first n rows are worth more than any attention makes them
-
-    Missing &       missing() { return missing_; }
-    const Missing & missing() const { return missing_; }
+    const Rotation & rotation(size_t layer) const;
+    void             set_rotations(std::shared_ptr<const Rotations> rotations) { rotations_ = std::move(rotations); }
 
     // Of the rows [first, first + n) those in `keep` stay, counted from `first`; of every head, or of one.
     void remove_rows(size_t first, size_t n, const std::vector<int32_t> & keep);
     void remove_head_rows(size_t layer, size_t head, size_t first, size_t n, const std::vector<int32_t> & keep);
     // n more pending rows come before the others, of which nothing is known. Throws std::bad_alloc, and nothing has changed.
     void shift_rows(size_t n);
-    // Keeps queries of tokens that are there: `pending` ascending, and none from n_tokens on.
-    void forget_queries(const std::vector<int32_t> & pending, int32_t n_tokens);
 
     void     drop();  // all of it, but what is missing
     void     drop_layer(size_t layer);
     uint64_t bytes() const;
 
+    Missing     missing;  // of pending prompt tokens
+    KeptQueries queries;
+
   private:
-    // Consecutive tokens whose queries are kept together.
-    struct Span {
-        int32_t first, n;  // token index of the first, number of tokens
-        int32_t room;      // that there were when its memory was laid out
-    };
-
-    QuerySpan span(size_t layer, size_t i) const;
-    void      drop_span(size_t span);
-
     const std::vector<LayerShape> * shapes_;
     std::vector<LayerSeen>          layers_;  // empty where nothing is gathered
     Observation                     have_;    // what there is room for
     std::vector<int32_t>            seen_;
     int32_t                         n_entropies_ = 0;
-    std::vector<Span>               spans_;
     std::vector<uint8_t>            modality_;         // per pending token, while queries are kept: 1 for an image
     int32_t                         window_from_ = 0;  // first token from which on all queries were seen
-    Missing                         missing_;          // of pending prompt tokens
 
     std::shared_ptr<const Rotations> rotations_;
 };

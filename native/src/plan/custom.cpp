@@ -72,8 +72,8 @@ void score_heads(const ScoreInput & in, int32_t first, int32_t n, const uint8_t 
         }
         to.q = q.data();
     }
-    if (given.column_sums && in.observed->has_sums()) {
-        const ColumnSums & seen = in.observed->sums((size_t) in.layer);
+    if (given.column_sums && in.observed->have().sums) {
+        const ColumnSums & seen = in.observed->layer((size_t) in.layer).sums;
         sums.resize(heads * T);
         for (size_t h = 0; h < heads; h++) {
             const double * from = seen.sums.data() + ((size_t) first + h) * (size_t) seen.capacity;

@@ -12,7 +12,7 @@ std::unique_ptr<Sequence> Sequence::clone() const try {
 
 std::vector<uint8_t> Sequence::modality() const {
     std::vector<uint8_t> out;
-    if (observed.has_queries()) {
+    if (observed.have().queries) {
         for (int32_t token : pending_tokens(rows)) {
             out.push_back(rows.contents().image[(size_t) token]);
         }
@@ -28,7 +28,7 @@ void Sequence::remove(int32_t p0, int32_t p1) {
     }
     const int32_t        n_pending = rows.pending_length();
     std::vector<int32_t> staying;  // pending ones; memory for it is taken before a row goes
-    if (observed.has_queries()) {
+    if (observed.have().queries) {
         for (int32_t token : pending_tokens(rows)) {
             const int32_t pos = rows.contents().pos[(size_t) token];
             if (pos < p0 || pos >= p1) {
@@ -44,8 +44,8 @@ void Sequence::remove(int32_t p0, int32_t p1) {
         }
     }
     forget_last(rows, p0, p1);
-    if (observed.has_queries()) {
-        observed.forget_queries(staying, rows.n_tokens());
+    if (observed.have().queries) {
+        observed.queries.forget(staying, rows.n_tokens());
     }
     if (rows.pending_length() != n_pending) {
         observed.skip_windows(rows.n_tokens());  // the rings count rows that are gone
@@ -55,26 +55,26 @@ void Sequence::remove(int32_t p0, int32_t p1) {
 void Sequence::take_back(int32_t n) {
     rows.take_back(n);
     observed.drop();  // of some layers it is gone already
-    observed.missing().count(rows.pending_length());
+    observed.missing.count(rows.pending_length());
 }
 
 void Sequence::close_pending() {
     rows.close_pending();
-    observed.missing() = {};
+    observed.missing = {};
     observed.drop();
 }
 
 void Sequence::promote_sealed() {
     if (kvedge::promote_sealed(rows)) {
         observed.drop();
-        observed.missing() = {};
-        observed.missing().count(rows.pending_length());
+        observed.missing = {};
+        observed.missing.count(rows.pending_length());
     }
 }
 
 void Sequence::sums_to_scores() {
     score_pending(rows, [&](size_t layer, size_t head) {
-        const ColumnSums & cs = observed.sums(layer);
+        const ColumnSums & cs = observed.layer(layer).sums;
         return cs.sums.data() + head * (size_t) cs.capacity;
     });
 }

@@ -245,7 +245,7 @@ void write_sequence(const Sequence & seq, Sink & out) {
     out.value<uint32_t>((uint32_t) done);
     out.value<int32_t>(std::clamp(seq.observed.window_from(), 0, pending));
     for (size_t i = quantity::sums; i <= quantity::window; i++) {
-        out.value<int32_t>(std::clamp(seq.observed.missing().of[i], 0, pending));
+        out.value<int32_t>(std::clamp(seq.observed.missing.of[i], 0, pending));
     }
     out.value<uint8_t>(seq.rows.evicting());
     out.value<uint8_t>(seq.rows.scored());
@@ -286,7 +286,7 @@ std::unique_ptr<Sequence> read_sequence(Reader & in, const std::vector<LayerShap
     auto seq         = std::make_unique<Sequence>(Store(shapes, storage, std::move(all)));
     seq->observed.skip_windows(window_from);
     missing.of[quantity::moments] = missing.of[quantity::peaks] = missing.of[quantity::sums];  // nothing was gathered of a prompt that can be written
-    seq->observed.missing() = missing;
+    seq->observed.missing = missing;
     const int32_t pending   = seq->rows.pending_length();
     const bool    counted   = window_from >= 0 && window_from <= pending &&
                               std::all_of(missing.of.begin(), missing.of.end(), [&](int32_t n) { return n >= 0 && n <= pending; });

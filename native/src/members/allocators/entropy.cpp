@@ -79,7 +79,7 @@ std::vector<double> full_entropies(const AllocateInput & in) {
     std::vector<double> out(in.shapes->size(), 0.0);
     const int32_t n = in.observed->n_entropies();
     for (size_t l = 0; l < in.shapes->size() && n > 0; l++) {
-        for (double sum : in.observed->entropies(l)) {
+        for (double sum : in.observed->layer(l).entropy) {
             out[l] += sum / ((double) (*in.shapes)[l].n_heads * n);
         }
     }

@@ -22,7 +22,7 @@ static bool joins_heads(const double * params) { return params[SHARE] == 1; }
 
 static void score(const ScoreInput & in, float * out) {
     const int32_t      n_heads_kv = in.shape.n_heads_kv;
-    const ColumnSums & seen       = in.observed->sums((size_t) in.layer);
+    const ColumnSums & seen       = in.observed->layer((size_t) in.layer).sums;
     for (int32_t h = 0; h < n_heads_kv; h++) {
         const double * sums = seen.sums.data() + (size_t) h * (size_t) seen.capacity;
         for (int32_t t = 0; t < in.n_tokens; t++) {

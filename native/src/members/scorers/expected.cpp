@@ -42,9 +42,9 @@ Future future_of(const ScoreInput & in, const Turn & by, int32_t query_head, siz
     const auto          d = (size_t) in.shape.d_k;
     std::vector<double> mean(d, 0.0), covariance(d * d, 0.0);
     const auto layer = (size_t) in.layer;
-    if (in.observed->has_moments() && in.observed->moments(layer).count(query_head) > 0) {  // else every key is as likely
+    if (in.observed->have().moments >= 0 && in.observed->layer(layer).moments.count(query_head) > 0) {  // else every key is as likely
         const Rotation & rotation = in.observed->rotation(layer);
-        in.observed->moments(layer).read(query_head, mean, covariance);
+        in.observed->layer(layer).moments.read(query_head, mean, covariance);
         turn(rotation, by, mean.data(), 1);
         for (size_t i = 0; i < d; i++) {
             turn(rotation, by, covariance.data() + i, d);

@@ -21,7 +21,7 @@ int32_t reserved(int32_t kept, const double * params) { return part(params[SPREA
 
 // out [Hkv][T] = of(mean, mean of the squares) of every token's attention; 0 where no query saw it.
 template <class F> void each_token(const ScoreInput & in, float * out, const F & of) {
-    const ColumnSums & sums = in.observed->sums((size_t) in.layer);
+    const ColumnSums & sums = in.observed->layer((size_t) in.layer).sums;
     for (int32_t h = 0; h < in.shape.n_heads_kv; h++) {
         const size_t at = (size_t) h * (size_t) sums.capacity;
         for (size_t t = 0; t < (size_t) in.n_tokens; t++) {

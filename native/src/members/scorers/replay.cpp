@@ -32,7 +32,7 @@ void observes(const double * params, Observation & to) {
 
 // A KV head's scores [T], by what each of its query heads pays, times the lengths [T] of what values add there.
 void score_projected(const ScoreInput & in, int32_t head, float * out) {
-    const Peaks & peaks = in.observed->peaks((size_t) in.layer);
+    const Peaks & peaks = in.observed->layer((size_t) in.layer).peaks;
     const int32_t n = std::min(in.n_tokens, peaks.capacity), group = in.shape.n_heads / in.shape.n_heads_kv;
     std::fill_n(out, in.n_tokens, 0.0f);
     for (int32_t h = head * group; h < (head + 1) * group; h++) {
@@ -50,7 +50,7 @@ void score(const ScoreInput & in, float * out) {
         }
         return;
     }
-    const Peaks & peaks = in.observed->peaks((size_t) in.layer);
+    const Peaks & peaks = in.observed->layer((size_t) in.layer).peaks;
     for (int32_t h = 0; h < in.shape.n_heads_kv; h++) {
         const float * of_head = peaks.highest.data() + (size_t) h * (size_t) peaks.capacity;
         for (int32_t t = 0; t < in.n_tokens; t++) {
