@@ -113,7 +113,7 @@ kvedge_status BoundedPrompt::compress_layer(size_t l, kvedge_error * err) {
     if (!provisional_) {
         job.kept[l] = std::vector<std::vector<int32_t>>();
     }
-    written_ += job.main->layers[l].bytes() + job.tail->layers[l].bytes();
+    written_ += job.out.main->layers[l].bytes() + job.out.tail->layers[l].bytes();
     note_peak();
     give_back_layer(seq_.rows, l);
     seq_.observed.drop_layer(l);
@@ -155,7 +155,7 @@ bool BoundedPrompt::trim_layer(const Block & from, size_t l, const std::vector<s
         }
         std::vector<Segment> rows;
         from.layers[l].rows.view((int32_t) h, rows);
-        job.main->layers[l].rows.gather((int32_t) h, places, rows);
+        job.out.main->layers[l].rows.gather((int32_t) h, places, rows);
     }
     return true;
 }
@@ -163,7 +163,7 @@ bool BoundedPrompt::trim_layer(const Block & from, size_t l, const std::vector<s
 bool BoundedPrompt::trim() {
     Job &                        job  = *job_;
     const auto                   left = std::move(job.kept);
-    const std::unique_ptr<Block> from = std::move(job.main);
+    const std::unique_ptr<Block> from = std::move(job.out.main);
     job.kept.assign(left.size(), {});
     allocate(job, ALL_LAYERS);
     open_blocks(job);
@@ -171,7 +171,7 @@ bool BoundedPrompt::trim() {
         if (!trim_layer(*from, l, left[l])) {
             return false;
         }
-        written_ += job.main->layers[l].rows.bytes();
+        written_ += job.out.main->layers[l].rows.bytes();
         note_peak();
         written_ -= from->layers[l].rows.bytes();
         from->layers[l].rows.give_back();
@@ -181,7 +181,7 @@ bool BoundedPrompt::trim() {
 
 void BoundedPrompt::complete() {
     const size_t first = seq_.rows.contents().pending_from;
-    replace_pending(seq_.rows, std::move(*job_->main), std::move(*job_->tail));
+    replace_pending(seq_.rows, std::move(*job_->out.main), std::move(*job_->out.tail));
     job_.reset();
     seq_.close_pending();
     seal_old(seq_.rows, first);

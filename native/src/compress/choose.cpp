@@ -46,7 +46,7 @@ struct Shown {
 };
 
 Shown shown_of(const Job & job, size_t l) {
-    return { job.image_of(l, 0), job.tokens_of(l, 0), !job.head_image.empty(), job.n_threads };
+    return { job.pending.image_of(l, 0), job.pending.tokens_of(l, 0), !job.pending.head_image.empty(), job.n_threads };
 }
 
 Projections & projections_of(const Sequence & seq) {
@@ -162,29 +162,28 @@ int32_t window_length(const Sequence & seq) {
 }
 
 Job make_job(Sequence & seq, const kvedge_plan & plan, int32_t n_threads, bool scored) {
-    Job job{ seq, plan, std::max(1, n_threads), seq.rows.pending_length(), scored, {}, {}, {}, {}, {}, {}, {}, 0, {}, {}, {}, {}, {}, {}, nullptr, {}, {}, {}, {}, 0, 0 };
-    job.most       = job.n_tokens;
+    Job          job(seq, plan, std::max(1, n_threads), scored, seq.rows.pending_length());
     const size_t n = seq.rows.shapes().size();
     if (pending_differs(seq.rows)) {
         for (size_t l = 0; l < n; l++) {
-            job.head_tokens.push_back(tokens_of_heads(seq, l));
-            job.head_image.push_back(pending_image(seq, job.head_tokens[l]));
+            job.pending.head_tokens.push_back(tokens_of_heads(seq, l));
+            job.pending.head_image.push_back(pending_image(seq, job.pending.head_tokens[l]));
         }
     } else {
-        job.tokens = pending_tokens(seq.rows);
-        job.image  = pending_image(seq, job.tokens);
+        job.pending.tokens = pending_tokens(seq.rows);
+        job.pending.image  = pending_image(seq, job.pending.tokens);
     }
     if (plan.reducer->queries && seq.observed.have().queries) {
-        job.queries = kept_queries(seq, job.tokens);
+        job.fit.places = kept_queries(seq, job.pending.tokens);
     }
-    job.spans.resize(n);
+    job.fit.spans.resize(n);
     job.spectra.resize(n);
     job.scores.resize(n);
     job.measures.resize(n);
     job.kept.resize(n);
-    job.sources.resize(n);
+    job.out.sources.resize(n);
     for (const LayerShape & shape : seq.rows.shapes()) {
-        job.counts.emplace_back((size_t) shape.n_heads_kv, job.n_tokens);
+        job.counts.emplace_back((size_t) shape.n_heads_kv, job.pending.n);
     }
     if (plan.scorer->reserve) {
         job.reserve.resize(n);
@@ -207,15 +206,15 @@ bool is_away(const Job & job, size_t layer) { return job.away && job.away->holds
 
 bool measure_away(Job & job) {
     const Sequence & seq    = job.seq;
-    const auto       T      = (size_t) job.n_tokens;
+    const auto       T      = (size_t) job.pending.n;
     const size_t     layers = seq.rows.shapes().size();
     MeasureJob       wanted;
-    wanted.looks    = looks_of(job.plan, job.image.data(), T);
-    wanted.n_tokens = job.n_tokens;
+    wanted.looks    = looks_of(job.plan, job.pending.image.data(), T);
+    wanted.n_tokens = job.pending.n;
     if (!job.away || !wanted.looks.any()) {
         return true;
     }
-    const auto kind = kind_of(job.image.data(), job.n_tokens);
+    const auto kind = kind_of(job.pending.image.data(), job.pending.n);
     wanted.kind     = kind.data();
     if (wanted.looks.votes != Looks::Votes::none) {
         wanted.n_window = window_length(seq);
@@ -252,16 +251,16 @@ void score_all(Job & job) {
 
 void allocate(Job & job, int32_t layer) {
     const kvedge_plan & plan   = job.plan;
-    const int32_t       budget = kvedge_plan_budget(&plan, job.n_tokens);
-    if (budget >= job.n_tokens) {
+    const int32_t       budget = kvedge_plan_budget(&plan, job.pending.n);
+    if (budget >= job.pending.n) {
         return;
     }
     const double * params    = plan.params[KVEDGE_STAGE_ALLOCATOR];
     const Scores   attention = attention_scores(job, layer);
-    const int32_t  recent    = std::min(budget, plan_recent(plan, job.n_tokens, budget));
+    const int32_t  recent    = std::min(budget, plan_recent(plan, job.pending.n, budget));
     const SequenceView view(job.seq);
     AllocateInput      in{};
-    in.n_tokens     = job.n_tokens;
+    in.n_tokens     = job.pending.n;
     in.budget       = budget;
     in.recent       = recent;
     in.scores       = &job.scores;
@@ -269,7 +268,7 @@ void allocate(Job & job, int32_t layer) {
     in.view         = &view;
     in.n_threads    = job.n_threads;
     in.params       = params;
-    in.image        = job.image_of(0, 0);
+    in.image        = job.pending.image_of(0, 0);
     in.self         = plan.allocator;
     in.profile      = plan.profiles[KVEDGE_STAGE_ALLOCATOR].get();
     in.spectra      = &job.spectra;
@@ -277,19 +276,19 @@ void allocate(Job & job, int32_t layer) {
     in.attention    = attention.empty() ? nullptr : &attention;
     in.most         = job.most;
     in.layer        = layer;
-    in.tokens       = job.tokens.empty() ? nullptr : job.tokens.data();
+    in.tokens       = job.pending.tokens.empty() ? nullptr : job.pending.tokens.data();
     in.observed     = &job.seq.observed;
     plan.allocator->allocate(in, job.counts);
 }
 
 void select_layer(Job & job, size_t l) {
-    const auto T = (size_t) job.n_tokens;
+    const auto T = (size_t) job.pending.n;
     job.kept[l].clear();
     for (size_t h = 0; h < job.counts[l].size(); h++) {
         const float * first = job.reserve.empty() ? nullptr : job.reserve[l].data() + h * T;
         const float * weights = job.weights.empty() ? nullptr : job.weights[l].data() + h * T;
         job.kept[l].push_back(
-            select_tokens(job.plan, job.n_tokens, job.counts[l][h], job.image_of(l, h), job.scores[l].data() + h * T, first, weights));
+            select_tokens(job.plan, job.pending.n, job.counts[l][h], job.pending.image_of(l, h), job.scores[l].data() + h * T, first, weights));
     }
 }
 
@@ -300,7 +299,7 @@ void weigh_layer(Job & job, size_t l, int32_t n_threads) {
     }
     const SequenceView view(job.seq);
     const LayerShape & shape = job.seq.rows.shapes()[l];
-    job.weights[l]           = Bulk<float>((size_t) shape.n_heads_kv * (size_t) job.n_tokens);
+    job.weights[l]           = Bulk<float>((size_t) shape.n_heads_kv * (size_t) job.pending.n);
     projections_of(job.seq).weigh(view, l, shape, job.plan.critical, n_threads, job.weights[l]);
 }
 
@@ -316,7 +315,7 @@ void select_all(Job & job) {
 void grant_layer(Job & job, size_t l, int32_t count) { job.counts[l].assign(job.counts[l].size(), count); }
 
 void keep_layer(Job & job, size_t l) {
-    std::vector<int32_t> all((size_t) job.n_tokens);
+    std::vector<int32_t> all((size_t) job.pending.n);
     std::iota(all.begin(), all.end(), 0);
     job.kept[l].assign((size_t) job.seq.rows.shapes()[l].n_heads_kv, all);
 }

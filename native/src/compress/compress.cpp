@@ -31,7 +31,7 @@ void fill_layers(Job & job, bool reduces, Compression & outcome) {
         if (!is_away(job, l)) {
             fill_layer(job, l, reduces, n_threads);
         }
-        bytes += job.main->layers[l].bytes() + job.tail->layers[l].bytes();
+        bytes += job.out.main->layers[l].bytes() + job.out.tail->layers[l].bytes();
         outcome.peak_bytes = std::max(outcome.peak_bytes, bytes + index_bytes(seq.rows) + seq.score_bytes());
         if (!may_fail) {
             bytes -= give_back_pending(seq.rows, l);
@@ -40,7 +40,7 @@ void fill_layers(Job & job, bool reduces, Compression & outcome) {
             seq.observed.queries.give_back(l);
         }
     }
-    replace_pending(seq.rows, std::move(*job.main), std::move(*job.tail));
+    replace_pending(seq.rows, std::move(*job.out.main), std::move(*job.out.tail));
 }
 
 const char * reads_rows(const kvedge_plan & plan) {
@@ -151,7 +151,7 @@ static kvedge_status replace_rows(Job & job, bool reduced, Unsealed & unsealed, 
         keep_layer(job, l);
     }
     if (!open_layers(job, reduces)) {
-        const int32_t budget = kvedge_plan_budget(&job.plan, job.n_tokens);
+        const int32_t budget = kvedge_plan_budget(&job.plan, job.pending.n);
         return fail(err, KVEDGE_E_MEMORY, "no memory for the compressed cache of %d tokens", budget);
     }
     if (job.away) {
@@ -165,8 +165,8 @@ static kvedge_status replace_rows(Job & job, bool reduced, Unsealed & unsealed, 
     }
     fill_layers(job, reduces, outcome);
     outcome.reduced    = reduced;
-    outcome.n_unfitted = job.unfitted;
-    outcome.n_scant    = job.scant;
+    outcome.n_unfitted = job.fit.unfitted;
+    outcome.n_scant    = job.fit.scant;
     return ok(err);
 }
 
@@ -197,7 +197,7 @@ static kvedge_status compress_tokens(
         return fail(err, KVEDGE_E_MEMORY, "no memory to compress the last answer, which is quantised");
     }
     Job        job = make_job(seq, plan, n_threads, scored);
-    const bool any = job.n_tokens > 0;
+    const bool any = job.pending.n > 0;
     job.away       = outcome.away;
     if (reduced || outcome.want_scores) {
         if (!measure_away(job)) {

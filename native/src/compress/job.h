@@ -18,44 +18,60 @@ struct QueryPlace {
     int32_t at;
 };
 
-struct Job {
-    Sequence &           seq;
-    const kvedge_plan &  plan;
-    int32_t              n_threads;
-    int32_t              n_tokens;  // T, pending
-    bool                 scored;    // the decode policy goes on from the column sums
-    std::vector<int32_t> tokens;    // [T] token index of each pending row; empty where heads hold different ones
-    std::vector<uint8_t> image;     // [T], likewise
-
-    Scores                                         scores, reserve, weights;  // empty where there are none
-    std::vector<Measures>                          measures;         // [layer] of a device, and what is kept of those of the host
-    std::vector<Spectrum>                          spectra;          // [layer]
-    int32_t                                        most;    // pairs that a head can be granted
-    std::vector<std::vector<int32_t>>              counts;  // [layer][head] KV pairs that the allocator grants
-    std::vector<std::vector<std::vector<int32_t>>> kept;    // [layer][head] pending rows that stay
-
-    // The ragged blocks that replace the pending ones: rows that are stored whole, and KIVI's newest with their residual.
-    std::unique_ptr<Block>   main, tail;
-    std::vector<Bulk<float>> rows;  // [worker] keys and values of one head, and the reducer's scratch
-    std::vector<std::vector<std::vector<Segment>>> sources;  // [layer][head] where the pending rows lie, of layers that are open
-
-    AwayRows * away = nullptr;  // the rows of layers on devices; NULL: the store has them all
-
-    // Of a stream that was compressed before, for each head:
+// The tokens of the pending rows, and which of them are an image's. Heads of a stream that was compressed before hold different
+// ones.
+struct PendingTokens {
+    int32_t                           n = 0;        // T, the same for every head
+    std::vector<int32_t>              tokens;       // [T] token index of each row; empty where heads hold different ones
+    std::vector<uint8_t>              image;        // [T], likewise
     std::vector<std::vector<int32_t>> head_tokens;  // [layer][Hkv * T]; empty where all hold the same
     std::vector<std::vector<uint8_t>> head_image;   // likewise
 
-    // Where the reducer asks for queries:
-    std::vector<QueryPlace>             queries;   // those of the pending tokens that were kept
-    std::vector<std::vector<QuerySpan>> spans;     // [layer] of layers that are open
-    int32_t                             unfitted;  // heads with more rows to fit than queries
-    int32_t                             scant;     // heads with fewer than twice as many queries as rows
-
     const int32_t * tokens_of(size_t l, size_t h) const {
-        return head_tokens.empty() ? tokens.data() : head_tokens[l].data() + h * (size_t) n_tokens;
+        return head_tokens.empty() ? tokens.data() : head_tokens[l].data() + h * (size_t) n;
     }
     const uint8_t * image_of(size_t l, size_t h) const {
-        return head_image.empty() ? image.data() : head_image[l].data() + h * (size_t) n_tokens;
+        return head_image.empty() ? image.data() : head_image[l].data() + h * (size_t) n;
+    }
+};
+
+// The ragged blocks that replace the pending ones: rows that are stored whole, and KIVI's newest with their residual.
+struct Replacement {
+    std::unique_ptr<Block>   main, tail;
+    std::vector<Bulk<float>> rows;  // [worker] keys and values of one head, and the reducer's scratch
+    std::vector<std::vector<std::vector<Segment>>> sources;  // [layer][head] where the pending rows lie, of layers that are open
+};
+
+// Where the reducer asks for queries.
+struct FitQueries {
+    std::vector<QueryPlace>             places;        // those of the pending tokens that were kept
+    std::vector<std::vector<QuerySpan>> spans;         // [layer] of layers that are open
+    int32_t                             unfitted = 0;  // heads with more rows to fit than queries
+    int32_t                             scant    = 0;  // heads with fewer than twice as many queries as rows
+};
+
+struct Job {
+    Sequence &          seq;
+    const kvedge_plan & plan;
+    int32_t             n_threads;
+    bool                scored;  // the decode policy goes on from the column sums
+    PendingTokens       pending;
+
+    Scores                                         scores, reserve, weights;  // empty where there are none
+    std::vector<Measures>                          measures;  // [layer] of a device, and what is kept of those of the host
+    std::vector<Spectrum>                          spectra;   // [layer]
+    int32_t                                        most;      // pairs that a head can be granted
+    std::vector<std::vector<int32_t>>              counts;    // [layer][head] KV pairs that the allocator grants
+    std::vector<std::vector<std::vector<int32_t>>> kept;      // [layer][head] pending rows that stay
+
+    AwayRows *  away = nullptr;  // the rows of layers on devices; NULL: the store has them all
+    Replacement out;
+    FitQueries  fit;
+
+    // Of n pending tokens.
+    Job(Sequence & seq, const kvedge_plan & plan, int32_t n_threads, bool scored, int32_t n)
+        : seq(seq), plan(plan), n_threads(n_threads), scored(scored), most(n) {
+        pending.n = n;
     }
 };
 

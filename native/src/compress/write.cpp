@@ -39,11 +39,11 @@ void read_biases(const std::vector<Segment> & rows, float * out) {
 
 // [n_kept] biases that the kept rows of a head have; empty: there are none, nor will there be.
 std::vector<float> kept_biases(const Job & job, size_t l, size_t h, bool reduces) {
-    const auto &       rows = job.sources[l][h];
+    const auto &       rows = job.out.sources[l][h];
     const auto &       kept = job.kept[l][h];
     std::vector<float> out;
     if (std::any_of(rows.begin(), rows.end(), [](const Segment & seg) { return seg.bias != nullptr; })) {
-        std::vector<float> all((size_t) job.n_tokens);
+        std::vector<float> all((size_t) job.pending.n);
         read_biases(rows, all.data());
         std::transform(kept.begin(), kept.end(), std::back_inserter(out), [&](int32_t row) { return all[(size_t) row]; });
     } else if (reduces && gives_biases(job.plan)) {
@@ -60,7 +60,7 @@ StoredRows plan_head(
     const auto      n       = (int32_t) kept.size();
     head.tokens.reserve((size_t) (last - first));
     for (int32_t i = first; i < last; i++) {
-        head.tokens.push_back(job.tokens_of(l, h)[kept[(size_t) i]]);
+        head.tokens.push_back(job.pending.tokens_of(l, h)[kept[(size_t) i]]);
     }
     if (job.scored) {
         const ColumnSums & cs   = job.seq.observed.layer(l).sums;
@@ -79,7 +79,7 @@ StoredRows plan_head(
 // The kept rows `first` and after, n <= GROUP of them, into the block that they belong to. first is a multiple of GROUP.
 void store_rows(Job & job, int32_t l, int32_t h, int32_t first, int32_t n, const float * k, const float * v) {
     const int32_t split = main_rows(job.seq.rows.storage(), (int32_t) job.kept[(size_t) l][(size_t) h].size());
-    Block &       to    = first < split ? *job.main : *job.tail;
+    Block &       to    = first < split ? *job.out.main : *job.out.tail;
     to.layers[(size_t) l].rows.write(h, first < split ? first : first - split, n, k, v);
 }
 
@@ -87,10 +87,10 @@ void quantise_rows(Job & job, int32_t l, int32_t h, int32_t worker) {
     const auto &  kept = job.kept[(size_t) l][(size_t) h];
     const auto    dk = (size_t) job.seq.rows.shapes()[(size_t) l].d_k, dv = (size_t) job.seq.rows.shapes()[(size_t) l].d_v;
     const auto    n    = (int32_t) kept.size();
-    float * const k    = job.rows[(size_t) worker].data();
+    float * const k    = job.out.rows[(size_t) worker].data();
     float * const v    = k + GROUP * dk;
     int32_t       next = 0, at = 0;
-    for (const Segment & seg : job.sources[(size_t) l][(size_t) h]) {
+    for (const Segment & seg : job.out.sources[(size_t) l][(size_t) h]) {
         for (; next < n && kept[(size_t) next] < at + seg.n;) {
             const int32_t r = kept[(size_t) next] - at, slot = next % GROUP;
             kernels().widen(seg.k.from(r), 1, (int32_t) dk, k + (size_t) slot * dk, dk);
@@ -105,20 +105,20 @@ void quantise_rows(Job & job, int32_t l, int32_t h, int32_t worker) {
 
 // Kept rows of a head that are not protected.
 int32_t free_rows(const Job & job, size_t l, size_t h) {
-    const Protection p    = fit_protection(job.plan, job.n_tokens, job.counts[l][h]);
+    const Protection p    = fit_protection(job.plan, job.pending.n, job.counts[l][h]);
     const auto &     kept = job.kept[l][h];
-    return (int32_t) std::count_if(kept.begin(), kept.end(), [&](int32_t row) { return row >= p.sinks && row < job.n_tokens - p.recent; });
+    return (int32_t) std::count_if(kept.begin(), kept.end(), [&](int32_t row) { return row >= p.sinks && row < job.pending.n - p.recent; });
 }
 
 // Tokens whose queries a head's rows are fitted to: each is one query for every head of the group.
 int32_t query_tokens(const Job & job, size_t l, size_t h) {
-    if (!job.plan.reducer->queries || job.queries.empty()) {
+    if (!job.plan.reducer->queries || job.fit.places.empty()) {
         return 0;
     }
     const LayerShape & shape = job.seq.rows.shapes()[l];
     const int32_t      group = shape.n_heads / shape.n_heads_kv;
     const int32_t      asked = job.plan.reducer->queries(job.plan.params[KVEDGE_STAGE_REDUCER], free_rows(job, l, h));
-    return std::min((int32_t) job.queries.size(), (asked + group - 1) / group);
+    return std::min((int32_t) job.fit.places.size(), (asked + group - 1) / group);
 }
 
 // Threads for each head of a layer that has fewer heads than there are threads.
@@ -129,11 +129,11 @@ ReduceSize size_up(Job & job, size_t l, size_t h) {
     const LayerShape & shape = job.seq.rows.shapes()[l];
     const auto         n     = (int32_t) job.kept[l][h].size();
     const int32_t      n_q   = query_tokens(job, l, h) * (shape.n_heads / shape.n_heads_kv);
-    if (const int32_t n_free = free_rows(job, l, h); job.plan.reducer->queries && n < job.n_tokens) {
-        job.unfitted += n_q < n_free ? 1 : 0;
-        job.scant += n_q >= n_free && n_q / 2 < n_free ? 1 : 0;
+    if (const int32_t n_free = free_rows(job, l, h); job.plan.reducer->queries && n < job.pending.n) {
+        job.fit.unfitted += n_q < n_free ? 1 : 0;
+        job.fit.scant += n_q >= n_free && n_q / 2 < n_free ? 1 : 0;
     }
-    return { job.n_tokens, n, shape.d_k, shape.d_v, n_q, threads_of_head(job, l) };
+    return { job.pending.n, n, shape.d_k, shape.d_v, n_q, threads_of_head(job, l) };
 }
 
 // Working memory of reduce_rows beside the reducer's scratch, in floats.
@@ -147,13 +147,13 @@ size_t reduce_floats(const ReduceSize & size, bool biased) {
 void read_queries(const Job & job, size_t l, int32_t head, int32_t n, float * out) {
     const LayerShape & shape = job.seq.rows.shapes()[l];
     const int32_t      group = shape.n_heads / shape.n_heads_kv;
-    const auto    all  = (int64_t) job.queries.size();
+    const auto    all  = (int64_t) job.fit.places.size();
     const int64_t last = n / 2, spread = n - last;
     for (int64_t i = 0; i < n; i++) {
         const auto         at    = (size_t) (i < spread ? (2 * i + 1) * (all - last) / (2 * spread) : all - n + i);
-        const QueryPlace & place = job.queries[at];
+        const QueryPlace & place = job.fit.places[at];
         for (int32_t g = 0; g < group; g++, out += shape.d_k) {
-            const QueryRow row = job.spans[l][place.span].row(shape, place.at, head * group + g);
+            const QueryRow row = job.fit.spans[l][place.span].row(shape, place.at, head * group + g);
             kernels().to_f32(Type::f16, row.q, out, (size_t) shape.d_k);
         }
     }
@@ -161,7 +161,7 @@ void read_queries(const Job & job, size_t l, int32_t head, int32_t n, float * ou
 
 // The biases of a head's kept rows to the lists that were made for them, if any were.
 void store_biases(Job & job, int32_t l, int32_t h, const float * from) {
-    for (Block * block : { job.main.get(), job.tail.get() }) {
+    for (Block * block : { job.out.main.get(), job.out.tail.get() }) {
         auto & to = block->layers[(size_t) l].heads[(size_t) h].biases;
         std::copy_n(from, to.size(), to.begin());
         from += to.size();
@@ -171,11 +171,11 @@ void store_biases(Job & job, int32_t l, int32_t h, const float * from) {
 void reduce_rows(Job & job, int32_t l, int32_t h, int32_t worker) {
     const LayerShape & shape = job.seq.rows.shapes()[(size_t) l];
     const auto &       kept  = job.kept[(size_t) l][(size_t) h];
-    const auto         dk = (size_t) shape.d_k, dv = (size_t) shape.d_v, n = (size_t) job.n_tokens;
-    float *            rows = job.rows[(size_t) worker].data();
+    const auto         dk = (size_t) shape.d_k, dv = (size_t) shape.d_v, n = (size_t) job.pending.n;
+    float *            rows = job.out.rows[(size_t) worker].data();
     float *            rk = rows, *rv = rk + n * dk, *ok = rv + n * dv, *ov = ok + kept.size() * dk;
-    const auto &       from    = job.sources[(size_t) l][(size_t) h];
-    const bool         biased  = job.main->layers[(size_t) l].biases(h) || job.tail->layers[(size_t) l].biases(h);
+    const auto &       from    = job.out.sources[(size_t) l][(size_t) h];
+    const bool         biased  = job.out.main->layers[(size_t) l].biases(h) || job.out.tail->layers[(size_t) l].biases(h);
     float *            bias    = ov + kept.size() * dv, *ob = bias + (biased ? n : 0);
     float *            q       = ob + (biased ? kept.size() : 0);
     const int32_t      n_asked = query_tokens(job, (size_t) l, (size_t) h), n_q = n_asked * (shape.n_heads / shape.n_heads_kv);
@@ -187,9 +187,9 @@ void reduce_rows(Job & job, int32_t l, int32_t h, int32_t worker) {
     }
     widen_rows(from, shape, rk, rv);
     read_queries(job, (size_t) l, h, n_asked, q);
-    const Protection p     = fit_protection(job.plan, job.n_tokens, job.counts[(size_t) l][(size_t) h]);
+    const Protection p     = fit_protection(job.plan, job.pending.n, job.counts[(size_t) l][(size_t) h]);
     const Storage    plain = job.seq.rows.storage().plain();
-    job.plan.reducer->reduce({ job.n_tokens, shape.d_k, shape.d_v, rk, rv, kept.data(), (int32_t) kept.size(), p.sinks, p.recent,
+    job.plan.reducer->reduce({ job.pending.n, shape.d_k, shape.d_v, rk, rv, kept.data(), (int32_t) kept.size(), p.sinks, p.recent,
                                job.plan.params[KVEDGE_STAGE_REDUCER], scratch, l, (int32_t) job.seq.rows.shapes().size(), h,
                                plain.k == Type::f16 ? plain.k : plain.v, job.plan.reducer, biased ? bias : nullptr, n_q > 0 ? q : nullptr, n_q,
                                shape.softcap, threads_of_head(job, (size_t) l) },
@@ -203,45 +203,45 @@ void reduce_rows(Job & job, int32_t l, int32_t h, int32_t worker) {
 }  // namespace
 
 void open_blocks(Job & job) {
-    for (auto * block : { &job.main, &job.tail }) {
+    for (auto * block : { &job.out.main, &job.out.tail }) {
         *block         = std::make_unique<Block>();
         (*block)->kind = BlockKind::ragged;
         (*block)->layers.resize(job.seq.rows.shapes().size());
     }
-    job.tail->kind = BlockKind::open;
+    job.out.tail->kind = BlockKind::open;
     reserve_blocks(job.seq.rows);
 }
 
 bool open_layer(Job & job, size_t l, bool reduces, int32_t n_workers) {
     const LayerShape & shape  = job.seq.rows.shapes()[l];
     size_t             widest = GROUP * (size_t) (shape.d_k + shape.d_v);
-    job.main->layers[l].heads.resize((size_t) shape.n_heads_kv);
-    job.tail->layers[l].heads.resize((size_t) shape.n_heads_kv);
-    job.sources[l].clear();
-    job.spans[l] = job.queries.empty() ? std::vector<QuerySpan>() : job.seq.observed.queries.of(l);
+    job.out.main->layers[l].heads.resize((size_t) shape.n_heads_kv);
+    job.out.tail->layers[l].heads.resize((size_t) shape.n_heads_kv);
+    job.out.sources[l].clear();
+    job.fit.spans[l] = job.fit.places.empty() ? std::vector<QuerySpan>() : job.seq.observed.queries.of(l);
     std::vector<StoredRows> stored[2];
     for (size_t h = 0; h < (size_t) shape.n_heads_kv; h++) {
         const auto    n     = (int32_t) job.kept[l][h].size();
         const int32_t split = main_rows(job.seq.rows.storage(), n);
-        job.sources[l].push_back(job.seq.rows.view((int32_t) l, (int32_t) h).pending);  // of rows that are away: their biases alone
+        job.out.sources[l].push_back(job.seq.rows.view((int32_t) l, (int32_t) h).pending);  // of rows that are away: their biases alone
         const auto biases = kept_biases(job, l, h, reduces);
-        stored[0].push_back(plan_head(job, l, h, 0, split, biases, job.main->layers[l].heads[h]));
-        stored[1].push_back(plan_head(job, l, h, split, n, biases, job.tail->layers[l].heads[h]));
+        stored[0].push_back(plan_head(job, l, h, 0, split, biases, job.out.main->layers[l].heads[h]));
+        stored[1].push_back(plan_head(job, l, h, split, n, biases, job.out.tail->layers[l].heads[h]));
         if (reduces && !is_away(job, l)) {
             const ReduceSize size = size_up(job, l, h);
             widest                = std::max(widest, reduce_floats(size, !biases.empty()) + job.plan.reducer->scratch(size));
         }
     }
-    for (auto * block : { job.main.get(), job.tail.get() }) {
+    for (auto * block : { job.out.main.get(), job.out.tail.get() }) {
         BlockLayer & layer = block->layers[l];
-        layer.rows = LayerRows(shape, job.seq.rows.storage(), stored[block == job.tail.get()]);
+        layer.rows = LayerRows(shape, job.seq.rows.storage(), stored[block == job.out.tail.get()]);
         if (!is_away(job, l) && !layer.rows.take()) {
             return false;
         }
     }
     if (!is_away(job, l) && (reduces || job.seq.rows.storage().quantised())) {
-        job.rows.resize(std::max(job.rows.size(), (size_t) n_workers));
-        for (auto & rows : job.rows) {
+        job.out.rows.resize(std::max(job.out.rows.size(), (size_t) n_workers));
+        for (auto & rows : job.out.rows) {
             if (rows.size() < widest) {
                 rows = {};  // not both at once
                 rows.resize(widest);
@@ -254,16 +254,16 @@ bool open_layer(Job & job, size_t l, bool reduces, int32_t n_workers) {
 AwayRows::Outcome take_away(Job & job, bool reduces, bool dropping) {
     const auto &                                 shapes = job.seq.rows.shapes();
     std::vector<std::vector<std::vector<float>>> before(shapes.size()), after(shapes.size());
-    TakeJob                                      take{ job.kept, job.n_tokens };
+    TakeJob                                      take{ job.kept, job.pending.n };
     take.storage  = job.seq.rows.storage();
     take.dropping = dropping;
     const MergeRule rule = reduces ? job.plan.reducer->merges(job.plan.params[KVEDGE_STAGE_REDUCER]) : MergeRule();
     take.rule            = reduces ? &rule : nullptr;
     for (size_t l = 0; l < shapes.size(); l++) {
-        for (size_t h = 0; is_away(job, l) && h < job.sources[l].size(); h++) {
-            const auto & rows   = job.sources[l][h];
+        for (size_t h = 0; is_away(job, l) && h < job.out.sources[l].size(); h++) {
+            const auto & rows   = job.out.sources[l][h];
             const bool   biased = std::any_of(rows.begin(), rows.end(), [](const Segment & seg) { return seg.bias != nullptr; });
-            before[l].emplace_back(biased ? (size_t) job.n_tokens : 0);
+            before[l].emplace_back(biased ? (size_t) job.pending.n : 0);
             if (biased) {
                 read_biases(rows, before[l].back().data());
             }
@@ -290,7 +290,7 @@ void fill_layer(Job & job, size_t l, bool reduces, int32_t n_threads) {
         } else if (job.seq.rows.storage().quantised()) {
             quantise_rows(job, (int32_t) l, h, worker);
         } else {
-            job.main->layers[l].rows.gather(h, job.kept[l][(size_t) h], job.sources[l][(size_t) h]);
+            job.out.main->layers[l].rows.gather(h, job.kept[l][(size_t) h], job.out.sources[l][(size_t) h]);
         }
     };
     parallel_for(n_threads, job.seq.rows.shapes()[l].n_heads_kv, std::ref(fill));  // a reference takes no memory
