@@ -154,8 +154,8 @@ bool BoundedPrompt::trim_layer(const Block & from, size_t l, const std::vector<s
             places.push_back((int32_t) at);
         }
         std::vector<Segment> rows;
-        from.layers[l].rows.view((int32_t) h, rows);
-        job.out.main->layers[l].rows.gather((int32_t) h, places, rows);
+        from.layers[l].rows.each_segment((int32_t) h, [&](const Segment & s) { rows.push_back(s); });
+        gather_rows(job.out.main->layers[l].rows, (int32_t) h, places, rows);
     }
     return true;
 }

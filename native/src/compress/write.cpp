@@ -80,7 +80,7 @@ StoredRows plan_head(
 void store_rows(Job & job, int32_t l, int32_t h, int32_t first, int32_t n, const float * k, const float * v) {
     const int32_t split = main_rows(job.seq.rows.storage(), (int32_t) job.kept[(size_t) l][(size_t) h].size());
     Block &       to    = first < split ? *job.out.main : *job.out.tail;
-    to.layers[(size_t) l].rows.write(h, first < split ? first : first - split, n, k, v);
+    write_rows(to.layers[(size_t) l].rows, h, first < split ? first : first - split, n, k, v);
 }
 
 void quantise_rows(Job & job, int32_t l, int32_t h, int32_t worker) {
@@ -290,7 +290,7 @@ void fill_layer(Job & job, size_t l, bool reduces, int32_t n_threads) {
         } else if (job.seq.rows.storage().quantised()) {
             quantise_rows(job, (int32_t) l, h, worker);
         } else {
-            job.out.main->layers[l].rows.gather(h, job.kept[l][(size_t) h], job.out.sources[l][(size_t) h]);
+            gather_rows(job.out.main->layers[l].rows, h, job.kept[l][(size_t) h], job.out.sources[l][(size_t) h]);
         }
     };
     parallel_for(n_threads, job.seq.rows.shapes()[l].n_heads_kv, std::ref(fill));  // a reference takes no memory

@@ -60,7 +60,7 @@ void write_heads(const Store & store, const Block & block, size_t l, bool ragged
         const bool listed = !layer.heads.empty();
         write_head(block.tokens_of((int32_t) l, h), listed ? &layer.heads[(size_t) h] : nullptr, out);
         if (ragged) {
-            layer.rows.save_counts(h, out);
+            save_counts(layer.rows, h, out);
         }
     }
 }
@@ -90,7 +90,7 @@ void write_block(const Store & store, size_t b, bool pending, Sink & out) {
             out.value<uint8_t>(!block.layers[l].heads.empty());
         }
         write_heads(store, block, l, ragged, out);
-        block.layers[l].rows.save(out);
+        save_rows(block.layers[l].rows, out);
     }
 }
 

@@ -65,17 +65,19 @@ void LayerRows::add(int32_t n) {
     }
 }
 
-void LayerRows::fill(int32_t head, int32_t first, const std::vector<Segment> & from) {
-    const auto         dk = (size_t) shape_.d_k, dv = (size_t) shape_.d_v;
+void fill_rows(LayerRows & to, int32_t head, const LayerRows & from) {
+    const auto         dk = (size_t) to.shape().d_k, dv = (size_t) to.shape().d_v;
+    const Storage      plain = to.storage().plain();
     std::vector<float> wide;
-    for (const Segment & s : from) {
+    int32_t            first = 0;
+    from.each_segment(head, [&](const Segment & s) {
         wide.resize((size_t) s.n * std::max(dk, dv));
-        kernels().widen(s.k, s.n, shape_.d_k, wide.data(), dk);
-        kernels().from_f32(storage_.plain().k, wide.data(), k_row(head, first), (size_t) s.n * dk);
-        kernels().widen(s.v, s.n, shape_.d_v, wide.data(), dv);
-        kernels().from_f32(storage_.plain().v, wide.data(), v_row(head, first), (size_t) s.n * dv);
+        kernels().widen(s.k, s.n, (int32_t) dk, wide.data(), dk);
+        kernels().from_f32(plain.k, wide.data(), to.k_row(head, first), (size_t) s.n * dk);
+        kernels().widen(s.v, s.n, (int32_t) dv, wide.data(), dv);
+        kernels().from_f32(plain.v, wide.data(), to.v_row(head, first), (size_t) s.n * dv);
         first += s.n;
-    }
+    });
 }
 
 void LayerRows::keep(const std::vector<int32_t> & rows) {
@@ -106,14 +108,14 @@ void LayerRows::set_loose(int32_t head, int32_t n) {
     of.v[1].offset        = v_at(head, n_ - n);
 }
 
-void LayerRows::write(int32_t head, int32_t first, int32_t n, const float * k, const float * v) {
-    write_rows(memory_.data(), heads_[(size_t) head].k, keys_of(shape_, storage_), first, n, k);
-    write_rows(memory_.data(), heads_[(size_t) head].v, values_of(shape_, storage_), first, n, v);
+void write_rows(LayerRows & to, int32_t head, int32_t first, int32_t n, const float * k, const float * v) {
+    write_rows(to.data(), to.head(head)->k, keys_of(to.shape(), to.storage()), first, n, k);
+    write_rows(to.data(), to.head(head)->v, values_of(to.shape(), to.storage()), first, n, v);
 }
 
-void LayerRows::gather(int32_t head, const std::vector<int32_t> & kept, const std::vector<Segment> & from) {
-    uint8_t * const k    = memory_.data() + heads_[(size_t) head].k[0].offset;
-    uint8_t * const v    = memory_.data() + heads_[(size_t) head].v[0].offset;
+void gather_rows(LayerRows & to, int32_t head, const std::vector<int32_t> & kept, const std::vector<Segment> & from) {
+    uint8_t * const k    = to.data() + to.head(head)->k[0].offset;
+    uint8_t * const v    = to.data() + to.head(head)->v[0].offset;
     size_t          next = 0;
     int32_t         at   = 0;
     for (const Segment & seg : from) {
@@ -194,32 +196,30 @@ static bool load_side_counts(Side & side, const SideLayout & layout, int32_t len
 
 // visit(offset, bytes) for every stretch of rows, in the order of a file.
 template <class F>
-static void each_stretch(const std::vector<RaggedHead> & heads, const LayerShape & shape, const Storage & storage, const F & visit) {
-    for (const RaggedHead & head : heads) {
-        for (const auto & [side, layout] : { std::pair{ &head.k, keys_of(shape, storage) }, { &head.v, values_of(shape, storage) } }) {
-            for (size_t a = 0; a < 2; a++) {
-                if (const size_t n = area_bytes(layout.types[a], layout.d, (*side)[a]); n > 0) {
-                    visit((*side)[a].offset, n);
-                }
+static void each_stretch(const RaggedHead & head, const LayerShape & shape, const Storage & storage, const F & visit) {
+    for (const auto & [side, layout] : { std::pair{ &head.k, keys_of(shape, storage) }, { &head.v, values_of(shape, storage) } }) {
+        for (size_t a = 0; a < 2; a++) {
+            if (const size_t n = area_bytes(layout.types[a], layout.d, (*side)[a]); n > 0) {
+                visit((*side)[a].offset, n);
             }
         }
     }
 }
 
-void LayerRows::save_counts(int32_t head, Sink & out) const {
-    const RaggedHead none;
-    const RaggedHead & of = heads_.empty() ? none : heads_[(size_t) head];
-    save_side_counts(of.k[0], keys_of(shape_, storage_), out);
-    save_side_counts(of.v[0], values_of(shape_, storage_), out);
+void save_counts(const LayerRows & rows, int32_t head, Sink & out) {
+    const RaggedHead   none;
+    const RaggedHead & of = rows.head(head) ? *rows.head(head) : none;
+    save_side_counts(of.k[0], keys_of(rows.shape(), rows.storage()), out);
+    save_side_counts(of.v[0], values_of(rows.shape(), rows.storage()), out);
 }
 
-void LayerRows::save(Sink & out) const {
-    if (!heads_.empty()) {
-        each_stretch(heads_, shape_, storage_, [&](size_t at, size_t n) { out.write(memory_.data() + at, n); });
-        return;
-    }
-    for (int32_t h = 0; h < shape_.n_heads_kv; h++) {
-        each_segment(h, [&](const Segment & s) {
+void save_rows(const LayerRows & rows, Sink & out) {
+    for (int32_t h = 0; h < rows.shape().n_heads_kv; h++) {
+        if (const RaggedHead * head = rows.head(h)) {
+            each_stretch(*head, rows.shape(), rows.storage(), [&](size_t at, size_t n) { out.write(rows.data() + at, n); });
+            continue;
+        }
+        rows.each_segment(h, [&](const Segment & s) {
             out.write(s.k.data, (size_t) s.n * s.k.stride);
             out.write(s.v.data, (size_t) s.n * s.v.stride);
         });
@@ -236,7 +236,9 @@ bool LayerRows::load(Reader & in) {
     if (ragged_) {
         extent_ = lay_out(shape_, storage_, heads_);
     }
-    each_stretch(heads_, shape_, storage_, [&](size_t, size_t n) { held += n; });
+    for (const RaggedHead & head : heads_) {
+        each_stretch(head, shape_, storage_, [&](size_t, size_t n) { held += n; });
+    }
     const uint64_t row = row_k(shape_, storage_.plain().k) + row_v(shape_, storage_.plain().v);
     if (held > in.left() || (heads_.empty() && (uint64_t) n_ * (uint64_t) shape_.n_heads_kv > in.left() / row)) {
         return false;
@@ -245,7 +247,9 @@ bool LayerRows::load(Reader & in) {
         throw std::bad_alloc();
     }
     bool whole = true;
-    each_stretch(heads_, shape_, storage_, [&](size_t at, size_t n) { whole = whole && in.read(memory_.data() + at, n); });
+    for (const RaggedHead & head : heads_) {
+        each_stretch(head, shape_, storage_, [&](size_t at, size_t n) { whole = whole && in.read(memory_.data() + at, n); });
+    }
     for (int32_t h = 0; heads_.empty() && n_ > 0 && h < shape_.n_heads_kv; h++) {
         whole = whole && in.read(k_row(h, 0), (size_t) n_ * row_k(shape_, storage_.plain().k)) &&
                 in.read(v_row(h, 0), (size_t) n_ * row_v(shape_, storage_.plain().v));

@@ -21,7 +21,7 @@ struct StoredRows {
     int32_t n, k, v;
 };
 
-// For one thread at a time, but for view, write and gather of different heads.
+// For one thread at a time; but rows of different heads may be read, written and gathered at once.
 class LayerRows {
   public:
     LayerRows() = default;  // of no layer
@@ -37,30 +37,18 @@ class LayerRows {
     uint64_t extent() const { return extent_; }          // of the rows that there is room for
     uint64_t index_bytes() const;                        // of what says where rows lie
 
-    // Appends where a head's rows lie, in token order.
-    void view(int32_t head, std::vector<Segment> & out) const {
-        each_segment(head, [&](const Segment & s) { out.push_back(s); });
-    }
-
-    // Uniform rows. add: n more of every head, that are then written. fill: rows [first, ..) of a head, rounded from others.
+    // Uniform rows. add: n more of every head, that are then written.
     void add(int32_t n);
-    void fill(int32_t head, int32_t first, const std::vector<Segment> & from);
     void keep(const std::vector<int32_t> & rows);  // of every head, ascending
     void loosen();                                 // throws std::bad_alloc
     void set_loose(int32_t head, int32_t n);       // of a head, the last n rows are there
-
-    // Ragged rows: of a head, n <= GROUP rows [n][d] from `first` on, a multiple of GROUP; and rows `kept` of others, bit for bit.
-    void write(int32_t head, int32_t first, int32_t n, const float * k, const float * v);
-    void gather(int32_t head, const std::vector<int32_t> & kept, const std::vector<Segment> & from);
 
     // Of a head that is loose or ragged: takes out the rows whose flag is 0, or one row. end: rows of the block that stay.
     void keep_flagged(int32_t head, const uint8_t * flags, int32_t end);
     void drop(int32_t head, int32_t row);
 
-    // As bytes: how a head's rows lie, and all rows. Ragged: what load_counts reads is laid out when all heads are read.
+    // From bytes: how a head's rows lie, and all rows. Ragged: what load_counts reads is laid out when all heads are read.
     // False: damaged, or the file cannot hold as much.
-    void save_counts(int32_t head, Sink & out) const;
-    void save(Sink & out) const;
     bool load_counts(int32_t head, int32_t length, Reader & in);
     bool load(Reader & in);  // takes the memory. Throws std::bad_alloc
 
@@ -68,6 +56,7 @@ class LayerRows {
     uint8_t * k_row(int32_t head, int32_t row) { return memory_.data() + k_at(head, row); }
     uint8_t * v_row(int32_t head, int32_t row) { return memory_.data() + v_at(head, row); }
 
+    // Where a head's rows lie, in token order.
     template <class F> void each_segment(int32_t head, const F & visit) const {
         if (!heads_.empty()) {
             each_ragged(memory_.data(), heads_[(size_t) head], shape_, storage_, visit);
@@ -102,6 +91,17 @@ class LayerRows {
     Pages                   memory_;
     std::vector<RaggedHead> heads_;  // [Hkv] of loose and of ragged rows, else empty
 };
+
+// Uniform rows of a head, from the first one on: rounded from others.
+void fill_rows(LayerRows & to, int32_t head, const LayerRows & from);
+// Ragged rows of a head. write_rows: n <= GROUP rows [n][d] from `first` on, a multiple of GROUP. gather_rows: rows `kept` of
+// others, bit for bit.
+void write_rows(LayerRows & to, int32_t head, int32_t first, int32_t n, const float * k, const float * v);
+void gather_rows(LayerRows & to, int32_t head, const std::vector<int32_t> & kept, const std::vector<Segment> & from);
+
+// To bytes: how a head's rows lie, and all rows.
+void save_counts(const LayerRows & rows, int32_t head, Sink & out);
+void save_rows(const LayerRows & rows, Sink & out);
 
 // All rows of one layer of several blocks, one after the other, with memory: keys quantised, and values if `values` says so or
 // their type does not wait; without, there is one block. False: no memory. Throws std::bad_alloc.

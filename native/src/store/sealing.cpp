@@ -118,9 +118,8 @@ bool seal_old(Store & store, size_t end) {
 }
 
 bool unseal_pending(Store & store, Sealed * was) try {
-    auto &               blocks = store.parts().blocks;
-    Sealed               fresh;
-    std::vector<Segment> segments;
+    auto & blocks = store.parts().blocks;
+    Sealed fresh;
     for (size_t b = store.contents().pending_from; b < blocks.size(); b++) {
         const Block & from = blocks[b];
         if (!from.ragged()) {
@@ -131,9 +130,7 @@ bool unseal_pending(Store & store, Sealed * was) try {
         to.generated = from.generated;
         for (size_t l = 0; l < store.shapes().size(); l++) {
             for (int32_t h = 0; h < store.shapes()[l].n_heads_kv; h++) {
-                segments.clear();
-                from.layers[l].rows.view(h, segments);
-                to.layers[l].rows.fill(h, 0, segments);
+                fill_rows(to.layers[l].rows, h, from.layers[l].rows);
             }
             to.layers[l].rows.add((int32_t) from.length());
         }
