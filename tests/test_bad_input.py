@@ -32,7 +32,7 @@ def pair(model, mmproj=None):
 
 def test_no_model(kvedge, llava, monkeypatch, tmp_path):
     kvedge("chat", "--mmproj", llava.mmproj, "Hello").failed(2, "no model", "--model")
-    monkeypatch.setattr(options, "DATA", tmp_path)  # an installation without the demo model
+    monkeypatch.setattr(modelfiles, "DATA", tmp_path)  # an installation without the demo model
     with pytest.raises(UsageError, match="no model: pass --model"):
         modelfiles.model_files({"model": None, "mmproj": None})
 

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from pykvedge.cli import options, paths
+from pykvedge.cli import paths
 from pykvedge.errors import UsageError, one_line
+from pykvedge.system.files import DATA
 
 if TYPE_CHECKING:
     from pykvedge.cli.progress import Display
@@ -27,7 +28,7 @@ def model_files(given: Mapping[str, Any]) -> tuple[Path, Path | None]:
         return fetched(given["hf_repo"], given)
     if model is not None:
         return paths.expanded(model), paths.expanded(mmproj) if mmproj else None
-    demo, demo_mmproj = options.DATA / "demo-model.gguf", options.DATA / "demo-mmproj.gguf"
+    demo, demo_mmproj = DATA / "demo-model.gguf", DATA / "demo-mmproj.gguf"
     if mmproj is not None or not demo.exists():
         raise UsageError(
             "no model: pass --model FILE.gguf, and --mmproj FILE.gguf to ask about images; or -hf USER/REPO, which "

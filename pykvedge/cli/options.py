@@ -11,7 +11,6 @@ from typing import Any
 
 import click
 
-import pykvedge
 from pykvedge.cli import paths
 from pykvedge.errors import UsageError
 from pykvedge.models.offload import Offload
@@ -21,7 +20,6 @@ from pykvedge.plans.plugin_files import load_file
 from pykvedge.plans.presets import DEFAULT_METHOD, STREAM_METHOD
 from pykvedge.reference.kvtypes import NAMES, ROTATES
 
-DATA = Path(pykvedge.__file__).parent / "data"  # importlib.resources names no folder in an editable installation
 _PLAN_SETTINGS = (
     "recent", "sinks", "text_prior", "critical", "critical_half", "scorer", "allocator", "reducer", "decode", "pruner",
     "image_tokens",

@@ -11,9 +11,10 @@ from pykvedge.models.gguf import read_header
 from pykvedge.plans.plan import Plan
 from pykvedge.plans.profile import COLUMNS, KINDS, Given, Profile, assigned, load, misfit, missing
 from pykvedge.reference.stages.base import ProfileTable
+from pykvedge.system.files import DATA
 
 _SAMPLES, _SAMPLE_BYTES = 64, 64 << 10
-SHIPPED = Path(__file__).parent.parent / "data" / "profiles"
+SHIPPED = DATA / "profiles"
 
 
 def hash_of(model: str | os.PathLike[str]) -> str:

@@ -23,13 +23,14 @@ from pykvedge.runtime.opening import Openings
 from pykvedge.runtime.sessionfile import fingerprint
 from pykvedge.runtime.settings import LoadSettings, Settings
 from pykvedge.system import dropped, signals
+from pykvedge.system.files import DATA
 from pykvedge.system.guard import Single, Stop
 from pykvedge.system.version import package_version
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-PACKAGED = Path(__file__).resolve().parent.parent / "data" / "demo-model.gguf"  # where no model is named
+PACKAGED = DATA / "demo-model.gguf"  # where no model is named
 
 
 @dataclass(frozen=True)

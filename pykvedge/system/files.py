@@ -10,6 +10,8 @@ import os
 import stat
 from pathlib import Path
 
+# the model and the profiles that kvedge brings along; importlib.resources names no folder in an editable installation
+DATA = Path(__file__).parent.parent / "data"
 _KINDS = {
     stat.S_IFDIR: "a folder", stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket", stat.S_IFCHR: "a device",
     stat.S_IFBLK: "a device",
