@@ -7,8 +7,8 @@ from conftest import THREADS
 from kvedge_lab.eval.measure import Wants
 from kvedge_lab.eval.records import Records
 from kvedge_lab.eval.runner import Job, evaluate, full_cell
-from pykvedge.cli.options import DATA
 from pykvedge.runtime.settings import Settings
+from pykvedge.system.files import DATA
 
 MODEL, MMPROJ = DATA / "demo-model.gguf", DATA / "demo-mmproj.gguf"
 

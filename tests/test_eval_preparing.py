@@ -10,10 +10,10 @@ from conftest import THREADS
 import pykvedge
 from kvedge_lab.eval.measure import CONTEXT, PROMPT, Preparer
 from kvedge_lab.eval.tasks import Line, Sample, demo_samples
-from pykvedge.cli.options import DATA
 from pykvedge.errors import ContextError, ImageError, KvedgeError
 from pykvedge.models.composer import Composer
 from pykvedge.models.vision import ImagePiece, Vision
+from pykvedge.system.files import DATA
 
 
 @pytest.fixture(scope="module")
