@@ -385,6 +385,25 @@ KVEDGE_API kvedge_status kvedge_set_sequence_plan(
 // kvedge_compress: tokens that come one by one are part of it.
 KVEDGE_API kvedge_status kvedge_set_auto_compress(kvedge_cache * kv, bool on, kvedge_error * err);
 
+// Where whole rows stay when a sequence is compressed.
+typedef enum kvedge_keep_place {
+    KVEDGE_KEEP_NOT    = 0,  // nowhere: what is evicted is gone
+    KVEDGE_KEEP_MEMORY = 1,  // in the host's memory
+    KVEDGE_KEEP_FILE   = 2,  // in a file without a name, written while the answer is decoded, whose pages are the system's to drop
+} kvedge_keep_place;
+
+// Keeps the rows of every sequence that is compressed from now on as they were, and what was observed of them, behind the
+// compressed ones. The answer is decoded with the compressed ones. Tokens of a later message attend to all rows, and the
+// compression after them chooses from all rows anew, as if the conversation were one prompt. The rows of an answer count as they
+// were computed; a caller that wants them as the whole cache would have them removes the answer's tokens
+// (llama_memory_seq_rm) and decodes them again before the message. Not for streams and bounded prompts.
+// folder: UTF-8, of a local drive, for KVEDGE_KEEP_FILE; NULL: the current one. most_bytes: of all whole rows together, beyond
+// which the oldest are given up; 0: no limit. Where rows cannot be kept, for a full disk, say, the sequence goes on without,
+// and kvedge_keep_problem says why. Errors: KVEDGE_E_UNSUPPORTED (a network drive), KVEDGE_E_FILE.
+KVEDGE_API kvedge_status kvedge_keep(kvedge_cache * kv, kvedge_keep_place place, const char * folder, uint64_t most_bytes, kvedge_error * err);
+// Why a sequence has no whole rows although they were asked for; NULL: it has them, or they were not. Until the next call.
+KVEDGE_API const char * kvedge_keep_problem(const kvedge_cache * kv, int32_t seq_id);
+
 // Compresses, now, the tokens of sequence seq_id that were added since its last compression, and returns their
 // memory. Does nothing (KVEDGE_OK) when there are none, when the budget covers them all (a quantised storage type is
 // written even then), or in the middle of an answer that a decode policy bounds. Where recent and sinks together exceed the
@@ -498,6 +517,8 @@ typedef struct kvedge_stats {
     int64_t  device_upload_us;      // and what the host computed is sent
     int32_t  device_compressed;     // 1: rows on devices were compressed there; 0: on the host, or none lay there
     int32_t  unused;
+    uint64_t whole_bytes;           // bytes of whole rows behind the compressed ones (kvedge_keep), beside `bytes`, scores included
+    uint64_t whole_file_bytes;      // of whole_bytes, those that lie in a file, whose pages the system may drop from memory
 } kvedge_stats;
 
 KVEDGE_API kvedge_status kvedge_get_stats(const kvedge_cache * kv, int32_t seq_id, kvedge_stats * out, kvedge_error * err);

@@ -14,7 +14,7 @@ from pykvedge import errors
 from pykvedge.library.native_plan import NativePlan, options_of, plan_budget
 from pykvedge.library.own_stages import OwnStages
 from pykvedge.native import libraries
-from pykvedge.native.abi import DEVICES_AUTO, Error, ReplayChunk, Saved, Stats, text
+from pykvedge.native.abi import DEVICES_AUTO, KEEP_PLACES, Error, ReplayChunk, Saved, Stats, text
 from pykvedge.native.calls import call, lib, raise_
 from pykvedge.plans.plan import Plan
 from pykvedge.reference.kvtypes import KvType
@@ -131,6 +131,19 @@ class Cache:
     def set_auto_compress(self, on: bool) -> None:
         """Sets whether the first token decoded after a prompt triggers the compression."""
         call("set_auto_compress", self.handle, on)
+
+    @one_thread
+    def keep(self, place: str, folder: str = "", most_bytes: int = 0) -> None:
+        """Keeps whole rows behind compressed ones from now on: in "ram", on "disk" in a folder, or not ("").
+
+        most_bytes: of all whole rows together; 0: no limit. Raises what kvedge_keep reports.
+        """
+        call("keep", self.handle, KEEP_PLACES[place], folder.encode(), most_bytes)
+
+    @one_thread
+    def keep_problem(self, sequence: int = 0) -> str:
+        """Says why a sequence has no whole rows although they were asked for; empty: it has them, or they were not."""
+        return text(lib().kvedge_keep_problem(self.handle, sequence))
 
     @one_thread
     def compress(self, sequence: int = 0) -> None:

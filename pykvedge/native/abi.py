@@ -96,7 +96,11 @@ class Stats(c.Structure):
         *((f"device_{name}", c.c_int64) for name in (
             "operations", "measure_us", "choose_us", "gather_us", "merge_us", "upload_us")),
         ("device_compressed", c.c_int32), ("unused", c.c_int32),
+        ("whole_bytes", c.c_uint64), ("whole_file_bytes", c.c_uint64),
     ]  # fmt: skip
+
+
+KEEP_PLACES = {"": 0, "ram": 1, "disk": 2}  # kvedge_keep_place
 
 
 class Saved(c.Structure):
@@ -194,6 +198,8 @@ PROTOTYPES: dict[str, tuple[Any, list[Any]]] = {
     "set_plan": (c.c_int, [_P, _P, _ERR]),
     "set_sequence_plan": (c.c_int, [_P, _I, _P, _ERR]),
     "set_auto_compress": (c.c_int, [_P, c.c_bool, _ERR]),
+    "keep": (c.c_int, [_P, c.c_int, c.c_char_p, c.c_uint64, _ERR]),
+    "keep_problem": (c.c_char_p, [_P, _I]),
     "plan_check_bounded": (c.c_int, [_P, c.c_int, c.c_int, _ERR]),
     "expect": (c.c_int, [_P, _I, _I, _ERR]),
     "bound_prompt": (c.c_int, [_P, _I, _P, _I, _ERR]),

@@ -33,14 +33,14 @@ void fill_layers(Job & job, bool reduces, Compression & outcome) {
         }
         bytes += job.out.main->layers[l].bytes() + job.out.tail->layers[l].bytes();
         outcome.peak_bytes = std::max(outcome.peak_bytes, bytes + index_bytes(seq.rows) + seq.score_bytes());
-        if (!may_fail) {
+        if (!may_fail && !job.beside) {
             bytes -= give_back_pending(seq.rows, l);
         }
-        if (job.plan.reducer->queries) {
+        if (job.plan.reducer->queries && !job.beside) {
             seq.observed.queries.give_back(l);
         }
     }
-    replace_pending(seq.rows, std::move(*job.out.main), std::move(*job.out.tail));
+    replace_pending((job.beside ? *job.beside : seq).rows, std::move(*job.out.main), std::move(*job.out.tail));
 }
 
 const char * reads_rows(const kvedge_plan & plan) {
@@ -112,7 +112,7 @@ kvedge_status measured(
     outcome.before_bytes = seq.rows.bytes();
     outcome.peak_bytes   = outcome.before_bytes + index_bytes(seq.rows) + seq.score_bytes();
     const auto status    = compress();
-    outcome.after_bytes  = seq.rows.bytes();
+    outcome.after_bytes  = (outcome.beside ? *outcome.beside : seq).rows.bytes();
     outcome.us           = microseconds_since(start);
     return status;
 } catch (const StageFailure & failure) {
@@ -147,6 +147,9 @@ static kvedge_status fail_away(AwayRows::Outcome why, Compression & outcome, kve
 // The rows that were chosen take the place of the pending ones.
 static kvedge_status replace_rows(Job & job, bool reduced, Unsealed & unsealed, Compression & outcome, kvedge_error * err) {
     const bool reduces = reduced && job.plan.reducer->reduce;
+    if (outcome.keep) {
+        job.beside = std::make_unique<Sequence>(job.seq.rows.empty_copy());
+    }
     for (size_t l = 0; !reduced && l < job.kept.size(); l++) {
         keep_layer(job, l);
     }
@@ -210,17 +213,21 @@ static kvedge_status compress_tokens(
         job.scores = job.reserve = job.weights = {};
     }
     const size_t first = seq.rows.contents().pending_from;
-    if (any && (reduced || quantise)) {
+    if (any && (reduced || quantise || (outcome.keep && scored))) {
         const auto status = replace_rows(job, reduced, unsealed, outcome, err);
         if (status != KVEDGE_OK) {
             return status;
         }
+    } else if (outcome.keep) {
+        job.beside = std::make_unique<Sequence>(seq.rows.share());
     } else if (scored) {
         seq.sums_to_scores();
     }
     unsealed.forget();
-    seq.close_pending();
-    seal_old(seq.rows, first);  // without the memory for it, they stay as large as they are
+    Sequence & done = job.beside ? *job.beside : seq;
+    done.close_pending();
+    seal_old(done.rows, job.beside ? 0 : first);  // without the memory for it, they stay as large as they are
+    outcome.beside = std::move(job.beside);
     return ok(err);
 }
 

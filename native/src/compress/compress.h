@@ -4,6 +4,7 @@
 #include "sequence/sequence.h"
 
 #include <functional>
+#include <memory>
 #include <vector>
 
 namespace kvedge {
@@ -23,6 +24,10 @@ struct Compression {
     bool       lost      = false;
     int64_t    choose_us = 0;  // of scores, budgets and the choice
 
+    // Whether the rows that stay go to a sequence of their own, `beside`, and the one that is compressed stays as it is.
+    bool                      keep = false;
+    std::unique_ptr<Sequence> beside;
+
     // [layer][Hkv * T], filled if wanted.
     bool   want_scores = false;
     Scores scores;
@@ -32,7 +37,7 @@ struct Compression {
 kvedge_plan compression_plan(const Sequence & seq, const kvedge_plan & plan, int32_t n_more);
 
 // Compresses the sequence's pending tokens by the plan: score, allocate, select, reduce, layer by layer, each layer's
-// old memory going back before the next layer's turn. On failure the sequence is as it was.
+// old memory going back before the next layer's turn. On failure, and with outcome.keep, the sequence is as it was.
 // Errors: KVEDGE_E_STATE (scores are missing, or it is a stream), KVEDGE_E_MEMORY.
 kvedge_status compress_pending(
     Sequence & seq, const kvedge_plan & plan, int32_t n_threads, Compression & outcome, kvedge_error * err);

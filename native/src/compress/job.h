@@ -65,6 +65,7 @@ struct Job {
     std::vector<std::vector<std::vector<int32_t>>> kept;      // [layer][head] pending rows that stay
 
     AwayRows *  away = nullptr;  // the rows of layers on devices; NULL: the store has them all
+    std::unique_ptr<Sequence> beside;  // gets the rows that stay; NULL: they take the place of the pending ones
     Replacement out;
     FitQueries  fit;
 

@@ -309,6 +309,8 @@ extern "C" kvedge_status kvedge_get_stats(const kvedge_cache * kv, int32_t seq_i
             now.compress_us    = s->compress_us;
             now.n_unfitted     = s->n_unfitted;
             now.n_scant        = s->n_scant;
+            now.whole_bytes      = s->whole.bytes();
+            now.whole_file_bytes = s->whole.file_bytes();
             tell_device_work(*s, now);
         }
         return write_struct(now, out, out->struct_size)

@@ -140,6 +140,9 @@ void kvedge_cache::seq_rm(int32_t seq_id, int32_t p0, int32_t p1) {
                 continue;
             }
             state.seq->remove(p0, p1);
+            if (state.whole.seq) {
+                state.whole.seq->remove(p0, p1);
+            }
             state.weights.valid = false;
             if (state.replay) {
                 state.replay->spoiled = true;
@@ -164,11 +167,16 @@ bool kvedge_cache::seq_cp(int32_t from, int32_t to, int32_t p0, int32_t p1) {
         context.report(KVEDGE_E_MEMORY, "no memory to copy a sequence");
         return false;
     }
-    copy->remove(0, p0);
-    copy->remove(p1, INT_MAX);
     SequenceState state;  // takes its place when nothing can fail any more
-    state.id              = to;
-    state.seq             = std::move(copy);
+    state.id  = to;
+    state.seq = std::move(copy);
+    keeping.share(*source, state);
+    for (Sequence * seq : { state.seq.get(), state.whole.seq.get() }) {
+        if (seq) {
+            seq->remove(0, p0);
+            seq->remove(p1, INT_MAX);
+        }
+    }
     (Course &) state      = *source;
     state.cut(state.seq->rows.n_tokens());
     state.note_peak();

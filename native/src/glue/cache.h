@@ -6,6 +6,7 @@
 #include "glue/compressor.h"
 #include "glue/context.h"
 #include "glue/devices.h"
+#include "glue/keeping.h"
 #include "glue/layers.h"
 #include "glue/sequences.h"
 #include "glue/ubatch.h"
@@ -18,8 +19,9 @@ struct kvedge_cache {
     kvedge::Sequences  sequences{ layers };
     kvedge::Devices    devices{ context, layers, sequences };
     kvedge::Working    working;
-    kvedge::Compressor compressor{ context, layers, sequences, devices, working };
-    kvedge::Ubatch     ubatch{ context, layers, sequences, devices, working, compressor };
+    kvedge::Keeping    keeping{ sequences, devices };
+    kvedge::Compressor compressor{ context, layers, sequences, devices, keeping, working };
+    kvedge::Ubatch     ubatch{ context, layers, sequences, devices, keeping, working, compressor };
 
     mutable kvedge::Owner owner;  // the thread in a call, or in a ubatch
 

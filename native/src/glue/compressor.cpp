@@ -62,12 +62,14 @@ static uint64_t rows_away(const SequenceState & state) {
     return n;
 }
 
-AwayRows * Compressor::device_of(SequenceState & state, const kvedge_plan & plan) const {
+AwayRows * Compressor::device_of(SequenceState & state, const kvedge_plan & plan, bool keeps) const {
     const char * reads = reads_rows(plan);
     if (!state.device) {
         return nullptr;
     }
-    if (reads) {
+    if (keeps) {
+        state.device_problem = "all rows are kept, on the host";
+    } else if (reads) {
         state.device_problem = std::string("'") + reads + "' has no graph: it reads rows on the host";
     } else if (state.device->form().storage.quantised() || (sequences_.storage.quantised() && even_rows(state.seq->rows) != 0)) {
         state.device_problem = "rows are quantised already";
@@ -79,11 +81,12 @@ AwayRows * Compressor::device_of(SequenceState & state, const kvedge_plan & plan
 kvedge_status Compressor::compress_rows(SequenceState & state, Compression & outcome, kvedge_error * err) {
     const int32_t     n_tokens = state.seq->rows.pending_length();
     const kvedge_plan plan     = compression_plan(*state.seq, sequences_.plan_of(state.id), 0);
-    const bool        all = kvedge_plan_budget(&plan, n_tokens) >= n_tokens && !plan.decode->needs_scores && !sequences_.storage.quantised();
+    outcome.keep               = keeping_.wanted(state);
+    const bool        all = !outcome.keep && kvedge_plan_budget(&plan, n_tokens) >= n_tokens && !plan.decode->needs_scores && !sequences_.storage.quantised();
     const uint64_t    before = state.device ? state.device->bytes() : 0;
     state.device_work        = {};
     state.device_problem.clear();
-    outcome.away = all ? nullptr : device_of(state, plan);
+    outcome.away = all ? nullptr : device_of(state, plan, outcome.keep);
     if (outcome.away) {
         outcome.away->work = {};
         const auto status  = compress_pending(*state.seq, plan, context_.threads(), outcome, err);
@@ -132,6 +135,10 @@ kvedge_status Compressor::compress(SequenceState & state, kvedge_error * err) {
         state.armed = false;
         return ok(err);
     }
+    if (state.whole.seq) {  // all that came since are tokens of the answer: the next message is compressed with them
+        state.armed = false;
+        return ok(err);
+    }
     // Of an answer that a decode policy bounds, heads hold different tokens already: there is no prompt to choose from.
     if (!state.kept.empty()) {
         return ok(err);
@@ -145,6 +152,9 @@ kvedge_status Compressor::compress(SequenceState & state, kvedge_error * err) {
     }
     if (state.device && state.device->queries.left()) {
         state.device->queries.forget();
+    }
+    if (outcome.beside) {
+        keeping_.put_aside(state, std::move(outcome.beside));
     }
     state.device_work.to_host += seen;
     state.device_work.measure_us += saw;

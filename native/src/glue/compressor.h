@@ -4,6 +4,7 @@
 
 #include "glue/context.h"
 #include "glue/devices.h"
+#include "glue/keeping.h"
 #include "glue/layers.h"
 #include "glue/sequences.h"
 #include "glue/working.h"
@@ -12,8 +13,8 @@ namespace kvedge {
 
 class Compressor {
   public:
-    Compressor(Context & context, const Layers & layers, Sequences & sequences, Devices & devices, Working & working)
-        : context_(context), layers_(layers), sequences_(sequences), devices_(devices), working_(working) {}
+    Compressor(Context & context, const Layers & layers, Sequences & sequences, Devices & devices, Keeping & keeping, Working & working)
+        : context_(context), layers_(layers), sequences_(sequences), devices_(devices), keeping_(keeping), working_(working) {}
 
     // What is pending of the sequence. Errors: those of compress_pending, and KVEDGE_E_STATE where a bounded prompt failed or a
     // second pass was begun.
@@ -31,7 +32,7 @@ class Compressor {
     kvedge_status check(SequenceState & state, kvedge_error * err);
 
   private:
-    AwayRows *    device_of(SequenceState & state, const kvedge_plan & plan) const;
+    AwayRows *    device_of(SequenceState & state, const kvedge_plan & plan, bool keeps) const;
     kvedge_status compress_rows(SequenceState & state, Compression & outcome, kvedge_error * err);
     void          release_memory();
 
@@ -39,6 +40,7 @@ class Compressor {
     const Layers & layers_;
     Sequences &    sequences_;
     Devices &      devices_;
+    Keeping &      keeping_;
     Working &      working_;
 };
 

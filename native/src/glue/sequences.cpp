@@ -19,7 +19,8 @@ void SequenceState::note_compression(Answer && next_answer, const Compression & 
 }
 
 void SequenceState::note_peak() {
-    peak_bytes = std::max(peak_bytes, row_bytes() + index_bytes(seq->rows) + score_bytes());
+    const uint64_t kept = whole.bytes() - whole.file_bytes();
+    peak_bytes = std::max(peak_bytes, row_bytes() + index_bytes(seq->rows) + score_bytes() + kept);
 }
 
 void SequenceState::drop_bounded() {

@@ -10,6 +10,7 @@
 #include "kvedge.h"
 #include "plan/plan.h"
 #include "sequence/sequence.h"
+#include "system/spill.h"
 
 #include <atomic>
 #include <map>
@@ -54,6 +55,22 @@ struct Answer {
     Answer(const kvedge_plan & by, const std::vector<LayerShape> & shapes);  // Throws std::bad_alloc.
 };
 
+// A sequence as it was before it was compressed, behind the compressed one (glue/keeping.h).
+struct Whole {
+    std::unique_ptr<Sequence>              seq;      // all its tokens are pending; NULL: there is none
+    std::vector<std::shared_ptr<SpillJob>> jobs;     // rows that are being written
+    uint64_t                               turn = 0; // of the compression
+    std::string                            problem;  // why there is none although it was asked for; empty: there is, or it was not
+
+    Whole() = default;
+    Whole(Whole &&) = default;
+    Whole & operator=(Whole && other) noexcept;
+    ~Whole();  // nobody waits for what is being written
+
+    uint64_t bytes() const;       // of rows and of what was observed
+    uint64_t file_bytes() const;  // of the rows among them that lie in a file
+};
+
 // What decides how a sequence goes on; a copy of the sequence goes on in the same way.
 struct Course {
     bool    armed       = false;  // a prompt came in since the last compression
@@ -84,6 +101,7 @@ struct SequenceState : Course {
     DeviceWork                device_work;     // of the last compression, of rows on devices
     std::string               device_problem;  // why these were compressed on the host; empty: they were not, or there were none
     TokenWeights              weights;
+    Whole                     whole;
 
     std::unique_ptr<BoundedRequest> request;
     std::unique_ptr<BoundedPrompt>  bounded;  // from the announced batch to the next one

@@ -92,6 +92,7 @@ bool Ubatch::begin_answer(SequenceState & state) {
 
 bool Ubatch::prepare(const llama_attn_provider_ubatch & of, Run & run) {
     SequenceState & state = *run.state;
+    keeping_.settle(state);
     if (!compressor_.end_bounded(state)) {
         return false;
     }
@@ -111,7 +112,7 @@ bool Ubatch::prepare(const llama_attn_provider_ubatch & of, Run & run) {
                 return false;
             }
             break;
-        default: state.end_answer();
+        default: keeping_.recall(state); state.end_answer();
     }
     const kvedge_plan & plan = sequences_.plan_of(state.id);
     run.watched              = (run.is_prompt() || state.streaming) && plan.budget_ratio != 1.0;

@@ -12,8 +12,10 @@ namespace kvedge {
 
 class Ubatch {
   public:
-    Ubatch(Context & context, const Layers & layers, Sequences & sequences, Devices & devices, Working & working, Compressor & compressor)
-        : context_(context), layers_(layers), sequences_(sequences), devices_(devices), working_(working), compressor_(compressor) {}
+    Ubatch(Context & context, const Layers & layers, Sequences & sequences, Devices & devices, Keeping & keeping, Working & working,
+           Compressor & compressor)
+        : context_(context), layers_(layers), sequences_(sequences), devices_(devices), keeping_(keeping), working_(working),
+          compressor_(compressor) {}
 
     // Enters the tokens. -1: refused, which is reported; 1: the graph must be built anew; else 0. Throws std::bad_alloc.
     int  begin(const llama_attn_provider_ubatch & of);
@@ -52,6 +54,7 @@ class Ubatch {
     const Layers & layers_;
     Sequences &    sequences_;
     Devices &      devices_;
+    Keeping &      keeping_;
     Working &      working_;
     Compressor &   compressor_;
 };

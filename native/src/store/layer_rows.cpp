@@ -31,13 +31,49 @@ static std::vector<RaggedHead> sides_of(const LayerShape & shape, const Storage 
 LayerRows::LayerRows(const LayerShape & shape, const Storage & storage, const std::vector<StoredRows> & heads)
     : LayerRows(shape, storage, sides_of(shape, storage, heads)) {}
 
-bool LayerRows::take() {
-    memory_ = Pages::take(extent_);
+LayerRows::LayerRows(const LayerRows & other) : LayerRows(other.share()) { own(); }
+
+LayerRows & LayerRows::operator=(LayerRows other) noexcept {
+    std::swap(shape_, other.shape_);
+    std::swap(storage_, other.storage_);
+    std::swap(ragged_, other.ragged_);
+    std::swap(capacity_, other.capacity_);
+    std::swap(n_, other.n_);
+    std::swap(extent_, other.extent_);
+    std::swap(memory_, other.memory_);
+    std::swap(heads_, other.heads_);
+    return *this;
+}
+
+LayerRows LayerRows::share() const {
+    LayerRows out(shape_, storage_, capacity_);
+    out.ragged_ = ragged_;
+    out.n_      = n_;
+    out.extent_ = extent_;
+    out.memory_ = memory_;
+    out.heads_  = heads_;
+    return out;
+}
+
+void LayerRows::own() {
+    if (shared()) {
+        memory_ = std::make_shared<Pages>(*memory_);
+    }
+}
+
+bool LayerRows::take() try {
+    Pages taken = Pages::take(extent_);
+    memory_.reset();
+    if (taken) {
+        memory_ = std::make_shared<Pages>(std::move(taken));
+    }
     return memory_ || extent_ == 0;
+} catch (const std::bad_alloc &) {
+    return false;
 }
 
 void LayerRows::clear() noexcept {
-    memory_ = Pages();
+    memory_.reset();
     extent_ = 0;
     for (RaggedHead & head : heads_) {
         for (Side * side : { &head.k, &head.v }) {
@@ -82,8 +118,12 @@ void fill_rows(LayerRows & to, int32_t head, const LayerRows & from) {
 
 void LayerRows::keep(const std::vector<int32_t> & rows) {
     const size_t kst = row_k(shape_, storage_.plain().k), vst = row_v(shape_, storage_.plain().v);
+    size_t staying = 0;  // first rows, which do not move
+    while (staying < rows.size() && (size_t) rows[staying] == staying) {
+        staying++;
+    }
     for (int32_t h = 0; h < shape_.n_heads_kv; h++) {
-        for (size_t to = 0; to < rows.size(); to++) {
+        for (size_t to = staying; to < rows.size(); to++) {
             memmove(k_row(h, (int32_t) to), k_row(h, rows[to]), kst);
             memmove(v_row(h, (int32_t) to), v_row(h, rows[to]), vst);
         }
@@ -92,6 +132,7 @@ void LayerRows::keep(const std::vector<int32_t> & rows) {
 }
 
 void LayerRows::loosen() {
+    own();
     if (!heads_.empty()) {
         return;
     }
@@ -131,7 +172,7 @@ void gather_rows(LayerRows & to, int32_t head, const std::vector<int32_t> & kept
 // Where rows of loose heads go, they only ever move towards the front, so that none is overwritten before its turn.
 void LayerRows::keep_flagged(int32_t head, const uint8_t * flags, int32_t end) {
     RaggedHead & of   = heads_[(size_t) head];
-    uint8_t *    data = memory_.data();
+    uint8_t *    data = base();
     if (ragged_) {
         keep_rows(data, of.k, keys_of(shape_, storage_), flags);
         keep_rows(data, of.v, values_of(shape_, storage_), flags);
@@ -156,8 +197,8 @@ void LayerRows::keep_flagged(int32_t head, const uint8_t * flags, int32_t end) {
 }
 
 void LayerRows::drop(int32_t head, int32_t row) {
-    drop_row(memory_.data(), heads_[(size_t) head].k, keys_of(shape_, storage_), row, !ragged_);
-    drop_row(memory_.data(), heads_[(size_t) head].v, values_of(shape_, storage_), row, !ragged_);
+    drop_row(base(), heads_[(size_t) head].k, keys_of(shape_, storage_), row, !ragged_);
+    drop_row(base(), heads_[(size_t) head].v, values_of(shape_, storage_), row, !ragged_);
 }
 
 // ---------------------------------------------------------------------------------------------------------
@@ -248,7 +289,7 @@ bool LayerRows::load(Reader & in) {
     }
     bool whole = true;
     for (const RaggedHead & head : heads_) {
-        each_stretch(head, shape_, storage_, [&](size_t at, size_t n) { whole = whole && in.read(memory_.data() + at, n); });
+        each_stretch(head, shape_, storage_, [&](size_t at, size_t n) { whole = whole && in.read(base() + at, n); });
     }
     for (int32_t h = 0; heads_.empty() && n_ > 0 && h < shape_.n_heads_kv; h++) {
         whole = whole && in.read(k_row(h, 0), (size_t) n_ * row_k(shape_, storage_.plain().k)) &&

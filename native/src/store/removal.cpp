@@ -105,6 +105,9 @@ Cut cut_streamed(const Block & block, const Range & range, int32_t sinks, size_t
     return cut;
 }
 
+// Whether the rows that stay are the first ones: none of them moves.
+bool ends(const std::vector<int32_t> & rows) { return !rows.empty() && rows.back() + 1 == (int32_t) rows.size(); }
+
 void apply(Block & block, const Cut & cut) noexcept {
     for (size_t l = 0; l < block.layers.size(); l++) {
         BlockLayer & layer = block.layers[l];
@@ -160,6 +163,11 @@ std::vector<Removed> remove_rows(Store & store, int32_t p0, int32_t p1) {
             gone.push_back({ -1, -1, row, block.length(), cuts.back().rows });
         }
         row += b >= pending_from ? cuts.back().rows.size() : 0;
+    }
+    for (size_t b = 0; b < blocks.size(); b++) {
+        for (size_t l = 0; cuts[b].any && !ends(cuts[b].rows) && l < blocks[b].layers.size(); l++) {
+            blocks[b].layers[l].rows.own();
+        }
     }
     for (size_t b = 0; b < blocks.size(); b++) {
         if (cuts[b].any) {

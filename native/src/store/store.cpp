@@ -134,9 +134,34 @@ static int32_t next_capacity(const Store & store, const Block * last) {
     return std::min(last ? std::max(2 * last->capacity, FIRST_GROWTH) : FIRST_GROWTH, most);
 }
 
+static bool shared(const Block & block) {
+    return std::any_of(block.layers.begin(), block.layers.end(), [](const BlockLayer & layer) { return layer.rows.shared(); });
+}
+
+Store Store::share() const {
+    StoreContents all{ pos, image, {}, pending_from, eviction, sinks };
+    for (const Block & block : blocks) {
+        Block & copy   = all.blocks.emplace_back();
+        copy.kind      = block.kind;
+        copy.generated = block.generated;
+        copy.capacity  = block.capacity;
+        copy.tokens    = block.tokens;
+        for (const BlockLayer & layer : block.layers) {
+            copy.layers.push_back({ layer.rows.share(), layer.heads });
+        }
+    }
+    return Store(shapes(), storage(), std::move(all));
+}
+
+Store Store::empty_copy() const {
+    Store out(shapes(), storage(), { pos, image, {} });
+    reserve_blocks(out);
+    return out;
+}
+
 bool Store::append(int32_t n, const int32_t * new_pos, bool is_image) try {
     blocks.reserve(blocks.size() + 1);
-    Block *       last = blocks.size() > pending_from && !blocks.back().ragged() ? &blocks.back() : nullptr;
+    Block *       last = blocks.size() > pending_from && !blocks.back().ragged() && !shared(blocks.back()) ? &blocks.back() : nullptr;
     const int32_t room = last ? last->capacity - (int32_t) last->length() : 0;
     const int32_t rest = n - std::min(n, room);
 

@@ -44,6 +44,11 @@ class Store : private StoreContents {
     const StoreContents &           contents() const { return *this; }
     StoreContents &                 parts() { return *this; }  // for the functions below
 
+    // The same tokens, whose rows lie in the same memory (LayerRows::share). Throws std::bad_alloc.
+    Store share() const;
+    // The same tokens without any rows. Throws std::bad_alloc.
+    Store empty_copy() const;
+
     int32_t n_tokens() const { return (int32_t) pos.size(); }  // entered so far
     bool    evicting() const { return eviction != Eviction::none; }
     bool    scored() const { return eviction == Eviction::by_score; }

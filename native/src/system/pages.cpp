@@ -24,6 +24,10 @@ void * take_pages(size_t size) { return VirtualAlloc(nullptr, size, MEM_RESERVE 
 
 void give_back(void * data, size_t) { VirtualFree(data, 0, MEM_RELEASE); }
 
+static void unmap(void * data, size_t) { UnmapViewOfFile(data); }
+
+static void cool_pages(void * data, size_t size) { VirtualUnlock(data, size); }  // they leave the working set
+
 // Windows 8.1 and newer have DiscardVirtualMemory; a program that named it would not start where it is missing.
 static bool discard_at_once(void * data, size_t size) {
     using Discard                = DWORD(WINAPI *)(PVOID, SIZE_T);
@@ -62,6 +66,10 @@ void * take_pages(size_t size) {
 
 void give_back(void * data, size_t size) { munmap(data, size); }
 
+static void unmap(void * data, size_t size) { munmap(data, size); }
+
+static void cool_pages(void * data, size_t size) { madvise(data, size, MADV_DONTNEED); }
+
 static void discard_pages(void * data, size_t size) {
 #    if defined(__linux__)
     madvise(data, size, MADV_DONTNEED);
@@ -98,9 +106,23 @@ Pages::Pages(const Pages & other) {
     swap(copy);
 }
 
+Pages Pages::of_file(void * data, size_t size) {
+    Pages pages;
+    pages.data_   = (uint8_t *) data;
+    pages.size_   = size;
+    pages.mapped_ = true;
+    return pages;
+}
+
+void Pages::cool() const {
+    if (mapped_) {
+        cool_pages(data_, size_);
+    }
+}
+
 Pages::~Pages() {
     if (data_) {
-        give_back(data_, size_);
+        (mapped_ ? unmap : give_back)(data_, size_);
     }
 }
 

@@ -29,20 +29,27 @@ class Pages {
 
     // size bytes, rounded up to whole pages, zero-filled on first touch. Empty (data() == nullptr) if refused or size == 0.
     static Pages take(size_t size);
+    // Memory that UnnamedFile::map made: it can be read only.
+    static Pages of_file(void * data, size_t size);
+    // The pages of a file leave this process; they are read again where they are touched.
+    void cool() const;
 
     uint8_t *       data() { return data_; }
     const uint8_t * data() const { return data_; }
     size_t          size() const { return size_; }  // bytes, whole pages
+    bool            mapped() const { return mapped_; }
     explicit        operator bool() const { return data_ != nullptr; }
 
   private:
     void swap(Pages & other) noexcept {
         std::swap(data_, other.data_);
         std::swap(size_, other.size_);
+        std::swap(mapped_, other.mapped_);
     }
 
-    uint8_t * data_ = nullptr;
-    size_t    size_ = 0;
+    uint8_t * data_   = nullptr;
+    size_t    size_   = 0;
+    bool      mapped_ = false;  // of a file
 };
 
 // For vectors that are large with a long prompt: from a size on they are pages of their own.

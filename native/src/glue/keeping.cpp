@@ -1,0 +1,216 @@
+// The C interface of whole rows, and what becomes of them.
+
+#include "glue/keeping.h"
+
+#include "glue/calls.h"
+#include "store/following.h"
+#include "system/unnamed_file.h"
+
+#include <algorithm>
+
+namespace kvedge {
+
+namespace {
+
+template <class F> void each_layer(const Sequence & seq, const F & visit) {
+    for (const Block & block : seq.rows.contents().blocks) {
+        for (const BlockLayer & layer : block.layers) {
+            visit(layer.rows);
+        }
+    }
+}
+
+bool is_written(const SequenceState & state, const std::shared_ptr<const Pages> & memory) {
+    return std::any_of(state.whole.jobs.begin(), state.whole.jobs.end(), [&](const auto & job) {
+        return std::any_of(job->parts.begin(), job->parts.end(), [&](const Spilled & part) { return part.from == memory; });
+    });
+}
+
+}  // namespace
+
+uint64_t Whole::bytes() const { return seq ? seq->rows.bytes() + seq->score_bytes() : 0; }
+
+uint64_t Whole::file_bytes() const {
+    uint64_t n = 0;
+    if (seq) {
+        each_layer(*seq, [&](const LayerRows & rows) { n += rows.memory() && rows.memory()->mapped() ? rows.bytes() : 0; });
+    }
+    return n;
+}
+
+Whole & Whole::operator=(Whole && other) noexcept {
+    std::swap(seq, other.seq);
+    std::swap(jobs, other.jobs);
+    std::swap(turn, other.turn);
+    std::swap(problem, other.problem);
+    return *this;
+}
+
+Whole::~Whole() {
+    for (const auto & job : jobs) {
+        job->unwanted = job.use_count() <= 2;  // this one's, and the writer's
+    }
+}
+
+kvedge_status Keeping::set(kvedge_keep_place place, const char * folder, uint64_t most, kvedge_error * err) {
+    std::unique_ptr<Spill> spill;
+    if (place == KVEDGE_KEEP_FILE) {
+        const std::string where = folder && *folder ? folder : ".";
+        if (const auto status = check_folder(where, err); status != KVEDGE_OK) {
+            return status;
+        }
+        spill = std::make_unique<Spill>(where);
+    }
+    place_ = place;
+    most_  = most;
+    spill_ = std::move(spill);
+    return ok(err);
+}
+
+bool Keeping::wanted(SequenceState & state) const {
+    if (place_ == KVEDGE_KEEP_NOT || state.streaming) {
+        return false;
+    }
+    if (state.seq->rows.contents().pending_from > 0) {
+        if (state.whole.problem.empty()) {
+            state.whole.problem = "the conversation was compressed before without its whole rows";
+        }
+        return false;
+    }
+    return true;
+}
+
+void Keeping::give_up(SequenceState & state, const std::string & why) {
+    state.whole         = {};
+    state.whole.problem = why;
+}
+
+void Keeping::keep_within(SequenceState & state) {
+    for (uint64_t all = UINT64_MAX; most_ > 0 && all > most_;) {
+        all                    = 0;
+        SequenceState * oldest = &state;
+        for (auto & [id, other] : sequences_.all) {
+            all += other.whole.bytes();
+            oldest = other.whole.seq && other.whole.turn < oldest->whole.turn ? &other : oldest;
+        }
+        if (all > most_) {
+            give_up(*oldest, "all whole rows together went beyond the limit of " + std::to_string(most_ >> 20) + " MiB");
+        }
+    }
+}
+
+void Keeping::write(SequenceState & state) try {
+    auto job = std::make_shared<SpillJob>();
+    each_layer(*state.whole.seq, [&](const LayerRows & rows) {
+        const auto memory = rows.memory();
+        if (memory && !memory->mapped() && !is_written(state, memory)) {
+            job->parts.push_back({ memory, nullptr });
+        }
+    });
+    if (!job->parts.empty()) {
+        state.whole.jobs.push_back(job);
+        spill_->write(std::move(job));
+    }
+} catch (const std::system_error & error) {
+    give_up(state, std::string("no thread could be started to write them: ") + error.what());
+}
+
+void Keeping::put_aside(SequenceState & state, std::unique_ptr<Sequence> compressed) {
+    state.whole.seq = std::move(state.seq);
+    state.seq       = std::move(compressed);
+    state.whole.turn = ++turn_;
+    state.whole.problem.clear();
+    keep_within(state);
+    if (state.whole.seq && spill_) {
+        write(state);
+        each_layer(*state.whole.seq, [](const LayerRows & rows) {
+            if (rows.memory()) {
+                rows.memory()->cool();
+            }
+        });
+    }
+}
+
+void Keeping::share(SequenceState & from, SequenceState & copy) const {
+    if (from.whole.seq) {
+        auto seq      = std::make_unique<Sequence>(from.whole.seq->rows.share());
+        seq->observed = from.whole.seq->observed;
+        copy.whole.jobs = from.whole.jobs;
+        copy.whole.turn = from.whole.turn;
+        copy.whole.seq  = std::move(seq);
+    }
+    copy.whole.problem = from.whole.problem;
+}
+
+void Keeping::settle(SequenceState & state) {
+    auto & jobs = state.whole.jobs;
+    for (size_t j = 0; j < jobs.size();) {
+        const SpillJob & job = *jobs[j];
+        switch (job.state) {
+            case SpillJob::State::waiting: j++; continue;
+            case SpillJob::State::failed:
+                give_up(state, "kvedge " + (job.problem.empty() ? "had no memory to write them" : job.problem));
+                return;
+            default: break;
+        }
+        Sequence & seq = state.whole.seq ? *state.whole.seq : *state.seq;
+        for (Block & block : seq.rows.parts().blocks) {
+            for (BlockLayer & layer : block.layers) {
+                const auto at = std::find_if(job.parts.begin(), job.parts.end(), [&](const Spilled & part) {
+                    return part.from == layer.rows.memory();
+                });
+                if (at != job.parts.end()) {
+                    layer.rows.lie_in(at->to);
+                }
+            }
+        }
+        jobs.erase(jobs.begin() + (std::ptrdiff_t) j);
+    }
+}
+
+void Keeping::recall(SequenceState & state) {
+    if (!state.whole.seq) {
+        return;
+    }
+    settle(state);
+    if (!state.whole.seq) {
+        return;
+    }
+    Sequence &    whole = *state.whole.seq;
+    const int32_t n     = state.seq->rows.n_tokens() - whole.rows.n_tokens();
+    if (whole.observed.missing.lacks(plan_observes(sequences_.plan_of(state.id)))) {
+        return give_up(state, "the plan is another one now, whose scorer saw nothing of them");
+    }
+    devices_.wait();
+    if (n > 0 && !devices_.to_host(state)) {
+        return give_up(state, "no memory on the host for the answer's rows, which lie on a device");
+    }
+    if (n > 0 && !append_last(whole.rows, state.seq->rows, n)) {
+        return give_up(state, "the answer's rows are not all there any more: a decode policy dropped some");
+    }
+    if (n > 0) {
+        whole.observed.skip_windows(whole.rows.n_tokens());  // the answer's queries are not there
+    }
+    state.seq = std::move(state.whole.seq);
+    state.device.reset();
+    state.kept.clear();
+    state.evicted       = false;
+    state.weights.valid = false;
+}
+
+}  // namespace kvedge
+
+using namespace kvedge;
+
+extern "C" kvedge_status kvedge_keep(kvedge_cache * kv, kvedge_keep_place place, const char * folder, uint64_t most_bytes, kvedge_error * err) {
+    const bool known = place == KVEDGE_KEEP_NOT || place == KVEDGE_KEEP_MEMORY || place == KVEDGE_KEEP_FILE;
+    return claimed(kv, known, "kvedge_keep: cache is NULL, or there is no such place", "keep whole rows", err,
+                   [&] { return kv->keeping.set(place, folder, most_bytes, err); });
+}
+
+extern "C" const char * kvedge_keep_problem(const kvedge_cache * kv, int32_t seq_id) {
+    return asked(kv, (const char *) nullptr, [&] {
+        const SequenceState * s = kv->sequences.find(seq_id);
+        return s && !s->whole.problem.empty() ? s->whole.problem.c_str() : nullptr;
+    });
+}

@@ -1,0 +1,48 @@
+// Whole rows behind compressed ones: in memory or in a file, until a later message is read over them.
+
+#pragma once
+
+#include "glue/devices.h"
+#include "glue/sequences.h"
+#include "system/spill.h"
+
+#include <memory>
+#include <string>
+
+namespace kvedge {
+
+class Keeping {
+  public:
+    Keeping(Sequences & sequences, Devices & devices) : sequences_(sequences), devices_(devices) {}
+
+    // For compressions from now on. folder: of files, where `place` says so. most: bytes of all whole rows together; 0: no limit.
+    // Errors: those of check_folder.
+    kvedge_status set(kvedge_keep_place place, const char * folder, uint64_t most, kvedge_error * err);
+
+    bool on() const { return place_ != KVEDGE_KEEP_NOT; }
+    // Whether the compression of the sequence is to leave its rows whole. Where that cannot be done, state.whole says why.
+    bool wanted(SequenceState & state) const;
+    // The sequence was compressed to one of its own, which takes its place. What goes beyond the limit is given up: the oldest first.
+    void put_aside(SequenceState & state, std::unique_ptr<Sequence> compressed);
+    // Tokens of a later message come: the whole rows take the place of the compressed ones, behind them those of tokens since.
+    // Where that cannot be done they are given up, and state.whole says why. Throws std::bad_alloc, and nothing has changed.
+    void recall(SequenceState & state);
+    // A copy of the sequence has its whole rows, in the same memory. Throws std::bad_alloc.
+    void share(SequenceState & from, SequenceState & copy) const;
+    // What has been written lies in the file from now on.
+    void settle(SequenceState & state);
+
+  private:
+    void give_up(SequenceState & state, const std::string & why);
+    void keep_within(SequenceState & state);
+    void write(SequenceState & state);
+
+    Sequences &            sequences_;
+    Devices &              devices_;
+    kvedge_keep_place      place_ = KVEDGE_KEEP_NOT;
+    uint64_t               most_  = 0;
+    uint64_t               turn_  = 0;  // of compressions
+    std::unique_ptr<Spill> spill_;      // writes files
+};
+
+}  // namespace kvedge
