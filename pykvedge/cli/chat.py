@@ -43,6 +43,7 @@ _OPTIONS = (
                 "every model and method; stderr says why not."),
     option("--question-blind", is_flag=True,
            help="Compress what comes before the question without looking at it: other questions find it as it was."),
+    *options.KEEP,
     *sampling.OPTIONS,
     option("--system", default="", metavar="TEXT", help="Text that opens the conversation."),
     options.JSON,
@@ -130,7 +131,7 @@ def _talk(
     clips = [frames(paths.expanded(path), given["fps"]) for path in given["videos"]]
     display = Display(enabled=not given["quiet"] and not given["verbose"])
     settings = {k: given[k] for k in _SETTINGS} | options.running(given)
-    settings |= options.cache(given) | options.image_limits(given)
+    settings |= options.cache(given) | options.keep(given) | options.image_limits(given)
     if file is not None and paths.ask(Path.exists, file):
         crash.saved(file)
     settings["undo"] = given["undo"] and question is None and not given["stream"]

@@ -144,6 +144,14 @@ PROFILE = option(
     help="What `kvedge calibrate` wrote, for methods that need it; repeatable. Default: found by itself.",
 )  # fmt: skip
 
+KEEP = (
+    option("--keep", type=click.Choice(("ram", "disk")),
+           help="Keep all rows behind the compressed ones, in memory or in a file that the system may drop from memory: "
+                "a later message is answered as if the conversation were one prompt."),
+    option("--keep-folder", type=PATH, metavar="PATH", help="Where that file lies. Default: ~/.cache/kvedge/keep."),
+    option("--keep-space", metavar="SIZE", help="What all rows may take there. Default: 20GiB."),
+)  # fmt: skip
+
 # ------------------------------------------------------------------------------------------------------------
 # How it runs
 
@@ -262,6 +270,22 @@ def cache(given: Mapping[str, Any]) -> dict[str, Any]:
         return {}
     out: dict[str, Any] = {"cache": paths.expanded(given["cache"])}
     return out if given["cache_size"] is None else {**out, "cache_size": size("--cache-size", given["cache_size"])}
+
+
+def keep(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Collects the settings of KEEP. Raises UsageError for a size that is none, or that is of nothing."""
+    if given["keep"] is None:
+        if given["keep_folder"] is not None or given["keep_space"] is not None:
+            raise UsageError("--keep-folder and --keep-space belong to --keep disk; add it")
+        return {}
+    if given["keep_folder"] is not None and given["keep"] != "disk":
+        raise UsageError("--keep-folder belongs to --keep disk")
+    out: dict[str, Any] = {"keep": given["keep"]}
+    if given["keep_folder"] is not None:
+        out["keep_folder"] = os.fspath(paths.expanded(given["keep_folder"]))
+    if given["keep_space"] is not None:
+        out["keep_space"] = size("--keep-space", given["keep_space"])
+    return out
 
 
 def size(name: str, text: str) -> int:

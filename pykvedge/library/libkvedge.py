@@ -82,6 +82,7 @@ class Cache:
             call("attach", context, native.handle, c.byref(options), c.byref(self._handle))
             self.replays = bool(lib().kvedge_plan_replays(native.handle))  # whether a second pass is asked for
         self.plan = plan
+        self.keeps = False  # whether whole rows stay
         self.own = native.own  # C has a copy of the plan, and with it these callbacks
         self._owns: dict[int, OwnStages] = {}  # of sequences with plans of their own
 
@@ -139,6 +140,7 @@ class Cache:
         most_bytes: of all whole rows together; 0: no limit. Raises what kvedge_keep reports.
         """
         call("keep", self.handle, KEEP_PLACES[place], folder.encode(), most_bytes)
+        self.keeps = bool(place)
 
     @one_thread
     def keep_problem(self, sequence: int = 0) -> str:

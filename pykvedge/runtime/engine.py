@@ -177,7 +177,7 @@ class Engine:
         tables = self.tables(plan)
         driver = Driver(self._model, self._vision, replace(size, n_seq=2 if self._settings.undo else 1), self._threads)
         try:
-            driver.take_over_if_possible(plan, tables)
+            driver.take_over_if_possible(plan, tables, keep=self._settings.keeping)
         except BaseException:
             driver.close()
             raise

@@ -37,8 +37,10 @@ def per_layer(cache: Cache, sequence: int = 0) -> list[float]:
 
 
 def notes(cache: Cache, sequence: int = 0) -> list[str]:
-    """Says in how many heads the last compression had too few queries to fit rows to."""
+    """Says in how many heads the last compression had too few queries to fit rows to, and why no whole rows are kept."""
     stats, out = cache.stats(sequence), []
+    if problem := cache.keep_problem(sequence):
+        out.append(f"whole rows are not kept: {problem}; what was evicted is gone")
     if stats.n_unfitted:
         out.append(
             f"{stats.n_unfitted} heads were not matched, as fewer queries of the prompt were kept than rows are left; "

@@ -197,6 +197,10 @@ class Context:
         self.drop(to)
         self.llama.llama_memory_seq_cp(self.llama.llama_get_memory(self.handle), sequence, to, -1, -1)
 
+    def cut(self, sequence: int, position: int) -> None:
+        """Removes the tokens of a sequence from a position on. Its place stays with the caller."""
+        self.llama.llama_memory_seq_rm(self.llama.llama_get_memory(self.handle), sequence, position, -1)
+
     def drop(self, sequence: int) -> None:
         """Empties a sequence. Its place stays with the caller."""
         self.llama.llama_memory_seq_rm(self.llama.llama_get_memory(self.handle), sequence, -1, -1)

@@ -44,6 +44,17 @@ class Passage:
             self.pieces.append(TextPiece([]))
         self.pieces[-1].tokens.extend(piece.tokens)  # type: ignore[union-attr]
 
+    def drop_last(self, n: int) -> None:
+        """Takes the last n tokens out, which are of texts."""
+        while n > 0 and self.pieces:
+            last = self.pieces[-1]
+            gone = min(n, last.n_tokens)
+            if isinstance(last, ImagePiece) or gone == last.n_tokens:
+                self.pieces.pop()
+            else:
+                del last.tokens[-gone:]
+            n -= gone
+
     def tokens(self) -> list[int]:
         """Lists the tokens of the texts."""
         return [token for piece in self.pieces if isinstance(piece, TextPiece) for token in piece.tokens]

@@ -76,6 +76,8 @@ class Kv:
     kept_per_layer: list[float] = field(default_factory=list)
     compressed_tokens: int = 0  # what this turn compressed: its prompt, and in later turns the answer before it
     kept_of_them: int = 0  # pairs per head that are left of those tokens, averaged over heads and layers
+    whole_bytes: int = 0  # of whole rows behind the kept ones, where they stay, scores included
+    whole_file_bytes: int = 0  # of these, in a file, whose pages the system may drop from memory
     device: DeviceWork | None = None  # only where rows lay on devices when this turn compressed them
 
 
@@ -193,6 +195,7 @@ class Report:
                 "kept_bytes": kv.kept_bytes,
                 "peak_bytes": kv.peak_bytes,
                 "kept_per_layer": kv.kept_per_layer,
+                **({"whole_bytes": kv.whole_bytes, "whole_file_bytes": kv.whole_file_bytes} if kv.whole_bytes else {}),
             },
             "rss": dict(vars(self.rss)),
             "time": {
@@ -219,10 +222,13 @@ class Report:
             parts = [f"stream of {stream.tokens} tokens, {new}", f"{held}, full {kv.full_bytes / size:.1f}"]
             return " | ".join(filter(None, [*parts, speed, stream.note()]))
         answer = kv.compressed_tokens - tokens.prompt
-        since = f" + {answer} of the last answer" if answer > 0 else ""
+        since = f" + {answer} {'read before' if kv.whole_bytes else 'of the last answer'}" if answer > 0 else ""
         everything = kv.kept_of_them >= kv.compressed_tokens
         kept = ", all kept" if everything else f" -> {kv.kept_of_them} kept"
         after = "" if kv.kept_bytes == kv.full_bytes else f" -> {kv.kept_bytes / size:.1f}"
         parts = [f"prompt {tokens.prompt} tokens{image}{since}{kept}", f"KV {kv.full_bytes / size:.1f}{after} {unit}"]
+        if kv.whole_bytes:
+            where = "a file, whose pages the system may drop" if kv.whole_file_bytes else "memory"
+            parts.append(f"whole rows {kv.whole_bytes / size:.1f} {unit} in {where}")
         again = f"read again in {self.time.replay_s:.1f} s" if self.time.replay_s else ""
         return " | ".join(filter(None, [*parts, again, speed]))

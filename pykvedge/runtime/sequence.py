@@ -46,7 +46,8 @@ class Sequence(Place):
     def begin(self) -> None:
         """Begins anew: the sequence is empty."""
         self.n_past = self.n_cells = 0
-        self.passage = Passage()  # since the last compression
+        self.passage = Passage()  # since the last compression; where whole rows are kept, since the beginning
+        self.answered: list[int] = []  # tokens of an answer, since the last compression
         self.compressed_tokens, self.held = 0, 0.0  # since they were measured, and pairs per head then
         self._n_compressions = 0
         self._done = self._total = 0
@@ -60,9 +61,23 @@ class Sequence(Place):
 
     def steps(self, pieces: Iterable[Piece]) -> Passes:
         """Reads pieces: yields what comes next, and is sent how many tokens of it one pass has read."""
-        pieces = [piece for piece in pieces if piece.n_tokens]
+        pieces = [piece for piece in [*self._take_back(), *pieces] if piece.n_tokens]
         self._done, self._total = 0, sum(piece.n_tokens for piece in pieces)
         yield from self._steps(pieces, want_logits=True, note=True)
+
+    def _take_back(self) -> list[Piece]:
+        """Where whole rows are kept, removes the last answer, which is read over them again. Returns its tokens.
+
+        So whole rows are those that a prompt has which is read at once.
+        """
+        cache, tokens = self._driver.cache, self.answered
+        if cache is None or not cache.keeps or not tokens or not cache.stats(self.number).whole_bytes:
+            return []
+        self.answered = []
+        self.n_past, self.n_cells = self.n_past - len(tokens), self.n_cells - len(tokens)
+        self._driver.context.cut(self.number, self.n_past)
+        self.passage.drop_last(len(tokens))
+        return [TextPiece(tokens)]
 
     def again(self, chunks: list[Part], keep_logits: bool = True) -> Passes:
         """Reads a prompt a second time, as `steps` does, chunk by chunk, and takes each chunk back.
@@ -137,6 +152,7 @@ class Sequence(Place):
     def extend(self, token: int) -> None:
         """Appends one generated token; afterwards its logits are there. Raises ContextError."""
         self.read_step(TextPiece([token]), want_logits=True)
+        self.answered.append(token)
 
     def move(self, n_tokens: int) -> None:
         """Notes that a pass over several sequences read so many tokens of a text into this one."""
@@ -145,6 +161,7 @@ class Sequence(Place):
     def took(self, token: int) -> None:
         """Notes that such a pass read a generated token."""
         self.move(1)
+        self.answered.append(token)
         if self.replays:
             self.passage.add(TextPiece([token]))
 
@@ -178,7 +195,9 @@ class Sequence(Place):
         self.replay()
         self.compressed_tokens += cache.stats(self.number).n_pending
         cache.compress(self.number)
-        self.passage, self._replayed = Passage(), -1
+        self.answered, self._replayed = [], -1
+        if not cache.stats(self.number).whole_bytes:
+            self.passage = Passage()
 
     def pairs_held(self) -> float:
         """Averages the KV pairs per KV head; they are 0 where there is no cache."""
@@ -202,7 +221,9 @@ class Sequence(Place):
             stats.peak_bytes,
             figures.per_layer(cache, n),
             self.compressed_tokens,
-            round(held - self.held),
+            round(held - (0 if stats.whole_bytes else self.held)),
+            stats.whole_bytes,
+            stats.whole_file_bytes,
             figures.device_work(cache, n) if compressed else None,
         )
         self._n_compressions, self.held, self.compressed_tokens = stats.n_compressions, held, 0
@@ -219,7 +240,7 @@ class Sequence(Place):
         stats = cache.stats(self.number)
         memory.require(stats.bytes, "a copy of the conversation", "close other programs")
         rows, measured = libkvedge.pack(cache, model, self.number), (self.compressed_tokens, self.held)
-        return Snapshot(rows, *self._at(), stats.n_pending, *measured, tuple(pending), tuple(self.passage.tokens()))
+        return Snapshot(rows, *self._at(), stats.n_pending, *measured, tuple(pending), tuple(self.answered or self.passage.tokens()))
 
     def restore(self, at: Snapshot, model: str) -> None:
         """Goes on from a snapshot where nothing was read. Raises SessionFileError, StateError, OutOfMemoryError."""
@@ -247,6 +268,7 @@ class Sequence(Place):
         """Becomes a copy of another sequence of the same context."""
         self._driver.context.copy(other.number, self.number)
         vars(self).update(vars(other), number=self.number, passage=Passage(other.passage.pieces))
+        self.answered = list(other.answered)
 
     def drop(self) -> None:
         """Empties the sequence."""

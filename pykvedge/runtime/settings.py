@@ -11,6 +11,7 @@ from pykvedge.errors import UsageError, check_number, unknown
 from pykvedge.models.imagetokens import MOST_TOKENS
 from pykvedge.models.offload import Offload
 from pykvedge.reference.kvtypes import KvType
+from pykvedge.runtime.keeping import SPACE, Keep
 
 if TYPE_CHECKING:
     from pykvedge.plans.profile import Given
@@ -50,6 +51,9 @@ class GivenSettings(LoadSettings, total=False):
     stream: bool | int
     undo: bool
     question_blind: bool
+    keep: str
+    keep_folder: str | os.PathLike[str]
+    keep_space: int
 
 
 @dataclass(frozen=True)
@@ -80,6 +84,10 @@ class Settings:
     undo: bool = False  # a copy of the cache is kept from before the last message, for Session.undo and retry
     # what comes before a question, up to the last image, is compressed without it: other questions find it as it was
     question_blind: bool = False
+    # whole rows stay behind the compressed ones, in "ram" or on "disk": a later message is read over all of them
+    keep: str = ""
+    keep_folder: str | os.PathLike[str] = ""  # where the file lies; empty: the cache folder
+    keep_space: int = SPACE  # bytes of whole rows at most
     prompt_cache: int = 0  # bytes in memory for what conversations begin with, so that others go on from it
 
     def __post_init__(self) -> None:
@@ -112,6 +120,8 @@ class Settings:
             raise UsageError(f"stream must be True, or a number of tokens of at least 1, not {self.stream!r}")
         if self.stream and self.bounded:
             raise UsageError("a stream is read piece by piece, a bounded prompt at once: choose one of the two")
+        if self.keeping is not None and (self.stream or self.bounded):
+            raise UsageError("a stream and a bounded prompt drop rows for good, so keep does not go with them")
         if self.stream and self.undo:
             raise UsageError("a stream forgets what it has read, so nothing of it can be undone: choose one of the two")
         if self.stream and KvType.parse(self.kv_type).quantised:
@@ -145,6 +155,11 @@ class Settings:
     def storage(self) -> KvType:
         """How keys and values are stored: kv_type and kv_rotate."""
         return KvType.parse(self.kv_type, self.kv_rotate)
+
+    @property
+    def keeping(self) -> Keep | None:
+        """Where whole rows stay; None: nowhere. Raises UsageError."""
+        return Keep(self.keep, os.fspath(self.keep_folder), self.keep_space) if self.keep else None
 
     @property
     def image_limits(self) -> tuple[int, int]:

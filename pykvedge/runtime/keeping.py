@@ -1,0 +1,40 @@
+"""Keep says where whole rows stay behind compressed ones: a later message is read over them, and nothing is lost."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from pykvedge.errors import UsageError
+
+PLACES = ("ram", "disk")
+SPACE = 20 << 30  # bytes
+
+
+@dataclass(frozen=True)
+class Keep:
+    """Where whole rows stay. folder: of the file, on a local drive; empty: the cache folder. space: bytes at most."""
+
+    place: str
+    folder: str = ""
+    space: int = SPACE
+
+    def __post_init__(self) -> None:
+        if self.place not in PLACES:
+            raise UsageError(f"keep must be 'ram' or 'disk', not {self.place!r:.40}")
+        if not isinstance(self.space, int) or self.space < 1:
+            raise UsageError(f"keep_space must be a number of bytes, not {self.space!r:.40}")
+        if not isinstance(self.folder, (str, os.PathLike)) or "\0" in os.fspath(self.folder):
+            raise UsageError(f"keep_folder must be the path of a folder, not {self.folder!r:.40}")
+
+    def made_folder(self) -> str:
+        """Returns the folder of the file; makes the default one, which is the owner's alone. Raises UsageError."""
+        if self.place != "disk" or self.folder:
+            return os.fspath(self.folder)
+        folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvedge" / "keep"
+        try:
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        except OSError as error:
+            raise UsageError(f"cannot make the folder {folder}: {error.strerror}; name one with --keep-folder") from None
+        return str(folder)
