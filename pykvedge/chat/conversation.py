@@ -48,6 +48,7 @@ class Conversation(Single):
         self._frames: Iterator[Picture] = iter(())  # of a stream, not read yet
         self._vision: Vision | None = None
         self._engine: Engine | None = None
+        self._read_again: list[Piece] = []  # what a second pass may read with a later message
         self._openings: opening.Openings | None = None  # of earlier conversations, if they are kept
         self.answer: Answer | None = None  # that is not at its end
 
@@ -70,12 +71,22 @@ class Conversation(Single):
     def forget(self) -> None:
         """Drops the cache; the next message reads the conversation again."""
         self.engine.close()
+        self.release_all()
         self.in_cache, self.pending = False, []
 
     def release(self, pieces: list[Piece]) -> None:
-        """Frees what the image encoder holds of the pieces."""
-        if self._vision is not None:
+        """Frees what the image encoder holds of the pieces, unless a second pass may read them with a later message."""
+        cache = self.engine.cache if self._engine is not None else None
+        if cache is not None and cache.keeps and cache.replays:
+            self._read_again.extend(pieces)
+        elif self._vision is not None:
             self._vision.release(pieces)
+
+    def release_all(self) -> None:
+        """Frees what the image encoder holds of all messages."""
+        if self._vision is not None:
+            self._vision.release(self._read_again)
+        self._read_again = []
 
     def read(self, report: Report) -> None:
         """Brings the conversation into the cache, compresses what was added, and measures."""
@@ -86,6 +97,7 @@ class Conversation(Single):
                     "again, or start a new conversation"
                 )
             self.engine.close()
+            self.release_all()
             self.pending = []
         if self.settings.stream:
             self._read_stream(report)

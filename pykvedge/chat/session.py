@@ -344,6 +344,7 @@ class Session(Conversation):
                 self.answer.drop()
                 self.answer = None
             if self._loan is not None:
+                self.release_all()
                 _free(self._engine, self._vision, self._loan)
                 self._engine = self._vision = self._loan = None
                 dropped.remove(self._dropped)
