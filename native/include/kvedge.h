@@ -483,6 +483,28 @@ KVEDGE_API kvedge_status kvedge_compress_stream(kvedge_cache * kv, int32_t seq_i
 KVEDGE_API int32_t kvedge_cells(const kvedge_cache * kv, int32_t seq_id);
 
 // ---------------------------------------------------------------------------------------------------------
+// Drafts: guesses at the next tokens of an answer, decoded behind its last token in one batch. Several tokens in a batch are a
+// prompt to kvedge; a verification says that they are an answer's.
+//
+//     kvedge_verify_begin(kv, 0, 1 + n_guesses, &err);
+//     llama_decode(ctx, last_token_and_guesses);      // logits of every token are asked for
+//     kvedge_verify_end(kv, 0, 1 + n_right, &err);    // the guesses that the model does not agree with are gone
+
+// The next n tokens of sequence seq_id, n >= 1, are tokens of its answer; the first one starts a compression that is due. Until
+// kvedge_verify_end the sequence cannot be compressed or saved. Errors: KVEDGE_E_STATE (an empty sequence, a prompt that is not
+// compressed though the cache does not do it by itself, a verification or a second pass that was not ended), KVEDGE_E_ARGUMENT
+// (n is more than kvedge_verify_room), KVEDGE_E_UNSUPPORTED (the decode policy drops rows, a stream, a model with recurrent layers).
+KVEDGE_API kvedge_status kvedge_verify_begin(kvedge_cache * kv, int32_t seq_id, int32_t n, kvedge_error * err);
+
+// The first n_accepted of these tokens stay; the others leave the sequence and llama.cpp's own memory. After a llama_decode that
+// failed n_accepted is 0; that does nothing where there is no verification. Errors: KVEDGE_E_ARGUMENT (fewer came), KVEDGE_E_STATE.
+KVEDGE_API kvedge_status kvedge_verify_end(kvedge_cache * kv, int32_t seq_id, int32_t n_accepted, kvedge_error * err);
+
+// The most tokens that a verification may have now: quantised rows are rounded in groups of 32, and a verification ends with a
+// group, so that every token sees the rows that it sees alone. INT32_MAX: no bound; 0: it takes none (kvedge_verify_begin says why).
+KVEDGE_API int32_t kvedge_verify_room(const kvedge_cache * kv, int32_t seq_id);
+
+// ---------------------------------------------------------------------------------------------------------
 // What a cache holds: its memory, lengths, tokens, rows, attention and scores, for meters, pictures and research
 
 typedef struct kvedge_stats {

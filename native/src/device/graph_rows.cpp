@@ -38,6 +38,17 @@ void GraphRows::enter(int32_t n, bool causal) {
     inputs_.write(n, causal, std::move(index), places);
 }
 
+void GraphRows::take_back(int32_t n) {
+    for (DeviceLayer & layer : slots_.layers) {
+        for (Group & group : layer.groups) {
+            for (int32_t & end : group.used) {
+                end -= n;
+            }
+            group.stale = group.stale || !slots_.even;
+        }
+    }
+}
+
 void GraphRows::drop(size_t l, int32_t head, int32_t row) {
     for (Group & group : slots_.layers[l].groups) {
         const auto at = std::lower_bound(group.heads.begin(), group.heads.end(), head);

@@ -43,6 +43,9 @@ class GraphRows : public AwayRows {
     // be fetched and nothing else. Throws std::bad_alloc.
     bool make_plain(int32_t n_threads);
 
+    // Takes out the rows of the last n tokens, which were entered last; not where single rows are dropped. No graph may run.
+    void take_back(int32_t n);
+
     // Takes out a row of a head, in token order; nothing where the layer lies on no device.
     void drop(size_t layer, int32_t head, int32_t row);
 

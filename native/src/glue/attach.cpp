@@ -254,6 +254,9 @@ extern "C" kvedge_status kvedge_compress(kvedge_cache * kv, int32_t seq_id, kved
         if (!state) {
             return ok(err);
         }
+        if (state->verified) {
+            return fail_verifying(err);
+        }
         kv->context.synchronize();
         kv->settle();
         return kv->compressor.compress(*state, err);

@@ -13,6 +13,10 @@ kvedge_status fail_replaying(kvedge_error * err) {
     return fail(err, KVEDGE_E_STATE, "a chunk of a second pass over the prompt was begun; end it first (kvedge_replay_end)");
 }
 
+kvedge_status fail_verifying(kvedge_error * err) {
+    return fail(err, KVEDGE_E_STATE, "a verification of drafts was begun; end it first (kvedge_verify_end)");
+}
+
 // Takes a bounded prompt that failed out of the sequence.
 static kvedge_status fail_bounded(SequenceState & state, kvedge_error * err) {
     state.drop_bounded();

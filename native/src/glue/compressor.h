@@ -45,5 +45,6 @@ class Compressor {
 };
 
 kvedge_status fail_replaying(kvedge_error * err);  // a chunk of a second pass was begun and not ended
+kvedge_status fail_verifying(kvedge_error * err);  // a verification was begun and not ended
 
 }  // namespace kvedge

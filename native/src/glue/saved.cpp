@@ -232,6 +232,9 @@ kvedge_status prepare_saving(const kvedge_cache & kv, int32_t seq_id, Saving & o
     if (state->streaming ? state->armed : state->seq->observed.have().any()) {
         return fail(err, KVEDGE_E_STATE, "a prompt was read and is not compressed yet; compress it before it is saved");
     }
+    if (state->verified) {
+        return fail_verifying(err);
+    }
     llama_synchronize(kv.context.llama);
     if (const auto status = kv.to_host(*state, err); status != KVEDGE_OK) {
         return status;

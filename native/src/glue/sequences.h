@@ -46,6 +46,12 @@ struct Replay {
     bool        spoiled = false;  // tokens were removed meanwhile, so that rows are not what scope says
 };
 
+// Tokens of an answer that come several at once (kvedge_verify_begin): the sequence's tokens from n_old on.
+struct Verification {
+    int32_t announced;
+    int32_t n_old;  // tokens of the sequence before them
+};
+
 // What follows the compression of a prompt: made before it, so that nothing can fail after it.
 struct Answer {
     kvedge_plan                       plan{};
@@ -109,6 +115,8 @@ struct SequenceState : Course {
 
     std::unique_ptr<Replay> replay;        // while one is read; runs of it point here
     int32_t                 replayed = 0;  // pending tokens that chunks so far were about
+
+    std::unique_ptr<Verification> verified;  // until kvedge_verify_end
 
     uint64_t row_bytes() const { return seq->rows.bytes() + (device ? device->bytes() : 0); }
     uint64_t score_bytes() const { return seq->score_bytes() + weights.bytes(); }

@@ -24,6 +24,9 @@ extern "C" kvedge_status kvedge_compress_stream(kvedge_cache * kv, int32_t seq_i
             return ok(err);
         }
         SequenceState & state = *found;
+        if (state.verified) {
+            return fail_verifying(err);
+        }
         kv->context.synchronize();
         if (const auto status = kv->to_host(state, err); status != KVEDGE_OK) {
             return status;

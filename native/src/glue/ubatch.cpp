@@ -17,6 +17,18 @@ std::vector<int32_t> positions(const llama_attn_provider_ubatch & of, const Run 
     return pos;
 }
 
+// False: no memory, and nothing was entered.
+bool append_by(Store & rows, int32_t step, const std::vector<int32_t> & pos, bool is_image) {
+    const auto n = (int32_t) pos.size();
+    for (int32_t i = 0; i < n; i += step) {
+        if (!rows.append(step, pos.data() + i, is_image)) {
+            rows.take_back(i);
+            return false;
+        }
+    }
+    return true;
+}
+
 }  // namespace
 
 bool Ubatch::no_memory(const char * what) {
@@ -52,6 +64,9 @@ Kind Ubatch::classify(const Run & run) const {
     if (state.replay) {
         return Kind::replayed;
     }
+    if (state.verified) {
+        return Kind::answer;
+    }
     if (run.request && BoundedPrompt::pays(*state.seq, sequences_.plan_of(state.id), run.n())) {
         return Kind::bounded;
     }
@@ -68,6 +83,8 @@ bool Ubatch::refused(const Run & run) {
         why = "a bounded prompt must come as announced: all its tokens in one batch of their own, within n_ubatch";
     } else if (state.replay && state.replay->spoiled) {
         why = "tokens were removed during a second pass over the prompt; end it (kvedge_replay_end), and begin it again";
+    } else if (state.verified && state.seq->rows.n_tokens() + run.n() > state.verified->n_old + state.verified->announced) {
+        why = "more tokens came than a verification was begun for; end it first (kvedge_verify_end)";
     }
     return why && context_.report(KVEDGE_E_STATE, why) != 0;
 }
@@ -160,7 +177,8 @@ bool Ubatch::store(const llama_attn_provider_ubatch & of, Run & run) {
         return false;
     }
     const Observation room = run.replay ? Observation{} : run.wanted;  // a second pass sees rows that have their scores
-    if (!make_room(*state.seq, room, n) || !state.seq->rows.append(n, pos.data(), of.token == nullptr)) {
+    const int32_t     step = run.is_prompt() ? n : 1;  // an answer's tokens have blocks that grow
+    if (!make_room(*state.seq, room, n) || !append_by(state.seq->rows, step, pos, of.token == nullptr)) {
         return no_memory("no memory for the keys and values of the next tokens; shorten the prompt or free memory");
     }
     run.entered = true;

@@ -31,6 +31,8 @@ void host_scenarios(llama_model * model, const std::string & folder, bool first,
     turns_and_files(model, folder);
     bounded_prompts(model);
     second_passes(model);
+    step("drafts");
+    drafts(model, folder);
 }
 
 // All scenarios with one model. first: it keeps no layer with llama.cpp, and nothing was run yet in this way.

@@ -47,13 +47,13 @@ bool World::good(kvedge_status status, const kvedge_error & err) const {
     return status == KVEDGE_OK;
 }
 
-static int run(World & w, llama_batch & batch, int32_t n, int32_t seq) {
+static int run(World & w, llama_batch & batch, int32_t n, int32_t seq, bool each = false) {
     batch.n_tokens = n;
     for (int32_t i = 0; i < n; i++) {
         batch.pos[i]       = w.next[(size_t) seq] + i;
         batch.n_seq_id[i]  = 1;
         batch.seq_id[i][0] = seq;
-        batch.logits[i]    = i + 1 == n;
+        batch.logits[i]    = each || i + 1 == n;
     }
     const int code = llama_decode(w.ctx, batch);
     if (code == 0) {
@@ -68,6 +68,13 @@ int World::decode(const std::vector<llama_token> & tokens, int32_t seq) {
     llama_batch batch = llama_batch_init(n, 0, 1);
     std::copy(tokens.begin(), tokens.end(), batch.token);
     return run(*this, batch, n, seq);
+}
+
+int World::decode_each(const std::vector<llama_token> & tokens, int32_t seq) {
+    const auto  n     = (int32_t) tokens.size();
+    llama_batch batch = llama_batch_init(n, 0, 1);
+    std::copy(tokens.begin(), tokens.end(), batch.token);
+    return run(*this, batch, n, seq, true);
 }
 
 int World::decode_image(int32_t n, int32_t seq) {
@@ -107,8 +114,8 @@ std::vector<int32_t> World::kept(int32_t layer, int32_t head, int32_t seq) const
     return out;
 }
 
-std::vector<float> World::logits() const {
-    const float * first = llama_get_logits_ith(ctx, -1);
+std::vector<float> World::logits(int32_t output) const {
+    const float * first = llama_get_logits_ith(ctx, output);
     return { first, first + llama_vocab_n_tokens(llama_model_get_vocab(model)) };
 }
 

@@ -46,13 +46,14 @@ struct World {
 
     // llama_decode of the tokens, or of as many made-up embeddings; logits are asked for of the last one. Goes on at `next`.
     int  decode(const std::vector<llama_token> & tokens, int32_t seq = 0);
+    int  decode_each(const std::vector<llama_token> & tokens, int32_t seq = 0);  // logits are asked for of every one
     int  decode_image(int32_t n, int32_t seq = 0);
     void answer(int32_t n, int32_t seq = 0);  // tokens one by one
     void clear();
 
     kvedge_stats         stats(int32_t seq = 0) const;
     std::vector<int32_t> kept(int32_t layer, int32_t head, int32_t seq = 0) const;
-    std::vector<float>   logits() const;  // of the last token
+    std::vector<float>   logits(int32_t output = -1) const;  // of a token of the last batch; -1: the last one
     llama_memory_t       memory() const { return llama_get_memory(ctx); }
     bool                 good(kvedge_status status, const kvedge_error & err) const;  // says the message where it is not
 
@@ -88,6 +89,7 @@ void parts_and_files(llama_model * model, const std::string & folder);
 void bounded_prompts(llama_model * model);
 void streams(llama_model * model);
 void second_passes(llama_model * model);
+void drafts(llama_model * model, const std::string & folder);
 void storage_types(llama_model * model);
 void own_stages(llama_model * model);
 void given_up(llama_model * model);

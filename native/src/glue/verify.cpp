@@ -1,0 +1,99 @@
+// Verification of drafts: tokens of an answer that come several at once, and of which those that the model agrees with stay.
+
+#include "glue/calls.h"
+
+#include <algorithm>
+#include <climits>
+
+using namespace kvedge;
+
+// Rows that are quantised wait until GROUP of them are complete, and the next token sees them rounded. A verification ends
+// with such a group, so that each of its tokens sees what it sees when it comes alone.
+static int32_t room_for_drafts(const SequenceState & state) {
+    const StoreContents & all = state.seq->rows.contents();
+    if (!state.seq->rows.storage().quantised() || state.device) {
+        return INT32_MAX;
+    }
+    const bool    open = all.blocks.size() > all.pending_from && !all.blocks.back().ragged();
+    const int32_t room = open ? all.blocks.back().capacity - (int32_t) all.blocks.back().length() : 0;
+    return room > 0 ? room : GROUP;
+}
+
+static kvedge_status check_drafts(const kvedge_cache & kv, const SequenceState & state, int32_t n, kvedge_error * err) {
+    const llama_model * model = llama_get_model(kv.context.llama);
+    if (llama_model_is_recurrent(model) || llama_model_is_hybrid(model)) {
+        return fail(err, KVEDGE_E_UNSUPPORTED, "this model has recurrent layers, which cannot take drafts back");
+    }
+    if (state.streaming) {
+        return fail(err, KVEDGE_E_UNSUPPORTED, "sequence %d is a stream, which forgets what drafts would be compared with", state.id);
+    }
+    const bool due = state.armed && kv.sequences.auto_compress;
+    if (due ? plan_evicts(kv.sequences.plan_of(state.id)) : !state.kept.empty()) {
+        return fail(err, KVEDGE_E_UNSUPPORTED, "the decode policy drops a row for every token, also for drafts that are refused; "
+                    "use decode policy keep-all");
+    }
+    if (state.replay) {
+        return fail_replaying(err);
+    }
+    if (state.verified) {
+        return fail_verifying(err);
+    }
+    if (state.request || (state.armed && !due)) {
+        return fail(err, KVEDGE_E_STATE, "the prompt is not compressed yet; call kvedge_compress before its answer is drafted");
+    }
+    const int32_t most = room_for_drafts(state);
+    if (n > most) {
+        return fail(err, KVEDGE_E_ARGUMENT, "%d tokens are more than the %d that can be verified now (kvedge_verify_room)", n, most);
+    }
+    return ok(err);
+}
+
+extern "C" int32_t kvedge_verify_room(const kvedge_cache * kv, int32_t seq_id) {
+    return asked(kv, 0, [&] {
+        const SequenceState * state = kv->context.llama ? kv->sequences.find(seq_id) : nullptr;
+        return state && check_drafts(*kv, *state, 1, nullptr) == KVEDGE_OK ? room_for_drafts(*state) : 0;
+    });
+}
+
+extern "C" kvedge_status kvedge_verify_begin(kvedge_cache * kv, int32_t seq_id, int32_t n, kvedge_error * err) {
+    return in_context(kv, n >= 1, "kvedge_verify_begin: cache is NULL, or there are no tokens", "begin a verification", err, [&] {
+        SequenceState * const state = kv->sequences.find(seq_id);
+        if (!state || state->seq->rows.n_tokens() == 0) {
+            return fail(err, KVEDGE_E_STATE, "sequence %d is empty; there is no answer to verify", seq_id);
+        }
+        const auto status = check_drafts(*kv, *state, n, err);
+        if (status == KVEDGE_OK) {
+            state->verified = std::make_unique<Verification>(Verification{ n, state->seq->rows.n_tokens() });
+        }
+        return status;
+    });
+}
+
+extern "C" kvedge_status kvedge_verify_end(kvedge_cache * kv, int32_t seq_id, int32_t n_accepted, kvedge_error * err) {
+    return in_context(kv, n_accepted >= 0, "kvedge_verify_end: cache is NULL, or a number is negative", "end a verification", err, [&] {
+        SequenceState * const state = kv->sequences.find(seq_id);
+        if (!state || !state->verified) {
+            return n_accepted == 0 ? ok(err) : fail(err, KVEDGE_E_STATE, "there is no verification to end; its tokens were removed");
+        }
+        const int32_t came = state->seq->rows.n_tokens() - state->verified->n_old;
+        if (n_accepted > came) {
+            return fail(err, KVEDGE_E_ARGUMENT, "%d tokens cannot be accepted, as %d came", n_accepted, came);
+        }
+        const int32_t refused = came - n_accepted;
+        if (refused > 0) {
+            kv->context.synchronize();
+            kv->settle();
+            Store &       rows = state->seq->rows;
+            const int32_t from = rows.contents().pos[(size_t) (rows.n_tokens() - refused)];
+            rows.take_back(refused);
+            if (state->device) {
+                state->device->take_back(refused);
+            }
+            state->seq->observed.skip_windows(rows.n_tokens());
+            state->weights.valid = false;
+            kv->context.release_cells(seq_id, from, -1);
+        }
+        state->verified.reset();
+        return ok(err);
+    });
+}

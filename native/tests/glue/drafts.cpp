@@ -1,0 +1,141 @@
+// Drafts: an answer that is verified in batches, with right and wrong guesses, is the answer token by token.
+
+#include "world.h"
+
+#include <algorithm>
+#include <climits>
+
+namespace {
+
+bool alike(const std::vector<float> & a, const std::vector<float> & b, double tolerance) {
+    return std::equal(a.begin(), a.end(), b.begin(), b.end(), [=](float x, float y) { return close_to(x, y, tolerance); });
+}
+
+// A sequence that reads the tokens one by one, and the logits behind each.
+struct Alone {
+    Alone(llama_model * model, const kvedge_plan * plan, kvedge_type type, const std::vector<llama_token> & prompt,
+          const std::vector<llama_token> & answer)
+        : w(model, plan, type) {
+        CHECK(w.decode(prompt) == 0);
+        if (w.stats().n_layers < llama_model_n_layer(model)) {  // the others' last bits decide how rows are rounded
+            tolerance = type == KVEDGE_TYPE_F16 ? 5e-3 : 0.1;
+        }
+        for (const llama_token t : answer) {
+            CHECK(w.decode({ t }) == 0);
+            logits.push_back(w.logits());
+        }
+    }
+    World                           w;
+    std::vector<std::vector<float>> logits;
+    double                          tolerance = 1e-3;
+};
+
+// Verifies the answer in batches of up to `most` tokens behind the last one, of which the first `right` guesses are its own.
+void verify_all(World & w, const std::vector<llama_token> & answer, const Alone & alone, int32_t most, int32_t right) {
+    kvedge_error err{};
+    for (size_t at = 0; at < answer.size();) {
+        const int32_t room = kvedge_verify_room(w.kv, 0);
+        CHECK(room >= 1);
+        const int32_t            n = std::min({ most + 1, room, (int32_t) (answer.size() - at) });
+        std::vector<llama_token> batch(answer.begin() + (std::ptrdiff_t) at, answer.begin() + (std::ptrdiff_t) at + n);
+        for (int32_t i = right + 1; i < n; i++) {
+            batch[(size_t) i] = batch[(size_t) i] == 7 ? 8 : 7;
+        }
+        const int32_t good = std::min(n, right + 1);
+        CHECK(w.good(kvedge_verify_begin(w.kv, 0, n, &err), err));
+        CHECK(w.decode_each(batch) == 0);
+        for (int32_t i = 0; i < good; i++) {
+            CHECK(alike(w.logits(i), alone.logits[at + (size_t) i], alone.tolerance));
+        }
+        CHECK(kvedge_verify_end(w.kv, 0, n + 1, &err) == KVEDGE_E_ARGUMENT);
+        CHECK(w.good(kvedge_verify_end(w.kv, 0, good, &err), err));
+        w.next[0] -= n - good;
+        CHECK(llama_memory_seq_pos_max(w.memory(), 0) + 1 == w.next[0]);
+        at += (size_t) good;
+    }
+}
+
+// Both go on alike: single tokens, and a message behind the answer with its compression.
+void goes_on(World & a, World & b, double tolerance) {
+    CHECK(a.kept(0, 0) == b.kept(0, 0) && a.kept(1, 1) == b.kept(1, 1) && a.stats().n_tokens == b.stats().n_tokens);
+    CHECK(a.stats().device_bytes > 0 || a.stats().bytes == b.stats().bytes);
+    for (World * w : { &a, &b }) {
+        w->answer(3);
+        CHECK(w->decode(words(w->model, PROMPT / 2, 9)) == 0);
+        w->answer(2);
+    }
+    CHECK(alike(a.logits(), b.logits(), tolerance) && a.kept(0, 1) == b.kept(0, 1));
+}
+
+void equal_to_single_tokens(llama_model * model) {
+    const auto prompt = words(model, PROMPT, 21), answer = words(model, 70, 22);
+    for (const char * budget : { "0.25", "1.0" }) {
+        for (const kvedge_type type : { KVEDGE_TYPE_F16, KVEDGE_TYPE_Q4_0, KVEDGE_TYPE_KIVI4 }) {
+            Plan plan({ { "scorer", "cumulative" }, { "budget", budget } });
+            for (const auto & [most, right] : { std::pair(4, 4), { 4, 0 }, { 12, 5 } }) {
+                Alone alone(model, plan.plan, type, prompt, answer);
+                World w(model, plan.plan, type);
+                CHECK(w.decode(prompt) == 0);
+                verify_all(w, answer, alone, most, right);
+                goes_on(alone.w, w, alone.tolerance);
+            }
+        }
+    }
+}
+
+// What a verification forbids meanwhile, and how one ends whose batch never came or is taken away.
+void unfinished(llama_model * model, const std::string & folder) {
+    Plan         plan({ { "scorer", "knorm" }, { "budget", "0.5" } });
+    World        w(model, plan.plan);
+    kvedge_error err{};
+    CHECK(kvedge_verify_begin(nullptr, 0, 1, &err) == KVEDGE_E_ARGUMENT && kvedge_verify_room(nullptr, 0) == 0);
+    CHECK(kvedge_verify_begin(w.kv, 0, 1, &err) == KVEDGE_E_STATE && kvedge_verify_room(w.kv, 0) == 0);
+    CHECK(w.decode(words(model, PROMPT, 3)) == 0);
+    CHECK(kvedge_verify_begin(w.kv, 0, 0, &err) == KVEDGE_E_ARGUMENT);
+    CHECK(kvedge_set_auto_compress(w.kv, false, &err) == KVEDGE_OK);
+    CHECK(kvedge_verify_begin(w.kv, 0, 2, &err) == KVEDGE_E_STATE);  // nobody has compressed the prompt
+    CHECK(kvedge_compress(w.kv, 0, &err) == KVEDGE_OK && kvedge_verify_room(w.kv, 0) == INT32_MAX);
+    const auto before = w.kept(0, 0);
+
+    CHECK(w.good(kvedge_verify_begin(w.kv, 0, 3, &err), err));
+    CHECK(kvedge_verify_begin(w.kv, 0, 3, &err) == KVEDGE_E_STATE && kvedge_verify_room(w.kv, 0) == 0);
+    CHECK(kvedge_compress(w.kv, 0, &err) == KVEDGE_E_STATE);
+    CHECK(kvedge_save(w.kv, 0, (folder + "/drafts.kvs").c_str(), "tiny", nullptr, 0, &err) == KVEDGE_E_STATE);
+    CHECK(kvedge_verify_end(w.kv, 0, 1, &err) == KVEDGE_E_ARGUMENT);  // none came
+    CHECK(w.decode(words(model, 4, 4)) != 0 && w.kept(0, 0) == before);  // more than announced
+    CHECK(kvedge_take_error(w.kv, &err) == KVEDGE_E_STATE);
+    CHECK(w.good(kvedge_verify_end(w.kv, 0, 0, &err), err) && kvedge_verify_end(w.kv, 0, 0, &err) == KVEDGE_OK);
+    CHECK(kvedge_verify_end(w.kv, 0, 1, &err) == KVEDGE_E_STATE);
+
+    CHECK(w.good(kvedge_verify_begin(w.kv, 0, 3, &err), err) && w.decode(words(model, 3, 4)) == 0);
+    CHECK(llama_memory_seq_rm(w.memory(), 0, PROMPT, -1) && w.kept(0, 0) == before);
+    CHECK(kvedge_verify_end(w.kv, 0, 3, &err) == KVEDGE_E_STATE);
+    w.next[0] = PROMPT;
+    w.answer(2);
+    CHECK(w.kept(0, 0).size() == before.size() + 2);
+    CHECK(w.good(kvedge_save(w.kv, 0, (folder + "/drafts.kvs").c_str(), "tiny", nullptr, 0, &err), err));
+}
+
+void refused(llama_model * model) {
+    Plan         dropping({ { "scorer", "knorm" }, { "budget", "0.5" }, { "decode", "sliding" } });
+    kvedge_error err{};
+    World        w(model, dropping.plan);
+    CHECK(w.decode(words(model, PROMPT, 3)) == 0);
+    CHECK(kvedge_verify_begin(w.kv, 0, 2, &err) == KVEDGE_E_UNSUPPORTED && kvedge_verify_room(w.kv, 0) == 0);
+    w.answer(1);
+    CHECK(kvedge_verify_begin(w.kv, 0, 2, &err) == KVEDGE_E_UNSUPPORTED);
+
+    Plan  bound({ { "scorer", "knorm" }, { "budget", "32" } });
+    World stream(model, bound.plan, KVEDGE_TYPE_F16, KVEDGE_DEVICES_NONE);
+    CHECK(stream.decode(words(model, PROMPT, 3)) == 0);
+    CHECK(stream.good(kvedge_compress_stream(stream.kv, 0, &err), err));
+    CHECK(kvedge_verify_begin(stream.kv, 0, 2, &err) == KVEDGE_E_UNSUPPORTED);
+}
+
+}  // namespace
+
+void drafts(llama_model * model, const std::string & folder) {
+    equal_to_single_tokens(model);
+    unfinished(model, folder);
+    refused(model);
+}
