@@ -467,8 +467,8 @@ KVEDGE_API kvedge_status kvedge_plan_check_bounded(
 // tokens count as well. kvedge_compress does this for a sequence that is a stream already.
 //
 // Where kvedge stores every layer of the model, llama.cpp's own cells of the sequence are freed, all but the newest: n_ctx
-// then bounds the tokens between two calls, not the stream (kvedge_cells). Positions go on from token to token and are not
-// shifted. After kvedge_load, the first call makes the loaded sequence a stream again and changes no row. Where
+// then bounds the tokens between two calls, not the stream (kvedge_cells). Positions go on from token to token;
+// kvedge_renumber makes them smaller. After kvedge_load, the first call makes the loaded sequence a stream again and changes no row. Where
 // llama_memory_seq_rm takes more rows from one head than from another, the others give up their oldest rows behind the sinks, so
 // that all heads hold as many rows.
 // Of an empty sequence only the plan is checked. A failure leaves the rows as they were.
@@ -481,6 +481,24 @@ KVEDGE_API kvedge_status kvedge_compress_stream(kvedge_cache * kv, int32_t seq_i
 // Number of the sequence's tokens that hold a cell of llama.cpp's own cache, which has n_ctx cells. In a stream only the tokens
 // since its last compression and the newest one before it hold cells. 0: no such sequence.
 KVEDGE_API int32_t kvedge_cells(const kvedge_cache * kv, int32_t seq_id);
+
+// Makes positions of a sequence smaller before they pass the length that its model was trained for. Tokens move, and their keys
+// turn by the difference (rotary position encoding); values and scores stay. Takes one token's pass through the model.
+//
+//     if (n_past + n > trained) kvedge_renumber(kv, 0, trained / 2, &n_past, &err);   // before the next n tokens
+//
+// next: the position at which the next token would come (behind an image of an M-RoPE model: the first one beyond the image);
+// afterwards at most `most`, >= 1. Where it is that already, or the sequence is empty, nothing changes.
+// A token's new position holds for all layers and heads. A position of which no head holds a token is a gap. The oldest gaps are
+// closed, as many as must be: all later distances stay. Where there are too few, the last most / 2 positions keep their distances,
+// and all before share the others in their order, several tokens one position if need be. Distances never grow. An image of
+// an M-RoPE model moves as a whole. Each number of a key that turns is rounded once to the storage type.
+// llama.cpp's own cells of the sequence are freed but one, at the last token's new position. The logits of the last token are
+// gone: sample before. A failure leaves rows and positions as they were. Errors: KVEDGE_E_UNSUPPORTED (quantised keys; llama.cpp
+// keeps layers of the model itself; the model has learned its positions; it is not known how keys turn; positions do not ascend),
+// KVEDGE_E_STATE (a second pass was begun; allocator entropy or reducer match waits for the compression of a prompt; llama.cpp
+// could not enter the position, and knows of none of the sequence then), KVEDGE_E_ARGUMENT, KVEDGE_E_MEMORY.
+KVEDGE_API kvedge_status kvedge_renumber(kvedge_cache * kv, int32_t seq_id, int32_t most, int32_t * next, kvedge_error * err);
 
 // ---------------------------------------------------------------------------------------------------------
 // Drafts: guesses at the next tokens of an answer, decoded behind its last token in one batch. Several tokens in a batch are a

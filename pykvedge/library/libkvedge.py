@@ -213,6 +213,17 @@ class Cache:
         return n
 
     @one_thread
+    def renumber(self, following: int, most: int, sequence: int = 0) -> int:
+        """Makes the sequence's positions smaller; returns the one at which the next token comes, at most `most`.
+
+        following: where it would come. Logits are gone. Raises UnsupportedError where keys cannot be turned, and what
+        kvedge_renumber reports.
+        """
+        at = c.c_int32(following)
+        call("renumber", self.handle, sequence, most, c.byref(at))
+        return at.value
+
+    @one_thread
     def check(self) -> None:
         """Raises the first error that happened inside llama_decode since the last call, if there was one."""
         error = Error()

@@ -210,6 +210,7 @@ PROTOTYPES: dict[str, tuple[Any, list[Any]]] = {
     "verify_begin": (c.c_int, [_P, _I, _I, _ERR]),
     "verify_end": (c.c_int, [_P, _I, _I, _ERR]),
     "verify_room": (_I, [_P, _I]),
+    "renumber": (c.c_int, [_P, _I, _I, c.POINTER(_I), _ERR]),
     "take_error": (c.c_int, [_P, _ERR]),
     "get_stats": (c.c_int, [_P, _I, c.POINTER(Stats), _ERR]),
     "layer_id": (_I, [_P, _I]),

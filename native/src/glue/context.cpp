@@ -26,6 +26,22 @@ void Context::release_cells(int32_t seq_id, int32_t p0, int32_t p1) {
     releasing = false;
 }
 
+bool Context::enter_position(int32_t seq_id, int32_t pos) {
+    llama_batch batch  = llama_batch_init(1, 0, 1);
+    batch.n_tokens     = 1;
+    batch.token[0]     = 0;
+    batch.pos[0]       = pos;
+    batch.n_seq_id[0]  = 1;
+    batch.seq_id[0][0] = seq_id;
+    batch.logits[0]    = 0;
+    entering           = true;
+    const int status   = llama_decode(llama, batch);
+    llama_synchronize(llama);
+    entering = false;
+    llama_batch_free(batch);
+    return status == 0;
+}
+
 int Context::report(kvedge_status status, const char * what) {
     if (error.status == KVEDGE_OK) {
         fail(&error, status, "%s", what);

@@ -24,6 +24,9 @@ struct Context {
     int32_t graph_threads() const;  // the most that a graph runs on
     void    synchronize() const;    // ends when no graph runs
     void    release_cells(int32_t seq_id, int32_t p0, int32_t p1);  // llama.cpp's own; the rows stay
+    // The sequence's newest position is now `pos`: llama.cpp enters positions only for what it decodes, so that one token stands in
+    // for all, and is stored nowhere. The logits of the last token are gone. False: llama.cpp could not.
+    bool    enter_position(int32_t seq_id, int32_t pos);
     int     report(kvedge_status status, const char * what);        // for kvedge_take_error; returns -1
 };
 

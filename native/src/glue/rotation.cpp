@@ -120,11 +120,10 @@ Rotation not_known(const char * why) {
     return out;
 }
 
-}  // namespace
-
-Rotation rotation_of(const llama_attn_provider_layer & layer) {
+// Of queries or keys x [d][heads][tokens].
+Rotation rotation_of(const ggml_tensor * x) {
     bool                known;
-    const ggml_tensor * rope = find_rope(layer.q, known);
+    const ggml_tensor * rope = find_rope(x, known);
     if (!rope) {
         return known ? Rotation() : not_known("they depend on it in a way that is not known");
     }
@@ -133,8 +132,7 @@ Rotation rotation_of(const llama_attn_provider_layer & layer) {
     Rotation   out;
     out.axes = several ? axes_of(p) : std::vector<uint8_t>();
     if ((!several && p.mode != GGML_ROPE_TYPE_NORMAL && p.mode != GGML_ROPE_TYPE_NEOX) || several == out.axes.empty() ||
-        p.offset != 0 || p.n_dims % 2 != 0 || p.n_dims > layer.q->ne[0] || rope->ne[0] != layer.q->ne[0] ||
-        rope->ne[1] != layer.q->ne[1]) {
+        p.offset != 0 || p.n_dims % 2 != 0 || p.n_dims > x->ne[0] || rope->ne[0] != x->ne[0] || rope->ne[1] != x->ne[1]) {
         return not_known("they turn in a way that is not known");
     }
     std::vector<float> factors;
@@ -143,6 +141,19 @@ Rotation rotation_of(const llama_attn_provider_layer & layer) {
     }
     out.halves = p.mode != GGML_ROPE_TYPE_NORMAL;
     out.angles = angles_of(p, factors);
+    return out;
+}
+
+}  // namespace
+
+Rotation rotation_of(const llama_attn_provider_layer & layer) {
+    Rotation       out  = rotation_of(layer.q);
+    const Rotation keys = rotation_of(layer.k);
+    if (!keys.unknown.empty()) {
+        out.unlike = keys.unknown;
+    } else if (out.halves != keys.halves || out.angles != keys.angles || out.axes != keys.axes) {
+        out.unlike = "they turn otherwise than queries";
+    }
     return out;
 }
 

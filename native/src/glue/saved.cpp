@@ -158,25 +158,8 @@ std::vector<uint8_t> llama_part(llama_context * ctx, int32_t seq_id) {
     return out;
 }
 
-// llama.cpp enters positions only for what it decodes: one token stands in for all, and is stored nowhere.
-bool enter_position(kvedge_cache & kv, int32_t seq_id, int32_t pos) {
-    llama_batch batch  = llama_batch_init(1, 0, 1);
-    batch.n_tokens     = 1;
-    batch.token[0]     = 0;
-    batch.pos[0]       = pos;
-    batch.n_seq_id[0]  = 1;
-    batch.seq_id[0][0] = seq_id;
-    batch.logits[0]    = 0;
-    kv.context.entering        = true;
-    const int status   = llama_decode(kv.context.llama, batch);
-    llama_synchronize(kv.context.llama);
-    kv.context.entering = false;
-    llama_batch_free(batch);
-    return status == 0;
-}
-
 kvedge_status enter(kvedge_cache & kv, int32_t seq_id, int32_t pos_max, const std::vector<uint8_t> & own, kvedge_error * err) {
-    if (pos_max >= 0 && !enter_position(kv, seq_id, pos_max)) {
+    if (pos_max >= 0 && !kv.context.enter_position(seq_id, pos_max)) {
         return fail(err, KVEDGE_E_STATE, "llama.cpp could not enter the last position of the saved sequence");
     }
     if (!own.empty() &&

@@ -26,6 +26,7 @@ class QueryMoments {
 
     // Where tokens have several positions, the largest of them is what the next one follows.
     void    note_position(int32_t position) { next_ = next_ > position ? next_ : position + 1; }
+    void    set_next_position(int32_t next) { next_ = next; }
     int32_t next_position() const { return next_; }
 
     uint64_t bytes() const;

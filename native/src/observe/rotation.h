@@ -12,7 +12,8 @@ struct Rotation {
     bool                 halves = false;  // pair i of n: channels i and i + n (NEOX); else 2 i and 2 i + 1 (NORM)
     std::vector<double>  angles;          // [n] radians a position; channels beyond the 2 n stay
     std::vector<uint8_t> axes;            // [n] which of a token's positions turns a pair (M-RoPE); empty: it has one
-    std::string          unknown;         // why it is not known how rows turn; empty: it is
+    std::string          unknown;         // why it is not known how queries turn; empty: it is
+    std::string          unlike;          // why keys turn otherwise, as far as is known; empty: they turn as queries do
 
     size_t first(size_t pair) const { return halves ? pair : 2 * pair; }  // channel of a pair
     size_t second(size_t pair) const { return halves ? pair + angles.size() : 2 * pair + 1; }
@@ -30,6 +31,9 @@ struct Turn {
 
 // Their means over n tokens of text, the first at position `first`.
 Turn mean_turn(const Rotation & rotation, int32_t first, int32_t n);
+
+// Those of n positions, into `out`, whose memory is there: cos and sin [n of angles].
+void turn_into(const Rotation & rotation, int32_t n, Turn & out) noexcept;
 
 // x [d], whose channels lie `stride` apart, turned.
 void turn(const Rotation & rotation, const Turn & by, double * x, size_t stride);

@@ -48,12 +48,16 @@ class Rotation:
 
     def back(self, rows: np.ndarray, first: int) -> np.ndarray:
         """The rows [..., T, d] of the positions first, first + 1, ... as they were before they were turned, float64."""
-        turn = np.arange(first, first + rows.shape[-2])[:, None] * self.angles
+        return self.on(rows, -np.arange(first, first + rows.shape[-2]))
+
+    def on(self, rows: np.ndarray, by: np.ndarray) -> np.ndarray:
+        """Rows [..., T, d] as they are `by` [T] positions further on, float64; negative: further back."""
+        turn = np.asarray(by)[:, None] * self.angles
         a, b = self._places(rows.shape[-1])
         out = rows.astype(np.float64)
         x, y = out[..., a].copy(), out[..., b].copy()
-        out[..., a] = x * np.cos(turn) + y * np.sin(turn)
-        out[..., b] = y * np.cos(turn) - x * np.sin(turn)
+        out[..., a] = x * np.cos(turn) - y * np.sin(turn)
+        out[..., b] = y * np.cos(turn) + x * np.sin(turn)
         return out
 
     def mean(self, first: int, n: int, size: int) -> np.ndarray:

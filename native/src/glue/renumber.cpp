@@ -1,0 +1,105 @@
+// The C interface of positions that are made smaller.
+
+#include "sequence/renumber.h"
+
+#include "glue/calls.h"
+
+#include <algorithm>
+
+using namespace kvedge;
+
+namespace {
+
+// Whether the keys of all layers can be turned to other positions, and nothing else of the model goes by them.
+kvedge_status check_turning(const kvedge_cache & kv, kvedge_error * err) {
+    if (is_quantised(kv.sequences.storage.k)) {
+        return fail(err, KVEDGE_E_UNSUPPORTED, "keys are stored as %s, which turning them would round again; store them as f16, bf16 or f32",
+                    kvedge_type_name(type_number(kv.sequences.storage.k)));
+    }
+    if (!kv.layers.all_of_model()) {
+        return fail(err, KVEDGE_E_UNSUPPORTED, "llama.cpp keeps %d of the %d layers of this model itself, whose positions cannot be changed",
+                    kv.layers.n_model - (int32_t) kv.layers.shapes.size(), kv.layers.n_model);
+    }
+    if (llama_attn_provider_weight(llama_get_model(kv.context.llama), "position_embd.weight")) {
+        return fail(err, KVEDGE_E_UNSUPPORTED, "this model has learned its positions; rows cannot be turned to others");
+    }
+    for (size_t l = 0; l < kv.layers.shapes.size(); l++) {
+        const Rotation & rotation = (*kv.layers.rotations)[l];
+        const auto &     why      = rotation.unlike.empty() ? rotation.unknown : rotation.unlike;
+        if (!why.empty()) {
+            return fail(err, KVEDGE_E_UNSUPPORTED, "keys turn by their positions, and in layer %d of this model %s", kv.layers.shapes[l].il,
+                        why.c_str());
+        }
+    }
+    return ok(err);
+}
+
+kvedge_status check_positions(const SequenceState & state, int32_t next, kvedge_error * err) {
+    const auto & pos = state.seq->rows.contents().pos;
+    if (state.replay) {
+        return fail_replaying(err);
+    }
+    if (state.seq->observed.have().queries) {
+        return fail(err, KVEDGE_E_STATE, "queries of a prompt are kept for its compression; compress it before its positions change");
+    }
+    if (!std::is_sorted(pos.begin(), pos.end())) {
+        return fail(err, KVEDGE_E_UNSUPPORTED, "the positions of sequence %d do not ascend from token to token", state.id);
+    }
+    return pos.back() < next ? ok(err)
+                             : fail(err, KVEDGE_E_ARGUMENT, "the last token of sequence %d is at position %d; the next one cannot come at %d",
+                                    state.id, pos.back(), next);
+}
+
+// llama.cpp's cells of the sequence: none then. It goes on wherever the next batch says.
+void release_all(kvedge_cache & kv, SequenceState & state) {
+    kv.context.release_cells(state.id, -1, -1);
+    state.released = state.seq->rows.n_tokens();
+}
+
+// Of them all but one, at the position of the sequence's last token. False: there is none then.
+bool enter_last(kvedge_cache & kv, SequenceState & state, int32_t pos) {
+    release_all(kv, state);
+    const bool entered = kv.context.enter_position(state.id, pos);
+    state.released -= entered ? 1 : 0;
+    return entered;
+}
+
+}  // namespace
+
+extern "C" kvedge_status kvedge_renumber(kvedge_cache * kv, int32_t seq_id, int32_t most, int32_t * next, kvedge_error * err) {
+    const char * missing = "kvedge_renumber: cache or next is NULL, or most is below 1";
+    return in_context(kv, next && most >= 1, missing, "change positions", err, [&] {
+        SequenceState * const state = kv->sequences.find(seq_id);
+        if (!state || state->seq->rows.n_tokens() == 0 || *next <= most) {
+            return ok(err);
+        }
+        if (const auto status = check_turning(*kv, err); status != KVEDGE_OK) {
+            return status;
+        }
+        kv->context.synchronize();
+        if (const auto status = kv->to_host(*state, err); status != KVEDGE_OK) {
+            return status;
+        }
+        if (const auto status = kv->compressor.check(*state, err); status != KVEDGE_OK) {
+            return status;
+        }
+        if (const auto status = check_positions(*state, *next, err); status != KVEDGE_OK) {
+            return status;
+        }
+        const auto & rotations = *kv->layers.rotations;
+        const bool   several   = std::any_of(rotations.begin(), rotations.end(), [](const Rotation & r) { return !r.axes.empty(); });
+        Moved        moved     = move_positions(state->seq->rows, several, *next, most);
+        const int32_t to       = moved.next;
+        if (!enter_last(*kv, *state, moved.pos.back())) {
+            return fail(err, KVEDGE_E_STATE, "llama.cpp could not enter the new position of sequence %d; its rows stay where they are", seq_id);
+        }
+        try {
+            move_to(*state->seq, std::move(moved), kv->context.threads());
+        } catch (...) {
+            release_all(*kv, *state);
+            throw;
+        }
+        *next = to;
+        return ok(err);
+    });
+}

@@ -1,0 +1,159 @@
+#include "sequence/renumber.h"
+
+#include "kernels/kernels.h"
+#include "system/threads.h"
+
+#include <algorithm>
+
+namespace kvedge {
+
+namespace {
+
+// [tokens] whether a head holds the token.
+std::vector<uint8_t> held_tokens(const Store & rows) {
+    std::vector<uint8_t> out((size_t) rows.n_tokens(), 0);
+    for (const Block & block : rows.contents().blocks) {
+        for (size_t l = 0; l < block.layers.size(); l++) {
+            for (int32_t h = 0; h < rows.shapes()[l].n_heads_kv; h++) {
+                for (int32_t token : block.tokens_of((int32_t) l, h)) {
+                    out[(size_t) token] = 1;
+                }
+            }
+        }
+    }
+    return out;
+}
+
+// [next + 1] positions before each that a held token takes.
+std::vector<int32_t> taken_before(const Store & rows, bool images_extend, int32_t next) {
+    const auto &         pos   = rows.contents().pos;
+    const auto &         image = rows.contents().image;
+    const auto           held  = held_tokens(rows);
+    std::vector<int32_t> out((size_t) next + 1, 0);
+    int32_t              end = next, after = next;  // the next token's position, and the first beyond this one's
+    for (size_t t = pos.size(); t-- > 0;) {
+        after = pos[t] < end ? end : after;
+        end   = pos[t];
+        if (held[t]) {
+            const int32_t last = images_extend && image[t] ? after : pos[t] + 1;
+            std::fill(out.begin() + pos[t] + 1, out.begin() + last + 1, 1);
+        }
+    }
+    for (size_t p = 1; p < out.size(); p++) {
+        out[p] += out[p - 1];
+    }
+    return out;
+}
+
+// Turns rows of one head or of several that lie one after the other; what throws is done before.
+struct Turner {
+    std::vector<float>  row;
+    std::vector<double> wide;
+    Turn                by;
+    int32_t             positions = 0;  // that `by` stands for; 0: none
+
+    explicit Turner(int32_t d) : row((size_t) d), wide((size_t) d) {}
+
+    void set(const Rotation & rotation, int32_t n) {
+        if (n != positions) {
+            turn_into(rotation, n, by);
+            positions = n;
+        }
+    }
+    // x [wide.size()] floats
+    void turn_row(const Rotation & rotation, float * x) {
+        std::copy_n(x, wide.size(), wide.begin());
+        turn(rotation, by, wide.data(), 1);
+        std::transform(wide.begin(), wide.end(), x, [](double y) { return (float) y; });
+    }
+};
+
+using Shifts = std::vector<int32_t>;  // [tokens] positions by which a token moves
+
+void turn_keys(LayerRows & rows, int32_t head, const std::vector<int32_t> & tokens, const Shifts & by, const Rotation & rotation, Turner & with) {
+    const auto            d     = (size_t) rows.shape().d_k;
+    const uint8_t * const begin = ((const LayerRows &) rows).data();
+    size_t                at    = 0;
+    rows.each_segment(head, [&](const Segment & segment) {
+        uint8_t * key = rows.data() + (segment.k.data - begin);
+        for (int32_t r = 0; r < segment.n; r++, key += segment.k.stride) {
+            const int32_t n = by[(size_t) tokens[at++]];
+            if (n != 0) {
+                with.set(rotation, n);
+                kernels().to_f32(segment.k.type, key, with.row.data(), d);
+                with.turn_row(rotation, with.row.data());
+                kernels().from_f32(segment.k.type, with.row.data(), key, d);
+            }
+        }
+    });
+}
+
+// Those of the last tokens, which scorers look at together with the keys.
+void turn_window(LayerSeen & seen, const LayerShape & shape, const Shifts & by, int32_t from, const Rotation & rotation, Turner & with) {
+    if (seen.window.row == 0 || seen.window.q.empty()) {
+        return;
+    }
+    const auto n_slots = (int32_t) (seen.window.q.size() / seen.window.row);
+    for (int32_t t = std::max({ 0, from, (int32_t) by.size() - n_slots }); t < (int32_t) by.size(); t++) {
+        with.set(rotation, by[(size_t) t]);
+        float * q = seen.window.slot(t);
+        for (int32_t h = 0; h < shape.n_heads && by[(size_t) t] != 0; h++) {
+            with.turn_row(rotation, q + (size_t) h * (size_t) shape.d_k);
+        }
+    }
+}
+
+}  // namespace
+
+Moved move_positions(const Store & rows, bool images_extend, int32_t next, int32_t most) {
+    const int32_t surplus = next - most;
+    Moved         out{ rows.contents().pos, std::min(next, most) };
+    if (surplus <= 0) {
+        return out;
+    }
+    const auto before = taken_before(rows, images_extend, next);
+    int32_t    first  = next - most / 2;
+    int64_t    room   = most - most / 2, n = before[(size_t) first];
+    if (next - before.back() >= surplus) {
+        for (first = 0; first - before[(size_t) first] < surplus;) {
+            first++;
+        }
+        room = n = 1;
+    }
+    for (int32_t & p : out.pos) {
+        p = p >= first ? p - surplus : (int32_t) (before[(size_t) p] * room / n);
+    }
+    return out;
+}
+
+void move_to(Sequence & seq, Moved && to, int32_t n_threads) {
+    StoreContents & all    = seq.rows.parts();
+    const auto &    shapes = seq.rows.shapes();
+    Shifts          by(to.pos.size());
+    std::transform(to.pos.begin(), to.pos.end(), all.pos.begin(), by.begin(), [](int32_t now, int32_t was) { return now - was; });
+    const bool          observed = seq.observed.have().any();
+    const int32_t       workers  = std::max(1, std::min(n_threads, (int32_t) shapes.size()));
+    std::vector<Turner> turners;  // [layer]
+    for (size_t l = 0; l < shapes.size(); l++) {
+        turners.emplace_back(shapes[l].d_k);
+        turners[l].by.cos.resize(seq.observed.rotation(l).angles.size());
+        turners[l].by.sin.resize(seq.observed.rotation(l).angles.size());
+    }
+    const std::function<void(int32_t, int32_t)> turn_layer = [&](int32_t layer, int32_t) {
+        const auto       l        = (size_t) layer;
+        const Rotation & rotation = seq.observed.rotation(l);
+        for (Block & block : all.blocks) {
+            for (int32_t h = 0; h < shapes[l].n_heads_kv; h++) {
+                turn_keys(block.layers[l].rows, h, block.tokens_of(layer, h), by, rotation, turners[l]);
+            }
+        }
+        if (observed) {
+            turn_window(seq.observed.layer(l), shapes[l], by, seq.observed.window_from(), rotation, turners[l]);
+            seq.observed.layer(l).moments.set_next_position(to.next);
+        }
+    };
+    parallel_for(workers, (int32_t) shapes.size(), turn_layer);
+    all.pos.swap(to.pos);
+}
+
+}  // namespace kvedge
