@@ -75,3 +75,9 @@ def test_pairs_are_those_of_one_prompt(talk, subtests=None):
             fresh.read(so_far)
             assert kept.context.held() == fresh.context.held(), (kind, i)
             kept.answer(answer)
+
+
+def greedy(talk: Talk) -> int:
+    context = talk.context
+    logits = np.ctypeslib.as_array(context.llama.llama_get_logits_ith(context.context, -1), (1000,))
+    return int(logits.argmax())

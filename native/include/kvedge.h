@@ -508,10 +508,14 @@ KVEDGE_API kvedge_status kvedge_renumber(kvedge_cache * kv, int32_t seq_id, int3
 //     llama_decode(ctx, last_token_and_guesses);      // logits of every token are asked for
 //     kvedge_verify_end(kv, 0, 1 + n_right, &err);    // the guesses that the model does not agree with are gone
 
-// The next n tokens of sequence seq_id, n >= 1, are tokens of its answer; the first one starts a compression that is due. Until
+// The next n tokens of sequence seq_id, n >= 1, are tokens of its answer; the first one starts a compression that is due. Where
+// whole rows are kept (kvedge_keep) these tokens attend to all of them, so that they are the whole cache's tokens: what was decoded
+// with the compressed rows since the last verification was a draft, and is removed, also from llama.cpp's memory; the n tokens begin
+// with the first of it. kvedge_verify_end then gives the compressed rows those of the tokens that stay. Until
 // kvedge_verify_end the sequence cannot be compressed or saved. Errors: KVEDGE_E_STATE (an empty sequence, a prompt that is not
 // compressed though the cache does not do it by itself, a verification or a second pass that was not ended), KVEDGE_E_ARGUMENT
-// (n is more than kvedge_verify_room), KVEDGE_E_UNSUPPORTED (the decode policy drops rows, a stream, a model with recurrent layers).
+// (n is more than kvedge_verify_room), KVEDGE_E_UNSUPPORTED (the decode policy drops rows, a stream, a model with recurrent layers, whole rows
+// behind rows on a device).
 KVEDGE_API kvedge_status kvedge_verify_begin(kvedge_cache * kv, int32_t seq_id, int32_t n, kvedge_error * err);
 
 // The first n_accepted of these tokens stay; the others leave the sequence and llama.cpp's own memory. After a llama_decode that

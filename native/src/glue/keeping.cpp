@@ -42,6 +42,7 @@ Whole & Whole::operator=(Whole && other) noexcept {
     std::swap(seq, other.seq);
     std::swap(jobs, other.jobs);
     std::swap(turn, other.turn);
+    std::swap(n_read, other.n_read);
     std::swap(problem, other.problem);
     return *this;
 }
@@ -118,7 +119,8 @@ void Keeping::write(SequenceState & state) try {
 void Keeping::put_aside(SequenceState & state, std::unique_ptr<Sequence> compressed) {
     state.whole.seq = std::move(state.seq);
     state.seq       = std::move(compressed);
-    state.whole.turn = ++turn_;
+    state.whole.turn   = ++turn_;
+    state.whole.n_read = state.seq->rows.n_tokens();
     state.whole.problem.clear();
     keep_within(state);
     if (state.whole.seq && spill_) {
@@ -136,7 +138,8 @@ void Keeping::share(SequenceState & from, SequenceState & copy) const {
         auto seq      = std::make_unique<Sequence>(from.whole.seq->rows.share());
         seq->observed = from.whole.seq->observed;
         copy.whole.jobs = from.whole.jobs;
-        copy.whole.turn = from.whole.turn;
+        copy.whole.turn   = from.whole.turn;
+        copy.whole.n_read = from.whole.n_read;
         copy.whole.seq  = std::move(seq);
     }
     copy.whole.problem = from.whole.problem;
@@ -153,7 +156,8 @@ void Keeping::settle(SequenceState & state) {
                 return;
             default: break;
         }
-        Sequence & seq = state.whole.seq ? *state.whole.seq : *state.seq;
+        const bool turned = !state.whole.seq || (state.verified && state.verified->whole);
+        Sequence & seq    = turned ? *state.seq : *state.whole.seq;
         for (Block & block : seq.rows.parts().blocks) {
             for (BlockLayer & layer : block.layers) {
                 const auto at = std::find_if(job.parts.begin(), job.parts.end(), [&](const Spilled & part) {
@@ -188,7 +192,7 @@ void Keeping::recall(SequenceState & state) {
     if (n > 0 && !append_last(whole.rows, state.seq->rows, n)) {
         return give_up(state, "the answer's rows are not all there any more: a decode policy dropped some");
     }
-    if (n > 0) {
+    if (whole.rows.n_tokens() > state.whole.n_read) {
         whole.observed.skip_windows(whole.rows.n_tokens());  // the answer's queries are not there
     }
     state.seq = std::move(state.whole.seq);

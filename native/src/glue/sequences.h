@@ -50,6 +50,8 @@ struct Replay {
 struct Verification {
     int32_t announced;
     int32_t n_old;  // tokens of the sequence before them
+    bool    whole       = false;  // the sequence is the whole one meanwhile, and Whole::seq the compressed one
+    int32_t window_from = 0;      // of what was observed of the whole one
 };
 
 // What follows the compression of a prompt: made before it, so that nothing can fail after it.
@@ -66,6 +68,7 @@ struct Whole {
     std::unique_ptr<Sequence>              seq;      // all its tokens are pending; NULL: there is none
     std::vector<std::shared_ptr<SpillJob>> jobs;     // rows that are being written
     uint64_t                               turn = 0; // of the compression
+    int32_t                                n_read = 0;  // tokens that the compression was of
     std::string                            problem;  // why there is none although it was asked for; empty: there is, or it was not
 
     Whole() = default;

@@ -1,6 +1,7 @@
 // Verification of drafts: tokens of an answer that come several at once, and of which those that the model agrees with stay.
 
 #include "glue/calls.h"
+#include "store/following.h"
 
 #include <algorithm>
 #include <climits>
@@ -11,7 +12,7 @@ using namespace kvedge;
 // with such a group, so that each of its tokens sees what it sees when it comes alone.
 static int32_t room_for_drafts(const SequenceState & state) {
     const StoreContents & all = state.seq->rows.contents();
-    if (!state.seq->rows.storage().quantised() || state.device) {
+    if (!state.seq->rows.storage().quantised() || state.device || state.whole.seq) {
         return INT32_MAX;
     }
     const bool    open = all.blocks.size() > all.pending_from && !all.blocks.back().ragged();
@@ -41,11 +42,38 @@ static kvedge_status check_drafts(const kvedge_cache & kv, const SequenceState &
     if (state.request || (state.armed && !due)) {
         return fail(err, KVEDGE_E_STATE, "the prompt is not compressed yet; call kvedge_compress before its answer is drafted");
     }
+    if (state.whole.seq && state.device) {
+        return fail(err, KVEDGE_E_UNSUPPORTED, "rows lie on a device, and whole rows on the host; keep layers off the devices to verify drafts "
+                    "over whole rows");
+    }
     const int32_t most = room_for_drafts(state);
     if (n > most) {
         return fail(err, KVEDGE_E_ARGUMENT, "%d tokens are more than the %d that can be verified now (kvedge_verify_room)", n, most);
     }
     return ok(err);
+}
+
+// Drafts that were decoded with the compressed rows go, and the whole ones take their place.
+static void turn_to_whole(kvedge_cache & kv, SequenceState & state, Verification & verification) {
+    const int32_t n_whole = state.whole.seq->rows.n_tokens();
+    if (state.seq->rows.n_tokens() > n_whole) {
+        const int32_t from = state.seq->rows.contents().pos[(size_t) n_whole];
+        state.seq->remove(from, INT_MAX);
+        kv.context.release_cells(state.id, from, -1);
+        state.cut(n_whole);
+    }
+    std::swap(state.seq, state.whole.seq);
+    state.weights.valid      = false;
+    verification.n_old       = n_whole;
+    verification.whole       = true;
+    verification.window_from = state.seq->observed.window_from();
+}
+
+// The compressed rows are back, with those of the last n tokens of the whole ones. False: no memory for them.
+static bool turn_to_compressed(SequenceState & state, int32_t n) {
+    state.seq->observed.skip_windows(state.verified->window_from);
+    std::swap(state.seq, state.whole.seq);
+    return append_last(state.seq->rows, state.whole.seq->rows, n);
 }
 
 extern "C" int32_t kvedge_verify_room(const kvedge_cache * kv, int32_t seq_id) {
@@ -61,9 +89,18 @@ extern "C" kvedge_status kvedge_verify_begin(kvedge_cache * kv, int32_t seq_id, 
         if (!state || state->seq->rows.n_tokens() == 0) {
             return fail(err, KVEDGE_E_STATE, "sequence %d is empty; there is no answer to verify", seq_id);
         }
-        const auto status = check_drafts(*kv, *state, n, err);
+        auto status = check_drafts(*kv, *state, n, err);
+        if (status == KVEDGE_OK && state->armed && kv->keeping.on()) {
+            status = kv->compressor.compress(*state, err);
+        }
         if (status == KVEDGE_OK) {
-            state->verified = std::make_unique<Verification>(Verification{ n, state->seq->rows.n_tokens() });
+            auto verification = std::make_unique<Verification>(Verification{ n, state->seq->rows.n_tokens() });
+            if (state->whole.seq) {
+                kv->context.synchronize();
+                kv->settle();
+                turn_to_whole(*kv, *state, *verification);
+            }
+            state->verified = std::move(verification);
         }
         return status;
     });
@@ -93,7 +130,8 @@ extern "C" kvedge_status kvedge_verify_end(kvedge_cache * kv, int32_t seq_id, in
             state->weights.valid = false;
             kv->context.release_cells(seq_id, from, -1);
         }
+        const bool done = !state->verified->whole || turn_to_compressed(*state, n_accepted);
         state->verified.reset();
-        return ok(err);
+        return done ? ok(err) : fail(err, KVEDGE_E_MEMORY, "no memory for the keys and values of %d tokens", n_accepted);
     });
 }

@@ -46,8 +46,11 @@ bool append_last(Store & to, const Store & from, int32_t n) {
     const auto last = (std::ptrdiff_t) n;
     const std::vector<int32_t> pos(all.pos.end() - last, all.pos.end());
     const std::vector<uint8_t> image(all.image.end() - last, all.image.end());
-    if (!to.append(n, pos.data(), false)) {
-        return false;
+    for (int32_t i = 0; i < n; i++) {  // one by one, into blocks that grow
+        if (!to.append(1, pos.data() + i, false)) {
+            to.take_back(i);
+            return false;
+        }
     }
     to.mark_images(n, image.data());
     for (size_t l = 0; l < to.shapes().size(); l++) {
