@@ -401,6 +401,15 @@ typedef enum kvedge_keep_place {
 // which the oldest are given up; 0: no limit. Where rows cannot be kept, for a full disk, say, the sequence goes on without,
 // and kvedge_keep_problem says why. Errors: KVEDGE_E_UNSUPPORTED (a network drive), KVEDGE_E_FILE.
 KVEDGE_API kvedge_status kvedge_keep(kvedge_cache * kv, kvedge_keep_place place, const char * folder, uint64_t most_bytes, kvedge_error * err);
+// Limits what compressions of a sequence keep of its tokens [first, last), such as an image's: `most` rows at most in every head,
+// the best by the scorer's scores; 0: none; negative: the plan decides again. A limit takes the place of those that overlap it.
+// Errors: KVEDGE_E_ARGUMENT (no such tokens).
+KVEDGE_API kvedge_status kvedge_limit_tokens(
+    kvedge_cache * kv, int32_t seq_id, int32_t first, int32_t last, int32_t most, kvedge_error * err);
+// Chooses again, under the plan and the limits of now, what a sequence keeps of its whole rows; nothing is read again, and tokens
+// since the last compression stay. On failure it keeps what it kept. Errors: KVEDGE_E_STATE (there are no whole rows),
+// KVEDGE_E_UNSUPPORTED (a decode policy dropped rows of the answer), and those of kvedge_compress.
+KVEDGE_API kvedge_status kvedge_choose_again(kvedge_cache * kv, int32_t seq_id, kvedge_error * err);
 // Why a sequence has no whole rows although they were asked for; NULL: it has them, or they were not. Until the next call.
 KVEDGE_API const char * kvedge_keep_problem(const kvedge_cache * kv, int32_t seq_id);
 

@@ -143,6 +143,23 @@ class Cache:
         self.keeps = bool(place)
 
     @one_thread
+    def limit_tokens(self, first: int, last: int, most: int, sequence: int = 0) -> None:
+        """Limits what compressions keep of tokens [first, last): rows of every head; negative: the plan decides.
+
+        Raises what kvedge_limit_tokens reports.
+        """
+        call("limit_tokens", self.handle, sequence, first, last, most)
+
+    @one_thread
+    def choose_again(self, sequence: int = 0) -> None:
+        """Chooses again from whole rows what a sequence keeps, under the limits of now.
+
+        Raises what kvedge_choose_again reports.
+        """
+        with self._owns.get(sequence, self.own).explained():
+            call("choose_again", self.handle, sequence)
+
+    @one_thread
     def keep_problem(self, sequence: int = 0) -> str:
         """Says why a sequence has no whole rows although they were asked for; empty: it has them, or they were not."""
         return text(lib().kvedge_keep_problem(self.handle, sequence))

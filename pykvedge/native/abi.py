@@ -199,6 +199,8 @@ PROTOTYPES: dict[str, tuple[Any, list[Any]]] = {
     "set_sequence_plan": (c.c_int, [_P, _I, _P, _ERR]),
     "set_auto_compress": (c.c_int, [_P, c.c_bool, _ERR]),
     "keep": (c.c_int, [_P, c.c_int, c.c_char_p, c.c_uint64, _ERR]),
+    "limit_tokens": (c.c_int, [_P, _I, _I, _I, _I, _ERR]),
+    "choose_again": (c.c_int, [_P, _I, _ERR]),
     "keep_problem": (c.c_char_p, [_P, _I]),
     "plan_check_bounded": (c.c_int, [_P, c.c_int, c.c_int, _ERR]),
     "expect": (c.c_int, [_P, _I, _I, _ERR]),

@@ -281,6 +281,39 @@ void allocate(Job & job, int32_t layer) {
     plan.allocator->allocate(in, job.counts);
 }
 
+// Of the rows [from, to) of a head, which `kept` lists, `most` stay: the best by score, or, without scores, rows that lie evenly.
+static void limit_rows(std::vector<int32_t> & kept, size_t from, size_t to, size_t most, const float * scores) {
+    if (to - from <= most) {
+        return;
+    }
+    std::vector<int32_t> rows(kept.begin() + (std::ptrdiff_t) from, kept.begin() + (std::ptrdiff_t) to);
+    if (scores) {
+        std::nth_element(rows.begin(), rows.begin() + (std::ptrdiff_t) most, rows.end(),
+                         [&](int32_t a, int32_t b) { return scores[a] != scores[b] ? scores[a] > scores[b] : a < b; });
+        rows.resize(most);
+        std::sort(rows.begin(), rows.end());
+    } else {
+        for (size_t i = 0; i < most; i++) {
+            rows[i] = rows[(2 * i + 1) * rows.size() / (2 * most)];
+        }
+        rows.resize(most);
+    }
+    kept.erase(std::copy(rows.begin(), rows.end(), kept.begin() + (std::ptrdiff_t) from), kept.begin() + (std::ptrdiff_t) to);
+}
+
+// Applies the limits to the rows that a head keeps. scores [T]; NULL: there are none.
+static void limit_head(Job & job, size_t l, size_t h, const float * scores) {
+    auto &          kept   = job.kept[l][h];
+    const int32_t * tokens = job.pending.tokens_of(l, h);
+    for (size_t i = 0; job.limits && i < job.limits->size(); i++) {
+        const TokenLimit & limit = (*job.limits)[i];
+        const auto         at    = [&](int32_t token) {
+            return (size_t) (std::lower_bound(kept.begin(), kept.end(), token, [&](int32_t row, int32_t t) { return tokens[row] < t; }) - kept.begin());
+        };
+        limit_rows(kept, at(limit.first), at(limit.last), (size_t) limit.most, scores);
+    }
+}
+
 void select_layer(Job & job, size_t l) {
     const auto T = (size_t) job.pending.n;
     job.kept[l].clear();
@@ -289,6 +322,7 @@ void select_layer(Job & job, size_t l) {
         const float * weights = job.weights.empty() ? nullptr : job.weights[l].data() + h * T;
         job.kept[l].push_back(
             select_tokens(job.plan, job.pending.n, job.counts[l][h], job.pending.image_of(l, h), job.scores[l].data() + h * T, first, weights));
+        limit_head(job, l, h, job.scores[l].data() + h * T);
     }
 }
 
@@ -318,6 +352,9 @@ void keep_layer(Job & job, size_t l) {
     std::vector<int32_t> all((size_t) job.pending.n);
     std::iota(all.begin(), all.end(), 0);
     job.kept[l].assign((size_t) job.seq.rows.shapes()[l].n_heads_kv, all);
+    for (size_t h = 0; h < job.kept[l].size(); h++) {
+        limit_head(job, l, h, nullptr);
+    }
 }
 
 }  // namespace kvedge

@@ -202,6 +202,7 @@ static kvedge_status compress_tokens(
     Job        job = make_job(seq, plan, n_threads, scored);
     const bool any = job.pending.n > 0;
     job.away       = outcome.away;
+    job.limits     = outcome.limits;
     if (reduced || outcome.want_scores) {
         if (!measure_away(job)) {
             return fail_away(AwayRows::Outcome::lacking, outcome, err);
@@ -213,7 +214,8 @@ static kvedge_status compress_tokens(
         job.scores = job.reserve = job.weights = {};
     }
     const size_t first = seq.rows.contents().pending_from;
-    if (any && (reduced || quantise || (outcome.keep && scored))) {
+    const bool limited = outcome.limits && !outcome.limits->empty();
+    if (any && (reduced || quantise || limited || (outcome.keep && scored))) {
         const auto status = replace_rows(job, reduced, unsealed, outcome, err);
         if (status != KVEDGE_OK) {
             return status;

@@ -9,6 +9,11 @@
 
 namespace kvedge {
 
+// Of the tokens [first, last) of a sequence a head keeps `most` rows at most.
+struct TokenLimit {
+    int32_t first, last, most;
+};
+
 struct Compression {
     bool     reduced      = false;  // false: nothing to drop
     uint64_t before_bytes = 0;      // Store::bytes() before and after
@@ -23,6 +28,8 @@ struct Compression {
     AwayRows * away      = nullptr;
     bool       lost      = false;
     int64_t    choose_us = 0;  // of scores, budgets and the choice
+
+    const std::vector<TokenLimit> * limits = nullptr;  // beyond the plan's; NULL: none
 
     // Whether the rows that stay go to a sequence of their own, `beside`, and the one that is compressed stays as it is.
     bool                      keep = false;

@@ -65,6 +65,7 @@ struct Job {
     std::vector<std::vector<std::vector<int32_t>>> kept;      // [layer][head] pending rows that stay
 
     AwayRows *  away = nullptr;  // the rows of layers on devices; NULL: the store has them all
+    const std::vector<TokenLimit> * limits = nullptr;  // NULL: none
     std::unique_ptr<Sequence> beside;  // gets the rows that stay; NULL: they take the place of the pending ones
     Replacement out;
     FitQueries  fit;
@@ -97,7 +98,7 @@ void weigh_layer(Job & job, size_t layer, int32_t n_threads);
 void select_all(Job & job);
 // The same budget for every head of a layer.
 void grant_layer(Job & job, size_t layer, int32_t count);
-// Every row stays.
+// Every row stays that the limits allow.
 void keep_layer(Job & job, size_t layer);
 // What the plan's scorer makes of the pending rows of one layer, [Hkv * T].
 Bulk<float> scores_of(const Sequence & seq, const kvedge_plan & plan, size_t layer);

@@ -18,6 +18,7 @@ void Course::cut(int32_t n_tokens) {
     prompt    = std::min(prompt, n_tokens);
     generated = std::min(generated, n_tokens - prompt + (evicted ? 1 : 0));
     released  = std::min(released, n_tokens);
+    limits.erase(std::remove_if(limits.begin(), limits.end(), [&](const TokenLimit & limit) { return limit.first >= n_tokens; }), limits.end());
 }
 
 void SequenceState::bound_answer(Answer && next_answer, int32_t n_tokens) noexcept {

@@ -2,6 +2,7 @@
 
 #include "compress/stream.h"
 #include "ggml.h"
+#include "store/following.h"
 #include "system/error.h"
 
 #include <algorithm>
@@ -71,7 +72,9 @@ AwayRows * Compressor::device_of(SequenceState & state, const kvedge_plan & plan
     if (!state.device) {
         return nullptr;
     }
-    if (keeps) {
+    if (!state.limits.empty()) {
+        state.device_problem = "tokens have limits, which the host applies";
+    } else if (keeps) {
         state.device_problem = "all rows are kept, on the host";
     } else if (reads) {
         state.device_problem = std::string("'") + reads + "' has no graph: it reads rows on the host";
@@ -86,7 +89,8 @@ kvedge_status Compressor::compress_rows(SequenceState & state, Compression & out
     const int32_t     n_tokens = state.seq->rows.pending_length();
     const kvedge_plan plan     = compression_plan(*state.seq, sequences_.plan_of(state.id), 0);
     outcome.keep               = keeping_.wanted(state);
-    const bool        all = !outcome.keep && kvedge_plan_budget(&plan, n_tokens) >= n_tokens && !plan.decode->needs_scores && !sequences_.storage.quantised();
+    outcome.limits             = &state.limits;
+    const bool        all = !outcome.keep && state.limits.empty() && kvedge_plan_budget(&plan, n_tokens) >= n_tokens && !plan.decode->needs_scores && !sequences_.storage.quantised();
     const uint64_t    before = state.device ? state.device->bytes() : 0;
     state.device_work        = {};
     state.device_problem.clear();
@@ -164,6 +168,39 @@ kvedge_status Compressor::compress(SequenceState & state, kvedge_error * err) {
     state.device_work.measure_us += saw;
     state.note_compression(std::move(next), outcome, n_tokens);
     return KVEDGE_OK;
+}
+
+kvedge_status Compressor::choose_again(SequenceState & state, kvedge_error * err) {
+    if (!state.whole.seq || state.verified) {
+        return fail(err, KVEDGE_E_STATE, "sequence %d has no whole rows to choose from now (kvedge_keep)", state.id);
+    }
+    if (!state.kept.empty()) {
+        return fail(err, KVEDGE_E_UNSUPPORTED, "the decode policy dropped rows of the answer; use decode policy keep-all");
+    }
+    devices_.wait();
+    if (!devices_.to_host(state)) {
+        return fail(err, KVEDGE_E_MEMORY, "no memory on the host for the keys and values of the sequence, which lie on a device");
+    }
+    keeping_.settle(state);
+    Sequence &    whole = *state.whole.seq;
+    const int32_t n_new = state.seq->rows.n_tokens() - whole.rows.n_tokens();
+    Compression   outcome;
+    outcome.keep        = true;
+    outcome.limits      = &state.limits;
+    whole.projections   = layers_.projections;
+    const auto plan     = compression_plan(whole, sequences_.plan_of(state.id), 0);
+    const auto status   = compress_pending(whole, plan, context_.threads(), outcome, err);
+    if (status != KVEDGE_OK) {
+        return status;
+    }
+    if (n_new > 0 && !append_last(outcome.beside->rows, state.seq->rows, n_new)) {
+        return fail(err, KVEDGE_E_MEMORY, "no memory for the keys and values of %d tokens", n_new);
+    }
+    state.seq           = std::move(outcome.beside);
+    state.weights.valid = false;
+    state.after_bytes   = outcome.after_bytes;
+    state.compress_us   = outcome.us;
+    return ok(err);
 }
 
 // ---------------------------------------------------------------------------------------------------------

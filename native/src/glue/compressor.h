@@ -19,6 +19,10 @@ class Compressor {
     // What is pending of the sequence. Errors: those of compress_pending, and KVEDGE_E_STATE where a bounded prompt failed or a
     // second pass was begun.
     kvedge_status compress(SequenceState & state, kvedge_error * err);
+    // What a sequence keeps is chosen again from its whole rows, under the limits of now; tokens since then stay.
+    // Errors: KVEDGE_E_STATE (there are no whole rows, or a verification was begun), KVEDGE_E_UNSUPPORTED (the decode policy dropped
+    // rows), and those of compress_pending. What it kept before is there still.
+    kvedge_status choose_again(SequenceState & state, kvedge_error * err);
     // What is pending of a stream, which stays pending.
     kvedge_status compress_stream(SequenceState & state, kvedge_error * err);
     // All of llama.cpp's own cells of a stream but the newest, by which it sees where the next batch goes on.

@@ -212,6 +212,37 @@ extern "C" kvedge_status kvedge_keep(kvedge_cache * kv, kvedge_keep_place place,
                    [&] { return kv->keeping.set(place, folder, most_bytes, err); });
 }
 
+extern "C" kvedge_status kvedge_limit_tokens(
+    kvedge_cache * kv, int32_t seq_id, int32_t first, int32_t last, int32_t most, kvedge_error * err) {
+    const char * missing = "kvedge_limit_tokens: cache is NULL, or there are no such tokens";
+    return claimed(kv, first >= 0 && first < last, missing, "limit tokens", err, [&] {
+        SequenceState * const state = kv->sequences.find(seq_id);
+        if (!state || last > state->seq->rows.n_tokens()) {
+            return fail(err, KVEDGE_E_ARGUMENT, "sequence %d has no tokens %d to %d", seq_id, first, last);
+        }
+        auto limits = state->limits;
+        limits.erase(std::remove_if(limits.begin(), limits.end(), [&](const TokenLimit & o) { return o.first < last && first < o.last; }),
+                     limits.end());
+        if (most >= 0) {
+            limits.push_back({ first, last, most });
+        }
+        state->limits = std::move(limits);
+        return ok(err);
+    });
+}
+
+extern "C" kvedge_status kvedge_choose_again(kvedge_cache * kv, int32_t seq_id, kvedge_error * err) {
+    return in_context(kv, true, "kvedge_choose_again: cache is NULL", "choose rows again", err, [&] {
+        SequenceState * const state = kv->sequences.find(seq_id);
+        if (!state) {
+            return fail(err, KVEDGE_E_STATE, "sequence %d is empty", seq_id);
+        }
+        kv->context.synchronize();
+        kv->settle();
+        return kv->compressor.choose_again(*state, err);
+    });
+}
+
 extern "C" const char * kvedge_keep_problem(const kvedge_cache * kv, int32_t seq_id) {
     return asked(kv, (const char *) nullptr, [&] {
         const SequenceState * s = kv->sequences.find(seq_id);

@@ -87,6 +87,7 @@ struct Course {
     bool    streaming   = false;  // what is compressed stays pending (compress/stream.h)
     int32_t expected    = 0;      // tokens that were announced and have not come
     bool    evicted     = false;  // the rows that the next token displaces are gone, and it has not come
+    std::vector<TokenLimit> limits;  // of compressions
     int32_t released    = 0;      // first tokens whose cells in llama.cpp's own cache are free again
 
     // For decode policies: the state right after the last compression, whose plan the answer follows.
