@@ -2,7 +2,7 @@
 
 dev.py demo [OPTIONS]     ask the packaged model about examples/scene-1.png with a compressed KV cache; OPTIONS of chat
 dev.py test [ARGS]        the tests; ARGS go to pytest; --all: cases, too, that repeat what others hold
-dev.py lint               ruff, and limits on the length of files and functions
+dev.py lint               ruff, limits on the length of files and functions, and imports of names that are there
 dev.py sanitize [NAME]    the native tests under the sanitizers, each in a build of its own; glue: with llama.cpp
 dev.py fuzz [OPTIONS]     coverage-guided fuzzing of the C interface and of all readers; needs clang (scripts/fuzz.py)
 dev.py coverage [ARGS]    the share of lines and branches that the tests reach, in C++ and Python
@@ -79,7 +79,8 @@ def lint(args: list[str]) -> int:
     ensure_venv()
     ensure_tools(["ruff", "lizard"])
     python = venv_program("python")
-    checks = [[python, "-m", "ruff", "check", "."], [python, str(ROOT / "scripts" / "check_sizes.py")]]
+    own = [[python, str(ROOT / "scripts" / name)] for name in ("check_sizes.py", "check_imports.py")]
+    checks = [[python, "-m", "ruff", "check", "."], *own]
     if args:
         return execute([python, "-m", "ruff", "check", *args])
     return max([subprocess.run(check, check=False).returncode for check in checks])

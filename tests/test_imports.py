@@ -9,6 +9,8 @@ import functools
 import re
 from pathlib import Path
 
+import check_imports
+
 ROOT = Path(__file__).resolve().parent.parent
 # from the bottom up; a module belongs to the longest name that fits it
 FLOORS = (
@@ -158,3 +160,19 @@ def test_no_native_file_includes_what_lies_above_it():
 def test_what_the_test_of_includes_would_find():
     sources = {"store/a.h": '#include "plan/b.h"\n#include "system/c.h"\n', "plan/b.h": "", "system/c.h": ""}
     assert including_up(sources) == ["store/a.h includes plan/b.h, from above"]
+
+
+def test_lint_finds_names_that_are_gone(tmp_path):
+    """In imports inside functions, too, and where a module's name is used; other people's modules are left out."""
+    (tmp_path / "helper.py").write_text("if True:\n    here, [there] = 1, [2]\ndef f():\n    inner = 3\n")
+    (tmp_path / "user.py").write_text(
+        "from helper import here, inner, there\nimport helper, numpy\nfrom pykvedge import errors, gone\n"
+        "def g(numpy):\n    from pykvedge.moved import x\n    helper.f, helper.h, numpy.no, errors.NoError\n"
+    )
+    assert [*check_imports.offences(tmp_path / "user.py")] == [
+        "1:1: helper has no name inner",
+        "3:1: pykvedge has no name gone",
+        "5:1: there is no module pykvedge.moved",
+        "6:1: errors has no name NoError",
+        "6:1: helper has no name h",
+    ]
