@@ -90,7 +90,7 @@ def test_every_method_keeps_on_a_device_what_it_keeps_on_the_host(
 def test_heads_of_different_lengths(native, tiny, talked, server, profile_file):
     """Eight KV heads that keep different numbers of pairs: in one list on the processor, in groups on the server."""
     files = tiny("llama", head_size=64, n_heads=8, n_heads_kv=8, n_layers=6)
-    cases = [case_of(files, method, [(WORDS * 25, [])], profile_file) for method in ("adakv", "mixkv-ada", "pyramidkv")]
+    cases = [case_of(files, method, [(WORDS * 12, [])], profile_file) for method in ("adakv", "mixkv-ada", "pyramidkv")]
     host = talked(cases)
     assert len({len(head) for head in host[0]["held"][0][-1]}) > 4
     graph = talked(cases, device="CPU")
@@ -105,8 +105,9 @@ def test_heads_of_different_lengths(native, tiny, talked, server, profile_file):
         assert kept * row < case["device_bytes"][0] <= (kept + room) * row + 16 * 1024  # and no mask
 
 
-def test_the_demo_model_answers_alike(native, talked, server, own_server, profile_file, chosen):
+def test_the_demo_model_answers_alike(native, talked, server, own_server, profile_file, pytestconfig):
     """A trained model, whose tokens are not tied: right answers are right everywhere, and the same pairs are kept."""
+    chosen = pykvedge.methods() if pytestconfig.getoption("all") else ALIKE
     data = Path(pykvedge.__file__).parent / "data"
     files = TinyModel(data / "demo-model.gguf", data / "demo-mmproj.gguf")
     messages = [("What is the code?", [ROOT / "examples" / "scene-1.png"]), ("What shape is red?", [])]
@@ -131,7 +132,7 @@ def test_quantised_rows(native, talked, server, profile_file):
     data = Path(pykvedge.__file__).parent / "data"
     files = TinyModel(data / "demo-model.gguf", data / "demo-mmproj.gguf")
     messages = [("What is the code?", [ROOT / "examples" / "scene-1.png"]), ("What shape is red?", [])]
-    cases = [case_of(files, method, messages, profile_file, 0.7) for method in ("full", "lookm", "snapkv", "adakv")]
+    cases = [case_of(files, method, messages, profile_file, 0.7) for method in ("full", "lookm", "adakv")]
     held = {}
     for kv_type in ("f16", "q8_0", "q4_0"):
         host = talked(cases, kv_type=kv_type, kv_rotate="off")  # as on devices
@@ -191,7 +192,7 @@ def test_later_messages_attend_where_the_rows_are(native, tiny, worker, server, 
         "rpc": server.address if parts == 2 else "",
         "kv_type": kv_type,
         "prompt": 700,
-        "later": [40, 2, 1900 if len(shape) > 1 else 300, 30],  # 1900: in several parts, and new buffers
+        "later": [40, 2, 1300 if len(shape) > 1 else 300, 30],  # 1300: a mask of two parts, and new buffers
         "plans": [plan.to_json() for plan in plans],
     }
     for plan, found in zip(plans, worker("device_logits.py", job), strict=True):

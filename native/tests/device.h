@@ -23,3 +23,11 @@ inline ggml_backend_dev_t device_named(const std::string & name) {
     }
     return device;
 }
+
+// A processor computes small graphs on one thread: more would wait for each other.
+inline void one_thread(ggml_backend_t backend, ggml_backend_dev_t device) {
+    const auto set = (ggml_backend_set_n_threads_t) ggml_backend_reg_get_proc_address(ggml_backend_dev_backend_reg(device), "ggml_backend_set_n_threads");
+    if (set) {
+        set(backend, 1);
+    }
+}

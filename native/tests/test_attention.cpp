@@ -31,6 +31,28 @@ struct Expected {
     std::vector<std::vector<double>> weights;  // [H] of the last token
 };
 
+// [n][d] as [d][n].
+std::vector<double> turned(const std::vector<float> & rows, size_t d) {
+    std::vector<double> out(rows.size());
+    for (size_t i = 0; i < rows.size(); i++) {
+        out[i % d * (rows.size() / d) + i / d] = (double) rows[i];
+    }
+    return out;
+}
+
+// q k for the first n of all keys [d][keys], side by side: most of a test's time. d is a multiple of 4.
+std::vector<double> products(const float * q, const std::vector<double> & keys, int32_t d, int32_t n) {
+    std::vector<double> out((size_t) n);
+    const size_t        all = keys.size() / (size_t) d;
+    for (int32_t i = 0; i < d; i += 4) {
+        const double *a0 = &keys[(size_t) i * all], *a1 = a0 + all, *a2 = a1 + all, *a3 = a2 + all;
+        for (int32_t j = 0; j < n; j++) {
+            out[(size_t) j] += (q[i] * a0[j] + q[i + 1] * a1[j]) + (q[i + 2] * a2[j] + q[i + 3] * a3[j]);
+        }
+    }
+    return out;
+}
+
 Expected oracle(const Case & c, const AttendJob & job, int32_t pending) {
     const auto all = (size_t) (c.Hkv * pending);
     Expected   e{ std::vector<double>((size_t) (job.n * c.H * c.d_v)), std::vector<double>(all), std::vector<double>(all),
@@ -40,21 +62,18 @@ Expected oracle(const Case & c, const AttendJob & job, int32_t pending) {
     for (int32_t h = 0; h < c.H; h++) {
         std::vector<float> k, v;
         rows_of(*job.rows, h / g, k, v);
-        const auto         n_keys = (int32_t) (k.size() / (size_t) c.d_k);
-        std::vector<float> bias((size_t) n_keys);
+        const auto                n_keys  = (int32_t) (k.size() / (size_t) c.d_k);
+        const std::vector<double> columns = turned(k, (size_t) c.d_k), values(v.begin(), v.end());
+        std::vector<float>        bias((size_t) n_keys);
         read_biases(*job.rows, 0, h / g, bias.data());
         for (int32_t t = 0; t < job.n; t++) {
             const int32_t       sees = c.causal ? n_keys - job.n + t + 1 : n_keys;
-            std::vector<double> p((size_t) sees);
+            std::vector<double> p   = products(job.q + (size_t) ((t * c.H + h) * c.d_k), columns, c.d_k, sees);
             double              top = c.sinks ? (double) job.sinks[h] : -1e300, total = 0.0;
             for (int32_t j = 0; j < sees; j++) {
-                double s = 0.0;
-                for (int32_t i = 0; i < c.d_k; i++) {
-                    s += (double) job.q[(size_t) ((t * c.H + h) * c.d_k + i)] * k[(size_t) (j * c.d_k + i)];
-                }
-                s *= job.scale;
-                p[(size_t) j] = (c.softcap != 0.0f ? c.softcap * std::tanh(s / c.softcap) : s) + (double) bias[(size_t) j];
-                top           = std::max(top, p[(size_t) j]);
+                const double s = p[(size_t) j] * job.scale;
+                p[(size_t) j]  = (c.softcap != 0.0f ? c.softcap * std::tanh(s / c.softcap) : s) + (double) bias[(size_t) j];
+                top            = std::max(top, p[(size_t) j]);
             }
             for (auto & x : p) {
                 x = std::exp(x - top);
@@ -68,8 +87,10 @@ Expected oracle(const Case & c, const AttendJob & job, int32_t pending) {
             for (int32_t j = 0; j < sees; j++) {
                 const double a = p[(size_t) j] / total;
                 e.entropy[(size_t) (h / g)] -= a > 0.0 ? a * std::log(a) : 0.0;
+                double *       out = &e.out[(size_t) ((t * c.H + h) * c.d_v)];
+                const double * row = &values[(size_t) (j * c.d_v)];
                 for (int32_t i = 0; i < c.d_v; i++) {
-                    e.out[(size_t) ((t * c.H + h) * c.d_v + i)] += a * v[(size_t) (j * c.d_v + i)];
+                    out[i] += a * row[i];
                 }
                 if (j >= n_keys - pending) {
                     const int32_t column = j - (n_keys - pending);

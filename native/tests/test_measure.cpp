@@ -141,8 +141,9 @@ Measures expected(const Sequence & seq, const MeasureJob & job, int32_t layer) {
         for (size_t t = 0; t < T; t++) {
             out.key_squares[at + t]   = (float) (length(k[t]) * length(k[t]));
             out.value_squares[at + t] = (float) (length(v[t]) * length(v[t]));
+            const double by = job.looks.anchor == Looks::Anchor::unit ? length(k[t]) : 1.0;
             for (size_t i = 0; i < mean.size() && counts(t); i++) {
-                mean[i] += (double) k[t][i] / n / (job.looks.anchor == Looks::Anchor::unit ? length(k[t]) : 1.0);
+                mean[i] += (double) k[t][i] / n / by;
             }
         }
         for (size_t t = 0; t < T; t++) {

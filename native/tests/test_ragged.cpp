@@ -53,7 +53,12 @@ std::vector<uint8_t> stored(ggml_type type, std::vector<float> & values) {
 Values values_of(const Case & of, uint32_t seed) {
     std::mt19937                    random(seed);
     std::normal_distribution<float> normal;
-    Values                          out;
+    static const auto               pool = [&] {  // a prime number of them: rows of other heads are other rows
+        std::vector<float> x(1048573);
+        std::generate(x.begin(), x.end(), [&] { return normal(random); });
+        return x;
+    }();
+    Values out;
     for (int h = 0; h < of.heads_kv; h++) {
         out.slots += (int) (random() % 40);
         out.first.push_back(out.slots);
@@ -61,8 +66,9 @@ Values values_of(const Case & of, uint32_t seed) {
         out.slots += out.n.back() + (int) (random() % 40);
     }
     const auto fill = [&](std::vector<float> & x, size_t n, float by) {
+        size_t at = random();
         x.resize(n);
-        std::generate(x.begin(), x.end(), [&] { return by * normal(random); });
+        std::generate(x.begin(), x.end(), [&] { return by * pool[at++ % pool.size()]; });
     };
     const auto heads = (size_t) (of.heads_kv * of.share), slots = (size_t) out.slots;
     fill(out.q, heads * (size_t) of.d_k, 1.5f);

@@ -129,6 +129,7 @@ struct Pair {
             ggml_cgraph * graph = ggml_new_graph(c);
             ggml_build_forward_expand(graph, result);
             ggml_backend_t backend = ggml_backend_dev_init(devices()[l], nullptr);
+            one_thread(backend, devices()[l]);
             ggml_gallocr_t memory  = ggml_gallocr_new(ggml_backend_dev_buffer_type(devices()[l]));
             CHECK(ggml_gallocr_alloc_graph(memory, graph));
             ggml_backend_tensor_set(q, query.data(), 0, ggml_nbytes(q));
