@@ -9,6 +9,8 @@ from llama_source import ROOT
 
 # arguments with which tests run some of their cases: under an emulator or the thread sanitizer all of them take minutes
 FEWER = {"test_attention": ["3"], "test_faults": ["11"], "test_session": ["20"]}
+# the models of kvedge-glue-tests, which reads some thousand prompts: small ones do
+GLUE_SHAPE = {"head_size": 32, "n_vocab": 512}
 THREADED = ("test_attention", "test_bounded", "test_claim", "test_custom", "test_memory")  # tests with several threads
 # tests of what differs by processor or system; the others compute the same everywhere
 PLACED = ("test_attention", "test_check_kernels", "test_claim", "test_crash", "test_files", "test_kernels",

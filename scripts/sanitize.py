@@ -17,12 +17,13 @@ import subprocess
 import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 from build_stock import find_build
 from llama_source import SourceError, ended, log
-from modelgen.tiny import write_tiny
-from native_build import FEWER, THREADED, build_native
+from modelgen.tiny import default_spec, write_tiny
+from native_build import FEWER, GLUE_SHAPE, THREADED, build_native
 
 SANITIZERS = ("address,undefined", "thread")  # the first two get on with each other in one build
 SLOW = ("test_attention",)  # three minutes under the address sanitizer, the others of FEWER one together
@@ -62,7 +63,8 @@ def commands(programs: Path, names: list[str], folder: Path) -> list[list[str]]:
         raise SourceError(f"{programs} holds no tests")
     if "kvedge-tests" not in names:
         tests = [p for p in tests if p.stem in names]
-    models = [str(write_tiny(kind, folder / kind)[0]) for kind in MODELS]
+    specs = {kind: replace(default_spec(kind), **GLUE_SHAPE) for kind in MODELS}
+    models = [str(write_tiny(kind, folder / kind, spec=spec)[0]) for kind, spec in specs.items()]
     return [*([str(test)] for test in tests), [str(programs / GLUE), str(folder), *models]]
 
 

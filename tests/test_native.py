@@ -40,6 +40,6 @@ def test_the_glue_through_llama_cpp(tiny, tmp_path, kinds):
     program = build_stock.find_build() / "bin" / ("kvedge-glue-tests" + (".exe" if os.name == "nt" else ""))
     if not program.is_file():
         pytest.skip("native tests are not built: python3 scripts/dev.py test builds them")
-    models = [tiny(kind).model for kind in kinds]
+    models = [tiny(kind, **native_build.GLUE_SHAPE).model for kind in kinds]
     done = subprocess.run([program, tmp_path, *models], capture_output=True, text=True, errors="replace", timeout=600)
     assert done.returncode == 0, f"kvedge-glue-tests ended with code {done.returncode}\n{done.stdout}{done.stderr}"
