@@ -69,7 +69,8 @@ def test_many_images_in_a_stream(native, tiny):
             sizes.append(own_bytes())
             yield picture
 
-    with tiny("llava", n_ctx_train=2048).session(pykvedge.plan("snapkv", 64), stream=True) as session:
+    settings = {"stream": True, "positions": "count"}
+    with tiny("llava", n_ctx_train=2048).session(pykvedge.plan("snapkv", 64), **settings) as session:
         answer = session.ask("What is this?", watched(), Sampling(max_tokens=4))
         answer.read()
         report = answer.report

@@ -77,7 +77,8 @@ def test_a_number_of_tokens_between_compressions(tiny, native):
 
 
 def test_the_positions_beyond_the_model_are_mentioned(tiny, native):
-    with tiny("llama", n_ctx_train=512).session(pykvedge.plan("streaming-llm", 64), stream=True) as session:
+    plan, settings = pykvedge.plan("streaming-llm", 64), {"stream": True, "positions": "count"}
+    with tiny("llama", n_ctx_train=512).session(plan, **settings) as session:
         report = say(session, "word " * 100)
         assert not report.stream.note() and "trained" not in report.line()
         report = say(session, "word " * 300)

@@ -497,7 +497,7 @@ KVEDGE_API int32_t kvedge_cells(const kvedge_cache * kv, int32_t seq_id);
 //     if (n_past + n > trained) kvedge_renumber(kv, 0, trained / 2, &n_past, &err);   // before the next n tokens
 //
 // next: the position at which the next token would come (behind an image of an M-RoPE model: the first one beyond the image);
-// afterwards at most `most`, >= 1. Where it is that already, or the sequence is empty, nothing changes.
+// afterwards at most `most`, >= 1. Where it is that already, or the sequence is empty, only the model is checked.
 // A token's new position holds for all layers and heads. A position of which no head holds a token is a gap. The oldest gaps are
 // closed, as many as must be: all later distances stay. Where there are too few, the last most / 2 positions keep their distances,
 // and all before share the others in their order, several tokens one position if need be. Distances never grow. An image of

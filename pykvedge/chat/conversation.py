@@ -331,7 +331,7 @@ class Answer(Single):
         conversation, generation, spent = self._conversation, self._generation, self.report.time
         engine = conversation.engine
         context = engine.context
-        text = generation.choose(context, context.room)
+        text = generation.choose(context, engine.room)
         while True:
             conversation.pending = generation.pending
             if text:
@@ -344,7 +344,7 @@ class Answer(Single):
             started = time.perf_counter()
             engine.extend(generation.token)
             conversation.pending = []
-            text = generation.choose(context, context.room)
+            text = generation.choose(context, engine.room)
             spent.decode_s += time.perf_counter() - started
             spent.decode_steps += 1
         if text := generation.end(how):

@@ -32,6 +32,9 @@ _OPTIONS = (
     option("--fps", type=float, default=1.0, show_default=True, metavar="N", help="Frames of a second of video."),
     option("--stream", is_flag=True,
            help="Read images one by one and compress after each: memory stays at --budget N, however many come."),
+    option("--positions", type=click.Choice(["turn", "count"]), default="turn", show_default=True,
+           help="What becomes of positions that would pass the length that the model was trained for: they are made "
+                "smaller, and the keys turn with them, or they go on counting."),
     options.CTX,
     options.THREADS,
     *options.DEVICES,
@@ -54,7 +57,7 @@ _OPTIONS = (
     options.QUIET,
     options.VERBOSE,
 )  # fmt: skip
-_SETTINGS = ("system", "verbose", "profile", "bounded", "stream", "question_blind")
+_SETTINGS = ("system", "verbose", "profile", "bounded", "stream", "positions", "question_blind")
 
 
 @click.command()

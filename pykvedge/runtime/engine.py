@@ -25,6 +25,7 @@ from pykvedge.runtime.crew import Crew
 from pykvedge.runtime.driver import Driver
 from pykvedge.runtime.interrupt import stop_if_set
 from pykvedge.runtime.llama_context import DEFAULT_CTX, ROOM_TO_ANSWER, Context, ContextSize, ubatch_for
+from pykvedge.runtime.positions import Positions
 from pykvedge.runtime.replay import extra_tokens
 from pykvedge.runtime.sequence import Sequence, encode
 from pykvedge.runtime.sessionfile import Note, encoded
@@ -59,6 +60,10 @@ class Engine:
         self._driver: Driver | None = None
         self._sequence: Sequence | None = None
         self._pace: Pace | None = None  # of a stream
+        self._positions: Positions | None = None  # where they turn
+        self._told = False  # that they cannot
+        self._copy: Sequence | None = None  # of the last mark
+        self._apart = 0  # cells of it that the sequence does not share
 
     @property
     def sequence(self) -> Sequence:
@@ -91,11 +96,20 @@ class Engine:
         """The cache is the KV memory that libkvedge owns; it is None for a model that runs as it is."""
         return self._driver.cache if self._driver is not None else None
 
+    @property
+    def room(self) -> int:
+        """So many tokens can be read, of a stream before it is compressed."""
+        if self._pace is not None:
+            return self.context.room
+        room = self.context.room - max(self._apart, self.sequence.uncounted)
+        return max(room, 1 if self._frees_room(1) else 0, 0)
+
     def close(self) -> None:
         """Frees the context and its KV memory; the next prompt makes new ones."""
         if self._driver is not None:
             self._driver.close()
-        self._driver = self._sequence = self._pace = None
+        self._driver = self._sequence = self._pace = self._positions = self._copy = None
+        self._apart = 0
 
     def set_plan(self, plan: Plan) -> None:
         """Compresses prompts that complete from now on by this plan. Raises NothingToCompressError, ProfileError."""
@@ -125,18 +139,47 @@ class Engine:
         if self.cache is not None and plan != self._set_plan:
             self.set_plan(plan)
         self.not_bounded = self._why_not_bounded(pieces, n, plan) if self._settings.bounded else ""
+        self._recount()
+        self._turn(n)
         if self._driver is None:
             check_protection(plan, n)
             self._make_context(n, largest, what, plan)
-        elif n > self.context.room:
+        elif n > self.room:
             raise ContextError(
-                f"the message has {what}, but only {self.context.room} of the context of {self.context.n_ctx} are "
+                f"the message has {what}, but only {self.room} of the context of {self.context.n_ctx} are "
                 "left; raise --ctx or start a new conversation"
             )
         elif largest > self.context.n_ubatch < ubatch_for(self._vision, largest):
             raise ContextError(
                 f"an image of {largest} tokens must come with the first message; start a new conversation"
             )
+
+    def _frees_room(self, n_tokens: int) -> bool:
+        """Tells whether a conversation's positions turn for so many tokens more.
+
+        All rows stay where a plan keeps everything. Memory stays within what the context stands for.
+        """
+        positions, plan, copy = self._positions, self._set_plan, self._copy
+        if positions is None or plan is None or not positions.needed(n_tokens):
+            return False
+        apart = copy.n_cells if copy is not None and copy.n_past != self.sequence.n_past else 0
+        fits = max(self.sequence.pairs_held(), apart + 1) + n_tokens <= self.context.n_ctx
+        return fits and not positions.why_not and plan.method != "full"
+
+    def _turn(self, n_tokens: int) -> None:
+        if self._positions is None or not self._frees_room(n_tokens):
+            return
+        copy, before = self._copy, self.sequence.n_past
+        self._positions.make_room(n_tokens)
+        if copy is not None and copy.n_past != before:
+            self._apart = copy.n_cells  # llama.cpp's cells of the copy, which the sequence has left
+        elif copy is not None:  # nothing was read since: it is a copy of the turned one as well
+            copy.drop()
+            copy.follow(self.sequence)
+
+    def _recount(self) -> None:
+        if self._positions is not None and self._positions.turned:
+            self.sequence.recount()
 
     def _make_context(self, n_prompt: int, largest_image: int, what: str, plan: Plan) -> None:
         trained = self._model.n_ctx_train or DEFAULT_CTX
@@ -185,8 +228,11 @@ class Engine:
         self._sequence = driver.context.at = Sequence(driver)
         if driver.cache is None and self._bounded:
             self.not_bounded = f"kvedge does not hold the KV cache of {self._model.path.name}"
+        if driver.cache is not None and self._settings.positions == "turn":
+            trained, bound = self._model.n_ctx_train, plan.budget.pairs or 0
+            self._positions = Positions(self._sequence, driver.cache, trained, bound)
         if self._settings.stream and driver.cache is not None:
-            self._pace = Pace(driver, self._sequence, driver.cache, self._settings)
+            self._pace = Pace(driver, self._sequence, driver.cache, self._settings, self._positions)
 
     def tables(self, plan: Plan) -> dict[str, ProfileTable]:
         """Returns the profiles that the plan needs, by stage. Raises ProfileError."""
@@ -253,12 +299,14 @@ class Engine:
         copy.follow(self.sequence)
         if self.cache is not None:
             self.cache.check()
+        self._copy, self._apart = copy, 0
         return Mark(copy, self._set_plan, n_bytes)
 
     def return_to(self, mark: Mark) -> None:
         """Goes back to what was read at the mark, to the bit. The copy is used up. Raises OutOfMemoryError."""
         self.sequence.follow(mark.copy)
         mark.copy.drop()
+        self._copy, self._apart = None, 0
         if self.cache is not None:
             self.cache.check()
         if mark.plan is not None and mark.plan != self._set_plan:
@@ -312,6 +360,7 @@ class Engine:
 
     def extend(self, token: int) -> None:
         """Reads one generated token; afterwards its logits are there. Raises ContextError."""
+        self._turn(1)
         if self._crew is not None:
             self.context.set_threads(self._crew.threads(), self._threads)
         began = time.perf_counter()
@@ -328,6 +377,7 @@ class Engine:
         elif self.cache is not None:
             try:
                 self.sequence.compress()
+                self._recount()
             except StateError:
                 self.cache.check()  # what ended a bounded prompt
                 raise
@@ -338,7 +388,13 @@ class Engine:
 
     def notes(self) -> list[str]:
         """Says what the last compression could not do as the plan has it."""
-        return figures.notes(self.cache) if self.cache is not None else []
+        notes = figures.notes(self.cache) if self.cache is not None else []
+        positions = self._positions
+        if positions is not None and positions.why_not and positions.needed(0) and not self._told:
+            self._told = True
+            trained = self._model.n_ctx_train
+            notes.append(f"positions pass the {trained} that the model was trained for: {positions.why_not}")
+        return notes
 
     def peak_bytes(self, so_far: int) -> int:
         """Tells the largest amount of KV memory up to now, in bytes. so_far: the answer without a cache."""

@@ -134,20 +134,26 @@ class ModelFacts:
 
 @dataclass
 class Stream:
-    """A stream has become this. positions: of the next token; trained: as many as the model was trained for."""
+    """A stream has become this. positions: of the next token; trained: as many as the model was trained for.
+
+    turned: how often positions were made smaller. why_counted: why they cannot be, or empty.
+    """
 
     bound: int  # KV pairs per layer and head that are left by every compression
     tokens: int  # read and generated so far, of all turns
     compressions: int
     kv_bytes: int  # now
     positions: int
-    trained: int
+    trained: int = 0
+    turned: int = 0
+    why_counted: str = ""
 
     def note(self) -> str:
         """Returns a warning where the positions go beyond the model's; else nothing."""
         if not self.trained or self.positions <= self.trained:
             return ""
-        return f"positions up to {self.positions}, trained for {self.trained}: answers may lose sense"
+        why = f" ({self.why_counted})" if self.why_counted else ""
+        return f"positions up to {self.positions}, trained for {self.trained}: answers may lose sense{why}"
 
 
 @dataclass

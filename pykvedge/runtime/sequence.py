@@ -46,6 +46,7 @@ class Sequence(Place):
     def begin(self) -> None:
         """Begins anew: the sequence is empty."""
         self.n_past = self.n_cells = 0
+        self.uncounted = 0  # KV pairs of a head that stand for no cell, as positions turned
         self.passage = Passage()  # since the last compression; where whole rows are kept, since the beginning
         self.answered: list[int] = []  # tokens of an answer, since the last compression
         self.compressed_tokens, self.held = 0, 0.0  # since they were measured, and pairs per head then
@@ -164,6 +165,20 @@ class Sequence(Place):
         self.answered.append(token)
         if self.replays:
             self.passage.add(TextPiece([token]))
+
+    def renumber(self, most: int) -> None:
+        """Makes positions smaller, so that the next token comes at `most` at the latest. The last logits are gone.
+
+        Raises UnsupportedError, StateError.
+        """
+        cache = self._own_cache()
+        self.n_past = cache.renumber(self.n_past, most, self.number)
+        self.n_cells = cache.cells(self.number)
+        self.recount()
+
+    def recount(self) -> None:
+        """Counts the KV pairs of a head that are held beyond the cells, once positions have turned."""
+        self.uncounted = max(round(self.pairs_held()) - self.n_cells, 0)
 
     # ---------------------------------------------------------------------------------------------------
 

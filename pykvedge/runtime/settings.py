@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 MAX_THREADS = 512  # of ggml
 MAX_CTX = 2**30
 STREAM_TOKENS = 128
+POSITIONS = ("turn", "count")
 CACHE_SIZE = 4 << 30  # bytes of a cache folder
 
 
@@ -49,6 +50,7 @@ class GivenSettings(LoadSettings, total=False):
     bounded: bool
     profile: Given
     stream: bool | int
+    positions: str
     undo: bool
     question_blind: bool
     keep: str
@@ -75,6 +77,9 @@ class Settings:
     # the conversation is a stream (stream.py): compressed to the plan's bound after every image and every 128 tokens
     # (True), or whenever so many have come
     stream: bool | int = False
+    # beyond the length that the model was trained for: "turn" makes them smaller and turns the keys (positions.py),
+    # "count" lets them go on
+    positions: str = "turn"
     image_cache: int = IMAGE_CACHE  # bytes in memory of images that were encoded, for all sessions of a loaded model
     cache: str | os.PathLike[str] | None = None  # folder in which they outlive the program, and others find them
     cache_size: int = CACHE_SIZE  # bytes that all in it may take
@@ -116,6 +121,11 @@ class Settings:
         _ = self.offload  # checks device and rpc
         self._check_caches()
         self._check_image_limits()
+        self._check_stream()
+
+    def _check_stream(self) -> None:
+        if self.positions not in POSITIONS:
+            raise UsageError(f"positions must be {' or '.join(POSITIONS)}, not {self.positions!r:.40}")
         if not isinstance(self.stream, int) or not 0 <= self.stream < MAX_CTX:
             raise UsageError(f"stream must be True, or a number of tokens of at least 1, not {self.stream!r}")
         if self.stream and self.bounded:

@@ -19,6 +19,7 @@ from pykvedge.runtime import figures
 from pykvedge.runtime.driver import Driver
 from pykvedge.runtime.interrupt import stop_if_set
 from pykvedge.runtime.llama_context import DEFAULT_CTX, ROOM_TO_ANSWER, ContextSize, ubatch_for
+from pykvedge.runtime.positions import Positions
 from pykvedge.runtime.report import Kv, Stream, Tokens
 from pykvedge.runtime.sequence import Sequence, cut
 from pykvedge.runtime.settings import Settings
@@ -27,8 +28,11 @@ from pykvedge.runtime.settings import Settings
 class Pace:
     """Reads a stream into a sequence, and compresses it when it is time to."""
 
-    def __init__(self, driver: Driver, sequence: Sequence, cache: Cache, settings: Settings) -> None:
+    def __init__(
+        self, driver: Driver, sequence: Sequence, cache: Cache, settings: Settings, positions: Positions | None = None
+    ) -> None:
         self._driver, self._sequence, self._cache, self._settings = driver, sequence, cache, settings
+        self._positions = positions
         self._since = 0  # tokens since it was compressed
 
     @property
@@ -74,6 +78,8 @@ class Pace:
         """Reads one step. last: of the prompt; its logits are wanted, and the answer begins at the bound."""
         context, vision = self._driver.context, self._driver.vision
         self._require_room(step.n_tokens)
+        if self._positions is not None:
+            self._positions.make_room(step.n_tokens)
         if isinstance(step, ImagePiece) and vision is not None:
             if step.n_tokens > context.n_ubatch and vision.non_causal():
                 raise ContextError(
@@ -106,8 +112,11 @@ class Pace:
         stats, held = cache.stats(), round(sequence.pairs_held())
         full = figures.uncompressed(model, cache, self._settings.kv_type)
         kv = Kv(full, stats.bytes, stats.peak_bytes, figures.per_layer(cache), stats.n_tokens, held)
-        positions, bound = sequence.n_past, plan.budget.pairs or 0
-        return kv, Stream(bound, stats.n_tokens, stats.n_compressions, stats.bytes, positions, model.n_ctx_train)
+        now = Stream(plan.budget.pairs or 0, stats.n_tokens, stats.n_compressions, stats.bytes, sequence.n_past)
+        now.trained = model.n_ctx_train
+        if self._positions is not None:
+            now.turned, now.why_counted = self._positions.turned, self._positions.why_not
+        return kv, now
 
 
 def stream_context(

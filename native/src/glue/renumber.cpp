@@ -69,12 +69,12 @@ bool enter_last(kvedge_cache & kv, SequenceState & state, int32_t pos) {
 extern "C" kvedge_status kvedge_renumber(kvedge_cache * kv, int32_t seq_id, int32_t most, int32_t * next, kvedge_error * err) {
     const char * missing = "kvedge_renumber: cache or next is NULL, or most is below 1";
     return in_context(kv, next && most >= 1, missing, "change positions", err, [&] {
+        if (const auto status = check_turning(*kv, err); status != KVEDGE_OK) {
+            return status;
+        }
         SequenceState * const state = kv->sequences.find(seq_id);
         if (!state || state->seq->rows.n_tokens() == 0 || *next <= most) {
             return ok(err);
-        }
-        if (const auto status = check_turning(*kv, err); status != KVEDGE_OK) {
-            return status;
         }
         kv->context.synchronize();
         if (const auto status = kv->to_host(*state, err); status != KVEDGE_OK) {
