@@ -9,7 +9,14 @@ from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 
-from pykvedge.errors import GrammarError, OutOfMemoryError, SessionFileError, StateError, UnsupportedError
+from pykvedge.errors import (
+    GrammarError,
+    OutOfMemoryError,
+    SessionFileError,
+    StateError,
+    UnsupportedError,
+    UsageError,
+)
 from pykvedge.library import libkvedge, native_plan
 from pykvedge.models.composer import Composer
 from pykvedge.models.images import Picture
@@ -227,6 +234,20 @@ class Conversation(Single):
             kv, now = self.engine.pace.measure(self.plan)
             report.kv, report.stream = report.kv if report.stream else kv, now
 
+    def check_drafts(self, plan: Plan) -> None:
+        """Refuses what drafts cannot go with. Raises UsageError, UnsupportedError."""
+        if not self.settings.lookup:
+            return
+        if plan.drops:
+            raise UsageError(
+                f"decode policy '{plan.decode}' drops a row for every token, also for drafts that are refused; use "
+                "--decode keep-all, or no --lookup"
+            )
+        if self.model.recurrent:
+            raise UnsupportedError(
+                f"{self.model.path.name} has recurrent layers, which cannot take a draft back; leave --lookup out"
+            )
+
     def check_stream(self, plan: Plan) -> None:
         if self.settings.stream:
             native_plan.check_stream(plan)
@@ -330,8 +351,7 @@ class Answer(Single):
     def _generate(self) -> Generator[str, None, None]:
         conversation, generation, spent = self._conversation, self._generation, self.report.time
         engine = conversation.engine
-        context = engine.context
-        text = generation.choose(context, engine.room)
+        text = generation.choose(engine.context, engine.room)
         while True:
             conversation.pending = generation.pending
             if text:
@@ -342,11 +362,10 @@ class Answer(Single):
             if how:
                 break
             started = time.perf_counter()
-            engine.extend(generation.token)
-            conversation.pending = []
-            text = generation.choose(context, engine.room)
+            chosen, conversation.pending = generation.chosen, []
+            text = engine.go_on(generation)
             spent.decode_s += time.perf_counter() - started
-            spent.decode_steps += 1
+            spent.decode_steps += generation.chosen - chosen
         if text := generation.end(how):
             yield text
 

@@ -36,7 +36,7 @@ from pykvedge.plans.plan import Plan
 from pykvedge.runtime.engine import Engine, Mark
 from pykvedge.runtime.generation import Generation
 from pykvedge.runtime.loaded import PACKAGED, LoadedModel, Loan, borrow, path_of, with_encoder
-from pykvedge.runtime.report import ModelFacts, Report, Time
+from pykvedge.runtime.report import Drafts, ModelFacts, Report, Time
 from pykvedge.runtime.sampling import Sampling
 from pykvedge.runtime.sessionfile import Note, encoded, fingerprint, read_note
 from pykvedge.runtime.settings import Settings
@@ -103,6 +103,7 @@ class Session(Conversation):
         try:
             self._vision = Vision(self._loan.encoder, self._loan.caches.images) if self._loan.encoder else None
             self._composer = Composer(self.model, self._vision)
+            self.check_drafts(self.plan)
             self._facts = ModelFacts(*facts(self.model.header))
         except BaseException:
             self.close()
@@ -137,6 +138,7 @@ class Session(Conversation):
         if not isinstance(sampling, Sampling):
             raise UsageError(f"sampling must be a Sampling, not {sampling!r:.40}")
         report = Report(self.plan.method, self.plan.budget.value, time=Time(load_s=self._load_s), model=self._facts)
+        report.drafts = Drafts() if self.settings.lookup else None
         generation = Generation(self.model, sampling, report)
         self._before, before = None, self._now()
         if not self.messages and self.settings.system:
@@ -256,6 +258,7 @@ class Session(Conversation):
         """Compresses prompts that come from now on by this plan. Raises NothingToCompressError."""
         plan = checked_plan(plan)
         self.check_stream(plan)
+        self.check_drafts(plan)
         self._end_answer()
         self.engine.set_plan(plan)
         self.plan = plan
@@ -300,6 +303,7 @@ class Session(Conversation):
             raise UsageError(f"{name} holds keys and values as {kind}; use --kv-type {kind}")
         plan = note.plan if plan is None else plan
         self.check_stream(plan)
+        self.check_drafts(plan)
         self.forget()
         started = time.perf_counter()
         self.engine.load(path, model, note, plan)

@@ -47,6 +47,7 @@ _OPTIONS = (
     option("--question-blind", is_flag=True,
            help="Compress what comes before the question without looking at it: other questions find it as it was."),
     *options.KEEP,
+    options.LOOKUP,
     *sampling.OPTIONS,
     option("--system", default="", metavar="TEXT", help="Text that opens the conversation."),
     options.JSON,
@@ -57,7 +58,7 @@ _OPTIONS = (
     options.QUIET,
     options.VERBOSE,
 )  # fmt: skip
-_SETTINGS = ("system", "verbose", "profile", "bounded", "stream", "positions", "question_blind")
+_SETTINGS = ("system", "verbose", "profile", "bounded", "stream", "positions", "question_blind", "lookup")
 
 
 @click.command()

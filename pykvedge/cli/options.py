@@ -146,7 +146,7 @@ PROFILE = option(
 
 KEEP = (
     option("--keep", type=click.Choice(("ram", "disk")),
-           help="Keep all rows behind the compressed ones, in memory or in a file that the system may drop from memory: "
+           help="Keep all rows behind the compressed ones, in memory or in a file that the system may drop: "
                 "a later message is answered as if the conversation were one prompt."),
     option("--keep-folder", type=PATH, metavar="PATH", help="Where that file lies. Default: ~/.cache/kvedge/keep."),
     option("--keep-space", metavar="SIZE", help="What all rows may take there. Default: 20GiB."),
@@ -179,6 +179,11 @@ CACHE = (
     option("--cache", type=PATH, metavar="DIR",
            help="Keep what was computed of images in this folder, for later runs and others at the same time."),
     option("--cache-size", metavar="SIZE", help="The most that the folder may take, as in 500MiB. Default: 4GiB."),
+)  # fmt: skip
+LOOKUP = option(
+    "--lookup", is_flag=True,
+    help="Guess how an answer goes on by what was said before, and verify several tokens at once: the same answer, "
+    "sooner where it repeats a document or a form.",
 )  # fmt: skip
 JSON = option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 QUIET = option("--quiet", is_flag=True, help="Nothing on stderr but errors.")

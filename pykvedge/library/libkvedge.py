@@ -199,6 +199,21 @@ class Cache:
         call("replay_end", self.handle, sequence)
 
     @one_thread
+    def begin_verify(self, n_tokens: int, sequence: int = 0) -> None:
+        """The next n_tokens are an answer's, several at once. Raises what kvedge_verify_begin reports."""
+        call("verify_begin", self.handle, sequence, n_tokens)
+
+    @one_thread
+    def end_verify(self, n_accepted: int, sequence: int = 0) -> None:
+        """Keeps the first of these tokens, and removes the others. Raises what kvedge_verify_end reports."""
+        call("verify_end", self.handle, sequence, n_accepted)
+
+    @one_thread
+    def verify_room(self, sequence: int = 0) -> int:
+        """Counts the tokens that begin_verify takes at most now; 0: it refuses."""
+        return lib().kvedge_verify_room(self.handle, sequence)
+
+    @one_thread
     def expect(self, n_tokens: int, sequence: int = 0) -> None:
         """Announces that so many tokens follow, so that devices make room for them once."""
         call("expect", self.handle, sequence, n_tokens)

@@ -120,6 +120,12 @@ class Model(Vocabulary):
         return llama.llama_model_rope_type(self.handle) in (llama.LLAMA_ROPE_TYPE_MROPE, llama.LLAMA_ROPE_TYPE_IMROPE)
 
     @property
+    def recurrent(self) -> bool:
+        """Tells whether some layers keep a state, out of which no token can be taken back."""
+        llama = self.llama
+        return bool(llama.llama_model_is_recurrent(self.handle) or llama.llama_model_is_hybrid(self.handle))
+
+    @property
     def n_layer(self) -> int:
         return self.llama.llama_model_n_layer(self.handle)
 

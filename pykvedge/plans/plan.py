@@ -117,6 +117,11 @@ class Plan:
         return {p.name: self.params.get(f"{stage}.{p.name}", p.default) for p in chosen.params}
 
     @property
+    def drops(self) -> bool:
+        """Tells whether the decode policy drops rows while an answer is generated."""
+        return self.decode != "keep-all" and self.budget.ratio != 1.0
+
+    @property
     def projects(self) -> bool:
         """Tells whether the output projections of the layers are needed: by the scorer, or by the critical rule."""
         return self.critical != "none" or registry.scorer(self.scorer).projects(self.settings("scorer"))

@@ -22,9 +22,12 @@ from pykvedge.reference.kvtypes import KvType
 from pykvedge.reference.stages.base import ProfileTable
 from pykvedge.runtime import bounded_batch, figures
 from pykvedge.runtime.crew import Crew
+from pykvedge.runtime.drafting import MOST, Drafter
 from pykvedge.runtime.driver import Driver
+from pykvedge.runtime.generation import Generation
 from pykvedge.runtime.interrupt import stop_if_set
 from pykvedge.runtime.llama_context import DEFAULT_CTX, ROOM_TO_ANSWER, Context, ContextSize, ubatch_for
+from pykvedge.runtime.lookup import Lookup
 from pykvedge.runtime.positions import Positions
 from pykvedge.runtime.replay import extra_tokens
 from pykvedge.runtime.sequence import Sequence, encode
@@ -64,6 +67,7 @@ class Engine:
         self._told = False  # that they cannot
         self._copy: Sequence | None = None  # of the last mark
         self._apart = 0  # cells of it that the sequence does not share
+        self._drafter: Drafter | None = None
 
     @property
     def sequence(self) -> Sequence:
@@ -108,7 +112,7 @@ class Engine:
         """Frees the context and its KV memory; the next prompt makes new ones."""
         if self._driver is not None:
             self._driver.close()
-        self._driver = self._sequence = self._pace = self._positions = self._copy = None
+        self._driver = self._sequence = self._pace = self._positions = self._copy = self._drafter = None
         self._apart = 0
 
     def set_plan(self, plan: Plan) -> None:
@@ -218,7 +222,9 @@ class Engine:
 
     def _open(self, size: ContextSize, plan: Plan) -> None:
         tables = self.tables(plan)
-        driver = Driver(self._model, self._vision, replace(size, n_seq=2 if self._settings.undo else 1), self._threads)
+        outputs = MOST + 1 if self._settings.lookup else 0
+        size = replace(size, n_seq=2 if self._settings.undo else 1, n_outputs=outputs)
+        driver = Driver(self._model, self._vision, size, self._threads)
         try:
             driver.take_over_if_possible(plan, tables, keep=self._settings.keeping)
         except BaseException:
@@ -226,6 +232,9 @@ class Engine:
             raise
         self._driver, self._set_plan = driver, plan
         self._sequence = driver.context.at = Sequence(driver)
+        if self._settings.lookup:
+            self._sequence.lookup = Lookup()
+            self._drafter = Drafter(driver, self._sequence, self._sequence.lookup, self.extend)
         if driver.cache is None and self._bounded:
             self.not_bounded = f"kvedge does not hold the KV cache of {self._model.path.name}"
         if driver.cache is not None and self._settings.positions == "turn":
@@ -356,6 +365,7 @@ class Engine:
                 context.decode_whole(prompt)
         finally:
             context.stop_when(None)
+        sequence.see(pieces)
         progress("reading the prompt, layer by layer", 1.0)
 
     def extend(self, token: int) -> None:
@@ -369,6 +379,16 @@ class Engine:
             self._crew.took(time.perf_counter() - began)
         if self._pace is not None:
             self._pace.after(1, now=self.context.room < 1)
+
+    def go_on(self, generation: Generation) -> str:
+        """Reads the token that was chosen last, and chooses what follows: a token, or several that were drafted.
+
+        Returns the text that is certain. Raises ContextError, GrammarError.
+        """
+        if self._drafter is not None:
+            return self._drafter.step(generation)
+        self.extend(generation.token)
+        return generation.choose(self.context, self.room)
 
     def compress(self) -> None:
         """Compresses what was read since the last time: the answer of the last turn, and the prompt."""

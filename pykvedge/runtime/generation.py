@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from pykvedge.errors import GrammarError
 from pykvedge.models.model import Model, TextStream
 from pykvedge.runtime import logprobs
 from pykvedge.runtime.llama_context import Context
@@ -51,8 +52,9 @@ class StopTexts:
 class Generation:
     """Chooses the tokens of one answer, and fills its report: text, logprobs, the count of tokens and the finish.
 
-    token: the one that was chosen last, which is read next if the answer goes on. tokens: all of the answer. ended: how
-    it ends, once a token decides that. pending: tokens that the next message begins with, as they were not read.
+    token: the one that was chosen last, which is read next if the answer goes on. tokens: all of the answer. chosen: so
+    many, with the one that ends it. ended: how it ends, once a token decides that. pending: tokens that the next
+    message begins with, as they were not read.
     """
 
     def __init__(
@@ -68,7 +70,7 @@ class Generation:
         begun: the answer goes on with text, so that a blank it begins with is its own. shown: special tokens whose text
         is the answer's.
         """
-        self.token, self.ended = 0, ""
+        self.token, self.ended, self.chosen = 0, "", 0
         self.tokens: list[int] = []
         self.pending: list[int] = []
         self._model, self._sampling, self._report, self._shown = model, sampling, report, shown
@@ -98,9 +100,35 @@ class Generation:
         token = self._sampler.sample(context.handle, output)
         return self._take(token, room, context.logits(output) if self._report.logprobs is not None else None)
 
+    def choose_each(self, context: Context, batch: list[int], room: int) -> tuple[str, int]:
+        """Chooses token after token by the logits of a batch: the token that was chosen last, and guesses behind it.
+
+        It ends where the batch does not go on with the token that was chosen, or where the answer ends. room: tokens
+        that can be read behind the first one of the batch. Returns the text that is certain, and how many tokens of the
+        batch were read for good. Raises GrammarError where no token can follow the first one.
+        """
+        text, stay, drafts = "", 0, self._report.drafts
+        while not self.ended and stay < len(batch) and (not stay or self.token == batch[stay]):
+            try:
+                text += self.choose(context, room - stay, stay)
+            except GrammarError:
+                if not stay:
+                    raise
+                break  # the last token is read again, alone, and fails then
+            stay += 1
+        if drafts is not None:
+            drafts.add(len(batch) - 1, stay - 1)
+        return text, stay
+
+    @property
+    def left(self) -> int:
+        """The answer may have so many more tokens."""
+        return self._sampling.max_tokens - self._report.tokens.generated
+
     def _take(self, token: int, room: int, logits: np.ndarray | None) -> str:
         report, text = self._report, ""
         self.token = token
+        self.chosen += 1
         if self._model.is_end(token):
             self.ended, self.pending = "end", []
             if token in self._shown:

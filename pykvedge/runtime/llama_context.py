@@ -240,7 +240,13 @@ class Context:
             self._move(len(part))
 
     def decode_each(self, tokens: list[int]) -> np.ndarray:
-        """Appends tokens in one pass, at most n_outputs of ContextSize; [n, n_vocab] float32, the logits after each.
+        """Appends tokens as `decode_all` does; [n, n_vocab] float32, the logits after each."""
+        self.decode_all(tokens)
+        rows = self.llama.llama_get_logits(self.handle)
+        return np.ctypeslib.as_array(rows, (len(tokens), self.model.n_vocab)).copy()
+
+    def decode_all(self, tokens: list[int]) -> None:
+        """Appends tokens in one pass, at most n_outputs of ContextSize; then the logits of each are there.
 
         Raises as decode does.
         """
@@ -249,8 +255,6 @@ class Context:
         self.batch.want_all()
         self.decode_batch()
         self._move(len(tokens))
-        rows = self.llama.llama_get_logits(self.handle)
-        return np.ctypeslib.as_array(rows, (len(tokens), self.model.n_vocab)).copy()
 
     def _move(self, n_tokens: int, n_past: int | None = None) -> None:
         self.at.n_cells += n_tokens

@@ -113,6 +113,29 @@ class Time:
 
 
 @dataclass
+class Drafts:
+    """Guesses at the tokens of an answer were verified, several in a batch (runtime/drafting.py)."""
+
+    drafted: int = 0  # guesses
+    accepted: int = 0  # guesses that were the answer's tokens
+    verifications: int = 0  # batches
+
+    def add(self, drafted: int, accepted: int) -> None:
+        """Adds a batch."""
+        self.drafted, self.accepted, self.verifications = (
+            self.drafted + drafted, self.accepted + accepted, self.verifications + 1
+        )  # fmt: skip
+
+    def as_json(self) -> dict[str, Any]:
+        """Makes the object of a report. tokens_per_verification: each batch has one token of its own."""
+        return {
+            **vars(self),
+            "acceptance": round(self.accepted / self.drafted, 4) if self.drafted else None,
+            "tokens_per_verification": round(1 + self.accepted / self.verifications, 2) if self.verifications else None,
+        }
+
+
+@dataclass
 class Saved:
     """A conversation was saved in this session file. error: why it could not be written, or empty."""
 
@@ -173,6 +196,7 @@ class Report:
     bounded: bool | None = None  # whether the prompt was compressed layer by layer; None: that was not asked for
     not_bounded: str = ""  # why not, where it was asked for
     stream: Stream | None = None  # only of a stream
+    drafts: Drafts | None = None  # only where answers are drafted
     logprobs: list[Token] | None = None  # of each generated token, where Sampling.logprobs asks for them
     notes: list[str] = field(default_factory=list)  # what went wrong beside the answer, as with a cache folder
 
@@ -182,6 +206,8 @@ class Report:
         session: dict[str, Any] = {"session": asdict(self.session)} if self.session else {}
         if self.bounded is not None:
             session["bounded"] = {"used": self.bounded, "why_not": self.not_bounded}
+        if self.drafts is not None:
+            session["drafts"] = self.drafts.as_json()
         if self.logprobs is not None:
             session["logprobs"] = [token.as_json() for token in self.logprobs]
         if self.notes:
@@ -237,4 +263,6 @@ class Report:
             where = "a file, whose pages the system may drop" if kv.whole_file_bytes else "memory"
             parts.append(f"whole rows {kv.whole_bytes / size:.1f} {unit} in {where}")
         again = f"read again in {self.time.replay_s:.1f} s" if self.time.replay_s else ""
-        return " | ".join(filter(None, [*parts, again, speed]))
+        drafts = self.drafts
+        right = f"{drafts.accepted} of {drafts.drafted} drafted right" if drafts and drafts.drafted else ""
+        return " | ".join(filter(None, [*parts, again, right, speed]))

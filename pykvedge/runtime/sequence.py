@@ -19,6 +19,7 @@ from pykvedge.runtime import figures
 from pykvedge.runtime.driver import Driver
 from pykvedge.runtime.interrupt import stop_if_set
 from pykvedge.runtime.llama_context import Place
+from pykvedge.runtime.lookup import Lookup
 from pykvedge.runtime.replay import Part, Passage, Requests, parts, split
 from pykvedge.runtime.report import Kv
 from pykvedge.runtime.snapshot import Snapshot
@@ -34,13 +35,15 @@ class Sequence(Place):
     """What one sequence has read, and what becomes of it. Sequences of one context may take turns, pass by pass.
 
     replays: whether what is read is noted for a second pass; None: if the plan of the cache goes by one. share: of the
-    prompt, or of the second pass over it, that was read. replay_s: seconds that the last second pass took.
+    prompt, or of the second pass over it, that was read. replay_s: seconds that the last second pass took. lookup:
+    learns what is read.
     """
 
     def __init__(self, driver: Driver, number: int = 0) -> None:
         super().__init__(number)
         self._driver = driver
         self.replays: bool | None = None
+        self.lookup: Lookup | None = None
         self.begin()
 
     def begin(self) -> None:
@@ -52,6 +55,7 @@ class Sequence(Place):
         self.compressed_tokens, self.held = 0, 0.0  # since they were measured, and pairs per head then
         self._n_compressions = 0
         self._done = self._total = 0
+        self._verified: list[int] = []
         self._replayed, self.replay_s = -1, 0.0  # tokens that there were at the second pass; -1: there was none
 
     @property
@@ -112,7 +116,21 @@ class Sequence(Place):
                 if note:
                     self._note(part)
 
+    def see(self, pieces: Iterable[Piece]) -> None:
+        """Lets `lookup` learn what was read in another way."""
+        for piece in pieces if self.lookup is not None else ():
+            self._learn(piece)
+
+    def _learn(self, piece: Piece) -> None:
+        if self.lookup is None:
+            return
+        if isinstance(piece, TextPiece):
+            self.lookup.add(piece.tokens)
+        else:
+            self.lookup.add_break()
+
     def _note(self, piece: Piece) -> None:
+        self._learn(piece)
         cache = self._driver.cache
         if cache is not None and (cache.replays if self.replays is None else self.replays):
             self.passage.add(piece)
@@ -154,6 +172,35 @@ class Sequence(Place):
         """Appends one generated token; afterwards its logits are there. Raises ContextError."""
         self.read_step(TextPiece([token]), want_logits=True)
         self.answered.append(token)
+
+    def verify(self, tokens: list[int]) -> None:
+        """Appends tokens of an answer in one pass; afterwards the logits of each are there. `accept` has to follow.
+
+        Raises as `read` does, and UnsupportedError where tokens cannot be taken back.
+        """
+        cache, context = self._driver.cache, self._driver.context
+        if cache is not None:
+            cache.begin_verify(len(tokens), self.number)
+        context.at = self
+        try:
+            with self._driver.explained():
+                context.decode_all(tokens)
+        except BaseException:
+            if cache is not None:
+                cache.end_verify(0, self.number)
+            raise
+        self._verified = tokens
+
+    def accept(self, n_tokens: int) -> None:
+        """Keeps the first n_tokens of those that were verified; the others are gone."""
+        tokens, cache = self._verified, self._driver.cache
+        self.move(n_tokens - len(tokens))
+        if cache is not None:
+            cache.end_verify(n_tokens, self.number)
+        elif n_tokens < len(tokens):
+            self._driver.context.cut(self.number, self.n_past)
+        self._verified = []
+        self._note(TextPiece(tokens[:n_tokens]))
 
     def move(self, n_tokens: int) -> None:
         """Notes that a pass over several sequences read so many tokens of a text into this one."""

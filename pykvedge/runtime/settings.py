@@ -56,6 +56,7 @@ class GivenSettings(LoadSettings, total=False):
     keep: str
     keep_folder: str | os.PathLike[str]
     keep_space: int
+    lookup: bool
 
 
 @dataclass(frozen=True)
@@ -93,6 +94,8 @@ class Settings:
     keep: str = ""
     keep_folder: str | os.PathLike[str] = ""  # where the file lies; empty: the cache folder
     keep_space: int = SPACE  # bytes of whole rows at most
+    # answers are drafted with what the conversation said before, and verified in batches: sooner where they repeat it
+    lookup: bool = False
     prompt_cache: int = 0  # bytes in memory for what conversations begin with, so that others go on from it
 
     def __post_init__(self) -> None:
@@ -105,7 +108,7 @@ class Settings:
             check_number("gpu_layers", self.gpu_layers)
             if not -1 <= self.gpu_layers < 2**31:
                 raise UsageError(f"gpu_layers must be 0 or more, or -1 for all, not {self.gpu_layers}")
-        for name in ("verbose", "measure_peak", "bounded", "undo", "question_blind"):
+        for name in ("verbose", "measure_peak", "bounded", "undo", "question_blind", "lookup"):
             if not isinstance(getattr(self, name), bool):
                 raise UsageError(f"{name} must be True or False, not {getattr(self, name)!r:.40}")
         for name in ("device", "rpc"):
@@ -134,6 +137,8 @@ class Settings:
             raise UsageError("a stream and a bounded prompt drop rows for good, so keep does not go with them")
         if self.stream and self.undo:
             raise UsageError("a stream forgets what it has read, so nothing of it can be undone: choose one of the two")
+        if self.stream and self.lookup:
+            raise UsageError("a stream forgets what it has read, so no draft can be taken back: choose one of the two")
         if self.stream and KvType.parse(self.kv_type).quantised:
             raise UsageError(
                 f"a stream is compressed again and again, and {self.kv_type} would round it each time; use f16 or bf16"

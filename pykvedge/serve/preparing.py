@@ -321,8 +321,7 @@ class Preparer:
 
     def why_no_replay(self) -> str:
         """Says why no prompt can be read a second time; empty where it can."""
-        llama, model = self._model.llama, self._model.handle
-        if llama.llama_model_is_recurrent(model) or llama.llama_model_is_hybrid(model):
+        if self._model.recurrent:
             return f"{self._model.path.name} has recurrent layers, which cannot take it back"
         return ""
 

@@ -1,0 +1,137 @@
+"""A Lookup guesses how a text goes on by how it went on before: prompt lookup, or n-gram speculation."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+_GRAMS = (16, 8, 4, 2)  # tokens that are looked for, the longest first
+_PRIMES = (0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F)  # of the hash: the factor between tokens, and the last one
+_LEAST = 1 << 12  # tokens that there is room for at first
+_LONGEST_CHAIN = 32  # runs of one hash value that are looked at
+_BREAK = -1  # what is no token of text, as an image; no guess goes beyond it
+
+
+class Lookup:
+    """Knows where each run of 2, 4, 8 and 16 tokens was last seen. A token costs a few hash values, however long the
+    text is.
+    """
+
+    def __init__(self) -> None:
+        self._tokens, self._n = np.full(_LEAST, _BREAK, np.int32), 0
+        self._tables = [_Table(length, _LEAST) for length in _GRAMS]
+        self._match = (-1, 0)  # the place that the text so far goes on from, and how many tokens are alike before it
+
+    def add(self, tokens: Sequence[int]) -> None:
+        """Reads tokens of the text."""
+        if not len(tokens):
+            return
+        if len(tokens) == 1:
+            self._match = self._follow(tokens[0])
+        start, self._n = self._n, self._n + len(tokens)
+        if self._n > len(self._tokens):
+            self._grow(start)
+        self._tokens[start : self._n] = tokens
+        if len(tokens) > 1:
+            self._enter(start, self._n - 1)  # all but the last one, which is compared with what came before it
+            self._match = self._search(int(self._tokens[self._n - 1]), self._n - 1)
+            start = self._n - 1
+        self._enter(start, self._n)
+
+    def add_break(self) -> None:
+        """Reads what is no text."""
+        self.add([_BREAK])
+
+    def guess(self, token: int, most: int) -> tuple[list[int], int]:
+        """Guesses up to `most` tokens that follow `token`, which is the next one.
+
+        Also returns how many tokens, up to 16, are alike before the guess and before the place it was taken from.
+        """
+        at, length = self._follow(token)
+        if at < 0:
+            return [], 0
+        out: list[int] = []
+        for i in range(most):
+            place = at + 1 + i - self._n  # from the end; a text that repeats itself goes on so
+            one = int(self._tokens[self._n + place]) if place < 0 else token if place == 0 else out[place - 1]
+            if one < 0:
+                break
+            out.append(one)
+        return out, min(length, _GRAMS[0])
+
+    # ---------------------------------------------------------------------------------------------------
+
+    def _follow(self, token: int) -> tuple[int, int]:
+        """Finds the place where the text with one more token was before."""
+        at, length = self._match
+        if token < 0:
+            return -1, 0
+        alike = (at + 1, length + 1) if 0 <= at < self._n - 1 and self._tokens[at + 1] == token else (-1, 0)
+        if alike[1] >= _GRAMS[0]:
+            return alike
+        found = self._search(token, self._n)
+        return found if found[1] > alike[1] else alike
+
+    def _search(self, token: int, n: int) -> tuple[int, int]:
+        """Looks the longest run up that ends with a token behind the first n."""
+        for table in self._tables:
+            if n + 1 >= table.length and (at := table.find(self._tokens, n, token)) >= 0:
+                return at, table.length
+        return -1, 0
+
+    def _enter(self, start: int, end: int) -> None:
+        """Notes the runs that end in [start, end)."""
+        for table in self._tables:
+            table.enter(self._tokens, max(start, table.length - 1), end)
+
+    def _grow(self, n: int) -> None:
+        """Makes room for more than the first n tokens."""
+        room = 1 << (self._n - 1).bit_length()
+        self._tokens = np.concatenate((self._tokens[:n], np.full(room - n, _BREAK, np.int32)))
+        self._tables = [_Table(length, room) for length in _GRAMS]
+        self._enter(0, n)
+
+
+class _Table:
+    """Places of runs of `length` tokens, each with the place of the run before it that has the same hash value."""
+
+    def __init__(self, length: int, room: int) -> None:
+        """room: tokens of the text at most, a power of two."""
+        self.length = length
+        self._last, self._before = np.full(room, -1, np.int32), np.full(room, -1, np.int32)
+
+    def find(self, tokens: np.ndarray, n: int, token: int) -> int:
+        """Finds the last run like the one that ends with a token behind the first n. Returns its last place, or -1."""
+        run = [*tokens[n - self.length + 1 : n].tolist(), token]
+        at = int(self._last[self._place(run)]) if min(run) >= 0 else -1
+        for _ in range(_LONGEST_CHAIN):
+            if at < 0 or tokens[at - self.length + 1 : at + 1].tolist() == run:
+                return at
+            at = int(self._before[at])
+        return -1
+
+    def _place(self, run: list[int]) -> int:
+        out = 0
+        for token in run:
+            out = (out * _PRIMES[0] + token) & 0xFFFFFFFFFFFFFFFF
+        return ((out * _PRIMES[1] & 0xFFFFFFFFFFFFFFFF) >> 32) & (len(self._last) - 1)
+
+    def enter(self, tokens: np.ndarray, start: int, end: int) -> None:
+        """Notes the runs that end in [start, end)."""
+        if end - start == 1:
+            place = self._place(tokens[start - self.length + 1 : end].tolist())
+            self._before[start], self._last[place] = self._last[place], start
+        if end - start <= 1:
+            return
+        sums = np.zeros(end - start, np.uint64)
+        for i in range(self.length):
+            here = tokens[start - self.length + 1 + i : end - self.length + 1 + i]
+            sums = sums * np.uint64(_PRIMES[0]) + here.astype(np.int64).astype(np.uint64)
+        places = (sums * np.uint64(_PRIMES[1]) >> np.uint64(32) & np.uint64(len(self._last) - 1)).astype(np.int64)
+        order = np.argsort(places, kind="stable")
+        alike = places[order][1:] == places[order][:-1]
+        before = self._last[places]
+        before[order[1:][alike]] = start + order[:-1][alike]
+        self._before[start:end] = before
+        self._last[places] = np.arange(start, end, dtype=np.int32)  # of places that come twice the last one counts

@@ -1,0 +1,376 @@
+"""Drafted answers: token by token those that come one by one, whatever is guessed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+from choosing import whole
+
+import pykvedge
+from pykvedge import Sampling, UnsupportedError, UsageError
+from pykvedge.runtime import drafting
+from pykvedge.runtime.generation import Generation
+from pykvedge.runtime.report import Drafts, Report
+
+SCENE = "examples/scene-1.png"
+AGAIN = "Describe the image. A red triangle at the top left, a pink circle at the bottom left, a red"
+SCHEMA = {
+    "type": "object",
+    "properties": {"a": {"type": "string", "maxLength": 9}, "b": {"type": "integer"}, "c": {"type": "boolean"}},
+    "required": ["a", "b", "c"],
+    "additionalProperties": False,
+}
+SAMPLINGS = {
+    "greedy": Sampling(max_tokens=70),
+    "short": Sampling(max_tokens=5),
+    "penalties": Sampling(max_tokens=60, repeat_penalty=1.4, frequency_penalty=0.3, presence_penalty=0.2),
+    "bias": Sampling(max_tokens=60, logit_bias={" red": -3.0, 7: 1.5}),
+    "grammar": Sampling(max_tokens=60, json_schema=SCHEMA),
+    "stop": Sampling(max_tokens=60, stop=["triangle at the b", "code 9"]),
+    "logprobs": Sampling(max_tokens=40, logprobs=3),
+    "sampled": Sampling(max_tokens=60, temp=1.2, seed=11, top_p=0.9),
+    "sampled form": Sampling(max_tokens=60, temp=0.7, seed=4, json_schema=SCHEMA, repeat_penalty=1.2),
+}
+PLANS = {"full": ("full", None), "snapkv": ("snapkv", 0.3), "lookm": ("lookm", 0.2)}
+
+
+@dataclass
+class Said:
+    """What an answer was. ids: with the token that ended it. later: the answer to a second question."""
+
+    ids: list[int]
+    text: str
+    finish: str
+    pending: list[int]
+    logprobs: list
+    later: str
+    drafts: Drafts | None
+
+
+def said(session, sampling, images=(SCENE,)):
+    session.clear()
+    answer = session.ask(AGAIN, images, sampling)
+    answer.read()
+    generation, report, pending = answer._generation, answer.report, session.pending
+    ids = [*generation.tokens, *([generation.token] if report.finish == "end" else [])]
+    later = session.ask("And now?", sampling=Sampling(max_tokens=12)).read()
+    return Said(ids, report.text, report.finish, pending, report.logprobs or [], later, report.drafts)
+
+
+def check_alike(drafted, plain):
+    for name in ("ids", "text", "finish", "pending", "later"):
+        assert getattr(drafted, name) == getattr(plain, name), name
+    assert len(drafted.logprobs) == len(plain.logprobs)
+    for one, other in zip(drafted.logprobs, plain.logprobs, strict=True):
+        assert one.id == other.id and one.top[0].id == other.top[0].id
+        of = [[t.logprob for t in (token, *token.top)] for token in (one, other)]
+        np.testing.assert_allclose(*of, rtol=1e-3, atol=2e-3)
+
+
+@pytest.fixture
+def guessing(monkeypatch):
+    """guessing(ids, right): answers are drafted with these tokens, as many as fit; behind the first `right` guesses of
+    a batch are wrong ones.
+    """
+
+    def use(ids, right):
+        def guess(self, generation, most):
+            ahead = ids[len(generation.tokens) :][:most]
+            return [t if i < right else (t + 7) % 250 + 1 for i, t in enumerate(ahead)], 2
+
+        monkeypatch.setattr(drafting.Drafter, "_guess", guess)
+        monkeypatch.setattr(drafting.Drafter, "_worth", lambda self, kind, most: most)
+
+    return use
+
+
+@pytest.fixture(scope="module")
+def sessions():
+    """sessions(plan, **settings) -> a session with the packaged model; the same one for the same settings."""
+    made = {}
+
+    def make(name, **settings):
+        key = (name, *sorted(settings.items()))
+        if key not in made:
+            made[key] = pykvedge.Session(plan=pykvedge.plan(*PLANS[name]), threads=1, **settings)
+        return made[key]
+
+    yield make
+    for session in made.values():
+        session.close()
+
+
+CASES = [
+    *[("snapkv", name) for name in SAMPLINGS],
+    ("full", "greedy"),
+    *whole(*[(plan, name) for plan in ("full", "lookm") for name in SAMPLINGS if (plan, name) != ("full", "greedy")]),
+]
+
+
+@pytest.mark.parametrize("plan, sampling", CASES)
+def test_whatever_is_guessed_the_answer_is_that_of_single_tokens(sessions, guessing, native, plan, sampling):
+    chosen = SAMPLINGS[sampling]
+    plain = said(sessions(plan), chosen)
+    assert plain.drafts is None and len(plain.ids) > 3
+    drafting_session = sessions(plan, lookup=True)
+    for right in (99, 0, 3):
+        guessing(plain.ids, right)
+        drafted = said(drafting_session, chosen)
+        check_alike(drafted, plain)
+        counts = drafted.drafts
+        assert counts.verifications > 0 and counts.drafted > 0
+        if right == 0:
+            assert counts.accepted == 0
+        elif right == 99:  # but the one that ends the answer
+            assert counts.accepted >= counts.drafted - 1
+            assert counts.verifications <= len(plain.ids) // drafting.MOST + 2
+        else:
+            assert 0 < counts.accepted <= 3 * counts.verifications
+
+
+@pytest.mark.parametrize("kv_type", ["q8_0", "q4_0", "kivi2", *whole("f32", "bf16", "tq3", "kivi4", "q8_0:q4_0")])
+def test_rows_that_are_quantised_in_groups(sessions, guessing, native, kv_type):
+    chosen = Sampling(max_tokens=100, logit_bias={sessions("snapkv").model.tokenize("x", special=False)[0]: 4.0})
+    plain = said(sessions("snapkv", kv_type=kv_type), chosen)
+    assert len(plain.ids) > 70 or plain.finish == "end"
+    for right in (99, 2):
+        guessing(plain.ids, right)
+        drafted = said(sessions("snapkv", kv_type=kv_type, lookup=True), chosen)
+        check_alike(drafted, plain)
+        assert drafted.drafts.accepted > 0
+
+
+OTHERS = ["qwen2vl", "gemma3", "deepseek2", *whole("llama", "llava", "qwen3vl", "gemma3n", "gemma4")]
+
+
+@pytest.mark.parametrize("kind", OTHERS)
+def test_other_models(tiny, picture_file, guessing, native, kind):
+    """Positions of images, layers that see a window, that read the rows of another one, or that llama.cpp keeps."""
+    pictures = [picture_file()] if tiny(kind).mmproj else []
+    chosen = Sampling(max_tokens=40, temp=0.7, seed=3)
+    plan = pykvedge.plan("full") if kind == "deepseek2" else pykvedge.plan("snapkv", 0.4)
+    with tiny(kind).session(plan) as session:
+        assert kind != "deepseek2" or session.engine.cache is None
+        plain = said(session, chosen, pictures)
+    guessing(plain.ids, 4)
+    with tiny(kind).session(plan, lookup=True) as session:
+        drafted = said(session, chosen, pictures)
+    check_alike(drafted, plain)
+    assert drafted.drafts.accepted > 0
+
+
+@pytest.mark.parametrize("plan", ["full", "snapkv"])
+def test_lookup_as_it_is(sessions, native, monkeypatch, plan):
+    """Guesses of the conversation itself, whatever they cost."""
+    plain = said(sessions(plan), SAMPLINGS["greedy"])
+    monkeypatch.setattr(drafting.Drafter, "_worth", lambda self, kind, most: most)
+    drafted = said(sessions(plan, lookup=True), SAMPLINGS["greedy"])
+    check_alike(drafted, plain)
+    assert 0 < drafted.drafts.accepted < drafted.drafts.drafted
+
+
+@pytest.mark.parametrize("n", [1, 4, 9, 14])
+def test_an_answer_that_is_broken_off_stays_as_far_as_it_went(sessions, guessing, native, n):
+    plain = said(sessions("snapkv"), SAMPLINGS["greedy"])
+
+    def broken_off(session, enough):
+        session.clear()
+        answer = session.ask(AGAIN, [SCENE], SAMPLINGS["greedy"])
+        for _ in answer:
+            if answer.report.tokens.generated >= enough:
+                break
+        answer.close()
+        so_far, pending = answer._generation.tokens, session.pending
+        return so_far, answer.report.text, pending, session.ask("Why?", sampling=Sampling(max_tokens=12)).read()
+
+    guessing(plain.ids, 3)
+    drafted = broken_off(sessions("snapkv", lookup=True), n)
+    assert drafted == broken_off(sessions("snapkv"), len(drafted[0]))
+
+
+def test_a_cancelled_answer_leaves_a_session_that_goes_on(sessions, guessing, native):
+    import threading
+
+    plain = said(sessions("snapkv"), SAMPLINGS["greedy"])
+    guessing(plain.ids, 2)
+    session, cancel = sessions("snapkv", lookup=True), threading.Event()
+    session.clear()
+    session.cancel = cancel
+    answer = session.ask(AGAIN, [SCENE], SAMPLINGS["greedy"])
+    next(answer)
+    cancel.set()
+    answer.read()
+    cancel.clear()
+    session.cancel = None
+    assert answer.report.finish == "cancelled" and plain.text.startswith(answer.report.text)
+    assert session.ask("Why?", sampling=Sampling(max_tokens=12)).read()
+    check_alike(said(session, SAMPLINGS["greedy"]), plain)
+
+
+def test_the_context_ends_a_drafted_answer_where_it_ends_another(tiny, guessing, native):
+    chosen = Sampling(max_tokens=500)
+    ends = []
+    ids = []
+    for settings in ({}, {"lookup": True}):
+        with tiny("llama").session(n_ctx=64, **settings) as session:
+            answer = session.ask("What is there to see?", sampling=chosen)
+            answer.read()
+            ids = answer._generation.tokens
+            ends.append((answer.report.finish, ids, session.engine.context.n_cells))
+        guessing(ids, 99)
+    assert ends[0] == ends[1] and ends[0][0] == "context"
+
+
+def test_a_saved_session_goes_on(sessions, native, tmp_path):
+    session, file = sessions("snapkv", lookup=True), tmp_path / "s.kvs"
+    said(session, SAMPLINGS["greedy"])
+    session.save(file)
+    expected = session.ask("Why?", sampling=SAMPLINGS["greedy"]).read()
+    session.load(file)
+    assert session.ask("Why?", sampling=SAMPLINGS["greedy"]).read() == expected
+    with session.fork() as other:
+        a = other.ask("Where?", sampling=SAMPLINGS["greedy"]).read()
+    assert a == session.ask("Where?", sampling=SAMPLINGS["greedy"]).read()
+
+
+# ------------------------------------------------------------------------------------------------------------
+# With a temperature
+
+
+def chi_square(counts, p):
+    """Of draws that should have these probabilities, rare ones together, and its degrees of freedom."""
+    n = counts.sum()
+    many = p * n >= 5
+    seen = np.append(counts[many], counts[~many].sum())
+    expected = np.append(p[many], p[~many].sum()) * n
+    seen, expected = seen[expected > 0], expected[expected > 0]
+    return ((seen - expected) ** 2 / expected).sum(), len(seen) - 1
+
+
+def softmax(logits, temp):
+    scaled = logits.astype(np.float64) / temp
+    e = np.exp(scaled - scaled.max())
+    return e / e.sum()
+
+
+@pytest.mark.parametrize("draws", [3000, *whole(20000)])
+def test_tokens_have_the_probabilities_that_they_have_without_guesses(tiny, native, draws):
+    """The first two tokens behind a guess: of one batch, drawn with many seeds, against softmax in NumPy."""
+    temp = 0.8
+    with tiny("llama").session(pykvedge.plan("snapkv", 0.4), lookup=True) as session:
+        session.ask("What is there to see?", sampling=Sampling(max_tokens=1)).read()
+        engine, context = session.engine, session.engine.context
+        first = session.pending[0]
+        engine.sequence.verify([first])
+        p1 = softmax(context.logits(0).copy(), temp)
+        likely = int(p1.argmax())
+        engine.sequence.accept(0)
+        engine.sequence.verify([first, likely, 3])
+        np.testing.assert_allclose(softmax(context.logits(0), temp), p1, atol=1e-4)
+        p2 = softmax(context.logits(1).copy(), temp)
+        seen = [np.zeros(len(p1)), np.zeros(len(p1))]
+        n_right = 0
+        for seed in range(draws):
+            sampling = Sampling(temp=temp, seed=seed, top_k=0, top_p=1.0, max_tokens=50)
+            generation = Generation(session.model, sampling, Report("snapkv", 0.4))
+            generation.token = first
+            generation.choose_each(context, [first, likely, 3], 100)
+            got = [*generation.tokens, *([generation.token] if generation.ended else [])]
+            seen[0][got[0]] += 1
+            if got[0] == likely:
+                n_right += 1
+                seen[1][got[1]] += 1
+            else:
+                assert len(got) == 1  # the guess was wrong: what follows it is not looked at
+            generation.close()
+        engine.sequence.accept(1)
+    assert n_right > 50
+    for counts, p in zip(seen, (p1, p2), strict=True):
+        value, free = chi_square(counts, p)
+        assert free > 5 and value < free + 4 * np.sqrt(2 * free) + 8, (value, free)
+
+
+# ------------------------------------------------------------------------------------------------------------
+# How many guesses pay
+
+
+def cost(n):
+    return 1.0 if n == 1 else 1.5 + 0.1 * n
+
+
+def test_the_costs_of_batches_are_learned():
+    costs = drafting.Costs()
+    assert costs.of(1) == costs.of(5) == 0.0
+    costs.took(1, 1.0)
+    assert costs.of(1) == 1.0 and costs.of(5) == 2.0  # a guess, so that it is tried
+    for n in (2, 8):
+        costs.took(n, cost(n))
+    assert costs.of(8) == cost(8) and costs.of(5) == pytest.approx(cost(5))
+    for seconds in (9.0, 1.8, 1.8, 1.8):
+        costs.took(3, seconds)
+    assert costs.of(3) == 1.8
+    for _ in range(300):
+        costs.took(1, 2.0)
+    assert costs.of(1) == 2.0 and costs.of(8) == 2.0 + 7 * 0.5  # too long ago: it is tried again
+
+
+@pytest.mark.parametrize("rate, expensive, least, most", [(0.97, False, 8, 15), (0.05, False, 0, 0), (0.9, True, 0, 0)])
+def test_guesses_are_as_many_as_pay(rate, expensive, least, most):
+    drafter = drafting.Drafter(None, None, None, None)
+    assert drafter._worth(2, 15) == 0  # nothing was measured
+    for n in (1, *range(2, 17)):
+        drafter._costs.took(n, float(n) if expensive else cost(n))
+    rng = np.random.default_rng(1)
+    for _ in range(200):
+        drafter._hits.saw(2, rng.random() < rate)
+    assert least <= drafter._worth(2, 15) <= most
+    assert drafter._worth(2, 0) == 0
+
+
+# ------------------------------------------------------------------------------------------------------------
+# What is refused, and what is reported
+
+
+def test_what_cannot_take_guesses_back_is_refused(tiny, native):
+    plan = pykvedge.plan("h2o", 0.3, decode="heavy-hitter")
+    with pytest.raises(UsageError, match=r"heavy-hitter.*keep-all"):
+        tiny("llama").session(plan, lookup=True)
+    with tiny("llama").session(lookup=True) as session:
+        with pytest.raises(UsageError, match="heavy-hitter"):
+            session.set_plan(plan)
+        assert session.ask("Hello", sampling=Sampling(max_tokens=4)).read()
+    with pytest.raises(UsageError, match="stream"):
+        tiny("llama").session(lookup=True, stream=True)
+    with pytest.raises(UsageError, match="lookup must be"):
+        tiny("llama").session(lookup=3)
+    with pytest.raises(UnsupportedError, match="recurrent"):
+        tiny("lfm2").session(lookup=True)
+
+
+def test_the_option(kvedge, native):
+    base = ["chat", "--image", SCENE, "--threads", 1, "--max-tokens", 60]
+    plain = kvedge(*base, "--json", AGAIN).json
+    done = kvedge(*base, "--json", "--lookup", AGAIN).json
+    assert "drafts" not in plain and done["text"] == plain["text"]
+    counts = done["drafts"]
+    assert set(counts) == {"drafted", "accepted", "verifications", "acceptance", "tokens_per_verification"}
+    assert 0 <= counts["accepted"] <= counts["drafted"]
+    kvedge(*base, "--lookup", "--stream", "--budget", 64, AGAIN).failed(2, "stream")
+    kvedge(*base, "--lookup", "--method", "h2o", "--decode", "sliding", AGAIN).failed(2, "sliding", "keep-all")
+
+
+def test_the_report():
+    report = Report("full", 1.0, drafts=Drafts())
+    assert report.as_json()["drafts"]["acceptance"] is None and "drafted" not in report.line()
+    for drafted, accepted in ((4, 4), (4, 1), (2, 0)):
+        report.drafts.add(drafted, accepted)
+    assert report.as_json()["drafts"] == {
+        "drafted": 10,
+        "accepted": 5,
+        "verifications": 3,
+        "acceptance": 0.5,
+        "tokens_per_verification": 2.67,
+    }
+    assert "5 of 10 drafted right" in report.line()
