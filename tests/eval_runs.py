@@ -13,11 +13,10 @@ from pykvedge.system.files import DATA
 MODEL, MMPROJ = DATA / "demo-model.gguf", DATA / "demo-mmproj.gguf"
 
 
-def run(samples, cells, model=MODEL, mmproj=MMPROJ, kv_type="f16", **options):
+def run(samples, cells, model=MODEL, mmproj=MMPROJ, kv_type="f16", keep="", **options):
     """(id, method, budget) -> record."""
-    job = Job(
-        model, mmproj, samples, [full_cell(), *cells], Wants(**options), Settings(threads=THREADS, kv_type=kv_type)
-    )
+    settings = Settings(threads=THREADS, kv_type=kv_type, keep=keep)
+    job = Job(model, mmproj, samples, [full_cell(), *cells], Wants(**options), settings)
     out = evaluate(job, Records(None, {}, False))
     assert not out.left_out and not out.interrupted
     return out.records.rows

@@ -61,6 +61,7 @@ BUDGET = "0.2"
     option("--compress", type=click.Choice(["prompt", "context", "conversation"]), default="prompt", show_default=True,
            help="What is compressed: each message with its question, as in a chat; all that comes before the last "
                 "question, which is then read with what was kept; or the whole conversation as one prompt."),
+    *options.KEEP,
     option("--against", default="full", show_default=True, metavar="METHOD",
            help="What changes and their intervals are against: the full cache, or one of --method at the same "
                 "budget."),
@@ -158,9 +159,16 @@ def _job(given: dict[str, Any]) -> Job:
             raise UsageError(f"{path} does not exist") from None
         except OSError as error:
             raise UsageError(f"{path} cannot be read: {error.strerror}") from None
-    settings = {**options.running(given), "verbose": given["verbose"]}
+    settings = {**options.running(given), **_keep(given), "verbose": given["verbose"]}
     samples, cells, wants = _samples(given), _cells(given), _wants(given)
     return Job(model, mmproj, samples, cells, wants, Settings.of(settings))
+
+
+def _keep(given: dict[str, Any]) -> dict[str, Any]:
+    found = options.keep(given)
+    if found and given["compress"] == "conversation":
+        raise UsageError("--keep is about later messages, and --compress conversation makes one message of all")
+    return found
 
 
 _OF_RECIPE = ("methods", "budgets", "metrics", "form", "max_tokens", "plans", "tasks", "compress", "against")

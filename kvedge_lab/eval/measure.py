@@ -285,12 +285,14 @@ class Measurer:
         for token in seen.turns[-1][1]:
             reader.extend(token)
         kept, kept_bytes = reader.held()
+        whole, in_file = reader.whole()
         return {
             "prompt_tokens": seen.n_compressed,
             "image_tokens": sum(seen.images),
             "kept": round(kept, 3),
             "full_bytes": full_bytes,
             "kept_bytes": kept_bytes,
+            **({"whole_bytes": whole, "whole_file_bytes": in_file} if whole else {}),
             "seconds": round(time.perf_counter() - started, 4),
         }
 

@@ -24,6 +24,7 @@ from pykvedge.plans.plan import Plan
 from pykvedge.reference.kvtypes import KvType
 from pykvedge.reference.stages.base import ProfileTable
 from pykvedge.runtime.driver import Driver
+from pykvedge.runtime.keeping import Keep
 from pykvedge.runtime.llama_context import ContextSize, ubatch_for
 from pykvedge.runtime.sequence import Sequence
 
@@ -52,13 +53,17 @@ class Reader:
         kv_type: str | KvType,
         n_ctx: int = 0,
         n_outputs: int = 0,
+        keep: Keep | None = None,
     ) -> None:
         """n_ctx: tokens of the context, 0: as many as are needed, up to those that the model was trained for.
 
-        n_outputs: tokens of one pass that can be asked for their logits, for `feed`.
+        n_outputs: tokens of one pass that can be asked for their logits, for `feed`. keep: where whole rows stay behind
+        compressed ones.
         """
         self.model, self.vision = model, vision
         self._threads, self._kv_type, self._n_ctx, self._n_outputs = threads, kv_type, n_ctx, n_outputs
+        self._keep = keep
+        self.later_floor: int | None = 0  # tokens that a later message keeps at least; None: as many as in a chat
         self._driver: Driver | None = None
         self._sequences: list[Sequence] = []
         self._cancel: threading.Event | None = None
@@ -105,9 +110,12 @@ class Reader:
         for one in self._sequences:
             one.begin()
         if driver.cache is None:
-            driver.take_over_if_possible(plan, tables_for(plan, self.model.path), later_floor=0)
+            driver.take_over_if_possible(plan, tables_for(plan, self.model.path), self.later_floor)
         else:
             driver.cache.set_plan(plan, tables_for(plan, self.model.path))
+        if self._keep is not None and driver.cache is not None:
+            place = "" if plan.budget.ratio == 1.0 else self._keep.place  # a whole cache needs none behind it
+            driver.cache.keep(place, self._keep.made_folder(), self._keep.space)
         driver.context.stop_when(self._cancel)
 
     def copy(self, to: int) -> None:
@@ -176,12 +184,21 @@ class Reader:
         return self._logits[self.current]
 
     def compress(self) -> None:
+        """Compresses the current sequence. Raises KvedgeError where whole rows were asked for and could not stay."""
         self._now.compress()
+        cache = self._live().cache
+        if self._keep is not None and cache is not None and (problem := cache.keep_problem(self.current)):
+            raise KvedgeError(f"its whole rows could not stay: {problem}")
 
     def keep(self, plan: Plan) -> None:
-        """Keeps all of what was read last, and goes on by a plan: its decode policy rules what comes now."""
+        """Keeps all of what was read last, and goes on by a plan: its decode policy rules what comes now.
+
+        Where whole rows stay, the last message was read over them, and all are compressed anew by the plan.
+        """
         driver = self._live()
-        if driver.cache is not None:
+        if self._keep is not None:
+            self.compress()
+        elif driver.cache is not None:
             driver.cache.set_plan(make_plan("full"))
             self._now.compress()
             driver.cache.set_plan(plan, tables_for(plan, self.model.path))
@@ -191,6 +208,20 @@ class Reader:
         driver = self._live()
         n_bytes = driver.cache.stats(self.current).bytes if driver.cache is not None else 0
         return self._now.pairs_held(), n_bytes
+
+    def whole(self) -> tuple[int, int]:
+        """Tells the bytes of whole rows behind the current sequence, and the bytes of them in a file."""
+        cache = self._live().cache
+        stats = cache.stats(self.current) if cache is not None else None
+        return (stats.whole_bytes, stats.whole_file_bytes) if stats is not None else (0, 0)
+
+    def pairs(self) -> list[list[list[int]]]:
+        """Lists the token indices that the current sequence holds, per stored layer and KV head."""
+        cache = self._live().cache
+        if cache is None:
+            return []
+        lengths = cache.lengths(self.current)
+        return [[cache.tokens(i, h, self.current) for h in range(len(of))] for i, of in enumerate(lengths)]
 
     def _live(self) -> Driver:
         if self._driver is None:

@@ -59,6 +59,7 @@ class Job:
             "likelihood": self.wants.likelihood,
             "max_tokens": self.wants.max_tokens,
             **({"compress": self.wants.compress, "as_one": True} if self.wants.compress != PROMPT else {}),
+            **({"keep": self.settings.keep} if self.settings.keep else {}),
         }
 
 
@@ -87,7 +88,8 @@ def evaluate(
     try:
         loan = borrow(job.model, job.mmproj, job.settings, display, cancel)
         vision = Vision(loan.encoder) if loan.encoder else None
-        reader = Reader(loan.model, vision, loan.threads, job.settings.storage, job.settings.n_ctx)
+        keep, storage = job.settings.keeping, job.settings.storage
+        reader = Reader(loan.model, vision, loan.threads, storage, job.settings.n_ctx, keep=keep)
         reader.stop_when(cancel)
         preparer = Preparer(loan.model, vision, partial(stop_if_set, cancel), job.wants.compress)
         run = _Run(out, full, cells, display, cancel, preparer, Measurer(loan.model, reader, job.wants))

@@ -1,0 +1,250 @@
+"""Four questions about one scene, one after the other: how many answers are right without and with whole rows kept.
+
+    python3 scripts/dev.py python experiments/measure_chains.py --scenes 200 --save chains.jsonl > chains.md
+    python3 scripts/dev.py python experiments/measure_chains.py --table part1.jsonl part2.jsonl
+
+Held-out scenes; each kind of question comes as often at each place. Earlier questions are answered by the reference.
+Three ways: `without` compresses each message as a chat does; `keep` has whole rows behind the compressed ones
+(--keep ram); `prompt` reads the conversation up to the question as one prompt, in a sequence of its own. An answer is
+right if greedy decoding gives the tokens of the reference and ends there. Where `keep` and `prompt` are compared, the
+heads are counted that hold other KV pairs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import sys
+import threading
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import scriptpath  # noqa: F401
+from llama_source import ROOT, log
+
+from kvedge_lab.eval.measure import Cell, Preparer, Turn, _groups, _joined
+from kvedge_lab.eval.reader import BRANCH, Reader
+from kvedge_lab.eval.runner import FULL, full_cell
+from kvedge_lab.eval.tasks import Sample, demo_samples
+from kvedge_lab.jsonlines import JsonLines
+from kvedge_lab.progress import Steps
+from pykvedge.cli.tables import markdown
+from pykvedge.errors import KvedgeError
+from pykvedge.models.model import Model
+from pykvedge.models.vision import Piece, TextPiece, Vision
+from pykvedge.plans.making import plan
+from pykvedge.plans.presets import methods
+from pykvedge.runtime.keeping import Keep
+from pykvedge.runtime.loaded import borrow
+from pykvedge.runtime.replay import extra_tokens
+from pykvedge.runtime.settings import Settings
+
+DATA = ROOT / "pykvedge" / "data"
+ONE = ("code", "colour", "where", "shape")  # about one image
+FOUR = ("which-image", "code-in-image-k")  # about four
+WITHOUT, KEEP, PROMPT = "without", "keep", "prompt"
+WAYS = (WITHOUT, KEEP, PROMPT)
+
+
+@dataclass
+class Talk:
+    """A conversation as tokens. answers: the reference's, of each question."""
+
+    turns: list[Turn]
+    answers: list[list[int]]
+
+    def as_one(self, questions: int, one_batch: bool) -> list[Piece]:
+        """Joins the conversation up to a question. one_batch: texts that follow each other are read in one batch."""
+        turns = [*self.turns[: questions - 1], (self.turns[questions - 1][0], [])]
+        pieces = _joined(turns)
+        return merged(pieces) if one_batch else pieces
+
+
+def merged(pieces: list[Piece]) -> list[Piece]:
+    out: list[Piece] = []
+    for piece in pieces:
+        if out and isinstance(piece, TextPiece) and isinstance(out[-1], TextPiece):
+            out[-1] = TextPiece([*out[-1].tokens, *piece.tokens])
+        else:
+            out.append(piece)
+    return out
+
+
+def chains(scenes: int, seed: int, images: int) -> list[Sample]:
+    """Draws as many scenes of each order of questions; in all orders together each kind comes at each place."""
+    kinds = ONE if images == 1 else FOUR * 2
+    orders = [kinds[i:] + kinds[:i] for i in range(len(kinds) if images == 1 else 2)]
+    drawn = (demo_samples("+".join(order), len(range(i, scenes, len(orders))), seed, images)
+             for i, order in enumerate(orders))  # fmt: skip
+    return [one for of in itertools.zip_longest(*drawn) for one in of if one is not None]
+
+
+class Chains:
+    """Two readers, one of which keeps whole rows, ask the questions of a chain."""
+
+    def __init__(self, model: Model, vision: Vision, threads: int, keep: Keep, one_batch: bool) -> None:
+        self._model, self._one_batch = model, one_batch
+        self._plain = Reader(model, vision, threads, "f16")
+        self._keeping = Reader(model, vision, threads, "f16", keep=keep)
+        self._plain.later_floor = self._keeping.later_floor = None
+
+    def close(self) -> None:
+        self._plain.close()
+        self._keeping.close()
+
+    def ask(self, talk: Talk, cells: list[Cell]) -> Iterator[dict[str, Any]]:
+        """Yields a record of each cell that can be measured."""
+        for group in _groups(cells):
+            try:
+                yield from self._group(talk, group)
+            except KvedgeError as error:
+                log(f"{', '.join(f'{c.name} {c.budget}' for c in group)} left out: {error}")
+
+    def _group(self, talk: Talk, cells: list[Cell]) -> list[dict[str, Any]]:
+        out: dict[tuple[str, str], dict[str, Any]] = {
+            cell.key: {"method": cell.name, "budget": cell.budget, PROMPT: [], "other_heads": []} for cell in cells
+        }
+        pairs: dict[tuple[str, str], list[Any]] = {}
+        for way, reader in ((WITHOUT, self._plain), (KEEP, self._keeping)):
+            for cell in self._each(reader, talk, talk.turns[0][0], cells):
+                right, held = self._walk(reader, talk)
+                out[cell.key][way] = right
+                pairs[cell.key] = held
+        for record in out.values():  # the first question is the whole prompt in any way
+            record[PROMPT].append(record[WITHOUT][0])
+        for n in range(2, len(talk.turns) + 1):
+            pieces = talk.as_one(n, self._one_batch)
+            for cell in self._each(self._plain, talk, pieces, cells):
+                record, held = out[cell.key], self._plain.pairs()
+                record[PROMPT].append(self._answered(self._plain, talk.answers[n - 1], to_end=False))
+                heads = zip(itertools.chain(*held), itertools.chain(*pairs[cell.key][n - 1]), strict=True)
+                record["other_heads"].append(sum(mine != theirs for mine, theirs in heads))
+        return list(out.values())
+
+    def _each(self, reader: Reader, talk: Talk, pieces: list[Piece], cells: list[Cell]) -> Iterator[Cell]:
+        """Reads a prompt once, and compresses a copy of it by each cell's plan."""
+        longest = sum(p.n_tokens for turn, reply in talk.turns for p in turn) + sum(map(len, talk.answers))
+        largest = max(p.n_tokens for p in talk.turns[0][0])
+        reader.make_room(longest, 8, largest, max(extra_tokens(cell.plan, longest, largest) for cell in cells))
+        reader.start(cells[0].plan)
+        reader.read(pieces)
+        for cell in cells:
+            reader.copy(BRANCH)
+            reader.set_plan(cell.plan)
+            reader.compress()
+            yield cell
+            reader.drop_copies()
+
+    def _walk(self, reader: Reader, talk: Talk) -> tuple[list[bool], list[Any]]:
+        """Asks question after question; the first was read and compressed. Returns what was right, and pairs held."""
+        right, pairs = [], []
+        for i, (turn, _) in enumerate(talk.turns):
+            if i:
+                reader.read(turn)
+                reader.compress()
+            pairs.append(reader.pairs())
+            right.append(self._answered(reader, talk.answers[i], to_end=True))
+        return right, pairs
+
+    def _answered(self, reader: Reader, answer: list[int], to_end: bool) -> bool:
+        """Reads the reference answer; tells whether each token and the end were the likeliest.
+
+        to_end: also where they were not.
+        """
+        right = True
+        for token in answer:
+            right = right and int(reader.logits().argmax()) == token
+            if not right and not to_end:
+                return False
+            reader.extend(token)
+        return right and self._model.is_end(int(reader.logits().argmax()))
+
+
+def run(args: argparse.Namespace) -> list[dict[str, Any]]:
+    names = [name for name in methods() if name != FULL] if args.method == "all" else args.method.split(",")
+    cells = [full_cell(), *(Cell(name, plan(name, b)) for b in args.budget.split(",") for name in names)]
+    rows = _rows([args.save]) if args.save is not None and args.save.exists() else []
+    there = {(row["id"], row["method"], row["budget"]) for row in rows}
+    file = JsonLines(args.save, args.save.stat().st_size if rows else 0)
+    settings = Settings(threads=args.threads)
+    loan = borrow(args.model, args.mmproj, settings, Steps(enabled=False), threading.Event())
+    assert loan.encoder is not None
+    vision = Vision(loan.encoder)
+    preparer = Preparer(loan.model, vision)
+    asking = Chains(loan.model, vision, loan.threads, Keep(args.keep), args.batches == "one")
+    at, of = (int(n) for n in args.part.split("/"))
+    samples = chains(args.scenes, args.seed, args.images)[at - 1 :: of]
+    try:
+        for i, sample in enumerate(samples):
+            lacking = [c for c in cells if (sample.id, c.name, c.budget) not in there]
+            if not lacking:
+                continue
+            turns, answer, _ = preparer.tokens(sample.messages(), sample.answer)
+            talk = Talk(turns, [*(reply for _, reply in turns[:-1]), answer])
+            for record in asking.ask(talk, lacking):
+                rows.append({"id": sample.id, **record})
+                file.add(rows[-1])
+            preparer.release(turns)
+            if i % 10 == 9:
+                log(f"{i + 1} of {len(samples)} scenes")
+    finally:
+        file.close()
+        asking.close()
+        loan.give_back()
+    return rows
+
+
+def _rows(paths: Iterable[Path]) -> list[dict[str, Any]]:
+    return [json.loads(line) for path in paths for line in path.read_text().splitlines()]
+
+
+def table(rows: list[dict[str, Any]], budget: float | int) -> str:
+    """One row a method: percent right of each question in each way, and how far `keep` is from `prompt`."""
+    here = [row for row in rows if row["budget"] == budget or row["method"] == FULL]
+    n = max((len(row[KEEP]) for row in here), default=0)
+    heads = [f"{way} {i + 1}" for way in WAYS for i in range(n)]
+    out = [["method", "scenes", *heads, "keep less prompt", "heads with other pairs"]]
+    for name in sorted({row["method"] for row in here}):
+        of = [row for row in here if row["method"] == name]
+        shares = {way: [100 * sum(row[way][i] for row in of) / len(of) for i in range(n)] for way in WAYS}
+        far = [a - b for a, b in zip(shares[KEEP], shares[PROMPT], strict=True)]
+        cells = [f"{share:.1f}" for way in WAYS for share in shares[way]]
+        other = sum(sum(row["other_heads"]) for row in of)
+        out.append([f"`{name}`", str(len(of)), *cells, f"{min(far):+.1f} to {max(far):+.1f}", str(other)])
+    return markdown(out)
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--method", default="all", help="one or several, with commas (default: every one)")
+    parser.add_argument("--budget", default="0.2,0.1")
+    parser.add_argument("--scenes", type=int, default=200)
+    parser.add_argument("--images", type=int, default=1, help="of each scene, 1 or 4 (default %(default)s)")
+    parser.add_argument("--keep", choices=("ram", "disk"), default="ram")
+    parser.add_argument("--batches", choices=("one", "same"), default="one",
+                        help="how `prompt` reads its text: in one batch, or in those of the conversation")  # fmt: skip
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--part", default="1/1", metavar="N/OF", help="every OFth scene, from the Nth on")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--model", type=Path, default=DATA / "demo-model.gguf")
+    parser.add_argument("--mmproj", type=Path, default=DATA / "demo-mmproj.gguf")
+    parser.add_argument("--save", type=Path, metavar="FILE.jsonl", help="keep every record, and go on from there")
+    parser.add_argument("--table", type=Path, nargs="+", metavar="FILE.jsonl", help="only print what lies there")
+    return parser.parse_args()
+
+
+def main() -> None:
+    args = arguments()
+    rows = _rows(args.table) if args.table else run(args)
+    for budget in sorted({row["budget"] for row in rows if row["method"] != FULL}, reverse=True):
+        print(f"\n## Budget {budget}\n\n{table(rows, budget)}")
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except KvedgeError as error:
+        sys.exit(f"error: {error}")
