@@ -376,7 +376,9 @@ class Answer(Single):
         self._pieces.close()
         report, conversation = self.report, self._conversation
         self._generation.end("cancelled", broken_off=True)
-        report.kv.peak_bytes = conversation.engine.peak_bytes(report.kv.peak_bytes)
+        engine = conversation.engine
+        engine.measure_again(report.kv)
+        report.notes += [note for note in engine.notes() if note not in report.notes]
         if report.stream is not None:
             conversation.measure_stream(report)
         conversation.messages.append(Message("assistant", report.text))

@@ -30,6 +30,7 @@ from pykvedge.runtime.llama_context import DEFAULT_CTX, ROOM_TO_ANSWER, Context,
 from pykvedge.runtime.lookup import Lookup
 from pykvedge.runtime.positions import Positions
 from pykvedge.runtime.replay import extra_tokens
+from pykvedge.runtime.report import Kv
 from pykvedge.runtime.sequence import Sequence, encode
 from pykvedge.runtime.sessionfile import Note, encoded
 from pykvedge.runtime.settings import Settings
@@ -416,9 +417,12 @@ class Engine:
             notes.append(f"positions pass the {trained} that the model was trained for: {positions.why_not}")
         return notes
 
-    def peak_bytes(self, so_far: int) -> int:
-        """Tells the largest amount of KV memory up to now, in bytes. so_far: the answer without a cache."""
-        return self.cache.stats().peak_bytes if self.cache is not None else so_far
+    def measure_again(self, kv: Kv) -> None:
+        """Notes what changed while an answer was generated: the largest KV memory, and where whole rows lie."""
+        if self.cache is not None:
+            stats = self.cache.stats()
+            kv.peak_bytes = stats.peak_bytes
+            kv.whole_bytes, kv.whole_file_bytes = stats.whole_bytes, stats.whole_file_bytes
 
 
 def _require_window(context: Context) -> None:

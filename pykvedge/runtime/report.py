@@ -63,10 +63,11 @@ class DeviceWork:
 @dataclass
 class Kv:
     """These figures are of keys and values of the whole conversation when the answer begins, earlier turns included;
-    only the last two are of this turn alone.
+    compressed_tokens and kept_of_them are of this turn alone.
 
     full_bytes: what all tokens so far would take, had nothing been dropped or quantised. kept_bytes: what is left, and
-    read once for every token of the answer. peak_bytes: the most that there was at once, up to now.
+    read once for every token of the answer. peak_bytes: the most that there was at once, up to now. When the answer has
+    ended, peak_bytes and both figures of whole rows are told again: rows go to a file while it is generated.
     kept_per_layer: KV pairs per KV head that are left, averaged over the heads of each stored layer.
     """
 
@@ -260,8 +261,10 @@ class Report:
         after = "" if kv.kept_bytes == kv.full_bytes else f" -> {kv.kept_bytes / size:.1f}"
         parts = [f"prompt {tokens.prompt} tokens{image}{since}{kept}", f"KV {kv.full_bytes / size:.1f}{after} {unit}"]
         if kv.whole_bytes:
-            where = "a file, whose pages the system may drop" if kv.whole_file_bytes else "memory"
-            parts.append(f"whole rows {kv.whole_bytes / size:.1f} {unit} in {where}")
+            in_file, rest = kv.whole_file_bytes / size, (kv.whole_bytes - kv.whole_file_bytes) / size
+            file = [f"{in_file:.1f} {unit} in a file that the system may drop"] if kv.whole_file_bytes else []
+            held = [f"{rest:.1f} {unit} in memory"] if rest >= 0.05 or not file else []
+            parts.append(f"whole rows {' and '.join(file + held)}")
         again = f"read again in {self.time.replay_s:.1f} s" if self.time.replay_s else ""
         drafts = self.drafts
         right = f"{drafts.accepted} of {drafts.drafted} drafted right" if drafts and drafts.drafted else ""

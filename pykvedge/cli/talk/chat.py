@@ -51,6 +51,7 @@ class Chat:
         self.session, self.sampling, self._style, self._display = session, sampling, style, display
         self._cancel = session.cancel or threading.Event()
         self.waiting: list[Picture | Path] = []  # for the next message
+        self._noted: list[str] = []  # of the last report, shown
 
     def put(self, prompt: str, pictures: Iterable[Picture | Path]) -> Report:
         """Puts one message and streams the answer to stdout. Ctrl-C ends it, or raises CancelledError before."""
@@ -61,9 +62,8 @@ class Chat:
                 self._display.done()
             if answer.report.not_bounded and not self._style.quiet:
                 print(f"kvedge: not bounded: {one_line(answer.report.not_bounded)}", file=sys.stderr, flush=True)
-            if not self._style.quiet:
-                for note in answer.report.notes:
-                    print(f"kvedge: {one_line(note)}", file=sys.stderr, flush=True)
+            self._noted = []
+            self._show_notes(answer.report)
             try:
                 for piece in answer:
                     if not self._style.as_json:
@@ -71,6 +71,13 @@ class Chat:
             finally:
                 answer.close()
         return answer.report
+
+    def _show_notes(self, report: Report) -> None:
+        new = [note for note in report.notes if note not in self._noted]
+        self._noted += new
+        if not self._style.quiet:
+            for note in new:
+                print(f"kvedge: {one_line(note)}", file=sys.stderr, flush=True)
 
     def undo(self) -> Message:
         """Takes the last message back and returns it. Raises StateError."""
@@ -135,6 +142,7 @@ class Chat:
         return INTERRUPTED if report.finish == "cancelled" else failed
 
     def _show_line(self, report: Report) -> None:
+        self._show_notes(report)  # of what went wrong while it was answered
         if not self._style.quiet:
             print(printable(report.line()), file=sys.stderr, flush=True)
 

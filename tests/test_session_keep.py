@@ -1,0 +1,54 @@
+"""Sessions that keep whole rows: what a report says when its answer has ended."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+import pykvedge
+from pykvedge.runtime.sampling import Sampling
+
+WORDS = "The quick brown fox jumps over the lazy dog and looks at the picture. " * 6
+
+
+def slowly(answer, seen):
+    """Generates until `seen` tells that what waited for the disk is there, or to the end."""
+    for _ in answer:
+        if not seen():
+            time.sleep(0.05)
+
+
+def test_the_report_says_where_whole_rows_lie_at_the_end(tiny, tmp_path, native):
+    with tiny("llama").session(pykvedge.plan("snapkv", 0.2), keep="disk", keep_folder=tmp_path) as session:
+        answer = session.ask(WORDS, [], Sampling(max_tokens=60))
+        report = answer.report
+        assert report.kv.whole_bytes > report.kv.kept_bytes and report.kv.whole_file_bytes == 0
+        slowly(answer, lambda: session.engine.cache.stats().whole_file_bytes)
+        stats = session.engine.cache.stats()
+        assert 0 < report.kv.whole_file_bytes == stats.whole_file_bytes <= report.kv.whole_bytes == stats.whole_bytes
+        assert "in a file that the system may drop" in report.line()
+        assert report.as_json()["kv"]["whole_file_bytes"] == report.kv.whole_file_bytes
+
+
+def test_rows_in_memory_are_said_to_lie_there(tiny, native):
+    with tiny("llama").session(pykvedge.plan("snapkv", 0.2), keep="ram") as session:
+        answer = session.ask(WORDS, [], Sampling(max_tokens=3))
+        answer.read()
+        assert "in memory" in answer.report.line() and "in a file" not in answer.report.line()
+
+
+def test_a_file_that_cannot_grow_is_said_at_the_end(tiny, tmp_path, native):
+    resource = pytest.importorskip("resource")
+    with tiny("llama").session(pykvedge.plan("snapkv", 0.2), keep="disk", keep_folder=tmp_path) as session:
+        limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
+        try:
+            answer = session.ask(WORDS, [], Sampling(max_tokens=60))
+            assert not answer.report.notes
+            slowly(answer, lambda: session.engine.cache.keep_problem())
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        assert answer.report.finish == "length" and answer.report.kv.whole_bytes == 0
+        [note] = answer.report.notes
+        assert note.startswith("whole rows are not kept") and "whole rows" not in answer.report.line()
