@@ -75,9 +75,8 @@ extern "C" {
 // ---------------------------------------------------------------------------------------------------------
 // Types and errors
 
-// Goes up when a program that was built with older headers would go wrong: a function, a field or a constant is gone, or
-// means something else. Within a version functions, constants and fields are only added. A program refuses a library of
-// another version:
+// Goes up when a program that was built with older headers would go wrong: a function, a field or a constant is gone, or means something
+// else. Within a version functions, constants and fields are only added. A program refuses a library of another version:
 //
 //     if (kvedge_abi_version() != KVEDGE_ABI_VERSION) { ... "libkvedge and this program do not fit" ... }
 #define KVEDGE_ABI_VERSION 1
@@ -122,17 +121,15 @@ KVEDGE_API const char * kvedge_simd(void);
 // Name of table i of the kernels that this processor can run, the chosen one first; NULL past the end. Static storage.
 KVEDGE_API const char * kvedge_kernels(int32_t i);
 
-// Runs every kernel of the table of that name on made-up rows of every storage type and compares with plain loops in double
-// precision, to 2e-4 of the sum of the absolute values of what is added up. Takes milliseconds. May be called from any
-// thread. A processor that cannot run the library's code ends the process here as anywhere else: call it in a child process.
-// Errors: KVEDGE_E_UNSUPPORTED (a kernel's result is wrong; the message names it), KVEDGE_E_UNKNOWN, KVEDGE_E_ARGUMENT,
-// KVEDGE_E_MEMORY.
+// Runs every kernel of the table of that name on made-up rows of every storage type and compares with plain loops in double precision, to
+// 2e-4 of the sum of the absolute values of what is added up. Takes milliseconds. May be called from any thread. A processor that cannot
+// run the library's code ends the process here as anywhere else: call it in a child process. Errors: KVEDGE_E_UNSUPPORTED (a kernel's
+// result is wrong; the message names it), KVEDGE_E_UNKNOWN, KVEDGE_E_ARGUMENT, KVEDGE_E_MEMORY.
 KVEDGE_API kvedge_status kvedge_check_kernels(const char * name, kvedge_error * err);
 
-// Makes llama.cpp ready to compute where its CPU code comes as one library per generation of processors (builds with
-// KVEDGE_PORTABLE, such as wheels): loads the one for this processor, and other backends of ggml, from the folder in which
-// libkvedge lies. ggml_backend_load_all() would look beside the program and in the current folder only. Call it once,
-// before a model is loaded:
+// Makes llama.cpp ready to compute where its CPU code comes as one library per generation of processors (builds with KVEDGE_PORTABLE, such
+// as wheels): loads the one for this processor, and other backends of ggml, from the folder in which libkvedge lies.
+// ggml_backend_load_all() would look beside the program and in the current folder only. Call it once, before a model is loaded:
 //
 //     if (kvedge_load_backends(&err) != KVEDGE_OK) { fprintf(stderr, "%s\n", err.message); return 1; }
 //     llama_model * model = llama_model_load_from_file(...);
@@ -215,16 +212,14 @@ KVEDGE_API kvedge_status kvedge_plan_set(kvedge_plan * plan, const char * key, c
 //                        budgets NULL
 //   allocator "calibrated"    values [n_layers][n_columns]: share of all pairs that each KV head keeps, >= 0, in any unit, or with
 //                        allocator.share_of "prompt" its share of the prompt; n_columns = Hkv; budgets NULL
-// Each stage has a profile of its own. n_layers counts all layers of the model, row i being layer i, also those that kvedge
-// does not store. All is copied.
-// values NULL: the stage has no profile any more.
+// Each stage has a profile of its own. n_layers counts all layers of the model, row i being layer i, also those that kvedge does not store.
+// All is copied. values NULL: the stage has no profile any more.
 //
 //     kvedge_plan_set(plan, "allocator", "heads", &err);
 //     kvedge_plan_set_profile(plan, KVEDGE_STAGE_ALLOCATOR, scores, NULL, 32, 32, &err);
 //
-// Errors: KVEDGE_E_ARGUMENT (the member takes no profile, or the numbers are out of range), KVEDGE_E_MEMORY. A profile that
-// is missing, or of another shape than the model, is refused with KVEDGE_E_ARGUMENT by kvedge_attach, kvedge_set_plan and
-// kvedge_compress_arrays.
+// Errors: KVEDGE_E_ARGUMENT (the member takes no profile, or the numbers are out of range), KVEDGE_E_MEMORY. A profile that is missing, or
+// of another shape than the model, is refused with KVEDGE_E_ARGUMENT by kvedge_attach, kvedge_set_plan and kvedge_compress_arrays.
 KVEDGE_API kvedge_status kvedge_plan_set_profile(
     kvedge_plan * plan, kvedge_stage stage, const float * values, const float * budgets, int32_t n_layers, int32_t n_columns,
     kvedge_error * err);
@@ -232,9 +227,8 @@ KVEDGE_API kvedge_status kvedge_plan_set_profile(
 // Checks that the fields fit together (for example that the budget in pairs is not below recent + sinks in pairs).
 KVEDGE_API kvedge_status kvedge_plan_check(const kvedge_plan * plan, kvedge_error * err);
 
-// KV pairs per layer and KV head that the plan keeps of a prompt of n_tokens: floor(n_tokens * ratio + 1e-9), at least 1,
-// at most n_tokens; or the budget in pairs. All of them where the scorer's window covers the prompt (SnapKV). 0 if
-// n_tokens <= 0.
+// KV pairs per layer and KV head that the plan keeps of a prompt of n_tokens: floor(n_tokens * ratio + 1e-9), at least 1, at most n_tokens;
+// or the budget in pairs. All of them where the scorer's window covers the prompt (SnapKV). 0 if n_tokens <= 0.
 KVEDGE_API int32_t kvedge_plan_budget(const kvedge_plan * plan, int32_t n_tokens);
 
 // ---------------------------------------------------------------------------------------------------------
@@ -284,8 +278,7 @@ KVEDGE_API kvedge_status kvedge_plan_check_stream(const kvedge_plan * plan, kved
 // values while a prompt of n_tokens is read and compressed under the plan: scores, and as far as the stages look at them column
 // sums and their squares, entropies, queries of the prompt or of the window, their mean and covariance, and the largest
 // attention of each token. 0 where the plan keeps everything.
-KVEDGE_API uint64_t kvedge_plan_score_bytes(
-    const kvedge_plan * plan, int32_t n_tokens, int32_t n_heads, int32_t n_heads_kv, int32_t d_k);
+KVEDGE_API uint64_t kvedge_plan_score_bytes(const kvedge_plan * plan, int32_t n_tokens, int32_t n_heads, int32_t n_heads_kv, int32_t d_k);
 
 // ---------------------------------------------------------------------------------------------------------
 // The cache of a llama_context
@@ -342,8 +335,7 @@ typedef struct kvedge_options {
     kvedge_rotate  rotate;      // of q8_0, q4_0 and tq3
 } kvedge_options;
 
-// Fills options [struct_size bytes] with the defaults: f16, 0, true, KVEDGE_TYPE_SAME twice, KVEDGE_DEVICES_AUTO,
-// KVEDGE_ROTATE_AUTO.
+// Fills options [struct_size bytes] with the defaults: f16, 0, true, KVEDGE_TYPE_SAME twice, KVEDGE_DEVICES_AUTO, KVEDGE_ROTATE_AUTO.
 //
 //     kvedge_options options;
 //     kvedge_options_init(&options, sizeof(options), NULL);
@@ -352,13 +344,12 @@ typedef struct kvedge_options {
 // Errors: KVEDGE_E_ARGUMENT (NULL, or a size that is too small).
 KVEDGE_API kvedge_status kvedge_options_init(kvedge_options * options, size_t struct_size, kvedge_error * err);
 
-// Takes over the KV memory of `ctx`. The context must hold no tokens. From now on llama_decode stores and attends
-// through the cache for every full-attention layer; sliding-window, recurrent and MLA layers stay as they are.
-// plan: copied; NULL keeps everything. options: NULL for the defaults.
-// Errors: KVEDGE_E_ARGUMENT (ctx or out is NULL, options that contradict themselves), KVEDGE_E_NOTHING (no layer to take over; the context is unchanged and usable), KVEDGE_E_STATE (tokens present,
-// or another provider attached), KVEDGE_E_BUDGET, KVEDGE_E_MEMORY, KVEDGE_E_UNSUPPORTED (head sizes that the storage type
-// cannot hold, or that cannot be rotated, or scorer expected where it is not known how the model turns queries by their
-// positions; the context is unchanged and usable).
+// Takes over the KV memory of `ctx`. The context must hold no tokens. From now on llama_decode stores and attends through the cache for
+// every full-attention layer; sliding-window, recurrent and MLA layers stay as they are. plan: copied; NULL keeps everything. options: NULL
+// for the defaults. Errors: KVEDGE_E_ARGUMENT (ctx or out is NULL, options that contradict themselves), KVEDGE_E_NOTHING (no layer to take
+// over; the context is unchanged and usable), KVEDGE_E_STATE (tokens present, or another provider attached), KVEDGE_E_BUDGET,
+// KVEDGE_E_MEMORY, KVEDGE_E_UNSUPPORTED (head sizes that the storage type cannot hold, or that cannot be rotated, or scorer expected where
+// it is not known how the model turns queries by their positions; the context is unchanged and usable).
 KVEDGE_API kvedge_status kvedge_attach(
     struct llama_context * ctx, const kvedge_plan * plan, const kvedge_options * options, kvedge_cache ** out,
     kvedge_error * err);
@@ -378,8 +369,7 @@ KVEDGE_API kvedge_status kvedge_set_plan(kvedge_cache * kv, const kvedge_plan * 
 //     kvedge_set_sequence_plan(kv, 3, careful, &err);
 //
 // Errors: KVEDGE_E_ARGUMENT, KVEDGE_E_BUDGET, KVEDGE_E_MEMORY.
-KVEDGE_API kvedge_status kvedge_set_sequence_plan(
-    kvedge_cache * kv, int32_t seq_id, const kvedge_plan * plan, kvedge_error * err);
+KVEDGE_API kvedge_status kvedge_set_sequence_plan(kvedge_cache * kv, int32_t seq_id, const kvedge_plan * plan, kvedge_error * err);
 
 // Switches automatic compression on or off (kvedge_options.auto_compress). While it is off, a prompt lasts until
 // kvedge_compress: tokens that come one by one are part of it.
@@ -392,20 +382,18 @@ typedef enum kvedge_keep_place {
     KVEDGE_KEEP_FILE   = 2,  // in a file without a name, written while the answer is decoded, whose pages are the system's to drop
 } kvedge_keep_place;
 
-// Keeps the rows of every sequence that is compressed from now on as they were, and what was observed of them, behind the
-// compressed ones. The answer is decoded with the compressed ones. Tokens of a later message attend to all rows, and the
-// compression after them chooses from all rows anew, as if the conversation were one prompt. The rows of an answer count as they
-// were computed; a caller that wants them as the whole cache would have them removes the answer's tokens
-// (llama_memory_seq_rm) and decodes them again before the message. Not for streams and bounded prompts.
-// folder: UTF-8, of a local drive, for KVEDGE_KEEP_FILE; NULL: the current one. most_bytes: of all whole rows together, beyond
-// which the oldest are given up; 0: no limit. Where rows cannot be kept, for a full disk, say, the sequence goes on without,
-// and kvedge_keep_problem says why. Errors: KVEDGE_E_UNSUPPORTED (a network drive), KVEDGE_E_FILE.
+// Keeps the rows of every sequence that is compressed from now on as they were, and what was observed of them, behind the compressed ones.
+// The answer is decoded with the compressed ones. Tokens of a later message attend to all rows, and the compression after them chooses from
+// all rows anew, as if the conversation were one prompt. The rows of an answer count as they were computed; a caller that wants them as the
+// whole cache would have them removes the answer's tokens (llama_memory_seq_rm) and decodes them again before the message. Not for streams
+// and bounded prompts. folder: UTF-8, of a local drive, for KVEDGE_KEEP_FILE; NULL: the current one. most_bytes: of all whole rows
+// together, beyond which the oldest are given up; 0: no limit. Where rows cannot be kept, for a full disk, say, the sequence goes on
+// without, and kvedge_keep_problem says why. Errors: KVEDGE_E_UNSUPPORTED (a network drive), KVEDGE_E_FILE.
 KVEDGE_API kvedge_status kvedge_keep(kvedge_cache * kv, kvedge_keep_place place, const char * folder, uint64_t most_bytes, kvedge_error * err);
 // Limits what compressions of a sequence keep of its tokens [first, last), such as an image's: `most` rows at most in every head,
 // the best by the scorer's scores; 0: none; negative: the plan decides again. A limit takes the place of those that overlap it.
 // Errors: KVEDGE_E_ARGUMENT (no such tokens).
-KVEDGE_API kvedge_status kvedge_limit_tokens(
-    kvedge_cache * kv, int32_t seq_id, int32_t first, int32_t last, int32_t most, kvedge_error * err);
+KVEDGE_API kvedge_status kvedge_limit_tokens(kvedge_cache * kv, int32_t seq_id, int32_t first, int32_t last, int32_t most, kvedge_error * err);
 // Chooses again, under the plan and the limits of now, what a sequence keeps of its whole rows; nothing is read again, and tokens
 // since the last compression stay. On failure it keeps what it kept. Errors: KVEDGE_E_STATE (there are no whole rows),
 // KVEDGE_E_UNSUPPORTED (a decode policy dropped rows of the answer), and those of kvedge_compress.
@@ -413,15 +401,13 @@ KVEDGE_API kvedge_status kvedge_choose_again(kvedge_cache * kv, int32_t seq_id, 
 // Why a sequence has no whole rows although they were asked for; NULL: it has them, or they were not. Until the next call.
 KVEDGE_API const char * kvedge_keep_problem(const kvedge_cache * kv, int32_t seq_id);
 
-// Compresses, now, the tokens of sequence seq_id that were added since its last compression, and returns their
-// memory. Does nothing (KVEDGE_OK) when there are none, when the budget covers them all (a quantised storage type is
-// written even then), or in the middle of an answer that a decode policy bounds. Where recent and sinks together exceed the
-// budget, sinks are dropped first; with scorer position recent tokens are.
-// A failure leaves the sequence as it was. Errors: KVEDGE_E_STATE, KVEDGE_E_MEMORY.
+// Compresses, now, the tokens of sequence seq_id that were added since its last compression, and returns their memory. Does nothing
+// (KVEDGE_OK) when there are none, when the budget covers them all (a quantised storage type is written even then), or in the middle of an
+// answer that a decode policy bounds. Where recent and sinks together exceed the budget, sinks are dropped first; with scorer position
+// recent tokens are. A failure leaves the sequence as it was. Errors: KVEDGE_E_STATE, KVEDGE_E_MEMORY.
 KVEDGE_API kvedge_status kvedge_compress(kvedge_cache * kv, int32_t seq_id, kvedge_error * err);
 
-// Returns and clears the first error of kvedge inside llama_decode, which itself returns only a code, since the last call; or
-// KVEDGE_OK.
+// Returns and clears the first error of kvedge inside llama_decode, which itself returns only a code, since the last call; or KVEDGE_OK.
 KVEDGE_API kvedge_status kvedge_take_error(kvedge_cache * kv, kvedge_error * err);
 
 // Announces n_tokens more of sequence seq_id, in batches of any size. Buffers on devices are then made once for all of them,
@@ -439,15 +425,12 @@ KVEDGE_API kvedge_status kvedge_expect(kvedge_cache * kv, int32_t seq_id, int32_
 //     kvedge_bound_prompt(kv, 0, mask, n, &err);
 //     if (llama_decode(ctx, batch) != 0 || kvedge_compress(kv, 0, &err) != KVEDGE_OK) { ... }   // compress reports failures
 
-// Announces that the next llama_decode of sequence seq_id brings a whole prompt of n_tokens in one batch of its own: tokens,
-// or embeddings for text and images alike. image_mask [n_tokens]: 1 for an embedding of an image; NULL: there are none.
-// n_ubatch of the context must be n_tokens or more. The kept sets are those of a prompt that is not bounded (but see
-// kvedge_plan_check_bounded for budgets that need all layers). Afterwards the prompt counts as compressed, whatever
-// auto_compress says.
-// A failure after this call loses the prompt: clear the sequence. Errors: KVEDGE_E_UNSUPPORTED (as
-// kvedge_plan_check_bounded), KVEDGE_E_ARGUMENT, KVEDGE_E_STATE, KVEDGE_E_MEMORY.
-KVEDGE_API kvedge_status kvedge_bound_prompt(
-    kvedge_cache * kv, int32_t seq_id, const uint8_t * image_mask, int32_t n_tokens, kvedge_error * err);
+// Announces that the next llama_decode of sequence seq_id brings a whole prompt of n_tokens in one batch of its own: tokens, or embeddings
+// for text and images alike. image_mask [n_tokens]: 1 for an embedding of an image; NULL: there are none. n_ubatch of the context must be
+// n_tokens or more. The kept sets are those of a prompt that is not bounded (but see kvedge_plan_check_bounded for budgets that need all
+// layers). Afterwards the prompt counts as compressed, whatever auto_compress says. A failure after this call loses the prompt: clear the
+// sequence. Errors: KVEDGE_E_UNSUPPORTED (as kvedge_plan_check_bounded), KVEDGE_E_ARGUMENT, KVEDGE_E_STATE, KVEDGE_E_MEMORY.
+KVEDGE_API kvedge_status kvedge_bound_prompt(kvedge_cache * kv, int32_t seq_id, const uint8_t * image_mask, int32_t n_tokens, kvedge_error * err);
 
 // Layers of the sequence's bounded prompt that are done, for a progress bar. Any thread may ask, also while llama_decode runs.
 // -1: there is no bounded prompt.
@@ -458,8 +441,7 @@ KVEDGE_API int32_t kvedge_bounded_layers(const kvedge_cache * kv, int32_t seq_id
 // twice the even budget, is trimmed then, and gets no more than that; nothing may be merged or quantised meanwhile. Allocator
 // entropy and reducer match cannot be bounded. A stage of the program's own must be thread_safe, and cannot be the allocator.
 // Errors: KVEDGE_E_UNSUPPORTED, with the stage that stands in the way; KVEDGE_E_ARGUMENT.
-KVEDGE_API kvedge_status kvedge_plan_check_bounded(
-    const kvedge_plan * plan, kvedge_type type_k, kvedge_type type_v, kvedge_error * err);
+KVEDGE_API kvedge_status kvedge_plan_check_bounded(const kvedge_plan * plan, kvedge_type type_k, kvedge_type type_v, kvedge_error * err);
 
 // ---------------------------------------------------------------------------------------------------------
 // Streams: video, and images without end
@@ -475,16 +457,14 @@ KVEDGE_API kvedge_status kvedge_plan_check_bounded(
 // of KV pairs per layer and head. Call it after every image, or every so many tokens, and while the answer is generated, whose
 // tokens count as well. kvedge_compress does this for a sequence that is a stream already.
 //
-// Where kvedge stores every layer of the model, llama.cpp's own cells of the sequence are freed, all but the newest: n_ctx
-// then bounds the tokens between two calls, not the stream (kvedge_cells). Positions go on from token to token;
-// kvedge_renumber makes them smaller. After kvedge_load, the first call makes the loaded sequence a stream again and changes no row. Where
-// llama_memory_seq_rm takes more rows from one head than from another, the others give up their oldest rows behind the sinks, so
-// that all heads hold as many rows.
-// Of an empty sequence only the plan is checked. A failure leaves the rows as they were.
-// Errors: KVEDGE_E_UNSUPPORTED (a budget that is a share; an allocator other than uniform; a decode policy; scorer mean, or
-// cumulative with share = layer; reducer match; text_overflow = keep_all; a window longer than the budget; a quantised storage type; a
-// sequence whose heads hold different numbers of KV pairs), KVEDGE_E_STATE (the plan's scorer saw nothing of what came),
-// KVEDGE_E_MEMORY, KVEDGE_E_STAGE.
+// Where kvedge stores every layer of the model, llama.cpp's own cells of the sequence are freed, all but the newest: n_ctx then bounds the
+// tokens between two calls, not the stream (kvedge_cells). Positions go on from token to token; kvedge_renumber makes them smaller. After
+// kvedge_load, the first call makes the loaded sequence a stream again and changes no row. Where llama_memory_seq_rm takes more rows from
+// one head than from another, the others give up their oldest rows behind the sinks, so that all heads hold as many rows. Of an empty
+// sequence only the plan is checked. A failure leaves the rows as they were. Errors: KVEDGE_E_UNSUPPORTED (a budget that is a share; an
+// allocator other than uniform; a decode policy; scorer mean, or cumulative with share = layer; reducer match; text_overflow = keep_all; a
+// window longer than the budget; a quantised storage type; a sequence whose heads hold different numbers of KV pairs), KVEDGE_E_STATE (the
+// plan's scorer saw nothing of what came), KVEDGE_E_MEMORY, KVEDGE_E_STAGE.
 KVEDGE_API kvedge_status kvedge_compress_stream(kvedge_cache * kv, int32_t seq_id, kvedge_error * err);
 
 // Number of the sequence's tokens that hold a cell of llama.cpp's own cache, which has n_ctx cells. In a stream only the tokens
@@ -496,16 +476,15 @@ KVEDGE_API int32_t kvedge_cells(const kvedge_cache * kv, int32_t seq_id);
 //
 //     if (n_past + n > trained) kvedge_renumber(kv, 0, trained / 2, &n_past, &err);   // before the next n tokens
 //
-// next: the position at which the next token would come (behind an image of an M-RoPE model: the first one beyond the image);
-// afterwards at most `most`, >= 1. Where it is that already, or the sequence is empty, only the model is checked.
-// A token's new position holds for all layers and heads. A position of which no head holds a token is a gap. The oldest gaps are
-// closed, as many as must be: all later distances stay. Where there are too few, the last most / 2 positions keep their distances,
-// and all before share the others in their order, several tokens one position if need be. Distances never grow. An image of
-// an M-RoPE model moves as a whole. Each number of a key that turns is rounded once to the storage type.
-// llama.cpp's own cells of the sequence are freed but one, at the last token's new position. The logits of the last token are
-// gone: sample before. A failure leaves rows and positions as they were. Errors: KVEDGE_E_UNSUPPORTED (quantised keys; llama.cpp
-// keeps layers of the model itself; the model has learned its positions; it is not known how keys turn; positions do not ascend),
-// KVEDGE_E_STATE (a second pass was begun; allocator entropy or reducer match waits for the compression of a prompt; llama.cpp
+// next: the position at which the next token would come (behind an image of an M-RoPE model: the first one beyond the image); afterwards at
+// most `most`, >= 1. Where it is that already, or the sequence is empty, only the model is checked. A token's new position holds for all
+// layers and heads. A position of which no head holds a token is a gap. The oldest gaps are closed, as many as must be: all later distances
+// stay. Where there are too few, the last most / 2 positions keep their distances, and all before share the others in their order, several
+// tokens one position if need be. Distances never grow. An image of an M-RoPE model moves as a whole. Each number of a key that turns is
+// rounded once to the storage type. llama.cpp's own cells of the sequence are freed but one, at the last token's new position. The logits
+// of the last token are gone: sample before. A failure leaves rows and positions as they were. Errors: KVEDGE_E_UNSUPPORTED (quantised
+// keys; llama.cpp keeps layers of the model itself; the model has learned its positions; it is not known how keys turn; positions do not
+// ascend), KVEDGE_E_STATE (a second pass was begun; allocator entropy or reducer match waits for the compression of a prompt; llama.cpp
 // could not enter the position, and knows of none of the sequence then), KVEDGE_E_ARGUMENT, KVEDGE_E_MEMORY.
 KVEDGE_API kvedge_status kvedge_renumber(kvedge_cache * kv, int32_t seq_id, int32_t most, int32_t * next, kvedge_error * err);
 
@@ -517,15 +496,17 @@ KVEDGE_API kvedge_status kvedge_renumber(kvedge_cache * kv, int32_t seq_id, int3
 //     llama_decode(ctx, last_token_and_guesses);      // logits of every token are asked for
 //     kvedge_verify_end(kv, 0, 1 + n_right, &err);    // the guesses that the model does not agree with are gone
 
-// The next n tokens of sequence seq_id, n >= 1, are tokens of its answer; the first one starts a compression that is due. Where
-// whole rows are kept (kvedge_keep) these tokens attend to all of them, so that they are the whole cache's tokens: what was decoded
-// with the compressed rows since the last verification was a draft, and is removed, also from llama.cpp's memory; the n tokens begin
-// with the first of it. kvedge_verify_end then gives the compressed rows those of the tokens that stay. Until
+// The next n tokens of sequence seq_id, n >= 1, are tokens of its answer; the first one starts a compression that is due. Until
 // kvedge_verify_end the sequence cannot be compressed or saved. Errors: KVEDGE_E_STATE (an empty sequence, a prompt that is not
 // compressed though the cache does not do it by itself, a verification or a second pass that was not ended), KVEDGE_E_ARGUMENT
-// (n is more than kvedge_verify_room), KVEDGE_E_UNSUPPORTED (the decode policy drops rows, a stream, a model with recurrent layers, whole rows
-// behind rows on a device).
+// (n is more than kvedge_verify_room), KVEDGE_E_UNSUPPORTED (the decode policy drops rows, a stream, a model with recurrent layers).
 KVEDGE_API kvedge_status kvedge_verify_begin(kvedge_cache * kv, int32_t seq_id, int32_t n, kvedge_error * err);
+
+// The same over whole rows (kvedge_keep): the tokens are those of the whole cache. Tokens that came since the last compression or
+// verification over whole rows were drafts: they are removed, and the n tokens begin with the first of them. kvedge_verify_end
+// gives the compressed rows those of the tokens that stay. Errors: also KVEDGE_E_STATE (there are no whole rows),
+// KVEDGE_E_UNSUPPORTED (rows lie on a device).
+KVEDGE_API kvedge_status kvedge_verify_whole(kvedge_cache * kv, int32_t seq_id, int32_t n, kvedge_error * err);
 
 // The first n_accepted of these tokens stay; the others leave the sequence and llama.cpp's own memory. After a llama_decode that
 // failed n_accepted is 0; that does nothing where there is no verification. Errors: KVEDGE_E_ARGUMENT (fewer came), KVEDGE_E_STATE.
@@ -583,9 +564,8 @@ KVEDGE_API int32_t kvedge_layer_id(const kvedge_cache * kv, int32_t i);
 // Static storage.
 KVEDGE_API const char * kvedge_layer_device(const kvedge_cache * kv, int32_t i);
 
-// Why the last compression of the sequence took place on the host although rows lay on a device: the device and the operation
-// that it lacks, or the stage that has no graph. NULL: there is no reason to tell, or no such sequence. Valid until the sequence
-// changes.
+// Why the last compression of the sequence took place on the host although rows lay on a device: the device and the operation that it
+// lacks, or the stage that has no graph. NULL: there is no reason to tell, or no such sequence. Valid until the sequence changes.
 KVEDGE_API const char * kvedge_device_problem(const kvedge_cache * kv, int32_t seq_id);
 
 // KV pairs that stored layer i, KV head `head` holds now for the sequence; -1 if there is none such.
@@ -599,9 +579,8 @@ KVEDGE_API kvedge_status kvedge_head_tokens(
 // Query heads of stored layer i (H); query head h reads KV head h / (H / Hkv). -1: no such layer.
 KVEDGE_API int32_t kvedge_query_heads(const kvedge_cache * kv, int32_t i);
 
-// Switches watching on or off (off after kvedge_attach): whether the attention of tokens that are decoded one by one is
-// kept for kvedge_attention. Costs H floats per layer and stored row while it is on (counted in score_bytes), nothing
-// while it is off.
+// Switches watching on or off (off after kvedge_attach): whether the attention of tokens that are decoded one by one is kept for
+// kvedge_attention. Costs H floats per layer and stored row while it is on (counted in score_bytes), nothing while it is off.
 KVEDGE_API kvedge_status kvedge_watch(kvedge_cache * kv, bool on, kvedge_error * err);
 
 // What the sequence's last token paid to each stored KV pair: the softmax weights of query head `query_head` of stored
@@ -631,8 +610,7 @@ KVEDGE_API kvedge_status kvedge_head_biases(
 // Scores [Hkv][kvedge_stats.n_pending] that the plan's scorer gives to the tokens of stored layer i that were added since the last
 // compression, without compressing. n_out: floats that fit `out`. Errors: KVEDGE_E_ARGUMENT, KVEDGE_E_STATE (nothing is pending,
 // or the plan was set after the prompt and its scorer saw too little), KVEDGE_E_MEMORY.
-KVEDGE_API kvedge_status kvedge_pending_scores(
-    const kvedge_cache * kv, int32_t seq_id, int32_t i, float * out, int32_t n_out, kvedge_error * err);
+KVEDGE_API kvedge_status kvedge_pending_scores(const kvedge_cache * kv, int32_t seq_id, int32_t i, float * out, int32_t n_out, kvedge_error * err);
 
 // ---------------------------------------------------------------------------------------------------------
 // Sessions: a sequence in a file or in memory, to go on with it later without reading its prompt again
@@ -648,11 +626,10 @@ KVEDGE_API kvedge_status kvedge_pending_scores(
 // 3 where rows have biases (kvedge_head_biases), 2 where they are rotated (kvedge_rotate), else files are of version 1
 #define KVEDGE_SESSION_VERSION 3
 
-// Writes sequence seq_id to `path` (UTF-8). The file appears whole: until everything is on the disk, what was there stays.
-// Only its owner may read it. model: a name or hash of the model, at most 255 bytes, that kvedge_load compares.
-// note: n_note bytes of the caller's own, at most 64 MiB (NULL if 0).
-// Errors: KVEDGE_E_STATE (nothing to save, or a prompt that is not compressed yet: call kvedge_compress), KVEDGE_E_FILE,
-// KVEDGE_E_UNSUPPORTED (some full-attention layers are not kvedge's), KVEDGE_E_MEMORY, KVEDGE_E_ARGUMENT.
+// Writes sequence seq_id to `path` (UTF-8). The file appears whole: until everything is on the disk, what was there stays. Only its owner
+// may read it. model: a name or hash of the model, at most 255 bytes, that kvedge_load compares. note: n_note bytes of the caller's own, at
+// most 64 MiB (NULL if 0). Errors: KVEDGE_E_STATE (nothing to save, or a prompt that is not compressed yet: call kvedge_compress),
+// KVEDGE_E_FILE, KVEDGE_E_UNSUPPORTED (some full-attention layers are not kvedge's), KVEDGE_E_MEMORY, KVEDGE_E_ARGUMENT.
 KVEDGE_API kvedge_status kvedge_save(
     kvedge_cache * kv, int32_t seq_id, const char * path, const char * model, const void * note, size_t n_note,
     kvedge_error * err);
@@ -667,12 +644,10 @@ KVEDGE_API kvedge_status kvedge_load(kvedge_cache * kv, int32_t seq_id, const ch
 // Writes sequence seq_id to memory, in the form of kvedge_save without a note: to put a conversation aside, to begin several
 // with what they share, or to go on in another context of the same model. data [*n_data]; *n_data: the room there, and then the
 // bytes that the sequence takes; NULL and 0: only how many. Nothing is changed. Errors: those of kvedge_save; KVEDGE_E_ARGUMENT too where the room is too small.
-KVEDGE_API kvedge_status kvedge_pack(
-    kvedge_cache * kv, int32_t seq_id, const char * model, void * data, size_t * n_data, kvedge_error * err);
+KVEDGE_API kvedge_status kvedge_pack(kvedge_cache * kv, int32_t seq_id, const char * model, void * data, size_t * n_data, kvedge_error * err);
 
 // Reads bytes of kvedge_pack, or of a file of kvedge_save, as kvedge_load reads a file. Errors: those of kvedge_load.
-KVEDGE_API kvedge_status kvedge_unpack(
-    kvedge_cache * kv, int32_t seq_id, const char * model, const void * data, size_t n_data, kvedge_error * err);
+KVEDGE_API kvedge_status kvedge_unpack(kvedge_cache * kv, int32_t seq_id, const char * model, const void * data, size_t n_data, kvedge_error * err);
 
 typedef struct kvedge_saved {
     size_t   struct_size;  // set by the caller to sizeof(kvedge_saved) before the call
@@ -681,9 +656,8 @@ typedef struct kvedge_saved {
     char     model[256];   // as given to kvedge_save
 } kvedge_saved;
 
-// What a file of kvedge_save says at its beginning; the rows are not read, but the length of the file is checked.
-// The note goes to note[0 .. min(note_bytes, n_note) - 1]; NULL and 0: only the figures.
-// Errors: KVEDGE_E_FILE, KVEDGE_E_ARGUMENT, KVEDGE_E_MEMORY.
+// What a file of kvedge_save says at its beginning; the rows are not read, but the length of the file is checked. The note goes to note[0
+// .. min(note_bytes, n_note) - 1]; NULL and 0: only the figures. Errors: KVEDGE_E_FILE, KVEDGE_E_ARGUMENT, KVEDGE_E_MEMORY.
 KVEDGE_API kvedge_status kvedge_read_saved(const char * path, kvedge_saved * out, void * note, size_t n_note, kvedge_error * err);
 
 // ---------------------------------------------------------------------------------------------------------
@@ -700,12 +674,11 @@ KVEDGE_API kvedge_status kvedge_read_saved(const char * path, kvedge_saved * out
 //     kvedge_plan_add_scorer(plan, &mine, &err);
 //     kvedge_plan_set(plan, "scorer", "largest", &err);          // composes with every allocator, reducer, policy
 //
-// A callback returns KVEDGE_OK or, to end the request, any other status with a reason in err->message; whoever asked
-// for the compression is then told KVEDGE_E_STAGE and the reason, and the sequence stays as it was. What a callback
-// writes is checked: NaN, or counts that miss the budget, are such failures too. Callbacks run on the thread that called
-// kvedge_compress, kvedge_compress_arrays or llama_decode, one at a time; with thread_safe, several threads call them at
-// once, each for another layer or head. The arrays they are given live until they return. They must not throw, nor use
-// the cache or the context.
+// A callback returns KVEDGE_OK or, to end the request, any other status with a reason in err->message; whoever asked for the compression is
+// then told KVEDGE_E_STAGE and the reason, and the sequence stays as it was. What a callback writes is checked: NaN, or counts that miss
+// the budget, are such failures too. Callbacks run on the thread that called kvedge_compress, kvedge_compress_arrays or llama_decode, one
+// at a time; with thread_safe, several threads call them at once, each for another layer or head. The arrays they are given live until they
+// return. They must not throw, nor use the cache or the context.
 
 // A stage's name: 1 to 40 of a-z, 0-9 and "-", starting with a letter, and none that kvedge_stage_name lists.
 // All structs are copied, with their texts; functions and user_data must outlive the plan and every cache that has it.
@@ -790,8 +763,7 @@ typedef struct kvedge_custom_reducer {
 
 // Errors: KVEDGE_E_ARGUMENT (a name that is taken or not allowed, a setting that contradicts itself, no function).
 KVEDGE_API kvedge_status kvedge_plan_add_scorer(kvedge_plan * plan, const kvedge_custom_scorer * scorer, kvedge_error * err);
-KVEDGE_API kvedge_status kvedge_plan_add_allocator(
-    kvedge_plan * plan, const kvedge_custom_allocator * allocator, kvedge_error * err);
+KVEDGE_API kvedge_status kvedge_plan_add_allocator(kvedge_plan * plan, const kvedge_custom_allocator * allocator, kvedge_error * err);
 KVEDGE_API kvedge_status kvedge_plan_add_reducer(kvedge_plan * plan, const kvedge_custom_reducer * reducer, kvedge_error * err);
 
 // A shared library of stages for `kvedge chat --plugin FILE` exports one function; it need not link libkvedge:
@@ -839,22 +811,19 @@ typedef enum kvedge_pairs {
 //
 // Errors: KVEDGE_E_ARGUMENT, KVEDGE_E_MEMORY. More channels than a head has are refused with KVEDGE_E_ARGUMENT by
 // kvedge_compress_arrays, where the plan asks for the rotation.
-KVEDGE_API kvedge_status kvedge_plan_set_rotation(
-    kvedge_plan * plan, kvedge_pairs pairs, const double * angles, int32_t n, kvedge_error * err);
+KVEDGE_API kvedge_status kvedge_plan_set_rotation(kvedge_plan * plan, kvedge_pairs pairs, const double * angles, int32_t n, kvedge_error * err);
 
-// Gives arrays the output projection of their layers, W_O, by which plans with critical l1 or l2, or with scorer.projected of
-// scorer "replay", weigh values: what head h of layer l adds to a row of the residual stream is a row of d_v numbers times
-// values[l][h]. Of a context the model's own weights hold instead. values [n_layers][n_heads][d_v][width], finite, are copied;
-// NULL: there are none, as without this call.
-// Errors: KVEDGE_E_ARGUMENT, KVEDGE_E_MEMORY. A projection that is missing is refused with KVEDGE_E_ARGUMENT, one of another
-// shape than the arrays with KVEDGE_E_UNSUPPORTED, by kvedge_compress_arrays, where the plan asks for it.
+// Gives arrays the output projection of their layers, W_O, by which plans with critical l1 or l2, or with scorer.projected of scorer
+// "replay", weigh values: what head h of layer l adds to a row of the residual stream is a row of d_v numbers times values[l][h]. Of a
+// context the model's own weights hold instead. values [n_layers][n_heads][d_v][width], finite, are copied; NULL: there are none, as
+// without this call. Errors: KVEDGE_E_ARGUMENT, KVEDGE_E_MEMORY. A projection that is missing is refused with KVEDGE_E_ARGUMENT, one of
+// another shape than the arrays with KVEDGE_E_UNSUPPORTED, by kvedge_compress_arrays, where the plan asks for it.
 KVEDGE_API kvedge_status kvedge_plan_set_projection(
     kvedge_plan * plan, const float * values, int32_t n_layers, int32_t n_heads, int32_t d_v, int32_t width, kvedge_error * err);
 
-// Stores k and v as `type`, attends causally with scale 1/sqrt(d), compresses by the plan. A quantised type is written last:
-// attention, scores and merges see f16.
-// n_threads: 0 for one per core, or fewer for small arrays.
-// Errors: KVEDGE_E_ARGUMENT, KVEDGE_E_MEMORY, KVEDGE_E_UNSUPPORTED (d that the type cannot hold).
+// Stores k and v as `type`, attends causally with scale 1/sqrt(d), compresses by the plan. A quantised type is written last: attention,
+// scores and merges see f16. n_threads: 0 for one per core, or fewer for small arrays. Errors: KVEDGE_E_ARGUMENT, KVEDGE_E_MEMORY,
+// KVEDGE_E_UNSUPPORTED (d that the type cannot hold).
 KVEDGE_API kvedge_status kvedge_compress_arrays(
     const kvedge_plan * plan, const kvedge_arrays * in, kvedge_type type, int32_t n_threads, kvedge_result ** out,
     kvedge_error * err);
@@ -864,15 +833,13 @@ KVEDGE_API kvedge_status kvedge_compress_arrays_as(
     const kvedge_plan * plan, const kvedge_arrays * in, kvedge_type type_k, kvedge_type type_v, int32_t n_threads,
     kvedge_result ** out, kvedge_error * err);
 
-// As kvedge_compress_arrays, with the types, threads and rotation of options; no other field is looked at. NULL: the defaults.
-// The result holds rows as they are read: rotated, quantised, and rotated back. Errors: also KVEDGE_E_UNSUPPORTED (a d that
-// cannot be rotated).
+// As kvedge_compress_arrays, with the types, threads and rotation of options; no other field is looked at. NULL: the defaults. The result
+// holds rows as they are read: rotated, quantised, and rotated back. Errors: also KVEDGE_E_UNSUPPORTED (a d that cannot be rotated).
 KVEDGE_API kvedge_status kvedge_compress_arrays_by(
     const kvedge_plan * plan, const kvedge_arrays * in, const kvedge_options * options, kvedge_result ** out, kvedge_error * err);
 
-// Compresses the arrays as a stream (kvedge_compress_stream): `step` >= 1 tokens at a time attend to the rows that are kept of
-// the tokens before, and are compressed together with them. The result has no scores. Errors: also those of
-// kvedge_compress_stream.
+// Compresses the arrays as a stream (kvedge_compress_stream): `step` >= 1 tokens at a time attend to the rows that are kept of the tokens
+// before, and are compressed together with them. The result has no scores. Errors: also those of kvedge_compress_stream.
 KVEDGE_API kvedge_status kvedge_stream_arrays(
     const kvedge_plan * plan, const kvedge_arrays * in, kvedge_type type_k, kvedge_type type_v, int32_t step, int32_t n_threads,
     kvedge_result ** out, kvedge_error * err);
@@ -913,21 +880,18 @@ typedef struct kvedge_replay_chunk {
     int32_t n_tokens;     // that follow, to be read for their queries alone
 } kvedge_replay_chunk;
 
-// The n_tokens that sequence seq_id is sent next, in batches of any size, are a chunk of the pass. Their logits may be asked
-// for. With scorer.scope = chunk the attention of their queries is shared out among the sinks, the chunk and the replay's
-// tokens themselves, else among all. Chunks come in their order: each begins where the one before ended or earlier, the
-// first at 0, which begins the pass anew.
-// Errors: KVEDGE_E_STATE (no tokens to go by, a chunk that is not ended or that leaves tokens out, a stream),
-// KVEDGE_E_ARGUMENT (numbers that do not fit), KVEDGE_E_UNSUPPORTED (the plan's scorer asks for no pass, or tokens of this
-// model cannot be taken back: recurrent layers), KVEDGE_E_MEMORY.
-KVEDGE_API kvedge_status kvedge_replay_begin(
-    kvedge_cache * kv, int32_t seq_id, const kvedge_replay_chunk * chunk, kvedge_error * err);
+// The n_tokens that sequence seq_id is sent next, in batches of any size, are a chunk of the pass. Their logits may be asked for. With
+// scorer.scope = chunk the attention of their queries is shared out among the sinks, the chunk and the replay's tokens themselves, else
+// among all. Chunks come in their order: each begins where the one before ended or earlier, the first at 0, which begins the pass anew.
+// Errors: KVEDGE_E_STATE (no tokens to go by, a chunk that is not ended or that leaves tokens out, a stream), KVEDGE_E_ARGUMENT (numbers
+// that do not fit), KVEDGE_E_UNSUPPORTED (the plan's scorer asks for no pass, or tokens of this model cannot be taken back: recurrent
+// layers), KVEDGE_E_MEMORY.
+KVEDGE_API kvedge_status kvedge_replay_begin(kvedge_cache * kv, int32_t seq_id, const kvedge_replay_chunk * chunk, kvedge_error * err);
 
-// Takes the tokens since kvedge_replay_begin out of the sequence, and of llama.cpp's own memory. If as many came as were
-// announced, the chunk counts; else, as where llama_decode failed or was stopped, it may be begun again. Until then the
-// sequence cannot be compressed or saved. Does nothing where no chunk was begun. A layer that llama.cpp keeps itself and
-// that sees a window only must hold all cells (llama_context_params.swa_full).
-// Errors: KVEDGE_E_STATE, KVEDGE_E_MEMORY.
+// Takes the tokens since kvedge_replay_begin out of the sequence, and of llama.cpp's own memory. If as many came as were announced, the
+// chunk counts; else, as where llama_decode failed or was stopped, it may be begun again. Until then the sequence cannot be compressed or
+// saved. Does nothing where no chunk was begun. A layer that llama.cpp keeps itself and that sees a window only must hold all cells
+// (llama_context_params.swa_full). Errors: KVEDGE_E_STATE, KVEDGE_E_MEMORY.
 KVEDGE_API kvedge_status kvedge_replay_end(kvedge_cache * kv, int32_t seq_id, kvedge_error * err);
 
 // Whether a plan's scorer asks for the pass. False for NULL.
@@ -1031,12 +995,11 @@ KVEDGE_API uint64_t kvedge_encoder_release(kvedge_encoder * encoder);
 //
 //     kvedge_last_words("mine: error: native code crashed: ", "; the log is in mine.log", 1, &err);
 //
-// before, after: copied; at most KVEDGE_LAST_WORDS bytes of each are written. exit_code: 1 to 255. Any thread may call it,
-// and again when the words change. The thread that calls it first gets a stack for handlers, so that an overflow of its own
-// stack is told as well. A signal that has a handler already keeps it (Python's faulthandler, a sanitizer); one that is
-// ignored stays so. On Windows an older filter of unhandled exceptions is asked first. Not told: SIGKILL, which the system
-// sends when memory ends; on Windows __fastfail, and the abort() of another C library than kvedge's.
-// Errors: KVEDGE_E_ARGUMENT.
+// before, after: copied; at most KVEDGE_LAST_WORDS bytes of each are written. exit_code: 1 to 255. Any thread may call it, and again when
+// the words change. The thread that calls it first gets a stack for handlers, so that an overflow of its own stack is told as well. A
+// signal that has a handler already keeps it (Python's faulthandler, a sanitizer); one that is ignored stays so. On Windows an older filter
+// of unhandled exceptions is asked first. Not told: SIGKILL, which the system sends when memory ends; on Windows __fastfail, and the
+// abort() of another C library than kvedge's. Errors: KVEDGE_E_ARGUMENT.
 KVEDGE_API kvedge_status kvedge_last_words(const char * before, const char * after, int32_t exit_code, kvedge_error * err);
 
 #ifdef __cplusplus

@@ -210,6 +210,7 @@ PROTOTYPES: dict[str, tuple[Any, list[Any]]] = {
     "compress_stream": (c.c_int, [_P, _I, _ERR]),
     "cells": (_I, [_P, _I]),
     "verify_begin": (c.c_int, [_P, _I, _I, _ERR]),
+    "verify_whole": (c.c_int, [_P, _I, _I, _ERR]),
     "verify_end": (c.c_int, [_P, _I, _I, _ERR]),
     "verify_room": (_I, [_P, _I]),
     "renumber": (c.c_int, [_P, _I, _I, c.POINTER(_I), _ERR]),

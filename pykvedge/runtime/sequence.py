@@ -200,6 +200,7 @@ class Sequence(Place):
         elif n_tokens < len(tokens):
             self._driver.context.cut(self.number, self.n_past)
         self._verified = []
+        self.answered.extend(tokens[:n_tokens])
         self._note(TextPiece(tokens[:n_tokens]))
 
     def move(self, n_tokens: int) -> None:

@@ -10,9 +10,9 @@ using namespace kvedge;
 
 // Rows that are quantised wait until GROUP of them are complete, and the next token sees them rounded. A verification ends
 // with such a group, so that each of its tokens sees what it sees when it comes alone.
-static int32_t room_for_drafts(const SequenceState & state) {
+static int32_t room_for_drafts(const SequenceState & state, bool whole) {
     const StoreContents & all = state.seq->rows.contents();
-    if (!state.seq->rows.storage().quantised() || state.device || state.whole.seq) {
+    if (!state.seq->rows.storage().quantised() || state.device || whole) {
         return INT32_MAX;
     }
     const bool    open = all.blocks.size() > all.pending_from && !all.blocks.back().ragged();
@@ -20,7 +20,7 @@ static int32_t room_for_drafts(const SequenceState & state) {
     return room > 0 ? room : GROUP;
 }
 
-static kvedge_status check_drafts(const kvedge_cache & kv, const SequenceState & state, int32_t n, kvedge_error * err) {
+static kvedge_status check_drafts(const kvedge_cache & kv, const SequenceState & state, int32_t n, bool whole, kvedge_error * err) {
     const llama_model * model = llama_get_model(kv.context.llama);
     if (llama_model_is_recurrent(model) || llama_model_is_hybrid(model)) {
         return fail(err, KVEDGE_E_UNSUPPORTED, "this model has recurrent layers, which cannot take drafts back");
@@ -42,11 +42,14 @@ static kvedge_status check_drafts(const kvedge_cache & kv, const SequenceState &
     if (state.request || (state.armed && !due)) {
         return fail(err, KVEDGE_E_STATE, "the prompt is not compressed yet; call kvedge_compress before its answer is drafted");
     }
-    if (state.whole.seq && state.device) {
+    if (whole && !state.whole.seq) {
+        return fail(err, KVEDGE_E_STATE, "sequence %d has no whole rows (kvedge_keep)", state.id);
+    }
+    if (whole && state.device) {
         return fail(err, KVEDGE_E_UNSUPPORTED, "rows lie on a device, and whole rows on the host; keep layers off the devices to verify drafts "
                     "over whole rows");
     }
-    const int32_t most = room_for_drafts(state);
+    const int32_t most = room_for_drafts(state, whole);
     if (n > most) {
         return fail(err, KVEDGE_E_ARGUMENT, "%d tokens are more than the %d that can be verified now (kvedge_verify_room)", n, most);
     }
@@ -79,31 +82,36 @@ static bool turn_to_compressed(SequenceState & state, int32_t n) {
 extern "C" int32_t kvedge_verify_room(const kvedge_cache * kv, int32_t seq_id) {
     return asked(kv, 0, [&] {
         const SequenceState * state = kv->context.llama ? kv->sequences.find(seq_id) : nullptr;
-        return state && check_drafts(*kv, *state, 1, nullptr) == KVEDGE_OK ? room_for_drafts(*state) : 0;
+        return state && check_drafts(*kv, *state, 1, false, nullptr) == KVEDGE_OK ? room_for_drafts(*state, false) : 0;
     });
 }
 
-extern "C" kvedge_status kvedge_verify_begin(kvedge_cache * kv, int32_t seq_id, int32_t n, kvedge_error * err) {
-    return in_context(kv, n >= 1, "kvedge_verify_begin: cache is NULL, or there are no tokens", "begin a verification", err, [&] {
-        SequenceState * const state = kv->sequences.find(seq_id);
-        if (!state || state->seq->rows.n_tokens() == 0) {
-            return fail(err, KVEDGE_E_STATE, "sequence %d is empty; there is no answer to verify", seq_id);
-        }
-        auto status = check_drafts(*kv, *state, n, err);
-        if (status == KVEDGE_OK && state->armed && kv->keeping.on()) {
-            status = kv->compressor.compress(*state, err);
-        }
-        if (status == KVEDGE_OK) {
-            auto verification = std::make_unique<Verification>(Verification{ n, state->seq->rows.n_tokens() });
-            if (state->whole.seq) {
-                kv->context.synchronize();
-                kv->settle();
-                turn_to_whole(*kv, *state, *verification);
-            }
-            state->verified = std::move(verification);
-        }
+static kvedge_status begin(kvedge_cache & kv, int32_t seq_id, int32_t n, bool whole, kvedge_error * err) {
+    SequenceState * const state = kv.sequences.find(seq_id);
+    if (!state || state->seq->rows.n_tokens() == 0) {
+        return fail(err, KVEDGE_E_STATE, "sequence %d is empty; there is no answer to verify", seq_id);
+    }
+    if (const auto status = check_drafts(kv, *state, n, whole, err); status != KVEDGE_OK) {
         return status;
-    });
+    }
+    auto verification = std::make_unique<Verification>(Verification{ n, state->seq->rows.n_tokens() });
+    if (whole) {
+        kv.context.synchronize();
+        kv.settle();
+        turn_to_whole(kv, *state, *verification);
+    }
+    state->verified = std::move(verification);
+    return ok(err);
+}
+
+extern "C" kvedge_status kvedge_verify_begin(kvedge_cache * kv, int32_t seq_id, int32_t n, kvedge_error * err) {
+    return in_context(kv, n >= 1, "kvedge_verify_begin: cache is NULL, or there are no tokens", "begin a verification", err,
+                      [&] { return begin(*kv, seq_id, n, false, err); });
+}
+
+extern "C" kvedge_status kvedge_verify_whole(kvedge_cache * kv, int32_t seq_id, int32_t n, kvedge_error * err) {
+    return in_context(kv, n >= 1, "kvedge_verify_whole: cache is NULL, or there are no tokens", "begin a verification", err,
+                      [&] { return begin(*kv, seq_id, n, true, err); });
 }
 
 extern "C" kvedge_status kvedge_verify_end(kvedge_cache * kv, int32_t seq_id, int32_t n_accepted, kvedge_error * err) {
