@@ -7,7 +7,6 @@ import pytest
 from contexts import TinyContext, random_tokens
 
 import pykvedge
-from pykvedge.plans.presets import PRESETS
 
 KINDS = ["llama", "qwen3", "gemma3", "qwen2vl"]
 TURNS = [300, 40, 25, 60]  # tokens of each message

@@ -264,6 +264,35 @@ class Session(Conversation):
         self.plan = plan
 
     @one_thread
+    def demote(self, image: int, budget: float | int) -> None:
+        """Lets an image of the conversation, from 1 on, keep a share of its tokens or so many pairs of each head.
+
+        What is kept changes at once, and nothing is read. Needs Settings.keep. Raises UsageError, StateError,
+        UnsupportedError for a model that cuts images into parts.
+        """
+        self._limit_image(image, budget)
+
+    @one_thread
+    def promote(self, image: int) -> None:
+        """Lets an image keep what the plan gives it again, from its whole rows. Raises what demote raises."""
+        self._limit_image(image, None)
+
+    @one_thread
+    def forget_image(self, image: int) -> None:
+        """Lets an image keep nothing until it is promoted. Raises what demote raises."""
+        self._limit_image(image, 0)
+
+    def _limit_image(self, image: int, budget: float | int | None) -> None:
+        self._end_answer()
+        if not self.in_cache:
+            raise StateError("nothing was asked yet")
+        ages, n = self.engine.ages, sum(len(message.pictures) for message in self.messages)
+        if len(ages) != n:
+            name = self.model.path.name
+            raise UnsupportedError(f"{name} reads {n} images in {len(ages)} parts, so none has a number")
+        ages.limit(image, budget)
+
+    @one_thread
     def clear(self) -> None:
         """Starts a new conversation."""
         self._end_answer()

@@ -149,6 +149,9 @@ KEEP = (
            help="Keep all rows behind the compressed ones, in memory or in a file that the system may drop: "
                 "a later message is answered as if the conversation were one prompt."),
     option("--keep-folder", type=PATH, metavar="PATH", help="Where that file lies. Default: ~/.cache/kvedge/keep."),
+    option("--age", type=float, metavar="SHARE",
+           help="With --keep: each message halves (0.5) the pairs of images that it does not ask about; a question "
+                "brings them back."),
     option("--keep-space", metavar="SIZE", help="What all rows may take there. Default: 20GiB."),
 )  # fmt: skip
 
@@ -280,14 +283,17 @@ def cache(given: Mapping[str, Any]) -> dict[str, Any]:
 def keep(given: Mapping[str, Any]) -> dict[str, Any]:
     """Collects the settings of KEEP. Raises UsageError for a size that is none, or that is of nothing."""
     if given["keep"] is None:
-        if given["keep_folder"] is not None or given["keep_space"] is not None:
-            raise UsageError("--keep-folder and --keep-space belong to --keep disk; add it")
+        for name in ("keep_folder", "keep_space", "age"):
+            if given[name] is not None:
+                raise UsageError(f"--{name.replace('_', '-')} belongs to --keep ram or --keep disk; add one of them")
         return {}
     if given["keep_folder"] is not None and given["keep"] != "disk":
         raise UsageError("--keep-folder belongs to --keep disk")
     out: dict[str, Any] = {"keep": given["keep"]}
     if given["keep_folder"] is not None:
         out["keep_folder"] = os.fspath(paths.expanded(given["keep_folder"]))
+    if given["age"] is not None:
+        out["age"] = given["age"]
     if given["keep_space"] is not None:
         out["keep_space"] = size("--keep-space", given["keep_space"])
     return out

@@ -9,7 +9,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from pykvedge.errors import ContextError, NothingToCompressError, SessionFileError, StateError, UnsupportedError
+from pykvedge.errors import (
+    ContextError,
+    NothingToCompressError,
+    SessionFileError,
+    StateError,
+    UnsupportedError,
+    UsageError,
+)
 from pykvedge.library import libkvedge, native_plan
 from pykvedge.models import profiles
 from pykvedge.models.model import Model, Progress
@@ -21,6 +28,7 @@ from pykvedge.plans.plan import Plan
 from pykvedge.reference.kvtypes import KvType
 from pykvedge.reference.stages.base import ProfileTable
 from pykvedge.runtime import bounded_batch, figures
+from pykvedge.runtime.ageing import Ages
 from pykvedge.runtime.crew import Crew
 from pykvedge.runtime.drafting import MOST, Drafter
 from pykvedge.runtime.driver import Driver
@@ -69,6 +77,7 @@ class Engine:
         self._copy: Sequence | None = None  # of the last mark
         self._apart = 0  # cells of it that the sequence does not share
         self._drafter: Drafter | None = None
+        self._ages: Ages | None = None  # where whole rows are kept
 
     @property
     def sequence(self) -> Sequence:
@@ -114,6 +123,7 @@ class Engine:
         if self._driver is not None:
             self._driver.close()
         self._driver = self._sequence = self._pace = self._positions = self._copy = self._drafter = None
+        self._ages = None
         self._apart = 0
 
     def set_plan(self, plan: Plan) -> None:
@@ -238,7 +248,9 @@ class Engine:
             self._drafter = Drafter(driver, self._sequence, self._sequence.lookup, self.extend)
         if driver.cache is None and self._bounded:
             self.not_bounded = f"kvedge does not hold the KV cache of {self._model.path.name}"
-        if driver.cache is not None and self._settings.positions == "turn":
+        if self._settings.keep and driver.cache is not None:
+            self._ages = Ages(self._sequence, driver.cache, self._settings.age)
+        elif driver.cache is not None and self._settings.positions == "turn":
             trained, bound = self._model.n_ctx_train, plan.budget.pairs or 0
             self._positions = Positions(self._sequence, driver.cache, trained, bound)
         if self._settings.stream and driver.cache is not None:
@@ -333,6 +345,8 @@ class Engine:
         if self._bounded:
             self._prefill_whole(pieces, progress, cancel)
             return
+        if self._ages is not None:
+            self._ages.free()
         self.context.stop_when(cancel)
         self.sequence.read(pieces, progress, cancel)
         self.sequence.replay(progress, cancel)
@@ -399,9 +413,18 @@ class Engine:
             try:
                 self.sequence.compress()
                 self._recount()
+                if self._ages is not None:
+                    self._ages.pass_by()
             except StateError:
                 self.cache.check()  # what ended a bounded prompt
                 raise
+
+    @property
+    def ages(self) -> Ages:
+        """The ages say what each image may keep. Raises UsageError where no whole rows are kept."""
+        if self._ages is None:
+            raise UsageError("images can be demoted where whole rows are kept: set keep to 'ram' or 'disk'")
+        return self._ages
 
     def pairs_held(self) -> float:
         """Averages the KV pairs per KV head over heads and layers; they are 0 for a model that runs as it is."""

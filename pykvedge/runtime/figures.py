@@ -37,7 +37,7 @@ def per_layer(cache: Cache, sequence: int = 0) -> list[float]:
 
 
 def notes(cache: Cache, sequence: int = 0) -> list[str]:
-    """Says in how many heads the last compression had too few queries to fit rows to, and why no whole rows are kept."""
+    """Says why no whole rows are kept, and in how many heads the last compression had too few queries to fit rows."""
     stats, out = cache.stats(sequence), []
     if problem := cache.keep_problem(sequence):
         out.append(f"whole rows are not kept: {problem}; what was evicted is gone")

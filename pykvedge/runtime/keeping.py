@@ -36,5 +36,6 @@ class Keep:
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         except OSError as error:
-            raise UsageError(f"cannot make the folder {folder}: {error.strerror}; name one with --keep-folder") from None
+            why = f"cannot make the folder {folder}: {error.strerror}; name one with --keep-folder"
+            raise UsageError(why) from None
         return str(folder)

@@ -51,6 +51,7 @@ class Sequence(Place):
         self.n_past = self.n_cells = 0
         self.uncounted = 0  # KV pairs of a head that stand for no cell, as positions turned
         self.passage = Passage()  # since the last compression; where whole rows are kept, since the beginning
+        self.images: list[tuple[int, int]] = []  # of each image the first token in the sequence, and the one behind it
         self.answered: list[int] = []  # tokens of an answer, since the last compression
         self.compressed_tokens, self.held = 0, 0.0  # since they were measured, and pairs per head then
         self._n_compressions = 0
@@ -131,6 +132,8 @@ class Sequence(Place):
 
     def _note(self, piece: Piece) -> None:
         self._learn(piece)
+        if isinstance(piece, ImagePiece):
+            self.images.append((self.n_cells - piece.n_tokens, self.n_cells))
         cache = self._driver.cache
         if cache is not None and (cache.replays if self.replays is None else self.replays):
             self.passage.add(piece)
@@ -303,7 +306,8 @@ class Sequence(Place):
         stats = cache.stats(self.number)
         memory.require(stats.bytes, "a copy of the conversation", "close other programs")
         rows, measured = libkvedge.pack(cache, model, self.number), (self.compressed_tokens, self.held)
-        return Snapshot(rows, *self._at(), stats.n_pending, *measured, tuple(pending), tuple(self.answered or self.passage.tokens()))
+        answer = tuple(self.answered or self.passage.tokens())
+        return Snapshot(rows, *self._at(), stats.n_pending, *measured, tuple(pending), answer)
 
     def restore(self, at: Snapshot, model: str) -> None:
         """Goes on from a snapshot where nothing was read. Raises SessionFileError, StateError, OutOfMemoryError."""
@@ -331,7 +335,7 @@ class Sequence(Place):
         """Becomes a copy of another sequence of the same context."""
         self._driver.context.copy(other.number, self.number)
         vars(self).update(vars(other), number=self.number, passage=Passage(other.passage.pieces))
-        self.answered = list(other.answered)
+        self.answered, self.images = list(other.answered), list(other.images)
 
     def drop(self) -> None:
         """Empties the sequence."""

@@ -56,6 +56,7 @@ class GivenSettings(LoadSettings, total=False):
     keep: str
     keep_folder: str | os.PathLike[str]
     keep_space: int
+    age: float
     lookup: bool
 
 
@@ -96,6 +97,7 @@ class Settings:
     keep_space: int = SPACE  # bytes of whole rows at most
     # answers are drafted with what the conversation said before, and verified in batches: sooner where they repeat it
     lookup: bool = False
+    age: float = 0.0  # with each message that does not ask about it an image keeps this share of its pairs; 0: all
     prompt_cache: int = 0  # bytes in memory for what conversations begin with, so that others go on from it
 
     def __post_init__(self) -> None:
@@ -135,6 +137,10 @@ class Settings:
             raise UsageError("a stream is read piece by piece, a bounded prompt at once: choose one of the two")
         if self.keeping is not None and (self.stream or self.bounded):
             raise UsageError("a stream and a bounded prompt drop rows for good, so keep does not go with them")
+        if isinstance(self.age, bool) or not isinstance(self.age, (int, float)) or not 0 <= self.age < 1:
+            raise UsageError(f"age must be a share below 1, such as 0.5, or 0 for none, not {self.age!r:.40}")
+        if self.age and not self.keep:
+            raise UsageError("images that age come back from whole rows: set keep to 'ram' or 'disk'")
         if self.stream and self.undo:
             raise UsageError("a stream forgets what it has read, so nothing of it can be undone: choose one of the two")
         if self.stream and self.lookup:
