@@ -134,7 +134,7 @@ void kvedge_cache::seq_rm(int32_t seq_id, int32_t p0, int32_t p1) {
         }
         if (wanted && any) {
             state.drop_bounded();
-            state.verified.reset();
+            state.drop_verification();
             if (!devices.to_host(state)) {
                 context.report(KVEDGE_E_MEMORY, "no memory on the host to remove tokens of a sequence, which is gone now");
                 it = all.erase(it);
