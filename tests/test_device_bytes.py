@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from rpcserver import Server
 
-TOKENS, HEADS, LAYERS, SIZE = 3000, 2, 4, 64
+TOKENS, HEADS, LAYERS, SIZE = 2000, 2, 4, 64
 ROWS = TOKENS * HEADS * LAYERS
 # bytes from the device for each pending row of a KV head, the window's queries and sums included; its key and value in
 # f16 would be 256

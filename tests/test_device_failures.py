@@ -9,7 +9,7 @@ from attached import differing
 from choosing import whole
 from rpcserver import Counting, Server
 
-TOKENS = 3000
+TOKENS = 2000
 SHAPE = {"head_size": 64, "n_heads": 2, "n_heads_kv": 2, "n_layers": 4}
 NEAR_TIES = 0.02  # of pairs that score alike in half precision either may stay
 

@@ -24,6 +24,9 @@ SCORERS, REDUCERS = list(members("scorer")), list(members("reducer"))
 HEADS = {"mha": (4, 4), "gqa": (4, 2), "mqa": (4, 1)}
 BUDGETS = (0.05, 0.1, 0.2, 0.5, 0.9, 1.0)
 LENGTHS = (1, 2, 3, 5, 17, 64, 129, 256, 600)
+# recent, sinks
+PROTECTED = [(0, 0), (7, 0), (0.1, 0), (0.05, 4), (None, 4), (None, 400), (400, 0), (400, 400), (30, 30)]
+RANKED = ["cumulative", "modal"]  # how many stay, and which do whatever their scores, is asked behind the scores
 
 
 def plan_of(scorer, reducer="evict", budget=0.2, **settings):
@@ -80,30 +83,25 @@ def test_every_scorer_with_every_reducer(native, scorer, reducer, heads):
         assert_same(plan_of(scorer, reducer, text_prior=True), prompt(n_tokens, HEADS[heads]))
 
 
-@pytest.mark.parametrize("budget", [*BUDGETS, 1, 16, 5000])
-@pytest.mark.parametrize("scorer", SCORERS)
+@pytest.mark.parametrize(("scorer", "budget"), crossed(SCORERS, [*BUDGETS, 1, 16, 5000], [0.2, 16], RANKED))
 def test_every_budget(native, scorer, budget):
     for n_tokens in (1, 12, 130):
         assert_same(plan_of(scorer, "pivotal", budget), prompt(n_tokens))
 
 
-@pytest.mark.parametrize("prior", [True, False])
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("scorer", SCORERS)
+@pytest.mark.parametrize(("scorer", "prior"), crossed(SCORERS, [True, False], [True], RANKED))
 def test_every_image_layout(native, scorer, layout, prior):
     for budget, overflow in itertools.product((0.1, 0.6), ("budget", "keep_all")):
         plan = plan_of(scorer, "averaged", budget, text_prior=prior, text_overflow=overflow)
         assert_same(plan, prompt(90, layout=layout))
 
 
-@pytest.mark.parametrize("settings", [
-    {"recent": 0}, {"recent": 7}, {"recent": 0.1}, {"recent": 0.05, "sinks": 4}, {"sinks": 4}, {"sinks": 400},
-    {"recent": 400}, {"recent": 400, "sinks": 400}, {"recent": 30, "sinks": 30},
-])  # fmt: skip
-@pytest.mark.parametrize("scorer", SCORERS)
-def test_every_protection(native, scorer, settings):
+@pytest.mark.parametrize(("scorer", "protected"), crossed(SCORERS, PROTECTED, [(0.05, 4)], RANKED))
+def test_every_protection(native, scorer, protected):
+    recent, sinks = protected
     for n_tokens in (1, 9, 100):
-        assert_same(plan_of(scorer, "weighted", 0.3, **settings), prompt(n_tokens))
+        assert_same(plan_of(scorer, "weighted", 0.3, recent=recent, sinks=sinks), prompt(n_tokens))
 
 
 @pytest.mark.parametrize("kv_type", ["f16", "bf16", "f32"])

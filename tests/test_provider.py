@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from choosing import crossed
+from choosing import crossed, whole
 
 MAX_KL_EXACT = 1e-5  # nats
 MAX_KL = 1e-4
@@ -88,9 +88,10 @@ SHAPES = crossed([(4, 4), (4, 2), (8, 1)], [64, 80, 96, 128], [80], [(4, 2)])
 
 @pytest.mark.parametrize(("heads", "size"), SHAPES, ids=lambda x: str(x).replace(" ", ""))
 def test_every_shape_of_attention(tiny, logits, heads, size):
+    """Prompts of all lengths with one shape; what differs by shape is how rows are multiplied, not where they end."""
     model = tiny("llama", n_heads=heads[0], n_heads_kv=heads[1], head_size=size).model
-    cases = [*TEXT, IMAGES[0], SPLITS[1]]
-    assert_close(logits, model, cases)
+    text = TEXT if (heads, size) == ((4, 2), 80) else TEXT[1::3]
+    assert_close(logits, model, [*text, IMAGES[0], SPLITS[1]])
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen2vl"])
@@ -108,7 +109,7 @@ def test_other_architectures(tiny, logits, kind):
     assert_close(logits, model, cases)
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen2vl"])
+@pytest.mark.parametrize("kind", ["llama", *whole("qwen2vl")])
 def test_long_prompts_and_many_steps(tiny, logits, kind):
     model = tiny(kind).model
     cases = [case(3000, then=3), case(200, (24, 24), 300, then=64)]
