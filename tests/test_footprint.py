@@ -95,6 +95,25 @@ def test_the_peak_is_the_measured_one(tiny, kvedge, weight, method):
     assert plan["kv_kept"] == pytest.approx(run["kv"]["kept_bytes"], rel=0.05)
 
 
+@linux
+@pytest.mark.parametrize("keep", ["ram", "disk"])
+def test_whole_rows_are_counted(tiny, kvedge, keep):
+    model = tiny("llama", n_layers=4, n_heads=8, n_heads_kv=8, head_size=128, weight="q8_0")
+    options = ["--method", "h2o", "--budget", "0.2", "--json", "--threads", 1, "--keep", keep]
+    run = kvedge("chat", "--model", model.model, *options, "--max-tokens", 2, stdin="ab cd " * 400).json
+    plan = kvedge("fit", model.model, *options, "--text", run["tokens"]["prompt"]).json["bytes"]
+    assert plan["peak_prefill"] == pytest.approx(run["rss"]["peak_bytes"], rel=0.05)
+    assert plan["whole_memory"] + plan["whole_file"] == pytest.approx(run["kv"]["whole_bytes"], rel=0.02)
+    assert plan["whole_file"] == (pytest.approx(run["kv"]["full_bytes"], rel=0.02) if keep == "disk" else 0)
+    if keep == "ram":
+        assert plan["after_compression"] == pytest.approx(run["rss"]["after_compress_bytes"], rel=0.05)
+    without = kvedge("fit", model.model, *options[:-2], "--text", run["tokens"]["prompt"]).json["bytes"]
+    more = plan["after_compression"] - plan["program"] - (without["after_compression"] - without["program"])
+    assert more == plan["whole_memory"] and without["whole_memory"] == without["whole_file"] == 0
+    peaks = [found["peak_prefill"] - found["program"] for found in (plan, without)]
+    assert peaks[0] - peaks[1] > plan["kv_kept"] // 2
+
+
 @pytest.fixture
 def files(tiny):
     header = read_header(tiny("llama").model)

@@ -45,6 +45,8 @@ _COUNT = click.IntRange(0, 10**6)
     options.THREADS,
     *options.DEVICES,
     options.KV_TYPE,
+    option("--keep", type=click.Choice(("ram", "disk")),
+           help="Count whole rows behind the kept ones, in memory or in a file."),
     options.JSON,
 )  # fmt: skip
 def fit(file: Path | None, **given: Any) -> None:
@@ -82,6 +84,8 @@ def fit(file: Path | None, **given: Any) -> None:
     images: dict[str, int] = {}
     if request.image_tokens and available is not None:
         kinds = {"stock": "stock", "one_prompt": "compressed", "bounded": "bounded"}
+        if request.keep:
+            del kinds["bounded"]  # which drops rows for good
         images = {name: most_images(files, request, available, kind) for name, kind in kinds.items()}
         images["one_per_message"] = most_turns(files, request, available)
     out = {
@@ -128,7 +132,8 @@ def _request(
     how = options.running(given)
     threads = how["threads"] or llamacpp.default_threads()
     read = plan.image_tokens.count(tokens) if tokens else 0
-    request = Request(plan, n_images, read, given["text_tokens"], how["n_ctx"], how["kv_type"], threads)
+    request = Request(plan, n_images, read, given["text_tokens"], how["n_ctx"], how["kv_type"], threads,
+                      given["keep"] or "")  # fmt: skip
     placement = options.offload(given).placement(header, _talk(request))
     weights = Weights.of(header, placement.away)
     files = Files(shape, weights, program, encoder, working if n_images else 0)
@@ -216,6 +221,8 @@ def _table(f: Footprint, request: Request, placement: Placement, out: dict[str, 
         ("scores and one compressed layer", 0, 0, f.scores_and_layer),
         ("Gram matrices of output projections", 0, 0, f.grams),
         ("KV cache of the answer", f.kv_stock, f.kv_prompt, f.kv_kept),
+        ("whole rows, in memory", 0, 0, f.whole_memory),
+        ("whole rows, in a file", 0, 0, f.whole_file),
         ("peak", f.peak_stock, f.peak_full, f.peak_prefill),
         ("while the answer is generated", f.peak_stock, f.answer_full, f.after_compression),
     ]
@@ -230,7 +237,12 @@ def _table(f: Footprint, request: Request, placement: Placement, out: dict[str, 
     lines += [f"{name:<34}" + "".join(f"{x:>18}" for x in figures) for name, *figures in shown]
     first = "what encoding an image took before the prompt is read, and " if f.encoder_compute else ""
     lines.append(f"kvedge gives back {first}the compute buffers when the prompt is complete")
-    if f.kept_tokens < f.prompt_tokens and f.peak_bounded < f.peak_prefill:
+    if f.whole_file:
+        lines.append(
+            f"whole rows are in memory until they are written; then {readable(f.whole_file)} of them are in a file "
+            "that the system may drop"
+        )
+    if not request.keep and f.kept_tokens < f.prompt_tokens and f.peak_bounded < f.peak_prefill:
         lines.append(
             f"with --bounded, where model and method allow it: KV cache {readable(f.kv_bounded)} while the prompt is "
             f"read, compute buffers {readable(f.compute_bounded)}, peak {readable(f.peak_bounded)}"
@@ -244,10 +256,11 @@ def _table(f: Footprint, request: Request, placement: Placement, out: dict[str, 
     lines.append(f"needs {readable(b['needed'])}{spare}, {readable(b['available'])} are available: {verdict}")
     if out["most_images"]:
         m = {k: max(v, 0) for k, v in out["most_images"].items()}
+        bounded = f"{m['bounded']} with --bounded, " if "bounded" in m else ""
         in_training = max(0, (out["n_ctx_train"] - request.text_tokens) // request.image_tokens)
         lines.append(
             f"memory holds {m['stock']} images with stock llama.cpp; with {request.plan.method} {m['one_prompt']} in "
-            f"one prompt, {m['bounded']} with --bounded, {m['one_per_message']} with one in each message; the model "
+            f"one prompt, {bounded}{m['one_per_message']} with one in each message; the model "
             f"was trained for {in_training}"
         )
     return "\n".join(lines)

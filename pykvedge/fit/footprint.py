@@ -115,6 +115,7 @@ class Request:
     n_ctx: int = 0  # of stock llama.cpp; 0: the prompt and room to answer, at least what the model's default gives
     kv_type: str = "f16"
     threads: int = 1
+    keep: str = ""  # where whole rows stay behind the kept ones: "ram", "disk" or nowhere
 
     @property
     def prompt_tokens(self) -> int:
@@ -154,6 +155,8 @@ class Footprint:
     peak_bounded: int
     answer_full: int  # while the answer is generated
     after_compression: int
+    whole_memory: int = 0  # of whole rows and their scores, behind the kept ones
+    whole_file: int = 0  # of whole rows; pages in memory are the system's to drop
 
 
 @dataclass(frozen=True)
@@ -200,6 +203,9 @@ def footprint(files: Files, request: Request) -> Footprint:
     base = loaded + compute
     bounded = kv_kept + int(widest * element) * n_tokens + scores // n_layers + weights_of_layer
     answer = embeddings + _GRAPH + shape.work_space(one_pass) + shape.compute(1)
+    whole, whole_file = _whole(request, per_token * n_tokens, scores)
+    if request.keep:
+        largest = max(largest, kv_kept)  # no layer's rows go when its kept ones stand
     return Footprint(
         program=files.program,
         weights=weights.mapped,
@@ -225,8 +231,15 @@ def footprint(files: Files, request: Request) -> Footprint:
         compute_bounded=whole,
         peak_bounded=max(encoding, loaded + whole + bounded + grams),
         answer_full=loaded + answer + per_token * n_tokens,
-        after_compression=loaded + answer + kv_kept + grams,
+        after_compression=loaded + answer + kv_kept + grams + whole,
+        whole_memory=whole,
+        whole_file=whole_file,
     )
+
+
+def _whole(request: Request, rows: int, scores: int) -> tuple[int, int]:
+    """Tells the bytes of whole rows and of what was observed of them: (in memory, in a file)."""
+    return {"": (0, 0), "ram": (rows + scores, 0), "disk": (scores, rows)}[request.keep]
 
 
 def _projection_bytes(plan: Plan, shape: ModelShape) -> tuple[int, int]:
@@ -262,7 +275,8 @@ def most_images(files: Files, request: Request, available: int, kind: str) -> in
 def most_turns(files: Files, request: Request, available: int) -> int:
     """Finds the largest number of messages that fit, each with one image and compressed before the next."""
     once = footprint(files, replace(request, n_images=1, n_ctx=0))
-    return _largest(lambda n: once.peak_prefill - once.reclaimable + (n - 1) * once.kv_kept <= available if n else True)
+    more = once.kv_kept + once.whole_memory
+    return _largest(lambda n: once.peak_prefill - once.reclaimable + (n - 1) * more <= available if n else True)
 
 
 def _largest(fits: Callable[[int], bool]) -> int:
