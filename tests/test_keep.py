@@ -2,81 +2,172 @@
 
 from __future__ import annotations
 
+import keeping
 import numpy as np
 import pytest
+from attached import METHODS
+from choosing import distinct, whole
 from contexts import TinyContext, random_tokens
+from keeping import ANSWER, Talk, answers, give_plan, messages, methods_plan
 
 import pykvedge
+from pykvedge.library import libkvedge
 
 KINDS = ["llama", "qwen3", "gemma3", "qwen2vl"]
-TURNS = [300, 40, 25, 60]  # tokens of each message
-ANSWER = 5
+FEW = ["snapkv", "lookm", "kvedge"]  # a window, column sums with merges, votes and budgets of heads
 
 
-class Talk:
-    """A conversation in a tiny context, whose answers are always the same tokens."""
+@pytest.fixture(scope="module")
+def context(native, tiny, profile_file):
+    """context(kind, plan or method, keep, place): an empty one; the same one for the same kind and place."""
+    made = {}
 
-    def __init__(self, context: TinyContext) -> None:
-        self.context, self.answered = context, 0
-
-    def read(self, tokens: list[int]) -> None:
-        self.context.decode(tokens)
-        self.context.cache.compress()
-
-    def answer(self, tokens: list[int]) -> None:
-        for token in tokens:
-            self.context.decode([token])
-        self.answered = len(tokens)
-
-    def take_back(self) -> None:
-        """Removes the last answer, to be read again."""
-        context = self.context
-        context.n[0] -= self.answered
-        context.llama.llama_memory_seq_rm(context.memory, 0, context.n[0], -1)
-
-
-@pytest.fixture
-def talk(native, tiny):
-    made = []
-
-    def make(kind, plan, keep="ram", folder="", **options):
-        made.append(TinyContext(tiny(kind).model, plan, **options))
-        made[-1].cache.keep(keep, str(folder))
-        return Talk(made[-1])
+    def make(kind, plan, keep="ram", place=0, kv_type="f16", **options):
+        key = (kind, place, kv_type)
+        if key not in made:
+            made[key] = TinyContext(tiny(kind).model, pykvedge.plan("full"), kv_type, **options)
+        found = keeping.emptied(made[key])
+        found.cache.keep(keep)
+        plan = plan if isinstance(plan, pykvedge.Plan) else methods_plan(plan)
+        give_plan(found, tiny(kind), plan, profile_file)
+        found.cache.set_auto_compress(True)
+        return found
 
     yield make
-    for context in made:
-        context.close()
+    for one in made.values():
+        one.close()
 
 
-def messages():
-    return [random_tokens(n, seed=i) for i, n in enumerate(TURNS)]
+CASES = [
+    pytest.param(method, kind, marks=() if usual else pytest.mark.whole)
+    for kind in KINDS
+    for method in METHODS
+    for usual in [method in FEW or (kind == "llama" and method in distinct())]
+]
 
 
-def answers():
-    return [random_tokens(ANSWER, seed=100 + i) for i in range(len(TURNS))]
+@pytest.mark.parametrize(("method", "kind"), CASES)
+def test_pairs_are_those_of_one_prompt(context, method, kind):
+    talk, other = Talk(context(kind, method)), context(kind, method, "", 1)
+    for message, answer in zip(messages(), answers(), strict=True):
+        talk.say(message)
+        assert keeping.same(talk.context, talk.anew(other)), len(talk.log)
+        assert talk.context.cache.stats().whole_bytes > 0 and not talk.context.cache.keep_problem()
+        talk.answer(answer)
 
 
-def test_pairs_are_those_of_one_prompt(talk, subtests=None):
-    plan = pykvedge.plan("snapkv", 0.3)
-    for kind in KINDS:
-        kept = talk(kind, plan)
-        so_far: list[int] = []
-        for i, (message, answer) in enumerate(zip(messages(), answers(), strict=True)):
-            if i:
-                kept.take_back()
-                kept.read([*answers()[i - 1], *message])
-                so_far += answers()[i - 1]
-            else:
-                kept.read(message)
-            so_far += message
-            fresh = talk(kind, plan, keep="")
-            fresh.read(so_far)
-            assert kept.context.held() == fresh.context.held(), (kind, i)
-            kept.answer(answer)
+@pytest.mark.parametrize("kind", KINDS)
+def test_read_at_once_pairs_differ_where_scores_are_nearly_equal(context, kind):
+    talk, other = Talk(context(kind, "snapkv")), context(kind, "snapkv", "", 1)
+    for message, answer in zip(messages(), answers(), strict=True):
+        talk.say(message)
+        talk.answer(answer)
+    tokens = [token for batch in talk.log for token in batch]
+    talk.cut(talk.n - len(talk.answered))
+    other.decode(tokens)
+    scores = [libkvedge.pending_scores(other.cache, i) for i in range(len(other.cache.lengths()))]
+    other.cache.compress()
+    differing = 0
+    for i, heads in enumerate(talk.context.held()):
+        for h, held in enumerate(heads):
+            only = sorted({*held} ^ {*other.cache.tokens(i, h)})
+            differing += len(only)
+            assert np.ptp(scores[i][h][only]) <= 1e-3 * scores[i][h].max() if only else True, (i, h, only)
+    assert differing < len(tokens)
 
 
-def greedy(talk: Talk) -> int:
-    context = talk.context
-    logits = np.ctypeslib.as_array(context.llama.llama_get_logits_ith(context.context, -1), (1000,))
-    return int(logits.argmax())
+# ------------------------------------------------------------------------------------------------------------
+# Where the answer is not removed: attach() and C
+
+
+def say_on(talk: Talk, message: list[int], compress: bool = True) -> None:
+    """A message behind the answer, whose rows count as they were computed."""
+    talk.decode(message)
+    if compress:
+        talk.compress()
+
+
+def begun(talk: Talk, answer: int = ANSWER) -> Talk:
+    """One message and its answer."""
+    talk.say(messages()[0])
+    talk.answer(random_tokens(answer, seed=100))
+    return talk
+
+
+TYPES = ["f16", "q8_0", "kivi4", "tq3", *whole("bf16", "f32", "q4_0", "q8_0:q4_0")]
+
+
+@pytest.mark.parametrize("kv_type", TYPES)
+def test_rows_of_an_answer_count_as_they_were_computed(context, kv_type):
+    first, more = len(messages()[0]), 70  # beyond two groups of quantised rows
+    plain = kv_type if kv_type in ("bf16", "f32") else "f16"
+    talk, alone = begun(Talk(context("llama", "snapkv", kv_type=kv_type)), more), context("llama", "full", "", 1, plain)
+    alone.decode(messages()[0])
+    answered = [(k[-more:], v[-more:]) for k, v, _ in keeping.rows(talk.context)]
+    say_on(talk, messages()[1], compress=False)
+    assert not talk.context.cache.keep_problem()
+    everything = list(range(first + more + len(messages()[1])))
+    assert all(held == everything for heads in talk.context.held() for held in heads)
+    rows = zip(keeping.rows(talk.context), keeping.rows(alone), answered, strict=True)
+    for (k, v, _), (k_alone, v_alone, _), (k_answer, v_answer) in rows:
+        np.testing.assert_array_equal(k[:first], k_alone)
+        np.testing.assert_array_equal(v[:first], v_alone)
+        exact = {"rtol": 1e-3, "atol": 1e-3} if plain != kv_type else {"rtol": 0}  # rounded to f16
+        np.testing.assert_allclose(k[first : first + more], k_answer, **exact)
+        np.testing.assert_allclose(v[first : first + more], v_answer, **exact)
+    talk.compress()
+    n = 0.3 * len(everything)
+    assert all(n - 1 <= len(held) <= n + 1 for heads in talk.context.held() for held in heads)
+    talk.answer(answers()[1])
+    say_on(talk, messages()[2])
+    assert talk.context.cache.stats().whole_bytes > 0 and not talk.context.cache.keep_problem()
+
+
+@pytest.mark.parametrize("method", [pytest.param(m, marks=() if m in FEW else pytest.mark.whole) for m in METHODS])
+def test_every_method_goes_on_over_an_answer_that_stays(context, method):
+    talk = Talk(context("llama", method))
+    for message, answer in zip(messages(), answers(), strict=True):
+        say_on(talk, message)
+        stats = talk.context.cache.stats()
+        assert stats.whole_bytes > 0 and not talk.context.cache.keep_problem() and stats.n_pending == 0
+        talk.answer(answer)
+
+
+@pytest.mark.parametrize("policy", ["sliding", "heavy-hitter", *whole("fixed-point", "ratio")])
+def test_an_answer_that_lost_rows_is_said_and_goes_on_as_without(context, policy):
+    plan = pykvedge.plan("h2o", 0.3, decode=policy)
+    talks = [Talk(context("llama", plan, keep, i)) for i, keep in enumerate(("ram", ""))]
+    for talk in talks:
+        begun(talk, 70)  # more than the pairs of the prompt
+        assert (talk.context.cache.stats().whole_bytes > 0) == (talk is talks[0])
+        say_on(talk, messages()[1])
+        talk.answer(answers()[1])
+    kept, without = (talk.context for talk in talks)
+    assert "a decode policy dropped some" in kept.cache.keep_problem() and kept.cache.stats().whole_bytes == 0
+    assert keeping.same(kept, without)
+    np.testing.assert_array_equal(keeping.logits(kept), keeping.logits(without))
+
+
+def test_a_plan_that_saw_nothing_of_the_rows_is_said(context, tiny, profile_file):
+    talks = [Talk(context("llama", "streaming-llm", keep, i)) for i, keep in enumerate(("ram", ""))]
+    for talk in talks:
+        begun(talk)
+        give_plan(talk.context, tiny("llama"), pykvedge.plan("h2o", 0.3), profile_file)
+        say_on(talk, messages()[1])
+    assert "saw nothing of them" in talks[0].context.cache.keep_problem()
+    assert keeping.same(talks[0].context, talks[1].context)
+
+
+@pytest.mark.parametrize(("before", "after"), [
+    ("snapkv", "adakv"), ("h2o", "knorm"), ("h2o", "lookm"), ("snapkv", "snapkv"), ("kvzip", "kvzip-uniform"),
+])  # fmt: skip
+def test_a_plan_that_saw_all_of_the_rows_goes_on(context, tiny, profile_file, before, after):
+    """The pairs of the new plan are those of a sequence that had it from the first."""
+    talk, other = Talk(context("llama", before)), context("llama", after, "", 1)
+    for i, (message, answer) in enumerate(zip(messages()[:2], answers(), strict=False)):
+        if i == 1:
+            give_plan(talk.context, tiny("llama"), methods_plan(after), profile_file)
+        talk.say(message)
+        talk.answer(answer)
+    talk.cut(talk.n - len(answers()[1]))
+    assert not talk.context.cache.keep_problem() and keeping.same(talk.context, talk.anew(other))
