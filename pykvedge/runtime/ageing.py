@@ -10,12 +10,16 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pykvedge.errors import UsageError
+from pykvedge.errors import StateError, UsageError
+from pykvedge.library import libkvedge
 from pykvedge.library.libkvedge import Cache
+from pykvedge.plans.making import plan as make_plan
 from pykvedge.runtime.sequence import Sequence
 
-_NEAR = 0.5  # of the share that the image has whose tokens are kept most: an image above it was asked about
+_BEST = 8  # tokens of an image that its interest goes by: most tokens of a picture say nothing
+_NEAR = 0.75  # of the highest interest: a message asks about images above it
 _FREE = -1  # no limit
+_MOST_SAID = 32  # tokens of a message, its last ones, that say which images it asks about
 
 
 @dataclass
@@ -36,6 +40,7 @@ class Ages:
         """factor: the share of its pairs that an image keeps with each message without a question; 0: all of them."""
         self._sequence, self._cache, self._factor = sequence, cache, factor
         self._images: list[_Image] = []
+        self._interest: list[float] = []  # of the images, for the message that was read last
 
     def __len__(self) -> int:
         self._look()
@@ -68,20 +73,51 @@ class Ages:
                 image.limit = _FREE
                 self._set(image)
 
-    def pass_by(self) -> None:
-        """Ages all images but those that the last message asked about, whose tokens were kept most."""
+    def listen(self) -> None:
+        """Finds how much a message looks at each image, before its rows are chosen.
+
+        It goes by what the last tokens attend to (scorer window), or, where the plan gathers no such queries, by the
+        plan's own scores. In each layer the mean of the highest scores of an image counts, as a share of that of the
+        first among images.
+        """
         known = len(self._images)
         self._look()
+        self._interest = []
         if not self._factor or not known:
             return
-        held = [self._held(image) for image in self._images]
-        shares = [n / (image.last - image.first) for n, image in zip(held, self._images, strict=True)]
-        most = max(shares, default=0.0)
-        for i, image in enumerate(self._images):
+        shares = []
+        for scores in self._scores():
+            best = [np.sort(scores[:, image.first : image.last], axis=1)[:, -_BEST:].mean() for image in self._images]
+            shares.append(np.array(best) / max(*best, np.finfo(np.float32).tiny))
+        self._interest = np.mean(shares, axis=0).tolist()
+        self._interest[known:] = [max(self._interest)] * (len(self._images) - known)  # the message shows them
+
+    def _scores(self) -> list[np.ndarray]:
+        """[layer][Hkv, T] float32 scores of all tokens."""
+        cache, number = self._cache, self._sequence.number
+        layers = range(cache.stats(number).n_layers)
+        said = min(max(self._sequence.said, 1), _MOST_SAID)
+        cache.set_sequence_plan(number, make_plan("snapkv", 0.5, **{"scorer.window": said}))
+        try:
+            return [libkvedge.pending_scores(cache, layer, number) for layer in layers]
+        except StateError:  # no such queries are there
+            cache.set_sequence_plan(number, None)
+            return [libkvedge.pending_scores(cache, layer, number) for layer in layers]
+        finally:
+            cache.set_sequence_plan(number, None)
+
+    def pass_by(self) -> None:
+        """Ages all images but those that the last message asked about."""
+        for image in self._images:
+            image.base = image.base or self._held(image)
+        if not self._interest:
+            return
+        most = max(self._interest)
+        for image, interest in zip(self._images, self._interest, strict=True):
             if image.fixed:
                 continue
-            asked = i >= known or shares[i] >= _NEAR * most
-            image.base = held[i] if asked else image.base * self._factor
+            asked = interest >= _NEAR * most
+            image.base = self._held(image) if asked else image.base * self._factor
             image.limit = _FREE if asked else math.floor(image.base)
             self._set(image)
         self._cache.choose_again(self._sequence.number)

@@ -411,6 +411,8 @@ class Engine:
             self._pace.compress()
         elif self.cache is not None:
             try:
+                if self._ages is not None:
+                    self._ages.listen()
                 self.sequence.compress()
                 self._recount()
                 if self._ages is not None:

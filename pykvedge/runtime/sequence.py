@@ -51,6 +51,7 @@ class Sequence(Place):
         self.n_past = self.n_cells = 0
         self.uncounted = 0  # KV pairs of a head that stand for no cell, as positions turned
         self.passage = Passage()  # since the last compression; where whole rows are kept, since the beginning
+        self.said = 0  # tokens of the last message, behind its images
         self.images: list[tuple[int, int]] = []  # of each image the first token in the sequence, and the one behind it
         self.answered: list[int] = []  # tokens of an answer, since the last compression
         self.compressed_tokens, self.held = 0, 0.0  # since they were measured, and pairs per head then
@@ -67,7 +68,9 @@ class Sequence(Place):
 
     def steps(self, pieces: Iterable[Piece]) -> Passes:
         """Reads pieces: yields what comes next, and is sent how many tokens of it one pass has read."""
-        pieces = [piece for piece in [*self._take_back(), *pieces] if piece.n_tokens]
+        pieces = [piece for piece in pieces if piece.n_tokens]
+        self.said = pieces[-1].n_tokens if pieces and isinstance(pieces[-1], TextPiece) else 0
+        pieces = [*self._take_back(), *pieces]
         self._done, self._total = 0, sum(piece.n_tokens for piece in pieces)
         yield from self._steps(pieces, want_logits=True, note=True)
 
