@@ -209,10 +209,11 @@ def test_the_model_goes_on_as_llama_cpp_does_behind_a_shift(worker, stock_env, t
     assert divergence(stock[:1], stock[1:2]) > 1e-3  # it is another distribution than without the shift
 
 
+@pytest.mark.parametrize("kind", ["qwen3", "qwen2vl"])
 @pytest.mark.parametrize("method", ["snapkv", "mixkv", "expected"])
-def test_scores_see_the_turn(tiny, moving, method):
+def test_scores_see_the_turn(tiny, moving, method, kind):
     """All that is held moves by as much: what the last queries, or those to come, pay to it stays the same."""
-    context = moving(tiny("qwen3").model, pykvedge.plan(method, 32, allocator="uniform"), "f32")
+    context = moving(tiny(kind).model, pykvedge.plan(method, 32, allocator="uniform"), "f32")
     context.read(random_tokens(200))
     context.llama.llama_memory_seq_rm(context.memory, 0, 0, 90)
     context.read(random_tokens(40, 1))
@@ -249,17 +250,17 @@ def test_nothing_changes_where_positions_fit(tiny, moving):
 
 
 @pytest.mark.parametrize(("kind", "kv_type", "why"), [
-    ("gemma3", "f16", "llama.cpp keeps . of the 4 layers"),
-    ("lfm2", "f16", "llama.cpp keeps . of the 4 layers"),
+    *((kind, "f16", f"stores {n} of the")
+      for kind, n in (("gemma3", 2), ("lfm2", 2), ("qwen35", 2), ("gemma3n", 4), ("gemma4e", 2), ("llama4", 1))),
     ("llama", "q8_0", "stored as q8_0"),
 ])  # fmt: skip
 def test_what_cannot_turn_is_refused(native, tiny, kind, kv_type, why):
     context = TinyContext(tiny(kind).model, pykvedge.plan("h2o", 0.2), kv_type)
     try:
-        context.decode(random_tokens(100))
+        context.decode([5 + t % 390 for t in random_tokens(100)])
         with pytest.raises(UnsupportedError, match=why):
             context.cache.renumber(100, 50)
-        context.decode(random_tokens(3, 1))  # at 100: nothing has changed
+        context.decode([7, 8, 9])  # at 100: nothing has changed
     finally:
         context.close()
 

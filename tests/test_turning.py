@@ -63,19 +63,23 @@ def test_positions_go_on_counting_where_that_was_asked_for(tiny, native):
     with model.session(pykvedge.plan("streaming-llm", 64), stream=True, positions="count") as session:
         report = say(session, "word " * 600)
         assert report.stream.positions > 512 and report.stream.turned == 0 and "trained for 512" in report.line()
-    with pytest.raises(UsageError, match="positions must be turn or count"):
-        model.session(positions="stay")
+    with model.session(pykvedge.plan("streaming-llm", 64), stream=True, positions=300) as session:
+        report = say(session, "word " * 600)
+        assert report.stream.positions <= 300 == report.stream.trained and report.stream.turned > 5
+    for wrong in ("stay", 20, True, 0.5):
+        with pytest.raises(UsageError, match="positions must be turn, count or a number of at least 256"):
+            model.session(positions=wrong)
 
 
 def test_a_model_whose_keys_cannot_turn_says_so(tiny, native):
     with tiny("gemma3", n_ctx_train=256).session(pykvedge.plan("h2o", 64), stream=True, n_ctx=1024) as session:
         report = say(session, "word " * 90)
         assert report.stream.positions > 256 and report.stream.turned == 0
-        assert "trained for 256" in report.line() and "llama.cpp keeps" in report.line()
+        assert "trained for 256" in report.line() and "kvedge stores 2 of" in report.line()
     with tiny("gemma3", n_ctx_train=256).session(pykvedge.plan("h2o", 0.3), n_ctx=1024) as session:
-        [note] = [n for n in say(session, "word " * 90).notes if "trained" in n]
-        assert "256" in note and "llama.cpp keeps" in note
-        assert not [n for n in say(session, "And?").notes if "trained" in n]  # once
+        [note] = [n for n in say(session, "word " * 90).notes if "positions pass 256" in n]
+        assert "kvedge stores 2 of" in note
+        assert not [n for n in say(session, "And?").notes if "positions pass" in n]  # once
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen2vl"])
@@ -116,11 +120,12 @@ def test_what_keeps_everything_ends_with_its_context(tiny, native):
 def test_the_command_has_the_option(kvedge, tiny):
     options = ["--stream", "--method", "streaming-llm", "--budget", "64", "--max-tokens", "4", "--json"]
     found = {}
-    for positions in ("turn", "count"):
+    for positions in ("turn", "count", "300"):
         done = kvedge("chat", *tiny("llama", n_ctx_train=512).arguments(), *options, "--positions", positions,
                       stdin="ab cd " * 600)  # fmt: skip
         assert done.code == 0, done
         found[positions] = json.loads(done.out)["stream"]
     assert found["turn"]["positions"] <= 512 < found["count"]["positions"]
+    assert found["300"]["positions"] <= 300
     assert found["turn"]["turned"] > 0 == found["count"]["turned"]
-    kvedge("chat", "--positions", "stay", "?").failed(2, "--positions")
+    kvedge("chat", "--positions", "stay", "?").failed(2, "positions must be")

@@ -17,6 +17,12 @@ from pykvedge.errors import UsageError
 from pykvedge.plans.plan import Plan
 from pykvedge.system.files import require_file
 
+
+def _positions(_: Any, __: Any, value: str) -> str | int:
+    """Returns a number as such; Settings checks it."""
+    return int(value) if value.isdecimal() else value
+
+
 _OPTIONS = (
     options.MODEL,
     options.MMPROJ,
@@ -32,9 +38,9 @@ _OPTIONS = (
     option("--fps", type=float, default=1.0, show_default=True, metavar="N", help="Frames of a second of video."),
     option("--stream", is_flag=True,
            help="Read images one by one and compress after each: memory stays at --budget N, however many come."),
-    option("--positions", type=click.Choice(["turn", "count"]), default="turn", show_default=True,
-           help="What becomes of positions that would pass the length that the model was trained for: they are made "
-                "smaller, and the keys turn with them, or they go on counting."),
+    option("--positions", default="turn", show_default=True, metavar="WHAT", callback=_positions,
+           help="What becomes of positions that would pass the length that the model was trained for: 'turn' makes "
+                "them smaller and turns the keys, 'count' lets them go on. A number: 'turn' within so many."),
     options.CTX,
     options.THREADS,
     *options.DEVICES,

@@ -250,8 +250,8 @@ class Engine:
             self.not_bounded = f"kvedge does not hold the KV cache of {self._model.path.name}"
         if self._settings.keep and driver.cache is not None:
             self._ages = Ages(self._sequence, driver.cache, self._settings.age)
-        elif driver.cache is not None and self._settings.positions == "turn":
-            trained, bound = self._model.n_ctx_train, plan.budget.pairs or 0
+        elif driver.cache is not None and self._settings.positions != "count":
+            trained, bound = self._settings.most_positions(self._model.n_ctx_train), plan.budget.pairs or 0
             self._positions = Positions(self._sequence, driver.cache, trained, bound)
         if self._settings.stream and driver.cache is not None:
             self._pace = Pace(driver, self._sequence, driver.cache, self._settings, self._positions)
@@ -438,8 +438,7 @@ class Engine:
         positions = self._positions
         if positions is not None and positions.why_not and positions.needed(0) and not self._told:
             self._told = True
-            trained = self._model.n_ctx_train
-            notes.append(f"positions pass the {trained} that the model was trained for: {positions.why_not}")
+            notes.append(f"positions pass {positions.trained}, the model's length: {positions.why_not}")
         return notes
 
     def measure_again(self, kv: Kv) -> None:

@@ -15,7 +15,7 @@ class Positions:
     """
 
     def __init__(self, sequence: Sequence, cache: Cache, trained: int, bound: int = 0) -> None:
-        self._sequence, self._trained = sequence, trained
+        self._sequence, self.trained = sequence, trained
         self._most = max(trained // 2, min(bound, trained * 3 // 4))
         self.turned, self.why_not = 0, ""
         try:
@@ -25,14 +25,14 @@ class Positions:
 
     def needed(self, n_tokens: int) -> bool:
         """Tells whether so many tokens more would pass the trained length."""
-        return 0 < self._trained < self._sequence.n_past + n_tokens
+        return 0 < self.trained < self._sequence.n_past + n_tokens
 
     def make_room(self, n_tokens: int) -> None:
         """Turns, if need be, for so many tokens more; the logits of the last token are gone then.
 
         A prompt that is longer than the model was trained for passes that length nevertheless. Raises StateError.
         """
-        most = max(min(self._most, self._trained - n_tokens), self._trained // 8, 1)
+        most = max(min(self._most, self.trained - n_tokens), self.trained // 8, 1)
         if not self.why_not and self.needed(n_tokens) and self._sequence.n_past > most:
             self._sequence.renumber(most)
             self.turned += 1

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 MAX_THREADS = 512  # of ggml
 MAX_CTX = 2**30
 STREAM_TOKENS = 128
-POSITIONS = ("turn", "count")
+LEAST_POSITIONS = 256
 CACHE_SIZE = 4 << 30  # bytes of a cache folder
 
 
@@ -50,7 +50,7 @@ class GivenSettings(LoadSettings, total=False):
     bounded: bool
     profile: Given
     stream: bool | int
-    positions: str
+    positions: str | int
     undo: bool
     question_blind: bool
     keep: str
@@ -80,8 +80,8 @@ class Settings:
     # (True), or whenever so many have come
     stream: bool | int = False
     # beyond the length that the model was trained for: "turn" makes them smaller and turns the keys (positions.py),
-    # "count" lets them go on
-    positions: str = "turn"
+    # "count" lets them go on; a number: "turn", as if the model was trained for so many
+    positions: str | int = "turn"
     image_cache: int = IMAGE_CACHE  # bytes in memory of images that were encoded, for all sessions of a loaded model
     cache: str | os.PathLike[str] | None = None  # folder in which they outlive the program, and others find them
     cache_size: int = CACHE_SIZE  # bytes that all in it may take
@@ -129,8 +129,11 @@ class Settings:
         self._check_stream()
 
     def _check_stream(self) -> None:
-        if self.positions not in POSITIONS:
-            raise UsageError(f"positions must be {' or '.join(POSITIONS)}, not {self.positions!r:.40}")
+        named = isinstance(self.positions, str) and self.positions in ("turn", "count")
+        if not named and not (type(self.positions) is int and LEAST_POSITIONS <= self.positions < MAX_CTX):
+            raise UsageError(
+                f"positions must be turn, count or a number of at least {LEAST_POSITIONS}, not {self.positions!r:.40}"
+            )
         if not isinstance(self.stream, int) or not 0 <= self.stream < MAX_CTX:
             raise UsageError(f"stream must be True, or a number of tokens of at least 1, not {self.stream!r}")
         if self.stream and self.bounded:
@@ -197,6 +200,10 @@ class Settings:
     def stream_tokens(self) -> int:
         """A stream is compressed after so many tokens; what is none has 0."""
         return STREAM_TOKENS if self.stream is True else int(self.stream)
+
+    def most_positions(self, trained: int) -> int:
+        """Returns the length within which positions stay; trained: the model's, 0: not known."""
+        return self.positions if isinstance(self.positions, int) else trained
 
     @classmethod
     def of(cls, given: dict[str, Any]) -> Settings:

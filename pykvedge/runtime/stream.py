@@ -113,7 +113,7 @@ class Pace:
         full = figures.uncompressed(model, cache, self._settings.kv_type)
         kv = Kv(full, stats.bytes, stats.peak_bytes, figures.per_layer(cache), stats.n_tokens, held)
         now = Stream(plan.budget.pairs or 0, stats.n_tokens, stats.n_compressions, stats.bytes, sequence.n_past)
-        now.trained = model.n_ctx_train
+        now.trained = self._settings.most_positions(model.n_ctx_train)
         if self._positions is not None:
             now.turned, now.why_counted = self._positions.turned, self._positions.why_not
         return kv, now

@@ -17,8 +17,8 @@ kvedge_status check_turning(const kvedge_cache & kv, kvedge_error * err) {
                     kvedge_type_name(type_number(kv.sequences.storage.k)));
     }
     if (!kv.layers.all_of_model()) {
-        return fail(err, KVEDGE_E_UNSUPPORTED, "llama.cpp keeps %d of the %d layers of this model itself, whose positions cannot be changed",
-                    kv.layers.n_model - (int32_t) kv.layers.shapes.size(), kv.layers.n_model);
+        return fail(err, KVEDGE_E_UNSUPPORTED, "kvedge stores %d of the %d layers of this model; the positions of the others cannot be changed",
+                    (int32_t) kv.layers.shapes.size(), kv.layers.n_model);
     }
     if (llama_attn_provider_weight(llama_get_model(kv.context.llama), "position_embd.weight")) {
         return fail(err, KVEDGE_E_UNSUPPORTED, "this model has learned its positions; rows cannot be turned to others");
