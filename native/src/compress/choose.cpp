@@ -98,7 +98,8 @@ Bulk<float> run_scorer(
     in.observed           = &seen;
     Bulk<float> window;
     if (seen.have().window > 0) {
-        in.n_window = window_length(seq);
+        const int32_t asked = plan_observes(plan).window;  // of a plan that came later, fewer
+        in.n_window = asked > 0 ? std::min(asked, window_length(seq)) : window_length(seq);
         window      = known.empty() ? seen.layer(l).window.last(seq.rows.n_tokens(), in.n_window) : Bulk<float>();
         in.window_q = window.data();
         in.sinks    = sinks_of(seq, l);
