@@ -1,0 +1,150 @@
+"""Images that keep fewer pairs, or none, and get them back: nothing is read again."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from conftest import THREADS
+from eval_runs import MMPROJ, MODEL
+
+import pykvedge
+from pykvedge.errors import StateError, UsageError
+from pykvedge.library import libkvedge
+
+SCENES = [f"examples/scene-{i}.png" for i in (1, 2, 3)]
+CODES = ["64UM3", "4LPY5", "2L4T"]
+GREEDY = pykvedge.Sampling(temp=0, max_tokens=20)
+QUESTIONS = ["What is the code?", "What is the code in image 2?", "What is the code in image 3?"]
+
+
+@pytest.fixture
+def talk(native):
+    """A conversation about three scenes, whose rows stay whole."""
+    made = []
+
+    def make(method="snapkv", budget=0.3, **settings):
+        settings = {"keep": "ram", **settings}
+        session = pykvedge.Session(MODEL, MMPROJ, pykvedge.plan(method, budget), threads=THREADS, **settings)
+        made.append(session)
+        for question, scene in zip(QUESTIONS, SCENES, strict=True):
+            session.ask(question, [scene], GREEDY).read()
+        return session
+
+    yield make
+    for session in made:
+        session.close()
+
+
+def held(session):
+    """[layer][head] token indices as arrays."""
+    cache = session.engine.cache
+    return [[np.array(cache.tokens(i, h)) for h in range(len(heads))] for i, heads in enumerate(cache.lengths())]
+
+
+def same(a, b):
+    return all(np.array_equal(x, y) for p, q in zip(a, b, strict=True) for x, y in zip(p, q, strict=True))
+
+
+def inside(tokens, span):
+    return tokens[(tokens >= span[0]) & (tokens < span[1])]
+
+
+@pytest.fixture
+def reads(monkeypatch):
+    """Counts the passes through the model."""
+    from pykvedge.runtime.driver import Driver
+
+    count, decode = [0], Driver.decode
+
+    def counted(self, at, piece, want_logits):
+        count[0] += piece.n_tokens
+        return decode(self, at, piece, want_logits)
+
+    monkeypatch.setattr(Driver, "decode", counted)
+    return count
+
+
+@pytest.mark.parametrize("method", ["snapkv", "kvedge", "h2o", "adakv"])
+def test_an_image_keeps_its_best_rows_or_none_and_gets_them_back(talk, reads, method):
+    session = talk(method)
+    before, spans, size, n = held(session), session.engine.sequence.images, session.engine.cache.stats().bytes, reads[0]
+    assert [last - first for first, last in spans] == [144] * 3
+    session.demote(2, 4)
+    after = held(session)
+    for old, new in zip(before, after, strict=True):
+        for a, b in zip(old, new, strict=True):
+            assert set(b) <= set(a) and len(inside(b, spans[1])) == min(4, len(inside(a, spans[1])))
+            assert np.array_equal(np.setdiff1d(b, np.arange(*spans[1])), np.setdiff1d(a, np.arange(*spans[1])))
+    assert session.engine.cache.stats().bytes < size
+    session.demote(2, 0.05)
+    assert max(len(inside(t, spans[1])) for heads in held(session) for t in heads) <= math.ceil(0.05 * 144)
+    session.forget_image(2)
+    assert all(not len(inside(t, spans[1])) for heads in held(session) for t in heads)
+    session.promote(2)
+    assert same(held(session), before) and session.engine.cache.stats().bytes == size
+    assert reads[0] == n
+
+
+def test_the_rows_that_stay_are_the_best_by_score(native, tiny):
+    """Against the scores before the compression, in NumPy."""
+    from contexts import TinyContext, random_tokens
+
+    context = TinyContext(tiny("qwen3").model, pykvedge.plan("snapkv", 0.5))
+    try:
+        context.cache.keep("ram")
+        context.decode(random_tokens(200))
+        scores = [libkvedge.pending_scores(context.cache, i) for i in range(2)]
+        context.cache.compress()
+        before = context.held()
+        context.cache.limit_tokens(40, 120, 7)
+        context.cache.choose_again()
+        for layer, heads in enumerate(context.held()[:2]):
+            for h, tokens in enumerate(heads):
+                span = [t for t in before[layer][h] if 40 <= t < 120]
+                best = sorted(sorted(span, key=lambda t: (-scores[layer][h][t], t))[:7])
+                assert [t for t in tokens if 40 <= t < 120] == best
+    finally:
+        context.close()
+
+
+def test_forgotten_images_cannot_be_described_and_promoted_ones_can(talk):
+    session = talk("kvedge", 0.5)
+    assert session.ask("What is the code in image 2?", (), GREEDY).read() == CODES[1]
+    session.forget_image(2)
+    assert session.ask("What is the code in image 2?", (), GREEDY).read() != CODES[1]
+    session.promote(2)
+    assert session.ask("What is the code in image 2?", (), GREEDY).read() == CODES[1]
+
+
+def test_images_age_until_a_question_needs_them(talk, reads):
+    """Each answer is right, images that are not asked about get smaller, and no image is read twice."""
+    session = talk("kvedge", 0.5, age=0.5)
+    sizes, n = [], reads[0]
+    for image in (3, 3, 3, 3, 1, 2):
+        answer = session.ask(f"What is the code in image {image}?", (), GREEDY)
+        assert answer.read() == CODES[image - 1]
+        sizes.append([session.engine.ages._held(one) for one in session.engine.ages._images])
+    assert reads[0] - n < 6 * 60
+    assert min(sizes[4][1], sizes[4][2]) < sizes[4][0]
+    assert min(sizes[5][0], sizes[5][2]) < sizes[5][1]
+
+
+def test_what_cannot_be_is_refused_in_a_line(talk, native):
+    with pykvedge.Session(MODEL, MMPROJ, pykvedge.plan("snapkv", 0.3), threads=THREADS) as session:
+        with pytest.raises(StateError, match="nothing was asked"):
+            session.demote(1, 0.1)
+        session.ask(QUESTIONS[0], [SCENES[0]], GREEDY).read()
+        with pytest.raises(UsageError, match="set keep to"):
+            session.demote(1, 0.1)
+    session = talk()
+    for image in (0, 4, True, "1"):
+        with pytest.raises(UsageError, match="there is no image"):
+            session.demote(image, 0.1)
+    for budget in (-1, float("nan"), "all", True):
+        with pytest.raises(UsageError, match="budget of an image"):
+            session.demote(1, budget)
+    for settings in ({"age": 1.0, "keep": "ram"}, {"age": -0.1, "keep": "ram"}, {"age": 0.5}):
+        with pytest.raises(UsageError, match=r"age must|whole rows"):
+            pykvedge.Session(MODEL, MMPROJ, threads=THREADS, **settings)
