@@ -9,18 +9,15 @@
 // their processor seconds divided by the threads, which other programs disturb less.
 
 #include "attention/attention.h"
+#include "bench.h"
 #include "kernels/kernels.h"
 #include "store/store.h"
 #include "compress/compress.h"
 
 #include <algorithm>
-#include <chrono>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
-#include <ctime>
-#include <functional>
-#include <thread>
 
 using namespace kvedge;
 
@@ -66,10 +63,7 @@ bool fill(Bench & b) {
     uint32_t random = 1;
     for (int32_t l = 0; l < (int32_t) b.shapes.size(); l++) {
         auto * x = (uint16_t *) k_row(b.seq->rows.place_from_end(0, b.tokens), l, 0);
-        for (size_t i = 0; i < plain; i++) {
-            random = random * 1664525u + 1013904223u;
-            x[i]   = (uint16_t) (0x3000 | (random >> 16 & 0x8bff));  // in half precision of either sign, 1/8 to 1/2
-        }
+        fill_halves(x, plain, random);
     }
     Compression outcome;  // quantises, and keeps all
     if (is_quantised(b.type) && compress_pending(*b.seq, full_plan(), b.threads, outcome, nullptr) != KVEDGE_OK) {
@@ -109,31 +103,6 @@ uint64_t sum_bytes(const uint8_t * from, size_t n) {
         sum += p;
     }
     return sum;
-}
-
-struct Seconds {
-    double wall, processor;
-};
-
-Seconds timed(int32_t n_threads, int32_t n_tasks, const std::function<void(int32_t)> & task) {
-    std::atomic<int32_t>     next{ 0 };
-    const auto               start = std::chrono::steady_clock::now();
-    const std::clock_t       clock = std::clock();
-    std::vector<std::thread> others;
-    const auto               work = [&] {
-        for (int32_t i; (i = next.fetch_add(1)) < n_tasks;) {
-            task(i);
-        }
-    };
-    for (int32_t w = 1; w < n_threads; w++) {
-        others.emplace_back(work);
-    }
-    work();
-    for (auto & t : others) {
-        t.join();
-    }
-    return { std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count(),
-             (double) (std::clock() - clock) / CLOCKS_PER_SEC / n_threads };
 }
 
 Seconds time_sum(Bench & b) {
