@@ -279,6 +279,9 @@ void check_compressed(const Case & c, Sequence & seq, bool mass) {
         append(seq, n);
         check_step(c, seq, n);
     }
+    for (int32_t n : { 4, 9, 32 }) {  // the last of them, as if they had come in smaller parts
+        check_step(c, seq, n);
+    }
     for (int32_t h = 0; h < c.Hkv; h++) {  // rows that a decode policy drops: near either end of the compressed block,
         for (int32_t row : { 2, 380, 200, 384, 384 }) {
             drop_row(seq.rows, 0, h, row);  // and, once that has 384 rows left, the oldest of the generated ones
@@ -313,7 +316,7 @@ void check_compressed(const Case & c, Sequence & seq, bool mass) {
 void check_case(const Case & c) {
     const std::vector<LayerShape> shapes = { { 0, c.H, c.Hkv, c.d_k, c.d_v } };
     Sequence                      seq(shapes, c.storage);
-    for (int32_t n : { 1, 70, 3, 699, 1 }) {
+    for (int32_t n : { 1, 70, 3, 642, 2, 5, 17, 33, 1 }) {
         append(seq, n);
         check_step(c, seq, n);
     }

@@ -14,8 +14,10 @@ namespace {
 constexpr int32_t BLOCK      = 128;  // most keys at a time
 constexpr size_t  KEY_BYTES  = 8 << 10;  // of them, or their values: these and the next ones fit a first-level cache
 constexpr size_t  Q8_BYTES   = 18 << 10;  // of codes of 8 bits for several query rows, which are rounded for each block anew
+constexpr int32_t Q8_ROWS    = 16;        // query rows that are rounded
+constexpr int32_t ROWS       = 64;        // most query rows at a time
+constexpr int32_t Q_SIZE     = 8 << 10;   // numbers of them
 constexpr int32_t SPLIT_KEYS = 256;  // fewest keys worth a split of their own
-constexpr int32_t MAX_SIZE   = MAX_HEAD_SIZE;
 
 // A row's unnormalised output, its largest logit and its softmax denominator.
 struct Partial {
@@ -37,11 +39,11 @@ struct Piece {
     int32_t a, b;  // keys [a, b) of the head
 };
 
-// Up to DECODE_ROWS scaled query rows, the unit that reads the keys once. Where keys are rotated, so are the queries; where
+// Up to ROWS scaled query rows, the unit that reads the keys once. Where keys are rotated, so are the queries; where
 // values are, so is what they add up to, as long as they follow each other.
 struct Queries {
-    alignas(64) float q[DECODE_ROWS * MAX_SIZE];        // [n][d_k]
-    alignas(64) float rotated[DECODE_ROWS * MAX_SIZE];  // likewise, by `by`
+    alignas(64) float q[Q_SIZE];        // [n][d_k]
+    alignas(64) float rotated[Q_SIZE];  // likewise, by `by`
     int32_t           first, n;
     int32_t           by, out_by;  // the stretch of the rotation (types.h); 0: not rotated
 };
@@ -91,8 +93,17 @@ float * weights_of(const AttendJob & job, const Piece & piece, int32_t r) {
     return job.weights + (size_t) (piece.head * piece.group + r) * job.weights_row;
 }
 
+// Query rows at a time: of n, parts that are about the same.
+int32_t rows_at_a_time(int32_t n, int32_t d_k) {
+    const int32_t most = std::min(ROWS, Q_SIZE / d_k), parts = (n + most - 1) / most;
+    return (n + parts - 1) / parts;
+}
+
 // Keys at a time, whole groups of them.
 int32_t block_of(const Segment & seg, int32_t n_rows) {
+    if (n_rows > Q8_ROWS || (n_rows > MANY_ROWS && !is_quantised(seg.k.type))) {
+        return BLOCK;
+    }
     const bool rounds = n_rows > 1 && format(seg.k.type).bits == 8 && format(seg.v.type).bits == 8;
     const auto fit    = (int32_t) ((rounds ? Q8_BYTES : KEY_BYTES) / std::max(seg.k.stride, seg.v.stride));
     return std::clamp(fit / GROUP * GROUP, GROUP, BLOCK);
@@ -129,7 +140,7 @@ void attend_block(
     const LayerShape & shape = job.rows->shapes()[(size_t) job.layer];
     const Kernels &    kn    = kernels();
     const auto         ld    = (size_t) pad16(shape.d_v);
-    alignas(64) float  s[DECODE_ROWS * BLOCK];
+    alignas(64) float  s[ROWS * BLOCK];
 
     const float * q = queries_for(seg.k.type, shape.d_k, x);
     kn.rows_dot({ q, (size_t) shape.d_k }, x.n, as_stored(seg.k), seg.n, shape.d_k, { s, BLOCK }, seg.v.data);
@@ -200,12 +211,20 @@ void write_out(const AttendJob & job, const Piece & piece, int32_t n_splits, Dec
     }
 }
 
+// Splits of a head at most: none where the heads themselves occupy all threads.
+int32_t most_splits(int32_t n_heads_kv, int32_t n_threads) {
+    return n_threads <= 1 || n_heads_kv % n_threads == 0 ? 1 : (4 * n_threads + n_heads_kv - 1) / n_heads_kv;
+}
+
 }  // namespace
 
 bool DecodePartials::reserve(const std::vector<LayerShape> & shapes, int32_t n_tokens, int32_t n_threads) try {
     size_t  need  = 0;
     int32_t heads = 1;
-    splits_max    = std::max(1, 4 * n_threads);
+    splits_max    = 1;
+    for (const auto & s : shapes) {
+        splits_max = std::max(splits_max, most_splits(s.n_heads_kv, n_threads));
+    }
     for (const auto & s : shapes) {
         const int32_t rows = n_tokens * (s.n_heads / s.n_heads_kv);
         need  = std::max(need, (size_t) s.n_heads_kv * (size_t) splits_max * partial_floats(rows, s.d_v));
@@ -231,12 +250,7 @@ void DecodePartials::start(int32_t n_heads_kv) {
 
 int32_t decode_splits(const AttendJob & job, int32_t n_threads) {
     const LayerShape & shape = job.rows->shapes()[(size_t) job.layer];
-    if (n_threads <= 1 || shape.n_heads_kv % n_threads == 0) {
-        return 1;
-    }
-    const int32_t keys = job.rows->head_length(job.layer, 0);
-    const int32_t even = (4 * n_threads + shape.n_heads_kv - 1) / shape.n_heads_kv;
-    return std::clamp(keys / SPLIT_KEYS, 1, even);
+    return std::clamp(job.rows->head_length(job.layer, 0) / SPLIT_KEYS, 1, most_splits(shape.n_heads_kv, n_threads));
 }
 
 int32_t decode_tasks(const AttendJob & job, int32_t n_splits) {
@@ -260,9 +274,10 @@ void decode_task(const AttendJob & job, int32_t task, int32_t n_splits, DecodePa
     std::fill(out.sum, out.sum + piece.rows, 0.0f);
     std::fill(out.o, out.o + (size_t) piece.rows * ld, 0.0f);
 
-    Queries x;
-    for (x.first = 0; x.first < piece.rows; x.first += DECODE_ROWS) {
-        x.n = std::min(DECODE_ROWS, piece.rows - x.first);
+    Queries       x;
+    const int32_t most = rows_at_a_time(piece.rows, shape.d_k);
+    for (x.first = 0; x.first < piece.rows; x.first += most) {
+        x.n = std::min(most, piece.rows - x.first);
         load_queries(job, piece, shape.d_k, x);
         int32_t at = 0;
         each_segment(*job.rows, job.layer, piece.head, [&](const Segment & seg) {

@@ -53,6 +53,9 @@ struct SoftmaxRows {
     size_t  ldo;
 };
 
+// Query rows beyond which stored rows are packed or widened first, once for all of them.
+constexpr int32_t MANY_ROWS = 6;
+
 struct Kernels {
     const char * name;
     int32_t      panel;  // columns of one packed K panel (nr)
@@ -85,7 +88,7 @@ struct Kernels {
     float (*dot)(const float * x, const float * y, size_t n);
 
     // Of rows as they are stored: what is rotated they take for the type without that.
-    // One read of k for all m query rows: s[r][c] = q[r] . k[c], for m <= 16. next: n * k.stride bytes that are needed after
+    // One read of k for all m query rows: s[r][c] = q[r] . k[c]. next: n * k.stride bytes that are needed after
     // these, fetched into cache meanwhile; need not be readable; NULL: none
     void (*rows_dot)(FloatIn q, int32_t m, Rows k, int32_t n, int32_t d, FloatOut s, const uint8_t * next);
     // One read of v for all m rows: o[r] += sum_c p[r][c] * v[c]; o.ld a multiple of 16 >= d. next: n * v.stride bytes

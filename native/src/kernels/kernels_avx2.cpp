@@ -8,6 +8,7 @@ namespace {
 
 struct V {
     static constexpr int W = 8, MR = 6, PR = 4, PD = 2, AD = 4, ACC = 12;
+    static constexpr bool TURNS_HALVES = true;
     __m256 x;
 
     static V load(const float * p) { return { _mm256_loadu_ps(p) }; }
@@ -68,6 +69,29 @@ struct V {
         for (int j = 0; j < 4; j++) {
             x[j].x     = _mm256_permute2f128_ps(t[j], t[4 + j], 0x20);
             x[4 + j].x = _mm256_permute2f128_ps(t[j], t[4 + j], 0x31);
+        }
+    }
+    // Eight columns of 16 rows of 16-bit numbers, row r at p + r * stride: out [8][16].
+    static void turn_halves(const uint8_t * p, size_t stride, uint8_t * out) {
+        __m256i x[8], t[8];
+        for (int j = 0; j < 8; j++) {
+            const uint8_t * row = p + (size_t) j * stride;
+            x[j] = _mm256_inserti128_si256(_mm256_castsi128_si256(_mm_loadu_si128((const __m128i *) row)),
+                                           _mm_loadu_si128((const __m128i *) (row + 8 * stride)), 1);
+        }
+        for (int j = 0; j < 4; j++) {
+            t[2 * j]     = _mm256_unpacklo_epi16(x[2 * j], x[2 * j + 1]);
+            t[2 * j + 1] = _mm256_unpackhi_epi16(x[2 * j], x[2 * j + 1]);
+        }
+        for (int j = 0; j < 8; j += 4) {
+            x[j]     = _mm256_unpacklo_epi32(t[j], t[j + 2]);
+            x[j + 1] = _mm256_unpackhi_epi32(t[j], t[j + 2]);
+            x[j + 2] = _mm256_unpacklo_epi32(t[j + 1], t[j + 3]);
+            x[j + 3] = _mm256_unpackhi_epi32(t[j + 1], t[j + 3]);
+        }
+        for (int j = 0; j < 4; j++) {
+            _mm256_storeu_si256((__m256i *) (out + 64 * j), _mm256_unpacklo_epi64(x[j], x[j + 4]));
+            _mm256_storeu_si256((__m256i *) (out + 64 * j + 32), _mm256_unpackhi_epi64(x[j], x[j + 4]));
         }
     }
     template <Type T> static V load16(const uint8_t * p) {

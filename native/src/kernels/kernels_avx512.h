@@ -18,6 +18,7 @@ namespace {
 
 struct V {
     static constexpr int W = 16, MR = 12, PR = 6, PD = 4, AD = 8, ACC = 24;
+    static constexpr bool TURNS_HALVES = true;
     __m512 x;
 
     static V load(const float * p) { return { _mm512_loadu_ps(p) }; }
@@ -73,6 +74,31 @@ struct V {
             x[4 + j].x  = _mm512_shuffle_f32x4(odd, odd2, 0x88);
             x[8 + j].x  = _mm512_shuffle_f32x4(even, even2, 0xdd);
             x[12 + j].x = _mm512_shuffle_f32x4(odd, odd2, 0xdd);
+        }
+    }
+    // Eight columns of 32 rows of 16-bit numbers, row r at p + r * stride: out [8][32].
+    static void turn_halves(const uint8_t * p, size_t stride, uint8_t * out) {
+        __m512i x[8], t[8];
+        for (int j = 0; j < 8; j++) {
+            const auto row = [&](size_t lane) { return _mm_loadu_si128((const __m128i *) (p + (8 * lane + (size_t) j) * stride)); };
+            x[j] = _mm512_castsi128_si512(row(0));
+            x[j] = _mm512_mask_broadcast_i32x4(x[j], 0x00f0, row(1));
+            x[j] = _mm512_mask_broadcast_i32x4(x[j], 0x0f00, row(2));
+            x[j] = _mm512_mask_broadcast_i32x4(x[j], 0xf000, row(3));
+        }
+        for (int j = 0; j < 4; j++) {
+            t[2 * j]     = _mm512_unpacklo_epi16(x[2 * j], x[2 * j + 1]);
+            t[2 * j + 1] = _mm512_unpackhi_epi16(x[2 * j], x[2 * j + 1]);
+        }
+        for (int j = 0; j < 8; j += 4) {
+            x[j]     = _mm512_unpacklo_epi32(t[j], t[j + 2]);
+            x[j + 1] = _mm512_unpackhi_epi32(t[j], t[j + 2]);
+            x[j + 2] = _mm512_unpacklo_epi32(t[j + 1], t[j + 3]);
+            x[j + 3] = _mm512_unpackhi_epi32(t[j + 1], t[j + 3]);
+        }
+        for (int j = 0; j < 4; j++) {
+            _mm512_storeu_si512(out + 128 * j, _mm512_unpacklo_epi64(x[j], x[j + 4]));
+            _mm512_storeu_si512(out + 128 * j + 64, _mm512_unpackhi_epi64(x[j], x[j + 4]));
         }
     }
     template <Type T> static V load16(const uint8_t * p) {

@@ -326,12 +326,12 @@ void q8_rows_axpy(FloatIn p, int32_t m, Rows v, int32_t n, int32_t d, FloatOut o
 
 // One query row alone waits for memory already.
 void k_pairs_rows_dot(FloatIn q, int32_t m, Rows k, int32_t n, int32_t d, FloatOut s, const uint8_t * next) {
-    const bool pairs = m > 1 && k.type == Type::q8_0;
+    const bool pairs = m > 1 && m <= MOST_M && k.type == Type::q8_0;
     (pairs ? q8_rows_dot : k_any_rows_dot)(q, m, k, n, d, s, next);
 }
 
 void k_pairs_rows_axpy(FloatIn p, int32_t m, Rows v, int32_t n, int32_t d, FloatOut o, const uint8_t * next) {
-    const bool pairs = m > 1 && v.type == Type::q8_0;
+    const bool pairs = m > 1 && m <= MOST_M && v.type == Type::q8_0;
     (pairs ? q8_rows_axpy : k_any_rows_axpy)(p, m, v, n, d, o, next);
 }
 

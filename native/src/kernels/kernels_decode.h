@@ -14,28 +14,32 @@ constexpr int MOST_ROWS = 6;
 // Columns per row, so that V::ACC registers hold the sums of M rows: a power of 2, at most `most`.
 constexpr int columns(int m, int most) { return most * m <= V::ACC ? most : columns(m, most / 2); }
 
-// Calls f(first row, how many rows as an IntN) for parts of m rows, each at most MOST_ROWS and all about the same.
 template <int N> struct IntN {
     static constexpr int value = N;
 };
-template <class F> inline void split_rows(int32_t m, const F & f) {
-    const int32_t parts = (m + MOST_ROWS - 1) / MOST_ROWS;
+// Calls f(n as an IntN), 1 <= n <= MOST.
+template <int MOST, class F> inline void with_count(int32_t n, const F & f) {
+    if constexpr (MOST > 1) {
+        if (n < MOST) {
+            return with_count<MOST - 1>(n, f);
+        }
+    }
+    f(IntN<MOST>());
+}
+
+// Calls f(first row, how many rows as an IntN) for parts of m rows, each at most MOST and all about the same.
+template <int MOST = MOST_ROWS, class F> inline void split_rows(int32_t m, const F & f) {
+    const int32_t parts = (m + MOST - 1) / MOST;
     for (int32_t p = 0; p < parts; p++) {
         const int32_t a = parts == 1 ? 0 : m * p / parts;  // most often: divisions cost as much as a small part
-        switch (parts == 1 ? m : m * (p + 1) / parts - a) {
-            case 1: f(a, IntN<1>()); break;
-            case 2: f(a, IntN<2>()); break;
-            case 3: f(a, IntN<3>()); break;
-            case 4: f(a, IntN<4>()); break;
-            case 5: f(a, IntN<5>()); break;
-            case 6: f(a, IntN<6>()); break;
-        }
+        with_count<MOST>(parts == 1 ? m : m * (p + 1) / parts - a, [&](auto rows) { f(a, rows); });
     }
 }
 
 constexpr size_t LINE = 64;  // bytes of a line of cache
 
 inline void prefetch(const uint8_t * p) { KVEDGE_PREFETCH(p); }
+inline const uint8_t * later(const uint8_t * next, size_t n) { return next ? next + n : nullptr; }
 
 // Bytes of V::W values of a row, on the average.
 template <Type T> constexpr size_t vector_bytes() {
@@ -155,9 +159,8 @@ KVEDGE_APART void rows_dot_t(FloatIn q, int32_t m, Rows k, int32_t n, int32_t d,
     }
 }
 
-// Columns [i, i + D * V::W) of n rows v.
-template <Type T, int M, int D> inline void axpy_micro(
-    FloatIn p, Rows v, int32_t i, int32_t n, FloatOut o, const uint8_t * next) {
+// Columns [i, i + D * V::W) of n rows v. fetch(c): asks for what is needed next, at every row.
+template <Type T, int M, int D, class F> inline void axpy_micro(FloatIn p, Rows v, int32_t i, int32_t n, FloatOut o, const F & fetch) {
     V acc[M][D];
     KVEDGE_UNROLL
     for (int r = 0; r < M; r++) {
@@ -167,9 +170,7 @@ template <Type T, int M, int D> inline void axpy_micro(
         }
     }
     for (int32_t c = 0; c < n; c++) {
-        if (next) {
-            fetch_step<D * vector_bytes<T>()>(next, (size_t) c);
-        }
+        fetch(c);
         V b[D];
         KVEDGE_UNROLL
         for (int j = 0; j < D; j++) {
@@ -220,7 +221,12 @@ KVEDGE_APART void rows_axpy_t(FloatIn p, int32_t m, Rows v, int32_t n, int32_t d
             int32_t       i  = 0;
             each_columns<D>(d, i, [&](auto wide) {
                 constexpr int N = decltype(wide)::value;
-                axpy_micro<T, M, N>(pr, vc, i, w, to, ahead(r, i));
+                const uint8_t * at = ahead(r, i);
+                axpy_micro<T, M, N>(pr, vc, i, w, to, [at](int32_t row) {
+                    if (at) {
+                        fetch_step<N * vector_bytes<T>()>(at, (size_t) row);
+                    }
+                });
             });
             for (; !is_quantised(T) && i < d; i++) {
                 for (int32_t k = 0; k < M; k++) {

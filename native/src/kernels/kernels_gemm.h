@@ -1,5 +1,4 @@
-// Prefill: many query rows against packed keys, and their weights against widened values. Part of kernels_impl.h, under its
-// rules.
+// Many query rows against packed keys, and their weights against widened values. Part of kernels_impl.h, under its rules.
 
 #pragma once
 
@@ -35,19 +34,72 @@ inline void transpose_panel(const float * rows, int32_t d, float * panel) {
     }
 }
 
-void k_pack(Rows k, int32_t n, int32_t d, float * out) {
-    float rows[NR * MAX_ROW];
-    for (int32_t c = 0; c < n; c += NR) {
-        const int32_t w = n - c < NR ? n - c : NR;
-        k_widen(k.from(c), w, d, rows, (size_t) d);
-        for (int32_t i = w * d; i < NR * d; i++) {
-            rows[i] = 0.0f;
+// NR rows of 16-bit numbers, d a multiple of 8, turned before they are widened: that takes half as many shuffles.
+template <Type T, class X> inline void pack_halves(Rows k, int32_t d, float * panel) {
+    alignas(64) uint8_t columns[8 * NR * 2];
+    for (int32_t i = 0; i < d; i += 8, panel += 8 * NR) {
+        X::turn_halves(k.data + 2 * (size_t) i, k.stride, columns);
+        KVEDGE_UNROLL
+        for (int c = 0; c < 16; c++) {
+            X::template load16<T>(columns + c * X::W * 2).store(panel + c * X::W);
         }
-        transpose_panel(rows, d, out + (size_t) c * d);
     }
 }
 
-template <int M> inline void qk_micro(const float * q, size_t ldq, const float * panel, int32_t d, float * s, size_t lds) {
+// Whether a panel was packed that way, which some vectors have.
+template <class X> inline bool pack_turned(Rows k, int32_t d, float * panel) {
+    if constexpr (X::TURNS_HALVES) {
+        if (d % 8 == 0 && (k.type == Type::f16 || k.type == Type::bf16)) {
+            (k.type == Type::f16 ? pack_halves<Type::f16, X> : pack_halves<Type::bf16, X>)(k, d, panel);
+            return true;
+        }
+    }
+    return false;
+}
+
+// One panel, of n <= NR rows.
+inline void pack_panel(Rows k, int32_t n, int32_t d, float * panel) {
+    if (n == NR && pack_turned<V>(k, d, panel)) {
+        return;
+    }
+    float rows[NR * MAX_ROW];
+    k_widen(k, n, d, rows, (size_t) d);
+    for (int32_t i = n * d; i < NR * d; i++) {
+        rows[i] = 0.0f;
+    }
+    transpose_panel(rows, d, panel);
+}
+
+void k_pack(Rows k, int32_t n, int32_t d, float * out) {
+    for (int32_t c = 0; c < n; c += NR) {
+        pack_panel(k.from(c), n - c < NR ? n - c : NR, d, out + (size_t) c * d);
+    }
+}
+
+// Bytes that are needed next; NULL: none.
+struct Coming {
+    const uint8_t * at;
+    size_t          bytes;
+
+    static Coming rows(const uint8_t * next, int32_t first, int32_t n, size_t stride) {
+        return { later(next, (size_t) first * stride), (size_t) n * stride };
+    }
+};
+
+// Asks for them in n equal steps, for some lines of cache several times. idle: what is in cache, where there are none.
+struct Pace {
+    const uint8_t * at;
+    size_t          step;
+
+    Pace(Coming next, size_t n, const float * idle)
+        : at(next.at ? next.at : (const uint8_t *) idle), step(next.at ? (next.bytes + n - 1) / n : 0) {}
+    void take() {
+        prefetch(at);
+        at += step;
+    }
+};
+
+template <int M> inline void qk_micro(FloatIn q, const float * panel, int32_t d, FloatOut s, int32_t w, Pace & pace) {
     V acc[M][2];
     KVEDGE_UNROLL
     for (int r = 0; r < M; r++) {
@@ -55,56 +107,84 @@ template <int M> inline void qk_micro(const float * q, size_t ldq, const float *
         acc[r][1] = V::zero();
     }
     for (int32_t i = 0; i < d; i++) {
+        pace.take();
         const V b0 = V::load(panel + (size_t) i * NR);
         const V b1 = V::load(panel + (size_t) i * NR + V::W);
         KVEDGE_UNROLL
         for (int r = 0; r < M; r++) {
-            const V a = V::set1(q[r * ldq + i]).kept();
+            const V a = V::set1(q.row(r)[i]).kept();
             acc[r][0] = V::fma(a, b0, acc[r][0]);
             acc[r][1] = V::fma(a, b1, acc[r][1]);
         }
     }
     KVEDGE_UNROLL
     for (int r = 0; r < M; r++) {
-        acc[r][0].store(s + r * lds);
-        acc[r][1].store(s + r * lds + V::W);
+        if (w == NR) {
+            acc[r][0].store(s.row(r));
+            acc[r][1].store(s.row(r) + V::W);
+        } else {
+            acc[r][0].store_first(s.row(r), (size_t) (w < V::W ? w : V::W));
+            if (w > V::W) {
+                acc[r][1].store_first(s.row(r) + V::W, (size_t) (w - V::W));
+            }
+        }
     }
+}
+
+// s[r][c] for the first w columns of a panel. next: fetched meanwhile.
+inline void panel_dot(FloatIn q, int32_t m, const float * panel, int32_t d, FloatOut s, int32_t w, Coming next) {
+    Pace pace(next, (size_t) ((m + V::MR - 1) / V::MR) * (size_t) d, panel);
+    split_rows<V::MR>(m, [&](int32_t r, auto rows) { qk_micro<decltype(rows)::value>(q.at(r), panel, d, s.at(r), w, pace); });
 }
 
 void k_gemm_qk(FloatIn q, int32_t m, const float * packed, int32_t n, int32_t d, FloatOut s) {
-    for (int32_t c0 = 0; c0 < n; c0 += NR) {
-        const float * panel = packed + (size_t) c0 * d;
-        int32_t       r     = 0;
-        for (; r + V::MR <= m; r += V::MR) {
-            qk_micro<V::MR>(q.row(r), q.ld, panel, d, s.row(r) + c0, s.ld);
-        }
-        for (; r + 4 <= m; r += 4) {
-            qk_micro<4>(q.row(r), q.ld, panel, d, s.row(r) + c0, s.ld);
-        }
-        for (; r < m; r++) {
-            qk_micro<1>(q.row(r), q.ld, panel, d, s.row(r) + c0, s.ld);
-        }
+    for (int32_t c = 0; c < n; c += NR) {
+        panel_dot(q, m, packed + (size_t) c * d, d, s.at(0, c), NR, {});
     }
 }
 
-template <int D> void pv_columns(FloatIn p, int32_t m, int32_t n, FloatIn v, float * o) {
-    const Rows rows = { (const uint8_t *) v.data, v.ld * sizeof(float), Type::f32 };
-    int32_t    r    = 0;
-    for (; r + V::PR <= m; r += V::PR) {
-        axpy_micro<Type::f32, V::PR, D>(p.at(r), rows, 0, n, { o + r * v.ld, v.ld }, nullptr);
+// Keys of any type, packed a panel at a time.
+void many_rows_dot(FloatIn q, int32_t m, Rows k, int32_t n, int32_t d, FloatOut s, const uint8_t * next) {
+    alignas(64) float panel[NR * MAX_ROW];
+    for (int32_t c = 0; c < n; c += NR) {
+        const int32_t w = n - c < NR ? n - c : NR;
+        pack_panel(k.from(c), w, d, panel);
+        panel_dot(q, m, panel, d, s.at(0, c), w, Coming::rows(next, c, w, k.stride));
     }
-    for (; r < m; r++) {
-        axpy_micro<Type::f32, 1, D>(p.at(r), rows, 0, n, { o + r * v.ld, v.ld }, nullptr);
-    }
+}
+
+// o[r] += p[r] v for n rows v [n][v.ld] and the columns up to d, rounded up to whole vectors. next: fetched meanwhile.
+inline void add_weighted(FloatIn p, int32_t m, int32_t n, FloatIn v, int32_t d, FloatOut o, Coming next) {
+    constexpr int D     = columns(MOST_ROWS, V::AD);
+    const Rows    rows  = { (const uint8_t *) v.data, v.ld * sizeof(float), Type::f32 };
+    const int32_t width = (d + V::W - 1) / V::W * V::W, parts = (m + MOST_ROWS - 1) / MOST_ROWS * ((width + D * V::W - 1) / (D * V::W));
+    Pace          pace(next, (size_t) parts * (size_t) n, v.data);
+    int32_t       i = 0;
+    each_columns<D>(width, i, [&](auto wide) {
+        split_rows(m, [&](int32_t r, auto part) {
+            axpy_micro<Type::f32, decltype(part)::value, decltype(wide)::value>(p.at(r), rows, i, n, o.at(r), [&](int32_t) { pace.take(); });
+        });
+    });
 }
 
 void k_gemm_pv(FloatIn p, int32_t m, int32_t n, FloatIn v, int32_t d, float * o) {
-    int32_t i = 0;
-    for (; i + V::PD * V::W <= (int32_t) v.ld && i < d; i += V::PD * V::W) {
-        pv_columns<V::PD>(p, m, n, v.at(0, i), o + i);
-    }
-    for (; i < d; i += V::W) {
-        pv_columns<1>(p, m, n, v.at(0, i), o + i);
+    add_weighted(p, m, n, v, d, { o, v.ld }, {});
+}
+
+// Values of any type, widened into the first-level cache a few rows at a time.
+void many_rows_axpy(FloatIn p, int32_t m, Rows v, int32_t n, int32_t d, FloatOut o, const uint8_t * next) {
+    alignas(64) float wide[8 * MAX_ROW];
+    const auto        ld   = (size_t) pad16(d);
+    const int32_t     most = 8 * MAX_ROW / (int32_t) ld;
+    for (int32_t c = 0; c < n; c += most) {
+        const int32_t w = n - c < most ? n - c : most;
+        k_widen(v.from(c), w, d, wide, ld);
+        for (int32_t r = 0; r < w; r++) {
+            for (size_t i = (size_t) d; i < ld; i++) {
+                wide[(size_t) r * ld + i] = 0.0f;
+            }
+        }
+        add_weighted(p.at(0, c), m, w, { wide, ld }, d, o, Coming::rows(next, c, w, v.stride));
     }
 }
 

@@ -4,7 +4,8 @@
 //   anew for every use)/fma/fnma (c - a * b)/add/sub/mul/max/round (to an integer)/scale2 (a * 2^n, n integral)/hsum/
 //   hsum4 (of four)/hmax/transpose (of W vectors); load16(Type, ptr) widens W stored values, store_f16 narrows them;
 //   load_i8(ptr) widens W codes with a sign; codes<bits>(ptr, x) widens GROUP codes (Packed) into GROUP / W vectors;
-//   set1_f16(ptr) a stored scale into all lanes.
+//   set1_f16(ptr) a stored scale into all lanes; TURNS_HALVES: whether there is turn_halves, which makes columns of rows of
+//   16-bit numbers.
 // Nothing here may come from std:: templates: the linker would merge copies compiled for different processors.
 
 #pragma once

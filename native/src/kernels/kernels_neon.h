@@ -12,6 +12,7 @@ namespace {
 
 struct V {
     static constexpr int W = 4, MR = 8, PR = 4, PD = 4, AD = 8, ACC = 24;
+    static constexpr bool TURNS_HALVES = false;
     float32x4_t x;
 
     static V load(const float * p) { return { vld1q_f32(p) }; }

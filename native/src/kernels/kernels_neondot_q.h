@@ -322,7 +322,7 @@ template <Type T> void codes_rows_axpy(FloatIn p, int32_t m, Rows v, int32_t n, 
 }
 
 void k_codes_rows_dot(FloatIn q, int32_t m, Rows k, int32_t n, int32_t d, FloatOut s, const uint8_t * next) {
-    switch (k.type) {
+    switch (m <= MOST_M ? k.type : Type::f32) {
         case Type::q8_0: codes_rows_dot<Type::q8_0>(q, m, k, n, d, s, next); break;
         case Type::q4_0: codes_rows_dot<Type::q4_0>(q, m, k, n, d, s, next); break;
         default:         k_any_rows_dot(q, m, k, n, d, s, next);
@@ -330,7 +330,7 @@ void k_codes_rows_dot(FloatIn q, int32_t m, Rows k, int32_t n, int32_t d, FloatO
 }
 
 void k_codes_rows_axpy(FloatIn p, int32_t m, Rows v, int32_t n, int32_t d, FloatOut o, const uint8_t * next) {
-    switch (v.type) {
+    switch (m <= MOST_M ? v.type : Type::f32) {
         case Type::q8_0: codes_rows_axpy<Type::q8_0>(p, m, v, n, d, o, next); break;
         case Type::q4_0: codes_rows_axpy<Type::q4_0>(p, m, v, n, d, o, next); break;
         default:         k_any_rows_axpy(p, m, v, n, d, o, next);

@@ -96,8 +96,15 @@ template <Type T> inline V load_as(const uint8_t * p, size_t i) {
 // Rows that are widened one after the other often lie so in memory, too far apart in time for the processor to see it.
 constexpr size_t WIDEN_AHEAD = 2048;  // bytes
 
-template <Type T> void to_f32_t(const uint8_t * src, float * dst, size_t n) {
+template <Type T> inline void to_f32_t(const uint8_t * src, float * dst, size_t n) {
     size_t i = 0;
+    for (; i + 4 * V::W <= n; i += 4 * V::W) {
+        KVEDGE_UNROLL
+        for (size_t j = i; j < i + 4 * V::W; j += V::W) {
+            KVEDGE_PREFETCH(src + j * type_size(T) + WIDEN_AHEAD);
+            load_as<T>(src, j).store(dst + j);
+        }
+    }
     for (; i + V::W <= n; i += V::W) {
         KVEDGE_PREFETCH(src + i * type_size(T) + WIDEN_AHEAD);
         load_as<T>(src, i).store(dst + i);

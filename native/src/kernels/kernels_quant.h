@@ -99,7 +99,7 @@ template <Type T> void widen_rows(Rows rows, int32_t n, int32_t d, float * out, 
         widen_blocks<T>(rows, n, d, out, ld);
     } else {
         for (int32_t r = 0; r < n; r++) {
-            k_to_f32(T, rows.data + (size_t) r * rows.stride, out + (size_t) r * ld, (size_t) d);
+            to_f32_t<T>(rows.data + (size_t) r * rows.stride, out + (size_t) r * ld, (size_t) d);
         }
     }
 }

@@ -4,8 +4,7 @@
 
 #pragma once
 
-#include "kernels_decode.h"
-#include "kernels_quant.h"
+#include "kernels_gemm.h"
 
 namespace kvedge {
 namespace {
@@ -16,8 +15,6 @@ inline void fetch(const uint8_t * next, size_t n) {
         prefetch(next + at);
     }
 }
-
-inline const uint8_t * later(const uint8_t * next, size_t n) { return next ? next + n : nullptr; }
 
 template <int C> inline void store_sums(const V (&acc)[C], float * s) {
     if constexpr (C == 4) {
@@ -219,10 +216,16 @@ template <Type T> void any_rows_axpy(FloatIn p, int32_t m, Rows v, int32_t n, in
 }
 
 void k_any_rows_dot(FloatIn q, int32_t m, Rows k, int32_t n, int32_t d, FloatOut s, const uint8_t * next) {
+    if (m > MANY_ROWS) {
+        return many_rows_dot(q, m, k, n, d, s, next);
+    }
     with_type(k.type, [&](auto of) { any_rows_dot<of.value>(q, m, k, n, d, s, next); });
 }
 
 void k_any_rows_axpy(FloatIn p, int32_t m, Rows v, int32_t n, int32_t d, FloatOut o, const uint8_t * next) {
+    if (m > MANY_ROWS) {
+        return many_rows_axpy(p, m, v, n, d, o, next);
+    }
     with_type(v.type, [&](auto of) { any_rows_axpy<of.value>(p, m, v, n, d, o, next); });
 }
 
