@@ -47,6 +47,8 @@ def main():
 
         devices = DEVICES_ALL if SIDE == "graph" else DEVICES_AUTO
         cache = libkvedge.Cache(context, pykvedge.plan("full"), "f16", devices=devices)
+        if (libkvedge.lib().kvedge_layer_device(cache.handle, 0) is not None) != (SIDE == "graph"):
+            raise SystemExit("the rows lie elsewhere")
     tokens = np.random.default_rng(0).integers(500, 1000, N + 8)
     decode(context, tokens[:N], 0)
     llama.llama_memory_seq_rm(memory, 0, FROM, TO)
