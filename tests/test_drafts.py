@@ -2,71 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 import pytest
 from choosing import whole
+from drafted import AGAIN, PLANS, SAMPLINGS, SCENE, check_alike, said
 
 import pykvedge
 from pykvedge import Sampling, UnsupportedError, UsageError
 from pykvedge.runtime import drafting
 from pykvedge.runtime.generation import Generation
 from pykvedge.runtime.report import Drafts, Report
-
-SCENE = "examples/scene-1.png"
-AGAIN = "Describe the image. A red triangle at the top left, a pink circle at the bottom left, a red"
-SCHEMA = {
-    "type": "object",
-    "properties": {"a": {"type": "string", "maxLength": 9}, "b": {"type": "integer"}, "c": {"type": "boolean"}},
-    "required": ["a", "b", "c"],
-    "additionalProperties": False,
-}
-SAMPLINGS = {
-    "greedy": Sampling(max_tokens=70),
-    "short": Sampling(max_tokens=5),
-    "penalties": Sampling(max_tokens=60, repeat_penalty=1.4, frequency_penalty=0.3, presence_penalty=0.2),
-    "bias": Sampling(max_tokens=60, logit_bias={" red": -3.0, 7: 1.5}),
-    "grammar": Sampling(max_tokens=60, json_schema=SCHEMA),
-    "stop": Sampling(max_tokens=60, stop=["triangle at the b", "code 9"]),
-    "logprobs": Sampling(max_tokens=40, logprobs=3),
-    "sampled": Sampling(max_tokens=60, temp=1.2, seed=11, top_p=0.9),
-    "sampled form": Sampling(max_tokens=60, temp=0.7, seed=4, json_schema=SCHEMA, repeat_penalty=1.2),
-}
-PLANS = {"full": ("full", None), "snapkv": ("snapkv", 0.3), "lookm": ("lookm", 0.2)}
-
-
-@dataclass
-class Said:
-    """What an answer was. ids: with the token that ended it. later: the answer to a second question."""
-
-    ids: list[int]
-    text: str
-    finish: str
-    pending: list[int]
-    logprobs: list
-    later: str
-    drafts: Drafts | None
-
-
-def said(session, sampling, images=(SCENE,)):
-    session.clear()
-    answer = session.ask(AGAIN, images, sampling)
-    answer.read()
-    generation, report, pending = answer._generation, answer.report, session.pending
-    ids = [*generation.tokens, *([generation.token] if report.finish == "end" else [])]
-    later = session.ask("And now?", sampling=Sampling(max_tokens=12)).read()
-    return Said(ids, report.text, report.finish, pending, report.logprobs or [], later, report.drafts)
-
-
-def check_alike(drafted, plain):
-    for name in ("ids", "text", "finish", "pending", "later"):
-        assert getattr(drafted, name) == getattr(plain, name), name
-    assert len(drafted.logprobs) == len(plain.logprobs)
-    for one, other in zip(drafted.logprobs, plain.logprobs, strict=True):
-        assert one.id == other.id and one.top[0].id == other.top[0].id
-        of = [[t.logprob for t in (token, *token.top)] for token in (one, other)]
-        np.testing.assert_allclose(*of, rtol=1e-3, atol=2e-3)
 
 
 @pytest.fixture
@@ -81,7 +26,7 @@ def guessing(monkeypatch):
             return [t if i < right else (t + 7) % 250 + 1 for i, t in enumerate(ahead)], 2
 
         monkeypatch.setattr(drafting.Drafter, "_guess", guess)
-        monkeypatch.setattr(drafting.Drafter, "_worth", lambda self, kind, most: most)
+        monkeypatch.setattr(drafting.Drafter, "_best", lambda self, kind, most, each=0: (most, 1.0))
 
     return use
 
@@ -165,7 +110,7 @@ def test_other_models(tiny, picture_file, guessing, native, kind):
 def test_lookup_as_it_is(sessions, native, monkeypatch, plan):
     """Guesses of the conversation itself, whatever they cost."""
     plain = said(sessions(plan), SAMPLINGS["greedy"])
-    monkeypatch.setattr(drafting.Drafter, "_worth", lambda self, kind, most: most)
+    monkeypatch.setattr(drafting.Drafter, "_best", lambda self, kind, most, each=0: (most, 1.0))
     drafted = said(sessions(plan, lookup=True), SAMPLINGS["greedy"])
     check_alike(drafted, plain)
     assert 0 < drafted.drafts.accepted < drafted.drafts.drafted
@@ -308,7 +253,9 @@ def test_the_costs_of_batches_are_learned():
     for n in (2, 8):
         costs.took(n, cost(n))
     assert costs.of(8) == cost(8) and costs.of(5) == pytest.approx(cost(5))
-    for seconds in (9.0, 1.8, 1.8, 1.8):
+    costs.took(3, 9.0)
+    assert costs.of(3) == cost(8)  # three tokens take no more than eight
+    for seconds in (1.8, 1.8, 1.8):
         costs.took(3, seconds)
     assert costs.of(3) == 1.8
     for _ in range(300):
@@ -318,15 +265,15 @@ def test_the_costs_of_batches_are_learned():
 
 @pytest.mark.parametrize("rate, expensive, least, most", [(0.97, False, 8, 15), (0.05, False, 0, 0), (0.9, True, 0, 0)])
 def test_guesses_are_as_many_as_pay(rate, expensive, least, most):
-    drafter = drafting.Drafter(None, None, None, None)
-    assert drafter._worth(2, 15) == 0  # nothing was measured
+    drafter = drafting.Drafter(None, None, None)
+    assert drafter._best(2, 15) == (0, 0.0)  # nothing was measured
     for n in (1, *range(2, 17)):
         drafter._costs.took(n, float(n) if expensive else cost(n))
     rng = np.random.default_rng(1)
     for _ in range(200):
         drafter._hits.saw(2, rng.random() < rate)
-    assert least <= drafter._worth(2, 15) <= most
-    assert drafter._worth(2, 0) == 0
+    assert least <= drafter._best(2, 15)[0] <= most
+    assert drafter._best(2, 0) == (0, 1.0)
 
 
 # ------------------------------------------------------------------------------------------------------------

@@ -26,6 +26,7 @@ from pykvedge.models.vision import ImagePiece, Piece, TextPiece, Vision
 from pykvedge.plans.plan import Plan
 from pykvedge.reference.kvtypes import KvType
 from pykvedge.runtime import logprobs, opening, stream
+from pykvedge.runtime.drafting import require_drafts
 from pykvedge.runtime.engine import Engine
 from pykvedge.runtime.generation import Generation
 from pykvedge.runtime.pruning import planned
@@ -236,17 +237,15 @@ class Conversation(Single):
 
     def check_drafts(self, plan: Plan) -> None:
         """Refuses what drafts cannot go with. Raises UsageError, UnsupportedError."""
-        if not self.settings.lookup:
+        if not self.settings.drafts:
             return
+        asked = "--exact" if self.settings.exact else "--lookup"
         if plan.drops:
             raise UsageError(
                 f"decode policy '{plan.decode}' drops a row for every token, also for drafts that are refused; use "
-                "--decode keep-all, or no --lookup"
+                f"--decode keep-all, or no {asked}"
             )
-        if self.model.recurrent:
-            raise UnsupportedError(
-                f"{self.model.path.name} has recurrent layers, which cannot take a draft back; leave --lookup out"
-            )
+        require_drafts(self.model, asked)
 
     def check_stream(self, plan: Plan) -> None:
         if self.settings.stream:

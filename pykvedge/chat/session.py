@@ -138,7 +138,7 @@ class Session(Conversation):
         if not isinstance(sampling, Sampling):
             raise UsageError(f"sampling must be a Sampling, not {sampling!r:.40}")
         report = Report(self.plan.method, self.plan.budget.value, time=Time(load_s=self._load_s), model=self._facts)
-        report.drafts = Drafts() if self.settings.lookup else None
+        report.drafts = Drafts() if self.settings.drafts else None
         generation = Generation(self.model, sampling, report)
         self._before, before = None, self._now()
         if not self.messages and self.settings.system:

@@ -54,6 +54,7 @@ _OPTIONS = (
            help="Compress what comes before the question without looking at it: other questions find it as it was."),
     *options.KEEP,
     options.LOOKUP,
+    options.EXACT,
     *sampling.OPTIONS,
     option("--system", default="", metavar="TEXT", help="Text that opens the conversation."),
     options.JSON,
@@ -64,7 +65,7 @@ _OPTIONS = (
     options.QUIET,
     options.VERBOSE,
 )  # fmt: skip
-_SETTINGS = ("system", "verbose", "profile", "bounded", "stream", "positions", "question_blind", "lookup")
+_SETTINGS = ("system", "verbose", "profile", "bounded", "stream", "positions", "question_blind", "lookup", "exact")
 
 
 @click.command()

@@ -188,6 +188,11 @@ LOOKUP = option(
     help="Guess how an answer goes on by what was said before, and verify several tokens at once: the same answer, "
     "sooner where it repeats a document or a form.",
 )  # fmt: skip
+EXACT = option(
+    "--exact", is_flag=True,
+    help="With --keep: draft answers with what is kept and verify them over the whole cache, so that they are the "
+    "answers of --method full.",
+)  # fmt: skip
 JSON = option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 QUIET = option("--quiet", is_flag=True, help="Nothing on stderr but errors.")
 VERBOSE = option("--verbose", is_flag=True, help="llama.cpp's log on stderr.")

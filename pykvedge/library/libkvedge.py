@@ -199,9 +199,12 @@ class Cache:
         call("replay_end", self.handle, sequence)
 
     @one_thread
-    def begin_verify(self, n_tokens: int, sequence: int = 0) -> None:
-        """The next n_tokens are an answer's, several at once. Raises what kvedge_verify_begin reports."""
-        call("verify_begin", self.handle, sequence, n_tokens)
+    def begin_verify(self, n_tokens: int, sequence: int = 0, whole: bool = False) -> None:
+        """The next n_tokens are an answer's, several at once. whole: they attend to whole rows, and take the place of
+        tokens that were decoded with the compressed ones since the last time. Raises what kvedge_verify_begin or
+        kvedge_verify_whole reports.
+        """
+        call("verify_whole" if whole else "verify_begin", self.handle, sequence, n_tokens)
 
     @one_thread
     def end_verify(self, n_accepted: int, sequence: int = 0) -> None:

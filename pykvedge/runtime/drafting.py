@@ -8,55 +8,73 @@ each token has the probability that it has without guesses, and a seed gives the
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 
+import numpy as np
+
+from pykvedge.errors import GrammarError, UnsupportedError
+from pykvedge.models.model import Model
 from pykvedge.runtime.driver import Driver
 from pykvedge.runtime.generation import Generation
-from pykvedge.runtime.lookup import Lookup
 from pykvedge.runtime.sequence import Sequence
 
 MOST = 15  # guesses in a batch
+ANY = -1  # the kind of all guesses that were decoded
+_DOUBTS = 100  # kinds from this one on: by the margin of the likeliest token
+_RETRY, _TRIED = 64, 4  # steps without a draft until one is tried, and how many tokens it has at least
 _OLD = 256  # steps, until what a batch took is measured again
 _GUESSED = 0.25  # of a token's time: what another token in a batch is thought to take before that was measured
+
+
+def require_drafts(model: Model, asked: str) -> None:
+    """Raises UnsupportedError for a model that cannot take a draft back. asked: the option that drafts."""
+    if model.recurrent:
+        raise UnsupportedError(
+            f"{model.path.name} has recurrent layers, which cannot take a draft back; leave {asked} out"
+        )
 
 
 class Costs:
     """Knows how long a batch of n tokens takes, from those that were decoded."""
 
     def __init__(self) -> None:
-        self._took: dict[int, tuple[deque[float], list[int]]] = {}
+        self._took: dict[int, deque[float]] = {}
+        self._when: dict[int, int] = {}  # the last step with a batch of this size
         self._steps = 0
+        self._table: list[float] = []  # of one token more than the index, once they were asked for
 
     def took(self, n: int, seconds: float) -> None:
         """Notes a batch of n tokens."""
         self._steps += 1
-        times, when = self._took.setdefault(n, (deque(maxlen=8), [0]))
-        times.append(seconds)
-        when[0] = self._steps
-        for size in [size for size, (_, at) in self._took.items() if size > 1 and self._steps - at[0] > _OLD]:
-            del self._took[size]
+        self._took.setdefault(n, deque(maxlen=8)).append(seconds)
+        self._when[n] = self._steps
+        for size in [size for size, at in self._when.items() if size > 1 and self._steps - at > _OLD]:
+            del self._took[size], self._when[size]
+        self._table = []
 
     def of(self, n: int) -> float:
-        """Estimates the seconds of a batch: the median of its size, else what sizes beside it suggest.
+        """Estimates the seconds of a batch of up to MOST + 1, of its size or by what other sizes suggest.
 
         A larger batch than any so far is thought to be cheap, so that it is tried. 0: no single token was measured yet.
         """
-        if n in self._took:
-            return statistics.median(self._took[n][0])
+        if not self._table:
+            self._table = self._estimates()
+        return self._table[n - 1]
+
+    def _estimates(self) -> list[float]:
         if 1 not in self._took:
-            return 0.0
-        alone = self.of(1)
-        below = max(size for size in self._took if size < n)
-        above = min((size for size in self._took if size > n), default=0)
-        slope = _GUESSED * alone
-        if above:
-            slope = (self.of(above) - self.of(below)) / (above - below)
-        elif below > 1:
-            slope = min(slope, (self.of(below) - alone) / (below - 1))
-        return self.of(below) + slope * (n - below)
+            return [0.0] * (MOST + 1)
+        known = {n: sorted(times)[len(times) // 3] for n, times in self._took.items()}  # outliers do not count
+        for n in known:
+            known[n] = min(seconds for size, seconds in known.items() if size >= n)  # more tokens take no less
+        last, alone = max(known), known[1]
+        slope = min(_GUESSED * alone, (known[last] - alone) / (last - 1)) if last > 1 else _GUESSED * alone
+        sizes = sorted(known)
+        out = np.interp(range(1, MOST + 2), sizes, [known[n] for n in sizes])
+        return [float(s) if n <= last else known[last] + slope * (n - last) for n, s in enumerate(out, start=1)]
 
 
 class Hits:
@@ -81,78 +99,157 @@ class Hits:
 class Drafter:
     """Takes the steps of answers: a token, or a batch of the last token and guesses at the next ones.
 
-    The number of guesses is the one that promises the most tokens a second: by how often such guesses were right, and
-    by what batches take here. Where none promises more than single tokens, there are none; whether guesses would have
-    been right is noted all the same.
+    Guesses come from a lookup, or, for exact answers, from decoding with the compressed rows. Their number is the one
+    that promises the most tokens a second: by how often such guesses were right, and by what batches take here. Every
+    token of an exact answer is verified over whole rows, also where nothing was guessed.
     """
 
-    def __init__(self, driver: Driver, sequence: Sequence, lookup: Lookup, extend: Callable[[int], None]) -> None:
-        """extend: appends a single token to the sequence."""
-        self._driver, self._sequence, self._lookup, self._extend = driver, sequence, lookup, extend
-        self._costs, self._hits = Costs(), Hits()
+    def __init__(
+        self,
+        driver: Driver,
+        sequence: Sequence,
+        extend: Callable[[int], None],
+        exact: bool = False,
+        costs: Costs | None = None,
+    ) -> None:
+        """extend: appends a single token to the sequence. costs: of batches, which other drafters may learn as well."""
+        self._driver, self._sequence, self._extend, self._exact = driver, sequence, extend, exact
+        self._costs, self._hits = Costs() if costs is None else costs, Hits()
+        self._drafting = Costs()  # of single tokens with the compressed rows, where there are whole ones
+        self._undrafted = _RETRY  # steps in a row; the first one tries
+        self._over_whole = False  # the last step was
 
-    def step(self, generation: Generation) -> str:
+    def step(self, generation: Generation, room: int) -> str:
         """Reads the token that was chosen last, and chooses what follows. Returns the text that is certain with it.
 
-        Raises GrammarError where no token can come, and what decoding raises.
+        room: tokens that can be read, from that one on. Raises GrammarError where no token can come, and what decoding
+        raises.
         """
-        most = self._most(generation)
+        most = self._most(generation, room)
         guesses, kind = self._guess(generation, most) if most > 0 else ([], 0)
-        n = self._worth(kind, len(guesses))
-        return self._verify(generation, guesses[:n], kind) if n else self._alone(generation, guesses[:1], kind)
+        n, speed = self._best(kind, len(guesses))
+        whole = self._whole(generation)
+        if not whole and not n:
+            return self._alone(generation, room, guesses[:1], kind)
+        kinds = [kind] * n
+        if whole and speed <= self._best(ANY, most, self._each())[1]:
+            guesses, kinds = self._draft(generation, most)
+        return self._verify(generation, room, [*zip(guesses, kinds, strict=False)], whole)
+
+    def _whole(self, generation: Generation) -> bool:
+        """Tells whether there are whole rows to verify over, and notes whether the answer is the whole cache's."""
+        cache = self._driver.cache
+        if cache is None or not self._exact:
+            return False
+        stats, drafts = cache.stats(self._sequence.number), generation.drafts
+        whole = stats.whole_bytes > 0
+        if drafts is not None and drafts.exact is None:
+            drafts.exact = whole or self._sequence.pairs_held() >= stats.n_tokens
+        elif drafts is not None and self._over_whole and not whole:
+            drafts.exact = False  # they were given up meanwhile
+        self._over_whole = whole
+        return whole
 
     def _guess(self, generation: Generation, most: int) -> tuple[list[int], int]:
-        """Guesses up to `most` tokens, and of which kind the guess is: as many tokens are alike before it."""
-        return self._lookup.guess(generation.token, most)
+        """Looks up to `most` tokens up, and says of which kind the guess is: as many tokens are alike before it."""
+        lookup = self._sequence.lookup
+        return lookup.guess(generation.token, most) if lookup is not None else ([], 0)
 
-    def _most(self, generation: Generation) -> int:
+    def _most(self, generation: Generation, room: int) -> int:
         """Counts the guesses that fit: the context, the answer, and what the cache can take back."""
-        context, cache = self._driver.context, self._driver.cache
-        room = min(context.room, context.n_ubatch, generation.left)
+        cache = self._driver.cache
+        room = min(room, self._driver.context.n_ubatch, generation.left)
         if cache is not None:
             room = min(room, cache.verify_room(self._sequence.number))
         return min(room - 1, MOST)
 
-    def _worth(self, kind: int, most: int) -> int:
-        """Finds the number of guesses, up to `most`, that promises the most tokens a second."""
-        rate, chance, tokens = self._hits.rate(kind), 1.0, 1.0
-        best, speed = 0, 1.0
-        alone = self._costs.of(1)
-        if alone <= 0:
-            return 0
-        for n in range(1, most + 1):
+    def _best(self, kind: int, most: int, each: float = 0.0) -> tuple[int, float]:
+        """Finds the number of guesses, up to `most`, that promises the most tokens a second, and how many that are.
+
+        each: seconds that a guess takes. 0 while it is not known what a single token takes.
+        """
+        return self._ahead(0, 1.0, 1.0, most, self._hits.rate(kind), each)
+
+    def _ahead(
+        self, n: int, chance: float, tokens: float, most: int, rate: float, each: float
+    ) -> tuple[int, float]:
+        """Goes on from n guesses, which are all right with this chance and promise so many tokens."""
+        if self._costs.of(1) <= 0:
+            return n, 0.0
+        best, speed = n, tokens / (n * each + self._costs.of(n + 1))
+        for more in range(n + 1, most + 1):
             chance *= rate
             tokens += chance
-            if (now := tokens * alone / self._costs.of(n + 1)) > speed:
-                best, speed = n, now
-        return best
+            if (now := tokens / (more * each + self._costs.of(more + 1))) > speed:
+                best, speed = more, now
+        return best, speed
 
-    def _alone(self, generation: Generation, guesses: list[int], kind: int) -> str:
+    def _alone(self, generation: Generation, room: int, guesses: list[int], kind: int) -> str:
         """Reads a single token. guesses: at the one behind it, or none."""
         context = self._driver.context
         began = time.perf_counter()
         self._extend(generation.token)
         context.logits()  # waits for the device
         self._costs.took(1, time.perf_counter() - began)
-        text = generation.choose(context, context.room)
+        text = generation.choose(context, room - 1)
         if guesses:
             self._hits.saw(kind, guesses[0] == generation.token)
         return text
 
-    def _verify(self, generation: Generation, guesses: list[int], kind: int) -> str:
-        context, batch = self._driver.context, [generation.token, *guesses]
-        room = context.room - 1
+    def _each(self) -> float:
+        """Estimates the seconds of a draft token."""
+        return self._drafting.of(1) or self._costs.of(1) / 2
+
+    def _draft(self, generation: Generation, most: int) -> tuple[list[int], list[int]]:
+        """Decodes tokens with the compressed rows, as long as more of them promise more tokens a second.
+
+        Also returns of which kind each is: how far the likeliest token was ahead of the next one.
+        """
+        context, token = self._driver.context, generation.token
+        guesses, kinds, chance, tokens = list[int](), list[int](), 1.0, 1.0
+        retry = self._undrafted >= _RETRY
+        with generation.sampler() as sampler, suppress(GrammarError):
+            while len(guesses) < most:
+                n = len(guesses)
+                more, _ = self._ahead(n, chance, tokens, most, self._hits.rate(ANY), self._each())
+                if more == n and not (retry and n < _TRIED):
+                    break
+                began = time.perf_counter()
+                self._sequence.draft(token)
+                logits = context.logits()
+                self._drafting.took(1, time.perf_counter() - began)
+                kinds.append(_doubt(logits))
+                token = sampler.sample(context.handle)
+                guesses.append(token)
+                chance *= self._hits.rate(kinds[-1])
+                tokens += chance
+                if self._driver.model.is_end(token):
+                    break
+        self._undrafted = 0 if guesses else self._undrafted + 1
+        return guesses, kinds[: len(guesses)]
+
+    def _verify(self, generation: Generation, room: int, guesses: list[tuple[int, int]], whole: bool) -> str:
+        """Verifies guesses, each with its kind. whole: over whole rows."""
+        context, batch = self._driver.context, [generation.token, *(token for token, _ in guesses)]
         began = time.perf_counter()
-        self._sequence.verify(batch)
+        self._sequence.verify(batch, whole)
         context.logits()
         self._costs.took(len(batch), time.perf_counter() - began)
         stay = 1
         try:
-            text, stay = generation.choose_each(context, batch, room)
+            text, stay = generation.choose_each(context, batch, room - 1)
         finally:
             self._sequence.accept(stay)
-        for _ in range(stay - 1):
-            self._hits.saw(kind, True)
-        if stay < len(batch):
-            self._hits.saw(kind, generation.token == batch[stay])
+        for i, (token, kind) in enumerate(guesses[:stay]):
+            right = i + 1 < stay or generation.token == token
+            self._hits.saw(kind, right)
+            if kind >= _DOUBTS:
+                self._hits.saw(ANY, right)
         return text
+
+
+def _doubt(logits: np.ndarray) -> int:
+    """Sorts [n_vocab] float32 by the margin of the two best, in half units."""
+    best = int(logits.argmax())
+    second = max(logits[:best].max(initial=-np.inf), logits[best + 1 :].max(initial=-np.inf))
+    return _DOUBTS + int(min(2 * (logits[best] - second), 12))

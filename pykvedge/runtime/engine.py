@@ -233,7 +233,7 @@ class Engine:
 
     def _open(self, size: ContextSize, plan: Plan) -> None:
         tables = self.tables(plan)
-        outputs = MOST + 1 if self._settings.lookup else 0
+        outputs = MOST + 1 if self._settings.drafts else 0
         size = replace(size, n_seq=2 if self._settings.undo else 1, n_outputs=outputs)
         driver = Driver(self._model, self._vision, size, self._threads)
         try:
@@ -243,9 +243,9 @@ class Engine:
             raise
         self._driver, self._set_plan = driver, plan
         self._sequence = driver.context.at = Sequence(driver)
-        if self._settings.lookup:
-            self._sequence.lookup = Lookup()
-            self._drafter = Drafter(driver, self._sequence, self._sequence.lookup, self.extend)
+        if self._settings.drafts:
+            self._sequence.lookup = Lookup() if self._settings.lookup else None
+            self._drafter = Drafter(driver, self._sequence, self.extend, self._settings.exact)
         if driver.cache is None and self._bounded:
             self.not_bounded = f"kvedge does not hold the KV cache of {self._model.path.name}"
         if self._settings.keep and driver.cache is not None:
@@ -401,7 +401,7 @@ class Engine:
         Returns the text that is certain. Raises ContextError, GrammarError.
         """
         if self._drafter is not None:
-            return self._drafter.step(generation)
+            return self._drafter.step(generation, self.context.room)
         self.extend(generation.token)
         return generation.choose(self.context, self.room)
 

@@ -10,7 +10,7 @@ from pykvedge.errors import GrammarError
 from pykvedge.models.model import Model, TextStream
 from pykvedge.runtime import logprobs
 from pykvedge.runtime.llama_context import Context
-from pykvedge.runtime.report import Report
+from pykvedge.runtime.report import Drafts, Report
 from pykvedge.runtime.sampler import Sampler
 from pykvedge.runtime.sampling import Sampling
 
@@ -119,6 +119,15 @@ class Generation:
         if drafts is not None:
             drafts.add(len(batch) - 1, stay - 1)
         return text, stay
+
+    @property
+    def drafts(self) -> Drafts | None:
+        """What is reported of drafts; None: nobody asked for them."""
+        return self._report.drafts
+
+    def sampler(self) -> Sampler:
+        """Returns a copy of what chooses the next token, to guess with; close it."""
+        return self._sampler.copy()
 
     @property
     def left(self) -> int:

@@ -54,6 +54,14 @@ class Grammar:
         if (tokens := self._waiting.begun()) is not None:
             self._hold(tokens)
 
+    def copy(self) -> Grammar | None:
+        """Makes another one that goes on in the same way; None while the answer is free."""
+        if self._waiting is not None:
+            return None
+        other = Grammar.__new__(Grammar)
+        vars(other).update(vars(self), _matcher=self._matcher.deep_copy())
+        return other
+
     def take(self, token: int) -> np.ndarray | None:
         """Goes on with a token. Where it cannot come next, nothing changes, and [n_vocab] bool tells what can.
 

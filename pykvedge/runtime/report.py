@@ -120,6 +120,7 @@ class Drafts:
     drafted: int = 0  # guesses
     accepted: int = 0  # guesses that were the answer's tokens
     verifications: int = 0  # batches
+    exact: bool | None = None  # whether each token is the whole cache's; None: that was not asked for
 
     def add(self, drafted: int, accepted: int) -> None:
         """Adds a batch."""
@@ -130,7 +131,7 @@ class Drafts:
     def as_json(self) -> dict[str, Any]:
         """Makes the object of a report. tokens_per_verification: each batch has one token of its own."""
         return {
-            **vars(self),
+            **{name: value for name, value in vars(self).items() if value is not None},
             "acceptance": round(self.accepted / self.drafted, 4) if self.drafted else None,
             "tokens_per_verification": round(1 + self.accepted / self.verifications, 2) if self.verifications else None,
         }

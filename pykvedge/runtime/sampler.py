@@ -24,11 +24,22 @@ class Sampler:
         self._model, biases = model, _biases(sampling, model)
         self._forbidden = [token for token, bias in biases.items() if bias == -math.inf]
         self._grammar = Grammar(sampling, model) if sampling.constrained else None
-        self._chain = llama.llama_sampler_chain_init(llama.llama_sampler_chain_default_params())
+        self._own(llama.llama_sampler_chain_init(llama.llama_sampler_chain_default_params()))
         for link in [*_changes(sampling, model, biases), *_choice(llama, sampling)]:
             llama.llama_sampler_chain_add(self._chain, link)
+
+    def copy(self) -> Sampler:
+        """Makes another one that goes on in the same way, by the same random numbers; close it, too."""
+        other = Sampler.__new__(Sampler)
+        vars(other).update(vars(self))
+        other._grammar = self._grammar.copy() if self._grammar is not None else None
+        other._own(self._llama.llama_sampler_clone(self._chain))
+        return other
+
+    def _own(self, chain: Any) -> None:
+        self._chain = chain
         # an answer that nobody read to its end is only forgotten
-        self._free = weakref.finalize(self, llama.llama_sampler_free, self._chain)
+        self._free = weakref.finalize(self, self._llama.llama_sampler_free, chain)
         self._free.atexit = False
 
     def sample(self, context: Any, output: int = -1) -> int:

@@ -48,6 +48,7 @@ class Sequence(Place):
 
     def begin(self) -> None:
         """Begins anew: the sequence is empty."""
+        self.lookup = None if self.lookup is None else Lookup()
         self.n_past = self.n_cells = 0
         self.uncounted = 0  # KV pairs of a head that stand for no cell, as positions turned
         self.passage = Passage()  # since the last compression; where whole rows are kept, since the beginning
@@ -58,6 +59,7 @@ class Sequence(Place):
         self._n_compressions = 0
         self._done = self._total = 0
         self._verified: list[int] = []
+        self._drafted = 0  # tokens that a verification takes back
         self._replayed, self.replay_s = -1, 0.0  # tokens that there were at the second pass; -1: there was none
 
     @property
@@ -179,14 +181,22 @@ class Sequence(Place):
         self.read_step(TextPiece([token]), want_logits=True)
         self.answered.append(token)
 
-    def verify(self, tokens: list[int]) -> None:
+    def draft(self, token: int) -> None:
+        """Appends a token that `verify` over whole rows takes back; afterwards its logits are there."""
+        self._driver.decode(self, TextPiece([token]), want_logits=True)
+        self._drafted += 1
+
+    def verify(self, tokens: list[int], whole: bool = False) -> None:
         """Appends tokens of an answer in one pass; afterwards the logits of each are there. `accept` has to follow.
 
-        Raises as `read` does, and UnsupportedError where tokens cannot be taken back.
+        whole: the tokens attend to whole rows, and drafts are gone. Raises as `read` does, UnsupportedError where no
+        token can be taken back, and StateError where there are no whole rows.
         """
         cache, context = self._driver.cache, self._driver.context
+        self.move(-self._drafted)
+        self._drafted = 0
         if cache is not None:
-            cache.begin_verify(len(tokens), self.number)
+            cache.begin_verify(len(tokens), self.number, whole)
         context.at = self
         try:
             with self._driver.explained():

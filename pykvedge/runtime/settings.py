@@ -58,6 +58,7 @@ class GivenSettings(LoadSettings, total=False):
     keep_space: int
     age: float
     lookup: bool
+    exact: bool
 
 
 @dataclass(frozen=True)
@@ -98,6 +99,8 @@ class Settings:
     # answers are drafted with what the conversation said before, and verified in batches: sooner where they repeat it
     lookup: bool = False
     age: float = 0.0  # with each message that does not ask about it an image keeps this share of its pairs; 0: all
+    # answers are drafted with the compressed rows and verified over the whole ones of `keep`: they are those of "full"
+    exact: bool = False
     prompt_cache: int = 0  # bytes in memory for what conversations begin with, so that others go on from it
 
     def __post_init__(self) -> None:
@@ -110,7 +113,7 @@ class Settings:
             check_number("gpu_layers", self.gpu_layers)
             if not -1 <= self.gpu_layers < 2**31:
                 raise UsageError(f"gpu_layers must be 0 or more, or -1 for all, not {self.gpu_layers}")
-        for name in ("verbose", "measure_peak", "bounded", "undo", "question_blind", "lookup"):
+        for name in ("verbose", "measure_peak", "bounded", "undo", "question_blind", "lookup", "exact"):
             if not isinstance(getattr(self, name), bool):
                 raise UsageError(f"{name} must be True or False, not {getattr(self, name)!r:.40}")
         for name in ("device", "rpc"):
@@ -146,8 +149,10 @@ class Settings:
             raise UsageError("images that age come back from whole rows: set keep to 'ram' or 'disk'")
         if self.stream and self.undo:
             raise UsageError("a stream forgets what it has read, so nothing of it can be undone: choose one of the two")
-        if self.stream and self.lookup:
+        if self.stream and self.drafts:
             raise UsageError("a stream forgets what it has read, so no draft can be taken back: choose one of the two")
+        if self.exact and self.keeping is None:
+            raise UsageError("exact answers are verified over whole rows, which have to stay: set keep to ram or disk")
         if self.stream and KvType.parse(self.kv_type).quantised:
             raise UsageError(
                 f"a stream is compressed again and again, and {self.kv_type} would round it each time; use f16 or bf16"
@@ -174,6 +179,11 @@ class Settings:
             raise UsageError(
                 f"image_min_tokens is {self.image_min_tokens}, more than image_max_tokens, {self.image_max_tokens}"
             )
+
+    @property
+    def drafts(self) -> bool:
+        """Tells whether answers are drafted."""
+        return self.lookup or self.exact
 
     @property
     def storage(self) -> KvType:

@@ -132,10 +132,47 @@ void refused(llama_model * model) {
     CHECK(kvedge_verify_begin(stream.kv, 0, 2, &err) == KVEDGE_E_UNSUPPORTED);
 }
 
+// Over whole rows, with drafts that were decoded with the compressed ones before: the logits of a cache that keeps everything.
+void over_whole_rows(llama_model * model) {
+    const auto   prompt = words(model, PROMPT, 21), answer = words(model, 40, 22);
+    Plan         full({}), plan({ { "scorer", "knorm" }, { "budget", "0.25" } });
+    kvedge_error err{};
+    Alone        alone(model, full.plan, KVEDGE_TYPE_F16, prompt, answer);
+    World        w(model, plan.plan, KVEDGE_TYPE_F16, KVEDGE_DEVICES_NONE);
+    CHECK(w.good(kvedge_keep(w.kv, KVEDGE_KEEP_MEMORY, nullptr, 0, &err), err));
+    CHECK(w.decode(prompt) == 0 && kvedge_compress(w.kv, 0, &err) == KVEDGE_OK);
+    const size_t kept = w.kept(0, 0).size();
+    CHECK(kept < PROMPT / 2 && kvedge_verify_whole(w.kv, 0, 0, &err) == KVEDGE_E_ARGUMENT);
+    for (size_t at = 0, n = 1; at < answer.size(); at += n, n = 1 + n % 5) {
+        n = std::min(n, answer.size() - at);
+        w.answer((int32_t) n + 1);  // other tokens, which are drafts
+        w.next[0] -= (int32_t) n + 1;
+        std::vector<llama_token> batch(answer.begin() + (std::ptrdiff_t) at, answer.begin() + (std::ptrdiff_t) (at + n));
+        batch.push_back(5);
+        CHECK(w.good(kvedge_verify_whole(w.kv, 0, (int32_t) n + 1, &err), err) && w.decode_each(batch) == 0);
+        for (size_t i = 0; i < n; i++) {
+            CHECK(alike(w.logits((int32_t) i), alone.logits[at + i], alone.tolerance));
+        }
+        if (at % 3 == 0) {  // given up: llama.cpp removes the batch, and it comes again
+            w.next[0] -= (int32_t) n + 1;
+            CHECK(llama_memory_seq_rm(w.memory(), 0, w.next[0], -1) && kvedge_verify_end(w.kv, 0, 0, &err) == KVEDGE_OK);
+            CHECK(w.kept(0, 0).size() == kept + at);
+            CHECK(w.good(kvedge_verify_whole(w.kv, 0, (int32_t) n + 1, &err), err) && w.decode_each(batch) == 0);
+        }
+        CHECK(w.good(kvedge_verify_end(w.kv, 0, (int32_t) n, &err), err));
+        w.next[0]--;
+        CHECK(w.kept(0, 0).size() == kept + at + n && w.stats().n_tokens == PROMPT + (int32_t) (at + n));
+    }
+    World without(model, plan.plan, KVEDGE_TYPE_F16, KVEDGE_DEVICES_NONE);
+    CHECK(without.decode(prompt) == 0 && kvedge_compress(without.kv, 0, &err) == KVEDGE_OK);
+    CHECK(kvedge_verify_whole(without.kv, 0, 2, &err) == KVEDGE_E_STATE);
+}
+
 }  // namespace
 
 void drafts(llama_model * model, const std::string & folder) {
     equal_to_single_tokens(model);
     unfinished(model, folder);
     refused(model);
+    over_whole_rows(model);
 }

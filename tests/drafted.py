@@ -1,0 +1,64 @@
+"""What the tests of drafted answers share: questions, samplings, and what an answer was."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from pykvedge import Sampling
+from pykvedge.runtime.report import Drafts
+
+SCENE = "examples/scene-1.png"
+AGAIN = "Describe the image. A red triangle at the top left, a pink circle at the bottom left, a red"
+SCHEMA = {
+    "type": "object",
+    "properties": {"a": {"type": "string", "maxLength": 9}, "b": {"type": "integer"}, "c": {"type": "boolean"}},
+    "required": ["a", "b", "c"],
+    "additionalProperties": False,
+}
+SAMPLINGS = {
+    "greedy": Sampling(max_tokens=70),
+    "short": Sampling(max_tokens=5),
+    "penalties": Sampling(max_tokens=60, repeat_penalty=1.4, frequency_penalty=0.3, presence_penalty=0.2),
+    "bias": Sampling(max_tokens=60, logit_bias={" red": -3.0, 7: 1.5}),
+    "grammar": Sampling(max_tokens=60, json_schema=SCHEMA),
+    "stop": Sampling(max_tokens=60, stop=["triangle at the b", "code 9"]),
+    "logprobs": Sampling(max_tokens=40, logprobs=3),
+    "sampled": Sampling(max_tokens=60, temp=1.2, seed=11, top_p=0.9),
+    "sampled form": Sampling(max_tokens=60, temp=0.7, seed=4, json_schema=SCHEMA, repeat_penalty=1.2),
+}
+PLANS = {"full": ("full", None), "snapkv": ("snapkv", 0.3), "lookm": ("lookm", 0.2)}
+
+
+@dataclass
+class Said:
+    """What an answer was. ids: with the token that ended it. later: the answer to a second question."""
+
+    ids: list[int]
+    text: str
+    finish: str
+    pending: list[int]
+    logprobs: list
+    later: str
+    drafts: Drafts | None
+
+
+def said(session, sampling, images=(SCENE,)):
+    session.clear()
+    answer = session.ask(AGAIN, images, sampling)
+    answer.read()
+    generation, report, pending = answer._generation, answer.report, session.pending
+    ids = [*generation.tokens, *([generation.token] if report.finish == "end" else [])]
+    later = session.ask("And now?", sampling=Sampling(max_tokens=12)).read()
+    return Said(ids, report.text, report.finish, pending, report.logprobs or [], later, report.drafts)
+
+
+def check_alike(drafted, plain):
+    for name in ("ids", "text", "finish", "pending", "later"):
+        assert getattr(drafted, name) == getattr(plain, name), name
+    assert len(drafted.logprobs) == len(plain.logprobs)
+    for one, other in zip(drafted.logprobs, plain.logprobs, strict=True):
+        assert one.id == other.id and one.top[0].id == other.top[0].id
+        of = [[t.logprob for t in (token, *token.top)] for token in (one, other)]
+        np.testing.assert_allclose(*of, rtol=1e-3, atol=2e-3)

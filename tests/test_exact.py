@@ -1,0 +1,192 @@
+"""Exact answers are drafted with the compressed rows and verified over the whole ones: they are the whole cache's."""
+
+from __future__ import annotations
+
+import pytest
+from choosing import whole
+from drafted import AGAIN, SAMPLINGS, SCENE, check_alike, said
+
+import pykvedge
+from pykvedge import Sampling, UnsupportedError, UsageError
+from pykvedge.runtime import drafting
+
+PLANS = {
+    "snapkv": ("snapkv", 0.1, {}),
+    "lookm": ("lookm", 0.2, {}),
+    "streaming-llm": ("streaming-llm", 0.05, {}),
+    "ragged": ("snapkv", 0.3, {"allocator": "ada", "reducer": "weighted"}),
+    "biased": ("lookm", 0.25, {"reducer": "averaged", "reducer.bias": "mass"}),
+}
+QUESTIONS = (AGAIN, "What is the code?", "Describe the image once more.")
+
+
+def a_plan(name):
+    method, budget, settings = PLANS[name]
+    return pykvedge.plan(method, budget, **settings)
+
+
+@pytest.fixture(scope="module")
+def sessions(tmp_path_factory):
+    """sessions(plan, **settings) -> a session with the packaged model; the same one for the same settings."""
+    made, folder = {}, str(tmp_path_factory.mktemp("rows"))
+
+    def make(name, **settings):
+        key = (name, *sorted(settings.items()))
+        if key not in made:
+            plan = pykvedge.plan("full") if name == "full" else a_plan(name)
+            where = {"keep_folder": folder} if settings.get("keep") == "disk" else {}
+            made[key] = pykvedge.Session(plan=plan, threads=1, **settings, **where)
+        return made[key]
+
+    yield make
+    for session in made.values():
+        session.close()
+
+
+@pytest.fixture
+def drafting_much(monkeypatch):
+    """As many tokens are drafted as fit, whatever they cost; drafting_much(wrong): behind so many they are wrong."""
+    draft = drafting.Drafter._draft
+    monkeypatch.setattr(drafting.Drafter, "_ahead", lambda self, n, chance, tokens, most, rate, each: (most, 1.0))
+
+    def use(right):
+        def drafted(self, generation, most):
+            guesses, kinds = draft(self, generation, most)
+            return [t if i < right else (t + 7) % 250 + 1 for i, t in enumerate(guesses)], kinds
+
+        monkeypatch.setattr(drafting.Drafter, "_draft", drafted)
+
+    return use
+
+
+CASES = [
+    *[("snapkv", name) for name in SAMPLINGS],
+    *[(name, "greedy") for name in PLANS if name != "snapkv"],
+    *whole(*[(plan, name) for plan in PLANS for name in SAMPLINGS if plan != "snapkv" and name != "greedy"]),
+]
+
+
+@pytest.mark.parametrize("plan, sampling", CASES)
+def test_the_answer_is_that_of_the_whole_cache(sessions, drafting_much, native, plan, sampling):
+    chosen = SAMPLINGS[sampling]
+    full = said(sessions("full"), chosen)
+    session = sessions(plan, keep="ram", exact=True)
+    for right in (99, 0, 2):
+        drafting_much(right)
+        exact = said(session, chosen)
+        check_alike(exact, full)
+        counts = exact.drafts
+        assert counts.exact and counts.verifications > 0 and counts.drafted >= counts.verifications - 1
+        assert counts.accepted <= right * counts.verifications + 3  # a wrong one may be right by chance
+
+
+def test_drafts_of_the_compressed_rows_are_often_right(sessions, drafting_much, native):
+    exact = said(sessions("lookm", keep="ram", exact=True), SAMPLINGS["greedy"])
+    assert exact.drafts.accepted > 0
+
+
+def test_as_it_is(sessions, native):
+    """With as many drafts as pay; from a file; with a lookup as well."""
+    full = said(sessions("full"), SAMPLINGS["greedy"])
+    for settings in ({"keep": "disk"}, {"keep": "ram", "lookup": True}):
+        exact = said(sessions("snapkv", exact=True, **settings), SAMPLINGS["greedy"])
+        check_alike(exact, full)
+        assert exact.drafts.exact
+
+
+def test_compressed_rows_alone_say_something_else(sessions, native):
+    """Else the tests above could not fail."""
+    full = said(sessions("full"), SAMPLINGS["greedy"])
+    assert said(sessions("snapkv"), SAMPLINGS["greedy"]).ids != full.ids
+
+
+def answers_of(session):
+    """To all questions, the first one about an image."""
+    session.clear()
+    asked = [(question, [SCENE] if i == 0 else []) for i, question in enumerate(QUESTIONS)]
+    return [session.ask(*one, Sampling(max_tokens=40)).read() for one in asked]
+
+
+def test_later_questions(sessions, drafting_much, native):
+    assert answers_of(sessions("snapkv", keep="ram", exact=True)) == answers_of(sessions("full"))
+
+
+@pytest.mark.parametrize("n", [1, 3, 8])
+def test_an_answer_that_is_broken_off_stays_as_far_as_it_went(sessions, drafting_much, native, n):
+    def broken_off(session, enough):
+        session.clear()
+        answer = session.ask(AGAIN, [SCENE], SAMPLINGS["greedy"])
+        for _ in answer:
+            if answer.report.tokens.generated >= enough:
+                break
+        answer.close()
+        so_far, pending = answer._generation.tokens, session.pending
+        return so_far, answer.report.text, pending, session.ask("Why?", sampling=Sampling(max_tokens=12)).read()
+
+    exact = broken_off(sessions("snapkv", keep="ram", exact=True), n)
+    assert exact == broken_off(sessions("full"), len(exact[0]))
+
+
+def test_lookup_alone_leaves_whole_rows_to_later_questions(sessions, native, monkeypatch):
+    """It verifies over the compressed rows: the same answers as without it."""
+    plain = answers_of(sessions("snapkv", keep="ram"))
+    monkeypatch.setattr(drafting.Drafter, "_best", lambda self, kind, most, each=0: (most, 1.0))
+    session = sessions("snapkv", keep="ram", lookup=True)
+    assert answers_of(session) == plain
+    assert session.last_report.drafts.drafted > 0 and session.last_report.drafts.exact is None
+
+
+def test_quantised_rows(sessions, drafting_much, native):
+    """They draft; what is verified is whole and plain."""
+    full = said(sessions("full"), SAMPLINGS["greedy"])
+    check_alike(said(sessions("snapkv", keep="ram", exact=True, kv_type="q4_0"), SAMPLINGS["greedy"]), full)
+
+
+@pytest.mark.parametrize("kind", ["qwen2vl", "gemma3", *whole("llama", "llava", "qwen3vl", "gemma4")])
+def test_other_models(tiny, picture_file, drafting_much, native, kind):
+    pictures = [picture_file()] if tiny(kind).mmproj else []
+    chosen = Sampling(max_tokens=30, temp=0.7, seed=3)
+    with tiny(kind).session() as session:
+        full = said(session, chosen, pictures)
+    drafting_much(3)
+    with tiny(kind).session(pykvedge.plan("snapkv", 0.3), keep="ram", exact=True) as session:
+        exact = said(session, chosen, pictures)
+    check_alike(exact, full)
+    assert exact.drafts.drafted > 0
+
+
+def test_where_whole_rows_are_given_up_the_report_says_so(native, tmp_path):
+    with pykvedge.Session(plan=a_plan("snapkv"), threads=1, keep="ram", keep_space=1000, exact=True) as session:
+        answer = session.ask(AGAIN, [SCENE], Sampling(max_tokens=8))
+        assert answer.read()
+        assert answer.report.drafts.exact is False and any("whole rows" in note for note in answer.report.notes)
+        session.save(tmp_path / "s.kvs")
+    with pykvedge.Session(plan=a_plan("snapkv"), threads=1, keep="ram", exact=True) as session:
+        session.load(tmp_path / "s.kvs")  # a session file has the compressed rows alone
+        answer = session.ask("Why?", sampling=Sampling(max_tokens=8))
+        assert answer.read() and answer.report.drafts.exact is False
+
+
+def test_a_prompt_that_is_kept_as_a_whole_is_exact(native):
+    with pykvedge.Session(plan=pykvedge.plan("snapkv", 4000), threads=1, keep="ram", exact=True) as session:
+        answer = session.ask(AGAIN, [SCENE], Sampling(max_tokens=8))
+        assert answer.read() and answer.report.drafts.exact
+
+
+def test_what_cannot_be_exact_is_refused(tiny, native):
+    with pytest.raises(UsageError, match="keep"):
+        tiny("llama").session(exact=True)
+    with pytest.raises(UsageError, match="sliding"):
+        tiny("llama").session(pykvedge.plan("h2o", 0.3, decode="sliding"), keep="ram", exact=True)
+    with pytest.raises(UsageError, match="stream"):
+        tiny("llama").session(keep="ram", exact=True, stream=True)
+    with pytest.raises(UnsupportedError, match="recurrent"):
+        tiny("lfm2").session(pykvedge.plan("snapkv", 0.3), keep="ram", exact=True)
+
+
+def test_the_option(kvedge, native):
+    base = ["chat", "--image", SCENE, "--threads", 1, "--max-tokens", 40, "--json"]
+    full = kvedge(*base, "--method", "full", AGAIN).json
+    done = kvedge(*base, "--method", "snapkv", "--budget", 0.1, "--keep", "ram", "--exact", AGAIN).json
+    assert done["text"] == full["text"] and done["drafts"]["exact"] is True
+    kvedge(*base, "--exact", AGAIN).failed(2, "set keep")
