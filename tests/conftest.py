@@ -42,6 +42,11 @@ def pytest_addoption(parser):
     parser.addoption("--all", action="store_true", help="run cases, too, that repeat what others hold or take long")
 
 
+def pytest_xdist_auto_num_workers(config):
+    """One worker more than there are cores: many tests wait for a server, a signal or a terminal."""
+    return None if "PYTEST_XDIST_AUTO_NUM_WORKERS" in os.environ else (os.cpu_count() or 1) + 1
+
+
 def pytest_configure(config):
     config.addinivalue_line("markers", WHOLE)
 

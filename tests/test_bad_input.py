@@ -63,10 +63,10 @@ def test_a_truncated_file(kvedge, llava, tmp_path, which, share):
     assert "truncated" in done.err or "no GGUF file" in done.err
 
 
-def test_truncation_anywhere_in_the_header_is_found(llava, tmp_path):
+def test_truncation_anywhere_in_the_header_is_found(llava, tmp_path, pytestconfig):
     whole = llava.mmproj.read_bytes()
     cut = tmp_path / "cut.gguf"
-    for length in range(0, 6000, 7):
+    for length in range(0, 6000, 7 if pytestconfig.getoption("all") else 17):
         cut.write_bytes(whole[:length])
         with pytest.raises(ModelError, match=r"cut\.gguf"):
             read_header(cut)

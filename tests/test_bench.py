@@ -31,6 +31,15 @@ from pykvedge.models.vision import Vision
 from pykvedge.runtime.report import DeviceWork
 
 
+@pytest.fixture(autouse=True, scope="module")
+def quick():
+    """How fast memory is read is tested in test_bench_machine.py: here a small set of bytes is read once."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(machine, "SETS", (1 << 20,))
+        patched.setattr(machine, "ATTEMPTS", 1)
+        yield
+
+
 def measured(files, shapes, variants, **options):
     out = Outcome()
     run(
@@ -43,7 +52,7 @@ def measured(files, shapes, variants, **options):
 
 
 @pytest.fixture(scope="module")
-def outcome(tiny, native):
+def outcome(quick, tiny, native):
     """Two methods on two prompts of a tiny model with images."""
     llava = tiny("llava")
     variants = [Variant("full", pykvedge.plan("full")), Variant("h2o", pykvedge.plan("h2o", 0.25))]

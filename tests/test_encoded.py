@@ -353,7 +353,7 @@ def test_programs_at_the_same_time_share_a_folder(tiny, kvedge, picture_file, tm
             done = kvedge(*arguments, "--image", image, "--cache", tmp_path / "c", "--cache-size", "45KB").json
             said.append((str(image), done["text"], done.get("notes")))
 
-    threads = [threading.Thread(target=work, args=([images[i:] + images[:i]])) for i in range(3)]
+    threads = [threading.Thread(target=work, args=([images[i:] + images[:i]])) for i in range(2)]
     for thread in threads:
         thread.start()
     for thread in threads:
