@@ -180,6 +180,37 @@ def test_contexts_that_turn_otherwise_than_their_model(tiny, moving, of):
     check_turned(context, Rotation(angles, "norm"), 100)
 
 
+@pytest.mark.parametrize("decode", ["sliding", "heavy-hitter"])
+@pytest.mark.parametrize("most", [170, 60])
+def test_rows_of_an_answer_that_a_policy_bounds_turn(native, tiny, decode, most):
+    """Heads drop rows while the answer comes; of a copy only the copy turns."""
+    model = tiny("qwen3").model
+    context = TinyContext(model, pykvedge.plan("h2o", 0.3, decode=decode), "f32", n_ctx=1024)
+    try:
+        for tokens in (random_tokens(150), *([t] for t in random_tokens(45, 1))):
+            context.decode(tokens)
+        context.llama.llama_memory_seq_cp(context.memory, 0, 1, -1, -1)
+        held, lengths = context.held(), context.cache.lengths()
+        before = [[libkvedge.rows(context.cache, i, h)[0] for h in range(2)] for i in range(2)]
+        mask = np.isin(np.arange(195), [t for layer in held for head in layer for t in head])
+        by = renumbered(np.arange(195), np.ones(195, int), mask, 195, most) - np.arange(195)
+        assert context.cache.renumber(195, most, sequence=1) == most
+        assert lengths == context.cache.lengths(1)
+        for i, heads in enumerate(held):
+            for h, tokens in enumerate(heads):
+                k = before[i][h]
+                turned = rotation_of(model, "neox").on(k, by[tokens])
+                np.testing.assert_allclose(
+                    libkvedge.rows(context.cache, i, h, 1)[0], turned, atol=2e-5 * np.abs(k).max()
+                )
+                np.testing.assert_array_equal(libkvedge.rows(context.cache, i, h)[0], k)
+        context.n[1] = most
+        context.decode([7], [8])
+        assert context.n == {0: 196, 1: most + 1}
+    finally:
+        context.close()
+
+
 @pytest.mark.parametrize("kv_type", ["f16", "bf16"])
 def test_rows_are_those_of_a_prompt_at_these_positions(tiny, moving, kv_type):
     """A single layer's rows depend on their token and its position alone; each is rounded once more."""
@@ -223,17 +254,24 @@ def test_scores_see_the_turn(tiny, moving, method, kind):
         np.testing.assert_allclose(libkvedge.pending_scores(context.cache, layer), scores, rtol=1e-3, atol=1e-6)
 
 
-def test_a_saved_sequence_goes_on_at_its_new_position(tiny, moving, tmp_path):
-    context = moving(tiny("llama").model, pykvedge.plan("h2o", 0.2))
-    context.read(random_tokens(200))
-    context.cache.compress()
-    context.renumber(90)
-    context.cache.save(bytes(tmp_path / "a.kvs"), "m", b"")
-    other = moving(tiny("llama").model, pykvedge.plan("h2o", 0.2))
-    other.cache.load(bytes(tmp_path / "a.kvs"), "m")
-    assert other.llama.llama_memory_seq_pos_max(other.memory, 0) == 89
-    for a, b in zip(context.rows(), other.rows(), strict=True):
+def test_sequences_turn_before_they_are_saved_and_after_they_were_loaded(tiny, moving, tmp_path):
+    made = []
+    for early in (True, False):
+        context = moving(tiny("llama").model, pykvedge.plan("h2o", 0.2))
+        context.read(random_tokens(200))
+        context.cache.compress()
+        if early:
+            assert context.cache.renumber(200, 90) == 90
+        context.cache.save(bytes(tmp_path / "a.kvs"), "m", b"")
+        other = moving(tiny("llama").model, pykvedge.plan("h2o", 0.2))
+        other.cache.load(bytes(tmp_path / "a.kvs"), "m")
+        if not early:
+            assert other.cache.renumber(200, 90) == 90
+        assert other.llama.llama_memory_seq_pos_max(other.memory, 0) == 89
+        made += [other.rows(), context.rows() if early else made[0]]
+    for a, b, c in zip(*made[:3], strict=True):
         np.testing.assert_array_equal(a[0][1], b[0][1])
+        np.testing.assert_array_equal(a[0][1], c[0][1])
 
 
 def test_nothing_changes_where_positions_fit(tiny, moving):

@@ -155,7 +155,7 @@ class Engine:
             self.set_plan(plan)
         self.not_bounded = self._why_not_bounded(pieces, n, plan) if self._settings.bounded else ""
         self._recount()
-        self._turn(n)
+        self._turn(n + extra_tokens(plan, n, largest))
         if self._driver is None:
             check_protection(plan, n)
             self._make_context(n, largest, what, plan)

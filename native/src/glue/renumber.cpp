@@ -72,8 +72,11 @@ extern "C" kvedge_status kvedge_renumber(kvedge_cache * kv, int32_t seq_id, int3
         if (const auto status = check_turning(*kv, err); status != KVEDGE_OK) {
             return status;
         }
-        SequenceState * const state = kv->sequences.find(seq_id);
-        if (!state || state->seq->rows.n_tokens() == 0 || *next <= most) {
+        if (!kv->sequences.find(seq_id) || *next <= most) {
+            return ok(err);
+        }
+        SequenceState * const state = &kv->sequences.open(seq_id);  // knows the rotations then, also of a loaded sequence
+        if (state->seq->rows.n_tokens() == 0) {
             return ok(err);
         }
         kv->context.synchronize();
