@@ -26,6 +26,9 @@ Spill::~Spill() {
     if (thread_.joinable()) {
         thread_.join();
     }
+    for (const auto & job : jobs_) {
+        job->state = SpillJob::State::dropped;
+    }
 }
 
 void Spill::write(std::shared_ptr<SpillJob> job) {
@@ -76,7 +79,7 @@ void Spill::run() noexcept {
             good = !job->unwanted && write_parts(*job);
         } catch (const std::bad_alloc &) {  // which the file's problem would have needed, too
         }
-        job->state = good ? SpillJob::State::written : SpillJob::State::failed;
+        job->state = good ? SpillJob::State::written : over_ ? SpillJob::State::dropped : SpillJob::State::failed;
     }
 }
 

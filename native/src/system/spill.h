@@ -23,7 +23,7 @@ struct Spilled {
 };
 
 struct SpillJob {
-    enum class State : uint8_t { waiting, written, failed };
+    enum class State : uint8_t { waiting, written, failed, dropped };  // dropped: its Spill ended before
 
     std::vector<Spilled> parts;            // `to` may be read when it is written
     std::string          problem;          // and this when it failed
