@@ -77,8 +77,7 @@ static bool peaks_fit(const Sequence & seq, const Observation & wanted) {
     return peaks.capacity == 0 || peaks.each == shape.n_heads / shape.n_heads_kv;
 }
 
-bool saw_all(const Sequence & seq, const kvedge_plan & plan) {
-    const Observation wanted = plan_observes(plan);
+bool saw_all(const Sequence & seq, const Observation & wanted) {
     return !seq.observed.missing.lacks(wanted) && peaks_fit(seq, wanted);
 }
 
@@ -88,7 +87,7 @@ kvedge_status score_pending(
     if (T == 0) {
         return fail(err, KVEDGE_E_STATE, "no token was added since the last compression; there is nothing to score");
     }
-    if (!saw_all(seq, plan) || !seq.observed.have().has(plan_observes(plan))) {
+    if (!saw_all(seq, plan_observes(plan)) || !seq.observed.have().has(plan_observes(plan))) {
         return fail_unobserved(plan, err);
     }
     // scorers read plain rows: quantised ones become plain in a copy
@@ -185,10 +184,10 @@ static kvedge_status compress_tokens(
     const bool scored   = plan.decode->needs_scores && plan.budget_ratio != 1.0;
     const bool reduced  = kvedge_plan_budget(&plan, T) < T;
     const bool quantise = seq.rows.storage().quantised();
-    if ((reduced || scored) && !saw_all(seq, plan)) {
+    const Observation wanted = plan_observes(plan);
+    if ((reduced || scored) && !saw_all(seq, wanted)) {
         return fail_unobserved(plan, err);
     }
-    const Observation wanted = plan_observes(plan);
     if (!make_room(seq, { wanted.sums, wanted.squares }, 0)) {
         return fail(err, KVEDGE_E_MEMORY, "no memory for the scores of %d tokens", T);
     }

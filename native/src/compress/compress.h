@@ -53,8 +53,8 @@ kvedge_status compress_pending(
 kvedge_status measured(
     const Sequence & seq, Compression & outcome, kvedge_error * err, const std::function<kvedge_status()> & compress);
 
-// Whether all was gathered of the pending tokens that the plan's stages look at.
-bool saw_all(const Sequence & seq, const kvedge_plan & plan);
+// Whether all that is wanted was gathered of the pending tokens.
+bool saw_all(const Sequence & seq, const Observation & wanted);
 
 // Queries of the last tokens that the scorer looks at; 0: none.
 int32_t window_length(const Sequence & seq);

@@ -41,10 +41,11 @@ extern "C" kvedge_status kvedge_bound_prompt(
         if (const auto status = check_bounded(kv->sequences.plan_of(seq_id), kv->sequences.storage, err); status != KVEDGE_OK) {
             return status;
         }
-        if (kv->keeping.on()) {
+        const SequenceState * state = kv->sequences.find(seq_id);
+        if (kv->keeping.on() || (state && state->whole.seq)) {
             return fail(err, KVEDGE_E_UNSUPPORTED, "whole rows are kept, and of a bounded prompt they are never there at once; read it as others");
         }
-        if (const SequenceState * state = kv->sequences.find(seq_id); state && state->streaming) {
+        if (state && state->streaming) {
             return fail(err, KVEDGE_E_UNSUPPORTED,
                         "sequence %d is a stream, which is compressed as a whole; read the prompt in pieces", seq_id);
         }

@@ -134,15 +134,10 @@ void kvedge_cache::seq_rm(int32_t seq_id, int32_t p0, int32_t p1) {
         }
         if (wanted && any) {
             state.drop_bounded();
-            state.drop_verification();
-            if (!devices.to_host(state)) {
+            if (!devices.to_host(state) || !keeping.remove(state, p0, p1)) {
                 context.report(KVEDGE_E_MEMORY, "no memory on the host to remove tokens of a sequence, which is gone now");
                 it = all.erase(it);
                 continue;
-            }
-            state.seq->remove(p0, p1);
-            if (state.whole.seq) {
-                state.whole.seq->remove(p0, p1);
             }
             state.weights.valid = false;
             if (state.replay) {
@@ -161,6 +156,10 @@ bool kvedge_cache::seq_cp(int32_t from, int32_t to, int32_t p0, int32_t p1) {
     p1                     = p1 < 0 ? INT_MAX : p1;
     if (from == to || !source || !holds(source->seq->rows, p0, p1)) {
         return true;
+    }
+    if (source->verified && source->verified->whole) {
+        context.report(KVEDGE_E_STATE, "a verification of drafts was begun; end it before the sequence is copied (kvedge_verify_end)");
+        return false;
     }
     settle();
     auto copy = devices.to_host(*source) ? source->seq->clone() : nullptr;

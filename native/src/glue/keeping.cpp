@@ -2,11 +2,13 @@
 
 #include "glue/keeping.h"
 
+#include "compress/compress.h"
 #include "glue/calls.h"
 #include "store/following.h"
 #include "system/unnamed_file.h"
 
 #include <algorithm>
+#include <set>
 
 namespace kvedge {
 
@@ -19,6 +21,9 @@ template <class F> void each_layer(const Sequence & seq, const F & visit) {
         }
     }
 }
+
+// Whether whole and compressed rows have changed places meanwhile.
+bool turned(const SequenceState & state) { return state.verified && state.verified->whole; }
 
 bool is_written(const SequenceState & state, const std::shared_ptr<const Pages> & memory) {
     return std::any_of(state.whole.jobs.begin(), state.whole.jobs.end(), [&](const auto & job) {
@@ -86,17 +91,26 @@ void Keeping::give_up(SequenceState & state, const std::string & why) {
     state.whole.problem = why;
 }
 
+uint64_t Keeping::held() const {
+    uint64_t                n = 0;
+    std::set<const Pages *> counted;
+    for (const auto & [id, state] : sequences_.all) {
+        const Sequence * const whole = turned(state) ? state.seq.get() : state.whole.seq.get();
+        if (whole) {
+            n += whole->score_bytes();
+            each_layer(*whole, [&](const LayerRows & rows) { n += counted.insert(rows.memory().get()).second ? rows.bytes() : 0; });
+        }
+    }
+    return n;
+}
+
 void Keeping::keep_within(SequenceState & state) {
-    for (uint64_t all = UINT64_MAX; most_ > 0 && all > most_;) {
-        all                    = 0;
+    while (most_ > 0 && state.whole.seq && held() > most_) {
         SequenceState * oldest = &state;
         for (auto & [id, other] : sequences_.all) {
-            all += other.whole.bytes();
-            oldest = other.whole.seq && other.whole.turn < oldest->whole.turn ? &other : oldest;
+            oldest = other.whole.seq && !turned(other) && other.whole.turn < oldest->whole.turn ? &other : oldest;
         }
-        if (all > most_) {
-            give_up(*oldest, "all whole rows together went beyond the limit of " + std::to_string(most_ >> 20) + " MiB");
-        }
+        give_up(*oldest, "all whole rows together went beyond the limit of " + std::to_string(most_ >> 20) + " MiB");
     }
 }
 
@@ -114,6 +128,8 @@ void Keeping::write(SequenceState & state) try {
     }
 } catch (const std::system_error & error) {
     give_up(state, std::string("no thread could be started to write them: ") + error.what());
+} catch (const std::bad_alloc &) {
+    give_up(state, "no memory to write them");
 }
 
 void Keeping::put_aside(SequenceState & state, std::unique_ptr<Sequence> compressed) {
@@ -124,12 +140,12 @@ void Keeping::put_aside(SequenceState & state, std::unique_ptr<Sequence> compres
     state.whole.problem.clear();
     keep_within(state);
     if (state.whole.seq && spill_) {
-        write(state);
         each_layer(*state.whole.seq, [](const LayerRows & rows) {
             if (rows.memory()) {
                 rows.memory()->cool();
             }
         });
+        write(state);
     }
 }
 
@@ -145,6 +161,14 @@ void Keeping::share(SequenceState & from, SequenceState & copy) const {
     copy.whole.problem = from.whole.problem;
 }
 
+void Keeping::settle() {
+    for (auto & [id, state] : sequences_.all) {
+        if (!state.whole.jobs.empty() && !turned(state)) {
+            settle(state);
+        }
+    }
+}
+
 void Keeping::settle(SequenceState & state) {
     auto & jobs = state.whole.jobs;
     for (size_t j = 0; j < jobs.size();) {
@@ -156,8 +180,7 @@ void Keeping::settle(SequenceState & state) {
                 return;
             default: break;
         }
-        const bool turned = !state.whole.seq || (state.verified && state.verified->whole);
-        Sequence & seq    = turned ? *state.seq : *state.whole.seq;
+        Sequence & seq = state.whole.seq ? *state.whole.seq : *state.seq;
         for (Block & block : seq.rows.parts().blocks) {
             for (BlockLayer & layer : block.layers) {
                 const auto at = std::find_if(job.parts.begin(), job.parts.end(), [&](const Spilled & part) {
@@ -172,25 +195,59 @@ void Keeping::settle(SequenceState & state) {
     }
 }
 
-void Keeping::recall(SequenceState & state) {
-    if (!state.whole.seq) {
-        return;
+void Keeping::remove_whole(SequenceState & state, int32_t p0, int32_t p1) try {
+    Sequence &    whole = *state.whole.seq;
+    const auto &  pos   = whole.rows.contents().pos;
+    const int32_t from  = whole.observed.window_from();
+    const bool    read  = std::any_of(pos.begin(), pos.begin() + std::min(state.whole.n_read, whole.rows.n_tokens()),
+                                      [=](int32_t p) { return p >= p0 && p < p1; });
+    whole.remove(p0, p1);
+    state.whole.n_read = std::min(state.whole.n_read, whole.rows.n_tokens());
+    whole.observed.skip_windows(read ? state.whole.n_read : from);  // an answer's tokens are in no window
+} catch (const std::bad_alloc &) {
+    give_up(state, "no memory to remove tokens from them");
+}
+
+bool Keeping::remove(SequenceState & state, int32_t p0, int32_t p1) {
+    const bool verifying = turned(state);
+    if (verifying) {
+        state.seq->observed.skip_windows(state.verified->window_from);
+        std::swap(state.seq, state.whole.seq);
     }
-    settle(state);
+    state.verified.reset();
+    state.seq->remove(p0, p1);
+    if (state.whole.seq) {
+        remove_whole(state, p0, p1);
+    }
+    if (!verifying) {
+        return true;
+    }
+    const int32_t came = state.whole.seq ? state.whole.seq->rows.n_tokens() - state.seq->rows.n_tokens() : -1;
+    return came >= 0 && append_last(state.seq->rows, state.whole.seq->rows, came);
+}
+
+void Keeping::recall(SequenceState & state) {
     if (!state.whole.seq) {
         return;
     }
     Sequence &    whole = *state.whole.seq;
     const int32_t n     = state.seq->rows.n_tokens() - whole.rows.n_tokens();
-    if (whole.observed.missing.lacks(plan_observes(sequences_.plan_of(state.id)))) {
+    Observation wanted = plan_observes(sequences_.plan_of(state.id));
+    if (wanted.again) {
+        wanted.again = wanted.apart = false;  // a second pass is of all tokens
+    }
+    if (!saw_all(whole, wanted)) {
         return give_up(state, "the plan is another one now, whose scorer saw nothing of them");
     }
     devices_.wait();
     if (n > 0 && !devices_.to_host(state)) {
         return give_up(state, "no memory on the host for the answer's rows, which lie on a device");
     }
+    if (!holds_last(state.seq->rows, n)) {
+        return give_up(state, "the answer's rows are not all there any more: a decode policy dropped some, or tokens were removed");
+    }
     if (n > 0 && !append_last(whole.rows, state.seq->rows, n)) {
-        return give_up(state, "the answer's rows are not all there any more: a decode policy dropped some");
+        return give_up(state, "no memory for the answer's rows");
     }
     if (whole.rows.n_tokens() > state.whole.n_read) {
         whole.observed.skip_windows(whole.rows.n_tokens());  // the answer's queries are not there

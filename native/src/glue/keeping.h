@@ -29,10 +29,16 @@ class Keeping {
     void recall(SequenceState & state);
     // A copy of the sequence has its whole rows, in the same memory. Throws std::bad_alloc.
     void share(SequenceState & from, SequenceState & copy) const;
-    // What has been written lies in the file from now on.
-    void settle(SequenceState & state);
+    // What has been written of all sequences lies in the file from now on.
+    void settle();
+    // Tokens with a position in [p0, p1) leave the sequence, and a verification is over. False: no memory for rows that stay of it.
+    // Throws std::bad_alloc.
+    bool remove(SequenceState & state, int32_t p0, int32_t p1);
 
   private:
+    void settle(SequenceState & state);
+    void remove_whole(SequenceState & state, int32_t p0, int32_t p1);
+    uint64_t held() const;  // bytes of all whole rows, those that sequences share once. Throws std::bad_alloc
     void give_up(SequenceState & state, const std::string & why);
     void keep_within(SequenceState & state);
     void write(SequenceState & state);

@@ -39,6 +39,13 @@ kvedge_status check_positions(const SequenceState & state, int32_t next, kvedge_
     if (state.replay) {
         return fail_replaying(err);
     }
+    if (state.verified) {
+        return fail_verifying(err);
+    }
+    if (state.whole.seq) {
+        return fail(err, KVEDGE_E_UNSUPPORTED, "whole rows of sequence %d are kept, which need all positions; switch keep off (kvedge_keep), "
+                    "or use a larger context", state.id);
+    }
     if (state.seq->observed.have().queries) {
         return fail(err, KVEDGE_E_STATE, "queries of a prompt are kept for its compression; compress it before its positions change");
     }

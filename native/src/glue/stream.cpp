@@ -12,14 +12,14 @@ extern "C" kvedge_status kvedge_compress_stream(kvedge_cache * kv, int32_t seq_i
         if (const auto status = check_stream(plan, err); status != KVEDGE_OK) {
             return status;
         }
-        if (kv->keeping.on()) {
+        SequenceState * const found = kv->sequences.find(seq_id);
+        if (kv->keeping.on() || (found && found->whole.seq)) {
             return fail(err, KVEDGE_E_UNSUPPORTED, "whole rows are kept, and a stream drops them for good; switch one of the two off");
         }
         if (kv->sequences.storage.quantised()) {
             Sequence none(kv->layers.shapes, kv->sequences.storage);
             return open_stream(none, plan, err);
         }
-        SequenceState * const found = kv->sequences.find(seq_id);
         if (!found) {
             return ok(err);
         }

@@ -109,7 +109,6 @@ bool Ubatch::begin_answer(SequenceState & state) {
 
 bool Ubatch::prepare(const llama_attn_provider_ubatch & of, Run & run) {
     SequenceState & state = *run.state;
-    keeping_.settle(state);
     if (!compressor_.end_bounded(state)) {
         return false;
     }
@@ -307,6 +306,7 @@ int Ubatch::begin(const llama_attn_provider_ubatch & of) {
         devices_.leave();
         return devices_.begin_graph(runs);
     }
+    keeping_.settle();
     if (!collect(of) || !std::all_of(runs.begin(), runs.end(), [&](auto & run) { return prepare(of, *run); }) || !devices_.place(runs)) {
         return -1;
     }

@@ -131,6 +131,11 @@ void move_to(Sequence & seq, Moved && to, int32_t n_threads) {
     const auto &    shapes = seq.rows.shapes();
     Shifts          by(to.pos.size());
     std::transform(to.pos.begin(), to.pos.end(), all.pos.begin(), by.begin(), [](int32_t now, int32_t was) { return now - was; });
+    for (Block & block : all.blocks) {
+        for (BlockLayer & layer : block.layers) {
+            layer.rows.own();
+        }
+    }
     const bool          observed = seq.observed.have().any();
     const int32_t       workers  = std::max(1, std::min(n_threads, (int32_t) shapes.size()));
     std::vector<Turner> turners;  // [layer]

@@ -7,9 +7,6 @@
 
 namespace kvedge {
 
-namespace {
-
-// Whether the last n rows of every head are those of the last n tokens.
 bool holds_last(const Store & store, int32_t n) {
     for (size_t l = 0; l < store.shapes().size(); l++) {
         for (int32_t h = 0; h < store.shapes()[l].n_heads_kv; h++) {
@@ -22,6 +19,8 @@ bool holds_last(const Store & store, int32_t n) {
     }
     return true;
 }
+
+namespace {
 
 void copy_row(Store & to, const Store::Place & at, size_t l, int32_t h, const Segment & from, int32_t row, float * wide) {
     const LayerShape & shape = to.shapes()[l];
