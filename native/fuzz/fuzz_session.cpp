@@ -1,7 +1,7 @@
 // Session files: the frame, the sequence in it, and what a conversation does with a sequence that was read.
 //
 // Input: the kind of sequence, flags, four bytes of what is done, and a file; with flag 1 what is between the checksums of one, so
-// that the fuzzer need not guess them.
+// that the fuzzer need not guess them. With flag 2 the sequence is a whole one: what was observed of it lies behind it.
 
 #include "kernels/kernels.h"
 #include "store/store.h"
@@ -37,7 +37,7 @@ std::vector<uint8_t> framed(const uint8_t * payload, size_t size) {
 }
 
 // As kvedge_unpack reads it, but for what llama.cpp and the cache's state have in it.
-std::unique_ptr<Sequence> read_file(const std::vector<uint8_t> & file, const Kind & kind) {
+std::unique_ptr<Sequence> read_file(const std::vector<uint8_t> & file, const Kind & kind, bool whole) {
     BytesReader  in(file.data(), file.size());
     Frame        frame;
     kvedge_error err{};
@@ -46,7 +46,7 @@ std::unique_ptr<Sequence> read_file(const std::vector<uint8_t> & file, const Kin
     }
     REQUIRE(frame.note.size() == frame.note_bytes && frame.payload_bytes + 4 == in.left());
     in.limit_to(frame.payload_bytes);
-    auto           seq      = read_sequence(in, kind.shapes, kind.storage);
+    auto           seq      = whole ? read_whole(in, kind.shapes, kind.storage) : read_sequence(in, kind.shapes, kind.storage);
     const uint32_t expected = in.take_checksum();
     uint32_t       sum      = 0;
     const bool     all      = in.left() == 0;
@@ -81,11 +81,14 @@ uint32_t visit(const Sequence & seq) {
     return sum;
 }
 
-kvedge_plan plan_of(uint8_t which) {
-    const char * const scorers[] = { "position", "knorm", "vnorm", "random", "keydiff" };
+// observing: by what was gathered of the prompt's attention.
+kvedge_plan plan_of(uint8_t which, bool observing) {
+    const char * const plain[]   = { "position", "knorm", "vnorm", "random", "keydiff" };
+    const char * const seen[]    = { "cumulative", "window", "expected", "mean", "modal" };
+    const char * const * scorers = observing ? seen : plain;
     const char * const reducers[] = { "evict", "pivotal", "weighted" };
-    kvedge_plan        plan = full_plan();
-    plan.scorer             = find_scorer(scorers[which % 5]);
+    kvedge_plan          plan    = full_plan();
+    REQUIRE(kvedge_plan_set(&plan, "scorer", scorers[which % 5], nullptr) == KVEDGE_OK);
     plan.reducer            = find_reducer(reducers[which / 5 % 3]);
     plan.budget_ratio       = which & 128 ? 0.5 : 0.0;
     plan.budget_pairs       = which & 128 ? 0 : 4;
@@ -115,20 +118,24 @@ void append(Sequence & seq, const kvedge_plan & plan, int32_t n) {
     }
 }
 
-void save_and_load(std::unique_ptr<Sequence> & seq, const Kind & kind) {
-    if (seq->observed.have().any()) {
+void save_and_load(std::unique_ptr<Sequence> & seq, const Kind & kind, bool whole) {
+    if (whole ? seq->rows.evicting() : seq->observed.have().any()) {
         return;  // prepare_saving refuses it
     }
-    Memory out;
-    write_sequence(*seq, out);
-    auto back = read_file(framed(out.bytes.data(), out.bytes.size()), kind);
+    Memory out, again;
+    whole ? write_whole(*seq, out) : write_sequence(*seq, out);
+    auto back = read_file(framed(out.bytes.data(), out.bytes.size()), kind, whole);
     REQUIRE(back && visit(*back) == visit(*seq));
+    if (whole) {
+        write_whole(*back, again);
+        REQUIRE(again.bytes == out.bytes);
+    }
     seq = std::move(back);
 }
 
 // One thing that happens to a sequence.
-void act(std::unique_ptr<Sequence> & seq, const Kind & kind, uint8_t what) {
-    const kvedge_plan plan = plan_of(what);
+void act(std::unique_ptr<Sequence> & seq, const Kind & kind, bool whole, uint8_t what) {
+    const kvedge_plan plan = plan_of(what, whole);
     const int32_t     n    = seq->rows.n_tokens();
     Compression       outcome;
     kvedge_error      err{};
@@ -146,7 +153,7 @@ void act(std::unique_ptr<Sequence> & seq, const Kind & kind, uint8_t what) {
                 (void) told(compress_stream(*seq, plan, 1, outcome, &err), err);
             }
             break;
-        case 5: save_and_load(seq, kind); break;
+        case 5: save_and_load(seq, kind, whole); break;
         default:
             drop_empty_blocks(seq->rows);
             pack_if_sparse(seq->rows);
@@ -167,14 +174,15 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t * data, size_t size) {
         act = in.byte();
     }
     const auto file = flags & 1 ? framed(in.rest(), in.left()) : std::vector<uint8_t>(in.rest(), in.rest() + in.left());
-    auto       seq  = read_file(file, kind);
+    const bool whole = (flags & 2) != 0;
+    auto       seq   = read_file(file, kind, whole);
     if (!seq) {
         return 0;
     }
     REQUIRE(seq->rows.bytes() <= 16 * file.size() + (64u << 20));
     (void) visit(*seq);
     for (const uint8_t what : acts) {
-        act(seq, kind, what);
+        act(seq, kind, whole, what);
     }
     return 0;
 }

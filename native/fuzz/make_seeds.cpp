@@ -69,6 +69,27 @@ void write(const std::string & folder, int32_t kind, bool compressed, bool evict
     REQUIRE(out.commit(&err) == KVEDGE_OK);
 }
 
+// A prompt with all that can be observed of one.
+void write_seen(const std::string & folder, int32_t kind) {
+    const Kind   made = kind_of(kind);
+    Sequence     seq(made.shapes, made.storage);
+    kvedge_error err{};
+    Observation  all;
+    all.sums = all.squares = all.entropy = all.queries = all.peaks = true;
+    all.window  = 4;
+    all.moments = 0;
+    REQUIRE(make_room(seq, all, 6));
+    append(seq, 6, false);
+    seq.observe(6, true);
+    seq.observed.missing.count(6, all, true);
+    FileWriter out;
+    REQUIRE(out.open((folder + "/kind-" + std::to_string(kind) + "-whole").c_str(), &err) == KVEDGE_OK);
+    const uint8_t head[] = { (uint8_t) kind, 3, 0, 3, 5, 8 };
+    out.write(head, sizeof(head));
+    write_whole(seq, out);
+    REQUIRE(out.commit(&err) == KVEDGE_OK);
+}
+
 }  // namespace
 
 int main(int argc, char ** argv) {
@@ -78,6 +99,7 @@ int main(int argc, char ** argv) {
     }
     for (int32_t kind = 0; kind < KINDS; kind++) {
         write(argv[1], kind, kind % 2 == 0, false);
+        write_seen(argv[1], kind);
         if (kind < 3) {
             write(argv[1], kind, kind % 2 != 0, true);
         }

@@ -398,6 +398,12 @@ KVEDGE_API kvedge_status kvedge_limit_tokens(kvedge_cache * kv, int32_t seq_id, 
 // since the last compression stay. On failure it keeps what it kept. Errors: KVEDGE_E_STATE (there are no whole rows),
 // KVEDGE_E_UNSUPPORTED (a decode policy dropped rows of the answer), and those of kvedge_compress.
 KVEDGE_API kvedge_status kvedge_choose_again(kvedge_cache * kv, int32_t seq_id, kvedge_error * err);
+// Whether kvedge_save and kvedge_pack write the whole rows of a sequence, too, and what was observed of them, where there are
+// any: a later message then chooses as it would without the file. Off at first. Such a file takes as much as the uncompressed
+// cache, and libraries before version 4 of session files refuse it. kvedge_load and kvedge_unpack put whole rows where kvedge_keep
+// says now, within its limit; in a cache that keeps none they are dropped, and no memory is taken for them.
+// Errors: KVEDGE_E_ARGUMENT, KVEDGE_E_STATE.
+KVEDGE_API kvedge_status kvedge_keep_saved(kvedge_cache * kv, bool on, kvedge_error * err);
 // Why a sequence has no whole rows although they were asked for; NULL: it has them, or they were not. Until the next call.
 KVEDGE_API const char * kvedge_keep_problem(const kvedge_cache * kv, int32_t seq_id);
 
@@ -623,8 +629,8 @@ KVEDGE_API kvedge_status kvedge_pending_scores(const kvedge_cache * kv, int32_t 
 //     kvedge_load(kv, 0, "talk.kvs", "my-model", &err);
 //     llama_decode(ctx, ...) goes on at position llama_memory_seq_pos_max(mem, 0) + 1
 
-// 3 where rows have biases (kvedge_head_biases), 2 where they are rotated (kvedge_rotate), else files are of version 1
-#define KVEDGE_SESSION_VERSION 3
+// 4 where whole rows come with it (kvedge_keep_saved), 3 where rows have biases (kvedge_head_biases), 2 where they are rotated (kvedge_rotate), else files are of version 1
+#define KVEDGE_SESSION_VERSION 4
 
 // Writes sequence seq_id to `path` (UTF-8). The file appears whole: until everything is on the disk, what was there stays. Only its owner
 // may read it. model: a name or hash of the model, at most 255 bytes, that kvedge_load compares. note: n_note bytes of the caller's own, at
@@ -654,6 +660,7 @@ typedef struct kvedge_saved {
     uint64_t file_bytes;
     uint64_t note_bytes;
     char     model[256];   // as given to kvedge_save
+    bool     whole;        // whole rows come with it (kvedge_keep_saved)
 } kvedge_saved;
 
 // What a file of kvedge_save says at its beginning; the rows are not read, but the length of the file is checked. The note goes to note[0

@@ -135,8 +135,19 @@ void Keeping::write(SequenceState & state) try {
 void Keeping::put_aside(SequenceState & state, std::unique_ptr<Sequence> compressed) {
     state.whole.seq = std::move(state.seq);
     state.seq       = std::move(compressed);
-    state.whole.turn   = ++turn_;
     state.whole.n_read = state.seq->rows.n_tokens();
+    settle_down(state);
+}
+
+void Keeping::take_in(SequenceState & state) noexcept try {
+    settle_down(state);
+} catch (const std::bad_alloc &) {
+    state.whole = {};
+}
+
+// Whole rows are there, and stay where the setting says: within the limit, in the file.
+void Keeping::settle_down(SequenceState & state) {
+    state.whole.turn = ++turn_;
     state.whole.problem.clear();
     keep_within(state);
     if (state.whole.seq && spill_) {
@@ -253,6 +264,7 @@ void Keeping::recall(SequenceState & state) {
         whole.observed.skip_windows(whole.rows.n_tokens());  // the answer's queries are not there
     }
     state.seq = std::move(state.whole.seq);
+    sequences_.open(state.id);  // which may come from a file, and knows of no rotations
     state.device.reset();
     state.kept.clear();
     state.evicted       = false;
@@ -284,6 +296,13 @@ extern "C" kvedge_status kvedge_limit_tokens(
             limits.push_back({ first, last, most });
         }
         state->limits = std::move(limits);
+        return ok(err);
+    });
+}
+
+extern "C" kvedge_status kvedge_keep_saved(kvedge_cache * kv, bool on, kvedge_error * err) {
+    return claimed(kv, true, "kvedge_keep_saved: cache is NULL", "save whole rows", err, [&] {
+        kv->keeping.set_saved(on);
         return ok(err);
     });
 }

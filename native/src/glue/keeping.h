@@ -20,10 +20,15 @@ class Keeping {
     kvedge_status set(kvedge_keep_place place, const char * folder, uint64_t most, kvedge_error * err);
 
     bool on() const { return place_ != KVEDGE_KEEP_NOT; }
+    // Whether saved and packed sequences have their whole rows with them.
+    bool saved() const { return saved_; }
+    void set_saved(bool on) { saved_ = on; }
     // Whether the compression of the sequence is to leave its rows whole. Where that cannot be done, state.whole says why.
     bool wanted(SequenceState & state) const;
     // The sequence was compressed to one of its own, which takes its place. What goes beyond the limit is given up: the oldest first.
     void put_aside(SequenceState & state, std::unique_ptr<Sequence> compressed);
+    // Whole rows came with a sequence that was loaded, and are kept as those of a compression.
+    void take_in(SequenceState & state) noexcept;
     // Tokens of a later message come: the whole rows take the place of the compressed ones, behind them those of tokens since.
     // Where that cannot be done they are given up, and state.whole says why. Throws std::bad_alloc, and nothing has changed.
     void recall(SequenceState & state);
@@ -42,12 +47,14 @@ class Keeping {
     void give_up(SequenceState & state, const std::string & why);
     void keep_within(SequenceState & state);
     void write(SequenceState & state);
+    void settle_down(SequenceState & state);
 
     Sequences &            sequences_;
     Devices &              devices_;
     kvedge_keep_place      place_ = KVEDGE_KEEP_NOT;
     uint64_t               most_  = 0;
     uint64_t               turn_  = 0;  // of compressions
+    bool                   saved_ = false;
     std::unique_ptr<Spill> spill_;      // writes files
 };
 

@@ -186,6 +186,7 @@ struct Saving {
     const SequenceState * state   = nullptr;
     int32_t               pos_max = -1;
     std::vector<uint8_t>  llama;  // its own layers
+    bool                  whole = false;  // its whole rows, too
 
     void write(Sink & out) const;
 };
@@ -222,7 +223,7 @@ kvedge_status prepare_saving(const kvedge_cache & kv, int32_t seq_id, Saving & o
     if (const auto status = kv.to_host(*state, err); status != KVEDGE_OK) {
         return status;
     }
-    out = { &kv, state, llama_memory_seq_pos_max(llama_get_memory(kv.context.llama), seq_id), llama_part(kv.context.llama, seq_id) };
+    out = { &kv, state, llama_memory_seq_pos_max(llama_get_memory(kv.context.llama), seq_id), llama_part(kv.context.llama, seq_id), kv.keeping.saved() && state->whole.seq };
     return ok(err);
 }
 
@@ -231,12 +232,29 @@ void Saving::write(Sink & out) const {
     write_sequence(*state->seq, out);
     out.value<uint64_t>(llama.size());
     out.values(llama);
+    if (whole) {
+        out.value<int32_t>(state->whole.n_read);
+        write_whole(*state->whole.seq, out);
+    }
+}
+
+// Reads whole rows where they are kept; where they are not, their bytes are read for the checksum alone. False: damaged.
+bool read_whole_rows(Reader & in, const kvedge_cache & kv, const Storage & storage, SequenceState & state) {
+    if (!kv.keeping.on()) {
+        return in.skip();
+    }
+    if (!in.value(state.whole.n_read)) {
+        return false;
+    }
+    state.whole.seq = read_whole(in, kv.layers.shapes, storage);
+    const int32_t n = state.whole.seq ? state.whole.seq->rows.n_tokens() : 0;
+    return n > 0 && n <= state.seq->rows.n_tokens() && state.whole.n_read >= 0 && state.whole.n_read <= n;
 }
 
 // Reads what write() wrote, and its checksum, into an empty sequence. name: of the file, for messages.
 // Errors: as kvedge_load has them.
-kvedge_status read_saved(kvedge_cache & kv, int32_t seq_id, Reader & in, uint64_t n_bytes, const char * name, kvedge_error * err) {
-    in.limit_to(n_bytes);
+kvedge_status read_saved(kvedge_cache & kv, int32_t seq_id, Reader & in, const Frame & frame, const char * name, kvedge_error * err) {
+    in.limit_to(frame.payload_bytes);
     Storage storage;
     if (const auto status = read_shapes(in, kv, storage, name, err); status != KVEDGE_OK) {
         return status;
@@ -247,7 +265,8 @@ kvedge_status read_saved(kvedge_cache & kv, int32_t seq_id, Reader & in, uint64_
     int32_t              pos_max = -1;
     uint64_t             n_own   = 0;
     uint32_t             sum     = 0;
-    if (!read_state(in, kv, storage, state, pos_max) || !in.value(n_own) || !in.values(own, n_own) || in.left() != 0) {
+    if (!read_state(in, kv, storage, state, pos_max) || !in.value(n_own) || !in.values(own, n_own) ||
+        (frame.version >= WHOLE_VERSION && !read_whole_rows(in, kv, storage, state)) || in.left() != 0) {
         return damaged(name, err);
     }
     const uint32_t expected = in.take_checksum();
@@ -263,19 +282,26 @@ kvedge_status read_saved(kvedge_cache & kv, int32_t seq_id, Reader & in, uint64_
         return status;
     }
     kv.sequences.all.merge(loaded);  // takes no memory: llama.cpp knows of the sequence by now
+    if (SequenceState & there = *kv.sequences.find(seq_id); there.whole.seq) {
+        kv.keeping.take_in(there);
+    }
     return ok(err);
 }
 
 // ---------------------------------------------------------------------------------------------------------
 // A file
 
-constexpr uint32_t PLAIN_VERSION = 1, ROTATED_VERSION = 2;
+constexpr uint32_t PLAIN_VERSION = 1, ROTATED_VERSION = 2, BIASED_VERSION = 3;
+static_assert(WHOLE_VERSION == KVEDGE_SESSION_VERSION, "the newest one");
 
 // The oldest one that has all that the sequence needs, so that older libraries read what they can.
 uint32_t version_of(const Saving & saving) {
     const Store & rows = saving.state->seq->rows;
+    if (saving.whole) {
+        return WHOLE_VERSION;
+    }
     if (biased(rows)) {
-        return KVEDGE_SESSION_VERSION;
+        return BIASED_VERSION;
     }
     return is_rotated(rows.storage().k) || is_rotated(rows.storage().v) ? ROTATED_VERSION : PLAIN_VERSION;
 }
@@ -300,7 +326,7 @@ kvedge_status read_framed(kvedge_cache & kv, int32_t seq_id, Reader & in, const 
     if (frame.model != model) {
         return fail(err, KVEDGE_E_FILE, "%s was saved with another model", name);
     }
-    return read_saved(kv, seq_id, in, frame.payload_bytes, name, err);
+    return read_saved(kv, seq_id, in, frame, name, err);
 }
 
 kvedge_status check_empty(kvedge_cache & kv, int32_t seq_id, kvedge_error * err) {

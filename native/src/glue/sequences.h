@@ -129,7 +129,6 @@ struct SequenceState : Course {
     void     bound_answer(Answer && next, int32_t n_tokens) noexcept;  // after the compression of n_tokens
     void     end_answer();
     void     drop_bounded();       // a prompt that llama.cpp gave up half-way
-    void     drop_verification();  // and one of drafts; the compressed rows are back, the tokens that came stay in the whole ones
     void     evict_generated();
 };
 

@@ -79,14 +79,6 @@ static bool turn_to_compressed(SequenceState & state, int32_t n) {
     return append_last(state.seq->rows, state.whole.seq->rows, n);
 }
 
-void SequenceState::drop_verification() {
-    if (verified && verified->whole) {
-        seq->observed.skip_windows(verified->window_from);
-        std::swap(seq, whole.seq);
-    }
-    verified.reset();
-}
-
 extern "C" int32_t kvedge_verify_room(const kvedge_cache * kv, int32_t seq_id) {
     return asked(kv, 0, [&] {
         const SequenceState * state = kv->context.llama ? kv->sequences.find(seq_id) : nullptr;

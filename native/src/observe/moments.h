@@ -10,6 +10,9 @@
 
 namespace kvedge {
 
+class Sink;
+class Reader;
+
 class QueryMoments {
   public:
     QueryMoments() = default;
@@ -28,6 +31,10 @@ class QueryMoments {
     void    note_position(int32_t position) { next_ = next_ > position ? next_ : position + 1; }
     void    set_next_position(int32_t next) { next_ = next; }
     int32_t next_position() const { return next_; }
+
+    // To bytes and back. False: damaged. Throws std::bad_alloc.
+    void write(Sink & out) const;
+    bool read(int32_t n_heads, int32_t d, Reader & in);
 
     uint64_t bytes() const;
     static uint64_t bytes(int32_t n_heads, int32_t d);

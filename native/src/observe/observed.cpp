@@ -123,7 +123,7 @@ bool KeptQueries::make_room(const std::vector<LayerShape> & shapes, int32_t next
     }
     Span fresh{ next, n, n, {} };
     for (const LayerShape & s : shapes) {
-        fresh.pages.push_back(Pages::take((size_t) n * (size_t) s.n_heads * (row_k(s, Type::f16) + SEEN_BYTES)));
+        fresh.pages.push_back(Pages::take(query_bytes(s, n)));
         if (!fresh.pages.back()) {
             return false;
         }

@@ -14,6 +14,9 @@
 
 namespace kvedge {
 
+class Sink;
+class Reader;
+
 constexpr float KEPT_FIRST = 2.0f;  // above any attention: of what is kept before all else
 
 // Column sums of attention over the pending tokens, of one layer.
@@ -42,6 +45,11 @@ struct QueryWindow {
     Bulk<float> last(int32_t next, int32_t n) const;
 };
 
+// Bytes of the queries of n tokens, of one layer (QuerySpan).
+inline size_t query_bytes(const LayerShape & shape, int32_t n) {
+    return (size_t) n * (size_t) shape.n_heads * (row_k(shape, Type::f16) + SEEN_BYTES);
+}
+
 // All queries of the pending prompt, of every layer, until it is compressed.
 class KeptQueries {
   public:
@@ -53,6 +61,10 @@ class KeptQueries {
     // Keeps queries of tokens that are there: `pending` ascending, and none from n_tokens on.
     void     forget(const std::vector<int32_t> & pending, int32_t n_tokens);
     uint64_t bytes() const;
+
+    // To bytes and back. read: of a sequence of n_tokens, where there are none yet. False: damaged. Throws std::bad_alloc.
+    void write(const std::vector<LayerShape> & shapes, Sink & out) const;
+    bool read(const std::vector<LayerShape> & shapes, int32_t n_tokens, Reader & in);
 
   private:
     // Consecutive tokens whose queries are kept together.
@@ -128,6 +140,11 @@ class Observed {
     void     drop();  // all of it, but what is missing
     void     drop_layer(size_t layer);
     uint64_t bytes() const;
+
+    // To bytes and back: all of it, but how rows are turned. read: of a sequence of n_tokens, of which nothing was observed yet.
+    // False: damaged. Throws std::bad_alloc.
+    void write(Sink & out) const;
+    bool read(int32_t n_tokens, Reader & in);
 
     Missing     missing;  // of pending prompt tokens
     KeptQueries queries;

@@ -11,18 +11,18 @@ static constexpr char MAGIC[8] = { 'k', 'v', 'e', 'd', 'g', 'e', '\x1a', '\n' };
 
 kvedge_status read_frame(Reader & in, const char * path, Frame & frame, kvedge_error * err) {
     char     magic[8];
-    uint32_t version, n_model, sum;
+    uint32_t n_model, sum;
     if (!in.read(magic, sizeof(magic)) || memcmp(magic, MAGIC, sizeof(MAGIC)) != 0) {
         return fail(err, KVEDGE_E_FILE, "%s is no session file of kvedge", path);
     }
-    if (!in.value(version)) {
+    if (!in.value(frame.version)) {
         return damaged(path, err);
     }
-    if (version > KVEDGE_SESSION_VERSION) {
+    if (frame.version > KVEDGE_SESSION_VERSION) {
         return fail(err, KVEDGE_E_FILE, "%s is a session file of version %u, this library reads versions up to %d; update kvedge", path,
-                    version, KVEDGE_SESSION_VERSION);
+                    frame.version, KVEDGE_SESSION_VERSION);
     }
-    if (version == 0 || !in.value(n_model) || !in.value(frame.note_bytes) || !in.value(frame.payload_bytes) || n_model > MAX_MODEL ||
+    if (frame.version == 0 || !in.value(n_model) || !in.value(frame.note_bytes) || !in.value(frame.payload_bytes) || n_model > MAX_MODEL ||
         frame.note_bytes > MAX_NOTE) {
         return damaged(path, err);
     }
@@ -74,6 +74,7 @@ extern "C" kvedge_status kvedge_read_saved(const char * path, kvedge_saved * out
     kvedge_saved found{};
     found.file_bytes = file.size();
     found.note_bytes = frame.note_bytes;
+    found.whole      = frame.version >= WHOLE_VERSION;
     memcpy(found.model, frame.model.c_str(), frame.model.size() + 1);
     write_struct(found, out, out->struct_size);
     const size_t n = std::min(n_note, frame.note.size());

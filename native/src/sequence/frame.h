@@ -14,7 +14,10 @@ namespace kvedge {
 constexpr uint64_t MAX_NOTE  = 64ull << 20;
 constexpr size_t   MAX_MODEL = sizeof(kvedge_saved::model) - 1;
 
+constexpr uint32_t WHOLE_VERSION = 4;  // the first one with whole rows, which all such files have
+
 struct Frame {
+    uint32_t             version       = 0;
     std::string          model;
     std::vector<uint8_t> note;
     uint64_t             note_bytes    = 0;

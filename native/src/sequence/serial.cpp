@@ -293,4 +293,14 @@ std::unique_ptr<Sequence> read_sequence(Reader & in, const std::vector<LayerShap
     return counted ? std::move(seq) : nullptr;
 }
 
+void write_whole(const Sequence & seq, Sink & out) {
+    write_sequence(seq, out);
+    seq.observed.write(out);
+}
+
+std::unique_ptr<Sequence> read_whole(Reader & in, const std::vector<LayerShape> & shapes, const Storage & storage) {
+    auto seq = read_sequence(in, shapes, storage);
+    return seq && !seq->rows.evicting() && seq->observed.read(seq->rows.n_tokens(), in) ? std::move(seq) : nullptr;
+}
+
 }  // namespace kvedge

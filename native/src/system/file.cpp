@@ -254,6 +254,16 @@ bool Reader::read(void * data, size_t size) {
     return true;
 }
 
+bool Reader::skip() {
+    std::vector<uint8_t> nobodys((size_t) std::min<uint64_t>(left(), BUFFER));
+    while (left() > 0) {
+        if (!read(nobodys.data(), (size_t) std::min<uint64_t>(left(), nobodys.size()))) {
+            return false;
+        }
+    }
+    return true;
+}
+
 uint32_t Reader::take_checksum() { return std::exchange(checksum_, 0u); }
 
 void SummedSink::write(const void * data, size_t size) {

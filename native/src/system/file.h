@@ -25,7 +25,7 @@ class Sink {
         static_assert(std::is_arithmetic_v<T>, "numbers only");
         write(&x, sizeof(x));
     }
-    template <class T> void values(const std::vector<T> & x) {
+    template <class T, class A> void values(const std::vector<T, A> & x) {
         if (!x.empty()) {
             write(x.data(), x.size() * sizeof(T));
         }
@@ -88,6 +88,7 @@ class Reader {
     uint64_t size() const { return size_; }
     void     limit_to(uint64_t bytes) { limit_ = at_ + bytes; }  // bytes <= left()
     void     unlimit() { limit_ = size_; }
+    bool     skip();  // what is left, for the checksum
     uint32_t take_checksum();
 
     template <class T> bool value(T & x) {
@@ -95,7 +96,7 @@ class Reader {
         return read(&x, sizeof(x));
     }
     // n numbers, after a look at whether the file can hold them
-    template <class T> bool values(std::vector<T> & x, uint64_t n) {
+    template <class T, class A> bool values(std::vector<T, A> & x, uint64_t n) {
         if (n > left() / sizeof(T)) {
             return false;
         }
