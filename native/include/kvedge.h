@@ -398,11 +398,10 @@ KVEDGE_API kvedge_status kvedge_limit_tokens(kvedge_cache * kv, int32_t seq_id, 
 // since the last compression stay. On failure it keeps what it kept. Errors: KVEDGE_E_STATE (there are no whole rows),
 // KVEDGE_E_UNSUPPORTED (a decode policy dropped rows of the answer), and those of kvedge_compress.
 KVEDGE_API kvedge_status kvedge_choose_again(kvedge_cache * kv, int32_t seq_id, kvedge_error * err);
-// Whether kvedge_save and kvedge_pack write the whole rows of a sequence, too, and what was observed of them, where there are
-// any: a later message then chooses as it would without the file. Off at first. Such a file takes as much as the uncompressed
-// cache, and libraries before version 4 of session files refuse it. kvedge_load and kvedge_unpack put whole rows where kvedge_keep
-// says now, within its limit; in a cache that keeps none they are dropped, and no memory is taken for them.
-// Errors: KVEDGE_E_ARGUMENT, KVEDGE_E_STATE.
+// Whether kvedge_save and kvedge_pack write the whole rows of a sequence, too, and what was observed of them, where there are any: a later
+// message then chooses as it would without the file. Off at first. Such a file takes as much as the uncompressed cache, and libraries
+// before version 4 of session files refuse it. kvedge_load and kvedge_unpack put whole rows where kvedge_keep says now, within its limit;
+// in a cache that keeps none they are dropped, and no memory is taken for them. Errors: KVEDGE_E_ARGUMENT, KVEDGE_E_STATE.
 KVEDGE_API kvedge_status kvedge_keep_saved(kvedge_cache * kv, bool on, kvedge_error * err);
 // Why a sequence has no whole rows although they were asked for; NULL: it has them, or they were not. Until the next call.
 KVEDGE_API const char * kvedge_keep_problem(const kvedge_cache * kv, int32_t seq_id);

@@ -94,6 +94,7 @@ class Session(Conversation):
         mmproj = with_encoder(model, mmproj)
         super().__init__(checked_plan(plan), Settings.of({**settings}), progress, cancel)
         self._before: Before | None = None  # the last message
+        self._dropped_whole = False  # of a file that was loaded
         self.check_stream(self.plan)
         profiles.find(self.plan, path_of(model), self.settings.profile)  # before the weights are read
         started = time.perf_counter()
@@ -159,7 +160,10 @@ class Session(Conversation):
                     self._return_to(before)
             raise
         self._load_s, self._before = 0.0, before
-        report.notes = [*(self._loan.caches.notes() if self._loan is not None else []), *self.engine.notes()]
+        if self._dropped_whole:
+            report.notes.append("the file has whole rows, which this session drops, as it keeps none (keep, --keep)")
+            self._dropped_whole = False
+        report.notes += [*(self._loan.caches.notes() if self._loan is not None else []), *self.engine.notes()]
         self.answer = answer = Answer(self, report, generation)
         return answer
 
@@ -303,17 +307,20 @@ class Session(Conversation):
         self.last_report = None
 
     @one_thread
-    def save(self, path: str | os.PathLike[str]) -> int:
+    def save(self, path: str | os.PathLike[str], whole: bool = False) -> int:
         """Writes the conversation and its compressed cache to a file; an older one is replaced only when that is done.
 
-        An answer that is still being generated ends here. Returns the bytes of the file. Raises SessionFileError,
-        StateError (nothing was asked yet), UnsupportedError.
+        whole: whole rows, too, where the session keeps them (Settings.keep): after loading, a later message is read
+        over them. An answer that is still being generated ends here. Returns the bytes of the file. Raises
+        SessionFileError, StateError (nothing was asked yet), UnsupportedError, UsageError (whole rows are not kept).
         """
         encoded(path)  # raises for what is no path
+        if whole and self.settings.keeping is None:
+            raise UsageError("whole rows can be saved where they are kept: make the session with keep='ram' or 'disk'")
         self._end_answer()
         if not self.in_cache or not self.messages:
             raise StateError("there is no conversation to save yet")
-        self.engine.save(path, fingerprint(self.model.header), self._note())
+        self.engine.save(path, fingerprint(self.model.header), self._note(whole))
         return Path(os.fsdecode(path)).stat().st_size
 
     @one_thread
@@ -338,7 +345,7 @@ class Session(Conversation):
         self.engine.load(path, model, note, plan)
         self._load_s += time.perf_counter() - started
         self.plan, self.messages, self.pending, self.in_cache = plan, note.messages, note.pending, True
-        self.last_report = None
+        self.last_report, self._dropped_whole = None, note.whole and self.settings.keeping is None
 
     @one_thread
     def fork(self, plan: Plan | None = None, cancel: threading.Event | None = None) -> Session:
@@ -364,8 +371,17 @@ class Session(Conversation):
         other.messages, other.pending, other.in_cache = list(self.messages), list(self.pending), True
         return other
 
-    def _note(self) -> Note:
-        return Note(self.plan, self.settings.kv_type, *self.engine.place(), self.pending, self.messages)
+    def _note(self, whole: bool = False) -> Note:
+        sequence = self.engine.sequence
+        if whole and self.engine.cache is not None and self.engine.cache.replays:
+            raise UnsupportedError(
+                f"method '{self.plan.method}' reads all of a conversation a second time, which a file does not hold; "
+                "save it without whole rows"
+            )
+        if whole := whole and sequence.carries_whole:
+            sequence.take_back()
+        place, unread = self.engine.place(), list(sequence.unread)
+        return Note(self.plan, self.settings.kv_type, *place, self.pending, self.messages, unread, whole)
 
     def close(self) -> None:
         """Frees everything but a model that was loaded apart, as soon as a thread that is in a call has left it.

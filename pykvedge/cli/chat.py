@@ -55,6 +55,8 @@ _OPTIONS = (
     *options.KEEP,
     options.LOOKUP,
     options.EXACT,
+    option("--keep-saved", is_flag=True,
+           help="The --session file has all rows, too: it takes as much as the uncompressed cache."),
     *sampling.OPTIONS,
     option("--system", default="", metavar="TEXT", help="Text that opens the conversation."),
     options.JSON,
@@ -98,6 +100,8 @@ def chat(prompt: str | None, **given: Any) -> None:
         raise UsageError(
             f"method '{plan.method}' uses no profile; leave --profile out, or see `kvedge calibrate --help`"
         )
+    if given["keep_saved"] and (given["keep"] is None or given["session_file"] is None):
+        raise UsageError("--keep-saved belongs to --keep and --session; add them")
     question = _question(prompt)
     if question is None and given["as_json"]:
         raise UsageError("--json needs a PROMPT, as argument or from a pipe")
@@ -130,11 +134,16 @@ def _talk(
     from pykvedge.cli.talk.chat import Chat, Style
     from pykvedge.cli.talk.lines import history_file
     from pykvedge.cli.talk.loop import converse
+    from pykvedge.library.native_plan import replays
     from pykvedge.models.images import load_picture
     from pykvedge.models.video import frames
     from pykvedge.native import crash
     from pykvedge.runtime.interrupt import as_event, stop_if_set
 
+    if given["keep_saved"] and replays(plan):
+        raise UsageError(
+            f"method '{plan.method}' reads a conversation a second time, which no file holds; leave --keep-saved out"
+        )
     chosen = sampling.chosen(given)
     images = [paths.expanded(path) for path in given["images"]]
     # those of a stream are loaded when it is their turn; a wrong path is found now
@@ -160,7 +169,7 @@ def _talk(
             with as_event(cancel):
                 session.load(file, plan if options.chooses_plan(given) else None)
             stop_if_set(cancel)
-        talk = Chat(session, chosen, Style(given["as_json"], given["quiet"]), display, file)
+        talk = Chat(session, chosen, Style(given["as_json"], given["quiet"], given["keep_saved"]), display, file)
         if question is not None:
             return talk.once(question, itertools.chain(pictures, *clips) if clips else pictures)
         return converse(talk, pictures, history_file() if given["history"] else None)

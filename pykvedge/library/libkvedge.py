@@ -347,9 +347,13 @@ class Cache:
         return out
 
     @one_thread
-    def save(self, path: bytes, model: str, note: bytes, sequence: int = 0) -> None:
-        """Writes a sequence and a note of the caller's to a file. model: a name that load compares."""
-        call("save", self.handle, sequence, path, model.encode(), note, len(note))
+    def save(self, path: bytes, model: str, note: bytes, sequence: int = 0, whole: bool = False) -> None:
+        """Writes a sequence and a note of the caller's to a file. model: a name that load compares.
+
+        whole: its whole rows, too, if there are any.
+        """
+        with _saving(self, whole):
+            call("save", self.handle, sequence, path, model.encode(), note, len(note))
 
     @one_thread
     def load(self, path: bytes, model: str, sequence: int = 0) -> None:
@@ -357,12 +361,23 @@ class Cache:
         call("load", self.handle, sequence, path, model.encode())
 
 
-def pack(cache: Cache, model: str, sequence: int = 0) -> bytearray:
+@contextmanager
+def _saving(cache: Cache, whole: bool) -> Iterator[None]:
+    """What is saved or packed inside has its whole rows with it, or not."""
+    call("keep_saved", cache.handle, whole)
+    try:
+        yield
+    finally:
+        call("keep_saved", cache.handle, False)
+
+
+def pack(cache: Cache, model: str, sequence: int = 0, whole: bool = False) -> bytearray:
     """Returns a sequence as the bytes of a file of Cache.save without a note. Raises what that raises."""
     size = c.c_size_t(0)
-    call("pack", cache.handle, sequence, model.encode(), None, c.byref(size))
-    data = bytearray(size.value)
-    call("pack", cache.handle, sequence, model.encode(), (c.c_char * len(data)).from_buffer(data), c.byref(size))
+    with _saving(cache, whole):
+        call("pack", cache.handle, sequence, model.encode(), None, c.byref(size))
+        data = bytearray(size.value)
+        call("pack", cache.handle, sequence, model.encode(), (c.c_char * len(data)).from_buffer(data), c.byref(size))
     return data
 
 
@@ -372,13 +387,13 @@ def unpack(cache: Cache, data: bytes | bytearray | memoryview, model: str, seque
     call("unpack", cache.handle, sequence, model.encode(), given.ctypes.data, len(given))
 
 
-def read_saved(path: bytes) -> tuple[str, bytes]:
-    """Reads model and note of a file of Cache.save. Raises SessionFileError."""
+def read_saved(path: bytes) -> tuple[str, bytes, bool]:
+    """Reads model and note of a file of Cache.save, and whether it has whole rows. Raises SessionFileError."""
     saved = Saved(struct_size=c.sizeof(Saved))
     call("read_saved", path, c.byref(saved), None, 0)
     note = c.create_string_buffer(max(saved.note_bytes, 1))
     call("read_saved", path, c.byref(saved), note, saved.note_bytes)
-    return saved.model.decode("utf-8", "replace"), note.raw[: saved.note_bytes]
+    return saved.model.decode("utf-8", "replace"), note.raw[: saved.note_bytes], saved.whole
 
 
 def shape(cache: Cache, layer: int) -> tuple[int, int, int, int]:

@@ -111,6 +111,7 @@ class Saved(c.Structure):
         ("file_bytes", c.c_uint64),
         ("note_bytes", c.c_uint64),
         ("model", c.c_char * 256),
+        ("whole", c.c_bool),
     ]
 
 
@@ -201,6 +202,7 @@ PROTOTYPES: dict[str, tuple[Any, list[Any]]] = {
     "keep": (c.c_int, [_P, c.c_int, c.c_char_p, c.c_uint64, _ERR]),
     "limit_tokens": (c.c_int, [_P, _I, _I, _I, _I, _ERR]),
     "choose_again": (c.c_int, [_P, _I, _ERR]),
+    "keep_saved": (c.c_int, [_P, c.c_bool, _ERR]),
     "keep_problem": (c.c_char_p, [_P, _I]),
     "plan_check_bounded": (c.c_int, [_P, c.c_int, c.c_int, _ERR]),
     "expect": (c.c_int, [_P, _I, _I, _ERR]),

@@ -159,9 +159,9 @@ class Engine:
         if self._driver is None:
             check_protection(plan, n)
             self._make_context(n, largest, what, plan)
-        elif n > self.room:
+        elif n > (room := self.room - len(self.sequence.unread)):
             raise ContextError(
-                f"the message has {what}, but only {self.room} of the context of {self.context.n_ctx} are "
+                f"the message has {what}, but only {room} of the context of {self.context.n_ctx} are "
                 "left; raise --ctx or start a new conversation"
             )
         elif largest > self.context.n_ubatch < ubatch_for(self._vision, largest):
@@ -268,12 +268,15 @@ class Engine:
         return context.n_ctx, context.n_ubatch, sequence.n_past, sequence.n_cells, sequence.held
 
     def save(self, path: str | os.PathLike[str], model: str, note: Note) -> None:
-        """Writes the cache to a file, with a note. Raises SessionFileError, UnsupportedError."""
+        """Writes the cache to a file, with a note, and whole rows where that says so.
+
+        Raises SessionFileError, UnsupportedError.
+        """
         if self.cache is None:
             raise UnsupportedError(
                 f"kvedge does not keep the memory of {self._model.path.name}, so its sessions cannot be saved"
             )
-        self.cache.save(encoded(path), model, note.encode())
+        self.cache.save(encoded(path), model, note.encode(), whole=note.whole)
 
     def load(self, path: str | os.PathLike[str], model: str, note: Note, plan: Plan) -> None:
         """Makes a new context with the cache of a file in it. Raises what make_room raises, and SessionFileError."""
@@ -281,7 +284,9 @@ class Engine:
 
         def fill(cache: libkvedge.Cache) -> None:
             cache.load(encoded(path), model)
-            self.sequence.stand(Snapshot(b"", note.n_past, note.n_cells, held=note.held), name)
+            self.sequence.stand(
+                Snapshot(b"", note.n_past, note.n_cells, held=note.held, unread=tuple(note.unread)), name
+            )
 
         self._fill(note, plan, name, Path(name).stat().st_size, fill)
 

@@ -197,9 +197,12 @@ class Context:
         self.drop(to)
         self.llama.llama_memory_seq_cp(self.llama.llama_get_memory(self.handle), sequence, to, -1, -1)
 
-    def cut(self, sequence: int, position: int) -> None:
-        """Removes the tokens of a sequence from a position on. Its place stays with the caller."""
-        self.llama.llama_memory_seq_rm(self.llama.llama_get_memory(self.handle), sequence, position, -1)
+    def cut(self, sequence: int, position: int) -> bool:
+        """Removes the tokens of a sequence from a position on. Its place stays with the caller.
+
+        False: recurrent layers cannot take tokens back, and nothing has changed.
+        """
+        return self.llama.llama_memory_seq_rm(self.llama.llama_get_memory(self.handle), sequence, position, -1)
 
     def drop(self, sequence: int) -> None:
         """Empties a sequence. Its place stays with the caller."""

@@ -55,6 +55,7 @@ class Sequence(Place):
         self.said = 0  # tokens of the last message, behind its images
         self.images: list[tuple[int, int]] = []  # of each image the first token in the sequence, and the one behind it
         self.answered: list[int] = []  # tokens of an answer, since the last compression
+        self.unread: list[int] = []  # tokens of an answer that was taken back
         self.compressed_tokens, self.held = 0, 0.0  # since they were measured, and pairs per head then
         self._n_compressions = 0
         self._done = self._total = 0
@@ -70,25 +71,26 @@ class Sequence(Place):
 
     def steps(self, pieces: Iterable[Piece]) -> Passes:
         """Reads pieces: yields what comes next, and is sent how many tokens of it one pass has read."""
+        self.take_back()
         pieces = [piece for piece in pieces if piece.n_tokens]
         self.said = pieces[-1].n_tokens if pieces and isinstance(pieces[-1], TextPiece) else 0
-        pieces = [*self._take_back(), *pieces]
+        pieces = [piece for piece in [TextPiece(self.unread), *pieces] if piece.n_tokens]
+        self.unread = []
         self._done, self._total = 0, sum(piece.n_tokens for piece in pieces)
         yield from self._steps(pieces, want_logits=True, note=True)
 
-    def _take_back(self) -> list[Piece]:
-        """Where whole rows are kept, removes the last answer, which is read over them again. Returns its tokens.
+    def take_back(self) -> None:
+        """Where whole rows are kept, removes the last answer, which is read again before what comes next, over them.
 
         So whole rows are those that a prompt has which is read at once.
         """
         cache, tokens = self._driver.cache, self.answered
         if cache is None or not cache.keeps or not tokens or not cache.stats(self.number).whole_bytes:
-            return []
-        self.answered = []
-        self.n_past, self.n_cells = self.n_past - len(tokens), self.n_cells - len(tokens)
-        self._driver.context.cut(self.number, self.n_past)
-        self.passage.drop_last(len(tokens))
-        return [TextPiece(tokens)]
+            return
+        if self._driver.context.cut(self.number, self.n_past - len(tokens)):
+            self.n_past, self.n_cells = self.n_past - len(tokens), self.n_cells - len(tokens)
+            self.passage.drop_last(len(tokens))
+            self.answered, self.unread = [], tokens
 
     def again(self, chunks: list[Part], keep_logits: bool = True) -> Passes:
         """Reads a prompt a second time, as `steps` does, chunk by chunk, and takes each chunk back.
@@ -310,17 +312,28 @@ class Sequence(Place):
 
     # ---------------------------------------------------------------------------------------------------
 
-    def snapshot(self, model: str, pending: Iterable[int] = ()) -> Snapshot:
-        """Returns what was read and compressed as bytes. pending: tokens of the answer that were not read.
+    @property
+    def carries_whole(self) -> bool:
+        """Tells whether whole rows are saved with others. A method that reads a prompt twice needs more than them."""
+        cache = self._driver.cache
+        again = cache is not None and (cache.replays if self.replays is None else self.replays)
+        return cache is not None and not again and cache.stats(self.number).whole_bytes > 0
 
-        model: a name that `restore` compares. Raises UnsupportedError, StateError, OutOfMemoryError.
+    def snapshot(self, model: str, pending: Iterable[int] = ()) -> Snapshot:
+        """Returns what was read and compressed as bytes, whole rows too.
+
+        pending: tokens of the answer that were not read. model: a name that `restore` compares. Raises
+        UnsupportedError, StateError, OutOfMemoryError.
         """
-        cache = self._own_cache()
+        cache, whole = self._own_cache(), self.carries_whole
+        if whole:
+            self.take_back()
         stats = cache.stats(self.number)
-        memory.require(stats.bytes, "a copy of the conversation", "close other programs")
-        rows, measured = libkvedge.pack(cache, model, self.number), (self.compressed_tokens, self.held)
-        answer = tuple(self.answered or self.passage.tokens())
-        return Snapshot(rows, *self._at(), stats.n_pending, *measured, tuple(pending), answer)
+        n_bytes = stats.bytes + (stats.whole_bytes if whole else 0)
+        memory.require(n_bytes, "a copy of the conversation", "close other programs")
+        rows, measured = libkvedge.pack(cache, model, self.number, whole), (self.compressed_tokens, self.held)
+        answer, unread = tuple(self.answered or self.passage.tokens()), tuple(self.unread)
+        return Snapshot(rows, *self._at(), stats.n_pending, *measured, tuple(pending), answer, unread)
 
     def restore(self, at: Snapshot, model: str) -> None:
         """Goes on from a snapshot where nothing was read. Raises SessionFileError, StateError, OutOfMemoryError."""
@@ -335,6 +348,7 @@ class Sequence(Place):
         self.begin()
         self.n_past, self.n_cells = at.n_past, at.n_cells
         self._n_compressions, self.compressed_tokens, self.held = stats.n_compressions, at.compressed_tokens, at.held
+        self.unread = list(at.unread)
         if at.answer:
             self.passage.add(TextPiece(list(at.answer)))
 
@@ -348,7 +362,7 @@ class Sequence(Place):
         """Becomes a copy of another sequence of the same context."""
         self._driver.context.copy(other.number, self.number)
         vars(self).update(vars(other), number=self.number, passage=Passage(other.passage.pieces))
-        self.answered, self.images = list(other.answered), list(other.images)
+        self.answered, self.unread, self.images = list(other.answered), list(other.unread), list(other.images)
 
     def drop(self) -> None:
         """Empties the sequence."""

@@ -9,7 +9,7 @@ import errno
 import hashlib
 import json
 import os
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from pykvedge.errors import KvedgeError, SessionFileError, UsageError
@@ -37,10 +37,16 @@ class Note:
     held: float  # pairs per head after the last compression, averaged over heads and layers
     pending: list[int] = field(default_factory=list)  # generated, but not yet in the cache
     messages: list[Message] = field(default_factory=list)
+    unread: list[int] = field(default_factory=list)  # of the answer, taken back to be read again over whole rows
+    whole: bool = field(default=False, compare=False)  # whether the file has whole rows, which is not in the note
 
     def encode(self) -> bytes:
         """As it stands in the file. Of pictures only name and size: they are in the cache."""
-        data: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(self)}
+        data: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "whole"}
+        # older versions refuse a file with several pending tokens, which would miss them
+        data["pending"], data["unread"] = [*self.unread, *self.pending], len(self.unread)
+        if not self.unread:
+            del data["unread"]
         data["plan"] = self.plan.to_json()
         data["messages"] = [
             {
@@ -58,13 +64,15 @@ class Note:
         try:
             given = json.loads(data)
             messages = [_message(m) for m in given["messages"]]
+            tokens, n_unread = [_count(t) for t in given["pending"]], _count(given.get("unread", 0))
             note = cls(
                 Plan.from_json(_of(str, given["plan"])),
                 _of(str, given["kv_type"]),
                 **{name: _count(given[name]) for name in ("n_ctx", "n_ubatch", "n_past", "n_cells")},
                 held=_share(given["held"]),
-                pending=[_count(t) for t in given["pending"]],
+                pending=tokens[n_unread:],
                 messages=messages,
+                unread=tokens[:n_unread],
             )
         except (KeyError, TypeError, ValueError, AttributeError, RecursionError, KvedgeError) as error:
             raise ValueError(str(error)) from None
@@ -117,13 +125,13 @@ def encoded(path: str | os.PathLike[str]) -> bytes:
 
 def read_note(path: str | os.PathLike[str], model: str) -> Note:
     """The note of a file that was saved with `model`. Raises SessionFileError."""
-    found, data = libkvedge.read_saved(encoded(path))
+    found, data, whole = libkvedge.read_saved(encoded(path))
     if found != model:
         raise SessionFileError(
             f"{os.fsdecode(path)} was saved with another model; load that one, or use another session file"
         )
     try:
-        return Note.decode(data)
+        return replace(Note.decode(data), whole=whole)
     except ValueError as error:
         raise SessionFileError(f"{os.fsdecode(path)} holds no conversation that can be continued: {error}") from None
 

@@ -25,8 +25,9 @@ class Snapshot:
     of them, the last ones, are not compressed. compressed_tokens: tokens that were compressed since the figures of the
     cache were taken; held: KV pairs per head then, averaged over heads and layers. pending: tokens of an answer that
     were chosen and not read. answer: tokens that were read since the last compression, for a method that reads a prompt
-    twice. tokens: what the model has read, where somebody counts it. logits: [n_vocab] float32 of the last token, kv:
-    figures of the cache, both of a prompt that is to be answered. since: seconds since 1970.
+    twice. unread: tokens of the answer that were taken back, to be read again over whole rows. tokens: what the model
+    has read, where somebody counts it. logits: [n_vocab] float32 of the last token, kv: figures of the cache, both of a
+    prompt that is to be answered. since: seconds since 1970.
     """
 
     rows: Rows
@@ -37,6 +38,7 @@ class Snapshot:
     held: float = 0.0
     pending: tuple[int, ...] = ()
     answer: tuple[int, ...] = ()
+    unread: tuple[int, ...] = ()
     tokens: Tokens = field(default_factory=Tokens)
     logits: np.ndarray | None = field(default=None, compare=False)
     kv: Kv | None = None
@@ -44,11 +46,11 @@ class Snapshot:
 
     def __len__(self) -> int:
         logits = self.logits.nbytes if self.logits is not None else 0
-        return len(self.rows) + logits + 4 * len(self.answer) + 512
+        return len(self.rows) + logits + 4 * (len(self.answer) + len(self.unread)) + 512
 
     def encode(self) -> list[Rows]:
         """Writes it in parts, without logits and kv: the length of a JSON text in 4 bytes, that text, and the rows."""
-        given: dict[str, Any] = {name: getattr(self, name) for name in (*_NUMBERS, "pending", "answer")}
+        given: dict[str, Any] = {name: getattr(self, name) for name in (*_NUMBERS, "pending", "answer", "unread")}
         given["tokens"] = {name: getattr(self.tokens, name) for name in _COUNTS}
         text = json.dumps(given).encode()
         return [len(text).to_bytes(4, "little"), text, self.rows]
@@ -61,11 +63,12 @@ class Snapshot:
         given = json.loads(bytes(view[4:end]))
         try:
             counts, pending, answer = given.pop("tokens"), tuple(given.pop("pending")), tuple(given.pop("answer"))
+            unread = tuple(given.pop("unread", ()))
             numbers = {name: given.pop(name) for name in _NUMBERS}
-            out = cls(view[end:], **numbers, pending=pending, answer=answer, tokens=Tokens(**counts))
+            out = cls(view[end:], **numbers, pending=pending, answer=answer, unread=unread, tokens=Tokens(**counts))
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(str(error)) from None
-        held, whole = numbers.pop("held"), [*counts.values(), *pending, *answer]
+        held, whole = numbers.pop("held"), [*counts.values(), *pending, *answer, *unread]
         if given or not all(type(n) is int and n >= 0 for n in [*numbers.values(), *whole]):
             raise ValueError("counts that are none")
         if not isinstance(held, (int, float)):

@@ -28,10 +28,11 @@ INTERRUPTED = 130
 
 @dataclass(frozen=True)
 class Style:
-    """A style says how answers are shown."""
+    """A style says how answers are shown, and conversations saved."""
 
     as_json: bool = False  # one object on stdout instead of the text
     quiet: bool = False  # no line about tokens, memory and time
+    whole: bool = False  # conversations are saved with their whole rows
 
 
 def complain(message: object) -> None:
@@ -107,13 +108,17 @@ class Chat:
         report.session = Saved(str(self.file), self.loaded, turns)
         try:
             with as_event(self._cancel):  # an answer that was shown is kept
-                report.session.file_bytes = self.session.save(self.file)
+                report.session.file_bytes = self.save(self.file)
                 crash.saved(self.file)
         except KvedgeError as error:
             report.session.error = str(error)
             complain(error)
             return 1
         return 0
+
+    def save(self, path: Path) -> int:
+        """Writes the conversation to a file, as the style says. Returns its bytes. Raises what Session.save raises."""
+        return self.session.save(path, whole=self._style.whole)
 
     def holding(self, path: Path) -> AbstractContextManager[object]:
         """Keeps other programs away from a session file meanwhile. Raises SessionFileError where one uses it."""

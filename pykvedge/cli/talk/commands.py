@@ -180,7 +180,7 @@ def _save(chat: Chat, rest: str) -> None:
     if path is None:
         raise UsageError("/save needs a file: /save talk.kvs")
     with chat.holding(path):
-        n_bytes = chat.session.save(path)
+        n_bytes = chat.save(path)
         crash.saved(path)
     _say(f"saved to {path}, {readable(n_bytes)}")
 
