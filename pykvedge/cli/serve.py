@@ -46,6 +46,7 @@ _LOOP = () if sys.platform == "win32" else ("uvloop",)
                    help="Keep conversations that wait in this folder, also for the next run. "
                    "Default: one that goes away with the server."),
     options.option("--park-size", metavar="SIZE", help="The most that the folder may take. Default: 4GiB."),
+    *options.KEEP,
     options.option("--max-tokens", type=options.Whole(), metavar="N",
                    help="Tokens of an answer where a request does not say. Default: as many as there is room for."),
     options.option("--temp", type=click.FloatRange(0, 100), default=0.0, show_default=True,
@@ -106,6 +107,7 @@ def serve(**given: Any) -> None:
 
 
 def _options(given: dict[str, Any], server: Any) -> Any:
+    from pykvedge.runtime.keeping import Keep
     from pykvedge.serve.guarding import read_keys
     from pykvedge.serve.job import Limits
     from pykvedge.serve.pictures import Sources
@@ -118,8 +120,8 @@ def _options(given: dict[str, Any], server: Any) -> Any:
     if folder is not None and not paths.ask(Path.is_dir, folder := paths.expanded(folder)):
         raise UsageError(f"--image-folder {folder} is no folder")
     memory = size("--memory", 0) or server.free_memory_share()
-    limits = Limits(given["parallel"], given["ctx"] or 4096, memory, given["queue"],
-                    given["kv_type"], given["kv_rotate"], given["share_prompts"])  # fmt: skip
+    limits = Limits(given["parallel"], given["ctx"] or 4096, memory, given["queue"], given["kv_type"],
+                    given["kv_rotate"], given["share_prompts"], Keep.of(**options.keep(given)))  # fmt: skip
     return server.Options(
         host=given["host"], port=given["port"], name=given["name"], hosts=given["hosts"], limits=limits,
         keys=read_keys(paths.expanded(given["key_file"])) if given["key_file"] else (),

@@ -28,6 +28,11 @@ class Keep:
         if not isinstance(self.folder, (str, os.PathLike)) or "\0" in os.fspath(self.folder):
             raise UsageError(f"keep_folder must be the path of a folder, not {self.folder!r:.40}")
 
+    @classmethod
+    def of(cls, keep: str = "", keep_folder: str | os.PathLike[str] = "", keep_space: int = SPACE) -> Keep | None:
+        """Makes it of settings; None: whole rows stay nowhere. Raises UsageError."""
+        return cls(keep, os.fspath(keep_folder), keep_space) if keep else None
+
     def made_folder(self) -> str:
         """Returns the folder of the file; makes the default one, which is the owner's alone. Raises UsageError."""
         if self.place != "disk" or self.folder:

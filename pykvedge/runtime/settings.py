@@ -193,7 +193,7 @@ class Settings:
     @property
     def keeping(self) -> Keep | None:
         """Where whole rows stay; None: nowhere. Raises UsageError."""
-        return Keep(self.keep, os.fspath(self.keep_folder), self.keep_space) if self.keep else None
+        return Keep.of(self.keep, self.keep_folder, self.keep_space)
 
     @property
     def image_limits(self) -> tuple[int, int]:

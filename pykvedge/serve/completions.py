@@ -287,6 +287,7 @@ def figures(done: list[Done]) -> list[dict[str, Any]]:
     out = [{name: part for name, part in one.report.as_json().items() if name in told} for one in done]
     for one, of in zip(done, out, strict=True):
         of.update({"patches": one.patches} if one.patches is not None else {})
+        of.update({"notes": one.report.notes} if one.report.notes else {})
     return out
 
 

@@ -22,7 +22,9 @@ from pykvedge.library.libkvedge import Cache
 from pykvedge.models import profiles
 from pykvedge.models.vision import ImagePiece, TextPiece
 from pykvedge.native import llamacpp
+from pykvedge.native.abi import Stats
 from pykvedge.plans.plan import Plan
+from pykvedge.runtime import figures
 from pykvedge.runtime.crew import Crew
 from pykvedge.runtime.driver import Driver
 from pykvedge.runtime.replay import split
@@ -50,7 +52,8 @@ class Slot:
     ahead: Ahead | None = None  # what the next pass reads of the prompt
     second: bool = False  # whether the prompt is read a second time
     next: int | None = None  # the token that is decoded next; None: the prompt is being read
-    n_bytes: int = 0  # of keys and values, when they were last counted
+    n_bytes: int = 0  # of keys and values in memory, when they were last counted
+    file_bytes: int = 0  # of whole rows in a file
     began: float = field(default_factory=time.perf_counter)
     answering_since: float = 0.0
     told: int = 0  # tokens whose text was passed on
@@ -137,6 +140,11 @@ class Decoder:
         """Counts the bytes of keys and values that are being answered from."""
         return sum(slot.n_bytes for slot in list(self._slots))
 
+    @property
+    def file_bytes(self) -> int:
+        """Counts the bytes of their whole rows that lie in a file."""
+        return sum(slot.file_bytes for slot in list(self._slots))
+
     def begin(self, work: Work, slots: list[Slot]) -> tuple[Slot | None, Exception | None]:
         """Gives a job one of the sequences that nobody has; or tells why that cannot be. slots: that have a job."""
         taken = [slot.sequence for slot in slots]
@@ -213,7 +221,7 @@ class Decoder:
             before = self._park.get_read(work.name) or before
         if self._driver.cache is not None and before is not None:
             slot.sequence.restore(before, self._preparer.model_name)
-            slot.n_bytes = self._driver.cache.stats(slot.sequence.number).bytes
+            self._count(slot, self._driver.cache)
             if before.logits is not None:
                 report.tokens = Tokens(reused=before.n_cells)
                 report.kv = replace(before.kv or Kv(), compressed_tokens=0, kept_of_them=0)
@@ -226,7 +234,8 @@ class Decoder:
         cache, work = self._driver.cache, slot.work
         if cache is None or not work.name:
             return
-        n_bytes = cache.stats(slot.sequence.number).bytes + 4 * self._model.n_vocab
+        stats = cache.stats(slot.sequence.number)
+        n_bytes = stats.bytes + stats.whole_bytes + 4 * self._model.n_vocab
         room = self._limits.memory - self.reserved(self._slots)
         if n_bytes > self._limits.memory // _SHARE_READ or not self._park.room_for_read(n_bytes, room):
             return
@@ -312,7 +321,9 @@ class Decoder:
         if slot.job.request.patches:
             first = sequence.n_cells - work.n_tokens
             slot.job.patches = patches.kept(cache, work.pieces, first, sequence.number)
-        slot.n_bytes = cache.stats(sequence.number).bytes
+        self._count(slot, cache)
+        if cache.keeps:
+            slot.job.report.notes = figures.notes(cache, sequence.number)
         most = min(work.room, slot.job.request.sampling.max_tokens)
         work.need = slot.n_bytes + most * self._preparer.bytes_per_token
 
@@ -350,19 +361,22 @@ class Decoder:
                 with suppress(OutOfMemoryError, UnsupportedError, SessionFileError):
                     self._keep(slot)
         self._free(slot)
-        slot.n_bytes, slot.over = 0, True
+        slot.n_bytes, slot.file_bytes, slot.over = 0, 0, True
         self._ended.append((slot, error))
 
     def _keep(self, slot: Slot) -> None:
         cache, memory = self._driver.cache, self._limits.memory
-        n_bytes = cache.stats(slot.sequence.number).bytes if cache is not None else 0
+        stats = cache.stats(slot.sequence.number) if cache is not None else None
+        n_bytes = stats.bytes + stats.whole_bytes if stats is not None else 0
         if cache is None or n_bytes > memory // 2 or slot.job.request.prompt is not None:  # which has no next message
             return
         others = self.reserved([other for other in self._slots if other is not slot])
         with suppress(KvedgeError):  # a folder that cannot be used says so in its notes
             self._park.shrink(memory - others - 2 * n_bytes)  # the rows exist twice until the sequence is freed
         parked = slot.sequence.snapshot(self._preparer.model_name, slot.work.generation.pending)
-        self._park.put(self._preparer.name_after(slot.job), parked, slot.work.name)
+        keep = self._limits.keep
+        to_folder = keep is not None and keep.place == "disk"
+        self._park.put(self._preparer.name_after(slot.job), parked, slot.work.name, to_folder)
 
     def _free(self, slot: Slot) -> None:
         if slot.passes is not None:
@@ -377,5 +391,15 @@ class Decoder:
         if cache is None:
             return
         for slot in slots:
-            stats, kv = cache.stats(slot.sequence.number), slot.job.report.kv
-            slot.n_bytes, kv.peak_bytes = stats.bytes, max(kv.peak_bytes, stats.peak_bytes)
+            kv, written = slot.job.report.kv, slot.file_bytes
+            stats = self._count(slot, cache)
+            kv.peak_bytes = max(kv.peak_bytes, stats.peak_bytes)
+            if slot.next is not None and slot.file_bytes > written:
+                slot.work.need -= slot.file_bytes - written
+                kv.whole_file_bytes = slot.file_bytes
+
+    def _count(self, slot: Slot, cache: Cache) -> Stats:
+        stats = cache.stats(slot.sequence.number)
+        slot.file_bytes = stats.whole_file_bytes
+        slot.n_bytes = stats.bytes + stats.whole_bytes - slot.file_bytes
+        return stats

@@ -14,6 +14,7 @@ from pykvedge.models.images import Picture
 from pykvedge.models.prompt import Message
 from pykvedge.plans.plan import Plan
 from pykvedge.reference.kvtypes import KvType
+from pykvedge.runtime.keeping import Keep
 from pykvedge.runtime.logprobs import Token
 from pykvedge.runtime.report import Report
 from pykvedge.runtime.sampling import Sampling
@@ -24,7 +25,7 @@ class Limits:
     """Bounds of a server. n_ctx: tokens of one conversation. queue: requests that wait.
 
     memory: bytes of keys and values of all conversations. share_prompts: a prompt that was read for one owner of a key
-    is there for the others.
+    is there for the others. keep: where whole rows stay behind compressed ones; None: nowhere.
     """
 
     slots: int = 4
@@ -34,6 +35,7 @@ class Limits:
     kv_type: str = "f16"
     kv_rotate: str = "auto"
     share_prompts: bool = False
+    keep: Keep | None = None
 
     @property
     def storage(self) -> KvType:

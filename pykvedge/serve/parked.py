@@ -56,6 +56,7 @@ class Park:
         self._held: OrderedDict[str, Snapshot] = OrderedDict()
         self._read: OrderedDict[str, Snapshot] = OrderedDict()
         self._led_to: dict[str, set[str]] = {}  # names of the conversations that a prompt's answers made
+        self._leaving: OrderedDict[str, Snapshot] = OrderedDict()  # of those in memory, as soon as they are written
         self._lock = threading.Lock()
         self.n_bytes = 0  # in memory
 
@@ -67,11 +68,21 @@ class Park:
         """So many bytes lie in the folder."""
         return self._folder.total_bytes() if self._folder is not None else 0
 
-    def put(self, name: str, parked: Snapshot, prompt: str = "") -> None:
-        """Keeps a conversation in memory, in place of one of the same name. prompt: name of the one that led to it."""
+    @property
+    def leaving(self) -> int:
+        """So many conversations wait to be moved to the folder, however much memory there is."""
+        return len(self._leaving)
+
+    def put(self, name: str, parked: Snapshot, prompt: str = "", to_folder: bool = False) -> None:
+        """Keeps a conversation in memory, in place of one of the same name. prompt: name of the one that led to it.
+
+        to_folder: it is in memory only until `move_leaving` has moved it to the folder, where there is one.
+        """
         with self._lock:
             self._drop(name)
             self._held[name] = parked
+            if to_folder and self._folder is not None:
+                self._leaving[name] = parked
             self.n_bytes += len(parked)
             if prompt in self._read:
                 self._led_to.setdefault(prompt, set()).add(name)
@@ -119,11 +130,22 @@ class Park:
                 if not self._held:
                     return
                 name, oldest = next(iter(self._held.items()))
-            if self._folder is not None:
-                self._folder.put(KIND, name, oldest.encode())
+            self._move(name, oldest)
+
+    def move_leaving(self) -> None:
+        """Moves to the folder what is to lie there."""
+        while self._leaving:
             with self._lock:
-                if self._held.get(name) is oldest:
-                    self._drop(name)
+                first = next(iter(self._leaving.items()), None)
+            if first is not None:
+                self._move(*first)
+
+    def _move(self, name: str, oldest: Snapshot) -> None:
+        if self._folder is not None:
+            self._folder.put(KIND, name, oldest.encode())
+        with self._lock:
+            if self._held.get(name) is oldest:
+                self._drop(name)
 
     def listed(self, owner: str = "") -> list[dict[str, Any]]:
         """Describes the conversations of an owner that wait; of those in the folder their bytes are known.
@@ -155,6 +177,7 @@ class Park:
         return there or gone
 
     def _drop(self, name: str) -> None:
+        self._leaving.pop(name, None)
         old = self._held.pop(name, None)
         self.n_bytes -= len(old) if old is not None else 0
 

@@ -77,7 +77,8 @@ class Preparer:
         self.composer, self.composing = Composer(loan.model, self.vision), threading.Lock()
         encoder = fingerprint(loan.encoder.header) if loan.encoder is not None else ""
         self.model_name = fingerprint(loan.model.header)
-        self._about = [libkvedge.version(), self.model_name, encoder, limits.storage.key]
+        keeps = ["keep"] if limits.keep is not None else []
+        self._about = [libkvedge.version(), self.model_name, encoder, limits.storage.key, *keeps]
         element = KvType.parse(limits.kv_type).plain.bytes_per_value
         self.bytes_per_token = int(ModelShape.of(loan.model.header).kv_per_token(element))
 
@@ -273,6 +274,7 @@ class Preparer:
         plan = work.job.request.plan
         before = work.before
         there, kept = (before.n_cells, len(before.rows)) if before is not None else (0, 0)
+        n += len(before.unread) if before is not None else 0
         if before is None:
             check_protection(plan, n)
         room = limits.n_ctx - there - n
@@ -284,7 +286,8 @@ class Preparer:
                 there + n,
                 limits.n_ctx,
             )
-        prompt = kept + n * self.bytes_per_token
+        beside = native_plan.plan_budget(plan, there + n) if limits.keep is not None else 0  # of all rows, which stay
+        prompt = kept + (n + beside) * self.bytes_per_token
         if prompt + self.bytes_per_token > limits.memory:
             raise RequestError(
                 413,

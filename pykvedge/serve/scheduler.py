@@ -76,7 +76,7 @@ class Scheduler:
                                limits.storage, n_seq=limits.slots)  # fmt: skip
             driver = Driver(self._loan.model, self.preparer.vision, size, self._loan.threads)
             try:
-                driver.take_over_if_possible(make_plan("full"))
+                driver.take_over_if_possible(make_plan("full"), keep=limits.keep)
                 self._decoder = Decoder(driver, self.preparer, park, limits)
             except BaseException:
                 driver.close()
@@ -166,6 +166,10 @@ class Scheduler:
     def kv_bytes(self) -> int:
         """Counts the bytes of keys and values of the conversations that are being answered."""
         return self._decoder.n_bytes
+
+    def file_bytes(self) -> int:
+        """Counts the bytes of their whole rows that lie in a file, whose pages the system may drop from memory."""
+        return self._decoder.file_bytes
 
     def drain(self, patience: float = 0.0) -> None:
         """Takes no more requests, lets those that are there end for so many seconds, and gives up the rest.
@@ -286,17 +290,21 @@ class Scheduler:
 
     def _shrink_if_needed(self) -> None:
         """Wakes the thread that shrinks the park. Call it with the lock held."""
-        if self.park.n_bytes > self._target():
+        if self._must_shrink():
             self._to_shrink.notify()
+
+    def _must_shrink(self) -> bool:
+        return self.park.n_bytes > self._target() or self.park.leaving > 0
 
     def _shrink(self) -> None:
         while True:
             with self._to_shrink:
-                self._to_shrink.wait_for(lambda: self._over or self.park.n_bytes > self._target())
+                self._to_shrink.wait_for(lambda: self._over or self._must_shrink())
                 if self._over:
                     return
                 target = self._target()
             with suppress(KvedgeError):  # a folder that cannot be used says so in its notes
+                self.park.move_leaving()
                 self.park.shrink(target)
             with self._changed:
                 self._changed.notify_all()

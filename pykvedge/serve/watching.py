@@ -34,6 +34,7 @@ async def memory(service: Service, http: HttpRequest) -> Response:
 def _memory(scheduler: Scheduler) -> dict[str, Any]:
     return {
         "kv_bytes": scheduler.kv_bytes(),
+        "kv_file_bytes": scheduler.file_bytes(),
         "parked_bytes": scheduler.park.n_bytes,
         "parked_conversations": len(scheduler.park),
         "limit_bytes": scheduler.limits.memory,
@@ -69,6 +70,7 @@ def _working(scheduler: Scheduler, owner: str) -> list[dict[str, Any]]:
                 "tokens": tokens.prompt + tokens.reused + tokens.generated,
                 "generated": tokens.generated,
                 "bytes": slot.n_bytes if slot is not None else 0,
+                "file_bytes": slot.file_bytes if slot is not None else 0,
                 "read": round(slot.share, 4) if slot is not None else 0.0,
             }
         )
@@ -136,6 +138,7 @@ class _Figures:
             "requests_waiting": ("Requests that nobody works on yet.", scheduler.waiting),
             "requests_running": ("Requests that are worked on.", scheduler.busy),
             "kv_bytes": ("Keys and values of conversations that are being answered.", scheduler.kv_bytes()),
+            "kv_file_bytes": ("Their whole rows in a file, whose pages the system may drop.", scheduler.file_bytes()),
             "kv_parked_bytes": ("Keys and values of conversations that wait, in memory.", scheduler.park.n_bytes),
             "kv_limit_bytes": ("What both may be together.", scheduler.limits.memory),
             "conversations_parked": ("Conversations that wait, in memory.", len(scheduler.park)),

@@ -19,7 +19,8 @@ export async function follow() {
 
 function told({ memory }) {
   const held = memory.kv_bytes + memory.parked_bytes;
-  $("all").textContent = `${bytes(held)} of ${bytes(memory.limit_bytes)}`;
+  const file = memory.kv_file_bytes ? `, ${bytes(memory.kv_file_bytes)} in a file` : "";
+  $("all").textContent = `${bytes(held)} of ${bytes(memory.limit_bytes)}${file}`;
   bar("all-bar", held / memory.limit_bytes);
   $("private").textContent = bytes(memory.private_bytes);
   $("requests").textContent = `${memory.running} now, ${memory.waiting} waiting`;
