@@ -61,7 +61,7 @@ _LOOP = () if sys.platform == "win32" else ("uvloop",)
                    help="What answers may take to end after Ctrl-C or SIGTERM."),
     options.option("--parent-pid", type=click.IntRange(1), metavar="PID",
                    help="End with this process, and when stdin ends if that is a pipe."),
-    options.CTX, options.THREADS, *options.DEVICES, options.KV_TYPE, options.KV_ROTATE, *options.CACHE,
+    options.CTX, options.THREADS, *options.DEVICES, options.KV_TYPE, options.KV_ROTATE, *options.CACHE, options.LOOKUP,
     options.QUIET, options.VERBOSE,
 )  # fmt: skip
 def serve(**given: Any) -> None:
@@ -121,7 +121,8 @@ def _options(given: dict[str, Any], server: Any) -> Any:
         raise UsageError(f"--image-folder {folder} is no folder")
     memory = size("--memory", 0) or server.free_memory_share()
     limits = Limits(given["parallel"], given["ctx"] or 4096, memory, given["queue"], given["kv_type"],
-                    given["kv_rotate"], given["share_prompts"], Keep.of(**options.keep(given)))  # fmt: skip
+                    given["kv_rotate"], given["share_prompts"], Keep.of(**options.keep(given)),
+                    given["lookup"])  # fmt: skip
     return server.Options(
         host=given["host"], port=given["port"], name=given["name"], hosts=given["hosts"], limits=limits,
         keys=read_keys(paths.expanded(given["key_file"])) if given["key_file"] else (),

@@ -256,12 +256,15 @@ def usage(reports: list[Report], reasoning: int = 0) -> dict[str, Any]:
     """Counts tokens: of the prompt once, of all answers together. reasoning: so many of these."""
     first = reports[0].tokens
     prompt, generated = first.prompt + first.reused, sum(report.tokens.generated for report in reports)
+    drafts = [report.drafts for report in reports if report.drafts is not None]
+    right, all_ = sum(one.accepted for one in drafts), sum(one.drafted for one in drafts)
+    drafted = {"accepted_prediction_tokens": right, "rejected_prediction_tokens": all_ - right} if drafts else {}
     return {
         "prompt_tokens": prompt,
         "completion_tokens": generated,
         "total_tokens": prompt + generated,
         "prompt_tokens_details": {"cached_tokens": first.reused},
-        "completion_tokens_details": {"reasoning_tokens": min(reasoning, generated)},
+        "completion_tokens_details": {"reasoning_tokens": min(reasoning, generated), **drafted},
     }
 
 

@@ -26,7 +26,9 @@ from pykvedge.native.abi import Stats
 from pykvedge.plans.plan import Plan
 from pykvedge.runtime import figures
 from pykvedge.runtime.crew import Crew
+from pykvedge.runtime.drafting import Costs, Drafter
 from pykvedge.runtime.driver import Driver
+from pykvedge.runtime.lookup import Lookup
 from pykvedge.runtime.replay import split
 from pykvedge.runtime.report import Kv, Tokens
 from pykvedge.runtime.sequence import Ahead, Passes, Sequence
@@ -124,10 +126,19 @@ class Decoder:
         self._context, self._model = driver.context, driver.model
         self._crew, self._threads = Crew(driver.threads, llamacpp.default_threads()), driver.threads
         self._sequences = [Sequence(driver, number) for number in range(limits.slots)]
+        self._drafters = self._drafted() if limits.lookup else []
         self._slots: list[Slot] = []  # of the turn
         self._ended: Ended = []  # in it
         self._shortest = False  # whether the shortest prompt is read on, and not the one that came first
         self._plans: dict[int, Plan] = {}  # that sequences have, also while nobody has them
+
+    def _drafted(self) -> list[Drafter]:
+        """Makes what takes the steps of answers that are drafted, one for each sequence."""
+        costs, out = Costs(), list[Drafter]()
+        for sequence in self._sequences:
+            sequence.lookup = Lookup()
+            out.append(Drafter(self._driver, sequence, sequence.extend, costs=costs))
+        return out
 
     def close(self) -> None:
         """Frees the context."""
@@ -266,7 +277,20 @@ class Decoder:
         for slot in slots:
             self._decode([] if slot is reader else [slot], slot if slot is reader else None)
 
+    def _step(self, slot: Slot) -> None:
+        """Takes a step of the one answer that is written now, with drafts."""
+        generation, began = slot.work.generation, time.perf_counter()
+        room = slot.work.room - slot.job.report.tokens.generated
+        slot.tell(self._drafters[slot.sequence.number].step(generation, room))
+        self._crew.took(time.perf_counter() - began)
+        slot.next = generation.token
+        if generation.ended:
+            self._end(slot, generation.ended)
+
     def _decode_once(self, answering: list[Slot], reader: Slot | None) -> None:
+        if self._drafters and reader is None and len(answering) == 1 and not answering[0].job.request.plan.drops:
+            self._step(answering[0])
+            return
         context = self._context
         batch, n = context.batch, 0
         batch.clear()

@@ -25,7 +25,8 @@ class Limits:
     """Bounds of a server. n_ctx: tokens of one conversation. queue: requests that wait.
 
     memory: bytes of keys and values of all conversations. share_prompts: a prompt that was read for one owner of a key
-    is there for the others. keep: where whole rows stay behind compressed ones; None: nowhere.
+    is there for the others. keep: where whole rows stay behind compressed ones; None: nowhere. lookup: an answer that
+    is written alone is drafted by what its conversation said before.
     """
 
     slots: int = 4
@@ -36,6 +37,7 @@ class Limits:
     kv_rotate: str = "auto"
     share_prompts: bool = False
     keep: Keep | None = None
+    lookup: bool = False
 
     @property
     def storage(self) -> KvType:

@@ -23,6 +23,7 @@ from pykvedge.runtime.llama_context import N_UBATCH
 from pykvedge.runtime.loaded import Loan
 from pykvedge.runtime.pruning import planned
 from pykvedge.runtime.replay import Part, Passage, Requests, parts
+from pykvedge.runtime.report import Drafts
 from pykvedge.runtime.sequence import encode
 from pykvedge.runtime.sessionfile import fingerprint
 from pykvedge.runtime.snapshot import Snapshot
@@ -167,6 +168,7 @@ class Preparer:
     def _generation(self, job: Job) -> Generation:
         request = job.request
         shown = request.dialect.shown if request.dialect is not None else frozenset[int]()
+        job.report.drafts = Drafts() if self._limits.lookup else None
         begun = bool(job.begun) or request.prompt is not None
         return Generation(self._model, request.sampling, job.report, begun, shown)
 

@@ -1,0 +1,116 @@
+"""A server that drafts answers gives those that it gives without drafts, to one client and to several at once."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+
+import pytest
+from drafted import AGAIN, SAMPLINGS, SCENE
+from server import DEMO, serving
+
+import pykvedge
+from pykvedge import Sampling, UnsupportedError
+from pykvedge.models.images import load_picture
+from pykvedge.models.prompt import Message
+from pykvedge.runtime import drafting
+from pykvedge.serve.completions import usage
+from pykvedge.serve.job import Done, Failed, Limits, Request, Text
+from pykvedge.serve.parked import Park
+from pykvedge.serve.scheduler import Scheduler
+
+LIMITS = Limits(slots=3, n_ctx=4096, memory=256 << 20)
+
+
+@pytest.fixture(scope="module")
+def schedulers(native):
+    """Without and with drafts."""
+    with pykvedge.load(DEMO / "demo-model.gguf", DEMO / "demo-mmproj.gguf", threads=1) as model:
+        made = [Scheduler(model, limits, Park(None)) for limits in (LIMITS, replace(LIMITS, lookup=True))]
+        yield made
+        for one in made:
+            one.close()
+
+
+@pytest.fixture
+def many(monkeypatch):
+    """As many tokens are drafted as fit, whatever they cost."""
+    monkeypatch.setattr(drafting.Drafter, "_best", lambda self, kind, most, each=0: (most, 1.0))
+
+
+def ask(scheduler, messages, sampling, plan=None):
+    """The report of an answer, its tokens, and the text that came piece by piece."""
+    over, texts, ends = threading.Event(), [], []
+
+    def take(event):
+        if isinstance(event, Text):
+            texts.append(event.text)
+        if isinstance(event, (Done, Failed)):
+            ends.append(event)
+            over.set()
+
+    job = scheduler.submit(Request(messages, plan or pykvedge.plan("snapkv", 0.3), sampling), take)
+    assert over.wait(120) and isinstance(ends[0], Done), ends
+    return job.report, job.ids, "".join(texts)
+
+
+def first():
+    return [Message("user", AGAIN, [load_picture(SCENE)])]
+
+
+@pytest.mark.parametrize("sampling", ["greedy", "grammar", "stop", "logprobs", "sampled", "penalties"])
+def test_answers_are_alike(schedulers, many, sampling):
+    plain, drafted = (ask(one, first(), SAMPLINGS[sampling]) for one in schedulers)
+    assert drafted[1:] == plain[1:] and drafted[0].text == plain[0].text and drafted[0].finish == plain[0].finish
+    assert len(drafted[0].logprobs or []) == len(plain[0].logprobs or [])
+    assert plain[0].drafts is None and drafted[0].drafts.verifications > 0
+    assert drafted[0].time.decode_steps == plain[0].time.decode_steps
+
+
+def test_a_conversation_goes_on(schedulers, many):
+    said = []
+    for scheduler in schedulers:
+        messages, answers = first(), []
+        for question in ("What is the code?", "Describe it again.", "And again."):
+            report, _, _ = ask(scheduler, messages, Sampling(max_tokens=40))
+            answers.append((report.text, report.tokens.reused))
+            messages = [*messages, Message("assistant", report.text), Message("user", question)]
+        said.append(answers)
+    assert said[0] == said[1] and said[0][-1][1] > 0
+
+
+def test_several_at_once(schedulers, many):
+    """They are drafted while they are alone, and go on in common passes."""
+    prompts = [f"{AGAIN} ({i})" for i in range(5)]
+    expected = [ask(schedulers[0], [Message("user", text)], SAMPLINGS["greedy"])[1] for text in prompts]
+    with ThreadPoolExecutor(5) as pool:
+        found = pool.map(lambda text: ask(schedulers[1], [Message("user", text)], SAMPLINGS["greedy"])[1], prompts)
+        assert list(found) == expected
+
+
+def test_what_cannot_be_drafted_is_answered_without(schedulers, many):
+    plan = pykvedge.plan("h2o", 0.3, decode="heavy-hitter")
+    plain, drafted = (ask(one, first(), SAMPLINGS["greedy"], plan) for one in schedulers)
+    assert drafted[1] == plain[1] and drafted[0].drafts.drafted == 0
+
+
+def test_usage_counts_guesses(schedulers, many):
+    plain, drafted = (ask(one, first(), SAMPLINGS["greedy"])[0] for one in schedulers)
+    assert set(usage([plain])["completion_tokens_details"]) == {"reasoning_tokens"}
+    counts = usage([drafted, drafted])["completion_tokens_details"]
+    right = 2 * drafted.drafts.accepted
+    assert counts["accepted_prediction_tokens"] == right > 0
+    assert counts["rejected_prediction_tokens"] == 2 * drafted.drafts.drafted - right
+
+
+def test_recurrent_layers_are_refused(tiny, native):
+    with pykvedge.load(tiny("lfm2").model, threads=1) as model, pytest.raises(UnsupportedError, match="recurrent"):
+        Scheduler(model, replace(LIMITS, lookup=True), Park(None))
+
+
+def test_the_option(environment):
+    with serving(environment, "--lookup", "--quiet") as server:
+        answer = server.chat([{"role": "user", "content": AGAIN}], max_tokens=60).json()
+        details = answer["usage"]["completion_tokens_details"]
+        assert details["accepted_prediction_tokens"] >= 0 and answer["choices"][0]["message"]["content"]
