@@ -200,23 +200,30 @@ def softmax(logits, temp):
     return e / e.sum()
 
 
-@pytest.mark.parametrize("draws", [3000, *whole(20000)])
-def test_tokens_have_the_probabilities_that_they_have_without_guesses(tiny, native, draws):
-    """The first two tokens behind a guess: of one batch, drawn with many seeds, against softmax in NumPy."""
-    temp = 0.8
-    with tiny("llama").session(pykvedge.plan("snapkv", 0.4), lookup=True) as session:
-        session.ask("What is there to see?", sampling=Sampling(max_tokens=1)).read()
-        engine, context = session.engine, session.engine.context
-        first = session.pending[0]
-        engine.sequence.verify([first])
-        p1 = softmax(context.logits(0).copy(), temp)
+@pytest.mark.parametrize("draws, whole_rows", [(3000, False), (3000, True), *whole((20000, False), (20000, True))])
+def test_tokens_have_the_probabilities_that_they_have_without_guesses(tiny, native, draws, whole_rows):
+    """The first two tokens behind a guess: of one batch, drawn with many seeds, against softmax in NumPy.
+
+    Over whole rows these are the probabilities of a session that keeps everything.
+    """
+    temp, settings = 0.8, {"keep": "ram", "exact": True} if whole_rows else {"lookup": True}
+    first, likely, p1, p2 = 0, 0, np.empty(0), np.empty(0)
+    with tiny("llama").session(pykvedge.plan("full" if whole_rows else "snapkv", None if whole_rows else 0.4)) as plain:
+        plain.ask("What is there to see?", sampling=Sampling(max_tokens=1)).read()
+        [first] = plain.pending
+        plain.engine.extend(first)
+        p1 = softmax(plain.engine.context.logits().copy(), temp)
         likely = int(p1.argmax())
-        engine.sequence.accept(0)
-        engine.sequence.verify([first, likely, 3])
-        np.testing.assert_allclose(softmax(context.logits(0), temp), p1, atol=1e-4)
-        p2 = softmax(context.logits(1).copy(), temp)
-        seen = [np.zeros(len(p1)), np.zeros(len(p1))]
-        n_right = 0
+        plain.engine.extend(likely)
+        p2 = softmax(plain.engine.context.logits().copy(), temp)
+    with tiny("llama").session(pykvedge.plan("snapkv", 0.4), **settings) as session:
+        session.ask("What is there to see?", sampling=Sampling(max_tokens=1)).read()
+        sequence, context = session.engine.sequence, session.engine.context
+        assert session.pending == [first]
+        sequence.verify([first, likely, 3], whole_rows)
+        for place, p in ((0, p1), (1, p2)):
+            np.testing.assert_allclose(softmax(context.logits(place), temp), p, atol=1e-4)
+        seen, n_right = [np.zeros(len(p1)), np.zeros(len(p1))], 0
         for seed in range(draws):
             sampling = Sampling(temp=temp, seed=seed, top_k=0, top_p=1.0, max_tokens=50)
             generation = Generation(session.model, sampling, Report("snapkv", 0.4))
@@ -230,7 +237,7 @@ def test_tokens_have_the_probabilities_that_they_have_without_guesses(tiny, nati
             else:
                 assert len(got) == 1  # the guess was wrong: what follows it is not looked at
             generation.close()
-        engine.sequence.accept(1)
+        sequence.accept(1)
     assert n_right > 50
     for counts, p in zip(seen, (p1, p2), strict=True):
         value, free = chi_square(counts, p)
