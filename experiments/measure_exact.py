@@ -1,0 +1,159 @@
+"""How fast exact answers are beside the full cache, with the acceptance of drafts forced.
+
+    python3 scripts/dev.py python experiments/measure_exact.py models/llava-1.4b/model.gguf --tokens 2560 8192
+    python3 scripts/dev.py python experiments/measure_exact.py MODEL --method snapkv --budget 0.2 --acceptance 1 0.9
+
+One context reads a random prompt; a copy of it is answered by the full cache. Rounds of tokens of the full cache, of
+drafts with the compressed rows, and of verifications of several sizes take turns; of each the median counts. Then, for
+each acceptance, answers are drafted with the number of guesses that these medians promise the most for, and as many of
+them stay as chance says; the full cache answers in between. `ratio` is of tokens per second.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import scriptpath  # noqa: F401
+from llama_source import log
+
+from pykvedge.cli.tables import markdown
+from pykvedge.models.model import Model
+from pykvedge.models.profiles import tables_for
+from pykvedge.models.vision import TextPiece
+from pykvedge.plans.making import plan
+from pykvedge.runtime.driver import Driver
+from pykvedge.runtime.llama_context import ContextSize
+from pykvedge.runtime.loaded import borrow
+from pykvedge.runtime.sequence import Sequence
+from pykvedge.runtime.settings import Settings
+
+SIZES = (1, 2, 4, 8, 12, 16, 24, 32)
+
+
+class Talk:
+    """A prompt that was read, compressed with whole rows behind it, and a copy that keeps everything."""
+
+    def __init__(self, model: Model, n: int, args: argparse.Namespace) -> None:
+        chosen = plan(args.method, args.budget)
+        self._random, self._n_vocab = np.random.default_rng(n), model.n_vocab
+        room = args.rounds * 40 + len(args.acceptance) * args.steps * 40
+        size = ContextSize(2 * n + 2 * room, 512, "f16", n, n_seq=2, n_outputs=max(SIZES))
+        self.driver = Driver(model, None, size, args.threads)
+        self.driver.take_over(chosen, tables_for(chosen, model.path))
+        cache = self.driver.cache
+        assert cache is not None
+        cache.keep("ram")
+        cache.set_sequence_plan(1, plan("full"))
+        self.exact, self.full = Sequence(self.driver, 0), Sequence(self.driver, 1)
+        self.exact.read([TextPiece(self.tokens(n))])
+        self.full.follow(self.exact)
+        self.exact.compress()
+        self.full.compress()
+
+    def tokens(self, n: int) -> list[int]:
+        return [int(t) for t in self._random.integers(3, self._n_vocab, n)]
+
+    def timed(self, step: Callable[[], None]) -> float:
+        began = time.perf_counter()
+        step()
+        self.driver.context.logits()
+        return time.perf_counter() - began
+
+    def one(self) -> float:
+        """A token of the full cache."""
+        return self.timed(lambda: self.full.extend(self.tokens(1)[0]))
+
+    def draft(self) -> float:
+        return self.timed(lambda: self.exact.draft(self.tokens(1)[0]))
+
+    def verify(self, n: int, stay: int) -> float:
+        def run() -> None:
+            self.exact.verify(self.tokens(n), whole=True)
+            self.driver.context.logits()
+            self.exact.accept(stay)
+
+        began = time.perf_counter()
+        run()
+        return time.perf_counter() - began
+
+
+def medians(talk: Talk, rounds: int) -> tuple[float, float, dict[int, float]]:
+    """Returns seconds of a token of the full cache, of a draft token, and of verifications by their size."""
+    full, drafts, batches = list[float](), list[float](), {n: list[float]() for n in SIZES}
+    for _ in range(rounds):
+        full += [talk.one() for _ in range(4)]
+        drafts += [talk.draft() for _ in range(4)]
+        for n in SIZES:
+            batches[n].append(talk.verify(n, 1))
+    return statistics.median(full), statistics.median(drafts), {n: statistics.median(t) for n, t in batches.items()}
+
+
+def best(rate: float, draft: float, batches: dict[int, float]) -> int:
+    """Chooses the number of guesses that promises the most tokens a second."""
+    sizes = np.arange(1, max(SIZES) + 1)
+    seconds = np.interp(sizes, list(batches), list(batches.values())) + (sizes - 1) * draft
+    tokens = np.cumsum(rate ** (sizes - 1))
+    return int((tokens / seconds).argmax())
+
+
+def answer(talk: Talk, rate: float, guesses: int, steps: int) -> tuple[float, float]:
+    """Answers with so many guesses a step; returns tokens per second, and the full cache's in between."""
+    spent, tokens, full = 0.0, 0, list[float]()
+    for _ in range(steps):
+        right = 0
+        while right < guesses and talk._random.random() < rate:
+            right += 1
+        spent += sum(talk.draft() for _ in range(guesses)) + talk.verify(guesses + 1, right + 1)
+        tokens += right + 1
+        full += [talk.one() for _ in range(2)]
+    return tokens / spent, 1 / statistics.mean(full)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("model", help="GGUF file of the text model")
+    add("--tokens", type=int, nargs="+", default=[2560, 8192])
+    add("--method", default="snapkv")
+    add("--budget", default="0.2")
+    add("--acceptance", type=float, nargs="+", default=[1.0, 0.97, 0.9])
+    add("--threads", type=int, default=0)
+    add("--rounds", type=int, default=7)
+    add("--steps", type=int, default=12, help="of each acceptance")
+    add("--json", action="store_true")
+    args = parser.parse_args()
+    loan = borrow(args.model, None, Settings(threads=args.threads), lambda *_: None, None)
+    args.threads = args.threads or loan.threads
+    rows: list[dict[str, Any]] = []
+    for n in args.tokens:
+        log(f"reading {n} tokens")
+        talk = Talk(loan.model, n, args)
+        talk.verify(2, 1)
+        full, draft, batches = medians(talk, args.rounds)
+        log(f"full {full * 1e3:.1f} ms, draft {draft * 1e3:.1f} ms, verification "
+            + ", ".join(f"{size}: {seconds * 1e3:.0f}" for size, seconds in batches.items()))  # fmt: skip
+        for rate in args.acceptance:
+            guesses = best(rate, draft, batches)
+            speed, beside = answer(talk, rate, guesses, args.steps)
+            rows.append({
+                "tokens": n, "acceptance": rate, "guesses": guesses, "full tok/s": round(beside, 2),
+                "exact tok/s": round(speed, 2), "ratio": round(speed / beside, 2), "full ms": round(full * 1e3, 1),
+                "draft ms": round(draft * 1e3, 1),
+                "verification ms": {size: round(seconds * 1e3, 1) for size, seconds in batches.items()},
+            })  # fmt: skip
+        talk.driver.close()
+    if args.json:
+        print(json.dumps(rows, indent=2))
+    else:
+        heads = [name for name in rows[0] if name != "verification ms"]
+        print(markdown([heads, *[[str(row[name]) for name in heads] for row in rows]]))
+
+
+if __name__ == "__main__":
+    main()
