@@ -168,6 +168,20 @@ def test_the_context_ends_a_drafted_answer_where_it_ends_another(tiny, guessing,
     assert ends[0] == ends[1] and ends[0][0] == "context"
 
 
+def test_positions_turn_where_they_turn_without_drafts(tiny, guessing, native):
+    """An answer beyond the trained length: the keys turn before the same token."""
+    chosen, ends, ids = Sampling(max_tokens=120, temp=1.0, seed=5), [], []
+    for settings in ({}, {"lookup": True}):
+        with tiny("llama").session(pykvedge.plan("snapkv", 64), positions=256, n_ctx=4096, **settings) as session:
+            answer = session.ask("What is there to see, and what is it good for? " * 10, sampling=chosen)
+            answer.read()
+            ids, sequence = answer._generation.tokens, session.engine.sequence
+            ends.append((ids, answer.report.finish, sequence.n_past, sequence.n_cells))
+            assert session.engine._positions.turned > 0
+        guessing(ids, 99)
+    assert ends[0] == ends[1] and len(ids) > 100
+
+
 def test_a_saved_session_goes_on(sessions, native, tmp_path):
     session, file = sessions("snapkv", lookup=True), tmp_path / "s.kvs"
     said(session, SAMPLINGS["greedy"])

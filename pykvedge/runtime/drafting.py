@@ -119,18 +119,18 @@ class Drafter:
         self._undrafted = _RETRY  # steps in a row; the first one tries
         self._over_whole = False  # the last step was
 
-    def step(self, generation: Generation, room: int) -> str:
+    def step(self, generation: Generation, room: int, choose: Callable[[], str]) -> str:
         """Reads the token that was chosen last, and chooses what follows. Returns the text that is certain with it.
 
-        room: tokens that can be read, from that one on. Raises GrammarError where no token can come, and what decoding
-        raises.
+        room: tokens that can be read at once, from that one on. choose: chooses the next token, where it was read
+        alone, and returns its text. Raises GrammarError where no token can come, and what decoding raises.
         """
         most = self._most(generation, room)
         guesses, kind = self._guess(generation, most) if most > 0 else ([], 0)
         n, speed = self._best(kind, len(guesses))
         whole = self._whole(generation)
         if not whole and not n:
-            return self._alone(generation, room, guesses[:1], kind)
+            return self._alone(generation, choose, guesses[:1], kind)
         kinds = [kind] * n
         if whole and speed <= self._best(ANY, most, self._each())[1]:
             guesses, kinds = self._draft(generation, most)
@@ -156,9 +156,9 @@ class Drafter:
         return lookup.guess(generation.token, most) if lookup is not None else ([], 0)
 
     def _most(self, generation: Generation, room: int) -> int:
-        """Counts the guesses that fit: the context, the answer, and what the cache can take back."""
+        """Counts the guesses that fit: the context, behind which a token has room, the answer, and the cache."""
         cache = self._driver.cache
-        room = min(room, self._driver.context.n_ubatch, generation.left)
+        room = min(room - 1, self._driver.context.n_ubatch, generation.left)
         if cache is not None:
             room = min(room, cache.verify_room(self._sequence.number))
         return min(room - 1, MOST)
@@ -184,14 +184,13 @@ class Drafter:
                 best, speed = more, now
         return best, speed
 
-    def _alone(self, generation: Generation, room: int, guesses: list[int], kind: int) -> str:
+    def _alone(self, generation: Generation, choose: Callable[[], str], guesses: list[int], kind: int) -> str:
         """Reads a single token. guesses: at the one behind it, or none."""
-        context = self._driver.context
         began = time.perf_counter()
         self._extend(generation.token)
-        context.logits()  # waits for the device
+        self._driver.context.logits()  # waits for the device
         self._costs.took(1, time.perf_counter() - began)
-        text = generation.choose(context, room - 1)
+        text = choose()
         if guesses:
             self._hits.saw(kind, guesses[0] == generation.token)
         return text

@@ -405,10 +405,15 @@ class Engine:
 
         Returns the text that is certain. Raises ContextError, GrammarError.
         """
-        if self._drafter is not None:
-            return self._drafter.step(generation, self.context.room)
-        self.extend(generation.token)
-        return generation.choose(self.context, self.room)
+        context = self.context
+        if self._drafter is None:
+            self.extend(generation.token)
+            return generation.choose(context, self.room)
+        self._turn(1)
+        room, positions = self.room, self._positions
+        if positions is not None and self._frees_room(room):  # they turn before the token that passes the length
+            room = positions.trained - self.sequence.n_past
+        return self._drafter.step(generation, room, lambda: generation.choose(context, self.room))
 
     def compress(self) -> None:
         """Compresses what was read since the last time: the answer of the last turn, and the prompt."""

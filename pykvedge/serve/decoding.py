@@ -281,7 +281,8 @@ class Decoder:
         """Takes a step of the one answer that is written now, with drafts."""
         generation, began = slot.work.generation, time.perf_counter()
         room = slot.work.room - slot.job.report.tokens.generated
-        slot.tell(self._drafters[slot.sequence.number].step(generation, room))
+        choose = functools.partial(generation.choose, self._context, room - 1)
+        slot.tell(self._drafters[slot.sequence.number].step(generation, room, choose))
         self._crew.took(time.perf_counter() - began)
         slot.next = generation.token
         if generation.ended:
