@@ -6,6 +6,7 @@ pass never lines up with the rows of the first, and each tensor goes on where th
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -72,43 +73,48 @@ def vector(name: str, size: int | tuple[int, ...], mean: float = 0.0, std: float
     return Tensor(name, shape, ((shape[0], std),), mean, F32)
 
 
+@functools.lru_cache(maxsize=4)
+def _random(type_: GGMLQuantizationType, seed: int) -> tuple[np.ndarray, float]:
+    """Random numbers, or blocks [n, bytes], of a type, and their standard deviation where the scale of a block is 1.
+
+    Those of the last models written are kept: drawing them takes longer than writing a tiny model.
+    """
+    rng, count = np.random.default_rng([seed, int(type_)]), _POOL_BLOCKS[type_]
+    if type_ in (F32, F16):
+        return rng.standard_normal(count, dtype=np.float32), 1.0
+    blocks = np.zeros((count, GGML_QUANT_SIZES[type_][1]), np.uint8)
+    if type_ == Q4_0:
+        # Nibbles 1..15 stand for -7..7: a weight matrix with a mean would drown what it carries.
+        pairs = rng.integers(1, 16, (count, 16, 2), np.uint8)
+        blocks[:, 2:] = pairs[:, :, 0] | (pairs[:, :, 1] << 4)
+        return blocks, math.sqrt((15**2 - 1) / 12)
+    if type_ == Q8_0:
+        blocks[:, 2:] = rng.integers(-127, 128, (count, 32), np.int8).view(np.uint8)
+        return blocks, math.sqrt((255**2 - 1) / 12)
+    blocks[:, :192] = rng.integers(0, 256, (count, 192), np.uint8)
+    sub = rng.integers(8, 25, (count, 16), np.int8)
+    sub *= rng.choice(np.array([-1, 1], np.int8), sub.shape)
+    blocks[:, 192:208] = sub.view(np.uint8)
+    return blocks, math.sqrt((64**2 - 1) / 12 * float(np.mean(sub.astype(np.float64) ** 2)))
+
+
 class _Pool:
     """Random blocks of one type with a standard deviation of 1; the scale is set as they are handed out."""
 
     def __init__(self, type_: GGMLQuantizationType, seed: int) -> None:
+        if type_ not in _POOL_BLOCKS:
+            raise ValueError(f"no random blocks for tensor type {type_.name}")
         self.type = type_
         self.block, self.size = GGML_QUANT_SIZES[type_]
         self.cursor = 0
-        rng = np.random.default_rng([seed, int(type_)])
-        count = _POOL_BLOCKS[type_]
-        self.scale_at = 0
-        if type_ in (F32, F16):
-            self.values = rng.standard_normal(count, dtype=np.float32)
-            return
-        self.blocks = np.zeros((count, self.size), np.uint8)
-        if type_ == Q4_0:
-            # Nibbles 1..15 stand for -7..7: a weight matrix with a mean would drown what it carries.
-            pairs = rng.integers(1, 16, (count, 16, 2), np.uint8)
-            self.blocks[:, 2:] = pairs[:, :, 0] | (pairs[:, :, 1] << 4)
-            self.unit = math.sqrt((15**2 - 1) / 12)
-        elif type_ == Q8_0:
-            self.blocks[:, 2:] = rng.integers(-127, 128, (count, 32), np.int8).view(np.uint8)
-            self.unit = math.sqrt((255**2 - 1) / 12)
-        elif type_ == Q6_K:
-            self.blocks[:, :192] = rng.integers(0, 256, (count, 192), np.uint8)
-            sub = rng.integers(8, 25, (count, 16), np.int8)
-            sub *= rng.choice(np.array([-1, 1], np.int8), sub.shape)
-            self.blocks[:, 192:208] = sub.view(np.uint8)
-            self.scale_at = 208
-            self.unit = math.sqrt((64**2 - 1) / 12 * float(np.mean(sub.astype(np.float64) ** 2)))
-        else:
-            raise ValueError(f"no random blocks for tensor type {type_.name}")
+        self.scale_at = 208 if type_ == Q6_K else 0
+        self.source, self.unit = _random(type_, seed)
 
-    def _take(self, source: np.ndarray, count: int) -> np.ndarray:
-        part = source[self.cursor : self.cursor + count]
+    def _take(self, count: int) -> np.ndarray:
+        part = self.source[self.cursor : self.cursor + count]
         if len(part) < count:
-            part = np.concatenate([part, source[: count - len(part)]])
-        self.cursor = (self.cursor + count) % len(source)
+            part = np.concatenate([part, self.source[: count - len(part)]])
+        self.cursor = (self.cursor + count) % len(self.source)
         return part
 
     def chunks(self, elements: int, std: float, mean: float) -> Iterator[np.ndarray]:
@@ -118,10 +124,10 @@ class _Pool:
             count = min(left, most)
             left -= count
             if self.type in (F32, F16):
-                part = self._take(self.values, count) * np.float32(std) + np.float32(mean)
+                part = self._take(count) * np.float32(std) + np.float32(mean)
                 yield part if self.type == F32 else part.astype(np.float16)
                 continue
-            blocks = self._take(self.blocks, count).copy()
+            blocks = self._take(count).copy()
             scale = np.array([std / self.unit], "<f2").view(np.uint8)
             blocks[:, self.scale_at : self.scale_at + 2] = scale
             yield blocks
