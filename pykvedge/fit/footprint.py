@@ -188,7 +188,6 @@ def footprint(files: Files, request: Request) -> Footprint:
     stock = shape.compute(one_pass, stock=True) - shape.compute(one_pass)
     # the prompt as one batch of embeddings: ours, and llama.cpp's copy
     whole = shape.compute(n_tokens) + fixed + 2 * 4 * shape.n_embd * n_tokens
-    n_layers = max(len(shape.layers), 1)
     mask = mask_bytes(n_ctx, N_UBATCH)
     heads = [(shape.n_head, layer.n_heads_kv, shape.head_k) for layer in shape.layers]
     scores = native_plan.score_bytes(plan, n_tokens, heads)
@@ -201,12 +200,9 @@ def footprint(files: Files, request: Request) -> Footprint:
     loaded = files.program + weights.mapped + weights.repacked + files.encoder
     encoding = loaded + embeddings + files.encoder_compute
     base = loaded + compute
-    bounded = kv_kept + int(widest * element) * n_tokens + scores // n_layers + weights_of_layer
+    bounded = kv_kept + int(widest * element) * n_tokens + scores // max(len(shape.layers), 1) + weights_of_layer
     answer = embeddings + _GRAPH + shape.work_space(one_pass) + shape.compute(1)
-    whole, whole_file = _whole(request, per_token * n_tokens, scores)
-    if request.keep:
-        largest = max(largest, kv_kept)  # no layer's rows go when its kept ones stand
-    return Footprint(
+    found = Footprint(
         program=files.program,
         weights=weights.mapped,
         repacked=weights.repacked,
@@ -231,15 +227,26 @@ def footprint(files: Files, request: Request) -> Footprint:
         compute_bounded=whole,
         peak_bounded=max(encoding, loaded + whole + bounded + grams),
         answer_full=loaded + answer + per_token * n_tokens,
-        after_compression=loaded + answer + kv_kept + grams + whole,
-        whole_memory=whole,
-        whole_file=whole_file,
+        after_compression=loaded + answer + kv_kept + grams,
     )
+    return _keeping(found, request.keep)
 
 
-def _whole(request: Request, rows: int, scores: int) -> tuple[int, int]:
-    """Tells the bytes of whole rows and of what was observed of them: (in memory, in a file)."""
-    return {"": (0, 0), "ram": (rows + scores, 0), "disk": (scores, rows)}[request.keep]
+def _keeping(f: Footprint, place: str) -> Footprint:
+    """Adds whole rows behind the kept ones. No layer's rows go when its kept ones stand."""
+    if not place:
+        return f
+    memory, file = (f.kv_prompt + f.scores, 0) if place == "ram" else (f.scores, f.kv_prompt)
+    most = max(f.scores_and_layer, f.scores + f.kv_kept)
+    base = f.program + f.weights + f.repacked + f.encoder + f.compute
+    return replace(
+        f,
+        scores_and_layer=most,
+        peak_prefill=max(f.peak_prefill, base + f.kv_prompt + most + f.grams),
+        after_compression=f.after_compression + memory,
+        whole_memory=memory,
+        whole_file=file,
+    )
 
 
 def _projection_bytes(plan: Plan, shape: ModelShape) -> tuple[int, int]:
