@@ -42,6 +42,7 @@ from pykvedge.runtime.settings import Settings
 
 FULL, RAM, DISK, AGAIN = "full", "keep ram", "keep disk", "again"
 SPARE = 64
+MEMORY_HEAD = ["method", "tokens", "", "private MiB", "file pages MiB", "KV MiB", "whole rows MiB", "in the file"]
 
 
 class Talk:
@@ -187,7 +188,7 @@ def measure(model: Model, args: argparse.Namespace, method: str, n: int) -> dict
 def tables(rows: list[dict[str, Any]]) -> str:
     head = ["method", "tokens", "", "first token s", "read s", "compress s", "answer s", "whole answer s",
             "first token / full", "whole answer / full", "reading again / first token"]  # fmt: skip
-    out, kept = [head], [["method", "tokens", "", "private MiB", "file pages MiB", "KV MiB", "whole rows MiB", "of these in the file"]]
+    out, kept = [head], [MEMORY_HEAD]
     for row in rows:
         full = row[FULL]
         for how in (FULL, RAM, DISK):

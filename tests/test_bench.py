@@ -264,6 +264,17 @@ def test_fewer_image_tokens_and_a_second_conversation(kvedge, tiny, native):
     kvedge(*arguments[:-1], "--pruner", "best").failed(2, "pruner")
 
 
+def test_whole_rows_are_counted_and_a_later_message_is_timed(kvedge, tiny, native):
+    files = tiny("llava")
+    small = ["bench", "--model", files.model, "--images", 0, "--tokens", 300, "--method", "snapkv", "--budget", 0.2]
+    out = kvedge(*small, "--repeat", 1, "--generate", 4, "--later", 6, "--keep", "ram", "--json").json
+    full, plain, kept = (row for row in out["rows"] if row["method"] != "stock")
+    assert [row["variant"] for row in (full, plain, kept)] == ["full", "snapkv 0.2", "snapkv 0.2, keep ram"]
+    assert kept["kv_kept_bytes"] == plain["kv_kept_bytes"] and plain["kv_whole_bytes"] == full["kv_whole_bytes"] == 0
+    assert full["kv_kept_bytes"] <= kept["kv_whole_bytes"] < 1.3 * full["kv_kept_bytes"]
+    assert kept["kv_whole_file_bytes"] == 0 and min(row["later_s"] for row in (full, plain, kept)) > 0
+
+
 def test_pictures(tmp_path):
     pytest.importorskip("matplotlib")
     from PIL import Image

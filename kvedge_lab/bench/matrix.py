@@ -7,6 +7,7 @@ from pathlib import Path
 
 from pykvedge.models.offload import Offload
 from pykvedge.plans.plan import Plan
+from pykvedge.runtime.keeping import Keep
 
 STOCK = "stock"
 
@@ -46,14 +47,16 @@ class Variant:
     name: str
     plan: Plan | None = None
     kv_type: str = "f16"
+    keep: Keep | None = None  # where whole rows stay behind those that are kept
 
     @property
     def label(self) -> str:
-        """The label has name, budget, the tokens left of each image, and, unless it is f16, storage type."""
+        """The label has name, budget, tokens left of each image, storage type unless f16, and where whole rows stay."""
         budget = f" {self.plan.budget.value:g}" if self.plan and self.plan.budget.ratio != 1.0 else ""
         if self.plan and self.plan.pruner != "none":
             budget += f", {self.plan.pruner} {self.plan.image_tokens}"
-        return self.name + budget + (f" {self.kv_type}" if self.kv_type != "f16" else "")
+        kept = f", keep {self.keep.place}" if self.keep else ""
+        return self.name + budget + (f" {self.kv_type}" if self.kv_type != "f16" else "") + kept
 
 
 MOST_ROUNDS = 25

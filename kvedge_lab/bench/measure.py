@@ -159,6 +159,8 @@ class Repetition:
     tokens: int = 0  # of the prompt, that the model read
     again_s: float | None = None  # prefill and compression of a second conversation about the same images
     later_s: float | None = None  # of a later message
+    whole_bytes: int = 0  # of whole rows behind those that are kept, after the answer
+    whole_file_bytes: int = 0  # of these, in a file
     device: DeviceWork | None = None  # of the prompt's compression, where its rows lay on devices
     device_rows: int = 0  # that lay there then: one for each token and KV head
 
@@ -185,7 +187,7 @@ def repetition(
         driver = Driver(model, vision, size, threads, whole_cache=variant.plan is None)
         driver.context.stop_when(cancel)
         if variant.plan is not None:
-            driver.take_over(variant.plan, tables_for(variant.plan, model.path))
+            driver.take_over(variant.plan, tables_for(variant.plan, model.path), keep=variant.keep)
         others = Others()
         with _uncollected():
             out = _timed(driver, prompt, energy, cancel)
@@ -290,7 +292,11 @@ def _timed(driver: Driver, prompt: Prompt, energy: Energy, cancel: threading.Eve
         out.decode_s.append(time.perf_counter() - started)
     out.decode_j = energy.joules()
     out.marks = [began, read, compressed, time.perf_counter()]
-    out.device_bytes = cache.stats().device_bytes if cache is not None else 0
+    if cache is not None:
+        stats = cache.stats()
+        out.device_bytes, out.whole_bytes, out.whole_file_bytes = (
+            stats.device_bytes, stats.whole_bytes, stats.whole_file_bytes
+        )  # fmt: skip
     if prompt.later:
         started = time.perf_counter()
         sequence.read([TextPiece(prompt.later)], cancel=cancel)

@@ -216,6 +216,7 @@ class _Loaded:
             "variant": variant.name,
             "budget": plan.budget.value if plan else None,
             "kv_type": variant.kv_type,
+            **({"keep": variant.keep.place} if variant.keep else {}),
             "round": turn,
             **figures(measured),
         }

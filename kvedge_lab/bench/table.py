@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -28,7 +28,8 @@ class Row:
     images are encoded already. again_s: of a second conversation about the same images, None where it was not measured.
     prefill_tok_s: of the tokens that the model read. *_vs_stock: medians of the ratios of each round.
     limit_tok_s: read bandwidth over the bytes that a token reads, weights and kept KV. *_j_token: joules per token.
-    later_s: of a later message, None where it was not measured.
+    later_s: of a later message, None where it was not measured. keep: where whole rows stay behind those that are kept;
+    kv_whole_bytes: of these after the answer, kv_whole_file_bytes: of these, in a file.
     device_prompt_bytes, device_bytes: keys and values on devices, before the compression and after the answer.
     device_compressed: whether rows there were compressed there, None where none lay there; device_problem: why not.
     device_fetched_bytes, device_sent_bytes: what crossed the bus then; device_fetched_row: bytes for each pending row
@@ -71,6 +72,9 @@ class Row:
     rss_after_bytes: int
     prefill_j_token: float | None = None
     decode_j_token: float | None = None
+    keep: str = ""
+    kv_whole_bytes: int = 0
+    kv_whole_file_bytes: int = 0
     later_s: float | None = None
     later_vs_stock: float | None = None
     device_compressed: bool | None = None
@@ -205,6 +209,9 @@ def _row(group: Group, variant: Variant, found: list[Repetition], stock: list[Re
         rss_after_bytes=round(float(np.median([r.rss_after_bytes for r in found]))),
         prefill_j_token=_energy([(r.prefill_j, r.tokens) for r in found]),
         decode_j_token=_energy([(r.decode_j, len(r.decode_s)) for r in found]),
+        keep=variant.keep.place if variant.keep else "",
+        kv_whole_bytes=last.whole_bytes,
+        kv_whole_file_bytes=last.whole_file_bytes,
         later_s=float(np.median(later)) if later else None,
         later_vs_stock=_ratio([(b.later_s, a.later_s) for a, b in shared if a.later_s and b.later_s]),
     )
@@ -268,12 +275,12 @@ def as_markdown(made: list[Row], outcome: Outcome) -> str:
     """Writes a table per model and prompt, under a line that says what it is, and what the columns mean."""
     parts = []
     energy = any(row.decode_j_token is not None for row in made)
-    later = any(row.later_s is not None for row in made)
+    more = More(any(row.keep for row in made), any(row.later_s is not None for row in made), energy)
     for model, prompt in dict.fromkeys((row.model, row.prompt) for row in made):
         mine = [row for row in made if (row.model, row.prompt) == (model, prompt)]
         images = f", {mine[0].image_tokens} of images" if mine[0].image_tokens else ""
         title = f"**{model}**: a prompt of {mine[0].tokens} tokens ({prompt}{images}), {mine[0].rounds} rounds"
-        parts += [title, markdown([_head(energy, later), *(_cells(row, energy, later) for row in mine)])]
+        parts += [title, markdown([_head(more), *(_cells(row, more) for row in mine)])]
         if any(row.device_compressed is not None or row.device_peak_bytes is not None for row in mine):
             parts.append(markdown([DEVICE_HEAD, *(_device_cells(row) for row in mine)]))
             there = [row for row in mine if row.device_problem]
@@ -329,13 +336,22 @@ def _device_cells(row: Row) -> list[str]:
     ]
 
 
-def _head(energy: bool, later: bool) -> list[str]:
+class More(NamedTuple):
+    """Which columns there are beside those that all tables have."""
+
+    whole: bool
+    later: bool
+    energy: bool
+
+
+def _head(more: More) -> list[str]:
     head = ["variant", "prefill tok/s", "vs stock", "compress", "first token", "decode tok/s", "vs stock", "limit",
             "KV full", "KV kept", "KV peak", "RSS peak", "RSS after"]  # fmt: skip
-    return [*head, *(["later message", "vs stock"] if later else []), *(["J/token"] if energy else [])]
+    head += ["whole rows", "in a file"] if more.whole else []
+    return [*head, *(["later message", "vs stock"] if more.later else []), *(["J/token"] if more.energy else [])]
 
 
-def _cells(row: Row, energy: bool, later: bool) -> list[str]:
+def _cells(row: Row, more: More) -> list[str]:
     low, high = row.decode_spread
     cells = [
         row.variant + (" ?" if row.disturbed else ""),
@@ -352,8 +368,10 @@ def _cells(row: Row, energy: bool, later: bool) -> list[str]:
         readable(row.rss_peak_bytes),
         readable(row.rss_after_bytes),
     ]
-    cells += [f"{row.later_s or 0:.3f} s", _times(row.later_vs_stock)] if later else []
-    return [*cells, f"{row.decode_j_token or 0:.2f}"] if energy else cells
+    if more.whole:
+        cells += [readable(n) if row.keep else "" for n in (row.kv_whole_bytes, row.kv_whole_file_bytes)]
+    cells += [f"{row.later_s or 0:.3f} s", _times(row.later_vs_stock)] if more.later else []
+    return [*cells, f"{row.decode_j_token or 0:.2f}"] if more.energy else cells
 
 
 def _times(ratio: float | None) -> str:

@@ -46,6 +46,8 @@ QUICK: dict[str, Any] = {"budgets": "0.2", "tokens": "64", "images": "8", "repea
     option("--again", is_flag=True, help="Also time a second conversation about the same images."),
     option("--later", type=common.COUNT, default=None, metavar="N",
            help="Also time a later message of N tokens, after the answer."),
+    option("--keep", type=click.Choice(("ram", "disk")),
+           help="Also each method with all rows kept behind the compressed ones, in memory or in a file; see --later."),
     option("--device-peak", is_flag=True,
            help="Also the most memory that GPUs had in use: one more run of each method."),
     option("--kv-type", "kv_types", default="f16", show_default=True, metavar="A,B",
@@ -198,6 +200,7 @@ def _shapes(chosen: dict[str, Any], image_size: str) -> list[Shape]:
 def _variants(given: dict[str, Any], budgets: str) -> list[Variant]:
     from kvedge_lab.bench.matrix import Variant
     from pykvedge.reference.kvtypes import KvType
+    from pykvedge.runtime.keeping import Keep
 
     names = listed("--method", given["methods"])
     names = method_names() if names == ["all"] else ["full", *(name for name in names if name != "full")]
@@ -209,8 +212,10 @@ def _variants(given: dict[str, Any], budgets: str) -> list[Variant]:
         amounts = listed("--image-tokens", given["image_tokens"])
         less += [{"pruner": given["pruner"], "image_tokens": amount} for amount in amounts]
     combined = itertools.product(types, names, less)
+    kept = [None, *([Keep(given["keep"])] if given["keep"] else [])]
     return [
-        Variant(name, make_plan(name, budget, **fewer), kv_type)
+        Variant(name, make_plan(name, budget, **fewer), kv_type, keep)
         for kv_type, name, fewer in combined
         for budget in ([None] if name == "full" else listed("--budget", budgets))
+        for keep in (kept[:1] if name == "full" else kept)
     ]
