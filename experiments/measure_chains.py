@@ -1,13 +1,13 @@
 """Four questions about one scene, one after the other: how many answers are right without and with whole rows kept.
 
     python3 scripts/dev.py python experiments/measure_chains.py --scenes 200 --save chains.jsonl > chains.md
-    python3 scripts/dev.py python experiments/measure_chains.py --table part1.jsonl part2.jsonl
+    python3 scripts/dev.py python experiments/measure_chains.py --table chains.jsonl more.jsonl
 
 Held-out scenes; each kind of question comes as often at each place. Earlier questions are answered by the reference.
-Three ways: `without` compresses each message as a chat does; `keep` has whole rows behind the compressed ones
-(--keep ram); `prompt` reads the conversation up to the question as one prompt, in a sequence of its own. An answer is
-right if greedy decoding gives the tokens of the reference and ends there. Where `keep` and `prompt` are compared, the
-heads are counted that hold other KV pairs.
+Four ways: `share` compresses each message to its share of the budget; `without` is a chat, in which a later message
+keeps at least 32 tokens; `keep` is that chat with whole rows behind the compressed ones; `prompt` reads the
+conversation up to the question as one prompt, in a sequence of its own. An answer is right if greedy decoding gives the
+tokens of the reference and ends there. Where `keep` and `prompt` are compared, heads are counted that hold other pairs.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ from pykvedge.runtime.settings import Settings
 DATA = ROOT / "pykvedge" / "data"
 ONE = ("code", "colour", "where", "shape")  # about one image
 FOUR = ("which-image", "code-in-image-k")  # about four
-WITHOUT, KEEP, PROMPT = "without", "keep", "prompt"
-WAYS = (WITHOUT, KEEP, PROMPT)
+SHARE, WITHOUT, KEEP, PROMPT = "share", "without", "keep", "prompt"
+WAYS = (SHARE, WITHOUT, KEEP, PROMPT)
 
 
 @dataclass
@@ -82,18 +82,26 @@ def chains(scenes: int, seed: int, images: int) -> list[Sample]:
     return [one for of in itertools.zip_longest(*drawn) for one in of if one is not None]
 
 
-class Chains:
-    """Two readers, one of which keeps whole rows, ask the questions of a chain."""
+def mean_length(held: list[list[list[int]]]) -> float:
+    lengths = [len(tokens) for heads in held for tokens in heads]
+    return sum(lengths) / max(len(lengths), 1)
 
-    def __init__(self, model: Model, vision: Vision, threads: int, keep: Keep, one_batch: bool) -> None:
-        self._model, self._one_batch = model, one_batch
-        self._plain = Reader(model, vision, threads, "f16")
-        self._keeping = Reader(model, vision, threads, "f16", keep=keep)
-        self._plain.later_floor = self._keeping.later_floor = None
+
+class Chains:
+    """Readers, one for each way, ask the questions of a chain."""
+
+    def __init__(self, model: Model, vision: Vision, args: argparse.Namespace) -> None:
+        self._model, self._one_batch, self._ways = model, args.batches == "one", args.ways.split(",")
+        self._readers = {
+            way: Reader(model, vision, args.threads, "f16", keep=Keep(args.keep) if way == KEEP else None)
+            for way in self._ways
+        }
+        for way, reader in self._readers.items():
+            reader.later_floor = 0 if way == SHARE else None
 
     def close(self) -> None:
-        self._plain.close()
-        self._keeping.close()
+        for reader in self._readers.values():
+            reader.close()
 
     def ask(self, talk: Talk, cells: list[Cell]) -> Iterator[dict[str, Any]]:
         """Yields a record of each cell that can be measured."""
@@ -105,24 +113,33 @@ class Chains:
 
     def _group(self, talk: Talk, cells: list[Cell]) -> list[dict[str, Any]]:
         out: dict[tuple[str, str], dict[str, Any]] = {
-            cell.key: {"method": cell.name, "budget": cell.budget, PROMPT: [], "other_heads": []} for cell in cells
+            cell.key: {"method": cell.name, "budget": cell.budget, "other_heads": [], "pairs": {}} for cell in cells
         }
         pairs: dict[tuple[str, str], list[Any]] = {}
-        for way, reader in ((WITHOUT, self._plain), (KEEP, self._keeping)):
+        for way, reader in self._readers.items():
+            if way == PROMPT:
+                continue
             for cell in self._each(reader, talk, talk.turns[0][0], cells):
                 right, held = self._walk(reader, talk)
                 out[cell.key][way] = right
-                pairs[cell.key] = held
-        for record in out.values():  # the first question is the whole prompt in any way
-            record[PROMPT].append(record[WITHOUT][0])
-        for n in range(2, len(talk.turns) + 1):
-            pieces = talk.as_one(n, self._one_batch)
-            for cell in self._each(self._plain, talk, pieces, cells):
-                record, held = out[cell.key], self._plain.pairs()
-                record[PROMPT].append(self._answered(self._plain, talk.answers[n - 1], to_end=False))
-                heads = zip(itertools.chain(*held), itertools.chain(*pairs[cell.key][n - 1]), strict=True)
-                record["other_heads"].append(sum(mine != theirs for mine, theirs in heads))
+                out[cell.key]["pairs"][way] = [mean_length(one) for one in held]
+                if way == KEEP:
+                    pairs[cell.key] = held
+        if PROMPT in self._ways:
+            self._as_one(talk, cells, out, pairs)
         return list(out.values())
+
+    def _as_one(self, talk: Talk, cells: list[Cell], out: dict[Any, dict[str, Any]], pairs: dict[Any, Any]) -> None:
+        """Reads the conversation up to each question as one prompt. pairs: of way `keep`, by cell and question."""
+        reader = self._readers[PROMPT]
+        for n in range(1, len(talk.turns) + 1):
+            for cell in self._each(reader, talk, talk.as_one(n, self._one_batch), cells):
+                record, held = out[cell.key], reader.pairs()
+                right = self._answered(reader, talk.answers[n - 1], to_end=False)
+                record.setdefault(PROMPT, []).append(right)
+                if cell.key in pairs:
+                    heads = zip(itertools.chain(*held), itertools.chain(*pairs[cell.key][n - 1]), strict=True)
+                    record["other_heads"].append(sum(mine != theirs for mine, theirs in heads))
 
     def _each(self, reader: Reader, talk: Talk, pieces: list[Piece], cells: list[Cell]) -> Iterator[Cell]:
         """Reads a prompt once, and compresses a copy of it by each cell's plan."""
@@ -174,7 +191,7 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
     assert loan.encoder is not None
     vision = Vision(loan.encoder)
     preparer = Preparer(loan.model, vision)
-    asking = Chains(loan.model, vision, loan.threads, Keep(args.keep), args.batches == "one")
+    asking = Chains(loan.model, vision, args)
     at, of = (int(n) for n in args.part.split("/"))
     samples = chains(args.scenes, args.seed, args.images)[at - 1 :: of]
     try:
@@ -198,22 +215,33 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def _rows(paths: Iterable[Path]) -> list[dict[str, Any]]:
-    return [json.loads(line) for path in paths for line in path.read_text().splitlines()]
+    """Reads records; those of the same scene, method and budget become one."""
+    out: dict[Any, dict[str, Any]] = {}
+    for row in (json.loads(line) for path in paths for line in path.read_text().splitlines()):
+        one = out.setdefault((row["id"], row["method"], row["budget"]), {})
+        pairs = {**one.get("pairs", {}), **row.get("pairs", {})}
+        one |= {**row, "other_heads": one.get("other_heads", []) or row["other_heads"], "pairs": pairs}
+    return list(out.values())
 
 
 def table(rows: list[dict[str, Any]], budget: float | int) -> str:
-    """One row a method: percent right of each question in each way, and how far `keep` is from `prompt`."""
+    """One row a method: percent right by way and question, pairs per head, and how near `keep` is to `prompt`."""
     here = [row for row in rows if row["budget"] == budget or row["method"] == FULL]
-    n = max((len(row[KEEP]) for row in here), default=0)
-    heads = [f"{way} {i + 1}" for way in WAYS for i in range(n)]
-    out = [["method", "scenes", *heads, "keep less prompt", "heads with other pairs"]]
+    ways = [way for way in WAYS if all(way in row for row in here)]
+    counted = [way for way in ways if all(way in row["pairs"] for row in here)]
+    near = KEEP in ways and PROMPT in ways
+    n = len(here[0][ways[0]])
+    heads = [*(f"{way} {i + 1}" for way in ways for i in range(n)), *(f"pairs {way}" for way in counted)]
+    out = [["method", "scenes", *heads, *(["keep less prompt", "heads with other pairs"] if near else [])]]
     for name in sorted({row["method"] for row in here}):
         of = [row for row in here if row["method"] == name]
-        shares = {way: [100 * sum(row[way][i] for row in of) / len(of) for i in range(n)] for way in WAYS}
-        far = [a - b for a, b in zip(shares[KEEP], shares[PROMPT], strict=True)]
-        cells = [f"{share:.1f}" for way in WAYS for share in shares[way]]
-        other = sum(sum(row["other_heads"]) for row in of)
-        out.append([f"`{name}`", str(len(of)), *cells, f"{min(far):+.1f} to {max(far):+.1f}", str(other)])
+        shares = {way: [100 * sum(row[way][i] for row in of) / len(of) for i in range(n)] for way in ways}
+        cells = [f"{share:.1f}" for way in ways for share in shares[way]]
+        cells += [f"{sum(row['pairs'][way][-1] for row in of) / len(of):.1f}" for way in counted]
+        if near:
+            far = [a - b for a, b in zip(shares[KEEP], shares[PROMPT], strict=True)]
+            cells += [f"{min(far):+.1f} to {max(far):+.1f}", str(sum(sum(row["other_heads"]) for row in of))]
+        out.append([f"`{name}`", str(len(of)), *cells])
     return markdown(out)
 
 
@@ -223,6 +251,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--budget", default="0.2,0.1")
     parser.add_argument("--scenes", type=int, default=200)
     parser.add_argument("--images", type=int, default=1, help="of each scene, 1 or 4 (default %(default)s)")
+    parser.add_argument("--ways", default=",".join(WAYS), help="default: %(default)s")
     parser.add_argument("--keep", choices=("ram", "disk"), default="ram")
     parser.add_argument("--batches", choices=("one", "same"), default="one",
                         help="how `prompt` reads its text: in one batch, or in those of the conversation")  # fmt: skip
