@@ -34,47 +34,7 @@ inline void transpose_panel(const float * rows, int32_t d, float * panel) {
     }
 }
 
-// NR rows of 16-bit numbers, d a multiple of 8, turned before they are widened: that takes half as many shuffles.
-template <Type T, class X> inline void pack_halves(Rows k, int32_t d, float * panel) {
-    alignas(64) uint8_t columns[8 * NR * 2];
-    for (int32_t i = 0; i < d; i += 8, panel += 8 * NR) {
-        X::turn_halves(k.data + 2 * (size_t) i, k.stride, columns);
-        KVEDGE_UNROLL
-        for (int c = 0; c < 16; c++) {
-            X::template load16<T>(columns + c * X::W * 2).store(panel + c * X::W);
-        }
-    }
-}
-
-// Whether a panel was packed that way, which some vectors have.
-template <class X> inline bool pack_turned(Rows k, int32_t d, float * panel) {
-    if constexpr (X::TURNS_HALVES) {
-        if (d % 8 == 0 && (k.type == Type::f16 || k.type == Type::bf16)) {
-            (k.type == Type::f16 ? pack_halves<Type::f16, X> : pack_halves<Type::bf16, X>)(k, d, panel);
-            return true;
-        }
-    }
-    return false;
-}
-
-// One panel, of n <= NR rows.
-inline void pack_panel(Rows k, int32_t n, int32_t d, float * panel) {
-    if (n == NR && pack_turned<V>(k, d, panel)) {
-        return;
-    }
-    float rows[NR * MAX_ROW];
-    k_widen(k, n, d, rows, (size_t) d);
-    for (int32_t i = n * d; i < NR * d; i++) {
-        rows[i] = 0.0f;
-    }
-    transpose_panel(rows, d, panel);
-}
-
-void k_pack(Rows k, int32_t n, int32_t d, float * out) {
-    for (int32_t c = 0; c < n; c += NR) {
-        pack_panel(k.from(c), n - c < NR ? n - c : NR, d, out + (size_t) c * d);
-    }
-}
+constexpr int32_t PACK_STEPS = 4, WIDEN_STEPS = 2;  // of a Pace, in the time that eight columns of a panel, or a row, take
 
 // Bytes that are needed next; NULL: none.
 struct Coming {
@@ -97,7 +57,56 @@ struct Pace {
         prefetch(at);
         at += step;
     }
+    void take(int32_t n) {
+        for (; n > 0; n--) {
+            take();
+        }
+    }
 };
+
+// NR rows of 16-bit numbers, d a multiple of 8, turned before they are widened: that takes half as many shuffles.
+template <Type T, class X> inline void pack_halves(Rows k, int32_t d, float * panel, Pace & pace) {
+    alignas(64) uint8_t columns[8 * NR * 2];
+    for (int32_t i = 0; i < d; i += 8, panel += 8 * NR) {
+        pace.take(PACK_STEPS);
+        X::turn_halves(k.data + 2 * (size_t) i, k.stride, columns);
+        KVEDGE_UNROLL
+        for (int c = 0; c < 16; c++) {
+            X::template load16<T>(columns + c * X::W * 2).store(panel + c * X::W);
+        }
+    }
+}
+
+// Whether a panel was packed that way, which some vectors have.
+template <class X> inline bool pack_turned(Rows k, int32_t d, float * panel, Pace & pace) {
+    if constexpr (X::TURNS_HALVES) {
+        if (d % 8 == 0 && (k.type == Type::f16 || k.type == Type::bf16)) {
+            (k.type == Type::f16 ? pack_halves<Type::f16, X> : pack_halves<Type::bf16, X>)(k, d, panel, pace);
+            return true;
+        }
+    }
+    return false;
+}
+
+// One panel, of n <= NR rows.
+inline void pack_panel(Rows k, int32_t n, int32_t d, float * panel, Pace & pace) {
+    if (n == NR && pack_turned<V>(k, d, panel, pace)) {
+        return;
+    }
+    float rows[NR * MAX_ROW];
+    k_widen(k, n, d, rows, (size_t) d);
+    for (int32_t i = n * d; i < NR * d; i++) {
+        rows[i] = 0.0f;
+    }
+    transpose_panel(rows, d, panel);
+}
+
+void k_pack(Rows k, int32_t n, int32_t d, float * out) {
+    for (int32_t c = 0; c < n; c += NR) {
+        Pace none({}, 1, out);
+        pack_panel(k.from(c), n - c < NR ? n - c : NR, d, out + (size_t) c * d, none);
+    }
+}
 
 template <int M> inline void qk_micro(FloatIn q, const float * panel, int32_t d, FloatOut s, int32_t w, Pace & pace) {
     V acc[M][2];
@@ -131,15 +140,15 @@ template <int M> inline void qk_micro(FloatIn q, const float * panel, int32_t d,
     }
 }
 
-// s[r][c] for the first w columns of a panel. next: fetched meanwhile.
-inline void panel_dot(FloatIn q, int32_t m, const float * panel, int32_t d, FloatOut s, int32_t w, Coming next) {
-    Pace pace(next, (size_t) ((m + V::MR - 1) / V::MR) * (size_t) d, panel);
+// s[r][c] for the first w columns of a panel.
+inline void panel_dot(FloatIn q, int32_t m, const float * panel, int32_t d, FloatOut s, int32_t w, Pace & pace) {
     split_rows<V::MR>(m, [&](int32_t r, auto rows) { qk_micro<decltype(rows)::value>(q.at(r), panel, d, s.at(r), w, pace); });
 }
 
 void k_gemm_qk(FloatIn q, int32_t m, const float * packed, int32_t n, int32_t d, FloatOut s) {
+    Pace none({}, 1, packed);
     for (int32_t c = 0; c < n; c += NR) {
-        panel_dot(q, m, packed + (size_t) c * d, d, s.at(0, c), NR, {});
+        panel_dot(q, m, packed + (size_t) c * d, d, s.at(0, c), NR, none);
     }
 }
 
@@ -148,19 +157,25 @@ void many_rows_dot(FloatIn q, int32_t m, Rows k, int32_t n, int32_t d, FloatOut 
     alignas(64) float panel[NR * MAX_ROW];
     for (int32_t c = 0; c < n; c += NR) {
         const int32_t w = n - c < NR ? n - c : NR;
-        pack_panel(k.from(c), w, d, panel);
-        panel_dot(q, m, panel, d, s.at(0, c), w, Coming::rows(next, c, w, k.stride));
+        const int32_t steps = (m + V::MR - 1) / V::MR * d + d / 8 * PACK_STEPS;
+        Pace          pace(Coming::rows(next, c, w, k.stride), (size_t) steps, panel);
+        pack_panel(k.from(c), w, d, panel, pace);
+        panel_dot(q, m, panel, d, s.at(0, c), w, pace);
     }
 }
 
-// o[r] += p[r] v for n rows v [n][v.ld] and the columns up to d, rounded up to whole vectors. next: fetched meanwhile.
-inline void add_weighted(FloatIn p, int32_t m, int32_t n, FloatIn v, int32_t d, FloatOut o, Coming next) {
-    constexpr int D     = columns(MOST_ROWS, V::AD);
-    const Rows    rows  = { (const uint8_t *) v.data, v.ld * sizeof(float), Type::f32 };
-    const int32_t width = (d + V::W - 1) / V::W * V::W, parts = (m + MOST_ROWS - 1) / MOST_ROWS * ((width + D * V::W - 1) / (D * V::W));
-    Pace          pace(next, (size_t) parts * (size_t) n, v.data);
-    int32_t       i = 0;
-    each_columns<D>(width, i, [&](auto wide) {
+// Columns that are worked on together.
+constexpr int PV_COLUMNS = columns(MOST_ROWS, V::AD);
+
+constexpr int32_t pv_steps(int32_t m, int32_t d) {  // of a Pace, for a row of values
+    return (m + MOST_ROWS - 1) / MOST_ROWS * ((d + PV_COLUMNS * V::W - 1) / (PV_COLUMNS * V::W));
+}
+
+// o[r] += p[r] v for n rows v [n][v.ld] and the columns up to d, rounded up to whole vectors.
+inline void add_weighted(FloatIn p, int32_t m, int32_t n, FloatIn v, int32_t d, FloatOut o, Pace & pace) {
+    const Rows rows = { (const uint8_t *) v.data, v.ld * sizeof(float), Type::f32 };
+    int32_t    i    = 0;
+    each_columns<PV_COLUMNS>((d + V::W - 1) / V::W * V::W, i, [&](auto wide) {
         split_rows(m, [&](int32_t r, auto part) {
             axpy_micro<Type::f32, decltype(part)::value, decltype(wide)::value>(p.at(r), rows, i, n, o.at(r), [&](int32_t) { pace.take(); });
         });
@@ -168,23 +183,29 @@ inline void add_weighted(FloatIn p, int32_t m, int32_t n, FloatIn v, int32_t d, 
 }
 
 void k_gemm_pv(FloatIn p, int32_t m, int32_t n, FloatIn v, int32_t d, float * o) {
-    add_weighted(p, m, n, v, d, { o, v.ld }, {});
+    Pace none({}, 1, v.data);
+    add_weighted(p, m, n, v, d, { o, v.ld }, none);
 }
 
 // Values of any type, widened into the first-level cache a few rows at a time.
 void many_rows_axpy(FloatIn p, int32_t m, Rows v, int32_t n, int32_t d, FloatOut o, const uint8_t * next) {
+    constexpr int32_t AT_ONCE = 16;  // rows that are widened between two steps
     alignas(64) float wide[8 * MAX_ROW];
     const auto        ld   = (size_t) pad16(d);
     const int32_t     most = 8 * MAX_ROW / (int32_t) ld;
     for (int32_t c = 0; c < n; c += most) {
         const int32_t w = n - c < most ? n - c : most;
-        k_widen(v.from(c), w, d, wide, ld);
+        Pace          pace(Coming::rows(next, c, w, v.stride), (size_t) w * (size_t) (pv_steps(m, d) + WIDEN_STEPS), wide);
+        for (int32_t r = 0; r < w; r += AT_ONCE) {
+            pace.take(AT_ONCE * WIDEN_STEPS);
+            k_widen(v.from(c + r), w - r < AT_ONCE ? w - r : AT_ONCE, d, wide + (size_t) r * ld, ld);
+        }
         for (int32_t r = 0; r < w; r++) {
             for (size_t i = (size_t) d; i < ld; i++) {
                 wide[(size_t) r * ld + i] = 0.0f;
             }
         }
-        add_weighted(p.at(0, c), m, w, { wide, ld }, d, o, Coming::rows(next, c, w, v.stride));
+        add_weighted(p.at(0, c), m, w, { wide, ld }, d, o, pace);
     }
 }
 
