@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes as c
 import itertools
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -139,7 +140,7 @@ class Cache:
 
         most_bytes: of all whole rows together; 0: no limit. Raises what kvedge_keep reports.
         """
-        call("keep", self.handle, KEEP_PLACES[place], folder.encode(), most_bytes)
+        call("keep", self.handle, KEEP_PLACES[place], os.fsencode(folder), most_bytes)
         self.keeps = bool(place)
 
     @one_thread

@@ -17,7 +17,7 @@ class Keep:
     """Where whole rows stay. folder: of the file, on a local drive; empty: the cache folder. space: bytes at most."""
 
     place: str
-    folder: str = ""
+    folder: str | bytes | os.PathLike[str] = ""
     space: int = SPACE
 
     def __post_init__(self) -> None:
@@ -25,7 +25,7 @@ class Keep:
             raise UsageError(f"keep must be 'ram' or 'disk', not {self.place!r:.40}")
         if not isinstance(self.space, int) or self.space < 1:
             raise UsageError(f"keep_space must be a number of bytes, not {self.space!r:.40}")
-        if not isinstance(self.folder, (str, os.PathLike)) or "\0" in os.fspath(self.folder):
+        if not isinstance(self.folder, (str, bytes, os.PathLike)) or b"\0" in os.fsencode(self.folder):
             raise UsageError(f"keep_folder must be the path of a folder, not {self.folder!r:.40}")
 
     @classmethod
@@ -36,7 +36,7 @@ class Keep:
     def made_folder(self) -> str:
         """Returns the folder of the file; makes the default one, which is the owner's alone. Raises UsageError."""
         if self.place != "disk" or self.folder:
-            return os.fspath(self.folder)
+            return os.fsdecode(self.folder)
         folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvedge" / "keep"
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
