@@ -13,8 +13,8 @@ FIELDS, METHODS, ARGUMENTS = 20, 25, 28
 # classes that are larger: at most so many fields and methods. V is a vector register: each method is one of its
 # instructions, and the kernels, which are templates, call them by the same name on every CPU
 LARGER = {
-    "kernels/kernels_avx2.cpp: V": (1, 27),
-    "kernels/kernels_avx512.h: V": (1, 26),
+    "kernels/kernels_avx2.cpp: V": (1, 28),
+    "kernels/kernels_avx512.h: V": (1, 27),
 }
 NOISE = re.compile(
     r'//[^\n]*|/\*.*?\*/|"(?:\\.|[^"\\\n])*"|\'(?:\\.|[^\'\\\n])\'|^[ \t]*#(?:[^\n]*\\\n)*[^\n]*',

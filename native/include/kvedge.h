@@ -16,19 +16,13 @@
 //     kvedge_plan_set(plan, "reducer",   "nearest", &err);
 //     kvedge_plan_set(plan, "budget",    "0.2",     &err);
 //
-//     // ctx: a llama_context without tokens
 //     kvedge_cache * kv = NULL;
 //     if (kvedge_attach(ctx, plan, NULL, &kv, &err) != KVEDGE_OK) { fprintf(stderr, "%s\n", err.message); return 1; }
 //     ... llama_decode(ctx, prompt) as always; the first generated token triggers the compression ...
 //
 //     kvedge_detach(kv);
 //     kvedge_plan_free(plan);
-//
 // examples/c/ask.c is a whole program, and docs/c.md says how to build one.
-//
-// The sections: types and errors; the library and its processor; stages; plans; what plans ask for; the cache of a
-// llama_context; prompts layer by layer; streams; what a cache holds; sessions; stages of your own; plain arrays; a second pass;
-// fewer image tokens; image encoders; the last line of a program.
 //
 // Conventions
 //   - Every function that can fail returns a kvedge_status and, when `err` is not NULL, fills a message that
@@ -507,7 +501,7 @@ KVEDGE_API kvedge_status kvedge_renumber(kvedge_cache * kv, int32_t seq_id, int3
 // (n is more than kvedge_verify_room), KVEDGE_E_UNSUPPORTED (the decode policy drops rows, a stream, a model with recurrent layers).
 KVEDGE_API kvedge_status kvedge_verify_begin(kvedge_cache * kv, int32_t seq_id, int32_t n, kvedge_error * err);
 
-// The same over whole rows (kvedge_keep): the tokens are those of the whole cache. Tokens that came since the last compression or
+// Begins a verification over whole rows (kvedge_keep): its tokens are those of the whole cache. Tokens that came since the last compression or
 // verification over whole rows were drafts: they are removed, and the n tokens begin with the first of them. kvedge_verify_end
 // gives the compressed rows those of the tokens that stay. Errors: also KVEDGE_E_STATE (there are no whole rows),
 // KVEDGE_E_UNSUPPORTED (rows lie on a device).
@@ -561,29 +555,22 @@ typedef struct kvedge_stats {
 } kvedge_stats;
 
 KVEDGE_API kvedge_status kvedge_get_stats(const kvedge_cache * kv, int32_t seq_id, kvedge_stats * out, kvedge_error * err);
-
 // Model layer number of stored layer i (0 <= i < n_layers), or -1.
 KVEDGE_API int32_t kvedge_layer_id(const kvedge_cache * kv, int32_t i);
-
 // Name, as ggml has it, of the device on which the rows of layer i lie ("CUDA0", "RPC0"); NULL: on the host, or no such layer.
 // Static storage.
 KVEDGE_API const char * kvedge_layer_device(const kvedge_cache * kv, int32_t i);
-
 // Why the last compression of the sequence took place on the host although rows lay on a device: the device and the operation that it
 // lacks, or the stage that has no graph. NULL: there is no reason to tell, or no such sequence. Valid until the sequence changes.
 KVEDGE_API const char * kvedge_device_problem(const kvedge_cache * kv, int32_t seq_id);
-
 // KV pairs that stored layer i, KV head `head` holds now for the sequence; -1 if there is none such.
 KVEDGE_API int32_t kvedge_head_length(const kvedge_cache * kv, int32_t seq_id, int32_t i, int32_t head);
-
 // Original token index (0 = first token of the sequence) of every KV pair of stored layer i, KV head `head`, ascending,
 // into out[0 .. n-1] with n = kvedge_head_length. Errors: KVEDGE_E_ARGUMENT (no such layer, head or sequence; n_out < n).
 KVEDGE_API kvedge_status kvedge_head_tokens(
     const kvedge_cache * kv, int32_t seq_id, int32_t i, int32_t head, int32_t * out, int32_t n_out, kvedge_error * err);
-
 // Query heads of stored layer i (H); query head h reads KV head h / (H / Hkv). -1: no such layer.
 KVEDGE_API int32_t kvedge_query_heads(const kvedge_cache * kv, int32_t i);
-
 // Switches watching on or off (off after kvedge_attach): whether the attention of tokens that are decoded one by one is kept for
 // kvedge_attention. Costs H floats per layer and stored row while it is on (counted in score_bytes), nothing while it is off.
 KVEDGE_API kvedge_status kvedge_watch(kvedge_cache * kv, bool on, kvedge_error * err);
@@ -595,11 +582,9 @@ KVEDGE_API kvedge_status kvedge_watch(kvedge_cache * kv, bool on, kvedge_error *
 // came several at a time or unwatched, or rows were removed or compressed since).
 KVEDGE_API kvedge_status kvedge_attention(
     const kvedge_cache * kv, int32_t seq_id, int32_t i, int32_t query_head, float * out, int32_t n_out, kvedge_error * err);
-
 // Query heads H, KV heads Hkv and head sizes of stored layer i. Errors: KVEDGE_E_ARGUMENT.
 KVEDGE_API kvedge_status kvedge_layer_shape(
     const kvedge_cache * kv, int32_t i, int32_t * n_heads, int32_t * n_heads_kv, int32_t * d_k, int32_t * d_v, kvedge_error * err);
-
 // Keys [n][d_k] and values [n][d_v] of stored layer i, KV head `head`, in float32, n = kvedge_head_length, in the order of
 // kvedge_head_tokens. n_out: rows that fit k and v. Errors: KVEDGE_E_ARGUMENT.
 KVEDGE_API kvedge_status kvedge_head_rows(

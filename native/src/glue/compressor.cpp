@@ -171,6 +171,7 @@ kvedge_status Compressor::compress(SequenceState & state, kvedge_error * err) {
 }
 
 kvedge_status Compressor::choose_again(SequenceState & state, kvedge_error * err) {
+    keeping_.settle();
     if (!state.whole.seq || state.verified) {
         return fail(err, KVEDGE_E_STATE, "sequence %d has no whole rows to choose from now (kvedge_keep)", state.id);
     }
@@ -181,7 +182,6 @@ kvedge_status Compressor::choose_again(SequenceState & state, kvedge_error * err
     if (!devices_.to_host(state)) {
         return fail(err, KVEDGE_E_MEMORY, "no memory on the host for the keys and values of the sequence, which lie on a device");
     }
-    keeping_.settle(state);
     Sequence &    whole = *state.whole.seq;
     const int32_t n_new = state.seq->rows.n_tokens() - whole.rows.n_tokens();
     Compression   outcome;

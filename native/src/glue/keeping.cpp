@@ -38,7 +38,7 @@ uint64_t Whole::bytes() const { return seq ? seq->rows.bytes() + seq->score_byte
 uint64_t Whole::file_bytes() const {
     uint64_t n = 0;
     if (seq) {
-        each_layer(*seq, [&](const LayerRows & rows) { n += rows.memory() && rows.memory()->mapped() ? rows.bytes() : 0; });
+        each_layer(*seq, [&](const LayerRows & rows) { n += rows.memory().pages() && rows.memory().pages()->mapped() ? rows.bytes() : 0; });
     }
     return n;
 }
@@ -98,7 +98,7 @@ uint64_t Keeping::held() const {
         const Sequence * const whole = turned(state) ? state.seq.get() : state.whole.seq.get();
         if (whole) {
             n += whole->score_bytes();
-            each_layer(*whole, [&](const LayerRows & rows) { n += counted.insert(rows.memory().get()).second ? rows.bytes() : 0; });
+            each_layer(*whole, [&](const LayerRows & rows) { n += counted.insert(rows.memory().pages().get()).second ? rows.bytes() : 0; });
         }
     }
     return n;
@@ -117,7 +117,7 @@ void Keeping::keep_within(SequenceState & state) {
 void Keeping::write(SequenceState & state) try {
     auto job = std::make_shared<SpillJob>();
     each_layer(*state.whole.seq, [&](const LayerRows & rows) {
-        const auto memory = rows.memory();
+        const auto memory = rows.memory().pages();
         if (memory && !memory->mapped() && !is_written(state, memory)) {
             job->parts.push_back({ memory, nullptr });
         }
@@ -152,8 +152,8 @@ void Keeping::settle_down(SequenceState & state) {
     keep_within(state);
     if (state.whole.seq && spill_) {
         each_layer(*state.whole.seq, [](const LayerRows & rows) {
-            if (rows.memory()) {
-                rows.memory()->cool();
+            if (const auto memory = rows.memory().pages()) {
+                memory->cool();
             }
         });
         write(state);
@@ -195,10 +195,10 @@ void Keeping::settle(SequenceState & state) {
         for (Block & block : seq.rows.parts().blocks) {
             for (BlockLayer & layer : block.layers) {
                 const auto at = std::find_if(job.parts.begin(), job.parts.end(), [&](const Spilled & part) {
-                    return part.from == layer.rows.memory();
+                    return part.from == layer.rows.memory().pages();
                 });
                 if (at != job.parts.end()) {
-                    layer.rows.lie_in(at->to);
+                    layer.rows.memory() = SharedPages(at->to);
                 }
             }
         }
@@ -276,8 +276,8 @@ void Keeping::recall(SequenceState & state) {
 using namespace kvedge;
 
 extern "C" kvedge_status kvedge_keep(kvedge_cache * kv, kvedge_keep_place place, const char * folder, uint64_t most_bytes, kvedge_error * err) {
-    const bool known = place == KVEDGE_KEEP_NOT || place == KVEDGE_KEEP_MEMORY || place == KVEDGE_KEEP_FILE;
-    return claimed(kv, known, "kvedge_keep: cache is NULL, or there is no such place", "keep whole rows", err,
+    const char * missing = "kvedge_keep: cache is NULL, or there is no such place";
+    return claimed(kv, place >= KVEDGE_KEEP_NOT && place <= KVEDGE_KEEP_FILE, missing, "keep whole rows", err,
                    [&] { return kv->keeping.set(place, folder, most_bytes, err); });
 }
 

@@ -133,7 +133,7 @@ void move_to(Sequence & seq, Moved && to, int32_t n_threads) {
     std::transform(to.pos.begin(), to.pos.end(), all.pos.begin(), by.begin(), [](int32_t now, int32_t was) { return now - was; });
     for (Block & block : all.blocks) {
         for (BlockLayer & layer : block.layers) {
-            layer.rows.own();
+            layer.rows.memory().own();
         }
     }
     const bool          observed = seq.observed.have().any();

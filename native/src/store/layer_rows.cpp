@@ -31,49 +31,25 @@ static std::vector<RaggedHead> sides_of(const LayerShape & shape, const Storage 
 LayerRows::LayerRows(const LayerShape & shape, const Storage & storage, const std::vector<StoredRows> & heads)
     : LayerRows(shape, storage, sides_of(shape, storage, heads)) {}
 
-LayerRows::LayerRows(const LayerRows & other) : LayerRows(other.share()) { own(); }
-
-LayerRows & LayerRows::operator=(LayerRows other) noexcept {
-    std::swap(shape_, other.shape_);
-    std::swap(storage_, other.storage_);
-    std::swap(ragged_, other.ragged_);
-    std::swap(capacity_, other.capacity_);
-    std::swap(n_, other.n_);
-    std::swap(extent_, other.extent_);
-    std::swap(memory_, other.memory_);
-    std::swap(heads_, other.heads_);
-    return *this;
-}
-
 LayerRows LayerRows::share() const {
     LayerRows out(shape_, storage_, capacity_);
     out.ragged_ = ragged_;
     out.n_      = n_;
     out.extent_ = extent_;
-    out.memory_ = memory_;
+    out.memory_ = memory_.share();
     out.heads_  = heads_;
     return out;
 }
 
-void LayerRows::own() {
-    if (shared()) {
-        memory_ = std::make_shared<Pages>(*memory_);
-    }
-}
-
 bool LayerRows::take() try {
-    Pages taken = Pages::take(extent_);
-    memory_.reset();
-    if (taken) {
-        memory_ = std::make_shared<Pages>(std::move(taken));
-    }
-    return memory_ || extent_ == 0;
+    memory_ = SharedPages::take(extent_);
+    return memory_.size() > 0 || extent_ == 0;
 } catch (const std::bad_alloc &) {
     return false;
 }
 
 void LayerRows::clear() noexcept {
-    memory_.reset();
+    memory_ = SharedPages();
     extent_ = 0;
     for (RaggedHead & head : heads_) {
         for (Side * side : { &head.k, &head.v }) {
@@ -132,7 +108,7 @@ void LayerRows::keep(const std::vector<int32_t> & rows) {
 }
 
 void LayerRows::loosen() {
-    own();
+    memory_.own();
     if (!heads_.empty()) {
         return;
     }
@@ -172,7 +148,7 @@ void gather_rows(LayerRows & to, int32_t head, const std::vector<int32_t> & kept
 // Where rows of loose heads go, they only ever move towards the front, so that none is overwritten before its turn.
 void LayerRows::keep_flagged(int32_t head, const uint8_t * flags, int32_t end) {
     RaggedHead & of   = heads_[(size_t) head];
-    uint8_t *    data = base();
+    uint8_t *    data = memory_.data();
     if (ragged_) {
         keep_rows(data, of.k, keys_of(shape_, storage_), flags);
         keep_rows(data, of.v, values_of(shape_, storage_), flags);
@@ -197,8 +173,8 @@ void LayerRows::keep_flagged(int32_t head, const uint8_t * flags, int32_t end) {
 }
 
 void LayerRows::drop(int32_t head, int32_t row) {
-    drop_row(base(), heads_[(size_t) head].k, keys_of(shape_, storage_), row, !ragged_);
-    drop_row(base(), heads_[(size_t) head].v, values_of(shape_, storage_), row, !ragged_);
+    drop_row(memory_.data(), heads_[(size_t) head].k, keys_of(shape_, storage_), row, !ragged_);
+    drop_row(memory_.data(), heads_[(size_t) head].v, values_of(shape_, storage_), row, !ragged_);
 }
 
 // ---------------------------------------------------------------------------------------------------------
@@ -289,7 +265,7 @@ bool LayerRows::load(Reader & in) {
     }
     bool whole = true;
     for (const RaggedHead & head : heads_) {
-        each_stretch(head, shape_, storage_, [&](size_t at, size_t n) { whole = whole && in.read(base() + at, n); });
+        each_stretch(head, shape_, storage_, [&](size_t at, size_t n) { whole = whole && in.read(memory_.data() + at, n); });
     }
     for (int32_t h = 0; heads_.empty() && n_ > 0 && h < shape_.n_heads_kv; h++) {
         whole = whole && in.read(k_row(h, 0), (size_t) n_ * row_k(shape_, storage_.plain().k)) &&

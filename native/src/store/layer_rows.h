@@ -9,7 +9,6 @@
 #include "system/pages.h"
 
 #include <cstdint>
-#include <memory>
 #include <vector>
 
 namespace kvedge {
@@ -27,33 +26,27 @@ struct StoredRows {
 class LayerRows {
   public:
     LayerRows() = default;  // of no layer
-    LayerRows(const LayerRows & other);  // Throws std::bad_alloc.
-    LayerRows(LayerRows &&) = default;
-    LayerRows & operator=(LayerRows other) noexcept;
-    ~LayerRows() = default;
     // Without memory. Throw std::bad_alloc.
     LayerRows(const LayerShape & shape, const Storage & storage, int32_t capacity);                          // uniform
     LayerRows(const LayerShape & shape, const Storage & storage, std::vector<RaggedHead> heads);             // ragged
     LayerRows(const LayerShape & shape, const Storage & storage, const std::vector<StoredRows> & heads);     // ragged
 
     // The same rows in the same memory: whichever moves or drops a row first gets memory of its own. No row is written to either.
-    LayerRows share() const;
-    bool                         shared() const { return memory_ && (memory_.use_count() > 1 || memory_->mapped()); }  // cannot be written
-    std::shared_ptr<const Pages> memory() const { return memory_; }  // NULL: there is none
-    void      lie_in(std::shared_ptr<Pages> copy) { memory_ = std::move(copy); }  // bytes as those of memory()
+    LayerRows           share() const;
+    const SharedPages & memory() const { return memory_; }
+    SharedPages &       memory() { return memory_; }
 
     bool     take();                                     // memory for all rows. False: there is none
-    void     give_back() { memory_.reset(); }            // the memory
+    void     give_back() { memory_ = SharedPages(); }    // the memory
     void     clear() noexcept;                           // the memory, and every row of heads that are loose or ragged
-    uint64_t bytes() const { return memory_ ? memory_->size() : 0; }  // of memory that is held
+    uint64_t bytes() const { return memory_.size(); }  // of memory that is held
     uint64_t extent() const { return extent_; }          // of the rows that there is room for
     uint64_t index_bytes() const;                        // of what says where rows lie
 
     // Uniform rows. add: n more of every head, that are then written.
     void add(int32_t n);
-    void own();                                    // memory that no other has, before rows move. Throws std::bad_alloc
-    void keep(const std::vector<int32_t> & rows);  // of every head, ascending; own() came before, unless the last rows go
-    void loosen();                                 // throws std::bad_alloc; own() is part of it
+    void keep(const std::vector<int32_t> & rows);  // of every head, ascending; memory().own() came before, unless the last rows go
+    void loosen();                                 // and memory().own(). Throws std::bad_alloc
     void set_loose(int32_t head, int32_t n);       // of a head, the last n rows are there
 
     // Of a head that is loose or ragged: takes out the rows whose flag is 0, or one row. end: rows of the block that stay.
@@ -66,30 +59,28 @@ class LayerRows {
     bool load(Reader & in);  // takes the memory. Throws std::bad_alloc
 
     // Of uniform rows.
-    uint8_t * k_row(int32_t head, int32_t row) { return base() + k_at(head, row); }
-    uint8_t * v_row(int32_t head, int32_t row) { return base() + v_at(head, row); }
+    uint8_t * k_row(int32_t head, int32_t row) { return memory_.data() + k_at(head, row); }
+    uint8_t * v_row(int32_t head, int32_t row) { return memory_.data() + v_at(head, row); }
 
     // Where a head's rows lie, in token order.
     template <class F> void each_segment(int32_t head, const F & visit) const {
         if (!heads_.empty()) {
-            each_ragged(base(), heads_[(size_t) head], shape_, storage_, visit);
+            each_ragged(memory_.data(), heads_[(size_t) head], shape_, storage_, visit);
         } else if (n_ > 0) {
             const Storage plain = storage_.plain();
-            visit(Segment{ { base() + k_at(head, 0), row_k(shape_, plain.k), plain.k },
-                           { base() + v_at(head, 0), row_v(shape_, plain.v), plain.v },
+            visit(Segment{ { memory_.data() + k_at(head, 0), row_k(shape_, plain.k), plain.k },
+                           { memory_.data() + v_at(head, 0), row_v(shape_, plain.v), plain.v },
                            n_ });
         }
     }
 
     const LayerShape & shape() const { return shape_; }
     const Storage &    storage() const { return storage_; }
-    const uint8_t *    data() const { return base(); }
+    const uint8_t *    data() const { return memory_.data(); }
     const RaggedHead * head(int32_t h) const { return heads_.empty() ? nullptr : &heads_[(size_t) h]; }  // NULL: uniform
-    uint8_t *          data() { return base(); }
+    uint8_t *          data() { return memory_.data(); }
 
   private:
-    uint8_t * base() const { return memory_ ? memory_->data() : nullptr; }
-
     size_t k_at(int32_t head, int32_t row) const {
         return ((size_t) head * (size_t) capacity_ + (size_t) row) * row_k(shape_, storage_.plain().k);
     }
@@ -103,7 +94,7 @@ class LayerRows {
     bool                    ragged_   = false;
     int32_t                 capacity_ = 0, n_ = 0;  // of uniform rows: room, and rows of the block
     size_t                  extent_   = 0;
-    std::shared_ptr<Pages>  memory_;  // NULL: there is none
+    SharedPages             memory_;
     std::vector<RaggedHead> heads_;  // [Hkv] of loose and of ragged rows, else empty
 };
 

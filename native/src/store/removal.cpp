@@ -166,7 +166,7 @@ std::vector<Removed> remove_rows(Store & store, int32_t p0, int32_t p1) {
     }
     for (size_t b = 0; b < blocks.size(); b++) {
         for (size_t l = 0; cuts[b].any && !ends(cuts[b].rows) && l < blocks[b].layers.size(); l++) {
-            blocks[b].layers[l].rows.own();
+            blocks[b].layers[l].rows.memory().own();
         }
     }
     for (size_t b = 0; b < blocks.size(); b++) {

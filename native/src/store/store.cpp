@@ -135,7 +135,7 @@ static int32_t next_capacity(const Store & store, const Block * last) {
 }
 
 static bool shared(const Block & block) {
-    return std::any_of(block.layers.begin(), block.layers.end(), [](const BlockLayer & layer) { return layer.rows.shared(); });
+    return std::any_of(block.layers.begin(), block.layers.end(), [](const BlockLayer & layer) { return !layer.rows.memory().can_write(); });
 }
 
 Store Store::share() const {

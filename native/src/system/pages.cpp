@@ -126,6 +126,17 @@ Pages::~Pages() {
     }
 }
 
+SharedPages SharedPages::take(size_t size) {
+    Pages taken = Pages::take(size);
+    return taken ? SharedPages(std::make_shared<Pages>(std::move(taken))) : SharedPages();
+}
+
+void SharedPages::own() {
+    if (!can_write()) {
+        *this = SharedPages(*this);
+    }
+}
+
 void discard(void * data, size_t size) {
     const size_t    page  = page_size();
     const uintptr_t first = ((uintptr_t) data + page - 1) / page * page;

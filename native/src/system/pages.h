@@ -5,6 +5,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 #include <new>
 #include <utility>
 #include <vector>
@@ -50,6 +51,32 @@ class Pages {
     uint8_t * data_   = nullptr;
     size_t    size_   = 0;
     bool      mapped_ = false;  // of a file
+};
+
+// Pages that others may have, too. A copy has pages of its own, unless it is made by share(). What can_write() denies is not written.
+class SharedPages {
+  public:
+    SharedPages() = default;
+    explicit SharedPages(std::shared_ptr<Pages> pages) : pages_(std::move(pages)) {}
+    SharedPages(const SharedPages & other) : pages_(other.pages_ ? std::make_shared<Pages>(*other.pages_) : nullptr) {}
+    SharedPages(SharedPages &&) = default;
+    SharedPages & operator=(SharedPages other) noexcept {
+        pages_.swap(other.pages_);
+        return *this;
+    }
+
+    static SharedPages           take(size_t size);  // as Pages::take. Throws std::bad_alloc for its own few bytes
+    SharedPages                  share() const { return SharedPages(pages_); }
+    std::shared_ptr<const Pages> pages() const { return pages_; }  // NULL: there are none
+    // Whether nobody else has the pages, and they lie in no file. own() makes it so. Throws std::bad_alloc.
+    bool                         can_write() const { return !pages_ || (pages_.use_count() == 1 && !pages_->mapped()); }
+    void                         own();
+
+    uint8_t * data() const { return pages_ ? pages_->data() : nullptr; }
+    size_t    size() const { return pages_ ? pages_->size() : 0; }
+
+  private:
+    std::shared_ptr<Pages> pages_;
 };
 
 // For vectors that are large with a long prompt: from a size on they are pages of their own.
