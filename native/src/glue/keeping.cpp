@@ -189,7 +189,8 @@ void Keeping::settle(SequenceState & state) {
             case SpillJob::State::failed:
                 give_up(state, "kvedge " + (job.problem.empty() ? "had no memory to write them" : job.problem));
                 return;
-            default: break;
+            case SpillJob::State::dropped: jobs.erase(jobs.begin() + (std::ptrdiff_t) j); continue;
+            case SpillJob::State::written: break;
         }
         Sequence & seq = state.whole.seq ? *state.whole.seq : *state.seq;
         for (Block & block : seq.rows.parts().blocks) {
