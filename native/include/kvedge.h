@@ -16,7 +16,7 @@
 //     kvedge_plan_set(plan, "reducer",   "nearest", &err);
 //     kvedge_plan_set(plan, "budget",    "0.2",     &err);
 //
-//     kvedge_cache * kv = NULL;
+//     kvedge_cache * kv = NULL;  // of ctx, a llama_context without tokens
 //     if (kvedge_attach(ctx, plan, NULL, &kv, &err) != KVEDGE_OK) { fprintf(stderr, "%s\n", err.message); return 1; }
 //     ... llama_decode(ctx, prompt) as always; the first generated token triggers the compression ...
 //
