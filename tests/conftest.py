@@ -286,6 +286,26 @@ def forgotten():
 
 
 @pytest.fixture
+def own_server(environment):
+    """An RPC server on loopback, for one test."""
+    from rpcserver import Server
+
+    running = Server(environment)
+    yield running
+    running.stop()
+
+
+@pytest.fixture
+def own_folder(tmp_path, monkeypatch):
+    """Where profiles are saved, and found; it is not there yet."""
+    from pykvedge.models import profiles
+
+    folder = tmp_path / "own"
+    monkeypatch.setattr(profiles, "folder", lambda: folder)
+    return folder
+
+
+@pytest.fixture
 def write(tmp_path):
     """write(code, name) -> a plugin file."""
 

@@ -121,17 +121,6 @@ def test_equal_scores_go_to_the_lower_index():
     assert select(plan, np.ones(12), image, 8).tolist() == [0, 1, 2, 3, 5, 7, 9, 11]
 
 
-def test_text_prior_ranks_every_text_token_above_every_image_token():
-    p = prompt(60, layout="two_images")
-    n_text = int((~p.image_mask).sum())
-    plan = pykvedge.plan("lookm", n_text + 5, recent=0)
-    kept = run(plan, p).kept
-    for layer in kept:
-        for tokens in layer:
-            assert set(np.flatnonzero(~p.image_mask)) <= set(tokens.tolist())
-            assert len(tokens) == n_text + 5
-
-
 def test_text_beyond_the_budget_is_dropped_or_kept_as_the_plan_says():
     p = prompt(60, layout="two_images")
     text = set(np.flatnonzero(~p.image_mask))
@@ -216,14 +205,6 @@ def test_equal_similarities_go_to_the_lower_index(kind):
     out, _ = reduced(kind, head(k, [0, 1]))
     np.testing.assert_allclose(out[1], [1, 1])
     assert out[0, 0] > 1
-
-
-def test_nothing_merges_when_nothing_is_evicted():
-    p = prompt(9)
-    result = run(pykvedge.plan("lookm", 1.0), p, "f16")
-    for h in range(2):
-        np.testing.assert_array_equal(result.k[0][h], round_to(p.k[0, h], "f16"))
-        np.testing.assert_array_equal(result.v[0][h], round_to(p.v[0, h], "f16"))
 
 
 def test_rounding_to_the_storage_types():

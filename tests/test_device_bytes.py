@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-from rpcserver import Server
 
 TOKENS, HEADS, LAYERS, SIZE = 2000, 2, 4, 64
 ROWS = TOKENS * HEADS * LAYERS
@@ -21,17 +20,14 @@ def mine(layer, settings):
 
 
 @pytest.fixture
-def travelled(native, tiny, environment, worker):
+def travelled(native, tiny, own_server, worker):
     """travelled(plans, plugin): for each plan what device_bytes_worker.py says of it."""
-    server = Server(environment)
-
     def measured(plans, plugin=None):
         files = tiny("llama", head_size=SIZE, n_heads=HEADS, n_heads_kv=HEADS, n_layers=LAYERS)
-        job = {"server": server.address, "model": str(files.model), "tokens": TOKENS, "plugin": plugin}
+        job = {"server": own_server.address, "model": str(files.model), "tokens": TOKENS, "plugin": plugin}
         return worker("device_bytes_worker.py", {**job, "plans": plans})
 
-    yield measured
-    server.stop()
+    return measured
 
 
 def test_no_rows_travel_for_a_compression(travelled):

@@ -7,27 +7,20 @@ import sys
 import pytest
 from attached import differing
 from choosing import whole
-from rpcserver import Counting, Server
+from rpcserver import Counting
 
 TOKENS = 2000
 SHAPE = {"head_size": 64, "n_heads": 2, "n_heads_kv": 2, "n_layers": 4}
 NEAR_TIES = 0.02  # of pairs that score alike in half precision either may stay
 
 
-@pytest.fixture
-def server(environment):
-    running = Server(environment)
-    yield running
-    running.stop()
-
-
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="bounds the memory of another process")
 @pytest.mark.parametrize("method", ["snapkv", *whole("keydiff", "h2o")])  # its measures, or smaller buffers
-def test_a_device_whose_memory_ends_leaves_the_sequence_as_it_was(native, tiny, worker, server, method):
+def test_a_device_whose_memory_ends_leaves_the_sequence_as_it_was(native, tiny, worker, own_server, method):
     """In whatever step it ends: the host compresses and the report says why, or the next try, with memory, does."""
     job = {
-        "server": server.address,
-        "pid": server.process.pid,
+        "server": own_server.address,
+        "pid": own_server.process.pid,
         "model": str(tiny("llama", **SHAPE).model),
         "tokens": TOKENS,
         "plan": {"method": method, "budget": 0.2},
@@ -45,7 +38,7 @@ def test_a_device_whose_memory_ends_leaves_the_sequence_as_it_was(native, tiny, 
 
 
 @pytest.mark.parametrize("method", ["snapkv", "kvedge"])
-def test_a_server_that_hangs_up_meanwhile_is_one_line(native, tiny, kvedge, server, method):
+def test_a_server_that_hangs_up_meanwhile_is_one_line(native, tiny, kvedge, own_server, method):
     """After several shares of what it sends for a compression."""
 
     def chat(wire, name):
@@ -54,14 +47,14 @@ def test_a_server_that_hangs_up_meanwhile_is_one_line(native, tiny, kvedge, serv
 
     sent = []
     for name in ("full", method):
-        wire = Counting(server.address)
+        wire = Counting(own_server.address)
         done = chat(wire, name)
         assert done.code == 0, done
         sent.append(wire.settled()[1])
     for share in (0.1, 0.9):
         most = round(sent[0] + share * (sent[1] - sent[0]))
-        done = chat(Counting(server.address, most), method)
+        done = chat(Counting(own_server.address, most), method)
         assert done.code == 1 and done.out == ""
         assert [line for line in done.err.splitlines() if "error" in line] == done.err.splitlines()[-1:]
         assert "llama.cpp had to stop" in done.err
-    assert chat(Counting(server.address), method).code == 0  # the server goes on
+    assert chat(Counting(own_server.address), method).code == 0  # the server goes on

@@ -32,13 +32,6 @@ def server(environment):
 
 
 @pytest.fixture
-def own_server(environment):
-    running = Server(environment)
-    yield running
-    running.stop()
-
-
-@pytest.fixture
 def chosen(pytestconfig):
     """Names of methods: with --all every one."""
     return pykvedge.methods() if pytestconfig.getoption("all") else list(distinct())

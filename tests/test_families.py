@@ -11,6 +11,7 @@ import pytest
 from conversations import SHORT, a_plan, say
 from modelgen.families import FAMILIES
 from stock_runner import Runner
+from test_provider import divergence
 
 import pykvedge
 from pykvedge.errors import NothingToCompressError, UnsupportedError
@@ -71,13 +72,6 @@ def read_by_session(files, monkeypatch, plan=None):
             session.engine.extend(seen.ids[-1])
         answer.close()
     return seen
-
-
-def divergence(p, q):
-    """KL(p || q) of two rows of logits, in nats."""
-    p, q = (x.astype(np.float64) - x.max() for x in (p, q))
-    log_p, log_q = (x - np.log(np.exp(x).sum()) for x in (p, q))
-    return float((np.exp(log_p) * (log_p - log_q)).sum())
 
 
 @pytest.mark.parametrize("kind", PAIRS)

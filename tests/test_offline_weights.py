@@ -41,13 +41,6 @@ def same(a, b):
     return all(np.array_equal(x, y) for r, s in zip(a.kept, b.kept, strict=True) for x, y in zip(r, s, strict=True))
 
 
-@pytest.fixture
-def own_folder(tmp_path, monkeypatch):
-    folder = tmp_path / "own"
-    monkeypatch.setattr(profiles, "folder", lambda: folder)
-    return folder
-
-
 # Scores
 
 

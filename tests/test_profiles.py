@@ -148,13 +148,6 @@ def test_of_a_large_file_a_sample_is_read(tmp_path, tiny):
 # Which profile a plan gets
 
 
-@pytest.fixture
-def own_folder(tmp_path, monkeypatch):
-    folder = tmp_path / "own"
-    monkeypatch.setattr(profiles, "folder", lambda: folder)
-    return folder
-
-
 def test_what_kvedge_ships_is_found_for_the_demo_model(own_folder):
     names = sorted(path.name for path in profiles.SHIPPED.iterdir())
     assert names == sorted(profiles.file_name(kind, profiles.hash_of(DEMO)) for kind in profile.KINDS)

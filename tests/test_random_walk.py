@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 from choosing import whole
 from random_walk import STEPS, TOLERANCE, walk
-from rpcserver import Server
 
 
 @pytest.mark.parametrize(("kind", "seed"), [("llama", 1), *whole(("qwen3", 2))])
@@ -14,11 +13,7 @@ def test_a_random_walk_computes_what_llama_cpp_does(tiny, environment, native, s
     assert n > STEPS // 2 and worst <= TOLERANCE
 
 
-def test_with_rows_on_an_rpc_server(tiny, environment, native, stock_dir):
+def test_with_rows_on_an_rpc_server(tiny, environment, native, stock_dir, own_server):
     """llama.cpp computes on the host, kvedge on the server, with attention that is ggml's own operations."""
-    server = Server(environment)
-    try:
-        n, worst = walk(tiny("llama", weight="f32").model, STEPS // 4, 3, stock_dir, environment, server.address)
-    finally:
-        server.stop()
+    n, worst = walk(tiny("llama", weight="f32").model, STEPS // 4, 3, stock_dir, environment, own_server.address)
     assert n > STEPS // 4 and worst <= TOLERANCE

@@ -6,6 +6,7 @@ import threading
 
 import numpy as np
 import pytest
+from conversations import SHORT, WORDS, say
 
 import pykvedge
 from pykvedge.chat.session import Session
@@ -16,19 +17,10 @@ from pykvedge.runtime.interrupt import CancelledError
 from pykvedge.runtime.llama_context import Context
 from pykvedge.runtime.sampling import Sampling
 
-SHORT = Sampling(max_tokens=10)
-WORDS = "The quick brown fox jumps over the lazy dog and looks at the picture. " * 3
-
 
 @pytest.fixture(params=["llava", "qwen2vl"])
 def vision_model(request, tiny):
     return tiny(request.param)
-
-
-def say(session, text, images=(), sampling=SHORT):
-    answer = session.ask(text, images, sampling)
-    answer.read()
-    return answer.report
 
 
 def test_pieces_add_up_to_the_text(vision_model, picture_file, native):
