@@ -145,16 +145,16 @@ class Talk:
         """Tells the memory of the process while it answers, with whole rows in a file, and after a message without."""
         one = self._whole  # the only sequence now: no rows are shared
         out: dict[str, dict[str, int]] = {}
-        for name, keep in ((DISK, "disk"), ("compressed only", "")):
-            if name == DISK:
-                self.cache.set_plan(self.plan, self._tables)
-                self.cache.keep(keep, self._folder)
-            else:
+        self.cache.set_plan(self.plan, self._tables)
+        self.cache.keep("disk", self._folder)
+        for i, name in enumerate((DISK, f"{DISK}, second answer", "compressed only")):
+            if i:
                 one.read([TextPiece(self.tokens(self.args.question))])
+            if i == 2:
                 self.cache.keep("")
             one.compress()
             self.answer(one, self.args.before)
-            self.settled(one, keep == "disk")
+            self.settled(one, i < 2)
             self.answer(one, self.args.before)
             gc.collect()
             stats = self.cache.stats(0)
