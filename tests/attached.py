@@ -145,8 +145,8 @@ def case_of(files, method, messages, profile_file, budget=0.4):
 
 
 @contextmanager
-def llama(files, method, budget=None, *, profile=None, images=False, **options):
-    """(llm, attachment) of a tiny model."""
+def llama(files, method, budget=None, *, profile=None, images=False, kept=None, **options):
+    """(llm, attachment) of a tiny model. kept: settings of whole rows, for attach."""
     from llama_cpp import Llama
 
     settings = {"n_ctx": 4096, "n_threads": THREADS, "n_threads_batch": THREADS, "verbose": False, **options}
@@ -154,6 +154,6 @@ def llama(files, method, budget=None, *, profile=None, images=False, **options):
         settings["chat_handler"] = chat_handler(files.mmproj)
     llm = Llama(str(files.model), **settings)
     try:
-        yield llm, pykvedge.attach(llm, method, budget, profile=profile)
+        yield llm, pykvedge.attach(llm, method, budget, profile=profile, **(kept or {}))
     finally:
         llm.close()

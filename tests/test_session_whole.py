@@ -8,6 +8,7 @@ import struct
 import numpy as np
 import pytest
 from attached import profiles
+from contexts import TinyContext, random_tokens
 from conversations import SHORT, WORDS, reframed, say
 
 import pykvedge
@@ -15,6 +16,7 @@ from pykvedge.errors import SessionFileError, UnsupportedError, UsageError
 from pykvedge.library import libkvedge
 from pykvedge.library.native_plan import replays
 from pykvedge.plans.presets import PRESETS
+from pykvedge.runtime.llama_context import take_back
 
 KINDS = ["llama", "qwen3", "gemma3", "qwen2vl"]
 # llama.cpp's own layers have their cells in another order after loading, and sum in that order
@@ -85,6 +87,36 @@ def test_images_and_quantised_rows(tiny, native, tmp_path, picture_file, kind, k
 def test_recurrent_layers_take_no_answer_back(tiny, native, tmp_path):
     plan = pykvedge.plan("h2o", 0.3)
     assert_same(talk(tiny("lfm2"), plan, tmp_path / "s.kvs", keep="ram"), talk(tiny("lfm2"), plan, keep="ram"))
+
+
+class Windowed(TinyContext):
+    """A context whose windowed layers keep, as in many programs, little more than their window."""
+
+    def _adjust(self, params):
+        params.n_ubatch, params.swa_full = 512, False
+
+
+@pytest.mark.parametrize(("n", "taken"), [(10, True), (1100, False)])
+def test_windowed_layers_go_back_as_far_as_they_can(tiny, native, n, taken):
+    """llama.cpp reuses the cells of a window that is left behind: a long answer cannot be taken back."""
+    seen = []
+    for answer in (random_tokens(n, 2), []):
+        context = Windowed(tiny("gemma3").model, pykvedge.plan("full"), n_ctx=4096, n_seq=1)
+        try:
+            context.cache.keep("ram")
+            context.decode(random_tokens(300, 1))
+            context.cache.compress()
+            for token in answer:
+                context.decode([token])
+            if answer:
+                assert take_back(context.llama, context.context, 0, 300) == taken
+                assert context.cache.stats().n_tokens == 300 + (0 if taken else n)
+                context.n[0] -= n if taken else 0
+            context.decode(random_tokens(40, 3))
+            seen.append(np.ctypeslib.as_array(context.llama.llama_get_logits_ith(context.context, -1), (1000,)).copy())
+        finally:
+            context.close()
+    assert not taken or np.array_equal(*seen)
 
 
 @pytest.fixture

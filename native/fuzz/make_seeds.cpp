@@ -99,10 +99,11 @@ int main(int argc, char ** argv) {
     }
     for (int32_t kind = 0; kind < KINDS; kind++) {
         write(argv[1], kind, kind % 2 == 0, false);
-        write_seen(argv[1], kind);
         if (kind < 3) {
             write(argv[1], kind, kind % 2 != 0, true);
         }
     }
+    write_seen(argv[1], 0);  // the small ones
+    write_seen(argv[1], 2);
     return 0;
 }

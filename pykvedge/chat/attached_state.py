@@ -96,7 +96,7 @@ class States:
         if known and self._again.waits:
             return b""
         try:
-            return bytes(libkvedge.pack(self._cache, self._model))
+            return bytes(libkvedge.pack(self._cache, self._model, whole=self._cache.keeps))
         except (StateError, UnsupportedError):
             if not known:
                 raise

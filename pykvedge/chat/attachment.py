@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 from collections.abc import Generator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +13,7 @@ from pykvedge.plans.making import default_plan
 from pykvedge.plans.making import plan as make_plan
 from pykvedge.plans.plan import Plan
 from pykvedge.reference.kvtypes import KvType, ggml_types
+from pykvedge.runtime.keeping import SPACE, Keep
 from pykvedge.system import signals
 from pykvedge.system.guard import Guard, one_thread
 
@@ -23,7 +25,15 @@ if TYPE_CHECKING:
 
 
 def attach(
-    llm: Any, method: str | Plan | None = None, budget: Any = None, *, profile: Given = None, **settings: Any
+    llm: Any,
+    method: str | Plan | None = None,
+    budget: Any = None,
+    *,
+    profile: Given = None,
+    keep: str = "",
+    keep_folder: str | os.PathLike[str] = "",
+    keep_space: int = SPACE,
+    **settings: Any,
 ) -> Attachment:
     """Compresses the prompts of a llama_cpp.Llama from now on; everything else is used as before.
 
@@ -36,6 +46,8 @@ def attach(
     What the model had read is forgotten. States and caches that were filled before raise StateError, and can be loaded
     after detach again.
     profile: one or several, for methods that need them, instead of what is found by itself (pykvedge/plans/profile.py).
+    keep, keep_folder, keep_space: whole rows stay behind compressed ones, as Settings has them. A request that adds to
+    what was read is then answered over all rows, as if it were one prompt; not with methods that read a prompt twice.
     Raises LibraryError (the model is of a llama_cpp with other libraries), NothingToCompressError, ProfileError,
     UsageError, UnsupportedError.
     """
@@ -43,7 +55,7 @@ def attach(
         raise UsageError(f"attach takes a llama_cpp.Llama, not {type(llm).__name__}")
     if "eval" in vars(llm):
         raise StateError("kvedge is attached to this model already; use set_plan of what attach returned, or detach it")
-    return Attachment(llm, _plan(method, budget, settings), profile)
+    return Attachment(llm, _plan(method, budget, settings), profile, Keep.of(keep, keep_folder, keep_space))
 
 
 def _plan(method: str | Plan | None, budget: Any, settings: dict[str, Any]) -> Plan:
@@ -67,7 +79,7 @@ class Attachment:
     """
 
     @signals.held()
-    def __init__(self, llm: Any, plan: Plan, profile: Given = None) -> None:
+    def __init__(self, llm: Any, plan: Plan, profile: Given = None, keep: Keep | None = None) -> None:
         from pykvedge.chat.attached_pass import AttachedPass
         from pykvedge.chat.attached_state import States
         from pykvedge.library import libkvedge
@@ -78,9 +90,14 @@ class Attachment:
         self.plan = plan
         self.guard = Guard("model", over="the cache was detached; attach again")
         self._given = self._tables(plan, spare=False)
+        folder = keep.made_folder() if keep is not None else ""
+        if keep is not None:
+            _check_kept(plan)
         _forget(llm)
         self._kv_type = _kv_type(llm)
         self._cache = libkvedge.Cache(llm.ctx, plan, self._kv_type, auto_compress=True, profiles=self._given)
+        if keep is not None:
+            self._keep(keep.place, folder, keep.space)
         self._again = AttachedPass(llm, self._cache)
         self._again.look()
         self._states = States(llm, self._cache, self._again)
@@ -91,6 +108,13 @@ class Attachment:
             setattr(llm, name, getattr(self, f"_wrapped_{name}"))
         if hasattr(llm, "_stack"):
             llm._stack.callback(self._release)  # before llama_free, when the model is closed
+
+    def _keep(self, place: str, folder: str, space: int) -> None:
+        try:
+            self._cache.keep(place, folder, space)
+        except BaseException:
+            self._cache.detach()
+            raise
 
     def _tables(self, plan: Plan, spare: bool) -> dict[str, ProfileTable]:
         from pykvedge.models.profiles import tables_for
@@ -144,6 +168,9 @@ class Attachment:
         if n > 0 and history.uncut:
             return  # llama_cpp's own way is as good as any
         same = shared(llm.input_ids[:n], tokens)
+        if (whole := self._whole_tokens()) and same >= whole and len(tokens) > whole:
+            n = self._take_back(whole)
+            same = min(same, n)
         fresh = len(tokens) > n or not getattr(llm, "_requires_eval", True)
         if n == 0 or same < n or not fresh or history.failed:
             reads, requests = history.before(same)
@@ -153,6 +180,23 @@ class Attachment:
                 self._read(read.tokens, read.generated)
             history.again(requests)
         history.begin()
+
+    def _whole_tokens(self) -> int:
+        """Counts the first tokens whose whole rows are kept, before those of an answer; 0: there are none."""
+        if not self._cache.keeps or not self._cache.stats().whole_bytes:
+            return 0
+        return self._history.prompt_tokens(self._llm.n_tokens)
+
+    def _take_back(self, n_tokens: int) -> int:
+        """Leaves the first n_tokens: the answer behind them is read again with what follows, over whole rows."""
+        from pykvedge.native import libraries
+        from pykvedge.runtime.llama_context import take_back
+
+        llm = self._llm
+        if n_tokens < llm.n_tokens and take_back(libraries.llama(), llm.ctx, 0, n_tokens):
+            llm.n_tokens = n_tokens
+            self._history.cut(n_tokens)
+        return llm.n_tokens
 
     def _is_uncut(self, plan: Plan) -> bool:
         return plan.budget.ratio == 1.0 and not self._kv_type.quantised
@@ -218,7 +262,8 @@ class Attachment:
     def _recipe(self) -> str:
         from pykvedge.chat.attached_state import recipe
 
-        return recipe(self.plan, self._kv_type, self._given)
+        keeps = " keep" if self._cache.keeps else ""
+        return recipe(self.plan, self._kv_type, self._given) + keeps
 
     # ---------------------------------------------------------------------------------------------------
 
@@ -226,6 +271,11 @@ class Attachment:
     def stats(self) -> Stats:
         """Returns figures of the sequence, as kvedge_stats has them, in bytes and us. Raises StateError if detached."""
         return self._cache.stats()
+
+    @property
+    def keep_problem(self) -> str:
+        """Says why no whole rows are there although they were asked for; empty: they are, or were not asked for."""
+        return self._cache.keep_problem()
 
     @property
     def replay_s(self) -> float:
@@ -241,6 +291,8 @@ class Attachment:
     def set_plan(self, method: str | Plan, budget: Any = None, **settings: Any) -> None:
         """Compresses prompts that complete from now on by this plan."""
         plan = _plan(method, budget, settings)
+        if self._cache.keeps:
+            _check_kept(plan)
         given = self._tables(plan, spare=True)
         self._cache.set_plan(plan, given)
         self._again.look()
@@ -265,6 +317,16 @@ class Attachment:
 
     def __exit__(self, *_: object) -> None:
         self.detach()
+
+
+def _check_kept(plan: Plan) -> None:
+    from pykvedge.library.native_plan import replays
+
+    if replays(plan):
+        raise UsageError(
+            f"method '{plan.method}' reads all of a conversation a second time, which attach does not hold; leave keep "
+            "out, or use pykvedge.Session"
+        )
 
 
 def _forget(llm: Any) -> None:

@@ -48,14 +48,26 @@ class History:
     def note(self, n_before: int, tokens: Sequence[int], generated: bool) -> None:
         """Notes that tokens were read into a cache of n_before, to which an uncompressed one may have been cut."""
         if self.uncut and n_before < self._n:
-            self._cut(n_before)
+            self.cut(n_before)
         if self._reads is None or self._n != n_before:
             self.lose()
             return
         self._reads.append(Read(list(tokens), generated))
         self._n += len(tokens)
 
-    def _cut(self, n_tokens: int) -> None:
+    def prompt_tokens(self, n_tokens: int) -> int:
+        """Counts the tokens before the last answer, of n_tokens in the cache; 0: nobody knows."""
+        if self._reads is None or self._n != n_tokens:
+            return 0
+        n = n_tokens
+        for read in reversed(self._reads):
+            if not read.generated:
+                break
+            n -= len(read.tokens)
+        return n
+
+    def cut(self, n_tokens: int) -> None:
+        """Notes that the first n_tokens are left in the cache."""
         left, self._n = n_tokens, n_tokens
         self._requests = [request for request in self._requests if request[0] <= n_tokens]
         for i, read in enumerate(self._reads or []):

@@ -200,9 +200,9 @@ class Context:
     def cut(self, sequence: int, position: int) -> bool:
         """Removes the tokens of a sequence from a position on. Its place stays with the caller.
 
-        False: recurrent layers cannot take tokens back, and nothing has changed.
+        False: layers that llama.cpp keeps cannot go back so far, and nothing has changed.
         """
-        return self.llama.llama_memory_seq_rm(self.llama.llama_get_memory(self.handle), sequence, position, -1)
+        return take_back(self.llama, self.handle, sequence, position)
 
     def drop(self, sequence: int) -> None:
         """Empties a sequence. Its place stays with the caller."""
@@ -346,6 +346,18 @@ class Context:
         if status == -2:
             raise OutOfMemoryError(f"llama.cpp cannot get the memory to go on: {why}; lower --ctx")
         raise KvedgeError(f"llama.cpp cannot decode the prompt: {why}")
+
+
+def take_back(llama: Any, context: Any, sequence: int, position: int) -> bool:
+    """Removes the tokens of a sequence of a llama_context from a position on.
+
+    False: recurrent layers take no token back, and windowed ones only as far as they still hold what the token before
+    that position sees; nothing has changed.
+    """
+    memory, window = llama.llama_get_memory(context), llama.llama_model_n_swa(llama.llama_get_model(context))
+    if window > 0 and llama.llama_memory_seq_pos_min(memory, sequence) > max(position - window, 0):
+        return False
+    return llama.llama_memory_seq_rm(memory, sequence, position, -1)
 
 
 def ubatch_for(vision: Vision | None, image_tokens: int) -> int:
