@@ -117,7 +117,9 @@ void read_bounded(Sequence & seq, const kvedge_plan & plan, const Tokens & t, Co
         CHECK(prompt.finish_layer(l, &err) == KVEDGE_OK);
     }
     CHECK(prompt.done() && !prompt.failed());
-    outcome = prompt.outcome();
+    outcome.before_bytes = prompt.outcome().before_bytes;
+    outcome.after_bytes  = prompt.outcome().after_bytes;
+    outcome.peak_bytes   = prompt.outcome().peak_bytes;
 }
 
 std::vector<float> rows_of(const Sequence & seq, int32_t l, int32_t h) {
