@@ -70,6 +70,7 @@ if TYPE_CHECKING:
     from pykvedge.reference.stages.base import Param
     from pykvedge.reference.stages.replay import Replay
     from pykvedge.reference.stages.rotation import Rotation
+    from pykvedge.runtime.keeping import Keep
     from pykvedge.runtime.loaded import LoadedModel, load
     from pykvedge.runtime.logprobs import Alternative, Token
     from pykvedge.runtime.report import Report
@@ -93,6 +94,7 @@ __all__ = [
     "GrammarError",
     "HubError",
     "ImageError",
+    "Keep",
     "KvedgeError",
     "LibraryError",
     "LoadedModel",
@@ -160,6 +162,7 @@ _MODULES = {
     "reference.stages.replay": ("Replay",),
     "reference.stages.rotation": ("Rotation",),
     "library.arrays": ("Result", "compress"),
+    "runtime.keeping": ("Keep",),
     "runtime.loaded": ("LoadedModel", "load"),
     "runtime.logprobs": ("Alternative", "Token"),
     "runtime.report": ("Report",),

@@ -129,7 +129,7 @@ def test_what_cannot_be_kept_is_refused(native, tiny, tmp_path):
         pass
     with pytest.raises(UsageError, match="a second time"), llama(files, plan_of("kvzip"), kept=RAM):
         pass
-    with llama(files, plan_of("snapkv"), kept={"keep": "disk", "keep_folder": tmp_path}) as (_, attached):
+    with llama(files, plan_of("snapkv"), kept={"keep": pykvedge.Keep("disk", tmp_path)}) as (_, attached):
         with pytest.raises(UsageError, match="a second time"):
             attached.set_plan("kvzip", 0.3)
         assert attached.plan.method == "snapkv"

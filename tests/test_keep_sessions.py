@@ -67,14 +67,11 @@ CASES = [
 
 @pytest.mark.parametrize(("kind", "method"), CASES)
 @pytest.mark.parametrize("keep", ["ram", *whole("disk")])
-def test_pairs_are_those_of_one_prompt(
-    native, tiny, picture_file, profile_file, tmp_path, passages, monkeypatch, kind, method, keep
-):
+def test_pairs_are_those_of_one_prompt(tiny, picture_file, profile_file, passages, kind, method, keep):
     """Images, M-RoPE and second passes included; the whole prompt is read a second time at once."""
     files, plan = tiny(kind), pykvedge.plan(method, 0.3)
     given = {"profile": profiles(profile_file, files, method), "n_ctx": 4096}
-    where = {"keep": keep, **({"keep_folder": str(tmp_path)} if keep == "disk" else {})}
-    with files.session(plan, **given, **where) as session, files.session(plan, **given) as fresh:
+    with files.session(plan, **given, keep=keep) as session, files.session(plan, **given) as fresh:
         for i, text in enumerate(TEXTS):
             images = [picture_file()] if files.mmproj and i in (0, 2) else []
             report = say(session, text, images, SHORT)

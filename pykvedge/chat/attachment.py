@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import os
 from collections.abc import Generator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +12,7 @@ from pykvedge.plans.making import default_plan
 from pykvedge.plans.making import plan as make_plan
 from pykvedge.plans.plan import Plan
 from pykvedge.reference.kvtypes import KvType, ggml_types
-from pykvedge.runtime.keeping import SPACE, Keep
+from pykvedge.runtime.keeping import Keep
 from pykvedge.system import signals
 from pykvedge.system.guard import Guard, one_thread
 
@@ -30,9 +29,7 @@ def attach(
     budget: Any = None,
     *,
     profile: Given = None,
-    keep: str = "",
-    keep_folder: str | os.PathLike[str] = "",
-    keep_space: int = SPACE,
+    keep: str | Keep = "",
     **settings: Any,
 ) -> Attachment:
     """Compresses the prompts of a llama_cpp.Llama from now on; everything else is used as before.
@@ -46,8 +43,8 @@ def attach(
     What the model had read is forgotten. States and caches that were filled before raise StateError, and can be loaded
     after detach again.
     profile: one or several, for methods that need them, instead of what is found by itself (pykvedge/plans/profile.py).
-    keep, keep_folder, keep_space: whole rows stay behind compressed ones, as Settings has them. A request that adds to
-    what was read is then answered over all rows, as if it were one prompt; not with methods that read a prompt twice.
+    keep: whole rows stay behind compressed ones, in "ram", on "disk", or as a Keep says. A request that adds to what
+    was read is then answered over all rows, as if it were one prompt; not with methods that read a prompt twice.
     Raises LibraryError (the model is of a llama_cpp with other libraries), NothingToCompressError, ProfileError,
     UsageError, UnsupportedError.
     """
@@ -55,7 +52,7 @@ def attach(
         raise UsageError(f"attach takes a llama_cpp.Llama, not {type(llm).__name__}")
     if "eval" in vars(llm):
         raise StateError("kvedge is attached to this model already; use set_plan of what attach returned, or detach it")
-    return Attachment(llm, _plan(method, budget, settings), profile, Keep.of(keep, keep_folder, keep_space))
+    return Attachment(llm, _plan(method, budget, settings), profile, keep if isinstance(keep, Keep) else Keep.of(keep))
 
 
 def _plan(method: str | Plan | None, budget: Any, settings: dict[str, Any]) -> Plan:
