@@ -182,6 +182,10 @@ def test_what_cannot_be_exact_is_refused(tiny, native):
         tiny("llama").session(keep="ram", exact=True, stream=True)
     with pytest.raises(UnsupportedError, match="recurrent"):
         tiny("lfm2").session(pykvedge.plan("snapkv", 0.3), keep="ram", exact=True)
+    # the CPU's layers go the way of a device's
+    on_device = tiny("llama").session(pykvedge.plan("snapkv", 0.3), keep="ram", exact=True, device="CPU")
+    with on_device as session, pytest.raises(UnsupportedError, match="device none"):
+        session.ask("Hello")
 
 
 def test_the_option(kvedge, native):

@@ -238,6 +238,11 @@ class Engine:
         driver = Driver(self._model, self._vision, size, self._threads)
         try:
             driver.take_over_if_possible(plan, tables, keep=self._settings.keeping)
+            if self._settings.exact and driver.cache is not None and driver.cache.on_devices:
+                raise UnsupportedError(
+                    "exact answers are verified over whole rows, which lie on the host; keep the model off the devices "
+                    "with --device none, or leave --exact out"
+                )
         except BaseException:
             driver.close()
             raise
