@@ -1,8 +1,9 @@
 """One side of a random walk: `walk_worker.py SIDE MODEL OUT.npy STEPS SEED [HOST:PORT]`, for random_walk.py.
 
 SIDE is "stock" (whatever LLAMA_CPP_LIB_PATH names) or "ours". Both make the same random operations on several sequences
-in one context. Ours also compresses by random plans that keep everything, and takes sequences through files. With the
-address of an RPC server the model and the rows of ours lie there.
+in one context. Ours also compresses by random plans that keep everything, takes sequences through files, and now and
+then keeps whole rows behind compressed ones, in memory or in a file. With the address of an RPC server the model and
+the rows of ours lie there.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ COVERS = (1.0, 4096)  # shares and KV pairs that no sequence goes beyond
 
 SIDE, MODEL, OUT, STEPS, SEED = *sys.argv[1:4], int(sys.argv[4]), int(sys.argv[5])
 SERVER = sys.argv[6] if len(sys.argv) > 6 else ""
+FOLDER = str(Path(OUT).parent)
 if SIDE == "ours":
     import pykvedge
     from pykvedge.library import libkvedge
@@ -140,6 +142,8 @@ class Walk:
     def compress(self) -> None:
         s = self.rng.randrange(N_SEQ)
         if self.cache:
+            if self.own.random() < 0.3:
+                self.cache.keep(self.own.choice(("", "ram", "disk")), FOLDER)
             plan = pykvedge.plan(self.own.choice(METHODS), self.own.choice(COVERS))
             if self.own.random() < 0.5:
                 self.cache.set_plan(plan)

@@ -46,7 +46,8 @@ class Rounds:
         self.under_way = ""
 
     def new(self):
-        return pykvedge.Session(self.model, plan=PLANS[0], undo=True, progress=lambda what, share: None)
+        kept = {"keep": self.random.choice(("", "ram", "disk")), "keep_folder": str(self.file.parent)}
+        return pykvedge.Session(self.model, plan=PLANS[0], undo=True, progress=lambda what, share: None, **kept)
 
     def fresh(self):
         self.session.clear()
