@@ -165,8 +165,11 @@ std::vector<Removed> remove_rows(Store & store, int32_t p0, int32_t p1) {
         row += b >= pending_from ? cuts.back().rows.size() : 0;
     }
     for (size_t b = 0; b < blocks.size(); b++) {
-        for (size_t l = 0; cuts[b].any && !ends(cuts[b].rows) && l < blocks[b].layers.size(); l++) {
-            blocks[b].layers[l].rows.memory().own();
+        for (size_t l = 0; cuts[b].any && l < blocks[b].layers.size(); l++) {
+            BlockLayer & layer = blocks[b].layers[l];
+            if (!layer.heads.empty() || !ends(cuts[b].rows)) {
+                layer.rows.memory().own();
+            }
         }
     }
     for (size_t b = 0; b < blocks.size(); b++) {

@@ -86,6 +86,7 @@ void HeadList::keep(const std::vector<uint8_t> & flags) {
 void Block::loosen(size_t layer) {
     BlockLayer & bl = layers[layer];
     if (!bl.heads.empty()) {
+        bl.rows.memory().own();
         return;
     }
     std::vector<HeadList> heads((size_t) bl.rows.shape().n_heads_kv);
