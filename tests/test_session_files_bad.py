@@ -16,8 +16,8 @@ from pykvedge.runtime.sessionfile import Note, fingerprint, read_note
 
 def test_a_newer_version_is_refused(saved):
     model, file = saved
-    file.write_bytes(reframed(file.read_bytes(), version=4))
-    with model.session() as session, pytest.raises(SessionFileError, match=r"version 4.*update"):
+    file.write_bytes(reframed(file.read_bytes(), version=5))
+    with model.session() as session, pytest.raises(SessionFileError, match=r"version 5.*update"):
         session.load(file)
 
 

@@ -174,7 +174,7 @@ bool BoundedPrompt::trim() {
         written_ += job.out.main->layers[l].rows.bytes();
         note_peak();
         written_ -= from->layers[l].rows.bytes();
-        from->layers[l].rows.give_back();
+        from->layers[l].rows.memory() = SharedPages();
     }
     return true;
 }

@@ -72,7 +72,7 @@ using Shifts = std::vector<int32_t>;  // [tokens] positions by which a token mov
 
 void turn_keys(LayerRows & rows, int32_t head, const std::vector<int32_t> & tokens, const Shifts & by, const Rotation & rotation, Turner & with) {
     const auto            d     = (size_t) rows.shape().d_k;
-    const uint8_t * const begin = ((const LayerRows &) rows).data();
+    const uint8_t * const begin = rows.data();
     size_t                at    = 0;
     rows.each_segment(head, [&](const Segment & segment) {
         uint8_t * key = rows.data() + (segment.k.data - begin);

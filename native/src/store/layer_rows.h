@@ -37,7 +37,6 @@ class LayerRows {
     SharedPages &       memory() { return memory_; }
 
     bool     take();                                     // memory for all rows. False: there is none
-    void     give_back() { memory_ = SharedPages(); }    // the memory
     void     clear() noexcept;                           // the memory, and every row of heads that are loose or ragged
     uint64_t bytes() const { return memory_.size(); }  // of memory that is held
     uint64_t extent() const { return extent_; }          // of the rows that there is room for
@@ -76,9 +75,8 @@ class LayerRows {
 
     const LayerShape & shape() const { return shape_; }
     const Storage &    storage() const { return storage_; }
-    const uint8_t *    data() const { return memory_.data(); }
+    uint8_t *          data() const { return memory_.data(); }
     const RaggedHead * head(int32_t h) const { return heads_.empty() ? nullptr : &heads_[(size_t) h]; }  // NULL: uniform
-    uint8_t *          data() { return memory_.data(); }
 
   private:
     size_t k_at(int32_t head, int32_t row) const {

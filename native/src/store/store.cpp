@@ -217,13 +217,13 @@ bool Store::append_unallocated(int32_t n, const int32_t * new_pos, const uint8_t
 
 bool take_layer(Store & store, size_t layer) { return store.parts().blocks.back().layers[layer].rows.take(); }
 
-void give_back_layer(Store & store, size_t layer) { store.parts().blocks.back().layers[layer].rows.give_back(); }
+void give_back_layer(Store & store, size_t layer) { store.parts().blocks.back().layers[layer].rows.memory() = SharedPages(); }
 
 void Store::send_away(size_t layer) {
     away_.resize(shapes().size());
     away_[layer] = 1;
     for (Block & block : blocks) {
-        block.layers[layer].rows.give_back();
+        block.layers[layer].rows.memory() = SharedPages();
     }
 }
 
@@ -231,7 +231,7 @@ bool Store::bring_back(size_t layer) {
     for (size_t b = 0; b < blocks.size(); b++) {
         if (!blocks[b].layers[layer].rows.take()) {
             while (b-- > 0) {
-                blocks[b].layers[layer].rows.give_back();
+                blocks[b].layers[layer].rows.memory() = SharedPages();
             }
             return false;
         }
@@ -366,7 +366,7 @@ uint64_t give_back_pending(Store & store, size_t layer) {
     uint64_t        n   = 0;
     for (size_t b = all.pending_from; b < all.blocks.size(); b++) {
         n += all.blocks[b].layers[layer].rows.bytes();
-        all.blocks[b].layers[layer].rows.give_back();
+        all.blocks[b].layers[layer].rows.memory() = SharedPages();
     }
     return n;
 }

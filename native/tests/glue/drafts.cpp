@@ -16,6 +16,14 @@ struct Alone {
     Alone(llama_model * model, const kvedge_plan * plan, kvedge_type type, const std::vector<llama_token> & prompt,
           const std::vector<llama_token> & answer)
         : w(model, plan, type) {
+        read(model, type, prompt, answer);
+    }
+    Alone(llama_model * model, const kvedge_plan * plan, kvedge_devices devices, const std::vector<llama_token> & prompt,
+          const std::vector<llama_token> & answer)
+        : w(model, plan, KVEDGE_TYPE_F16, devices) {
+        read(model, KVEDGE_TYPE_F16, prompt, answer);
+    }
+    void read(llama_model * model, kvedge_type type, const std::vector<llama_token> & prompt, const std::vector<llama_token> & answer) {
         CHECK(w.decode(prompt) == 0);
         if (w.stats().n_layers < llama_model_n_layer(model)) {  // the others' last bits decide how rows are rounded
             tolerance = type == KVEDGE_TYPE_F16 ? 5e-3 : 0.1;
@@ -137,7 +145,7 @@ void over_whole_rows(llama_model * model) {
     const auto   prompt = words(model, PROMPT, 21), answer = words(model, 40, 22);
     Plan         full({}), plan({ { "scorer", "knorm" }, { "budget", "0.25" } });
     kvedge_error err{};
-    Alone        alone(model, full.plan, KVEDGE_TYPE_F16, prompt, answer);
+    Alone        alone(model, full.plan, KVEDGE_DEVICES_NONE, prompt, answer);
     World        w(model, plan.plan, KVEDGE_TYPE_F16, KVEDGE_DEVICES_NONE);
     CHECK(w.good(kvedge_keep(w.kv, KVEDGE_KEEP_MEMORY, nullptr, 0, &err), err));
     CHECK(w.decode(prompt) == 0 && kvedge_compress(w.kv, 0, &err) == KVEDGE_OK);
