@@ -11,10 +11,11 @@ from llama_source import ROOT
 FEWER = {"test_attention": ["3"], "test_faults": ["11"], "test_session": ["20"]}
 # the models of kvedge-glue-tests, which reads some thousand prompts: small ones do
 GLUE_SHAPE = {"head_size": 32, "n_vocab": 512}
-THREADED = ("test_attention", "test_bounded", "test_claim", "test_custom", "test_memory")  # tests with several threads
+# tests with several threads
+THREADED = ("test_attention", "test_bounded", "test_claim", "test_custom", "test_memory", "test_spill")
 # tests of what differs by processor or system; the others compute the same everywhere
 PLACED = ("test_attention", "test_check_kernels", "test_claim", "test_crash", "test_files", "test_kernels",
-          "test_memory", "test_session", "test_storage", "test_structs")  # fmt: skip
+          "test_memory", "test_session", "test_spill", "test_storage", "test_structs")  # fmt: skip
 
 
 def build_native(name: str, targets: list[str], **options: str) -> Path:

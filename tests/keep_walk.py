@@ -9,6 +9,7 @@ import json
 import random
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 import keeping
@@ -20,6 +21,10 @@ from pykvedge.native.calls import call
 
 N_SEQ, LONGEST = 4, 600
 METHODS = ("snapkv", "h2o", "knorm", "kvedge", "lookm")
+
+
+class EndedError(Exception):
+    """There is no conversation to go on with."""
 
 
 @dataclass
@@ -36,15 +41,19 @@ class Walk:
 
     def __post_init__(self) -> None:
         self.rng = random.Random(self.seed)
-        self.most = 0
+        self.most, self.placed = 0, False
 
     def talk(self) -> Talk:
+        """One of them. Raises EndedError where the whole rows of a new one are given up at once."""
         i = self.rng.randrange(N_SEQ)
+        if i in self.talks:
+            return self.talks[i]
+        self.talks[i] = made = Talk(self.context, i)
+        made.say(self.tokens(80, 200))
+        self.check(made)
         if i not in self.talks:
-            self.talks[i] = Talk(self.context, i)
-            self.talks[i].say(self.tokens(80, 200))
-            self.check(self.talks[i])
-        return self.talks.get(i) or self.talk()
+            raise EndedError
+        return made
 
     def tokens(self, low: int, high: int) -> list[int]:
         return random_tokens(self.rng.randint(low, high), seed=self.rng.randrange(1 << 20))
@@ -121,13 +130,16 @@ class Walk:
         self.context.n = {i: n if i == talk.sequence else 0 for i, n in self.context.n.items()}
 
     def place(self) -> None:
-        self.context.cache.keep(*self.rng.choice(self.places), self.most)
+        if len(self.places) > 1 or not self.placed:
+            self.context.cache.keep(*self.rng.choice(self.places), self.most)
+            self.placed = True
 
     def step(self) -> None:
         for talk in [talk for talk in self.talks.values() if talk.n > LONGEST]:
             self.end(talk)
         operations: list[Callable] = [self.say, self.answer, self.drafts, self.cut, self.copy, self.keep, self.place]
-        self.rng.choices(operations, (30, 25, 10, 12, 8, 1, 6))[0]()
+        with suppress(EndedError):
+            self.rng.choices(operations, (30, 25, 10, 12, 8, 1, 6))[0]()
 
 
 def walk(made: Walk, steps: int) -> Walk:
