@@ -102,7 +102,7 @@ void sharing(const Storage & storage) {
             if (below(8) == 0) {
                 auto job = std::make_shared<SpillJob>();
                 for (const Block & block : of.shared->rows.contents().blocks) {
-                    if (const auto memory = block.layers[0].rows.memory(); memory && !memory->mapped()) {
+                    if (const auto memory = block.layers[0].rows.memory().pages(); memory && !memory->mapped()) {
                         job->parts.push_back({ memory, nullptr });
                     }
                 }
@@ -114,8 +114,8 @@ void sharing(const Storage & storage) {
                 CHECK(job->state == SpillJob::State::written);
                 for (Block & block : of.shared->rows.parts().blocks) {
                     for (const Spilled & part : job->parts) {
-                        if (part.from == block.layers[0].rows.memory()) {
-                            block.layers[0].rows.lie_in(part.to);
+                        if (part.from == block.layers[0].rows.memory().pages()) {
+                            block.layers[0].rows.memory() = SharedPages(part.to);
                         }
                     }
                 }
