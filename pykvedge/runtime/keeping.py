@@ -31,7 +31,7 @@ class Keep:
     @classmethod
     def of(cls, keep: str = "", keep_folder: str | os.PathLike[str] = "", keep_space: int = SPACE) -> Keep | None:
         """Makes it of settings; None: whole rows stay nowhere. Raises UsageError."""
-        return cls(keep, os.fspath(keep_folder), keep_space) if keep else None
+        return cls(keep, keep_folder, keep_space) if keep else None
 
     def made_folder(self) -> str:
         """Returns the folder of the file; makes the default one, which is the owner's alone. Raises UsageError."""
