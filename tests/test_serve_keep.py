@@ -130,6 +130,30 @@ def test_whole_rows_in_memory_count_and_those_on_disk_go_to_the_folder(engine, t
     assert disk == 0 and folder > plain + whole * 0.9
 
 
+@pytest.mark.parametrize("place", ["ram", "disk"])
+def test_what_a_job_needs_is_never_exceeded(engine, tmp_path, place):
+    """Admission goes by it. On disk an answer needs less as soon as its whole rows are written."""
+    made = engine(Keep.of(place, tmp_path if place == "disk" else ""))
+    decoder, measure, seen = made._decoder, made._decoder._measure, []
+
+    def noting(slots):
+        measure(slots)
+        for slot in slots:
+            stats = decoder._driver.cache.stats(slot.sequence.number)
+            assert slot.n_bytes == stats.bytes + stats.whole_bytes - stats.whole_file_bytes
+            seen.append((slot.n_bytes, slot.work.need, slot.file_bytes, slot.next is not None))
+
+    decoder._measure = noting
+    chain(made, pykvedge.plan("snapkv", 0.2))
+    block = 32 * made.preparer.bytes_per_token  # rows of an answer come in blocks, with keep and without
+    assert all(n_bytes <= need + block for n_bytes, need, _, _ in seen)
+    answering = [(need, file_bytes) for _, need, file_bytes, answers in seen if answers]
+    assert any(file_bytes > 0 for _, file_bytes in answering) == (place == "disk")
+    if place == "disk":
+        smallest, largest = min(need for need, _ in answering), max(need for need, _ in answering)
+        assert smallest < largest / 2
+
+
 def test_a_conversation_that_does_not_fit_is_read_again_and_answered_alike(engine):
     """Of a prompt that takes more than half of the memory nothing waits: all of it is read, by the same plan."""
     plan = pykvedge.plan("snapkv", 0.2)
