@@ -200,6 +200,73 @@ void test_there_and_back(const std::vector<LayerShape> & shapes, const Storage &
     }
 }
 
+// What was observed of a sequence comes back as it was; lies about it do no harm.
+void test_whole(const std::vector<LayerShape> & shapes, const Storage & type, int32_t every) {
+    Observation all;
+    all.sums = all.squares = all.entropy = all.queries = all.peaks = true;
+    all.window  = 8;
+    all.moments = 2;
+    Sequence             seq(shapes, type);
+    std::vector<int32_t> pos(60);
+    std::iota(pos.begin(), pos.end(), 0);
+    for (int32_t n : { 40, 20 }) {
+        CHECK(make_room(seq, all, n) && seq.rows.append(n, pos.data() + seq.rows.n_tokens(), n == 20));
+        seq.observe(n, true);
+        seq.observed.missing.count(n, all, true);
+    }
+    for (size_t l = 0; l < shapes.size(); l++) {
+        LayerSeen & seen = seq.observed.layer(l);
+        for (double & x : seen.sums.sums) {
+            x = (double) rng() / 7.0;
+        }
+        for (float & x : seen.window.q) {
+            x = (float) rng() / 3.0f;
+        }
+        seen.window.sinks.assign((size_t) shapes[l].n_heads, 0.25f);
+    }
+    seq.observed.skip_windows(3);
+    const auto good = [&] {
+        kvedge_error err{};
+        FileWriter   out;
+        CHECK(out.open(path.c_str(), &err) == KVEDGE_OK);
+        write_whole(seq, out);
+        CHECK(out.commit(&err) == KVEDGE_OK);
+        std::vector<uint8_t> data((size_t) out.size());
+        FileReader           in;
+        CHECK(in.open(path.c_str(), &err) == KVEDGE_OK && in.read(data.data(), data.size()));
+        return data;
+    }();
+    BytesReader in(good.data(), good.size());
+    const auto  back = read_whole(in, shapes, type);
+    CHECK(back && in.left() == 0);
+    if (!back) {
+        return;
+    }
+    CHECK(visit(*back) == visit(seq) && back->observed.missing.of == seq.observed.missing.of && back->observed.window_from() == 3);
+    CHECK(back->observed.seen() == seq.observed.seen() && back->observed.n_entropies() == 60 && back->observed.modality() == seq.observed.modality());
+    CHECK(back->observed.have().window == 8 && back->observed.have().moments == 2 && back->observed.have().queries && back->observed.queries.of(1).size() == 2);
+    for (size_t l = 0; l < shapes.size(); l++) {
+        const LayerSeen & a = seq.observed.layer(l), & b = back->observed.layer(l);
+        CHECK(a.sums.sums == b.sums.sums && a.sums.squares == b.sums.squares && a.entropy == b.entropy && a.window.q == b.window.q &&
+              a.window.sinks == b.window.sinks && a.window.row == b.window.row && a.peaks.highest == b.peaks.highest);
+    }
+    const int32_t edge[] = { -1, 0, 1, 59, INT32_MAX, INT32_MIN };
+    for (int32_t i = 0; i < 1000; i += every) {
+        auto         bad = good;
+        const size_t at  = (size_t) below((int32_t) bad.size() - 4);
+        i % 3 == 2 ? bad.resize(at) : (void) memcpy(bad.data() + (i % 3 == 1 ? bad.size() - 4 - at % 2000 : at), &edge[below(6)], 4);
+        BytesReader reader(bad.data(), bad.size());
+        try {
+            if (const auto other = read_whole(reader, shapes, type)) {
+                CHECK(make_room(*other, all, 5) && other->rows.append(5, pos.data(), false));
+                other->observe(5, true);
+                other->remove(10, 30);
+            }
+        } catch (const std::bad_alloc &) {
+        }
+    }
+}
+
 // Biases that no softmax can take are damage.
 void test_bad_biases(const std::vector<LayerShape> & shapes) {
     const Storage type = { Type::f16, Type::f16 };
@@ -258,6 +325,7 @@ int main(int argc, char ** argv) {
         }
     }
     test_bad_biases(shapes);
+    test_whole(shapes, { Type::f16, Type::f16 }, every);
     for (const Storage & storage : storages) {
         for (bool gaps : { false, true }) {
             test_there_and_back(storage.quantised() ? blocks : shapes, storage, gaps);

@@ -213,6 +213,20 @@ void changes(llama_model * model, const std::string & folder) {
               w.next[0]           = status == KVEDGE_OK ? N + 2 : 0;
               return status;
           } });
+    const auto keeping = [](World & w) {
+        CHECK(kvedge_keep(w.kv, KVEDGE_KEEP_MEMORY, nullptr, 0, nullptr) == KVEDGE_OK && kvedge_keep_saved(w.kv, true, nullptr) == KVEDGE_OK);
+    };
+    ours({ "save whole rows", [&](World & w) { keeping(w), ready(w); }, [](World & w) {
+              kvedge_error err{};
+              return kvedge_save(w.kv, 0, path.c_str(), "m", "note", 4, &err);
+          } });
+    ours({ "load whole rows", keeping, [](World & w) {
+              kvedge_error err{};
+              const auto   status = kvedge_load(w.kv, 0, path.c_str(), "m", &err);
+              CHECK((w.stats().whole_bytes > 0) == (status == KVEDGE_OK));
+              w.next[0] = status == KVEDGE_OK ? N + 2 : 0;
+              return status;
+          } });
     CHECK(std::distance(std::filesystem::directory_iterator(folder), {}) >= 1);
     for (const auto & entry : std::filesystem::directory_iterator(folder)) {
         CHECK(entry.path().extension() != ".part");

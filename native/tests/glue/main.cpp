@@ -29,6 +29,7 @@ void host_scenarios(llama_model * model, const std::string & folder, bool first,
     as_without_a_cache(model);
     step("turns, files, bounded prompts");
     turns_and_files(model, folder);
+    whole_files(model, folder);
     bounded_prompts(model);
     second_passes(model);
     step("drafts");

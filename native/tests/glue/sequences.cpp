@@ -115,6 +115,40 @@ void turns_and_files(llama_model * model, const std::string & folder) {
     }
 }
 
+// A file with whole rows: a later turn keeps what it keeps without the file. Where none are kept they are dropped.
+void whole_files(llama_model * model, const std::string & folder) {
+    const std::string path = folder + "/whole.kvs";
+    Plan              plan({ { "scorer", "cumulative" }, { "budget", "0.25" } });
+    World             w(model, plan.plan), loaded(model, plan.plan), drops(model, plan.plan);
+    kvedge_error      err{};
+    for (World * of : { &w, &loaded }) {
+        CHECK(kvedge_keep(of->kv, KVEDGE_KEEP_MEMORY, nullptr, 0, &err) == KVEDGE_OK);
+    }
+    CHECK(kvedge_keep_saved(w.kv, true, &err) == KVEDGE_OK && kvedge_keep_saved(nullptr, true, &err) == KVEDGE_E_ARGUMENT);
+    CHECK(w.decode(words(model, PROMPT, 1)) == 0);
+    w.answer(6);
+    CHECK(w.good(kvedge_save(w.kv, 0, path.c_str(), "tiny", nullptr, 0, &err), err));
+    kvedge_saved saved{};
+    saved.struct_size = sizeof(saved);
+    CHECK(kvedge_read_saved(path.c_str(), &saved, nullptr, 0, &err) == KVEDGE_OK && saved.whole);
+    CHECK(saved.file_bytes > w.stats().bytes + w.stats().whole_bytes / 2);
+    for (World * of : { &loaded, &drops }) {
+        CHECK(of->good(kvedge_load(of->kv, 0, path.c_str(), "tiny", &err), err));
+        of->next[0] = w.next[0];
+        CHECK(of->kept(1, 0) == w.kept(1, 0));
+    }
+    CHECK(loaded.stats().whole_bytes > 0 && drops.stats().whole_bytes == 0);
+    for (World * of : { &w, &loaded, &drops }) {
+        CHECK(of->decode(words(model, PROMPT / 2, 2)) == 0);
+        of->answer(4);
+    }
+    CHECK(loaded.kept(0, 0) == w.kept(0, 0) && loaded.kept(1, 1) == w.kept(1, 1) && drops.kept(1, 1) != w.kept(1, 1));
+    const auto a = w.logits(), b = loaded.logits();
+    CHECK(std::equal(a.begin(), a.end(), b.begin(), [](float x, float y) { return close_to(x, y, 1e-4); }));
+    CHECK(w.good(kvedge_keep_saved(w.kv, false, &err), err) && w.good(kvedge_save(w.kv, 0, path.c_str(), "tiny", nullptr, 0, &err), err));
+    CHECK(kvedge_read_saved(path.c_str(), &saved, nullptr, 0, &err) == KVEDGE_OK && !saved.whole);
+}
+
 // A part of a sequence, copied or left over by a cut, goes through a file as the whole does.
 void parts_and_files(llama_model * model, const std::string & folder) {
     const std::string path = folder + "/part.kvs";

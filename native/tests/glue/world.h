@@ -85,6 +85,7 @@ void critical_rule(llama_model * model);
 void as_without_a_cache(llama_model * model);
 void sequences(llama_model * model);
 void turns_and_files(llama_model * model, const std::string & folder);
+void whole_files(llama_model * model, const std::string & folder);
 void parts_and_files(llama_model * model, const std::string & folder);
 void bounded_prompts(llama_model * model);
 void streams(llama_model * model);
