@@ -76,9 +76,12 @@ void goes_on(World & a, World & b, double tolerance) {
 }
 
 void equal_to_single_tokens(llama_model * model) {
-    const auto prompt = words(model, PROMPT, 21), answer = words(model, 70, 22);
+    const auto prompt = words(model, PROMPT, 21), answer = words(model, 40, 22);  // more than a group of rows
     for (const char * budget : { "0.25", "1.0" }) {
         for (const kvedge_type type : { KVEDGE_TYPE_F16, KVEDGE_TYPE_Q4_0, KVEDGE_TYPE_KIVI4 }) {
+            if (type != KVEDGE_TYPE_F16 && std::string(budget) == "1.0") {
+                continue;
+            }
             Plan plan({ { "scorer", "cumulative" }, { "budget", budget } });
             for (const auto & [most, right] : { std::pair(4, 4), { 4, 0 }, { 12, 5 } }) {
                 Alone alone(model, plan.plan, type, prompt, answer);
