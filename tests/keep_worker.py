@@ -62,7 +62,7 @@ def forked(context: TinyContext, folder: str, conversations: int) -> int:
 
 
 def kills(job) -> dict:
-    """Children that talk until they are killed: what they leave in the folder, and what is seen there meanwhile."""
+    """Children that talk until they are killed: what is left after the next start, and what is seen meanwhile."""
     rng, folder = random.Random(job["seed"]), Path(job["folder"])
     context = TinyContext(job["model"], PLAN)
     began = time.monotonic()
@@ -78,6 +78,7 @@ def kills(job) -> dict:
         mapped += str(folder) in Path(f"/proc/{child}/maps").read_text()
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
+        context.cache.keep("disk", str(folder))  # the next start
         left += len(list(folder.iterdir()))
     context.close()
     return {"left": left, "seen": seen, "mapped": mapped}

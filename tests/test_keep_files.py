@@ -145,12 +145,12 @@ print(json.dumps(said))
 
 
 @linux
-@pytest.mark.parametrize(("words", "kills"), [("", 10), ("named", 5), *whole(("", 1000), ("named", 300))])
+@pytest.mark.parametrize(("words", "kills"), [("", 10), ("named", 10), *whole(("", 1000), ("named", 1000))])
 def test_kills_leave_no_file(native, tiny, working, tmp_path, faults, words, kills):
     job = {"job": "kills", "model": str(tiny("llama").model), "folder": str(tmp_path), "seed": 1}
     found = working("keep_worker.py", {**job, "kills": kills}, faults(words))
     assert found["left"] == 0 and found["mapped"] > 0, found
-    assert words or found["seen"] == 0
+    assert words or found["seen"] == 0  # a file has no name at any time
 
 
 # ------------------------------------------------------------------------------------------------------------

@@ -12,8 +12,11 @@
 #else
 #    include <cerrno>
 #    include <cstdlib>
+#    include <cstring>
+#    include <dirent.h>
 #    include <fcntl.h>
 #    include <sys/mman.h>
+#    include <sys/stat.h>
 #    include <unistd.h>
 #    if defined(__linux__)
 #        include <sys/vfs.h>
@@ -91,6 +94,26 @@ static const char * why_not(const std::string & folder) {
 
 static int last_error() { return errno; }
 
+static constexpr char TEMPLATE[] = "kvedge-rows-XXXXXX";  // of names, where a file must have one at first
+
+// What a program left that was killed before its file lost its name: empty, since nothing was written yet. Taking the name from
+// one that is about to do so harms nobody.
+static void remove_left(const std::string & folder) {
+    DIR * const  dir   = opendir(folder.c_str());
+    const size_t fixed = sizeof(TEMPLATE) - 1 - 6;
+    while (const dirent * entry = dir ? readdir(dir) : nullptr) {
+        struct stat file;
+        if (strlen(entry->d_name) == sizeof(TEMPLATE) - 1 && strncmp(entry->d_name, TEMPLATE, fixed) == 0 &&
+            fstatat(dirfd(dir), entry->d_name, &file, AT_SYMLINK_NOFOLLOW) == 0 && S_ISREG(file.st_mode) && file.st_size == 0 &&
+            file.st_uid == geteuid()) {
+            unlinkat(dirfd(dir), entry->d_name, 0);
+        }
+    }
+    if (dir) {
+        closedir(dir);
+    }
+}
+
 UnnamedFile::~UnnamedFile() {
     if (file_ >= 0) {
         ::close(file_);
@@ -104,7 +127,7 @@ bool UnnamedFile::open(const std::string & folder) {
         return true;
     }
 #    endif
-    std::string name = folder + "/kvedge-XXXXXX";  // some file systems have no files without a name: it loses its own at once
+    std::string name = folder + "/" + TEMPLATE;  // some file systems have no files without a name: it loses its own at once
     file_            = mkstemp(name.data());
     if (file_ < 0) {
         return failed("make a file");
@@ -181,6 +204,9 @@ kvedge_status check_folder(const std::string & folder, kvedge_error * err) {
     if (const char * why = why_not(folder)) {
         return fail(err, KVEDGE_E_UNSUPPORTED, "the folder '%s' %s", folder.c_str(), why);
     }
+#if !defined(_WIN32)
+    remove_left(folder);
+#endif
     UnnamedFile file;
     Pages       pages;
     const char  one = 1;

@@ -39,7 +39,8 @@ class UnnamedFile {
     std::string problem_;
 };
 
-// Whether files of the folder can be written, and mapped without harm: not where another machine may take them away.
+// Whether files of the folder can be written, and mapped without harm: not where another machine may take them away. Removes
+// empty files that were left of programs which were killed before a file had lost its name.
 // Errors: KVEDGE_E_UNSUPPORTED, KVEDGE_E_FILE.
 kvedge_status check_folder(const std::string & folder, kvedge_error * err);
 
