@@ -275,7 +275,7 @@ void decode_task(const AttendJob & job, int32_t task, int32_t n_splits, DecodePa
     std::fill(out.o, out.o + (size_t) piece.rows * ld, 0.0f);
 
     Queries       x;
-    const int32_t most = rows_at_a_time(piece.rows, shape.d_k);
+    const int32_t most = job.as_alone ? std::max(1, MANY_ROWS / piece.group) * piece.group : rows_at_a_time(piece.rows, shape.d_k);
     for (x.first = 0; x.first < piece.rows; x.first += most) {
         x.n = std::min(most, piece.rows - x.first);
         load_queries(job, piece, shape.d_k, x);

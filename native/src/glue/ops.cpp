@@ -30,6 +30,7 @@ AttendJob make_job(const LayerOp & op, const Run & run, ggml_tensor * dst) {
     job.places    = run.places.empty() ? nullptr : run.places.data();
     job.scale     = op.scale;
     job.softcap   = shape.softcap;
+    job.as_alone  = run.kind == Kind::answer;  // drafts are compared with tokens that came one by one
     job.sinks     = dst->src[2] ? (const float *) dst->src[2]->data : nullptr;
     if (op.reader >= 0) {
         return job;  // scores are those of the layer that the rows belong to
