@@ -136,6 +136,7 @@ class DecodePartials {
 
 
 constexpr int32_t DECODE_ROWS = 256;  // query rows (tokens x group) up to which the decode path is the faster one
+constexpr int32_t PROMPT_ROWS = 16;   // and of a prompt, whose rows are to be those of one that is observed
 
 int32_t decode_splits(const AttendJob & job, int32_t n_threads);
 int32_t decode_tasks(const AttendJob & job, int32_t n_splits);

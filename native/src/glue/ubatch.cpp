@@ -161,7 +161,7 @@ bool Ubatch::decodes(const Run & run) const {
     if (n == 1 && run.state->streaming && !w.squares && !w.entropy) {
         return true;  // the answer of a stream is observed, too
     }
-    return !w.attention() && !w.queries && (n == 1 || n * group <= DECODE_ROWS);
+    return !w.attention() && !w.queries && (n == 1 || n * group <= (run.is_prompt() ? PROMPT_ROWS : DECODE_ROWS));
 }
 
 // ---------------------------------------------------------------------------------------------------------
