@@ -87,7 +87,10 @@ def test_pairs_are_those_of_one_prompt(tiny, picture_file, profile_file, passage
             kept = [[[t for t in head if t < n] for head in heads] for heads in held(session.engine.cache)]
             assert kept == held(fresh.engine.cache), (i, n)
             for (k, v), (k_fresh, v_fresh) in zip(rows(session), rows(fresh), strict=True):
-                assert np.array_equal(k[: len(k_fresh)], k_fresh) and np.array_equal(v[: len(v_fresh)], v_fresh)
+                # rows of a file are never added to: other blocks, and sums of attention in another order
+                near = {"rtol": 0, "atol": 0 if keep == "ram" else 1e-3}
+                np.testing.assert_allclose(k[: len(k_fresh)], k_fresh, **near)
+                np.testing.assert_allclose(v[: len(v_fresh)], v_fresh, **near)
 
 
 def test_a_method_of_a_second_pass_goes_on_where_the_first_message_needed_none(native, tiny):
@@ -101,7 +104,7 @@ def test_a_method_of_a_second_pass_goes_on_where_the_first_message_needed_none(n
 
 
 @pytest.mark.parametrize("keep", ["ram", "disk"])
-@pytest.mark.parametrize("kind", ["qwen2vl", *whole("llama", "gemma3")])
+@pytest.mark.parametrize("kind", ["qwen2vl", *whole("llama", "qwen3")])
 def test_what_is_taken_back_leaves_nothing(native, tiny, picture_file, tmp_path, kind, keep):
     """Undo and retry: rows of a message that was taken back are in nobody's cache."""
     files, plan = tiny(kind), pykvedge.plan("kvedge", 0.3)
