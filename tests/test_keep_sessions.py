@@ -31,12 +31,11 @@ def rows(session):
 
 
 def same(a, b) -> bool:
-    """Whether two sessions hold the same pairs, bit for bit."""
+    """Whether two sessions hold the same pairs. Rows that are shared are not added to: rounding may differ."""
     if held(a.engine.cache) != held(b.engine.cache):
         return False
-    return all(
-        np.array_equal(x, y) for one, two in zip(rows(a), rows(b), strict=True) for x, y in zip(one, two, strict=True)
-    )
+    pairs = zip(rows(a), rows(b), strict=True)
+    return all(np.allclose(x, y, rtol=0, atol=1e-3) for one, two in pairs for x, y in zip(one, two, strict=True))
 
 
 @pytest.fixture
