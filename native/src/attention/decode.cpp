@@ -257,25 +257,11 @@ int32_t decode_tasks(const AttendJob & job, int32_t n_splits) {
     return job.rows->shapes()[(size_t) job.layer].n_heads_kv * n_splits;
 }
 
-void decode_task(const AttendJob & job, int32_t task, int32_t n_splits, DecodePartials & partials) {
+// Several rows at a time, each part to all blocks of the head's keys, one after the other.
+static void attend_together(const AttendJob & job, const Piece & piece, Queries & x, Partial & out) {
     const LayerShape & shape = job.rows->shapes()[(size_t) job.layer];
-    Piece              piece;
-    piece.head          = task / n_splits;
-    piece.group         = shape.n_heads / shape.n_heads_kv;
-    piece.rows          = job.n * piece.group;
-    piece.n_keys        = job.rows->head_length(job.layer, piece.head);
-    const int32_t split = task % n_splits;
-    piece.a             = (int32_t) ((int64_t) piece.n_keys * split / n_splits);
-    piece.b             = (int32_t) ((int64_t) piece.n_keys * (split + 1) / n_splits);
-
-    const auto ld  = (size_t) pad16(shape.d_v);
-    Partial    out = partial_at(partials, piece.head, split, piece.rows, shape.d_v);
-    std::fill(out.top, out.top + piece.rows, -INFINITY);
-    std::fill(out.sum, out.sum + piece.rows, 0.0f);
-    std::fill(out.o, out.o + (size_t) piece.rows * ld, 0.0f);
-
-    Queries       x;
-    const int32_t most = job.as_alone ? std::max(1, MANY_ROWS / piece.group) * piece.group : rows_at_a_time(piece.rows, shape.d_k);
+    const auto         ld    = (size_t) pad16(shape.d_v);
+    const int32_t      most  = rows_at_a_time(piece.rows, shape.d_k);
     for (x.first = 0; x.first < piece.rows; x.first += most) {
         x.n = std::min(most, piece.rows - x.first);
         load_queries(job, piece, shape.d_k, x);
@@ -293,6 +279,64 @@ void decode_task(const AttendJob & job, int32_t task, int32_t n_splits, DecodePa
             at += seg.n;
         });
         rotate_sums(0, shape.d_v, x, { out.o + (size_t) x.first * ld, ld });
+    }
+}
+
+// Blocks of the head's keys, one after the other, each to all tokens, whose rows meet what they meet where they come alone: blocks
+// that end with their own key.
+static void attend_as_alone(const AttendJob & job, const Piece & piece, Queries & x, Partial & out) {
+    const LayerShape & shape = job.rows->shapes()[(size_t) job.layer];
+    const auto         ld    = (size_t) pad16(shape.d_v);
+    int32_t            turned[DECODE_ROWS] = {};  // by token: Queries::out_by
+    int32_t            at                  = 0;
+    const auto         each_token          = [&](const auto & visit) {
+        for (int32_t t = 0; t < job.n; t++) {
+            x.first = t * piece.group;
+            x.n     = piece.group;
+            load_queries(job, piece, shape.d_k, x);
+            x.out_by = turned[t];
+            visit(job.causal ? piece.n_keys - job.n + t + 1 : piece.n_keys);
+            turned[t] = x.out_by;
+        }
+    };
+    each_segment(*job.rows, job.layer, piece.head, [&](const Segment & seg) {
+        const int32_t first = std::max(piece.a - at, 0), last = std::min(piece.b - at, seg.n);
+        const int32_t block = block_of(seg, piece.group);
+        for (int32_t c = first; c < last; c += block) {
+            each_token([&](int32_t sees) {
+                const int32_t n = std::min({ block, last - c, sees - at - c });
+                if (n > 0) {
+                    attend_block(job, piece, seg.part(c, n), at + c, x, c + block < last ? seg.k.from(c + block).data : nullptr, out);
+                }
+            });
+        }
+        at += seg.n;
+    });
+    each_token([&](int32_t) { rotate_sums(0, shape.d_v, x, { out.o + (size_t) x.first * ld, ld }); });
+}
+
+void decode_task(const AttendJob & job, int32_t task, int32_t n_splits, DecodePartials & partials) {
+    const LayerShape & shape = job.rows->shapes()[(size_t) job.layer];
+    Piece              piece;
+    piece.head          = task / n_splits;
+    piece.group         = shape.n_heads / shape.n_heads_kv;
+    piece.rows          = job.n * piece.group;
+    piece.n_keys        = job.rows->head_length(job.layer, piece.head);
+    const int32_t split = task % n_splits;
+    piece.a             = (int32_t) ((int64_t) piece.n_keys * split / n_splits);
+    piece.b             = (int32_t) ((int64_t) piece.n_keys * (split + 1) / n_splits);
+
+    const auto ld  = (size_t) pad16(shape.d_v);
+    Partial    out = partial_at(partials, piece.head, split, piece.rows, shape.d_v);
+    std::fill(out.top, out.top + piece.rows, -INFINITY);
+    std::fill(out.sum, out.sum + piece.rows, 0.0f);
+    std::fill(out.o, out.o + (size_t) piece.rows * ld, 0.0f);
+
+    Queries x;
+    if (job.as_alone && job.n > 1 && rows_at_a_time(piece.group, shape.d_k) == piece.group) {
+        attend_as_alone(job, piece, x, out);
+    } else {
+        attend_together(job, piece, x, out);
     }
     // Whoever finishes a head's last split adds them up, always in the same order.
     if (partials.done[(size_t) piece.head].fetch_add(1, std::memory_order_acq_rel) + 1 == n_splits) {
