@@ -220,11 +220,12 @@ KVEDGE_APART void rows_axpy_t(FloatIn p, int32_t m, Rows v, int32_t n, int32_t d
             const FloatOut  to = o.at(r);
             int32_t       i  = 0;
             each_columns<D>(d, i, [&](auto wide) {
-                constexpr int N = decltype(wide)::value;
-                const uint8_t * at = ahead(r, i);
+                constexpr int    N    = decltype(wide)::value;
+                constexpr size_t STEP = N * vector_bytes<T>();
+                const uint8_t *  at   = ahead(r, i);
                 axpy_micro<T, M, N>(pr, vc, i, w, to, [at](int32_t row) {
                     if (at) {
-                        fetch_step<N * vector_bytes<T>()>(at, (size_t) row);
+                        fetch_step<STEP>(at, (size_t) row);
                     }
                 });
             });
