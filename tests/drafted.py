@@ -62,3 +62,15 @@ def check_alike(drafted, plain):
         assert one.id == other.id and one.top[0].id == other.top[0].id
         of = [[t.logprob for t in (token, *token.top)] for token in (one, other)]
         np.testing.assert_allclose(*of, rtol=1e-3, atol=2e-3)
+
+
+def broken_off(session, enough):
+    """Breaks an answer off, and goes on: what was said of it, what the next message begins with, and its answer."""
+    session.clear()
+    answer = session.ask(AGAIN, [SCENE], SAMPLINGS["greedy"])
+    for _ in answer:
+        if answer.report.tokens.generated >= enough:
+            break
+    answer.close()
+    so_far, pending = answer._generation.tokens, session.pending
+    return so_far, answer.report.text, pending, session.ask("Why?", sampling=Sampling(max_tokens=12)).read()

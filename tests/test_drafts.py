@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from choosing import whole
-from drafted import AGAIN, PLANS, SAMPLINGS, SCENE, check_alike, said
+from drafted import AGAIN, PLANS, SAMPLINGS, SCENE, broken_off, check_alike, said
 
 import pykvedge
 from pykvedge import Sampling, UnsupportedError, UsageError
@@ -119,16 +119,6 @@ def test_lookup_as_it_is(sessions, native, monkeypatch, plan):
 @pytest.mark.parametrize("n", [1, 4, 9, 14])
 def test_an_answer_that_is_broken_off_stays_as_far_as_it_went(sessions, guessing, native, n):
     plain = said(sessions("snapkv"), SAMPLINGS["greedy"])
-
-    def broken_off(session, enough):
-        session.clear()
-        answer = session.ask(AGAIN, [SCENE], SAMPLINGS["greedy"])
-        for _ in answer:
-            if answer.report.tokens.generated >= enough:
-                break
-        answer.close()
-        so_far, pending = answer._generation.tokens, session.pending
-        return so_far, answer.report.text, pending, session.ask("Why?", sampling=Sampling(max_tokens=12)).read()
 
     guessing(plain.ids, 3)
     drafted = broken_off(sessions("snapkv", lookup=True), n)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from choosing import whole
-from drafted import AGAIN, SAMPLINGS, SCENE, check_alike, said
+from drafted import AGAIN, SAMPLINGS, SCENE, broken_off, check_alike, said
 
 import pykvedge
 from pykvedge import Sampling, UnsupportedError, UsageError
@@ -113,16 +113,6 @@ def test_later_questions(sessions, drafting_much, native):
 
 @pytest.mark.parametrize("n", [1, 3, 8])
 def test_an_answer_that_is_broken_off_stays_as_far_as_it_went(sessions, drafting_much, native, n):
-    def broken_off(session, enough):
-        session.clear()
-        answer = session.ask(AGAIN, [SCENE], SAMPLINGS["greedy"])
-        for _ in answer:
-            if answer.report.tokens.generated >= enough:
-                break
-        answer.close()
-        so_far, pending = answer._generation.tokens, session.pending
-        return so_far, answer.report.text, pending, session.ask("Why?", sampling=Sampling(max_tokens=12)).read()
-
     exact = broken_off(sessions("snapkv", keep="ram", exact=True), n)
     assert exact == broken_off(sessions("full"), len(exact[0]))
 

@@ -108,6 +108,8 @@ class Ages:
 
     def pass_by(self) -> None:
         """Ages all images but those that the last message asked about."""
+        if not self._factor:
+            return  # counting the pairs of images takes a look at every head
         for image in self._images:
             image.base = image.base or self._held(image)
         if not self._interest:
