@@ -244,9 +244,8 @@ def yarn(size, base, scale, trained, fast=32.0, slow=1.0):
     return out
 
 
-@pytest.mark.parametrize("of", ["yarn", "linear", "base"])
-def test_contexts_that_turn_otherwise_than_their_model(native, tiny, of):
-    model = tiny("llama").model
+def turned_otherwise(model, of):
+    """Settings of a context whose rotary angles are not its model's, and these angles."""
     llama = libraries.llama()
     adjusted = {
         "yarn": {
@@ -259,13 +258,21 @@ def test_contexts_that_turn_otherwise_than_their_model(native, tiny, of):
     size = read_header(model).values["llama.rope.dimension_count"]
     angles = {"yarn": yarn(size, 10000.0, 0.25, 256), "linear": Rotation.of(size).angles / 4,
               "base": Rotation.of(size, 700.0).angles}[of]  # fmt: skip
+    return adjusted, angles
+
+
+@pytest.mark.parametrize("of", ["yarn", "linear", "base"])
+def test_contexts_that_turn_otherwise_than_their_model(native, tiny, of):
+    model = tiny("llama").model
+    adjusted, angles = turned_otherwise(model, of)
     context = Watched(model, pykvedge.plan("expected", 0.5), "f32", n_ctx=1024, adjusted=adjusted)
     try:
         context.read(random_tokens(120))
         ours = libkvedge.pending_scores(context.cache, 1)[:, 4:]
         longer = 1 + 0.1 * np.log(4) if of == "yarn" else 1.0  # Peng et al., eq. 15, of keys and queries
         np.testing.assert_allclose(ours, context.by_definition(1, Rotation(angles, "norm"), longer), rtol=2e-3)
-        assert not np.allclose(ours, context.by_definition(1, Rotation.of(size, pairs="norm"), longer), rtol=2e-3)
+        models = Rotation.of(2 * len(angles), pairs="norm")
+        assert not np.allclose(ours, context.by_definition(1, models, longer), rtol=2e-3)
     finally:
         context.close()
 

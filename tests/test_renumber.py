@@ -7,14 +7,12 @@ import ctypes
 import numpy as np
 import pytest
 from contexts import TinyContext, random_tokens
-from test_expected import Watched, rotation_of, yarn
+from test_expected import Watched, rotation_of, turned_otherwise
 from test_provider import divergence
 
 import pykvedge
 from pykvedge.errors import StateError, UnsupportedError, UsageError
 from pykvedge.library import libkvedge
-from pykvedge.models.gguf import read_header
-from pykvedge.native import libraries
 from pykvedge.reference.positions import renumbered
 from pykvedge.reference.stages.rotation import Rotation
 
@@ -161,18 +159,8 @@ def test_keys_turn_as_defined(tiny, moving, kind, pairs, most):
 
 @pytest.mark.parametrize("of", ["yarn", "linear", "base"])
 def test_contexts_that_turn_otherwise_than_their_model(tiny, moving, of):
-    model, llama = tiny("llama").model, libraries.llama()
-    adjusted = {
-        "yarn": {
-            "rope_scaling_type": llama.LLAMA_ROPE_SCALING_TYPE_YARN, "rope_freq_scale": 0.25, "yarn_orig_ctx": 256,
-            "yarn_ext_factor": 1.0,
-        },
-        "linear": {"rope_freq_scale": 0.25},
-        "base": {"rope_freq_base": 700.0},
-    }[of]  # fmt: skip
-    size = read_header(model).values["llama.rope.dimension_count"]
-    angles = {"yarn": yarn(size, 10000.0, 0.25, 256), "linear": Rotation.of(size).angles / 4,
-              "base": Rotation.of(size, 700.0).angles}[of]  # fmt: skip
+    model = tiny("llama").model
+    adjusted, angles = turned_otherwise(model, of)
     context = moving(model, pykvedge.plan("h2o", 0.3), "f32", adjusted=adjusted)
     context.read(random_tokens(200))
     context.cache.compress()
