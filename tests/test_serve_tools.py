@@ -171,7 +171,7 @@ def mistral(environment, tmp_path_factory):
 
 @pytest.mark.parametrize("choice", ["auto", "required", {"type": "function", "function": {"name": "see"}}])
 def test_a_call_that_begins_with_a_special_token_follows_its_schema(mistral, choice):
-    answer = mistral.chat(ASKED, tools=ONE, tool_choice=choice, parallel_tool_calls=False, max_tokens=300,
+    answer = mistral.chat(ASKED, tools=ONE, tool_choice=choice, parallel_tool_calls=False, max_tokens=900,
                           logit_bias={str(CALLS): 100}).json()  # fmt: skip
     (chosen,) = answer["choices"]
     (made,) = chosen["message"]["tool_calls"]

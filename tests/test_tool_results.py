@@ -13,7 +13,7 @@ INLINE = (
     "{% for m in messages %}[{{ m.role }}]{{ m.content }}"
     "{% for c in m.tool_calls %}<call>{{ c.function | tojson }}</call>{% endfor %}{% endfor %}"
 )
-ESCAPING = INLINE.replace("{{ m.content }}", "{{ m.content | e if m.role == 'tool' else m.content }}")
+ESCAPING = INLINE.replace("{{ m.content }}", "{{ m.content | replace('<', '(') if m.role == 'tool' else m.content }}")
 NONE = None
 FORGETS_CALLS = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
 REFUSING = "{% if messages[-1].role == 'tool' %}{{ raise_exception('no') }}{% endif %}" + FORGETS_CALLS
@@ -50,7 +50,7 @@ def test_pictures_stand_right_behind_the_results_where_the_template_loses_them()
     text, pictures = told(ESCAPING)
     assert pictures == [A, B, C]
     assert text.partition("[tool]")[2] == (
-        "One:\n(image 2)\nnot &lt;image&gt;[tool]&lt;image&gt; is a word[tool](image 3)"
+        "One:\n(image 2)\nnot (image>[tool](image> is a word[tool](image 3)"
         "[user]Image 2: <img>\nImage 3: <img>\nWell?"
     )
     last, _ = told(ESCAPING, CHAT[:3])

@@ -12,6 +12,10 @@
 
 using json = common_json;
 
+struct kvedge_chat_template {
+    common_chat_templates_ptr templates;
+};
+
 struct kvedge_chat_reader {
     common_chat_parser_params params;
 };
@@ -64,6 +68,7 @@ common_chat_templates_inputs inputs_of(const json & request) {
     inputs.parallel_tool_calls = request.value("parallel_tool_calls", false);
     inputs.reasoning_format = common_reasoning_format_from_name(request.value("reasoning_format", "auto"));
     inputs.enable_thinking = request.value("enable_thinking", true);
+    inputs.add_generation_prompt = request.value("add_generation_prompt", true);
     if (request.contains("values")) {
         for (const auto & [name, value] : request.at("values").items()) {
             inputs.chat_template_kwargs[name] = value.dump();
@@ -143,13 +148,38 @@ void complete(common_chat_msg & message, const std::string & text, const common_
 
 }  // namespace
 
-int kvedge_chat_describe(const char * request, char ** answer) {
-    return guarded(answer, [&] {
-        const json given = json::parse(request);
+int kvedge_chat_read_template(const char * text, kvedge_chat_template ** made, char ** why) {
+    return guarded(why, [&] {
+        const json given = json::parse(text);
         const auto source = given.at("template").get<std::string>();
-        const auto templates = common_chat_templates_init(nullptr, source, given.value("bos", ""), given.value("eos", ""));
-        *answer = copied(described(common_chat_templates_apply(templates.get(), inputs_of(given))).dump_safe());
+        const std::string bos = given.value("bos", ""), eos = given.value("eos", "");
+        auto out = std::make_unique<kvedge_chat_template>();
+        try {
+            out->templates = common_chat_templates_init(nullptr, source, bos, eos);
+        } catch (const std::exception &) {
+            common_chat_template(source, bos, eos);  // fails as well, and says why: the function above slices what it throws
+            throw;
+        }
+        *made = out.release();
     });
+}
+
+int kvedge_chat_write(const kvedge_chat_template * chat, const char * request, char ** answer) {
+    return guarded(answer, [&] {
+        const auto inputs = inputs_of(json::parse(request));
+        *answer = copied(json(common_chat_templates_apply(chat->templates.get(), inputs).prompt).dump_safe());
+    });
+}
+
+int kvedge_chat_describe(const kvedge_chat_template * chat, const char * request, char ** answer) {
+    return guarded(answer, [&] {
+        const auto inputs = inputs_of(json::parse(request));
+        *answer = copied(described(common_chat_templates_apply(chat->templates.get(), inputs)).dump_safe());
+    });
+}
+
+void kvedge_chat_close_template(kvedge_chat_template * chat) {
+    delete chat;
 }
 
 int kvedge_chat_open(const char * text, kvedge_chat_reader ** reader, char ** why) {

@@ -17,13 +17,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from jinja2 import TemplateError
-
 from pykvedge.errors import KvedgeError, LibraryError
-from pykvedge.models import jinja_worker
-from pykvedge.models.sandbox import Sandbox
+from pykvedge.models import template_worker
+from pykvedge.models.sandbox import Sandbox, chat_path
+from pykvedge.models.template_worker import TemplateError
 from pykvedge.models.vocabulary import Vocabulary
-from pykvedge.native import libraries
 
 _MOST = 64  # dialects that are kept: one for each list of tools that clients send
 _QUESTION = {"role": "user", "content": "?"}
@@ -70,14 +68,14 @@ class Dialect:
         self._library, self._parser, why = _library(), ctypes.c_void_p(), ctypes.c_void_p()
         data = json.dumps({name: found[name] for name in ("format", "parser", "begin")}).encode()
         if self._library.kvedge_chat_open(data, ctypes.byref(self._parser), ctypes.byref(why)):
-            raise LibraryError(f"a parser of answers cannot be read: {jinja_worker.taken(self._library, why)}")
+            raise LibraryError(f"a parser of answers cannot be read: {template_worker.taken(self._library, why)}")
         weakref.finalize(self, self._library.kvedge_chat_close, self._parser)
 
     def read(self, text: str, partial: bool = False) -> Said | None:
         """Reads an answer. partial: more may come. Returns None if the answer is not in this dialect."""
         data, answer = text.encode("utf-8", "replace"), ctypes.c_void_p()
         failed = self._library.kvedge_chat_read(self._parser, data, len(data), partial, ctypes.byref(answer))
-        found = jinja_worker.taken(self._library, answer)
+        found = template_worker.taken(self._library, answer)
         if failed:
             return None
         said = json.loads(found)
@@ -91,8 +89,7 @@ class Dialects:
     def __init__(self, model: Vocabulary, source: str, fits: Callable[[Dialect], bool] = lambda _: True) -> None:
         """source: the template. fits: tells whether a dialect's grammar can be used; without, it is left out."""
         self._model, self._fits = model, fits
-        self._tokens = {"bos": model.special_text("bos"), "eos": model.special_text("eos")}
-        self._sandbox = Sandbox(source)
+        self._sandbox = Sandbox(source, model.special_text("bos"), model.special_text("eos"))
         self._found: OrderedDict[str, Dialect | None] = OrderedDict()
         self._lock = threading.Lock()
         self.knows_tools = "tools" in source
@@ -118,7 +115,7 @@ class Dialects:
 
     def _find(self, request: Mapping[str, Any]) -> Dialect | None:
         try:
-            dialect = Dialect(self._sandbox.describe(_path(), {**request, **self._tokens}), self._model)
+            dialect = Dialect(self._sandbox.describe(request), self._model)
             if dialect.grammar and not self._fits(dialect):
                 dialect.grammar = ""
             return dialect
@@ -156,12 +153,8 @@ def request_for(
     }
 
 
-def _path() -> str:
-    return str(libraries.require_dir() / libraries.file_name("kvedge-chat"))
-
-
 def _library() -> ctypes.CDLL:
     try:
-        return jinja_worker.chat_library(_path())
+        return template_worker.chat_library(chat_path())
     except OSError as error:
         raise LibraryError(f"libkvedge-chat cannot be loaded: {error}") from None

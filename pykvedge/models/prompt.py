@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import re
 import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from jinja2 import TemplateError
-
 from pykvedge.errors import ModelError, UsageError
-from pykvedge.models import jinja_worker
 from pykvedge.models.images import Picture
-from pykvedge.models.sandbox import Sandbox, can_start
+from pykvedge.models.plain_templates import is_plain
+from pykvedge.models.sandbox import Sandbox, chat_path
+from pykvedge.models.template_worker import MOST_OUTPUT, NativeTemplate, TemplateError
 
 # models without a template are mostly trained on LLaVA-1.5's conversation, which is Vicuna's
 FALLBACK = (
@@ -94,18 +94,17 @@ def contents(messages: list[Message], marker: str) -> list[dict[str, Any]]:
 
 
 class ChatTemplate:
-    """A chat template is a Jinja template that runs in a sandbox: a plain one here, another one in a child process."""
+    """A chat template is a Jinja template that llama.cpp runs: a plain one here, another one in a child process."""
 
     def __init__(self, source: str | None, bos: str, eos: str) -> None:
-        """Takes the fallback for None. Raises ModelError for a template that is no Jinja."""
-        self._tokens = {"bos_token": bos, "eos_token": eos}
+        """Takes the fallback for None. Raises ModelError for a template that cannot be read, LibraryError."""
         source = source or FALLBACK
         try:
-            plain = jinja_worker.is_plain(source) or not can_start()
-            self._template = jinja_worker.environment().from_string(source) if plain else None
-        except TemplateError as error:
+            self._plain = NativeTemplate(chat_path(), source, bos, eos) if is_plain(source) else None
+        except (TemplateError, ValueError) as error:
             raise ModelError(f"the model's chat template cannot be read: {error}") from None
-        self._sandbox = Sandbox(source)
+        self._sandbox = Sandbox(source, bos, eos)
+        self._n_outputs = source.count("{{")
 
     def first(self, messages: list[Message], marker: str, values: Mapping[str, Any] | None = None) -> str:
         """Writes the whole conversation up to where the assistant is to answer. values: variables for the template."""
@@ -137,15 +136,18 @@ class ChatTemplate:
     def _render(
         self, messages: list[dict[str, Any]], prompt: bool = True, values: Mapping[str, Any] | None = None
     ) -> str:
-        known = {**(values or {}), "messages": messages, "add_generation_prompt": prompt, **self._tokens}
+        """values: `tools` and `enable_thinking` are arguments of llama.cpp's; others go to the template."""
+        others = dict(values or {})
+        request = {
+            "messages": messages,
+            "add_generation_prompt": prompt,
+            "tools": others.pop("tools", []),
+            "enable_thinking": others.pop("enable_thinking", True) is not False,
+            "values": others,
+        }
         try:
-            return jinja_worker.render(self._template, known) if self._template else self._sandbox.render(known)
-        except ModelError:
-            raise
-        except Exception as error:  # a template is a program: it fails in any way
-            if messages[0]["role"] != "system" or len(messages) < 2:
-                raise ModelError(f"the model's chat template fails: {error}") from None
-        # some templates know no system role: its text then opens the first message
-        system, first, *rest = messages
-        joined = {**first, "content": f"{system['content']}\n\n{first['content']}"}
-        return self._render([joined, *rest], prompt, values)
+            if self._plain and self._n_outputs * len(json.dumps(messages)) <= MOST_OUTPUT:
+                return self._plain.write(request)
+            return self._sandbox.write(request)
+        except TemplateError as error:
+            raise ModelError(f"the model's chat template fails: {error}") from None

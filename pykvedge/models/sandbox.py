@@ -8,24 +8,27 @@ the conversation; a prompt then costs what it costs here.
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import subprocess
 import sys
 import threading
 import time
 import weakref
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import psutil
-from jinja2 import TemplateError
 
 from pykvedge.errors import ModelError
-from pykvedge.models import jinja_worker
+from pykvedge.models import template_worker
+from pykvedge.models.template_worker import NativeTemplate, TemplateError
+from pykvedge.native import libraries
 
 PATIENCE = 10.0  # seconds for one prompt
 _LOOK_S = 0.05  # between two looks at the child's memory
-_MOST_ANSWER = 8 * jinja_worker.MOST_OUTPUT  # bytes of JSON, where a character may be six
+_MOST_ANSWER = 8 * template_worker.MOST_OUTPUT  # bytes of JSON, where a character may be six
 _START = "import sys; sys.path[:] = {path!r}; import runpy; runpy.run_path({worker!r}, run_name='__main__')"
 
 
@@ -35,45 +38,54 @@ def can_start() -> bool:
 
 
 class Sandbox:
-    """Runs one template in a child process. It is for one thread at a time."""
+    """Runs one template in a child process, or here where no child can be started. It is for one thread at a time."""
 
-    def __init__(self, source: str) -> None:
-        self._source = source
+    def __init__(self, source: str, bos: str, eos: str) -> None:
+        """bos, eos: texts of the model's tokens."""
+        self._source = source, bos, eos
         self._process: subprocess.Popen[bytes] | None = None
 
-    def render(self, values: dict[str, Any]) -> str:
-        """Raises TemplateError, as the template does; ModelError where the template had to be ended."""
-        return str(self._ask({"source": self._source, "values": values})["text"])
-
-    def describe(self, library: str, request: dict[str, Any]) -> dict[str, Any]:
-        """Finds the template's dialect (jinja_worker.describe), here where no child can be started.
-
-        Raises as `render` does.
+    def write(self, request: Mapping[str, Any]) -> str:
+        """Writes a prompt (NativeTemplate.write). Raises TemplateError, as the template does; ModelError where the
+        template had to be ended; LibraryError.
         """
-        request = {"template": self._source, **request}
-        if not can_start():
-            return jinja_worker.describe(library, request)
-        return dict(self._ask({"library": library, "describe": request})["dialect"])
+        return str(self._ask("write", request))
 
-    def _ask(self, request: dict[str, Any]) -> dict[str, Any]:
+    def describe(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        """Finds the dialect of answers (NativeTemplate.describe). Raises as `write` does."""
+        return dict(self._ask("describe", request))
+
+    @functools.cached_property
+    def _here(self) -> NativeTemplate:
+        return NativeTemplate(chat_path(), *self._source)
+
+    def _ask(self, what: str, request: Mapping[str, Any]) -> Any:
+        if not can_start():
+            return getattr(self._here, what)(request)
         if self._process is None or self._process.poll() is not None:
             self._process = _start()
             weakref.finalize(self, _end, self._process)
-        line, why = _exchange(self._process, json.dumps(request).encode() + b"\n")
+        asked = {"template": [chat_path(), *self._source], "what": what, "request": request}
+        line, why = _exchange(self._process, json.dumps(asked).encode() + b"\n")
         if line.endswith(b"\n"):
             answer = dict(json.loads(line))
             if "error" in answer:
                 raise TemplateError(answer["error"])
-            if "fatal" not in answer:
-                return answer
+            if "done" in answer:
+                return answer["done"]
             why = answer["fatal"]
         else:
             _end(self._process)
         raise ModelError(f"the model's chat template fails: {why}; convert the model again, or use another one")
 
 
+def chat_path() -> str:
+    """Tells the path of libkvedge-chat. Raises LibraryError where kvedge's libraries are missing."""
+    return str(libraries.require_dir() / libraries.file_name("kvedge-chat"))
+
+
 def _start() -> subprocess.Popen[bytes]:
-    worker = str(Path(jinja_worker.__file__).resolve())
+    worker = str(Path(template_worker.__file__).resolve())
     program = _START.format(path=[path for path in sys.path if path], worker=worker)
     group: Any = {"creationflags": 0x200} if sys.platform == "win32" else {"start_new_session": True}
     try:
@@ -113,7 +125,7 @@ def _watch(process: subprocess.Popen[bytes], done: threading.Event, why: list[st
     while not done.wait(_LOOK_S):
         if time.monotonic() > end:
             why.append(f"it takes longer than {PATIENCE:.0f} seconds")
-        elif _resident(process.pid) > jinja_worker.MEMORY:
+        elif _resident(process.pid) > template_worker.MEMORY:
             why.append("it takes too much memory")
         if why:
             process.kill()

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from pykvedge.errors import ModelError
 from pykvedge.models.images import Picture
@@ -67,10 +68,18 @@ def as_text(messages: list[Message]) -> list[Message]:
             text = message.text if message.pictures else escaped(message.text)
             message = Message("user", f"Result{f' of {escaped(name)}' if name else ''}: {text}", message.pictures)
         elif calls:
-            told = [json.dumps(call["function"], ensure_ascii=False) for call in calls]
+            told = [json.dumps(_function(call), ensure_ascii=False) for call in calls]
             message = Message(message.role, "\n".join([message.text, *told] if message.text else told))
         _append(message, out)
     return out
+
+
+def _function(call: Mapping[str, Any]) -> dict[str, Any]:
+    """Reads the arguments of a call where they are JSON as text."""
+    function = dict(call["function"])
+    if isinstance(function["arguments"], str):
+        function["arguments"] = json.loads(function["arguments"])
+    return function
 
 
 def _numbered(text: str, numbers: list[int]) -> str:

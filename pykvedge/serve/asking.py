@@ -212,11 +212,11 @@ def _fields(message: WireMessage) -> Mapping[str, Any]:
 
 
 def _call(number: str, name: str, arguments: str | dict[str, Any]) -> dict[str, Any]:
-    """Templates take the arguments as an object, or write it as JSON themselves."""
+    """Makes a call for the chat template. Arguments that are text stay this text, which must be JSON."""
     if isinstance(arguments, str):
         Bounds().check(arguments.encode("utf-8", "replace"))
         try:
-            arguments = json.loads(arguments)
+            json.loads(arguments)
         except (ValueError, RecursionError):
             raise RequestError(
                 400, "messages: the arguments of a tool call are no JSON", "invalid_value", "messages"

@@ -1,0 +1,127 @@
+"""llama.cpp's chat code runs a chat template here: in this process, or in a program of its own (`main`).
+
+The program has a limit of memory, and its parent ends it when it takes too long (models/sandbox.py). It imports nothing
+but the standard library, since its start is part of the first answer.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import json
+import sys
+import weakref
+from collections.abc import Mapping
+from typing import Any, BinaryIO
+
+MOST_OUTPUT = 1 << 24  # characters of a prompt
+MEMORY = 1 << 29  # bytes of address space that a child may take
+
+
+class TemplateError(Exception):
+    """A template cannot be read, or it fails."""
+
+
+@functools.cache
+def chat_library(path: str) -> ctypes.CDLL:
+    """Loads libkvedge-chat (native/chat/kvedge-chat.h). Raises OSError."""
+    library, pointer, text = ctypes.CDLL(path), ctypes.c_void_p, ctypes.c_char_p
+    out = ctypes.POINTER(pointer)
+    library.kvedge_chat_read_template.argtypes = [text, out, out]
+    library.kvedge_chat_write.argtypes = library.kvedge_chat_describe.argtypes = [pointer, text, out]
+    library.kvedge_chat_open.argtypes = [text, out, out]
+    library.kvedge_chat_read.argtypes = [pointer, text, ctypes.c_size_t, ctypes.c_int, out]
+    for end in (library.kvedge_chat_close_template, library.kvedge_chat_close, library.kvedge_chat_free):
+        end.argtypes, end.restype = [pointer], None
+    return library
+
+
+def taken(library: ctypes.CDLL, answer: ctypes.c_void_p) -> str:
+    """Copies a text that the library made, and frees the library's copy."""
+    text = ctypes.string_at(answer.value).decode("utf-8", "replace") if answer.value else ""
+    library.kvedge_chat_free(answer)
+    return text
+
+
+class NativeTemplate:
+    """This is a template that llama.cpp has read. It is for one thread at a time."""
+
+    def __init__(self, library: str, source: str, bos: str, eos: str) -> None:
+        """library: the path of libkvedge-chat. bos, eos: texts of the model's tokens. Raises TemplateError, OSError."""
+        self._library, self._handle, why = chat_library(library), ctypes.c_void_p(), ctypes.c_void_p()
+        given = _encoded({"template": source, "bos": bos, "eos": eos})
+        if self._library.kvedge_chat_read_template(given, ctypes.byref(self._handle), ctypes.byref(why)):
+            raise TemplateError(_reason(taken(self._library, why)))
+        weakref.finalize(self, self._library.kvedge_chat_close_template, self._handle)
+
+    def write(self, request: Mapping[str, Any]) -> str:
+        """Writes a prompt. request: the JSON object of kvedge_chat_write. Raises TemplateError."""
+        prompt = str(self._run("write", request))
+        if len(prompt) > MOST_OUTPUT:
+            raise TemplateError(f"it writes more than {MOST_OUTPUT} characters")
+        return prompt
+
+    def describe(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        """Finds the dialect of answers to a request: the JSON object of kvedge_chat_describe. Raises TemplateError."""
+        return dict(self._run("describe", request))
+
+    def _run(self, what: str, request: Mapping[str, Any]) -> Any:
+        answer = ctypes.c_void_p()
+        run = getattr(self._library, f"kvedge_chat_{what}")
+        failed = run(self._handle, _encoded(request), ctypes.byref(answer))
+        text = taken(self._library, answer)
+        if failed:
+            raise TemplateError(_reason(text))
+        return json.loads(text)
+
+
+def _reason(text: str) -> str:
+    """Cuts llama.cpp's reason, a line of it, out of a message that quotes the template."""
+    return text.rpartition("Error: ")[2].strip().partition("\n")[0] or "unknown error"
+
+
+def _encoded(value: Any) -> bytes:
+    # half of a surrogate pair is no UTF-8
+    return json.dumps(value, ensure_ascii=False).encode("utf-8", "replace")
+
+
+# ---------------------------------------------------------------------------------------------------
+
+
+def _answer(templates: dict[str, NativeTemplate], request: dict[str, Any]) -> dict[str, Any]:
+    try:
+        name = json.dumps(request["template"])
+        if name not in templates:
+            templates[name] = NativeTemplate(*request["template"])
+        return {"done": getattr(templates[name], request["what"])(request["request"])}
+    except MemoryError:
+        return {"fatal": "it takes too much memory"}
+    except Exception as error:
+        message = str(error)[:1000] or type(error).__name__
+        return {"fatal": "it takes too much memory"} if message == "out of memory" else {"error": message}
+
+
+def _limit() -> None:
+    try:
+        import resource
+    except ImportError:  # Windows: the parent looks at the memory from time to time
+        return
+    _, hard = resource.getrlimit(resource.RLIMIT_AS)
+    most = MEMORY if hard == resource.RLIM_INFINITY else min(MEMORY, hard)
+    try:
+        resource.setrlimit(resource.RLIMIT_AS, (most, most))
+    except (ValueError, OSError):  # macOS takes no such limit
+        return
+
+
+def main(requests: BinaryIO, answers: BinaryIO) -> None:
+    """Answers a line of JSON for each line of JSON."""
+    _limit()
+    templates: dict[str, NativeTemplate] = {}
+    for line in requests:
+        answers.write(json.dumps(_answer(templates, json.loads(line))).encode() + b"\n")
+        answers.flush()
+
+
+if __name__ == "__main__":
+    main(sys.stdin.buffer, sys.stdout.buffer)

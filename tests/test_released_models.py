@@ -1,0 +1,215 @@
+"""Vocabularies and chat templates of released models, as llama.cpp's own source distribution carries them.
+
+Tokens are compared with the reference beside each vocabulary, prompts with jinja2's, which transformers uses.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import json
+import os
+import tarfile
+from datetime import datetime
+from pathlib import Path
+
+import jinja2
+import llama_source
+import pytest
+from jinja2.ext import Extension, loopcontrols
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from pykvedge.models import sandbox, vocabulary
+from pykvedge.models.composer import Composer
+from pykvedge.models.prompt import ChatTemplate, Message
+from pykvedge.models.toolresults import way
+from pykvedge.native import llamacpp
+
+N_VOCABULARIES, N_REFERENCES, N_TEMPLATES = 19, 15, 70  # of the pinned source
+N_WRITTEN = 552  # prompts of 560; some templates know no calls of tools
+BOS, EOS, MARKER = "<BOS>", "<EOS>", "<__media__>"
+
+
+@pytest.fixture(scope="module")
+def released(tmp_path_factory):
+    """The folder models/ of the pinned source."""
+    folder, inside = tmp_path_factory.mktemp("released"), f"{llama_source.VENDOR}/models/"
+    with tarfile.open(llama_source.fetch()) as archive:
+        for member in archive:
+            if member.isfile() and member.name.startswith(inside):
+                name = member.name.removeprefix(inside)
+                if name.startswith(("ggml-vocab-", "templates/")) and (data := archive.extractfile(member)):
+                    (folder / name).parent.mkdir(exist_ok=True)
+                    (folder / name).write_bytes(data.read())
+    return folder
+
+
+# ------------------------------------------------------------------------------------------------- vocabularies
+
+
+@contextlib.contextmanager
+def opened(path):
+    """Opens a vocabulary, which is no complete model."""
+    llama = llamacpp.start(False, vision=False)
+    params = llama.llama_model_default_params()
+    params.vocab_only = True
+    handle = llama.llama_model_load_from_file(os.fsencode(path), params)
+    yield vocabulary.Vocabulary(llama, handle)
+    llama.llama_model_free(handle)
+
+
+def references(path):
+    """Lists the texts of a vocabulary's reference, and the tokens of each."""
+    texts = Path(f"{path}.inp").read_text(encoding="utf-8").split("\n__ggml_vocab_test__\n")
+    tokens = [[int(word) for word in line.split()] for line in Path(f"{path}.out").read_text().split("\n")]
+    return list(zip(texts, tokens, strict=False))
+
+
+def test_tokens_are_the_references(native, released, monkeypatch):
+    paths = sorted(released.glob("ggml-vocab-*.gguf"))
+    assert len(paths) == N_VOCABULARIES
+    paths = [path for path in paths if Path(f"{path}.inp").exists()]
+    assert len(paths) == N_REFERENCES
+    for path in paths:
+        told = references(path)
+        assert len(told) > 40
+        with opened(path) as model, monkeypatch.context() as short:
+            for text, tokens in told:
+                assert model.tokenize(text, special=False) == tokens, (path.name, text)
+            whole = "\n".join(text for text, _ in told)
+            short.setattr(vocabulary, "LONG", len(whole))
+            in_one_go = model.tokenize(whole)
+            short.setattr(vocabulary, "LONG", 0)  # as texts of megabytes are cut
+            short.setattr(vocabulary, "_MANY", 2)
+            assert model.tokenize(whole) == in_one_go, path.name
+
+
+def test_special_tokens_that_people_write_stay_text(native, released):
+    n = 0
+    for path in sorted(released.glob("ggml-vocab-*.gguf")):
+        with opened(path) as model:
+            special = {token for token in range(model.n_vocab) if model.is_unseen(token)}
+            words = [word for token in sorted(special) if len(word := model.written(token)) > 2][:12]
+            composer = Composer(model, None)
+            marks = {}
+            for word in ["", *words]:
+                [piece] = composer.pieces(composer.first([Message("user", f"a {word} b")]), [])
+                marks[word] = [token for token in piece.tokens if token in special]
+            assert all(found == marks[""] for found in marks.values()), (path.name, marks)
+            n += len(words)
+    assert n > 100
+
+
+# ---------------------------------------------------------------------------------------------------- templates
+
+
+def user(text):
+    return {"role": "user", "content": text}
+
+
+ANSWER, SYSTEM = {"role": "assistant", "content": "A cat."}, {"role": "system", "content": "Be kind."}
+PARAMETERS = {"type": "object", "properties": {"what": {"type": "string"}}, "required": ["what"]}
+TOOLS = [{"type": "function", "function": {"name": "look", "description": "Looks up.", "parameters": PARAMETERS}}]
+CALL = {"id": "call00000", "type": "function", "function": {"name": "look", "arguments": {"what": "x"}}}
+RESULT = {"role": "tool", "content": "found", "tool_call_id": "call00000", "name": "look"}
+CASES = {
+    "a question": ([user("Hi there")], {}),
+    "a system text": ([SYSTEM, user("Hi there")], {}),
+    "turns": ([user("Hi"), ANSWER, user("And now?")], {}),
+    "a picture": ([user(f"{MARKER}\nWhat is this?")], {}),
+    "pictures": ([SYSTEM, user(f"Image 1: {MARKER}\nImage 2: {MARKER}\nWhat?"), ANSWER, user("Why?")], {}),
+    "tools": ([user("Look it up")], {"tools": TOOLS}),
+    "a result": (
+        [user("Look it up"), {"role": "assistant", "content": "", "tool_calls": [CALL]}, RESULT],
+        {"tools": TOOLS},
+    ),
+    "no thinking": ([user("Hi there")], {"enable_thinking": False}),
+}
+# what jinja2 cannot write, or writes otherwise than llama.cpp, and why
+OTHERWISE = {
+    "CohereForAI-c4ai-command-r-plus-tool_use": "wants tools in every prompt",
+    "Kimi-K2-Instruct": "changes a list, which transformers' sandbox refuses",
+    "Kimi-K2-Thinking": "changes a list",
+    "NousResearch-Hermes-2-Pro-Llama-3-8B-tool_use": "wants tools in every prompt",
+    "NousResearch-Hermes-3-Llama-3.1-8B-tool_use": "wants tools in every prompt",
+    "fireworks-ai-llama-3-firefunction-v2": "wants tools as `functions`",
+    "google-gemma-2-2b-it": "knows no system text, which llama.cpp puts before the question",
+    "google-gemma-4-31B-it-interleaved": "wants results inside of the call's message",
+    "llama-cpp-deepseek-r1": "writes a generator as JSON",
+    "meetkai-functionary-medium-v3.1": "writes JSON that jinja2 escapes",
+    "meetkai-functionary-medium-v3.2": "wants arguments as text",
+    "meta-llama-Llama-3.1-8B-Instruct": "gives a date of its own, which llama.cpp sets to today's",
+    "meta-llama-Llama-3.3-70B-Instruct": "gives a date of its own",
+}
+
+
+class Generation(Extension):
+    """transformers' mark around what the assistant writes."""
+
+    tags = {"generation"}  # noqa: RUF012 - as jinja2 wants it
+
+    def parse(self, parser):
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+@functools.cache
+def by_jinja2(source):
+    def refuse(message):
+        raise jinja2.TemplateError(message)
+
+    def tojson(value, ensure_ascii=False, **form):
+        return json.dumps(value, ensure_ascii=ensure_ascii, **form)
+
+    found = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, Generation])
+    found.filters["tojson"] = tojson
+    found.globals.update(raise_exception=refuse, strftime_now=lambda form: datetime.now().strftime(form))
+    known = {"bos_token": BOS, "eos_token": EOS, "tools": None, "enable_thinking": True, "add_generation_prompt": True}
+    return found.from_string(source, known)
+
+
+def told_by_kvedge(template, messages):
+    """Makes messages as the server does. Tells, too, whether the template is given calls as they are."""
+    fields = ("tool_calls", "tool_call_id", "name")
+    told = [Message(m["role"], m["content"], [], {name: m[name] for name in fields if name in m}) for m in messages]
+    if not any(message.fields for message in told):
+        return told, True
+    change = way(template, MARKER)
+    return change(told), change is list
+
+
+def test_prompts_are_what_transformers_writes(native, released, monkeypatch):
+    monkeypatch.setattr(sandbox, "can_start", lambda: False)  # no child process for each of them
+    sources = {path.stem: path.read_text(encoding="utf-8") for path in released.glob("templates/*.jinja")}
+    assert len(sources) == N_TEMPLATES
+    n = 0
+    for name, source in sources.items():
+        template = ChatTemplate(source, BOS, EOS)
+        for case, (messages, values) in CASES.items():
+            told, known = told_by_kvedge(template, messages)
+            written = template.first(told, MARKER, values)
+            assert all(word in written for word in ("Hi", "Look") if word in messages[0]["content"]), (name, case)
+            n += known
+            if known and name not in OTHERWISE:
+                expected = by_jinja2(source).render(messages=copy.deepcopy(messages), **values)
+                assert written == expected, (name, case)
+    assert n == N_WRITTEN
+
+
+def test_parts_of_content_are_made_where_a_template_loops_over_them(native):
+    """SmolVLM's template takes each message for a list of parts: of a text it would write nothing."""
+    source = (
+        "{{ bos_token }}{% for m in messages %}{{ m['role'] | capitalize }}"
+        "{% if m['content'][0]['type'] == 'image' %}{{ ':' }}{% else %}{{ ': ' }}{% endif %}"
+        "{% for part in m['content'] %}{% if part['type'] == 'text' %}{{ part['text'] }}"
+        "{% elif part['type'] == 'image' %}{{ '<image>' }}{% endif %}{% endfor %}<end_of_utterance>\n{% endfor %}"
+        "{% if add_generation_prompt %}{{ 'Assistant:' }}{% endif %}"
+    )
+    template = ChatTemplate(source, BOS, EOS)
+    asked = [Message("user", f"{MARKER}\nWhat is this?")]
+    assert template.first(asked, MARKER) == (
+        f"{BOS}User: {MARKER}\nWhat is this?<end_of_utterance>\nAssistant:"
+    )
+    later = [*asked, Message("assistant", "A cup."), Message("user", "Why?")]
+    assert template.following(later, MARKER) == "<end_of_utterance>\nUser: Why?<end_of_utterance>\nAssistant:"
