@@ -33,15 +33,20 @@ from pykvedge.serve.asking import plan_of
 from pykvedge.serve.guarding import Guarding, Rules, without_pictures
 from pykvedge.serve.service import Service
 from pykvedge.serve.wire import ChatRequest, Compression, parsed
+from pykvedge.system.files import DATA
 
 Handler = Callable[[Service, HttpRequest], Awaitable[Response]]
-# the page at `/`: files that lie in this folder, as they are; it asks for nothing from anywhere else
+# the page at `/`: the files of this folder, unchanged, and a scene to ask about; it asks for nothing from anywhere else
 _PAGE = Path(__file__).with_name("page_files")
-_PAGE_KINDS = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
+_PAGE_FILES = {"scene.png": DATA / "doctor.png", **{path.relative_to(_PAGE).as_posix(): path
+                                                    for path in _PAGE.rglob("*.*")}}  # fmt: skip
+_PAGE_KINDS = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml",
+               ".png": "image/png"}  # fmt: skip
 _PAGE_HEADERS = {
     # pictures of the conversation are data: and blob: URLs
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
-    "img-src 'self' data: blob:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "img-src 'self' data: blob:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
+    "require-trusted-types-for 'script'; trusted-types dompurify",  # text becomes HTML in DOMPurify alone
     "Cache-Control": "no-cache",
 }
 
@@ -79,7 +84,7 @@ def application(service: Service, rules: Rules) -> Any:
         _route(service, "/v1/kvedge/sessions/{name}", watching.forget, "DELETE"),
         _route(service, "/v1/kvedge/events", watching.events),
         _route(service, "/", _index),
-        _route(service, "/page/{name}", _part),
+        _route(service, "/page/{name:path}", _part),
     ]
     app = Starlette(routes=routes, exception_handlers={HTTPException: _unrouted})
     guarded = Guarding(app, rules)
@@ -161,6 +166,7 @@ def _described(service: Service) -> dict[str, Any]:
         "method": plan.method,
         "budget": plan.budget.value,
         "kv_bytes_per_token": service.scheduler.preparer.bytes_per_token,
+        "packaged": service.scheduler.loan.model.location.is_relative_to(DATA),  # it knows drawn scenes only
     }
     return {"id": service.name, "object": "model", "created": int(service.began), "owned_by": "kvedge",
             **llama.about_model(service), "kvedge": about}  # fmt: skip
@@ -173,7 +179,8 @@ async def _methods(service: Service, http: HttpRequest) -> Response:
               if why and native_plan.replays(making.plan(name))}  # fmt: skip
     methods = [name for name in names if name not in barred]
     default = json.loads(service.defaults.plan.to_json())
-    return JSONResponse({"default": default, "methods": methods, "unavailable": barred})
+    summaries = {name: presets.preset(name).summary for name in names}
+    return JSONResponse({"default": default, "methods": methods, "unavailable": barred, "summaries": summaries})
 
 
 async def _plan(service: Service, http: HttpRequest) -> Response:
@@ -191,8 +198,8 @@ async def _part(service: Service, http: HttpRequest) -> Response:
 
 
 def _page_file(name: str) -> Response:
-    if name not in {path.name for path in _PAGE.iterdir()}:
+    path = _PAGE_FILES.get(name)
+    if path is None:
         raise RequestError(404, f"the page has no {name:.80}", "not_found")
-    path = _PAGE / name
     kind = _PAGE_KINDS.get(path.suffix, "application/octet-stream")
     return FileResponse(path, media_type=kind, headers=_PAGE_HEADERS)

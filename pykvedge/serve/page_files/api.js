@@ -8,20 +8,35 @@ export class ApiError extends Error {
 }
 
 const KEY = "kvedge-key";
+let key = stored();
 
-export function setKey(key) {
-  sessionStorage.setItem(KEY, key);
+function stored() {
+  try {
+    return sessionStorage.getItem(KEY);
+  } catch {
+    return null; // the browser stores nothing
+  }
 }
 
+export function setKey(given) {
+  key = given;
+  try {
+    sessionStorage.setItem(KEY, key);
+  } catch {
+    // the key holds until the page is loaded again
+  }
+}
+
+export const hasKey = () => Boolean(key);
+
 async function request(path, options = {}) {
-  const key = sessionStorage.getItem(KEY);
   const headers = { ...options.headers, ...(key ? { Authorization: `Bearer ${key}` } : {}) };
   let response;
   try {
     response = await fetch(path, { ...options, headers });
   } catch (error) {
     if (error.name === "AbortError") throw error;
-    throw new ApiError("The server does not answer.", 0);
+    throw new ApiError("The server does not answer. Is it still running?", 0);
   }
   if (!response.ok) throw await failure(response);
   return response;
@@ -30,8 +45,10 @@ async function request(path, options = {}) {
 async function failure(response) {
   const body = await response.json().catch(() => ({}));
   const wait = response.headers.get("Retry-After");
-  const text = body.error?.message ?? `status ${response.status}`;
-  return new ApiError(wait ? `${text} (try again in ${wait} s)` : text, response.status);
+  const text = body.error?.message ?? `status ${response.status}, and no reason`;
+  const words = { 401: "The server does not know this key", 413: "This is too large", 429: "The server is busy", 503: "The server is busy" };
+  const what = words[response.status] ?? (response.status < 500 ? "The server refuses this" : "The server failed");
+  return new ApiError(`${what}: ${text}.${wait ? ` Try again in ${wait} s.` : ""}`, response.status);
 }
 
 export async function read(path) {
@@ -77,7 +94,7 @@ export async function* chat(body, signal) {
   });
   let ended = false;
   for await (const chunk of events(response)) {
-    if (chunk.error) throw new ApiError(chunk.error.message, 200);
+    if (chunk.error) throw new ApiError(`The server cannot answer: ${chunk.error.message}.`, chunk.error.type === "server_error" ? 500 : 400);
     ended ||= Boolean(chunk.usage);
     yield chunk;
   }

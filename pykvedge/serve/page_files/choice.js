@@ -1,8 +1,8 @@
 // What is kept, and how answers are made: the controls at the side, as fields of a request.
 
-import { $, percent } from "./show.js";
+import { $, element, percent } from "./show.js";
 
-let server = null; // { method, budget } that hold where a request says nothing
+let server = null; // { method, budget } that hold where a request says nothing; about: what each method does
 let changed = () => {};
 
 const outputs = { budget: percent, "image-tokens": percent, temperature: (value) => value.toFixed(1) };
@@ -13,13 +13,26 @@ function tell() {
   if (pairs) $("budget-out").value = `${server.budget} pairs`;
   $("budget").disabled = $("method").value === "full";
   if ($("budget").disabled) $("budget-out").value = "all";
+  $("method-about").textContent = sentence(server.about[$("method").value]);
 }
 
-// models, methods: what /v1/models and /v1/kvedge/methods say. change: called when something was chosen.
-export function fill(model, methods, change) {
-  server = { method: model.kvedge.method, budget: model.kvedge.budget, pairs: model.kvedge.budget > 1 };
+const sentence = (text) => (text ? `${text[0].toUpperCase()}${text.slice(1)}.` : "");
+
+// A method with the first words of what it does.
+function option(name, about, chosen, why = "") {
+  const made = element("option", { value: name, disabled: Boolean(why), title: why, selected: chosen });
+  made.textContent = about ? `${name}: ${about.split(/[,;(]/)[0].trim()}` : name;
+  return made;
+}
+
+// model, methods: what /v1/models and /v1/kvedge/methods say. change: called when something was chosen.
+export function fill(model, { methods, unavailable, summaries }, change) {
+  const { method, budget } = model.kvedge;
+  server = { method, budget, pairs: budget > 1, about: summaries };
   changed = change;
-  $("method").replaceChildren(...methods.map((name) => new Option(name, name, false, name === server.method)));
+  const options = methods.map((name) => option(name, summaries[name], name === method));
+  const barred = Object.entries(unavailable).map(([name, why]) => option(name, "not with this model", false, why));
+  $("method").replaceChildren(...options, ...barred);
   if (!server.pairs) $("budget").value = server.budget;
   for (const id of ["method", "budget", "image-tokens", "temperature", "most", "system"]) {
     $(id).addEventListener("input", () => {

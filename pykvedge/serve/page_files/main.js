@@ -1,90 +1,54 @@
 // The page: a list of conversations, the one that is open, and the message that is written.
 
 import * as api from "./api.js";
+import { ask } from "./asking.js";
+import * as attached from "./attached.js";
 import * as choice from "./choice.js";
+import { empty } from "./empty.js";
+import * as list from "./list.js";
+import { message, write } from "./message.js";
 import * as meter from "./meter.js";
-import * as patches from "./patches.js";
-import * as pictures from "./pictures.js";
+import { $, element, iconButton, touches } from "./show.js";
 import * as store from "./store.js";
-import { $, element, message } from "./show.js";
 
 let conversations = [];
 let open = null; // the conversation that is shown
 let answering = null; // the AbortController of the answer that is being written
+let editing = -1; // the number of the message that is changed
+let about = {}; // the model
 
 function fresh() {
-  return { id: crypto.randomUUID?.() ?? String(Date.now()), at: Date.now(), messages: [], choice: null };
+  return { id: crypto.randomUUID?.() ?? `${Date.now()}-${Math.random()}`, at: Date.now(), messages: [], choice: null };
 }
-
-const title = (c) => c.messages[0]?.text.slice(0, 60) || (c.messages.length ? "A picture" : "New conversation");
 
 // ------------------------------------------------------------------------------------------------ what is shown
 
-function list() {
-  const items = conversations.map((c) => {
-    const name = element("button", { className: "title", textContent: title(c), onclick: () => choose(c) });
-    if (c === open) name.setAttribute("aria-current", "true");
-    const drop = element("button", { className: "plain", textContent: "×", onclick: () => forget(c) });
-    drop.setAttribute("aria-label", `Delete ${title(c)}`);
-    return element("li", {}, name, drop);
-  });
-  $("conversations").replaceChildren(...items);
-}
-
 function render() {
-  list();
+  list.draw(conversations, open, choose, forget);
+  $("heading").textContent = list.title(open);
+  document.title = open.messages.length ? `${list.title(open)} – kvedge` : "kvedge";
   const log = $("log");
   const shown = open.messages.map((said, i) => message(said, actions(said, i)));
-  if (!shown.length) shown.push(element("p", { className: "empty", textContent: "Drop a picture here and ask about it." }));
-  log.replaceChildren(...shown);
+  log.replaceChildren(...(shown.length ? shown : [empty(about, submit)]));
   log.scrollTop = log.scrollHeight;
-  const last = open.messages.findLast((said) => said.figures);
-  meter.kept(last?.figures ?? null);
-  drawn(open.messages.findLastIndex((said) => said.patches));
+  meter.last(open.messages.findLast((said) => said.figures));
 }
 
 function actions(said, i) {
-  const out = [];
-  if (said.role !== "assistant") return out;
-  out.push(["Copy", () => navigator.clipboard?.writeText(said.text)]);
-  if (i === open.messages.length - 1) out.push(["Answer again", again]);
-  if (said.patches) out.push(["Kept patches", () => drawn(i)]);
-  return out;
+  if (answering) return [];
+  if (said.role === "user") return [["edit", "Change this message", () => edit(i)], ["delete", "Delete this message and its answer", () => erase(i)]];
+  return i === open.messages.length - 1 ? [["again", "Answer again", again]] : [];
 }
 
-function drawn(i) {
-  if (i < 0) return patches.hide();
-  const { patches: found, read } = open.messages[i];
-  patches.show(found, open.messages.slice(read, i).flatMap((said) => said.pictures ?? []));
-}
-
-function choose(c) {
-  answering?.abort();
-  open = c;
-  error(null);
-  choice.restore(c.choice);
-  render();
-  $("text").focus();
-}
-
-async function forget(c) {
-  conversations = conversations.filter((one) => one !== c);
-  await store.remove(c.id);
-  if (c === open) start();
-  else list();
-}
-
-function start() {
-  if (open && !open.messages.length && conversations.includes(open)) return choose(open);
-  const c = fresh();
-  conversations.unshift(c);
-  choose(c);
-}
-
-function error(what) {
-  $("error").hidden = !what;
-  $("error").firstElementChild.textContent = what ?? "";
-  $("again").hidden = open?.messages.at(-1)?.role !== "user";
+function error(problem) {
+  const last = open?.messages.at(-1)?.role === "user";
+  // what the server refuses, it refuses again
+  const refused = problem?.status >= 400 && problem.status < 429 && problem.status !== 401;
+  $("error").hidden = !problem;
+  $("error").firstElementChild.textContent = problem?.message ?? problem ?? "";
+  $("again").hidden = !last || answering !== null;
+  $("again").textContent = refused ? "Change the message" : "Try again";
+  $("again").onclick = refused ? () => edit(open.messages.length - 1) : again;
 }
 
 function progress(told) {
@@ -95,151 +59,244 @@ function progress(told) {
   else $("bar").removeAttribute("value");
 }
 
-// ------------------------------------------------------------------------------------------------ asking
-
-function wire(said) {
-  if (!said.pictures?.length) return { role: said.role, content: said.text };
-  const seen = said.pictures.map((url) => ({ type: "image_url", image_url: { url } }));
-  return { role: said.role, content: [...seen, { type: "text", text: said.text }] };
-}
-
-function submit(event) {
-  event?.preventDefault();
-  const text = $("text").value;
-  if (!open || answering || (!text.trim() && !pictures.count())) return; // nothing is open before the server has answered
-  $("text").value = "";
-  open.messages.push({ role: "user", text, pictures: pictures.take() });
-  answer();
-}
-
-function again() {
-  if (answering) return;
-  if (open.messages.at(-1)?.role === "assistant") open.messages.pop();
-  if (open.messages.length) answer();
-}
-
-async function answer() {
-  const conversation = open;
-  const said = { role: "assistant", text: "" };
-  conversation.choice = choice.chosen();
-  conversation.at = Date.now();
-  const system = conversation.choice.system ? [{ role: "system", content: conversation.choice.system }] : [];
-  const body = { messages: [...system, ...conversation.messages.map(wire)], ...choice.fields(conversation.choice) };
-  answering = new AbortController();
-  const mine = answering;
-  error(null);
-  render();
-  const view = message(said);
-  $("log").append(view);
-  busy(true);
-  let failed = null;
-  try {
-    await written(conversation, said, view, api.chat(body, mine.signal));
-  } catch (problem) {
-    failed = problem;
-  }
-  answering = null;
-  busy(false);
-  const stopped = failed?.name === "AbortError";
-  if (said.text || (failed === null && said.figures)) conversation.messages.push(said);
-  await store.put(conversation);
-  if (conversation === open) {
-    render();
-    error(failed && !stopped ? failed.message : null);
-  }
-  if (failed?.status === 401) ask();
-}
-
-// Puts an answer where it is seen, as it comes.
-async function written(conversation, said, view, chunks) {
-  const [text, thought, began] = [view.querySelector(".text"), view.querySelector(".thought"), performance.now()];
-  let [tokens, since] = [0, 0];
-  meter.first(null);
-  for await (const chunk of chunks) {
-    if (chunk.kvedge?.progress) progress(chunk.kvedge.progress);
-    const delta = chunk.choices[0]?.delta;
-    if (delta?.content || delta?.reasoning_content) {
-      progress(null);
-      since ||= performance.now();
-      if (!tokens++) meter.first((since - began) / 1000);
-      if (delta.reasoning_content) {
-        said.thought = (said.thought ?? "") + delta.reasoning_content;
-        thought.textContent = said.thought;
-        thought.parentElement.hidden = false;
-        thought.parentElement.open = true;
-      } else {
-        said.text += delta.content;
-        text.textContent = said.text;
-        thought.parentElement.open = false;
-      }
-      meter.speed(tokens, (performance.now() - since) / 1000);
-      follow();
-    }
-    if (chunk.usage) settle(conversation, said, chunk.kvedge[0]);
-  }
-}
-
-function settle(conversation, said, figures) {
-  const { patches: found, ...rest } = figures;
-  said.figures = rest;
-  if (!found?.images.length) return;
-  said.patches = found;
-  // the pictures that were read now are the last ones; those before lay in rows that the server had
-  let [at, missing] = [conversation.messages.length, found.images.length];
-  while (at > 0 && missing > 0) missing -= conversation.messages[--at].pictures?.length ?? 0;
-  said.read = at;
-}
-
-function follow() {
-  const log = $("log");
-  if (log.scrollHeight - log.scrollTop - log.clientHeight < 120) log.scrollTop = log.scrollHeight;
-}
-
 function busy(on) {
-  $("send").disabled = on;
+  $("send").hidden = on;
   $("stop").hidden = !on;
   $("log").setAttribute("aria-busy", on);
   progress(on ? { what: "waiting", share: 0 } : null);
 }
 
-function ask() {
-  $("key-dialog").showModal();
+// On a screen that is touched, focus would open the keyboard.
+function focusText() {
+  if (!touches.matches) $("text").focus();
+}
+
+// Says what was changed, with a way back.
+function offer(what, undo) {
+  const close = () => $("undo").replaceChildren();
+  const back = element("button", { type: "button", textContent: "Undo", onclick: () => { close(); undo(); } });
+  $("undo").replaceChildren(element("span", { textContent: what }), back, iconButton("close", "Close this note", close));
+}
+
+// ------------------------------------------------------------------------------------------------ conversations
+
+function choose(c) {
+  answering?.abort();
+  open = c;
+  $("nav").hidePopover();
+  leave();
+  error(null);
+  choice.restore(c.choice);
+  render();
+  focusText();
+}
+
+function forget(c) {
+  if (c === open) answering?.abort();
+  conversations = conversations.filter((one) => one !== c);
+  store.remove(c.id);
+  if (c === open) start();
+  else render();
+  if (!c.messages.length) return;
+  offer(`Deleted: ${list.title(c)}`, () => {
+    conversations.push(c);
+    store.put(c);
+    choose(c);
+  });
+}
+
+function start() {
+  $("undo").replaceChildren();
+  let c = conversations.find((one) => !one.messages.length);
+  if (!c) conversations.push((c = fresh()));
+  c.at = Date.now();
+  choose(c);
+}
+
+// Puts other messages in place of those of the open conversation, until somebody takes it back.
+function change(messages, what) {
+  const [c, before] = [open, open.messages];
+  const put = (these) => {
+    answering?.abort();
+    c.messages = these;
+    store.put(c);
+    if (c === open) render();
+  };
+  put(messages);
+  offer(what, () => put(before));
+}
+
+function erase(i) {
+  const n = open.messages[i + 1]?.role === "assistant" ? 2 : 1;
+  error(null);
+  leave();
+  change(open.messages.toSpliced(i, n), n > 1 ? "A message and its answer were deleted." : "A message was deleted.");
+}
+
+function edit(i) {
+  if (i < 0 || answering) return;
+  editing = i;
+  error(null);
+  $("editing").hidden = false;
+  $("text").value = open.messages[i].text;
+  attached.put(open.messages[i]);
+  $("text").focus();
+}
+
+// Ends the change of an earlier message.
+function leave() {
+  if (editing < 0) return;
+  editing = -1;
+  $("editing").hidden = true;
+  $("text").value = "";
+  attached.take();
+}
+
+// ------------------------------------------------------------------------------------------------ asking
+
+function submit(event) {
+  event?.preventDefault();
+  const text = $("text").value;
+  if (!open || answering || (!text.trim() && !attached.count())) return; // nothing is open before the server has answered
+  const said = { role: "user", text, ...attached.take() };
+  $("undo").replaceChildren();
+  if (editing >= 0 && editing < open.messages.length) change([...open.messages.slice(0, editing), said], "A message was changed; what followed it is gone.");
+  else open.messages.push(said);
+  leave();
+  $("text").value = "";
+  focusText();
+  answer();
+}
+
+function again() {
+  if (answering) return;
+  if (open.messages.at(-1)?.role === "assistant") change(open.messages.slice(0, -1), "The answer is replaced.");
+  if (open.messages.length) answer();
+}
+
+async function answer() {
+  const [conversation, messages, said] = [open, open.messages, { role: "assistant", text: "" }];
+  conversation.choice = choice.chosen();
+  conversation.at = Date.now();
+  const mine = (answering = new AbortController());
+  error(null);
+  render();
+  store.put(conversation);
+  const view = message(said);
+  view.classList.add("open");
+  $("log").append(view);
+  $("log").scrollTop = $("log").scrollHeight;
+  busy(true);
+  const speak = speaker(said);
+  let failed = null;
+  try {
+    await ask(conversation, said, mine.signal, shown(said, view, speak));
+  } catch (problem) {
+    failed = problem;
+  }
+  said.stopped = failed?.name === "AbortError" || undefined;
+  if (said.text || said.figures) messages.push(said);
+  if (conversations.includes(conversation)) store.put(conversation);
+  if (answering === mine) {
+    answering = null;
+    busy(false);
+  }
+  render();
+  if (messages === open.messages) {
+    speak(true);
+    error(failed && !said.stopped ? failed : null);
+  }
+  if (failed?.status === 401) needKey();
+}
+
+// Returns what draws an answer as it comes, once for each picture of the screen at most.
+function shown(said, view, speak) {
+  let waits = false;
+  return (step) => {
+    progress(step);
+    if (step || waits) return;
+    waits = true;
+    requestAnimationFrame(() => {
+      waits = false;
+      write(view, said);
+      speak(false);
+      const log = $("log");
+      if (log.scrollHeight - log.scrollTop - log.clientHeight < 160) log.scrollTop = log.scrollHeight;
+    });
+  };
+}
+
+// Returns what tells screen readers the paragraphs of an answer, each once it is complete.
+function speaker(said) {
+  let told = 0;
+  return (whole) => {
+    const end = whole ? said.text.length : said.text.lastIndexOf("\n\n");
+    if (end > told) $("live").textContent = said.text.slice(told, end);
+    told = Math.max(told, end);
+  };
 }
 
 // ------------------------------------------------------------------------------------------------ beginning
 
+function needKey() {
+  $("key-wrong").hidden = !api.hasKey();
+  if (!$("key-dialog").open) $("key-dialog").showModal();
+}
+
+function pressed(event) {
+  if (event.key === "Escape" && !event.defaultPrevented) answering?.abort();
+  const typing = event.target.closest?.("input, textarea, select, dialog");
+  if (typing || event.ctrlKey || event.metaKey || event.altKey) return;
+  if (event.key === "?") $("help-dialog").showModal();
+  if (event.key === "/") {
+    event.preventDefault();
+    $("text").focus();
+  }
+}
+
+function typed(event) {
+  if (event.isComposing) return;
+  if (event.key === "Enter" && !event.shiftKey && !touches.matches) submit(event);
+  if (event.key === "ArrowUp" && !$("text").value && !attached.count() && open) edit(open.messages.findLastIndex((said) => said.role === "user"));
+}
+
 function listen() {
   $("composer").onsubmit = submit;
   $("stop").onclick = () => answering?.abort();
-  $("again").onclick = again;
+  $("keep").onclick = leave;
   $("new").onclick = start;
-  $("look").onclick = () => meter.sessions().catch((problem) => error(problem.message));
+  $("help").onclick = () => $("help-dialog").showModal();
+  $("look").onclick = () => meter.sessions().catch(error);
   $("key-dialog").onclose = () => {
     api.setKey($("key").value);
     $("key").value = "";
     begin();
   };
-  $("text").addEventListener("keydown", (event) => {
-    if (event.key === "Enter" && !event.shiftKey && !event.isComposing) submit(event);
-  });
-  document.addEventListener("keydown", (event) => event.key === "Escape" && answering?.abort());
-  pictures.listen(error);
+  $("text").addEventListener("keydown", typed);
+  document.addEventListener("keydown", pressed);
+  for (const query of ["(max-width: 74.99rem)", "(max-width: 47.99rem)"]) {
+    matchMedia(query).onchange = () => ["nav", "side"].forEach((id) => $(id).hidePopover()); // they stand beside the page now
+  }
+  attached.listen(error);
+  store.listen((trouble) => ($("storage").textContent = trouble));
 }
 
 async function begin() {
   try {
     const [models, methods] = await Promise.all([api.read("v1/models"), api.read("v1/kvedge/methods")]);
-    const model = models.data[0];
-    const sees = model.kvedge.images;
-    $("attach").hidden = !sees;
-    choice.fill(model, methods.methods, () => error(null));
+    const [model] = models.data;
+    about = model.kvedge;
+    $("attach").hidden = !about.images;
+    $("text").placeholder = about.images ? "Ask about a picture or a PDF" : "Ask something";
+    choice.fill(model, methods, () => error(null));
     conversations = await store.all();
     start();
-    $("model").textContent = `${model.id}, ${model.kvedge.n_ctx} tokens${sees ? "" : ", sees no pictures"}`;
+    const drawn = about.packaged ? ", knows drawn scenes only" : "";
+    $("model").textContent = `${model.id}, ${about.n_ctx.toLocaleString("en")} tokens${about.images ? drawn : ", reads no pictures"}`;
     meter.follow();
   } catch (problem) {
-    if (problem.status === 401) ask();
-    else error(problem.message);
+    if (problem.status === 401) needKey();
+    else error(problem);
   }
 }
 

@@ -1,7 +1,7 @@
 // What the server takes of memory, as it changes, and the conversations that it keeps.
 
 import * as api from "./api.js";
-import { $, bar, bytes, element, percent } from "./show.js";
+import { $, bar, bytes, element, percent, perSecond } from "./show.js";
 
 const AGAIN_MS = 3000;
 
@@ -26,24 +26,14 @@ function told({ memory }) {
   $("requests").textContent = `${memory.running} now, ${memory.waiting} waiting`;
 }
 
-// What the last answer kept. figures: of the answer, null where there is none yet.
-export function kept(figures) {
-  const kv = figures?.kv;
-  if (!kv?.full_bytes) {
-    $("kept").textContent = figures ? "the cache stays with llama.cpp" : "no answer yet";
-    bar("kept-bar", 0);
-    return;
-  }
-  $("kept").textContent = `${bytes(kv.kept_bytes)} of ${bytes(kv.full_bytes)}, ${percent(kv.kept_bytes / kv.full_bytes)}`;
-  bar("kept-bar", kv.kept_bytes / kv.full_bytes);
-}
-
-export function speed(tokens, seconds) {
-  $("speed").textContent = tokens > 1 && seconds > 0 ? ((tokens - 1) / seconds).toFixed(1) : "–";
-}
-
-export function first(seconds) {
-  $("first").textContent = seconds === null ? "–" : `${seconds.toFixed(2)} s`;
+// What the last answer of a conversation kept and took; null where there is none yet.
+export function last(said) {
+  const kv = said?.figures?.kv;
+  const share = kv?.full_bytes ? kv.kept_bytes / kv.full_bytes : 0;
+  $("kept").textContent = share ? `${bytes(kv.kept_bytes)} of ${bytes(kv.full_bytes)}, ${percent(share)}` : "–";
+  bar("kept-bar", share);
+  $("speed").textContent = perSecond(said?.figures);
+  $("first").textContent = said?.firstS ? `${said.firstS.toFixed(2)} s` : "–";
 }
 
 export async function sessions() {

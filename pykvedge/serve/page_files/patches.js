@@ -1,76 +1,75 @@
-// What is left of each picture, drawn over it layer by layer: a patch is as bright as the share of heads that keep it.
+// A picture of the conversation, and over it what of it is kept: a patch is as bright as the share of heads that keep it.
 
-import { $, element } from "./show.js";
+import { element, icon } from "./show.js";
 
-const DARKEST = 0.12;
-let shown = null; // { patches, pictures, which }
+const DARKEST = 0.84;
 
-export function hide() {
-  $("patches").hidden = true;
-  shown = null;
+// picture: { url, name, kept }. kept: as the server tells of one picture, with the numbers of its layers.
+export function figure({ url, name, kept }, place) {
+  const image = element("img", { src: url, alt: name ? `${place}: ${name}` : place });
+  const frame = element("div", { className: "frame" }, image);
+  const made = element("figure", { className: "picture" }, frame);
+  if (!kept?.layers.length || !kept.share[0].length) return made;
+  const caption = element("figcaption", {}, element("span", { textContent: told(kept, 0) }));
+  made.append(caption);
+  if (kept.rows > 1) caption.append(...controls(kept, image, frame, caption));
+  return made;
 }
 
-// pictures: data: URLs, as many as patches.images, in their order.
-export function show(patches, pictures) {
-  if (!patches?.images.length || patches.images.length !== pictures.length || !patches.layers.length) return hide();
-  shown = { patches, pictures, which: 0 };
-  $("patches").hidden = false;
-  $("layer").max = patches.layers.length;
-  $("layer").value = 0;
-  const buttons = pictures.map((_, i) => {
-    const one = element("button", { textContent: `Picture ${i + 1}`, onclick: () => choose(i) });
-    one.setAttribute("aria-pressed", i === 0);
-    return one;
-  });
-  $("which").replaceChildren(...(buttons.length > 1 ? buttons : []));
-  draw();
-}
-
-function choose(which) {
-  shown.which = which;
-  [...$("which").children].forEach((one, i) => one.setAttribute("aria-pressed", i === which));
-  draw();
+function controls(kept, image, frame, caption) {
+  const veil = element("canvas", { hidden: true });
+  veil.setAttribute("aria-hidden", "true");
+  frame.append(veil);
+  const layer = element("input", { type: "range", min: 0, max: kept.layers.length, value: 0 });
+  const name = element("output", { textContent: "all" });
+  const slider = element("label", { hidden: true }, "Layer", layer, name);
+  layer.oninput = () => {
+    name.textContent = layer.value > 0 ? kept.layers[layer.value - 1] : "all";
+    caption.firstChild.textContent = told(kept, Number(layer.value));
+    layer.setAttribute("aria-valuetext", caption.firstChild.textContent);
+    draw(veil, kept, image, Number(layer.value));
+  };
+  const toggle = element("button", { className: "plain", type: "button" }, icon("patches"), "Show which");
+  toggle.setAttribute("aria-pressed", "false");
+  toggle.onclick = () => {
+    veil.hidden = slider.hidden = !veil.hidden;
+    toggle.setAttribute("aria-pressed", String(!veil.hidden));
+    if (!veil.hidden) layer.oninput();
+  };
+  return [toggle, slider];
 }
 
 // Shares of the patches, 0 to 1: of one layer, or the mean of all.
-function shares(image, layer) {
-  if (layer > 0) return image.share[layer - 1].map((percent) => percent / 100);
-  const sum = image.share[0].map(() => 0);
-  for (const row of image.share) row.forEach((percent, i) => (sum[i] += percent / 100 / image.share.length));
+function shares(kept, layer) {
+  if (layer > 0) return kept.share[layer - 1].map((percent) => percent / 100);
+  const sum = kept.share[0].map(() => 0);
+  for (const row of kept.share) row.forEach((percent, i) => (sum[i] += percent / 100 / kept.share.length));
   return sum;
 }
 
-async function draw() {
-  const mine = shown;
-  const { patches, pictures, which } = mine;
-  const image = patches.images[which];
-  const layer = Number($("layer").value);
-  const picture = new Image();
-  picture.src = pictures[which];
-  await picture.decode().catch(() => {});
-  if (shown !== mine || which !== mine.which || !picture.width) return;
-
-  const canvas = $("canvas");
-  const side = Math.max(picture.width, picture.height);
-  const [width, height] = image.padded ? [side, side] : [picture.width, picture.height];
-  const scale = 560 / Math.max(width, height);
-  canvas.width = Math.max(1, Math.round(width * scale));
-  canvas.height = Math.max(1, Math.round(height * scale));
-  const context = canvas.getContext("2d");
-  const [w, h] = [picture.width * scale, picture.height * scale];
-  context.drawImage(picture, (canvas.width - w) / 2, (canvas.height - h) / 2, w, h);
-
-  const share = shares(image, layer);
-  const [x, y] = [canvas.width / image.columns, canvas.height / image.rows];
-  share.forEach((kept, i) => {
-    context.fillStyle = `rgba(0, 0, 0, ${(1 - DARKEST) * (1 - kept)})`;
-    const [left, top] = [Math.round((i % image.columns) * x), Math.round(Math.floor(i / image.columns) * y)];
-    context.fillRect(left, top, Math.round(((i % image.columns) + 1) * x) - left, Math.round((Math.floor(i / image.columns) + 1) * y) - top);
-  });
+function told(kept, layer) {
+  const share = shares(kept, layer);
   const mean = share.reduce((a, b) => a + b, 0) / share.length;
-  const name = layer ? `layer ${patches.layers[layer - 1]}` : "all layers";
-  $("layer-out").value = layer ? patches.layers[layer - 1] : "all";
-  $("patches-out").textContent = `Picture ${which + 1}, ${name}: ${(100 * mean).toFixed(0)} % of ${share.length} patches kept`;
+  const where = layer ? `Layer ${kept.layers[layer - 1]}: ` : "";
+  return `${where}${(100 * mean).toFixed(0)} % of ${share.length} ${kept.rows > 1 ? "patches" : "image tokens"} kept`;
 }
 
-$("layer").addEventListener("input", () => shown && draw());
+async function draw(veil, kept, image, layer) {
+  await image.decode().catch(() => {});
+  const [wide, high] = [image.naturalWidth, image.naturalHeight];
+  if (!wide) return;
+  const scale = 720 / Math.max(wide, high);
+  [veil.width, veil.height] = [Math.max(1, Math.round(wide * scale)), Math.max(1, Math.round(high * scale))];
+  // a padded picture lay in the middle of a square, whose patches these are
+  const side = Math.max(veil.width, veil.height);
+  const [width, height] = kept.padded ? [side, side] : [veil.width, veil.height];
+  const [left, top] = [(veil.width - width) / 2, (veil.height - height) / 2];
+  const context = veil.getContext("2d");
+  const edge = (i, of, length, start) => Math.round(start + (i * length) / of);
+  shares(kept, layer).forEach((share, i) => {
+    const [row, column] = [Math.floor(i / kept.columns), i % kept.columns];
+    const [x, y] = [edge(column, kept.columns, width, left), edge(row, kept.rows, height, top)];
+    context.fillStyle = `rgb(8 14 12 / ${DARKEST * (1 - share)})`;
+    context.fillRect(x, y, edge(column + 1, kept.columns, width, left) - x, edge(row + 1, kept.rows, height, top) - y);
+  });
+}

@@ -1,6 +1,7 @@
-// How figures and messages look.
+// Elements, and how figures are written.
 
 export const $ = (id) => document.getElementById(id);
+export const touches = matchMedia("(pointer: coarse)");
 
 export function element(name, fields = {}, ...children) {
   const made = Object.assign(document.createElement(name), fields);
@@ -8,43 +9,71 @@ export function element(name, fields = {}, ...children) {
   return made;
 }
 
+export function icon(name) {
+  const made = document.createElementNS("http://www.w3.org/2000/svg", "svg");
+  made.classList.add("icon");
+  const use = document.createElementNS("http://www.w3.org/2000/svg", "use");
+  use.setAttribute("href", `#i-${name}`);
+  made.append(use);
+  return made;
+}
+
+// A button that shows an icon. label: its name for screen readers; title: the name that the pointer shows.
+export function iconButton(picture, label, onclick, { className = "plain", title = label } = {}) {
+  const made = element("button", { type: "button", className, title, onclick }, icon(picture));
+  made.setAttribute("aria-label", label);
+  return made;
+}
+
+// A button that copies a text, and says so.
+export function copyButton(label, text) {
+  const made = iconButton("copy", label, async () => {
+    const done = await copied(text());
+    made.replaceChildren(done ? "Copied" : "The browser does not copy");
+    setTimeout(() => made.replaceChildren(icon("copy")), 2000);
+  });
+  return made;
+}
+
+async function copied(text) {
+  try {
+    await navigator.clipboard.writeText(text);
+    return true;
+  } catch {
+    // pages of plain http have no clipboard
+    const area = element("textarea", { value: text, className: "unseen" });
+    document.body.append(area);
+    area.select();
+    const done = document.execCommand("copy");
+    area.remove();
+    return done;
+  }
+}
+
 export function bytes(n) {
-  if (n < 1 << 20) return `${(n / 1024).toFixed(1)} KiB`;
-  return n < 1 << 30 ? `${(n / (1 << 20)).toFixed(1)} MiB` : `${(n / (1 << 30)).toFixed(2)} GiB`;
+  const form = (value, unit) => `${value.toFixed(value < 99.5 ? 1 : 0)} ${unit}`;
+  if (n < 1 << 20) return form(n / 1024, "KiB");
+  return n < 1 << 30 ? form(n / (1 << 20), "MiB") : form(n / (1 << 30), "GiB");
 }
 
 export const percent = (share) => `${(100 * share).toFixed(share < 0.0995 ? 1 : 0)} %`;
 
-// A message; actions: [label, what it does] of its buttons.
-export function message(said, actions = []) {
-  const text = element("div", { className: "text", textContent: said.text });
-  const body = element("div", { className: "body" });
-  if (said.pictures?.length) {
-    const pictures = said.pictures.map((url, i) => element("li", {}, element("img", { src: url, alt: `Picture ${i + 1}` })));
-    body.append(element("ul", { className: "pictures" }, ...pictures));
-  }
-  const thought = element("div", { className: "thought quiet", textContent: said.thought ?? "" });
-  const thoughts = element("details", { hidden: !said.thought }, element("summary", { textContent: "Reasoning" }), thought);
-  body.append(thoughts, text);
-  const foot = element("div", { className: "foot" });
-  if (said.figures) foot.append(element("span", { className: "quiet", textContent: line(said.figures) }));
-  for (const [label, act] of actions) foot.append(element("button", { className: "plain", textContent: label, onclick: act }));
-  const made = element("article", { className: `message ${said.role}` }, body, foot);
-  made.setAttribute("aria-label", said.role === "user" ? "You" : "Answer");
-  return made;
-}
-
-// What an answer cost, in a line.
-export function line(figures) {
-  const { kv, time, tokens } = figures;
-  const parts = [];
-  if (kv.full_bytes) parts.push(`${percent(kv.kept_bytes / kv.full_bytes)} of ${bytes(kv.full_bytes)} kept`);
-  if (tokens.reused) parts.push(`${tokens.reused} tokens not read again`);
-  if (time.decode_steps) parts.push(`${(time.decode_steps / time.decode_s).toFixed(1)} tokens/s`);
-  if (figures.stop === "length" || figures.stop === "context") parts.push("cut off: no more tokens");
-  return parts.join(" · ");
-}
-
 export function bar(id, share) {
   $(id).style.width = `${100 * Math.min(Math.max(share || 0, 0), 1)}%`;
+}
+
+export function perSecond(figures) {
+  const speed = figures?.time.decode_tok_s;
+  return speed ? speed.toLocaleString("en", { maximumFractionDigits: speed < 100 ? 1 : 0 }) : "–";
+}
+
+// When it was, in words.
+export function ago(at) {
+  const minutes = Math.round((Date.now() - at) / 60000);
+  const words = new Intl.RelativeTimeFormat("en", { numeric: "auto" });
+  if (minutes < 1) return "now";
+  if (minutes < 60) return words.format(-minutes, "minute");
+  if (minutes < 24 * 60) return words.format(-Math.round(minutes / 60), "hour");
+  if (minutes < 7 * 24 * 60) return words.format(-Math.round(minutes / 1440), "day");
+  return new Date(at).toLocaleDateString("en", { day: "numeric", month: "short", year: "numeric" });
 }
