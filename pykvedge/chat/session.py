@@ -7,11 +7,11 @@ import itertools
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import AsyncGenerator, Callable
 from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 from pykvedge.chat.conversation import Answer, Conversation
 from pykvedge.errors import (
@@ -50,6 +50,10 @@ if TYPE_CHECKING:
     from pykvedge.runtime.settings import GivenSettings
 
 
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
 @dataclass(frozen=True)
 class Before:
     """What a conversation was before its last message. mark: None where the cache held nothing, or was not copied."""
@@ -64,6 +68,9 @@ class Before:
 
 class Session(Conversation):
     """A conversation with a model. Close it when done, or use it in a with statement.
+
+        with pykvedge.Session() as session:  # the packaged model
+            print(session.ask("What is the code?", "scene.png").read())
 
     It is for one thread at a time: a call while another thread is in one raises StateError. `close` waits for that
     thread, whose call ends early, with CancelledError; the answer that it reads ends with StateError.
@@ -114,6 +121,11 @@ class Session(Conversation):
         self._engine = Engine(self.model, self._vision, self.settings, threads or loan.threads, crew)
         self._dropped = dropped.add(self, functools.partial(_free, self._engine, self._vision, self._loan))
         self._load_s = time.perf_counter() - started
+
+    def __repr__(self) -> str:
+        name, said = self.model.path.name, sum(message.role == "user" for message in self.messages)
+        state = "closed" if self._loan is None else f"{said} {'question' if said == 1 else 'questions'}"
+        return f"<Session of {name}, {self.plan.method} {self.plan.budget}, {state}>"
 
     @one_thread
     def ask(self, prompt: str, images: ImageSources = (), sampling: Sampling | None = None) -> Answer:
@@ -166,6 +178,43 @@ class Session(Conversation):
         report.notes += [*(self._loan.caches.notes() if self._loan is not None else []), *self.engine.notes()]
         self.answer = answer = Answer(self, report, generation)
         return answer
+
+    async def aask(
+        self, prompt: str, images: ImageSources = (), sampling: Sampling | None = None
+    ) -> AsyncGenerator[str, None]:
+        """Asks as `ask` does, from an event loop, which is never blocked: the work is done in its threads.
+
+            async for piece in session.aask("What is the code?", "scene.png"):
+                print(piece, end="")
+
+        The report is `last_report` afterwards. The answer ends where the task is cancelled or the loop is left; what
+        was said stays in the conversation, which goes on with the next message. A prompt that is cancelled while it is
+        read leaves the conversation as it was.
+        """
+        answer = await self._apart(self.ask, prompt, images, sampling)
+        try:
+            while (piece := await self._apart(next, answer, None)) is not None:
+                yield piece
+        finally:
+            answer.close()
+
+    async def _apart(self, call: Callable[P, R], *given: P.args, **named: P.kwargs) -> R:
+        """Runs a call in a thread. Where the task is cancelled, the call is ended and waited for."""
+        import asyncio  # 40 ms, for those who use it
+
+        work = asyncio.ensure_future(asyncio.to_thread(call, *given, **named))
+        try:
+            return await asyncio.shield(work)
+        except asyncio.CancelledError:
+            self.stop.set()
+            while not work.done():
+                with suppress(asyncio.CancelledError):
+                    await asyncio.wait([work])
+            work.exception()  # is told by the cancelled task
+            self.stop.clear()
+            if self.answer is not None:
+                self.answer.close()
+            raise
 
     @one_thread
     def undo(self) -> Message:

@@ -86,7 +86,7 @@ class Guard:
 
 
 class Stop(threading.Event):
-    """Long steps look at this: it is set when `cancel` is, when a thread waits to close, and when Ctrl-C waits."""
+    """Long steps look at this: it is set by `set`, by `cancel`, when a thread waits to close, and when Ctrl-C waits."""
 
     def __init__(self, cancel: threading.Event | None, guard: Guard | None = None) -> None:
         super().__init__()
@@ -106,7 +106,7 @@ class Stop(threading.Event):
     def is_set(self) -> bool:
         if self._guard is not None and self._guard.ending:
             return True
-        return signals.pending() or (self._cancel is not None and self._cancel.is_set())
+        return super().is_set() or signals.pending() or (self._cancel is not None and self._cancel.is_set())
 
 
 class Single:

@@ -1,0 +1,88 @@
+"""Session.aask: the event loop goes on, and a cancelled task leaves a session that can be used."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+
+import pytest
+
+import pykvedge
+
+LONG = pykvedge.Sampling(max_tokens=40)
+
+
+async def text_of(session, *question):
+    return "".join([piece async for piece in session.aask(*question)])
+
+
+async def cancelled(task):
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+
+
+@pytest.fixture
+def files(tiny, native):
+    return tiny("llama")
+
+
+def test_the_answer_is_that_of_ask_and_the_loop_goes_on(files):
+    with files.session() as session:
+        expected = session.ask("Hello there", sampling=LONG).read()
+
+    async def both():
+        turns = 0
+        with files.session() as session:
+            task = asyncio.ensure_future(text_of(session, "Hello there", (), LONG))
+            while not task.done():
+                await asyncio.sleep(0)
+                turns += 1
+            assert session.last_report.text == task.result()
+            return task.result(), turns
+
+    text, turns = asyncio.run(both())
+    assert text == expected and turns > 40
+
+
+def test_a_task_that_is_cancelled_in_an_answer_ends_it(files):
+    async def both():
+        with files.session() as session:
+            said = []
+
+            async def ask():
+                async for piece in session.aask("Hello there", (), LONG):
+                    said.append(piece)
+
+            task = asyncio.ensure_future(ask())
+            while not said:
+                await asyncio.sleep(0)
+            await cancelled(task)
+            assert session.last_report.finish == "cancelled" and session.messages[-1].text.startswith("".join(said))
+            async for _ in session.aask("And now?", (), LONG):
+                break  # leaving the loop ends the answer too
+            assert session.ask("And then?", sampling=LONG).read()
+            assert [m.role for m in session.messages] == ["user", "assistant"] * 3
+
+    asyncio.run(both())
+
+
+def test_a_task_that_is_cancelled_while_the_prompt_is_read_takes_the_message_back(files):
+    reading = threading.Event()
+
+    def progress(what, done):
+        if what == "preparing the context" and not reading.is_set():
+            reading.set()
+            while not session.stop.is_set():  # a long step
+                time.sleep(0.001)
+
+    async def both():
+        task = asyncio.ensure_future(text_of(session, "Hello there", (), LONG))
+        await asyncio.to_thread(reading.wait)
+        await cancelled(task)
+        assert not session.messages and session.answer is None
+        assert await text_of(session, "Hello there", (), LONG)
+
+    with files.session(progress=progress) as session:
+        asyncio.run(both())
