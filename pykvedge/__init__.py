@@ -6,9 +6,10 @@
         for piece in session.ask("What is in the picture?", images="photo.jpg"):
             print(piece, end="", flush=True)
 
-A Session is a conversation. load() reads a model once for several of them, plan() says what is kept of a prompt,
-attach() does the same for a llama_cpp.Llama, compress() for arrays, hub.resolve() finds models by name. Everything that
-is raised derives from KvedgeError. docs/python.md has an example of each.
+A Session is a conversation. Without files it has the packaged model, which knows drawn scenes. load() reads a model
+once for several sessions, plan() says what is kept of a prompt, attach() compresses the prompts of a llama_cpp.Llama,
+compress() arrays, and hub.resolve() finds models by name. All errors derive from KvedgeError. docs/python.md has an
+example of each.
 
 kvedge brings the llama_cpp bindings along, on top of its own libraries. Where another llama-cpp-python is installed as
 well, import pykvedge before llama_cpp.
@@ -67,7 +68,7 @@ if TYPE_CHECKING:
     from pykvedge.plans.plugins.decorators import allocator, preset, pruner, reducer, scorer
     from pykvedge.plans.presets import methods
     from pykvedge.plans.profile import Profile
-    from pykvedge.reference.stages.base import Param
+    from pykvedge.reference.stages.base import Head, ImageRows, Layer, Param, Prompt
     from pykvedge.reference.stages.replay import Replay
     from pykvedge.reference.stages.rotation import Rotation
     from pykvedge.runtime.keeping import Keep
@@ -92,10 +93,13 @@ __all__ = [
     "DatasetError",
     "DeviceError",
     "GrammarError",
+    "Head",
     "HubError",
     "ImageError",
+    "ImageRows",
     "Keep",
     "KvedgeError",
+    "Layer",
     "LibraryError",
     "LoadedModel",
     "Message",
@@ -108,6 +112,7 @@ __all__ = [
     "PluginError",
     "Profile",
     "ProfileError",
+    "Prompt",
     "Replay",
     "ReplayChunk",
     "Report",
@@ -158,7 +163,7 @@ _MODULES = {
     "plans.plugins.decorators": ("allocator", "preset", "pruner", "reducer", "scorer"),
     "plans.presets": ("methods",),
     "plans.profile": ("Profile",),
-    "reference.stages.base": ("Param",),
+    "reference.stages.base": ("Head", "ImageRows", "Layer", "Param", "Prompt"),
     "reference.stages.replay": ("Replay",),
     "reference.stages.rotation": ("Rotation",),
     "library.arrays": ("Result", "compress"),

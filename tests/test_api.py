@@ -163,3 +163,22 @@ def test_settings_of_the_wrong_type(make):
     with pytest.raises(pykvedge.UsageError) as error:
         make()
     assert "\n" not in str(error.value)
+
+
+def test_objects_show_themselves_in_a_line_and_as_a_table(tiny, native):
+    plan = pykvedge.plan("snapkv", 0.25, **{"scorer.window": 8})
+    assert repr(plan) == "<Plan snapkv 0.25: window, uniform, evict, keep-all, scorer.window=8>"
+    with tiny("llama").session(plan) as session:
+        answer = session.ask("Hello <b>there</b> " * 8, sampling=pykvedge.Sampling(max_tokens=4))
+        assert repr(answer).startswith("<Answer '', not at its end | prompt ")
+        text, report, stats = answer.read(), answer.report, session.engine.cache.stats()
+        assert repr(answer) == f"<Answer {text!r}, {report.finish} | {report.line()}>"
+        assert repr(report) == f"<Report snapkv 0.25: {text!r}, {report.finish} | {report.line()}>"
+        assert f"{stats.n_tokens} tokens" in repr(stats) and "compressions: 1" in repr(stats)
+        assert repr(session).endswith(", snapkv 0.25, 1 question>")
+        report.text = "<script>"  # what a model says is no HTML
+        tables = [thing._repr_html_() for thing in (plan, answer, stats)]
+    assert repr(session).endswith(", snapkv 0.25, closed>")
+    for page in tables:
+        assert page.startswith("<table>") and "<script>" not in page
+    assert f"{report.kv.kept_of_them} kept of {report.tokens.prompt}" in tables[1]

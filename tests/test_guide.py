@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import ast
+import asyncio
 import inspect
+import json
 import re
+import runpy
 import shutil
 import textwrap
 from pathlib import Path
@@ -84,7 +88,37 @@ def test_the_readme_has_what_it_should():
         assert f"`{command}`" in README, command
 
 
-@pytest.mark.parametrize("thing", [pykvedge, pykvedge.load])
+def shown(value):
+    """What a notebook shows of the value of a cell, without times."""
+    return re.sub(r" \| [\d.]+ tok/s", "", repr(value))
+
+
+def test_the_notebook_shows_what_its_cells_print(folder, monkeypatch, capsys):
+    """The cells run in one namespace, as in a kernel, which would take packages and seconds and find nothing more."""
+    monkeypatch.chdir(EXAMPLES)
+    space: dict = {}
+    cells = json.loads((EXAMPLES / "notebook.ipynb").read_text("utf-8"))["cells"]
+    for cell in (c for c in cells if c["cell_type"] == "code"):
+        tree = ast.parse("".join(cell["source"]))
+        last = ast.Expression(tree.body.pop().value) if isinstance(tree.body[-1], ast.Expr) else None
+        steps = eval(compile(tree, cell["id"], "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT), space)
+        if asyncio.iscoroutine(steps):
+            asyncio.run(steps)
+        value = eval(compile(last, cell["id"], "eval"), space) if last else None
+        printed = "".join(t for o in cell["outputs"] if o["output_type"] == "stream" for t in o["text"])
+        assert capsys.readouterr().out == printed, cell["id"]
+        for text in ("".join(o["data"]["text/plain"]) for o in cell["outputs"] if "data" in o):
+            assert text == "<PIL image>" or shown(value) == re.sub(r" \| [\d.]+ tok/s", "", text), cell["id"]
+
+
+def test_the_example_of_a_picture_through_llama_cpp_python(folder, capfd, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["attach_picture.py"])
+    runpy.run_path(str(EXAMPLES / "attach_picture.py"), run_name="__main__")
+    out, err = capfd.readouterr()
+    assert out == "64UM3\n" and "(144 image" in err
+
+
+@pytest.mark.parametrize("thing", [pykvedge, pykvedge.load, pykvedge.Session])
 def test_examples_of_docstrings(thing, folder, capfd):
     code = docstring_example(thing)
     assert "Session(" in code
@@ -105,4 +139,4 @@ def test_every_example_in_a_docstring_is_one_of_these():
     """A new one in what is public has to be added above."""
     code = re.compile(r"^ {4}(import|from|with|for|\w+ =|\w+\() *", re.MULTILINE)
     docs = {name: inspect.getdoc(getattr(pykvedge, name)) or "" for name in pykvedge.__all__}
-    assert {name for name in docs if code.search(docs[name])} == {"attach", "load"}
+    assert {name for name in docs if code.search(docs[name])} == {"attach", "load", "Session"}

@@ -287,6 +287,13 @@ class Answer(Single):
         self._reader, self._taken = threading.get_ident(), False
         self._pieces = self._generate()
 
+    def __repr__(self) -> str:
+        state = self.report.finish if self._done else "not at its end"
+        return f"<Answer {self.report.text!r}, {state} | {self.report.line()}>"
+
+    def _repr_html_(self) -> str:
+        return self.report._repr_html_()
+
     @property
     def tokens(self) -> list[logprobs.Token]:
         """The tokens so far, where Sampling.logprobs asks for them; also those that make up a stop text."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 import ctypes as c
 from typing import Any, NamedTuple
 
+from pykvedge.system import shown
+
 ABI_VERSION = 1
 STAGE_NUMBER = {"scorer": 0, "allocator": 1, "reducer": 2, "decode": 3, "pruner": 4}
 
@@ -98,6 +100,18 @@ class Stats(c.Structure):
         ("device_compressed", c.c_int32), ("unused", c.c_int32),
         ("whole_bytes", c.c_uint64), ("whole_file_bytes", c.c_uint64),
     ]  # fmt: skip
+
+    def __repr__(self) -> str:
+        size = f"{self.before_bytes / 2**20:.2f} -> {self.after_bytes / 2**20:.2f} MiB"
+        did = f"compressions: {self.n_compressions}, the last {size} in {self.compress_us / 1000:.1f} ms"
+        return (
+            f"<Stats {self.n_tokens} tokens ({self.n_image_tokens} image, {self.n_pending} pending), "
+            f"KV {self.bytes / 2**20:.2f} MiB | {did if self.n_compressions else 'not compressed'}>"
+        )
+
+    def _repr_html_(self) -> str:
+        names = [name for name, _ in self._fields_ if name not in ("struct_size", "unused")]
+        return shown.table("kvedge_stats", {name: getattr(self, name) for name in names})
 
 
 KEEP_PLACES = {"": 0, "ram": 1, "disk": 2}  # kvedge_keep_place

@@ -19,6 +19,7 @@ from pykvedge.plans.amounts import LARGEST_COUNT, Amount, Budget, ImageTokens
 from pykvedge.plans.presets import params_elsewhere
 from pykvedge.plans.registry import STAGES, member
 from pykvedge.reference.stages.members import ALIASES
+from pykvedge.system import shown
 
 JSON_VERSION = 1
 TEXT_OVERFLOW = ("budget", "keep_all")
@@ -29,7 +30,7 @@ CRITICAL_HALF = ("budget", "free")
 AUTO = "auto"  # of recent: the scorer's method says how many (H2O, LOOK-M: half of the budget)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Plan:
     """A plan has the fields of kvedge.h; `params` holds settings of stage members ("scorer.window").
 
@@ -81,6 +82,15 @@ class Plan:
 
     def __hash__(self) -> int:
         return hash(self.to_json())
+
+    def __repr__(self) -> str:
+        pruner = f", pruner {self.pruner} {self.image_tokens}" if self.pruner != "none" else ""
+        stages = f"{self.scorer}, {self.allocator}, {self.reducer}, {self.decode}{pruner}"
+        given = "".join(f", {key}={value!r}" for key, value in self.params.items())
+        return f"<Plan {self.method} {self.budget}: {stages}{given}>"
+
+    def _repr_html_(self) -> str:
+        return shown.table(f"Plan {self.method}", self.as_text())
 
     def __reduce__(self) -> tuple[Callable[[str], Plan], tuple[str]]:
         return Plan.from_json, (self.to_json(),)

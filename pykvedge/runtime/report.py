@@ -8,6 +8,7 @@ from typing import Any
 
 from pykvedge.models.vision import ImagePiece, Piece
 from pykvedge.runtime.logprobs import Token
+from pykvedge.system import shown
 
 MIB = 2**20
 
@@ -181,7 +182,7 @@ class Stream:
         return f"positions up to {self.positions}, trained for {self.trained}: answers may lose sense{why}"
 
 
-@dataclass
+@dataclass(repr=False)
 class Report:
     """A report holds everything that was measured about one turn."""
 
@@ -201,6 +202,23 @@ class Report:
     drafts: Drafts | None = None  # only where answers are drafted
     logprobs: list[Token] | None = None  # of each generated token, where Sampling.logprobs asks for them
     notes: list[str] = field(default_factory=list)  # what went wrong beside the answer, as with a cache folder
+
+    def __repr__(self) -> str:
+        return f"<Report {self.method} {self.budget}: {self.text!r}, {self.finish or 'not at its end'} | {self.line()}>"
+
+    def _repr_html_(self) -> str:
+        t, kv = self.time, self.kv
+        rows = {
+            "answer": self.text,
+            "ended by": self.finish,
+            "tokens": f"prompt {self.tokens.prompt}, of images {self.tokens.image}, answer {self.tokens.generated}",
+            "KV pairs per head": f"{kv.kept_of_them} kept of {kv.compressed_tokens}",
+            "KV MiB": f"{kv.kept_bytes / MIB:.2f} kept of {kv.full_bytes / MIB:.2f}, peak {kv.peak_bytes / MIB:.2f}",
+            "seconds": f"images {t.encode_s:.3f}, prompt {t.prefill_s:.3f}, compression {t.compress_s:.3f}, "
+            f"answer {t.decode_s:.3f} ({t.decode_tok_s:.1f} tokens/s)",
+            **({"notes": "; ".join(self.notes)} if self.notes else {}),
+        }
+        return shown.table(f"{self.method} {self.budget}", rows)
 
     def as_json(self) -> dict[str, Any]:
         """Makes the object that `kvedge chat --json` prints, in bytes, seconds and tokens per second."""

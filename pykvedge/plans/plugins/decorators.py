@@ -28,7 +28,7 @@ def scorer(
 ) -> Callable[[F], F]:
     """Registers `function(layer, settings)` -> [Hkv, T] numbers, the larger the sooner kept, as scorer `name`.
 
-    layer: a pykvedge.reference.stages.base.Layer; k and v [Hkv, T, d] float32 as the cache holds them, image_mask
+    layer: a pykvedge.Layer; k and v [Hkv, T, d] float32 as the cache holds them, image_mask
     [T] bool, index of n_layers; q [H, n, d] are the last n queries of the prompt, with n = `queries`, or T if that
     is less; column_sums [Hkv, T] are there if `column_sums` is set. settings: values of `params` by name.
     queries, recent: a number, or a function of the settings. recent: last tokens that `--recent auto` protects, at most
@@ -61,7 +61,7 @@ def allocator(
 ) -> Callable[[F], F]:
     """Registers `function(prompt, settings)` -> [L, Hkv] whole numbers, KV pairs that each head keeps.
 
-    prompt: a pykvedge.reference.stages.base.Prompt; scores [L, Hkv, T], image_mask [T] bool, budget (pairs per head on
+    prompt: a pykvedge.Prompt; scores [L, Hkv, T], image_mask [T] bool, budget (pairs per head on
     average), recent. Every head keeps from 1 to T, all together L * Hkv * budget. by_place, summary and errors: as for
     `scorer`.
     """
@@ -72,7 +72,7 @@ def allocator(
 def reducer(name: str, *, params: Sequence[Param] = (), by_place: bool = False, summary: str = "") -> Callable[[F], F]:
     """Registers `function(head, settings)` -> rows k, v to store, each [n, d], in the order of head.kept.
 
-    head: a pykvedge.reference.stages.base.Head; k and v [T, d] float32, kept [n] token indices, protected [T] bool.
+    head: a pykvedge.Head; k and v [T, d] float32, kept [n] token indices, protected [T] bool.
     It is called for heads that lose rows. by_place, summary and errors: as for `scorer`.
     """
 
@@ -82,7 +82,7 @@ def reducer(name: str, *, params: Sequence[Param] = (), by_place: bool = False, 
 def pruner(name: str, *, params: Sequence[Param] = (), summary: str = "") -> Callable[[F], F]:
     """Registers `function(image, n, settings)` -> 1 to n row numbers, ascending, that the model reads of an image.
 
-    image: a pykvedge.reference.stages.base.ImageRows; rows [N, D] float32 as the encoder made them, place (down,
+    image: a pykvedge.ImageRows; rows [N, D] float32 as the encoder made them, place (down,
     across) of their grid, or None. `--pruner name --image-tokens 0.5` calls it for every image, and every tile of
     one. It may return the rows to read as well: numbers [m], rows [m, D]. summary and errors: as for `scorer`.
     """
