@@ -1,15 +1,59 @@
-"""Pictures are drawn with matplotlib, on a canvas that becomes a file; whether they can be is asked first."""
+"""Pictures are drawn with matplotlib, for the column of a paper: sizes, and the colour and marker of each method.
+
+A canvas becomes a file. Whether pictures can be drawn at all is asked before anything is measured for them.
+"""
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from pykvedge.errors import KvedgeError, UsageError
+from pykvedge.plans.presets import PRESETS
 
 FORMATS = (".png", ".svg", ".pdf")
+COLUMN = 3.3  # inches: the width of a column of a paper
+POINT = 1 / 72  # inches
+TEXT = 7  # points of the smallest text
+RULES = {
+    "font.size": TEXT,
+    "axes.titlesize": TEXT + 1,
+    "axes.titlelocation": "left",
+    "figure.labelsize": TEXT,
+    "figure.titlesize": TEXT + 1,
+    "legend.frameon": False,
+    "legend.columnspacing": 1.2,
+    "legend.handlelength": 1.6,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.linewidth": 0.6,
+    "lines.linewidth": 1.1,
+    "lines.markersize": 3.5,
+    "grid.linewidth": 0.4,
+    "grid.color": "#dddddd",
+    "savefig.dpi": 200,
+    "svg.fonttype": "none",  # text stays text: small files, and words that can be found and changed
+    "svg.hashsalt": "kvedge",  # the same figures give the same file
+    "pdf.fonttype": 42,  # TrueType, which conferences ask for
+}
+
+# colours that people who are colour-blind tell apart (Okabe and Ito), black and grey being the full cache's
+COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#7a5195", "#8c564b")
+MARKERS = "osD^vP*X<>h"  # as many as give every method a pair of its own
+FIRST = ("kvedge", "lookm", "mixkv", "flashcache", "snapkv", "kvzip", "prefixkv", "elastic")  # a colour each
+FULL, STOCK = {"color": "#202124", "linestyle": "--"}, {"color": "#80868b", "linestyle": "-"}
+
+
+def style(method: str) -> dict[str, str]:
+    """Returns colour and marker, or line, of a method: the same in all pictures, also of a method that is not known."""
+    if method in ("full", "stock"):
+        return FULL if method == "full" else STOCK
+    known = [*FIRST, *(name for name in PRESETS if name not in (*FIRST, "full"))]
+    i = known.index(method) if method in known else zlib.crc32(method.encode())
+    return {"color": COLOURS[i % len(COLOURS)], "marker": MARKERS[i % len(MARKERS)]}
 
 
 def check_library(what: str) -> None:
@@ -37,14 +81,40 @@ def canvas(to: Path | BinaryIO, rows: int, columns: int, form: str | None = None
     """
     import matplotlib
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
+    with matplotlib.rc_context(RULES):
+        from matplotlib.figure import Figure
 
-    figure, axes = pyplot.subplots(rows, columns, squeeze=False, layout="constrained", **layout)
+        figure = Figure(layout="constrained", figsize=layout.pop("figsize"))
+        yield figure.subplots(rows, columns, squeeze=False, **layout)
+        save(figure, to, form)
+
+
+def save(figure: Any, to: Path | BinaryIO, form: str | None = None) -> None:
+    """Writes a figure, without the date. Raises KvedgeError if it cannot be."""
+    import matplotlib
+
+    form = form or Path(str(to)).suffix[1:]
+    undated = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}.get(form)
     try:
-        yield axes
-        figure.savefig(to, format=form)
+        with matplotlib.rc_context(RULES):
+            figure.savefig(to, format=form, metadata=undated)
     except OSError as error:
         raise KvedgeError(f"{to} cannot be written: {error.strerror or error}") from None
-    finally:
-        pyplot.close(figure)
+
+
+def legend(figure: Any, axes: Sequence[Any], columns: int = 3) -> int:
+    """Puts one legend of all axes above them. Returns the number of its rows."""
+    found: dict[str, Any] = {}
+    for axis in axes:
+        handles, labels = axis.get_legend_handles_labels()
+        found = {**dict(zip(labels, handles, strict=True)), **found}
+    figure.legend(found.values(), found.keys(), loc="outside upper center", ncols=columns)
+    return -(-len(found) // columns)
+
+
+def caption(figure: Any, text: str) -> None:
+    """Writes below the axes what a reader must know, in lines of the column's width."""
+    import textwrap
+
+    wide = figure.get_figwidth() / POINT / (0.53 * TEXT)  # characters: half as wide as high, about
+    figure.supxlabel("\n".join(textwrap.wrap(text, int(wide))), color="#444444")

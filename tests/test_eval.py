@@ -7,6 +7,7 @@ import io
 import json
 import math
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -18,7 +19,8 @@ from conftest import THREADS
 from eval_runs import MMPROJ, MODEL, run
 
 import pykvedge
-from kvedge_lab.eval import table
+from kvedge_lab import drawing
+from kvedge_lab.eval import plot, table
 from kvedge_lab.eval.measure import Cell
 from kvedge_lab.eval.records import Records
 from kvedge_lab.eval.runner import FULL, full_cell
@@ -373,11 +375,38 @@ def test_images_without_an_encoder(kvedge, tiny, picture_file, native, tmp_path)
     kvedge("eval", *tiny("llama").arguments(), data).failed(1, "without an image encoder")
 
 
+def test_every_method_has_a_colour_and_a_marker_of_its_own():
+    names = [name for name in pykvedge.methods() if name != "full"]
+    assert len({tuple(drawing.style(name).items()) for name in names}) == len(names) > 25
+    assert len({drawing.style(name)["color"] for name in ("full", "stock", *drawing.FIRST)}) == len(drawing.FIRST) + 2
+    assert drawing.style("of a plugin") != drawing.style("of another")
+
+
+def test_points_lie_at_the_memory_kept_with_their_budgets_and_intervals_at_them():
+    figure = pytest.importorskip("matplotlib.figure").Figure()
+    full = table.Line(FULL, 1.0, table.ALL, 50, score=0.9, kv_bytes=1000.0)
+    figures = ((0.5, 0.7, 510.0), (0.2, 0.65, 200.0), (0.19, 0.6, 195.0))
+    made = [table.Line("h2o", budget, table.ALL, 50, score=score, score_change=(-0.3, -0.1), kv_bytes=size)
+            for budget, score, size in figures]  # fmt: skip
+    axis = figure.subplots()
+    plot.draw_panel(axis, plot.SCORE, plot.by_method([full, *made]), full, intervals=True)
+    *bars, points, whole = [line.get_xydata().tolist() for line in axis.lines]
+    assert points == [[0.195, 60], [0.2, 65], [0.51, 70]]
+    assert bars == [[[x, pytest.approx(60)], [x, pytest.approx(80)]] for x, _ in points]
+    assert [y for _, y in whole] == [90, 90] and axis.lines[-1].get_label() == "full cache"
+    assert [label.get_text() for label in axis.get_xticklabels()] == ["0.5", "0.2"]  # 0.19 would overlap
+
+
 def test_a_picture_of_what_it_costs(kvedge, native, tmp_path):
     pytest.importorskip("matplotlib")
     picture = tmp_path / "e.svg"
     arguments = command(tmp_path / "r.jsonl", tasks="colour", samples=5)
     assert kvedge(*arguments, "--plot", picture).code == 0
     drawn = picture.read_text()
-    assert "<svg" in drawn and drawn.count("<!-- lookm -->") == 1 and "<!-- Right answers, % -->" in drawn
+    words = re.findall(r"<text[^>]*>([^<]+)</text>", drawn)
+    assert {"lookm", "full cache", "Right answers, %", "0.1"} <= set(words), words
+    assert "n = 5 at each point" in " ".join(words) and "demo-model, colour" in " ".join(words)
+    sizes = [float(size) for size in re.findall(r"font(?:-size)?: (?:\w+ )*([\d.]+)px", drawn)]
+    width = re.search(r'<svg [^>]*width="([\d.]+)pt"', drawn)[1]
+    assert len(sizes) >= len(words) and min(sizes) >= 7 and float(width) == pytest.approx(3.3 * 72)  # points
     kvedge(*arguments, "--resume", "--plot", tmp_path / "e.txt").failed(2, "--plot writes .png")

@@ -12,10 +12,11 @@ from PIL import Image
 
 import pykvedge
 from kvedge_lab.inspect import figures, measures, overlay
-from kvedge_lab.inspect.collect import Findings
+from kvedge_lab.inspect.collect import Findings, Shown
 from pykvedge.errors import NothingToCompressError, StateError
 from pykvedge.library import libkvedge
-from pykvedge.models.images import load_picture
+from pykvedge.models.images import Picture, load_picture
+from pykvedge.models.imagetokens import Places
 from pykvedge.plans.plan import Plan
 from pykvedge.reference.stages.spectrum import cosines, high_share
 
@@ -63,12 +64,31 @@ def test_a_patch_is_as_bright_as_the_share_of_heads_that_keeps_it():
             assert (cell == round(255 * light)).all()
 
 
+def test_methods_are_compared_over_the_picture_on_one_scale():
+    """Two layers of one head see a white picture of two tokens, each as bright as its share of the most kept one."""
+    rgb = bytes([255] * 3 * 40 * 20)
+    shown = Shown(Picture("white.png", 40, 20, rgb), 0, 2, Places(2, 1, False))
+    kept = {"one": [[[0]], [[0]]], "other": [[[0]], [[1]]]}
+    nothing = np.zeros((2, 2))
+    found = Findings("m", "p", [0, 1], np.ones(2, bool), [shown], nothing, nothing, nothing, nothing, np.zeros(2), kept)
+    (_, _), (one, left), (other, both) = overlay.by_method(found, shown)
+    assert (one, other) == ("one: 50 %", "other: 50 %")
+
+    def light(picture):
+        pixels = np.asarray(picture)[..., 0]
+        return [int(pixels[0, 0]), int(pixels[0, -1])]
+
+    dark, half = round(255 * overlay.DARKEST), round(255 * (overlay.DARKEST + (1 - overlay.DARKEST) / 2))
+    assert light(left) == [255, dark] and light(both) == [half, half]
+    assert [label for label, _ in overlay.by_layer(found, "other", shown)] == ["layer 0: 50 %", "layer 1: 50 %"]
+
+
 @pytest.fixture
 def findings():
     """Two layers, 3 and 7 of a model, of two KV heads and four tokens."""
     importance = np.array([[4.0, 2.0, 1.0, 1.0], [1.0, 1.0, 1.0, 1.0]])
     spectrum_k, spectrum_v = np.array([[0.7, 0.3, 0.0, 0.0], [0.4, 0.3, 0.2, 0.1]]), np.full((2, 4), 0.25)
-    kept = {"adakv": [[[0, 1, 2], [3]], [[0, 1], [2, 3]]]}
+    kept = {"adakv": [[[0, 1, 2], [3]], [[0, 1], [2, 3]]], "h2o": [[[0, 1], [0, 3]], [[0, 1], [2, 3]]]}
     return Findings("m", "p", [3, 7], np.zeros(4, bool), [], importance, np.array([[0.1, 0.9], [0.5, 0.2]]),
                     spectrum_k, spectrum_v, np.array([0.25, 0.5]), kept)  # fmt: skip
 
@@ -82,7 +102,7 @@ def test_the_lorenz_figure_shows_curves_beside_the_diagonal(findings):
     steep, even, diagonal = map(points, curves.lines)
     assert steep == [[0, 0], [0.25, 0.5], [0.5, 0.75], [0.75, 0.875], [1, 1]]
     assert even == [[x, x] for x in (0, 0.25, 0.5, 0.75, 1)] and diagonal == [[0, 0], [1, 1]]
-    assert [text.get_text() for text in curves.get_legend().texts] == ["layer 3", "layer 7"]
+    assert [text.get_text() for text in curves.figure.legends[0].texts] == ["layer 3", "layer 7"]
     assert [bar.get_height() for bar in bars.patches] == [measures.gini(row) for row in findings.importance]
     assert [label.get_text() for label in bars.get_xticklabels()] == ["3", "7"] and bars.get_ylim() == (0, 1)
 
@@ -93,18 +113,21 @@ def test_the_spectrum_figure_shows_keys_and_values_up_to_the_cut(findings):
         *layers, cut = map(points, axes.lines)
         x = (0, 0.25, 0.5, 0.75)
         assert layers == [[[f, max(share, 1e-9)] for f, share in zip(x, row, strict=True)] for row in rows.tolist()]
-        assert [f for f, _ in cut] == [0.2, 0.2] and axes.get_yscale() == "log" and axes.get_title() == what
+        assert [f for f, _ in cut] == [0.2, 0.2] and axes.get_yscale() == "log" and axes.get_title("left") == what
 
 
 def test_the_other_figures_show_their_numbers(findings):
     for figure, shown, most in (
         (figures.redundancy(findings), findings.redundancy, 1),
-        (figures.budgets(findings, "adakv"), [[3, 1], [2, 2]], 3),
+        (figures.budgets(findings), [[3, 1], [2, 2]], 3),
     ):
         axes = figure.axes[0]
         np.testing.assert_array_equal(axes.images[0].get_array(), shown)
         assert axes.images[0].get_clim() == (0, most)
         assert [label.get_text() for label in axes.get_yticklabels()] == ["3", "7"]
+    beside = figures.budgets(findings).axes[1]  # on the same scale
+    assert beside.images[0].get_clim() == (0, 3) and (beside.images[0].get_array() == 2).all()
+    assert beside.get_title("left") == "h2o"
     bars = figures.outliers(findings).axes[0].patches
     assert [bar.get_height() for bar in bars] == [0.25, 0.5]
 
@@ -160,11 +183,13 @@ def test_the_command_writes_a_report_that_needs_nothing_else(kvedge, tiny, pictu
     done = kvedge("inspect", wide, *model, "--method", "lookm", "--method", "adakv", "--output", out, "--json")
     assert done.code == 0 and done.err == "", done.err
     report = done.json
-    assert {f.name for f in out.iterdir()} == {f.rsplit("/", 1)[-1] for f in report["files"]}
+    names = [f.name for f in out.iterdir()]
+    assert set(names) == {f.rsplit("/", 1)[-1] for f in report["files"]}
     html = (out / "report.html").read_text(encoding="utf-8")
     assert all(s.startswith("data:") for s in re.findall(r'(?:src|href)="(.{5})', html))
     pictures = re.findall(r"data:image/png;base64,([A-Za-z0-9+/=]+)", html)
     files = [f.read_bytes() for f in out.glob("*.png")]
+    assert {"kept-image-1.png", "kept-lookm-image-1.png", "kept-adakv-image-1.png", "budgets.png"} <= set(names)
     assert sorted(base64.b64decode(p) for p in pictures) == sorted(files) and len(files) == 8
     for png in files:
         Image.open(io.BytesIO(png)).verify()

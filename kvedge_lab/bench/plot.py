@@ -1,4 +1,4 @@
-"""Rows become a picture: bars per variant for decode speed, prefill speed and KV memory, a strip per prompt.
+"""Rows become a picture: bars per variant for decode speed, prefill speed and KV memory, a column per prompt.
 
 matplotlib draws it, as .png, .svg or .pdf; .html is a page with the .svg in it and the figures as a table.
 """
@@ -16,7 +16,10 @@ from kvedge_lab import drawing
 from kvedge_lab.bench.table import STEPS, Row, Spread
 from pykvedge.errors import KvedgeError
 
-STOCK_COLOUR, COLOUR, MARK, WHISKER = "#9aa0a6", "#3367d6", "#d93025", "#202124"
+INK = "#202124"  # of spreads and marks
+BAR, HEAD = 0.15, 0.35  # inches of a bar with its gap, and of a chart's title and axis
+THICK = 0.75  # share of that
+ACROSS = 2  # prompts side by side: both columns of a page
 
 
 @dataclass(frozen=True)
@@ -35,11 +38,11 @@ class Chart:
 
 
 CHARTS = (
-    Chart("Decode, tokens/s (red: limit of reading memory)", lambda r: r.decode_tok_s, lambda r: r.limit_tok_s, 1,
+    Chart("Decode, tokens/s", lambda r: r.decode_tok_s, lambda r: r.limit_tok_s, 1,
           lambda r: r.decode_spread),
     Chart("Prefill, tokens/s", lambda r: r.prefill_tok_s, lambda r: None, 0, lambda r: r.prefill_spread),
-    Chart("KV memory after the prompt, MiB (red: peak)", lambda r: r.kv_kept_bytes / 2**20,
-          lambda r: r.kv_peak_bytes / 2**20, 1),
+    Chart("KV memory after the prompt, MiB", lambda r: r.kv_kept_bytes / 2**20,
+          lambda r: r.kv_peak_bytes / 2**20, 2),
 )  # fmt: skip
 STEP_COLOURS = dict(zip(STEPS, ("#188038", "#f9ab00", "#a142f4", "#d93025", "#12b5cb"), strict=True))
 STEP_CHART = Chart("Compression, ms:", lambda r: r.compress_ms, lambda r: None, 1,
@@ -112,33 +115,44 @@ def page(rows: list[Row], notes: list[str], picture: str) -> str:
 
 def _draw(to: Path | BinaryIO, rows: list[Row], form: str | None = None) -> None:
     groups, charts = _groups(rows), _charts(rows)
-    height = sum(len(group) for group in groups) * 0.35 + len(groups)
-    heights = [len(group) + 2 for group in groups]
-    size = (14 / 3 * len(charts), height)
-    with drawing.canvas(to, len(groups), len(charts), form, figsize=size, height_ratios=heights) as axes:
-        for line, group in zip(axes, groups, strict=True):
-            for axis, chart in zip(line, charts, strict=True):
-                _chart(axis, chart, group)
-            line[0].set_ylabel(f"{group[0].model}\n{group[0].prompt}", fontsize=9)
+    across = min(len(groups), ACROSS)
+    blocks = [groups[i : i + across] for i in range(0, len(groups), across)]
+    heights = [BAR * max(map(len, block)) + HEAD for block in blocks for _ in charts]
+    size = (drawing.COLUMN * across, sum(heights) + 0.4)
+    with drawing.canvas(to, len(heights), across, form, figsize=size, height_ratios=heights) as axes:
+        for at, block in enumerate(blocks):
+            for i, chart in enumerate(charts):
+                line = axes[at * len(charts) + i]
+                for axis, group in zip(line, block, strict=False):
+                    _chart(axis, chart, group)
+                    if i == 0:
+                        axis.set_title(f"{group[0].model}, {group[0].prompt}\n{axis.get_title('left')}")
+                for axis in line[len(block) :]:
+                    axis.remove()
+        rounds = sorted({row.rounds for row in rows})
+        said = f"Medians of {' to '.join(map(str, rounds[:: max(len(rounds) - 1, 1)]))} rounds, whiskers: quartiles. "
+        said += "Lines: what reading memory allows of tokens/s; the peak of KV memory."
+        drawing.caption(axes[0, 0].figure, said)
 
 
 def _chart(axis: Any, chart: Chart, group: list[Row]) -> None:
     """Draws the bars of one figure on matplotlib's axes."""
-    colours = [STOCK_COLOUR if row.method in ("stock", "full") else COLOUR for row in group]
-    axis.barh([row.variant for row in group], [chart.value(row) for row in group], color=colours)
+    most = 1.25 * _largest(group, chart)
+    colours = [drawing.style(row.method)["color"] for row in group]
+    axis.barh(range(len(group)), [chart.value(row) for row in group], color=colours, height=THICK)
     for i, row in enumerate(group):
+        value, spread, mark = chart.value(row), chart.spread(row), chart.mark(row)
         for begin, part, shade in _stretches(chart, row):
-            axis.barh([row.variant], [part], left=[begin], color=shade)
-        value = chart.value(row)
-        reach = max(value, *(chart.spread(row) or (0.0,)))
-        axis.annotate(f"{value:.{chart.digits}f}", (reach, i), (4, 0), textcoords="offset points", va="center")
-        if spread := chart.spread(row):
-            axis.plot(spread, [i, i], color=WHISKER, marker="|", linewidth=1)
-        mark = chart.mark(row)
-        if mark is not None and mark <= 1.25 * _largest(group, chart):
-            axis.plot([mark, mark], [i - 0.4, i + 0.4], color=MARK)
+            axis.barh([i], [part], left=[begin], color=shade, height=THICK)
+        reach = max(value, *(spread or (0.0,)))
+        if spread:
+            axis.plot(spread, [i, i], color=INK, marker="|", linewidth=0.8)
+        if mark is not None and mark <= most:
+            axis.plot([mark, mark], [i - 0.45, i + 0.45], color=INK, linewidth=1.2)
+            reach = mark if reach <= mark <= reach + 0.15 * most else reach  # the number goes behind it
+        axis.annotate(f"{value:.{chart.digits}f}", (reach, i), (3, 0), textcoords="offset points", va="center")
+    axis.set_yticks(range(len(group)), [row.variant for row in group])
     axis.invert_yaxis()
-    axis.set_xlim(0, 1.25 * _largest(group, chart))
-    axis.set_title(chart.title, fontsize=9)
-    if chart is STEP_CHART:
-        axis.set_title(f"{chart.title} {', '.join(STEP_COLOURS)}", fontsize=9)
+    axis.set_xlim(0, most)
+    steps = f" {', '.join(STEP_COLOURS)}" if chart is STEP_CHART else ""
+    axis.set_title(chart.title + steps, loc="left")

@@ -9,15 +9,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from kvedge_lab.bench.matrix import Variant
+import numpy as np
+
+from kvedge_lab import drawing
+from kvedge_lab.bench.matrix import STOCK, Variant
 from kvedge_lab.bench.measure import Prompt, Repetition
-from kvedge_lab.drawing import canvas
 from pykvedge.system import memory
 
 INTERVAL_S = 0.002
 PHASES = ("encode", "prefill", "compress", "decode")
-COLOURS = ("#fde9c8", "#dbe7fb", "#f6cfcb", "#dff0df")
-STOCK_COLOUR, COLOUR = "#80868b", "#1a56c4"
+HEIGHT = 1.7  # inches of a panel
+BAND = "#f1f3f4"  # behind every second phase
 
 
 @dataclass
@@ -81,23 +83,42 @@ def trace(
 
 
 def draw(path: Path, traces: list[Trace]) -> bool:
-    """Draws a panel per variant and prompt, stock's line in each. False if no run finished. Raises KvedgeError."""
-    ours = [t for t in traces if t.variant.plan is not None]
-    if not ours:
+    """Draws a panel per prompt, a line per variant. False if no run finished. Raises KvedgeError.
+
+    Phases have equal widths: what a variant holds in each is seen beside the others, whatever their speeds are.
+    """
+    prompts = dict.fromkeys(t.prompt for t in traces if t.variant.plan is not None)
+    if not prompts:
         return False
-    with canvas(path, len(ours), 1, figsize=(9, 2.6 * len(ours)), sharex=True, sharey=True) as axes:
-        for axis, mine in zip(axes[:, 0], ours, strict=True):
-            _panel(axis, mine, [t for t in traces if t.variant.plan is None and t.prompt == mine.prompt])
-        axes[-1, 0].set_xlabel("seconds since the run began; shaded: what kvedge was doing")
+    n = len({t.variant.label for t in traces})
+    size = (drawing.COLUMN, HEIGHT * len(prompts) + 0.15 * -(-n // 3) + 0.4)
+    with drawing.canvas(path, len(prompts), 1, figsize=size) as axes:
+        for axis, prompt in zip(axes[:, 0], prompts, strict=True):
+            _panel(axis, [t for t in traces if t.prompt == prompt])
+            axis.set_title(prompt)
+            axis.set_ylabel("memory of its own, MiB")
+        drawing.legend(axis.figure, axes[:, 0])
+        said = "One run each, in phases of equal width; below them milliseconds, the shortest and the longest. "
+        drawing.caption(axis.figure, said + "Stock is unpatched llama.cpp.")
     return True
 
 
-def _panel(axis: Any, mine: Trace, stock: list[Trace]) -> None:
-    for phase, begin, end in mine.phases:
-        axis.axvspan(begin, end, color=COLOURS[PHASES.index(phase)], label=phase, linewidth=0)
-    for other in stock:
-        axis.plot(other.seconds, [n / 2**20 for n in other.n_bytes], color=STOCK_COLOUR, label="llama.cpp")
-    axis.plot(mine.seconds, [n / 2**20 for n in mine.n_bytes], color=COLOUR, label=mine.variant.label)
-    axis.set_title(f"{mine.prompt}: {mine.variant.label}", fontsize=9, loc="left")
-    axis.set_ylabel("MiB of its own")
-    axis.legend(fontsize=7, loc="upper left", bbox_to_anchor=(1.0, 1.0))
+def _panel(axis: Any, traces: list[Trace]) -> None:
+    spent = {phase: [e - b for t in traces for p, b, e in t.phases if p == phase] for phase in PHASES}
+    shown = [phase for phase in PHASES if spent[phase]]
+    for one in traces:
+        style = drawing.style(STOCK if one.variant.plan is None else one.variant.plan.method)
+        seconds = np.array(one.seconds)
+        inside = seconds <= one.phases[-1][2]
+        edges = [(at, shown.index(p) + i) for p, *ends in one.phases for i, at in enumerate(ends)]
+        x = np.interp(seconds[inside], *zip(*edges, strict=True))
+        held = np.array(one.n_bytes)[inside] / 2**20
+        axis.plot(x, held, label=one.variant.label, color=style["color"], linestyle=style.get("linestyle", "-"))
+    for i in range(1, len(shown), 2):
+        axis.axvspan(i, i + 1, color=BAND, zorder=0, linewidth=0)
+    axis.set_xlim(0, len(shown))
+    axis.set_ylim(bottom=0)
+    names = [f"{phase}\n{1000 * min(spent[phase]):,.0f} - {1000 * max(spent[phase]):,.0f}" for phase in shown]
+    axis.set_xticks([i + 0.5 for i in range(len(shown))], names)
+    axis.tick_params(axis="x", length=0)
+    axis.grid(axis="y")

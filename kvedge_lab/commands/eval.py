@@ -297,5 +297,7 @@ def _print(job: Job, outcome: Any, given: dict[str, Any]) -> None:
         "json": lambda: table.as_json(made, about),
     }
     common.write_table(given, forms)
-    if given["plot"] is not None and not plot.draw(given["plot"], made, against == FULL):
+    tasks = list(dict.fromkeys(sample.task for sample in job.samples))
+    of = f"{job.model.stem}, {', '.join(tasks) if len(tasks) <= 4 else f'{len(tasks)} tasks'}"
+    if given["plot"] is not None and not plot.draw(given["plot"], made, against == FULL, of):
         click.echo("kvedge: too little was measured for a picture", err=True)

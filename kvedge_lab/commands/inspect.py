@@ -35,6 +35,8 @@ from pykvedge.plans.plan import Plan
     options.THREADS,
     *options.DEVICES,
     common.output("Where the report goes.", default=Path("kvedge-inspect"), show_default=True, metavar="FOLDER"),
+    option("--format", "form", type=click.Choice(["png", "svg", "pdf"]), default="png", show_default=True,
+           help="Of the pictures beside the report."),
     option("--figures/--no-figures", default=True, help="Whether to draw; the numbers are always written."),
     options.JSON,
     options.QUIET,
@@ -42,14 +44,15 @@ from pykvedge.plans.plan import Plan
 def inspect(files: tuple[Path, ...], **given: Any) -> None:
     """Draw what a KV cache looks like, and what a method keeps of it.
 
-    Writes report.html, which needs nothing beside it, the same figures as PNG files, and data.npz with the numbers:
-    kept patches over the images, budgets by layer and head, redundancy of the keys, how unevenly attention falls on
-    the tokens, and energy by frequency. Figures need matplotlib: pip install 'kvedge[inspect]'.
+    Writes report.html, which needs nothing beside it, the same figures as files for the column of a paper, and data.npz
+    with the numbers: kept patches over the images, of all layers together and of each, and budgets by layer and head,
+    several methods side by side; redundancy of the keys, how unevenly attention falls on the tokens, and energy by
+    frequency. Figures need matplotlib: pip install 'kvedge[inspect]'.
 
     \b
     Examples:
       kvedge inspect photo.jpg --prompt "What is this?"
-      kvedge inspect a.jpg b.jpg --method lookm --method prefixkv --budget 0.1 --output figures
+      kvedge inspect a.jpg b.jpg --method kvedge --method snapkv --budget 0.1 --format pdf
       kvedge inspect photo.jpg --no-figures --json | jq .layers
     """
     from kvedge_lab.inspect import report
@@ -79,7 +82,7 @@ def inspect(files: tuple[Path, ...], **given: Any) -> None:
                 findings = collect(session, given["prompt"], pictures, plans)
         finally:
             display.done()
-    written = report.write(findings, given["output"], given["figures"])
+    written = report.write(findings, given["output"], given["figures"], given["form"])
     if given["as_json"]:
         click.echo(json.dumps(_as_object(findings, written, report.table(findings))))
     else:

@@ -1,17 +1,18 @@
-"""A picture shows what compression costs: right answers, and divergence from the full cache, by the bytes kept."""
+"""A picture shows what compression costs: right answers, and divergence from the full cache, by budget."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvedge_lab.drawing import canvas
+from kvedge_lab import drawing
 from kvedge_lab.eval.runner import FULL
 from kvedge_lab.eval.table import ALL, Line
 
-MARKERS = "osD^vP*X<>hp"
+HEIGHT = 1.75  # inches of a panel
+NEAR = 1.12  # budgets that lie closer have one tick
 
 
 @dataclass(frozen=True)
@@ -31,55 +32,82 @@ def _score_interval(line: Line, full: Line) -> tuple[float, float] | None:
     return max(full.score + low, 0.0) * 100, min(full.score + high, 1.0) * 100
 
 
+SCORE = Panel("Right answers, %", lambda x: None if x.score is None else 100 * x.score, _score_interval)
 PANELS = (
-    Panel("Right answers, %", lambda x: None if x.score is None else 100 * x.score, _score_interval),
+    SCORE,
     Panel("KL divergence from the full cache, nats", lambda x: x.kld, lambda x, full: x.kld_change, log=True),
 )
 
 
-def draw(path: Path, made: list[Line], against_full: bool) -> bool:
+def draw(path: Path, made: list[Line], against_full: bool, of: str) -> bool:
     """Draws one line a method over its budgets, all tasks together. False if nothing was measured that could be drawn.
 
     against_full: the intervals are of the difference to the full cache; others say nothing about a method's own figure.
+    of: the model and its tasks.
     """
     lines = [line for line in made if line.task == ALL and line.kv_bytes]
+    methods = by_method(lines)
     full = next((line for line in lines if line.method == FULL), None)
+    panels = [p for p in PANELS if any(p.value(x) is not None for of in methods.values() for x in of)]
+    if full is None or not panels:
+        return False
+    legend_rows = (len(methods) + 3) // 3
+    size = (drawing.COLUMN, HEIGHT * len(panels) + 0.15 * legend_rows + 0.5)
+    with drawing.canvas(path, len(panels), 1, figsize=size, sharex=True) as axes:
+        for axis, panel in zip(axes[:, 0], panels, strict=True):
+            draw_panel(axis, panel, methods, full, against_full)
+        axes[-1, 0].set_xlabel(f"KV memory kept of {(full.kv_bytes or 0) / 2**20:.3g} MiB, log axis; ticks: budgets")
+        drawing.legend(axis.figure, axes[:, 0])
+        drawing.caption(axis.figure, f"{of}. {bars(full, against_full, any(line.score_change for line in lines))}")
+    return True
+
+
+def bars(full: Line, against_full: bool, intervals: bool) -> str:
+    """Says what a point is, and its bar."""
+    about = f" about {full.contexts} contexts" if full.contexts not in (0, full.samples) else ""
+    shown = "bars: 95 % interval of the difference to the full cache" if against_full else "intervals are in the table"
+    return f"n = {full.samples}{about} at each point; {shown if intervals else 'too few for intervals'}."
+
+
+def by_method(lines: Sequence[Line]) -> dict[str, list[Line]]:
+    """Sorts lines of compressed caches by method, from the smallest to the largest cache."""
     methods: dict[str, list[Line]] = {}
     for line in sorted(lines, key=lambda x: x.kv_bytes or 0.0):
         if line.method != FULL:
             methods.setdefault(line.method, []).append(line)
-    panels = [p for p in PANELS if any(p.value(x) is not None for of in methods.values() for x in of)]
-    if full is None or not panels:
-        return False
-    with canvas(path, 1, len(panels), figsize=(6.5 * len(panels), 4.5)) as axes:
-        for axis, panel in zip(axes[0], panels, strict=True):
-            _panel(axis, panel, methods, full, against_full)
-        axes[0][-1].legend(fontsize=8, loc="upper left", bbox_to_anchor=(1.0, 1.0))
-    return True
+    return {name: methods[name] for name in dict.fromkeys(line.method for line in lines) if name in methods}
 
 
-def _panel(axis: Any, panel: Panel, methods: dict[str, list[Line]], full: Line, against_full: bool) -> None:
-    for i, (name, found) in enumerate(methods.items()):
+def draw_panel(axis: Any, panel: Panel, methods: dict[str, list[Line]], full: Line, intervals: bool) -> None:
+    """Draws a figure of all methods by the memory that they keep, and the full cache as a line."""
+    ticks: dict[str, list[float]] = {}
+    for name, found in methods.items():
+        style = drawing.style(name)
         points = [(x, value) for x in found if (value := panel.value(x)) is not None]
-        if not points:
-            continue
-        kept = [(x.kv_bytes or 0.0) / 2**20 for x, _ in points]
-        style = {"marker": MARKERS[i % len(MARKERS)], "markersize": 5, "linewidth": 1.2, "color": f"C{i % 10}"}
-        axis.plot(kept, [value for _, value in points], label=name, **style)
-        for at, (x, _) in zip(kept, points, strict=True):
-            between = panel.interval(x, full) if against_full else None
+        kept = [(x.kv_bytes or 0.0) / (full.kv_bytes or 1.0) for x, _ in points]
+        for share, (x, _) in zip(kept, points, strict=True):
+            ticks.setdefault(f"{x.budget:g}", []).append(share)
+            between = panel.interval(x, full) if intervals else None
             if between is not None and not (panel.log and between[0] <= 0):
-                axis.plot([at, at], between, color=style["color"], linewidth=0.7, alpha=0.6)
+                axis.plot([share] * 2, between, color=style["color"], linewidth=0.7, alpha=0.7)
+        axis.plot(kept, [value for _, value in points], label=name, **style)
     value = panel.value(full)
     if value is not None and not panel.log:
-        axis.axhline(value, color="#80868b", linestyle="--", linewidth=1, label="full cache")
-    axis.axvline((full.kv_bytes or 0.0) / 2**20, color="#80868b", linestyle=":", linewidth=1)
+        axis.axhline(value, label="full cache", zorder=0, **drawing.FULL)
     axis.set_xscale("log")
-    axis.xaxis.set_major_formatter("{x:g}")
-    axis.xaxis.set_minor_formatter("{x:g}")
-    axis.tick_params(axis="x", which="both", labelsize=7)
     if panel.log:
         axis.set_yscale("log")
-    axis.set_xlabel("KV memory kept after the prompt, MiB (dotted: full cache)")
-    axis.set_title(panel.title, fontsize=10)
-    axis.grid(alpha=0.25)
+        axis.yaxis.set_major_formatter("{x:g}")  # powers would have small exponents
+    _budgets(axis, {text: sum(at) / len(at) for text, at in ticks.items()})
+    axis.set_title(panel.title)
+    axis.grid(axis="y")
+
+
+def _budgets(axis: Any, places: dict[str, float]) -> None:
+    """Ticks the budgets where they lie; of two that would overlap the larger one."""
+    shown: dict[str, float] = {}
+    for text, at in sorted(places.items(), key=lambda x: -x[1]):
+        if not shown or min(shown.values()) > NEAR * at:
+            shown[text] = at
+    axis.set_xticks(list(shown.values()), list(shown))
+    axis.set_xticks([], minor=True)

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import functools
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, ParamSpec
 
 import numpy as np
+from PIL.Image import Image as PillowImage
 
+from kvedge_lab import drawing
 from kvedge_lab.inspect.collect import GAMMA, Findings
 from pykvedge.errors import LibraryError
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+
+P = ParamSpec("P")
+ACROSS = 4  # tiles beside each other
 
 
 def require_matplotlib() -> None:
@@ -23,74 +30,131 @@ def require_matplotlib() -> None:
         ) from None
 
 
-def _figure(width: float = 7.0, height: float = 4.2, columns: int = 1) -> tuple[Figure, Any]:
+def _styled(draw: Callable[P, Figure]) -> Callable[P, Figure]:
+    """Makes a function draw in the style of all pictures."""
+
+    @functools.wraps(draw)
+    def styled(*given: P.args, **named: P.kwargs) -> Figure:
+        import matplotlib
+
+        with matplotlib.rc_context(drawing.RULES):
+            return draw(*given, **named)
+
+    return styled
+
+
+def _figure(height: float, rows: int = 1, columns: int = 1, **layout: Any) -> tuple[Figure, Any]:
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(width, height), layout="constrained")
-    return figure, figure.subplots(1, columns)
+    figure = Figure(figsize=(drawing.COLUMN, height), layout="constrained")
+    return figure, figure.subplots(rows, columns, squeeze=False, **layout).ravel()
 
 
 def _lines(axes: Any, findings: Findings, rows: np.ndarray, x: np.ndarray) -> None:
     from matplotlib import colormaps
 
-    colours = colormaps["viridis"](np.linspace(0, 0.95, len(rows)))
-    named = {round(i) for i in np.linspace(0, len(rows) - 1, min(len(rows), 8))}  # a legend of 32 lines says nothing
+    colours = colormaps["viridis"](np.linspace(0, 0.9, len(rows)))
+    named = {round(i) for i in np.linspace(0, len(rows) - 1, min(len(rows), 6))}  # a legend of 32 lines says nothing
     for i, (row, colour) in enumerate(zip(rows, colours, strict=True)):
-        axes.plot(x, row, color=colour, linewidth=1.2, label=f"layer {findings.layers[i]}" if i in named else None)
-    axes.legend(fontsize="small")
+        axes.plot(x, row, color=colour, linewidth=0.9, label=f"layer {findings.layers[i]}" if i in named else None)
 
 
-def _heat(axes: Any, findings: Findings, values: np.ndarray, label: str, **limits: float) -> None:
+def _heat(axes: Any, findings: Findings, values: np.ndarray, **limits: float) -> Any:
     image = axes.imshow(values, aspect="auto", cmap="magma", interpolation="nearest", **limits)
-    axes.set(xlabel="KV head", ylabel="layer")
+    axes.set(xlabel="KV head")
     axes.xaxis.get_major_locator().set_params(integer=True)
-    axes.set_yticks(range(len(findings.layers)), [str(n) for n in findings.layers])
-    axes.figure.colorbar(image, ax=axes, label=label)
+    step = -(-len(findings.layers) // 16)  # 16 numbers have room
+    axes.set_yticks(range(0, len(findings.layers), step), [str(n) for n in findings.layers[::step]])
+    return image
 
 
+@_styled
 def redundancy(findings: Findings) -> Figure:
     """Heat map: mean cosine similarity of a head's keys (MixKV, fig. 2)."""
-    figure, axes = _figure()
-    _heat(axes, findings, findings.redundancy, "mean similarity of two keys", vmin=0, vmax=1)
+    figure, (axes,) = _figure(2.2)
+    image = _heat(axes, findings, findings.redundancy, vmin=0, vmax=1)
+    axes.set_ylabel("layer")
+    figure.colorbar(image, ax=axes, label="mean similarity of two keys")
     return figure
 
 
+@_styled
 def spectrum(findings: Findings) -> Figure:
     """Energy by frequency along the tokens, keys and values (FlashCache, fig. 1)."""
-    figure, panels = _figure(10.0, columns=2)
+    figure, panels = _figure(3.6, rows=2, sharex=True)
     x = np.arange(findings.n_tokens) / findings.n_tokens
     for axes, rows, what in zip(panels, (findings.spectrum_k, findings.spectrum_v), ("keys", "values"), strict=True):
         _lines(axes, findings, np.maximum(rows, 1e-9), x)
         axes.axvline(GAMMA, color="grey", linestyle=":", linewidth=1)
-        axes.set(yscale="log", xlabel="frequency (share of the bins)", ylabel="share of energy", title=what)
+        axes.set(yscale="log", ylabel="share of energy")
+        axes.yaxis.set_major_formatter("{x:g}")
+        axes.set_title(what)
+    panels[-1].set_xlabel("frequency, share of the bins")
+    drawing.legend(figure, panels)
     return figure
 
 
+@_styled
 def outliers(findings: Findings) -> Figure:
     """Bars: the share of each layer's energy above the cut-off, keys plus values (FlashCache, fig. 4)."""
-    figure, axes = _figure()
-    axes.bar([str(n) for n in findings.layers], findings.outliers, color="#4c72b0")
-    axes.set(xlabel="layer", ylabel=f"energy above {GAMMA:g} of the frequencies, K + V")
+    figure, (axes,) = _figure(1.8)
+    _bars(axes, findings, findings.outliers)
+    axes.set_ylabel(f"energy above {GAMMA:g}, K + V")
     return figure
 
 
+@_styled
 def lorenz(findings: Findings) -> Figure:
     """Importance held by the most important tokens, layer by layer, and its Gini coefficient (PrefixKV, fig. 2)."""
     from kvedge_lab.inspect.measures import lorenz as curve
 
-    figure, (axes, bars) = _figure(10.0, columns=2)
+    figure, (axes, bars) = _figure(4.0, rows=2, height_ratios=(3, 2))
     _lines(
         axes, findings, np.stack([curve(row) for row in findings.importance]), np.linspace(0, 1, findings.n_tokens + 1)
     )
     axes.plot([0, 1], [0, 1], color="grey", linestyle=":", linewidth=1)
-    axes.set(xlabel="share of the tokens, most important first", ylabel="share of the attention they received")
-    bars.bar([str(n) for n in findings.layers], findings.gini, color="#4c72b0")
-    bars.set(xlabel="layer", ylabel="Gini coefficient", ylim=(0, 1))
+    axes.set(xlabel="share of the tokens, most important first", ylabel="share of attention received")
+    drawing.legend(figure, [axes])
+    _bars(bars, findings, findings.gini)
+    bars.set(ylabel="Gini coefficient", ylim=(0, 1))
     return figure
 
 
-def budgets(findings: Findings, method: str) -> Figure:
-    """Heat map: KV pairs that each layer and KV head keeps."""
-    figure, axes = _figure()
-    _heat(axes, findings, findings.budgets(method), "KV pairs kept", vmin=0)
+def _bars(axes: Any, findings: Findings, values: np.ndarray) -> None:
+    axes.bar([str(n) for n in findings.layers], values, color=drawing.COLOURS[0])
+    axes.set_xlabel("layer")
+    step = -(-len(findings.layers) // 16)
+    axes.set_xticks(range(0, len(findings.layers), step))
+
+
+@_styled
+def budgets(findings: Findings) -> Figure:
+    """Heat maps: KV pairs that each layer and KV head keeps, the methods side by side on one scale."""
+    found = {method: findings.budgets(method) for method in findings.kept}
+    across = min(len(found), 3)
+    figure, panels = _figure(1.9 * -(-len(found) // across), -(-len(found) // across), across, sharey=True)
+    most = max(counts.max() for counts in found.values())
+    for axes in panels[len(found) :]:
+        axes.remove()
+    for axes, (method, counts) in zip(panels, found.items(), strict=False):
+        image = _heat(axes, findings, counts, vmin=0, vmax=most)
+        axes.set_title(method)
+    for axes in panels[: len(found) : across]:
+        axes.set_ylabel("layer")
+    figure.colorbar(image, ax=panels[: len(found)].tolist(), label="KV pairs kept")
+    return figure
+
+
+@_styled
+def tiles(labelled: list[tuple[str, PillowImage]]) -> Figure:
+    """Pictures of one size beside each other, with their labels above."""
+    across = min(len(labelled), ACROSS)
+    down = -(-len(labelled) // across)
+    width, height = labelled[0][1].size
+    figure, panels = _figure(down * (drawing.COLUMN / across * height / width + 0.2), down, across)
+    for axes in panels:
+        axes.set_axis_off()
+    for axes, (label, picture) in zip(panels, labelled, strict=False):
+        axes.imshow(np.asarray(picture), interpolation="nearest")
+        axes.set_title(label, fontsize=drawing.TEXT, loc="center")
     return figure

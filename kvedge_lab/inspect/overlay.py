@@ -1,15 +1,14 @@
-"""Kept patches drawn over the image, layer by layer. Pillow only."""
+"""Kept patches over the image: of all layers together, and layer by layer, as labelled tiles."""
 
 from __future__ import annotations
 
 import numpy as np
-from PIL import Image, ImageDraw
+from PIL import Image
 from PIL.Image import Image as PillowImage
 
 from kvedge_lab.inspect.collect import Findings, Shown
 
-TILE = 240  # pixels of the longer side of one layer's picture
-GAP, LABEL = 8, 18
+TILE = 240  # pixels of the longer side of a tile
 DARKEST = 0.12  # brightness of a patch that no head keeps
 
 
@@ -43,22 +42,27 @@ def _on_grid(share: np.ndarray, shown: Shown, n: int) -> np.ndarray:
     return out
 
 
-def kept_patches(findings: Findings, method: str, shown: Shown) -> PillowImage:
-    """One sheet: the picture, and for each layer what its heads keep of it. Needs shown.places."""
+def _tile(picture: PillowImage, share: np.ndarray, shown: Shown) -> PillowImage:
     rows, columns = (shown.places.down, shown.places.across) if shown.places else (1, shown.count)
+    return patches(picture, _on_grid(share, shown, rows * columns).reshape(rows, columns))
+
+
+def _shares(findings: Findings, method: str, shown: Shown) -> np.ndarray:
+    """[L, count]: share of a layer's heads that keep a token of the image."""
+    return findings.keep_share(method)[:, shown.first : shown.first + shown.count]
+
+
+def by_method(findings: Findings, shown: Shown) -> list[tuple[str, PillowImage]]:
+    """The picture, and what all layers together keep of it by each method; the brightest patch is the most kept one."""
     picture = _seen(shown)
-    share = findings.keep_share(method)[:, shown.first : shown.first + shown.count]
-    tiles = [("image", picture)]
-    for number, row in zip(findings.layers, share, strict=True):
-        label = f"layer {number}: {100 * row.mean():.0f} %"
-        tiles.append((label, patches(picture, _on_grid(row, shown, rows * columns).reshape(rows, columns))))
-    across = min(len(tiles), 6)
-    down = -(-len(tiles) // across)
-    width, height = picture.width + GAP, picture.height + GAP + LABEL
-    sheet = Image.new("RGB", (across * width + GAP, down * height + GAP), "white")
-    draw = ImageDraw.Draw(sheet)
-    for i, (label, tile) in enumerate(tiles):
-        left, top = GAP + i % across * width, GAP + i // across * height
-        draw.text((left, top), label, fill="black")
-        sheet.paste(tile, (left, top + LABEL - 2))
-    return sheet
+    shares = {method: _shares(findings, method, shown).mean(axis=0) for method in findings.kept}
+    most = max(share.max() for share in shares.values()) or 1.0
+    kept = {f"{name}: {100 * share.mean():.0f} %": share / most for name, share in shares.items()}
+    return [("image", picture), *((label, _tile(picture, share, shown)) for label, share in kept.items())]
+
+
+def by_layer(findings: Findings, method: str, shown: Shown) -> list[tuple[str, PillowImage]]:
+    """What the heads of each layer keep of the picture."""
+    picture, shares = _seen(shown), _shares(findings, method, shown)
+    layers = zip(findings.layers, shares, strict=True)
+    return [(f"layer {number}: {100 * share.mean():.0f} %", _tile(picture, share, shown)) for number, share in layers]

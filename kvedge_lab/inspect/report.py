@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import functools
 import io
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from kvedge_lab import drawing
 from kvedge_lab.inspect.collect import Findings
 from pykvedge.errors import UsageError
 
@@ -19,58 +21,62 @@ REPORT, NUMBERS = "report.html", "data.npz"
 
 @dataclass(frozen=True)
 class Drawing:
-    name: str  # of its file, without .png
+    name: str  # of its file, without its ending
     title: str
     note: str
-    png: bytes
+    figure: Any  # matplotlib's
+
+    @functools.cached_property
+    def png(self) -> bytes:
+        """The picture for the page, which takes half a second."""
+        return self.data("png")
+
+    def data(self, form: str) -> bytes:
+        """Draws the picture as png, svg or pdf."""
+        out = io.BytesIO()
+        drawing.save(self.figure, out, form)
+        return out.getvalue()
 
 
 def drawings(findings: Findings) -> Iterator[Drawing]:
     """All pictures, in the order of the report. Raises LibraryError without matplotlib."""
-    from kvedge_lab.inspect import figures
-    from kvedge_lab.inspect.overlay import kept_patches
+    from kvedge_lab.inspect import figures, overlay
 
     figures.require_matplotlib()
-    for method in findings.kept:
-        total = int(findings.budgets(method).sum())
-        kept = total / (findings.n_tokens * sum(len(layer) for layer in findings.kept[method]))
-        for i, shown in enumerate(findings.shown, 1):
-            if shown.places is not None:
-                note = (
-                    f"Brightness: share of the layer's KV heads that keep the patch. In all {100 * kept:.1f} % is kept."
-                )
-                title = f"{method}: what is kept of {shown.picture.name}"
-                yield Drawing(f"kept-{method}-image-{i}", title, note, _png(kept_patches(findings, method, shown)))
-        yield Drawing(f"budgets-{method}", f"{method}: KV pairs by layer and head",
-                      f"{total} pairs in all.", _png(figures.budgets(findings, method)))  # fmt: skip
+    for i, shown in enumerate(findings.shown, 1):
+        if shown.places is None:
+            continue
+        name = shown.picture.name
+        note = (
+            "All layers together. The brightest patch is the one that most heads of a method keep; percent: pairs of "
+            "the image that are kept."
+        )
+        together = figures.tiles(overlay.by_method(findings, shown))
+        yield Drawing(f"kept-image-{i}", f"What is kept of {name}", note, together)
+        for method in findings.kept:
+            yield Drawing(f"kept-{method}-image-{i}", f"{method}: what each layer keeps of {name}",
+                          "Brightness: share of the layer's KV heads that keep the patch.",
+                          figures.tiles(overlay.by_layer(findings, method, shown)))  # fmt: skip
+    totals = ", ".join(f"{method} {int(findings.budgets(method).sum())}" for method in findings.kept)
+    yield Drawing("budgets", "KV pairs by layer and head", f"Pairs in all: {totals}.", figures.budgets(findings))
     yield Drawing("redundancy", "Redundancy of the keys, head by head",
                   "Mean cosine similarity of two different keys of the prompt (MixKV, fig. 2).",
-                  _png(figures.redundancy(findings)))  # fmt: skip
+                  figures.redundancy(findings))  # fmt: skip
     yield Drawing("lorenz", "How unevenly attention falls on the tokens",
                   "Attention received, averaged over the heads, most important tokens first (PrefixKV, fig. 2).",
-                  _png(figures.lorenz(findings)))  # fmt: skip
+                  figures.lorenz(findings))  # fmt: skip
     yield Drawing("spectrum", "Energy by frequency along the tokens",
                   "Orthonormal DCT-II of keys and values; the dotted line is FlashCache's cut-off (its fig. 1).",
-                  _png(figures.spectrum(findings)))  # fmt: skip
+                  figures.spectrum(findings))  # fmt: skip
     yield Drawing("outliers", "Energy above the cut-off",
                   "FlashCache gives a layer budget in proportion to this (its fig. 4).",
-                  _png(figures.outliers(findings)))  # fmt: skip
-
-
-def _png(picture: Any) -> bytes:
-    """A matplotlib figure or a pillow image as PNG."""
-    out = io.BytesIO()
-    if hasattr(picture, "savefig"):
-        picture.savefig(out, format="png", dpi=110)
-    else:
-        picture.save(out, format="PNG")
-    return out.getvalue()
+                  figures.outliers(findings))  # fmt: skip
 
 
 _PAGE = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><title>kvedge inspect: {{ f.model }}</title><style>
 body { font: 16px/1.5 system-ui, sans-serif; max-width: 70rem; margin: 2rem auto; padding: 0 1rem; color: #222 }
-img { max-width: 100%; border: 1px solid #ddd } figure { margin: 2rem 0 } figcaption { color: #555 }
+img { max-width: 100% } figure { margin: 2rem 0 } figcaption { color: #555 }
 td, th { padding: .1rem .8rem; text-align: right } th:first-child, td:first-child { text-align: left }
 </style></head><body>
 <h1>What the KV cache holds</h1>
@@ -81,7 +87,8 @@ Prompt: <q>{{ f.prompt }}</q></p>
 {% for row in rows %}<tr>{% for cell in row %}<td>{{ cell }}</td>{% endfor %}</tr>
 {% endfor %}</table>
 {% for d in drawings %}<figure><h2>{{ d.title }}</h2>
-<img alt="{{ d.title }}" src="data:image/png;base64,{{ d.data }}"><figcaption>{{ d.note }}</figcaption></figure>
+<img alt="{{ d.title }}" style="width: {{ 140 * d.width }}px"
+src="data:image/png;base64,{{ d.data }}"><figcaption>{{ d.note }}</figcaption></figure>
 {% endfor %}</body></html>
 """
 
@@ -108,21 +115,27 @@ def table(findings: Findings) -> list[list[str]]:
 def page(findings: Findings, pictures: list[Drawing]) -> str:
     import jinja2
 
-    shown = [{"title": d.title, "note": d.note, "data": base64.b64encode(d.png).decode()} for d in pictures]
+    shown = [
+        {"title": d.title, "note": d.note, "data": base64.b64encode(d.png).decode(),
+         "width": d.figure.get_figwidth()} for d in pictures
+    ]  # fmt: skip
     template = jinja2.Environment(autoescape=True).from_string(_PAGE)
     return template.render(f=findings, rows=table(findings), drawings=shown)
 
 
-def write(findings: Findings, folder: Path, with_figures: bool = True) -> list[Path]:
-    """Writes everything into a folder, which is made. Returns the files. Raises UsageError, LibraryError."""
+def write(findings: Findings, folder: Path, with_figures: bool = True, form: str = "png") -> list[Path]:
+    """Writes everything into a folder, which is made. Returns the files. Raises UsageError, LibraryError.
+
+    form: of the pictures beside the page: png, svg or pdf.
+    """
     pictures = list(drawings(findings)) if with_figures else []
     try:
         folder.mkdir(parents=True, exist_ok=True)
         written = [folder / NUMBERS]
         np.savez_compressed(written[0], **findings.arrays())
         for d in pictures:
-            written.append(folder / f"{d.name}.png")
-            written[-1].write_bytes(d.png)
+            written.append(folder / f"{d.name}.{form}")
+            written[-1].write_bytes(d.png if form == "png" else d.data(form))
         if pictures:
             written.insert(0, folder / REPORT)
             written[0].write_text(page(findings, pictures), encoding="utf-8")
