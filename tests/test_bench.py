@@ -18,7 +18,7 @@ import pytest
 from conftest import THREADS
 
 import pykvedge
-from kvedge_lab.bench import machine, plot, table
+from kvedge_lab.bench import machine, plot, table, timeline
 from kvedge_lab.bench.matrix import MOST_ROUNDS, Matrix, ModelFiles, Shape, Variant
 from kvedge_lab.bench.measure import Repetition, make_prompt
 from kvedge_lab.bench.runner import Group, Outcome, run
@@ -408,6 +408,22 @@ def test_a_machine_that_is_too_busy_for_a_figure_is_said(others_s, threads, dist
     assert rows[0].others == pytest.approx(others_s / 10 / 2)
     said = table.as_markdown(rows, made)
     assert ("| stock ? " in said) == ("Disturbed: " in said) == bool(table.warnings(rows)) == disturbed
+
+
+def test_phases_lie_over_each_other_however_long_they_took():
+    """The second variant is twice as slow and compresses, which the first one does not."""
+    axis = pytest.importorskip("matplotlib.figure").Figure().subplots()
+    mib = 2**20
+    stock = timeline.Trace("p", Variant("stock"), [0, 1, 2, 3, 9], [0, mib, 2 * mib, 2 * mib, 0],
+                           [("prefill", 0, 2), ("decode", 2, 3)])  # fmt: skip
+    ours = timeline.Trace("p", Variant("h2o", pykvedge.plan("h2o", 0.5)), [0, 2, 4, 5, 7], [0, mib, 2 * mib, mib, mib],
+                          [("prefill", 0, 4), ("compress", 4, 5), ("decode", 5, 7)])  # fmt: skip
+    timeline._panel(axis, [stock, ours])
+    drawn = {line.get_label(): line.get_xydata().tolist() for line in axis.lines}
+    assert drawn["h2o 0.5"] == [[0, 0], [0.5, 1], [1, 2], [2, 1], [3, 1]]
+    assert drawn["stock"][:2] == [[0, 0], [0.5, 1]] and drawn["stock"][-1] == [3, 2]  # what is behind the end is not
+    ticks = [label.get_text() for label in axis.get_xticklabels()]
+    assert ticks == ["prefill\n2,000 - 4,000", "compress\n1,000 - 1,000", "decode\n1,000 - 2,000"]
 
 
 def test_memory_over_time(kvedge, tiny, native, tmp_path):

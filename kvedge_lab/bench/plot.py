@@ -132,6 +132,7 @@ def _draw(to: Path | BinaryIO, rows: list[Row], form: str | None = None) -> None
         rounds = sorted({row.rounds for row in rows})
         said = f"Medians of {' to '.join(map(str, rounds[:: max(len(rounds) - 1, 1)]))} rounds, whiskers: quartiles. "
         said += "Lines: what reading memory allows of tokens/s; the peak of KV memory."
+        said += " ?: other programs took the processors meanwhile." * any(row.disturbed for row in rows)
         drawing.caption(axes[0, 0].figure, said)
 
 
@@ -151,7 +152,7 @@ def _chart(axis: Any, chart: Chart, group: list[Row]) -> None:
             axis.plot([mark, mark], [i - 0.45, i + 0.45], color=INK, linewidth=1.2)
             reach = mark if reach <= mark <= reach + 0.15 * most else reach  # the number goes behind it
         axis.annotate(f"{value:.{chart.digits}f}", (reach, i), (3, 0), textcoords="offset points", va="center")
-    axis.set_yticks(range(len(group)), [row.variant for row in group])
+    axis.set_yticks(range(len(group)), [f"{row.variant} ?" if row.disturbed else row.variant for row in group])
     axis.invert_yaxis()
     axis.set_xlim(0, most)
     steps = f" {', '.join(STEP_COLOURS)}" if chart is STEP_CHART else ""

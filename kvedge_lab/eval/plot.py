@@ -56,10 +56,15 @@ def draw(path: Path, made: list[Line], against_full: bool, of: str) -> bool:
     with drawing.canvas(path, len(panels), 1, figsize=size, sharex=True) as axes:
         for axis, panel in zip(axes[:, 0], panels, strict=True):
             draw_panel(axis, panel, methods, full, against_full)
-        axes[-1, 0].set_xlabel(f"KV memory kept of {(full.kv_bytes or 0) / 2**20:.3g} MiB, log axis; ticks: budgets")
+        axes[-1, 0].set_xlabel(memory_axis(full))
         drawing.legend(axis.figure, axes[:, 0])
         drawing.caption(axis.figure, f"{of}. {bars(full, against_full, any(line.score_change for line in lines))}")
     return True
+
+
+def memory_axis(full: Line) -> str:
+    """Says where points lie."""
+    return f"KV memory kept of {(full.kv_bytes or 0) / 2**20:.3g} MiB, log axis; ticks: budgets"
 
 
 def bars(full: Line, against_full: bool, intervals: bool) -> str:
