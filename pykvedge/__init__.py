@@ -58,6 +58,7 @@ if TYPE_CHECKING:
     )
     from pykvedge.library.arrays import Result, compress
     from pykvedge.models import hub
+    from pykvedge.models.documents import pages
     from pykvedge.models.images import Picture, load_picture
     from pykvedge.models.prompt import Message
     from pykvedge.models.video import frames
@@ -141,6 +142,7 @@ __all__ = [
     "load",
     "load_picture",
     "methods",
+    "pages",
     "plan",
     "preset",
     "pruner",
@@ -155,6 +157,7 @@ _MODULES = {
     "chat.session": ("Session",),
     "models.images": ("Picture", "load_picture"),
     "models.prompt": ("Message",),
+    "models.documents": ("pages",),
     "models.video": ("frames",),
     "native.abi": ("ReplayChunk",),
     "plans.amounts": ("Budget",),

@@ -14,7 +14,8 @@ from PIL import Image
 
 import pykvedge
 from pykvedge import ArrayError, ImageError, Picture, Sampling, UsageError, load_picture
-from pykvedge.models.images import MAX_PIXELS, load_pictures
+from pykvedge.models.documents import load_pictures
+from pykvedge.models.images import MAX_PIXELS
 
 RNG = np.random.default_rng(7)
 PIXELS = RNG.integers(0, 256, (30, 44, 3), dtype=np.uint8)  # 44 wide, 30 high

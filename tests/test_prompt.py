@@ -97,9 +97,9 @@ def test_images_are_numbered_through_the_conversation():
 
 def test_pictures_stand_where_the_text_says():
     two = Message("user", r"From <image> to <image>, not \<image>.", [PICTURE, PICTURE])
-    assert two.content("<img>") == two.content("<img>", 3) == "From <img> to <img>, not <image>."
+    assert two.content("<img>") == two.content("<img>", [PICTURE] * 3) == "From <img> to <img>, not <image>."
     assert Message("user", r"No \<image> here", [PICTURE]).content("<img>") == "<img>\nNo <image> here"
-    assert Message("user", r"No \<image> here").content("<img>", 1) == "No <image> here"
+    assert Message("user", r"No \<image> here").content("<img>", [PICTURE]) == "No <image> here"
     # what a model writes is no place
     assert Message("assistant", r"\<image> <image>").content("<img>") == r"\<image> <image>"
     assert places(r"<image>\<image><image>") == 2

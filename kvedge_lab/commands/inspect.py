@@ -10,8 +10,7 @@ from typing import Any
 import click
 
 from kvedge_lab.commands import common
-from pykvedge.cli import options, paths
-from pykvedge.cli.modelfiles import model_files
+from pykvedge.cli import modelfiles, options
 from pykvedge.cli.options import option
 from pykvedge.errors import UsageError
 from pykvedge.plans.plan import Plan
@@ -59,7 +58,6 @@ def inspect(files: tuple[Path, ...], **given: Any) -> None:
     from kvedge_lab.inspect.collect import collect
     from pykvedge.chat.session import Session
     from pykvedge.cli.progress import Display
-    from pykvedge.models.images import load_picture
     from pykvedge.runtime.interrupt import as_event
 
     if given["figures"]:
@@ -68,11 +66,11 @@ def inspect(files: tuple[Path, ...], **given: Any) -> None:
         require_matplotlib()
     options.load_plugins(given)
     plans = _plans(given)
-    model, mmproj = model_files(given)
+    model, mmproj = modelfiles.model_files(given)
     images = [*files, *given["images"]]
     if images and mmproj is None:
         raise UsageError("images need the image encoder of the model: pass it with --mmproj")
-    pictures = [load_picture(paths.expanded(path)) for path in images]
+    pictures = list(modelfiles.pictures(images, mmproj))
     display = Display(enabled=not given["quiet"])
     with as_event(threading.Event()) as cancel:
         try:

@@ -207,7 +207,7 @@ class Conversation(Single):
         message, composer = self.messages[-1], self._composer
         written = composer.following(self.messages) if self.in_cache else composer.first(self.messages)
         source = stream.Source(self._vision, composer, written, lambda p: planned(p, self.plan, self.settings.threads))
-        earlier = sum(len(m.pictures) for m in self.messages[:-1])
+        earlier = [p for m in self.messages[:-1] for p in m.pictures]
         parts: Iterable[tuple[str, Picture | None]] = [(written.text, None)]
         if self._vision is not None:
             parts = stream.segments(written.text, composer.marker, self._frames, earlier)

@@ -26,7 +26,8 @@ from pykvedge.errors import (
 from pykvedge.library import libkvedge
 from pykvedge.models import profiles
 from pykvedge.models.composer import Composer
-from pykvedge.models.images import Picture, load_pictures
+from pykvedge.models.documents import MOST_PAGES, MOST_STREAMED, PageSize, load_pictures
+from pykvedge.models.images import Picture
 from pykvedge.models.model import Progress, silent
 from pykvedge.models.modelfile import facts
 from pykvedge.models.prompt import Message, check_places, places
@@ -133,14 +134,16 @@ class Session(Conversation):
 
         `<image>` in the prompt is the place of a picture, in their order; without any, they come before the text.
         Everything up to the first generated token happens here. images: one, or several, in any form that load_picture
-        takes. A stream (Settings.stream) asks for them one at a time, also of a generator, and forgets their pixels.
+        takes, and PDFs: report.pdf, or some of its pages, report.pdf[3-7]. "Page 4:" stands before the fourth page.
+        A stream (Settings.stream) asks for them one at a time, also of a generator, and forgets their pixels.
         Raises ImageError, ContextError, OutOfMemoryError, NothingToCompressError, UsageError, or CancelledError.
         """
         _ = self.engine  # raises after close
         self._end_answer()
         if not isinstance(prompt, str):
             raise UsageError(f"the prompt must be text, not {prompt!r:.40}")
-        loaded = load_pictures(images)
+        most = MOST_STREAMED if self.settings.stream else MOST_PAGES
+        loaded = load_pictures(images, self.page_size, most, self.stop)
         pictures = list(itertools.islice(loaded, places(prompt) + 1 if self.settings.stream else None))
         self._frames = itertools.chain(pictures, loaded)
         self._require_eyes(pictures)
@@ -463,6 +466,12 @@ class Session(Conversation):
         """Tells whether an image encoder was loaded."""
         return self._vision is not None
 
+    @property
+    def page_size(self) -> PageSize:
+        """Pages of documents are drawn so large: as the image encoder sees them."""
+        encoder = self._vision.encoder if self._vision is not None else None
+        return PageSize.of(encoder.header, encoder.limits) if encoder is not None else PageSize()
+
     @one_thread
     def first_prompt(self, prompt: str, pictures: ImageSources = (), plan: Plan | None = None) -> list[Piece]:
         """Cuts a message as the model would read it first, for `engine`; release the pieces after use.
@@ -470,7 +479,7 @@ class Session(Conversation):
         plan: whose pruner the images meet; None: the session's.
         """
         _ = self.engine  # raises after close
-        message = Message("user", prompt, list(load_pictures(pictures)))
+        message = Message("user", prompt, list(load_pictures(pictures, self.page_size, stop=self.stop)))
         self._require_eyes(message.pictures)
         return self.first_pieces([message], plan or self.plan)
 

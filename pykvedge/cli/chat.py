@@ -10,8 +10,7 @@ from typing import Any
 
 import click
 
-from pykvedge.cli import options, paths, sampling
-from pykvedge.cli.modelfiles import model_files
+from pykvedge.cli import modelfiles, options, paths, sampling
 from pykvedge.cli.options import option
 from pykvedge.errors import UsageError
 from pykvedge.plans.plan import Plan
@@ -84,6 +83,7 @@ def chat(prompt: str | None, **given: Any) -> None:
       kvedge chat --model m.gguf --mmproj mm.gguf --image cat.jpg "What is the cat doing?"
       kvedge chat -hf user/repo:Q4_K_M --image cat.jpg "What is the cat doing?"      fetched the first time
       kvedge chat ... --image a.jpg --image b.jpg --budget 0.2 "What differs?"
+      kvedge chat ... --image 'report.pdf[3-7]' "What does the table on page 4 show?"      pages of a PDF
       kvedge chat ... --method h2o --budget 256 --sinks 4 "Summarise."
       kvedge chat ... --method snapkv --allocator ada --reducer pivotal --set scorer.window=16 "What is this?"
       kvedge chat ... --plugin mine.py --method mine "What is this?"
@@ -109,7 +109,7 @@ def chat(prompt: str | None, **given: Any) -> None:
         raise UsageError("--logprobs are part of what --json prints; add it")
     if given["videos"] and not (given["stream"] and question is not None):
         raise UsageError("--video needs --stream, which reads its frames one by one, and a PROMPT")
-    model, mmproj = model_files(given)
+    model, mmproj = modelfiles.model_files(given)
     if (given["images"] or given["videos"]) and mmproj is None:
         what = "--image" if given["images"] else "--video"
         raise UsageError(f"{what} needs the image encoder of the model: pass it with --mmproj")
@@ -135,7 +135,7 @@ def _talk(
     from pykvedge.cli.talk.lines import history_file
     from pykvedge.cli.talk.loop import converse
     from pykvedge.library.native_plan import replays
-    from pykvedge.models.images import load_picture
+    from pykvedge.models import documents
     from pykvedge.models.video import frames
     from pykvedge.native import crash
     from pykvedge.runtime.interrupt import as_event, stop_if_set
@@ -147,7 +147,8 @@ def _talk(
     chosen = sampling.chosen(given)
     images = [paths.expanded(path) for path in given["images"]]
     # those of a stream are loaded when it is their turn; a wrong path is found now
-    pictures = [path if given["stream"] and paths.ask(Path.is_file, path) else load_picture(path) for path in images]
+    waits = given["stream"] and all(paths.ask(Path.is_file, documents.file_of(path)) for path in images)
+    pictures = images if waits else list(modelfiles.pictures(images, models[1], options.image_limits(given)))
     clips = [frames(paths.expanded(path), given["fps"]) for path in given["videos"]]
     display = Display(enabled=not given["quiet"] and not given["verbose"])
     settings = {k: given[k] for k in _SETTINGS} | options.running(given)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from pykvedge.cli import options
-from pykvedge.cli.modelfiles import headers
+from pykvedge.cli.modelfiles import headers, pictures
 from pykvedge.cli.options import option
 from pykvedge.errors import UsageError
 
@@ -66,6 +66,7 @@ def fit(file: Path | None, **given: Any) -> None:
       kvedge fit -hf user/repo:Q4_K_M --images 4      before gigabytes are fetched
       kvedge fit --model model.gguf --text 8000 --ctx 16384 --json
       kvedge fit model.gguf --text 16000 --method snapkv --gpu-layers auto
+      kvedge fit model.gguf --mmproj mmproj.gguf --image report.pdf --image-tokens 0.25 --budget 0.1
       kvedge fit model.gguf --mmproj mmproj.gguf --image photo.jpg --method mixkv --allocator prefix
     """
     from pykvedge.fit.footprint import footprint, most_images, most_turns
@@ -117,17 +118,17 @@ def _request(
     from pykvedge.models.shape import ModelShape
     from pykvedge.native import llamacpp
 
-    pictures = _sizes(given)
+    sizes = _sizes(given, projector)
     shape, program = ModelShape.of(header), program_bytes(header)  # before an encoder is asked, which leaves traces
     encoder = working = tokens = 0
     grid = None
     if projector is not None:
-        grid = _largest(header, projector, pictures, given)
+        grid = _largest(header, projector, sizes, given)
         encoder, tokens = projector.file_size, grid.n_tokens if grid else given["encoder_tokens"]
         working = encoder_compute(projector, grid) if grid else 0
     elif given["n_images"] or given["images"] or given["encoder_tokens"] or any(options.image_limits(given).values()):
         raise UsageError("images need the image encoder of the model: pass it with --mmproj")
-    n_images = len(given["images"]) or given["n_images"]
+    n_images = len(sizes) if given["images"] else given["n_images"]
     n_images = int(projector is not None) if n_images is None else n_images
     how = options.running(given)
     threads = how["threads"] or llamacpp.default_threads()
@@ -142,9 +143,7 @@ def _request(
     return files, request, placement, work
 
 
-def _largest(
-    model: Header, projector: Header, pictures: list[tuple[int, int]], given: dict[str, Any]
-) -> ImageGrid | None:
+def _largest(model: Header, projector: Header, sizes: list[tuple[int, int]], given: dict[str, Any]) -> ImageGrid | None:
     """Tells what the encoder makes of the picture that becomes most tokens; None where --encoder-tokens says it."""
     from pykvedge.errors import UnsupportedError
     from pykvedge.models import imagecount
@@ -158,11 +157,11 @@ def _largest(
             raise UsageError("--encoder-tokens says how many tokens there are; leave the limits of them out")
         return None
     try:
-        grids = [image_grid(projector, *size, limits) for size in pictures]
+        grids = [image_grid(projector, *size, limits) for size in sizes]
     except UnsupportedError:
         if not imagecount.is_here(model, projector):
             raise
-        grids = imagecount.count(model, projector, pictures, asked)
+        grids = imagecount.count(model, projector, sizes, asked)
     return max(grids, key=lambda grid: grid.n_patches * grid.parts)
 
 
@@ -177,13 +176,11 @@ def _talk(request: Request) -> Talk:
     return Talk(n, plan_budget(request.plan, n), KvType.parse(request.kv_type), N_UBATCH, observes)
 
 
-def _sizes(given: dict[str, Any]) -> list[tuple[int, int]]:
-    """Tells the width and height of every picture."""
-    from pykvedge.models.images import load_picture
-
+def _sizes(given: dict[str, Any], projector: Header | None) -> list[tuple[int, int]]:
+    """Tells the width and height of every picture and page."""
     if given["images"] and (given["image_size"] or given["n_images"] is not None):
         raise UsageError("--image says how many images there are, and how large; leave --images and --image-size out")
-    loaded = [load_picture(options.paths.expanded(path)) for path in given["images"]]
+    loaded = pictures(given["images"], projector, options.image_limits(given))
     return [(p.width, p.height) for p in loaded] or [options.pixels(given["image_size"] or "1024x768", 10**5)]
 
 

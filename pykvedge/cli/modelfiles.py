@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +16,7 @@ from pykvedge.system.files import DATA
 if TYPE_CHECKING:
     from pykvedge.cli.progress import Display
     from pykvedge.models.gguf import Header
+    from pykvedge.models.images import Picture
 
 
 def model_files(given: Mapping[str, Any]) -> tuple[Path, Path | None]:
@@ -35,6 +36,24 @@ def model_files(given: Mapping[str, Any]) -> tuple[Path, Path | None]:
             "fetches both, as of ggml-org/SmolVLM-500M-Instruct-GGUF"
         )
     return demo, demo_mmproj if demo_mmproj.exists() else None
+
+
+def pictures(
+    images: Sequence[Path], mmproj: Path | Header | None, limits: Mapping[str, int] | None = None
+) -> Iterator[Picture]:
+    """Loads what --image names. Pages of a PDF are drawn as large as the image encoder sees them.
+
+    limits: the settings of IMAGE_LIMITS. Raises what load_pictures raises, and ModelError.
+    """
+    from pykvedge.models.documents import PageSize, load_pictures
+    from pykvedge.models.gguf import Header, read_header
+    from pykvedge.models.images import PDF
+
+    found, size = [paths.expanded(path) for path in images], None
+    if mmproj is not None and any(PDF.fullmatch(str(path)) for path in found):
+        header = mmproj if isinstance(mmproj, Header) else read_header(mmproj)
+        size = PageSize.asked(header, *(limits or {}).values())
+    return load_pictures(found, size)
 
 
 def named(given: Mapping[str, Any]) -> bool:

@@ -94,7 +94,7 @@ HUB = (
 )  # fmt: skip
 IMAGE = option(
     "--image", "images", type=PATH, multiple=True, metavar="PATH",
-    help="An image to ask about; repeatable. jpg, png, webp, bmp, gif.",
+    help="An image to ask about; repeatable. jpg, png, webp, bmp, gif; of a pdf each page, or some: 'report.pdf[3-7]'.",
 )  # fmt: skip
 
 IMAGE_LIMITS = (

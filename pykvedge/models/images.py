@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import io
 import os
+import re
 import threading
 import warnings
 from collections.abc import Iterable, Iterator
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 MAX_PIXELS = 50_000_000  # about the largest phone photograph; models look at less than two million
 FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF")
 _one_at_a_time = threading.Lock()  # Python's filters of warnings are those of all threads
+PDF = re.compile(r"(?P<path>.*\.pdf)(?:\[(?P<pages>[^\[\]]*)\])?", re.IGNORECASE | re.DOTALL)  # a path of one
 FORMS = "a path, the bytes of an image file, an open file, a PIL image, or a uint8 array"
 
 
@@ -38,7 +40,8 @@ FORMS = "a path, the bytes of an image file, an open file, a PIL image, or a uin
 class Picture:
     """A picture has width * height RGB pixels of 3 bytes, row by row.
 
-    Without pixels (`rgb` empty) it only tells of a picture that was read and forgotten.
+    Without pixels (`rgb` empty) it only tells of a picture that was read and forgotten. page: its number in a document,
+    which `document` tells apart from others; 0: it is no page.
     Raises ImageError if the bytes are not as many as the pixels need, or the pixels are too many.
     """
 
@@ -46,6 +49,8 @@ class Picture:
     width: int
     height: int
     rgb: bytes
+    page: int = 0
+    document: str = ""
 
     def __post_init__(self) -> None:
         sizes = isinstance(self.width, int) and isinstance(self.height, int)
@@ -69,19 +74,22 @@ class Picture:
         return found.hexdigest()
 
 
-def load_pictures(images: ImageSources) -> Iterator[Picture]:
-    """Loads one picture or several, as they are asked for. Those without a name are numbered: image 1, image 2.
-
-    Raises UsageError, ArrayError or ImageError.
-    """
-    given: Any = images
-    if given is None:
-        return iter(())
-    if _is_one(given):
-        return iter([load_picture(given)])
-    if not isinstance(given, Iterable):
-        raise UsageError(f"{_kind(given)} is no picture; give {FORMS}, or several of them in a list")
-    return (load_picture(image, f"image {i + 1}") for i, image in enumerate(signals.items(given)))
+def is_pdf(source: Any) -> bool:
+    """Tells by the name of a file, or by its beginning where it is here."""
+    if isinstance(source, (str, os.PathLike)):
+        return PDF.fullmatch(os.fsdecode(source)) is not None
+    if isinstance(source, (bytes, bytearray, memoryview)):
+        return b"%PDF-" in bytes(source[:1024])
+    try:
+        if not hasattr(source, "read") or not source.seekable():
+            return False
+        with signals.lifted():  # it may be the user's, and take its time
+            source.seek(0)
+            head = source.read(1024)
+            source.seek(0)
+    except (OSError, ValueError, AttributeError):
+        return False
+    return isinstance(head, bytes) and b"%PDF-" in head
 
 
 @signals.held()
@@ -97,6 +105,9 @@ def load_picture(source: ImageSource, name: str | None = None) -> Picture:
     UsageError for what is no picture at all.
     """
     what = name or "image"
+    if is_pdf(source):
+        named = os.fsdecode(source) if isinstance(source, (str, os.PathLike)) else what
+        raise ImageError(f"{named} is a PDF, whose pages are several pictures; pykvedge.pages makes them")
     if isinstance(source, Picture):
         if not source.rgb:
             raise ImageError(f"{source.name} has no pixels any more; load it again")
@@ -111,7 +122,7 @@ def load_picture(source: ImageSource, name: str | None = None) -> Picture:
         return _from_pillow(source, what)
     if hasattr(source, "read"):
         return _from_stream(source, what)
-    raise UsageError(f"{what}: {_kind(source)} is no picture; give {FORMS}")
+    raise UsageError(f"{what}: {kind_of(source)} is no picture; give {FORMS}")
 
 
 def picture_size(path: Path) -> tuple[int, int]:
@@ -122,12 +133,12 @@ def picture_size(path: Path) -> tuple[int, int]:
         return (image.height, image.width) if lies else (image.width, image.height)
 
 
-def _is_one(images: Any) -> bool:
+def is_one(images: Any) -> bool:
     one = (Picture, str, os.PathLike, bytes, bytearray, memoryview, np.ndarray, Image.Image)
     return isinstance(images, one) or hasattr(images, "read")
 
 
-def _kind(thing: object) -> str:
+def kind_of(thing: object) -> str:
     return f"an object of type '{type(thing).__name__}'"
 
 
@@ -142,6 +153,12 @@ def _from_path(path: str | os.PathLike[str]) -> Picture:
 
 
 def _from_stream(file: Any, what: str) -> Picture:
+    data, what = read_stream(file, what)
+    return _from_file(io.BytesIO(data), what, Path(what).name)
+
+
+def read_stream(file: Any, what: str) -> tuple[bytes, str]:
+    """Reads an open file. Returns its name as well, `what` where it has none."""
     given = getattr(file, "name", None)
     if isinstance(given, str) and given:
         what = given
@@ -155,8 +172,8 @@ def _from_stream(file: Any, what: str) -> Picture:
     if isinstance(data, str):
         raise UsageError(f"{what} is opened as text; open it with mode 'rb'")
     if not isinstance(data, (bytes, bytearray, memoryview)):
-        raise UsageError(f"{what}: read() gave {_kind(data)}, not bytes; open the file in binary mode")
-    return _from_file(io.BytesIO(data), what, Path(what).name)
+        raise UsageError(f"{what}: read() gave {kind_of(data)}, not bytes; open the file in binary mode")
+    return bytes(data), what
 
 
 def _from_file(file: Path | io.BytesIO, what: str, name: str) -> Picture:
@@ -218,7 +235,7 @@ def _explained(what: str) -> Iterator[None]:
     except FileNotFoundError:
         raise ImageError(f"{what} does not exist") from None
     except UnidentifiedImageError:
-        raise ImageError(f"{what} is no image that can be read; use jpg, png, webp, bmp or gif") from None
+        raise ImageError(f"{what} is no image that can be read; use jpg, png, webp, bmp, gif or pdf") from None
     except Image.DecompressionBombError:
         raise ImageError(f"{what} has too many pixels; the limit is {MAX_PIXELS // 10**6} million") from None
     except MemoryError:

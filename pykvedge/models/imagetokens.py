@@ -89,6 +89,22 @@ def image_grid(mmproj: Header, width: int, height: int, limits: tuple[int, int] 
     )
 
 
+def seen_at_most(mmproj: Header, limits: tuple[int, int] | None) -> tuple[int, int]:
+    """Returns the most pixels of an image that an encoder sees, and the longest side; zeros where only mtmd knows.
+
+    limits: from token_limits.
+    """
+    kind, values = projector(mmproj), mmproj.values
+    size = int(values.get("clip.vision.image_size", 0))
+    if kind in _SQUARE and size > 0:
+        return size * size, size
+    if kind in _BY_SIZE:
+        side = int(values.get("clip.vision.patch_size", 0)) * int(values.get(*_BY_SIZE[kind]))
+        pixels = (limits or _LIMITS[kind])[1] * side * side
+        return pixels, max(pixels // max(side, 1), 1)
+    return 0, 0
+
+
 @dataclass(frozen=True)
 class Places:
     """The tokens of an image are a grid, row by row. padded: the image is centred on it, else it fills it."""

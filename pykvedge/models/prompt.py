@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import secrets
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -65,11 +65,11 @@ class Message:
     pictures: list[Picture] = field(default_factory=list)
     fields: Mapping[str, Any] = field(default_factory=dict)
 
-    def content(self, marker: str, before: int = 0) -> str:
+    def content(self, marker: str, before: Sequence[Picture] = ()) -> str:
         """Writes the text with the marker where its pictures go. before: pictures in earlier messages.
 
-        A text without places (`IMAGE`) comes after a line per picture. Pictures have numbers as their names there,
-        counted through the conversation; the only one of a first message has none.
+        A text without places (`IMAGE`) comes after a line per picture, with the picture's label. The only picture of a
+        first message has none, unless it is a page.
         """
         if self.role != "user" and not self.pictures:
             return self.text
@@ -78,18 +78,31 @@ class Message:
         text = PLACE.sub(lambda found: marker if placed and found[0] == IMAGE else IMAGE, self.text)
         if placed or n == 0:
             return text
-        if before + n == 1:
+        if len(before) + n == 1 and not self.pictures[0].page:
             return f"{marker}\n{text}"
-        return "".join(f"Image {before + i + 1}: {marker}\n" for i in range(n)) + text
+        shown = [*before, *self.pictures]
+        return "".join(f"{label(p, shown[:i])}: {marker}\n" for i, p in enumerate(self.pictures, len(before))) + text
+
+
+def label(picture: Picture, before: Sequence[Picture]) -> str:
+    """Names a picture by its number in the conversation, and a page by its number in the document.
+
+    Pages of a second document have the document's number, too. before: the pictures of the conversation before it.
+    """
+    if not picture.page:
+        return f"Image {len(before) + 1}"
+    documents = dict.fromkeys(p.document for p in [*before, picture] if p.page)
+    number = list(documents).index(picture.document) + 1
+    return f"Page {picture.page}" if number == 1 else f"Document {number}, page {picture.page}"
 
 
 def contents(messages: list[Message], marker: str) -> list[dict[str, Any]]:
     """Lists role, content and fields of each message of a conversation, as chat templates want them."""
-    before = 0
+    before: list[Picture] = []
     out = []
     for message in messages:
         out.append({"role": message.role, "content": message.content(marker, before), **message.fields})
-        before += len(message.pictures)
+        before += message.pictures
     return out
 
 

@@ -1,8 +1,10 @@
-"""A child process renders the templates whose work is not bounded, and is ended when it takes too long or too much.
+"""Child processes do what is not bounded, and are ended when they take too long or too much.
 
-Bounds inside of this process would not do: a single product or format of a template allocates without end in C, where
-nothing can be intercepted. The child starts with the first such prompt, which takes a tenth of a second, and stays for
-the conversation; a prompt then costs what it costs here.
+One renders chat templates, another draws the pages of a PDF (models/documents.py). Bounds inside of this process would
+not do: a single product or format of a template allocates without end in C, where nothing can be intercepted.
+
+The child of a template starts with the first such prompt, which takes a tenth of a second, and stays for the
+conversation; a prompt then costs what it costs here.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -63,8 +65,11 @@ class Sandbox:
         if not can_start():
             return getattr(self._here, what)(request)
         if self._process is None or self._process.poll() is not None:
-            self._process = _start()
-            weakref.finalize(self, _end, self._process)
+            try:
+                self._process = start(template_worker.__file__)
+            except OSError as error:
+                raise ModelError(f"the model's chat template cannot be run: {error.strerror or error}") from None
+            weakref.finalize(self, end, self._process)
         asked = {"template": [chat_path(), *self._source], "what": what, "request": request}
         line, why = _exchange(self._process, json.dumps(asked).encode() + b"\n")
         if line.endswith(b"\n"):
@@ -75,7 +80,7 @@ class Sandbox:
                 return answer["done"]
             why = answer["fatal"]
         else:
-            _end(self._process)
+            end(self._process)
         raise ModelError(f"the model's chat template fails: {why}; convert the model again, or use another one")
 
 
@@ -84,52 +89,62 @@ def chat_path() -> str:
     return str(libraries.require_dir() / libraries.file_name("kvedge-chat"))
 
 
-def _start() -> subprocess.Popen[bytes]:
-    worker = str(Path(template_worker.__file__).resolve())
-    program = _START.format(path=[path for path in sys.path if path], worker=worker)
+def start(worker: str, *arguments: str, given: Any = subprocess.PIPE) -> subprocess.Popen[bytes]:
+    """Starts a file of Python as a program of its own. given: its standard input. Raises OSError."""
+    program = _START.format(path=[path for path in sys.path if path], worker=str(Path(worker).resolve()))
     group: Any = {"creationflags": 0x200} if sys.platform == "win32" else {"start_new_session": True}
+    return subprocess.Popen(
+        [sys.executable, "-I", "-c", program, *arguments],
+        stdin=given,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        **group,
+    )  # fmt: skip - Ctrl-C at the terminal is not for the child, which would answer nothing
+
+
+@contextlib.contextmanager
+def watched(
+    process: subprocess.Popen[bytes], seconds: float, most: int, stop: threading.Event | None = None
+) -> Iterator[list[str]]:
+    """Ends the child when the block takes longer, the child more bytes of memory, or `stop` is set.
+
+    Yields a list, which then says why. The child's pipes end with it, so that nobody waits for them.
+    """
+    why: list[str] = []
+    done = threading.Event()
+    last = time.monotonic() + seconds
+
+    def look() -> None:
+        while not done.wait(_LOOK_S):
+            if time.monotonic() > last:
+                why.append(f"it takes longer than {seconds:.0f} seconds")
+            elif _resident(process.pid) > most:
+                why.append("it takes too much memory")
+            elif stop is not None and stop.is_set():
+                why.append("nobody waits for it")
+            if why:
+                process.kill()
+                return
+
+    watch = threading.Thread(target=look, daemon=True)
+    watch.start()
     try:
-        return subprocess.Popen(
-            [sys.executable, "-I", "-c", program],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            **group,
-        )  # fmt: skip - Ctrl-C at the terminal is not for the child, which would answer nothing
-    except OSError as error:
-        raise ModelError(f"the model's chat template cannot be run: {error.strerror or error}") from None
+        yield why
+    finally:
+        done.set()
+        watch.join()
 
 
 def _exchange(process: subprocess.Popen[bytes], request: bytes) -> tuple[bytes, str]:
     """Puts a request, and returns the line that answers it; a line without an end where the child ended, and why."""
-    why: list[str] = []
-    done = threading.Event()
-    watch = threading.Thread(target=_watch, args=(process, done, why), daemon=True)
-    watch.start()
     line = b""
-    try:
+    with watched(process, PATIENCE, template_worker.MEMORY) as why:
         if process.stdin is not None and process.stdout is not None:
             with contextlib.suppress(OSError, ValueError):  # the child is gone
                 process.stdin.write(request)
                 process.stdin.flush()
                 line = process.stdout.readline(_MOST_ANSWER)
-    finally:
-        done.set()
-        watch.join()
     return line, why[0] if why else "it ended the process that it ran in"
-
-
-def _watch(process: subprocess.Popen[bytes], done: threading.Event, why: list[str]) -> None:
-    """Ends the child when its time is over, or its memory too large."""
-    end = time.monotonic() + PATIENCE
-    while not done.wait(_LOOK_S):
-        if time.monotonic() > end:
-            why.append(f"it takes longer than {PATIENCE:.0f} seconds")
-        elif _resident(process.pid) > template_worker.MEMORY:
-            why.append("it takes too much memory")
-        if why:
-            process.kill()
-            return
 
 
 def _resident(pid: int) -> int:
@@ -138,7 +153,7 @@ def _resident(pid: int) -> int:
     return 0
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
+def end(process: subprocess.Popen[bytes]) -> None:
     """Ends the child. Does nothing the second time."""
     with contextlib.suppress(OSError):
         process.kill()

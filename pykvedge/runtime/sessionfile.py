@@ -52,7 +52,7 @@ class Note:
             {
                 "role": m.role,
                 "text": m.text,
-                "pictures": [{"name": p.name, "width": p.width, "height": p.height} for p in m.pictures],
+                "pictures": [_told(p) for p in m.pictures],
             }
             for m in self.messages
         ]
@@ -103,8 +103,17 @@ def _message(data: Any) -> Message:
     role = _of(str, data["role"])
     if role not in ("system", "user", "assistant"):
         raise ValueError(f"a role '{role}'")
-    pictures = [Picture(_of(str, p["name"]), _count(p["width"]), _count(p["height"]), b"") for p in data["pictures"]]
-    return Message(role, _of(str, data["text"]), pictures)
+    return Message(role, _of(str, data["text"]), [_picture(p) for p in data["pictures"]])
+
+
+def _picture(data: Any) -> Picture:
+    page, document = _count(data.get("page", 0)), _of(str, data.get("document", ""))
+    return Picture(_of(str, data["name"]), _count(data["width"]), _count(data["height"]), b"", page, document)
+
+
+def _told(picture: Picture) -> dict[str, Any]:
+    page = {"page": picture.page, "document": picture.document} if picture.page else {}
+    return {"name": picture.name, "width": picture.width, "height": picture.height, **page}
 
 
 def encoded(path: str | os.PathLike[str]) -> bytes:

@@ -13,6 +13,7 @@ from pykvedge.library.libkvedge import Cache
 from pykvedge.models.composer import Composer, Written
 from pykvedge.models.images import Picture
 from pykvedge.models.model import Model, Progress
+from pykvedge.models.prompt import label
 from pykvedge.models.vision import ImagePiece, Piece, TextPiece, Vision
 from pykvedge.plans.plan import Plan
 from pykvedge.runtime import figures
@@ -142,12 +143,12 @@ def beginning(pieces: Iterator[Piece]) -> list[Piece]:
 
 
 def segments(
-    text: str, marker: str, pictures: Iterable[Picture], before_these: int = 0
+    text: str, marker: str, pictures: Iterable[Picture], earlier: list[Picture]
 ) -> Iterator[tuple[str, Picture | None]]:
     """Cuts a message in which `marker` stands once for all pictures, or once for each, with the one that follows.
 
-    Several that share a marker are named as Message.content names them, `before_these` others being there already.
-    Pictures are asked for one at a time.
+    Several that share a marker have labels as in Message.content. earlier: pictures of earlier messages. Pictures are
+    asked for one at a time.
     """
     if marker and text.count(marker) > 1:
         *parts, last = text.split(marker)
@@ -159,9 +160,12 @@ def segments(
     if len(some) < 2:
         yield before, some[0] if some else None
     else:
-        yield before if before_these else f"{before}Image 1: ", some[0]  # a later message names a single one as well
-        for i, picture in enumerate(itertools.chain(some[1:], pictures), start=before_these + 2):
-            yield f"\nImage {i}: ", picture
+        told = bool(earlier) or some[0].page  # the text has the label of the first one already
+        seen = [*earlier, some[0]]
+        yield before if told else f"{before}{label(some[0], earlier)}: ", some[0]
+        for picture in itertools.chain(some[1:], pictures):
+            yield f"\n{label(picture, seen)}: ", picture
+            seen.append(replace(picture, rgb=b""))
     if found:
         yield after, None
 
@@ -189,4 +193,4 @@ class Source:
                 self.composer.pieces(replace(written, text=text + self.composer.marker), [picture])
             )
             yield from self.open
-            self.seen.append(Picture(picture.name, picture.width, picture.height, b""))
+            self.seen.append(replace(picture, rgb=b""))

@@ -7,7 +7,7 @@ import secrets
 from collections.abc import AsyncIterator
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 
@@ -58,6 +58,29 @@ class ImageBlock(Wire):
     source: Annotated[Base64Source | UrlSource, Field(discriminator="type")]
 
 
+class DocumentSource(Wire):
+    type: str
+    media_type: str = ""
+    data: str = ""
+
+
+class DocumentBlock(Wire):
+    """A PDF. title: also says which pages are meant, as report.pdf[3-7]."""
+
+    type: Literal["document"]
+    source: DocumentSource
+    title: Annotated[str, Field(max_length=1024)] | None = None
+
+    @model_validator(mode="after")
+    def _is_pdf(self) -> DocumentBlock:
+        source = self.source
+        if source.type != "base64":
+            raise ValueError(f"documents of source '{source.type:.40}' are not supported; PDFs of source 'base64' are")
+        if source.media_type != "application/pdf":
+            raise ValueError(f"documents of '{source.media_type:.40}' are not supported; 'application/pdf' is")
+        return self
+
+
 class ToolUseBlock(Wire):
     """A call that the assistant made."""
 
@@ -82,8 +105,10 @@ class ThinkingBlock(Wire):
     thinking: str = ""
 
 
-_Shown = Annotated[TextBlock | ImageBlock, Field(discriminator="type")]
-_Block = Annotated[TextBlock | ImageBlock | ToolUseBlock | ToolResultBlock | ThinkingBlock, Field(discriminator="type")]
+_Shown = Annotated[TextBlock | ImageBlock | DocumentBlock, Field(discriminator="type")]
+_Block = Annotated[
+    TextBlock | ImageBlock | DocumentBlock | ToolUseBlock | ToolResultBlock | ThinkingBlock, Field(discriminator="type")
+]
 
 
 class AnthropicMessage(Wire):
@@ -177,7 +202,7 @@ def _turns(message: AnthropicMessage) -> list[Object]:
     parts, calls, results = list[Object](), list[Object](), list[Object]()
     thought = ""
     for block in message.content:
-        if isinstance(block, (TextBlock, ImageBlock)):
+        if isinstance(block, (TextBlock, ImageBlock, DocumentBlock)):
             parts.append(_shown(block))
         elif isinstance(block, ToolUseBlock):
             function = {"name": block.name, "arguments": json.dumps(block.input)}
@@ -193,9 +218,12 @@ def _turns(message: AnthropicMessage) -> list[Object]:
     return [*results, own] if parts or calls else results
 
 
-def _shown(block: TextBlock | ImageBlock) -> Object:
+def _shown(block: TextBlock | ImageBlock | DocumentBlock) -> Object:
     if isinstance(block, TextBlock):
         return {"type": "text", "text": block.text}
+    if isinstance(block, DocumentBlock):
+        file = {"file_data": f"data:application/pdf;base64,{block.source.data}", "filename": block.title}
+        return {"type": "file", "file": file}
     source = block.source
     url = source.url if isinstance(source, UrlSource) else f"data:{source.media_type};base64,{source.data}"
     return {"type": "image_url", "image_url": {"url": url}}

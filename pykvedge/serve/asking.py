@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from pykvedge.errors import RequestError, UsageError
 from pykvedge.models.dialect import Dialect, Dialects, request_for
 from pykvedge.models.images import Picture
-from pykvedge.models.prompt import IMAGE, Message, escaped
+from pykvedge.models.prompt import IMAGE, Message, escaped, label
 from pykvedge.plans.making import plan as make_plan
 from pykvedge.plans.plan import Plan
 from pykvedge.runtime.sampling import Sampling
@@ -21,6 +21,7 @@ from pykvedge.serve.pictures import Sources
 from pykvedge.serve.wire import (
     ChatRequest,
     Compression,
+    FilePart,
     ImagePart,
     Prompted,
     RefusalPart,
@@ -138,12 +139,18 @@ def is_quick(given: ChatRequest | Prompted, defaults: Defaults) -> bool:
     return len(urls) <= _QUICK_PICTURES and all(defaults.sources.knows(url) for url in urls)
 
 
+def has_documents(given: ChatRequest | Prompted) -> bool:
+    """Tells whether there are files whose pages must be drawn."""
+    messages = given.messages if isinstance(given, ChatRequest) else []
+    return any(isinstance(part, FilePart) for message in messages for part in message.parts)
+
+
 def pictures_of(given: ChatRequest | Prompted) -> list[str]:
-    """Lists the URLs of the pictures."""
+    """Lists the URLs of the pictures and files."""
     if isinstance(given, Prompted):
         return given.pictures
     parts = [part for message in given.messages for part in message.parts]
-    return [part.url for part in parts if isinstance(part, ImagePart) and part.url]
+    return [part.url for part in parts if isinstance(part, (ImagePart, FilePart)) and part.url]
 
 
 def messages_of(given: list[WireMessage], sources: Sources) -> list[Message]:
@@ -175,24 +182,33 @@ def messages_of(given: list[WireMessage], sources: Sources) -> list[Message]:
 
 def _content(message: WireMessage, i: int, sources: Sources, before: list[Picture]) -> tuple[str, list[Picture]]:
     parts, seen = list[str](), list[Picture]()
-    literal = message.role == "user" or any(isinstance(part, ImagePart) for part in message.parts)
+    literal = message.role == "user" or any(isinstance(part, (ImagePart, FilePart)) for part in message.parts)
     for part in message.parts:
-        if not isinstance(part, ImagePart):
+        if not isinstance(part, (ImagePart, FilePart)):
             parts.append(escaped(_text(part)) if literal else _text(part))
             continue
-        if len(before) + len(seen) >= MOST_PICTURES:
+        room = MOST_PICTURES - len(before) - len(seen)
+        if room < 1:
             raise RequestError(400, f"messages: at most {MOST_PICTURES} pictures", "too_many_images", "messages")
         if not part.url:
             raise RequestError(400, f"messages.{i}: an image_url without a url", "invalid_value", "messages")
-        seen.append(sources.load(part.url, f"picture {len(before) + len(seen) + 1}"))
-        if sum(picture.width * picture.height for picture in [*before, *seen]) > MOST_PIXELS:
-            most = MOST_PIXELS // 10**6
-            raise RequestError(400, f"messages: at most {most} million pixels", "too_many_pixels", "messages")
-        parts.append(IMAGE)
+        for picture in _pictures(part, sources, MOST_PICTURES - room + 1, room):
+            shown = [*before, *seen]
+            parts.append(f"{label(picture, shown)}: {IMAGE}" if picture.page else IMAGE)
+            seen.append(picture)
+            if sum(one.width * one.height for one in [*shown, picture]) > MOST_PIXELS:
+                most = MOST_PIXELS // 10**6
+                raise RequestError(400, f"messages: at most {most} million pixels", "too_many_pixels", "messages")
     return "\n".join(parts), seen
 
 
-def _text(part: TextPart | ImagePart | RefusalPart) -> str:
+def _pictures(part: ImagePart | FilePart, sources: Sources, number: int, room: int) -> Iterable[Picture]:
+    if isinstance(part, FilePart):
+        return sources.pages(part.url, part.file.filename or "document.pdf", room)
+    return [sources.load(part.url, f"picture {number}")]
+
+
+def _text(part: TextPart | ImagePart | FilePart | RefusalPart) -> str:
     return part.text if isinstance(part, TextPart) else part.refusal if isinstance(part, RefusalPart) else ""
 
 

@@ -1,4 +1,7 @@
-"""Pictures as requests name them: data: URLs; https: and file: only where the server was told to take them."""
+"""Pictures as requests name them: data: URLs; https: and file: only where the server was told to take them.
+
+Pages of a PDF come as a data: URL alone.
+"""
 
 from __future__ import annotations
 
@@ -8,13 +11,15 @@ import hashlib
 import os
 import re
 import stat
-from collections.abc import Mapping
+import threading
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 from pykvedge.caches.memory import ByteCache
 from pykvedge.errors import ImageError, RequestError
+from pykvedge.models.documents import PageSize, named, pages
 from pykvedge.models.images import Picture, load_picture
 from pykvedge.serve.fetching import MOST_BYTES
 
@@ -23,16 +28,20 @@ _KNOWN_BYTES = 64 << 20  # of pixels that are kept for the next message
 _OPEN = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_BINARY", 0)
 _ESCAPED = {"%2b": "+", "%2f": "/", "%3d": "="}  # of the letters of base64
 _DATA = re.compile(r"data:(?:image/[\w.+-]{1,40})?(?:;[\w=.+-]{1,80})*;base64,", re.IGNORECASE)
+_PDF = re.compile(r"data:application/(?:x-)?pdf(?:;[\w=.+-]{1,80})*;base64,", re.IGNORECASE)
+
+
+_HOW = "a data: URL of a picture is data:image/...;base64, and then the file in base64"
 
 
 @dataclass(frozen=True)
 class _Loaded:
-    """A picture that was loaded. len(): bytes of its pixels."""
+    """A picture that was loaded, or the pages of a document. len(): bytes of their pixels."""
 
-    picture: Picture
+    pictures: tuple[Picture, ...]
 
     def __len__(self) -> int:
-        return len(self.picture.rgb)
+        return sum(len(picture.rgb) for picture in self.pictures)
 
 
 @dataclass(frozen=True)
@@ -40,6 +49,7 @@ class Sources:
     """Where pictures may come from besides the request. files: the folder that file: URLs may name files of.
 
     fetched: what https: URLs lead to, by URL. owner: whose request it is, who learns nothing of the pictures of others.
+    page_size: how large pages are drawn. stop: when it is set, nobody waits for them any more.
     Clients send the pictures of a conversation with each of its messages: those in data: URLs are unpacked once.
     """
 
@@ -47,6 +57,8 @@ class Sources:
     files: Path | None = None
     fetched: Mapping[str, bytes] = field(default_factory=dict, repr=False)
     owner: str = ""
+    page_size: PageSize = field(default_factory=PageSize)
+    stop: threading.Event | None = None
     _known: ByteCache[_Loaded] = field(default_factory=lambda: ByteCache(_KNOWN_BYTES), repr=False, compare=False)
 
     def load(self, url: str, name: str) -> Picture:
@@ -54,6 +66,24 @@ class Sources:
         picture = self._load(url, name)
         _ = picture.key  # which takes time, here where there is time
         return picture
+
+    def pages(self, url: str, filename: str, most: int) -> Iterator[Picture]:
+        """Draws the pages of a PDF, or those that the name of the file says (report.pdf[3-7]), and at most so many.
+
+        Raises ImageError, UsageError, CancelledError.
+        """
+        place, chosen = named(filename) or (Path(filename), "")
+        name = self._name_of(f"{url} {chosen}")
+        known, drawn = self._known.get(name), list[Picture]()
+        if known is not None and len(known.pictures) <= most:
+            yield from known.pictures
+            return
+        data = _decoded(url, _PDF, "a file's data: URL is data:application/pdf;base64, and then a PDF in base64")
+        for picture in pages(data, chosen, self.page_size, name=place.name[:100], most=most, stop=self.stop):
+            drawn.append(picture)
+            _ = picture.key  # which takes time, here where there is time
+            yield picture
+        self._known.put(name, _Loaded(tuple(drawn)))
 
     def _load(self, url: str, name: str) -> Picture:
         scheme = url[:16].partition(":")[0].lower()
@@ -78,27 +108,28 @@ class Sources:
     def _data(self, url: str, name: str) -> Picture:
         known = self._known.get(self._name_of(url))
         if known is None:
-            known = _Loaded(load_picture(_decoded(url), name))
+            known = _Loaded((load_picture(_decoded(url, _DATA, _HOW), name),))
             self._known.put(self._name_of(url), known)
-        return known.picture
+        return known.pictures[0]
 
     def _name_of(self, url: str) -> str:
         return self.owner + hashlib.sha256(url.encode("utf-8", "surrogatepass")).hexdigest()
 
 
-def _decoded(url: str) -> bytes:
-    head = _DATA.match(url[:512])
+def _decoded(url: str, form: re.Pattern[str], how: str) -> bytes:
+    """form: the beginning of the URL. how: said of another one."""
+    head = form.match(url[:512])
     if head is None:
-        raise ImageError("a data: URL of a picture is data:image/...;base64, and then the file in base64")
+        raise ImageError(how)
     text = url[head.end() :]
     if len(text) > MOST_BYTES * 4 // 3 + 4:
-        raise ImageError(f"a picture's file may have {MOST_BYTES >> 20} MiB")
+        raise ImageError(f"the file of a picture or document may have {MOST_BYTES >> 20} MiB")
     try:
         if "%" in text:
             text = re.sub("%2[BbFf]|%3[Dd]", lambda found: _ESCAPED[found[0].lower()], text)
         return base64.b64decode(text, validate=True)
     except (binascii.Error, ValueError):
-        raise ImageError("the base64 of a picture's data: URL is damaged") from None
+        raise ImageError("the base64 of a data: URL is damaged") from None
 
 
 def _below(folder: Path, url: str) -> Path:

@@ -38,6 +38,7 @@ from pykvedge.serve.wire import (
     ChatRequest,
     Compression,
     Count,
+    FileData,
     Object,
     RefusalPart,
     Share,
@@ -63,7 +64,13 @@ class InputImage(Wire):
     image_url: str
 
 
-_Part = Annotated[InputText | InputImage | RefusalPart, Field(discriminator="type")]
+class InputFile(FileData):
+    """A PDF."""
+
+    type: Literal["input_file"]
+
+
+_Part = Annotated[InputText | InputImage | InputFile | RefusalPart, Field(discriminator="type")]
 _Parts = Annotated[list[_Part], Field(max_length=MOST_PARTS)]
 
 
@@ -191,15 +198,17 @@ def _said(item: MessageItem | CallItem | CallOutputItem) -> Object:
     return {"role": item.role, "content": _parts(item.content)}
 
 
-def _parts(content: str | list[InputText | InputImage | RefusalPart]) -> str | list[Object]:
+def _parts(content: str | list[InputText | InputImage | InputFile | RefusalPart]) -> str | list[Object]:
     return content if isinstance(content, str) else [_shown(part) for part in content]
 
 
-def _shown(part: InputText | InputImage | RefusalPart) -> Object:
+def _shown(part: InputText | InputImage | InputFile | RefusalPart) -> Object:
     if isinstance(part, InputText):
         return {"type": "text", "text": part.text}
     if isinstance(part, InputImage):
         return {"type": "image_url", "image_url": part.image_url}
+    if isinstance(part, InputFile):
+        return {"type": "file", "file": {"file_data": part.file_data, "filename": part.filename}}
     return part.model_dump()
 
 

@@ -15,7 +15,7 @@ import stat
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import psutil
@@ -24,6 +24,7 @@ import uvicorn
 from pykvedge.caches.folder import CacheFolder
 from pykvedge.errors import KvedgeError, UsageError
 from pykvedge.models.dialect import Dialects
+from pykvedge.models.documents import PageSize
 from pykvedge.plans.plan import Plan
 from pykvedge.runtime.loaded import LoadedModel
 from pykvedge.runtime.sampling import Sampling
@@ -114,7 +115,10 @@ def _service(scheduler: Scheduler, plan: Plan, sampling: Sampling, options: Opti
     model = scheduler.loan.model
     source = model.chat_template()
     dialects = Dialects(model, source, lambda dialect: tools.form_fits(dialect, model)) if source else None
-    defaults = Defaults(plan, sampling, options.sources, options.max_tokens, options.limits.n_ctx, dialects)
+    encoder = scheduler.loan.encoder
+    size = PageSize.of(encoder.header, encoder.limits) if encoder is not None else PageSize()
+    sources = replace(options.sources, page_size=size)
+    defaults = Defaults(plan, sampling, sources, options.max_tokens, options.limits.n_ctx, dialects)
     fingerprint = f"kvedge-{package_version()}-{scheduler.preparer.model_name[:12]}"
     return Service(scheduler, defaults, options.name or model.path.stem, fingerprint, options.strict)
 

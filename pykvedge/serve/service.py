@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import threading
 import time
 from collections.abc import Coroutine
 from dataclasses import dataclass, field, replace
@@ -42,6 +43,7 @@ class Service:
     watchers: int = 0  # of its events
     began: float = field(default_factory=time.time)
     looking: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(2))  # requests that are unpacked
+    drawing: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(1))  # requests with documents
     fetching: Fetching = field(default_factory=Fetching)
     closing: asyncio.Event = field(default_factory=asyncio.Event)  # it goes down, and takes no more requests
 
@@ -75,8 +77,17 @@ async def _looked_through(service: Service, http: HttpRequest, given: ChatReques
         if elsewhere := [url for url in urls if defaults.sources.is_elsewhere(url)]:
             fetched = await _while_wanted(service, http, service.fetching.all(elsewhere))
             defaults = replace(defaults, sources=replace(defaults.sources, fetched=fetched))
-        async with service.looking:
-            request = await asyncio.to_thread(made)
+        if asking.has_documents(given):
+            stop = threading.Event()
+            defaults = replace(defaults, sources=replace(defaults.sources, stop=stop))
+            try:
+                async with service.drawing:
+                    request = await _while_wanted(service, http, asyncio.to_thread(made))
+            finally:
+                stop.set()  # where the client left
+        else:
+            async with service.looking:
+                request = await asyncio.to_thread(made)
     return replace(request, owner=owner)
 
 

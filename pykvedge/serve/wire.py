@@ -50,6 +50,32 @@ class ImagePart(Wire):
         return self.image_url if isinstance(self.image_url, str) else self.image_url.url
 
 
+class FileData(Wire):
+    """A PDF as a data: URL. filename: for messages, and where it says which pages are meant (report.pdf[3-7])."""
+
+    file_data: str | None = None
+    filename: Annotated[str, Field(max_length=1024)] | None = None
+    file_id: str | None = None
+    file_url: str | None = None
+
+    @model_validator(mode="after")
+    def _is_here(self) -> FileData:
+        if self.file_data is None or self.file_id is not None or self.file_url is not None:
+            named = "file_id" if self.file_id is not None else "file_url"
+            why = f"files by {named} are not supported" if self.file_id or self.file_url else "there is no file_data"
+            raise ValueError(f"{why}; send file_data, as data:application/pdf;base64,...")
+        return self
+
+
+class FilePart(Wire):
+    type: Literal["file"]
+    file: FileData
+
+    @property
+    def url(self) -> str:
+        return self.file.file_data or ""
+
+
 class RefusalPart(Wire):
     """Text with which an assistant refused."""
 
@@ -57,7 +83,7 @@ class RefusalPart(Wire):
     refusal: str
 
 
-Part = Annotated[TextPart | ImagePart | RefusalPart, Field(discriminator="type")]
+Part = Annotated[TextPart | ImagePart | FilePart | RefusalPart, Field(discriminator="type")]
 
 
 class Function(Wire):
@@ -95,7 +121,7 @@ class WireMessage(Wire):
         return self
 
     @property
-    def parts(self) -> list[TextPart | ImagePart | RefusalPart]:
+    def parts(self) -> list[TextPart | ImagePart | FilePart | RefusalPart]:
         """The content, where it is one text too, in parts."""
         text = self.content or ""
         return [TextPart(type="text", text=text)] if isinstance(text, str) else text
@@ -304,24 +330,30 @@ def chat_request(fields: Object) -> ChatRequest:
         chat: ChatRequest = parsed(ChatRequest, json.dumps(given).encode())
     except (TypeError, ValueError, RecursionError) as broken:
         raise RequestError(400, f"the body cannot be translated: {broken}", "invalid_json") from None
-    for part in (part for message in chat.messages for part in message.parts if isinstance(part, ImagePart)):
-        if part.url.startswith(_ASIDE):
-            part.image_url = pictures[int(part.url[len(_ASIDE) :])]
+    for part in (part for message in chat.messages for part in message.parts):
+        if isinstance(part, (ImagePart, FilePart)) and part.url.startswith(_ASIDE):
+            url = pictures[int(part.url[len(_ASIDE) :])]
+            if isinstance(part, ImagePart):
+                part.image_url = url
+            else:
+                part.file.file_data = url
     return chat
 
 
 def _without_pictures(message: Object, pictures: list[str]) -> Object:
-    """Puts the URLs of large pictures aside, which need not be written as JSON and read again."""
+    """Puts the URLs of large pictures and files aside, which need not be written as JSON and read again."""
     content = message.get("content")
     if not isinstance(content, list):
         return message
     parts = []
     for part in content:
-        url = part.get("image_url")
+        file = part.get("file")
+        url = file["file_data"] if file else part.get("image_url")
         url = url.get("url") if isinstance(url, dict) else url
         if isinstance(url, str) and (len(url) > _LARGE or url.startswith(_ASIDE)):
             pictures.append(url)
-            part = {**part, "image_url": f"{_ASIDE}{len(pictures) - 1}"}
+            aside = f"{_ASIDE}{len(pictures) - 1}"
+            part = {**part, "file": {**file, "file_data": aside}} if file else {**part, "image_url": aside}
         parts.append(part)
     return {**message, "content": parts}
 

@@ -11,7 +11,7 @@ from typing import Any
 from pykvedge.cli import paths, sampling
 from pykvedge.cli.talk.chat import Chat
 from pykvedge.errors import UsageError, printable, unknown
-from pykvedge.models.images import load_picture
+from pykvedge.models.documents import load_pictures
 from pykvedge.native import crash
 from pykvedge.plans.making import plan as make_plan
 from pykvedge.plans.plan import AUTO, Plan
@@ -74,10 +74,13 @@ def _image(chat: Chat, rest: str) -> None:
         raise UsageError("/image needs a path: /image photo.jpg")
     if not chat.session.sees_images:
         raise UsageError("this model was loaded without an image encoder; start again with --mmproj")
-    picture = load_picture(paths.typed(rest))
-    chat.waiting.append(picture)
-    number = len(chat.waiting) + sum(len(m.pictures) for m in chat.session.messages)
-    _say(f"image {number}: {picture.name} ({picture.width} x {picture.height}) goes with the next message")
+    first, *more = load_pictures(paths.typed(rest), chat.session.page_size)
+    chat.waiting += [first, *more]
+    last = len(chat.waiting) + sum(len(m.pictures) for m in chat.session.messages)
+    number = f"images {last - len(more)} to {last}" if more else f"image {last}"
+    name = f"{first.name} to {more[-1].page}" if more else first.name
+    goes = "go" if more else "goes"
+    _say(f"{number}: {name} ({first.width} x {first.height}) {goes} with the next message")
 
 
 def _use(chat: Chat, plan: Plan) -> None:
@@ -213,7 +216,8 @@ def _complete_setting(chat: Chat, begun: str) -> list[str]:
 
 
 _ALL = (
-    Command("/image PATH", "add an image to the next message (jpg, png, webp, bmp, gif)", _image, _complete_path),
+    Command("/image PATH", "add an image to the next message (jpg, png, webp, bmp, gif), or pages: a.pdf, a.pdf[3-7]",
+            _image, _complete_path),
     Command("/retry", "put the last message again, by the settings of now", _retry),
     Command("/undo", "take the last message and its answer back", _undo),
     Command("/method NAME [BUDGET]", "compress from now on by another method: /method lookm 0.2", _method,

@@ -1,0 +1,225 @@
+"""Pictures in all forms and pages of a PDF become pictures, one at a time.
+
+PDFium draws pages, in a child process with bounds (pdf_worker.py): it is not for several threads at once, and a hostile
+file may crash or stall it. Each document has a child of its own, which ends with its last page.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import io
+import itertools
+import json
+import os
+import re
+import subprocess
+import tempfile
+import threading
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any
+
+from pykvedge.errors import CancelledError, ImageError, UsageError
+from pykvedge.models import pdf_worker, sandbox
+from pykvedge.models.gguf import Header
+from pykvedge.models.images import FORMS, MAX_PIXELS, PDF, Picture, is_one, is_pdf, kind_of, load_picture, read_stream
+from pykvedge.models.imagetokens import seen_at_most, token_limits
+from pykvedge.system import signals
+from pykvedge.system.files import require_file
+
+if TYPE_CHECKING:
+    from pykvedge.models.images import ImageSources
+
+MOST_PAGES = 64  # of a document, at once
+MOST_STREAMED = 10_000  # where pages are drawn and read one by one
+SECONDS = 30.0  # that drawing the pages of a document may take
+DPI = 200  # pixels of an inch, at most: what scanners make of print
+_RANGE = re.compile(r"\s*(\d{1,7})\s*(?:(-)\s*(\d{1,7})?\s*)?", re.ASCII)
+_MOST_RANGES = 64
+_MOST_HEADER = 1 << 12  # bytes of a page's
+
+
+@dataclass(frozen=True)
+class PageSize:
+    """Pages are drawn so large that the encoder sees all that it can see, and no larger.
+
+    pixels: of a page, at most. side: the longest side, at most.
+    """
+
+    pixels: int = 1 << 22
+    side: int = 1 << 11  # for encoders that cut images into tiles
+
+    @classmethod
+    def of(cls, mmproj: Header, limits: tuple[int, int] | None) -> PageSize:
+        """limits: the least and the most tokens, from token_limits."""
+        pixels, side = seen_at_most(mmproj, limits)
+        return cls(min(pixels, MAX_PIXELS // 2), side) if pixels else cls()
+
+    @classmethod
+    def asked(cls, mmproj: Header, least: int = 0, most: int = 0) -> PageSize:
+        """least, most: tokens of an image that a user asks for, 0 for none. Raises UsageError as token_limits does."""
+        return cls.of(mmproj, token_limits(mmproj, least, most))
+
+
+def load_pictures(
+    images: ImageSources, size: PageSize | None = None, most: int = 0, stop: threading.Event | None = None
+) -> Iterator[Picture]:
+    """Loads one picture or several, as they are asked for. Those without a name are numbered: image 1, image 2.
+
+    A PDF (report.pdf, report.pdf[3-7], or the bytes of one) becomes a picture for each page. size: how large pages are
+    drawn. most: pages of a document; 0: as many as are read at once. stop: ends the drawing of pages with
+    CancelledError. Raises UsageError, ArrayError or ImageError.
+    """
+    given: Any = images
+    if given is None:
+        return iter(())
+    if is_one(given):
+        return iter(_loaded(given, None, size, most, stop))
+    if not isinstance(given, Iterable):
+        raise UsageError(f"{kind_of(given)} is no picture; give {FORMS}, or several of them in a list")
+    several = enumerate(signals.items(given), start=1)
+    return itertools.chain.from_iterable(_loaded(image, f"image {i}", size, most, stop) for i, image in several)
+
+
+def _loaded(
+    source: Any, name: str | None, size: PageSize | None, most: int, stop: threading.Event | None
+) -> Iterable[Picture]:
+    if not is_pdf(source):
+        return [load_picture(source, name)]
+    if hasattr(source, "read"):
+        source, name = read_stream(source, name or "image")
+    name, most = Path(name or "the document").name, most or MOST_PAGES
+    return pages(source, size=size, name=name, most=most, stop=stop)
+
+
+def named(path: str | os.PathLike[str]) -> tuple[Path, str] | None:
+    """Takes report.pdf[3-7] apart into the file and its pages; None for the name of something else than a PDF.
+
+    The pages are empty for all of them.
+    """
+    found = PDF.fullmatch(os.fsdecode(path))
+    if found is None:
+        return None
+    if found["pages"] is not None and not found["pages"].strip():
+        raise UsageError(f"{os.fsdecode(path)} names no page; write {Path(found['path']).name}[3-7]")
+    return Path(found["path"]), found["pages"] or ""
+
+
+def file_of(path: Path) -> Path:
+    """Returns the file of report.pdf[3-7], and any other path as it is. Raises UsageError."""
+    return (named(path) or (path, ""))[0]
+
+
+def ranges(pages: str) -> list[tuple[int, int | None]]:
+    """Reads "3-7", "2", "1,4-6" or "9-": first and last page of each, None for the last one there is.
+
+    Raises UsageError.
+    """
+    out: list[tuple[int, int | None]] = []
+    for part in pages.split(",") if pages else ():
+        found = _RANGE.fullmatch(part)
+        first = int(found[1]) if found else 0
+        last = None if found is None or (found[2] and not found[3]) else int(found[3] or first)
+        if first < 1 or (last is not None and last < first) or len(out) == _MOST_RANGES:
+            raise UsageError(f"pages are numbers from 1 on and ranges of them, as in [2], [3-7] or [1,4-6], not "
+                             f"[{pages:.40}]")  # fmt: skip
+        out.append((first, last))
+    return out
+
+
+def pages(
+    source: str | os.PathLike[str] | bytes,
+    chosen: str = "",
+    size: PageSize | None = None,
+    *,
+    name: str = "",
+    most: int = MOST_PAGES,
+    stop: threading.Event | None = None,
+) -> Iterator[Picture]:
+    """Yields pages of a PDF as pictures: upright, in colour, with notes and filled forms, on white.
+
+    source: a path, which may say which pages (report.pdf[3-7]), or the bytes of a file. chosen: "3-7", "2", "1,4-6",
+    "9-"; empty: all. size: how large pages are drawn; None: as for an encoder that cuts images into tiles. name: for
+    messages about bytes. most: pages, at most. A page is drawn when it is asked for; setting `stop` ends that.
+
+    Raises UsageError where pypdfium2 is missing and for pages that are not there or too many, ImageError for a file
+    that is damaged, encrypted or takes too long, CancelledError.
+    """
+    if isinstance(source, (bytes, bytearray, memoryview)):
+        what, place, data = name or "the document", None, bytes(source)
+        document = hashlib.sha256(data).hexdigest()
+    else:
+        place, asked = named(source) or (Path(source), "")
+        data, what, chosen = b"", place.name, chosen or asked
+        try:
+            require_file(place)
+        except FileNotFoundError:
+            raise ImageError(f"{place} does not exist") from None
+        except (OSError, ValueError) as error:
+            raise ImageError(f"{place} cannot be read: {getattr(error, 'strerror', None) or error}") from None
+        document = hashlib.sha256(os.fsencode(place.resolve())).hexdigest()
+    if importlib.util.find_spec("pypdfium2") is None:
+        raise UsageError(f"reading {what} needs pypdfium2, which is not here: pip install 'kvedge[pdf]'")
+    if not sandbox.can_start():
+        raise UsageError(f"reading {what} takes a Python of its own, and this program has none; draw the pages first")
+    size = size or PageSize()
+    request: dict[str, Any] = {"pages": ranges(chosen), "most": most, "seconds": SECONDS}
+    request |= {"pixels": size.pixels, "side": size.side, "dpi": DPI}
+    return _pages(place or data, what, document[:16], request, stop)
+
+
+def _pages(
+    source: Path | bytes, what: str, document: str, request: dict[str, Any], stop: threading.Event | None
+) -> Iterator[Picture]:
+    left = SECONDS
+    with _drawing(source, what, request) as process:
+        while True:
+            began = time.monotonic()
+            with sandbox.watched(process, left, pdf_worker.MEMORY, stop) as why:
+                picture = _next(process, what, document)
+                if picture is None and process.wait() != 0 and not why:
+                    why.append("its pages crash what draws them")
+            left = max(left - (time.monotonic() - began), 0.1)
+            if stop is not None and stop.is_set():
+                raise CancelledError
+            if picture is None:
+                if why:
+                    raise ImageError(f"{what} is not read: {why[0]}; name fewer pages, or draw them yourself")
+                return
+            yield picture
+
+
+@contextmanager
+def _drawing(source: Path | bytes, what: str, request: dict[str, Any]) -> Iterator[subprocess.Popen[bytes]]:
+    try:
+        with source.open("rb") if isinstance(source, Path) else tempfile.TemporaryFile() as file:
+            if isinstance(source, bytes):
+                file.write(source)
+                file.seek(0)
+            process = sandbox.start(pdf_worker.__file__, json.dumps(request), given=file)
+    except OSError as error:
+        raise ImageError(f"{what} cannot be read: {error.strerror or error}") from None
+    try:
+        yield process
+    finally:
+        sandbox.end(process)
+
+
+def _next(process: subprocess.Popen[bytes], what: str, document: str) -> Picture | None:
+    """Reads a page as pdf_worker.py writes it; None: it ended. Raises ImageError, UsageError."""
+    pipe: IO[bytes] = process.stdout or io.BytesIO()
+    line = pipe.readline(_MOST_HEADER)
+    if not line.endswith(b"\n"):
+        return None
+    told = json.loads(line)
+    if "error" in told:
+        raise (UsageError if told["usage"] else ImageError)(f"{what} {told['error']}")
+    width, height = int(told["width"]), int(told["height"])
+    rgb = pipe.read(3 * width * height)
+    if len(rgb) != 3 * width * height:
+        return None
+    return Picture(f"{what}, page {told['page']}", width, height, rgb, int(told["page"]), document)

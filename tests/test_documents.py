@@ -1,0 +1,257 @@
+"""Pages of PDFs that the tests write: what is drawn, how large, which ones; and files that must not be drawn."""
+
+from __future__ import annotations
+
+import importlib.util
+import io
+import os
+import threading
+import zlib
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pdfs import COLOURS, document, fill, of_pictures, pdf, stream
+
+import pykvedge
+from pykvedge.errors import CancelledError, ImageError, KvedgeError, UsageError
+from pykvedge.models import documents, pdf_worker
+from pykvedge.models.documents import MOST_PAGES, PageSize, load_pictures, pages, ranges
+from pykvedge.models.gguf import Header
+from pykvedge.models.imagetokens import image_grid, token_limits
+from pykvedge.models.prompt import Message
+from pykvedge.runtime.stream import segments
+
+SMALL = PageSize(40 * 40, 40)
+THREE = document(fill("red"), fill("green"), fill("blue"))
+
+
+def pixels(picture: pykvedge.Picture) -> np.ndarray:
+    return np.frombuffer(picture.rgb, np.uint8).reshape(picture.height, picture.width, 3)
+
+
+def colours(picture: pykvedge.Picture) -> list[str]:
+    """Names the colours in the middle of the upper and of the lower half."""
+    seen, height = pixels(picture), picture.height
+    names = {colour: name for name, colour in COLOURS.items()} | {(255, 255, 255): "white"}
+    return [names[tuple(seen[height * at // 4, picture.width // 2].tolist())] for at in (1, 3)]
+
+
+@pytest.fixture
+def three(tmp_path):
+    path = tmp_path / "Three.PDF"
+    path.write_bytes(THREE)
+    return path
+
+
+def test_pages_are_pictures_in_their_order(three):
+    found = list(load_pictures(three, SMALL))
+    assert [colours(page)[0] for page in found] == ["red", "green", "blue"]
+    assert [page.name for page in found] == [f"Three.PDF, page {i}" for i in (1, 2, 3)]
+    assert [(page.width, page.height, page.page) for page in found] == [(40, 40, i) for i in (1, 2, 3)]
+    chosen = list(load_pictures([f"{three}[3,1-2,2]", three.with_name("Three.PDF[2-]")], SMALL))
+    assert [page.page for page in chosen] == [3, 1, 2, 2, 3] and len({page.document for page in chosen}) == 1
+    for form in (THREE, bytearray(THREE), io.BytesIO(THREE), three.open("rb")):
+        assert [page.rgb for page in load_pictures(form, SMALL)] == [page.rgb for page in found]
+    with pytest.raises(ImageError, match=r"several pictures; pykvedge\.pages"):
+        pykvedge.load_picture(three)
+
+
+def test_what_stands_on_a_page_is_drawn_upright():
+    box, left = (0, 0, 200, 100), fill("red", 0, 0, 100, 100) + fill("blue", 100, 0, 100, 100)
+    turned = next(pages(document(left, box=box, page=b"/Rotate 90"), size=SMALL))
+    assert (turned.width, turned.height) == (20, 40) and colours(turned) == ["red", "blue"]
+    # a note, and a field of a form that was filled in: each has its own picture
+    note = b"<< /Type /Annot /Subtype /%b /Rect [0 %d 72 %d] /F 4 /AP << /N %d 0 R >> %b >>"
+    form = b"/Type /XObject /Subtype /Form /BBox [0 0 72 36]"
+    more = (note % (b"Square", 36, 72, 7, b""), note % (b"Widget", 0, 36, 8, b"/FT /Tx /T (name) /V (x)"),
+            stream(fill("green"), form), stream(fill("blue"), form))  # fmt: skip
+    noted = document(b"", page=b"/Annots [5 0 R 6 0 R]", more=more)
+    noted = noted.replace(b"/Catalog", b"/Catalog /AcroForm << /Fields [6 0 R] >>")
+    assert colours(next(pages(noted, size=SMALL))) == ["green", "blue"]
+
+
+def header(kind: str) -> Header:
+    given = {"clip.projector_type": kind, "clip.vision.patch_size": 14, "clip.vision.image_size": 336}
+    return Header(Path("mm.gguf"), given, {}, {}, {}, {}, 0)
+
+
+@pytest.mark.parametrize(("width", "height"), [(612, 792), (842, 595), (4000, 300), (14400, 14400), (20, 30)])
+@pytest.mark.parametrize("kind", ["mlp", "qwen2vl_merger", "internvl"])
+def test_pages_are_as_large_as_the_encoder_sees(kind, width, height):
+    mmproj = header(kind)
+    size = PageSize.asked(mmproj, 0, 300 if kind == "qwen2vl_merger" else 0)
+    page = next(pages(document(fill("red"), box=(0, 0, width, height)), size=size))
+    assert abs(page.width * height - page.height * width) <= max(width, height)  # sides are whole pixels
+    at_200_dpi = max(page.width / width, page.height / height) * 72
+    assert at_200_dpi <= 200 * 1.05
+    if at_200_dpi > 199 or kind == "internvl":
+        assert max(page.width, page.height) <= 2048
+    elif kind == "mlp":
+        assert max(page.width, page.height) == 336
+    else:  # tokens are used up but for the rounding to whole ones, and larger pages would give no more
+        limits = token_limits(mmproj, 0, 300)
+        tokens, larger = (image_grid(mmproj, n * page.width, n * page.height, limits).n_tokens for n in (1, 3))
+        assert 0.8 * 300 <= tokens <= 300 and larger <= tokens * 1.1
+
+
+def test_pages_have_their_numbers_in_prompts():
+    one, two = ([pykvedge.Picture("p", 1, 1, b"abc", i, name) for i in (4, 9)] for name in ("a", "b"))
+    image = pykvedge.Picture("i", 1, 1, b"abc")
+    said = Message("user", "What is on page 4?", one[:1])
+    assert said.content("<m>") == "Page 4: <m>\nWhat is on page 4?"
+    told = Message("user", "And now?", [image, *two, one[1]]).content("<m>", one[:1])
+    assert told.splitlines() == ["Image 2: <m>", "Document 2, page 4: <m>", "Document 2, page 9: <m>", "Page 9: <m>",
+                                 "And now?"]  # fmt: skip
+    for shown, earlier in ((one, []), (one[:1], []), ([image, *one], []), ([*two, image, one[1]], one[:1])):
+        whole = Message("user", "And now?", shown).content("<m>", earlier)
+        begun = Message("user", "And now?", shown[:1]).content("<m>", earlier)  # as a stream writes it
+        parts = segments(begun, "<m>", iter(shown), earlier)
+        assert "".join(text + "<m>" * (picture is not None) for text, picture in parts) == whole
+
+
+@given(st.lists(st.tuples(st.integers(1, 30), st.integers(-1, 30)), min_size=1, max_size=6), st.integers(1, 30))
+def test_ranges_name_pages(some, n_pages):
+    """A range: its first page, and how many come behind it; -1: all."""
+    text = ",".join(f" {a} - " if n < 0 else f"{a}" if n == 0 else f"{a}-{a + n}" for a, n in some)
+    wanted = [page for a, n in some for page in range(a, (n_pages if n < 0 else a + n) + 1)]
+    asked = [list(one) for one in ranges(text)]
+    if any(a > n_pages for a, _ in some) or max(wanted) > n_pages:
+        with pytest.raises(pdf_worker.RefusedError, match=f"has {n_pages} page"):
+            pdf_worker.chosen(asked, n_pages, 99)
+        return
+    assert pdf_worker.chosen(asked, n_pages, 99) == sorted(set(wanted), key=wanted.index)
+
+
+@pytest.mark.parametrize("text", ["x", "0", "3-2", "1,,2", "1;2", "-3", "1-2-3", "1" * 9, ",".join("1" * 65), "²"])
+def test_ranges_that_name_none(text, three):
+    with pytest.raises(UsageError, match=r"pages are numbers from 1 on"):
+        next(pages(three, text))
+    with pytest.raises(UsageError, match="names no page"):
+        next(pages(f"{three}[]"))
+
+
+# ------------------------------------------------------------------------------------------------------------
+
+_LOCK = b"/Encrypt << /Filter /Standard /V 1 /R 2 /Length 40 /P -4 /O <%b> /U <%b> >> /ID [<00> <00>]"
+_IMAGE = b"/Type /XObject /Subtype /Image /Width %d /Height %d /BitsPerComponent 8 /ColorSpace /DeviceRGB /Filter "
+HOSTILE = {
+    "encrypted": (pdf(b"<< /Type /Catalog /Pages 2 0 R >>", b"<< /Type /Pages /Count 0 /Kids [] >>",
+                      trailer=_LOCK % (b"11" * 32, b"22" * 32)), "is encrypted: save it without its password"),
+    "noise": (b"%PDF-1.7\n" + np.random.default_rng(0).bytes(5000), "no PDF that can be read"),
+    "cut": (THREE[:60], "no PDF that can be read"),
+    "no pages": (document(), "has no pages"),
+    "201 inches": (document(fill("red"), box=(0, 0, 72 * 201, 72)), r"page 1 is 201 x 1 inches large; the most is 200"),
+    "many pages": (document(*[b""] * 65), r"has 65 pages, and 64 at most .* as in \[1-64\]"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", HOSTILE)
+def test_files_that_are_refused(kind):
+    data, says = HOSTILE[kind]
+    with pytest.raises(KvedgeError, match=rf"^the document .*{says}") as caught:
+        list(pages(data, size=SMALL))
+    assert "\n" not in str(caught.value)
+
+
+def _nested(deep: int) -> bytes:
+    """A page whose drawing is drawn ten times by each of so many drawings."""
+    form = b"/Type /XObject /Subtype /Form /BBox [0 0 72 72] /Resources << /XObject << /F %d 0 R >> >>"
+    forms = [stream(b"/F Do " * 10, form % (6 + i)) for i in range(deep)]
+    last = stream(fill("red") * 100, b"/Type /XObject /Subtype /Form /BBox [0 0 72 72]")
+    return document(b"/F Do", page=b"/Resources << /XObject << /F 5 0 R >> >>", more=(*forms, last))
+
+
+def _large_image(side: int) -> bytes:
+    packed = zlib.compress(bytes(side * side * 3 // 64))
+    image = stream(packed, _IMAGE % (side, side) + b"/FlateDecode")
+    return document(b"72 0 0 72 0 0 cm /I Do", page=b"/Resources << /XObject << /I 5 0 R >> >>", more=(image,))
+
+
+BOMBS = {
+    "a million pages": document(fill("red")).replace(b"/Count 1 ", b"/Count 1000000 "),
+    "deep arrays": document(b"", page=b"/X " + b"[" * 200_000 + b"]" * 200_000),
+    "deep contents": document(b"q " * 500_000 + b"[" * 500_000),
+    "a tree of itself": document(fill("red")).replace(b"/Kids [3 0 R]", b"/Kids [2 0 R]"),
+    "a huge image": _large_image(30_000),
+    "drawings in drawings": _nested(12),
+}
+
+
+@pytest.mark.parametrize("kind", BOMBS)
+def test_bombs_end_in_bounded_time_and_memory(kind, monkeypatch):
+    monkeypatch.setattr(documents, "SECONDS", 3.0)
+    peak, over = 0, threading.Event()
+
+    def watch() -> None:
+        nonlocal peak
+        while not over.wait(0.02):
+            for child in psutil.Process().children():
+                try:
+                    peak = max(peak, child.memory_info().rss)
+                except psutil.Error:
+                    continue
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    try:
+        drawn = list(pages(BOMBS[kind], "1", size=SMALL))
+        assert len(drawn) == 1
+    except KvedgeError as error:
+        assert str(error).startswith("the document ") and "\n" not in str(error)
+    finally:
+        over.set()
+        watcher.join()
+    assert peak <= 1.1 * pdf_worker.MEMORY
+    assert not psutil.Process().children()
+
+
+def test_drawing_that_takes_too_long_is_ended(monkeypatch):
+    monkeypatch.setattr(documents, "SECONDS", 1.0)
+    with pytest.raises(ImageError, match="the document is not read: it takes longer than 1 seconds; name fewer pages"):
+        list(pages(_nested(12), size=SMALL))
+    stop = threading.Event()
+    found = pages(THREE, size=SMALL, stop=stop)
+    next(found)
+    stop.set()
+    with pytest.raises(CancelledError):
+        next(found)
+    assert not psutil.Process().children()
+
+
+def test_who_stops_looking_leaves_no_program_behind():
+    for taken in (0, 1, 2):
+        some = pages(document(*[fill("red")] * MOST_PAGES), size=PageSize())
+        for _ in range(taken):
+            next(some)
+        some.close()
+    assert not psutil.Process().children()
+
+
+def test_files_that_are_not_there(tmp_path, monkeypatch):
+    folder = tmp_path / "folder.pdf"
+    folder.mkdir()
+    for path, says in ((tmp_path / "none.pdf[2]", "none.pdf does not exist"), (folder, "it is a folder, not a file"),
+                       ("x" * 5000 + ".pdf", "cannot be read"), ("a\0b.pdf", "cannot be read")):  # fmt: skip
+        with pytest.raises(ImageError, match=says):
+            list(load_pictures(path))
+    if hasattr(os, "mkfifo"):
+        os.mkfifo(tmp_path / "pipe.pdf")
+        with pytest.raises(ImageError, match="it is a pipe"):
+            list(load_pictures(tmp_path / "pipe.pdf"))
+    found = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "pypdfium2" else found(name))
+    with pytest.raises(UsageError, match=r"the document needs pypdfium2, .* pip install 'kvedge\[pdf\]'"):
+        list(load_pictures(THREE))
+
+
+def test_no_file_is_hidden_behind_another(tmp_path):
+    """Pages keep their labels in one conversation however the file is named, and other files have other ones."""
+    a = of_pictures(tmp_path / "a.pdf", *[pykvedge.system.files.DATA / "doctor.png"] * 2)
+    b = of_pictures(tmp_path / "b.pdf", pykvedge.system.files.DATA / "doctor.png")
+    os.chdir(tmp_path)
+    one, again, other = (next(load_pictures(name, SMALL)) for name in ("a.pdf[1]", a, b))
+    assert one.document == again.document != other.document and one.key == other.key
