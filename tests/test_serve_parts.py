@@ -22,12 +22,15 @@ def content(*parts):
 
 TEXT = {"type": "text", "text": "x"}
 CHAT, MESSAGES, RESPONSES = "/v1/chat/completions", "/v1/messages", "/v1/responses"
-OF_MESSAGES = "text, image, tool_use, tool_result, thinking and redacted_thinking are"
+OF_MESSAGES = "text, image, document, tool_use, tool_result, thinking and redacted_thinking are"
 REFUSED = [
     (CHAT, content(TEXT, {"type": "input_audio", "input_audio": {"data": "", "format": "wav"}}),
-     "messages.0.content.1: parts of type input_audio are not supported; text, image_url and refusal are"),
+     "messages.0.content.1: parts of type input_audio are not supported; text, image_url, file and refusal are"),
     (CHAT, content({"type": "file", "file": {"file_id": "a"}}),
-     "messages.0.content.0: parts of type file are not supported; text, image_url and refusal are"),
+     "messages.0.content.0.file: files by file_id are not supported; send file_data, as "
+     "data:application/pdf;base64,..."),
+    (CHAT, content({"type": "file", "file": {"file_data": "data:text/plain;base64,eA=="}}),
+     "a file's data: URL is data:application/pdf;base64, and then a PDF in base64"),
     (CHAT, content({"type": "text"}), "messages.0.content.0.text: Field required"),
     (CHAT, content({"text": "x"}), "messages.0.content.0: it has no type"),
     (CHAT, content("x"), "messages.0.content.0: Input should be an object"),
@@ -36,19 +39,29 @@ REFUSED = [
     (CHAT, {"messages": ASKED, "functions": [{"name": "a"}],
             "tools": [{"type": "function", "function": {"name": "a"}}]},
      "the body: tools and functions are two names of the same; give one of them"),
-    (MESSAGES, {"max_tokens": 5, **content({"type": "document", "source": {}})},
-     f"messages.0.content.0: parts of type document are not supported; {OF_MESSAGES}"),
+    (MESSAGES, {"max_tokens": 5, **content({"type": "search_result", "source": {}})},
+     f"messages.0.content.0: parts of type search_result are not supported; {OF_MESSAGES}"),
+    *((MESSAGES, {"max_tokens": 5, **content({"type": "document", "source": source})}, f"messages.0.content.0: {says}")
+      for source, says in (
+          ({"type": "url", "url": "https://a.example/a.pdf"},
+           "documents of source 'url' are not supported; PDFs of source 'base64' are"),
+          ({"type": "text", "media_type": "text/plain", "data": "x"},
+           "documents of source 'text' are not supported; PDFs of source 'base64' are"),
+          ({"type": "base64", "media_type": "text/plain", "data": "eA=="},
+           "documents of 'text/plain' are not supported; 'application/pdf' is"))),
     (MESSAGES, {"max_tokens": 5, **content({"type": "image", "source": {"type": "file", "file_id": "a"}})},
      "messages.0.content.0.source: sources of type file are not supported; base64 and url are"),
     (MESSAGES, {"max_tokens": 5, **content({"type": "tool_result", "tool_use_id": "a", "content": [
         {"type": "search_result"}]})},
-     "messages.0.content.0.content.0: parts of type search_result are not supported; text and image are"),
+     "messages.0.content.0.content.0: parts of type search_result are not supported; text, image and document are"),
     (MESSAGES, {"max_tokens": 5, "messages": [*ASKED, {"role": "assistant", "content": [
         {"type": "image", "source": {"type": "url", "url": data_url(SCENE)}}]}, *ASKED]},
      "messages.1: pictures belong to messages of the user or a tool"),
     (RESPONSES, {"input": [{"role": "user", "content": [{"type": "input_file", "file_id": "a"}]}]},
-     "input.0.content.0: parts of type input_file are not supported; "
-     "input_text, output_text, text, input_image and refusal are"),
+     "input.0.content.0: files by file_id are not supported; send file_data, as data:application/pdf;base64,..."),
+    (RESPONSES, {"input": [{"role": "user", "content": [{"type": "input_audio"}]}]},
+     "input.0.content.0: parts of type input_audio are not supported; "
+     "input_text, output_text, text, input_image, input_file and refusal are"),
     (RESPONSES, {"input": [{"type": "item_reference", "id": "a"}]},
      "input.0: items of type item_reference are not supported; "
      "message, function_call, function_call_output and reasoning are"),

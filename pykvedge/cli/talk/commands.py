@@ -78,7 +78,7 @@ def _image(chat: Chat, rest: str) -> None:
     chat.waiting += [first, *more]
     last = len(chat.waiting) + sum(len(m.pictures) for m in chat.session.messages)
     number = f"images {last - len(more)} to {last}" if more else f"image {last}"
-    name = f"{first.name} to {more[-1].page}" if more else first.name
+    name = f"{len(more) + 1} pages of {first.name.rpartition(', page ')[0]}" if more else first.name
     goes = "go" if more else "goes"
     _say(f"{number}: {name} ({first.width} x {first.height}) {goes} with the next message")
 

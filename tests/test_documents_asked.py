@@ -1,0 +1,154 @@
+"""Questions about PDFs of drawn scenes are answered right: in Python, at the terminal, in streams and over HTTP."""
+
+from __future__ import annotations
+
+import base64
+import threading
+import time
+
+import httpx
+import psutil
+import pytest
+from pdfs import of_pictures
+from server import DEMO, SCENES, picture, serving
+from test_documents import BOMBS
+
+import pykvedge
+from pykvedge.cli.progress import Display
+from pykvedge.cli.talk import commands
+from pykvedge.cli.talk.chat import Chat, Style
+
+CODES = ["64UM3", "4LPY5", "2L4T", "EEAUF4"]  # examples/scenes.md
+
+
+@pytest.fixture(scope="module")
+def scenes(tmp_path_factory):
+    return of_pictures(tmp_path_factory.mktemp("pdf") / "scenes.pdf", *SCENES)
+
+
+def demo(**settings):
+    plan = pykvedge.plan("streaming-llm", 2000) if "stream" in settings else pykvedge.plan("full")
+    return pykvedge.Session(DEMO / "demo-model.gguf", DEMO / "demo-mmproj.gguf", plan, threads=1, **settings)
+
+
+def asked(session, prompt, images=()):
+    return session.ask(prompt, images).read().strip()
+
+
+def question(i: int, word: str = "page") -> str:
+    return f"What is the code in {word} {i}?"
+
+
+def test_sessions_know_pages_by_their_numbers(native, scenes, tmp_path):
+    with demo(undo=True) as session:
+        assert asked(session, question(2), scenes) == CODES[1]
+        assert asked(session, question(4)) == CODES[3]  # over the pages that are there
+        assert session.undo().text == question(4)
+        assert asked(session, question(3, "image")) == session.retry().read().strip() == CODES[2]
+        session.save(tmp_path / "talk.kvs")
+        told = [(p.name, p.page, p.document) for p in session.messages[0].pictures]
+        assert [page for _, page, _ in told] == [1, 2, 3, 4]
+        session.clear()
+        session.load(tmp_path / "talk.kvs")
+        assert [(p.name, p.page, p.document) for p in session.messages[0].pictures] == told
+        assert asked(session, question(1)) == CODES[0]
+        # pages of the same document in a later message, after the session file
+        later = pykvedge.Message("user", "?", list(pykvedge.pages(scenes, "3")))
+        assert later.content("<m>", session.messages[0].pictures) == "Page 3: <m>\n?"
+
+
+def test_streams_read_pages_one_by_one(native, scenes):
+    with demo(stream=True) as session:
+        answer = session.ask(question(3, "image"), [f"{scenes}[1-2]", f"{scenes}[3-]"])
+        assert answer.read().strip() == CODES[2]
+        assert [(p.page, p.rgb) for p in session.messages[0].pictures] == [(i, b"") for i in (1, 2, 3, 4)]
+
+
+def test_conversations_at_a_terminal(native, scenes, kvedge, capfd):
+    with demo(undo=True) as session:
+        chat = Chat(session, pykvedge.Sampling(), Style(quiet=True), Display(enabled=False))
+        commands.run(chat, f"/image '{scenes}[2-3]'")
+        assert "images 1 to 2: 2 pages of scenes.pdf (240 x 240) go with the next message" in capfd.readouterr().err
+        chat.answer(question(1, "image"), chat.waiting)
+        assert capfd.readouterr().out.strip() == CODES[1]
+    told = kvedge("chat", "--image", scenes, "--method", "full", question(4))
+    assert told.out.strip() == CODES[3]
+    for pages, says in (("[5]", "has 4 pages, and no page 5"), ("[]", "names no page"), ("[a]", "pages are numbers")):
+        kvedge("chat", "--image", f"{scenes}{pages}", "x").failed(2, says)
+    fits = kvedge("fit", "--image", scenes, "--image", SCENES[0], "--json").json
+    assert (fits["images"], fits["image_tokens"]) == (5, 144)
+
+
+# ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def server(environment):
+    with serving(environment, "--ctx", "2048", "--method", "full") as one:
+        yield one
+
+
+def encoded(data: bytes) -> str:
+    return base64.b64encode(data).decode()
+
+
+def forms(data: bytes, name: str, text: str):
+    """The same question about a PDF in each of the three wire formats."""
+    url, say = f"data:application/pdf;base64,{encoded(data)}", {"type": "text", "text": text}
+    file, source = {"filename": name, "file_data": url}, {"type": "base64", "media_type": "application/pdf"}
+    said = {
+        "chat/completions": [{"type": "file", "file": file}, say],
+        "responses": [{"type": "input_file", **file}, {"type": "input_text", "text": text}],
+        "messages": [{"type": "document", "title": name, "source": {**source, "data": encoded(data)}}, say],
+    }
+    out = []
+    for path, parts in said.items():
+        turns = {"input" if path == "responses" else "messages": [{"role": "user", "content": parts}]}
+        out.append((f"/v1/{path}", {"temperature": 0, "max_tokens": 24, **turns}))
+    return out
+
+
+def answered(answer):
+    assert answer.status_code == 200, answer.text
+    told = answer.json()
+    if "choices" in told:
+        return told["choices"][0]["message"]["content"].strip()
+    return (told["output"][0]["content"] if "output" in told else told["content"])[0]["text"].strip()
+
+
+def test_documents_over_http(server, scenes):
+    data = scenes.read_bytes() + b"%" + b"x" * 70_000  # larger than what is kept in JSON
+    for path, body in forms(data, "scenes.pdf", question(2)):
+        assert answered(server.client.post(path, json=body)) == CODES[1]
+    for path, body in forms(data, "scenes.pdf[4]", "What is the code?"):
+        assert answered(server.client.post(path, json=body)) == CODES[3]
+    for path, body in forms(data, "scenes.pdf[2,9]", "x"):
+        answer = server.client.post(path, json=body)
+        assert answer.status_code == 400 and "scenes.pdf has 4 pages, and no page 9" in answer.text
+    for path, body in forms(b"nothing", "", "x"):
+        answer = server.client.post(path, json=body)
+        assert answer.status_code == 400 and "is no PDF that can be read" in answer.text
+
+
+def test_a_hostile_document_holds_nobody_up(server):
+    bomb, fine = forms(BOMBS["drawings in drawings"], "bomb.pdf", "x")[0], SCENES[0]
+
+    def wait() -> None:
+        with pytest.raises(httpx.ReadTimeout):
+            httpx.post(server.url + bomb[0], json=bomb[1], timeout=4)
+
+    def drawn() -> int:
+        children = psutil.Process(server.process.pid).children()
+        return sum("pdf_worker" in " ".join(child.cmdline()) for child in children)
+
+    waiting = threading.Thread(target=wait)
+    waiting.start()
+    while not drawn():
+        time.sleep(0.02)
+    said = [{"role": "user", "content": [picture(fine), {"type": "text", "text": "What is the code?"}]}]
+    assert server.text(said) == CODES[0] and drawn()  # the other one is still drawn
+    waiting.join()
+    end = time.monotonic() + 20
+    while drawn():  # nobody waits for it any more
+        assert time.monotonic() < end
+        time.sleep(0.05)
