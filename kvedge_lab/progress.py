@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Callable
 
 from pykvedge.cli.progress import FILE_S, Display
 
@@ -21,8 +22,11 @@ class Steps(Display):
         now = time.monotonic()
         left = (now - self._started) / max(self._done, 1) * (self._total - self._done)
         rest = f", {clock(left)} left" if self._done else ""
-        line = f"{self._done} of {self._total}{rest}: {what}"
-        self._show(line, self._done, self._total)
+        self._tell(f"{self._done} of {self._total}{rest}: {what}", self._done, self._total)
+
+    def _tell(self, line: str, done: float, total: float) -> None:
+        self._show(line, done, total)
+        now = time.monotonic()
         if self._enabled and not self._terminal and now - self._told >= FILE_S:
             self._told = now
             print(line, file=sys.stderr, flush=True)
@@ -30,6 +34,18 @@ class Steps(Display):
     def skip(self, n: int) -> None:
         """Leaves out n steps that need not be done after all; negative: so many more must."""
         self._total = max(self._total - n, 1)
+
+
+class Minutes(Steps):
+    """The progress of a run that ends after so many seconds. spent: returns those that are over."""
+
+    def __init__(self, enabled: bool, seconds: float, spent: Callable[[], float]) -> None:
+        super().__init__(enabled)
+        self._seconds, self._spent = seconds, spent
+
+    def step(self, what: str, n: int = 1) -> None:
+        spent = min(self._spent(), self._seconds)
+        self._tell(f"{clock(spent)} of {clock(self._seconds)}: {what}", spent, self._seconds)
 
 
 def clock(seconds: float) -> str:

@@ -70,13 +70,15 @@ class Cell:
 class Wants:
     """These are measured: greedy answers, and the likelihood of the reference answer.
 
-    compress: what is compressed, one of WAYS.
+    compress: what is compressed, one of WAYS. own: the reference is what the full cache answers, up to max_tokens and
+    with the token that ends it; it is fed in one pass where a plan's decode policy keeps all.
     """
 
     answers: bool = True
     likelihood: bool = True
     max_tokens: int = 512
     compress: str = PROMPT
+    own: bool = False
 
 
 @dataclass
@@ -267,7 +269,7 @@ class Measurer:
                     self._reader.drop_copies()
 
     def _longest(self, sample: Sample) -> int:
-        if not self._wants.answers:
+        if not self._wants.answers and not self._wants.own:
             return 0
         return min(sample.max_tokens or self._wants.max_tokens, self._wants.max_tokens)
 
@@ -304,7 +306,10 @@ class Measurer:
         if prepared.question:
             reader.read(prepared.question)
             reader.keep(cell.plan)
-        record = self._answers(prepared, base, is_full)
+        if self._wants.own:
+            record = self._own(prepared, cell.plan, base, is_full)
+        else:
+            record = self._answers(prepared, base, is_full)
         if not last:
             reader.back_to(here)
         return {**record, "seconds": round(time.perf_counter() - started, 4)}
@@ -318,8 +323,7 @@ class Measurer:
         elif self._wants.answers:
             tokens = self._continue([], longest)
         if self._wants.answers:
-            stream = TextStream(self._model)
-            text = ("".join(stream.feed(t) for t in tokens) + stream.finish()).strip()
+            text = self._text(tokens)
             base.answer = text if is_full else base.answer
             out |= {"answer": text, "score": prepared.sample.score(text)}
             out["rouge"] = round(metrics.rouge_l(text, prepared.sample.answer), 6)
@@ -354,11 +358,47 @@ class Measurer:
         sums = {"nll": nll, "kld": sum(each), "top1": agree, "tokens": len(answer)}
         return sums | ({} if is_full else {"klds": [float(f"{one:.4g}") for one in each]}), tokens
 
-    def _aside(self, before: list[int], longest: int) -> list[int]:
-        """Generates the greedy answer from here on, in a copy of the sequence."""
+    def _own(self, prepared: Prepared, plan: Plan, base: Baseline, is_full: bool) -> dict[str, Any]:
+        """Returns sums over the tokens of the full cache's own answer: nll, kld, top1 (those that the plan's likeliest
+        token agrees with), tokens; and of the full cache: sure (the likeliest tokens' probabilities), answer.
+        """
+        longest = self._longest(prepared.sample)
+        if is_full:
+            prepared.answer = self._aside([], longest, ended=True)
+        rows = map(metrics.log_softmax, self._fed(prepared.answer, plan))
+        nll, kld, agree, sure = 0.0, 0.0, 0, 0.0
+        for i, (token, row) in enumerate(zip(prepared.answer, rows, strict=True)):
+            nll -= float(row[token])
+            agree += int(row.argmax() == token)
+            if is_full:
+                base.log_probabilities.append(row.astype(np.float32))
+                sure += float(np.exp(row.max()))
+            else:
+                kld += max(metrics.divergence(base.log_probabilities[i].astype(np.float64), row), 0.0)
+        out: dict[str, Any] = {"nll": nll, "kld": kld, "top1": agree, "tokens": len(prepared.answer)}
+        return {**out, "sure": sure, "answer": self._text(prepared.answer)} if is_full else out
+
+    def _fed(self, answer: list[int], plan: Plan) -> Iterator[np.ndarray]:
+        """Yields the logits before each token of an answer, which is fed."""
+        yield self._reader.logits()
+        if not plan.drops:
+            yield from self._reader.feed(answer[:-1])
+            return
+        for token in answer[:-1]:
+            self._reader.extend(token)
+            yield self._reader.logits()
+
+    def _text(self, tokens: list[int]) -> str:
+        stream = TextStream(self._model)
+        return ("".join(stream.feed(t) for t in tokens if not self._model.is_end(t)) + stream.finish()).strip()
+
+    def _aside(self, before: list[int], longest: int, ended: bool = False) -> list[int]:
+        """Generates the greedy answer from here on, in a copy of the sequence. ended: with the token that ends it."""
         here = self._reader.current
         self._reader.copy(SIDE)
         tokens = self._continue(list(before), longest)
+        if ended and len(tokens) < longest:
+            tokens.append(int(self._reader.logits().argmax()))
         self._reader.back_to(here)
         return tokens
 

@@ -156,10 +156,10 @@ def score_interval(scores: np.ndarray, base: np.ndarray) -> tuple[float, float] 
 
 
 @functools.cache
-def student(freedom: int) -> float:
-    """Finds the two-sided quantile of Student's t for SHARE, from 4 degrees of freedom, by summing its density."""
+def student(freedom: int, share: float = SHARE) -> float:
+    """Finds the two-sided quantile of Student's t for `share`, from 4 degrees of freedom, by summing its density."""
     log_scale = math.lgamma((freedom + 1) / 2) - math.lgamma(freedom / 2) - 0.5 * math.log(freedom * math.pi)
     t = np.arange(0.0, 30.0, 0.001)
     density = np.exp(log_scale - (freedom + 1) / 2 * np.log1p(t**2 / freedom))
     mass = np.cumsum((density[1:] + density[:-1]) / 2) * 0.001
-    return float(np.interp(SHARE / 2, mass, t[1:]))
+    return float(np.interp(share / 2, mass, t[1:]))

@@ -79,7 +79,7 @@ def evaluate(
     out, cancel = Outcome(records), cancel or threading.Event()
     full = full_cell()
     cells = [cell for cell in job.cells if cell.name != FULL]
-    todo = [(sample, _missing(sample, full, cells, records)) for sample in job.samples]
+    todo = [(sample, lacking(sample, full, cells, records)) for sample in job.samples]
     todo = [(sample, missing) for sample, missing in todo if missing]
     display = display or Steps(enabled=False)
     if not todo:
@@ -92,7 +92,7 @@ def evaluate(
         reader = Reader(loan.model, vision, loan.threads, storage, job.settings.n_ctx, keep=keep)
         reader.stop_when(cancel)
         preparer = Preparer(loan.model, vision, partial(stop_if_set, cancel), job.wants.compress)
-        run = _Run(out, full, cells, display, cancel, preparer, Measurer(loan.model, reader, job.wants))
+        run = Run(out, full, cells, display, cancel, preparer, Measurer(loan.model, reader, job.wants))
         for group in _together(todo, job.wants.compress == CONTEXT):
             run.one(group)
     except CancelledError:
@@ -114,7 +114,7 @@ def _together(todo: list[Todo], context: bool) -> list[list[Todo]]:
     return [[one for one, _ in found] for _, found in groupby(zip(todo, keys, strict=True), key=lambda pair: pair[1])]
 
 
-def _missing(sample: Sample, full: Cell, cells: list[Cell], records: Records) -> set[tuple[str, str]]:
+def lacking(sample: Sample, full: Cell, cells: list[Cell], records: Records) -> set[tuple[str, str]]:
     missing = set()
     for cell in (full, *cells):
         row = records.rows.get((sample.id, cell.name, str(cell.budget)))
@@ -129,7 +129,9 @@ def _missing(sample: Sample, full: Cell, cells: list[Cell], records: Records) ->
 
 
 @dataclass
-class _Run:
+class Run:
+    """A run measures one context after another, and leaves out a cell that fails."""
+
     out: Outcome
     full: Cell
     cells: list[Cell]
@@ -196,4 +198,4 @@ def _record(sample: Sample, cell: Cell, figures: dict[str, Any]) -> dict[str, An
 def steps(job: Job, records: Records) -> int:
     """Counts the records that a run will add."""
     cells = [cell for cell in job.cells if cell.name != FULL]
-    return sum(len(_missing(sample, full_cell(), cells, records)) for sample in job.samples)
+    return sum(len(lacking(sample, full_cell(), cells, records)) for sample in job.samples)

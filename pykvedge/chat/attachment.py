@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from pykvedge.chat.reuse import History, shared
 from pykvedge.errors import CancelledError, KvedgeError, StateError, UnsupportedError, UsageError
+from pykvedge.models import tuned
 from pykvedge.plans.making import default_plan
 from pykvedge.plans.making import plan as make_plan
 from pykvedge.plans.plan import Plan
@@ -39,7 +40,8 @@ def attach(
         llm = Llama("model.gguf", n_ctx=8192)
         pykvedge.attach(llm, method="kvedge", budget=0.2)
 
-    method, budget and settings are those of pykvedge.plan; `method` may be a Plan, and None is pykvedge.default_plan.
+    method, budget and settings are those of pykvedge.plan; `method` may be a Plan. Without any it is what
+    `kvedge tune` chose for the model, as `tuned` of what is returned says, or pykvedge.default_plan.
     What the model had read is forgotten. States and caches that were filled before raise StateError, and can be loaded
     after detach again.
     profile: one or several, for methods that need them, instead of what is found by itself (pykvedge/plans/profile.py).
@@ -52,7 +54,13 @@ def attach(
         raise UsageError(f"attach takes a llama_cpp.Llama, not {type(llm).__name__}")
     if "eval" in vars(llm):
         raise StateError("kvedge is attached to this model already; use set_plan of what attach returned, or detach it")
-    return Attachment(llm, _plan(method, budget, settings), profile, keep if isinstance(keep, Keep) else Keep.of(keep))
+    kept, line = keep if isinstance(keep, Keep) else Keep.of(keep), ""
+    if method is None and not settings and profile is None:
+        method, line = tuned.unnamed(llm.model_path, budget, again=kept is None)
+        budget = None
+    made = Attachment(llm, _plan(method, budget, settings), profile, kept)
+    made.tuned = line
+    return made
 
 
 def _plan(method: str | Plan | None, budget: Any, settings: dict[str, Any]) -> Plan:
@@ -84,7 +92,7 @@ class Attachment:
 
         libraries.llama()  # refuses a llama_cpp that loaded other libraries
         self._llm, self._profile = llm, profile
-        self.plan = plan
+        self.plan, self.tuned = plan, ""
         self.guard = Guard("model", over="the cache was detached; attach again")
         self._given = self._tables(plan, spare=False)
         folder = keep.made_folder() if keep is not None else ""

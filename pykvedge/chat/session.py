@@ -24,7 +24,7 @@ from pykvedge.errors import (
     UsageError,
 )
 from pykvedge.library import libkvedge
-from pykvedge.models import profiles
+from pykvedge.models import profiles, tuned
 from pykvedge.models.composer import Composer
 from pykvedge.models.documents import MOST_PAGES, MOST_STREAMED, PageSize, load_pictures
 from pykvedge.models.images import Picture
@@ -94,13 +94,17 @@ class Session(Conversation):
 
         Without a model it is the packaged one, which knows drawn scenes (examples/scene-1.png).
 
-        plan: what to keep of each prompt; without one it is default_plan(). settings: fields of Settings.
+        plan: what to keep of each prompt; without one it is what `kvedge tune` chose for the model, as notes of the
+        first report say, or default_plan(). settings: fields of Settings.
         progress(what, share done) is called during long steps. Setting `cancel` stops a step or an answer that is
         under way. Raises ModelError, LibraryError, ProfileError, UsageError, CancelledError, and StateError for a
         loaded model that was closed.
         """
         mmproj = with_encoder(model, mmproj)
-        super().__init__(checked_plan(plan), Settings.of({**settings}), progress, cancel)
+        chosen = Settings.of({**settings})
+        named = plan is not None or chosen.stream or chosen.profile is not None
+        plan, self._tuned = (checked_plan(plan), "") if named else tuned.unnamed(path_of(model))
+        super().__init__(plan, chosen, progress, cancel)
         self._before: Before | None = None  # the last message
         self._dropped_whole = False  # of a file that was loaded
         self.check_stream(self.plan)
@@ -178,6 +182,8 @@ class Session(Conversation):
         if self._dropped_whole:
             report.notes.append("the file has whole rows, which this session drops, as it keeps none (keep, --keep)")
             self._dropped_whole = False
+        report.notes += [self._tuned] if self._tuned else []
+        self._tuned = ""
         report.notes += [*(self._loan.caches.notes() if self._loan is not None else []), *self.engine.notes()]
         self.answer = answer = Answer(self, report, generation)
         return answer

@@ -10,7 +10,7 @@ from typing import Any
 
 import click
 
-from pykvedge.cli import modelfiles, options, paths, sampling
+from pykvedge.cli import modelfiles, options, paths, sampling, tuning
 from pykvedge.cli.options import option
 from pykvedge.errors import UsageError
 from pykvedge.plans.plan import Plan
@@ -113,6 +113,9 @@ def chat(prompt: str | None, **given: Any) -> None:
     if (given["images"] or given["videos"]) and mmproj is None:
         what = "--image" if given["images"] else "--video"
         raise UsageError(f"{what} needs the image encoder of the model: pass it with --mmproj")
+    if given["session_file"] is None or not paths.ask(Path.exists, paths.expanded(given["session_file"])):
+        # a file of a session brings its own plan
+        plan, _ = tuning.taken(given, plan, model, again=not given["keep_saved"], hint=question is None)
     sys.exit(_run(question, plan, model, mmproj, given))
 
 

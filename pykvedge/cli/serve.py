@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import click
 
-from pykvedge.cli import options, paths
+from pykvedge.cli import options, paths, tuning
 from pykvedge.cli.modelfiles import model_files
 from pykvedge.errors import UsageError
 
@@ -92,6 +93,8 @@ def serve(**given: Any) -> None:
     chosen = _options(given, server)
     server.check(chosen)
     model, mmproj = model_files(given)
+    plan, line = tuning.taken(given, plan, model)
+    chosen = replace(chosen, tuned=line)
     display = Display(enabled=not given["quiet"] and not given["verbose"])
     running = options.running(given)
     crash.left(f"what was parked in {chosen.park} is there for the next start" if chosen.park else "answers are lost")

@@ -39,7 +39,7 @@ MOST_PIXELS = 100_000_000  # of a request
 class Defaults:
     """What holds where a request says nothing. max_tokens: of an answer; 0: as many as there is room for.
 
-    dialects: of the model's chat template, if it has one.
+    dialects: of the model's chat template, if it has one. tuned: what is said of a plan that `kvedge tune` chose.
     """
 
     plan: Plan
@@ -48,6 +48,7 @@ class Defaults:
     max_tokens: int = 0
     room: int = 1 << 20  # tokens of a conversation
     dialects: Dialects | None = None
+    tuned: str = ""
 
     @property
     def knows_tools(self) -> bool:

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import math
 from dataclasses import replace
 from typing import Annotated, Any
@@ -50,6 +51,7 @@ async def props(service: Service, http: HttpRequest) -> Response:
         "eos_token": model.special_text("eos"),
         "build_info": service.fingerprint,
         "is_sleeping": False,
+        "kvedge": {"plan": json.loads(defaults.plan.to_json()), "tuned": defaults.tuned or None},
     })  # fmt: skip
 
 

@@ -56,7 +56,7 @@ _LOOPBACK_NAMES = ("localhost", "127.0.0.1", "::1")
 class Options:
     """How a server runs. hosts: more names for the Host header. origins: whose pages may ask. park: folder for
     conversations that wait; None: one of the server's own, gone when it ends. grace: seconds that answers may take
-    after a signal.
+    after a signal. tuned: what is said of the plan, where `kvedge tune` chose it.
     """
 
     host: str = "127.0.0.1"
@@ -74,6 +74,7 @@ class Options:
     grace: float = 10.0
     parent: int = 0
     strict: bool = False
+    tuned: str = ""
 
 
 def check(options: Options) -> None:
@@ -118,7 +119,8 @@ def _service(scheduler: Scheduler, plan: Plan, sampling: Sampling, options: Opti
     encoder = scheduler.loan.encoder
     size = PageSize.of(encoder.header, encoder.limits) if encoder is not None else PageSize()
     sources = replace(options.sources, page_size=size)
-    defaults = Defaults(plan, sampling, sources, options.max_tokens, options.limits.n_ctx, dialects)
+    room = options.limits.n_ctx
+    defaults = Defaults(plan, sampling, sources, options.max_tokens, room, dialects, options.tuned)
     fingerprint = f"kvedge-{package_version()}-{scheduler.preparer.model_name[:12]}"
     return Service(scheduler, defaults, options.name or model.path.stem, fingerprint, options.strict)
 

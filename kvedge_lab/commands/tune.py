@@ -1,0 +1,293 @@
+"""The commands `kvedge tune` and `kvedge report`: a model's own plan, and the evidence for it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+import threading
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from kvedge_lab.commands import common
+from pykvedge.cli import options, paths
+from pykvedge.cli.modelfiles import model_files
+from pykvedge.cli.options import listed, option
+from pykvedge.errors import KvedgeError, UsageError
+from pykvedge.plans.making import default_plan
+from pykvedge.plans.making import plan as make_plan
+from pykvedge.plans.presets import DEFAULT_METHOD
+from pykvedge.system.files import DATA
+
+if TYPE_CHECKING:
+    from kvedge_lab.eval.measure import Cell
+    from kvedge_lab.eval.tasks import Sample
+    from kvedge_lab.tune.material import Material
+    from kvedge_lab.tune.race import Race
+
+METHODS, BUDGETS = "kvedge,calibrated,snapkv,mixkv,kvzip", "0.5,0.3,0.2,0.1,0.05"
+_ABOUT = ("show", "list_all", "remove")
+
+
+@click.command()
+@options.taking(
+    options.MODEL,
+    options.MMPROJ,
+    *options.HUB,
+    option("--images", type=options.PATH, metavar="FOLDER",
+           help="Your pictures, 18 or more. Default: scenes for the packaged model, drawn pages for others."),
+    option("--questions", type=options.PATH, metavar="FILE", help="A question a line. Default: general ones."),
+    option("--minutes", type=float, default=20, show_default=True, metavar="N", help="What all of it may take."),
+    option("--target", type=float, default=0.99, show_default=True, metavar="SHARE",
+           help="Of the tokens of the full cache's answers, which the plan's likeliest token must agree with."),
+    option("--methods", default=METHODS, show_default=True, metavar="A,B",
+           help="See `kvedge methods`; the default plan is always measured."),
+    option("--budgets", default=BUDGETS, show_default=True, metavar="A,B", help="0.2 of the prompt, or 128 KV pairs."),
+    option("--seed", type=common.SEED, default=0, show_default=True, metavar="N", help="Of drawn pictures, or of the "
+           "order of yours."),
+    option("--fresh", is_flag=True, help="Begin anew, whatever an earlier run has measured."),
+    option("--show", is_flag=True, help="Show the certificate of the model, and measure nothing."),
+    option("--list", "list_all", is_flag=True, help="Show which models are tuned."),
+    option("--remove", is_flag=True, help="Remove the certificate: the model is answered by the default plan again."),
+    option("--html", type=options.PATH, metavar="FILE", help="Also write one page with the plot and all figures."),
+    options.CTX,
+    options.THREADS,
+    *options.DEVICES,
+    options.KV_TYPE,
+    options.KV_ROTATE,
+    options.JSON,
+    options.QUIET,
+    options.VERBOSE,
+)  # fmt: skip
+def tune(**given: Any) -> None:
+    """Find the plan that fits your model, and show that it does.
+
+    The model answers questions about pictures with its full cache. Plans are measured against these answers, so nobody
+    needs to label anything: how many of the answers' tokens a plan's likeliest tokens agree with, how many answers are
+    the same, and how far the distributions are apart, with the question in the prompt and with one that comes later.
+    Half of the pictures choose, the others prove. The plan of the fewest bytes whose interval reaches --target is
+    stored by the model's hash, and taken by chat, serve, attach and Session from then on where nobody names a method.
+    A run that was stopped goes on where it was, with the same command.
+
+    \b
+    Examples:
+      kvedge tune                                        the packaged model
+      kvedge tune --model m.gguf --mmproj mm.gguf --images holiday --questions mine.txt
+      kvedge tune -hf user/repo:Q4_K_M --minutes 60 --target 0.995
+      kvedge tune --model m.gguf --show --html m.html
+      kvedge tune --list
+
+    Exit code: 0 where a plan is stored, 1 where nothing can be promised, 130 after Ctrl-C.
+    """
+    if sum(bool(given[name]) for name in _ABOUT) > 1:
+        raise UsageError("--show, --list and --remove are three things; take one")
+    if given["html"] is not None and not paths.ask(Path.is_dir, paths.expanded(given["html"]).parent):
+        raise UsageError(f"--html {given['html']} cannot be written: there is no folder {given['html'].parent}")
+    if given["list_all"]:
+        _list(given)
+    elif given["show"] or given["remove"]:
+        _stored(given)
+    else:
+        sys.exit(_run(given))
+
+
+@click.command()
+@click.argument("files", nargs=-1, type=options.PATH, metavar="[FILE.json]...")
+@options.JSON
+def report(files: tuple[Path, ...], as_json: bool) -> None:
+    """Join certificates of `kvedge tune` into a table of models: Markdown, or all of them with --json.
+
+    FILE.json: certificates, for example of other people. Default: yours.
+
+    \b
+    Examples:
+      kvedge report
+      kvedge report certificates/*.json > models.md
+    """
+    from kvedge_lab.tune import certificate
+    from pykvedge.models import tuned
+
+    found = [tuned.load(paths.expanded(path)).says for path in files or tuned.all_files()]
+    if not found:
+        raise UsageError("no model is tuned yet; run `kvedge tune`")
+    click.echo(json.dumps(found) if as_json else certificate.models(found))
+
+
+# ------------------------------------------------------------------------------------------------------------
+
+
+def _list(given: dict[str, Any]) -> None:
+    from pykvedge.models import tuned
+
+    found = [tuned.load(path) for path in tuned.all_files()]
+    if given["as_json"]:
+        click.echo(json.dumps([{"file": str(one.path), **one.says} for one in found]))
+        return
+    for one in found:
+        click.echo(f"{one.says['model']['name']}: {one.line()}")
+    if not found:
+        click.echo("kvedge: no model is tuned", err=True)
+
+
+def _stored(given: dict[str, Any]) -> None:
+    from pykvedge.models import profiles, tuned
+
+    model, _ = model_files(given)
+    path = tuned.place(profiles.hash_of(model))
+    if not path.is_file():
+        raise KvedgeError(f"{model.name} is not tuned; run `kvedge tune`")
+    if given["remove"]:
+        path.unlink()
+        click.echo(f"removed {path}", err=True)
+        return
+    _print(dict(tuned.load(path).says), path, given)
+
+
+def _print(says: dict[str, Any], path: Path, given: dict[str, Any]) -> None:
+    from kvedge_lab.tune import certificate
+
+    if given["html"] is not None:
+        certificate.write(paths.expanded(given["html"]), certificate.page(says))
+    if given["as_json"]:
+        click.echo(json.dumps({"file": str(path), **says}))
+        return
+    click.echo(f"{certificate.summary(says)}\n\n{certificate.table(says)}\n\n{path}")
+
+
+def _run(given: dict[str, Any]) -> int:
+    from kvedge_lab.tune import certificate
+    from kvedge_lab.tune.race import check_time
+
+    seconds, target = check_time(given["minutes"]), given["target"]
+    if not 0.5 <= target < 1:
+        raise UsageError(f"--target must be a share of 0.5 or more and below 1, not {target:g}")
+    cells = _cells(given)
+    with _race(given, cells, seconds) as (race, kept_in):
+        said = certificate.verdict(race)
+        if said.taken is None:
+            click.echo(f"kvedge: nothing is promised, and no plan is stored: {said.why}", err=True)
+            return 1
+        says = certificate.made(race, said, _command(given))
+        path = certificate.save(says)
+        for file in kept_in:
+            file.unlink(missing_ok=True)
+    if said.why:
+        click.echo(f"kvedge: {said.why}", err=True)
+    _print(says, path, given)
+    return 0
+
+
+def _command(given: dict[str, Any]) -> str:
+    named = {"minutes": given["minutes"], "target": given["target"], "methods": given["methods"],
+             "budgets": given["budgets"], "seed": given["seed"]}  # fmt: skip
+    return "kvedge tune " + " ".join(f"--{name} {value}" for name, value in named.items())
+
+
+def _cells(given: dict[str, Any]) -> list[Cell]:
+    from kvedge_lab.eval.measure import Cell
+
+    usual = default_plan()
+    named = [make_plan(name, budget) for name in listed("--methods", given["methods"]) if name != "full"
+             for budget in listed("--budgets", given["budgets"])]  # fmt: skip
+    plans = {(one.method, str(one.budget.value)): one for one in (usual, *named)}
+    return [Cell(one.method, one) for one in plans.values()]
+
+
+def _material(given: dict[str, Any], model: Path, folder: Path) -> Material:
+    from kvedge_lab.tune import material
+    from kvedge_lab.tune.certificate import LEAST_PROOF
+
+    questions = material.read_questions(paths.expanded(given["questions"])) if given["questions"] else []
+    if given["images"] is not None:
+        least = LEAST_PROOF + max(LEAST_PROOF, 4)
+        return material.folder(paths.expanded(given["images"]), given["seed"], questions, least)
+    if model == DATA / "demo-model.gguf":
+        return material.scenes(given["seed"], questions)
+    folder.mkdir(parents=True, exist_ok=True)
+    return material.drawn_pages(given["seed"], questions, folder)
+
+
+@contextlib.contextmanager
+def _race(given: dict[str, Any], cells: list[Cell], seconds: float) -> Iterator[tuple[Race, list[Path]]]:
+    """Runs a race to its end, and gives it with the files of the unfinished run, which may go when all is stored."""
+    import tempfile
+
+    from kvedge_lab.eval.records import fingerprint
+    from kvedge_lab.progress import Minutes
+    from kvedge_lab.tune.race import Race
+    from pykvedge.models import profiles, tuned
+    from pykvedge.runtime.interrupt import CancelledError, as_event
+    from pykvedge.runtime.loaded import borrow
+    from pykvedge.runtime.settings import Settings
+
+    model, mmproj = model_files(given)
+    if mmproj is None:
+        raise UsageError("tuning asks about pictures, so the model needs its image encoder: --mmproj FILE.gguf")
+    settings = Settings.of({**options.running(given), "verbose": given["verbose"]})
+    place = tuned.place(profiles.hash_of(model))
+    kept_in = [place.with_name(f"{place.stem}.{what}.jsonl") for what in ("run", "curves")]
+    with contextlib.ExitStack() as held:
+        pages = Path(held.enter_context(tempfile.TemporaryDirectory(prefix="kvedge-tune-")))
+        material = _material(given, model, pages)
+        header = {"model": fingerprint(model), "mmproj": fingerprint(mmproj), "kv_type": settings.storage.key,
+                  "pictures": material.source, "questions": str(given["questions"] or ""), "target": given["target"],
+                  "minutes": given["minutes"], "plans": [cell.digest for cell in cells]}  # fmt: skip
+        kept = _kept(kept_in, header, given["fresh"])
+        held.callback(kept.close)
+        display = Minutes(not given["quiet"] and not given["verbose"], seconds, kept.spent)
+        held.callback(display.done)
+        if not given["quiet"]:
+            for line in (*material.told, *([f"going on after {kept.spent():.0f} s"] if kept.rows else [])):
+                display.say(f"kvedge: {line}")
+        with as_event(threading.Event()) as cancel:
+            loan = borrow(model, mmproj, settings, display, cancel)
+            held.callback(loan.give_back)
+            race = Race(loan, settings, material, cells, cells[0], given["target"], seconds, kept, display, cancel)
+            try:
+                race.run(lambda reader, vision: _calibrate(race, reader, vision, kept_in[1], given["quiet"]))
+            except CancelledError:
+                click.echo("kvedge: stopped; the same command goes on", err=True)
+                raise
+        display.done()
+        yield race, kept_in
+
+
+def _kept(files: list[Path], header: dict[str, Any], fresh: bool) -> Any:
+    from kvedge_lab.tune.race import Kept
+    from pykvedge.errors import SaveError
+
+    try:
+        files[0].parent.mkdir(parents=True, exist_ok=True)
+        if fresh:
+            for file in files:
+                file.unlink(missing_ok=True)
+        return Kept(files[0], header)
+    except OSError as error:
+        raise SaveError(f"{files[0].parent} cannot be written: {error.strerror or error}") from None
+    except UsageError as error:
+        why = str(error).replace("; save to another file", "")
+        raise UsageError(f"{why}; add --fresh to begin anew, or run the same command to go on") from None
+
+
+def _calibrate(race: Race, reader: Any, vision: Any, path: Path, quiet: bool) -> None:
+    """Calibrates budgets of heads if a plan wants them and there are none."""
+    from kvedge_lab.tune.budgets import SAMPLES, calibrate
+    from pykvedge.errors import ProfileError
+    from pykvedge.models import profiles
+
+    wanted = any("head-budgets" in cell.plan.profile_kinds().values() for cell in race.cells)
+    if wanted and not profiles.find(make_plan(DEFAULT_METHOD), race.loan.model.path):
+        own: list[list[Sample]] = list(islice(race.material.contexts, SAMPLES))
+        said = calibrate(race, reader, vision, own, path)
+        if not quiet:
+            race.display.say(f"kvedge: {said}")
+    for cell in list(race.cells):
+        try:
+            profiles.find(cell.plan, race.loan.model.path)
+        except ProfileError as error:
+            race.cells.remove(cell)
+            race.left_out.append(f"{cell.name} at {cell.budget}: {error}")

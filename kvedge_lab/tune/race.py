@@ -1,0 +1,201 @@
+"""Plans are measured context by context until the time is over: all of them on a few, the better ones on more.
+
+Every answer's figures are written when they are measured. A run that was stopped finds them again, and takes the same
+decisions on the way to where it was.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from kvedge_lab.eval.measure import CONTEXT, PROMPT, Cell, Measurer, Preparer, Wants
+from kvedge_lab.eval.reader import Reader
+from kvedge_lab.eval.records import Records
+from kvedge_lab.eval.runner import Outcome, Run, full_cell, lacking
+from kvedge_lab.eval.tasks import Sample
+from kvedge_lab.progress import Steps
+from kvedge_lab.tune import choice
+from kvedge_lab.tune.choice import Found
+from kvedge_lab.tune.figures import figures, telling
+from kvedge_lab.tune.material import Material, for_way
+from pykvedge.errors import UsageError
+from pykvedge.models.vision import Vision
+from pykvedge.runtime.interrupt import CancelledError, stop_if_set
+from pykvedge.runtime.loaded import Loan
+from pykvedge.runtime.settings import Settings
+
+WAYS = (PROMPT, CONTEXT)  # the question is in the prompt; it comes later
+FIRST = 4  # contexts that all plans are measured on
+ANSWER = 64  # tokens of a reference answer
+OUTPUTS = 64  # tokens of an answer that are fed in one pass
+CHOOSING = 0.5  # of the time
+SURE, DIFFERENT = 0.5, 0.2  # below: the answers say too little to compare with
+
+
+class Kept(Records):
+    """The figures so far, with the seconds of the run in which they came."""
+
+    KIND, VERSION, WHAT = "kvedge_tune", 1, "an unfinished run of kvedge tune"
+
+    def __init__(self, path: Path | None, header: Mapping[str, Any]) -> None:
+        super().__init__(path, header, resume=True)
+        self._before = max((row.get("at", 0.0) for row in self.rows.values()), default=0.0)
+        self._began = time.monotonic()
+
+    def spent(self) -> float:
+        """Returns the seconds of this run and of those that it goes on with."""
+        return self._before + time.monotonic() - self._began
+
+    def add(self, record: dict[str, Any]) -> None:
+        super().add({**record, "at": round(self.spent(), 2)})
+
+
+@dataclass
+class Race:
+    """A race has plans, contexts, and an end."""
+
+    loan: Loan
+    settings: Settings
+    material: Material
+    cells: list[Cell]
+    default: Cell
+    target: float
+    seconds: float
+    kept: Kept
+    display: Steps
+    cancel: threading.Event
+    contexts: list[list[Sample]] = field(default_factory=list)
+    finalists: list[Cell] = field(default_factory=list)
+    left_out: list[str] = field(default_factory=list)
+    _slowest: float = 0.0  # seconds of a context
+
+    def run(self, ready: Callable[[Reader, Vision | None], None]) -> None:
+        """Measures until the time is over. ready: called with the reader before. Raises CancelledError, SaveError."""
+        with self._reading() as (reader, vision):
+            ready(reader, vision)
+            outcome = Outcome(self.kept)
+            self._runs = {way: self._way(way, reader, vision, outcome) for way in WAYS}
+            try:
+                self._choose()
+                for _ in self._measured(1, self.finalists, self.seconds):
+                    pass
+            finally:
+                self.left_out += outcome.left_out
+
+    @property
+    def choosing(self) -> list[list[Sample]]:
+        """The contexts that plans are chosen on, with all ways of asking."""
+        return self.contexts[::2]
+
+    @property
+    def proving(self) -> list[list[Sample]]:
+        return self.contexts[1::2]
+
+    def figures(self, contexts: Sequence[Sequence[Sample]], cells: Sequence[Cell] | None = None, n: int = 1) -> Found:
+        """Returns the figures of plans; n: of intervals that hold together."""
+        return figures(self.cells if cells is None else cells, self.kept.rows, contexts, choice.level(n))
+
+    def problem(self) -> str:
+        """Says why the answers are nothing to go by; "" where they are."""
+        found = telling(self.kept.rows, self.contexts)
+        if found["sure"] < SURE:
+            return (f"sampled again, the full cache would say {100 * found['sure']:.0f} % of its own tokens: the model "
+                    "cannot tell what is in these pictures")  # fmt: skip
+        if found["different"] < DIFFERENT:
+            return (f"{100 * found['different']:.0f} % of the full cache's answers differ from picture to picture: the "
+                    "model cannot tell these pictures apart")  # fmt: skip
+        return ""
+
+    def _choose(self) -> None:
+        alive, until, size = list(self.cells), CHOOSING * self.seconds, FIRST
+        for n, _ in enumerate(self._measured(0, alive, until), 1):
+            if n == FIRST and self.problem():
+                return
+            if n == size:
+                keep = choice.survivors(alive, self.figures(self.choosing, alive), self.target, self.default)
+                alive[:] = [cell for cell in keep if cell in self.cells]
+                size *= 2
+        self.finalists = choice.finalists(alive, self.figures(self.choosing, alive), self.target, self.default)
+
+    def _measured(self, half: int, cells: list[Cell], until: float) -> Iterator[int]:
+        """Measures plans on one context of a half after the other, and yields how many there were. cells may change."""
+        done, n = 0, half
+        while self._reach(n):
+            began = time.monotonic()
+            lacks = self._lacking(n, cells)
+            if lacks and done >= (FIRST if half == 0 else 0) and self.kept.spent() + self._slowest > until:
+                return
+            if lacks and self.kept.spent() > self.seconds:
+                return
+            for way in WAYS:
+                self._one(way, [one for one in self.contexts[n] if one.id.endswith(f":{way}")], cells)
+            if lacks:
+                self._slowest = max(0.8 * self._slowest, time.monotonic() - began)
+            done, n = done + 1, n + 2
+            yield done
+
+    def _reach(self, n: int) -> bool:
+        """Takes contexts from the material up to number n. Tells whether there are as many."""
+        while len(self.contexts) <= n:
+            context = next(self.material.contexts, None)
+            if context is None:
+                return False
+            self.contexts.append([one for way in WAYS for one in for_way(context, way)])
+        return True
+
+    def _lacking(self, n: int, cells: list[Cell]) -> bool:
+        return any(lacking(one, full_cell(), cells, self.kept) for one in self.contexts[n])
+
+    def _one(self, way: str, samples: list[Sample], cells: list[Cell]) -> None:
+        """Measures what a context lacks; questions that come later share one reading."""
+        run = self._runs[way]
+        run.cells = [cell for cell in cells if cell in self.cells]
+        todo = [(one, lacking(one, run.full, run.cells, self.kept)) for one in samples]
+        todo = [(one, lacks) for one, lacks in todo if lacks]
+        for group in [todo] if way == CONTEXT else [[one] for one in todo]:
+            if group:
+                run.one(group)
+        self.cells[:] = [c for c in self.cells if c in run.cells or c not in cells]  # a plan that fails leaves
+
+    def _way(self, way: str, reader: Reader, vision: Vision | None, outcome: Outcome) -> Run:
+        model, wants = self.loan.model, Wants(answers=False, max_tokens=ANSWER, compress=way, own=True)
+        preparer = Preparer(model, vision, partial(stop_if_set, self.cancel), way)
+        return Run(outcome, full_cell(), [], self.display, self.cancel, preparer, Measurer(model, reader, wants))
+
+    @contextmanager
+    def _reading(self) -> Iterator[tuple[Reader, Vision | None]]:
+        """Gives a reader of the model, which ends by itself when the time has been over for long."""
+        loan, storage, late = self.loan, self.settings.storage, threading.Event()
+        vision = Vision(loan.encoder) if loan.encoder else None
+
+        def stop() -> None:
+            late.set()
+            self.cancel.set()
+
+        timer = threading.Timer(max(1.1 * self.seconds - self.kept.spent(), 1.0), stop)
+        with ExitStack() as held:
+            reader = Reader(loan.model, vision, loan.threads, storage, self.settings.n_ctx, n_outputs=OUTPUTS)
+            held.callback(reader.close)
+            reader.stop_when(self.cancel)
+            timer.daemon = True
+            timer.start()
+            held.callback(timer.cancel)
+            try:
+                yield reader, vision
+            except CancelledError:
+                if not late.is_set():
+                    raise
+
+
+def check_time(minutes: float) -> float:
+    """Returns seconds. Raises UsageError for less than a few of them."""
+    if not 0.1 <= minutes <= 60 * 24 * 7:
+        raise UsageError(f"--minutes must be 0.1 to {60 * 24 * 7}, not {minutes:g}")
+    return 60 * minutes
