@@ -44,9 +44,10 @@ _ABOUT = ("show", "list_all", "remove")
     option("--minutes", type=float, default=20, show_default=True, metavar="N", help="What all of it may take."),
     option("--target", type=float, default=0.99, show_default=True, metavar="SHARE",
            help="Of the tokens of the full cache's answers, which the plan's likeliest token must agree with."),
-    option("--methods", default=METHODS, show_default=True, metavar="A,B",
+    option("--method", "--methods", "methods", default=METHODS, show_default=True, metavar="A,B",
            help="See `kvedge methods`; the default plan is always measured."),
-    option("--budgets", default=BUDGETS, show_default=True, metavar="A,B", help="0.2 of the prompt, or 128 KV pairs."),
+    option("--budget", "--budgets", "budgets", default=BUDGETS, show_default=True, metavar="A,B",
+           help="0.2 of the prompt, or 128 KV pairs."),
     option("--seed", type=common.SEED, default=0, show_default=True, metavar="N", help="Of drawn pictures, or of the "
            "order of yours."),
     option("--fresh", is_flag=True, help="Begin anew, whatever an earlier run has measured."),
@@ -182,8 +183,8 @@ def _run(given: dict[str, Any]) -> int:
 
 
 def _command(given: dict[str, Any]) -> str:
-    named = {"minutes": given["minutes"], "target": given["target"], "methods": given["methods"],
-             "budgets": given["budgets"], "seed": given["seed"]}  # fmt: skip
+    named = {"minutes": given["minutes"], "target": given["target"], "method": given["methods"],
+             "budget": given["budgets"], "seed": given["seed"]}  # fmt: skip
     return "kvedge tune " + " ".join(f"--{name} {value}" for name, value in named.items())
 
 
@@ -191,8 +192,8 @@ def _cells(given: dict[str, Any]) -> list[Cell]:
     from kvedge_lab.eval.measure import Cell
 
     usual = default_plan()
-    named = [make_plan(name, budget) for name in listed("--methods", given["methods"]) if name != "full"
-             for budget in listed("--budgets", given["budgets"])]  # fmt: skip
+    named = [make_plan(name, budget) for name in listed("--method", given["methods"]) if name != "full"
+             for budget in listed("--budget", given["budgets"])]  # fmt: skip
     plans = {(one.method, str(one.budget.value)): one for one in (usual, *named)}
     return [Cell(one.method, one) for one in plans.values()]
 

@@ -3,8 +3,8 @@
 Tokens of one context are not independent. Agreement and exact answers are shares of tokens and of answers: their
 interval is Wilson's for as many independent tokens as these are worth (the count over the design effect, as Korn and
 Graubard 1998 do), with Student's quantile for the number of contexts. The design effect is that of the plan, and at
-least the median one of all plans: where everything agreed, nothing shows how disagreement comes together. KL divergence
-has a bootstrap interval over contexts.
+least the median one of all plans on the contexts that chose: where everything agreed, nothing shows how disagreement
+comes together. KL divergence has a bootstrap interval over contexts.
 """
 
 from __future__ import annotations
@@ -61,14 +61,32 @@ def measured(cell: Cell, rows: Rows, contexts: Iterable[Sequence[Sample]]) -> li
 
 
 def figures(
-    cells: Sequence[Cell], rows: Rows, contexts: Sequence[Sequence[Sample]], level: float = SHARE
+    cells: Sequence[Cell],
+    rows: Rows,
+    contexts: Sequence[Sequence[Sample]],
+    usual: Mapping[str, float],
+    level: float = SHARE,
 ) -> dict[tuple[str, str], Figures]:
-    """Makes the figures of plans by their keys, but of those that were measured on less than two contexts."""
-    found = {cell.key: measured(cell, rows, contexts) for cell in cells if cell.name != FULL}
-    sums = {key: _sums(of) for key, of in found.items() if len(of) > 1}
-    usual = {what: _usual([(one[what], one[total]) for one in sums.values()])
-             for what, total in (("top1", "tokens"), ("exact", "answers"))}  # fmt: skip
+    """Makes the figures of plans by their keys, but of those that were measured on less than two contexts.
+
+    usual: as usual_effects finds it.
+    """
+    sums = _all_sums(cells, rows, contexts)
     return {cell.key: _figures(cell, sums[cell.key], usual, level) for cell in cells if cell.key in sums}
+
+
+def usual_effects(cells: Sequence[Cell], rows: Rows, contexts: Sequence[Sequence[Sample]]) -> dict[str, float]:
+    """Finds the median design effect of plans, of tokens ("top1") and of answers ("exact")."""
+    sums = _all_sums(cells, rows, contexts)
+    return {what: _usual([(one[what], one[total]) for one in sums.values()])
+            for what, total in (("top1", "tokens"), ("exact", "answers"))}  # fmt: skip
+
+
+def _all_sums(
+    cells: Sequence[Cell], rows: Rows, contexts: Sequence[Sequence[Sample]]
+) -> dict[tuple[str, str], dict[str, np.ndarray]]:
+    found = {cell.key: measured(cell, rows, contexts) for cell in cells if cell.name != FULL}
+    return {key: _sums(of) for key, of in found.items() if len(of) > 1}
 
 
 def _figures(cell: Cell, sums: Mapping[str, np.ndarray], usual: Mapping[str, float], level: float) -> Figures:
@@ -97,14 +115,14 @@ def _sums(contexts: list[list[Mapping[str, Any]]]) -> dict[str, np.ndarray]:
 def share_interval(hits: np.ndarray, totals: np.ndarray, usual: float, level: float) -> tuple[float, float]:
     """Finds the interval of sum(hits) / sum(totals), both [contexts]. usual: the least design effect to go by."""
     n, total = len(hits), float(totals.sum())
-    share, worth = float(hits.sum()) / total, total / max(_design_effect(hits, totals), usual, 1.0)
+    share, worth = float(hits.sum()) / total, total / max(design_effect(hits, totals), usual, 1.0)
     z2 = student(max(n - 1, 1), level) ** 2
     middle = (share + z2 / (2 * worth)) / (1 + z2 / worth)
     half = math.sqrt(z2 * (share * (1 - share) / worth + z2 / (4 * worth**2))) / (1 + z2 / worth)
     return max(min(middle - half, share), 0.0), min(max(middle + half, share), 1.0)
 
 
-def _design_effect(hits: np.ndarray, totals: np.ndarray) -> float:
+def design_effect(hits: np.ndarray, totals: np.ndarray) -> float:
     """The variance of a ratio over contexts, over that of as many independent tokens; 0 where all are alike."""
     n, total, share = len(hits), totals.sum(), hits.sum() / totals.sum()
     if n < 2 or not 0 < share < 1:
@@ -113,7 +131,7 @@ def _design_effect(hits: np.ndarray, totals: np.ndarray) -> float:
 
 
 def _usual(pairs: list[tuple[np.ndarray, np.ndarray]]) -> float:
-    found = [effect for hits, totals in pairs if len(hits) >= LEAST and (effect := _design_effect(hits, totals)) > 0]
+    found = [effect for hits, totals in pairs if (effect := design_effect(hits, totals)) > 0]
     return float(np.median(found)) if found else 1.0
 
 

@@ -23,7 +23,7 @@ from kvedge_lab.eval.tasks import Sample
 from kvedge_lab.progress import Steps
 from kvedge_lab.tune import choice
 from kvedge_lab.tune.choice import Found
-from kvedge_lab.tune.figures import figures, telling
+from kvedge_lab.tune.figures import figures, telling, usual_effects
 from kvedge_lab.tune.material import Material, for_way
 from pykvedge.errors import UsageError
 from pykvedge.models.vision import Vision
@@ -80,14 +80,26 @@ class Race:
         """Measures until the time is over. ready: called with the reader before. Raises CancelledError, SaveError."""
         with self._reading() as (reader, vision):
             ready(reader, vision)
-            outcome = Outcome(self.kept)
-            self._runs = {way: self._way(way, reader, vision, outcome) for way in WAYS}
+            outcome = self._begin(reader, vision)
             try:
                 self._choose()
                 for _ in self._measured(1, self.finalists, self.seconds):
                     pass
             finally:
                 self.left_out += outcome.left_out
+
+    def measure_all(self) -> None:
+        """Measures all plans on all contexts, however long it takes."""
+        with self._reading() as (reader, vision):
+            self._begin(reader, vision)
+            for half in (0, 1):
+                for _ in self._measured(half, self.cells, self.seconds):
+                    pass
+
+    def _begin(self, reader: Reader, vision: Vision | None) -> Outcome:
+        outcome = Outcome(self.kept)
+        self._runs = {way: self._way(way, reader, vision, outcome) for way in WAYS}
+        return outcome
 
     @property
     def choosing(self) -> list[list[Sample]]:
@@ -100,7 +112,8 @@ class Race:
 
     def figures(self, contexts: Sequence[Sequence[Sample]], cells: Sequence[Cell] | None = None, n: int = 1) -> Found:
         """Returns the figures of plans; n: of intervals that hold together."""
-        return figures(self.cells if cells is None else cells, self.kept.rows, contexts, choice.level(n))
+        usual = usual_effects(self.cells, self.kept.rows, self.choosing)
+        return figures(self.cells if cells is None else cells, self.kept.rows, contexts, usual, choice.level(n))
 
     def problem(self) -> str:
         """Says why the answers are nothing to go by; "" where they are."""
@@ -179,7 +192,7 @@ class Race:
             late.set()
             self.cancel.set()
 
-        timer = threading.Timer(max(1.1 * self.seconds - self.kept.spent(), 1.0), stop)
+        timer = threading.Timer(min(max(1.1 * self.seconds - self.kept.spent(), 1.0), threading.TIMEOUT_MAX), stop)
         with ExitStack() as held:
             reader = Reader(loan.model, vision, loan.threads, storage, self.settings.n_ctx, n_outputs=OUTPUTS)
             held.callback(reader.close)
