@@ -2,9 +2,9 @@
 
     nice -n 10 python3 scripts/dev.py python experiments/check_tune.py --runs 20 --minutes 3 --truth 400 --folder check
 
-Each run is a `kvedge tune` of its own, on scenes of its seed, in a folder of its own; one that is there is not repeated.
-Then every plan that a run proved is measured on other scenes, and compared with the intervals that the runs stated: of
-the plan that was taken, and of all finalists. Prints one JSON object.
+Each run is a `kvedge tune` of its own, on scenes of its seed, in a folder of its own; one that is there is not
+repeated. Then every plan that a run proved is measured on other scenes, and compared with the intervals that the runs
+stated: of the plan that was taken, and of all finalists. Prints one JSON object.
 """
 
 from __future__ import annotations
@@ -103,7 +103,8 @@ def says(one: dict | None) -> str:
     if one is None:
         return "nothing is promised"
     of = one["proof"]
-    return f"{of['method']} {of['budget']}: {of['agreement']:.4f} ({of['low']:.4f} to {of['high']:.4f}), met {one['met']}"
+    between = f"{of['agreement']:.4f} ({of['low']:.4f} to {of['high']:.4f}, {of['contexts']} contexts)"
+    return f"{of['method']} {of['budget']}: {between}, met {one['met']}"
 
 
 if __name__ == "__main__":
