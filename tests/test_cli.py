@@ -209,7 +209,7 @@ def test_help_teaches(kvedge):
         done = kvedge(*command, "--help")
         assert done.code == 0 and done.err == ""
         assert "kvedge chat" in done.out or "kvedge methods" in done.out
-    chat = kvedge("chat", "--help").out
+    chat = kvedge("chat", "--help-all").out
     for option in ("--model", "--mmproj", "--image", "--method", "--budget", "--recent", "--sinks", "--reducer",
                    "--text-prior", "--ctx", "--threads", "--gpu-layers", "--kv-type", "--max-tokens", "--temp",
                    "--top-p", "--top-k", "--seed", "--system", "--json", "--quiet", "--verbose"):  # fmt: skip

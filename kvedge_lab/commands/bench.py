@@ -12,8 +12,9 @@ import click
 
 from kvedge_lab.commands import common
 from pykvedge.cli import options, paths
+from pykvedge.cli.command import command, option
 from pykvedge.cli.modelfiles import fetched, model_files
-from pykvedge.cli.options import listed, option
+from pykvedge.cli.options import listed
 from pykvedge.errors import UsageError
 from pykvedge.plans.making import plan as make_plan
 from pykvedge.plans.presets import methods as method_names
@@ -27,45 +28,47 @@ FILL_S = 10.0  # rounds of less than this are repeated beyond their number
 QUICK: dict[str, Any] = {"budgets": "0.2", "tokens": "64", "images": "8", "repeat": 3, "generate": 16}
 
 
-@click.command()
+@command()
 @options.taking(
-    option("--quick", is_flag=True, help="One prompt, one budget, fewer rounds."),
+    option("--quick", group="Measurement", common=True, is_flag=True, help="One prompt, one budget, fewer rounds."),
     common.MODELS,
     common.MMPROJS,
     *common.HUBS,
     common.METHOD_LIST,
     common.BUDGET_LIST,
     options.PLUGIN,
-    option("--tokens", metavar="N,M", help=f"Text tokens of each prompt. Default {DEFAULTS['tokens']}."),
-    option("--images", metavar="N,M",
+    option("--tokens", group="Prompts", common=True, metavar="N,M",
+           help=f"Text tokens of each prompt. Default {DEFAULTS['tokens']}."),
+    option("--images", group="Prompts", common=True, metavar="N,M",
            help=f"Images of each prompt. Default {DEFAULTS['images']}, 0 without --mmproj; quick {QUICK['images']}."),
-    option("--image-size", default="336x336", show_default=True, metavar="WxH", help="Pixels."),
-    option("--image-tokens", "image_tokens", metavar="A,B",
+    option("--image-size", group="Prompts", default="336x336", show_default=True, metavar="WxH", help="Pixels."),
+    option("--image-tokens", "image_tokens", group="Prompts", metavar="A,B",
            help="Also with fewer tokens of each image, as 0.5,0.25: every method with each."),
-    option("--pruner", default="residual", show_default=True, metavar="NAME", help="Who chooses them."),
-    option("--again", is_flag=True, help="Also time a second conversation about the same images."),
-    option("--later", type=common.COUNT, default=None, metavar="N",
+    option("--pruner", group="Prompts", default="residual", show_default=True, metavar="NAME",
+           help="Who chooses them."),
+    option("--again", group="Measurement", is_flag=True, help="Also time a second conversation about the same images."),
+    option("--later", group="Measurement", type=common.COUNT, default=None, metavar="N",
            help="Also time a later message of N tokens, after the answer."),
-    option("--keep", type=click.Choice(("ram", "disk")),
+    option("--keep", group="What is kept", type=click.Choice(("ram", "disk")),
            help="Also each method with all rows kept behind the compressed ones, in memory or in a file; see --later."),
-    option("--device-peak", is_flag=True,
+    option("--device-peak", group="Measurement", is_flag=True,
            help="Also the most memory that GPUs had in use: one more run of each method."),
-    option("--kv-type", "kv_types", default="f16", show_default=True, metavar="A,B",
+    option("--kv-type", "kv_types", group="Memory and devices", default="f16", show_default=True, metavar="A,B",
            help="Storage types; stock uses f16."),
-    option("--repeat", type=common.COUNT, metavar="N",
+    option("--repeat", group="Measurement", common=True, type=common.COUNT, metavar="N",
            help=f"Rounds. Default {DEFAULTS['repeat']}, quick {QUICK['repeat']}; short ones fill {FILL_S:.0f} s a "
                 "prompt."),
-    option("--generate", type=common.COUNT, metavar="N",
+    option("--generate", group="Measurement", type=common.COUNT, metavar="N",
            help=f"Tokens in each round. Default {DEFAULTS['generate']}, quick {QUICK['generate']}."),
     options.THREADS,
     *options.DEVICES,
     common.output("Where the table goes instead of stdout: .md, .csv, .json or .jsonl.", metavar="FILE"),
     options.JSON,
-    option("--save", type=options.PATH, metavar="FILE.jsonl",
+    option("--save", group="Output", type=options.PATH, metavar="FILE.jsonl",
            help="Keep every repetition, one line each, as it is measured."),
-    option("--plot", type=options.PATH, metavar="FILE",
+    option("--plot", group="Output", common=True, type=options.PATH, metavar="FILE",
            help="The table as a picture: .png, .svg, .pdf or .html; needs matplotlib."),
-    option("--memory-plot", type=options.PATH, metavar="FILE",
+    option("--memory-plot", group="Output", type=options.PATH, metavar="FILE",
            help="Memory over time, encoding to decoding, stock beside each method: one more run of each; needs "
                 "matplotlib."),
     options.QUIET,
@@ -78,11 +81,11 @@ def bench(**given: Any) -> None:
 
     \b
     Examples:
-      kvedge bench --quick                    two minutes at most, on the demo model
-      kvedge bench --model m.gguf --mmproj mm.gguf --images 1,4 --method lookm,mixkv --plot bench.svg
+      kvedge bench --quick          two minutes at most, on the packaged model
+      kvedge bench -m m.gguf --images 1,4 --method lookm --plot bench.svg
       kvedge bench -hf user/repo:Q4_K_M --quick
       kvedge bench --plugin mine.py --method snapkv,mine
-      kvedge bench --model m.gguf --tokens 512,2560,8192 --budget 0.2 --output speed.csv
+      kvedge bench -m m.gguf --tokens 512,8192 --output speed.csv
 
     Exit code: 0, or 1 if something was left out (stderr says what), or 130 after Ctrl-C; both print the table.
     """

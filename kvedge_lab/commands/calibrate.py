@@ -14,8 +14,8 @@ import click
 
 from kvedge_lab.commands import common
 from pykvedge.cli import options, paths
+from pykvedge.cli.command import Command, option
 from pykvedge.cli.modelfiles import model_files
-from pykvedge.cli.options import option
 from pykvedge.errors import UsageError, unknown
 
 if TYPE_CHECKING:
@@ -37,7 +37,12 @@ _OPTIONS = (
     options.MMPROJ,
     *options.HUB,
     option(
-        "--data", type=options.PATH, metavar="FILE.jsonl", help="Your own samples. Default: scenes drawn by kvedge."
+        "--data",
+        group="Samples",
+        common=True,
+        type=options.PATH,
+        metavar="FILE.jsonl",
+        help="Your own samples. Default: scenes drawn by kvedge.",
     ),
     common.output("Where the profile goes. Default: where `kvedge chat` finds it by itself.", metavar="FILE.json"),
     options.CTX,
@@ -61,16 +66,25 @@ def calibrate() -> None:
     """
 
 
-@calibrate.command()
-@click.option(
+@calibrate.command(cls=Command)
+@option(
     "--kind",
+    group="Measurement",
+    common=True,
     default="visual",
     show_default=True,
     metavar="KIND",
     help="visual: for sparsemm; retrieval: for headkv; redundancy: for mixkv with scorer.source=profile.",
 )
-@click.option(
-    "--samples", type=common.COUNT, default=50, show_default=True, metavar="N", help="Prompts to watch, at most."
+@option(
+    "--samples",
+    group="Samples",
+    common=True,
+    type=common.COUNT,
+    default=50,
+    show_default=True,
+    metavar="N",
+    help="Prompts to watch, at most.",
 )
 @options.taking(*_OPTIONS)
 def heads(kind: str, samples: int, **given: Any) -> None:
@@ -83,17 +97,18 @@ def heads(kind: str, samples: int, **given: Any) -> None:
     KV head are, averaged over the prompts; boxes and answers are not needed.
 
     \b
-    Your own samples (--data), one a line; boxes are [left, top, right, bottom] in pixels:
-      {"image": "shop.jpg", "question": "What does the sign say?", "answer": "Open until 5",
-       "boxes": [{"box": [40, 12, 180, 60], "text": "Open until 5"}]}
-      {"question": "The key is 4711. ... What is the key?", "needle": "4711", "answer": "4711"}
+    Your own samples (--data), one a line; a box is [left, top, right, bottom]:
+      {"image": "shop.jpg", "question": "What is on the sign?",
+       "answer": "Open", "boxes": [{"box": [40, 12, 180, 60], "text": "Open"}]}
+      {"question": "The key is 4711. ... What is the key?", "needle": "4711",
+       "answer": "4711"}
 
     \b
     Examples:
       kvedge calibrate heads
       kvedge calibrate heads --kind redundancy
-      kvedge calibrate heads --model m.gguf --mmproj mm.gguf --data signs.jsonl --samples 100
-      kvedge chat --model m.gguf --mmproj mm.gguf --image a.jpg --method sparsemm "What is this?"
+      kvedge calibrate heads -m m.gguf --data signs.jsonl --samples 100
+      kvedge chat -m m.gguf --image a.jpg --method sparsemm "What is this?"
     """
     if kind not in KINDS:
         raise unknown("kind", kind, KINDS)
@@ -112,17 +127,21 @@ def heads(kind: str, samples: int, **given: Any) -> None:
     _deliver(given, session.model, KINDS[kind], values, (), used, made)
 
 
-@calibrate.command()
-@click.option(
+@calibrate.command(cls=Command)
+@option(
     "--budget",
     "budgets",
+    group="Measurement",
+    common=True,
     default="0.1,0.2,0.3,0.5,0.7",
     show_default=True,
     metavar="A,B",
     help="Shares of the prompt to search for; between them the shares are interpolated.",
 )
-@click.option(
+@option(
     "--samples",
+    group="Samples",
+    common=True,
     type=common.COUNT,
     default=10,
     show_default=True,
@@ -144,8 +163,8 @@ def prefix(budgets: str, samples: int, **given: Any) -> None:
     \b
     Examples:
       kvedge calibrate prefix
-      kvedge calibrate prefix --model m.gguf --mmproj mm.gguf --data prompts.jsonl --budget 0.1,0.2
-      kvedge chat ... --method prefixkv --set allocator.source=profile "What is this?"
+      kvedge calibrate prefix -m m.gguf --data prompts.jsonl --budget 0.1,0.2
+      kvedge chat ... --method prefixkv --set allocator.source=profile "?"
     """
     shares = _shares("--budget", budgets)
     from kvedge_lab.calibrate.prefix import check_budgets, kept_shares
@@ -159,40 +178,61 @@ def prefix(budgets: str, samples: int, **given: Any) -> None:
     _deliver(given, session.model, "prefix", values, tuple(shares), used, made)
 
 
-@calibrate.command()
-@click.option(
-    "--samples", type=common.COUNT, default=24, show_default=True, metavar="N", help="Prompts to measure, at most."
+@calibrate.command(cls=Command)
+@option(
+    "--samples",
+    group="Samples",
+    common=True,
+    type=common.COUNT,
+    default=24,
+    show_default=True,
+    metavar="N",
+    help="Prompts to measure, at most.",
 )
-@click.option(
+@option(
     "--points",
+    group="Measurement",
+    common=True,
     type=int,
     default=12,
     show_default=True,
     metavar="N",
     help="Kept shares to measure each head at, from 1/128 of the prompt to all of it, each the same times the last.",
 )
-@click.option(
+@option(
     "--method",
+    group="Measurement",
     default="snapkv",
     show_default=True,
     metavar="NAME",
     help="Whose scorer and reducer heads are measured with; snapkv with scorer mixkv, unless another is named.",
 )
-@click.option("--scorer", metavar="NAME", help="Another scorer for the method. See `kvedge methods NAME`.")
+@option(
+    "--scorer", group="Measurement", metavar="NAME", help="Another scorer for the method. See `kvedge methods NAME`."
+)
 @options.SET
-@click.option(
+@option(
     "--compress",
+    group="Measurement",
+    common=True,
     default="conversation",
     show_default=True,
     metavar="A,B",
     help="conversation: the question with all before it; context: what comes before it alone; or both, which takes "
     "twice as long.",
 )
-@click.option(
-    "--baseline", type=float, default=0.05, show_default=True, metavar="SHARE", help="Of the prompt: the other heads'."
+@option(
+    "--baseline",
+    group="Measurement",
+    type=float,
+    default=0.05,
+    show_default=True,
+    metavar="SHARE",
+    help="Of the prompt: the other heads'.",
 )
-@click.option(
+@option(
     "--targets",
+    group="Measurement",
     default="0.05,0.1,0.2",
     show_default=True,
     metavar="A,B",
@@ -200,23 +240,28 @@ def prefix(budgets: str, samples: int, **given: Any) -> None:
 )
 @option(
     "--around",
+    group="Measurement",
+    common=True,
     type=options.PATH,
     metavar="PROFILE.json",
     help="The other heads keep this profile's part of the baseline; its shares are half of the outcome.",
 )
-@option("--seed", type=common.SEED, default=2024, show_default=True, metavar="N",
+@option("--seed", group="Samples", type=common.SEED, default=2024, show_default=True, metavar="N",
         help="Of the scenes drawn by kvedge.")  # fmt: skip
-@click.option(
+@option(
     "--questions",
+    group="Samples",
     type=int,
     default=1,
     show_default=True,
     metavar="N",
     help="About the scenes drawn by kvedge, at most; all but the last are answered and compressed.",
 )
-@option("--save", type=options.PATH, metavar="FILE.jsonl",
+@option("--save", group="Output", type=options.PATH, metavar="FILE.jsonl",
         help="Keep every head's losses, a line each, as they are measured.")  # fmt: skip
-@click.option("--resume", is_flag=True, help="Go on with the losses in --save FILE; other targets need no more.")
+@option(
+    "--resume", group="Output", is_flag=True, help="Go on with the losses in --save FILE; other targets need no more."
+)
 @options.taking(*_OPTIONS)
 def budgets(samples: int, points: int, method: str, scorer: str | None, seed: int, **given: Any) -> None:
     """Find the share of all KV pairs that each head keeps with allocator calibrated.
@@ -231,16 +276,16 @@ def budgets(samples: int, points: int, method: str, scorer: str | None, seed: in
 
     \b
     Your own samples (--data), one a line; what was said before is optional:
-      {"image": "shop.jpg", "question": "What does the sign say?", "answer": "Open until 5",
+      {"image": "shop.jpg", "question": "What is on the sign?", "answer": "Open",
        "earlier": [{"question": "What is it?", "answer": "A shop."}]}
 
     \b
     Examples:
       kvedge calibrate budgets
-      kvedge calibrate budgets --model m.gguf --mmproj mm.gguf --data signs.jsonl --samples 10 --points 8
+      kvedge calibrate budgets -m m.gguf --data signs.jsonl --points 8
       kvedge calibrate budgets --output once.json
-      kvedge calibrate budgets --around once.json --method kvedge --set scorer.outlier=0 --compress context,conversation
-      kvedge chat --model m.gguf --mmproj mm.gguf --image a.jpg --method calibrated "What is this?"
+      kvedge calibrate budgets --around once.json --method kvedge
+      kvedge chat -m m.gguf --image a.jpg --method calibrated "What is this?"
     """
     from kvedge_lab.calibrate.budgets import METHOD, setup_for
     from kvedge_lab.calibrate.exchange import check_targets

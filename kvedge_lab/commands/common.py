@@ -12,34 +12,46 @@ from typing import Any
 import click
 
 from pykvedge.cli import paths
-from pykvedge.cli.options import HUB, MODEL_HELP, PATH, Whole, option
+from pykvedge.cli.command import option
+from pykvedge.cli.options import HUB, MODEL_HELP, PATH, Whole
 from pykvedge.errors import SaveError, UsageError
 from pykvedge.plans.presets import DEFAULT_METHOD
 
 COUNT, SEED = Whole(1, 10**6), Whole(0, 2**32 - 1)
-MODELS = option("--model", "models", type=PATH, multiple=True, metavar="FILE.gguf", help=f"{MODEL_HELP} Repeatable.")
+MODELS = option(
+    "--model",
+    "-m",
+    "models",
+    group="Model",
+    common=True,
+    type=PATH,
+    multiple=True,
+    metavar="FILE.gguf",
+    help=f"{MODEL_HELP} Repeatable.",
+)
 MMPROJS = option(
-    "--mmproj", "mmprojs", type=PATH, multiple=True, metavar="FILE.gguf",
+    "--mmproj", "-mm", "mmprojs", group="Model", common=True, type=PATH, multiple=True, metavar="FILE.gguf",
     help="The image encoder of each --model, in the same order; '-' for a model without.",
 )  # fmt: skip
 HUBS = (
-    option("-hf", "--hf-repo", "hf_repos", multiple=True, metavar="USER/REPO[:QUANT]",
+    option("-hf", "--hf-repo", "hf_repos", group="Model", common=True, multiple=True, metavar="USER/REPO[:QUANT]",
            help="A model by name, with its image encoder; repeatable."),
     HUB[-1],
 )  # fmt: skip
 METHOD_LIST = option(
-    "--method", "methods", default="kvedge,lookm,mixkv,elastic,flashcache,prefixkv", show_default=True, metavar="A,B",
+    "--method", "methods", group="What is kept", common=True,
+    default="kvedge,lookm,mixkv,elastic,flashcache,prefixkv", show_default=True, metavar="A,B",
     help="See `kvedge methods`, or all. The full cache is always measured.",
 )  # fmt: skip
-METHODS = option("--method", "methods", multiple=True, metavar="NAME",
+METHODS = option("--method", "methods", group="What is kept", common=True, multiple=True, metavar="NAME",
                  help=f"See `kvedge methods`; repeatable. Default: {DEFAULT_METHOD}.")  # fmt: skip
-BUDGET_LIST = option("--budget", "budgets", metavar="A,B",
+BUDGET_LIST = option("--budget", "budgets", group="What is kept", common=True, metavar="A,B",
                      help="0.2 of the prompt, or 128 KV pairs per layer and head.")  # fmt: skip
 
 
 def output(what: str, **settings: Any) -> Callable[[Any], Any]:
     """Declares --output, the file or folder that a command writes."""
-    return option("--output", type=PATH, help=what, **settings)
+    return option("--output", "-o", common=True, type=PATH, help=what, **settings)
 
 
 def check_table(path: Path | None, forms: tuple[str, ...]) -> None:

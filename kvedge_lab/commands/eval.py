@@ -14,8 +14,9 @@ from click.core import ParameterSource
 
 from kvedge_lab.commands import common
 from pykvedge.cli import options, paths
+from pykvedge.cli.command import command, option
 from pykvedge.cli.modelfiles import model_files
-from pykvedge.cli.options import Whole, listed, option, read_plan
+from pykvedge.cli.options import Whole, listed, read_plan
 from pykvedge.errors import KvedgeError, UsageError, unknown
 from pykvedge.plans.making import plan as make_plan
 from pykvedge.plans.plugin_files import source_digest
@@ -33,47 +34,53 @@ OUTPUTS = ("md", "csv", "json")
 BUDGET = "0.2"
 
 
-@click.command(name="eval")
+@command(name="eval")
 @click.argument("data", nargs=-1, type=options.PATH, metavar="[DATA]...")
 @options.taking(
     options.MODEL,
     options.MMPROJ,
     *options.HUB,
-    option("--tasks", metavar="A,B",
+    option("--tasks", group="Samples", common=True, metavar="A,B",
            help="Of the demo generator, or all; NAME/2 asks in the second turn, NAME+NAME one question after the other "
                 "about the same scene. Default: all of the first turn, where no DATA is given."),
-    option("--samples", type=common.COUNT, default=20, show_default=True, metavar="N", help="Of each demo task."),
-    option("--images", type=Whole(2, 8), default=4, show_default=True, metavar="N", help="In demo tasks with several."),
-    option("--seed", type=common.SEED, default=0, show_default=True, help="Of the demo samples."),
-    option("--format", "form", default="auto", show_default=True, metavar="NAME",
+    option("--samples", group="Samples", common=True, type=common.COUNT, default=20, show_default=True, metavar="N",
+           help="Of each demo task."),
+    option("--images", group="Samples", type=Whole(2, 8), default=4, show_default=True, metavar="N",
+           help="In demo tasks with several."),
+    option("--seed", group="Samples", type=common.SEED, default=0, show_default=True, help="Of the demo samples."),
+    option("--format", "form", group="Samples", common=True, default="auto", show_default=True, metavar="NAME",
            help="Of DATA: jsonl, milebench, llava-description, mm-vet, docvqa, textvqa, chartqa, ocrbench, "
                 "textcaps, screenspot, screenspot-1000 or screenspot-pixels."),
-    option("--image-folder", type=options.PATH, metavar="PATH", help="Where the image paths of DATA start."),
-    option("--recipe", metavar="NAME",
+    option("--image-folder", group="Samples", type=options.PATH, metavar="PATH",
+           help="Where the image paths of DATA start."),
+    option("--recipe", group="Measurement", metavar="NAME",
            help="Measure a table of a paper on DATA: its methods, budgets and figures, beside the paper's own; list "
                 "names them."),
-    option("--limit", type=Whole(), metavar="N", help="First samples of each data set."),
+    option("--limit", group="Samples", common=True, type=Whole(), metavar="N", help="First samples of each data set."),
     common.METHOD_LIST,
     common.BUDGET_LIST,
-    option("--plan", "plans", type=options.PATH, multiple=True, metavar="FILE.json",
+    option("--plan", "plans", group="What is kept", type=options.PATH, multiple=True, metavar="FILE.json",
            help="A composition of your own, with its budget; repeatable. Named after the file."),
     options.PLUGIN,
-    option("--compress", type=click.Choice(["prompt", "context", "conversation"]), default="prompt", show_default=True,
+    option("--compress", group="What is kept", type=click.Choice(["prompt", "context", "conversation"]),
+           default="prompt", show_default=True,
            help="What is compressed: each message with its question, as in a chat; all that comes before the last "
                 "question, which is then read with what was kept; or the whole conversation as one prompt."),
     *options.KEEP,
-    option("--against", default="full", show_default=True, metavar="METHOD",
+    option("--against", group="Measurement", default="full", show_default=True, metavar="METHOD",
            help="What changes and their intervals are against: the full cache, or one of --method at the same "
                 "budget."),
-    option("--metrics", default=",".join(METRICS), show_default=True, metavar="A,B",
+    option("--metrics", group="Measurement", common=True, default=",".join(METRICS), show_default=True, metavar="A,B",
            help="score and rouge generate answers; ppl, kld and top1 look at the reference answer."),
-    option("--max-tokens", type=Whole(), default=512, show_default=True, metavar="N", help="Longest answer."),
-    option("--save", type=options.PATH, metavar="FILE.jsonl",
+    option("--max-tokens", group="Measurement", type=Whole(), default=512, show_default=True, metavar="N",
+           help="Longest answer."),
+    option("--save", group="Output", common=True, type=options.PATH, metavar="FILE.jsonl",
            help="Keep every result, one line each, as it is measured."),
-    option("--resume", is_flag=True, help="Go on with the results in --save FILE; nothing is measured twice."),
+    option("--resume", group="Output", common=True, is_flag=True,
+           help="Go on with the results in --save FILE; nothing is measured twice."),
     common.output("Where the table goes instead of stdout: .md, .csv or .json.", metavar="FILE"),
     options.JSON,
-    option("--plot", type=options.PATH, metavar="FILE",
+    option("--plot", group="Output", common=True, type=options.PATH, metavar="FILE",
            help="Right answers and KL divergence against the bytes kept, a line a method: .png, .svg, .pdf; needs "
                 "matplotlib."),
     options.CTX,
@@ -93,12 +100,12 @@ def evaluate(data: tuple[Path, ...], **given: Any) -> None:
 
     \b
     Examples:
-      kvedge eval                                   the five papers' methods on the demo model
-      kvedge eval --method all --budget 0.5,0.2,0.1,0.05 --tasks code,where/2 --save r.jsonl
+      kvedge eval                   the default methods on the packaged model
+      kvedge eval --method all --budget 0.5,0.2 --tasks code --save r.jsonl
       kvedge eval --save r.jsonl --resume ...       goes on after a break
       kvedge eval --method all --budget 0.5,0.2,0.1,0.05 --plot cost.png
-      kvedge eval --model m.gguf --mmproj mm.gguf MileBench/TQA --output table.csv
-      kvedge eval --model m.gguf --mmproj mm.gguf own.jsonl --plan mine.json --metrics ppl,kld
+      kvedge eval -m m.gguf MileBench/TQA --output table.csv
+      kvedge eval -m m.gguf own.jsonl --plan mine.json --metrics ppl,kld
       kvedge eval --plugin mine.py --method snapkv,mine --budget 0.2,0.1
       kvedge eval --method mixkv,snapkv --against snapkv --budget 0.2,0.1,0.05
 

@@ -11,15 +11,23 @@ import click
 
 from kvedge_lab.commands import common
 from pykvedge.cli import modelfiles, options
-from pykvedge.cli.options import option
+from pykvedge.cli.command import command, option
 from pykvedge.errors import UsageError
 from pykvedge.plans.plan import Plan
 
 
-@click.command()
+@command()
 @click.argument("files", nargs=-1, type=options.PATH, metavar="[IMAGES]...")
 @options.taking(
-    option("--prompt", default="Describe the image.", show_default=True, metavar="TEXT", help="What is asked."),
+    option(
+        "--prompt",
+        group="Picture",
+        common=True,
+        default="Describe the image.",
+        show_default=True,
+        metavar="TEXT",
+        help="What is asked.",
+    ),
     options.MODEL,
     options.MMPROJ,
     *options.HUB,
@@ -34,12 +42,13 @@ from pykvedge.plans.plan import Plan
     options.THREADS,
     *options.DEVICES,
     common.output("Where the report goes.", default=Path("kvedge-inspect"), show_default=True, metavar="FOLDER"),
-    option("--format", "form", type=click.Choice(["png", "svg", "pdf"]), default="png", show_default=True,
-           help="Of the pictures beside the report."),
-    option("--figures/--no-figures", default=True, help="Whether to draw; the numbers are always written."),
+    option("--format", "form", group="Output", type=click.Choice(["png", "svg", "pdf"]), default="png",
+           show_default=True, help="The format of the pictures beside the report."),
+    option("--figures/--no-figures", group="Output", common=True, default=True,
+           help="Whether to draw; the numbers are always written."),
     options.JSON,
     options.QUIET,
-)
+)  # fmt: skip
 def inspect(files: tuple[Path, ...], **given: Any) -> None:
     """Draw what a KV cache looks like, and what a method keeps of it.
 
@@ -51,7 +60,7 @@ def inspect(files: tuple[Path, ...], **given: Any) -> None:
     \b
     Examples:
       kvedge inspect photo.jpg --prompt "What is this?"
-      kvedge inspect a.jpg b.jpg --method kvedge --method snapkv --budget 0.1 --format pdf
+      kvedge inspect --image a.jpg --method kvedge --method snapkv --format pdf
       kvedge inspect photo.jpg --no-figures --json | jq .layers
     """
     from kvedge_lab.inspect import report

@@ -11,7 +11,7 @@ from typing import Any
 import click
 
 from pykvedge.cli import modelfiles, options, paths, sampling, tuning
-from pykvedge.cli.options import option
+from pykvedge.cli.command import command, option
 from pykvedge.errors import UsageError
 from pykvedge.plans.plan import Plan
 from pykvedge.system.files import require_file
@@ -28,51 +28,55 @@ _OPTIONS = (
     *options.HUB,
     options.IMAGE,
     *options.IMAGE_LIMITS,
+    option("--video", "videos", group="Picture", type=options.PATH, multiple=True, metavar="PATH",
+           help="A video whose frames are read after the images, with --stream; repeatable. ffmpeg unpacks it."),
+    option("--fps", group="Picture", type=float, default=1.0, show_default=True, metavar="N",
+           help="Frames of a second of video."),
+    *options.CACHE,
     *options.COMPOSITION,
     options.PROFILE,
-    option("--session", "session_file", type=options.PATH, metavar="FILE",
-           help="Go on with the conversation in this file, if it exists; it is saved there after each answer."),
-    option("--video", "videos", type=options.PATH, multiple=True, metavar="PATH",
-           help="A video whose frames are read after the images, with --stream; repeatable. ffmpeg unpacks it."),
-    option("--fps", type=float, default=1.0, show_default=True, metavar="N", help="Frames of a second of video."),
-    option("--stream", is_flag=True,
+    *options.KEEP,
+    option("--keep-saved", group="What is kept", is_flag=True,
+           help="The --session file has all rows, too: it takes as much as the uncompressed cache."),
+    option("--bounded", group="What is kept", is_flag=True,
+           help="Compress each layer of a prompt before the next one runs: the full cache never exists. Not with "
+                "every model and method; stderr says why not."),
+    option("--question-blind", group="What is kept", is_flag=True,
+           help="Compress what comes before the question without looking at it: other questions find it as it was."),
+    option("--stream", group="What is kept", is_flag=True,
            help="Read images one by one and compress after each: memory stays at --budget N, however many come."),
-    option("--positions", default="turn", show_default=True, metavar="WHAT", callback=_positions,
-           help="What becomes of positions that would pass the length that the model was trained for: 'turn' makes "
-                "them smaller and turns the keys, 'count' lets them go on. A number: 'turn' within so many."),
+    option("--prompt", "-p", "typed", group="Answer", metavar="TEXT", help="PROMPT as an option."),
+    option("--system", "-sys", also=("--system-prompt",), group="Answer", common=True, config=True, default="",
+           metavar="TEXT", help="Text that opens the conversation."),
+    option("--session", "session_file", group="Answer", common=True, type=options.PATH, metavar="FILE",
+           help="Go on with the conversation in this file, if it exists; it is saved there after each answer."),
+    *sampling.OPTIONS,
+    options.LOOKUP,
+    options.EXACT,
+    option("--undo/--no-undo", group="Answer", default=True,
+           help="Whether a conversation copies its cache before each message, so that /undo and /retry can go back."),
+    option("--history/--no-history", group="Answer", config=True, default=True,
+           help="Whether what is typed in a conversation is remembered, in ~/.local/state/kvedge."),
     options.CTX,
     options.THREADS,
     *options.DEVICES,
     options.KV_TYPE,
     options.KV_ROTATE,
-    *options.CACHE,
-    option("--bounded", is_flag=True,
-           help="Compress each layer of a prompt before the next one runs: the full cache never exists. Not with "
-                "every model and method; stderr says why not."),
-    option("--question-blind", is_flag=True,
-           help="Compress what comes before the question without looking at it: other questions find it as it was."),
-    *options.KEEP,
-    options.LOOKUP,
-    options.EXACT,
-    option("--keep-saved", is_flag=True,
-           help="The --session file has all rows, too: it takes as much as the uncompressed cache."),
-    *sampling.OPTIONS,
-    option("--system", default="", metavar="TEXT", help="Text that opens the conversation."),
+    option("--positions", group="Memory and devices", default="turn", show_default=True, metavar="WHAT",
+           callback=_positions,
+           help="What becomes of positions that would pass the length that the model was trained for: 'turn' makes "
+                "them smaller and turns the keys, 'count' lets them go on. A number: 'turn' within so many."),
     options.JSON,
-    option("--undo/--no-undo", default=True,
-           help="Whether a conversation copies its cache before each message, so that /undo and /retry can go back."),
-    option("--history/--no-history", default=True,
-           help="Whether what is typed in a conversation is remembered, in ~/.local/state/kvedge."),
     options.QUIET,
     options.VERBOSE,
 )  # fmt: skip
 _SETTINGS = ("system", "verbose", "profile", "bounded", "stream", "positions", "question_blind", "lookup", "exact")
 
 
-@click.command()
+@command()
 @click.argument("prompt", required=False)
 @options.taking(*_OPTIONS)
-def chat(prompt: str | None, **given: Any) -> None:
+def chat(prompt: str | None, typed: str | None, **given: Any) -> None:
     """Ask a model about images, or chat with it.
 
     The KV cache of the prompt is compressed by --method before the answer begins. PROMPT may also come from a pipe;
@@ -80,20 +84,22 @@ def chat(prompt: str | None, **given: Any) -> None:
 
     \b
     Examples:
-      kvedge chat --model m.gguf --mmproj mm.gguf --image cat.jpg "What is the cat doing?"
-      kvedge chat -hf user/repo:Q4_K_M --image cat.jpg "What is the cat doing?"      fetched the first time
-      kvedge chat ... --image a.jpg --image b.jpg --budget 0.2 "What differs?"
-      kvedge chat ... --image 'report.pdf[3-7]' "What does the table on page 4 show?"      pages of a PDF
-      kvedge chat ... --method h2o --budget 256 --sinks 4 "Summarise."
-      kvedge chat ... --method snapkv --allocator ada --reducer pivotal --set scorer.window=16 "What is this?"
+      kvedge chat -m model.gguf --image cat.jpg "What is the cat doing?"
+      kvedge chat -hf user/repo:Q4_K_M --image cat.jpg "What is this?"
+      kvedge chat ... --image a.jpg --image b.jpg "What differs?"
+      kvedge chat ... --image 'report.pdf[3-7]' "What is on page 4?"
+      kvedge chat ... --method h2o --budget 256 "Summarise."
       kvedge chat ... --plugin mine.py --method mine "What is this?"
-      echo "Describe the image." | kvedge chat ... --image cat.jpg --json
-      kvedge chat ... --image a.jpg --method snapkv --bounded "What is it?"      where the full cache does not fit
-      kvedge chat ...                        a conversation; /image PATH adds an image
-      kvedge chat ... --session talk.kvs "And then?"      goes on where the last run ended
-      kvedge chat ... --stream --budget 2048 --video clip.mp4 --fps 2 "What happens?"
-      kvedge chat ... --stream --budget 2048 --image 1.jpg --image 2.jpg ... "What happens?"      frames without end
+      echo "Describe the image." | kvedge chat ... --image a.jpg --json
+      kvedge chat ...                  a conversation; /image PATH adds an image
+      kvedge chat ... --session talk.kvs "And then?"    goes on where it ended
+      kvedge chat ... --image a.jpg --bounded "?"       without the full cache
+      kvedge chat ... --stream --budget 2048 --video clip.mp4 "What happens?"
     """
+    if typed is not None:
+        if prompt is not None:
+            raise UsageError("PROMPT and --prompt are a question each; pass one")
+        prompt = typed
     options.load_plugins(given)
     plan = options.chosen_plan(given)
     if given["profile"] and not plan.profile_kinds():

@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from pykvedge.cli import options
+from pykvedge.cli.command import command
 from pykvedge.system.memory import readable
 
 if TYPE_CHECKING:
     from pykvedge.doctor.diagnosis import Diagnosis, Outcome
 
 
-@click.command()
+@command()
 @options.taking(options.JSON, options.QUIET)
 def doctor(as_json: bool, quiet: bool) -> None:
     """Tell what this machine is, and whether kvedge is sound on it.

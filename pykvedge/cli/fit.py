@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from pykvedge.cli import options
+from pykvedge.cli.command import command, option
 from pykvedge.cli.modelfiles import headers, pictures
-from pykvedge.cli.options import option
 from pykvedge.errors import UsageError
 
 if TYPE_CHECKING:
@@ -25,27 +25,29 @@ if TYPE_CHECKING:
 _COUNT = click.IntRange(0, 10**6)
 
 
-@click.command()
+@command()
 @click.argument("file", required=False, type=options.PATH, metavar="[MODEL.gguf]")
 @options.taking(
     options.MODEL,
     options.MMPROJ,
     *options.HUB,
     options.IMAGE,
-    option("--images", "n_images", type=_COUNT, metavar="N",
+    option("--images", "n_images", group="Picture", common=True, type=_COUNT, metavar="N",
            help="Images in the prompt, if there are none at hand. Default: 1 with an image encoder."),
-    option("--image-size", metavar="WxH", help="Pixels of each image. Default: those of --image, or 1024x768."),
+    option("--image-size", group="Picture", common=True, metavar="WxH",
+           help="Pixels of each image. Default: those of --image, or 1024x768."),
     *options.IMAGE_LIMITS,
-    option("--encoder-tokens", type=click.IntRange(1, 10**6), metavar="N",
+    option("--encoder-tokens", group="Picture", type=click.IntRange(1, 10**6), metavar="N",
            help="Tokens that the encoder makes of each image, if you know."),
-    option("--text", "text_tokens", type=click.IntRange(1, 10**8), default=64, show_default=True, metavar="N",
+    option("--text", "text_tokens", group="Answer", common=True, type=click.IntRange(1, 10**8), default=64,
+           show_default=True, metavar="N",
            help="Tokens of text in the prompt."),
     *options.COMPOSITION,
     options.CTX,
     options.THREADS,
     *options.DEVICES,
     options.KV_TYPE,
-    option("--keep", type=click.Choice(("ram", "disk")),
+    option("--keep", group="What is kept", config=True, type=click.Choice(("ram", "disk")),
            help="Count whole rows behind the kept ones, in memory or in a file."),
     options.JSON,
 )  # fmt: skip
@@ -61,13 +63,13 @@ def fit(file: Path | None, **given: Any) -> None:
 
     \b
     Examples:
-      kvedge fit model.gguf --mmproj mmproj.gguf --images 4
-      kvedge fit model.gguf --mmproj mmproj.gguf --images 8 --image-size 1920x1080 --method snapkv --budget 0.1
+      kvedge fit model.gguf --images 4
+      kvedge fit model.gguf --images 8 --image-size 1920x1080 --budget 0.1
       kvedge fit -hf user/repo:Q4_K_M --images 4      before gigabytes are fetched
-      kvedge fit --model model.gguf --text 8000 --ctx 16384 --json
+      kvedge fit model.gguf --text 8000 --ctx 16384 --json
       kvedge fit model.gguf --text 16000 --method snapkv --gpu-layers auto
-      kvedge fit model.gguf --mmproj mmproj.gguf --image report.pdf --image-tokens 0.25 --budget 0.1
-      kvedge fit model.gguf --mmproj mmproj.gguf --image photo.jpg --method mixkv --allocator prefix
+      kvedge fit model.gguf --image report.pdf --image-tokens 0.25 --budget 0.1
+      kvedge fit model.gguf --image photo.jpg --method mixkv
     """
     from pykvedge.fit.footprint import footprint, most_images, most_turns
     from pykvedge.reference.kvtypes import KvType

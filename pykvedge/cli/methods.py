@@ -12,6 +12,7 @@ from typing import Any
 import click
 
 from pykvedge.cli import options
+from pykvedge.cli.command import command, option
 from pykvedge.errors import KvedgeError, UsageError
 from pykvedge.plans import presets
 from pykvedge.plans.making import plan
@@ -21,11 +22,11 @@ from pykvedge.plans.presets import PRESETS, Preset, preset
 from pykvedge.plans.registry import STAGES, member, members
 
 
-@click.command()
+@command()
 @click.argument("name", required=False)
 @options.JSON
 @options.PLUGIN
-@click.option(
+@option(
     "--check",
     "checking",
     is_flag=True,
@@ -38,7 +39,7 @@ def methods(name: str | None, as_json: bool, checking: bool, **given: Any) -> No
     Examples:
       kvedge methods
       kvedge methods lookm
-      kvedge methods lookm --json            the plan, to keep or to change (--plan)
+      kvedge methods lookm --json        the plan, to keep or change (--plan)
       kvedge methods --check mine --plugin mine.py
     """
     options.load_plugins(given)

@@ -28,7 +28,7 @@ def models(context: click.Context, as_json: bool) -> None:
     Examples:
       kvedge models
       kvedge models remove user/repo:Q8_0        what other models use stays
-      kvedge models remove user/repo --yes       all of the repository, without being asked
+      kvedge models remove user/repo --yes       the whole repository
     """
     if context.invoked_subcommand is None:
         _list(as_json)

@@ -12,6 +12,7 @@ from typing import Any
 import click
 
 from pykvedge.cli import paths
+from pykvedge.cli.command import option
 from pykvedge.errors import UsageError
 from pykvedge.models.offload import Offload
 from pykvedge.plans.making import plan as make_plan
@@ -27,8 +28,6 @@ _PLAN_SETTINGS = (
 _LARGEST_PLAN = 1 << 20  # bytes
 MODEL_HELP = "The language model, a file. Default: the packaged demo model."
 _BUDGET_HELP = "What is kept: 0.2 of the prompt, or 128 KV pairs per layer and head. Default: 0.2; kvedge, mixkv: 0.5."
-
-option = click.option
 
 
 class FilePath(click.Path):
@@ -82,120 +81,137 @@ class LayerCount(click.ParamType):
 # ------------------------------------------------------------------------------------------------------------
 # Which model is asked about which images
 
-MODEL = option("--model", type=PATH, metavar="FILE.gguf", help=MODEL_HELP)
-MMPROJ = option("--mmproj", type=PATH, metavar="FILE.gguf", help="The image encoder that belongs to the model.")
+MODEL = option("--model", "-m", group="Model", common=True, config=True, type=PATH, metavar="FILE.gguf",
+               help=MODEL_HELP)  # fmt: skip
+MMPROJ = option("--mmproj", "-mm", group="Model", common=True, config=True, type=PATH, metavar="FILE.gguf",
+                help="The image encoder that belongs to the model.")  # fmt: skip
 HUB = (
-    option("-hf", "--hf-repo", "hf_repo", metavar="USER/REPO[:QUANT]",
+    option("-hf", "--hf-repo", "hf_repo", group="Model", common=True, metavar="USER/REPO[:QUANT]",
            help="A model by name instead: fetched once, with its image encoder, then found in the cache; Q4_K_M or "
                 "Q8_0 where no QUANT is named. `kvedge models` lists what there is."),
-    option("--hf-file", metavar="PATH", help="The model's file in the repository, if no QUANT tells it apart."),
-    option("--hf-mmproj", metavar="PATH", help="Its image encoder there, if not the usual one; 'none' for none."),
-    option("--offline", is_flag=True, help="Only models that are in the cache: nothing is asked of the network."),
+    option("--hf-file", "-hff", group="Model", metavar="PATH",
+           help="The model's file in the repository, if no QUANT tells it apart."),
+    option("--hf-mmproj", group="Model", metavar="PATH",
+           help="Its image encoder there, if not the usual one; 'none' for none."),
+    option("--offline", group="Model", is_flag=True,
+           help="Only models that are in the cache: nothing is asked of the network."),
 )  # fmt: skip
 IMAGE = option(
-    "--image", "images", type=PATH, multiple=True, metavar="PATH",
+    "--image", "images", group="Picture", common=True, type=PATH, multiple=True, metavar="PATH",
     help="An image to ask about; repeatable. jpg, png, webp, bmp, gif; of a pdf each page, or some: 'report.pdf[3-7]'.",
 )  # fmt: skip
 
 IMAGE_LIMITS = (
-    option("--image-min-tokens", type=Whole(), metavar="N",
+    option("--image-min-tokens", group="Picture", config=True, type=Whole(), metavar="N",
            help="The least tokens of an image, which is enlarged for them before it is encoded."),
-    option("--image-max-tokens", type=Whole(), metavar="N",
+    option("--image-max-tokens", group="Picture", config=True, type=Whole(), metavar="N",
            help="The most, for which it is made smaller. Both for encoders that take images of any size."),
 )  # fmt: skip
 
 # ------------------------------------------------------------------------------------------------------------
 # What is kept
 
-METHOD = option("--method", metavar="NAME",
+_KEPT = "What is kept"
+METHOD = option("--method", group=_KEPT, common=True, config=True, metavar="NAME",
                 help=f"See `kvedge methods`. Default: {DEFAULT_METHOD}; in streams {STREAM_METHOD}.")  # fmt: skip
-BUDGET = option("--budget", metavar="AMOUNT", help=_BUDGET_HELP)
+BUDGET = option("--budget", group=_KEPT, common=True, config=True, metavar="AMOUNT", help=_BUDGET_HELP)
 PLUGIN = option(
-    "--plugin", "plugins", type=PATH, multiple=True, metavar="FILE",
+    "--plugin", "plugins", group=_KEPT, type=PATH, multiple=True, metavar="FILE",
     help="A file with methods or stages of your own, .py or a shared library; repeatable.",
 )  # fmt: skip
-SET = option("--set", "changes", multiple=True, metavar="STAGE.NAME=VALUE",
+SET = option("--set", "changes", group=_KEPT, multiple=True, metavar="STAGE.NAME=VALUE",
              help="A setting of a stage, for example scorer.window=16; repeatable.")  # fmt: skip
 # what changes a method
 CHANGES = (
-    option("--recent", metavar="AMOUNT", help="Last tokens that are always kept: 16, 0.1 of the prompt, or auto."),
-    option("--sinks", type=int, metavar="N", help="First tokens that are always kept."),
-    option("--text-prior/--no-text-prior", default=None, help="Whether text outranks image tokens."),
-    option("--critical", metavar="NORM",
+    option("--recent", group=_KEPT, metavar="AMOUNT",
+           help="Last tokens that are always kept: 16, 0.1 of the prompt, or auto."),
+    option("--sinks", group=_KEPT, type=int, metavar="N", help="First tokens that are always kept."),
+    option("--text-prior/--no-text-prior", group=_KEPT, default=None, help="Whether text outranks image tokens."),
+    option("--critical", group=_KEPT, metavar="NORM",
            help="Choose what the best half leaves by attention times the norm of what a value adds: l1, l2 or none."),
-    option("--critical-half", metavar="OF",
+    option("--critical-half", group=_KEPT, metavar="OF",
            help="That half is one of the budget, protected tokens included (budget), or of the others (free)."),
-    option("--scorer", metavar="NAME", help="Another scorer for the method. See `kvedge methods NAME`."),
-    option("--allocator", metavar="NAME", help="Another allocator."),
-    option("--reducer", metavar="NAME", help="What becomes of the others: evict, averaged, pivotal, weighted, ..."),
-    option("--decode", metavar="NAME", help="Another policy for what happens while the answer is generated."),
-    option("--image-tokens", "image_tokens", metavar="AMOUNT",
+    option("--scorer", group=_KEPT, metavar="NAME",
+           help="Another scorer for the method. See `kvedge methods NAME`."),
+    option("--allocator", group=_KEPT, metavar="NAME", help="Another allocator."),
+    option("--reducer", group=_KEPT, metavar="NAME",
+           help="What becomes of the others: evict, averaged, pivotal, weighted, ..."),
+    option("--decode", group=_KEPT, metavar="NAME",
+           help="Another policy for what happens while the answer is generated."),
+    option("--image-tokens", "image_tokens", group="Picture", metavar="AMOUNT",
            help="What the model reads of each image: 0.5 of its tokens, or 288. Default: all."),
-    option("--pruner", metavar="NAME", help="Who chooses: residual (the default), grid, dart, random."),
+    option("--pruner", group="Picture", metavar="NAME",
+           help="Who chooses them: residual (the default), grid, dart, random."),
     SET,
 )  # fmt: skip
 PLAN = option(
-    "--plan", "plan_file", type=PATH, metavar="FILE.json",
+    "--plan", "plan_file", group=_KEPT, type=PATH, metavar="FILE.json",
     help="A plan as `kvedge methods NAME --json` prints it, instead of --method and what changes it.",
 )  # fmt: skip
 COMPOSITION = (METHOD, BUDGET, *CHANGES, PLAN, PLUGIN)
 PROFILE = option(
-    "--profile", type=PATH, multiple=True, metavar="FILE.json",
+    "--profile", group=_KEPT, type=PATH, multiple=True, metavar="FILE.json",
     help="What `kvedge calibrate` wrote, for methods that need it; repeatable. Default: found by itself.",
 )  # fmt: skip
 
 KEEP = (
-    option("--keep", type=click.Choice(("ram", "disk")),
+    option("--keep", group=_KEPT, common=True, config=True, type=click.Choice(("ram", "disk")),
            help="Keep all rows behind the compressed ones, in memory or in a file that the system may drop: "
                 "a later message is answered as if the conversation were one prompt."),
-    option("--keep-folder", type=PATH, metavar="PATH", help="Where that file lies. Default: ~/.cache/kvedge/keep."),
-    option("--age", type=float, metavar="SHARE",
+    option("--keep-folder", group=_KEPT, config=True, type=PATH, metavar="PATH",
+           help="Where that file lies. Default: ~/.cache/kvedge/keep."),
+    option("--age", group=_KEPT, type=float, metavar="SHARE",
            help="With --keep: each message halves (0.5) the pairs of images that it does not ask about; a question "
                 "brings them back."),
-    option("--keep-space", metavar="SIZE", help="What all rows may take there. Default: 20GiB."),
+    option("--keep-space", group=_KEPT, config=True, metavar="SIZE",
+           help="What all rows may take there. Default: 20GiB."),
 )  # fmt: skip
 
 # ------------------------------------------------------------------------------------------------------------
 # How it runs
 
-CTX = option("--ctx", type=Whole(), metavar="N", help="Tokens that the conversation may hold. Default: up to 4096.")
-THREADS = option("--threads", type=Whole(), metavar="N",
+_MACHINE = "Memory and devices"
+CTX = option("--ctx", "-c", also=("--ctx-size",), group=_MACHINE, common=True, config=True, type=Whole(), metavar="N",
+             help="Tokens that the conversation may hold. Default: up to 4096.")  # fmt: skip
+THREADS = option("--threads", "-t", group=_MACHINE, common=True, config=True, type=Whole(), metavar="N",
                  help="Default: one per physical core; for an answer one less where that is faster.")  # fmt: skip
 DEVICES = (
-    option("--gpu-layers", type=LayerCount(), metavar="N",
+    option("--gpu-layers", "-ngl", also=("--n-gpu-layers",), group=_MACHINE, common=True, config=True,
+           type=LayerCount(), metavar="N",
            help="Layers on GPUs and other machines: a number, -1 for all, or auto for as many as fit."),
-    option("--device", default="auto", show_default=True, metavar="NAMES",
+    option("--device", "-dev", group=_MACHINE, config=True, default="auto", show_default=True, metavar="NAMES",
            help="Where layers may lie: auto, none, or names that `kvedge doctor` lists, as in CUDA0."),
-    option("--rpc", default="", metavar="HOST:PORT",
+    option("--rpc", group=_MACHINE, config=True, default="", metavar="HOST:PORT",
            help="Other machines that run `kvedge rpc-server`, whose devices take layers; several with commas."),
 )  # fmt: skip
 KV_TYPE = option(
-    "--kv-type", default="f16", show_default=True, metavar="TYPE",
+    "--kv-type", group=_MACHINE, config=True, default="f16", show_default=True, metavar="TYPE",
     help=f"How keys and values are stored: {', '.join(NAMES)}, or K:V, as in q8_0:q4_0.",
 )  # fmt: skip
 KV_ROTATE = option(
-    "--kv-rotate", default="auto", show_default=True, type=click.Choice(ROTATES), metavar="WHEN",
+    "--kv-rotate", group=_MACHINE, default="auto", show_default=True, type=click.Choice(ROTATES), metavar="WHEN",
     help="Rotate rows before they become q8_0, q4_0 or tq3, so that channels that stand out cost the others less: on, "
     "off, or auto, as llama.cpp does where head sizes are multiples of 64.",
 )  # fmt: skip
 CACHE = (
-    option("--cache", type=PATH, metavar="DIR",
+    option("--cache", group="Picture", config=True, type=PATH, metavar="DIR",
            help="Keep what was computed of images in this folder, for later runs and others at the same time."),
-    option("--cache-size", metavar="SIZE", help="The most that the folder may take, as in 500MiB. Default: 4GiB."),
+    option("--cache-size", group="Picture", config=True, metavar="SIZE",
+           help="The most that the folder may take, as in 500MiB. Default: 4GiB."),
 )  # fmt: skip
 LOOKUP = option(
-    "--lookup", is_flag=True,
+    "--lookup", group="Answer", is_flag=True,
     help="Guess how an answer goes on by what was said before, and verify several tokens at once: the same answer, "
     "sooner where it repeats a document or a form.",
 )  # fmt: skip
 EXACT = option(
-    "--exact", is_flag=True,
+    "--exact", group="Answer", is_flag=True,
     help="With --keep: draft answers with what is kept and verify them over the whole cache, so that they are the "
     "answers of --method full.",
 )  # fmt: skip
-JSON = option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-QUIET = option("--quiet", is_flag=True, help="Nothing on stderr but errors.")
-VERBOSE = option("--verbose", is_flag=True, help="llama.cpp's log on stderr.")
+JSON = option("--json", "as_json", common=True, is_flag=True, help="Print one JSON object.")
+QUIET = option("--quiet", "-q", common=True, is_flag=True, help="Nothing on stderr but errors.")
+VERBOSE = option("--verbose", "-v", is_flag=True, help="llama.cpp's log on stderr.")
 
 
 def taking(*options: Callable[[Any], Any]) -> Callable[[Any], Any]:

@@ -36,7 +36,7 @@ def _show_version(context: click.Context, _: click.Parameter, wanted: bool) -> N
 @click.group(
     invoke_without_command=True,
     no_args_is_help=True,
-    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 80},
     epilog="`kvedge COMMAND --help` explains a command, `kvedge methods` the compression methods.",
 )
 @click.option("--version", is_flag=True, is_eager=True, expose_value=False, callback=_show_version,
@@ -49,7 +49,7 @@ def cli(context: click.Context, cflags: bool, libs: bool, cmake_dir: bool) -> No
     """Vision-language models on your own machine, with a compressed KV cache.
 
     \b
-    kvedge chat --model model.gguf --mmproj mmproj.gguf --image photo.jpg "What is this?"
+    kvedge chat -m model.gguf --image photo.jpg "What is this?"
     kvedge chat -hf user/repo:Q4_K_M --image photo.jpg "What is this?"
     """
     if not (cflags or libs or cmake_dir):

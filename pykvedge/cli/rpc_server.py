@@ -10,13 +10,14 @@ import sys
 import click
 
 from pykvedge.cli import options
+from pykvedge.cli.command import command, option
 from pykvedge.errors import DeviceError, UsageError
 
 
-@click.command("rpc-server")
-@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen at.")
-@click.option("--port", default=50052, show_default=True, type=click.IntRange(1, 65535))
-@click.option("--device", default="auto", metavar="NAMES", help="Devices to lend, as in CUDA0; auto: all there are.")
+@command("rpc-server")
+@option("--host", default="127.0.0.1", show_default=True, help="Address to listen at.")
+@option("--port", default=50052, show_default=True, type=click.IntRange(1, 65535))
+@option("--device", default="auto", metavar="NAMES", help="Devices to lend, as in CUDA0; auto: all there are.")
 @options.taking(options.THREADS)
 def rpc_server(host: str, port: int, device: str, threads: int | None) -> None:
     """Lend this machine's devices to `kvedge chat --rpc` on another one.

@@ -7,36 +7,44 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pykvedge.cli import paths
-from pykvedge.cli.options import option
+from pykvedge.cli.command import option
 from pykvedge.errors import UsageError
 
 if TYPE_CHECKING:
     from pykvedge.runtime.sampling import Sampling
 
+_GROUP, _ABOVE_0 = "Sampling", "With --temp above 0."
 OPTIONS = (
-    option("--max-tokens", type=int, default=512, show_default=True, metavar="N", help="Longest answer."),
-    option("--temp", type=float, default=0.0, show_default=True, help="0 always takes the likeliest token."),
-    option("--top-p", type=float, default=0.95, show_default=True, help="With --temp above 0."),
-    option("--top-k", type=int, default=40, show_default=True, help="With --temp above 0."),
-    option("--min-p", type=float, default=0.0, show_default=True,
+    option("--max-tokens", "-n", also=("--predict", "--n-predict"), group="Answer", common=True, config=True, type=int,
+           default=512, show_default=True, metavar="N", help="Longest answer."),
+    option("--temp", also=("--temperature",), group=_GROUP, common=True, config=True, type=float, default=0.0,
+           show_default=True, help="0 always takes the likeliest token."),
+    option("--top-p", group=_GROUP, config=True, type=float, default=0.95, show_default=True, help=_ABOVE_0),
+    option("--top-k", group=_GROUP, config=True, type=int, default=40, show_default=True, help=_ABOVE_0),
+    option("--min-p", group=_GROUP, config=True, type=float, default=0.0, show_default=True,
            help="With --temp above 0: drop what is less likely than this share of the likeliest."),
-    option("--typical-p", type=float, default=1.0, show_default=True, help="With --temp above 0; 1 is off."),
-    option("--seed", type=int, help="Makes answers with --temp above 0 repeatable."),
-    option("--repeat-penalty", type=float, default=1.0, show_default=True,
+    option("--typical-p", also=("--typical",), group=_GROUP, type=float, default=1.0, show_default=True,
+           help="With --temp above 0; 1 is off."),
+    option("--seed", "-s", group=_GROUP, common=True, type=int, help="Makes answers with --temp above 0 repeatable."),
+    option("--repeat-penalty", group=_GROUP, config=True, type=float, default=1.0, show_default=True,
            help="Above 1 makes tokens less likely that the answer has; 1 is off."),
-    option("--frequency-penalty", type=float, default=0.0, show_default=True,
+    option("--frequency-penalty", group=_GROUP, type=float, default=0.0, show_default=True,
            help="Is taken from a token's logit for each time that the answer has it."),
-    option("--presence-penalty", type=float, default=0.0, show_default=True, help="The same, once."),
-    option("--repeat-last-n", type=int, default=64, show_default=True, metavar="N",
-           help="The three look at so many tokens of the answer, the last ones."),
-    option("--logit-bias", multiple=True, metavar="ID=BIAS",
+    option("--presence-penalty", group=_GROUP, type=float, default=0.0, show_default=True,
+           help="Is taken from a token's logit once, if the answer has it."),
+    option("--repeat-last-n", group=_GROUP, type=int, default=64, show_default=True, metavar="N",
+           help="The three penalties look at so many last tokens of the answer."),
+    option("--logit-bias", group=_GROUP, multiple=True, metavar="ID=BIAS",
            help="Is added to the logit of a token, by its number or as text; -inf forbids it; repeatable."),
-    option("--grammar", metavar="FILE|TEXT", help="The answer follows this grammar, in llama.cpp's GBNF."),
-    option("--json-schema", metavar="FILE|JSON", help="The answer is JSON by this schema."),
-    option("--regex", metavar="TEXT", help="The whole answer matches this regular expression, in Rust's syntax."),
+    option("--grammar", group="Answer", metavar="FILE|TEXT",
+           help="The answer follows this grammar, in llama.cpp's GBNF."),
+    option("--json-schema", "-j", group="Answer", metavar="FILE|JSON", help="The answer is JSON by this schema."),
+    option("--regex", group="Answer", metavar="TEXT",
+           help="The whole answer matches this regular expression, in Rust's syntax."),
     option("--logprobs", type=int, metavar="N",
            help="With --json: the probability of each token, and the N likeliest there."),
-    option("--stop", multiple=True, metavar="TEXT", help="The answer ends before this text; repeatable."),
+    option("--stop", group="Answer", multiple=True, metavar="TEXT",
+           help="The answer ends before this text; repeatable."),
 )  # fmt: skip
 _PLAIN = ("temp", "top_p", "top_k", "seed", "max_tokens", "min_p", "typical_p", "repeat_penalty", "frequency_penalty",
           "presence_penalty", "repeat_last_n")  # fmt: skip

@@ -11,58 +11,64 @@ from typing import Any
 import click
 
 from pykvedge.cli import options, paths, tuning
+from pykvedge.cli.command import command, option
 from pykvedge.cli.modelfiles import model_files
 from pykvedge.errors import UsageError
 
+_SERVER, _MACHINE = "Server", "Memory and devices"
 _EXTRA = ("anyio", "httpcore", "httptools", "prometheus_client", "pydantic", "starlette", "uvicorn")
 _LOOP = () if sys.platform == "win32" else ("uvloop",)
 
 
-@click.command()
+@command()
 @options.taking(
-    options.MODEL, options.MMPROJ, *options.HUB, *options.IMAGE_LIMITS, *options.COMPOSITION,
-    options.option("--host", default="127.0.0.1", show_default=True, metavar="ADDRESS",
-                   help="Where to listen; beyond this machine a key is needed."),
-    options.option("--port", type=click.IntRange(0, 65535), default=8137, show_default=True,
-                   help="0: any free one, which is printed."),
-    options.option("--key-file", type=options.PATH, metavar="FILE",
-                   help="Keys of which requests must show one, as Authorization: Bearer KEY: one a line, and behind it "
-                   "a name if you like. Conversations belong to the key that began them."),
-    options.option("--share-prompts", is_flag=True,
-                   help="A prompt that was read for one key is there for all others, who see by the time that it was."),
-    options.option("--allow-host", "hosts", multiple=True, metavar="NAME",
-                   help="Another name that requests may call this server by; repeatable."),
-    options.option("--allow-origin", "origins", multiple=True, metavar="ORIGIN",
-                   help="Pages of this origin may ask, as https://chat.example:3000; * for all; repeatable."),
-    options.option("--name", default="", metavar="NAME", help="What the model is called. Default: its file's name."),
-    options.option("--strict-model", is_flag=True, help="Refuse requests that name another model."),
-    options.option("--memory", metavar="SIZE",
-                   help="The most that keys and values of all conversations may take, as in 2GiB. "
-                   "Default: half of what is free."),
-    options.option("--parallel", type=click.IntRange(1, 64), default=4, show_default=True, metavar="N",
-                   help="Answers that are written at the same time."),
-    options.option("--queue", type=click.IntRange(1, 10000), default=64, show_default=True, metavar="N",
-                   help="Requests that may wait; more are told to come again."),
-    options.option("--park", type=options.PATH, metavar="DIR",
-                   help="Keep conversations that wait in this folder, also for the next run. "
-                   "Default: one that goes away with the server."),
-    options.option("--park-size", metavar="SIZE", help="The most that the folder may take. Default: 4GiB."),
-    *options.KEEP,
-    options.option("--max-tokens", type=options.Whole(), metavar="N",
-                   help="Tokens of an answer where a request does not say. Default: as many as there is room for."),
-    options.option("--temp", type=click.FloatRange(0, 100), default=0.0, show_default=True,
-                   help="The temperature where a request does not say; 0 always takes the likeliest token."),
-    options.option("--seed", type=int, metavar="N",
-                   help="The seed where a request does not say; default: another one for each answer."),
-    options.option("--max-body", metavar="SIZE", help="The most that a request may have. Default: 64MiB."),
-    options.option("--allow-https-images", is_flag=True, help="Fetch pictures that requests name by https: URLs."),
-    options.option("--image-folder", type=options.PATH, metavar="DIR",
-                   help="Requests may name pictures in this folder by file: URLs."),
-    options.option("--grace", type=click.FloatRange(0, 3600), default=10, show_default=True, metavar="SECONDS",
-                   help="What answers may take to end after Ctrl-C or SIGTERM."),
-    options.option("--parent-pid", type=click.IntRange(1), metavar="PID",
-                   help="End with this process, and when stdin ends if that is a pipe."),
-    options.CTX, options.THREADS, *options.DEVICES, options.KV_TYPE, options.KV_ROTATE, *options.CACHE, options.LOOKUP,
+    options.MODEL, options.MMPROJ, *options.HUB, *options.IMAGE_LIMITS,
+    option("--allow-https-images", group="Picture", is_flag=True,
+           help="Fetch pictures that requests name by https: URLs."),
+    option("--image-folder", group="Picture", type=options.PATH, metavar="DIR",
+           help="Requests may name pictures in this folder by file: URLs."),
+    *options.CACHE, *options.COMPOSITION, *options.KEEP,
+    option("--host", group=_SERVER, common=True, config=True, default="127.0.0.1", show_default=True,
+           metavar="ADDRESS", help="Where to listen; beyond this machine a key is needed."),
+    option("--port", group=_SERVER, common=True, config=True, type=click.IntRange(0, 65535), default=8137,
+           show_default=True, help="0: any free one, which is printed."),
+    option("--key-file", also=("--api-key-file",), group=_SERVER, common=True, type=options.PATH, metavar="FILE",
+           help="Keys of which requests must show one, as Authorization: Bearer KEY: one a line, and behind it "
+           "a name if you like. Conversations belong to the key that began them."),
+    option("--share-prompts", group=_SERVER, is_flag=True,
+           help="A prompt that was read for one key is there for all others, who see by the time that it was."),
+    option("--allow-host", "hosts", group=_SERVER, multiple=True, metavar="NAME",
+           help="Another name that requests may call this server by; repeatable."),
+    option("--allow-origin", "origins", group=_SERVER, multiple=True, metavar="ORIGIN",
+           help="Pages of this origin may ask, as https://chat.example:3000; * for all; repeatable."),
+    option("--name", also=("--alias",), group=_SERVER, default="", metavar="NAME",
+           help="What the model is called. Default: its file's name."),
+    option("--strict-model", group=_SERVER, is_flag=True, help="Refuse requests that name another model."),
+    option("--queue", group=_SERVER, type=click.IntRange(1, 10000), default=64, show_default=True, metavar="N",
+           help="Requests that may wait; more are told to come again."),
+    option("--max-body", group=_SERVER, metavar="SIZE", help="The most that a request may have. Default: 64MiB."),
+    option("--grace", group=_SERVER, type=click.FloatRange(0, 3600), default=10, show_default=True, metavar="SECONDS",
+           help="What answers may take to end after Ctrl-C or SIGTERM."),
+    option("--parent-pid", group=_SERVER, type=click.IntRange(1), metavar="PID",
+           help="End with this process, and when stdin ends if that is a pipe."),
+    option("--max-tokens", "-n", also=("--predict", "--n-predict"), group="Answer", common=True, config=True,
+           type=options.Whole(), metavar="N",
+           help="Tokens of an answer where a request does not say. Default: as many as there is room for."),
+    options.LOOKUP,
+    option("--temp", also=("--temperature",), group="Sampling", config=True, type=click.FloatRange(0, 100), default=0.0,
+           show_default=True, help="The temperature where a request does not say; 0 always takes the likeliest token."),
+    option("--seed", "-s", group="Sampling", type=int, metavar="N",
+           help="The seed where a request does not say; default: another one for each answer."),
+    options.CTX, options.THREADS, *options.DEVICES, options.KV_TYPE, options.KV_ROTATE,
+    option("--memory", group=_MACHINE, common=True, config=True, metavar="SIZE",
+           help="The most that keys and values of all conversations may take, as in 2GiB. "
+           "Default: half of what is free."),
+    option("--parallel", "-np", group=_MACHINE, common=True, config=True, type=click.IntRange(1, 64), default=4,
+           show_default=True, metavar="N", help="Answers that are written at the same time."),
+    option("--park", group=_MACHINE, type=options.PATH, metavar="DIR",
+           help="Keep conversations that wait in this folder, also for the next run. "
+           "Default: one that goes away with the server."),
+    option("--park-size", group=_MACHINE, metavar="SIZE", help="The most that the folder may take. Default: 4GiB."),
     options.QUIET, options.VERBOSE,
 )  # fmt: skip
 def serve(**given: Any) -> None:
@@ -74,10 +80,10 @@ def serve(**given: Any) -> None:
     memory under --memory, then in a folder, and go on where they were.
 
     \b
-      kvedge serve --model model.gguf --mmproj mmproj.gguf --budget 0.2
+      kvedge serve -m model.gguf --budget 0.2
       kvedge serve ... --memory 2GiB --parallel 8
       kvedge serve ... --host 0.0.0.0 --key-file key.txt --allow-host myhost
-      kvedge serve ... --port 0 --parent-pid $$      beside a program that starts and ends it
+      kvedge serve ... --port 0 --parent-pid $$     ends with another program
     """
     missing = [name for name in (*_EXTRA, *_LOOP) if importlib.util.find_spec(name) is None]
     if missing:

@@ -1,0 +1,79 @@
+"""Commands of the program show their options in groups: `--help` the common ones, `--help-all` all of them."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import click
+
+FEW = 16  # options of which `--help` leaves out none
+_ALL = "kvedge.help_all"
+_LAST = "Output"  # the group at the end of a help text
+_NAMES = 26  # columns of the names of options in a help text
+
+
+class Option(click.Option):
+    """An option of a group. common: `--help` of a command with many options shows it.
+
+    also: names that are taken, too, and shown by `--help-all` alone. config: `kvedge config` may set it.
+    """
+
+    def __init__(
+        self, names: Sequence[str], *, group: str = _LAST, common: bool = False, also: Sequence[str] = (),
+        config: bool = False, **settings: Any,
+    ) -> None:  # fmt: skip
+        super().__init__([*names, *also], **settings)
+        self.group, self.common, self.also, self.config = group, common, also, config
+
+    def get_help_record(self, ctx: click.Context) -> tuple[str, str] | None:
+        shown = copy.copy(self)
+        if not ctx.meta.get(_ALL):
+            shown.opts = [name for name in self.opts if name not in self.also]
+        return click.Option.get_help_record(shown, ctx)
+
+    def get_error_hint(self, ctx: click.Context | None) -> str:
+        """Names the option by its one long name: a user does not look for all others."""
+        return f"'{self.opts[0]}'"
+
+
+class Command(click.Command):
+    """A command whose help lists options by group."""
+
+    def get_params(self, ctx: click.Context) -> list[click.Parameter]:
+        params = super().get_params(ctx)
+        return [*params, _HELP_ALL] if self._is_long() else params
+
+    def _is_long(self) -> bool:
+        return sum(isinstance(param, Option) for param in self.params) > FEW
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        every = ctx.meta.get(_ALL) or not self._is_long()
+        groups: dict[str, list[tuple[str, str]]] = {}
+        for param in self.get_params(ctx):
+            record = param.get_help_record(ctx) if isinstance(param, click.Option) else None
+            if record is not None and (every or getattr(param, "common", True)):
+                groups.setdefault(getattr(param, "group", _LAST), []).append(record)
+        lengths = [len(names) for rows in groups.values() for names, _ in rows]
+        width = max((n for n in lengths if n <= _NAMES), default=0)
+        for name, rows in sorted(groups.items(), key=lambda group: group[0] == _LAST):
+            with formatter.section(name if len(groups) > 1 else "Options"):
+                formatter.write_dl([(names.ljust(width), text) for names, text in rows], col_max=width)
+
+
+def _show_all(context: click.Context, _: click.Parameter, wanted: bool) -> None:
+    if wanted and not context.resilient_parsing:
+        context.meta[_ALL] = True
+        click.echo(context.get_help(), color=context.color)
+        context.exit()
+
+
+_HELP_ALL = Option(
+    ["--help-all"], common=True, is_flag=True, is_eager=True, expose_value=False, callback=_show_all,
+    help="Show all options and exit.",
+)  # fmt: skip
+
+command = partial(click.command, cls=Command)
+option = partial(click.option, cls=Option)

@@ -1,0 +1,62 @@
+"""Help texts fit a terminal and show every option; llama.cpp's letters mean here what they mean there."""
+
+from __future__ import annotations
+
+import click
+import pytest
+from click.testing import CliRunner
+
+from pykvedge.cli.program import cli
+
+GROUPS = ["Model", "Picture", "What is kept", "Answer", "Sampling", "Memory and devices", "Output"]
+
+
+def commands(group=cli, path=()):
+    for name, command in group.commands.items():
+        if isinstance(command, click.Group):
+            yield from commands(command, (*path, name))
+        yield (*path, name), command
+
+
+def shown(*arguments):
+    done = CliRunner().invoke(cli, arguments, terminal_width=None)
+    assert done.exit_code == 0, done
+    return done.stdout
+
+
+@pytest.mark.parametrize(("path", "command"), list(commands()), ids=lambda one: " ".join(one) if type(one) is tuple else "")
+def test_help_fits_80_columns_and_help_all_has_every_option(path, command):
+    few = shown(*path, "--help")
+    long = "--help-all" in few
+    every = shown(*path, "--help-all") if long else few
+    assert max(map(len, (few + every).splitlines())) <= 80
+    names = [name for param in command.params if isinstance(param, click.Option) for name in param.opts]
+    assert [name for name in names if name not in every.replace(",", " ").replace("/", " ").split()] == []
+    if long:
+        assert len(few) < len(every)
+
+
+def test_the_help_of_chat_shows_in_groups_what_people_need():
+    few, every = shown("chat", "--help"), shown("chat", "--help-all")
+    for text in (few, every):
+        assert [line.rstrip(":") for line in text.splitlines() if line.endswith(":") and line[0] != " "] == GROUPS
+    options = [line for line in few.splitlines() if line.startswith("  -")]
+    assert 12 <= len(options) <= 20
+    for name in ("--model", "-hf", "--image", "--method", "--budget", "--max-tokens", "--temp", "--threads", "--json"):
+        assert any(name in line for line in options), name
+    assert "--critical-half" in every and "--critical-half" not in few
+    assert "--n-gpu-layers" in every and "--n-gpu-layers" not in few
+
+
+def test_letters_of_llama_cpp_mean_the_same(kvedge, tiny):
+    files = tiny("llama")
+    words = ["chat", "--json", "--seed", 3, "--temp", 1, "--max-tokens", 5, "--ctx", 300, "--threads", 1, "--model"]
+    letters = ["chat", "--json", "-s", 3, "--temperature", 1, "-n5", "-c", 300, "-t", 1, "-ngl", 0, "-v", "-m"]
+    long = kvedge(*words, files.model, "--system", "Be brief.", "Hello")
+    short = kvedge(*letters, files.model, "-sys", "Be brief.", "-p", "Hello")
+    assert long.code == short.code == 0
+    assert long.json["text"] == short.json["text"] and short.json["tokens"]["generated"] <= 5
+    assert "llama_model_loader" in short.err
+    kvedge(*letters, files.model, "-p", "Hello", "Hello").failed(2, "PROMPT and --prompt")
+    kvedge("chat", "-m", files.model, "-t", 0, "Hello").failed(2, "--threads must be at least 1")
+    kvedge("chat", "-m", files.model, "-n", "many", "Hello").failed(2, "'--max-tokens'")
