@@ -40,7 +40,7 @@ def test_no_model(kvedge, llava, monkeypatch, tmp_path):
 def test_a_model_that_is_not_there(kvedge, llava, tmp_path):
     kvedge("chat", *pair("nowhere.gguf"), "Hello").failed(1, "nowhere.gguf does not exist")
     kvedge("chat", *pair(llava.model, "nowhere.gguf"), "Hello").failed(1, "nowhere.gguf does not exist")
-    kvedge("chat", *pair(tmp_path), "Hello").failed(1, "is a folder")
+    kvedge("chat", *pair(tmp_path), "Hello").failed(2, "has no GGUF model")
 
 
 @pytest.mark.skipif(os.name != "posix" or os.geteuid() == 0, reason="root reads everything")

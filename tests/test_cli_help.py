@@ -24,7 +24,7 @@ def shown(*arguments):
     return done.stdout
 
 
-@pytest.mark.parametrize(("path", "command"), list(commands()), ids=lambda one: " ".join(one) if type(one) is tuple else "")
+@pytest.mark.parametrize(("path", "command"), list(commands()))
 def test_help_fits_80_columns_and_help_all_has_every_option(path, command):
     few = shown(*path, "--help")
     long = "--help-all" in few

@@ -1,4 +1,4 @@
-"""-hf and `kvedge models`, by running the program beside a hub on this machine."""
+"""-hf, run, pull, list and rm, by running the program beside a hub on this machine."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
+from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
@@ -146,7 +147,7 @@ def test_without_the_extra_it_says_what_to_install(kvedge, environment, fresh, t
     (tmp_path / "huggingface_hub.py").write_text("raise ImportError('no module')\n")
     env = {**fresh.env, "PYTHONPATH": f"{tmp_path}:{environment['PYTHONPATH']}"}
     kvedge("chat", "-hf", REPO, "Hello?", env=env).failed(2, "pip install 'kvedge[hub]'")
-    assert kvedge("models", "--json", env=env).json["models"] == []
+    assert kvedge("list", "--json", env=env).json["models"] == []
 
 
 def test_an_encoder_of_ones_own_comes_in_the_place_of_the_repositorys(kvedge, tiny, fresh, picture_file):
@@ -159,31 +160,38 @@ def test_an_encoder_of_ones_own_comes_in_the_place_of_the_repositorys(kvedge, ti
     blind.failed(2, "--image needs the image encoder")
 
 
-def test_models_are_listed_and_removed(kvedge, native, fresh):
+def test_models_are_pulled_listed_run_and_removed(kvedge, native, fresh):
     def run(*arguments):
-        done = CliRunner().invoke(cli, ["models", *arguments], env=fresh.env)
+        done = CliRunner().invoke(cli, arguments, env=fresh.env)
         assert done.exit_code == 0, done
         return done
 
-    empty = run()
+    empty = run("list")
     assert empty.stdout == "" and "no models in" in empty.stderr
-    assert kvedge("chat", "-hf", REPO, "--max-tokens", 1, "--quiet", "Hello?", env=fresh.env).err == ""
-    listed = json.loads(run("--json").stdout)
+    files = run("pull", REPO, "--quiet").stdout.split()
+    assert [Path(path).name for path in files] == [MODEL, MMPROJ] and all(Path(path).is_file() for path in files)
+    listed = json.loads(run("list", "--json").stdout)
     (model,) = listed["models"]
     sizes = [len(fresh.hub.repos[REPO][path].data) for path in (MODEL, MMPROJ)]
     assert (model["name"], model["file"], model["mmproj"]) == (f"{REPO}:Q4_K_M", MODEL, MMPROJ)
     assert [model["bytes"], model["mmproj_bytes"]] == sizes and listed["unfinished"] == {}
-    assert f"| {REPO}:Q4_K_M | 3.3 MiB" in run().stdout
-    assert "pass --yes" in str(refused(fresh, "models", "remove", REPO))
-    assert "unknown quantisation" in str(refused(fresh, "models", "remove", f"{REPO}:Q8_0", "--yes"))
-    assert "stand behind it" in str(refused(fresh, "models", "--json", "remove", REPO))
+    assert f"| {REPO}:Q4_K_M | 3.3 MiB" in run("list").stdout and run("models").stdout == run("list").stdout
+    assert max(map(len, run("list").stdout.splitlines())) <= 80
+    asked = ["--threads", 1, "--max-tokens", 4, "--quiet", "Hello?"]
+    sent = fresh.hub.bytes_sent
+    by_run = kvedge("run", f"{REPO}:Q4_K_M", *asked, env=fresh.env)
+    assert by_run.code == 0 and fresh.hub.bytes_sent == sent
+    for same in (["-hf", REPO], ["--model", REPO], ["--model", files[0], "--mmproj", files[1]]):
+        assert kvedge("chat", *same, *asked, env=fresh.env).out == by_run.out
+    assert "pass --yes" in str(refused(fresh, "rm", REPO))
+    assert "unknown quantisation" in str(refused(fresh, "rm", f"{REPO}:Q8_0", "--yes"))
     assert len(fresh.blobs()) == 2
-    gone = json.loads(run("remove", f"{REPO}:Q4_K_M", "--yes", "--json").stdout)
+    gone = json.loads(run("rm", f"{REPO}:Q4_K_M", "--yes", "--json").stdout)
     assert gone == {"name": f"{REPO}:Q4_K_M", "files": sorted([MODEL, MMPROJ]), "bytes": sum(sizes)}
     assert fresh.blobs() == set()
     (fresh.folder / "blobs" / ("a" * 64 + ".incomplete")).write_bytes(b"begun")
-    assert f"{REPO}: a download stopped after" in run().stderr
-    assert "removed" in run("remove", REPO, "--yes").stdout and not fresh.folder.exists()
+    assert f"{REPO}: a download stopped after" in run("list").stderr
+    assert "removed" in run("rm", REPO, "--yes").stdout and not fresh.folder.exists()
 
 
 def test_removing_asks_at_a_terminal(kvedge, native, fresh, monkeypatch):
@@ -192,7 +200,7 @@ def test_removing_asks_at_a_terminal(kvedge, native, fresh, monkeypatch):
     (fresh.folder / "blobs").mkdir(parents=True)
     runner = CliRunner()
     monkeypatch.setattr(models, "_at_terminal", lambda: True)
-    no = runner.invoke(cli, ["models", "remove", REPO], env=fresh.env, input="n\n")
+    no = runner.invoke(cli, ["rm", REPO], env=fresh.env, input="n\n")
     assert no.exit_code == 1 and no.stdout == "" and "nothing was removed" in no.stderr and fresh.folder.exists()
-    yes = runner.invoke(cli, ["models", "remove", REPO], env=fresh.env, input="y\n")
+    yes = runner.invoke(cli, ["rm", REPO], env=fresh.env, input="y\n")
     assert yes.exit_code == 0 and not fresh.folder.exists()

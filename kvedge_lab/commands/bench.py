@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from kvedge_lab.commands import common
-from pykvedge.cli import options, paths
+from pykvedge.cli import options
 from pykvedge.cli.command import command, option
 from pykvedge.cli.modelfiles import fetched, model_files
 from pykvedge.cli.options import listed
@@ -74,7 +74,7 @@ QUICK: dict[str, Any] = {"budgets": "0.2", "tokens": "64", "images": "8", "repea
     options.QUIET,
 )  # fmt: skip
 def bench(**given: Any) -> None:
-    """Measure speed and memory on this machine: methods beside stock llama.cpp, in one run.
+    """Measure speed and memory of methods beside stock llama.cpp.
 
     Every method reads the same synthetic prompts (random text, drawn scenes) and generates; rounds alternate between
     the methods, so that a change of the machine's speed meets all of them.
@@ -177,9 +177,9 @@ def _models(given: dict[str, Any]) -> list[ModelFiles]:
     if not models and not by_name:
         return [ModelFiles(*model_files({"model": None, "mmproj": mmprojs[0] if mmprojs else None}))]
     if len(mmprojs) not in (0, len(models)):
-        raise UsageError(f"{len(models)} models and {len(mmprojs)} image encoders; pass one --mmproj for each, or '-'")
+        raise UsageError(f"{len(models)} models and {len(mmprojs)} image encoders; pass one --mmproj for each, or none")
     pairs = zip(models, mmprojs or [None] * len(models), strict=True)
-    files = [ModelFiles(paths.expanded(m), paths.expanded(p) if p and str(p) != "-" else None) for m, p in pairs]
+    files = [ModelFiles(*model_files({**given, "model": m, "mmproj": p})) for m, p in pairs]
     return files + [ModelFiles(*fetched(name, given)) for name in by_name]
 
 

@@ -26,12 +26,12 @@ MODELS = option(
     common=True,
     type=PATH,
     multiple=True,
-    metavar="FILE.gguf",
+    metavar="MODEL",
     help=f"{MODEL_HELP} Repeatable.",
 )
 MMPROJS = option(
     "--mmproj", "-mm", "mmprojs", group="Model", common=True, type=PATH, multiple=True, metavar="FILE.gguf",
-    help="The image encoder of each --model, in the same order; '-' for a model without.",
+    help="The image encoder of each --model, in the same order; none for a model without. Default: beside it.",
 )  # fmt: skip
 HUBS = (
     option("-hf", "--hf-repo", "hf_repos", group="Model", common=True, multiple=True, metavar="USER/REPO[:QUANT]",

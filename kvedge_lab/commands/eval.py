@@ -92,7 +92,9 @@ BUDGET = "0.2"
     options.VERBOSE,
 )  # fmt: skip
 def evaluate(data: tuple[Path, ...], **given: Any) -> None:
-    """Measure what compression costs: every method on the same samples, against the full cache.
+    """Measure what compression costs, against the full cache.
+
+    Every method answers the same samples.
 
     DATA: files of samples (our JSONL, LLaVA-Description, MM-Vet) or folders (MileBench). Without DATA, scenes that
     the demo model knows. The table says for each method how many answers are right, how perplexity and the

@@ -50,7 +50,7 @@ from pykvedge.plans.plan import Plan
     options.QUIET,
 )  # fmt: skip
 def inspect(files: tuple[Path, ...], **given: Any) -> None:
-    """Draw what a KV cache looks like, and what a method keeps of it.
+    """Draw a KV cache, and what a method keeps of it.
 
     Writes report.html, which needs nothing beside it, the same figures as files for the column of a paper, and data.npz
     with the numbers: kept patches over the images, of all layers together and of each, and budgets by layer and head,

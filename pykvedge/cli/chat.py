@@ -76,7 +76,7 @@ _SETTINGS = ("system", "verbose", "profile", "bounded", "stream", "positions", "
 @command()
 @click.argument("prompt", required=False)
 @options.taking(*_OPTIONS)
-def chat(prompt: str | None, typed: str | None, **given: Any) -> None:
+def chat(prompt: str | None, **given: Any) -> None:
     """Ask a model about images, or chat with it.
 
     The KV cache of the prompt is compressed by --method before the answer begins. PROMPT may also come from a pipe;
@@ -96,10 +96,33 @@ def chat(prompt: str | None, typed: str | None, **given: Any) -> None:
       kvedge chat ... --image a.jpg --bounded "?"       without the full cache
       kvedge chat ... --stream --budget 2048 --video clip.mp4 "What happens?"
     """
-    if typed is not None:
+    sys.exit(_ask(prompt, given))
+
+
+@command()
+@click.argument("model", type=options.PATH, metavar="MODEL")
+@click.argument("prompt", required=False)
+@options.taking(*(one for one in _OPTIONS if one not in (options.MODEL, options.HUB[0])))
+def run(prompt: str | None, **given: Any) -> None:
+    """Chat with a model that is named first.
+
+    The options are those of `kvedge chat`. MODEL is a GGUF file, a folder with one, or USER/REPO[:QUANT], which is
+    fetched the first time.
+
+    \b
+    Examples:
+      kvedge run ggml-org/SmolVLM-500M-Instruct-GGUF
+      kvedge run ggml-org/SmolVLM-500M-Instruct-GGUF --image cat.jpg "What is it?"
+      kvedge run model.gguf "Hello"
+    """
+    sys.exit(_ask(prompt, {**given, "hf_repo": None}))
+
+
+def _ask(prompt: str | None, given: dict[str, Any]) -> int:
+    if given["typed"] is not None:
         if prompt is not None:
             raise UsageError("PROMPT and --prompt are a question each; pass one")
-        prompt = typed
+        prompt = given["typed"]
     options.load_plugins(given)
     plan = options.chosen_plan(given)
     if given["profile"] and not plan.profile_kinds():
@@ -122,7 +145,7 @@ def chat(prompt: str | None, typed: str | None, **given: Any) -> None:
     if given["session_file"] is None or not paths.ask(Path.exists, paths.expanded(given["session_file"])):
         # a file of a session brings its own plan
         plan, _ = tuning.taken(given, plan, model, again=not given["keep_saved"], hint=question is None)
-    sys.exit(_run(question, plan, model, mmproj, given))
+    return _run(question, plan, model, mmproj, given)
 
 
 def _run(question: str | None, plan: Plan, model: Path, mmproj: Path | None, given: dict[str, Any]) -> int:

@@ -26,7 +26,7 @@ _COUNT = click.IntRange(0, 10**6)
 
 
 @command()
-@click.argument("file", required=False, type=options.PATH, metavar="[MODEL.gguf]")
+@click.argument("file", required=False, type=options.PATH, metavar="[MODEL]")
 @options.taking(
     options.MODEL,
     options.MMPROJ,
@@ -52,7 +52,7 @@ _COUNT = click.IntRange(0, 10**6)
     options.JSON,
 )  # fmt: skip
 def fit(file: Path | None, **given: Any) -> None:
-    """Tell what a conversation will take of memory, before anything is loaded.
+    """Tell what memory a conversation takes, before it is loaded.
 
     It also says where an image is made cheaper: before the encoder, by --image-max-tokens, or after, by --image-tokens.
     The figures come from the metadata of the files: weights, image encoder, compute buffers, and the KV cache of stock

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from pykvedge.cli import paths
-from pykvedge.errors import UsageError, one_line
+from pykvedge.errors import ModelError, UsageError, one_line, printable
 from pykvedge.system.files import DATA
 
 if TYPE_CHECKING:
@@ -19,16 +20,22 @@ if TYPE_CHECKING:
     from pykvedge.models.images import Picture
 
 
+NONE = ("none", "-")  # as --mmproj: no image encoder
+_QUANT = re.compile(r"[-._](?:ud-)?(?:i?q\d\w*|tq\d\w*|mxfp4\w*|b?f16|fp16|f32)$")
+
+
 def model_files(given: Mapping[str, Any]) -> tuple[Path, Path | None]:
     """Returns the files that MODEL, MMPROJ and HUB ask for, or the packaged demo model.
 
-    Raises UsageError where there is none, and what pykvedge.hub.resolve raises.
+    Without --mmproj the image encoder beside the model is taken, and a line on stderr names it.
+    Raises UsageError where there is no model or several fit, and what pykvedge.hub.resolve raises.
     """
-    model, mmproj = given["model"], given["mmproj"]
-    if named(given):
-        return fetched(given["hf_repo"], given)
+    model, mmproj, name = given["model"], given["mmproj"], hub_name(given)
+    if name is not None:
+        return fetched(name, given)
     if model is not None:
-        return paths.expanded(model), paths.expanded(mmproj) if mmproj else None
+        model = _one_of(paths.expanded(model))
+        return model, _encoder_of(given) if mmproj is not None else _beside(model, given)
     demo, demo_mmproj = DATA / "demo-model.gguf", DATA / "demo-mmproj.gguf"
     if mmproj is not None or not demo.exists():
         raise UsageError(
@@ -56,18 +63,89 @@ def pictures(
     return load_pictures(found, size)
 
 
-def named(given: Mapping[str, Any]) -> bool:
-    """Tells whether -hf names a model. Raises UsageError for options that do not go together."""
-    if given.get("hf_repo") is None:
-        for name in ("hf_file", "hf_mmproj", "offline"):
-            if given.get(name):
-                raise UsageError(f"--{name.replace('_', '-')} goes with -hf USER/REPO")
-        return False
-    if given["model"] is not None:
+def hub_name(given: Mapping[str, Any]) -> str | None:
+    """Returns the name that -hf gives, or a --model that is no file here; None where --model is one, or is omitted.
+
+    Raises UsageError for options that do not go together.
+    """
+    name = given.get("hf_repo")
+    if name is not None and given["model"] is not None:
         raise UsageError("--model and -hf name a model each; pass one")
-    if given["mmproj"] is not None and given["hf_mmproj"]:
+    if name is None and given["model"] is not None:
+        name = _as_name(given["model"])
+    if name is None:
+        for option in ("hf_file", "hf_mmproj", "offline") if "hf_repo" in given else ():
+            if given.get(option):
+                raise UsageError(f"--{option.replace('_', '-')} goes with -hf USER/REPO")
+    elif given["mmproj"] is not None and given.get("hf_mmproj"):
         raise UsageError("--mmproj and --hf-mmproj name an image encoder each; pass one")
-    return True
+    return name
+
+
+def _as_name(model: Path) -> str | None:
+    """Reads --model user/repo[:QUANT]. A path whose folder is here is a path, also if the file is not."""
+    from pykvedge.models.hub.names import is_repo
+
+    text = model.as_posix()
+    repo = text.partition(":")[0]
+    is_path = text.endswith(".gguf") or paths.ask(Path.exists, model) or paths.ask(Path.is_dir, Path(repo).parent)
+    return text if is_repo(repo) and not is_path else None
+
+
+def _one_of(path: Path) -> Path:
+    """Returns the file, or the one model in the folder. Raises UsageError for a folder with none or several."""
+    from pykvedge.models.hub.names import is_model, split_of
+
+    if not paths.ask(Path.is_dir, path):
+        return path
+    found = sorted(p for p in path.iterdir() if is_model(p.name) and split_of(p.name).index <= 1)
+    if len(found) == 1:
+        return found[0]
+    if not found:
+        raise UsageError(f"the folder {path} has no GGUF model")
+    raise UsageError(f"the folder {path} has several models: {', '.join(p.name for p in found)}; name one")
+
+
+def _encoder_of(given: Mapping[str, Any]) -> Path | None:
+    return None if str(given["mmproj"]) in NONE else paths.expanded(given["mmproj"])
+
+
+def _beside(model: Path, given: Mapping[str, Any]) -> Path | None:
+    """Finds the image encoder in the model's folder. Raises UsageError where several fit, and names do not decide."""
+    from pykvedge.models.hub.names import split_of
+    from pykvedge.models.modelfile import check_mmproj, check_model
+
+    if not paths.ask(Path.is_file, model):
+        return None  # whoever opens it says what is wrong
+    found = list[Path]()
+    with contextlib.suppress(OSError):
+        found = sorted(p for p in model.parent.glob("*.gguf") if "mmproj" in p.name.lower() and p != model)
+    if not found:
+        return None
+    header = check_model(model)
+    fitting = []
+    for path in found:
+        with contextlib.suppress(ModelError):
+            fitting.append(check_mmproj(path, header).path)
+    fitting = [path for path in fitting if _base(path) == _base(model)] or fitting
+    if len({_base(path) for path in fitting}) > 1:
+        names = ", ".join(path.name for path in fitting)
+        raise UsageError(f"several image encoders beside {model.name} fit: {names}; pass one with --mmproj, or none")
+    if not fitting:
+        return None
+    bits = split_of(model.name).bits
+    chosen = min(fitting, key=lambda path: abs(split_of(path.name).bits - bits))
+    if not given.get("quiet"):
+        click.echo(f"kvedge: image encoder {printable(chosen.name)}, found beside the model", err=True)
+    return chosen
+
+
+def _base(path: Path) -> str:
+    """Returns what the names of a model and its image encoder share: neither "mmproj" nor a quantisation."""
+    from pykvedge.models.hub.names import split_of
+
+    words = _QUANT.sub("", split_of(path.name).prefix.lower()).replace("mmproj", " ")
+    return words.strip(" -._")
 
 
 def fetched(name: str, given: Mapping[str, Any]) -> tuple[Path, Path | None]:
@@ -77,10 +155,9 @@ def fetched(name: str, given: Mapping[str, Any]) -> tuple[Path, Path | None]:
     """
     from pykvedge.models import hub
 
-    own = given.get("mmproj")
     with _display(given) as display:
         pair = hub.resolve(name, progress=display, warn=_warn, **_choice(given))
-    return pair.model, paths.expanded(own) if own else pair.mmproj
+    return pair.model, _encoder_of(given) if given.get("mmproj") else pair.mmproj
 
 
 def headers(given: Mapping[str, Any]) -> tuple[Header, Header | None]:
@@ -88,19 +165,20 @@ def headers(given: Mapping[str, Any]) -> tuple[Header, Header | None]:
     from pykvedge.models import hub
     from pykvedge.models.modelfile import check_mmproj, check_model
 
-    if not named(given):
+    name = hub_name(given)
+    if name is None:
         model, mmproj = model_files(given)
         header = check_model(model)
         return header, check_mmproj(mmproj, header) if mmproj else None
     with _display(given) as display:
-        header, projector = hub.headers(given["hf_repo"], progress=display, warn=_warn, **_choice(given))
-    own = given["mmproj"]
-    return header, check_mmproj(paths.expanded(own), header) if own else projector
+        header, projector = hub.headers(name, progress=display, warn=_warn, **_choice(given))
+    own = _encoder_of(given) if given["mmproj"] else None
+    return header, check_mmproj(own, header) if own else projector
 
 
 def _choice(given: Mapping[str, Any]) -> dict[str, Any]:
     mmproj = "none" if given.get("mmproj") else given.get("hf_mmproj") or ""
-    return {"file": given.get("hf_file") or "", "mmproj": mmproj, "offline": given["offline"]}
+    return {"file": given.get("hf_file") or "", "mmproj": mmproj, "offline": given.get("offline", False)}
 
 
 def _warn(line: str) -> None:

@@ -1,49 +1,60 @@
-"""The command `kvedge models` lists and removes models in the cache."""
+"""The commands `kvedge pull`, `kvedge list` and `kvedge rm`: models in the cache."""
 
 from __future__ import annotations
 
 import json
 import sys
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from pykvedge.cli import options
+from pykvedge.cli.command import command, option
+from pykvedge.cli.modelfiles import fetched
 from pykvedge.errors import UsageError, one_line
 
 if TYPE_CHECKING:
     from pykvedge.models.hub import Removal
 
 
-@click.group(invoke_without_command=True)
-@options.JSON
-@click.pass_context
-def models(context: click.Context, as_json: bool) -> None:
-    """List the models in the cache, which -hf takes by name.
+_NAME = "USER/REPO[:QUANT]"
 
-    The cache is that of llama.cpp and huggingface_hub: LLAMA_CACHE, HF_HUB_CACHE or HF_HOME name its folder, else it is
-    ~/.cache/huggingface/hub.
+
+@command()
+@click.argument("name", metavar=_NAME)
+@options.taking(*options.HUB[1:3], options.JSON, options.QUIET)
+def pull(name: str, **given: Any) -> None:
+    """Fetch a model and its image encoder by name.
+
+    -hf and `kvedge run` find them in the cache. Without QUANT it is Q4_K_M, else Q8_0. The paths of the files go to
+    stdout. A download that stopped goes on.
 
     \b
     Examples:
-      kvedge models
-      kvedge models remove user/repo:Q8_0        what other models use stays
-      kvedge models remove user/repo --yes       the whole repository
+      kvedge pull ggml-org/SmolVLM-500M-Instruct-GGUF
+      kvedge pull user/repo:Q8_0
     """
-    if context.invoked_subcommand is None:
-        _list(as_json)
-    elif as_json:
-        raise UsageError(f"options of {context.invoked_subcommand} stand behind it")
+    model, mmproj = fetched(name, given)
+    if given["as_json"]:
+        click.echo(json.dumps({"name": name, "model": str(model), "mmproj": str(mmproj) if mmproj else None}))
+    else:
+        click.echo("\n".join(map(str, filter(None, (model, mmproj)))))
 
 
-@models.command()
-@click.argument("name", metavar="USER/REPO[:QUANT]")
-@click.option("--yes", is_flag=True, help="Do not ask.")
-@options.JSON
+@command("rm")
+@click.argument("name", metavar=_NAME)
+@option("--yes", is_flag=True, help="Do not ask.")
+@options.taking(options.JSON)
 def remove(name: str, yes: bool, as_json: bool) -> None:
-    """Remove a model from the cache: one quantisation, or without QUANT the whole repository.
+    """Remove a model from the cache.
 
-    An image encoder goes with the last model that uses it; files that other models use stay.
+    With QUANT it is one quantisation, else the whole repository. An image encoder goes with the last model that
+    uses it; files that other models use stay.
+
+    \b
+    Examples:
+      kvedge rm user/repo:Q8_0        what other models use stays
+      kvedge rm user/repo --yes       the whole repository, without being asked
     """
     from pykvedge.models import hub
     from pykvedge.system.memory import readable
@@ -74,7 +85,15 @@ def _at_terminal() -> bool:
     return sys.stdin is not None and sys.stdin.isatty()
 
 
-def _list(as_json: bool) -> None:
+@command("list")
+@options.taking(options.JSON)
+def list_models(as_json: bool) -> None:
+    """List the models in the cache, with their sizes.
+
+    `kvedge run` takes them by name. The cache is that of llama.cpp and huggingface_hub: LLAMA_CACHE, HF_HUB_CACHE
+    or HF_HOME name its folder, else it is ~/.cache/huggingface/hub. `kvedge pull` adds a model, `kvedge rm` removes
+    one.
+    """
     from pykvedge.cli.tables import markdown
     from pykvedge.models import hub
     from pykvedge.models.hub.cached import unfinished
@@ -89,11 +108,13 @@ def _list(as_json: bool) -> None:
         click.echo(json.dumps({"cache": str(hub.cache_dir()), "models": rows, "unfinished": begun}))
         return
     if found:
-        head = ["model", "size", "image encoder", "size"]
-        table = [[m.name if m.quant else f"{m.repo} ({m.file})", readable(m.bytes), m.mmproj or "-",
-                  readable(m.mmproj_bytes) if m.mmproj else "-"] for m in found]  # fmt: skip
+        head = ["model", "size", "encoder"]
+        table = [[m.name if m.quant else f"{m.repo} ({m.file})", readable(m.bytes),
+                  readable(m.mmproj_bytes) if m.mmproj else "none"] for m in found]  # fmt: skip
         click.echo(markdown([head, *table]))
     else:
-        click.echo(f"no models in {hub.cache_dir()}; `kvedge chat -hf USER/REPO` fetches one", err=True)
+        click.echo(f"no models in {hub.cache_dir()}; `kvedge pull USER/REPO` fetches one", err=True)
     for repo, n_bytes in begun.items():
-        click.echo(f"{repo}: a download stopped after {readable(n_bytes)}; -hf {repo} goes on with it", err=True)
+        click.echo(
+            f"{repo}: a download stopped after {readable(n_bytes)}; `kvedge pull {repo}` goes on with it", err=True
+        )

@@ -26,7 +26,7 @@ _PLAN_SETTINGS = (
     "image_tokens",
 )  # fmt: skip
 _LARGEST_PLAN = 1 << 20  # bytes
-MODEL_HELP = "The language model, a file. Default: the packaged demo model."
+MODEL_HELP = "The language model: a file, its folder, or USER/REPO[:QUANT]. Default: the packaged demo model."
 _BUDGET_HELP = "What is kept: 0.2 of the prompt, or 128 KV pairs per layer and head. Default: 0.2; kvedge, mixkv: 0.5."
 
 
@@ -81,14 +81,14 @@ class LayerCount(click.ParamType):
 # ------------------------------------------------------------------------------------------------------------
 # Which model is asked about which images
 
-MODEL = option("--model", "-m", group="Model", common=True, config=True, type=PATH, metavar="FILE.gguf",
+MODEL = option("--model", "-m", group="Model", common=True, config=True, type=PATH, metavar="MODEL",
                help=MODEL_HELP)  # fmt: skip
 MMPROJ = option("--mmproj", "-mm", group="Model", common=True, config=True, type=PATH, metavar="FILE.gguf",
-                help="The image encoder that belongs to the model.")  # fmt: skip
+                help="The image encoder of the model, or none. Default: the one beside the model.")  # fmt: skip
 HUB = (
     option("-hf", "--hf-repo", "hf_repo", group="Model", common=True, metavar="USER/REPO[:QUANT]",
-           help="A model by name instead: fetched once, with its image encoder, then found in the cache; Q4_K_M or "
-                "Q8_0 where no QUANT is named. `kvedge models` lists what there is."),
+           help="A model by name: fetched once, with its image encoder, then found in the cache (`kvedge list`); "
+                "Q4_K_M or Q8_0 where no QUANT is named."),
     option("--hf-file", "-hff", group="Model", metavar="PATH",
            help="The model's file in the repository, if no QUANT tells it apart."),
     option("--hf-mmproj", group="Model", metavar="PATH",

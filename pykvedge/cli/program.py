@@ -12,11 +12,11 @@ import sys
 
 import click
 
-from pykvedge.cli.chat import chat
+from pykvedge.cli.chat import chat, run
 from pykvedge.cli.doctor import doctor
 from pykvedge.cli.fit import fit
 from pykvedge.cli.methods import methods
-from pykvedge.cli.models import models
+from pykvedge.cli.models import list_models, pull, remove
 from pykvedge.cli.rpc_server import rpc_server
 from pykvedge.cli.serve import serve
 from pykvedge.errors import CancelledError, KvedgeError, UsageError, one_line
@@ -33,7 +33,15 @@ def _show_version(context: click.Context, _: click.Parameter, wanted: bool) -> N
     context.exit()
 
 
+class Program(click.Group):
+    """All commands. `models` is another name of `list`."""
+
+    def get_command(self, ctx: click.Context, name: str) -> click.Command | None:
+        return super().get_command(ctx, "list" if name == "models" else name)
+
+
 @click.group(
+    cls=Program,
     invoke_without_command=True,
     no_args_is_help=True,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 80},
@@ -71,7 +79,7 @@ def _show_c_package(fields: list[str], cmake_dir: bool) -> None:
 
 def _commands() -> list[click.Command]:
     """Returns all commands. A program that packs kvedge may leave out kvedge_lab, and has none of its commands then."""
-    found = [chat, methods, models, fit, doctor, serve, rpc_server]
+    found = [chat, run, serve, pull, list_models, remove, methods, fit, doctor, rpc_server]
     if importlib.util.find_spec("kvedge_lab"):
         found += importlib.import_module("kvedge_lab.commands").COMMANDS
     return found

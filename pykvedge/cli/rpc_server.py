@@ -20,7 +20,7 @@ from pykvedge.errors import DeviceError, UsageError
 @option("--device", default="auto", metavar="NAMES", help="Devices to lend, as in CUDA0; auto: all there are.")
 @options.taking(options.THREADS)
 def rpc_server(host: str, port: int, device: str, threads: int | None) -> None:
-    """Lend this machine's devices to `kvedge chat --rpc` on another one.
+    """Lend this machine's devices to `kvedge chat --rpc`.
 
     Layers of a model lie here, with their keys and values, which are compressed where they lie. It is llama.cpp's own
     server: it knows no passwords and trusts whoever connects, so let it listen in a network of your own only. It serves

@@ -72,7 +72,7 @@ _LOOP = () if sys.platform == "win32" else ("uvloop",)
     options.QUIET, options.VERBOSE,
 )  # fmt: skip
 def serve(**given: Any) -> None:
-    """Answer over HTTP, as OpenAI's and Anthropic's clients expect it.
+    """Answer over HTTP, for clients of OpenAI and Anthropic.
 
     Routes: /v1/chat/completions, /v1/responses, /v1/messages, /v1/models, /health, /metrics, and /v1/kvedge/... for
     methods, plans and memory; /openapi.json describes them. One line of JSON on stdout says where. What is kept of a
