@@ -197,7 +197,7 @@ def test_the_program_says_whether_it_fits(kvedge, tiny):
 def test_plans_that_make_no_sense(kvedge, tiny, tmp_path):
     model = tiny("llava")
     kvedge("fit", tmp_path / "no.gguf").failed(1, "does not exist")
-    kvedge("fit", model.model, "--images", 2).failed(2, "--mmproj")
+    kvedge("fit", model.model, "--mmproj", "none", "--images", 2).failed(2, "--mmproj")
     kvedge("fit", model.model, "--image-size", "big").failed(2, "--image-size", "big")
     kvedge("fit", model.model, "--image-size", "0x5").failed(2, "--image-size")
     kvedge("fit", model.model, "--method", "loookm").failed(2, "did you mean 'lookm'")

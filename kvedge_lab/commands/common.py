@@ -24,13 +24,15 @@ MODELS = option(
     "models",
     group="Model",
     common=True,
+    config=True,
     type=PATH,
     multiple=True,
     metavar="MODEL",
     help=f"{MODEL_HELP} Repeatable.",
 )
 MMPROJS = option(
-    "--mmproj", "-mm", "mmprojs", group="Model", common=True, type=PATH, multiple=True, metavar="FILE.gguf",
+    "--mmproj", "-mm", "mmprojs", group="Model", common=True, config=True, type=PATH, multiple=True,
+    metavar="FILE.gguf",
     help="The image encoder of each --model, in the same order; none for a model without. Default: beside it.",
 )  # fmt: skip
 HUBS = (

@@ -9,6 +9,9 @@ from typing import Any
 
 import click
 
+from pykvedge.cli import configured
+from pykvedge.errors import KvedgeError
+
 FEW = 16  # options of which `--help` leaves out none
 _ALL = "kvedge.help_all"
 _LAST = "Output"  # the group at the end of a help text
@@ -40,7 +43,27 @@ class Option(click.Option):
 
 
 class Command(click.Command):
-    """A command whose help lists options by group."""
+    """A command whose help lists options by group, and whose options may be set in the configuration."""
+
+    def make_context(
+        self, info_name: str | None, args: list[str], parent: click.Context | None = None, **extra: Any
+    ) -> click.Context:
+        extra.setdefault("default_map", configured.defaults(self, parent))
+        return super().make_context(info_name, args, parent, **extra)
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        try:
+            rest = super().parse_args(ctx, args)
+        except (click.UsageError, KvedgeError) as error:
+            raise configured.blamed(error, ctx) from None
+        configured.settle(ctx)
+        return rest
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except KvedgeError as error:
+            raise configured.blamed(error, ctx) from error.__cause__
 
     def get_params(self, ctx: click.Context) -> list[click.Parameter]:
         params = super().get_params(ctx)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from pykvedge.cli import paths
+from pykvedge.cli import configured, paths
 from pykvedge.errors import ModelError, UsageError, one_line, printable
 from pykvedge.system.files import DATA
 
@@ -31,6 +31,7 @@ def model_files(given: Mapping[str, Any]) -> tuple[Path, Path | None]:
     Raises UsageError where there is no model or several fit, and what pykvedge.hub.resolve raises.
     """
     model, mmproj, name = given["model"], given["mmproj"], hub_name(given)
+    _say_configured(given)
     if name is not None:
         return fetched(name, given)
     if model is not None:
@@ -43,6 +44,13 @@ def model_files(given: Mapping[str, Any]) -> tuple[Path, Path | None]:
             "fetches both, as of ggml-org/SmolVLM-500M-Instruct-GGUF"
         )
     return demo, demo_mmproj if demo_mmproj.exists() else None
+
+
+def _say_configured(given: Mapping[str, Any]) -> None:
+    found = configured.in_effect()
+    setting = found.get("model") or found.get("models")
+    if setting is not None and not given.get("quiet"):
+        click.echo(f"kvedge: model {printable(str(setting.value))}, from {setting.source}", err=True)
 
 
 def pictures(
@@ -72,7 +80,7 @@ def hub_name(given: Mapping[str, Any]) -> str | None:
     if name is not None and given["model"] is not None:
         raise UsageError("--model and -hf name a model each; pass one")
     if name is None and given["model"] is not None:
-        name = _as_name(given["model"])
+        name = as_name(given["model"])
     if name is None:
         for option in ("hf_file", "hf_mmproj", "offline") if "hf_repo" in given else ():
             if given.get(option):
@@ -82,7 +90,7 @@ def hub_name(given: Mapping[str, Any]) -> str | None:
     return name
 
 
-def _as_name(model: Path) -> str | None:
+def as_name(model: Path) -> str | None:
     """Reads --model user/repo[:QUANT]. A path whose folder is here is a path, also if the file is not."""
     from pykvedge.models.hub.names import is_repo
 
@@ -166,7 +174,9 @@ def headers(given: Mapping[str, Any]) -> tuple[Header, Header | None]:
     from pykvedge.models.modelfile import check_mmproj, check_model
 
     name = hub_name(given)
-    if name is None:
+    if name is not None:
+        _say_configured(given)
+    else:
         model, mmproj = model_files(given)
         header = check_model(model)
         return header, check_mmproj(mmproj, header) if mmproj else None

@@ -11,7 +11,7 @@ from typing import Any
 
 import click
 
-from pykvedge.cli import paths
+from pykvedge.cli import configured, paths
 from pykvedge.cli.command import option
 from pykvedge.errors import UsageError
 from pykvedge.models.offload import Offload
@@ -253,8 +253,8 @@ def chosen_plan(given: Mapping[str, Any]) -> Plan:
 
 
 def chooses_plan(given: Mapping[str, Any]) -> bool:
-    """Tells whether any option says what to keep."""
-    names = ("method", "budget", "plan_file", *_PLAN_SETTINGS)
+    """Tells whether any option says what to keep; what the configuration says is for new conversations."""
+    names = {"method", "budget", "plan_file", *_PLAN_SETTINGS} - set(configured.in_effect())
     return bool(given["changes"]) or any(given[name] is not None for name in names)
 
 

@@ -1,0 +1,173 @@
+"""The command `kvedge config` shows and changes what options take when they are omitted."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click
+
+from pykvedge.cli import configured, options, paths
+from pykvedge.cli.command import Command
+from pykvedge.cli.modelfiles import NONE, as_name
+from pykvedge.errors import SaveError, UsageError, unknown
+
+
+@click.group(invoke_without_command=True)
+@options.JSON
+@click.pass_context
+def config(context: click.Context, as_json: bool) -> None:
+    """Set once what you would type each time.
+
+    Options that are omitted take the variable KVEDGE_NAME of the environment, then the configuration file, then their
+    default. chat, run, serve and fit heed all settings; bench, eval, inspect and calibrate heed model, mmproj, threads,
+    gpu-layers, device and rpc alone, so that figures do not change with the configuration. Python's Session heeds none.
+
+    \b
+    Examples:
+      kvedge config set model ~/models/qwen.gguf
+      kvedge config set method lookm
+      kvedge config set gpu-layers auto
+      KVEDGE_THREADS=4 kvedge chat "Hello"
+      kvedge config                     what is set, and where
+      kvedge config unset method
+    """
+    if context.invoked_subcommand is None:
+        _show(as_json)
+    elif as_json:
+        raise UsageError(f"--json stands behind {context.invoked_subcommand}")
+
+
+@config.command(cls=Command)
+@options.JSON
+def show(as_json: bool) -> None:
+    """Show what is set, and where."""
+    _show(as_json)
+
+
+def _show(as_json: bool) -> None:
+    found = configured.settings(_known())
+    if as_json:
+        rows = {key: {"value": one.value, "from": one.source} for key, one in sorted(found.items())}
+        click.echo(json.dumps({"file": str(configured.file()), "settings": rows}))
+        return
+    for key, one in sorted(found.items()):
+        click.echo(f"{_line(key, one.value)}  # {one.source}")
+    if not found:
+        keys = ", ".join(sorted(_known()))
+        click.echo(f"nothing is set in {configured.file()}; `kvedge config set KEY VALUE` takes {keys}", err=True)
+
+
+@config.command(cls=Command)
+def path() -> None:
+    """Print the path of the configuration file."""
+    click.echo(configured.file())
+
+
+@config.command("set", cls=Command, context_settings={"ignore_unknown_options": True})
+@click.argument("key")
+@click.argument("value")
+def set_key(key: str, value: str) -> None:
+    """Set an option, named without its dashes.
+
+    The value is checked as that of the option would be. Paths are stored whole.
+
+    \b
+    Examples:
+      kvedge config set model user/repo:Q4_K_M
+      kvedge config set threads 4
+    """
+    known = _known()
+    if key not in known:
+        raise unknown("key", key, known)
+    value = _checked(key, value, known[key])
+    _rewrite(key, _line(key, value))
+
+
+@config.command(cls=Command)
+@click.argument("key")
+def unset(key: str) -> None:
+    """Remove a setting from the file."""
+    if key not in configured.stored():
+        raise UsageError(f"{key} is not set in {configured.file()}")
+    _rewrite(key, None)
+
+
+def _known() -> dict[str, list[tuple[click.Command, click.Parameter]]]:
+    return configured.all_keys(click.get_current_context().find_root().command)
+
+
+def _checked(key: str, text: str, takers: list[tuple[click.Command, click.Parameter]]) -> Any:
+    """Returns the value as the file holds it. Raises UsageError, or click's, where an option would refuse it."""
+    value, root = text, click.get_current_context().find_root()
+    for taker, param in takers:
+        one = param.type.convert(text, param, click.Context(taker, root, taker.name))
+        value = one if isinstance(one, (bool, int, float)) else text
+        if isinstance(one, Path) and not (key == "model" and as_name(one) is not None) and text not in NONE:
+            value = str(paths.expanded(one).absolute())
+            if key in ("model", "mmproj") and not paths.ask(Path.exists, Path(value)):
+                raise UsageError(f"{value} does not exist")
+    if check := _CHECKS.get(key):
+        check(value)
+    return value
+
+
+def _check_method(name: str) -> None:
+    options.make_plan(name, None)
+
+
+def _check_budget(budget: Any) -> None:
+    options.make_plan(options.DEFAULT_METHOD, str(budget))
+
+
+def _check_type(name: str) -> None:
+    from pykvedge.reference.kvtypes import KvType
+
+    KvType.parse(name)
+
+
+def _check_sampling(name: str) -> Callable[[Any], object]:
+    def check(value: Any) -> object:
+        from pykvedge.runtime.sampling import Sampling
+
+        return Sampling(**{name: value})
+
+    return check
+
+
+_CHECKS: dict[str, Callable[[Any], object]] = {
+    "method": _check_method, "budget": _check_budget, "kv-type": _check_type,
+    **{key: lambda text, key=key: options.size(key, text) for key in ("cache-size", "keep-space", "memory")},  # type: ignore[misc]
+    **{key: _check_sampling(key.replace("-", "_")) for key in ("temp", "top-p", "top-k", "min-p", "repeat-penalty",
+                                                               "max-tokens")},
+}  # fmt: skip
+
+
+def _line(key: str, value: Any) -> str:
+    """Writes a line of TOML, whose texts, numbers and truths are those of JSON."""
+    return f"{key} = {json.dumps(value, ensure_ascii=False)}"
+
+
+def _rewrite(key: str, line: str | None) -> None:
+    """Replaces, adds or removes the line of a key; comments and the order of others stay. Raises SaveError."""
+    from pykvedge.system.files import write_whole
+
+    before, path = configured.stored(), configured.file()
+    lines = path.read_text(encoding="utf-8").splitlines() if before or path.exists() else []
+    mine = re.compile(rf"\s*[\"']?{re.escape(key)}[\"']?\s*=")
+    kept = [line if mine.match(old) else old for old in lines] if key in before else [*lines, line]
+    text = "".join(f"{one}\n" for one in kept if one is not None)
+    wanted = {name: value for name, value in before.items() if name != key}
+    if line is not None:
+        wanted |= configured.parsed(line)
+    try:
+        if configured.parsed(text) != wanted:
+            raise ValueError
+        write_whole(path, text)
+    except ValueError:
+        raise UsageError(f"{path} has {key} in a form that only its author can change; edit the file") from None
+    except OSError as error:
+        raise SaveError(f"the configuration {path} cannot be written: {error.strerror or error}") from None

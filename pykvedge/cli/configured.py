@@ -1,0 +1,163 @@
+"""Options that are omitted take what the environment says, then the configuration file.
+
+The names of settings are those of options: `--gpu-layers` is KVEDGE_GPU_LAYERS in the environment, and gpu-layers in
+the file.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import click
+from click.core import ParameterSource
+
+from pykvedge.errors import KvedgeError, UsageError, unknown
+from pykvedge.system.files import require_file
+
+TALKING = ("chat", "run", "serve", "fit")  # they take every setting that they have an option for
+PLACES = ("model", "mmproj", "threads", "gpu-layers", "device", "rpc")  # what commands that measure take
+# these parameters, given nearer to the user, replace those settings
+_REPLACED = {
+    "model": ("model", "mmproj"), "models": ("model", "mmproj"), "hf_repo": ("model", "mmproj"),
+    "hf_repos": ("model", "mmproj"), "file": ("model", "mmproj"), "plan_file": ("method", "budget"),
+}  # fmt: skip
+_IN_EFFECT = "kvedge.configured"
+
+
+class Setting(NamedTuple):
+    """A value, and where it was set: a variable or the file."""
+
+    value: Any
+    source: str
+
+
+def file() -> Path:
+    """Returns the path of the configuration file: KVEDGE_CONFIG, else a place that the system has for such files."""
+    if named := os.environ.get("KVEDGE_CONFIG"):
+        return Path(named)
+    try:
+        home = Path.home()
+    except RuntimeError:
+        raise UsageError("the home folder cannot be found; set KVEDGE_CONFIG to a path of the configuration") from None
+    if sys.platform == "win32":
+        folder = Path(os.environ.get("APPDATA") or home / "AppData" / "Roaming")
+    elif sys.platform == "darwin":
+        folder = home / "Library" / "Application Support"
+    else:
+        folder = Path(os.environ.get("XDG_CONFIG_HOME") or home / ".config")
+    return folder / "kvedge" / "config.toml"
+
+
+def stored() -> dict[str, Any]:
+    """Reads the file; without one there are no settings. Raises UsageError for a file that is not TOML."""
+    path = file()
+    try:
+        if not path.exists():
+            return {}
+        require_file(path)
+        return parsed(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UsageError(f"the configuration {path} cannot be read: {error.strerror or error}") from None
+    except ValueError as error:
+        raise UsageError(f"the configuration {path} is not TOML: {error}; mend the file, or remove it") from None
+
+
+def parsed(text: str) -> dict[str, Any]:
+    """Reads TOML. Raises ValueError."""
+    if sys.version_info >= (3, 11):
+        import tomllib
+    else:
+        import tomli as tomllib
+    return tomllib.loads(text)
+
+
+def settings(known: Iterable[str]) -> dict[str, Setting]:
+    """Returns what is set: a variable comes before the file. Raises UsageError for an unknown key of the file."""
+    names, path, found = set(known), file(), {}
+    for key, value in stored().items():
+        if key not in names:
+            raise unknown("key", key, names, [f"it is in {path}; `kvedge config unset {key}` removes it"])
+        if not isinstance(value, (str, int, float)):
+            raise UsageError(f"{key} in {path} must be a text, a number, true or false")
+        found[key] = Setting(value, str(path))
+    for key in names:
+        if value := os.environ.get(variable(key)):
+            if key == "model":
+                found.pop("mmproj", None)  # of the file's model
+            found[key] = Setting(value, variable(key))
+    return found
+
+
+def variable(key: str) -> str:
+    return "KVEDGE_" + key.upper().replace("-", "_")
+
+
+def keys(command: click.Command) -> dict[str, click.Parameter]:
+    """Lists the settings that a command takes, with their options."""
+    found = {param.opts[0].strip("-"): param for param in command.params if getattr(param, "config", False)}
+    return {key: param for key, param in found.items() if command.name in TALKING or key in PLACES}
+
+
+def all_keys(root: click.Command) -> dict[str, list[tuple[click.Command, click.Parameter]]]:
+    """Lists the settings of all commands below this one."""
+    found: dict[str, list[tuple[click.Command, click.Parameter]]] = {}
+    for key, param in keys(root).items():
+        found.setdefault(key, []).append((root, param))
+    for command in root.commands.values() if isinstance(root, click.Group) else ():
+        for key, pairs in all_keys(command).items():
+            found.setdefault(key, []).extend(pairs)
+    return found
+
+
+# ------------------------------------------------------------------------------------------------------------
+# In a command
+
+
+def defaults(command: click.Command, parent: click.Context | None) -> dict[str, Any]:
+    """Returns click's default_map of a command that is about to read its arguments."""
+    mine = keys(command)
+    if not mine or (parent is not None and parent.resilient_parsing):
+        return {}
+    found = settings(all_keys(parent.find_root().command) if parent is not None else mine)
+    values = {param.name: found[key] for key, param in mine.items() if key in found}
+    if parent is not None:
+        parent.meta[_IN_EFFECT] = {command.name: values}
+    return {param.name: [found[key].value] if param.multiple else found[key].value  # type: ignore[attr-defined]
+            for key, param in mine.items() if key in found}  # fmt: skip
+
+
+def in_effect(context: click.Context | None = None) -> dict[str, Setting]:
+    """Returns the settings that the running command took, by the names of its parameters."""
+    context = context or click.get_current_context(silent=True)
+    if context is None:
+        return {}
+    found = context.meta.get(_IN_EFFECT, {}).get(context.command.name, {})
+    return {n: one for n, one in found.items() if context.get_parameter_source(n) is ParameterSource.DEFAULT_MAP}
+
+
+def settle(context: click.Context) -> None:
+    """Drops settings that options replace: with another --model the mmproj of the file is that of a stranger."""
+    typed = {name for name in context.params if context.get_parameter_source(name) is ParameterSource.COMMANDLINE}
+    typed = {name for name in typed if context.params[name] not in (None, ())}
+    replaced = {key for name in typed for key in _REPLACED.get(name, ())}
+    if context.params.get("method") == "full":
+        replaced.add("budget")
+    for param in context.command.params:
+        if param.name in in_effect(context) and param.opts[0].strip("-") in replaced:
+            context.params[param.name] = () if getattr(param, "multiple", False) else None
+            context.set_parameter_source(param.name, ParameterSource.DEFAULT)
+
+
+def blamed(error: Exception, context: click.Context) -> Exception:
+    """Adds to an error where a setting that it speaks of comes from, which the user did not type."""
+    text = error.format_message() if isinstance(error, click.ClickException) else str(error)
+    for param in context.command.params:
+        setting = in_effect(context).get(param.name or "")
+        if setting is not None and (param.opts[0] in text or str(setting.value) in text):
+            message = f"{text.rstrip('.')} ({param.opts[0].strip('-')} = {setting.value}, from {setting.source})"
+            return type(error)(message) if isinstance(error, KvedgeError) else UsageError(message)
+    return error

@@ -1,0 +1,143 @@
+"""What is set once: options come before the environment, that before the file, that before defaults."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from pykvedge.cli.program import cli
+from pykvedge.errors import KvedgeError
+from pykvedge.system.files import DATA
+
+MODEL, MMPROJ = DATA / "demo-model.gguf", DATA / "demo-mmproj.gguf"
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    """run(*arguments): what the program does in this process, with a configuration of its own."""
+    monkeypatch.setenv("KVEDGE_CONFIG", str(tmp_path / "config.toml"))
+    return lambda *arguments: CliRunner().invoke(cli, [str(one) for one in arguments])
+
+
+def refused(run, *arguments):
+    done = run(*arguments)
+    assert done.exit_code != 0 and isinstance(done.exception, KvedgeError), done
+    return str(done.exception)
+
+
+def fit(run, *arguments):
+    done = run("fit", "--json", *arguments)
+    assert done.exit_code == 0, done
+    return json.loads(done.stdout)
+
+
+def test_the_nearest_to_the_user_wins(run, monkeypatch):
+    def found(*options):
+        shown = fit(run, *options)
+        return shown["method"], shown["budget"]
+
+    assert found() == ("kvedge", 0.5)
+    run("config", "set", "method", "lookm")
+    run("config", "set", "budget", "0.3")
+    assert found() == ("lookm", 0.3)
+    monkeypatch.setenv("KVEDGE_METHOD", "h2o")
+    assert found() == ("h2o", 0.3)
+    assert found("--method", "snapkv", "--budget", "64") == ("snapkv", 64)
+    assert found("--method", "full") == ("full", 1.0)  # of which no budget is asked
+    shown = json.loads(run("config", "--json").stdout)["settings"]
+    assert shown["method"] == {"value": "h2o", "from": "KVEDGE_METHOD"}
+    assert shown["budget"]["from"] == os.environ["KVEDGE_CONFIG"]
+    run("config", "unset", "budget")
+    assert found() == ("h2o", 0.2)
+
+
+def test_a_model_of_the_configuration_is_named_and_replaced_with_its_encoder(run, tiny, tmp_path, kvedge, monkeypatch):
+    llama = tiny("llama").model
+    monkeypatch.chdir(DATA)
+    assert run("config", "set", "model", MODEL.name).exit_code == 0
+    assert run("config", "set", "mmproj", MMPROJ.name).exit_code == 0
+    shown = fit(run)
+    assert (shown["model"], shown["mmproj"]) == (str(MODEL), str(MMPROJ))
+    for other in (["--model", llama], [llama]):
+        shown = fit(run, *other)
+        assert (shown["model"], shown["mmproj"]) == (str(llama), None)
+    monkeypatch.setenv("KVEDGE_MODEL", str(llama))
+    assert fit(run)["mmproj"] is None
+    monkeypatch.delenv("KVEDGE_MODEL")
+    done = kvedge("chat", "--max-tokens", 2, "What?", env={"KVEDGE_CONFIG": str(tmp_path / "config.toml")})
+    assert done.code == 0 and done.err.startswith(f"kvedge: model {MODEL}, from {tmp_path / 'config.toml'}\n")
+
+
+def test_wrong_keys_and_values_are_one_clear_line(run, tmp_path, monkeypatch):
+    file = tmp_path / "config.toml"
+    for key, value, words in (
+        ("modle", "x", "unknown key 'modle'; did you mean 'model'?"),
+        ("method", "lokm", "unknown method 'lokm'; did you mean 'lookm'?"),
+        ("threads", "0", "--threads must be at least 1"),
+        ("budget", "3.5", "above 0 and at most 1.0"),
+        ("kv-type", "q9", "unknown kv_type 'q9'"),
+        ("model", "nowhere.gguf", "nowhere.gguf does not exist"),
+        ("memory", "much", "memory takes a number of bytes"),
+        ("top-p", "2", "top_p"),
+    ):
+        assert words in refused(run, "config", "set", key, value)
+    assert "'--threads'" in run("config", "set", "threads", "many").stderr
+    assert not file.exists()
+    for text, words in (
+        ("modle = 1", "unknown key 'modle'"),
+        ("[model]\na = 1", "model in"),
+        ("method = ", "is not TOML"),
+        ('method = "lokm"', f"did you mean 'lookm'? (method = lokm, from {file})"),
+        ('threads = "many"', f"(threads = many, from {file})"),
+    ):
+        file.write_text(text + "\n")
+        assert words in refused(run, "fit")
+    file.unlink()
+    monkeypatch.setenv("KVEDGE_CTX", "-5")
+    assert "--ctx must be at least 1, not -5 (ctx = -5, from KVEDGE_CTX)" in refused(run, "fit")
+
+
+def test_set_and_unset_change_their_line_alone(run, tmp_path):
+    file = tmp_path / "config.toml"
+    file.write_text('# mine\nmethod = "h2o"  # good\n\nsystem = """\nmethod = "x" """\n')
+    assert "only its author" in refused(run, "config", "set", "system", "Be brief.")
+    file.write_text('# mine\nmethod = "h2o"\n\nthreads = 2 # few\n')
+    run("config", "set", "threads", "4")
+    run("config", "set", "system", 'Say "oui" \\ ü')
+    assert file.read_text() == '# mine\nmethod = "h2o"\n\nthreads = 4\nsystem = "Say \\"oui\\" \\\\ ü"\n'
+    assert json.loads(run("config", "show", "--json").stdout)["settings"]["system"]["value"] == 'Say "oui" \\ ü'
+    run("config", "unset", "method")
+    assert file.read_text().startswith("# mine\n\nthreads = 4\n")
+    assert "gpu-layers is not set" in refused(run, "config", "unset", "gpu-layers")
+
+
+def test_commands_that_measure_heed_places_alone(run, tmp_path, tiny):
+    """A method, a budget or a storage type that somebody set once must not change what is published."""
+    from pykvedge.cli import configured
+
+    root = configured.all_keys(cli)
+    takers = {key: {command.name for command, _ in pairs} for key, pairs in root.items()}
+    measuring = {"bench", "eval", "inspect", "heads", "prefix", "budgets"}
+    assert {key for key, names in takers.items() if names & measuring} == set(configured.PLACES)
+    assert measuring <= takers["model"] and {"chat", "run", "serve", "fit"} <= takers["kv-type"]
+    run("config", "set", "model", tiny("llama").model)
+    run("config", "set", "kv-type", "q8_0")
+    done = run("bench", "--images", 1)
+    assert "prompts with images need --mmproj" in str(done.exception)  # the model of the file has no encoder
+
+
+def test_the_file_lies_where_the_system_has_such_files(run, monkeypatch, tmp_path):
+    monkeypatch.delenv("KVEDGE_CONFIG")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.delenv("XDG_CONFIG_HOME", raising=False)
+    places = {"linux": ".config", "darwin": "Library/Application Support"}
+    for platform, place in places.items():
+        monkeypatch.setattr("sys.platform", platform)
+        assert Path(run("config", "path").stdout.strip()) == tmp_path / place / "kvedge" / "config.toml"
+    monkeypatch.setattr("sys.platform", "linux")
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "x"))
+    assert run("config", "path").stdout == f"{tmp_path}/x/kvedge/config.toml\n"
