@@ -11,7 +11,7 @@ from typing import Any
 
 import click
 
-from pykvedge.cli import paths
+from pykvedge.cli import completion, paths
 from pykvedge.cli.command import option
 from pykvedge.cli.options import HUB, MODEL_HELP, PATH, Whole
 from pykvedge.errors import SaveError, UsageError
@@ -28,6 +28,7 @@ MODELS = option(
     type=PATH,
     multiple=True,
     metavar="MODEL",
+    shell_complete=completion.files_or_models,
     help=f"{MODEL_HELP} Repeatable.",
 )
 MMPROJS = option(
@@ -37,15 +38,17 @@ MMPROJS = option(
 )  # fmt: skip
 HUBS = (
     option("-hf", "--hf-repo", "hf_repos", group="Model", common=True, multiple=True, metavar="USER/REPO[:QUANT]",
+           shell_complete=completion.models,
            help="A model by name, with its image encoder; repeatable."),
     HUB[-1],
 )  # fmt: skip
 METHOD_LIST = option(
-    "--method", "methods", group="What is kept", common=True,
+    "--method", "methods", group="What is kept", common=True, shell_complete=completion.methods,
     default="kvedge,lookm,mixkv,elastic,flashcache,prefixkv", show_default=True, metavar="A,B",
     help="See `kvedge methods`, or all. The full cache is always measured.",
 )  # fmt: skip
 METHODS = option("--method", "methods", group="What is kept", common=True, multiple=True, metavar="NAME",
+                 shell_complete=completion.methods,
                  help=f"See `kvedge methods`; repeatable. Default: {DEFAULT_METHOD}.")  # fmt: skip
 BUDGET_LIST = option("--budget", "budgets", group="What is kept", common=True, metavar="A,B",
                      help="0.2 of the prompt, or 128 KV pairs per layer and head.")  # fmt: skip

@@ -10,7 +10,7 @@ from typing import Any
 
 import click
 
-from pykvedge.cli import modelfiles, options, paths, sampling, tuning
+from pykvedge.cli import completion, modelfiles, options, paths, sampling, tuning
 from pykvedge.cli.command import command, option
 from pykvedge.errors import UsageError
 from pykvedge.plans.plan import Plan
@@ -100,7 +100,7 @@ def chat(prompt: str | None, **given: Any) -> None:
 
 
 @command()
-@click.argument("model", type=options.PATH, metavar="MODEL")
+@click.argument("model", type=options.PATH, metavar="MODEL", shell_complete=completion.files_or_models)
 @click.argument("prompt", required=False)
 @options.taking(*(one for one in _OPTIONS if one not in (options.MODEL, options.HUB[0])))
 def run(prompt: str | None, **given: Any) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import click
 
-from pykvedge.cli import configured, options, paths
+from pykvedge.cli import completion, configured, options, paths
 from pykvedge.cli.command import Command
 from pykvedge.cli.modelfiles import NONE, as_name
 from pykvedge.errors import SaveError, UsageError, unknown
@@ -41,6 +41,11 @@ def config(context: click.Context, as_json: bool) -> None:
         raise UsageError(f"--json stands behind {context.invoked_subcommand}")
 
 
+def _complete(context: click.Context, _: Any, begun: str) -> list[completion.CompletionItem]:
+    known = sorted(configured.all_keys(context.find_root().command))
+    return [completion.CompletionItem(key) for key in known if key.startswith(begun)]
+
+
 @config.command(cls=Command)
 @options.JSON
 def show(as_json: bool) -> None:
@@ -68,7 +73,7 @@ def path() -> None:
 
 
 @config.command("set", cls=Command, context_settings={"ignore_unknown_options": True})
-@click.argument("key")
+@click.argument("key", shell_complete=_complete)
 @click.argument("value")
 def set_key(key: str, value: str) -> None:
     """Set an option, named without its dashes.
@@ -88,7 +93,7 @@ def set_key(key: str, value: str) -> None:
 
 
 @config.command(cls=Command)
-@click.argument("key")
+@click.argument("key", shell_complete=_complete)
 def unset(key: str) -> None:
     """Remove a setting from the file."""
     if key not in configured.stored():

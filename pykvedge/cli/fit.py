@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from pykvedge.cli import options
+from pykvedge.cli import completion, options
 from pykvedge.cli.command import command, option
 from pykvedge.cli.modelfiles import headers, pictures
 from pykvedge.errors import UsageError
@@ -26,7 +26,7 @@ _COUNT = click.IntRange(0, 10**6)
 
 
 @command()
-@click.argument("file", required=False, type=options.PATH, metavar="[MODEL]")
+@click.argument("file", required=False, type=options.PATH, metavar="[MODEL]", shell_complete=completion.files_or_models)
 @options.taking(
     options.MODEL,
     options.MMPROJ,

@@ -11,7 +11,7 @@ from typing import Any
 
 import click
 
-from pykvedge.cli import options
+from pykvedge.cli import completion, options
 from pykvedge.cli.command import command, option
 from pykvedge.errors import KvedgeError, UsageError
 from pykvedge.plans import presets
@@ -23,7 +23,7 @@ from pykvedge.plans.registry import STAGES, member, members
 
 
 @command()
-@click.argument("name", required=False)
+@click.argument("name", required=False, shell_complete=completion.methods)
 @options.JSON
 @options.PLUGIN
 @option(

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from pykvedge.cli import options
+from pykvedge.cli import completion, options
 from pykvedge.cli.command import command, option
 from pykvedge.cli.modelfiles import fetched
 from pykvedge.errors import UsageError, one_line
@@ -42,7 +42,7 @@ def pull(name: str, **given: Any) -> None:
 
 
 @command("rm")
-@click.argument("name", metavar=_NAME)
+@click.argument("name", metavar=_NAME, shell_complete=completion.models)
 @option("--yes", is_flag=True, help="Do not ask.")
 @options.taking(options.JSON)
 def remove(name: str, yes: bool, as_json: bool) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import click
 
-from pykvedge.cli import configured, paths
+from pykvedge.cli import completion, configured, paths
 from pykvedge.cli.command import option
 from pykvedge.errors import UsageError
 from pykvedge.models.offload import Offload
@@ -82,11 +82,12 @@ class LayerCount(click.ParamType):
 # Which model is asked about which images
 
 MODEL = option("--model", "-m", group="Model", common=True, config=True, type=PATH, metavar="MODEL",
-               help=MODEL_HELP)  # fmt: skip
+               shell_complete=completion.files_or_models, help=MODEL_HELP)  # fmt: skip
 MMPROJ = option("--mmproj", "-mm", group="Model", common=True, config=True, type=PATH, metavar="FILE.gguf",
                 help="The image encoder of the model, or none. Default: the one beside the model.")  # fmt: skip
 HUB = (
     option("-hf", "--hf-repo", "hf_repo", group="Model", common=True, metavar="USER/REPO[:QUANT]",
+           shell_complete=completion.models,
            help="A model by name: fetched once, with its image encoder, then found in the cache (`kvedge list`); "
                 "Q4_K_M or Q8_0 where no QUANT is named."),
     option("--hf-file", "-hff", group="Model", metavar="PATH",
@@ -113,6 +114,7 @@ IMAGE_LIMITS = (
 
 _KEPT = "What is kept"
 METHOD = option("--method", group=_KEPT, common=True, config=True, metavar="NAME",
+                shell_complete=completion.methods,
                 help=f"See `kvedge methods`. Default: {DEFAULT_METHOD}; in streams {STREAM_METHOD}.")  # fmt: skip
 BUDGET = option("--budget", group=_KEPT, common=True, config=True, metavar="AMOUNT", help=_BUDGET_HELP)
 PLUGIN = option(
@@ -120,6 +122,7 @@ PLUGIN = option(
     help="A file with methods or stages of your own, .py or a shared library; repeatable.",
 )  # fmt: skip
 SET = option("--set", "changes", group=_KEPT, multiple=True, metavar="STAGE.NAME=VALUE",
+             shell_complete=completion.settings,
              help="A setting of a stage, for example scorer.window=16; repeatable.")  # fmt: skip
 # what changes a method
 CHANGES = (
@@ -131,16 +134,16 @@ CHANGES = (
            help="Choose what the best half leaves by attention times the norm of what a value adds: l1, l2 or none."),
     option("--critical-half", group=_KEPT, metavar="OF",
            help="That half is one of the budget, protected tokens included (budget), or of the others (free)."),
-    option("--scorer", group=_KEPT, metavar="NAME",
+    option("--scorer", group=_KEPT, metavar="NAME", shell_complete=completion.members,
            help="Another scorer for the method. See `kvedge methods NAME`."),
-    option("--allocator", group=_KEPT, metavar="NAME", help="Another allocator."),
-    option("--reducer", group=_KEPT, metavar="NAME",
+    option("--allocator", group=_KEPT, metavar="NAME", shell_complete=completion.members, help="Another allocator."),
+    option("--reducer", group=_KEPT, metavar="NAME", shell_complete=completion.members,
            help="What becomes of the others: evict, averaged, pivotal, weighted, ..."),
-    option("--decode", group=_KEPT, metavar="NAME",
+    option("--decode", group=_KEPT, metavar="NAME", shell_complete=completion.members,
            help="Another policy for what happens while the answer is generated."),
     option("--image-tokens", "image_tokens", group="Picture", metavar="AMOUNT",
            help="What the model reads of each image: 0.5 of its tokens, or 288. Default: all."),
-    option("--pruner", group="Picture", metavar="NAME",
+    option("--pruner", group="Picture", metavar="NAME", shell_complete=completion.members,
            help="Who chooses them: residual (the default), grid, dart, random."),
     SET,
 )  # fmt: skip
@@ -186,6 +189,7 @@ DEVICES = (
 )  # fmt: skip
 KV_TYPE = option(
     "--kv-type", group=_MACHINE, config=True, default="f16", show_default=True, metavar="TYPE",
+    shell_complete=completion.of(lambda: NAMES),
     help=f"How keys and values are stored: {', '.join(NAMES)}, or K:V, as in q8_0:q4_0.",
 )  # fmt: skip
 KV_ROTATE = option(

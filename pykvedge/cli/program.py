@@ -13,6 +13,7 @@ import sys
 import click
 
 from pykvedge.cli.chat import chat, run
+from pykvedge.cli.completion import completion
 from pykvedge.cli.config import config
 from pykvedge.cli.doctor import doctor
 from pykvedge.cli.fit import fit
@@ -80,7 +81,7 @@ def _show_c_package(fields: list[str], cmake_dir: bool) -> None:
 
 def _commands() -> list[click.Command]:
     """Returns all commands. A program that packs kvedge may leave out kvedge_lab, and has none of its commands then."""
-    found = [chat, run, serve, pull, list_models, remove, methods, fit, config, doctor, rpc_server]
+    found = [chat, run, serve, pull, list_models, remove, methods, fit, config, completion, doctor, rpc_server]
     if importlib.util.find_spec("kvedge_lab"):
         found += importlib.import_module("kvedge_lab.commands").COMMANDS
     return found

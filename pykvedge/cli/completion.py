@@ -1,0 +1,88 @@
+"""The command `kvedge completion`, and what Tab completes beside names of commands, options and files."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from typing import Any
+
+import click
+from click.shell_completion import CompletionItem, get_completion_class
+
+from pykvedge.cli.command import command
+from pykvedge.errors import KvedgeError
+
+Complete = Callable[[click.Context, click.Parameter, str], list[CompletionItem]]
+
+
+@command()
+@click.argument("shell", type=click.Choice(("bash", "zsh", "fish")))
+@click.pass_context
+def completion(context: click.Context, shell: str) -> None:
+    """Print a script that lets Tab complete commands, options, methods, models and files.
+
+    \b
+    bash, in ~/.bashrc:
+      eval "$(kvedge completion bash)"
+    zsh, in ~/.zshrc, behind compinit:
+      eval "$(kvedge completion zsh)"
+    fish, once:
+      kvedge completion fish > ~/.config/fish/completions/kvedge.fish
+    """
+    script = get_completion_class(shell)
+    if script is not None:
+        click.echo(script(context.find_root().command, {}, "kvedge", "_KVEDGE_COMPLETE").source())
+
+
+def _among(names: Iterable[str], begun: str) -> list[CompletionItem]:
+    return [CompletionItem(name) for name in names if name.startswith(begun)]
+
+
+def of(names: Callable[[], Iterable[str]]) -> Complete:
+    """Completes to these names."""
+    return lambda _, __, begun: _among(names(), begun)
+
+
+def methods(_: Any, __: Any, begun: str) -> list[CompletionItem]:
+    """Completes to names of methods; the last one of a list with commas."""
+    from pykvedge.plans import presets
+
+    before, comma, last = begun.rpartition(",")
+    names = [name for name in presets.methods() if name.startswith(last)]
+    return [CompletionItem(before + comma + name, help=presets.preset(name).summary) for name in names]
+
+
+def members(_: Any, param: click.Parameter, begun: str) -> list[CompletionItem]:
+    """Completes an option that is named after a stage to its members."""
+    from pykvedge.plans.registry import members
+
+    return _among(members(param.name or ""), begun)
+
+
+def settings(context: click.Context, _: Any, begun: str) -> list[CompletionItem]:
+    """Completes --set to the settings of the chosen method's stages."""
+    from pykvedge.plans.making import plan
+    from pykvedge.plans.presets import DEFAULT_METHOD
+    from pykvedge.plans.registry import STAGES, member
+
+    with suppress(KvedgeError):
+        made = plan(context.params.get("method") or DEFAULT_METHOD)
+        chosen = {stage: context.params.get(stage) or getattr(made, stage) for stage in STAGES}
+        found = [(stage, one) for stage, name in chosen.items() for one in member(stage, name).params]
+        named = [CompletionItem(f"{stage}.{one.name}=", help=one.help) for stage, one in found]
+        return [item for item in named if item.value.startswith(begun)]
+    return []
+
+
+def models(_: Any, __: Any, begun: str) -> list[CompletionItem]:
+    """Completes to names of models in the cache."""
+    from pykvedge.models import hub
+
+    with suppress(KvedgeError, OSError):
+        return _among((model.name for model in hub.cached_models()[0]), begun)
+    return []
+
+
+def files_or_models(context: click.Context, param: click.Parameter, begun: str) -> list[CompletionItem]:
+    """Completes to names of models in the cache, else to files."""
+    return models(context, param, begun) or [CompletionItem(begun, type="file")]
