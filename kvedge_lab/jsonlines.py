@@ -76,6 +76,7 @@ class Results:
     VERSION = 1
     WHAT = ""  # what the file holds, in messages
     UNSAID: Mapping[str, Any] = {}  # what a first line means that has not this name
+    FREE: tuple[str, ...] = ()  # names of the first line that may differ
 
     def __init__(self, path: Path | None, header: Mapping[str, Any], resume: bool = False) -> None:
         """header: must be that of the file, when there is one already.
@@ -98,7 +99,7 @@ class Results:
             lines = path.read_bytes().split(b"\n")[:-1]
             first, *rows = [json.loads(line) for line in lines]
             version = first[self.KIND]
-            names = dict.fromkeys((*header, *first))
+            names = [name for name in dict.fromkeys((*header, *first)) if name not in self.FREE]
             changed = [name for name in names if self._said(first, name) != self._said(header, name)]
             for row in rows if not changed else []:
                 self._take(row)

@@ -233,6 +233,7 @@ def test_forms_of_the_table():
     assert [float(r["decode_spread_low"]) for r in listed] == [pytest.approx(r.decode_spread[0]) for r in rows]
     assert json.loads(table.as_json(rows, made))["rows"][1]["decode_tok_s"] == pytest.approx(20)
     said = table.as_markdown(rows, made)
+    assert max(map(len, said.splitlines())) <= 80
     assert "| talk again |" in said and "| 0.01 s " in said
     assert "| stock " in said and "stock: llama.cpp's own attention" in said and "J/token" in said
 

@@ -213,6 +213,36 @@ def test_files_that_do_not_belong_to_the_run(kvedge, native, tmp_path):
     kvedge(*own, "--resume").failed(2, "d:1 was another one")
 
 
+def test_resume_alone_goes_on_with_what_was_asked(kvedge, native, tmp_path):
+    save = tmp_path / "r.jsonl"
+    few = ["--tasks", "code", "--samples", 1, "--method", "h2o", "--budget", "0.3", "--metrics", "score"]
+    again = ["eval", "--threads", THREADS, "--json", "--save", save]
+    first = kvedge(*again, *few)
+    before = save.read_bytes()
+    assert kvedge(*again, "--resume").json["rows"] == first.json["rows"] and save.read_bytes() == before
+    more = kvedge(*again, "--resume", "--samples", 2)
+    assert {(r["method"], r["budget"], r["samples"]) for r in more.json["rows"]} == {("full", 1.0, 2), ("h2o", 0.3, 2)}
+    other = kvedge(*again, "--resume", "--method", "snapkv")
+    assert {(r["method"], r["budget"], r["task"]) for r in other.json["rows"]} == {
+        (name, budget, task) for name, budget in (("full", 1.0), ("snapkv", 0.3)) for task in ("code", "all")
+    }
+
+
+def test_a_table_fits_a_terminal_and_says_how_small_a_divergence_is():
+    lines = [
+        table.Line("mixkv-sparsemm", 0.05, "all", 240, 240, 0.05, 0.95, (-0.1, 0.05), 0.5, 0.91, 1.1, (0.1, 0.25), 9e-7,
+                   (4e-7, 2e-6), 1e-9, kld_p99=0.25, top1=1.0),
+    ]  # fmt: skip
+    said = table.as_markdown(lines)
+    tables = [block.splitlines() for block in said.split("\n\n") if block.startswith("|")]
+    assert len(tables) > 1 and max(map(len, said.splitlines())) <= 80
+    heads = [[cell.strip() for cell in rows[0].strip("|").split("|")] for rows in tables]
+    assert all(head[:2] == ["method", "budget"] for head in heads)
+    rest = [name for head in heads for name in head[2:]]
+    assert len(set(rest)) == len(rest) and {"score change", "PPL change", "KL interval"} <= set(rest)
+    assert "| 9e-07 " in said and "| 4e-07 to 2e-06 " in said and "| 1e-09 " in said
+
+
 def test_a_header_of_another_model_is_refused(tmp_path):
     path = tmp_path / "r.jsonl"
     Records(path, {"model": "a"}, False).close()
@@ -261,7 +291,7 @@ def test_tables(kvedge, native, tmp_path):
             assert low <= high
         else:
             assert r["ppl_change"] is None
-    assert md.out.count("| full ") == 2 and "colour" in md.out
+    assert md.out.count("| full ") >= 2 and max(map(len, md.out.splitlines())) <= 80 and "colour" in md.out
 
 
 def test_data_sets_and_plans_from_files(kvedge, tiny, picture_file, native, tmp_path):

@@ -13,7 +13,7 @@ from kvedge_lab.bench.machine import Bandwidth, Others
 from kvedge_lab.bench.matrix import STOCK, Variant
 from kvedge_lab.bench.measure import Repetition
 from kvedge_lab.bench.runner import Group, Outcome
-from pykvedge.cli.tables import markdown
+from pykvedge.cli.tables import folded, wrapped
 from pykvedge.system.memory import readable
 
 Spread = tuple[float, float]
@@ -242,7 +242,7 @@ def _energy(spent: list[tuple[float | None, int]]) -> float | None:
 NOTES = (
     "stock: llama.cpp's own attention and cache with its default settings, in kvedge's library without kvedge attached "
     "(its logits are bit for bit those of an unpatched build). `full` keeps everything, in kvedge's store.",
-    "Medians; in brackets, the middle half of all tokens. vs stock: median of the ratios of each round, compression "
+    "Medians; in brackets, the middle half of all tokens. / stock: median of the ratios of each round, compression "
     "counted as prefill. first token: encoding the images, prefill, compression. limit: tokens/s that reading the "
     "weights and the kept KV would allow. RSS: growth of the process since before the context was made.",
 )
@@ -250,7 +250,7 @@ DEVICES = (
     "compressed: where rows on devices were compressed. fetched, sent: bytes that crossed the bus for it; a row: "
     "fetched, for each pending row of a KV head. operations: of graphs there. measure, gather and merge take place on "
     "the device, choose on the host; upload: what the host computed was sent. peak: the most that devices had in use "
-    "beyond the weights (`--device-peak`); of the cache: less what stock had beside its cache, over that cache."
+    "beyond the weights (`--device-peak`); / cache: less what stock had beside its cache, over that cache."
 )
 WAITS = (
     "first token: encoding, pruning, prefill and compression together, and how much sooner that is than stock's, which "
@@ -280,13 +280,13 @@ def as_markdown(made: list[Row], outcome: Outcome) -> str:
         mine = [row for row in made if (row.model, row.prompt) == (model, prompt)]
         images = f", {mine[0].image_tokens} of images" if mine[0].image_tokens else ""
         title = f"**{model}**: a prompt of {mine[0].tokens} tokens ({prompt}{images}), {mine[0].rounds} rounds"
-        parts += [title, markdown([_head(more), *(_cells(row, more) for row in mine)])]
+        parts += [wrapped(title), folded([_head(more), *(_cells(row, more) for row in mine)])]
         if any(row.device_compressed is not None or row.device_peak_bytes is not None for row in mine):
-            parts.append(markdown([DEVICE_HEAD, *(_device_cells(row) for row in mine)]))
+            parts.append(folded([DEVICE_HEAD, *(_device_cells(row) for row in mine)]))
             there = [row for row in mine if row.device_problem]
-            parts += [f"{row.variant} is compressed on the host: {row.device_problem}." for row in there]
+            parts += [wrapped(f"{row.variant} is compressed on the host: {row.device_problem}.") for row in there]
         if mine[0].image_tokens:
-            parts.append(markdown([WAIT_HEAD, *(_wait_cells(row) for row in mine)]))
+            parts.append(folded([WAIT_HEAD, *(_wait_cells(row) for row in mine)]))
     about = outcome.machine
     told = "" if energy else " The system does not tell the energy spent."
     n = about.get("threads", 0)
@@ -294,11 +294,12 @@ def as_markdown(made: list[Row], outcome: Outcome) -> str:
     disturbed = [f"Disturbed: {text}." for text in warnings(made)]
     notes = [*NOTES, *([DEVICES] if any(row.device_compressed is not None for row in made) else [])]
     notes += [WAITS] if any(row.image_tokens for row in made) else []
-    return "\n\n".join([*parts, *disturbed, *notes, *(["Stopped before the end."] if outcome.interrupted else [])])
+    stopped = ["Stopped before the end."] if outcome.interrupted else []
+    return "\n\n".join([*parts, *map(wrapped, [*disturbed, *notes, *stopped])])
 
 
-WAIT_HEAD = ["variant", "tokens", "of images", "encode", "prune", "prefill", "compress", "first token", "vs stock",
-             "image again", "talk again"]  # fmt: skip
+WAIT_HEAD = ["variant", "tokens", "of images", "encode", "prune", "prefill", "compress", "first token",
+             "first token / stock", "image again", "talk again"]  # fmt: skip
 
 
 def _wait_cells(row: Row) -> list[str]:
@@ -318,7 +319,7 @@ def _wait_cells(row: Row) -> list[str]:
     ]
 
 
-DEVICE_HEAD = ["variant", "compressed", "fetched", "a row", "sent", "operations", *STEPS, "peak", "of the cache"]
+DEVICE_HEAD = ["variant", "compressed", "fetched", "a row", "sent", "operations", *STEPS, "peak", "peak / cache"]
 
 
 def _device_cells(row: Row) -> list[str]:
@@ -345,10 +346,10 @@ class More(NamedTuple):
 
 
 def _head(more: More) -> list[str]:
-    head = ["variant", "prefill tok/s", "vs stock", "compress", "first token", "decode tok/s", "vs stock", "limit",
-            "KV full", "KV kept", "KV peak", "RSS peak", "RSS after"]  # fmt: skip
+    head = ["variant", "prefill tok/s", "prefill / stock", "compress", "first token", "decode tok/s",
+            "decode / stock", "limit", "KV full", "KV kept", "KV peak", "RSS peak", "RSS after"]  # fmt: skip
     head += ["whole rows", "in a file"] if more.whole else []
-    return [*head, *(["later message", "vs stock"] if more.later else []), *(["J/token"] if more.energy else [])]
+    return [*head, *(["later message", "later / stock"] if more.later else []), *(["J/token"] if more.energy else [])]
 
 
 def _cells(row: Row, more: More) -> list[str]:

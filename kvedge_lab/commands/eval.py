@@ -127,6 +127,10 @@ def _run(given: dict[str, Any]) -> int:
 
     if given["recipe"] == "list":
         return _list_recipes(given)
+    if given["resume"] and given["save"] is None:
+        raise UsageError("--resume needs the file of results: --save FILE")
+    given = _going_on(given) if given["resume"] else given
+    asked = {name: given[name] for name in _ASKED}
     if given["recipe"] is not None:
         given = _by_recipe(given)
     options.load_plugins(given)
@@ -135,10 +139,10 @@ def _run(given: dict[str, Any]) -> int:
         drawing.check("--plot", given["plot"])
     job = _job(given)
     _check_base(job.cells, given["against"])
-    if given["resume"] and given["save"] is None:
-        raise UsageError("--resume needs the file of results: --save FILE")
     loud = not given["quiet"] and not given["verbose"]
-    records = Records(given["save"], job.header(), given["resume"])
+    records = Records(
+        given["save"], job.header() | {"asked": json.loads(json.dumps(asked, default=str))}, given["resume"]
+    )
     outcome = Outcome(records)
     display = Steps(enabled=loud, steps=steps(job, records))
     failure: KvedgeError | None = None
@@ -154,6 +158,29 @@ def _run(given: dict[str, Any]) -> int:
     if failure is not None:
         raise failure
     return 130 if outcome.interrupted else 1 if outcome.left_out else 0
+
+
+# what a run measures, which a later run goes on with
+_ASKED = ("data", "tasks", "samples", "images", "seed", "form", "image_folder", "recipe", "limit", "methods", "budgets",
+          "plans", "plugins", "compress", "against", "metrics", "max_tokens")  # fmt: skip
+_PATHS = ("data", "image_folder", "plans", "plugins")
+
+
+def _going_on(given: dict[str, Any]) -> dict[str, Any]:
+    """Puts what was asked of the run that began the file in the place of options that are omitted now."""
+    from kvedge_lab.eval.records import asked_before
+
+    context, before = click.get_current_context(), asked_before(paths.expanded(given["save"]))
+    typed = {name for name in _ASKED if context.get_parameter_source(name) is ParameterSource.COMMANDLINE}
+    if typed & {"data", "tasks"}:  # other samples
+        typed |= {"data", "tasks", "recipe"}
+    if typed & {"methods", "plans"}:
+        typed |= {"methods", "plans", "recipe"}
+    found = {name: before[name] for name in _ASKED if name in before and name not in typed}
+    for name in _PATHS:
+        if found.get(name):
+            found[name] = Path(found[name]) if name == "image_folder" else tuple(map(Path, found[name]))
+    return {**given, **found}
 
 
 def _job(given: dict[str, Any]) -> Job:
@@ -200,7 +227,7 @@ def _by_recipe(given: dict[str, Any]) -> dict[str, Any]:
 
 def _list_recipes(given: dict[str, Any]) -> int:
     from kvedge_lab.eval.recipes import RECIPES
-    from pykvedge.cli.tables import markdown
+    from pykvedge.cli.tables import folded
 
     if given["as_json"]:
         rows = {n: {"table": r.table, "form": r.form, "budgets": list(r.budgets), "metrics": r.metrics,
@@ -208,7 +235,7 @@ def _list_recipes(given: dict[str, Any]) -> int:
         click.echo(json.dumps(rows, indent=1))
         return 0
     head = ["recipe", "of", "data", "budgets"]
-    click.echo(markdown([head, *([n, r.table, r.form, ", ".join(r.budgets)] for n, r in RECIPES.items())]))
+    click.echo(folded([head, *([n, r.table, r.form, ", ".join(r.budgets)] for n, r in RECIPES.items())]))
     return 0
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from kvedge_lab.eval.table import ALL, Line
-from pykvedge.cli.tables import markdown
+from pykvedge.cli.tables import folded
 from pykvedge.errors import unknown
 
 _FILE = Path(__file__).with_name("papers.json")
@@ -119,7 +119,7 @@ def beside(name: str, made: Sequence[Line]) -> str:
         for figure in of:
             cells = [_both(mine(made, figure.method, figure.budget, c), figure.columns.get(c)) for c in columns]
             rows.append([figure.method, f"{figure.budget:g}", *cells])
-        parts += [f"This run / {model} in {chosen.table}.", markdown(rows)]
+        parts += [f"This run / {model} in {chosen.table}.", folded(rows, keys=2)]
     return "\n\n".join([*parts, *([f"{chosen.table}: {chosen.note}."] if chosen.note else [])])
 
 

@@ -5,6 +5,7 @@ sample at most.
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ class Records(Results):
 
     KIND, VERSION, WHAT = "kvedge_eval", 2, "results of kvedge eval"
     UNSAID: Mapping[str, Any] = {"compress": "prompt"}
+    FREE = ("asked",)
 
     def __init__(self, path: Path | None, header: Mapping[str, Any], resume: bool) -> None:
         """Raises what Results raises."""
@@ -38,6 +40,19 @@ class Records(Results):
     def _take(self, row: dict[str, Any]) -> None:
         if row["digest"] and row["plan"]:
             self.rows[key_of(row)] = row
+
+
+def asked_before(path: Path) -> dict[str, Any]:
+    """Returns the options of the run that began a file of results; nothing where there are none, or it is no such file.
+
+    What is wrong with the file is said when it is opened.
+    """
+    try:
+        with path.open("rb") as file:
+            first = json.loads(file.readline(1 << 20))
+        return dict(first["asked"]) if Records.KIND in first else {}
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return {}
 
 
 def fingerprint(path: Path) -> str:

@@ -17,7 +17,7 @@ from kvedge_lab.eval.measure import Cell
 from kvedge_lab.eval.metrics import LEAST, paired_interval, pooled, score_interval
 from kvedge_lab.eval.runner import FULL
 from kvedge_lab.eval.tasks import Sample
-from pykvedge.cli.tables import markdown
+from pykvedge.cli.tables import folded, wrapped
 
 ALL = "all"
 Rows = list[dict[str, Any]]
@@ -202,18 +202,18 @@ def as_markdown(made: list[Line], notes: Iterable[str] = (), against: str = FULL
         rows = [["method", "budget", *tasks]]
         for (method, budget), of in by_cell.items():
             rows.append([method, f"{budget:g}", *(_percent(of.get(task)) for task in tasks)])
-        parts += [PER_TASK, markdown(rows)]
+        parts += [PER_TASK, folded(rows, keys=2)]
     rows = [_HEAD, *(_overall(of[ALL], sign="" if against == FULL else "+") for of in by_cell.values() if ALL in of)]
     used = [i for i in range(len(_HEAD)) if i < 3 or any(row[i] for row in rows[1:])]
     base = "the full cache" if against == FULL else f"{against} at the same budget"
-    parts += [OVER_ALL.format(base=base), markdown([[row[i] for i in used] for row in rows])]
+    parts += [wrapped(OVER_ALL.format(base=base)), folded([[row[i] for i in used] for row in rows], keys=2)]
     if any(of[ALL].contexts < LEAST for of in by_cell.values() if ALL in of):
         parts.append(TOO_FEW)
     return "\n\n".join([*parts, *notes])
 
 
-_HEAD = ["method", "budget", "samples", "kept", "score", "change", "ROUGE-L to full", "PPL", "change", "KL to full",
-         "interval", "KL median", "KL 99 %", "same top token"]  # fmt: skip
+_HEAD = ["method", "budget", "samples", "kept", "score", "score change", "ROUGE-L to full", "PPL", "PPL change",
+         "KL to full", "KL interval", "KL median", "KL 99 %", "same top token"]  # fmt: skip
 
 
 def _overall(line: Line, sign: str) -> list[str]:
@@ -228,10 +228,10 @@ def _overall(line: Line, sign: str) -> list[str]:
         _share(line.rouge_full),
         _figure(line.ppl),
         _span(line.ppl_change, 1, 3),
-        _figure(line.kld),
-        _span(line.kld_change, 1, 3, sign),
-        _figure(line.kld_p50),
-        _figure(line.kld_p99),
+        _small(line.kld),
+        " to ".join(f"{v:{sign}.2g}" for v in line.kld_change) if line.kld_change else "",
+        _small(line.kld_p50),
+        _small(line.kld_p99),
         _share(line.top1),
     ]
 
@@ -248,10 +248,15 @@ def _figure(value: float | None) -> str:
     return "" if value is None else f"{value:.4g}" if value >= 1000 else f"{value:.3f}"
 
 
-def _span(values: tuple[float, float] | None, scale: float, digits: int, sign: str = "+") -> str:
+def _small(value: float | None) -> str:
+    """Writes a divergence, which may be a millionth: its first digits count, wherever they are."""
+    return "" if value is None else f"{value:.3g}"
+
+
+def _span(values: tuple[float, float] | None, scale: float, digits: int) -> str:
     if values is None:
         return ""
     low, high = (scale * v for v in values)
     largest = max(abs(low), abs(high))
-    form = f"{sign}.2g" if largest >= 1e5 else f"{sign}.{0 if largest >= 1000 else digits}f"
+    form = "+.2g" if largest >= 1e5 else f"+.{0 if largest >= 1000 else digits}f"
     return f"{low:{form}} to {high:{form}}"

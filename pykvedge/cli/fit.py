@@ -71,7 +71,7 @@ def fit(file: Path | None, **given: Any) -> None:
       kvedge fit model.gguf --image report.pdf --image-tokens 0.25 --budget 0.1
       kvedge fit model.gguf --image photo.jpg --method mixkv
     """
-    from pykvedge.fit.footprint import footprint, most_images, most_turns
+    from pykvedge.fit.footprint import footprint
     from pykvedge.reference.kvtypes import KvType
     from pykvedge.system import memory
 
@@ -84,13 +84,7 @@ def fit(file: Path | None, **given: Any) -> None:
     files, request, placement, work = _request(model, mmproj, plan, given)
     found, available = footprint(files, request), memory.available_bytes()
     needed = found.peak_prefill - found.reclaimable
-    images: dict[str, int] = {}
-    if request.image_tokens and available is not None:
-        kinds = {"stock": "stock", "one_prompt": "compressed", "bounded": "bounded"}
-        if request.keep:
-            del kinds["bounded"]  # which drops rows for good
-        images = {name: most_images(files, request, available, kind) for name, kind in kinds.items()}
-        images["one_per_message"] = most_turns(files, request, available)
+    images = _images_that_fit(files, request, available)
     out = {
         "model": str(model.path),
         "mmproj": str(mmproj.path) if mmproj else None,
@@ -109,7 +103,23 @@ def fit(file: Path | None, **given: Any) -> None:
     if given["as_json"]:
         click.echo(json.dumps(out))
         return
-    click.echo("\n".join(filter(None, [_table(found, request, placement, out), work.line() if work else ""])))
+    from pykvedge.cli.tables import wrapped
+
+    click.echo(_table(found, request, placement, out))
+    if work is not None:
+        click.echo(wrapped(work.line()))
+
+
+def _images_that_fit(files: Files, request: Request, available: int | None) -> dict[str, int]:
+    from pykvedge.fit.footprint import most_images, most_turns
+
+    if not request.image_tokens or available is None:
+        return {}
+    kinds = {"stock": "stock", "one_prompt": "compressed", "bounded": "bounded"}
+    if request.keep:
+        del kinds["bounded"]  # which drops rows for good
+    images = {name: most_images(files, request, available, kind) for name, kind in kinds.items()}
+    return images | {"one_per_message": most_turns(files, request, available)}
 
 
 def _request(
@@ -206,60 +216,90 @@ def _placed(placement: Placement) -> list[str]:
     return lines
 
 
+def _verdict(f: Footprint, placement: Placement, out: dict[str, Any]) -> str:
+    """Says in one line whether it fits, and what becomes of the KV cache."""
+    from pykvedge.system.memory import readable
+
+    needed, available = (out["bytes"][name] for name in ("needed", "available"))
+    cache = f"KV {readable(f.kv_prompt)} -> {readable(f.kv_kept)} ({out['method']} {out['budget']})"
+    if available is None:
+        return f"Needs {readable(needed)}, {cache}; how much memory is available cannot be told"
+    memory = f"needs {readable(needed)} of {readable(available)}"
+    if out["fits"]:
+        return f"Fits: {cache}, {memory}"
+    full = [share.device.name for share in placement.shares if not share.fits]
+    why = f"; too many layers on {', '.join(full)}" if full else ""
+    return f"Does not fit: {memory}{why}; {cache}"
+
+
 def _table(f: Footprint, request: Request, placement: Placement, out: dict[str, Any]) -> str:
+    from pykvedge.cli.tables import wrapped
     from pykvedge.system.memory import readable
 
     rows: list[tuple[Any, ...]] = [
         ("program and its libraries", *[f.program] * 3),
         ("weights, from the file", *[f.weights] * 3),
-        ("weights, rearranged for this CPU", *[f.repacked] * 3),
+        ("weights, rearranged", *[f.repacked] * 3),
         ("image encoder", *[f.encoder] * 3),
         ("encoding an image", *[f.encoder_compute] * 3),
         ("compute buffers", f.compute_stock, f.compute, f.compute),
-        ("KV cache while the prompt is read", f.kv_stock, f.kv_prompt, f.kv_prompt),
-        ("scores and one compressed layer", 0, 0, f.scores_and_layer),
-        ("Gram matrices of output projections", 0, 0, f.grams),
-        ("KV cache of the answer", f.kv_stock, f.kv_prompt, f.kv_kept),
+        ("KV cache, while it reads", f.kv_stock, f.kv_prompt, f.kv_prompt),
+        ("scores, a compressed layer", 0, 0, f.scores_and_layer),
+        ("Gram matrices", 0, 0, f.grams),
+        ("KV cache, while it answers", f.kv_stock, f.kv_prompt, f.kv_kept),
         ("whole rows, in memory", 0, 0, f.whole_memory),
         ("whole rows, in a file", 0, 0, f.whole_file),
-        ("peak", f.peak_stock, f.peak_full, f.peak_prefill),
-        ("while the answer is generated", f.peak_stock, f.answer_full, f.after_compression),
+        ("peak, while it reads", f.peak_stock, f.peak_full, f.peak_prefill),
+        ("while it answers", f.peak_stock, f.answer_full, f.after_compression),
     ]
-    columns = ("stock llama.cpp", "kvedge, all kept", f"{request.plan.method} {request.plan.budget}")
+    columns = ("stock llama.cpp", "kvedge, all kept", request.plan.method)
     what = f"{request.n_images} image{'s' * (request.n_images != 1)} of {request.image_tokens} tokens and "
-    lines = [
+    about = (
         f"{Path(out['model']).name}: {what if request.n_images else ''}{request.text_tokens} tokens of text, "
-        f"{f.prompt_tokens} in all, of which {f.kept_tokens} are kept; stock context {f.n_ctx}",
-        " " * 34 + "".join(f"{name:>18}" for name in columns),
-    ]
+        f"{f.prompt_tokens} in all, of which {request.plan.method} {request.plan.budget} keeps {f.kept_tokens}; "
+        f"stock context {f.n_ctx}"
+    )
     shown = [(name, *(readable(n) if n else "-" for n in figures)) for name, *figures in rows if any(figures)]
-    lines += [f"{name:<34}" + "".join(f"{x:>18}" for x in figures) for name, *figures in shown]
-    first = "what encoding an image took before the prompt is read, and " if f.encoder_compute else ""
-    lines.append(f"kvedge gives back {first}the compute buffers when the prompt is complete")
-    if f.whole_file:
-        lines.append(
-            f"whole rows are in memory until they are written; then {readable(f.whole_file)} of them are in a file "
-            "that the system may drop"
-        )
+    lines = [f"{name:<29}" + "".join(f"{x:>17}" for x in figures) for name, *figures in [("", *columns), *shown]]
+    notes = [_given_back(f)]
     if not request.keep and f.kept_tokens < f.prompt_tokens and f.peak_bounded < f.peak_prefill:
-        lines.append(
-            f"with --bounded, where model and method allow it: KV cache {readable(f.kv_bounded)} while the prompt is "
-            f"read, compute buffers {readable(f.compute_bounded)}, peak {readable(f.peak_bounded)}"
+        notes.append(
+            f"With --bounded, where model and method allow it: KV cache {readable(f.kv_bounded)} while the prompt is "
+            f"read, compute buffers {readable(f.compute_bounded)}, peak {readable(f.peak_bounded)}."
         )
-    lines += _placed(placement)
-    b = out["bytes"]
-    if b["available"] is None:
-        return "\n".join([*lines, f"{readable(b['needed'])} are needed; how much this machine has cannot be told"])
-    verdict = "it fits" if b["needed"] <= b["available"] else "it does not fit"
-    spare = f" (without {readable(f.reclaimable)} of file pages that the system may drop)" if f.reclaimable else ""
-    lines.append(f"needs {readable(b['needed'])}{spare}, {readable(b['available'])} are available: {verdict}")
-    if out["most_images"]:
-        m = {k: max(v, 0) for k, v in out["most_images"].items()}
-        bounded = f"{m['bounded']} with --bounded, " if "bounded" in m else ""
-        in_training = max(0, (out["n_ctx_train"] - request.text_tokens) // request.image_tokens)
-        lines.append(
-            f"memory holds {m['stock']} images with stock llama.cpp; with {request.plan.method} {m['one_prompt']} in "
-            f"one prompt, {bounded}{m['one_per_message']} with one in each message; the model "
-            f"was trained for {in_training}"
+    notes += _placed(placement)
+    return "\n".join([
+        wrapped(_verdict(f, placement, out)), wrapped(about), *lines, *map(wrapped, notes), *_most(request, out)
+    ])  # fmt: skip
+
+
+def _given_back(f: Footprint) -> str:
+    from pykvedge.system.memory import readable
+
+    first = "what encoding an image took before the prompt is read, and " if f.encoder_compute else ""
+    text = f"kvedge gives back {first}the compute buffers when the prompt is complete."
+    if f.reclaimable:
+        text += f" The system may drop {readable(f.reclaimable)} of file pages, which are not counted as needed."
+    if f.whole_file:
+        text += (
+            f" Whole rows are in memory until they are written; then {readable(f.whole_file)} of them are in a file "
+            "that the system may drop."
         )
-    return "\n".join(lines)
+    return text
+
+
+def _most(request: Request, out: dict[str, Any]) -> list[str]:
+    """Lists how many images memory holds, and why a compressed prompt may hold no more than stock llama.cpp."""
+    most = {kind: max(n, 0) for kind, n in out["most_images"].items()}
+    if not most:
+        return []
+    method = request.plan.method
+    rows = [
+        ("stock llama.cpp", most["stock"], ""),
+        (f"{method}, one prompt", most["one_prompt"], "all rows are there until it is complete"),
+        (f"{method}, --bounded", most.get("bounded"), "at most one layer has all rows"),
+        (f"{method}, one a message", most["one_per_message"], "each is compressed before the next"),
+        ("the model was trained for", max(0, (out["n_ctx_train"] - request.text_tokens) // request.image_tokens), ""),
+    ]
+    shown = [f"  {name:<29}{n:>8}  {why}".rstrip() for name, n, why in rows if n is not None]
+    return [f"images of {request.image_tokens} tokens that memory holds:", *shown]

@@ -13,6 +13,7 @@ import click
 
 from pykvedge.cli import completion, options
 from pykvedge.cli.command import command, option
+from pykvedge.cli.tables import WIDTH
 from pykvedge.errors import KvedgeError, UsageError
 from pykvedge.plans import presets
 from pykvedge.plans.making import plan
@@ -101,12 +102,13 @@ def _as_object(p: Preset) -> dict[str, object]:
 
 
 def _table(chosen: Iterable[Preset]) -> str:
-    rows = [("method", "budget", "scorer", "reducer", "what it keeps")]
-    for p in chosen:
-        made = plan(p.name)
-        rows.append((p.name, str(made.budget), made.scorer, made.reducer, p.summary))
-    widths = [max(len(row[i]) for row in rows) for i in range(4)]
-    lines = ["  ".join([*(cell.ljust(w) for cell, w in zip(row, widths, strict=False)), row[4]]) for row in rows]
+    rows = [("method", "budget", "what it keeps"), *((p.name, str(plan(p.name).budget), p.summary) for p in chosen)]
+    names, budgets = (max(len(row[i]) for row in rows) for i in range(2))
+    indent = " " * (names + budgets + 4)
+    lines = [
+        textwrap.fill(f"{name:{names}}  {budget:{budgets}}  {text}", WIDTH, subsequent_indent=indent)
+        for name, budget, text in rows
+    ]
     lines += ["", "`kvedge methods NAME` explains one; every option of `kvedge chat` changes a part of it."]
     return "\n".join(lines)
 
@@ -150,4 +152,4 @@ def _explain(p: Preset) -> str:
         f"  images    {made.image_tokens} of an image's tokens, pruner {made.pruner} (--image-tokens, --pruner)"
     )
     lines.append(f"  others    {made.reducer} (--reducer {', '.join(members('reducer'))})")
-    return "\n".join(textwrap.fill(line, 110, subsequent_indent=" " * 12) for line in lines)
+    return "\n".join(textwrap.fill(line, WIDTH, subsequent_indent=" " * 12) for line in lines)

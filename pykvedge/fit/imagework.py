@@ -41,7 +41,7 @@ class ImageWork:
 
     def line(self) -> str:
         """Says for a person what follows."""
-        costs = f"an image costs the encoder {_readable(self.encoder)}, the prompt {_readable(self.prompt)}"
+        costs = f"An image costs the encoder {_readable(self.encoder)}, the prompt {_readable(self.prompt)}"
         if self.better == "image_max_tokens":
             return f"{costs}: a cap before the encoder, --image-max-tokens, saves more than --image-tokens after it"
         if self.capped:
