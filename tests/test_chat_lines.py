@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import os
-import stat
+import sys
 from pathlib import Path
 
 import pytest
@@ -109,16 +110,8 @@ def test_nothing_is_completed_where_nothing_is(folder):
 
 
 def typed_lines(monkeypatch, *typed):
-    """A reader to which these lines are typed."""
-    rest = iter(typed)
-
-    def line(prompt):
-        try:
-            return next(rest)
-        except StopIteration:
-            raise EOFError from None
-
-    monkeypatch.setattr(lines, "_line", line)
+    """A reader without a terminal, to which these lines come."""
+    monkeypatch.setattr(sys, "stdin", io.StringIO("".join(line + "\n" for line in typed)))
     return lines.Lines(lambda text: [], None)
 
 
@@ -141,21 +134,6 @@ def test_messages_of_several_lines(monkeypatch, lines, message):
 def test_a_block_that_never_ends(monkeypatch):
     with pytest.raises(EOFError):
         typed_lines(monkeypatch, '"""', "one").message("> ")
-
-
-def test_the_history_is_the_owners_and_bounded(tmp_path):
-    file = tmp_path / "state" / "kvedge" / "chat-history"
-    lines.remember(file, ["first", "", "x" * 5000])
-    assert lines.read_history(file) == ["first"]
-    assert stat.S_IMODE(file.stat().st_mode) == 0o600 and stat.S_IMODE(file.parent.stat().st_mode) == 0o700
-    lines.remember(file, [f"line {i}" for i in range(1500)])
-    assert lines.read_history(file) == [f"line {i}" for i in range(500, 1500)]
-    file.chmod(0o644)
-    lines.remember(file, ["one more"])
-    assert stat.S_IMODE(file.stat().st_mode) == 0o600
-    assert [p.name for p in file.parent.iterdir()] == [file.name]
-    with pytest.raises(OSError, match="exists"):
-        lines.remember(file / "under a file", ["x"])
 
 
 def test_where_the_history_is(monkeypatch, tmp_path):

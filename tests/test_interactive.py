@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import re
 import select
 import signal
 import stat
+import struct
 import sys
+import termios
 import time
 
 import pytest
@@ -17,16 +20,20 @@ pty = pytest.importorskip("pty")
 if os.name != "posix":
     pytest.skip("needs a pseudo-terminal", allow_module_level=True)
 
-ESCAPES = re.compile(r"\x1b\[[0-9;?]*[a-zA-Z]|\x1b\][^\x07]*\x07|\r")
+PROMPT = "\x1b[?2004h"  # a paste is told from typing from here on: the next message is waited for
+ESCAPES = re.compile(r"\x1b\[(?!\?2004h)[0-9;?]*([a-zA-Z])|\x1b\][^\x07]*\x07|[\r\x08]")
+
+XTERM = {"TERM": "xterm", "COLUMNS": "200", "PROMPT_TOOLKIT_NO_CPR": "1"}  # not asked where its cursor is
 
 
 class Terminal:
     """A program with a person in front of it."""
 
     def __init__(self, arguments, environment):
-        self.seen = ""
+        self.seen = self.raw = self._part = ""
         self.pid, self.fd = pty.fork()
         if self.pid == 0:
+            fcntl.ioctl(0, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 200, 0, 0))  # figures fit a line
             os.execve(sys.executable, [sys.executable, "-m", "pykvedge", *map(str, arguments)], environment)
 
     def read(self, seconds):
@@ -37,7 +44,9 @@ class Terminal:
             data = os.read(self.fd, 65536).decode("utf-8", "replace")
         except OSError:  # the other end is closed
             data = ""
-        self.seen += ESCAPES.sub("", data)
+        self.raw += data
+        whole, self._part = re.match(r"(.*?)(\x1b[^a-zA-Z]*)?\Z", self._part + data, re.S).groups("")
+        self.seen += ESCAPES.sub(lambda found: " " if found[1] == "C" else "", whole)  # the cursor goes on
         return data
 
     def wait_for(self, text, seconds=60):
@@ -69,7 +78,7 @@ class Terminal:
     def answer(self):
         """The text up to the line of figures and the next prompt."""
         text = self.wait_for("tok/s")
-        self.wait_for("> ")
+        self.wait_for(PROMPT)
         return text
 
     def exit_code(self, seconds=60, pressing=""):
@@ -107,9 +116,9 @@ def terminal(environment, state):
     opened = []
 
     def start(*arguments):
-        env = {**environment, "TERM": "xterm", "XDG_STATE_HOME": str(state)}
+        env = {**environment, **XTERM, "XDG_STATE_HOME": str(state)}
         opened.append(Terminal(["chat", *arguments], env))
-        opened[-1].wait_for("> ")
+        opened[-1].wait_for(PROMPT)
         return opened[-1]
 
     yield start
@@ -126,7 +135,7 @@ def test_a_conversation_with_an_image(terminal, llava, picture_file):
     t = terminal(*llava)
     t.type(f"/image {picture_file()}\n")
     assert "80 x 60" in t.wait_for("goes with the next message") + "80 x 60"
-    t.wait_for("> ")
+    t.wait_for(PROMPT)
     t.type("What is this?\n")
     assert "(16 image)" in t.answer()
     t.type("And what else?\n")
@@ -183,13 +192,13 @@ def test_commands(terminal, llava, picture_file):
     ]:
         t.type(typed + "\n")
         t.wait_for(shown)
-        t.wait_for("> ")
+        t.wait_for(PROMPT)
     t.type("Hello\n")
     assert "image" not in t.answer()  # cleared before it was sent
     t.type("/stats\n")
     t.wait_for("tokens: prompt")
     t.wait_for("rss: ")
-    t.wait_for("> ")
+    t.wait_for(PROMPT)
     t.type("\x04")
     assert t.exit_code() == 0
 
@@ -204,7 +213,7 @@ def test_a_message_is_put_again_and_taken_back(terminal, llava, picture_file):
     question(t, "What is this? Tell me all about it.")
     t.type(f"/image {picture_file()}\n")
     t.wait_for("image 1: ")
-    t.wait_for("> ")
+    t.wait_for(PROMPT)
     second = question(t, "And that?")
     assert "(16 image)" in second
     again = question(t, "/retry").replace("image, 1 from the cache)", "image)")  # it was encoded the first time
@@ -212,18 +221,38 @@ def test_a_message_is_put_again_and_taken_back(terminal, llava, picture_file):
     assert figures.search(again)[0] == figures.search(second)[0]
     t.type("/stats\n")
     t.wait_for("undo: ")
-    t.wait_for("> ")
+    t.wait_for(PROMPT)
     t.type("/undo\n")
     t.wait_for("taken back: And that? and its 1 image")
-    t.wait_for("> ")
+    t.wait_for(PROMPT)
     t.type("/undo\n")
     t.wait_for("one can be")
-    t.wait_for("> ")
+    t.wait_for(PROMPT)
     assert "image" not in question(t, "And that?")
     t.type("/clear\n")
-    t.wait_for("> ")
+    t.wait_for(PROMPT)
     assert "of the last answer" in second and "of the last answer" not in question(t, "Hello")
     t.type("/exit\n")
+    assert t.exit_code() == 0
+
+
+def test_a_message_that_was_taken_back_is_put_again(terminal, llava, picture_file):
+    t = terminal(*llava)
+    first = question(t, f"{picture_file()} What is this?")
+    t.type("/undo\n")
+    t.wait_for("taken back: What is this? and its 1 image")
+    t.wait_for(PROMPT)
+    again = question(t, "/retry")
+    assert "(16 image, 1 from the cache)" in again and "(16 image)" in first
+    t.type("/undo\n/undo\n")
+    t.wait_for("there is no message to take back")
+    t.wait_for(PROMPT)
+    t.type("word " * 3000 + "\n")  # too long
+    t.wait_for("kvedge: error: ")
+    t.wait_for(PROMPT)
+    t.type("/set seed 1\n/retry\n")
+    t.wait_for("kvedge: error: ")
+    t.type("\x04")
     assert t.exit_code() == 0
 
 
@@ -233,7 +262,7 @@ def test_without_copies_there_is_no_way_back(terminal, llava):
     question(t, "And?")
     t.type("/undo\n")
     t.wait_for("cannot be taken back")
-    t.wait_for("> ")
+    t.wait_for(PROMPT)
     t.type("/exit\n")
     assert t.exit_code() == 0
 
@@ -243,7 +272,7 @@ def test_a_stream_says_why_nothing_is_taken_back(terminal, llava):
     question(t, "Hello")
     t.type("/retry\n")
     t.wait_for("a stream forgets what it has read")
-    t.wait_for("> ")
+    t.wait_for(PROMPT)
     t.type("/exit\n")
     assert t.exit_code() == 0
 
@@ -255,9 +284,58 @@ def test_a_message_of_several_lines_is_one(terminal, llava, kvedge):
         t.type(typed)
         assert re.findall(r"prompt (\d+) tokens", t.answer()) == [str(expected)]
         t.type("/clear\n")
-        t.wait_for("> ")
+        t.wait_for(PROMPT)
     t.type("/exit\n")
     assert t.exit_code() == 0
+
+
+def test_a_paste_of_two_lines_is_one_message(terminal, llava, kvedge):
+    expected = kvedge("chat", *llava, "--json", "one\ntwo").json["tokens"]["prompt"]
+    t = terminal(*llava)
+    t.type("\x1b[200~one\r\ntwo\x1b[201~")
+    t.read_until("two", 10)
+    assert "tok/s" not in t.seen  # it waits for Enter
+    assert re.findall(r"prompt (\d+) tokens", question(t, "")) == [str(expected)]
+    t.type("/exit\n")
+    assert t.exit_code() == 0
+
+
+def test_pictures_are_dragged_into_a_message(terminal, llava, picture_file, tmp_path):
+    """Ten ways to write paths are in test_mentioned.py."""
+    (tmp_path / "the cat.png").write_bytes(picture_file().read_bytes())
+    t = terminal(*llava)
+    said = question(t, f"{tmp_path}/the\\ cat.png what is it?")
+    assert "added the cat.png as image 1\n" in said and "(16 image)" in said
+    t.type(f"file://{tmp_path}/the%20cat.png\n")
+    t.wait_for("added the cat.png as image 2; it goes with the next message")
+    t.wait_for(PROMPT)
+    said = question(t, "And in nowhere.png?")
+    assert "there is no file nowhere.png; it stays text" in said and "(16 image, 1 from the cache)" in said
+    (tmp_path / "broken.png").write_bytes(b"no picture")
+    t.type(f"what is '{tmp_path}/broken.png'?\n")
+    t.wait_for("kvedge: error: ")
+    t.wait_for(PROMPT)
+    t.type("/bye\n")
+    assert t.exit_code() == 0
+
+
+@pytest.mark.parametrize("word", ["exit", "quit", "/bye", "/quit", "\x04"])
+def test_words_that_leave(terminal, llava, word):
+    t = terminal(*llava)
+    t.type(word if word == "\x04" else word + "\n")
+    assert t.exit_code() == 0
+    assert "tok/s" not in t.raw
+
+
+def test_figures_are_dimmed_unless_colours_are_switched_off(terminal, llava, monkeypatch, environment):
+    for no_color in ("", "1"):
+        monkeypatch.setitem(environment, "NO_COLOR", no_color)
+        t = terminal(*llava)
+        question(t, "Hello")
+        assert ("\x1b[2mprompt " in t.raw) == (no_color == "") and "prompt " in t.raw
+        t.type("/?\nexit\n")
+        t.wait_for("/image PATH")
+        assert t.exit_code() == 0
 
 
 def test_tab_completes_commands_and_paths(terminal, llava, picture_file, tmp_path):
@@ -273,17 +351,21 @@ def test_tab_completes_commands_and_paths(terminal, llava, picture_file, tmp_pat
     t.wait_for("the\\ cat.png")
     t.type("\n")
     t.wait_for("image 1: the cat.png")
-    t.wait_for("> ")
+    t.wait_for(PROMPT)
     t.type(f"/image '{tmp_path}/hol\t")
     t.wait_for("holiday photos/")
     t.type("the\t\n")
     t.wait_for("image 2: the cat.png")
-    t.wait_for("> ")
+    t.wait_for(PROMPT)
     t.type("/method loo\t\n")
     t.wait_for("method lookm, budget 0.2")
-    t.wait_for("> ")
+    t.wait_for(PROMPT)
     t.type("/set scorer.\t\x15/exit\n")
     assert t.exit_code() == 0
+
+
+def kept(file):
+    return [line[1:] for line in file.read_text().splitlines() if line.startswith("+")]
 
 
 def test_what_was_typed_is_remembered_unless_that_is_switched_off(terminal, llava, state):
@@ -293,7 +375,7 @@ def test_what_was_typed_is_remembered_unless_that_is_switched_off(terminal, llav
     t.wait_for("from the next message on")
     t.type("/exit\n")
     assert t.exit_code() == 0
-    assert file.read_text() == "/set seed 12345\n/exit\n" and stat.S_IMODE(file.stat().st_mode) == 0o600
+    assert kept(file) == ["/set seed 12345", "/exit"] and stat.S_IMODE(file.stat().st_mode) == 0o600
     t = terminal(*llava, "--no-history")
     t.type("/set seed 54321\n")
     t.wait_for("from the next message on")
@@ -304,14 +386,14 @@ def test_what_was_typed_is_remembered_unless_that_is_switched_off(terminal, llav
     t.wait_for("seed 12345, from the next message on")
     t.type("/exit\n")
     assert t.exit_code() == 0
-    assert file.read_text() == "/set seed 12345\n/exit\n/set seed 12345\n/exit\n"
+    assert kept(file) == ["/set seed 12345", "/exit", "/set seed 12345", "/exit"]
 
 
 def test_a_history_that_cannot_be_kept_is_one_line(terminal, llava, state):
     state.write_text("a file where a folder should be")
     t = terminal(*llava)
+    assert "chat-history cannot be written" in t.raw
     t.type("/exit\n")
-    t.wait_for("chat-history cannot be written")
     assert t.exit_code() == 0
 
 
@@ -323,10 +405,10 @@ def test_a_conversation_that_is_taken_up_says_what_it_holds(environment, state, 
     found = re.match(holds + r"method lookm, budget 0\.25\n", done.err)
     assert found and 0 < int(found[2]) < int(found[1]), done.err
     assert "s.kvs" not in kvedge("chat", *arguments, "--quiet", "And?").err
-    t = Terminal(["chat", *arguments], {**environment, "TERM": "xterm", "XDG_STATE_HOME": str(state)})
+    t = Terminal(["chat", *arguments], {**environment, **XTERM, "XDG_STATE_HOME": str(state)})
     try:
         t.wait_for("s.kvs holds 3 answers, 1 image")
-        t.wait_for("> ")
+        t.wait_for(PROMPT)
         t.type("/undo\n")
         t.wait_for("there is no message to take back")
         question(t, "More?")
@@ -342,7 +424,7 @@ def test_errors_do_not_end_the_conversation(terminal, llava):
     t = terminal(*llava, "--ctx", "256")
     t.type("word " * 150 + "\n")
     t.wait_for("kvedge: error: the prompt has")
-    t.wait_for("> ")
+    t.wait_for(PROMPT)
     t.type("Hello\n")
     assert t.answer()
     t.type("/exit\n")
@@ -358,7 +440,20 @@ def test_ctrl_c_stops_the_answer_and_not_the_program(terminal, llava):
     assert t.answer()
     t.type("/stats\n")
     t.wait_for("tokens: prompt")
-    t.wait_for("> ")
+    t.wait_for(PROMPT)
+    t.type("/exit\n")
+    assert t.exit_code() == 0
+
+
+def test_a_question_that_was_stopped_can_be_edited(terminal, llava):
+    t = terminal(*llava, "--ctx", "30000")
+    t.type("word " * 4000 + "\n")
+    t.wait_for("reading")
+    t.interrupt("(stopped; edit the question and press Enter)")
+    t.wait_for(PROMPT)
+    t.wait_for("word word word")
+    t.type("\x03")  # clears it
+    assert int(re.findall(r"prompt (\d+) tokens", question(t, "Hello"))[0]) < 100
     t.type("/exit\n")
     assert t.exit_code() == 0
 
@@ -366,11 +461,11 @@ def test_ctrl_c_stops_the_answer_and_not_the_program(terminal, llava):
 def test_ctrl_c_twice_at_an_empty_prompt_leaves(terminal, llava):
     t = terminal(*llava)
     t.interrupt("Ctrl-C again")
-    t.wait_for("> ")
+    t.wait_for(PROMPT)
     t.type("Hello\n")
     assert t.answer()  # once is forgiven
     t.interrupt("Ctrl-C again")
-    t.wait_for("> ")
+    t.wait_for(PROMPT)
     assert t.exit_code(pressing="\x03") == 0
 
 

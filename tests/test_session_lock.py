@@ -104,7 +104,7 @@ from pykvedge.cli import chat, program
 from pykvedge.cli.talk.lines import Lines
 lines = [*sys.argv[1:3], "/exit"]
 del sys.argv[1:3]
-Lines.message = lambda self, prompt: lines.pop(0)
+Lines.message = lambda self, prompt, begun: lines.pop(0)
 chat._question = lambda prompt: prompt
 program.main()
 """

@@ -118,14 +118,14 @@ def test_critical_is_refused_with_scores_that_it_cannot_weigh(chat, capsys):
 def test_an_answer_follows_what_was_set(chat, capsys, tmp_path):
     (tmp_path / "g.gbnf").write_text('root ::= "yes" | "no"')
     typed(chat, f"grammar {tmp_path / 'g.gbnf'}", capsys)
-    chat.answer("Hello", [])
+    chat.answer("Hello")
     assert capsys.readouterr().out in ("yes\n", "no\n")
 
 
 def test_settings_hold_for_the_next_message(chat, capsys):
     def answered():
         chat.clear()
-        chat.answer("Hello", [])
+        chat.answer("Hello")
         return capsys.readouterr().out
 
     plain = answered()

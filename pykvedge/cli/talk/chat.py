@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import sys
+import textwrap
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
+
+import click
 
 from pykvedge.chat.session import Session
 from pykvedge.cli.progress import Display
@@ -17,7 +21,7 @@ from pykvedge.errors import KvedgeError, one_line, printable
 from pykvedge.models.images import Picture
 from pykvedge.models.prompt import Message
 from pykvedge.native import crash
-from pykvedge.runtime.interrupt import CancelledError, as_event
+from pykvedge.runtime.interrupt import as_event
 from pykvedge.runtime.report import Report, Saved
 from pykvedge.runtime.sampling import Sampling
 from pykvedge.runtime.sessionlock import SessionLock
@@ -52,6 +56,7 @@ class Chat:
         self.session, self.sampling, self._style, self._display = session, sampling, style, display
         self._cancel = session.cancel or threading.Event()
         self.waiting: list[Picture | Path] = []  # for the next message
+        self.unanswered: Message | None = None  # the last message, where it failed or was taken back
         self._noted: list[str] = []  # of the last report, shown
 
     def put(self, prompt: str, pictures: Iterable[Picture | Path]) -> Report:
@@ -61,6 +66,7 @@ class Chat:
                 answer = self.session.ask(prompt, pictures, self.sampling)
             finally:
                 self._display.done()
+            self.waiting, self.unanswered = [], None
             if answer.report.not_bounded and not self._style.quiet:
                 print(f"kvedge: not bounded: {one_line(answer.report.not_bounded)}", file=sys.stderr, flush=True)
             self._noted = []
@@ -83,22 +89,24 @@ class Chat:
     def undo(self) -> Message:
         """Takes the last message back and returns it. Raises StateError."""
         with as_event(self._cancel):
-            return self.session.undo()
+            self.unanswered = self.session.undo()
+        return self.unanswered
 
-    def retry(self) -> None:
-        message = self.undo()
-        self.waiting = [*message.pictures, *self.waiting]  # should it fail, they still wait
-        try:
-            self.answer(message.text, message.pictures)
-        except (KvedgeError, CancelledError):
-            print("(the message is taken back; its images wait for the next one)", file=sys.stderr)
-            raise
-        del self.waiting[: len(message.pictures)]
+    def retry(self) -> Report:
+        """Puts the last message again, also one that failed, was stopped or was taken back."""
+        message = self.unanswered or self.undo()
+        self.waiting = [*message.pictures, *self.waiting]
+        return self.answer(message.text)
 
     def clear(self) -> None:
         self.loaded = False
         self.session.clear()
-        self.waiting = []
+        self.waiting, self.unanswered = [], None
+
+    @property
+    def next_image(self) -> int:
+        """The number of the next image that is added, as the model is told it."""
+        return 1 + len(self.waiting) + sum(len(m.pictures) for m in self.session.messages)
 
     def _keep(self, report: Report) -> int:
         """Saves the conversation where a file is kept, after the answer was shown. Returns 1 if that fails, else 0."""
@@ -149,7 +157,11 @@ class Chat:
     def _show_line(self, report: Report) -> None:
         self._show_notes(report)  # of what went wrong while it was answered
         if not self._style.quiet:
-            print(printable(report.line()), file=sys.stderr, flush=True)
+            line, plain = printable(report.line()), os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
+            if sys.stderr.isatty():
+                width = shutil.get_terminal_size().columns
+                line = textwrap.fill(line, width, subsequent_indent="  ", break_on_hyphens=False)
+            click.secho(line, err=True, dim=True, color=False if plain else None)
 
     # ---------------------------------------------------------------------------------------------------
 
@@ -158,12 +170,17 @@ class Chat:
         name = self.file.name if self.file is not None else "the conversation"
         print(f"{printable(name)} holds {holding(self.session)}", file=sys.stderr)
 
-    def answer(self, text: str, pictures: Sequence[Picture | Path]) -> None:
-        """Puts one message, shows what it cost, and saves the conversation where a file is kept."""
-        report = self.put(text, pictures)
+    def answer(self, text: str) -> Report:
+        """Puts a message with the images that wait, shows what it cost, and saves the conversation in its file.
+
+        A message that fails can be put again, and its images go on waiting.
+        """
+        self.unanswered = Message("user", text)
+        report = self.put(text, self.waiting)
         print(flush=True)
         self._show_line(report)
         self._keep(report)
+        return report
 
 
 def holding(session: Session) -> str:

@@ -9,9 +9,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from pykvedge.cli import paths, sampling
+from pykvedge.cli.talk import pictures
 from pykvedge.cli.talk.chat import Chat
 from pykvedge.errors import UsageError, printable, unknown
-from pykvedge.models.documents import load_pictures
 from pykvedge.native import crash
 from pykvedge.plans.making import plan as make_plan
 from pykvedge.plans.plan import AUTO, Plan
@@ -20,7 +20,9 @@ from pykvedge.plans.registry import STAGES, member
 from pykvedge.reference.stages.base import Param
 from pykvedge.system.memory import readable
 
-LEAVE = ("/exit", "/quit")
+LEAVE = ("/exit", "/quit", "/bye", "exit", "quit")
+
+_LAST_WORD = re.compile(r"""(?<!\S)(?:'[^']*|"[^"]*|(?:\\.|[^\s'"\\])+)\Z""")  # with an open quote or escaped blanks
 
 # of the plan, as the options of the same names; None: the plan reads the text itself
 _SINKS = Param("sinks", 0, "first tokens that are always kept")
@@ -44,22 +46,29 @@ class Command:
 
 def run(chat: Chat, line: str) -> None:
     """Does what a line that begins with a slash says. Raises KvedgeError."""
-    name, _, rest = line.partition(" ")
+    name, rest = (*line.split(maxsplit=1), "")[:2]
+    name = "/help" if name == "/?" else name
     if name not in COMMANDS:
         raise unknown("command", name, [*COMMANDS, LEAVE[0]])
     COMMANDS[name].run(chat, rest.strip())
 
 
+def is_command(line: str) -> bool:
+    """Tells a command from a message, which may begin with the path of a picture."""
+    return line.startswith("/") and not pictures.looks_like_path(line.split()[0])
+
+
 def completions(chat: Chat, line: str) -> list[str]:
-    """Lists the lines that a half-typed one may become; there are none for a message."""
+    """Lists the lines that a half-typed one may become: commands with what follows them, and paths in a message."""
     name, blank, begun = line.partition(" ")
-    if not name.startswith("/"):
-        return []
-    if not blank:
+    if not blank and name.startswith("/") and not pictures.looks_like_path(name):
         takes = {c.name: c.name + (" " if " " in c.usage else "") for c in COMMANDS.values()}
-        return [whole for known, whole in {**takes, LEAVE[0]: LEAVE[0]}.items() if known.startswith(name)]
-    command = COMMANDS.get(name)
-    return [f"{name} {found}" for found in command.complete(chat, begun.lstrip())] if command else []
+        if found := [whole for known, whole in {**takes, LEAVE[0]: LEAVE[0]}.items() if known.startswith(name)]:
+            return found
+    if blank and name in COMMANDS:
+        return [f"{name} {found}" for found in COMMANDS[name].complete(chat, begun.lstrip())]
+    word = _LAST_WORD.search(line)
+    return [line[: word.start()] + found for found in paths.completions(word[0])] if word else []
 
 
 def _say(text: str) -> None:
@@ -74,13 +83,14 @@ def _image(chat: Chat, rest: str) -> None:
         raise UsageError("/image needs a path: /image photo.jpg")
     if not chat.session.sees_images:
         raise UsageError("this model was loaded without an image encoder; start again with --mmproj")
-    first, *more = load_pictures(paths.typed(rest), chat.session.page_size)
-    chat.waiting += [first, *more]
-    last = len(chat.waiting) + sum(len(m.pictures) for m in chat.session.messages)
-    number = f"images {last - len(more)} to {last}" if more else f"image {last}"
-    name = f"{len(more) + 1} pages of {first.name.rpartition(', page ')[0]}" if more else first.name
-    goes = "go" if more else "goes"
-    _say(f"{number}: {name} ({first.width} x {first.height}) {goes} with the next message")
+    loaded = pictures.load(paths.typed(rest), chat.session.page_size)
+    number, one = chat.next_image, loaded[0]
+    chat.waiting += loaded
+    if len(loaded) == 1:
+        _say(f"image {number}: {one.name} ({one.width} x {one.height}) goes with the next message")
+    else:
+        pages = f"{len(loaded)} pages of {one.name.rpartition(', page ')[0]}"
+        _say(f"images {number} to {chat.next_image - 1}: {pages} go with the next message")
 
 
 def _use(chat: Chat, plan: Plan) -> None:
@@ -197,10 +207,18 @@ def _help(_: Chat, __: str) -> None:
     width = max(len(c.usage) for c in COMMANDS.values()) + 2
     for command in COMMANDS.values():
         _say(f"{command.usage:<{width}}{command.help}")
-    _say(f"{LEAVE[0]:<{width}}leave; so do Ctrl-D, and Ctrl-C twice")
-    _say("Anything else is put to the model. Several lines: end one in \\ to go on in the next, or put three double")
-    _say('quotes, """, before the first and after the last. <image> in a message is the place of an image; the word')
-    _say("itself is written \\<image>. Tab completes commands and paths, Ctrl-C stops an answer.")
+    _say(f"{LEAVE[0]:<{width}}leave; so do /bye, exit, Ctrl-D, and Ctrl-C twice")
+    _say(_MORE_HELP)
+
+
+_MORE_HELP = """
+Anything else is put to the model. Drag, paste or type the path of a picture
+(jpg, png, webp, bmp, gif) into a message to add it. <image> is the place of an
+image; the word itself is written \\<image>.
+
+Several lines: Alt-Enter, a backslash at the end, or three double quotes (\"\"\")
+before the first line and after the last. Tab completes commands and paths.
+Ctrl-C stops an answer, or clears what is typed."""
 
 
 def _complete_path(_: Chat, begun: str) -> list[str]:
@@ -216,17 +234,16 @@ def _complete_setting(chat: Chat, begun: str) -> list[str]:
 
 
 _ALL = (
-    Command("/image PATH", "add an image to the next message (jpg, png, webp, bmp, gif), or pages: a.pdf, a.pdf[3-7]",
-            _image, _complete_path),
-    Command("/retry", "put the last message again, by the settings of now", _retry),
+    Command("/image PATH", "add an image to the next message, or pages of a PDF: a.pdf[3-7]", _image, _complete_path),
+    Command("/retry", "put the last message again, with the settings of now", _retry),
     Command("/undo", "take the last message and its answer back", _undo),
     Command("/method NAME [BUDGET]", "compress from now on by another method: /method lookm 0.2", _method,
             _complete_method),
     Command("/budget AMOUNT", "keep 0.2 of a message, or 128 KV pairs of it, from now on", _budget),
-    Command("/set [NAME VALUE]", "temp, critical and more, or a stage's: /set scorer.window 16; alone: list", _set,
+    Command("/set [NAME VALUE]", "change a setting: /set temp 0.7; alone: list them", _set,
             _complete_setting),
     Command("/stats", "tokens, memory and time of the last answer", _stats),
-    Command("/save [FILE]", "write the conversation to a file; --session FILE goes on with it", _save, _complete_path),
+    Command("/save [FILE]", "write the conversation to a file, for --session FILE", _save, _complete_path),
     Command("/clear", "start a new conversation", _clear),
     Command("/help", "this list", _help),
 )  # fmt: skip

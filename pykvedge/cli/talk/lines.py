@@ -1,24 +1,23 @@
-"""Lines at a terminal may make a message of several lines; they are kept on disk, and Tab completes them."""
+"""Messages are typed at a terminal, in one line or several; they are kept on disk, and Tab completes them."""
 
 from __future__ import annotations
 
 import os
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
-from types import ModuleType
-
-from pykvedge.system.files import write_whole
+from typing import Any
 
 BLOCK = '"""'  # begins and ends a message of several lines
-MORE = ". "  # asks for the next of them
-MOST_LINES, MOST_CHARACTERS = 1000, 4000  # of the history, and of a line that it keeps
+MORE = ". "  # stands before the second and later lines
+MOST_CHARACTERS = 4000  # of a message that is kept
 
 Complete = Callable[[str], list[str]]  # what a line may become
 
 
 def history_file() -> Path | None:
-    """Lines are remembered in the state folder of this user. None is returned for a user without a home."""
+    """Messages are remembered in the state folder of this user. None is returned for a user without a home."""
     state = os.environ.get("XDG_STATE_HOME") or ""
     try:
         folder = Path(state) if Path(state).is_absolute() else Path.home() / ".local" / "state"
@@ -28,99 +27,109 @@ def history_file() -> Path | None:
 
 
 class Lines:
-    """This reads what is typed. Use it in a with statement, at whose end the history is written."""
+    """This reads what is typed."""
 
     def __init__(self, complete: Complete, history: Path | None) -> None:
-        """complete(line) lists whole lines that it may become. history: with None no line is remembered."""
-        self._complete, self._history = complete, history
-        self._readline = _readline() if sys.stdin is not None and sys.stdin.isatty() and sys.stdout.isatty() else None
-        self._known = 0  # entries that were read from the file
-        self._found: list[str] = []
+        """complete(line) lists whole lines that it may become. history: with None no message is remembered."""
+        typed = sys.stdin is not None and sys.stdin.isatty() and (sys.stdout.isatty() or sys.stderr.isatty())
+        self._prompt = _editor(complete, history) if typed else None
 
-    def __enter__(self) -> Lines:
-        if self._readline is not None:
-            self._prepare(self._readline)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._readline is None:
-            return
-        self._readline.set_completer(None)
-        if self._history is not None:
-            count = self._readline.get_current_history_length()
-            new = [self._readline.get_history_item(i + 1) or "" for i in range(self._known, count)]
-            try:
-                remember(self._history, new)
-            except OSError as error:
-                print(f"kvedge: {self._history} cannot be written: {error.strerror or error}", file=sys.stderr)
-
-    def message(self, prompt: str) -> str:
-        """Reads the next message or command, without blanks around it. Raises EOFError, KeyboardInterrupt.
+    def message(self, prompt: str, begun: str = "") -> str:
+        """Reads the next message or command, without blanks around it. begun: what can be edited first.
 
         A line that ends in a backslash goes on in the next one; three double quotes open a block that three more close.
+        Raises EOFError, KeyboardInterrupt, UnicodeError.
         """
-        line = _line(prompt).strip()
-        if line.startswith(BLOCK):
-            rest = line[len(BLOCK) :]
-            lines = []
-            while not rest.rstrip().endswith(BLOCK):
-                lines.append(rest)
-                rest = _line(MORE)
-            return "\n".join([*lines, rest.rstrip().removesuffix(BLOCK)]).strip()
-        while line.endswith("\\") and not line.startswith("/"):
-            line = line[:-1] + "\n" + _line(MORE).rstrip()
-        return line
-
-    def _prepare(self, readline: ModuleType) -> None:
-        if self._history is not None:
-            for line in read_history(self._history):
-                readline.add_history(line)
-        self._known = readline.get_current_history_length()
-        readline.set_completer_delims("")  # a path may hold any character
-        readline.set_completer(self._candidate)
-        libedit = "libedit" in (readline.__doc__ or "")
-        readline.parse_and_bind("bind ^I rl_complete" if libedit else "tab: complete")
-
-    def _candidate(self, line: str, number: int) -> str | None:
-        if number == 0:
-            try:
-                self._found = self._complete(line)
-            except Exception:  # a key that was pressed must not end anything
-                self._found = []
-        return self._found[number] if number < len(self._found) else None
+        if self._prompt is not None:
+            text = self._prompt(prompt, default=begun)
+        else:
+            text = _line(prompt)
+            while (so_far := going_on(text)) is not None:
+                text = so_far + _line(MORE)
+        text.encode()  # what is no UTF-8 raises
+        text = text.strip()
+        return text.removeprefix(BLOCK).removesuffix(BLOCK).strip() if text.startswith(BLOCK) else text
 
 
-def read_history(file: Path) -> list[str]:
-    """Reads the lines of a history; there are none where it cannot be read."""
-    try:
-        return file.read_text(encoding="utf-8", errors="replace").splitlines()[-MOST_LINES:]
-    except OSError:
-        return []
-
-
-def remember(file: Path, lines: list[str]) -> None:
-    """Adds lines to a history that only its owner may read; the oldest make room. Raises OSError."""
-    lines = [line for line in lines if line.strip() and len(line) <= MOST_CHARACTERS]
-    if not lines:
-        return
-    file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    kept = [*read_history(file), *lines][-MOST_LINES:]
-    write_whole(file, "".join(line + "\n" for line in kept), 0o600)
-
-
-def _readline() -> ModuleType | None:
-    try:
-        import readline
-    except ImportError:
-        return None
-    return readline
+def going_on(text: str) -> str | None:
+    """Returns what stands before the next line of a message, or None where the message is complete."""
+    shown = text.strip()
+    if shown.startswith(BLOCK):
+        return None if len(shown) >= 2 * len(BLOCK) and shown.endswith(BLOCK) else text + "\n"
+    return text.rstrip()[:-1] + "\n" if shown.endswith("\\") and not shown.startswith("/") else None
 
 
 def _line(prompt: str) -> str:
-    if sys.stdout.isatty():
-        return input(prompt)
     print(prompt, end="", file=sys.stderr, flush=True)
     line = sys.stdin.readline()
     if not line:
         raise EOFError
-    return line
+    return line.removesuffix("\n")
+
+
+def _editor(complete: Complete, history: Path | None) -> Callable[..., str]:
+    """Makes prompt_toolkit's editor: a paste is one message, Alt-Enter begins a line, Ctrl-C clears the message."""
+    from prompt_toolkit import PromptSession
+    from prompt_toolkit.completion import Completer, Completion
+    from prompt_toolkit.document import Document
+    from prompt_toolkit.filters import has_focus
+    from prompt_toolkit.history import FileHistory, InMemoryHistory
+    from prompt_toolkit.key_binding import KeyBindings
+    from prompt_toolkit.output import create_output
+    from prompt_toolkit.shortcuts import CompleteStyle
+
+    class Known(Completer):
+        def get_completions(self, document: Document, _: Any) -> Any:
+            begun = document.text_before_cursor
+            word = begun.rfind(" ") + 1
+            for whole in complete(begun):
+                yield Completion(whole, -len(begun), display=whole[word:])
+
+    class Kept(FileHistory):
+        def store_string(self, string: str) -> None:
+            if len(string) <= MOST_CHARACTERS:
+                with suppress(OSError, UnicodeError):  # a full disk must not end the conversation
+                    super().store_string(string)
+
+    keys = KeyBindings()
+
+    @keys.add("enter", filter=has_focus("DEFAULT_BUFFER"))
+    def _(event: Any) -> None:
+        so_far = going_on(event.current_buffer.text)
+        if so_far is None:
+            event.current_buffer.validate_and_handle()
+        else:
+            event.current_buffer.document = Document(so_far)
+
+    @keys.add("escape", "enter")
+    def _(event: Any) -> None:
+        event.current_buffer.newline(copy_margin=False)
+
+    @keys.add("c-c")
+    @keys.add("<sigint>")
+    def _(event: Any) -> None:
+        if event.current_buffer.text:
+            event.current_buffer.reset()
+        else:
+            event.app.exit(exception=KeyboardInterrupt)
+
+    keep = history is not None and _made(history)
+    return PromptSession(
+        multiline=True, completer=Known(), complete_while_typing=False, complete_style=CompleteStyle.READLINE_LIKE,
+        prompt_continuation=lambda width, number, wrapped: "" if wrapped else MORE, key_bindings=keys,
+        history=Kept(str(history)) if keep else InMemoryHistory(), enable_suspend=True,
+        output=create_output(always_prefer_tty=True),
+    ).prompt  # fmt: skip
+
+
+def _made(history: Path) -> bool:
+    """Makes the file, which only its owner may read. Returns False, with a line on stderr, if that fails."""
+    try:
+        history.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        history.touch(mode=0o600)
+        history.chmod(0o600)
+        with history.open("ab"):
+            return True
+    except OSError as error:
+        print(f"kvedge: {history} cannot be written: {error.strerror or error}", file=sys.stderr)
+        return False

@@ -10,7 +10,8 @@ from pathlib import Path
 from pykvedge.cli.talk import commands
 from pykvedge.cli.talk.chat import Chat, complain
 from pykvedge.cli.talk.lines import Lines
-from pykvedge.errors import KvedgeError, printable
+from pykvedge.cli.talk.pictures import mentioned
+from pykvedge.errors import KvedgeError, UsageError, printable
 from pykvedge.models.images import Picture
 from pykvedge.runtime.interrupt import CancelledError, as_exception
 
@@ -20,26 +21,25 @@ def converse(chat: Chat, pictures: Sequence[Picture | Path], history: Path | Non
     as_exception()
     chat.waiting = list(pictures)
     _introduce(chat)
-    interrupts = 0
-    with Lines(functools.partial(commands.completions, chat), history) as lines:
-        while interrupts < 2:
-            try:
-                line = lines.message("> ")
-            except EOFError:
-                print(file=sys.stderr)
-                return 0
-            except UnicodeDecodeError:
-                complain("the line is no UTF-8 text")
-                continue
-            except KeyboardInterrupt:
-                interrupts += 1
-                print("\n(Ctrl-C again, Ctrl-D or /exit leave)" if interrupts < 2 else "", file=sys.stderr)
-                continue
-            interrupts = 0
-            if line in commands.LEAVE:
-                return 0
-            if line:
-                _respond(chat, line)
+    lines = Lines(functools.partial(commands.completions, chat), history)
+    interrupts, begun = 0, ""
+    while interrupts < 2:
+        try:
+            line = lines.message("> ", begun)
+        except EOFError:
+            print(file=sys.stderr)
+            return 0
+        except UnicodeError:
+            complain("the line is no UTF-8 text")
+            continue
+        except KeyboardInterrupt:
+            interrupts += 1
+            print("(Ctrl-C again, Ctrl-D or /exit leave)" if interrupts < 2 else "", file=sys.stderr)
+            continue
+        interrupts = 0
+        if line.lower() in commands.LEAVE:
+            return 0
+        begun = _respond(chat, line) if line else ""
     return 0
 
 
@@ -51,18 +51,35 @@ def _introduce(chat: Chat) -> None:
     print(f"{name}, method {plan.method}, budget {plan.budget}. /help lists the commands.", file=sys.stderr)
 
 
-def _respond(chat: Chat, line: str) -> None:
+def _respond(chat: Chat, line: str) -> str:
+    """Does what a line says. Returns the message that was stopped before its answer began, to be edited."""
     try:
-        if line.startswith("/"):
+        if commands.is_command(line):
             commands.run(chat, line)
-        else:
-            chat.answer(line, chat.waiting)
-            chat.waiting = []
+        elif (text := _with_pictures(chat, line)) and chat.answer(text).finish == "cancelled":
+            print("(stopped; /retry asks again)", file=sys.stderr)
     except (CancelledError, KeyboardInterrupt):
-        print("(stopped)", file=sys.stderr)
+        images = "; its images wait for it" if chat.waiting else ""
+        print(f"(stopped; edit the question and press Enter{images})", file=sys.stderr)
         chat.recover()
+        return chat.unanswered.text if chat.unanswered else ""
     except (KvedgeError, OSError) as error:
         if isinstance(error, OSError) and error.filename is None:
             raise  # not of a path: what is printed reaches nobody
         complain(error)
         chat.recover()
+    return ""
+
+
+def _with_pictures(chat: Chat, line: str) -> str:
+    """Lets the pictures that a message names wait for it, and returns its text. Raises ImageError, UsageError."""
+    found = mentioned(line, chat.next_image, chat.session.page_size)
+    if found.pictures and not chat.session.sees_images:
+        raise UsageError("this model was loaded without an image encoder; start again with --mmproj")
+    for hint in found.hints:
+        print(f"kvedge: {printable(hint)}", file=sys.stderr)
+    for picture in found.pictures:
+        wait = "" if found.text else "; it goes with the next message"
+        print(f"added {printable(picture.name)} as image {chat.next_image}{wait}", file=sys.stderr)
+        chat.waiting.append(picture)
+    return found.text

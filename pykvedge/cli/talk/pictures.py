@@ -1,0 +1,111 @@
+"""Pictures come into a message by the path of a file that is dragged, pasted or typed anywhere in it."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from pykvedge.cli import paths
+from pykvedge.errors import ImageError, UsageError
+from pykvedge.models.documents import PageSize, file_of, load_pictures
+from pykvedge.models.images import Picture
+
+WINDOWS = os.name == "nt"
+_SUFFIX = r"\.(?:png|jpe?g|webp|bmp|gif|pdf(?:\[[\d,-]+\])?)"  # a name that ends so is meant as a picture
+_NAMED = re.compile(_SUFFIX + r"\Z", re.I)
+_START = re.compile(r"(?<!\S)[(\[]?(?=\S)")  # a path begins a word, perhaps in brackets
+_URL, _WORD, _LINE = re.compile(r"file:\S+", re.I), re.compile(r"\S+"), re.compile(r".+\Z")
+_SHELL = re.compile(r"""(?:'[^'\n]*'|"(?:\\.|[^"\\\n])*"|\\.|[^\s'"\\])+""")  # Linux and macOS write dragged files so
+_QUOTED = re.compile(r'"[^"\n]+"')  # and Windows so
+_BLANKS = re.compile(rf"(?:~|\.{{0,2}}/|[A-Za-z]:[\\/]).+?{_SUFFIX}(?!\w)", re.I)  # neither quoted nor escaped
+_CLOSING = ".,;:!?)]}'\"\u3002\uff1f\uff01\uff0c"  # behind a path it belongs to the sentence
+_MOST_CLOSING = 8
+_SENTENCE = re.compile(r"[\n.:;!?\u3002\uff1f\uff01][)'\"]?\s*\Z")  # ends here
+
+
+@dataclass
+class Mentioned:
+    """text: the message without the paths of its pictures. hints: about paths that stay in it."""
+
+    text: str
+    pictures: list[Picture] = field(default_factory=list)
+    hints: list[str] = field(default_factory=list)
+
+
+def load(path: Path, size: PageSize | None = None) -> list[Picture]:
+    """Loads the picture of a file, or the pages of a PDF as large as `size` says. Raises ImageError, UsageError."""
+    return list(load_pictures(path, size))
+
+
+def looks_like_path(word: str, windows: bool = WINDOWS) -> bool:
+    """Tells whether a word may be the path of a picture; a command is none."""
+    return "/" in word[1:] or bool(_NAMED.search(word)) or (windows and "\\" in word)
+
+
+def mentioned(text: str, number: int, size: PageSize | None = None) -> Mentioned:
+    """Finds the pictures that a message names. number: of the first one, as in "image 1". size: of pages of a PDF.
+
+    A path inside a sentence becomes "image 1"; one before or behind all sentences is taken out of the text.
+    Raises ImageError for a broken picture.
+    """
+    found = Mentioned("")
+    parts: list[tuple[str, int]] = []  # text, and how many pictures the path behind it has
+    at = copied = 0
+    while begins := _START.search(text, at):
+        at, pictures = _at(text, begins.end(), found.hints, size)
+        if pictures:
+            parts.append((text[copied : begins.end()], len(pictures)))
+            found.pictures += pictures
+            copied = at
+    rest = text[copied:]
+    for i, (before, count) in enumerate(parts):
+        found.text += before
+        is_last = not any(later.strip() for later in (*(part for part, _ in parts[i + 1 :]), rest))
+        if found.text.strip() and not (is_last and _SENTENCE.search(found.text)):
+            found.text += f"image {number}" if count == 1 else f"images {number} to {number + count - 1}"
+        number += count
+    found.text = (found.text + rest).strip()
+    return found
+
+
+def _at(text: str, start: int, hints: list[str], size: PageSize | None) -> tuple[int, list[Picture]]:
+    """Reads what begins here: the pictures of a path, or a word. Returns where it ends, too."""
+    for end, path in candidates(text, start):
+        if os.path.isfile(file_of(path)):  # noqa: PTH113 - Path.is_file raises for a name that is too long
+            try:
+                return end, load(path, size)
+            except ImageError:
+                if _NAMED.search(path.name):
+                    raise
+                hints.append(f"{path} is no picture; it stays text")
+                return end, []
+    word = text[start:].split(maxsplit=1)[0]
+    name = word.strip(_CLOSING)
+    if _NAMED.search(name):
+        hints.append(f"there is no file {name}; it stays text")
+    return start + len(word), []
+
+
+def candidates(text: str, start: int, windows: bool = WINDOWS) -> Iterator[tuple[int, Path]]:
+    """Yields the paths that may begin here, with their ends: quoted, escaped, as URLs, with blanks, before a comma."""
+    begun = not text[:start].strip()
+    for form in (_URL, _QUOTED if windows else _SHELL, _BLANKS, _WORD, *([_LINE] if begun else [])):
+        if not (match := form.match(text, start)):
+            continue
+        whole = match.group().rstrip()
+        closing = min(len(whole) - len(whole.rstrip(_CLOSING)), _MOST_CLOSING)
+        for n in range(closing, -1, -1) if form is _URL else range(closing + 1):  # a URL may have a ? and go on
+            written = whole[: len(whole) - n]
+            with suppress(UsageError, ValueError, IndexError):  # a quote without its end, a home that is unknown
+                if form is _URL:
+                    path = paths.typed(written)
+                else:
+                    plain = shlex.split(written)[0] if form is _SHELL else written.strip('"')
+                    path = paths.expanded(plain)
+                if looks_like_path(str(path), windows):
+                    yield start + len(written), path
