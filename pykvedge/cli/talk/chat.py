@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import sys
 import textwrap
@@ -159,8 +160,8 @@ class Chat:
         if not self._style.quiet:
             line, plain = printable(report.line()), os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
             if sys.stderr.isatty():
-                width = shutil.get_terminal_size().columns
-                line = textwrap.fill(line, width, subsequent_indent="  ", break_on_hyphens=False)
+                width, parts = shutil.get_terminal_size().columns, re.sub(r"(?<!\|) (?!\|)", "\xa0", line)
+                line = textwrap.fill(parts, width, subsequent_indent="  ", break_on_hyphens=False).replace("\xa0", " ")
             click.secho(line, err=True, dim=True, color=False if plain else None)
 
     # ---------------------------------------------------------------------------------------------------
