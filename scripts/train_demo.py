@@ -10,20 +10,18 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
-import torch.distributed as dist
 from demo.checkpoint import Log
 from demo.convert import convert
 from demo.evaluate import accuracy
 from demo.train_text import Plan, load_learner, load_tower, train_text
 from demo.train_vision import train_vision
+from demo.workers import in_workers
 
 
 def arguments() -> argparse.Namespace:
@@ -40,26 +38,9 @@ def arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def start_workers(args: argparse.Namespace) -> list[subprocess.Popen]:
-    """The other processes of the text phase; this one is rank 0."""
-    args.store = str((args.out / f"store-{os.getpid()}").resolve())
-    command = [sys.executable, *sys.argv, "--store", args.store]
-    return [subprocess.Popen([*command, "--rank", str(r)]) for r in range(1, args.workers)]
-
-
 def text_phase(args: argparse.Namespace) -> None:
     plan = Plan(args.text_steps, seed=args.seed)
-    others = start_workers(args) if args.rank == 0 and args.workers > 1 else []
-    if args.workers > 1:
-        dist.init_process_group("gloo", init_method=f"file://{args.store}", rank=args.rank, world_size=args.workers)
-    train_text(args.out, plan, args.rank)
-    if args.workers > 1:
-        dist.barrier()
-        dist.destroy_process_group()
-    for process in others:
-        process.wait()
-    if others:
-        Path(args.store).unlink(missing_ok=True)
+    in_workers(args, lambda: train_text(args.out, plan, args.rank))
 
 
 def main() -> int:

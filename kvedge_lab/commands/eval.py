@@ -42,11 +42,12 @@ BUDGET = "0.2"
     *options.HUB,
     option("--tasks", group="Samples", common=True, metavar="A,B",
            help="Of the demo generator, or all; NAME/2 asks in the second turn, NAME+NAME one question after the other "
-                "about the same scene. Default: all of the first turn, where no DATA is given."),
+                "about the same scene. page-NAME asks the second model about --images drawn pages; pages: all of "
+                "these. Default: all demo tasks of the first turn, where no DATA is given."),
     option("--samples", group="Samples", common=True, type=common.COUNT, default=20, show_default=True, metavar="N",
            help="Of each demo task."),
-    option("--images", group="Samples", type=Whole(2, 8), default=4, show_default=True, metavar="N",
-           help="In demo tasks with several."),
+    option("--images", group="Samples", type=Whole(1, 8), default=4, show_default=True, metavar="N",
+           help="Pages, or scenes in demo tasks with several."),
     option("--seed", group="Samples", type=common.SEED, default=0, show_default=True, help="Of the demo samples."),
     option("--format", "form", group="Samples", common=True, default="auto", show_default=True, metavar="NAME",
            help="Of DATA: jsonl, milebench, llava-description, mm-vet, docvqa, textvqa, chartqa, ocrbench, "
@@ -241,7 +242,7 @@ def _list_recipes(given: dict[str, Any]) -> int:
 
 def _samples(given: dict[str, Any]) -> list[Sample]:
     from kvedge_lab.eval.datasets import load
-    from kvedge_lab.eval.tasks import SECOND, demo_names, demo_samples
+    from kvedge_lab.eval.tasks import PAGES, SECOND, demo_names, demo_samples, page_names, page_samples
 
     out: list[Sample] = []
     for path in given["data"]:
@@ -251,8 +252,12 @@ def _samples(given: dict[str, Any]) -> list[Sample]:
         tasks = [name for name in demo_names() if not name.endswith(SECOND)]
     if tasks == ["all"]:
         tasks = demo_names()
+    if "pages" in tasks:
+        at = tasks.index("pages")
+        tasks[at : at + 1] = [name for name in page_names() if not name.endswith(SECOND)]
     for name in tasks:
-        out += demo_samples(name, given["samples"], given["seed"], given["images"])
+        draw = page_samples if name.startswith(PAGES) else demo_samples
+        out += draw(name, given["samples"], given["seed"], given["images"])
     twice = [name for name, n in Counter(sample.id for sample in out).items() if n > 1]
     if twice:
         raise UsageError(f"there are two samples {twice[0]}; rename one, or one of the files")

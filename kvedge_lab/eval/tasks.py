@@ -1,4 +1,4 @@
-"""A sample is a conversation with images up to a question, and its reference answer; the demo tasks have some."""
+"""A sample is a conversation with images up to a question, and its reference answer; demo and page tasks have some."""
 
 from __future__ import annotations
 
@@ -10,16 +10,22 @@ from itertools import islice, pairwise
 from pathlib import Path
 
 from kvedge_lab.demo_tasks import evalset
-from kvedge_lab.demo_tasks.prompts import SHOW_ANSWER, show_text
+from kvedge_lab.demo_tasks.prompts import MEDIA, SHOW_ANSWER, show_text
 from kvedge_lab.demo_tasks.scenes import Scene, render
 from kvedge_lab.demo_tasks.tasks import NEEDLE_TASKS, SINGLE_TASKS, TASKS
 from kvedge_lab.eval import metrics, vqa
 from kvedge_lab.eval.cider import Corpus
+from kvedge_lab.page_tasks import evalset as page_sets
+from kvedge_lab.page_tasks import pages
+from kvedge_lab.page_tasks.pages import Page
+from kvedge_lab.page_tasks.tasks import TASKS as PAGE_TASKS
 from pykvedge.errors import DatasetError, UsageError, unknown
 from pykvedge.models.images import Picture, load_picture
-from pykvedge.models.prompt import Message
+from pykvedge.models.prompt import IMAGE, Message
 
-SECOND = "/2"  # ends the name of a demo task whose question comes in the second turn
+SECOND = "/2"  # ends the name of a demo or page task whose question comes in the second turn
+PAGES = "page-"  # starts the name of a page task
+Image = Path | Scene | Page
 THEN = "+"  # between demo tasks that ask about the same scenes
 SEVERAL = (*vqa.SCORES, "cider")  # scores that take several references
 SCORES = ("exact", "choice", "contains", "rouge", *SEVERAL)
@@ -32,7 +38,7 @@ class Line:
 
     role: str
     text: str
-    images: tuple[Path | Scene, ...] = ()
+    images: tuple[Image, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -93,11 +99,14 @@ def with_corpus(samples: list[Sample], where: str) -> list[Sample]:
     return [replace(one, corpus=corpus) if one.metric == "cider" else one for one in samples]
 
 
-def _picture(image: Path | Scene) -> Picture:
-    return load_picture(image if isinstance(image, Path) else render(image), "scene")
+def _picture(image: Image) -> Picture:
+    if isinstance(image, Path):
+        return load_picture(image)
+    drawn, name = (pages.render(image), "page") if isinstance(image, Page) else (render(image), "scene")
+    return load_picture(drawn, name)
 
 
-def _name(image: Path | Scene) -> str:
+def _name(image: Image) -> str:
     return f"{image.name} {image.stat().st_size}" if isinstance(image, Path) and image.exists() else repr(image)
 
 
@@ -139,6 +148,27 @@ def demo_samples(name: str, count: int, seed: int, images: int, part: str = "") 
     drawn = islice(evalset.samples(task, seed, images, second, part), count)
     of = f"{name}:{seed}:{images}:{part}".removesuffix(":")
     return [_demo_sample(name, f"{of}:{n}", sample) for n, sample in enumerate(drawn)]
+
+
+def page_names() -> list[str]:
+    """Names the tasks of the page generator, each also as a second turn."""
+    return [PAGES + name + end for name in PAGE_TASKS for end in ("", SECOND)]
+
+
+def page_samples(name: str, count: int, seed: int, images: int) -> list[Sample]:
+    """Draws `count` held-out samples of a page task about `images` pages. Raises UnknownNameError, UsageError."""
+    if name not in page_names():
+        raise unknown("task", name, page_names())
+    task, out = name.removeprefix(PAGES).removesuffix(SECOND), list[Sample]()
+    if task == "which-page" and images < 2:
+        raise UsageError(f"{name} needs 2 to {pages.MAX_PAGES} pages, not {images}")
+    for n, sample in enumerate(islice(page_sets.samples(task, seed, images), count)):
+        asked = page_sets.messages(images, sample.question.text, name.endswith(SECOND))
+        lines = [Line(m["role"], m["content"].replace(MEDIA, IMAGE)) for m in asked]
+        lines[0] = replace(lines[0], images=sample.pages)
+        answer = sample.question.answer
+        out.append(Sample(f"{name}:{seed}:{images}:{n}", name, tuple(lines), answer, max_tokens=_longest(answer)))
+    return out
 
 
 def _check_images(task: str, images: int) -> None:

@@ -27,7 +27,7 @@ VISION_NAMES = {"ln1": "ln1", "ln2": "ln2", **{name: f"attn_{name}" for name in 
                 "up": "ffn_up", "down": "ffn_down"}  # fmt: skip
 
 
-def _add(writer: gguf.GGUFWriter, name: str, tensor: Tensor, kind: str) -> None:
+def add_tensor(writer: gguf.GGUFWriter, name: str, tensor: Tensor, kind: str) -> None:
     """Matrices in the file's type; vectors and position embeddings in F32, the patch convolution in F16."""
     data = tensor.detach().float().numpy()
     wanted = TYPES[kind][0]
@@ -43,27 +43,27 @@ def _add(writer: gguf.GGUFWriter, name: str, tensor: Tensor, kind: str) -> None:
         writer.add_tensor(name, gguf.quants.quantize(data, wanted), raw_dtype=wanted)
 
 
-def _finish(writer: gguf.GGUFWriter) -> None:
+def finish(writer: gguf.GGUFWriter) -> None:
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
 
 
-def _set(writer: gguf.GGUFWriter, values: dict[str, Any]) -> None:
+def set_values(writer: gguf.GGUFWriter, values: dict[str, Any]) -> None:
     """Adds metadata by the names of GGUFWriter's methods."""
     for name, value in values.items():
         getattr(writer, f"add_{name}")(value)
 
 
-def _about(name: str, kind: str) -> dict[str, Any]:
+def about(name: str, kind: str) -> dict[str, Any]:
     return {"name": name, "file_type": TYPES[kind][1], "quantization_version": gguf.GGML_QUANT_VERSION}
 
 
 def write_text(path: Path, state: dict[str, Tensor], config: TextConfig, kind: str) -> None:
     writer, tokenizer = gguf.GGUFWriter(str(path), "llama"), Tokenizer()
     made = "Answers questions about drawn scenes; trained from scratch by scripts/train_demo.py"
-    _set(writer, _about("kvedge demo model", kind) | {
+    set_values(writer, about("kvedge demo model", kind) | {
         "description": made, "context_length": config.context, "embedding_length": config.width,
         "block_count": config.layers, "feed_forward_length": config.hidden, "head_count": config.heads,
         "head_count_kv": config.kv_heads, "key_length": config.head_size, "value_length": config.head_size,
@@ -74,18 +74,18 @@ def write_text(path: Path, state: dict[str, Tensor], config: TextConfig, kind: s
         "eos_token_id": EOS, "unk_token_id": UNK, "add_bos_token": True, "add_eos_token": False,
         "add_space_prefix": True, "chat_template": CHAT_TEMPLATE,
     })  # fmt: skip
-    _add(writer, "token_embd.weight", state["text.embed.weight"], kind)
+    add_tensor(writer, "token_embd.weight", state["text.embed.weight"], kind)
     for k in range(config.layers):
         for ours, theirs in TEXT_NAMES.items():
-            _add(writer, f"blk.{k}.{theirs}.weight", state[f"text.blocks.{k}.{ours}.weight"], kind)
-    _add(writer, "output_norm.weight", state["text.norm.weight"], kind)
-    _add(writer, "output.weight", state["text.head.weight"], kind)
-    _finish(writer)
+            add_tensor(writer, f"blk.{k}.{theirs}.weight", state[f"text.blocks.{k}.{ours}.weight"], kind)
+    add_tensor(writer, "output_norm.weight", state["text.norm.weight"], kind)
+    add_tensor(writer, "output.weight", state["text.head.weight"], kind)
+    finish(writer)
 
 
 def write_mmproj(path: Path, tower: dict[str, Tensor], state: dict[str, Tensor], width: int, kind: str) -> None:
     c, writer = VisionConfig, gguf.GGUFWriter(str(path), "clip")
-    _set(writer, _about("kvedge demo model, vision", kind) | {
+    set_values(writer, about("kvedge demo model, vision", kind) | {
         "clip_has_vision_encoder": True, "clip_projector_type": "mlp", "vision_image_size": IMAGE_SIZE,
         "vision_patch_size": CELL, "vision_embedding_length": c.width, "vision_feed_forward_length": c.hidden,
         "vision_block_count": c.layers, "vision_head_count": c.heads, "vision_projection_dim": width,
@@ -95,8 +95,8 @@ def write_mmproj(path: Path, tower: dict[str, Tensor], state: dict[str, Tensor],
     writer.add_bool("clip.has_llava_projector", True)
     # without this llama.cpp would take LLaVA's default, the last layer but one
     writer.add_array("clip.vision.feature_layer", [c.layers])
-    _add(writer, "v.patch_embd.weight", tower["patch.weight"].view(c.width, 3, CELL, CELL), kind)
-    _add(writer, "v.position_embd.weight", tower["position"], kind)
+    add_tensor(writer, "v.patch_embd.weight", tower["patch.weight"].view(c.width, 3, CELL, CELL), kind)
+    add_tensor(writer, "v.position_embd.weight", tower["position"], kind)
     parts = [(tower, name, f"v.{name}") for name in ("pre_ln", "post_ln")]
     parts += [
         (tower, f"blocks.{k}.{ours}", f"v.blk.{k}.{theirs}")
@@ -105,8 +105,8 @@ def write_mmproj(path: Path, tower: dict[str, Tensor], state: dict[str, Tensor],
     parts += [(state, f"projector.mm{n}", f"mm.{n}") for n in (0, 2)]
     for tensors, ours, theirs in parts:
         for part in ("weight", "bias"):
-            _add(writer, f"{theirs}.{part}", tensors[f"{ours}.{part}"], kind)
-    _finish(writer)
+            add_tensor(writer, f"{theirs}.{part}", tensors[f"{ours}.{part}"], kind)
+    finish(writer)
 
 
 def convert(folder: Path, out: Path, kind: str, seed: int = 1) -> tuple[Path, Path]:

@@ -1,0 +1,1 @@
+"""Pages of the second demo model: numbered lines, tables and bar charts in the system's fonts, and questions."""

@@ -1,0 +1,64 @@
+"""Evaluation sets of pages: seeded, unlimited, and of the held-out side only."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from kvedge_lab.demo_tasks.prompts import MEDIA, SHOW_ANSWER
+
+from .pages import MAX_PAGES, Page, draw_page
+from .tasks import ASKERS, KIND_OF, TASKS, Question
+
+
+@dataclass(frozen=True)
+class PageSample:
+    """A question about a document of one or several pages; `question.answer` is the reference."""
+
+    pages: tuple[Page, ...]
+    question: Question
+
+
+def show_text(count: int) -> str:
+    """Returns what a first turn says that shows the pages only."""
+    return "Here is the page." if count == 1 else "Here are the pages."
+
+
+def page_text(count: int) -> str:
+    """Returns the media markers of the pages: a single page stands alone, several are numbered."""
+    return MEDIA if count == 1 else "\n".join(f"Page {k + 1}: {MEDIA}" for k in range(count))
+
+
+def messages(count: int, question: str, second_turn: bool = False) -> list[dict[str, str]]:
+    """Returns the conversation up to the question: pages first."""
+    if not second_turn:
+        return [{"role": "user", "content": f"{page_text(count)}\n{question}"}]
+    return [
+        {"role": "user", "content": f"{page_text(count)}\n{show_text(count)}"},
+        {"role": "assistant", "content": SHOW_ANSWER},
+        {"role": "user", "content": question},
+    ]
+
+
+def draw_sample(rng: np.random.Generator, task: str, count: int, held_out: bool = True) -> PageSample:
+    """Draws `count` pages and a question of that task about one of them. Raises ValueError for other tasks."""
+    if task not in TASKS:
+        raise ValueError(f"no task is called {task!r}: they are {', '.join(TASKS)}")
+    if not (2 if task == "which-page" else 1) <= count <= MAX_PAGES:
+        raise ValueError(f"{task} cannot be asked about {count} pages")
+    while True:
+        k = int(rng.integers(0, count))
+        pages = tuple(draw_page(rng, held_out, KIND_OF.get(task, "") if n == k else "") for n in range(count))
+        question = ASKERS[task](rng, pages, k)
+        if question is not None:
+            return PageSample(pages, question)
+
+
+def samples(task: str, seed: int = 0, count: int = 1) -> Iterator[PageSample]:
+    """Draws held-out samples without end; sample n is the same whatever was drawn before it."""
+    number = 0
+    while True:
+        yield draw_sample(np.random.default_rng((seed, TASKS.index(task), count, number)), task, count)
+        number += 1

@@ -1,0 +1,66 @@
+"""Train the second model, which reads pages, from scratch, measure it, and write its GGUF files: one command.
+
+    python scripts/train_pages.py OUT --workers 2
+
+Needs torch, numpy, pillow, gguf and tokenizers. Progress goes to stderr and to OUT/train.log; the accuracies (percent
+exact on held-out pages) to stdout as JSON. A second start with the same OUT goes on at the last checkpoint.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import torch
+import torch.distributed as dist
+from demo.checkpoint import Log
+from demo.workers import in_workers
+from pages.convert import convert
+from pages.evaluate import accuracy
+from pages.train_text import Plan, load_learner, load_tower, train_text
+from pages.train_vision import train_vision
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out", type=Path, help="folder of checkpoints, log and GGUF files")
+    parser.add_argument("--workers", type=int, default=2, help="single-thread processes")
+    parser.add_argument("--vision-steps", type=int, default=1200)
+    parser.add_argument("--text-steps", type=int, default=1000)
+    parser.add_argument("--samples", type=int, default=100, help="held-out samples per task")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--rank", type=int, default=0, help=argparse.SUPPRESS)
+    parser.add_argument("--store", default="", help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+def train(args: argparse.Namespace) -> None:
+    train_vision(args.out, args.vision_steps, 1600, args.seed, args.rank)
+    if args.workers > 1:
+        dist.barrier()  # the tower is whole before another process reads it
+    train_text(args.out, Plan(args.text_steps, seed=args.seed), args.rank)
+
+
+def main() -> int:
+    args = arguments()
+    torch.set_num_threads(1)
+    args.out.mkdir(parents=True, exist_ok=True)
+    in_workers(args, lambda: train(args))
+    if args.rank > 0:
+        return 0
+    log = Log(args.out / "train.log")
+    for kind in ("q8_0", "f16"):
+        for path in convert(args.out, args.out, kind, args.seed):
+            log(f"wrote {path.name}: {path.stat().st_size} bytes")
+    table = accuracy(load_learner(args.out, args.seed), load_tower(args.out), args.samples)
+    log(json.dumps(table))
+    print(json.dumps(table, indent=1))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
