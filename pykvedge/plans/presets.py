@@ -24,7 +24,7 @@ _H2O = "Zhang et al. 2023, H2O: Heavy-Hitter Oracle for Efficient Generative Inf
 _SNAPKV = "Li et al. 2024, SnapKV: LLM Knows What You are Looking for Before Generation, arXiv:2404.14469"
 _PYRAMIDKV = "Cai et al. 2024, PyramidKV: Dynamic KV Cache Compression based on Pyramidal Funneling, arXiv:2406.02069"
 _ADAKV = "Feng et al. 2024, Ada-KV: Optimizing KV Cache Eviction by Adaptive Budget Allocation, arXiv:2407.11550"
-_SPARSEMM = "Wang et al. 2025, SparseMM: Head Sparsity Emerges from Visual Concept Responses in MLLMs, ICCV"
+_SPARSEMM = "Wang et al. 2025, SparseMM: Head Sparsity Emerges from Visual Concept Responses in MLLMs, arXiv:2506.05344"
 _HEADKV = "Fu et al. 2024, Not All Heads Matter: Head-Level KV Cache Compression with Reasoning, arXiv:2410.19258"
 _CALIBRATED = "Zweiger et al. 2026, Fast KV Compaction via Attention Matching, arXiv:2602.16284, with MixKV's scores"
 _KVEDGE = "this project: MixKV's mixture among image tokens, votes of the last queries, budgets of heads, near merges"
@@ -34,11 +34,16 @@ _CRITICALKV = (
     "Feng et al. 2025, Identify Critical KV Cache in LLM Inference from an Output Perturbation Perspective, "
     "arXiv:2502.03805"
 )
-_KVZIP_PLUS = "KVzip+, a variant of KVzip (Kim et al. 2025) in kvpress, without its division by hidden rows' norms"
+_KVZIP_PLUS = "KVzip+, a variant of KVzip (arXiv:2505.23416) in kvpress, without its division by hidden rows' norms"
 _KVZIP = "Kim et al. 2025, KVzip: Query-Agnostic KV Cache Compression with Context Reconstruction, arXiv:2505.23416"
 _KNORM = "Devoto et al. 2024, A Simple and Effective L2 Norm-Based Strategy for KV Cache Compression, arXiv:2406.11430"
-_ELASTIC = "Liu et al. 2024, Efficient Inference of Vision Instruction-Following Models with Elastic Cache, ECCV"
-_PREFIXKV = "Wang et al. 2024, PrefixKV: Adaptive Prefix KV Cache is What Vision Instruction-Following Models Need"
+_ELASTIC = (
+    "Liu et al. 2024, Efficient Inference of Vision Instruction-Following Models with Elastic Cache, arXiv:2407.18121"
+)
+_PREFIXKV = (
+    "Wang et al. 2024, PrefixKV: Adaptive Prefix KV Cache is What Vision Instruction-Following Models Need, "
+    "arXiv:2412.03409"
+)
 _ROCO = (
     "Ren & Zhu 2024, On the Efficacy of Eviction Policy for Key-Value Constrained Generative Language Model Inference, "
     "arXiv:2402.06262"
