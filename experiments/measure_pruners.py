@@ -2,7 +2,7 @@
 
     python3 experiments/measure_pruners.py --samples 50 --texture 0,8,16 --amounts 0.75,0.5,0.25 --json pruners.json
 
-The samples are held-out scenes of the demo model (docs/dev/demo-model.md). A texture of 8 adds waves and grain of up to
+The samples are held-out scenes of the demo model (docs/models.md). A texture of 8 adds waves and grain of up to
 8 of 255 to every pixel, so that no patch of the background equals another, and pale scraps in a third of the empty
 cells. `kvedge eval` reads them; every pruner leaves the same number of tokens of each image.
 """

@@ -8,6 +8,7 @@ dev.py fuzz [OPTIONS]     coverage-guided fuzzing of the C interface and of all 
 dev.py coverage [ARGS]    the share of lines and branches that the tests reach, in C++ and Python
 dev.py cross NAME         the native tests for another system, under an emulator: aarch64, mingw; --whole: all of kvedge
 dev.py nightly            everything that CI leaves out: all tests, sanitizers, fuzzers and systems; hours
+dev.py docs               the documentation as a site with search, in build/site; a broken link is an error
 dev.py wheel [--check]    a wheel for other machines, in dist/; --check tries it in a fresh environment
 dev.py build [-DNAME=V]   build and install, then kvedge doctor; the options are kept for later (-DGGML_CUDA=ON, ...)
 dev.py python ARGS        the environment's Python
@@ -33,7 +34,7 @@ def main() -> int:
     if not args or args[0] in ("-h", "--help", "help"):
         print(__doc__, file=sys.stderr)
         return 0 if args else 2
-    listed = (demo, test, lint, sanitize, fuzz, coverage, cross, nightly, wheel, build, python)
+    listed = (demo, test, lint, sanitize, fuzz, coverage, cross, nightly, docs, wheel, build, python)
     commands = {f.__name__: f for f in listed}
     try:
         return ended(lambda: commands[args[0]](args[1:]) if args[0] in commands else kvedge(args))
@@ -122,6 +123,17 @@ def nightly(_: list[str]) -> int:
     for step in failed:
         log(f"error: dev.py {step} failed")
     return 1 if failed else 0
+
+
+def docs(args: list[str]) -> int:
+    # needs no build
+    ensure_venv()
+    ensure_tools(["mkdocs_material"])
+    command = [venv_program("python"), "-m", "mkdocs", "build", "--strict", "--quiet", *args]
+    code = subprocess.run(command, cwd=ROOT, check=False).returncode
+    if not code:
+        log("build/site/index.html is the first page")
+    return code
 
 
 def wheel(args: list[str]) -> int:

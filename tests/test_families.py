@@ -1,4 +1,4 @@
-"""Families of vision-language models: answers are stock llama.cpp's; docs/dev/coverage.md says what is compressed."""
+"""Families of vision-language models: answers are stock llama.cpp's; docs/models.md says what is compressed."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Long prompts: a megabyte of text, contexts of many tokens, positions beyond the training length, many images.
 
-docs/dev/reliability.md has larger ones: scripts/long_context.py --tokens 131072, scripts/soak.py --images 1000.
+docs/dev/testing.md has larger ones: scripts/long_context.py --tokens 131072, scripts/soak.py --images 1000.
 """
 
 from __future__ import annotations

@@ -121,7 +121,7 @@ def test_the_methods_of_the_results_pages_exist():
     own = set(plugin_files.load_file(folder / "tables.py"))
     named = set()
     for page in folder.glob("*.md"):
-        for listed in re.findall(r"(?:--method |^    [A-Z]=)(\S+)", page.read_text(encoding="utf-8"), re.MULTILINE):
+        for listed in re.findall(r"(?:--method |^[A-Z]=)(\S+)", page.read_text(encoding="utf-8"), re.MULTILINE):
             named |= {name for name in listed.split(",") if re.fullmatch(r"[a-z][a-z0-9-]*", name) and name != "all"}
     assert len(named) > 20 and own <= named
     for name in named:

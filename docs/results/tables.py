@@ -1,6 +1,6 @@
 """Rows of the papers' tables that are not methods of kvedge by name: compositions of built-in stages.
 
-kvedge methods --plugin docs/results/tables.py lists them; prefixkv.md and lookm.md say what they stand for.
+kvedge methods --plugin docs/results/tables.py lists them; papers.md says what they stand for.
 """
 
 import pykvedge

@@ -1,0 +1,72 @@
+"""The pages of the documentation as tests read them: links, anchors, and blocks of commands with what they print.
+
+A block is fenced and has a language. A comment above it says what a test must know: `<!-- not run: REASON -->`, or
+`<!-- slow -->` for a block that runs with --all only.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGES = [ROOT / "README.md", ROOT / "SECURITY.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
+_FENCE = re.compile(
+    r"^(?P<comment><!-- (?:not run: .+?|slow) -->\n+)?^```(?P<language>\w*)\n(?P<text>.*?)^```$", re.M | re.S
+)
+_SPEED = re.compile(r"[\d.,]+( (?:tok/s|s|ms|tokens/s|MiB|seconds)\b)")
+
+
+@dataclass(frozen=True)
+class Block:
+    """One fenced block. line: its first line in the page."""
+
+    page: Path
+    line: int
+    language: str
+    text: str
+    reason: str  # why it does not run
+    is_slow: bool
+
+    @property
+    def place(self) -> str:
+        return f"{self.page.relative_to(ROOT).as_posix()}:{self.line}"
+
+
+def blocks(page: Path) -> list[Block]:
+    """All fenced blocks of a page, in order."""
+    text, found = page.read_text("utf-8"), []
+    for match in _FENCE.finditer(text):
+        comment = match["comment"] or ""
+        reason = comment.strip().removeprefix("<!-- not run: ").removesuffix(" -->") if "not run" in comment else ""
+        line = text.count("\n", 0, match.start("language")) + 1
+        found.append(Block(page, line, match["language"], match["text"], reason, "slow" in comment))
+    return found
+
+
+def without_blocks(text: str) -> str:
+    return re.sub(r"^```.*?^```$|<!--.*?-->", "", text, flags=re.M | re.S)
+
+
+def anchors(page: Path) -> set[str]:
+    """The anchors of a page's headings, as code hosts and the site make them."""
+    made: dict[str, int] = {}
+    out = set()
+    for title in re.findall(r"^#+ (.+)$", without_blocks(page.read_text("utf-8")), re.M):
+        plain = re.sub(r"\[(.*?)\]\(.*?\)", r"\1", title.strip()).lower()
+        slug = re.sub(r"[^\w\- ]", "", plain).replace(" ", "-")
+        count = made[slug] = made.get(slug, -1) + 1
+        out.add(slug if not count else f"{slug}-{count}")
+    return out
+
+
+def words(text: str) -> int:
+    """Words of a page, its blocks and tables included: what has a letter or a digit."""
+    return sum(any(c.isalnum() for c in word) for word in text.split())
+
+
+def masked(line: str) -> str:
+    """A printed line without what differs from run to run: speeds, times and process ids."""
+    line = _SPEED.sub(r"#\1", line.rstrip())
+    return re.sub(r'("pid": |127\.0\.0\.1:|localhost:)\d+', r"\1#", line)
