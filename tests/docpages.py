@@ -7,11 +7,24 @@ A block is fenced and has a language. A comment above it says what a test must k
 from __future__ import annotations
 
 import re
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
+from hubserver import HubServer
+
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", ROOT / "SECURITY.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
+DATA, EXAMPLES = ROOT / "pykvedge" / "data", ROOT / "examples"
+FILES = {  # the names that the pages use
+    "model.gguf": DATA / "demo-model.gguf",
+    "mmproj.gguf": DATA / "demo-mmproj.gguf",
+    "photo.jpg": EXAMPLES / "photo.jpg",
+    "scene.png": EXAMPLES / "scene-1.png",
+    "other.png": EXAMPLES / "scene-2.png",
+    **{name: ROOT / name for name in ("examples", "pykvedge", "docs", "native", "experiments", "scripts")},
+}
+_REPO = re.compile(r"\b([A-Za-z][\w.-]*/[\w.-]+?-GGUF|user/repo)\b")
 _FENCE = re.compile(
     r"^(?P<comment><!-- (?:not run: .+?|slow) -->\n+)?^```(?P<language>\w*)\n(?P<text>.*?)^```$", re.M | re.S
 )
@@ -43,6 +56,23 @@ def blocks(page: Path) -> list[Block]:
         line = text.count("\n", 0, match.start("language")) + 1
         found.append(Block(page, line, match["language"], match["text"], reason, "slow" in comment))
     return found
+
+
+def put_files(folder: Path) -> None:
+    """Puts the files that the pages name into a folder."""
+    for name, source in FILES.items():
+        try:
+            (folder / name).symlink_to(source)
+        except OSError:  # where that needs a privilege
+            (shutil.copytree if source.is_dir() else shutil.copy)(source, folder / name)
+
+
+def fill_hub(hub: HubServer) -> None:
+    """Gives a hub the packaged model under every name that a page asks for."""
+    for name in {name for page in PAGES for name in _REPO.findall(page.read_text("utf-8"))}:
+        for quant in ("Q4_K_M", "Q8_0"):
+            hub.add(name, f"{name.split('/')[1]}-{quant}.gguf", FILES["model.gguf"].read_bytes())
+        hub.add(name, "mmproj-f16.gguf", FILES["mmproj.gguf"].read_bytes())
 
 
 def without_blocks(text: str) -> str:

@@ -18,24 +18,14 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from docpages import PAGES, ROOT, Block, blocks, masked
+from docpages import PAGES, ROOT, Block, blocks, fill_hub, masked, put_files
 from hubs import environment as hub_environment
 from hubserver import HubServer
 from server import serving
 
-DATA, EXAMPLES = ROOT / "pykvedge" / "data", ROOT / "examples"
-FILES = {
-    "model.gguf": DATA / "demo-model.gguf",
-    "mmproj.gguf": DATA / "demo-mmproj.gguf",
-    "photo.jpg": EXAMPLES / "photo.jpg",
-    "scene.png": EXAMPLES / "scene-1.png",
-    "other.png": EXAMPLES / "scene-2.png",
-    **{name: ROOT / name for name in ("examples", "pykvedge", "docs", "native", "experiments", "scripts")},
-}
 SIMPLE = re.compile(r"""kvedge (?!serve )(?:[^"'|<>&;$`#]|"[^"$`]*"|'[^']*')*(?:#.*)?$""")
 SERVE = re.compile(r"kvedge serve(?! --help)\b")
 ESCAPES = re.compile(r"\x1b\[[0-9;?]*[a-zA-Z]|\x1b\][^\x07]*\x07|\r")
-NAMED = re.compile(r"\b([A-Za-z][\w.-]*/[\w.-]+?-GGUF|user/repo)\b")
 RUN = [page for page in PAGES if any(b.language in ("console", "sh") and not b.reason for b in blocks(page))]
 
 
@@ -98,13 +88,8 @@ def talk(arguments: list[str], typed: str, environment: dict[str, str]) -> tuple
 
 @pytest.fixture(scope="module")
 def hub():
-    """A hub that has the packaged model under all names."""
     with HubServer() as server:
-        for page in PAGES:
-            for name in NAMED.findall(page.read_text("utf-8")):
-                for quant in ("Q4_K_M", "Q8_0"):
-                    server.add(name, f"{name.split('/')[1]}-{quant}.gguf", FILES["model.gguf"].read_bytes())
-                server.add(name, "mmproj-f16.gguf", FILES["mmproj.gguf"].read_bytes())
+        fill_hub(server)
         yield server
 
 
@@ -150,8 +135,7 @@ class Desk:
 
 @pytest.fixture
 def desk(tmp_path, monkeypatch, hub, kvedge, environment, native):
-    for name, source in FILES.items():
-        (tmp_path / name).symlink_to(source)
+    put_files(tmp_path)
     monkeypatch.chdir(tmp_path)
     made = Desk(tmp_path, hub_environment(hub, tmp_path / "hf"), kvedge, environment)
     with made.servers:
