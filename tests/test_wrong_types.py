@@ -101,3 +101,5 @@ def test_arrays():
 
 def test_videos():
     refused(lambda wrong: next(pykvedge.frames(wrong)))
+    refused(lambda wrong: next(pykvedge.pages(wrong)))
+    refused(lambda wrong: next(pykvedge.pages(b"%PDF-", wrong)))

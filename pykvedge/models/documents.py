@@ -149,6 +149,9 @@ def pages(
     Raises UsageError where pypdfium2 is missing and for pages that are not there or too many, ImageError for a file
     that is damaged, encrypted or takes too long, CancelledError.
     """
+    if not isinstance(source, (str, os.PathLike, bytes, bytearray, memoryview)) or not isinstance(chosen, str):
+        raise UsageError(f"a PDF is a path or the bytes of a file, and pages are text as '3-7'; not {source!r:.40} and "
+                         f"{chosen!r:.40}")  # fmt: skip
     if isinstance(source, (bytes, bytearray, memoryview)):
         what, place, data = name or "the document", None, bytes(source)
         document = hashlib.sha256(data).hexdigest()
@@ -215,11 +218,14 @@ def _next(process: subprocess.Popen[bytes], what: str, document: str) -> Picture
     line = pipe.readline(_MOST_HEADER)
     if not line.endswith(b"\n"):
         return None
-    told = json.loads(line)
+    try:
+        told = json.loads(line)
+        page, width, height = (0, 0, 0) if "error" in told else (int(told[n]) for n in ("page", "width", "height"))
+    except (LookupError, TypeError, ValueError):  # the file has made another program of it
+        raise ImageError(f"{what} cannot be read: what draws it says nonsense") from None
     if "error" in told:
-        raise (UsageError if told["usage"] else ImageError)(f"{what} {told['error']}")
-    width, height = int(told["width"]), int(told["height"])
-    rgb = pipe.read(3 * width * height)
+        raise (UsageError if told.get("usage") else ImageError)(f"{what} {told['error']}")
+    rgb = pipe.read(3 * width * height) if 0 < width * height <= MAX_PIXELS else b""
     if len(rgb) != 3 * width * height:
         return None
-    return Picture(f"{what}, page {told['page']}", width, height, rgb, int(told["page"]), document)
+    return Picture(f"{what}, page {page}", width, height, rgb, page, document)

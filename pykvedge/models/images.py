@@ -54,7 +54,8 @@ class Picture:
 
     def __post_init__(self) -> None:
         sizes = isinstance(self.width, int) and isinstance(self.height, int)
-        if not sizes or not isinstance(self.rgb, (bytes, bytearray)):
+        page = isinstance(self.page, int) and isinstance(self.document, str)
+        if not sizes or not page or not isinstance(self.rgb, (bytes, bytearray)):
             raise ImageError(f"{self.name}: a picture is a name, two whole numbers and bytes; load_picture makes one")
         if not self.rgb:
             return
