@@ -236,7 +236,7 @@ def _race(given: dict[str, Any], cells: list[Cell], seconds: float) -> Iterator[
         material = _material(given, model, pages)
         header = {"model": fingerprint(model), "mmproj": fingerprint(mmproj), "kv_type": settings.storage.key,
                   "pictures": material.source, "questions": str(given["questions"] or ""), "target": given["target"],
-                  "minutes": given["minutes"], "plans": [cell.digest for cell in cells]}  # fmt: skip
+                  "plans": [cell.digest for cell in cells]}  # fmt: skip
         kept = _kept(kept_in, header, given["fresh"])
         held.callback(kept.close)
         display = Minutes(not given["quiet"] and not given["verbose"], seconds, kept.spent)

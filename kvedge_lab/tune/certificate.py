@@ -159,6 +159,8 @@ def _plot(says: dict[str, Any]) -> str:
         return "<p>The plot needs matplotlib: pip install 'kvedge[plot]'</p>"
     to = io.BytesIO()
     with canvas(to, 1, 1, form="svg", figsize=(7.5, 4.8)) as [[axis]]:
+        falling = sorted(says["choosing"], key=lambda one: -one["agreement"])
+        lowest = {one["budget"]: one["agreement"] for one in falling}
         for i, name in enumerate(dict.fromkeys(one["method"] for one in says["choosing"])):
             points = sorted((one for one in says["choosing"] if one["method"] == name), key=lambda one: one["bytes"])
             at, share = [100 * p["bytes"] for p in points], [100 * p["agreement"] for p in points]
@@ -167,11 +169,12 @@ def _plot(says: dict[str, Any]) -> str:
             for x, y, point in zip(at, share, points, strict=True):
                 between = [100 * point["low"], 100 * point["high"]]
                 axis.plot([x, x], between, color=f"C{i % 10}", linewidth=0.6, alpha=0.6)
-                axis.annotate(f"{point['budget']}", (x, y), fontsize=6, xytext=(3, -7), textcoords="offset points")
+                if point["agreement"] == lowest[point["budget"]]:  # elsewhere labels would lie on each other
+                    axis.annotate(f"{point['budget']}", (x, y), fontsize=7, xytext=(4, -9), textcoords="offset points")
         for one in says["finalists"]:
             x, y, low, high = (100 * one[name] for name in ("bytes", "agreement", "low", "high"))
             axis.errorbar(
-                [x], [y], [[y - low], [high - y]], fmt="D", color="black", markersize=4, capsize=3, linewidth=1
+                [x], [y], [[y - low], [high - y]], fmt="*", color="black", markersize=8, capsize=3, linewidth=1
             )
         axis.axhline(100 * says["target"], color="#80868b", linestyle="--", linewidth=1)
         axis.set_xlabel("keys and values after the prompt, % of the full cache's bytes")

@@ -82,9 +82,7 @@ class Race:
             ready(reader, vision)
             outcome = self._begin(reader, vision)
             try:
-                self._choose()
-                for _ in self._measured(1, self.finalists, self.seconds):
-                    pass
+                self.decide()
             finally:
                 self.left_out += outcome.left_out
 
@@ -95,6 +93,12 @@ class Race:
             for half in (0, 1):
                 for _ in self._measured(half, self.cells, self.seconds):
                     pass
+
+    def decide(self) -> None:
+        """Finds the finalists on one half of the contexts and measures them on the other, as far as there is time."""
+        if self._choose():
+            for _ in self._measured(1, self.finalists, self.seconds):
+                pass
 
     def _begin(self, reader: Reader, vision: Vision | None) -> Outcome:
         outcome = Outcome(self.kept)
@@ -126,16 +130,18 @@ class Race:
                     "model cannot tell these pictures apart")  # fmt: skip
         return ""
 
-    def _choose(self) -> None:
+    def _choose(self) -> bool:
+        """Finds the finalists. Tells whether there is something to prove."""
         alive, until, size = list(self.cells), CHOOSING * self.seconds, FIRST
         for n, _ in enumerate(self._measured(0, alive, until), 1):
             if n == FIRST and self.problem():
-                return
+                return False
             if n == size:
                 keep = choice.survivors(alive, self.figures(self.choosing, alive), self.target, self.default)
                 alive[:] = [cell for cell in keep if cell in self.cells]
                 size *= 2
         self.finalists = choice.finalists(alive, self.figures(self.choosing, alive), self.target, self.default)
+        return True
 
     def _measured(self, half: int, cells: list[Cell], until: float) -> Iterator[int]:
         """Measures plans on one context of a half after the other, and yields how many there were. cells may change."""
@@ -147,7 +153,7 @@ class Race:
                 return
             if lacks and self.kept.spent() > self.seconds:
                 return
-            for way in WAYS:
+            for way in WAYS if lacks else ():
                 self._one(way, [one for one in self.contexts[n] if one.id.endswith(f":{way}")], cells)
             if lacks:
                 self._slowest = max(0.8 * self._slowest, time.monotonic() - began)
