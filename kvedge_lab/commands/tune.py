@@ -15,8 +15,9 @@ import click
 
 from kvedge_lab.commands import common
 from pykvedge.cli import options, paths
+from pykvedge.cli.command import command, option
 from pykvedge.cli.modelfiles import model_files
-from pykvedge.cli.options import listed, option
+from pykvedge.cli.options import listed
 from pykvedge.errors import KvedgeError, UsageError
 from pykvedge.plans.making import default_plan
 from pykvedge.plans.making import plan as make_plan
@@ -33,28 +34,34 @@ METHODS, BUDGETS = "kvedge,calibrated,snapkv,mixkv,kvzip", "0.5,0.3,0.2,0.1,0.05
 _ABOUT = ("show", "list_all", "remove")
 
 
-@click.command()
+@command()
 @options.taking(
     options.MODEL,
     options.MMPROJ,
     *options.HUB,
-    option("--images", type=options.PATH, metavar="FOLDER",
+    option("--images", group="Samples", common=True, type=options.PATH, metavar="FOLDER",
            help="Your pictures, 18 or more. Default: scenes for the packaged model, drawn pages for others."),
-    option("--questions", type=options.PATH, metavar="FILE", help="A question a line. Default: general ones."),
-    option("--minutes", type=float, default=20, show_default=True, metavar="N", help="What all of it may take."),
-    option("--target", type=float, default=0.99, show_default=True, metavar="SHARE",
+    option("--questions", group="Samples", common=True, type=options.PATH, metavar="FILE",
+           help="A question a line. Default: general ones."),
+    option("--minutes", group="Measurement", common=True, type=float, default=20, show_default=True, metavar="N",
+           help="What all of it may take."),
+    option("--target", group="Measurement", common=True, type=float, default=0.99, show_default=True, metavar="SHARE",
            help="Of the tokens of the full cache's answers, which the plan's likeliest token must agree with."),
-    option("--method", "--methods", "methods", default=METHODS, show_default=True, metavar="A,B",
-           help="See `kvedge methods`; the default plan is always measured."),
-    option("--budget", "--budgets", "budgets", default=BUDGETS, show_default=True, metavar="A,B",
-           help="0.2 of the prompt, or 128 KV pairs."),
-    option("--seed", type=common.SEED, default=0, show_default=True, metavar="N", help="Of drawn pictures, or of the "
-           "order of yours."),
-    option("--fresh", is_flag=True, help="Begin anew, whatever an earlier run has measured."),
-    option("--show", is_flag=True, help="Show the certificate of the model, and measure nothing."),
-    option("--list", "list_all", is_flag=True, help="Show which models are tuned."),
-    option("--remove", is_flag=True, help="Remove the certificate: the model is answered by the default plan again."),
-    option("--html", type=options.PATH, metavar="FILE", help="Also write one page with the plot and all figures."),
+    option("--method", "--methods", "methods", group="What is kept", common=True, default=METHODS, show_default=True,
+           metavar="A,B", help="See `kvedge methods`; the default plan is always measured."),
+    option("--budget", "--budgets", "budgets", group="What is kept", common=True, default=BUDGETS, show_default=True,
+           metavar="A,B", help="0.2 of the prompt, or 128 KV pairs."),
+    option("--seed", group="Samples", type=common.SEED, default=0, show_default=True, metavar="N",
+           help="Of drawn pictures, or of the order of yours."),
+    option("--fresh", group="Measurement", common=True, is_flag=True,
+           help="Begin anew, whatever an earlier run has measured."),
+    option("--show", group="Certificate", common=True, is_flag=True,
+           help="Show the certificate of the model, and measure nothing."),
+    option("--list", "list_all", group="Certificate", common=True, is_flag=True, help="Show which models are tuned."),
+    option("--remove", group="Certificate", common=True, is_flag=True,
+           help="Remove the certificate: the model is answered by the default plan again."),
+    option("--html", group="Certificate", common=True, type=options.PATH, metavar="FILE",
+           help="Also write one page with the plot and all figures."),
     options.CTX,
     options.THREADS,
     *options.DEVICES,
@@ -77,9 +84,9 @@ def tune(**given: Any) -> None:
     \b
     Examples:
       kvedge tune                                        the packaged model
-      kvedge tune --model m.gguf --mmproj mm.gguf --images holiday --questions mine.txt
+      kvedge tune -m m.gguf --images holiday --questions mine.txt
       kvedge tune -hf user/repo:Q4_K_M --minutes 60 --target 0.995
-      kvedge tune --model m.gguf --show --html m.html
+      kvedge tune -m m.gguf --show --html m.html
       kvedge tune --list
 
     Exit code: 0 where a plan is stored, 1 where nothing can be promised, 130 after Ctrl-C.
@@ -96,7 +103,7 @@ def tune(**given: Any) -> None:
         sys.exit(_run(given))
 
 
-@click.command()
+@command()
 @click.argument("files", nargs=-1, type=options.PATH, metavar="[FILE.json]...")
 @options.JSON
 def report(files: tuple[Path, ...], as_json: bool) -> None:
