@@ -30,13 +30,14 @@ from pykvedge.models.documents import MOST_PAGES, MOST_STREAMED, PageSize, load_
 from pykvedge.models.images import Picture
 from pykvedge.models.model import Progress, silent
 from pykvedge.models.modelfile import facts
+from pykvedge.models.packaged import PACKAGED, hints
 from pykvedge.models.prompt import Message, check_places, places
 from pykvedge.models.vision import Piece, Vision
 from pykvedge.plans.making import checked_plan
 from pykvedge.plans.plan import Plan
 from pykvedge.runtime.engine import Engine, Mark
 from pykvedge.runtime.generation import Generation
-from pykvedge.runtime.loaded import PACKAGED, LoadedModel, Loan, borrow, path_of, with_encoder
+from pykvedge.runtime.loaded import LoadedModel, Loan, borrow, path_of, with_encoder
 from pykvedge.runtime.report import Drafts, ModelFacts, Report, Time
 from pykvedge.runtime.sampling import Sampling
 from pykvedge.runtime.sessionfile import Note, encoded, fingerprint, read_note
@@ -107,6 +108,7 @@ class Session(Conversation):
         super().__init__(plan, chosen, progress, cancel)
         self._before: Before | None = None  # the last message
         self._dropped_whole = False  # of a file that was loaded
+        self._hinted = False  # that the packaged model does not know a picture
         self.check_stream(self.plan)
         profiles.find(self.plan, path_of(model), self.settings.profile)  # before the weights are read
         started = time.perf_counter()
@@ -184,6 +186,9 @@ class Session(Conversation):
             self._dropped_whole = False
         report.notes += [self._tuned] if self._tuned else []
         self._tuned = ""
+        if not self._hinted and (hinted := hints(self.model.path, pictures)):
+            report.notes += hinted
+            self._hinted = True
         report.notes += [*(self._loan.caches.notes() if self._loan is not None else []), *self.engine.notes()]
         self.answer = answer = Answer(self, report, generation)
         return answer

@@ -17,20 +17,18 @@ from pykvedge.models.encoder import Encoder
 from pykvedge.models.gguf import read_header
 from pykvedge.models.imagetokens import token_limits
 from pykvedge.models.model import Model, Progress, silent
+from pykvedge.models.packaged import PACKAGED
 from pykvedge.native import llamacpp
 from pykvedge.runtime.crew import Crew
 from pykvedge.runtime.opening import Openings
 from pykvedge.runtime.sessionfile import fingerprint
 from pykvedge.runtime.settings import LoadSettings, Settings
 from pykvedge.system import dropped, signals
-from pykvedge.system.files import DATA
 from pykvedge.system.guard import Single, Stop
 from pykvedge.system.version import package_version
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
-
-PACKAGED = DATA / "demo-model.gguf"  # where no model is named
 
 
 @dataclass(frozen=True)

@@ -348,7 +348,7 @@ class Decoder:
             slot.job.patches = patches.kept(cache, work.pieces, first, sequence.number)
         self._count(slot, cache)
         if cache.keeps:
-            slot.job.report.notes = figures.notes(cache, sequence.number)
+            slot.job.report.notes += figures.notes(cache, sequence.number)
         most = min(work.room, slot.job.request.sampling.max_tokens)
         work.need = slot.n_bytes + most * self._preparer.bytes_per_token
 

@@ -1,0 +1,38 @@
+"""The packaged model knows drawn scenes only: small objects on a large plain square."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+import numpy as np
+
+from pykvedge.errors import one_line
+from pykvedge.models.images import Picture
+from pykvedge.system.files import DATA
+
+PACKAGED = DATA / "demo-model.gguf"  # where no model is named
+_PLAIN = 0.8  # of a scene's pixels, at least, have the colour of the background; objects and a code take a tenth
+_NOISE = 16  # what JPEG changes of a plain colour, at most
+_PIXELS = 1 << 16  # that are looked at
+
+
+def is_scene(picture: Picture) -> bool:
+    """Tells whether a picture may be a drawn scene: square, and nearly all of it of one colour."""
+    if abs(picture.width - picture.height) > max(picture.width, picture.height) / 20:
+        return False
+    pixels = np.frombuffer(picture.rgb, np.uint8).reshape(-1, 3)
+    pixels = pixels[:: max(1, len(pixels) // _PIXELS)].astype(np.int16)
+    background = np.median(pixels, axis=0)
+    return bool(np.mean(np.abs(pixels - background).max(axis=1) <= _NOISE) >= _PLAIN)
+
+
+def hints(model: Path, pictures: Iterable[Picture | object]) -> list[str]:
+    """Returns a line about the first picture that the packaged model does not know; none for other models."""
+    if model != PACKAGED:
+        return []
+    for picture in pictures:
+        if isinstance(picture, Picture) and not is_scene(picture):
+            name = one_line(picture.name)
+            return [f"the packaged model knows drawn scenes only, and {name} is none; take a model with -m or -hf"]
+    return []
