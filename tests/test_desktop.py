@@ -1,6 +1,7 @@
 """examples/desktop: the worker without a display, the window under Xvfb, and `kvedge serve` beside a program.
 
-As a program, `test_desktop.py SCENE BROKEN`, it does with the window what a person would, and tells what that showed.
+As a program, `test_desktop.py SCENE BROKEN PICTURE`, it does with the window what a person would, tells what that
+showed, and draws the window. KVEDGE_PICTURES=docs/images keeps the picture.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import ast
 import importlib.util
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -18,7 +20,7 @@ import traceback
 from pathlib import Path
 
 import pytest
-from PIL import ImageGrab
+from PIL import Image, ImageGrab
 from server import DEMO, ENDLESS
 
 import pykvedge
@@ -29,7 +31,7 @@ SCENE = ROOT / "examples" / "scene-1.png"
 FILES = DEMO / "demo-model.gguf", DEMO / "demo-mmproj.gguf"
 QUESTION, ANSWER = "What is the code?", "64UM3"  # examples/scenes.md
 LONG = pykvedge.Sampling(grammar=ENDLESS, max_tokens=4000)
-LIMIT_S = 120  # for what takes a few seconds
+LIMIT_S = 60  # for what takes a few seconds
 
 
 def loaded(name):
@@ -44,7 +46,29 @@ def loaded(name):
     return module
 
 
-def used(scene, broken):
+def drop(window, *paths):
+    """Lets files fall into the window: tkdnd puts them into what is bound to that."""
+    files = " ".join(f"{{{path}}}" for path in paths)
+    script = window.tk.call("bind", ".", "<<Drop>>")
+    window.tk.eval(re.sub(r"\{?%(\w+)\}?", lambda found: f"{{{files if found[1] == 'D' else ''}}}", script))
+
+
+def drawn(window, picture):
+    """Draws the dark window, and tells how bright it is with each theme."""
+    bright = {}
+    for dark in (False, True):
+        window.dark.set(dark)
+        window._use_theme()
+        window.update()
+        bright["dark" if dark else "light"] = sum(window.winfo_rgb(window.chat["background"]))
+    time.sleep(0.5)  # until the screen has it
+    window.update()
+    corner = window.winfo_rootx(), window.winfo_rooty()
+    ImageGrab.grab((*corner, corner[0] + window.winfo_width(), corner[1] + window.winfo_height())).save(picture)
+    return bright
+
+
+def used(scene, broken, picture):
     """Talks, stops, opens a picture that is none, asks too much, and closes the window in the middle of an answer."""
     sessions, told = [], {}
 
@@ -55,7 +79,7 @@ def used(scene, broken):
 
     pykvedge.Session, program = Noted, loaded("__main__")
     worker = program.Worker(*FILES, threads=1)
-    window = program.Window(worker, pykvedge.plan("mixkv", 0.5))
+    window = program.Window(worker, pykvedge.default_plan())
     worker.start()
 
     def wait(until=lambda: not window.busy):
@@ -78,13 +102,18 @@ def used(scene, broken):
 
     told["loading"] = states()
     wait()
-    told["ready"] = states()
-    window.open_picture(Path(scene))
+    told["ready"], told["hint"] = states(), window.chat.get("1.0", "end")
+    drop(window, scene)
     wait()
     ask(QUESTION)
     wait()
     told["answer"] = [window.chat.get("1.0", "end").split("\n", 1)[1].strip(), window.memory["text"]]
-    window.open_picture(Path(broken))
+    ask("How many circles are there?")
+    wait()
+    ask("Where is the red circle?")
+    wait()
+    told |= drawn(window, picture)
+    drop(window, broken)
     wait()
     told["broken"] = window.status["text"]
     ask("word " * 5000)
@@ -111,6 +140,8 @@ def screen(environment):
     """Environment of a program with a screen of its own, which nobody sees."""
     if importlib.util.find_spec("_tkinter") is None or shutil.which("Xvfb") is None:
         pytest.skip("this Python has no tkinter, or Xvfb is missing (Debian: python3-tk, xvfb)")
+    for module in ("sv_ttk", "tkinterdnd2"):
+        pytest.importorskip(module)
     reading, writing = os.pipe()
     server = subprocess.Popen(
         ["Xvfb", "-displayfd", str(writing), "-screen", "0", "1280x900x24", "-nolisten", "tcp", "-noreset", "-br"],
@@ -134,13 +165,15 @@ def run(environment, *command):
 def test_what_a_person_sees(screen, native, tmp_path):
     broken = tmp_path / "broken.png"
     broken.write_bytes(SCENE.read_bytes()[:800])
-    done = run(screen, __file__, SCENE, broken)
+    picture = Path(os.environ.get("KVEDGE_PICTURES", tmp_path)).resolve() / "desktop.png"
+    done = run(screen, __file__, SCENE, broken, picture)
     assert (done.returncode, done.stderr) == (0, ""), done.stderr[-3000:]
     told = json.loads(done.stdout)
-    with pykvedge.Session(*FILES, pykvedge.plan("mixkv", 0.5), threads=1) as session:
+    with pykvedge.Session(*FILES, threads=1) as session:
         answer = session.ask(QUESTION, SCENE)
         text, kv = answer.read().strip(), answer.report.kv
-    assert told["answer"][0] == text == ANSWER
+    assert "Add a picture" in told["hint"] and told["answer"][0] == text == ANSWER
+    assert told["dark"] < told["light"] / 2 and Image.open(picture).width > 700
     assert f"{kv.kept_bytes / 1024:.1f} of {kv.full_bytes / 1024:.1f} KiB" in told["answer"][1]
     states = [told[when] for when in ("loading", "ready", "answering")]  # of the buttons open, send and stop
     assert states == [[False] * 3, [True, True, False], [False, False, True]]
@@ -225,7 +258,7 @@ def test_a_model_without_an_encoder_and_one_that_is_missing(native, tmp_path):
         worker = loaded("worker").Worker(model, None)
         worker.start()
         if (end := events(worker)[-1]) == ("ready",):
-            worker.open(SCENE)
+            worker.open([SCENE])
             end = events(worker)[-1]
         worker.quit()
         worker.join(LIMIT_S)

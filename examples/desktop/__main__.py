@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -16,61 +16,118 @@ try:
     import tkinter as tk
     from tkinter import filedialog, ttk
 
-    from PIL import ImageTk
+    import sv_ttk
+    from PIL import ImageGrab, ImageTk
+    from tkinterdnd2 import DND_FILES, TkinterDnD
 except ImportError as error:
-    sys.exit(f"error: {error}; on Debian: apt install python3-tk, and pip install pillow")
-from worker import Worker
+    sys.exit(f"error: {error}; pip install 'kvedge[desktop]', and on Debian: apt install python3-tk")
+from worker import PREVIEW, Worker
 
 import pykvedge
 
 POLL_MS, AT_ONCE = 30, 50  # between two looks for events, and events of one look: the keyboard has its turn
+EMPTY = "Drop a picture here,\nclick to choose one,\nor paste it with Ctrl+V"
+WELCOME = "Add a picture and ask about it. Enter asks, Escape stops, Ctrl+N begins a new chat.\n"
+PACKAGED = "This is the packaged model. It knows drawn scenes only: try examples/scene-1.png and “What is the code?”\n"
 
 
-class Window(tk.Tk):
+class Window(TkinterDnD.Tk):
     """Shows a picture and a conversation. Start the worker before `mainloop`, and join it after."""
 
-    def __init__(self, worker: Worker, plan: pykvedge.Plan) -> None:
+    def __init__(self, worker: Worker, plan: pykvedge.Plan, welcome: str = WELCOME) -> None:
         super().__init__(className="kvedge")
-        self.worker, self.plan = worker, plan
+        self.withdraw()  # until all is built
+        self.after_idle(self.deiconify)
+        self.worker, self.plan, self.welcome = worker, plan, welcome
         self.busy, self.loaded, self.closed = True, False, False
-        self._picture: pykvedge.Picture | None = None  # goes with the next question
+        self._choose = lambda *_: self.open_pictures(filedialog.askopenfilenames(parent=self))
+        self._clear = lambda *_: self._begin("a new chat", worker.clear)
+        self._pictures: list[pykvedge.Picture] = []  # they go with the next question
         self._asked = ""  # is not read yet
         self._image: ImageTk.PhotoImage | None = None  # tkinter shows it, but does not keep it alive
-        self.pane = ttk.Label(self, text="no picture yet", anchor="center")
-        self.chat = tk.Text(self, wrap="word", width=60, height=16)
-        self.entry, self.memory, self.status = ttk.Entry(self), ttk.Label(self), ttk.Label(self)
-        for part in (self.pane, self.chat, self.entry, self.memory, self.status):
-            part.pack(fill="both", expand=part is self.chat, padx=6, pady=2)
-        does = {
-            "Open…": self.choose_picture, "New chat": lambda: self._begin("a new chat", worker.clear),
-            "Send": self.ask, "Stop": worker.stop,
-        }  # fmt: skip
-        self.buttons = {name: ttk.Button(self, text=name, command=do) for name, do in does.items()}
-        for button in self.buttons.values():
-            button.pack(side="left", padx=6, pady=6)
-        self.chat.bind("<Key>", lambda event: "break")  # to be read only; disabled and enabled again it would be slow
-        self.entry.bind("<Return>", lambda event: self.ask())
-        self.bind("<Escape>", lambda event: self.buttons["Stop"].invoke())
-        self.protocol("WM_DELETE_WINDOW", self.close)
+        self.title("kvedge")
+        self.minsize(760, 520)
+        self._build_side(ttk.Frame(self, padding=12))
+        self._build_talk(ttk.Frame(self, padding=(0, 12, 12, 12)))
+        self._listen()
+        self._use_theme()
+        self._begin_anew()
         self._say("loading the model", busy=True)
         self._next_poll = self.after(POLL_MS, self._poll)
 
-    def choose_picture(self) -> None:
-        """Asks for a file."""
-        if name := filedialog.askopenfilename(parent=self):
-            self.open_picture(Path(name))
+    def _build_side(self, side: ttk.Frame) -> None:
+        """The picture, and what it costs."""
+        side.pack(side="left", fill="y")
+        card = ttk.Frame(side, style="Card.TFrame", width=PREVIEW + 24, height=PREVIEW + 24)
+        card.pack_propagate(False)  # as large without a picture
+        card.pack()
+        self.pane = ttk.Label(card, text=EMPTY, anchor="center", justify="center", cursor="hand2")
+        self.pane.pack(fill="both", expand=True, padx=8, pady=8)
+        self.memory, self.share = ttk.Label(side), ttk.Progressbar(side, maximum=1.0)
+        self.memory.pack(anchor="w", pady=(16, 4))
+        self.share.pack(fill="x")
+        self.dark = tk.BooleanVar(self)
+        switch = ttk.Checkbutton(side, text="Dark", style="Switch.TCheckbutton", variable=self.dark)
+        switch.pack(side="bottom", anchor="w")
+        switch["command"] = self._use_theme
 
-    def open_picture(self, path: Path) -> None:
-        """Takes a picture for the next question."""
-        self._begin(f"reading {path.name}", self.worker.open, path)
+    def _build_talk(self, talk: ttk.Frame) -> None:
+        """The conversation, the entry, the buttons and the status."""
+        talk.pack(side="left", fill="both", expand=True)
+        self.status, row = ttk.Label(talk), ttk.Frame(talk)
+        self.status.pack(side="bottom", anchor="w", pady=(8, 0))
+        row.pack(side="bottom", fill="x", pady=(12, 0))
+        self.entry = ttk.Entry(row)
+        self.entry.pack(side="left", fill="x", expand=True)
+        does = {"Send": self.ask, "Stop": self.worker.stop, "Open…": self._choose, "New chat": self._clear}
+        self.buttons = {name: ttk.Button(row, text=name, command=do) for name, do in does.items()}
+        self.buttons["Send"]["style"] = "Accent.TButton"
+        for button in self.buttons.values():
+            button.pack(side="left", padx=(8, 0))
+        self.chat = tk.Text(talk, wrap="word", width=56, height=18, relief="flat", padx=12)
+        self.chat.config(highlightthickness=0, font="SunValleyBodyLargeFont")
+        bar = ttk.Scrollbar(talk, command=self.chat.yview)
+        bar.pack(side="right", fill="y")
+        self.chat["yscrollcommand"] = bar.set
+        self.chat.pack(fill="both", expand=True)
+
+    def _listen(self) -> None:
+        # to be read and copied only: disabled and enabled again it would be slow
+        self.chat.bind("<Key>", lambda event: None if event.state & 4 and event.keysym in "ac" else "break")
+        self.pane.bind("<Button-1>", self._choose)
+        self.entry.bind("<Return>", lambda event: self.ask())
+        self.entry.bind("<<Paste>>", lambda event: self.paste())
+        self.entry.focus()
+        self.bind("<Escape>", lambda event: self.buttons["Stop"].invoke())
+        self.bind("<Control-o>", self._choose)
+        self.bind("<Control-n>", self._clear)
+        self.drop_target_register(DND_FILES)
+        self.dnd_bind("<<Drop>>", lambda event: self.open_pictures(self.tk.splitlist(event.data)))
+        self.protocol("WM_DELETE_WINDOW", self.close)
+
+    def paste(self) -> str | None:
+        """Takes pictures from the clipboard; a text goes into the entry, as always."""
+        try:
+            found = ImageGrab.grabclipboard()
+        except (NotImplementedError, OSError):  # Linux needs xclip or wl-clipboard
+            return None
+        self.open_pictures(found if isinstance(found, list) else [found] if found else [])
+        return "break" if found else None
+
+    def open_pictures(self, sources: Iterable[Any]) -> None:
+        """Takes pictures for the next question: paths, or PIL's images."""
+        if sources := list(sources):
+            self._begin("reading the picture", self.worker.open, sources)
 
     def ask(self) -> None:
         """Asks what stands in the entry."""
-        question, pictures = self.entry.get().strip(), [self._picture] if self._picture else []
-        if question and self._begin("reading the prompt", self.worker.ask, question, pictures, self.plan):
+        question = self.entry.get().strip()
+        if question and self._begin("reading the prompt", self.worker.ask, question, self._pictures, self.plan):
+            if self.chat.tag_ranges("note"):
+                self.chat.delete("note.first", "note.last")
             self._asked = question
             self.entry.delete(0, "end")
-            self._add(f"> {question}\n")
+            self._add(f"{question}\n", "question")
 
     def close(self) -> None:
         """Closes at once; the worker ends its job and frees the model meanwhile."""
@@ -91,20 +148,21 @@ class Window(tk.Tk):
             case ("ready",):
                 self.loaded = True
                 self._say("ready")
-            case ("opened", name, picture, preview):
-                self._picture = picture
+            case ("opened", pictures, preview):
+                self._pictures = pictures
                 self.pane["image"] = self._image = ImageTk.PhotoImage(preview)
-                self._say(f"{name} goes with the next question")
+                self._say(f"for the next question: {', '.join(picture.name for picture in pictures)}")
             case ("compressed", kept, full):
-                self._asked, self._picture = "", None  # both are in the cache now, for later questions, too
-                self.memory["text"] = f"keys and values: {kept / 1024:.1f} of {full / 1024:.1f} KiB"
+                self._asked, self._pictures = "", []  # both are in the cache now, for later questions, too
+                self.memory["text"] = f"Keys and values: {kept / 1024:.1f} of {full / 1024:.1f} KiB are kept"
+                self.share["value"] = kept / full if full else 0
             case ("piece", text):
                 self._add(text)
             case ("done", finish):
                 self._add("\n")
                 self._say("ready" if finish == "end" else f"the answer ended: {finish}")
             case ("cleared",):
-                self._add("--- a new chat ---\n")
+                self._begin_anew()
                 self._say("ready")
             case ("failed", line):
                 self.entry.insert(0, self._asked)  # no part of the conversation: back to where it can be changed
@@ -121,14 +179,26 @@ class Window(tk.Tk):
             job(*given)
         return can
 
+    def _begin_anew(self) -> None:
+        self._pictures, self.pane["image"], self.share["value"] = [], "", 0
+        self.memory["text"] = "Keys and values: nothing was read yet"
+        self.chat.delete("1.0", "end")
+        self._add(self.welcome, "note")
+
     def _say(self, message: str, busy: bool = False) -> None:
         self.busy, self.status["text"] = busy, message
         for name, button in self.buttons.items():
             button.state(["!disabled" if self.loaded and busy == (name == "Stop") else "disabled"])
 
-    def _add(self, text: str) -> None:
-        self.chat.insert("end", text)
+    def _add(self, text: str, tag: str = "") -> None:
+        self.chat.insert("end", text, tag)
         self.chat.see("end")
+
+    def _use_theme(self) -> None:
+        dark = self.dark.get()
+        sv_ttk.set_theme("dark" if dark else "light", self)
+        self.chat.tag_config("question", foreground="#57c8ff" if dark else "#005fb8", spacing1=14, spacing3=4)
+        self.chat.tag_config("note", foreground="#a0a0a0" if dark else "#6a6a6a", spacing1=14)
 
 
 def main() -> None:
@@ -139,14 +209,14 @@ def main() -> None:
     parser.add_argument("--method", default=pykvedge.default_plan().method, help="what is kept (default: %(default)s)")
     parser.add_argument("--budget", type=float, metavar="SHARE", help="how much is kept, as in 0.2; default: by method")
     given = parser.parse_args()
-    if given.model.parent == data:
+    if packaged := given.model.parent == data:
         given.mmproj = data / "demo-mmproj.gguf"
     try:
         worker = Worker(given.model, given.mmproj)
-        window = Window(worker, pykvedge.plan(given.method, given.budget))
+        window = Window(worker, pykvedge.plan(given.method, given.budget), WELCOME + PACKAGED * packaged)
     except pykvedge.KvedgeError as error:
         parser.error(str(error))
-    except tk.TclError as error:
+    except (tk.TclError, RuntimeError) as error:  # the second: dropping needs a library that is not for this machine
         sys.exit(f"error: no window can be opened: {error}")
     for number in (signal.SIGINT, signal.SIGTERM):  # one may come in the middle of a callback
         signal.signal(number, lambda *_: window.closed or window.after(0, window.close))

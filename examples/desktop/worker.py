@@ -9,15 +9,17 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from PIL import Image
+from PIL import Image, ImageOps
 
 import pykvedge
+
+PREVIEW = 320  # pixels, the longer side
 
 
 class Worker(threading.Thread):
     """Start it, hand it one job at a time, and look into `events` now and then; all that takes time is done by `run`.
 
-    Events are ("progress", step, share), ("ready",), ("opened", name, picture, preview), ("compressed", kept, full), in
+    Events are ("progress", step, share), ("ready",), ("opened", pictures, preview), ("compressed", kept, full), in
     bytes, ("piece", text), ("done", finish), ("cleared",), ("failed", line), also by a stop, and at last ("ended",).
     """
 
@@ -31,9 +33,9 @@ class Worker(threading.Thread):
         self._cancel = threading.Event()
         self._files, self._settings = (model, mmproj), settings
 
-    def open(self, path: Path) -> None:
-        """Reads a picture."""
-        self._hand_over(lambda session: self._open(session, path))
+    def open(self, sources: list[Any]) -> None:
+        """Reads pictures: paths of files, or PIL's images."""
+        self._hand_over(lambda session: self._open(session, sources))
 
     def ask(self, question: str, pictures: list[pykvedge.Picture], plan: pykvedge.Plan) -> None:
         """Puts the next message of the conversation; `plan` says what is kept of it."""
@@ -73,13 +75,15 @@ class Worker(threading.Thread):
         finally:
             self.events.put(("ended",))
 
-    def _open(self, session: pykvedge.Session, path: Path) -> None:
+    def _open(self, session: pykvedge.Session, sources: list[Any]) -> None:
         if not session.sees_images:
             raise pykvedge.UsageError("this model sees no pictures; start with the --mmproj that belongs to it")
-        picture = pykvedge.load_picture(path)
-        preview = Image.frombytes("RGB", (picture.width, picture.height), picture.rgb)
-        preview.thumbnail((320, 240))  # here: scaling a photograph of 50 million pixels would stall the window
-        self.events.put(("opened", path.name, picture, preview))
+        pictures = [pykvedge.load_picture(source) for source in sources]
+        last = pictures[-1]
+        preview = Image.frombytes("RGB", (last.width, last.height), last.rgb)
+        # here: scaling a photograph of 50 million pixels would stall the window
+        preview = ImageOps.contain(preview, (PREVIEW, PREVIEW))
+        self.events.put(("opened", pictures, preview))
 
     def _answer(self, session: pykvedge.Session, question: str, pictures: list[Any], plan: pykvedge.Plan) -> None:
         session.set_plan(plan)
