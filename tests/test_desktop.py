@@ -92,10 +92,11 @@ def used(scene, broken, picture):
     def said():
         return window.chat.get("1.0", "end").splitlines()[-2 if not window.busy else -1].strip()
 
-    def ask(question):
+    def ask(question, until=lambda: not window.busy):
         window.entry.insert(0, question)
         window.ask()
         assert window.busy
+        wait(until)
 
     def states():
         return [not window.buttons[name].instate(["disabled"]) for name in ("Open…", "Send", "Stop")]
@@ -106,30 +107,24 @@ def used(scene, broken, picture):
     drop(window, scene)
     wait()
     ask(QUESTION)
-    wait()
     told["answer"] = [window.chat.get("1.0", "end").split("\n", 1)[1].strip(), window.memory["text"]]
     ask("How many circles are there?")
-    wait()
     ask("Where is the red circle?")
-    wait()
     told |= drawn(window, picture)
     drop(window, broken)
     wait()
     told["broken"] = window.status["text"]
     ask("word " * 5000)
-    wait()
     told["too long"] = [window.status["text"], len(window.entry.get().split())]
     window.entry.delete(0, "end")
     worker.sampling = LONG
-    ask(QUESTION)
-    wait(lambda: said().startswith("aaa"))
+    ask(QUESTION, lambda: said().startswith("aaa"))
     told["answering"] = states()
     window.entry.focus_force()
     window.entry.event_generate("<Escape>")
     wait()
     told["stopped"] = window.status["text"]
-    ask(QUESTION)
-    wait(lambda: window.memory["text"] and said().startswith("aaa"))
+    ask(QUESTION, lambda: said().startswith("aaa"))
     window.tk.call(window.protocol("WM_DELETE_WINDOW"))
     worker.join(LIMIT_S)
     return told | {"ended": [worker.is_alive(), bool(sessions[0].model.handle)]}
