@@ -47,7 +47,7 @@ def take(driver, url, folder):
         page.ready()
         driver.execute_script("document.querySelector('#conversations .title').click()")
         page.until(lambda: page.all(".user img"))
-        page.press("Show which", 0)
+        page.press("Show them", 0)
         driver.execute_script(TOP)
         page.until(lambda: driver.execute_script(SETTLED))
         driver.save_screenshot(str(Path(folder) / name))

@@ -105,12 +105,12 @@ def test_a_picture_is_asked_about_and_what_is_kept_is_drawn(page, server):
     [image] = figures["patches"]["images"]
     kept = mean([mean(shares) for shares in image["share"]])
     assert page.says("figcaption span")[0] == [f"{kept:.0f} % of 144 patches kept"]
-    page.press("Show which")
+    page.press("Show them")
     for layer, shares in enumerate(image["share"], 1):
         page.driver.execute_script(LAYER, layer)
         assert page.says("figcaption span")[0] == [f"Layer {layer - 1}: {mean(shares):.0f} % of 144 patches kept"]
         page.until(lambda shares=shares: is_darker_where_less_is_kept(page.driver.execute_script(DARK), shares))
-    page.press("Show which")
+    page.press("Show them")
     assert not page.all(".frame canvas")[0].is_displayed()
 
 

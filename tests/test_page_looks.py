@@ -88,10 +88,10 @@ def test_axe_finds_nothing(page):
     page.attach(SCENES[0])
     page.ask("What is the code?")
     page.attach(SCENES[0])
-    page.press("Show which")
+    page.press("Show them")
     page.press("Delete this message and its answer")
     page.press("Undo")
-    page.press("Show which")
+    page.press("Show them")
     page.get("look").click()
     page.until(lambda: page.all("#sessions tbody tr"))
     page.driver.execute_script("document.querySelector('aside details').open = true")
@@ -150,7 +150,7 @@ def test_keys_reach_everything(page):
     ActionChains(page.driver).send_keys(Keys.TAB * 40).perform()
     reached = set(page.driver.execute_script("return window.reached"))
     assert {"text", "attach", "send", "method", "budget", "look", "new", "log", "help"} <= reached
-    assert {"Show which", "Copy the answer", "Answer again", "Change this message"} <= reached
+    assert {"Show them", "Copy the answer", "Answer again", "Change this message"} <= reached
     page.get("log").send_keys("?")
     page.until(lambda: page.get("help-dialog").is_displayed())
     page.driver.switch_to.active_element.send_keys(Keys.ESCAPE)

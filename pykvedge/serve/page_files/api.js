@@ -44,11 +44,14 @@ async function request(path, options = {}) {
 
 async function failure(response) {
   const body = await response.json().catch(() => ({}));
-  const wait = response.headers.get("Retry-After");
-  const text = body.error?.message ?? `status ${response.status}, and no reason`;
-  const words = { 401: "The server does not know this key", 413: "This is too large", 429: "The server is busy", 503: "The server is busy" };
-  const what = words[response.status] ?? (response.status < 500 ? "The server refuses this" : "The server failed");
-  return new ApiError(`${what}: ${text}.${wait ? ` Try again in ${wait} s.` : ""}`, response.status);
+  return said(body.error?.message ?? `status ${response.status}, and no reason`, response.status, response.headers.get("Retry-After"));
+}
+
+const WORDS = { 401: "The server does not know this key", 413: "This is too large", 429: "The server is busy", 503: "The server is busy" };
+
+function said(text, status, wait) {
+  const what = WORDS[status] ?? (status < 500 ? "The server refuses this" : "The server failed");
+  return new ApiError(`${what}: ${text}.${wait ? ` Try again in ${wait} s.` : ""}`, status);
 }
 
 export async function read(path) {
@@ -94,7 +97,7 @@ export async function* chat(body, signal) {
   });
   let ended = false;
   for await (const chunk of events(response)) {
-    if (chunk.error) throw new ApiError(`The server cannot answer: ${chunk.error.message}.`, chunk.error.type === "server_error" ? 500 : 400);
+    if (chunk.error) throw said(chunk.error.message, chunk.error.type === "server_error" ? 500 : 400);
     ended ||= Boolean(chunk.usage);
     yield chunk;
   }

@@ -52,9 +52,10 @@ async function picture(file) {
 
 async function attachment(file) {
   if (file.type.startsWith("image/")) return picture(file);
-  if (file.type !== "application/pdf") throw new Error(`${file.name} is neither a picture nor a PDF.`);
+  if (!/\.pdf$/i.test(file.name) && file.type !== "application/pdf") throw new Error(`${file.name} is neither a picture nor a PDF.`);
   if (file.size > FILE_BYTES) throw new Error(`${file.name} is larger than ${FILE_BYTES >> 20} MiB.`);
-  return { url: await dataUrl(file), name: file.name, file: true };
+  const document = new Blob([file], { type: "application/pdf" }); // some systems do not know what it is
+  return { url: await dataUrl(document), name: file.name, file: true };
 }
 
 export async function add(files) {

@@ -36,8 +36,10 @@ function render() {
 
 function actions(said, i) {
   if (answering) return [];
-  if (said.role === "user") return [["edit", "Change this message", () => edit(i)], ["delete", "Delete this message and its answer", () => erase(i)]];
-  return i === open.messages.length - 1 ? [["again", "Answer again", again]] : [];
+  const mine = said.role === "user";
+  const out = mine ? [["edit", "Change this message", () => edit(i)], ["delete", "Delete this message and its answer", () => erase(i)]] : [];
+  if (i === open.messages.length - 1) out.unshift(["again", mine ? "Answer this" : "Answer again", again]);
+  return out;
 }
 
 function error(problem) {
@@ -260,6 +262,12 @@ function typed(event) {
   if (event.key === "ArrowUp" && !$("text").value && !attached.count() && open) edit(open.messages.findLastIndex((said) => said.role === "user"));
 }
 
+// The message box is as high as its text, where the browser does not see to it.
+function grow({ target }) {
+  target.style.height = "auto";
+  target.style.height = `${target.scrollHeight}px`;
+}
+
 function listen() {
   $("composer").onsubmit = submit;
   $("stop").onclick = () => answering?.abort();
@@ -273,6 +281,7 @@ function listen() {
     begin();
   };
   $("text").addEventListener("keydown", typed);
+  if (!CSS.supports("field-sizing", "content")) $("text").addEventListener("input", grow);
   document.addEventListener("keydown", pressed);
   for (const query of ["(max-width: 74.99rem)", "(max-width: 47.99rem)"]) {
     matchMedia(query).onchange = () => ["nav", "side"].forEach((id) => $(id).hidePopover()); // they stand beside the page now

@@ -8,25 +8,25 @@ import { bytes, copyButton, element, icon, iconButton, percent, perSecond } from
 export function message(said, actions = []) {
   const made = element("article", { className: `message ${said.role}` });
   made.setAttribute("aria-label", said.role === "user" ? "You" : "Answer");
+  if (said.files?.length) {
+    made.append(element("ul", { className: "pictures" }, ...said.files.map(({ name }) => element("li", { className: "chip" }, icon("file"), name))));
+  }
   if (said.pictures?.length) {
     const pictures = said.pictures.map((one, i) => element("li", {}, figure(one, `Picture ${i + 1}`)));
     made.append(element("ul", { className: "pictures" }, ...pictures));
-  }
-  if (said.files?.length) {
-    made.append(element("ul", { className: "pictures" }, ...said.files.map(({ name }) => element("li", { className: "chip" }, icon("file"), name))));
   }
   if (said.role === "assistant") {
     const thoughts = element("details", { className: "thoughts", hidden: true }, element("summary", { textContent: "Reasoning" }));
     thoughts.append(element("div", { className: "thought quiet" }));
     made.append(thoughts);
   }
-  made.append(element("div", { className: said.role === "user" ? "text" : "text md" }));
-  write(made, said);
+  const text = element("div", { className: said.role === "user" ? "text" : "text md" });
   const foot = element("div", { className: "foot" });
   if (said.figures || said.stopped) foot.append(element("span", { className: "quiet", textContent: line(said) }));
   if (said.role === "assistant" && said.text) foot.append(copyButton("Copy the answer", () => said.text));
   foot.append(...actions.map(([picture, label, act]) => iconButton(picture, label, act)));
-  if (foot.children.length) made.append(foot);
+  made.append(element("div", { className: "said" }, text, foot));
+  write(made, said);
   return made;
 }
 

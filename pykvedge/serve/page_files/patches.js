@@ -29,7 +29,7 @@ function controls(kept, image, frame, caption) {
     layer.setAttribute("aria-valuetext", caption.firstChild.textContent);
     draw(veil, kept, image, Number(layer.value));
   };
-  const toggle = element("button", { className: "plain", type: "button" }, icon("patches"), "Show which");
+  const toggle = element("button", { className: "plain", type: "button" }, icon("patches"), "Show them");
   toggle.setAttribute("aria-pressed", "false");
   toggle.onclick = () => {
     veil.hidden = slider.hidden = !veil.hidden;
