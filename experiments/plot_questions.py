@@ -28,7 +28,7 @@ def main() -> None:
     for name in ("later", "prompt", "picture"):
         parser.add_argument(name, type=Path)
     args = parser.parse_args()
-    with drawing.canvas(args.picture, 1, 2, figsize=(2 * drawing.COLUMN, 2.5), sharey=True) as axes:
+    with drawing.canvas(args.picture, 1, 2, (2 * drawing.COLUMN, 2.5), sharey=True) as axes:
         for axis, path, title in zip(axes[0], (args.later, args.prompt), TITLES, strict=True):
             lines = [line for row in json.loads(path.read_text()) if (line := Line(**row)).task == ALL]
             full = next(line for line in lines if line.method == FULL)

@@ -74,17 +74,19 @@ def check(option: str, path: Path, formats: Sequence[str] = FORMATS) -> None:
 
 
 @contextmanager
-def canvas(to: Path | BinaryIO, rows: int, columns: int, form: str | None = None, **layout: Any) -> Iterator[Any]:
+def canvas(
+    to: Path | BinaryIO, rows: int, columns: int, size: tuple[float, float], form: str | None = None, **layout: Any
+) -> Iterator[Any]:
     """Yields axes [rows][columns] to draw on; they are written at the end. Raises KvedgeError if they cannot be.
 
-    form: of what is written; None: by the file's name.
+    size: inches. form: of what is written; None: by the file's name.
     """
     import matplotlib
 
     with matplotlib.rc_context(RULES):
         from matplotlib.figure import Figure
 
-        figure = Figure(layout="constrained", figsize=layout.pop("figsize"))
+        figure = Figure(layout="constrained", figsize=size)
         yield figure.subplots(rows, columns, squeeze=False, **layout)
         save(figure, to, form)
 
@@ -102,14 +104,13 @@ def save(figure: Any, to: Path | BinaryIO, form: str | None = None) -> None:
         raise KvedgeError(f"{to} cannot be written: {error.strerror or error}") from None
 
 
-def legend(figure: Any, axes: Sequence[Any], columns: int = 3) -> int:
-    """Puts one legend of all axes above them. Returns the number of its rows."""
+def legend(figure: Any, axes: Sequence[Any], columns: int = 3) -> None:
+    """Puts one legend of all axes above them."""
     found: dict[str, Any] = {}
     for axis in axes:
         handles, labels = axis.get_legend_handles_labels()
         found = {**dict(zip(labels, handles, strict=True)), **found}
     figure.legend(found.values(), found.keys(), loc="outside upper center", ncols=columns)
-    return -(-len(found) // columns)
 
 
 def caption(figure: Any, text: str) -> None:

@@ -119,7 +119,7 @@ def _draw(to: Path | BinaryIO, rows: list[Row], form: str | None = None) -> None
     blocks = [groups[i : i + across] for i in range(0, len(groups), across)]
     heights = [BAR * max(map(len, block)) + HEAD for block in blocks for _ in charts]
     size = (drawing.COLUMN * across, sum(heights) + 0.4)
-    with drawing.canvas(to, len(heights), across, form, figsize=size, height_ratios=heights) as axes:
+    with drawing.canvas(to, len(heights), across, size, form, height_ratios=heights) as axes:
         for at, block in enumerate(blocks):
             for i, chart in enumerate(charts):
                 line = axes[at * len(charts) + i]
@@ -129,8 +129,8 @@ def _draw(to: Path | BinaryIO, rows: list[Row], form: str | None = None) -> None
                         axis.set_title(f"{group[0].model}, {group[0].prompt}\n{axis.get_title('left')}")
                 for axis in line[len(block) :]:
                     axis.remove()
-        rounds = sorted({row.rounds for row in rows})
-        said = f"Medians of {' to '.join(map(str, rounds[:: max(len(rounds) - 1, 1)]))} rounds, whiskers: quartiles. "
+        few, many = min(row.rounds for row in rows), max(row.rounds for row in rows)
+        said = f"Medians of {few if few == many else f'{few} to {many}'} rounds, whiskers: quartiles. "
         said += "Lines: what reading memory allows of tokens/s; the peak of KV memory."
         said += " ?: other programs took the processors meanwhile." * any(row.disturbed for row in rows)
         drawing.caption(axes[0, 0].figure, said)

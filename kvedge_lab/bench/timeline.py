@@ -92,7 +92,7 @@ def draw(path: Path, traces: list[Trace]) -> bool:
         return False
     n = len({t.variant.label for t in traces})
     size = (drawing.COLUMN, HEIGHT * len(prompts) + 0.15 * -(-n // 3) + 0.4)
-    with drawing.canvas(path, len(prompts), 1, figsize=size) as axes:
+    with drawing.canvas(path, len(prompts), 1, size) as axes:
         for axis, prompt in zip(axes[:, 0], prompts, strict=True):
             _panel(axis, [t for t in traces if t.prompt == prompt])
             axis.set_title(prompt)

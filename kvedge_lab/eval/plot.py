@@ -53,7 +53,7 @@ def draw(path: Path, made: list[Line], against_full: bool, of: str) -> bool:
         return False
     legend_rows = (len(methods) + 3) // 3
     size = (drawing.COLUMN, HEIGHT * len(panels) + 0.15 * legend_rows + 0.5)
-    with drawing.canvas(path, len(panels), 1, figsize=size, sharex=True) as axes:
+    with drawing.canvas(path, len(panels), 1, size, sharex=True) as axes:
         for axis, panel in zip(axes[:, 0], panels, strict=True):
             draw_panel(axis, panel, methods, full, against_full)
         axes[-1, 0].set_xlabel(memory_axis(full))
