@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -30,6 +31,9 @@ def main() -> int:
     for name, scene in scenes.items():
         Image.fromarray(render(scene)).save(folder / name, optimize=True)
         lines += [f"- [{name}]({name}): {describe(scene)}"]
+    first, *others = [Image.open(folder / name) for name in list(scenes)[:SCENES]]
+    dates = dict.fromkeys(("creationDate", "modDate"), time.gmtime(0))  # the same bytes each time
+    first.save(folder / "scenes.pdf", save_all=True, append_images=others, quality=95, **dates)
     lines += ["", f"Between `scene-1.png` and `scene-1-changed.png`: {difference.answer}.", ""]
     (folder / "scenes.md").write_text("\n".join(lines), encoding="utf-8")
     write_set(ROOT / "tests" / "data" / "demo", fixed_set())
