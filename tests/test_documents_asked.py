@@ -57,6 +57,14 @@ def test_sessions_know_pages_by_their_numbers(native, scenes, tmp_path):
         assert later.content("<m>", session.messages[0].pictures) == "Page 3: <m>\n?"
 
 
+def test_pages_that_were_read_once_are_not_read_again(native, scenes, tmp_path):
+    for word, i in (("page", 2), ("image", 3)):
+        with demo(cache=tmp_path, question_blind=True) as session:
+            answer = session.ask(question(i, word), scenes)
+            assert answer.read().strip() == CODES[i - 1]
+            assert (answer.report.tokens.reused > 4 * 144) == (i == 3)
+
+
 def test_streams_read_pages_one_by_one(native, scenes):
     with demo(stream=True) as session:
         answer = session.ask(question(3, "image"), [f"{scenes}[1-2]", f"{scenes}[3-]"])
@@ -120,6 +128,11 @@ def test_documents_over_http(server, scenes):
     data = scenes.read_bytes() + b"%" + b"x" * 70_000  # larger than what is kept in JSON
     for path, body in forms(data, "scenes.pdf", question(2)):
         assert answered(server.client.post(path, json=body)) == CODES[1]
+    chat, body = forms(data, "scenes.pdf", question(2))[0]
+    said = [{"role": "assistant", "content": CODES[1]}, {"role": "user", "content": question(3, "image")}]
+    later = server.client.post(chat, json={**body, "messages": [*body["messages"], *said]})
+    assert answered(later) == CODES[2]
+    assert later.json()["usage"]["prompt_tokens_details"]["cached_tokens"] > 4 * 144  # no page was read again
     for path, body in forms(data, "scenes.pdf[4]", "What is the code?"):
         assert answered(server.client.post(path, json=body)) == CODES[3]
     for path, body in forms(data, "scenes.pdf[2,9]", "x"):
