@@ -60,7 +60,7 @@ def test_what_is_put_is_got(folder, tmp_path):
 
 
 def test_an_entry_is_laid_out_as_documented(entry):
-    """The layout of docs/chat.md, read without the code that writes it."""
+    """The layout of docs/dev/formats.txt, read without the code that writes it."""
     raw, name = entry.read_bytes(), f"images-{KEY}".encode()
     assert entry.name == f"images-{KEY}.kvc"
     head = raw[:28]

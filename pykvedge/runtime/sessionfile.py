@@ -1,6 +1,6 @@
 """What a session file says beside the KV cache: the conversation, and where the context stands. libkvedge writes it.
 
-The layout of the file is in docs/chat.md; this is its note, one JSON object.
+The layout of the file is in docs/dev/formats.txt; this is its note, one JSON object.
 """
 
 from __future__ import annotations
