@@ -2,8 +2,8 @@
 
 Every entry is a file. It is written beside its name and renamed when it is complete, so that nobody reads half of one,
 and it carries checksums, so that a damaged one is as good as none. No trouble with the folder ends a conversation: what
-cannot be read is computed again, what cannot be written is not kept, and a note says so once. docs/dev/formats.txt has the
-layout of the files.
+cannot be read is computed again, what cannot be written is not kept, and a note says so once.
+docs/dev/formats.txt has the layout of the files.
 """
 
 from __future__ import annotations
