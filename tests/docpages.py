@@ -92,7 +92,7 @@ def anchors(page: Path) -> set[str]:
 
 
 def words(text: str) -> int:
-    """Words of a page, its blocks and tables included: what has a letter or a digit."""
+    """Words: what has a letter or a digit, so no bars of tables."""
     return sum(any(c.isalnum() for c in word) for word in text.split())
 
 

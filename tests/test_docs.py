@@ -6,13 +6,21 @@ import json
 import re
 
 import pytest
-from docpages import PAGES, ROOT, anchors, blocks, without_blocks
+from docpages import PAGES, ROOT, anchors, blocks, without_blocks, words
 
 NAMES = [page.relative_to(ROOT).as_posix() for page in PAGES]
 LANGUAGES = {"console", "sh", "python", "c", "cmake", "json", "jsonl", "toml", "text"}
 BUILT = ("pykvedge/bindings", "pykvedge/include", "pykvedge/lib")  # where it is installed
 _LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
 _PATH = re.compile(r"`((?:pykvedge|kvedge_lab|native|tests|scripts|experiments|examples|patches|docs)/[a-z0-9_./-]+)`")
+
+
+def test_the_size_of_the_documentation():
+    """It grows by a sentence at a time, and a reader has no more time than before. Blocks of code are not counted."""
+    pages = [name for name in NAMES if name.startswith("docs/") and not name.startswith("docs/results/")]
+    assert len(pages) <= 18, pages
+    assert sum(words(without_blocks(page.read_text("utf-8"))) for page in PAGES) <= 35_000
+    assert len((ROOT / "README.md").read_text("utf-8").splitlines()) <= 130
 
 
 @pytest.mark.parametrize("page", PAGES, ids=NAMES)
