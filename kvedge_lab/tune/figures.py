@@ -10,6 +10,7 @@ comes together. KL divergence has a bootstrap interval over contexts.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -141,8 +142,8 @@ def _usual(pairs: list[tuple[np.ndarray, np.ndarray]]) -> float:
 def telling(rows: Rows, contexts: Sequence[Sequence[Sample]]) -> dict[str, float]:
     """Says whether the full cache's answers say anything.
 
-    sure: the expected share of tokens that the model would say again, were it sampled at temperature 1. different: of
-    contexts that were asked the same, the share of different answers.
+    sure: the expected share of tokens that the model would say again, were it sampled at temperature 1. alike: of
+    contexts that were asked the same, the share that got the most frequent answers.
     """
     full, tokens, sure, answers = (FULL, "1.0"), 0, 0.0, dict[tuple[str, ...], list[tuple[str, ...]]]()
     for context in contexts:
@@ -154,5 +155,5 @@ def telling(rows: Rows, contexts: Sequence[Sequence[Sample]]) -> dict[str, float
         asked = tuple(one.lines[-1].text for one in context)
         answers.setdefault(asked, []).append(tuple(row["answer"] for row in found))
     many = [said for said in answers.values() if len(said) >= LEAST]
-    different = sum(len(set(said)) for said in many) / sum(map(len, many)) if many else 1.0
-    return {"sure": sure / max(tokens, 1), "different": different}
+    most = sum(Counter(said).most_common(1)[0][1] for said in many)
+    return {"sure": sure / max(tokens, 1), "alike": most / max(sum(map(len, many)), 1)}

@@ -6,6 +6,7 @@ decisions on the way to where it was.
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -36,7 +37,7 @@ FIRST = 4  # contexts that all plans are measured on
 ANSWER = 64  # tokens of a reference answer
 OUTPUTS = 64  # tokens of an answer that are fed in one pass
 CHOOSING = 0.5  # of the time
-SURE, DIFFERENT = 0.5, 0.2  # below: the answers say too little to compare with
+SURE, ALIKE = 0.5, 0.8  # below the one and above the other answers say too little to compare with
 
 
 class Kept(Records):
@@ -90,9 +91,10 @@ class Race:
         """Measures all plans on all contexts, however long it takes."""
         with self._reading() as (reader, vision):
             self._begin(reader, vision)
-            for half in (0, 1):
-                for _ in self._measured(half, self.cells, self.seconds):
-                    pass
+            for n in itertools.count():
+                if not self._reach(n):
+                    return
+                self._context(n, self.cells)
 
     def decide(self) -> None:
         """Finds the finalists on one half of the contexts and measures them on the other, as far as there is time."""
@@ -125,9 +127,9 @@ class Race:
         if found["sure"] < SURE:
             return (f"sampled again, the full cache would say {100 * found['sure']:.0f} % of its own tokens: the model "
                     "cannot tell what is in these pictures")  # fmt: skip
-        if found["different"] < DIFFERENT:
-            return (f"{100 * found['different']:.0f} % of the full cache's answers differ from picture to picture: the "
-                    "model cannot tell these pictures apart")  # fmt: skip
+        if found["alike"] > ALIKE:
+            return (f"{100 * found['alike']:.0f} % of the pictures got the same answers from the full cache: the model "
+                    "cannot tell these pictures apart")  # fmt: skip
         return ""
 
     def _choose(self) -> bool:
@@ -147,15 +149,14 @@ class Race:
         """Measures plans on one context of a half after the other, and yields how many there were. cells may change."""
         done, n = 0, half
         while self._reach(n):
-            began = time.monotonic()
-            lacks = self._lacking(n, cells)
+            lacks = any(lacking(one, full_cell(), cells, self.kept) for one in self.contexts[n])
             if lacks and done >= (FIRST if half == 0 else 0) and self.kept.spent() + self._slowest > until:
                 return
             if lacks and self.kept.spent() > self.seconds:
                 return
-            for way in WAYS if lacks else ():
-                self._one(way, [one for one in self.contexts[n] if one.id.endswith(f":{way}")], cells)
             if lacks:
+                began = time.monotonic()
+                self._context(n, cells)
                 self._slowest = max(0.8 * self._slowest, time.monotonic() - began)
             done, n = done + 1, n + 2
             yield done
@@ -169,19 +170,16 @@ class Race:
             self.contexts.append([one for way in WAYS for one in for_way(context, way)])
         return True
 
-    def _lacking(self, n: int, cells: list[Cell]) -> bool:
-        return any(lacking(one, full_cell(), cells, self.kept) for one in self.contexts[n])
-
-    def _one(self, way: str, samples: list[Sample], cells: list[Cell]) -> None:
+    def _context(self, n: int, cells: list[Cell]) -> None:
         """Measures what a context lacks; questions that come later share one reading."""
-        run = self._runs[way]
-        run.cells = [cell for cell in cells if cell in self.cells]
-        todo = [(one, lacking(one, run.full, run.cells, self.kept)) for one in samples]
-        todo = [(one, lacks) for one, lacks in todo if lacks]
-        for group in [todo] if way == CONTEXT else [[one] for one in todo]:
-            if group:
-                run.one(group)
-        self.cells[:] = [c for c in self.cells if c in run.cells or c not in cells]  # a plan that fails leaves
+        for way, run in self._runs.items():
+            run.cells = [cell for cell in cells if cell in self.cells]
+            samples = [one for one in self.contexts[n] if one.id.endswith(f":{way}")]
+            todo = [(one, lacks) for one in samples if (lacks := lacking(one, run.full, run.cells, self.kept))]
+            for group in [todo] if way == CONTEXT else [[one] for one in todo]:
+                if group:
+                    run.one(group)
+            self.cells[:] = [c for c in self.cells if c in run.cells or c not in cells]  # a plan that fails leaves
 
     def _way(self, way: str, reader: Reader, vision: Vision | None, outcome: Outcome) -> Run:
         model, wants = self.loan.model, Wants(answers=False, max_tokens=ANSWER, compress=way, own=True)
