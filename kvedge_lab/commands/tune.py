@@ -40,12 +40,13 @@ _ABOUT = ("show", "list_all", "remove")
     options.MMPROJ,
     *options.HUB,
     option("--images", group="Samples", common=True, type=options.PATH, metavar="FOLDER",
-           help="Your pictures, 18 or more. Default: scenes for the packaged model, drawn pages for others."),
+           help="Your pictures, 24 or more. Default: scenes for the packaged model, drawn pages for others."),
     option("--questions", group="Samples", common=True, type=options.PATH, metavar="FILE",
            help="A question a line. Default: general ones."),
-    option("--minutes", group="Measurement", common=True, type=float, default=20, show_default=True, metavar="N",
-           help="What all of it may take."),
-    option("--target", group="Measurement", common=True, type=float, default=0.99, show_default=True, metavar="SHARE",
+    option("--minutes", group="Measurement", common=True, type=click.FloatRange(0.1, 60 * 24 * 7), default=20,
+           show_default=True, metavar="N", help="What all of it may take."),
+    option("--target", group="Measurement", common=True, type=click.FloatRange(0.5, 1, max_open=True), default=0.99,
+           show_default=True, metavar="SHARE",
            help="Of the tokens of the full cache's answers, which the plan's likeliest token must agree with."),
     option("--method", "--methods", "methods", group="What is kept", common=True, default=METHODS, show_default=True,
            metavar="A,B", help="See `kvedge methods`; the default plan is always measured."),
@@ -168,13 +169,8 @@ def _print(says: dict[str, Any], path: Path, given: dict[str, Any]) -> None:
 
 def _run(given: dict[str, Any]) -> int:
     from kvedge_lab.tune import certificate
-    from kvedge_lab.tune.race import check_time
 
-    seconds, target = check_time(given["minutes"]), given["target"]
-    if not 0.5 <= target < 1:
-        raise UsageError(f"--target must be a share of 0.5 or more and below 1, not {target:g}")
-    cells = _cells(given)
-    with _race(given, cells, seconds) as (race, kept_in):
+    with _race(given, _cells(given), 60 * given["minutes"]) as (race, kept_in):
         said = certificate.verdict(race)
         if said.taken is None:
             click.echo(f"kvedge: nothing is promised, and no plan is stored: {said.why}", err=True)
@@ -284,7 +280,6 @@ def _kept(files: list[Path], header: dict[str, Any], fresh: bool) -> Any:
 def _calibrate(race: Race, reader: Any, vision: Any, path: Path, quiet: bool) -> None:
     """Calibrates budgets of heads if a plan wants them and there are none."""
     from kvedge_lab.tune.budgets import SAMPLES, calibrate
-    from pykvedge.errors import ProfileError
     from pykvedge.models import profiles
 
     wanted = any("head-budgets" in cell.plan.profile_kinds().values() for cell in race.cells)
@@ -293,9 +288,3 @@ def _calibrate(race: Race, reader: Any, vision: Any, path: Path, quiet: bool) ->
         said = calibrate(race, reader, vision, own, path)
         if not quiet:
             race.display.say(f"kvedge: {said}")
-    for cell in list(race.cells):
-        try:
-            profiles.find(cell.plan, race.loan.model.path)
-        except ProfileError as error:
-            race.cells.remove(cell)
-            race.left_out.append(f"{cell.name} at {cell.budget}: {error}")

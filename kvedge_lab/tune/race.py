@@ -26,7 +26,6 @@ from kvedge_lab.tune import choice
 from kvedge_lab.tune.choice import Found
 from kvedge_lab.tune.figures import figures, telling, usual_effects
 from kvedge_lab.tune.material import Material, for_way
-from pykvedge.errors import UsageError
 from pykvedge.models.vision import Vision
 from pykvedge.runtime.interrupt import CancelledError, stop_if_set
 from pykvedge.runtime.loaded import Loan
@@ -209,10 +208,3 @@ class Race:
             except CancelledError:
                 if not late.is_set():
                     raise
-
-
-def check_time(minutes: float) -> float:
-    """Returns seconds. Raises UsageError for less than a few of them."""
-    if not 0.1 <= minutes <= 60 * 24 * 7:
-        raise UsageError(f"--minutes must be 0.1 to {60 * 24 * 7}, not {minutes:g}")
-    return 60 * minutes
