@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 
+import numpy as np
 import torch
 from demo.rows import IGNORE
 
@@ -26,11 +27,15 @@ def sample_row(tower: Tower, sample: PageSample, turn: int = 0) -> Row:
 
 
 @torch.no_grad()
+def logits(learner: Learner, row: Row) -> np.ndarray:
+    """What the model says at each token that is judged, [tokens, vocabulary]."""
+    batch = collate([row], torch.float32)
+    return learner.text.head(learner.states(batch)[batch.targets != IGNORE]).numpy()
+
+
 def exact(learner: Learner, row: Row) -> bool:
     """Whether the row's answer would be generated exactly."""
-    batch = collate([row], torch.float32)
-    learnt = batch.targets != IGNORE
-    return bool((learner.text.head(learner.states(batch)[learnt]).argmax(-1) == batch.targets[learnt]).all())
+    return logits(learner, row).argmax(-1).tolist() == [target for target in row.targets if target != IGNORE]
 
 
 def accuracy(learner: Learner, tower: Tower, count: int, seed: int = 0) -> dict[str, float]:
