@@ -39,7 +39,7 @@ def arguments() -> argparse.Namespace:
 
 
 def train(args: argparse.Namespace) -> None:
-    train_vision(args.out, args.vision_steps, 1600, args.seed, args.rank)
+    train_vision(args.out, args.vision_steps, 800, args.seed, args.rank)
     if args.workers > 1:
         dist.barrier()  # the tower is whole before another process reads it
     train_text(args.out, Plan(args.text_steps, seed=args.seed), args.rank)
