@@ -117,7 +117,7 @@ class Bank:
         """One or several pages a row; most batches show some of the empty cells, some show all."""
         rng = np.random.default_rng((self.plan.seed, 4, self.rank, step, int(several)))
         count = int(rng.integers(2, self.plan.most_pages(step) + 1)) if several else 1
-        plain = -1 if rng.random() < self.plan.full_share else int(rng.integers(0, 60))
+        plain = -1 if count <= 4 and rng.random() < self.plan.full_share else int(rng.integers(0, 60))
         per_row = count * (95 + (260 if plain < 0 else plain)) + 190
         rows = []
         for _ in range(max(1 + (not several), self.plan.tokens // per_row)):

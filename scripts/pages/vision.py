@@ -20,20 +20,21 @@ from kvedge_lab.page_tasks.pages import CHARS, COLOURS, COLUMNS, LEXICON, MAX_PA
 PATCH, MERGED = CELL // 2, 4
 MEAN, STD = 0.5, 0.5
 SLOTS = ("", "head", "number", "word 1", "word 2", "word 3", "label", "price", "left", "bar", "code word", "code")
-# What each cell is asked to tell; 0: nothing of that sort is there. The tower tells the first five; the page is told
+# What each cell is asked to tell; 0: nothing of that sort is there. The tower tells the first six; the page is told
 # by the text model alone, for which it is 1 more than the number from 0.
 TARGETS = {
     "char": 1 + len(CHARS),
     "word": 1 + len(LEXICON),
     "index": 1 + 8,
     "colour": 1 + len(COLOURS),
-    "end": 2,
+    "end": 2,  # of a bar
+    "last": 2,  # character of a text
     "slot": len(SLOTS),
     "key": 1 + 8 + len(LEXICON),
     "longest": 3,
     "page": 1 + MAX_PAGES,
 }
-TOWER_TARGETS = ("char", "word", "index", "colour", "end")
+TOWER_TARGETS = ("char", "word", "index", "colour", "end", "last")
 
 
 class TowerConfig(VisionConfig):
@@ -45,22 +46,25 @@ class TowerConfig(VisionConfig):
 def labels(page: Page) -> np.ndarray:
     """Returns the targets of every cell, int64 [cells, targets]; the number of the page is left 0."""
     out = np.zeros((page.height, COLUMNS, len(TARGETS)), np.int64)
+    told = {name: out[..., k] for k, name in enumerate(TARGETS)}
     for text in page.texts():
-        word = 1 + LEXICON.index(text.text) if text.text in LEXICON else 0
-        for k, (r, c) in enumerate(text.cells()):
-            out[r, c, :6] = (1 + CHARS.index(text.text[k]), word, 1 + k, 0, 0, SLOTS.index(text.slot))
+        row, at = text.row, slice(text.column, text.column + len(text.text))
+        told["char"][row, at] = [1 + CHARS.index(char) for char in text.text]
+        told["word"][row, at] = 1 + LEXICON.index(text.text) if text.text in LEXICON else 0
+        told["index"][row, at] = np.arange(1, 1 + len(text.text))
+        told["last"][row, at.stop - 1] = 1
+        told["slot"][row, at] = SLOTS.index(text.slot)
     most = max((row.bar.length for row in page.rows if row.bar), default=0)
     for row in page.rows:
-        key = row.key.text
-        of_row = int(key) if key.isdigit() else 9 + LEXICON.index(key)
+        at = row.key.row
         if row.bar:
-            bar = out[row.bar.row, row.bar.column : row.bar.column + row.bar.length]
-            bar[:, 3], bar[:, 5] = 1 + list(COLOURS).index(row.bar.colour), SLOTS.index("bar")
-            bar[-1, 4] = 1
-        shown = out[row.key.row, :, 5] > 0
-        out[row.key.row, shown, 6] = of_row
+            bar = slice(row.bar.column, row.bar.column + row.bar.length)
+            told["colour"][at, bar], told["slot"][at, bar] = 1 + list(COLOURS).index(row.bar.colour), SLOTS.index("bar")
+            told["end"][at, bar.stop - 1] = 1
+        shown = told["slot"][at] > 0
+        told["key"][at, shown] = int(row.key.text) if row.key.text.isdigit() else 9 + LEXICON.index(row.key.text)
         if row.bar:
-            out[row.key.row, shown, 7] = 1 + (row.bar.length == most)
+            told["longest"][at, shown] = 1 + (row.bar.length == most)
     return out.reshape(-1, len(TARGETS))
 
 
