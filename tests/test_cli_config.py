@@ -72,6 +72,16 @@ def test_a_model_of_the_configuration_is_named_and_replaced_with_its_encoder(run
     assert done.code == 0 and done.err.startswith(f"kvedge: model {MODEL}, from {tmp_path / 'config.toml'}\n")
 
 
+def test_a_conversation_in_a_file_keeps_its_own_method(kvedge, tiny, tmp_path):
+    env = {"KVEDGE_CONFIG": str(tmp_path / "config.toml")}
+    asked = ["chat", *tiny("llama").arguments(), "--session", tmp_path / "talk.kvs", "--max-tokens", 2, "--json"]
+    assert kvedge(*asked, "--method", "h2o", "--budget", "0.4", "Hello", env=env).json["method"] == "h2o"
+    assert kvedge("config", "set", "method", "lookm", env=env).code == 0
+    later = kvedge(*asked, "And now?", env=env)
+    assert (later.json["method"], later.json["budget"]) == ("h2o", 0.4)
+    assert kvedge(*asked, "--method", "snapkv", "And now?", env=env).json["method"] == "snapkv"
+
+
 def test_wrong_keys_and_values_are_one_clear_line(run, tmp_path, monkeypatch):
     file = tmp_path / "config.toml"
     for key, value, words in (

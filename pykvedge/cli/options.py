@@ -115,7 +115,8 @@ IMAGE_LIMITS = (
 _KEPT = "What is kept"
 METHOD = option("--method", group=_KEPT, common=True, config=True, metavar="NAME",
                 shell_complete=completion.methods,
-                help=f"See `kvedge methods`. Default: {DEFAULT_METHOD}; in streams {STREAM_METHOD}.")  # fmt: skip
+                help=f"How KV pairs are chosen (`kvedge methods`). Default: {DEFAULT_METHOD}; "
+                     f"in streams {STREAM_METHOD}.")  # fmt: skip
 BUDGET = option("--budget", group=_KEPT, common=True, config=True, metavar="AMOUNT", help=_BUDGET_HELP)
 PLUGIN = option(
     "--plugin", "plugins", group=_KEPT, type=PATH, multiple=True, metavar="FILE",
