@@ -91,6 +91,13 @@ def test_what_is_no_picture_stays_text(folder):
         mentioned("what is broken.png", 1)
 
 
+def test_long_pastes_are_read(folder):
+    for text in ("word and/or it's 3.5 " * 3000, "/ " * 3000 + "x", "!" * 30000, "'" * 9999):
+        assert mentioned(text, 1).text == text.strip()
+    found = mentioned("and/or it's " * 500 + "a.png", 1)
+    assert found.text.endswith("it's image 1")
+
+
 def test_paths_of_windows():
     for typed in (r'"C:\my pics\a.png" what?', r"C:\my pics\a.png what?", r"C:\b\a.png, what?", r"D:/b/a.png?"):
         paths = [str(path) for _, path in candidates(typed, 0, windows=True)]

@@ -93,11 +93,11 @@ class Chat:
             self.unanswered = self.session.undo()
         return self.unanswered
 
-    def retry(self) -> Report:
+    def retry(self) -> None:
         """Puts the last message again, also one that failed, was stopped or was taken back."""
         message = self.unanswered or self.undo()
         self.waiting = [*message.pictures, *self.waiting]
-        return self.answer(message.text)
+        self.answer(message.text)
 
     def clear(self) -> None:
         self.loaded = False
@@ -171,7 +171,7 @@ class Chat:
         name = self.file.name if self.file is not None else "the conversation"
         print(f"{printable(name)} holds {holding(self.session)}", file=sys.stderr)
 
-    def answer(self, text: str) -> Report:
+    def answer(self, text: str) -> None:
         """Puts a message with the images that wait, shows what it cost, and saves the conversation in its file.
 
         A message that fails can be put again, and its images go on waiting.
@@ -180,8 +180,9 @@ class Chat:
         report = self.put(text, self.waiting)
         print(flush=True)
         self._show_line(report)
+        if report.finish == "cancelled":
+            print("(stopped; /retry asks again)", file=sys.stderr)
         self._keep(report)
-        return report
 
 
 def holding(session: Session) -> str:

@@ -53,16 +53,17 @@ def _introduce(chat: Chat) -> None:
 
 def _respond(chat: Chat, line: str) -> str:
     """Does what a line says. Returns the message that was stopped before its answer began, to be edited."""
+    begun = line
     try:
         if commands.is_command(line):
             commands.run(chat, line)
-        elif (text := _with_pictures(chat, line)) and chat.answer(text).finish == "cancelled":
-            print("(stopped; /retry asks again)", file=sys.stderr)
+        elif begun := _with_pictures(chat, line):
+            chat.answer(begun)
     except (CancelledError, KeyboardInterrupt):
         images = "; its images wait for it" if chat.waiting else ""
         print(f"(stopped; edit the question and press Enter{images})", file=sys.stderr)
         chat.recover()
-        return chat.unanswered.text if chat.unanswered else ""
+        return begun
     except (KvedgeError, OSError) as error:
         if isinstance(error, OSError) and error.filename is None:
             raise  # not of a path: what is printed reaches nobody

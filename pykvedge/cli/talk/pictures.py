@@ -18,13 +18,13 @@ from pykvedge.models.images import Picture
 WINDOWS = os.name == "nt"
 _SUFFIX = r"\.(?:png|jpe?g|webp|bmp|gif|pdf(?:\[[\d,-]+\])?)"  # a name that ends so is meant as a picture
 _NAMED = re.compile(_SUFFIX + r"\Z", re.I)
-_START = re.compile(r"(?<!\S)[(\[]?(?=\S)")  # a path begins a word, perhaps in brackets
+_START = re.compile(r"""\A\s*(?=\S)|(?<!\S)[(\[]?(?=['"]|\S*[./\\])""")  # of a word that may begin a path
 _URL, _WORD, _LINE = re.compile(r"file:\S+", re.I), re.compile(r"\S+"), re.compile(r".+\Z")
 _SHELL = re.compile(r"""(?:'[^'\n]*'|"(?:\\.|[^"\\\n])*"|\\.|[^\s'"\\])+""")  # Linux and macOS write dragged files so
 _QUOTED = re.compile(r'"[^"\n]+"')  # and Windows so
-_BLANKS = re.compile(rf"(?:~|\.{{0,2}}/|[A-Za-z]:[\\/]).+?{_SUFFIX}(?!\w)", re.I)  # neither quoted nor escaped
+_BLANKS = re.compile(rf"(?:~|\.{{0,2}}/|[A-Za-z]:[\\/]).{{1,1000}}?{_SUFFIX}(?!\w)", re.I)  # neither quoted nor escaped
 _CLOSING = ".,;:!?)]}'\"\u3002\uff1f\uff01\uff0c"  # behind a path it belongs to the sentence
-_MOST_CLOSING = 8
+_MOST, _MOST_CLOSING = 4096, 8  # characters of a path, and of what is behind it
 _SENTENCE = re.compile(r"[\n.:;!?\u3002\uff1f\uff01][)'\"]?\s*\Z")  # ends here
 
 
@@ -84,18 +84,20 @@ def _at(text: str, start: int, hints: list[str], size: PageSize | None) -> tuple
                     raise
                 hints.append(f"{path} is no picture; it stays text")
                 return end, []
-    word = text[start:].split(maxsplit=1)[0]
-    name = word.strip(_CLOSING)
+    word = _WORD.match(text, start)
+    end = word.end() if word else len(text)
+    name = text[start:end].strip(_CLOSING)
     if _NAMED.search(name):
         hints.append(f"there is no file {name}; it stays text")
-    return start + len(word), []
+    return end, []
 
 
 def candidates(text: str, start: int, windows: bool = WINDOWS) -> Iterator[tuple[int, Path]]:
     """Yields the paths that may begin here, with their ends: quoted, escaped, as URLs, with blanks, before a comma."""
     begun = not text[:start].strip()
     for form in (_URL, _QUOTED if windows else _SHELL, _BLANKS, _WORD, *([_LINE] if begun else [])):
-        if not (match := form.match(text, start)):
+        match = form.match(text, start)
+        if match is None or len(match.group()) > _MOST:
             continue
         whole = match.group().rstrip()
         closing = min(len(whole) - len(whole.rstrip(_CLOSING)), _MOST_CLOSING)
