@@ -141,8 +141,10 @@ def test_a_conversation_with_an_image(terminal, llava, picture_file):
     t.type("And what else?\n")
     second = t.answer()
     assert "image" not in second and "of the last answer" in second
-    t.type("/exit\n")
-    assert t.exit_code() == 0
+    assert "\x1b[2mprompt " in t.raw  # dimmed
+    t.raw = ""
+    t.type("exit\n")
+    assert t.exit_code() == 0 and "tok/s" not in t.raw
 
 
 def test_commands(terminal, llava, picture_file):
@@ -289,13 +291,15 @@ def test_a_message_of_several_lines_is_one(terminal, llava, kvedge):
     assert t.exit_code() == 0
 
 
-def test_a_paste_of_two_lines_is_one_message(terminal, llava, kvedge):
+def test_a_paste_of_two_lines_is_one_message_and_figures_may_be_plain(terminal, llava, kvedge, environment, monkeypatch):
     expected = kvedge("chat", *llava, "--json", "one\ntwo").json["tokens"]["prompt"]
+    monkeypatch.setitem(environment, "NO_COLOR", "1")
     t = terminal(*llava)
     t.type("\x1b[200~one\r\ntwo\x1b[201~")
     t.read_until("two", 10)
     assert "tok/s" not in t.seen  # it waits for Enter
     assert re.findall(r"prompt (\d+) tokens", question(t, "")) == [str(expected)]
+    assert "\x1b[2m" not in t.raw
     t.type("/exit\n")
     assert t.exit_code() == 0
 
@@ -317,25 +321,6 @@ def test_pictures_are_dragged_into_a_message(terminal, llava, picture_file, tmp_
     t.wait_for(PROMPT)
     t.type("/bye\n")
     assert t.exit_code() == 0
-
-
-@pytest.mark.parametrize("word", ["exit", "/bye"])
-def test_words_that_leave(terminal, llava, word):
-    t = terminal(*llava)
-    t.type(word + "\n")
-    assert t.exit_code() == 0
-    assert "tok/s" not in t.raw
-
-
-def test_figures_are_dimmed_unless_colours_are_switched_off(terminal, llava, monkeypatch, environment):
-    for no_color in ("", "1"):
-        monkeypatch.setitem(environment, "NO_COLOR", no_color)
-        t = terminal(*llava)
-        question(t, "Hello")
-        assert ("\x1b[2mprompt " in t.raw) == (no_color == "") and "prompt " in t.raw
-        t.type("/?\nexit\n")
-        t.wait_for("/image PATH")
-        assert t.exit_code() == 0
 
 
 def test_tab_completes_commands_and_paths(terminal, llava, picture_file, tmp_path):
