@@ -291,7 +291,7 @@ def test_a_message_of_several_lines_is_one(terminal, llava, kvedge):
     assert t.exit_code() == 0
 
 
-def test_a_paste_of_two_lines_is_one_message_and_figures_may_be_plain(terminal, llava, kvedge, environment, monkeypatch):
+def test_a_paste_of_two_lines_is_one_message_with_plain_figures(terminal, llava, kvedge, environment, monkeypatch):
     expected = kvedge("chat", *llava, "--json", "one\ntwo").json["tokens"]["prompt"]
     monkeypatch.setitem(environment, "NO_COLOR", "1")
     t = terminal(*llava)
