@@ -239,6 +239,7 @@ def test_messages_are_changed_and_deleted_and_brought_back(page, server):
     page.press("Leave it as it was")
     assert page.get("text").get_attribute("value") == "" and page.says(".text") == before
 
+    page.get("text").send_keys("A draft")
     page.press("Change this message", 0)
     assert page.all("#attached img")
     page.get("text").clear()
@@ -246,6 +247,8 @@ def test_messages_are_changed_and_deleted_and_brought_back(page, server):
     text = page.answered(1)
     assert text == server.text(asks("Describe the image.", SCENES[0]), max_tokens=100)
     assert page.says(".text") == [["Describe the image.", text]] and second != text
+    assert page.get("text").get_attribute("value") == "A draft" and not page.all("#attached img")
+    page.get("text").clear()
     page.press("Undo")
     assert page.says(".text") == before
 
@@ -256,6 +259,19 @@ def test_messages_are_changed_and_deleted_and_brought_back(page, server):
     page.driver.refresh()
     page.ready().all("#conversations .title")[0].click()
     page.until(lambda: page.says(".text") == before)
+
+
+def test_undo_ends_the_answer_to_what_is_taken_back(page, server):
+    page.attach(SCENES[0])
+    page.ask("What is the code?")
+    before = page.says(".text")
+    page.driver.execute_script(NO_END, ENDLESS)
+    page.press("Answer again")
+    page.until(lambda: "aa" in page.all(".assistant .text")[-1].text)
+    page.press("Undo")
+    page.until(lambda: page.get("send").is_displayed())
+    server.wait_for("requests_running", 0)
+    assert page.says(".text") == before
 
 
 @pytest.mark.parametrize(("broken", "why"), [

@@ -44,10 +44,12 @@ async function request(path, options = {}) {
 
 async function failure(response) {
   const body = await response.json().catch(() => ({}));
-  return said(body.error?.message ?? `status ${response.status}, and no reason`, response.status, response.headers.get("Retry-After"));
+  const why = body.error?.message ?? `status ${response.status}, and no reason`;
+  return said(why, response.status, response.headers.get("Retry-After"));
 }
 
-const WORDS = { 401: "The server does not know this key", 413: "This is too large", 429: "The server is busy", 503: "The server is busy" };
+const BUSY = "The server is busy";
+const WORDS = { 401: "The server does not know this key", 413: "This is too large", 429: BUSY, 503: BUSY };
 
 function said(text, status, wait) {
   const what = WORDS[status] ?? (status < 500 ? "The server refuses this" : "The server failed");

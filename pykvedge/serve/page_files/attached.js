@@ -44,7 +44,8 @@ async function picture(file) {
   else {
     const { url, width, height } = drawn(bitmap, SIDE, 0.92);
     made.url = url;
-    if (width < bitmap.width) made.note = `scaled from ${bitmap.width} × ${bitmap.height} to ${width} × ${height} pixels`;
+    const [from, to] = [`${bitmap.width} × ${bitmap.height}`, `${width} × ${height}`];
+    if (from !== to) made.note = `scaled from ${from} to ${to} pixels`;
   }
   bitmap.close();
   return made;
@@ -105,8 +106,9 @@ function dropped(data) {
   const files = [...data.files];
   if (files.length) return add(files);
   const text = data.getData("text/plain");
-  if (data.types.includes("text/uri-list") || !text) refused("This page fetches nothing from other sites. Save the picture, and drop the file.");
-  else $("text").setRangeText(text, $("text").selectionStart, $("text").selectionEnd, "end");
+  if (data.types.includes("text/uri-list") || !text) {
+    refused("This page fetches nothing from other sites. Save the picture, and drop the file.");
+  } else $("text").setRangeText(text, $("text").selectionStart, $("text").selectionEnd, "end");
 }
 
 // refuse: called with a line about files that cannot be used.

@@ -3,9 +3,21 @@
 import * as attached from "./attached.js";
 import { $, element } from "./show.js";
 
-const SCENE = ["What is the code?", "How many circles are there?", "What colour is the triangle?", "Describe the image."];
-const PICTURE = ["Describe this picture.", "Read the text in this picture.", "What is unusual here?"];
-const TEXT = ["Explain how a KV cache works.", "Write a short poem about the sea."];
+const SCENE = [
+  "Ask about a drawn scene",
+  "This small packaged model knows drawn scenes only, no photographs. A question below asks about this scene.",
+  ["What is the code?", "How many circles are there?", "What colour is the triangle?", "Describe the image."],
+];
+const PICTURE = [
+  "Ask about a picture or a PDF",
+  "Add it, drop it here or paste it. It stays on this machine and the server's.",
+  ["Describe this picture.", "Read the text in this picture.", "What is unusual here?"],
+];
+const TEXT = [
+  "Ask something",
+  "This model reads no pictures.",
+  ["Explain how a KV cache works.", "Write a short poem about the sea."],
+];
 
 async function scene() {
   const file = await fetch("page/scene.png").then((response) => response.blob());
@@ -22,14 +34,17 @@ export function empty(about, send) {
     $("text").focus();
     if (!attached.count()) $("file").click();
   };
-  const [head, words, questions] = packaged
-    ? ["Ask about a drawn scene", "This small packaged model knows drawn scenes only, no photographs. A question below asks about this scene.", SCENE]
-    : about.images
-      ? ["Ask about a picture or a PDF", "Add it, drop it here or paste it. It stays on this machine and the server's.", PICTURE]
-      : ["Ask something", "This model reads no pictures.", TEXT];
+  const [head, words, questions] = packaged ? SCENE : about.images ? PICTURE : TEXT;
   const buttons = questions.map((text) => element("button", { textContent: text, onclick: () => ask(text) }));
-  const image = packaged ? element("img", { src: "page/scene.png", alt: "The scene: three circles, a triangle and a code" }) : element("img", { src: "page/icon.svg", alt: "", className: "mark" });
-  const made = element("section", { className: "empty" }, image, element("h2", { textContent: head }), element("p", { className: "quiet", textContent: words }));
-  made.append(element("div", { className: "examples" }, ...buttons));
-  return made;
+  const image = packaged
+    ? { src: "page/scene.png", alt: "The scene: three circles, a triangle and a code" }
+    : { src: "page/icon.svg", alt: "", className: "mark" };
+  return element(
+    "section",
+    { className: "empty" },
+    element("img", image),
+    element("h2", { textContent: head }),
+    element("p", { className: "quiet", textContent: words }),
+    element("div", { className: "examples" }, ...buttons),
+  );
 }

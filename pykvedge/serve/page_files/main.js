@@ -15,6 +15,7 @@ let conversations = [];
 let open = null; // the conversation that is shown
 let answering = null; // the AbortController of the answer that is being written
 let editing = -1; // the number of the message that is changed
+let draft = { text: "" }; // what was written before that
 let about = {}; // the model
 
 function fresh() {
@@ -37,8 +38,8 @@ function render() {
 function actions(said, i) {
   if (answering) return [];
   const mine = said.role === "user";
-  const out = mine ? [["edit", "Change this message", () => edit(i)], ["delete", "Delete this message and its answer", () => erase(i)]] : [];
-  if (i === open.messages.length - 1) out.unshift(["again", mine ? "Answer this" : "Answer again", again]);
+  const out = i === open.messages.length - 1 ? [["again", mine ? "Answer this" : "Answer again", again]] : [];
+  if (mine) out.push(["edit", "Change this message", () => edit(i)], ["delete", "Delete this message and its answer", () => erase(i)]);
   return out;
 }
 
@@ -51,6 +52,7 @@ function error(problem) {
   $("again").hidden = !last || answering !== null;
   $("again").textContent = refused ? "Change the message" : "Try again";
   $("again").onclick = refused ? () => edit(open.messages.length - 1) : again;
+  if (problem) $("log").scrollTop = $("log").scrollHeight;
 }
 
 function progress(told) {
@@ -73,11 +75,12 @@ function focusText() {
   if (!touches.matches) $("text").focus();
 }
 
-// Says what was changed, with a way back.
+// Says what was changed, with a way back, which takes the place of a button that is gone.
 function offer(what, undo) {
   const close = () => $("undo").replaceChildren();
   const back = element("button", { type: "button", textContent: "Undo", onclick: () => { close(); undo(); } });
   $("undo").replaceChildren(element("span", { textContent: what }), back, iconButton("close", "Close this note", close));
+  back.focus({ focusVisible: false });
 }
 
 // ------------------------------------------------------------------------------------------------ conversations
@@ -122,10 +125,15 @@ function change(messages, what) {
     answering?.abort();
     c.messages = these;
     store.put(c);
+    const { scrollTop } = $("log");
     if (c === open) render();
+    $("log").scrollTop = scrollTop;
   };
   put(messages);
-  offer(what, () => put(before));
+  offer(what, () => {
+    leave();
+    put(before);
+  });
 }
 
 function erase(i) {
@@ -137,6 +145,7 @@ function erase(i) {
 
 function edit(i) {
   if (i < 0 || answering) return;
+  if (editing < 0) draft = { text: $("text").value, ...attached.take() };
   editing = i;
   error(null);
   $("editing").hidden = false;
@@ -145,13 +154,13 @@ function edit(i) {
   $("text").focus();
 }
 
-// Ends the change of an earlier message.
+// Ends the change of an earlier message, and brings back what was written before.
 function leave() {
   if (editing < 0) return;
   editing = -1;
   $("editing").hidden = true;
-  $("text").value = "";
-  attached.take();
+  $("text").value = draft.text;
+  attached.put(draft);
 }
 
 // ------------------------------------------------------------------------------------------------ asking
@@ -162,10 +171,10 @@ function submit(event) {
   if (!open || answering || (!text.trim() && !attached.count())) return; // nothing is open before the server has answered
   const said = { role: "user", text, ...attached.take() };
   $("undo").replaceChildren();
-  if (editing >= 0 && editing < open.messages.length) change([...open.messages.slice(0, editing), said], "A message was changed; what followed it is gone.");
-  else open.messages.push(said);
-  leave();
+  if (editing < 0) open.messages.push(said);
+  else change([...open.messages.slice(0, editing), said], "A message was changed, and what followed it is gone.");
   $("text").value = "";
+  leave();
   focusText();
   answer();
 }
@@ -259,7 +268,8 @@ function pressed(event) {
 function typed(event) {
   if (event.isComposing) return;
   if (event.key === "Enter" && !event.shiftKey && !touches.matches) submit(event);
-  if (event.key === "ArrowUp" && !$("text").value && !attached.count() && open) edit(open.messages.findLastIndex((said) => said.role === "user"));
+  if (event.key !== "ArrowUp" || $("text").value || attached.count() || !open) return;
+  edit(open.messages.findLastIndex((said) => said.role === "user"));
 }
 
 // The message box is as high as its text, where the browser does not see to it.
@@ -301,7 +311,8 @@ async function begin() {
     conversations = await store.all();
     start();
     const drawn = about.packaged ? ", knows drawn scenes only" : "";
-    $("model").textContent = `${model.id}, ${about.n_ctx.toLocaleString("en")} tokens${about.images ? drawn : ", reads no pictures"}`;
+    const sees = about.images ? drawn : ", reads no pictures";
+    $("model").textContent = `${model.id}, ${about.n_ctx.toLocaleString("en")} tokens${sees}`;
     meter.follow();
   } catch (problem) {
     if (problem.status === 401) needKey();

@@ -5,11 +5,13 @@ import "./vendor/purify.min.js";
 import { copyButton, element } from "./show.js";
 
 const escaped = (text) => text.replace(/[&<>"]/g, (c) => `&#${c.charCodeAt(0)};`);
-marked.use({ gfm: true, breaks: true, renderer: { html: ({ text }) => escaped(text), image: ({ text, href }) => escaped(text || href) } });
-const ALLOWED = { RETURN_DOM_FRAGMENT: true, USE_PROFILES: { html: true }, FORBID_TAGS: ["img", "style", "form", "input", "button"] };
+const renderer = { html: ({ text }) => escaped(text), image: ({ text, href }) => escaped(text || href) };
+marked.use({ gfm: true, breaks: true, renderer });
+const FORBID_TAGS = ["img", "style", "form", "input", "button"];
+const RULES = { RETURN_DOM_FRAGMENT: true, USE_PROFILES: { html: true }, FORBID_TAGS };
 
 export function markdown(text) {
-  const made = DOMPurify.sanitize(marked.parse(text), ALLOWED);
+  const made = DOMPurify.sanitize(marked.parse(text), RULES);
   for (const link of made.querySelectorAll("a")) Object.assign(link, { target: "_blank", rel: "noopener noreferrer" });
   for (const pre of made.querySelectorAll("pre")) {
     const language = /language-(\S+)/.exec(pre.firstElementChild?.className)?.[1] ?? "";

@@ -9,7 +9,8 @@ export function message(said, actions = []) {
   const made = element("article", { className: `message ${said.role}` });
   made.setAttribute("aria-label", said.role === "user" ? "You" : "Answer");
   if (said.files?.length) {
-    made.append(element("ul", { className: "pictures" }, ...said.files.map(({ name }) => element("li", { className: "chip" }, icon("file"), name))));
+    const files = said.files.map(({ name }) => element("li", { className: "chip" }, icon("file"), name));
+    made.append(element("ul", { className: "pictures" }, ...files));
   }
   if (said.pictures?.length) {
     const pictures = said.pictures.map((one, i) => element("li", {}, figure(one, `Picture ${i + 1}`)));

@@ -32,14 +32,14 @@ async function run(mode, what) {
 
 function failed(error) {
   const full = error?.name === "QuotaExceededError";
-  const why = full ? "The browser has no more room for conversations. Delete some." : "This browser stores no conversations (a private window?).";
-  noted(`${why} What is not stored is gone when you close this tab.`);
+  const no = full ? "has no more room for conversations. Delete some." : "stores no conversations (a private window?).";
+  noted(`This browser ${no} What is not stored is gone when you close this tab.`);
 }
 
 export async function all() {
   const found = await run("readonly", (s) => s.getAll()).catch((error) => (failed(error), []));
-  for (const { messages } of found) {
-    for (const said of messages) said.pictures &&= said.pictures.map((one) => (one.url ? one : { url: one, name: "" })); // as first versions wrote
+  for (const said of found.flatMap(({ messages }) => messages)) {
+    said.pictures &&= said.pictures.map((one) => (one.url ? one : { url: one, name: "" })); // the first versions stored URLs
   }
   return found;
 }
