@@ -54,7 +54,7 @@ def test_pages_are_pictures_in_their_order(three):
     assert [(page.width, page.height, page.page) for page in found] == [(40, 40, i) for i in (1, 2, 3)]
     chosen = list(load_pictures([f"{three}[3,1-2,2]", three.with_name("Three.PDF[2-]")], SMALL))
     assert [page.page for page in chosen] == [3, 1, 2, 2, 3] and len({page.document for page in chosen}) == 1
-    for form in (THREE, bytearray(THREE), io.BytesIO(THREE), three.open("rb")):
+    for form in (THREE, b"\n" + THREE, bytearray(THREE), io.BytesIO(THREE), three.open("rb")):
         assert [page.rgb for page in load_pictures(form, SMALL)] == [page.rgb for page in found]
     with pytest.raises(ImageError, match=r"several pictures; pykvedge\.pages"):
         pykvedge.load_picture(three)
@@ -79,8 +79,10 @@ def header(kind: str) -> Header:
     return Header(Path("mm.gguf"), given, {}, {}, {}, {}, 0)
 
 
-@pytest.mark.parametrize(("width", "height"), [(612, 792), (842, 595), (4000, 300), (14400, 14400), (20, 30)])
-@pytest.mark.parametrize("kind", ["mlp", "qwen2vl_merger", "internvl"])
+@pytest.mark.parametrize(("kind", "width", "height"), [
+    ("mlp", 612, 792), ("mlp", 4000, 300), ("mlp", 20, 30), ("qwen2vl_merger", 842, 595),
+    ("qwen2vl_merger", 14400, 14400), ("internvl", 612, 792), ("internvl", 20, 30),
+])  # fmt: skip
 def test_pages_are_as_large_as_the_encoder_sees(kind, width, height):
     mmproj = header(kind)
     size = PageSize.asked(mmproj, 0, 300 if kind == "qwen2vl_merger" else 0)
@@ -242,6 +244,10 @@ def test_files_that_are_not_there(tmp_path, monkeypatch):
         os.mkfifo(tmp_path / "pipe.pdf")
         with pytest.raises(ImageError, match="it is a pipe"):
             list(load_pictures(tmp_path / "pipe.pdf"))
+    with monkeypatch.context() as packed:
+        packed.setattr("sys.frozen", True, raising=False)
+        with pytest.raises(UsageError, match="takes a Python of its own"):
+            list(load_pictures(THREE))
     found = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "pypdfium2" else found(name))
     with pytest.raises(UsageError, match=r"the document needs pypdfium2, .* pip install 'kvedge\[pdf\]'"):

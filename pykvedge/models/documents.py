@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 MOST_PAGES = 64  # of a document, at once
 MOST_STREAMED = 10_000  # where pages are drawn and read one by one
-SECONDS = 30.0  # that drawing the pages of a document may take
+SECONDS = 30.0  # that drawing the pages of a document may take; a page, where pages are read one by one
 DPI = 200  # pixels of an inch, at most: what scanners make of print
 _RANGE = re.compile(r"\s*(\d{1,7})\s*(?:(-)\s*(\d{1,7})?\s*)?", re.ASCII)
 _MOST_RANGES = 64
@@ -168,7 +168,7 @@ def pages(
     if importlib.util.find_spec("pypdfium2") is None:
         raise UsageError(f"reading {what} needs pypdfium2, which is not here: pip install 'kvedge[pdf]'")
     if not sandbox.can_start():
-        raise UsageError(f"reading {what} takes a Python of its own, and this program has none; draw the pages first")
+        raise UsageError(f"reading {what} takes a Python of its own, which this program lacks; make images of its pages")
     size = size or PageSize()
     request: dict[str, Any] = {"pages": ranges(chosen), "most": most, "seconds": SECONDS}
     request |= {"pixels": size.pixels, "side": size.side, "dpi": DPI}
@@ -186,12 +186,12 @@ def _pages(
                 picture = _next(process, what, document)
                 if picture is None and process.wait() != 0 and not why:
                     why.append("its pages crash what draws them")
-            left = max(left - (time.monotonic() - began), 0.1)
+            left = SECONDS if request["most"] > MOST_PAGES else max(left - (time.monotonic() - began), 0.1)
             if stop is not None and stop.is_set():
                 raise CancelledError
             if picture is None:
                 if why:
-                    raise ImageError(f"{what} is not read: {why[0]}; name fewer pages, or draw them yourself")
+                    raise ImageError(f"{what} is not read: {why[0]}; name fewer pages, or make images of them")
                 return
             yield picture
 

@@ -33,6 +33,7 @@ MAX_PIXELS = 50_000_000  # about the largest phone photograph; models look at le
 FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF")
 _one_at_a_time = threading.Lock()  # Python's filters of warnings are those of all threads
 PDF = re.compile(r"(?P<path>.*\.pdf)(?:\[(?P<pages>[^\[\]]*)\])?", re.IGNORECASE | re.DOTALL)  # a path of one
+_BLANKS = b"\xef\xbb\xbf\0 \t\r\n"  # some programs put them before a PDF
 FORMS = "a path, the bytes of an image file, an open file, a PIL image, or a uint8 array"
 
 
@@ -80,7 +81,7 @@ def is_pdf(source: Any) -> bool:
     if isinstance(source, (str, os.PathLike)):
         return PDF.fullmatch(os.fsdecode(source)) is not None
     if isinstance(source, (bytes, bytearray, memoryview)):
-        return b"%PDF-" in bytes(source[:1024])
+        return bytes(source[:1024]).lstrip(_BLANKS).startswith(b"%PDF-")
     try:
         if not hasattr(source, "read") or not source.seekable():
             return False
@@ -90,7 +91,7 @@ def is_pdf(source: Any) -> bool:
             source.seek(0)
     except (OSError, ValueError, AttributeError):
         return False
-    return isinstance(head, bytes) and b"%PDF-" in head
+    return isinstance(head, bytes) and is_pdf(head)
 
 
 @signals.held()
