@@ -23,9 +23,9 @@ from hubs import environment as hub_environment
 from hubserver import HubServer
 from server import serving
 
-SIMPLE = re.compile(r"""kvedge (?!serve )(?:[^"'|<>&;$`#]|"[^"$`]*"|'[^']*')*(?:#.*)?$""")
+SIMPLE = re.compile(r"""kvedge (?!serve )(?:[^"'|<>&;$`#\n]|"[^"$`]*"|'[^']*')*(?:#.*)?$""")
 SERVE = re.compile(r"kvedge serve(?! --help)\b")
-ESCAPES = re.compile(r"\x1b\[[0-9;?]*[a-zA-Z]|\x1b\][^\x07]*\x07|\r")
+ESCAPES = re.compile(r"\x08|\x1b\[[0-9;?]*[a-zA-Z]|\x1b\][^\x07]*\x07|\r")
 RUN = [page for page in PAGES if any(b.language in ("console", "sh") and not b.reason for b in blocks(page))]
 
 
@@ -81,8 +81,9 @@ def talk(arguments: list[str], typed: str, environment: dict[str, str]) -> tuple
                     screen += ESCAPES.sub("", terminal.read(65536).decode("utf-8", "replace"))
                 except OSError:  # the other end is closed
                     break
-            elif waiting and screen.endswith("> "):
-                terminal.write(f"{waiting.pop(0)}\n".encode())
+            elif waiting and screen.rstrip().endswith("\n>"):
+                screen += " "  # not this prompt again
+                terminal.write(f"{waiting.pop(0)}\r".encode())
     return child.wait(), re.sub(r"^> ", "", screen, flags=re.M)
 
 
