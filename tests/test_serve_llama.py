@@ -56,6 +56,7 @@ def test_what_the_model_is(server, model):
     assert props["chat_template"] == model.chat_template() and props["model_path"] == "demo-model.gguf"
     assert (props["bos_token"], props["eos_token"]) == ("<s>", "</s>") and props["model_alias"] == server.told["model"]
     assert props["chat_template_caps"]["supports_tool_calls"] is False
+    assert props["kvedge"]["plan"]["method"] == "kvedge" and props["kvedge"]["tuned"] is None
     models = server.client.get("/v1/models").json()
     assert models["models"][0]["capabilities"] == ["completion", "multimodal"]
     [listed] = models["data"]

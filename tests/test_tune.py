@@ -130,7 +130,7 @@ def test_a_run_that_was_stopped_goes_on_and_chooses_what_it_would_have_chosen(ho
         names = [(row["id"], row["method"]) for row in rows]
         assert len(names) == len(set(names)) == len(again.kept.rows)
         assert said.taken == DEFAULT and not said.why and said.proof.contexts == 9
-        says = certificate.made(again, said, "kvedge tune")
+        says = certificate.made(again, said.taken, said.proof, said.why, "kvedge tune")
         assert "streaming-llm" in certificate.page(says) and "<svg" in certificate.page(says)
         _check_answers(loaded, again)
         loan.give_back()

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from kvedge_lab.eval.measure import Cell
     from kvedge_lab.eval.tasks import Sample
     from kvedge_lab.tune.material import Material
-    from kvedge_lab.tune.race import Race
+    from kvedge_lab.tune.race import Kept, Race
 
 METHODS, BUDGETS = "kvedge,calibrated,snapkv,mixkv,kvzip", "0.5,0.3,0.2,0.1,0.05"
 _ABOUT = ("show", "list_all", "remove")
@@ -172,10 +172,10 @@ def _run(given: dict[str, Any]) -> int:
 
     with _race(given, _cells(given), 60 * given["minutes"]) as (race, kept_in):
         said = certificate.verdict(race)
-        if said.taken is None:
+        if said.taken is None or said.proof is None:
             click.echo(f"kvedge: nothing is promised, and no plan is stored: {said.why}", err=True)
             return 1
-        says = certificate.made(race, said, _command(given))
+        says = certificate.made(race, said.taken, said.proof, said.why, _command(given))
         path = certificate.save(says)
         for file in kept_in:
             file.unlink(missing_ok=True)
@@ -240,8 +240,7 @@ def _race(given: dict[str, Any], cells: list[Cell], seconds: float) -> Iterator[
         header = {"model": fingerprint(model), "mmproj": fingerprint(mmproj), "kv_type": settings.storage.key,
                   "pictures": material.source, "questions": str(given["questions"] or ""), "target": given["target"],
                   "plans": [cell.digest for cell in cells]}  # fmt: skip
-        kept = _kept(kept_in, header, given["fresh"])
-        held.callback(kept.close)
+        kept = _kept(held, kept_in, header, given["fresh"])
         display = Minutes(not given["quiet"] and not given["verbose"], seconds, kept.spent)
         held.callback(display.done)
         if not given["quiet"]:
@@ -260,16 +259,20 @@ def _race(given: dict[str, Any], cells: list[Cell], seconds: float) -> Iterator[
         yield race, kept_in
 
 
-def _kept(files: list[Path], header: dict[str, Any], fresh: bool) -> Any:
+def _kept(held: contextlib.ExitStack, files: list[Path], header: dict[str, Any], fresh: bool) -> Kept:
+    """Opens the figures of an unfinished run, or new ones, for this program alone."""
     from kvedge_lab.tune.race import Kept
     from pykvedge.errors import SaveError
+    from pykvedge.runtime.sessionlock import SessionLock
 
     try:
         files[0].parent.mkdir(parents=True, exist_ok=True)
-        if fresh:
-            for file in files:
-                file.unlink(missing_ok=True)
-        return Kept(files[0], header)
+        held.enter_context(SessionLock(files[0]))
+        for file in files if fresh else ():
+            file.unlink(missing_ok=True)
+        kept = Kept(files[0], header)
+        held.callback(kept.close)
+        return kept
     except OSError as error:
         raise SaveError(f"{files[0].parent} cannot be written: {error.strerror or error}") from None
     except UsageError as error:

@@ -7,7 +7,7 @@ import html
 import importlib.util
 import io
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,9 @@ from pykvedge.plans.making import plan
 from pykvedge.plans.plan import Plan
 from pykvedge.system.files import write_whole
 from pykvedge.system.version import package_version
+
+LEAST_PROOF = 8  # contexts
+HEAD = ("bytes", "agreement", "exact answers", "KL, nats a token", "contexts")
 
 
 @dataclass(frozen=True)
@@ -55,14 +58,9 @@ def verdict(race: Race) -> Verdict:
     return Verdict(Cell(FULL, plan(FULL)), best, why + "; more --minutes narrow the intervals")
 
 
-LEAST_PROOF = 8  # contexts
-HEAD = ("bytes", "agreement", "exact answers", "KL, nats a token", "contexts")
-
-
-def made(race: Race, said: Verdict, command: str) -> dict[str, Any]:
-    """Makes the certificate of a verdict that takes a plan."""
-    assert said.taken is not None and said.proof is not None
-    model, cell = race.loan.model, said.taken
+def made(race: Race, cell: Cell, proof: Figures, why: str, command: str) -> dict[str, Any]:
+    """Makes the certificate of a plan that is taken, as Verdict says."""
+    model = race.loan.model
     first, second = race.figures(race.choosing), race.figures(race.proving, race.finalists, len(race.finalists))
     return {
         "kvedge_tuned": tuned.JSON_VERSION,
@@ -72,15 +70,15 @@ def made(race: Race, said: Verdict, command: str) -> dict[str, Any]:
         "settings": cell.plan.as_text(),
         "profiles": tuned.digests(cell.plan, model.path),
         "target": race.target,
-        "met": not said.why,
-        "why": said.why,
-        "proof": asdict(said.proof),
+        "met": not why,
+        "why": why,
+        "proof": asdict(proof),
         "finalists": [asdict(one) for one in second.values()],
         "level": choice.level(len(race.finalists)),
         "choosing": [asdict(one) for one in first.values()],
         "contexts": {"choosing": _seen(first), "proving": _seen(second), "source": race.material.source},
         "telling": telling(race.kept.rows, race.contexts),
-        "left_out": race.left_out,
+        "left_out": len(race.left_out),
         "kv_type": race.settings.storage.key,
         "made": {"command": command, "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d"),
                  "seconds": round(race.kept.spent()), "kvedge": package_version(), "interval": INTERVALS},
@@ -124,7 +122,7 @@ def summary(says: dict[str, Any]) -> str:
             f"proved ({contexts['source']}); {says['made']['date']}, kvedge {says['made']['kvedge']}")  # fmt: skip
 
 
-def models(found: Sequence[dict[str, Any]]) -> str:
+def models(found: Sequence[Mapping[str, Any]]) -> str:
     """Joins certificates into a Markdown table, a model a line."""
     rows = [["model", "plan", *HEAD, "pictures", "kvedge"]]
     for says in sorted(found, key=lambda says: says["model"]["name"]):

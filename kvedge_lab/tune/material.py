@@ -92,7 +92,7 @@ def folder(path: Path, seed: int, questions: Sequence[str], least: int) -> Mater
         told.append(f"{len(broken)} pictures cannot be read and are left out: {_named(broken)}")
     if len(good) == MOST:
         told.append(f"{len(files)} pictures in {path}: {MOST} of them are used, drawn with seed {seed}")
-    contexts, at = [], 0
+    contexts, at = list[list[Sample]](), 0
     while at < len(good):
         n = len(contexts)
         size = 2 if n % 4 >= 2 and at + 2 <= len(good) else 1
