@@ -79,6 +79,14 @@ def test_what_is_kept_is_chosen_by_each_request(server):
     assert kept() == ("lookm", pytest.approx(0.3, abs=0.05))
     assert kept(method="full") == ("full", pytest.approx(1.0))
     assert kept(method="knorm", budget=0.1) == ("knorm", pytest.approx(0.1, abs=0.05))
+    name = server.client.get("/v1/models").json()["data"][0]["id"]
+    named = (("knorm-0.1", "knorm", 0.1), ("streaming-llm-64", "streaming-llm", 0.4), ("full", "full", 1.0))
+    for plan, method, share in named:
+        told = server.chat(asks(QUESTIONS[0], SCENES[1]), model=f"{name}@{plan}").json()["kvedge"][0]
+        assert told["method"] == method
+        assert told["kv"]["kept_bytes"] / told["kv"]["full_bytes"] == pytest.approx(share, abs=0.05)
+    assert "unknown method" in server.chat(asks("?"), model=f"{name}@nothing-0.2").json()["error"]["message"]
+    assert server.chat(asks("?"), model="another@nothing-0.2", max_tokens=2).status_code == 200
     plan = server.client.post("/v1/kvedge/plan", json={"method": "snapkv", "budget": 0.5, "image_tokens": 0.5}).json()
     assert plan == json.loads(pykvedge.plan("snapkv", 0.5, image_tokens=0.5).to_json())
     wrong = server.chat(asks("?", SCENES[0]), kvedge={"method": "nothing"})

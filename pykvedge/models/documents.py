@@ -168,7 +168,7 @@ def pages(
     if importlib.util.find_spec("pypdfium2") is None:
         raise UsageError(f"reading {what} needs pypdfium2, which is not here: pip install 'kvedge[pdf]'")
     if not sandbox.can_start():
-        raise UsageError(f"reading {what} takes a Python of its own, which this program lacks; make images of its pages")
+        raise UsageError(f"reading {what} starts a Python, which this program lacks; make images of its pages")
     size = size or PageSize()
     request: dict[str, Any] = {"pages": ranges(chosen), "most": most, "seconds": SECONDS}
     request |= {"pixels": size.pixels, "side": size.side, "dpi": DPI}

@@ -49,6 +49,7 @@ class Defaults:
     room: int = 1 << 20  # tokens of a conversation
     dialects: Dialects | None = None
     tuned: str = ""
+    name: str = ""  # of the model
 
     @property
     def knows_tools(self) -> bool:
@@ -66,7 +67,7 @@ def request_of(given: ChatRequest | Prompted, defaults: Defaults) -> Request:
         values["tools"] = [tool.model_dump(exclude_none=True) for tool in tools]
     elif tools:
         messages = _with_system(messages, calling.told(tools))
-    plan, sampling = plan_of(given.kvedge, defaults.plan), sampling_of(given, defaults)
+    plan, sampling = plan_of(given.kvedge, named_plan(given.model, defaults)), sampling_of(given, defaults)
     dialect = _dialect(given, defaults)
     if dialect is not None:
         sampling = replace(sampling, stop=(*sampling.stop, *dialect.stops))
@@ -117,7 +118,7 @@ def _asked_dialect(given: ChatRequest, defaults: Defaults) -> dict[str, Any] | N
 
 def _request_of_prompt(given: Prompted, defaults: Defaults) -> Request:
     pictures = [defaults.sources.load(url, f"picture {i + 1}") for i, url in enumerate(given.pictures)]
-    plan, sampling = plan_of(given.kvedge, defaults.plan), sampling_of(given, defaults)
+    plan, sampling = plan_of(given.kvedge, named_plan(given.model, defaults)), sampling_of(given, defaults)
     patches = given.kvedge is not None and given.kvedge.patches
     prompt = Prompt(tuple(given.prompt), tuple(pictures), given.keep)
     return Request([], plan, sampling, patches=patches, read_only=_limit(given) == 0, prompt=prompt)
@@ -248,6 +249,18 @@ def _with_system(messages: list[Message], text: str) -> list[Message]:
 
 
 # ---------------------------------------------------------------------------------------------------
+
+
+def named_plan(model: str | None, defaults: Defaults) -> Plan:
+    """Takes the plan out of a model's name, so that programs that know only names compare plans.
+
+    model: the server's name, or NAME@METHOD, or NAME@METHOD-BUDGET as in demo-model@snapkv-0.2. Raises UsageError.
+    """
+    name, found, text = (model or "").rpartition("@")
+    if not found or name != defaults.name:
+        return defaults.plan
+    method, _, budget = text.rpartition("-")
+    return make_plan(method, budget) if method and budget[:1].isdigit() else make_plan(text)
 
 
 def plan_of(given: Compression | None, default: Plan) -> Plan:

@@ -119,10 +119,10 @@ def _service(scheduler: Scheduler, plan: Plan, sampling: Sampling, options: Opti
     encoder = scheduler.loan.encoder
     size = PageSize.of(encoder.header, encoder.limits) if encoder is not None else PageSize()
     sources = replace(options.sources, page_size=size)
-    room = options.limits.n_ctx
-    defaults = Defaults(plan, sampling, sources, options.max_tokens, room, dialects, options.tuned)
+    room, name = options.limits.n_ctx, options.name or model.path.stem
+    defaults = Defaults(plan, sampling, sources, options.max_tokens, room, dialects, options.tuned, name)
     fingerprint = f"kvedge-{package_version()}-{scheduler.preparer.model_name[:12]}"
-    return Service(scheduler, defaults, options.name or model.path.stem, fingerprint, options.strict)
+    return Service(scheduler, defaults, name, fingerprint, options.strict)
 
 
 @contextlib.contextmanager

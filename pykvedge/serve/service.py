@@ -49,7 +49,7 @@ class Service:
 
     def check_model(self, name: str | None) -> None:
         """Raises RequestError for the name of another model, if the server is strict about it."""
-        if self.strict and name not in (None, "", self.name):
+        if self.strict and name and self.name not in (name, name.rpartition("@")[0]):
             raise RequestError(
                 404, f"there is no model '{name:.80}'; this server has {self.name}", "model_not_found", "model"
             )
