@@ -107,7 +107,8 @@ def _known() -> dict[str, list[tuple[click.Command, click.Parameter]]]:
 
 def _checked(key: str, text: str, takers: list[tuple[click.Command, click.Parameter]]) -> Any:
     """Returns the value as the file holds it. Raises UsageError, or click's, where an option would refuse it."""
-    value, root = text, click.get_current_context().find_root()
+    value: Any = text
+    root = click.get_current_context().find_root()
     for taker, param in takers:
         one = param.type.convert(text, param, click.Context(taker, root, taker.name))
         value = one if isinstance(one, (bool, int, float)) else text
