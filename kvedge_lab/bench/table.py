@@ -298,8 +298,8 @@ def as_markdown(made: list[Row], outcome: Outcome) -> str:
     return "\n\n".join([*parts, *map(wrapped, [*disturbed, *notes, *stopped])])
 
 
-WAIT_HEAD = ["variant", "tokens", "of images", "encode", "prune", "prefill", "compress", "first token",
-             "first token / stock", "image again", "talk again"]  # fmt: skip
+WAIT_HEAD = ["variant", "tokens", "of images", "encode", "prune", "prefill", "first token / stock", "image again",
+             "talk again"]  # fmt: skip
 
 
 def _wait_cells(row: Row) -> list[str]:
@@ -311,8 +311,6 @@ def _wait_cells(row: Row) -> list[str]:
         f"{row.encode_s:.2f} s",
         f"{row.prune_ms:.1f} ms",
         f"{prefill:.2f} s",
-        f"{row.compress_ms:.1f} ms",
-        f"{row.first_token_s:.2f} s",
         _times(row.first_token_vs_stock),
         f"{row.image_again_s:.2f} s",
         f"{row.again_s:.2f} s" if row.again_s is not None else "",

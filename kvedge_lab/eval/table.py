@@ -204,9 +204,8 @@ def as_markdown(made: list[Line], notes: Iterable[str] = (), against: str = FULL
             rows.append([method, f"{budget:g}", *(_percent(of.get(task)) for task in tasks)])
         parts += [PER_TASK, folded(rows, keys=2)]
     rows = [_HEAD, *(_overall(of[ALL], sign="" if against == FULL else "+") for of in by_cell.values() if ALL in of)]
-    used = [i for i in range(len(_HEAD)) if i < 3 or any(row[i] for row in rows[1:])]
     base = "the full cache" if against == FULL else f"{against} at the same budget"
-    parts += [wrapped(OVER_ALL.format(base=base)), folded([[row[i] for i in used] for row in rows], keys=2)]
+    parts += [wrapped(OVER_ALL.format(base=base)), folded(rows, keys=2)]
     if any(of[ALL].contexts < LEAST for of in by_cell.values() if ALL in of):
         parts.append(TOO_FEW)
     return "\n\n".join([*parts, *notes])

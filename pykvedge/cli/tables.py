@@ -17,7 +17,12 @@ def markdown(rows: list[list[str]]) -> str:
 
 
 def folded(rows: list[list[str]], keys: int = 1) -> str:
-    """Writes the columns that a terminal has no room for as further tables, which repeat the first `keys` columns."""
+    """Writes the columns that a terminal has no room for as further tables, which repeat the first `keys` columns.
+
+    Columns without any value are left out.
+    """
+    used = [i for i in range(len(rows[0])) if i < keys or any(row[i] for row in rows[1:])]
+    rows = [[row[i] for i in used] for row in rows]
     widths = [max(3, *(len(row[i]) for row in rows)) + 3 for i in range(len(rows[0]))]
     first, tables = list(range(keys)), [list(range(keys))]
     for column in range(keys, len(widths)):
