@@ -46,7 +46,7 @@ def folder(tmp_path, monkeypatch):
         ('"HERE/my cat.JPG" what is it?', "what is it?", ["my cat.JPG"]),
         ("What is file://HERE/my%20cat.JPG?", "What is image 3?", ["my cat.JPG"]),
         ("./sub/no-suffix what?", "what?", ["no-suffix"]),
-        ("<image> a.png", "<image> image 3", ["a.png"]),
+        ("In <image> a.png is what?", "In <image> is what?", ["a.png"]),
         ("What's in the dog's photo? a.png it isn't", "What's in the dog's photo? image 3 it isn't", ["a.png"]),
         ("a, b and/or c in 24/7: what is /usr?", None, []),
         ("code \\<image> 'quoted' \\n", None, []),

@@ -243,7 +243,7 @@ class Session(Conversation):
         if self.settings.stream:
             raise StateError("a stream forgets what it has read, so nothing of it can be taken back")
         if before is None or before.n_messages >= len(self.messages):
-            raise StateError("there is no message to take back: one can be, and none was sent since")
+            raise StateError("there is no message to take back: only the last one can be, and none was sent since")
         if before.why_not:
             raise StateError(f"the last message cannot be taken back: {before.why_not}")
         message = next(m for m in self.messages[before.n_messages :] if m.role == "user")

@@ -14,6 +14,7 @@ from pykvedge.cli import paths
 from pykvedge.errors import ImageError, UsageError
 from pykvedge.models.documents import PageSize, file_of, load_pictures
 from pykvedge.models.images import Picture
+from pykvedge.models.prompt import places
 
 WINDOWS = os.name == "nt"
 _SUFFIX = r"\.(?:png|jpe?g|webp|bmp|gif|pdf(?:\[[\d,-]+\])?)"  # a name that ends so is meant as a picture
@@ -50,7 +51,8 @@ def looks_like_path(word: str, windows: bool = WINDOWS) -> bool:
 def mentioned(text: str, number: int, size: PageSize | None = None) -> Mentioned:
     """Finds the pictures that a message names. number: of the first one, as in "image 1". size: of pages of a PDF.
 
-    A path inside a sentence becomes "image 1"; one before or behind all sentences is taken out of the text.
+    A path inside a sentence becomes "image 1"; one before or behind all sentences is taken out of the text, and so is
+    every path of a message that says where its images go.
     Raises ImageError for a broken picture.
     """
     found = Mentioned("")
@@ -66,7 +68,9 @@ def mentioned(text: str, number: int, size: PageSize | None = None) -> Mentioned
     for i, (before, count) in enumerate(parts):
         found.text += before
         is_last = not any(later.strip() for later in (*(part for part, _ in parts[i + 1 :]), rest))
-        if found.text.strip() and not (is_last and _SENTENCE.search(found.text)):
+        if not found.text.strip() or (is_last and _SENTENCE.search(found.text)) or places(text):
+            found.text = found.text.rstrip(" ")
+        else:
             found.text += f"image {number}" if count == 1 else f"images {number} to {number + count - 1}"
         number += count
     found.text = (found.text + rest).strip()
