@@ -69,6 +69,10 @@ def test_a_conversation_at_80_columns(tmux, tmp_path):
         tmux.type(typed)
         tmux.wait_for(f"\n> {re.escape(typed)}\n{re.escape(answer)}\n(prompt .*\n(  .* tok/s\n)?)?>")
     save(tmux("capture-pane", "-p", "-e"), Path(os.environ.get("KVEDGE_PICTURES", tmp_path)) / "chat.svg")
+    tmux.type("/stats")
+    tmux.wait_for("before the last message\n>")
+    tmux.type("/set nonsense 3")
+    tmux.wait_for("top_p, typical_p\n>")
     tmux.type("/help")
     tmux.wait_for("typed.\n>")
     assert tmux("capture-pane", "-p") == tmux("capture-pane", "-p", "-J").replace(" \n", "\n")  # no line is wrapped

@@ -4,21 +4,16 @@ from __future__ import annotations
 
 import json
 import os
-import re
-import shutil
-import sys
-import textwrap
 import threading
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-import click
-
 from pykvedge.chat.session import Session
 from pykvedge.cli.progress import Display
-from pykvedge.errors import KvedgeError, one_line, printable
+from pykvedge.cli.talk.saying import say
+from pykvedge.errors import KvedgeError, one_line
 from pykvedge.models.images import Picture
 from pykvedge.models.prompt import Message
 from pykvedge.native import crash
@@ -42,7 +37,7 @@ class Style:
 
 def complain(message: object) -> None:
     """Writes one line about an error to stderr."""
-    print(f"kvedge: error: {one_line(message)}", file=sys.stderr, flush=True)
+    say(f"kvedge: error: {one_line(message)}")
 
 
 class Chat:
@@ -69,7 +64,7 @@ class Chat:
                 self._display.done()
             self.waiting, self.unanswered = [], None
             if answer.report.not_bounded and not self._style.quiet:
-                print(f"kvedge: not bounded: {one_line(answer.report.not_bounded)}", file=sys.stderr, flush=True)
+                say(f"kvedge: not bounded: {one_line(answer.report.not_bounded)}")
             self._noted = []
             self._show_notes(answer.report)
             try:
@@ -85,7 +80,7 @@ class Chat:
         self._noted += new
         if not self._style.quiet:
             for note in new:
-                print(f"kvedge: {one_line(note)}", file=sys.stderr, flush=True)
+                say(f"kvedge: {one_line(note)}")
 
     def undo(self) -> Message:
         """Takes the last message back and returns it. Raises StateError."""
@@ -158,18 +153,14 @@ class Chat:
     def _show_line(self, report: Report) -> None:
         self._show_notes(report)  # of what went wrong while it was answered
         if not self._style.quiet:
-            line, plain = printable(report.line()), os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
-            if sys.stderr.isatty():
-                width, parts = shutil.get_terminal_size().columns, re.sub(r"(?<!\|) (?!\|)", "\xa0", line)
-                line = textwrap.fill(parts, width, subsequent_indent="  ", break_on_hyphens=False).replace("\xa0", " ")
-            click.secho(line, err=True, dim=True, color=False if plain else None)
+            say(report.line(), dim=True)
 
     # ---------------------------------------------------------------------------------------------------
 
     def show_loaded(self) -> None:
         """Says, on stderr, what the conversation of a file holds."""
         name = self.file.name if self.file is not None else "the conversation"
-        print(f"{printable(name)} holds {holding(self.session)}", file=sys.stderr)
+        say(f"{name} holds {holding(self.session)}")
 
     def answer(self, text: str) -> None:
         """Puts a message with the images that wait, shows what it cost, and saves the conversation in its file.
@@ -181,7 +172,7 @@ class Chat:
         print(flush=True)
         self._show_line(report)
         if report.finish == "cancelled":
-            print("(stopped; /retry asks again)", file=sys.stderr)
+            say("(stopped; /retry asks again)")
         self._keep(report)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -11,7 +10,8 @@ from typing import Any
 from pykvedge.cli import paths, sampling
 from pykvedge.cli.talk import pictures
 from pykvedge.cli.talk.chat import Chat
-from pykvedge.errors import UsageError, printable, unknown
+from pykvedge.cli.talk.saying import say as _say
+from pykvedge.errors import UsageError, unknown
 from pykvedge.native import crash
 from pykvedge.plans.making import plan as make_plan
 from pykvedge.plans.plan import AUTO, Plan
@@ -69,10 +69,6 @@ def completions(chat: Chat, line: str) -> list[str]:
         return [f"{name} {found}" for found in COMMANDS[name].complete(chat, begun.lstrip())]
     word = _LAST_WORD.search(line)
     return [line[: word.start()] + found for found in paths.completions(word[0])] if word else []
-
-
-def _say(text: str) -> None:
-    print(printable(text), file=sys.stderr)
 
 
 # ---------------------------------------------------------------------------------------------------

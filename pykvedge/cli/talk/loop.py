@@ -11,7 +11,8 @@ from pykvedge.cli.talk import commands
 from pykvedge.cli.talk.chat import Chat, complain
 from pykvedge.cli.talk.lines import Lines
 from pykvedge.cli.talk.pictures import mentioned
-from pykvedge.errors import KvedgeError, UsageError, printable
+from pykvedge.cli.talk.saying import say
+from pykvedge.errors import KvedgeError, UsageError
 from pykvedge.models.images import Picture
 from pykvedge.runtime.interrupt import CancelledError, as_exception
 
@@ -47,8 +48,8 @@ def _introduce(chat: Chat) -> None:
     plan = chat.session.plan
     if chat.loaded:
         chat.show_loaded()
-    name = printable(chat.session.model.path.name)
-    print(f"{name}, method {plan.method}, budget {plan.budget}. /help lists the commands.", file=sys.stderr)
+    name = chat.session.model.path.name
+    say(f"{name}, method {plan.method}, budget {plan.budget}. /help lists the commands.")
 
 
 def _respond(chat: Chat, line: str) -> str:
@@ -61,7 +62,7 @@ def _respond(chat: Chat, line: str) -> str:
             chat.answer(begun)
     except (CancelledError, KeyboardInterrupt):
         images = "; its images wait for it" if chat.waiting else ""
-        print(f"(stopped; edit the question and press Enter{images})", file=sys.stderr)
+        say(f"(stopped; edit the question and press Enter{images})")
         chat.recover()
         return begun
     except (KvedgeError, OSError) as error:
@@ -78,9 +79,9 @@ def _with_pictures(chat: Chat, line: str) -> str:
     if found.pictures and not chat.session.sees_images:
         raise UsageError("this model was loaded without an image encoder; start again with --mmproj")
     for hint in found.hints:
-        print(f"kvedge: {printable(hint)}", file=sys.stderr)
+        say(f"kvedge: {hint}")
     for picture in found.pictures:
         wait = "" if found.text else "; it goes with the next message"
-        print(f"added {printable(picture.name)} as image {chat.next_image}{wait}", file=sys.stderr)
+        say(f"added {picture.name} as image {chat.next_image}{wait}")
         chat.waiting.append(picture)
     return found.text
