@@ -29,6 +29,8 @@ WIDE = "return document.documentElement.scrollWidth"
 PLACES = """const box = (id) => document.getElementById(id).getBoundingClientRect();
 const { left, right, bottom } = box("composer");
 return { left, right, bottom, log: box("log").height };"""
+AT_END = """const log = document.getElementById("log");
+return log.scrollHeight > 2 * log.clientHeight - 200 && log.scrollHeight - log.scrollTop - log.clientHeight < 2;"""
 FOCUSED = """window.reached = [];
 const name = (one) => one.id || one.ariaLabel || one.textContent;
 document.addEventListener("focusin", (event) => window.reached.push(name(event.target)));"""
@@ -140,6 +142,16 @@ def test_nothing_is_wider_than_the_window(page, width):
     show(page.driver, width, 700)
     assert page.driver.execute_script(WIDE) == width
     assert page.driver.execute_script(PLACES)["bottom"] <= 700
+
+
+def test_the_end_of_a_conversation_is_shown_below_its_pictures(page):
+    show(page.driver, 768, 600)
+    page.attach(SCENES[0])
+    page.attach(SCENES[1])
+    page.ask("What is the code in image 2?")
+    page.driver.refresh()
+    page.ready().all("#conversations .title")[0].click()
+    page.until(lambda: page.driver.execute_script(AT_END))
 
 
 def test_keys_reach_everything(page):

@@ -24,14 +24,16 @@ function fresh() {
 
 // ------------------------------------------------------------------------------------------------ what is shown
 
-function render() {
+// stays: what is seen of the conversation stays in its place; else its end is shown.
+function render(stays = false) {
   list.draw(conversations, open, choose, forget);
   $("heading").textContent = list.title(open);
   document.title = open.messages.length ? `${list.title(open)} – kvedge` : "kvedge";
   const log = $("log");
+  const { scrollTop } = log;
   const shown = open.messages.map((said, i) => message(said, actions(said, i)));
   log.replaceChildren(...(shown.length ? shown : [empty(about, submit)]));
-  log.scrollTop = log.scrollHeight;
+  log.scrollTop = stays ? scrollTop : log.scrollHeight;
   meter.last(open.messages.findLast((said) => said.figures));
 }
 
@@ -125,9 +127,7 @@ function change(messages, what) {
     answering?.abort();
     c.messages = these;
     store.put(c);
-    const { scrollTop } = $("log");
-    if (c === open) render();
-    $("log").scrollTop = scrollTop;
+    if (c === open) render(true);
   };
   put(messages);
   offer(what, () => {
