@@ -122,7 +122,7 @@ def test_ranges_name_pages(some, n_pages):
     wanted = [page for a, n in some for page in range(a, (n_pages if n < 0 else a + n) + 1)]
     asked = [list(one) for one in ranges(text)]
     if any(a > n_pages for a, _ in some) or max(wanted) > n_pages:
-        with pytest.raises(pdf_worker.RefusedError, match=f"has {n_pages} page"):
+        with pytest.raises(UsageError, match=f"has {n_pages} page"):
             pdf_worker.chosen(asked, n_pages, 99)
         return
     assert pdf_worker.chosen(asked, n_pages, 99) == sorted(set(wanted), key=wanted.index)

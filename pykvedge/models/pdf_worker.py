@@ -1,7 +1,7 @@
 """This draws pages of a PDF, as a program of its own that a hostile file cannot hurt (models/documents.py starts it).
 
 The file is standard input. Each page is a line of JSON on standard output, and its RGB pixels behind it; a line with
-`error` is the last one. Nothing of pykvedge is imported, since the program's start is part of the first answer.
+`error` is the last one, and the file's name comes before what it says.
 """
 
 from __future__ import annotations
@@ -13,31 +13,28 @@ from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any, BinaryIO
 
+from pykvedge.errors import ImageError, UsageError
+
 MEMORY = 1 << 30  # bytes of address space
 MOST_INCHES = 200  # of a side: the most that the format allows
 _PASSWORD, _SECURITY = 4, 5  # PDFium's numbers of errors
 
 
-class RefusedError(Exception):
-    """What is wrong with the file or the pages that were asked for; the file's name comes before it."""
-
-    def __init__(self, why: str, usage: bool = False) -> None:
-        super().__init__(why)
-        self.usage = usage  # whether other pages would do
-
-
 def chosen(ranges: list[list[int | None]], n_pages: int, most: int) -> list[int]:
-    """Lists the numbers of pages, from 1 on. ranges: first and last page of each; no last page: to the end."""
+    """Lists the numbers of pages, from 1 on. ranges: first and last page of each; no last page: to the end.
+
+    Raises UsageError.
+    """
     out: dict[int, None] = {}
     for first, last in ranges or [[1, None]]:
         if not first or max(first, last or 0) > n_pages:
             asked = max(first or 0, last or 0)
-            raise RefusedError(f"has {n_pages} page{'s' * (n_pages != 1)}, and no page {asked}", usage=True)
+            raise UsageError(f"has {n_pages} page{'s' * (n_pages != 1)}, and no page {asked}")
         for page in range(first, (last or n_pages) + 1):
             out[page] = None
             if len(out) > most:
                 why = f"has {n_pages} pages, and {most} at most are read at once: name them, as in [1-{most}]"
-                raise RefusedError(why, usage=True)
+                raise UsageError(why)
     return list(out)
 
 
@@ -45,21 +42,21 @@ def scale_of(size: tuple[float, float], request: dict[str, Any]) -> float:
     """Chooses pixels for a point: as many as the limits allow, and no more than `dpi` in an inch."""
     width, height = size
     if not all(math.isfinite(side) and 0 < side <= 72 * MOST_INCHES for side in size):
-        raise RefusedError(f"is {width / 72:.0f} x {height / 72:.0f} inches large; the most is {MOST_INCHES}")
+        raise ImageError(f"is {width / 72:.0f} x {height / 72:.0f} inches large; the most is {MOST_INCHES}")
     fits = min(request["side"] / max(size), math.sqrt(request["pixels"] / (width * height)))
     return min(fits, request["dpi"] / 72) * (1 - 1e-6)  # sizes are rounded up
 
 
 def draw(file: BinaryIO, request: dict[str, Any]) -> Iterator[tuple[int, int, int, bytes]]:
-    """Yields number, width, height and pixels of each page. Raises RefusedError."""
+    """Yields number, width, height and pixels of each page. Raises ImageError, UsageError."""
     import pypdfium2
 
     try:
         pdf = pypdfium2.PdfDocument(file)
     except pypdfium2.PdfiumError as error:
         if error.err_code in (_PASSWORD, _SECURITY):
-            raise RefusedError("is encrypted: save it without its password, as `qpdf --decrypt` does") from None
-        raise RefusedError("is no PDF that can be read: it is damaged, or has no pages") from None
+            raise ImageError("is encrypted: save it without its password, as `qpdf --decrypt` does") from None
+        raise ImageError("is no PDF that can be read: it is damaged, or has no pages") from None
     numbers = chosen(request["pages"], len(pdf), request["most"])
     with suppress(pypdfium2.PdfiumError):
         pdf.init_forms()  # what was filled in is drawn
@@ -68,10 +65,10 @@ def draw(file: BinaryIO, request: dict[str, Any]) -> Iterator[tuple[int, int, in
         try:
             page = pdf[number - 1]
             bitmap = page.render(scale=scale_of(page.get_size(), request), rev_byteorder=True, limit_image_cache=True)
-        except RefusedError as error:
-            raise RefusedError(f"page {number} {error}") from None
+        except ImageError as error:
+            raise ImageError(f"page {number} {error}") from None
         except pypdfium2.PdfiumError:
-            raise RefusedError(f"page {number} is damaged") from None
+            raise ImageError(f"page {number} is damaged") from None
         row = 3 * bitmap.width
         rows = memoryview(bitmap.buffer).cast("B")
         pixels = b"".join(rows[y : y + row] for y in range(0, bitmap.stride * bitmap.height, bitmap.stride))
@@ -118,8 +115,8 @@ def main(file: BinaryIO, answers: BinaryIO, request: dict[str, Any]) -> None:
             tell(page=number, width=width, height=height)
             answers.write(pixels)
             answers.flush()
-    except RefusedError as error:
-        tell(error=str(error), usage=error.usage)
+    except (ImageError, UsageError) as error:
+        tell(error=str(error), usage=isinstance(error, UsageError))
     except MemoryError:
         tell(error="takes too much memory", usage=False)
     answers.flush()
