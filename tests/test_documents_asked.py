@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
+import json
 import threading
 import time
+from types import SimpleNamespace
 
 import httpx
 import psutil
@@ -17,6 +20,10 @@ import pykvedge
 from pykvedge.cli.progress import Display
 from pykvedge.cli.talk import commands
 from pykvedge.cli.talk.chat import Chat, Style
+from pykvedge.serve.asking import Defaults
+from pykvedge.serve.pictures import Sources
+from pykvedge.serve.service import MOST_DOCUMENTS, Service, looked_through
+from pykvedge.serve.wire import ChatRequest, parsed
 
 CODES = ["64UM3", "4LPY5", "2L4T", "EEAUF4"]  # examples/scenes.md
 
@@ -141,6 +148,15 @@ def test_documents_over_http(server, scenes):
     for path, body in forms(b"nothing", "", "x"):
         answer = server.client.post(path, json=body)
         assert answer.status_code == 400 and "is no PDF that can be read" in answer.text
+
+
+def test_few_requests_wait_for_pages():
+    defaults = Defaults(pykvedge.plan("full"), pykvedge.Sampling(), Sources())
+    busy = Service(None, defaults, "m", "f", documents=MOST_DOCUMENTS)
+    chat = parsed(ChatRequest, json.dumps(forms(b"%PDF-", "a.pdf", "x")[0][1]).encode())
+    with pytest.raises(pykvedge.RequestError, match="too many requests wait for pages") as refused:
+        asyncio.run(looked_through(busy, SimpleNamespace(scope={}), chat))
+    assert refused.value.status == 503 and busy.documents == MOST_DOCUMENTS
 
 
 def test_a_hostile_document_holds_nobody_up(server):

@@ -26,6 +26,7 @@ from pykvedge.serve.wire import ChatRequest, Prompted
 
 _QUICK = 100_000  # bytes beside pictures of a request that is looked through at once
 _QUICK_PICTURES = 4 << 20  # bytes of its pictures
+MOST_DOCUMENTS = 8  # requests whose documents are drawn or wait for it
 _SLACK = 1 << 16  # bytes of what looks like pictures in a body and is none
 
 T = TypeVar("T")
@@ -44,6 +45,7 @@ class Service:
     began: float = field(default_factory=time.time)
     looking: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(2))  # requests that are unpacked
     drawing: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(1))  # requests with documents
+    documents: int = 0  # requests with documents that are drawn or wait for it
     fetching: Fetching = field(default_factory=Fetching)
     closing: asyncio.Event = field(default_factory=asyncio.Event)  # it goes down, and takes no more requests
 
@@ -78,12 +80,16 @@ async def _looked_through(service: Service, http: HttpRequest, given: ChatReques
             fetched = await _while_wanted(service, http, service.fetching.all(elsewhere))
             defaults = replace(defaults, sources=replace(defaults.sources, fetched=fetched))
         if asking.has_documents(given):
+            if service.documents >= MOST_DOCUMENTS:
+                raise RequestError(503, "too many requests wait for pages to be drawn", "busy", retry_s=5)
             stop = threading.Event()
             defaults = replace(defaults, sources=replace(defaults.sources, stop=stop))
+            service.documents += 1
             try:
                 async with service.drawing:
                     request = await _while_wanted(service, http, asyncio.to_thread(made))
             finally:
+                service.documents -= 1
                 stop.set()  # where the client left
         else:
             async with service.looking:
