@@ -5,6 +5,9 @@ from __future__ import annotations
 import importlib.util
 import io
 import os
+import shutil
+import subprocess
+import sys
 import threading
 import zlib
 from pathlib import Path
@@ -231,6 +234,19 @@ def test_who_stops_looking_leaves_no_program_behind():
             next(some)
         some.close()
     assert not psutil.Process().children()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="names of Linux")
+def test_the_program_that_draws_has_no_network():
+    possible = shutil.which("unshare") and subprocess.run(["unshare", "-Un", "true"], check=False).returncode == 0
+    some = pages(THREE, size=SMALL)
+    next(some)
+    (child,) = psutil.Process().children()
+    theirs, ours = (os.readlink(f"/proc/{pid}/ns/net") for pid in (child.pid, "self"))  # noqa: PTH115 - it is no path
+    some.close()
+    if not possible:
+        pytest.skip("this machine lets no program give up its network")
+    assert theirs != ours
 
 
 def test_files_that_are_not_there(tmp_path, monkeypatch):

@@ -6,6 +6,7 @@ The file is standard input. Each page is a line of JSON on standard output, and 
 
 from __future__ import annotations
 
+import ctypes
 import json
 import math
 import sys
@@ -18,6 +19,7 @@ from pykvedge.errors import ImageError, UsageError
 MEMORY = 1 << 30  # bytes of address space
 MOST_INCHES = 200  # of a side: the most that the format allows
 _PASSWORD, _SECURITY = 4, 5  # PDFium's numbers of errors
+_NEW_USER, _NEW_NETWORK = 0x10000000, 0x40000000  # Linux's CLONE_NEWUSER and CLONE_NEWNET
 
 
 def chosen(ranges: list[list[int | None]], n_pages: int, most: int) -> list[int]:
@@ -94,7 +96,11 @@ def _lower(limit: int, most: int) -> None:
 
 
 def _limit() -> None:
-    """Bounds memory where the system takes bounds (Linux; the parent looks at it elsewhere), and writes no file."""
+    """Bounds memory where the system takes bounds (Linux; the parent looks at it elsewhere), and gives up what is not
+    needed: files that are written, and the network where Linux lets any program do so.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None).unshare(_NEW_USER | _NEW_NETWORK)
     with suppress(ImportError):
         import resource
 
