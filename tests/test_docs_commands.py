@@ -99,7 +99,13 @@ class Desk:
 
     def __init__(self, folder: Path, variables: dict[str, str], kvedge, environment) -> None:
         self.folder, self.kvedge, self.ports = folder, kvedge, {}
-        self.env = {"HOME": str(folder), "XDG_CACHE_HOME": str(folder / "cache"), "COLUMNS": "100", **variables}
+        folders = {
+            "XDG_CACHE_HOME": folder / "cache",
+            "XDG_CONFIG_HOME": folder,
+            "KVEDGE_CONFIG": folder / "config.toml",
+        }
+        self.env = {"HOME": str(folder), **{name: str(path) for name, path in folders.items()}, "COLUMNS": "100"}
+        self.env |= variables
         self.whole = {**environment, **self.env}
         self.whole["PATH"] = f"{Path(sys.executable).parent}:{self.whole['PATH']}"
         self.servers = ExitStack()
