@@ -123,7 +123,7 @@ class Desk:
         )
         self.ports[port] = server.url
 
-    def run(self, command: str, typed: str) -> tuple[int, list[str]]:
+    def run(self, command: str, typed: str, timeout: float) -> tuple[int, list[str]]:
         """The exit code, and what was printed: stdout and stderr, or a screen."""
         for port, url in self.ports.items():
             command = command.replace(f"http://127.0.0.1:{port}", url)
@@ -132,10 +132,10 @@ class Desk:
             if typed:
                 code, screen = talk(words, typed, self.whole)
                 return code, [screen]
-            done = self.kvedge(*words, env=self.env, timeout=120)
+            done = self.kvedge(*words, env=self.env, timeout=timeout)
             return done.code, [done.out, done.err]
         shell = subprocess.run(
-            ["bash", "-ec", command], env=self.whole, capture_output=True, text=True, timeout=120, check=False
+            ["bash", "-ec", command], env=self.whole, capture_output=True, text=True, timeout=timeout, check=False
         )
         return shell.returncode, [shell.stdout, shell.stderr]
 
@@ -154,7 +154,7 @@ def ran(desk: Desk, block: Block) -> None:
         if SERVE.match(command):
             desk.serve(command)
             continue
-        code, streams = desk.run(command, typed)
+        code, streams = desk.run(command, typed, 1200 if block.is_slow else 120)
         assert code == 0, f"{block.place}: {command}\n" + "\n".join(streams)[-4000:]
         compared(f"{block.place}: {command}", printed, streams)
 
