@@ -26,7 +26,7 @@ def commands() -> list[str]:
 def test_four_commands_and_none_from_another_page():
     said = [step for line in commands() for step in line.split(" && ")]
     assert len(said) <= 4 and "pip install" in said[-2], said
-    assert re.search(r"-hf \w[\w.-]*/\w[\w.-]*GGUF:\w+ --image photo.jpg", said[-1])
+    assert re.search(r"kvedge run \w[\w.-]*/\w[\w.-]*GGUF:\w+ --image photo.jpg", said[-1])
 
 
 @pytest.mark.whole
