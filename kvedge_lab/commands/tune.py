@@ -123,7 +123,10 @@ def report(files: tuple[Path, ...], as_json: bool) -> None:
     found = [tuned.load(paths.expanded(path)).says for path in files or tuned.all_files()]
     if not found:
         raise UsageError("no model is tuned yet; run `kvedge tune`")
-    click.echo(json.dumps(found) if as_json else certificate.models(found))
+    try:
+        click.echo(json.dumps(found) if as_json else certificate.models(found))
+    except (KeyError, TypeError) as error:
+        raise UsageError(f"one of the certificates is not whole: {error} is missing or damaged") from None
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -174,6 +177,8 @@ def _run(given: dict[str, Any]) -> int:
         said = certificate.verdict(race)
         if said.taken is None or said.proof is None:
             click.echo(f"kvedge: nothing is promised, and no plan is stored: {said.why}", err=True)
+            if race.profile is not None and race.problem():  # it was made of the same answers
+                race.profile.unlink(missing_ok=True)
             return 1
         says = certificate.made(race, said.taken, said.proof, said.why, _command(given))
         path = certificate.save(says)

@@ -30,7 +30,7 @@ class _TooLongError(KvedgeError):
 
 
 def calibrate(race: Race, reader: Reader, vision: Vision | None, contexts: list[list[Sample]], path: Path) -> str:
-    """Writes the budgets of a model's heads where they are found. Says what came of it.
+    """Writes the budgets of a model's heads where they are found (race.profile). Says what came of it.
 
     contexts: that no plan is measured on. path: where losses are kept for a run that goes on. Raises CancelledError.
     """
@@ -61,6 +61,7 @@ def calibrate(race: Race, reader: Reader, vision: Vision | None, contexts: list[
     done = profile.Profile("head-budgets", values, (), profiles.hash_of(model.path), found.samples, about)
     place = profiles.folder() / profiles.file_name("head-budgets", done.model_hash)
     profile.save(done, place)
+    race.profile = place
     return f"budgets of heads were calibrated: {place}"
 
 

@@ -74,6 +74,7 @@ class Race:
     contexts: list[list[Sample]] = field(default_factory=list)
     finalists: list[Cell] = field(default_factory=list)
     left_out: list[str] = field(default_factory=list)
+    profile: Path | None = None  # that was calibrated for this race
     _slowest: float = 0.0  # seconds of a context
 
     def run(self, ready: Callable[[Reader, Vision | None], None]) -> None:

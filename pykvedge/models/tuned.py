@@ -82,19 +82,14 @@ def load(path: Path) -> Tuned:
 def find(model: str | os.PathLike[str]) -> Tuned | None:
     """Finds the certificate of the weights in a GGUF file; None: they are not tuned.
 
-    Raises ProfileError for a damaged one, and where the profile that the plan was measured with is another one now.
+    Raises ProfileError for a damaged one.
     """
     if not all_files():
         return None
     model_hash = profiles.hash_of(model)
     path = place(model_hash)
     found = load(path) if path.is_file() else None
-    if found is None or found.model_hash != model_hash:
-        return None
-    if found.says.get("profiles") != digests(found.plan, model):
-        raise ProfileError(f"the profile of {Path(model).name} changed since it was tuned; run `kvedge tune` again, or "
-                           "`kvedge tune --remove`")  # fmt: skip
-    return found
+    return found if found is not None and found.model_hash == model_hash else None
 
 
 def digests(plan: Plan, model: str | os.PathLike[str]) -> dict[str, str]:
@@ -112,6 +107,9 @@ def unnamed(model: str | os.PathLike[str], budget: Any = None, again: bool = Tru
     found = find(model)
     if found is None:
         return default_plan(budget), ""
+    if found.says.get("profiles") != digests(found.plan, model):
+        return default_plan(budget), ("its profile changed since this model was tuned, so the default plan is taken; "
+                                      "run `kvedge tune` again")  # fmt: skip
     if not again and found.plan.scorer == "replay":
         return default_plan(budget), f"tuned: {found.plan.method} reads a prompt twice and does not fit here; " \
                                      f"{DEFAULT_METHOD} is taken"  # fmt: skip
