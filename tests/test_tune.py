@@ -238,6 +238,10 @@ def test_a_certificate_whose_profile_changed_or_that_is_damaged_is_not_taken(hom
     assert plan == pykvedge.default_plan() and "profile changed since this model was tuned" in line
     place.unlink()
     assert tuned.unnamed(MODEL)[1].startswith("tuned: kvedge at 0.5")
+    says = json.loads(path.read_text())
+    path.write_text(json.dumps({**says, "plan": json.loads(pykvedge.plan("sparsemm").to_json())}))  # has no profile here
+    assert tuned.unnamed(MODEL)[0] == pykvedge.default_plan()
+    certify(pykvedge.default_plan())
     for text in ("{", "{}", '{"kvedge_tuned": 2}', path.read_text().replace('"modal"', '"gone"')):
         path.write_text(text)
         with pytest.raises(ProfileError, match=r"kvedge tune"):

@@ -107,7 +107,11 @@ def unnamed(model: str | os.PathLike[str], budget: Any = None, again: bool = Tru
     found = find(model)
     if found is None:
         return default_plan(budget), ""
-    if found.says.get("profiles") != digests(found.plan, model):
+    try:
+        changed = found.says.get("profiles") != digests(found.plan, model)
+    except ProfileError:  # it is gone
+        changed = True
+    if changed:
         return default_plan(budget), ("its profile changed since this model was tuned, so the default plan is taken; "
                                       "run `kvedge tune` again")  # fmt: skip
     if not again and found.plan.scorer == "replay":
