@@ -239,7 +239,8 @@ def test_a_certificate_whose_profile_changed_or_that_is_damaged_is_not_taken(hom
     place.unlink()
     assert tuned.unnamed(MODEL)[1].startswith("tuned: kvedge at 0.5")
     says = json.loads(path.read_text())
-    path.write_text(json.dumps({**says, "plan": json.loads(pykvedge.plan("sparsemm").to_json())}))  # has no profile here
+    says["plan"] = json.loads(pykvedge.plan("sparsemm").to_json())  # which has no profile here
+    path.write_text(json.dumps(says))
     assert tuned.unnamed(MODEL)[0] == pykvedge.default_plan()
     certify(pykvedge.default_plan())
     for text in ("{", "{}", '{"kvedge_tuned": 2}', path.read_text().replace('"modal"', '"gone"')):
