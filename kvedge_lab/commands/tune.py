@@ -212,8 +212,7 @@ def _material(given: dict[str, Any], model: Path, folder: Path) -> Material:
 
     questions = material.read_questions(paths.expanded(given["questions"])) if given["questions"] else []
     if given["images"] is not None:
-        least = LEAST_PROOF + max(LEAST_PROOF, 4)
-        return material.folder(paths.expanded(given["images"]), given["seed"], questions, least)
+        return material.folder(paths.expanded(given["images"]), given["seed"], questions, 2 * LEAST_PROOF)
     if model == DATA / "demo-model.gguf":
         return material.scenes(given["seed"], questions)
     folder.mkdir(parents=True, exist_ok=True)
@@ -286,13 +285,16 @@ def _kept(held: contextlib.ExitStack, files: list[Path], header: dict[str, Any],
 
 
 def _calibrate(race: Race, reader: Any, vision: Any, path: Path, quiet: bool) -> None:
-    """Calibrates budgets of heads if a plan wants them and there are none."""
+    """Calibrates budgets of heads if a plan wants them and there are none; not in the middle of a run that goes on."""
     from kvedge_lab.tune.budgets import SAMPLES, calibrate
     from pykvedge.models import profiles
 
     wanted = any("head-budgets" in cell.plan.profile_kinds().values() for cell in race.cells)
-    if wanted and not profiles.find(make_plan(DEFAULT_METHOD), race.loan.model.path):
-        own: list[list[Sample]] = list(islice(race.material.contexts, SAMPLES))
+    there = bool(profiles.find(make_plan(DEFAULT_METHOD), race.loan.model.path))
+    own: list[list[Sample]] = []
+    if wanted and (not there or path.exists()):  # the same contexts are left out when the run goes on
+        own = list(islice(race.material.contexts, SAMPLES))
+    if own and not there and not race.kept.rows:
         said = calibrate(race, reader, vision, own, path)
         if not quiet:
             race.display.say(f"kvedge: {said}")
