@@ -10,6 +10,7 @@ import threading
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
 import pytest
 
 # read when NumPy is imported: the threads of its products wait for each other where every core runs tests already, and
@@ -327,3 +328,10 @@ def saved(tiny, picture_file, native, tmp_path):
         say(session, "What is this?", [picture_file()])
         assert session.save(file) == file.stat().st_size
     return model, file
+
+
+@pytest.fixture
+def children():
+    """Lists the processes that the test has started and that are there."""
+    before = psutil.Process().children()  # other tests may have left one that nobody waited for
+    return lambda: [child for child in psutil.Process().children() if child not in before]

@@ -187,14 +187,14 @@ BOMBS = {
 
 
 @pytest.mark.parametrize("kind", BOMBS)
-def test_bombs_end_in_bounded_time_and_memory(kind, monkeypatch):
+def test_bombs_end_in_bounded_time_and_memory(kind, monkeypatch, children):
     monkeypatch.setattr(documents, "SECONDS", 3.0)
     peak, over = 0, threading.Event()
 
     def watch() -> None:
         nonlocal peak
         while not over.wait(0.02):
-            for child in psutil.Process().children():
+            for child in children():
                 try:
                     peak = max(peak, child.memory_info().rss)
                 except psutil.Error:
@@ -211,10 +211,10 @@ def test_bombs_end_in_bounded_time_and_memory(kind, monkeypatch):
         over.set()
         watcher.join()
     assert peak <= 1.1 * pdf_worker.MEMORY
-    assert not psutil.Process().children()
+    assert not children()
 
 
-def test_drawing_that_takes_too_long_is_ended(monkeypatch):
+def test_drawing_that_takes_too_long_is_ended(monkeypatch, children):
     monkeypatch.setattr(documents, "SECONDS", 1.0)
     with pytest.raises(ImageError, match="the document is not read: it takes longer than 1 seconds; name fewer pages"):
         list(pages(_nested(12), size=SMALL))
@@ -224,24 +224,24 @@ def test_drawing_that_takes_too_long_is_ended(monkeypatch):
     stop.set()
     with pytest.raises(CancelledError):
         next(found)
-    assert not psutil.Process().children()
+    assert not children()
 
 
-def test_who_stops_looking_leaves_no_program_behind():
+def test_who_stops_looking_leaves_no_program_behind(children):
     for taken in (0, 1, 2):
         some = pages(document(*[fill("red")] * MOST_PAGES), size=PageSize())
         for _ in range(taken):
             next(some)
         some.close()
-    assert not psutil.Process().children()
+    assert not children()
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="names of Linux")
-def test_the_program_that_draws_has_no_network():
+def test_the_program_that_draws_has_no_network(children):
     possible = shutil.which("unshare") and subprocess.run(["unshare", "-Un", "true"], check=False).returncode == 0
     some = pages(THREE, size=SMALL)
     next(some)
-    (child,) = psutil.Process().children()
+    (child,) = children()
     theirs, ours = (os.readlink(f"/proc/{pid}/ns/net") for pid in (child.pid, "self"))  # noqa: PTH115 - it is no path
     some.close()
     if not possible:
@@ -262,7 +262,7 @@ def test_files_that_are_not_there(tmp_path, monkeypatch):
             list(load_pictures(tmp_path / "pipe.pdf"))
     with monkeypatch.context() as packed:
         packed.setattr("sys.frozen", True, raising=False)
-        with pytest.raises(UsageError, match="takes a Python of its own"):
+        with pytest.raises(UsageError, match="starts a Python"):
             list(load_pictures(THREE))
     found = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "pypdfium2" else found(name))

@@ -39,13 +39,6 @@ HOSTILE = {
 USER = [Message("user", "Hello")]
 
 
-@pytest.fixture
-def children():
-    """Lists the processes that the test has started and that are there."""
-    before = psutil.Process().children()  # other tests may have left one that nobody waited for
-    return lambda: [child for child in psutil.Process().children() if child not in before]
-
-
 @pytest.mark.parametrize("source", HOSTILE.values(), ids=HOSTILE)
 def test_a_template_without_end_is_ended(source, monkeypatch, children):
     monkeypatch.setattr(sandbox, "PATIENCE", 1.0)

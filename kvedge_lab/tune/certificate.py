@@ -12,9 +12,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from kvedge_lab.drawing import canvas
+from kvedge_lab.drawing import canvas, caption, legend, style
 from kvedge_lab.eval.measure import Cell
-from kvedge_lab.eval.plot import MARKERS
 from kvedge_lab.eval.runner import FULL
 from kvedge_lab.tune import choice
 from kvedge_lab.tune.figures import INTERVALS, Figures, telling
@@ -156,19 +155,18 @@ def _plot(says: dict[str, Any]) -> str:
     if importlib.util.find_spec("matplotlib") is None:
         return "<p>The plot needs matplotlib: pip install 'kvedge[plot]'</p>"
     to = io.BytesIO()
-    with canvas(to, 1, 1, form="svg", figsize=(7.5, 4.8)) as [[axis]]:
+    with canvas(to, 1, 1, size=(6.6, 4.2), form="svg") as [[axis]]:
         falling = sorted(says["choosing"], key=lambda one: -one["agreement"])
         lowest = {one["budget"]: one["agreement"] for one in falling}
-        for i, name in enumerate(dict.fromkeys(one["method"] for one in says["choosing"])):
+        for name in dict.fromkeys(one["method"] for one in says["choosing"]):
             points = sorted((one for one in says["choosing"] if one["method"] == name), key=lambda one: one["bytes"])
             at, share = [100 * p["bytes"] for p in points], [100 * p["agreement"] for p in points]
-            axis.plot(at, share, marker=MARKERS[i % len(MARKERS)], markersize=4, linewidth=1.1, color=f"C{i % 10}",
-                      label=name)  # fmt: skip
+            axis.plot(at, share, label=name, **style(name))
             for x, y, point in zip(at, share, points, strict=True):
                 between = [100 * point["low"], 100 * point["high"]]
-                axis.plot([x, x], between, color=f"C{i % 10}", linewidth=0.6, alpha=0.6)
+                axis.plot([x, x], between, color=style(name)["color"], linewidth=0.6, alpha=0.6)
                 if point["agreement"] == lowest[point["budget"]]:  # elsewhere labels would lie on each other
-                    axis.annotate(f"{point['budget']}", (x, y), fontsize=7, xytext=(4, -9), textcoords="offset points")
+                    axis.annotate(f"{point['budget']}", (x, y), xytext=(4, -9), textcoords="offset points")
         for one in says["finalists"]:
             x, y, low, high = (100 * one[name] for name in ("bytes", "agreement", "low", "high"))
             axis.errorbar(
@@ -177,9 +175,9 @@ def _plot(says: dict[str, Any]) -> str:
         axis.axhline(100 * says["target"], color="#80868b", linestyle="--", linewidth=1)
         axis.set_xlabel("keys and values after the prompt, % of the full cache's bytes")
         axis.set_ylabel("agreement with the full cache, % of tokens")
-        axis.set_title("dashed: target; black: proof on other contexts", fontsize=9)
-        axis.grid(alpha=0.25)
-        axis.legend(fontsize=8)
+        axis.grid()
+        legend(axis.figure, [axis], columns=6)
+        caption(axis.figure, "Dashed: target. Stars: proof on contexts that did not choose. Bars: 95 % intervals.")
     text = to.getvalue().decode()
     return text[text.index("<svg") :]
 
