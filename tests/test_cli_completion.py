@@ -7,22 +7,24 @@ import subprocess
 import sys
 
 import pytest
+from click.testing import CliRunner
 from hubs import REPO, Place, environment, fill
 from hubserver import HubServer
 
 import pykvedge
+from pykvedge.cli.program import cli
 
 
 @pytest.fixture
-def completed(kvedge, tmp_path):
+def completed(tmp_path):
     """completed("chat --meth", ...): what the last word may become; a shell looks for files where "file" stands."""
 
     def ask(line, **env):
         words = line.split(" ")
         asked = {"_KVEDGE_COMPLETE": "bash_complete", "COMP_WORDS": f"kvedge {line}", "COMP_CWORD": str(len(words))}
-        done = kvedge(env={**asked, "HF_HUB_CACHE": str(tmp_path), **env})
-        assert done.code == 0 and done.err == "", done
-        found = [one.split(",", 1) for one in done.out.split()]
+        done = CliRunner().invoke(cli, [], "", {**asked, "HF_HUB_CACHE": str(tmp_path), **env}, prog_name="kvedge")
+        assert done.exit_code == 0 and done.stderr == "", done
+        found = [one.split(",", 1) for one in done.stdout.split()]
         return {value if kind == "plain" else kind for kind, value in found}
 
     return ask

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 
 import pytest
+from click.testing import CliRunner
+
+from pykvedge.cli.program import cli
+from pykvedge.errors import KvedgeError
 
 
 @pytest.fixture
@@ -20,53 +25,60 @@ def folder(tiny, tmp_path):
     return make
 
 
-def fit(kvedge, *arguments):
-    done = kvedge("fit", "--json", *arguments)
-    assert done.code == 0, done
-    return (done.json["mmproj"] or "").rpartition("/")[2], done.err
+def fit(*arguments):
+    """The image encoder that is taken, and what stderr says."""
+    done = CliRunner().invoke(cli, ["fit", "--json", *map(str, arguments)])
+    assert done.exit_code == 0, done
+    return (json.loads(done.stdout)["mmproj"] or "").rpartition("/")[2], done.stderr
+
+
+def refused(*arguments):
+    done = CliRunner().invoke(cli, [str(one) for one in arguments])
+    assert isinstance(done.exception, KvedgeError) and done.stdout == "", done
+    return str(done.exception)
 
 
 def test_the_image_encoder_beside_a_model_is_found(kvedge, folder, picture_file):
     where = folder(**{"llava-Q4_K_M": "llava.model", "mmproj-llava-f16": "llava.mmproj", "mmproj-q": "qwen2vl.mmproj"})
     model = where / "llava-Q4_K_M.gguf"
     said = "kvedge: image encoder mmproj-llava-f16.gguf, found beside the model\n"
-    assert fit(kvedge, model) == ("mmproj-llava-f16.gguf", said)  # the other one does not fit
-    assert fit(kvedge, model, "--mmproj", "none") == ("", "")
-    assert fit(kvedge, model, "--mmproj", where / "mmproj-llava-f16.gguf") == ("mmproj-llava-f16.gguf", "")
+    assert fit(model) == ("mmproj-llava-f16.gguf", said)  # the other one does not fit
+    assert fit(model, "--mmproj", "none") == ("", "")
+    assert fit(model, "--mmproj", where / "mmproj-llava-f16.gguf") == ("mmproj-llava-f16.gguf", "")
     asked = ["--threads", 1, "--max-tokens", 4, "--image", picture_file(), "What?"]
     found = kvedge("chat", "-m", model, *asked)
     named = kvedge("chat", "-m", model, "--mmproj", where / "mmproj-llava-f16.gguf", *asked)
     assert found.code == 0 and found.out == named.out and found.err.startswith(said)
     assert said not in named.err
     assert said not in kvedge("chat", "-m", model, "--quiet", *asked).err
-    kvedge("chat", "-m", model, "--mmproj", "none", *asked).failed(2, "--image needs the image encoder")
+    assert "--image needs the image encoder" in refused("chat", "-m", model, "--mmproj", "none", *asked)
 
 
-def test_of_several_encoders_names_decide_or_the_user(kvedge, folder):
+def test_of_several_encoders_names_decide_or_the_user(native, folder):
     encoder = "llava.mmproj"
     where = folder(**{"a-7b-Q4_K_M": "llava.model", "mmproj-a-7b-f16": encoder, "mmproj-b-7b-f16": encoder})
-    assert fit(kvedge, where / "a-7b-Q4_K_M.gguf")[0] == "mmproj-a-7b-f16.gguf"
+    assert fit(where / "a-7b-Q4_K_M.gguf")[0] == "mmproj-a-7b-f16.gguf"
     folder(**{"mmproj-a-7b-Q8_0": encoder, "c": "llava.model"})  # of one model's encoders, the nearest in bits
-    assert fit(kvedge, where / "a-7b-Q4_K_M.gguf")[0] == "mmproj-a-7b-Q8_0.gguf"
+    assert fit(where / "a-7b-Q4_K_M.gguf")[0] == "mmproj-a-7b-Q8_0.gguf"
     names = "mmproj-a-7b-Q8_0.gguf, mmproj-a-7b-f16.gguf, mmproj-b-7b-f16.gguf"
-    kvedge("fit", where / "c.gguf").failed(2, f"several image encoders beside c.gguf fit: {names}; pass one")
+    assert f"several image encoders beside c.gguf fit: {names}; pass one" in refused("fit", where / "c.gguf")
 
 
 def test_a_folder_stands_for_its_model(kvedge, folder, tmp_path):
     where = folder(one="llava.model", mmproj="llava.mmproj")
-    assert fit(kvedge, where)[0] == "mmproj.gguf"
+    assert fit(where)[0] == "mmproj.gguf"
     assert kvedge("run", where, "--max-tokens", 1, "--quiet", "Hello").code == 0
     folder(two="llava.model")
-    kvedge("run", where, "Hello").failed(2, "several models: one.gguf, two.gguf; name one")
+    assert "several models: one.gguf, two.gguf; name one" in refused("run", where, "Hello")
     (tmp_path / "empty").mkdir()
-    kvedge("run", tmp_path / "empty", "Hello").failed(2, "has no GGUF model")
+    assert "has no GGUF model" in refused("run", tmp_path / "empty", "Hello")
 
 
-def test_a_path_that_is_wrong_is_no_name(kvedge, tmp_path, monkeypatch):
+def test_a_path_that_is_wrong_is_no_name(native, tmp_path, monkeypatch):
     """Nothing is asked of a hub about it."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "models").mkdir()
-    offline = {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HUB_CACHE": str(tmp_path / "cache")}
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "cache"))
     for path in ("models/typo", "user/typo.gguf", "typo"):
-        kvedge("run", path, "Hello", env=offline).failed(1, path)
-    kvedge("run", "user/typo", "--offline", "Hello", env=offline).failed(1, "user/typo is not in the cache")
+        assert refused("fit", path) == f"{path} does not exist"
+    assert "user/typo is not in the cache" in refused("fit", "user/typo", "--offline")

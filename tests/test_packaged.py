@@ -20,7 +20,7 @@ SAID = "the packaged model knows drawn scenes only, and photo.jpg is none; take 
 
 def test_drawn_scenes_are_told_from_other_pictures():
     rng = np.random.default_rng(5)
-    for _ in range(200):
+    for _ in range(40):
         scene = Image.fromarray(render(draw_scene(rng)))
         file = io.BytesIO()
         scene.resize((300, 300)).save(file, "JPEG", quality=60)
