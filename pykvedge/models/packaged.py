@@ -14,7 +14,7 @@ from pykvedge.system.files import DATA
 PACKAGED = DATA / "demo-model.gguf"  # where no model is named
 _PLAIN = 0.8  # of a scene's pixels, at least, have the colour of the background; objects and a code take a tenth
 _NOISE = 16  # what JPEG changes of a plain colour, at most
-_PIXELS = 1 << 16  # that are looked at
+_PIXELS = 1 << 13  # that are looked at
 
 
 def is_scene(picture: Picture) -> bool:
