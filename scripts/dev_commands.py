@@ -132,7 +132,7 @@ def docs(args: list[str]) -> int:
     command = [venv_program("python"), "-m", "mkdocs", "build", "--strict", "--quiet", *args]
     code = subprocess.run(command, cwd=ROOT, check=False).returncode
     if not code:
-        log("build/site/index.html is the first page")
+        log("python3 -m http.server -d build/site shows it at http://localhost:8000")
     return code
 
 
