@@ -24,6 +24,7 @@ import scriptpath  # noqa: F401
 from llama_source import log
 
 import pykvedge
+from kvedge_lab.eval import metrics
 from kvedge_lab.eval.measure import Cell
 from kvedge_lab.eval.tasks import Sample
 from kvedge_lab.progress import Steps
@@ -32,6 +33,7 @@ from kvedge_lab.tune.race import Kept, Race
 from pykvedge.plans.making import default_plan, plan
 from pykvedge.runtime.settings import Settings
 
+metrics.REPEATS = 20  # intervals of KL divergence decide nothing, and take most of the time
 NONE = {"top1": 1.0, "exact": 1.0}
 
 
