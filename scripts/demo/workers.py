@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from argparse import Namespace
@@ -19,6 +20,7 @@ def in_workers(args: Namespace, train: Callable[[], object]) -> None:
     args: has out, workers, rank and store, the last two as the processes were given them.
     """
     others: list[subprocess.Popen] = []
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the others end with this one
     if args.rank == 0 and args.workers > 1:
         args.store = str((args.out / f"store-{os.getpid()}").resolve())
         command = [sys.executable, *sys.argv, "--store", args.store]
@@ -26,10 +28,15 @@ def in_workers(args: Namespace, train: Callable[[], object]) -> None:
     if args.workers > 1:
         where = f"file://{args.store}"
         dist.init_process_group("gloo", where, timedelta(days=1), rank=args.rank, world_size=args.workers)
-    train()
-    if args.workers > 1:
-        dist.barrier()
-        dist.destroy_process_group()
+    try:
+        train()
+        if args.workers > 1:
+            dist.barrier()
+            dist.destroy_process_group()
+    except BaseException:
+        for process in others:
+            process.kill()
+        raise
     for process in others:
         process.wait()
     if others:
