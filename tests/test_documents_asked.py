@@ -84,7 +84,7 @@ def test_conversations_at_a_terminal(native, scenes, kvedge, capfd):
         chat = Chat(session, pykvedge.Sampling(), Style(quiet=True), Display(enabled=False))
         commands.run(chat, f"/image '{scenes}[2-3]'")
         assert "images 1 to 2: 2 pages of scenes.pdf go with the next message" in capfd.readouterr().err
-        chat.answer(question(1, "image"), chat.waiting)
+        chat.answer(question(1, "image"))
         assert capfd.readouterr().out.strip() == CODES[1]
     told = kvedge("chat", "--image", scenes, "--method", "full", question(4))
     assert told.out.strip() == CODES[3]
