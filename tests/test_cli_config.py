@@ -106,6 +106,9 @@ def test_wrong_keys_and_values_are_one_clear_line(run, tmp_path, monkeypatch):
     ):
         file.write_text(text + "\n")
         assert words in refused(run, "fit")
+    file.write_text('threads = 1\nmodel = "nowhere.gguf"\n')
+    assert refused(run, "fit") == f"nowhere.gguf does not exist (model = nowhere.gguf, from {file})"
+    assert "from" not in refused(run, "fit", MODEL, "--image-size", "1")  # a 1 that is not that of threads
     file.unlink()
     monkeypatch.setenv("KVEDGE_CTX", "-5")
     assert "--ctx must be at least 1, not -5 (ctx = -5, from KVEDGE_CTX)" in refused(run, "fit")

@@ -7,6 +7,7 @@ the file.
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Iterable
 from pathlib import Path
@@ -153,11 +154,21 @@ def settle(context: click.Context) -> None:
 
 
 def blamed(error: Exception, context: click.Context) -> Exception:
-    """Adds to an error where a setting that it speaks of comes from, which the user did not type."""
+    """Adds to an error where the settings that it speaks of come from: the user did not type them."""
     text = error.format_message() if isinstance(error, click.ClickException) else str(error)
-    for param in context.command.params:
-        setting = in_effect(context).get(param.name or "")
-        if setting is not None and (param.opts[0] in text or str(setting.value) in text):
-            message = f"{text.rstrip('.')} ({param.opts[0].strip('-')} = {setting.value}, from {setting.source})"
-            return type(error)(message) if isinstance(error, KvedgeError) else UsageError(message)
+    by_name = {str(param.name): param.opts[0].strip("-") for param in context.command.params}
+    found = [(by_name[name], setting) for name, setting in in_effect(context).items()]
+    told = [f"{key} = {one.value}, from {one.source}" for key, one in found if _speaks_of(text, key, str(one.value))]
+    if not told:
+        return error
+    message = f"{text.rstrip('.')} ({'; '.join(told)})"
+    if not isinstance(error, KvedgeError):
+        return UsageError(message)
+    error.args = (message,)
     return error
+
+
+def _speaks_of(text: str, key: str, value: str) -> bool:
+    if key not in ("model", "mmproj") and re.search(rf"\b{key.replace('-', '[-_]')}\b", text):
+        return True
+    return len(value) > 2 and not value.isdecimal() and value in text
