@@ -26,6 +26,7 @@ from server import serving
 SIMPLE = re.compile(r"""kvedge (?!serve )(?:[^"'|<>&;$`#\n]|"[^"$`]*"|'[^']*')*(?:#.*)?$""")
 SERVE = re.compile(r"kvedge serve(?! --help)\b")
 ESCAPES = re.compile(r"\x08|\x1b\[[0-9;?]*[a-zA-Z]|\x1b\][^\x07]*\x07|\r")
+CODE = "64UM3"  # of examples/scene-1.png, examples/scenes.md
 RUN = [page for page in PAGES if any(b.language in ("console", "sh") and not b.reason for b in blocks(page))]
 
 
@@ -157,6 +158,10 @@ def ran(desk: Desk, block: Block) -> None:
         code, streams = desk.run(command, typed, 1200 if block.is_slow else 120)
         assert code == 0, f"{block.place}: {command}\n" + "\n".join(streams)[-4000:]
         compared(f"{block.place}: {command}", printed, streams)
+        if re.search(r"[^-]scene(-1)?\.png", command) and "What is the code?" in command and "inspect" not in command:
+            assert CODE in "".join(streams), f"{block.place}: a showcase answers wrong: {command}\n" + "\n".join(
+                streams
+            )
 
 
 @pytest.mark.parametrize("page", RUN, ids=lambda page: page.relative_to(ROOT).as_posix())
