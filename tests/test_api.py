@@ -15,7 +15,7 @@ import pykvedge
 
 PACKAGE = Path(pykvedge.__file__).parent
 # raised inside, and replaced or expected by what called; never what a caller of the public interface gets
-INSIDE = {"ValueError", "AttributeError", "TemplateError", "EOFError", "OSError"}
+INSIDE = {"ValueError", "AttributeError", "EOFError", "OSError"}
 
 
 def modules():

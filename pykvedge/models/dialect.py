@@ -20,7 +20,6 @@ from typing import Any
 from pykvedge.errors import KvedgeError, LibraryError
 from pykvedge.models import template_worker
 from pykvedge.models.sandbox import Sandbox, chat_path
-from pykvedge.models.template_worker import TemplateError
 from pykvedge.models.vocabulary import Vocabulary
 
 _MOST = 64  # dialects that are kept: one for each list of tools that clients send
@@ -119,7 +118,7 @@ class Dialects:
             if dialect.grammar and not self._fits(dialect):
                 dialect.grammar = ""
             return dialect
-        except (TemplateError, KvedgeError, OSError):  # the prompt is written by the template as well, and tells why
+        except (ValueError, KvedgeError, OSError):  # the prompt is written by the template as well, and tells why
             return None
 
 

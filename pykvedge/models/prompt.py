@@ -13,7 +13,7 @@ from pykvedge.errors import ModelError, UsageError
 from pykvedge.models.images import Picture
 from pykvedge.models.plain_templates import is_plain
 from pykvedge.models.sandbox import Sandbox, chat_path
-from pykvedge.models.template_worker import MOST_OUTPUT, NativeTemplate, TemplateError
+from pykvedge.models.template_worker import MOST_OUTPUT, NativeTemplate
 
 # models without a template are mostly trained on LLaVA-1.5's conversation, which is Vicuna's
 FALLBACK = (
@@ -114,7 +114,7 @@ class ChatTemplate:
         source = source or FALLBACK
         try:
             self._plain = NativeTemplate(chat_path(), source, bos, eos) if is_plain(source) else None
-        except (TemplateError, ValueError) as error:
+        except ValueError as error:
             raise ModelError(f"the model's chat template cannot be read: {error}") from None
         self._sandbox = Sandbox(source, bos, eos)
         self._n_outputs = source.count("{{")
@@ -162,5 +162,5 @@ class ChatTemplate:
             if self._plain and self._n_outputs * len(json.dumps(messages)) <= MOST_OUTPUT:
                 return self._plain.write(request)
             return self._sandbox.write(request)
-        except TemplateError as error:
+        except ValueError as error:
             raise ModelError(f"the model's chat template fails: {error}") from None

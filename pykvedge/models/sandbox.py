@@ -25,7 +25,7 @@ import psutil
 
 from pykvedge.errors import ModelError
 from pykvedge.models import template_worker
-from pykvedge.models.template_worker import NativeTemplate, TemplateError
+from pykvedge.models.template_worker import NativeTemplate
 from pykvedge.native import libraries
 
 PATIENCE = 10.0  # seconds for one prompt
@@ -48,7 +48,7 @@ class Sandbox:
         self._process: subprocess.Popen[bytes] | None = None
 
     def write(self, request: Mapping[str, Any]) -> str:
-        """Writes a prompt (NativeTemplate.write). Raises TemplateError, as the template does; ModelError where the
+        """Writes a prompt (NativeTemplate.write). Raises ValueError, as the template does; ModelError where the
         template had to be ended; LibraryError.
         """
         return str(self._ask("write", request))
@@ -75,7 +75,7 @@ class Sandbox:
         if line.endswith(b"\n"):
             answer = dict(json.loads(line))
             if "error" in answer:
-                raise TemplateError(answer["error"])
+                raise ValueError(answer["error"])
             if "done" in answer:
                 return answer["done"]
             why = answer["fatal"]

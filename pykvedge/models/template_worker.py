@@ -18,10 +18,6 @@ MOST_OUTPUT = 1 << 24  # characters of a prompt
 MEMORY = 1 << 29  # bytes of address space that a child may take
 
 
-class TemplateError(Exception):
-    """A template cannot be read, or it fails."""
-
-
 @functools.cache
 def chat_library(path: str) -> ctypes.CDLL:
     """Loads libkvedge-chat (native/chat/kvedge-chat.h). Raises OSError."""
@@ -47,22 +43,22 @@ class NativeTemplate:
     """This is a template that llama.cpp has read. It is for one thread at a time."""
 
     def __init__(self, library: str, source: str, bos: str, eos: str) -> None:
-        """library: the path of libkvedge-chat. bos, eos: texts of the model's tokens. Raises TemplateError, OSError."""
+        """library: the path of libkvedge-chat. bos, eos: texts of the model's tokens. Raises ValueError, OSError."""
         self._library, self._handle, why = chat_library(library), ctypes.c_void_p(), ctypes.c_void_p()
         given = _encoded({"template": source, "bos": bos, "eos": eos})
         if self._library.kvedge_chat_read_template(given, ctypes.byref(self._handle), ctypes.byref(why)):
-            raise TemplateError(_reason(taken(self._library, why)))
+            raise ValueError(_reason(taken(self._library, why)))
         weakref.finalize(self, self._library.kvedge_chat_close_template, self._handle)
 
     def write(self, request: Mapping[str, Any]) -> str:
-        """Writes a prompt. request: the JSON object of kvedge_chat_write. Raises TemplateError."""
+        """Writes a prompt. request: the JSON object of kvedge_chat_write. Raises ValueError."""
         prompt = str(self._run("write", request))
         if len(prompt) > MOST_OUTPUT:
-            raise TemplateError(f"it writes more than {MOST_OUTPUT} characters")
+            raise ValueError(f"it writes more than {MOST_OUTPUT} characters")
         return prompt
 
     def describe(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        """Finds the dialect of answers to a request: the JSON object of kvedge_chat_describe. Raises TemplateError."""
+        """Finds the dialect of answers to a request: the JSON object of kvedge_chat_describe. Raises ValueError."""
         return dict(self._run("describe", request))
 
     def _run(self, what: str, request: Mapping[str, Any]) -> Any:
@@ -71,7 +67,7 @@ class NativeTemplate:
         failed = run(self._handle, _encoded(request), ctypes.byref(answer))
         text = taken(self._library, answer)
         if failed:
-            raise TemplateError(_reason(text))
+            raise ValueError(_reason(text))
         return json.loads(text)
 
 
