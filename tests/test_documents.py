@@ -270,10 +270,10 @@ def test_files_that_are_not_there(tmp_path, monkeypatch):
         list(load_pictures(THREE))
 
 
-def test_no_file_is_hidden_behind_another(tmp_path):
+def test_no_file_is_hidden_behind_another(tmp_path, monkeypatch):
     """Pages keep their labels in one conversation however the file is named, and other files have other ones."""
     a = of_pictures(tmp_path / "a.pdf", *[pykvedge.system.files.DATA / "doctor.png"] * 2)
     b = of_pictures(tmp_path / "b.pdf", pykvedge.system.files.DATA / "doctor.png")
-    os.chdir(tmp_path)
+    monkeypatch.chdir(tmp_path)
     one, again, other = (next(load_pictures(name, SMALL)) for name in ("a.pdf[1]", a, b))
     assert one.document == again.document != other.document and one.key == other.key

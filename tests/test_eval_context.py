@@ -82,7 +82,9 @@ def test_results_of_the_two_do_not_mix(kvedge, tmp_path):
     assert kvedge(*small, "--resume").code == 0
     other = [*small[:-1], tmp_path / "c.jsonl", "--compress", "context"]
     assert kvedge(*other).code == 0
-    kvedge(*small[:-1], tmp_path / "c.jsonl", "--resume").failed(2, "compress 'context', not 'prompt'")
+    again = [*small[:-1], tmp_path / "c.jsonl", "--resume"]
+    kvedge(*again, "--compress", "prompt").failed(2, "compress 'context', not 'prompt'")
+    assert kvedge(*again).code == 0  # what is omitted is as the file says
     assert FULL in kvedge(*other, "--resume").out
     older = (tmp_path / "c.jsonl").read_text().replace(', "as_one": true', "", 1)
     (tmp_path / "c.jsonl").write_text(older)  # from when a context was compressed message by message

@@ -282,7 +282,7 @@ def test_a_model_that_turns_queries_in_another_way_is_refused(kvedge, tiny):
     model = tiny("llama4").model
     with pytest.raises(UnsupportedError, match="layer 3 of this model"):
         TinyContext(model, pykvedge.plan("expected", 0.5))
-    done = kvedge("chat", "--model", model, "--method", "expected", "--threads", 1, "Hello?")
+    done = kvedge("chat", "--model", model, "--mmproj", "none", "--method", "expected", "--threads", 1, "Hello?")
     done.failed(1, "scorer 'expected'", "layer 3")
 
 

@@ -254,6 +254,7 @@ def test_a_message_that_was_taken_back_is_put_again(terminal, llava, picture_fil
     t.wait_for(PROMPT)
     t.type("/set seed 1\n/retry\n")
     t.wait_for("kvedge: error: ")
+    t.wait_for(PROMPT)
     t.type("\x04")
     assert t.exit_code() == 0
 

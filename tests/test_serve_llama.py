@@ -69,7 +69,7 @@ def test_what_the_model_is(server, model):
 
 
 def test_a_server_without_an_encoder_says_so(environment):
-    options = ("--model", DEMO / "demo-model.gguf", "--ctx", "512", "--temp", "1.5", "--seed", "7")
+    options = ("--model", DEMO / "demo-model.gguf", "--mmproj", "none", "--ctx", "512", "--temp", "1.5", "--seed", "7")
     with serving(environment, *options) as blind:
         assert blind.client.get("/props").json()["default_generation_settings"]["params"]["temperature"] == 1.5
         asked = {"prompt": "a", "n_predict": 12}

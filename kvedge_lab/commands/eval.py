@@ -163,7 +163,7 @@ def _run(given: dict[str, Any]) -> int:
 
 # what a run measures, which a later run goes on with
 _ASKED = ("data", "tasks", "samples", "images", "seed", "form", "image_folder", "recipe", "limit", "methods", "budgets",
-          "plans", "plugins", "compress", "against", "metrics", "max_tokens")  # fmt: skip
+          "plans", "plugins", "compress", "metrics", "max_tokens")  # fmt: skip
 _PATHS = ("data", "image_folder", "plans", "plugins")
 
 

@@ -26,7 +26,7 @@ def taken(given: Mapping[str, Any], plan: Plan, model: Path, again: bool = True,
         return plan, ""
     plan, line = tuned.unnamed(model, given["budget"], again)
     say = line
-    if hint and not line and model.parent != DATA and importlib.util.find_spec("kvedge_lab"):
+    if hint and not line and model.parent != DATA and model.is_file() and importlib.util.find_spec("kvedge_lab"):
         say = f"{model.name} is untuned; `kvedge tune` measures which plan fits it"
     if say and not given["quiet"]:
         click.echo(f"kvedge: {say}", err=True)
