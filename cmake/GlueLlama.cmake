@@ -12,7 +12,7 @@ endif()
 
 enable_language(C)
 include(${CMAKE_CURRENT_LIST_DIR}/LlamaOptions.cmake)
-include(${CMAKE_CURRENT_LIST_DIR}/Ragged.cmake)
+include(${CMAKE_CURRENT_LIST_DIR}/OwnOperations.cmake)
 set(LLAMA_BUILD_MTMD OFF)
 set(GGML_NATIVE OFF)  # fewer instructions, less to compile
 set(GGML_LLAMAFILE OFF)

@@ -3,7 +3,7 @@
 include(${CMAKE_CURRENT_LIST_DIR}/LlamaOptions.cmake)
 include(${CMAKE_CURRENT_LIST_DIR}/Amx.cmake)
 kvedge_amx(${KVEDGE_LLAMA_DIR})
-include(${CMAKE_CURRENT_LIST_DIR}/Ragged.cmake)
+include(${CMAKE_CURRENT_LIST_DIR}/OwnOperations.cmake)
 # EXCLUDE_FROM_ALL keeps its headers, packages and unused targets out of the build and of the wheel
 add_subdirectory(${KVEDGE_LLAMA_DIR} ${PROJECT_BINARY_DIR}/llama EXCLUDE_FROM_ALL)
 

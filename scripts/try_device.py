@@ -54,7 +54,7 @@ def build(backend: str, given: list[str]) -> Path:
         "CMAKE_BUILD_TYPE": "Release",
         "BUILD_SHARED_LIBS": "ON",
         "GGML_BACKEND_DL": "ON",
-        "CMAKE_PROJECT_llama.cpp_INCLUDE": (ROOT / "cmake" / "Ragged.cmake").as_posix(),
+        "CMAKE_PROJECT_llama.cpp_INCLUDE": (ROOT / "cmake" / "OwnOperations.cmake").as_posix(),
         f"GGML_{backend.upper()}": "ON",
         **{f"GGML_{name}": value for name, value in off.items()},
         **{f"LLAMA_BUILD_{part}": "OFF" for part in ("COMMON", "TESTS", "TOOLS", "EXAMPLES", "SERVER", "APP")},

@@ -1,4 +1,4 @@
-// Heads of different lengths where the device has attention over them (cuda/ragged.cu, ragged_cpu.cpp): all rows of a
+// Heads of different lengths where the device has attention over them (cuda/ragged.cu, cpu/ragged.cpp): all rows of a
 // layer lie in one list of slots, each head's in a region of it that has room for more, and a span for each head says where.
 // Nothing is padded and no mask is needed, but one number for each slot where rows have biases or go one by one.
 

@@ -1,5 +1,5 @@
 // Attention of one token over KV heads that hold different numbers of rows, on CUDA: flash attention whose src[5] is a tensor of
-// spans. Compiled into ggml-cuda, which calls it by way of `ggml_cuda_ragged` (patch 0012).
+// spans (OWN_RAGGED).
 //
 //   src[0] q      [d_k, 1, H] f32
 //   src[1], [2]   K [d_k, slots], V [d_v, slots] f16, bf16 or f32, the same of both; the rows of all KV heads
@@ -14,7 +14,7 @@
 // so that a CUDA graph serves all tokens. Where more than 4 query heads share a KV head they are cut into bundles of 4 or fewer,
 // each of which reads the rows: from the cache, but for the first one.
 
-#include "ggml-cuda/fattn.cuh"
+#include "own.cuh"
 
 namespace {
 
@@ -384,7 +384,7 @@ template <typename T> void launch(const Job & job, int g, int blocks, cudaStream
     }
 }
 
-static bool fits(const ggml_tensor * dst) {
+bool fits(const ggml_tensor * dst) {
     const ggml_tensor *q = dst->src[0], *k = dst->src[1], *v = dst->src[2], *bias = dst->src[3], *sinks = dst->src[4], *spans = dst->src[5];
     const bool sizes = k->ne[0] % 8 == 0 && k->ne[0] <= 256 && v->ne[0] % 8 == 0 && v->ne[0] <= 256 && q->ne[1] == 1 && q->ne[3] == 1 &&
                        k->ne[2] == 1 && v->ne[2] == 1 && q->ne[2] % spans->ne[1] == 0 && spans->ne[0] >= 2 + q->ne[2] / spans->ne[1] &&
@@ -397,7 +397,9 @@ static bool fits(const ggml_tensor * dst) {
            (!bias || bias->ne[0] >= k->ne[1]);
 }
 
-static bool attend_to_spans(ggml_backend_cuda_context * ctx, const ggml_tensor * dst) {
+}  // namespace
+
+bool kvedge_cuda_ragged(ggml_backend_cuda_context * ctx, const ggml_tensor * dst) {
     if (!ctx || !fits(dst)) {
         return fits(dst);
     }
@@ -423,7 +425,3 @@ static bool attend_to_spans(ggml_backend_cuda_context * ctx, const ggml_tensor *
     }
     return true;
 }
-
-const bool set = (ggml_cuda_ragged = attend_to_spans) != nullptr;
-
-}  // namespace

@@ -1,10 +1,8 @@
-// What native/src/device/cuda/ragged.cu computes, on the processor. Compiled into ggml-cpu, which calls it by way of
-// `ggml_cpu_ragged` (patch 0012). Rows, queries and sums in f32. The rows of all heads, one head's after the other's, are cut
+// What ../cuda/ragged.cu computes, on the processor. Rows, queries and sums in f32. The rows of all heads, one head's after the other's, are cut
 // into as many equal parts as there are threads.
 
-#include "ggml-cpu.h"
-#include "ggml-cpu/ggml-cpu-impl.h"
-#include "ggml-cpu/ops.h"
+#include "own.h"
+
 #include "ggml-cpu/vec.h"
 
 #include <algorithm>
@@ -92,7 +90,9 @@ void join(const Job & job, int head, float * out) {
     ggml_vec_scale_f32(job.d_v, out, sum.weight > 0.0f ? 1.0f / (sum.weight + sunk) : 0.0f);
 }
 
-void attend_to_spans(const ggml_compute_params * params, ggml_tensor * dst) {
+}  // namespace
+
+void kvedge_cpu_ragged(const ggml_compute_params * params, ggml_tensor * dst) {
     Job job;
     job.q        = dst->src[0];
     job.k        = dst->src[1];
@@ -134,7 +134,3 @@ void attend_to_spans(const ggml_compute_params * params, ggml_tensor * dst) {
         join(job, head, (float *) dst->data + (int64_t) head * job.d_v);
     }
 }
-
-const bool set = (ggml_cpu_ragged = attend_to_spans) != nullptr;
-
-}  // namespace

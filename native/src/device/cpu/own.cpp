@@ -1,0 +1,14 @@
+// Tells the operations of own.h apart.
+
+#include "own.h"
+
+#include "ggml-cpu/ops.h"
+
+static void compute(const ggml_compute_params * params, ggml_tensor * dst) {
+    switch (dst->op_params[OWN_KIND]) {
+        case OWN_RAGGED: return kvedge_cpu_ragged(params, dst);
+        default: GGML_ABORT("unknown operation");
+    }
+}
+
+static const bool set = (ggml_cpu_ragged = compute) != nullptr;

@@ -1,0 +1,10 @@
+// The operations of ../own.h on the processor, by all threads of `params`.
+
+#pragma once
+
+#include "../own.h"
+
+#include "ggml-cpu.h"
+#include "ggml-cpu/ggml-cpu-impl.h"
+
+void kvedge_cpu_ragged(const ggml_compute_params * params, ggml_tensor * dst);

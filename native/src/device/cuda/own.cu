@@ -1,0 +1,14 @@
+// Tells the operations of own.h apart.
+
+#include "own.cuh"
+
+#include "ggml-cuda/fattn.cuh"
+
+static bool compute(ggml_backend_cuda_context * ctx, const ggml_tensor * dst) {
+    switch (dst->op_params[OWN_KIND]) {
+        case OWN_RAGGED: return kvedge_cuda_ragged(ctx, dst);
+        default: return false;
+    }
+}
+
+static const bool set = (ggml_cuda_ragged = compute) != nullptr;

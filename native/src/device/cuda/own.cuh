@@ -1,0 +1,10 @@
+// The operations of own.h on CUDA. Each function computes `dst` on the stream of ctx and returns true, or without a ctx says
+// whether it could.
+
+#pragma once
+
+#include "../own.h"
+
+#include "ggml-cuda/common.cuh"
+
+bool kvedge_cuda_ragged(ggml_backend_cuda_context * ctx, const ggml_tensor * dst);
