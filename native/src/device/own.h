@@ -4,6 +4,18 @@
 
 #pragma once
 
-enum OwnKind : int { OWN_RAGGED = 0, OWN_KINDS };
+enum OwnKind : int { OWN_RAGGED = 0, OWN_NEAREST, OWN_KINDS };
 
 constexpr int OWN_KIND = 4;  // flash attention has the entries before it
+
+// OWN_NEAREST: of each evicted key of a layer the nearest kept one (cuda/nearest.cu, cpu/nearest.cpp).
+//
+//   src[0..2] keys  [d, slots] f16 or bf16, three times the same
+//   src[3]    kept  [n] i32: slots of kept rows, of each head's ascending
+//   src[5]    heads [NEAREST_HEAD, H] i32: of each head what NearestHead names. Its pending rows lie in slots one after the other.
+//   dst       [n, 1 or 2] i32: of each evicted row the number of the kept one among those of its head, or -1; and by angle
+//             their similarity, a number of f32. A head's results begin at a multiple of NEAREST_TILE; what fills up is undefined.
+//   op_params[OWN_KIND + 1]: MergeRule::reach, a float. Above 0 the nearest is that by distance, else that by angle.
+enum NearestHead : int { NEAREST_FIRST, NEAREST_KEPT_AT, NEAREST_KEPT, NEAREST_AT, NEAREST_EVICTED, NEAREST_HEAD };
+
+constexpr int NEAREST_TILE = 128;

@@ -8,3 +8,4 @@
 #include "ggml-cpu/ggml-cpu-impl.h"
 
 void kvedge_cpu_ragged(const ggml_compute_params * params, ggml_tensor * dst);
+void kvedge_cpu_nearest(const ggml_compute_params * params, ggml_tensor * dst);

@@ -8,3 +8,4 @@
 #include "ggml-cuda/common.cuh"
 
 bool kvedge_cuda_ragged(ggml_backend_cuda_context * ctx, const ggml_tensor * dst);
+bool kvedge_cuda_nearest(ggml_backend_cuda_context * ctx, const ggml_tensor * dst);
