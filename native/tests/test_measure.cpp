@@ -233,6 +233,16 @@ void check_case(const Case & c, ggml_backend_dev_t device) {
             }
         }
     }
+    for (Block & block : seq.rows.parts().blocks) {
+        for (BlockLayer & layer : block.layers) {
+            for (size_t h = 1; h < layer.heads.size(); h++) {  // as merges leave them
+                layer.heads[h].biases.resize(layer.heads[h].tokens.size());
+                for (float & bias : layer.heads[h].biases) {
+                    bias = (float) (rng() % 4) / 2.0f;
+                }
+            }
+        }
+    }
     append(seq, c.T);
     std::vector<float>   sinks = normal((size_t) c.H);
     std::vector<uint8_t> kind((size_t) c.T);

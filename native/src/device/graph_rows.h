@@ -11,7 +11,9 @@
 
 #include <array>
 #include <cstdint>
+#include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 namespace kvedge {
@@ -21,8 +23,9 @@ class GraphRows : public AwayRows {
     using Form = Slots::Form;
 
     // places [layers]: NULL for a layer whose rows stay with the store. stamps counts the tensors of a cache that were made.
-    GraphRows(const std::vector<LayerShape> & shapes, const std::vector<ggml_backend_dev_t> & places, const Form & form, uint64_t & stamps)
-        : slots_(shapes, places, form, stamps), inputs_(slots_), queries(slots_), sums(slots_) {}
+    GraphRows(const std::vector<LayerShape> & shapes, const std::vector<ggml_backend_dev_t> & places, const Form & form, uint64_t & stamps,
+              std::shared_ptr<Workers> workers = std::make_shared<Workers>())
+        : slots_(shapes, places, form, stamps, std::move(workers)), inputs_(slots_), queries(slots_), sums(slots_) {}
 
     // The rows of `from` go to the devices, and its memory is given back. False: a device has no memory (full_device), and
     // nothing has changed. Throws std::bad_alloc.

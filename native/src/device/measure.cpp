@@ -17,6 +17,7 @@ using T = ggml_tensor *;
 namespace {
 
 constexpr size_t NODES = 128;  // of a part, views and inputs included
+constexpr size_t STEP  = 64;   // rows by which uneven heads are longer, so that parts of their mask are aligned
 
 // By which half precision holds queries: those of a prompt's graph up to 2^18, and those that are scaled for the logits already.
 constexpr float RING_FACTOR = 0.25f, SENT_FACTOR = 4.0f;
@@ -221,7 +222,7 @@ void GraphRows::Measuring::plan_parts() {
                 part.layer = l;
                 part.group = &group;
                 part.first = first;
-                part.rows  = (int32_t) longest;
+                part.rows  = even() ? (int32_t) longest : (int32_t) ((longest + STEP - 1) / STEP * STEP);
                 part.heads.assign(group.heads.begin() + (std::ptrdiff_t) first,
                                   group.heads.begin() + (std::ptrdiff_t) std::min(first + n, heads));
                 parts.push_back(std::move(part));
@@ -336,24 +337,36 @@ T GraphRows::Measuring::queries_of(const Part & part, T x) {
     return out;
 }
 
-// Query r of W sees the rows up to its own; where heads are uneven, none of those that stand for missing ones.
+// Query r of W sees the rows up to its own, of N: they are the last ones of those of which there is a mask. Where heads are uneven,
+// their rows have biases, and those that stand for missing ones are hidden.
 T GraphRows::Measuring::mask_of(const Part & part) {
     const int32_t N = part.rows, W = job.n_window;
-    if (even() && mask) {
+    if (!mask) {
+        int32_t most = 0;
+        for (const Part & one : parts) {
+            most = std::max(most, one.rows);
+        }
+        mask = ggml_new_tensor_2d(c, GGML_TYPE_F16, most, W);
+        parcel.send<ggml_fp16_t>(mask, [this, most, W](ggml_fp16_t * to, int32_t) {
+            for (int32_t place = 0; place < W; place++, to += most) {
+                std::fill_n(to, most, ggml_fp32_to_fp16(0.0f));
+                hide(to, most - W + row_at(place) + 1, most);
+            }
+        });
+    }
+    if (even()) {
         return mask;
     }
-    T out = ggml_new_tensor_4d(c, GGML_TYPE_F16, N, W, 1, even() ? 1 : (int64_t) part.heads.size());
-    parcel.send<ggml_fp16_t>(out, [this, &part, N, W](ggml_fp16_t * to, int32_t i) {
-        const int32_t missing = even() ? 0 : N - (int32_t) slots.places_of(part.layer, part.heads[(size_t) i]).size();
-        to += (size_t) i * (size_t) W * (size_t) N;
-        for (int32_t place = 0; place < W; place++, to += N) {
-            std::fill_n(to, N, ggml_fp32_to_fp16(0.0f));
-            hide(to, 0, missing);
-            hide(to, N - W + row_at(place) + 1, N);
-        }
-    }, (int32_t) out->ne[3]);
-    mask = even() ? out : nullptr;
-    return out;
+    const auto heads = (int64_t) part.heads.size();
+    T          own   = ggml_new_tensor_4d(c, GGML_TYPE_F16, N, 1, 1, heads);
+    parcel.send<ggml_fp16_t>(own, [this, &part, N](ggml_fp16_t * to, int32_t i) {
+        const auto biases = part.group->biases_of(part.first + (size_t) i);
+        to += (size_t) i * (size_t) N;
+        hide(to, 0, N - (int32_t) biases.size());
+        ggml_fp32_to_fp16_row(biases.data(), to + N - biases.size(), (int64_t) biases.size());
+    }, (int32_t) heads);
+    T seen = ggml_view_2d(c, mask, N, W, mask->nb[1], (size_t) (mask->ne[0] - N) * sizeof(ggml_fp16_t));
+    return ggml_add(c, ggml_repeat_4d(c, own, N, W, 1, heads), seen);
 }
 
 T GraphRows::Measuring::result(T x) {
@@ -505,13 +518,6 @@ static const char * unmeasured(const Slots & slots, const MeasureJob & job) {
     if (slots.form.storage.quantised()) {
         return "scores of quantised rows";
     }
-    for (const DeviceLayer & layer : slots.layers) {
-        for (const Group & group : layer.groups) {
-            if (std::any_of(group.biases.begin(), group.biases.end(), [](const auto & x) { return !x.empty(); })) {
-                return "scores of rows with biases";
-            }
-        }
-    }
     return nullptr;
 }
 
@@ -520,18 +526,18 @@ AwayRows::Outcome GraphRows::measure_on(size_t device, const MeasureJob & job, s
     Measuring     graph(*this, job, on, queries.queries(device));
     ggml_cgraph * cgraph = graph.sketch->graph;
     const auto    end    = [&](Outcome outcome, const std::string & why) {
-        on.worker.give_back_memory();
+        on.worker->give_back_memory();
         return fail(outcome, on.device, why);
     };
     if (const char * operation = lacking(on.device, cgraph)) {
         return end(Outcome::lacking, std::string("lacks ") + operation);
     }
-    on.worker.give_back_memory();  // a prompt's sums are done
-    if (!graph.parcel.allocate() || !on.worker.make_room(on.device, cgraph, slots_.n_threads)) {
+    on.worker->give_back_memory();  // a prompt's sums are done
+    if (!graph.parcel.allocate() || !on.worker->make_room(on.device, cgraph, slots_.n_threads)) {
         return end(Outcome::full, "has no memory to measure rows");
     }
     graph.parcel.upload(slots_.n_threads);
-    if (!on.worker.compute(cgraph)) {
+    if (!on.worker->compute(cgraph)) {
         return end(Outcome::failed, "failed to measure rows");
     }
     graph.parcel.download();
@@ -541,7 +547,7 @@ AwayRows::Outcome GraphRows::measure_on(size_t device, const MeasureJob & job, s
     parallel_for(slots_.n_threads, (int32_t) on.layers.size(), [&](int32_t i, int32_t) {
         graph.read_layer(on.layers[(size_t) i], out[on.layers[(size_t) i]]);
     });
-    on.worker.give_back_memory();
+    on.worker->give_back_memory();
     problem_.clear();
     return Outcome::done;
 }

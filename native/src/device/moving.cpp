@@ -226,7 +226,7 @@ bool Slots::make_plain() {
                 continue;
             }
             group.k = group.v = nullptr;
-            if (!make_group(l, group, group.slots) || !convert(devices[layers[l].on].worker, layers[l].device,
+            if (!make_group(l, group, group.slots) || !convert(*devices[layers[l].on].worker, layers[l].device,
                                                                { quantised.k, quantised.v }, { group.k, group.v }, n_threads)) {
                 static_cast<Room &>(group) = quantised;
                 return false;

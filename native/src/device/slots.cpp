@@ -32,6 +32,17 @@ std::vector<int32_t> Group::slots_of(size_t i) const {
     return out;
 }
 
+std::vector<float> Group::biases_of(size_t i) const {
+    const auto         rows = slots_of(i);
+    const int32_t      from = first[i] + (regions ? 0 : (int32_t) i * slots);
+    std::vector<float> out(rows.size());
+    for (size_t r = 0; r < out.size(); r++) {
+        const auto came = (size_t) (rows[r] - from);
+        out[r]          = came < biases[i].size() ? biases[i][came] : 0.0f;
+    }
+    return out;
+}
+
 int32_t Group::take_slot(size_t i) {
     int32_t slot = used[i];
     if (spare[i].empty()) {
@@ -104,8 +115,9 @@ void Group::write_mask() const {
 // ---------------------------------------------------------------------------------------------------------
 // All of them
 
-Slots::Slots(const std::vector<LayerShape> & of, const std::vector<ggml_backend_dev_t> & places, const Form & as, uint64_t & count)
-    : shapes(&of), form(as), stamps(&count), layers(of.size()) {
+Slots::Slots(const std::vector<LayerShape> & of, const std::vector<ggml_backend_dev_t> & places, const Form & as, uint64_t & count,
+             std::shared_ptr<Workers> by)
+    : shapes(&of), form(as), stamps(&count), workers(std::move(by)), layers(of.size()) {
     for (size_t l = 0; l < layers.size(); l++) {
         layers[l].device = places[l];
     }
@@ -149,7 +161,7 @@ uint64_t Slots::bytes() const {
         }
     }
     for (const LayersOn & on : devices) {
-        n += on.worker.bytes();
+        n += on.worker->bytes();
     }
     return n;
 }
@@ -233,6 +245,7 @@ void Slots::plan_devices() {
         if (it == devices.end()) {
             it = devices.insert(it, LayersOn{});
             it->device  = layer.device;
+            it->worker  = workers->of(layer.device);
             it->entries = even ? 1 : 0;
         }
         layer.on       = (size_t) (it - devices.begin());

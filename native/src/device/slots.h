@@ -77,6 +77,7 @@ struct Group : Room {
     int32_t most_used() const { return *std::max_element(used.begin(), used.end()); }
     // The slots of a head's rows in token order, from the first slot of all lists on.
     std::vector<int32_t> slots_of(size_t i) const;
+    std::vector<float>   biases_of(size_t i) const;                       // of a head's rows in token order
     int32_t              take_slot(size_t i);                             // of a head's next row
     void                 drop(size_t i, int32_t row);                     // a head's row, in token order
     std::vector<int32_t> starts(int32_t room) const;                      // of regions with room for more rows, and their end
@@ -111,7 +112,7 @@ struct LayersOn {
     size_t              spanned = 0;  // heads that have spans
     int64_t             span    = 2;  // numbers of a span: first slot, rows, and of each query head one that is 0
     size_t              query = 0, heads = 0;  // numbers of a token's query, KV heads
-    Worker              worker;
+    std::shared_ptr<Worker> worker;
 };
 
 struct Slots {
@@ -123,7 +124,8 @@ struct Slots {
         bool operator==(const Form & x) const { return storage.k == x.storage.k && storage.v == x.storage.v && dropping == x.dropping; }
     };
 
-    Slots(const std::vector<LayerShape> & shapes, const std::vector<ggml_backend_dev_t> & places, const Form & form, uint64_t & stamps);
+    Slots(const std::vector<LayerShape> & shapes, const std::vector<ggml_backend_dev_t> & places, const Form & form, uint64_t & stamps,
+          std::shared_ptr<Workers> workers);
 
     // The rows of `from` go to the devices, and its memory is given back. False: a device has no memory (full_device), and
     // nothing has changed. Throws std::bad_alloc.
@@ -158,6 +160,7 @@ struct Slots {
     const std::vector<LayerShape> * shapes;
     Form                            form;
     uint64_t *                      stamps;  // of the tensors of a cache that were made
+    std::shared_ptr<Workers>        workers;
     uint64_t                        stamp = 0;
     std::vector<DeviceLayer>        layers;
     std::vector<LayersOn>           devices;

@@ -40,8 +40,8 @@ T gathered(ggml_context * c, T from, T index, T to) {
 // What there is, and how it is to lie
 
 GraphRows::Taking::Taking(GraphRows & rows, const TakeJob & job)
-    : rows(rows), from(rows.slots_), next(*from.shapes, devices_of(from), { job.storage, job.dropping }, *from.stamps), job(job),
-      places(from.layers.size()), stay(from.layers.size()), merging(*this) {
+    : rows(rows), from(rows.slots_), next(*from.shapes, devices_of(from), { job.storage, job.dropping }, *from.stamps, from.workers), job(job),
+      places(from.layers.size()), stay(from.layers.size()), merging(*this), lifted(from.layers.size()), copies(from.layers.size()) {
     lay_out_sources();
 }
 
@@ -91,38 +91,79 @@ const std::vector<float> * GraphRows::Taking::pending_biases(size_t l, size_t he
 
 size_t GraphRows::Taking::n_old(size_t l, size_t head) const { return places[l][head].size() - (size_t) job.n_tokens; }
 
-// Of a head's old rows, in token order.
-std::vector<float> GraphRows::Taking::old_biases(size_t l, int32_t head) const {
-    size_t             at    = 0;
-    const Group &      group = from.group_of(l, head, at);
-    const auto &       known = group.biases[at];
-    std::vector<float> out(n_old(l, (size_t) head));
-    const auto         rows = group.slots_of(at);
-    const int32_t      first = group.first[at] + (group.regions ? 0 : (int32_t) at * group.slots);
-    for (size_t r = 0; r < out.size(); r++) {
-        const auto came = (size_t) (rows[r] - first);
-        out[r]          = came < known.size() ? known[came] : 0.0f;
+// Of a head's rows that will be there, in token order.
+std::vector<float> GraphRows::Taking::biases_of(size_t l, int32_t head) const {
+    size_t             at  = 0;
+    std::vector<float> out = from.group_of(l, head, at).biases_of(at);
+    out.resize(n_old(l, (size_t) head));
+    out.insert(out.end(), stay[l][(size_t) head].begin(), stay[l][(size_t) head].end());
+    return out;
+}
+
+std::vector<int32_t> GraphRows::Taking::lengths() const {
+    std::vector<int32_t> out;
+    for (size_t l = 0; l < places.size(); l++) {
+        for (size_t h = 0; h < places[l].size(); h++) {
+            out.push_back((int32_t) (n_old(l, h) + job.kept[l][h].size()));
+        }
     }
     return out;
 }
 
-Outcome GraphRows::Taking::lay_out_next() {
-    std::vector<int32_t> lengths;
+// After a short message few rows go: their slots are for the next tokens, and no other row moves. even: the layout that is wanted.
+bool GraphRows::Taking::may_stay(bool even) const {
+    constexpr size_t FEW = 128, SHARE = 4;
+    size_t           old = 0, kept = 0, gone = 0, heads = 0;
+    bool             masked = true;
     for (size_t l = 0; l < places.size(); l++) {
-        for (size_t h = 0; h < places[l].size(); h++) {
-            lengths.push_back((int32_t) (n_old(l, h) + job.kept[l][h].size()));
+        for (size_t h = 0; h < places[l].size(); h++, heads++) {
+            old += n_old(l, h);
+            kept += job.kept[l][h].size();
+            gone += (size_t) job.n_tokens - job.kept[l][h].size();
+        }
+        for (const Group & group : from.layers[l].groups) {
+            masked = masked && group.mask;
         }
     }
-    const bool same = std::adjacent_find(lengths.begin(), lengths.end(), std::not_equal_to<>()) == lengths.end();
-    next.even      = !job.dropping && !biased && same;
-    auto length     = lengths.begin();
+    return from.form == next.form && !job.dropping && even == from.even && (masked || !biased) && old > 0 &&
+           gone <= std::max(FEW * heads, (old + kept) / SHARE);
+}
+
+void GraphRows::Taking::lay_out_here() {
+    here = true;
+    for (size_t l = 0; l < places.size(); l++) {
+        next.layers[l].groups = from.layers[l].groups;
+        for (Group & group : next.layers[l].groups) {
+            for (size_t i = 0; i < group.heads.size(); i++) {
+                const int32_t head = group.heads[i];
+                group.used[i] -= job.n_tokens - (int32_t) job.kept[l][(size_t) head].size();
+                group.biases[i] = biased ? biases_of(l, head) : std::vector<float>();
+            }
+            group.stale = !from.even;
+        }
+        for (auto & of : places[l]) {
+            const auto pending = of.end() - job.n_tokens;
+            lifted[l].insert(lifted[l].end(), pending, of.end());
+            std::iota(pending, of.end(), (int32_t) lifted[l].size() - job.n_tokens);
+        }
+    }
+}
+
+Outcome GraphRows::Taking::lay_out_next() {
+    const auto all  = lengths();
+    const bool same = std::adjacent_find(all.begin(), all.end(), std::not_equal_to<>()) == all.end();
+    next.even       = !job.dropping && !biased && same;
+    if (may_stay(next.even)) {
+        lay_out_here();
+        return Outcome::done;
+    }
+    auto length = all.begin();
     for (size_t l = 0; l < places.size(); l++) {
         HeadRows rows;
         for (size_t h = 0; h < places[l].size(); h++) {
             rows.n.push_back(*length++);
             if (biased) {
-                rows.biases.push_back(old_biases(l, (int32_t) h));
-                rows.biases.back().insert(rows.biases.back().end(), stay[l][h].begin(), stay[l][h].end());
+                rows.biases.push_back(biases_of(l, (int32_t) h));
             }
         }
         if (!places[l].empty() && !next.lay_out(l, std::move(rows))) {
@@ -145,7 +186,7 @@ void GraphRows::Taking::make_bundles() {
         }
         const size_t i    = from.layers[l].on;
         uint64_t     size = 0;
-        for (const Group & group : next.layers[l].groups) {
+        for (const Group & group : here ? std::vector<Group>() : next.layers[l].groups) {
             const LayerShape & s    = (*from.shapes)[l];
             const size_t       mask = next.even ? 0 : group.heads.size() * sizeof(ggml_fp16_t);
             const size_t       k    = ggml_row_size(ggml_type_of(job.storage.k), s.d_k);
@@ -186,6 +227,9 @@ size_t GraphRows::Taking::work_bytes(size_t l) const {
 }
 
 T GraphRows::Taking::flat(ggml_context * c, size_t l, bool keys) const {
+    if (copies[l][keys ? 0 : 1]) {
+        return copies[l][keys ? 0 : 1];
+    }
     const auto & groups = from.layers[l].groups;
     const T      first  = keys ? groups[0].k : groups[0].v;
     if (groups.size() == 1) {
@@ -210,13 +254,13 @@ Outcome GraphRows::Taking::prepare(size_t l, Sketch & sketch) {
     if (const char * operation = kvedge::lacking(device, sketch.graph)) {
         return problem(Outcome::lacking, l, std::string("has no ") + operation);
     }
-    const bool room = from.devices[from.layers[l].on].worker.make_room(device, sketch.graph, from.n_threads);
+    const bool room = from.devices[from.layers[l].on].worker->make_room(device, sketch.graph, from.n_threads);
     return room ? Outcome::done : problem(Outcome::full, l, "has no memory to compress in");
 }
 
 Outcome GraphRows::Taking::compute(size_t l, Sketch & sketch) {
     rows.work.operations += operations_of(sketch.graph);
-    const bool good = from.devices[from.layers[l].on].worker.compute(sketch.graph);
+    const bool good = from.devices[from.layers[l].on].worker->compute(sketch.graph);
     return good ? Outcome::done : problem(Outcome::failed, l, "failed");
 }
 
@@ -246,16 +290,60 @@ void GraphRows::Taking::write_list(size_t l, const Group & group, int32_t * list
     }
 }
 
+// Where the pending rows of a layer are going to: each behind those before it, from copies, since some go where others are.
+// Slots behind them get a row that there is.
+void GraphRows::Taking::move_pending(size_t l, Bundle & bundle) {
+    ggml_context * c     = bundle.gather->context.get();
+    const T        index = ggml_new_tensor_1d(c, GGML_TYPE_I32, (int64_t) lifted[l].size());
+    bundle.parcel->send<int32_t>(index, [this, l](int32_t * to, int32_t) { std::copy(lifted[l].begin(), lifted[l].end(), to); });
+    std::array<T, 2> both;
+    copies[l] = {};
+    for (const bool keys : { true, false }) {
+        const T rows = flat(c, l, keys), out = ggml_get_rows(c, flat_as(c, rows, GGML_TYPE_I32), index);
+        bundle.gather->add(out);
+        both[keys ? 0 : 1] = flat_as(c, out, rows->type);
+    }
+    copies[l] = both;
+    for (const Group & group : next.layers[l].groups) {
+        const auto n    = (int64_t) group.heads.size() * job.n_tokens;
+        const T    some = ggml_new_tensor_1d(c, GGML_TYPE_I32, n), to = ggml_new_tensor_1d(c, GGML_TYPE_I64, n);
+        bundle.parcel->send<int32_t>(some, [this, l, &group](int32_t * out, int32_t) {
+            for (const int32_t h : group.heads) {
+                const auto &    kept = job.kept[l][(size_t) h];
+                const int32_t * rows = places[l][(size_t) h].data() + n_old(l, (size_t) h);
+                for (size_t t = 0; t < (size_t) job.n_tokens; t++) {
+                    *out++ = rows[kept[t < kept.size() ? t : 0]];
+                }
+            }
+        });
+        bundle.parcel->send<int64_t>(to, [this, l, &group](int64_t * out, int32_t) {
+            for (const int32_t h : group.heads) {
+                const auto rows = from.places_of(l, h);
+                out             = std::copy(rows.end() - job.n_tokens, rows.end(), out);
+            }
+        });
+        bundle.gather->add(ggml_set_rows(c, kvedge::flat(c, group.k), ggml_get_rows(c, both[0], some), to));
+        bundle.gather->add(ggml_set_rows(c, kvedge::flat(c, group.v), ggml_get_rows(c, both[1], some), to));
+    }
+}
+
 void GraphRows::Taking::sketch(Bundle & bundle) {
     size_t nodes[2] = { 0, 0 };
     for (const size_t l : bundle.layers) {
-        nodes[0] += 2 * flat_nodes(l) + 16 * next.layers[l].groups.size();
-        nodes[1] += job.rule ? merging.nodes(l) : 0;
+        nodes[0] += 2 * flat_nodes(l) + 16 * next.layers[l].groups.size() + (here ? 8 : 0);
+        nodes[here ? 0 : 1] += job.rule ? merging.nodes(l) : 0;
     }
     bundle.gather = std::make_unique<Sketch>(nodes[0]);
     bundle.merge  = nodes[1] > 0 ? std::make_unique<Sketch>(nodes[1]) : nullptr;
     ggml_context * c = bundle.gather->context.get();
     for (const size_t l : bundle.layers) {
+        if (here) {
+            move_pending(l, bundle);
+            if (job.rule) {
+                merging.add_up(l, *bundle.parcel, *bundle.gather);
+            }
+            continue;
+        }
         const T keys = flat(c, l, true), values = flat(c, l, false);
         for (const Group & group : next.layers[l].groups) {
             const T index = ggml_new_tensor_1d(c, GGML_TYPE_I32, (int64_t) group.slots * (int64_t) group.lists());
@@ -274,15 +362,16 @@ Outcome GraphRows::Taking::open(Bundle & bundle) {
     const size_t first = bundle.layers[0];
     size_t       n     = 0;
     for (const size_t l : bundle.layers) {
-        n += Room::TENSORS * next.layers[l].groups.size();
+        n += here ? 0 : Room::TENSORS * next.layers[l].groups.size();
     }
     bundle.held = std::make_shared<Tensors>(n);
     for (const size_t l : bundle.layers) {
-        for (Group & group : next.layers[l].groups) {
+        for (size_t g = 0; g < next.layers[l].groups.size() && !here; g++) {
+            Group & group = next.layers[l].groups[g];
             static_cast<Room &>(group) = next.room_for(l, group, group.slots, bundle.held);
         }
     }
-    if (bundle.held->allocate(from.layers[first].device)) {
+    if (here || bundle.held->allocate(from.layers[first].device)) {
         bundle.parcel = std::make_unique<Parcel>(from.layers[first].device);
         sketch(bundle);
     }
@@ -307,7 +396,7 @@ Outcome GraphRows::Taking::finish(Bundle & bundle) {
     if (outcome == Outcome::done && bundle.merge) {
         outcome = timed(*bundle.merge, rows.work.merge_us);
     }
-    if (outcome != Outcome::done) {
+    if (outcome != Outcome::done || here) {
         return outcome;
     }
     {
@@ -405,13 +494,15 @@ Outcome GraphRows::Taking::prepare_all() {
     return outcome;
 }
 
-Outcome GraphRows::Taking::replace_all() {
-    rows.queries.forget();  // till now the host could have gone on with it
-    for (size_t b = 0; b < bundles.size(); b++) {
-        const Outcome opened = bundles[b].held ? Outcome::done : open_some(b);
-        if (opened != Outcome::done || finish(bundles[b]) != Outcome::done) {
-            return Outcome::failed;
-        }
+void GraphRows::Taking::take_over() {
+    for (LayersOn & on : from.devices) {
+        on.worker->give_back_memory();
+    }
+    for (size_t l = 0; l < places.size() && here; l++) {
+        from.layers[l].groups = std::move(next.layers[l].groups);
+    }
+    if (here) {
+        return;  // its tensors are those that graphs know
     }
     next.plan_devices();
     from.form    = next.form;
@@ -420,6 +511,17 @@ Outcome GraphRows::Taking::replace_all() {
     from.even    = next.even;
     from.change();
     rows.inputs_.forget();
+}
+
+Outcome GraphRows::Taking::replace_all() {
+    rows.queries.forget();  // till now the host could have gone on with it
+    for (size_t b = 0; b < bundles.size(); b++) {
+        const Outcome opened = bundles[b].held ? Outcome::done : open_some(b);
+        if (opened != Outcome::done || finish(bundles[b]) != Outcome::done) {
+            return Outcome::failed;
+        }
+    }
+    take_over();
     if (job.out && biased) {
         job.out->resize(stay.size());
         for (size_t l = 0; l < stay.size(); l++) {

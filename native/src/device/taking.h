@@ -6,6 +6,7 @@
 #include "device/parcel.h"
 #include "primitives/merge.h"
 
+#include <array>
 #include <chrono>
 #include <cstdint>
 #include <memory>
@@ -79,7 +80,8 @@ struct GraphRows::Taking {
     const std::vector<float> * pending_biases(size_t layer, size_t head) const;  // NULL: there are none
     size_t  work_bytes(size_t layer) const;  // that a large result may take
 
-    // A layer's keys or values, one list after the other: [d, rows].
+    // A layer's keys or values, one list after the other: [d, rows]; once rows are to move within their buffers, copies of the
+    // pending ones.
     ggml_tensor * flat(ggml_context * context, size_t layer, bool keys) const;
     size_t        flat_nodes(size_t layer) const { return 4 * from.layers[layer].groups.size(); }
     size_t        n_old(size_t layer, size_t head) const;
@@ -95,13 +97,18 @@ struct GraphRows::Taking {
 
   private:
     static std::vector<ggml_backend_dev_t> devices_of(const Slots & of);
-    std::vector<float>                     old_biases(size_t layer, int32_t head) const;
+    std::vector<float>                     biases_of(size_t layer, int32_t head) const;
     uint64_t                               bytes_of(size_t layer) const;
     uint64_t                               bytes_on(size_t device) const;
 
     void    lay_out_sources();
+    std::vector<int32_t> lengths() const;
+    bool    may_stay(bool even) const;
+    void    lay_out_here();
     Outcome lay_out_next();
     void    make_bundles();
+    void    move_pending(size_t layer, Bundle & bundle);
+    void    take_over();
     void    write_list(size_t layer, const Group & group, int32_t * list) const;
     void    sketch(Bundle & bundle);
     Outcome check();
@@ -109,7 +116,10 @@ struct GraphRows::Taking {
     Outcome open_some(size_t bundle);
     Outcome finish(Bundle & bundle);
 
-    std::vector<Bundle> bundles;
+    std::vector<Bundle>               bundles;
+    bool                              here = false;  // the rows before the pending ones stay where they are
+    std::vector<std::vector<int32_t>> lifted;        // [layer] places of the pending rows in flat(), where they are to move
+    std::vector<std::array<ggml_tensor *, 2>> copies;  // [layer] of these: keys, values
 };
 
 // Adds the time of a scope.

@@ -8,6 +8,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <utility>
 #include <vector>
 
 namespace kvedge {
@@ -78,6 +79,22 @@ class Worker {
   private:
     std::unique_ptr<ggml_backend, FreeGgml> backend_;
     std::unique_ptr<ggml_gallocr, FreeGgml> memory_;
+};
+
+// Of each device the one that all sequences of a context use in turn.
+class Workers {
+  public:
+    std::shared_ptr<Worker> of(ggml_backend_dev_t device) {
+        for (const auto & [known, worker] : all_) {
+            if (known == device) {
+                return worker;
+            }
+        }
+        return all_.emplace_back(device, std::make_shared<Worker>()).second;
+    }
+
+  private:
+    std::vector<std::pair<ggml_backend_dev_t, std::shared_ptr<Worker>>> all_;
 };
 
 // Makes a view wait for a node that no operation reads, so that the node is in the graph, and run before what reads the view:

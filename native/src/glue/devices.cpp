@@ -143,7 +143,7 @@ bool Devices::to_device(SequenceState & state, bool prompt) {
     if (!needed_on_host(state)) {
         return false;
     }
-    auto device = std::make_shared<GraphRows>(layers_.shapes, layers_.places, form, stamps_);
+    auto device = std::make_shared<GraphRows>(layers_.shapes, layers_.places, form, stamps_, workers_);
     if (!device->load(state.seq->rows, context_.threads())) {
         return report_full(*device, state.seq->rows.n_tokens() + std::max(1, state.expected));
     }

@@ -63,6 +63,7 @@ class Devices {
     const Sequences & sequences_;
     bool              active_ = false;
     uint64_t          stamps_ = 0;  // of tensors on devices, of all sequences
+    std::shared_ptr<Workers> workers_ = std::make_shared<Workers>();
     std::vector<GraphRows::Signature>       wanted_graph_, built_graph_;
     std::vector<std::shared_ptr<GraphRows>> running_;  // of earlier ubatches, whose graphs may run still
 };
