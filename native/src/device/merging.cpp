@@ -1,17 +1,15 @@
 // Evicted rows that join kept ones on the device where both lie. One graph compares keys, the host decides as merge_rows does,
-// and another graph adds rows up. Of an evicted row, three numbers come to the host.
+// and another graph adds rows up (joins.cpp). Of an evicted row, three numbers come to the host.
 //
 // Most devices round what a product of matrices is made of to half precision: that is exact for rows in it, and enough for
-// others to find the nearest key, but for near ties. What is stored is added up number by number, in f32.
+// others to find the nearest key, but for near ties.
 
 #include "device/taking.h"
 
 #include "system/threads.h"
 
 #include <algorithm>
-#include <array>
 #include <cmath>
-#include <numeric>
 #include <utility>
 
 namespace kvedge {
@@ -66,7 +64,6 @@ struct GraphRows::Merging::Hunt {
 
 Outcome GraphRows::Merging::search() {
     joined.resize(of.places.size());
-    pieces.resize(of.places.size());
     std::vector<Hunt> hunts;
     size_t            entries = 0;
     Outcome           outcome = Outcome::done;
@@ -242,203 +239,6 @@ void GraphRows::Merging::decide(const Hunt & x, size_t h, const int32_t * target
     in.n_kept   = (int32_t) kept.size();
     in.bias     = biases ? biases->data() : nullptr;
     weigh_joins(in, rule, { to.target.data(), to.share.data(), to.self.data() }, rule.mass ? of.stay[x.layer][h].data() : nullptr);
-}
-
-// ---------------------------------------------------------------------------------------------------------
-// The sums
-
-// Sums of rows, each with factors: those of sum i are [first[i], first[i + 1]).
-struct GraphRows::Merging::Sums {
-    std::vector<int64_t> to;  // row of the new tensor
-    std::vector<size_t>  first = { 0 };
-    std::vector<int32_t> row;  // of the old one
-    std::vector<float>   factor;
-
-    size_t n(size_t i) const { return first[i + 1] - first[i]; }
-};
-
-namespace {
-
-constexpr size_t FAN = 8;  // rows of a sum
-
-size_t fans(size_t n) { return (n + FAN - 1) / FAN; }
-
-size_t levels_of(size_t n) {
-    size_t levels = 1;
-    for (; n > FAN; n = fans(n)) {
-        levels++;
-    }
-    return levels;
-}
-
-}  // namespace
-
-// What joins the kept rows of a head. places: of its pending rows; to: of the kept ones, in the new tensor.
-void GraphRows::Merging::collect(const Joins & x, const std::vector<int32_t> & kept, const int32_t * places, const int32_t * to,
-                                 Sums & out) const {
-    const int32_t       n_tokens = of.job.n_tokens;
-    std::vector<size_t> n(kept.size()), next(kept.size());
-    for (int32_t t = 0; t < n_tokens; t++) {
-        n[(size_t) std::max(x.target[t], 0)] += x.target[t] >= 0 ? 1 : 0;
-    }
-    size_t at = out.row.size();
-    for (size_t j = 0; j < kept.size(); j++) {
-        if (n[j] > 0) {
-            next[j] = at;
-            at += n[j] + 1;
-            out.to.push_back(to[j]);
-            out.first.push_back(at);
-        }
-    }
-    out.row.resize(at);
-    out.factor.resize(at);
-    const auto put = [&](size_t j, int32_t row, float factor) {
-        out.row[next[j]]      = places[row];
-        out.factor[next[j]++] = factor;
-    };
-    for (size_t j = 0; j < kept.size(); j++) {
-        if (n[j] > 0) {
-            put(j, kept[j], x.self[j]);
-        }
-    }
-    for (int32_t t = 0; t < n_tokens; t++) {
-        if (x.target[t] >= 0) {
-            put((size_t) x.target[t], t, x.share[t]);
-        }
-    }
-}
-
-// The sums of all[from, to), of which those of fewer levels come first.
-GraphRows::Merging::Piece GraphRows::Merging::piece_of(const Sums & sums, const std::vector<size_t> & all, size_t from, size_t to) {
-    struct List {
-        size_t  first, n;
-        int64_t to;
-    };
-    std::vector<List> lists, later;
-    for (size_t i = from; i < to; i++) {
-        lists.push_back({ sums.first[all[i]], sums.n(all[i]), sums.to[all[i]] });
-    }
-    Piece out;
-    for (bool old = true; !lists.empty(); old = false) {
-        Level  level;
-        size_t n = 0, at = 0;
-        for (const List & x : lists) {
-            n += fans(x.n);
-        }
-        level.n = (int32_t) n;
-        level.index.resize(FAN * n);
-        level.factor.resize(FAN * n);
-        later.clear();
-        for (const List & x : lists) {
-            const size_t own = fans(x.n);
-            for (size_t i = 0; i < own * FAN; i++) {
-                // what fills a sum up is one of its own rows, so that a NaN stays where it is
-                const size_t row = x.first + (i < x.n ? i : (own - 1) * FAN), to_at = i % FAN * n + at + i / FAN;
-                level.index[to_at]  = old ? sums.row[row] : (int32_t) row;
-                level.factor[to_at] = i >= x.n ? 0.0f : old ? sums.factor[row] : 1.0f;
-            }
-            if (own == 1) {
-                level.ready.push_back(x.to);
-            } else {
-                later.push_back({ at, own, x.to });
-            }
-            at += own;
-        }
-        out.push_back(std::move(level));
-        lists.swap(later);
-    }
-    return out;
-}
-
-void GraphRows::Merging::plan(size_t l) {
-    const LayerShape & shape = (*of.from.shapes)[l];
-    for (const Group & group : of.next.layers[l].groups) {
-        Sums sums;
-        for (const int32_t h : group.heads) {
-            Joined &     x   = joined[l][(size_t) h];
-            const size_t old = of.n_old(l, (size_t) h);
-            collect({ x.target.data(), x.share.data(), x.self.data() }, of.job.kept[l][(size_t) h],
-                    of.places[l][(size_t) h].data() + old, of.next.places_of(l, h).data() + old, sums);
-            x = Joined();
-        }
-        std::vector<size_t> order(sums.to.size());
-        std::iota(order.begin(), order.end(), (size_t) 0);
-        std::stable_sort(order.begin(), order.end(), [&](size_t a, size_t b) { return levels_of(sums.n(a)) < levels_of(sums.n(b)); });
-        // a matrix of products lies beside what it is made of, these rows alone
-        const size_t most = 2 * of.work_bytes(l) / (sizeof(float) * FAN * (size_t) std::max(shape.d_k, shape.d_v));
-        pieces[l].emplace_back();
-        for (size_t first = 0, end = 0; first < order.size(); first = end) {
-            size_t n = 0;
-            do {
-                n += fans(sums.n(order[end++]));
-            } while (end < order.size() && n + fans(sums.n(order[end])) <= most);
-            pieces[l].back().push_back(piece_of(sums, order, first, end));
-        }
-    }
-}
-
-size_t GraphRows::Merging::nodes(size_t l) {
-    size_t n = 0;
-    for (const auto & group : pieces[l]) {
-        for (const Piece & piece : group) {
-            n += 2 * 20 * piece.size();
-        }
-    }
-    return n > 0 ? n + 2 * of.flat_nodes(l) + 2 * pieces[l].size() : 0;
-}
-
-namespace {
-
-template <class X> T sent(ggml_context * c, Parcel & parcel, ggml_type type, const std::vector<X> & x, int64_t ne0, int64_t ne1) {
-    const T out = ggml_new_tensor_2d(c, type, ne0, ne1);
-    parcel.send<X>(out, [&x](X * to, int32_t) { std::copy(x.begin(), x.end(), to); });
-    return out;
-}
-
-// Rows of a source, FAN to a sum: index [FAN * n], factor [1, FAN * n]. The result is [d, n].
-T sum(ggml_context * c, T source, T index, T factor) {
-    const int64_t d = source->ne[0], n = index->ne[0] / (int64_t) FAN;
-    T             all = ggml_mul(c, ggml_get_rows(c, source, index), factor);
-    for (int64_t half = (int64_t) FAN / 2; half > 0; half /= 2) {
-        const auto part = [&](int64_t first) {
-            return ggml_view_2d(c, all, d, half * n, all->nb[1], (size_t) (first * n) * all->nb[1]);
-        };
-        all = ggml_add_inplace(c, part(0), part(half));
-    }
-    return all;
-}
-
-}  // namespace
-
-void GraphRows::Merging::add_up(size_t l, Parcel & parcel, Sketch & sketch) const {
-    ggml_context * c = sketch.context.get();
-    if (std::all_of(pieces[l].begin(), pieces[l].end(), [](const auto & group) { return group.empty(); })) {
-        return;
-    }
-    const T keys = of.flat(c, l, true), values = of.flat(c, l, false);
-    for (size_t g = 0; g < pieces[l].size(); g++) {
-        const Group & group = of.next.layers[l].groups[g];
-        const T       to_k = kvedge::flat(c, group.k), to_v = kvedge::flat(c, group.v);
-        for (const Piece & piece : pieces[l][g]) {
-            std::vector<std::array<T, 3>> lists;
-            for (const Level & level : piece) {
-                const auto n = (int64_t) level.ready.size(), rows = (int64_t) level.index.size();
-                lists.push_back({ sent(c, parcel, GGML_TYPE_I32, level.index, rows, 1),
-                                  sent(c, parcel, GGML_TYPE_F32, level.factor, 1, rows),
-                                  n > 0 ? sent(c, parcel, GGML_TYPE_I64, level.ready, n, 1) : nullptr });
-            }
-            for (const bool of_keys : { true, false }) {
-                T x = of_keys ? keys : values;
-                for (const auto & [index, factor, ready] : lists) {
-                    x = sum(c, x, index, factor);
-                    if (ready) {
-                        const T done = ggml_view_2d(c, x, x->ne[0], ready->ne[0], x->nb[1], 0);
-                        sketch.add(ggml_set_rows(c, of_keys ? to_k : to_v, done, ready));
-                    }
-                }
-            }
-        }
-    }
 }
 
 }  // namespace kvedge

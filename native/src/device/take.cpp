@@ -482,7 +482,7 @@ Outcome GraphRows::Taking::prepare_all() {
     }
     if (job.rule) {
         const Timer timer(rows.work.merge_us);
-        parallel_for(from.n_threads, (int32_t) places.size(), [&](int32_t l, int32_t) { merging.plan((size_t) l); });
+        merging.plan();
     }
     make_bundles();
     std::vector<uint8_t> any(from.devices.size());

@@ -34,27 +34,40 @@ struct GraphRows::Merging {
     explicit Merging(Taking & of) : of(of) {}
 
     Outcome search();            // what joins what, and the biases of the rows that stay
-    void    plan(size_t layer);  // the sums, where `next` is laid out
-    size_t  nodes(size_t layer);
+    void    plan();    // the sums, where `next` is laid out
+    size_t  nodes(size_t layer) const;
     void    add_up(size_t layer, Parcel & parcel, Sketch & sketch) const;  // this must outlive the parcel
 
   private:
     struct Hunt;
     struct Found;
     struct Sums;
+    // Of a group's heads, how many sums and how many members lie before each, and all.
+    struct Lists {
+        std::vector<size_t> sums = { 0 }, members = { 0 };
+
+        size_t n() const { return sums.back(); }
+        size_t size() const { return 2 * (n() + 1 + members.back()); }  // numbers
+    };
+
     Outcome search_some(std::vector<Hunt> & hunts);
     void    compare(const Hunt & hunt, ggml_tensor * less, const Found & found, Parcel & lists, Sketch & sketch) const;
     void    write_kept(const Hunt & hunt, size_t head, int32_t * to) const;
     void    write_evicted(const Hunt & hunt, size_t head, int32_t * to) const;
     void    decide(const Hunt & hunt, size_t head, const int32_t * target, const float * values);
-    void    collect(const Joins & joins, const std::vector<int32_t> & kept, const int32_t * places, const int32_t * to,
-                    Sums & out) const;
+    Lists   count(size_t layer, const Group & group) const;
+    void    write_lists(size_t layer, const Group & group, const Lists & lists, size_t head, int32_t * all) const;
+    bool    has_own(size_t layer) const;  // the device has OWN_JOINS
+    void    add_up_own(size_t layer, Parcel & parcel, Sketch & sketch) const;
+    void    divide(size_t layer);  // makes pieces
+    void    add_up_pieces(size_t layer, Parcel & parcel, Sketch & sketch) const;
     static Piece         piece_of(const Sums & sums, const std::vector<size_t> & all, size_t from, size_t to);
     template <class F> void each_head(const std::vector<Hunt> & hunts, const F & visit) const;
 
     Taking &                                     of;
     std::vector<std::vector<Joined>>             joined;  // [layer][head]
-    std::vector<std::vector<std::vector<Piece>>> pieces;  // [layer][group of the new layout]
+    std::vector<std::vector<Lists>>              lists;   // [layer][group of the new layout]
+    std::vector<std::vector<std::vector<Piece>>> pieces;  // likewise; none of a layer that has OWN_JOINS
 };
 
 struct GraphRows::Taking {

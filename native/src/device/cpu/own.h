@@ -9,3 +9,4 @@
 
 void kvedge_cpu_ragged(const ggml_compute_params * params, ggml_tensor * dst);
 void kvedge_cpu_nearest(const ggml_compute_params * params, ggml_tensor * dst);
+void kvedge_cpu_joins(const ggml_compute_params * params, ggml_tensor * dst);

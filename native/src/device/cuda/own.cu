@@ -8,6 +8,7 @@ static bool compute(ggml_backend_cuda_context * ctx, const ggml_tensor * dst) {
     switch (dst->op_params[OWN_KIND]) {
         case OWN_RAGGED: return kvedge_cuda_ragged(ctx, dst);
         case OWN_NEAREST: return kvedge_cuda_nearest(ctx, dst);
+        case OWN_JOINS: return kvedge_cuda_joins(ctx, dst);
         default: return false;
     }
 }

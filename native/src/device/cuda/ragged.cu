@@ -14,6 +14,7 @@
 // so that a CUDA graph serves all tokens. Where more than 4 query heads share a KV head they are cut into bundles of 4 or fewer,
 // each of which reads the rows: from the cache, but for the first one.
 
+#include "eight.cuh"
 #include "own.cuh"
 
 namespace {
@@ -41,36 +42,6 @@ struct Job {
     int           span;                      // entries of a span
     float         scale, softcap;
 };
-
-// Eight neighbours of a row.
-template <typename T> struct Eight {
-    uint4 words[sizeof(T) / 2];
-};
-
-__device__ __forceinline__ void widen(const Eight<half> & x, float (&out)[8]) {
-    const half2 * pairs = (const half2 *) x.words;
-#pragma unroll
-    for (int i = 0; i < 4; i++) {
-        const float2 two = __half22float2(pairs[i]);
-        out[2 * i] = two.x, out[2 * i + 1] = two.y;
-    }
-}
-
-__device__ __forceinline__ void widen(const Eight<nv_bfloat16> & x, float (&out)[8]) {
-    const unsigned * pairs = (const unsigned *) x.words;
-#pragma unroll
-    for (int i = 0; i < 4; i++) {
-        out[2 * i] = __uint_as_float(pairs[i] << 16), out[2 * i + 1] = __uint_as_float(pairs[i] & 0xffff0000u);
-    }
-}
-
-__device__ __forceinline__ void widen(const Eight<float> & x, float (&out)[8]) {
-    const float * all = (const float *) x.words;
-#pragma unroll
-    for (int i = 0; i < 8; i++) {
-        out[i] = all[i];
-    }
-}
 
 // By exponentials: fast math makes tanhf an approximation of 11 bits.
 __device__ __forceinline__ float tanh_of(float x) { return 1.0f - 2.0f / (1.0f + exp2f(2.0f * LOG2E * x)); }
