@@ -85,8 +85,9 @@ struct Group : Room {
     void                 write_mask() const;                              // what every head may look at so far, to the device
 };
 
-// Tokens that a region always has room for: a buffer that grows has a graph made anew.
-constexpr int32_t REGION_ROOM = 32;
+// Tokens that a region always has room for: a layer whose regions grow gets new buffers, and a graph is made anew. As many as a list
+// of even rows has on average, which is rounded up to 256.
+constexpr int32_t REGION_ROOM = 128;
 
 // The rows that the heads of a layer are about to hold.
 struct HeadRows {
