@@ -30,18 +30,6 @@ constexpr size_t STEP        = 64;       // numbers of 4 bytes: where lists begi
 
 size_t stepped(size_t n) { return (n + STEP - 1) / STEP * STEP; }
 
-// visit(i, t) for the i-th pending row that is not kept, which is row t.
-template <class F> void each_evicted(const std::vector<int32_t> & kept, int32_t n_tokens, const F & visit) {
-    size_t next = 0, i = 0;
-    for (int32_t t = 0; t < n_tokens; t++) {
-        if (next < kept.size() && kept[next] == t) {
-            next++;
-        } else {
-            visit(i++, t);
-        }
-    }
-}
-
 }  // namespace
 
 // ---------------------------------------------------------------------------------------------------------
@@ -67,6 +55,7 @@ Outcome GraphRows::Merging::search() {
     std::vector<Hunt> hunts;
     size_t            entries = 0;
     Outcome           outcome = Outcome::done;
+    std::vector<std::vector<size_t>> own(of.from.devices.size());  // layers of each device that search by an operation of our own
     const auto        flush   = [&] {
         outcome = outcome == Outcome::done && !hunts.empty() ? search_some(hunts) : outcome;
         hunts.clear();
@@ -79,10 +68,15 @@ Outcome GraphRows::Merging::search() {
             const size_t n = of.job.kept[l][h].size();
             hunt.n_kept    = std::max(hunt.n_kept, n);
             hunt.n_evicted = std::max(hunt.n_evicted, (size_t) of.job.n_tokens - n);
-            const auto all = (size_t) of.job.n_tokens;
-            joined[l][h]   = { std::vector<int32_t>(all, -1), std::vector<float>(all), std::vector<float>(n) };
+        }
+        for (size_t h = 0; h < hunt.heads && hunt.n_evicted == 0; h++) {
+            make_joined(l, h);
         }
         if (hunt.n_evicted == 0) {
+            continue;
+        }
+        if (has_own_search(l)) {
+            own[of.from.layers[l].on].push_back(l);
             continue;
         }
         const size_t fits = of.work_bytes(l) / (sizeof(float) * hunt.n_kept * hunt.heads) / STEP * STEP;
@@ -96,6 +90,9 @@ Outcome GraphRows::Merging::search() {
         hunts.push_back(hunt);
     }
     flush();
+    for (const auto & layers : own) {
+        outcome = outcome == Outcome::done && !layers.empty() ? search_own(layers) : outcome;
+    }
     return outcome;
 }
 
@@ -224,6 +221,7 @@ void GraphRows::Merging::decide(const Hunt & x, size_t h, const int32_t * target
     const auto &      kept = of.job.kept[x.layer][h];
     const MergeRule & rule = *of.job.rule;
     Joined &          to   = joined[x.layer][h];
+    make_joined(x.layer, h);
     each_evicted(kept, of.job.n_tokens, [&](size_t i, int32_t t) {
         const size_t at    = x.place(h, i);
         const float  score = values[at], own = values[x.entries() + at];
@@ -232,13 +230,7 @@ void GraphRows::Merging::decide(const Hunt & x, size_t h, const int32_t * target
         to.target[(size_t) t] = !found || !known ? -1 : target[at] < (int32_t) kept.size() ? target[at] : 0;
         to.share[(size_t) t]  = rule.reach > 0.0f ? 1.0f : score / std::sqrt(own);
     });
-    const auto * biases = of.pending_biases(x.layer, h);
-    ReduceInput  in{};
-    in.n_tokens = of.job.n_tokens;
-    in.kept     = kept.data();
-    in.n_kept   = (int32_t) kept.size();
-    in.bias     = biases ? biases->data() : nullptr;
-    weigh_joins(in, rule, { to.target.data(), to.share.data(), to.self.data() }, rule.mass ? of.stay[x.layer][h].data() : nullptr);
+    weigh(x.layer, h);
 }
 
 }  // namespace kvedge

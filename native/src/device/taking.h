@@ -53,6 +53,10 @@ struct GraphRows::Merging {
     Outcome search_some(std::vector<Hunt> & hunts);
     void    compare(const Hunt & hunt, ggml_tensor * less, const Found & found, Parcel & lists, Sketch & sketch) const;
     void    write_kept(const Hunt & hunt, size_t head, int32_t * to) const;
+    bool    has_own_search(size_t layer) const;  // the device has OWN_NEAREST (nearest.cpp)
+    Outcome search_own(const std::vector<size_t> & layers);
+    void    make_joined(size_t layer, size_t head);
+    void    weigh(size_t layer, size_t head);  // where targets and similarities are known
     void    write_evicted(const Hunt & hunt, size_t head, int32_t * to) const;
     void    decide(const Hunt & hunt, size_t head, const int32_t * target, const float * values);
     Lists   count(size_t layer, const Group & group) const;
@@ -134,6 +138,21 @@ struct GraphRows::Taking {
     std::vector<std::vector<int32_t>> lifted;        // [layer] places of the pending rows in flat(), where they are to move
     std::vector<std::array<ggml_tensor *, 2>> copies;  // [layer] of these: keys, values
 };
+
+// visit(i, t) for the i-th pending row that is not kept, which is row t.
+template <class F> void each_evicted(const std::vector<int32_t> & kept, int32_t n_tokens, const F & visit) {
+    size_t  i = 0;
+    int32_t t = 0;
+    for (const int32_t next : kept) {
+        for (; t < next; t++) {
+            visit(i++, t);
+        }
+        t++;
+    }
+    for (; t < n_tokens; t++) {
+        visit(i++, t);
+    }
+}
 
 // Adds the time of a scope.
 class Timer {

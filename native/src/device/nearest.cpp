@@ -1,0 +1,163 @@
+// The search for the nearest kept keys by an operation of our own (OWN_NEAREST), where the device has it: all layers of a device
+// in one graph. Kept rows go to the device, and of each evicted row its target comes back, by angle with their similarity.
+
+#include "device/own.h"
+#include "device/taking.h"
+
+#include "system/threads.h"
+
+#include <algorithm>
+#include <cstring>
+#include <numeric>
+#include <utility>
+
+namespace kvedge {
+
+using T       = ggml_tensor *;
+using Outcome = AwayRows::Outcome;
+
+namespace {
+
+T nearest(ggml_context * c, T keys, T kept, T heads, int64_t entries, float reach) {
+    T out       = ggml_new_tensor_2d(c, GGML_TYPE_I32, entries, reach > 0.0f ? 1 : 2);
+    out->op     = GGML_OP_FLASH_ATTN_EXT;
+    out->src[0] = out->src[1] = out->src[2] = keys;
+    out->src[3] = kept;
+    out->src[5] = heads;
+    out->op_params[OWN_KIND] = OWN_NEAREST;
+    std::memcpy(out->op_params + OWN_KIND + 1, &reach, sizeof(reach));
+    return out;
+}
+
+// The operation for a layer's heads, those that keep the most rows first: a device takes the longest for them.
+struct Search {
+    size_t               layer;
+    std::vector<int32_t> heads;  // [H][NEAREST_HEAD], in the order of `order`
+    std::vector<size_t>  order;
+    int32_t              n_kept = 0, entries = 0;
+    T                    out = nullptr;
+
+    const int32_t * head(size_t i) const { return heads.data() + i * NEAREST_HEAD; }
+};
+
+// first: slots of the heads' first pending rows
+Search search_of(size_t layer, const std::vector<std::vector<int32_t>> & kept, int32_t n_tokens, const std::vector<int32_t> & first) {
+    Search x;
+    x.layer = layer;
+    x.order.resize(kept.size());
+    std::iota(x.order.begin(), x.order.end(), (size_t) 0);
+    std::stable_sort(x.order.begin(), x.order.end(), [&](size_t a, size_t b) { return kept[a].size() > kept[b].size(); });
+    for (const size_t h : x.order) {
+        const auto n = (int32_t) kept[h].size();
+        x.heads.insert(x.heads.end(), { first[h], x.n_kept, n, x.entries, n_tokens - n });
+        x.n_kept += n;
+        x.entries += (n_tokens - n + NEAREST_TILE - 1) / NEAREST_TILE * NEAREST_TILE;
+    }
+    return x;
+}
+
+}  // namespace
+
+bool GraphRows::Merging::has_own_search(size_t l) const {
+    const DeviceLayer & layer = of.from.layers[l];
+    if (!ggml_backend_reg_get_proc_address(ggml_backend_dev_backend_reg(layer.device), "kvedge_ragged_attention")) {
+        return false;
+    }
+    for (size_t h = 0; h < of.places[l].size(); h++) {  // where rows were dropped, new ones may lie in their slots
+        size_t at = 0;
+        if (of.from.group_of(l, (int32_t) h, at).ordered) {
+            const auto & all = of.places[l][h];
+            const auto   gap = std::adjacent_find(all.end() - of.job.n_tokens, all.end(), [](int32_t a, int32_t b) { return b != a + 1; });
+            if (gap != all.end()) {
+                return false;
+            }
+        }
+    }
+    const GgmlContext context = make_context((4 + of.flat_nodes(l)) * ggml_tensor_overhead());
+    ggml_context *    c       = context.get();
+    const T           list = ggml_new_tensor_1d(c, GGML_TYPE_I32, 1), heads = ggml_new_tensor_2d(c, GGML_TYPE_I32, NEAREST_HEAD, 1);
+    const T           keys = of.flat(c, l, true);
+    const bool        half = keys->type == GGML_TYPE_F16 || keys->type == GGML_TYPE_BF16;
+    return half && ggml_backend_dev_supports_op(layer.device, nearest(c, keys, list, heads, NEAREST_TILE, of.job.rule->reach));
+}
+
+// Of layers of one device.
+Outcome GraphRows::Merging::search_own(const std::vector<size_t> & layers) {
+    const float         reach = of.job.rule->reach;
+    std::vector<Search> all;
+    Parcel              parcel(of.from.layers[layers[0]].device);
+    size_t              nodes = 0;
+    for (const size_t l : layers) {
+        std::vector<int32_t> first;
+        for (size_t h = 0; h < of.places[l].size(); h++) {
+            first.push_back(of.places[l][h][of.n_old(l, h)]);
+        }
+        all.push_back(search_of(l, of.job.kept[l], of.job.n_tokens, first));
+        nodes += 4 + of.flat_nodes(l);
+    }
+    Sketch         sketch(nodes);
+    ggml_context * c = sketch.context.get();
+    for (Search & x : all) {
+        const T kept = ggml_new_tensor_1d(c, GGML_TYPE_I32, x.n_kept), heads = ggml_new_tensor_2d(c, GGML_TYPE_I32, NEAREST_HEAD, (int64_t) x.order.size());
+        parcel.send<int32_t>(heads, [&x](int32_t * to, int32_t) { std::copy(x.heads.begin(), x.heads.end(), to); });
+        parcel.send<int32_t>(kept, [this, &x](int32_t * to, int32_t i) {
+            const int32_t * head = x.head((size_t) i);
+            const auto &    rows = of.job.kept[x.layer][x.order[(size_t) i]];
+            std::transform(rows.begin(), rows.end(), to + head[NEAREST_KEPT_AT], [&](int32_t row) { return head[NEAREST_FIRST] + row; });
+        }, (int32_t) x.order.size());
+        x.out = nearest(c, of.flat(c, x.layer, true), kept, heads, x.entries, reach);
+        parcel.fetch(x.out);
+        sketch.add(x.out);
+    }
+    if (!parcel.allocate()) {
+        return of.problem(Outcome::full, layers[0], "has no memory to merge rows in");
+    }
+    of.upload(parcel);
+    Outcome outcome = of.prepare(layers[0], sketch);
+    outcome         = outcome == Outcome::done ? of.compute(layers[0], sketch) : outcome;
+    if (outcome != Outcome::done) {
+        return outcome;
+    }
+    parcel.download();
+    of.rows.work.to_host += parcel.fetched_bytes();
+    std::vector<std::pair<const Search *, size_t>> parts;
+    for (const Search & x : all) {
+        for (size_t i = 0; i < x.order.size(); i++) {
+            parts.emplace_back(&x, i);
+        }
+    }
+    parallel_for(of.from.n_threads, (int32_t) parts.size(), [&](int32_t p, int32_t) {
+        const auto & [x, i] = parts[(size_t) p];
+        const size_t    h       = x->order[i];
+        const float *   shares  = parcel.values(x->out) + x->head(i)[NEAREST_AT] + x->entries;
+        const int32_t * targets = (const int32_t *) parcel.values(x->out) + x->head(i)[NEAREST_AT];
+        make_joined(x->layer, h);
+        Joined & to = joined[x->layer][h];
+        each_evicted(of.job.kept[x->layer][h], of.job.n_tokens, [&, targets = targets](size_t at, int32_t t) {
+            to.target[(size_t) t] = targets[at];
+            to.share[(size_t) t]  = reach > 0.0f ? 1.0f : shares[at];
+        });
+        weigh(x->layer, h);
+    });
+    return outcome;
+}
+
+void GraphRows::Merging::make_joined(size_t l, size_t h) {
+    const auto all = (size_t) of.job.n_tokens;
+    joined[l][h]   = { std::vector<int32_t>(all, -1), std::vector<float>(all), std::vector<float>(of.job.kept[l][h].size()) };
+}
+
+void GraphRows::Merging::weigh(size_t l, size_t h) {
+    const auto &      kept   = of.job.kept[l][h];
+    const MergeRule & rule   = *of.job.rule;
+    const auto *      biases = of.pending_biases(l, h);
+    Joined &          to     = joined[l][h];
+    ReduceInput       in{};
+    in.n_tokens = of.job.n_tokens;
+    in.kept     = kept.data();
+    in.n_kept   = (int32_t) kept.size();
+    in.bias     = biases ? biases->data() : nullptr;
+    weigh_joins(in, rule, { to.target.data(), to.share.data(), to.self.data() }, rule.mass ? of.stay[l][h].data() : nullptr);
+}
+
+}  // namespace kvedge
