@@ -64,18 +64,21 @@ void time_calls(ggml_backend_dev_t device) {
     if (!held.allocate(device)) {
         return;
     }
-    Sketch one(8), many(2 * SMALL);
-    one.add(product(one.context.get(), a, b));
-    for (int64_t i = 0; i < SMALL; i++) {
-        many.add(ggml_scale(many.context.get(), ggml_view_1d(many.context.get(), a, D, 0), 2.0f));
-    }
+    const auto compute = [&](Worker & worker, int64_t n, bool multiplies) {
+        Sketch         sketch((size_t) (2 * n));
+        ggml_context * c = sketch.context.get();
+        for (int64_t i = 0; i < n; i++) {
+            sketch.add(multiplies ? product(c, a, b) : ggml_scale(c, ggml_view_1d(c, a, D, 0), 2.0f));
+        }
+        (void) (worker.make_room(device, sketch.graph, 1) && worker.compute(sketch.graph));
+    };
     Worker kept;
     print("a product, by a new backend", [&] {
         Worker worker;
-        (void) (worker.make_room(device, one.graph, 1) && worker.compute(one.graph));
+        compute(worker, 1, true);
     });
-    print("a product, by one that stays", [&] { (void) (kept.make_room(device, one.graph, 1) && kept.compute(one.graph)); });
-    print("300 small operations", [&] { (void) (kept.make_room(device, many.graph, 1) && kept.compute(many.graph)); });
+    print("a product, by one that stays", [&] { compute(kept, 1, true); });
+    print("300 small operations", [&] { compute(kept, SMALL, false); });
     for (const size_t mib : { 1, 16, 64, 256 }) {
         std::unique_ptr<Tensors> some;
         char                     what[64];
@@ -159,6 +162,7 @@ int main(int argc, char ** argv) {
     if (!device) {
         return 1;
     }
+    std::setvbuf(stdout, nullptr, _IOLBF, 0);
     time_calls(device);
     std::vector<LayerShape> shapes;
     for (size_t l = 0; l < layers; l++) {
