@@ -17,7 +17,7 @@ Cell = tuple[int, int, int]  # page, row and column
 
 @dataclass(frozen=True)
 class Question:
-    """`sources`: the cell that each character of the answer is read from; None: it is not read from a page."""
+    """`sources`: the cell where each character of the answer becomes known; None: it is not read from a page."""
 
     task: str
     text: str
@@ -81,10 +81,11 @@ def ask_which_line(rng: np.random.Generator, pages: Sequence[Page], k: int) -> Q
     row = _pick(rng, pages[k], "text")
     if row is None:
         return None
-    word = row.parts[int(rng.integers(1, 4))].text
-    if sum(part.text == word for other in pages[k].rows for part in other.parts) > 1:
+    word = row.parts[int(rng.integers(1, 4))]
+    if sum(part.text == word.text for other in pages[k].rows for part in other.parts) > 1:
         return None
-    return Question("which-line", _text("which-line", pages, k, word), row.key.text, tuple(_cells(k, row.key)))
+    # the word is what can be found; its number is known there
+    return Question("which-line", _text("which-line", pages, k, word.text), row.key.text, tuple(_cells(k, word)[:1]))
 
 
 def ask_colour(rng: np.random.Generator, pages: Sequence[Page], k: int) -> Question | None:
