@@ -47,10 +47,12 @@ def main() -> int:
     parser.add_argument("--samples", type=int, default=50, help="of each task (default %(default)s)")
     parser.add_argument("--images", type=int, default=4, help="images of the needle tasks (default %(default)s)")
     args = parser.parse_args()
+    from demo.checkpoint import load_learner
     from demo.evaluate import generate
-    from demo.train_text import load_learner, load_tower
+    from demo.train_text import load_tower, make_learner
 
-    learner, tower, table = load_learner(args.out, 1), load_tower(args.out), {}
+    tower, table = load_tower(args.out), {}
+    learner = load_learner(args.out, make_learner(1, tower))
     for task in TASKS:
         turns = [evalset.samples(task, 1, args.images, second) for second in (False, True)]
         chosen = [sample for drawn in turns for sample in islice(drawn, args.samples // 2)]

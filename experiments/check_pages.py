@@ -72,10 +72,12 @@ def main() -> int:
     parser.add_argument("--samples", type=int, default=5, help="of each task and turn (default %(default)s)")
     parser.add_argument("--pages", type=int, default=3, help="of each sample (default %(default)s)")
     args = parser.parse_args()
+    from demo.checkpoint import load_learner
     from pages.evaluate import logits, sample_row
-    from pages.train_text import load_learner, load_tower
+    from pages.train_text import load_tower, make_learner
 
-    learner, tower, stored = load_learner(args.out, 1), load_tower(args.out), Stored(args.model, args.mmproj)
+    tower, stored = load_tower(args.out), Stored(args.model, args.mmproj)
+    learner = load_learner(args.out, make_learner(1, tower))
     table = {}
     for task in TASKS:
         tokens, best, largest = True, [], 0.0

@@ -16,10 +16,10 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
-from demo.checkpoint import Log
+from demo.checkpoint import Log, load_learner
 from demo.convert import convert
 from demo.evaluate import accuracy
-from demo.train_text import Plan, load_learner, load_tower, train_text
+from demo.train_text import Plan, load_tower, make_learner, train_text
 from demo.train_vision import train_vision
 from demo.workers import in_workers
 
@@ -56,8 +56,9 @@ def main() -> int:
     for kind in ("q8_0", "f16"):
         for path in convert(args.out, args.out, kind, args.seed):
             log(f"wrote {path.name}: {path.stat().st_size} bytes")
-    learner = load_learner(args.out, args.seed)
-    table = accuracy(learner, load_tower(args.out), args.samples, args.images)
+    tower = load_tower(args.out)
+    learner = load_learner(args.out, make_learner(args.seed, tower))
+    table = accuracy(learner, tower, args.samples, args.images)
     log(json.dumps(table))
     print(json.dumps(table, indent=1))
     return 0

@@ -17,11 +17,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 import torch.distributed as dist
-from demo.checkpoint import Log
+from demo.checkpoint import Log, load_learner
 from demo.workers import in_workers
 from pages.convert import convert
 from pages.evaluate import accuracy
-from pages.train_text import Plan, load_learner, load_tower, train_text
+from pages.train_text import Plan, load_tower, make_learner, train_text
 from pages.train_vision import train_vision
 
 
@@ -56,7 +56,8 @@ def main() -> int:
     for kind in ("q8_0", "f16"):
         for path in convert(args.out, args.out, kind, args.seed):
             log(f"wrote {path.name}: {path.stat().st_size} bytes")
-    table = accuracy(load_learner(args.out, args.seed), load_tower(args.out), args.samples)
+    tower = load_tower(args.out)
+    table = accuracy(load_learner(args.out, make_learner(args.seed, tower)), tower, args.samples)
     log(json.dumps(table))
     print(json.dumps(table, indent=1))
     return 0

@@ -15,7 +15,7 @@ from PIL import Image
 import pykvedge
 from kvedge_lab.eval.measure import PROMPT, Cell
 from kvedge_lab.progress import Steps
-from kvedge_lab.tune import certificate, choice, figures, material, pages
+from kvedge_lab.tune import certificate, choice, figures, material, sheets
 from kvedge_lab.tune.race import Kept, Race
 from pykvedge.errors import CancelledError, ProfileError, UsageError
 from pykvedge.models import profiles, tuned
@@ -169,10 +169,10 @@ def test_answers_that_say_nothing_promise_nothing(home):
 
 def test_pictures_of_a_folder(tmp_path, monkeypatch):
     for i in range(30):
-        pages.draw(tmp_path / f"{i}.png", 0, i)
+        sheets.draw(tmp_path / f"{i}.png", 0, i)
     again = tmp_path / "again"
     again.mkdir()
-    pages.draw(again / "0.png", 0, 0)
+    sheets.draw(again / "0.png", 0, 0)
     assert Image.open(again / "0.png").tobytes() == Image.open(tmp_path / "0.png").tobytes()
     (tmp_path / "bad.png").write_bytes(b"no picture")
     shutil.rmtree(again)

@@ -18,7 +18,7 @@ from kvedge_lab.demo_tasks import evalset
 from kvedge_lab.demo_tasks.scenes import Scene
 from kvedge_lab.eval.files import read_text
 from kvedge_lab.eval.tasks import Line, Sample
-from kvedge_lab.tune import pages
+from kvedge_lab.tune import sheets
 from pykvedge.errors import ImageError, SaveError, UsageError
 from pykvedge.models.images import picture_size
 
@@ -64,7 +64,7 @@ def drawn_pages(seed: int, questions: Sequence[str], folder: Path) -> Material:
             files = {folder / f"page-{seed}-{page}.png": page for page in islice(number, 3 if several else 1)}
             try:
                 for file, page in files.items():
-                    pages.draw(file, seed, page)
+                    sheets.draw(file, seed, page)
             except OSError as error:
                 raise SaveError(f"{folder} cannot be written: {error.strerror or error}") from None
             asked = _some(questions, seed, n) or (SEVERAL if several else ALONE)

@@ -5,9 +5,12 @@ from __future__ import annotations
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
+from torch import nn
+
+Learner = TypeVar("Learner", bound=nn.Module)
 
 
 class Log:
@@ -50,3 +53,9 @@ def load_checkpoint(path: Path, parts: dict[str, Any]) -> int:
     for name, part in parts.items():
         part.load_state_dict(state[name])
     return int(state["step"])
+
+
+def load_learner(folder: Path, learner: Learner) -> Learner:
+    """Fill a new learner with the trained weights of the folder."""
+    learner.load_state_dict(torch.load(folder / "text.pt", map_location="cpu", weights_only=True)["learner"])
+    return learner.eval()

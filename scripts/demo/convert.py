@@ -11,9 +11,10 @@ from torch import Tensor
 
 from kvedge_lab.demo_tasks.scenes import CELL, IMAGE_SIZE
 
+from .checkpoint import load_learner
 from .text import TextConfig
 from .tokenizer import BOS, CHAT_TEMPLATE, EOS, UNK, Tokenizer
-from .train_text import load_learner, load_tower
+from .train_text import load_tower, make_learner
 from .vision import VisionConfig
 
 TYPES = {
@@ -111,7 +112,8 @@ def write_mmproj(path: Path, tower: dict[str, Tensor], state: dict[str, Tensor],
 
 def convert(folder: Path, out: Path, kind: str, seed: int = 1) -> tuple[Path, Path]:
     """Both files of the checkpoint in `folder`."""
-    tower, learner = load_tower(folder), load_learner(folder, seed)
+    tower = load_tower(folder)
+    learner = load_learner(folder, make_learner(seed, tower))
     state, config = learner.state_dict(), learner.text.c
     out.mkdir(parents=True, exist_ok=True)
     suffix = "" if kind == "q8_0" else f"-{kind}"

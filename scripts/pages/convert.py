@@ -6,6 +6,7 @@ from pathlib import Path
 
 import gguf
 import torch
+from demo.checkpoint import load_learner
 from demo.convert import TEXT_NAMES, VISION_NAMES, about, add_tensor, finish, set_values
 from modelgen.layers import mrope_sections
 from modelgen.tokens import CHATML, CONTROL, NORMAL, QWEN_SPECIALS
@@ -16,7 +17,7 @@ from kvedge_lab.page_tasks.pages import COLUMNS
 
 from .text import PageConfig
 from .tokenizer import END, id_of, merges, pieces
-from .train_text import load_learner, load_tower
+from .train_text import load_tower, make_learner
 from .vision import MEAN, PATCH, STD, TowerConfig
 
 NAME = "kvedge pages model"
@@ -73,10 +74,11 @@ def write_mmproj(path: Path, tower: dict[str, Tensor], scale: Tensor, kind: str)
 
 def convert(folder: Path, out: Path, kind: str, seed: int = 1) -> tuple[Path, Path]:
     """Both files of the checkpoints in `folder`."""
-    learner = load_learner(folder, seed)
+    tower = load_tower(folder)
+    learner = load_learner(folder, make_learner(seed, tower))
     out.mkdir(parents=True, exist_ok=True)
     suffix = "" if kind == "q8_0" else f"-{kind}"
     text, mmproj = out / f"pages-model{suffix}.gguf", out / f"pages-mmproj{suffix}.gguf"
     write_text(text, learner.state_dict(), learner.text.c, kind)
-    write_mmproj(mmproj, load_tower(folder).state_dict(), learner.scale, kind)
+    write_mmproj(mmproj, tower.state_dict(), learner.scale, kind)
     return text, mmproj

@@ -145,13 +145,6 @@ def make_learner(seed: int, tower: Tower) -> Learner:
     return learner
 
 
-def load_learner(folder: Path, seed: int) -> Learner:
-    """The trained model of a folder."""
-    learner = make_learner(seed, load_tower(folder))
-    learner.load_state_dict(torch.load(folder / "text.pt", map_location="cpu", weights_only=True)["learner"])
-    return learner.eval()
-
-
 def train_text(folder: Path, plan: Plan, rank: int = 0) -> Path:
     """Train (or go on training); `plan.steps` counts from the beginning, and the rate decays towards it."""
     path, tower = folder / "text.pt", load_tower(folder)

@@ -1,4 +1,7 @@
-"""Pages with text, tables and charts are drawn for models that read documents: seeded, so that a run can go on."""
+"""Sheets with text, tables and charts are drawn for models that read documents: seeded, so that a run can go on.
+
+The pages of page_tasks are others: a model of kvedge was trained on them, and they have answers.
+"""
 
 from __future__ import annotations
 
