@@ -166,16 +166,19 @@ bool Sums::make(const Incoming & incoming) {
         On &             on    = on_[i];
         const auto       heads = (int64_t) of.heads;
         int64_t          piece = 0;
+        on.own                 = true;
         for (const size_t l : of.layers) {
-            piece = std::max(piece, piece_of((*slots_.shapes)[l]));
+            const LayerShape & shape = (*slots_.shapes)[l];
+            piece                    = std::max(piece, piece_of(shape));
+            on.own                   = on.own && has_sums(of.device, shape, slots_.form.storage);
         }
         on.held    = Tensors(6);
         on.columns = what_.columns ? on.held.add(GGML_TYPE_F32, rows_, heads) : nullptr;
         on.squares = what_.squares ? on.held.add(GGML_TYPE_F32, rows_, heads) : nullptr;
-        on.entropy = what_.entropy ? on.held.add(GGML_TYPE_F32, 1, heads) : nullptr;
-        on.weights = on.held.add(GGML_TYPE_F32, piece);
-        on.turned  = what_.columns ? on.held.add(GGML_TYPE_F32, piece) : nullptr;
-        on.sum     = what_.columns ? on.held.add(GGML_TYPE_F32, rows_, heads) : nullptr;
+        on.entropy = what_.entropy || on.own ? on.held.add(GGML_TYPE_F32, 1, heads) : nullptr;
+        on.weights = on.own ? nullptr : on.held.add(GGML_TYPE_F32, piece);
+        on.turned  = what_.columns && !on.own ? on.held.add(GGML_TYPE_F32, piece) : nullptr;
+        on.sum     = what_.columns && !on.own ? on.held.add(GGML_TYPE_F32, rows_, heads) : nullptr;
         if (!on.held.allocate(of.device)) {
             forget();
             return slots_.refuse(of.device);
@@ -189,7 +192,7 @@ PromptSums Sums::read() {
     out.layers.resize(slots_.layers.size());
     for (size_t i = 0; i < on_.size(); i++) {
         const On & from    = on_[i];
-        const auto columns = kvedge::read(from.columns), squares = kvedge::read(from.squares), entropy = kvedge::read(from.entropy);
+        const auto columns = kvedge::read(from.columns), squares = kvedge::read(from.squares), entropy = kvedge::read(what_.entropy ? from.entropy : nullptr);
         out.fetched += sizeof(float) * (columns.size() + squares.size() + entropy.size());
         for (const size_t l : slots_.devices[i].layers) {
             const size_t head = slots_.layers[l].head_at, heads = (size_t) (*slots_.shapes)[l].n_heads_kv;

@@ -85,6 +85,7 @@ class Sums {
         ggml_tensor * columns = nullptr;  // [pending rows, heads] f32
         ggml_tensor * squares = nullptr;  // likewise
         ggml_tensor * entropy = nullptr;  // [1, heads] f32
+        bool          own     = false;    // by kvedge's operation: there is an entropy, which may stay 0, and none of the following
         ggml_tensor * weights = nullptr;  // of a piece of a layer's attention, f32
         ggml_tensor * turned  = nullptr;  // the same, with queries first
         ggml_tensor * sum     = nullptr;  // of its columns, as many as columns at most, f32
@@ -101,6 +102,19 @@ class Sums {
     bool            any_  = false;
     int32_t         from_ = 0, rows_ = 0, queries_ = 0, parts_ = 1;  // of every head the rows from `from` on; of how many queries
 };
+
+// Where kvedge's operation adds (cuda/sums.cu): columns and squares [.., Hkv] of keys from `from` on, or NULL, and entropy [1, Hkv].
+struct Added {
+    ggml_tensor *columns, *squares, *entropy;
+    int32_t      from;
+    bool         adds_entropy;
+};
+
+// The operation itself, of k [d, shown, Hkv] and mask [shown, n].
+ggml_tensor * attention_sums(const GraphLayer & in, ggml_tensor * k, ggml_tensor * mask, const Added & to);
+
+// Whether a device has it, over keys of a type. A CUDA module of another build has none.
+bool has_sums(ggml_backend_dev_t device, const LayerShape & shape, const Storage & storage);
 
 // Nodes of a graph that add up a piece of a layer's attention, at most.
 int32_t summing_nodes(const LayerShape & shape);

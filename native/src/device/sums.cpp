@@ -1,9 +1,13 @@
-// What a prompt's attention adds up to (H2O, LOOK-M eq. 4), where the layer lies: the graph computes the attention once more, a
-// part of the heads at a time, since flash attention has no weights to look at, and adds to tensors that outlive it.
+// What a prompt's attention adds up to (H2O, LOOK-M eq. 4), where the layer lies: flash attention has no weights to look at, so
+// the graph computes the attention once more, and adds to tensors that outlive it. By kvedge's operation where the device has it
+// (cuda/sums.cu, cpu/sums.cpp), else a part of the heads at a time.
 
+#include "device/own.h"
 #include "device/seen.h"
 
 #include <algorithm>
+#include <cstring>
+#include <iterator>
 
 namespace kvedge {
 
@@ -77,6 +81,34 @@ struct Piece {
 
 }  // namespace
 
+T attention_sums(const GraphLayer & in, T k, T mask, const Added & to) {
+    T         out      = ggml_view_tensor(in.ctx, to.entropy);
+    T         src[]    = { in.q, k, mask, to.columns, to.squares, to.entropy, in.sinks };
+    const int params[] = { OWN_SUMS, to.from, to.adds_entropy };
+    out->op = GGML_OP_FLASH_ATTN_EXT;
+    std::copy(std::begin(src), std::end(src), out->src);
+    std::memcpy(out->op_params, &in.scale, sizeof(float));
+    std::memcpy(out->op_params + 2, &in.softcap, sizeof(float));
+    std::copy(std::begin(params), std::end(params), out->op_params + OWN_KIND);
+    return out;
+}
+
+bool has_sums(ggml_backend_dev_t device, const LayerShape & shape, const Storage & storage) {
+    if (storage.quantised() || !ggml_backend_reg_get_proc_address(ggml_backend_dev_backend_reg(device), "kvedge_ragged_attention")) {
+        return false;
+    }
+    constexpr size_t  TENSORS = 8;
+    constexpr int64_t ROWS = 256;
+    const GgmlContext context = make_context(TENSORS * ggml_tensor_overhead());
+    ggml_context *    c       = context.get();
+    const auto        sums    = [&](int64_t n) { return ggml_new_tensor_2d(c, GGML_TYPE_F32, n, shape.n_heads_kv); };
+    T q    = ggml_new_tensor_3d(c, GGML_TYPE_F32, shape.d_k, shape.n_heads, ROWS);
+    T k    = ggml_new_tensor_3d(c, ggml_type_of(storage.k), shape.d_k, ROWS, shape.n_heads_kv);
+    T mask = ggml_new_tensor_2d(c, GGML_TYPE_F16, ROWS, ROWS);
+    const Added to = { sums(ROWS), sums(ROWS), sums(1), 0, true };
+    return ggml_backend_dev_supports_op(device, attention_sums({ c, q, k, nullptr, nullptr, 1.0f, shape.softcap }, k, mask, to));
+}
+
 int32_t summing_nodes(const LayerShape & shape) {
     constexpr int32_t WEIGHTS = 10, COLUMNS = 7, SQUARES = 8, ENTROPY = 8;
     return WEIGHTS + COLUMNS + SQUARES + 2 * shape.n_heads / shape.n_heads_kv + ENTROPY;
@@ -102,6 +134,13 @@ T Sums::add_up(const GraphLayer & in, size_t l, T k, T mask) const {
     ggml_context *     c     = in.ctx;
     const DeviceLayer & layer = slots_.layers[l];
     const On &         to    = on_[layer.on];
+    const auto         ours  = [&](T sums) {
+        return sums ? ggml_view_2d(c, sums, sums->ne[0], k->ne[2], sums->nb[1], layer.head_at * sums->nb[1]) : nullptr;
+    };
+    if (to.own) {
+        const T columns = now_.columns ? ours(to.columns) : nullptr, squares = now_.squares ? ours(to.squares) : nullptr;
+        return attention_sums(in, k, mask, { columns, squares, ours(to.entropy), from_, now_.entropy });
+    }
     const Cut          cut   = cut_of((*slots_.shapes)[l]);
     const T            q     = in.q;
     const int64_t      n = q->ne[2], shown = mask->ne[0], n_kv = k->ne[2], share = q->ne[1] / n_kv;

@@ -9,6 +9,7 @@ static void compute(const ggml_compute_params * params, ggml_tensor * dst) {
         case OWN_RAGGED: return kvedge_cpu_ragged(params, dst);
         case OWN_NEAREST: return kvedge_cpu_nearest(params, dst);
         case OWN_JOINS: return kvedge_cpu_joins(params, dst);
+        case OWN_SUMS: return kvedge_cpu_sums(params, dst);
         default: GGML_ABORT("unknown operation");
     }
 }

@@ -10,3 +10,4 @@
 void kvedge_cpu_ragged(const ggml_compute_params * params, ggml_tensor * dst);
 void kvedge_cpu_nearest(const ggml_compute_params * params, ggml_tensor * dst);
 void kvedge_cpu_joins(const ggml_compute_params * params, ggml_tensor * dst);
+void kvedge_cpu_sums(const ggml_compute_params * params, ggml_tensor * dst);

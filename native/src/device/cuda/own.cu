@@ -9,6 +9,7 @@ static bool compute(ggml_backend_cuda_context * ctx, const ggml_tensor * dst) {
         case OWN_RAGGED: return kvedge_cuda_ragged(ctx, dst);
         case OWN_NEAREST: return kvedge_cuda_nearest(ctx, dst);
         case OWN_JOINS: return kvedge_cuda_joins(ctx, dst);
+        case OWN_SUMS: return kvedge_cuda_sums(ctx, dst);
         default: return false;
     }
 }

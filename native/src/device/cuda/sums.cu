@@ -1,0 +1,711 @@
+// What attention adds up to for each key (OWN_SUMS), on CUDA, by tensor cores; no weight leaves the registers.
+//
+//   src[0] q        [d, H, n] f32
+//   src[1] K        [d, shown, Hkv] f16 or bf16
+//   src[2] mask     [shown, n] f16, added to the logits
+//   src[3] columns  [.., Hkv] f32, or NULL. Key i of a KV head adds to place i - from the weights that all queries of its heads
+//                   give it; keys before `from` have no place.
+//   src[4] squares  likewise, of each query the square of its heads' sum; or NULL
+//   src[5] entropy  [1, Hkv] f32: where op_params[OWN_KIND + 2], weight * log(weight) of all queries and keys
+//   src[6] sinks    [H] f32, or NULL
+//   dst             a view of src[5]
+//   op_params       scale in 0, softcap in 2, `from` in OWN_KIND + 1
+//
+// Two passes compute the products. In the first a warp holds queries, and keys pass by: each query's largest logit and sum. In
+// the second a warp holds keys, and queries pass by: a weight is the power of 2 of a logit less the logarithm of the query's
+// sum, and each lane adds up its own keys. Nothing is added in an order that chance decides.
+
+#include "own.cuh"
+
+#include "ggml-cuda/cp-async.cuh"
+#include "ggml-cuda/mma.cuh"
+
+#include <cstdint>
+
+namespace {
+
+using ggml_cuda_mma::tile;
+
+constexpr int   SIDE    = 64;  // queries and keys of a square of the mask
+constexpr int   THREADS = 256, WARPS_EACH = THREADS / 32;  // of the small kernels
+constexpr float LOG2E   = 1.4426950408889634f;
+constexpr float LOWEST  = -1e30f;  // below all logits, and less it is still a number
+constexpr float HIGHER  = 10.0f;   // powers of 2 by which a logit may exceed what was the largest one
+
+enum Seen : uint8_t { NOTHING, ALL, SOME };  // of a square of the mask; ALL: and nothing is added
+
+struct Job {
+    const float * q;
+    const char *  k;
+    const half *  mask;
+    const float * sinks;
+    float *       columns;
+    float *       squares;
+    float *       entropy;
+    void *        queries;  // [H][n][D], scaled, of the keys' type
+    uint8_t *     seen;     // [down][across]
+    float4 *      rows;     // [splits][H][n] of a query's logits, as powers of 2: the largest, sum of powers of 2 of them less that,
+                            // and of these times their exponents
+    float *       logs;     // [H][padded] logarithm of a query's sum, with base 2
+    float *       parts;    // [splits][2][Hkv][keys], where there is more than one
+    int64_t       q_row, q_head, k_row, k_head, mask_row, columns_head, squares_head;  // bytes of k, else numbers
+    int           n, shown, from, heads_kv, share, d, down, across, padded, splits_rows, splits_keys;
+    bool          wants_entropy;
+    float         scale, softcap;
+
+    __device__ int heads() const { return heads_kv * share; }
+    __device__ int first_key() const { return from / SIDE * SIDE; }
+};
+
+template <typename T> struct Pair;
+template <> struct Pair<half> {
+    using Two = half2;
+    static __device__ __forceinline__ Two of(float x, float y) { return __floats2half2_rn(x, y); }
+};
+template <> struct Pair<nv_bfloat16> {
+    using Two = nv_bfloat162;
+    static __device__ __forceinline__ Two of(float x, float y) { return __floats2bfloat162_rn(x, y); }
+};
+
+// By exponentials: fast math makes tanhf an approximation of 11 bits.
+__device__ __forceinline__ float tanh_of(float x) { return 1.0f - 2.0f / (1.0f + exp2f(2.0f * LOG2E * x)); }
+
+// ---------------------------------------------------------------------------------------------------------
+// Before: queries as the products take them, and what of the mask is seen
+
+// By one warp.
+__device__ __forceinline__ void look_at(const Job & job, int square) {
+    const int  q = square / job.across * SIDE, k = square % job.across * SIDE + 2 * (int) threadIdx.x;
+    bool       seen = false, other = false;
+    for (int i = 0; i < SIDE; i++) {
+#pragma unroll
+        for (int e = 0; e < 2; e++) {
+            const bool  inside = q + i < job.n && k + e < job.shown;
+            const float x      = inside ? __half2float(job.mask[(q + i) * job.mask_row + k + e]) : -INFINITY;
+            seen |= x > LOWEST;
+            other |= x != 0.0f;
+        }
+    }
+    seen  = __any_sync(0xffffffff, seen);
+    other = __any_sync(0xffffffff, other);
+    if (threadIdx.x == 0) {
+        job.seen[square] = !seen ? NOTHING : other ? SOME : ALL;
+    }
+}
+
+template <typename T, int D> __global__ void prepare(const Job job) {
+    ggml_cuda_pdl_sync();
+    const int squares = job.down * job.across, looking = (squares + WARPS_EACH - 1) / WARPS_EACH;
+    if ((int) blockIdx.x < looking) {
+        const int square = blockIdx.x * WARPS_EACH + threadIdx.y;
+        if (square < squares) {
+            look_at(job, square);
+        }
+        return;
+    }
+    const int64_t at = (int64_t) (blockIdx.x - looking) * THREADS + threadIdx.y * 32 + threadIdx.x;
+    const int     i = (int) (at % (D / 8)) * 8, t = (int) (at / (D / 8) % job.n), head = (int) (at / (D / 8) / job.n);
+    if (head >= job.heads()) {
+        return;
+    }
+    const float factor = job.softcap == 0.0f ? job.scale * LOG2E : job.scale / job.softcap;
+    using Two          = typename Pair<T>::Two;
+    Two * const   to   = (Two *) job.queries + (((int64_t) head * job.n + t) * D + i) / 2;
+    const float * from = job.q + head * job.q_head + t * job.q_row + i;
+#pragma unroll
+    for (int j = 0; j < 4; j++) {
+        const bool inside = i < job.d;
+        to[j] = Pair<T>::of(inside ? factor * from[2 * j] : 0.0f, inside ? factor * from[2 * j + 1] : 0.0f);
+    }
+}
+
+// ---------------------------------------------------------------------------------------------------------
+// Products
+
+// Rows that pass by. A row's length is an odd number of sixteen bytes: eight of them lie in different banks.
+template <typename T, int D, int N> struct alignas(16) Stage {
+    T     rows[N][D + 8];
+    float logs[N];
+};
+
+__device__ __forceinline__ void copy_sixteen(void * to, const void * from) {
+#ifdef CP_ASYNC_AVAILABLE
+    cp_async_cg_16<64>(ggml_cuda_cvta_generic_to_shared(to), from);
+#else
+    *(uint4 *) to = *(const uint4 *) from;
+#endif
+}
+
+__device__ __forceinline__ void wait_for_copies() {
+#ifdef CP_ASYNC_AVAILABLE
+    cp_async_wait_all();
+#endif
+    __syncthreads();
+}
+
+// Row `first` and those behind it; beyond `last` that one again. The numbers of a row beyond d stay as they are.
+template <int WARPS, typename T, int D, int N>
+__device__ __forceinline__ void load(Stage<T, D, N> & to, const char * rows, int64_t row, int first, int last, int d) {
+    constexpr int EACH = D / 8;
+#pragma unroll
+    for (int i = 0; i < N * EACH; i += 32 * WARPS) {
+        const int at = i + (int) (threadIdx.y * 32 + threadIdx.x), r = at / EACH, c = at % EACH * 8;
+        if (N * EACH % (32 * WARPS) == 0 || at < N * EACH) {
+            if (c < d) {
+                copy_sixteen(&to.rows[r][c], rows + min(first + r, last) * row + c * sizeof(T));
+            }
+        }
+    }
+}
+
+template <int WARPS, typename T, int D, int N> __device__ __forceinline__ void clear(Stage<T, D, N> & stage, int d) {
+    for (int at = threadIdx.y * 32 + threadIdx.x; d < D && at < N * (D / 8); at += 32 * WARPS) {
+        if (at % (D / 8) * 8 >= d) {
+            *(uint4 *) &stage.rows[at / (D / 8)][at % (D / 8) * 8] = uint4{ 0, 0, 0, 0 };
+        }
+    }
+}
+
+// The rows that a warp holds: 16 * M of them.
+template <typename T, int D, int M> struct Held {
+    using Two = typename Pair<T>::Two;
+    tile<16, 8, Two> x[M][D / 16];
+
+    __device__ __forceinline__ void load(const char * rows, int64_t row, int first, int last, int d) {
+#pragma unroll
+        for (int m = 0; m < M; m++) {
+#pragma unroll
+            for (int i = 0; i < D / 16; i++) {
+#pragma unroll
+                for (int l = 0; l < x[m][i].ne; l++) {
+                    const int r = min(first + 16 * m + x[m][i].get_i(l), last), c = 2 * (8 * i + x[m][i].get_j(l));
+                    ((uint32_t *) x[m][i].x)[l] = c < d ? *(const uint32_t *) (rows + r * row + c * sizeof(T)) : 0u;
+                }
+            }
+        }
+    }
+
+    // sums [16 * M, N] of rows that pass by
+    template <int N> __device__ __forceinline__ void multiply(const Stage<T, D, N> & stage, tile<16, 8, float> (&sums)[M][N / 8]) const {
+#pragma unroll
+        for (int i = 0; i < D / 16; i++) {
+#pragma unroll
+            for (int j = 0; j < N / 16; j++) {
+                tile<16, 8, Two> both;
+                tile<8, 8, Two>  low, high;
+                ggml_cuda_mma::load_ldmatrix(both, (const Two *) &stage.rows[16 * j][16 * i], (D + 8) / 2);
+                low.x[0] = both.x[0], low.x[1] = both.x[2];
+                high.x[0] = both.x[1], high.x[1] = both.x[3];
+#pragma unroll
+                for (int m = 0; m < M; m++) {
+                    ggml_cuda_mma::mma(sums[m][2 * j], x[m][i], low);
+                    ggml_cuda_mma::mma(sums[m][2 * j + 1], x[m][i], high);
+                }
+            }
+        }
+    }
+};
+
+// The first tile from t on that is seen, or else `end`. By a warp.
+template <class F> __device__ __forceinline__ int next(int t, int end, const F & is_seen) {
+    for (; t < end; t += 32) {
+        const int      at   = t + (int) threadIdx.x;
+        const unsigned seen = __ballot_sync(0xffffffff, at < end && is_seen(at));
+        if (seen) {
+            return t + __ffs((int) seen) - 1;
+        }
+    }
+    return end;
+}
+
+__device__ __forceinline__ float bias_of(const Job & job, int query, int key) {
+    return query < job.n && key < job.shown ? LOG2E * __half2float(job.mask[query * job.mask_row + key]) : -INFINITY;
+}
+
+// Of each query's logits the largest, and their sum.
+template <typename T, int D, int WARPS, int M, int N, int BLOCKS>
+__global__ void __launch_bounds__(32 * WARPS, BLOCKS) add_rows(const Job job) {
+    constexpr int                   ROWS = 16 * M * WARPS;
+    __shared__ Stage<T, D, N>       stages[2];
+    ggml_cuda_pdl_sync();
+    const int    head = blockIdx.y, first = ((int) gridDim.x - 1 - (int) blockIdx.x) * ROWS, mine = first + 16 * M * (int) threadIdx.y;
+    const int    tiles = (job.shown + N - 1) / N, split = blockIdx.z;
+    const int    begin = (int) ((int64_t) tiles * split / job.splits_rows), end = (int) ((int64_t) tiles * (split + 1) / job.splits_rows);
+    const char * keys  = job.k + head / job.share * job.k_head;
+    const int    group = threadIdx.x / 4, column = threadIdx.x % 4 * 2;
+    const auto   seen  = [&](int query, int t) { return query < job.n ? job.seen[query / SIDE * job.across + t * N / SIDE] : (uint8_t) NOTHING; };
+    const auto   any   = [&](int t) {
+        bool out = false;
+#pragma unroll
+        for (int i = 0; i < ROWS; i += SIDE) {
+            out |= seen(first + i, t) != NOTHING;
+        }
+        return out;
+    };
+    const auto fetch = [&](int stage, int t) { load<WARPS>(stages[stage], keys, job.k_row, t * N, job.shown - 1, job.d); };
+
+    int t = next(begin, end, any);
+    clear<WARPS>(stages[0], job.d);
+    clear<WARPS>(stages[1], job.d);
+    if (t < end) {
+        fetch(0, t);
+    }
+    Held<T, D, M> held;
+    held.load((const char *) job.queries + (int64_t) head * job.n * D * sizeof(T), D * sizeof(T), mine, job.n - 1, D);
+    float most[M][2], sum[M][2], turn[M][2];
+#pragma unroll
+    for (int m = 0; m < M; m++) {
+        most[m][0] = most[m][1] = LOWEST;
+        sum[m][0] = sum[m][1] = turn[m][0] = turn[m][1] = 0.0f;
+    }
+    for (int stage = 0; t < end; stage = 1 - stage) {
+        wait_for_copies();
+        const int now = t;
+        t             = next(now + 1, end, any);
+        if (t < end) {
+            fetch(1 - stage, t);
+        }
+        const uint8_t is = seen(mine, now);
+        if (is == NOTHING) {
+            continue;
+        }
+        tile<16, 8, float> x[M][N / 8];
+#pragma unroll
+        for (int m = 0; m < M; m++) {
+#pragma unroll
+            for (int j = 0; j < N / 8; j++) {
+#pragma unroll
+                for (int l = 0; l < 4; l++) {
+                    x[m][j].x[l] = job.softcap != 0.0f || most[m][l / 2] == LOWEST ? 0.0f : -most[m][l / 2];
+                }
+            }
+        }
+        held.multiply(stages[stage], x);
+        if (job.softcap != 0.0f || is == SOME) {
+#pragma unroll
+            for (int m = 0; m < M; m++) {
+#pragma unroll
+                for (int j = 0; j < N / 8; j++) {
+#pragma unroll
+                    for (int l = 0; l < 4; l++) {
+                        float & at = x[m][j].x[l];
+                        if (job.softcap != 0.0f) {
+                            at = LOG2E * job.softcap * tanh_of(at) - (most[m][l / 2] == LOWEST ? 0.0f : most[m][l / 2]);
+                        }
+                        if (is == SOME) {
+                            at += bias_of(job, mine + 16 * m + 8 * (l / 2) + group, now * N + 8 * j + column + l % 2);
+                        }
+                    }
+                }
+            }
+        }
+        // each lane has a largest logit of its own, which may lag behind by HIGHER
+        float top[M][2];
+        bool  higher = false;
+#pragma unroll
+        for (int m = 0; m < M; m++) {
+#pragma unroll
+            for (int i = 0; i < 2; i++) {
+                top[m][i] = LOWEST;
+#pragma unroll
+                for (int j = 0; j < N / 8; j++) {
+                    top[m][i] = fmaxf(top[m][i], fmaxf(x[m][j].x[2 * i], x[m][j].x[2 * i + 1]));
+                }
+                higher |= top[m][i] > HIGHER || (most[m][i] == LOWEST && top[m][i] > LOWEST);
+            }
+        }
+        if (__any_sync(0xffffffff, higher)) {
+#pragma unroll
+            for (int m = 0; m < M; m++) {
+#pragma unroll
+                for (int i = 0; i < 2; i++) {
+                    const bool none = most[m][i] == LOWEST;
+                    if (top[m][i] > HIGHER || (none && top[m][i] > LOWEST)) {
+                        const float by = top[m][i], less = exp2f(-by);
+                        turn[m][i] = none ? 0.0f : less * (turn[m][i] - by * sum[m][i]);
+                        sum[m][i]  = none ? 0.0f : less * sum[m][i];
+                        most[m][i] = none ? by : most[m][i] + by;
+#pragma unroll
+                        for (int j = 0; j < N / 8; j++) {
+                            x[m][j].x[2 * i] -= by;
+                            x[m][j].x[2 * i + 1] -= by;
+                        }
+                    }
+                }
+            }
+        }
+#pragma unroll
+        for (int m = 0; m < M; m++) {
+#pragma unroll
+            for (int j = 0; j < N / 8; j++) {
+#pragma unroll
+                for (int l = 0; l < 4; l++) {
+                    const float power = exp2f(x[m][j].x[l]);
+                    sum[m][l / 2] += power;
+                    if (job.wants_entropy) {
+                        turn[m][l / 2] += power * fmaxf(x[m][j].x[l], LOWEST);
+                    }
+                }
+            }
+        }
+    }
+#pragma unroll
+    for (int m = 0; m < M; m++) {
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            float best = most[m][i];
+#pragma unroll
+            for (int o = 1; o < 4; o *= 2) {
+                best = fmaxf(best, __shfl_xor_sync(0xffffffff, best, o));
+            }
+            const float by = most[m][i] - best, less = exp2f(by);
+            float       all = less * sum[m][i], turns = less * (turn[m][i] + fmaxf(by, LOWEST) * sum[m][i]);
+#pragma unroll
+            for (int o = 1; o < 4; o *= 2) {
+                all += __shfl_xor_sync(0xffffffff, all, o);
+                turns += __shfl_xor_sync(0xffffffff, turns, o);
+            }
+            const int query = mine + 16 * m + 8 * i + group;
+            if (column == 0 && query < job.n) {
+                job.rows[((int64_t) split * job.heads() + head) * job.n + query] = { best, all, turns, 0.0f };
+            }
+        }
+    }
+}
+
+// A query's logarithm from the parts of its keys, and the entropies of a KV head where they are wanted: then by one block for it.
+__global__ void join_rows(const Job job) {
+    __shared__ float sums[WARPS_EACH];
+    ggml_cuda_pdl_sync();
+    const int kv = blockIdx.y, thread = threadIdx.y * 32 + threadIdx.x;
+    float     entropy = 0.0f;
+    for (int i = blockIdx.x * THREADS + thread; i < job.share * job.padded; i += gridDim.x * THREADS) {
+        const int head = kv * job.share + i / job.padded, query = i % job.padded;
+        float     most = LOWEST, sum = 0.0f, turn = 0.0f, log = INFINITY;
+        for (int s = 0; s < job.splits_rows && query < job.n; s++) {
+            const float4 part = job.rows[((int64_t) s * job.heads() + head) * job.n + query];
+            const float  top = fmaxf(most, part.x), old = exp2f(most - top), now = exp2f(part.x - top);
+            turn = old * (turn + (most - top) * sum) + now * (part.z + (part.x - top) * part.y);
+            sum  = old * sum + now * part.y;
+            most = top;
+        }
+        if (sum > 0.0f) {
+            const float all = sum + (job.sinks ? exp2f(LOG2E * job.sinks[head] - most) : 0.0f);
+            log             = most + log2f(all);
+            entropy += (turn + (most - log) * sum) / (LOG2E * all);
+        }
+        job.logs[(int64_t) head * job.padded + query] = log;
+    }
+    if (job.wants_entropy) {
+#pragma unroll
+        for (int o = 16; o > 0; o /= 2) {
+            entropy += __shfl_xor_sync(0xffffffff, entropy, o);
+        }
+        sums[threadIdx.y] = entropy;
+        __syncthreads();
+        if (thread == 0) {
+            for (int w = 1; w < WARPS_EACH; w++) {
+                entropy += sums[w];
+            }
+            job.entropy[kv] += entropy;
+        }
+    }
+}
+
+// Of each key the weights, and where SQUARES of each query the square of its heads' sum.
+template <typename T, int D, int WARPS, int M, int N, int BLOCKS, bool SQUARES>
+__global__ void __launch_bounds__(32 * WARPS, BLOCKS) add_columns(const Job job) {
+    constexpr int             ROWS = 16 * M * WARPS;
+    __shared__ Stage<T, D, N> stages[2];
+    ggml_cuda_pdl_sync();
+    const int  kv = blockIdx.y, first = job.first_key() + (int) blockIdx.x * ROWS, mine = first + 16 * M * (int) threadIdx.y;
+    const int  tiles = (job.n + N - 1) / N, split = blockIdx.z;
+    const int  begin = (int) ((int64_t) tiles * split / job.splits_keys), end = (int) ((int64_t) tiles * (split + 1) / job.splits_keys);
+    const int  group = threadIdx.x / 4, column = threadIdx.x % 4 * 2;
+    const auto seen  = [&](int t, int key) { return key < job.shown ? job.seen[t * N / SIDE * job.across + key / SIDE] : (uint8_t) NOTHING; };
+    const auto any   = [&](int t) {
+        bool out = false;
+#pragma unroll
+        for (int i = 0; i < ROWS; i += SIDE) {
+            out |= seen(t, first + i) != NOTHING;
+        }
+        return out;
+    };
+    const auto fetch = [&](int stage, int t, int g) {
+        const int64_t head = kv * job.share + g;
+        load<WARPS>(stages[stage], (const char *) job.queries + head * job.n * D * sizeof(T), D * sizeof(T), t * N, job.n - 1, D);
+        if (threadIdx.y == 0 && threadIdx.x < N / 4) {
+            copy_sixteen(&stages[stage].logs[4 * threadIdx.x], job.logs + head * job.padded + t * N + 4 * threadIdx.x);
+        }
+    };
+
+    int t = next(begin, end, any), g = 0;
+    if (t < end) {
+        fetch(0, t, g);
+    }
+    Held<T, D, M> held;
+    held.load(job.k + kv * job.k_head, job.k_row, mine, job.shown - 1, job.d);
+    float columns[M][2] = {}, squares[M][2] = {}, both[SQUARES ? M : 1][SQUARES ? N / 2 : 1];
+    for (int stage = 0; t < end; stage = 1 - stage) {
+        wait_for_copies();
+        const int  now = t, head = g;
+        const bool last = g + 1 == job.share;
+        g = last ? 0 : g + 1;
+        t = last ? next(now + 1, end, any) : now;
+        if (t < end) {
+            fetch(1 - stage, t, g);
+        }
+        const uint8_t is = seen(now, mine);
+        if (is == NOTHING) {
+            continue;
+        }
+        tile<16, 8, float> x[M][N / 8];
+#pragma unroll
+        for (int j = 0; j < N / 8; j++) {
+            const float2 log = *(const float2 *) &stages[stage].logs[8 * j + column];
+#pragma unroll
+            for (int m = 0; m < M; m++) {
+                x[m][j].x[0] = x[m][j].x[2] = job.softcap != 0.0f ? 0.0f : -log.x;
+                x[m][j].x[1] = x[m][j].x[3] = job.softcap != 0.0f ? 0.0f : -log.y;
+            }
+        }
+        held.multiply(stages[stage], x);
+        if (job.softcap != 0.0f || is == SOME) {
+#pragma unroll
+            for (int m = 0; m < M; m++) {
+#pragma unroll
+                for (int j = 0; j < N / 8; j++) {
+#pragma unroll
+                    for (int l = 0; l < 4; l++) {
+                        float & at = x[m][j].x[l];
+                        if (job.softcap != 0.0f) {
+                            at = LOG2E * job.softcap * tanh_of(at) - stages[stage].logs[8 * j + column + l % 2];
+                        }
+                        if (is == SOME) {
+                            at += bias_of(job, now * N + 8 * j + column + l % 2, mine + 16 * m + 8 * (l / 2) + group);
+                        }
+                    }
+                }
+            }
+        }
+#pragma unroll
+        for (int m = 0; m < M; m++) {
+#pragma unroll
+            for (int j = 0; j < N / 8; j++) {
+#pragma unroll
+                for (int l = 0; l < 4; l++) {
+                    const float weight = exp2f(x[m][j].x[l]);
+                    columns[m][l / 2] += weight;
+                    if (SQUARES) {
+                        both[m][4 * j + l] = head == 0 ? weight : both[m][4 * j + l] + weight;
+                        squares[m][l / 2] += last ? both[m][4 * j + l] * both[m][4 * j + l] : 0.0f;
+                    }
+                }
+            }
+        }
+    }
+#pragma unroll
+    for (int m = 0; m < M; m++) {
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+#pragma unroll
+            for (int o = 1; o < 4; o *= 2) {
+                columns[m][i] += __shfl_xor_sync(0xffffffff, columns[m][i], o);
+                squares[m][i] += __shfl_xor_sync(0xffffffff, squares[m][i], o);
+            }
+            const int key = mine + 16 * m + 8 * i + group;
+            if (column != 0 || key < job.from || key >= job.shown) {
+                continue;
+            }
+            if (job.splits_keys > 1) {
+                const int64_t keys = job.shown - job.from, at = ((int64_t) split * 2 * job.heads_kv + kv) * keys + key - job.from;
+                job.parts[at]                       = columns[m][i];
+                job.parts[at + job.heads_kv * keys] = squares[m][i];
+            } else {
+                if (job.columns) {
+                    job.columns[kv * job.columns_head + key - job.from] += columns[m][i];
+                }
+                if (SQUARES) {
+                    job.squares[kv * job.squares_head + key - job.from] += squares[m][i];
+                }
+            }
+        }
+    }
+}
+
+__global__ void join_columns(const Job job) {
+    ggml_cuda_pdl_sync();
+    const int kv = blockIdx.y, keys = job.shown - job.from, key = blockIdx.x * THREADS + threadIdx.y * 32 + threadIdx.x;
+    if (key >= keys) {
+        return;
+    }
+    float columns = 0.0f, squares = 0.0f;
+    for (int s = 0; s < job.splits_keys; s++) {
+        const int64_t at = ((int64_t) s * 2 * job.heads_kv + kv) * keys + key;
+        columns += job.parts[at];
+        squares += job.parts[at + (int64_t) job.heads_kv * keys];
+    }
+    if (job.columns) {
+        job.columns[kv * job.columns_head + key] += columns;
+    }
+    if (job.squares) {
+        job.squares[kv * job.squares_head + key] += squares;
+    }
+}
+
+// ---------------------------------------------------------------------------------------------------------
+// On the host
+
+int parts_of(int64_t n, int64_t size) { return (int) ((n + size - 1) / size); }
+
+// Of how many parts of their tiles so many blocks do best, where `slots` run at a time. A part costs some tiles.
+int splits_of(int blocks, int tiles, int slots) {
+    constexpr int MOST = 32, COST = 3;
+    int           best = 1;
+    int64_t       least = INT64_MAX;
+    for (int s = 1; s <= min(tiles, MOST); s++) {
+        const int64_t time = (int64_t) parts_of((int64_t) blocks * s, slots) * (parts_of(tiles, s) + COST);
+        if (time < least) {
+            best = s, least = time;
+        }
+    }
+    return best;
+}
+
+// The sizes of blocks: N rows pass by ROWS that are held.
+template <typename T, int D, int WARPS, int M, int N, int BLOCKS> struct Sized {
+    static constexpr int ROWS = 16 * M * WARPS;
+
+    static void first(Job & job, ggml_backend_cuda_context & ctx, ggml_cuda_pool_alloc<float4> & rows, int sms) {
+        const int heads = job.heads_kv * job.share, blocks = parts_of(job.n, ROWS);
+        job.splits_rows = splits_of(blocks * heads, parts_of(job.shown, N), BLOCKS * sms);
+        job.rows        = rows.alloc((size_t) job.splits_rows * (size_t) heads * (size_t) job.n);
+        ggml_cuda_kernel_launch(add_rows<T, D, WARPS, M, N, BLOCKS>,
+                                ggml_cuda_kernel_launch_params(dim3(blocks, heads, job.splits_rows), dim3(32, WARPS), 0, ctx.stream()), job);
+    }
+
+    template <bool SQUARES> static void second(Job & job, ggml_backend_cuda_context & ctx, ggml_cuda_pool_alloc<float> & parts, int sms) {
+        const int keys = job.shown - job.from, blocks = parts_of(job.shown - job.from / SIDE * SIDE, ROWS), tiles = parts_of(job.n, N);
+        job.splits_keys = splits_of(blocks * job.heads_kv, tiles, BLOCKS * sms);
+        if (job.splits_keys > 1) {
+            job.parts = parts.alloc((size_t) job.splits_keys * 2 * (size_t) job.heads_kv * (size_t) keys);
+        }
+        ggml_cuda_kernel_launch(add_columns<T, D, WARPS, M, N, BLOCKS, SQUARES>,
+                                ggml_cuda_kernel_launch_params(dim3(blocks, job.heads_kv, job.splits_keys), dim3(32, WARPS), 0, ctx.stream()), job);
+        if (job.splits_keys > 1) {
+            ggml_cuda_kernel_launch(join_columns, ggml_cuda_kernel_launch_params(dim3(parts_of(keys, THREADS), job.heads_kv), dim3(32, WARPS_EACH),
+                                    0, ctx.stream()), job);
+        }
+    }
+};
+
+// All steps: A for the first pass, B for the second, C for the second with squares.
+template <typename T, int D, class A, class B, class C> void run(ggml_backend_cuda_context & ctx, Job job) {
+    const int heads = job.heads_kv * job.share, sms = ggml_cuda_info().devices[ctx.device].nsm;
+
+    ggml_cuda_pool_alloc<T>       queries(ctx.pool(), (size_t) heads * (size_t) job.n * D);
+    ggml_cuda_pool_alloc<uint8_t> seen(ctx.pool(), (size_t) job.down * (size_t) job.across);
+    ggml_cuda_pool_alloc<float>   logs(ctx.pool(), (size_t) heads * (size_t) job.padded);
+    ggml_cuda_pool_alloc<float4>  rows(ctx.pool());
+    ggml_cuda_pool_alloc<float>   parts(ctx.pool());
+    job.queries = queries.ptr;
+    job.seen    = seen.ptr;
+    job.logs    = logs.ptr;
+
+    const int blocks = parts_of((int64_t) job.down * job.across, WARPS_EACH) + parts_of((int64_t) heads * job.n * (D / 8), THREADS);
+    ggml_cuda_kernel_launch(prepare<T, D>, ggml_cuda_kernel_launch_params(dim3(blocks), dim3(32, WARPS_EACH), 0, ctx.stream()), job);
+    A::first(job, ctx, rows, sms);
+    const int joining = job.wants_entropy ? 1 : parts_of((int64_t) job.share * job.padded, THREADS);
+    ggml_cuda_kernel_launch(join_rows, ggml_cuda_kernel_launch_params(dim3(joining, job.heads_kv), dim3(32, WARPS_EACH), 0, ctx.stream()), job);
+    if (job.squares) {
+        C::template second<true>(job, ctx, parts, sms);
+    } else if (job.columns) {
+        B::template second<false>(job, ctx, parts, sms);
+    }
+}
+
+template <typename T> void run(ggml_backend_cuda_context & ctx, const Job & job, int setting) {
+    if (job.d <= 64) {
+        run<T, 64, Sized<T, 64, 4, 2, 64, 3>, Sized<T, 64, 4, 2, 64, 3>, Sized<T, 64, 4, 2, 32, 3>>(ctx, job);
+    } else if (job.d <= 96) {
+        run<T, 96, Sized<T, 96, 4, 2, 64, 2>, Sized<T, 96, 4, 2, 64, 2>, Sized<T, 96, 4, 2, 32, 2>>(ctx, job);
+    } else if (job.d <= 128) {
+        using Usual = Sized<T, 128, 4, 2, 64, 2>;
+        using C     = Sized<T, 128, 4, 2, 32, 2>;
+        switch (setting) {
+            case 1: run<T, 128, Usual, Sized<T, 128, 4, 2, 64, 3>, C>(ctx, job); break;
+            case 2: run<T, 128, Usual, Sized<T, 128, 8, 2, 64, 1>, C>(ctx, job); break;
+            case 3: run<T, 128, Usual, Sized<T, 128, 4, 2, 32, 3>, C>(ctx, job); break;
+            case 4: run<T, 128, Sized<T, 128, 4, 2, 64, 3>, Usual, C>(ctx, job); break;
+            case 5: run<T, 128, Sized<T, 128, 8, 2, 64, 1>, Usual, C>(ctx, job); break;
+            case 6: run<T, 128, Sized<T, 128, 4, 2, 32, 3>, Usual, C>(ctx, job); break;
+            default: run<T, 128, Usual, Usual, C>(ctx, job);
+        }
+    } else {
+        run<T, 256, Sized<T, 256, 4, 1, 32, 2>, Sized<T, 256, 4, 1, 32, 2>, Sized<T, 256, 4, 1, 32, 2>>(ctx, job);
+    }
+}
+
+bool fits(const ggml_tensor * dst) {
+    const ggml_tensor *q = dst->src[0], *k = dst->src[1], *mask = dst->src[2], *entropy = dst->src[5], *sinks = dst->src[6];
+    const auto         sums = [&](const ggml_tensor * x) {
+        return !x || (x->type == GGML_TYPE_F32 && x->nb[0] == sizeof(float) && x->ne[0] >= k->ne[1] - dst->op_params[OWN_KIND + 1] && x->ne[1] == k->ne[2]);
+    };
+    const bool sizes = k->ne[0] == q->ne[0] && k->ne[0] % 8 == 0 && k->ne[0] <= 256 && q->ne[1] % k->ne[2] == 0 && q->ne[3] == 1 && k->ne[3] == 1 &&
+                       mask->ne[0] >= k->ne[1] && mask->ne[1] >= q->ne[2] && q->ne[1] < 65536;
+    const bool types = (k->type == GGML_TYPE_F16 || k->type == GGML_TYPE_BF16) && q->type == GGML_TYPE_F32 && mask->type == GGML_TYPE_F16 &&
+                       entropy->type == GGML_TYPE_F32 && ggml_is_contiguous(entropy) && (!sinks || sinks->type == GGML_TYPE_F32);
+    bool tensor_cores = true;
+    for (int i = 0; i < ggml_cuda_info().device_count; i++) {
+        const int cc = ggml_cuda_info().devices[i].cc;
+        tensor_cores = tensor_cores && (k->type == GGML_TYPE_F16 ? turing_mma_available(cc) : ampere_mma_available(cc));
+    }
+    return sizes && types && tensor_cores && sums(dst->src[3]) && sums(dst->src[4]) && q->nb[0] == sizeof(float) && mask->nb[0] == sizeof(half) &&
+           k->nb[1] % 16 == 0 && k->nb[2] % 16 == 0;
+}
+
+}  // namespace
+
+bool kvedge_cuda_sums(ggml_backend_cuda_context * ctx, const ggml_tensor * dst) {
+    if (!ctx || !fits(dst)) {
+        return fits(dst);
+    }
+    const ggml_tensor *q = dst->src[0], *k = dst->src[1], *mask = dst->src[2];
+    const auto *       params = (const float *) dst->op_params;
+    const auto         data   = [](const ggml_tensor * x) { return x ? (float *) x->data : nullptr; };
+    const auto         head   = [](const ggml_tensor * x) { return x ? (int64_t) (x->nb[1] / sizeof(float)) : 0; };
+    Job                job    = {};
+
+    job.q             = data(q);
+    job.k             = (const char *) k->data;
+    job.mask          = (const half *) mask->data;
+    job.columns       = data(dst->src[3]);
+    job.squares       = data(dst->src[4]);
+    job.entropy       = data(dst->src[5]);
+    job.sinks         = data(dst->src[6]);
+    job.q_head        = (int64_t) (q->nb[1] / sizeof(float));
+    job.q_row         = (int64_t) (q->nb[2] / sizeof(float));
+    job.k_row         = (int64_t) k->nb[1];
+    job.k_head        = (int64_t) k->nb[2];
+    job.mask_row      = (int64_t) (mask->nb[1] / sizeof(half));
+    job.columns_head  = head(dst->src[3]);
+    job.squares_head  = head(dst->src[4]);
+    job.n             = (int) q->ne[2];
+    job.shown         = (int) k->ne[1];
+    job.from          = dst->op_params[OWN_KIND + 1];
+    job.heads_kv      = (int) k->ne[2];
+    job.share         = (int) (q->ne[1] / k->ne[2]);
+    job.d             = (int) k->ne[0];
+    job.down          = parts_of(job.n, SIDE);
+    job.across        = parts_of(job.shown, SIDE);
+    job.padded        = job.down * SIDE;
+    job.wants_entropy = dst->op_params[OWN_KIND + 2] != 0;
+    job.scale         = params[0];
+    job.softcap       = params[2];
+    if (k->type == GGML_TYPE_F16) {
+        run<half>(*ctx, job, dst->op_params[OWN_KIND + 3]);
+    } else {
+        run<nv_bfloat16>(*ctx, job, 0);
+    }
+    return true;
+}
