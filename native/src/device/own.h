@@ -4,7 +4,7 @@
 
 #pragma once
 
-enum OwnKind : int { OWN_RAGGED = 0, OWN_NEAREST, OWN_JOINS, OWN_SUMS = 2, OWN_KINDS };
+enum OwnKind : int { OWN_RAGGED = 0, OWN_NEAREST, OWN_JOINS, OWN_SUMS, OWN_KINDS };
 
 constexpr int OWN_KIND = 4;  // flash attention has the entries before it
 

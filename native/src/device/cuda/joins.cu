@@ -145,7 +145,7 @@ template <typename T> void launch(const Job & job, cudaStream_t stream) {
     CUDA_CHECK(cudaGetLastError());
 }
 
-bool fits(const ggml_tensor * dst) {
+static bool fits(const ggml_tensor * dst) {
     const ggml_tensor *k = dst->src[0], *v = dst->src[1], *to_v = dst->src[2], *lists = dst->src[5];
     bool good = k->type == GGML_TYPE_F16 || k->type == GGML_TYPE_BF16 || k->type == GGML_TYPE_F32;
     for (const ggml_tensor * x : { k, v, to_v, dst }) {

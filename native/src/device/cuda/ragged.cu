@@ -355,7 +355,7 @@ template <typename T> void launch(const Job & job, int g, int blocks, cudaStream
     }
 }
 
-bool fits(const ggml_tensor * dst) {
+static bool fits(const ggml_tensor * dst) {
     const ggml_tensor *q = dst->src[0], *k = dst->src[1], *v = dst->src[2], *bias = dst->src[3], *sinks = dst->src[4], *spans = dst->src[5];
     const bool sizes = k->ne[0] % 8 == 0 && k->ne[0] <= 256 && v->ne[0] % 8 == 0 && v->ne[0] <= 256 && q->ne[1] == 1 && q->ne[3] == 1 &&
                        k->ne[2] == 1 && v->ne[2] == 1 && q->ne[2] % spans->ne[1] == 0 && spans->ne[0] >= 2 + q->ne[2] / spans->ne[1] &&

@@ -646,7 +646,7 @@ template <typename T> void run(ggml_backend_cuda_context & ctx, const Job & job,
     }
 }
 
-bool fits(const ggml_tensor * dst) {
+static bool fits(const ggml_tensor * dst) {
     const ggml_tensor *q = dst->src[0], *k = dst->src[1], *mask = dst->src[2], *entropy = dst->src[5], *sinks = dst->src[6];
     const auto         sums = [&](const ggml_tensor * x) {
         return !x || (x->type == GGML_TYPE_F32 && x->nb[0] == sizeof(float) && x->ne[0] >= k->ne[1] - dst->op_params[OWN_KIND + 1] && x->ne[1] == k->ne[2]);
