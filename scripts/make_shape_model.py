@@ -1,7 +1,8 @@
 """Write a random-weight model with the exact shape of a real one: DIR/model.gguf and DIR/mmproj.gguf.
 
 For measurements of speed and memory: it answers nonsense, but it has the sizes, the tokenizer's vocabulary
-size and the number of image tokens of the original. The paths go to stdout.
+size and the number of image tokens of the original; some have a released vocabulary and chat template too.
+The paths go to stdout.
 """
 
 from __future__ import annotations
@@ -10,14 +11,20 @@ import argparse
 import json
 import shutil
 import sys
+import tempfile
 import time
 from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
 
+from llama_source import SourceError
+from modelgen.layers import Model, TextSpec
+from modelgen.released import Released, extract
 from modelgen.shapes import SHAPES
-from modelgen.text import Model, text_model
+from modelgen.text import text_model
+from modelgen.tokens import Vocabulary
 from modelgen.vision import vision_model
+from modelgen.vit import VisionSpec
 from modelgen.writer import F16, Q4_0, Q8_0, write_gguf
 
 QUANTS = {"q4_0": Q4_0, "q8_0": Q8_0, "f16": F16}
@@ -53,6 +60,9 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--quant", choices=QUANTS, default="q4_0", help="type of the text weights (default: q4_0)")
     add("-o", "--output", type=Path, required=True, metavar="DIR", help="where to write; made if missing")
+    add("--layers", type=int, metavar="N", help="write the first N layers of both only (default: all)")
+    add("--vision-layers", type=int, metavar="N", help="of the tower, where --layers cuts the model (default: as many)")
+    add("--released", type=Path, metavar="DIR", help="the vocabularies of llama.cpp's source lie here already")
     add("--vision", choices=("auto", "none"), default="auto", help="none: write no mmproj.gguf")
     add("--mmproj-quant", choices=VISION_QUANTS, default="q8_0", help="of the vision weights (default: q8_0)")
     add("--seed", type=int, default=0, help="seed of the weights (default: 0)")
@@ -64,11 +74,33 @@ def _parser() -> argparse.ArgumentParser:
 def _models(args: argparse.Namespace) -> dict[str, Model]:
     shape = SHAPES[args.shape]
     text = replace(shape.text(), weight=QUANTS[args.quant])
+    if shape.released is not None:
+        text = replace(text, vocab=_vocabulary(shape.released, args.released, text.vocab.size))
+    vision = replace(shape.vision, weight=VISION_QUANTS[args.mmproj_quant], out_std=text.embedding_std)
+    if args.layers is not None:
+        text, vision = _cut(text, vision, args.layers, args.vision_layers or args.layers)
     models = {"model": text_model(text)}
     if args.vision != "none":
-        vision = replace(shape.vision, weight=VISION_QUANTS[args.mmproj_quant], out_std=text.embedding_std)
         models["mmproj"] = vision_model(vision)
     return models
+
+
+def _cut(text: TextSpec, vision: VisionSpec, n: int, n_vision: int) -> tuple[TextSpec, VisionSpec]:
+    """Keeps the first n layers of both. Features that came from later layers of the tower come from the first ones."""
+    meta = {key: value[:n] if isinstance(value, list) else value for key, value in text.meta.items()}
+    deepstack = vision.deepstack
+    if deepstack and deepstack[-1] >= n_vision:
+        deepstack = tuple(range(min(n_vision, len(deepstack))))
+        meta["qwen3vl.n_deepstack_layers"] = len(deepstack)
+    text = replace(text, n_layers=min(n, text.n_layers), meta=meta)
+    return text, replace(vision, n_layers=min(n_vision, vision.n_layers), deepstack=deepstack)
+
+
+def _vocabulary(released: Released, folder: Path | None, size: int) -> Vocabulary:
+    if folder is not None:
+        return released.read(folder, size)
+    with tempfile.TemporaryDirectory() as made:
+        return released.read(extract(Path(made)), size)
 
 
 def _check_target(folder: Path, models: dict[str, Model], force: bool) -> None:
@@ -103,7 +135,7 @@ def main(argv: list[str] | None = None) -> int:
         _check_target(args.output, models, args.force)
         report = _write(args, models)
         print(json.dumps(report) if args.json else "\n".join(str(report[name]) for name in models))
-    except OSError as error:
+    except (OSError, SourceError) as error:
         message = error.args[0] if len(error.args) == 1 else f"cannot write: {error}"
         print(f"make_shape_model.py: {message}", file=sys.stderr)
         return 1

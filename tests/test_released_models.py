@@ -10,15 +10,18 @@ import copy
 import functools
 import json
 import os
-import tarfile
 from datetime import datetime
 from pathlib import Path
 
 import jinja2
-import llama_source
 import pytest
+from choosing import whole
 from jinja2.ext import Extension, loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
+from modelgen import layers
+from modelgen.released import extract
+from modelgen.shapes import SHAPES
+from modelgen.writer import write_gguf
 
 from pykvedge.models import sandbox, vocabulary
 from pykvedge.models.composer import Composer
@@ -34,15 +37,7 @@ BOS, EOS, MARKER = "<BOS>", "<EOS>", "<__media__>"
 @pytest.fixture(scope="module")
 def released(tmp_path_factory):
     """The folder models/ of the pinned source."""
-    folder, inside = tmp_path_factory.mktemp("released"), f"{llama_source.VENDOR}/models/"
-    with tarfile.open(llama_source.fetch()) as archive:
-        for member in archive:
-            if member.isfile() and member.name.startswith(inside):
-                name = member.name.removeprefix(inside)
-                if name.startswith(("ggml-vocab-", "templates/")) and (data := archive.extractfile(member)):
-                    (folder / name).parent.mkdir(exist_ok=True)
-                    (folder / name).write_bytes(data.read())
-    return folder
+    return extract(tmp_path_factory.mktemp("released"))
 
 
 # ------------------------------------------------------------------------------------------------- vocabularies
@@ -99,6 +94,25 @@ def test_special_tokens_that_people_write_stay_text(native, released):
             assert all(found == marks[""] for found in marks.values()), (path.name, marks)
             n += len(words)
     assert n > 100
+
+
+_REAL = [name for name, shape in SHAPES.items() if shape.released]
+
+
+@pytest.mark.parametrize("name", [_REAL[0], *whole(*_REAL[1:])])
+def test_shapes_have_the_vocabularies_and_the_words_of_their_families(native, released, tmp_path, name):
+    shape, file = SHAPES[name], tmp_path / "v.gguf"
+    spec, found = shape.text(), shape.released
+    made = found.read(released, spec.vocab.size)
+    write_gguf(file, layers.attention_meta(spec) | dict(spec.meta) | made.meta, [])
+    with opened(file) as model:
+        assert model.n_vocab == made.size >= spec.vocab.size
+        for text, tokens in references(released / f"ggml-vocab-{found.vocabulary}.gguf"):
+            assert model.tokenize(text, special=False) == tokens, text
+        for word in found.specials:
+            [token] = model.tokenize(word, special=True)
+            assert model.written(token) == word and model.is_unseen(token)
+            assert len(model.tokenize(word, special=False)) > 1
 
 
 # ---------------------------------------------------------------------------------------------------- templates

@@ -8,8 +8,8 @@ standard deviation of a few units, so that greedy decoding has clear winners.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 
 from gguf import GGMLQuantizationType
 
@@ -40,9 +40,15 @@ class TextSpec:
     tied: bool = False
     weight: GGMLQuantizationType = F16
     key_outliers: float = 1.0  # two pairs of channels of every key are so many times as large, their queries as small
+    width: int = 0  # of the embeddings, where it is not that of all heads together
+    meta: Mapping[str, Value] = field(default_factory=dict)  # in place of what an architecture's function says
 
     @property
     def n_embd(self) -> int:
+        return self.width or self.heads_width
+
+    @property
+    def heads_width(self) -> int:
         return self.n_heads * self.head_size
 
     @property
@@ -112,14 +118,14 @@ def qkv(spec: TextSpec, b: str) -> list[Tensor]:
     bands = outlying(head_bands(spec.n_heads, spec.head_size, unit), 1 / out)
     keys = outlying(((spec.head_size, KEY_GAIN * unit),) * spec.n_heads_kv, out)
     return [
-        Tensor(f"{b}.attn_q.weight", (n, n), bands, 0.0, fitting_type(spec.weight, (n,))),
+        Tensor(f"{b}.attn_q.weight", (spec.heads_width, n), bands, 0.0, fitting_type(spec.weight, (n,))),
         Tensor(f"{b}.attn_k.weight", (kv, n), keys, 0.0, fitting_type(spec.weight, (n,))),
         matrix(f"{b}.attn_v.weight", (kv, n), unit, spec.weight),
     ]
 
 
 def attn_out(spec: TextSpec, b: str, width: int | None = None) -> Tensor:
-    width = width or spec.n_embd
+    width = width or spec.heads_width
     # Attention averages values, so its output is weaker than what it reads.
     std = 2 * spec.out_gain / math.sqrt(width)
     return matrix(f"{b}.attn_output.weight", (spec.n_embd, width), std, spec.weight)
@@ -167,7 +173,7 @@ def plain(spec: TextSpec, i: int) -> list[Tensor]:
 def biased(spec: TextSpec, i: int) -> list[Tensor]:
     b, kv = f"blk.{i}", spec.n_heads_kv * spec.head_size
     biases = [
-        vector(f"{b}.attn_q.bias", spec.n_embd, std=0.5),
+        vector(f"{b}.attn_q.bias", spec.heads_width, std=0.5),
         vector(f"{b}.attn_k.bias", kv, std=0.5),
         vector(f"{b}.attn_v.bias", kv, std=0.1),
     ]

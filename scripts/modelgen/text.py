@@ -71,11 +71,13 @@ def gemma3(spec: TextSpec) -> Model:
 
 
 def lfm2(spec: TextSpec) -> Model:
-    """LFM2: short convolutions with an attention layer after each: a hybrid."""
+    """LFM2: short convolutions with an attention layer after each, or where `meta` says: a hybrid."""
+    key = "lfm2.attention.head_count_kv"
+    heads = spec.meta.get(key) or [spec.n_heads_kv if i % 2 else 0 for i in range(spec.n_layers)]
 
     def layer(spec: TextSpec, i: int) -> list[Tensor]:
         b, n, unit = f"blk.{i}", spec.n_embd, 1 / math.sqrt(spec.n_embd)
-        if i % 2:
+        if heads[i]:
             return normed(spec, i)
         return [
             norm(f"{b}.attn_norm.weight", n),
@@ -87,7 +89,7 @@ def lfm2(spec: TextSpec) -> Model:
 
     meta = attention_meta(spec)
     meta["lfm2.shortconv.l_cache"] = 3
-    meta["lfm2.attention.head_count_kv"] = [spec.n_heads_kv if i % 2 else 0 for i in range(spec.n_layers)]
+    meta[key] = heads
     return meta, [*ends(spec, "token_embd_norm.weight"), *stack(spec, layer)]
 
 
@@ -361,4 +363,4 @@ ARCHITECTURES: dict[str, Callable[[TextSpec], Model]] = {
 def text_model(spec: TextSpec) -> Model:
     """Metadata with the tokenizer in it, and tensors."""
     meta, tensors = ARCHITECTURES[spec.arch](spec)
-    return meta | spec.vocab.meta, tensors
+    return meta | dict(spec.meta) | spec.vocab.meta, tensors

@@ -108,7 +108,7 @@ def _vision_spec(kind: str, spec: TinySpec, text: TextSpec) -> VisionSpec:
         out_std=text.embedding_std,
         name="kvedge tiny",
         merge=family.merge if family else 2,
-        deepstack=DEEPSTACK if kind == "qwen3vl" else 0,
+        deepstack=tuple(range(DEEPSTACK)) if kind == "qwen3vl" else (),
     )
 
 

@@ -42,7 +42,7 @@ def qwen3vl(spec: VisionSpec) -> Model:
     """Qwen3-VL and Qwen3.5: positions are added and rotated; of `deepstack` layers the language model sees more."""
     n, merged = spec.width, 4 * spec.width
     tensors = [*_two_frames(spec), _patch_bias(spec), positions(spec), *_blocks(spec, Style(fused=True))]
-    for i in range(spec.deepstack):
+    for i in spec.deepstack:
         tensors += norm(f"v.deepstack.{i}.norm", merged)
         tensors += linear(spec, f"v.deepstack.{i}.fc1", (merged, merged), 1.0)
         tensors += linear(spec, f"v.deepstack.{i}.fc2", (spec.n_out, merged), spec.out_std)
@@ -256,4 +256,5 @@ TOWERS: dict[str, Callable[[VisionSpec], Model]] = {
 
 def vision_model(spec: VisionSpec) -> Model:
     """Makes metadata and tensors of an mmproj file."""
-    return TOWERS.get(spec.projector, clip_vit)(spec)
+    meta, tensors = TOWERS.get(spec.projector, clip_vit)(spec)
+    return meta | dict(spec.meta), tensors

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from gguf import GGMLQuantizationType
 
@@ -30,9 +31,10 @@ class VisionSpec:
     out_std: float = 1.0
     name: str = "random"
     eps: float = 1e-5
-    deepstack: int = 0  # layers whose outputs go to the language model as well, as in Qwen3-VL
+    deepstack: tuple[int, ...] = ()  # layers whose outputs go to the language model as well, as in Qwen3-VL
     merge: int = 2  # patches that become one token, along a side, where the projector says so
     weight: GGMLQuantizationType = F16
+    meta: Mapping[str, Value] = field(default_factory=dict)  # in place of what a tower's function says
 
 
 def norm(name: str, size: int, rms: bool = False) -> list[Tensor]:
