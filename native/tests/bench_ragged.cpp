@@ -1,18 +1,21 @@
 // How long attention of one token takes over KV heads of different lengths, against ggml's flash attention over equal ones.
 //
-//   bench_ragged [MODULE | cpu] [tiny]
+//   bench_ragged [MODULE | cpu] [tiny | kernels]
 //
-// MODULE: a file with a backend of ggml's, whose first device is used; else the processor. tiny: sizes for a trial.
+// MODULE: a file with a backend of ggml's, whose first device is used; else the processor. tiny: sizes for a trial. kernels: equal and
+// ragged only, more shapes, and every kernel of cuda/ragged.cu.
 // Every layer has rows of its own, and each layer's output is the next one's queries. For each shape, mean and spread of lengths:
 //
 //   whole   equal lengths of 5 times the mean, which a compression to a fifth began with
 //   equal   equal lengths of the mean
 //   list    all heads in one list, and each query with a mask of its own over it
 //   padded  KV heads on dimension 3, all as long as the longest, each with a mask
-//   ragged  regions of one list, and a span for each head
+//   ragged  regions of one list, and a span for each head; cores: not by tensor cores; mma N: by them, N rows are worth a block
 //
 // with the writes of a token's rows. stdout: microseconds for a layer, of the attention alone and with the writes; device bytes
 // of a layer; and of the first layer the largest error against a reference in double (the whole cache has none).
+
+#include "device/own.h"
 
 #include "ggml-alloc.h"
 #include "ggml-backend.h"
@@ -45,6 +48,9 @@ struct Shape {
 enum class Way { whole, equal, list, padded, ragged };
 
 constexpr const char * NAMES[] = { "whole", "equal", "list", "padded", "ragged" };
+
+// The default, and others.
+constexpr int KERNELS[] = { 0, 1, 32, 64, 128, 256 };
 
 int64_t rounded(int64_t n, int64_t step) { return (n + step - 1) / step * step; }
 
@@ -85,6 +91,7 @@ struct Bench {
     ggml_backend_t backend;
     Shape          shape;
     Way            way;
+    int            kernel;  // of KERNELS
     Rows           rows;
 
     ggml_context_ptr        context, nodes, one_nodes;
@@ -243,6 +250,7 @@ T Bench::attend(ggml_context * c, const Layer & layer, T from, bool writes) cons
         case Way::ragged:
             out         = ggml_flash_attn_ext(c, ggml_reshape_3d(c, from, d, 1, heads), k, v, nullptr, scale, 0.0f, 0.0f);
             out->src[5] = layer.spans;
+            out->op_params[OWN_KIND + 1] = kernel;
     }
     ggml_prec_set_acc(out, GGML_PREC_F32);
     return ggml_reshape_1d(c, out, d * heads);
@@ -349,32 +357,44 @@ std::vector<int64_t> lengths_of(int64_t heads, int64_t mean, double most) {
     return out;
 }
 
-void measure(ggml_backend_t backend, const Shape & shape, int64_t mean, double most, Way way) {
-    const auto lengths = lengths_of(shape.heads_kv, mean, most);
-    Bench      bench{ backend, shape, way, rows_of(way, lengths), {}, {}, {}, {}, {}, {}, {}, nullptr, nullptr, nullptr, nullptr, {}, {} };
+void measure(ggml_backend_t backend, const Shape & shape, int64_t mean, double most, Way way, int kernel = 0) {
+    const auto        lengths = lengths_of(shape.heads_kv, mean, most);
+    Bench             bench{ backend, shape, way, kernel, rows_of(way, lengths), {}, {}, {}, {}, {}, {}, {}, nullptr, nullptr, nullptr, nullptr, {}, {} };
+    const std::string name = kernel == 0 ? NAMES[(int) way] : kernel == 1 ? "cores" : "mma " + std::to_string(kernel);
+    std::printf("%-10s %6lld %4.1f %-7s ", shape.name, (long long) mean, most, name.c_str());
     bench.make_tensors();
     if (!bench.buffer) {
-        std::printf("%-10s %6lld %4.1f %-7s no memory\n", shape.name, (long long) mean, most, NAMES[(int) way]);
+        std::printf("no memory\n");
         return;
     }
     bench.fill();
-    const double far = way == Way::whole ? 0.0 : bench.error();
+    const double far = way == Way::whole || mean > 4096 ? 0.0 : bench.error();
     if (std::isnan(far)) {
-        std::printf("%-10s %6lld %4.1f %-7s not supported, or not a number\n", shape.name, (long long) mean, most, NAMES[(int) way]);
+        std::printf("not supported, or not a number\n");
         return;
     }
     const double alone = bench.microseconds(false), with = bench.microseconds(true);
     const double bytes = (double) ggml_backend_buffer_get_size(bench.buffer.get()) / (double) shape.layers;
-    std::printf("%-10s %6lld %4.1f %-7s %9.2f %9.2f us %9.2f MiB   error %.1e\n", shape.name, (long long) mean, most, NAMES[(int) way], alone,
-                with, bytes / 1048576, far);
+    std::printf("%9.2f %9.2f us %9.2f MiB   error %.1e\n", alone, with, bytes / 1048576, far);
     std::fflush(stdout);
+}
+
+void measure_ways(ggml_backend_t backend, const Shape & shape, int64_t mean) {
+    measure(backend, shape, mean, 1.0, Way::whole);
+    measure(backend, shape, mean, 1.0, Way::equal);
+    for (const double most : { 1.5, 3.0 }) {
+        for (const Way way : { Way::list, Way::padded, Way::ragged }) {
+            measure(backend, shape, mean, most, way);
+        }
+    }
 }
 
 }  // namespace
 
 int main(int argc, char ** argv) {
     const std::string  module = argc > 1 ? argv[1] : "cpu";
-    const bool         tiny   = argc > 2;
+    const std::string  what = argc > 2 ? argv[2] : "";
+    const bool         tiny = what == "tiny";
     ggml_backend_reg_t reg    = module != "cpu" ? ggml_backend_load(module.c_str()) : nullptr;
     ggml_backend_dev_t device = reg ? ggml_backend_reg_dev_get(reg, 0) : ggml_backend_dev_by_type(GGML_BACKEND_DEVICE_TYPE_CPU);
     if (!device || (module != "cpu" && !reg)) {
@@ -389,14 +409,18 @@ int main(int argc, char ** argv) {
     const int64_t    layers   = tiny ? 2 : 24;
     const Shape      shapes[] = { { "16x1 d128", 128, 16, 1, layers }, { "2x6 d128", 128, 2, 6, layers } };
     std::printf("%s\nshape        mean  max way          alone with writes\n", ggml_backend_dev_description(device));
-    for (const Shape & shape : shapes) {
-        for (const int64_t mean : tiny ? std::vector<int64_t>{ 30, 300 } : std::vector<int64_t>{ 410, 3276, 13107 }) {
-            measure(backend.get(), shape, mean, 1.0, Way::whole);
-            measure(backend.get(), shape, mean, 1.0, Way::equal);
-            for (const double most : { 1.5, 3.0 }) {
-                for (const Way way : { Way::list, Way::padded, Way::ragged }) {
-                    measure(backend.get(), shape, mean, most, way);
-                }
+    for (const int64_t mean : tiny ? std::vector<int64_t>{ 30, 300 } : std::vector<int64_t>{ 410, 3276, 13107 }) {
+        for (const Shape & shape : shapes) {
+            if (what != "kernels") {
+                measure_ways(backend.get(), shape, mean);
+            }
+        }
+        for (const Shape & shape : { shapes[0], shapes[1], Shape{ "8x4 d128", 128, 8, 4, layers }, Shape{ "8x4 d64", 64, 8, 4, layers } }) {
+            if (what == "kernels") {
+                measure(backend.get(), shape, mean, 1.0, Way::equal);
+            }
+            for (const int kernel : what == "kernels" ? std::vector<int>(std::begin(KERNELS), std::end(KERNELS)) : std::vector<int>()) {
+                measure(backend.get(), shape, mean, 2.0, Way::ragged, kernel);
             }
         }
     }

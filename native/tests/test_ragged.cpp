@@ -218,6 +218,8 @@ int main(int argc, char ** argv) {
             }
         }
         attend(backend.get(), { 96, 64, 40, 1, type, 300, true }, seed++);
+        attend(backend.get(), { 128, 128, 2, 6, type, 9000, true, true, 30.0f }, seed++);
+        attend(backend.get(), { 64, 64, 9, 16, type, 400 }, seed++);
         attend(backend.get(), { 112, 112, 1, 8, type, 5000, false, true }, seed++);
         attend(backend.get(), { 128, 128, 16, 1, type, 7000, false, false, 50.0f }, seed++);
         attend(backend.get(), { 48, 48, 3, 2, type, 3 }, seed++);

@@ -12,71 +12,16 @@
 // The rows of all heads, one head's after the other's, are cut into as many equal parts as there are blocks. A block attends to
 // its part of a head's rows; the last block of a head, which knows it by a count, joins the parts. Lengths are read on the device,
 // so that a CUDA graph serves all tokens. Where more than 4 query heads share a KV head they are cut into bundles of 4 or fewer,
-// each of which reads the rows: from the cache, but for the first one.
+// each of which reads the rows: from the cache, but for the first one. Of f16, ragged_mma.cu takes 8 heads to a bundle.
+//
+// op_params[OWN_KIND + 1], for benchmarks: 0, or 1 for the kernel of this file, or for ragged_mma.cu the rows that are worth a block.
 
 #include "eight.cuh"
-#include "own.cuh"
+#include "ragged.cuh"
+
+using namespace kvedge_ragged;
 
 namespace {
-
-constexpr int   THREADS    = 256, WARPS = THREADS / 32, BLOCKS = 2;  // blocks: on a multiprocessor
-constexpr int   FEWEST     = 32;                                     // rows that are worth a block
-constexpr int   MOST_HEADS = 512;
-constexpr float LOG2E      = 1.4426950408889634f;
-constexpr float LOWEST     = -1e30f;  // below all logits, and less it is still a number
-
-struct Job {
-    const char *  k;
-    const char *  v;
-    const float * q;
-    const half *  bias;
-    const float * sinks;
-    int *         spans;
-    float *       dst;
-    float *       parts;  // [blocks + bundles][G][d_v], sums that belong to `marks`
-    float2 *      marks;  // [blocks + bundles][G] largest logit, and sum of the weights
-    int64_t       k_row, v_row;  // bytes
-    int64_t       q_head;        // floats
-    int           d_k, d_v;
-    int           heads_kv, share, bundles;  // share: query heads of a KV head, in so many bundles
-    int           span;                      // entries of a span
-    float         scale, softcap;
-};
-
-// By exponentials: fast math makes tanhf an approximation of 11 bits.
-__device__ __forceinline__ float tanh_of(float x) { return 1.0f - 2.0f / (1.0f + exp2f(2.0f * LOG2E * x)); }
-
-// Four neighbours of a weighted sum of values; weights are powers of 2 of logits less `most`, and add up to `weight`.
-struct Sum {
-    float  most = LOWEST, weight = 0.0f;
-    float4 values = { 0.0f, 0.0f, 0.0f, 0.0f };
-
-    // Parts 0 .. n of others, as many as a block has warps: all are on their way before the first one counts.
-    template <class M, class V> __device__ __forceinline__ void add(int n, const M & mark_of, const V & values_of) {
-        float2 marks[WARPS];
-        float4 x[WARPS];
-        float  top = most;
-#pragma unroll
-        for (int i = 0; i < WARPS; i++) {
-            marks[i] = i < n ? mark_of(i) : float2{ LOWEST, 0.0f };
-            x[i]     = i < n ? values_of(i) : float4{ 0.0f, 0.0f, 0.0f, 0.0f };
-        }
-#pragma unroll
-        for (int i = 0; i < WARPS; i++) {
-            top = fmaxf(top, marks[i].x);
-        }
-        const float old = exp2f(most - top);
-        values = { values.x * old, values.y * old, values.z * old, values.w * old };
-        weight *= old;
-        most = top;
-#pragma unroll
-        for (int i = 0; i < WARPS; i++) {
-            const float now = exp2f(marks[i].x - top);
-            weight += marks[i].y * now;
-            values = { values.x + x[i].x * now, values.y + x[i].y * now, values.z + x[i].z * now, values.w + x[i].w * now };
-        }
-    }
-};
 
 // What the warps of a block have of a bundle's heads.
 template <int LANES, int G> struct Shared {
@@ -85,30 +30,6 @@ template <int LANES, int G> struct Shared {
     float2 marks[WARPS][G];
     bool   last;
 };
-
-// Numbers of rows before each bundle. By one warp.
-__device__ __forceinline__ void number_rows(const Job & job, int * first) {
-    const int lane = threadIdx.x;
-    int       sum  = 0;
-#pragma unroll 1
-    for (int base = 0; base < job.heads_kv * job.bundles; base += 32) {
-        const int  at     = base + lane;
-        const bool inside = at < job.heads_kv * job.bundles;
-        int        n      = inside ? job.spans[(at / job.bundles) * job.span + 1] : 0;
-#pragma unroll
-        for (int o = 1; o < 32; o *= 2) {
-            const int below = __shfl_up_sync(0xffffffff, n, o);
-            n += lane >= o ? below : 0;
-        }
-        if (inside) {
-            first[at + 1] = sum + n;
-        }
-        sum += __shfl_sync(0xffffffff, n, 31);
-    }
-    if (lane == 0) {
-        first[0] = 0;
-    }
-}
 
 // n rows from `slot` on, by all threads; what each warp finds goes to shared memory. A row lies in LANES lanes, eight numbers in
 // each; so many teams of lanes take every TEAMS-th row, ROWS of them at a time, and keys are on their way while values count.
@@ -255,7 +176,7 @@ template <typename T, int LANES, int G> __global__ void __launch_bounds__(THREAD
     // four neighbours of a head's output for each thread; where there are more threads, these share the parts
     const int quarter = job.d_v / 4, columns = G * quarter, sharing = min(WARPS, THREADS / columns);
     const int column = threadIdx.x % columns, sharer = threadIdx.x / columns, g = column / quarter, i = column % quarter;
-    const int rows = max(FEWEST, (shared.first[n_all] + (int) gridDim.x - 1) / (int) gridDim.x);  // of a block
+    const int rows = max(job.fewest, (shared.first[n_all] + (int) gridDim.x - 1) / (int) gridDim.x);  // of a block
     const int end  = min(shared.first[n_all], ((int) blockIdx.x + 1) * rows);
     int       row  = blockIdx.x * rows;
     int       b    = 0;  // bundle
@@ -368,6 +289,13 @@ static bool fits(const ggml_tensor * dst) {
            (!bias || bias->ne[0] >= k->ne[1]);
 }
 
+// Tensor cores pay where they read rows fewer times.
+bool has_mma(const ggml_tensor * dst, int device, int share) {
+    const ggml_tensor *k = dst->src[1], *v = dst->src[2];
+    return k->type == GGML_TYPE_F16 && k->ne[0] == v->ne[0] && (k->ne[0] == 64 || k->ne[0] == 128) && share > 2 &&
+           ggml_cuda_info().devices[device].cc >= GGML_CUDA_CC_AMPERE;
+}
+
 }  // namespace
 
 bool kvedge_cuda_ragged(ggml_backend_cuda_context * ctx, const ggml_tensor * dst) {
@@ -375,10 +303,12 @@ bool kvedge_cuda_ragged(ggml_backend_cuda_context * ctx, const ggml_tensor * dst
         return fits(dst);
     }
     const ggml_tensor *q = dst->src[0], *k = dst->src[1], *v = dst->src[2], *spans = dst->src[5];
-    const int          heads_kv = (int) spans->ne[1], share = (int) q->ne[2] / heads_kv, bundles = (share + 3) / 4;
-    const int          g      = (share + bundles - 1) / bundles;
-    const int          blocks = BLOCKS * ggml_cuda_info().devices[ctx->device].nsm;
-    const size_t       parts  = (size_t) (blocks + heads_kv * bundles) * (size_t) g;
+    const int          heads_kv = (int) spans->ne[1], share = (int) q->ne[2] / heads_kv, way = dst->op_params[OWN_KIND + 1];
+    const bool         mma      = way != 1 && has_mma(dst, ctx->device, share);
+    const int          most     = mma ? MMA_HEADS : 4, bundles = (share + most - 1) / most;
+    const int          g        = mma ? MMA_HEADS : (share + bundles - 1) / bundles;
+    const int          blocks   = (mma ? 1 : BLOCKS) * ggml_cuda_info().devices[ctx->device].nsm;
+    const size_t       parts    = (size_t) (blocks + heads_kv * bundles) * (size_t) g;
 
     ggml_cuda_pool_alloc<float>  sums(ctx->pool(), parts * (size_t) v->ne[0]);
     ggml_cuda_pool_alloc<float2> marks(ctx->pool(), parts);
@@ -388,7 +318,12 @@ bool kvedge_cuda_ragged(ggml_backend_cuda_context * ctx, const ggml_tensor * dst
     const Job job = { (const char *) k->data, (const char *) v->data, (const float *) q->data, (const half *) data(dst->src[3]),
                       (const float *) data(dst->src[4]), (int *) spans->data, (float *) dst->data, sums.ptr, marks.ptr,
                       (int64_t) k->nb[1], (int64_t) v->nb[1], (int64_t) (q->nb[2] / sizeof(float)), (int) k->ne[0], (int) v->ne[0],
-                      heads_kv, share, bundles, (int) (spans->nb[1] / sizeof(int)), params[0], params[2] };
+                      heads_kv, share, bundles, (int) (spans->nb[1] / sizeof(int)), params[0], params[2],
+                      !mma ? 32 : way == 0 ? 64 : way };
+    if (mma) {
+        attend_mma(job, blocks, ctx->stream());
+        return true;
+    }
     switch (k->type) {
         case GGML_TYPE_F16: launch<half>(job, g, blocks, ctx->stream()); break;
         case GGML_TYPE_BF16: launch<nv_bfloat16>(job, g, blocks, ctx->stream()); break;

@@ -1,0 +1,97 @@
+// What both kernels of attention over heads of different lengths have: ragged.cu for all types, and ragged_mma.cu where several query
+// heads share a KV head of f16.
+
+#pragma once
+
+#include "own.cuh"
+
+namespace kvedge_ragged {
+
+constexpr int   THREADS    = 256, WARPS = THREADS / 32, BLOCKS = 2;  // blocks: on a multiprocessor
+constexpr int   MOST_HEADS = 512;
+constexpr float LOG2E      = 1.4426950408889634f;
+constexpr float LOWEST     = -1e30f;  // below all logits, and less it is still a number
+
+struct Job {
+    const char *  k;
+    const char *  v;
+    const float * q;
+    const half *  bias;
+    const float * sinks;
+    int *         spans;
+    float *       dst;
+    float *       parts;  // [blocks + bundles][G][d_v], sums that belong to `marks`
+    float2 *      marks;  // [blocks + bundles][G] largest logit, and sum of the weights
+    int64_t       k_row, v_row;  // bytes
+    int64_t       q_head;        // floats
+    int           d_k, d_v;
+    int           heads_kv, share, bundles;  // share: query heads of a KV head, in so many bundles
+    int           span;                      // entries of a span
+    float         scale, softcap;
+    int           fewest;  // rows that are worth a block
+};
+
+// By exponentials: fast math makes tanhf an approximation of 11 bits.
+static __device__ __forceinline__ float tanh_of(float x) { return 1.0f - 2.0f / (1.0f + exp2f(2.0f * LOG2E * x)); }
+
+// Four neighbours of a weighted sum of values; weights are powers of 2 of logits less `most`, and add up to `weight`.
+struct Sum {
+    float  most = LOWEST, weight = 0.0f;
+    float4 values = { 0.0f, 0.0f, 0.0f, 0.0f };
+
+    // Parts 0 .. n of others, as many as a block has warps: all are on their way before the first one counts.
+    template <class M, class V> __device__ __forceinline__ void add(int n, const M & mark_of, const V & values_of) {
+        float2 marks[WARPS];
+        float4 x[WARPS];
+        float  top = most;
+#pragma unroll
+        for (int i = 0; i < WARPS; i++) {
+            marks[i] = i < n ? mark_of(i) : float2{ LOWEST, 0.0f };
+            x[i]     = i < n ? values_of(i) : float4{ 0.0f, 0.0f, 0.0f, 0.0f };
+        }
+#pragma unroll
+        for (int i = 0; i < WARPS; i++) {
+            top = fmaxf(top, marks[i].x);
+        }
+        const float old = exp2f(most - top);
+        values = { values.x * old, values.y * old, values.z * old, values.w * old };
+        weight *= old;
+        most = top;
+#pragma unroll
+        for (int i = 0; i < WARPS; i++) {
+            const float now = exp2f(marks[i].x - top);
+            weight += marks[i].y * now;
+            values = { values.x + x[i].x * now, values.y + x[i].y * now, values.z + x[i].z * now, values.w + x[i].w * now };
+        }
+    }
+};
+
+// Numbers of rows before each bundle. By one warp.
+static __device__ __forceinline__ void number_rows(const Job & job, int * first) {
+    const int lane = threadIdx.x;
+    int       sum  = 0;
+#pragma unroll 1
+    for (int base = 0; base < job.heads_kv * job.bundles; base += 32) {
+        const int  at     = base + lane;
+        const bool inside = at < job.heads_kv * job.bundles;
+        int        n      = inside ? job.spans[(at / job.bundles) * job.span + 1] : 0;
+#pragma unroll
+        for (int o = 1; o < 32; o *= 2) {
+            const int below = __shfl_up_sync(0xffffffff, n, o);
+            n += lane >= o ? below : 0;
+        }
+        if (inside) {
+            first[at + 1] = sum + n;
+        }
+        sum += __shfl_sync(0xffffffff, n, 31);
+    }
+    if (lane == 0) {
+        first[0] = 0;
+    }
+}
+
+// By tensor cores, heads of d_k = d_v = 64 or 128, 8 query heads to a bundle at most and as many blocks as multiprocessors.
+constexpr int MMA_HEADS = 8;
+void attend_mma(const Job & job, int blocks, cudaStream_t stream);
+
+}  // namespace kvedge_ragged
