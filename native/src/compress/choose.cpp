@@ -9,6 +9,7 @@
 
 #include <algorithm>
 #include <numeric>
+#include <utility>
 
 namespace kvedge {
 
@@ -315,15 +316,19 @@ static void limit_head(Job & job, size_t l, size_t h, const float * scores) {
     }
 }
 
+static void select_head(Job & job, size_t l, size_t h) {
+    const auto    at      = h * (size_t) job.pending.n;
+    const float * first   = job.reserve.empty() ? nullptr : job.reserve[l].data() + at;
+    const float * weights = job.weights.empty() ? nullptr : job.weights[l].data() + at;
+    const float * scores  = job.scores[l].data() + at;
+    job.kept[l][h] = select_tokens(job.plan, job.pending.n, job.counts[l][h], job.pending.image_of(l, h), scores, first, weights);
+    limit_head(job, l, h, scores);
+}
+
 void select_layer(Job & job, size_t l) {
-    const auto T = (size_t) job.pending.n;
-    job.kept[l].clear();
+    job.kept[l].resize(job.counts[l].size());
     for (size_t h = 0; h < job.counts[l].size(); h++) {
-        const float * first = job.reserve.empty() ? nullptr : job.reserve[l].data() + h * T;
-        const float * weights = job.weights.empty() ? nullptr : job.weights[l].data() + h * T;
-        job.kept[l].push_back(
-            select_tokens(job.plan, job.pending.n, job.counts[l][h], job.pending.image_of(l, h), job.scores[l].data() + h * T, first, weights));
-        limit_head(job, l, h, job.scores[l].data() + h * T);
+        select_head(job, l, h);
     }
 }
 
@@ -344,7 +349,14 @@ void select_all(Job & job) {
     for (size_t l = 0; l < job.weights.size(); l++) {
         weigh_layer(job, l, job.n_threads);
     }
-    parallel_for(job.n_threads, (int32_t) job.kept.size(), [&](int32_t l, int32_t) { select_layer(job, (size_t) l); });
+    std::vector<std::pair<size_t, size_t>> heads;
+    for (size_t l = 0; l < job.kept.size(); l++) {
+        job.kept[l].resize(job.counts[l].size());
+        for (size_t h = 0; h < job.counts[l].size(); h++) {
+            heads.emplace_back(l, h);
+        }
+    }
+    parallel_for(job.n_threads, (int32_t) heads.size(), [&](int32_t i, int32_t) { select_head(job, heads[(size_t) i].first, heads[(size_t) i].second); });
 }
 
 void grant_layer(Job & job, size_t l, int32_t count) { job.counts[l].assign(job.counts[l].size(), count); }

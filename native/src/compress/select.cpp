@@ -1,6 +1,7 @@
 #include "compress/select.h"
 
 #include <algorithm>
+#include <functional>
 
 namespace kvedge {
 
@@ -29,6 +30,28 @@ bool mixed(int32_t n_tokens, const uint8_t * image) {
 // Tokens that are not protected and that the critical rule's first step chooses, of a head that keeps `count`.
 int32_t critical_half(const kvedge_plan & plan, int32_t count, int32_t n_protected) {
     return plan.critical_free ? (count - n_protected) / 2 : std::max(0, count / 2 - n_protected);
+}
+
+// The n best rows of an ascending range come first, the first of those that are alike; both parts stay ascending.
+void take_best(std::vector<int32_t>::iterator begin, std::vector<int32_t>::iterator end, const float * by, std::ptrdiff_t n) {
+    if (n <= 0 || n >= end - begin) {
+        return;
+    }
+    std::vector<float> values((size_t) (end - begin));
+    std::transform(begin, end, values.begin(), [by](int32_t t) { return by[t]; });
+    std::nth_element(values.begin(), values.begin() + (n - 1), values.end(), std::greater<float>());
+    const float    worst = values[(size_t) n - 1];
+    std::ptrdiff_t alike = n - std::count_if(begin, end, [&](int32_t t) { return by[t] > worst; });
+    std::vector<int32_t> others;
+    auto                 to = begin;
+    for (auto row = begin; row != end; ++row) {
+        if (by[*row] > worst || (by[*row] == worst && alike-- > 0)) {
+            *to++ = *row;
+        } else {
+            others.push_back(*row);
+        }
+    }
+    std::copy(others.begin(), others.end(), to);
 }
 
 std::vector<float> weigh(int32_t n_tokens, const float * scores, const float * weights) {
@@ -64,12 +87,10 @@ std::vector<int32_t> select_tokens(
     fill = std::clamp(fill, 0, (int32_t) rest.size());
     auto       next = rest.begin();
     const auto take = [&](const float * by, int32_t n) {
-        std::nth_element(next, n < rest.end() - next ? next + n : rest.end(), rest.end(), [&](int32_t a, int32_t b) {
-            if (text_first && image[a] != image[b]) {
-                return image[a] < image[b];
-            }
-            return by[a] != by[b] ? by[a] > by[b] : a < b;
-        });
+        const auto images = text_first ? std::stable_partition(next, rest.end(), [&](int32_t t) { return image[t] == 0; }) : rest.end();
+        const auto first  = std::min((std::ptrdiff_t) n, images - next);
+        take_best(next, images, by, first);
+        take_best(images, rest.end(), by, n - first);
         next += n;
     };
     if (reserve) {
@@ -83,8 +104,17 @@ std::vector<int32_t> select_tokens(
     } else {
         take(scores, left());
     }
+    std::vector<uint8_t> stays((size_t) n_tokens, 0);
     kept.insert(kept.end(), rest.begin(), rest.begin() + fill);
-    std::sort(kept.begin(), kept.end());
+    for (const int32_t t : kept) {
+        stays[(size_t) t] = 1;
+    }
+    kept.clear();
+    for (int32_t t = 0; t < n_tokens; t++) {
+        if (stays[(size_t) t]) {
+            kept.push_back(t);
+        }
+    }
     return kept;
 }
 

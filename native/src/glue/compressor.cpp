@@ -4,6 +4,7 @@
 #include "ggml.h"
 #include "store/following.h"
 #include "system/error.h"
+#include "system/threads.h"
 
 #include <algorithm>
 #include <utility>
@@ -130,6 +131,7 @@ kvedge_status Compressor::compress(SequenceState & state, kvedge_error * err) {
     if (state.streaming) {
         return compress_stream(state, err);
     }
+    const Crew    crew;
     const int64_t start = ggml_time_us();
     uint64_t      seen  = 0;
     if (layers_.has_sinks() || !state.device || !state.device->keeps_window(window_length(*state.seq))) {

@@ -2,15 +2,70 @@
 
 #include <atomic>
 #include <exception>
-#include <mutex>
-#include <thread>
-#include <vector>
+#include <functional>
 
 #if defined(__linux__)
 #    include <sched.h>
 #endif
 
 namespace kvedge {
+
+static thread_local Crew * crew = nullptr;
+
+Crew::Crew() : before_(crew) { crew = this; }
+
+Crew::~Crew() {
+    crew = before_;
+    {
+        const std::lock_guard<std::mutex> guard(lock_);
+        over_ = true;
+    }
+    wake_.notify_all();
+    for (auto & t : others_) {
+        t.join();
+    }
+}
+
+void Crew::wait_for_work() {
+    std::unique_lock<std::mutex> guard(lock_);
+    for (;;) {
+        wake_.wait(guard, [this] { return over_ || next_ < end_; });
+        if (over_) {
+            return;
+        }
+        const auto * work   = work_;
+        const int32_t worker = next_++;
+        at_work_++;
+        guard.unlock();
+        (*work)(worker);
+        guard.lock();
+        if (--at_work_ == 0) {
+            done_.notify_one();
+        }
+    }
+}
+
+void Crew::run(int32_t n, const std::function<void(int32_t)> & work) {
+    try {
+        others_.reserve((size_t) n - 1);
+        while (others_.size() + 1 < (size_t) n) {
+            others_.emplace_back([this] { wait_for_work(); });
+        }
+    } catch (const std::exception &) {
+    }
+    {
+        const std::lock_guard<std::mutex> guard(lock_);
+        work_ = &work;
+        next_ = 1;
+        end_  = n;
+    }
+    wake_.notify_all();
+    work(0);
+    std::unique_lock<std::mutex> guard(lock_);
+    end_ = 0;
+    done_.wait(guard, [this] { return at_work_ == 0; });
+    work_ = nullptr;
+}
 
 void parallel_for(int32_t n_threads, int32_t n_tasks, const std::function<void(int32_t, int32_t)> & task) {
     std::atomic<int32_t> next{ 0 };
@@ -27,18 +82,14 @@ void parallel_for(int32_t n_threads, int32_t n_tasks, const std::function<void(i
             next.store(n_tasks);
         }
     };
-    std::vector<std::thread> others;
-    const int32_t            n = n_threads < n_tasks ? n_threads : n_tasks;
-    try {
-        others.reserve(n > 1 ? (size_t) n - 1 : 0);
-        for (int32_t w = 1; w < n; w++) {
-            others.emplace_back(work, w);
-        }
-    } catch (const std::exception &) {
-    }
-    work(0);
-    for (auto & t : others) {
-        t.join();
+    const int32_t n = n_threads < n_tasks ? n_threads : n_tasks;
+    if (n <= 1) {
+        work(0);
+    } else if (crew && !crew->busy()) {
+        crew->run(n, std::cref(work));  // a reference takes no memory
+    } else {
+        Crew own;
+        own.run(n, std::cref(work));
     }
     if (failure) {
         std::rethrow_exception(failure);

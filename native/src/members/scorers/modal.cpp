@@ -82,19 +82,22 @@ std::vector<double> mix(const ScoreInput & in, size_t head, const std::vector<ui
 }
 
 // Raises tokens, the last one of the text first, such that the a-th has at most a * (parts - 1) of all that are not among the
-// first a above it in rank. So however many stay, one in `parts` of them is among these. scores [n] as they were, and ranked.
-void raise(const int32_t * tokens, size_t count, int32_t parts, const std::vector<float> & scores, const std::vector<float> & ranked,
-           float * out) {
-    const auto           more = (size_t) parts - 1;
+// first a above it in rank. So however many stay, one in `parts` of them is among these. scores [n] as they were.
+void raise(const int32_t * tokens, size_t count, int32_t parts, const std::vector<float> & scores, float * out) {
+    const auto         more = (size_t) parts - 1;
+    std::vector<float> ranked(std::min(scores.size(), (size_t) parts * count + 1));  // no rank behind these is looked at
+    std::partial_sort_copy(scores.begin(), scores.end(), ranked.begin(), ranked.end(), std::greater<float>());
     std::vector<uint8_t> gone(ranked.size(), 0);
     size_t               at = 0, before = 0;  // so many of the others are before this place
     for (size_t a = 1; a <= count; a++) {
         const auto t = (size_t) tokens[a - 1];
         auto own = (size_t) (std::lower_bound(ranked.begin(), ranked.end(), scores[t], std::greater<float>()) - ranked.begin());
-        while (gone[own]) {
+        while (own < gone.size() && gone[own]) {
             own++;
         }
-        gone[own] = 1;
+        if (own < gone.size()) {
+            gone[own] = 1;
+        }
         before -= own < at ? 1 : 0;
         for (; at < ranked.size() && (gone[at] || before < more * a); at++) {
             before += gone[at] ? 0 : 1;
@@ -127,11 +130,9 @@ void raise_text(const double * params, const uint8_t * image, int32_t n_tokens, 
         }
     }
     const std::vector<float> scores(out, out + n_tokens);
-    std::vector<float>       ranked(scores);
-    std::sort(ranked.begin(), ranked.end(), std::greater<float>());
-    raise(text.data(), end, (int32_t) params[PARTS], scores, ranked, out);
+    raise(text.data(), end, (int32_t) params[PARTS], scores, out);
     if (text.size() < (size_t) n_tokens) {
-        raise(text.data(), text.size(), (int32_t) params[TEXT], scores, ranked, out);
+        raise(text.data(), text.size(), (int32_t) params[TEXT], scores, out);
     }
 }
 
