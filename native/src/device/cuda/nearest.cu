@@ -11,14 +11,15 @@ namespace {
 
 struct Job {
     const char *    rows;
-    int64_t         row_bytes;
     const int *     kept;
     const int *     heads;
     const float2 *  scales;   // of each kept row
     int *           targets;
     float *         shares;   // by angle, else NULL
-    int             n_heads, d;
+    int             n_heads, d, row_bytes;
     float           reach;
+
+    __device__ __forceinline__ const char * row(int slot) const { return rows + (int64_t) slot * row_bytes; }
 };
 
 // ---------------------------------------------------------------------------------------------------------
@@ -89,7 +90,7 @@ template <typename T> __global__ void scale_kept(const Job job, int n, float2 * 
     }
     float own = 0.0f;
     if (lane < job.d / 8) {
-        const uint4 x = *(const uint4 *) (job.rows + job.kept[i] * job.row_bytes + lane * 16);
+        const uint4 x = *(const uint4 *) (job.row(job.kept[i]) + lane * 16);
         own = square<T>(x.x) + square<T>(x.y) + square<T>(x.z) + square<T>(x.w);
     }
 #pragma unroll
@@ -159,7 +160,7 @@ __global__ void __launch_bounds__(32 * NEAREST_TILE / (16 * PER_WARP), LEAST_BLO
         for (int i = thread; i < N * 2 * STEPS; i += THREADS) {
             const int row = i / (2 * STEPS), chunk = i % (2 * STEPS);
             if (first_kept + row < n_kept && chunk < chunks) {
-                copy_16(tiles[at].rows + row * ROW + chunk * 16, job.rows + places[at][row] * job.row_bytes + chunk * 16);
+                copy_16(tiles[at].rows + row * ROW + chunk * 16, job.row(places[at][row]) + chunk * 16);
             }
         }
         if (thread < N) {
@@ -198,7 +199,7 @@ __global__ void __launch_bounds__(32 * NEAREST_TILE / (16 * PER_WARP), LEAST_BLO
         float        own[2] = { 0.0f, 0.0f };
 #pragma unroll
         for (int r = 0; r < 2; r++) {
-            rows[r]     = job.rows + evicted[i + 8 * r] * job.row_bytes + 4 * in_quad;
+            rows[r]     = job.row(evicted[i + 8 * r]) + 4 * in_quad;
             best[m][r]  = -INFINITY;
             which[m][r] = -1;
         }
@@ -317,12 +318,9 @@ template <typename T, int STEPS, int PER_WARP, int N, int AT_ONCE, int LEAST_BLO
 
 template <typename T> void launch(const Job & job, int blocks, int setting, cudaStream_t stream) {
     switch (std::is_same_v<T, half> ? setting : 0) {  // of rows of 128 numbers, for bench_nearest
-        case 1: return launch<half, 8, 2, 64, 2, 3>(job, blocks, stream);
-        case 2: return launch<half, 8, 2, 64, 8, 2>(job, blocks, stream);
-        case 3: return launch<half, 8, 2, 64, 4, 2>(job, blocks, stream);
-        case 4: return launch<half, 8, 1, 64, 4, 2>(job, blocks, stream);
-        case 5: return launch<half, 8, 1, 64, 8, 2>(job, blocks, stream);
-        case 6: return launch<half, 8, 2, 32, 4, 3>(job, blocks, stream);
+        case 1: return launch<half, 8, 1, 64, 4, 3>(job, blocks, stream);
+        case 2: return launch<half, 8, 1, 64, 2, 3>(job, blocks, stream);
+        case 3: return launch<half, 8, 2, 64, 8, 3>(job, blocks, stream);
         default: break;
     }
     const int steps = (job.d + 15) / 16;
@@ -359,8 +357,8 @@ bool kvedge_cuda_nearest(ggml_backend_cuda_context * ctx, const ggml_tensor * ds
     const int                      n = (int) ggml_nelements(dst->src[3]), setting = dst->op_params[OWN_KIND + 2];
     const float                    reach = *(const float *) (dst->op_params + OWN_KIND + 1);
     ggml_cuda_pool_alloc<float2>   scales(ctx->pool(), (size_t) n);
-    const Job job = { (const char *) rows->data, (int64_t) rows->nb[1], (const int *) dst->src[3]->data, (const int *) heads->data, scales.ptr,
-                      (int *) dst->data, reach > 0.0f ? nullptr : (float *) dst->data + dst->ne[0], (int) heads->ne[1], (int) rows->ne[0], reach };
+    const Job job = { (const char *) rows->data, (const int *) dst->src[3]->data, (const int *) heads->data, scales.ptr,
+                      (int *) dst->data, reach > 0.0f ? nullptr : (float *) dst->data + dst->ne[0], (int) heads->ne[1], (int) rows->ne[0], (int) rows->nb[1], reach };
     constexpr int WARPS = 8;
     const int     blocks = (int) dst->ne[0] / NEAREST_TILE;
     if (rows->type == GGML_TYPE_F16) {
