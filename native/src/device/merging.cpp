@@ -51,7 +51,7 @@ struct GraphRows::Merging::Hunt {
 };
 
 Outcome GraphRows::Merging::search() {
-    joined.resize(of.places.size());
+    make_room();
     std::vector<Hunt> hunts;
     size_t            entries = 0;
     Outcome           outcome = Outcome::done;
@@ -63,16 +63,15 @@ Outcome GraphRows::Merging::search() {
     };
     for (size_t l = 0; l < of.places.size(); l++) {
         Hunt hunt{ l, of.places[l].size() };
-        joined[l].resize(hunt.heads);
         for (size_t h = 0; h < hunt.heads; h++) {
             const size_t n = of.job.kept[l][h].size();
             hunt.n_kept    = std::max(hunt.n_kept, n);
             hunt.n_evicted = std::max(hunt.n_evicted, (size_t) of.job.n_tokens - n);
         }
-        for (size_t h = 0; h < hunt.heads && hunt.n_evicted == 0; h++) {
-            make_joined(l, h);
-        }
         if (hunt.n_evicted == 0) {
+            for (const Joined & x : joined[l]) {
+                std::fill(x.target.begin(), x.target.end(), -1);
+            }
             continue;
         }
         if (has_own_search(l)) {
@@ -221,7 +220,7 @@ void GraphRows::Merging::decide(const Hunt & x, size_t h, const int32_t * target
     const auto &      kept = of.job.kept[x.layer][h];
     const MergeRule & rule = *of.job.rule;
     Joined &          to   = joined[x.layer][h];
-    make_joined(x.layer, h);
+    std::fill(to.target.begin(), to.target.end(), -1);
     each_evicted(kept, of.job.n_tokens, [&](size_t i, int32_t t) {
         const size_t at    = x.place(h, i);
         const float  score = values[at], own = values[x.entries() + at];

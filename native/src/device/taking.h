@@ -17,10 +17,21 @@ namespace kvedge {
 
 // Where evicted rows go, and the sums that they make on the device.
 struct GraphRows::Merging {
+    template <class X> struct Part {  // of `room`
+        X *    first = nullptr;
+        size_t n     = 0;
+
+        X *       data() { return first; }
+        const X * data() const { return first; }
+        X *       begin() const { return first; }
+        X *       end() const { return first + n; }
+        size_t    size() const { return n; }
+        X &       operator[](size_t i) const { return first[i]; }
+    };
     // Of one head.
     struct Joined {
-        std::vector<int32_t> target;       // as in Joins
-        std::vector<float>   share, self;
+        Part<int32_t> target;       // as in Joins
+        Part<float>   share, self;
     };
     // Sums of a few rows each, the same number for all: row r of sum i is row index[r * n + i] of the source, times its factor.
     struct Level {
@@ -55,7 +66,7 @@ struct GraphRows::Merging {
     void    write_kept(const Hunt & hunt, size_t head, int32_t * to) const;
     bool    has_own_search(size_t layer) const;  // the device has OWN_NEAREST (nearest.cpp)
     Outcome search_own(const std::vector<size_t> & layers);
-    void    make_joined(size_t layer, size_t head);
+    void    make_room();
     void    weigh(size_t layer, size_t head);  // where targets and similarities are known
     void    write_evicted(const Hunt & hunt, size_t head, int32_t * to) const;
     void    decide(const Hunt & hunt, size_t head, const int32_t * target, const float * values);
@@ -69,6 +80,7 @@ struct GraphRows::Merging {
     template <class F> void each_head(const std::vector<Hunt> & hunts, const F & visit) const;
 
     Taking &                                     of;
+    Pages                                        room;    // of all heads: in large pages, where the system has them
     std::vector<std::vector<Joined>>             joined;  // [layer][head]
     std::vector<std::vector<Lists>>              lists;   // [layer][group of the new layout]
     std::vector<std::vector<std::vector<Piece>>> pieces;  // likewise; none of a layer that has OWN_JOINS
