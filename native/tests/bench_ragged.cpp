@@ -10,7 +10,7 @@
 //   equal   equal lengths of the mean
 //   list    all heads in one list, and each query with a mask of its own over it
 //   padded  KV heads on dimension 3, all as long as the longest, each with a mask
-//   ragged  regions of one list, and a span for each head; cores: not by tensor cores; mma N: by them, N rows are worth a block
+//   ragged  regions of one list, and a span for each head; N: so many rows are worth a block, less than 0 not by tensor cores
 //
 // with the writes of a token's rows. stdout: microseconds for a layer, of the attention alone and with the writes; device bytes
 // of a layer; and of the first layer the largest error against a reference in double (the whole cache has none).
@@ -50,7 +50,7 @@ enum class Way { whole, equal, list, padded, ragged };
 constexpr const char * NAMES[] = { "whole", "equal", "list", "padded", "ragged" };
 
 // The default, and others.
-constexpr int KERNELS[] = { 0, 1, 32, 64, 128, 256 };
+constexpr int KERNELS[] = { 0, -32, -128, -512, -8192, 32, 64, 128, 256 };
 
 int64_t rounded(int64_t n, int64_t step) { return (n + step - 1) / step * step; }
 
@@ -360,7 +360,7 @@ std::vector<int64_t> lengths_of(int64_t heads, int64_t mean, double most) {
 void measure(ggml_backend_t backend, const Shape & shape, int64_t mean, double most, Way way, int kernel = 0) {
     const auto        lengths = lengths_of(shape.heads_kv, mean, most);
     Bench             bench{ backend, shape, way, kernel, rows_of(way, lengths), {}, {}, {}, {}, {}, {}, {}, nullptr, nullptr, nullptr, nullptr, {}, {} };
-    const std::string name = kernel == 0 ? NAMES[(int) way] : kernel == 1 ? "cores" : "mma " + std::to_string(kernel);
+    const std::string name = kernel == 0 ? NAMES[(int) way] : std::to_string(kernel);
     std::printf("%-10s %6lld %4.1f %-7s ", shape.name, (long long) mean, most, name.c_str());
     bench.make_tensors();
     if (!bench.buffer) {

@@ -259,7 +259,8 @@ void Pair::compress() {
 
 // How far rows may lie apart, of the largest number.
 float closeness(const Case & x) {
-    const bool f16 = x.storage.k == Type::f16;
+    // devices take products of keys in half precision, and a similarity is a factor
+    const bool f16 = x.storage.k == Type::f16 || (!on_cpu() && x.reducer == "weighted");
     return x.storage.quantised() ? (x.storage.k == Type::q4_0 ? 0.15f : 0.02f) : x.reducer == "evict" ? 0.0f : f16 ? 2e-3f : 1e-5f;
 }
 

@@ -14,7 +14,7 @@
 // so that a CUDA graph serves all tokens. Where more than 4 query heads share a KV head they are cut into bundles of 4 or fewer,
 // each of which reads the rows: from the cache, but for the first one. Of f16, ragged_mma.cu takes 8 heads to a bundle.
 //
-// op_params[OWN_KIND + 1], for benchmarks: 0, or 1 for the kernel of this file, or for ragged_mma.cu the rows that are worth a block.
+// op_params[OWN_KIND + 1], for benchmarks: 0, or the rows that are worth a block; less than 0 for the kernel of this file alone.
 
 #include "eight.cuh"
 #include "ragged.cuh"
@@ -304,7 +304,7 @@ bool kvedge_cuda_ragged(ggml_backend_cuda_context * ctx, const ggml_tensor * dst
     }
     const ggml_tensor *q = dst->src[0], *k = dst->src[1], *v = dst->src[2], *spans = dst->src[5];
     const int          heads_kv = (int) spans->ne[1], share = (int) q->ne[2] / heads_kv, way = dst->op_params[OWN_KIND + 1];
-    const bool         mma      = way != 1 && has_mma(dst, ctx->device, share);
+    const bool         mma      = way >= 0 && has_mma(dst, ctx->device, share);
     const int          most     = mma ? MMA_HEADS : 4, bundles = (share + most - 1) / most;
     const int          g        = mma ? MMA_HEADS : (share + bundles - 1) / bundles;
     const int          blocks   = (mma ? 1 : BLOCKS) * ggml_cuda_info().devices[ctx->device].nsm;
@@ -319,7 +319,7 @@ bool kvedge_cuda_ragged(ggml_backend_cuda_context * ctx, const ggml_tensor * dst
                       (const float *) data(dst->src[4]), (int *) spans->data, (float *) dst->data, sums.ptr, marks.ptr,
                       (int64_t) k->nb[1], (int64_t) v->nb[1], (int64_t) (q->nb[2] / sizeof(float)), (int) k->ne[0], (int) v->ne[0],
                       heads_kv, share, bundles, (int) (spans->nb[1] / sizeof(int)), params[0], params[2],
-                      !mma ? 32 : way == 0 ? 64 : way };
+                      way != 0 ? abs(way) : mma ? 64 : 32 };
     if (mma) {
         attend_mma(job, blocks, ctx->stream());
         return true;
