@@ -212,14 +212,14 @@ void Bench::show(const Layer & layer) const {
 T Bench::attend(ggml_context * c, const Layer & layer, T from, bool writes) const {
     T             k = layer.k, v = layer.v, mask = layer.mask;
     const int64_t d = shape.d, kv = shape.heads_kv, slots = rows.slots, share = shape.share, heads = shape.heads();
-    if (writes && rows.shared) {
+    if (writes && way == Way::list) {
         k = ggml_set_rows(c, k, fresh, index);
         v = ggml_set_rows(c, v, fresh, index);
     } else if (writes && way == Way::padded) {
         T row = ggml_view_3d(c, index, 1, kv, 1, index->nb[0], index->nb[1], 0);
         k     = ggml_set_rows(c, k, ggml_reshape_3d(c, fresh, d, 1, kv), row);
         v     = ggml_set_rows(c, v, ggml_reshape_3d(c, fresh, d, 1, kv), row);
-    } else if (writes) {
+    } else if (writes && way != Way::ragged) {
         T row = ggml_view_1d(c, index, 1, 0);
         k     = ggml_set_rows(c, k, ggml_reshape_3d(c, fresh, d, 1, kv), row);
         v     = ggml_set_rows(c, v, ggml_reshape_3d(c, fresh, d, 1, kv), row);
@@ -251,6 +251,8 @@ T Bench::attend(ggml_context * c, const Layer & layer, T from, bool writes) cons
             out         = ggml_flash_attn_ext(c, ggml_reshape_3d(c, from, d, 1, heads), k, v, nullptr, scale, 0.0f, 0.0f);
             out->src[5] = layer.spans;
             out->op_params[OWN_KIND + 1] = kernel;
+            out->src[6] = out->src[7] = writes ? fresh : nullptr;
+            out->src[8]               = writes ? index : nullptr;
     }
     ggml_prec_set_acc(out, GGML_PREC_F32);
     return ggml_reshape_1d(c, out, d * heads);

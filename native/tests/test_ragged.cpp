@@ -24,6 +24,8 @@ struct Case {
     int       longest;
     bool      biased = false, sunk = false;
     float     softcap = 0.0f;
+
+    bool writes() const { return share != 2; }  // the last row of each head
 };
 
 struct Values {
@@ -127,7 +129,8 @@ struct Graph {
     ggml_context_ptr        context;
     ggml_backend_buffer_ptr buffer;
     ggml_cgraph *           graph = nullptr;
-    ggml_tensor *           spans = nullptr, *out = nullptr;
+    ggml_tensor *           spans = nullptr, *out = nullptr, *k = nullptr, *v = nullptr;
+    ggml_tensor *           fresh[3] = {};  // keys, values, slots
 };
 
 Graph graph_of(ggml_backend_t backend, const Case & of, Values & x) {
@@ -145,6 +148,11 @@ Graph graph_of(ggml_backend_t backend, const Case & of, Values & x) {
     graph.out->src[5]    = graph.spans;
     if (sinks) {
         ggml_flash_attn_ext_add_sinks(graph.out, sinks);
+    }
+    graph.k = k, graph.v = v;
+    for (int i = 0; i < 3 && of.writes(); i++) {
+        graph.fresh[i] = i == 2 ? ggml_new_tensor_1d(c, GGML_TYPE_I64, of.heads_kv) : ggml_new_tensor_2d(c, GGML_TYPE_F32, i == 0 ? of.d_k : of.d_v, of.heads_kv);
+        graph.out->src[6 + i] = graph.fresh[i];
     }
     graph.graph = ggml_new_graph(c);
     ggml_build_forward_expand(graph.graph, graph.out);
@@ -171,6 +179,29 @@ double distance(const std::vector<float> & a, const std::vector<double> & b) {
     return most;
 }
 
+// Other numbers for the last row of each head, which lie where the graph writes them from; and NaN where it writes them to.
+void renew(const Case & of, const Graph & graph, Values & x) {
+    std::vector<int64_t> slots;
+    for (size_t h = 0; h < x.n.size(); h++) {
+        slots.push_back(x.first[h] + x.n[h] - 1);
+    }
+    const auto send = [&](ggml_tensor * to, ggml_tensor * from, std::vector<float> & rows, size_t d) {
+        std::vector<float> fresh;
+        for (const int64_t slot : slots) {
+            const auto row = rows.begin() + (std::ptrdiff_t) ((size_t) slot * d);
+            std::reverse(row, row + (std::ptrdiff_t) d);
+            fresh.insert(fresh.end(), row, row + (std::ptrdiff_t) d);
+            std::vector<float> none(d, NAN);
+            const auto         bytes = stored(of.type, none);
+            ggml_backend_tensor_set(to, bytes.data(), (size_t) slot * to->nb[1], bytes.size());
+        }
+        ggml_backend_tensor_set(from, fresh.data(), 0, ggml_nbytes(from));
+    };
+    send(graph.k, graph.fresh[0], x.k, (size_t) of.d_k);
+    send(graph.v, graph.fresh[1], x.v, (size_t) of.d_v);
+    ggml_backend_tensor_set(graph.fresh[2], slots.data(), 0, ggml_nbytes(graph.fresh[2]));
+}
+
 // Twice with the spans written once, and then with other lengths, as a graph serves many tokens.
 void attend(ggml_backend_t backend, const Case & of, uint32_t seed) {
     constexpr double CLOSE = 2e-5;  // sums of numbers of order 1 in f32
@@ -180,6 +211,9 @@ void attend(ggml_backend_t backend, const Case & of, uint32_t seed) {
     for (const int shorter : { 0, 1 }) {
         for (int32_t & n : x.n) {
             n -= n > 1 ? shorter : 0;
+        }
+        if (of.writes()) {
+            renew(of, graph, x);
         }
         const auto spans = spans_of(of, x);
         const auto right = expected(of, x);

@@ -1,6 +1,7 @@
 // Heads of different lengths where the device has attention over them (cuda/ragged.cu, cpu/ragged.cpp): all rows of a
 // layer lie in one list of slots, each head's in a region of it that has room for more, and a span for each head says where.
-// Nothing is padded and no mask is needed, but one number for each slot where rows have biases or go one by one.
+// Nothing is padded and no mask is needed, but one number for each slot where rows have biases or go one by one. The operation
+// writes the token's own rows before it reads them.
 
 #include "device/graph_rows.h"
 
@@ -56,15 +57,16 @@ T GraphRows::attend_regions(const GraphLayer & in, const DeviceLayer & layer, co
     const int64_t    heads = (int64_t) group.heads.size(), dk = group.k->ne[0], dv = group.v->ne[0], n_heads = in.q->ne[1];
     T                index = viewed(c, from.spans, GGML_TYPE_I64, heads, 1, index_at(on) + 2 * (int64_t) group.span);
     T                spans = viewed(c, from.spans, GGML_TYPE_I32, on.span, heads, on.span * (int64_t) group.span);
-    T              k     = ggml_set_rows(c, group.k, ggml_reshape_2d(c, whole(c, in.k), dk, heads), index);
-    T              v     = ggml_set_rows(c, group.v, ggml_reshape_2d(c, whole(c, in.v), dv, heads), index);
     T              mask  = group.mask;
     if (slots_.form.dropping) {  // the slot of a row that went had its bias, or was hidden
         T zeros = ggml_view_2d(c, from.zeros, 1, heads, from.zeros->nb[2], 0);
         mask    = ggml_reshape_1d(c, ggml_set_rows(c, ggml_reshape_2d(c, mask, 1, group.slots), zeros, index), group.slots);
     }
     T q   = ggml_reshape_3d(c, whole(c, in.q), dk, 1, n_heads);
-    T out = attention_over_spans({ c, q, k, v, in.sinks, in.scale, in.softcap }, mask, spans);
+    T out = attention_over_spans({ c, q, group.k, group.v, in.sinks, in.scale, in.softcap }, mask, spans);
+    out->src[6] = ggml_reshape_2d(c, whole(c, in.k), dk, heads);
+    out->src[7] = ggml_reshape_2d(c, whole(c, in.v), dv, heads);
+    out->src[8] = index;
     return ggml_reshape_2d(c, out, dv * n_heads / heads, heads);
 }
 

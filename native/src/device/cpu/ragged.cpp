@@ -53,6 +53,11 @@ const float * widened(const ggml_tensor * rows, int64_t slot, float * out) {
     }
 }
 
+void write_row(const ggml_tensor * to, const ggml_tensor * from, int row, int64_t slot) {
+    const auto * x = (const float *) ((const char *) from->data + (size_t) row * from->nb[1]);
+    ggml_get_type_traits_cpu(to->type)->from_float(x, (char *) to->data + (size_t) slot * to->nb[1], to->ne[0]);
+}
+
 // One row, by all query heads of its KV head.
 void attend_row(const Job & job, int thread, int kv, int64_t slot) {
     float * const keys = job.row(thread), *values = keys + job.d_k;
@@ -113,6 +118,13 @@ void kvedge_cpu_ragged(const ggml_compute_params * params, ggml_tensor * dst) {
     GGML_ASSERT(job.q->ne[1] == 1 && job.q->type == GGML_TYPE_F32 && job.spans->type == GGML_TYPE_I32);
     GGML_ASSERT(params->wsize >= floats * sizeof(float));  // ggml_graph_plan: of flash attention
 
+    if (dst->src[6]) {  // the token's own rows
+        for (int kv = params->ith; kv < job.heads_kv; kv += params->nth) {
+            write_row(job.k, dst->src[6], kv, ((const int64_t *) dst->src[8]->data)[kv]);
+            write_row(job.v, dst->src[7], kv, ((const int64_t *) dst->src[8]->data)[kv]);
+        }
+        ggml_barrier(params->threadpool);
+    }
     std::fill_n(job.place(params->ith, 0), (size_t) job.heads * (size_t) (2 + job.d_v), 0.0f);
     for (int head = 0; head < job.heads; head++) {
         job.place(params->ith, head)[0] = -INFINITY;

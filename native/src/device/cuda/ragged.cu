@@ -7,6 +7,8 @@
 //   src[4] sinks  [H] f32, or NULL
 //   src[5] spans  [2 + H / Hkv, Hkv] i32: first slot and number of rows of each KV head, then zeros, in which the kernel counts.
 //                 It is written by the host, not by the graph, and read before earlier kernels have ended.
+//   src[6], [7]   [d_k, Hkv], [d_v, Hkv] f32, the token's own rows, which are written first, or NULL
+//   src[8]        [Hkv] i64, slots of these
 //   dst           [d_v, H, 1] f32
 //
 // The rows of all heads, one head's after the other's, are cut into as many equal parts as there are blocks. A block attends to
@@ -171,7 +173,6 @@ template <typename T, int LANES, int G> __global__ void __launch_bounds__(THREAD
         number_rows(job, shared.first);
     }
     __syncthreads();
-    ggml_cuda_pdl_sync();
 
     // four neighbours of a head's output for each thread; where there are more threads, these share the parts
     const int quarter = job.d_v / 4, columns = G * quarter, sharing = min(WARPS, THREADS / columns);
@@ -192,14 +193,18 @@ template <typename T, int LANES, int G> __global__ void __launch_bounds__(THREAD
     const auto head_of  = [&](int bundle) { return bundle / job.bundles * job.share + bundle % job.bundles * G; };
     const auto heads_of = [&](int bundle) { return min(G, job.share - bundle % job.bundles * G); };
 
+    for (int base = 0; base < n_all && row < end; base += 32) {
+        const int at = base + (int) threadIdx.x % 32;
+        b += __popc(__ballot_sync(0xffffffff, at < n_all && shared.first[at + 1] <= row));
+    }
+    if (row < end) {
+        fetch_ahead(job, (int64_t) job.spans[b / job.bundles * job.span] + row - shared.first[b], min(end, shared.first[b + 1]) - row);
+    }
+    ggml_cuda_pdl_sync();
     for (int empty = blockIdx.x; empty < n_all; empty += gridDim.x) {
         if (shared.first[empty] == shared.first[empty + 1]) {
             finish(head_of(empty), sharer == 0 && g < heads_of(empty), Sum());
         }
-    }
-    for (int base = 0; base < n_all && row < end; base += 32) {
-        const int at = base + (int) threadIdx.x % 32;
-        b += __popc(__ballot_sync(0xffffffff, at < n_all && shared.first[at + 1] <= row));
     }
     for (; row < end; b++) {
         const int before = shared.first[b], behind = shared.first[b + 1], stop = min(end, behind);
@@ -208,6 +213,7 @@ template <typename T, int LANES, int G> __global__ void __launch_bounds__(THREAD
         }
         const int kv = b / job.bundles, head = head_of(b), heads = heads_of(b);
         int *     span = job.spans + kv * job.span;
+        write_fresh<T>(job, kv, (int64_t) span[0] + row - before, stop - row);
         attend<T, LANES, G>(job, job.q + head * job.q_head, heads, (int64_t) span[0] + row - before, stop - row, shared);
         row = stop;
         __syncthreads();
@@ -276,6 +282,13 @@ template <typename T> void launch(const Job & job, int g, int blocks, cudaStream
     }
 }
 
+// None, or all of it.
+static bool has_fresh(const ggml_tensor * dst) {
+    const ggml_tensor *k = dst->src[6], *v = dst->src[7], *at = dst->src[8];
+    return (!k && !v && !at) || (k && v && at && k->type == GGML_TYPE_F32 && v->type == GGML_TYPE_F32 && at->type == GGML_TYPE_I64 &&
+                                 ggml_is_contiguous(k) && ggml_is_contiguous(v) && ggml_is_contiguous(at));
+}
+
 static bool fits(const ggml_tensor * dst) {
     const ggml_tensor *q = dst->src[0], *k = dst->src[1], *v = dst->src[2], *bias = dst->src[3], *sinks = dst->src[4], *spans = dst->src[5];
     const bool sizes = k->ne[0] % 8 == 0 && k->ne[0] <= 256 && v->ne[0] % 8 == 0 && v->ne[0] <= 256 && q->ne[1] == 1 && q->ne[3] == 1 &&
@@ -286,7 +299,7 @@ static bool fits(const ggml_tensor * dst) {
                        (!sinks || sinks->type == GGML_TYPE_F32);
     const bool alibi = ((const float *) dst->op_params)[1] != 0.0f;
     return sizes && types && !alibi && q->nb[2] % 16 == 0 && k->nb[1] % 16 == 0 && v->nb[1] % 16 == 0 && spans->nb[0] == sizeof(int) &&
-           (!bias || bias->ne[0] >= k->ne[1]);
+           (!bias || bias->ne[0] >= k->ne[1]) && has_fresh(dst);
 }
 
 // Tensor cores pay where they read rows fewer times.
@@ -315,11 +328,12 @@ bool kvedge_cuda_ragged(ggml_backend_cuda_context * ctx, const ggml_tensor * dst
     const auto *                 params = (const float *) dst->op_params;
     const auto                   data   = [](const ggml_tensor * x) { return x ? x->data : nullptr; };
 
-    const Job job = { (const char *) k->data, (const char *) v->data, (const float *) q->data, (const half *) data(dst->src[3]),
+    const Job job = { (char *) k->data, (char *) v->data, (const float *) q->data, (const half *) data(dst->src[3]),
                       (const float *) data(dst->src[4]), (int *) spans->data, (float *) dst->data, sums.ptr, marks.ptr,
                       (int64_t) k->nb[1], (int64_t) v->nb[1], (int64_t) (q->nb[2] / sizeof(float)), (int) k->ne[0], (int) v->ne[0],
                       heads_kv, share, bundles, (int) (spans->nb[1] / sizeof(int)), params[0], params[2],
-                      way != 0 ? abs(way) : mma ? 64 : 32 };
+                      way != 0 ? abs(way) : mma ? 64 : 32,
+                      (const float *) data(dst->src[6]), (const float *) data(dst->src[7]), (const int64_t *) data(dst->src[8]) };
     if (mma) {
         attend_mma(job, blocks, ctx->stream());
         return true;

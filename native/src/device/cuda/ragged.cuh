@@ -13,8 +13,8 @@ constexpr float LOG2E      = 1.4426950408889634f;
 constexpr float LOWEST     = -1e30f;  // below all logits, and less it is still a number
 
 struct Job {
-    const char *  k;
-    const char *  v;
+    char *        k;
+    char *        v;
     const float * q;
     const half *  bias;
     const float * sinks;
@@ -29,7 +29,43 @@ struct Job {
     int           span;                      // entries of a span
     float         scale, softcap;
     int           fewest;  // rows that are worth a block
+    // rows of the token itself, which are written first, or NULL: [Hkv][d], and slots
+    const float *   fresh_k;
+    const float *   fresh_v;
+    const int64_t * fresh_at;
 };
+
+static __device__ __forceinline__ void store(float x, float & to) { to = x; }
+static __device__ __forceinline__ void store(float x, half & to) { to = __float2half_rn(x); }
+static __device__ __forceinline__ void store(float x, nv_bfloat16 & to) { to = __float2bfloat16_rn(x); }
+
+// The token's own row of a KV head, where it is among n from `slot` on: each block that reads it writes it. By all threads.
+template <typename T> static __device__ __forceinline__ void write_fresh(const Job & job, int kv, int64_t slot, int n) {
+    const int64_t at = job.fresh_k ? job.fresh_at[kv] : -1;
+    if (at < slot || at >= slot + n) {
+        return;
+    }
+    for (int i = threadIdx.x; i < job.d_k; i += THREADS) {
+        store(job.fresh_k[(int64_t) kv * job.d_k + i], ((T *) (job.k + at * job.k_row))[i]);
+    }
+    for (int i = threadIdx.x; i < job.d_v; i += THREADS) {
+        store(job.fresh_v[(int64_t) kv * job.d_v + i], ((T *) (job.v + at * job.v_row))[i]);
+    }
+    __syncthreads();
+}
+
+// Rows of a KV head on their way to the cache, before the kernels that make queries have ended. By all threads.
+static __device__ __forceinline__ void fetch_ahead(const Job & job, int64_t slot, int n) {
+    constexpr int LINE = 128, MOST = 128;  // bytes, rows
+    const auto    fetch = [&](const char * rows, int64_t row) {
+        const char * from = rows + slot * row;
+        for (int64_t i = (int64_t) threadIdx.x * LINE; i < min(n, MOST) * row; i += THREADS * LINE) {
+            asm volatile("prefetch.global.L2 [%0];" ::"l"(from + i));
+        }
+    };
+    fetch(job.k, job.k_row);
+    fetch(job.v, job.v_row);
+}
 
 // By exponentials: fast math makes tanhf an approximation of 11 bits.
 static __device__ __forceinline__ float tanh_of(float x) { return 1.0f - 2.0f / (1.0f + exp2f(2.0f * LOG2E * x)); }

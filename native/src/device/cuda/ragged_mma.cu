@@ -268,7 +268,6 @@ template <int D> __global__ void __launch_bounds__(THREADS, 1) attend_ragged(con
         number_rows(job, shared.first);
     }
     __syncthreads();
-    ggml_cuda_pdl_sync();
 
     const int  rows = max(job.fewest, (shared.first[n_all] + (int) gridDim.x - 1) / (int) gridDim.x);  // of a block
     const int  end  = min(shared.first[n_all], ((int) blockIdx.x + 1) * rows);
@@ -276,6 +275,13 @@ template <int D> __global__ void __launch_bounds__(THREADS, 1) attend_ragged(con
     const auto head_of  = [&](int bundle) { return bundle / job.bundles * job.share + bundle % job.bundles * HEADS; };
     const auto heads_of = [&](int bundle) { return min(HEADS, job.share - bundle % job.bundles * HEADS); };
     int        row = blockIdx.x * rows;
+    for (int b = 0; b < n_all; b++) {
+        const int before = shared.first[b], behind = shared.first[b + 1];
+        if (row < end && before <= row && row < behind) {
+            fetch_ahead(job, (int64_t) job.spans[b / job.bundles * job.span] + row - before, min(end, behind) - row);
+        }
+    }
+    ggml_cuda_pdl_sync();
     for (int b = 0; b < n_all; b++) {
         const int before = shared.first[b], behind = shared.first[b + 1], stop = min(end, behind);
         const int head = head_of(b), heads = heads_of(b);
@@ -286,6 +292,7 @@ template <int D> __global__ void __launch_bounds__(THREADS, 1) attend_ragged(con
             continue;
         }
         int * span = job.spans + b / job.bundles * job.span;
+        write_fresh<half>(job, b / job.bundles, (int64_t) span[0] + row - before, stop - row);
         attend<D>(job, job.q + head * job.q_head, heads, (int64_t) span[0] + row - before, stop - row, shared);
         row = stop;
         __syncthreads();
