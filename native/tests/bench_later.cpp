@@ -169,6 +169,7 @@ int main(int argc, char ** argv) {
         shapes.push_back({ (int32_t) l, H, Hkv, d, d });
     }
     const auto                workers = std::make_shared<Workers>();
+    const Crew                crew;  // as the compressor has it
     const int32_t             threads = available_threads();
     const std::vector<ggml_backend_dev_t> devices(layers, device);
     for (const auto & method : METHODS) {

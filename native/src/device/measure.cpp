@@ -182,7 +182,7 @@ struct GraphRows::Measuring {
 
 GraphRows::Measuring::Measuring(const GraphRows & rows, const MeasureJob & job, const LayersOn & on, T ring)
     : rows(rows), slots(rows.slots_), job(job), on(on), ring(ring), of_kind(tokens_of_kind(job)),
-      filter((int32_t) of_kind.size(), std::max(job.looks.gamma, 0.0)), parcel(on.device) {
+      filter((int32_t) of_kind.size(), std::max(job.looks.gamma, 0.0)), parcel(on.device, on.worker) {
     plan_parts();
     sketch = std::make_unique<Sketch>(NODES * (parts.size() + 1));
     c      = sketch->context.get();
@@ -540,7 +540,7 @@ AwayRows::Outcome GraphRows::measure_on(size_t device, const MeasureJob & job, s
     if (!on.worker->compute(cgraph)) {
         return end(Outcome::failed, "failed to measure rows");
     }
-    graph.parcel.download();
+    graph.parcel.download(slots_.n_threads);
     work.operations += operations_of(cgraph);
     work.to_device += graph.parcel.sent_bytes();
     work.to_host += graph.parcel.fetched_bytes();

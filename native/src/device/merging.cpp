@@ -163,7 +163,7 @@ Outcome GraphRows::Merging::search_some(std::vector<Hunt> & hunts) {
     found.target = found.held.add(GGML_TYPE_I32, (int64_t) entries);
     found.values = found.held.add(GGML_TYPE_F32, (int64_t) (2 * entries));
     Sketch  sketch(nodes);
-    Parcel  lists(device);
+    Parcel  lists(device, of.from.devices[of.from.layers[layer].on].worker);
     const T less = ggml_new_tensor_2d(sketch.context.get(), GGML_TYPE_F32, BEHIND, (int64_t) widest);
     lists.send<float>(less, [widest](float * to, int32_t) { std::fill_n(to, BEHIND * widest, LESS); });
     bool room = found.held.allocate(device);

@@ -2,12 +2,22 @@
 
 #include "system/threads.h"
 
+#include <algorithm>
+#include <cstring>
 #include <new>
+#include <utility>
 
 namespace kvedge {
 
-Parcel::Parcel(ggml_backend_dev_t device)
-    : device_(device), alignment_(ggml_backend_buft_get_alignment(ggml_backend_dev_buffer_type(device))) {}
+namespace {
+
+constexpr size_t SMALL = 1 << 20;   // bytes that no threads are started for
+constexpr size_t PIECE = 16 << 20;  // of the host's memory that stays
+
+}  // namespace
+
+Parcel::Parcel(ggml_backend_dev_t device, std::shared_ptr<Worker> worker)
+    : device_(device), alignment_(ggml_backend_buft_get_alignment(ggml_backend_dev_buffer_type(device))), worker_(std::move(worker)) {}
 
 size_t Parcel::place(const ggml_tensor * t, size_t & end) const {
     const size_t at = end;
@@ -16,8 +26,7 @@ size_t Parcel::place(const ggml_tensor * t, size_t & end) const {
 }
 
 bool Parcel::allocate() {
-    const auto type = ggml_backend_dev_buffer_type(device_);
-    buffer_.reset(ggml_backend_buft_alloc_buffer(type, sent_bytes_ + fetched_bytes_ + alignment_));
+    buffer_ = worker_->lend(device_, sent_bytes_ + fetched_bytes_ + alignment_);
     if (!buffer_) {
         return false;
     }
@@ -37,13 +46,39 @@ ggml_tensor * Parcel::piece(ggml_context * context, size_t offset, size_t bytes)
     return all;
 }
 
-// Pages of their own: large ones where the system has them, and not written before they are filled.
-Pages Parcel::room(size_t bytes) {
-    Pages out = Pages::take(bytes);
-    if (bytes > 0 && !out) {
+// Many bytes get pages of their own: large ones where the system has them, and not written before they are filled.
+uint8_t * Parcel::room(size_t bytes) {
+    if (bytes <= PIECE) {
+        return worker_->staging.room(device_, PIECE);
+    }
+    pages_ = Pages::take(bytes);
+    if (!pages_) {
         throw std::bad_alloc();
     }
-    return out;
+    return pages_.data();
+}
+
+// The device copies from memory of its own liking at its full speed.
+void Parcel::travel(bool there, size_t offset, size_t bytes, int32_t n_threads) const {
+    const bool        direct  = !pages_ || !ggml_backend_dev_host_buffer_type(device_);
+    uint8_t * const   between = direct ? nullptr : worker_->staging.room(device_, PIECE);
+    const GgmlContext context = make_context((bytes / PIECE + 1) * ggml_tensor_overhead());
+    for (size_t at = 0, n = 0; at < bytes; at += n) {
+        n = direct ? bytes : std::min(PIECE, bytes - at);
+        ggml_tensor * const part  = piece(context.get(), offset + at, n);
+        const auto          copied = [&](int32_t i, int32_t) {
+            const size_t first = (size_t) i * SMALL, some = std::min(SMALL, n - first);
+            std::memcpy(there ? between + first : values_ + at + first, there ? values_ + at + first : between + first, some);
+        };
+        const auto copy = [&] { parallel_for(n_threads, direct ? 0 : (int32_t) ((n + SMALL - 1) / SMALL), copied); };
+        if (there) {
+            copy();
+            ggml_backend_tensor_set(part, direct ? values_ : between, 0, n);
+        } else {
+            ggml_backend_tensor_get(part, direct ? values_ : between, 0, n);
+            copy();
+        }
+    }
 }
 
 void Parcel::upload(int32_t n_threads) {
@@ -51,23 +86,21 @@ void Parcel::upload(int32_t n_threads) {
         return;
     }
     values_ = room(sent_bytes_);
-    parallel_for(n_threads, (int32_t) tasks_.size(), [this](int32_t i, int32_t) { tasks_[(size_t) i](values_.data()); });
-    const GgmlContext context = make_context(ggml_tensor_overhead());
-    ggml_backend_tensor_set(piece(context.get(), 0, sent_bytes_), values_.data(), 0, sent_bytes_);
-    values_ = Pages();
+    parallel_for(sent_bytes_ < SMALL ? 1 : n_threads, (int32_t) tasks_.size(), [this](int32_t i, int32_t) { tasks_[(size_t) i](values_); });
+    travel(true, 0, sent_bytes_, n_threads);
+    pages_ = Pages();
 }
 
-void Parcel::download() {
-    values_ = room(fetched_bytes_);
-    if (values_) {
-        const GgmlContext context = make_context(ggml_tensor_overhead());
-        ggml_backend_tensor_get(piece(context.get(), sent_bytes_, fetched_bytes_), values_.data(), 0, fetched_bytes_);
+void Parcel::download(int32_t n_threads) {
+    if (fetched_bytes_ > 0) {
+        values_ = room(fetched_bytes_);
+        travel(false, sent_bytes_, fetched_bytes_, n_threads);
     }
 }
 
 const float * Parcel::values(const ggml_tensor * t) const {
     const auto * base = (const uint8_t *) ggml_backend_buffer_get_base(buffer_.get()) + sent_bytes_;
-    return (const float *) (values_.data() + ((const uint8_t *) t->data - base));
+    return (const float *) (values_ + ((const uint8_t *) t->data - base));
 }
 
 }  // namespace kvedge

@@ -16,7 +16,7 @@ namespace kvedge {
 
 class Parcel {
   public:
-    explicit Parcel(ggml_backend_dev_t device);
+    explicit Parcel(ggml_backend_dev_t device, std::shared_ptr<Worker> worker = std::make_shared<Worker>());
 
     // The values of a tensor that no operation makes: write(values, i) fills in a part of them, for each i < n_parts, before they
     // are sent, on several threads at a time. What it refers to must last as long.
@@ -33,7 +33,7 @@ class Parcel {
     // Memory for all of them on the device, before the graph's own. False: there is none.
     bool allocate();
     void upload(int32_t n_threads);  // what is sent
-    void download();                 // what was fetched
+    void download(int32_t n_threads = 1);  // what was fetched
 
     const float * values(const ggml_tensor * t) const;  // of a result
     size_t        sent_bytes() const { return sent_bytes_; }
@@ -43,16 +43,19 @@ class Parcel {
     using Places = std::vector<std::pair<ggml_tensor *, size_t>>;
 
     size_t        place(const ggml_tensor * t, size_t & end) const;
-    static Pages  room(size_t bytes);  // throws std::bad_alloc
+    uint8_t *     room(size_t bytes);  // throws std::bad_alloc
+    void          travel(bool there, size_t offset, size_t bytes, int32_t n_threads) const;
     ggml_tensor * piece(ggml_context * context, size_t offset, size_t bytes) const;
 
     ggml_backend_dev_t                             device_;
     size_t                                         alignment_;
-    std::unique_ptr<ggml_backend_buffer, FreeGgml> buffer_;
+    std::shared_ptr<Worker>                        worker_;
+    std::shared_ptr<ggml_backend_buffer>           buffer_;
     Places                                         sent_, fetched_;
     size_t                                         sent_bytes_ = 0, fetched_bytes_ = 0;
     std::vector<std::function<void(uint8_t *)>>    tasks_;
-    Pages                                          values_;  // what is sent, and then what was fetched
+    uint8_t *                                      values_ = nullptr;  // what is sent, and then what was fetched
+    Pages                                          pages_;   // where they lie, if they are many
 };
 
 }  // namespace kvedge

@@ -372,7 +372,7 @@ Outcome GraphRows::Taking::open(Bundle & bundle) {
         }
     }
     if (here || bundle.held->allocate(from.layers[first].device)) {
-        bundle.parcel = std::make_unique<Parcel>(from.layers[first].device);
+        bundle.parcel = std::make_unique<Parcel>(from.layers[first].device, from.devices[from.layers[first].on].worker);
         sketch(bundle);
     }
     if (!bundle.parcel || !bundle.parcel->allocate()) {

@@ -140,6 +140,18 @@ bool Worker::make_room(ggml_backend_dev_t device, ggml_cgraph * graph, int32_t n
     return backend_ && ggml_gallocr_reserve(memory_.get(), graph);
 }
 
+std::shared_ptr<ggml_backend_buffer> Worker::lend(ggml_backend_dev_t device, size_t bytes) {
+    constexpr size_t KEPT = 8 << 20;  // a GPU takes its time for each piece of memory
+    if (lent_ && lent_.use_count() == 1 && ggml_backend_buffer_get_size(lent_.get()) >= bytes) {
+        return lent_;
+    }
+    std::shared_ptr<ggml_backend_buffer> out(ggml_backend_buft_alloc_buffer(ggml_backend_dev_buffer_type(device), bytes), FreeGgml());
+    if (bytes <= KEPT) {
+        lent_ = out;
+    }
+    return out;
+}
+
 bool Worker::compute(ggml_cgraph * graph) {
     return ggml_gallocr_alloc_graph(memory_.get(), graph) &&
            ggml_backend_graph_compute(backend_.get(), graph) == GGML_STATUS_SUCCESS;

@@ -72,11 +72,15 @@ class Worker {
     // Memory for the results of a graph, and for those of any smaller one. False: the device has none.
     bool     make_room(ggml_backend_dev_t device, ggml_cgraph * graph, int32_t n_threads);
     bool     compute(ggml_cgraph * graph);  // one that there is room for. False: the device failed
-    void     give_back() { *this = Worker(); }
+    // Some memory of the device; what the last one had may be used again when that is done with it. NULL: there is none.
+    std::shared_ptr<ggml_backend_buffer> lend(ggml_backend_dev_t device, size_t bytes);
     void     give_back_memory() { memory_.reset(); }  // what it takes to run graphs stays: on a GPU it takes long to make
     uint64_t bytes() const { return memory_ ? ggml_gallocr_get_buffer_size(memory_.get(), 0) : 0; }
 
+    Staging staging;  // of whoever sends or fetches something
+
   private:
+    std::shared_ptr<ggml_backend_buffer>    lent_;
     std::unique_ptr<ggml_backend, FreeGgml> backend_;
     std::unique_ptr<ggml_gallocr, FreeGgml> memory_;
 };
