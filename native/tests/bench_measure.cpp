@@ -3,8 +3,8 @@
 //   bench_measure DEVICE HEADS KV_HEADS HEAD_SIZE TOKENS LAYERS ROUNDS
 //
 // DEVICE: a name, or HOST:PORT of an RPC server. Rows are f16, a window of 32 queries.
-// stdout: a line per method: operations a layer, bytes to the host for each row and KV head, KiB a layer to the device, and the
-// best milliseconds of ROUNDS, upload and download included.
+// stdout: a line per method and look: operations a layer, bytes to the host for each row and KV head, KiB a layer to the device, and
+// the best milliseconds of ROUNDS, upload and download included. First by ggml's operations, then with those of device/own.h.
 
 #include "kernels/kernels.h"
 #include "store/store.h"
@@ -29,6 +29,7 @@ const struct {
     Looks        looks;
 } METHODS[] = {
     { "snapkv", { V::mean, 0.0, false, false, A::none, -1.0, false } },
+    { "norms", { V::none, 0.0, true, true, A::none, -1.0, false } },
     { "keydiff", { V::none, 0.0, false, false, A::unit, -1.0, false } },
     { "mixkv", { V::mean, 0.0, false, true, A::unit, -1.0, false } },
     { "flashcache", { V::none, 0.0, false, false, A::none, 0.2, false } },
@@ -84,7 +85,9 @@ int main(int argc, char ** argv) {
     }
     std::vector<uint8_t> kind((size_t) n, 1);
     std::fill_n(kind.begin(), n / 16, (uint8_t) 0);
-    for (const auto & method : METHODS) {
+    for (size_t i = 0; i < 2 * std::size(METHODS); i++) {
+        const auto & method = METHODS[i / 2];
+        rows.own = i % 2 == 1;
         MeasureJob job{};
         job.looks    = method.looks;
         job.n_tokens = n;
@@ -103,7 +106,7 @@ int main(int argc, char ** argv) {
         }
         const DeviceWork & work = rows.work;
         const auto         each = [layers](auto x) { return (double) x / (double) layers; };
-        std::printf("%-12s %6.1f operations, %6.2f bytes, %8.1f KiB, %9.2f ms\n", method.name, each(work.operations),
+        std::printf("%-11s %-5s %6.1f operations, %6.2f bytes, %8.1f KiB, %9.2f ms\n", method.name, rows.own ? "own" : "ggml", each(work.operations),
                     each(work.to_host) / ((double) n * Hkv), each(work.to_device) / 1024.0, best);
     }
     return 0;

@@ -28,6 +28,7 @@ struct Case {
     bool    uneven = false;  // heads hold different numbers of old rows
     bool    sinks  = false;
     float   softcap = 0.0f;
+    bool    ggml    = false;  // without operations of our own
 };
 
 constexpr int32_t LAYERS = 2;
@@ -191,6 +192,7 @@ void check_looks(const Case & c, Sequence & seq, const MeasureJob & job, ggml_ba
     std::vector<ggml_backend_dev_t>  devices((size_t) LAYERS, device);
     GraphRows                        rows(seq.rows.shapes(), devices, { seq.rows.storage(), c.uneven }, stamps);
     CHECK(rows.load(seq.rows, 2) && rows.even() != c.uneven && rows.reserve({ 1, 1, 0, {}, 0, 1 }, 2));
+    rows.own = !c.ggml;
     std::vector<Measures> found;
     const auto            outcome = rows.measure(job, found);
     CHECK(outcome == AwayRows::Outcome::done);
@@ -206,8 +208,9 @@ void check_looks(const Case & c, Sequence & seq, const MeasureJob & job, ggml_ba
         same("norms of keys", a.key_squares, job.looks.key_norms ? b.key_squares : Bulk<float>(), 1e-6);
         same("norms of values", a.value_squares, job.looks.value_norms ? b.value_squares : Bulk<float>(), 1e-6);
         same("cosines", a.cosines, anchored ? b.cosines : Bulk<double>(), 2e-6);
-        same("deviation", a.deviation, far ? b.deviation : Bulk<float>(), 2e-5);
-        CHECK(close_to(a.high, b.high, 1e-5) && (a.high > 0.0) == (far && job.looks.gamma < 1.0 && !job.looks.by_kind));
+        const double     rounded = c.type == Type::f32 || c.ggml ? 1.0 : job.looks.gamma > 0.5 ? 70.0 : 20.0;  // multiplied in half
+        same("deviation", a.deviation, far ? b.deviation : Bulk<float>(), rounded * 2e-5);
+        CHECK(close_to(a.high, b.high, rounded * 1e-5) && (a.high > 0.0) == (far && job.looks.gamma < 1.0 && c.T > 1 && !job.looks.by_kind));
         CHECK(a.anchor_squares.size() == (anchored ? b.anchor_squares.size() : 0));
         for (size_t h = 0; h < a.anchor_squares.size(); h++) {
             CHECK(std::fabs(a.anchor_squares[h] / b.anchor_squares[h] - 1.0) < 1e-5);
@@ -247,7 +250,7 @@ void check_case(const Case & c, ggml_backend_dev_t device) {
     std::vector<float>   sinks = normal((size_t) c.H);
     std::vector<uint8_t> kind((size_t) c.T);
     for (int32_t t = 0; t < c.T; t++) {
-        kind[(size_t) t] = t % 7 != 2 && t < c.T - 5;
+        kind[(size_t) t] = t % 7 != 2 && (t < c.T - 5 || c.T == 1);
     }
     MeasureJob job{};
     job.n_tokens = c.T;
@@ -283,6 +286,8 @@ int main(int argc, char ** argv) {
         return 1;
     }
     const Case cases[] = {
+        { 1, 1, 64, 64, 0, 1, 1, Type::f16 },           { 4, 2, 80, 96, 7, 263, 32, Type::bf16 },
+        { 2, 1, 256, 256, 30, 401, 8, Type::f16, true }, { 2, 2, 64, 64, 0, 600, 8, Type::f16, false, false, 0.0f, true },
         { 4, 4, 64, 64, 0, 37, 8, Type::f32 },         { 8, 2, 64, 32, 0, 700, 24, Type::f16 },
         { 8, 2, 32, 64, 50, 131, 16, Type::f32, true }, { 4, 4, 64, 64, 900, 257, 32, Type::f16, true, true },
         { 8, 4, 64, 64, 900, 77, 32, Type::f16, true },

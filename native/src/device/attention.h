@@ -31,6 +31,9 @@ ggml_type ggml_type_of(Type type);
 // Whether a device attends to rows of these types: quantised ones take flash attention, keys and values of the same type.
 bool attends_to(ggml_backend_dev_t device, const Storage & storage, int64_t d_k, int64_t d_v);
 
+// Whether a device's module may have the operations of own.h; ask it for each.
+bool has_own(ggml_backend_dev_t device);
+
 // Whether a device has attention over heads of different lengths, of rows of these types (cuda/ragged.cu, cpu/ragged.cpp). A CUDA
 // module of another build has none.
 bool has_ragged(ggml_backend_dev_t device, const LayerShape & shape, const Storage & storage);

@@ -86,6 +86,7 @@ class GraphRows : public AwayRows {
     std::vector<float> scales_;  // [layer] of the logits, once a graph was built
 
   public:
+    bool own = true;  // by the operations of own.h, where the device has them; false: for tests and benches
     Ring queries;  // of the last tokens of a prompt
     Sums sums;     // of its attention
 };

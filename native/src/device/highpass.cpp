@@ -12,8 +12,12 @@
 
 #include "device/highpass.h"
 
+#include "device/own.h"
+
 #include <algorithm>
 #include <cmath>
+#include <cstring>
+#include <functional>
 #include <numeric>
 
 namespace kvedge {
@@ -24,22 +28,26 @@ namespace {
 
 constexpr double PI = 3.14159265358979323846;
 
+constexpr int64_t OWN_STEP = 32, MOST_WIDTH = 448;  // of our own operations: a box lies in a block's memory
+
 int64_t rounded(int64_t n, int64_t step) { return (n + step - 1) / step * step; }
 
 }  // namespace
 
-GraphHighPass::GraphHighPass(int32_t n_tokens, double gamma)
-    : n_(std::max(n_tokens, 1)), kept_(std::clamp((int64_t) std::floor(gamma * (double) n_tokens + 1e-9), (int64_t) 1, n_)) {
+GraphHighPass::GraphHighPass(int32_t n_tokens, double gamma, bool own)
+    : n_(std::max(n_tokens, 1)), kept_(std::clamp((int64_t) std::floor(gamma * (double) n_tokens + 1e-9), (int64_t) 1, n_)),
+      by_own_(own) {
     constexpr double  RANK = 30.0;
     constexpr int64_t STEP = 16;  // products of matrices are fast where rows begin at such multiples
     if (all_pass()) {
         return;
     }
     // where the box's own matrix and that between boxes cost the least
-    const auto best = rounded((int64_t) std::cbrt(2.0 * RANK * RANK * (double) n_), STEP);
+    const auto cheap = (int64_t) std::cbrt(2.0 * RANK * RANK * (double) n_);
+    const auto best  = own ? rounded(std::min(cheap, MOST_WIDTH), OWN_STEP) : rounded(cheap, STEP);
     boxes_          = (n_ + best - 1) / best;
     most_           = (n_ + boxes_ - 1) / boxes_;
-    width_          = rounded(most_, STEP);
+    width_          = rounded(most_, own ? OWN_STEP : STEP);
     order_.assign((size_t) (width_ * boxes_), (int32_t) (n_ / 2));
     for (int64_t box = 0; box < boxes_; box++) {
         for (int64_t t = first(box); t < first(box + 1); t++) {
@@ -60,7 +68,7 @@ void GraphHighPass::make_kernel() {
 
 // The kernel between the rows of a box, 0 to b - 1, and places outside it: all near ones, fewer far away, where it is smooth.
 void GraphHighPass::choose_points() {
-    constexpr double  ENOUGH = 1e-7;  // of the longest row
+    const double      ENOUGH = by_own_ ? 1e-5 : 1e-7;  // of the longest row; half precision adds 1e-4 to each
     constexpr int64_t DENSE  = 8;
     std::vector<int64_t> outside;
     for (int64_t at = most_ - 1; at < n_ + most_; at += std::max((int64_t) 1, (at - most_ + 2) / DENSE)) {
@@ -113,11 +121,11 @@ void GraphHighPass::choose_points() {
 }
 
 // What a box itself leaves of its rows; where it is the only one, its images belong to it.
-void GraphHighPass::fill_own(float * out) const {
+void GraphHighPass::fill_own(float * out, bool high) const {
     for (int64_t i = 0; i < width_; i++) {
         for (int64_t j = 0; j < width_; j++) {
             const double low = kernel(i - j) + (boxes_ == 1 ? kernel(i + j + 1) : 0.0);
-            *out++           = i >= most_ || j >= most_ ? 0.0f : (float) ((i == j ? 1.0 : 0.0) - low);
+            *out++           = i >= most_ || j >= most_ ? 0.0f : (float) (high ? (i == j ? 1.0 : 0.0) - low : low);
         }
     }
 }
@@ -153,8 +161,12 @@ void GraphHighPass::prepare(ggml_context * c, Parcel & parcel) {
         return;
     }
     make_kernel();
+    if (by_own_) {
+        send_own(c, parcel);
+        return;
+    }
     own_ = ggml_new_tensor_2d(c, GGML_TYPE_F32, width_, width_);
-    parcel.send<float>(own_, [this](float * to, int32_t) { fill_own(to); });
+    parcel.send<float>(own_, [this](float * to, int32_t) { fill_own(to, true); });
     if (boxes_ == 1) {
         return;
     }
@@ -165,6 +177,71 @@ void GraphHighPass::prepare(ggml_context * c, Parcel & parcel) {
     parcel.send<float>(gather_, [this](float * to, int32_t) { fill_spread(to, false); });
     parcel.send<float>(scatter_, [this](float * to, int32_t) { fill_spread(to, true); });
     parcel.send<float>(far_, [this](float * to, int32_t box) { fill_far(to, box); }, (int32_t) boxes_);
+}
+
+void GraphHighPass::send_own(ggml_context * c, Parcel & parcel) {
+    if (boxes_ > 1) {
+        choose_points();
+    }
+    const auto width = (size_t) width_, rank = (size_t) rank_, padded = (size_t) rounded(rank_, OWN_STEP);
+    own_ = ggml_new_tensor_2d(c, GGML_TYPE_F16, FRAGMENT * FRAGMENT, (int64_t) (width * (width + padded) / (FRAGMENT * FRAGMENT)));
+    parcel.send<ggml_fp16_t>(own_, [this, width, rank, padded](ggml_fp16_t * to, int32_t) {
+        std::vector<float> from(width * std::max(width, rank));
+        const auto         copy = [&](size_t before, size_t columns) {
+            for (size_t i = 0; i < width * columns; i++) {
+                to[fragment_at(i / columns, before + i % columns, width + padded)] = ggml_fp32_to_fp16(from[i]);
+            }
+        };
+        std::fill_n(to, width * (width + padded), ggml_fp32_to_fp16(0.0f));
+        fill_own(from.data(), false);
+        copy(0, width);
+        if (rank > 0) {
+            fill_spread(from.data(), true);
+            std::transform(from.begin(), from.end(), from.begin(), std::negate<>());
+            copy(width, rank);
+        }
+    });
+    if (boxes_ == 1) {
+        return;
+    }
+    gather_ = ggml_new_tensor_2d(c, GGML_TYPE_F16, FRAGMENT * FRAGMENT, (int64_t) (width * padded / (FRAGMENT * FRAGMENT)));
+    far_    = ggml_new_tensor_2d(c, GGML_TYPE_F32, rank_ * boxes_, rank_ * boxes_);
+    parcel.send<ggml_fp16_t>(gather_, [this, width, rank, padded](ggml_fp16_t * to, int32_t) {
+        std::vector<float> from(width * rank);
+        std::fill_n(to, width * padded, ggml_fp32_to_fp16(0.0f));
+        fill_spread(from.data(), false);
+        for (size_t i = 0; i < from.size(); i++) {
+            to[fragment_at(i / width, i % width, width)] = ggml_fp32_to_fp16(from[i]);
+        }
+    });
+    parcel.send<float>(far_, [this](float * to, int32_t box) { fill_far(to, box); }, (int32_t) boxes_);
+}
+
+T GraphHighPass::own_operation(ggml_context * c, int kind, const MeasuredRows & rows, T matrix, int64_t ne0, int64_t ne1) const {
+    T         out      = ggml_new_tensor_2d(c, GGML_TYPE_F32, ne0, ne1);
+    const int params[] = { kind, (int) rows.heads, (int) boxes_, (int) width_, (int) rank_ };
+    std::copy(std::begin(params), std::end(params), out->op_params + OWN_KIND);
+    out->op     = GGML_OP_FLASH_ATTN_EXT;
+    out->src[0] = rows.k;
+    out->src[1] = rows.v;
+    out->src[2] = matrix;
+    out->src[5] = rows.list;
+    return out;
+}
+
+T GraphHighPass::deviation(ggml_context * c, const MeasuredRows & rows) const {
+    T others = nullptr;
+    if (boxes_ > 1) {
+        const int64_t columns = rows.heads * (rows.k->ne[0] + rows.v->ne[0]);
+        others = product(c, far_, own_operation(c, OWN_POINTS, rows, gather_, rank_ * boxes_, columns));
+    }
+    T out       = own_operation(c, OWN_DEVIATION, rows, own_, rows.heads * (n_ + 2 * boxes_), 1);
+    out->src[3] = others;
+    // by what a row is multiplied: 1, and by how much its own number in the matrix is wrong, which is the same for all rows
+    const auto  own = (float) kernel(0);
+    const float by  = boxes_ > 1 ? 1.0f - own + ggml_fp16_to_fp32(ggml_fp32_to_fp16(own)) : 1.0f;
+    std::memcpy(out->op_params + OWN_KIND + 5, &by, sizeof(by));
+    return out;
 }
 
 T GraphHighPass::deviation(ggml_context * c, T rows) const {

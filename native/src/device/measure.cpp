@@ -127,6 +127,7 @@ struct GraphRows::Measuring {
         T                    votes = nullptr;
         Directions           directions{};
         T squares[2] = {}, deviation[2] = {}, energy[2] = {};  // of keys, of values
+        T high = nullptr;                                      // deviation by our own operations
     };
     // Of a layer's keys and values: sums of squares, of all and of what the filter takes.
     struct Energy {
@@ -140,8 +141,8 @@ struct GraphRows::Measuring {
         T       list;
     };
 
-    // For the layers of one device. Throws std::bad_alloc.
-    Measuring(const GraphRows & rows, const MeasureJob & job, const LayersOn & on, ggml_tensor * ring);
+    // For the layers of one device. own: by the operations of own.h, too. Throws std::bad_alloc.
+    Measuring(const GraphRows & rows, const MeasureJob & job, const LayersOn & on, ggml_tensor * ring, bool own);
 
     bool  asks_votes() const { return job.looks.votes != Looks::Votes::none && job.n_window > 0; }
     bool  asks_high() const { return job.looks.gamma >= 0.0 && !of_kind.empty() && !filter.all_pass(); }
@@ -158,6 +159,8 @@ struct GraphRows::Measuring {
     T     places(const Part & part, int32_t rows, bool filtered);
     T     wide(const Part & part, bool keys, int32_t rows);
     T     gathered(const Part & part, bool keys, int32_t rows, bool filtered);
+    T     lying(const Part & part, bool keys, int32_t rows) const;
+    MeasuredRows measured(const Part & part);
     T     result(T x);
     void  read_layer(size_t layer, Measures & out) const;
     void  read_part(const Part & part, Measures & out, Energy & energy) const;
@@ -168,6 +171,7 @@ struct GraphRows::Measuring {
     const Slots &               slots;
     const MeasureJob &          job;
     const LayersOn &            on;
+    bool                        own;
     T                           ring;  // of the device's queries, as the prompt's graphs left them
     std::vector<int32_t>        of_kind;  // tokens that anchor and deviation are of
     GraphHighPass               filter;
@@ -177,12 +181,12 @@ struct GraphRows::Measuring {
     std::unique_ptr<Sketch>     sketch;
     ggml_context *              c = nullptr;
     Halves                      halves{};  // of the queries of all layers
-    T mask = nullptr, weights = nullptr, counts = nullptr;
+    T mask = nullptr, weights = nullptr, counts = nullptr, list = nullptr;
 };
 
-GraphRows::Measuring::Measuring(const GraphRows & rows, const MeasureJob & job, const LayersOn & on, T ring)
-    : rows(rows), slots(rows.slots_), job(job), on(on), ring(ring), of_kind(tokens_of_kind(job)),
-      filter((int32_t) of_kind.size(), std::max(job.looks.gamma, 0.0)), parcel(on.device, on.worker) {
+GraphRows::Measuring::Measuring(const GraphRows & rows, const MeasureJob & job, const LayersOn & on, T ring, bool own)
+    : rows(rows), slots(rows.slots_), job(job), on(on), own(own), ring(ring), of_kind(tokens_of_kind(job)),
+      filter((int32_t) of_kind.size(), std::max(job.looks.gamma, 0.0), own), parcel(on.device, on.worker) {
     plan_parts();
     sketch = std::make_unique<Sketch>(NODES * (parts.size() + 1));
     c      = sketch->context.get();
@@ -312,10 +316,36 @@ T GraphRows::Measuring::wide(const Part & part, bool keys, int32_t n_rows) {
     if (!even()) {
         return gathered(part, keys, n_rows, false);
     }
+    T x = lying(part, keys, n_rows);
+    return x->type == GGML_TYPE_F32 ? ggml_cont(c, x) : ggml_cast(c, x, GGML_TYPE_F32);
+}
+
+// The same as they are, where heads are even.
+T GraphRows::Measuring::lying(const Part & part, bool keys, int32_t n_rows) const {
     T            from = keys ? part.group->k : part.group->v;
     const size_t at   = part.first * from->nb[2] + (size_t) (part.group->used[0] - n_rows) * from->nb[1];
-    T            x    = ggml_view_3d(c, from, from->ne[0], n_rows, (int64_t) part.heads.size(), from->nb[1], from->nb[2], at);
-    return from->type == GGML_TYPE_F32 ? ggml_cont(c, x) : ggml_cast(c, x, GGML_TYPE_F32);
+    return ggml_view_3d(c, from, from->ne[0], n_rows, (int64_t) part.heads.size(), from->nb[1], from->nb[2], at);
+}
+
+// Rows of the tokens of the kind, for our own operations.
+MeasuredRows GraphRows::Measuring::measured(const Part & part) {
+    const auto n = (int64_t) of_kind.size(), heads = (int64_t) part.heads.size();
+    if (even()) {
+        if (!list) {
+            list = ggml_new_tensor_2d(c, GGML_TYPE_I32, n, 1);
+            parcel.send<int32_t>(list, [this](int32_t * to, int32_t) { std::copy(of_kind.begin(), of_kind.end(), to); });
+        }
+        return { lying(part, true, job.n_tokens), lying(part, false, job.n_tokens), list, heads };
+    }
+    T own_list = ggml_new_tensor_2d(c, GGML_TYPE_I32, n, heads);
+    parcel.send<int32_t>(own_list, [this, &part](int32_t * to, int32_t) {
+        for (const int32_t head : part.heads) {
+            const auto   all   = slots.places_of(part.layer, head);
+            const size_t first = all.size() - (size_t) job.n_tokens;
+            to = std::transform(of_kind.begin(), of_kind.end(), to, [&](int32_t t) { return all[first + (size_t) t]; });
+        }
+    });
+    return { flat(c, part.group->k), flat(c, part.group->v), own_list, heads };
 }
 
 // A half of the queries of the part's heads: [d, G * W, heads].
@@ -420,12 +450,14 @@ void GraphRows::Measuring::make_part(Part & part) {
         if (total) {
             part.energy[i] = result(ggml_sum_rows(c, ggml_reshape_1d(c, sums, ggml_nelements(sums))));
         }
-        part.deviation[i] = asks_high() ? filter.deviation(c, gathered(part, of_keys, n, true)) : nullptr;
-        if (total) {
+        part.deviation[i] = asks_high() && !own ? filter.deviation(c, gathered(part, of_keys, n, true)) : nullptr;
+        if (total && !own) {
             result(part.deviation[i]);
         }
     }
-    if (asks_high() && looks.by_kind) {  // nobody asks for each
+    if (asks_high() && own) {
+        part.high = result(filter.deviation(c, measured(part)));
+    } else if (asks_high() && looks.by_kind) {  // nobody asks for each
         part.deviation[0] = result(ggml_add(c, part.deviation[0], part.deviation[1]));
         part.deviation[1] = nullptr;
     }
@@ -463,6 +495,19 @@ void GraphRows::Measuring::read_part(const Part & part, Measures & out, Energy &
     std::vector<float> sums(of_kind.size());
     for (size_t of = 0; of < 2; of++) {
         energy.all[of] += part.energy[of] ? (double) *parcel.values(part.energy[of]) : 0.0;
+    }
+    if (part.high) {
+        const float * from = parcel.values(part.high);
+        for (size_t i = 0; i < heads; i++) {
+            for (size_t t = 0; t < of_kind.size(); t++) {
+                out.deviation[(size_t) part.heads[i] * n + (size_t) of_kind[t]] = *from++;
+            }
+        }
+        for (double & high : energy.high) {
+            const auto boxes = (std::ptrdiff_t) heads * filter.boxes();
+            high += std::accumulate(from, from + boxes, 0.0);
+            from += boxes;
+        }
     }
     for (size_t i = 0; part.deviation[0] && i < heads; i++) {
         std::fill(sums.begin(), sums.end(), 0.0f);
@@ -522,8 +567,14 @@ static const char * unmeasured(const Slots & slots, const MeasureJob & job) {
 }
 
 AwayRows::Outcome GraphRows::measure_on(size_t device, const MeasureJob & job, std::vector<Measures> & out) {
-    LayersOn &    on = slots_.devices[device];
-    Measuring     graph(*this, job, on, queries.queries(device));
+    LayersOn & on    = slots_.devices[device];
+    const auto built = [&](bool own) { return std::make_unique<Measuring>(*this, job, on, queries.queries(device), own); };
+    const bool half  = slots_.form.storage.k != Type::f32 && slots_.form.storage.v == slots_.form.storage.k;
+    auto       kept  = built(own && half && has_own(on.device));
+    if (kept->own && lacking(on.device, kept->sketch->graph)) {
+        kept = built(false);
+    }
+    Measuring &   graph  = *kept;
     ggml_cgraph * cgraph = graph.sketch->graph;
     const auto    end    = [&](Outcome outcome, const std::string & why) {
         on.worker->give_back_memory();

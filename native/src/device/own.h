@@ -4,7 +4,7 @@
 
 #pragma once
 
-enum OwnKind : int { OWN_RAGGED = 0, OWN_NEAREST, OWN_JOINS, OWN_SUMS, OWN_KINDS };
+enum OwnKind : int { OWN_RAGGED = 0, OWN_NEAREST, OWN_JOINS, OWN_SUMS, OWN_POINTS, OWN_DEVIATION, OWN_KINDS };
 
 constexpr int OWN_KIND = 4;  // flash attention has the entries before it
 
@@ -19,3 +19,16 @@ constexpr int OWN_KIND = 4;  // flash attention has the entries before it
 enum NearestHead : int { NEAREST_FIRST, NEAREST_KEPT_AT, NEAREST_KEPT, NEAREST_AT, NEAREST_EVICTED, NEAREST_HEAD };
 
 constexpr int NEAREST_TILE = 128;
+#include <cstddef>
+
+
+constexpr int OWN_KIND = 4;  // flash attention has the entries before it
+
+// Matrices of numbers in half precision, of so many columns, lie as the kernels' threads read them: 16 x 16 at a time, 8 numbers
+// for each thread of a warp.
+constexpr size_t FRAGMENT = 16;
+
+constexpr size_t fragment_at(size_t row, size_t column, size_t columns) {
+    const size_t thread = row % 8 * 4 + column % 8 / 2, tile = row / FRAGMENT * (columns / FRAGMENT) + column / FRAGMENT;
+    return (tile * 32 + thread) * 8 + column % FRAGMENT / 8 * 4 + row % FRAGMENT / 8 * 2 + column % 2;
+}

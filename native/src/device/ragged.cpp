@@ -35,8 +35,12 @@ T attention_over_spans(const GraphLayer & in, T mask, T spans) {
 
 }  // namespace
 
+bool has_own(ggml_backend_dev_t device) {
+    return ggml_backend_reg_get_proc_address(ggml_backend_dev_backend_reg(device), "kvedge_ragged_attention") != nullptr;
+}
+
 bool has_ragged(ggml_backend_dev_t device, const LayerShape & shape, const Storage & storage) {
-    if (storage.quantised() || !ggml_backend_reg_get_proc_address(ggml_backend_dev_backend_reg(device), "kvedge_ragged_attention")) {
+    if (storage.quantised() || !has_own(device)) {
         return false;
     }
     constexpr size_t  TENSORS = 5;

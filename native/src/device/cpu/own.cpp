@@ -10,6 +10,8 @@ static void compute(const ggml_compute_params * params, ggml_tensor * dst) {
         case OWN_NEAREST: return kvedge_cpu_nearest(params, dst);
         case OWN_JOINS: return kvedge_cpu_joins(params, dst);
         case OWN_SUMS: return kvedge_cpu_sums(params, dst);
+        case OWN_POINTS: return kvedge_cpu_points(params, dst);
+        case OWN_DEVIATION: return kvedge_cpu_deviation(params, dst);
         default: GGML_ABORT("unknown operation");
     }
 }

@@ -10,6 +10,8 @@ static bool compute(ggml_backend_cuda_context * ctx, const ggml_tensor * dst) {
         case OWN_NEAREST: return kvedge_cuda_nearest(ctx, dst);
         case OWN_JOINS: return kvedge_cuda_joins(ctx, dst);
         case OWN_SUMS: return kvedge_cuda_sums(ctx, dst);
+        case OWN_POINTS: return kvedge_cuda_points(ctx, dst);
+        case OWN_DEVIATION: return kvedge_cuda_deviation(ctx, dst);
         default: return false;
     }
 }
