@@ -113,6 +113,22 @@ Sums expected(const Case & of, const Numbers & x) {
     return out;
 }
 
+void send_keys(ggml_tensor * cache, const Case & of, const std::vector<float> & k) {
+    const int64_t        many = (int64_t) of.shown * of.d;
+    std::vector<uint8_t> rows(ggml_row_size(of.type, many));
+    for (int h = 0; h < of.heads_kv; h++) {
+        const float * from = k.data() + h * many;
+        if (of.type == GGML_TYPE_F16) {
+            ggml_fp32_to_fp16_row(from, (ggml_fp16_t *) rows.data(), many);
+        } else if (of.type == GGML_TYPE_BF16) {
+            ggml_fp32_to_bf16_row(from, (ggml_bf16_t *) rows.data(), many);
+        } else {
+            std::copy_n((const uint8_t *) from, rows.size(), rows.data());
+        }
+        ggml_backend_tensor_set(cache, rows.data(), (size_t) h * cache->nb[2], rows.size());
+    }
+}
+
 // The largest difference, relative to the number or to a weight that counts; `unused` is left as it was.
 double distance(ggml_tensor * x, const std::vector<double> & right, bool unused, double small) {
     std::vector<float> got((size_t) ggml_nelements(x));
@@ -156,20 +172,7 @@ void check(ggml_backend_t backend, const Case & of, uint32_t seed) {
     ggml_backend_buffer_clear(buffer.get(), 0xff);  // not numbers, where nothing is written
     ggml_backend_tensor_set(q, x.q.data(), 0, ggml_nbytes(q));
     ggml_backend_tensor_set(mask, x.mask.data(), 0, ggml_nbytes(mask));
-    const size_t         row = ggml_row_size(of.type, of.d), head = row * (size_t) of.shown;
-    std::vector<uint8_t> rows(head);
-    for (int h = 0; h < of.heads_kv; h++) {
-        const float * from = x.k.data() + (size_t) h * (size_t) of.shown * (size_t) of.d;
-        const int64_t many = (int64_t) of.shown * of.d;
-        if (of.type == GGML_TYPE_F16) {
-            ggml_fp32_to_fp16_row(from, (ggml_fp16_t *) rows.data(), many);
-        } else if (of.type == GGML_TYPE_BF16) {
-            ggml_fp32_to_bf16_row(from, (ggml_bf16_t *) rows.data(), many);
-        } else {
-            std::copy_n((const uint8_t *) from, head, rows.data());
-        }
-        ggml_backend_tensor_set(cache, rows.data(), (size_t) h * cache->nb[2], head);
-    }
+    send_keys(cache, of, x.k);
     if (sinks) {
         ggml_backend_tensor_set(sinks, x.sinks.data(), 0, ggml_nbytes(sinks));
     }

@@ -77,6 +77,7 @@ __device__ __forceinline__ float tanh_of(float x) { return 1.0f - 2.0f / (1.0f +
 __device__ __forceinline__ void look_at(const Job & job, int square) {
     const int  q = square / job.across * SIDE, k = square % job.across * SIDE + 2 * (int) threadIdx.x;
     bool       seen = false, other = false;
+#pragma unroll 16
     for (int i = 0; i < SIDE; i++) {
 #pragma unroll
         for (int e = 0; e < 2; e++) {
@@ -147,12 +148,14 @@ __device__ __forceinline__ void wait_for_copies() {
 template <int WARPS, typename T, int D, int N>
 __device__ __forceinline__ void load(Stage<T, D, N> & to, const char * rows, int64_t row, int first, int last, int d) {
     constexpr int EACH = D / 8;
+    const char *  from = rows + first * row;
+    const int     most = last - first, step = (int) row;
 #pragma unroll
     for (int i = 0; i < N * EACH; i += 32 * WARPS) {
         const int at = i + (int) (threadIdx.y * 32 + threadIdx.x), r = at / EACH, c = at % EACH * 8;
         if (N * EACH % (32 * WARPS) == 0 || at < N * EACH) {
             if (c < d) {
-                copy_sixteen(&to.rows[r][c], rows + min(first + r, last) * row + c * sizeof(T));
+                copy_sixteen(&to.rows[r][c], from + min(r, most) * step + c * (int) sizeof(T));
             }
         }
     }
@@ -164,6 +167,25 @@ template <int WARPS, typename T, int D, int N> __device__ __forceinline__ void c
             *(uint4 *) &stage.rows[at / (D / 8)][at % (D / 8) * 8] = uint4{ 0, 0, 0, 0 };
         }
     }
+}
+
+// Of sixteen rows that pass by, sixteen numbers of the first eight (low) and of the others, in the registers' order: ggml's own
+// loads of so much leave each half in registers that are not neighbours, and a product has them copied.
+template <typename T, typename Two, int W>
+__device__ __forceinline__ void load_both(tile<8, 8, Two> & low, tile<8, 8, Two> & high, const T (*rows)[W], int column) {
+#ifdef TURING_MMA_AVAILABLE
+    const int      lane = threadIdx.x;
+    const unsigned from = (unsigned) __cvta_generic_to_shared(&rows[lane % 8 + lane / 16 * 8][lane / 8 % 2 * 8]) + column * (unsigned) sizeof(T);
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(((int *) low.x)[0]), "=r"(((int *) low.x)[1]), "=r"(((int *) high.x)[0]), "=r"(((int *) high.x)[1])
+                 : "r"(from));
+#else
+#pragma unroll
+    for (int l = 0; l < 2; l++) {
+        low.x[l]  = ((const Two *) &rows[threadIdx.x / 4][column])[4 * l + threadIdx.x % 4];
+        high.x[l] = ((const Two *) &rows[threadIdx.x / 4 + 8][column])[4 * l + threadIdx.x % 4];
+    }
+#endif
 }
 
 // The rows that a warp holds: 16 * M of them.
@@ -191,11 +213,8 @@ template <typename T, int D, int M> struct Held {
         for (int i = 0; i < D / 16; i++) {
 #pragma unroll
             for (int j = 0; j < N / 16; j++) {
-                tile<16, 8, Two> both;
-                tile<8, 8, Two>  low, high;
-                ggml_cuda_mma::load_ldmatrix(both, (const Two *) &stage.rows[16 * j][16 * i], (D + 8) / 2);
-                low.x[0] = both.x[0], low.x[1] = both.x[2];
-                high.x[0] = both.x[1], high.x[1] = both.x[3];
+                tile<8, 8, Two> low, high;
+                load_both(low, high, &stage.rows[16 * j], 16 * i);
 #pragma unroll
                 for (int m = 0; m < M; m++) {
                     ggml_cuda_mma::mma(sums[m][2 * j], x[m][i], low);
@@ -244,11 +263,12 @@ __global__ void __launch_bounds__(32 * WARPS, BLOCKS) add_rows(const Job job) {
     };
     const auto fetch = [&](int stage, int t) { load<WARPS>(stages[stage], keys, job.k_row, t * N, job.shown - 1, job.d); };
 
-    int t = next(begin, end, any);
+    int t = next(begin, end, any), then = t;
     clear<WARPS>(stages[0], job.d);
     clear<WARPS>(stages[1], job.d);
     if (t < end) {
         fetch(0, t);
+        then = next(t + 1, end, any);
     }
     Held<T, D, M> held;
     held.load((const char *) job.queries + (int64_t) head * job.n * D * sizeof(T), D * sizeof(T), mine, job.n - 1, D);
@@ -258,14 +278,17 @@ __global__ void __launch_bounds__(32 * WARPS, BLOCKS) add_rows(const Job job) {
         most[m][0] = most[m][1] = LOWEST;
         sum[m][0] = sum[m][1] = turn[m][0] = turn[m][1] = 0.0f;
     }
+    uint8_t is_then = t < end ? seen(mine, t) : (uint8_t) NOTHING;
     for (int stage = 0; t < end; stage = 1 - stage) {
         wait_for_copies();
-        const int now = t;
-        t             = next(now + 1, end, any);
+        const int     now = t;
+        const uint8_t is  = is_then;
+        t                 = then;
         if (t < end) {
             fetch(1 - stage, t);
+            is_then = seen(mine, t);
+            then    = next(t + 1, end, any);
         }
-        const uint8_t is = seen(mine, now);
         if (is == NOTHING) {
             continue;
         }
@@ -382,7 +405,8 @@ __global__ void join_rows(const Job job) {
     for (int i = blockIdx.x * THREADS + thread; i < job.share * job.padded; i += gridDim.x * THREADS) {
         const int head = kv * job.share + i / job.padded, query = i % job.padded;
         float     most = LOWEST, sum = 0.0f, turn = 0.0f, log = INFINITY;
-        for (int s = 0; s < job.splits_rows && query < job.n; s++) {
+#pragma unroll 4
+        for (int s = 0; s < (query < job.n ? job.splits_rows : 0); s++) {
             const float4 part = job.rows[((int64_t) s * job.heads() + head) * job.n + query];
             const float  top = fmaxf(most, part.x), old = exp2f(most - top), now = exp2f(part.x - top);
             turn = old * (turn + (most - top) * sum) + now * (part.z + (part.x - top) * part.y);
@@ -439,23 +463,29 @@ __global__ void __launch_bounds__(32 * WARPS, BLOCKS) add_columns(const Job job)
         }
     };
 
-    int t = next(begin, end, any), g = 0;
+    int t = next(begin, end, any), then = t, g = 0;
     if (t < end) {
         fetch(0, t, g);
+        then = next(t + 1, end, any);
     }
     Held<T, D, M> held;
     held.load(job.k + kv * job.k_head, job.k_row, mine, job.shown - 1, job.d);
     float columns[M][2] = {}, squares[M][2] = {}, both[SQUARES ? M : 1][SQUARES ? N / 2 : 1];
+    uint8_t is_then = t < end ? seen(t, mine) : (uint8_t) NOTHING;
     for (int stage = 0; t < end; stage = 1 - stage) {
         wait_for_copies();
-        const int  now = t, head = g;
-        const bool last = g + 1 == job.share;
+        const int     now = t, head = g;
+        const uint8_t is   = is_then;
+        const bool    last = g + 1 == job.share;
         g = last ? 0 : g + 1;
-        t = last ? next(now + 1, end, any) : now;
+        t = last ? then : now;
         if (t < end) {
             fetch(1 - stage, t, g);
+            if (last) {
+                is_then = seen(t, mine);
+                then    = next(t + 1, end, any);
+            }
         }
-        const uint8_t is = seen(now, mine);
         if (is == NOTHING) {
             continue;
         }
@@ -634,10 +664,10 @@ template <typename T> void run(ggml_backend_cuda_context & ctx, const Job & job,
         using C     = Sized<T, 128, 4, 2, 32, 2>;
         switch (setting) {
             case 1: run<T, 128, Usual, Sized<T, 128, 4, 2, 64, 3>, C>(ctx, job); break;
-            case 2: run<T, 128, Usual, Sized<T, 128, 8, 2, 64, 1>, C>(ctx, job); break;
+            case 2: run<T, 128, Usual, Sized<T, 128, 4, 1, 64, 4>, C>(ctx, job); break;
             case 3: run<T, 128, Usual, Sized<T, 128, 4, 2, 32, 3>, C>(ctx, job); break;
             case 4: run<T, 128, Sized<T, 128, 4, 2, 64, 3>, Usual, C>(ctx, job); break;
-            case 5: run<T, 128, Sized<T, 128, 8, 2, 64, 1>, Usual, C>(ctx, job); break;
+            case 5: run<T, 128, Sized<T, 128, 4, 1, 64, 4>, Usual, C>(ctx, job); break;
             case 6: run<T, 128, Sized<T, 128, 4, 2, 32, 3>, Usual, C>(ctx, job); break;
             default: run<T, 128, Usual, Usual, C>(ctx, job);
         }
