@@ -47,8 +47,9 @@ struct NearestGraph {
     ggml_cgraph *           graph = nullptr;
     ggml_tensor *           keys  = nullptr, *out = nullptr;
 
-    // times: the operation, so often, for a benchmark
-    NearestGraph(ggml_backend_t backend, const Heads & heads, int64_t d, ggml_type type, float reach, int times = 1, int setting = 0) {
+    // result: of the operation; two: with similarities; times: the operation, so often, for a benchmark
+    NearestGraph(ggml_backend_t backend, const Heads & heads, int64_t d, ggml_type type, float reach, ggml_type result, bool two,
+                 int times = 1, int setting = 0) {
         context.reset(ggml_init({ (size_t) (8 + 2 * times) * ggml_tensor_overhead() + ggml_graph_overhead(), nullptr, true }));
         ggml_context * c     = context.get();
         ggml_tensor *  kept  = ggml_new_tensor_1d(c, GGML_TYPE_I32, (int64_t) heads.kept.size());
@@ -56,7 +57,7 @@ struct NearestGraph {
         keys                 = ggml_new_tensor_2d(c, type, d, heads.slots);
         graph                = ggml_new_graph(c);
         for (int i = 0; i < times; i++) {
-            out         = ggml_new_tensor_2d(c, GGML_TYPE_I32, heads.entries, reach > 0.0f ? 1 : 2);
+            out         = ggml_new_tensor_2d(c, result, heads.entries, two ? 2 : 1);
             out->op     = GGML_OP_FLASH_ATTN_EXT;
             out->src[0] = out->src[1] = out->src[2] = keys;
             out->src[3] = kept;

@@ -84,20 +84,26 @@ void try_case(ggml_backend_t backend, const Case & of) {
     const Heads           heads(of.counts, random);
     std::vector<uint16_t> bytes;
     const auto            x = keys_of(of, heads.slots, random, bytes);
-    const NearestGraph    graph(backend, heads, of.d, of.type, of.reach);
+    const bool            small = of.type == GGML_TYPE_F16 && of.reach > 0.0f, two = of.reach <= 0.0f;
+    const NearestGraph    graph(backend, heads, of.d, of.type, of.reach, small ? GGML_TYPE_I16 : GGML_TYPE_I32, two);
     ggml_backend_tensor_set(graph.keys, bytes.data(), 0, ggml_nbytes(graph.keys));
     CHECK(ggml_backend_supports_op(backend, graph.out));
     CHECK(ggml_backend_graph_compute(backend, graph.graph) == GGML_STATUS_SUCCESS);
-    std::vector<int32_t> out((size_t) ggml_nelements(graph.out));
-    ggml_backend_tensor_get(graph.out, out.data(), 0, ggml_nbytes(graph.out));
+    std::vector<uint8_t> out(ggml_nbytes(graph.out));
+    ggml_backend_tensor_get(graph.out, out.data(), 0, out.size());
+    const auto * wide   = (const int32_t *) out.data();
+    const auto * narrow = (const int16_t *) out.data();
     size_t wrong = 0, joined = 0, all = 0;
     for (size_t h = 0; h < heads.evicted.size(); h++) {
         for (size_t i = 0; i < heads.evicted[h].size(); i++) {
             const size_t at    = (size_t) heads.about[h * NEAREST_HEAD + NEAREST_AT] + i;
             float        share = 1.0f;
-            std::memcpy(&share, &out[of.reach > 0.0f ? at : at + (size_t) heads.entries], sizeof(float));
-            wrong += right(of, heads, x, h, i, out[at], share) ? 0 : 1;
-            joined += out[at] >= 0 ? 1 : 0;
+            if (two) {
+                std::memcpy(&share, wide + at + heads.entries, sizeof(float));
+            }
+            const int32_t target = small ? narrow[at] : wide[at];
+            wrong += right(of, heads, x, h, i, target, share) ? 0 : 1;
+            joined += target >= 0 ? 1 : 0;
             all++;
         }
     }

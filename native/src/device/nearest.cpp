@@ -1,5 +1,5 @@
 // The search for the nearest kept keys by an operation of our own (OWN_NEAREST), where the device has it: all layers of a device
-// in one graph. Kept rows go to the device, and of each evicted row its target comes back, by angle with their similarity.
+// in one graph. Kept rows go to the device, and of each evicted row its target comes back, with their similarity where it counts.
 
 #include "device/own.h"
 #include "device/taking.h"
@@ -19,14 +19,15 @@ using Outcome = AwayRows::Outcome;
 
 namespace {
 
-T nearest(ggml_context * c, T keys, T kept, T heads, int64_t entries, float reach) {
-    T out       = ggml_new_tensor_2d(c, GGML_TYPE_I32, entries, reach > 0.0f ? 1 : 2);
+// most: of the kept rows of a head
+T nearest(ggml_context * c, T keys, T kept, T heads, int64_t entries, const MergeRule & rule, size_t most) {
+    T out       = ggml_new_tensor_2d(c, !rule.looks && most <= INT16_MAX ? GGML_TYPE_I16 : GGML_TYPE_I32, entries, rule.looks ? 2 : 1);
     out->op     = GGML_OP_FLASH_ATTN_EXT;
     out->src[0] = out->src[1] = out->src[2] = keys;
     out->src[3] = kept;
     out->src[5] = heads;
     out->op_params[OWN_KIND] = OWN_NEAREST;
-    std::memcpy(out->op_params + OWN_KIND + 1, &reach, sizeof(reach));
+    std::memcpy(out->op_params + OWN_KIND + 1, &rule.reach, sizeof(rule.reach));
     return out;
 }
 
@@ -79,12 +80,11 @@ bool GraphRows::Merging::has_own_search(size_t l) const {
     const T           list = ggml_new_tensor_1d(c, GGML_TYPE_I32, 1), heads = ggml_new_tensor_2d(c, GGML_TYPE_I32, NEAREST_HEAD, 1);
     const T           keys = of.flat(c, l, true);
     const bool        half = keys->type == GGML_TYPE_F16 || keys->type == GGML_TYPE_BF16;
-    return half && ggml_backend_dev_supports_op(layer.device, nearest(c, keys, list, heads, NEAREST_TILE, of.job.rule->reach));
+    return half && ggml_backend_dev_supports_op(layer.device, nearest(c, keys, list, heads, NEAREST_TILE, *of.job.rule, 1));
 }
 
 // Of layers of one device.
 Outcome GraphRows::Merging::search_own(const std::vector<size_t> & layers) {
-    const float         reach = of.job.rule->reach;
     std::vector<Search> all;
     Parcel              parcel(of.from.layers[layers[0]].device);
     size_t              nodes = 0;
@@ -99,14 +99,15 @@ Outcome GraphRows::Merging::search_own(const std::vector<size_t> & layers) {
     Sketch         sketch(nodes);
     ggml_context * c = sketch.context.get();
     for (Search & x : all) {
-        const T kept = ggml_new_tensor_1d(c, GGML_TYPE_I32, x.n_kept), heads = ggml_new_tensor_2d(c, GGML_TYPE_I32, NEAREST_HEAD, (int64_t) x.order.size());
+        const T kept = ggml_new_tensor_1d(c, GGML_TYPE_I32, x.n_kept);
+        const T heads = ggml_new_tensor_2d(c, GGML_TYPE_I32, NEAREST_HEAD, (int64_t) x.order.size());
         parcel.send<int32_t>(heads, [&x](int32_t * to, int32_t) { std::copy(x.heads.begin(), x.heads.end(), to); });
         parcel.send<int32_t>(kept, [this, &x](int32_t * to, int32_t i) {
             const int32_t * head = x.head((size_t) i);
             const auto &    rows = of.job.kept[x.layer][x.order[(size_t) i]];
             std::transform(rows.begin(), rows.end(), to + head[NEAREST_KEPT_AT], [&](int32_t row) { return head[NEAREST_FIRST] + row; });
         }, (int32_t) x.order.size());
-        x.out = nearest(c, of.flat(c, x.layer, true), kept, heads, x.entries, reach);
+        x.out = nearest(c, of.flat(c, x.layer, true), kept, heads, x.entries, *of.job.rule, of.job.kept[x.layer][x.order[0]].size());
         parcel.fetch(x.out);
         sketch.add(x.out);
     }
@@ -130,14 +131,22 @@ Outcome GraphRows::Merging::search_own(const std::vector<size_t> & layers) {
     parallel_for(of.from.n_threads, (int32_t) parts.size(), [&](int32_t p, int32_t) {
         const auto & [x, i] = parts[(size_t) p];
         const size_t    h       = x->order[i];
-        const float *   shares  = parcel.values(x->out) + x->head(i)[NEAREST_AT] + x->entries;
-        const int32_t * targets = (const int32_t *) parcel.values(x->out) + x->head(i)[NEAREST_AT];
-        const Joined & to = joined[x->layer][h];
+        const auto      begin   = (size_t) x->head(i)[NEAREST_AT];
+        const float *   values  = parcel.values(x->out);
+        const float *   shares  = x->out->ne[1] == 2 ? values + x->entries + begin : nullptr;
+        const Joined &  to      = joined[x->layer][h];
         std::fill(to.target.begin(), to.target.end(), -1);
-        each_evicted(of.job.kept[x->layer][h], of.job.n_tokens, [&, targets = targets](size_t at, int32_t t) {
-            to.target[(size_t) t] = targets[at];
-            to.share[(size_t) t]  = reach > 0.0f ? 1.0f : shares[at];
-        });
+        const auto      read    = [&, h = h, layer = x->layer](const auto * targets) {
+            each_evicted(of.job.kept[layer][h], of.job.n_tokens, [&](size_t at, int32_t t) {
+                to.target[(size_t) t] = targets[begin + at];
+                to.share[(size_t) t]  = shares ? shares[at] : 1.0f;
+            });
+        };
+        if (x->out->type == GGML_TYPE_I16) {
+            read((const int16_t *) values);
+        } else {
+            read((const int32_t *) values);
+        }
         weigh(x->layer, h);
     });
     return outcome;

@@ -13,8 +13,9 @@ constexpr int OWN_KIND = 4;  // flash attention has the entries before it
 //   src[0..2] keys  [d, slots] f16 or bf16, three times the same
 //   src[3]    kept  [n] i32: slots of kept rows, of each head's ascending
 //   src[5]    heads [NEAREST_HEAD, H] i32: of each head what NearestHead names. Its pending rows lie in slots one after the other.
-//   dst       [n, 1 or 2] i32: of each evicted row the number of the kept one among those of its head, or -1; and by angle
-//             their similarity, a number of f32. A head's results begin at a multiple of NEAREST_TILE; what fills up is undefined.
+//   dst       [n] i16, [n] i32 or [n, 2] i32: of each evicted row the number of the kept one among those of its head, or -1, and where
+//             there are two rows of results, by angle, their similarity, a number of f32. A head's results begin at a multiple of
+//             NEAREST_TILE; what fills up is undefined.
 //   op_params[OWN_KIND + 1]: MergeRule::reach, a float. Above 0 the nearest is that by distance, else that by angle.
 enum NearestHead : int { NEAREST_FIRST, NEAREST_KEPT_AT, NEAREST_KEPT, NEAREST_AT, NEAREST_EVICTED, NEAREST_HEAD };
 

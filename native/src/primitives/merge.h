@@ -25,6 +25,7 @@ struct MergeRule {
     // Above 0: row i goes to the row whose key is nearest by distance, the lowest on ties, if that is at most so many times
     // the length of its own key away. Its similarity is then 1.
     float reach = 0.0f;
+    bool  looks = false;  // whether weight or above_mean looks at the similarity
 };
 
 void merge_rows(const ReduceInput & in, const MergeRule & rule, const ReducedRows & out);

@@ -14,8 +14,7 @@ namespace {
 struct Job {
     const ggml_tensor * rows;
     const int32_t *     kept;
-    int32_t *           targets;
-    float *             shares;  // by angle, else NULL
+    ggml_tensor *       out;
     float               reach;
 
     void widen(int32_t row, float * to) const {
@@ -59,9 +58,13 @@ void find_nearest(const Job & job, const int32_t * head, int ith, int nth) {
         const bool    far   = job.reach > 0.0f;
         const bool    known = std::isfinite(square) && (far ? square - 2.0f * best <= job.reach * job.reach * square : square > 0.0f);
         const int32_t at    = head[NEAREST_AT] + i;
-        job.targets[at]     = known ? target : -1;
-        if (!far) {
-            job.shares[at] = best / std::sqrt(square);
+        if (job.out->type == GGML_TYPE_I16) {
+            ((int16_t *) job.out->data)[at] = (int16_t) (known ? target : -1);
+        } else {
+            ((int32_t *) job.out->data)[at] = known ? target : -1;
+        }
+        if (job.out->ne[1] == 2) {
+            ((float *) job.out->data)[job.out->ne[0] + at] = best / std::sqrt(square);
         }
     }
 }
@@ -69,7 +72,7 @@ void find_nearest(const Job & job, const int32_t * head, int ith, int nth) {
 }  // namespace
 
 void kvedge_cpu_nearest(const ggml_compute_params * params, ggml_tensor * dst) {
-    Job job{ dst->src[0], (const int32_t *) dst->src[3]->data, (int32_t *) dst->data, (float *) dst->data + dst->ne[0], 0.0f };
+    Job job{ dst->src[0], (const int32_t *) dst->src[3]->data, dst, 0.0f };
     std::memcpy(&job.reach, dst->op_params + OWN_KIND + 1, sizeof(float));
     GGML_ASSERT(job.rows->type == GGML_TYPE_F16 || job.rows->type == GGML_TYPE_BF16);
     for (int64_t h = 0; h < dst->src[5]->ne[1]; h++) {

@@ -14,8 +14,9 @@ struct Job {
     const int *     kept;
     const int *     heads;
     const float2 *  scales;   // of each kept row
-    int *           targets;
-    float *         shares;   // by angle, else NULL
+    int *           targets;  // one of both, the other is NULL
+    short *         small;
+    float *         shares;   // or NULL
     int             n_heads, d, row_bytes;
     float           reach;
 
@@ -303,8 +304,12 @@ __global__ void __launch_bounds__(32 * NEAREST_TILE / (16 * PER_WARP), LEAST_BLO
                 const float square = squares[i];  // which this thread wrote
                 const bool  far    = job.reach > 0.0f;
                 const bool  known  = square < INFINITY && (far ? square - 2.0f * score <= job.reach * job.reach * square : square > 0.0f);
-                job.targets[begin + i] = known ? target : -1;
-                if (!far) {
+                if (job.small) {
+                    job.small[begin + i] = (short) (known ? target : -1);
+                } else {
+                    job.targets[begin + i] = known ? target : -1;
+                }
+                if (job.shares) {
                     job.shares[begin + i] = score * rsqrtf(square);
                 }
             }
@@ -355,10 +360,12 @@ bool kvedge_cuda_nearest(ggml_backend_cuda_context * ctx, const ggml_tensor * ds
     }
     const ggml_tensor *            rows = dst->src[0], *heads = dst->src[5];
     const int                      n = (int) ggml_nelements(dst->src[3]), setting = dst->op_params[OWN_KIND + 2];
+    const bool                     small = dst->type == GGML_TYPE_I16;
     const float                    reach = *(const float *) (dst->op_params + OWN_KIND + 1);
     ggml_cuda_pool_alloc<float2>   scales(ctx->pool(), (size_t) n);
     const Job job = { (const char *) rows->data, (const int *) dst->src[3]->data, (const int *) heads->data, scales.ptr,
-                      (int *) dst->data, reach > 0.0f ? nullptr : (float *) dst->data + dst->ne[0], (int) heads->ne[1], (int) rows->ne[0], (int) rows->nb[1], reach };
+                      small ? nullptr : (int *) dst->data, small ? (short *) dst->data : nullptr,
+                      dst->ne[1] == 2 ? (float *) dst->data + dst->ne[0] : nullptr, (int) heads->ne[1], (int) rows->ne[0], (int) rows->nb[1], reach };
     constexpr int WARPS = 8;
     const int     blocks = (int) dst->ne[0] / NEAREST_TILE;
     if (rows->type == GGML_TYPE_F16) {

@@ -19,7 +19,7 @@ static float clamped(float similarity) { return similarity > 0.0f ? similarity :
 
 static MergeRule rule(const double * params) {
     const bool clamp = params[CLAMP] == 0, filter = params[SIM_FILTER] == 0;
-    return { [](float own, float) { return own; }, clamp ? clamped : as_is, filter, has_mass(params[MASS]) };
+    return { [](float own, float) { return own; }, clamp ? clamped : as_is, filter, has_mass(params[MASS]), 0.0f, true };
 }
 
 extern const Reducer reducer_weighted = { { "weighted", PARAMS }, reduce_by<rule>, merge_scratch, nullptr, biases_of<rule>, nullptr, rule };
