@@ -4,6 +4,8 @@
 
 #pragma once
 
+#include <cstddef>
+
 enum OwnKind : int { OWN_RAGGED = 0, OWN_NEAREST, OWN_JOINS, OWN_SUMS, OWN_POINTS, OWN_DEVIATION, OWN_KINDS };
 
 constexpr int OWN_KIND = 4;  // flash attention has the entries before it
@@ -20,10 +22,6 @@ constexpr int OWN_KIND = 4;  // flash attention has the entries before it
 enum NearestHead : int { NEAREST_FIRST, NEAREST_KEPT_AT, NEAREST_KEPT, NEAREST_AT, NEAREST_EVICTED, NEAREST_HEAD };
 
 constexpr int NEAREST_TILE = 128;
-#include <cstddef>
-
-
-constexpr int OWN_KIND = 4;  // flash attention has the entries before it
 
 // Matrices of numbers in half precision, of so many columns, lie as the kernels' threads read them: 16 x 16 at a time, 8 numbers
 // for each thread of a warp.
