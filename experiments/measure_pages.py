@@ -87,6 +87,20 @@ def table(made: list, by: str) -> str:
     return markdown(rows)
 
 
+def short(made: list) -> str:
+    """Exact answers and the full cache's likeliest tokens, in percent, a row a method and a column a budget."""
+    lines = {(line.method, line.budget): line for line in made if line.task == ALL}
+    budgets = sorted({budget for name, budget in lines if name != FULL}, reverse=True)
+    total = {name: 0.0 for name, _ in lines}
+    for (name, _), line in lines.items():
+        total[name] += line.score * (len(budgets) if name == FULL else 1)
+    rows = [["method", *(f"{budget:g}" for budget in budgets)]]
+    for name in sorted(total, key=lambda name: -total[name]):
+        found = [lines.get((name, 1.0 if name == FULL else budget)) for budget in budgets]
+        rows.append([f"`{name}`", *(f"{100 * one.score:.0f}/{100 * one.top1:.0f}" if one else "" for one in found)])
+    return markdown(rows)
+
+
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--way", choices=WAYS, required=True)
@@ -120,7 +134,8 @@ def main() -> None:
             log(line)
     whole = [one for of in contexts for one in of if not any(lacking(s, full_cell(), cells, records) for s in of)]
     made = lines(records.rows, whole, [full_cell(), *cells], args.against)
-    print(f"{len(whole)} questions, {len({one.context for one in whole})} contexts\n\n{table(made, args.against)}")
+    print(f"{len(whole)} questions, {len({one.context for one in whole})} contexts")
+    print(f"\n{short(made)}\n\n{table(made, args.against)}")
     if args.json:
         args.json.write_text(json.dumps([asdict(line) for line in made]) + "\n")
 
