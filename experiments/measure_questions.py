@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 import tempfile
 from dataclasses import asdict, replace
@@ -32,6 +33,7 @@ from kvedge_lab.eval.table import ALL, Line, lines
 from kvedge_lab.eval.tasks import Sample, demo_samples
 from pykvedge.cli.tables import markdown
 from pykvedge.errors import KvedgeError
+from pykvedge.models import profiles
 from pykvedge.plans.making import plan
 from pykvedge.plans.plan import Plan
 from pykvedge.plans.presets import methods
@@ -114,6 +116,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--against", default=FULL, help="what intervals are against (default: the full cache)")
     parser.add_argument("--compress", choices=(CONTEXT, CONVERSATION), default=CONTEXT, help="default: %(default)s")
     parser.add_argument("--texture", type=int, default=0)
+    parser.add_argument("--without-profiles", action="store_true", help="as for a model that nobody calibrated")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--model", type=Path, default=DATA / "demo-model.gguf")
@@ -126,6 +129,9 @@ def arguments() -> argparse.Namespace:
 def main() -> None:
     args = arguments()
     with tempfile.TemporaryDirectory() as folder:
+        if args.without_profiles:
+            profiles.SHIPPED = Path(folder)
+            os.environ["XDG_CONFIG_HOME"] = folder
         cells = cells_of(args)
         log("drawing questions; those about four images of one part take a second each")
         samples = drawn(args, Path(folder))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 
 import numpy as np
+import oracles as oracles_of_rows
 import oracles_budgets as oracles
 import pytest
 from arrays import prompt
@@ -132,6 +133,34 @@ def test_a_model_that_nobody_measured_is_shared_out_by_the_prompt(native, scorer
                 assert a.tolist() == b.tolist()
     measured = pykvedge.compress(by_prompt, *p.arguments, profile=profile_of([[5, 1], [2, 2], [1, 1]]))
     assert [len(head) for head in measured.kept[0]] == [75, 15]  # a profile that is there counts
+
+
+@pytest.mark.parametrize("heads", [(4, 4), (4, 2), (4, 1)])
+def test_without_a_profile_heads_get_more_whose_values_vary(native, heads):
+    """By loops of its own, in both engines; text alone and larger budgets are shared out as allocator ada does."""
+    for n_tokens, strength in ((100, [1.0, 1.1, 1.3]), (240, [1.0, 3.0, 20.0])):  # fourth power, and a lower one
+        p = prompt(n_tokens, heads, layers=3)
+        p.v[:] *= np.array(strength, dtype=np.float32)[:, None, None, None]
+        plan, ada = (pykvedge.plan("kvedge", 0.1, allocator=name) for name in ("calibrated", "ada"))
+        image, low = np.flatnonzero(p.image_mask), int(0.2 * p.image_mask.sum())
+        logs = []
+        for rows in p.v.astype(np.float16).reshape(-1, n_tokens, 32)[:, image].astype(float):
+            away = oracles_of_rows.deviation(np.zeros((len(image), 1)), rows, low)
+            logs.append(np.log(np.mean(np.sqrt(away))))
+        logs = np.array(logs) - np.mean(logs)
+        shares = np.exp(logs * min(4, 0.8 / logs.std()))
+        wanted = oracles.calibrated(shares.tolist(), n_tokens // 10 * len(shares), n_tokens, 1)
+        assert_same(plan, p)
+        for engine in ("native", "numpy"):
+            found = [len(head) for layer in pykvedge.compress(plan, *p.arguments, engine=engine).kept for head in layer]
+            off = np.abs(np.array(found) - wanted)
+            assert off.max() <= 1 and off.sum() <= 2 and min(found) < max(found) / 2
+        for budget, mask in ((0.1, p.image_mask & False), (0.2, p.image_mask)):
+            for engine in ("native", "numpy"):
+                both = (one.with_(budget=budget) for one in (plan, ada))
+                ours, usual = (pykvedge.compress(one, *p.arguments[:3], mask, engine=engine).kept for one in both)
+                for a, b in zip(*map(itertools.chain.from_iterable, (ours, usual)), strict=True):
+                    assert a.tolist() == b.tolist()
 
 
 def test_a_head_keeps_what_it_was_granted(native):

@@ -147,13 +147,13 @@ _PRESETS = (
     ),
     Preset(
         "kvedge",
-        "image tokens and text each by its kind, what is alike joined; heads' budgets by calibration or as adakv's",
+        "image tokens and text each by its kind, what is alike joined; heads' budgets calibrated or by their values",
         _KVEDGE,
         {
             "scorer": "modal",
             "allocator": "calibrated",
             "reducer": "nearest",
-            "params": {"allocator.unmeasured": "ada", "allocator.measured": 0.1},
+            "params": {"allocator.unmeasured": "variation", "allocator.measured": 0.1},
             "sinks": 1,
             "budget": 0.5,
         },

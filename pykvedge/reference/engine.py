@@ -107,7 +107,8 @@ def run(
     if budget < n_tokens:
         recent = min(budget, plan.asked_recent(n_tokens, budget))
         fixed = 0 if plan.recent is None else recent
-        prompt = Prompt(scores, image_mask, budget, recent, tuple(layers), profiles.get("allocator"), attention, fixed)
+        prompt = Prompt(scores, image_mask, budget, recent, tuple(layers), profiles.get("allocator"), attention, fixed,
+                        _variation(layers, plan))  # fmt: skip
         share = allocator.allocate(prompt, plan.settings("allocator"))
     out = Result([], [], [], scores.astype(np.float32))
     for i in range(n_layers):
@@ -129,6 +130,12 @@ def run(
 
 def _of_layers(score: Any, layers: list[Layer], plan: Plan) -> Any:
     return np.stack([score(layer, plan.settings("scorer")) for layer in layers]) if score else None
+
+
+def _variation(layers: list[Layer], plan: Plan) -> np.ndarray | None:
+    of = registry.scorer(plan.scorer).variation
+    found = [None if of is None else of(layer, plan.settings("scorer")) for layer in layers]
+    return None if any(x is None for x in found) else np.stack(found)  # type: ignore[arg-type]
 
 
 def reduced(plan: Plan, head: Head, kv_type: KvType) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -74,7 +74,10 @@ const float * sinks_of(const Sequence & seq, size_t l) {
 
 Looks looks_of(const kvedge_plan & plan, const uint8_t * image, size_t n) {
     const bool images = std::any_of(image, image + n, [](uint8_t one) { return one != 0; });
-    return plan.scorer->looks ? plan.scorer->looks(plan.params[KVEDGE_STAGE_SCORER], images) : Looks();
+    Looks      out    = plan.scorer->looks ? plan.scorer->looks(plan.params[KVEDGE_STAGE_SCORER], images) : Looks();
+    const bool asked  = plan.allocator->by_variation && plan.allocator->by_variation(plan.params[KVEDGE_STAGE_ALLOCATOR]);
+    out.variation     = asked && !plan.profiles[KVEDGE_STAGE_ALLOCATOR] && out.by_kind && out.gamma >= 0.0;
+    return out;
 }
 
 // known: what was measured of the layer; where it is empty, it is measured now, and stays there.
@@ -239,6 +242,7 @@ void score_layer(Job & job, size_t l) {
     if (job.plan.scorer->reserve) {
         job.reserve[l] = run_scorer(job.seq, job.plan, shown_of(job, l), l, job.plan.scorer->reserve, measures, nullptr);
     }
+    job.spectra[l].variation = std::move(measures.variation);
     Measures left;  // what an allocator may want of them
     left.votes = std::move(measures.votes);
     measures   = by_attention(job.plan) ? std::move(left) : Measures();

@@ -451,13 +451,13 @@ void GraphRows::Measuring::make_part(Part & part) {
             part.energy[i] = result(ggml_sum_rows(c, ggml_reshape_1d(c, sums, ggml_nelements(sums))));
         }
         part.deviation[i] = asks_high() && !own ? filter.deviation(c, gathered(part, of_keys, n, true)) : nullptr;
-        if (total && !own) {
+        if ((total || looks.variation) && !own) {
             result(part.deviation[i]);
         }
     }
     if (asks_high() && own) {
         part.high = result(filter.deviation(c, measured(part)));
-    } else if (asks_high() && looks.by_kind) {  // nobody asks for each
+    } else if (asks_high() && looks.by_kind && !looks.variation) {  // nobody asks for each
         part.deviation[0] = result(ggml_add(c, part.deviation[0], part.deviation[1]));
         part.deviation[1] = nullptr;
     }
@@ -492,7 +492,7 @@ void GraphRows::Measuring::read_part(const Part & part, Measures & out, Energy &
         out.anchor_squares[(size_t) part.heads[i]] = square;
     }
     const double       width[2] = { (double) s.d_k, (double) s.d_v };
-    std::vector<float> sums(of_kind.size());
+    std::vector<float> sums(of_kind.size()), own(of_kind.size());
     for (size_t of = 0; of < 2; of++) {
         energy.all[of] += part.energy[of] ? (double) *parcel.values(part.energy[of]) : 0.0;
     }
@@ -512,7 +512,12 @@ void GraphRows::Measuring::read_part(const Part & part, Measures & out, Energy &
     for (size_t i = 0; part.deviation[0] && i < heads; i++) {
         std::fill(sums.begin(), sums.end(), 0.0f);
         for (size_t of = 0; of < 2 && part.deviation[of]; of++) {
-            energy.high[of] += filter.add(parcel.values(part.deviation[of]) + i * filter.order().size(), sums.data()) * width[of];
+            std::fill(own.begin(), own.end(), 0.0f);
+            energy.high[of] += filter.add(parcel.values(part.deviation[of]) + i * filter.order().size(), own.data()) * width[of];
+            std::transform(own.begin(), own.end(), sums.begin(), sums.begin(), std::plus<float>());
+        }
+        if (job.looks.variation) {  // own: of the values, which come last
+            out.variation[(size_t) part.heads[i]] = mean_root(own);
         }
         for (size_t t = 0; t < sums.size(); t++) {
             out.deviation[(size_t) part.heads[i] * n + (size_t) of_kind[t]] = sums[t];
@@ -527,7 +532,8 @@ void GraphRows::Measuring::read_layer(size_t l, Measures & out) const {
     const bool    anchored = job.looks.anchor != Looks::Anchor::none;
     out = { sized(job.looks.votes != Looks::Votes::none),         sized(job.looks.key_norms),
             sized(job.looks.value_norms),                         Bulk<double>(anchored ? heads * (size_t) n : 0),
-            std::vector<double>(anchored ? heads : 0, 0.0),       sized(job.looks.gamma >= 0.0), 0.0 };
+            std::vector<double>(anchored ? heads : 0, 0.0),       sized(job.looks.gamma >= 0.0), 0.0,
+            std::vector<double>(job.looks.variation ? heads : 0, 0.0) };
     Energy energy;
     for (const Part & part : parts) {
         if (part.layer == l) {
@@ -569,7 +575,7 @@ static const char * unmeasured(const Slots & slots, const MeasureJob & job) {
 AwayRows::Outcome GraphRows::measure_on(size_t device, const MeasureJob & job, std::vector<Measures> & out) {
     LayersOn & on    = slots_.devices[device];
     const auto built = [&](bool own) { return std::make_unique<Measuring>(*this, job, on, queries.queries(device), own); };
-    const bool half  = slots_.form.storage.k != Type::f32 && slots_.form.storage.v == slots_.form.storage.k;
+    const bool half  = slots_.form.storage.k != Type::f32 && slots_.form.storage.v == slots_.form.storage.k && !job.looks.variation;
     auto       kept  = built(own && half && has_own(on.device));
     if (kept->own && lacking(on.device, kept->sketch->graph)) {
         kept = built(false);

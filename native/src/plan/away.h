@@ -5,6 +5,7 @@
 #include "system/pages.h"
 #include "rows/rows.h"
 
+#include <cmath>
 #include <cstdint>
 #include <string>
 #include <vector>
@@ -27,6 +28,7 @@ struct Looks {
     bool   value_norms = false;
     Anchor anchor      = Anchor::none;
     double gamma       = -1.0;   // share of low frequencies of the DCT filter (FlashCache eq. 5-10); negative: no deviation
+    bool   variation   = false;  // of values, with the deviation, by kind
     bool   by_kind     = false;  // anchor and deviation are of the tokens whose kind is 1, in their order; else of all
 
     bool any() const { return votes != Votes::none || key_norms || value_norms || anchor != Anchor::none || gamma >= 0.0; }
@@ -42,11 +44,20 @@ struct Measures {
     Bulk<float>         deviation;      // [Hkv][T] mean square of what the high pass leaves of a key, plus that of its value; 0
                                         // for tokens of the other kind
     double              high = 0.0;     // share of the keys' energy that the high pass leaves, plus that of the values'; 0 where by_kind
+    std::vector<double> variation;      // [Hkv] mean over the kind's tokens of the root of the values' part of deviation
 
     bool empty() const {
         return votes.empty() && key_squares.empty() && value_squares.empty() && cosines.empty() && deviation.empty();
     }
 };
+
+inline double mean_root(const std::vector<float> & squares) {
+    double sum = 0.0;
+    for (float square : squares) {
+        sum += std::sqrt((double) square);
+    }
+    return squares.empty() ? 0.0 : sum / (double) squares.size();
+}
 
 // One measurement of all layers.
 struct MeasureJob {

@@ -68,6 +68,7 @@ struct CustomReducer;
 struct Spectrum {
     double gamma = -1.0;  // share of the frequencies that count as low; negative: nothing was measured
     double high  = 0.0;   // high frequencies' share of the keys' energy, plus that of the values'
+    std::vector<double> variation;  // as of Measures; empty: it was not measured
 };
 
 // The pending tokens of one layer, as a scorer sees them.
@@ -161,6 +162,7 @@ struct Allocator : Member {
     Reach (*reach)(const kvedge_plan & plan) = nullptr;  // under a plan of which it is the allocator; NULL: rows
     bool (*by_attention)(const double * params) = nullptr;  // whether it looks at scores by attention alone; NULL: never
     const CustomAllocator * custom = nullptr;
+    bool (*by_variation)(const double * params) = nullptr;  // whether it looks at Spectrum::variation without a profile; NULL: never
 };
 
 // One head's rows in float32, and which of them stay.

@@ -10,6 +10,8 @@
 
 #include "primitives/dct.h"
 
+#include "plan/away.h"
+
 #include <algorithm>
 #include <cmath>
 #include <complex>
@@ -252,15 +254,19 @@ double HighPass::measure(const PendingView & view, int32_t layer, const LayerSha
     return share;
 }
 
-void HighPass::add_deviation(const HeadView & head, const LayerShape & shape, const uint8_t * counts, float * deviation,
-                             Work & work) const {
+double HighPass::add_deviation(const HeadView & head, const LayerShape & shape, const uint8_t * counts, float * deviation,
+                               Work & work) const {
     if (all_pass_) {
-        return;
+        return 0.0;
     }
-    Energy sum;
-    for (bool values : { false, true }) {
-        add_rows(runs_of(head, values, counts), values ? shape.d_v : shape.d_k, deviation, work, sum);
+    Energy             sum;
+    std::vector<float> of_values((size_t) T_, 0.0f);
+    add_rows(runs_of(head, false, counts), shape.d_k, deviation, work, sum);
+    add_rows(runs_of(head, true, counts), shape.d_v, of_values.data(), work, sum);
+    for (size_t t = 0; t < of_values.size(); t++) {
+        deviation[t] += of_values[t];
     }
+    return mean_root(of_values);
 }
 
 }  // namespace kvedge

@@ -26,7 +26,8 @@ class HighPass {
     double measure(const PendingView & view, int32_t layer, const LayerShape & shape, float * deviation) const;
 
     // deviation [T] += the same of one head, among those of its pending tokens that count: counts [n_pending] is 1 for T of them.
-    void add_deviation(const HeadView & head, const LayerShape & shape, const uint8_t * counts, float * deviation, Work & work) const;
+    // Returns the mean over these tokens of the root of what is their values' part of it.
+    double add_deviation(const HeadView & head, const LayerShape & shape, const uint8_t * counts, float * deviation, Work & work) const;
 
   private:
     struct Energy {

@@ -67,18 +67,19 @@ class Deviation {
   public:
     explicit Deviation(double gamma) : gamma_(gamma) {}
 
-    // out [T]
-    void operator()(const HeadView & view, const LayerShape & shape, const std::vector<uint8_t> & kind, float * out) {
+    // out [T]; returns how the values vary.
+    double operator()(const HeadView & view, const LayerShape & shape, const std::vector<uint8_t> & kind, float * out) {
         const auto n = (size_t) std::count(kind.begin(), kind.end(), (uint8_t) 1);
         if (!filter_ || n != n_) {
             filter_ = std::make_unique<HighPass>((int32_t) n, gamma_);
             n_      = n;
         }
         std::vector<float> some(n, 0.0f);
-        filter_->add_deviation(view, shape, kind.data(), some.data(), work_);
+        const double variation = filter_->add_deviation(view, shape, kind.data(), some.data(), work_);
         for (size_t t = 0, i = 0; t < kind.size(); t++) {
             out[t] = kind[t] ? some[i++] : 0.0f;
         }
+        return variation;
     }
 
   private:
@@ -135,7 +136,7 @@ Measures measure_rows(const ScoreInput & in, const Looks & looks) {
                 cosines(view, in.shape, in.n_tokens, looks.anchor, looks.by_kind ? kind.data() : nullptr, out.cosines.data() + at);
         }
         if (deviates && looks.by_kind) {
-            deviation(view, in.shape, kind, out.deviation.data() + at);
+            out.variation.push_back(deviation(view, in.shape, kind, out.deviation.data() + at));
         }
     }
     if (deviates && !looks.by_kind) {

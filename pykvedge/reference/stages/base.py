@@ -134,6 +134,7 @@ class Prompt:
     profile: ProfileTable | None = None  # None where the allocator asked for none
     attention: np.ndarray | None = None  # as scores, of a scorer that mixes it with more; None: scores are all
     fixed_recent: int = 0  # of recent, those that the plan asks for by number: a head with a smaller share has no less
+    variation: np.ndarray | None = None  # [L, Hkv] float64 of the values of image tokens; None: the scorer knows none
 
 
 @dataclass(frozen=True)
@@ -190,6 +191,7 @@ class Scorer:
     `auto_recent(kept, even, settings)` says how many last tokens a head of `kept` pairs keeps if the plan names no
     number, where an even share of the budget is `even` pairs.
     A scorer that mixes attention with something else gives the attention alone as `attention`.
+    One that measures how much values vary along the tokens gives it as `variation`, [Hkv] or None.
     One that needs calibrated numbers with some settings names their kind in `profile`, and finds them in its layers.
     """
 
@@ -205,6 +207,7 @@ class Scorer:
     reserve: Callable[[Layer, Settings], np.ndarray] | None = None
     reserved: Callable[[int, Settings], int] = lambda kept, settings: 0
     attention: Callable[[Layer, Settings], np.ndarray] | None = None
+    variation: Callable[[Layer, Settings], np.ndarray | None] | None = None
     profile: Callable[[Settings], str | None] = lambda settings: None
     attends: Callable[[Settings], bool] = lambda settings: False  # scores are attention alone (critical.py)
     projects: Callable[[Settings], bool] = lambda settings: False  # it needs Layer.projection

@@ -1,11 +1,12 @@
 // Calibrated: shares of all pairs, one a KV head, that a calibration exchanged between the heads (`kvedge calibrate budgets`),
-// become whole numbers. For a model that nobody calibrated the prompt decides, as allocator ada has it.
+// become whole numbers. For a model that nobody calibrated the prompt decides: how much values vary, or as allocator ada has it.
 
 #include "plan/profile.h"
 #include "primitives/share.h"
 
 #include <algorithm>
 #include <cmath>
+#include <limits>
 #include <numeric>
 
 namespace kvedge {
@@ -18,12 +19,49 @@ enum { SHARE_OF, UNMEASURED, MEASURED };
 
 const Param PARAMS[] = {
     setting::words("share_of", "budget,prompt", "what a share is a part of: all pairs of the budget; with prompt the budget is not met"),
-    setting::words("unmeasured", "refuse,ada", "a model without a profile: refuse, or share out by the prompt as allocator ada does"),
+    setting::words("unmeasured", "refuse,ada,variation",
+                   "a model without a profile: refuse, share out as allocator ada does, or up to `measured` by how image values vary"),
     setting::number("measured", 0.2, 0, 1, "share of the prompt up to which budgets go by the profile; what is beyond raises the heads that have least"),
     {},
 };
 
 bool by_prompt(const double * params) { return params[UNMEASURED] != 0; }
+
+bool by_variation(const double * params) { return params[UNMEASURED] == 2; }
+
+int32_t measured_up_to(const AllocateInput & in) { return (int32_t) std::floor(in.params[MEASURED] * in.n_tokens + 1e-9); }
+
+// [all heads] how much their values vary; empty where that is not known of all, or the budget is beyond.
+std::vector<double> variations(const AllocateInput & in) {
+    std::vector<double> out;
+    if (!by_variation(in.params) || in.layer >= 0 || !in.spectra || in.budget > measured_up_to(in)) {
+        return out;
+    }
+    for (const Spectrum & layer : *in.spectra) {
+        if (layer.variation.empty()) {
+            return {};
+        }
+        out.insert(out.end(), layer.variation.begin(), layer.variation.end());
+    }
+    return out;
+}
+
+double mean(const std::vector<double> & x) { return std::accumulate(x.begin(), x.end(), 0.0) / (double) x.size(); }
+
+// The fourth power of each variation, or a lower one, with which the logarithms of shares differ no more than SPREAD.
+void to_shares(std::vector<double> & x) {
+    constexpr double POWER = 4.0, SPREAD = 0.8, LEAST = 1e-3;  // LEAST: of the mean variation
+    const double     least = std::max(LEAST * mean(x), std::numeric_limits<double>::min());
+    std::transform(x.begin(), x.end(), x.begin(), [&](double v) { return std::log(std::max(v, least)); });
+    const double center = mean(x);
+    double       square = 0.0;
+    for (double & v : x) {
+        v -= center;
+        square += v * v / (double) x.size();
+    }
+    const double power = std::min(POWER, SPREAD / std::max(std::sqrt(square), 1e-9));
+    std::transform(x.begin(), x.end(), x.begin(), [&](double v) { return std::exp(v * power); });
+}
 
 // What an even budget has beyond the mean of what is granted raises the heads below a level: the lowest that any number of
 // the poorest would have together.
@@ -53,19 +91,25 @@ void allocate_by_prompt(const AllocateInput & in, std::vector<std::vector<int32_
 }
 
 void allocate(const AllocateInput & in, std::vector<std::vector<int32_t>> & out) {
-    if (!in.profile) {
+    const int32_t       least  = std::max(1, in.fixed_recent);
+    std::vector<double> shares = in.profile ? std::vector<double>() : variations(in);
+    if (!in.profile && shares.empty()) {
         allocate_by_prompt(in, out);
         return;
     }
-    const int32_t       least = std::max(1, in.fixed_recent);
-    std::vector<double> shares;
+    if (!in.profile) {
+        to_shares(shares);
+    }
     for (const LayerShape & s : *in.shapes) {
+        if (!in.profile) {
+            break;
+        }
         const float * row = in.profile->layer(s.il);
         shares.insert(shares.end(), row, row + s.n_heads_kv);
     }
     std::vector<int64_t> counts;
-    if (in.params[SHARE_OF] == 0) {
-        const auto measured = (int32_t) std::floor(in.params[MEASURED] * in.n_tokens + 1e-9);
+    if (!in.profile || in.params[SHARE_OF] == 0) {
+        const int32_t measured = measured_up_to(in);
         if (in.budget > measured) {
             fill_up(shares, (double) measured * (double) shares.size(), in.most, std::min(least, measured));
             raise_poorest(shares, in.budget);
@@ -91,6 +135,8 @@ extern const Allocator allocator_calibrated = {
     allocate,
     [](const kvedge_plan &) { return Reach::layer; },
     by_prompt,
+    nullptr,
+    by_variation,
 };
 
 }  // namespace kvedge

@@ -32,7 +32,7 @@ void score(const ScoreInput & in, float * out) {
     const int32_t  n_heads_kv = in.shape.n_heads_kv;
     std::copy(in.measures->deviation.begin(), in.measures->deviation.end(), out);
     if (in.spectrum) {
-        *in.spectrum = { in.params[GAMMA], in.measures->high };
+        *in.spectrum = { in.params[GAMMA], in.measures->high, {} };
     }
     if (joins_heads(in.params)) {
         share_among_heads(out, n_heads_kv, in.n_tokens);

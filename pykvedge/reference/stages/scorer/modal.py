@@ -31,7 +31,7 @@ import numpy as np
 
 from pykvedge.reference.stages.base import Layer, Scorer, Settings
 from pykvedge.reference.stages.scorer.mixkv import minmax01, mixed, scaled_to
-from pykvedge.reference.stages.spectrum import outliers
+from pykvedge.reference.stages.spectrum import deviation, outliers
 from pykvedge.reference.stages.window import pool, window_weights
 
 MIXTURE = {"value": "vnorm", "scale": "imp", "mode": "headwise"}  # MixKV's defaults
@@ -95,10 +95,20 @@ def score(layer: Layer, settings: Settings) -> np.ndarray:
     return out
 
 
+def variation(layer: Layer, settings: Settings) -> np.ndarray | None:
+    """[Hkv] float64: how far image tokens' values are from the curve through them, root mean square of the channels and
+    mean of the tokens. None without images, or where outliers count for nothing."""
+    image = layer.image_mask
+    if not image.any() or settings["outlier"] == 0:
+        return None
+    return np.sqrt((deviation(layer.v[:, image], settings["gamma"]) ** 2).mean(axis=-1)).mean(axis=-1)
+
+
 MEMBER = Scorer(
     name="modal",
     summary="votes of the last queries; of image tokens value norms, diversity and outliers too; the text's end stays",
     source="this project, with MixKV's mixture and FlashCache's outliers",
     score=score,
     attention=votes,
+    variation=variation,
 )
