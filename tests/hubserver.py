@@ -30,9 +30,11 @@ class StoredFile:
 
     @property
     def checksum(self) -> str:
-        own = hashlib.sha256(self.data).hexdigest()
-        small = hashlib.sha1(f"blob {len(self.data)}\0".encode() + self.data).hexdigest()
-        return self.said or (own if self.large else small)
+        if self.said:
+            return self.said
+        if self.large:
+            return hashlib.sha256(self.data).hexdigest()
+        return hashlib.sha1(f"blob {len(self.data)}\0".encode() + self.data).hexdigest()
 
     def listed(self, path: str) -> dict:
         size = len(self.data) if self.size is None else self.size

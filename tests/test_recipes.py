@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import io
 import json
 import shutil
+import zipfile
 
 import pytest
 from conftest import ROOT
+from hubserver import HubServer
 
-from kvedge_lab.eval.benchmarks import FORMATS
+from kvedge_lab.eval import downloads
 from kvedge_lab.eval.datasets import DatasetError, load
 from kvedge_lab.eval.recipes import RECIPES, as_rows, beside, figures, recipe
 from kvedge_lab.eval.table import ALL, Line
-from pykvedge.errors import UnknownNameError
+from pykvedge.errors import HubError, UnknownNameError
 from pykvedge.plans.making import plan
 
 SCENE = ROOT / "examples" / "scene-1.png"
@@ -38,7 +41,7 @@ def written(folder, form):
     return folder
 
 
-@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize("form", FORMS)
 def test_benchmarks_as_they_lie_on_disk(tmp_path, form):
     sample, *more = load(written(tmp_path, form), form)
     asked = "Provide a one-sentence caption" if form == "textcaps" else "What is the code?"
@@ -53,7 +56,7 @@ def test_benchmarks_as_they_lie_on_disk(tmp_path, form):
         assert sample.score("The code is 5f\n2.") == 1
 
 
-@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize("form", FORMS)
 def test_benchmarks_that_are_none(tmp_path, form):
     folder = written(tmp_path, form)
     for data in ({}, [5], {"data": [5]}, {"data": 3}, [], {"data": []}):
@@ -69,6 +72,21 @@ def test_benchmarks_that_are_none(tmp_path, form):
     (folder / "e.json").write_text("{}")
     with pytest.raises(DatasetError, match="holds 2"):
         load(folder, form)
+
+
+def test_needles_of_mm_niah(tmp_path):
+    shutil.copy(SCENE, tmp_path / "a.png")
+    item = {"id": 1, "images_list": ["a.png"], "context": "Long. <image> Text.", "question": "What?", "answer": "5F2"}
+    lines = [item, {**item, "answer": 1, "meta": {"choices": ["red", "blue"]}}]
+    (tmp_path / "n.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    one, two = load(tmp_path, "mm-niah")
+    assert "Long. <image> Text.\nWhat?" in one.lines[0].text and one.score("It is 5F2.") == 1 == two.score("B")
+    assert one.score("6") == 0 == two.score("A")
+    few = {"meta": {"choices": ["red"]}}
+    for wrong in ({"answer": [1, 2]}, {"answer": 9, **few}, {"images_list": []}, {"answer": None}):
+        (tmp_path / "n.jsonl").write_text(json.dumps({k: v for k, v in (item | wrong).items() if v is not None}))
+        with pytest.raises(DatasetError, match=r"line 1"):
+            load(tmp_path, "mm-niah")
 
 
 def test_every_recipe_can_be_measured():
@@ -117,8 +135,17 @@ def test_figures_beside_each_other():
 
 def test_the_command(kvedge, tmp_path, native):
     folder = written(tmp_path, "ocrbench")
-    saved, table = tmp_path / "r.jsonl", tmp_path / "t.json"
-    done = kvedge("eval", "--recipe", "mixkv-ocrbench", folder, "--save", saved)
+    saved, table, paper = tmp_path / "r.jsonl", tmp_path / "t.json", tmp_path / "p.tex"
+    with HubServer() as hub:
+        urls = [(hub_file(hub, folder, name), name) for name in ("d.json", "x/a.jpg")]
+        entry = {"files": [{"url": url, "path": name} for url, name in urls], "data": "d.json"}
+        (tmp_path / "m.json").write_text(json.dumps({"mixkv-ocrbench": entry}))
+        env = {"XDG_CACHE_HOME": str(tmp_path / "cache"), "NO_PROXY": "127.0.0.1"}
+        got = ("--download", "--manifest", tmp_path / "m.json", "--paper", paper)
+        done = kvedge("eval", "--recipe", "mixkv-ocrbench", *got, "--save", saved, env=env)
+    shutil.rmtree(folder / "x")  # what was fetched is measured
+    folder = tmp_path / "cache" / "kvedge" / "data" / "mixkv-ocrbench"
+    assert "fetching d.json" in done.err and r"& snapkv & 64 &" in paper.read_text()
     assert "This run / Qwen2-VL-7B-Instruct in MixKV, table 1." in done.out and "kvedge calibrate heads" in done.out
     kvedge("eval", "--recipe", "mixkv-ocrbench", folder, "--save", saved, "--resume", "--output", table)
     rows = json.loads(table.read_text())
@@ -128,6 +155,76 @@ def test_the_command(kvedge, tmp_path, native):
     assert set(json.loads(kvedge("eval", "--recipe", "list", "--json").out)) == set(RECIPES)
 
 
+def hub_file(hub, folder, name):
+    hub.add("own/data", name, (folder / name).read_bytes())
+    return f"{hub.url}/storage/own/data/{name}"
+
+
+@pytest.fixture
+def hub(monkeypatch):
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    with HubServer() as server:
+        yield server
+
+
+def test_downloads_go_on_and_are_compared(hub, tmp_path, monkeypatch):
+    packed = io.BytesIO()
+    with zipfile.ZipFile(packed, "w") as archive:
+        archive.writestr("in/d.json", "[]")
+    file = hub.add("own/data", "a.zip", packed.getvalue() + bytes(1 << 16))
+    hub.faults.cut = [30000, 20000]
+    entry = {"url": f"{hub.url}/storage/own/data/a.zip", "path": "a.zip", "unpack": True, "sha256": file.checksum}
+    given = {"files": [entry], "data": "in/d.json", "images": "in"}
+    seen = []
+    found = downloads.fetch(given, tmp_path / "f", lambda *told: seen.append(told))
+    assert found.data.read_text() == "[]" and found.images == tmp_path / "f" / "in"
+    assert [asked for _, _, asked in hub.requests] == [None, "bytes=30000-", "bytes=50000-"]
+    assert seen[-1] == ("a.zip", len(file.data), len(file.data)) and hub.bytes_sent == len(file.data)
+    hub.requests.clear()
+    assert downloads.fetch(given, tmp_path / "f", print) == found and not hub.requests
+    with pytest.raises(HubError, match="another checksum than the manifest"):
+        downloads.fetch({**given, "files": [{**entry, "sha256": "0" * 64}]}, tmp_path / "g", lambda *_: None)
+    assert not list((tmp_path / "g").iterdir())
+    trusted = {**given, "files": [{"url": entry["url"], "path": "a.zip"}]}
+    downloads.fetch(trusted, tmp_path / "t", lambda *_: None)
+    assert file.checksum in (tmp_path / "t" / "a.zip.sha256").read_text()
+    (tmp_path / "t" / "a.zip").unlink()
+    hub.add("own/data", "a.zip", b"other")
+    with pytest.raises(HubError, match=r"remove a\.zip\.sha256"):
+        downloads.fetch(trusted, tmp_path / "t", lambda *_: None)
+    hub.faults.statuses = [404]
+    with pytest.raises(HubError, match="status 404"):
+        downloads.fetch(trusted, tmp_path / "n", lambda *_: None)
+    monkeypatch.setattr(downloads.shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(9, 9, 1))
+    with pytest.raises(HubError, match=r"needs 0\.0 KiB more"):
+        downloads.fetch(trusted, tmp_path / "n", lambda *_: None)
+    gone = {**given, "files": [{"url": "http://127.0.0.1:9/a", "path": "a"}]}
+    with pytest.raises(HubError, match="cannot be reached"):
+        downloads.fetch(gone, tmp_path / "n", lambda *_: None)
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [3, {}, {"page": "x"}, {"data": "d", "files": [{"url": "http://x"}]},
+     {"data": "d", "files": [{"url": "http://x", "path": "../d"}]},
+     {"data": "d", "files": [{"url": "ftp://x", "path": "d"}]},
+     {"data": "d", "files": [{"url": "http://x", "path": "d", "sha256": "abc"}]}],
+)  # fmt: skip
+def test_manifests_that_are_refused(tmp_path, entry):
+    (tmp_path / "m.json").write_text(json.dumps({"a": entry}))
+    with pytest.raises(DatasetError):
+        downloads.read_manifest(tmp_path / "m.json", "a")
+
+
+def test_the_packaged_manifest_can_be_read():
+    for name in json.loads(downloads.MANIFEST.read_text(encoding="utf-8")):
+        assert name in RECIPES
+        try:
+            assert downloads.read_manifest(downloads.MANIFEST, name)["files"]
+        except DatasetError as error:
+            assert "https://" in str(error)
+
+
 @pytest.mark.parametrize(
     ("args", "what"),
     [
@@ -135,7 +232,9 @@ def test_the_command(kvedge, tmp_path, native):
         (["--recipe", "mixkv-ocrbench", "d", "--method", "lookm"], "--method and --recipe"),
         (["--recipe", "mixkv-ocrbench", "d", "--budget", "0.2"], "--budget and --recipe"),
         (["--recipe", "mixkv-ocrbench", "d", "--tasks", "code"], "--tasks and --recipe"),
-        (["--recipe", "mixkv-ocrbench", "/none"], "does not exist"),
+        (["--recipe", "mixkv-ocrbench", "/none"], "does not exist"), (["--download"], "are about a recipe"),
+        (["--recipe", "mixkv-docvqa", "--download"], "after registration"),
+        (["--recipe", "mixkv-docvqa", "d", "--paper", "t.doc"], "must end in .md, .tex or .csv"),
     ],
 )  # fmt: skip
 def test_what_cannot_be(kvedge, args, what):

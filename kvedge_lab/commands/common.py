@@ -77,10 +77,15 @@ def write_table(given: Mapping[str, Any], forms: Mapping[str, Callable[[], str]]
         if text:
             click.echo(text)
         return
+    write_file("--output", path, text)
+
+
+def write_file(named: str, path: Path, text: str) -> None:
+    """Writes a text. Raises SaveError, which names the option."""
     try:
-        paths.expanded(path).write_text(text + "\n", encoding="utf-8")
+        paths.expanded(path).write_text(text.rstrip("\n") + "\n", encoding="utf-8")
     except OSError as error:
-        raise SaveError(f"--output {path} cannot be written: {error.strerror or error}") from None
+        raise SaveError(f"{named} {path} cannot be written: {error.strerror or error}") from None
 
 
 def as_csv(rows: Iterable[Any], pair: str) -> str:

@@ -51,12 +51,18 @@ BUDGET = "0.2"
     option("--seed", group="Samples", type=common.SEED, default=0, show_default=True, help="Of the demo samples."),
     option("--format", "form", group="Samples", common=True, default="auto", show_default=True, metavar="NAME",
            help="Of DATA: jsonl, milebench, llava-description, mm-vet, docvqa, textvqa, chartqa, ocrbench, "
-                "textcaps, screenspot, screenspot-1000 or screenspot-pixels."),
+                "textcaps, mm-niah, screenspot, screenspot-1000 or screenspot-pixels."),
     option("--image-folder", group="Samples", type=options.PATH, metavar="PATH",
            help="Where the image paths of DATA start."),
     option("--recipe", group="Measurement", metavar="NAME",
            help="Measure a table of a paper on DATA: its methods, budgets and figures, beside the paper's own; list "
                 "names them."),
+    option("--download", group="Samples", is_flag=True,
+           help="Fetch the recipe's data, and its model where none is named, into the cache; a later run goes on."),
+    option("--manifest", group="Samples", type=options.PATH, metavar="FILE.json",
+           help="Addresses and checksums of --download, in place of the packaged ones."),
+    option("--paper", group="Output", type=options.PATH, metavar="FILE",
+           help="Also write the paper's figures beside this run's: .md, .tex or .csv."),
     option("--limit", group="Samples", common=True, type=Whole(), metavar="N", help="First samples of each data set."),
     common.METHOD_LIST,
     common.BUDGET_LIST,
@@ -110,6 +116,7 @@ def evaluate(data: tuple[Path, ...], **given: Any) -> None:
       kvedge eval -m m.gguf MileBench/TQA --output table.csv
       kvedge eval -m m.gguf own.jsonl --plan mine.json --metrics ppl,kld
       kvedge eval --plugin mine.py --method snapkv,mine --budget 0.2,0.1
+      kvedge eval --recipe mixkv-chartqa --download --limit 100 --paper t.tex
       kvedge eval --method mixkv,snapkv --against snapkv --budget 0.2,0.1,0.05
 
     Exit code: 0, or 1 if something was left out (stderr says what), or 130 after Ctrl-C; both print the table.
@@ -131,6 +138,7 @@ def _run(given: dict[str, Any]) -> int:
     if given["resume"] and given["save"] is None:
         raise UsageError("--resume needs the file of results: --save FILE")
     given = _going_on(given) if given["resume"] else given
+    given = _downloaded(given)
     asked = {name: given[name] for name in _ASKED}
     if given["recipe"] is not None:
         given = _by_recipe(given)
@@ -224,6 +232,42 @@ def _by_recipe(given: dict[str, Any]) -> dict[str, Any]:
         raise UsageError(f"--recipe {given['recipe']} needs its data: a file or folder in the form {chosen.form}")
     return {**given, "named": chosen.named(), "budgets": ",".join(chosen.budgets), "metrics": chosen.metrics,
             "form": chosen.form, "max_tokens": chosen.max_tokens}  # fmt: skip
+
+
+_PAPER = ("md", "tex", "csv")
+
+
+def _downloaded(given: dict[str, Any]) -> dict[str, Any]:
+    """Fetches what the recipe reads, and puts it in the place of DATA and, where none is named, of the model."""
+    from kvedge_lab.eval import downloads
+    from kvedge_lab.eval.recipes import recipe
+    from pykvedge.cli.progress import Fetching
+    from pykvedge.system.memory import readable
+
+    name, paper = given["recipe"], given["paper"]
+    if name is None and (given["download"] or given["manifest"] or paper):
+        raise UsageError("--download, --manifest and --paper are about a recipe: --recipe NAME")
+    if paper is not None and paper.suffix[1:] not in _PAPER:
+        raise UsageError(f"--paper {paper} must end in .md, .tex or .csv")
+    if not given["download"]:
+        return given
+    if given["data"]:
+        raise UsageError("--download brings the data; omit DATA")
+    recipe(name)
+    entry = downloads.read_manifest(paths.expanded(given["manifest"] or downloads.MANIFEST), name)
+    display = Fetching(enabled=not given["quiet"])
+
+    def look(file: str, there: int, size: int) -> None:
+        whole = f" of {readable(size)}" if size else ""
+        display(f"fetching {file}: {readable(there)}{whole}", there / size if size else 0)
+
+    try:
+        found = downloads.fetch(entry, downloads.folder_of(name, entry), look)
+    finally:
+        display.done()
+    named = given["model"] is not None or given["hf_repo"] is not None
+    return {**given, "data": (found.data,), "image_folder": given["image_folder"] or found.images,
+            "hf_repo": given["hf_repo"] if named else found.model}  # fmt: skip
 
 
 def _list_recipes(given: dict[str, Any]) -> int:
@@ -332,6 +376,9 @@ def _print(job: Job, outcome: Any, given: dict[str, Any]) -> None:
     if recipe is not None:
         notes.append(recipes.beside(recipe, made))
         about["paper"] = recipes.as_rows(recipe, made)
+        forms_of_paper = {"md": recipes.beside, "tex": recipes.as_latex, "csv": recipes.as_csv}
+        if given["paper"] is not None:
+            common.write_file("--paper", given["paper"], forms_of_paper[given["paper"].suffix[1:]](recipe, made))
     forms = {
         "md": lambda: table.as_markdown(made, notes, against) if made else "",
         "csv": lambda: common.as_csv(made, "_change"),

@@ -1,4 +1,4 @@
-"""Benchmarks of MixKV's tables are read as their authors give them out: DocVQA, TextVQA, ChartQA, OCRBench, TextCaps.
+"""Benchmarks are read as their authors give them out: DocVQA, TextVQA, ChartQA, OCRBench, TextCaps, MM-NIAH.
 
 Each is a JSON file, or a folder with one such file, and pictures; a question ends with the request that the evaluations
 of these papers use, so that answers are short.
@@ -10,8 +10,17 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from kvedge_lab.eval.files import DatasetError, items, picture_file, text_field
-from kvedge_lab.eval.tasks import Line, Sample, with_corpus
+from kvedge_lab.eval.files import (
+    DatasetError,
+    check_marks,
+    image_file,
+    items,
+    parsed,
+    picture_file,
+    read_text,
+    text_field,
+)
+from kvedge_lab.eval.tasks import Line, Sample, with_choices, with_corpus
 
 _SHORT = "\nAnswer the question using a single word or phrase."
 _CAPTION = "Provide a one-sentence caption for the provided image."
@@ -76,21 +85,51 @@ def textcaps(path: Path, images: Path | None, limit: int | None) -> list[Sample]
     return with_corpus(list(out.values()), str(file))
 
 
+def mm_niah(path: Path, images: Path | None, limit: int | None) -> list[Sample]:
+    """Reads lines {"id", "images_list", "context", "question", "answer", "meta"}: needles in long pages.
+
+    An answer is a text, or the number of one of the texts in meta's `choices`.
+    """
+    file, out = _file(path, "jsonl"), list[Sample]()
+    folder = images or file.parent
+    for i, text in enumerate(read_text(file).splitlines()[:limit], 1):
+        where = f"{file} line {i}"
+        try:
+            item = parsed(text)
+            meta, answer, names = item.get("meta") or {}, item["answer"], item["images_list"]
+            choices = tuple(str(choice) for choice in meta.get("choices") or ())
+            question = f"{text_field(item, 'context', where)}\n{text_field(item, 'question', where)}"
+            if meta.get("choices_image_path") or isinstance(answer, list):
+                raise DatasetError(f"{where}: choices that are pictures, and counts, are not read; leave this file out")
+            reply = choices[answer] if isinstance(answer, int) and choices else str(answer)
+            pictures = tuple(image_file(folder, name, where) for name in names)
+        except (KeyError, TypeError, IndexError, AttributeError, ValueError) as error:
+            if isinstance(error, DatasetError):
+                raise
+            raise DatasetError(f"{where} does not have MM-NIAH's form: {type(error).__name__} {error}") from None
+        line = Line("user", with_choices(question, choices) if choices else question + _SHORT, pictures)
+        check_marks((line,), where)
+        metric = "choice" if choices else "contains"
+        out.append(Sample(f"{file.stem}:{item.get('id', i)}:{i}", file.stem, (line,), reply, metric, choices))
+    return out
+
+
 FORMATS: dict[str, Callable[[Path, Path | None, int | None], list[Sample]]] = {
     "docvqa": docvqa,
     "textvqa": textvqa,
     "chartqa": chartqa,
     "ocrbench": ocrbench,
     "textcaps": textcaps,
+    "mm-niah": mm_niah,
 }
 
 
-def _file(path: Path) -> Path:
+def _file(path: Path, suffix: str = "json") -> Path:
     if not path.is_dir():
         return path
-    found = sorted(path.glob("*.json"))
+    found = sorted(path.glob(f"*.{suffix}"))
     if len(found) != 1:
-        raise DatasetError(f"{path} holds {len(found)} .json files; name the one that is meant")
+        raise DatasetError(f"{path} holds {len(found)} .{suffix} files; name the one that is meant")
     return found[0]
 
 

@@ -1,0 +1,182 @@
+"""Data of recipes is fetched by the addresses that its owners publish, and compared with its SHA-256.
+
+manifest.json says for each recipe: `files`, each with `url`, `path` and, where it is known, `sha256` (an archive is
+unpacked where `unpack` says so); `data` and `images`, paths of what the recipe reads; `model`, a repository of a hub;
+or `page`, where the data is given out by hand. The checksum of the first download is recorded, and compared with later
+ones where the manifest knows none (trust on first use).
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+import tarfile
+import zipfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pykvedge.errors import DatasetError, HubError, UnreachableError, UsageError, one_line
+from pykvedge.models.hub.fetching import checksum
+from pykvedge.system.memory import readable
+
+MANIFEST = Path(__file__).with_name("manifest.json")
+_TIMEOUT_S, _HEX = 30.0, 64
+_CLIENTS = ("httpx", "httpx2", "httpcore", "huggingface_hub")  # whose errors are the connection's
+
+Look = Callable[[str, int, int], None]  # a file's name, the bytes that are there, and all of them or 0
+
+
+@dataclass(frozen=True)
+class Fetched:
+    """What a recipe reads."""
+
+    data: Path
+    images: Path | None
+    model: str | None  # as of -hf
+
+
+def read_manifest(path: Path, name: str) -> Mapping[str, Any]:
+    """Returns what a manifest says of a recipe. Raises DatasetError."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        entry = found[name]
+    except OSError as error:
+        raise DatasetError(f"{path} cannot be read: {error.strerror}") from None
+    except KeyError:
+        raise DatasetError(f"{path} has no data for the recipe {name}; pass the data yourself") from None
+    except (ValueError, TypeError) as error:
+        raise DatasetError(f"{path} is no manifest: {one_line(error):.100}") from None
+    if not isinstance(entry, dict):
+        raise DatasetError(f"{path}: {name} must be an object")
+    if "page" in entry:
+        raise DatasetError(f"the data of {name} cannot be fetched: get it from {entry['page']}, and pass its file")
+    files = entry.get("files")
+    if not isinstance(entry.get("data"), str) or not isinstance(files, list) or not all(map(_is_file, files)):
+        raise DatasetError(f"{path}: {name} needs 'data', and 'files', each with a 'url' and a 'path' in the folder")
+    return entry
+
+
+def _is_file(entry: Any) -> bool:
+    if not isinstance(entry, dict) or not all(isinstance(entry.get(key), str) for key in ("url", "path")):
+        return False
+    path, checksum = Path(entry["path"]), entry.get("sha256", "0" * _HEX)
+    known = isinstance(checksum, str) and len(checksum) == _HEX and set(checksum) <= set("0123456789abcdef")
+    inside = not path.is_absolute() and ".." not in path.parts
+    return known and inside and entry["url"].startswith(("http://", "https://"))
+
+
+def folder_of(name: str, entry: Mapping[str, Any]) -> Path:
+    """Returns where the data of a recipe lies; recipes with the same `folder` in the manifest share their files."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return cache / "kvedge" / "data" / Path(str(entry.get("folder", name))).name
+
+
+def fetch(entry: Mapping[str, Any], folder: Path, look: Look) -> Fetched:
+    """Fetches all files of a recipe into a folder, and unpacks archives. Raises HubError; a later call goes on."""
+    try:
+        for file in entry["files"]:
+            path = folder / file["path"]
+            if not path.is_file():
+                _fetch(file["url"], path, file.get("sha256"), look)
+            if file.get("unpack"):
+                _unpack(path)
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise HubError(f"the disk of {folder} is full; make room, and run the same command again") from None
+        raise HubError(f"{folder} cannot be written: {error.strerror or error}") from None
+    images = entry.get("images")
+    return Fetched(folder / entry["data"], folder / images if images else None, entry.get("model"))
+
+
+def _fetch(url: str, path: Path, expected: str | None, look: Look) -> None:
+    part, noted = path.with_name(path.name + ".part"), path.with_name(path.name + ".sha256")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if expected is None and noted.is_file():
+        expected = noted.read_text(encoding="ascii").split()[0]
+    while True:
+        before = _size(part)
+        try:
+            _append(url, part, look)
+            break
+        except UnreachableError:
+            if _size(part) == before:  # a try that brings something is worth another one
+                raise
+    with part.open("rb") as content:
+        found = checksum(content, 0, like="0" * _HEX)
+    if expected is not None and found != expected:
+        part.unlink()
+        raise HubError(
+            f"{url} has another checksum than the manifest: {found[:12]}..., not {expected[:12]}...; it was removed. "
+            f"The data has changed, or is not the owner's; if you trust it, remove {noted.name} or change the manifest"
+        )
+    noted.write_text(f"{found}  {path.name}\n", encoding="ascii")
+    part.replace(path)
+
+
+def _size(path: Path) -> int:
+    return path.stat().st_size if path.exists() else 0
+
+
+def _append(url: str, part: Path, look: Look) -> None:
+    """Appends the missing rest. Raises UnreachableError where the connection breaks, HubError where it is refused."""
+    try:
+        from huggingface_hub.utils import http_stream_backoff
+    except ImportError:
+        raise UsageError("--download needs huggingface_hub: pip install 'kvedge[hub]'") from None
+    there = _size(part)
+    headers = {"Accept-Encoding": "identity", **({"Range": f"bytes={there}-"} if there else {})}
+    try:
+        with (
+            http_stream_backoff(
+                "GET", url, headers=headers, timeout=_TIMEOUT_S, max_retries=2, retry_on_exceptions=()
+            ) as response,
+            part.open("ab") as out,
+        ):
+            status = response.status_code
+            if status == 416:  # all of it is there
+                return
+            if status not in (200, 206):
+                raise HubError(f"{url} is refused (status {status}); the owner may have moved it")
+            if status == 200 and there:  # from the beginning, after all
+                out.truncate(0)
+                there = 0
+            size = there + int(response.headers.get("Content-Length") or 0)
+            _check_room(part, size - there)
+            for chunk in response.iter_bytes():
+                out.write(chunk)
+                there += len(chunk)
+                look(part.stem, there, size)
+            out.flush()
+            os.fsync(out.fileno())
+    except Exception as error:
+        client = type(error).__module__.partition(".")[0] in _CLIENTS
+        if not client and not isinstance(error, ConnectionError):
+            raise
+        raise UnreachableError(f"{url} cannot be reached ({one_line(error) or type(error).__name__:.100})") from None
+
+
+def _check_room(part: Path, needed: int) -> None:
+    free = shutil.disk_usage(part.parent).free
+    if needed > free:
+        raise HubError(f"{part.stem} needs {readable(needed)} more in {part.parent}, where {readable(free)} are free")
+
+
+def _unpack(path: Path) -> None:
+    """Unpacks an archive beside itself, once. No member can leave the folder."""
+    done = path.with_name(path.name + ".unpacked")
+    if done.exists():
+        return
+    try:
+        if zipfile.is_zipfile(path):
+            with zipfile.ZipFile(path) as archive:
+                archive.extractall(path.parent)
+        else:
+            with tarfile.open(path) as archive:
+                archive.extractall(path.parent, filter="data")
+    except (zipfile.BadZipFile, tarfile.TarError, EOFError) as error:
+        raise HubError(f"{path} is no archive that can be unpacked ({one_line(error):.80}); remove it") from None
+    done.touch()
