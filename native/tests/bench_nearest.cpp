@@ -64,7 +64,7 @@ void measure(ggml_backend_t backend, const char * name, const Counts & counts, i
     constexpr int TIMES = 24;
     std::mt19937          random(5);
     const Heads           heads(counts, random);
-    const NearestGraph    graph(backend, heads, D, GGML_TYPE_F16, 1.0f, GGML_TYPE_I16, false, TIMES, setting);
+    const NearestGraph    graph(backend, heads, { D, GGML_TYPE_F16, 1.0f, GGML_TYPE_I16, false, setting }, TIMES);
     std::vector<uint16_t> keys((size_t) (heads.slots * D));
     std::generate(keys.begin(), keys.end(), [&] { return (uint16_t) (0x3000 | (random() & 0x8bff)); });
     ggml_backend_tensor_set(graph.keys, keys.data(), 0, ggml_nbytes(graph.keys));

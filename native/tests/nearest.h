@@ -41,30 +41,38 @@ struct Heads {
     }
 };
 
+struct Nearest {
+    int64_t   d;
+    ggml_type type;
+    float     reach;
+    ggml_type result;
+    bool      two;  // with similarities
+    int       setting = 0;  // of the kernel
+};
+
 struct NearestGraph {
     ggml_context_ptr        context;
     ggml_backend_buffer_ptr buffer;
     ggml_cgraph *           graph = nullptr;
     ggml_tensor *           keys  = nullptr, *out = nullptr;
 
-    // result: of the operation; two: with similarities; times: the operation, so often, for a benchmark
-    NearestGraph(ggml_backend_t backend, const Heads & heads, int64_t d, ggml_type type, float reach, ggml_type result, bool two,
-                 int times = 1, int setting = 0) {
+    // times: the operation, so often, for a benchmark
+    NearestGraph(ggml_backend_t backend, const Heads & heads, const Nearest & of, int times = 1) {
         context.reset(ggml_init({ (size_t) (8 + 2 * times) * ggml_tensor_overhead() + ggml_graph_overhead(), nullptr, true }));
         ggml_context * c     = context.get();
         ggml_tensor *  kept  = ggml_new_tensor_1d(c, GGML_TYPE_I32, (int64_t) heads.kept.size());
         ggml_tensor *  about = ggml_new_tensor_2d(c, GGML_TYPE_I32, NEAREST_HEAD, (int64_t) heads.evicted.size());
-        keys                 = ggml_new_tensor_2d(c, type, d, heads.slots);
+        keys                 = ggml_new_tensor_2d(c, of.type, of.d, heads.slots);
         graph                = ggml_new_graph(c);
         for (int i = 0; i < times; i++) {
-            out         = ggml_new_tensor_2d(c, result, heads.entries, two ? 2 : 1);
+            out         = ggml_new_tensor_2d(c, of.result, heads.entries, of.two ? 2 : 1);
             out->op     = GGML_OP_FLASH_ATTN_EXT;
             out->src[0] = out->src[1] = out->src[2] = keys;
             out->src[3] = kept;
             out->src[5] = about;
             out->op_params[OWN_KIND]     = OWN_NEAREST;
-            out->op_params[OWN_KIND + 2] = setting;
-            std::memcpy(out->op_params + OWN_KIND + 1, &reach, sizeof(float));
+            out->op_params[OWN_KIND + 2] = of.setting;
+            std::memcpy(out->op_params + OWN_KIND + 1, &of.reach, sizeof(float));
             ggml_build_forward_expand(graph, out);
         }
         buffer.reset(ggml_backend_alloc_ctx_tensors(c, backend));

@@ -85,7 +85,7 @@ void try_case(ggml_backend_t backend, const Case & of) {
     std::vector<uint16_t> bytes;
     const auto            x = keys_of(of, heads.slots, random, bytes);
     const bool            small = of.type == GGML_TYPE_F16 && of.reach > 0.0f, two = of.reach <= 0.0f;
-    const NearestGraph    graph(backend, heads, of.d, of.type, of.reach, small ? GGML_TYPE_I16 : GGML_TYPE_I32, two);
+    const NearestGraph    graph(backend, heads, { of.d, of.type, of.reach, small ? GGML_TYPE_I16 : GGML_TYPE_I32, two });
     ggml_backend_tensor_set(graph.keys, bytes.data(), 0, ggml_nbytes(graph.keys));
     CHECK(ggml_backend_supports_op(backend, graph.out));
     CHECK(ggml_backend_graph_compute(backend, graph.graph) == GGML_STATUS_SUCCESS);

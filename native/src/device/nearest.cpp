@@ -31,34 +31,31 @@ T nearest(ggml_context * c, T keys, T kept, T heads, int64_t entries, const Merg
     return out;
 }
 
+}  // namespace
+
 // The operation for a layer's heads, those that keep the most rows first: a device takes the longest for them.
-struct Search {
+struct GraphRows::Merging::Search {
     size_t               layer;
     std::vector<int32_t> heads;  // [H][NEAREST_HEAD], in the order of `order`
     std::vector<size_t>  order;
     int32_t              n_kept = 0, entries = 0;
     T                    out = nullptr;
 
+    // first: slots of the heads' first pending rows
+    Search(size_t layer, const std::vector<std::vector<int32_t>> & kept, int32_t n_tokens, const std::vector<int32_t> & first)
+        : layer(layer), order(kept.size()) {
+        std::iota(order.begin(), order.end(), (size_t) 0);
+        std::stable_sort(order.begin(), order.end(), [&](size_t a, size_t b) { return kept[a].size() > kept[b].size(); });
+        for (const size_t h : order) {
+            const auto n = (int32_t) kept[h].size();
+            heads.insert(heads.end(), { first[h], n_kept, n, entries, n_tokens - n });
+            n_kept += n;
+            entries += (n_tokens - n + NEAREST_TILE - 1) / NEAREST_TILE * NEAREST_TILE;
+        }
+    }
+
     const int32_t * head(size_t i) const { return heads.data() + i * NEAREST_HEAD; }
 };
-
-// first: slots of the heads' first pending rows
-Search search_of(size_t layer, const std::vector<std::vector<int32_t>> & kept, int32_t n_tokens, const std::vector<int32_t> & first) {
-    Search x;
-    x.layer = layer;
-    x.order.resize(kept.size());
-    std::iota(x.order.begin(), x.order.end(), (size_t) 0);
-    std::stable_sort(x.order.begin(), x.order.end(), [&](size_t a, size_t b) { return kept[a].size() > kept[b].size(); });
-    for (const size_t h : x.order) {
-        const auto n = (int32_t) kept[h].size();
-        x.heads.insert(x.heads.end(), { first[h], x.n_kept, n, x.entries, n_tokens - n });
-        x.n_kept += n;
-        x.entries += (n_tokens - n + NEAREST_TILE - 1) / NEAREST_TILE * NEAREST_TILE;
-    }
-    return x;
-}
-
-}  // namespace
 
 bool GraphRows::Merging::has_own_search(size_t l) const {
     const DeviceLayer & layer = of.from.layers[l];
@@ -93,7 +90,7 @@ Outcome GraphRows::Merging::search_own(const std::vector<size_t> & layers) {
         for (size_t h = 0; h < of.places[l].size(); h++) {
             first.push_back(of.places[l][h][of.n_old(l, h)]);
         }
-        all.push_back(search_of(l, of.job.kept[l], of.job.n_tokens, first));
+        all.emplace_back(l, of.job.kept[l], of.job.n_tokens, first);
         nodes += 4 + of.flat_nodes(l);
     }
     Sketch         sketch(nodes);
@@ -129,27 +126,31 @@ Outcome GraphRows::Merging::search_own(const std::vector<size_t> & layers) {
         }
     }
     parallel_for(of.from.n_threads, (int32_t) parts.size(), [&](int32_t p, int32_t) {
-        const auto & [x, i] = parts[(size_t) p];
-        const size_t    h       = x->order[i];
-        const auto      begin   = (size_t) x->head(i)[NEAREST_AT];
-        const float *   values  = parcel.values(x->out);
-        const float *   shares  = x->out->ne[1] == 2 ? values + x->entries + begin : nullptr;
-        const Joined &  to      = joined[x->layer][h];
-        std::fill(to.target.begin(), to.target.end(), -1);
-        const auto      read    = [&, h = h, layer = x->layer](const auto * targets) {
-            each_evicted(of.job.kept[layer][h], of.job.n_tokens, [&](size_t at, int32_t t) {
-                to.target[(size_t) t] = targets[begin + at];
-                to.share[(size_t) t]  = shares ? shares[at] : 1.0f;
-            });
-        };
-        if (x->out->type == GGML_TYPE_I16) {
-            read((const int16_t *) values);
-        } else {
-            read((const int32_t *) values);
-        }
-        weigh(x->layer, h);
+        read_own(*parts[(size_t) p].first, parts[(size_t) p].second, parcel);
     });
     return outcome;
+}
+
+// Of the i-th head of its order.
+void GraphRows::Merging::read_own(const Search & x, size_t i, const Parcel & results) {
+    const size_t   h      = x.order[i];
+    const auto     begin  = (size_t) x.head(i)[NEAREST_AT];
+    const float *  values = results.values(x.out);
+    const float *  shares = x.out->ne[1] == 2 ? values + x.entries + begin : nullptr;
+    const Joined & to     = joined[x.layer][h];
+    std::fill(to.target.begin(), to.target.end(), -1);
+    const auto read = [&](const auto * targets) {
+        each_evicted(of.job.kept[x.layer][h], of.job.n_tokens, [&](size_t at, int32_t t) {
+            to.target[(size_t) t] = targets[begin + at];
+            to.share[(size_t) t]  = shares ? shares[at] : 1.0f;
+        });
+    };
+    if (x.out->type == GGML_TYPE_I16) {
+        read((const int16_t *) values);
+    } else {
+        read((const int32_t *) values);
+    }
+    weigh(x.layer, h);
 }
 
 // One piece for all heads, which threads write first: 50 MiB at 16,384 tokens of 384 heads, whose pages take as long as the search

@@ -52,6 +52,7 @@ struct GraphRows::Merging {
   private:
     struct Hunt;
     struct Found;
+    struct Search;
     struct Sums;
     // Of a group's heads, how many sums and how many members lie before each, and all.
     struct Lists {
@@ -66,6 +67,7 @@ struct GraphRows::Merging {
     void    write_kept(const Hunt & hunt, size_t head, int32_t * to) const;
     bool    has_own_search(size_t layer) const;  // the device has OWN_NEAREST (nearest.cpp)
     Outcome search_own(const std::vector<size_t> & layers);
+    void    read_own(const Search & search, size_t head, const Parcel & results);
     void    make_room();
     void    weigh(size_t layer, size_t head);  // where targets and similarities are known
     void    write_evicted(const Hunt & hunt, size_t head, int32_t * to) const;
