@@ -216,6 +216,7 @@ void Inputs::write_part(const Group & group, const SidePart & part, int32_t * pl
 }
 
 void Inputs::write_several(bool causal) {
+    constexpr size_t  MANY   = 1 << 20;  // columns that threads are started for
     const ggml_fp16_t hidden = ggml_fp32_to_fp16(-INFINITY), seen = ggml_fp32_to_fp16(0.0f);
     for (size_t in = 0; in < on_.size(); in++) {
         const SideBySide &       x = on_[in].several;
@@ -223,7 +224,7 @@ void Inputs::write_several(bool causal) {
         const auto               n = (size_t) n_, width = (size_t) x.fresh->ne[0], columns = (size_t) x.places->ne[0];
         std::vector<int32_t>     places(columns);
         std::vector<ggml_fp16_t> biases(columns), fresh(width * n, seen);
-        parallel_for(slots_.n_threads, (int32_t) layers.size(), [&](int32_t l, int32_t) {
+        parallel_for(columns < MANY ? 1 : slots_.n_threads, (int32_t) layers.size(), [&](int32_t l, int32_t) {
             for (const Group & group : slots_.layers[layers[(size_t) l]].groups) {
                 for (const SidePart & part : group.parts) {
                     write_part(group, part, places.data() + part.at, biases.data() + part.at);

@@ -49,7 +49,7 @@ ggml_tensor * Parcel::piece(ggml_context * context, size_t offset, size_t bytes)
 // Many bytes get pages of their own: large ones where the system has them, and not written before they are filled.
 uint8_t * Parcel::room(size_t bytes) {
     if (bytes <= PIECE) {
-        return worker_->staging.room(device_, PIECE);
+        return worker_->staging.room(device_, ggml_backend_dev_host_buffer_type(device_) ? PIECE : bytes);
     }
     pages_ = Pages::take(bytes);
     if (!pages_) {

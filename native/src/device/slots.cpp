@@ -2,6 +2,7 @@
 
 #include "device/attention.h"
 #include "device/groups.h"
+#include "device/parcel.h"
 
 #include <cmath>
 #include <iterator>
@@ -187,22 +188,77 @@ void Slots::fill(const Group & group) {
     }
 }
 
-// starts: where its regions begin then.
-bool Slots::make_group(size_t l, Group & group, int32_t slots, const std::vector<int32_t> & starts) {
+bool Slots::make_group(size_t l, Group & group, int32_t slots) {
     Room room = room_for(l, group, slots, std::make_shared<Tensors>(Room::TENSORS));
     if (!room.held->allocate(layers[l].device)) {
         return refuse(layers[l].device);
     }
-    if (group.k && group.regions) {
-        copy_regions(group.k, room.k, group.first, group.used, starts);
-        copy_regions(group.v, room.v, group.first, group.used, starts);
-        group.move_to(starts);
-    } else if (group.k) {
-        copy_slots(group.k, room.k, group.most_used());
-        copy_slots(group.v, room.v, group.most_used());
-    }
     static_cast<Room &>(group) = std::move(room);
     fill(group);
+    change();
+    return true;
+}
+
+// Rows of all groups at once. False: the device does not copy them so.
+bool Slots::copy_by_graph(const LayersOn & on, const std::vector<Unmade> & groups, const std::vector<Room> & to) const {
+    constexpr size_t NODES = 10;  // of a group
+    Sketch           sketch(NODES * groups.size());
+    Parcel           parcel(on.device, on.worker);
+    ggml_context *   c = sketch.context.get();
+    for (size_t i = 0; i < groups.size(); i++) {
+        const Unmade & x     = groups[i];
+        const Group &  group = *x.group;
+        if (!as_numbers(group.k) || !as_numbers(group.v)) {
+            return false;
+        }
+        ggml_tensor * const index = ggml_new_tensor_1d(c, GGML_TYPE_I32, (int64_t) x.slots * (int64_t) group.lists());
+        parcel.send<int32_t>(index, [&x, &group](int32_t * out, int32_t) {
+            for (size_t h = 0; h < group.heads.size(); h++) {  // slots without a row get one that there is
+                const int32_t first = group.first[h] + (group.regions ? 0 : (int32_t) h * group.slots), rows = group.used[h] - group.first[h];
+                const int32_t n     = group.regions ? x.starts[h + 1] - x.starts[h] : x.slots;
+                for (int32_t r = 0; r < n; r++) {
+                    *out++ = first + (r < rows ? r : 0);
+                }
+            }
+        });
+        sketch.add(gathered(c, flat(c, group.k), index, to[i].k));
+        sketch.add(gathered(c, flat(c, group.v), index, to[i].v));
+    }
+    if (lacking(on.device, sketch.graph) || !parcel.allocate()) {
+        return false;
+    }
+    parcel.upload(n_threads);
+    return on.worker->make_room(on.device, sketch.graph, n_threads) && on.worker->compute(sketch.graph);
+}
+
+// Groups of a device whose rows are copied; their old memory goes.
+bool Slots::make_larger(const LayersOn & on, const std::vector<Unmade> & groups) {
+    const auto        held = std::make_shared<Tensors>(Room::TENSORS * groups.size());
+    std::vector<Room> rooms;
+    for (const Unmade & x : groups) {
+        rooms.push_back(room_for(x.layer, *x.group, x.slots, held));
+    }
+    if (!held->allocate(on.device)) {
+        return refuse(on.device);
+    }
+    const bool copied = copy_by_graph(on, groups, rooms);
+    for (size_t i = 0; i < groups.size(); i++) {
+        Group & group = *groups[i].group;
+        for (const bool keys : { true, false }) {
+            ggml_tensor * const from = keys ? group.k : group.v, * const to = keys ? rooms[i].k : rooms[i].v;
+            if (!copied && group.regions) {
+                copy_regions(from, to, group.first, group.used, groups[i].starts);
+            } else if (!copied) {
+                copy_slots(from, to, group.most_used());
+            }
+        }
+        if (group.regions) {
+            group.move_to(groups[i].starts);
+        }
+        static_cast<Room &>(group) = std::move(rooms[i]);
+        fill(group);
+    }
+    on.worker->give_back_memory();
     change();
     return true;
 }
@@ -310,21 +366,35 @@ bool Slots::fits(const Incoming & incoming) const {
 }
 
 bool Slots::grow(const Incoming & incoming) {
+    constexpr uint64_t AT_ONCE = 64 << 20;  // bytes: a device takes its time for each buffer, but what they replace goes with the last
     std::vector<Unmade> first;
-    for (size_t l = 0; l < layers.size(); l++) {
-        for (Group & group : layers[l].groups) {
-            const int32_t slots = wanted(group, incoming);
-            if (!group.k) {
-                first.push_back({ l, &group, slots });
-            } else if (group.regions ? !grow_regions(l, group, incoming) : slots > group.slots && !make_group(l, group, slots)) {
-                return false;
+    for (const LayersOn & on : devices) {
+        std::vector<Unmade> larger;
+        uint64_t            bytes = 0;
+        for (const size_t l : on.layers) {
+            for (Group & group : layers[l].groups) {
+                const auto    starts = group.regions && group.k ? grown_regions(group, incoming) : std::vector<int32_t>();
+                const int32_t slots  = starts.empty() ? group.regions ? group.slots : wanted(group, incoming) : starts.back();
+                if (!group.k) {
+                    first.push_back({ l, &group, slots, {} });
+                } else if (slots > group.slots || !starts.empty()) {
+                    larger.push_back({ l, &group, slots, starts });
+                    bytes += (uint64_t) slots * group.lists() * (group.k->nb[1] + group.v->nb[1]);
+                }
+            }
+            if (bytes > AT_ONCE || (l == on.layers.back() && !larger.empty())) {
+                if (!make_larger(on, larger)) {
+                    return false;
+                }
+                larger.clear();
+                bytes = 0;
             }
         }
     }
     return make_groups(first);
 }
 
-bool Slots::grow_regions(size_t l, Group & group, const Incoming & incoming) {
+std::vector<int32_t> Slots::grown_regions(const Group & group, const Incoming & incoming) const {
     int32_t rows = 0;
     bool    fit  = true;
     for (size_t i = 0; i < group.heads.size(); i++) {
@@ -334,8 +404,7 @@ bool Slots::grow_regions(size_t l, Group & group, const Incoming & incoming) {
     }
     const int32_t mean = rows / (int32_t) group.heads.size();
     const int32_t more = incoming.follow > incoming.n ? incoming.follow : incoming.n + (incoming.n + mean) / 8;
-    const auto    to   = group.starts(REGION_ROOM + more);
-    return fit || make_group(l, group, to.back(), to);
+    return fit ? std::vector<int32_t>() : group.starts(REGION_ROOM + more);
 }
 
 std::vector<std::vector<int64_t>> Slots::take(int32_t n) {

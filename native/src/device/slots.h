@@ -170,16 +170,19 @@ struct Slots {
     std::string                     full_device;  // the one that had no memory
 
   private:
-    // A group that has no memory yet, and how many slots it is to have.
+    // A group that has too little memory or none, how many slots it is to have, and where its regions are to begin.
     struct Unmade {
-        size_t  layer;
-        Group * group;
-        int32_t slots;
+        size_t               layer;
+        Group *              group;
+        int32_t              slots;
+        std::vector<int32_t> starts;
     };
     int32_t wanted(const Group & group, const Incoming & incoming) const;
-    bool    grow_regions(size_t layer, Group & group, const Incoming & incoming);
-    bool    make_group(size_t layer, Group & group, int32_t slots, const std::vector<int32_t> & starts = {});
+    std::vector<int32_t> grown_regions(const Group & group, const Incoming & incoming) const;  // empty: there is room
+    bool    make_group(size_t layer, Group & group, int32_t slots);
     bool    make_groups(const std::vector<Unmade> & groups);
+    bool    make_larger(const LayersOn & on, const std::vector<Unmade> & groups);
+    bool    copy_by_graph(const LayersOn & on, const std::vector<Unmade> & groups, const std::vector<Room> & to) const;
     bool    make_order(size_t layer, const std::vector<int32_t> & heads);
     Group   placed(HeadRows & rows, const std::vector<int32_t> & heads, bool regions) const;
 };

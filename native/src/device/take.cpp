@@ -21,19 +21,6 @@ namespace {
 // Beside a cache, of its bytes: new rows before the first old ones are given back, and results of a graph.
 constexpr uint64_t AHEAD = 64, LEAST_AHEAD = 16 << 20, WORK = 24;
 
-// GET_ROWS copies whole numbers bit for bit, and makes f32 of all others.
-bool as_numbers(T x) { return x->nb[1] % sizeof(int32_t) == 0; }
-
-// Rows of `from` [d, rows] into all of `to`.
-T gathered(ggml_context * c, T from, T index, T to) {
-    if (from->type == to->type) {
-        T out = ggml_get_rows(c, flat_as(c, from, GGML_TYPE_I32), index);
-        write_to(out, to);
-        return out;
-    }
-    return ggml_cpy(c, ggml_get_rows(c, from, index), kvedge::flat(c, to));
-}
-
 }  // namespace
 
 // ---------------------------------------------------------------------------------------------------------
@@ -168,6 +155,10 @@ Outcome GraphRows::Taking::lay_out_next() {
         }
         if (!places[l].empty() && !next.lay_out(l, std::move(rows))) {
             return problem(Outcome::full, l, "has no memory for the rows that stay");
+        }
+        if (next.even && from.even && !places[l].empty() && n_old(l, 0) > 0) {  // what held a message will hold its rest
+            Group & group = next.layers[l].groups[0];
+            group.slots   = std::min(group.slots, from.layers[l].groups[0].slots);
         }
     }
     return Outcome::done;

@@ -56,6 +56,17 @@ void write_to(ggml_tensor * result, const ggml_tensor * to, size_t offset) {
     ggml_backend_tensor_alloc(to->buffer, result, (char *) to->data + offset);
 }
 
+bool as_numbers(const ggml_tensor * rows) { return rows->nb[1] % sizeof(int32_t) == 0; }
+
+ggml_tensor * gathered(ggml_context * c, ggml_tensor * from, ggml_tensor * index, ggml_tensor * to) {
+    if (from->type == to->type) {
+        ggml_tensor * out = ggml_get_rows(c, flat_as(c, from, GGML_TYPE_I32), index);
+        write_to(out, to);
+        return out;
+    }
+    return ggml_cpy(c, ggml_get_rows(c, from, index), flat(c, to));
+}
+
 int64_t operations_of(ggml_cgraph * graph) {
     int64_t n = 0;
     for (int i = 0; i < ggml_graph_n_nodes(graph); i++) {

@@ -108,6 +108,11 @@ ggml_tensor * after(ggml_tensor * view, ggml_tensor * node);
 // The first operation of a graph that a device does not have; NULL: it has all of them.
 const char * lacking(ggml_backend_dev_t device, ggml_cgraph * graph);
 
+// Whether rows can be copied bit for bit: as whole numbers; all others GET_ROWS makes f32 of.
+bool as_numbers(const ggml_tensor * rows);
+// Rows of `from` [d, rows] into all of `to`.
+ggml_tensor * gathered(ggml_context * context, ggml_tensor * from, ggml_tensor * index, ggml_tensor * to);
+
 int64_t operations_of(ggml_cgraph * graph);  // that a device runs
 
 // The result of an operation goes there, not into memory that the graph gets.
