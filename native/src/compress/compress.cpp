@@ -3,6 +3,7 @@
 #include "plan/custom.h"
 #include "system/error.h"
 #include "compress/job.h"
+#include "system/threads.h"
 
 #include <algorithm>
 #include <chrono>
@@ -12,12 +13,17 @@ namespace kvedge {
 
 bool open_layers(Job & job, bool reduces) {
     open_blocks(job);
-    for (size_t l = 0; l < job.seq.rows.shapes().size(); l++) {
-        if (!open_layer(job, l, reduces, job.n_threads)) {
-            return false;
-        }
+    const auto n    = (int32_t) job.seq.rows.shapes().size();
+    bool       away = true, room = true;
+    for (int32_t l = 0; l < n; l++) {
+        away = away && is_away(job, (size_t) l);
     }
-    return true;
+    // of a layer on a device there are lists alone, which are its own
+    parallel_for(away ? job.n_threads : 1, n, [&](int32_t l, int32_t) {
+        const bool opened = (away || room) && open_layer(job, (size_t) l, reduces, job.n_threads);
+        room              = away || opened;
+    });
+    return room;
 }
 
 // Fills the new blocks layer by layer; a layer's old rows are given back as soon as its new ones stand. A reducer that may

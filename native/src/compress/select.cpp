@@ -1,7 +1,8 @@
 #include "compress/select.h"
 
+#include "primitives/share.h"
+
 #include <algorithm>
-#include <functional>
 
 namespace kvedge {
 
@@ -39,8 +40,7 @@ void take_best(std::vector<int32_t>::iterator begin, std::vector<int32_t>::itera
     }
     std::vector<float> values((size_t) (end - begin));
     std::transform(begin, end, values.begin(), [by](int32_t t) { return by[t]; });
-    std::nth_element(values.begin(), values.begin() + (n - 1), values.end(), std::greater<float>());
-    const float    worst = values[(size_t) n - 1];
+    const float    worst = nth_largest(values.data(), values.size(), (size_t) n - 1);
     std::ptrdiff_t alike = n - std::count_if(begin, end, [&](int32_t t) { return by[t] > worst; });
     std::vector<int32_t> others;
     auto                 to = begin;
@@ -70,6 +70,7 @@ std::vector<int32_t> select_tokens(
     const Protection     p          = fit_protection(plan, n_tokens, count);
     const bool           text_first = plan.text_prior && mixed(n_tokens, image);
     std::vector<int32_t> kept, rest;
+    rest.reserve((size_t) n_tokens);
     int32_t              n_text = 0;
     for (int32_t t = 0; t < n_tokens; t++) {
         if (t < p.sinks || t >= n_tokens - p.recent) {

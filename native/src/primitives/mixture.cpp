@@ -21,8 +21,15 @@ double mean(const std::vector<double> & x) {
 }
 
 void scale_to(std::vector<double> & x, double to) {
-    const auto [low, high] = std::minmax_element(x.begin(), x.end());
-    const double a = *low, width = *high - *low, least = SAME * std::max(std::abs(*low), std::abs(*high));
+    if (x.empty()) {
+        return;
+    }
+    double low = x[0], high = x[0];
+    for (const double v : x) {
+        low  = v < low ? v : low;
+        high = high < v ? v : high;
+    }
+    const double a = low, width = high - low, least = SAME * std::max(std::abs(low), std::abs(high));
     for (double & v : x) {
         v = width > least ? (v - a) / (width + EPS) : 0.0;
     }

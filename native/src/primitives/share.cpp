@@ -1,8 +1,9 @@
 #include "primitives/share.h"
 
 #include <algorithm>
+#include <array>
 #include <cmath>
-#include <functional>
+#include <cstring>
 #include <numeric>
 
 namespace kvedge {
@@ -77,14 +78,43 @@ std::vector<int64_t> round_shares(std::vector<double> shares, int64_t total, int
     return out;
 }
 
+// Digit by digit of what a float's bits are worth, the highest digit first: a pass over all numbers for each.
+float nth_largest(const float * x, size_t n, size_t k) {
+    constexpr uint32_t SIGN = 0x80000000u;
+    constexpr struct {
+        int32_t  shift;
+        uint32_t most;
+    } DIGITS[] = { { 21, 2047 }, { 10, 2047 }, { 0, 1023 } };
+    uint32_t known = 0, digits = 0;
+    for (const auto & digit : DIGITS) {
+        std::array<size_t, 2048> counts{};
+        for (size_t i = 0; i < n; i++) {
+            uint32_t bits;
+            std::memcpy(&bits, x + i, sizeof(bits));
+            bits ^= bits & SIGN ? UINT32_MAX : SIGN;
+            if ((bits & digits) == known) {
+                counts[(bits >> digit.shift) & digit.most]++;
+            }
+        }
+        uint32_t at = digit.most;
+        for (; k >= counts[at]; at--) {
+            k -= counts[at];
+        }
+        known |= at << digit.shift;
+        digits |= digit.most << digit.shift;
+    }
+    known ^= known & SIGN ? SIGN : UINT32_MAX;
+    float out;
+    std::memcpy(&out, &known, sizeof(out));
+    return out;
+}
+
 std::vector<int32_t> count_winners(const float * scores, size_t n_heads, size_t n, size_t left) {
     std::vector<int32_t> winners(n_heads, 0);
     if (left == 0) {
         return winners;
     }
-    Bulk<float> sorted(scores, scores + n_heads * n);
-    std::nth_element(sorted.begin(), sorted.begin() + (std::ptrdiff_t) (left - 1), sorted.end(), std::greater<float>());
-    const float worst = sorted[left - 1];  // of the winners
+    const float worst = nth_largest(scores, n_heads * n, left - 1);  // of the winners
     for (size_t h = 0; h < n_heads; h++) {
         winners[h] = (int32_t) std::count_if(scores + h * n, scores + (h + 1) * n, [&](float s) { return s > worst; });
         left -= (size_t) winners[h];

@@ -16,6 +16,9 @@ void fill_up(std::vector<double> & shares, double total, double most, double lea
 // lower index on ties).
 std::vector<int64_t> round_shares(std::vector<double> shares, int64_t total, int64_t most, int64_t least = 0);
 
+// The k-th largest of n numbers, k < n from 0 on. Not with NaN.
+float nth_largest(const float * x, size_t n, size_t k);
+
 // [n_heads] how many of the `left` largest scores [n_heads][n] each head has; ties go to the lower head, then token.
 std::vector<int32_t> count_winners(const float * scores, size_t n_heads, size_t n, size_t left);
 

@@ -116,14 +116,18 @@ void faded_votes(const ScoreInput & in, const HeadView & view, int32_t head, dou
 void pool(Pooling kind, int32_t kernel, float * x, int32_t n) {
     const int32_t            half = kernel / 2;
     const std::vector<float> in(x, x + n);
-    for (int32_t i = 0; i < n; i++) {
-        const int32_t a = std::max(0, i - half), b = std::min(n - 1, i + half);
-        float         sum = 0.0f, top = in[(size_t) a];
-        for (int32_t j = a; j <= b; j++) {
-            sum += in[(size_t) j];
-            top = std::max(top, in[(size_t) j]);
+    if (kind == Pooling::avg) {
+        std::fill_n(x, n, 0.0f);
+    }
+    for (int32_t o = -half; o <= half; o++) {
+        const int32_t first = std::max(0, -o), end = std::min(n, n - o);
+        for (int32_t i = first; i < end; i++) {
+            const float other = in[(size_t) (i + o)];
+            x[i]              = kind == Pooling::max ? std::max(x[i], other) : x[i] + other;
         }
-        x[i] = kind == Pooling::max ? top : sum / (float) kernel;
+    }
+    for (int32_t i = 0; i < n && kind == Pooling::avg; i++) {
+        x[i] /= (float) kernel;
     }
 }
 

@@ -5,9 +5,7 @@
 #include "primitives/share.h"
 
 #include <algorithm>
-#include <functional>
 #include <cmath>
-#include <numeric>
 
 namespace kvedge {
 
@@ -25,11 +23,17 @@ const Param PARAMS[] = {
 };
 
 void normalize(float * scores, int32_t n, int32_t base) {
-    std::vector<float> sorted(scores, scores + n);
-    std::nth_element(sorted.begin(), sorted.begin() + base, sorted.end(), std::greater<float>());
-    const double top   = std::accumulate(sorted.begin(), sorted.begin() + base, 0.0);
-    const double total = std::accumulate(sorted.begin() + base, sorted.end(), top);
-    const auto   share = total > 0.0 ? (float) (top / total) : 0.0f;
+    const float worst = base > 0 ? nth_largest(scores, (size_t) n, (size_t) base - 1) : INFINITY;  // of the first `base`
+    double      top = 0.0, total = 0.0;
+    int32_t     better = 0;
+    for (int32_t i = 0; i < n; i++) {
+        const bool counts = scores[i] > worst;
+        better += counts ? 1 : 0;
+        top += counts ? (double) scores[i] : 0.0;
+        total += (double) scores[i];
+    }
+    top += base > better ? (double) worst * (base - better) : 0.0;
+    const auto share = total > 0.0 ? (float) (top / total) : 0.0f;
     for (int32_t i = 0; i < n; i++) {
         scores[i] *= share;
     }
@@ -60,6 +64,7 @@ void allocate_layer(const AllocateInput & in, size_t l, std::vector<int32_t> & o
     const int32_t      n_heads = (*in.shapes)[l].n_heads_kv;
     const auto &       all     = in.attention ? *in.attention : *in.scores;
     std::vector<float> scores;
+    scores.reserve((size_t) n_heads * (size_t) n);
     for (int32_t h = 0; h < n_heads; h++) {
         const float * row = all[l].data() + (size_t) h * (size_t) in.n_tokens;
         scores.insert(scores.end(), row, row + n);

@@ -45,40 +45,44 @@ Looks looks(const double * params, bool images) {
     return out;
 }
 
-// [n] what was measured of the tokens of a kind. x [T].
-template <class X> std::vector<double> of_kind(const X * x, const std::vector<uint8_t> & kind) {
-    std::vector<double> out;
+// Of one head after the other: what is large is made once.
+struct Work {
+    std::vector<double> votes, importance, diversity, far;
+    std::vector<float>  pooled;
+};
+
+// out [n] what was measured of the tokens of a kind. x [T].
+template <class X, class Y> void of_kind(const X * x, const std::vector<uint8_t> & kind, std::vector<Y> & out) {
+    out.resize(kind.size());
+    size_t n = 0;
     for (size_t t = 0; t < kind.size(); t++) {
-        if (kind[t]) {
-            out.push_back((double) x[t]);
-        }
+        out[n] = (Y) x[t];
+        n += kind[t];
     }
-    return out;
+    out.resize(n);
 }
 
-// [n] Of the tokens of the kind: pooled votes and norms of values, and diversity by how alike the kind's keys are.
-std::vector<double> mix(const ScoreInput & in, size_t head, const std::vector<uint8_t> & kind) {
-    const size_t              at    = head * (size_t) in.n_tokens;
-    const std::vector<double> plain = of_kind(in.measures->votes.data() + at, kind);
-    std::vector<float>        pooled(plain.begin(), plain.end());
-    pool(Pooling::avg, (int32_t) in.params[KERNEL], pooled.data(), (int32_t) pooled.size());
-    const std::vector<double> votes(pooled.begin(), pooled.end());
-    std::vector<double>       importance = of_kind(in.measures->value_squares.data() + at, kind);
-    std::vector<double>       diversity  = of_kind(in.measures->cosines.data() + at, kind);
-    const double              r          = redundancy(in.measures->anchor_squares[head], (double) votes.size());
-    for (size_t i = 0; i < votes.size(); i++) {
-        importance[i] = std::sqrt(importance[i]);
-        diversity[i]  = -diversity[i];
+// importance [n] Of the tokens of the kind: pooled votes and norms of values, and diversity by how alike the kind's keys are.
+void mix(const ScoreInput & in, size_t head, const std::vector<uint8_t> & kind, Work & x) {
+    const size_t at = head * (size_t) in.n_tokens;
+    of_kind(in.measures->votes.data() + at, kind, x.pooled);
+    pool(Pooling::avg, (int32_t) in.params[KERNEL], x.pooled.data(), (int32_t) x.pooled.size());
+    x.votes.assign(x.pooled.begin(), x.pooled.end());
+    of_kind(in.measures->value_squares.data() + at, kind, x.importance);
+    of_kind(in.measures->cosines.data() + at, kind, x.diversity);
+    const double r = redundancy(in.measures->anchor_squares[head], (double) x.votes.size());
+    for (size_t i = 0; i < x.votes.size(); i++) {
+        x.importance[i] = std::sqrt(x.importance[i]);
+        x.diversity[i]  = -x.diversity[i];
     }
-    scale_to(importance, mean(votes));
-    for (size_t i = 0; i < votes.size(); i++) {
-        importance[i] += votes[i];
+    scale_to(x.importance, mean(x.votes));
+    for (size_t i = 0; i < x.votes.size(); i++) {
+        x.importance[i] += x.votes[i];
     }
-    scale_to(diversity, mean(importance));
-    for (size_t i = 0; i < votes.size(); i++) {
-        importance[i] = (1.0 - r) * importance[i] + r * diversity[i];
+    scale_to(x.diversity, mean(x.importance));
+    for (size_t i = 0; i < x.votes.size(); i++) {
+        x.importance[i] = (1.0 - r) * x.importance[i] + r * x.diversity[i];
     }
-    return importance;
 }
 
 // Raises tokens, the last one of the text first, such that the a-th has at most a * (parts - 1) of all that are not among the
@@ -138,17 +142,18 @@ void raise_text(const double * params, const uint8_t * image, int32_t n_tokens, 
 
 void votes(const ScoreInput & in, float * out) { std::copy(in.measures->votes.begin(), in.measures->votes.end(), out); }
 
-void score_head(const ScoreInput & in, size_t head, float * out) {
+void score_head(const ScoreInput & in, size_t head, Work & x, float * out) {
     const size_t    at     = head * (size_t) in.n_tokens;
     const uint8_t * image  = in.heads ? in.heads + at : in.image;
     const bool      images = std::any_of(image, image + in.n_tokens, [](uint8_t one) { return one != 0; });
     const auto      kind   = kind_of(image, in.n_tokens);
     std::copy_n(in.measures->votes.data() + at, in.n_tokens, out);
-    std::vector<double> mixture = mix(in, head, kind);
+    mix(in, head, kind, x);
+    std::vector<double> & mixture = x.importance;
     if (in.params[OUTLIER] > 0.0 && images) {
-        std::vector<double> far = of_kind(in.measures->deviation.data() + at, kind);
-        scale_to(far, in.params[OUTLIER] * mean(mixture));
-        std::transform(mixture.begin(), mixture.end(), far.begin(), mixture.begin(), std::plus<double>());
+        of_kind(in.measures->deviation.data() + at, kind, x.far);
+        scale_to(x.far, in.params[OUTLIER] * mean(mixture));
+        std::transform(mixture.begin(), mixture.end(), x.far.begin(), mixture.begin(), std::plus<double>());
     }
     for (size_t t = 0, i = 0; t < kind.size(); t++) {
         if (kind[t]) {
@@ -159,8 +164,9 @@ void score_head(const ScoreInput & in, size_t head, float * out) {
 }
 
 void score(const ScoreInput & in, float * out) {
+    Work work;
     for (int32_t h = 0; h < in.shape.n_heads_kv; h++) {
-        score_head(in, (size_t) h, out + (size_t) h * (size_t) in.n_tokens);
+        score_head(in, (size_t) h, work, out + (size_t) h * (size_t) in.n_tokens);
     }
 }
 
