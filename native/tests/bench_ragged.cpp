@@ -135,7 +135,7 @@ void Bench::make_tensors() {
             case Way::equal: layer.mask = l == 0 ? ggml_new_tensor_1d(c, GGML_TYPE_F16, rows.slots) : layers[0].mask; break;
             case Way::list: layer.mask = ggml_new_tensor_3d(c, GGML_TYPE_F16, rows.slots, shape.share, shape.heads_kv); break;
             case Way::padded: layer.mask = ggml_new_tensor_4d(c, GGML_TYPE_F16, rows.slots, 1, 1, shape.heads_kv); break;
-            case Way::ragged: layer.spans = ggml_new_tensor_2d(c, GGML_TYPE_I32, 2 + shape.share, shape.heads_kv);
+            case Way::ragged: layer.spans = ggml_new_tensor_2d(c, GGML_TYPE_I32, 2 + std::max<int64_t>(3, shape.share), shape.heads_kv);
         }
         layers.push_back(layer);
     }
@@ -201,8 +201,8 @@ void Bench::show(const Layer & layer) const {
     if (layer.spans) {
         std::vector<int32_t> spans((size_t) ggml_nelements(layer.spans), 0);
         for (size_t h = 0; h < rows.n.size(); h++) {
-            spans[h * (size_t) (2 + shape.share)]     = (int32_t) rows.first[h];
-            spans[h * (size_t) (2 + shape.share) + 1] = (int32_t) rows.n[h];
+            spans[h * (size_t) layer.spans->ne[0]]     = (int32_t) rows.first[h];
+            spans[h * (size_t) layer.spans->ne[0] + 1] = (int32_t) rows.n[h];
         }
         ggml_backend_tensor_set(layer.spans, spans.data(), 0, ggml_nbytes(layer.spans));
     }

@@ -2,6 +2,7 @@
 // module of ggml's whose path is given.
 
 #include "check.h"
+#include "device/own.h"
 
 #include "ggml-alloc.h"
 #include "ggml-backend.h"
@@ -24,6 +25,7 @@ struct Case {
     int       longest;
     bool      biased = false, sunk = false;
     float     softcap = 0.0f;
+    int       kernel  = 0;  // of cuda/ragged.cu
 
     bool writes() const { return share != 2; }  // the last row of each head
 };
@@ -91,7 +93,7 @@ std::vector<int32_t> spans_of(const Case & of, const Values & x) {
     for (size_t h = 0; h < x.n.size(); h++) {
         out.push_back(x.first[h]);
         out.push_back(x.n[h]);
-        out.insert(out.end(), (size_t) of.share, 0);
+        out.insert(out.end(), (size_t) std::max(3, of.share), 0);
     }
     return out;
 }
@@ -143,9 +145,10 @@ Graph graph_of(ggml_backend_t backend, const Case & of, Values & x) {
     ggml_tensor *  v     = ggml_new_tensor_2d(c, of.type, of.d_v, x.slots);
     ggml_tensor *  bias  = of.biased ? ggml_new_tensor_1d(c, GGML_TYPE_F16, x.slots) : nullptr;
     ggml_tensor *  sinks = of.sunk ? ggml_new_tensor_1d(c, GGML_TYPE_F32, heads) : nullptr;
-    graph.spans          = ggml_new_tensor_2d(c, GGML_TYPE_I32, 2 + of.share, of.heads_kv);
+    graph.spans          = ggml_new_tensor_2d(c, GGML_TYPE_I32, 2 + std::max(3, of.share), of.heads_kv);
     graph.out            = ggml_flash_attn_ext(c, q, k, v, bias, 1.0f / std::sqrt((float) of.d_k), 0.0f, of.softcap);
     graph.out->src[5]    = graph.spans;
+    graph.out->op_params[OWN_KIND + 1] = of.kernel;
     if (sinks) {
         ggml_flash_attn_ext_add_sinks(graph.out, sinks);
     }
@@ -254,6 +257,11 @@ int main(int argc, char ** argv) {
         attend(backend.get(), { 96, 64, 40, 1, type, 300, true }, seed++);
         attend(backend.get(), { 128, 128, 2, 6, type, 9000, true, true, 30.0f }, seed++);
         attend(backend.get(), { 64, 64, 9, 16, type, 400 }, seed++);
+        for (const int share : { 1, 2, 4 }) {
+            for (const int kernel : { -32, 64, 8192 }) {
+                attend(backend.get(), { 128, 128, 5, share, type, 3000, true, true, 0.0f, kernel }, seed++);
+            }
+        }
         attend(backend.get(), { 112, 112, 1, 8, type, 5000, false, true }, seed++);
         attend(backend.get(), { 128, 128, 16, 1, type, 7000, false, false, 50.0f }, seed++);
         attend(backend.get(), { 48, 48, 3, 2, type, 3 }, seed++);

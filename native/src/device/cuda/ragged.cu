@@ -5,7 +5,7 @@
 //   src[1], [2]   K [d_k, slots], V [d_v, slots] f16, bf16 or f32, the same of both; the rows of all KV heads
 //   src[3] bias   [slots] f16, added to the logits, or NULL
 //   src[4] sinks  [H] f32, or NULL
-//   src[5] spans  [2 + H / Hkv, Hkv] i32: first slot and number of rows of each KV head, then zeros, in which the kernel counts.
+//   src[5] spans  [2 + max(3, H / Hkv), Hkv] i32: first slot and number of rows of each KV head, then zeros, in which the kernel counts.
 //                 It is written by the host, not by the graph, and read before earlier kernels have ended.
 //   src[6], [7]   [d_k, Hkv], [d_v, Hkv] f32, the token's own rows, which are written first, or NULL
 //   src[8]        [Hkv] i64, slots of these
@@ -302,10 +302,11 @@ static bool fits(const ggml_tensor * dst) {
            (!bias || bias->ne[0] >= k->ne[1]) && has_fresh(dst);
 }
 
-// Tensor cores pay where they read rows fewer times.
-bool has_mma(const ggml_tensor * dst, int device, int share) {
-    const ggml_tensor *k = dst->src[1], *v = dst->src[2];
-    return k->type == GGML_TYPE_F16 && k->ne[0] == v->ne[0] && (k->ne[0] == 64 || k->ne[0] == 128) && share > 2 &&
+// Whether ragged_mma.cu can do it.
+bool has_mma(const ggml_tensor * dst, int device) {
+    const ggml_tensor *k = dst->src[1], *v = dst->src[2], *spans = dst->src[5];
+    const int64_t      bundles = (dst->src[0]->ne[2] / spans->ne[1] + MMA_HEADS - 1) / MMA_HEADS;
+    return k->type == GGML_TYPE_F16 && k->ne[0] == v->ne[0] && (k->ne[0] == 64 || k->ne[0] == 128) && spans->ne[0] >= 2 + 3 * bundles &&
            ggml_cuda_info().devices[device].cc >= GGML_CUDA_CC_AMPERE;
 }
 
@@ -317,7 +318,7 @@ bool kvedge_cuda_ragged(ggml_backend_cuda_context * ctx, const ggml_tensor * dst
     }
     const ggml_tensor *q = dst->src[0], *k = dst->src[1], *v = dst->src[2], *spans = dst->src[5];
     const int          heads_kv = (int) spans->ne[1], share = (int) q->ne[2] / heads_kv, way = dst->op_params[OWN_KIND + 1];
-    const bool         mma      = way >= 0 && has_mma(dst, ctx->device, share);
+    const bool         mma      = (way > 0 || (way == 0 && share > 2)) && has_mma(dst, ctx->device);
     const int          most     = mma ? MMA_HEADS : 4, bundles = (share + most - 1) / most;
     const int          g        = mma ? MMA_HEADS : (share + bundles - 1) / bundles;
     const int          blocks   = (mma ? 1 : BLOCKS) * ggml_cuda_info().devices[ctx->device].nsm;
