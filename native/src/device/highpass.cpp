@@ -217,25 +217,13 @@ void GraphHighPass::send_own(ggml_context * c, Parcel & parcel) {
     parcel.send<float>(far_, [this](float * to, int32_t box) { fill_far(to, box); }, (int32_t) boxes_);
 }
 
-T GraphHighPass::own_operation(ggml_context * c, int kind, const MeasuredRows & rows, T matrix, int64_t ne0, int64_t ne1) const {
-    T         out      = ggml_new_tensor_2d(c, GGML_TYPE_F32, ne0, ne1);
-    const int params[] = { kind, (int) rows.heads, (int) boxes_, (int) width_, (int) rank_ };
-    std::copy(std::begin(params), std::end(params), out->op_params + OWN_KIND);
-    out->op     = GGML_OP_FLASH_ATTN_EXT;
-    out->src[0] = rows.k;
-    out->src[1] = rows.v;
-    out->src[2] = matrix;
-    out->src[5] = rows.list;
-    return out;
-}
-
 T GraphHighPass::deviation(ggml_context * c, const MeasuredRows & rows) const {
     T others = nullptr;
     if (boxes_ > 1) {
         const int64_t columns = rows.heads * (rows.k->ne[0] + rows.v->ne[0]);
-        others = product(c, far_, own_operation(c, OWN_POINTS, rows, gather_, rank_ * boxes_, columns));
+        others = product(c, far_, own_operation(c, OWN_POINTS, rows, gather_, rank_ * boxes_, columns, { boxes_, width_, rank_ }));
     }
-    T out       = own_operation(c, OWN_DEVIATION, rows, own_, rows.heads * (n_ + 2 * boxes_), 1);
+    T out       = own_operation(c, OWN_DEVIATION, rows, own_, rows.heads * (n_ + 2 * boxes_), 1, { boxes_, width_, rank_ });
     out->src[3] = others;
     // by what a row is multiplied: 1, and by how much its own number in the matrix is wrong, which is the same for all rows
     const auto  own = (float) kernel(0);

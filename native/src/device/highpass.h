@@ -2,6 +2,7 @@
 
 #pragma once
 
+#include "device/measured.h"
 #include "device/parcel.h"
 
 #include <cstdint>
@@ -9,13 +10,6 @@
 #include <vector>
 
 namespace kvedge {
-
-// Rows where they lie, for the operations of own.h: keys and values [d, rows, heads], or [d, rows] of all heads, and the row of
-// each token, [n], or [n, heads].
-struct MeasuredRows {
-    ggml_tensor *k, *v, *list;
-    int64_t      heads;
-};
 
 class GraphHighPass {
   public:
@@ -50,8 +44,6 @@ class GraphHighPass {
     void    fill_spread(float * out, bool by_row) const;
     void    fill_far(float * out, int64_t box) const;  // for the points of a box
     void    send_own(ggml_context * c, Parcel & parcel);  // the constants of our own operations
-
-    ggml_tensor * own_operation(ggml_context * c, int kind, const MeasuredRows & rows, ggml_tensor * matrix, int64_t ne0, int64_t ne1) const;
 
     int64_t              n_, kept_;
     bool                 by_own_;

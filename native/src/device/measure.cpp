@@ -1,13 +1,11 @@
 // What scorers want to know of pending rows, measured where they lie: one graph for all layers of a device, some heads of a
 // layer at a time, so that its work memory stays small.
 
-#include "device/graph_rows.h"
-#include "device/highpass.h"
+#include "device/measuring.h"
 #include "system/threads.h"
 
 #include <algorithm>
 #include <cmath>
-#include <numeric>
 #include <string>
 
 namespace kvedge {
@@ -38,12 +36,6 @@ void hide(ggml_fp16_t * row, int32_t first, int32_t end) { std::fill(row + first
 // Operations, on some heads of a layer, whose rows are [d, T, heads] in f32. Products of matrices are rounded to half precision on
 // some devices, so that what is multiplied is what half precision holds; a matrix times one column is not, and sums are not.
 
-// Numbers in two halves, each of them f32 that half precision holds. A product with both is one with the numbers.
-struct Halves {
-    T high;
-    T low;
-};
-
 // The window's queries and what they see.
 struct VoteInputs {
     Halves        queries;  // [d, G * W, heads]: of a head its query heads' queries
@@ -54,13 +46,6 @@ struct VoteInputs {
     int64_t       n_tokens;         // T: the last of N rows
     float         scale, softcap;   // what products with the queries are multiplied by; softcap 0: none
     bool          largest;          // over query heads, not their mean
-};
-
-// Of keys [d, T, heads]: the sum of those that count, of length 1 or as they are, d * heads numbers; and the products of all keys
-// of length 1 with it, [T, 1, heads]. counts [T]: 1 or 0; NULL: all count.
-struct Directions {
-    T sum;
-    T products;
 };
 
 // [n, rows, ...] averaged, or the largest taken, over `count` rows at a time.
@@ -116,74 +101,6 @@ Directions directions(ggml_context * c, T keys, T counts, bool unit) {
 // ---------------------------------------------------------------------------------------------------------
 // The graph of one device
 
-struct GraphRows::Measuring {
-    // Heads of a group that are measured together, and what is measured of them.
-    struct Part {
-        size_t               layer;
-        const Group *        group;
-        size_t               first;  // of group->heads
-        std::vector<int32_t> heads;
-        int32_t              rows;  // N: of the longest
-        T                    votes = nullptr;
-        Directions           directions{};
-        T squares[2] = {}, deviation[2] = {}, energy[2] = {};  // of keys, of values
-        T high = nullptr;                                      // deviation by our own operations
-    };
-    // Of a layer's keys and values: sums of squares, of all and of what the filter takes.
-    struct Energy {
-        double all[2] = {}, high[2] = {};
-    };
-    // Lists of places that layers share.
-    struct Places {
-        int64_t slots;
-        int32_t head, n_heads, rows;
-        bool    filtered;
-        T       list;
-    };
-
-    // For the layers of one device. own: by the operations of own.h, too. Throws std::bad_alloc.
-    Measuring(const GraphRows & rows, const MeasureJob & job, const LayersOn & on, ggml_tensor * ring, bool own);
-
-    bool  asks_votes() const { return job.looks.votes != Looks::Votes::none && job.n_window > 0; }
-    bool  asks_high() const { return job.looks.gamma >= 0.0 && !of_kind.empty() && !filter.all_pass(); }
-    void  plan_parts();
-    size_t work_bytes(const LayerShape & s, size_t n_rows) const;
-    void  make_inputs();
-    void  make_part(Part & part);
-    void  make_votes(Part & part, T keys);
-    bool  from_ring() const { return asks_votes() && job.queries.empty(); }
-    int32_t row_at(int32_t place) const { return from_ring() ? rows.queries.row_at(place) : place; }  // of the window, oldest first
-    T     sent_queries();
-    T     queries_of(const Part & part, T x);
-    T     mask_of(const Part & part);
-    T     places(const Part & part, int32_t rows, bool filtered);
-    T     wide(const Part & part, bool keys, int32_t rows);
-    T     gathered(const Part & part, bool keys, int32_t rows, bool filtered);
-    T     lying(const Part & part, bool keys, int32_t rows) const;
-    MeasuredRows measured(const Part & part);
-    T     result(T x);
-    void  read_layer(size_t layer, Measures & out) const;
-    void  read_part(const Part & part, Measures & out, Energy & energy) const;
-    bool  even() const { return slots.even; }
-    const LayerShape & shape(const Part & part) const { return (*slots.shapes)[part.layer]; }
-
-    const GraphRows &           rows;
-    const Slots &               slots;
-    const MeasureJob &          job;
-    const LayersOn &            on;
-    bool                        own;
-    T                           ring;  // of the device's queries, as the prompt's graphs left them
-    std::vector<int32_t>        of_kind;  // tokens that anchor and deviation are of
-    GraphHighPass               filter;
-    Parcel                      parcel;
-    std::vector<Part>           parts;
-    std::vector<Places>         lists;
-    std::unique_ptr<Sketch>     sketch;
-    ggml_context *              c = nullptr;
-    Halves                      halves{};  // of the queries of all layers
-    T mask = nullptr, weights = nullptr, counts = nullptr, list = nullptr;
-};
-
 GraphRows::Measuring::Measuring(const GraphRows & rows, const MeasureJob & job, const LayersOn & on, T ring, bool own)
     : rows(rows), slots(rows.slots_), job(job), on(on), own(own), ring(ring), of_kind(tokens_of_kind(job)),
       filter((int32_t) of_kind.size(), std::max(job.looks.gamma, 0.0), own), parcel(on.device, on.worker) {
@@ -203,7 +120,9 @@ size_t GraphRows::Measuring::work_bytes(const LayerShape & s, size_t N) const {
     const double n = job.n_tokens, d = std::max(s.d_k, s.d_v), G = s.n_heads / s.n_heads_kv;
     const double votes = asks_votes() ? (double) N * (s.d_k + 3.0 * job.n_window * G) : 0.0;
     const bool   others = job.looks.key_norms || job.looks.value_norms || copies > 2.0;
-    return (size_t) (std::max(votes, others ? copies * n * d : 1.0) * sizeof(float));
+    // our own operations: what the points of all boxes know, and what others add to it
+    const double most = own ? (asks_high() ? 0.5 * n * d : 1.0) : others ? copies * n * d : 1.0;
+    return (size_t) (std::max(votes, most) * sizeof(float));
 }
 
 // So many heads at a time that what exists of them is a small part of the rows; more parts are more operations.
@@ -327,27 +246,6 @@ T GraphRows::Measuring::lying(const Part & part, bool keys, int32_t n_rows) cons
     return ggml_view_3d(c, from, from->ne[0], n_rows, (int64_t) part.heads.size(), from->nb[1], from->nb[2], at);
 }
 
-// Rows of the tokens of the kind, for our own operations.
-MeasuredRows GraphRows::Measuring::measured(const Part & part) {
-    const auto n = (int64_t) of_kind.size(), heads = (int64_t) part.heads.size();
-    if (even()) {
-        if (!list) {
-            list = ggml_new_tensor_2d(c, GGML_TYPE_I32, n, 1);
-            parcel.send<int32_t>(list, [this](int32_t * to, int32_t) { std::copy(of_kind.begin(), of_kind.end(), to); });
-        }
-        return { lying(part, true, job.n_tokens), lying(part, false, job.n_tokens), list, heads };
-    }
-    T own_list = ggml_new_tensor_2d(c, GGML_TYPE_I32, n, heads);
-    parcel.send<int32_t>(own_list, [this, &part](int32_t * to, int32_t) {
-        for (const int32_t head : part.heads) {
-            const auto   all   = slots.places_of(part.layer, head);
-            const size_t first = all.size() - (size_t) job.n_tokens;
-            to = std::transform(of_kind.begin(), of_kind.end(), to, [&](int32_t t) { return all[first + (size_t) t]; });
-        }
-    });
-    return { flat(c, part.group->k), flat(c, part.group->v), own_list, heads };
-}
-
 // A half of the queries of the part's heads: [d, G * W, heads].
 T GraphRows::Measuring::queries_of(const Part & part, T x) {
     const LayerShape & s    = shape(part);
@@ -433,6 +331,10 @@ void GraphRows::Measuring::make_part(Part & part) {
     if (keys) {
         make_votes(part, keys);
     }
+    if (own) {
+        make_own(part);
+        return;
+    }
     const auto pending = [&]() { return keys = keys && keys->ne[1] == n ? keys : wide(part, true, n); };
     if (looks.anchor != Looks::Anchor::none) {
         const Directions found = directions(c, pending(), counts, looks.anchor == Looks::Anchor::unit);
@@ -450,14 +352,12 @@ void GraphRows::Measuring::make_part(Part & part) {
         if (total) {
             part.energy[i] = result(ggml_sum_rows(c, ggml_reshape_1d(c, sums, ggml_nelements(sums))));
         }
-        part.deviation[i] = asks_high() && !own ? filter.deviation(c, gathered(part, of_keys, n, true)) : nullptr;
-        if ((total || looks.variation) && !own) {
+        part.deviation[i] = asks_high() ? filter.deviation(c, gathered(part, of_keys, n, true)) : nullptr;
+        if (total || looks.variation) {
             result(part.deviation[i]);
         }
     }
-    if (asks_high() && own) {
-        part.high = result(filter.deviation(c, measured(part)));
-    } else if (asks_high() && looks.by_kind && !looks.variation) {  // nobody asks for each
+    if (asks_high() && looks.by_kind && !looks.variation) {  // nobody asks for each
         part.deviation[0] = result(ggml_add(c, part.deviation[0], part.deviation[1]));
         part.deviation[1] = nullptr;
     }
@@ -480,6 +380,10 @@ void GraphRows::Measuring::read_part(const Part & part, Measures & out, Energy &
     };
     const double share = 1.0 / (double) std::max(of_kind.size(), (size_t) 1);
     each(part.votes, out.votes, 1.0);
+    if (own) {
+        read_own(part, out, energy);
+        return;
+    }
     each(part.squares[0], out.key_squares, 1.0);
     each(part.squares[1], out.value_squares, 1.0);
     each(part.directions.products, out.cosines, share);
@@ -495,19 +399,6 @@ void GraphRows::Measuring::read_part(const Part & part, Measures & out, Energy &
     std::vector<float> sums(of_kind.size()), own(of_kind.size());
     for (size_t of = 0; of < 2; of++) {
         energy.all[of] += part.energy[of] ? (double) *parcel.values(part.energy[of]) : 0.0;
-    }
-    if (part.high) {
-        const float * from = parcel.values(part.high);
-        for (size_t i = 0; i < heads; i++) {
-            for (size_t t = 0; t < of_kind.size(); t++) {
-                out.deviation[(size_t) part.heads[i] * n + (size_t) of_kind[t]] = *from++;
-            }
-        }
-        for (double & high : energy.high) {
-            const auto boxes = (std::ptrdiff_t) heads * filter.boxes();
-            high += std::accumulate(from, from + boxes, 0.0);
-            from += boxes;
-        }
     }
     for (size_t i = 0; part.deviation[0] && i < heads; i++) {
         std::fill(sums.begin(), sums.end(), 0.0f);

@@ -6,7 +6,7 @@
 
 #include <cstddef>
 
-enum OwnKind : int { OWN_RAGGED = 0, OWN_NEAREST, OWN_JOINS, OWN_SUMS, OWN_POINTS, OWN_DEVIATION, OWN_KINDS };
+enum OwnKind : int { OWN_RAGGED = 0, OWN_NEAREST, OWN_JOINS, OWN_SUMS, OWN_POINTS, OWN_DEVIATION, OWN_SUM, OWN_LENGTHS, OWN_KINDS };
 
 constexpr int OWN_KIND = 4;  // flash attention has the entries before it
 
@@ -22,6 +22,9 @@ constexpr int OWN_KIND = 4;  // flash attention has the entries before it
 enum NearestHead : int { NEAREST_FIRST, NEAREST_KEPT_AT, NEAREST_KEPT, NEAREST_AT, NEAREST_EVICTED, NEAREST_HEAD };
 
 constexpr int NEAREST_TILE = 128;
+
+// What OWN_LENGTHS finds of rows, one after the other in its result.
+enum OwnLengths : int { KEY_SQUARES = 1, VALUE_SQUARES = 2, PRODUCTS = 4, ENERGIES = 8 };
 
 // Matrices of numbers in half precision, of so many columns, lie as the kernels' threads read them: 16 x 16 at a time, 8 numbers
 // for each thread of a warp.

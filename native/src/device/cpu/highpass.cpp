@@ -3,6 +3,7 @@
 #include "own.h"
 
 #include "ggml-cpu/vec.h"
+#include "rows.h"
 
 #include <algorithm>
 #include <cstdint>
@@ -13,42 +14,28 @@ namespace {
 
 constexpr int ALIGNED = 32;  // points of a box have so many columns of the matrices, or a multiple
 
-struct Job {
-    const ggml_tensor *rows[2], *matrix, *list;
-    int                heads, boxes, width, rank, n;
+struct Job : OwnRows {
+    const ggml_tensor * matrix;
+    int                 boxes, width, rank;
 
     explicit Job(const ggml_tensor * dst)
-        : rows{ dst->src[0], dst->src[1] }, matrix(dst->src[2]), list(dst->src[5]), heads(dst->op_params[OWN_KIND + 1]),
-          boxes(dst->op_params[OWN_KIND + 2]), width(dst->op_params[OWN_KIND + 3]), rank(dst->op_params[OWN_KIND + 4]),
-          n((int) list->ne[0]) {}
+        : OwnRows(dst), matrix(dst->src[2]), boxes(dst->op_params[OWN_KIND + 2]), width(dst->op_params[OWN_KIND + 3]),
+          rank(dst->op_params[OWN_KIND + 4]) {}
 
     int first(int box) const { return (int) ((int64_t) box * n / boxes); }
     int padded() const { return (rank + ALIGNED - 1) / ALIGNED * ALIGNED; }
-    int d(int of) const { return (int) rows[of]->ne[0]; }
     // of a head's first channel among the keys of all heads, and then the values
     int64_t column(int of, int head) const { return (int64_t) (of == 1 ? heads * d(0) : 0) + (int64_t) head * d(of); }
-
-    void read(int of, int head, int token, float * out) const {
-        const ggml_tensor * x  = rows[of];
-        const int64_t       at = ((const int32_t *) list->data)[(list->ne[1] > 1 ? (int64_t) head * n : 0) + token];
-        const char *        row = (const char *) x->data + (size_t) at * x->nb[1] + (x->ne[2] > 1 ? (size_t) head * x->nb[2] : 0);
-        if (x->type == GGML_TYPE_F32) {
-            std::memcpy(out, row, (size_t) x->ne[0] * sizeof(float));
-        } else {
-            ggml_get_type_traits(x->type)->to_float(row, out, x->ne[0]);
-        }
-    }
 
     // [width][d] half of each token of a box less the middle one, then zeros
     std::vector<float> tile(int of, int head, int box) const {
         const auto         w = (size_t) d(of);
-        std::vector<float> x((size_t) width * w, 0.0f), origin(w);
-        read(of, head, n / 2, origin.data());
+        std::vector<float> x((size_t) width * w, 0.0f);
+        const auto         origin = read(of, head, n / 2);
         for (int t = first(box); t < first(box + 1); t++) {
-            float * row = &x[(size_t) (t - first(box)) * w];
-            read(of, head, t, row);
+            const auto row = read(of, head, t);
             for (size_t i = 0; i < w; i++) {
-                row[i] = 0.5f * (row[i] - origin[i]);
+                x[(size_t) (t - first(box)) * w + i] = 0.5f * (row[i] - origin[i]);
             }
         }
         return x;

@@ -12,6 +12,8 @@ static void compute(const ggml_compute_params * params, ggml_tensor * dst) {
         case OWN_SUMS: return kvedge_cpu_sums(params, dst);
         case OWN_POINTS: return kvedge_cpu_points(params, dst);
         case OWN_DEVIATION: return kvedge_cpu_deviation(params, dst);
+        case OWN_SUM: return kvedge_cpu_sum(params, dst);
+        case OWN_LENGTHS: return kvedge_cpu_lengths(params, dst);
         default: GGML_ABORT("unknown operation");
     }
 }

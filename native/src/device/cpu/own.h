@@ -13,3 +13,5 @@ void kvedge_cpu_joins(const ggml_compute_params * params, ggml_tensor * dst);
 void kvedge_cpu_sums(const ggml_compute_params * params, ggml_tensor * dst);
 void kvedge_cpu_points(const ggml_compute_params * params, ggml_tensor * dst);
 void kvedge_cpu_deviation(const ggml_compute_params * params, ggml_tensor * dst);
+void kvedge_cpu_sum(const ggml_compute_params * params, ggml_tensor * dst);
+void kvedge_cpu_lengths(const ggml_compute_params * params, ggml_tensor * dst);

@@ -12,6 +12,8 @@ static bool compute(ggml_backend_cuda_context * ctx, const ggml_tensor * dst) {
         case OWN_SUMS: return kvedge_cuda_sums(ctx, dst);
         case OWN_POINTS: return kvedge_cuda_points(ctx, dst);
         case OWN_DEVIATION: return kvedge_cuda_deviation(ctx, dst);
+        case OWN_SUM: return kvedge_cuda_sum(ctx, dst);
+        case OWN_LENGTHS: return kvedge_cuda_lengths(ctx, dst);
         default: return false;
     }
 }

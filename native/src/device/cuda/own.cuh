@@ -13,3 +13,5 @@ bool kvedge_cuda_joins(ggml_backend_cuda_context * ctx, const ggml_tensor * dst)
 bool kvedge_cuda_sums(ggml_backend_cuda_context * ctx, const ggml_tensor * dst);
 bool kvedge_cuda_points(ggml_backend_cuda_context * ctx, const ggml_tensor * dst);
 bool kvedge_cuda_deviation(ggml_backend_cuda_context * ctx, const ggml_tensor * dst);
+bool kvedge_cuda_sum(ggml_backend_cuda_context * ctx, const ggml_tensor * dst);
+bool kvedge_cuda_lengths(ggml_backend_cuda_context * ctx, const ggml_tensor * dst);
