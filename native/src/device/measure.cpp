@@ -118,7 +118,7 @@ size_t GraphRows::Measuring::work_bytes(const LayerShape & s, size_t N) const {
     // copies of the rows, in f32: those that are turned, or filtered
     const double copies = asks_high() ? 3.0 : job.looks.anchor != Looks::Anchor::none ? 2.5 : 2.0;
     const double n = job.n_tokens, d = std::max(s.d_k, s.d_v), G = s.n_heads / s.n_heads_kv;
-    const double votes = asks_votes() ? (double) N * (s.d_k + 3.0 * job.n_window * G) : 0.0;
+    const double votes = asks_votes() ? (double) N * ((reads_half() ? 0.0 : s.d_k) + 3.0 * job.n_window * G) : 0.0;
     const bool   others = job.looks.key_norms || job.looks.value_norms || copies > 2.0;
     // our own operations: what the points of all boxes know, and what others add to it
     const double most = own ? (asks_high() ? 0.5 * n * d : 1.0) : others ? copies * n * d : 1.0;
@@ -327,7 +327,8 @@ void GraphRows::Measuring::make_votes(Part & part, T keys) {
 void GraphRows::Measuring::make_part(Part & part) {
     const Looks & looks = job.looks;
     const int32_t n     = job.n_tokens;
-    T             keys  = asks_votes() ? wide(part, true, part.rows) : nullptr;
+    const auto    all   = [&]() { return reads_half() ? lying(part, true, part.rows) : wide(part, true, part.rows); };
+    T             keys  = asks_votes() ? all() : nullptr;
     if (keys) {
         make_votes(part, keys);
     }

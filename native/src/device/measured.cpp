@@ -61,6 +61,11 @@ int GraphRows::Measuring::own_looks() const {
            (looks.anchor != Looks::Anchor::none ? PRODUCTS : 0) | (asks_high() && !looks.by_kind ? ENERGIES : 0);
 }
 
+// Whether keys are multiplied with queries as they lie. A GPU adds such products up in f32, some processors in half precision.
+bool GraphRows::Measuring::reads_half() const {
+    return own && even() && slots.form.storage.k == Type::f16 && ggml_backend_dev_type(on.device) != GGML_BACKEND_DEVICE_TYPE_CPU;
+}
+
 void GraphRows::Measuring::make_own(Part & part) {
     const int     how = own_looks();
     const int64_t heads = (int64_t) part.heads.size(), d = shape(part).d_k, parts = own_parts();

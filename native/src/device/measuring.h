@@ -73,6 +73,7 @@ struct GraphRows::Measuring {
     MeasuredRows measured(const Part & part, bool of_the_kind);
     int   own_looks() const;
     int64_t own_parts() const { return std::clamp((int64_t) job.n_tokens / 128, (int64_t) 1, (int64_t) 64); }
+    bool  reads_half() const;
     void  make_own(Part & part);
     void  read_own(const Part & part, Measures & out, Energy & energy) const;
     T     result(T x);
