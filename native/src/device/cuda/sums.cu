@@ -357,17 +357,25 @@ __global__ void __launch_bounds__(32 * WARPS, BLOCKS) add_rows(const Job job) {
                 }
             }
         }
+        if (job.wants_entropy) {
+#pragma unroll
+            for (int m = 0; m < M; m++) {
+#pragma unroll
+                for (int j = 0; j < N / 8; j++) {
+#pragma unroll
+                    for (int l = 0; l < 4; l++) {
+                        turn[m][l / 2] += exp2f(x[m][j].x[l]) * fmaxf(x[m][j].x[l], LOWEST);
+                    }
+                }
+            }
+        }
 #pragma unroll
         for (int m = 0; m < M; m++) {
 #pragma unroll
             for (int j = 0; j < N / 8; j++) {
 #pragma unroll
                 for (int l = 0; l < 4; l++) {
-                    const float power = exp2f(x[m][j].x[l]);
-                    sum[m][l / 2] += power;
-                    if (job.wants_entropy) {
-                        turn[m][l / 2] += power * fmaxf(x[m][j].x[l], LOWEST);
-                    }
+                    sum[m][l / 2] += exp2f(x[m][j].x[l]);
                 }
             }
         }
