@@ -95,6 +95,7 @@ __device__ __forceinline__ void look_at(const Job & job, int square) {
 }
 
 template <typename T, int D> __global__ void prepare(const Job job) {
+    ggml_cuda_pdl_lc();
     ggml_cuda_pdl_sync();
     const int squares = job.down * job.across, looking = (squares + WARPS_EACH - 1) / WARPS_EACH;
     if ((int) blockIdx.x < looking) {
@@ -246,6 +247,7 @@ template <typename T, int D, int WARPS, int M, int N, int BLOCKS>
 __global__ void __launch_bounds__(32 * WARPS, BLOCKS) add_rows(const Job job) {
     constexpr int                   ROWS = 16 * M * WARPS;
     __shared__ Stage<T, D, N>       stages[2];
+    ggml_cuda_pdl_lc();
     ggml_cuda_pdl_sync();
     const int    head = blockIdx.y, first = ((int) gridDim.x - 1 - (int) blockIdx.x) * ROWS, mine = first + 16 * M * (int) threadIdx.y;
     const int    tiles = (job.shown + N - 1) / N, split = blockIdx.z;
@@ -263,6 +265,8 @@ __global__ void __launch_bounds__(32 * WARPS, BLOCKS) add_rows(const Job job) {
     };
     const auto fetch = [&](int stage, int t) { load<WARPS>(stages[stage], keys, job.k_row, t * N, job.shown - 1, job.d); };
 
+    Held<T, D, M> held;
+    held.load((const char *) job.queries + (int64_t) head * job.n * D * sizeof(T), D * sizeof(T), mine, job.n - 1, D);
     int t = next(begin, end, any), then = t;
     clear<WARPS>(stages[0], job.d);
     clear<WARPS>(stages[1], job.d);
@@ -270,8 +274,6 @@ __global__ void __launch_bounds__(32 * WARPS, BLOCKS) add_rows(const Job job) {
         fetch(0, t);
         then = next(t + 1, end, any);
     }
-    Held<T, D, M> held;
-    held.load((const char *) job.queries + (int64_t) head * job.n * D * sizeof(T), D * sizeof(T), mine, job.n - 1, D);
     float most[M][2], sum[M][2], turn[M][2];
 #pragma unroll
     for (int m = 0; m < M; m++) {
@@ -407,6 +409,7 @@ __global__ void __launch_bounds__(32 * WARPS, BLOCKS) add_rows(const Job job) {
 // A query's logarithm from the parts of its keys, and the entropies of a KV head where they are wanted: then by one block for it.
 __global__ void join_rows(const Job job) {
     __shared__ float sums[WARPS_EACH];
+    ggml_cuda_pdl_lc();
     ggml_cuda_pdl_sync();
     const int kv = blockIdx.y, thread = threadIdx.y * 32 + threadIdx.x;
     float     entropy = 0.0f;
@@ -449,6 +452,7 @@ template <typename T, int D, int WARPS, int M, int N, int BLOCKS, bool SQUARES>
 __global__ void __launch_bounds__(32 * WARPS, BLOCKS) add_columns(const Job job) {
     constexpr int             ROWS = 16 * M * WARPS;
     __shared__ Stage<T, D, N> stages[2];
+    ggml_cuda_pdl_lc();
     ggml_cuda_pdl_sync();
     const int  kv = blockIdx.y, first = job.first_key() + (int) blockIdx.x * ROWS, mine = first + 16 * M * (int) threadIdx.y;
     const int  tiles = (job.n + N - 1) / N, split = blockIdx.z;
@@ -471,13 +475,13 @@ __global__ void __launch_bounds__(32 * WARPS, BLOCKS) add_columns(const Job job)
         }
     };
 
+    Held<T, D, M> held;
+    held.load(job.k + kv * job.k_head, job.k_row, mine, job.shown - 1, job.d);
     int t = next(begin, end, any), then = t, g = 0;
     if (t < end) {
         fetch(0, t, g);
         then = next(t + 1, end, any);
     }
-    Held<T, D, M> held;
-    held.load(job.k + kv * job.k_head, job.k_row, mine, job.shown - 1, job.d);
     float columns[M][2] = {}, squares[M][2] = {}, both[SQUARES ? M : 1][SQUARES ? N / 2 : 1];
     uint8_t is_then = t < end ? seen(t, mine) : (uint8_t) NOTHING;
     for (int stage = 0; t < end; stage = 1 - stage) {
@@ -572,6 +576,7 @@ __global__ void __launch_bounds__(32 * WARPS, BLOCKS) add_columns(const Job job)
 }
 
 __global__ void join_columns(const Job job) {
+    ggml_cuda_pdl_lc();
     ggml_cuda_pdl_sync();
     const int kv = blockIdx.y, keys = job.shown - job.from, key = blockIdx.x * THREADS + threadIdx.y * 32 + threadIdx.x;
     if (key >= keys) {
@@ -664,7 +669,7 @@ template <typename T, int D, class A, class B, class C> void run(ggml_backend_cu
 
 template <typename T> void run(ggml_backend_cuda_context & ctx, const Job & job, int setting) {
     if (job.d <= 64) {
-        run<T, 64, Sized<T, 64, 4, 2, 64, 3>, Sized<T, 64, 4, 2, 64, 3>, Sized<T, 64, 4, 2, 32, 3>>(ctx, job);
+        run<T, 64, Sized<T, 64, 4, 2, 64, 3>, Sized<T, 64, 4, 2, 64, 2>, Sized<T, 64, 4, 2, 32, 3>>(ctx, job);
     } else if (job.d <= 96) {
         run<T, 96, Sized<T, 96, 4, 2, 64, 2>, Sized<T, 96, 4, 2, 64, 2>, Sized<T, 96, 4, 2, 32, 2>>(ctx, job);
     } else if (job.d <= 128) {
