@@ -673,16 +673,18 @@ template <typename T> void run(ggml_backend_cuda_context & ctx, const Job & job,
     } else if (job.d <= 96) {
         run<T, 96, Sized<T, 96, 4, 2, 64, 2>, Sized<T, 96, 4, 2, 64, 2>, Sized<T, 96, 4, 2, 32, 2>>(ctx, job);
     } else if (job.d <= 128) {
-        using Usual = Sized<T, 128, 4, 2, 64, 2>;
-        using C     = Sized<T, 128, 4, 2, 32, 2>;
+        using A = Sized<T, 128, 4, 2, 64, 3>;
+        using B = Sized<T, 128, 4, 2, 32, 3>;
+        using C = Sized<T, 128, 4, 2, 32, 2>;
+        using D = Sized<T, 128, 4, 2, 64, 2>;
         switch (setting) {
-            case 1: run<T, 128, Usual, Sized<T, 128, 4, 2, 64, 3>, C>(ctx, job); break;
-            case 2: run<T, 128, Usual, Sized<T, 128, 4, 1, 64, 4>, C>(ctx, job); break;
-            case 3: run<T, 128, Usual, Sized<T, 128, 4, 2, 32, 3>, C>(ctx, job); break;
-            case 4: run<T, 128, Sized<T, 128, 4, 2, 64, 3>, Usual, C>(ctx, job); break;
-            case 5: run<T, 128, Sized<T, 128, 4, 1, 64, 4>, Usual, C>(ctx, job); break;
-            case 6: run<T, 128, Sized<T, 128, 4, 2, 32, 3>, Usual, C>(ctx, job); break;
-            default: run<T, 128, Usual, Usual, C>(ctx, job);
+            case 1: run<T, 128, A, D, C>(ctx, job); break;
+            case 2: run<T, 128, A, Sized<T, 128, 4, 1, 64, 4>, C>(ctx, job); break;
+            case 3: run<T, 128, D, D, C>(ctx, job); break;
+            case 4: run<T, 128, D, B, C>(ctx, job); break;
+            case 5: run<T, 128, Sized<T, 128, 4, 1, 64, 4>, B, C>(ctx, job); break;
+            case 6: run<T, 128, B, B, C>(ctx, job); break;
+            default: run<T, 128, A, B, C>(ctx, job);
         }
     } else {
         run<T, 256, Sized<T, 256, 4, 1, 32, 2>, Sized<T, 256, 4, 1, 32, 2>, Sized<T, 256, 4, 1, 32, 2>>(ctx, job);
