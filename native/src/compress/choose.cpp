@@ -72,11 +72,13 @@ const float * sinks_of(const Sequence & seq, size_t l) {
     return sinks.empty() ? nullptr : sinks.data();
 }
 
-Looks looks_of(const kvedge_plan & plan, const uint8_t * image, size_t n) {
+// image [n], of n_tokens that are pending in every head.
+Looks looks_of(const kvedge_plan & plan, const uint8_t * image, size_t n, int32_t n_tokens) {
     const bool images = std::any_of(image, image + n, [](uint8_t one) { return one != 0; });
     Looks      out    = plan.scorer->looks ? plan.scorer->looks(plan.params[KVEDGE_STAGE_SCORER], images) : Looks();
-    const bool asked  = plan.allocator->by_variation && plan.allocator->by_variation(plan.params[KVEDGE_STAGE_ALLOCATOR]);
-    out.variation     = asked && !plan.profiles[KVEDGE_STAGE_ALLOCATOR] && out.by_kind && out.gamma >= 0.0;
+    const auto by_variation = plan.allocator->by_variation;
+    const bool asked        = by_variation && by_variation(plan.params[KVEDGE_STAGE_ALLOCATOR], n_tokens, kvedge_plan_budget(&plan, n_tokens));
+    out.variation = asked && !plan.profiles[KVEDGE_STAGE_ALLOCATOR] && out.by_kind && out.gamma >= 0.0;
     return out;
 }
 
@@ -118,7 +120,7 @@ Bulk<float> run_scorer(
     }
     if (plan.scorer->looks && known.empty()) {
         const size_t n = (size_t) n_tokens * (shown.differs ? (size_t) in.shape.n_heads_kv : 1);
-        known          = measure_rows(in, looks_of(plan, shown.image, n));
+        known          = measure_rows(in, looks_of(plan, shown.image, n, n_tokens));
     }
     in.measures = &known;
     Bulk<float> scores((size_t) seq.rows.shapes()[l].n_heads_kv * (size_t) n_tokens);
@@ -214,7 +216,7 @@ bool measure_away(Job & job) {
     const auto       T      = (size_t) job.pending.n;
     const size_t     layers = seq.rows.shapes().size();
     MeasureJob       wanted;
-    wanted.looks    = looks_of(job.plan, job.pending.image.data(), T);
+    wanted.looks    = looks_of(job.plan, job.pending.image.data(), T, job.pending.n);
     wanted.n_tokens = job.pending.n;
     if (!job.away || !wanted.looks.any()) {
         return true;

@@ -162,7 +162,8 @@ struct Allocator : Member {
     Reach (*reach)(const kvedge_plan & plan) = nullptr;  // under a plan of which it is the allocator; NULL: rows
     bool (*by_attention)(const double * params) = nullptr;  // whether it looks at scores by attention alone; NULL: never
     const CustomAllocator * custom = nullptr;
-    bool (*by_variation)(const double * params) = nullptr;  // whether it looks at Spectrum::variation without a profile; NULL: never
+    // Whether it looks at Spectrum::variation without a profile; NULL: never.
+    bool (*by_variation)(const double * params, int32_t n_tokens, int32_t budget) = nullptr;
 };
 
 // One head's rows in float32, and which of them stay.

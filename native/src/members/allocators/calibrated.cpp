@@ -27,14 +27,16 @@ const Param PARAMS[] = {
 
 bool by_prompt(const double * params) { return params[UNMEASURED] != 0; }
 
-bool by_variation(const double * params) { return params[UNMEASURED] == 2; }
+int32_t measured_up_to(const double * params, int32_t n_tokens) { return (int32_t) std::floor(params[MEASURED] * n_tokens + 1e-9); }
 
-int32_t measured_up_to(const AllocateInput & in) { return (int32_t) std::floor(in.params[MEASURED] * in.n_tokens + 1e-9); }
+bool by_variation(const double * params, int32_t n_tokens, int32_t budget) {
+    return params[UNMEASURED] == 2 && budget <= measured_up_to(params, n_tokens);
+}
 
 // [all heads] how much their values vary; empty where that is not known of all, or the budget is beyond.
 std::vector<double> variations(const AllocateInput & in) {
     std::vector<double> out;
-    if (!by_variation(in.params) || in.layer >= 0 || !in.spectra || in.budget > measured_up_to(in)) {
+    if (in.layer >= 0 || !in.spectra || !by_variation(in.params, in.n_tokens, in.budget)) {
         return out;
     }
     for (const Spectrum & layer : *in.spectra) {
@@ -109,7 +111,7 @@ void allocate(const AllocateInput & in, std::vector<std::vector<int32_t>> & out)
     }
     std::vector<int64_t> counts;
     if (!in.profile || in.params[SHARE_OF] == 0) {
-        const int32_t measured = measured_up_to(in);
+        const int32_t measured = measured_up_to(in.params, in.n_tokens);
         if (in.budget > measured) {
             fill_up(shares, (double) measured * (double) shares.size(), in.most, std::min(least, measured));
             raise_poorest(shares, in.budget);
