@@ -218,7 +218,13 @@ bool Slots::fetch(Store & to) {
 }
 
 bool Slots::make_plain() {
-    form.storage = form.storage.plain();
+    form.storage    = form.storage.plain();
+    const bool made = make_plain_groups();
+    give_back_memory();
+    return made;
+}
+
+bool Slots::make_plain_groups() {
     for (size_t l = 0; l < layers.size(); l++) {
         for (Group & group : layers[l].groups) {
             const Room quantised = group;

@@ -141,6 +141,12 @@ std::vector<int32_t> Slots::places_of(size_t l, int32_t head) const {
     return group.slots_of(at);
 }
 
+void Slots::give_back_memory() {
+    for (const LayersOn & on : devices) {
+        on.worker->give_back_memory();
+    }
+}
+
 bool Slots::refuse(ggml_backend_dev_t device) {
     full_device = ggml_backend_dev_name(device);
     return false;

@@ -155,6 +155,7 @@ struct Slots {
     int32_t  shown() const { return visible(INT32_MAX / 2); }  // the most that there is memory for
     int32_t  even_rows() const;                // rows of every head, where they are even
     uint64_t bytes() const;                    // takes no memory
+    void     give_back_memory();                 // that graphs of ours left
     bool     refuse(ggml_backend_dev_t device);  // it had no memory; false
     void     change() { stamp = ++*stamps; }     // a tensor is another one: graphs that were built are not the same
 
@@ -177,6 +178,7 @@ struct Slots {
         int32_t              slots;
         std::vector<int32_t> starts;
     };
+    bool    make_plain_groups();
     int32_t wanted(const Group & group, const Incoming & incoming) const;
     std::vector<int32_t> grown_regions(const Group & group, const Incoming & incoming) const;  // empty: there is room
     bool    make_group(size_t layer, Group & group, int32_t slots);

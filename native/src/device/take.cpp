@@ -486,9 +486,6 @@ Outcome GraphRows::Taking::prepare_all() {
 }
 
 void GraphRows::Taking::take_over() {
-    for (LayersOn & on : from.devices) {
-        on.worker->give_back_memory();
-    }
     for (size_t l = 0; l < places.size() && here; l++) {
         from.layers[l].groups = std::move(next.layers[l].groups);
     }
@@ -526,10 +523,12 @@ AwayRows::Outcome GraphRows::take(const TakeJob & job) {
     bool started = false;
     problem_.clear();
     try {
-        Taking        taking(*this, job);
-        const Outcome outcome = taking.prepare_all();
-        started               = outcome == Outcome::done;
-        return started ? taking.replace_all() : outcome;
+        Taking  taking(*this, job);
+        Outcome outcome = taking.prepare_all();
+        started         = outcome == Outcome::done;
+        outcome         = started ? taking.replace_all() : outcome;
+        slots_.give_back_memory();
+        return outcome;
     } catch (const std::bad_alloc &) {
         problem_ = "no memory on the host to compress rows on devices";
         return started ? Outcome::failed : Outcome::full;
