@@ -18,9 +18,12 @@
 #include <chrono>
 #include <cstdlib>
 #include <functional>
+#include <iterator>
 #include <memory>
 #include <numeric>
 #include <random>
+#include <string>
+#include <vector>
 
 using namespace kvedge;
 
@@ -149,6 +152,67 @@ Kept choose(const std::vector<LayerShape> & shapes, int32_t n, int32_t budget, b
     return kept;
 }
 
+using Devices = std::vector<ggml_backend_dev_t>;
+
+// What is pending is measured and taken. False: the device could not.
+bool compress(GraphRows & rows, const std::vector<LayerShape> & shapes, size_t method, int32_t pending, int32_t budget, const std::string & what) {
+    const auto &               of = METHODS[method];
+    const std::vector<uint8_t> kind((size_t) pending, 1);
+    MeasureJob                 job{};
+    job.looks    = of.looks;
+    job.n_tokens = pending;
+    job.n_window = WINDOW;
+    job.kind     = kind.data();
+    job.queries.assign(shapes.size(), Bulk<float>((size_t) (WINDOW * shapes[0].n_heads * shapes[0].d_k), 0.01f));
+    std::vector<Measures>                        measures;
+    std::vector<std::vector<std::vector<float>>> out;
+    const Kept                                   kept = choose(shapes, pending, budget, of.even);
+    TakeJob                                      take{ kept, pending };
+    take.rule = of.even ? nullptr : &of.rule;
+    take.out  = &out;
+    rows.work = {};
+    bool         done    = false;
+    const double measure = ms([&] { done = rows.measure(job, measures) == AwayRows::Outcome::done; });
+    const double took    = ms([&] { done = done && rows.take(take) == AwayRows::Outcome::done; });
+    if (!done) {
+        std::fprintf(stderr, "%s\n", rows.problem().c_str());
+        return false;
+    }
+    const DeviceWork & w = rows.work;
+    std::printf("%s %s, measure %.2f, take %.2f (gather %.2f merge %.2f upload %.2f), %lld operations, %.2f MiB there, %.2f back\n",
+                of.name, what.c_str(), measure, took, 1e-3 * (double) w.gather_us, 1e-3 * (double) w.merge_us, 1e-3 * (double) w.upload_us,
+                (long long) w.operations, (double) w.to_device / (1 << 20), (double) w.to_host / (1 << 20));
+    return true;
+}
+
+// A prompt, and then answers and messages.
+bool converse(const std::vector<LayerShape> & shapes, const Devices & devices, const std::shared_ptr<Workers> & workers, size_t method,
+              int32_t n, int32_t messages) {
+    const int32_t threads = available_threads();
+    Sequence      seq(shapes, Storage{});
+    append(seq, n);
+    uint64_t  stamps = 0;
+    GraphRows rows(shapes, devices, { Storage{}, false }, stamps, workers);
+    bool      good = rows.load(seq.rows, threads) && compress(rows, shapes, method, n, n / 5, "prompt");
+    for (int32_t i = 0; i < messages && good; i++) {
+        double answer = 0.0;
+        for (int32_t t = 0; t < ANSWER; t++) {
+            answer += ms([&] {
+                good = good && rows.reserve({ 1, 1, 0, {}, t, 1 }, threads);
+                rows.enter(1, true);
+            });
+        }
+        const double read = ms([&] {
+            good = good && rows.reserve({ MESSAGE, MESSAGE, 0, {}, ANSWER, 1 }, threads);
+            rows.enter(MESSAGE, true);
+        });
+        char what[64];
+        std::snprintf(what, sizeof(what), "message: answer %.2f, read %.2f", answer, read);
+        good = good && compress(rows, shapes, method, ANSWER + MESSAGE, MESSAGE, what);
+    }
+    return good;
+}
+
 }  // namespace
 
 int main(int argc, char ** argv) {
@@ -156,72 +220,21 @@ int main(int argc, char ** argv) {
         std::fprintf(stderr, "bench_later DEVICE HEADS KV_HEADS HEAD_SIZE TOKENS LAYERS MESSAGES\n");
         return 2;
     }
-    const auto    device = device_named(argv[1]);
-    const int32_t H = std::atoi(argv[2]), Hkv = std::atoi(argv[3]), d = std::atoi(argv[4]), n = std::atoi(argv[5]);
-    const auto    layers = (size_t) std::atoi(argv[6]);
+    std::setvbuf(stdout, nullptr, _IOLBF, 0);
+    const auto device = device_named(argv[1]);
     if (!device) {
         return 1;
     }
-    std::setvbuf(stdout, nullptr, _IOLBF, 0);
     time_calls(device);
     std::vector<LayerShape> shapes;
-    for (size_t l = 0; l < layers; l++) {
-        shapes.push_back({ (int32_t) l, H, Hkv, d, d });
+    for (int32_t l = 0; l < std::atoi(argv[6]); l++) {
+        shapes.push_back({ l, std::atoi(argv[2]), std::atoi(argv[3]), std::atoi(argv[4]), std::atoi(argv[4]) });
     }
-    const auto                workers = std::make_shared<Workers>();
-    const Crew                crew;  // as the compressor has it
-    const int32_t             threads = available_threads();
-    const std::vector<ggml_backend_dev_t> devices(layers, device);
-    for (const auto & method : METHODS) {
-        for (int round = 0; round < 2; round++) {
-            Sequence seq(shapes, Storage{});
-            append(seq, n);
-            uint64_t  stamps = 0;
-            GraphRows rows(shapes, devices, { Storage{}, false }, stamps, workers);
-            if (!rows.load(seq.rows, threads)) {
-                return 1;
-            }
-            for (int32_t message = 0; message <= std::atoi(argv[7]); message++) {
-                const int32_t pending = message == 0 ? n : ANSWER + MESSAGE;
-                double        answer = 0.0, read = 0.0;
-                for (int32_t t = 0; t < ANSWER && message > 0; t++) {
-                    answer += ms([&] {
-                        (void) rows.reserve({ 1, 1, 0, {}, t, 1 }, threads);
-                        rows.enter(1, true);
-                    });
-                }
-                read = message == 0 ? 0.0 : ms([&] {
-                    (void) rows.reserve({ MESSAGE, MESSAGE, 0, {}, ANSWER, 1 }, threads);
-                    rows.enter(MESSAGE, true);
-                });
-                const std::vector<uint8_t> kind((size_t) pending, 1);
-                MeasureJob                 job{};
-                job.looks    = method.looks;
-                job.n_tokens = pending;
-                job.n_window = WINDOW;
-                job.kind     = kind.data();
-                job.queries.assign(layers, Bulk<float>((size_t) (WINDOW * H * d), 0.01f));
-                std::vector<Measures>                        measures;
-                std::vector<std::vector<std::vector<float>>> out;
-                const Kept kept = choose(shapes, pending, message == 0 ? n / 5 : 32, method.even);
-                TakeJob    take{ kept, pending };
-                take.rule = method.even ? nullptr : &method.rule;
-                take.out  = &out;
-                rows.work = {};
-                bool         done = false;
-                const double measure = ms([&] { done = rows.measure(job, measures) == AwayRows::Outcome::done; });
-                const double took    = ms([&] { done = done && rows.take(take) == AwayRows::Outcome::done; });
-                if (!done) {
-                    std::fprintf(stderr, "%s\n", rows.problem().c_str());
-                    return 1;
-                }
-                const DeviceWork & w = rows.work;
-                std::printf("%s %s %d: answer %.2f, message %.2f, measure %.2f, take %.2f (gather %.2f merge %.2f upload %.2f), %lld operations, "
-                            "%.2f MiB there, %.2f back\n",
-                            method.name, message == 0 ? "prompt" : "message", message, answer, read, measure, took, 1e-3 * (double) w.gather_us,
-                            1e-3 * (double) w.merge_us, 1e-3 * (double) w.upload_us, (long long) w.operations,
-                            (double) w.to_device / (1 << 20), (double) w.to_host / (1 << 20));
-            }
+    const auto workers = std::make_shared<Workers>();
+    const Crew crew;  // as the compressor has it
+    for (size_t i = 0; i < 2 * std::size(METHODS); i++) {  // each twice: the first time a device gets ready
+        if (!converse(shapes, Devices(shapes.size(), device), workers, i / 2, std::atoi(argv[5]), std::atoi(argv[7]))) {
+            return 1;
         }
     }
     return 0;
