@@ -135,7 +135,7 @@ void Bench::make_tensors() {
             case Way::equal: layer.mask = l == 0 ? ggml_new_tensor_1d(c, GGML_TYPE_F16, rows.slots) : layers[0].mask; break;
             case Way::list: layer.mask = ggml_new_tensor_3d(c, GGML_TYPE_F16, rows.slots, shape.share, shape.heads_kv); break;
             case Way::padded: layer.mask = ggml_new_tensor_4d(c, GGML_TYPE_F16, rows.slots, 1, 1, shape.heads_kv); break;
-            case Way::ragged: layer.spans = ggml_new_tensor_2d(c, GGML_TYPE_I32, 2 + std::max<int64_t>(3, shape.share), shape.heads_kv);
+            case Way::ragged: layer.spans = ggml_new_tensor_2d(c, GGML_TYPE_I32, 2 + shape.share, shape.heads_kv);
         }
         layers.push_back(layer);
     }

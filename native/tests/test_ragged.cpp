@@ -93,7 +93,7 @@ std::vector<int32_t> spans_of(const Case & of, const Values & x) {
     for (size_t h = 0; h < x.n.size(); h++) {
         out.push_back(x.first[h]);
         out.push_back(x.n[h]);
-        out.insert(out.end(), (size_t) std::max(3, of.share), 0);
+        out.insert(out.end(), (size_t) of.share, 0);
     }
     return out;
 }
@@ -145,7 +145,7 @@ Graph graph_of(ggml_backend_t backend, const Case & of, Values & x) {
     ggml_tensor *  v     = ggml_new_tensor_2d(c, of.type, of.d_v, x.slots);
     ggml_tensor *  bias  = of.biased ? ggml_new_tensor_1d(c, GGML_TYPE_F16, x.slots) : nullptr;
     ggml_tensor *  sinks = of.sunk ? ggml_new_tensor_1d(c, GGML_TYPE_F32, heads) : nullptr;
-    graph.spans          = ggml_new_tensor_2d(c, GGML_TYPE_I32, 2 + std::max(3, of.share), of.heads_kv);
+    graph.spans          = ggml_new_tensor_2d(c, GGML_TYPE_I32, 2 + of.share, of.heads_kv);
     graph.out            = ggml_flash_attn_ext(c, q, k, v, bias, 1.0f / std::sqrt((float) of.d_k), 0.0f, of.softcap);
     graph.out->src[5]    = graph.spans;
     graph.out->op_params[OWN_KIND + 1] = of.kernel;

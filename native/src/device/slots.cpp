@@ -321,7 +321,7 @@ void Slots::plan_devices() {
             group.span  = it->spanned;
             if (group.regions) {
                 it->spanned += group.heads.size();
-                it->span = std::max<int64_t>(it->span, 2 + std::max(3, (*shapes)[l].n_heads / (*shapes)[l].n_heads_kv));
+                it->span = std::max<int64_t>(it->span, 2 + (*shapes)[l].n_heads / (*shapes)[l].n_heads_kv);
             }
             it->entries += even ? 0 : group.heads.size();
             it->most = std::max(it->most, (int32_t) group.heads.size());

@@ -111,7 +111,7 @@ struct LayersOn {
     size_t              entries = 0;  // of the index input, for a token
     int32_t             most    = 0;  // heads of a group
     size_t              spanned = 0;  // heads that have spans
-    int64_t             span    = 2;  // numbers of a span: first slot, rows, and at least 3, of each query head one, that are 0
+    int64_t             span    = 2;  // numbers of a span: first slot, rows, and of each query head one that is 0
     size_t              query = 0, heads = 0;  // numbers of a token's query, KV heads
     std::shared_ptr<Worker> worker;
 };

@@ -5,7 +5,7 @@
 //   src[1], [2]   K [d_k, slots], V [d_v, slots] f16, bf16 or f32, the same of both; the rows of all KV heads
 //   src[3] bias   [slots] f16, added to the logits, or NULL
 //   src[4] sinks  [H] f32, or NULL
-//   src[5] spans  [2 + max(3, H / Hkv), Hkv] i32: first slot and number of rows of each KV head, then zeros, in which the kernel counts.
+//   src[5] spans  [2 + H / Hkv, Hkv] i32: first slot and number of rows of each KV head, then zeros, in which the kernel counts.
 //                 It is written by the host, not by the graph, and read before earlier kernels have ended.
 //   src[6], [7]   [d_k, Hkv], [d_v, Hkv] f32, the token's own rows, which are written first, or NULL
 //   src[8]        [Hkv] i64, slots of these
@@ -161,7 +161,7 @@ __device__ __forceinline__ void attend(const Job & job, const float * q_heads, i
 
 template <int LANES, int G> __device__ __forceinline__ Sum join(const Shared<LANES, G> & shared, int n, int g, int i) {
     Sum sum;
-    sum.add(n, [&](int w) { return shared.marks[w][g]; }, [&](int w) { return shared.sums[w][g][i]; });
+    sum.add<WARPS>(n, [&](int w) { return shared.marks[w][g]; }, [&](int w) { return shared.sums[w][g][i]; });
     return sum;
 }
 
@@ -245,8 +245,8 @@ template <typename T, int LANES, int G> __global__ void __launch_bounds__(THREAD
                 if (sharer < sharing && g < heads) {
                     for (int p = sharer; p < parts; p += sharing * WARPS) {
                         const auto at = [&](int w) { return (int64_t) (from + p + w * sharing + b) * G + g; };
-                        sum.add((parts - p + sharing - 1) / sharing, [&](int w) { return __ldcg(job.marks + at(w)); },
-                                [&](int w) { return __ldcg((const float4 *) (job.parts + at(w) * job.d_v + 4 * i)); });
+                        sum.add<WARPS>((parts - p + sharing - 1) / sharing, [&](int w) { return __ldcg(job.marks + at(w)); },
+                                       [&](int w) { return __ldcg((const float4 *) (job.parts + at(w) * job.d_v + 4 * i)); });
                     }
                     shared.sums[sharer][g][i] = sum.values;
                     if (i == 0) {
@@ -304,9 +304,8 @@ static bool fits(const ggml_tensor * dst) {
 
 // Whether ragged_mma.cu can do it.
 bool has_mma(const ggml_tensor * dst, int device) {
-    const ggml_tensor *k = dst->src[1], *v = dst->src[2], *spans = dst->src[5];
-    const int64_t      bundles = (dst->src[0]->ne[2] / spans->ne[1] + MMA_HEADS - 1) / MMA_HEADS;
-    return k->type == GGML_TYPE_F16 && k->ne[0] == v->ne[0] && (k->ne[0] == 64 || k->ne[0] == 128) && spans->ne[0] >= 2 + 3 * bundles &&
+    const ggml_tensor *k = dst->src[1], *v = dst->src[2];
+    return k->type == GGML_TYPE_F16 && k->ne[0] == v->ne[0] && (k->ne[0] == 64 || k->ne[0] == 128) &&
            ggml_cuda_info().devices[device].cc >= GGML_CUDA_CC_AMPERE;
 }
 
@@ -333,7 +332,7 @@ bool kvedge_cuda_ragged(ggml_backend_cuda_context * ctx, const ggml_tensor * dst
                       (const float *) data(dst->src[4]), (int *) spans->data, (float *) dst->data, sums.ptr, marks.ptr,
                       (int64_t) k->nb[1], (int64_t) v->nb[1], (int64_t) (q->nb[2] / sizeof(float)), (int) k->ne[0], (int) v->ne[0],
                       heads_kv, share, bundles, (int) (spans->nb[1] / sizeof(int)), params[0], params[2],
-                      way != 0 ? abs(way) : mma ? 64 : 32,
+                      way != 0 ? abs(way) : mma ? 128 : 32,
                       (const float *) data(dst->src[6]), (const float *) data(dst->src[7]), (const int64_t *) data(dst->src[8]) };
     if (mma) {
         attend_mma(job, blocks, ctx->stream());

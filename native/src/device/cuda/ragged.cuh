@@ -75,18 +75,18 @@ struct Sum {
     float  most = LOWEST, weight = 0.0f;
     float4 values = { 0.0f, 0.0f, 0.0f, 0.0f };
 
-    // Parts 0 .. n of others, as many as a block has warps: all are on their way before the first one counts.
-    template <class M, class V> __device__ __forceinline__ void add(int n, const M & mark_of, const V & values_of) {
-        float2 marks[WARPS];
-        float4 x[WARPS];
+    // Parts 0 .. n of others, no more than N: all are on their way before the first one counts.
+    template <int N, class M, class V> __device__ __forceinline__ void add(int n, const M & mark_of, const V & values_of) {
+        float2 marks[N];
+        float4 x[N];
         float  top = most;
 #pragma unroll
-        for (int i = 0; i < WARPS; i++) {
+        for (int i = 0; i < N; i++) {
             marks[i] = i < n ? mark_of(i) : float2{ LOWEST, 0.0f };
             x[i]     = i < n ? values_of(i) : float4{ 0.0f, 0.0f, 0.0f, 0.0f };
         }
 #pragma unroll
-        for (int i = 0; i < WARPS; i++) {
+        for (int i = 0; i < N; i++) {
             top = fmaxf(top, marks[i].x);
         }
         const float old = exp2f(most - top);
@@ -94,7 +94,7 @@ struct Sum {
         weight *= old;
         most = top;
 #pragma unroll
-        for (int i = 0; i < WARPS; i++) {
+        for (int i = 0; i < N; i++) {
             const float now = exp2f(marks[i].x - top);
             weight += marks[i].y * now;
             values = { values.x + x[i].x * now, values.y + x[i].y * now, values.z + x[i].z * now, values.w + x[i].w * now };

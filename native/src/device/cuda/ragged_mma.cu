@@ -16,13 +16,12 @@ namespace kvedge_ragged {
 
 namespace {
 
-constexpr int ROWS = 16, HEADS = MMA_HEADS;
+constexpr int ROWS = 16, HEADS = MMA_HEADS, BATCH = 16;  // BATCH: parts that are on their way at a time
 
 template <int D> struct Shared {
     int    first[MOST_HEADS + 1];
     float4 sums[WARPS][HEADS][D / 4];
     float2 marks[WARPS][HEADS];
-    int    mine;  // heads whose parts this block joins, bit by bit
     bool   last;  // it is the last block of a bundle
 };
 
@@ -182,83 +181,6 @@ template <int D> __device__ __forceinline__ void finish(const Job & job, int hea
     *(float4 *) (job.dst + (int64_t) head * D + 4 * i) = { by * sum.values.x, by * sum.values.y, by * sum.values.z, by * sum.values.w };
 }
 
-// Parts from .. from + n of head g of a bundle, by all threads.
-template <int D> __device__ __forceinline__ void join_parts(const Job & job, int from, int n, int g, int head, Shared<D> & shared) {
-    constexpr int QUARTER = D / 4, SHARERS = THREADS / QUARTER;
-    const int     i = threadIdx.x % QUARTER, sharer = threadIdx.x / QUARTER;
-    float4 * const sums  = &shared.sums[0][0][0];
-    float2 * const marks = &shared.marks[0][0];
-    Sum            sum;
-    for (int p = sharer; p < n; p += SHARERS * WARPS) {
-        const auto at = [&](int w) { return (int64_t) (from + p + w * SHARERS) * HEADS + g; };
-        sum.add((n - p + SHARERS - 1) / SHARERS, [&](int w) { return __ldcg(job.marks + at(w)); },
-                [&](int w) { return __ldcg((const float4 *) (job.parts + at(w) * D + 4 * i)); });
-    }
-    __syncthreads();
-    sums[threadIdx.x] = sum.values;
-    if (i == 0) {
-        marks[sharer] = { sum.most, sum.weight };
-    }
-    __syncthreads();
-    if (sharer == 0) {
-        sum = Sum();
-        for (int s = 0; s < SHARERS; s += WARPS) {
-            sum.add(SHARERS - s, [&](int w) { return marks[s + w]; }, [&](int w) { return sums[(s + w) * QUARTER + i]; });
-        }
-        finish<D>(job, head + g, i, sum);
-    }
-}
-
-// A bundle's last blocks, one for each head, wait for the others and join the parts. Counts: blocks that came, heads that are taken, bit
-// by bit, and last blocks that left. One that waits too long leaves its heads to the very last block, which waits for none: so the
-// kernel ends however few of its blocks run at a time.
-template <int D> __device__ __forceinline__ void join(const Job & job, int * counts, int from, int parts, int head, int heads, Shared<D> & shared) {
-    constexpr int TRIES   = 100;
-    const int     joiners = min(heads, parts), all = (1 << heads) - 1;
-    int * const   taken = counts + job.bundles, *left = taken + job.bundles;
-    int           role  = 0;
-    const auto    take  = [&](int bits) {  // by one thread
-        shared.mine = bits & ~atomicOr(taken, bits);
-        __threadfence();
-    };
-    const auto join_mine = [&] {
-        __syncthreads();
-        const int mine = shared.mine;
-        for (int g = 0; g < heads; g++) {
-            if (mine >> g & 1) {
-                join_parts<D>(job, from, parts, g, head, shared);
-            }
-        }
-        __syncthreads();
-    };
-    if (threadIdx.x == 0) {
-        role        = atomicAdd(counts, 1) - (parts - joiners);
-        shared.mine = 0;
-        shared.last = role == joiners - 1;
-        bool ready  = shared.last;
-        for (int i = 0; role >= 0 && !ready && i < TRIES; i++) {
-            ready = atomicAdd(counts, 0) == parts;
-        }
-        int bits = 0;
-        for (int g = role; role >= 0 && g < heads; g += joiners) {
-            bits |= 1 << g;
-        }
-        if (ready) {
-            take(bits);
-        }
-    }
-    join_mine();
-    if (shared.last) {
-        if (threadIdx.x == 0) {
-            take(all);
-        }
-        join_mine();
-    }
-    if (threadIdx.x == 0 && role >= 0 && atomicAdd(left, 1) == joiners - 1) {
-        *counts = *taken = *left = 0;
-    }
-}
-
 template <int D> __global__ void __launch_bounds__(THREADS, 1) attend_ragged(const Job job) {
     __shared__ Shared<D> shared;
     constexpr int        QUARTER = D / 4;
@@ -299,7 +221,7 @@ template <int D> __global__ void __launch_bounds__(THREADS, 1) attend_ragged(con
         const int from = before / rows, parts = (behind - 1) / rows - from + 1;
         Sum       sum;
         if (g < heads) {
-            sum.add(WARPS, [&](int w) { return shared.marks[w][g]; }, [&](int w) { return shared.sums[w][g][i]; });
+            sum.add<WARPS>(WARPS, [&](int w) { return shared.marks[w][g]; }, [&](int w) { return shared.sums[w][g][i]; });
             if (parts == 1) {
                 finish<D>(job, head + g, i, sum);
             } else {
@@ -312,10 +234,23 @@ template <int D> __global__ void __launch_bounds__(THREADS, 1) attend_ragged(con
             }
         }
         __syncthreads();
-        if (parts > 1) {
-            join<D>(job, span + 2 + b % job.bundles, from + b, parts, head, heads, shared);
+        if (parts == 1) {
+            continue;
+        }
+        if (threadIdx.x == 0) {  // counts to parts - 1, and then it is 0 again
+            shared.last = atomicInc((unsigned *) span + 2 + b % job.bundles, (unsigned) parts - 1) == (unsigned) parts - 1;
         }
         __syncthreads();
+        if (shared.last && g < heads) {
+            __threadfence();
+            sum = Sum();
+            for (int p = 0; p < parts; p += BATCH) {
+                const auto at = [&](int w) { return (int64_t) (from + p + w + b) * HEADS + g; };
+                sum.add<BATCH>(parts - p, [&](int w) { return __ldcg(job.marks + at(w)); },
+                               [&](int w) { return __ldcg((const float4 *) (job.parts + at(w) * D + 4 * i)); });
+            }
+            finish<D>(job, head + g, i, sum);
+        }
     }
 }
 
