@@ -83,7 +83,8 @@ bool GraphRows::Merging::has_own_search(size_t l) const {
 // Of layers of one device.
 Outcome GraphRows::Merging::search_own(const std::vector<size_t> & layers) {
     std::vector<Search> all;
-    Parcel              parcel(of.from.layers[layers[0]].device);
+    const DeviceLayer & on = of.from.layers[layers[0]];
+    Parcel              parcel(on.device, of.from.devices[on.on].worker);
     size_t              nodes = 0;
     for (const size_t l : layers) {
         std::vector<int32_t> first;
@@ -117,7 +118,7 @@ Outcome GraphRows::Merging::search_own(const std::vector<size_t> & layers) {
     if (outcome != Outcome::done) {
         return outcome;
     }
-    parcel.download();
+    parcel.download(of.from.n_threads);
     of.rows.work.to_host += parcel.fetched_bytes();
     std::vector<std::pair<const Search *, size_t>> parts;
     for (const Search & x : all) {
