@@ -1,15 +1,14 @@
 // How long a device takes to find the nearest kept key of each evicted one, for a layer.
 //
-//   bench_nearest [DEVICE] [SETTINGS]      DEVICE: of ggml, by its name; SETTINGS: of the kernel, the first so many
+//   bench_nearest [DEVICE]      of ggml, by its name
 //
-// and how long ggml's operations take for it: products of some evicted rows with all kept ones, and the largest of each row.
+// own: by OWN_NEAREST. products: by ggml's operations, products of some evicted rows with all kept ones, and the largest of each row.
 
 #include "device.h"
 #include "nearest.h"
 
 #include <chrono>
 #include <cstdio>
-#include <cstdlib>
 
 namespace {
 
@@ -60,15 +59,15 @@ void measure_products(ggml_backend_t backend, const char * name, const Counts & 
     report("products", name, counts, seconds(backend, graph));
 }
 
-void measure(ggml_backend_t backend, const char * name, const Counts & counts, int setting) {
+void measure(ggml_backend_t backend, const char * name, const Counts & counts) {
     constexpr int TIMES = 24;
     std::mt19937          random(5);
     const Heads           heads(counts, random);
-    const NearestGraph    graph(backend, heads, { D, GGML_TYPE_F16, 1.0f, GGML_TYPE_I16, false, setting }, TIMES);
+    const NearestGraph    graph(backend, heads, { D, GGML_TYPE_F16, 1.0f, GGML_TYPE_I16, false }, TIMES);
     std::vector<uint16_t> keys((size_t) (heads.slots * D));
     std::generate(keys.begin(), keys.end(), [&] { return (uint16_t) (0x3000 | (random() & 0x8bff)); });
     ggml_backend_tensor_set(graph.keys, keys.data(), 0, ggml_nbytes(graph.keys));
-    report(("setting " + std::to_string(setting)).c_str(), name, counts, seconds(backend, graph.graph) / TIMES);
+    report("own", name, counts, seconds(backend, graph.graph) / TIMES);
 }
 
 }  // namespace
@@ -94,12 +93,10 @@ int main(int argc, char ** argv) {
             continue;  // it takes minutes
         }
         measure_products(backend.get(), name, counts);
-        for (int setting = 0; setting < (argc > 2 ? std::atoi(argv[2]) : 1); setting++) {
-            measure(backend.get(), name, counts, setting);
-        }
+        measure(backend.get(), name, counts);
     }
-    for (int setting = 0; !cpu && setting < (argc > 2 ? std::atoi(argv[2]) : 1); setting++) {
-        measure(backend.get(), "16,384 tokens, 16 uneven heads", uneven, setting);
+    if (!cpu) {
+        measure(backend.get(), "16,384 tokens, 16 uneven heads", uneven);
     }
     return 0;
 }

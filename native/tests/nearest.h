@@ -47,7 +47,6 @@ struct Nearest {
     float     reach;
     ggml_type result;
     bool      two;  // with similarities
-    int       setting = 0;  // of the kernel
 };
 
 struct NearestGraph {
@@ -70,8 +69,7 @@ struct NearestGraph {
             out->src[0] = out->src[1] = out->src[2] = keys;
             out->src[3] = kept;
             out->src[5] = about;
-            out->op_params[OWN_KIND]     = OWN_NEAREST;
-            out->op_params[OWN_KIND + 2] = of.setting;
+            out->op_params[OWN_KIND] = OWN_NEAREST;
             std::memcpy(out->op_params + OWN_KIND + 1, &of.reach, sizeof(float));
             ggml_build_forward_expand(graph, out);
         }

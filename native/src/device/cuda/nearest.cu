@@ -321,13 +321,7 @@ template <typename T, int STEPS, int PER_WARP, int N, int AT_ONCE, int LEAST_BLO
     find_nearest<T, STEPS, PER_WARP, N, AT_ONCE, LEAST_BLOCKS><<<blocks, 32 * NEAREST_TILE / (16 * PER_WARP), 0, stream>>>(job);
 }
 
-template <typename T> void launch(const Job & job, int blocks, int setting, cudaStream_t stream) {
-    switch (std::is_same_v<T, half> ? setting : 0) {  // of rows of 128 numbers, for bench_nearest
-        case 1: return launch<half, 8, 1, 64, 4, 3>(job, blocks, stream);
-        case 2: return launch<half, 8, 1, 64, 2, 3>(job, blocks, stream);
-        case 3: return launch<half, 8, 2, 64, 8, 3>(job, blocks, stream);
-        default: break;
-    }
+template <typename T> void launch(const Job & job, int blocks, cudaStream_t stream) {
     const int steps = (job.d + 15) / 16;
     if (steps <= 2) {
         launch<T, 2, 2, 64, 4, 3>(job, blocks, stream);
@@ -336,7 +330,7 @@ template <typename T> void launch(const Job & job, int blocks, int setting, cuda
     } else if (steps <= 6) {
         launch<T, 6, 2, 64, 4, 3>(job, blocks, stream);
     } else if (steps <= 8) {
-        launch<T, 8, 2, 64, 4, 3>(job, blocks, stream);
+        launch<T, 8, 2, 64, 8, 3>(job, blocks, stream);
     } else {
         launch<T, 16, 1, 32, 4, 1>(job, blocks, stream);
     }
@@ -359,7 +353,7 @@ bool kvedge_cuda_nearest(ggml_backend_cuda_context * ctx, const ggml_tensor * ds
         return fits(dst);
     }
     const ggml_tensor *            rows = dst->src[0], *heads = dst->src[5];
-    const int                      n = (int) ggml_nelements(dst->src[3]), setting = dst->op_params[OWN_KIND + 2];
+    const int                      n = (int) ggml_nelements(dst->src[3]);
     const bool                     small = dst->type == GGML_TYPE_I16;
     const float                    reach = *(const float *) (dst->op_params + OWN_KIND + 1);
     ggml_cuda_pool_alloc<float2>   scales(ctx->pool(), (size_t) n);
@@ -370,10 +364,10 @@ bool kvedge_cuda_nearest(ggml_backend_cuda_context * ctx, const ggml_tensor * ds
     const int     blocks = (int) dst->ne[0] / NEAREST_TILE;
     if (rows->type == GGML_TYPE_F16) {
         scale_kept<half><<<(n + WARPS - 1) / WARPS, 32 * WARPS, 0, ctx->stream()>>>(job, n, scales.ptr);
-        launch<half>(job, blocks, setting, ctx->stream());
+        launch<half>(job, blocks, ctx->stream());
     } else {
         scale_kept<nv_bfloat16><<<(n + WARPS - 1) / WARPS, 32 * WARPS, 0, ctx->stream()>>>(job, n, scales.ptr);
-        launch<nv_bfloat16>(job, blocks, setting, ctx->stream());
+        launch<nv_bfloat16>(job, blocks, ctx->stream());
     }
     return true;
 }
