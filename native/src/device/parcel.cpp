@@ -12,7 +12,7 @@ namespace kvedge {
 namespace {
 
 constexpr size_t SMALL = 1 << 20;   // bytes that no threads are started for
-constexpr size_t PIECE = 16 << 20;  // of the host's memory that stays
+constexpr size_t PIECE = 4 << 20;   // of the host's memory that stays
 
 }  // namespace
 
@@ -26,7 +26,8 @@ size_t Parcel::place(const ggml_tensor * t, size_t & end) const {
 }
 
 bool Parcel::allocate() {
-    buffer_ = worker_->lend(device_, sent_bytes_ + fetched_bytes_ + alignment_);
+    Worker own;
+    buffer_ = (worker_ ? *worker_ : own).lend(device_, sent_bytes_ + fetched_bytes_ + alignment_);
     if (!buffer_) {
         return false;
     }
@@ -48,7 +49,7 @@ ggml_tensor * Parcel::piece(ggml_context * context, size_t offset, size_t bytes)
 
 // Many bytes get pages of their own: large ones where the system has them, and not written before they are filled.
 uint8_t * Parcel::room(size_t bytes) {
-    if (bytes <= PIECE) {
+    if (worker_ && bytes <= PIECE) {
         return worker_->staging.room(device_, ggml_backend_dev_host_buffer_type(device_) ? PIECE : bytes);
     }
     pages_ = Pages::take(bytes);
@@ -60,7 +61,7 @@ uint8_t * Parcel::room(size_t bytes) {
 
 // The device copies from memory of its own liking at its full speed.
 void Parcel::travel(bool there, size_t offset, size_t bytes, int32_t n_threads) const {
-    const bool        direct  = !pages_ || !ggml_backend_dev_host_buffer_type(device_);
+    const bool        direct  = !worker_ || !pages_ || !ggml_backend_dev_host_buffer_type(device_);
     uint8_t * const   between = direct ? nullptr : worker_->staging.room(device_, PIECE);
     const GgmlContext context = make_context((bytes / PIECE + 1) * ggml_tensor_overhead());
     for (size_t at = 0, n = 0; at < bytes; at += n) {

@@ -16,7 +16,7 @@ namespace kvedge {
 
 class Parcel {
   public:
-    explicit Parcel(ggml_backend_dev_t device, std::shared_ptr<Worker> worker = std::make_shared<Worker>());
+    explicit Parcel(ggml_backend_dev_t device, std::shared_ptr<Worker> worker = nullptr);  // whose memory it may use
 
     // The values of a tensor that no operation makes: write(values, i) fills in a part of them, for each i < n_parts, before they
     // are sent, on several threads at a time. What it refers to must last as long.
