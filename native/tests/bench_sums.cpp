@@ -132,7 +132,7 @@ void measure(ggml_backend_t backend, const Shape & shape, int64_t n, int64_t sho
     std::printf("%2lld/%-2lld %5lld %6lld  flash %8.2f  operations %8.2f  squares %8.2f  entropy %8.2f  pass 1 %8.2f\n    own", (long long) shape.heads,
                 (long long) shape.heads_kv, (long long) n, (long long) shown, flash, operations, own(0, true, true, false), own(0, true, false, true),
                 own(0, false, false, false));
-    for (int setting = 0; setting < 7; setting++) {
+    for (int setting = 0; setting < 5; setting++) {
         const double took = own(setting, true, false, false);
         std::printf("  %d: %.2f (%.0f TFLOPS)", setting, took, work / took);
     }

@@ -208,23 +208,36 @@ template <typename T, int D, int M> struct Held {
         }
     }
 
-    // sums [16 * M, N] of rows that pass by
-    template <int N> __device__ __forceinline__ void multiply(const Stage<T, D, N> & stage, tile<16, 8, float> (&sums)[M][N / 8]) const {
+    // sums [16 * M, N / 2] of a half of the rows that pass by. between(i): what else there is to do at each of D / 16 steps.
+    template <int N, class F>
+    __device__ __forceinline__ void multiply(const Stage<T, D, N> & stage, int half, tile<16, 8, float> (&sums)[M][N / 16], const F & between) const {
 #pragma unroll
         for (int i = 0; i < D / 16; i++) {
 #pragma unroll
-            for (int j = 0; j < N / 16; j++) {
+            for (int j = 0; j < N / 32; j++) {
                 tile<8, 8, Two> low, high;
-                load_both(low, high, &stage.rows[16 * j], 16 * i);
+                load_both(low, high, &stage.rows[half * (N / 2) + 16 * j], 16 * i);
 #pragma unroll
                 for (int m = 0; m < M; m++) {
                     ggml_cuda_mma::mma(sums[m][2 * j], x[m][i], low);
                     ggml_cuda_mma::mma(sums[m][2 * j + 1], x[m][i], high);
                 }
             }
+            between(i);
         }
     }
 };
+
+// f(m, j, l) of the i-th of STEPS parts of a half's numbers.
+template <int M, int N, int STEPS, class F> __device__ __forceinline__ void for_part(int i, const F & f) {
+    constexpr int ALL = M * N / 4;
+#pragma unroll
+    for (int e = 0; e < ALL; e++) {
+        if (e >= i * ALL / STEPS && e < (i + 1) * ALL / STEPS) {
+            f(e / (N / 4), e % (N / 4) / 4, e % 4);
+        }
+    }
+}
 
 // The first tile from t on that is seen, or else `end`. By a warp.
 template <class F> __device__ __forceinline__ int next(int t, int end, const F & is_seen) {
@@ -242,8 +255,48 @@ __device__ __forceinline__ float bias_of(const Job & job, int query, int key) {
     return query < job.n && key < job.shown ? LOG2E * __half2float(job.mask[query * job.mask_row + key]) : -INFINITY;
 }
 
-// Of each query's logits the largest, and their sum.
-template <typename T, int D, int WARPS, int M, int N, int BLOCKS>
+// Where a logit exceeds what was a query's largest one by more than HIGHER, it is the largest one. Each lane has one of its own.
+template <int M, int N>
+__device__ __forceinline__ void raise(tile<16, 8, float> (&x)[M][N / 16], float (&most)[M][2], float (&sum)[M][2], float (&turn)[M][2]) {
+    float top[M][2];
+    bool  higher = false;
+#pragma unroll
+    for (int m = 0; m < M; m++) {
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            top[m][i] = LOWEST;
+#pragma unroll
+            for (int j = 0; j < N / 16; j++) {
+                top[m][i] = fmaxf(top[m][i], fmaxf(x[m][j].x[2 * i], x[m][j].x[2 * i + 1]));
+            }
+            higher |= top[m][i] > HIGHER || (most[m][i] == LOWEST && top[m][i] > LOWEST);
+        }
+    }
+    if (!__any_sync(0xffffffff, higher)) {
+        return;
+    }
+#pragma unroll
+    for (int m = 0; m < M; m++) {
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            const bool none = most[m][i] == LOWEST;
+            if (top[m][i] > HIGHER || (none && top[m][i] > LOWEST)) {
+                const float by = top[m][i], less = exp2f(-by);
+                turn[m][i] = none ? 0.0f : less * (turn[m][i] - by * sum[m][i]);
+                sum[m][i]  = none ? 0.0f : less * sum[m][i];
+                most[m][i] = none ? by : most[m][i] + by;
+#pragma unroll
+                for (int j = 0; j < N / 16; j++) {
+                    x[m][j].x[2 * i] -= by;
+                    x[m][j].x[2 * i + 1] -= by;
+                }
+            }
+        }
+    }
+}
+
+// Of each query's logits the largest, and their sum. While a half of a tile is multiplied, the powers of the last one add up.
+template <typename T, int D, int WARPS, int M, int N, int BLOCKS, bool ENTROPY>
 __global__ void __launch_bounds__(32 * WARPS, BLOCKS) add_rows(const Job job) {
     constexpr int                   ROWS = 16 * M * WARPS;
     __shared__ Stage<T, D, N>       stages[2];
@@ -274,12 +327,26 @@ __global__ void __launch_bounds__(32 * WARPS, BLOCKS) add_rows(const Job job) {
         fetch(0, t);
         then = next(t + 1, end, any);
     }
-    float most[M][2], sum[M][2], turn[M][2];
+    float              most[M][2], sum[M][2], turn[M][2];
+    tile<16, 8, float> x[2][M][N / 16];
 #pragma unroll
     for (int m = 0; m < M; m++) {
         most[m][0] = most[m][1] = LOWEST;
         sum[m][0] = sum[m][1] = turn[m][0] = turn[m][1] = 0.0f;
+#pragma unroll
+        for (int j = 0; j < N / 16; j++) {
+            x[1][m][j].x[0] = x[1][m][j].x[1] = x[1][m][j].x[2] = x[1][m][j].x[3] = -INFINITY;
+        }
     }
+    const auto add = [&](const tile<16, 8, float> (&half)[M][N / 16], int i) {
+        for_part<M, N, D / 16>(i, [&](int m, int j, int l) {
+            const float power = exp2f(half[m][j].x[l]);
+            sum[m][l / 2] += power;
+            if (ENTROPY) {
+                turn[m][l / 2] += power * fmaxf(half[m][j].x[l], LOWEST);
+            }
+        });
+    };
     uint8_t is_then = t < end ? seen(mine, t) : (uint8_t) NOTHING;
     for (int stage = 0; t < end; stage = 1 - stage) {
         wait_for_copies();
@@ -294,93 +361,43 @@ __global__ void __launch_bounds__(32 * WARPS, BLOCKS) add_rows(const Job job) {
         if (is == NOTHING) {
             continue;
         }
-        tile<16, 8, float> x[M][N / 8];
 #pragma unroll
-        for (int m = 0; m < M; m++) {
-#pragma unroll
-            for (int j = 0; j < N / 8; j++) {
-#pragma unroll
-                for (int l = 0; l < 4; l++) {
-                    x[m][j].x[l] = job.softcap != 0.0f || most[m][l / 2] == LOWEST ? 0.0f : -most[m][l / 2];
-                }
-            }
-        }
-        held.multiply(stages[stage], x);
-        if (job.softcap != 0.0f || is == SOME) {
+        for (int h = 0; h < 2; h++) {
 #pragma unroll
             for (int m = 0; m < M; m++) {
 #pragma unroll
-                for (int j = 0; j < N / 8; j++) {
+                for (int j = 0; j < N / 16; j++) {
 #pragma unroll
                     for (int l = 0; l < 4; l++) {
-                        float & at = x[m][j].x[l];
-                        if (job.softcap != 0.0f) {
-                            at = LOG2E * job.softcap * tanh_of(at) - (most[m][l / 2] == LOWEST ? 0.0f : most[m][l / 2]);
-                        }
-                        if (is == SOME) {
-                            at += bias_of(job, mine + 16 * m + 8 * (l / 2) + group, now * N + 8 * j + column + l % 2);
-                        }
+                        x[h][m][j].x[l] = job.softcap != 0.0f || most[m][l / 2] == LOWEST ? 0.0f : -most[m][l / 2];
                     }
                 }
             }
-        }
-        // each lane has a largest logit of its own, which may lag behind by HIGHER
-        float top[M][2];
-        bool  higher = false;
+            held.multiply(stages[stage], h, x[h], [&](int i) { add(x[1 - h], i); });
+            if (job.softcap != 0.0f || is == SOME) {
 #pragma unroll
-        for (int m = 0; m < M; m++) {
+                for (int m = 0; m < M; m++) {
 #pragma unroll
-            for (int i = 0; i < 2; i++) {
-                top[m][i] = LOWEST;
+                    for (int j = 0; j < N / 16; j++) {
 #pragma unroll
-                for (int j = 0; j < N / 8; j++) {
-                    top[m][i] = fmaxf(top[m][i], fmaxf(x[m][j].x[2 * i], x[m][j].x[2 * i + 1]));
-                }
-                higher |= top[m][i] > HIGHER || (most[m][i] == LOWEST && top[m][i] > LOWEST);
-            }
-        }
-        if (__any_sync(0xffffffff, higher)) {
-#pragma unroll
-            for (int m = 0; m < M; m++) {
-#pragma unroll
-                for (int i = 0; i < 2; i++) {
-                    const bool none = most[m][i] == LOWEST;
-                    if (top[m][i] > HIGHER || (none && top[m][i] > LOWEST)) {
-                        const float by = top[m][i], less = exp2f(-by);
-                        turn[m][i] = none ? 0.0f : less * (turn[m][i] - by * sum[m][i]);
-                        sum[m][i]  = none ? 0.0f : less * sum[m][i];
-                        most[m][i] = none ? by : most[m][i] + by;
-#pragma unroll
-                        for (int j = 0; j < N / 8; j++) {
-                            x[m][j].x[2 * i] -= by;
-                            x[m][j].x[2 * i + 1] -= by;
+                        for (int l = 0; l < 4; l++) {
+                            float & at = x[h][m][j].x[l];
+                            if (job.softcap != 0.0f) {
+                                at = LOG2E * job.softcap * tanh_of(at) - (most[m][l / 2] == LOWEST ? 0.0f : most[m][l / 2]);
+                            }
+                            if (is == SOME) {
+                                at += bias_of(job, mine + 16 * m + 8 * (l / 2) + group, now * N + h * (N / 2) + 8 * j + column + l % 2);
+                            }
                         }
                     }
                 }
             }
+            raise<M, N>(x[h], most, sum, turn);
         }
-        if (job.wants_entropy) {
+    }
 #pragma unroll
-            for (int m = 0; m < M; m++) {
-#pragma unroll
-                for (int j = 0; j < N / 8; j++) {
-#pragma unroll
-                    for (int l = 0; l < 4; l++) {
-                        turn[m][l / 2] += exp2f(x[m][j].x[l]) * fmaxf(x[m][j].x[l], LOWEST);
-                    }
-                }
-            }
-        }
-#pragma unroll
-        for (int m = 0; m < M; m++) {
-#pragma unroll
-            for (int j = 0; j < N / 8; j++) {
-#pragma unroll
-                for (int l = 0; l < 4; l++) {
-                    sum[m][l / 2] += exp2f(x[m][j].x[l]);
-                }
-            }
-        }
+    for (int i = 0; i < D / 16; i++) {
+        add(x[1], i);
     }
 #pragma unroll
     for (int m = 0; m < M; m++) {
@@ -482,18 +499,38 @@ __global__ void __launch_bounds__(32 * WARPS, BLOCKS) add_columns(const Job job)
         fetch(0, t, g);
         then = next(t + 1, end, any);
     }
-    float columns[M][2] = {}, squares[M][2] = {}, both[SQUARES ? M : 1][SQUARES ? N / 2 : 1];
+    float              columns[M][2] = {}, squares[M][2] = {}, both[2][SQUARES ? M : 1][SQUARES ? N / 4 : 1];
+    tile<16, 8, float> x[2][M][N / 16];
+    bool               was_first = true, was_last = false;  // of a query's heads, the one that x[1] is of
+#pragma unroll
+    for (int m = 0; m < M; m++) {
+#pragma unroll
+        for (int j = 0; j < N / 16; j++) {
+            x[1][m][j].x[0] = x[1][m][j].x[1] = x[1][m][j].x[2] = x[1][m][j].x[3] = -INFINITY;
+        }
+    }
+    const auto add = [&](int h, int i, bool is_first, bool is_last) {
+        for_part<M, N, D / 16>(i, [&](int m, int j, int l) {
+            const float weight = exp2f(x[h][m][j].x[l]);
+            columns[m][l / 2] += weight;
+            if (SQUARES) {
+                float & sum = both[h][m][4 * j + l];
+                sum = is_first ? weight : sum + weight;
+                squares[m][l / 2] += is_last ? sum * sum : 0.0f;
+            }
+        });
+    };
     uint8_t is_then = t < end ? seen(t, mine) : (uint8_t) NOTHING;
     for (int stage = 0; t < end; stage = 1 - stage) {
         wait_for_copies();
-        const int     now = t, head = g;
-        const uint8_t is   = is_then;
-        const bool    last = g + 1 == job.share;
-        g = last ? 0 : g + 1;
-        t = last ? then : now;
+        const int     now   = t;
+        const uint8_t is    = is_then;
+        const bool    first_of = g == 0, last_of = g + 1 == job.share;
+        g = last_of ? 0 : g + 1;
+        t = last_of ? then : now;
         if (t < end) {
             fetch(1 - stage, t, g);
-            if (last) {
+            if (last_of) {
                 is_then = seen(t, mine);
                 then    = next(t + 1, end, any);
             }
@@ -501,50 +538,43 @@ __global__ void __launch_bounds__(32 * WARPS, BLOCKS) add_columns(const Job job)
         if (is == NOTHING) {
             continue;
         }
-        tile<16, 8, float> x[M][N / 8];
 #pragma unroll
-        for (int j = 0; j < N / 8; j++) {
-            const float2 log = *(const float2 *) &stages[stage].logs[8 * j + column];
+        for (int h = 0; h < 2; h++) {
+            const float * logs = stages[stage].logs + h * (N / 2) + column;
 #pragma unroll
-            for (int m = 0; m < M; m++) {
-                x[m][j].x[0] = x[m][j].x[2] = job.softcap != 0.0f ? 0.0f : -log.x;
-                x[m][j].x[1] = x[m][j].x[3] = job.softcap != 0.0f ? 0.0f : -log.y;
+            for (int j = 0; j < N / 16; j++) {
+                const float2 log = *(const float2 *) &logs[8 * j];
+#pragma unroll
+                for (int m = 0; m < M; m++) {
+                    x[h][m][j].x[0] = x[h][m][j].x[2] = job.softcap != 0.0f ? 0.0f : -log.x;
+                    x[h][m][j].x[1] = x[h][m][j].x[3] = job.softcap != 0.0f ? 0.0f : -log.y;
+                }
             }
-        }
-        held.multiply(stages[stage], x);
-        if (job.softcap != 0.0f || is == SOME) {
+            held.multiply(stages[stage], h, x[h], [&](int i) { add(1 - h, i, h == 0 ? was_first : first_of, h == 0 ? was_last : last_of); });
+            if (job.softcap != 0.0f || is == SOME) {
 #pragma unroll
-            for (int m = 0; m < M; m++) {
+                for (int m = 0; m < M; m++) {
 #pragma unroll
-                for (int j = 0; j < N / 8; j++) {
+                    for (int j = 0; j < N / 16; j++) {
 #pragma unroll
-                    for (int l = 0; l < 4; l++) {
-                        float & at = x[m][j].x[l];
-                        if (job.softcap != 0.0f) {
-                            at = LOG2E * job.softcap * tanh_of(at) - stages[stage].logs[8 * j + column + l % 2];
-                        }
-                        if (is == SOME) {
-                            at += bias_of(job, now * N + 8 * j + column + l % 2, mine + 16 * m + 8 * (l / 2) + group);
+                        for (int l = 0; l < 4; l++) {
+                            float & at = x[h][m][j].x[l];
+                            if (job.softcap != 0.0f) {
+                                at = LOG2E * job.softcap * tanh_of(at) - logs[8 * j + l % 2];
+                            }
+                            if (is == SOME) {
+                                at += bias_of(job, now * N + h * (N / 2) + 8 * j + column + l % 2, mine + 16 * m + 8 * (l / 2) + group);
+                            }
                         }
                     }
                 }
             }
         }
+        was_first = first_of, was_last = last_of;
+    }
 #pragma unroll
-        for (int m = 0; m < M; m++) {
-#pragma unroll
-            for (int j = 0; j < N / 8; j++) {
-#pragma unroll
-                for (int l = 0; l < 4; l++) {
-                    const float weight = exp2f(x[m][j].x[l]);
-                    columns[m][l / 2] += weight;
-                    if (SQUARES) {
-                        both[m][4 * j + l] = head == 0 ? weight : both[m][4 * j + l] + weight;
-                        squares[m][l / 2] += last ? both[m][4 * j + l] * both[m][4 * j + l] : 0.0f;
-                    }
-                }
-            }
-        }
+    for (int i = 0; i < D / 16; i++) {
+        add(1, i, was_first, was_last);
     }
 #pragma unroll
     for (int m = 0; m < M; m++) {
@@ -623,7 +653,7 @@ template <typename T, int D, int WARPS, int M, int N, int BLOCKS> struct Sized {
         const int heads = job.heads_kv * job.share, blocks = parts_of(job.n, ROWS);
         job.splits_rows = splits_of(blocks * heads, parts_of(job.shown, N), BLOCKS * sms);
         job.rows        = rows.alloc((size_t) job.splits_rows * (size_t) heads * (size_t) job.n);
-        ggml_cuda_kernel_launch(add_rows<T, D, WARPS, M, N, BLOCKS>,
+        ggml_cuda_kernel_launch(job.wants_entropy ? add_rows<T, D, WARPS, M, N, BLOCKS, true> : add_rows<T, D, WARPS, M, N, BLOCKS, false>,
                                 ggml_cuda_kernel_launch_params(dim3(blocks, heads, job.splits_rows), dim3(32, WARPS), 0, ctx.stream()), job);
     }
 
@@ -673,18 +703,16 @@ template <typename T> void run(ggml_backend_cuda_context & ctx, const Job & job,
     } else if (job.d <= 96) {
         run<T, 96, Sized<T, 96, 4, 2, 64, 2>, Sized<T, 96, 4, 2, 64, 2>, Sized<T, 96, 4, 2, 32, 2>>(ctx, job);
     } else if (job.d <= 128) {
-        using A = Sized<T, 128, 4, 2, 64, 3>;
-        using B = Sized<T, 128, 4, 2, 32, 3>;
-        using C = Sized<T, 128, 4, 2, 32, 2>;
-        using D = Sized<T, 128, 4, 2, 64, 2>;
-        switch (setting) {
-            case 1: run<T, 128, A, D, C>(ctx, job); break;
-            case 2: run<T, 128, A, Sized<T, 128, 4, 1, 64, 4>, C>(ctx, job); break;
-            case 3: run<T, 128, D, D, C>(ctx, job); break;
-            case 4: run<T, 128, D, B, C>(ctx, job); break;
-            case 5: run<T, 128, Sized<T, 128, 4, 1, 64, 4>, B, C>(ctx, job); break;
-            case 6: run<T, 128, B, B, C>(ctx, job); break;
-            default: run<T, 128, A, B, C>(ctx, job);
+        // with few queries blocks are short: more of them at a time hide how each begins
+        constexpr int FEW = 1024;
+        using Large = Sized<T, 128, 4, 2, 64, 2>;
+        using Small = Sized<T, 128, 4, 1, 64, 4>;
+        using Both  = Sized<T, 128, 4, 2, 32, 2>;
+        switch (setting != 0 ? setting : job.n < FEW ? 4 : 1) {
+            case 1: run<T, 128, Large, Large, Both>(ctx, job); break;
+            case 2: run<T, 128, Large, Small, Both>(ctx, job); break;
+            case 3: run<T, 128, Small, Large, Both>(ctx, job); break;
+            default: run<T, 128, Small, Small, Both>(ctx, job);
         }
     } else {
         run<T, 256, Sized<T, 256, 4, 1, 32, 2>, Sized<T, 256, 4, 1, 32, 2>, Sized<T, 256, 4, 1, 32, 2>>(ctx, job);
