@@ -9,7 +9,7 @@
 //   src[5] entropy  [1, Hkv] f32: where op_params[OWN_KIND + 2], weight * log(weight) of all queries and keys
 //   src[6] sinks    [H] f32, or NULL
 //   dst             a view of src[5]
-//   op_params       scale in 0, softcap in 2, `from` in OWN_KIND + 1
+//   op_params       scale in 0, softcap in 2, `from` in OWN_KIND + 1; sizes of blocks that a benchmark tries in OWN_KIND + 3, or 0
 //
 // Two passes compute the products. In the first a warp holds queries, and keys pass by: each query's largest logit and sum. In
 // the second a warp holds keys, and queries pass by: a weight is the power of 2 of a logit less the logarithm of the query's
