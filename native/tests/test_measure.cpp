@@ -160,7 +160,7 @@ Measures expected(const Sequence & seq, const MeasureJob & job, int32_t layer) {
         HighPass::Work work;
         for (int32_t h = 0; h < s.n_heads_kv && !kind.empty(); h++) {
             std::vector<float> some((size_t) n, 0.0f);
-            filter.add_deviation(view.head(layer, h), s, kind.data(), some.data(), work);
+            out.variation.push_back(filter.add_deviation(view.head(layer, h), s, kind.data(), some.data(), work));
             for (size_t t = 0, i = 0; t < T; t++) {
                 out.deviation[(size_t) h * T + t] = kind[t] ? some[i++] : 0.0f;
             }
@@ -213,6 +213,7 @@ void check_looks(const Case & c, Sequence & seq, const MeasureJob & job, ggml_ba
         same("cosines", a.cosines, anchored ? b.cosines : Bulk<double>(), 2e-6);
         same("deviation", a.deviation, far ? b.deviation : Bulk<float>(), 2.0 * most);
         CHECK(close_to(a.high, b.high, most) && (a.high > 0.0) == (far && job.looks.gamma < 1.0 && c.T > 1 && !job.looks.by_kind));
+        same("variation", a.variation, job.looks.variation ? b.variation : std::vector<double>(), most);
         CHECK(a.anchor_squares.size() == (anchored ? b.anchor_squares.size() : 0));
         for (size_t h = 0; h < a.anchor_squares.size(); h++) {
             CHECK(std::fabs(a.anchor_squares[h] / b.anchor_squares[h] - 1.0) < 1e-5);
@@ -272,7 +273,7 @@ void check_case(const Case & c, ggml_backend_dev_t device) {
         { V::mean, 0.0, false, false, A::none, -1.0, false },   { V::largest, 0.0, true, false, A::mean, -1.0, false },
         { V::faded, 0.15, false, true, A::unit, GAMMA, true }, { V::none, 0.0, false, true, A::unit, GAMMA, false },
         { V::mean, 0.0, true, true, A::none, 1.0, false },      { V::faded, 0.0, false, false, A::mean, 0.0, true },
-        { V::none, 0.0, true, false, A::none, 0.7, false },
+        { V::none, 0.0, true, false, A::none, 0.7, false },     { V::none, 0.0, false, true, A::unit, GAMMA, true, true },
     };
     for (const Looks & one : looks) {
         job.looks = one;

@@ -354,7 +354,7 @@ void GraphRows::Measuring::make_part(Part & part) {
             part.energy[i] = result(ggml_sum_rows(c, ggml_reshape_1d(c, sums, ggml_nelements(sums))));
         }
         part.deviation[i] = asks_high() ? filter.deviation(c, gathered(part, of_keys, n, true)) : nullptr;
-        if (total || looks.variation) {
+        if (part.deviation[i] && (total || looks.variation)) {
             result(part.deviation[i]);
         }
     }

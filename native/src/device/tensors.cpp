@@ -1,7 +1,6 @@
 #include "device/tensors.h"
 
 #include <algorithm>
-#include <mutex>
 #include <new>
 
 namespace kvedge {
@@ -123,54 +122,13 @@ const char * lacking(ggml_backend_dev_t device, ggml_cgraph * graph) {
     return nullptr;
 }
 
-namespace {
-
-// Never destroyed: a device's driver may end before it.
-struct Idle {
-    std::mutex                         lock;
-    std::vector<ggml_backend_buffer *> all;
-
-    static Idle & get() {
-        static Idle * const one = new Idle();
-        return *one;
-    }
-};
-
-ggml_backend_buffer * take_idle(ggml_backend_buffer_type_t type, size_t bytes) {
-    const std::lock_guard<std::mutex> guard(Idle::get().lock);
-    auto &                            all = Idle::get().all;
-    const auto it = std::find_if(all.begin(), all.end(), [&](auto * b) { return ggml_backend_buffer_get_type(b) == type && ggml_backend_buffer_get_size(b) >= bytes; });
-    if (it == all.end()) {
-        return nullptr;
-    }
-    ggml_backend_buffer * const out = *it;
-    all.erase(it);
-    return out;
-}
-
-}  // namespace
-
-void KeepPinned::operator()(ggml_backend_buffer * b) const {
-    const std::lock_guard<std::mutex> guard(Idle::get().lock);
-    auto &                            all  = Idle::get().all;
-    const auto                        type = ggml_backend_buffer_get_type(b);
-    if (std::any_of(all.begin(), all.end(), [&](auto * other) { return ggml_backend_buffer_get_type(other) == type; })) {
-        ggml_backend_buffer_free(b);
-    } else {
-        all.push_back(b);
-    }
-}
-
 uint8_t * Staging::room(ggml_backend_dev_t device, size_t bytes) {
     if (pinned_ && ggml_backend_buffer_get_size(pinned_.get()) >= bytes) {
         return (uint8_t *) ggml_backend_buffer_get_base(pinned_.get());
     }
     pinned_.reset();
     const auto type = ggml_backend_dev_host_buffer_type(device);
-    pinned_.reset(type && plain_.empty() ? take_idle(type, bytes) : nullptr);
-    if (type && plain_.empty() && !pinned_) {
-        pinned_.reset(ggml_backend_buft_alloc_buffer(type, bytes));
-    }
+    pinned_.reset(type && plain_.empty() ? ggml_backend_buft_alloc_buffer(type, bytes) : nullptr);
     if (pinned_) {
         return (uint8_t *) ggml_backend_buffer_get_base(pinned_.get());
     }

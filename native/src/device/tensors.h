@@ -38,11 +38,6 @@ class Tensors {
     std::unique_ptr<ggml_backend_buffer, FreeGgml> buffer_;
 };
 
-// One of each sort stays for whoever wants such memory next: it takes some 10 ms to make.
-struct KeepPinned {
-    void operator()(ggml_backend_buffer * b) const;
-};
-
 // Memory of the host from which a device copies, at its full speed where it has such memory.
 class Staging {
   public:
@@ -50,7 +45,7 @@ class Staging {
     void      give_back() { *this = Staging(); }
 
   private:
-    std::unique_ptr<ggml_backend_buffer, KeepPinned> pinned_;
+    std::unique_ptr<ggml_backend_buffer, FreeGgml> pinned_;
     std::vector<uint8_t>                           plain_;
 };
 

@@ -28,8 +28,8 @@ struct Looks {
     bool   value_norms = false;
     Anchor anchor      = Anchor::none;
     double gamma       = -1.0;   // share of low frequencies of the DCT filter (FlashCache eq. 5-10); negative: no deviation
-    bool   variation   = false;  // of values, with the deviation, by kind
     bool   by_kind     = false;  // anchor and deviation are of the tokens whose kind is 1, in their order; else of all
+    bool   variation   = false;  // of values, with the deviation, by kind
 
     bool any() const { return votes != Votes::none || key_norms || value_norms || anchor != Anchor::none || gamma >= 0.0; }
 };
