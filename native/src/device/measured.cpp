@@ -55,11 +55,14 @@ MeasuredRows GraphRows::Measuring::measured(const Part & part, bool of_the_kind)
     return { flat(c, part.group->k), flat(c, part.group->v), own_list, heads };
 }
 
-int GraphRows::Measuring::own_looks() const {
-    const Looks & looks = job.looks;
+// What OWN_LENGTHS is to find.
+static int lengths_of(const Looks & looks, bool high) {
     return (looks.key_norms ? KEY_SQUARES : 0) | (looks.value_norms ? VALUE_SQUARES : 0) |
-           (looks.anchor != Looks::Anchor::none ? PRODUCTS : 0) | (asks_high() && !looks.by_kind ? ENERGIES : 0);
+           (looks.anchor != Looks::Anchor::none ? PRODUCTS : 0) | (high && !looks.by_kind ? ENERGIES : 0);
 }
+
+// Of a head's rows, each by a block.
+static int64_t parts_of(int32_t n_tokens) { return std::clamp((int64_t) n_tokens / 128, (int64_t) 1, (int64_t) 64); }
 
 // Whether keys are multiplied with queries as they lie. A GPU adds such products up in f32, some processors in half precision.
 bool GraphRows::Measuring::reads_half() const {
@@ -67,8 +70,8 @@ bool GraphRows::Measuring::reads_half() const {
 }
 
 void GraphRows::Measuring::make_own(Part & part) {
-    const int     how = own_looks();
-    const int64_t heads = (int64_t) part.heads.size(), d = shape(part).d_k, parts = own_parts();
+    const int     how = lengths_of(job.looks, asks_high());
+    const int64_t heads = (int64_t) part.heads.size(), d = shape(part).d_k, parts = parts_of(job.n_tokens);
     if (how != 0) {
         const MeasuredRows all = measured(part, false);
         T                  sum = nullptr;
@@ -89,7 +92,7 @@ void GraphRows::Measuring::make_own(Part & part) {
 
 void GraphRows::Measuring::read_own(const Part & part, Measures & out, Energy & energy) const {
     const auto   n = (size_t) job.n_tokens, d = (size_t) shape(part).d_k, heads = part.heads.size();
-    const int    how   = own_looks();
+    const int    how   = lengths_of(job.looks, asks_high());
     const double share = 1.0 / (double) std::max(of_kind.size(), (size_t) 1);
     const float * from = part.lengths ? parcel.values(part.lengths) : nullptr;
     const auto    each = [&](auto & to, double factor) {
@@ -120,7 +123,7 @@ void GraphRows::Measuring::read_own(const Part & part, Measures & out, Energy & 
         }
     }
     if (how & ENERGIES) {
-        add(energy.all, (int64_t) heads * own_parts());
+        add(energy.all, (int64_t) heads * parts_of(job.n_tokens));
     }
     if (part.high) {
         from = parcel.values(part.high);

@@ -71,8 +71,6 @@ struct GraphRows::Measuring {
     T     gathered(const Part & part, bool keys, int32_t rows, bool filtered);
     T     lying(const Part & part, bool keys, int32_t rows) const;
     MeasuredRows measured(const Part & part, bool of_the_kind);
-    int   own_looks() const;
-    int64_t own_parts() const { return std::clamp((int64_t) job.n_tokens / 128, (int64_t) 1, (int64_t) 64); }
     bool  reads_half() const;
     void  make_own(Part & part);
     void  read_own(const Part & part, Measures & out, Energy & energy) const;

@@ -187,10 +187,10 @@ Room Slots::room_for(size_t l, const Group & group, int32_t slots, const std::sh
     return room;
 }
 
-void Slots::fill(const Group & group) {
-    group.write_mask();
-    if (group.pick) {
-        ggml_backend_tensor_set(group.pick, group.heads.data(), 0, group.heads.size() * sizeof(int32_t));
+void Group::fill() const {
+    write_mask();
+    if (pick) {
+        ggml_backend_tensor_set(pick, heads.data(), 0, heads.size() * sizeof(int32_t));
     }
 }
 
@@ -200,7 +200,7 @@ bool Slots::make_group(size_t l, Group & group, int32_t slots) {
         return refuse(layers[l].device);
     }
     static_cast<Room &>(group) = std::move(room);
-    fill(group);
+    group.fill();
     change();
     return true;
 }
@@ -262,7 +262,7 @@ bool Slots::make_larger(const LayersOn & on, const std::vector<Unmade> & groups)
             group.move_to(groups[i].starts);
         }
         static_cast<Room &>(group) = std::move(rooms[i]);
-        fill(group);
+        group.fill();
     }
     on.worker->give_back_memory();
     change();
@@ -289,7 +289,7 @@ bool Slots::make_groups(const std::vector<Unmade> & groups) {
             }
             for (size_t i = from; i < end; i++) {
                 static_cast<Room &>(*of[i].group) = std::move(rooms[i - from]);
-                fill(*of[i].group);
+                of[i].group->fill();
             }
             change();
         }
@@ -351,7 +351,8 @@ int32_t Slots::even_rows() const {
     return 0;
 }
 
-int32_t Slots::wanted(const Group & group, const Incoming & incoming) const {
+// Slots that a group of lists is to have.
+static int32_t wanted(const Group & group, const Incoming & incoming, bool even) {
     const int32_t held = group.most_used(), need = held + incoming.n;
     if (need <= group.slots) {
         return group.slots;
@@ -364,10 +365,24 @@ int32_t Slots::wanted(const Group & group, const Incoming & incoming) const {
     return std::max(slots_for(need), more);
 }
 
+// Where regions are to begin; empty: there is room.
+static std::vector<int32_t> grown_regions(const Group & group, const Incoming & incoming) {
+    int32_t rows = 0;
+    bool    fit  = true;
+    for (size_t i = 0; i < group.heads.size(); i++) {
+        const int32_t end = i + 1 < group.heads.size() ? group.first[i + 1] : group.slots;
+        fit               = fit && group.used[i] + incoming.n <= end;
+        rows += group.used[i] - group.first[i];
+    }
+    const int32_t mean = rows / (int32_t) group.heads.size();
+    const int32_t more = incoming.follow > incoming.n ? incoming.follow : incoming.n + (incoming.n + mean) / 8;
+    return fit ? std::vector<int32_t>() : group.starts(REGION_ROOM + more);
+}
+
 bool Slots::fits(const Incoming & incoming) const {
     return std::all_of(layers.begin(), layers.end(), [&](const DeviceLayer & layer) {
         return std::all_of(layer.groups.begin(), layer.groups.end(),
-                           [&](const Group & group) { return wanted(group, incoming) <= group.slots; });
+                           [&](const Group & group) { return wanted(group, incoming, even) <= group.slots; });
     });
 }
 
@@ -380,7 +395,7 @@ bool Slots::grow(const Incoming & incoming) {
         for (const size_t l : on.layers) {
             for (Group & group : layers[l].groups) {
                 const auto    starts = group.regions && group.k ? grown_regions(group, incoming) : std::vector<int32_t>();
-                const int32_t slots  = starts.empty() ? group.regions ? group.slots : wanted(group, incoming) : starts.back();
+                const int32_t slots  = starts.empty() ? group.regions ? group.slots : wanted(group, incoming, even) : starts.back();
                 if (!group.k) {
                     first.push_back({ l, &group, slots, {} });
                 } else if (slots > group.slots || !starts.empty()) {
@@ -398,19 +413,6 @@ bool Slots::grow(const Incoming & incoming) {
         }
     }
     return make_groups(first);
-}
-
-std::vector<int32_t> Slots::grown_regions(const Group & group, const Incoming & incoming) const {
-    int32_t rows = 0;
-    bool    fit  = true;
-    for (size_t i = 0; i < group.heads.size(); i++) {
-        const int32_t end = i + 1 < group.heads.size() ? group.first[i + 1] : group.slots;
-        fit               = fit && group.used[i] + incoming.n <= end;
-        rows += group.used[i] - group.first[i];
-    }
-    const int32_t mean = rows / (int32_t) group.heads.size();
-    const int32_t more = incoming.follow > incoming.n ? incoming.follow : incoming.n + (incoming.n + mean) / 8;
-    return fit ? std::vector<int32_t>() : group.starts(REGION_ROOM + more);
 }
 
 std::vector<std::vector<int64_t>> Slots::take(int32_t n) {

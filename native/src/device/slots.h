@@ -83,6 +83,7 @@ struct Group : Room {
     std::vector<int32_t> starts(int32_t room) const;                      // of regions with room for more rows, and their end
     void                 move_to(const std::vector<int32_t> & starts);    // regions
     void                 write_mask() const;                              // what every head may look at so far, to the device
+    void                 fill() const;                                    // what the host knows, into tensors that have memory
 };
 
 // Tokens that a region always has room for: a layer whose regions grow gets new buffers, and a graph is made anew. As many as a list
@@ -144,7 +145,6 @@ struct Slots {
     bool lay_out(size_t layer, HeadRows && rows);
     // For so many slots, in memory that `held` is yet to be given.
     Room room_for(size_t layer, const Group & group, int32_t slots, const std::shared_ptr<Tensors> & held) const;
-    static void fill(const Group & group);  // what the host knows, into tensors that have memory
     void plan_devices();                    // when the groups of all layers are known
 
     // The places of a head's rows in its layer's tensors, in token order: list * slots + slot; and of which group.
@@ -179,8 +179,6 @@ struct Slots {
         std::vector<int32_t> starts;
     };
     bool    make_plain_groups();
-    int32_t wanted(const Group & group, const Incoming & incoming) const;
-    std::vector<int32_t> grown_regions(const Group & group, const Incoming & incoming) const;  // empty: there is room
     bool    make_group(size_t layer, Group & group, int32_t slots);
     bool    make_groups(const std::vector<Unmade> & groups);
     bool    make_larger(const LayersOn & on, const std::vector<Unmade> & groups);

@@ -21,6 +21,31 @@ namespace {
 // Beside a cache, of its bytes: new rows before the first old ones are given back, and results of a graph.
 constexpr uint64_t AHEAD = 64, LEAST_AHEAD = 16 << 20, WORK = 24;
 
+std::vector<ggml_backend_dev_t> devices_of(const Slots & of) {
+    std::vector<ggml_backend_dev_t> out;
+    for (const DeviceLayer & layer : of.layers) {
+        out.push_back(layer.device);
+    }
+    return out;
+}
+
+uint64_t bytes_of(const DeviceLayer & layer) {
+    uint64_t n = 0;
+    for (const Group & group : layer.groups) {
+        n += ggml_nbytes(group.k) + ggml_nbytes(group.v);
+    }
+    return n;
+}
+
+// Of the layers of one device.
+uint64_t bytes_on(const Slots & slots, size_t device) {
+    uint64_t n = 0;
+    for (const DeviceLayer & layer : slots.layers) {
+        n += layer.on == device ? bytes_of(layer) : 0;
+    }
+    return n;
+}
+
 }  // namespace
 
 // ---------------------------------------------------------------------------------------------------------
@@ -30,14 +55,6 @@ GraphRows::Taking::Taking(GraphRows & rows, const TakeJob & job)
     : rows(rows), from(rows.slots_), next(*from.shapes, devices_of(from), { job.storage, job.dropping }, *from.stamps, from.workers), job(job),
       places(from.layers.size()), stay(from.layers.size()), merging(*this), lifted(from.layers.size()), copies(from.layers.size()) {
     lay_out_sources();
-}
-
-std::vector<ggml_backend_dev_t> GraphRows::Taking::devices_of(const Slots & of) {
-    std::vector<ggml_backend_dev_t> out;
-    for (const DeviceLayer & layer : of.layers) {
-        out.push_back(layer.device);
-    }
-    return out;
 }
 
 void GraphRows::Taking::lay_out_sources() {
@@ -87,16 +104,6 @@ std::vector<float> GraphRows::Taking::biases_of(size_t l, int32_t head) const {
     return out;
 }
 
-std::vector<int32_t> GraphRows::Taking::lengths() const {
-    std::vector<int32_t> out;
-    for (size_t l = 0; l < places.size(); l++) {
-        for (size_t h = 0; h < places[l].size(); h++) {
-            out.push_back((int32_t) (n_old(l, h) + job.kept[l][h].size()));
-        }
-    }
-    return out;
-}
-
 // After a short message few rows go: their slots are for the next tokens, and no other row moves. even: the layout that is wanted.
 bool GraphRows::Taking::may_stay(bool even) const {
     constexpr size_t FEW = 128, SHARE = 4;
@@ -137,7 +144,12 @@ void GraphRows::Taking::lay_out_here() {
 }
 
 Outcome GraphRows::Taking::lay_out_next() {
-    const auto all  = lengths();
+    std::vector<int32_t> all;
+    for (size_t l = 0; l < places.size(); l++) {
+        for (size_t h = 0; h < places[l].size(); h++) {
+            all.push_back((int32_t) (n_old(l, h) + job.kept[l][h].size()));
+        }
+    }
     const bool same = std::adjacent_find(all.begin(), all.end(), std::not_equal_to<>()) == all.end();
     next.even       = !job.dropping && !biased && same;
     if (may_stay(next.even)) {
@@ -169,7 +181,7 @@ void GraphRows::Taking::make_bundles() {
     const size_t          n = from.devices.size();
     std::vector<uint64_t> may(n), taken(n), freed(n);  // of each device
     for (size_t i = 0; i < n; i++) {
-        may[i] = std::max(bytes_on(i) / AHEAD, LEAST_AHEAD);
+        may[i] = std::max(bytes_on(from, i) / AHEAD, LEAST_AHEAD);
     }
     for (size_t l = 0; l < places.size(); l++) {
         if (places[l].empty()) {
@@ -187,7 +199,7 @@ void GraphRows::Taking::make_bundles() {
         const bool same = !bundles.empty() && from.layers[bundles.back().layers[0]].on == i;
         if (!same || taken[i] + size > may[i] + freed[i]) {
             for (const size_t done : same ? bundles.back().layers : std::vector<size_t>()) {
-                freed[i] += bytes_of(done);
+                freed[i] += bytes_of(from.layers[done]);
             }
             bundles.emplace_back();
         }
@@ -196,25 +208,9 @@ void GraphRows::Taking::make_bundles() {
     }
 }
 
-uint64_t GraphRows::Taking::bytes_of(size_t l) const {
-    uint64_t n = 0;
-    for (const Group & group : from.layers[l].groups) {
-        n += ggml_nbytes(group.k) + ggml_nbytes(group.v);
-    }
-    return n;
-}
-
-uint64_t GraphRows::Taking::bytes_on(size_t inputs) const {
-    uint64_t n = 0;
-    for (size_t l = 0; l < places.size(); l++) {
-        n += !places[l].empty() && from.layers[l].on == inputs ? bytes_of(l) : 0;
-    }
-    return n;
-}
-
 size_t GraphRows::Taking::work_bytes(size_t l) const {
     constexpr uint64_t LEAST = 8 << 20, MOST = 64 << 20;
-    return (size_t) std::clamp(bytes_on(from.layers[l].on) / WORK, LEAST, MOST);
+    return (size_t) std::clamp(bytes_on(from, from.layers[l].on) / WORK, LEAST, MOST);
 }
 
 T GraphRows::Taking::flat(ggml_context * c, size_t l, bool keys) const {
@@ -400,7 +396,7 @@ Outcome GraphRows::Taking::finish(Bundle & bundle) {
     const bool at_once = copies_at_once(from.layers[first].device);
     parallel_for(at_once ? from.n_threads : 1, (int32_t) bundle.layers.size(), [&](int32_t i, int32_t) {
         for (const Group & group : next.layers[bundle.layers[(size_t) i]].groups) {
-            Slots::fill(group);
+            group.fill();
         }
     });
     for (const size_t l : bundle.layers) {
@@ -485,22 +481,6 @@ Outcome GraphRows::Taking::prepare_all() {
     return outcome;
 }
 
-void GraphRows::Taking::take_over() {
-    for (size_t l = 0; l < places.size() && here; l++) {
-        from.layers[l].groups = std::move(next.layers[l].groups);
-    }
-    if (here) {
-        return;  // its tensors are those that graphs know
-    }
-    next.plan_devices();
-    from.form    = next.form;
-    from.layers  = std::move(next.layers);
-    from.devices = std::move(next.devices);
-    from.even    = next.even;
-    from.change();
-    rows.inputs_.forget();
-}
-
 Outcome GraphRows::Taking::replace_all() {
     rows.queries.forget();  // till now the host could have gone on with it
     for (size_t b = 0; b < bundles.size(); b++) {
@@ -509,7 +489,18 @@ Outcome GraphRows::Taking::replace_all() {
             return Outcome::failed;
         }
     }
-    take_over();
+    for (size_t l = 0; l < places.size() && here; l++) {  // tensors are those that graphs know
+        from.layers[l].groups = std::move(next.layers[l].groups);
+    }
+    if (!here) {
+        next.plan_devices();
+        from.form    = next.form;
+        from.layers  = std::move(next.layers);
+        from.devices = std::move(next.devices);
+        from.even    = next.even;
+        from.change();
+        rows.inputs_.forget();
+    }
     if (job.out && biased) {
         job.out->resize(stay.size());
         for (size_t l = 0; l < stay.size(); l++) {

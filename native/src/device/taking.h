@@ -127,19 +127,14 @@ struct GraphRows::Taking {
     Merging                                        merging;
 
   private:
-    static std::vector<ggml_backend_dev_t> devices_of(const Slots & of);
-    std::vector<float>                     biases_of(size_t layer, int32_t head) const;
-    uint64_t                               bytes_of(size_t layer) const;
-    uint64_t                               bytes_on(size_t device) const;
+    std::vector<float> biases_of(size_t layer, int32_t head) const;
 
     void    lay_out_sources();
-    std::vector<int32_t> lengths() const;
     bool    may_stay(bool even) const;
     void    lay_out_here();
     Outcome lay_out_next();
     void    make_bundles();
     void    move_pending(size_t layer, Bundle & bundle);
-    void    take_over();
     void    write_list(size_t layer, const Group & group, int32_t * list) const;
     void    sketch(Bundle & bundle);
     Outcome check();
