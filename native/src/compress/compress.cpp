@@ -18,11 +18,13 @@ bool open_layers(Job & job, bool reduces) {
     for (int32_t l = 0; l < n; l++) {
         away = away && is_away(job, (size_t) l);
     }
-    // of a layer on a device there are lists alone, which are its own
-    parallel_for(away ? job.n_threads : 1, n, [&](int32_t l, int32_t) {
-        const bool opened = (away || room) && open_layer(job, (size_t) l, reduces, job.n_threads);
-        room              = away || opened;
-    });
+    if (away) {  // of a layer on a device there are lists alone, which are its own
+        parallel_for(job.n_threads, n, [&](int32_t l, int32_t) { open_layer(job, (size_t) l, reduces, job.n_threads); });
+        return true;
+    }
+    for (int32_t l = 0; l < n && room; l++) {
+        room = open_layer(job, (size_t) l, reduces, job.n_threads);
+    }
     return room;
 }
 
