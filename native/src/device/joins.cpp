@@ -116,7 +116,7 @@ bool GraphRows::Merging::has_own(size_t l) const {
     const DeviceLayer & layer = of.from.layers[l];
     const Group &       group = layer.groups[0];
     const bool plain = !of.job.storage.quantised() && ggml_type_of(of.job.storage.k) == group.k->type && ggml_type_of(of.job.storage.v) == group.v->type;
-    if (!plain || !ggml_backend_reg_get_proc_address(ggml_backend_dev_backend_reg(layer.device), "kvedge_ragged_attention")) {
+    if (!plain || !kvedge::has_own(layer.device)) {
         return false;
     }
     const GgmlContext context = make_context(4 * ggml_tensor_overhead());

@@ -59,7 +59,7 @@ struct GraphRows::Merging::Search {
 
 bool GraphRows::Merging::has_own_search(size_t l) const {
     const DeviceLayer & layer = of.from.layers[l];
-    if (!ggml_backend_reg_get_proc_address(ggml_backend_dev_backend_reg(layer.device), "kvedge_ragged_attention")) {
+    if (!kvedge::has_own(layer.device)) {
         return false;
     }
     for (size_t h = 0; h < of.places[l].size(); h++) {  // where rows were dropped, new ones may lie in their slots

@@ -94,7 +94,7 @@ T attention_sums(const GraphLayer & in, T k, T mask, const Added & to) {
 }
 
 bool has_sums(ggml_backend_dev_t device, const LayerShape & shape, const Storage & storage) {
-    if (storage.quantised() || !ggml_backend_reg_get_proc_address(ggml_backend_dev_backend_reg(device), "kvedge_ragged_attention")) {
+    if (storage.quantised() || !has_own(device)) {
         return false;
     }
     constexpr size_t  TENSORS = 8;
