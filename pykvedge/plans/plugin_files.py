@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+import importlib.machinery
 import importlib.util
 import sys
 from pathlib import Path
+from types import CodeType
 
 from pykvedge.errors import KvedgeError, PluginError
 from pykvedge.plans.making import plan
@@ -14,6 +16,13 @@ from pykvedge.plans.plugins import calling, table
 from pykvedge.system.files import require_file
 
 LIBRARY_ENDINGS = (".so", ".dylib", ".dll")
+
+class _Source(importlib.machinery.SourceFileLoader):
+    """Compiles the file as it is now. Python's cached bytecode can be that of an older text written in the same second."""
+
+    def get_code(self, fullname: str) -> CodeType:
+        return self.source_to_code(self.get_data(self.path), self.path)
+
 
 _digests: dict[str, str] = {}  # names of plugin files, and digests of what was in them when they were loaded
 
@@ -61,7 +70,7 @@ def source_digest(plan: Plan) -> str:
 
 def _run(path: Path) -> None:
     name = f"kvedge_plugin_{path.stem}"
-    spec = importlib.util.spec_from_file_location(name, path)
+    spec = importlib.util.spec_from_file_location(name, path, loader=_Source(name, str(path)))
     if spec is None or spec.loader is None:
         raise PluginError(f"plugin {path} cannot be loaded")
     module = importlib.util.module_from_spec(spec)
