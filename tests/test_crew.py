@@ -1,13 +1,21 @@
 """Threads that compute an answer: one processor is left to others where that pays."""
 
 import itertools
+import subprocess
+import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from server import SCENES, asks, serving
 
 import pykvedge
-from pykvedge.runtime.crew import Crew
+from pykvedge.runtime.crew import Crew, Others
+
+
+def a_crew(threads, processors, used=None):
+    """used: the processors that other programs use; None: the system does not say."""
+    return Crew(threads, processors, lambda: used)
 
 
 def turns(crew, n, conversations, seconds):
@@ -29,13 +37,13 @@ def busy(threads):
 
 
 def test_somebody_alone_has_all_threads_on_a_quiet_machine():
-    crew = Crew(4, 4)
+    crew = a_crew(4, 4)
     found = turns(crew, 3000, 1, quiet)
     assert found.count(4) > 0.95 * len(found) and found[-30:].count(4) >= 20
 
 
 def test_a_processor_is_left_to_another_program_and_taken_back():
-    crew = Crew(4, 4)
+    crew = a_crew(4, 4)
     turns(crew, 100, 1, quiet)
     found = turns(crew, 1000, 1, busy)
     assert found.count(3) > 0.9 * len(found)  # tries take a twentieth of the time
@@ -44,7 +52,7 @@ def test_a_processor_is_left_to_another_program_and_taken_back():
 
 
 def test_a_processor_is_left_while_many_are_answered_quickly():
-    crew = Crew(4, 4)
+    crew = a_crew(4, 4)
     assert turns(crew, 3000, 8, quiet)[-1000:].count(3) > 900
     assert turns(crew, 16, 1, quiet)[-1] == 4  # somebody alone has all of them
     assert crew.threads(2) == 3
@@ -74,25 +82,52 @@ def test_sessions_of_a_model_learn_together(tiny, monkeypatch):
 
 
 def test_a_lucky_try_is_made_up_for():
-    crew, lucky = Crew(2, 2), itertools.chain([0.001] * 40, itertools.repeat(0.01))
+    crew, lucky = a_crew(2, 2), itertools.chain([0.001] * 40, itertools.repeat(0.01))
     found = turns(crew, 2000, 1, lambda threads: next(lucky) if threads == 2 else 0.002)
     assert found[:20].count(2) > 10 and found.count(1) > 0.9 * len(found)
 
 
 def test_tries_cost_little_where_turns_are_long():
     for conversations in (1, 8):
-        found = turns(Crew(2, 2), 2000, conversations, lambda threads: 0.06 / threads)
+        found = turns(a_crew(2, 2), 2000, conversations, lambda threads: 0.06 / threads)
         assert 0 < sum(0.06 / n for n in found) - 2000 * 0.03 < 0.02 * 2000 * 0.03
 
 
 def test_a_large_model_leaves_a_processor_to_another_program():
-    found = turns(Crew(2, 2), 1000, 1, lambda threads: 0.5 if threads == 2 else 0.06)
+    found = turns(a_crew(2, 2), 1000, 1, lambda threads: 0.5 if threads == 2 else 0.06)
     assert found.count(1) > 0.97 * len(found)
+
+
+def test_no_tries_on_a_free_machine_where_turns_are_long():
+    assert set(turns(a_crew(2, 2, 0.02), 1000, 1, lambda threads: 0.06 / threads)) == {2}
+
+
+def test_a_busy_machine_is_known_before_the_first_turn():
+    found = turns(a_crew(2, 2, 0.7), 20, 1, lambda threads: 0.2 if threads == 2 else 0.06)
+    assert found.count(2) == 1  # the one try
+    found = turns(a_crew(2, 2, 1.0), 100, 1, lambda threads: 0.12 / threads)  # two programs: all threads are quicker
+    assert found[:2] == [1, 1] and found[2:].count(2) > 90
+
+
+def test_a_program_that_ends_is_noticed_at_once():
+    used = itertools.chain([0.9] * 50, itertools.repeat(0.0))
+    crew = Crew(2, 2, lambda: next(used))
+    assert turns(crew, 50, 1, lambda threads: 0.5 if threads == 2 else 0.06).count(1) >= 49
+    assert set(turns(crew, 50, 1, lambda threads: 0.06 / threads)) == {2}
+
+
+def test_other_programs_are_measured():
+    others = Others()
+    with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as loop:
+        time.sleep(1)
+        used = others()
+        loop.kill()
+    assert used > 0.2 and others() is None  # too soon after the look before
 
 
 @pytest.mark.parametrize(("threads", "processors", "found"), [(1, 1, {1}), (2, 8, {2}), (8, 2, {8, 1}), (8, 8, {8, 7})])
 def test_no_more_than_was_asked_for(threads, processors, found):
-    crew = Crew(threads, processors)
+    crew = a_crew(threads, processors)
     assert set(turns(crew, 4000, 4, quiet)) == found
 
 

@@ -18,7 +18,7 @@ from pykvedge.system.files import require_file
 LIBRARY_ENDINGS = (".so", ".dylib", ".dll")
 
 class _Source(importlib.machinery.SourceFileLoader):
-    """Compiles the file as it is now. Python's cached bytecode can be that of an older text written in the same second."""
+    """Compiles the file as it is now. Cached bytecode can be that of an older text, written in the same second."""
 
     def get_code(self, fullname: str) -> CodeType:
         return self.source_to_code(self.get_data(self.path), self.path)
