@@ -52,7 +52,12 @@ class Finder:
                 return spec
         return None
 
+def started(event, values):  # the package runs two of its files with -I, which hears of no hook
+    if event == "subprocess.Popen" and "-I" in values[1]:
+        values[1][:] = [word.replace(original, changed) for word in values[1] if word != "-I"]
+
 sys.meta_path.insert(0, Finder)
+sys.addaudithook(started)
 '''
 
 
