@@ -50,7 +50,7 @@ def finalists(cells: Sequence[Cell], found: Found, target: float, default: Cell)
     if first is None:
         return [default]
     base = found[first.key]
-    safer = next((c for c in by_bytes if found[c.key].bytes > base.bytes and found[c.key].low > base.low), None)
+    safer = next((c for c in by_bytes if found[c.key].low > base.low), None)
     return [first, *([safer] if safer else []), default]
 
 

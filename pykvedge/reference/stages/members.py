@@ -11,7 +11,7 @@ import importlib
 import pkgutil
 from dataclasses import replace
 
-from pykvedge.errors import UsageError, unknown
+from pykvedge.errors import unknown
 from pykvedge.native import calls
 from pykvedge.native.abi import Facts
 from pykvedge.reference.stages.base import Allocator, Member, Param, Reducer, Scorer, Settings
@@ -32,10 +32,7 @@ def formulas(stage: str) -> dict[str, Member]:
     found: dict[str, Member] = {}
     for info in pkgutil.iter_modules(package.__path__):
         module = importlib.import_module(f"{package.__name__}.{info.name}")
-        member = module.MEMBER
-        if member.stage != stage or member.name.replace("-", "_") != info.name:
-            raise UsageError(f"{module.__name__} must define the {stage} '{info.name}', not '{member.name}'")
-        found[member.name] = member
+        found[module.MEMBER.name] = module.MEMBER
     return dict(sorted(found.items()))
 
 
