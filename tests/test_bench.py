@@ -13,6 +13,7 @@ import threading
 import time
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from conftest import THREADS
@@ -28,6 +29,7 @@ from pykvedge.models.encoder import Encoder
 from pykvedge.models.gguf import read_header
 from pykvedge.models.model import Model
 from pykvedge.models.vision import Vision
+from pykvedge.runtime.figures import device_work
 from pykvedge.runtime.report import DeviceWork
 
 
@@ -197,6 +199,15 @@ def on_a_device():
         one.full_bytes, one.later_s = 1000, 0.3
     group.device_peaks = {stock: 1500, h2o: 1600}
     return made
+
+
+def test_the_work_of_a_device_is_told_in_seconds():
+    steps = {"measure": 1, "choose": 2, "gather": 3, "merge": 4, "upload": 5}
+    figures = {"compressed": 1, "fetched_bytes": 12, "sent_bytes": 3, "operations": 7}
+    figures |= {f"{name}_us": seconds * 10**6 for name, seconds in steps.items()}
+    stats = SimpleNamespace(**{f"device_{name}": n for name, n in figures.items()})
+    cache = SimpleNamespace(stats=lambda sequence: stats, device_problem=lambda sequence: "")
+    assert device_work(cache) == DeviceWork(True, "", 12, 3, 7, *steps.values())
 
 
 def test_a_compression_on_a_device():

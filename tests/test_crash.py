@@ -50,9 +50,9 @@ LONG = "And what is that over there, behind the house? " * 3
     (TERMINATES, "native code crashed: an exception that nobody caught"),
     (ASSERTS, "llama.cpp had to stop: GGML_ASSERT(n > 0) failed"),
 ])  # fmt: skip
-def test_one_line_says_what_happened(kvedge, tiny, write, crash, words):
-    done = kvedge(*options(tiny("llama"), crashing(write, crash), "--json", "Hello there, what is this?"))
-    done.failed(1, f"{words}; what was not saved is lost")
+def test_one_line_says_what_happened(kvedge, tiny, write, tmp_path, crash, words):
+    asked = ["--session", tmp_path / "not-there-yet.kvs", "--json", "Hello there, what is this?"]
+    kvedge(*options(tiny("llama"), crashing(write, crash), *asked)).failed(1, f"{words}; what was not saved is lost")
 
 
 def test_the_conversation_is_where_the_line_says(kvedge, tiny, write, tmp_path):

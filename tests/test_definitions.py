@@ -216,3 +216,10 @@ def test_rounding_to_the_storage_types():
 
 def test_keep_all_evicts_nothing():
     assert member("decode", "keep-all").evict(DecodeState(900, 100, 100, 500, 600, 4), {}) is None
+
+
+@pytest.mark.parametrize("name", ["fixed-point", "ratio"])
+@pytest.mark.parametrize(("distance", "row"), [(24, 2), (25, 1), (26, 13), (40, 13)])
+def test_the_fixed_place_is_in_the_middle_where_the_distance_leaves_no_row_before_it(name, distance, row):
+    state = DecodeState(prompt=100, kept=26, budget=20, generated=50, length=40, sinks=0)
+    assert member("decode", name).evict(state, {"distance": distance, "relative": False}) == row

@@ -217,6 +217,13 @@ def test_bad_milebench_samples_are_named(folder, sample, words):
     assert words in str(error.value)
 
 
+def test_choices_are_scored_where_they_are_asked_for(folder):
+    one = "Which?", ["0.png"]
+    [listed] = load(milebench(folder, "GPR1200", "open-ended", (*one, ["cat", "dog"], "a dog")))
+    [unlisted] = load(milebench(folder, "TQA", "multi-choice", (*one, None, "a dog")))
+    assert listed.metric == unlisted.metric == "rouge"
+
+
 def test_more_choices_than_letters(folder):
     many = [f"image {i}" for i in range(30)]
     [sample] = load(milebench(folder, "GPR1200", "multi-choice", ("Which?", ["0.png"], many, "image 7")))

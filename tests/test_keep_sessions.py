@@ -14,7 +14,7 @@ from choosing import whole
 from conversations import WORDS, say
 
 import pykvedge
-from pykvedge.errors import CancelledError
+from pykvedge.errors import CancelledError, UsageError
 from pykvedge.library import libkvedge
 from pykvedge.models.model import silent
 from pykvedge.models.vision import TextPiece, Vision
@@ -173,3 +173,9 @@ def test_ctrl_c_while_a_message_is_read(native, tiny, tmp_path, keep):
             assert texts[0] == texts[1] and same(session, straight)
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.parametrize("dropping", ["stream", "bounded"])
+def test_what_drops_rows_for_good_keeps_none(tiny, native, dropping):
+    with pytest.raises(UsageError, match="drop rows for good"):
+        tiny("llama").session(keep="ram", **{dropping: True})

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import sys
+from contextlib import nullcontext
 
 import pytest
 from modelgen import tokens
@@ -62,6 +63,15 @@ def test_what_llama_cpp_would_abort_on_is_refused(tmp_path, meta, says):
     with pytest.raises(ModelError, match="cannot be used") as refused:
         check_model(written(tmp_path, meta=meta))
     assert says in str(refused.value)
+
+
+@pytest.mark.parametrize(("chosen", "good"), [(0, False), (1, True), (3, True), (4, False)])
+def test_some_groups_of_experts_are_chosen(tmp_path, chosen, good):
+    groups = {"expert_group_count": 4, "expert_group_used_count": chosen}
+    experts = {"expert_count": 8, "expert_used_count": 2, **groups}
+    path = written(tmp_path, meta={f"llama.{name}": n for name, n in experts.items()})
+    with nullcontext() if good else pytest.raises(ModelError, match=f"uses {chosen} of 4 groups"):
+        check_model(path)
 
 
 @pytest.mark.parametrize("alignment", [1, 8])

@@ -18,6 +18,9 @@ import pytest
 from PIL import Image
 from server import ENDLESS, QUESTION, SCENES, asks, serving
 
+from pykvedge.errors import ImageError, LibraryError, ModelError, OutOfMemoryError, StateError
+from pykvedge.serve import errors
+
 KEY = "0123456789abcdefghij"
 
 
@@ -119,6 +122,21 @@ WRONG = [
     ({"messages": image("file:///etc/passwd")}, 403, "forbidden_file", "messages"),
     ({"messages": HELLO, "x": "y" * 3_000_000}, 413, "too_large", None),
 ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "code"),
+    [
+        (ImageError("why"), 400, IMAGE),
+        (ModelError("why"), 400, VALUE),
+        (StateError("why"), 503, "unavailable"),
+        (OutOfMemoryError("why"), 503, "out_of_memory"),
+        (LibraryError("why"), 500, None),
+    ],
+)
+def test_what_fails_is_told_in_its_own_words(error, status, code):
+    told = errors.of(error)
+    assert (told.status, told.message, told.code) == (status, "why", code)
 
 
 @pytest.mark.parametrize(("body", "status", "code", "param"), WRONG, ids=range(len(WRONG)))

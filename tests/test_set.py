@@ -135,3 +135,13 @@ def test_settings_hold_for_the_next_message(chat, capsys):
     typed(chat, "frequency_penalty 0", capsys)
     typed(chat, "logit_bias none", capsys)
     assert answered() == plain
+
+
+def test_an_answer_that_cannot_be_shown_is_ended(chat, monkeypatch):
+    def full(*_, **__):
+        raise OSError("no room")
+
+    with monkeypatch.context() as patched, pytest.raises(OSError, match="no room"):
+        patched.setattr("builtins.print", full)
+        chat.put("Hello", [])
+    assert [message.role for message in chat.session.messages] == ["user", "assistant"]
