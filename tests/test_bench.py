@@ -25,6 +25,7 @@ from kvedge_lab.bench.measure import Repetition, make_prompt
 from kvedge_lab.bench.runner import Group, Outcome, run
 from kvedge_lab.commands.common import as_csv
 from kvedge_lab.jsonlines import JsonLines
+from kvedge_lab.progress import Steps
 from pykvedge.models.encoder import Encoder
 from pykvedge.models.gguf import read_header
 from pykvedge.models.model import Model
@@ -42,13 +43,19 @@ def quick():
         yield
 
 
+class Shares(Steps):
+    """What the bar shows of a run: shares of it that are done."""
+
+    def _tell(self, line, done, total):
+        self.shown = [*getattr(self, "shown", []), done / total]
+
+
 def measured(files, shapes, variants, **options):
     out = Outcome()
-    run(
-        Matrix(files, shapes, variants, threads=THREADS, **{"repeat": 2, "generate": 5, **options}),
-        JsonLines(None),
-        out,
-    )
+    matrix = Matrix(files, shapes, variants, threads=THREADS, **{"repeat": 2, "generate": 5, **options})
+    display = Shares(enabled=False, steps=matrix.steps)
+    run(matrix, JsonLines(None), out, display)
+    assert display.shown[-1] == max(display.shown) == 1
     assert not out.left_out and not out.interrupted
     return out
 
