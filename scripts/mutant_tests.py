@@ -31,7 +31,7 @@ class LikelyTests:
 
         def score(test: str) -> float:
             of, text = test.removeprefix("test_").removesuffix(".py").replace("_", ""), self._texts[test]
-            alike = 6 if of == mine else 3 if mine in of or of in mine or of == room else 0
+            alike = 6 if of in (mine, room + mine) else 3 if mine in of or of in mine or of == room else 0
             named = sum(len(tests) ** -0.5 for tests in naming if test in tests)  # a word that few name says more
             return 5 * named + alike + (imported in text and stem in text)
 
