@@ -10,7 +10,7 @@ import warnings
 
 import numpy as np
 import pytest
-from PIL import Image
+from PIL import ExifTags, Image, ImageOps
 
 import pykvedge
 from pykvedge import ArrayError, ImageError, Picture, Sampling, UsageError, load_picture
@@ -280,3 +280,27 @@ def test_a_bad_picture_leaves_the_conversation_as_it_was(tiny, native):
                 session.ask("And this?", bad)
         assert len(session.messages) == 2
         assert session.ask("And this?", PIXELS, Sampling(max_tokens=4)).read()
+
+
+@pytest.mark.parametrize("orientation", [1, 3, 6, 7])
+@pytest.mark.parametrize("kind", ["PNG", "JPEG"])
+def test_files_of_more_pixels_than_an_encoder_sees_are_scaled_by_a_whole_number(kind, orientation):
+    """To what pillow makes of the whole picture; JPEG reads less of its file, and comes near."""
+    small = np.random.default_rng(2).integers(0, 256, (24, 25, 3), np.uint8)
+    image = Image.fromarray(small).resize((2507, 2401), Image.Resampling.BICUBIC)
+    exif = Image.Exif()
+    exif[ExifTags.Base.Orientation] = orientation
+    file = io.BytesIO()
+    image.save(file, kind, exif=exif)
+    image = ImageOps.exif_transpose(Image.open(file))
+    seen = 330_000  # 3 x 3 pixels become one, and 3 x 3 of 2 x 2 are too many
+    one, whole = pykvedge.load_picture(file.getvalue(), None, seen), pykvedge.load_picture(file.getvalue())
+    assert (whole.width, whole.height) == image.size and whole.rgb == image.tobytes()
+    if kind == "PNG":
+        reduced = Image.open(file).reduce(3)
+        reduced = ImageOps.exif_transpose(reduced)
+        assert (one.width, one.height) == reduced.size and one.rgb == reduced.tobytes()
+    scaled = image.resize((one.width, one.height), Image.Resampling.BOX).tobytes()
+    assert 2 * seen <= one.width * one.height < 8 * seen
+    assert np.abs(np.frombuffer(scaled, np.uint8).astype(int) - np.frombuffer(one.rgb, np.uint8)).mean() < 1.5
+    assert pykvedge.load_picture(file.getvalue(), None, 4_000_000).rgb == whole.rgb

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import base64
+import io
 import json
+from pathlib import Path
 
 import pytest
+from PIL import Image
+from server import SCENES, asks, serving
 
 from pykvedge.errors import RequestError, UsageError
 from pykvedge.serve import guarding
@@ -206,3 +211,28 @@ def test_the_count_stands_before_the_routes():
     answer = asked(Rules(bounds=Bounds(values=3)), parts=[b"[1,2,", b"3,4,5]"])
     assert code(answer) == (413, "too_large") and not answer[3]
     assert asked(Rules(), parts=[b'{"data":"AAAA"}'])[3]["scope"][PICTURES] == 6
+
+
+# ------------------------------------------------------------------------------------------------------------ memory
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="memory is looked up as Linux tells it")
+@pytest.mark.parametrize("kind", ["JPEG", "PNG"])
+def test_the_largest_picture_takes_less_than_300_mib(environment, kind):
+    """By what /proc counts; its answer is that of a smaller copy."""
+    scene = Image.open(SCENES[0]).convert("RGB")
+    file = io.BytesIO()
+    scene.resize((7000, 7000), Image.Resampling.NEAREST).save(file, kind, quality=95)
+    url = "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
+    content = [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": "What is the code?"}]
+    with serving(environment, "--memory", "32MiB") as server:
+        small = server.text(asks("What is the code?", SCENES[0]))
+        status = Path(f"/proc/{server.told['pid']}/status")
+        status.with_name("clear_refs").write_text("5")
+        before = memory(status, "VmRSS:")
+        assert server.text([{"role": "user", "content": content}]) == small
+        assert memory(status, "VmHWM:") - before < 300 << 10
+
+
+def memory(status, name):
+    return int(next(line for line in status.read_text().splitlines() if line.startswith(name)).split()[1])

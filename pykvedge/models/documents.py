@@ -89,7 +89,7 @@ def _loaded(
     source: Any, name: str | None, size: PageSize | None, most: int, stop: threading.Event | None
 ) -> Iterable[Picture]:
     if not is_pdf(source):
-        return [load_picture(source, name)]
+        return [load_picture(source, name, size.pixels if size is not None else 0)]
     if hasattr(source, "read"):
         source, name = read_stream(source, name or "image")
     name, most = Path(name or "the document").name, most or MOST_PAGES

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import io
+import math
 import os
 import re
 import threading
@@ -16,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, TypeAlias
 
 import numpy as np
-from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
+from PIL import ExifTags, Image, UnidentifiedImageError
 from PIL.Image import Image as PillowImage
 
 from pykvedge.errors import ArrayError, ImageError, UsageError
@@ -30,7 +31,14 @@ if TYPE_CHECKING:
     ImageSources: TypeAlias = ImageSource | Iterable[ImageSource] | None
 
 MAX_PIXELS = 50_000_000  # about the largest phone photograph; models look at less than two million
+LARGE = 4_000_000  # pixels; smaller pictures are never scaled
+_STRIP = 1 << 20  # pixels that are converted at once: a whole picture in another mode is 4 more bytes a pixel
 FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF")
+_TURNS = {
+    2: Image.Transpose.FLIP_LEFT_RIGHT, 3: Image.Transpose.ROTATE_180, 4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE, 6: Image.Transpose.ROTATE_270, 7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}  # by EXIF's orientation  # fmt: skip
 _one_at_a_time = threading.Lock()  # Python's filters of warnings are those of all threads
 PDF = re.compile(r"(?P<path>.*\.pdf)(?:\[(?P<pages>[^\[\]]*)\])?", re.IGNORECASE | re.DOTALL)  # a path of one
 _BLANKS = b"\xef\xbb\xbf\0 \t\r\n"  # some programs put them before a PDF
@@ -95,14 +103,16 @@ def is_pdf(source: Any) -> bool:
 
 
 @signals.held()
-def load_picture(source: ImageSource, name: str | None = None) -> Picture:
+def load_picture(source: ImageSource, name: str | None = None, seen: int = 0) -> Picture:
     """Makes a picture from a path, the bytes of an image file, an open file, a PIL image, or an array.
 
     Files may be jpg, png, webp, bmp or gif (its first frame). They are turned as their EXIF data says; transparency
     becomes white. Arrays are uint8, [height, width, 3] RGB, [height, width, 4] RGBA or [height, width] grey. An open
     file is read from its beginning, where it can go there, and stays open. A Picture is returned as it is.
 
-    name: for messages where the source has none; default: "image".
+    name: for messages where the source has none; default: "image". seen: the most pixels that an encoder sees. A
+    picture in a file with more than LARGE pixels, and 8 times `seen`, is scaled by a whole number to at least twice `seen`.
+    0: no picture is scaled.
     Raises ImageError if it cannot be read or has too many pixels, ArrayError for an array of another shape or type,
     UsageError for what is no picture at all.
     """
@@ -115,15 +125,15 @@ def load_picture(source: ImageSource, name: str | None = None) -> Picture:
             raise ImageError(f"{source.name} has no pixels any more; load it again")
         return source
     if isinstance(source, (str, os.PathLike)):
-        return _from_path(source)
+        return _from_path(source, seen)
     if isinstance(source, (bytes, bytearray, memoryview)):
-        return _from_file(io.BytesIO(source), what, what)
+        return _from_file(io.BytesIO(source), what, what, seen)
     if isinstance(source, np.ndarray):
         return _from_array(source, what)
     if isinstance(source, Image.Image):
         return _from_pillow(source, what)
     if hasattr(source, "read"):
-        return _from_stream(source, what)
+        return _from_stream(source, what, seen)
     raise UsageError(f"{what}: {kind_of(source)} is no picture; give {FORMS}")
 
 
@@ -144,19 +154,19 @@ def kind_of(thing: object) -> str:
     return f"an object of type '{type(thing).__name__}'"
 
 
-def _from_path(path: str | os.PathLike[str]) -> Picture:
+def _from_path(path: str | os.PathLike[str], seen: int) -> Picture:
     name = os.fspath(path)
     if isinstance(name, bytes):
         name = os.fsdecode(name)
     if "\0" in name or not name:
         raise ImageError("a path of an image is empty or holds a zero byte")
     place = Path(name)
-    return _from_file(place, str(place), place.name)
+    return _from_file(place, str(place), place.name, seen)
 
 
-def _from_stream(file: Any, what: str) -> Picture:
+def _from_stream(file: Any, what: str, seen: int) -> Picture:
     data, what = read_stream(file, what)
-    return _from_file(io.BytesIO(data), what, Path(what).name)
+    return _from_file(io.BytesIO(data), what, Path(what).name, seen)
 
 
 def read_stream(file: Any, what: str) -> tuple[bytes, str]:
@@ -178,10 +188,19 @@ def read_stream(file: Any, what: str) -> tuple[bytes, str]:
     return bytes(data), what
 
 
-def _from_file(file: Path | io.BytesIO, what: str, name: str) -> Picture:
+def _from_file(file: Path | io.BytesIO, what: str, name: str, seen: int) -> Picture:
     """Opens an image. what: the subject of messages."""
     with _explained(what), _opened(file) as image:
-        return _upright(image, what, name)
+        _check_size(what, image.width, image.height)
+        factor = _factor(image.width * image.height, seen)
+        if factor > 1:
+            image.draft(image.mode, (image.width // factor, image.height // factor))  # JPEG alone: it reads less
+        return _upright(image, what, name, _factor(image.width * image.height, seen))
+
+
+def _factor(pixels: int, seen: int) -> int:
+    """Chooses by how much a picture is scaled in each direction."""
+    return max(math.isqrt(pixels // (2 * seen)), 1) if seen and pixels > LARGE else 1
 
 
 def _opened(file: Path | io.BytesIO) -> PillowImage:
@@ -218,13 +237,24 @@ def _from_array(array: np.ndarray, what: str) -> Picture:
         return _upright(Image.fromarray(np.ascontiguousarray(array)), what, what)
 
 
-def _upright(image: PillowImage, what: str, name: str) -> Picture:
+def _upright(image: PillowImage, what: str, name: str, factor: int = 1) -> Picture:
+    """factor: so many rows and columns become one, the mean of their pixels."""
     _check_size(what, image.width, image.height)
     image.load()
-    if image.getexif().get(ExifTags.Base.Orientation, 1) != 1:
-        image = ImageOps.exif_transpose(image)
-    rgb = image if image.mode == "RGB" and "transparency" not in image.info else _on_white(image)
-    return Picture(name, rgb.width, rgb.height, rgb.tobytes())
+    turn = _TURNS.get(image.getexif().get(ExifTags.Base.Orientation, 1))
+    if turn is not None and factor == 1:
+        image = image.transpose(turn)
+    width, height, rgb = -(-image.width // factor), -(-image.height // factor), io.BytesIO()
+    rows = max(_STRIP // image.width // factor, 1) * factor
+    for top in range(0, image.height, rows):
+        strip = image.crop((0, top, image.width, min(top + rows, image.height)))
+        if strip.mode != "RGB" or "transparency" in image.info:
+            strip = _on_white(strip)
+        rgb.write((strip.reduce(factor) if factor > 1 else strip).tobytes())
+    if turn is not None and factor > 1:
+        scaled = Image.frombuffer("RGB", (width, height), rgb.getvalue()).transpose(turn)
+        return Picture(name, scaled.width, scaled.height, scaled.tobytes())
+    return Picture(name, width, height, rgb.getvalue())
 
 
 @contextmanager

@@ -96,7 +96,9 @@ class Vision:
 
     def _bitmap(self, picture: Picture) -> Any:
         # without pixels mtmd only tells how many tokens there would be
-        pixels = (ctypes.c_uint8 * len(picture.rgb)).from_buffer_copy(picture.rgb) if picture.rgb else None
+        rgb = picture.rgb
+        data = rgb if isinstance(rgb, bytes) else (ctypes.c_uint8 * len(rgb)).from_buffer(rgb)  # mtmd makes a copy
+        pixels = ctypes.cast(data, ctypes.POINTER(ctypes.c_uint8)) if rgb else None
         bitmap = self.mtmd.mtmd_bitmap_init(picture.width, picture.height, pixels)
         self.mtmd.mtmd_bitmap_set_id(bitmap, picture.key.encode())
         return bitmap

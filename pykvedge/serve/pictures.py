@@ -49,7 +49,7 @@ class Sources:
     """Where pictures may come from besides the request. files: the folder that file: URLs may name files of.
 
     fetched: what https: URLs lead to, by URL. owner: whose request it is, who learns nothing of the pictures of others.
-    page_size: how large pages are drawn. stop: when it is set, nobody waits for them any more.
+    page_size: how large pages are drawn. stop: when it is set, nobody waits for them.
     Clients send the pictures of a conversation with each of its messages: those in data: URLs are unpacked once.
     """
 
@@ -90,9 +90,9 @@ class Sources:
         if scheme == "data":
             return self._data(url, name)
         if url in self.fetched:
-            return load_picture(self.fetched[url], name)
+            return load_picture(self.fetched[url], name, self.page_size.pixels)
         if scheme == "file" and self.files is not None:
-            return load_picture(_read(_below(self.files, url), name), name)
+            return load_picture(_read(_below(self.files, url), name), name, self.page_size.pixels)
         ways = ["data: URLs", *["https: URLs"] * self.https, *["file: URLs"] * (self.files is not None)]
         taken = " and ".join(ways)
         raise RequestError(400, f"{name}: this server takes pictures as {taken}", "invalid_image", "messages")
@@ -108,7 +108,7 @@ class Sources:
     def _data(self, url: str, name: str) -> Picture:
         known = self._known.get(self._name_of(url))
         if known is None:
-            known = _Loaded((load_picture(_decoded(url, _DATA, _HOW), name),))
+            known = _Loaded((load_picture(_decoded(url, _DATA, _HOW), name, self.page_size.pixels),))
             self._known.put(self._name_of(url), known)
         return known.pictures[0]
 

@@ -1,0 +1,124 @@
+"""What one hostile request costs a server: resident memory that it adds, and how long others wait meanwhile.
+
+    python3 scripts/dev.py python experiments/measure_bodies.py
+
+Each body goes to a fresh `kvedge serve` with the packaged model. Memory is the system's VmHWM, reset before the body is
+sent. Another client asks a plain question and /health in turns; its longest wait is told beside its longest wait in as
+many seconds without the body. The request itself may be refused.
+"""
+
+from __future__ import annotations
+
+import base64
+import functools
+import io
+import json
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import httpx
+import numpy as np
+from PIL import Image
+
+sys.path.append(str(Path(__file__).resolve().parent.parent / "tests"))
+from server import Server, serving
+
+SIDE = 7000
+CHAT, MIB = "/v1/chat/completions", 1 << 20
+
+
+def file_of(kind: str, mode: str = "RGB", noise: int = 64, **fields: object) -> bytes:
+    """Makes a picture of 49 megapixels; noise: of so many squares along a side, so that the file stays small."""
+    small = np.random.default_rng(1).integers(0, 256, (noise, noise, 3), np.uint8)
+    image = Image.fromarray(small).resize((SIDE, SIDE), Image.Resampling.NEAREST).convert(mode)
+    out = io.BytesIO()
+    image.save(out, kind, **fields)
+    return out.getvalue()
+
+
+def shown(*files: bytes) -> bytes:
+    parts = [
+        {"type": "image_url", "image_url": {"url": "data:image/png;base64," + base64.b64encode(one).decode()}}
+        for one in files
+    ]
+    content = [*parts, {"type": "text", "text": "What is the code?"}]
+    return json.dumps({"messages": [{"role": "user", "content": content}], "max_tokens": 4}).encode()
+
+
+def said(text: str, more: str = "") -> bytes:
+    return b'{"max_tokens":4,"messages":[{"role":"user","content":"' + text.encode() + b'"}]' + more.encode() + b"}"
+
+
+BODIES: dict[str, Callable[[], bytes]] = {
+    "49 MP JPEG": lambda: shown(file_of("JPEG", quality=80)),
+    "49 MP JPEG, 4:4:4, noise": lambda: shown(file_of("JPEG", noise=1500, quality=70, subsampling=0)),
+    "49 MP PNG": lambda: shown(file_of("PNG", compress_level=1)),
+    "49 MP PNG with transparency": lambda: shown(file_of("PNG", "RGBA", compress_level=1)),
+    "two of 49 MP": lambda: shown(file_of("PNG", compress_level=1), file_of("JPEG", quality=80)),
+    "60 MiB text": lambda: said("word " * (12 * MIB)),
+    "20 M {}": lambda: said("x", ',"chat_template_kwargs":{"a":[' + ",".join(["{}"] * 20_000_000) + "]}"),
+    "1 M logit_bias": lambda: said("x", ',"logit_bias":{' + ",".join(f'"t{i}":1' for i in range(1_000_000)) + "}"),
+    "64 MiB of base64": lambda: said("x", ',"x":"data:image/png;base64,' + "A" * (63 * MIB) + '"'),
+    "20 MiB of base64, no picture": lambda: shown(os.urandom(20 * MIB - 99)),
+    "30 M brackets": lambda: said("x", ',"x":' + "[" * 30_000_000 + "]" * 30_000_000),
+}
+
+
+def kib(process: int, name: str) -> int:
+    lines = Path(f"/proc/{process}/status").read_text().splitlines()
+    return int(next(line for line in lines if line.startswith(name)).split()[1])
+
+
+def watched(url: str, over: threading.Event, waits: dict[str, list[float]]) -> None:
+    with httpx.Client(base_url=url, timeout=300) as client:
+        n = 0
+        while not over.is_set():
+            n += 1
+            body = {"messages": [{"role": "user", "content": f"Hello {n}"}], "max_tokens": 2}
+            asks = {"health": lambda: client.get("/health"), "plain": lambda b=body: client.post(CHAT, json=b)}
+            for what, ask in asks.items():
+                began = time.monotonic()
+                ask().raise_for_status()
+                waits[what].append(time.monotonic() - began)
+            time.sleep(0.02)
+
+
+def longest(url: str, work: Callable[[], object]) -> dict[str, float]:
+    over, waits = threading.Event(), {"health": [0.0], "plain": [0.0]}
+    other = threading.Thread(target=watched, args=(url, over, waits))
+    other.start()
+    work()
+    over.set()
+    other.join()
+    return {what: round(max(seconds), 3) for what, seconds in waits.items()}
+
+
+def sent(server: Server, body: bytes, answers: list[httpx.Response], took: list[float]) -> None:
+    began = time.monotonic()
+    answers.append(server.client.post(CHAT, content=body))
+    took[0] = time.monotonic() - began
+
+
+def main() -> None:
+    chosen = sys.argv[1:] or list(BODIES)
+    for name in chosen:
+        body = BODIES[name]()
+        with serving(dict(os.environ), "--memory", "64MiB", "--ctx", "1024") as server:
+            server.text([{"role": "user", "content": "Hello"}])
+            process = server.told["pid"]
+            Path(f"/proc/{process}/clear_refs").write_text("5")
+            before, answers, took = kib(process, "VmRSS"), [], [0.0]
+
+            waits = longest(server.url, functools.partial(sent, server, body, answers, took))
+            grown = (kib(process, "VmHWM") - before) / 1024
+            idle = longest(server.url, lambda took=took: time.sleep(max(took[0], 1)))
+        print(f"{name}: {len(body) / MIB:.1f} MiB, status {answers[0].status_code} after {took[0]:.2f} s, memory "
+              f"{grown:+.0f} MiB; longest waits {waits}, without {idle}; load {os.getloadavg()[0]:.1f}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
