@@ -111,8 +111,8 @@ def load_picture(source: ImageSource, name: str | None = None, seen: int = 0) ->
     file is read from its beginning, where it can go there, and stays open. A Picture is returned as it is.
 
     name: for messages where the source has none; default: "image". seen: the most pixels that an encoder sees. A
-    picture in a file with more than LARGE pixels, and 8 times `seen`, is scaled by a whole number to at least twice `seen`.
-    0: no picture is scaled.
+    picture in a file with more than LARGE pixels, and 8 times `seen`, is scaled by a whole number to at least twice
+    `seen`. 0: no picture is scaled.
     Raises ImageError if it cannot be read or has too many pixels, ArrayError for an array of another shape or type,
     UsageError for what is no picture at all.
     """
