@@ -15,6 +15,21 @@ install(TARGETS kvedge-chat LIBRARY DESTINATION pykvedge/lib COMPONENT kvedge EX
 install(
     DIRECTORY ${KVEDGE_BINDINGS_DIR}/llama_cpp DESTINATION pykvedge/bindings COMPONENT kvedge EXCLUDE_FROM_ALL
     FILES_MATCHING PATTERN "*.py" PATTERN "py.typed")
-install(FILES ${KVEDGE_BINDINGS_DIR}/LICENSE.md DESTINATION pykvedge/lib/licenses RENAME LICENSE-llama-cpp-python
-    COMPONENT kvedge EXCLUDE_FROM_ALL)
 install(FILES ${PROJECT_SOURCE_DIR}/cmake/kvedge-bindings.pth DESTINATION . COMPONENT kvedge EXCLUDE_FROM_ALL)
+
+# what travels, for those who must know (PEP 770)
+if(SKBUILD_METADATA_DIR)
+    set(windows "")
+    if(MINGW)
+        set(windows --mingw)
+    endif()
+    set(sbom ${PROJECT_BINARY_DIR}/kvedge.cdx.json)
+    execute_process(
+        COMMAND ${Python_EXECUTABLE} -B ${PROJECT_SOURCE_DIR}/scripts/sbom.py --llama ${KVEDGE_LLAMA_DIR} --out ${sbom}
+            ${windows}
+        RESULT_VARIABLE result ERROR_VARIABLE why ERROR_STRIP_TRAILING_WHITESPACE)
+    if(result)
+        message(FATAL_ERROR " ${why}")
+    endif()
+    install(FILES ${sbom} DESTINATION ${SKBUILD_METADATA_DIR}/sboms COMPONENT kvedge EXCLUDE_FROM_ALL)
+endif()

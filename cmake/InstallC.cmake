@@ -33,10 +33,8 @@ function(kvedge_install_c name root folder runtime development)
     install(FILES ${KVEDGE_RUNTIME} ${KVEDGE_CPU_FEATURES} DESTINATION ${lib} COMPONENT ${runtime} ${unasked})
 
     # the libraries carry llama.cpp's code and that of others, whose licences ask to be carried along
-    file(GLOB licenses ${KVEDGE_LLAMA_DIR}/licenses/*)
+    file(GLOB licenses ${PROJECT_SOURCE_DIR}/licenses/LICENSE-*)
     install(FILES ${licenses} DESTINATION ${lib}/licenses COMPONENT ${runtime} ${unasked})
-    install(FILES ${KVEDGE_LLAMA_DIR}/LICENSE DESTINATION ${lib}/licenses RENAME LICENSE-llama.cpp
-        COMPONENT ${runtime} ${unasked})
     install(FILES ${PROJECT_SOURCE_DIR}/LICENSE DESTINATION ${lib}/licenses RENAME LICENSE-kvedge
         COMPONENT ${runtime} ${unasked})
 
