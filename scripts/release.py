@@ -131,7 +131,7 @@ def check(tag: str, quick: bool) -> list[Path]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true", required=True, help="all but publishing, which a pushed tag does")
+    parser.add_argument("--check", action="store_true", required=True, help="all but publishing")
     parser.add_argument("--tag", default="", help="the tag of the release; the texts must agree with it")
     parser.add_argument("--quick", action="store_true", help="without the wheels")
     args = parser.parse_args()
