@@ -47,7 +47,7 @@ class Crew:
     def took(self, seconds: float) -> None:
         """Notes how long that turn took, in which answers went on and nothing was read."""
         with self._lock:
-            self._kind.took(seconds, self._is_busy is not False)
+            self._kind.took(seconds)
 
     def _look(self) -> None:
         used = self._others()
@@ -55,7 +55,7 @@ class Crew:
             return
         self._is_busy = used >= _BUSY
         for kind in self._kinds:
-            kind.begin(int(self._is_busy))
+            kind.begin(self._is_busy)
 
 
 class Others:
@@ -87,23 +87,23 @@ class _Choice:
     """Between all threads and fewer of them, by how long turns take."""
 
     def __init__(self, threads: int, fewer: int, quick: float) -> None:
-        """quick: fewer are right where their turns take less than this, else where they take a tenth less than all."""
+        """quick: fewer are right where their turns take less than this."""
         self._ways, self._quick = (threads, fewer), quick
         self._turns = (deque[float](maxlen=2 * _TRY), deque[float](maxlen=2 * _TRY))
-        self.begin(0)
+        self.begin(None)
 
     @property
     def threads(self) -> int:
         return self._ways[self._now]
 
-    def begin(self, way: int) -> None:
-        """Forgets what turns took, since another program has come or gone."""
+    def begin(self, is_busy: bool | None) -> None:
+        """Forgets what turns took, since another program has come or gone. None: that is not known."""
         for turns in self._turns:
             turns.clear()
-        self._now, self._left = way, 0
+        self._is_busy, self._now, self._left = is_busy, int(is_busy is True), 0
         self._tried, self._rest, self._times, self._count = 0.0, 0.0, _REST[0], 0
 
-    def took(self, seconds: float, is_busy: bool) -> None:
+    def took(self, seconds: float) -> None:
         self._turns[self._now].append(seconds)
         if self._left:
             self._left, self._tried = self._left - 1, self._tried + seconds
@@ -114,7 +114,7 @@ class _Choice:
         self._rest, self._count = self._rest - seconds, self._count + 1
         if self._count % _LOOK == 0 and self._turns[1 - self._now]:
             self._now = self._better()  # a try may have been lucky, and a program may have come
-        if not is_busy and _mean(self._turns[self._now]) > _SHORT_S:
+        if self._is_busy is False and _mean(self._turns[self._now]) > _SHORT_S:
             return
         if self._rest <= 0 and self._count >= _FIRST and self._ways[0] != self._ways[1]:
             self._now, self._left, self._tried = 1 - self._now, _TRY, 0.0
@@ -122,7 +122,8 @@ class _Choice:
 
     def _better(self) -> int:
         of_all, of_fewer = map(_mean, self._turns)
-        return int(of_fewer < self._quick or of_fewer < 0.9 * of_all)
+        # few turns tell little: they decide against what the system says only where they differ by a tenth
+        return int(of_fewer < self._quick or of_fewer < (1.1 if self._is_busy else 0.9) * of_all)
 
 
 def _mean(turns: Collection[float]) -> float:
