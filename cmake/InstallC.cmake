@@ -30,7 +30,7 @@ function(kvedge_install_c name root folder runtime development)
             ARCHIVE DESTINATION ${lib} COMPONENT ${development} ${unasked}
             INCLUDES DESTINATION ${include})
     endforeach()
-    install(FILES ${KVEDGE_RUNTIME} ${KVEDGE_CPU_FEATURES} DESTINATION ${lib} COMPONENT ${runtime} ${unasked})
+    install(FILES ${KVEDGE_RUNTIME} ${KVEDGE_CPU_FEATURES} ${KVEDGE_PIN} DESTINATION ${lib} COMPONENT ${runtime} ${unasked})
 
     # the libraries carry llama.cpp's code and that of others, whose licences ask to be carried along
     file(GLOB licenses ${PROJECT_SOURCE_DIR}/licenses/LICENSE-*)

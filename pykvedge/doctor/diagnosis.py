@@ -26,10 +26,13 @@ from pykvedge.system import cpu, memory
 # what `kvedge doctor` checks, in this order, and how a step of it is spoken of
 SUBJECTS = {
     "libraries": "{}",
+    "packages": "{}",
     "kernels": "kernels {} of libkvedge",
     "products": "products of {}",
     "model": "the packaged model with {}",
+    "devices": "the device {}",
 }
+ASKED = ("devices",)  # groups that are checked only if they are named
 CRASHES = 3  # of one part, after which the rest of it is not tried
 PATIENCE_S = 120.0  # without a word from the child, it hangs
 
@@ -121,7 +124,7 @@ def diagnose(
 
     groups: names of functions in `module` that make steps. watch(what) hears of every step that begins.
     """
-    found, started = Diagnosis(list(groups or SUBJECTS)), time.monotonic()
+    found, started = Diagnosis(groups or [group for group in SUBJECTS if group not in ASKED]), time.monotonic()
     out = found.outcomes
     for rest in (found.groups[:1], found.groups[1:]):
         if out and out[0].fault:
@@ -225,11 +228,15 @@ def _line(same: list[Outcome], all_of_group: list[Outcome]) -> str:
     untried = sum(not o.tried and o.part == part for o in all_of_group)
     more = f" ({untried} more were not tried after that)" if untried and first.crashed else ""
     at = f" at {first.at}" if first.at and first.crashed else ""
-    return f"{what}: {first.fault}{at}{more}; {remedy(group, part)}"
+    return "; ".join(filter(None, (f"{what}: {first.fault}{at}{more}", remedy(group, part))))
 
 
 def remedy(group: str, part: str) -> str:
-    """Says how to build again what a fault befell, from a clone or from an installed package."""
+    """Says what mends a fault: mostly to build again, from a clone or from an installed package."""
+    if group == "packages":  # its fault ends with the remedy
+        return ""
+    if group == "devices":
+        return "do without it (--device none), or try another version of its driver"
     options = {"AMX": "KVEDGE_AMX=OFF", "CPU_REPACK": "GGML_CPU_REPACK=OFF", "CPU": "GGML_NATIVE=OFF"}
     option = options.get(part, "") if group == "products" else ""
     if (Path(pykvedge.__file__).resolve().parent.parent / "scripts" / "dev.py").is_file():

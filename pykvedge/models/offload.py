@@ -138,11 +138,12 @@ def _words(text: str) -> list[str]:
 
 
 def _device(name: str) -> Device:
-    from pykvedge.native import ggml
+    from pykvedge.native import backends, ggml
 
     found = {device.name: device for device in ggml.devices()}
     if name not in found:
-        raise UsageError(f"there is no device {name}; this machine has {', '.join(found) or 'none'}")
+        known = ", ".join(found) or "none"
+        raise UsageError(f"there is no device {name}; this machine has {known}{backends.unused()}")
     if found[name].kind == "CPU":
         raise UsageError("--device CPU stands alone: layers that lie on no device are the CPU's")
     return found[name]

@@ -8,6 +8,7 @@ import os
 import queue
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ import numpy as np
 from pykvedge.errors import DeviceError, LibraryError
 from pykvedge.native import libraries, llamacpp
 
-F32, I32, CPU = 0, 26, 0  # ggml_type, and the ggml_backend_dev_type of processors
+F32, F16, I32, CPU = 0, 1, 26, 0  # ggml_type, and the ggml_backend_dev_type of processors
 KINDS = {0: "CPU", 1: "GPU", 2: "integrated GPU", 3: "accelerator"}
 _WEIGHTS = 1  # ggml_backend_buffer_usage
 _P, _S, _L = c.c_void_p, c.c_size_t, c.c_int64
@@ -297,11 +298,14 @@ def widened(kind: int, data: np.ndarray, k: int) -> np.ndarray:
 
 
 class Weight:
-    """This is a weight [e][n][k] in a kind of memory; products with it run on the processor."""
+    """This is a weight [e][n][k] in a kind of memory; products with it run on the processor, or on a device."""
 
-    def __init__(self, kind: int, buffer_type: int, shape: tuple[int, int, int], threads: int) -> None:
-        """shape: e matrices of n rows of k values; e is 1 for a plain weight, else experts."""
+    def __init__(
+        self, kind: int, buffer_type: int, shape: tuple[int, int, int], threads: int, device: int | None = None
+    ) -> None:
+        """shape: e matrices of n rows of k values; e is 1 for a plain weight, else experts. device: without, the CPU."""
         self._kind, self._memory, self._shape, self._threads = kind, buffer_type, shape, threads
+        self._device = cpu() if device is None else device
 
     @contextmanager
     def _graph(self, m: int) -> Iterator[tuple[int, int, int, int, int]]:
@@ -335,15 +339,39 @@ class Weight:
     def supported(self, m: int) -> bool:
         """Tells whether llama.cpp would put such a weight there."""
         with self._graph(m) as (*_, made):
-            return call("backend_dev_supports_op", cpu(), made)
+            return call("backend_dev_supports_op", self._device, made)
 
     def times(self, data: np.ndarray, rows: np.ndarray, experts: np.ndarray) -> np.ndarray:
         """Computes products [m][n] of rows [m][k] with the weight's bytes; experts [m]: the matrix of each row."""
-        m, n = len(rows), self._shape[1]
-        with self._graph(m) as (context, weight, given, ids, made):
-            plain = call("backend_dev_buffer_type", cpu())
+        with self._ready(data, rows, experts) as (compute, made):
+            compute()
+            out = np.empty((len(rows), self._shape[1]), np.float32)
+            call("backend_tensor_get", made, out.ctypes.data, 0, out.nbytes)
+            return out
+
+    def bytes_per_second(self, seconds: float) -> float:
+        """Measures for so long how fast products with one row read the weight, which is zero. Raises LibraryError."""
+        n_bytes = self.n_bytes
+        with self._ready(np.zeros(n_bytes, np.uint8), np.zeros((1, self._shape[2])), np.zeros(1)) as (compute, _):
+            compute()  # the first one makes ready
+            started, n = time.perf_counter(), 0
+            while time.perf_counter() - started < seconds or n < 2:
+                compute()
+                n += 1
+            return n * n_bytes / (time.perf_counter() - started)
+
+    @contextmanager
+    def _ready(self, data: np.ndarray, rows: np.ndarray, experts: np.ndarray) -> Iterator[tuple[Callable[[], None], int]]:
+        """Yields what computes products, and the tensor of results."""
+        with self._graph(len(rows)) as (context, weight, given, ids, made):
+            plain = call("backend_dev_buffer_type", self._device)
             others = call("backend_alloc_ctx_tensors_from_buft", context, plain)
-            backend = call("backend_dev_init", cpu(), None)
+            backend = call("backend_dev_init", self._device, None)
+
+            def compute() -> None:
+                if call("backend_graph_compute", backend, graph) != 0:
+                    raise LibraryError("ggml cannot compute the product")
+
             try:
                 _put(weight, data)
                 _put(given, np.ascontiguousarray(rows, np.float32))
@@ -352,17 +380,13 @@ class Weight:
                 graph = call("new_graph", context)
                 call("build_forward_expand", graph, made)
                 self._use_threads(backend)
-                if call("backend_graph_compute", backend, graph) != 0:
-                    raise LibraryError("ggml cannot compute the product")
-                out = np.empty((m, n), np.float32)
-                call("backend_tensor_get", made, out.ctypes.data, 0, out.nbytes)
-                return out
+                yield compute, made
             finally:
                 call("backend_free", backend)
                 call("backend_buffer_free", others)
 
     def _use_threads(self, backend: int) -> None:
-        set_threads = _extension(cpu(), "ggml_backend_set_n_threads", c.CFUNCTYPE(None, _P, c.c_int))
+        set_threads = _extension(self._device, "ggml_backend_set_n_threads", c.CFUNCTYPE(None, _P, c.c_int))
         if set_threads is not None:
             set_threads(backend, self._threads)
 

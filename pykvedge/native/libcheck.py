@@ -27,8 +27,9 @@ _SAME = {"amd64": "x86_64", "arm64": "aarch64"}
 # a library of the system -> the packages that bring it
 _PACKAGES = {
     "libstdc++.": "apt install libstdc++6 (Debian, Ubuntu), dnf install libstdc++ (Fedora, RHEL)",
-    "libcuda": "install NVIDIA's driver and CUDA toolkit, or build without -DGGML_CUDA=ON",
-    "libcublas": "install NVIDIA's CUDA toolkit, or build without -DGGML_CUDA=ON",
+    "libcuda.": "install NVIDIA's driver",
+    "libcudart": "pip install 'kvedge[cuda13]' brings it, as NVIDIA's CUDA toolkit does",
+    "libcublas": "pip install 'kvedge[cuda13]' brings it, as NVIDIA's CUDA toolkit does",
     "libvulkan.": "apt install libvulkan1 (Debian, Ubuntu), dnf install vulkan-loader (Fedora, RHEL)",
 }
 _NEWER = {
@@ -71,7 +72,7 @@ def check_cpu(folder: Path) -> None:
         )
 
 
-def check_machine(library: Path) -> None:
+def check_machine(library: Path, remedy: str = REBUILD) -> None:
     """Refuses an ELF library of another architecture, and a file that is none. Raises LibraryError."""
     if not sys.platform.startswith("linux"):
         return
@@ -79,28 +80,36 @@ def check_machine(library: Path) -> None:
         with library.open("rb") as file:
             head = file.read(20)
     except OSError as error:
-        raise LibraryError(f"{library} cannot be read: {error.strerror}") from None
+        raise LibraryError(f"{library} cannot be read: {error.strerror}; {remedy}") from None
     if len(head) < 20 or head[:4] != b"\x7fELF":
-        raise LibraryError(f"{library} is no shared library of this system (no ELF file); {REBUILD}")
+        raise LibraryError(f"{library} is no shared library of this system (no ELF file); {remedy}")
     (machine,) = struct.unpack_from(">H" if head[5] == 2 else "<H", head, 18)
     name = _MACHINES.get(machine, f"machine {machine}")
     if machine in _MACHINES and name != this_machine() and this_machine() in _MACHINES.values():
-        raise LibraryError(f"{library} is built for {name}, this machine is {this_machine()}; {REBUILD}")
+        raise LibraryError(f"{library} is built for {name}, this machine is {this_machine()}; {remedy}")
 
 
-def explain(library: Path, message: str) -> LibraryError:
+def lacks_driver(message: str) -> bool:
+    """Tells whether the loader misses a library that a GPU's driver brings, or Vulkan's loader."""
+    return re.search(r"lib(cuda|vulkan)\.so\.1: cannot open", message) is not None
+
+
+def explain(library: Path, message: str, remedy: str = REBUILD) -> LibraryError:
     """Puts the loader's message in one line that says what to do."""
     text = " ".join(message.split())
+    if "failed to map segment" in text:
+        where = f"{library.parent} is on a file system from which no program may run (noexec)"
+        return LibraryError(f"{library.name} cannot be loaded: {where}; install kvedge elsewhere")
     if found := re.search(r"version [`'](\w+?)_([\w.]+)' not found", text):
         what = _NEWER.get(found[1], f"a newer {found[1]}")
         glibc = platform.libc_ver()[1] if found[1] == "GLIBC" else ""
         has = f"than this system has{f' ({glibc})' if glibc else ''}"
-        return LibraryError(f"{library.name} needs {what}, {found[2]} or later, {has}; {REBUILD}")
+        return LibraryError(f"{library.name} needs {what}, {found[2]} or later, {has}; {remedy}")
     if found := re.search(r"(\S+): cannot open shared object file: No such file", text):
         missing = Path(found[1]).name
         how = next((how for prefix, how in _PACKAGES.items() if missing.startswith(prefix)), None)
-        return LibraryError(f"{missing} is missing, which {library.name} needs: {how or REBUILD}")
-    return LibraryError(f"{library} cannot be loaded: {text}; {REBUILD}")
+        return LibraryError(f"{missing} is missing, which {library.name} needs: {how or remedy}")
+    return LibraryError(f"{library} cannot be loaded: {text}; {remedy}")
 
 
 def check_version(libkvedge: ctypes.CDLL, abi_version: int) -> None:

@@ -107,10 +107,16 @@ def _kvedge() -> ctypes.CDLL:
 
 @functools.cache
 def load_backends() -> None:
-    """Makes ggml load its CPU variant, where the variants are libraries of their own. Raises LibraryError."""
+    """Makes ggml load its CPU variant, where they are libraries of their own, and installed packages' backends.
+
+    Raises LibraryError.
+    """
+    from pykvedge.native import backends
+
     error = Error()
     if _kvedge().kvedge_load_backends(ctypes.byref(error)) != 0:
         raise LibraryError(error.text)
+    backends.packages()
 
 
 @functools.cache

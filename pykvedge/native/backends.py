@@ -1,0 +1,135 @@
+"""Packages such as kvedge-vulkan bring a backend of ggml's: one module, found by an entry point and loaded here.
+
+The entry point, in group kvedge.backends, has the backend's name in ggml and names a Python package. MODULE of that
+package is the file's name, PIN is what it was built from. A module of another pin is never loaded: it would read
+structures of llama.cpp that look otherwise.
+"""
+
+from __future__ import annotations
+
+import ctypes as c
+import functools
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pykvedge.errors import LibraryError
+from pykvedge.native import libcheck, libraries
+
+if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint
+
+GROUP = "kvedge.backends"
+PIN_FILE = "llama-pin.txt"  # written by the build (cmake/LlamaSource.cmake), beside the libraries
+_DRIVERS = {
+    "CUDA": "no NVIDIA GPU that its driver lets CUDA use",
+    "Vulkan": "no GPU with a Vulkan driver; Debian and Ubuntu have drivers in mesa-vulkan-drivers",
+}
+_LOG = c.CFUNCTYPE(None, c.c_int, c.c_char_p, c.c_void_p)
+_loading = threading.Lock()
+
+
+@dataclass(frozen=True)
+class Package:
+    """An installed package has a backend. problem: why it is not used, empty if it is. broken: no driver mends that."""
+
+    name: str
+    backend: str
+    module: str = ""
+    problem: str = ""
+    broken: bool = False
+
+
+def packages() -> tuple[Package, ...]:
+    """Loads the module of every installed package, once for each backend, and tells what became of each."""
+    with _loading:
+        return _packages()
+
+
+def unused() -> str:
+    """Says of each package that is not used why; empty where there is none."""
+    return "".join(f"; {p.name} is not used: {p.problem}" for p in packages() if p.problem)
+
+
+@functools.cache
+def _packages() -> tuple[Package, ...]:
+    from importlib import metadata
+
+    found: list[Package] = []
+    # the highest name first: kvedge-cuda13 before kvedge-cuda12
+    for point in sorted(metadata.entry_points(group=GROUP), key=lambda p: p.value, reverse=True):
+        used = next((p.name for p in found if p.backend == point.name and not p.problem), "")
+        found.append(_look(point, used))
+    return tuple(found)
+
+
+def _look(point: EntryPoint, used: str) -> Package:
+    name = point.dist.name if point.dist else point.value
+    again = f"pip install --force-reinstall {name}"
+    try:
+        package = point.load()
+        module, pin = Path(package.__file__).parent / package.MODULE, str(package.PIN)
+    except Exception as error:  # another author's code
+        return Package(name, point.name, problem=f"it cannot be imported ({error}); {again}", broken=True)
+    tell = functools.partial(Package, name, point.name, str(module))
+    if pin != (ours := _pin()):
+        why = f"it is built for llama.cpp {pin}, this kvedge needs {ours}; install {name} and kvedge of one version"
+        return tell(why, True)
+    if used:
+        return tell(f"{used} has the same devices and is used; pip uninstall one of the two")
+    try:
+        libcheck.check_machine(module, again)
+        c.CDLL(str(module))  # the loader's message, which ggml would only log
+    except LibraryError as error:
+        return tell(str(error), True)
+    except OSError as error:
+        return tell(str(libcheck.explain(module, str(error), again)), not libcheck.lacks_driver(str(error)))
+    return tell(_registered(module, point.name))
+
+
+def _pin() -> str:
+    try:
+        return (libraries.require_dir() / PIN_FILE).read_text(encoding="utf-8").strip()
+    except OSError:
+        return "of its own build, which does not say from what it was built"
+
+
+def _registered(module: Path, backend: str) -> str:
+    """Hands a module to ggml. Returns why it cannot be used, or an empty text."""
+    ggml = c.CDLL(str(libraries.require_dir() / libraries.file_name("ggml")))
+    for name in ("ggml_backend_load", "ggml_backend_reg_by_name"):
+        getattr(ggml, name).restype, getattr(ggml, name).argtypes = c.c_void_p, [c.c_char_p]
+    count = ggml.ggml_backend_reg_dev_count
+    count.restype, count.argtypes = c.c_size_t, [c.c_void_p]
+    there = ggml.ggml_backend_reg_by_name(backend.encode())
+    if there and count(there):
+        return f"this build of kvedge has {backend} of its own"
+    with _heard() as lines:
+        registry = ggml.ggml_backend_load(str(module).encode())
+    if registry and count(registry):
+        return ""
+    said = " ".join("".join(lines).split()).partition("load_backend: ")[0].strip()
+    return _DRIVERS.get(backend, "it finds no device") + (f" ({said})" if said else "")
+
+
+@contextmanager
+def _heard() -> Iterator[list[str]]:
+    """Collects ggml's log inside the block."""
+    lines: list[str] = []
+    base = c.CDLL(str(libraries.require_dir() / libraries.file_name("ggml-base")))
+    base.ggml_log_get.argtypes, base.ggml_log_set.argtypes = [c.c_void_p] * 2, [c.c_void_p] * 2
+    log, data = c.c_void_p(), c.c_void_p()
+
+    def hear(level: int, text: bytes, _: Any) -> None:
+        lines.append(text.decode("utf-8", "replace"))
+
+    callback = _LOG(hear)
+    base.ggml_log_get(c.byref(log), c.byref(data))
+    base.ggml_log_set(c.cast(callback, c.c_void_p), None)
+    try:
+        yield lines
+    finally:
+        base.ggml_log_set(log, data)
