@@ -136,7 +136,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("name", choices=KINDS)
     parser.add_argument("--archs", default=ARCHS, help="CUDA's architectures as CMake takes them (default %(default)s)")
-    parser.add_argument("--module", type=Path, help="pack a module that was built already, in bin/ of a build of kvedge")
+    parser.add_argument("--module", type=Path, help="pack a module that was built already, in bin/ of a build")
     args, options = parser.parse_known_args()
     if any(not option.startswith("-D") or "=" not in option for option in options):
         parser.error(f"options of CMake are -DNAME=VALUE, not {' '.join(options)}")

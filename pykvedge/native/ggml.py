@@ -303,7 +303,7 @@ class Weight:
     def __init__(
         self, kind: int, buffer_type: int, shape: tuple[int, int, int], threads: int, device: int | None = None
     ) -> None:
-        """shape: e matrices of n rows of k values; e is 1 for a plain weight, else experts. device: without, the CPU."""
+        """shape: e matrices of n rows of k values; e is 1 for a plain weight, else experts. device: None: the CPU."""
         self._kind, self._memory, self._shape, self._threads = kind, buffer_type, shape, threads
         self._device = cpu() if device is None else device
 
@@ -361,7 +361,9 @@ class Weight:
             return n * n_bytes / (time.perf_counter() - started)
 
     @contextmanager
-    def _ready(self, data: np.ndarray, rows: np.ndarray, experts: np.ndarray) -> Iterator[tuple[Callable[[], None], int]]:
+    def _ready(
+        self, data: np.ndarray, rows: np.ndarray, experts: np.ndarray
+    ) -> Iterator[tuple[Callable[[], None], int]]:
         """Yields what computes products, and the tensor of results."""
         with self._graph(len(rows)) as (context, weight, given, ids, made):
             plain = call("backend_dev_buffer_type", self._device)
