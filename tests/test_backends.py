@@ -60,7 +60,7 @@ def said(tmp_path, kvedge):
             (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1\n")
             (info / "entry_points.txt").write_text(f"[kvedge.backends]\nMade = {module}\n")
         code = (
-            "from pykvedge.native import backends, ggml\n"
+            "from pykvedge.native import backends, ggml, libraries\nlibraries.load_backends()\n"
             "for p in backends.packages(): print(p.name, p.broken, p.problem)\n"
             "print(*(d.name for d in ggml.devices()))\n"
         )

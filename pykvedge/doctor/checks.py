@@ -136,6 +136,7 @@ def _devices(at: At) -> dict[str, Any]:
 
 def packages() -> Iterator[Step]:
     """Makes a step for each installed package with a backend of ggml's."""
+    native_libraries.load_backends()
     for package in backends.packages():
         yield Step(package.name, functools.partial(_package, package))
 

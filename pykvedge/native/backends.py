@@ -9,15 +9,14 @@ from __future__ import annotations
 
 import ctypes as c
 import functools
-import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pykvedge.errors import LibraryError
-from pykvedge.native import libcheck, libraries
+from pykvedge.native import libcheck
 
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
@@ -29,7 +28,7 @@ _DRIVERS = {
     "Vulkan": "no GPU with a Vulkan driver; Debian and Ubuntu have drivers in mesa-vulkan-drivers",
 }
 _LOG = c.CFUNCTYPE(None, c.c_int, c.c_char_p, c.c_void_p)
-_loading = threading.Lock()
+_found: list[Package] = []
 
 
 @dataclass(frozen=True)
@@ -44,9 +43,8 @@ class Package:
 
 
 def packages() -> tuple[Package, ...]:
-    """Loads the module of every installed package, once for each backend, and tells what became of each."""
-    with _loading:
-        return _packages()
+    """Tells what became of each installed package, once libraries.load_backends has run."""
+    return tuple(_found)
 
 
 def unused() -> str:
@@ -54,19 +52,22 @@ def unused() -> str:
     return "".join(f"; {p.name} is not used: {p.problem}" for p in packages() if p.problem)
 
 
-@functools.cache
-def _packages() -> tuple[Package, ...]:
+def load(place: Path, library: Callable[[str], c.CDLL]) -> None:
+    """Loads the module of every installed package, once for each backend.
+
+    place: the folder of our libraries, each of which library(name) loads.
+    """
     from importlib import metadata
 
     found: list[Package] = []
     # the highest name first: kvedge-cuda13 before kvedge-cuda12
     for point in sorted(metadata.entry_points(group=GROUP), key=lambda p: p.value, reverse=True):
         used = next((p.name for p in found if p.backend == point.name and not p.problem), "")
-        found.append(_look(point, used))
-    return tuple(found)
+        found.append(_look(point, used, place, library))
+    _found[:] = found
 
 
-def _look(point: EntryPoint, used: str) -> Package:
+def _look(point: EntryPoint, used: str, place: Path, library: Callable[[str], c.CDLL]) -> Package:
     name = point.dist.name if point.dist else point.value
     again = f"pip install --force-reinstall {name}"
     try:
@@ -75,7 +76,7 @@ def _look(point: EntryPoint, used: str) -> Package:
     except Exception as error:  # another author's code
         return Package(name, point.name, problem=f"it cannot be imported ({error}); {again}", broken=True)
     tell = functools.partial(Package, name, point.name, str(module))
-    if pin != (ours := _pin()):
+    if pin != (ours := _pin(place)):
         why = f"it is built for llama.cpp {pin}, this kvedge needs {ours}; install {name} and kvedge of one version"
         return tell(why, True)
     if used:
@@ -87,19 +88,19 @@ def _look(point: EntryPoint, used: str) -> Package:
         return tell(str(error), True)
     except OSError as error:
         return tell(str(libcheck.explain(module, str(error), again)), not libcheck.lacks_driver(str(error)))
-    return tell(_registered(module, point.name))
+    return tell(_registered(module, point.name, library))
 
 
-def _pin() -> str:
+def _pin(place: Path) -> str:
     try:
-        return (libraries.require_dir() / PIN_FILE).read_text(encoding="utf-8").strip()
+        return (place / PIN_FILE).read_text(encoding="utf-8").strip()
     except OSError:
         return "of its own build, which does not say from what it was built"
 
 
-def _registered(module: Path, backend: str) -> str:
+def _registered(module: Path, backend: str, library: Callable[[str], c.CDLL]) -> str:
     """Hands a module to ggml. Returns why it cannot be used, or an empty text."""
-    ggml = c.CDLL(str(libraries.require_dir() / libraries.file_name("ggml")))
+    ggml = library("ggml")
     for name in ("ggml_backend_load", "ggml_backend_reg_by_name"):
         getattr(ggml, name).restype, getattr(ggml, name).argtypes = c.c_void_p, [c.c_char_p]
     count = ggml.ggml_backend_reg_dev_count
@@ -107,7 +108,7 @@ def _registered(module: Path, backend: str) -> str:
     there = ggml.ggml_backend_reg_by_name(backend.encode())
     if there and count(there):
         return f"this build of kvedge has {backend} of its own"
-    with _heard() as lines:
+    with _heard(library("ggml-base")) as lines:
         registry = ggml.ggml_backend_load(str(module).encode())
     if registry and count(registry):
         return ""
@@ -116,10 +117,9 @@ def _registered(module: Path, backend: str) -> str:
 
 
 @contextmanager
-def _heard() -> Iterator[list[str]]:
+def _heard(base: c.CDLL) -> Iterator[list[str]]:
     """Collects ggml's log inside the block."""
     lines: list[str] = []
-    base = c.CDLL(str(libraries.require_dir() / libraries.file_name("ggml-base")))
     base.ggml_log_get.argtypes, base.ggml_log_set.argtypes = [c.c_void_p] * 2, [c.c_void_p] * 2
     log, data = c.c_void_p(), c.c_void_p()
 

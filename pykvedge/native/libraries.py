@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from pykvedge.errors import LibraryError
-from pykvedge.native import carried, libcheck
+from pykvedge.native import backends, carried, libcheck
 from pykvedge.native.abi import ABI_VERSION, Error
 
 BINDINGS_VERSION = "0.3.36"  # the pin in scripts/llama_source.py
@@ -111,12 +111,10 @@ def load_backends() -> None:
 
     Raises LibraryError.
     """
-    from pykvedge.native import backends
-
     error = Error()
     if _kvedge().kvedge_load_backends(ctypes.byref(error)) != 0:
         raise LibraryError(error.text)
-    backends.packages()
+    backends.load(require_dir(), load)
 
 
 @functools.cache
