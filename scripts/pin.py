@@ -1,0 +1,314 @@
+"""Tries kvedge's patches on another source distribution of llama-cpp-python, and moves the pin to it.
+
+    python3 scripts/dev.py pin 0.3.37                fetched by pip: does each patch fit, and where does one not?
+    python3 scripts/dev.py pin FILE.tar.gz --build   builds kvedge with it, and runs the tests that tell
+    python3 scripts/dev.py pin 0.3.37 --write        moves the pin: hash, version, patches; `git diff` shows it
+
+A patch is `exact` (every hunk at its line), `offset` (hunks moved), `merged` (lines near it differ, and git's merge of
+three versions found nothing in common with the patch), `mended` (by you), or it `fails`. All work is done in
+build/pin/VERSION; kvedge's own tree changes with --write alone. Where a patch fails, build/pin/VERSION/llama.cpp is a
+git repository that stands at it, with conflict marks: mend the file, `git add` it, `git cherry-pick --continue`, and
+run the command again. Exit code: 0 if all patches fit and all checks passed, 1 if not, 2 if the archive cannot be used.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import difflib
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+import llama_source as pinned
+from build_stock import cmake
+from export_patches import export, write
+from llama_source import BASE_TAG, BINDINGS, LLAMA, ROOT, Part, SourceError, commit, ended, git, log, read_series
+from pin_structs import struct_changes
+
+NEEDED = ("src/llama-graph.cpp", "include/llama.h", "ggml/include/ggml.h", "tools/mtmd/mtmd.h")
+HISTORY = ("CHANGELOG.md", "docs/results/", "docs/dev/pin.txt")  # say what was, and keep the old version
+CHECKS = {
+    "provider": ["tests/test_provider.py"],
+    "families": ["tests/test_families.py"],
+    "structs and functions": ["tests/test_abi.py", "tests/test_libraries.py"],
+    "native tests": ["tests/test_native.py"],
+    "packaged model": ["tests/test_packaged.py"],
+}
+HUNK = re.compile(r"^@@ -(\d+)\S* .*@@|^--- a/(.*)", re.M)
+
+
+@dataclass(frozen=True)
+class Source:
+    """A source distribution of llama-cpp-python, in a work folder."""
+
+    sdist: Path
+    version: str
+    sha256: str
+    folder: Path
+    index: str  # what the package index says to the checksum
+
+    def part(self, pinned_part: Part) -> Part:
+        return replace(pinned_part, root=pinned_part.root.replace(pinned.VERSION, self.version))
+
+
+def open_source(what: str, work: Path) -> Source:
+    """Finds the archive and puts it in its work folder. Raises SourceError: it is none, or not what the index has."""
+    if re.fullmatch(r"\d+(\.\d+)+", what) and not Path(what).exists():
+        folder = work / what
+        folder.mkdir(parents=True, exist_ok=True)
+        sdist = folder / pinned.sdist_name(what)
+        if not sdist.is_file():
+            log(f"fetching {pinned.PACKAGE} {what} from the package index")
+            pinned._download(folder, what, "")
+        return Source(sdist, read_version(sdist), pinned.file_sha256(sdist), folder, "the same")
+    sdist = Path(what)
+    if not sdist.is_file():
+        raise SourceError(f"{what} is no file, and no version such as {pinned.VERSION}")
+    version, sha256 = read_version(sdist), pinned.file_sha256(sdist)
+    folder = work / version
+    folder.mkdir(parents=True, exist_ok=True)
+    index = ask_index(sdist, version, sha256, folder)
+    kept = folder / pinned.sdist_name(version)
+    if kept.resolve() != sdist.resolve():
+        shutil.copyfile(sdist, kept)
+    return Source(kept, version, sha256, folder, index)
+
+
+def read_version(sdist: Path) -> str:
+    try:
+        with tarfile.open(sdist) as archive:
+            names = archive.getnames()
+            root = names[0].split("/")[0] if names else ""
+            info = archive.extractfile(f"{root}/PKG-INFO")
+            head = info.read().decode("utf-8", "replace") if info else ""
+    except (tarfile.TarError, EOFError, OSError, KeyError):
+        raise SourceError(f"{sdist} is no source distribution: it is no archive with a PKG-INFO") from None
+    name, version = (re.search(rf"^{field}: (.*)$", head, re.M) for field in ("Name", "Version"))
+    if not name or not version or re.sub(r"[-_.]+", "-", name[1].strip()) != pinned.PACKAGE:
+        raise SourceError(f"{sdist} is no source distribution of {pinned.PACKAGE}")
+    lacks = [path for path in (LLAMA.proof, *NEEDED) if f"{root}/vendor/llama.cpp/{path}" not in names]
+    lacks += [BINDINGS.proof] if f"{root}/{BINDINGS.proof}" not in names else []
+    if lacks or root != LLAMA.root.split("/")[0].replace(pinned.VERSION, version[1].strip()):
+        raise SourceError(f"{sdist} lacks what kvedge is built from: {', '.join(lacks) or 'a folder ' + root}")
+    return version[1].strip()
+
+
+def ask_index(sdist: Path, version: str, sha256: str, folder: Path) -> str:
+    """Compares the checksum with the index's, through pip. Raises SourceError where they differ."""
+    try:
+        pinned._download(folder, version, sha256)
+    except SourceError as error:
+        if "DO NOT MATCH" in str(error):
+            raise SourceError(f"{sdist} is not the {version} of the package index: its sha256 is {sha256}") from None
+        return "not asked: no such version there, or no network"
+    return "the same"
+
+
+def merge(source: Source, patches: Path, part: Part) -> tuple[Path, list[dict[str, Any]]]:
+    """Puts the series on the new source, in a repository. Returns it, and a row for each patch."""
+    tree, series = source.folder / part.name, read_series(patches)
+    stamp = tree / ".git" / "kvedge-pin.json"
+    sums = [source.sha256, *(pinned.file_sha256(patch.path) for patch in series)]
+    with contextlib.suppress(OSError, ValueError):
+        old = json.loads(stamp.read_text(encoding="utf-8"))
+        if old["sums"] == sums:
+            if (tree / ".git" / "CHERRY_PICK_HEAD").exists() or (tree / ".git" / "sequencer").exists():
+                log(f"{tree} is being mended: `git cherry-pick --continue` there, or remove the folder to begin anew")
+            elif len(git(tree, "rev-list", f"{BASE_TAG}..kvedge").split()) == len(series):
+                return tree, [{**row, "fit": "mended"} if row["fit"] == "fails" else row for row in old["rows"]]
+            return tree, old["rows"]
+    shutil.rmtree(tree, ignore_errors=True)
+    pinned.make_git(tree, None, patches, part)
+    for key, value in {"user.name": "kvedge", "user.email": "kvedge@localhost", "merge.conflictStyle": "diff3"}.items():
+        git(tree, "config", key, value)
+    old = git(tree, "rev-list", "--reverse", f"{BASE_TAG}..HEAD").split()
+    git(tree, "checkout", "-q", "-B", "kvedge", BASE_TAG)
+    git(tree, "rm", "-rqf", ".")
+    pinned.unpack(source.sdist, tree, source.part(part))
+    commit(tree, f"{part.name} of {pinned.PACKAGE} {source.version}")
+    git(tree, "tag", "-f", BASE_TAG)
+    rows = [{"patch": patch.path.name, **fitted(tree, patch, which)} for patch, which in zip(series, old, strict=True)]
+    if any(row["fit"] == "fails" for row in rows):
+        git(tree, "reset", "-q", "--hard", BASE_TAG)
+        with contextlib.suppress(SourceError):
+            git(tree, "cherry-pick", *old)
+    stamp.write_text(json.dumps({"sums": sums, "rows": rows}), encoding="utf-8")
+    return tree, rows
+
+
+def fitted(tree: Path, patch: pinned.Patch, which: str) -> dict[str, Any]:
+    """Applies one patch, and says how it fits. One that fails has its way, so that the next ones are told apart."""
+    try:
+        pinned.apply(patch, tree)
+        commit(tree, patch.subject + (f"\n\n{patch.body}" if patch.body else ""))
+        moved = [
+            abs(a - b) for a, b in zip(lines_of(patch.path.read_text()), lines_of(git(tree, "show")), strict=False)
+        ]
+        return {"fit": "offset" if any(moved) else "exact", "lines": max(moved, default=0), "where": []}
+    except SourceError:
+        pass
+    try:
+        git(tree, "cherry-pick", which)
+        return {"fit": "merged", "lines": 0, "where": []}
+    except SourceError:
+        where = conflicts(tree)
+    with contextlib.suppress(SourceError):
+        git(tree, "cherry-pick", "--abort")
+    try:
+        git(tree, "cherry-pick", "-X", "theirs", which)
+    except SourceError:  # a file is gone
+        git(tree, "cherry-pick", "--abort")
+    return {"fit": "fails", "lines": 0, "where": where}
+
+
+def lines_of(diff: str) -> list[int]:
+    return [int(found[1]) for found in HUNK.finditer(diff) if found[1]]
+
+
+def conflicts(tree: Path) -> list[dict[str, Any]]:
+    """Lists places where both upstream and the patch changed lines: file, line, and what each did."""
+    found = []
+    for entry in git(tree, "status", "--porcelain").splitlines():
+        kind, path = entry[:2], entry[3:]
+        if kind in ("UD", "DU", "UA", "AU"):
+            found.append({"file": path, "line": 0, "upstream": ["the file is gone, or has another name"], "patch": []})
+        elif kind in ("UU", "AA"):
+            text = (tree / path).read_text(encoding="utf-8", errors="replace")
+            for mark in re.finditer(r"^<{7} .*?\n(.*?)^\|{7} .*?\n(.*?)^={7}\n(.*?)^>{7} .*?$", text, re.M | re.S):
+                new, base, ours = (mark[i].splitlines() for i in (1, 2, 3))
+                line = text.count("\n", 0, mark.start()) + 1
+                found.append({"file": path, "line": line, "upstream": changed(base, new), "patch": changed(base, ours)})
+    return found
+
+
+def changed(old: list[str], new: list[str]) -> list[str]:
+    return [line for line in difflib.ndiff(old, new) if line[0] in "+-"]
+
+
+def move(root: Path, source: Source, trees: dict[Path, Path]) -> list[str]:
+    """Moves the pin of a clone: the series, and each place that names the version or the hash. Returns the files."""
+    for folder, tree in trees.items():
+        with contextlib.redirect_stdout(sys.stderr):
+            write(export(tree), root / folder)
+    names = re.compile(rf"(?<![\d.]){re.escape(pinned.VERSION)}(?!\.?\d)|{pinned.SHA256}")
+    for name in git(root, "ls-files").splitlines():
+        path = root / name
+        if name.startswith(HISTORY) or not path.is_file() or path.suffix == ".patch":
+            continue
+        with contextlib.suppress(UnicodeDecodeError):
+            text = path.read_bytes().decode("utf-8")
+            moved = names.sub(lambda m: source.sha256 if m[0] == pinned.SHA256 else source.version, text)
+            if moved != text:
+                path.write_bytes(moved.encode("utf-8"))
+    return git(root, "status", "--porcelain").splitlines()
+
+
+def build_and_check(source: Source, trees: dict[Path, Path]) -> list[dict[str, Any]]:
+    """Builds a copy of kvedge with the pin moved, and runs the tests that tell. Returns a row for each."""
+    copy = source.folder / "kvedge"
+    copy.mkdir(exist_ok=True)
+    for name in git(ROOT, "ls-files", "-co", "--exclude-standard").splitlines():
+        if (ROOT / name).is_file():
+            (copy / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / name, copy / name)  # times stay, so that a second build is short
+    git(copy, "init", "-q")
+    git(copy, "add", "-A")
+    move(copy, source, trees)
+    site = source.folder / "site"
+    site.mkdir(exist_ok=True)
+    # the environment's Python finds an editable kvedge before all others
+    (site / "sitecustomize.py").write_text(
+        "import sys\nsys.meta_path[:] = [f for f in sys.meta_path if 'ScikitBuild' not in type(f).__name__]\n"
+    )
+    os.environ["KVEDGE_CACHE_DIR"] = str(source.folder)
+    os.environ["PYTHONPATH"] = os.pathsep.join(map(str, (site, copy, copy / "pykvedge" / "bindings")))
+    start, build = time.monotonic(), copy / "build" / "dev"
+    python = sys.executable
+    cmake(
+        copy, build, {"CMAKE_CXX_COMPILER_LAUNCHER": "ccache"} if shutil.which("ccache") else {}, "all", "kvedge-tests"
+    )
+    run(
+        [shutil.which("cmake") or "cmake", "--install", str(build), "--component", "kvedge", "--prefix", str(copy)],
+        copy,
+    )
+    run([python, "scripts/build_stock.py", "--build", str(build)], copy)
+    rows = [{"check": "build", "result": "built", "seconds": round(time.monotonic() - start)}]
+    for name, tests in CHECKS.items():
+        start = time.monotonic()
+        text = run([python, "-m", "pytest", "-q", "-n", "2", "-p", "no:cacheprovider", *tests], copy)
+        last = (text.strip().splitlines() or ["no output"])[-1].strip("= ")
+        rows.append({"check": name, "result": last, "seconds": round(time.monotonic() - start)})
+    return rows
+
+
+def run(command: list[str], folder: Path) -> str:
+    done = subprocess.run(command, cwd=folder, stdout=subprocess.PIPE, text=True, errors="replace", check=False)
+    sys.stderr.write(done.stdout)
+    return done.stdout
+
+
+def show(report: dict[str, Any]) -> None:
+    print(f"{pinned.PACKAGE} {report['version']} (the pin is {pinned.VERSION}); index's checksum: {report['index']}")
+    for row in report["patches"]:
+        print(f"{row['fit']:7} {row['lines'] or '':>5} {row['patch']}")
+        for place in row["where"]:
+            print(f"        {place['file']}:{place['line']}")
+            for who in ("upstream", "patch"):
+                lines = place[who]
+                print("".join(f"            {who}: {line}\n" for line in lines[:8]), end="")
+                if len(lines) > 8:
+                    print(f"            {who}: and {len(lines) - 8} lines more")
+    for change in report["structs"]:
+        print(f"struct  {change}")
+    for row in report["checks"]:
+        print(f"check   {row['check']}: {row['result']} ({row['seconds']} s)")
+    for path in report["written"]:
+        print(f"wrote   {path}")
+    if any(row["fit"] == "fails" for row in report["patches"]):
+        log(f"mend the first one that fails in {report['folder']}, `git cherry-pick --continue` there, run this again")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("source", metavar="FILE.tar.gz|VERSION")
+    parser.add_argument("--build", action="store_true", help="build kvedge with it and run the tests that tell")
+    parser.add_argument("--write", action="store_true", help="move the pin of this clone, if all patches fit")
+    parser.add_argument("--json", action="store_true", help="the report as JSON")
+    args = parser.parse_args()
+    try:
+        source = open_source(args.source, ROOT / "build" / "pin")
+    except SourceError as error:
+        log(f"error: {error}")
+        return 2
+    trees: dict[Path, Path] = {}
+    rows: list[dict[str, Any]] = []
+    for part, name in ((LLAMA, "patches"), (BINDINGS, "patches/bindings")):
+        trees[Path(name)], more = merge(source, ROOT / name, part)
+        rows += more
+    fits = all(row["fit"] != "fails" for row in rows)
+    structs = struct_changes(source.folder, source.sdist, source.part(LLAMA), source.part(BINDINGS))
+    checks = build_and_check(source, trees) if args.build and fits else []
+    good = fits and all(re.search(r"\bpassed|built", row["result"]) and "failed" not in row["result"] for row in checks)
+    written = move(ROOT, source, trees) if args.write and good else []
+    report = {
+        "version": source.version, "sha256": source.sha256, "index": source.index, "patches": rows, "structs": structs,
+        "checks": checks, "written": written, "folder": str(source.folder / LLAMA.name),
+    }  # fmt: skip
+    print(json.dumps(report, indent=1)) if args.json else show(report)
+    if args.write and not good:
+        log("nothing written: not all patches fit, or a check failed")
+    return 0 if good else 1
+
+
+if __name__ == "__main__":
+    sys.exit(ended(main))
