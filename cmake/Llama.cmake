@@ -7,6 +7,17 @@ include(${CMAKE_CURRENT_LIST_DIR}/OwnOperations.cmake)
 # EXCLUDE_FROM_ALL keeps its headers, packages and unused targets out of the build and of the wheel
 add_subdirectory(${KVEDGE_LLAMA_DIR} ${PROJECT_BINARY_DIR}/llama EXCLUDE_FROM_ALL)
 
+if(KVEDGE_PORTABLE)
+    # llama.cpp has no list of variants to build: the others become empty, and are not installed
+    foreach(backend IN LISTS GGML_AVAILABLE_BACKENDS)
+        string(REGEX REPLACE "^ggml-cpu-" "" variant "${backend}")
+        if(TARGET ${backend} AND NOT variant STREQUAL backend AND NOT variant IN_LIST KVEDGE_CPU_VARIANTS)
+            set_target_properties(${backend} PROPERTIES SOURCES ${CMAKE_CURRENT_LIST_DIR}/empty.c LINK_LIBRARIES "")
+            list(REMOVE_ITEM GGML_AVAILABLE_BACKENDS ${backend})
+        endif()
+    endforeach()
+endif()
+
 set(KVEDGE_LLAMA_TARGETS ggml-base ggml llama mtmd)
 foreach(backend IN LISTS GGML_AVAILABLE_BACKENDS)
     # the list is a cache entry and remembers backends of earlier configurations

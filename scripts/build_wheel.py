@@ -1,7 +1,8 @@
 """Builds a wheel that travels, in dist/: CPU variants chosen at run time, the bindings inside, nothing to compile.
 
-    python3 scripts/dev.py wheel              # prints the wheel's path; about half an hour of two cores the first time
-    python3 scripts/dev.py wheel --check      # and tries it in a fresh environment (scripts/check_wheel.py)
+    python3 scripts/dev.py wheel                  # prints the wheel's path
+    python3 scripts/dev.py wheel --check          # and tries it in a fresh environment (scripts/check_wheel.py)
+    python3 scripts/dev.py wheel --for aarch64    # for another system, by Debian's cross compilers; or windows
 
 On Linux auditwheel chooses the oldest manylinux tag that the libraries fulfil, and puts it into the name; elsewhere the
 wheel stays as it was built. A wheel in which a folder of the builder is named is refused.
@@ -18,6 +19,7 @@ import sys
 import tempfile
 import zipfile
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
@@ -27,20 +29,44 @@ WORK = ROOT / "build" / "wheel"
 DIST = ROOT / "dist"
 
 
-def build() -> Path:
+@dataclass(frozen=True)
+class Target:
+    """A target is a system that wheels are built for here."""
+
+    platform: str  # of the wheel's tag, before auditwheel
+    toolchain: str = ""  # below cmake/toolchains; empty: this machine's
+
+    @property
+    def settings(self) -> list[str]:
+        """Lists settings of scikit-build-core."""
+        if not self.toolchain:
+            return []
+        file = ROOT / "cmake" / "toolchains" / self.toolchain
+        return [f"cmake.define.CMAKE_TOOLCHAIN_FILE={file}", f"wheel.tags=py3-none-{self.platform}"]
+
+
+TARGETS = {
+    "x86_64": Target("linux_x86_64"),
+    "aarch64": Target("linux_aarch64", "aarch64-linux-gnu.cmake"),
+    "windows": Target("win_amd64", "mingw-w64.cmake"),
+}
+
+
+def build(name: str, target: Target) -> Path:
     """Builds the wheel as scikit-build-core makes it."""
-    raw = WORK / "raw"
+    raw = WORK / f"raw-{name}"
     shutil.rmtree(raw, ignore_errors=True)
     command = [sys.executable, "-m", "pip", "--disable-pip-version-check", "wheel", str(ROOT), "--no-deps", "-v"]
     command += ["--no-build-isolation", "-w", str(raw), "--config-settings=cmake.define.KVEDGE_PORTABLE=ON"]
-    command += [f"--config-settings=build-dir={WORK / 'work'}"]
+    command += [f"--config-settings={setting}" for setting in target.settings]
+    command += [f"--config-settings=build-dir={WORK / ('work' if not target.toolchain else name)}"]
     run(command, "building the wheel")
     return only(raw)
 
 
 def repair(raw: Path, options: Sequence[str] = ()) -> Path:
     """Gives it a manylinux tag, which is confirmed by a second look; other systems have none. options: auditwheel's."""
-    if not sys.platform.startswith("linux"):
+    if "linux" not in raw.stem.split("-")[-1]:
         return raw
     folder = WORK / "repaired"
     shutil.rmtree(folder, ignore_errors=True)
@@ -104,7 +130,8 @@ def published(made: Path) -> Path:
     if named:
         raise SourceError(f"the wheel names folders of this machine ({len(named)} times): {'; '.join(named[:5])}")
     DIST.mkdir(exist_ok=True)
-    for old in DIST.glob(f"{made.name.partition('-')[0]}-*.whl"):
+    machine = re.search(r"(x86_64|aarch64|amd64|arm64|)$", made.stem)
+    for old in DIST.glob(f"{made.name.partition('-')[0]}-*{machine[0] if machine else ''}.whl"):
         old.unlink()
     wheel = DIST / made.name
     shutil.copyfile(made, wheel)
@@ -114,10 +141,13 @@ def published(made: Path) -> Path:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--for", dest="target", choices=TARGETS, metavar="SYSTEM",
+                        help=f"{', '.join(TARGETS)}; by default the system that builds")  # fmt: skip
     parser.add_argument("--check", action="store_true", help="try the wheel in a fresh environment")
     args = parser.parse_args()
     (WORK / "log.txt").unlink(missing_ok=True)
-    wheel = published(repair(build()))
+    name = args.target or "this system"
+    wheel = published(repair(build(name, TARGETS.get(name, Target("")))))
     if args.check:
         subprocess.run(
             [sys.executable, str(ROOT / "scripts" / "check_wheel.py"), str(wheel)], stdout=sys.stderr, check=True

@@ -1,0 +1,1 @@
+// The source of a CPU variant that is not wanted (Llama.cmake).
