@@ -1,7 +1,12 @@
-"""The parts of the wheel's command that need no build of half an hour: what travels names nobody's folders."""
+"""What of the wheel's command needs no build of half an hour: no builder's folder is named, and glibc is old."""
 
 from __future__ import annotations
 
+import ctypes
+import re
+import shutil
+import subprocess
+import sys
 import zipfile
 from pathlib import Path
 
@@ -41,3 +46,58 @@ def test_one_wheel_or_an_error(wheel, tmp_path):
     with pytest.raises(SourceError, match="holds 0 wheels"):
         build_wheel.only(tmp_path)
     assert build_wheel.only(wheel(a=b"").parent) == tmp_path / "a-1-py3-none-any.whl"
+
+
+NEW_THINGS = """
+#include <cmath>
+#include <condition_variable>
+#include <filesystem>
+#include <mutex>
+#include <sstream>
+#include <stdexcept>
+#include <thread>
+// functions that moved or changed after glibc 2.28 and GCC 8, a clock of 2.30, and an exception
+extern "C" double answer(const char * path) {
+    std::mutex mutex;
+    std::condition_variable told;
+    std::unique_lock<std::mutex> lock(mutex);
+    told.wait_for(lock, std::chrono::milliseconds(1));
+    double result = 0;
+    std::thread([&] { result = std::pow(2.0, std::log2(40.0)); }).join();
+    try {
+        std::ostringstream out;
+        out << std::filesystem::file_size(path);
+        throw std::runtime_error(out.str());
+    } catch (const std::exception & error) {
+        return result + std::stod(error.what());
+    }
+}
+"""
+
+
+def newest(library: Path) -> dict[str, tuple[int, ...]]:
+    """The newest version of each family that a library asks for."""
+    needs = subprocess.run(["readelf", "-V", str(library)], capture_output=True, text=True, check=True).stdout
+    found: dict[str, tuple[int, ...]] = {}
+    for family, number in re.findall(r"Name: (GLIBC|GLIBCXX|CXXABI)_([\d.]+)", needs.partition("Version needs")[2]):
+        found[family] = max(found.get(family, ()), tuple(map(int, number.split("."))))
+    return found
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux") or not shutil.which("g++"), reason="needs Linux and g++")
+def test_a_library_asks_for_an_old_glibc(tmp_path):
+    source, file, folder = tmp_path / "a.cpp", tmp_path / "two", tmp_path / "old"
+    source.write_text(NEW_THINGS)
+    file.write_bytes(b"xy")
+    script = Path(build_wheel.__file__).with_name("old_glibc.py")
+    subprocess.run([sys.executable, str(script), str(folder), "g++"], check=True)
+    compiled = ["g++", "-std=c++17", "-O1", "-fPIC", "-shared", "-pthread", str(source)]
+    old = ["-o", str(tmp_path / "old.so"), f"-L{folder}", "-Wl,--exclude-libs,ALL", "-Wl,--no-undefined"]
+    subprocess.run([*compiled, *old], check=True)
+    subprocess.run([*compiled, "-o", str(tmp_path / "new.so")], check=True)
+    asked, usual = newest(tmp_path / "old.so"), newest(tmp_path / "new.so")
+    assert usual["GLIBC"] > (2, 28) and usual["GLIBCXX"] > (3, 4, 24)  # else this test shows nothing
+    assert asked["GLIBC"] <= (2, 28) and asked["GLIBCXX"] <= (3, 4, 24) and asked.get("CXXABI", ()) <= (1, 3, 11)
+    function = ctypes.CDLL(str(tmp_path / "old.so")).answer
+    function.restype, function.argtypes = ctypes.c_double, [ctypes.c_char_p]
+    assert function(bytes(file)) == pytest.approx(42)
