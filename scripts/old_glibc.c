@@ -4,6 +4,8 @@
 #include <errno.h>
 #include <pthread.h>
 #include <stddef.h>
+#include <stdlib.h>
+#include <sys/random.h>
 #include <sys/syscall.h>
 #include <time.h>
 #include <unistd.h>
@@ -41,6 +43,17 @@ int fstatat(int folder, const char * path, struct stat * out, int flags) {
 
 // 2.32: whether reference counts may do without atomic operations; never, here
 char __libc_single_threaded = 0;
+
+// 2.36: four random bytes, of which libstdc++ makes std::random_device
+unsigned arc4random(void) {
+    unsigned bytes;
+    while (getrandom(&bytes, sizeof(bytes), 0) != sizeof(bytes)) {
+        if (errno != EINTR) {
+            abort();
+        }
+    }
+    return bytes;
+}
 
 int getcpu(unsigned * cpu, unsigned * node) {
     return (int) syscall(SYS_getcpu, cpu, node, NULL);

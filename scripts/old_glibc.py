@@ -78,7 +78,7 @@ def run(command: list[str]) -> str:
 
 
 def main() -> None:
-    folder, compiler = Path(sys.argv[1]), sys.argv[2]
+    folder, compiler = Path(sys.argv[1]).resolve(), sys.argv[2]  # the linker script names files in it
     folder.mkdir(parents=True, exist_ok=True)
     libc = symbols(where(compiler, "libc.so.6"))
     threads: Callable[[str], bool] = re.compile(r"(__)?pthread_|sem_").match  # type: ignore[assignment]

@@ -53,10 +53,11 @@ NEW_THINGS = """
 #include <condition_variable>
 #include <filesystem>
 #include <mutex>
+#include <random>
 #include <sstream>
 #include <stdexcept>
 #include <thread>
-// functions that moved or changed after glibc 2.28 and GCC 8, a clock of 2.30, and an exception
+// functions that moved or changed after glibc 2.28 and GCC 8, random bytes, a clock of 2.30, and an exception
 extern "C" double answer(const char * path) {
     std::mutex mutex;
     std::condition_variable told;
@@ -66,6 +67,8 @@ extern "C" double answer(const char * path) {
     std::thread([&] { result = std::pow(2.0, std::log2(40.0)); }).join();
     try {
         std::ostringstream out;
+        std::random_device random;
+        if (random() == random() && random() == random()) return 0;
         out << std::filesystem::file_size(path);
         throw std::runtime_error(out.str());
     } catch (const std::exception & error) {
