@@ -135,7 +135,7 @@ def test_devices_are_measured_and_a_wrong_answer_is_a_finding(monkeypatch, nativ
     from pykvedge.doctor import checks
     from pykvedge.errors import UnsoundError
 
-    monkeypatch.setattr(checks, "MEASURED_BYTES", 1 << 20)
+    monkeypatch.setattr(checks, "MEASURED_BYTES", (1 << 20, 2 << 20))
     monkeypatch.setattr(checks, "MEASURED_S", 0.01)
     step = next(step for step in checks.devices() if step.name == "CPU")
     facts = step.run(lambda what: None)

@@ -34,11 +34,15 @@ def doctor(devices: bool, as_json: bool, quiet: bool) -> None:
     The exit code is 0 if everything is sound, and 1 if something is not.
     """
     from pykvedge.cli.progress import Display
-    from pykvedge.doctor.diagnosis import SUBJECTS, diagnose
+    from pykvedge.doctor.diagnosis import DRIVER_PATIENCE_S, PATIENCE_S, SUBJECTS, diagnose
 
     display = Display(enabled=not quiet)
     try:
-        found = diagnose(list(SUBJECTS) if devices else None, watch=lambda what: display(f"checking {what}", 1.0))
+        found = diagnose(
+            list(SUBJECTS) if devices else None,
+            patience_s=DRIVER_PATIENCE_S if devices else PATIENCE_S,
+            watch=lambda what: display(f"checking {what}", 1.0),
+        )
     finally:
         display.done()
     if as_json:
@@ -106,7 +110,7 @@ def _use(package: Outcome) -> str:
 def _speeds(facts: dict[str, Any]) -> str:
     prompt, answer = (facts[f"{what}_tokens_per_second"] for what in ("prompt", "answer"))
     memory = facts["bytes_per_second"] / 1e9
-    return f"reads {memory:.1f} GB/s; the packaged model reads {prompt:.0f} tokens/s and answers {answer:.0f} tokens/s"
+    return f"reads {memory:.3g} GB/s; the packaged model reads {prompt:.0f} tokens/s and answers {answer:.0f} tokens/s"
 
 
 def _memory(m: dict[str, Any]) -> str:

@@ -35,6 +35,7 @@ SUBJECTS = {
 ASKED = ("devices",)  # groups that are checked only if they are named
 CRASHES = 3  # of one part, after which the rest of it is not tried
 PATIENCE_S = 120.0  # without a word from the child, it hangs
+DRIVER_PATIENCE_S = 1800.0  # a driver translates its code at the first use
 
 _SIGNALS = {"SIGILL": "illegal instruction", "SIGSEGV": "segmentation fault", "SIGABRT": "abort", "SIGBUS": "bus error",
             "SIGFPE": "arithmetic error", "SIGKILL": "killed by the system (out of memory?)"}  # fmt: skip

@@ -19,7 +19,7 @@ import numpy as np
 from pykvedge.errors import DeviceError, LibraryError
 from pykvedge.native import libraries, llamacpp
 
-F32, F16, I32, CPU = 0, 1, 26, 0  # ggml_type, and the ggml_backend_dev_type of processors
+F32, Q8_0, I32, CPU = 0, 8, 26, 0  # ggml_type, and the ggml_backend_dev_type of processors
 KINDS = {0: "CPU", 1: "GPU", 2: "integrated GPU", 3: "accelerator"}
 _WEIGHTS = 1  # ggml_backend_buffer_usage
 _P, _S, _L = c.c_void_p, c.c_size_t, c.c_int64
