@@ -96,7 +96,7 @@ def _rows(found: Diagnosis) -> list[tuple[str, str]]:
         if device["kind"] != "CPU":  # of the machine's own memory ggml calls everything free
             size = f"{readable(device['free_bytes'])} of {size} free"
         rows.append(("device", f"{device['name']}, {device['kind']}: {device['description']}, {size}"))
-    rows += [("package", f"{o.name} {_use(o)}") for o in found.of("packages")]
+    rows += [("package", f"{o.name} {_use(o)}") for o in found.of("packages") if o.name]
     rows += [("measured", f"{o.name}: {_speeds(o.facts)}") for o in found.of("devices") if o.facts]
     # where nothing is installed, nothing is checked
     return rows + [(f"check: {group}", _summary(found.of(group))) for group in found.groups if found.of(group)]

@@ -11,7 +11,7 @@ import threading
 import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, TypeAlias
@@ -50,7 +50,7 @@ class Picture:
     """A picture has width * height RGB pixels of 3 bytes, row by row.
 
     Without pixels (`rgb` empty) it only tells of a picture that was read and forgotten. page: its number in a document,
-    which `document` tells apart from others; 0: it is no page.
+    which `document` tells apart from others; 0: it is no page. in_file: pixels of the file, if it was scaled.
     Raises ImageError if the bytes are not as many as the pixels need, or the pixels are too many.
     """
 
@@ -60,6 +60,7 @@ class Picture:
     rgb: bytes
     page: int = 0
     document: str = ""
+    in_file: int = field(default=0, compare=False)
 
     def __post_init__(self) -> None:
         sizes = isinstance(self.width, int) and isinstance(self.height, int)
@@ -192,10 +193,12 @@ def _from_file(file: Path | io.BytesIO, what: str, name: str, seen: int) -> Pict
     """Opens an image. what: the subject of messages."""
     with _explained(what), _opened(file) as image:
         _check_size(what, image.width, image.height)
-        factor = _factor(image.width * image.height, seen)
-        if factor > 1:
-            image.draft(image.mode, (image.width // factor, image.height // factor))  # JPEG alone: it reads less
-        return _upright(image, what, name, _factor(image.width * image.height, seen))
+        pixels = image.width * image.height
+        factor = _factor(pixels, seen)
+        if factor == 1:
+            return _upright(image, what, name)
+        image.draft(image.mode, (image.width // factor, image.height // factor))  # JPEG alone: it reads less
+        return replace(_upright(image, what, name, _factor(image.width * image.height, seen)), in_file=pixels)
 
 
 def _factor(pixels: int, seen: int) -> int:

@@ -198,7 +198,7 @@ def _content(message: WireMessage, i: int, sources: Sources, before: list[Pictur
             shown = [*before, *seen]
             parts.append(f"{label(picture, shown)}: {IMAGE}" if picture.page else IMAGE)
             seen.append(picture)
-            if sum(one.width * one.height for one in [*shown, picture]) > MOST_PIXELS:
+            if sum(one.in_file or one.width * one.height for one in [*shown, picture]) > MOST_PIXELS:
                 most = MOST_PIXELS // 10**6
                 raise RequestError(400, f"messages: at most {most} million pixels", "too_many_pixels", "messages")
     return "\n".join(parts), seen
