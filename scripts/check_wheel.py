@@ -151,7 +151,7 @@ def ask(place: Place, program: Path | None, label: str) -> None:
         print(f"{label}loads {place.run('variant', [python, '-c', VARIANT]).strip()}", flush=True)
     chat = [python, "-m", "pykvedge", "chat", "--image", SCENE]
     place.said(ANSWER, f"{label}kvedge chat", [*chat, QUESTION])
-    place.said(ANSWER, f"{label}kvedge chat --method lookm", [*chat, "--method", "lookm", QUESTION])
+    place.said(ANSWER, f"{label}kvedge chat --method lookm", [*chat, "--method", "lookm", "--budget", "0.7", QUESTION])
     for order in ("pykvedge, llama_cpp", "llama_cpp, pykvedge"):
         place.said("compressed ", f"{label}import {order}; attach", [python, "-c", ATTACHED.format(imports=order)])
     if program is not None:
