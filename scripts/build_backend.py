@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import build_wheel
+import sbom
 from build_stock import cmake
 from llama_source import ROOT, SourceError, ended, log, pin
 
@@ -74,13 +75,6 @@ PIN = "{pin}"
 '''
 
 
-def version() -> str:
-    """Reads the version of kvedge, which is the package's as well."""
-    found = re.search(r'^version = "(.+?)"', (ROOT / "pyproject.toml").read_text(encoding="utf-8"), re.MULTILINE)
-    assert found
-    return found[1]
-
-
 def compiled(kind: Kind, folder: Path, archs: str, given: list[str]) -> Path:
     """Builds the module as a portable build of kvedge would; returns its file. Raises SourceError."""
     options = {"CMAKE_BUILD_TYPE": "Release", "KVEDGE_PORTABLE": "ON", f"GGML_{kind.backend.upper()}": "ON"}
@@ -113,13 +107,14 @@ def packed(name: str, module: Path, release: str) -> Path:
     shutil.rmtree(project, ignore_errors=True)
     package = project / f"kvedge_{name}"
     package.mkdir(parents=True)
-    requires = [f"kvedge=={version()}"]
+    version = sbom.pyproject("version")  # the package has kvedge's
+    requires = [f"kvedge=={version}"]
     requires += [f"{of}>={release},<{int(release.partition('.')[0]) + 1}" for of in kind.requires]
-    words = {"name": name, "backend": kind.backend, "module": module.name, "version": version(), "pin": pin()}
+    words = {"name": name, "backend": kind.backend, "module": module.name, "version": version, "pin": pin()}
     (project / "pyproject.toml").write_text(PROJECT.format(requires=json.dumps(requires), **words), encoding="utf-8")
     (package / "__init__.py").write_text(PACKAGE.format(**words), encoding="utf-8")
     shutil.copyfile(ROOT / "LICENSE", project / "LICENSE")
-    shutil.copyfile(module.parent.parent / "llama.cpp" / "LICENSE", project / "LICENSE-llama.cpp")
+    shutil.copy(sbom.TEXTS / "LICENSE-llama.cpp", project)
     shutil.copy2(module, package)
     if kind.folders:
         where = ":".join(f"$ORIGIN/../{folder}" for folder in kind.folders)

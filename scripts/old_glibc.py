@@ -26,10 +26,9 @@ Versions = dict[str, tuple[str, int, str, bool]]  # of a symbol: type, size, ver
 
 def symbols(library: Path) -> Versions:
     """Lists what a library offered in the newest of the versions."""
-    done = subprocess.run(["readelf", "--dyn-syms", "-W", str(library)], capture_output=True, text=True, check=True)
     found: dict[str, list[tuple[tuple[int, ...], str, str, int]]] = defaultdict(list)
     moved = set()
-    for line in done.stdout.splitlines():
+    for line in run(["readelf", "--dyn-syms", "-W", str(library)]).splitlines():
         if not (match := SYMBOL.search(line)):
             continue
         kind, name, mark, family, number = match.groups()
@@ -62,9 +61,14 @@ def stand_in(made: Path, soname: str, offered: Versions, compiler: str) -> None:
     run([*command, "-o", str(made), str(source)])
 
 
+def path_of(compiler: str, name: str) -> Path:
+    """Asks the compiler for a library's path; the name alone where it has none."""
+    return Path(run([compiler, f"-print-file-name={name}"]).strip())
+
+
 def where(compiler: str, name: str) -> Path:
-    """Asks the compiler for a library's path."""
-    path = Path(run([compiler, f"-print-file-name={name}"]).strip())
+    """Tells a library's path. Raises SourceError where there is none."""
+    path = path_of(compiler, name)
     if not path.is_absolute():
         raise SourceError(f"{compiler} has no {name}; a portable build for Linux needs GCC and glibc")
     return path
@@ -97,16 +101,12 @@ def main() -> None:
     run([compiler, "-x", "c", "-c", "-O2", "-fPIC", "-ffunction-sections", str(source), "-o", str(folder / "old.o")])
     (folder / "libnew.a").unlink(missing_ok=True)
     run(["ar", "rcsD", str(folder / "libnew.a"), str(folder / "old.o")])
-    loader = next(p for p in ("ld-linux-x86-64.so.2", "ld-linux-aarch64.so.1") if where_or_none(compiler, p))
+    loader = next(p for p in ("ld-linux-x86-64.so.2", "ld-linux-aarch64.so.1") if path_of(compiler, p).is_absolute())
     nonshared, start = where(compiler, "libc_nonshared.a"), where(compiler, loader)
     rest = f"{folder}/libnew.a {nonshared} AS_NEEDED({folder}/libpthread.so {folder}/libdl.so {start})"
     (folder / "libc.so").write_text(f"GROUP({folder}/libc-old.so {rest})\n", encoding="utf-8")
     static = where(compiler, "libstdc++.a")
     (folder / "libstdc++.so").write_text(f"INPUT({folder}/libstdc++-old.so {static})\n", encoding="utf-8")
-
-
-def where_or_none(compiler: str, name: str) -> bool:
-    return Path(run([compiler, f"-print-file-name={name}"]).strip()).is_absolute()
 
 
 if __name__ == "__main__":
