@@ -7,6 +7,10 @@ if [ ! -e /lib64/ld-linux-x86-64.so.2 ]; then
     echo "error: this system has no glibc (Alpine has musl): run kvedge on a system with glibc 2.31 or newer" >&2
     exit 1
 fi
+if [ ! -e /proc/self/exe ]; then
+    echo "error: /proc is missing, by which programs find their libraries: mount -t proc proc /proc" >&2
+    exit 1
+fi
 glibc=$(getconf GNU_LIBC_VERSION 2>/dev/null)
 case $glibc in
     "glibc 2."[0-9] | "glibc 2."[12][0-9] | "glibc 2.30")

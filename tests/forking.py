@@ -108,12 +108,12 @@ def finished(script: str) -> int:
 
 def main() -> None:
     sys.path.remove(str(Path(__file__).parent))
-    import kvedge_lab.commands  # noqa: F401
+    from pykvedge.cli.program import cli
     from pykvedge.library import libkvedge
     from pykvedge.native import libraries
     from pykvedge.plans.registry import STAGES, members
 
-    libkvedge.lib(), libraries.llama(), [members(stage) for stage in STAGES]
+    libkvedge.lib(), libraries.llama(), [*cli.commands.values()], [members(stage) for stage in STAGES]
     gc.collect()
     gc.freeze()
     script = serve(socket.socket(fileno=int(sys.argv[1])))

@@ -13,9 +13,8 @@ import numpy as np
 import psutil
 
 from pykvedge.doctor import diagnosis
-from pykvedge.library import libkvedge
 from pykvedge.models.gguf import Header, tensor_bytes
-from pykvedge.native import ggml
+from pykvedge.native import calls, ggml
 
 SETS = (4 << 20, 16 << 20, 64 << 20, 256 << 20)  # bytes read over and over: caches are faster than memory
 ATTEMPTS, ATTEMPT_S = 5, 0.03
@@ -177,4 +176,4 @@ class Others:
 
 def describe(threads: int) -> dict[str, Any]:
     """Tells what figures depend on: the machine, threads and libraries."""
-    return {"threads": threads, **diagnosis.machine(), "libraries": libkvedge.describe().splitlines()}
+    return {"threads": threads, **diagnosis.machine(), "libraries": calls.describe().splitlines()}

@@ -1,9 +1,11 @@
 """Commands of the `kvedge` program that measure: bench, eval, inspect, calibrate, tune, report."""
 
-from kvedge_lab.commands.bench import bench
-from kvedge_lab.commands.calibrate import calibrate
-from kvedge_lab.commands.eval import evaluate
-from kvedge_lab.commands.inspect import inspect
-from kvedge_lab.commands.tune import report, tune
-
-COMMANDS = [bench, calibrate, evaluate, inspect, tune, report]
+# name -> module and what it calls the command; the program imports a command when it is asked for
+COMMANDS = {
+    "bench": "kvedge_lab.commands.bench:bench",
+    "calibrate": "kvedge_lab.commands.calibrate:calibrate",
+    "eval": "kvedge_lab.commands.eval:evaluate",
+    "inspect": "kvedge_lab.commands.inspect:inspect",
+    "report": "kvedge_lab.commands.tune:report",
+    "tune": "kvedge_lab.commands.tune:tune",
+}

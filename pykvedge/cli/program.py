@@ -9,30 +9,45 @@ import io
 import os
 import signal
 import sys
+from collections import UserDict
+from pathlib import Path
+from typing import Any
 
 import click
 
-from pykvedge.cli.chat import chat, run
-from pykvedge.cli.completion import completion
-from pykvedge.cli.config import config
-from pykvedge.cli.doctor import doctor
-from pykvedge.cli.fit import fit
-from pykvedge.cli.methods import methods
-from pykvedge.cli.models import list_models, pull, remove
-from pykvedge.cli.rpc_server import rpc_server
-from pykvedge.cli.serve import serve
 from pykvedge.errors import CancelledError, KvedgeError, UsageError, one_line
+
+_COMMANDS = {
+    "chat": "chat:chat", "run": "chat:run", "serve": "serve:serve",
+    "pull": "models:pull", "list": "models:list_models", "rm": "models:remove",
+    "methods": "methods:methods", "fit": "fit:fit", "config": "config:config", "completion": "completion:completion",
+    "doctor": "doctor:doctor", "rpc-server": "rpc_server:rpc_server",
+}  # fmt: skip
 
 
 def _show_version(context: click.Context, _: click.Parameter, wanted: bool) -> None:
     if not wanted or context.resilient_parsing:
         return
     from pykvedge import __version__
-    from pykvedge.library import libkvedge
+    from pykvedge.native import calls
 
     click.echo(f"kvedge {__version__}")
-    click.echo(libkvedge.describe())
+    click.echo(calls.describe())
     context.exit()
+
+
+class Commands(UserDict[str, Any]):
+    """All commands by name. One is imported when it is asked for, so that --version waits for none of them."""
+
+    def __init__(self) -> None:
+        """A program that packs kvedge may leave out kvedge_lab, and has none of its commands then."""
+        super().__init__({name: f"pykvedge.cli.{place}" for name, place in _COMMANDS.items()})
+        if importlib.util.find_spec("kvedge_lab"):
+            self.update(importlib.import_module("kvedge_lab.commands").COMMANDS)
+
+    def __getitem__(self, name: str) -> click.Command:
+        module, _, command = super().__getitem__(name).partition(":")
+        return getattr(importlib.import_module(module), command)  # type: ignore[no-any-return]
 
 
 class Program(click.Group):
@@ -44,6 +59,7 @@ class Program(click.Group):
 
 @click.group(
     cls=Program,
+    commands=Commands(),
     invoke_without_command=True,
     no_args_is_help=True,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 80},
@@ -77,18 +93,6 @@ def _show_c_package(fields: list[str], cmake_dir: bool) -> None:
     lines = [cpackage.for_shell([word for field in fields for word in cpackage.flags(field)])] if fields else []
     for line in [*lines, *[str(cpackage.cmake_dir())] * cmake_dir]:
         click.echo(line)
-
-
-def _commands() -> list[click.Command]:
-    """Returns all commands. A program that packs kvedge may leave out kvedge_lab, and has none of its commands then."""
-    found = [chat, run, serve, pull, list_models, remove, methods, fit, config, completion, doctor, rpc_server]
-    if importlib.util.find_spec("kvedge_lab"):
-        found += importlib.import_module("kvedge_lab.commands").COMMANDS
-    return found
-
-
-for command in _commands():
-    cli.add_command(command)
 
 
 def main() -> None:
@@ -166,6 +170,11 @@ def _explain(error: Exception) -> int:
         return error.exit_code
     if isinstance(error, OSError) and error.filename is None and error.errno in (errno.ENOSPC, errno.EFBIG, errno.EIO):
         _complain(f"the output cannot be written: {error.strerror}")
+        return 1
+    if isinstance(error, ImportError) and ".so" in str(error):  # such as NumPy's, of what the system lacks
+        from pykvedge.native import libcheck
+
+        _complain(libcheck.explain(Path(error.path or "kvedge"), str(error), libcheck.REINSTALL))
         return 1
     if isinstance(error, MemoryError):
         _complain("not enough memory; close other programs or use a smaller model")

@@ -14,7 +14,6 @@ import numpy as np
 from pykvedge import errors
 from pykvedge.library.native_plan import NativePlan, options_of, plan_budget
 from pykvedge.library.own_stages import OwnStages
-from pykvedge.native import libraries
 from pykvedge.native.abi import DEVICES_AUTO, KEEP_PLACES, Error, ReplayChunk, Saved, Stats, text
 from pykvedge.native.calls import call, lib, raise_
 from pykvedge.plans.plan import Plan
@@ -40,15 +39,6 @@ def kernel_tables() -> list[str]:
 def check_kernels(table: str) -> None:
     """Runs every kernel of a table against plain loops. Raises UnsupportedError where a result is wrong."""
     call("check_kernels", table.encode())
-
-
-def describe() -> str:
-    """Tells in a line per library its version and what it uses of the machine, or that it is missing."""
-    try:
-        llama = f"llama.cpp {libraries.llama().llama_version().decode()} in {libraries.require_dir()}"
-        return f"{llama}\nlibkvedge {version()} ({simd()})"
-    except errors.LibraryError as error:
-        return f"libraries: {error}"
 
 
 class Cache:

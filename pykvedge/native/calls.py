@@ -41,6 +41,17 @@ def lib() -> c.CDLL:
     return handle
 
 
+def describe() -> str:
+    """Tells in a line per library its version and what it uses of the machine, or that it is missing."""
+    try:
+        handle, llama = lib(), libraries.load("llama")
+    except errors.LibraryError as error:
+        return f"libraries: {error}"
+    llama.llama_version.restype = c.c_char_p
+    found = f"llama.cpp {text(llama.llama_version())} in {libraries.require_dir()}"
+    return f"{found}\nlibkvedge {text(handle.kvedge_version())} ({text(handle.kvedge_simd())})"
+
+
 def stage_settings(stage: str, member: str) -> list[Declared]:
     """Settings of a member of the library's, by its name."""
     found = (lib().kvedge_stage_setting(STAGE_NUMBER[stage], member.encode(), i) for i in itertools.count())
