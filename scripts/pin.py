@@ -30,7 +30,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 import llama_source as pinned
-from build_stock import cmake
+from build_stock import cmake, tool
 from export_patches import export, write
 from llama_source import BASE_TAG, BINDINGS, LLAMA, ROOT, Part, SourceError, commit, ended, git, log, read_series
 from pin_structs import struct_changes
@@ -232,29 +232,29 @@ def build_and_check(source: Source, trees: dict[Path, Path]) -> list[dict[str, A
     )
     os.environ["KVEDGE_CACHE_DIR"] = str(source.folder)
     os.environ["PYTHONPATH"] = os.pathsep.join(map(str, (site, copy, copy / "pykvedge" / "bindings")))
+    return [built(copy), *(checked(copy, name, tests) for name, tests in CHECKS.items())]
+
+
+def built(copy: Path) -> dict[str, Any]:
+    """Builds the copy, its native tests and its baseline, and installs into its folder. Raises SourceError."""
     start, build = time.monotonic(), copy / "build" / "dev"
-    python = sys.executable
-    cmake(
-        copy, build, {"CMAKE_CXX_COMPILER_LAUNCHER": "ccache"} if shutil.which("ccache") else {}, "all", "kvedge-tests"
-    )
-    run(
-        [shutil.which("cmake") or "cmake", "--install", str(build), "--component", "kvedge", "--prefix", str(copy)],
-        copy,
-    )
-    run([python, "scripts/build_stock.py", "--build", str(build)], copy)
-    rows = [{"check": "build", "result": "built", "seconds": round(time.monotonic() - start)}]
-    for name, tests in CHECKS.items():
-        start = time.monotonic()
-        text = run([python, "-m", "pytest", "-q", "-n", "2", "-p", "no:cacheprovider", *tests], copy)
-        last = (text.strip().splitlines() or ["no output"])[-1].strip("= ")
-        rows.append({"check": name, "result": last, "seconds": round(time.monotonic() - start)})
-    return rows
+    launcher = {f"CMAKE_{language}_COMPILER_LAUNCHER": "ccache" for language in ("C", "CXX") if shutil.which("ccache")}
+    cmake(copy, build, launcher, "all", "kvedge-tests")
+    install = [tool("cmake"), "--install", str(build), "--component", "kvedge", "--prefix", str(copy)]
+    for command in (install, [sys.executable, "scripts/build_stock.py", "--build", str(build)]):
+        if subprocess.run(command, cwd=copy, stdout=sys.stderr, check=False).returncode:
+            raise SourceError(f"in {copy}: {' '.join(command[:2])} failed; its messages are above")
+    return {"check": "build", "good": True, "result": "built", "seconds": round(time.monotonic() - start)}
 
 
-def run(command: list[str], folder: Path) -> str:
-    done = subprocess.run(command, cwd=folder, stdout=subprocess.PIPE, text=True, errors="replace", check=False)
+def checked(copy: Path, name: str, tests: list[str]) -> dict[str, Any]:
+    """Runs some tests of the copy."""
+    start = time.monotonic()
+    command = [sys.executable, "-m", "pytest", "-q", "-n", "2", "-p", "no:cacheprovider", *tests]
+    done = subprocess.run(command, cwd=copy, stdout=subprocess.PIPE, text=True, errors="replace", check=False)
     sys.stderr.write(done.stdout)
-    return done.stdout
+    last = (done.stdout.strip().splitlines() or [f"exit code {done.returncode}"])[-1].strip("= ")
+    return {"check": name, "good": not done.returncode, "result": last, "seconds": round(time.monotonic() - start)}
 
 
 def show(report: dict[str, Any]) -> None:
@@ -274,7 +274,7 @@ def show(report: dict[str, Any]) -> None:
         print(f"check   {row['check']}: {row['result']} ({row['seconds']} s)")
     for path in report["written"]:
         print(f"wrote   {path}")
-    if any(row["fit"] == "fails" for row in report["patches"]):
+    if report["folder"]:
         log(f"mend the first one that fails in {report['folder']}, `git cherry-pick --continue` there, run this again")
 
 
@@ -292,21 +292,25 @@ def main() -> int:
         return 2
     trees: dict[Path, Path] = {}
     rows: list[dict[str, Any]] = []
+    fails: dict[str, str] = {}  # patch -> the repository to mend it in
     for part, name in ((LLAMA, "patches"), (BINDINGS, "patches/bindings")):
-        trees[Path(name)], more = merge(source, ROOT / name, part)
+        tree, more = merge(source, ROOT / name, part)
+        trees[Path(name)] = tree
         rows += more
-    fits = all(row["fit"] != "fails" for row in rows)
+        fails |= {row["patch"]: str(tree) for row in more if row["fit"] == "fails"}
     structs = struct_changes(source.folder, source.sdist, source.part(LLAMA), source.part(BINDINGS))
-    checks = build_and_check(source, trees) if args.build and fits else []
-    good = fits and all(re.search(r"\bpassed|built", row["result"]) and "failed" not in row["result"] for row in checks)
+    checks = build_and_check(source, trees) if args.build and not fails else []
+    good = not fails and all(row["good"] for row in checks)
     written = move(ROOT, source, trees) if args.write and good else []
     report = {
         "version": source.version, "sha256": source.sha256, "index": source.index, "patches": rows, "structs": structs,
-        "checks": checks, "written": written, "folder": str(source.folder / LLAMA.name),
+        "checks": checks, "written": written, "folder": next(iter(fails.values()), ""),
     }  # fmt: skip
     print(json.dumps(report, indent=1)) if args.json else show(report)
-    if args.write and not good:
-        log("nothing written: not all patches fit, or a check failed")
+    if fails and (args.build or args.write):
+        log(f"error: nothing built or written: {len(fails)} of {len(rows)} patches do not fit: {', '.join(fails)}")
+    elif args.write and not good:
+        log("error: nothing written: a check failed")
     return 0 if good else 1
 
 

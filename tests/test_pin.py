@@ -123,6 +123,8 @@ def test_what_fails_is_shown_and_can_be_mended(clone, tmp_path):
         {"file": "src/b.cpp", "line": 10, "upstream": ["- line 10", "+ line X"],
          "patch": ["- line 10", "+ line ten", "+ and a half"]}
     ]  # fmt: skip
+    done = clone.script("pin.py", new, "--build")
+    assert done.returncode == 1 and "nothing built or written: 1 of 4 patches do not fit: 0002-" in done.stderr
     assert clone.git("status", "--porcelain") == ""
     tree = Path(report["folder"])
     text = (tree / "src" / "b.cpp").read_text()
