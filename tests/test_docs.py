@@ -9,7 +9,7 @@ import pytest
 from docpages import PAGES, ROOT, anchors, blocks, without_blocks, words
 
 NAMES = [page.relative_to(ROOT).as_posix() for page in PAGES]
-LANGUAGES = {"console", "sh", "python", "c", "cmake", "json", "jsonl", "toml", "text"}
+LANGUAGES = {"console", "sh", "python", "c", "cmake", "csharp", "kotlin", "swift", "json", "jsonl", "toml", "text"}
 BUILT = ("pykvedge/bindings", "pykvedge/include", "pykvedge/lib")  # where it is installed
 _LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
 _PATH = re.compile(r"`((?:pykvedge|kvedge_lab|native|tests|scripts|experiments|examples|patches|docs)/[a-z0-9_./-]+)`")
@@ -54,7 +54,7 @@ def test_every_page_is_in_the_site_and_in_the_list():
 
 @pytest.mark.parametrize("page", PAGES, ids=NAMES)
 def test_blocks_have_a_language_that_is_tested(page):
-    """test_docs_commands.py runs console and sh, test_guide.py Python, test_docs_c.py C; an indented block escapes."""
+    """test_docs_commands.py runs console and sh, test_guide.py Python, test_docs_code.py others; an indented one none."""
     for block in blocks(page):
         assert block.language in LANGUAGES, block.place
         if block.language == "json":

@@ -1,17 +1,19 @@
-"""The Python and C of the pages: each block runs, or compiles. test_guide.py has the README and docs/python.md."""
+"""The programs of the pages: each block runs, or compiles. test_guide.py has the README and docs/python.md."""
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import subprocess
+from pathlib import Path
 
 import pytest
 from docpages import PAGES, blocks, fill_hub, put_files
 from hubs import environment as hub_environment
 from hubserver import HubServer
 
-from pykvedge.native import cpackage, llamacpp
+from pykvedge.native import cpackage, libraries, llamacpp
 
 OTHERS = [page for page in PAGES if page.name not in ("README.md", "python.md")]
 PYTHON = [block for page in OTHERS for block in blocks(page) if block.language == "python" and not block.reason]
@@ -54,6 +56,28 @@ def test_c_compiles(block, tmp_path):
     flags = ["-fsyntax-only", "-std=c99", "-Wall", "-Werror", *cpackage.flags("Cflags")]
     done = subprocess.run([compiler, *flags, tmp_path / "block.c"], capture_output=True, text=True, check=False)
     assert done.returncode == 0, f"{block.place}\n{done.stderr}"
+
+
+JARS = Path("/usr/share/java")  # Debian's libjna-java and kotlin
+ELSEWHERE = {
+    "csharp": ("mcs", [["mcs", "block.cs"], ["mono", "block.exe"]]),
+    "kotlin": ("kotlinc", [["kotlinc", "-cp", f"{JARS}/jna.jar", "-d", "out", "block.kt"],
+                           ["java", "-cp", f"{JARS}/jna.jar:{JARS}/kotlin-stdlib.jar:out", "BlockKt"]]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("language", ELSEWHERE)
+def test_other_languages_find_the_library(language, tmp_path, native):
+    compiler, commands = ELSEWHERE[language]
+    shutil.which(compiler) or pytest.skip(f"needs {compiler}")
+    (block,) = (b for page in PAGES for b in blocks(page) if b.language == language)
+    (tmp_path / f"block.{'cs' if language == 'csharp' else 'kt'}").write_text(block.text, encoding="utf-8")
+    env = os.environ | {"LD_LIBRARY_PATH": str(libraries.require_dir())}
+    for command in commands:
+        done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+    kept, refused = done.stdout.splitlines()
+    assert kept.lower() == "200 of 1000, automatic: true" and refused.startswith("no scorer named 'größte'")
 
 
 def test_there_are_blocks():
