@@ -7,7 +7,7 @@ dev.py sanitize [NAME]    the native tests under the sanitizers, each in a build
 dev.py fuzz [OPTIONS]     coverage-guided fuzzing of the C interface and of all readers; needs clang (scripts/fuzz.py)
 dev.py coverage [ARGS]    the share of lines and branches that the tests reach, in C++ and Python
 dev.py cross NAME         the native tests for another system, under an emulator: aarch64, mingw; --whole: all of kvedge
-dev.py nightly            everything that CI leaves out: all tests, sanitizers, fuzzers and systems; hours
+dev.py nightly            everything that CI leaves out: all tests, sanitizers, fuzzers, systems, artefacts; hours
 dev.py docs               the documentation as a site with search, in build/site; a broken link is an error
 dev.py wheel [--check]    a wheel for other machines, in dist/; --check tries it in a fresh environment
 dev.py release --check    all of a release but publishing, twice and compared; --quick: without the wheels
@@ -125,7 +125,8 @@ def cross(args: list[str]) -> int:
 
 def nightly(_: list[str]) -> int:
     """Runs every step, also behind one that fails, and names those that did."""
-    steps = ["test --all", "sanitize", "fuzz --seconds 600", "cross aarch64", "cross mingw", "cross aarch64 --whole"]
+    steps = ["test --all", "sanitize", "fuzz --seconds 600", "cross aarch64", "cross mingw", "cross aarch64 --whole",
+             "wheel --check", "bundle --check", "release --check"]  # fmt: skip
     run = [sys.executable, str(ROOT / "scripts" / "dev.py")]
     failed = [step for step in steps if subprocess.run([*run, *step.split()], check=False).returncode]
     for step in failed:
