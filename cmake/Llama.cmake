@@ -8,11 +8,13 @@ include(${CMAKE_CURRENT_LIST_DIR}/OwnOperations.cmake)
 add_subdirectory(${KVEDGE_LLAMA_DIR} ${PROJECT_BINARY_DIR}/llama EXCLUDE_FROM_ALL)
 
 if(KVEDGE_PORTABLE)
-    # llama.cpp has no list of variants to build: the others become empty, and are not installed
+    # llama.cpp has no list of variants to build: the others become empty, and are not installed; nor do they ask the
+    # compiler for processors that it may not know
     foreach(backend IN LISTS GGML_AVAILABLE_BACKENDS)
         string(REGEX REPLACE "^ggml-cpu-" "" variant "${backend}")
         if(TARGET ${backend} AND NOT variant STREQUAL backend AND NOT variant IN_LIST KVEDGE_CPU_VARIANTS)
-            set_target_properties(${backend} PROPERTIES SOURCES ${CMAKE_CURRENT_LIST_DIR}/empty.c LINK_LIBRARIES "")
+            set_target_properties(${backend} PROPERTIES SOURCES ${CMAKE_CURRENT_LIST_DIR}/empty.c LINK_LIBRARIES ""
+                COMPILE_OPTIONS "" COMPILE_DEFINITIONS "")
             list(REMOVE_ITEM GGML_AVAILABLE_BACKENDS ${backend})
         endif()
     endforeach()
