@@ -2,7 +2,8 @@
 
     python3 scripts/dev.py wheel                  # prints the wheel's path
     python3 scripts/dev.py wheel --check          # and tries it in a fresh environment (scripts/check_wheel.py)
-    python3 scripts/dev.py wheel --for aarch64    # for another system, by Debian's cross compilers; or windows
+    python3 scripts/dev.py wheel --for aarch64    # for another system, by Debian's cross compilers; or windows;
+                                                  # --check: under an emulator (scripts/check_cross_wheel.py)
 
 On Linux auditwheel chooses the oldest manylinux tag that the libraries fulfil, and puts it into the name; elsewhere the
 wheel stays as it was built. A wheel in which a folder of the builder is named is refused.
@@ -143,15 +144,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--for", dest="target", choices=TARGETS, metavar="SYSTEM",
                         help=f"{', '.join(TARGETS)}; by default the system that builds")  # fmt: skip
-    parser.add_argument("--check", action="store_true", help="try the wheel in a fresh environment")
+    parser.add_argument("--check", action="store_true", help="try the wheel as a user would")
     args = parser.parse_args()
     (WORK / "log.txt").unlink(missing_ok=True)
     name = args.target or "this system"
-    wheel = published(repair(build(name, TARGETS.get(name, Target("")))))
+    target = TARGETS.get(name, Target(""))
+    wheel = published(repair(build(name, target)))
     if args.check:
-        subprocess.run(
-            [sys.executable, str(ROOT / "scripts" / "check_wheel.py"), str(wheel)], stdout=sys.stderr, check=True
-        )
+        check = ROOT / "scripts" / ("check_cross_wheel.py" if target.toolchain else "check_wheel.py")
+        subprocess.run([sys.executable, str(check), str(wheel)], stdout=sys.stderr, check=True)
     print(wheel)
 
 

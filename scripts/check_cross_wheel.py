@@ -1,0 +1,86 @@
+"""Tries a wheel for another system by the emulator that cross.py names. No Python of that system runs.
+
+    python3 scripts/check_cross_wheel.py dist/kvedge-*_aarch64.whl
+    python3 scripts/check_cross_wheel.py dist/kvedge-*-win_amd64.whl
+
+The cross compiler builds examples/c/ask.c with nothing but the unpacked wheel, and the program is asked about an image
+on each processor that the emulator plays. One line a processor on stdout; exit code 1 if an answer is wrong.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shlex
+import subprocess
+import sys
+import tempfile
+import time
+import zipfile
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+from check_wheel import ANSWER, QUESTION, SCENE
+from cross import TARGETS, Target
+from cross_whole import THREADS, ask
+from llama_source import ROOT, SourceError, ended
+from wine import windows
+
+MACHINES = {"aarch64": "aarch64", "win_amd64": "mingw"}  # the end of a wheel's name: the target of cross.py
+
+
+def target_of(wheel: Path) -> Target:
+    """Tells which system a wheel is for. Raises SourceError where cross.py has none such."""
+    for end, name in MACHINES.items():
+        if wheel.suffix == ".whl" and wheel.stem.endswith(end):
+            return TARGETS[name]
+    raise SourceError(f"{wheel.name} is no wheel for one of {', '.join(MACHINES)}")
+
+
+def compiled(package: Path, target: Target) -> Path:
+    """Builds the program against an unpacked package, beside its libraries. Raises SourceError."""
+    env = {**os.environ, "PYTHONPATH": str(package.parent)}
+    said = subprocess.run(
+        [sys.executable, "-m", "pykvedge", "--cflags", "--libs"], env=env, capture_output=True, text=True, check=True
+    ).stdout
+    program = package / "lib" / "ask.exe"  # Windows looks for libraries in the program's folder
+    compiler = str(target.compiler.path).replace("g++", "gcc")
+    command = [compiler, "-std=c11", "-O1", str(ROOT / "examples" / "c" / "ask.c"), "-o", str(program)]
+    done = subprocess.run([*command, *shlex.split(said)], capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise SourceError(f"the program in C is not built: {(done.stderr.splitlines() or ['no word'])[0]}")
+    return program
+
+
+def answers(package: Path, target: Target) -> None:
+    """Asks on each processor. Raises SourceError at the first answer that is wrong."""
+    program, data = compiled(package, target), package / "data"
+    picture = ["--mmproj", str(data / "demo-mmproj.gguf"), "--image", str(SCENE)]
+    for processor in target.processors:
+        start = time.monotonic()
+        question = [*picture, "--threads", THREADS, str(data / "demo-model.gguf"), QUESTION]
+        said = ask(target.command(processor, program, *question))
+        kernels = said.figures["kernels"]
+        if said.answer != ANSWER or kernels != (processor.kernels or kernels):
+            raise SourceError(f"{processor.name}: it says '{said.answer}' with {kernels}, not '{ANSWER}'")
+        print(f"{processor.name} ({kernels}): {said.answer}, {time.monotonic() - start:.0f} s", flush=True)
+
+
+def main() -> int:
+    if len(sys.argv) != 2 or not Path(sys.argv[1]).is_file():
+        print("error: give one wheel that exists", file=sys.stderr)
+        return 2
+    wheel = Path(sys.argv[1]).resolve()
+    target = target_of(wheel)
+    target.require_tools()
+    with tempfile.TemporaryDirectory(prefix="kvedge-wheel-") as folder:
+        with zipfile.ZipFile(wheel) as archive:
+            archive.extractall(folder)
+        wine = windows(str(target.emulator.path)) if "wine" in target.emulator.package else contextlib.nullcontext()
+        with wine:
+            answers(Path(folder) / "pykvedge", target)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(ended(main))
