@@ -14,6 +14,7 @@ import os
 import shlex
 import subprocess
 import sys
+import sysconfig
 import tempfile
 import time
 import zipfile
@@ -39,10 +40,12 @@ def target_of(wheel: Path) -> Target:
 
 def compiled(package: Path, target: Target) -> Path:
     """Builds the program against an unpacked package, beside its libraries. Raises SourceError."""
-    env = {**os.environ, "PYTHONPATH": str(package.parent)}
+    # -S: an editable kvedge of this environment would come first
+    paths = [str(package.parent), sysconfig.get_path("purelib")]
     said = subprocess.run(
-        [sys.executable, "-m", "pykvedge", "--cflags", "--libs"], env=env, capture_output=True, text=True, check=True
-    ).stdout
+        [sys.executable, "-S", "-m", "pykvedge", "--cflags", "--libs"], cwd=package.parent, check=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)}, stdout=subprocess.PIPE, text=True,
+    ).stdout  # fmt: skip
     program = package / "lib" / "ask.exe"  # Windows looks for libraries in the program's folder
     compiler = str(target.compiler.path).replace("g++", "gcc")
     command = [compiler, "-std=c11", "-O1", str(ROOT / "examples" / "c" / "ask.c"), "-o", str(program)]

@@ -11,8 +11,12 @@ import zipfile
 from pathlib import Path
 
 import build_wheel
+import check_cross_wheel
 import pytest
+from cross import TARGETS, Processor, Target, Tool
 from llama_source import SourceError
+
+from pykvedge.native import libraries
 
 
 @pytest.fixture
@@ -46,6 +50,31 @@ def test_one_wheel_or_an_error(wheel, tmp_path):
     with pytest.raises(SourceError, match="holds 0 wheels"):
         build_wheel.only(tmp_path)
     assert build_wheel.only(wheel(a=b"").parent) == tmp_path / "a-1-py3-none-any.whl"
+
+
+def test_a_wheel_is_tried_on_the_system_of_its_name():
+    told = check_cross_wheel.target_of
+    assert told(Path("kvedge-1-py3-none-manylinux_2_27_aarch64.whl")) is TARGETS["aarch64"]
+    assert told(Path("kvedge-1-py3-none-win_amd64.whl")) is TARGETS["mingw"]
+    for name in ("kvedge-1-py3-none-manylinux_2_27_x86_64.whl", "kvedge-1-win_amd64.tar.gz"):
+        with pytest.raises(SourceError, match="is no wheel for one of aarch64, win_amd64"):
+            told(Path(name))
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux") or not shutil.which("g++"), reason="needs Linux and g++")
+def test_a_wheels_program_answers_with_the_kernels_of_the_processor(tmp_path, capsys):
+    # this system in place of another: what is installed, as a wheel has it, and `env` for an emulator
+    package = tmp_path / "pykvedge"
+    (package / "lib").mkdir(parents=True)
+    for made in [*libraries.in_package(""), libraries.require_dir()]:
+        for entry in made.iterdir():
+            link = (package / "lib" if made.name == "lib" else package) / entry.name
+            if entry.name != "lib" and not link.exists():
+                link.symlink_to(entry)
+    here = Target("", Tool(("g++",), ""), Tool(("env",), ""), (Processor("this"), Processor("older", kernels="none")))
+    with pytest.raises(SourceError, match="older: it says '64UM3' with "):
+        check_cross_wheel.answers(package, here)
+    assert capsys.readouterr().out.startswith("this (")
 
 
 NEW_THINGS = """
