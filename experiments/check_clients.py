@@ -17,6 +17,7 @@ import importlib.metadata
 import json
 import os
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -25,8 +26,8 @@ from serve_load import SCENES, picture
 URL = picture(SCENES[0])
 PICTURE = URL["image_url"]["url"].partition(",")[2]
 ASKED = [{"role": "user", "content": [URL, {"type": "text", "text": "What is the code?"}]}]
-SCHEMA = {"type": "object", "properties": {"shapes": {"type": "integer"}}, "required": ["shapes"],
-          "additionalProperties": False}  # fmt: skip
+SCHEMA = {"type": "object", "properties": {"shapes": {"type": "integer", "minimum": 0, "maximum": 9}},
+          "required": ["shapes"], "additionalProperties": False}  # fmt: skip
 WEATHER = {"name": "weather", "description": "Tells the weather.",
            "parameters": {"type": "object", "properties": {"town": {"type": "string", "maxLength": 8}},
                           "required": ["town"], "additionalProperties": False}}  # fmt: skip
@@ -85,14 +86,31 @@ def of_chats(chat: Any, given: dict[str, Any]) -> Iterator[tuple[str, Check]]:
         call = one.choices[0].message.tool_calls[0].function
         require(call.name == "weather" and "town" in json.loads(call.arguments), one)
 
-    yield from named(answers, streams, helper_streams, several, likelihoods, stops, schemas, tools)
+    def tools_in_a_stream() -> None:
+        with chat.stream(messages=ASKED, tools=[{"type": "function", "function": WEATHER}], tool_choice="required",
+                         **{**given, "max_tokens": 128}) as events:  # fmt: skip
+            kinds = Counter(event.type for event in events)
+            call = events.get_final_completion().choices[0].message.tool_calls[0].function
+        require(kinds["tool_calls.function.arguments.delta"], kinds)
+        require(call.name == "weather" and "town" in json.loads(call.arguments), call)
+
+    yield from named(answers, streams, helper_streams, several, likelihoods, stops, schemas, tools, tools_in_a_stream)
 
 
 def of_more_chats(chat: Any, given: dict[str, Any]) -> Iterator[tuple[str, Check]]:
+    from pydantic import BaseModel, Field
+
     def several_without_a_temperature() -> None:
-        one = chat.create(messages=[{"role": "user", "content": "Say anything."}], n=3, model=given["model"],
-                          max_tokens=24)  # fmt: skip
+        said = [{"role": "user", "content": "What is the code?"}]  # without a picture any code will do
+        one = chat.create(messages=said, n=6, model=given["model"], max_tokens=24)
         require(len({choice.message.content for choice in one.choices}) > 1, one)
+
+    def parses() -> None:
+        class Count(BaseModel):
+            shapes: int = Field(ge=0, le=9)
+
+        one = chat.parse(messages=ASKED, response_format=Count, **given)
+        require(0 <= one.choices[0].message.parsed.shapes <= 9, one)
 
     def no_limit() -> None:
         one = chat.create(messages=ASKED, seed=-1, extra_body={"top_k": -1, "repeat_last_n": -1},
@@ -119,7 +137,7 @@ def of_more_chats(chat: Any, given: dict[str, Any]) -> Iterator[tuple[str, Check
         else:
             require(False)
 
-    yield from named(several_without_a_temperature, no_limit, older_functions, pictures_of_tools, unknown_parts)
+    yield from named(several_without_a_temperature, parses, no_limit, older_functions, pictures_of_tools, unknown_parts)
 
 
 def of_other_routes(client: Any, given: dict[str, Any]) -> Iterator[tuple[str, Check]]:
@@ -268,6 +286,11 @@ def of_litellm(url: str) -> Iterator[tuple[str, Check]]:
         one = litellm.completion(messages=ASKED, tools=[tool], tool_choice="required", **{**given, "max_tokens": 128})
         require(one.choices[0].message.tool_calls[0].function.name == "weather", one)
 
+    def structured() -> None:
+        form = {"type": "json_schema", "json_schema": {"name": "n", "schema": SCHEMA, "strict": True}}
+        one = litellm.completion(messages=ASKED, response_format=form, **given)
+        require(0 <= json.loads(one.choices[0].message.content)["shapes"] <= 9, one)
+
     def completes() -> None:
         asked = {**given, "model": "text-completion-openai/demo-model"}
         require(litellm.text_completion(prompt="USER: Say anything.\nASSISTANT:", **asked).choices[0].text)
@@ -276,7 +299,7 @@ def of_litellm(url: str) -> Iterator[tuple[str, Check]]:
         asked = {**given, "model": "anthropic/demo-model", "api_base": url}
         require(litellm.completion(messages=[{"role": "user", "content": "Hello"}], **asked).choices[0].message.content)
 
-    yield from named(answers, streams, tools, completes, anthropic_form)
+    yield from named(answers, streams, tools, structured, completes, anthropic_form)
 
 
 def of_instructor(url: str) -> Iterator[tuple[str, Check]]:
@@ -299,12 +322,17 @@ def of_instructor(url: str) -> Iterator[tuple[str, Check]]:
         found = instructor.from_openai(client, mode=instructor.Mode.TOOLS).chat.completions.create(**given)
         require(0 <= found.shapes <= 9, found)
 
-    yield from named(by_schema, by_tools)
+    def streams() -> None:
+        told = instructor.from_openai(client, mode=instructor.Mode.JSON_SCHEMA).chat.completions
+        found = list(told.create_partial(**given))
+        require(0 <= found[-1].shapes <= 9, found)
+
+    yield from named(by_schema, by_tools, streams)
 
 
 def of_pydantic_ai(url: str) -> Iterator[tuple[str, Check]]:
     from pydantic import BaseModel, Field
-    from pydantic_ai import Agent, BinaryContent, NativeOutput
+    from pydantic_ai import Agent, BinaryContent, NativeOutput, ToolOutput
     from pydantic_ai.models.openai import OpenAIChatModel
     from pydantic_ai.providers.openai import OpenAIProvider
 
@@ -328,15 +356,19 @@ def of_pydantic_ai(url: str) -> Iterator[tuple[str, Check]]:
         agent = Agent(model, output_type=NativeOutput(Count))
         require(0 <= agent.run_sync(asked, model_settings={"max_tokens": 128}).output.shapes <= 9)
 
-    yield from named(answers, streams, structured)
+    def tools() -> None:
+        found = Agent(model, output_type=ToolOutput(Count)).run_sync(asked, model_settings={"max_tokens": 128})
+        require(0 <= found.output.shapes <= 9, found)
+
+    yield from named(answers, streams, structured, tools)
 
 
 def of_llm(url: str) -> Iterator[tuple[str, Check]]:
-    from llm import Attachment
+    from llm import Attachment, Tool
     from llm.default_plugins.openai_models import Chat
 
     model = Chat("demo-model", key="none", model_name="demo-model", api_base=f"{url}/v1", vision=True,
-                 supports_schema=True)  # fmt: skip
+                 supports_schema=True, supports_tools=True)  # fmt: skip
     seen = [Attachment(type="image/png", content=base64.b64decode(PICTURE))]
 
     def answers() -> None:
@@ -349,7 +381,12 @@ def of_llm(url: str) -> Iterator[tuple[str, Check]]:
         text = model.prompt("Count.", attachments=seen, schema=SCHEMA, stream=False, key="none", max_tokens=96).text()
         require(isinstance(json.loads(text)["shapes"], int), text)
 
-    yield from named(answers, streams, schemas)
+    def tools() -> None:
+        """The model is free to call none."""
+        look = Tool(name="look", description="Looks.", input_schema=WEATHER["parameters"])
+        require(model.prompt("Hello", tools=[look], stream=False, key="none", max_tokens=24).text())
+
+    yield from named(answers, streams, schemas, tools)
 
 
 def named(*checks: Check) -> Iterator[tuple[str, Check]]:
