@@ -3,23 +3,32 @@
     D="python3 scripts/dev.py python experiments/check_schemas.py MODEL.gguf JSON-Schema-Test-Suite/tests"
     $D                          # all schemas, without a server
     $D --serve 400 --seed 1     # so many of them, drawn by chance, through `kvedge serve`
+    $D --times 20               # what a schema costs who asks with it, and others: 20 seconds each
 
 The folder is that of https://github.com/json-schema-org/JSON-Schema-Test-Suite; the source package of `jsonschema` has
 it as json/tests. A schema is obeyed, refused, or violated; the exit code is 1 if one is violated. Without a server each
 token is drawn from those that may come, so the model is asked nothing: its vocabulary is enough. Through a server the
 model answers at a high temperature. An answer that max_tokens cuts is completed here in the same way; it is counted as
 cut where the whole obeys.
+
+--times prints milliseconds: how long the vocabulary takes once a model, how much later the first token comes with a
+schema that is new than without one, and how long plain questions take alone, beside four clients, and beside four that
+ask with schemas, each with a new one. The four get 32 tokens in both cases.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import random
+import statistics
 import sys
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +50,8 @@ DRAFTS = {
     "draft2020-12": "https://json-schema.org/draft/2020-12/schema",
 }
 _OTHER_REGEX = ("ecmascript-regex",)  # Python's regular expressions, which jsonschema asks, are not JavaScript's
+_TYPES = {bool: "boolean", int: "number", float: "number", str: "string", list: "array", dict: "object",
+          type(None): "null"}  # fmt: skip
 Schema = dict[str, Any]
 
 
@@ -50,7 +61,14 @@ def schemas(folder: Path) -> Iterator[tuple[str, Schema]]:
         for file in sorted((folder / draft).rglob("*.json")):
             for case in json.loads(file.read_text()):
                 if isinstance(case["schema"], dict) and file.stem not in _OTHER_REGEX:
-                    yield f"{draft}/{file.stem}/{case['description']}", {"$schema": uri, **case["schema"]}
+                    schema = {"$schema": uri, **_typed(case["tests"]), **case["schema"]}
+                    yield f"{draft}/{file.stem}/{case['description']}", schema
+
+
+def _typed(tests: list[dict[str, Any]]) -> Schema:
+    """Names the types of which the suite has valid and invalid values. Without a type most schemas take any number."""
+    valid, invalid = ({_TYPES[type(t["data"])] for t in tests if t["valid"] is is_valid} for is_valid in (True, False))
+    return {"type": sorted(valid & invalid)} if valid & invalid else {}
 
 
 def asked(server: Server, model: Model, schema: Schema, seed: int) -> tuple[str, str]:
@@ -91,19 +109,89 @@ def _completed(model: Model, schema: Schema, begun: bytes, rng: random.Random) -
     return None
 
 
+def body(n: int, with_schema: bool = False, **fields: Any) -> Schema:
+    """Makes a request that nobody made before, as n is new; so is its schema."""
+    out = {"messages": [{"role": "user", "content": f"What is in picture {n:06}?"}], "temperature": 0, **fields}
+    if with_schema:
+        shape = {"colour": {"enum": ["red", "green", "blue"]}, "n": {"type": "integer", "minimum": 0, "maximum": 99}}
+        listed = {"type": "array", "minItems": 9, "items": {"type": "object", "properties": shape, "required": ["n"]}}
+        named = {f"name_{n}": {"type": "string", "maxLength": 20}, "day": {"type": "string", "format": "date"},
+                 "shapes": listed}  # fmt: skip
+        schema = {"type": "object", "properties": named, "required": list(named)}
+        out["response_format"] = {"type": "json_schema", "json_schema": {"name": "s", "schema": schema}}
+    return out
+
+
+def milliseconds(server: Server, asked: Schema) -> float:
+    began = time.perf_counter()
+    with httpx.Client(base_url=server.url, timeout=300) as client:
+        client.post("/v1/chat/completions", json=asked).raise_for_status()
+    return 1000 * (time.perf_counter() - began)
+
+
+def beside(
+    server: Server, numbers: Iterator[int], clients: int, form: Callable[[int], Schema], seconds: float
+) -> list[float]:
+    """Asks plain questions for so long, beside clients with requests of a form. Returns what each took."""
+    over = time.monotonic() + seconds
+
+    def client() -> None:
+        while time.monotonic() < over:
+            milliseconds(server, form(next(numbers)))
+
+    with ThreadPoolExecutor(clients + 1) as pool:
+        others, took = [pool.submit(client) for _ in range(clients)], list[float]()
+        while time.monotonic() < over:
+            took.append(milliseconds(server, body(next(numbers), False, max_tokens=16)))
+        for other in others:
+            other.result()
+    return took
+
+
+def times(server: Server, model: Model, seconds: float) -> None:
+    numbers, rounds = itertools.count(), 3
+    began = time.perf_counter()
+    Model(model.path, vocabulary_only=True).table()
+    vocabulary = 1000 * (time.perf_counter() - began)
+    pairs = [
+        [milliseconds(server, body(next(numbers), schema, max_tokens=1)) for schema in (False, True)] for _ in range(41)
+    ]
+    later = sorted(with_one - without for without, with_one in pairs[1:])
+    print(f"{model.n_vocab} tokens prepared in {vocabulary:.0f}; with a new schema the first token comes later by "
+          f"{statistics.median(later):.1f}, at most {later[-1]:.1f}", flush=True)  # fmt: skip
+    ends = {str(token): -100 for token in model.ends}  # without a schema the end is forbidden: answers are as long
+    forms = {"alone": (0, body), "beside four": (4, lambda n: body(n, False, max_tokens=32, logit_bias=ends)),
+             "beside four with schemas": (4, lambda n: body(n, True, max_tokens=32))}  # fmt: skip
+    took: dict[str, list[float]] = {name: [] for name in forms}
+    for _ in range(rounds):
+        for name, form in forms.items():
+            took[name] += beside(server, numbers, *form, seconds / rounds)
+    for name, all_of in took.items():
+        middle, late = (statistics.quantiles(all_of, n=100)[i] for i in (49, 98))
+        print(f"{name}, {len(all_of)} questions: mean {statistics.mean(all_of):.1f}, median {middle:.1f}, "
+              f"99 of 100 {late:.1f}, longest {max(all_of):.1f}", flush=True)  # fmt: skip
+
+
 def main() -> int:
     options = argparse.ArgumentParser(description="Holds random answers to the schemas of a test suite.")
     options.add_argument("model", type=Path)
-    options.add_argument("folder", type=Path)
+    options.add_argument("folder", type=Path, nargs="?", help="of the suite")
     options.add_argument("--serve", type=int, metavar="N", help="ask a server of the model for N of the schemas")
+    options.add_argument("--times", type=float, metavar="SECONDS", help="measure what schemas cost")
     options.add_argument("--seed", type=int, default=1, help="of the draw, and of answers (default %(default)s)")
     options.add_argument("--show", action="store_true", help="say of each schema that is not obeyed, why")
     given = options.parse_args()
-    model, found = Model(given.model, vocabulary_only=True), list(schemas(given.folder))
-    if given.serve is None:
+    model = Model(given.model, vocabulary_only=True)
+    if given.folder is None and given.times is None:
+        options.error("the folder of the suite is missing")
+    found = list(schemas(given.folder)) if given.folder else []
+    if given.times is None and given.serve is None:
         return told(found, lambda schema, i: judge(schema, model, i), given.show)
-    drawn = random.Random(given.seed).sample(found, min(given.serve, len(found)))
     with serving(dict(os.environ), "--model", given.model, "--ctx", "512") as server:
+        if given.times is not None:
+            times(server, model, given.times)
+            return 0
+        drawn = random.Random(given.seed).sample(found, min(given.serve, len(found)))
         return told(drawn, lambda schema, i: asked(server, model, schema, given.seed + i), given.show)
 
 
@@ -112,7 +200,7 @@ def told(found: list[tuple[str, Schema]], verdict: Callable[[Schema, int], tuple
     for i, (name, schema) in enumerate(found):
         how, why = verdict(schema, i)
         counts[how] += 1
-        if how not in ("obeyed", "refused") or (show and how != "obeyed"):
+        if how not in ("obeyed", "refused", "cut") or (show and how != "obeyed"):
             print(f"{how}: {name}: {why}", flush=True)
     print(dict(counts))
     return int(counts["violated"] > 0)

@@ -4,7 +4,8 @@
 
 Each body goes to a fresh `kvedge serve` with the packaged model. Memory is the system's VmHWM, reset before the body is
 sent. Another client asks a plain question and /health in turns; its longest wait is told beside its longest wait in as
-many seconds without the body. The request itself may be refused.
+many seconds without the body. The request itself may be refused. "hostile forms" are all grammars and schemas of
+tests/test_grammar_bounds.py, one after another, each with up to 64 tokens.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import os
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
@@ -26,6 +28,7 @@ from PIL import Image
 
 sys.path.append(str(Path(__file__).resolve().parent.parent / "tests"))
 from server import Server, serving
+from test_grammar_bounds import HOSTILE
 
 SIDE = 7000
 CHAT, MIB = "/v1/chat/completions", 1 << 20
@@ -53,7 +56,7 @@ def said(text: str, more: str = "") -> bytes:
     return b'{"max_tokens":4,"messages":[{"role":"user","content":"' + text.encode() + b'"}]' + more.encode() + b"}"
 
 
-BODIES: dict[str, Callable[[], bytes]] = {
+BODIES: dict[str, Callable[[], bytes | list[bytes]]] = {
     "49 MP JPEG": lambda: shown(file_of("JPEG", quality=80)),
     "49 MP JPEG, 4:4:4, noise": lambda: shown(file_of("JPEG", noise=1500, quality=70, subsampling=0)),
     "49 MP PNG": lambda: shown(file_of("PNG", compress_level=1)),
@@ -65,7 +68,9 @@ BODIES: dict[str, Callable[[], bytes]] = {
     "64 MiB of base64": lambda: said("x", ',"x":"data:image/png;base64,' + "A" * (63 * MIB) + '"'),
     "20 MiB of base64, no picture": lambda: shown(os.urandom(20 * MIB - 99)),
     "30 M brackets": lambda: said("x", ',"x":' + "[" * 30_000_000 + "]" * 30_000_000),
-}
+    "hostile forms": lambda: [json.dumps({**json.loads(said("x")), "max_tokens": 64, **form}).encode()
+                              for form in HOSTILE.values()],
+}  # fmt: skip
 
 
 def kib(process: int, name: str) -> int:
@@ -97,27 +102,32 @@ def longest(url: str, work: Callable[[], object]) -> dict[str, float]:
     return {what: round(max(seconds), 3) for what, seconds in waits.items()}
 
 
-def sent(server: Server, body: bytes, answers: list[httpx.Response], took: list[float]) -> None:
+def sent(server: Server, bodies: list[bytes], answers: list[httpx.Response], took: list[float]) -> None:
     began = time.monotonic()
-    answers.append(server.client.post(CHAT, content=body))
+    answers += [server.client.post(CHAT, content=body) for body in bodies]
     took[0] = time.monotonic() - began
 
 
 def main() -> None:
     chosen = sys.argv[1:] or list(BODIES)
     for name in chosen:
-        body = BODIES[name]()
+        made = BODIES[name]()
+        bodies = made if isinstance(made, list) else [made]
         with serving(dict(os.environ), "--memory", "64MiB", "--ctx", "1024") as server:
             server.text([{"role": "user", "content": "Hello"}])
             process = server.told["pid"]
             Path(f"/proc/{process}/clear_refs").write_text("5")
             before, answers, took = kib(process, "VmRSS"), [], [0.0]
 
-            waits = longest(server.url, functools.partial(sent, server, body, answers, took))
+            waits = longest(server.url, functools.partial(sent, server, bodies, answers, took))
             grown = (kib(process, "VmHWM") - before) / 1024
             idle = longest(server.url, lambda took=took: time.sleep(max(took[0], 1)))
-        print(f"{name}: {len(body) / MIB:.1f} MiB, status {answers[0].status_code} after {took[0]:.2f} s, memory "
-              f"{grown:+.0f} MiB; longest waits {waits}, without {idle}; load {os.getloadavg()[0]:.1f}", flush=True)
+        statuses = dict(Counter(answer.status_code for answer in answers))
+        print(
+            f"{name}: {sum(map(len, bodies)) / MIB:.1f} MiB, statuses {statuses} after {took[0]:.2f} s, memory "
+            f"{grown:+.0f} MiB; longest waits {waits}, without {idle}; load {os.getloadavg()[0]:.1f}",
+            flush=True,
+        )
 
 
 if __name__ == "__main__":
