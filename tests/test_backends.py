@@ -14,19 +14,22 @@ from llama_source import ROOT, pin
 from pykvedge.native import backends, libcheck, libraries
 
 pytestmark = [test_libraries.LINUX, pytest.mark.skipif(test_libraries.COMPILER is None, reason="no C compiler")]
-# a backend with a registration and as many devices as it is told, none of which is ever used
+# a backend with a registration and as many devices as it is told, all at one address, none of which is ever used
 MODULE = """
 #include "ggml-backend-impl.h"
-static const char * name(ggml_backend_reg_t reg) { (void) reg; return "Made"; }
+static const char * name(ggml_backend_reg_t reg) { (void) reg; return NAME; }
 static size_t count(ggml_backend_reg_t reg) { (void) reg; return DEVICES; }
-static const char * device_name(ggml_backend_dev_t dev) { (void) dev; return "Made0"; }
+static const char * device_name(ggml_backend_dev_t dev) { (void) dev; return NAME "0"; }
 static const char * described(ggml_backend_dev_t dev) { (void) dev; return "made up"; }
 static void memory(ggml_backend_dev_t dev, size_t * free, size_t * total) { (void) dev; *free = *total = 1 << 20; }
-static enum ggml_backend_dev_type type(ggml_backend_dev_t dev) { (void) dev; return GGML_BACKEND_DEVICE_TYPE_ACCEL; }
+static enum ggml_backend_dev_type type(ggml_backend_dev_t dev) { (void) dev; return TYPE; }
+static void props(ggml_backend_dev_t dev, struct ggml_backend_dev_props * out) {
+    out->name = device_name(dev), out->description = described(dev), out->type = TYPE, out->device_id = "0000:01:00.0";
+}
 static ggml_backend_dev_t get(ggml_backend_reg_t reg, size_t i);
 static struct ggml_backend_reg it = { GGML_BACKEND_API_VERSION, { name, count, get, 0 }, 0 };
 static struct ggml_backend_device device = { .iface = { .get_name = device_name, .get_description = described,
-                                             .get_memory = memory, .get_type = type }, .reg = &it };
+                                             .get_memory = memory, .get_type = type, .get_props = props }, .reg = &it };
 static ggml_backend_dev_t get(ggml_backend_reg_t reg, size_t i) { (void) reg; (void) i; return &device; }
 ggml_backend_reg_t ggml_backend_init(void) { return &it; }
 """
@@ -34,15 +37,19 @@ ggml_backend_reg_t ggml_backend_init(void) { return &it; }
 
 @pytest.fixture(scope="module")
 def modules(tmp_path_factory, native):
-    """Compiles a module with one device, and one without any."""
+    """Compiles a module with one device, one without any, and two with a GPU."""
     build = max((ROOT / "build").glob("py3-none-*"), key=lambda path: path.stat().st_mtime)
     ggml = build / "llama.cpp" / "ggml"
     folder = tmp_path_factory.mktemp("modules")
     flags = [f"-I{ggml / 'include'}", f"-I{ggml / 'src'}"]
+    kinds = {0: ("Made", 0, "ACCEL"), 1: ("Made", 1, "ACCEL"), "Made": ("Made", 1, "GPU"), "Other": ("Other", 1, "GPU")}
     return {
-        n: test_libraries.library(folder, f"libggml-made-{n}.so", MODULE, *flags, f"-DDEVICES={n}").read_bytes()
-        for n in (0, 1)
-    }
+        key: test_libraries.library(
+            folder, f"libggml-made-{key}.so", MODULE, *flags, f'-DNAME="{name}"', f"-DDEVICES={n}",
+            f"-DTYPE=GGML_BACKEND_DEVICE_TYPE_{kind}",
+        ).read_bytes()
+        for key, (name, n, kind) in kinds.items()
+    }  # fmt: skip
 
 
 @pytest.fixture
@@ -50,7 +57,7 @@ def said(tmp_path, kvedge):
     """Installs packages, and returns what kvedge says of them in a process of its own."""
 
     def of(*packages, **more):
-        for name, content, built_from in packages:
+        for name, content, built_from, *backend in packages:
             module = name.replace("-", "_")
             (tmp_path / module).mkdir()
             (tmp_path / module / "libmade.so").write_bytes(content)
@@ -58,15 +65,16 @@ def said(tmp_path, kvedge):
             info = tmp_path / f"{module}-1.dist-info"
             info.mkdir()
             (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1\n")
-            (info / "entry_points.txt").write_text(f"[kvedge.backends]\nMade = {module}\n")
+            (info / "entry_points.txt").write_text(f"[kvedge.backends]\n{[*backend, 'Made'][0]} = {module}\n")
         code = (
             "from pykvedge.native import backends, ggml, libraries\nlibraries.load_backends()\n"
             "for p in backends.packages(): print(p.name, p.broken, p.problem)\n"
             "print(*(d.name for d in ggml.devices()))\n"
+            "from pykvedge.models.offload import Offload\nprint(*(d.name for d in Offload().devices()))\n"
         )
         env = {**test_libraries.os.environ, "PYTHONPATH": str(tmp_path), **more}
         done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
-        *lines, devices = done.stdout.splitlines()
+        *lines, devices, of.chosen = done.stdout.splitlines()
         return lines, "Made0" in devices.split()
 
     return of
@@ -92,6 +100,13 @@ def test_of_two_packages_the_later_one_is_used(said, modules):
     lines, there = said(("made-12", modules[1], pin()), ("made-13", modules[1], pin()))
     assert there and lines[0] == "made-13 False "
     assert lines[1] == "made-12 False made-13 has the same devices and is used; pip uninstall one of the two"
+
+
+def test_of_two_backends_of_one_gpu_the_first_by_name_is_used(said, modules):
+    """CUDA before Vulkan, so that memory is not counted twice."""
+    packages = [(f"kvedge-{name}", modules[name], pin(), name) for name in ("Other", "Made")]
+    lines, there = said(*packages)
+    assert there and lines == ["kvedge-Made False ", "kvedge-Other False "] and said.chosen == "Made0"
 
 
 def test_where_the_later_one_has_no_device_the_other_is_used(said, modules):

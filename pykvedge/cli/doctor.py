@@ -91,11 +91,14 @@ def _rows(found: Diagnosis) -> list[tuple[str, str]]:
         rows.append(("kernels", f"libkvedge chose {kernels[0]}{rest}"))
     if "cpu_features" in facts:
         rows.append(("ggml's code", f"{' '.join(facts['cpu_features'])}; {_amx(m, facts)}"))
+    found_at: dict[str, str] = {}
     for device in facts.get("devices", []):
         size = readable(device["total_bytes"])
         if device["kind"] != "CPU":  # of the machine's own memory ggml calls everything free
             size = f"{readable(device['free_bytes'])} of {size} free"
-        rows.append(("device", f"{device['name']}, {device['kind']}: {device['description']}, {size}"))
+        twin = found_at.setdefault(device["address"] or device["name"], device["name"])
+        same = f"; the same GPU as {twin}, which is used" if twin != device["name"] else ""
+        rows.append(("device", f"{device['name']}, {device['kind']}: {device['description']}, {size}{same}"))
     rows += [("package", f"{o.name} {_use(o)}") for o in found.of("packages") if o.name]
     rows += [("measured", f"{o.name}: {_speeds(o.facts)}") for o in found.of("devices") if o.facts]
     # where nothing is installed, nothing is checked

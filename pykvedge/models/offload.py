@@ -92,7 +92,10 @@ class Offload:
             return [_device(name) for name in self.names]
         there = [device for device in ggml.devices() if "GPU" in device.kind]
         servers = [device for device in there if device.name.startswith("RPC")]
-        own = [device for device in there if device.kind == "GPU" and device not in servers]
+        own: list[Device] = []
+        for device in there:
+            twin = device.address and any(device.address == other.address for other in own)
+            own += [device] * (device.kind == "GPU" and device not in servers and not twin)
         return servers + (own or [device for device in there if device.kind == "integrated GPU"][:1])
 
     def apply(self, params: Any, header: Header) -> Any:

@@ -61,7 +61,9 @@ def load(place: Path, library: Callable[[str], c.CDLL]) -> None:
 
     found: list[Package] = []
     # the highest name first: kvedge-cuda13 before kvedge-cuda12
-    for point in sorted(metadata.entry_points(group=GROUP), key=lambda p: p.value, reverse=True):
+    points = sorted(metadata.entry_points(group=GROUP), key=lambda p: p.value, reverse=True)
+    # of two devices that are one GPU the first is used: CUDA before Vulkan
+    for point in sorted(points, key=lambda p: p.name):
         used = next((p.name for p in found if p.backend == point.name and not p.problem), "")
         found.append(_look(point, used, place, library))
     _found[:] = found

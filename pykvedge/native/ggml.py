@@ -33,6 +33,15 @@ class _Feature(c.Structure):
     _fields_ = [("name", c.c_char_p), ("value", c.c_char_p)]
 
 
+class _Props(c.Structure):
+    """ggml_backend_dev_props."""
+
+    _fields_ = [
+        ("name", c.c_char_p), ("description", c.c_char_p), ("memory_free", _S), ("memory_total", _S), ("type", c.c_int),
+        ("device_id", c.c_char_p), ("caps", c.c_bool * 16),
+    ]  # fmt: skip
+
+
 _TO_FLOAT = c.CFUNCTYPE(None, _P, _P, _L)
 
 
@@ -61,10 +70,7 @@ _PROTOTYPES: dict[str, tuple[Any, list[Any]]] = {
     "ggml_backend_dev_count": (_S, []),
     "ggml_backend_dev_get": (_P, [_S]),
     "ggml_backend_dev_by_type": (_P, [c.c_int]),
-    "ggml_backend_dev_name": (c.c_char_p, [_P]),
-    "ggml_backend_dev_description": (c.c_char_p, [_P]),
-    "ggml_backend_dev_type": (c.c_int, [_P]),
-    "ggml_backend_dev_memory": (None, [_P, c.POINTER(_S), c.POINTER(_S)]),
+    "ggml_backend_dev_get_props": (None, [_P, c.POINTER(_Props)]),
     "ggml_backend_dev_backend_reg": (_P, [_P]),
     "ggml_backend_dev_buffer_type": (_P, [_P]),
     "ggml_backend_dev_init": (_P, [_P, c.c_char_p]),
@@ -112,7 +118,7 @@ def call(name: str, *arguments: Any) -> Any:
 
 @dataclass(frozen=True)
 class Device:
-    """A device of ggml's."""
+    """A device of ggml's. address: on the bus, "0000:c1:00.0"; two backends may reach one GPU."""
 
     handle: int
     name: str
@@ -120,6 +126,7 @@ class Device:
     kind: str
     total_bytes: int
     free_bytes: int
+    address: str = ""
 
 
 def devices() -> list[Device]:
@@ -127,11 +134,11 @@ def devices() -> list[Device]:
     found = []
     for i in range(call("backend_dev_count")):
         handle = call("backend_dev_get", i)
-        free, total = _S(), _S()
-        call("backend_dev_memory", handle, c.byref(free), c.byref(total))
-        name, description = (call(f"backend_dev_{what}", handle).decode() for what in ("name", "description"))
-        kind = KINDS.get(call("backend_dev_type", handle), "other")
-        found.append(Device(handle, name, description, kind, total.value, free.value))
+        props = _Props()
+        call("backend_dev_get_props", handle, c.byref(props))
+        name, text, address = ((value or b"").decode() for value in (props.name, props.description, props.device_id))
+        kind = KINDS.get(props.type, "other")
+        found.append(Device(handle, name, text, kind, props.memory_total, props.memory_free, address))
     return found
 
 
