@@ -69,7 +69,8 @@ def reads(monkeypatch):
 @pytest.mark.parametrize("method", ["snapkv", "kvedge", "h2o", "adakv"])
 def test_an_image_keeps_its_best_rows_or_none_and_gets_them_back(talk, reads, method):
     session = talk(method)
-    before, spans, size, n = held(session), session.engine.sequence.images, session.engine.cache.stats().bytes, reads[0]
+    before, size, n = held(session), session.engine.cache.stats().bytes, reads[0]
+    spans = [(image.first, image.last) for image in session.engine.sequence.images]
     assert [last - first for first, last in spans] == [144] * 3
     session.demote(2, 4)
     after = held(session)
@@ -125,7 +126,7 @@ def test_images_age_until_a_question_needs_them(talk, reads):
     for image in (3, 3, 3, 3, 1, 2):
         answer = session.ask(f"What is the code in image {image}?", (), GREEDY)
         assert answer.read() == CODES[image - 1]
-        sizes.append([session.engine.ages._held(one) for one in session.engine.ages._images])
+        sizes.append([session.engine.ages._held(one) for one in session.engine.sequence.images])
     assert reads[0] - n < 6 * 60
     assert min(sizes[4][1], sizes[4][2]) < sizes[4][0]
     assert min(sizes[5][0], sizes[5][2]) < sizes[5][1]

@@ -15,7 +15,6 @@ from pykvedge.errors import (
     SessionFileError,
     StateError,
     UnsupportedError,
-    UsageError,
 )
 from pykvedge.library import libkvedge, native_plan
 from pykvedge.models.composer import Composer
@@ -26,7 +25,7 @@ from pykvedge.models.vision import ImagePiece, Piece, TextPiece, Vision
 from pykvedge.plans.plan import Plan
 from pykvedge.reference.kvtypes import KvType
 from pykvedge.runtime import logprobs, opening, stream
-from pykvedge.runtime.drafting import require_drafts
+from pykvedge.runtime.drafting import check_policy, require_drafts
 from pykvedge.runtime.engine import Engine
 from pykvedge.runtime.generation import Generation
 from pykvedge.runtime.pruning import planned
@@ -240,11 +239,7 @@ class Conversation(Single):
         if not self.settings.drafts:
             return
         asked = "--exact" if self.settings.exact else "--lookup"
-        if plan.drops:
-            raise UsageError(
-                f"decode policy '{plan.decode}' drops a row for every token, also for drafts that are refused; use "
-                f"--decode keep-all, or no {asked}"
-            )
+        check_policy(plan, asked)
         require_drafts(self.model, asked)
 
     def check_stream(self, plan: Plan) -> None:

@@ -443,8 +443,8 @@ class Session(Conversation):
             )
         if whole := whole and sequence.carries_whole:
             sequence.take_back()
-        place, unread = self.engine.place(), list(sequence.unread)
-        return Note(self.plan, self.settings.kv_type, *place, self.pending, self.messages, unread, whole)
+        place, unread, images = self.engine.place(), list(sequence.unread), list(sequence.images)
+        return Note(self.plan, self.settings.kv_type, *place, self.pending, self.messages, unread, images, whole)
 
     def close(self) -> None:
         """Frees everything but a model that was loaded apart, as soon as a thread that is in a call has left it.

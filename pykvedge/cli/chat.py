@@ -36,6 +36,7 @@ _OPTIONS = (
     *options.COMPOSITION,
     options.PROFILE,
     *options.KEEP,
+    options.AGE,
     option("--keep-saved", group="What is kept", is_flag=True,
            help="The --session file has all rows, too: it takes as much as the uncompressed cache."),
     option("--bounded", group="What is kept", is_flag=True,

@@ -164,11 +164,13 @@ KEEP = (
                 "a later message is answered as if the conversation were one prompt."),
     option("--keep-folder", group=_KEPT, config=True, type=PATH, metavar="PATH",
            help="Where that file lies. Default: ~/.cache/kvedge/keep."),
-    option("--age", group=_KEPT, type=float, metavar="SHARE",
-           help="With --keep: each message halves (0.5) the pairs of images that it does not ask about; a question "
-                "brings them back."),
     option("--keep-space", group=_KEPT, config=True, metavar="SIZE",
            help="What all rows may take there. Default: 20GiB."),
+)  # fmt: skip
+AGE = option(
+    "--age", group=_KEPT, type=float, metavar="SHARE",
+    help="With --keep: each message halves (0.5) the pairs of images that it does not ask about; a question brings "
+    "them back.",
 )  # fmt: skip
 
 # ------------------------------------------------------------------------------------------------------------
@@ -310,7 +312,7 @@ def keep(given: Mapping[str, Any]) -> dict[str, Any]:
     """Collects the settings of KEEP. Raises UsageError for a size that is none, or that is of nothing."""
     if given["keep"] is None:
         for name in ("keep_folder", "keep_space", "age"):
-            if given[name] is not None:
+            if given.get(name) is not None:
                 raise UsageError(f"--{name.replace('_', '-')} belongs to --keep ram or --keep disk; add one of them")
         return {}
     if given["keep_folder"] is not None and given["keep"] != "disk":
@@ -318,7 +320,7 @@ def keep(given: Mapping[str, Any]) -> dict[str, Any]:
     out: dict[str, Any] = {"keep": given["keep"]}
     if given["keep_folder"] is not None:
         out["keep_folder"] = os.fspath(paths.expanded(given["keep_folder"]))
-    if given["age"] is not None:
+    if given.get("age") is not None:
         out["age"] = given["age"]
     if given["keep_space"] is not None:
         out["keep_space"] = size("--keep-space", given["keep_space"])

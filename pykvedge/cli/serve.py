@@ -54,7 +54,7 @@ _LOOP = () if sys.platform == "win32" else ("uvloop",)
     option("--max-tokens", "-n", also=("--predict", "--n-predict"), group="Answer", common=True, config=True,
            type=options.Whole(), metavar="N",
            help="Tokens of an answer where a request does not say. Default: as many as there is room for."),
-    options.LOOKUP,
+    options.LOOKUP, options.EXACT,
     option("--temp", also=("--temperature",), group="Sampling", config=True, type=click.FloatRange(0, 100), default=0.0,
            show_default=True, help="The temperature where a request does not say; 0 always takes the likeliest token."),
     option("--seed", "-s", group="Sampling", type=int, metavar="N",
@@ -97,7 +97,7 @@ def serve(**given: Any) -> None:
     options.load_plugins(given)
     plan = options.chosen_plan(given)
     chosen = _options(given, server)
-    server.check(chosen)
+    server.check(chosen, plan)
     model, mmproj = model_files(given)
     plan, line = tuning.taken(given, plan, model)
     chosen = replace(chosen, tuned=line)
@@ -131,7 +131,7 @@ def _options(given: dict[str, Any], server: Any) -> Any:
     memory = size("--memory", 0) or server.free_memory_share()
     limits = Limits(given["parallel"], given["ctx"] or 4096, memory, given["queue"], given["kv_type"],
                     given["kv_rotate"], given["share_prompts"], Keep.of(**options.keep(given)),
-                    given["lookup"])  # fmt: skip
+                    given["lookup"], given["exact"])  # fmt: skip
     return server.Options(
         host=given["host"], port=given["port"], name=given["name"], hosts=given["hosts"], limits=limits,
         keys=read_keys(paths.expanded(given["key_file"])) if given["key_file"] else (),

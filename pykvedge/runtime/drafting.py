@@ -15,8 +15,9 @@ from contextlib import suppress
 
 import numpy as np
 
-from pykvedge.errors import GrammarError, UnsupportedError
+from pykvedge.errors import GrammarError, UnsupportedError, UsageError
 from pykvedge.models.model import Model
+from pykvedge.plans.plan import Plan
 from pykvedge.runtime.driver import Driver
 from pykvedge.runtime.generation import Generation
 from pykvedge.runtime.sequence import Sequence
@@ -34,6 +35,24 @@ def require_drafts(model: Model, asked: str) -> None:
     if model.recurrent:
         raise UnsupportedError(
             f"{model.path.name} has recurrent layers, which cannot take a draft back; leave {asked} out"
+        )
+
+
+def check_policy(plan: Plan, asked: str) -> None:
+    """Raises UsageError for a plan that drops rows while it answers. asked: the option that drafts."""
+    if plan.drops:
+        raise UsageError(
+            f"decode policy '{plan.decode}' drops a row for every token, also for drafts that are refused; use "
+            f"--decode keep-all, or no {asked}"
+        )
+
+
+def require_host(driver: Driver) -> None:
+    """Raises UnsupportedError where layers lie on devices: exact answers need all rows."""
+    if driver.cache is not None and driver.cache.on_devices:
+        raise UnsupportedError(
+            "exact answers are verified over whole rows, which lie on the host; keep the model off the devices with "
+            "--device none, or leave --exact out"
         )
 
 
@@ -141,10 +160,9 @@ class Drafter:
         cache = self._driver.cache
         if cache is None or not self._exact:
             return False
-        stats, drafts = cache.stats(self._sequence.number), generation.drafts
-        whole = stats.whole_bytes > 0
+        drafts, whole = generation.drafts, cache.stats(self._sequence.number).whole_bytes > 0
         if drafts is not None and drafts.exact is None:
-            drafts.exact = whole or self._sequence.pairs_held() >= stats.n_tokens
+            drafts.exact = whole or self._sequence.has_all
         elif drafts is not None and self._over_whole and not whole:
             drafts.exact = False  # they were given up meanwhile
         self._over_whole = whole
@@ -170,9 +188,7 @@ class Drafter:
         """
         return self._ahead(0, 1.0, 1.0, most, self._hits.rate(kind), each)
 
-    def _ahead(
-        self, n: int, chance: float, tokens: float, most: int, rate: float, each: float
-    ) -> tuple[int, float]:
+    def _ahead(self, n: int, chance: float, tokens: float, most: int, rate: float, each: float) -> tuple[int, float]:
         """Goes on from n guesses, which are all right with this chance and promise so many tokens."""
         if self._costs.of(1) <= 0:
             return n, 0.0

@@ -30,7 +30,7 @@ from pykvedge.reference.stages.base import ProfileTable
 from pykvedge.runtime import bounded_batch, figures
 from pykvedge.runtime.ageing import Ages
 from pykvedge.runtime.crew import Crew
-from pykvedge.runtime.drafting import MOST, Drafter
+from pykvedge.runtime.drafting import MOST, Drafter, require_host
 from pykvedge.runtime.driver import Driver
 from pykvedge.runtime.generation import Generation
 from pykvedge.runtime.interrupt import stop_if_set
@@ -238,11 +238,8 @@ class Engine:
         driver = Driver(self._model, self._vision, size, self._threads)
         try:
             driver.take_over_if_possible(plan, tables, keep=self._settings.keeping)
-            if self._settings.exact and driver.cache is not None and driver.cache.on_devices:
-                raise UnsupportedError(
-                    "exact answers are verified over whole rows, which lie on the host; keep the model off the devices "
-                    "with --device none, or leave --exact out"
-                )
+            if self._settings.exact:
+                require_host(driver)
         except BaseException:
             driver.close()
             raise
@@ -289,9 +286,9 @@ class Engine:
 
         def fill(cache: libkvedge.Cache) -> None:
             cache.load(encoded(path), model)
-            self.sequence.stand(
-                Snapshot(b"", note.n_past, note.n_cells, held=note.held, unread=tuple(note.unread)), name
-            )
+            unread, images = tuple(note.unread), tuple(note.images)
+            at = Snapshot(b"", note.n_past, note.n_cells, held=note.held, unread=unread, images=images)
+            self.sequence.stand(at, name)
 
         self._fill(note, plan, name, Path(name).stat().st_size, fill)
 

@@ -22,7 +22,7 @@ from pykvedge.runtime.llama_context import Place
 from pykvedge.runtime.lookup import Lookup
 from pykvedge.runtime.replay import Part, Passage, Requests, parts, split
 from pykvedge.runtime.report import Kv
-from pykvedge.runtime.snapshot import Snapshot
+from pykvedge.runtime.snapshot import ImageSpan, Snapshot
 from pykvedge.system import memory
 
 # what comes next - an image, or all of a text that is not read yet - and whether its last token is asked for its logits
@@ -53,7 +53,7 @@ class Sequence(Place):
         self.uncounted = 0  # KV pairs of a head that stand for no cell, as positions turned
         self.passage = Passage()  # since the last compression; where whole rows are kept, since the beginning
         self.said = 0  # tokens of the last message, behind its images
-        self.images: list[tuple[int, int]] = []  # of each image the first token in the sequence, and the one behind it
+        self.images: list[ImageSpan] = []
         self.answered: list[int] = []  # tokens of an answer, since the last compression
         self.unread: list[int] = []  # tokens of an answer that was taken back
         self.compressed_tokens, self.held = 0, 0.0  # since they were measured, and pairs per head then
@@ -140,7 +140,7 @@ class Sequence(Place):
     def _note(self, piece: Piece) -> None:
         self._learn(piece)
         if isinstance(piece, ImagePiece):
-            self.images.append((self.n_cells - piece.n_tokens, self.n_cells))
+            self.images.append(ImageSpan(self.n_cells - piece.n_tokens, self.n_cells))
         cache = self._driver.cache
         if cache is not None and (cache.replays if self.replays is None else self.replays):
             self.passage.add(piece)
@@ -280,11 +280,26 @@ class Sequence(Place):
         if not cache.stats(self.number).whole_bytes:
             self.passage = Passage()
 
+    def limit_image(self, i: int, most: int, fixed: bool = True) -> None:
+        """Lets an image, from 0 on, keep at most so many pairs of a head at the next choice; -1: no limit.
+
+        fixed: as the caller wants it, and not by its age. Raises what kvedge_limit_tokens reports.
+        """
+        image = self.images[i]
+        self._own_cache().limit_tokens(image.first, image.last, most, self.number)
+        self.images[i] = image._replace(limit=most, fixed=fixed)
+
     def pairs_held(self) -> float:
         """Averages the KV pairs per KV head; they are 0 where there is no cache."""
         cache = self._driver.cache
         lengths = [n for heads in cache.lengths(self.number) for n in heads] if cache is not None else []
         return sum(lengths) / len(lengths) if lengths else 0
+
+    @property
+    def has_all(self) -> bool:
+        """Tells whether the kept rows are all rows, as they were computed."""
+        cache, quantised = self._driver.cache, KvType.parse(self._driver.size.kv_type).quantised
+        return cache is not None and not quantised and self.pairs_held() >= cache.stats(self.number).n_tokens
 
     def measure(self) -> Kv:
         """Measures the KV memory, right after compress."""
@@ -333,7 +348,8 @@ class Sequence(Place):
         memory.require(n_bytes, "a copy of the conversation", "close other programs")
         rows, measured = libkvedge.pack(cache, model, self.number, whole), (self.compressed_tokens, self.held)
         answer, unread = tuple(self.answered or self.passage.tokens()), tuple(self.unread)
-        return Snapshot(rows, *self._at(), stats.n_pending, *measured, tuple(pending), answer, unread)
+        images = tuple(self.images)
+        return Snapshot(rows, *self._at(), stats.n_pending, *measured, tuple(pending), answer, unread, images)
 
     def restore(self, at: Snapshot, model: str) -> None:
         """Goes on from a snapshot where nothing was read. Raises SessionFileError, StateError, OutOfMemoryError."""
@@ -349,6 +365,10 @@ class Sequence(Place):
         self.n_past, self.n_cells = at.n_past, at.n_cells
         self._n_compressions, self.compressed_tokens, self.held = stats.n_compressions, at.compressed_tokens, at.held
         self.unread = list(at.unread)
+        self.images = [image for image in at.images if image.last <= at.n_cells]
+        for i, image in enumerate(self.images):
+            if image.limit >= 0 and stats.whole_bytes:
+                self.limit_image(i, image.limit, image.fixed)
         if at.answer:
             self.passage.add(TextPiece(list(at.answer)))
 

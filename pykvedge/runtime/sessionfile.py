@@ -19,6 +19,7 @@ from pykvedge.models.images import Picture
 from pykvedge.models.prompt import Message
 from pykvedge.plans.plan import Plan
 from pykvedge.runtime.settings import MAX_CTX
+from pykvedge.runtime.snapshot import ImageSpan
 from pykvedge.system.files import require_file
 
 _SAMPLES, _SAMPLE_BYTES = 64, 4096
@@ -38,6 +39,7 @@ class Note:
     pending: list[int] = field(default_factory=list)  # generated, but not yet in the cache
     messages: list[Message] = field(default_factory=list)
     unread: list[int] = field(default_factory=list)  # of the answer, taken back to be read again over whole rows
+    images: list[ImageSpan] = field(default_factory=list)  # in the cache, and what each may keep
     whole: bool = field(default=False, compare=False)  # whether the file has whole rows, which is not in the note
 
     def encode(self) -> bytes:
@@ -45,8 +47,9 @@ class Note:
         data: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "whole"}
         # older versions refuse a file with several pending tokens, which would miss them
         data["pending"], data["unread"] = [*self.unread, *self.pending], len(self.unread)
-        if not self.unread:
-            del data["unread"]
+        for name in ("unread", "images"):
+            if not data[name]:
+                del data[name]
         data["plan"] = self.plan.to_json()
         data["messages"] = [
             {
@@ -73,6 +76,7 @@ class Note:
                 pending=tokens[n_unread:],
                 messages=messages,
                 unread=tokens[:n_unread],
+                images=[ImageSpan.of(one) for one in given.get("images", ())],
             )
         except (KeyError, TypeError, ValueError, AttributeError, RecursionError, KvedgeError) as error:
             raise ValueError(str(error)) from None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -15,6 +15,29 @@ Rows: TypeAlias = bytes | bytearray | memoryview
 
 _NUMBERS = ("n_past", "n_cells", "n_pending", "compressed_tokens", "held")
 _COUNTS = ("prompt", "image", "pruned")
+_LISTS = ("pending", "answer", "unread")
+
+
+class ImageSpan(NamedTuple):
+    """An image is tokens [first, last) of a sequence. limit: pairs of a head that it may keep at most; -1: none.
+
+    fixed: the limit is the caller's, and does not come with age.
+    """
+
+    first: int
+    last: int
+    limit: int = -1
+    fixed: bool = False
+
+    @classmethod
+    def of(cls, given: Any) -> ImageSpan:
+        """Makes it of a list. Raises ValueError."""
+        first, last, limit, fixed = given
+        if not all(type(n) is int for n in (first, last, limit)) or not isinstance(fixed, bool):
+            raise ValueError("an image that is none")
+        if not 0 <= first < last < 2**31 or not -1 <= limit < 2**31:
+            raise ValueError("an image whose tokens cannot be")
+        return cls(first, last, limit, fixed)
 
 
 @dataclass(frozen=True)
@@ -25,9 +48,9 @@ class Snapshot:
     of them, the last ones, are not compressed. compressed_tokens: tokens that were compressed since the figures of the
     cache were taken; held: KV pairs per head then, averaged over heads and layers. pending: tokens of an answer that
     were chosen and not read. answer: tokens that were read since the last compression, for a method that reads a prompt
-    twice. unread: tokens of the answer that were taken back, to be read again over whole rows. tokens: what the model
-    has read, where somebody counts it. logits: [n_vocab] float32 of the last token, kv: figures of the cache, both of a
-    prompt that is to be answered. since: seconds since 1970.
+    twice. unread: tokens of the answer that were taken back, to be read again over whole rows. images: that were read.
+    tokens: what the model has read, where somebody counts it. logits: [n_vocab] float32 of the last token, kv: figures
+    of the cache, both of a prompt that is to be answered. since: seconds since 1970.
     """
 
     rows: Rows
@@ -39,6 +62,7 @@ class Snapshot:
     pending: tuple[int, ...] = ()
     answer: tuple[int, ...] = ()
     unread: tuple[int, ...] = ()
+    images: tuple[ImageSpan, ...] = ()
     tokens: Tokens = field(default_factory=Tokens)
     logits: np.ndarray | None = field(default=None, compare=False)
     kv: Kv | None = None
@@ -50,7 +74,7 @@ class Snapshot:
 
     def encode(self) -> list[Rows]:
         """Writes it in parts, without logits and kv: the length of a JSON text in 4 bytes, that text, and the rows."""
-        given: dict[str, Any] = {name: getattr(self, name) for name in (*_NUMBERS, "pending", "answer", "unread")}
+        given: dict[str, Any] = {name: getattr(self, name) for name in (*_NUMBERS, *_LISTS, "images")}
         given["tokens"] = {name: getattr(self.tokens, name) for name in _COUNTS}
         text = json.dumps(given).encode()
         return [len(text).to_bytes(4, "little"), text, self.rows]
@@ -62,13 +86,13 @@ class Snapshot:
         end = 4 + int.from_bytes(view[:4], "little")
         given = json.loads(bytes(view[4:end]))
         try:
-            counts, pending, answer = given.pop("tokens"), tuple(given.pop("pending")), tuple(given.pop("answer"))
-            unread = tuple(given.pop("unread", ()))
+            counts, lists = given.pop("tokens"), {name: tuple(given.pop(name, ())) for name in _LISTS}
+            images = tuple(ImageSpan.of(one) for one in given.pop("images", ()))
             numbers = {name: given.pop(name) for name in _NUMBERS}
-            out = cls(view[end:], **numbers, pending=pending, answer=answer, unread=unread, tokens=Tokens(**counts))
+            out = cls(view[end:], **numbers, **lists, images=images, tokens=Tokens(**counts))
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(str(error)) from None
-        held, whole = numbers.pop("held"), [*counts.values(), *pending, *answer, *unread]
+        held, whole = numbers.pop("held"), [*counts.values(), *(n for one in lists.values() for n in one)]
         if given or not all(type(n) is int and n >= 0 for n in [*numbers.values(), *whole]):
             raise ValueError("counts that are none")
         if not isinstance(held, (int, float)):

@@ -74,7 +74,9 @@ def request_of(given: ChatRequest | Prompted, defaults: Defaults) -> Request:
         if tools and dialect.grammar and (calling.is_forced(given) or not sampling.constrained):
             sampling = replace(sampling, grammar=calling.form(dialect), json_schema=None)
     patches = given.kvedge is not None and given.kvedge.patches
-    return Request(messages, plan, sampling, values, patches, read_only=_limit(given) == 0, dialect=dialect)
+    edited = given.kvedge is not None and given.kvedge.edited is not None
+    read_only = _limit(given) == 0
+    return Request(messages, plan, sampling, values, patches, edited, read_only=read_only, dialect=dialect)
 
 
 def _values(given: ChatRequest, defaults: Defaults) -> dict[str, Any]:
@@ -120,6 +122,8 @@ def _request_of_prompt(given: Prompted, defaults: Defaults) -> Request:
     pictures = [defaults.sources.load(url, f"picture {i + 1}") for i, url in enumerate(given.pictures)]
     plan, sampling = plan_of(given.kvedge, named_plan(given.model, defaults)), sampling_of(given, defaults)
     patches = given.kvedge is not None and given.kvedge.patches
+    if given.kvedge is not None and given.kvedge.edited is not None:
+        raise RequestError(400, "kvedge.edited: a prompt is no conversation", "unsupported", "kvedge")
     prompt = Prompt(tuple(given.prompt), tuple(pictures), given.keep)
     return Request([], plan, sampling, patches=patches, read_only=_limit(given) == 0, prompt=prompt)
 
@@ -265,7 +269,7 @@ def named_plan(model: str | None, defaults: Defaults) -> Plan:
 
 def plan_of(given: Compression | None, default: Plan) -> Plan:
     """Makes the plan of a request. Raises UsageError."""
-    if given is None or not given.model_fields_set - {"patches", "progress"}:
+    if given is None or not given.model_fields_set - {"patches", "progress", "edited"}:
         return default
     settings: dict[str, Any] = dict(given.settings)
     for name in sorted({"method", "budget", "params"} & set(settings)):

@@ -259,11 +259,13 @@ def usage(reports: list[Report], reasoning: int = 0) -> dict[str, Any]:
     drafts = [report.drafts for report in reports if report.drafts is not None]
     right, all_ = sum(one.accepted for one in drafts), sum(one.drafted for one in drafts)
     drafted = {"accepted_prediction_tokens": right, "rejected_prediction_tokens": all_ - right} if drafts else {}
+    n_demoted = reports[0].demoted_images
+    demoted = {} if n_demoted is None else {"demoted_images": n_demoted}
     return {
         "prompt_tokens": prompt,
         "completion_tokens": generated,
         "total_tokens": prompt + generated,
-        "prompt_tokens_details": {"cached_tokens": first.reused},
+        "prompt_tokens_details": {"cached_tokens": first.reused, **demoted},
         "completion_tokens_details": {"reasoning_tokens": min(reasoning, generated), **drafted},
     }
 
@@ -286,7 +288,7 @@ def timings(report: Report) -> dict[str, Any]:
 
 def figures(done: list[Done]) -> list[dict[str, Any]]:
     """Says what each answer cost, as `kvedge chat --json` does, without what is said elsewhere; and of patches.kept."""
-    told = ("method", "budget", "stop", "tokens", "kv", "time")
+    told = ("method", "budget", "stop", "tokens", "kv", "time", "drafts")
     out = [{name: part for name, part in one.report.as_json().items() if name in told} for one in done]
     for one, of in zip(done, out, strict=True):
         of.update({"patches": one.patches} if one.patches is not None else {})

@@ -35,7 +35,7 @@ from pykvedge.runtime.sequence import Ahead, Passes, Sequence
 from pykvedge.serve import patches
 from pykvedge.serve.job import Job, Limits, Step, Text
 from pykvedge.serve.parked import Park
-from pykvedge.serve.preparing import Preparer, Work
+from pykvedge.serve.preparing import Preparer, Work, unknown_conversation
 
 SHARED = 128  # tokens of a prompt that are read at once while others are answered, who wait for them
 
@@ -126,7 +126,7 @@ class Decoder:
         self._context, self._model = driver.context, driver.model
         self._crew, self._threads = Crew(driver.threads, llamacpp.default_threads()), driver.threads
         self._sequences = [Sequence(driver, number) for number in range(limits.slots)]
-        self._drafters = self._drafted() if limits.lookup else []
+        self._drafters = self._drafted() if limits.drafts else []
         self._slots: list[Slot] = []  # of the turn
         self._ended: Ended = []  # in it
         self._shortest = False  # whether the shortest prompt is read on, and not the one that came first
@@ -136,8 +136,8 @@ class Decoder:
         """Makes what takes the steps of answers that are drafted, one for each sequence."""
         costs, out = Costs(), list[Drafter]()
         for sequence in self._sequences:
-            sequence.lookup = Lookup()
-            out.append(Drafter(self._driver, sequence, sequence.extend, costs=costs))
+            sequence.lookup = Lookup() if self._limits.lookup else None
+            out.append(Drafter(self._driver, sequence, sequence.extend, self._limits.exact, costs))
         return out
 
     def close(self) -> None:
@@ -232,6 +232,7 @@ class Decoder:
             before = self._park.get_read(work.name) or before
         if self._driver.cache is not None and before is not None:
             slot.sequence.restore(before, self._preparer.model_name)
+            self._demote(slot, self._driver.cache)
             self._count(slot, self._driver.cache)
             if before.logits is not None:
                 report.tokens = Tokens(reused=before.n_cells)
@@ -240,10 +241,16 @@ class Decoder:
                 return
         slot.ahead = next(slot.passes)
 
+    def _demote(self, slot: Slot, cache: Cache) -> None:
+        if slot.job.demoted and not cache.stats(slot.sequence.number).whole_bytes:
+            raise unknown_conversation("of the one that it was, whole rows were not kept")
+        for i in slot.job.demoted:
+            slot.sequence.limit_image(i, 0)
+
     def _keep_read(self, slot: Slot) -> None:
         """Keeps a prompt that was read and compressed, with the logits [n_vocab] of its last token."""
         cache, work = self._driver.cache, slot.work
-        if cache is None or not work.name:
+        if cache is None or not work.name or not self._stays(slot.sequence):
             return
         stats = cache.stats(slot.sequence.number)
         n_bytes = stats.bytes + stats.whole_bytes + 4 * self._model.n_vocab
@@ -265,8 +272,17 @@ class Decoder:
         self._read_on(slot, piece.n_tokens)
 
     def _decode(self, answering: list[Slot], reader: Slot | None) -> None:
-        """Decodes in one batch; where that fails, one by one, so that nobody fails with another."""
+        """Decodes in one batch; where that fails, one by one, so that nobody fails with another.
+
+        Exact answers are drafted and verified one after the other: a verification is over one conversation's rows.
+        """
+        if self._limits.exact:
+            for slot in answering:
+                self._try(slot, self._step)
+            answering = []
         slots = [*answering, *([reader] if reader is not None else [])]
+        if not slots:
+            return
         try:
             self._decode_once(answering, reader)
             return
@@ -278,7 +294,7 @@ class Decoder:
             self._decode([] if slot is reader else [slot], slot if slot is reader else None)
 
     def _step(self, slot: Slot) -> None:
-        """Takes a step of the one answer that is written now, with drafts."""
+        """Takes a step of an answer with drafts."""
         generation, began = slot.work.generation, time.perf_counter()
         room = slot.work.room - slot.job.report.tokens.generated
         choose = functools.partial(generation.choose, self._context, room - 1)
@@ -289,7 +305,8 @@ class Decoder:
             self._end(slot, generation.ended)
 
     def _decode_once(self, answering: list[Slot], reader: Slot | None) -> None:
-        if self._drafters and reader is None and len(answering) == 1 and not answering[0].job.request.plan.drops:
+        alone = reader is None and len(answering) == 1
+        if self._drafters and alone and not answering[0].job.request.plan.drops:
             self._step(answering[0])
             return
         context = self._context
@@ -299,7 +316,7 @@ class Decoder:
         if reader is not None:
             piece, want_logits = reader.ahead or (TextPiece([]), False)
             room = context.n_ubatch - batch.n
-            part, rest = split(piece, min(room, SHARED) if answering else room)
+            part, rest = split(piece, min(room, SHARED) if self._others_answer else room)
             n = part.n_tokens
             batch.add(part.tokens, reader.sequence, want_logits and rest is None)  # type: ignore[union-attr]
             if n > WATCHED:
@@ -320,6 +337,10 @@ class Decoder:
             self._next(slot, output)
         if reader is not None:
             self._try(reader, functools.partial(self._read_on, n_tokens=n))
+
+    @property
+    def _others_answer(self) -> bool:
+        return any(slot.next is not None and not slot.over for slot in self._slots)
 
     def _read_on(self, slot: Slot, n_tokens: int) -> None:
         """Goes on behind a part of a prompt that was read: with what comes next, or with the answer."""
@@ -350,7 +371,7 @@ class Decoder:
         if cache.keeps:
             slot.job.report.notes += figures.notes(cache, sequence.number)
         most = min(work.room, slot.job.request.sampling.max_tokens)
-        work.need = slot.n_bytes + most * self._preparer.bytes_per_token
+        work.need = slot.n_bytes + most * self._preparer.bytes_per_answered
 
     def _first(self, slot: Slot, logits: np.ndarray | None = None) -> None:
         """Chooses the first token of an answer, if one is wanted."""
@@ -395,6 +416,8 @@ class Decoder:
         n_bytes = stats.bytes + stats.whole_bytes if stats is not None else 0
         if cache is None or n_bytes > memory // 2 or slot.job.request.prompt is not None:  # which has no next message
             return
+        if not self._stays(slot.sequence):
+            return
         others = self.reserved([other for other in self._slots if other is not slot])
         with suppress(KvedgeError):  # a folder that cannot be used says so in its notes
             self._park.shrink(memory - others - 2 * n_bytes)  # the rows exist twice until the sequence is freed
@@ -402,6 +425,11 @@ class Decoder:
         keep = self._limits.keep
         to_folder = keep is not None and keep.place == "disk"
         self._park.put(self._preparer.name_after(slot.job), parked, slot.work.name, to_folder)
+        self._preparer.remember(slot.job)
+
+    def _stays(self, sequence: Sequence) -> bool:
+        """Tells whether whoever goes on from a snapshot of it is answered as well as from the sequence."""
+        return not self._limits.exact or sequence.carries_whole or sequence.has_all
 
     def _free(self, slot: Slot) -> None:
         if slot.passes is not None:

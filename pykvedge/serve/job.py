@@ -26,7 +26,8 @@ class Limits:
 
     memory: bytes of keys and values of all conversations. share_prompts: a prompt that was read for one owner of a key
     is there for the others. keep: where whole rows stay behind compressed ones; None: nowhere. lookup: an answer that
-    is written alone is drafted by what its conversation said before.
+    is written alone is drafted by what its conversation said before. exact: answers are drafted with the compressed
+    rows and verified over the whole ones.
     """
 
     slots: int = 4
@@ -38,6 +39,12 @@ class Limits:
     share_prompts: bool = False
     keep: Keep | None = None
     lookup: bool = False
+    exact: bool = False
+
+    @property
+    def drafts(self) -> str:
+        """Names the option by which answers are drafted, if there is one."""
+        return "--exact" if self.exact else "--lookup" if self.lookup else ""
 
     @property
     def storage(self) -> KvType:
@@ -100,7 +107,8 @@ class Request:
     """What a model is asked: a conversation that ends where it is to answer, or a prompt.
 
     values: variables for the chat template, as the tools that there are. patches: whether the report is to tell what
-    is left of each picture. count_only: the report is to have the tokens of the prompt, and nothing is read. read_only:
+    is left of each picture. edited: whether pictures that were left out of a known conversation are to be demoted.
+    count_only: the report is to have the tokens of the prompt, and nothing is read. read_only:
     the prompt is read, for whoever asks the same later, and nothing is answered. dialect: what the answer is read by
     (serve/reading.py), whose marks belong to its text. owner: of the key that it came with (keys.Key); empty where
     none is needed. n_text: bytes of its texts.
@@ -111,6 +119,7 @@ class Request:
     sampling: Sampling
     values: Mapping[str, Any] = field(default_factory=dict)
     patches: bool = False
+    edited: bool = False
     count_only: bool = False
     read_only: bool = False
     dialect: Dialect | None = None
@@ -134,6 +143,8 @@ class Job:
         self.cancelled = threading.Event()
         self.said: list[Any] = []  # what was said (parked.said_in), once that was looked at
         self.name = ""  # of the prompt (parked.name_of), for whoever asks the same
+        self.demoted: list[int] = []  # images of the conversation, from 0 on, that keep nothing from now on
+        self.edited = False  # whether its rows are of more pictures than were sent
         self.report = Report(request.plan.method, request.plan.budget.value)
         self.asked_at = time.perf_counter()
         self.since = time.time()  # seconds since 1970

@@ -18,6 +18,7 @@ from pykvedge.models.shape import ModelShape
 from pykvedge.models.vision import ImagePiece, Piece, TextPiece, Vision
 from pykvedge.plans.making import check_protection
 from pykvedge.reference.kvtypes import KvType
+from pykvedge.runtime.drafting import check_policy
 from pykvedge.runtime.generation import Generation
 from pykvedge.runtime.interrupt import stop_if_set
 from pykvedge.runtime.llama_context import N_UBATCH
@@ -28,6 +29,7 @@ from pykvedge.runtime.report import Drafts
 from pykvedge.runtime.sequence import encode
 from pykvedge.runtime.sessionfile import fingerprint
 from pykvedge.runtime.snapshot import Snapshot
+from pykvedge.serve.edited import KnownConversations
 from pykvedge.serve.job import Job, Limits, Request, Step
 from pykvedge.serve.parked import Park, name_of, said_in
 
@@ -76,13 +78,15 @@ class Preparer:
         self._share = limits.share_prompts
         self._model, self._park, self._limits, self._threads = loan.model, park, limits, loan.threads
         self.vision = Vision(loan.encoder, loan.caches.images) if loan.encoder is not None else None
+        self._known = KnownConversations()
         self.composer, self.composing = Composer(loan.model, self.vision), threading.Lock()
         encoder = fingerprint(loan.encoder.header) if loan.encoder is not None else ""
         self.model_name = fingerprint(loan.model.header)
-        keeps = ["keep"] if limits.keep is not None else []
+        keeps = ["exact" if limits.exact else "keep"] if limits.keep is not None else []
         self._about = [libkvedge.version(), self.model_name, encoder, limits.storage.key, *keeps]
         element = KvType.parse(limits.kv_type).plain.bytes_per_value
         self.bytes_per_token = int(ModelShape.of(loan.model.header).kv_per_token(element))
+        self.bytes_per_answered = self.bytes_per_token * (2 if limits.exact else 1)  # in whole rows as well
 
     def warm(self) -> None:
         """Prepares the vocabulary for answers that follow a grammar: a second where it has 100,000 tokens."""
@@ -159,10 +163,16 @@ class Preparer:
         request = job.request
         job.said = job.said or _said(request)
         alone = request.patches or (request.prompt is not None and not request.prompt.keep)
-        job.name = "" if alone else self._name(request, job.said, "" if self._share else request.owner)
+        owner = "" if self._share else request.owner
+        job.name = "" if alone else self._name(request, job.said, owner)
         read = self._park.get_read(job.name) if job.name else None
+        if read is None and request.edited and not alone:
+            name = self._name(request, job.said, owner, edited=True)
+            if (read := self._park.get_read(name)) is not None:
+                job.name, job.edited = name, True
         if read is None:
             return None
+        job.report.demoted_images = 0 if request.edited else None
         job.forget_messages()
         job.report.tokens.reused = read.n_cells
         return self._fitting(Work(job, [], self._generation(job), read, job.name))
@@ -170,7 +180,7 @@ class Preparer:
     def _generation(self, job: Job) -> Generation:
         request = job.request
         shown = request.dialect.shown if request.dialect is not None else frozenset[int]()
-        job.report.drafts = Drafts() if self._limits.lookup else None
+        job.report.drafts = Drafts() if self._limits.drafts else None
         begun = bool(job.begun) or request.prompt is not None
         return Generation(self._model, request.sampling, job.report, begun, shown)
 
@@ -210,9 +220,16 @@ class Preparer:
     def name_after(self, job: Job) -> str:
         """Names the conversation with its answer."""
         request = job.request
+        return self._name(request, self._said_after(job), request.owner, job.edited)
+
+    def _said_after(self, job: Job) -> list[Any]:
         said = job.said[:-1] if job.begun else job.said
-        said = [*said, *said_in([Message("assistant", job.begun + job.report.text)])]
-        return self._name(request, said, request.owner)
+        return [*said, *said_in([Message("assistant", job.begun + job.report.text)])]
+
+    def remember(self, job: Job) -> None:
+        """Notes what was said, so that the conversation is known where pictures of it were left out."""
+        if self._limits.keep is not None and not self._limits.exact:
+            self._known.add(self.name_after(job), self._frame(job.request), self._said_after(job))
 
     def release(self, pieces: list[Piece]) -> None:
         """Frees what the image encoder holds of the pieces."""
@@ -222,6 +239,8 @@ class Preparer:
     # ---------------------------------------------------------------------------------------------------
 
     def _check(self, request: Request) -> None:
+        if self._limits.exact:
+            check_policy(request.plan, "--exact")
         if request.pictures and self.vision is None:
             raise UsageError(f"{self._model.path.name} was loaded without an image encoder, so it sees no images")
         for message in request.messages:
@@ -229,14 +248,48 @@ class Preparer:
                 check_places(message.text, len(message.pictures))
 
     def _find(self, job: Job) -> Snapshot | None:
-        """Finds the conversation that this one goes on from by one message of the user's."""
-        said = job.request.messages
-        if [m.role for m in said[-3:]] != ["user", "assistant", "user"] or said[-2].fields:
-            return None
-        return self._park.get(self._name(job.request, job.said[:-1], job.request.owner))
+        """Finds the conversation that this one goes on from by one message of the user's. Raises RequestError."""
+        request, said = job.request, job.request.messages
+        goes_on = [m.role for m in said[-3:]] == ["user", "assistant", "user"] and not said[-2].fields
+        found = self._park.get(self._name(request, job.said[:-1], request.owner)) if goes_on else None
+        if not request.edited:
+            return found
+        if why := self._why_not_edited():
+            raise RequestError(400, f"kvedge.edited: {why}", "unsupported", "kvedge")
+        job.report.demoted_images = 0
+        if found is None and any(m.role == "assistant" for m in said):
+            found = self._find_edited(job) if goes_on else None
+            if found is None:
+                raise unknown_conversation("the server knows no conversation that differs by its pictures alone")
+        return found
 
-    def _name(self, request: Request, said: Sequence[Any], owner: str) -> str:
-        return name_of(self._about, request.plan, request.values, said, owner)
+    def _why_not_edited(self) -> str:
+        if self._limits.keep is None:
+            return "pictures are demoted where all rows are kept; start the server with --keep ram or --keep disk"
+        return "exact answers see all pictures; start the server without --exact" if self._limits.exact else ""
+
+    def _find_edited(self, job: Job) -> Snapshot | None:
+        """Finds the conversation that this one was before pictures were left out, and notes which."""
+        request, said, owner = job.request, job.said[:-1], job.request.owner
+        name = self._name(request, said, owner, edited=True)
+        known = [(name, list[bool]()), *self._known.find(self._frame(request), said)]
+        for name, dropped in known:
+            if (found := self._park.get(name)) is None:
+                continue
+            shown = [i for i, image in enumerate(found.images) if image.limit != 0]
+            if dropped and len(shown) != len(dropped):
+                raise unknown_conversation("the model reads a picture in several parts, of which none can be demoted")
+            job.demoted = [i for i, gone in zip(shown, dropped, strict=False) if gone]
+            job.edited, job.report.demoted_images = True, len(job.demoted)
+            job.name = job.name and self._name(request, job.said, "" if self._share else owner, edited=True)
+            return found
+        return None
+
+    def _frame(self, request: Request) -> list[Any]:
+        return [*self._about, request.plan.to_json(), request.values, request.owner]
+
+    def _name(self, request: Request, said: Sequence[Any], owner: str, edited: bool = False) -> str:
+        return name_of([*self._about, *(["edited"] if edited else [])], request.plan, request.values, said, owner)
 
     def _pieces(self, job: Job, parked: Snapshot | None) -> list[Piece]:
         request, composer = job.request, self.composer
@@ -299,14 +352,14 @@ class Preparer:
                 f"{limits.memory >> 20} MiB; send less, or start the server with a larger --memory",
                 "too_large",
             )
-        fits = (limits.memory - prompt) // max(self.bytes_per_token, 1)
+        fits = (limits.memory - prompt) // max(self.bytes_per_answered, 1)
         work.room = min(room, fits)
         answer = min(work.room, work.job.request.sampling.max_tokens)
         work.replays = native_plan.replays(plan)
         if work.replays and work.pieces:
             work.again = self._second_pass(work)
         chunk = max((part.chunk.n_tokens for part in work.again), default=0)
-        work.need = prompt + max(answer, chunk) * self.bytes_per_token
+        work.need = prompt + max(answer * self.bytes_per_answered, chunk * self.bytes_per_token)
 
     def _second_pass(self, work: Work) -> list[Part]:
         """Cuts the pass into chunks; none where the budget covers what is pending. Raises ContextError, UsageError."""
@@ -331,6 +384,11 @@ class Preparer:
         if self._model.recurrent:
             return f"{self._model.path.name} has recurrent layers, which cannot take it back"
         return ""
+
+
+def unknown_conversation(why: str) -> RequestError:
+    """Makes the error for pictures that cannot be demoted."""
+    return RequestError(409, f"kvedge.edited: {why}; leave it out to have all read", "unknown_conversation", "kvedge")
 
 
 def _said(request: Request) -> list[Any]:

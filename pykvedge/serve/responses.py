@@ -255,7 +255,7 @@ def _response(service: Service, report: Report, said: Said, output: list[Object]
     counts = usage([report], reasoned(service, [said]))
     counted = {
         "input_tokens": counts["prompt_tokens"],
-        "input_tokens_details": {"cached_tokens": report.tokens.reused},
+        "input_tokens_details": counts["prompt_tokens_details"],
         "output_tokens": counts["completion_tokens"],
         "output_tokens_details": counts["completion_tokens_details"],
         "total_tokens": counts["total_tokens"],

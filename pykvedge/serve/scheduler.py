@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from pykvedge.errors import CancelledError, KvedgeError, RequestError, StateError
 from pykvedge.plans.making import plan as make_plan
-from pykvedge.runtime.drafting import MOST, require_drafts
+from pykvedge.runtime.drafting import MOST, require_drafts, require_host
 from pykvedge.runtime.driver import Driver
 from pykvedge.runtime.llama_context import N_UBATCH, ContextSize, ubatch_for
 from pykvedge.runtime.loaded import LoadedModel, Loan
@@ -72,19 +72,21 @@ class Scheduler:
         self.limits, self.park, self.counts = limits, park, Counts()
         self._loan = model.lend()
         try:
-            if limits.lookup:
-                require_drafts(self._loan.model, "--lookup")
+            if limits.drafts:
+                require_drafts(self._loan.model, limits.drafts)
             self.preparer = Preparer(self._loan, park, limits)
             size = ContextSize(
                 limits.slots * limits.n_ctx,
                 ubatch_for(self.preparer.vision, N_UBATCH),
                 limits.storage,
                 n_seq=limits.slots,
-                n_outputs=MOST + 1 if limits.lookup else 0,
+                n_outputs=MOST + 1 if limits.drafts else 0,
             )
             driver = Driver(self._loan.model, self.preparer.vision, size, self._loan.threads)
             try:
                 driver.take_over_if_possible(make_plan("full"), keep=limits.keep)
+                if limits.exact:
+                    require_host(driver)
                 self._decoder = Decoder(driver, self.preparer, park, limits)
             except BaseException:
                 driver.close()

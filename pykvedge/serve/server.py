@@ -26,6 +26,7 @@ from pykvedge.errors import KvedgeError, UsageError
 from pykvedge.models.dialect import Dialects
 from pykvedge.models.documents import PageSize
 from pykvedge.plans.plan import Plan
+from pykvedge.runtime.drafting import check_policy
 from pykvedge.runtime.loaded import LoadedModel
 from pykvedge.runtime.sampling import Sampling
 from pykvedge.serve import tools
@@ -77,12 +78,18 @@ class Options:
     tuned: str = ""
 
 
-def check(options: Options) -> None:
+def check(options: Options, plan: Plan) -> None:
     """Raises UsageError for what cannot be served, before a model is loaded."""
     if not is_loopback(options.host) and not options.keys:
         raise UsageError(
             f"on {options.host} other machines can ask: give a key, --key-file FILE, or listen on 127.0.0.1"
         )
+    if options.limits.exact:
+        if options.limits.keep is None:
+            raise UsageError(
+                "--exact verifies answers over whole rows, which have to stay: add --keep ram or --keep disk"
+            )
+        check_policy(plan, "--exact")
     for origin in options.origins:
         if origin not in ("*", "null") and not _ORIGIN.fullmatch(origin):
             raise UsageError(f"--allow-origin {origin}: an origin is https://NAME:PORT, or * for all")

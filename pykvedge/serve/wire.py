@@ -179,7 +179,8 @@ class Compression(Wire):
     """What of the conversation is kept: as the options of `kvedge chat` say it.
 
     patches: the answer's figures tell what is left of each picture. progress: a stream begins at once, and tells how
-    far the prompt was read.
+    far the prompt was read. edited: what becomes of a known conversation of which pictures were dropped, or replaced by
+    text; "demote": it goes on from its rows, and these pictures keep none.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -191,6 +192,7 @@ class Compression(Wire):
     settings: dict[str, int | float | str | bool] = {}
     patches: bool = False
     progress: bool = False
+    edited: Literal["demote"] | None = None
 
 
 class Sampled(Wire):

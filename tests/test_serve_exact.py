@@ -1,0 +1,170 @@
+"""A server with --exact gives the whole cache's answers, whatever is kept, to several conversations side by side."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+
+import pytest
+from choosing import whole
+from drafted import AGAIN, SAMPLINGS, SCENE
+from server import DEMO, asks, serving
+
+import pykvedge
+from pykvedge import Sampling, UnsupportedError, UsageError
+from pykvedge.models.images import load_picture
+from pykvedge.models.prompt import Message
+from pykvedge.runtime import drafting
+from pykvedge.runtime.keeping import Keep
+from pykvedge.serve.job import Done, Failed, Limits, Request, Text
+from pykvedge.serve.parked import Park
+from pykvedge.serve.scheduler import Scheduler
+
+LIMITS = Limits(slots=4, n_ctx=4096, memory=256 << 20, keep=Keep("ram"))
+PLANS = [("snapkv", 0.1), ("lookm", 0.2), ("streaming-llm", 0.05), ("adakv", 0.5)]
+SECOND = Sampling(max_tokens=20)
+
+
+@pytest.fixture(scope="module")
+def schedulers(native):
+    """With compressed rows alone, and with exact answers."""
+    with pykvedge.load(DEMO / "demo-model.gguf", DEMO / "demo-mmproj.gguf", threads=1) as model:
+        made = [Scheduler(model, limits, Park(None)) for limits in (LIMITS, replace(LIMITS, exact=True))]
+        yield made
+        for one in made:
+            one.close()
+
+
+@pytest.fixture(params=["as it is", "many"])
+def drafts(request, monkeypatch):
+    """As many as pay, or as many as fit, of which those behind the first two are wrong."""
+    if request.param == "many":
+        draft = drafting.Drafter._draft
+        monkeypatch.setattr(drafting.Drafter, "_ahead", lambda self, n, chance, tokens, most, rate, each: (most, 1.0))
+
+        def drafted(self, generation, most):
+            guesses, kinds = draft(self, generation, most)
+            return [t if i < 2 else (t + 7) % 250 + 1 for i, t in enumerate(guesses)], kinds
+
+        monkeypatch.setattr(drafting.Drafter, "_draft", drafted)
+    return request.param
+
+
+def ask(scheduler, messages, sampling, plan):
+    """The report of an answer, its tokens, and the text that came piece by piece."""
+    over, texts, ends = threading.Event(), [], []
+
+    def take(event):
+        if isinstance(event, Text):
+            texts.append(event.text)
+        if isinstance(event, (Done, Failed)):
+            ends.append(event)
+            over.set()
+
+    job = scheduler.submit(Request(messages, pykvedge.plan(*plan), sampling), take)
+    assert over.wait(120) and isinstance(ends[0], Done), ends
+    return job.report, job.ids, "".join(texts)
+
+
+def conversation(scheduler, plan, sampling, number):
+    """Two questions, the first about a picture: of each the tokens, the text as it came, and how it ended."""
+    messages, out = [Message("user", f"({number}) {AGAIN}", [load_picture(SCENE)])], []
+    for chosen in (sampling, SECOND):
+        report, ids, text = ask(scheduler, messages, chosen, plan)
+        assert report.text == text and not report.notes, report.notes
+        if plan[0] != "full":
+            assert report.drafts is None or (report.drafts.exact and report.drafts.verifications > 0)
+        out.append(
+            (ids, text, report.finish, [token.id for token in report.logprobs or []], report.tokens.reused > 100)
+        )
+        messages = [*messages, Message("assistant", report.text), Message("user", "What is the code?")]
+    assert [reused for *_, reused in out] == [False, True]
+    return out
+
+
+def side_by_side(scheduler, work):
+    with ThreadPoolExecutor(len(work)) as pool:
+        return list(pool.map(lambda one: conversation(scheduler, *one), work))
+
+
+@pytest.mark.parametrize(
+    "samplings", ["greedy, grammar, stop, sampled", *whole("sampled form, penalties, logprobs, bias")]
+)
+def test_answers_are_those_of_the_whole_cache(schedulers, drafts, samplings):
+    for scheduler in schedulers:
+        scheduler.park.shrink(0)
+    chosen = [SAMPLINGS[name] for name in samplings.split(", ")]
+    work = [(plan, sampling, i) for i, (plan, sampling) in enumerate(zip(PLANS, chosen, strict=True))]
+    full = [conversation(schedulers[0], ("full", None), *rest) for _, *rest in work]
+    assert side_by_side(schedulers[1], work) == full
+    if drafts == "as it is":
+        assert side_by_side(schedulers[0], work) != full  # else this could not fail
+
+
+def test_a_conversation_without_whole_rows_is_read_again(native):
+    """A method that reads its prompt twice leaves none to who goes on; nor does one that gave them up."""
+    with pykvedge.load(DEMO / "demo-model.gguf", DEMO / "demo-mmproj.gguf", threads=1) as model:
+        scheduler = Scheduler(model, replace(LIMITS, exact=True), Park(None))
+        small = Scheduler(model, replace(LIMITS, exact=True, keep=Keep("ram", space=1000)), Park(None))
+        try:
+            messages, plan = [Message("user", AGAIN, [load_picture(SCENE)])], ("kvzip", 0.3)
+            expected = ask(scheduler, messages, SECOND, ("full", None))[1]
+            for _ in range(2):
+                report, ids, _ = ask(scheduler, messages, SECOND, plan)
+                assert ids == expected and report.drafts.exact and report.tokens.reused == 0
+            report, _, _ = ask(small, messages, SECOND, ("snapkv", 0.1))
+            assert report.drafts.exact is False and "whole rows are not kept" in report.notes[0]
+            assert not small.park._held and not small.park._read
+        finally:
+            scheduler.close()
+            small.close()
+
+
+def test_what_a_job_needs_is_never_exceeded(schedulers, drafts):
+    scheduler, seen = schedulers[1], []
+    decoder, measure = scheduler._decoder, scheduler._decoder._measure
+
+    def noting(slots):
+        measure(slots)
+        seen.extend((slot.n_bytes, slot.work.need) for slot in slots)
+
+    decoder._measure = noting
+    try:
+        ask(scheduler, [Message("user", AGAIN, [load_picture(SCENE)])], Sampling(max_tokens=200), ("lookm", 0.2))
+    finally:
+        decoder._measure = measure
+    block = 2 * 32 * scheduler.preparer.bytes_per_token  # rows of an answer come in blocks
+    assert seen and all(n_bytes <= need + block for n_bytes, need in seen)
+
+
+def test_what_cannot_be_exact_is_refused(tiny, kvedge, schedulers):
+    with pykvedge.load(tiny("lfm2").model, threads=1) as model, pytest.raises(UnsupportedError, match="recurrent"):
+        Scheduler(model, replace(LIMITS, exact=True), Park(None))
+    with (
+        pykvedge.load(tiny("llama").model, threads=1, device="CPU") as model,  # its layers go the way of a device's
+        pytest.raises(UnsupportedError, match="device none"),
+    ):
+        Scheduler(model, replace(LIMITS, exact=True), Park(None))
+    ends = []
+    plan = pykvedge.plan("h2o", 0.3, decode="heavy-hitter")
+    schedulers[1].submit(Request([Message("user", AGAIN)], plan, SECOND), ends.append)
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(lambda: [None for _ in iter(lambda: not ends, False)]).result(20)
+    assert isinstance(ends[0].error, UsageError) and "no --exact" in str(ends[0].error)
+    kvedge("serve", "--exact").failed(2, "--exact", "--keep")
+    kvedge("serve", "--exact", "--keep", "ram", "--decode", "sliding").failed(2, "decode policy 'sliding'")
+
+
+def test_over_http(environment):
+    options = ("--keep", "ram", "--exact", "--method", "snapkv", "--budget", "0.1", "--quiet")
+    with serving(environment, *options) as server:
+        bodies = [
+            server.chat(asks(AGAIN, SCENE), max_tokens=40, **more).json()
+            for more in ({"kvedge": {"method": "full"}}, {})
+        ]
+        full, exact = (body["choices"][0]["message"]["content"] for body in bodies)
+        assert exact == full
+        drafts, details = bodies[1]["kvedge"][0]["drafts"], bodies[1]["usage"]["completion_tokens_details"]
+        assert drafts["exact"] is True and drafts["verifications"] > 0
+        assert drafts["accepted"] == details["accepted_prediction_tokens"]
