@@ -74,10 +74,8 @@ def sampling_settings(sampling: Sampling, room: int) -> dict[str, Any]:
         "n_predict": limit,
         "n_keep": 0,
         "n_probs": sampling.logprobs or 0,
-        "logit_bias": [
-            {"token": token, "bias": bias if math.isfinite(bias) else None}
-            for token, bias in sampling.logit_bias.items()
-        ],
+        "logit_bias": [{"token": token, "bias": bias if math.isfinite(bias) else None}
+                       for token, bias in sampling.logit_bias.items()],
         "grammar": str(sampling.grammar or ""),
         "samplers": ["penalties", "top_k", "typ_p", "top_p", "min_p", "temperature"],
     }
