@@ -10,7 +10,6 @@ import random
 from decimal import Decimal
 from typing import Any
 
-import jsonschema
 import numpy as np
 import pytest
 
@@ -131,6 +130,8 @@ def walk(grammar: Grammar, model: Model, rng: random.Random) -> bytes | None:
 
 def fault(schema: dict[str, Any], text: bytes) -> str:
     """Says what is wrong with an answer; nothing if it obeys."""
+    import jsonschema
+
     validator = jsonschema.validators.validator_for(schema)
     check = validator(schema, format_checker=validator.FORMAT_CHECKER)
     value = json.loads(text)

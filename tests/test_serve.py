@@ -6,9 +6,7 @@ import json
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
-import anthropic
 import httpx
-import openai
 import pytest
 from server import DEMO, ENDLESS, SCENES, asks, data_url, serving
 
@@ -123,6 +121,9 @@ def test_text_never_becomes_a_control_token(server):
 
 
 def test_clients_of_others(server):
+    import anthropic
+    import openai
+
     client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none")
     said = asks(QUESTIONS[0], SCENES[0])
     text = server.text(said)
@@ -148,6 +149,8 @@ def test_clients_of_others(server):
 
 
 def test_tokens_are_counted_before_they_are_read(server):
+    import anthropic
+
     other = anthropic.Anthropic(base_url=server.url, api_key="none")
     source = {"type": "base64", "media_type": "image/png", "data": data_url(SCENES[0]).partition(",")[2]}
     parts = [{"type": "image", "source": source}, {"type": "text", "text": QUESTIONS[0]}]

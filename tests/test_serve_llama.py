@@ -6,7 +6,6 @@ import json
 from concurrent.futures import ThreadPoolExecutor
 
 import httpx
-import openai
 import pytest
 from server import DEMO, ENDLESS, QUESTION, SCENES, asks, data_url, serving
 
@@ -274,6 +273,8 @@ def test_a_prompt_that_is_too_long_says_by_how_much(server):
 
 
 def test_the_older_completions_through_their_client(server):
+    import openai
+
     client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none")
     alone = post(server, "/completion", prompt=PROMPT, n_predict=8, n_probs=2, **GREEDY)
     one = client.completions.create(model="any", prompt=PROMPT, max_tokens=8, logprobs=2, temperature=0)

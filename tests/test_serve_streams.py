@@ -5,9 +5,7 @@ from __future__ import annotations
 import json
 import threading
 
-import anthropic
 import httpx
-import openai
 import pytest
 from server import ENDLESS, serving
 
@@ -59,6 +57,9 @@ def test_a_stream_begins_before_its_first_word(server, busy, path, body):
 
 
 def test_clients_pass_over_what_keeps_a_stream_alive(server, busy):
+    import anthropic
+    import openai
+
     other = anthropic.Anthropic(base_url=server.url, api_key="none")
     with other.messages.stream(model="any", messages=ASKED, max_tokens=4) as events:
         busy()

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import json
 
-import anthropic
-import openai
 import pytest
 from dialects import HERMES, MISTRAL, WORKER, gbnf, model
 from server import serving
@@ -77,6 +75,8 @@ def test_a_stream_does_not_wait_for_the_end(hermes, begun, kind):
 
 
 def test_openais_client_reads_a_stream(hermes):
+    import openai
+
     client = openai.OpenAI(base_url=f"{hermes.url}/v1", api_key="none", max_retries=0)
     with client.chat.completions.stream(model="m", messages=ASKED, tools=TOOLS, max_tokens=1000) as stream:
         done = stream.get_final_completion().choices[0]
@@ -87,6 +87,8 @@ def test_openais_client_reads_a_stream(hermes):
 
 @pytest.mark.parametrize("streams", [False, True])
 def test_anthropics_client_reads_messages(hermes, streams):
+    import anthropic
+
     client = anthropic.Anthropic(base_url=hermes.url, api_key="none", max_retries=0)
     tools = [{"name": one["function"]["name"], "input_schema": SCHEMA} for one in TOOLS]
     asked = {"model": "m", "max_tokens": 1000, "messages": ASKED, "tools": tools}
@@ -114,6 +116,8 @@ def test_anthropics_client_reads_messages(hermes, streams):
 
 @pytest.mark.parametrize("streams", [False, True])
 def test_openais_client_reads_responses(hermes, streams):
+    import openai
+
     client = openai.OpenAI(base_url=f"{hermes.url}/v1", api_key="none", max_retries=0)
     tools = [{"type": "function", "strict": False, **one["function"]} for one in TOOLS]
     asked = {"model": "m", "input": ASKED, "tools": tools, "max_output_tokens": 1000}

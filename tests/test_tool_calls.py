@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 
-import jsonschema
 import pytest
 
 from pykvedge.serve.reading import Told
@@ -81,6 +80,8 @@ def test_arguments_that_are_no_object_are_handed_over_as_text(text):
 
 @pytest.mark.parametrize("n", [1, 2])
 def test_parameters_keep_what_they_refer_to(n):
+    import jsonschema
+
     following = {"anyOf": [{"$ref": "#/$defs/Node"}, {"type": "null"}]}
     node = {"type": "object", "properties": {"n": {"type": "integer"}, "next": following}, "required": ["n", "next"]}
     node["properties"]["default"] = {"$ref": "#/$defs/Node"}  # a name of a property, and none of data
