@@ -2,10 +2,10 @@
 
     python3 scripts/dev.py python experiments/check_llama_tests.py [FILE ...] [--json] [--only WORDS] [--jobs N]
 
-The tests come out of the pinned source distribution, into a temporary folder. pytest and what else they need is installed into
-build/llama-tests. A small model with random weights stands for tinyllama-2, the packaged one for tinygemma3: a test
-that finds other words or another number of tokens goes on, and counts as `model`. FILE: as test_completion.py; default:
-all. Exit code: 1 where a test is `ours`.
+The tests come out of the pinned source distribution, into a temporary folder. pytest and what else they need is
+installed into build/llama-tests. A small model with random weights stands for tinyllama-2, the packaged one for
+tinygemma3: a test that finds other words or another number of tokens goes on, and counts as `model`. FILE: as
+test_completion.py; default: all. Exit code: 1 where a test is `ours`.
 
     model   the test needs the words, or the number of tokens, of a model on a hub
     option  it needs a route, an option or a field that kvedge decided against
@@ -39,6 +39,20 @@ FOLDERS = ("tools/server/tests", "models/templates", "tools/mtmd/test-1.jpeg")
 CLASSES = ("model", "option", "ours")
 # (class, why, what the failing line or the error says, tests); the first that fits
 RULES: tuple[tuple[str, str, str, str], ...] = (
+    ("model", "pictures on the hub", "status_code == 200", r"test_vision.*(IMG_URL_|token_count)"),
+    ("model", "other words or lengths", r"== (n_prompt|n_token_output)", "cached_tokens|prompt_cache|short_prompt.-1"),
+    ("option", "infill", "", "test_infill"),
+    ("option", "/slots and /metrics are always there", "== 501", "slots|metrics"),
+    ("option", "names of llama-server's metrics", "Process-Start-Time|expected_|llamacpp", "test_metrics"),
+    ("option", "probabilities behind the samplers", "", "post_sampling"),
+    ("option", "__verbose", "__verbose", ""),
+    ("option", "the prompt as it was sent", r"== \"<s> \" \+ prompt", ""),
+    ("option", "parts of another size", "== batch_count", "return_progress"),
+    ("option", "wrong requests have status 400", "== 500", ""),
+    ("option", "an empty conversation is refused", "", "anthropic_empty_messages"),
+    ("option", "no timings in responses", "saw_progress", "responses"),
+    ("option", "llama-server's page", "/sw.js", ""),
+    ("option", "file: URLs are whole paths; others are refused by 403", "403", "local_media"),
 )  # fmt: skip
 
 
@@ -116,11 +130,11 @@ def classed(one: dict[str, Any]) -> dict[str, Any]:
     """Adds the class of a test that failed, and why."""
     if one["outcome"] != "failed":
         return {**one, "class": "model", "why": "other words or lengths, else right"} if one["words"] else one
-    if "kind" in one:
-        return {**one, "class": one["kind"], "why": one["what"]}
     for kind, why, says, where in RULES:
         if re.search(where, one["test"]) and re.search(says, f"{one['line']} {one['error']}"):
             return {**one, "class": kind, "why": why}
+    if "kind" in one:
+        return {**one, "class": one["kind"], "why": one["what"]}
     return {**one, "class": "ours", "why": one["error"]}
 
 

@@ -179,4 +179,3 @@ def pytest_runtest_makereport(item: Any, call: Any) -> Any:
             noted |= {"kind": error.kind, "what": error.what}
     with Path(ABOUT["results"], f"{os.getpid()}.jsonl").open("a") as file:
         print(json.dumps(noted), file=file)
-

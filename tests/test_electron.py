@@ -48,7 +48,7 @@ def test_what_the_main_process_asks(tmp_path):
     told = json.loads(done.stdout)
     assert "".join(one.get("text", "") for one in told) == "64UM3"
     assert [round(one["share"], 2) for one in told if "share" in one] == [0.51]
-    assert "a conversation holds 4096" in next(one["error"] for one in told if "error" in one)
+    assert "the available context size (4096)" in next(one["error"] for one in told if "error" in one)
     assert told[-1] == {"stopped": True}
 
 

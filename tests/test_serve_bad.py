@@ -78,6 +78,7 @@ WRONG = [
     ({"messages": [{"role": "user", "content": ""}]}, 400, VALUE, "messages"),
     ({"messages": [{"role": "assistant", "content": "x"}]}, 400, VALUE, "messages"),
     ({"messages": [{"role": "system", "content": "x"}]}, 400, VALUE, "messages"),
+    ({"messages": [*HELLO, *[{"role": "assistant", "content": "x"}] * 2]}, 400, VALUE, "messages"),
     ({"messages": [{"role": "user", "content": "word " * 2000}]}, 400, "context_length_exceeded", "messages"),
     ({"messages": [{"role": "user", "content": "word " * 3000}]}, 400, "context_length_exceeded", "messages"),
     ({"messages": HELLO, "x": "word " * 300_000}, 400, "context_length_exceeded", "messages"),

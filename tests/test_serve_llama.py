@@ -134,6 +134,20 @@ def test_a_template_is_applied_and_its_prompt_answered_as_the_conversation_is(se
     assert typed == f"USER: a{SPECIAL}b\nASSISTANT:"
 
 
+def test_who_goes_on_is_said_as_to_other_servers(server):
+    said = asks("Say anything.")
+    asked, bare = (
+        post(server, "/apply-template", messages=said, add_generation_prompt=on)["prompt"] for on in (True, False)
+    )
+    assert asked == bare + "ASSISTANT:"
+    begun = [*said, {"role": "assistant", "content": "There is"}]
+    for more in ({}, {"continue_final_message": True, "add_generation_prompt": False}):
+        assert post(server, "/apply-template", messages=begun, **more)["prompt"] == f"{asked} There is"
+    on, off = {"continue_final_message": True}, {"add_generation_prompt": False}
+    for messages, more in ((begun, {**on, "add_generation_prompt": True}), (said, on), (said, off)):
+        assert server.chat(messages, **more).status_code == 400
+
+
 # ---------------------------------------------------------------------------------------------------------- /completion
 
 
@@ -164,6 +178,26 @@ def test_a_stream_has_each_token_and_ends_with_the_figures(server):
     assert [token for part in told for token in part["tokens"]] == whole["tokens"]
     assert all(not part["stop"] and len(part["completion_probabilities"]) == 1 for part in told) and last["stop"]
     assert last["timings"]["predicted_n"] == len(whole["tokens"]) and last["stop_type"] == whole["stop_type"]
+
+
+def test_a_stream_tells_how_far_its_prompt_was_read_and_how_fast_it_is(server):
+    text = "USER: " + "How far? " * 100
+    forms = (("/completion", {"prompt": text, "n_predict": 9, "grammar": ENDLESS}),
+             ("/v1/chat/completions", {"messages": asks(text), "max_tokens": 9, "grammar": ENDLESS}))  # fmt: skip
+    for path, asked in forms:
+        for again in (False, True):
+            parts = streamed(server, path, **asked, return_progress=True, timings_per_token=True)
+            read = [part["prompt_progress"] for part in parts if "prompt_progress" in part]
+            done = [one["processed"] for one in read]
+            times = [part["timings"] for part in parts if "timings" in part]
+            n = times[-1]["prompt_n"] + times[-1]["cache_n"]
+            assert done == sorted(set(done)) and done[0] == read[0]["cache"] and done[-1] == n
+            assert {(one["total"], one["cache"]) for one in read} == {(n, n if again else 0)}
+            assert [one["predicted_n"] for one in times] == sorted(one["predicted_n"] for one in times)
+            assert len(times) > len(read) + 1 and times[0]["prompt_n"] == 0 and times[-1]["predicted_n"] == 9
+            plain = streamed(server, path, **asked)
+            assert not any("prompt_progress" in part for part in plain)
+            assert sum("timings" in part for part in plain) == 1
 
 
 def test_prompts_may_be_tokens_and_several(server, model):
@@ -246,7 +280,7 @@ def test_what_ends_and_forms_a_completion(server, model):
         ("/completion", {"prompt": "a", "post_sampling_probs": True}, "post_sampling_probs"),
         ("/completion", {"prompt": "a", "n_probs": 99}, "n_probs"),
         ("/completion", {"prompt": ["a"] * 65}, "at most 64"),
-        ("/completion", {"prompt": "word " * 2000}, "a conversation holds 1024"),
+        ("/completion", {"prompt": "word " * 2000}, "exceeds the available context size (1024)"),
         ("/v1/completions", {"prompt": "a", "echo": True}, "echo"),
         ("/v1/completions", {"prompt": "a", "suffix": "b"}, "suffix"),
         ("/v1/completions", {"prompt": "a", "best_of": 3, "n": 2}, "best_of"),

@@ -63,10 +63,10 @@ def test_more_tokens_than_a_conversation_holds_are_counted_no_further(engine, mo
 
     monkeypatch.setattr(preparer._model, "tokenize", noted)
     n_ctx = 16384
-    with pytest.raises(ContextError, match=f"bytes of text, and a conversation of {n_ctx} tokens"):
+    with pytest.raises(ContextError, match=f"bytes of text exceeds the available context size .{n_ctx} tokens"):
         preparer.measured(request("x" * (n_ctx * 100)))
     assert not seen
-    with pytest.raises(ContextError, match=f"tokens or more, and a conversation holds {n_ctx}"):
+    with pytest.raises(ContextError, match=f"tokens or more exceeds the available context size .{n_ctx}"):
         preparer.measured(request("x" * (n_ctx * 10)))
     assert 0 < sum(seen) < 3 * n_ctx
     fits = preparer.measured(request("red " * (n_ctx // 5)))  # below, it is tokenised whole and once

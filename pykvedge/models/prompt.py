@@ -149,11 +149,11 @@ class ChatTemplate:
     def _render(
         self, messages: list[dict[str, Any]], prompt: bool = True, values: Mapping[str, Any] | None = None
     ) -> str:
-        """values: `tools` and `enable_thinking` are arguments of llama.cpp's; others go to the template."""
+        """values: `tools`, `enable_thinking` and `add_generation_prompt` are llama.cpp's own; others are variables."""
         others = dict(values or {})
         request = {
             "messages": messages,
-            "add_generation_prompt": prompt,
+            "add_generation_prompt": others.pop("add_generation_prompt", prompt),
             "tools": others.pop("tools", []),
             "enable_thinking": others.pop("enable_thinking", True) is not False,
             "values": others,

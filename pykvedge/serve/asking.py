@@ -175,7 +175,8 @@ def messages_of(given: list[WireMessage], sources: Sources) -> list[Message]:
             out[0] = Message("system", f"{out[0].text}\n\n{text}")
             continue
         out.append(Message(role, text, seen, _fields(message)))
-    begun = out[-1].role == "assistant" and len(out) > 1 and out[-1].text.strip() and not out[-1].fields
+    before = out[-2].role if len(out) > 1 else "assistant"
+    begun = out[-1].role == "assistant" != before and out[-1].text.strip() and not out[-1].fields
     if out[-1].role not in ("user", "tool") and not begun:
         raise RequestError(
             400, "messages: the last one is the user's or a tool's, to be answered, or the assistant's text, to be "

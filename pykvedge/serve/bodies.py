@@ -10,6 +10,7 @@ import re
 from dataclasses import dataclass
 
 from pykvedge.errors import RequestError
+from pykvedge.serve.errors import TOO_LONG
 
 _BRACKET = re.compile(rb"[\[\]{}]")
 _BLANKS = b" \t\r\n"
@@ -80,8 +81,8 @@ class Bounds:
 
     def _long(self, n_bytes: int) -> RequestError:
         most = f"{self.text / (1 << 20):.3g} MiB"
-        return RequestError(400, f"the body has {n_bytes / (1 << 20):.3g} MiB; beside its pictures it may have {most}, "
-                            "more than a conversation holds", "context_length_exceeded", "messages")  # fmt: skip
+        return RequestError(400, f"the body has {n_bytes / (1 << 20):.3g} MiB; beside its pictures it may have {most}; "
+                            "more exceeds the available context size", TOO_LONG, "messages")  # fmt: skip
 
 
 def _backslashes(body: bytes | bytearray, begin: int, end: int, most: int) -> int:

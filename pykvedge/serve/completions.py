@@ -7,19 +7,21 @@ import json
 import math
 import secrets
 import time
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Iterable, Mapping
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
+from pykvedge.errors import RequestError
 from pykvedge.models.dialect import Call, Said
 from pykvedge.runtime.logprobs import Alternative, Token
 from pykvedge.runtime.report import Report
 from pykvedge.serve import errors
-from pykvedge.serve.job import Done, Event, Failed, Request, Step, Text
+from pykvedge.serve.job import READING, Done, Event, Failed, Job, Request, Step, Text
 from pykvedge.serve.reading import LONG, Delta, Reading, reading
 from pykvedge.serve.service import Service, looked_through
 from pykvedge.serve.waiting import Waiting
@@ -34,13 +36,16 @@ _QUIET_S = 10.0  # a stream that has nothing to say says so after this, since pr
 
 async def answer(service: Service, http: HttpRequest, given: ChatRequest) -> Response:
     """Answers a chat request. Raises RequestError and what the scheduler raises."""
+    if given.add_generation_prompt is False and given.messages[-1].role != "assistant":
+        why = "add_generation_prompt: false is for a last message of the assistant's, or for /apply-template"
+        raise RequestError(400, why, "invalid_value", "add_generation_prompt")
     waiting = await asked(service, http, given)
     if not given.stream:
         done = await complete(waiting)
         said = [await whole(given, waiting, i, one.report) for i, one in enumerate(done)]
         return JSONResponse(completion(service, given, done, said))
     at_once = given.kvedge is not None and given.kvedge.progress
-    events = waiting.events() if at_once else await begun(waiting)
+    events = waiting.events() if at_once else await begun(waiting, given.return_progress)
     return streamed(Chunks(service, given, waiting).written(events))
 
 
@@ -81,14 +86,18 @@ async def complete(waiting: Waiting) -> list[Done]:
         return [done[i] for i in sorted(done)]
 
 
-async def begun(waiting: Waiting) -> Events:
-    """Waits until an answer begins, for a second at most: an error until then still has a status of its own."""
+async def begun(waiting: Waiting, progress: bool = False) -> Events:
+    """Waits until an answer begins, for a second at most: an error until then still has a status of its own.
+
+    progress: that the prompt is read is wanted, too.
+    """
     events, end = waiting.events(), time.monotonic() + _KNOWN_S
     try:
         async for number, event in events:
             if isinstance(event, Failed):
                 raise event.error
-            if not isinstance(event, Step) or time.monotonic() > end:
+            wanted = not isinstance(event, Step) or (progress and event.what == READING)
+            if wanted or time.monotonic() > end:
                 return _again((number, event), events)
     except BaseException:
         waiting.__exit__()
@@ -274,16 +283,53 @@ def timings(report: Report) -> dict[str, Any]:
     """Says how long an answer took, as llama-server does: in milliseconds, and in tokens per second."""
     spent, tokens = report.time, report.tokens
     read_s = spent.prefill_s + spent.replay_s + spent.compress_s
-    out: dict[str, Any] = {"cache_n": tokens.reused}
-    for name, n, steps, seconds in (("prompt", tokens.prompt, tokens.prompt, read_s),
-                                    ("predicted", tokens.generated, spent.decode_steps, spent.decode_s)):  # fmt: skip
-        out |= {
-            f"{name}_n": n,
-            f"{name}_ms": 1000 * seconds,
-            f"{name}_per_token_ms": 1000 * seconds / steps if steps else 0.0,
-            f"{name}_per_second": steps / seconds if steps and seconds > 0 else 0.0,
-        }
-    return out
+    return {
+        "cache_n": tokens.reused,
+        **_rate("prompt", tokens.prompt, tokens.prompt, read_s),
+        **_rate("predicted", tokens.generated, spent.decode_steps, spent.decode_s),
+    }
+
+
+def _rate(name: str, n: int, steps: int, seconds: float) -> dict[str, Any]:
+    return {
+        f"{name}_n": n,
+        f"{name}_ms": 1000 * seconds,
+        f"{name}_per_token_ms": 1000 * seconds / steps if steps else 0.0,
+        f"{name}_per_second": steps / seconds if steps and seconds > 0 else 0.0,
+    }
+
+
+class Progress:
+    """How far the prompt of one answer was read, as llama-server tells it: from what was there to all of it."""
+
+    def __init__(self, job: Job, timed: bool) -> None:
+        """timed: the time that it took is told as well."""
+        self._job, self._timed, self._told = job, timed, -1
+        self._began = 0.0
+
+    def told(self, event: Event) -> list[dict[str, Any]]:
+        """Lists the fields of chunks that say what is new with an event."""
+        tokens = self._job.report.tokens
+        total, now = tokens.prompt + tokens.reused, -1
+        if isinstance(event, Step) and event.what == READING:
+            now = tokens.reused + round(event.share * tokens.prompt)
+        elif isinstance(event, (Text, Done)):
+            now = total
+        out, moment = list[dict[str, Any]](), time.perf_counter()
+        if self._told < 0 <= now:
+            self._told, self._began = tokens.reused, moment
+            out.append(self._chunk(total, 0.0))
+        if now > self._told:
+            self._told = now
+            out.append(self._chunk(total, moment - self._began))
+        return out
+
+    def _chunk(self, total: int, seconds: float) -> dict[str, Any]:
+        cached = self._job.report.tokens.reused
+        new = self._told - cached
+        read = {"total": total, "cache": cached, "processed": self._told, "time_ms": round(1000 * seconds)}
+        times = {"cache_n": cached, **_rate("prompt", new, new, seconds), **_rate("predicted", 0, 0, 0.0)}
+        return {"prompt_progress": read, **({"timings": times} if self._timed else {})}
 
 
 def figures(done: list[Done]) -> list[dict[str, Any]]:
@@ -335,12 +381,14 @@ class Chunks:
         self._done: dict[int, Done] = {}
         self._last: list[str] = []
         self._progress = given.kvedge is not None and given.kvedge.progress
+        timed = given.timings_per_token
+        self._read = [Progress(job, timed) for job in waiting.jobs] if given.return_progress else []
 
     async def written(self, events: Events) -> AsyncIterator[str]:
         """Yields the stream. A client that leaves ends it, and with it the jobs."""
         with self._waiting:
             begin = "".join(
-                self._chunk(i, {"role": "assistant", "content": ""}) for i in range(len(self._waiting.jobs))
+                self._chunk(i, {"role": "assistant", "content": None}) for i in range(len(self._waiting.jobs))
             )
             end = "data: [DONE]\n\n"
             try:
@@ -378,22 +426,26 @@ class Chunks:
             told = {"progress": {"what": event.what, "share": round(event.share, 4)}}
             return [data_line({**self._head, "choices": [], "kvedge": told})]
         answer = self._answers[number]
+        told_of = self._read[number].told(event) if self._read else []
+        read_on = [self._chunk(number, {}, more=one) for one in told_of]
         if isinstance(event, Text):
             self._tokens[number] = self._tokens.get(number, ()) + event.tokens
-            return self._told(number, await read(answer, event.text))
+            return read_on + self._told(number, await read(answer, event.text))
         if not isinstance(event, Done):
-            return []
+            return read_on
         self._done[number] = event
-        lines = self._told(number, await read(answer, "", last=True))
+        lines = read_on + self._told(number, await read(answer, "", last=True))
         if self._tokens.get(number):
             lines += self._told(number, [Delta()])
         finish = _finish(event.report, bool(answer.said.calls))
-        return [*lines, self._chunk(number, {}, finish=finish, report=event.report)]
+        return [*lines, self._chunk(number, {}, finish=finish, more={"timings": timings(event.report)})]
 
     def _told(self, number: int, deltas: list[Delta]) -> list[str]:
         """Writes deltas. The first one has the logprobs of all tokens since the last."""
+        job = self._waiting.jobs[number]
+        more = {"timings": timings(job.report)} if self._given.timings_per_token else {}
         return [
-            self._chunk(number, _delta(delta), logprobs=_logprobs(self._tokens.pop(number, None) or None))
+            self._chunk(number, _delta(delta), logprobs=_logprobs(self._tokens.pop(number, None) or None), more=more)
             for delta in deltas
         ]
 
@@ -403,7 +455,7 @@ class Chunks:
         delta: dict[str, Any],
         finish: str | None = None,
         logprobs: dict[str, Any] | None = None,
-        report: Report | None = None,
+        more: Mapping[str, Any] = MappingProxyType({}),
     ) -> str:
         choice = {
             "index": number,
@@ -411,10 +463,8 @@ class Chunks:
             "finish_reason": _finish_as_asked(self._given, finish),
             "logprobs": logprobs,
         }
-        more: dict[str, Any] = {"usage": None} if self._usage else {}
-        if report is not None:
-            more["timings"] = timings(report)
-        return data_line({**self._head, "choices": [choice], **more})
+        counted = {"usage": None} if self._usage else {}
+        return data_line({**self._head, "choices": [choice], **counted, **more})
 
 
 def _delta(delta: Delta) -> dict[str, Any]:

@@ -33,7 +33,7 @@ from pykvedge.runtime.replay import split
 from pykvedge.runtime.report import Kv, Tokens
 from pykvedge.runtime.sequence import Ahead, Passes, Sequence
 from pykvedge.serve import patches
-from pykvedge.serve.job import Job, Limits, Step, Text
+from pykvedge.serve.job import READING, Job, Limits, Step, Text
 from pykvedge.serve.parked import Park
 from pykvedge.serve.preparing import Preparer, Work, unknown_conversation
 
@@ -92,17 +92,23 @@ class Slot:
         ids, noted = self.work.generation.tokens, self.job.report.logprobs
         noted = noted[self.told :] if noted else []
         if text or noted:
+            self._time()
             self.job.emit(Text(text, tuple(noted), tuple(ids[self.told :])))
             self.told = len(ids)
 
-    def finish(self, how: str) -> None:
-        """Completes the answer and its report; the caller tells of it when the slot is free."""
-        report, generation = self.job.report, self.work.generation
-        self.tell(generation.end(how, broken_off=how == "cancelled"))
-        self.job.ids, self.job.stop_text = generation.tokens, generation.stop_text
+    def _time(self) -> None:
+        """Notes how long the answer has taken."""
+        report = self.job.report
         report.time.decode_steps = max(report.tokens.generated - 1, 0)
         if self.answering_since:
             report.time.decode_s = time.perf_counter() - self.answering_since
+
+    def finish(self, how: str) -> None:
+        """Completes the answer and its report; the caller tells of it when the slot is free."""
+        generation = self.work.generation
+        self.tell(generation.end(how, broken_off=how == "cancelled"))
+        self.job.ids, self.job.stop_text = generation.tokens, generation.stop_text
+        self._time()
 
 
 Ended = list[tuple[Slot, Exception | None]]
@@ -350,7 +356,7 @@ class Decoder:
             slot.ahead = slot.passes.send(n_tokens)
         except StopIteration:
             slot.ahead = None
-        slot.job.emit(Step("reading the prompt again" if slot.second else "reading the prompt", slot.share))
+        slot.job.emit(Step("reading the prompt again" if slot.second else READING, slot.share))
         if slot.ahead is None:
             started = time.perf_counter()
             self._compress(slot)

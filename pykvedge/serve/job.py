@@ -19,6 +19,8 @@ from pykvedge.runtime.logprobs import Token
 from pykvedge.runtime.report import Report
 from pykvedge.runtime.sampling import Sampling
 
+READING = "reading the prompt"  # a step's name
+
 
 @dataclass(frozen=True)
 class Limits:

@@ -74,8 +74,10 @@ def sampling_settings(sampling: Sampling, room: int) -> dict[str, Any]:
         "n_predict": limit,
         "n_keep": 0,
         "n_probs": sampling.logprobs or 0,
-        "logit_bias": [{"token": token, "bias": bias if math.isfinite(bias) else None}
-                       for token, bias in sampling.logit_bias.items()],
+        "logit_bias": [
+            {"token": token, "bias": bias if math.isfinite(bias) else None}
+            for token, bias in sampling.logit_bias.items()
+        ],
         "grammar": str(sampling.grammar or ""),
         "samplers": ["penalties", "top_k", "typ_p", "top_p", "min_p", "temperature"],
     }
@@ -185,4 +187,6 @@ async def apply_template(service: Service, http: HttpRequest) -> Response:
     """POST /apply-template: the prompt that a conversation becomes, to be changed and sent to /completion."""
     given = parsed(ChatRequest, await http.body())
     [request] = await looked_through(service, http, given)
+    if given.add_generation_prompt is False and given.messages[-1].role != "assistant":
+        request = replace(request, values={**request.values, "add_generation_prompt": False})
     return JSONResponse({"prompt": await asyncio.to_thread(service.scheduler.preparer.written, request)})

@@ -128,15 +128,15 @@ class Preparer:
         n, n_ctx = text_bytes(request), self._limits.n_ctx
         if n > 4 * n_ctx and n > (most := n_ctx * self._longest):
             raise ContextError(
-                f"the message has {n} bytes of text, and a conversation of {n_ctx} tokens holds {most} at most; send "
-                "less, or start the server with a larger --ctx",
+                f"the message of {n} bytes of text exceeds the available context size ({n_ctx} tokens, at most {most} "
+                "bytes); send less, or start the server with a larger --ctx",
                 -(-n * n_ctx // most),
                 n_ctx,
             )
         if n > 4 * n_ctx and (least := self._at_least(request, n_ctx + n_ctx // 4)) > n_ctx:
             raise ContextError(
-                f"the message has {least} tokens or more, and a conversation holds {n_ctx}; send less, or start the "
-                "server with a larger --ctx",
+                f"the message of {least} tokens or more exceeds the available context size ({n_ctx}); send less, or "
+                "start the server with a larger --ctx",
                 least,
                 n_ctx,
             )
@@ -338,8 +338,8 @@ class Preparer:
         if room < 1:
             after = f" after {there} of the conversation" if there else ""
             raise ContextError(
-                f"the message has {n} tokens{after}, and a conversation holds {limits.n_ctx}; send less, or start the "
-                "server with a larger --ctx",
+                f"the message of {n} tokens{after} exceeds the available context size ({limits.n_ctx}); send less, or "
+                "start the server with a larger --ctx",
                 there + n,
                 limits.n_ctx,
             )

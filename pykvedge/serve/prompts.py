@@ -23,6 +23,7 @@ from pykvedge.serve import errors
 from pykvedge.serve.completions import (
     FINISH,
     Events,
+    Progress,
     about,
     asked,
     begun,
@@ -36,7 +37,7 @@ from pykvedge.serve.completions import (
     usage,
     words,
 )
-from pykvedge.serve.job import Done, Text
+from pykvedge.serve.job import Done, Failed, Text
 from pykvedge.serve.llama import settings
 from pykvedge.serve.service import Service
 from pykvedge.serve.waiting import Waiting
@@ -123,7 +124,7 @@ async def llama(service: Service, http: HttpRequest) -> Response:
     waiting = await asked(service, http, *prompts, joined=not given.stream)
     shown = _Llama(service, given, prompts, waiting)
     if given.stream:
-        return streamed(shown.events(await begun(waiting)))
+        return streamed(shown.events(await begun(waiting, given.return_progress)))
     done = await complete(waiting)
     answers = [shown.whole(i, one.report) for i, one in enumerate(done)]
     return JSONResponse(answers[0] if len(answers) == 1 else answers)
@@ -136,9 +137,15 @@ class _Llama:
         self._service, self._given, self._prompts, self._waiting = service, given, prompts, waiting
 
     async def events(self, events: Events) -> AsyncIterator[str]:
+        jobs, timed = self._waiting.jobs, self._given.timings_per_token
+        read = [Progress(job, timed) for job in jobs] if self._given.return_progress else []
         with self._waiting:
             try:
-                async for number, event in words(events):
+                async for number, event in events:
+                    if isinstance(event, Failed):
+                        raise event.error
+                    for one in read[number].told(event) if read else ():
+                        yield data_line({**self._part(number, Text("")), **one})
                     if isinstance(event, Text):
                         yield data_line(self._part(number, event))
                     elif isinstance(event, Done):
@@ -155,6 +162,8 @@ class _Llama:
         }  # fmt: skip
         if event.tokens:
             out["completion_probabilities"] = [_likely(token) for token in event.tokens]
+        if self._given.timings_per_token:
+            out["timings"] = timings(report)
         return out
 
     def whole(self, number: int, report: Report) -> dict[str, Any]:

@@ -219,6 +219,8 @@ class Sampled(Wire):
     grammar: str | None = None
     json_schema: dict[str, Any] | None = None
     regex: str | None = None
+    timings_per_token: bool = False
+    return_progress: bool = False
     kvedge: Compression | None = None
 
 
@@ -251,6 +253,17 @@ class ChatRequest(Sampled):
     reasoning_format: Literal["none", "auto", "deepseek", "deepseek-legacy"] | None = None
     reasoning_effort: Annotated[str, Field(max_length=64)] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+
+    @model_validator(mode="after")
+    def _goes_on(self) -> ChatRequest:
+        """Checks what is said of the prompt's end: a last message of the assistant's is gone on with in any case."""
+        if self.continue_final_message and self.add_generation_prompt:
+            raise ValueError("continue_final_message and add_generation_prompt exclude each other")
+        if self.continue_final_message and self.messages[-1].role != "assistant":
+            raise ValueError("continue_final_message: the last message is not the assistant's")
+        return self
 
     @model_validator(mode="after")
     def _of_today(self) -> ChatRequest:
