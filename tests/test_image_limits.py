@@ -7,13 +7,15 @@ from pathlib import Path
 
 import pytest
 from conversations import say
+from PIL import Image
 
 import pykvedge
 from pykvedge import ContextError, Sampling, Session, UsageError
 from pykvedge.fit.imagework import _readable, image_work
+from pykvedge.models.documents import PageSize
 from pykvedge.models.encoder import Encoder
 from pykvedge.models.gguf import Header, Tensor, read_header
-from pykvedge.models.images import Picture
+from pykvedge.models.images import Picture, scaled_size
 from pykvedge.models.imagetokens import MOST_TOKENS, ImageGrid, image_grid, token_limits
 from pykvedge.models.vision import ImagePiece, Vision
 
@@ -63,6 +65,26 @@ def test_a_session_and_fit_know_the_limits(qwen, kvedge, picture_file):
     options = ["--image", image, "--image-max-tokens", 100, "--json"]
     assert kvedge("fit", files.model, "--mmproj", files.mmproj, *options).json["image_tokens"] == seen[100]
     assert kvedge("chat", *files.arguments(), *options, "--max-tokens", 2, "What?").json["tokens"]["image"] == seen[100]
+
+
+def test_fit_counts_a_huge_picture_as_chat_reads_it(qwen, kvedge, tmp_path):
+    """It is scaled when it is loaded, in chat beside a PDF or not, and by its size alone."""
+    files, _ = qwen
+    image = tmp_path / "huge.png"
+    Image.new("RGB", (3001, 1999), "red").save(image)
+    most = ["--image-max-tokens", 2, "--image-min-tokens", 1, "--json"]  # so few that rounding shows
+    said = [
+        kvedge("fit", files.model, "--mmproj", files.mmproj, *size, *most).json["image_tokens"]
+        for size in (["--image", image], ["--image-size", "3001x1999"])
+    ]
+    read = kvedge("chat", *files.arguments(), "--image", image, *most, "--max-tokens", 2, "?").json["tokens"]["image"]
+    header = read_header(files.mmproj)
+    pixels = PageSize.asked(header, 1, 2).pixels
+    with Session(pykvedge.load(files.model, files.mmproj, image_min_tokens=1, image_max_tokens=2)) as session:
+        assert session.page_size.pixels == pixels
+        loaded = pykvedge.load_picture(image, None, pixels)
+    assert (loaded.width, loaded.height) == scaled_size(3001, 1999, pixels) != (3001, 1999)
+    assert said == [read, read] == [image_grid(header, loaded.width, loaded.height, (1, 2)).n_tokens] * 2
 
 
 def test_a_larger_least_enlarges(qwen, picture_file):

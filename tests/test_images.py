@@ -6,6 +6,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from pykvedge.errors import ImageError
+from pykvedge.models import images
+from pykvedge.models.aside import Aside
 from pykvedge.models.images import load_picture
 
 
@@ -68,3 +71,40 @@ def test_the_first_frame_of_an_animation(tmp_path):
 def test_equal_pixels_have_equal_keys(picture_file):
     a, b = load_picture(picture_file("a.png")), load_picture(picture_file("same.bmp"))
     assert a.key == b.key != load_picture(picture_file("other.png", 81, 60)).key
+
+
+@pytest.mark.parametrize("kind", ["gif", "webp", "png"])
+def test_of_an_animated_picture_the_first_is_read_and_that_is_said(tmp_path, kvedge, kind):
+    red, blue = (Image.new("RGB", (48, 48), colour) for colour in ("red", "blue"))
+    file = tmp_path / f"two.{kind}"
+    red.save(file, save_all=True, append_images=[blue], lossless=True)
+    red.save(tmp_path / f"one.{kind}")
+    picture = load_picture(file)
+    assert pixels(picture)[0, 0].tolist() in ([255, 0, 0], [254, 0, 0])
+    assert picture.note == f"two.{kind} is animated; only its first picture is read"
+    assert load_picture(tmp_path / f"one.{kind}").note == ""
+    if kind == "gif":
+        done = kvedge("chat", "--image", file, "--max-tokens", 1, "What?")
+        assert done.err.count("two.gif is animated; only its first picture is read") == 1
+
+
+def test_a_webp_of_many_pixels_is_refused(tmp_path, monkeypatch):
+    """libwebp takes 16 bytes for each pixel of it."""
+    monkeypatch.setattr(images, "MAX_WEBP", 20 * 30)
+    Image.new("RGB", (20, 30)).save(tmp_path / "a.webp")
+    Image.new("RGB", (20, 31)).save(tmp_path / "b.webp")
+    assert load_picture(tmp_path / "a.webp").height == 30
+    with pytest.raises(ImageError, match=r"b.webp has 20 x 31 pixels; the limit of WebP .* make a JPEG of it"):
+        load_picture(tmp_path / "b.webp")
+
+
+def test_pixels_that_wait_in_a_file(picture_file, monkeypatch):
+    shown = [load_picture(picture_file("a.png", width, 30)) for width in (40, 41, 42)]
+    aside = Aside()
+    waiting = [aside.put(picture) for picture in shown]
+    for before, after in zip(shown, waiting, strict=True):
+        assert after.rgb == b"" and after.pixels() == before.rgb and after.key == before.key
+        assert after.n_bytes == before.n_bytes == len(before.rgb)
+    monkeypatch.setattr("tempfile.TemporaryFile", lambda: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+    with pytest.raises(ImageError, match=r"finds no room in .*: No space left on device"):
+        Aside().put(shown[0])

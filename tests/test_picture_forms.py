@@ -15,7 +15,7 @@ from PIL import ExifTags, Image, ImageOps
 import pykvedge
 from pykvedge import ArrayError, ImageError, Picture, Sampling, UsageError, load_picture
 from pykvedge.models.documents import load_pictures
-from pykvedge.models.images import MAX_PIXELS
+from pykvedge.models.images import MAX_PIXELS, scaled_size
 
 RNG = np.random.default_rng(7)
 PIXELS = RNG.integers(0, 256, (30, 44, 3), dtype=np.uint8)  # 44 wide, 30 high
@@ -293,14 +293,15 @@ def test_files_of_more_pixels_than_an_encoder_sees_are_scaled_by_a_whole_number(
     file = io.BytesIO()
     image.save(file, kind, exif=exif)
     image = ImageOps.exif_transpose(Image.open(file))
-    seen = 330_000  # 3 x 3 pixels become one, and 3 x 3 of 2 x 2 are too many
+    seen = 330_000  # 2 x 2 pixels become one, and 4 x 4 are too many
     one, whole = pykvedge.load_picture(file.getvalue(), None, seen), pykvedge.load_picture(file.getvalue())
     assert (whole.width, whole.height) == image.size and whole.rgb == image.tobytes()
     if kind == "PNG":
-        reduced = Image.open(file).reduce(3)
+        reduced = Image.open(file).reduce(2)
         reduced = ImageOps.exif_transpose(reduced)
         assert (one.width, one.height) == reduced.size and one.rgb == reduced.tobytes()
     scaled = image.resize((one.width, one.height), Image.Resampling.BOX).tobytes()
     assert 2 * seen <= one.width * one.height < 8 * seen
+    assert (one.width, one.height) == scaled_size(*image.size, seen) == (-(-image.width // 2), -(-image.height // 2))
     assert np.abs(np.frombuffer(scaled, np.uint8).astype(int) - np.frombuffer(one.rgb, np.uint8)).mean() < 1.5
     assert pykvedge.load_picture(file.getvalue(), None, 4_000_000).rgb == whole.rgb

@@ -12,6 +12,7 @@ import struct
 import subprocess
 import sys
 import zlib
+from pathlib import Path
 
 import httpx
 import pytest
@@ -177,6 +178,46 @@ def test_many_pixels_are_too_many_together(server):
     said = [{"role": "user", "content": [image(as_url(data.getvalue()))[0]["content"][0]] * 3}]
     answer = server.chat(said)
     assert answer.status_code == 400 and answer.json()["error"]["code"] == "too_many_pixels"
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+def test_many_pictures_are_not_in_memory_at_once(server):
+    """24 of 4 megapixels, each too small to be scaled: 275 MiB of pixels, and as much again for mtmd."""
+    urls = []
+    for i in range(24):
+        data = io.BytesIO()
+        Image.new("RGB", (2000, 2000), (i, 0, 0)).save(data, "PNG")
+        urls.append(as_url(data.getvalue()))
+    process = Path(f"/proc/{server.told['pid']}")
+    process.joinpath("clear_refs").write_text("5")
+
+    def kib(name):
+        return int(next(x for x in (process / "status").read_text().splitlines() if x.startswith(name)).split()[1])
+
+    before = kib("VmRSS")
+    parts = [image(url)[0]["content"][0] for url in urls]
+    count = server.client.post(
+        "/v1/messages/count_tokens",
+        json={
+            "messages": [
+                {
+                    "role": "user",
+                    "content": [
+                        {
+                            "type": "image",
+                            "source": {"type": "base64", "media_type": "image/png", "data": url.partition(",")[2]},
+                        }
+                        for url in urls
+                    ],
+                }
+            ]
+        },
+    )
+    assert count.status_code == 200 and count.json()["input_tokens"] > 24 * 144
+    refused = server.chat([{"role": "user", "content": parts}])
+    assert refused.status_code == 400 and "a conversation holds 1024" in refused.json()["error"]["message"]
+    assert server.chat([{"role": "user", "content": parts[:6]}], max_tokens=1).status_code == 200
+    assert kib("VmHWM") - before < 200 << 10
 
 
 def test_a_file_below_the_folder_is_read_and_no_other(server):

@@ -98,7 +98,7 @@ class Conversation(Single):
     def read(self, report: Report) -> None:
         """Brings the conversation into the cache, compresses what was added, and measures."""
         if not self.in_cache:
-            if any(not p.rgb for m in self.messages for p in m.pictures):
+            if any(not p.n_bytes for m in self.messages for p in m.pictures):
                 raise StateError(
                     "the pictures of this conversation were in the cache only, and it is gone; load the session file "
                     "again, or start a new conversation"

@@ -27,7 +27,7 @@ from pykvedge.library import libkvedge
 from pykvedge.models import profiles, tuned
 from pykvedge.models.composer import Composer
 from pykvedge.models.documents import MOST_PAGES, MOST_STREAMED, PageSize, load_pictures
-from pykvedge.models.images import Picture
+from pykvedge.models.images import Picture, notes
 from pykvedge.models.model import Progress, silent
 from pykvedge.models.modelfile import facts
 from pykvedge.models.packaged import PACKAGED, hints
@@ -186,6 +186,7 @@ class Session(Conversation):
             self._dropped_whole = False
         report.notes += [self._tuned] if self._tuned else []
         self._tuned = ""
+        report.notes += notes(pictures)
         if not self._hinted and (hinted := hints(self.model.path, pictures)):
             report.notes += hinted
             self._hinted = True

@@ -192,8 +192,17 @@ def _sizes(given: dict[str, Any], projector: Header | None) -> list[tuple[int, i
     """Tells the width and height of every picture and page."""
     if given["images"] and (given["image_size"] or given["n_images"] is not None):
         raise UsageError("--image says how many images there are, and how large; leave --images and --image-size out")
-    loaded = pictures(given["images"], projector, options.image_limits(given))
-    return [(p.width, p.height) for p in loaded] or [options.pixels(given["image_size"] or "1024x768", 10**5)]
+    from pykvedge.models.documents import PageSize
+    from pykvedge.models.images import scaled_size
+    from pykvedge.runtime.settings import Settings
+
+    limits = options.image_limits(given)
+    if given["images"]:
+        return [(p.width, p.height) for p in pictures(given["images"], projector, limits)]
+    size = options.pixels(given["image_size"] or "1024x768", 10**5)
+    if projector is None:
+        return [size]
+    return [scaled_size(*size, PageSize.asked(projector, *Settings.of(limits).image_limits).pixels)]
 
 
 def _placed(placement: Placement) -> list[str]:

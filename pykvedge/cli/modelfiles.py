@@ -56,18 +56,18 @@ def _say_configured(given: Mapping[str, Any]) -> None:
 def pictures(
     images: Sequence[Path], mmproj: Path | Header | None, limits: Mapping[str, int] | None = None
 ) -> Iterator[Picture]:
-    """Loads what --image names. Pages of a PDF are drawn as large as the image encoder sees them.
+    """Loads what --image names, as large as the image encoder sees it.
 
     limits: the settings of IMAGE_LIMITS. Raises what load_pictures raises, and ModelError.
     """
     from pykvedge.models.documents import PageSize, load_pictures
     from pykvedge.models.gguf import Header, read_header
-    from pykvedge.models.images import PDF
+    from pykvedge.runtime.settings import Settings
 
     found, size = [paths.expanded(path) for path in images], None
-    if mmproj is not None and any(PDF.fullmatch(str(path)) for path in found):
+    if mmproj is not None and found:
         header = mmproj if isinstance(mmproj, Header) else read_header(mmproj)
-        size = PageSize.asked(header, *(limits or {}).values())
+        size = PageSize.asked(header, *Settings.of(dict(limits or {})).image_limits)
     return load_pictures(found, size)
 
 

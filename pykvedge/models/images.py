@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import io
-import math
 import os
 import re
 import threading
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -31,14 +30,12 @@ if TYPE_CHECKING:
     ImageSources: TypeAlias = ImageSource | Iterable[ImageSource] | None
 
 MAX_PIXELS = 50_000_000  # about the largest phone photograph; models look at less than two million
+MAX_WEBP = 12_500_000  # pixels, of a 12-megapixel photograph: libwebp takes 16 bytes for each
 LARGE = 4_000_000  # pixels; smaller pictures are never scaled
 _STRIP = 1 << 20  # pixels that are converted at once: a whole picture in another mode is 4 more bytes a pixel
 FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF")
-_TURNS = {
-    2: Image.Transpose.FLIP_LEFT_RIGHT, 3: Image.Transpose.ROTATE_180, 4: Image.Transpose.FLIP_TOP_BOTTOM,
-    5: Image.Transpose.TRANSPOSE, 6: Image.Transpose.ROTATE_270, 7: Image.Transpose.TRANSVERSE,
-    8: Image.Transpose.ROTATE_90,
-}  # by EXIF's orientation  # fmt: skip
+# by EXIF's orientation: quarter turns to the left, and whether the picture is then mirrored
+_TURNS = {2: (0, True), 3: (2, False), 4: (2, True), 5: (-1, True), 6: (-1, False), 7: (1, True), 8: (1, False)}
 _one_at_a_time = threading.Lock()  # Python's filters of warnings are those of all threads
 PDF = re.compile(r"(?P<path>.*\.pdf)(?:\[(?P<pages>[^\[\]]*)\])?", re.IGNORECASE | re.DOTALL)  # a path of one
 _BLANKS = b"\xef\xbb\xbf\0 \t\r\n"  # some programs put them before a PDF
@@ -51,6 +48,7 @@ class Picture:
 
     Without pixels (`rgb` empty) it only tells of a picture that was read and forgotten. page: its number in a document,
     which `document` tells apart from others; 0: it is no page. in_file: pixels of the file, if it was scaled.
+    away: reads the pixels that are not in memory (aside.py). note: what a person must know of how it was read.
     Raises ImageError if the bytes are not as many as the pixels need, or the pixels are too many.
     """
 
@@ -61,6 +59,8 @@ class Picture:
     page: int = 0
     document: str = ""
     in_file: int = field(default=0, compare=False)
+    away: Callable[[], bytes] | None = field(default=None, compare=False, repr=False)
+    note: str = field(default="", compare=False)
 
     def __post_init__(self) -> None:
         sizes = isinstance(self.width, int) and isinstance(self.height, int)
@@ -81,8 +81,17 @@ class Picture:
         """The key is equal for equal pixels."""
         size = f"{self.width}x{self.height}".encode()
         found = hashlib.sha256(size)
-        found.update(self.rgb)
+        found.update(self.pixels())
         return found.hexdigest()
+
+    @property
+    def n_bytes(self) -> int:
+        """So many bytes the pixels have, wherever they are; 0 if they are forgotten."""
+        return 3 * self.width * self.height if self.rgb or self.away is not None else 0
+
+    def pixels(self) -> bytes:
+        """Returns the pixels, from where they are. Raises ImageError."""
+        return self.rgb if self.rgb or self.away is None else self.away()
 
 
 def is_pdf(source: Any) -> bool:
@@ -112,8 +121,7 @@ def load_picture(source: ImageSource, name: str | None = None, seen: int = 0) ->
     file is read from its beginning, where it can go there, and stays open. A Picture is returned as it is.
 
     name: for messages where the source has none; default: "image". seen: the most pixels that an encoder sees. A
-    picture in a file with more than LARGE pixels, and 8 times `seen`, is scaled by a whole number to at least twice
-    `seen`. 0: no picture is scaled.
+    picture in a file is scaled as scaled_by says. 0: no picture is scaled.
     Raises ImageError if it cannot be read or has too many pixels, ArrayError for an array of another shape or type,
     UsageError for what is no picture at all.
     """
@@ -122,7 +130,7 @@ def load_picture(source: ImageSource, name: str | None = None, seen: int = 0) ->
         named = os.fsdecode(source) if isinstance(source, (str, os.PathLike)) else what
         raise ImageError(f"{named} is a PDF, whose pages are several pictures; pykvedge.pages makes them")
     if isinstance(source, Picture):
-        if not source.rgb:
+        if not source.n_bytes:
             raise ImageError(f"{source.name} has no pixels any more; load it again")
         return source
     if isinstance(source, (str, os.PathLike)):
@@ -144,6 +152,11 @@ def picture_size(path: Path) -> tuple[int, int]:
         lies = image.getexif().get(ExifTags.Base.Orientation, 1) >= 5  # its first row is a side
         _check_size(str(path), image.width, image.height)
         return (image.height, image.width) if lies else (image.width, image.height)
+
+
+def notes(pictures: Iterable[object]) -> list[str]:
+    """Lists what a person must know of how pictures were read."""
+    return [one.note for one in pictures if isinstance(one, Picture) and one.note]
 
 
 def is_one(images: Any) -> bool:
@@ -194,16 +207,30 @@ def _from_file(file: Path | io.BytesIO, what: str, name: str, seen: int) -> Pict
     with _explained(what), _opened(file) as image:
         _check_size(what, image.width, image.height)
         pixels = image.width * image.height
-        factor = _factor(pixels, seen)
-        if factor == 1:
-            return _upright(image, what, name)
-        image.draft(image.mode, (image.width // factor, image.height // factor))  # JPEG alone: it reads less
-        return replace(_upright(image, what, name, _factor(image.width * image.height, seen)), in_file=pixels)
+        if image.format == "WEBP" and pixels > MAX_WEBP:
+            raise ImageError(f"{what} has {image.width} x {image.height} pixels; the limit of WebP is "
+                             f"{MAX_WEBP / 10**6} million, scale it down or make a JPEG of it")  # fmt: skip
+        factor, wide = scaled_by(image.width, image.height, seen), image.width
+        note = f"{name} is animated; only its first picture is read" if getattr(image, "is_animated", False) else ""
+        if factor > 1:  # JPEG alone: it reads less
+            image.draft(image.mode, (max(wide // factor, 1), max(image.height // factor, 1)))
+        rest = max(factor * image.width // wide, 1)
+        return replace(_upright(image, what, name, rest), in_file=pixels if factor > 1 else 0, note=note)
 
 
-def _factor(pixels: int, seen: int) -> int:
-    """Chooses by how much a picture is scaled in each direction."""
-    return max(math.isqrt(pixels // (2 * seen)), 1) if seen and pixels > LARGE else 1
+def scaled_by(width: int, height: int, seen: int) -> int:
+    """Tells by how much a picture of a file is scaled in each direction: a power of two, as JPEG files are.
+
+    One of more than LARGE pixels, and 8 times `seen`, keeps at least twice `seen`.
+    """
+    most = width * height // (2 * seen) if seen and width * height > LARGE else 1
+    return 1 << (max(most, 1).bit_length() - 1) // 2
+
+
+def scaled_size(width: int, height: int, seen: int) -> tuple[int, int]:
+    """Tells the size that a picture of a file has once it is loaded."""
+    factor = scaled_by(width, height, seen)
+    return -(-width // factor), -(-height // factor)
 
 
 def _opened(file: Path | io.BytesIO) -> PillowImage:
@@ -245,8 +272,6 @@ def _upright(image: PillowImage, what: str, name: str, factor: int = 1) -> Pictu
     _check_size(what, image.width, image.height)
     image.load()
     turn = _TURNS.get(image.getexif().get(ExifTags.Base.Orientation, 1))
-    if turn is not None and factor == 1:
-        image = image.transpose(turn)
     width, height, rgb = -(-image.width // factor), -(-image.height // factor), io.BytesIO()
     rows = max(_STRIP // image.width // factor, 1) * factor
     for top in range(0, image.height, rows):
@@ -254,10 +279,11 @@ def _upright(image: PillowImage, what: str, name: str, factor: int = 1) -> Pictu
         if strip.mode != "RGB" or "transparency" in image.info:
             strip = _on_white(strip)
         rgb.write((strip.reduce(factor) if factor > 1 else strip).tobytes())
-    if turn is not None and factor > 1:
-        scaled = Image.frombuffer("RGB", (width, height), rgb.getvalue()).transpose(turn)
-        return Picture(name, scaled.width, scaled.height, scaled.tobytes())
-    return Picture(name, width, height, rgb.getvalue())
+    if turn is None:
+        return Picture(name, width, height, rgb.getvalue())
+    turned = np.rot90(np.frombuffer(rgb.getbuffer(), np.uint8).reshape(height, width, 3), turn[0])
+    turned = turned[:, ::-1] if turn[1] else turned
+    return Picture(name, turned.shape[1], turned.shape[0], turned.tobytes())
 
 
 @contextmanager

@@ -21,7 +21,7 @@ def is_scene(picture: Picture) -> bool:
     """Tells whether a picture may be a drawn scene: square, and nearly all of it of one colour."""
     if abs(picture.width - picture.height) > max(picture.width, picture.height) / 20:
         return False
-    pixels = np.frombuffer(picture.rgb, np.uint8).reshape(-1, 3)
+    pixels = np.frombuffer(picture.pixels(), np.uint8).reshape(-1, 3)
     pixels = pixels[:: max(1, len(pixels) // _PIXELS)].astype(np.int16)
     background = np.median(pixels, axis=0)
     return bool(np.mean(np.abs(pixels - background).max(axis=1) <= _NOISE) >= _PLAIN)

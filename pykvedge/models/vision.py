@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -11,7 +10,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from pykvedge.caches.encoded import IMAGE_CACHE, Encoded
-from pykvedge.errors import ImageError, UsageError
+from pykvedge.errors import ImageError, StateError, UsageError
 from pykvedge.models.encoder import Encoder
 from pykvedge.models.images import Picture
 from pykvedge.models.imagetokens import Places, places
@@ -34,11 +33,48 @@ class Pruning(Protocol):
         """Returns the numbers of the rows [n] that the model reads, ascending, and what it reads [n, width]."""
 
 
+class Shown:
+    """A picture whose parts are encoded one after the other: mtmd prepares it with the first, for all of them.
+
+    Prepared pictures take twelve bytes a pixel that the encoder sees, so that no two of a prompt are held at once.
+    """
+
+    def __init__(self, vision: Vision, picture: Picture) -> None:
+        self._vision, self._picture = vision, picture
+        self.n_parts = 0
+        self._chunks: Any = None
+
+    def encode(self, part: int, n_rows: int, look: Callable[[float], None], by: Encoder | None = None) -> np.ndarray:
+        """Makes the embeddings of a part. by: another encoder of the same kind.
+
+        Raises ImageError, StateError, and what `look` raises.
+        """
+        mtmd = self._vision.mtmd
+        if self._chunks is None:
+            self._chunks = self._vision.chunks(self._vision.marker, [self._picture], pixels=True)
+        every = (mtmd.mtmd_input_chunks_get(self._chunks, i) for i in range(mtmd.mtmd_input_chunks_size(self._chunks)))
+        kind = mtmd.MTMD_INPUT_CHUNK_TYPE_IMAGE
+        parts = [chunk for chunk in every if mtmd.mtmd_input_chunk_get_type(chunk) == kind]
+        try:
+            if len(parts) != self.n_parts or mtmd.mtmd_input_chunk_get_n_tokens(parts[part]) != n_rows:
+                raise ImageError(f"{self._picture.name} cannot be prepared: it has other parts than its size has")
+            return (by or self._vision.encoder).encode(parts[part], n_rows, look)
+        finally:
+            if part == self.n_parts - 1:
+                self.close()
+
+    def close(self) -> None:
+        """Frees what is prepared."""
+        if self._chunks is not None:
+            self._vision.mtmd.mtmd_input_chunks_free(self._chunks)
+            self._chunks = None
+
+
 @dataclass
 class ImagePiece:
     """This is an image, or a part of one, as the model wants it: mtmd's chunk, and its embeddings once encoded."""
 
-    chunk: Any  # mtmd_input_chunk *, owned
+    chunk: Any  # mtmd_input_chunk *, owned; of the image's size alone
     n_tokens: int  # the model reads so many; before the image is encoded, so many at most
     key: str  # equal for pieces that have equal embeddings
     n_rows: int  # the encoder makes so many
@@ -47,6 +83,8 @@ class ImagePiece:
     kept: np.ndarray | None = None  # [n_tokens] the rows that they are, ascending; None: all, in their order
     pruning: Pruning | None = None  # chooses them; None: the model reads all
     reused: bool = False  # whether the embeddings were there, so that nothing was encoded
+    shown: Shown | None = None  # encodes it; None: the embeddings are there
+    part: int = 0  # of the image
 
 
 Piece = TextPiece | ImagePiece
@@ -74,12 +112,22 @@ class Vision:
 
         Raises ImageError when a picture cannot be prepared, UsageError when markers and pictures differ in number.
         """
+        chunks = self.chunks(text, pictures, pixels=False)
+        try:
+            return self._pieces(chunks, pictures)
+        finally:
+            self.mtmd.mtmd_input_chunks_free(chunks)
+
+    def chunks(self, text: str, pictures: list[Picture], pixels: bool) -> Any:
+        """Returns mtmd's chunks of a prompt; without pixels for their places alone. Raises as split does."""
         mtmd = self.mtmd
         data = text.encode("utf-8", "replace")
         given = mtmd.mtmd_input_text(data, len(data), False, True)
-        bitmaps = [self._bitmap(p) for p in pictures]
-        chunks = mtmd.mtmd_input_chunks_init()
+        chunks, bitmaps = mtmd.mtmd_input_chunks_init(), []
+        made = False
         try:
+            for i, picture in enumerate(pictures):
+                bitmaps.append(self._bitmap(picture, str(i), pixels))
             array = (ctypes.c_void_p * len(bitmaps))(*bitmaps)
             with llamacpp.collected_errors() as lines:
                 status = mtmd.mtmd_tokenize(self.handle, chunks, ctypes.byref(given), array, len(bitmaps))
@@ -88,25 +136,27 @@ class Vision:
             if status != 0:
                 names = ", ".join(p.name for p in pictures)
                 raise ImageError(f"{names} cannot be prepared: {llamacpp.reason(lines, 'mtmd does not say why')}")
-            return self._pieces(chunks)
+            made = True
+            return chunks
         finally:
-            mtmd.mtmd_input_chunks_free(chunks)
+            if not made:
+                mtmd.mtmd_input_chunks_free(chunks)
             for bitmap in bitmaps:
                 mtmd.mtmd_bitmap_free(bitmap)
 
-    def _bitmap(self, picture: Picture) -> Any:
+    def _bitmap(self, picture: Picture, name: str, pixels: bool) -> Any:
         # without pixels mtmd only tells how many tokens there would be
-        rgb = picture.rgb
+        rgb = picture.pixels() if pixels else b""
         data = rgb if isinstance(rgb, bytes) else (ctypes.c_uint8 * len(rgb)).from_buffer(rgb)  # mtmd makes a copy
-        pixels = ctypes.cast(data, ctypes.POINTER(ctypes.c_uint8)) if rgb else None
-        bitmap = self.mtmd.mtmd_bitmap_init(picture.width, picture.height, pixels)
-        self.mtmd.mtmd_bitmap_set_id(bitmap, picture.key.encode())
+        start = ctypes.cast(data, ctypes.POINTER(ctypes.c_uint8)) if rgb else None
+        bitmap = self.mtmd.mtmd_bitmap_init(picture.width, picture.height, start)
+        self.mtmd.mtmd_bitmap_set_id(bitmap, name.encode())
         return bitmap
 
-    def _pieces(self, chunks: Any) -> list[Piece]:
+    def _pieces(self, chunks: Any, pictures: list[Picture]) -> list[Piece]:
         mtmd = self.mtmd
         out: list[Piece] = []
-        parts: Counter[str] = Counter()  # models that cut an image into slices make several chunks of it
+        shown = [Shown(self, picture) for picture in pictures]
         for i in range(mtmd.mtmd_input_chunks_size(chunks)):
             chunk = mtmd.mtmd_input_chunks_get(chunks, i)
             kind = mtmd.mtmd_input_chunk_get_type(chunk)
@@ -116,13 +166,14 @@ class Vision:
                 out.append(TextPiece(list(tokens[: n.value])))
             elif kind == mtmd.MTMD_INPUT_CHUNK_TYPE_IMAGE:
                 n_rows = mtmd.mtmd_input_chunk_get_n_tokens(chunk)
-                key = (mtmd.mtmd_input_chunk_get_id(chunk) or b"").decode()
+                which = int(mtmd.mtmd_input_chunk_get_id(chunk))
                 tokens = mtmd.mtmd_input_chunk_get_tokens_image(chunk)
                 grid = (mtmd.mtmd_image_tokens_get_nx(tokens), mtmd.mtmd_image_tokens_get_ny(tokens))
                 copy = mtmd.mtmd_input_chunk_copy(chunk)
-                shown = places(self.encoder.projector, grid, n_rows)
-                out.append(ImagePiece(copy, n_rows, f"{key}/{parts[key]}", n_rows, places=shown))
-                parts[key] += 1
+                where = places(self.encoder.projector, grid, n_rows)
+                one, key = shown[which], f"{pictures[which].key}/{shown[which].n_parts}"
+                out.append(ImagePiece(copy, n_rows, key, n_rows, places=where, shown=one, part=one.n_parts))
+                one.n_parts += 1  # models that cut an image into slices make several chunks of it
             else:
                 raise UsageError("the prompt holds something that is neither text nor image")
         return out
@@ -134,7 +185,9 @@ class Vision:
         """
 
         def make() -> np.ndarray:
-            return self.encoder.encode(piece.chunk, piece.n_rows, look)
+            if piece.shown is None:
+                raise StateError("the pixels of the image are not here any more")
+            return piece.shown.encode(piece.part, piece.n_rows, look)
 
         piece.embeddings, piece.reused = self._encoded.rows(piece.key, piece.n_rows, make, look)
         if piece.pruning is not None and piece.n_tokens < piece.n_rows:
@@ -159,3 +212,5 @@ class Vision:
             if isinstance(piece, ImagePiece) and piece.chunk:
                 self.mtmd.mtmd_input_chunk_free(piece.chunk)
                 piece.chunk = None
+                if piece.shown is not None:
+                    piece.shown.close()

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from pykvedge.errors import RequestError, UsageError
+from pykvedge.models.aside import Aside
 from pykvedge.models.dialect import Dialect, Dialects, request_for
 from pykvedge.models.images import Picture
 from pykvedge.models.prompt import IMAGE, Message, escaped, label
@@ -33,6 +35,7 @@ from pykvedge.serve.wire import (
 MOST_PICTURES = 64
 _QUICK_PICTURES, _QUICK_TEXT = 8, 100_000
 MOST_PIXELS = 100_000_000  # of a request
+_HELD = 32 << 20  # bytes of pixels of a request in memory; the others wait in a file
 
 
 @dataclass(frozen=True)
@@ -119,12 +122,14 @@ def _asked_dialect(given: ChatRequest, defaults: Defaults) -> dict[str, Any] | N
 
 
 def _request_of_prompt(given: Prompted, defaults: Defaults) -> Request:
-    pictures = [defaults.sources.load(url, f"picture {i + 1}") for i, url in enumerate(given.pictures)]
+    pictures = _Pictures("prompt")
+    for url in given.pictures:
+        pictures.add(defaults.sources.load(url, pictures.next))
     plan, sampling = plan_of(given.kvedge, named_plan(given.model, defaults)), sampling_of(given, defaults)
     patches = given.kvedge is not None and given.kvedge.patches
     if given.kvedge is not None and given.kvedge.edited is not None:
         raise RequestError(400, "kvedge.edited: a prompt is no conversation", "unsupported", "kvedge")
-    prompt = Prompt(tuple(given.prompt), tuple(pictures), given.keep)
+    prompt = Prompt(tuple(given.prompt), tuple(pictures.all), given.keep)
     return Request([], plan, sampling, patches=patches, read_only=_limit(given) == 0, prompt=prompt)
 
 
@@ -162,11 +167,10 @@ def pictures_of(given: ChatRequest | Prompted) -> list[str]:
 def messages_of(given: list[WireMessage], sources: Sources) -> list[Message]:
     """Converts messages; those of the system at the beginning become one. Raises RequestError, ImageError."""
     out: list[Message] = []
-    pictures: list[Picture] = []
+    pictures = _Pictures("messages")
     for i, message in enumerate(given):
         role = "system" if message.role == "developer" else message.role
         text, seen = _content(message, i, sources, pictures)
-        pictures += seen
         if seen and role not in ("user", "tool"):
             raise RequestError(
                 400, f"messages.{i}: pictures belong to messages of the user or a tool", "invalid_value", "messages"
@@ -187,32 +191,56 @@ def messages_of(given: list[WireMessage], sources: Sources) -> list[Message]:
     return out
 
 
-def _content(message: WireMessage, i: int, sources: Sources, before: list[Picture]) -> tuple[str, list[Picture]]:
+@dataclass
+class _Pictures:
+    """The pictures of a request, as many and as large as one may have. field: of the request, for errors."""
+
+    field: str
+    all: list[Picture] = dataclasses.field(default_factory=list)
+    _aside: Aside = dataclasses.field(default_factory=Aside)
+
+    @property
+    def next(self) -> str:
+        return f"picture {len(self.all) + 1}"
+
+    def room(self) -> int:
+        """Tells how many more it may have. Raises RequestError for none."""
+        if len(self.all) >= MOST_PICTURES:
+            raise RequestError(400, f"{self.field}: at most {MOST_PICTURES} pictures", "too_many_images", self.field)
+        return MOST_PICTURES - len(self.all)
+
+    def add(self, picture: Picture) -> Picture:
+        """Returns the picture as it waits. Raises RequestError, ImageError."""
+        self.room()
+        if sum(one.in_file or one.width * one.height for one in [*self.all, picture]) > MOST_PIXELS:
+            most = MOST_PIXELS // 10**6
+            raise RequestError(400, f"{self.field}: at most {most} million pixels", "too_many_pixels", self.field)
+        if sum(len(one.rgb) for one in self.all) + len(picture.rgb) > _HELD:
+            picture = self._aside.put(picture)
+        self.all.append(picture)
+        return picture
+
+
+def _content(message: WireMessage, i: int, sources: Sources, pictures: _Pictures) -> tuple[str, list[Picture]]:
     parts, seen = list[str](), list[Picture]()
     literal = message.role == "user" or any(isinstance(part, (ImagePart, FilePart)) for part in message.parts)
     for part in message.parts:
         if not isinstance(part, (ImagePart, FilePart)):
             parts.append(escaped(_text(part)) if literal else _text(part))
             continue
-        room = MOST_PICTURES - len(before) - len(seen)
-        if room < 1:
-            raise RequestError(400, f"messages: at most {MOST_PICTURES} pictures", "too_many_images", "messages")
+        room = pictures.room()
         if not part.url:
             raise RequestError(400, f"messages.{i}: an image_url without a url", "invalid_value", "messages")
-        for picture in _pictures(part, sources, MOST_PICTURES - room + 1, room):
-            shown = [*before, *seen]
-            parts.append(f"{label(picture, shown)}: {IMAGE}" if picture.page else IMAGE)
-            seen.append(picture)
-            if sum(one.in_file or one.width * one.height for one in [*shown, picture]) > MOST_PIXELS:
-                most = MOST_PIXELS // 10**6
-                raise RequestError(400, f"messages: at most {most} million pixels", "too_many_pixels", "messages")
+        for picture in _pictures(part, sources, pictures.next, room):
+            parts.append(f"{label(picture, pictures.all)}: {IMAGE}" if picture.page else IMAGE)
+            seen.append(pictures.add(picture))
     return "\n".join(parts), seen
 
 
-def _pictures(part: ImagePart | FilePart, sources: Sources, number: int, room: int) -> Iterable[Picture]:
+def _pictures(part: ImagePart | FilePart, sources: Sources, name: str, room: int) -> Iterable[Picture]:
     if isinstance(part, FilePart):
         return sources.pages(part.url, part.file.filename or "document.pdf", room)
-    return [sources.load(part.url, f"picture {number}")]
+    return [sources.load(part.url, name)]
 
 
 def _text(part: TextPart | ImagePart | FilePart | RefusalPart) -> str:

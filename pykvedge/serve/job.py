@@ -163,8 +163,8 @@ class Job:
 
     @property
     def picture_bytes(self) -> int:
-        """So many bytes of pixels wait to be looked at."""
-        return sum(len(picture.rgb) for picture in self.request.pictures)
+        """So many bytes of pixels wait to be looked at, in memory or aside."""
+        return sum(picture.n_bytes for picture in self.request.pictures)
 
     def forget_messages(self) -> None:
         """Frees the pictures: the prompt was made of them."""

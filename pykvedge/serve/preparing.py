@@ -12,6 +12,7 @@ from typing import Any
 from pykvedge.errors import ContextError, KvedgeError, RequestError, UsageError
 from pykvedge.library import libkvedge, native_plan
 from pykvedge.models.composer import Composer, texts
+from pykvedge.models.images import notes
 from pykvedge.models.packaged import hints
 from pykvedge.models.prompt import Message, check_places
 from pykvedge.models.shape import ModelShape
@@ -105,7 +106,7 @@ class Preparer:
         try:
             self._encode(job, pieces)
             job.report.tokens.add(pieces)
-            job.report.notes += hints(self._model.path, request.pictures)
+            job.report.notes += [*notes(request.pictures), *hints(self._model.path, request.pictures)]
             if parked is not None:
                 job.report.tokens.reused = parked.n_cells
             return self._fitting(Work(job, pieces, self._generation(job), parked, job.name))
