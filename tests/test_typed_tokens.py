@@ -128,6 +128,25 @@ def test_a_typed_image_marker_is_no_image(tiny, picture_file, native, kind):
         assert say(session, f"{marker} and {text}").tokens.image == 0
 
 
+def test_the_word_of_a_place_that_is_a_special_token(tiny, picture_file, native):
+    """MiniCPM-V and SmolVLM have a token <image>: no place of a picture leaves one, and typed words stay words."""
+    files = tiny("minicpmv")
+    special = specials(files.model)["<image>"]
+    with files.session() as session:
+        pictures = [load_picture(picture_file()), load_picture(picture_file("b.png", 60, 90))]
+        for words, shown in (
+            ("See <image> and <image>.", pictures), ("See \\<image>, <image> and <image>.", pictures),
+            ("A \\<image>.", []), ("A \\<image>.", pictures[:1]),
+        ):  # fmt: skip
+            pieces, plain = session.first_prompt(words, shown), session.first_prompt("See them.", shown)
+            written, n = spoken(session.model, tokens_of(pieces)), tokens_of(plain).count(special)
+            assert len({p.key.partition("/")[0] for p in pieces if isinstance(p, ImagePiece)}) == len(shown)
+            assert tokens_of(pieces).count(special) == n >= len(shown)
+            assert written.count("<image>") == n + words.count("\\<image>") and "\\" not in written
+            session.release(pieces)
+            session.release(plain)
+
+
 def say(session, *arguments):
     answer = session.ask(*arguments, sampling=FEW)
     answer.read()

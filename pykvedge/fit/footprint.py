@@ -98,7 +98,8 @@ def encoder_compute(mmproj: Header, grid: ImageGrid) -> int:
     width = int(values.get("clip.vision.embedding_length", 0))
     ff = int(values.get("clip.vision.feed_forward_length", 4 * width))
     by_size = str(values.get("clip.projector_type", "")).startswith("qwen")
-    return grid.n_patches * 4 * (ff + (2 if by_size else 4) * width) + grid.pixels * 3 * 4
+    prepared = grid.parts * grid.pixels * 3 * 4  # of all parts, until the last one is encoded
+    return grid.n_patches * 4 * (ff + (2 if by_size else 4) * width) + prepared
 
 
 # ------------------------------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from typing import Any
 from pykvedge.errors import UsageError
 from pykvedge.models import toolresults
 from pykvedge.models.images import Picture
-from pykvedge.models.prompt import ChatTemplate, Message
+from pykvedge.models.prompt import IMAGE, PLACE, ChatTemplate, Message, places
 from pykvedge.models.vision import ImagePiece, Piece, TextPiece, Vision
 from pykvedge.models.vocabulary import LONG, Vocabulary
 
@@ -170,9 +170,25 @@ class Composer:
 
     def _safe(self, messages: list[Message], hidden: dict[str, str]) -> list[Message]:
         return [
-            replace(message, text=self._hide(message.text, hidden), fields=self._hide_in(message.fields, hidden))
+            replace(message, text=self._hide_said(message, hidden), fields=self._hide_in(message.fields, hidden))
             for message in messages
         ]
+
+    def _hide_said(self, message: Message, hidden: dict[str, str]) -> str:
+        """Hides words in a text, but not where its pictures go: that word is a special token of some models."""
+        text = message.text
+        if IMAGE not in text or (message.role != "user" and not message.pictures) or not self._is_image_special:
+            return self._hide(text, hidden)
+        placed = places(text) == len(message.pictures)
+        parts = re.split(f"({PLACE.pattern})", text)
+        return "".join(
+            part if placed and part == IMAGE else self._hide(IMAGE if PLACE.fullmatch(part) else part, hidden)
+            for part in parts
+        )
+
+    @functools.cached_property
+    def _is_image_special(self) -> bool:
+        return IMAGE in self._model.special_words(IMAGE)
 
     def _hide_in(self, value: Any, hidden: dict[str, str]) -> Any:
         """Puts stand-ins into all texts in a value of JSON."""
