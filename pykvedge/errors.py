@@ -17,6 +17,10 @@ class KvedgeError(Exception):
     exit_code = 1
 
 
+class KvedgeWarning(UserWarning):
+    """Something that was asked for is not so, and the work goes on without it."""
+
+
 class UsageError(KvedgeError, ValueError):
     """The request cannot be carried out as it was written."""
 

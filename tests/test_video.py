@@ -83,11 +83,9 @@ def test_what_is_no_video(kind, clip, tmp_path):
     if kind == "sound":
         tone = ["-f", "lavfi", "-i", "sine=duration=1", "-c:a", "pcm_s16le", str(bad)]
         subprocess.run(["ffmpeg", "-loglevel", "error", "-y", *tone], check=True)
-    with pytest.raises(ImageError, match=r"^bad.mkv, after 0 pictures: \S") as caught:
+    why = "has no pictures, as sound has none" if kind == "sound" else "is no video that ffmpeg can read"
+    with pytest.raises(ImageError, match=f"^bad.mkv {why}; --video takes files such as mp4, webm and gif$"):
         list(frames(bad))
-    assert "\n" not in str(caught.value)
-    if kind in ("empty", "text", "noise"):
-        assert str(caught.value).endswith("Invalid data found when processing input")  # in ffmpeg's words
 
 
 @pytest.mark.parametrize("fps", [0, -1, 1e9, float("nan"), "2", True])

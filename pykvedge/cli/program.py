@@ -9,13 +9,14 @@ import io
 import os
 import signal
 import sys
+import warnings
 from collections import UserDict
 from pathlib import Path
 from typing import Any
 
 import click
 
-from pykvedge.errors import CancelledError, KvedgeError, UsageError, one_line
+from pykvedge.errors import CancelledError, KvedgeError, KvedgeWarning, UsageError, one_line
 
 _COMMANDS = {
     "chat": "chat:chat", "run": "chat:run", "serve": "serve:serve",
@@ -117,6 +118,7 @@ def main() -> None:
 
 def _prepare() -> None:
     os.environ.setdefault("GGML_NO_BACKTRACE", "1")  # should ggml abort, its one line says enough
+    warnings.showwarning = _warn
     _replace_closed_streams()
     if sys.stdout is None:
         _complain("stdout is closed, so there is nowhere to write to")
@@ -181,6 +183,13 @@ def _explain(error: Exception) -> int:
         return 1
     _complain(f"unexpected {type(error).__name__}: {one_line(error)} (set KVEDGE_DEBUG=1 to see where)")
     return 1
+
+
+def _warn(message: Warning | str, category: type[Warning], filename: str, lineno: int, *_: object) -> None:
+    if issubclass(category, KvedgeWarning):
+        print(f"kvedge: warning: {one_line(message)}", file=sys.stderr)
+    else:
+        sys.stderr.write(warnings.formatwarning(message, category, filename, lineno))
 
 
 def _complain(message: object) -> None:

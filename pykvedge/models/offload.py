@@ -5,12 +5,13 @@ from __future__ import annotations
 import ctypes
 import socket
 import threading
+import warnings
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import psutil
 
-from pykvedge.errors import DeviceError, ModelError, UsageError
+from pykvedge.errors import DeviceError, KvedgeWarning, ModelError, UsageError
 
 if TYPE_CHECKING:
     from pykvedge.models.gguf import Header
@@ -84,7 +85,7 @@ class Offload:
         return held
 
     def _chosen(self) -> list[Device]:
-        from pykvedge.native import ggml
+        from pykvedge.native import backends, ggml
 
         if self.off or self.through_graph:
             return []
@@ -96,7 +97,12 @@ class Offload:
         for device in there:
             twin = device.address and any(device.address == other.address for other in own)
             own += [device] * (device.kind == "GPU" and device not in servers and not twin)
-        return servers + (own or [device for device in there if device.kind == "integrated GPU"][:1])
+        found = servers + (own or [device for device in there if device.kind == "integrated GPU"][:1])
+        if not found and isinstance(self.gpu_layers, int):
+            why = backends.unused() or "; `kvedge doctor` tells what was looked for"
+            warnings.warn(f"no GPU was found for {self.gpu_layers} gpu_layers, the processor computes all{why}",
+                          KvedgeWarning, stacklevel=2)  # fmt: skip
+        return found
 
     def apply(self, params: Any, header: Header) -> Any:
         """Sets llama_model_params for a model. Returns objects that must live as long as the parameters.

@@ -12,7 +12,7 @@ import subprocess
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 from pykvedge.errors import ImageError, UsageError
 from pykvedge.models.images import MAX_PIXELS, Picture
@@ -61,8 +61,13 @@ def _frames(program: str, place: Path, fps: float) -> Iterator[Picture]:
             status = process.wait()
         finally:
             _end(process)
-        if status != 0 or n == 0:
-            raise ImageError(f"{place.name}, after {n} pictures: {_reason(said)}")
+        if n == 0:
+            said.seek(0)
+            sound = b"matches no streams" in said.read(1 << 16)
+            what = "has no pictures, as sound has none" if sound else "is no video that ffmpeg can read"
+            raise ImageError(f"{place.name} {what}; --video takes files such as mp4, webm and gif")
+        if status != 0:
+            raise ImageError(f"{place.name} is broken after {n} pictures; ask about an undamaged copy")
 
 
 def _next(pipe: IO[bytes], name: str) -> Picture | None:
@@ -93,9 +98,3 @@ def _end(process: subprocess.Popen[bytes]) -> None:
     except subprocess.TimeoutExpired:
         process.kill()
         process.wait()
-
-
-def _reason(said: Any) -> str:
-    said.seek(0)
-    lines = [line.strip() for line in said.read(1 << 16).decode("utf-8", "replace").splitlines() if line.strip()]
-    return lines[-1].removeprefix("Error opening input files: ") if lines else "ffmpeg finds no pictures in it"
