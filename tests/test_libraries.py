@@ -234,6 +234,16 @@ def test_a_library_of_the_system_is_missing(said, folder, tmp_path, name, how):
     assert line.startswith(f"error: {name} is missing, which libggml-base.so needs: ") and how in line
 
 
+def test_a_library_that_numpy_needs_is_missing(environment, tmp_path):
+    said = "libstdc++.so.6: cannot open shared object file: No such file or directory"
+    (tmp_path / "numpy.py").write_text(f"raise ImportError('Importing NumPy failed.\\nOriginal error was: {said}')\n")
+    env = environment | {"PYTHONPATH": os.pathsep.join([str(tmp_path), environment["PYTHONPATH"]])}
+    command = [sys.executable, "-m", "pykvedge", "chat", "hello"]
+    done = subprocess.run(command, env=env, text=True, capture_output=True, check=False)
+    line = "kvedge: error: libstdc++.so.6 is missing, which kvedge needs: apt install libstdc++6"
+    assert done.returncode == 1 and done.stderr.startswith(line) and len(done.stderr.splitlines()) == 1
+
+
 @LINUX
 @pytest.mark.skipif(COMPILER is None, reason="no C compiler")
 @pytest.mark.parametrize(

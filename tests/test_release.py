@@ -93,6 +93,19 @@ def test_sbom_names_every_part_and_is_the_same_each_time(compiled):
     assert f'"{found["llama-cpp-python"]}"' in bindings
 
 
+def test_the_image_asks_the_program_for_what_it_has():
+    from pykvedge.cli.serve import serve
+    from pykvedge.serve.server import Options
+
+    recipe = (sbom.ROOT / "packaging" / "Containerfile").read_text(encoding="utf-8")
+    assert f"EXPOSE {Options.port}\n" in recipe and f":{Options.port}/health" in recipe
+    command = json.loads(re.search(r"^CMD (\[.*\])$", recipe, re.MULTILINE)[1])
+    assert command[0] == serve.name and serve.make_context("serve", command[1:], resilient_parsing=True)
+    with_extras = (sbom.ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    extras = re.search(r"/wheels/\*\)\[([a-z,]+)\]", recipe)[1].split(",")
+    assert all(f"\n{extra} = [" in with_extras for extra in extras)
+
+
 @pytest.fixture
 def texts(tmp_path):
     """Makes the three files of a release; each can be changed."""
