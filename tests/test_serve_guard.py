@@ -13,7 +13,6 @@ from PIL import Image
 from server import SCENES, asks, serving
 
 import pykvedge
-
 from pykvedge.errors import RequestError, UsageError
 from pykvedge.serve import guarding
 from pykvedge.serve.bodies import Bounds
