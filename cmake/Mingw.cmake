@@ -26,13 +26,19 @@ endif()
 set(CMAKE_SHARED_LIBRARY_PREFIX "")
 
 # The compiler's own libraries lie beside the programs. One copy of each for all: exceptions pass between our libraries.
+# Debian's hold what a debugger wants, which is ten times their code.
 foreach(name libstdc++-6.dll libgcc_s_seh-1.dll libwinpthread-1.dll)
     execute_process(COMMAND ${CMAKE_CXX_COMPILER} -print-file-name=${name}
         OUTPUT_VARIABLE dll OUTPUT_STRIP_TRAILING_WHITESPACE)
     # on Windows itself they lie beside the compiler, which answers with the bare name
     if(IS_ABSOLUTE "${dll}" AND EXISTS "${dll}")
         file(MAKE_DIRECTORY ${CMAKE_RUNTIME_OUTPUT_DIRECTORY})
-        file(COPY_FILE "${dll}" ${CMAKE_RUNTIME_OUTPUT_DIRECTORY}/${name} ONLY_IF_DIFFERENT)
-        list(APPEND KVEDGE_RUNTIME "${dll}")
+        set(stripped ${CMAKE_RUNTIME_OUTPUT_DIRECTORY}/${name})
+        execute_process(COMMAND ${CMAKE_STRIP} -p --strip-unneeded -o ${stripped} ${dll}
+            COMMAND_ERROR_IS_FATAL ANY)
+        list(APPEND KVEDGE_RUNTIME ${stripped})
     endif()
 endforeach()
+
+# two builds are equal: no library holds the time when it was linked
+add_link_options(LINKER:--no-insert-timestamp)
