@@ -6,6 +6,7 @@ import math
 
 import numpy as np
 import pytest
+from choosing import whole
 from conftest import THREADS
 from eval_runs import MMPROJ, MODEL
 
@@ -110,6 +111,27 @@ def test_the_rows_that_stay_are_the_best_by_score(native, tiny):
         context.close()
 
 
+@pytest.mark.parametrize("most", [0, 7, 100])
+def test_a_number_of_pairs_goes_to_tokens_without_a_limit(native, tiny, most):
+    """The best rows of all that may stay, in NumPy."""
+    from contexts import TinyContext, random_tokens
+
+    context = TinyContext(tiny("qwen3").model, pykvedge.plan("vnorm", 60, recent=0, sinks=0))
+    try:
+        context.cache.keep("ram")
+        context.decode(random_tokens(200))
+        scores = [libkvedge.pending_scores(context.cache, i) for i in range(2)]
+        context.cache.limit_tokens(40, 180, most)
+        context.cache.compress()
+        for layer, heads in enumerate(context.held()[:2]):
+            for h, tokens in enumerate(heads):
+                order = sorted(range(200), key=lambda t: (-scores[layer][h][t], t))
+                limited = [t for t in order if 40 <= t < 180][most:]
+                assert list(tokens) == sorted([t for t in order if t not in limited][:60])
+    finally:
+        context.close()
+
+
 def test_forgotten_images_cannot_be_described_and_promoted_ones_can(talk):
     session = talk("kvedge", 0.5)
     assert session.ask("What is the code in image 2?", (), GREEDY).read() == CODES[1]
@@ -130,6 +152,70 @@ def test_images_age_until_a_question_needs_them(talk, reads):
     assert reads[0] - n < 6 * 60
     assert min(sizes[4][1], sizes[4][2]) < sizes[4][0]
     assert min(sizes[5][0], sizes[5][2]) < sizes[5][1]
+
+
+@pytest.mark.parametrize("n", [12, *whole(200)])
+def test_many_images(native, tiny, picture_file, reads, tmp_path, n):
+    """Each is forgotten when the next one comes. The third one has rows for each of ten questions, and none between."""
+    budget, chosen = 32 + 4 * n, pykvedge.Sampling(temp=0, grammar='root ::= "ok"')
+    pictures = [picture_file(f"{i}.png", 60 + i, 50) for i in range(4)]
+    settings = {"n_ctx": 60 * n + 400, "keep": "disk", "keep_folder": str(tmp_path)}
+    with tiny("qwen2vl").session(pykvedge.plan("random", budget), **settings) as session:
+        kept, answers = [], []
+
+        def ask(question, shown=()):
+            answer = session.ask(question, shown, chosen)
+            answer.read()
+            answers.append(answer.report.tokens.generated)
+
+        def rows_of(image):
+            span = session.engine.sequence.images[image - 1]
+            return sum(len(inside(tokens, span[:2])) for heads in held(session) for tokens in heads)
+
+        for i in range(n):
+            if i:
+                session.forget_image(i)
+            ask("What is it?", [pictures[i % 4]])
+            if i < 3 or i % max(n // 20, 1):
+                continue
+            before = reads[0]
+            session.promote(3)
+            assert reads[0] == before
+            ask("And in the third image?")
+            assert rows_of(3) > 0 == sum(map(rows_of, (1, 2)))
+            session.forget_image(3)
+            assert rows_of(3) == 0
+            kept.append(session.engine.cache.stats().bytes)
+        sequence = session.engine.sequence
+        assert len(kept) >= 9 and (n == 12 or max(kept[3:]) < 1.1 * min(kept[3:]))
+        rows = session.engine.pairs_held()
+        assert budget <= rows < budget + 32  # and those of the answer
+        assert sum(last - first for first, last, *_ in sequence.images) < sequence.n_cells <= reads[0]
+        assert reads[0] <= sequence.n_cells + sum(answers)  # which are read again with the next message
+
+
+def test_limits_are_in_session_files(talk, tmp_path):
+    session = talk()
+    session.demote(1, 5)
+    session.forget_image(2)
+    file = tmp_path / "s.kvs"
+    session.save(file, whole=True)  # which takes the answer back
+    before, images = held(session), session.engine.sequence.images
+    with pykvedge.Session(MODEL, MMPROJ, pykvedge.plan("snapkv", 0.3), threads=THREADS, keep="ram") as other:
+        other.load(file)
+        assert other.engine.sequence.images == images and same(held(other), before)
+        assert [image.limit for image in images] == [5, 0, -1]
+        answers = [one.ask("What is the code in image 3?", (), GREEDY).read() for one in (session, other)]
+        assert answers[0] == answers[1] and same(held(session), held(other))
+        assert all(not len(inside(t, images[1])) for heads in held(other) for t in heads)
+        for one in (session, other):
+            one.promote(2)
+        assert same(held(session), held(other))
+        assert any(len(inside(t, images[1])) for heads in held(other) for t in heads)
+        session.save(file)  # without whole rows
+        other.load(file)
+        with pytest.raises(StateError, match="no whole rows"):
+            other.demote(1, 0.1)
 
 
 def test_what_cannot_be_is_refused_in_a_line(talk, native):

@@ -85,6 +85,20 @@ def test_drafts_of_the_compressed_rows_are_often_right(sessions, drafting_much, 
     assert exact.drafts.accepted > 0
 
 
+def test_the_report_counts_what_was_read(sessions, drafting_much, native):
+    session = sessions("snapkv", keep="ram", exact=True)
+    session.clear()
+    answer = session.ask(AGAIN, [SCENE], Sampling(max_tokens=30))
+    kept, whole_rows = answer.report.kv.kept_bytes, answer.report.kv.full_bytes
+    answer.read()
+    drafts = answer.report.as_json()["drafts"]
+    stats = session.engine.cache.stats()
+    least = drafts["drafted"] * kept + drafts["verifications"] * whole_rows
+    most = drafts["drafted"] * stats.bytes + drafts["verifications"] * stats.whole_bytes
+    assert least < drafts["read_bytes"] < most < 3 * least
+    assert "read_bytes" not in sessions("snapkv", lookup=True).ask(AGAIN, [SCENE]).report.as_json()["drafts"]
+
+
 def test_as_it_is(sessions, native):
     """With as many drafts as pay; from a file; with a lookup as well."""
     full = said(sessions("full"), SAMPLINGS["greedy"])

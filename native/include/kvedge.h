@@ -385,8 +385,8 @@ typedef enum kvedge_keep_place {
 // without, and kvedge_keep_problem says why. Errors: KVEDGE_E_UNSUPPORTED (a network drive), KVEDGE_E_FILE.
 KVEDGE_API kvedge_status kvedge_keep(kvedge_cache * kv, kvedge_keep_place place, const char * folder, uint64_t most_bytes, kvedge_error * err);
 // Limits what compressions of a sequence keep of its tokens [first, last), such as an image's: `most` rows at most in every head,
-// the best by the scorer's scores; 0: none; negative: the plan decides again. A limit takes the place of those that overlap it.
-// Errors: KVEDGE_E_ARGUMENT (no such tokens).
+// the best by the scorer's scores; 0: none; negative: the plan decides again. A limit takes the place of those that overlap it. The rest of
+// a budget in pairs goes to other tokens; of one that is a share it stays free. Errors: KVEDGE_E_ARGUMENT (no such tokens).
 KVEDGE_API kvedge_status kvedge_limit_tokens(kvedge_cache * kv, int32_t seq_id, int32_t first, int32_t last, int32_t most, kvedge_error * err);
 // Chooses again, under the plan and the limits of now, what a sequence keeps of its whole rows; nothing is read again, and tokens
 // since the last compression stay. On failure it keeps what it kept. Errors: KVEDGE_E_STATE (there are no whole rows),

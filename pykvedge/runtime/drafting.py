@@ -18,6 +18,7 @@ import numpy as np
 from pykvedge.errors import GrammarError, UnsupportedError, UsageError
 from pykvedge.models.model import Model
 from pykvedge.plans.plan import Plan
+from pykvedge.runtime import figures
 from pykvedge.runtime.driver import Driver
 from pykvedge.runtime.generation import Generation
 from pykvedge.runtime.sequence import Sequence
@@ -137,6 +138,7 @@ class Drafter:
         self._drafting = Costs()  # of single tokens with the compressed rows, where there are whole ones
         self._undrafted = _RETRY  # steps in a row; the first one tries
         self._over_whole = False  # the last step was
+        self._kept_bytes = self._all_bytes = 0  # that a token reads of compressed rows, and of whole ones
 
     def step(self, generation: Generation, room: int, choose: Callable[[], str]) -> str:
         """Reads the token that was chosen last, and chooses what follows. Returns the text that is certain with it.
@@ -160,7 +162,11 @@ class Drafter:
         cache = self._driver.cache
         if cache is None or not self._exact:
             return False
-        drafts, whole = generation.drafts, cache.stats(self._sequence.number).whole_bytes > 0
+        number, drafts = self._sequence.number, generation.drafts
+        stats = cache.stats(number)
+        whole = stats.whole_bytes > 0
+        self._kept_bytes = stats.bytes
+        self._all_bytes = figures.uncompressed(self._driver.model, cache, self._driver.size.kv_type, number)
         if drafts is not None and drafts.exact is None:
             drafts.exact = whole or self._sequence.has_all
         elif drafts is not None and self._over_whole and not whole:
@@ -206,10 +212,15 @@ class Drafter:
         self._extend(generation.token)
         self._driver.context.logits()  # waits for the device
         self._costs.took(1, time.perf_counter() - began)
+        self._note_read(generation, self._kept_bytes)
         text = choose()
         if guesses:
             self._hits.saw(kind, guesses[0] == generation.token)
         return text
+
+    def _note_read(self, generation: Generation, n_bytes: int) -> None:
+        if generation.drafts is not None:
+            generation.drafts.read(n_bytes)
 
     def _each(self) -> float:
         """Estimates the seconds of a draft token."""
@@ -241,6 +252,7 @@ class Drafter:
                 if self._driver.model.is_end(token):
                     break
         self._undrafted = 0 if guesses else self._undrafted + 1
+        self._note_read(generation, len(kinds) * self._kept_bytes)
         return guesses, kinds[: len(guesses)]
 
     def _verify(self, generation: Generation, room: int, guesses: list[tuple[int, int]], whole: bool) -> str:
@@ -250,6 +262,7 @@ class Drafter:
         self._sequence.verify(batch, whole)
         context.logits()
         self._costs.took(len(batch), time.perf_counter() - began)
+        self._note_read(generation, self._all_bytes if whole else self._kept_bytes)
         stay = 1
         try:
             text, stay = generation.choose_each(context, batch, room - 1)

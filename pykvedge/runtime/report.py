@@ -122,6 +122,12 @@ class Drafts:
     accepted: int = 0  # guesses that were the answer's tokens
     verifications: int = 0  # batches
     exact: bool | None = None  # whether each token is the whole cache's; None: that was not asked for
+    read_bytes: int | None = None  # of keys and values, for drafts and verifications of exact answers
+
+    def read(self, n_bytes: int) -> None:
+        """Adds keys and values that an exact answer read."""
+        if self.exact is not None:
+            self.read_bytes = (self.read_bytes or 0) + n_bytes
 
     def add(self, drafted: int, accepted: int) -> None:
         """Adds a batch."""

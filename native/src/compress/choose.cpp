@@ -327,8 +327,21 @@ static void select_head(Job & job, size_t l, size_t h) {
     const float * first   = job.reserve.empty() ? nullptr : job.reserve[l].data() + at;
     const float * weights = job.weights.empty() ? nullptr : job.weights[l].data() + at;
     const float * scores  = job.scores[l].data() + at;
-    job.kept[l][h] = select_tokens(job.plan, job.pending.n, job.counts[l][h], job.pending.image_of(l, h), scores, first, weights);
-    limit_head(job, l, h, scores);
+    const auto    choose  = [&](int32_t count) {
+        job.kept[l][h] = select_tokens(job.plan, job.pending.n, count, job.pending.image_of(l, h), scores, first, weights);
+        limit_head(job, l, h, scores);
+        return (int32_t) job.kept[l][h].size();
+    };
+    // a number of pairs is for what has no limit; of a share the rest is memory that the limits free
+    const int32_t wanted = job.counts[l][h];
+    if (choose(wanted) < wanted && job.plan.budget_ratio <= 0.0) {
+        int32_t few = wanted, enough = job.pending.n;
+        while (enough - few > 1) {
+            const int32_t middle = few + (enough - few) / 2;
+            (choose(middle) < wanted ? few : enough) = middle;
+        }
+        choose(enough);
+    }
 }
 
 void select_layer(Job & job, size_t l) {
