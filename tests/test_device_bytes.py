@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-TOKENS, HEADS, LAYERS, SIZE = 2000, 2, 4, 64
+TOKENS, HEADS, LAYERS, SIZE = 1000, 2, 4, 64
 ROWS = TOKENS * HEADS * LAYERS
 # bytes from the device for each pending row of a KV head, the window's queries and sums included; its key and value in
 # f16 would be 256

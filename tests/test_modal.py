@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import oracles_modal
 import pytest
@@ -26,13 +28,19 @@ def mask(n_tokens, tokens):
     return out
 
 
-@pytest.mark.parametrize("changed", [
-    {}, {"window": 1}, {"window": 20}, {"window": 100}, {"fade": 0.0}, {"fade": 3.0}, {"kernel": 1}, {"kernel": 9},
+CHANGED = [
+    {"window": 1}, {"window": 20}, {"window": 100}, {"fade": 0.0}, {"fade": 3.0}, {"kernel": 1}, {"kernel": 9},
     {"parts": 2}, {"parts": 7}, {"outlier": 0.0}, {"outlier": 5.0}, {"gamma": 0.0}, {"gamma": 0.6}, {"gamma": 1.0},
     {"text": 2}, {"text": 9},
-], ids=str)  # fmt: skip
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("n_tokens", [2, 8, 9, 31])
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("layout", "changed"),
+    [*((layout, {}) for layout in LAYOUTS), *itertools.product(("text", "two_images"), CHANGED)],
+    ids=str,
+)
+@pytest.mark.parametrize("n_tokens", [2, 9, 31])
 def test_scores_are_those_of_loops(n_tokens, layout, changed):
     p, settings = prompt(n_tokens, (4, 2), size=8, layout=layout), {**SETTINGS, **changed}
     scores = member("scorer", "modal").score(layer_of(p), settings)

@@ -156,11 +156,13 @@ test("what cannot start says why in one line", async () => {
       return true;
     });
   };
-  await failing({ program: "/none/kvedge" }, /\/none\/kvedge \(from the option `program`\): there is no such program/);
-  await failing({ program: fileURLToPath(import.meta.url) }, /may not be executed/);
-  await failing({ program: "/bin/echo" }, /echo is no kvedge: it began with "serve --port/);
-  await failing({ args: ["--bogus"] }, /exit code 2: No such option '--bogus'/);
-  await failing({ model: "/none.gguf" }, /exit code 1: \/none\.gguf does not exist/);
+  await Promise.all([
+    failing({ program: "/none/kvedge" }, /\/none\/kvedge \(from the option `program`\): there is no such program/),
+    failing({ program: fileURLToPath(import.meta.url) }, /may not be executed/),
+    failing({ program: "/bin/echo" }, /echo is no kvedge: it began with "serve --port/),
+    failing({ args: ["--bogus"] }, /exit code 2: No such option '--bogus'/),
+    failing({ model: "/none.gguf" }, /exit code 1: \/none\.gguf does not exist/),
+  ]);
   await assert.rejects(kvedge.start({ signal: AbortSignal.timeout(1) }), { name: "TimeoutError" });
 });
 
@@ -169,7 +171,7 @@ test("a server ends with its program, which need not close it", async () => {
     const server = await start({ args: ["--quiet"] });
     console.log(server.pid);
     if (process.argv[1]) process.kill(process.pid, process.argv[1]);`;
-  for (const signal of [[], ["SIGKILL"]]) {
+  await Promise.all([[], ["SIGKILL"]].map(async (signal) => {
     const program = spawn(process.execPath, ["--input-type=module", "-e", script, ...signal], { cwd: import.meta.dirname });
     let told = "";
     program.stdout.on("data", (data) => (told += data));
@@ -178,5 +180,5 @@ test("a server ends with its program, which need not close it", async () => {
     const end = Date.now() + 20_000;
     while (alive(Number(told)) && Date.now() < end) await new Promise((go) => setTimeout(go, 50));
     assert.ok(!alive(Number(told)));
-  }
+  }));
 });
