@@ -52,6 +52,8 @@ RULES: tuple[tuple[str, str, str, str], ...] = (
     ("option", "an empty conversation is refused", "", "anthropic_empty_messages"),
     ("option", "no timings in responses", "saw_progress", "responses"),
     ("option", "llama-server's page", "/sw.js", ""),
+    ("option", "no cookies for pages of other origins", "cors_header|403", "cors_options"),
+    ("option", "pages of other origins get status 400", "== 200", "cors_origins_localhost_rejects"),
     ("option", "file: URLs are whole paths; others are refused by 403", "403", "local_media"),
 )  # fmt: skip
 

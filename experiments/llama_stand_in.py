@@ -76,7 +76,7 @@ def options(server: Any) -> list[str]:
         out += ["--name", server.model_alias]
     if server.media_path:
         out += ["--image-folder", Path(server.media_path).resolve()]
-    for origin in (server.cors_origins or "").split(",") if server.cors_origins else ():
+    for origin in (server.cors_origins or "*").split(","):  # llama-server lets pages of all origins ask
         out += ["--allow-origin", origin]
     if server.api_key:
         key = Path(ABOUT["results"], f"key-{os.getpid()}")
@@ -119,7 +119,10 @@ _request = utils.ServerProcess.make_request
 
 
 def make_request(server: Any, method: str, path: str, *rest: Any, **more: Any) -> Any:
-    """Stands for ServerProcess.make_request, and notes the answers that tell of no such route."""
+    """Stands for ServerProcess.make_request: `--reasoning off` is a field of requests here. Notes unknown routes."""
+    given = more.get("data", rest[0] if rest else None)
+    if server.reasoning == "off" and isinstance(given, dict):
+        given["chat_template_kwargs"] = {"enable_thinking": False}
     answer = _request(server, method, path, *rest, **more)
     if answer.status_code in (404, 405):
         _there["route"] = path.partition("?")[0]

@@ -148,11 +148,14 @@ def test_pages_of_other_origins_are_refused(origin, host, status):
     allowed = asked(Rules(HOSTS, origins=("http://localhost:3000",)), headers)
     assert allowed[0] == (200 if origin == "http://localhost:3000" else status)
     assert asked(Rules(HOSTS, origins=("*",)), headers)[0] == 200
+    here = origin in ("http://localhost:3000", "http://localhost", "http://127.0.0.1:8137")
+    assert asked(Rules(HOSTS, origins=("localhost",)), headers)[0] == (200 if here else status)
 
 
 @pytest.mark.parametrize(
     ("origin", "good"),
-    [("*", True), ("null", True), ("https://a.example", True), ("app://obsidian.md", True), ("http://[::1]:3000", True),
+    [("*", True), ("null", True), ("localhost", True),
+     ("https://a.example", True), ("app://obsidian.md", True), ("http://[::1]:3000", True),
      ("localhost:3000", False), ("http://a b", False), ("http://a.example/path", False), ("https://*.example", False),
      ("", False), ("https://a.example,https://b.example", False)],
 )  # fmt: skip

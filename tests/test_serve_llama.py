@@ -69,7 +69,11 @@ def test_what_the_model_is(server, model):
 
 def test_a_server_without_an_encoder_says_so(environment):
     options = ("--model", DEMO / "demo-model.gguf", "--mmproj", "none", "--ctx", "512", "--temp", "1.5", "--seed", "7")
-    with serving(environment, *options) as blind:
+    with serving(environment, *options, "--allow-origin", "localhost") as blind:
+        for origin in ("http://localhost:3000", "http://[::1]", "http://localhost.evil.example"):
+            headers = {"origin": origin, "access-control-request-method": "POST"}
+            told = blind.client.options("/completion", headers=headers).headers
+            assert told.get("access-control-allow-origin") == (None if "evil" in origin else origin)
         assert blind.client.get("/props").json()["default_generation_settings"]["params"]["temperature"] == 1.5
         asked = {"prompt": "a", "n_predict": 12}
         assert len({post(blind, "/completion", **asked)["content"] for _ in range(6)}) == 1

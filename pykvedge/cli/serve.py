@@ -40,7 +40,8 @@ _LOOP = () if sys.platform == "win32" else ("uvloop",)
     option("--allow-host", "hosts", group=_SERVER, multiple=True, metavar="NAME",
            help="Another name that requests may call this server by; repeatable."),
     option("--allow-origin", "origins", group=_SERVER, multiple=True, metavar="ORIGIN",
-           help="Pages of this origin may ask, as https://chat.example:3000; * for all; repeatable."),
+           help="Pages of this origin may ask, as https://chat.example:3000; localhost: all of this machine's; "
+           "* for all; repeatable."),
     option("--name", also=("--alias",), group=_SERVER, default="", metavar="NAME",
            help="What the model is called. Default: its file's name."),
     option("--strict-model", group=_SERVER, is_flag=True, help="Refuse requests that name another model."),

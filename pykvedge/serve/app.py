@@ -30,7 +30,7 @@ from pykvedge.serve import (
     watching,
 )
 from pykvedge.serve.asking import plan_of
-from pykvedge.serve.guarding import Guarding, Rules, without_pictures
+from pykvedge.serve.guarding import LOCAL, Guarding, Rules, without_pictures
 from pykvedge.serve.service import Service
 from pykvedge.serve.wire import ChatRequest, Compression, parsed
 from pykvedge.system.files import DATA
@@ -90,8 +90,9 @@ def application(service: Service, rules: Rules) -> Any:
     guarded = Guarding(app, rules)
     if not rules.origins:
         return guarded
+    local = LOCAL.pattern if "localhost" in rules.origins else None
     return CORSMiddleware(guarded, rules.origins, allow_methods=("GET", "POST", "DELETE"), allow_headers=("*",),
-                          expose_headers=("Retry-After",))  # fmt: skip
+                          allow_origin_regex=local, expose_headers=("Retry-After",))  # fmt: skip
 
 
 def _route(service: Service, path: str, handler: Handler, method: str = "GET") -> Route:

@@ -37,6 +37,7 @@ _FEW = 1 << 16  # bytes of pictures that are let pass where none belong
 OWNER, PICTURES, TEXT = "kvedge.owner", "kvedge.pictures", "kvedge.text"
 _KEY_NAME = re.compile(r"[\w.@-]{1,64}", re.ASCII)
 _MOST_KEYS = 4096
+LOCAL = re.compile(r"https?://(?:localhost|127\.0\.0\.1|\[::1\])(?::\d{1,5})?")  # origins on this machine
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,7 @@ class Key:
 class Rules:
     """hosts: names that a Host header may have; empty: any. keys: one of them must be shown; empty: none is needed.
 
-    origins: whose pages may ask beside the server's own, as https://name:port; "*": all.
+    origins: whose pages may ask beside the server's own, as https://name:port; "localhost": LOCAL; "*": all.
     body: bytes of a request; body_s: seconds that it may take to arrive. bounds: of what it may consist of.
     """
 
@@ -132,7 +133,8 @@ class Guarding:
         """Tells whether pages of an origin may ask: the server's own, those of a proxy that has one of its names (not
         of this machine, where any program may listen beside it), and those that it was told.
         """
-        if origin in self._rules.origins or "*" in self._rules.origins:
+        origins = self._rules.origins
+        if origin in origins or "*" in origins or ("localhost" in origins and LOCAL.fullmatch(origin)):
             return True
         where = origin.partition("://")[2]
         return where == host or (where in self._rules.hosts and not is_loopback(where))

@@ -91,8 +91,8 @@ def check(options: Options, plan: Plan) -> None:
             )
         check_policy(plan, "--exact")
     for origin in options.origins:
-        if origin not in ("*", "null") and not _ORIGIN.fullmatch(origin):
-            raise UsageError(f"--allow-origin {origin}: an origin is https://NAME:PORT, or * for all")
+        if origin not in ("*", "null", "localhost") and not _ORIGIN.fullmatch(origin):
+            raise UsageError(f"--allow-origin {origin}: an origin is https://NAME:PORT, localhost, or * for all")
     if options.parent and not psutil.pid_exists(options.parent):
         raise UsageError(f"--parent-pid {options.parent}: there is no such process")
 
