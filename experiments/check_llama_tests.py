@@ -42,6 +42,11 @@ RULES: tuple[tuple[str, str, str, str], ...] = (
     ("model", "pictures on the hub", "status_code == 200", r"test_vision.*(IMG_URL_|token_count)"),
     ("model", "other words or lengths", r"== (n_prompt|n_token_output)", "cached_tokens|prompt_cache|short_prompt.-1"),
     ("option", "infill", "", "test_infill"),
+    ("option", "LoRA", "", "test_lora"),
+    ("option", "draft models", "", "test_speculative"),
+    ("option", "several models", "", "test_router"),
+    ("option", "proxy and MCP", "", "test_proxy"),
+    ("option", "llama-server's log", "", "test_kv_keep"),
     ("option", "/slots and /metrics are always there", "== 501", "slots|metrics"),
     ("option", "names of llama-server's metrics", "Process-Start-Time|expected_|llamacpp", "test_metrics"),
     ("option", "probabilities behind the samplers", "", "post_sampling"),
@@ -115,11 +120,12 @@ def run(folder: Path, given: argparse.Namespace) -> list[dict[str, Any]]:
     """Runs the tests, and returns the result of each with its class."""
     tests, results = folder / "tools" / "server" / "tests", folder / "results"
     results.mkdir()
+    (tests / "tmp").mkdir()
     scene = base64.b64encode((ROOT / "pykvedge" / "data" / "doctor.png").read_bytes()).decode()
     about = {"python": sys.executable, "maker": str(Path(__file__).resolve()), "scene": scene, "results": str(results)}
     paths = os.pathsep.join([str(tests), str(Path(__file__).parent)])
     variables = {**os.environ, "KVEDGE_LLAMA_TESTS": json.dumps(about), "PYTHONPATH": paths}
-    command = [environment(), "-m", "pytest", "-q", "-p", "llama_stand_in", "-p", "no:cacheprovider", "--timeout=120"]
+    command = [environment(), "-m", "pytest", "-q", "-p", "llama_stand_in", "-p", "no:cacheprovider", "--timeout=300"]
     command += ["-n", str(given.jobs)] if given.jobs > 1 else []
     command += ["-k", given.only] if given.only else []
     command += [f"unit/{name}" for name in given.files] or ["unit"]
