@@ -200,6 +200,8 @@ def test_a_stream_tells_how_far_its_prompt_was_read_and_how_fast_it_is(server):
             assert [one["predicted_n"] for one in times] == sorted(one["predicted_n"] for one in times)
             assert len(times) > len(read) + 1 and times[0]["prompt_n"] == 0 and times[-1]["predicted_n"] == 9
             plain = streamed(server, path, **asked)
+            if path != "/completion":
+                assert plain[0]["choices"][0]["delta"] == {"role": "assistant", "content": None}
             assert not any("prompt_progress" in part for part in plain)
             assert sum("timings" in part for part in plain) == 1
 
