@@ -31,16 +31,36 @@ from server import Server, serving
 from test_grammar_bounds import HOSTILE
 
 SIDE = 7000
+MEDIUM = 1870  # of a picture below the size from which pictures are scaled
 CHAT, MIB = "/v1/chat/completions", 1 << 20
 
 
-def file_of(kind: str, mode: str = "RGB", noise: int = 64, **fields: object) -> bytes:
-    """Makes a picture of 49 megapixels; noise: of so many squares along a side, so that the file stays small."""
-    small = np.random.default_rng(1).integers(0, 256, (noise, noise, 3), np.uint8)
-    image = Image.fromarray(small).resize((SIDE, SIDE), Image.Resampling.NEAREST).convert(mode)
+def file_of(
+    kind: str, mode: str = "RGB", noise: int = 64, side: int = SIDE, frames: int = 1, seed: int = 1, **fields: object
+) -> bytes:
+    """Makes a square picture; noise: of so many squares along a side, so that the file stays small."""
+    small = np.random.default_rng(seed).integers(0, 256, (noise, noise, 3), np.uint8)
+    image = Image.fromarray(small).resize((side, side), Image.Resampling.NEAREST)
+    image = Image.fromarray(np.asarray(image)[:, :, 0].astype(np.uint16)) if mode == "I;16" else image.convert(mode)
     out = io.BytesIO()
+    if frames > 1:
+        fields |= {"save_all": True, "append_images": [Image.new(image.mode, image.size, i) for i in range(1, frames)]}
     image.save(out, kind, **fields)
     return out.getvalue()
+
+
+def medium(n: int, kind: str = "PNG", noise: int = 64, **fields: object) -> bytes:
+    return shown(*(file_of(kind, noise=noise, side=MEDIUM, seed=seed, **fields) for seed in range(n)))
+
+
+def document(n: int) -> bytes:
+    """Makes a request with a PDF of n pages, drawn as large as the encoder sees."""
+    pages = [Image.new("RGB", (1700, 2200), (i, 99, 200)) for i in range(n)]
+    out = io.BytesIO()
+    pages[0].save(out, "PDF", save_all=True, append_images=pages[1:])
+    data = "data:application/pdf;base64," + base64.b64encode(out.getvalue()).decode()
+    content = [{"type": "file", "file": {"filename": "a.pdf", "file_data": data}}, {"type": "text", "text": "?"}]
+    return json.dumps({"messages": [{"role": "user", "content": content}], "max_tokens": 4}).encode()
 
 
 def shown(*files: bytes) -> bytes:
@@ -62,6 +82,17 @@ BODIES: dict[str, Callable[[], bytes | list[bytes]]] = {
     "49 MP PNG": lambda: shown(file_of("PNG", compress_level=1)),
     "49 MP PNG with transparency": lambda: shown(file_of("PNG", "RGBA", compress_level=1)),
     "two of 49 MP": lambda: shown(file_of("PNG", compress_level=1), file_of("JPEG", quality=80)),
+    "28 of 3.5 MP": lambda: medium(28, compress_level=1),
+    "28 of 3.5 MP, JPEG, noise": lambda: medium(28, "JPEG", 900, quality=70),
+    "64 of 1.5 MP": lambda: shown(*(file_of("PNG", side=1220, seed=i, compress_level=1) for i in range(64))),
+    "49 MP, 16 bit": lambda: shown(file_of("PNG", "I;16", compress_level=1)),
+    "49 MP, CMYK": lambda: shown(file_of("JPEG", "CMYK", quality=70)),
+    "49 MP, progressive": lambda: shown(file_of("JPEG", quality=70, progressive=True)),
+    "49 MP, grey with transparency": lambda: shown(file_of("PNG", "LA", compress_level=1)),
+    "49 MP GIF, animated": lambda: shown(file_of("GIF", "P", frames=3)),
+    "49 MP WebP": lambda: shown(file_of("WEBP", quality=30, method=0)),
+    "12 MP WebP, animated": lambda: shown(file_of("WEBP", side=3500, frames=3, quality=30, method=0)),
+    "28 pages of a PDF": lambda: document(28),
     "60 MiB text": lambda: said("word " * (12 * MIB)),
     "20 M {}": lambda: said("x", ',"chat_template_kwargs":{"a":[' + ",".join(["{}"] * 20_000_000) + "]}"),
     "1 M logit_bias": lambda: said("x", ',"logit_bias":{' + ",".join(f'"t{i}":1' for i in range(1_000_000)) + "}"),
@@ -113,7 +144,7 @@ def main() -> None:
     for name in chosen:
         made = BODIES[name]()
         bodies = made if isinstance(made, list) else [made]
-        with serving(dict(os.environ), "--memory", "64MiB", "--ctx", "1024") as server:
+        with serving(dict(os.environ), "--memory", "64MiB", "--ctx", "8192") as server:
             server.text([{"role": "user", "content": "Hello"}])
             process = server.told["pid"]
             Path(f"/proc/{process}/clear_refs").write_text("5")
