@@ -40,6 +40,7 @@ if TYPE_CHECKING:
         HubError,
         ImageError,
         KvedgeError,
+        KvedgeWarning,
         LibraryError,
         ModelError,
         NothingToCompressError,
@@ -100,6 +101,7 @@ __all__ = [
     "ImageRows",
     "Keep",
     "KvedgeError",
+    "KvedgeWarning",
     "Layer",
     "LibraryError",
     "LoadedModel",
@@ -178,7 +180,7 @@ _MODULES = {
     "runtime.settings": ("Settings",),
 }
 _LATER = {name: module for module, names in _MODULES.items() for name in names}
-_LATER |= {name: "errors" for name in __all__ if name.endswith("Error")}
+_LATER |= {name: "errors" for name in __all__ if name.endswith(("Error", "Warning"))}
 
 
 if not TYPE_CHECKING:  # a type checker would take every name for one of these

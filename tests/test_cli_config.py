@@ -72,6 +72,17 @@ def test_a_model_of_the_configuration_is_named_and_replaced_with_its_encoder(run
     assert done.code == 0 and done.err.startswith(f"kvedge: model {MODEL}, from {tmp_path / 'config.toml'}\n")
 
 
+def test_variables_that_nothing_reads_are_named(kvedge):
+    done = kvedge("chat", "--max-tokens", 1, "Hi", env={"KVEDGE_BUDGTE": "0.1", "KVEDGE_TEMPERATURE": "1"})
+    warned = [line for line in done.err.splitlines() if "warning" in line]
+    assert warned == [
+        "kvedge: warning: the variable KVEDGE_BUDGTE is no setting; did you mean KVEDGE_BUDGET?",
+        "kvedge: warning: the variable KVEDGE_TEMPERATURE is no setting; `kvedge config` lists the settings",
+    ]
+    assert "warning" not in kvedge("chat", "-q", "--max-tokens", 1, "Hi", env={"KVEDGE_BUDGTE": "0.1"}).err
+    assert "warning" not in kvedge("chat", "--max-tokens", 1, "Hi", env={"KVEDGE_BUDGET": "0.1"}).err
+
+
 def test_a_conversation_in_a_file_keeps_its_own_method(kvedge, tiny, tmp_path):
     env = {"KVEDGE_CONFIG": str(tmp_path / "config.toml")}
     asked = ["chat", *tiny("llama").arguments(), "--session", tmp_path / "talk.kvs", "--max-tokens", 2, "--json"]

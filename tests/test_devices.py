@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import threading
+import warnings
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,8 @@ from conftest import ROOT, TinyModel
 from rpcserver import Counting, Server
 
 import pykvedge
+from pykvedge.models.offload import Offload
+from pykvedge.native import backends, ggml
 
 WORDS = "The quick brown fox jumps over the lazy dog and looks at the picture. "
 SHAPES = {"GQA": ("llava", {}), "MHA": ("llava", {"n_heads_kv": 4}), "M-RoPE": ("qwen2vl", {})}
@@ -376,3 +379,20 @@ def test_biases_of_merged_rows(native, talked, server, profile_file):
         same(host, there, cases)
         assert [case["answers"] for case in there] == [case["answers"] for case in host]
         assert all(case["device_bytes"][-1] > 0 for case in there)
+
+
+def test_layers_for_a_gpu_that_is_not_there_are_said_to_stay(tiny, kvedge, monkeypatch):
+    """In a line of the commands, and as a warning in Python; a package that is not used is named with its reason."""
+    monkeypatch.setattr(ggml, "devices", list)
+    unused = backends.Package("kvedge-vulkan", "Vulkan", problem="no GPU with a Vulkan driver")
+    for packages, why in (([], "`kvedge doctor` tells"), ([unused], "kvedge-vulkan is not used: no GPU with a Vulkan")):
+        monkeypatch.setattr(backends, "_found", packages)
+        with pytest.warns(pykvedge.KvedgeWarning, match=f"no GPU was found for -1 gpu_layers, .*; {why}"):
+            assert Offload(-1).devices() == []
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert Offload().devices() == Offload(0).devices() == Offload("auto").devices() == []
+    monkeypatch.undo()
+    if not any("GPU" in device.kind for device in ggml.devices()):
+        done = kvedge("chat", *tiny("llama").arguments(), "--gpu-layers", -1, "--max-tokens", 1, "Hi")
+        assert done.code == 0 and done.err.count("kvedge: warning: no GPU was found for -1 gpu_layers") == 1

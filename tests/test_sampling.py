@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import pykvedge
-from pykvedge import Sampling, UsageError
+from pykvedge import KvedgeWarning, Sampling, UsageError
 from pykvedge.runtime.sampler import Sampler
 
 QUESTION = "What is there to see, and what is it good for?"
@@ -245,3 +245,13 @@ def test_options_that_cannot_be_used(kvedge, tiny):
     for bad in ("42", "=1", "42=much", "x="):
         kvedge(*base, "--logit-bias", bad).failed(2, "ID=BIAS")
     kvedge(*base, "--logit-bias", "99999999=1").failed(2, "has no token 99999999")
+
+
+def test_options_that_do_nothing_are_named(kvedge):
+    base = ["chat", "--max-tokens", 1]
+    done = kvedge(*base, "--top-p", 0.5, "--seed", 5, "Hi")
+    assert "kvedge: warning: --top-p, --seed does nothing at --temp 0\n" in done.err
+    assert "warning" not in kvedge(*base, "--top-p", 0.5, "--seed", 5, "--temp", 1, "Hi").err
+    assert "warning" not in kvedge(*base, "Hi").err
+    with pytest.warns(KvedgeWarning, match=r"512 threads wait for each other on \d+ processors"):
+        pykvedge.Settings(threads=512)

@@ -84,6 +84,10 @@ def test_what_is_kept_is_chosen_by_each_request(server):
         assert told["method"] == method
         assert told["kv"]["kept_bytes"] / told["kv"]["full_bytes"] == pytest.approx(share, abs=0.05)
     assert "unknown method" in server.chat(asks("?"), model=f"{name}@nothing-0.2").json()["error"]["message"]
+    for other in (f"other@{plan}", f"{name}@@{plan}"):  # not the default plan in silence
+        refused = server.chat(asks("?"), model=other).json()["error"]["message"]
+        assert refused == f"'{other}' is a plan of another model; this server has {name}@{plan}"
+    assert server.chat(asks("?"), model="gpt@latest", max_tokens=1).status_code == 200
     assert server.chat(asks("?"), model="another@nothing-0.2", max_tokens=2).status_code == 200
     plan = server.client.post("/v1/kvedge/plan", json={"method": "snapkv", "budget": 0.5, "image_tokens": 0.5}).json()
     assert plan == json.loads(pykvedge.plan("snapkv", 0.5, image_tokens=0.5).to_json())

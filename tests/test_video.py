@@ -130,5 +130,6 @@ def test_a_video_in_a_stream(clip, kvedge):
 def test_options_that_do_not_go_together(kvedge, tmp_path):
     kvedge("chat", "--video", "a.mp4", "?").failed(2, "--stream")
     stream = ["chat", "--stream", "--method", "snapkv", "--budget", 256]
+    kvedge("chat", "--fps", 1, "?").failed(2, "--fps is of a --video")
     kvedge(*stream, "--video", tmp_path / "a.mp4", "?").failed(1, "a.mp4 cannot be read")
     kvedge(*stream, "--video", tmp_path, "--fps", 0, "?").failed(2, "frames of a second")

@@ -30,8 +30,7 @@ _OPTIONS = (
     *options.IMAGE_LIMITS,
     option("--video", "videos", group="Picture", type=options.PATH, multiple=True, metavar="PATH",
            help="A video whose frames are read after the images, with --stream; repeatable. ffmpeg unpacks it."),
-    option("--fps", group="Picture", type=float, default=1.0, show_default=True, metavar="N",
-           help="Frames of a second of video."),
+    option("--fps", group="Picture", type=float, metavar="N", help="Frames of a second of video. Default: 1."),
     *options.CACHE,
     *options.COMPOSITION,
     options.PROFILE,
@@ -139,6 +138,10 @@ def _ask(prompt: str | None, given: dict[str, Any]) -> int:
         raise UsageError("--logprobs are part of what --json prints; add it")
     if given["videos"] and not (given["stream"] and question is not None):
         raise UsageError("--video needs --stream, which reads its frames one by one, and a PROMPT")
+    if given["fps"] is not None and not given["videos"]:
+        raise UsageError("--fps is of a --video; name one, or leave it out")
+    if question is not None:
+        sampling.warn_of_idle(given)
     model, mmproj = modelfiles.model_files(given)
     if (given["images"] or given["videos"]) and mmproj is None:
         what = "--image" if given["images"] else "--video"
@@ -182,7 +185,7 @@ def _talk(
     # those of a stream are loaded when it is their turn; a wrong path is found now
     waits = given["stream"] and all(paths.ask(Path.is_file, documents.file_of(path)) for path in images)
     pictures = images if waits else list(modelfiles.pictures(images, models[1], options.image_limits(given)))
-    clips = [frames(paths.expanded(path), given["fps"]) for path in given["videos"]]
+    clips = [frames(paths.expanded(path), 1.0 if given["fps"] is None else given["fps"]) for path in given["videos"]]
     display = Display(enabled=not given["quiet"] and not given["verbose"])
     settings = {k: given[k] for k in _SETTINGS} | options.running(given)
     settings |= options.cache(given) | options.keep(given) | options.image_limits(given)

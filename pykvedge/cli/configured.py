@@ -6,9 +6,11 @@ the file.
 
 from __future__ import annotations
 
+import difflib
 import os
 import re
 import sys
+import warnings
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,7 +18,7 @@ from typing import Any, NamedTuple
 import click
 from click.core import ParameterSource
 
-from pykvedge.errors import KvedgeError, UsageError, unknown
+from pykvedge.errors import KvedgeError, KvedgeWarning, UsageError, unknown
 from pykvedge.system.files import require_file
 
 TALKING = ("chat", "run", "serve", "fit")  # they take every setting that they have an option for
@@ -27,6 +29,10 @@ _REPLACED = {
     "hf_repos": ("model", "mmproj"), "file": ("model", "mmproj"), "plan_file": ("method", "budget"),
 }  # fmt: skip
 _IN_EFFECT = "kvedge.configured"
+_OTHERS = tuple(f"KVEDGE_{name}" for name in (
+    "CONFIG", "DEBUG", "LIB_DIR", "COMPLETE", "LLAMA_", "CACHE_DIR", "STOCK_DIR", "BUILD", "AMX", "PORTABLE", "PCH",
+    "MUTANT", "WORKER", "PROGRAM", "PICTURES", "RPC_OPERATIONS", "THREAD_ROUNDS", "COVERAGE", "FUZZ",
+))  # variables that are no settings, of builds and tests, too  # fmt: skip
 
 
 class Setting(NamedTuple):
@@ -93,6 +99,16 @@ def settings(known: Iterable[str]) -> dict[str, Setting]:
     return found
 
 
+def _warn_of_unknown(names: Iterable[str]) -> None:
+    """Warns of variables that nothing reads, but not of those of builds and tests."""
+    known = {variable(key) for key in names}
+    for name in sorted(os.environ):
+        if name.startswith("KVEDGE_") and name not in known and not name.startswith(_OTHERS):
+            near = difflib.get_close_matches(name, known, n=1, cutoff=0.8)
+            hint = f"did you mean {near[0]}?" if near else "`kvedge config` lists the settings"
+            warnings.warn(f"the variable {name} is no setting; {hint}", KvedgeWarning, stacklevel=2)
+
+
 def variable(key: str) -> str:
     return "KVEDGE_" + key.upper().replace("-", "_")
 
@@ -142,6 +158,8 @@ def in_effect(context: click.Context | None = None) -> dict[str, Setting]:
 
 def settle(context: click.Context) -> None:
     """Drops settings that options replace: with another --model the mmproj of the file is that of a stranger."""
+    if keys(context.command):
+        _warn_of_unknown(all_keys(context.find_root().command))
     typed = {name for name in context.params if context.get_parameter_source(name) is ParameterSource.COMMANDLINE}
     typed = {name for name in typed if context.params[name] not in (None, ())}
     replaced = {key for name in typed for key in _REPLACED.get(name, ())}

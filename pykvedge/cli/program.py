@@ -186,8 +186,10 @@ def _explain(error: Exception) -> int:
 
 
 def _warn(message: Warning | str, category: type[Warning], filename: str, lineno: int, *_: object) -> None:
+    context = click.get_current_context(silent=True)
     if issubclass(category, KvedgeWarning):
-        print(f"kvedge: warning: {one_line(message)}", file=sys.stderr)
+        if context is None or not context.params.get("quiet"):
+            print(f"kvedge: warning: {one_line(message)}", file=sys.stderr)
     else:
         sys.stderr.write(warnings.formatwarning(message, category, filename, lineno))
 

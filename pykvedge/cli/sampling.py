@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import click
+from click.core import ParameterSource
+
 from pykvedge.cli import paths
 from pykvedge.cli.command import option
-from pykvedge.errors import UsageError
+from pykvedge.errors import KvedgeWarning, UsageError
 
 if TYPE_CHECKING:
     from pykvedge.runtime.sampling import Sampling
@@ -48,6 +52,7 @@ OPTIONS = (
 )  # fmt: skip
 _PLAIN = ("temp", "top_p", "top_k", "seed", "max_tokens", "min_p", "typical_p", "repeat_penalty", "frequency_penalty",
           "presence_penalty", "repeat_last_n")  # fmt: skip
+_DRAWING = ("top_p", "top_k", "min_p", "typical_p", "seed")
 WHOLE = ("top_k", "seed", "max_tokens", "repeat_last_n")
 TEXTS = ("logit_bias", "stop", "grammar", "json_schema", "regex")  # settings that are no numbers
 SETTINGS = (*_PLAIN, *TEXTS)  # what /set takes
@@ -60,6 +65,15 @@ def chosen(given: Mapping[str, Any]) -> Sampling:
     plain = {name: given[name] for name in (*_PLAIN, "stop", "regex", "logprobs")}
     forms = {name: form(name, given[name]) for name in ("grammar", "json_schema")}
     return Sampling(**plain, **forms, logit_bias=biases(given["logit_bias"]))
+
+
+def warn_of_idle(given: Mapping[str, Any]) -> None:
+    """Warns of typed options that do nothing, as at temperature 0 nothing is drawn."""
+    context = click.get_current_context()
+    typed = [name for name in _DRAWING if context.get_parameter_source(name) is ParameterSource.COMMANDLINE]
+    if typed and given["temp"] == 0:
+        names = ", ".join("--" + name.replace("_", "-") for name in typed)
+        warnings.warn(f"{names} does nothing at --temp 0", KvedgeWarning, stacklevel=2)
 
 
 def form(name: str, text: str | None) -> str | Path | None:

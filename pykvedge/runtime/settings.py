@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
+import warnings
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, TypedDict
 
 from pykvedge.caches.encoded import IMAGE_CACHE
-from pykvedge.errors import UsageError, check_number, unknown
+from pykvedge.errors import KvedgeWarning, UsageError, check_number, unknown
 from pykvedge.models.imagetokens import MOST_TOKENS
 from pykvedge.models.offload import Offload
 from pykvedge.reference.kvtypes import KvType
@@ -126,6 +127,9 @@ class Settings:
             raise UsageError(f"n_ctx must be a number of tokens, or 0 (automatic), not {self.n_ctx}")
         if not 0 <= self.threads <= MAX_THREADS:
             raise UsageError(f"threads must lie between 1 and {MAX_THREADS}, or be 0 (automatic), not {self.threads}")
+        if self.threads > (there := os.cpu_count() or self.threads):
+            warnings.warn(f"{self.threads} threads wait for each other on {there} processors; 0 threads are as many "
+                          "as answer soonest", KvedgeWarning, stacklevel=3)  # fmt: skip
         _ = self.offload  # checks device and rpc
         self._check_caches()
         self._check_image_limits()

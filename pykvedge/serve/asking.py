@@ -290,10 +290,18 @@ def named_plan(model: str | None, defaults: Defaults) -> Plan:
     model: the server's name, or NAME@METHOD, or NAME@METHOD-BUDGET as in demo-model@snapkv-0.2. Raises UsageError.
     """
     name, found, text = (model or "").rpartition("@")
-    if not found or name != defaults.name:
+    if not found:
         return defaults.plan
     method, _, budget = text.rpartition("-")
-    return make_plan(method, budget) if method and budget[:1].isdigit() else make_plan(text)
+    try:
+        plan = make_plan(method, budget) if method and budget[:1].isdigit() else make_plan(text)
+    except UsageError:
+        if name == defaults.name:
+            raise
+        return defaults.plan
+    if name != defaults.name:
+        raise UsageError(f"'{model:.80}' is a plan of another model; this server has {defaults.name:.80}@{text}")
+    return plan
 
 
 def plan_of(given: Compression | None, default: Plan) -> Plan:
