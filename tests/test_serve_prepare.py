@@ -59,6 +59,43 @@ def test_pictures_of_another_key_are_encoded_again(loaded, monkeypatch, share):
         engine.close()
 
 
+def test_nobody_waits_for_the_pictures_of_somebody_else(loaded, monkeypatch):
+    engine = Scheduler(loaded, Limits(slots=2, n_ctx=1024, memory=64 << 20), Park(None))
+    encoder, begun, go_on = engine.preparer.vision.encoder, threading.Event(), threading.Event()
+    plain, ends, over = encoder.encode, [], threading.Event()
+
+    def slow(*given):
+        begun.set()
+        assert go_on.wait(60)
+        return plain(*given)
+
+    monkeypatch.setattr(encoder, "encode", slow, raising=False)
+    engine.preparer.vision._encoded.clear()
+    try:
+        first = threading.Thread(target=lambda: ends.append(asked(engine, text="first")))
+        first.start()
+        assert begun.wait(60)
+        request = Request([Message("user", "Hi")], pykvedge.plan("lookm", 0.3), Sampling(max_tokens=2))
+        engine.submit(request, lambda event: over.set() if isinstance(event, Done) else None)
+        assert over.wait(60) and not ends
+        go_on.set()
+        first.join(60)
+        assert isinstance(ends[0], Done)
+    finally:
+        go_on.set()
+        engine.close()
+
+
+def test_a_prompt_that_is_too_long_is_refused_before_its_pictures_are_encoded(loaded, monkeypatch):
+    engine = Scheduler(loaded, Limits(slots=1, n_ctx=150, memory=64 << 20), Park(None))
+    monkeypatch.setattr(engine.preparer.vision, "encode", lambda *given: pytest.fail("encoded"))
+    try:
+        end = asked(engine)
+        assert isinstance(end, Failed) and "a conversation holds 150" in str(end.error)
+    finally:
+        engine.close()
+
+
 def test_requests_that_are_refused_leave_nothing_in_c(loaded, monkeypatch):
     """As many of mtmd's chunks are freed as were made, whyever the request ends."""
     engine = Scheduler(loaded, Limits(slots=1, n_ctx=170, memory=64 << 20), Park(None))

@@ -72,7 +72,7 @@ def text_bytes(request: Request) -> int:
 
 
 class Preparer:
-    """Prepares one job at a time, for one thread."""
+    """Prepares one job with pictures at a time, and beside it one without: two threads may call."""
 
     def __init__(self, loan: Loan, park: Park, limits: Limits) -> None:
         """Raises ModelError for a chat template that cannot be read."""
@@ -104,6 +104,8 @@ class Preparer:
         pieces = self._pieces(job, parked)
         job.forget_messages()
         try:
+            if request.plan.pruner == "none":  # else there are fewer tokens once images are encoded
+                self._room(parked, sum(piece.n_tokens for piece in pieces))
             self._encode(job, pieces)
             job.report.tokens.add(pieces)
             job.report.notes += [*notes(request.pictures), *hints(self._model.path, request.pictures)]
@@ -335,15 +337,7 @@ class Preparer:
         n += len(before.unread) if before is not None else 0
         if before is None:
             check_protection(plan, n)
-        room = limits.n_ctx - there - n
-        if room < 1:
-            after = f" after {there} of the conversation" if there else ""
-            raise ContextError(
-                f"the message of {n} tokens{after} exceeds the available context size ({limits.n_ctx}); send less, or "
-                "start the server with a larger --ctx",
-                there + n,
-                limits.n_ctx,
-            )
+        room = self._room(before, work.n_tokens)
         beside = native_plan.plan_budget(plan, there + n) if limits.keep is not None else 0  # of all rows, which stay
         prompt = kept + (n + beside) * self.bytes_per_token
         if prompt + self.bytes_per_token > limits.memory:
@@ -361,6 +355,20 @@ class Preparer:
             work.again = self._second_pass(work)
         chunk = max((part.chunk.n_tokens for part in work.again), default=0)
         work.need = prompt + max(answer * self.bytes_per_answered, chunk * self.bytes_per_token)
+
+    def _room(self, before: Snapshot | None, n: int) -> int:
+        """Tells how many tokens a conversation has room for behind a prompt of n. Raises ContextError for none."""
+        there, n_ctx = before.n_cells if before is not None else 0, self._limits.n_ctx
+        n += len(before.unread) if before is not None else 0
+        if there + n < n_ctx:
+            return n_ctx - there - n
+        after = f" after {there} of the conversation" if there else ""
+        raise ContextError(
+            f"the message of {n} tokens{after} exceeds the available context size ({n_ctx}); send less, or start the "
+            "server with a larger --ctx",
+            there + n,
+            n_ctx,
+        )
 
     def _second_pass(self, work: Work) -> list[Part]:
         """Cuts the pass into chunks; none where the budget covers what is pending. Raises ContextError, UsageError."""

@@ -1,11 +1,12 @@
 """The Scheduler answers jobs side by side: all conversations lie in one context, and are decoded in common batches.
 
-Three threads: one prepares jobs, one decodes, and one moves parked conversations from memory to their folder. A fourth
-ends when the vocabulary is prepared for grammars.
+Four threads: two prepare jobs, one of them those with pictures; one decodes, and one moves parked conversations from
+memory to their folder. A fifth ends when the vocabulary is prepared for grammars.
 """
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections import Counter, deque
 from collections.abc import Callable
@@ -100,12 +101,14 @@ class Scheduler:
         self._asked: deque[Job] = deque()
         self._ready: deque[Work] = deque()
         self._slots: list[Slot] = []  # that have a job
-        self._preparing: Job | None = None
+        self._preparing: list[Job] = []
         self._stopping = self._over = False
         self._threads = [
             threading.Thread(target=run, name=f"kvedge-{what}", daemon=True)
             for what, run in (
-                ("prepare", self._prepare), ("decode", self._decode), ("park", self._shrink),
+                # pictures are encoded for seconds, and nobody's question waits for those of somebody else
+                ("prepare", functools.partial(self._prepare, False)), ("encode", functools.partial(self._prepare, True)),
+                ("decode", self._decode), ("park", self._shrink),
                 ("vocabulary", self.preparer.warm),
             )
         ]  # fmt: skip
@@ -156,14 +159,13 @@ class Scheduler:
     @property
     def busy(self) -> int:
         """Counts the requests that are worked on."""
-        return len(self._slots) + (self._preparing is not None)
+        return len(self._slots) + len(self._preparing)
 
     def working(self) -> list[tuple[Job, str, Slot | None]]:
         """Lists the jobs that are not over, what is done with each, and its slot if it has one."""
         with self._changed:
             out: list[tuple[Job, str, Slot | None]] = [(job, "waiting", None) for job in self._asked]
-            if self._preparing is not None:
-                out.append((self._preparing, "preparing", None))
+            out += [(job, "preparing", None) for job in self._preparing]
             out += [(work.job, "ready", None) for work in self._ready]
             out += [(slot.job, slot.state, slot) for slot in self._slots]
         return out
@@ -211,13 +213,20 @@ class Scheduler:
 
     # --------------------------------------------------------------------------------------------------- preparing
 
-    def _prepare(self) -> None:
+    def _prepare(self, pictures: bool) -> None:
+        """Prepares jobs with pictures, or those without, in their order."""
+
+        def mine() -> Job | None:
+            return next((job for job in self._asked if bool(job.request.pictures) == pictures), None)
+
         while True:
             with self._changed:
-                self._to_prepare.wait_for(lambda: self._over or (self._asked and len(self._ready) < self.limits.slots))
-                if not self._asked:
+                self._to_prepare.wait_for(lambda: self._over or (mine() and len(self._ready) < self.limits.slots))
+                job = mine()
+                if job is None:
                     return  # over
-                job = self._preparing = self._asked.popleft()
+                self._asked.remove(job)
+                self._preparing.append(job)
             work = None
             try:
                 if job.cancelled.is_set():
@@ -230,7 +239,7 @@ class Scheduler:
             except Exception as error:
                 self._failed(job, error)
             with self._changed:
-                self._preparing = None
+                self._preparing.remove(job)
                 if work is not None:
                     self._ready.append(work)
                 self._changed.notify_all()
