@@ -255,3 +255,11 @@ def test_options_that_do_nothing_are_named(kvedge):
     assert "warning" not in kvedge(*base, "Hi").err
     with pytest.warns(KvedgeWarning, match=r"512 threads wait for each other on \d+ processors"):
         pykvedge.Settings(threads=512)
+
+
+def test_an_answer_that_is_cut_says_so(kvedge):
+    endless = ["chat", "--logit-bias", "2=-inf", "Hello"]
+    assert "kvedge: the answer is cut where the context is full; raise --ctx\n" in kvedge(*endless, "--ctx", 40).err
+    assert "kvedge: the answer is cut after 512 tokens; raise --max-tokens\n" in kvedge(*endless).err
+    assert "is cut" not in kvedge(*endless, "--max-tokens", 5).err
+    assert "is cut" not in kvedge("chat", "Hello").err

@@ -6,7 +6,6 @@ memory to their folder. A fifth ends when the vocabulary is prepared for grammar
 
 from __future__ import annotations
 
-import functools
 import threading
 from collections import Counter, deque
 from collections.abc import Callable
@@ -107,7 +106,7 @@ class Scheduler:
             threading.Thread(target=run, name=f"kvedge-{what}", daemon=True)
             for what, run in (
                 # pictures are encoded for seconds, and nobody's question waits for those of somebody else
-                ("prepare", functools.partial(self._prepare, False)), ("encode", functools.partial(self._prepare, True)),
+                ("prepare", lambda: self._prepare(pictures=False)), ("encode", lambda: self._prepare(pictures=True)),
                 ("decode", self._decode), ("park", self._shrink),
                 ("vocabulary", self.preparer.warm),
             )

@@ -153,6 +153,10 @@ class Chat:
     def _show_line(self, report: Report) -> None:
         self._show_notes(report)  # of what went wrong while it was answered
         if not self._style.quiet:
+            if report.finish == "context":
+                say("kvedge: the answer is cut where the context is full; raise --ctx")
+            elif report.finish == "length" and self.sampling.max_tokens == Sampling.max_tokens:  # nobody chose it
+                say(f"kvedge: the answer is cut after {Sampling.max_tokens} tokens; raise --max-tokens")
             say(report.line(), dim=True)
 
     # ---------------------------------------------------------------------------------------------------
