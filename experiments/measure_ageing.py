@@ -104,7 +104,9 @@ def many(args: argparse.Namespace) -> list[dict[str, Any]]:
     n_ctx = args.images * 220
     with (
         tempfile.TemporaryDirectory() as folder,
-        Session(plan=plan, threads=args.threads, keep="disk", keep_folder=folder, n_ctx=n_ctx) as session,
+        Session(
+            plan=plan, threads=args.threads, keep="disk", keep_folder=folder, n_ctx=n_ctx, image_cache=args.image_cache
+        ) as session,
     ):
         for i in range(1, args.images + 1):
             if i > 1:
@@ -137,6 +139,7 @@ def main() -> None:
     parser.add_argument("--age", type=float, default=0.5)
     parser.add_argument("--samples", type=int, default=40)
     parser.add_argument("--images", type=int, default=200)
+    parser.add_argument("--image-cache", type=int, default=0, help="bytes of encoded images in memory, of many")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--seed", type=int, default=5)
     args = parser.parse_args()
