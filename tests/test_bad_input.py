@@ -51,8 +51,10 @@ def test_a_model_that_must_not_be_read(kvedge, llava, tmp_path):
     kvedge("chat", *pair(copy), "Hello").failed(1, "cannot be read")
 
 
-@pytest.mark.parametrize("share", [0.0, 0.000005, 0.0001, 0.01, 0.3, 0.9, 0.9999])
-@pytest.mark.parametrize("which", ["model", "mmproj"])
+@pytest.mark.parametrize(
+    ("which", "share"),
+    [*((which, share) for which in ("model", "mmproj") for share in (0.0, 0.01, 0.9999)), ("model", 0.000005)],
+)
 def test_a_truncated_file(kvedge, llava, tmp_path, which, share):
     whole = getattr(llava, which).read_bytes()
     cut = tmp_path / "cut.gguf"

@@ -16,7 +16,7 @@ from pykvedge.models.images import Picture
 ROOT = Path(__file__).resolve().parent.parent
 DATA = ROOT / "pykvedge" / "data"
 FIXED = ROOT / "tests" / "data" / "demo"
-COUNT = 12  # samples of a task
+COUNT = 8  # samples of a task
 
 
 @pytest.fixture(scope="module")

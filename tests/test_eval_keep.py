@@ -20,25 +20,33 @@ def chains():
     return [s for task in ("code+where+colour+shape", "shape+code") for s in demo_samples(task, 2, 11, 4)]
 
 
-@pytest.mark.parametrize("keep", ["ram", "disk"])
-def test_later_questions_are_answered_as_if_all_were_one_prompt(native, keep, tmp_path, monkeypatch):
+@pytest.fixture(scope="module")
+def one():
+    """Rows of questions whose conversations were read as one prompt each."""
+    return run(chains(), CELLS, compress="conversation")
+
+
+@pytest.mark.parametrize(("keep", "cells"), [("ram", CELLS), ("disk", CELLS[:1])])
+def test_later_questions_are_answered_as_if_all_were_one_prompt(native, one, keep, cells, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    kept, one = run(chains(), CELLS, keep=keep), run(chains(), CELLS, compress="conversation")
-    assert len(kept) == len(chains()) * (1 + len(CELLS))
+    kept = run(chains(), cells, keep=keep)
+    assert len(kept) == len(chains()) * (1 + len(cells))
     for key, row in kept.items():
         assert (row["answer"], row["kept"], row["tokens"]) == (one[key]["answer"], one[key]["kept"], one[key]["tokens"])
         assert row["kld"] == pytest.approx(one[key]["kld"], abs=1e-4)
         assert (row.get("whole_bytes", 0) > row["kept_bytes"]) == (row["method"] != FULL)
     assert any(row.get("whole_file_bytes") for row in kept.values()) == (keep == "disk")
+
+
+def test_later_questions_are_answered_otherwise_without_whole_rows(native, one):
+    """Else the test above could not fail."""
     without = run(chains(), CELLS)
     assert all("whole_bytes" not in row for row in without.values())
     assert sum(abs(row["kld"] - one[key]["kld"]) > 0.01 for key, row in without.items()) > len(chains())
 
 
-def test_a_question_after_its_context_is_compressed_with_it(native):
-    kept, one = (run(chains(), CELLS, **how) for how in ({"keep": "ram", "compress": "context"},
-                                                       {"compress": "conversation"}))  # fmt: skip
-    for key, row in kept.items():
+def test_a_question_after_its_context_is_compressed_with_it(native, one):
+    for key, row in run(chains(), CELLS, keep="ram", compress="context").items():
         assert row["answer"] == one[key]["answer"]
         assert row["kld"] == pytest.approx(one[key]["kld"], abs=1e-4)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 from choosing import whole
 from drafted import AGAIN, SAMPLINGS, SCENE, broken_off, check_alike, said
@@ -66,10 +68,15 @@ CASES = [
 ]
 
 
+@pytest.fixture(scope="module")
+def of_full(sessions):
+    """of_full(sampling) -> the answer of the whole cache; each is given once."""
+    return functools.cache(lambda sampling: said(sessions("full"), SAMPLINGS[sampling]))
+
+
 @pytest.mark.parametrize("plan, sampling", CASES)
-def test_the_answer_is_that_of_the_whole_cache(sessions, drafting_much, native, plan, sampling):
-    chosen = SAMPLINGS[sampling]
-    full = said(sessions("full"), chosen)
+def test_the_answer_is_that_of_the_whole_cache(sessions, of_full, drafting_much, native, plan, sampling):
+    chosen, full = SAMPLINGS[sampling], of_full(sampling)
     session = sessions(plan, keep="ram", exact=True)
     for right in (99, 0, 2):
         drafting_much(right)
@@ -99,18 +106,18 @@ def test_the_report_counts_what_was_read(sessions, drafting_much, native):
     assert "read_bytes" not in sessions("snapkv", lookup=True).ask(AGAIN, [SCENE]).report.as_json()["drafts"]
 
 
-def test_as_it_is(sessions, native):
+def test_as_it_is(sessions, of_full, native):
     """With as many drafts as pay; from a file; with a lookup as well."""
-    full = said(sessions("full"), SAMPLINGS["greedy"])
+    full = of_full("greedy")
     for settings in ({"keep": "disk"}, {"keep": "ram", "lookup": True}):
         exact = said(sessions("snapkv", exact=True, **settings), SAMPLINGS["greedy"])
         check_alike(exact, full)
         assert exact.drafts.exact
 
 
-def test_compressed_rows_alone_say_something_else(sessions, native):
+def test_compressed_rows_alone_say_something_else(sessions, of_full, native):
     """Else the tests above could not fail."""
-    full = said(sessions("full"), SAMPLINGS["greedy"])
+    full = of_full("greedy")
     assert said(sessions("snapkv"), SAMPLINGS["greedy"]).ids != full.ids
 
 
@@ -140,9 +147,9 @@ def test_lookup_alone_leaves_whole_rows_to_later_questions(sessions, native, mon
     assert session.last_report.drafts.drafted > 0 and session.last_report.drafts.exact is None
 
 
-def test_quantised_rows(sessions, drafting_much, native):
+def test_quantised_rows(sessions, of_full, drafting_much, native):
     """They draft; what is verified is whole and plain."""
-    full = said(sessions("full"), SAMPLINGS["greedy"])
+    full = of_full("greedy")
     check_alike(said(sessions("snapkv", keep="ram", exact=True, kv_type="q4_0"), SAMPLINGS["greedy"]), full)
 
 

@@ -9,6 +9,7 @@ import time
 from dataclasses import replace
 
 import pytest
+from choosing import crossed
 
 import pykvedge
 from pykvedge.errors import StateError, UsageError
@@ -41,11 +42,16 @@ def without_counts(found):
     return [(text, lengths, tokens.prompt, tokens.image, tokens.pruned) for text, lengths, tokens in found]
 
 
-@pytest.mark.parametrize("method", ["full", "knorm", "lookm", "h2o", "elastic", "prefixkv"])
-@pytest.mark.parametrize(("kind", "n_images"), [("llava", 0), ("llava", 1), ("qwen2vl", 3), ("gemma3", 0)])
-def test_what_is_said_is_the_same(native, tiny, picture_file, kind, n_images, method):
+@pytest.mark.parametrize(
+    ("asked", "method"),
+    crossed(
+        [("llava", 0), ("llava", 1), ("qwen2vl", 3), ("gemma3", 0)],
+        ["full", "knorm", "lookm", "h2o", "elastic", "prefixkv"], ["h2o"], [("llava", 1)],
+    ),
+)  # fmt: skip
+def test_what_is_said_is_the_same(native, tiny, picture_file, asked, method):
     """Twelve tokens of three questions: each time from the beginning, and each time but the first from the opening."""
-    plan = pykvedge.plan(method, None if method == "full" else 0.4)
+    plan, (kind, n_images) = pykvedge.plan(method, None if method == "full" else 0.4), asked
     pictures = [picture_file(f"{i}.png", 60 + 8 * i, 60) for i in range(n_images)]
     settings = {"question_blind": True, "system": DOCUMENT, "n_ctx": 4096}
     with tiny(kind).session(plan, **settings) as session:

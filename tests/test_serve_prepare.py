@@ -91,7 +91,7 @@ def test_a_prompt_that_is_too_long_is_refused_before_its_pictures_are_encoded(lo
     monkeypatch.setattr(engine.preparer.vision, "encode", lambda *given: pytest.fail("encoded"))
     try:
         end = asked(engine)
-        assert isinstance(end, Failed) and "a conversation holds 150" in str(end.error)
+        assert isinstance(end, Failed) and "exceeds the available context size (150)" in str(end.error)
     finally:
         engine.close()
 
