@@ -24,6 +24,8 @@ from pykvedge.serve.service import Service, looked_through
 from pykvedge.serve.wire import ChatRequest, Wire, parsed
 
 _MOST_TEXT = 1 << 19  # characters or tokens that are turned into the other at once
+_OFF = {"mirostat": 0, "dynatemp_range": 0.0, "dry_multiplier": 0.0, "xtc_probability": 0.0, "adaptive_target": -1.0,
+        "adaptive_decay": 0.0}  # fmt: skip  # samplers of llama-server that are not here
 _ANY_SEED = 2**32 - 1  # what llama.cpp says for a seed that is another one each time
 
 
@@ -69,6 +71,7 @@ def sampling_settings(sampling: Sampling, room: int) -> dict[str, Any]:
         "seed": _ANY_SEED if sampling.seed is None else sampling.seed,
         "temperature": sampling.temp,
         **{name: getattr(sampling, name) for name in same},
+        **_OFF,
         "stop": list(sampling.stop),
         "max_tokens": limit,
         "n_predict": limit,
