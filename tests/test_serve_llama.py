@@ -51,7 +51,7 @@ def test_what_the_model_is(server, model):
     assert props["default_generation_settings"]["n_ctx"] == 1024 and props["total_slots"] == 3
     assert props["default_generation_settings"]["params"]["temperature"] == 0
     params = props["default_generation_settings"]["params"]
-    assert params["n_predict"] == params["adaptive_target"] == -1 and params["mirostat"] == params["dry_multiplier"] == 0
+    assert params["n_predict"] == params["adaptive_target"] == -1 and params["mirostat"] == 0
     assert props["modalities"] == {"vision": True, "audio": False, "video": False}
     assert props["chat_template"] == model.chat_template() and props["model_path"] == "demo-model.gguf"
     assert (props["bos_token"], props["eos_token"]) == ("<s>", "</s>") and props["model_alias"] == server.told["model"]
