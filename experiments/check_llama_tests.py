@@ -45,7 +45,7 @@ RULES: tuple[tuple[str, str, str, str], ...] = (
     ("option", "LoRA", "", "test_lora"),
     ("option", "draft models", "", "test_speculative"),
     ("option", "several models", "", "test_router"),
-    ("option", "proxy and MCP", "", "test_proxy"),
+    ("option", "proxy and MCP", "", "test_proxy|test_mcp_servers"),
     ("option", "llama-server's log", "", "test_kv_keep"),
     ("option", "/slots and /metrics are always there", "== 501", "slots|metrics"),
     ("option", "names of llama-server's metrics", "Process-Start-Time|expected_|llamacpp", "test_metrics"),

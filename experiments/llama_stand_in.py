@@ -124,6 +124,7 @@ def make_request(server: Any, method: str, path: str, *rest: Any, **more: Any) -
     if server.reasoning == "off" and isinstance(given, dict):
         given["chat_template_kwargs"] = {"enable_thinking": False}
     answer = _request(server, method, path, *rest, **more)
+    answer.headers = requests.structures.CaseInsensitiveDict(answer.headers)
     if answer.status_code in (404, 405):
         _there["route"] = path.partition("?")[0]
     return answer

@@ -196,6 +196,8 @@ def test_a_stream_tells_how_far_its_prompt_was_read_and_how_fast_it_is(server):
             done = [one["processed"] for one in read]
             times = [part["timings"] for part in parts if "timings" in part]
             n = times[-1]["prompt_n"] + times[-1]["cache_n"]
+            took = [one["time_ms"] for one in read]
+            assert took == sorted(took) and took[0] == 0 and (again or took[-1] > 0)
             assert done == sorted(set(done)) and done[0] == read[0]["cache"] and done[-1] == n
             assert {(one["total"], one["cache"]) for one in read} == {(n, n if again else 0)}
             assert [one["predicted_n"] for one in times] == sorted(one["predicted_n"] for one in times)

@@ -305,7 +305,6 @@ class Progress:
     def __init__(self, job: Job, timed: bool) -> None:
         """timed: the time that it took is told as well."""
         self._job, self._timed, self._told = job, timed, -1
-        self._began = 0.0
 
     def told(self, event: Event) -> list[dict[str, Any]]:
         """Lists the fields of chunks that say what is new with an event."""
@@ -315,13 +314,13 @@ class Progress:
             now = tokens.reused + round(event.share * tokens.prompt)
         elif isinstance(event, (Text, Done)):
             now = total
-        out, moment = list[dict[str, Any]](), time.perf_counter()
+        out = list[dict[str, Any]]()
         if self._told < 0 <= now:
-            self._told, self._began = tokens.reused, moment
+            self._told = tokens.reused
             out.append(self._chunk(total, 0.0))
         if now > self._told:
             self._told = now
-            out.append(self._chunk(total, moment - self._began))
+            out.append(self._chunk(total, time.perf_counter() - self._job.asked_at))
         return out
 
     def _chunk(self, total: int, seconds: float) -> dict[str, Any]:
