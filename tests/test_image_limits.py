@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from conversations import say
 from PIL import Image
+from server import serving
 
 import pykvedge
 from pykvedge import ContextError, Sampling, Session, UsageError
@@ -259,3 +260,13 @@ def test_a_large_image_of_two_directions_comes_with_the_first_message(tiny, nati
 def test_operations_are_written_in_units_that_fit():
     shown = [_readable(n) for n in (3_440_000_000_000, 10**12, 999_940_000_000, 10**9, 12_500_000, 40_000)]
     assert shown == ["3.4 TFLOP", "1.0 TFLOP", "999.9 GFLOP", "1.0 GFLOP", "12.5 MFLOP", "0.0 MFLOP"]
+
+
+def test_serve_says_what_a_large_picture_takes(qwen, environment):
+    """Of the largest; beside --memory."""
+    files, _ = qwen
+    model = ("--model", files.model, "--mmproj", files.mmproj, "--image-max-tokens")
+    for most, told in ((16384, True), (1024, False)):
+        with serving(environment, *model, most) as server:
+            _, _, said = server.end()
+        assert ("a picture takes up to" in said and "--image-max-tokens lowers that" in said) == told

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import math
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +18,7 @@ from pykvedge.errors import UsageError
 
 _SERVER, _MACHINE = "Server", "Memory and devices"
 _EXTRA = ("anyio", "httpcore", "httptools", "prometheus_client", "pydantic", "starlette", "uvicorn")
+_MUCH = 256 << 20  # bytes for a picture, which are said
 _LOOP = () if sys.platform == "win32" else ("uvloop",)
 
 
@@ -113,7 +115,27 @@ def serve(**given: Any) -> None:
         display.done()
     with loaded:
         say = (lambda text: None) if given["quiet"] else (lambda text: click.echo(f"kvedge: {text}", err=True))
+        if mmproj is not None and (line := _encoding(mmproj, given)):
+            say(line)
         server.serve(loaded, plan, Sampling(temp=given["temp"], seed=given["seed"]), chosen, say)
+
+
+def _encoding(mmproj: Path, given: dict[str, Any]) -> str:
+    """Says what the largest picture takes beside --memory; empty where that is little, or only mtmd knows it."""
+    from pykvedge.fit.footprint import encoder_compute
+    from pykvedge.models.gguf import read_header
+    from pykvedge.models.images import MAX_PIXELS
+    from pykvedge.models.imagetokens import image_grid, seen_at_most, token_limits
+    from pykvedge.system.memory import readable
+
+    header, side = read_header(mmproj), math.isqrt(MAX_PIXELS)
+    limits = token_limits(header, *options.image_limits(given).values())
+    if limits is None or not seen_at_most(header, limits)[0]:
+        return ""
+    most = encoder_compute(header, image_grid(header, side, side, limits))
+    return f"a picture takes up to {readable(most)} beside --memory; a smaller --image-max-tokens lowers that" * (
+        most > _MUCH
+    )
 
 
 def _options(given: dict[str, Any], server: Any) -> Any:

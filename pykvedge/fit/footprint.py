@@ -99,7 +99,8 @@ def encoder_compute(mmproj: Header, grid: ImageGrid) -> int:
     ff = int(values.get("clip.vision.feed_forward_length", 4 * width))
     by_size = str(values.get("clip.projector_type", "")).startswith("qwen")
     prepared = grid.parts * grid.pixels * 3 * 4  # of all parts, until the last one is encoded
-    return grid.n_patches * 4 * (ff + (2 if by_size else 4) * width) + prepared
+    copies = 2 * grid.pixels * 3 * 4 if by_size else 0  # mtmd's input of the graph; of small parts it is little
+    return grid.n_patches * 4 * (ff + (2 if by_size else 4) * width) + prepared + copies
 
 
 # ------------------------------------------------------------------------------------------------------------
