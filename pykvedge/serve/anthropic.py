@@ -253,6 +253,7 @@ def _counted(report: Report) -> Object:
         "cache_read_input_tokens": report.tokens.reused,
         "cache_creation_input_tokens": 0,
         "output_tokens": counts["completion_tokens"],
+        **({} if report.demoted_images is None else {"demoted_images": report.demoted_images}),
     }
 
 

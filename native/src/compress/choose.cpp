@@ -334,7 +334,7 @@ static void select_head(Job & job, size_t l, size_t h) {
     };
     // a number of pairs is for what has no limit; of a share the rest is memory that the limits free
     const int32_t wanted = job.counts[l][h];
-    if (choose(wanted) < wanted && job.plan.budget_ratio <= 0.0) {
+    if (choose(wanted) < wanted && job.limits && !job.limits->empty() && job.plan.budget_ratio <= 0.0) {
         int32_t few = wanted, enough = job.pending.n;
         while (enough - few > 1) {
             const int32_t middle = few + (enough - few) / 2;
