@@ -35,7 +35,8 @@ _READ = {
     "/v1/kvedge/sessions": "Conversations that are worked on, and those that wait.",
 }
 _STATUS = {400: "wrong request", 401: "no valid key", 403: "not allowed", 404: "not there", 408: "too slow",
-           413: "too large", 503: "too busy: try again after Retry-After seconds"}  # fmt: skip
+           409: "no conversation to go on from", 413: "too large",
+           503: "too busy: try again after Retry-After seconds"}  # fmt: skip
 
 
 def document() -> dict[str, Any]:
