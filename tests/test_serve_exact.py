@@ -13,6 +13,7 @@ from server import DEMO, asks, serving
 
 import pykvedge
 from pykvedge import Sampling, UnsupportedError, UsageError
+from pykvedge.caches.folder import CacheFolder
 from pykvedge.models.images import load_picture
 from pykvedge.models.prompt import Message
 from pykvedge.runtime import drafting
@@ -27,10 +28,12 @@ SECOND = Sampling(max_tokens=20)
 
 
 @pytest.fixture(scope="module")
-def schedulers(native):
-    """With compressed rows alone, and with exact answers."""
+def schedulers(native, tmp_path_factory):
+    """With compressed rows alone, and with exact answers, whose whole rows go to a file and parked ones to a folder."""
+    exact = replace(LIMITS, exact=True, keep=Keep("disk", tmp_path_factory.mktemp("rows")))
+    park = Park(CacheFolder(tmp_path_factory.mktemp("park"), 1 << 30))
     with pykvedge.load(DEMO / "demo-model.gguf", DEMO / "demo-mmproj.gguf", threads=1) as model:
-        made = [Scheduler(model, limits, Park(None)) for limits in (LIMITS, replace(LIMITS, exact=True))]
+        made = [Scheduler(model, LIMITS, Park(None)), Scheduler(model, exact, park)]
         yield made
         for one in made:
             one.close()
