@@ -62,6 +62,20 @@ def pytest_collection_modifyitems(config, items):
     items[:] = [item for item in items if not item.get_closest_marker("whole")]
 
 
+@pytest.hookimpl(trylast=True)
+def pytest_terminal_summary(terminalreporter, config):
+    """Stores how long each test took, with its fixtures: build/durations.txt, the cases of a function together."""
+    taken: dict[str, list[float]] = {}
+    for report in (report for kind in terminalreporter.stats.values() for report in kind):
+        if hasattr(report, "duration") and hasattr(report, "when"):
+            taken.setdefault(report.nodeid.partition("[")[0], []).append(report.duration)
+    if taken and (ROOT / "build").is_dir():
+        rows = sorted(((sum(seconds), name) for name, seconds in taken.items()), reverse=True)
+        rows.insert(0, (sum(seconds for seconds, _ in rows), "all"))
+        lines = "".join(f"{seconds:9.2f} {name}\n" for seconds, name in rows)
+        (ROOT / "build" / "durations.txt").write_text(lines, encoding="utf-8")
+
+
 THREADS = 1  # more would only wait for each other: the models are tiny
 
 
@@ -250,6 +264,23 @@ def kvedge(environment, started):
         programs.close()
 
 
+@pytest.fixture
+def refused(capsys):
+    """refused(*arguments) -> what the program said, in this process: for requests that end before a model is loaded."""
+    from pykvedge.cli import program
+
+    def run(*arguments) -> Outcome:
+        try:
+            code = program.cli.main([str(a) for a in arguments], prog_name="kvedge", standalone_mode=False)
+        except SystemExit as end:
+            code = end.code
+        except Exception as error:
+            code = program._explain(error)
+        return Outcome(code or 0, *capsys.readouterr())
+
+    return run
+
+
 @pytest.fixture(scope="session")
 def worker(kvedge):
     """worker(name, job, *arguments) -> the JSON lines that tests/NAME says of a job. A crash of it fails the test."""
@@ -285,6 +316,15 @@ def forgotten():
     before = table.snapshot()
     yield
     table.restore(before)
+
+
+@pytest.fixture(scope="module")
+def driver():
+    """A browser, for the tests of one file."""
+    from browser import browsing
+
+    with browsing() as one:
+        yield one
 
 
 @pytest.fixture

@@ -55,12 +55,12 @@ def test_a_model_that_must_not_be_read(kvedge, llava, tmp_path):
     ("which", "share"),
     [*((which, share) for which in ("model", "mmproj") for share in (0.0, 0.01, 0.9999)), ("model", 0.000005)],
 )
-def test_a_truncated_file(kvedge, llava, tmp_path, which, share):
+def test_a_truncated_file(refused, llava, tmp_path, which, share):
     whole = getattr(llava, which).read_bytes()
     cut = tmp_path / "cut.gguf"
     cut.write_bytes(whole[: int(len(whole) * share)])
     files = {"model": llava.model, "mmproj": llava.mmproj, which: cut}
-    done = kvedge("chat", *pair(files["model"], files["mmproj"]), "Hello")
+    done = refused("chat", *pair(files["model"], files["mmproj"]), "Hello")
     done.failed(1, "cut.gguf")
     assert "truncated" in done.err or "no GGUF file" in done.err
 
@@ -75,17 +75,17 @@ def test_truncation_anywhere_in_the_header_is_found(llava, tmp_path, pytestconfi
 
 
 @pytest.mark.parametrize("content", [b"", b"GGUF", b"not a model at all, just some text", b"GGML" + bytes(100)])
-def test_a_file_that_is_no_gguf(kvedge, tmp_path, content):
+def test_a_file_that_is_no_gguf(refused, tmp_path, content):
     path = tmp_path / "x.gguf"
     path.write_bytes(content)
-    kvedge("chat", *pair(path), "Hello").failed(1, "is no GGUF file")
+    refused("chat", *pair(path), "Hello").failed(1, "is no GGUF file")
 
 
 @pytest.mark.parametrize("version", [0, 1, 4, 50331648])
-def test_a_gguf_of_another_version(kvedge, llava, tmp_path, version):
+def test_a_gguf_of_another_version(refused, llava, tmp_path, version):
     path = tmp_path / "x.gguf"
     path.write_bytes(b"GGUF" + struct.pack("<I", version) + llava.mmproj.read_bytes()[8:])
-    kvedge("chat", *pair(path), "Hello").failed(1, "version")
+    refused("chat", *pair(path), "Hello").failed(1, "version")
 
 
 def test_counts_that_no_file_has(tmp_path):
@@ -259,8 +259,8 @@ def test_prompts_with_anything_in_them(kvedge, llava, picture_file):
     (["--temp", "nan"], "temp"), (["--top-p", "0"], "top_p"), (["--top-k", "-1"], "top_k"), (["--seed", "-1"], "seed"),
     (["--seed", "x"], "--seed"), (["--budgt", "0.2"], "--budget"),
 ])  # fmt: skip
-def test_options_out_of_range(kvedge, llava, options, says):
-    kvedge("chat", *llava.arguments(), *options, "Hello").failed(2, says)
+def test_options_out_of_range(refused, llava, options, says):
+    refused("chat", *llava.arguments(), *options, "Hello").failed(2, says)
 
 
 def test_a_budget_that_the_protected_tokens_of_this_prompt_exceed(kvedge, llava):

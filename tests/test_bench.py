@@ -390,18 +390,18 @@ def test_a_full_disk_is_one_line(tmp_path):
     log.close()
 
 
-def test_bad_input(kvedge, tiny):
+def test_bad_input(refused, tiny):
     llama = ["bench", *tiny("llama").arguments()]
-    kvedge(*llama, "--method", "lokm").failed(2, "did you mean 'lookm'")
-    kvedge(*llama, "--tokens", "12,x").failed(2, "--tokens takes numbers from 2, not 'x'")
-    kvedge(*llama, "--images", "1").failed(2, "--mmproj")
-    kvedge(*llama, "--image-size", "10").failed(2, "WIDTHxHEIGHT")
-    kvedge(*llama, "--kv-type", "f61").failed(2, "unknown kv_type 'f61'")
-    kvedge(*llama, "--repeat", "0").failed(2, "--repeat must be at least 1")
-    kvedge(*llama, "--plot", "a.gif").failed(2, "--plot writes")
-    kvedge(*llama, "--plot", "nowhere/a.svg").failed(2, "there is no folder nowhere")
-    kvedge(*llama, "--mmproj", "a", "--mmproj", "b").failed(2, "1 models and 2 image encoders")
-    kvedge("bench", "--model", "none.gguf").failed(1, "none.gguf does not exist")
+    refused(*llama, "--method", "lokm").failed(2, "did you mean 'lookm'")
+    refused(*llama, "--tokens", "12,x").failed(2, "--tokens takes numbers from 2, not 'x'")
+    refused(*llama, "--images", "1").failed(2, "--mmproj")
+    refused(*llama, "--image-size", "10").failed(2, "WIDTHxHEIGHT")
+    refused(*llama, "--kv-type", "f61").failed(2, "unknown kv_type 'f61'")
+    refused(*llama, "--repeat", "0").failed(2, "--repeat must be at least 1")
+    refused(*llama, "--plot", "a.gif").failed(2, "--plot writes")
+    refused(*llama, "--plot", "nowhere/a.svg").failed(2, "there is no folder nowhere")
+    refused(*llama, "--mmproj", "a", "--mmproj", "b").failed(2, "1 models and 2 image encoders")
+    refused("bench", "--model", "none.gguf").failed(1, "none.gguf does not exist")
 
 
 def test_short_rounds_are_followed_by_more(tiny, native):

@@ -370,8 +370,8 @@ def test_stopping_writes_nothing(demo, tmp_path, monkeypatch):
     (["heads", "--data", "/nowhere/none.jsonl"], ["none.jsonl", "No such file"]),
     (["heads", "--mmproj", "x.gguf"], ["no model"]),
 ])  # fmt: skip
-def test_bad_requests(kvedge, arguments, words):
-    kvedge("calibrate", *arguments).failed(2, *words)
+def test_bad_requests(refused, arguments, words):
+    refused("calibrate", *arguments).failed(2, *words)
 
 
 def test_help_teaches(kvedge):

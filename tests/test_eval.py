@@ -358,31 +358,31 @@ def test_other_architectures_answer_as_in_a_session(tiny, native, picture_file, 
         assert rows["s", cell.name, str(cell.budget)]["answer"] == text.strip(), cell
 
 
-def test_bad_input(kvedge, tiny, native, tmp_path):
+def test_bad_input(refused, tiny, native, tmp_path):
     llama = tiny("llama").arguments()
     empty = tmp_path / "empty.jsonl"
     empty.write_text("\n")
-    kvedge("eval", *llama, empty).failed(2, "empty.jsonl holds no samples")
+    refused("eval", *llama, empty).failed(2, "empty.jsonl holds no samples")
     broken = tmp_path / "broken.jsonl"
     lines = [{"question": "x", "answer": "y"}] * 16 + [{"question": "x", "answer": "y", "images": ["none.png"]}]
     broken.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    kvedge("eval", *llama, broken).failed(2, "broken.jsonl line 17", "none.png does not exist")
-    kvedge("eval", "--tasks", "colours").failed(2, "unknown task 'colours'; did you mean 'colour'?")
-    kvedge("eval", "--method", "lokm").failed(2, "unknown method 'lokm'; did you mean 'lookm'?")
-    kvedge("eval", "--budget", "0").failed(2, "budget must be at least 1")
-    kvedge("eval", "--budget", "0.2,0.2,0.20").failed(2, "asked for twice")
-    kvedge("eval", "--metrics", "bleu").failed(2, "unknown metric 'bleu'")
-    kvedge("eval", "--method", ",").failed(2, "--method is empty")
-    kvedge("eval", "--resume").failed(2, "--resume needs")
-    kvedge("eval", "--model", "none.gguf").failed(2, "none.gguf does not exist")
-    kvedge("eval", "--samples", "0").failed(2, "--samples must be at least 1")
+    refused("eval", *llama, broken).failed(2, "broken.jsonl line 17", "none.png does not exist")
+    refused("eval", "--tasks", "colours").failed(2, "unknown task 'colours'; did you mean 'colour'?")
+    refused("eval", "--method", "lokm").failed(2, "unknown method 'lokm'; did you mean 'lookm'?")
+    refused("eval", "--budget", "0").failed(2, "budget must be at least 1")
+    refused("eval", "--budget", "0.2,0.2,0.20").failed(2, "asked for twice")
+    refused("eval", "--metrics", "bleu").failed(2, "unknown metric 'bleu'")
+    refused("eval", "--method", ",").failed(2, "--method is empty")
+    refused("eval", "--resume").failed(2, "--resume needs")
+    refused("eval", "--model", "none.gguf").failed(2, "none.gguf does not exist")
+    refused("eval", "--samples", "0").failed(2, "--samples must be at least 1")
     twice = tmp_path / "twice"
     (twice / "images").mkdir(parents=True)
     item = {"sample_id": 7, "task_instruction_id": 0, "task_instance": {"context": "x", "images_path": []}}
     meta = {"task_instruction": ["Answer."], "question_type": "open-ended"}
     items = [{**item, "response": answer} for answer in "ab"]
     (twice / "twice.json").write_text(json.dumps({"meta_data": meta, "data": items}))
-    kvedge("eval", *llama, twice).failed(2, "two samples twice:7")
+    refused("eval", *llama, twice).failed(2, "two samples twice:7")
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="a device that is always full")

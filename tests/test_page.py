@@ -8,7 +8,6 @@ import json
 
 import browser
 import pytest
-from browser import browsing
 from dialects import HERMES, WORKER, gbnf, model
 from PIL import Image
 from selenium.webdriver.common.by import By
@@ -74,12 +73,6 @@ x = 1 < 2
 @pytest.fixture(scope="module")
 def server(environment):
     with serving(environment, "--method", "lookm", "--budget", "0.3", "--ctx", "2048", "--memory", "64MiB") as one:
-        yield one
-
-
-@pytest.fixture(scope="module")
-def driver():
-    with browsing() as one:
         yield one
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import browser
 import page_pictures
 import pytest
-from browser import browsing
 from page_pictures import show
 from PIL import Image
 from selenium.webdriver.common.action_chains import ActionChains
@@ -39,12 +38,6 @@ document.addEventListener("focusin", (event) => window.reached.push(name(event.t
 @pytest.fixture(scope="module")
 def server(environment):
     with serving(environment) as one:
-        yield one
-
-
-@pytest.fixture(scope="module")
-def driver():
-    with browsing() as one:
         yield one
 
 

@@ -71,9 +71,9 @@ PLACES = [
 
 
 @pytest.mark.parametrize("place", PLACES, ids=" ".join)
-def test_paths_that_are_none(kvedge, place):
-    kvedge(*(word.format("x" * 5000) for word in place)).failed(2, "is no path: File name too long")
-    kvedge(*(word.format("") for word in place)).failed(2, "the path is empty")
+def test_paths_that_are_none(refused, place):
+    refused(*(word.format("x" * 5000) for word in place)).failed(2, "is no path: File name too long")
+    refused(*(word.format("") for word in place)).failed(2, "the path is empty")
 
 
 @pytest.mark.parametrize("arguments", [
@@ -82,6 +82,6 @@ def test_paths_that_are_none(kvedge, place):
     ["bench", "--repeat", "99999999999999999999"], ["calibrate", "heads", "--samples", "99999999999999999999"],
     ["chat", "--ctx", "99999999999999999999", "?"], ["chat", "--threads", "-1", "?"],
 ], ids=" ".join)  # fmt: skip
-def test_numbers_that_are_too_small_or_too_large(kvedge, arguments):
+def test_numbers_that_are_too_small_or_too_large(refused, arguments):
     option, value = next((o, v) for o, v in pairwise(arguments) if o.startswith("--"))
-    kvedge(*arguments).failed(2, f"{option} must be at", f"not {value}")
+    refused(*arguments).failed(2, f"{option} must be at", f"not {value}")

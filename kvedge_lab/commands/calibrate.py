@@ -53,6 +53,12 @@ _OPTIONS = (
 )
 
 
+def _most(default: int, text: str) -> Any:
+    """Makes the option --samples, whose default and words differ from command to command."""
+    return option("--samples", group="Samples", common=True, type=common.COUNT, default=default, show_default=True,
+                  metavar="N", help=text)  # fmt: skip
+
+
 @click.group()
 def calibrate() -> None:
     """Measure a model once, for methods that work with a profile.
@@ -76,16 +82,7 @@ def calibrate() -> None:
     metavar="KIND",
     help="visual: for sparsemm; retrieval: for headkv; redundancy: for mixkv with scorer.source=profile.",
 )
-@option(
-    "--samples",
-    group="Samples",
-    common=True,
-    type=common.COUNT,
-    default=50,
-    show_default=True,
-    metavar="N",
-    help="Prompts to watch, at most.",
-)
+@_most(50, "Prompts to watch, at most.")
 @options.taking(*_OPTIONS)
 def heads(kind: str, samples: int, **given: Any) -> None:
     """Find the heads that look at what an answer is read from, or whose keys are alike.
@@ -138,16 +135,7 @@ def heads(kind: str, samples: int, **given: Any) -> None:
     metavar="A,B",
     help="Shares of the prompt to search for; between them the shares are interpolated.",
 )
-@option(
-    "--samples",
-    group="Samples",
-    common=True,
-    type=common.COUNT,
-    default=10,
-    show_default=True,
-    metavar="N",
-    help="Prompts to search, at most; each is read once a budget.",
-)
+@_most(10, "Prompts to search, at most; each is read once a budget.")
 @options.taking(*_OPTIONS)
 def prefix(budgets: str, samples: int, **given: Any) -> None:
     """Find how many tokens each layer keeps with PrefixKV.
@@ -179,16 +167,7 @@ def prefix(budgets: str, samples: int, **given: Any) -> None:
 
 
 @calibrate.command(cls=Command)
-@option(
-    "--samples",
-    group="Samples",
-    common=True,
-    type=common.COUNT,
-    default=24,
-    show_default=True,
-    metavar="N",
-    help="Prompts to measure, at most.",
-)
+@_most(24, "Prompts to measure, at most.")
 @option(
     "--points",
     group="Measurement",
