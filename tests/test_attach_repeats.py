@@ -16,17 +16,10 @@ def outcome(llm, attached, prompt, n=8):
 
 
 @pytest.mark.parametrize("method", methods(METHODS))
-def test_the_same_request_three_times(attached_llama, method):
+def test_the_same_request_at_once_and_after_another(attached_llama, method):
     with attached_llama(method) as (llm, attached):
         first = outcome(llm, attached, A)
         assert outcome(llm, attached, A) == first
-        assert outcome(llm, attached, A) == first
-
-
-@pytest.mark.parametrize("method", methods(METHODS))
-def test_another_request_in_between(attached_llama, method):
-    with attached_llama(method) as (llm, attached):
-        first = outcome(llm, attached, A)
         between = outcome(llm, attached, B)
         assert outcome(llm, attached, A) == first
         assert outcome(llm, attached, B) == between

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import struct
-import sys
 import zlib
 from pathlib import Path
 
@@ -279,21 +278,6 @@ def test_unknown_commands(kvedge):
 def test_a_context_that_no_memory_holds(kvedge, llava):
     done = kvedge("chat", *llava.arguments(), "--ctx", 400_000_000, "Hello")
     done.failed(1, "not enough memory", "--ctx")
-
-
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="address-space limits")
-@pytest.mark.parametrize("megabytes", [450, 700, 1000, 1500])
-def test_an_address_space_that_is_too_small(kvedge, llava, megabytes):
-    import resource
-
-    def limit():
-        resource.setrlimit(resource.RLIMIT_AS, (megabytes << 20, megabytes << 20))
-
-    done = kvedge("chat", *llava.arguments(), "--ctx", 8000, "--max-tokens", 2, "word " * 1000, preexec_fn=limit,
-                  env={"OPENBLAS_NUM_THREADS": "1"})  # fmt: skip
-    assert done.code in (0, 1) and "Traceback" not in done.err, done
-    if done.code:
-        assert done.err.startswith("kvedge: error: ") and done.err.count("\n") == 1, done
 
 
 def test_the_library_names_its_errors():

@@ -194,14 +194,14 @@ def test_the_program_says_whether_it_fits(kvedge, tiny):
     assert demo["image_tokens"] == 144 and demo["most_images"]["one_per_message"] > demo["most_images"]["stock"]
 
 
-def test_plans_that_make_no_sense(kvedge, tiny, tmp_path):
+def test_plans_that_make_no_sense(refused, tiny, tmp_path):
     model = tiny("llava")
-    kvedge("fit", tmp_path / "no.gguf").failed(1, "does not exist")
-    kvedge("fit", model.model, "--mmproj", "none", "--images", 2).failed(2, "--mmproj")
-    kvedge("fit", model.model, "--mmproj", model.mmproj, "--image-size", "big").failed(2, "--image-size", "big")
-    kvedge("fit", model.model, "--mmproj", model.mmproj, "--image-size", "0x5").failed(2, "--image-size")
-    kvedge("fit", model.model, "--method", "loookm").failed(2, "did you mean 'lookm'")
-    kvedge("fit", model.model, "--budget", "2.5").failed(2, "budget")
-    kvedge("fit", model.model, "--kv-type", "q9").failed(2, "kv_type")
-    kvedge("fit", model.model, "--text", "0").failed(2, "--text")
-    kvedge("fit", model.mmproj).failed(1, "image encoder")
+    refused("fit", tmp_path / "no.gguf").failed(1, "does not exist")
+    refused("fit", model.model, "--mmproj", "none", "--images", 2).failed(2, "--mmproj")
+    refused("fit", model.model, "--mmproj", model.mmproj, "--image-size", "big").failed(2, "--image-size", "big")
+    refused("fit", model.model, "--mmproj", model.mmproj, "--image-size", "0x5").failed(2, "--image-size")
+    refused("fit", model.model, "--method", "loookm").failed(2, "did you mean 'lookm'")
+    refused("fit", model.model, "--budget", "2.5").failed(2, "budget")
+    refused("fit", model.model, "--kv-type", "q9").failed(2, "kv_type")
+    refused("fit", model.model, "--text", "0").failed(2, "--text")
+    refused("fit", model.mmproj).failed(1, "image encoder")

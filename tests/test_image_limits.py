@@ -96,7 +96,7 @@ def test_a_larger_least_enlarges(qwen, picture_file):
         assert before < 40 <= say(session, "What?", [picture_file()], FEW).tokens.image < 60
 
 
-def test_limits_that_cannot_be(tiny, native, kvedge, picture_file):
+def test_limits_that_cannot_be(tiny, native, refused, picture_file):
     llava, llama, qwen = tiny("llava"), tiny("llama"), tiny("qwen2vl")
     for wrong in ({"image_min_tokens": -1}, {"image_max_tokens": MOST_TOKENS + 1}, {"image_max_tokens": 2.5}):
         with pytest.raises(UsageError, match=next(iter(wrong))):
@@ -111,14 +111,14 @@ def test_limits_that_cannot_be(tiny, native, kvedge, picture_file):
     with pykvedge.load(qwen.model, qwen.mmproj, threads=1) as model, pytest.raises(UsageError, match=r"pykvedge\.load"):
         Session(model, image_max_tokens=8)
     ask = ("chat", *llava.arguments(), "--image", picture_file())
-    kvedge(*ask, "--image-max-tokens", 8, "Hi").failed(2, "--image-max-tokens", "a fixed size", "--image-tokens")
-    kvedge(*ask, "--image-max-tokens", 0, "Hi").failed(2, "--image-max-tokens", "at least 1")
-    kvedge(*ask, "--image-min-tokens", 9, "--image-max-tokens", 8, "Hi").failed(2, "image_min_tokens is 9", "8")
+    refused(*ask, "--image-max-tokens", 8, "Hi").failed(2, "--image-max-tokens", "a fixed size", "--image-tokens")
+    refused(*ask, "--image-max-tokens", 0, "Hi").failed(2, "--image-max-tokens", "at least 1")
+    refused(*ask, "--image-min-tokens", 9, "--image-max-tokens", 8, "Hi").failed(2, "image_min_tokens is 9", "8")
     fit = ("fit", qwen.model, "--mmproj", qwen.mmproj)
-    kvedge(*fit, "--image-min-tokens", 9, "--image-max-tokens", 8).failed(2, "image_min_tokens is 9", "8")
-    kvedge(*fit, "--image-max-tokens", 9, "--encoder-tokens", 8).failed(2, "--encoder-tokens")
-    kvedge("fit", llama.model, "--image-max-tokens", 9).failed(2, "--mmproj")
-    kvedge("fit", llava.model, "--mmproj", llava.mmproj, "--image-max-tokens", 9).failed(2, "--image-tokens")
+    refused(*fit, "--image-min-tokens", 9, "--image-max-tokens", 8).failed(2, "image_min_tokens is 9", "8")
+    refused(*fit, "--image-max-tokens", 9, "--encoder-tokens", 8).failed(2, "--encoder-tokens")
+    refused("fit", llama.model, "--image-max-tokens", 9).failed(2, "--mmproj")
+    refused("fit", llava.model, "--mmproj", llava.mmproj, "--image-max-tokens", 9).failed(2, "--image-tokens")
 
 
 def test_encoders_that_slice_their_images_are_told_apart_from_those_of_one_size(tiny):

@@ -216,10 +216,10 @@ def test_numbers_alone_need_no_matplotlib(kvedge, picture_file, tmp_path):
     done.failed(1, "pip install 'kvedge[inspect]'")
 
 
-def test_bad_input_is_one_line(kvedge, picture_file, tmp_path):
+def test_bad_input_is_one_line(refused, picture_file, tmp_path):
     (tmp_path / "file").write_text("")
-    kvedge("inspect", tmp_path / "none.png").failed(1, "does not exist")
-    kvedge("inspect", picture_file(), "--method", "lokm").failed(2, "did you mean 'lookm'")
-    kvedge("inspect", picture_file(), "--method", "h2o", "--method", "h2o").failed(2, "twice")
-    kvedge("inspect", picture_file(), "--no-figures", "--output", tmp_path / "file").failed(2, "cannot be written")
-    kvedge("inspect", picture_file(), "--threads", 0).failed(2, "--threads")
+    refused("inspect", tmp_path / "none.png").failed(1, "does not exist")
+    refused("inspect", picture_file(), "--method", "lokm").failed(2, "did you mean 'lookm'")
+    refused("inspect", picture_file(), "--method", "h2o", "--method", "h2o").failed(2, "twice")
+    refused("inspect", picture_file(), "--no-figures", "--output", tmp_path / "file").failed(2, "cannot be written")
+    refused("inspect", picture_file(), "--threads", 0).failed(2, "--threads")

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import random
 
-import pytest
-
 from pykvedge.runtime.lookup import Lookup
 
 LENGTHS = (16, 8, 4, 2)
@@ -29,31 +27,31 @@ def going_on(tokens, place, most):
     return out
 
 
-@pytest.mark.parametrize("seed", range(60))
-def test_guesses_follow_the_longest_run_that_was_there_before(seed):
-    rng = random.Random(seed)
-    n_tokens, lookup, text = rng.choice([2, 4, 60]), Lookup(), []
-    while len(text) < rng.randint(10, 400):
-        part = [rng.randrange(n_tokens) for _ in range(rng.choice([1, 1, 1, 6, 30]))]
-        if len(text) > 30 and rng.random() < 0.3:
-            part = [t for t in text[-30:-10] if t >= 0]
-        if rng.random() < 0.1:
-            lookup.add_break()
-            text.append(-1)
-        lookup.add(part)
-        text += part
-    for token in range(n_tokens if n_tokens < 10 else 20):
-        said = [*text, token]
-        guessed, alike = lookup.guess(token, 9)
-        longest = max((n for n in LENGTHS if last_place(said, n) >= 0), default=0)
-        assert alike >= longest, (token, longest)
-        if not longest:
-            assert (guessed, alike) == ([], 0)
-            continue
-        ends = [end for end in range(len(text)) if said[max(0, end + 1 - alike) : end + 1] == said[-alike:]]
-        assert guessed in [going_on(said, end, 9) for end in ends]
-        if alike == longest:
-            assert guessed == going_on(said, last_place(said, longest), 9)
+def test_guesses_follow_the_longest_run_that_was_there_before():
+    for seed in range(60):
+        rng = random.Random(seed)
+        n_tokens, lookup, text = rng.choice([2, 4, 60]), Lookup(), []
+        while len(text) < rng.randint(10, 400):
+            part = [rng.randrange(n_tokens) for _ in range(rng.choice([1, 1, 1, 6, 30]))]
+            if len(text) > 30 and rng.random() < 0.3:
+                part = [t for t in text[-30:-10] if t >= 0]
+            if rng.random() < 0.1:
+                lookup.add_break()
+                text.append(-1)
+            lookup.add(part)
+            text += part
+        for token in range(n_tokens if n_tokens < 10 else 20):
+            said = [*text, token]
+            guessed, alike = lookup.guess(token, 9)
+            longest = max((n for n in LENGTHS if last_place(said, n) >= 0), default=0)
+            assert alike >= longest, (token, longest)
+            if not longest:
+                assert (guessed, alike) == ([], 0)
+                continue
+            ends = [end for end in range(len(text)) if said[max(0, end + 1 - alike) : end + 1] == said[-alike:]]
+            assert guessed in [going_on(said, end, 9) for end in ends]
+            if alike == longest:
+                assert guessed == going_on(said, last_place(said, longest), 9)
 
 
 def test_a_text_that_repeats_itself_goes_on_so():

@@ -64,9 +64,11 @@ class Clone:
         return json.loads(done.stdout) if done.stdout else done.stderr
 
 
-@pytest.fixture
-def clone(tmp_path):
-    root, cache = tmp_path / "clone", tmp_path / "cache"
+@pytest.fixture(scope="module")
+def pinned(tmp_path_factory):
+    """A folder with a clone and a cache, which each test copies."""
+    folder = tmp_path_factory.mktemp("pinned")
+    root, cache = folder / "clone", folder / "cache"
     (root / "scripts").mkdir(parents=True)
     for name in ("pin", "pin_structs", "llama_source", "export_patches", "build_stock"):
         shutil.copy(ROOT / "scripts" / f"{name}.py", root / "scripts")
@@ -82,15 +84,25 @@ def clone(tmp_path):
     ]
     write_series(root / "patches", *series)
     write_series(root / "patches" / "bindings", make_patch("llama_cpp/__init__.py", "load = 1\n", "load = 2\n"))
-    env = {**os.environ, "KVEDGE_CACHE_DIR": str(cache), "PIP_NO_INDEX": "1", "GIT_AUTHOR_NAME": "t",
-           "GIT_AUTHOR_EMAIL": "t@t", "GIT_COMMITTER_NAME": "t", "GIT_COMMITTER_EMAIL": "t@t"}  # fmt: skip
-    made = Clone(root, env)
+    made = clone_in(folder)
     made.git("init", "-q")
     made.git("add", "-A")
     made.pin(cache / llama_source.SDIST, "--write")  # patches as this script writes them
     made.git("add", "-A")
     made.git("commit", "-qm", "pinned")
-    return made
+    return folder
+
+
+def clone_in(folder):
+    env = {**os.environ, "KVEDGE_CACHE_DIR": str(folder / "cache"), "PIP_NO_INDEX": "1", "GIT_AUTHOR_NAME": "t",
+           "GIT_AUTHOR_EMAIL": "t@t", "GIT_COMMITTER_NAME": "t", "GIT_COMMITTER_EMAIL": "t@t"}  # fmt: skip
+    return Clone(folder / "clone", env)
+
+
+@pytest.fixture
+def clone(pinned, tmp_path):
+    shutil.copytree(pinned, tmp_path, symlinks=True, dirs_exist_ok=True)
+    return clone_in(tmp_path)
 
 
 def test_the_pin_moves_and_moves_back(clone, tmp_path):

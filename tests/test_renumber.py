@@ -53,18 +53,18 @@ def sequences(seed):
     return np.array(positions), np.array(taken), held, at
 
 
-@pytest.mark.parametrize("seed", range(40))
-def test_the_definition_is_the_rule(seed):
-    positions, taken, held, following = sequences(seed)
-    for most in {1, 2, following // 2 or 1, following - 1 or 1, following, following + 5}:
-        new = renumbered(positions, taken, held, following, most)
-        assert new.tolist() == plainly(positions, taken, held, following, most), most
-        before, after = np.diff([*positions, following]), np.diff([*new, min(most, following)])
-        assert (after >= 0).all() and (after <= before).all()  # order stays, distances never grow
-        if len({p + i for p, n, h in zip(positions, taken, held, strict=True) for i in range(n) if h}) <= most:
-            continue
-        recent = positions >= following - most // 2
-        assert (following - positions[recent] == min(most, following) - new[recent]).all()
+def test_the_definition_is_the_rule():
+    for seed in range(40):
+        positions, taken, held, following = sequences(seed)
+        for most in {1, 2, following // 2 or 1, following - 1 or 1, following, following + 5}:
+            new = renumbered(positions, taken, held, following, most)
+            assert new.tolist() == plainly(positions, taken, held, following, most), most
+            before, after = np.diff([*positions, following]), np.diff([*new, min(most, following)])
+            assert (after >= 0).all() and (after <= before).all()  # order stays, distances never grow
+            if len({p + i for p, n, h in zip(positions, taken, held, strict=True) for i in range(n) if h}) <= most:
+                continue
+            recent = positions >= following - most // 2
+            assert (following - positions[recent] == min(most, following) - new[recent]).all()
 
 
 def test_positions_that_fit_stay_apart():

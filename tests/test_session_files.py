@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from choosing import crossed
 from conftest import THREADS
 from contexts import TinyContext, random_tokens
 from conversations import LONG, PLANS, SHORT, WORDS, a_plan, fingerprint_of, say
@@ -65,8 +66,7 @@ def go_on_after(model, plan, turns, file, load_before, **settings):
         session.close()
 
 
-@pytest.mark.parametrize("name", PLANS)
-@pytest.mark.parametrize("kind", ["llava", "qwen2vl"])
+@pytest.mark.parametrize(("kind", "name"), crossed(["llava", "qwen2vl"], PLANS, ["ragged", "merged"], ["llava"]))
 def test_a_loaded_conversation_goes_on_as_if_never_interrupted(tiny, kind, name, picture_file, native, tmp_path):
     turns = [
         (WORDS, [picture_file()], LONG),
