@@ -1,12 +1,12 @@
 """Reads prompts into a model in a process of its own, because a process can hold one llama.cpp only.
 
-stdin: one JSON object {"sides": [side, ...], "model": path, "out": path, "cases": [case, ...]}. Side "exact": keys and
-values are f32, and attention is computed plainly. Side "provider": libkvedge owns the KV memory. Of other sides it is
-llama.cpp: kvedge's patched one if the environment says KVEDGE_WORKER=ours, else the one in LLAMA_CPP_LIB_PATH. A case
-is {"segments": [...], "then": [tokens], "n_batch": n, "n_ubatch": n}; a segment is {"tokens": [...]} or
-{"image": [height, width, seed]}, random embeddings in their place.
-out: an .npz file with, as SIDE.NUMBER of the case, the logits [1 + len(then), n_vocab] after the prompt and after each
-of the tokens.
+stdin: one JSON object {"sides": [side, ...], "out": path, "jobs": [{"model": path, "cases": [case, ...]}, ...]}. Side
+"exact": keys and values are f32, and attention is computed plainly. Side "provider": libkvedge owns the KV memory. Of
+other sides it is llama.cpp: kvedge's patched one if the environment says KVEDGE_WORKER=ours, else the one in
+LLAMA_CPP_LIB_PATH. A case is {"segments": [...], "then": [tokens], "n_batch": n, "n_ubatch": n}; a segment is
+{"tokens": [...]} or {"image": [height, width, seed]}, random embeddings in their place.
+out: an .npz file with, as SIDE.JOB.CASE, numbers from 0, the logits [1 + len(then), n_vocab] after the prompt and after
+each of the tokens.
 """
 
 from __future__ import annotations
@@ -121,16 +121,16 @@ def main():
     request = json.load(sys.stdin)
     llama.llama_log_set(SILENT, None)
     llama.llama_backend_init()
-    model = llama.llama_model_load_from_file(request["model"].encode(), llama.llama_model_default_params())
-    if not model:
-        raise SystemExit("the model does not load")
-    results = {
-        f"{side}.{i}": Reader(model, case, side == "provider", side == "exact").run(case)
-        for side in request["sides"]
-        for i, case in enumerate(request["cases"])
-    }
+    results = {}
+    for number, job in enumerate(request["jobs"]):
+        model = llama.llama_model_load_from_file(job["model"].encode(), llama.llama_model_default_params())
+        if not model:
+            raise SystemExit(f"{job['model']} does not load")
+        for side in request["sides"]:
+            for i, case in enumerate(job["cases"]):
+                results[f"{side}.{number}.{i}"] = Reader(model, case, side == "provider", side == "exact").run(case)
+        llama.llama_model_free(model)
     np.savez(request["out"], **results)
-    llama.llama_model_free(model)
 
 
 if __name__ == "__main__":

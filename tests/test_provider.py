@@ -8,12 +8,13 @@ Also: what a patched llama.cpp computes without a provider is what stock llama.c
 
 from __future__ import annotations
 
+import itertools
 import os
 from pathlib import Path
 
 import numpy as np
 import pytest
-from choosing import crossed, whole
+from choosing import whole
 
 MAX_KL_EXACT = 1e-5  # nats
 MAX_KL = 1e-4
@@ -21,17 +22,20 @@ MAX_KL = 1e-4
 
 @pytest.fixture
 def logits(worker, stock_env, tmp_path):
-    """logits(model, cases, *sides) -> [steps, n_vocab] per case, of each side.
+    """logits(jobs, *sides) -> for each side {(model, number of the case): [steps, n_vocab]}.
 
-    Sides are "exact" and "stock" of unpatched libraries, or "patched" and "provider" of ours.
+    jobs: pairs of a model and its cases. Sides are "exact" and "stock" of unpatched libraries, or "patched" and
+    "provider" of ours. One process reads all, as its start takes longer.
     """
 
-    def run(model, cases, *sides):
+    def run(jobs, *sides):
         env = {"KVEDGE_WORKER": "ours"} if {"patched", "provider"} & {*sides} else stock_env
         out = tmp_path / f"{sides[0]}.npz"
-        worker("decode_worker.py", {"sides": sides, "model": str(model), "out": str(out), "cases": cases}, env=env)
+        told = [{"model": str(model), "cases": cases} for model, cases in jobs]
+        worker("decode_worker.py", {"sides": sides, "out": str(out), "jobs": told}, env=env)
+        places = [(n, model, i) for n, (model, cases) in enumerate(jobs) for i in range(len(cases))]
         with np.load(out) as results:
-            return [[results[f"{side}.{i}"] for i in range(len(cases))] for side in sides]
+            return [{(model.parent.name, i): results[f"{side}.{n}.{i}"] for n, model, i in places} for side in sides]
 
     return run
 
@@ -58,13 +62,14 @@ def divergence(p_logits, q_logits):
     return (np.exp(log_p) * (log_p - log_q)).sum(axis=-1)
 
 
-def assert_close(logits, model, cases):
-    [ours] = logits(model, cases, "provider")
-    for found, limit in zip(logits(model, cases, "exact", "stock"), (MAX_KL_EXACT, MAX_KL), strict=True):
-        for i, (a, b) in enumerate(zip(found, ours, strict=True)):
+def assert_close(logits, *jobs):
+    [ours] = logits(jobs, "provider")
+    for found, limit in zip(logits(jobs, "exact", "stock"), (MAX_KL_EXACT, MAX_KL), strict=True):
+        for case_of, a in found.items():
+            b = ours[case_of]
             assert a.shape == b.shape and np.isfinite(b).all()
-            assert divergence(a, b).max() <= limit, f"{limit}, case {i}: {divergence(a, b)}"
-            assert np.abs(a - b).max() <= 0.02 * np.abs(a).max(), f"{limit}, case {i}"
+            assert divergence(a, b).max() <= limit, f"{limit}, {case_of}: {divergence(a, b)}"
+            assert np.abs(a - b).max() <= 0.02 * np.abs(a).max(), f"{limit}, {case_of}"
 
 
 TEXT = [case(n) for n in (1, 2, 3, 31, 32, 33, 255, 512, 513, 700)]
@@ -83,47 +88,46 @@ SPLITS = [
     case(64, (8, 8), 64, n_batch=64, n_ubatch=64),
     case(33, (33, 33), 1, n_batch=2048, n_ubatch=33),
 ]
-SHAPES = crossed([(4, 4), (4, 2), (8, 1)], [64, 80, 96, 128], [80], [(4, 2)])
+USUAL = ((4, 2), 80)  # heads, and their size
+SHAPES = itertools.product([(4, 4), (4, 2), (8, 1)], [64, 80, 96, 128])
 
 
-@pytest.mark.parametrize(("heads", "size"), SHAPES, ids=lambda x: str(x).replace(" ", ""))
-def test_every_shape_of_attention(tiny, logits, heads, size):
+def test_every_shape_of_attention(tiny, logits, pytestconfig):
     """Prompts of all lengths with one shape; what differs by shape is how rows are multiplied, not where they end."""
-    model = tiny("llama", n_heads=heads[0], n_heads_kv=heads[1], head_size=size).model
-    text = TEXT if (heads, size) == ((4, 2), 80) else TEXT[1::3]
-    assert_close(logits, model, [*text, IMAGES[0], SPLITS[1]])
+    jobs = []
+    for heads, size in SHAPES:
+        if pytestconfig.getoption("all") or heads == USUAL[0] or size == USUAL[1]:
+            model = tiny("llama", n_heads=heads[0], n_heads_kv=heads[1], head_size=size).model
+            text = TEXT if (heads, size) == USUAL else TEXT[1::3]
+            jobs.append((model, [*text, IMAGES[0], SPLITS[1]]))
+    assert_close(logits, *jobs)
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen2vl"])
-def test_images_anywhere_and_batches_of_any_size(tiny, logits, kind):
-    model = tiny(kind).model
-    cases = IMAGES + SPLITS
-    assert_close(logits, model, cases)
+def test_images_anywhere_and_batches_of_any_size(tiny, logits):
+    assert_close(logits, *((tiny(kind).model, IMAGES + SPLITS) for kind in ("llama", "qwen2vl")))
 
 
-@pytest.mark.parametrize("kind", ["qwen3", "phi3", "gemma3", "lfm2", "llama4", "gemma3n", "gemma4e"])
-def test_other_architectures(tiny, logits, kind):
-    model = tiny(kind).model
-    n = 400 if kind == "gemma3n" else 1000
-    cases = [case(40, n_vocab=n), case(600, then=3, n_vocab=n), case(100, n_vocab=n, n_batch=16, n_ubatch=16)]
-    assert_close(logits, model, cases)
+def test_other_architectures(tiny, logits):
+    jobs = []
+    for kind in ("qwen3", "phi3", "gemma3", "lfm2", "llama4", "gemma3n", "gemma4e"):
+        n = 400 if kind == "gemma3n" else 1000
+        cases = [case(40, n_vocab=n), case(600, then=3, n_vocab=n), case(100, n_vocab=n, n_batch=16, n_ubatch=16)]
+        jobs.append((tiny(kind).model, cases))
+    assert_close(logits, *jobs)
 
 
 @pytest.mark.parametrize("kind", ["llama", *whole("qwen2vl")])
 def test_long_prompts_and_many_steps(tiny, logits, kind):
-    model = tiny(kind).model
-    cases = [case(3000, then=3), case(200, (24, 24), 300, then=64)]
-    assert_close(logits, model, cases)
+    assert_close(logits, (tiny(kind).model, [case(3000, then=3), case(200, (24, 24), 300, then=64)]))
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen2vl", "gemma3", "lfm2", "mamba", "deepseek2"])
-def test_without_a_provider_nothing_changes(tiny, logits, kind):
-    model = tiny(kind).model
+def test_without_a_provider_nothing_changes(tiny, logits):
     cases = [case(1), case(300), case(100, n_batch=16, n_ubatch=16)]
-    if kind in ("llama", "qwen2vl"):
-        cases.append(case(20, (9, 9), 20))
-    for a, b in zip(*logits(model, cases, "stock"), *logits(model, cases, "patched"), strict=True):
-        np.testing.assert_array_equal(a, b)
+    jobs = [(tiny(kind).model, [*cases, case(20, (9, 9), 20)]) for kind in ("llama", "qwen2vl")]
+    jobs += [(tiny(kind).model, cases) for kind in ("gemma3", "lfm2", "mamba", "deepseek2")]
+    [stock], [patched] = logits(jobs, "stock"), logits(jobs, "patched")
+    for case_of, expected in stock.items():
+        np.testing.assert_array_equal(patched[case_of], expected, err_msg=str(case_of))
 
 
 def test_the_worker_runs_what_it_is_told_to(started, stock_dir):
