@@ -157,7 +157,8 @@ def test_who_goes_on_is_said_as_to_other_servers(server):
 
 
 def test_a_completion_is_what_the_model_goes_on_with(server, model):
-    answer = post(server, "/completion", prompt=PROMPT, n_predict=8, return_tokens=True, n_probs=3, **GREEDY)
+    asked = {"prompt": PROMPT, "n_predict": 8, "return_tokens": True, "n_probs": 3, "cache_prompt": False}
+    answer = post(server, "/completion", **asked, **GREEDY)
     with pykvedge.Session(DEMO / "demo-model.gguf", threads=1) as session:
         alone = session.ask("Say anything.", (), pykvedge.Sampling(max_tokens=8)).read()
     assert answer["content"].strip() == alone.strip()
