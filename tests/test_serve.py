@@ -62,7 +62,7 @@ def test_a_stream_is_the_answer_in_pieces(server):
         lines = [line[6:] for line in answer.iter_lines() if line.startswith("data: ")]
     assert lines[-1] == "[DONE]"
     chunks = [json.loads(line) for line in lines[:-1]]
-    assert "".join(c["choices"][0]["delta"].get("content", "") for c in chunks[:-1]) == whole["message"]["content"]
+    assert "".join(c["choices"][0]["delta"].get("content") or "" for c in chunks[:-1]) == whole["message"]["content"]
     assert [c["choices"][0]["finish_reason"] for c in chunks[:-1]][-1] == whole["finish_reason"] == "stop"
     assert chunks[-1]["choices"] == [] and chunks[-1]["usage"]["completion_tokens"] == len(whole["logprobs"]["content"])
     first = whole["logprobs"]["content"][0]

@@ -66,7 +66,7 @@ def test_a_stream_with_progress_tells_how_far_the_prompt_is(server):
     steps = [c["kvedge"]["progress"] for c in given if "kvedge" in c and not c.get("usage")]
     assert steps[0]["what"] == "encoding image 1 of 1"
     assert steps[-1] == {"what": "reading the prompt", "share": 1}
-    text = "".join(c["choices"][0]["delta"].get("content", "") for c in given if c["choices"])
+    text = "".join(c["choices"][0]["delta"].get("content") or "" for c in given if c["choices"])
     assert text == server.text(said)
     plain = chunks(server, said, temperature=0)
     assert not [c for c in plain if "kvedge" in c and not c.get("usage")]
