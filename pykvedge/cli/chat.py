@@ -140,8 +140,6 @@ def _ask(prompt: str | None, given: dict[str, Any]) -> int:
         raise UsageError("--video needs --stream, which reads its frames one by one, and a PROMPT")
     if given["fps"] is not None and not given["videos"]:
         raise UsageError("--fps is of a --video; name one, or leave it out")
-    if question is not None:
-        sampling.warn_of_idle(given)
     model, mmproj = modelfiles.model_files(given)
     if (given["images"] or given["videos"]) and mmproj is None:
         what = "--image" if given["images"] else "--video"
@@ -181,6 +179,8 @@ def _talk(
             f"method '{plan.method}' reads a conversation a second time, which no file holds; leave --keep-saved out"
         )
     chosen = sampling.chosen(given)
+    if question is not None:
+        sampling.warn_of_idle(given)
     images = [paths.expanded(path) for path in given["images"]]
     # those of a stream are loaded when it is their turn; a wrong path is found now
     waits = given["stream"] and all(paths.ask(Path.is_file, documents.file_of(path)) for path in images)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes as c
 import functools
-import os
 import queue
 import socket
 import threading
@@ -18,6 +17,7 @@ import numpy as np
 
 from pykvedge.errors import DeviceError, LibraryError
 from pykvedge.native import libraries, llamacpp
+from pykvedge.system import memory
 
 F32, Q8_0, I32, CPU = 0, 8, 26, 0  # ggml_type, and the ggml_backend_dev_type of processors
 KINDS = {0: "CPU", 1: "GPU", 2: "integrated GPU", 3: "accelerator"}
@@ -152,7 +152,6 @@ def has_gpu() -> bool:
     return any("GPU" in device.kind for device in devices())
 
 
-_M_MMAP_THRESHOLD = -3
 _SERVE = c.CFUNCTYPE(None, c.c_char_p, c.c_char_p, _S, _S, c.POINTER(_P))
 
 
@@ -230,9 +229,7 @@ def why_hung_up() -> str:
 
 def serve(endpoint: str, handles: list[int], threads: int) -> None:
     """Lends devices to whoever connects. Returns only where it cannot listen."""
-    if (mallopt := getattr(c.CDLL(None), "mallopt", None)) if os.name != "nt" else None:
-        # glibc keeps what was freed once, up to 32 MiB a piece; buffers that are freed are to go back to the system
-        mallopt(_M_MMAP_THRESHOLD, 1 << 17)
+    memory.free_at_once(1 << 17)
     _rpc("start_server", _SERVE)(endpoint.encode(), None, threads, len(handles), (_P * len(handles))(*handles))
 
 

@@ -41,6 +41,7 @@ from pykvedge.serve.pictures import Sources
 from pykvedge.serve.protocol import CONNECTIONS, Protocol
 from pykvedge.serve.scheduler import Scheduler
 from pykvedge.serve.service import Service
+from pykvedge.system import memory
 from pykvedge.system.version import package_version
 
 if sys.platform == "win32":
@@ -102,6 +103,7 @@ def serve(model: LoadedModel, plan: Plan, sampling: Sampling, options: Options, 
 
     Prints one line of JSON with its address on stdout. say: for people. Raises KvedgeError where it cannot listen.
     """
+    memory.free_at_once(1 << 20)  # else pictures of earlier requests stay, in each thread's heap
     with contextlib.ExitStack() as stack:
         listening = stack.enter_context(_listening(options))
         folder = options.park or stack.enter_context(own_folder())

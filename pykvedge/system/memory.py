@@ -89,6 +89,13 @@ def trim() -> None:
         function(ctypes.c_size_t(0))
 
 
+def free_at_once(n_bytes: int) -> None:
+    """Has the C library give pieces of so many bytes back when they are freed: glibc keeps some, up to 32 MiB each."""
+    function = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
+    if function is not None:
+        function(-3, n_bytes)  # M_MMAP_THRESHOLD
+
+
 def available_bytes() -> int | None:
     """Returns the bytes that this process can still get without swapping; None where it cannot be told.
 
