@@ -61,17 +61,18 @@ def references(path):
     return list(zip(texts, tokens, strict=False))
 
 
-def test_tokens_are_the_references_and_special_ones_that_people_write_stay_text(native, released, monkeypatch):
+def test_tokens_are_the_references_and_special_ones_stay_text(native, released, monkeypatch, pytestconfig):
     paths = sorted(released.glob("ggml-vocab-*.gguf"))
     assert len(paths) == N_VOCABULARIES
     assert sum(Path(f"{path}.inp").exists() for path in paths) == N_REFERENCES
     n = 0
+    paths = paths[:: 1 if pytestconfig.getoption("all") else 3]
     for path in paths:
         with opened(path) as model:
             if Path(f"{path}.inp").exists():
                 check_references(model, path.name, references(path), monkeypatch)
             n += check_special(model, path.name)
-    assert n > 100
+    assert n > 5 * len(paths)
 
 
 def check_references(model, name, told, monkeypatch):
