@@ -11,7 +11,7 @@ from choosing import whole
 from llama_source import SourceError
 
 SOURCES = sorted((Path(__file__).resolve().parent.parent / "native" / "tests").glob("test_*.cpp"))
-# scripts/sanitize.py runs the other cases, under the address sanitizer
+# the address sanitizer (scripts/sanitize.py) runs all cases; in CI every third of attention
 FEWER = {"test_attention": ["2"], "test_faults": ["5"], "test_session": ["10"]}
 
 
