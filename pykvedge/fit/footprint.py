@@ -25,6 +25,7 @@ from pykvedge.runtime.replay import extra_tokens
 from pykvedge.system import memory
 
 _VOCABULARY = 260  # bytes a token of the vocabulary takes in llama.cpp's tables
+_LIBRARIES = 3 << 20  # bytes of libraries' files that come into memory when a prompt is read
 _GRAPH = 4 << 20  # bytes of llama.cpp's graphs, and of what it allocates for its bookkeeping
 _ROWS = 256  # of which any number that instructions take at once is a divisor
 
@@ -68,7 +69,7 @@ def program_bytes(header: Header) -> int:
     importlib.import_module("pykvedge.chat.session")
     llamacpp.start(False, vision=True)
     vocabulary = header.arrays.get("tokenizer.ggml.tokens", 0) + header.arrays.get("tokenizer.ggml.merges", 0)
-    return memory.rss_bytes() + _VOCABULARY * vocabulary
+    return memory.rss_bytes() + _LIBRARIES + _VOCABULARY * vocabulary
 
 
 def copied_share(tensor: Tensor) -> float:
