@@ -66,6 +66,7 @@ ELSEWHERE = {
 }  # fmt: skip
 
 
+@pytest.mark.whole  # compilers of other languages take half a minute
 @pytest.mark.parametrize("language", ELSEWHERE)
 def test_other_languages_find_the_library(language, tmp_path, native):
     compiler, commands = ELSEWHERE[language]

@@ -20,8 +20,8 @@ from pykvedge.plans.presets import PRESETS
 from pykvedge.runtime.llama_context import take_back
 
 KINDS = ["llama", "qwen3", "gemma3", "qwen2vl"]
-# llama.cpp's own layers have their cells in another order after loading, and sum in that order; with weights of f16 their
-# inputs are rounded, too
+# llama.cpp's own layers have their cells in another order after loading, and sum in that order; with weights of f16
+# their inputs are rounded, too
 WEIGHT = {"gemma3": "f32"}
 TOLERANCE = {"gemma3": 5e-3}
 ONCE = [name for name in PRESETS if not replays(pykvedge.plan(name))]  # presets that need no second pass
