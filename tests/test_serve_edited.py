@@ -8,7 +8,8 @@ import pytest
 from server import DEMO, SCENES, asks, serving
 
 import pykvedge
-from pykvedge.serve.edited import dropped, outline
+from pykvedge.serve import edited as known_again
+from pykvedge.serve.edited import KnownConversations, dropped, outline
 
 EDITED = {"edited": "demote"}
 QUESTIONS = [
@@ -177,3 +178,11 @@ def test_edits_are_found_whatever_they_are():
         assert found is not None and sum(found) == sum(gone)  # as many pictures are there
         if rng.random() < 0.5 and edited:
             assert dropped(made(known), made([*edited[:-1], "d"])) is None or known[-1] in "PQ"
+
+
+def test_the_oldest_conversation_is_forgotten_where_there_are_too_many_lines(monkeypatch):
+    monkeypatch.setattr(known_again, "_MOST", 10)
+    known, later = KnownConversations(), [("user", "a\nb\nd", {}, [])]
+    for name in ("first", "second", "first", "third"):
+        known.add(name, [], [("user", "a\nb\n<image>\nd", {}, ["P"])])  # 4 lines each
+    assert [name for name, _ in known.find([], later)] == ["third", "first"]

@@ -17,10 +17,11 @@ from typing import Any, TypeAlias
 from pykvedge.models.prompt import IMAGE, PLACE
 
 _KEY = os.urandom(32)
-_MOST = 1024  # conversations that are known
+_MOST = 1 << 18  # lines and pictures of all conversations that are known: some 20 MiB
 _MOST_LINES = 64  # of text in the place of a picture
 
 Outline: TypeAlias = tuple[bytes | str, ...]  # of a message: a hash for each line of text, the key of each picture
+_Known: TypeAlias = tuple[str, list[Outline]]  # of a conversation: the frame, and the messages
 
 
 def outline(text: str, pictures: Sequence[str]) -> Outline:
@@ -66,18 +67,19 @@ class KnownConversations:
     """Knows conversations with pictures by what was said. Any thread may call it."""
 
     def __init__(self) -> None:
-        self._all: OrderedDict[str, tuple[str, list[Outline]]] = OrderedDict()  # by name: the frame, and the messages
-        self._lock = threading.Lock()
+        self._all: OrderedDict[str, _Known] = OrderedDict()  # by name
+        self._lock, self._n = threading.Lock(), 0  # lines and pictures
 
     def add(self, name: str, about: Sequence[Any], said: Sequence[Any]) -> None:
         """Notes what was said (parked.said_in) in a conversation. about: all else that its rows depend on."""
         if not any(pictures for *_, pictures in said):
             return
         with self._lock:
-            self._all[name] = _frame(about, said), _outlines(said)
-            self._all.move_to_end(name)
-            if len(self._all) > _MOST:
-                self._all.popitem(last=False)
+            self._n -= _size(self._all.pop(name, None))
+            self._all[name] = found = _frame(about, said), _outlines(said)
+            self._n += _size(found)
+            while self._n > _MOST:
+                self._n -= _size(self._all.popitem(last=False)[1])
 
     def find(self, about: Sequence[Any], said: Sequence[Any]) -> list[tuple[str, list[bool]]]:
         """Lists conversations of which pictures were dropped, the newest first: the name, and of each picture whether
@@ -91,6 +93,10 @@ class KnownConversations:
             if None not in each:
                 out.append((name, [one for found in each for one in found or []]))
         return out
+
+
+def _size(known: _Known | None) -> int:
+    return sum(map(len, known[1])) if known is not None else 0
 
 
 def _frame(about: Sequence[Any], said: Sequence[Any]) -> str:
