@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 
 import pytest
 from server import DEMO, SCENES
@@ -34,9 +35,10 @@ def asked(engine, cancel=False, **fields):
             last.append(event)
             over.set()
 
-    said = f"{IMAGE}\n" + fields.pop("text", "What is there?")
+    scenes = fields.pop("scenes", SCENES[:1])
+    said = f"{IMAGE}\n" * len(scenes) + fields.pop("text", "What is there?")
     sampling = fields.pop("sampling", Sampling(max_tokens=2, temp=0.0))
-    messages = [Message("user", said, [pykvedge.load_picture(SCENES[0])])]
+    messages = [Message("user", said, [pykvedge.load_picture(scene) for scene in scenes])]
     request = Request(messages, pykvedge.plan("lookm", 0.3), sampling, **fields)
     job = engine.submit(request, take)
     submitted.set()
@@ -83,6 +85,36 @@ def test_nobody_waits_for_the_pictures_of_somebody_else(loaded, monkeypatch):
         assert isinstance(ends[0], Done)
     finally:
         go_on.set()
+        engine.close()
+
+
+def test_pictures_of_two_requests_take_turns(loaded, monkeypatch):
+    """A request of four pictures is at the encoder; the one picture of another comes behind its first."""
+    engine = Scheduler(loaded, Limits(slots=2, n_ctx=1024, memory=64 << 20), Park(None))
+    encoder, order, begun = engine.preparer.vision.encoder, [], threading.Event()
+    run = encoder._watch.run
+
+    def watched(*given):
+        order.append(threading.current_thread().name)
+        begun.set()
+        end = time.monotonic() + 60
+        while len(order) == 1 and not encoder._next.locked() and time.monotonic() < end:
+            time.sleep(0.01)  # until the other waits
+        return run(*given)
+
+    monkeypatch.setattr(encoder._watch, "run", watched)
+    engine.preparer.vision._encoded.clear()
+    ends = []
+    first = threading.Thread(target=lambda: ends.append(asked(engine, scenes=SCENES[:4], owner="ann")))
+    try:
+        first.start()
+        assert begun.wait(60)
+        ends.append(asked(engine, owner="bob"))
+        first.join(60)
+        assert all(isinstance(end, Done) for end in ends)
+        a, b, *others = order
+        assert a != b and others == [a] * 3
+    finally:
         engine.close()
 
 

@@ -57,7 +57,7 @@ class Encoder:
         # random, so that no prompt contains it by accident
         self.marker = f"<__image_{secrets.token_hex(8)}__>"
         self.width = model.n_embd_input  # of the embeddings
-        self._lock, self._at_work_for = threading.Lock(), 0
+        self._lock, self._next, self._at_work_for = threading.Lock(), threading.Lock(), 0
         params = mtmd.mtmd_context_params_default()
         params.n_threads, params.use_gpu = threads, use_gpu
         params.print_timings = params.warmup = False
@@ -103,8 +103,14 @@ class Encoder:
         me = threading.get_ident()
         if self._at_work_for == me:
             raise StateError("the image encoder is at work for this thread; do not ask about images in `progress`")
-        while not self._lock.acquire(timeout=_LOOK_S):
+        # whoever has many images waits behind the one that waits already
+        while not self._next.acquire(timeout=_LOOK_S):
             look(0.0)
+        try:
+            while not self._lock.acquire(timeout=_LOOK_S):
+                look(0.0)
+        finally:
+            self._next.release()
         self._at_work_for = me
         try:
             yield

@@ -72,7 +72,7 @@ def text_bytes(request: Request) -> int:
 
 
 class Preparer:
-    """Prepares one job with pictures at a time, and beside it one without: two threads may call."""
+    """Prepares jobs. Several threads may call."""
 
     def __init__(self, loan: Loan, park: Park, limits: Limits) -> None:
         """Raises ModelError for a chat template that cannot be read."""

@@ -1,7 +1,7 @@
 """The Scheduler answers jobs side by side: all conversations lie in one context, and are decoded in common batches.
 
-Four threads: two prepare jobs, one of them those with pictures; one decodes, and one moves parked conversations from
-memory to their folder. A fifth ends when the vocabulary is prepared for grammars.
+Five threads: three prepare jobs, two of them those with pictures; one decodes, and one moves parked conversations from
+memory to their folder. A sixth ends when the vocabulary is prepared for grammars.
 """
 
 from __future__ import annotations
@@ -105,8 +105,9 @@ class Scheduler:
         self._threads = [
             threading.Thread(target=run, name=f"kvedge-{what}", daemon=True)
             for what, run in (
-                # pictures are encoded for seconds, and nobody's question waits for those of somebody else
-                ("prepare", lambda: self._prepare(pictures=False)), ("encode", lambda: self._prepare(pictures=True)),
+                # pictures are encoded for seconds: questions without any do not wait, two requests with some take turns
+                ("prepare", lambda: self._prepare(pictures=False)),
+                *[(f"encode-{i}", lambda: self._prepare(pictures=True)) for i in range(2)],
                 ("decode", self._decode), ("park", self._shrink),
                 ("vocabulary", self.preparer.warm),
             )
