@@ -3,7 +3,7 @@
     python3 scripts/dev.py python experiments/measure_bodies.py
 
 Each body goes to a fresh `kvedge serve` with the packaged model. Memory is the system's VmHWM, reset before the body is
-sent. Another client asks a plain question and /health in turns; its longest wait is told beside its longest wait in as
+sent. Another client asks a plain question, one with a small picture, and /health in turns; its longest wait is told beside its longest wait in as
 many seconds without the body. The request itself may be refused. "hostile forms" are all grammars and schemas of
 tests/test_grammar_bounds.py, one after another, each with up to 64 tokens.
 """
@@ -18,7 +18,7 @@ import os
 import sys
 import threading
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from pathlib import Path
 
@@ -115,7 +115,12 @@ def watched(url: str, over: threading.Event, waits: dict[str, list[float]]) -> N
         while not over.is_set():
             n += 1
             body = {"messages": [{"role": "user", "content": f"Hello {n}"}], "max_tokens": 2}
-            asks = {"health": lambda: client.get("/health"), "plain": lambda b=body: client.post(CHAT, json=b)}
+            picture = shown(file_of("PNG", noise=8, side=64, seed=n))  # which nobody has encoded
+            asks = {
+                "health": lambda: client.get("/health"),
+                "plain": lambda b=body: client.post(CHAT, json=b),
+                "picture": lambda p=picture: client.post(CHAT, content=p),
+            }
             for what, ask in asks.items():
                 began = time.monotonic()
                 ask().raise_for_status()
@@ -124,7 +129,7 @@ def watched(url: str, over: threading.Event, waits: dict[str, list[float]]) -> N
 
 
 def longest(url: str, work: Callable[[], object]) -> dict[str, float]:
-    over, waits = threading.Event(), {"health": [0.0], "plain": [0.0]}
+    over, waits = threading.Event(), defaultdict[str, list[float]](lambda: [0.0])
     other = threading.Thread(target=watched, args=(url, over, waits))
     other.start()
     work()
