@@ -3,9 +3,9 @@
     python3 scripts/dev.py python experiments/measure_bodies.py
 
 Each body goes to a fresh `kvedge serve` with the packaged model. Memory is the system's VmHWM, reset before the body is
-sent. Another client asks a plain question, one with a small picture, and /health in turns; its longest wait is told beside its longest wait in as
-many seconds without the body. The request itself may be refused. "hostile forms" are all grammars and schemas of
-tests/test_grammar_bounds.py, one after another, each with up to 64 tokens.
+sent. Another client asks a plain question, one with a small picture, and /health in turns; its longest wait is told
+beside its longest wait in as many seconds without the body. The request itself may be refused. "hostile forms" are all
+grammars and schemas of tests/test_grammar_bounds.py, one after another, each with up to 64 tokens.
 """
 
 from __future__ import annotations
