@@ -35,6 +35,8 @@ export interface ChatOptions extends Cancellable {
   schema?: Record<string, unknown>;
   /** The answer's figures say which patches of each picture are kept. */
   patches?: boolean;
+  /** Pictures that were left out of a conversation that the server knows keep no pairs; it needs --keep. */
+  edited?: "demote";
   /** The stream says how far the prompt was read. */
   progress?: boolean;
   max_tokens?: number;
@@ -77,7 +79,7 @@ export interface Answer {
   /** For the next call's messages. */
   message: Message;
   usage: { prompt_tokens: number; completion_tokens: number; total_tokens: number;
-    prompt_tokens_details: { cached_tokens: number } };
+    prompt_tokens_details: { cached_tokens: number; demoted_images?: number } };
   kept: Kept;
   /** The value of an answer by `schema`. */
   data?: unknown;
