@@ -79,6 +79,8 @@ def test(args: list[str]) -> int:
     build = max(BUILD.glob("py3-none-*"), key=lambda p: p.stat().st_mtime)  # the folder that the install built in
     stock = [venv_program("python"), str(ROOT / "scripts" / "build_stock.py"), "--build", str(build)]
     run_logged(stock, "building the baseline (stock llama.cpp)")
+    # pip configures the folder with a CMake of its own, which is gone by now
+    run_logged([venv_program("cmake"), str(build)], "configuring the native tests")
     run_logged([venv_program("cmake"), "--build", str(build), "--target", "kvedge-tests"], "building the native tests")
     return execute([venv_program("python"), "-m", "pytest", *args])
 

@@ -76,7 +76,7 @@ export class Client {
     return new ServerGoneError(`no connection to ${this.url}: ${reason(cause)}; is the server still running?`, { cause });
   }
 
-  async #body(question, { images, plan, schema, patches, progress, ...fields }) {
+  async #body(question, { images, plan, schema, patches, edited, progress, ...fields }) {
     if (fields.n !== undefined && fields.n !== 1) throw new KvedgeError("n: one answer a call; call again for more");
     const asked = typeof question === "string" ? [{ role: "user", content: question }] : question;
     const messages = await Promise.all(asked.map(withPictures));
@@ -86,7 +86,7 @@ export class Client {
       messages[last] = await withPictures({ ...messages[last], images });
     }
     const kept = typeof plan === "object" ? plan : {};
-    const kvedge = Object.entries({ ...kept, patches, progress }).filter(([, value]) => value !== undefined);
+    const kvedge = Object.entries({ ...kept, patches, edited, progress }).filter(([, value]) => value !== undefined);
     const body = { ...fields, messages };
     if (kvedge.length) body.kvedge = Object.fromEntries(kvedge);
     if (typeof plan === "string") {
