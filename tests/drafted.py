@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import dataclass
 
 import numpy as np
 
+import pykvedge
 from pykvedge import Sampling
 from pykvedge.runtime.report import Drafts
+from pykvedge.serve.job import Done, Failed, Request, Text
 
 SCENE = "examples/scene-1.png"
 AGAIN = "Describe the image. A red triangle at the top left, a pink circle at the bottom left, a red"
@@ -74,3 +77,19 @@ def broken_off(session, enough):
     answer.close()
     so_far, pending = answer._generation.tokens, session.pending
     return so_far, answer.report.text, pending, session.ask("Why?", sampling=Sampling(max_tokens=12)).read()
+
+
+def ask(scheduler, messages, sampling, plan=None):
+    """The report of a server's answer, its tokens, and the text that came piece by piece."""
+    over, texts, ends = threading.Event(), [], []
+
+    def take(event):
+        if isinstance(event, Text):
+            texts.append(event.text)
+        if isinstance(event, (Done, Failed)):
+            ends.append(event)
+            over.set()
+
+    job = scheduler.submit(Request(messages, plan or pykvedge.plan("snapkv", 0.3), sampling), take)
+    assert over.wait(120) and isinstance(ends[0], Done), ends
+    return job.report, job.ids, "".join(texts)

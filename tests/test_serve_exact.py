@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
 from choosing import whole
-from drafted import AGAIN, SAMPLINGS, SCENE
+from drafted import AGAIN, SAMPLINGS, SCENE, ask
 from server import DEMO, asks, serving
 
 import pykvedge
@@ -18,7 +17,7 @@ from pykvedge.models.images import load_picture
 from pykvedge.models.prompt import Message
 from pykvedge.runtime import drafting
 from pykvedge.runtime.keeping import Keep
-from pykvedge.serve.job import Done, Failed, Limits, Request, Text
+from pykvedge.serve.job import Limits, Request
 from pykvedge.serve.parked import Park
 from pykvedge.serve.scheduler import Scheduler
 
@@ -54,27 +53,11 @@ def drafts(request, monkeypatch):
     return request.param
 
 
-def ask(scheduler, messages, sampling, plan):
-    """The report of an answer, its tokens, and the text that came piece by piece."""
-    over, texts, ends = threading.Event(), [], []
-
-    def take(event):
-        if isinstance(event, Text):
-            texts.append(event.text)
-        if isinstance(event, (Done, Failed)):
-            ends.append(event)
-            over.set()
-
-    job = scheduler.submit(Request(messages, pykvedge.plan(*plan), sampling), take)
-    assert over.wait(120) and isinstance(ends[0], Done), ends
-    return job.report, job.ids, "".join(texts)
-
-
 def conversation(scheduler, plan, sampling, number):
     """Two questions, the first about a picture: of each the tokens, the text as it came, and how it ended."""
     messages, out = [Message("user", f"({number}) {AGAIN}", [load_picture(SCENE)])], []
     for chosen in (sampling, SECOND):
-        report, ids, text = ask(scheduler, messages, chosen, plan)
+        report, ids, text = ask(scheduler, messages, chosen, pykvedge.plan(*plan))
         assert report.text == text and not report.notes, report.notes
         if plan[0] != "full":
             assert report.drafts is None or (report.drafts.exact and report.drafts.verifications > 0)
@@ -112,11 +95,11 @@ def test_a_conversation_without_whole_rows_is_read_again(native):
         small = Scheduler(model, replace(LIMITS, exact=True, keep=Keep("ram", space=1000)), Park(None))
         try:
             messages, plan = [Message("user", AGAIN, [load_picture(SCENE)])], ("kvzip", 0.3)
-            expected = ask(scheduler, messages, SECOND, ("full", None))[1]
+            expected = ask(scheduler, messages, SECOND, pykvedge.plan("full"))[1]
             for _ in range(2):
-                report, ids, _ = ask(scheduler, messages, SECOND, plan)
+                report, ids, _ = ask(scheduler, messages, SECOND, pykvedge.plan(*plan))
                 assert ids == expected and report.drafts.exact and report.tokens.reused == 0
-            report, _, _ = ask(small, messages, SECOND, ("snapkv", 0.1))
+            report, _, _ = ask(small, messages, SECOND, pykvedge.plan("snapkv", 0.1))
             assert report.drafts.exact is False and "whole rows are not kept" in report.notes[0]
             assert not small.park._held and not small.park._read
         finally:
@@ -134,7 +117,8 @@ def test_what_a_job_needs_is_never_exceeded(schedulers, drafts):
 
     decoder._measure = noting
     try:
-        ask(scheduler, [Message("user", AGAIN, [load_picture(SCENE)])], Sampling(max_tokens=200), ("lookm", 0.2))
+        said = [Message("user", AGAIN, [load_picture(SCENE)])]
+        ask(scheduler, said, Sampling(max_tokens=200), pykvedge.plan("lookm", 0.2))
     finally:
         decoder._measure = measure
     block = 2 * 32 * scheduler.preparer.bytes_per_token  # rows of an answer come in blocks

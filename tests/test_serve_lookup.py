@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
-from drafted import AGAIN, SAMPLINGS, SCENE
+from drafted import AGAIN, SAMPLINGS, SCENE, ask
 from server import DEMO, serving
 
 import pykvedge
@@ -16,7 +15,7 @@ from pykvedge.models.images import load_picture
 from pykvedge.models.prompt import Message
 from pykvedge.runtime import drafting
 from pykvedge.serve.completions import usage
-from pykvedge.serve.job import Done, Failed, Limits, Request, Text
+from pykvedge.serve.job import Limits
 from pykvedge.serve.parked import Park
 from pykvedge.serve.scheduler import Scheduler
 
@@ -37,22 +36,6 @@ def schedulers(native):
 def many(monkeypatch):
     """As many tokens are drafted as fit, whatever they cost."""
     monkeypatch.setattr(drafting.Drafter, "_best", lambda self, kind, most, each=0: (most, 1.0))
-
-
-def ask(scheduler, messages, sampling, plan=None):
-    """The report of an answer, its tokens, and the text that came piece by piece."""
-    over, texts, ends = threading.Event(), [], []
-
-    def take(event):
-        if isinstance(event, Text):
-            texts.append(event.text)
-        if isinstance(event, (Done, Failed)):
-            ends.append(event)
-            over.set()
-
-    job = scheduler.submit(Request(messages, plan or pykvedge.plan("snapkv", 0.3), sampling), take)
-    assert over.wait(120) and isinstance(ends[0], Done), ends
-    return job.report, job.ids, "".join(texts)
 
 
 def first():
