@@ -138,7 +138,7 @@ class Drafter:
         self._drafting = Costs()  # of single tokens with the compressed rows, where there are whole ones
         self._undrafted = _RETRY  # steps in a row; the first one tries
         self._over_whole = False  # the last step was
-        self._kept_bytes = self._all_bytes = 0  # that a token reads of compressed rows, and of whole ones
+        self._kept_bytes = 0  # that a token reads of compressed rows
 
     def step(self, generation: Generation, room: int, choose: Callable[[], str]) -> str:
         """Reads the token that was chosen last, and chooses what follows. Returns the text that is certain with it.
@@ -162,11 +162,9 @@ class Drafter:
         cache = self._driver.cache
         if cache is None or not self._exact:
             return False
-        number, drafts = self._sequence.number, generation.drafts
-        stats = cache.stats(number)
+        stats, drafts = cache.stats(self._sequence.number), generation.drafts
         whole = stats.whole_bytes > 0
         self._kept_bytes = stats.bytes
-        self._all_bytes = figures.uncompressed(self._driver.model, cache, self._driver.size.kv_type, number)
         if drafts is not None and drafts.exact is None:
             drafts.exact = whole or self._sequence.has_all
         elif drafts is not None and self._over_whole and not whole:
@@ -257,12 +255,15 @@ class Drafter:
 
     def _verify(self, generation: Generation, room: int, guesses: list[tuple[int, int]], whole: bool) -> str:
         """Verifies guesses, each with its kind. whole: over whole rows."""
-        context, batch = self._driver.context, [generation.token, *(token for token, _ in guesses)]
+        driver, context = self._driver, self._driver.context
+        batch, n_bytes = [generation.token, *(token for token, _ in guesses)], self._kept_bytes
+        if whole and driver.cache is not None:
+            n_bytes = figures.uncompressed(driver.model, driver.cache, driver.size.kv_type, self._sequence.number)
         began = time.perf_counter()
         self._sequence.verify(batch, whole)
         context.logits()
         self._costs.took(len(batch), time.perf_counter() - began)
-        self._note_read(generation, self._all_bytes if whole else self._kept_bytes)
+        self._note_read(generation, n_bytes)
         stay = 1
         try:
             text, stay = generation.choose_each(context, batch, room - 1)
