@@ -11,7 +11,7 @@ import click
 
 from pykvedge.cli import completion, options
 from pykvedge.cli.command import command, option
-from pykvedge.cli.modelfiles import headers, pictures
+from pykvedge.cli.modelfiles import headers, page_size, pictures
 from pykvedge.errors import UsageError
 
 if TYPE_CHECKING:
@@ -192,9 +192,7 @@ def _sizes(given: dict[str, Any], projector: Header | None) -> list[tuple[int, i
     """Tells the width and height of every picture and page."""
     if given["images"] and (given["image_size"] or given["n_images"] is not None):
         raise UsageError("--image says how many images there are, and how large; leave --images and --image-size out")
-    from pykvedge.models.documents import PageSize
     from pykvedge.models.images import scaled_size
-    from pykvedge.runtime.settings import Settings
 
     limits = options.image_limits(given)
     if given["images"]:
@@ -202,7 +200,7 @@ def _sizes(given: dict[str, Any], projector: Header | None) -> list[tuple[int, i
     size = options.pixels(given["image_size"] or "1024x768", 10**5)
     if projector is None:
         return [size]
-    return [scaled_size(*size, PageSize.asked(projector, *Settings.of(limits).image_limits).pixels)]
+    return [scaled_size(*size, page_size(projector, limits).pixels)]
 
 
 def _placed(placement: Placement) -> list[str]:

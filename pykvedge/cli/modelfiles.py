@@ -16,6 +16,7 @@ from pykvedge.system.files import DATA
 
 if TYPE_CHECKING:
     from pykvedge.cli.progress import Display
+    from pykvedge.models.documents import PageSize
     from pykvedge.models.gguf import Header
     from pykvedge.models.images import Picture
 
@@ -60,15 +61,22 @@ def pictures(
 
     limits: the settings of IMAGE_LIMITS. Raises what load_pictures raises, and ModelError.
     """
-    from pykvedge.models.documents import PageSize, load_pictures
+    from pykvedge.models.documents import load_pictures
     from pykvedge.models.gguf import Header, read_header
-    from pykvedge.runtime.settings import Settings
 
     found, size = [paths.expanded(path) for path in images], None
     if mmproj is not None and found:
         header = mmproj if isinstance(mmproj, Header) else read_header(mmproj)
-        size = PageSize.asked(header, *Settings.of(dict(limits or {})).image_limits)
+        size = page_size(header, limits or {})
     return load_pictures(found, size)
+
+
+def page_size(mmproj: Header, limits: Mapping[str, int]) -> PageSize:
+    """Tells how large an image encoder sees a page. limits: the settings of IMAGE_LIMITS. Raises UsageError."""
+    from pykvedge.models.documents import PageSize
+    from pykvedge.runtime.settings import Settings
+
+    return PageSize.asked(mmproj, *Settings.of(dict(limits)).image_limits)
 
 
 def hub_name(given: Mapping[str, Any]) -> str | None:
