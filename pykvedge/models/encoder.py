@@ -104,11 +104,9 @@ class Encoder:
         if self._at_work_for == me:
             raise StateError("the image encoder is at work for this thread; do not ask about images in `progress`")
         # whoever has many images waits behind the one that waits already
-        while not self._next.acquire(timeout=_LOOK_S):
-            look(0.0)
+        _acquire(self._next, look)
         try:
-            while not self._lock.acquire(timeout=_LOOK_S):
-                look(0.0)
+            _acquire(self._lock, look)
         finally:
             self._next.release()
         self._at_work_for = me
@@ -117,3 +115,8 @@ class Encoder:
         finally:
             self._at_work_for = 0
             self._lock.release()
+
+
+def _acquire(lock: threading.Lock, look: Callable[[float], None]) -> None:
+    while not lock.acquire(timeout=_LOOK_S):
+        look(0.0)
