@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
+
 import numpy as np
 import pytest
 from PIL import Image
@@ -86,6 +89,18 @@ def test_of_an_animated_picture_the_first_is_read_and_that_is_said(tmp_path, kve
     if kind == "gif":
         done = kvedge("chat", "--image", file, "--max-tokens", 1, "What?")
         assert done.err.count("two.gif is animated; only its first picture is read") == 1
+
+
+@pytest.mark.parametrize("form", ["gif", "webp", "png", "jpeg", "bmp"])
+def test_a_file_that_ends_anywhere_is_read_or_refused(form):
+    """A GIF that ends inside the place of its second frame made pillow raise struct.error, which nobody caught."""
+    frames = [Image.new("RGB", (3, 2), colour) for colour in ("red", "blue")]
+    more = {"save_all": True, "append_images": frames[1:]} if form in ("gif", "webp") else {}
+    frames[0].save(whole := io.BytesIO(), form, **more)
+    for n_bytes in range(len(whole.getvalue())):
+        with contextlib.suppress(ImageError):
+            picture = load_picture(whole.getvalue()[:n_bytes])
+            assert (picture.width, picture.height) == (3, 2)
 
 
 def test_a_webp_of_many_pixels_is_refused(tmp_path, monkeypatch):

@@ -19,7 +19,7 @@ import numpy as np
 from PIL import ExifTags, Image, UnidentifiedImageError
 from PIL.Image import Image as PillowImage
 
-from pykvedge.errors import ArrayError, ImageError, UsageError
+from pykvedge.errors import ArrayError, ImageError, KvedgeError, UsageError
 from pykvedge.system import signals
 from pykvedge.system.files import require_file
 
@@ -301,7 +301,9 @@ def _explained(what: str) -> Iterator[None]:
         raise ImageError(f"{what} has too many pixels; the limit is {MAX_PIXELS // 10**6} million") from None
     except MemoryError:
         raise ImageError(f"{what} does not fit into memory; scale it down") from None
-    except (OSError, ValueError, SyntaxError, EOFError, IndexError, KeyError, TypeError) as error:
+    except KvedgeError:
+        raise
+    except Exception as error:  # the bytes of a file decide what pillow raises, struct.error among others
         detail = getattr(error, "strerror", None) or str(error) or type(error).__name__
         raise ImageError(f"{what} cannot be read: {detail}") from None
 
