@@ -24,7 +24,7 @@ PATCHES = ROOT / "patches"
 
 
 def find_build() -> Path:
-    """kvedge's newest build folder; others lie beside it, of single backends for one (try_device.py)."""
+    """kvedge's newest build folder; others lie beside it, such as those of single backends."""
     folders = [p.parent for p in (ROOT / "build").glob("*/CMakeCache.txt")]
     builds = [folder for folder in folders if (folder / "llama.cpp").is_dir() and ggml_libraries(folder)]
     if not builds:

@@ -19,7 +19,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = ("scripts", "tests", "experiments")
-PACKAGES = (ROOT, ROOT / "scripts", ROOT / "tests", ROOT / "examples" / "desktop")  # where modules are looked for
+PACKAGES = (ROOT, *(ROOT / name for name in (*FOLDERS, "examples/desktop")))  # where modules are looked for
 ALWAYS = {"__doc__", "__file__", "__name__", "__path__"}  # names that every module has
 NAMING = (ast.Import, ast.ImportFrom, ast.Name, ast.Attribute, ast.arg)
 SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)

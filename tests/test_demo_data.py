@@ -1,18 +1,19 @@
-"""The demo model's scenes, questions, evaluation sets and tokenizer: seeded, held out, and right."""
+"""The demo model's scenes, questions and evaluation sets: seeded, held out, and right."""
 
 from __future__ import annotations
 
 import hashlib
 import itertools
 import json
-import sys
 from pathlib import Path
 
+import gguf
+import jinja2
 import numpy as np
 import pytest
-from eval_runs import prompt
+from eval_runs import MMPROJ, MODEL, prompt
+from PIL import Image
 
-import pykvedge
 from kvedge_lab.demo_tasks import evalset, tasks
 from kvedge_lab.demo_tasks.font import CODE_CHARS
 from kvedge_lab.demo_tasks.prompts import MEDIA, messages
@@ -29,9 +30,6 @@ from kvedge_lab.demo_tasks.scenes import (
     render,
 )
 from kvedge_lab.eval.tasks import demo_samples
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "scripts"))
-from demo.tokenizer import CHAT_TEMPLATE, Tokenizer
 
 DATA = Path(__file__).parent / "data" / "demo"
 ROWS, COLUMNS = ("top", "middle", "bottom"), ("left", "centre", "right")
@@ -174,7 +172,6 @@ def test_codes_and_descriptions():
             assert part.split()[0] == ("an" if item.colour == "orange" else "a")
             assert part.split(maxsplit=1)[1] == f"{item.colour} {item.shape} at the {region(item)}"
         assert parts[-1].startswith(f"and the code {scene.code} at the ")
-    assert all(25 <= len(Tokenizer().encode(s.answer)) <= 80 for s in take("describe", 100))
 
 
 @pytest.mark.parametrize("images", [2, 4, 8])
@@ -203,9 +200,8 @@ def test_differences():
 
 @pytest.mark.parametrize("task", tasks.TASKS)
 def test_every_word_of_an_answer_has_a_source(task):
-    tokenizer = Tokenizer()
     for sample in take(task, 20):
-        assert len(tokenizer.encode(sample.answer)) == len(sample.question.sources)
+        assert len(sample.question.sources) >= len(sample.answer.split())
         for cells in sample.question.sources:
             assert cells and all(0 <= k < len(sample.scenes) for k, _, _ in cells)
 
@@ -227,7 +223,6 @@ def test_unknown_tasks_and_counts_are_refused():
 
 
 def test_sets_are_written_and_read(tmp_path):
-    image = pytest.importorskip("PIL.Image")
     chosen = take("colour", 2) + take("which-image", 1, images=3, second_turn=True)
     path = evalset.write_set(tmp_path, chosen)
     lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
@@ -235,7 +230,7 @@ def test_sets_are_written_and_read(tmp_path):
     for line, sample in zip(lines, chosen, strict=True):
         assert line["messages"] == sample.messages()
         for name, picture in zip(line["images"], sample.images(), strict=True):
-            with image.open(tmp_path / name) as file:
+            with Image.open(tmp_path / name) as file:
                 assert (np.asarray(file.convert("RGB")) == picture).all()
 
 
@@ -246,47 +241,16 @@ def test_the_fixed_set_is_what_the_generator_draws(tmp_path):
         assert all((DATA / name).exists() for name in line["images"])
 
 
-def test_tokens_give_the_text_back():
-    tokenizer = Tokenizer()
-    for task in tasks.TASKS:
-        for sample in take(task, 20):
-            for text in (sample.answer, sample.question.text):
-                ids = tokenizer.encode(text)
-                assert tokenizer.decode(ids) == text
-                assert not any(3 <= i < 259 for i in ids), "a byte piece in our own text"
-
-
-def test_codes_fall_apart_into_characters():
-    tokenizer = Tokenizer()
-    for scene in scenes_of(9, 300, False):
-        assert [tokenizer.pieces[i] for i in tokenizer.encode(scene.code)] == ["\u2581", *scene.code]
-
-
-def test_unknown_text_becomes_bytes():
-    tokenizer = Tokenizer()
-    ids = tokenizer.encode("\u00e9")
-    assert [tokenizer.pieces[i] for i in ids] == ["\u2581", "<0xC3>", "<0xA9>"]
-
-
-def test_the_chat_template_writes_the_prompt():
-    jinja2 = pytest.importorskip("jinja2")
-    template = jinja2.Environment().from_string(CHAT_TEMPLATE)
+def test_the_chat_template_of_the_packaged_model_writes_the_prompt():
+    field = gguf.GGUFReader(MODEL).fields["tokenizer.chat_template"]
+    template = jinja2.Environment().from_string(field.contents())
     for count, second in itertools.product((1, 4), (False, True)):
         turns = messages(count, "Describe image 1.", second)
         assert template.render(messages=turns, add_generation_prompt=True) == prompt(turns)
 
 
-def test_the_packaged_model_has_this_vocabulary():
-    gguf = pytest.importorskip("gguf")
-    folder = Path(pykvedge.__file__).parent / "data"
-    files = [folder / "demo-model.gguf", folder / "demo-mmproj.gguf"]
-    assert sum(f.stat().st_size for f in files) <= 12 * 1024 * 1024
-    fields = gguf.GGUFReader(files[0]).fields
-    tokenizer = Tokenizer()
-    assert fields["tokenizer.ggml.tokens"].contents() == tokenizer.pieces
-    assert fields["tokenizer.ggml.token_type"].contents() == tokenizer.token_types()
-    assert fields["tokenizer.chat_template"].contents() == CHAT_TEMPLATE
-    assert fields["llama.attention.key_length"].contents() == 64
+def test_the_files_of_the_packaged_model_are_small():
+    assert MODEL.stat().st_size + MMPROJ.stat().st_size <= 12 * 1024 * 1024
 
 
 def test_no_scene_is_in_two_parts():

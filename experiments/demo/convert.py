@@ -63,7 +63,7 @@ def about(name: str, kind: str) -> dict[str, Any]:
 
 def write_text(path: Path, state: dict[str, Tensor], config: TextConfig, kind: str) -> None:
     writer, tokenizer = gguf.GGUFWriter(str(path), "llama"), Tokenizer()
-    made = "Answers questions about drawn scenes; trained from scratch by scripts/train_demo.py"
+    made = "Answers questions about drawn scenes; trained from scratch by experiments/train_demo.py"
     set_values(writer, about("kvedge demo model", kind) | {
         "description": made, "context_length": config.context, "embedding_length": config.width,
         "block_count": config.layers, "feed_forward_length": config.hidden, "head_count": config.heads,

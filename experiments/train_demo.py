@@ -1,6 +1,6 @@
 """Train the demo model from scratch, measure it, and write its GGUF files: one command.
 
-    python scripts/train_demo.py OUT --workers 2
+    python experiments/train_demo.py OUT --workers 2
 
 Needs torch, numpy, pillow and gguf. Progress goes to stderr and to OUT/train.log; the accuracies (percent exact on
 held-out samples) to stdout as JSON. A second start with the same OUT goes on where the last checkpoint was written.

@@ -1,9 +1,9 @@
 """Conversations on a device of ggml's against the same on the host: what each method keeps, and what it answers.
 
-    python3 scripts/dev.py python scripts/try_device.py vulkan
-    python3 scripts/dev.py python scripts/try_device.py vulkan -DVulkan_INCLUDE_DIR=... --model demo --method adakv
-    python3 scripts/dev.py python scripts/try_device.py cuda -DCMAKE_CUDA_ARCHITECTURES=86 --model model.gguf
-    python3 scripts/dev.py python scripts/try_device.py cuda --built-in      # after dev.py build -DGGML_CUDA=ON
+    python3 scripts/dev.py python experiments/try_device.py vulkan
+    python3 scripts/dev.py python experiments/try_device.py vulkan -DVulkan_INCLUDE_DIR=... --model demo --method adakv
+    python3 scripts/dev.py python experiments/try_device.py cuda -DCMAKE_CUDA_ARCHITECTURES=86 --model model.gguf
+    python3 scripts/dev.py python experiments/try_device.py cuda --built-in      # after dev.py build -DGGML_CUDA=ON
 
 Builds that backend as a module in build/BACKEND, where it is not yet, and loads it beside the libraries that there are;
 or uses what the libraries hold.
@@ -25,6 +25,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import scriptpath  # noqa: F401
 from build_stock import cmake, find_build
 from llama_source import ROOT, SourceError, ended, log
 from modelgen.tiny import default_spec, write_tiny

@@ -25,7 +25,7 @@ NAME = "kvedge pages model"
 
 def write_text(path: Path, state: dict[str, Tensor], c: PageConfig, kind: str) -> None:
     writer, tokens = gguf.GGUFWriter(str(path), "qwen2vl"), pieces()
-    made = "Answers questions about drawn pages; trained from scratch by scripts/train_pages.py"
+    made = "Answers questions about drawn pages; trained from scratch by experiments/train_pages.py"
     set_values(writer, about(NAME, kind) | {
         "description": made, "context_length": c.context, "embedding_length": c.width, "block_count": c.layers,
         "feed_forward_length": c.hidden, "head_count": c.heads, "head_count_kv": c.kv_heads,

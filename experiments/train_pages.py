@@ -1,6 +1,6 @@
 """Train the second model, which reads pages, from scratch, measure it, and write its GGUF files: one command.
 
-    python scripts/train_pages.py OUT --workers 2
+    python experiments/train_pages.py OUT --workers 2
 
 Needs torch, numpy, pillow, gguf and tokenizers. Progress goes to stderr and to OUT/train.log; the accuracies (percent
 exact on held-out pages) to stdout as JSON. A second start with the same OUT goes on at the last checkpoint.
@@ -15,6 +15,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+import scriptpath  # noqa: F401
 import torch
 import torch.distributed as dist
 from demo.checkpoint import Log, load_learner
