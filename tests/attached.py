@@ -1,7 +1,5 @@
 """What the tests of attach share: a Session that writes down what it reads, and Llamas that read the same."""
 
-from __future__ import annotations
-
 import base64
 from contextlib import contextmanager
 from dataclasses import dataclass, field

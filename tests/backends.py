@@ -1,7 +1,5 @@
 """Backends of ggml's that workers use: modules, and servers."""
 
-from __future__ import annotations
-
 import ctypes
 import sys
 

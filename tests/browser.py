@@ -1,7 +1,5 @@
 """A browser without a window, for tests of pages. Skips the file that imports it where there is none."""
 
-from __future__ import annotations
-
 import shutil
 from contextlib import contextmanager
 

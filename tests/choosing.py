@@ -1,7 +1,5 @@
 """What a run leaves out by default: cases that repeat what others hold, or take long. `pytest --all` runs them, too."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 from collections.abc import Iterable, Sequence

@@ -1,7 +1,5 @@
 """What the tests share: tiny models, pictures, the program as a subprocess."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Contexts of tiny models, with kvedge's KV memory or llama.cpp's own, for tests that look at every token."""
 
-from __future__ import annotations
-
 import ctypes
 import functools
 

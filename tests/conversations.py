@@ -1,7 +1,5 @@
 """What the tests of session files share: plans, questions, and files taken apart."""
 
-from __future__ import annotations
-
 import struct
 import zlib
 

@@ -5,8 +5,6 @@
 A process of its own: where the server hangs up, ggml ends it. What is answered beside others is answered as alone.
 """
 
-from __future__ import annotations
-
 import itertools
 import sys
 

@@ -9,8 +9,6 @@ out: an .npz file with, as SIDE.JOB.CASE, numbers from 0, the logits [1 + len(th
 each of the tokens.
 """
 
-from __future__ import annotations
-
 import ctypes
 import json
 import os

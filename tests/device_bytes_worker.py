@@ -5,8 +5,6 @@ stdin: one JSON object: the "server", a "model", "tokens" of the prompt, "plans"
 stdout: a line of JSON for each plan: bytes [sent, received] of each step, and what kvedge reports of the compression.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

@@ -6,8 +6,6 @@ stdout: a line of JSON for a server without bounds and for each try: the "error"
 behind it; "after": token indices that are kept in the end, and the "report" of that compression.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 

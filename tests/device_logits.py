@@ -9,8 +9,6 @@ stdout: a line of JSON for each plan: "kl", the largest divergence of kvedge fro
 {"stock": {"prompt": [...], "token": [...]}, "kvedge": ...}; "device_bytes" at the end, and "later" after each message.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

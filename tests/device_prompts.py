@@ -6,8 +6,6 @@ stdout: a line of JSON for each plan: "held" [sequence][layer][head] token indic
 sequence 0 once more after another message, and "device_bytes" of sequence 0 after each piece of its prompt.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 

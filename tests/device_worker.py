@@ -5,8 +5,6 @@ With "module" ggml loads that backend first.
 stdout: a line of JSON for each case: what each head holds after every message, the answers, and where the rows lay.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 import sys

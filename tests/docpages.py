@@ -4,8 +4,6 @@ A block is fenced and has a language. A comment above it says what a test must k
 `<!-- slow -->` for a block that runs with --all only.
 """
 
-from __future__ import annotations
-
 import re
 import shutil
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Steps for the tests of the doctor, which its child process runs; some end that process."""
 
-from __future__ import annotations
-
 import os
 import signal
 import time

@@ -1,7 +1,5 @@
 """What the tests of drafted answers share: questions, samplings, and what an answer was."""
 
-from __future__ import annotations
-
 import threading
 from dataclasses import dataclass
 

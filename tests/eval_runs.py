@@ -1,7 +1,5 @@
 """Runs of kvedge eval inside the tests' process."""
 
-from __future__ import annotations
-
 from conftest import THREADS
 
 from kvedge_lab.eval.measure import Wants

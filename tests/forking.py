@@ -6,8 +6,6 @@ is the id of the process, and then its exit code, a line each. A process ends wi
 would touch every page that it shares with this program.
 """
 
-from __future__ import annotations
-
 import atexit
 import gc
 import json

@@ -1,7 +1,5 @@
 """What the tests of models by name share: a hub with tiny models, and an environment that knows no other."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 

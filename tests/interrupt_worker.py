@@ -3,8 +3,6 @@
 interrupt_worker.py MODEL MMPROJ FOLDER COUNT SEED     1,000 take some minutes
 """
 
-from __future__ import annotations
-
 import faulthandler
 import gc
 import json

@@ -3,8 +3,6 @@
 As a program, for tests of what a file does: `keep_walk.py`, with a JSON object on stdin (see `main`).
 """
 
-from __future__ import annotations
-
 import json
 import random
 import sys

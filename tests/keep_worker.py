@@ -3,8 +3,6 @@
 {"job": "memory" or "kills", "model", "folder", ...} -> what was found, as JSON.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import random

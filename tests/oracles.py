@@ -1,7 +1,5 @@
 """Second opinions: the papers' equations once more, in loops over single numbers, sharing no code with the package."""
 
-from __future__ import annotations
-
 import cmath
 import math
 

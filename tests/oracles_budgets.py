@@ -1,7 +1,5 @@
 """Second opinions on budgets of heads: shares that are exchanged, and counts of them, in loops over single numbers."""
 
-from __future__ import annotations
-
 import math
 from fractions import Fraction
 

@@ -1,7 +1,5 @@
 """Attention Matching in plain loops, written from the paper (Zweiger et al. 2026, section 3) and nothing else."""
 
-from __future__ import annotations
-
 import math
 
 

@@ -1,7 +1,5 @@
 """A second opinion on scorer modal, in plain loops."""
 
-from __future__ import annotations
-
 import math
 
 import oracles

@@ -5,8 +5,6 @@
 `test_page_looks.py` takes them too, and checks the answers in them.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from pathlib import Path

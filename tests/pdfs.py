@@ -1,7 +1,5 @@
 """PDFs for tests, written object by object."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from PIL import Image

@@ -6,8 +6,6 @@ tokenised on its own; the answer's tokens are those of the last text and the ans
 stdout: {"nll": [sum per case], "tokens": [number per case]}. The library is the one in LLAMA_CPP_LIB_PATH.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import sys

@@ -1,7 +1,5 @@
 """Profiles of models whose weights say nothing: numbers that are drawn."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

@@ -4,8 +4,6 @@ Arguments: model, out.npy, and "stock" (whatever LLAMA_CPP_LIB_PATH names, with 
 (kvedge_renumber) or "graph" (likewise, with the rows in ggml's operations, as on a device).
 """
 
-from __future__ import annotations
-
 import sys
 
 import numpy as np

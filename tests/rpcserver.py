@@ -1,7 +1,5 @@
 """An RPC server on loopback, a device whose memory is not ours, and what travels to it and back."""
 
-from __future__ import annotations
-
 import contextlib
 import socket
 import subprocess

@@ -4,8 +4,6 @@ Arguments: model, out.npy, "full" (libkvedge owns the KV memory, nothing is comp
 LLAMA_CPP_LIB_PATH names) or a compressing method, for which it prints the lengths of all heads instead.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 

@@ -1,7 +1,5 @@
 """A server of `kvedge serve` as a process, for tests."""
 
-from __future__ import annotations
-
 import base64
 import json
 import signal

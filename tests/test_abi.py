@@ -1,7 +1,5 @@
 """Every function that kvedge.h declares is defined, and lets no exception through."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Images that keep fewer pairs, or none, and get them back: nothing is read again."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

@@ -1,7 +1,5 @@
 """cmake/Amx.cmake: AMX is in a build only where a test run proves it, with the set-up that llama.cpp itself has."""
 
-from __future__ import annotations
-
 import platform
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """What `import pykvedge` offers: all names, all errors, help, and the examples in it."""
 
-from __future__ import annotations
-
 import ast
 import importlib
 import inspect

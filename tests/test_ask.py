@@ -1,7 +1,5 @@
 """examples/c/ask.c: what kvedge chat answers through Python, the C program answers through the C ABI."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 from pathlib import Path

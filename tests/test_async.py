@@ -1,7 +1,5 @@
 """Session.aask: the event loop goes on, and a cancelled task leaves a session that can be used."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 import time

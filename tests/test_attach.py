@@ -1,7 +1,5 @@
 """attach: compression for an existing llama_cpp.Llama."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

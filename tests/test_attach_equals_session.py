@@ -1,7 +1,5 @@
 """attach holds the KV pairs that Session holds: methods, texts, images, several batches, conversations."""
 
-from __future__ import annotations
-
 import pytest
 from attached import METHODS, METHODS_READ_ONCE, Choices, chat, complete, differing, held, llama, profiles, talk
 from choosing import methods, whole

@@ -1,7 +1,5 @@
 """attach with whole rows: a request that adds to what was read is answered as a session with keep answers it."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from attached import A, B, complete, held, llama, talk

@@ -1,7 +1,5 @@
 """Requests to an attached model that come again, or that share a beginning: answered as the first time."""
 
-from __future__ import annotations
-
 import pytest
 from attached import METHODS, A, B, chat, complete, held
 from choosing import methods

@@ -1,8 +1,6 @@
 """Prompts of an attached llama_cpp.Llama that are read a second time. That the outcome is a session's is tested with
 all methods (test_attach_equals_session.py)."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from attached import chat, complete, held, llama

@@ -1,7 +1,5 @@
 """save_state, load_state and the caches of a llama_cpp.Llama that kvedge is attached to."""
 
-from __future__ import annotations
-
 import pickle
 
 import numpy as np

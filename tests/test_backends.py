@@ -1,7 +1,5 @@
 """Packages with a backend of ggml's: found by their entry point, checked, loaded; each that is not used says why."""
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 import sys

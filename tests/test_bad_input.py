@@ -1,7 +1,5 @@
 """Bad input: each is one line on stderr that says what is wrong, exit code 2 for usage and 1 for run time, no abort."""
 
-from __future__ import annotations
-
 import json
 import os
 import struct

@@ -1,7 +1,5 @@
 """kvedge bench: what it counts, against llama.cpp and the operating system; what it keeps; what it refuses."""
 
-from __future__ import annotations
-
 import csv
 import io
 import json

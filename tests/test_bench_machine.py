@@ -1,7 +1,5 @@
 """What kvedge bench reads off the machine: weights of a token, bandwidth, energy, other programs, memory over time."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Biases of merged rows: what reducer.bias = mass gives, against loops, in streams, in the running model; its gain."""
 
-from __future__ import annotations
-
 import numpy as np
 import oracles
 import pytest

@@ -1,7 +1,5 @@
 """Bounded prefill keeps and answers what the ordinary way keeps and answers, and the full cache never exists."""
 
-from __future__ import annotations
-
 import json
 import threading
 

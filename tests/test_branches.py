@@ -1,7 +1,5 @@
 """Taking messages back: what follows is what follows in a conversation that never had them, to the bit."""
 
-from __future__ import annotations
-
 import threading
 
 import numpy as np

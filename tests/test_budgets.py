@@ -1,7 +1,5 @@
 """Members beyond H2O and LOOK-M: other scores, and budgets that differ between layers and heads."""
 
-from __future__ import annotations
-
 import itertools
 
 import numpy as np

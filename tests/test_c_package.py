@@ -1,7 +1,5 @@
 """The package for C: installed, moved, and used by programs that know nothing of the build folder."""
 
-from __future__ import annotations
-
 import os
 import re
 import shlex

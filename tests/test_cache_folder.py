@@ -1,7 +1,5 @@
 """A folder of entries: what is put is got, and only that, whatever happens to the files, by however many processes."""
 
-from __future__ import annotations
-
 import errno
 import hashlib
 import os

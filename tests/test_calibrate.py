@@ -1,7 +1,5 @@
 """kvedge calibrate: which tokens show a box, which tokens of an answer belong to it, and runs on the demo model."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import threading

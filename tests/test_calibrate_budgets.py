@@ -1,7 +1,5 @@
 """kvedge calibrate budgets: the exchange against loops of its own, the curves of a model, runs that were stopped."""
 
-from __future__ import annotations
-
 import itertools
 import threading
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """kvedge calibrate budgets as a command: the demo model, a second run around the first, texts alone, bad requests."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """kvedge calibrate: the table that it prints, and how far the answers go that heads are scored by."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

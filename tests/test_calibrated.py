@@ -1,7 +1,5 @@
 """Allocator calibrated against loops of its own: counts that add up, what a session keeps, profiles that do not fit."""
 
-from __future__ import annotations
-
 import itertools
 
 import numpy as np

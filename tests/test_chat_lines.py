@@ -1,7 +1,5 @@
 """What is typed in a conversation: paths in every manner, messages of several lines, history, completion."""
 
-from __future__ import annotations
-
 import io
 import os
 import sys

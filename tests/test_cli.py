@@ -1,7 +1,5 @@
 """The program, by running it: what goes to stdout, what to stderr, and how it ends."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """Tab, by the protocol that click's scripts for shells speak with the program, and in bash itself."""
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """What is set once: options come before the environment, that before the file, that before defaults."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Help texts fit a terminal and show every option; llama.cpp's letters mean here what they mean there."""
 
-from __future__ import annotations
-
 import click
 import pytest
 from click.testing import CliRunner

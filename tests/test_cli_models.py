@@ -1,7 +1,5 @@
 """Which files a command takes: the image encoder beside a model, a folder, and names that are no paths."""
 
-from __future__ import annotations
-
 import json
 import shutil
 

@@ -1,7 +1,5 @@
 """A program that is started without stdin, stdout or stderr, and Ctrl-C that comes where C calls Python."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

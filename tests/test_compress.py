@@ -1,7 +1,5 @@
 """compress: what it returns, and what it refuses."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from arrays import prompt

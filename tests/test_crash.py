@@ -1,7 +1,5 @@
 """Native code ends the program in the middle of a run: one line says why, and where the conversation is."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """The critical rule: the definition against loops, both engines, and the runtime against weights read from the file."""
 
-from __future__ import annotations
-
 import itertools
 import json
 

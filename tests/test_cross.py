@@ -1,7 +1,5 @@
 """Builds for other systems: what they need is named, and what a program says there is compared with here."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

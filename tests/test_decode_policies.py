@@ -1,7 +1,5 @@
 """Decode policies in the running model: what a cache holds, token by token, against the definitions."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from choosing import crossed, whole

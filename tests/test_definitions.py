@@ -1,7 +1,5 @@
 """The NumPy definitions against second opinions in plain loops, and against what the papers say of them."""
 
-from __future__ import annotations
-
 import numpy as np
 import oracles
 import pytest

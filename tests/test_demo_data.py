@@ -1,7 +1,5 @@
 """The demo model's scenes, questions and evaluation sets: seeded, held out, and right."""
 
-from __future__ import annotations
-
 import hashlib
 import itertools
 import json

@@ -1,7 +1,5 @@
 """The packaged model, end to end: its answers are right, and what compression keeps decides whether they stay so."""
 
-from __future__ import annotations
-
 import json
 import re
 from itertools import islice

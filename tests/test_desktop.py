@@ -4,8 +4,6 @@ As a program, `test_desktop.py SCENE BROKEN PICTURE`, it does with the window wh
 showed, and draws the window. KVEDGE_PICTURES=docs/images keeps the picture.
 """
 
-from __future__ import annotations
-
 import ast
 import importlib.util
 import json

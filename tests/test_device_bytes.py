@@ -1,7 +1,5 @@
 """What a compression on a device costs: bytes as a proxy counts them, against those that kvedge reports."""
 
-from __future__ import annotations
-
 import pytest
 
 TOKENS, HEADS, LAYERS, SIZE = 1000, 2, 4, 64

@@ -1,7 +1,5 @@
 """What goes wrong while rows are compressed on a device: one line, and a sequence as it was."""
 
-from __future__ import annotations
-
 import sys
 
 import pytest

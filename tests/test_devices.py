@@ -1,7 +1,5 @@
 """Layers on devices: the processor through ggml's operations, and a server on loopback, whose memory is not ours."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import socket

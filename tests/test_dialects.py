@@ -1,7 +1,5 @@
 """Answers are read in the dialect of a model's chat template: reasoning, text and calls, whole and as they come."""
 
-from __future__ import annotations
-
 import functools
 import json
 

@@ -1,7 +1,5 @@
 """The documentation holds together: its size, its links and anchors, and the paths that it names."""
 
-from __future__ import annotations
-
 import json
 import re
 

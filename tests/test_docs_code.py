@@ -1,7 +1,5 @@
 """The programs of the pages: each block runs, or compiles. test_guide.py has the README and docs/python.md."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

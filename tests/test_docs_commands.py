@@ -5,8 +5,6 @@ pictures under the names that the pages use. A hub on this machine has the packa
 asks for. `kvedge serve` is started as the page says, but on a free port; the commands after it ask that server.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import select

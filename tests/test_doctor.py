@@ -1,7 +1,5 @@
 """kvedge doctor: this machine is sound, and whatever is broken is named in one line, with the remedy."""
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Pages of PDFs that the tests write: what is drawn, how large, which ones; and files that must not be drawn."""
 
-from __future__ import annotations
-
 import importlib.util
 import io
 import os

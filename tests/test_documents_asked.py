@@ -1,7 +1,5 @@
 """Questions about PDFs of drawn scenes are answered right: in Python, at the terminal, in streams and over HTTP."""
 
-from __future__ import annotations
-
 import asyncio
 import base64
 import json

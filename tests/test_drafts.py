@@ -1,7 +1,5 @@
 """Drafted answers: token by token those that come one by one, whatever is guessed."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from choosing import whole

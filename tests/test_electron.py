@@ -1,7 +1,5 @@
 """examples/electron without Electron: what its main process asks by Node, its page by Chromium."""
 
-from __future__ import annotations
-
 import base64
 import json
 import os

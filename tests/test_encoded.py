@@ -1,7 +1,5 @@
 """Images that were encoded before: for all conversations with a model, and in a folder for other programs."""
 
-from __future__ import annotations
-
 import os
 import random
 import shutil

@@ -1,7 +1,5 @@
 """An image encoder at work: its progress, and its end when somebody no longer wants the image."""
 
-from __future__ import annotations
-
 import threading
 
 import pytest

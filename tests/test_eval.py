@@ -1,7 +1,5 @@
 """kvedge eval: the figures of a session, results that survive, and input that is wrong."""
 
-from __future__ import annotations
-
 import csv
 import io
 import json

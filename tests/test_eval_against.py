@@ -1,7 +1,5 @@
 """kvedge eval --against: changes are against another method, on the same samples at the same budget."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from conftest import THREADS

@@ -1,7 +1,5 @@
 """CIDEr-D beside its equations with vectors over all n-grams, and what its words are."""
 
-from __future__ import annotations
-
 import json
 from random import Random
 

@@ -1,7 +1,5 @@
 """kvedge eval --compress context: the question is read after the compression, and nothing before knows it."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from itertools import product
 

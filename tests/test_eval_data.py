@@ -1,7 +1,5 @@
 """Samples of kvedge eval: the demo generator's, and files in the forms that data sets have on disk."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

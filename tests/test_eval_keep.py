@@ -1,7 +1,5 @@
 """kvedge eval --keep: later questions are read over whole rows, and compressed as if all had been one prompt."""
 
-from __future__ import annotations
-
 import pytest
 from eval_runs import MMPROJ, MODEL, run
 

@@ -1,7 +1,5 @@
 """Metrics of kvedge eval against other implementations, closed forms and loops."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

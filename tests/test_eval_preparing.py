@@ -1,7 +1,5 @@
 """Samples that become tokens, and those that are refused on the way: nothing that mtmd holds stays behind."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

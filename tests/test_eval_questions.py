@@ -1,7 +1,5 @@
 """kvedge eval with several questions about one context, apart or one after the other."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from random import Random

@@ -1,7 +1,5 @@
 """ScreenSpot's files, as they lie on disk; the boxes of samples beside pixels that were counted one by one."""
 
-from __future__ import annotations
-
 import json
 from random import Random
 

@@ -1,7 +1,5 @@
 """The perplexity that kvedge eval gives the full cache is that of unpatched llama.cpp, computed apart from kvedge."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Scores of picture benchmarks, beside definitions written out for small cases."""
 
-from __future__ import annotations
-
 import functools
 import json
 from itertools import combinations

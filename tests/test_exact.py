@@ -1,7 +1,5 @@
 """Exact answers are drafted with the compressed rows and verified over the whole ones: they are the whole cache's."""
 
-from __future__ import annotations
-
 import functools
 
 import pytest

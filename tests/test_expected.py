@@ -1,7 +1,5 @@
 """Scorer expected: the definition against loops, both engines, and the runtime against the model's own queries."""
 
-from __future__ import annotations
-
 import ctypes
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Families of vision-language models: answers are stock llama.cpp's; docs/models.md says what is compressed."""
 
-from __future__ import annotations
-
 import sys
 from dataclasses import dataclass, field, replace
 from itertools import cycle

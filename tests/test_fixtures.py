@@ -1,7 +1,5 @@
 """The model fixtures load, count image tokens as the real models do, and generate with finite logits."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import shutil

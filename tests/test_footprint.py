@@ -1,7 +1,5 @@
 """Memory planned from metadata, against llama.cpp's buffers, mtmd's token counts, and the system's accounting."""
 
-from __future__ import annotations
-
 import re
 import sys
 from dataclasses import replace

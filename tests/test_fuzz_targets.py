@@ -1,7 +1,5 @@
 """The fuzzers' first inputs are files that are right, and every target takes them; what was found is tried again."""
 
-from __future__ import annotations
-
 import os
 import random
 import re

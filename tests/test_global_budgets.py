@@ -1,7 +1,5 @@
 """Allocator global against loops of its own: one ranking over all layers and heads."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Grammars and schemas that would take all time and memory: each is one line, soon, and the session goes on."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

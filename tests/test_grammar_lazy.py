@@ -1,7 +1,5 @@
 """A grammar that begins to hold at a trigger: before it all may be said, after it only what the grammar allows."""
 
-from __future__ import annotations
-
 import pytest
 
 from pykvedge import GrammarError, Sampling

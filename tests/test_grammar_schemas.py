@@ -3,8 +3,6 @@
 experiments/check_schemas.py does it with all of the JSON Schema test suite.
 """
 
-from __future__ import annotations
-
 import json
 import random
 from decimal import Decimal

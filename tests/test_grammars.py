@@ -1,7 +1,5 @@
 """Answers in a form: whatever a model with random weights says then is in it, and llama.cpp's own sampler agrees."""
 
-from __future__ import annotations
-
 import ctypes
 import json
 import math

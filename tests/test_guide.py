@@ -1,7 +1,5 @@
 """Every Python example of the guide, the README and the docstrings runs, and prints what it says."""
 
-from __future__ import annotations
-
 import ast
 import asyncio
 import inspect

@@ -1,7 +1,5 @@
 """Budgets from calibrated profiles: SparseMM and HeadKV in plain loops, exact totals, and PrefixKV offline."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

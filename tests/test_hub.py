@@ -1,7 +1,5 @@
 """Models by name, from a hub on this machine: fetched, resumed, checked, found again, refused, and removed."""
 
-from __future__ import annotations
-
 import dataclasses
 import errno
 import hashlib

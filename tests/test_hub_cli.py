@@ -1,7 +1,5 @@
 """-hf, run, pull, list and rm, by running the program beside a hub on this machine."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

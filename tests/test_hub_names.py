@@ -1,7 +1,5 @@
 """Which files user/repo[:quant] means, by the names of a repository's files. The rules are llama.cpp's."""
 
-from __future__ import annotations
-
 import pytest
 
 from pykvedge import HubError, UnknownNameError, UsageError

@@ -1,7 +1,5 @@
 """How many tokens an encoder may make of an image: what mtmd makes, what `kvedge fit` says, and what that saves."""
 
-from __future__ import annotations
-
 import random
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Images: formats, orientation, transparency, and what becomes of odd ones."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 

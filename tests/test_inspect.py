@@ -1,7 +1,5 @@
 """kvedge inspect: its measures against their definitions, what it reads out of a cache, and the files it writes."""
 
-from __future__ import annotations
-
 import base64
 import io
 import re

@@ -1,7 +1,5 @@
 """The conversation at a terminal, by sitting at one: a pseudo-terminal types and reads."""
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import os

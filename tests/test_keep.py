@@ -1,7 +1,5 @@
 """Whole rows behind compressed ones: a later message is answered as if the conversation were one prompt."""
 
-from __future__ import annotations
-
 import functools
 
 import keeping

@@ -1,7 +1,5 @@
 """The file of whole rows: what it saves, what it leaves, and disks that are full, far away, or none."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """Whole rows of sequences that are cut, copied and cleared, of several at once, and of a file that is being written."""
 
-from __future__ import annotations
-
 import keep_walk
 import keeping
 import numpy as np

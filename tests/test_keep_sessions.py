@@ -1,7 +1,5 @@
 """Sessions whose whole rows are kept: images, second passes, messages that are taken back, and Ctrl-C."""
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

@@ -1,8 +1,6 @@
 """Rows that are rotated before they are quantised: the matrix and what it does against loops, libkvedge against the
 definition, running models, session files and devices."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import struct

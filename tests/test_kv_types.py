@@ -1,8 +1,6 @@
 """Storage types: the definitions against the gguf package and KIVI's equations, libkvedge against the definitions, and
 what a running model stores."""
 
-from __future__ import annotations
-
 import itertools
 
 import gguf

@@ -1,7 +1,5 @@
 """Nothing stays behind when a method is taken off a model again."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -2,8 +2,6 @@
 be used. Everything runs in processes of its own: one can load one llama.cpp only.
 """
 
-from __future__ import annotations
-
 import functools
 import os
 import shutil

@@ -1,7 +1,5 @@
 """One loaded model for several conversations: weights once, the encoder in turns, and what closes when."""
 
-from __future__ import annotations
-
 import threading
 import time
 from dataclasses import fields

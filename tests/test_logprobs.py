@@ -1,7 +1,5 @@
 """Probabilities of an answer's tokens, against a log-softmax in other words."""
 
-from __future__ import annotations
-
 import json
 import math
 

@@ -3,8 +3,6 @@
 docs/dev/testing.md has larger ones: scripts/long_context.py --tokens 131072, scripts/soak.py --images 1000.
 """
 
-from __future__ import annotations
-
 import json
 
 import long_context

@@ -1,7 +1,5 @@
 """Thousands of generated tokens: memory stays within the bound of the decode policy, for the system as well."""
 
-from __future__ import annotations
-
 import sys
 
 import pytest

@@ -1,7 +1,5 @@
 """Long texts with many special tokens: the tokens are llama.cpp's, in time that grows with the text alone."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

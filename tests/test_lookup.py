@@ -1,7 +1,5 @@
 """Where a text was before: against a search through all of it."""
 
-from __future__ import annotations
-
 import random
 
 from pykvedge.runtime.lookup import Lookup

@@ -1,7 +1,5 @@
 """Attention Matching: the definition against loops and optima, the kernel against both, queries in the model."""
 
-from __future__ import annotations
-
 import math
 import struct
 

@@ -1,7 +1,5 @@
 """Memory as the operating system sees it: what is compressed away leaves the process."""
 
-from __future__ import annotations
-
 import mmap
 import os
 import re

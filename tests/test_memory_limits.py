@@ -1,7 +1,5 @@
 """Little address space (ulimit -v) is an answer, or one line and exit code 1 or 2. --all tries more limits."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from collections.abc import Sequence

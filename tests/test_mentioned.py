@@ -1,7 +1,5 @@
 """Paths of pictures in a message, in every manner that terminals, file managers and people write them."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """mmproj files that llama.cpp would crash on are refused in one line, and no file that works is."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from pathlib import Path

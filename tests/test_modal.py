@@ -1,7 +1,5 @@
 """Scorer modal: its definition against loops of their own, and what it is for."""
 
-from __future__ import annotations
-
 import itertools
 
 import numpy as np

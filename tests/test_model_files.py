@@ -1,7 +1,5 @@
 """Models that llama.cpp would abort on are refused in one line, before anything of their size is allocated."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import sys

@@ -1,7 +1,5 @@
 """Reducer nearest: who joins whom against loops, what is not near, what its merges are worth to later queries."""
 
-from __future__ import annotations
-
 import math
 from itertools import chain
 

@@ -1,7 +1,5 @@
 """From a clean machine to an answer about one's own picture, by the commands of the README and no others."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

@@ -1,7 +1,5 @@
 """packages/node: its own tests by Node's runner, its types, what travels in it, and its version."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """MixKV with redundancies from a profile, and plans whose stages need a profile each."""
 
-from __future__ import annotations
-
 import itertools
 
 import numpy as np

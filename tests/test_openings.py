@@ -1,7 +1,5 @@
 """Openings: a conversation goes on from what another one began with, and says what it would have said without."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The packaged model is asked about a photograph: one line says that it knows drawn scenes only."""
 
-from __future__ import annotations
-
 import io
 from pathlib import Path
 

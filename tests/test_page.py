@@ -1,7 +1,5 @@
 """The page of `kvedge serve` in a browser: chromium, driven as a person drives it."""
 
-from __future__ import annotations
-
 import base64
 import io
 import json

@@ -1,7 +1,5 @@
 """The files of the page of `kvedge serve`: what other projects wrote is unchanged, and no code stands in the page."""
 
-from __future__ import annotations
-
 import hashlib
 import re
 

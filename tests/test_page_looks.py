@@ -1,7 +1,5 @@
 """The page of `kvedge serve` for eyes, fingers, keys and screen readers, with the packaged model and its defaults."""
 
-from __future__ import annotations
-
 import browser
 import page_pictures
 import pytest

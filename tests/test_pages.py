@@ -1,7 +1,5 @@
 """The pages of the second model: seeded, held out, drawn as their data say, and asked about with right answers."""
 
-from __future__ import annotations
-
 import re
 from itertools import islice
 

@@ -1,7 +1,5 @@
 """The second model, end to end: it reads held-out pages, one and several, with the full cache."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from kvedge_lab.eval.measure import Wants

@@ -1,7 +1,5 @@
 """MixKV, FlashCache, PrefixKV and Elastic Cache: the definitions against the papers' equations in plain loops."""
 
-from __future__ import annotations
-
 import itertools
 
 import numpy as np

@@ -4,8 +4,6 @@ A new stage member is tested by existing: with a member of each other stage (pyt
 and MQA, for prompts of one token and of hundreds, with images in different places, at budgets from 5 % to everything.
 """
 
-from __future__ import annotations
-
 import itertools
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Pictures in every form that a program may have them in, and one line for what is no picture."""
 
-from __future__ import annotations
-
 import io
 import os
 import tempfile

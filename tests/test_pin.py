@@ -1,7 +1,5 @@
 """Moving the pin (scripts/pin.py), in a small clone with made-up source distributions."""
 
-from __future__ import annotations
-
 import io
 import json
 import os

@@ -1,7 +1,5 @@
 """Layers planned onto devices, against where llama.cpp puts them, and against what they take there."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Plans, budgets and presets: what is accepted, what is refused and how, and the way through JSON."""
 
-from __future__ import annotations
-
 import json
 import math
 

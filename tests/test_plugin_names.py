@@ -1,7 +1,5 @@
 """Plugins: names, compositions, what `kvedge methods` shows and checks of them, and entry points."""
 
-from __future__ import annotations
-
 import json
 import textwrap
 from pathlib import Path

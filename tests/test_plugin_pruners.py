@@ -1,7 +1,5 @@
 """Pruners of one's own: what they are given, what they may return, and what a model reads then."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,7 +1,5 @@
 """Stages in Python: files, decorators, entry points; in a running model, in the NumPy engine, and when they fail."""
 
-from __future__ import annotations
-
 import threading
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Stages in C: shared libraries through the program, and the example of a scorer in kvedge.h through the library."""
 
-from __future__ import annotations
-
 import functools
 import os
 import re

@@ -1,7 +1,5 @@
 """kvedge eval and kvedge bench with methods and stages of the user's own."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

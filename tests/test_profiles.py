@@ -1,7 +1,5 @@
 """Profile files: what is written and read back, which model they belong to, where they are found, what is refused."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -1,7 +1,5 @@
 """Chat templates: first prompts, what follows in later turns, and templates that are difficult."""
 
-from __future__ import annotations
-
 import pytest
 
 from pykvedge.errors import ModelError, UsageError

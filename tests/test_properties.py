@@ -1,7 +1,5 @@
 """Properties that hold for every prompt, checked on random ones, for both engines."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from arrays import LAYOUTS, prompt

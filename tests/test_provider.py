@@ -6,8 +6,6 @@ measured: the provider must be close to stock with f32 keys and values, and with
 Also: what a patched llama.cpp computes without a provider is what stock llama.cpp computes, bit for bit.
 """
 
-from __future__ import annotations
-
 import itertools
 import os
 from pathlib import Path

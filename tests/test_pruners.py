@@ -1,7 +1,5 @@
 """Pruners: the library against the definitions, these against plain loops, and what a model reads of an image."""
 
-from __future__ import annotations
-
 import itertools
 import math
 

@@ -1,7 +1,5 @@
 """Random operations on several sequences, beside unpatched llama.cpp: scripts/random_walk.py goes on for hours."""
 
-from __future__ import annotations
-
 import pytest
 from choosing import whole
 from random_walk import STEPS, TOLERANCE, walk

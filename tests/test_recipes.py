@@ -1,7 +1,5 @@
 """Recipes: benchmarks as they lie on disk, and a paper's figures beside those of a run."""
 
-from __future__ import annotations
-
 import io
 import json
 import shutil

@@ -1,7 +1,5 @@
 """What a release says of itself: version and date in all places, and the licences of all that travels."""
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess

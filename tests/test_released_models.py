@@ -3,8 +3,6 @@
 Tokens are compared with the reference beside each vocabulary, prompts with jinja2's, which transformers uses.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import functools

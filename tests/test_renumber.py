@@ -1,7 +1,5 @@
 """Smaller positions: the definition against loops, libkvedge against it, and against what llama.cpp does itself."""
 
-from __future__ import annotations
-
 import ctypes
 
 import numpy as np

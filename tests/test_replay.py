@@ -1,7 +1,5 @@
 """Scorer replay: the definition against loops, both engines, and the second pass, of which nothing is left."""
 
-from __future__ import annotations
-
 import ctypes
 import threading
 

@@ -1,7 +1,5 @@
 """Scorer replay with `projected` (KVzip+): the definition against loops, both engines, and the model's own weights."""
 
-from __future__ import annotations
-
 import itertools
 
 import numpy as np

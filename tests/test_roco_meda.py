@@ -1,7 +1,5 @@
 """RoCo and MEDA: the definitions against the papers' equations in plain loops; roundings that released codes have."""
 
-from __future__ import annotations
-
 import ctypes
 import math
 

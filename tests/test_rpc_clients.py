@@ -3,8 +3,6 @@
 KVEDGE_RPC_OPERATIONS=1000 does so many operations in each case of the first test instead of a few.
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

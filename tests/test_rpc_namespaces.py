@@ -1,7 +1,5 @@
 """Two RPC servers on hosts of their own, network namespaces, whose memory holds only part of the keys and values."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

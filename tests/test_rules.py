@@ -1,7 +1,5 @@
 """Each rule of `kvedge methods --check` notices a result that breaks it, and says where."""
 
-from __future__ import annotations
-
 import copy
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """How tokens are chosen: against the equations, in numpy, and llama.cpp's samplers by themselves."""
 
-from __future__ import annotations
-
 import ctypes
 import math
 

@@ -1,7 +1,5 @@
 """scripts/measure_device.py; scripts/check_imports.py reads what all scripts import."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

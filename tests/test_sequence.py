@@ -1,7 +1,5 @@
 """A Sequence reads prompts for sessions, the server and eval: in turns with others, twice, put aside and taken back."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

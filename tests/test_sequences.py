@@ -1,7 +1,5 @@
 """Several sequences in one context, and what llama.cpp's memory calls do to them."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from contexts import TinyContext, random_tokens

@@ -1,7 +1,5 @@
 """`kvedge serve`: what it answers is what a session answers, whoever else asks at the same time."""
 
-from __future__ import annotations
-
 import json
 import threading
 from concurrent.futures import ThreadPoolExecutor

@@ -1,7 +1,5 @@
 """Who asks a server the same again, or for several answers, does not wait for the prompt again."""
 
-from __future__ import annotations
-
 import pytest
 from server import QUESTION, SCENES, asks, serving
 

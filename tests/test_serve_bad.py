@@ -1,7 +1,5 @@
 """`kvedge serve` and what nobody should send it: each is an error of its own, and nothing else is disturbed."""
 
-from __future__ import annotations
-
 import base64
 import io
 import json

@@ -1,7 +1,5 @@
 """Pictures that a request leaves out of a known conversation: it goes on from its rows, and nothing is read again."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

@@ -1,7 +1,5 @@
 """A server with --exact gives the whole cache's answers, whatever is kept, to several conversations side by side."""
 
-from __future__ import annotations
-
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 

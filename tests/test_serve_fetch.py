@@ -2,8 +2,6 @@
 that was not told to fetch does: nothing.
 """
 
-from __future__ import annotations
-
 import asyncio
 import base64
 import os

@@ -1,7 +1,5 @@
 """The server's own folder for conversations that wait: gone with it, or removed by the next one after a kill."""
 
-from __future__ import annotations
-
 import sys
 
 import pytest

@@ -1,7 +1,5 @@
 """What stands before every route of `kvedge serve`, called as a server calls it: headers, bodies, origins, counts."""
 
-from __future__ import annotations
-
 import asyncio
 import base64
 import io

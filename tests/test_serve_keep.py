@@ -1,7 +1,5 @@
 """`kvedge serve --keep`: a conversation that goes on is read over its whole rows, as a session with keep reads it."""
 
-from __future__ import annotations
-
 import threading
 import time
 

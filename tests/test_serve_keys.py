@@ -1,7 +1,5 @@
 """Several people on one server: each sees and deletes what is theirs, and cannot tell what others asked."""
 
-from __future__ import annotations
-
 import json
 from concurrent.futures import ThreadPoolExecutor
 

@@ -1,7 +1,5 @@
 """Routes of llama-server, and OpenAI's older completions: prompts that no template is put around."""
 
-from __future__ import annotations
-
 import json
 from concurrent.futures import ThreadPoolExecutor
 

@@ -1,7 +1,5 @@
 """A server that drafts answers gives those that it gives without drafts, to one client and to several at once."""
 
-from __future__ import annotations
-
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """`kvedge serve --allow-origin` and a browser: pages that are invited ask as pages of front ends do, others cannot."""
 
-from __future__ import annotations
-
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 

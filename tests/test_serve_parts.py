@@ -1,7 +1,5 @@
 """`kvedge serve`: pictures and other parts of messages, wherever clients put them, are read or refused by name."""
 
-from __future__ import annotations
-
 import pytest
 from server import SCENES, asks, data_url, picture, serving
 

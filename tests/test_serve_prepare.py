@@ -1,7 +1,5 @@
 """What happens to a request's pictures before it gets a slot: who finds them encoded, and what C holds later."""
 
-from __future__ import annotations
-
 import threading
 import time
 

@@ -1,7 +1,5 @@
 """Prompts that are read a second time in a server's sequences: answers are a session's, and nobody waits or is lost."""
 
-from __future__ import annotations
-
 import threading
 from concurrent.futures import ThreadPoolExecutor
 

@@ -1,7 +1,5 @@
 """`kvedge serve`: when streams begin, and what keeps them alive while there is nothing to say."""
 
-from __future__ import annotations
-
 import json
 import threading
 

@@ -3,8 +3,6 @@
 The model has random weights; a grammar makes it write what a model of the dialect would.
 """
 
-from __future__ import annotations
-
 import json
 
 import pytest

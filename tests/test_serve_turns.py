@@ -1,7 +1,5 @@
 """Who waits for whom: a short question does not wait for a long prompt, and no large request for anything."""
 
-from __future__ import annotations
-
 import threading
 
 import pytest

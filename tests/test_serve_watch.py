@@ -1,7 +1,5 @@
 """What `kvedge serve` tells of itself: progress, kept patches, conversations, and events while they happen."""
 
-from __future__ import annotations
-
 import json
 import threading
 import time

@@ -1,7 +1,5 @@
 """Session: conversations over several turns, changes of method, answers that are broken off, and what is measured."""
 
-from __future__ import annotations
-
 import threading
 
 import numpy as np

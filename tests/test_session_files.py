@@ -1,7 +1,5 @@
 """Session files: a conversation that was saved and loaded goes on as if nothing had happened; a bad file is refused."""
 
-from __future__ import annotations
-
 import os
 import stat
 import struct

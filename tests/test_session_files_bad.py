@@ -1,7 +1,5 @@
 """Session files that lie, are cut, or do not fit: one clear error, no crash, and no memory out of proportion."""
 
-from __future__ import annotations
-
 import json
 import os
 import struct

@@ -1,7 +1,5 @@
 """Sessions that keep whole rows: what a report says when its answer has ended."""
 
-from __future__ import annotations
-
 import time
 
 import pytest

@@ -4,8 +4,6 @@ What a killed program left to the system is on the disk in the end; a power fail
 native/tests/test_writes.cpp checks the order of the writes.
 """
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

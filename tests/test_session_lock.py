@@ -1,7 +1,5 @@
 """A session file is for one program at a time; links, read-only files, modes and leftovers of killed programs."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """Whole rows in session files: a conversation that was saved and loaded chooses later as if it had not been."""
 
-from __future__ import annotations
-
 import json
 import struct
 

@@ -1,7 +1,5 @@
 """/set: how a conversation's answers are chosen is changed by what is typed."""
 
-from __future__ import annotations
-
 import pytest
 
 import pykvedge

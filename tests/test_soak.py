@@ -1,7 +1,5 @@
 """scripts/soak.py: many chats and images in one process, and what it makes of a process that grows."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Answers end before a stop text, however it is cut into tokens, and the conversation goes on from what was shown."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

@@ -1,7 +1,5 @@
 """Streams on arrays: libkvedge against the NumPy definition, and both against the papers' equations in loops."""
 
-from __future__ import annotations
-
 import numpy as np
 import oracles
 import pytest

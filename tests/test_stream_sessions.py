@@ -1,7 +1,5 @@
 """Streams as sessions and on the command line: images one at a time, memory, turns, session files."""
 
-from __future__ import annotations
-
 import pytest
 from choosing import whole
 from conversations import say

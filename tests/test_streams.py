@@ -1,7 +1,5 @@
 """Streams in contexts: what is kept, memory that does not grow, room in llama.cpp, and removed or copied rows."""
 
-from __future__ import annotations
-
 import sys
 from itertools import chain
 

@@ -1,7 +1,5 @@
 """The test run itself: what a crash of the libraries does to it."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

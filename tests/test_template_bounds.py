@@ -1,7 +1,5 @@
 """Chat templates that loop, allocate or nest without end are ended; others write what they always wrote."""
 
-from __future__ import annotations
-
 import gc
 
 import psutil

@@ -1,7 +1,5 @@
 """A conversation in a real terminal of 80 columns, as a person sees it. KVEDGE_PICTURES=docs/images keeps a picture."""
 
-from __future__ import annotations
-
 import io
 import os
 import re

@@ -1,7 +1,5 @@
 """Several threads where one belongs: an error that says so, or it waits. Each case in a process that must live."""
 
-from __future__ import annotations
-
 import os
 import threading
 

@@ -1,7 +1,5 @@
 """What a model writes that was told of tools in words is searched for calls of them, whatever it writes."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

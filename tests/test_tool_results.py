@@ -1,7 +1,5 @@
 """Calls of tools and their results, as chat templates of each kind are told of them."""
 
-from __future__ import annotations
-
 import pytest
 
 from pykvedge.models.images import Picture

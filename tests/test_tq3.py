@@ -1,7 +1,5 @@
 """Storage type tq3: its definition against searches of every scale, libkvedge against the definition, and a model's."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from arrays import prompt

@@ -1,7 +1,5 @@
 """kvedge tune: intervals, the choice, a small run that is stopped and goes on, and who takes the stored plan."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import threading

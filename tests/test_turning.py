@@ -1,7 +1,5 @@
 """Conversations and streams that pass the length that their model was trained for (runtime/positions.py)."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

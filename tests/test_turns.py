@@ -1,7 +1,5 @@
 """What a turn says of itself: why its answer ended, which model gave it, and figures with one meaning in every turn."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

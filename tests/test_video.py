@@ -1,7 +1,5 @@
 """Frames of a video are its pictures, whatever is in the file; ffmpeg makes the files and unpacks them."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

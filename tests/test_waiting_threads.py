@@ -3,8 +3,6 @@
 By the system's own accounts, in processes of their own.
 """
 
-from __future__ import annotations
-
 import itertools
 import sys
 import threading

@@ -1,7 +1,5 @@
 """Attention of generated tokens as kvedge reports it, against the softmax that llama.cpp writes out without kvedge."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from choosing import crossed

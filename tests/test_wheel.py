@@ -1,7 +1,5 @@
 """What of the wheel's command needs no build of half an hour: no builder's folder is named, and glibc is old."""
 
-from __future__ import annotations
-
 import ctypes
 import re
 import shutil

@@ -1,7 +1,5 @@
 """The window of last tokens that SnapKV's family keeps: whole where the papers' budgets are, shorter below them."""
 
-from __future__ import annotations
-
 import numpy as np
 import oracles
 import pytest

@@ -3,8 +3,6 @@
 thread_worker.py CASE ROUNDS MODEL
 """
 
-from __future__ import annotations
-
 import json
 import sys
 import threading

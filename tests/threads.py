@@ -1,7 +1,5 @@
 """Work of several threads at the same time."""
 
-from __future__ import annotations
-
 import threading
 
 

@@ -1,7 +1,5 @@
 """The page of `kvedge serve`, driven as a person drives it."""
 
-from __future__ import annotations
-
 import json
 from contextlib import contextmanager
 
