@@ -9,8 +9,6 @@ An older glslc leaves the matrix cores of GPUs unused. NVIDIA's libraries are no
 of the package index beside it. The module works with a kvedge of the same pin only (llama_source.py --pin).
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

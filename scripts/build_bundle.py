@@ -7,8 +7,6 @@ Needs root, debootstrap and Debian's packages: Python is built once in a Debian 
 five minutes on two cores), and kept in build/bundle. --check asks the packaged model in a root that holds no Python.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import platform

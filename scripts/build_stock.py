@@ -5,8 +5,6 @@ compilers, flags and backends of kvedge's build, so that a difference between th
 Prints the folder; use it as LLAMA_CPP_LIB_PATH.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import json

@@ -9,8 +9,6 @@ On Linux auditwheel chooses the oldest manylinux tag that the libraries fulfil, 
 wheel stays as it was built. A wheel in which a folder of the builder is named is refused.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import re

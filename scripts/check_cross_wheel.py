@@ -7,8 +7,6 @@ The cross compiler builds examples/c/ask.c with nothing but the unpacked wheel, 
 on each processor that the emulator plays. One line a processor on stdout; exit code 1 if an answer is wrong.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import shlex

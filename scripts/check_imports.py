@@ -7,8 +7,6 @@ functions and classes bind; a package has its modules, too. Modules that this tr
 Each offender is a line on stdout, as ruff prints them.
 """
 
-from __future__ import annotations
-
 import argparse
 import ast
 import functools

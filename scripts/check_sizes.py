@@ -7,8 +7,6 @@ nor is `err`, the kvedge_error that functions in C end with). Lengths are measur
 Python. Each offender is a line on stdout, as ruff prints them.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 from collections.abc import Iterator

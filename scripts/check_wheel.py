@@ -10,8 +10,6 @@ processor, under qemu-x86_64 (Debian: qemu-user). One line a step on stdout, wit
 loaded; exit code 1 if a step fails.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import shlex

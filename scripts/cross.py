@@ -10,8 +10,6 @@ The tests are a build of native/ by itself, without llama.cpp (build/native/NAME
 the emulator plays; the kernels run on all of them, and must be those that the processor is known to have.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import shutil

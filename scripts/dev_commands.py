@@ -19,8 +19,6 @@ dev.py python ARGS        the environment's Python
 dev.py ARGS               kvedge ARGS: dev.py chat --help, dev.py methods, dev.py --version
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -4,8 +4,6 @@ The install is editable: Python files are used where they are, the libraries are
 and copied into .venv. It is skipped while nothing that it depends on has changed, and otherwise redoes what has.
 """
 
-from __future__ import annotations
-
 import ast
 import contextlib
 import hashlib

@@ -6,8 +6,6 @@
 The files depend on the commits' content and messages alone: same commits, same bytes.
 """
 
-from __future__ import annotations
-
 import argparse
 import re
 import sys

@@ -9,8 +9,6 @@ executions, edges of the program that were reached, inputs that reach them, and 
 Needs clang with its libFuzzer for the first.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

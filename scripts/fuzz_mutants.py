@@ -1,7 +1,5 @@
 """Changes of files, drawn by chance: bytes of any file, values of JSON, parts of session files and of GGUF headers."""
 
-from __future__ import annotations
-
 import copy
 import json
 import random

@@ -1,7 +1,5 @@
 """Readers that are written in Python under atheris: `fuzz_python.py TARGET [what libFuzzer takes]`, for fuzz.py."""
 
-from __future__ import annotations
-
 import contextlib
 import random
 import sys

@@ -3,8 +3,6 @@
 Anything else is a finding. Half of the inputs are changed by their structure (fuzz_mutants.py).
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import os

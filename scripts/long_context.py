@@ -8,8 +8,6 @@ The model has random weights and one layer of one KV head, so that attention is 
 131072 tokens that is 0.08 nats. The exit code is 1 where a next token's distributions differ by more than 1e-6 nats.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys

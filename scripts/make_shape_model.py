@@ -5,8 +5,6 @@ size and the number of image tokens of the original; some have a released vocabu
 The paths go to stdout.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import shutil

@@ -7,8 +7,6 @@ begin. What is killed, or ends without its handlers, is not counted. The tables 
 file, the least reached first. Tests that fail are named; the figures are printed all the same. Some 30 minutes.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import shutil

@@ -14,8 +14,6 @@ compression. device_peak_vs_cache: the most device memory in use, less what llam
 cache. device_fetched_row: bytes from the device for each pending row of a KV head. *_ms: the compression and its steps.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import re

@@ -1,7 +1,5 @@
 """Which test files are likely to notice a change of a module: those that name it, what is changed, or its room."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable
 from pathlib import Path

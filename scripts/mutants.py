@@ -10,8 +10,6 @@ in its place, so an interrupted run leaves nothing behind. stdout: a patch for e
 a test is missing or the change makes no difference, a reader has to say. stderr: a line for each change.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import difflib

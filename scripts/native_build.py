@@ -1,7 +1,5 @@
 """Builds native/ by itself: for sanitizers and other systems. A folder per set of options."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from build_stock import cmake

@@ -8,8 +8,6 @@ only. A function that was added later comes from the static libstdc++ or from ol
 The code of the functions is that of the user's system; the stand-ins are not installed.
 """
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

@@ -11,8 +11,6 @@ git repository that stands at it, with conflict marks: mend the file, `git add` 
 run the command again. Exit code: 0 if all patches fit and all checks passed, 1 if not, 2 if the archive cannot be used.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import difflib

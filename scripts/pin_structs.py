@@ -3,8 +3,6 @@
 The C++ compiler says sizes and offsets, of the headers of both; the fields are those that the bindings list.
 """
 
-from __future__ import annotations
-
 import ast
 import os
 import re

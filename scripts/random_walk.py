@@ -9,8 +9,6 @@ rounded to f16 or less, which makes much of a little). A walk of many steps is m
 each other, so that one that fails is found again at once.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import subprocess

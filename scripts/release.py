@@ -8,8 +8,6 @@ another folder, at another time, in another zone and language, with another umas
 as in the first. build/release/dist has the files. One line a file on stdout: SHA-256 and name.
 """
 
-from __future__ import annotations
-
 import argparse
 import hashlib
 import os

@@ -1,7 +1,5 @@
 """Holds together what says which version this is: pyproject.toml, CHANGELOG.md, CITATION.cff and the release's tag."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from datetime import date

@@ -10,8 +10,6 @@ some of the cases of tests with many. With --fewer, as in CI, the address saniti
 the thread sanitizer runs the tests with several threads only.
 """
 
-from __future__ import annotations
-
 import argparse
 import subprocess
 import sys

@@ -6,8 +6,6 @@ CMake calls it, and the file is put into the wheel (PEP 770). PARTS is the one l
 texts in licenses/ and tests/test_release.py follow it. The same sources give the same bytes.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import re

@@ -9,8 +9,6 @@ and loaded, a fork, a grammar, by each method in turn. The exit code is 1 where 
 over the last fifth of the samples against that over the second fifth.
 """
 
-from __future__ import annotations
-
 import argparse
 import gc
 import json

@@ -6,8 +6,6 @@ then keeps whole rows behind compressed ones, in memory or in a file. With the a
 the rows of ours lie there.
 """
 
-from __future__ import annotations
-
 import random
 import sys
 import tempfile

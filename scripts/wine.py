@@ -1,7 +1,5 @@
 """A Windows of Wine's own for programs that are run here: empty, in a temporary folder, gone afterwards."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import shutil

@@ -1,4 +1,4 @@
-// Writes the first inputs of the session target: `make_seeds FOLDER`, for scripts/fuzz_seeds.py.
+// Writes the first inputs of the session target: `make_seeds FOLDER`, for experiments/fuzz_seeds.py.
 
 #include "kernels/kernels.h"
 #include "store/store.h"

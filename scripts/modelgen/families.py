@@ -1,7 +1,5 @@
 """Families of vision-language models: which language model and which projector belong together, and their tokens."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 

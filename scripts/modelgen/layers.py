@@ -5,8 +5,6 @@ add about as much as one unit of residual, heads differ in how sharply they atte
 standard deviation of a few units, so that greedy decoding has clear winners.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field

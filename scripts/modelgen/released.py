@@ -1,7 +1,5 @@
 """Vocabularies and chat templates of released models, as the pinned llama.cpp source carries them (its models/)."""
 
-from __future__ import annotations
-
 import struct
 import tarfile
 from dataclasses import dataclass

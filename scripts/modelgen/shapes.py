@@ -1,7 +1,5 @@
 """The shapes of real vision-language models, as their published configurations give them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any

@@ -1,7 +1,5 @@
 """Text models, architecture by architecture: layers.py says what they have in common."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 

@@ -1,7 +1,5 @@
 """Tiny models of many architectures and shapes: a few MB each, made in well under a second."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from pathlib import Path
 

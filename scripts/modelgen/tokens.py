@@ -1,7 +1,5 @@
 """Tokenizers that let any text through: every byte has a token, the rest is made-up letter pieces."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice, product

@@ -1,7 +1,5 @@
 """Vision towers and projectors (mmproj files), with the tensors and keys that clip.cpp reads for each."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 

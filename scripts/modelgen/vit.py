@@ -1,7 +1,5 @@
 """What the vision transformers of mmproj files have in common: blocks, patches, metadata."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field

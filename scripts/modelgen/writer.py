@@ -4,8 +4,6 @@ Values come from one pool of a few MB that is read round and round. Its length i
 pass never lines up with the rows of the first, and each tensor goes on where the one before it ended.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence

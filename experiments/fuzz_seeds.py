@@ -1,6 +1,6 @@
 """Writes the first inputs of fuzzers whose formats are kvedge's own or GGUF: small models, conversations, plans.
 
-    python3 scripts/dev.py python scripts/fuzz_seeds.py
+    python3 scripts/dev.py python experiments/fuzz_seeds.py
 
 They are in tests/fuzz. native/fuzz/make_seeds.cpp writes those of the session target. The folders that are not in MADE
 hold files of other programs and requests, which were written by hand and stay as they are.
@@ -17,6 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import scriptpath  # noqa: F401
 from fuzz import SEEDS, build
 from fuzz_readers import ONE, whole_model
 from llama_source import ended
