@@ -100,8 +100,6 @@ class _Pool:
     """Random blocks of one type with a standard deviation of 1; the scale is set as they are handed out."""
 
     def __init__(self, type_: GGMLQuantizationType, seed: int) -> None:
-        if type_ not in _POOL_BLOCKS:
-            raise ValueError(f"no random blocks for tensor type {type_.name}")
         self.type = type_
         self.block, self.size = GGML_QUANT_SIZES[type_]
         self.cursor = 0
@@ -147,14 +145,11 @@ def _add(writer: GGUFWriter, key: str, value: Value) -> None:
 
 
 def _write_tensors(out: BinaryIO, writer: GGUFWriter, tensors: Sequence[Tensor], seed: int) -> None:
-    pools: dict[GGMLQuantizationType, _Pool] = {}
+    pools = {type_: _Pool(type_, seed) for type_ in {tensor.type for tensor in tensors}}
     for tensor in tensors:
-        if tensor.type not in pools:
-            pools[tensor.type] = _Pool(tensor.type, seed)
-        pool = pools[tensor.type]
         row = tensor.elements // tensor.shape[0]
         for rows, std in tensor.bands:
-            for chunk in pool.chunks(rows * row, std, tensor.mean):
+            for chunk in pools[tensor.type].chunks(rows * row, std, tensor.mean):
                 out.write(chunk.data)
         writer.write_padding(out, tensor.nbytes)
 
