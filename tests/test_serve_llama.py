@@ -119,8 +119,11 @@ def test_text_becomes_tokens_and_text_again(server, model, text, special):
 
 def test_tokens_that_are_none(server, model):
     for tokens in ([-1], [model.n_vocab], [2**40]):
-        answer = server.client.post("/detokenize", json={"tokens": tokens})
-        assert answer.status_code == 400 and "no token" in answer.json()["error"]["message"]
+        bodies = [("/detokenize", {"tokens": tokens}), ("/completion", {"prompt": tokens})]
+        bodies += [("/tokenize", {"content": tokens, "with_pieces": pieces}) for pieces in (False, True)]
+        for path, body in bodies:
+            answer = server.client.post(path, json=body)
+            assert answer.status_code == 400 and "no token" in answer.json()["error"]["message"]
         answer = server.client.post("/completion", json={"prompt": [1, *tokens]})
         assert answer.status_code == 400 and "no token" in answer.json()["error"]["message"]
 

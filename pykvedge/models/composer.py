@@ -121,12 +121,8 @@ class Composer:
             return self._vision.split((self._bos if self._model.adds_bos else "") + text, pictures)
         out: list[int] = []
         for i, part in enumerate(parts):
-            if isinstance(part, str):
-                out += self._model.tokenize(part, begins=i == 0)
-            elif 0 <= part < self._model.n_vocab:
-                out.append(part)
-            else:
-                raise UsageError(f"the model has no token {part}, only those from 0 to {self._model.n_vocab - 1}")
+            out += self._model.tokenize(part, begins=i == 0) if isinstance(part, str) else [part]
+        self._model.check(out)
         if not out:
             raise UsageError("the prompt is empty")
         return [TextPiece(out)]

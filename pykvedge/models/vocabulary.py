@@ -159,12 +159,16 @@ class Vocabulary:
         """Returns the text by which a special token is known."""
         return self.llama.llama_vocab_get_text(self.vocab, token).decode("utf-8", "replace")
 
-    def text(self, tokens: list[int]) -> str:
-        """Returns the text of tokens, special ones written out. Raises UsageError for a number that is no token."""
+    def check(self, tokens: Iterable[int]) -> None:
+        """Raises UsageError for a number that is no token: llama.cpp ends the process over one."""
         n_vocab = self.n_vocab
         for token in tokens:
             if not 0 <= token < n_vocab:
                 raise UsageError(f"the model has no token {token}, only those from 0 to {n_vocab - 1}")
+
+    def text(self, tokens: list[int]) -> str:
+        """Returns the text of tokens, special ones written out. Raises UsageError for a number that is no token."""
+        self.check(tokens)
         data, size = (self.llama.llama_token * len(tokens))(*tokens), 16 * len(tokens) + 64
         while True:
             buffer = ctypes.create_string_buffer(size)

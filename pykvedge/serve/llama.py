@@ -168,6 +168,7 @@ def _tokens(model: Model, given: TokenizeRequest) -> list[Any]:
     for i, part in enumerate(parts):
         is_text = isinstance(part, str)
         out += model.tokenize(part, given.parse_special, given.add_special and i == 0) if is_text else [part]
+    model.check(out)
     if not given.with_pieces:
         return out
     return [{"id": token, "piece": _piece(model.piece(token) or model.text([token]).encode())} for token in out]
