@@ -261,10 +261,14 @@ def reasoned(service: Service, said: Iterable[Said]) -> int:
     return sum(len(model.tokenize(one.reasoning, special=False)) for one in said if one.reasoning)
 
 
-def usage(reports: list[Report], reasoning: int = 0) -> dict[str, Any]:
-    """Counts tokens: of the prompt once, of all answers together. reasoning: so many of these."""
-    first = reports[0].tokens
-    prompt, generated = first.prompt + first.reused, sum(report.tokens.generated for report in reports)
+def usage(reports: list[Report], reasoning: int = 0, n: int = 0) -> dict[str, Any]:
+    """Counts tokens: of each prompt once, of all answers together. reasoning: so many of these.
+
+    n: each prompt has so many answers, one after the other; 0: there is one prompt.
+    """
+    prompts = [report.tokens for report in reports[:: n or len(reports)]]
+    reused = sum(one.reused for one in prompts)
+    prompt, generated = reused + sum(one.prompt for one in prompts), sum(one.tokens.generated for one in reports)
     drafts = [report.drafts for report in reports if report.drafts is not None]
     right, all_ = sum(one.accepted for one in drafts), sum(one.drafted for one in drafts)
     drafted = {"accepted_prediction_tokens": right, "rejected_prediction_tokens": all_ - right} if drafts else {}
@@ -274,7 +278,7 @@ def usage(reports: list[Report], reasoning: int = 0) -> dict[str, Any]:
         "prompt_tokens": prompt,
         "completion_tokens": generated,
         "total_tokens": prompt + generated,
-        "prompt_tokens_details": {"cached_tokens": first.reused, **demoted},
+        "prompt_tokens_details": {"cached_tokens": reused, **demoted},
         "completion_tokens_details": {"reasoning_tokens": min(reasoning, generated), **drafted},
     }
 

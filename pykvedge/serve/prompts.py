@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from typing import Annotated, Any
 
@@ -246,23 +247,25 @@ async def openai(service: Service, http: HttpRequest) -> Response:
         _choice(i, one.report.text, FINISH.get(one.report.finish, "stop"), one.report.logprobs)
         for i, one in enumerate(done)
     ]
-    return JSONResponse({**_about(service), "choices": choices, **_cost(done)})
+    return JSONResponse({**_about(service), "choices": choices, **_cost(done, given)})
 
 
 async def _chunks(service: Service, given: CompletionRequest, waiting: Waiting, events: Events) -> AsyncIterator[str]:
-    head, done = _about(service), dict[int, Done]()
+    head, done, told = _about(service), dict[int, Done](), Counter[int]()
     with_usage = given.stream_options is not None and given.stream_options.include_usage
     with waiting:
         try:
             async for number, event in words(events):
                 if isinstance(event, Text):
-                    yield data_line({**head, "choices": [_choice(number, event.text, None, event.tokens or None)]})
+                    part = _choice(number, event.text, None, event.tokens or None, told[number])
+                    told[number] += sum(len(token.text) for token in event.tokens)
+                    yield data_line({**head, "choices": [part]})
                 elif isinstance(event, Done):
                     done[number] = event
                     end = _choice(number, "", FINISH.get(event.report.finish, "stop"), None)
                     yield data_line({**head, "choices": [end], "timings": timings(event.report)})
             if with_usage:
-                yield data_line({**head, "choices": [], **_cost([done[i] for i in sorted(done)])})
+                yield data_line({**head, "choices": [], **_cost([done[i] for i in sorted(done)], given)})
         except Exception as error:
             yield data_line(errors.body(errors.of(error)))
         yield "data: [DONE]\n\n"
@@ -273,18 +276,22 @@ def _about(service: Service) -> dict[str, Any]:
     return {**head, "id": head["id"].replace("chatcmpl", "cmpl")}
 
 
-def _cost(done: list[Done]) -> dict[str, Any]:
-    return {"usage": usage([one.report for one in done]), "timings": timings(done[0].report), "kvedge": figures(done)}
+def _cost(done: list[Done], given: CompletionRequest) -> dict[str, Any]:
+    counts = usage([one.report for one in done], n=given.n or 1)
+    return {"usage": counts, "timings": timings(done[0].report), "kvedge": figures(done)}
 
 
-def _choice(number: int, text: str, finish: str | None, tokens: Sequence[Token] | None) -> dict[str, Any]:
-    return {"text": text, "index": number, "logprobs": _logprobs(tokens), "finish_reason": finish}
+def _choice(
+    number: int, text: str, finish: str | None, tokens: Sequence[Token] | None, begin: int = 0
+) -> dict[str, Any]:
+    return {"text": text, "index": number, "logprobs": _logprobs(tokens, begin), "finish_reason": finish}
 
 
-def _logprobs(tokens: Sequence[Token] | None) -> dict[str, Any] | None:
+def _logprobs(tokens: Sequence[Token] | None, begin: int) -> dict[str, Any] | None:
+    """Writes what is known of tokens. begin: so many characters of the answer are before them."""
     if tokens is None:
         return None
-    offsets = [0, *itertools.accumulate(len(token.text) for token in tokens)]
+    offsets = list(itertools.accumulate((len(token.text) for token in tokens), initial=begin))
     return {
         "tokens": [token.text for token in tokens],
         "token_logprobs": [finite(token.logprob) for token in tokens],
