@@ -74,6 +74,16 @@ def test_nothing_is_read_twice(server):
     assert later[0][0] > 144 > 40 > max(new for new, *_ in later[1:])
 
 
+def test_tokens_of_an_answer_that_is_read_again_are_the_prompts(server):
+    messages = []
+    for i, question in enumerate(QUESTIONS[:3]):
+        messages += asks(question, *SCENES[i : i + 1]) if i < 2 else [{"role": "user", "content": question}]
+        counted = server.client.post("/v1/chat/completions/input_tokens", json={"messages": messages}).json()
+        usage = say(server, messages)["usage"]
+        assert usage["prompt_tokens"] == counted["input_tokens"]
+        assert i == 0 or usage["prompt_tokens_details"]["cached_tokens"] > 0
+
+
 def test_without_the_field_all_is_read(server):
     messages = []
     say(server, messages, QUESTIONS[0], SCENES[2])

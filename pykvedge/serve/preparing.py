@@ -111,6 +111,7 @@ class Preparer:
             job.report.notes += [*notes(request.pictures), *hints(self._model.path, request.pictures)]
             if parked is not None:
                 job.report.tokens.reused = parked.n_cells
+                job.report.tokens.prompt += len(parked.unread)
             return self._fitting(Work(job, pieces, self._generation(job), parked, job.name))
         except BaseException:
             self.release(pieces)
