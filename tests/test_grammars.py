@@ -206,10 +206,14 @@ def test_a_whole_answer_matches_a_regular_expression(fresh):
         text = answer.read()
         assert re.fullmatch(pattern, text) or (answer.report.finish == "length" and pattern.startswith("\u00e9"))
         fresh.clear()
-    for pattern in ("(?=a)b", "(", "x\\"):
-        with pytest.raises(GrammarError, match="regular expression") as error:
+    wrong = {"(?=a)b": "look-around.* not supported", "(": "unclosed group", "x\\": "ends in a backslash"}
+    wrong["[z-a]" + "b" * 300] = "range"
+    for pattern, why in wrong.items():
+        with pytest.raises(GrammarError, match=f"the regular expression .*{why}") as error:
             fresh.ask(QUESTION, sampling=Sampling(regex=pattern))
         assert "\n" not in str(error.value)
+    with pytest.raises(GrammarError, match="the JSON schema cannot be used: unclosed group"):
+        fresh.ask(QUESTION, sampling=Sampling(json_schema={"type": "string", "pattern": "("}))
 
 
 def test_a_vocabulary_is_prepared_once(tiny):

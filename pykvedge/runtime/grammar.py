@@ -189,6 +189,8 @@ def _matcher(table: GrammarTable, what: str, text: str) -> LLMatcher:
 def _shown(error: str) -> str:
     """Shortens what llguidance says to a line."""
     first = next(iter(error.splitlines()), "")
+    if "regex parse error:" in first and (reason := re.search("^error: (.*)", error, re.MULTILINE)):
+        first = reason[1]
     text = re.sub(r"^(at )?\d+\(\d+\): |failed to compile JSON schema: ", "", first)
     for said, meant in _CLEARER.items():
         text = text.replace(said, meant)
