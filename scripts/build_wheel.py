@@ -60,6 +60,8 @@ def build(name: str, target: Target) -> Path:
     command += [f"--config-settings={setting}" for setting in target.settings]
     command += [f"--config-settings=build-dir={WORK / ('work' if not target.toolchain else name)}"]
     run(command, "building the wheel")
+    if spent := sum(os.times()[2:4]):  # of children; Windows does not say
+        log(f"built in {spent:.0f} s of processor time")
     return only(raw)
 
 
