@@ -8,6 +8,10 @@ include(${CMAKE_CURRENT_LIST_DIR}/OwnOperations.cmake)
 add_subdirectory(${KVEDGE_LLAMA_DIR} ${PROJECT_BINARY_DIR}/llama EXCLUDE_FROM_ALL)
 
 if(KVEDGE_PORTABLE)
+    if(NOT KVEDGE_AMX_USED AND cooperlake IN_LIST KVEDGE_CPU_VARIANTS)
+        # without AMX its code is that of cooperlake
+        list(REMOVE_ITEM KVEDGE_CPU_VARIANTS sapphirerapids)
+    endif()
     # llama.cpp has no list of variants to build: the others become empty, and are not installed; nor do they ask the
     # compiler for processors that it may not know
     foreach(backend IN LISTS GGML_AVAILABLE_BACKENDS)
