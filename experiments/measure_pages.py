@@ -3,10 +3,10 @@
     python3 scripts/dev.py python experiments/measure_pages.py --way later --minutes 60 --save later.jsonl
     python3 scripts/dev.py python experiments/measure_pages.py --way prompt --minutes 60 --save prompt.jsonl
 
-A context has three held-out pages, one of each kind. later: they are compressed, then a question of each task is read.
-prompt: a question of one task is compressed with them. In every second context a turn that only shows the pages comes
-before the question. The same command goes on from where it stopped; --minutes 0 prints what there is. A context counts
-where all plans were measured on it. Percent with 95 % intervals, over contexts.
+A context has three held-out pages, one of each kind, and a question of each task. later: the pages are compressed, then
+the question is read. prompt: the question is compressed with them. In every second context a turn that only shows the
+pages comes before the question. The same command goes on from where it stopped; --minutes 0 prints what there is. A
+context counts where all plans were measured on it. Percent with 95 % intervals, over contexts.
 """
 
 from __future__ import annotations
@@ -52,12 +52,12 @@ def asked(rng: np.random.Generator, pages: Sequence[Page], task: str) -> Questio
             return question
 
 
-def context(seed: int, number: int, way: str) -> list[Sample]:
-    """A context's samples: one of each task, or of the one whose turn it is."""
+def context(seed: int, number: int) -> list[Sample]:
+    """A context's samples: one of each task."""
     rng, second = np.random.default_rng((seed, number)), number % 2 == 1
     pages = tuple(draw_page(rng, True, KINDS[int(k)]) for k in rng.permutation(len(KINDS)))
     out = []
-    for task in LEARNT if way == "later" else [LEARNT[number // 2 % len(LEARNT)]]:
+    for task in LEARNT:
         question = asked(rng, pages, task)
         said = evalset.messages(len(pages), question.text, second)
         messages = [Line(m["role"], m["content"].replace(MEDIA, IMAGE), () if n else pages) for n, m in enumerate(said)]
@@ -122,7 +122,7 @@ def arguments() -> argparse.Namespace:
 def main() -> None:
     args = arguments()
     cells, stop = cells_of(args), threading.Event()
-    contexts = [context(args.seed, n, args.way) for n in range(args.contexts)]
+    contexts = [context(args.seed, n) for n in range(args.contexts)]
     job = Job(args.model, args.mmproj, [one for of in contexts for one in of], cells, Wants(compress=WAYS[args.way]),
               Settings(threads=args.threads))  # fmt: skip
     records = Records(args.save, job.header(), args.save is not None and args.save.exists())

@@ -8,9 +8,11 @@ from eval_runs import MMPROJ, MODEL, run
 
 import pykvedge
 from kvedge_lab.eval.measure import WAYS, Cell, Wants
+from kvedge_lab.eval.reader import Reader
 from kvedge_lab.eval.records import Records
 from kvedge_lab.eval.runner import FULL, Job, evaluate, full_cell
 from kvedge_lab.eval.tasks import Line, Sample, demo_samples
+from pykvedge.models.vision import ImagePiece
 from pykvedge.plans.presets import DEFAULT_METHOD
 
 
@@ -120,3 +122,29 @@ def test_a_conversation_is_one_prompt(native):
     full = [of[sample.id, FULL, "1.0"] for of in rows.values()]
     assert len({row["answer"] for row in full}) == 1
     assert [row["nll"] for row in full] == pytest.approx([full[0]["nll"]] * 3, abs=2e-2)
+
+
+@pytest.mark.parametrize("how", ["context", "conversation"])
+def test_what_is_read_once_for_all_equals_a_reading_for_each(native, how):
+    """Of questions about one context, and of methods that gather the same: records are equal to the last digit."""
+    [sample] = demo_samples("code", 1, 3, 4)
+    two = [replace(asked(sample, text), context="scene") for text in ("What is the code?", "Is there a red circle?")]
+    names = ("knorm", "vnorm", "snapkv", "adakv", "mixkv", "h2o", "lookm", "meda", "prefixkv", "kvzip-uniform")
+    made = [*cells(0.1, names=names), *cells(0.1, 0.3, names=("kvzip", DEFAULT_METHOD))]
+    together = run(two, made, answers=False, compress=how)
+    apart = [replace(one, context="") for one in two]
+    for cell in made:
+        alone = run(apart, [cell], answers=False, compress=how)
+        for key in ((one.id, *cell.key) for one in two):
+            assert {**alone[key], "seconds": 0} == {**together[key], "seconds": 0}
+
+
+def test_questions_of_one_context_are_read_behind_one_prompt(native, monkeypatch):
+    [sample] = demo_samples("code", 1, 3, 4)
+    three = [replace(asked(sample, f"What is the {what}?"), context="scene") for what in ("code", "colour", "shape")]
+    read = []
+    plain = Reader.read
+    monkeypatch.setattr(Reader, "read", lambda self, pieces: (read.append(pieces), plain(self, pieces)))
+    run(three, cells(0.2, 0.5), answers=False, compress="conversation")
+    images = [any(isinstance(piece, ImagePiece) for piece in pieces) for pieces in read]
+    assert images.count(True) == 4 and images.count(False) == 12  # of full, snapkv, knorm and h2o; and their questions

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import groupby
@@ -232,41 +232,73 @@ class Measurer:
     ) -> Iterator[tuple[Sample, Cell, dict[str, Any]]]:
         """Yields the records of the full cache, then of each cell; failed(cell, reason) is told of cells without.
 
-        asked: one sample, or several that differ in the question that is read after their context was compressed.
+        asked: one sample, or several about one context: they differ in what follows its last image.
         """
         more = max(max(len(one.answer), self._longest(one.sample)) for one in asked) + 1
         longest = max(one.n_conversation for one in asked)
         largest = max(asked[0].images, default=0)
         again = max((extra_tokens(cell.plan, longest, largest) for cell in cells), default=0)
         self._reader.make_room(longest, more, largest, again)
-        bases = [Baseline() for _ in asked]
+        bases = {one.sample.id: Baseline() for one in asked}
         for group in [[full], *_groups(cells)]:
             try:
                 seen = _seen(asked[0], group[0].plan)
                 self._reader.start(group[0].plan)
-                self._reader.read(seen.turns[0][0])
+                for of, with_it in self._read(seen, asked):
+                    yield from self._cells(group, of, with_it, bases, failed, is_full=group[0] is full)
             except KvedgeError as reason:
                 if group[0] is full:
                     raise
                 for cell in group:
                     failed(cell, reason)
-                continue
-            for cell in group:
-                try:
-                    if cell is not group[-1]:
-                        self._reader.copy(BRANCH)
-                    common = self._compressed(seen, cell)
-                    records = [self._asked(one, cell, base, cell is full, one is asked[-1])
-                               for one, base in zip(asked, bases, strict=True)]  # fmt: skip
-                except KvedgeError as reason:
-                    if cell is full:
-                        raise
-                    failed(cell, reason)
-                else:
-                    for one, of in zip(asked, records, strict=True):
-                        yield one.sample, cell, {**common, **of, "seconds": round(common["seconds"] + of["seconds"], 4)}
-                finally:
-                    self._reader.drop_copies()
+
+    def _read(self, seen: Prepared, asked: Sequence[Prepared]) -> Iterator[tuple[Prepared, Sequence[Prepared]]]:
+        """Reads what is compressed. Yields it, with the samples that it is compressed for.
+
+        Where each sample's question is compressed with it, what comes before the questions is read once for all.
+        """
+        reader, pieces = self._reader, seen.turns[0][0]
+        if len(asked) == 1 or asked[0].question:
+            reader.read(pieces)
+            reader.read_again()
+            yield seen, asked
+            return
+        common, _ = opening.cut(pieces)
+        reader.read(common)
+        for one in asked:
+            _, rest = opening.cut(one.turns[0][0])
+            reader.drop_copies()
+            reader.copy(ASKED)
+            reader.read(rest)
+            reader.read_again()
+            yield replace(seen, turns=[([*common, *rest], [])]), [one]
+
+    def _cells(
+        self,
+        group: list[Cell],
+        seen: Prepared,
+        asked: Sequence[Prepared],
+        bases: Mapping[str, Baseline],
+        failed: Callable[[Cell, KvedgeError], None],
+        is_full: bool,
+    ) -> Iterator[tuple[Sample, Cell, dict[str, Any]]]:
+        """Compresses what was read by each plan of a group, and asks."""
+        here = self._reader.current
+        for cell in group:
+            try:
+                if cell is not group[-1]:
+                    self._reader.copy(BRANCH)
+                common = self._compressed(seen, cell)
+                records = [self._asked(one, cell, bases[one.sample.id], is_full, one is asked[-1]) for one in asked]
+            except KvedgeError as reason:
+                if is_full:
+                    raise
+                failed(cell, reason)
+            else:
+                for one, of in zip(asked, records, strict=True):
+                    yield one.sample, cell, {**common, **of, "seconds": round(common["seconds"] + of["seconds"], 4)}
+            finally:
+                self._reader.drop_copies(here)
 
     def _longest(self, sample: Sample) -> int:
         if not self._wants.answers and not self._wants.own:

@@ -34,12 +34,22 @@ STEP = 1024  # contexts grow by so many tokens
 SPARE = 8
 
 
+# scorers that look at nothing that passes while the prompt is read
+_BLIND = ("position", "dct", "keydiff", "knorm", "vnorm", "random")
+_WINDOWED = ("window", "mixkv", "modal")  # they look at the last queries alone
+
+
 def reading_key(plan: Plan) -> tuple[Any, ...]:
     """Is equal for plans that gather the same while the prompt is read."""
+    settings = sorted(plan.params.items())
+    scorer = [plan.scorer, *(pair for pair in settings if pair[0].startswith("scorer."))]
+    if plan.scorer in _BLIND:
+        scorer = []
+    elif plan.scorer in _WINDOWED:
+        scorer = ["window", plan.settings("scorer")["window"]]
+    allocator = [pair for pair in settings if pair[0].startswith("allocator.")] if plan.allocator == "entropy" else None
     queries = registry.reducer(plan.reducer).queries
-    members = (plan.scorer, plan.allocator, queries, plan.decode, plan.pruner, str(plan.image_tokens))
-    settings = tuple(sorted((k, v) for k, v in plan.params.items() if not k.startswith("reducer.")))
-    return (plan.budget.ratio == 1.0, *members, settings)
+    return (plan.budget.ratio == 1.0, scorer, allocator, queries, plan.decode, plan.pruner, str(plan.image_tokens))
 
 
 class Reader:
@@ -134,10 +144,10 @@ class Reader:
         self._now.drop()
         self._now = self._sequences[number]
 
-    def drop_copies(self) -> None:
-        """Empties all copies of the prompt's sequence, which is then the current one."""
-        self._now = self._sequences[PROMPT]
-        for copy in (BRANCH, ASKED, SIDE):
+    def drop_copies(self, of: int = PROMPT) -> None:
+        """Makes a sequence the current one, and empties all others but the prompt's."""
+        self._now = self._sequences[of]
+        for copy in {BRANCH, ASKED, SIDE} - {of}:
             self._sequences[copy].drop()
 
     def set_plan(self, plan: Plan, tables: Mapping[str, ProfileTable] | None = None) -> None:
@@ -182,6 +192,10 @@ class Reader:
     def logits(self) -> np.ndarray:
         """Returns those of the last token of the current sequence: [n_vocab] float32."""
         return self._logits[self.current]
+
+    def read_again(self) -> None:
+        """Reads what is not compressed a second time, where the plan asks for that; copies then need not."""
+        self._now.replay(cancel=self._cancel)
 
     def compress(self) -> None:
         """Compresses the current sequence. Raises KvedgeError where whole rows were asked for and could not stay."""

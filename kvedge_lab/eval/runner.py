@@ -9,7 +9,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from kvedge_lab.eval.measure import CONTEXT, PROMPT, Cell, Measurer, Preparer, Wants
+from kvedge_lab.eval.measure import CONTEXT, CONVERSATION, PROMPT, Cell, Measurer, Preparer, Wants
 from kvedge_lab.eval.reader import Reader
 from kvedge_lab.eval.records import Records, fingerprint
 from kvedge_lab.eval.tasks import Sample
@@ -93,7 +93,7 @@ def evaluate(
         reader.stop_when(cancel)
         preparer = Preparer(loan.model, vision, partial(stop_if_set, cancel), job.wants.compress)
         run = Run(out, full, cells, display, cancel, preparer, Measurer(loan.model, reader, job.wants))
-        for group in _together(todo, job.wants.compress == CONTEXT):
+        for group in _together(todo, job.wants.compress):
             run.one(group)
     except CancelledError:
         out.interrupted = True
@@ -106,12 +106,15 @@ def evaluate(
     return out
 
 
-def _together(todo: list[Todo], context: bool) -> list[list[Todo]]:
-    """Puts questions about a context together that follow each other: it is compressed once for all of them."""
-    if not context:
-        return [[one] for one in todo]
-    keys = [sample.context or sample.id for sample, _ in todo]
-    return [[one for one, _ in found] for _, found in groupby(zip(todo, keys, strict=True), key=lambda pair: pair[1])]
+def _together(todo: list[Todo], compress: str) -> list[list[Todo]]:
+    """Puts questions about a context together that follow each other: what comes before them is read once for all."""
+
+    def context(one: Todo) -> str:
+        sample, _ = one
+        shared = compress == CONTEXT or (compress == CONVERSATION and any(line.images for line in sample.lines))
+        return (sample.context if shared else "") or sample.id
+
+    return [list(found) for _, found in groupby(todo, key=context)]
 
 
 def lacking(sample: Sample, full: Cell, cells: list[Cell], records: Records) -> set[tuple[str, str]]:
