@@ -124,7 +124,7 @@ def test_a_conversation_is_one_prompt(native):
     assert [row["nll"] for row in full] == pytest.approx([full[0]["nll"]] * 3, abs=2e-2)
 
 
-@pytest.mark.parametrize("how", ["context", "conversation"])
+@pytest.mark.parametrize("how", WAYS)
 def test_what_is_read_once_for_all_equals_a_reading_for_each(native, how):
     """Of questions about one context, and of methods that gather the same: records are equal to the last digit."""
     [sample] = demo_samples("code", 1, 3, 4)

@@ -111,7 +111,8 @@ def _together(todo: list[Todo], compress: str) -> list[list[Todo]]:
 
     def context(one: Todo) -> str:
         sample, _ = one
-        shared = compress == CONTEXT or (compress == CONVERSATION and any(line.images for line in sample.lines))
+        as_one = compress == CONVERSATION or len(sample.lines) == 1
+        shared = compress == CONTEXT or (as_one and any(line.images for line in sample.lines))
         return (sample.context if shared else "") or sample.id
 
     return [list(found) for _, found in groupby(todo, key=context)]

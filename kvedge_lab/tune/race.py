@@ -171,14 +171,13 @@ class Race:
         return True
 
     def _context(self, n: int, cells: list[Cell]) -> None:
-        """Measures what a context lacks; questions that come later share one reading."""
+        """Measures what a context lacks; its questions share one reading of the pictures."""
         for way, run in self._runs.items():
             run.cells = [cell for cell in cells if cell in self.cells]
             samples = [one for one in self.contexts[n] if one.id.endswith(f":{way}")]
             todo = [(one, lacks) for one in samples if (lacks := lacking(one, run.full, run.cells, self.kept))]
-            for group in [todo] if way == CONTEXT else [[one] for one in todo]:
-                if group:
-                    run.one(group)
+            if todo:
+                run.one(todo)
             self.cells[:] = [c for c in self.cells if c in run.cells or c not in cells]  # a plan that fails leaves
 
     def _way(self, way: str, reader: Reader, vision: Vision | None, outcome: Outcome) -> Run:
