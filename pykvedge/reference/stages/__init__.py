@@ -1,5 +1,5 @@
-"""The four stages, one folder each, one file per member.
+"""The five stages, one folder each, one file per member.
 
-A member file defines `MEMBER`, whose `name` is what plans call it: its parameters, and the plain NumPy definition that
-the native kernel is tested against. `pykvedge.plans.registry` finds the files by itself.
+A member is called as its file. The file has SUMMARY, SOURCE, BY_PLACE where that holds, and the plain NumPy definition
+that native code is tested against: functions named as the fields of its type in base.py (`score`, `allocate`, ...).
 """

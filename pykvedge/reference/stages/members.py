@@ -10,13 +10,18 @@ import functools
 import importlib
 import pkgutil
 from dataclasses import replace
+from typing import Any
 
 from pykvedge.errors import unknown
 from pykvedge.native import calls
 from pykvedge.native.abi import Facts
+from pykvedge.reference.stages import base
 from pykvedge.reference.stages.base import Allocator, Member, Param, Reducer, Scorer, Settings
 
-STAGES = ("scorer", "allocator", "reducer", "decode", "pruner")
+_KINDS: dict[str, Any] = {"scorer": Scorer, "allocator": Allocator, "reducer": Reducer}
+_KINDS |= {"decode": base.DecodePolicy, "pruner": base.Pruner}
+_FORMULAS = ("score", "reserve", "attention", "variation", "allocate", "reduce", "evict", "prune")
+STAGES = tuple(_KINDS)
 ALIASES = {"feature": "averaged"}  # names of reducers: PrefixKV's (table 12) for LOOK-M's merge
 
 
@@ -31,8 +36,10 @@ def formulas(stage: str) -> dict[str, Member]:
     package = importlib.import_module(f"pykvedge.reference.stages.{stage}")
     found: dict[str, Member] = {}
     for info in pkgutil.iter_modules(package.__path__):
-        module = importlib.import_module(f"{package.__name__}.{info.name}")
-        found[module.MEMBER.name] = module.MEMBER
+        module, name = importlib.import_module(f"{package.__name__}.{info.name}"), info.name.replace("_", "-")
+        has = {formula: getattr(module, formula) for formula in _FORMULAS if hasattr(module, formula)}
+        has |= {"by_place": True} if hasattr(module, "BY_PLACE") else {}
+        found[name] = _KINDS[stage](name=name, summary=module.SUMMARY, source=module.SOURCE, **has)
     return dict(sorted(found.items()))
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from pykvedge.reference.stages.base import Allocator, Prompt, Settings
+from pykvedge.reference.stages.base import Prompt, Settings
 from pykvedge.reference.stages.shares import round_shares
 
 
@@ -46,10 +46,6 @@ def allocate(prompt: Prompt, settings: Settings) -> np.ndarray:
     return out
 
 
-MEMBER = Allocator(
-    name="ada",
-    summary="within a layer, more for the heads with the largest scores",
-    source="AdaKV, section 4",
-    allocate=allocate,
-    by_place=True,  # equal remainders go to the lower head
-)
+SUMMARY = "within a layer, more for the heads with the largest scores"
+SOURCE = "AdaKV, section 4"
+BY_PLACE = True  # equal remainders go to the lower head

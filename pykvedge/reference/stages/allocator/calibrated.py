@@ -26,7 +26,7 @@ import numpy as np
 
 from pykvedge.errors import ProfileError
 from pykvedge.reference.stages.allocator import ada
-from pykvedge.reference.stages.base import Allocator, Prompt, Settings
+from pykvedge.reference.stages.base import Prompt, Settings
 from pykvedge.reference.stages.shares import fill_up, round_shares
 
 POWER, SPREAD, LEAST = 4.0, 0.8, 1e-3  # of variations; of the logarithms of shares; of the mean variation
@@ -77,10 +77,6 @@ def raise_poorest(granted: np.ndarray, budget: int) -> np.ndarray:
     return np.maximum(granted, level)
 
 
-MEMBER = Allocator(
-    name="calibrated",
-    summary="to every head the share of all pairs that costs the answers least, by a calibration",
-    source="Fast KV Compaction via Attention Matching, released code",
-    allocate=allocate,
-    by_place=True,  # a profile belongs to the heads of one model
-)
+SUMMARY = "to every head the share of all pairs that costs the answers least, by a calibration"
+SOURCE = "Fast KV Compaction via Attention Matching, released code"
+BY_PLACE = True  # a profile belongs to the heads of one model

@@ -15,7 +15,7 @@ from __future__ import annotations
 import numpy as np
 
 from pykvedge.reference.stages.attention import causal_attention
-from pykvedge.reference.stages.base import Allocator, Layer, Prompt, Settings
+from pykvedge.reference.stages.base import Layer, Prompt, Settings
 from pykvedge.reference.stages.shares import round_shares
 
 LEAST, SMALLEST = 0.01, 1e-12  # of a share; of a weight, before its logarithm
@@ -77,9 +77,5 @@ def allocate(prompt: Prompt, settings: Settings) -> np.ndarray:
     return np.repeat(counts[:, None], n_heads_kv, axis=1)
 
 
-MEMBER = Allocator(
-    name="entropy",
-    summary="more for the layers in which text and images look at each other more widely",
-    source="MEDA",
-    allocate=allocate,
-)
+SUMMARY = "more for the layers in which text and images look at each other more widely"
+SOURCE = "MEDA"

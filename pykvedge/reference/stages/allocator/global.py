@@ -13,7 +13,7 @@ import math
 
 import numpy as np
 
-from pykvedge.reference.stages.base import Allocator, Prompt, Settings
+from pykvedge.reference.stages.base import Prompt, Settings
 
 
 def allocate(prompt: Prompt, settings: Settings) -> np.ndarray:
@@ -32,10 +32,6 @@ def allocate(prompt: Prompt, settings: Settings) -> np.ndarray:
     return (won + own + held).reshape(n_layers, n_heads_kv)
 
 
-MEMBER = Allocator(
-    name="global",
-    summary="one ranking over all layers and heads",
-    source="KVzip, section 3.3",
-    allocate=allocate,
-    by_place=True,  # equal scores go to the lower layer, then head
-)
+SUMMARY = "one ranking over all layers and heads"
+SOURCE = "KVzip, section 3.3"
+BY_PLACE = True  # equal scores go to the lower layer, then head

@@ -14,7 +14,7 @@ from __future__ import annotations
 import numpy as np
 
 from pykvedge.errors import ProfileError
-from pykvedge.reference.stages.base import Allocator, Prompt, Settings
+from pykvedge.reference.stages.base import Prompt, Settings
 from pykvedge.reference.stages.shares import round_shares
 
 
@@ -50,10 +50,6 @@ def allocate(prompt: Prompt, settings: Settings) -> np.ndarray:
     return counts + own + held
 
 
-MEMBER = Allocator(
-    name="heads",
-    summary="more for the heads that a calibration found to look at what answers are read from",
-    source="SparseMM; HeadKV",
-    allocate=allocate,
-    by_place=True,  # a profile belongs to the heads of one model
-)
+SUMMARY = "more for the heads that a calibration found to look at what answers are read from"
+SOURCE = "SparseMM; HeadKV"
+BY_PLACE = True  # a profile belongs to the heads of one model

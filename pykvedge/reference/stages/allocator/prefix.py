@@ -13,7 +13,7 @@ from __future__ import annotations
 import numpy as np
 
 from pykvedge.errors import ProfileError
-from pykvedge.reference.stages.base import Allocator, ProfileTable, Prompt, Settings
+from pykvedge.reference.stages.base import ProfileTable, Prompt, Settings
 from pykvedge.reference.stages.shares import round_shares
 
 HALVINGS = 64
@@ -70,9 +70,5 @@ def allocate(prompt: Prompt, settings: Settings) -> np.ndarray:
     return np.repeat(counts[:, None], n_heads_kv, axis=1)
 
 
-MEMBER = Allocator(
-    name="prefix",
-    summary="every layer keeps the same share of its importance",
-    source="PrefixKV, eq. 1 and 2",
-    allocate=allocate,
-)
+SUMMARY = "every layer keeps the same share of its importance"
+SOURCE = "PrefixKV, eq. 1 and 2"

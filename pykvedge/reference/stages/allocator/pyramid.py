@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from pykvedge.reference.stages.base import Allocator, Prompt, Settings
+from pykvedge.reference.stages.base import Prompt, Settings
 from pykvedge.reference.stages.shares import round_shares
 
 
@@ -33,9 +33,5 @@ def allocate(prompt: Prompt, settings: Settings) -> np.ndarray:
     return np.repeat(counts[:, None], n_heads_kv, axis=1)
 
 
-MEMBER = Allocator(
-    name="pyramid",
-    summary="more for the lower layers, on a straight line",
-    source="PyramidKV, section 4.1",
-    allocate=allocate,
-)
+SUMMARY = "more for the lower layers, on a straight line"
+SOURCE = "PyramidKV, section 4.1"

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from pykvedge.reference.stages.base import Allocator, Prompt, Settings
+from pykvedge.reference.stages.base import Prompt, Settings
 from pykvedge.reference.stages.shares import round_shares
 from pykvedge.reference.stages.spectrum import high_share
 
@@ -25,9 +25,5 @@ def allocate(prompt: Prompt, settings: Settings) -> np.ndarray:
     return np.repeat(counts[:, None], n_heads_kv, axis=1)
 
 
-MEMBER = Allocator(
-    name="spectral",
-    summary="more for the layers whose keys and values change fast along the tokens",
-    source="FlashCache, section 3.2",
-    allocate=allocate,
-)
+SUMMARY = "more for the layers whose keys and values change fast along the tokens"
+SOURCE = "FlashCache, section 3.2"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from pykvedge.reference.stages.base import Allocator, Prompt, Settings
+from pykvedge.reference.stages.base import Prompt, Settings
 
 
 def allocate(prompt: Prompt, settings: Settings) -> np.ndarray:
@@ -13,9 +13,5 @@ def allocate(prompt: Prompt, settings: Settings) -> np.ndarray:
     return np.full((n_layers, n_heads_kv), prompt.budget, dtype=np.int64)
 
 
-MEMBER = Allocator(
-    name="uniform",
-    summary="the same number for every layer and KV head",
-    source="H2O; LOOK-M; StreamingLLM",
-    allocate=allocate,
-)
+SUMMARY = "the same number for every layer and KV head"
+SOURCE = "H2O; LOOK-M; StreamingLLM"

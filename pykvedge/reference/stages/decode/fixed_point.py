@@ -7,7 +7,7 @@ generated, slide over it. New tokens keep their original positions here, which t
 
 from __future__ import annotations
 
-from pykvedge.reference.stages.base import DecodePolicy, DecodeState, Settings
+from pykvedge.reference.stages.base import DecodeState, Settings
 from pykvedge.reference.stages.elimination import row_by_share
 
 
@@ -16,9 +16,5 @@ def evict(state: DecodeState, settings: Settings) -> int | None:
     return row_by_share(state, state.budget / state.prompt, settings)
 
 
-MEMBER = DecodePolicy(
-    name="fixed-point",
-    summary="the budget's share of all tokens so far, rows dropped at one fixed place",
-    source="Elastic Cache, section 3.3",
-    evict=evict,
-)
+SUMMARY = "the budget's share of all tokens so far, rows dropped at one fixed place"
+SOURCE = "Elastic Cache, section 3.3"

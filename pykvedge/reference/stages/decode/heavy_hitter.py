@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from pykvedge.reference.stages.base import DecodePolicy, DecodeState, Settings
+from pykvedge.reference.stages.base import DecodeState, Settings
 
 
 def evict(state: DecodeState, settings: Settings) -> int | None:
@@ -26,9 +26,5 @@ def evict(state: DecodeState, settings: Settings) -> int | None:
     return sinks + int(np.flatnonzero(older == older.min())[-1])
 
 
-MEMBER = DecodePolicy(
-    name="heavy-hitter",
-    summary="constant size: for every new token the one that received least attention goes",
-    source="H2O, section 4",
-    evict=evict,
-)
+SUMMARY = "constant size: for every new token the one that received least attention goes"
+SOURCE = "H2O, section 4"

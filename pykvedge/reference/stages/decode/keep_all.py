@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pykvedge.reference.stages.base import DecodePolicy, DecodeState, Settings
+from pykvedge.reference.stages.base import DecodeState, Settings
 
 
 def evict(state: DecodeState, settings: Settings) -> int | None:
@@ -10,6 +10,5 @@ def evict(state: DecodeState, settings: Settings) -> int | None:
     return None
 
 
-MEMBER = DecodePolicy(
-    name="keep-all", summary="generated tokens are all kept", source="LOOK-M, section 3.2", evict=evict
-)
+SUMMARY = "generated tokens are all kept"
+SOURCE = "LOOK-M, section 3.2"

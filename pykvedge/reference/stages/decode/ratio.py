@@ -5,7 +5,7 @@ PrefixKV (Wang et al. 2024), section 3.1: layers keep different shares of the pr
 
 from __future__ import annotations
 
-from pykvedge.reference.stages.base import DecodePolicy, DecodeState, Settings
+from pykvedge.reference.stages.base import DecodeState, Settings
 from pykvedge.reference.stages.elimination import row_by_share
 
 
@@ -14,9 +14,5 @@ def evict(state: DecodeState, settings: Settings) -> int | None:
     return row_by_share(state, state.kept / state.prompt, settings)
 
 
-MEMBER = DecodePolicy(
-    name="ratio",
-    summary="each head's share of all tokens so far, rows dropped at one fixed place",
-    source="PrefixKV, section 3.1",
-    evict=evict,
-)
+SUMMARY = "each head's share of all tokens so far, rows dropped at one fixed place"
+SOURCE = "PrefixKV, section 3.1"

@@ -5,7 +5,7 @@ StreamingLLM (Xiao et al. 2024), section 3.2. Positions go on counting; the pape
 
 from __future__ import annotations
 
-from pykvedge.reference.stages.base import DecodePolicy, DecodeState, Settings
+from pykvedge.reference.stages.base import DecodeState, Settings
 
 
 def evict(state: DecodeState, settings: Settings) -> int | None:
@@ -13,9 +13,5 @@ def evict(state: DecodeState, settings: Settings) -> int | None:
     return state.sinks if state.length > state.kept else None
 
 
-MEMBER = DecodePolicy(
-    name="sliding",
-    summary="constant size: for every new token the oldest one after the sinks goes",
-    source="StreamingLLM, section 3.2",
-    evict=evict,
-)
+SUMMARY = "constant size: for every new token the oldest one after the sinks goes"
+SOURCE = "StreamingLLM, section 3.2"

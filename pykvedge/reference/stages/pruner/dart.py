@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from pykvedge.reference.stages.base import ImageRows, Pruner, Settings
+from pykvedge.reference.stages.base import ImageRows, Settings
 
 
 def prune(image: ImageRows, n: int, settings: Settings) -> np.ndarray:
@@ -29,10 +29,8 @@ def prune(image: ImageRows, n: int, settings: Settings) -> np.ndarray:
     return np.flatnonzero(~left)
 
 
-MEMBER = Pruner(
-    name="dart",
-    summary="rows least like a few pivots, on embeddings",
-    source="Wen et al. 2025, Stop Looking for Important Tokens in Multimodal Language Models: Duplication Matters "
-    "More, arXiv:2502.11494",
-    prune=prune,
+SUMMARY = "rows least like a few pivots, on embeddings"
+SOURCE = (
+    "Wen et al. 2025, Stop Looking for Important Tokens in Multimodal Language Models: Duplication Matters "
+    "More, arXiv:2502.11494"
 )

@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 
-from pykvedge.reference.stages.base import ImageRows, Pruner, Settings
+from pykvedge.reference.stages.base import ImageRows, Settings
 
 
 def cells(down: int, across: int, n: int) -> tuple[int, int]:
@@ -28,4 +28,5 @@ def prune(image: ImageRows, n: int, settings: Settings) -> np.ndarray:
     return (y[:, None] * across + x[None, :]).ravel()
 
 
-MEMBER = Pruner(name="grid", summary="rows at even distances", source="a baseline", prune=prune)
+SUMMARY = "rows at even distances"
+SOURCE = "a baseline"

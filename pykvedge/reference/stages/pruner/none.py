@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from pykvedge.reference.stages.base import ImageRows, Pruner, Settings
+from pykvedge.reference.stages.base import ImageRows, Settings
 
 
 def prune(image: ImageRows, n: int, settings: Settings) -> np.ndarray:
@@ -12,4 +12,5 @@ def prune(image: ImageRows, n: int, settings: Settings) -> np.ndarray:
     return np.arange(len(image.rows))
 
 
-MEMBER = Pruner(name="none", summary="every row", source="the unpruned image", prune=prune)
+SUMMARY = "every row"
+SOURCE = "the unpruned image"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from pykvedge.reference.stages.base import ImageRows, Pruner, Settings
+from pykvedge.reference.stages.base import ImageRows, Settings
 from pykvedge.reference.stages.scorer.random import mix
 
 
@@ -16,4 +16,5 @@ def prune(image: ImageRows, n: int, settings: Settings) -> np.ndarray:
     return np.sort(np.argsort(drawn, kind="stable")[:n])
 
 
-MEMBER = Pruner(name="random", summary="chance, the same for the same seed", source="a control", prune=prune)
+SUMMARY = "chance, the same for the same seed"
+SOURCE = "a control"

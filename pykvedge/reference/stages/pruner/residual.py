@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from pykvedge.reference.stages.base import ImageRows, Pruner, Settings
+from pykvedge.reference.stages.base import ImageRows, Settings
 
 
 def prune(image: ImageRows, n: int, settings: Settings) -> np.ndarray:
@@ -24,6 +24,5 @@ def prune(image: ImageRows, n: int, settings: Settings) -> np.ndarray:
     return np.sort(np.array(kept))
 
 
-MEMBER = Pruner(
-    name="residual", summary="what stands out, and differs from what is kept", source="kvedge's own", prune=prune
-)
+SUMMARY = "what stands out, and differs from what is kept"
+SOURCE = "kvedge's own"

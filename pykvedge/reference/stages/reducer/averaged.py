@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from pykvedge.reference.stages.base import Head, Reducer, Settings
+from pykvedge.reference.stages.base import Head, Settings
 from pykvedge.reference.stages.similarity import assign, means
 
 
@@ -16,9 +16,5 @@ def reduce(head: Head, settings: Settings) -> tuple[np.ndarray, ...]:
     return means(head, assign(head), settings)
 
 
-MEMBER = Reducer(
-    name="averaged",
-    summary="average each evicted pair into the most similar kept one",
-    source="LOOK-M, eq. 10",
-    reduce=reduce,
-)
+SUMMARY = "average each evicted pair into the most similar kept one"
+SOURCE = "LOOK-M, eq. 10"

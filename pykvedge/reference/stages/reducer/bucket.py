@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from pykvedge.reference.stages.base import Head, Reducer, Settings
+from pykvedge.reference.stages.base import Head, Settings
 from pykvedge.reference.stages.nearness import assign_nearest
 from pykvedge.reference.stages.similarity import means
 
@@ -23,9 +23,5 @@ def reduce(head: Head, settings: Settings) -> tuple[np.ndarray, ...]:
     return means(head, assign_nearest(head, np.flatnonzero(anchor)), settings)
 
 
-MEMBER = Reducer(
-    name="bucket",
-    summary="average each evicted pair into the nearest kept one that is not protected",
-    source="Elastic Cache, eq. 2 and 3",
-    reduce=reduce,
-)
+SUMMARY = "average each evicted pair into the nearest kept one that is not protected"
+SOURCE = "Elastic Cache, eq. 2 and 3"

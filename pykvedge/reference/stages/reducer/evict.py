@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from pykvedge.reference.stages.base import Head, Reducer, Settings
+from pykvedge.reference.stages.base import Head, Settings
 
 
 def reduce(head: Head, settings: Settings) -> tuple[np.ndarray, np.ndarray]:
@@ -12,4 +12,5 @@ def reduce(head: Head, settings: Settings) -> tuple[np.ndarray, np.ndarray]:
     return head.k[head.kept].astype(np.float64), head.v[head.kept].astype(np.float64)
 
 
-MEMBER = Reducer(name="evict", summary="drop the others", source="H2O; StreamingLLM", reduce=reduce)
+SUMMARY = "drop the others"
+SOURCE = "H2O; StreamingLLM"

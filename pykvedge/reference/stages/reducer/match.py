@@ -31,7 +31,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from pykvedge.reference.stages.base import Head, Reducer, Settings
+from pykvedge.reference.stages.base import Head, Settings
 
 FEWEST = 512
 BOX = (float(np.exp(-3.0)), float(np.exp(3.0)))
@@ -115,9 +115,5 @@ def reduce(head: Head, settings: Settings) -> tuple[np.ndarray, ...]:
     return plain
 
 
-MEMBER = Reducer(
-    name="match",
-    summary="fit biases and values of what is kept to what the prompt's queries got of everything",
-    source="Zweiger et al. 2026, section 3",
-    reduce=reduce,
-)
+SUMMARY = "fit biases and values of what is kept to what the prompt's queries got of everything"
+SOURCE = "Zweiger et al. 2026, section 3"

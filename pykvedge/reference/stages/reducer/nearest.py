@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from pykvedge.reference.stages.base import Head, Reducer, Settings
+from pykvedge.reference.stages.base import Head, Settings
 from pykvedge.reference.stages.similarity import Assignment, evicted, means
 
 
@@ -44,9 +44,5 @@ def reduce(head: Head, settings: Settings) -> tuple[np.ndarray, ...]:
     return means(head, assign(head, settings["reach"]), settings)
 
 
-MEMBER = Reducer(
-    name="nearest",
-    summary="average each evicted pair into the kept one with the nearest key, if it is near, to count there",
-    source="this project",
-    reduce=reduce,
-)
+SUMMARY = "average each evicted pair into the kept one with the nearest key, if it is near, to count there"
+SOURCE = "this project"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from pykvedge.reference.stages.base import Head, Reducer, Settings
+from pykvedge.reference.stages.base import Head, Settings
 from pykvedge.reference.stages.similarity import assign, merge
 
 
@@ -18,9 +18,5 @@ def reduce(head: Head, settings: Settings) -> tuple[np.ndarray, ...]:
     return merge(head, to, settings, lambda rows: (rows[to.source].astype(np.float64) + rows[head.kept[to.target]]) / 2)
 
 
-MEMBER = Reducer(
-    name="pivotal",
-    summary="like averaged, but the kept pair keeps at least half of the weight",
-    source="LOOK-M, eq. 11",
-    reduce=reduce,
-)
+SUMMARY = "like averaged, but the kept pair keeps at least half of the weight"
+SOURCE = "LOOK-M, eq. 11"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from pykvedge.reference.stages.base import Head, Reducer, Settings
+from pykvedge.reference.stages.base import Head, Settings
 from pykvedge.reference.stages.nearness import assign_nearest
 from pykvedge.reference.stages.similarity import means
 
@@ -18,9 +18,5 @@ def reduce(head: Head, settings: Settings) -> tuple[np.ndarray, ...]:
     return means(head, assign_nearest(head, np.arange(len(head.kept))), settings)
 
 
-MEMBER = Reducer(
-    name="position",
-    summary="average each evicted pair into the nearest kept one",
-    source="PrefixKV, table 12",
-    reduce=reduce,
-)
+SUMMARY = "average each evicted pair into the nearest kept one"
+SOURCE = "PrefixKV, table 12"

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from pykvedge.reference.stages.base import Head, Reducer, Settings
+from pykvedge.reference.stages.base import Head, Settings
 from pykvedge.reference.stages.similarity import assign, merge
 
 
@@ -23,9 +23,5 @@ def reduce(head: Head, settings: Settings) -> tuple[np.ndarray, ...]:
     return merge(head, to, settings, lambda rows: weight * rows[to.source])
 
 
-MEMBER = Reducer(
-    name="weighted",
-    summary="merge evicted pairs weighted by the similarity of their keys",
-    source="LOOK-M, eq. 12",
-    reduce=reduce,
-)
+SUMMARY = "merge evicted pairs weighted by the similarity of their keys"
+SOURCE = "LOOK-M, eq. 12"

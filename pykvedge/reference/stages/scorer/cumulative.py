@@ -12,7 +12,7 @@ from __future__ import annotations
 import numpy as np
 
 from pykvedge.reference.stages.attention import grouped_attention
-from pykvedge.reference.stages.base import Layer, Scorer, Settings
+from pykvedge.reference.stages.base import Layer, Settings
 
 
 def score(layer: Layer, settings: Settings) -> np.ndarray:
@@ -24,9 +24,5 @@ def score(layer: Layer, settings: Settings) -> np.ndarray:
     return np.tile(out.mean(axis=0), (n_heads_kv, 1)) if settings["share"] == "layer" else out
 
 
-MEMBER = Scorer(
-    name="cumulative",
-    summary="attention that a token received, summed over all queries of the prompt",
-    source="H2O, section 4; LOOK-M, eq. 4",
-    score=score,
-)
+SUMMARY = "attention that a token received, summed over all queries of the prompt"
+SOURCE = "H2O, section 4; LOOK-M, eq. 4"

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from pykvedge.reference.stages.base import Layer, Scorer, Settings
+from pykvedge.reference.stages.base import Layer, Settings
 from pykvedge.reference.stages.spectrum import outliers
 
 
@@ -20,9 +20,5 @@ def score(layer: Layer, settings: Settings) -> np.ndarray:
     return np.tile(out.mean(axis=0), (len(out), 1)) if settings["share"] == "layer" else out
 
 
-MEMBER = Scorer(
-    name="dct",
-    summary="keys and values that stand out from a smooth curve through their neighbours",
-    source="FlashCache, eq. 10",
-    score=score,
-)
+SUMMARY = "keys and values that stand out from a smooth curve through their neighbours"
+SOURCE = "FlashCache, eq. 10"

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from pykvedge.reference.stages.base import Layer, Scorer, Settings
+from pykvedge.reference.stages.base import Layer, Settings
 from pykvedge.reference.stages.rotation import Rotation
 
 
@@ -65,9 +65,5 @@ def score(layer: Layer, settings: Settings) -> np.ndarray:
     return out
 
 
-MEMBER = Scorer(
-    name="expected",
-    summary="attention that queries yet to come are expected to pay, by the value's length",
-    source="Devoto et al. 2025, section 3",
-    score=score,
-)
+SUMMARY = "attention that queries yet to come are expected to pay, by the value's length"
+SOURCE = "Devoto et al. 2025, section 3"

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from pykvedge.reference.stages.base import Layer, Scorer, Settings
+from pykvedge.reference.stages.base import Layer, Settings
 
 
 def score(layer: Layer, settings: Settings) -> np.ndarray:
@@ -24,9 +24,5 @@ def score(layer: Layer, settings: Settings) -> np.ndarray:
     return -np.einsum("htd,hd->ht", unit, direction)
 
 
-MEMBER = Scorer(
-    name="keydiff",
-    summary="keys that point elsewhere than the others of their head",
-    source="Park et al. 2025, section 3",
-    score=score,
-)
+SUMMARY = "keys that point elsewhere than the others of their head"
+SOURCE = "Park et al. 2025, section 3"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from pykvedge.reference.stages.base import Layer, Scorer, Settings
+from pykvedge.reference.stages.base import Layer, Settings
 
 
 def score(layer: Layer, settings: Settings) -> np.ndarray:
@@ -16,4 +16,5 @@ def score(layer: Layer, settings: Settings) -> np.ndarray:
     return -np.linalg.norm(layer.k.astype(np.float64), axis=-1)
 
 
-MEMBER = Scorer(name="knorm", summary="keys with a small norm win", source="Devoto et al. 2024, section 3", score=score)
+SUMMARY = "keys with a small norm win"
+SOURCE = "Devoto et al. 2024, section 3"

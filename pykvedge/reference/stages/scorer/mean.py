@@ -17,7 +17,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 
 from pykvedge.reference.stages.attention import grouped_attention
-from pykvedge.reference.stages.base import Layer, Scorer, Settings
+from pykvedge.reference.stages.base import Layer, Settings
 
 
 def moments(attention: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -52,10 +52,6 @@ def deviation(layer: Layer, settings: Settings) -> np.ndarray:
     return _moments(layer)[1]
 
 
-MEMBER = Scorer(
-    name="mean",
-    summary="attention per query that saw the token, and what varies the most",
-    source="RoCo",
-    score=score,
-    reserve=deviation,
-)
+SUMMARY = "attention per query that saw the token, and what varies the most"
+SOURCE = "RoCo"
+reserve = deviation

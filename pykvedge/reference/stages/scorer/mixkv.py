@@ -16,7 +16,7 @@ from __future__ import annotations
 import numpy as np
 
 from pykvedge.errors import ProfileError
-from pykvedge.reference.stages.base import Layer, Scorer, Settings
+from pykvedge.reference.stages.base import Layer, Settings
 from pykvedge.reference.stages.window import pooled_attention
 
 EPS = 1e-8
@@ -91,10 +91,5 @@ def score(layer: Layer, settings: Settings) -> np.ndarray:
     return out
 
 
-MEMBER = Scorer(
-    name="mixkv",
-    summary="window attention and value norms, mixed with how different a key is",
-    source="MixKV, section 3.3",
-    score=score,
-    attention=attention,
-)
+SUMMARY = "window attention and value norms, mixed with how different a key is"
+SOURCE = "MixKV, section 3.3"

@@ -29,7 +29,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from pykvedge.reference.stages.base import Layer, Scorer, Settings
+from pykvedge.reference.stages.base import Layer, Settings
 from pykvedge.reference.stages.scorer.mixkv import minmax01, mixed, scaled_to
 from pykvedge.reference.stages.spectrum import deviation, outliers
 from pykvedge.reference.stages.window import pool, window_weights
@@ -104,11 +104,6 @@ def variation(layer: Layer, settings: Settings) -> np.ndarray | None:
     return np.sqrt((deviation(layer.v[:, image], settings["gamma"]) ** 2).mean(axis=-1)).mean(axis=-1)
 
 
-MEMBER = Scorer(
-    name="modal",
-    summary="votes of the last queries; of image tokens value norms, diversity and outliers too; the text's end stays",
-    source="this project, with MixKV's mixture and FlashCache's outliers",
-    score=score,
-    attention=votes,
-    variation=variation,
-)
+SUMMARY = "votes of the last queries; of image tokens value norms, diversity and outliers too; the text's end stays"
+SOURCE = "this project, with MixKV's mixture and FlashCache's outliers"
+attention = votes

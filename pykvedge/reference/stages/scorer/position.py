@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from pykvedge.reference.stages.base import Layer, Scorer, Settings
+from pykvedge.reference.stages.base import Layer, Settings
 
 
 def score(layer: Layer, settings: Settings) -> np.ndarray:
@@ -18,9 +18,5 @@ def score(layer: Layer, settings: Settings) -> np.ndarray:
     return np.tile(np.arange(n_tokens, dtype=np.float64), (n_heads_kv, 1))
 
 
-MEMBER = Scorer(
-    name="position",
-    summary="the most recent tokens win",
-    source="StreamingLLM, section 3.2",
-    score=score,
-)
+SUMMARY = "the most recent tokens win"
+SOURCE = "StreamingLLM, section 3.2"

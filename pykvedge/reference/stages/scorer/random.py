@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from pykvedge.reference.stages.base import Layer, Scorer, Settings
+from pykvedge.reference.stages.base import Layer, Settings
 
 
 def mix(x: np.ndarray) -> np.ndarray:
@@ -29,6 +29,6 @@ def score(layer: Layer, settings: Settings) -> np.ndarray:
     return (bits >> np.uint64(40)).astype(np.float64) / 2**24
 
 
-MEMBER = Scorer(
-    name="random", summary="chance, the same for the same seed", source="a control", score=score, by_place=True
-)
+SUMMARY = "chance, the same for the same seed"
+SOURCE = "a control"
+BY_PLACE = True

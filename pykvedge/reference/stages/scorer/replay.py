@@ -22,7 +22,7 @@ from __future__ import annotations
 import numpy as np
 
 from pykvedge.reference.stages.attention import causal_attention
-from pykvedge.reference.stages.base import Layer, Scorer, Settings
+from pykvedge.reference.stages.base import Layer, Settings
 
 KEPT_FIRST = 2.0  # above any attention
 PROJECTED_FIRST = 1e18  # above any attention times any length of a value
@@ -72,9 +72,5 @@ def _lengths(layer: Layer, settings: Settings) -> np.ndarray:
     return np.stack([np.linalg.norm(v[h // group] @ projection[h], axis=1) for h in range(n_heads)])
 
 
-MEMBER = Scorer(
-    name="replay",
-    summary="the largest attention of any query, the prompt's own or of a second pass over it",
-    source="KVzip (Kim et al. 2025), section 3",
-    score=score,
-)
+SUMMARY = "the largest attention of any query, the prompt's own or of a second pass over it"
+SOURCE = "KVzip (Kim et al. 2025), section 3"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from pykvedge.reference.stages.base import Layer, Scorer, Settings
+from pykvedge.reference.stages.base import Layer, Settings
 
 
 def score(layer: Layer, settings: Settings) -> np.ndarray:
@@ -16,4 +16,5 @@ def score(layer: Layer, settings: Settings) -> np.ndarray:
     return np.linalg.norm(layer.v.astype(np.float64), axis=-1)
 
 
-MEMBER = Scorer(name="vnorm", summary="values with a large norm win", source="MixKV, section 3.3", score=score)
+SUMMARY = "values with a large norm win"
+SOURCE = "MixKV, section 3.3"

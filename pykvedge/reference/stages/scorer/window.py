@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from pykvedge.reference.stages.base import Layer, Scorer, Settings
+from pykvedge.reference.stages.base import Layer, Settings
 from pykvedge.reference.stages.window import pooled_attention
 
 
@@ -20,9 +20,5 @@ def score(layer: Layer, settings: Settings) -> np.ndarray:
     return pooled_attention(layer, settings["window"], settings["kernel"], settings["pool"], settings["gqa"])
 
 
-MEMBER = Scorer(
-    name="window",
-    summary="attention from the last queries of the prompt, pooled over neighbours",
-    source="SnapKV, section 4",
-    score=score,
-)
+SUMMARY = "attention from the last queries of the prompt, pooled over neighbours"
+SOURCE = "SnapKV, section 4"
