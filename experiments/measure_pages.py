@@ -23,13 +23,12 @@ import numpy as np
 import scriptpath  # noqa: F401
 from llama_source import ROOT, log
 
-from kvedge_lab.demo_tasks.prompts import MEDIA
+from kvedge_lab.demo_tasks.prompts import MEDIA, messages
 from kvedge_lab.eval.measure import CONTEXT, CONVERSATION, Cell, Wants
 from kvedge_lab.eval.records import Records
 from kvedge_lab.eval.runner import FULL, Job, evaluate, full_cell, lacking
 from kvedge_lab.eval.table import ALL, lines
 from kvedge_lab.eval.tasks import IMAGE, PAGES, Line, Sample
-from kvedge_lab.page_tasks import evalset
 from kvedge_lab.page_tasks.pages import KINDS, Page, draw_page
 from kvedge_lab.page_tasks.tasks import ASKERS, KIND_OF, TASKS, Question
 from pykvedge.cli.tables import markdown
@@ -59,9 +58,9 @@ def context(seed: int, number: int) -> list[Sample]:
     out = []
     for task in LEARNT:
         question = asked(rng, pages, task)
-        said = evalset.messages(len(pages), question.text, second)
-        messages = [Line(m["role"], m["content"].replace(MEDIA, IMAGE), () if n else pages) for n, m in enumerate(said)]
-        out.append(Sample(f"{number}:{task}", f"{PAGES}{task}", tuple(messages), question.answer, max_tokens=16,
+        said = messages(len(pages), question.text, second, "page")
+        turns = [Line(m["role"], m["content"].replace(MEDIA, IMAGE), () if n else pages) for n, m in enumerate(said)]
+        out.append(Sample(f"{number}:{task}", f"{PAGES}{task}", tuple(turns), question.answer, max_tokens=16,
                           context=f"{seed}:{number}"))  # fmt: skip
     return out
 

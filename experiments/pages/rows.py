@@ -13,8 +13,7 @@ import torch
 from demo.rows import IGNORE
 from torch import Tensor
 
-from kvedge_lab.demo_tasks.prompts import MEDIA, SHOW_ANSWER
-from kvedge_lab.page_tasks.evalset import page_text, show_text
+from kvedge_lab.demo_tasks.prompts import MEDIA, SHOW_ANSWER, image_text, show_text
 from kvedge_lab.page_tasks.pages import COLUMNS, Page
 from kvedge_lab.page_tasks.tasks import ASKERS, Question
 
@@ -75,7 +74,7 @@ def page_row(pages: Sequence[Encoded], rng: np.random.Generator | None = None, p
     rng: draws `plain` of the empty cells of each page, and the others are left out; None: all are in.
     """
     row, at = Row(pages), 0
-    for k, text in enumerate(f"{START}user\n{page_text(len(pages))}".split(MEDIA)[:-1]):
+    for k, text in enumerate(f"{START}user\n{image_text(len(pages), 'page')}".split(MEDIA)[:-1]):
         at = row.add(encode((SEEN_END if k else "") + text + SEEN), at, 0)
         shown = pages[k].labels.any(-1)
         cells = np.arange(len(shown))
@@ -92,7 +91,7 @@ def ask(row: Row, at: int, branch: int, question: Question, turn: int) -> int:
 
     turn: 0 with the pages, 1 after a turn that only shows them, 2 behind another question and its answer.
     """
-    shown = f"\n{show_text(len(row.pages))}{ASSISTANT}{SHOW_ANSWER}"
+    shown = f"\n{show_text(len(row.pages), 'page')}{ASSISTANT}{SHOW_ANSWER}"
     before = ("\n", f"{shown}{END}\n{START}user\n", f"{END}\n{START}user\n")[turn]
     prompt = encode(f"{before}{question.text}{ASSISTANT}")
     answer = [*encode(question.answer), encode(END)[0]]

@@ -8,7 +8,7 @@ import json
 from modelgen.tokens import QWEN_SPECIALS
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers, trainers
 
-from kvedge_lab.page_tasks.evalset import show_text
+from kvedge_lab.demo_tasks.prompts import show_text
 from kvedge_lab.page_tasks.pages import COLOURS, LEXICON
 from kvedge_lab.page_tasks.tasks import ON_PAGE, QUESTIONS
 
@@ -23,7 +23,7 @@ _SPLIT = (
 def _texts() -> list[str]:
     """What the vocabulary is trained on: each word alone and behind a space; codes are not among them."""
     words = [*LEXICON, *COLOURS, "ok", "user", "assistant", "system", "Page", "Here", "these", "this"]
-    texts = (*QUESTIONS.values(), ON_PAGE.format(1), *map(show_text, (1, 2)))
+    texts = (*QUESTIONS.values(), ON_PAGE.format(1), show_text(1, "page"), show_text(2, "page"))
     words += [word.strip("?.") for text in texts for word in text.split() if word.strip("?.").isalpha()]
     return [form for word in dict.fromkeys(words) for form in (word, " " + word)] * 2
 

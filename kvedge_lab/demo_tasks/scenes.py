@@ -95,7 +95,7 @@ def part_of(code: str) -> str:
     return next(name for name, quarters in PARTS.items() if quarter in quarters)
 
 
-def _draw_code(rng: np.random.Generator, held_out: bool) -> str:
+def draw_code(rng: np.random.Generator, held_out: bool) -> str:
     while True:
         chars = rng.integers(0, len(CODE_CHARS), rng.integers(4, 7))
         code = "".join(CODE_CHARS[c] for c in chars)
@@ -114,7 +114,7 @@ def _draw_kinds(rng: np.random.Generator) -> list[str]:
 
 def draw_scene(rng: np.random.Generator, held_out: bool = False) -> Scene:
     """A random scene of the training side, or of the held-out side."""
-    code = _draw_code(rng, held_out)
+    code = draw_code(rng, held_out)
     code_row = int(rng.integers(0, GRID))
     code_col = int(rng.integers(0, GRID - len(code) + 1))
     taken = np.zeros((GRID + 2, GRID + 2), bool)

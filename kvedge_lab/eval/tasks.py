@@ -10,7 +10,7 @@ from itertools import islice, pairwise
 from pathlib import Path
 
 from kvedge_lab.demo_tasks import evalset
-from kvedge_lab.demo_tasks.prompts import MEDIA, SHOW_ANSWER, show_text
+from kvedge_lab.demo_tasks.prompts import MEDIA, SHOW_ANSWER, messages, show_text
 from kvedge_lab.demo_tasks.scenes import Scene, render
 from kvedge_lab.demo_tasks.tasks import NEEDLE_TASKS, SINGLE_TASKS, TASKS
 from kvedge_lab.eval import metrics, vqa
@@ -163,7 +163,7 @@ def page_samples(name: str, count: int, seed: int, images: int) -> list[Sample]:
     if task == "which-page" and images < 2:
         raise UsageError(f"{name} needs 2 to {pages.MAX_PAGES} pages, not {images}")
     for n, sample in enumerate(islice(page_sets.samples(task, seed, images), count)):
-        asked = page_sets.messages(images, sample.question.text, name.endswith(SECOND))
+        asked = messages(images, sample.question.text, name.endswith(SECOND), "page")
         lines = [Line(m["role"], m["content"].replace(MEDIA, IMAGE)) for m in asked]
         lines[0] = replace(lines[0], images=sample.pages)
         answer = sample.question.answer

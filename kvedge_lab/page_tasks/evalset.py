@@ -7,8 +7,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvedge_lab.demo_tasks.prompts import MEDIA, SHOW_ANSWER
-
 from .pages import MAX_PAGES, Page, draw_page
 from .tasks import ASKERS, KIND_OF, TASKS, Question
 
@@ -19,27 +17,6 @@ class PageSample:
 
     pages: tuple[Page, ...]
     question: Question
-
-
-def show_text(count: int) -> str:
-    """Returns what a first turn says that shows the pages only."""
-    return "Here is the page." if count == 1 else "Here are the pages."
-
-
-def page_text(count: int) -> str:
-    """Returns the media markers of the pages: a single page stands alone, several are numbered."""
-    return MEDIA if count == 1 else "\n".join(f"Page {k + 1}: {MEDIA}" for k in range(count))
-
-
-def messages(count: int, question: str, second_turn: bool = False) -> list[dict[str, str]]:
-    """Returns the conversation up to the question: pages first."""
-    if not second_turn:
-        return [{"role": "user", "content": f"{page_text(count)}\n{question}"}]
-    return [
-        {"role": "user", "content": f"{page_text(count)}\n{show_text(count)}"},
-        {"role": "assistant", "content": SHOW_ANSWER},
-        {"role": "user", "content": question},
-    ]
 
 
 def draw_sample(rng: np.random.Generator, task: str, count: int, held_out: bool = True) -> PageSample:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from kvedge_lab.demo_tasks.font import CODE_CHARS
-from kvedge_lab.demo_tasks.scenes import code_is_held_out
+from kvedge_lab.demo_tasks.scenes import draw_code
 
 from .fonts import CELL, FONTS, SIZES, glyph
 
@@ -92,13 +92,6 @@ class Page:
 
     def texts(self) -> list[Text]:
         return [*(part for row in self.rows for part in row.parts), *self.others, self.code]
-
-
-def draw_code(rng: np.random.Generator, held_out: bool) -> str:
-    while True:
-        code = "".join(CODE_CHARS[c] for c in rng.integers(0, len(CODE_CHARS), rng.integers(4, 7)))
-        if code_is_held_out(code) == held_out:
-            return code
 
 
 def _text_row(rng: np.random.Generator, number: int, at: int) -> Row:
