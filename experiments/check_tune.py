@@ -49,7 +49,12 @@ def pool(args: argparse.Namespace, cells: list[Cell]) -> Race:
     with pykvedge.load(threads=1) as loaded:
         loan = loaded.lend()
         out = race(args, cells, of, kept, loan)
-        out.measure_all()
+        with out._reading() as (reader, vision):  # all plans on all contexts, however long it takes
+            out._begin(reader, vision)
+            for n in itertools.count():
+                if not out._reach(n):
+                    break
+                out._context(n, out.cells)
         loan.give_back()
     return out
 

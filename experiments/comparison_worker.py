@@ -178,10 +178,11 @@ class Side:
             at = end
             batches = [self._batch(n, image, i) for i, (n, image) in enumerate(read)]
             start, cpu = time.perf_counter(), time.process_time()
-            with self.caches[name].replaying(ReplayChunk(first, last, sum(n for n, _ in read)), 1):
-                for (n, _), batch in zip(read, batches, strict=True):
-                    self._run(name, batch, 1, at)
-                    at += n
+            self.caches[name].begin_replay(ReplayChunk(first, last, sum(n for n, _ in read)), 1)
+            for (n, _), batch in zip(read, batches, strict=True):
+                self._run(name, batch, 1, at)
+                at += n
+            self.caches[name].end_replay(1)
             seconds, cpu_seconds = seconds + time.perf_counter() - start, cpu_seconds + time.process_time() - cpu
             first = last
         return seconds, cpu_seconds

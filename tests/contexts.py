@@ -2,12 +2,23 @@
 
 import ctypes
 import functools
+from contextlib import contextmanager
 
 import numpy as np
 
 from pykvedge.library import libkvedge
 from pykvedge.native import libraries
 from pykvedge.plans.plan import Plan
+
+
+@contextmanager
+def replaying(cache, chunk, sequence=0):
+    """What is decoded inside is a chunk of a second pass over the prompt, and is gone afterwards."""
+    cache.begin_replay(chunk, sequence)
+    try:
+        yield
+    finally:
+        cache.end_replay(sequence)
 
 
 @functools.cache

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 from attached import differing
-from contexts import TinyContext, random_tokens
+from contexts import TinyContext, random_tokens, replaying
 
 import pykvedge
 from pykvedge.library import libkvedge
@@ -116,7 +116,7 @@ class Talk:
         if cache.replays:
             n, at = cache.stats(self.sequence).n_pending, self.n
             request = random_tokens(9, seed=n)
-            with cache.replaying(ReplayChunk(0, n, len(request)), self.sequence):
+            with replaying(cache, ReplayChunk(0, n, len(request)), self.sequence):
                 self.decode(request)
             self.context.n[self.sequence] = at
         cache.compress(self.sequence)

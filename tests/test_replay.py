@@ -7,7 +7,7 @@ import numpy as np
 import oracles
 import pytest
 from arrays import kept_alike, prompt
-from contexts import TinyContext, random_tokens
+from contexts import TinyContext, random_tokens, replaying
 from conversations import WORDS, say
 
 import pykvedge
@@ -133,7 +133,7 @@ class Twice(TinyContext):
 
     def again(self, chunk, tokens, stop=None):
         n = self.n[0]
-        with self.cache.replaying(chunk):
+        with replaying(self.cache, chunk):
             for part in np.array_split(tokens, 1 if len(tokens) < 9 else 3):
                 self.decode(part.tolist())
         self.n[0] = n

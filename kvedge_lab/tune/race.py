@@ -6,7 +6,6 @@ decisions on the way to where it was.
 
 from __future__ import annotations
 
-import itertools
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -86,15 +85,6 @@ class Race:
                 self.decide()
             finally:
                 self.left_out += outcome.left_out
-
-    def measure_all(self) -> None:
-        """Measures all plans on all contexts, however long it takes."""
-        with self._reading() as (reader, vision):
-            self._begin(reader, vision)
-            for n in itertools.count():
-                if not self._reach(n):
-                    return
-                self._context(n, self.cells)
 
     def decide(self) -> None:
         """Finds the finalists on one half of the contexts and measures them on the other, as far as there is time."""

@@ -167,18 +167,6 @@ class Cache:
         n = stats.n_pending
         return plan_budget(self.plan, n, later=n < stats.n_tokens, later_floor=self._later_floor) >= n
 
-    @contextmanager
-    def replaying(self, chunk: ReplayChunk, sequence: int = 0) -> Iterator[None]:
-        """What is decoded inside is a chunk of a second pass over the prompt, and is gone afterwards.
-
-        Raises what kvedge_replay_begin reports.
-        """
-        self.begin_replay(chunk, sequence)
-        try:
-            yield
-        finally:
-            self.end_replay(sequence)
-
     @one_thread
     def begin_replay(self, chunk: ReplayChunk, sequence: int = 0) -> None:
         """What is decoded next is a chunk of a second pass. Raises what kvedge_replay_begin reports."""

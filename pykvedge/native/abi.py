@@ -3,24 +3,12 @@
 from __future__ import annotations
 
 import ctypes as c
-from typing import Any, NamedTuple
+from typing import Any
 
 from pykvedge.system import shown
 
 ABI_VERSION = 1
 STAGE_NUMBER = {"scorer": 0, "allocator": 1, "reducer": 2, "decode": 3, "pruner": 4}
-
-
-class Declared(NamedTuple):
-    """A kvedge_setting: of words the fallback is an index, step 0 is any number."""
-
-    name: str
-    help: str
-    fallback: float
-    lowest: float
-    highest: float
-    step: int
-    choices: tuple[str, ...]
 
 
 def text(value: bytes | None) -> str:
@@ -49,7 +37,7 @@ class Error(c.Structure):
 
 
 class Setting(c.Structure):
-    """kvedge_setting."""
+    """kvedge_setting: of words the fallback is an index, step 0 is any number."""
 
     _fields_ = [
         ("name", c.c_char_p),
@@ -58,12 +46,6 @@ class Setting(c.Structure):
         ("step", c.c_int32),
         ("choices", c.c_char_p),
     ]
-
-    @property
-    def declared(self) -> Declared:
-        """A copy in Python's own types."""
-        words = tuple(text(self.choices).split(",")) if self.choices else ()
-        return Declared(text(self.name), text(self.help), self.fallback, self.lowest, self.highest, self.step, words)
 
 
 class Options(c.Structure):

@@ -10,7 +10,7 @@ from typing import Any, ParamSpec, TypeVar
 
 from pykvedge import errors
 from pykvedge.native import libraries
-from pykvedge.native.abi import PROTOTYPES, STAGE_NUMBER, Declared, Error, Facts, text
+from pykvedge.native.abi import PROTOTYPES, STAGE_NUMBER, Error, Facts, Setting, text
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -52,10 +52,10 @@ def describe() -> str:
     return f"{found}\nlibkvedge {text(handle.kvedge_version())} ({text(handle.kvedge_simd())})"
 
 
-def stage_settings(stage: str, member: str) -> list[Declared]:
+def stage_settings(stage: str, member: str) -> list[Setting]:
     """Settings of a member of the library's, by its name."""
     found = (lib().kvedge_stage_setting(STAGE_NUMBER[stage], member.encode(), i) for i in itertools.count())
-    return [setting.contents.declared for setting in itertools.takewhile(bool, found)]
+    return [setting.contents for setting in itertools.takewhile(bool, found)]
 
 
 def stage_facts(stage: str, member: str, settings: Sequence[float], kept: int = 0, even: int = 0) -> Facts:

@@ -99,7 +99,7 @@ def _native_member(stage: str, struct: Any, origin: str) -> table.Plugin:
 
 def _param(s: Setting, origin: str) -> base.Param:
     try:
-        return base.Param.declared(s.declared)
+        return base.Param.declared(s)
     except KvedgeError as error:
         raise PluginError(f"{origin}: setting '{text(s.name)}' does not allow its own fallback: {error}") from None
 

@@ -12,11 +12,11 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from pykvedge.errors import UsageError
+from pykvedge.native.abi import Setting, text
 
 if TYPE_CHECKING:
     import numpy as np
 
-    from pykvedge.native.abi import Declared
     from pykvedge.reference.stages.replay import Replay
     from pykvedge.reference.stages.rotation import Rotation
 
@@ -39,17 +39,18 @@ class Param:
     step: int = 1  # whole numbers: low + a multiple of it
 
     @classmethod
-    def declared(cls, s: Declared) -> Param:
+    def declared(cls, s: Setting) -> Param:
         """Takes a setting of the library or of a plugin in C. Raises UsageError for a fallback that is not allowed."""
-        if s.choices == FLAG:
-            return cls(s.name, s.fallback == 0, s.help)
-        if s.choices:
-            out = cls(s.name, dict(enumerate(s.choices)).get(int(s.fallback), ""), s.help, choices=s.choices)
+        name, help_text, choices = text(s.name), text(s.help), tuple(text(s.choices).split(",")) if s.choices else ()
+        if choices == FLAG:
+            return cls(name, s.fallback == 0, help_text)
+        if choices:
+            out = cls(name, dict(enumerate(choices)).get(int(s.fallback), ""), help_text, choices=choices)
         elif s.step:
-            out = cls(s.name, int(s.fallback), s.help, int(s.lowest), int(s.highest), step=s.step)
+            out = cls(name, int(s.fallback), help_text, int(s.lowest), int(s.highest), step=s.step)
         else:
-            out = cls(s.name, s.fallback, s.help, s.lowest, s.highest)
-        out.check(out.default, s.name)
+            out = cls(name, s.fallback, help_text, s.lowest, s.highest)
+        out.check(out.default, name)
         return out
 
     def number(self, value: Any) -> float:
