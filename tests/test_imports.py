@@ -18,7 +18,6 @@ FLOORS = (
     "pykvedge.system",
     "pykvedge.native",
     "pykvedge.reference.kvtypes",
-    "pykvedge.reference.hadamard",
     "pykvedge.reference.held",
     "pykvedge.reference.stages",
     "pykvedge.plans.plugins",

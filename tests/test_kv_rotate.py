@@ -21,8 +21,7 @@ from pykvedge.library import libkvedge
 from pykvedge.native.abi import DEVICES_ALL
 from pykvedge.native.calls import lib
 from pykvedge.reference import held
-from pykvedge.reference.hadamard import hadamard, rotated
-from pykvedge.reference.held import round_to
+from pykvedge.reference.held import hadamard, rotated, round_to
 from pykvedge.reference.kvtypes import QUANTISED, KvType, definition
 
 TYPES = [name for name in QUANTISED if not definition(name).residual]

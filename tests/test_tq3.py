@@ -8,8 +8,7 @@ from test_kv_rotate import context, converse, divergence  # noqa: F401
 
 import pykvedge
 from pykvedge.reference import held
-from pykvedge.reference.hadamard import rotated
-from pykvedge.reference.held import round_to
+from pykvedge.reference.held import rotated, round_to
 from pykvedge.reference.kvtypes import KvType, definition
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+
 import numpy as np
 
-from pykvedge.reference.hadamard import rotated
 from pykvedge.reference.kvtypes import GROUP, PLAIN, RESIDUAL, definition
 
 
@@ -19,6 +20,30 @@ def round_to(x: np.ndarray, kv_type: str) -> np.ndarray:
     bits = x.view(np.uint32)
     rounded = bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))
     return (rounded & np.uint32(0xFFFF0000)).view(np.float32)
+
+
+@functools.cache
+def hadamard(n: int) -> np.ndarray:
+    """H [n, n] float32 in Sylvester's order, n a power of two: H_1 = 1, H_2m = [[H_m, H_m], [H_m, -H_m]] / sqrt(2).
+
+    It is symmetric and its own inverse, so products of rotated rows are those of the rows.
+    """
+    h = np.ones((1, 1))
+    while len(h) < n:
+        h = np.block([[h, h], [h, -h]])
+    return (h / np.sqrt(n)).astype(np.float32)
+
+
+def rotated(rows: np.ndarray, block: int) -> np.ndarray:
+    """Rows [..., d] in float32, every `block` numbers of them times H. block: 0 leaves them as they are.
+
+    So llama.cpp rotates rows before it quantises them (pull request 21038): a channel that stands out is spread over
+    its block.
+    """
+    if block == 0:
+        return rows
+    parts = rows.astype(np.float32).reshape(*rows.shape[:-1], rows.shape[-1] // block, block)
+    return (parts @ hadamard(block)).reshape(rows.shape)
 
 
 def keys(rows: np.ndarray, name: str, block: int = 0) -> np.ndarray:

@@ -18,6 +18,7 @@ from pykvedge.reference.engine import Arrays, protection, reduced, select
 from pykvedge.reference.held import round_to
 from pykvedge.reference.kvtypes import KvType
 from pykvedge.reference.stages import critical
+from pykvedge.reference.stages.attention import softmax
 from pykvedge.reference.stages.base import Head, Layer, ProfileTable, Result
 
 
@@ -42,9 +43,7 @@ class _Held:
         logits = q.astype(np.float64) @ self.k.astype(np.float64).T / np.sqrt(q.shape[-1]) + self.bias
         n = q.shape[1]
         logits[:, :, len(self.k) - n :][:, ~np.tri(n, dtype=bool)] = -np.inf
-        weights = np.exp(logits - logits.max(axis=-1, keepdims=True))
-        weights /= weights.sum(axis=-1, keepdims=True)
-        self.sums = self.sums + weights.mean(axis=0).sum(axis=0)
+        self.sums = self.sums + softmax(logits).mean(axis=0).sum(axis=0)
 
 
 def run(

@@ -1,5 +1,5 @@
 // Positions of a sequence that nears the length that its model was trained for are made smaller: tokens move, and their keys
-// turn with them. pykvedge/reference/positions.py is the definition.
+// turn with them. tests/test_renumber.py has the definition.
 //
 // A token's new position is the same in all layers and heads, although these hold different tokens: the positions of a sequence
 // are also llama.cpp's, and those of the next queries.

@@ -7,6 +7,12 @@ import numpy as np
 from pykvedge.reference.stages.base import Layer
 
 
+def softmax(logits: np.ndarray) -> np.ndarray:
+    """Of every row [..., n]: not negative, and of sum 1."""
+    weights = np.exp(logits - logits.max(axis=-1, keepdims=True))
+    return weights / weights.sum(axis=-1, keepdims=True)
+
+
 def causal_attention(q: np.ndarray, k: np.ndarray) -> np.ndarray:
     """A[m, n] = softmax over n <= m of q_m . k_n / sqrt(d).
 
@@ -15,8 +21,7 @@ def causal_attention(q: np.ndarray, k: np.ndarray) -> np.ndarray:
     n_tokens, size = k.shape
     logits = (q.astype(np.float64) @ k.astype(np.float64).T) / np.sqrt(size)
     logits[~np.tri(n_tokens, dtype=bool)] = -np.inf
-    weights = np.exp(logits - logits.max(axis=1, keepdims=True))
-    return weights / weights.sum(axis=1, keepdims=True)
+    return softmax(logits)
 
 
 def grouped_attention(layer: Layer, head: int) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""The assignment that LOOK-M's three merges share: each evicted key goes to the kept key it resembles most.
+"""The assignments that several merges share. LOOK-M's: each evicted key goes to the kept key it resembles most.
 
 LOOK-M (Wan et al. 2024), section 3.3, eq. 9: j(i) = argmax over kept j of cos(k_i, k_j). Keys decide; values follow
 with the same targets and weights. Where the paper is silent: ties go to the lowest index; an evicted key of norm zero
@@ -44,7 +44,7 @@ def evicted(head: Head) -> np.ndarray:
 
 
 def assign(head: Head) -> Assignment:
-    """Targets of all evicted tokens of one KV head."""
+    """Targets of all evicted tokens of one KV head by the similarity of keys."""
     keys = head.k.astype(np.float64)
     norm = np.sqrt(np.einsum("td,td->t", keys, keys))
     source = np.flatnonzero(evicted(head) & (norm > 0))
@@ -61,6 +61,25 @@ def assign(head: Head) -> Assignment:
     target = similarity.argmax(axis=1)
     weight = similarity[np.arange(len(source)), target]
     return Assignment(source, target, weight, np.bincount(target, minlength=n_kept))
+
+
+def assign_nearest(head: Head, anchors: np.ndarray) -> Assignment:
+    """Each evicted token of one KV head goes to the anchor that is nearest to it in the prompt, ties to the left one.
+
+    Elastic Cache (Liu et al. 2024), eq. 2, calls an anchor and what goes to it a bucket; PrefixKV (Wang et al. 2024),
+    table 12, calls the same merging by position. anchors: [a] positions in head.kept, ascending; may be empty.
+    """
+    source = np.flatnonzero(evicted(head))
+    n_kept = len(head.kept)
+    if not len(anchors):
+        return Assignment(source[:0], source[:0], np.zeros(0), np.zeros(n_kept, dtype=np.int64))
+    place = head.kept[anchors].astype(np.int64)
+    right = np.searchsorted(place, source)
+    left = np.maximum(right - 1, 0)
+    right = np.minimum(right, len(place) - 1)
+    nearest = np.where(np.abs(source - place[left]) <= np.abs(place[right] - source), left, right)
+    target = anchors[nearest]
+    return Assignment(source, target, np.ones(len(source)), np.bincount(target, minlength=n_kept))
 
 
 def masses(head: Head, settings: Settings) -> np.ndarray:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from pykvedge.reference.stages.attention import softmax
 from pykvedge.reference.stages.base import Layer
 
 
@@ -22,8 +23,7 @@ def window_weights(q: np.ndarray, k: np.ndarray, window: int, bias: np.ndarray |
     logits = (q[len(q) - rows :].astype(np.float64) @ k.astype(np.float64).T) / np.sqrt(size) + bias
     query = np.arange(n_tokens - rows, n_tokens)[:, None]
     logits[np.arange(n_tokens)[None, :] > query] = -np.inf
-    weights = np.exp(logits - logits.max(axis=1, keepdims=True))
-    return weights / weights.sum(axis=1, keepdims=True)
+    return softmax(logits)
 
 
 def window_attention(q: np.ndarray, k: np.ndarray, window: int, bias: np.ndarray | float = 0.0) -> np.ndarray:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from pykvedge.reference.stages.attention import causal_attention
+from pykvedge.reference.stages.attention import causal_attention, softmax
 from pykvedge.reference.stages.base import Layer, Prompt, Settings
 from pykvedge.reference.stages.shares import round_shares
 
@@ -29,9 +29,7 @@ def entropy(weights: np.ndarray) -> float:
 
 def cross_attention(q: np.ndarray, k: np.ndarray) -> np.ndarray:
     """softmax(q k^T / sqrt(d)) without a mask. q [m, d], k [n, d] -> [m, n] float64."""
-    logits = (q.astype(np.float64) @ k.astype(np.float64).T) / np.sqrt(k.shape[1])
-    weights = np.exp(logits - logits.max(axis=1, keepdims=True))
-    return weights / weights.sum(axis=1, keepdims=True)
+    return softmax((q.astype(np.float64) @ k.astype(np.float64).T) / np.sqrt(k.shape[1]))
 
 
 def cross_modal_entropy(layer: Layer) -> float:

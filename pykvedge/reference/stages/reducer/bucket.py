@@ -10,8 +10,7 @@ from __future__ import annotations
 import numpy as np
 
 from pykvedge.reference.stages.base import Head, Settings
-from pykvedge.reference.stages.nearness import assign_nearest
-from pykvedge.reference.stages.similarity import means
+from pykvedge.reference.stages.similarity import assign_nearest, means
 
 
 def reduce(head: Head, settings: Settings) -> tuple[np.ndarray, ...]:

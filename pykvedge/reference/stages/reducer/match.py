@@ -31,6 +31,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from pykvedge.reference.stages.attention import softmax
 from pykvedge.reference.stages.base import Head, Settings
 
 FEWEST = 512
@@ -51,12 +52,6 @@ def reference_queries(q: np.ndarray, wanted: int) -> np.ndarray:
     with np.errstate(over="ignore"):
         halves = (q * (np.float32(1) / np.sqrt(np.float32(size)))).astype(np.float16)
     return halves[:, tokens].reshape(-1, size).astype(np.float64)
-
-
-def softmax(logits: np.ndarray) -> np.ndarray:
-    """Of every row."""
-    weights = np.exp(logits - logits.max(axis=1, keepdims=True))
-    return weights / weights.sum(axis=1, keepdims=True)
 
 
 def weights_in_box(m: np.ndarray, y: np.ndarray) -> np.ndarray:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from pykvedge.reference.stages.attention import softmax
 from pykvedge.reference.stages.base import Layer, Settings
 from pykvedge.reference.stages.rotation import Rotation
 
@@ -36,8 +37,7 @@ def expected_attention(
     """
     size = keys.shape[-1]
     logits = keys @ mean / np.sqrt(size) + np.einsum("td,de,te->t", keys, covariance, keys) / (2 * size) + bias
-    weights = np.exp(logits - logits.max())
-    return weights / weights.sum()
+    return softmax(logits)
 
 
 def score(layer: Layer, settings: Settings) -> np.ndarray:

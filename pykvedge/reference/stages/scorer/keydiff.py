@@ -11,17 +11,14 @@ from __future__ import annotations
 import numpy as np
 
 from pykvedge.reference.stages.base import Layer, Settings
+from pykvedge.reference.stages.scorer.mixkv import directions
 
 
 def score(layer: Layer, settings: Settings) -> np.ndarray:
     """[Hkv, T] float64: -cos(k, anchor); 0 for a key or an anchor of length 0."""
-    k = layer.k.astype(np.float64)
-    length = np.linalg.norm(k, axis=-1, keepdims=True)
-    unit = np.divide(k, length, out=np.zeros_like(k), where=length > 0)
-    anchor = (unit if settings["anchor"] == "unit" else k).mean(axis=1)
-    size = np.linalg.norm(anchor, axis=-1, keepdims=True)
-    direction = np.divide(anchor, size, out=np.zeros_like(anchor), where=size > 0)
-    return -np.einsum("htd,hd->ht", unit, direction)
+    unit = directions(layer.k)
+    anchor = (unit if settings["anchor"] == "unit" else layer.k.astype(np.float64)).mean(axis=1)
+    return -np.einsum("htd,hd->ht", unit, directions(anchor))
 
 
 SUMMARY = "keys that point elsewhere than the others of their head"

@@ -35,9 +35,9 @@ def scaled_to(x: np.ndarray, mean: float) -> np.ndarray:
 
 
 def directions(keys: np.ndarray) -> np.ndarray:
-    """keys [T, d] scaled to length 1, float64; a zero key stays zero."""
+    """keys [..., d] scaled to length 1, float64; a zero key stays zero."""
     keys = keys.astype(np.float64)
-    norm = np.linalg.norm(keys, axis=1, keepdims=True)
+    norm = np.linalg.norm(keys, axis=-1, keepdims=True)
     return np.divide(keys, norm, out=np.zeros_like(keys), where=norm > 0)
 
 

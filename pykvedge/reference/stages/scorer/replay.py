@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from pykvedge.reference.stages.attention import causal_attention
+from pykvedge.reference.stages.attention import causal_attention, softmax
 from pykvedge.reference.stages.base import Layer, Settings
 
 KEPT_FIRST = 2.0  # above any attention
@@ -33,8 +33,7 @@ def replayed_attention(q: np.ndarray, context: np.ndarray, own: np.ndarray) -> n
     logits = q.astype(np.float64) @ np.concatenate([context, own]).astype(np.float64).T / np.sqrt(q.shape[-1])
     later = np.triu_indices(len(own), k=1)
     logits[later[0], len(context) + later[1]] = -np.inf
-    weights = np.exp(logits - logits.max(axis=1, keepdims=True))
-    return (weights / weights.sum(axis=1, keepdims=True))[:, : len(context)]
+    return softmax(logits)[:, : len(context)]
 
 
 def score(layer: Layer, settings: Settings) -> np.ndarray:
