@@ -100,22 +100,15 @@ def _route(service: Service, path: str, handler: Handler, method: str = "GET") -
         try:
             return await handler(service, http)
         except Exception as error:
-            return refusal(errors.of(error), path.startswith("/v1/messages"))
+            return errors.response(errors.of(error), path.startswith("/v1/messages"))
 
     return Route(path, endpoint, methods=[method])
-
-
-def refusal(error: RequestError, anthropic: bool = False) -> Response:
-    """Makes the response to a request that cannot be answered."""
-    headers = {"Retry-After": str(error.retry_s)} if error.retry_s else {}
-    body = errors.anthropic_body(error) if anthropic else errors.body(error)
-    return JSONResponse(body, error.status, headers)
 
 
 async def _unrouted(http: HttpRequest, error: Exception) -> Response:
     status = error.status_code if isinstance(error, HTTPException) else 500
     what = {404: f"there is no {http.url.path:.100}", 405: f"{http.url.path:.100} takes another method"}
-    response = refusal(RequestError(status, what.get(status, "the request cannot be answered"), "not_found"))
+    response = errors.response(RequestError(status, what.get(status, "the request cannot be answered"), "not_found"))
     if isinstance(error, HTTPException) and error.headers:
         response.headers.update(error.headers)  # Allow, as RFC 9110 asks
     return response

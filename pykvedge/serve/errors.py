@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from starlette.responses import JSONResponse
+
 from pykvedge.errors import (
     CancelledError,
     ContextError,
@@ -34,6 +36,12 @@ def body(error: RequestError) -> dict[str, Any]:
     """Makes the body of the response."""
     about = {"message": error.message, "type": kind(error), "param": error.param, "code": error.code}
     return {"error": {**about, **error.figures}}
+
+
+def response(error: RequestError, anthropic: bool = False) -> JSONResponse:
+    """Makes the response to a request that cannot be answered."""
+    headers = {"Retry-After": str(error.retry_s)} if error.retry_s else {}
+    return JSONResponse(anthropic_body(error) if anthropic else body(error), error.status, headers)
 
 
 def of(error: Exception) -> RequestError:

@@ -13,6 +13,7 @@ import socket
 import ssl
 import threading
 from collections.abc import Iterable, Sequence
+from concurrent.futures import Future
 from typing import Any
 from urllib.parse import quote, urljoin, urlsplit
 
@@ -149,30 +150,18 @@ async def public_addresses(host: str, port: int) -> Sequence[str]:
 
 async def _looked_up(host: str, port: int) -> list[str]:
     """Asks the system, in a thread that nobody waits for when the time is over."""
-    loop = asyncio.get_running_loop()
-    answer: asyncio.Future[list[str]] = loop.create_future()
-
-    def tell(found: list[str], error: Exception | None) -> None:
-        if answer.done():
-            return
-        if error is not None:
-            answer.set_exception(error)
-        else:
-            answer.set_result(found)
+    answer = Future[list[str]]()
+    answer.set_running_or_notify_cancel()  # from here on it can be told, whoever waits for it
 
     def look() -> None:
-        found, failed = list[str](), None
         try:
-            found = [str(entry[4][0]) for entry in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)]
+            found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+            answer.set_result([str(entry[4][0]) for entry in found])
         except Exception as error:
-            failed = error
-        try:
-            loop.call_soon_threadsafe(tell, found, failed)
-        except RuntimeError:  # the loop is closed: the server has gone down
-            return
+            answer.set_exception(error)
 
     threading.Thread(target=look, daemon=True, name="kvedge-lookup").start()
-    return await answer
+    return await asyncio.wrap_future(answer)
 
 
 def is_public(address: str) -> bool:

@@ -7,7 +7,6 @@ import contextlib
 import hashlib
 import hmac
 import ipaddress
-import json
 import re
 from collections.abc import Awaitable, Callable, MutableMapping, Sequence
 from dataclasses import dataclass, field
@@ -91,7 +90,11 @@ class Guarding:
                 error = RequestError(408, "the request took too long to arrive", "timeout")
             if not isinstance(error, RequestError):
                 raise
-            await _refuse(send, error)
+            response = errors.response(error)
+            response.headers["connection"] = "close"  # what is left of a body is not read
+            if error.status == 401:
+                response.headers["www-authenticate"] = "Bearer"
+            await response(scope, receive, _with_headers(send))
             return
         n_bytes = len(body)
         try:
@@ -229,18 +232,6 @@ async def _discard(headers: dict[bytes, bytes], receive: Receive) -> None:
         return
     with contextlib.suppress(TimeoutError, asyncio.TimeoutError):
         await asyncio.wait_for(rest(), _DISCARD_S)
-
-
-async def _refuse(send: Send, error: RequestError) -> None:
-    body = json.dumps(errors.body(error)).encode()
-    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode()), *HEADERS]
-    headers.append((b"connection", b"close"))  # what is left of a body is not read
-    if error.retry_s:
-        headers.append((b"retry-after", str(error.retry_s).encode()))
-    if error.status == 401:
-        headers.append((b"www-authenticate", b"Bearer"))
-    await send({"type": "http.response.start", "status": error.status, "headers": headers})
-    await send({"type": "http.response.body", "body": body})
 
 
 def owner_of(given: str, keys: Sequence[Key]) -> str | None:

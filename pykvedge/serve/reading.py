@@ -10,8 +10,7 @@ import re
 import secrets
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, replace
 
 from pykvedge.errors import RequestError
 from pykvedge.models.dialect import Call, Dialect, Said
@@ -42,22 +41,26 @@ class Delta:
     arguments: str = ""
 
 
-class Reading(Protocol):
-    """Takes an answer text by text."""
+class Reading:
+    """Takes an answer text by text; this one is of an answer that is text.
 
-    @property
-    def said(self) -> Said:
-        """What was told so far, by all deltas together. Its calls have their ids."""
+    said: what was told so far, by all deltas together; its calls have their ids. is_long: taking more text takes a time
+    that others notice.
+    """
 
-    @property
-    def is_long(self) -> bool:
-        """Tells whether taking more text takes a time that others notice."""
+    is_long = False
+
+    def __init__(self) -> None:
+        self.said = Said()
 
     def feed(self, text: str) -> list[Delta]:
         """Takes the text that comes next."""
+        self.said = replace(self.said, text=self.said.text + text)
+        return [Delta(text)]
 
     def finish(self, text: str = "") -> list[Delta]:
         """Takes the last text. Raises RequestError where a call was told that turns out to be none."""
+        return self.feed(text) if text else []
 
 
 def reading(given: ChatRequest, dialect: Dialect | None) -> Reading:
@@ -66,48 +69,24 @@ def reading(given: ChatRequest, dialect: Dialect | None) -> Reading:
     if dialect is not None:
         return Parsed(dialect, begun if isinstance(begun, str) else "")
     tools = calling.offered(given)
-    return Told({tool.function.name for tool in tools}) if tools else Plain()
+    return Told({tool.function.name for tool in tools}) if tools else Reading()
 
 
-class Plain:
-    """An answer that is text."""
-
-    is_long = False
-
-    def __init__(self) -> None:
-        self._text: list[str] = []
-
-    @property
-    def said(self) -> Said:
-        return Said("".join(self._text))
-
-    def feed(self, text: str) -> list[Delta]:
-        """See Reading."""
-        self._text.append(text)
-        return [Delta(text)]
-
-    def finish(self, text: str = "") -> list[Delta]:
-        """See Reading."""
-        return self.feed(text) if text else []
-
-
-class Parsed:
+class Parsed(Reading):
     """An answer in a dialect. It is read anew from its beginning with what is added, as llama.cpp's parser wants it."""
 
     def __init__(self, dialect: Dialect, begun: str = "", clock: Callable[[], float] = time.perf_counter) -> None:
         """begun: the answer goes on with this text, which is not told."""
+        super().__init__()
         self._dialect, self._clock, self._text = dialect, clock, begun
         self._due = 0.0
-        self.said = Said()
         self._before = (dialect.read(begun, True) or Said(begun)) if begun else Said()
 
     @property
-    def is_long(self) -> bool:
-        """See Reading."""
+    def is_long(self) -> bool:  # type: ignore[override]
         return len(self._text) > LONG
 
     def feed(self, text: str) -> list[Delta]:
-        """See Reading."""
         self._text += text
         began = self._clock()
         if began < self._due:
@@ -118,7 +97,6 @@ class Parsed:
         return self._told(self._without(found), whole=False) if found is not None else []
 
     def finish(self, text: str = "") -> list[Delta]:
-        """See Reading."""
         self._text += text
         found = self._dialect.read(self._text)
         if found is None:
@@ -170,23 +148,19 @@ class Parsed:
         return deltas
 
 
-class Told:
+class Told(Reading):
     """An answer that may hold calls as JSON. Text is told at once, but for what may be a call until that is known."""
-
-    is_long = False
 
     def __init__(self, names: set[str]) -> None:
         """names: of the tools."""
+        super().__init__()
         self._names, self._waits, self._begun = names, "", False
-        self.said = Said()
 
     def feed(self, text: str) -> list[Delta]:
-        """See Reading."""
         self._waits += text
         return self._next(False)
 
     def finish(self, text: str = "") -> list[Delta]:
-        """See Reading."""
         self._waits += text
         return self._next(True)
 
@@ -204,7 +178,7 @@ class Told:
             if n == 0:
                 break
             if not calls:
-                deltas += self._text(self._waits[:n])
+                deltas += super().feed(self._waits[:n])
             else:
                 deltas += self._call(calls)
             self._waits = self._waits[n:]
@@ -231,10 +205,6 @@ class Told:
         if not calls:
             return len(mark[0]), []
         return (end + len(closed) if end >= 0 else len(waits)), calls
-
-    def _text(self, text: str) -> list[Delta]:
-        self.said = Said(self.said.text + text, "", self.said.calls)
-        return [Delta(text)]
 
     def _call(self, calls: list[Call]) -> list[Delta]:
         deltas = []
