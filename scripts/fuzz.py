@@ -124,22 +124,37 @@ class Run:
     env: dict[str, str]
     seed: int = 0  # 0: another one each time
 
-    def command(self, target: str, seconds: float, seed: int, runs: int) -> list[str]:
-        """runs: inputs that are tried at most; -1 for as many as come."""
+    def program(self, target: str) -> list[str]:
+        """The words before the inputs of a target, with its limits."""
         script = str(ROOT / "scripts" / "fuzz_python.py")
         native = self.programs is not None and target in NATIVE
         program = [str(self.programs / f"fuzz_{target}")] if native else [sys.executable, script, target]
-        limits = [f"-timeout={LONGEST}", f"-rss_limit_mb={MOST_MIB}", f"-max_len={LARGEST}"]
+        return [*program, f"-timeout={LONGEST}", f"-rss_limit_mb={MOST_MIB}", f"-max_len={LARGEST}"]
+
+    def command(self, target: str, seconds: float, seed: int, runs: int) -> list[str]:
+        """runs: inputs that are tried at most; -1 for as many as come."""
+        program = self.program(target)
         ends = [f"-seed={seed}", f"-runs={runs}", f"-max_total_time={int(seconds)}"]
         if seed:  # what it wrote itself comes back when a clock says so, and addresses are among what is tried
             program, ends = [*_same_addresses(), *program], [*ends, "-reload=0"]
         told = ["-print_final_stats=1", f"-artifact_prefix={self.keep / target}-"]
-        return [*program, *limits, *ends, *told, str(WORK / "corpus" / target), str(SEEDS / FIRST.get(target, target))]
+        return [*program, *ends, *told, str(WORK / "corpus" / target), str(SEEDS / FIRST.get(target, target))]
 
     def kept(self, target: str) -> set[str]:
         """Names the inputs that are kept; one that is slow, but not as slow as LONGEST, is no finding."""
         names = {path.name for path in self.keep.glob(f"{target}-*")}
         return {name for name in names if not name.startswith(f"{target}-slow-unit-")}
+
+    def by_chance(self, target: str, name: str) -> bool:
+        """Tries an input again that took too long, and forgets it if it does not: then the machine stood still."""
+        if not name.startswith(f"{target}-timeout-"):
+            return False
+        command = [*self.program(target), str(self.keep / name)]
+        if subprocess.run(command, capture_output=True, env=self.env, check=False).returncode != 0:
+            return False
+        log(f"{target}: {name} took long once, and not again")
+        (self.keep / name).unlink()
+        return True
 
     def fuzz(self, target: str) -> Outcome:
         """Runs one target, again where it ended at a finding."""
@@ -158,8 +173,11 @@ class Run:
                 )
             text = (WORK / f"{target}.log").read_text(encoding="utf-8", errors="replace")
             out.add(text)
-            kept = sorted(self.kept(target) - before)
-            if done.returncode == 0 and not kept:
+            named = self.kept(target) - before
+            kept = sorted(name for name in named if not self.by_chance(target, name))
+            if named and not kept and not self.seed:  # with a seed, going on would try other inputs
+                continue
+            if not kept and (named or done.returncode == 0):
                 break
             out.findings.append(f"{reason(text)} ({', '.join(kept) or f'exit code {done.returncode}'})")
             if not kept:  # it cannot run at all

@@ -74,6 +74,24 @@ def test_findings_are_kept_and_end_the_program_with_1(tmp_path, monkeypatch):
     assert found.findings[0] == "a.h:1: count >= 0 (plan-crash-1)" and (tmp_path / "plan-crash-1").exists()
 
 
+@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("again", [0, 70])
+def test_a_machine_that_stood_still_is_no_finding(tmp_path, monkeypatch, again, seed):
+    """An input that took too long is tried alone: again is the exit code of that."""
+    program, kept = tmp_path / "fuzz_plan", tmp_path / "plan-timeout-1"
+    once = tmp_path / "once"
+    program.write_text(f"""#!/bin/sh
+for last; do :; done
+[ "$last" = {kept} ] && exit {again}
+[ -e {once} ] && exit 0
+touch {once} {kept}; echo 'ERROR: libFuzzer: timeout'; exit 70
+""")
+    program.chmod(0o755)
+    monkeypatch.setattr(fuzz, "WORK", tmp_path)
+    found = fuzz.Run(5, tmp_path, tmp_path, dict(os.environ), seed).fuzz("plan").findings
+    assert len(found) == kept.exists() == (again != 0)
+
+
 def test_a_seed_makes_a_run_that_can_be_repeated(tmp_path, monkeypatch):
     """It ends after so many inputs, on a machine that could try more."""
     assert set(fuzz.PACE) == set(fuzz.PYTHON) | set(fuzz.NATIVE)
