@@ -112,6 +112,11 @@ def test_a_session_file_goes_on_as_a_stream(tiny, native, tmp_path):
         session.load(file, plan)
         say(session, "word " * 200)
         assert {n for heads in session.engine.cache.lengths() for n in heads} <= set(range(64, 64 + 129))
+        session.save(file)
+    with tiny("llava").session(plan) as session:  # what is kept is counted from where the stream ended
+        session.load(file)
+        kv = say(session, "And why?").kv
+        assert 0 < kv.kept_of_them <= kv.compressed_tokens
 
 
 def test_a_restored_stream_answers_alike_where_scores_need_no_history(tiny, native, tmp_path):

@@ -110,9 +110,9 @@ class Pace:
     def measure(self, plan: Plan) -> tuple[Kv, Stream]:
         """Measures the stream so far."""
         cache, model, sequence = self._cache, self._driver.model, self._sequence
-        stats, held = cache.stats(), round(sequence.pairs_held())
+        stats, sequence.held = cache.stats(), sequence.pairs_held()
         full = figures.uncompressed(model, cache, self._settings.kv_type)
-        kv = Kv(full, stats.bytes, stats.peak_bytes, figures.per_layer(cache), stats.n_tokens, held)
+        kv = Kv(full, stats.bytes, stats.peak_bytes, figures.per_layer(cache), stats.n_tokens, round(sequence.held))
         now = Stream(plan.budget.pairs or 0, stats.n_tokens, stats.n_compressions, stats.bytes, sequence.n_past)
         now.trained = self._settings.most_positions(model.n_ctx_train)
         if self._positions is not None:
