@@ -9,6 +9,7 @@ as in the first. build/release/dist has the files. One line a file on stdout: SH
 """
 
 import argparse
+import functools
 import hashlib
 import os
 import shutil
@@ -28,6 +29,12 @@ WORK = ROOT / "build" / "release"
 SDIST = "import sys; from scikit_build_core.build import build_sdist; build_sdist(sys.argv[1])"
 
 
+@functools.cache
+def epoch() -> str:
+    """Tells the last commit's time, asked once: there may be a newer commit before the second wheel is built."""
+    return git(ROOT, "log", "-1", "--format=%ct").strip()
+
+
 @dataclass(frozen=True)
 class Builder:
     """One of two builders that have nothing in common but the sources."""
@@ -38,8 +45,7 @@ class Builder:
 
     def run(self, command: list[str], where: Path) -> str:
         """Returns stdout. Raises SourceError."""
-        epoch = git(ROOT, "log", "-1", "--format=%ct").strip()
-        env = {**os.environ, **self.variables, "SOURCE_DATE_EPOCH": epoch, "PYTHONDONTWRITEBYTECODE": "1"}
+        env = {**os.environ, **self.variables, "SOURCE_DATE_EPOCH": epoch(), "PYTHONDONTWRITEBYTECODE": "1"}
         done = subprocess.run(command, cwd=where, env=env, umask=self.umask, stdout=subprocess.PIPE, text=True,
                               check=False)  # fmt: skip
         if done.returncode:

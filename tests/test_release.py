@@ -3,9 +3,11 @@
 import json
 import re
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+import release
 import release_texts
 import sbom
 from dev_install import BUILD, venv_program
@@ -143,3 +145,12 @@ def test_a_release_that_agrees(texts):
 def test_what_disagrees_is_said(texts, wrong, tag, says):
     found = list(release_texts.faults(texts(**wrong), tag))
     assert len(found) == 1 and says in found[0]
+
+
+def test_both_builders_have_one_time_when_a_commit_comes_between(monkeypatch, tmp_path):
+    times = iter(["1\n", "2\n"])
+    monkeypatch.setattr(release, "git", lambda *_: next(times))
+    command = [sys.executable, "-c", "import os; print(os.environ['SOURCE_DATE_EPOCH'])"]
+    release.epoch.cache_clear()
+    assert [builder.run(command, tmp_path) for builder in (release.ONE, release.OTHER)] == ["1\n", "1\n"]
+    release.epoch.cache_clear()
