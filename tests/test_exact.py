@@ -2,11 +2,13 @@
 
 import functools
 
+import numpy as np
 import pytest
 from choosing import whole
 from drafted import AGAIN, SAMPLINGS, SCENE, broken_off, check_alike, said
 
 import pykvedge
+from kvedge_lab.eval.tasks import demo_samples
 from pykvedge import Sampling, UnsupportedError, UsageError
 from pykvedge.runtime import drafting
 
@@ -70,6 +72,23 @@ CASES = [
 def of_full(sessions):
     """of_full(sampling) -> the answer of the whole cache; each is given once."""
     return functools.cache(lambda sampling: said(sessions("full"), SAMPLINGS[sampling]))
+
+
+@pytest.mark.parametrize("method", ["h2o", "meda", *whole("lookm", "roco", "snapkv", "flashcache")])
+def test_a_prompt_is_read_alike_whatever_a_plan_observes(sessions, native, method):
+    """To the bit: where weights have 8 bits, the last bit of a sum may change a logit by a tenth."""
+    asked = [one for n, task in ((1, "code"), (4, "which-image")) for one in demo_samples(task, 2, 3, n)]
+
+    def first_logits(session, sample):
+        message = sample.messages()[-1]
+        session.clear()
+        session.ask(message.text, message.pictures, Sampling(max_tokens=1)).close()
+        return np.array(session.engine.context.logits())
+
+    full = [first_logits(sessions("full"), sample) for sample in asked]
+    with pykvedge.Session(plan=pykvedge.plan(method, 0.2), threads=1) as session:
+        for sample, expected in zip(asked, full, strict=True):
+            np.testing.assert_array_equal(first_logits(session, sample), expected)
 
 
 @pytest.mark.parametrize("plan, sampling", CASES)

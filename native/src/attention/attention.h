@@ -3,7 +3,7 @@
 // prefill: a tile of query rows against all its keys at once. The tile's logits (rows x keys) fit a core's cache, so the
 //   softmax is exact in one pass and its column sums (H2O, LOOK-M eq. 4) cost one addition per entry; the matrix of the
 //   whole prompt never exists.
-// decode: up to DECODE_ROWS query rows of which nothing is observed, block by block of the keys: a block is read once for as many
+// decode: up to DECODE_ROWS query rows of an answer, block by block of the keys: a block is read once for as many
 //   query rows as fit, and widened once for them if they are several. Split over keys when there are fewer heads than threads.
 
 #pragma once
@@ -136,7 +136,6 @@ class DecodePartials {
 
 
 constexpr int32_t DECODE_ROWS = 256;  // query rows (tokens x group) up to which the decode path is the faster one
-constexpr int32_t PROMPT_ROWS = 16;   // and of a prompt, whose rows are to be those of one that is observed
 
 int32_t decode_splits(const AttendJob & job, int32_t n_threads);
 int32_t decode_tasks(const AttendJob & job, int32_t n_splits);

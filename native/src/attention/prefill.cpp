@@ -75,37 +75,38 @@ bool load_biases(const AttendJob & job, const Tile & tile, Scratch & x) {
     return any;
 }
 
-// Turns logits s [n] of one row to e^(s - top), and returns their sums. Where the job keeps queries, what the row saw
-// of the other modality goes with its query.
-SoftmaxRow exp_row(const AttendJob & job, const Tile & tile, int32_t r, float * s, size_t n, float top) {
-    const Kernels & kn = kernels();
-    SoftmaxRow      all{ top };
-    const auto      take = [&](size_t from, size_t to, SoftmaxRow & into) {
-        float dot;
-        into.sum += kn.exp_dot(s + from, to - from, top, &dot);
-        into.dot += dot;
-    };
-    if (!job.wanted.queries) {
-        take(0, n, all);
-        return all;
-    }
+// What query row r saw of the other modality goes with its query. s [n]: its logits. Works in x.sum, which nobody needs before the
+// sums.
+void keep_other(const AttendJob & job, const Tile & tile, int32_t r, const float * s, size_t n, float top, Scratch & x) {
     const auto &  modality = job.seen->modality();
     const int32_t token    = tile.t0 + r / tile.group, query_head = tile.head * tile.group + r % tile.group;
     const size_t  old      = (size_t) tile.n_keys - modality.size();  // rows of earlier turns, which have no share in this
     const uint8_t mine     = modality[modality.size() - (size_t) (job.n - token)];
-    SoftmaxRow    same{ top }, other{ top };
-    take(0, std::min(old, n), same);
+    SoftmaxRow    other{ top };
     for (size_t at = old; at < n;) {
         const uint8_t * from = modality.data() + (at - old);
         const void *    turn = memchr(from, 1 - *from, n - at);
         const size_t    end  = turn ? at + (size_t) ((const uint8_t *) turn - from) : n;
-        take(at, end, *from == mine ? same : other);
+        if (*from != mine) {
+            float dot;
+            std::copy(s + at, s + end, x.sum);
+            other.sum += kernels().exp_dot(x.sum, end - at, top, &dot);
+            other.dot += dot;
+        }
         at = end;
     }
     const QuerySpan span = job.seen->queries.newest((size_t) job.layer);
     memcpy(span.row(job.rows->shapes()[(size_t) job.layer], token, query_head).seen, &other, sizeof(other));
-    all.sum = same.sum + other.sum;
-    all.dot = same.dot + other.dot;
+}
+
+// Turns logits s [n] of one row to e^(s - top), and returns their sums. The sum is that of exp_sum to the bit, so that a prompt's
+// rows are the same whatever is observed of them.
+SoftmaxRow exp_row(const AttendJob & job, const Tile & tile, int32_t r, float * s, size_t n, float top, Scratch & x) {
+    if (job.wanted.queries) {
+        keep_other(job, tile, r, s, n, top, x);
+    }
+    SoftmaxRow all{ top };
+    all.sum = kernels().exp_dot(s, n, top, &all.dot);
     return all;
 }
 
@@ -141,7 +142,7 @@ void softmax(const AttendJob & job, const Tile & tile, Scratch & x) {
         }
         float sum;
         if (job.wanted.entropy) {
-            const SoftmaxRow row = exp_row(job, tile, r, s, n, top);
+            const SoftmaxRow row = exp_row(job, tile, r, s, n, top, x);
             sum                  = row.sum;
             entropy += row.entropy(sink);
         } else {

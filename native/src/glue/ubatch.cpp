@@ -150,7 +150,8 @@ void Ubatch::note_places(const llama_attn_provider_ubatch & of, Run & run) const
     }
 }
 
-// Whether a run's rows are so few that the decode path is the faster one.
+// Whether a run's rows are so few that the decode path is the faster one. It rounds otherwise, so that a prompt, which a scorer may
+// look at, never goes by it, whatever the plan observes. A token that follows another one's logits is as good as an answer's.
 bool Ubatch::decodes(const Run & run) const {
     const int32_t n     = run.n();
     int32_t       group = 1;
@@ -161,7 +162,10 @@ bool Ubatch::decodes(const Run & run) const {
     if (n == 1 && run.state->streaming && !w.squares && !w.entropy) {
         return true;  // the answer of a stream is observed, too
     }
-    return !w.attention() && !w.queries && (n == 1 || n * group <= (run.is_prompt() ? PROMPT_ROWS : DECODE_ROWS));
+    if (w.attention() || w.queries) {
+        return false;
+    }
+    return run.is_prompt() ? n == 1 && run.output && run.state->prev_output : n == 1 || n * group <= DECODE_ROWS;
 }
 
 // ---------------------------------------------------------------------------------------------------------
