@@ -3,8 +3,10 @@
 import time
 
 import pytest
+from drafted import SCENE
 
 import pykvedge
+from pykvedge.models.images import load_picture
 from pykvedge.runtime.sampling import Sampling
 
 WORDS = "The quick brown fox jumps over the lazy dog and looks at the picture. " * 6
@@ -50,3 +52,29 @@ def test_a_file_that_cannot_grow_is_said_at_the_end(tiny, tmp_path, native):
         assert answer.report.finish == "length" and answer.report.kv.whole_bytes == 0
         [note] = answer.report.notes
         assert note.startswith("whole rows are not kept") and "whole rows" not in answer.report.line()
+
+
+@pytest.mark.parametrize("keep, held", [("disk", False), ("ram", True)])
+def test_pixels_lie_in_a_file_where_whole_rows_do(tmp_path, native, keep, held):
+    """They are there when the cache is lost, and the conversation is read again."""
+    settings = {"keep": keep, "keep_folder": str(tmp_path), "threads": 1}
+    with pykvedge.Session(plan=pykvedge.plan("snapkv", 0.2), **settings) as session:
+        said = session.ask("What is the code?", SCENE).read()
+        [picture] = session.messages[0].pictures
+        assert bool(picture.rgb) == held and picture.pixels() == load_picture(SCENE).rgb
+        session.forget()
+        assert session.ask("What is the code?").read() == said
+        assert not list(tmp_path.iterdir())
+
+
+def test_pixels_without_room_in_the_file_stay_in_memory(tmp_path, native):
+    resource = pytest.importorskip("resource")
+    settings = {"keep": "disk", "keep_folder": str(tmp_path), "threads": 1}
+    with pykvedge.Session(plan=pykvedge.plan("snapkv", 0.2), **settings) as session:
+        limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
+        try:
+            session.ask("What is the code?", SCENE).read()
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        assert session.messages[0].pictures[0].rgb == load_picture(SCENE).rgb

@@ -11,12 +11,14 @@ from dataclasses import replace
 
 from pykvedge.errors import (
     GrammarError,
+    ImageError,
     OutOfMemoryError,
     SessionFileError,
     StateError,
     UnsupportedError,
 )
 from pykvedge.library import libkvedge, native_plan
+from pykvedge.models.aside import Aside
 from pykvedge.models.composer import Composer
 from pykvedge.models.images import Picture
 from pykvedge.models.model import Model, Progress
@@ -56,6 +58,7 @@ class Conversation(Single):
         self._vision: Vision | None = None
         self._engine: Engine | None = None
         self._read_again: list[Piece] = []  # what a second pass may read with a later message
+        self._aside: Aside | None = None  # where pixels lie, if whole rows lie in a file
         self._openings: opening.Openings | None = None  # of earlier conversations, if they are kept
         self.answer: Answer | None = None  # that is not at its end
 
@@ -111,6 +114,19 @@ class Conversation(Single):
             return
         self._read_pieces(self._pieces(), report)
         self.in_cache, self.pending = True, []
+        self._put_aside(self.messages[-1])
+
+    def _put_aside(self, message: Message) -> None:
+        """Moves the pixels of a message that was read to a file where whole rows lie in one.
+
+        They are wanted only if the cache is lost. Where the file has no room they stay in memory.
+        """
+        keep = self.settings.keeping
+        if keep is None or keep.place != "disk":
+            return
+        with suppress(ImageError):
+            self._aside = self._aside or Aside(keep.made_folder())
+            message.pictures = [self._aside.put(p) if p.rgb else p for p in message.pictures]
 
     def _read_pieces(self, pieces: list[Piece], report: Report) -> None:
         engine, spent = self.engine, report.time

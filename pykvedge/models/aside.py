@@ -1,4 +1,4 @@
-"""Pixels of pictures that wait to be encoded, in a file without a name: the pictures of a request are read together."""
+"""Pixels of pictures in a file without a name: those of a request wait for each other, those of a conversation rest."""
 
 from __future__ import annotations
 
@@ -13,9 +13,11 @@ from pykvedge.models.images import Picture
 
 
 class Aside:
-    """Holds pixels of one request's pictures. The file is gone when nobody holds a picture of it."""
+    """Holds pixels of pictures. The file is gone when nobody holds a picture of it."""
 
-    def __init__(self) -> None:
+    def __init__(self, folder: str | None = None) -> None:
+        """folder: of the file; None: that of temporary files."""
+        self._folder = folder or tempfile.gettempdir()
         self._file: IO[bytes] | None = None
         self._end, self._lock = 0, threading.Lock()
 
@@ -25,13 +27,13 @@ class Aside:
         try:
             with self._lock:
                 if self._file is None:
-                    self._file = tempfile.TemporaryFile()  # noqa: SIM115 - open as long as pictures need it
+                    self._file = tempfile.TemporaryFile(dir=self._folder)  # noqa: SIM115 - open as long as pictures need it
                 at, self._end = self._end, self._end + len(picture.rgb)
                 self._file.seek(at)
                 self._file.write(picture.rgb)
                 self._file.flush()
         except OSError as error:
-            raise ImageError(f"{picture.name} finds no room in {tempfile.gettempdir()}: {error.strerror}") from None
+            raise ImageError(f"{picture.name} finds no room in {self._folder}: {error.strerror}") from None
         out = replace(picture, rgb=b"", away=functools.partial(self._read, picture.name, at, len(picture.rgb)))
         out.__dict__["key"] = key  # as cached_property keeps it
         return out
