@@ -1,9 +1,11 @@
 """How many greedy answers of --exact are those of the full cache, token by token, and how near those are that differ.
 
     python3 scripts/dev.py python experiments/check_exact.py --answers 1000 --threads 1
+    python3 scripts/dev.py python experiments/check_exact.py --answers 100 --threads 1 --model pages
 
-Held-out scenes of the demo model, one and four images. Each answer is 40 tokens, whatever the model says: ends are
-forbidden. Two sessions take turns, `full` and an exact one of a preset and a budget; presets and budgets go round.
+Held-out scenes of the packaged model, one and four of them; or pages of the second model (M-RoPE, one KV head), one
+and three of them. Each answer is 40 tokens, whatever the model says: ends are forbidden. Two sessions take turns,
+`full` and an exact one of a preset and a budget; presets and budgets go round.
 Where answers differ, the margin is what lies between the two tokens in the logits of the full cache at that place:
 batches add numbers up in another order, so that a tie may fall otherwise.
 """
@@ -13,35 +15,55 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
 import scriptpath  # noqa: F401
-from llama_source import log
+from llama_source import ROOT, log
 
 import pykvedge
-from kvedge_lab.eval.tasks import demo_samples
+from kvedge_lab.eval.tasks import PAGES, Sample, demo_samples, page_samples
 from pykvedge import Sampling, Session
-from pykvedge.errors import KvedgeError
+from pykvedge.errors import ProfileError
+from pykvedge.plans.plan import Plan
 from pykvedge.plans.presets import methods
 
 BUDGETS = (0.05, 0.1, 0.2, 0.5)
+PAGES_FOLDER = ROOT / "tests" / "data" / "pages"
+PAGE_TASKS = ("code", "line", "price", "colour", "left")
 
 
-def plans() -> list[Any]:
-    """Lists presets that drop nothing while an answer is generated and need no profile, at each budget."""
+def plans(session: Session) -> list[Plan]:
+    """Lists every preset at each budget, without what drops rows while an answer is generated, or lacks a profile."""
     found = []
     for name in methods():
         if name == "full":
             continue
         for budget in BUDGETS:
-            try:
-                plan = pykvedge.plan(name, budget)
-            except KvedgeError:
-                continue
-            if not plan.drops and not plan.profile_kinds():
+            plan = pykvedge.plan(name, budget)
+            plan = pykvedge.plan(name, budget, decode="keep-all") if plan.drops else plan
+            with suppress(ProfileError):
+                session.set_plan(plan)
                 found.append(plan)
     return found
+
+
+def samples(args: argparse.Namespace) -> list[Sample]:
+    """Draws questions about one picture and about several, which take turns."""
+    few, many = args.answers // 2, args.answers - args.answers // 2
+    if args.model == "demo":
+        one, four = demo_samples("code", few, args.seed, 1), demo_samples("which-image", many, args.seed, 4)
+    else:
+        one, four = asked_of_pages(few, args.seed, 1), asked_of_pages(many, args.seed, 3)
+    return [s for pair in itertools.zip_longest(one, four) for s in pair if s is not None]
+
+
+def asked_of_pages(count: int, seed: int, pages: int) -> list[Sample]:
+    """Draws questions of several kinds, which take turns."""
+    each = -(-count // len(PAGE_TASKS))
+    drawn = [page_samples(PAGES + task, each, seed, pages) for task in PAGE_TASKS]
+    return [sample for turn in zip(*drawn, strict=True) for sample in turn][:count]
 
 
 def answer(session: Session, sample: Any, sampling: Sampling) -> tuple[list[int], Any]:
@@ -69,19 +91,19 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=40)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--seed", type=int, default=7)
+    parser.add_argument("--model", choices=("demo", "pages"), default="demo")
     args = parser.parse_args()
-    count = args.answers // 2
-    one = demo_samples("code", count, args.seed, 1)
-    four = demo_samples("which-image", args.answers - count, args.seed, 4)
-    samples = [s for pair in itertools.zip_longest(one, four) for s in pair if s is not None]
-    kinds = plans()
-    full = Session(plan=pykvedge.plan("full"), threads=args.threads, n_ctx=2048)
-    exact = Session(plan=kinds[0], threads=args.threads, n_ctx=2048, keep="ram", exact=True)
+    asked = samples(args)
+    files = [] if args.model == "demo" else [PAGES_FOLDER / f"pages-{part}.gguf" for part in ("model", "mmproj")]
+    full = Session(*files, plan=pykvedge.plan("full"), threads=args.threads, n_ctx=2048)
+    exact = Session(*files, plan=pykvedge.plan("snapkv", 0.5), threads=args.threads, n_ctx=2048, keep="ram", exact=True)
+    answer(exact, asked[0], Sampling(max_tokens=1))  # profiles are looked for once there is a cache
+    kinds = plans(exact)
     vocabulary = full.model
     ends = {t: float("-inf") for t in range(vocabulary.n_vocab) if vocabulary.is_end(t)}
     sampling = Sampling(max_tokens=args.tokens, logit_bias=ends)
     same, margins, drafted, accepted, batches = 0, [], 0, 0, 0
-    for i, sample in enumerate(samples):
+    for i, sample in enumerate(asked):
         exact.clear()
         exact.set_plan(kinds[i % len(kinds)])
         expected, _ = answer(full, sample, sampling)
@@ -99,7 +121,7 @@ def main() -> None:
         if i % 50 == 49:
             log(f"{i + 1} answers, {same} alike")
     print(json.dumps({
-        "answers": len(samples), "tokens": args.tokens, "plans": len(kinds), "alike": same,
+        "model": args.model, "answers": len(asked), "tokens": args.tokens, "plans": len(kinds), "alike": same,
         "margins": [round(m, 5) for m in sorted(margins)],
         "acceptance": round(accepted / max(drafted, 1), 4), "tokens_per_verification": round(1 + accepted / batches, 3),
     }))  # fmt: skip
