@@ -32,7 +32,8 @@ from kvedge_lab.eval.tasks import IMAGE, PAGES, Line, Sample
 from kvedge_lab.page_tasks.pages import KINDS, Page, draw_page
 from kvedge_lab.page_tasks.tasks import ASKERS, KIND_OF, TASKS, Question
 from pykvedge.cli.tables import markdown
-from pykvedge.errors import KvedgeError
+from pykvedge.errors import KvedgeError, ProfileError
+from pykvedge.models.profiles import tables_for
 from pykvedge.plans.making import plan
 from pykvedge.plans.plan import Plan
 from pykvedge.plans.presets import methods
@@ -68,7 +69,20 @@ def context(seed: int, number: int) -> list[Sample]:
 def cells_of(args: argparse.Namespace) -> list[Cell]:
     names = [name for name in methods() if name != FULL] if args.method == "all" else args.method.split(",")
     out = [Cell(name, plan(name, budget)) for name in names if name for budget in args.budget.split(",")]
-    return out + [Cell(path.stem, Plan.from_json(path.read_text())) for path in args.plan]
+    out += [Cell(path.stem, Plan.from_json(path.read_text())) for path in args.plan]
+    why = {cell.key: problem(cell.plan, args.model) for cell in out}
+    for line in sorted({line for line in why.values() if line}):
+        log(f"left out: {line}")
+    return [cell for cell in out if not why[cell.key]]
+
+
+def problem(plan: Plan, model: Path) -> str:
+    """Says which profile of the model is missing; "" where the plan needs none."""
+    try:
+        tables_for(plan, model)
+    except ProfileError as error:
+        return str(error)
+    return ""
 
 
 def between(low: float, high: float) -> str:
@@ -134,7 +148,11 @@ def main() -> None:
     whole = [one for of in contexts for one in of if not any(lacking(s, full_cell(), cells, records) for s in of)]
     made = lines(records.rows, whole, [full_cell(), *cells], args.against)
     print(f"{len(whole)} questions, {len({one.context for one in whole})} contexts")
-    print(f"\n{short(made)}\n\n{table(made, args.against)}")
+    print(f"\n{short(made)}")
+    for turn, name in enumerate(("first", "second")):
+        some = [one for one in whole if int(one.context.rpartition(":")[2]) % 2 == turn]
+        print(f"\n{name} questions ({len(some)}):\n\n{short(lines(records.rows, some, [full_cell(), *cells]))}")
+    print(f"\n{table(made, args.against)}")
     if args.json:
         args.json.write_text(json.dumps([asdict(line) for line in made]) + "\n")
 
