@@ -45,7 +45,7 @@ def scorer(
             summary or _first_line(function),
             origin,
             calling.checked_scorer(name, function, seen, column_sums),
-            _params(params, what),
+            params=_params(params, what),
             auto_recent=lambda kept, even, settings: min(kept // 2, protects(settings)),
             by_place=by_place,
         )
@@ -90,7 +90,7 @@ def pruner(name: str, *, params: Sequence[Param] = (), summary: str = "") -> Cal
     def register(function: F) -> F:
         origin, given = _origin(function), _params(params, f"pruner '{name}'")
         checked = calling.checked_pruner(name, function)
-        member = Pruner(name, summary or _first_line(function), origin, lambda *image: checked(*image)[0], given)
+        member = Pruner(name, summary or _first_line(function), origin, lambda *image: checked(*image)[0], params=given)
         table.add(table.Plugin(member, origin, pruned=checked))
         return function
 
@@ -113,9 +113,6 @@ def preset(name: str, *, summary: str = "", reference: str = "", **values: Any) 
     )
 
 
-# ---------------------------------------------------------------------------------------------------------
-
-
 def _registering(
     kind: type[Allocator | Reducer], check: Callable[..., Any], name: str, params: Any, by_place: bool, summary: str
 ) -> Callable[[F], F]:
@@ -123,8 +120,8 @@ def _registering(
 
     def register(function: F) -> F:
         origin, given = _origin(function), _params(params, f"{kind.stage} '{name}'")
-        summed_up = summary or _first_line(function)
-        table.add(table.Plugin(kind(name, summed_up, origin, check(name, function), given, by_place), origin))
+        about = name, summary or _first_line(function), origin
+        table.add(table.Plugin(kind(*about, check(name, function), params=given, by_place=by_place), origin))
         return function
 
     _called(kind.stage, name)

@@ -199,7 +199,7 @@ def _everywhere(make: Make, rule: Callable[[Plan, Prompt, str], None]) -> Iterat
 
 def _commutes(make: Make) -> Row:
     title, plan = "the order of heads does not matter", make()
-    places = [s for s in CHECKED if getattr(registry.member(s, getattr(plan, s)), "by_place", False)]
+    places = [s for s in CHECKED if registry.member(s, getattr(plan, s)).by_place]
     fixed = sorted({*places, *plan.profile_kinds()})  # a profile has numbers for each head
     if plan.projects:
         return Row(title, 0, 0, "by design", f"method '{plan.method}' goes by each head's own output projection")

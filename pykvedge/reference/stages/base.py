@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from pykvedge.errors import UsageError
 from pykvedge.native.abi import Setting, text
@@ -184,7 +184,21 @@ class DecodeState:
 
 
 @dataclass(frozen=True)
-class Scorer:
+class Member:
+    """A member of any stage. by_place: what it makes of a head depends on the number of the head or its layer, and be
+    it for equal remainders.
+    """
+
+    stage: ClassVar[str]
+    name: str
+    summary: str
+    source: str
+    params: tuple[Param, ...] = field(default=(), kw_only=True)
+    by_place: bool = field(default=False, kw_only=True)
+
+
+@dataclass(frozen=True)
+class Scorer(Member):
     """How much does a KV pair matter? `score(layer, settings)` -> [Hkv, T] float64, higher is kept first.
 
     A method that keeps some tokens for another reason has a second score, `reserve`, of the same shape: of the tokens
@@ -196,15 +210,10 @@ class Scorer:
     One that needs calibrated numbers with some settings names their kind in `profile`, and finds them in its layers.
     """
 
-    name: str
-    summary: str
-    source: str
     score: Callable[[Layer, Settings], np.ndarray]
-    params: tuple[Param, ...] = ()
     auto_recent: Callable[[int, int, Settings], int] = lambda kept, even, settings: 0
     whole_up_to: Callable[[Settings], int] = lambda settings: 0  # longest prompt that is kept whole anyway
     sinks_first: bool = False  # which protection shrinks last when the budget does not cover both
-    by_place: bool = False  # scores depend on the number of the head or layer
     reserve: Callable[[Layer, Settings], np.ndarray] | None = None
     reserved: Callable[[int, Settings], int] = lambda kept, settings: 0
     attention: Callable[[Layer, Settings], np.ndarray] | None = None
@@ -212,51 +221,37 @@ class Scorer:
     profile: Callable[[Settings], str | None] = lambda settings: None
     attends: Callable[[Settings], bool] = lambda settings: False  # scores are attention alone (critical.py)
     projects: Callable[[Settings], bool] = lambda settings: False  # it needs Layer.projection
-    stage: str = "scorer"
+    stage = "scorer"
 
 
 @dataclass(frozen=True)
-class Allocator:
+class Allocator(Member):
     """How many KV pairs does each layer and head keep? `allocate(prompt, settings)` -> [L, Hkv] int64."""
 
-    name: str
-    summary: str
-    source: str
     allocate: Callable[[Prompt, Settings], np.ndarray]
-    params: tuple[Param, ...] = ()
-    by_place: bool = False  # counts depend on the number of the head, and be it for equal remainders
     profile: Callable[[Settings], str | None] = lambda settings: None
     does_without: Callable[[Settings], bool] = lambda settings: False  # where a model has no profile
-    stage: str = "allocator"
+    stage = "allocator"
 
 
 @dataclass(frozen=True)
-class Reducer:
+class Reducer(Member):
     """What becomes of the evicted pairs? `reduce(head, settings)` -> rows k, v [n, d] float64 in the order of kept.
 
     One that gives rows biases returns a third array, b [n] float64; else kept rows keep those that they have.
     """
 
-    name: str
-    summary: str
-    source: str
     reduce: Callable[[Head, Settings], tuple[np.ndarray, ...]]
-    params: tuple[Param, ...] = ()
-    by_place: bool = False
     queries: bool = False  # whether it looks at the prompt's queries, which are then kept until it is compressed
-    stage: str = "reducer"
+    stage = "reducer"
 
 
 @dataclass(frozen=True)
-class DecodePolicy:
+class DecodePolicy(Member):
     """What happens as tokens are generated? `evict(state, settings)` -> the row to drop after a token, or None."""
 
-    name: str
-    summary: str
-    source: str
     evict: Callable[[DecodeState, Settings], int | None]
-    params: tuple[Param, ...] = ()
-    stage: str = "decode"
+    stage = "decode"
 
 
 @dataclass(frozen=True)
@@ -281,18 +276,11 @@ class ImageRows:
 
 
 @dataclass(frozen=True)
-class Pruner:
+class Pruner(Member):
     """Which rows of an image does the model read? `prune(image, n, settings)` -> [at most n] rows, ascending.
 
     1 <= n <= N.
     """
 
-    name: str
-    summary: str
-    source: str
     prune: Callable[[ImageRows, int, Settings], np.ndarray]
-    params: tuple[Param, ...] = ()
-    stage: str = "pruner"
-
-
-Member = Scorer | Allocator | Reducer | DecodePolicy | Pruner
+    stage = "pruner"

@@ -38,8 +38,8 @@ def formulas(stage: str) -> dict[str, Member]:
     for info in pkgutil.iter_modules(package.__path__):
         module, name = importlib.import_module(f"{package.__name__}.{info.name}"), info.name.replace("_", "-")
         has = {formula: getattr(module, formula) for formula in _FORMULAS if hasattr(module, formula)}
-        has |= {"by_place": True} if hasattr(module, "BY_PLACE") else {}
-        found[name] = _KINDS[stage](name=name, summary=module.SUMMARY, source=module.SOURCE, **has)
+        has["by_place"] = getattr(module, "BY_PLACE", False)
+        found[name] = _KINDS[stage](name, module.SUMMARY, module.SOURCE, **has)
     return dict(sorted(found.items()))
 
 
