@@ -37,7 +37,7 @@ def gguf_header(data: bytes) -> None:
     header = gguf.header_of(Path("model.gguf"), data, FILE)
     if header is None:
         return
-    modelfile.facts(modelfile.usable_model(header))
+    modelfile.facts(modelfile.check_model(header))
     sizes = shape.ModelShape.of(header)
     assert min(sizes.compute(512), sizes.kv_per_token(2.0), sizes.work_space(1)) >= 0
     shape.shares_cache(header)
@@ -56,7 +56,7 @@ def mmproj_header(data: bytes) -> None:
     header = gguf.header_of(Path("mmproj.gguf"), data, FILE)
     for model in _models() if header is not None else ():
         with contextlib.suppress(KvedgeError):
-            used = modelfile.usable_mmproj(header, model)
+            used = modelfile.check_mmproj(header, model)
             limits = imagetokens.token_limits(used)
             for width, height in ((1, 1), (336, 336), (4000, 30)):
                 assert imagetokens.image_grid(used, width, height, limits).n_tokens >= 0

@@ -10,8 +10,7 @@ from modelgen.writer import write_gguf
 
 from pykvedge.errors import ModelError
 from pykvedge.models import sandbox
-from pykvedge.models.plain_templates import MOST_SOURCE, is_plain
-from pykvedge.models.prompt import FALLBACK, ChatTemplate, Message
+from pykvedge.models.prompt import FALLBACK, MOST_SOURCE, ChatTemplate, Message, is_plain
 from pykvedge.models.template_worker import MOST_OUTPUT, NativeTemplate
 
 LOOP = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"

@@ -104,9 +104,6 @@ def encoder_compute(mmproj: Header, grid: ImageGrid) -> int:
     return grid.n_patches * 4 * (ff + (2 if by_size else 4) * width) + prepared + copies
 
 
-# ------------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Request:
     """A request says what is to run."""

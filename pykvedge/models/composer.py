@@ -162,8 +162,6 @@ class Composer:
         """Tokenises a text of the template's own."""
         return self._model.tokenize(text)
 
-    # ---------------------------------------------------------------------------------------------------
-
     def _safe(self, messages: list[Message], hidden: dict[str, str]) -> list[Message]:
         return [
             replace(message, text=self._hide_said(message, hidden), fields=self._hide_in(message.fields, hidden))

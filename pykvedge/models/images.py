@@ -142,7 +142,8 @@ def load_picture(source: ImageSource, name: str | None = None, seen: int = 0) ->
     if isinstance(source, Image.Image):
         return _from_pillow(source, what)
     if hasattr(source, "read"):
-        return _from_stream(source, what, seen)
+        data, what = read_stream(source, what)
+        return _from_file(io.BytesIO(data), what, Path(what).name, seen)
     raise UsageError(f"{what}: {kind_of(source)} is no picture; give {FORMS}")
 
 
@@ -176,11 +177,6 @@ def _from_path(path: str | os.PathLike[str], seen: int) -> Picture:
         raise ImageError("a path of an image is empty or holds a zero byte")
     place = Path(name)
     return _from_file(place, str(place), place.name, seen)
-
-
-def _from_stream(file: Any, what: str, seen: int) -> Picture:
-    data, what = read_stream(file, what)
-    return _from_file(io.BytesIO(data), what, Path(what).name, seen)
 
 
 def read_stream(file: Any, what: str) -> tuple[bytes, str]:

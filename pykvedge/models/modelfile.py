@@ -35,13 +35,9 @@ def facts(header: Header) -> tuple[str, str, str]:
     return name, header.path.name, kind.removeprefix("MOSTLY_").removeprefix("ALL_")
 
 
-def check_model(path: str | os.PathLike[str]) -> Header:
-    """Reads the header of a language model. Raises ModelError if the file is none."""
-    return usable_model(read_header(path))
-
-
-def usable_model(header: Header) -> Header:
-    """Returns the header of a language model. Raises ModelError if it is of no usable one."""
+def check_model(given: Header | str | os.PathLike[str]) -> Header:
+    """Returns the header of a language model, which is read from a path. Raises ModelError if it is none to use."""
+    header = given if isinstance(given, Header) else read_header(given)
     path = header.path
     if header.architecture == "clip":
         raise ModelError(f"{path} is an image encoder; pass it as --mmproj and the language model as --model")
@@ -53,13 +49,9 @@ def usable_model(header: Header) -> Header:
     return header
 
 
-def check_mmproj(path: str | os.PathLike[str], model: Header) -> Header:
-    """Reads the header of an mmproj that fits the model. Raises ModelError if it is none or does not fit."""
-    return usable_mmproj(read_header(path), model)
-
-
-def usable_mmproj(header: Header, model: Header) -> Header:
-    """Returns the header of an mmproj that fits the model. Raises ModelError if it is of none or does not fit."""
+def check_mmproj(given: Header | str | os.PathLike[str], model: Header) -> Header:
+    """Returns the header of an mmproj, which is read from a path. Raises ModelError if it is none or does not fit."""
+    header = given if isinstance(given, Header) else read_header(given)
     path = header.path
     if header.architecture != "clip":
         kind = header.architecture or "unknown"

@@ -81,9 +81,6 @@ def _encoded(value: Any) -> bytes:
     return json.dumps(value, ensure_ascii=False).encode("utf-8", "replace")
 
 
-# ---------------------------------------------------------------------------------------------------
-
-
 def _answer(templates: dict[str, NativeTemplate], request: dict[str, Any]) -> dict[str, Any]:
     try:
         name = json.dumps(request["template"])

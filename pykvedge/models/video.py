@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import IO
 
 from pykvedge.errors import ImageError, UsageError
+from pykvedge.models import sandbox
 from pykvedge.models.images import MAX_PIXELS, Picture
 from pykvedge.system.files import require_file
 
 _HOW_TO_GET = "apt install ffmpeg, brew install ffmpeg, or winget install ffmpeg"
 _MOST_HEADER = 64  # characters of a frame's
-_END_S = 5.0  # seconds that ffmpeg may take to end
 
 
 def frames(path: str | os.PathLike[str], fps: float = 1.0) -> Iterator[Picture]:
@@ -60,7 +60,7 @@ def _frames(program: str, place: Path, fps: float) -> Iterator[Picture]:
                 yield picture
             status = process.wait()
         finally:
-            _end(process)
+            sandbox.end(process)
         if n == 0:
             said.seek(0)
             sound = b"matches no streams" in said.read(1 << 16)
@@ -87,14 +87,3 @@ def _next(pipe: IO[bytes], name: str) -> Picture | None:
     if len(rgb) != 3 * width * height:
         raise ImageError(f"{name}: ffmpeg was broken off")
     return Picture(name, width, height, rgb)
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    process.terminate()
-    if process.stdout is not None:
-        process.stdout.close()
-    try:
-        process.wait(_END_S)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()

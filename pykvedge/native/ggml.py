@@ -385,16 +385,13 @@ class Weight:
                     _put(ids, np.ascontiguousarray(experts, np.int32))
                 graph = call("new_graph", context)
                 call("build_forward_expand", graph, made)
-                self._use_threads(backend)
+                set_threads = _extension(self._device, "ggml_backend_set_n_threads", c.CFUNCTYPE(None, _P, c.c_int))
+                if set_threads is not None:
+                    set_threads(backend, self._threads)
                 yield compute, made
             finally:
                 call("backend_free", backend)
                 call("backend_buffer_free", others)
-
-    def _use_threads(self, backend: int) -> None:
-        set_threads = _extension(self._device, "ggml_backend_set_n_threads", c.CFUNCTYPE(None, _P, c.c_int))
-        if set_threads is not None:
-            set_threads(backend, self._threads)
 
 
 def _put(tensor: int, data: np.ndarray) -> None:

@@ -208,12 +208,10 @@ class Plan:
         """Returns a copy with some fields replaced; a budget brings along the settings that the method has there."""
         if "budget" in changes and "params" not in changes:
             budget = Budget.parse(changes["budget"], "budget")
-            changes = {**changes, "budget": budget, "params": self._params_at(budget)}
+            members = {stage: getattr(self, stage) for stage in STAGES}
+            params = params_elsewhere(self.method, members, self.params, self.budget, budget)
+            changes = {**changes, "budget": budget, "params": params}
         return replace(self, **changes)
-
-    def _params_at(self, budget: Budget) -> dict[str, Any]:
-        members = {stage: getattr(self, stage) for stage in STAGES}
-        return params_elsewhere(self.method, members, self.params, self.budget, budget)
 
 
 def _set(plan: Plan, name: str, value: Any) -> None:

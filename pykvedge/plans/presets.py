@@ -249,21 +249,16 @@ def preset(name: str) -> Preset:
     return found
 
 
-def _params_at(chosen: Preset, budget: Budget) -> dict[str, Any]:
-    """Returns the preset's settings of stage members for that budget."""
-    params = dict(chosen.values.get("params", {}))
-    for least, settings in sorted(chosen.by_budget.items()):
-        params.update(settings if (budget.ratio or 0) >= least else {})
-    return params
-
-
 def preset_params(chosen: Preset, budget: Budget, members: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the preset's settings of stage members for that budget, but for stages whose member is replaced.
 
     members: stage -> member, of which those that the preset has may be missing.
     """
+    params = dict(chosen.values.get("params", {}))
+    for least, settings in sorted(chosen.by_budget.items()):
+        params.update(settings if (budget.ratio or 0) >= least else {})
     replaced = {stage for stage in STAGES if members.get(stage, chosen.values.get(stage)) != chosen.values.get(stage)}
-    return {k: v for k, v in _params_at(chosen, budget).items() if k.partition(".")[0] not in replaced}
+    return {k: v for k, v in params.items() if k.partition(".")[0] not in replaced}
 
 
 def params_elsewhere(

@@ -167,9 +167,6 @@ def save(profile: Profile, path: str | os.PathLike[str]) -> None:
         raise ProfileError(f"{path} cannot be written: {error.strerror or error}") from None
 
 
-# ------------------------------------------------------------------------------------------------------------
-
-
 def for_arrays(plan: Plan, given: Given, n_layers: int, n_heads: int, n_heads_kv: int) -> dict[str, Profile]:
     """Finds the profile that each stage needs, for arrays of so many layers, query heads and KV heads.
 

@@ -97,9 +97,6 @@ def find_cached(wanted: Wanted) -> Pair | None:
     return None
 
 
-# ---------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Removal:
     """This would be removed. bytes: the room that the disk gets back."""

@@ -176,7 +176,8 @@ class Wanted:
         else:
             model = find_model(paths, self.name.quant)
         if model is None:
-            raise unknown(f"quantisation of {self.name.repo}", self.name.quant, quants(paths), [_there_are(paths)])
+            has = quants(paths)
+            raise unknown(f"quantisation of {self.name.repo}", self.name.quant, has, [f"there are {', '.join(has)}"])
         mmproj = find_mmproj(paths, model)
         if self.mmproj:
             encoders = [path for path in paths if path.endswith(".gguf") and "mmproj" in path]
@@ -187,7 +188,3 @@ class Wanted:
         if path not in paths:
             raise unknown(f"{kind} in {self.name.repo}", one_line(path), paths)
         return path
-
-
-def _there_are(paths: Sequence[str]) -> str:
-    return f"there are {', '.join(quants(paths))}"

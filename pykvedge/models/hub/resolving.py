@@ -14,7 +14,7 @@ from pykvedge.models.hub.fetching import check_room, fetch, is_there
 from pykvedge.models.hub.folders import Folder, Pair
 from pykvedge.models.hub.names import Choice, Name, Wanted
 from pykvedge.models.hub.remote import Hub, Listing, RemoteFile, offline
-from pykvedge.models.modelfile import check_mmproj, check_model, usable_mmproj, usable_model
+from pykvedge.models.modelfile import check_mmproj, check_model
 from pykvedge.system.memory import readable
 
 
@@ -126,8 +126,8 @@ class _Search:
             self.progress(f"reading the header of {path}", 0.0)
             return hub.header(self.repo, listing.commit, listing.files[path])
 
-        model = usable_model(header(choice.model))
-        return model, usable_mmproj(header(choice.mmproj), model) if choice.mmproj else None
+        model = check_model(header(choice.model))
+        return model, check_mmproj(header(choice.mmproj), model) if choice.mmproj else None
 
     def _fetch(self, hub: Hub, folder: Folder, commit: str, files: list[RemoteFile]) -> None:
         total, before = max(sum(file.size for file in files), 1), 0

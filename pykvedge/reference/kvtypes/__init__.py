@@ -50,10 +50,6 @@ def ggml_types() -> dict[str, int]:
     return {name: number for name, number in numbers.items() if number is not None}
 
 
-def _rotates(name: str) -> bool:
-    return name not in PLAIN and not definition(name).residual
-
-
 @dataclass(frozen=True)
 class KvType:
     """Storage types of keys and of values, by name, and whether rows of q8_0, q4_0, tq3 are rotated (rotation.py).
@@ -83,7 +79,7 @@ class KvType:
 
         Raises ArrayError where they are to be rotated and cannot be.
         """
-        fit = [_rotates(name) for name in (self.k, self.v)]
+        fit = [name not in PLAIN and not definition(name).residual for name in (self.k, self.v)]
         if self.rotate == "on" and (not any(fit) or size % ROTATION):
             raise ArrayError(
                 f"kv_rotate on is for q8_0, q4_0 and tq3, and head sizes that are multiples of {ROTATION}, "
