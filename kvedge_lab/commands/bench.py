@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from kvedge_lab.commands import common
+from kvedge_lab.progress import Steps
 from pykvedge.cli import options
 from pykvedge.cli.command import command, option
 from pykvedge.cli.modelfiles import fetched, model_files
@@ -18,6 +19,7 @@ from pykvedge.cli.options import listed
 from pykvedge.errors import UsageError
 from pykvedge.plans.making import plan as make_plan
 from pykvedge.plans.presets import methods as method_names
+from pykvedge.reference.kvtypes import KvType
 
 if TYPE_CHECKING:
     from kvedge_lab.bench.matrix import Matrix, ModelFiles, Shape, Variant
@@ -97,7 +99,6 @@ def _run(given: dict[str, Any]) -> int:
     from kvedge_lab.bench import plot
     from kvedge_lab.bench.runner import Outcome, new_log, run
     from kvedge_lab.jsonlines import SaveError
-    from kvedge_lab.progress import Steps
     from pykvedge.runtime.interrupt import as_event
 
     options.load_plugins(given)
@@ -202,7 +203,6 @@ def _shapes(chosen: dict[str, Any], image_size: str) -> list[Shape]:
 
 def _variants(given: dict[str, Any], budgets: str) -> list[Variant]:
     from kvedge_lab.bench.matrix import Variant
-    from pykvedge.reference.kvtypes import KvType
     from pykvedge.runtime.keeping import Keep
 
     names = listed("--method", given["methods"])

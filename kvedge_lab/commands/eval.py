@@ -13,15 +13,19 @@ import click
 from click.core import ParameterSource
 
 from kvedge_lab.commands import common
+from kvedge_lab.progress import Steps
 from pykvedge.cli import options, paths
 from pykvedge.cli.command import command, option
 from pykvedge.cli.modelfiles import model_files
 from pykvedge.cli.options import Whole, listed, read_plan
+from pykvedge.cli.progress import Fetching
+from pykvedge.cli.tables import folded
 from pykvedge.errors import KvedgeError, UsageError, unknown
 from pykvedge.plans.making import plan as make_plan
 from pykvedge.plans.plugin_files import source_digest
 from pykvedge.plans.presets import methods as method_names
 from pykvedge.system.files import require_file
+from pykvedge.system.memory import readable
 
 if TYPE_CHECKING:
     from kvedge_lab.eval.measure import Cell, Wants
@@ -131,7 +135,6 @@ def _run(given: dict[str, Any]) -> int:
     from kvedge_lab.eval.records import Records
     from kvedge_lab.eval.runner import Outcome, evaluate, steps
     from kvedge_lab.jsonlines import SaveError
-    from kvedge_lab.progress import Steps
     from pykvedge.runtime.interrupt import as_event
 
     if given["recipe"] == "list":
@@ -162,7 +165,6 @@ def _run(given: dict[str, Any]) -> int:
     except SaveError as error:
         failure = error
     finally:
-        display.done()
         records.close()
     _print(job, outcome, given)
     if failure is not None:
@@ -242,8 +244,6 @@ def _downloaded(given: dict[str, Any]) -> dict[str, Any]:
     """Fetches what the recipe reads, and puts it in the place of DATA and, where none is named, of the model."""
     from kvedge_lab.eval import downloads
     from kvedge_lab.eval.recipes import recipe
-    from pykvedge.cli.progress import Fetching
-    from pykvedge.system.memory import readable
 
     name, paper = given["recipe"], given["paper"]
     if name is None and (given["download"] or given["manifest"] or paper):
@@ -256,16 +256,13 @@ def _downloaded(given: dict[str, Any]) -> dict[str, Any]:
         raise UsageError("--download brings the data; omit DATA")
     recipe(name)
     entry = downloads.read_manifest(paths.expanded(given["manifest"] or downloads.MANIFEST), name)
-    display = Fetching(enabled=not given["quiet"])
+    with Fetching(enabled=not given["quiet"]) as display:
 
-    def look(file: str, there: int, size: int) -> None:
-        whole = f" of {readable(size)}" if size else ""
-        display(f"fetching {file}: {readable(there)}{whole}", there / size if size else 0)
+        def look(file: str, there: int, size: int) -> None:
+            whole = f" of {readable(size)}" if size else ""
+            display(f"fetching {file}: {readable(there)}{whole}", there / size if size else 0)
 
-    try:
         found = downloads.fetch(entry, downloads.folder_of(name, entry), look)
-    finally:
-        display.done()
     named = given["model"] is not None or given["hf_repo"] is not None
     return {**given, "data": (found.data,), "image_folder": given["image_folder"] or found.images,
             "hf_repo": given["hf_repo"] if named else found.model}  # fmt: skip
@@ -273,7 +270,6 @@ def _downloaded(given: dict[str, Any]) -> dict[str, Any]:
 
 def _list_recipes(given: dict[str, Any]) -> int:
     from kvedge_lab.eval.recipes import RECIPES
-    from pykvedge.cli.tables import folded
 
     if given["as_json"]:
         rows = {n: {"table": r.table, "form": r.form, "budgets": list(r.budgets), "metrics": r.metrics,

@@ -12,6 +12,7 @@ import click
 from kvedge_lab.commands import common
 from pykvedge.cli import modelfiles, options
 from pykvedge.cli.command import command, option
+from pykvedge.cli.progress import Display
 from pykvedge.errors import UsageError
 from pykvedge.plans.plan import Plan
 
@@ -66,7 +67,6 @@ def inspect(files: tuple[Path, ...], **given: Any) -> None:
     from kvedge_lab.inspect import report
     from kvedge_lab.inspect.collect import collect
     from pykvedge.chat.session import Session
-    from pykvedge.cli.progress import Display
     from pykvedge.runtime.interrupt import as_event
 
     if given["figures"]:
@@ -80,15 +80,13 @@ def inspect(files: tuple[Path, ...], **given: Any) -> None:
     if images and mmproj is None:
         raise UsageError("images need the image encoder of the model: pass it with --mmproj")
     pictures = list(modelfiles.pictures(images, mmproj))
-    display = Display(enabled=not given["quiet"])
-    with as_event(threading.Event()) as cancel:
-        try:
-            settings = options.running(given) | {"profile": given["profile"]}
-            session = Session(model, mmproj, plans[0], progress=display, cancel=cancel, **settings)
-            with session:
-                findings = collect(session, given["prompt"], pictures, plans)
-        finally:
-            display.done()
+    settings = options.running(given) | {"profile": given["profile"]}
+    with (
+        as_event(threading.Event()) as cancel,
+        Display(enabled=not given["quiet"]) as display,
+        Session(model, mmproj, plans[0], progress=display, cancel=cancel, **settings) as session,
+    ):
+        findings = collect(session, given["prompt"], pictures, plans)
     written = report.write(findings, given["output"], given["figures"], given["form"])
     if given["as_json"]:
         click.echo(json.dumps(_as_object(findings, written, report.table(findings))))

@@ -129,9 +129,6 @@ def report(files: tuple[Path, ...], as_json: bool) -> None:
         raise UsageError(f"one of the certificates is not whole: {error} is missing or damaged") from None
 
 
-# ------------------------------------------------------------------------------------------------------------
-
-
 def _list(given: dict[str, Any]) -> None:
     from pykvedge.models import tuned
 

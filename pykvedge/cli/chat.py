@@ -12,6 +12,7 @@ import click
 
 from pykvedge.cli import completion, modelfiles, options, paths, sampling, tuning
 from pykvedge.cli.command import command, option
+from pykvedge.cli.progress import Display
 from pykvedge.errors import UsageError
 from pykvedge.plans.plan import Plan
 from pykvedge.system.files import require_file
@@ -147,10 +148,6 @@ def _ask(prompt: str | None, given: dict[str, Any]) -> int:
     if given["session_file"] is None or not paths.ask(Path.exists, paths.expanded(given["session_file"])):
         # a file of a session brings its own plan
         plan, _ = tuning.taken(given, plan, model, again=not given["keep_saved"], hint=question is None)
-    return _run(question, plan, model, mmproj, given)
-
-
-def _run(question: str | None, plan: Plan, model: Path, mmproj: Path | None, given: dict[str, Any]) -> int:
     from pykvedge.runtime.sessionlock import SessionLock
 
     file = _session_file(given["session_file"])
@@ -164,7 +161,6 @@ def _talk(
     import threading
 
     from pykvedge.chat.session import Session
-    from pykvedge.cli.progress import Display
     from pykvedge.cli.talk.chat import Chat, Style
     from pykvedge.cli.talk.lines import history_file
     from pykvedge.cli.talk.loop import converse
@@ -193,11 +189,8 @@ def _talk(
         crash.saved(file)
     settings["undo"] = given["undo"] and question is None and not given["stream"]
     settings["measure_peak"] = given["as_json"]
-    with as_event(threading.Event()) as cancel:
-        try:
-            session = Session(*models, plan, progress=display, cancel=cancel, **settings)
-        finally:
-            display.done()
+    with as_event(threading.Event()) as cancel, display:
+        session = Session(*models, plan, progress=display, cancel=cancel, **settings)
     with session:
         stop_if_set(cancel)  # pressed when nothing looked any more, as while the image encoder was loaded
         if file is not None and paths.ask(Path.exists, file):

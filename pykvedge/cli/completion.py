@@ -11,6 +11,8 @@ from click.shell_completion import CompletionItem, get_completion_class
 
 from pykvedge.cli.command import command
 from pykvedge.errors import KvedgeError
+from pykvedge.plans import presets, registry
+from pykvedge.plans.making import plan
 
 Complete = Callable[[click.Context, click.Parameter, str], list[CompletionItem]]
 
@@ -45,8 +47,6 @@ def of(names: Callable[[], Iterable[str]]) -> Complete:
 
 def methods(_: Any, __: Any, begun: str) -> list[CompletionItem]:
     """Completes to names of methods; the last one of a list with commas."""
-    from pykvedge.plans import presets
-
     before, comma, last = begun.rpartition(",")
     names = [name for name in presets.methods() if name.startswith(last)]
     return [CompletionItem(before + comma + name, help=presets.preset(name).summary) for name in names]
@@ -54,21 +54,15 @@ def methods(_: Any, __: Any, begun: str) -> list[CompletionItem]:
 
 def members(_: Any, param: click.Parameter, begun: str) -> list[CompletionItem]:
     """Completes an option that is named after a stage to its members."""
-    from pykvedge.plans.registry import members
-
-    return _among(members(param.name or ""), begun)
+    return _among(registry.members(param.name or ""), begun)
 
 
 def settings(context: click.Context, _: Any, begun: str) -> list[CompletionItem]:
     """Completes --set to the settings of the chosen method's stages."""
-    from pykvedge.plans.making import plan
-    from pykvedge.plans.presets import DEFAULT_METHOD
-    from pykvedge.plans.registry import STAGES, member
-
     with suppress(KvedgeError):
-        made = plan(context.params.get("method") or DEFAULT_METHOD)
-        chosen = {stage: context.params.get(stage) or getattr(made, stage) for stage in STAGES}
-        found = [(stage, one) for stage, name in chosen.items() for one in member(stage, name).params]
+        made = plan(context.params.get("method") or presets.DEFAULT_METHOD)
+        chosen = {stage: context.params.get(stage) or getattr(made, stage) for stage in registry.STAGES}
+        found = [(stage, one) for stage, name in chosen.items() for one in registry.member(stage, name).params]
         named = [CompletionItem(f"{stage}.{one.name}=", help=one.help) for stage, one in found]
         return [item for item in named if item.value.startswith(begun)]
     return []

@@ -14,6 +14,8 @@ from pykvedge.cli import completion, configured, options, paths
 from pykvedge.cli.command import Command
 from pykvedge.cli.modelfiles import NONE, as_name
 from pykvedge.errors import SaveError, UsageError, unknown
+from pykvedge.reference.kvtypes import KvType
+from pykvedge.system.files import write_whole
 
 
 @click.group(invoke_without_command=True)
@@ -121,20 +123,6 @@ def _checked(key: str, text: str, takers: list[tuple[click.Command, click.Parame
     return value
 
 
-def _check_method(name: str) -> None:
-    options.make_plan(name, None)
-
-
-def _check_budget(budget: Any) -> None:
-    options.make_plan(options.DEFAULT_METHOD, str(budget))
-
-
-def _check_type(name: str) -> None:
-    from pykvedge.reference.kvtypes import KvType
-
-    KvType.parse(name)
-
-
 def _check_sampling(name: str) -> Callable[[Any], object]:
     def check(value: Any) -> object:
         from pykvedge.runtime.sampling import Sampling
@@ -145,7 +133,8 @@ def _check_sampling(name: str) -> Callable[[Any], object]:
 
 
 _CHECKS: dict[str, Callable[[Any], object]] = {
-    "method": _check_method, "budget": _check_budget, "kv-type": _check_type,
+    "method": lambda name: options.make_plan(name, None), "kv-type": KvType.parse,
+    "budget": lambda budget: options.make_plan(options.DEFAULT_METHOD, str(budget)),
     **{key: lambda text, key=key: options.size(key, text) for key in ("cache-size", "keep-space", "memory")},  # type: ignore[misc]
     **{key: _check_sampling(key.replace("-", "_")) for key in ("temp", "top-p", "top-k", "min-p", "repeat-penalty",
                                                                "max-tokens")},
@@ -159,8 +148,6 @@ def _line(key: str, value: Any) -> str:
 
 def _rewrite(key: str, line: str | None) -> None:
     """Replaces, adds or removes the line of a key; comments and the order of others stay. Raises SaveError."""
-    from pykvedge.system.files import write_whole
-
     before, path = configured.stored(), configured.file()
     lines = path.read_text(encoding="utf-8").splitlines() if before or path.exists() else []
     mine = re.compile(rf"\s*[\"']?{re.escape(key)}[\"']?\s*=")

@@ -10,6 +10,7 @@ import click
 
 from pykvedge.cli import options
 from pykvedge.cli.command import command
+from pykvedge.cli.progress import Display
 from pykvedge.system.memory import readable
 
 if TYPE_CHECKING:
@@ -33,18 +34,14 @@ def doctor(devices: bool, as_json: bool, quiet: bool) -> None:
 
     The exit code is 0 if everything is sound, and 1 if something is not.
     """
-    from pykvedge.cli.progress import Display
     from pykvedge.doctor.diagnosis import DRIVER_PATIENCE_S, PATIENCE_S, SUBJECTS, diagnose
 
-    display = Display(enabled=not quiet)
-    try:
+    with Display(enabled=not quiet) as display:
         found = diagnose(
             list(SUBJECTS) if devices else None,
             patience_s=DRIVER_PATIENCE_S if devices else PATIENCE_S,
             watch=lambda what: display(f"checking {what}", 1.0),
         )
-    finally:
-        display.done()
     if as_json:
         click.echo(json.dumps(found.as_json()))
     else:

@@ -12,7 +12,10 @@ import click
 from pykvedge.cli import completion, options
 from pykvedge.cli.command import command, option
 from pykvedge.cli.modelfiles import headers, page_size, pictures
-from pykvedge.errors import UsageError
+from pykvedge.cli.tables import wrapped
+from pykvedge.errors import UnsupportedError, UsageError
+from pykvedge.reference.kvtypes import KvType
+from pykvedge.system.memory import readable
 
 if TYPE_CHECKING:
     from pykvedge.fit.footprint import Files, Footprint, Request
@@ -72,7 +75,6 @@ def fit(file: Path | None, **given: Any) -> None:
       kvedge fit model.gguf --image photo.jpg --method mixkv
     """
     from pykvedge.fit.footprint import footprint
-    from pykvedge.reference.kvtypes import KvType
     from pykvedge.system import memory
 
     if file is not None and given["model"] is not None:
@@ -103,7 +105,6 @@ def fit(file: Path | None, **given: Any) -> None:
     if given["as_json"]:
         click.echo(json.dumps(out))
         return
-    from pykvedge.cli.tables import wrapped
 
     click.echo(_table(found, request, placement, out))
     if work is not None:
@@ -157,7 +158,6 @@ def _request(
 
 def _largest(model: Header, projector: Header, sizes: list[tuple[int, int]], given: dict[str, Any]) -> ImageGrid | None:
     """Tells what the encoder makes of the picture that becomes most tokens; None where --encoder-tokens says it."""
-    from pykvedge.errors import UnsupportedError
     from pykvedge.models import imagecount
     from pykvedge.models.imagetokens import image_grid, token_limits
     from pykvedge.runtime.settings import Settings
@@ -180,7 +180,6 @@ def _largest(model: Header, projector: Header, sizes: list[tuple[int, int]], giv
 def _talk(request: Request) -> Talk:
     from pykvedge.library.native_plan import plan_budget, score_bytes
     from pykvedge.models.placement import Talk
-    from pykvedge.reference.kvtypes import KvType
     from pykvedge.runtime.llama_context import N_UBATCH
 
     n = request.prompt_tokens
@@ -205,8 +204,6 @@ def _sizes(given: dict[str, Any], projector: Header | None) -> list[tuple[int, i
 
 def _placed(placement: Placement) -> list[str]:
     """Says what each device takes, a line for each."""
-    from pykvedge.system.memory import readable
-
     lines = []
     for share in placement.shares:
         n = len(share.layers)
@@ -225,8 +222,6 @@ def _placed(placement: Placement) -> list[str]:
 
 def _verdict(f: Footprint, placement: Placement, out: dict[str, Any]) -> str:
     """Says in one line whether it fits, and what becomes of the KV cache."""
-    from pykvedge.system.memory import readable
-
     needed, available = (out["bytes"][name] for name in ("needed", "available"))
     cache = f"KV {readable(f.kv_prompt)} -> {readable(f.kv_kept)} ({out['method']} {out['budget']})"
     if available is None:
@@ -240,9 +235,6 @@ def _verdict(f: Footprint, placement: Placement, out: dict[str, Any]) -> str:
 
 
 def _table(f: Footprint, request: Request, placement: Placement, out: dict[str, Any]) -> str:
-    from pykvedge.cli.tables import wrapped
-    from pykvedge.system.memory import readable
-
     rows: list[tuple[Any, ...]] = [
         ("program and its libraries", *[f.program] * 3),
         ("weights, from the file", *[f.weights] * 3),
@@ -281,8 +273,6 @@ def _table(f: Footprint, request: Request, placement: Placement, out: dict[str, 
 
 
 def _given_back(f: Footprint) -> str:
-    from pykvedge.system.memory import readable
-
     first = "what encoding an image took before the prompt is read, and " if f.encoder_compute else ""
     text = f"kvedge gives back {first}the compute buffers when the prompt is complete."
     if f.reclaimable:

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from pykvedge.cli import configured, paths
+from pykvedge.cli.progress import Fetching
 from pykvedge.errors import ModelError, UsageError, one_line, printable
 from pykvedge.system.files import DATA
 
 if TYPE_CHECKING:
-    from pykvedge.cli.progress import Display
     from pykvedge.models.documents import PageSize
     from pykvedge.models.gguf import Header
     from pykvedge.models.images import Picture
@@ -171,7 +171,7 @@ def fetched(name: str, given: Mapping[str, Any]) -> tuple[Path, Path | None]:
     """
     from pykvedge.models import hub
 
-    with _display(given) as display:
+    with Fetching(enabled=not given.get("quiet")) as display:
         pair = hub.resolve(name, progress=display, warn=_warn, **_choice(given))
     return pair.model, _encoder_of(given) if given.get("mmproj") else pair.mmproj
 
@@ -188,7 +188,7 @@ def headers(given: Mapping[str, Any]) -> tuple[Header, Header | None]:
         model, mmproj = model_files(given)
         header = check_model(model)
         return header, check_mmproj(mmproj, header) if mmproj else None
-    with _display(given) as display:
+    with Fetching(enabled=not given.get("quiet")) as display:
         header, projector = hub.headers(name, progress=display, warn=_warn, **_choice(given))
     own = _encoder_of(given) if given["mmproj"] else None
     return header, check_mmproj(own, header) if own else projector
@@ -201,14 +201,3 @@ def _choice(given: Mapping[str, Any]) -> dict[str, Any]:
 
 def _warn(line: str) -> None:
     click.echo(f"kvedge: warning: {one_line(line)}", err=True)
-
-
-@contextlib.contextmanager
-def _display(given: Mapping[str, Any]) -> Iterator[Display]:
-    from pykvedge.cli.progress import Fetching
-
-    display = Fetching(enabled=not given.get("quiet"))
-    try:
-        yield display
-    finally:
-        display.done()

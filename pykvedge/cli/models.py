@@ -11,7 +11,9 @@ import click
 from pykvedge.cli import completion, options
 from pykvedge.cli.command import command, option
 from pykvedge.cli.modelfiles import fetched
+from pykvedge.cli.tables import markdown
 from pykvedge.errors import UsageError, one_line
+from pykvedge.system.memory import readable
 
 if TYPE_CHECKING:
     from pykvedge.models.hub import Removal
@@ -57,7 +59,6 @@ def remove(name: str, yes: bool, as_json: bool) -> None:
       kvedge rm user/repo --yes       the whole repository, without being asked
     """
     from pykvedge.models import hub
-    from pykvedge.system.memory import readable
 
     found = hub.remove(name)
     if not yes and not _agreed(found):
@@ -71,8 +72,6 @@ def remove(name: str, yes: bool, as_json: bool) -> None:
 
 
 def _agreed(found: Removal) -> bool:
-    from pykvedge.system.memory import readable
-
     if not _at_terminal():
         raise UsageError(f"removing {found.name} needs your word: pass --yes, as nobody sits at a terminal")
     for path in found.files:
@@ -94,10 +93,8 @@ def list_models(as_json: bool) -> None:
     or HF_HOME name its folder, else it is ~/.cache/huggingface/hub. `kvedge pull` adds a model, `kvedge rm` removes
     one.
     """
-    from pykvedge.cli.tables import markdown
     from pykvedge.models import hub
     from pykvedge.models.hub.cached import unfinished
-    from pykvedge.system.memory import readable
 
     found, problems = hub.cached_models()
     begun = unfinished()

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import sys
 import time
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 FILE_S = 15.0  # between two lines where stderr is no terminal
 
 
 class Display:
-    """A progress bar that is gone when the work is over. Call it as Session's `progress`."""
+    """A progress bar that is gone when the work is over, or a with block left. Call it as Session's `progress`."""
 
     def __init__(self, enabled: bool) -> None:
         """enabled: false shows nothing but what `say` is given."""
@@ -22,6 +25,12 @@ class Display:
     def __call__(self, what: str, share: float) -> None:
         unknown = what.startswith("encoding") or share >= 1.0
         self._show(what, share, None if unknown else 1.0)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.done()
 
     def say(self, text: str) -> None:
         """Writes a line that stays."""

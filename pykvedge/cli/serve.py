@@ -14,7 +14,9 @@ import click
 from pykvedge.cli import options, paths, tuning
 from pykvedge.cli.command import command, option
 from pykvedge.cli.modelfiles import model_files
+from pykvedge.cli.progress import Display
 from pykvedge.errors import UsageError
+from pykvedge.system.memory import readable
 
 _SERVER, _MACHINE = "Server", "Memory and devices"
 _EXTRA = ("anyio", "httpcore", "httptools", "prometheus_client", "pydantic", "starlette", "uvicorn")
@@ -91,7 +93,6 @@ def serve(**given: Any) -> None:
     missing = [name for name in (*_EXTRA, *_LOOP) if importlib.util.find_spec(name) is None]
     if missing:
         raise UsageError(f"serving needs {', '.join(missing)}: pip install 'kvedge[serve]'")
-    from pykvedge.cli.progress import Display
     from pykvedge.native import crash
     from pykvedge.runtime.loaded import load
     from pykvedge.runtime.sampling import Sampling
@@ -108,11 +109,9 @@ def serve(**given: Any) -> None:
     running = options.running(given)
     crash.left(f"what was parked in {chosen.park} is there for the next start" if chosen.park else "answers are lost")
     loading = {name: running[name] for name in ("threads", "gpu_layers", "device", "rpc")}
-    try:
+    with display:
         loaded = load(model, mmproj, progress=display, verbose=given["verbose"], **loading, **options.cache(given),
                       **options.image_limits(given))  # fmt: skip
-    finally:
-        display.done()
     with loaded:
         say = (lambda text: None) if given["quiet"] else (lambda text: click.echo(f"kvedge: {text}", err=True))
         if mmproj is not None and (line := _encoding(mmproj, given)):
@@ -126,7 +125,6 @@ def _encoding(mmproj: Path, given: dict[str, Any]) -> str:
     from pykvedge.models.gguf import read_header
     from pykvedge.models.images import MAX_PIXELS
     from pykvedge.models.imagetokens import image_grid, seen_at_most, token_limits
-    from pykvedge.system.memory import readable
 
     header, side = read_header(mmproj), math.isqrt(MAX_PIXELS)
     limits = token_limits(header, *options.image_limits(given).values())

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import shutil
+import sys
+import textwrap
 import threading
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+import click
+
 from pykvedge.chat.session import Session
 from pykvedge.cli.progress import Display
-from pykvedge.cli.talk.saying import say
-from pykvedge.errors import KvedgeError, one_line
+from pykvedge.errors import KvedgeError, one_line, printable
 from pykvedge.models.images import Picture
 from pykvedge.models.prompt import Message
 from pykvedge.native import crash
@@ -33,6 +38,29 @@ class Style:
     as_json: bool = False  # one object on stdout instead of the text
     quiet: bool = False  # no line about tokens, memory and time
     whole: bool = False  # conversations are saved with their whole rows
+
+
+def say(text: str, dim: bool = False) -> None:
+    """Writes a text to stderr, folded between words on a terminal.
+
+    dim: it looks unlike an answer there, unless NO_COLOR is set.
+    """
+    shown = printable(text)
+    if sys.stderr is not None and sys.stderr.isatty():
+        shown = "\n".join(map(_folded, shown.split("\n")))
+    plain = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
+    click.secho(shown, err=True, dim=dim or None, color=False if plain else None)
+
+
+def _folded(line: str) -> str:
+    """Folds a line; one whose parts stand between bars is folded at the bars."""
+    parts = re.sub(r"(?<!\|) (?!\|)", "\xa0", line) if " | " in line else line
+    indent = " " * (len(line) - len(line.lstrip()) + 2)
+    width = shutil.get_terminal_size().columns
+    lines = textwrap.wrap(
+        parts, width, subsequent_indent=indent, break_on_hyphens=False, break_long_words=" | " in line
+    )
+    return "\n".join(lines).replace("\xa0", " ")
 
 
 def complain(message: object) -> None:
@@ -158,8 +186,6 @@ class Chat:
             elif report.finish == "length" and self.sampling.max_tokens == Sampling.max_tokens:  # nobody chose it
                 say(f"kvedge: the answer is cut after {Sampling.max_tokens} tokens; raise --max-tokens")
             say(report.line(), dim=True)
-
-    # ---------------------------------------------------------------------------------------------------
 
     def show_loaded(self) -> None:
         """Says, on stderr, what the conversation of a file holds."""

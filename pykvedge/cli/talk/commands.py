@@ -10,7 +10,7 @@ from typing import Any
 from pykvedge.cli import paths, sampling
 from pykvedge.cli.talk import pictures
 from pykvedge.cli.talk.chat import Chat
-from pykvedge.cli.talk.saying import say as _say
+from pykvedge.cli.talk.chat import say as _say
 from pykvedge.errors import UsageError, unknown
 from pykvedge.native import crash
 from pykvedge.plans.making import plan as make_plan
@@ -69,9 +69,6 @@ def completions(chat: Chat, line: str) -> list[str]:
         return [f"{name} {found}" for found in COMMANDS[name].complete(chat, begun.lstrip())]
     word = _LAST_WORD.search(line)
     return [line[: word.start()] + found for found in paths.completions(word[0])] if word else []
-
-
-# ---------------------------------------------------------------------------------------------------
 
 
 def _image(chat: Chat, rest: str) -> None:

@@ -8,10 +8,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from pykvedge.cli.talk import commands
-from pykvedge.cli.talk.chat import Chat, complain
+from pykvedge.cli.talk.chat import Chat, complain, say
 from pykvedge.cli.talk.lines import Lines
 from pykvedge.cli.talk.pictures import mentioned
-from pykvedge.cli.talk.saying import say
 from pykvedge.errors import KvedgeError, UsageError
 from pykvedge.models.images import Picture
 from pykvedge.runtime.interrupt import CancelledError, as_exception
