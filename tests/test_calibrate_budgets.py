@@ -9,8 +9,7 @@ import oracles_budgets as oracles
 import pytest
 
 import pykvedge
-from kvedge_lab.calibrate.budgets import Curver, Curves, measure_curves, setup_for
-from kvedge_lab.calibrate.curvefile import CurveFile
+from kvedge_lab.calibrate.budgets import CurveFile, Curver, Curves, measure_curves, setup_for
 from kvedge_lab.calibrate.exchange import FLOOR, STEPS, costs, exchange
 from kvedge_lab.calibrate.samples import SEED, Labelled, scenes
 from kvedge_lab.eval import metrics

@@ -8,7 +8,7 @@ import pytest
 from arrays import prompt
 
 import pykvedge
-from kvedge_lab.calibrate.redundancy import key_redundancy
+from kvedge_lab.calibrate.heads import key_redundancy
 from kvedge_lab.calibrate.samples import scenes
 from pykvedge.errors import ProfileError, UsageError
 from pykvedge.library.libkvedge import rows

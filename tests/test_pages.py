@@ -14,8 +14,7 @@ from kvedge_lab.eval.records import Records
 from kvedge_lab.eval.runner import Job, evaluate
 from kvedge_lab.eval.tasks import page_names, page_samples
 from kvedge_lab.page_tasks.evalset import PageSample, samples
-from kvedge_lab.page_tasks.fonts import CELL
-from kvedge_lab.page_tasks.pages import COLUMNS, draw_page, render
+from kvedge_lab.page_tasks.pages import CELL, COLUMNS, draw_page, render
 from kvedge_lab.page_tasks.tasks import TASKS
 from pykvedge.errors import UnknownNameError, UsageError
 

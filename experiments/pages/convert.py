@@ -12,8 +12,7 @@ from modelgen.layers import mrope_sections
 from modelgen.tokens import CHATML, CONTROL, NORMAL, QWEN_SPECIALS
 from torch import Tensor
 
-from kvedge_lab.page_tasks.fonts import CELL
-from kvedge_lab.page_tasks.pages import COLUMNS
+from kvedge_lab.page_tasks.pages import CELL, COLUMNS
 
 from .text import PageConfig
 from .tokenizer import END, id_of, merges, pieces

@@ -13,8 +13,7 @@ from demo.train_text import average_gradients
 from demo.train_vision import schedule
 from torch import Tensor, nn
 
-from kvedge_lab.page_tasks.fonts import CELL
-from kvedge_lab.page_tasks.pages import COLUMNS, draw_page, render
+from kvedge_lab.page_tasks.pages import CELL, COLUMNS, draw_page, render
 
 from .vision import TOWER_TARGETS, Heads, Tower, TowerConfig, labels
 

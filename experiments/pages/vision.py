@@ -14,8 +14,7 @@ import torch.nn.functional as F  # noqa: N812
 from demo.vision import VisionConfig, attention
 from torch import Tensor, nn
 
-from kvedge_lab.page_tasks.fonts import CELL
-from kvedge_lab.page_tasks.pages import CHARS, COLOURS, COLUMNS, LEXICON, MAX_PAGES, Page
+from kvedge_lab.page_tasks.pages import CELL, CHARS, COLOURS, COLUMNS, LEXICON, MAX_PAGES, Page
 
 PATCH, MERGED = CELL // 2, 4
 MEAN, STD = 0.5, 0.5

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -237,8 +237,6 @@ def _energy(spent: list[tuple[float | None, int]]) -> float | None:
     return float(np.median(known)) if known else None
 
 
-# ------------------------------------------------------------------------------------------------------------
-
 NOTES = (
     "stock: llama.cpp's own attention and cache with its default settings, in kvedge's library without kvedge attached "
     "(its logits are bit for bit those of an unpatched build). `full` keeps everything, in kvedge's store.",
@@ -275,18 +273,20 @@ def as_markdown(made: list[Row], outcome: Outcome) -> str:
     """Writes a table per model and prompt, under a line that says what it is, and what the columns mean."""
     parts = []
     energy = any(row.decode_j_token is not None for row in made)
-    more = More(any(row.keep for row in made), any(row.later_s is not None for row in made), energy)
+    columns = COLUMNS | (WHOLE_COLUMNS if any(row.keep for row in made) else {})
+    columns |= LATER_COLUMNS if any(row.later_s is not None for row in made) else {}
+    columns |= {"J/token": lambda r: f"{r.decode_j_token or 0:.2f}"} if energy else {}
     for model, prompt in dict.fromkeys((row.model, row.prompt) for row in made):
         mine = [row for row in made if (row.model, row.prompt) == (model, prompt)]
         images = f", {mine[0].image_tokens} of images" if mine[0].image_tokens else ""
         title = f"**{model}**: a prompt of {mine[0].tokens} tokens ({prompt}{images}), {mine[0].rounds} rounds"
-        parts += [wrapped(title), folded([_head(more), *(_cells(row, more) for row in mine)])]
+        parts += [wrapped(title), _table(columns, mine)]
         if any(row.device_compressed is not None or row.device_peak_bytes is not None for row in mine):
-            parts.append(folded([DEVICE_HEAD, *(_device_cells(row) for row in mine)]))
+            parts.append(_table(DEVICE_COLUMNS, mine))
             there = [row for row in mine if row.device_problem]
             parts += [wrapped(f"{row.variant} is compressed on the host: {row.device_problem}.") for row in there]
         if mine[0].image_tokens:
-            parts.append(folded([WAIT_HEAD, *(_wait_cells(row) for row in mine)]))
+            parts.append(_table(WAIT_COLUMNS, mine))
     about = outcome.machine
     told = "" if energy else " The system does not tell the energy spent."
     n = about.get("threads", 0)
@@ -298,79 +298,65 @@ def as_markdown(made: list[Row], outcome: Outcome) -> str:
     return "\n\n".join([*parts, *map(wrapped, [*disturbed, *notes, *stopped])])
 
 
-WAIT_HEAD = ["variant", "tokens", "of images", "encode", "prune", "prefill", "first token / stock", "image again",
-             "talk again"]  # fmt: skip
+def _named(row: Row) -> str:
+    return row.variant + (" ?" if row.disturbed else "")
 
 
-def _wait_cells(row: Row) -> list[str]:
-    prefill = row.image_again_s - (row.prune_ms + row.compress_ms) / 1000
-    return [
-        row.variant + (" ?" if row.disturbed else ""),
-        str(row.tokens),
-        str(row.image_tokens),
-        f"{row.encode_s:.2f} s",
-        f"{row.prune_ms:.1f} ms",
-        f"{prefill:.2f} s",
-        _times(row.first_token_vs_stock),
-        f"{row.image_again_s:.2f} s",
-        f"{row.again_s:.2f} s" if row.again_s is not None else "",
-    ]
+def _on_device(row: Row, cell: str) -> str:
+    return cell if row.device_compressed is not None else ""
 
 
-DEVICE_HEAD = ["variant", "compressed", "fetched", "a row", "sent", "operations", *STEPS, "peak", "peak / cache"]
+# heading -> what stands below it
+Columns = dict[str, Callable[[Row], str]]
+WAIT_COLUMNS: Columns = {
+    "variant": _named,
+    "tokens": lambda r: str(r.tokens),
+    "of images": lambda r: str(r.image_tokens),
+    "encode": lambda r: f"{r.encode_s:.2f} s",
+    "prune": lambda r: f"{r.prune_ms:.1f} ms",
+    "prefill": lambda r: f"{r.image_again_s - (r.prune_ms + r.compress_ms) / 1000:.2f} s",
+    "first token / stock": lambda r: _times(r.first_token_vs_stock),
+    "image again": lambda r: f"{r.image_again_s:.2f} s",
+    "talk again": lambda r: f"{r.again_s:.2f} s" if r.again_s is not None else "",
+}
+DEVICE_COLUMNS: Columns = {
+    "variant": lambda r: r.variant,
+    "compressed": lambda r: _on_device(r, "there" if r.device_compressed else "on the host"),
+    "fetched": lambda r: _on_device(r, readable(r.device_fetched_bytes)),
+    "a row": lambda r: _on_device(r, f"{r.device_fetched_row:.1f} B" if r.device_fetched_row is not None else ""),
+    "sent": lambda r: _on_device(r, readable(r.device_sent_bytes)),
+    "operations": lambda r: str(r.device_operations) if r.device_compressed else "",
+    **{step: lambda r, step=step: f"{getattr(r, f'device_{step}_ms'):.2f} ms" if r.device_compressed else ""
+       for step in STEPS},
+    "peak": lambda r: readable(r.device_peak_bytes) if r.device_peak_bytes is not None else "",
+    "peak / cache": lambda r: _times(r.device_peak_vs_cache),
+}  # fmt: skip
+COLUMNS: Columns = {
+    "variant": _named,
+    "prefill tok/s": lambda r: _speed(r.prefill_tok_s),
+    "prefill / stock": lambda r: _times(r.prefill_vs_stock),
+    "compress": lambda r: f"{r.compress_ms:.1f} ms",
+    "first token": lambda r: f"{r.first_token_s:.2f} s",
+    "decode tok/s": lambda r: f"{_speed(r.decode_tok_s)} ({'-'.join(map(_speed, r.decode_spread))})",
+    "decode / stock": lambda r: _times(r.decode_vs_stock),
+    "limit": lambda r: _speed(r.limit_tok_s),
+    "KV full": lambda r: readable(r.kv_full_bytes),
+    "KV kept": lambda r: readable(r.kv_kept_bytes),
+    "KV peak": lambda r: readable(r.kv_peak_bytes),
+    "RSS peak": lambda r: readable(r.rss_peak_bytes),
+    "RSS after": lambda r: readable(r.rss_after_bytes),
+}
+WHOLE_COLUMNS: Columns = {
+    "whole rows": lambda r: readable(r.kv_whole_bytes) if r.keep else "",
+    "in a file": lambda r: readable(r.kv_whole_file_bytes) if r.keep else "",
+}
+LATER_COLUMNS: Columns = {
+    "later message": lambda r: f"{r.later_s or 0:.3f} s", "later / stock": lambda r: _times(r.later_vs_stock)
+}  # fmt: skip
 
 
-def _device_cells(row: Row) -> list[str]:
-    there = row.device_compressed
-    return [
-        row.variant,
-        "" if there is None else "there" if there else "on the host",
-        readable(row.device_fetched_bytes) if there is not None else "",
-        f"{row.device_fetched_row:.1f} B" if there is not None and row.device_fetched_row is not None else "",
-        readable(row.device_sent_bytes) if there is not None else "",
-        str(row.device_operations) if there else "",
-        *(f"{getattr(row, f'device_{step}_ms'):.2f} ms" if there else "" for step in STEPS),
-        readable(row.device_peak_bytes) if row.device_peak_bytes is not None else "",
-        _times(row.device_peak_vs_cache),
-    ]
-
-
-class More(NamedTuple):
-    """Which columns there are beside those that all tables have."""
-
-    whole: bool
-    later: bool
-    energy: bool
-
-
-def _head(more: More) -> list[str]:
-    head = ["variant", "prefill tok/s", "prefill / stock", "compress", "first token", "decode tok/s",
-            "decode / stock", "limit", "KV full", "KV kept", "KV peak", "RSS peak", "RSS after"]  # fmt: skip
-    head += ["whole rows", "in a file"] if more.whole else []
-    return [*head, *(["later message", "later / stock"] if more.later else []), *(["J/token"] if more.energy else [])]
-
-
-def _cells(row: Row, more: More) -> list[str]:
-    low, high = row.decode_spread
-    cells = [
-        row.variant + (" ?" if row.disturbed else ""),
-        _speed(row.prefill_tok_s),
-        _times(row.prefill_vs_stock),
-        f"{row.compress_ms:.1f} ms",
-        f"{row.first_token_s:.2f} s",
-        f"{_speed(row.decode_tok_s)} ({_speed(low)}-{_speed(high)})",
-        _times(row.decode_vs_stock),
-        _speed(row.limit_tok_s),
-        readable(row.kv_full_bytes),
-        readable(row.kv_kept_bytes),
-        readable(row.kv_peak_bytes),
-        readable(row.rss_peak_bytes),
-        readable(row.rss_after_bytes),
-    ]
-    if more.whole:
-        cells += [readable(n) if row.keep else "" for n in (row.kv_whole_bytes, row.kv_whole_file_bytes)]
-    cells += [f"{row.later_s or 0:.3f} s", _times(row.later_vs_stock)] if more.later else []
-    return [*cells, f"{row.decode_j_token or 0:.2f}"] if more.energy else cells
+def _table(columns: Columns, rows: list[Row]) -> str:
+    return folded([[*columns], *([cell(row) for cell in columns.values()] for row in rows)])
 
 
 def _times(ratio: float | None) -> str:

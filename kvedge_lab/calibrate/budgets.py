@@ -24,7 +24,6 @@ from typing import Any
 
 import numpy as np
 
-from kvedge_lab.calibrate.curvefile import CurveFile, Place
 from kvedge_lab.calibrate.exchange import FLOOR, exchange
 from kvedge_lab.calibrate.heads import LONGEST_ANSWER
 from kvedge_lab.calibrate.samples import Labelled
@@ -32,6 +31,7 @@ from kvedge_lab.eval import metrics
 from kvedge_lab.eval.files import read_text
 from kvedge_lab.eval.measure import CONTEXT, CONVERSATION, Preparer
 from kvedge_lab.eval.reader import BRANCH, PROMPT, Reader
+from kvedge_lab.jsonlines import Results
 from pykvedge.errors import KvedgeError, NothingToCompressError, ProfileError, UsageError
 from pykvedge.models.model import Model
 from pykvedge.models.profiles import hash_of
@@ -45,6 +45,7 @@ SMALLEST = 1 / 128  # of the prompt: the first point
 MOST_POINTS = 1000
 METHOD = "snapkv"  # protects nothing and merges nothing
 SAME = 1e-6  # nats: less is rounding
+Place = tuple[int, int]  # (layer of the model, KV head)
 Step = Callable[[str, int], None]  # what is under way, and how many more measurements are done
 
 
@@ -96,6 +97,43 @@ class Setup:
             raise ProfileError("the profile of --around is not of the heads that kvedge compresses; calibrate without")
         shares = self.around[at]
         return np.minimum(shares / shares.mean() * float(self.plan.budget.value), 1.0)
+
+
+class CurveFile(Results):
+    """The losses so far, by sample and head, in a file of JSON lines, so that a long run can go on after a break.
+
+    The first line says what is measured. Then comes a line for each head of a sample, and when all its heads are
+    measured one with the loss of the baseline, which ends the sample.
+    """
+
+    KIND, WHAT = "kvedge_curves", "losses of kvedge calibrate budgets"
+
+    def __init__(self, path: Path | None, header: Mapping[str, Any], n_points: int, resume: bool = False) -> None:
+        """Raises what Results raises."""
+        self.heads: dict[int, dict[Place, list[float]]] = {}
+        self.baselines: dict[int, float] = {}
+        self._n_points = n_points
+        super().__init__(path, header, resume)
+
+    def add(self, sample: int, place: Place, losses: list[float]) -> None:
+        """Keeps the losses of a head, one a point. Raises SaveError."""
+        self._file.add({"sample": sample, "layer": place[0], "head": place[1], "losses": losses})
+        self.heads.setdefault(sample, {})[place] = losses
+
+    def end(self, sample: int, baseline: float) -> None:
+        """Keeps the loss of the baseline: of this sample nothing is missing. Raises SaveError."""
+        self._file.add({"sample": sample, "baseline": baseline})
+        self.sync()
+        self.baselines[sample] = baseline
+
+    def _take(self, row: dict[str, Any]) -> None:
+        numbers = np.array(row["losses"] if "losses" in row else [row["baseline"]], dtype=np.float64)
+        if numbers.shape != (self._n_points if "losses" in row else 1,) or not np.isfinite(numbers).all():
+            raise ValueError(row)
+        if "losses" in row:
+            self.heads.setdefault(int(row["sample"]), {})[int(row["layer"]), int(row["head"])] = numbers.tolist()
+        else:
+            self.baselines[int(row["sample"])] = float(numbers[0])
 
 
 @dataclass

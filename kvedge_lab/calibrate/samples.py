@@ -142,9 +142,6 @@ def _pictures(drawn: Iterable[Scene]) -> tuple[Picture, ...]:
     return tuple(load_picture(render(scene), f"scene {i + 1}") for i, scene in enumerate(drawn))
 
 
-# ------------------------------------------------------------------------------------------------------------
-
-
 def read_jsonl(path: Path) -> list[Labelled]:
     """Reads the user's own samples, one JSON object a line:
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -17,6 +16,7 @@ from pykvedge.cli import options, paths
 from pykvedge.cli.command import Command, option
 from pykvedge.cli.modelfiles import model_files
 from pykvedge.errors import UsageError, unknown
+from pykvedge.plans.making import plan
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -109,9 +109,7 @@ def heads(kind: str, samples: int, **given: Any) -> None:
     """
     if kind not in KINDS:
         raise unknown("kind", kind, KINDS)
-    from kvedge_lab.calibrate.heads import score_heads
-    from kvedge_lab.calibrate.redundancy import key_redundancy
-    from pykvedge.plans.making import plan
+    from kvedge_lab.calibrate.heads import key_redundancy, score_heads
 
     made: dict[str, Any] = {"command": f"kvedge calibrate heads --kind {kind} --samples {samples}"}
     with _session(given, plan("full")) as (session, display, cancel):
@@ -156,7 +154,6 @@ def prefix(budgets: str, samples: int, **given: Any) -> None:
     """
     shares = _shares("--budget", budgets)
     from kvedge_lab.calibrate.prefix import check_budgets, kept_shares
-    from pykvedge.plans.making import plan
 
     check_budgets(shares)
     with _session(given, plan("full")) as (session, display, cancel):
@@ -290,18 +287,13 @@ def budgets(samples: int, points: int, method: str, scorer: str | None, seed: in
     _deliver(given, model, "head-budgets", values, (), found.samples, made)
 
 
-# ------------------------------------------------------------------------------------------------------------
-
-
 def _measured(given: dict[str, Any], setup: Setup, seed: int, count: int) -> tuple[Model, Any, Curves]:
     """Returns the model, which is closed, its heads' shares, and the curves that they follow from."""
-    from kvedge_lab.calibrate.budgets import Curver, measure_curves
-    from kvedge_lab.calibrate.curvefile import CurveFile
+    from kvedge_lab.calibrate.budgets import CurveFile, Curver, measure_curves
     from kvedge_lab.eval.reader import Reader
     from kvedge_lab.progress import clock
     from pykvedge.models.profiles import find
     from pykvedge.models.vision import Vision
-    from pykvedge.plans.making import plan
     from pykvedge.runtime.loaded import borrow
     from pykvedge.runtime.settings import Settings
 
@@ -371,15 +363,12 @@ def _interruptible(given: dict[str, Any]) -> Iterator[tuple[Steps, threading.Eve
     from kvedge_lab.progress import Steps
     from pykvedge.runtime.interrupt import CancelledError, as_event
 
-    display = Steps(enabled=not given["quiet"])
-    with as_event(threading.Event()) as cancel:
+    with as_event(threading.Event()) as cancel, Steps(enabled=not given["quiet"]) as display:
         try:
             yield display, cancel
         except CancelledError:
-            print("kvedge: stopped; no profile was written", file=sys.stderr)
+            display.say("kvedge: stopped; no profile was written")
             raise
-        finally:
-            display.done()
 
 
 def _deliver(

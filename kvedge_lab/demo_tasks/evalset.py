@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 
 from .prompts import messages
 from .scenes import PARTS, Scene, draw_scene, part_of, render
 from .tasks import NEEDLE_TASKS, SINGLE_TASKS, TASKS, Asker, Question, ask_difference, recolour
+
+Drawn = TypeVar("Drawn")
 
 
 @dataclass(frozen=True)
@@ -64,20 +68,27 @@ def samples(
     """
     if task not in TASKS:
         raise ValueError(f"no task is called {task!r}: they are {', '.join(TASKS)}")
+
+    def draw(rng: np.random.Generator) -> tuple[tuple[Scene, ...], Sample]:
+        sample = draw_sample(rng, task, images, second_turn)
+        return sample.scenes, sample
+
+    for _, sample in _endless(draw, part, seed, TASKS.index(task), images, int(second_turn)):
+        yield sample
+
+
+def _endless(
+    draw: Callable[[np.random.Generator], tuple[tuple[Scene, ...], Drawn]], part: str, *seed: int
+) -> Iterator[tuple[tuple[Scene, ...], Drawn]]:
+    """Draws scenes of a part and what is asked about them; draw number n has a random generator of its own."""
     if part and part not in PARTS:
         raise ValueError(f"no part is called {part!r}: they are {', '.join(PARTS)}")
-    number = 0
-    while True:
-        rng = np.random.default_rng((seed, TASKS.index(task), images, int(second_turn), number))
-        sample = draw_sample(rng, task, images, second_turn)
-        while not _within(sample.scenes, part):
-            sample = draw_sample(rng, task, images, second_turn)
-        yield sample
-        number += 1
-
-
-def _within(scenes: tuple[Scene, ...], part: str) -> bool:
-    return not part or all(part_of(scene.code) == part for scene in scenes)
+    for number in itertools.count():
+        rng = np.random.default_rng((*seed, number))
+        drawn = draw(rng)
+        while part and any(part_of(scene.code) != part for scene in drawn[0]):
+            drawn = draw(rng)
+        yield drawn
 
 
 def chain(
@@ -88,20 +99,10 @@ def chain(
     tasks: of one image (SINGLE_TASKS), or of `images` (NEEDLE_TASKS). Sample n is the same whatever was drawn before.
     part: as in `samples`. Raises ValueError for others.
     """
-    if part and part not in PARTS:
-        raise ValueError(f"no part is called {part!r}: they are {', '.join(PARTS)}")
     if not tasks or not (set(tasks) <= set(SINGLE_TASKS) or set(tasks) <= set(NEEDLE_TASKS)):
         raise ValueError(f"questions about the same scenes: of {list(SINGLE_TASKS)}, or of {list(NEEDLE_TASKS)}")
-    single = tasks[0] in SINGLE_TASKS
-    count, number = 1 if single else images, 0
-    places = [TASKS.index(task) for task in tasks]
-    while True:
-        rng = np.random.default_rng((seed, len(TASKS), *places, count, number))
-        drawn = draw_chain(rng, tasks, count)
-        while not _within(drawn[0], part):
-            drawn = draw_chain(rng, tasks, count)
-        yield drawn
-        number += 1
+    count, places = 1 if tasks[0] in SINGLE_TASKS else images, [TASKS.index(task) for task in tasks]
+    yield from _endless(lambda rng: draw_chain(rng, tasks, count), part, seed, len(TASKS), *places, count)
 
 
 def draw_chain(

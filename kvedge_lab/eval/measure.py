@@ -212,9 +212,6 @@ def _joined(turns: list[Turn]) -> list[Piece]:
     return out
 
 
-# ------------------------------------------------------------------------------------------------------------
-
-
 @dataclass
 class Baseline:
     """The full cache said this of the sample that is being measured."""

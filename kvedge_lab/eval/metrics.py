@@ -104,9 +104,6 @@ def choice_match(answer: str, reference: str, choices: Sequence[str]) -> float:
     return float(right is not None and chosen(answer, choices) == right)
 
 
-# ------------------------------------------------------------------------------------------------------------
-
-
 def pooled(amounts: np.ndarray, weights: np.ndarray, form: Callable[[np.ndarray], np.ndarray] = np.asarray) -> float:
     """Computes form(sum of amounts / sum of weights), both [n]. Perplexity: amounts NLL, weights tokens, form exp."""
     return float(form(np.asarray(amounts.sum() / weights.sum())))

@@ -183,9 +183,6 @@ def _changes(line: Line, rows: Rows, base: Rows) -> None:
         line.kld_change = paired_interval(mine, weights, np.zeros(len(rows)) if theirs is None else theirs)
 
 
-# ------------------------------------------------------------------------------------------------------------
-
-
 def as_json(made: list[Line], about: dict[str, Any]) -> str:
     """Writes one object: `about`, and the lines."""
     return json.dumps({**about, "rows": [asdict(line) for line in made]}, indent=1)

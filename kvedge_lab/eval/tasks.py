@@ -122,9 +122,6 @@ def with_choices(question: str, choices: Iterable[str]) -> str:
     return f"{question}\nChoice list: \n" + "\n".join(rows) + "\nYour answer is: "
 
 
-# ------------------------------------------------------------------------------------------------------------
-
-
 def demo_names() -> list[str]:
     """Names the demo generator's tasks, each also as a second turn."""
     return [*TASKS, *(name + SECOND for name in TASKS)]

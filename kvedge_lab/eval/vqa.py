@@ -98,16 +98,12 @@ def point(answer: str, references: Sequence[str]) -> float:
     the box that the first four are. What brackets hold counts first, if it is that many: models name things by numbers
     as well. A reference is "left,top,right,bottom". Raises ValueError for one that is no box.
     """
-    lists = [_coordinates(part) for part in (*_BRACKETS.findall(answer), answer)]
+    lists = [[float(n) for n in _COORDINATE.findall(part)] for part in (*_BRACKETS.findall(answer), answer)]
     found = next((numbers for numbers in lists if len(numbers) >= 2), [])
     if not found:
         return 0.0
     x, y = ((found[0] + found[2]) / 2, (found[1] + found[3]) / 2) if len(found) >= 4 else found[:2]
     return float(any(left <= x <= right and top <= y <= bottom for left, top, right, bottom in map(box, references)))
-
-
-def _coordinates(text: str) -> list[float]:
-    return [float(n) for n in _COORDINATE.findall(text)]
 
 
 def box(reference: str) -> tuple[float, float, float, float]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -35,7 +36,5 @@ def draw_sample(rng: np.random.Generator, task: str, count: int, held_out: bool 
 
 def samples(task: str, seed: int = 0, count: int = 1) -> Iterator[PageSample]:
     """Draws held-out samples without end; sample n is the same whatever was drawn before it."""
-    number = 0
-    while True:
+    for number in itertools.count():
         yield draw_sample(np.random.default_rng((seed, TASKS.index(task), count, number)), task, count)
-        number += 1

@@ -1,20 +1,28 @@
 """A page is data (`Page`); `render` turns it into pixels.
 
 A page is a grid of cells of 16 x 16 pixels, each as large as a token of the model, with at most one character in a
-cell. It has one kind of rows (numbered lines, a table, or a bar chart), and one line with a code.
+cell, of DejaVu's fonts or Pillow's. It has one kind of rows (numbered lines, a table, or a bar chart), and one line
+with a code.
 """
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
+from PIL import Image, ImageDraw, ImageFont
 
 from kvedge_lab.demo_tasks.font import CODE_CHARS
 from kvedge_lab.demo_tasks.scenes import draw_code
+from pykvedge.errors import UsageError
 
-from .fonts import CELL, FONTS, SIZES, glyph
-
+CELL = 16
+BASELINE = 12
+FONTS = ("DejaVuSans", "DejaVuSans-Bold", "DejaVuSerif", "DejaVuSerif-Bold", "DejaVuSansMono", "DejaVuSansMono-Bold",
+         "Pillow")  # fmt: skip
+SIZES = (12, 13, 14, 15)
 COLUMNS = 24
 KINDS = ("text", "table", "chart")
 MAX_PAGES = 8
@@ -151,6 +159,35 @@ def _draw_look(rng: np.random.Generator) -> Look:
     paper = tuple(int(v) for v in rng.integers(228, 256, 3))
     font, size = FONTS[int(rng.integers(0, len(FONTS)))], SIZES[int(rng.integers(0, len(SIZES)))]
     return Look(font, size, dx, dy, ink, paper, bool(rng.integers(0, 2)), int(rng.integers(8, 15)))  # type: ignore[arg-type]
+
+
+@functools.cache
+def _font(name: str, size: int) -> ImageFont.FreeTypeFont | ImageFont.ImageFont:
+    """Raises UsageError where the fonts are not installed: other fonts would be other pages."""
+    if name == "Pillow":
+        return ImageFont.load_default(size)
+    for place in (name + ".ttf", _of_matplotlib(name)):
+        try:
+            return ImageFont.truetype(place, size)
+        except OSError:
+            continue
+    raise UsageError("pages are drawn with the DejaVu fonts: apt install fonts-dejavu, or pip install matplotlib")
+
+
+def _of_matplotlib(name: str) -> str:
+    try:
+        import matplotlib
+    except ImportError:
+        return ""
+    return str(Path(matplotlib.get_data_path()) / "fonts" / "ttf" / f"{name}.ttf")
+
+
+@functools.cache
+def glyph(font: str, size: int, char: str, dx: int, dy: int) -> np.ndarray:
+    """Returns the character as float32 [CELL, CELL] in 0..1, `dx` and `dy` pixels off the middle of the cell."""
+    image = Image.new("L", (CELL, CELL))
+    ImageDraw.Draw(image).text((CELL // 2 + dx, BASELINE + dy), char, 255, _font(font, size), anchor="ms")
+    return np.asarray(image, np.float32) / 255
 
 
 def render(page: Page) -> np.ndarray:

@@ -8,8 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from kvedge_lab.calibrate.budgets import Curver, measure_curves, setup_for
-from kvedge_lab.calibrate.curvefile import CurveFile
+from kvedge_lab.calibrate.budgets import CurveFile, Curver, measure_curves, setup_for
 from kvedge_lab.calibrate.samples import Labelled
 from kvedge_lab.eval.reader import Reader
 from kvedge_lab.eval.tasks import Sample

@@ -99,9 +99,6 @@ def write(path: Path, text: str) -> None:
         raise SaveError(f"{path} cannot be written: {error.strerror or error}") from None
 
 
-# ------------------------------------------------------------------------------------------------------------
-
-
 def table(says: dict[str, Any]) -> str:
     """Shows the evidence as Markdown: finalists on the proving half, then all plans on the choosing one."""
     proof, every = (

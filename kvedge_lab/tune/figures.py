@@ -136,9 +136,6 @@ def _usual(pairs: list[tuple[np.ndarray, np.ndarray]]) -> float:
     return float(np.median(found)) if found else 1.0
 
 
-# ------------------------------------------------------------------------------------------------------------
-
-
 def telling(rows: Rows, contexts: Sequence[Sequence[Sample]]) -> dict[str, float]:
     """Says whether the full cache's answers say anything.
 
