@@ -17,7 +17,7 @@ from pykvedge.reference.engine import Arrays
 from pykvedge.reference.kvtypes import KvType
 from pykvedge.reference.stages.base import ProfileTable, Result
 from pykvedge.reference.stages.replay import Replay
-from pykvedge.reference.stages.rotation import PAIRS, Rotation
+from pykvedge.reference.stages.rotation import PAIRS
 
 
 class NativePlan:
@@ -40,25 +40,12 @@ class NativePlan:
             if later_floor is not None:
                 call("plan_set", self.handle, b"later_floor", str(later_floor).encode())
             for stage, profile in (profiles or {}).items():
-                self._set_profile(stage, profile)
+                budgets, values = profile.budgets.ctypes.data if len(profile.budgets) else None, profile.values
+                call("plan_set_profile", self.handle, STAGE_NUMBER[stage], values.ctypes.data, budgets, *values.shape)
             call("plan_check", self.handle)
         except errors.KvedgeError:
             lib().kvedge_plan_free(self.handle)
             raise
-
-    def _set_profile(self, stage: str, profile: ProfileTable) -> None:
-        budgets = profile.budgets.ctypes.data if len(profile.budgets) else None
-        values = profile.values
-        call("plan_set_profile", self.handle, STAGE_NUMBER[stage], values.ctypes.data, budgets, *values.shape)
-
-    def turn(self, rotation: Rotation) -> None:
-        """Says how queries and keys of arrays are turned."""
-        angles = rotation.angles
-        call("plan_set_rotation", self.handle, PAIRS.index(rotation.pairs), angles.ctypes.data, len(angles))
-
-    def project(self, weights: np.ndarray) -> None:
-        """Gives arrays the output projection of their layers."""
-        call("plan_set_projection", self.handle, weights.ctypes.data, *weights.shape)
 
     def __enter__(self) -> NativePlan:
         return self
@@ -143,9 +130,10 @@ def compress_arrays(
     result = c.c_void_p()
     with NativePlan(plan, profiles) as native, native.own.explained():
         if rotation is not None:
-            native.turn(rotation)
+            angles = rotation.angles
+            call("plan_set_rotation", native.handle, PAIRS.index(rotation.pairs), angles.ctypes.data, len(angles))
         if projection is not None and plan.projects:
-            native.project(projection)
+            call("plan_set_projection", native.handle, projection.ctypes.data, *projection.shape)
         if step:
             call("stream_arrays", native.handle, c.byref(given), *kv_type.numbers, step, threads, c.byref(result))
         else:

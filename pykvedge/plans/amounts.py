@@ -65,8 +65,14 @@ class Amount:
         return {"pairs": self.pairs} if self.pairs is not None else {"ratio": self.ratio}
 
 
+class _Kept(Amount):
+    def count(self, n_tokens: int) -> int:
+        """Counts the pairs or tokens that stay of n_tokens: from 1 to n_tokens, and 0 of none."""
+        return min(max(super().count(n_tokens), 1), n_tokens)
+
+
 @dataclass(frozen=True)
-class Budget(Amount):
+class Budget(_Kept):
     """Each layer and KV head keeps so many KV pairs: a ratio of the prompt in (0, 1], or a number of pairs >= 1."""
 
     def __post_init__(self) -> None:
@@ -78,13 +84,9 @@ class Budget(Amount):
             hint = f" (for {self.ratio:g} KV pairs write {self.ratio:.0f})" if self.ratio > 1 else ""
             raise BudgetError(f"budget as a ratio must be above 0 and at most 1.0, not {self}{hint}")
 
-    def count(self, n_tokens: int) -> int:
-        """Counts the KV pairs kept of a prompt of n_tokens: from 1 to n_tokens, and 0 for an empty prompt."""
-        return min(max(super().count(n_tokens), 1), n_tokens) if n_tokens > 0 else 0
-
 
 @dataclass(frozen=True)
-class ImageTokens(Amount):
+class ImageTokens(_Kept):
     """The model reads so many tokens of each image: a ratio of them in (0, 1], or a number >= 1."""
 
     def __post_init__(self) -> None:
@@ -93,7 +95,3 @@ class ImageTokens(Amount):
             raise BudgetError(
                 f"image_tokens must be a ratio above 0 and at most 1.0, or a number of tokens from 1 on, not {self}"
             )
-
-    def count(self, n_tokens: int) -> int:
-        """Counts the tokens that the model reads of an image of n_tokens: from 1 to n_tokens."""
-        return min(max(super().count(n_tokens), 1), n_tokens)
