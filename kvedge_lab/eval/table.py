@@ -7,7 +7,7 @@ Agresti and Min's rule for pairs, of the others by a paired bootstrap over sampl
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -200,7 +200,8 @@ def as_markdown(made: list[Line], notes: Iterable[str] = (), against: str = FULL
         for (method, budget), of in by_cell.items():
             rows.append([method, f"{budget:g}", *(_percent(of.get(task)) for task in tasks)])
         parts += [PER_TASK, folded(rows, keys=2)]
-    rows = [_HEAD, *(_overall(of[ALL], sign="" if against == FULL else "+") for of in by_cell.values() if ALL in of)]
+    columns = _columns("" if against == FULL else "+")
+    rows = [[*columns], *([cell(of[ALL]) for cell in columns.values()] for of in by_cell.values() if ALL in of)]
     base = "the full cache" if against == FULL else f"{against} at the same budget"
     parts += [wrapped(OVER_ALL.format(base=base)), folded(rows, keys=2)]
     if any(of[ALL].contexts < LEAST for of in by_cell.values() if ALL in of):
@@ -208,28 +209,24 @@ def as_markdown(made: list[Line], notes: Iterable[str] = (), against: str = FULL
     return "\n\n".join([*parts, *notes])
 
 
-_HEAD = ["method", "budget", "samples", "kept", "score", "score change", "ROUGE-L to full", "PPL", "PPL change",
-         "KL to full", "KL interval", "KL median", "KL 99 %", "same top token"]  # fmt: skip
-
-
-def _overall(line: Line, sign: str) -> list[str]:
-    """sign: of the divergence's interval, which is a difference unless the base is the full cache."""
-    return [
-        line.method,
-        f"{line.budget:g}",
-        str(line.samples),
-        _share(line.kept),
-        _share(line.score),
-        _span(line.score_change, 100, 1),
-        _share(line.rouge_full),
-        _figure(line.ppl),
-        _span(line.ppl_change, 1, 3),
-        _small(line.kld),
-        " to ".join(f"{v:{sign}.2g}" for v in line.kld_change) if line.kld_change else "",
-        _small(line.kld_p50),
-        _small(line.kld_p99),
-        _share(line.top1),
-    ]
+def _columns(sign: str) -> dict[str, Callable[[Line], str]]:
+    """Headings, and what stands below each. sign: of the divergence's interval, "+" where it is a difference."""
+    return {
+        "method": lambda x: x.method,
+        "budget": lambda x: f"{x.budget:g}",
+        "samples": lambda x: str(x.samples),
+        "kept": lambda x: _share(x.kept),
+        "score": lambda x: _share(x.score),
+        "score change": lambda x: _span(x.score_change, 100, 1),
+        "ROUGE-L to full": lambda x: _share(x.rouge_full),
+        "PPL": lambda x: _figure(x.ppl),
+        "PPL change": lambda x: _span(x.ppl_change, 1, 3),
+        "KL to full": lambda x: _small(x.kld),
+        "KL interval": lambda x: " to ".join(f"{v:{sign}.2g}" for v in x.kld_change or ()),
+        "KL median": lambda x: _small(x.kld_p50),
+        "KL 99 %": lambda x: _small(x.kld_p99),
+        "same top token": lambda x: _share(x.top1),
+    }
 
 
 def _percent(line: Line | None) -> str:
