@@ -6,7 +6,7 @@ import gc
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -233,8 +233,7 @@ def again(
     size = ContextSize(n_ctx, ubatch_for(vision, prompt.largest_image), variant.kv_type, prompt.n_tokens)
     seconds, at = 0.0, Snapshot(b"", 0, 0)
     for first in (True, False):
-        driver = Driver(model, vision, size, threads)
-        try:
+        with closing(Driver(model, vision, size, threads)) as driver:
             driver.context.stop_when(cancel)
             driver.take_over(variant.plan, tables_for(variant.plan, model.path))
             sequence, started = Sequence(driver), time.perf_counter()
@@ -247,8 +246,6 @@ def again(
             seconds = time.perf_counter() - started
             if first:
                 at = sequence.snapshot(NAME)
-        finally:
-            driver.close()
     return seconds
 
 

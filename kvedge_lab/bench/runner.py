@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -102,21 +103,17 @@ class _Loaded:
     def measure(self) -> None:
         vision: Vision | None = None
         stock: Encoder | None = None
-        model = Model(self.files.model, self.matrix.offload, self.display, self.cancel)
-        try:
+        with ExitStack() as held:
+            model = held.enter_context(closing(Model(self.files.model, self.matrix.offload, self.display, self.cancel)))
             if self.files.mmproj is not None and any(shape.images for shape in self.matrix.shapes):
                 on_gpu = not self.matrix.offload.off
                 vision = Vision(Encoder(self.files.mmproj, model, self.threads, on_gpu, False))
+                held.callback(vision.encoder.close)
                 if not vision.encoder.on_device:
                     stock = Encoder(self.files.mmproj, model, self.threads, on_gpu, False, packed=False)
+                    held.callback(stock.close)
             for shape in self.matrix.shapes:
                 self._prompt(model, vision, stock, shape)
-        finally:
-            if stock is not None:
-                stock.close()
-            if vision is not None:
-                vision.encoder.close()
-            model.close()
 
     def _prompt(self, model: Model, vision: Vision | None, stock: Encoder | None, shape: Shape) -> None:
         name, variants = f"{self.files.name}, {shape.name}", [self.matrix.stock, *self.matrix.variants]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import groupby
@@ -84,25 +85,21 @@ def evaluate(
     display = display or Steps(enabled=False)
     if not todo:
         return out
-    loan, reader = None, None
     try:
-        loan = borrow(job.model, job.mmproj, job.settings, display, cancel)
-        vision = Vision(loan.encoder) if loan.encoder else None
-        keep, storage = job.settings.keeping, job.settings.storage
-        reader = Reader(loan.model, vision, loan.threads, storage, job.settings.n_ctx, keep=keep)
-        reader.stop_when(cancel)
-        preparer = Preparer(loan.model, vision, partial(stop_if_set, cancel), job.wants.compress)
-        run = Run(out, full, cells, display, cancel, preparer, Measurer(loan.model, reader, job.wants))
-        for group in _together(todo, job.wants.compress):
-            run.one(group)
+        with display, ExitStack() as held:
+            loan = borrow(job.model, job.mmproj, job.settings, display, cancel)
+            held.callback(loan.give_back)
+            vision = Vision(loan.encoder) if loan.encoder else None
+            keep, storage = job.settings.keeping, job.settings.storage
+            reader = Reader(loan.model, vision, loan.threads, storage, job.settings.n_ctx, keep=keep)
+            held.callback(reader.close)
+            reader.stop_when(cancel)
+            preparer = Preparer(loan.model, vision, partial(stop_if_set, cancel), job.wants.compress)
+            run = Run(out, full, cells, display, cancel, preparer, Measurer(loan.model, reader, job.wants))
+            for group in _together(todo, job.wants.compress):
+                run.one(group)
     except CancelledError:
         out.interrupted = True
-    finally:
-        if reader is not None:
-            reader.close()
-        if loan is not None:
-            loan.give_back()
-        display.done()
     return out
 
 

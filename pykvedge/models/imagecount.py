@@ -6,6 +6,7 @@ That takes the files themselves: the vocabulary of the model, and the image enco
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import closing
 
 from pykvedge.models.encoder import Encoder
 from pykvedge.models.gguf import Header
@@ -29,16 +30,11 @@ def count(
 
     Raises what Model, Encoder and Vision.split raise.
     """
-    off = Offload(device="none")
-    vocabulary = Model(model.path, off, vocabulary_only=True)
-    try:
-        encoder = Encoder(mmproj.path, vocabulary, 1, use_gpu=False, verbose=False, limits=limits)
-        try:
-            return [_grid(Vision(encoder), mmproj, size) for size in sizes]
-        finally:
-            encoder.close()
-    finally:
-        vocabulary.close()
+    with (
+        closing(Model(model.path, Offload(device="none"), vocabulary_only=True)) as vocabulary,
+        closing(Encoder(mmproj.path, vocabulary, 1, use_gpu=False, verbose=False, limits=limits)) as encoder,
+    ):
+        return [_grid(Vision(encoder), mmproj, size) for size in sizes]
 
 
 def _grid(vision: Vision, mmproj: Header, size: tuple[int, int]) -> ImageGrid:
