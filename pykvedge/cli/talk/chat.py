@@ -86,10 +86,8 @@ class Chat:
     def put(self, prompt: str, pictures: Iterable[Picture | Path]) -> Report:
         """Puts one message and streams the answer to stdout. Ctrl-C ends it, or raises CancelledError before."""
         with as_event(self._cancel):
-            try:
+            with self._display:
                 answer = self.session.ask(prompt, pictures, self.sampling)
-            finally:
-                self._display.done()
             self.waiting, self.unanswered = [], None
             if answer.report.not_bounded and not self._style.quiet:
                 say(f"kvedge: not bounded: {one_line(answer.report.not_bounded)}")
