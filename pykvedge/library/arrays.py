@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import numbers
-from dataclasses import dataclass, fields
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from pykvedge.errors import ArrayError, check_number, unknown
@@ -37,19 +37,9 @@ if TYPE_CHECKING:
 
 
 ENGINES = ("native", "numpy")
+_DEFAULTS: GivenOptions = {"kv_type": "f16", "kv_rotate": "auto", "threads": 0, "profile": None, "stream": 0,
+                           "rotation": None, "projection": None, "replay": None}  # fmt: skip
 _LARGEST = {"f16": 65504.0, "bf16": 3.3895313892515355e38, "f32": float("inf")}
-
-
-@dataclass(frozen=True)
-class _Options:
-    kv_type: str | KvType = "f16"
-    kv_rotate: str = "auto"
-    threads: int = 0
-    profile: Given = None
-    stream: int = 0
-    rotation: Rotation | None = None
-    projection: Any = None
-    replay: Replay | None = None
 
 
 @signals.held()
@@ -79,11 +69,10 @@ def compress(
     """
     if engine not in ENGINES:
         raise unknown("engine", str(engine), ENGINES)
-    known = [f.name for f in fields(_Options)]
     for name in options:
-        if name not in known:
-            raise unknown("option", name, known)
-    chosen = _Options(**options)
+        if name not in _DEFAULTS:
+            raise unknown("option", name, _DEFAULTS)
+    chosen = SimpleNamespace(**{**_DEFAULTS, **options})
     check_number("threads", chosen.threads)
     if not isinstance(chosen.stream, numbers.Integral) or chosen.stream < 0:
         raise ArrayError(f"stream must be a number of tokens, or 0, not {chosen.stream!r:.40}")
