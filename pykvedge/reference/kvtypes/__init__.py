@@ -52,7 +52,7 @@ def ggml_types() -> dict[str, int]:
 
 @dataclass(frozen=True)
 class KvType:
-    """Storage types of keys and of values, by name, and whether rows of q8_0, q4_0, tq3 are rotated (rotation.py).
+    """Storage types of keys and of values, by name, and whether rows of q8_0, q4_0, tq3 are rotated (held.py).
 
     rotate: "on", "off", or "auto": as llama.cpp has its own cache, where head sizes are multiples of 64.
     """
