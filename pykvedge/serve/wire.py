@@ -13,7 +13,6 @@ from pykvedge.errors import RequestError
 MOST_MESSAGES, MOST_PARTS, MOST_TOOLS, MOST_CHOICES, MOST_BIASES = 4096, 256, 128, 8, 4096
 
 Object: TypeAlias = dict[str, Any]
-_ASIDE, _LARGE = "aside:", 1 << 16  # a URL that stands for another one; characters of one
 
 Share = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
 Penalty = Annotated[float, Field(ge=-2, le=2, allow_inf_nan=False)]
@@ -339,41 +338,16 @@ def _said(path: tuple[int | str, ...], error: ErrorDetails) -> str:
 
 def chat_request(fields: Object) -> ChatRequest:
     """Makes the chat request; what a translation got wrong is the client's field all the same."""
-    pictures: list[str] = []
     given = {name: value for name, value in fields.items() if value is not None}
-    given["messages"] = [_without_pictures(message, pictures) for message in fields["messages"]]
     try:
-        chat: ChatRequest = parsed(ChatRequest, json.dumps(given).encode())
+        return ChatRequest.model_validate(given, strict=True)
+    except ValidationError:
+        pass
+    try:
+        return parsed(ChatRequest, json.dumps(given).encode())  # says what is wrong in the words of JSON
     except (TypeError, ValueError, RecursionError) as broken:
         raise RequestError(400, f"the body cannot be translated: {broken}", "invalid_json") from None
-    for part in (part for message in chat.messages for part in message.parts):
-        if isinstance(part, (ImagePart, FilePart)) and part.url.startswith(_ASIDE):
-            url = pictures[int(part.url[len(_ASIDE) :])]
-            if isinstance(part, ImagePart):
-                part.image_url = url
-            else:
-                part.file.file_data = url
-    return chat
-
-
-def _without_pictures(message: Object, pictures: list[str]) -> Object:
-    """Puts the URLs of large pictures and files aside, which need not be written as JSON and read again."""
-    content = message.get("content")
-    if not isinstance(content, list):
-        return message
-    parts = []
-    for part in content:
-        file = part.get("file")
-        url = file["file_data"] if file else part.get("image_url")
-        url = url.get("url") if isinstance(url, dict) else url
-        if isinstance(url, str) and (len(url) > _LARGE or url.startswith(_ASIDE)):
-            pictures.append(url)
-            aside = f"{_ASIDE}{len(pictures) - 1}"
-            part = {**part, "file": {**file, "file_data": aside}} if file else {**part, "image_url": aside}
-        parts.append(part)
-    return {**message, "content": parts}
 
 
 def event_line(kind: str, **fields: Any) -> str:
-    """Writes an event with its kind."""
     return f"event: {kind}\ndata: {json.dumps({'type': kind, **fields})}\n\n"
