@@ -243,7 +243,8 @@ def lark(text: str, tokens: Tokens, preserved: Mapping[str, int]) -> str:
         if rule not in rules:
             raise GrammarError(f"Undefined rule identifier '{name}'")
     _turn(reader)
-    _check_depth(rules)
+    # llguidance goes through them in this order
+    _reached({name: _named_in(alternatives) for name, alternatives in rules.items()}, "start", set(), DEEPEST)
     return "\n".join(f"{rule}: {_rows(alternatives)}" for rule, alternatives in rules.items())
 
 
@@ -271,7 +272,8 @@ def _turn(reader: _Reader) -> None:
     rules = reader.rules
     for name, alternatives in rules.items():
         rules[name] = [one for items in alternatives for one in _written_out(items)]
-    circles = _circles({name: [_tail(items) for items in rules[name]] for name in rules})
+    tails = {name: [_tail(items) for items in alternatives] for name, alternatives in rules.items()}
+    circles = _circles({name: [tail for tail in ends if tail] for name, ends in tails.items()})
     of = {name: i for i, circle in enumerate(circles) for name in circle}
     named = {"start"}
     for name, alternatives in rules.items():
@@ -308,48 +310,33 @@ def _from(reader: _Reader, first: str, circle: set[str], steps: list[_Named], en
 
 def _circles(edges: dict[str, list[str]]) -> list[set[str]]:
     """Lists the sets of rules that lead to each other, by Kosaraju's two passes."""
-    order, seen = list[str](), set[str]()
-    back: dict[str, list[str]] = {name: [] for name in edges}
-    for name in edges:
-        for other in edges[name]:
-            if other:
-                back[other].append(name)
-        stack = [(name, iter(edges[name]))] if name not in seen else []
-        seen.add(name)
-        while stack:
-            other = next((one for one in stack[-1][1] if one and one not in seen), None)
-            if other is None:
-                order.append(stack.pop()[0])
-            else:
-                seen.add(other)
-                stack.append((other, iter(edges[other])))
-    out, left = list[set[str]](), set(edges)
-    for name in reversed(order):
-        if name not in left:
-            continue
-        circle, waiting = set[str](), [name]
-        while waiting:
-            if (one := waiting.pop()) in left:
-                left.remove(one)
-                circle.add(one)
-                waiting += back[one]
-        if len(circle) > 1 or name in edges[name]:
-            out.append(circle)
-    return out
+    seen, back = set[str](), {name: list[str]() for name in edges}
+    order = [one for name in edges if name not in seen for one in _reached(edges, name, seen)]
+    for name, others in edges.items():
+        for other in others:
+            back[other].append(name)
+    seen = set()
+    circles = [set(_reached(back, name, seen)) for name in reversed(order) if name not in seen]
+    return [circle for circle in circles if len(circle) > 1 or any(name in edges[name] for name in circle)]
 
 
-def _check_depth(rules: dict[str, _Alternatives]) -> None:
-    """Refuses rules that are reached through too many others, in the order that llguidance goes through them."""
-    seen, stack = {"start"}, [iter(_named_in(rules["start"]))]
+def _reached(edges: Mapping[str, list[str]], start: str, seen: set[str], deepest: int = _MOST) -> list[str]:
+    """Lists the rules that one leads to and that were not seen, each behind those that it leads to.
+
+    Raises GrammarError for rules that are reached through more than `deepest` others.
+    """
+    out, stack = list[str](), [(start, iter(edges[start]))]
+    seen.add(start)
     while stack:
-        rule = next((one for one in stack[-1] if one not in seen), None)
+        rule = next((one for one in stack[-1][1] if one not in seen), None)
         if rule is None:
-            stack.pop()
+            out.append(stack.pop()[0])
             continue
-        if len(stack) > DEEPEST:
-            raise GrammarError(f"its rules are nested too deeply: more than {DEEPEST} in each other")
+        if len(stack) > deepest:
+            raise GrammarError(f"its rules are nested too deeply: more than {deepest} in each other")
         seen.add(rule)
-        stack.append(iter(_named_in(rules[rule])))
+        stack.append((rule, iter(edges[rule])))
+    return out
 
 
 def _named_in(alternatives: _Alternatives) -> list[str]:
