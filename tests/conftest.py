@@ -1,5 +1,6 @@
 """What the tests share: tiny models, pictures, the program as a subprocess."""
 
+import contextlib
 import json
 import os
 import subprocess
@@ -277,6 +278,36 @@ def refused(capsys):
         return Outcome(code or 0, *capsys.readouterr())
 
     return run
+
+
+@pytest.fixture(scope="session")
+def demo_model(native):
+    """The packaged model with its image encoder, loaded once."""
+    from pykvedge.system.files import DATA
+
+    with pykvedge.load(DATA / "demo-model.gguf", DATA / "demo-mmproj.gguf", threads=1) as model:
+        yield model
+
+
+@pytest.fixture
+def closing():
+    """closing(thing) -> the thing, whose close() is called after the test."""
+    with contextlib.ExitStack() as stack:
+        yield lambda thing: stack.enter_context(contextlib.closing(thing))
+
+
+@pytest.fixture
+def scheduled(demo_model, closing):
+    """scheduled(park, **limits) -> what answers a server's requests, with the packaged model; closed after the test."""
+    from pykvedge.serve.job import Limits
+    from pykvedge.serve.parked import Park
+    from pykvedge.serve.scheduler import Scheduler
+
+    def make(park=None, **limits):
+        limits = {"slots": 2, "n_ctx": 1024, "memory": 64 << 20, **limits}
+        return closing(Scheduler(demo_model, Limits(**limits), park or Park(None)))
+
+    return make
 
 
 @pytest.fixture(scope="session")

@@ -1,14 +1,16 @@
 """What the tests of drafted answers share: questions, samplings, and what an answer was."""
 
-import threading
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
+from asking import Asked
 
 import pykvedge
 from pykvedge import Sampling
+from pykvedge.runtime import drafting
 from pykvedge.runtime.report import Drafts
-from pykvedge.serve.job import Done, Failed, Request, Text
+from pykvedge.serve.job import Request
 
 SCENE = "examples/scene-1.png"
 AGAIN = "Describe the image. A red triangle at the top left, a pink circle at the bottom left, a red"
@@ -30,6 +32,47 @@ SAMPLINGS = {
     "sampled form": Sampling(max_tokens=60, temp=0.7, seed=4, json_schema=SCHEMA, repeat_penalty=1.2),
 }
 PLANS = {"full": ("full", None), "snapkv": ("snapkv", 0.3), "lookm": ("lookm", 0.2)}
+
+
+@contextmanager
+def open_sessions(plans, folder=""):
+    """make(plan, **settings) -> a session with the packaged model, one for the same settings; closed at the end.
+
+    plans: name -> method, budget, and settings where there are any. folder: of rows that are kept on disk.
+    """
+    made = {}
+
+    def make(name, **settings):
+        key = (name, *sorted(settings.items()))
+        if key not in made:
+            method, budget, *more = plans[name]
+            where = {"keep_folder": folder} if settings.get("keep") == "disk" else {}
+            plan = pykvedge.plan(method, budget, **(more[0] if more else {}))
+            made[key] = pykvedge.Session(plan=plan, threads=1, **settings, **where)
+        return made[key]
+
+    yield make
+    for session in made.values():
+        session.close()
+
+
+def draft_much(monkeypatch):
+    """As many tokens are drafted as fit, whatever they cost. Returns use(right): behind so many they are wrong."""
+    draft = drafting.Drafter._draft
+    monkeypatch.setattr(drafting.Drafter, "_ahead", lambda self, n, chance, tokens, most, rate, each: (most, 1.0))
+
+    def use(right):
+        def drafted(self, generation, most):
+            guesses, kinds = draft(self, generation, most)
+            return wrong_behind(guesses, right), kinds
+
+        monkeypatch.setattr(drafting.Drafter, "_draft", drafted)
+
+    return use
+
+
+def wrong_behind(guesses, right):
+    return [t if i < right else (t + 7) % 250 + 1 for i, t in enumerate(guesses)]
 
 
 @dataclass
@@ -79,15 +122,5 @@ def broken_off(session, enough):
 
 def ask(scheduler, messages, sampling, plan=None):
     """The report of a server's answer, its tokens, and the text that came piece by piece."""
-    over, texts, ends = threading.Event(), [], []
-
-    def take(event):
-        if isinstance(event, Text):
-            texts.append(event.text)
-        if isinstance(event, (Done, Failed)):
-            ends.append(event)
-            over.set()
-
-    job = scheduler.submit(Request(messages, plan or pykvedge.plan("snapkv", 0.3), sampling), take)
-    assert over.wait(120) and isinstance(ends[0], Done), ends
-    return job.report, job.ids, "".join(texts)
+    asked = Asked(scheduler, Request(messages, plan or pykvedge.plan("snapkv", 0.3), sampling))
+    return asked.report, asked.job.ids, "".join(asked.pieces)

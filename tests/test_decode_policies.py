@@ -15,16 +15,11 @@ PROMPT = 200
 
 
 @pytest.fixture
-def running(native, tiny):
-    opened = []
-
+def running(closing, tiny):
     def start(plan: Plan | None, kv_type: str = "f16", threads: int = 1) -> TinyContext:
-        opened.append(TinyContext(tiny("llama", weight="f32").model, plan, kv_type, threads=threads))
-        return opened[-1]
+        return closing(TinyContext(tiny("llama", weight="f32").model, plan, kv_type, threads=threads))
 
-    yield start
-    for context in opened:
-        context.close()
+    return start
 
 
 class Simulation:

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 from choosing import whole
-from drafted import AGAIN, PLANS, SAMPLINGS, SCENE, broken_off, check_alike, said
+from drafted import AGAIN, PLANS, SAMPLINGS, SCENE, broken_off, check_alike, open_sessions, said, wrong_behind
 
 import pykvedge
 from pykvedge import Sampling, UnsupportedError, UsageError
@@ -20,8 +20,7 @@ def guessing(monkeypatch):
 
     def use(ids, right):
         def guess(self, generation, most):
-            ahead = ids[len(generation.tokens) :][:most]
-            return [t if i < right else (t + 7) % 250 + 1 for i, t in enumerate(ahead)], 2
+            return wrong_behind(ids[len(generation.tokens) :][:most], right), 2
 
         monkeypatch.setattr(drafting.Drafter, "_guess", guess)
         monkeypatch.setattr(drafting.Drafter, "_best", lambda self, kind, most, each=0: (most, 1.0))
@@ -31,18 +30,8 @@ def guessing(monkeypatch):
 
 @pytest.fixture(scope="module")
 def sessions():
-    """sessions(plan, **settings) -> a session with the packaged model; the same one for the same settings."""
-    made = {}
-
-    def make(name, **settings):
-        key = (name, *sorted(settings.items()))
-        if key not in made:
-            made[key] = pykvedge.Session(plan=pykvedge.plan(*PLANS[name]), threads=1, **settings)
-        return made[key]
-
-    yield make
-    for session in made.values():
-        session.close()
+    with open_sessions(PLANS) as make:
+        yield make
 
 
 CASES = [

@@ -5,7 +5,7 @@ import functools
 import numpy as np
 import pytest
 from choosing import whole
-from drafted import AGAIN, SAMPLINGS, SCENE, broken_off, check_alike, said
+from drafted import AGAIN, SAMPLINGS, SCENE, broken_off, check_alike, draft_much, open_sessions, said
 
 import pykvedge
 from kvedge_lab.eval.tasks import demo_samples
@@ -13,52 +13,24 @@ from pykvedge import Sampling, UnsupportedError, UsageError
 from pykvedge.runtime import drafting
 
 PLANS = {
-    "snapkv": ("snapkv", 0.1, {}),
-    "lookm": ("lookm", 0.2, {}),
-    "streaming-llm": ("streaming-llm", 0.05, {}),
+    "snapkv": ("snapkv", 0.1),
+    "lookm": ("lookm", 0.2),
+    "streaming-llm": ("streaming-llm", 0.05),
     "ragged": ("snapkv", 0.3, {"allocator": "ada", "reducer": "weighted"}),
     "biased": ("lookm", 0.25, {"reducer": "averaged", "reducer.bias": "mass"}),
 }
 QUESTIONS = (AGAIN, "What is the code?", "Describe the image once more.")
 
 
-def a_plan(name):
-    method, budget, settings = PLANS[name]
-    return pykvedge.plan(method, budget, **settings)
-
-
 @pytest.fixture(scope="module")
 def sessions(tmp_path_factory):
-    """sessions(plan, **settings) -> a session with the packaged model; the same one for the same settings."""
-    made, folder = {}, str(tmp_path_factory.mktemp("rows"))
-
-    def make(name, **settings):
-        key = (name, *sorted(settings.items()))
-        if key not in made:
-            plan = pykvedge.plan("full") if name == "full" else a_plan(name)
-            where = {"keep_folder": folder} if settings.get("keep") == "disk" else {}
-            made[key] = pykvedge.Session(plan=plan, threads=1, **settings, **where)
-        return made[key]
-
-    yield make
-    for session in made.values():
-        session.close()
+    with open_sessions({**PLANS, "full": ("full", None)}, str(tmp_path_factory.mktemp("rows"))) as make:
+        yield make
 
 
 @pytest.fixture
 def drafting_much(monkeypatch):
-    """As many tokens are drafted as fit, whatever they cost; drafting_much(wrong): behind so many they are wrong."""
-    draft = drafting.Drafter._draft
-    monkeypatch.setattr(drafting.Drafter, "_ahead", lambda self, n, chance, tokens, most, rate, each: (most, 1.0))
-
-    def use(right):
-        def drafted(self, generation, most):
-            guesses, kinds = draft(self, generation, most)
-            return [t if i < right else (t + 7) % 250 + 1 for i, t in enumerate(guesses)], kinds
-
-        monkeypatch.setattr(drafting.Drafter, "_draft", drafted)
-
-    return use
+    return draft_much(monkeypatch)
 
 
 CASES = [
@@ -184,12 +156,13 @@ def test_other_models(tiny, picture_file, drafting_much, native, kind):
 
 
 def test_where_whole_rows_are_given_up_the_report_says_so(native, tmp_path):
-    with pykvedge.Session(plan=a_plan("snapkv"), threads=1, keep="ram", keep_space=1000, exact=True) as session:
+    plan, settings = pykvedge.plan("snapkv", 0.1), {"threads": 1, "keep": "ram", "exact": True}
+    with pykvedge.Session(plan=plan, keep_space=1000, **settings) as session:
         answer = session.ask(AGAIN, [SCENE], Sampling(max_tokens=8))
         assert answer.read()
         assert answer.report.drafts.exact is False and any("whole rows" in note for note in answer.report.notes)
         session.save(tmp_path / "s.kvs")
-    with pykvedge.Session(plan=a_plan("snapkv"), threads=1, keep="ram", exact=True) as session:
+    with pykvedge.Session(plan=plan, **settings) as session:
         session.load(tmp_path / "s.kvs")  # a session file has the compressed rows alone
         answer = session.ask("Why?", sampling=Sampling(max_tokens=8))
         assert answer.read() and answer.report.drafts.exact is False

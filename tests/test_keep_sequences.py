@@ -16,17 +16,13 @@ PLAN = pykvedge.plan("snapkv", 0.3)
 
 
 @pytest.fixture
-def contexts(native, tiny):
+def contexts(closing, tiny):
     """contexts(plan, kind, n) -> contexts of their own, the first with several sequences."""
-    made = []
 
     def make(plan=PLAN, kind="llama", n=2):
-        made.extend(TinyContext(tiny(kind).model, plan, n_seq=n_seq) for n_seq in (N_SEQ, 1, 1)[:n])
-        return made[-n:]
+        return [closing(TinyContext(tiny(kind).model, plan, n_seq=n_seq)) for n_seq in (N_SEQ, 1, 1)[:n]]
 
-    yield make
-    for context in made:
-        context.close()
+    return make
 
 
 def begun(context: TinyContext, sequence: int = 0, n: int = 150, answer: int = 5) -> Talk:
@@ -118,7 +114,7 @@ def test_copies_are_counted_once_and_the_oldest_goes_first(contexts):
     keeping.emptied(alone)
     without = begun(alone)
     first.answer([9]), without.answer([9])  # the answer of one that lost its whole rows goes on
-    np.testing.assert_array_equal(keeping.logits(context), keeping.logits(alone))
+    np.testing.assert_array_equal(context.logits(), alone.logits())
 
 
 def test_what_is_too_much_by_itself_is_given_up_and_the_answer_goes_on(contexts):
@@ -126,7 +122,7 @@ def test_what_is_too_much_by_itself_is_given_up_and_the_answer_goes_on(contexts)
     context.cache.keep("ram", "", 1000)
     talks = begun(context), begun(alone)
     assert "beyond the limit" in context.cache.keep_problem() and context.cache.stats().whole_bytes == 0
-    np.testing.assert_array_equal(keeping.logits(context), keeping.logits(alone))
+    np.testing.assert_array_equal(context.logits(), alone.logits())
     for talk in talks:
         talk.decode(random_tokens(30))
         talk.context.cache.compress()

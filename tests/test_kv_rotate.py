@@ -141,22 +141,12 @@ def test_what_is_not_rotated_is_as_it_was(native, engine):
 
 
 @pytest.fixture
-def context(native, tiny):
-    opened = []
-
+def context(closing, tiny):
     def start(kv_type, rotate="auto", plan=None, **shape):
         model = tiny("llama", weight="f32", **shape).model
-        opened.append(TinyContext(model, plan or pykvedge.plan("full"), KvType.parse(kv_type, rotate), n_ctx=2048))
-        return opened[-1]
+        return closing(TinyContext(model, plan or pykvedge.plan("full"), KvType.parse(kv_type, rotate), n_ctx=2048))
 
-    yield start
-    for c in opened:
-        c.close()
-
-
-def logits(c):
-    n = c.llama.llama_vocab_n_tokens(c.llama.llama_model_get_vocab(c.model))
-    return np.ctypeslib.as_array(c.llama.llama_get_logits_ith(c.context, -1), (n,)).copy()
+    return start
 
 
 def converse(c):
@@ -167,7 +157,7 @@ def converse(c):
         c.cache.compress()
         for step in range(40):
             c.decode(random_tokens(1, 50 * turn + step))
-            out.append(log_softmax(logits(c)))
+            out.append(log_softmax(c.logits()))
     return np.stack(out)
 
 

@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import pytest
-from server import DEMO, ENDLESS, SCENES, asks, data_url, serving
+from server import ENDLESS, SCENES, asks, data_url, serving
 
 import pykvedge
 
@@ -21,16 +21,15 @@ def server(environment):
 
 
 @pytest.fixture(scope="module")
-def told(native):
+def told(demo_model):
     """What a session says to each question about each scene, and then to another one."""
     out = {}
-    with pykvedge.load(DEMO / "demo-model.gguf", DEMO / "demo-mmproj.gguf", threads=1) as model:
-        for path in SCENES[:3]:
-            for question in QUESTIONS[:3]:
-                with pykvedge.Session(model, plan=pykvedge.plan("lookm", 0.3)) as session:
-                    sampling = pykvedge.Sampling(max_tokens=24)
-                    first = session.ask(question, path, sampling).read()
-                    out[path, question] = (first, session.ask(QUESTIONS[3], (), sampling).read())
+    for path in SCENES[:3]:
+        for question in QUESTIONS[:3]:
+            with pykvedge.Session(demo_model, plan=pykvedge.plan("lookm", 0.3)) as session:
+                sampling = pykvedge.Sampling(max_tokens=24)
+                first = session.ask(question, path, sampling).read()
+                out[path, question] = (first, session.ask(QUESTIONS[3], (), sampling).read())
     return out
 
 

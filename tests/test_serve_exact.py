@@ -4,16 +4,16 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
+from asking import Asked
 from choosing import whole
-from drafted import AGAIN, SAMPLINGS, SCENE, ask
-from server import DEMO, asks, serving
+from drafted import AGAIN, SAMPLINGS, SCENE, ask, draft_much
+from server import asks, serving
 
 import pykvedge
 from pykvedge import Sampling, UnsupportedError, UsageError
 from pykvedge.caches.folder import CacheFolder
 from pykvedge.models.images import load_picture
 from pykvedge.models.prompt import Message
-from pykvedge.runtime import drafting
 from pykvedge.runtime.keeping import Keep
 from pykvedge.serve.job import Limits, Request
 from pykvedge.serve.parked import Park
@@ -25,29 +25,21 @@ SECOND = Sampling(max_tokens=20)
 
 
 @pytest.fixture(scope="module")
-def schedulers(native, tmp_path_factory):
+def schedulers(demo_model, tmp_path_factory):
     """With compressed rows alone, and with exact answers, whose whole rows go to a file and parked ones to a folder."""
     exact = replace(LIMITS, exact=True, keep=Keep("disk", tmp_path_factory.mktemp("rows")))
     park = Park(CacheFolder(tmp_path_factory.mktemp("park"), 1 << 30))
-    with pykvedge.load(DEMO / "demo-model.gguf", DEMO / "demo-mmproj.gguf", threads=1) as model:
-        made = [Scheduler(model, LIMITS, Park(None)), Scheduler(model, exact, park)]
-        yield made
-        for one in made:
-            one.close()
+    made = [Scheduler(demo_model, LIMITS, Park(None)), Scheduler(demo_model, exact, park)]
+    yield made
+    for one in made:
+        one.close()
 
 
 @pytest.fixture(params=["as it is", "many"])
 def drafts(request, monkeypatch):
     """As many as pay, or as many as fit, of which those behind the first two are wrong."""
     if request.param == "many":
-        draft = drafting.Drafter._draft
-        monkeypatch.setattr(drafting.Drafter, "_ahead", lambda self, n, chance, tokens, most, rate, each: (most, 1.0))
-
-        def drafted(self, generation, most):
-            guesses, kinds = draft(self, generation, most)
-            return [t if i < 2 else (t + 7) % 250 + 1 for i, t in enumerate(guesses)], kinds
-
-        monkeypatch.setattr(drafting.Drafter, "_draft", drafted)
+        draft_much(monkeypatch)(2)
     return request.param
 
 
@@ -86,23 +78,18 @@ def test_answers_are_those_of_the_whole_cache(schedulers, drafts, samplings):
         assert side_by_side(schedulers[0], work) != full  # else this could not fail
 
 
-def test_a_conversation_without_whole_rows_is_read_again(native):
+def test_a_conversation_without_whole_rows_is_read_again(scheduled):
     """A method that reads its prompt twice leaves none to who goes on; nor does one that gave them up."""
-    with pykvedge.load(DEMO / "demo-model.gguf", DEMO / "demo-mmproj.gguf", threads=1) as model:
-        scheduler = Scheduler(model, replace(LIMITS, exact=True), Park(None))
-        small = Scheduler(model, replace(LIMITS, exact=True, keep=Keep("ram", space=1000)), Park(None))
-        try:
-            messages, plan = [Message("user", AGAIN, [load_picture(SCENE)])], ("kvzip", 0.3)
-            expected = ask(scheduler, messages, SECOND, pykvedge.plan("full"))[1]
-            for _ in range(2):
-                report, ids, _ = ask(scheduler, messages, SECOND, pykvedge.plan(*plan))
-                assert ids == expected and report.drafts.exact and report.tokens.reused == 0
-            report, _, _ = ask(small, messages, SECOND, pykvedge.plan("snapkv", 0.1))
-            assert report.drafts.exact is False and "whole rows are not kept" in report.notes[0]
-            assert not small.park._held and not small.park._read
-        finally:
-            scheduler.close()
-            small.close()
+    limits = {"n_ctx": 4096, "memory": 256 << 20, "exact": True}
+    scheduler, small = (scheduled(keep=keep, **limits) for keep in (Keep("ram"), Keep("ram", space=1000)))
+    messages, plan = [Message("user", AGAIN, [load_picture(SCENE)])], ("kvzip", 0.3)
+    expected = ask(scheduler, messages, SECOND, pykvedge.plan("full"))[1]
+    for _ in range(2):
+        report, ids, _ = ask(scheduler, messages, SECOND, pykvedge.plan(*plan))
+        assert ids == expected and report.drafts.exact and report.tokens.reused == 0
+    report, _, _ = ask(small, messages, SECOND, pykvedge.plan("snapkv", 0.1))
+    assert report.drafts.exact is False and "whole rows are not kept" in report.notes[0]
+    assert not small.park._held and not small.park._read
 
 
 def test_what_a_job_needs_is_never_exceeded(schedulers, drafts):
@@ -131,12 +118,9 @@ def test_what_cannot_be_exact_is_refused(tiny, kvedge, schedulers):
         pytest.raises(UnsupportedError, match="device none"),
     ):
         Scheduler(model, replace(LIMITS, exact=True), Park(None))
-    ends = []
     plan = pykvedge.plan("h2o", 0.3, decode="heavy-hitter")
-    schedulers[1].submit(Request([Message("user", AGAIN)], plan, SECOND), ends.append)
-    with ThreadPoolExecutor(1) as pool:
-        pool.submit(lambda: [None for _ in iter(lambda: not ends, False)]).result(20)
-    assert isinstance(ends[0].error, UsageError) and "no --exact" in str(ends[0].error)
+    end = Asked(schedulers[1], Request([Message("user", AGAIN)], plan, SECOND)).wait()
+    assert isinstance(end.error, UsageError) and "no --exact" in str(end.error)
     kvedge("serve", "--exact").failed(2, "--exact", "--keep")
     kvedge("serve", "--exact", "--keep", "ram", "--decode", "sliding").failed(2, "decode policy 'sliding'")
 

@@ -143,13 +143,11 @@ def drip(connection, _=None):
 
 
 @pytest.fixture
-def host(monkeypatch):
+def host(closing, monkeypatch):
     """Makes a host that is reached under public addresses; what connects there comes to this machine."""
-    made = []
 
     def make(said, table=None):
-        one = Host(said)
-        made.append(one)
+        one = closing(Host(said))
         one.asked = resolver(monkeypatch, table or {"a.example": [["8.8.8.8"]], "b.example": [["8.8.4.4"]]})
         context = ssl.create_default_context()
         one.authority.configure_trust(context)
@@ -164,9 +162,7 @@ def host(monkeypatch):
         monkeypatch.setattr(fetching.httpcore.AnyIOBackend, "connect_tcp", connect)
         return one
 
-    yield make
-    for one in made:
-        one.close()
+    return make
 
 
 def fetched(*urls):

@@ -1,9 +1,10 @@
 """`kvedge serve --keep`: a conversation that goes on is read over its whole rows, as a session with keep reads it."""
 
-import threading
 import time
 
 import pytest
+from asking import Asked
+from attached import held
 from server import DEMO, SCENES, asks, serving
 
 import pykvedge
@@ -11,62 +12,34 @@ from pykvedge.caches.folder import CacheFolder
 from pykvedge.models.prompt import Message
 from pykvedge.runtime.keeping import Keep
 from pykvedge.runtime.sampling import Sampling
-from pykvedge.serve.job import Done, Failed, Limits, Request
+from pykvedge.serve.job import Request
 from pykvedge.serve.parked import Park
-from pykvedge.serve.scheduler import Scheduler
 
 QUESTIONS = ["How many shapes are there?", "What color is the circle?", "And the square?", "What is the code?"]
 GREEDY = Sampling(max_tokens=12, temp=0.0)
 FILES = (DEMO / "demo-model.gguf", DEMO / "demo-mmproj.gguf")
 
 
-@pytest.fixture(scope="module")
-def loaded(native):
-    with pykvedge.load(*FILES, threads=1) as model:
-        yield model
-
-
 @pytest.fixture
-def engine(loaded, tmp_path):
-    made = []
-
-    def make(keep, park=None, **limits):
-        limits = {"slots": 2, "n_ctx": 2048, "memory": 256 << 20, **limits}
-        made.append(Scheduler(loaded, Limits(keep=keep, **limits), Park(None) if park is None else park))
-        return made[-1]
-
-    yield make
-    for one in made:
-        one.close()
-
-
-def kept_of(cache, number=0):
-    return [[cache.tokens(i, h, number) for h in range(len(heads))] for i, heads in enumerate(cache.lengths(number))]
+def engine(scheduled):
+    usual = {"n_ctx": 2048, "memory": 256 << 20}
+    return lambda keep, park=None, **limits: scheduled(park, keep=keep, **{**usual, **limits})
 
 
 def asked(engine, plan, said, seen=None):
     """The report of an answer to what was said. seen: gets the pairs that were kept of it."""
-    over, out = threading.Event(), []
     decoder, compress = engine._decoder, type(engine._decoder)._compress
 
     def noting(slot):
         compress(decoder, slot)
         if seen is not None:
-            seen.append(kept_of(decoder._driver.cache, slot.sequence.number))
+            seen.append(held(decoder._driver.cache, slot.sequence.number))
 
     decoder._compress = noting
 
-    def take(event):
-        if isinstance(event, (Done, Failed)):
-            out.append(event)
-            over.set()
-
     messages = [Message("user", f"<image>\n{said[0]}", [pykvedge.load_picture(SCENES[0])])]
     messages += [Message("user" if i % 2 else "assistant", text) for i, text in enumerate(said[1:])]
-    engine.submit(Request(messages, plan, GREEDY), take)
-    assert over.wait(60)
-    assert isinstance(out[0], Done), out[0].error
-    return out[0].report
+    return Asked(engine, Request(messages, plan, GREEDY)).report
 
 
 def chain(engine, plan):
@@ -84,7 +57,7 @@ def of_session(plan, **settings):
     with pykvedge.Session(*FILES, plan, threads=1, **settings) as session:
         for i, question in enumerate(QUESTIONS):
             answer = session.ask(question if i else f"<image>\n{question}", SCENES[:1] if i == 0 else [], GREEDY)
-            kept.append(kept_of(session.engine.cache))
+            kept.append(held(session.engine.cache))
             texts.append(answer.read())
     return texts, kept
 

@@ -1,11 +1,10 @@
 """A server that drafts answers gives those that it gives without drafts, to one client and to several at once."""
 
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 
 import pytest
 from drafted import AGAIN, SAMPLINGS, SCENE, ask
-from server import DEMO, serving
+from server import serving
 
 import pykvedge
 from pykvedge import Sampling, UnsupportedError
@@ -17,17 +16,11 @@ from pykvedge.serve.job import Limits
 from pykvedge.serve.parked import Park
 from pykvedge.serve.scheduler import Scheduler
 
-LIMITS = Limits(slots=3, n_ctx=4096, memory=256 << 20)
 
-
-@pytest.fixture(scope="module")
-def schedulers(native):
+@pytest.fixture
+def schedulers(scheduled):
     """Without and with drafts."""
-    with pykvedge.load(DEMO / "demo-model.gguf", DEMO / "demo-mmproj.gguf", threads=1) as model:
-        made = [Scheduler(model, limits, Park(None)) for limits in (LIMITS, replace(LIMITS, lookup=True))]
-        yield made
-        for one in made:
-            one.close()
+    return [scheduled(n_ctx=4096, memory=256 << 20, slots=3, lookup=on) for on in (False, True)]
 
 
 @pytest.fixture
@@ -87,7 +80,7 @@ def test_usage_counts_guesses(schedulers, many):
 
 def test_recurrent_layers_are_refused(tiny, native):
     with pykvedge.load(tiny("lfm2").model, threads=1) as model, pytest.raises(UnsupportedError, match="recurrent"):
-        Scheduler(model, replace(LIMITS, lookup=True), Park(None))
+        Scheduler(model, Limits(lookup=True), Park(None))
 
 
 def test_the_option(environment):

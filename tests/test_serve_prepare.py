@@ -4,63 +4,40 @@ import threading
 import time
 
 import pytest
-from server import DEMO, SCENES
+from asking import Asked
+from server import SCENES
 
 import pykvedge
 from pykvedge.errors import CancelledError, ContextError, GrammarError
 from pykvedge.models.prompt import IMAGE, Message
 from pykvedge.runtime.sampling import Sampling
-from pykvedge.serve.job import Done, Failed, Limits, Request
-from pykvedge.serve.parked import Park
-from pykvedge.serve.scheduler import Scheduler
-
-
-@pytest.fixture(scope="module")
-def loaded(native):
-    with pykvedge.load(DEMO / "demo-model.gguf", DEMO / "demo-mmproj.gguf", threads=1) as model:
-        yield model
+from pykvedge.serve.job import Done, Failed, Request
 
 
 def asked(engine, cancel=False, **fields):
     """Asks about a picture, and returns the last event."""
-    over, last = threading.Event(), []
-    submitted = threading.Event()
-
-    def take(event):
-        if cancel and submitted.wait(20):
-            job.cancelled.set()
-        if isinstance(event, (Done, Failed)):
-            last.append(event)
-            over.set()
-
     scenes = fields.pop("scenes", SCENES[:1])
     said = f"{IMAGE}\n" * len(scenes) + fields.pop("text", "What is there?")
     sampling = fields.pop("sampling", Sampling(max_tokens=2, temp=0.0))
     messages = [Message("user", said, [pykvedge.load_picture(scene) for scene in scenes])]
     request = Request(messages, pykvedge.plan("lookm", 0.3), sampling, **fields)
-    job = engine.submit(request, take)
-    submitted.set()
-    assert over.wait(60)
-    return last[0]
+    return Asked(engine, request, lambda event: cancel).wait()
 
 
 @pytest.mark.parametrize("share", [False, True])
-def test_pictures_of_another_key_are_encoded_again(loaded, monkeypatch, share):
-    engine = Scheduler(loaded, Limits(slots=2, n_ctx=1024, memory=64 << 20, share_prompts=share), Park(None))
+def test_pictures_of_another_key_are_encoded_again(scheduled, monkeypatch, share):
+    engine = scheduled(share_prompts=share)
     encoder, encoded = engine.preparer.vision.encoder, []
     plain = encoder.encode
     monkeypatch.setattr(encoder, "encode", lambda *given: encoded.append(1) or plain(*given), raising=False)
     engine.preparer.vision._encoded.clear()
-    try:
-        for owner, text in (("ann", "a"), ("ann", "b"), ("bob", "a"), ("bob", "c")):
-            assert isinstance(asked(engine, owner=owner, text=text), Done)
-        assert len(encoded) == (1 if share else 2)
-    finally:
-        engine.close()
+    for owner, text in (("ann", "a"), ("ann", "b"), ("bob", "a"), ("bob", "c")):
+        assert isinstance(asked(engine, owner=owner, text=text), Done)
+    assert len(encoded) == (1 if share else 2)
 
 
-def test_nobody_waits_for_the_pictures_of_somebody_else(loaded, monkeypatch):
-    engine = Scheduler(loaded, Limits(slots=2, n_ctx=1024, memory=64 << 20), Park(None))
+def test_nobody_waits_for_the_pictures_of_somebody_else(scheduled, monkeypatch):
+    engine = scheduled()
     encoder, begun, go_on = engine.preparer.vision.encoder, threading.Event(), threading.Event()
     plain, ends, over = encoder.encode, [], threading.Event()
 
@@ -83,12 +60,11 @@ def test_nobody_waits_for_the_pictures_of_somebody_else(loaded, monkeypatch):
         assert isinstance(ends[0], Done)
     finally:
         go_on.set()
-        engine.close()
 
 
-def test_pictures_of_two_requests_take_turns(loaded, monkeypatch):
+def test_pictures_of_two_requests_take_turns(scheduled, monkeypatch):
     """A request of four pictures is at the encoder; the one picture of another comes behind its first."""
-    engine = Scheduler(loaded, Limits(slots=2, n_ctx=1024, memory=64 << 20), Park(None))
+    engine = scheduled()
     encoder, order, begun = engine.preparer.vision.encoder, [], threading.Event()
     run = encoder._watch.run
 
@@ -104,31 +80,25 @@ def test_pictures_of_two_requests_take_turns(loaded, monkeypatch):
     engine.preparer.vision._encoded.clear()
     ends = []
     first = threading.Thread(target=lambda: ends.append(asked(engine, scenes=SCENES[:4], owner="ann")))
-    try:
-        first.start()
-        assert begun.wait(60)
-        ends.append(asked(engine, owner="bob"))
-        first.join(60)
-        assert all(isinstance(end, Done) for end in ends)
-        a, b, *others = order
-        assert a != b and others == [a] * 3
-    finally:
-        engine.close()
+    first.start()
+    assert begun.wait(60)
+    ends.append(asked(engine, owner="bob"))
+    first.join(60)
+    assert all(isinstance(end, Done) for end in ends)
+    a, b, *others = order
+    assert a != b and others == [a] * 3
 
 
-def test_a_prompt_that_is_too_long_is_refused_before_its_pictures_are_encoded(loaded, monkeypatch):
-    engine = Scheduler(loaded, Limits(slots=1, n_ctx=150, memory=64 << 20), Park(None))
+def test_a_prompt_that_is_too_long_is_refused_before_its_pictures_are_encoded(scheduled, monkeypatch):
+    engine = scheduled(slots=1, n_ctx=150)
     monkeypatch.setattr(engine.preparer.vision, "encode", lambda *given: pytest.fail("encoded"))
-    try:
-        end = asked(engine)
-        assert isinstance(end, Failed) and "exceeds the available context size (150)" in str(end.error)
-    finally:
-        engine.close()
+    end = asked(engine)
+    assert isinstance(end, Failed) and "exceeds the available context size (150)" in str(end.error)
 
 
-def test_requests_that_are_refused_leave_nothing_in_c(loaded, monkeypatch):
+def test_requests_that_are_refused_leave_nothing_in_c(scheduled, monkeypatch):
     """As many of mtmd's chunks are freed as were made, whyever the request ends."""
-    engine = Scheduler(loaded, Limits(slots=1, n_ctx=170, memory=64 << 20), Park(None))
+    engine = scheduled(slots=1, n_ctx=170)
     mtmd, made, freed = engine.preparer.vision.mtmd, [], []
     copy, free = mtmd.mtmd_input_chunk_copy, mtmd.mtmd_input_chunk_free
     monkeypatch.setattr(mtmd, "mtmd_input_chunk_copy", lambda chunk: made.append(1) or copy(chunk))
@@ -138,10 +108,7 @@ def test_requests_that_are_refused_leave_nothing_in_c(loaded, monkeypatch):
         ({"count_only": True}, Done), ({"cancel": True, "text": "x"}, CancelledError),
         ({"sampling": Sampling(max_tokens=2, grammar="root ::= ("), "text": "y"}, GrammarError),
     ]  # fmt: skip
-    try:
-        for n, (fields, how) in enumerate(ends, 1):
-            end = asked(engine, **fields)
-            assert isinstance(end.error if isinstance(end, Failed) else end, how), end
-            assert len(made) == len(freed) == n
-    finally:
-        engine.close()
+    for n, (fields, how) in enumerate(ends, 1):
+        end = asked(engine, **fields)
+        assert isinstance(end.error if isinstance(end, Failed) else end, how), end
+        assert len(made) == len(freed) == n

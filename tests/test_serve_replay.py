@@ -1,17 +1,15 @@
 """Prompts that are read a second time in a server's sequences: answers are a session's, and nobody waits or is lost."""
 
-import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from server import DEMO, QUESTION, SCENES, asks, serving
+from asking import Asked
+from server import QUESTION, SCENES, asks, serving
 
 import pykvedge
 from pykvedge.models.prompt import IMAGE, Message
 from pykvedge.runtime.sampling import Sampling
-from pykvedge.serve.job import Done, Failed, Limits, Request, Step
-from pykvedge.serve.parked import Park
-from pykvedge.serve.scheduler import Scheduler
+from pykvedge.serve.job import Failed, Request, Step
 
 AGAIN = "reading the prompt again"
 SHORT = "What is at the top left?"  # kept whole: a later message keeps 32 tokens at least
@@ -21,12 +19,6 @@ CHOICES = (
     {"method": "kvzip-uniform", "budget": 0.3, "settings": {"scorer.chunk": 48}},
     {"method": "kvzip", "budget": 0.3, "settings": {"scorer.source": "instruction", "scorer.scope": "context"}},
 )
-
-
-@pytest.fixture(scope="module")
-def loaded(native):
-    with pykvedge.load(DEMO / "demo-model.gguf", DEMO / "demo-mmproj.gguf", threads=1) as model:
-        yield model
 
 
 @pytest.fixture(scope="module")
@@ -57,8 +49,8 @@ def the_server(server, choice, scene):
 
 
 @pytest.mark.parametrize("choice", CHOICES, ids=["repeat", "chunks", "instruction"])
-def test_answers_are_a_sessions_alone_and_side_by_side(server, loaded, choice):
-    told = {scene: a_session(loaded, choice, scene) for scene in SCENES[:3]}
+def test_answers_are_a_sessions_alone_and_side_by_side(server, demo_model, choice):
+    told = {scene: a_session(demo_model, choice, scene) for scene in SCENES[:3]}
     assert the_server(server, choice, SCENES[0]) == told[SCENES[0]]
     with ThreadPoolExecutor(3) as pool:  # two prompts are read side by side, and another answer is written
         asked = [pool.submit(the_server, server, choice, scene) for scene in SCENES[1:3]]
@@ -102,38 +94,9 @@ def test_a_model_that_takes_nothing_back_says_so_in_the_list_and_in_a_line(envir
 # ------------------------------------------------------------------------------------------------------------
 
 
-class Asked:
-    """A job of an engine in this process, and what was told of it. cancel_at: the event after which it is given up."""
-
-    def __init__(self, engine, request, cancel_at=None):
-        self.events, self.over, self._cancel_at, self.job = [], threading.Event(), cancel_at, None
-        self.submitted = threading.Event()
-        self.job = engine.submit(request, self._take)
-        self.submitted.set()
-
-    def _take(self, event):
-        self.events.append(event)
-        if self._cancel_at is not None and self._cancel_at(event):
-            assert self.submitted.wait(20)
-            self.job.cancelled.set()
-        if isinstance(event, (Done, Failed)):
-            self.over.set()
-
-    def wait(self):
-        assert self.over.wait(60)
-        return self
-
-    @property
-    def text(self):
-        assert isinstance(self.wait().events[-1], Done)
-        return self.events[-1].report.text
-
-
 @pytest.fixture
-def engine(loaded):
-    engine = Scheduler(loaded, Limits(slots=2, n_ctx=2048, memory=64 << 20), Park(None))
-    yield engine
-    engine.close()
+def engine(scheduled):
+    return scheduled(n_ctx=2048)
 
 
 def request(*said, scene=SCENES[0], **settings):
@@ -145,8 +108,9 @@ def request(*said, scene=SCENES[0], **settings):
 
 
 def test_a_pass_tells_how_far_it_is(engine):
-    events = Asked(engine, request(QUESTION)).wait().events
-    shares = [event.share for event in events if isinstance(event, Step) and event.what == AGAIN]
+    asked = Asked(engine, request(QUESTION))
+    asked.wait()
+    shares = [event.share for event in asked.events if isinstance(event, Step) and event.what == AGAIN]
     assert len(shares) > 3 and shares == sorted(shares) and shares[-1] == 1.0 and shares[0] < 0.9
 
 
@@ -157,24 +121,22 @@ def test_who_leaves_in_the_middle_of_a_pass_loses_nothing_and_holds_up_nobody(en
                       lambda e: isinstance(e, Step) and e.what == AGAIN and e.share > 0.6):  # fmt: skip
         engine.park._read.clear()  # the prompts would begin at once
         other = Asked(engine, request("Describe the image.", scene=SCENES[1]))
-        gone = Asked(engine, request(QUESTION, first, LATER + " " + LATER), cancel_at).wait()
-        assert isinstance(gone.events[-1], Done) and gone.events[-1].report.finish == "cancelled"
-        assert gone.events[-1].report.text == "" and other.text
-        after = Asked(engine, request(QUESTION, first, LATER))
-        assert after.text == undisturbed and after.events[-1].report.tokens.reused > 100
+        gone = Asked(engine, request(QUESTION, first, LATER + " " + LATER), cancel_at).report
+        assert gone.finish == "cancelled" and gone.text == "" and other.text
+        after = Asked(engine, request(QUESTION, first, LATER)).report
+        assert after.text == undisturbed and after.tokens.reused > 100
     # nothing is left in the sequence that the pass was read in: another one's answer is what it was
     engine.park._read.clear()
     assert Asked(engine, request(QUESTION)).text == first
 
 
-def test_a_context_or_memory_without_room_for_the_pass_is_refused(loaded, engine):
+def test_a_context_or_memory_without_room_for_the_pass_is_refused(scheduled, engine):
     said, sampling = [Message("user", "red and blue " * 40)], Sampling(max_tokens=2, temp=0.0)
     once, twice = (Request(said, pykvedge.plan(method, 0.3), sampling) for method in ("snapkv", "kvzip"))
-    room = Asked(engine, once).wait().events[-1].report.tokens.prompt + 40
-    for limits in (Limits(1, room), Limits(1, 2048, memory=room * engine.preparer.bytes_per_token)):
-        small = Scheduler(loaded, limits, Park(None))
-        failed = Asked(small, twice).wait().events[-1]
+    room = Asked(engine, once).report.tokens.prompt + 40
+    for limits in ({"n_ctx": room}, {"n_ctx": 2048, "memory": room * engine.preparer.bytes_per_token}):
+        small = scheduled(slots=1, **limits)
+        failed = Asked(small, twice).wait()
         assert isinstance(failed, Failed) and "second pass over the prompt does not fit" in str(failed.error)
-        assert ("--memory" in str(failed.error)) == (limits.n_ctx == 2048)
-        assert Asked(small, once).wait().events[-1].report.finish
-        small.close()
+        assert ("--memory" in str(failed.error)) == (limits["n_ctx"] == 2048)
+        assert Asked(small, once).report.finish

@@ -3,24 +3,18 @@
 import threading
 
 import pytest
-from server import DEMO
 
 import pykvedge
 from pykvedge.errors import ContextError
 from pykvedge.models.prompt import Message
 from pykvedge.runtime.sampling import Sampling
-from pykvedge.serve.job import Done, Failed, Limits, Request, Step
-from pykvedge.serve.parked import Park
-from pykvedge.serve.scheduler import Scheduler
+from pykvedge.serve.job import Done, Failed, Request, Step
 from pykvedge.serve.wire import chat_request
 
 
-@pytest.fixture(scope="module")
-def engine(native):
-    with pykvedge.load(DEMO / "demo-model.gguf", DEMO / "demo-mmproj.gguf", threads=1) as model:
-        engine = Scheduler(model, Limits(slots=3, n_ctx=16384, memory=256 << 20), Park(None))
-        yield engine
-        engine.close()
+@pytest.fixture
+def engine(scheduled):
+    return scheduled(slots=3, n_ctx=16384, memory=256 << 20)
 
 
 def request(text):

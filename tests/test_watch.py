@@ -12,16 +12,11 @@ FULL = pykvedge.plan("full")
 
 
 @pytest.fixture
-def opened(native, tiny):
-    contexts = []
-
+def opened(closing, tiny):
     def start(plan, kind="llama", shape=None, **options) -> TinyContext:
-        contexts.append(TinyContext(tiny(kind, weight="f32", **(shape or {})).model, plan, **options))
-        return contexts[-1]
+        return closing(TinyContext(tiny(kind, weight="f32", **(shape or {})).model, plan, **options))
 
-    yield start
-    for context in contexts:
-        context.close()
+    return start
 
 
 def assert_as_stock(ours, stock, sequence=0):
