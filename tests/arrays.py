@@ -6,8 +6,9 @@ import numpy as np
 
 import pykvedge
 from pykvedge.reference.checks.prompts import LAYOUTS, Prompt, image_mask, profiles_of, projection_of, prompt
+from pykvedge.reference.stages import base
 
-__all__ = ["LAYOUTS", "Prompt", "image_mask", "kept_alike", "outputs", "profiles_of", "projection_of", "prompt"]
+__all__ = ["LAYOUTS", "Prompt", "image_mask", "profiles_of", "projection_of", "prompt"]  # beside what is defined here
 
 
 def kept_alike(atol, plan, p, **options):
@@ -18,6 +19,24 @@ def kept_alike(atol, plan, p, **options):
         for head, its in zip(layer, other, strict=True):
             np.testing.assert_array_equal(head, its)
     return ours
+
+
+def layer_of(p, i=0):
+    """What scorers are given of a layer."""
+    return base.Layer(p.q[i], p.k[i], p.v[i], p.image_mask, i)
+
+
+def prompt_of(p, budget, recent=0, scores=None, **more):
+    """What allocators are given of a prompt; scores are 0 where none are given."""
+    n_layers, n_heads_kv, n_tokens, _ = p.k.shape
+    scores = np.zeros((n_layers, n_heads_kv, n_tokens)) if scores is None else scores
+    layers = tuple(layer_of(p, i) for i in range(n_layers))
+    return base.Prompt(scores, p.image_mask, budget, recent, layers, **more)
+
+
+def defined(plan, p):
+    """What the definition makes of a prompt, without rounding."""
+    return pykvedge.compress(plan, *p.arguments, engine="numpy", kv_type="f32")
 
 
 def outputs(q, k, v, bias=0.0):

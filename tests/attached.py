@@ -31,9 +31,10 @@ class Turn:
     held: list[list[list[int]]] = field(default_factory=list)
 
 
-def held(cache):
+def held(cache, sequence=0):
     """[stored layer][KV head] token indices."""
-    return [[cache.tokens(i, h) for h in range(len(heads))] for i, heads in enumerate(cache.lengths())]
+    lengths = cache.lengths(sequence)
+    return [[cache.tokens(i, h, sequence) for h in range(len(heads))] for i, heads in enumerate(lengths)]
 
 
 def differing(a, b) -> float:

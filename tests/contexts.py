@@ -1,10 +1,12 @@
 """Contexts of tiny models, with kvedge's KV memory or llama.cpp's own, for tests that look at every token."""
 
 import ctypes
-import functools
 from contextlib import contextmanager
+from itertools import chain
 
 import numpy as np
+from attached import held
+from batches import logits, open_model, send
 
 from pykvedge.library import libkvedge
 from pykvedge.native import libraries
@@ -21,12 +23,6 @@ def replaying(cache, chunk, sequence=0):
         cache.end_replay(sequence)
 
 
-@functools.cache
-def _silent():
-    """Lives as long as the process: llama.cpp goes on calling it when the context is gone."""
-    return libraries.llama().llama_log_callback(lambda level, text, data: None)
-
-
 class TinyContext:
     """A tiny model.
 
@@ -37,8 +33,7 @@ class TinyContext:
         self, model, plan: Plan | None, kv_type: str = "f16", n_ctx: int = 8192, threads: int = 1, n_seq: int = 2
     ) -> None:
         self.llama = libraries.llama()
-        self.llama.llama_log_set(_silent(), None)
-        self.model = self.llama.llama_model_load_from_file(str(model).encode(), self.llama.llama_model_default_params())
+        self.model = open_model(model)
         params = self.llama.llama_context_default_params()
         params.n_ctx, params.n_threads, params.n_threads_batch = n_ctx, threads, threads
         params.n_batch = params.n_ubatch = 2048
@@ -80,22 +75,28 @@ class TinyContext:
 
     def decode(self, *parts: list[int]) -> None:
         """Reads parts[i] into sequence i, all in one batch; logits are asked for after each of them."""
-        batch = self.llama.llama_batch_init(sum(map(len, parts)), 0, 1)
+        positions, sequences, wants = [], [], []
         for sequence, tokens in enumerate(parts):
-            for i, token in enumerate(tokens):
-                at = batch.n_tokens
-                batch.token[at], batch.pos[at] = int(token), self.n[sequence]
-                batch.n_seq_id[at], batch.seq_id[at][0], batch.logits[at] = 1, sequence, i == len(tokens) - 1
-                batch.n_tokens += 1
-                self.n[sequence] += 1
-        self._n_tokens, self._n_keys = batch.n_tokens, self.n[0]
-        assert self.llama.llama_decode(self.context, batch) == 0
-        self.llama.llama_batch_free(batch)
+            positions += range(self.n[sequence], self.n[sequence] + len(tokens))
+            sequences += [sequence] * len(tokens)
+            wants += [i == len(tokens) - 1 for i in range(len(tokens))]
+            self.n[sequence] += len(tokens)
+        self._n_tokens, self._n_keys = len(positions), self.n[0]
+        assert send(self.context, positions, [*chain(*parts)], sequences=sequences, wants=wants) == 0
 
     def held(self, sequence: int = 0):
         """[layer][head] token indices."""
-        lengths = self.cache.lengths(sequence)
-        return [[self.cache.tokens(i, h, sequence) for h in range(len(heads))] for i, heads in enumerate(lengths)]
+        return held(self.cache, sequence)
+
+    def logits(self):
+        """Those behind the last token."""
+        return logits(self.context)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     def close(self) -> None:
         if self.cache:

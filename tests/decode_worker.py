@@ -9,7 +9,6 @@ out: an .npz file with, as SIDE.JOB.CASE, numbers from 0, the logits [1 + len(th
 each of the tokens.
 """
 
-import ctypes
 import json
 import os
 import sys
@@ -19,9 +18,9 @@ import numpy as np
 if os.environ.get("KVEDGE_WORKER") == "ours":
     import pykvedge  # noqa: F401 - points llama_cpp at kvedge's libraries
 
-import llama_cpp.llama_cpp as llama
+import batches
+from batches import llama
 
-SILENT = llama.llama_log_callback(lambda level, text, data: None)
 N_EMBD_SCALE = 0.5
 
 
@@ -29,17 +28,12 @@ class Reader:
     """One context, filled from the front."""
 
     def __init__(self, model, case, provider, exact):
-        self.model = model
         n_tokens = sum(len(s.get("tokens", ())) or s["image"][0] * s["image"][1] for s in case["segments"])
-        params = llama.llama_context_default_params()
-        params.n_ctx = n_tokens + len(case["then"]) + 8
-        params.n_batch, params.n_ubatch = case.get("n_batch", 2048), case.get("n_ubatch", 512)
-        params.n_threads = params.n_threads_batch = 1
-        if exact:
-            params.type_k = params.type_v = llama.GGML_TYPE_F32
-            params.flash_attn_type = llama.LLAMA_FLASH_ATTN_TYPE_DISABLED
-        self.context = llama.llama_init_from_model(model, params)
-        self.n_past, self.n_batch = 0, params.n_batch
+        self.n_past, self.n_batch = 0, case.get("n_batch", 2048)
+        self.context = batches.open_context(
+            model, n_ctx=n_tokens + len(case["then"]) + 8, n_batch=self.n_batch, n_ubatch=case.get("n_ubatch", 512),
+            **(batches.EXACT if exact else {}),
+        )  # fmt: skip
         self.n_embd = llama.llama_model_n_embd_inp(model)
         self.m_rope = llama.llama_model_rope_type(model) in (llama.LLAMA_ROPE_TYPE_MROPE, llama.LLAMA_ROPE_TYPE_IMROPE)
         self.cache = None
@@ -49,22 +43,9 @@ class Reader:
 
             self.cache = libkvedge.Cache(self.context, plan("full"), auto_compress=False)
 
-    def decode(self, n, positions, tokens=None, embeddings=None):
-        """positions: [n] or, for images of M-RoPE models, [4 * n]."""
-        batch = llama.llama_batch_init(n, 0 if embeddings is None else self.n_embd, 1)
-        mine = (llama.llama_pos * len(positions))(*positions)
-        theirs = ctypes.cast(batch.pos, ctypes.c_void_p).value  # holds n, and M-RoPE wants four of each
-        batch.pos = ctypes.cast(mine, ctypes.POINTER(llama.llama_pos))
-        batch.n_tokens = n
-        for i in range(n):
-            if tokens is not None:
-                batch.token[i] = tokens[i]
-            batch.n_seq_id[i], batch.seq_id[i][0], batch.logits[i] = 1, 0, i == n - 1
-        if embeddings is not None:
-            ctypes.memmove(batch.embd, embeddings.ctypes.data, embeddings.nbytes)
-        status = llama.llama_decode(self.context, batch)
-        batch.pos = ctypes.cast(theirs, ctypes.POINTER(llama.llama_pos))
-        llama.llama_batch_free(batch)
+    def decode(self, positions, tokens=(), rows=None):
+        """positions: one each or, for images of M-RoPE models, four."""
+        status = batches.send(self.context, positions, tokens, rows)
         if status != 0:
             if self.cache is not None:
                 self.cache.check()
@@ -73,7 +54,7 @@ class Reader:
     def read_tokens(self, tokens):
         for i in range(0, len(tokens), self.n_batch):
             part = tokens[i : i + self.n_batch]
-            self.decode(len(part), range(self.n_past, self.n_past + len(part)), tokens=part)
+            self.decode(range(self.n_past, self.n_past + len(part)), part)
             self.n_past += len(part)
 
     def read_image(self, height, width, seed):
@@ -90,12 +71,8 @@ class Reader:
                 )
             else:
                 positions = np.arange(n)[part] + self.n_past
-            self.decode(part.stop - part.start, positions.tolist(), embeddings=np.ascontiguousarray(embeddings[part]))
+            self.decode(positions, rows=embeddings[part])
         self.n_past += max(height, width) if self.m_rope else n
-
-    def logits(self):
-        n_vocab = llama.llama_vocab_n_tokens(llama.llama_model_get_vocab(self.model))
-        return np.ctypeslib.as_array(llama.llama_get_logits_ith(self.context, -1), (n_vocab,)).copy()
 
     def run(self, case):
         for segment in case["segments"]:
@@ -105,10 +82,10 @@ class Reader:
                 self.read_tokens(segment["tokens"])
         if self.cache is not None:
             self.cache.compress()
-        out = [self.logits()]
+        out = [batches.logits(self.context)]
         for token in case["then"]:
             self.read_tokens([token])
-            out.append(self.logits())
+            out.append(batches.logits(self.context))
         if self.cache is not None:
             self.cache.detach()
         llama.llama_free(self.context)
@@ -117,13 +94,9 @@ class Reader:
 
 def main():
     request = json.load(sys.stdin)
-    llama.llama_log_set(SILENT, None)
-    llama.llama_backend_init()
     results = {}
     for number, job in enumerate(request["jobs"]):
-        model = llama.llama_model_load_from_file(job["model"].encode(), llama.llama_model_default_params())
-        if not model:
-            raise SystemExit(f"{job['model']} does not load")
+        model = batches.open_model(job["model"])
         for side in request["sides"]:
             for i, case in enumerate(job["cases"]):
                 results[f"{side}.{number}.{i}"] = Reader(model, case, side == "provider", side == "exact").run(case)

@@ -60,8 +60,7 @@ class OnDevices(TinyContext):
         """(log probabilities of the next token, into how many parts the graph was split; 0: used again)."""
         self.splits = []
         self.decode(tokens)
-        row = self.llama.llama_get_logits_ith(self.context, -1)
-        return log_softmax(np.ctypeslib.as_array(row, (self.n_vocab(),))), len(self.splits)
+        return log_softmax(self.logits()), len(self.splits)
 
 
 def run(job, plan, devices=DEVICES_ALL):

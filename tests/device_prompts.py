@@ -10,6 +10,7 @@ import json
 import sys
 
 import backends
+from batches import send
 from contexts import TinyContext, random_tokens
 
 from pykvedge.library import libkvedge
@@ -41,13 +42,8 @@ class Prompts(TinyContext):
                 self.n[sequence] += 1
         if mixed:
             items.sort(key=lambda item: item[0])
-        batch = self.llama.llama_batch_init(len(items), 0, 1)
-        batch.n_tokens = len(items)
-        for i, (_, token, position, sequence, logits) in enumerate(items):
-            batch.token[i], batch.pos[i], batch.logits[i] = token, position, logits
-            batch.n_seq_id[i], batch.seq_id[i][0] = 1, sequence
-        assert self.llama.llama_decode(self.context, batch) == 0
-        self.llama.llama_batch_free(batch)
+        _, tokens, positions, sequences, logits = zip(*items, strict=True)
+        assert send(self.context, positions, tokens, sequences=sequences, wants=logits) == 0
         return self.cache.stats(0).device_bytes
 
     def remove(self, sequence, first, last):

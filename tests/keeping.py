@@ -70,11 +70,6 @@ def alike(a: TinyContext, b: TinyContext, sequence: int = 0, other: int = 0) -> 
     )
 
 
-def logits(context: TinyContext) -> np.ndarray:
-    n = context.llama.llama_vocab_n_tokens(context.llama.llama_model_get_vocab(context.model))
-    return np.ctypeslib.as_array(context.llama.llama_get_logits_ith(context.context, -1), (n,)).copy()
-
-
 def emptied(context: TinyContext) -> TinyContext:
     context.llama.llama_memory_clear(context.memory, True)
     context.n = dict.fromkeys(context.n, 0)

@@ -12,32 +12,19 @@ MODEL, OUT, SIDE = sys.argv[1:4]
 if SIDE != "stock":
     import pykvedge
 
-import llama_cpp.llama_cpp as llama  # noqa: E402
+import batches  # noqa: E402
+from batches import llama  # noqa: E402
 
-SILENT = llama.llama_log_callback(lambda level, text, data: None)
 N, FROM, TO = 300, 20, 170  # tokens of the prompt, and those that are removed
 
 
 def decode(context, tokens, at):
-    batch = llama.llama_batch_init(len(tokens), 0, 1)
-    batch.n_tokens = len(tokens)
-    for i, token in enumerate(tokens):
-        batch.token[i], batch.pos[i], batch.n_seq_id[i], batch.seq_id[i][0] = int(token), at + i, 1, 0
-        batch.logits[i] = i == len(tokens) - 1
-    if llama.llama_decode(context, batch) != 0:
-        raise SystemExit("llama_decode failed")
-    llama.llama_batch_free(batch)
-    n_vocab = llama.llama_vocab_n_tokens(llama.llama_model_get_vocab(llama.llama_get_model(context)))
-    return np.ctypeslib.as_array(llama.llama_get_logits_ith(context, -1), (n_vocab,)).copy()
+    batches.decode(context, range(at, at + len(tokens)), tokens)
+    return batches.logits(context)
 
 
 def main():
-    llama.llama_log_set(SILENT, None)
-    llama.llama_backend_init()
-    model = llama.llama_model_load_from_file(MODEL.encode(), llama.llama_model_default_params())
-    params = llama.llama_context_default_params()
-    params.n_ctx, params.n_threads, params.n_threads_batch = 1024, 1, 1
-    context = llama.llama_init_from_model(model, params)
+    context = batches.open_context(batches.open_model(MODEL), n_ctx=1024)
     memory, cache = llama.llama_get_memory(context), None
     if SIDE != "stock":
         from pykvedge.library import libkvedge

@@ -13,38 +13,18 @@ MODEL, OUT, METHOD = sys.argv[1:4]
 if METHOD != "stock":
     import pykvedge
 
-import llama_cpp.llama_cpp as llama  # noqa: E402
+import batches  # noqa: E402
+from batches import llama  # noqa: E402
 
-SILENT = llama.llama_log_callback(lambda level, text, data: None)
 LENGTHS = (100, 300, 57)
-
-
-def open_context():
-    llama.llama_log_set(SILENT, None)
-    llama.llama_backend_init()
-    model = llama.llama_model_load_from_file(MODEL.encode(), llama.llama_model_default_params())
-    params = llama.llama_context_default_params()
-    params.n_ctx, params.n_ubatch, params.n_seq_max, params.kv_unified = 4096, 256, 4, True
-    params.n_threads = params.n_threads_batch = 1
-    return llama.llama_init_from_model(model, params), llama.llama_vocab_n_tokens(llama.llama_model_get_vocab(model))
-
-
-CONTEXT, N_VOCAB = open_context()
+CONTEXT = batches.open_context(batches.open_model(MODEL), n_ctx=4096, n_ubatch=256, n_seq_max=4, kv_unified=True)
 
 
 def decode(items):
     """items: (token, position, sequence, wants logits). Returns the logits asked for."""
-    batch = llama.llama_batch_init(len(items), 0, 1)
-    batch.n_tokens = len(items)
-    for i, (token, position, sequence, wants) in enumerate(items):
-        batch.token[i], batch.pos[i] = int(token), position
-        batch.n_seq_id[i], batch.seq_id[i][0], batch.logits[i] = 1, sequence, wants
-    if llama.llama_decode(CONTEXT, batch) != 0:
-        raise SystemExit("llama_decode failed")
-    rows = [np.ctypeslib.as_array(llama.llama_get_logits_ith(CONTEXT, i), (N_VOCAB,)).copy()
-            for i, item in enumerate(items) if item[3]]  # fmt: skip
-    llama.llama_batch_free(batch)
-    return rows
+    tokens, positions, sequences, wants = zip(*items, strict=True)
+    batches.decode(CONTEXT, positions, tokens, sequences=sequences, wants=wants)
+    return [batches.logits(CONTEXT, i) for i, wanted in enumerate(wants) if wanted]
 
 
 def prompts():

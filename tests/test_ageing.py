@@ -19,21 +19,17 @@ QUESTIONS = ["What is the code?", "What is the code in image 2?", "What is the c
 
 
 @pytest.fixture
-def talk(native):
+def talk(closing):
     """A conversation about three scenes, whose rows stay whole."""
-    made = []
 
     def make(method="snapkv", budget=0.3, **settings):
         settings = {"keep": "ram", **settings}
-        session = pykvedge.Session(MODEL, MMPROJ, pykvedge.plan(method, budget), threads=THREADS, **settings)
-        made.append(session)
+        session = closing(pykvedge.Session(plan=pykvedge.plan(method, budget), threads=THREADS, **settings))
         for question, scene in zip(QUESTIONS, SCENES, strict=True):
             session.ask(question, [scene], GREEDY).read()
         return session
 
-    yield make
-    for session in made:
-        session.close()
+    return make
 
 
 def held(session):
@@ -91,8 +87,7 @@ def test_the_rows_that_stay_are_the_best_by_score(native, tiny):
     """Against the scores before the compression, in NumPy."""
     from contexts import TinyContext, random_tokens
 
-    context = TinyContext(tiny("qwen3").model, pykvedge.plan("snapkv", 0.5))
-    try:
+    with TinyContext(tiny("qwen3").model, pykvedge.plan("snapkv", 0.5)) as context:
         context.cache.keep("ram")
         context.decode(random_tokens(200))
         scores = [libkvedge.pending_scores(context.cache, i) for i in range(2)]
@@ -105,8 +100,6 @@ def test_the_rows_that_stay_are_the_best_by_score(native, tiny):
                 span = [t for t in before[layer][h] if 40 <= t < 120]
                 best = sorted(sorted(span, key=lambda t: (-scores[layer][h][t], t))[:7])
                 assert [t for t in tokens if 40 <= t < 120] == best
-    finally:
-        context.close()
 
 
 @pytest.mark.parametrize("most", [0, 7, 100])
@@ -114,8 +107,7 @@ def test_a_number_of_pairs_goes_to_tokens_without_a_limit(native, tiny, most):
     """The best rows of all that may stay, in NumPy."""
     from contexts import TinyContext, random_tokens
 
-    context = TinyContext(tiny("qwen3").model, pykvedge.plan("vnorm", 60, recent=0, sinks=0))
-    try:
+    with TinyContext(tiny("qwen3").model, pykvedge.plan("vnorm", 60, recent=0, sinks=0)) as context:
         context.cache.keep("ram")
         context.decode(random_tokens(200))
         scores = [libkvedge.pending_scores(context.cache, i) for i in range(2)]
@@ -126,8 +118,6 @@ def test_a_number_of_pairs_goes_to_tokens_without_a_limit(native, tiny, most):
                 order = sorted(range(200), key=lambda t: (-scores[layer][h][t], t))
                 limited = [t for t in order if 40 <= t < 180][most:]
                 assert list(tokens) == sorted([t for t in order if t not in limited][:60])
-    finally:
-        context.close()
 
 
 def test_forgotten_images_cannot_be_described_and_promoted_ones_can(talk):

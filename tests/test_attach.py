@@ -1,5 +1,6 @@
 """attach: compression for an existing llama_cpp.Llama."""
 
+import batches
 import numpy as np
 import pytest
 
@@ -11,20 +12,15 @@ PROMPT = "The quick brown fox jumps over the lazy dog. " * 4
 
 
 @pytest.fixture
-def llama_of(tiny, native):
+def llama_of(tiny, closing):
     """llama_of(kind, **options) -> a llama_cpp.Llama, closed after the test."""
     from llama_cpp import Llama
 
-    opened = []
-
     def make(kind="llama", **options):
         settings = {"n_ctx": 1024, "n_threads": 1, "n_threads_batch": 1, "verbose": False, **options}
-        opened.append(Llama(str(tiny(kind).model), **settings))
-        return opened[-1]
+        return closing(Llama(str(tiny(kind).model), **settings))
 
-    yield make
-    for llm in opened:
-        llm.close()
+    return make
 
 
 def complete(llm, prompt=PROMPT, n=8):
@@ -226,9 +222,7 @@ def test_logits_change_only_because_of_what_was_dropped(llama_of):
         pykvedge.attach(llm, "h2o", budget)
         llm.eval(llm.tokenize(PROMPT.encode()))
         llm.eval([40])
-        from llama_cpp import llama_cpp
-
-        return np.ctypeslib.as_array(llama_cpp.llama_get_logits_ith(llm.ctx, -1), (llm.n_vocab(),)).copy()
+        return batches.logits(llm.ctx)
 
     everything, most, little = logits(1.0), logits(0.95), logits(0.05)
     assert np.abs(everything - most).mean() < np.abs(everything - little).mean()

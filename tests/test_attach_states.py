@@ -5,6 +5,7 @@ import pickle
 import numpy as np
 import pytest
 from attached import A, B, chat, complete, held
+from batches import logits
 from llama_cpp import LlamaDiskCache, LlamaRAMCache
 
 import pykvedge
@@ -15,19 +16,13 @@ METHODS = ("full", "h2o", "adakv", "elastic", "kvzip", "kvedge")  # of a decode 
 Q8_0 = {"type_k": 8, "type_v": 8, "flash_attn": True}
 
 
-def logits(llm):
-    from llama_cpp import llama_cpp
-
-    return np.ctypeslib.as_array(llama_cpp.llama_get_logits_ith(llm.ctx, -1), (llm.n_vocab(),)).copy()
-
-
 def read_on(llm, attached):
     """Logits and rows after a message that follows, and tokens of its answer."""
     llm.eval(llm.tokenize(MORE.encode(), add_bos=False))
-    after = [logits(llm)]
+    after = [logits(llm.ctx)]
     for _ in range(3):
         llm.eval([llm.sample(temp=0.0)])
-        after.append(logits(llm))
+        after.append(logits(llm.ctx))
     return after, held(attached._cache), llm.n_tokens
 
 

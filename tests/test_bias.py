@@ -200,8 +200,7 @@ def logits_without_bias(context, layer, head):
 def test_answers_attend_with_biases(native, tiny, kv_type, decode):
     """The softmax weights of an answer's tokens are e^(q.k + b); rows keep their bias, new ones have none."""
     plan = pykvedge.plan("h2o", 0.4, reducer="averaged", decode=decode, **MASS)
-    context = TinyContext(tiny("llama", weight="f32").model, plan, kv_type)
-    try:
+    with TinyContext(tiny("llama", weight="f32").model, plan, kv_type) as context:
         context.cache.watch(True)
         context.decode(random_tokens(300))
         before = context.cache.stats().bytes
@@ -218,14 +217,11 @@ def test_answers_attend_with_biases(native, tiny, kv_type, decode):
                 assert (len(now) == len(head) + 40) == (decode == "keep-all")
                 with_bias, without = logits_without_bias(context, i, h)
                 assert max(with_bias) < 2e-3 < 0.1 < min(without)
-    finally:
-        context.close()
 
 
 def test_copies_have_biases_of_their_own(native, tiny):
     plan = pykvedge.plan("h2o", 0.4, reducer="averaged", **MASS)
-    context = TinyContext(tiny("llama", weight="f32").model, plan)
-    try:
+    with TinyContext(tiny("llama", weight="f32").model, plan) as context:
         context.decode(random_tokens(200))
         context.decode([7])
         given = by_token(context, 0, 0)
@@ -233,8 +229,6 @@ def test_copies_have_biases_of_their_own(native, tiny):
         assert context.llama.llama_memory_seq_rm(context.memory, 0, 150, -1)
         assert by_token(context, 0, 0, 1) == given
         assert by_token(context, 0, 0) == {token: bias for token, bias in given.items() if token < 150}
-    finally:
-        context.close()
 
 
 def test_kv_bytes_include_biases(native, tiny):
@@ -242,14 +236,11 @@ def test_kv_bytes_include_biases(native, tiny):
     held = {}
     for bias in ("none", "mass"):
         plan = pykvedge.plan("h2o", 0.4, reducer="averaged", **{"reducer.bias": bias})
-        context = TinyContext(tiny("llama", weight="f32").model, plan)
-        try:
+        with TinyContext(tiny("llama", weight="f32").model, plan) as context:
             context.decode(random_tokens(300))
             context.decode([7])
             held[bias] = context.cache.stats().bytes
             rows = sum(n - 1 for layer in context.cache.lengths() for n in layer)
-        finally:
-            context.close()
     assert held["mass"] - held["none"] == 4 * rows
 
 
@@ -262,8 +253,6 @@ def test_devices_add_biases_in_half_precision(native, tiny, decode):
         with pykvedge.Session(files.model, None, plan, threads=1, kv_type="f32", device=device) as session:
             session.ask("The quick brown fox jumps over the lazy dog. " * 6, [], pykvedge.Sampling(max_tokens=6)).read()
             assert (session.engine.cache.stats().device_bytes > 0) == (device == "CPU")
-            context = session.engine.context
-            logits = context.llama.llama_get_logits_ith(context.handle, -1)
-            found[device, bias] = np.ctypeslib.as_array(logits, (session.model.n_vocab,)).copy()
+            found[device, bias] = session.engine.context.logits().copy()
     host = found["none", "mass"]
     assert np.abs(found["CPU", "mass"] - host).max() < 0.02 < 1 < np.abs(found["none", "none"] - host).max()

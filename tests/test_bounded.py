@@ -6,7 +6,8 @@ import threading
 import gguf
 import numpy as np
 import pytest
-from attached import profiles
+from attached import held, profiles
+from batches import send
 from choosing import methods
 from contexts import TinyContext
 
@@ -26,11 +27,6 @@ QUESTION = "What is in the two images? " * 3
 METHODS = [name for name in pykvedge.methods() if name != "full" and not why_not_bounded(pykvedge.plan(name, 0.3))]
 
 
-def kept(session):
-    cache = session.engine.cache
-    return [[cache.tokens(i, h) for h in range(len(heads))] for i, heads in enumerate(cache.lengths())]
-
-
 def pictures(picture_file):
     return [load_picture(picture_file(seed=seed)) for seed in (1, 2)]
 
@@ -40,7 +36,7 @@ def ask(model, plan, images, bounded, turns=1, **settings):
     with Session(model.model, model.mmproj, plan, bounded=bounded, threads=1, **settings) as session:
         for turn in range(turns):
             answer = session.ask(QUESTION if turn == 0 else "And now?", images if turn == 0 else [])
-            sets = kept(session)
+            sets = held(session.engine.cache)
             text = "".join(piece for _, piece in zip(range(6), answer, strict=False))
             answer.close()
         return sets, answer.report, text, session.engine.cache.stats()
@@ -62,16 +58,13 @@ def test_keeps_and_answers_as_the_ordinary_way_does(native, tiny, picture_file, 
 
 def test_the_full_cache_never_exists(native, tiny):
     """The peak is what is kept, one layer of eight, and what is gathered of that layer: a few bytes a token."""
-    context = TinyContext(tiny("llama", n_layers=8).model, pykvedge.plan("lookm", 0.1))
-    try:
+    with TinyContext(tiny("llama", n_layers=8).model, pykvedge.plan("lookm", 0.1)) as context:
         context.cache.bound_prompt(np.zeros(1200, dtype=np.uint8))
         assert decode(context, 1200) == 0
         stats = context.cache.stats()
         gathered = 1200 * 8 * stats.n_heads_kv + stats.index_bytes
         assert stats.after_bytes == stats.bytes < 0.11 * stats.before_bytes
         assert stats.peak_bytes < stats.bytes + stats.before_bytes / 8 + gathered + 2**14
-    finally:
-        context.close()
 
 
 def test_quantised_rows_and_a_second_turn(native, tiny, picture_file):
@@ -162,7 +155,7 @@ def test_ctrl_c_in_the_middle_leaves_a_usable_session(native, tiny, picture_file
         stop.set = lambda: None
         session.ask(QUESTION, images)
         assert layers[-1] == 1.0
-        ours = kept(session)
+        ours = held(session.engine.cache)
     assert ours == ask(model, plan, images, False)[0]
 
 
@@ -171,14 +164,8 @@ def test_ctrl_c_in_the_middle_leaves_a_usable_session(native, tiny, picture_file
 
 def decode(context, n, image=False):
     """One batch of n tokens by hand, as a C program sends it; llama.cpp's status."""
-    llama = context.llama
-    batch = llama.llama_batch_init(n, 0, 1)
-    batch.n_tokens = n
-    for i in range(n):
-        batch.token[i] = 3 + i % 50
-        batch.pos[i], batch.n_seq_id[i], batch.seq_id[i][0], batch.logits[i] = context.n[0] + i, 1, 0, i == n - 1
-    status = llama.llama_decode(context.context, batch)
-    llama.llama_batch_free(batch)
+    tokens = [3 + i % 50 for i in range(n)]
+    status = send(context.context, range(context.n[0], context.n[0] + n), tokens)
     context.n[0] += n
     return status
 

@@ -8,6 +8,7 @@ import numpy as np
 import oracles
 import pytest
 from arrays import LAYOUTS, projection_of, prompt
+from attached import held
 from contexts import TinyContext, random_tokens
 
 import pykvedge
@@ -190,10 +191,6 @@ def by_definition(context, file, plan, n):
     return out
 
 
-def kept(cache):
-    return [[cache.tokens(i, h) for h in range(len(heads))] for i, heads in enumerate(cache.lengths())]
-
-
 @pytest.mark.parametrize(("kind", "weight"), [
     *(("llama", weight) for weight in ("f32", "q8_0", "q4_0")), ("phi3", "f16"), ("qwen2vl", "q4_0"),
 ])  # fmt: skip
@@ -202,18 +199,15 @@ def test_the_model_s_own_weights(native, tiny, kind, weight):
     file = tiny(kind, weight=weight).model
     for norm in NORMS:
         plan = pykvedge.plan("criticalkv", 0.3, critical=norm, **{"scorer.window": 8})
-        context = TinyContext(file, plan, "f32", threads=2)
-        try:
+        with TinyContext(file, plan, "f32", threads=2) as context:
             context.cache.set_auto_compress(False)
             context.decode(random_tokens(160))
             expected = by_definition(context, file, plan, 48)
             context.cache.compress()
-            assert kept(context.cache) == expected
+            assert context.held() == expected
             context.decode(random_tokens(90, 1))
             context.cache.compress()  # by what the first time has left in memory
-            assert {len(head) for layer in kept(context.cache) for head in layer} == {48 + 32}
-        finally:
-            context.close()
+            assert {len(head) for layer in context.held() for head in layer} == {48 + 32}
 
 
 @pytest.mark.parametrize("norm", NORMS)
@@ -224,7 +218,7 @@ def test_bounded_prompts_keep_the_same(native, tiny, weight, norm):
         plan = pykvedge.plan("criticalkv-ada", 0.3, critical=norm)
         with Session(tiny("llama", weight=weight).model, None, plan, bounded=bounded, threads=2) as session:
             answer = session.ask("What do you know of the tides of the sea, and of the moon? " * 6)
-            sets = kept(session.engine.cache)
+            sets = held(session.engine.cache)
             made.append((sets, "".join(piece for _, piece in zip(range(4), answer, strict=False))))
             answer.close()
             assert not bounded or answer.report.bounded

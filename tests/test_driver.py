@@ -3,6 +3,7 @@
 import threading
 
 import pytest
+from attached import held
 from conftest import THREADS
 
 import pykvedge
@@ -14,10 +15,6 @@ from pykvedge.library.libkvedge import Cache
 from pykvedge.models.vision import ImagePiece
 
 WORDS = "The quick brown fox jumps over the lazy dog and looks at the picture. "
-
-
-def held(cache):
-    return [[cache.tokens(i, h) for h in range(len(heads))] for i, heads in enumerate(cache.lengths())]
 
 
 @pytest.mark.parametrize("method", ["lookm", "snapkv", "elastic", "pyramidkv"])

@@ -6,6 +6,7 @@ import numpy as np
 import oracles
 import pytest
 from arrays import kept_alike, prompt
+from batches import send
 from contexts import TinyContext, random_tokens
 from modelgen.layers import mrope_sections
 from test_stream_parity import agree
@@ -152,32 +153,17 @@ class Watched(TinyContext):
 
     def read(self, tokens):
         """Reads text at the position that is next."""
-        batch = self.llama.llama_batch_init(len(tokens), 0, 1)
-        for i, token in enumerate(tokens):
-            batch.token[i] = token
-        self._decode(batch, np.arange(self.at, self.at + len(tokens)))
+        assert send(self.context, range(self.at, self.at + len(tokens)), tokens, wants=[0] * len(tokens)) == 0
         self.at += len(tokens)
 
     def look(self, down, across):
         """Reads an image of rows that mean nothing, at M-RoPE's positions."""
         n, width = down * across, self.llama.llama_model_n_embd_inp(self.model)
-        batch = self.llama.llama_batch_init(n, width, 1)
-        rows = np.random.default_rng(n).normal(0, 0.02, (n, width)).astype(np.float32)
-        ctypes.memmove(batch.embd, rows.ctypes.data, rows.nbytes)
+        rows = np.random.default_rng(n).normal(0, 0.02, (n, width))
         y, x = np.divmod(np.arange(n), across)
-        self._decode(batch, np.concatenate([np.full(n, self.at), self.at + y, self.at + x, np.zeros(n)]), n)
+        positions = np.concatenate([np.full(n, self.at), self.at + y, self.at + x, np.zeros(n)])
+        assert send(self.context, positions, rows=rows, wants=[0] * n) == 0
         self.at += max(down, across)
-
-    def _decode(self, batch, positions, n=0):
-        n = n or len(positions)
-        held = (ctypes.c_int32 * len(positions))(*positions.astype(int).tolist())
-        own = ctypes.cast(batch.pos, ctypes.c_void_p).value
-        batch.pos, batch.n_tokens = ctypes.cast(held, ctypes.POINTER(self.llama.llama_pos)), n
-        for i in range(n):
-            batch.n_seq_id[i], batch.seq_id[i][0], batch.logits[i] = 1, 0, 0
-        assert self.llama.llama_decode(self.context, batch) == 0
-        batch.pos = ctypes.cast(own, ctypes.POINTER(self.llama.llama_pos))
-        self.llama.llama_batch_free(batch)
 
     def by_definition(self, layer, rotation, longer=1.0):
         """Scores [Hkv, T] of a stored layer by the queries that were noted, and the keys and values that are held.
@@ -215,8 +201,7 @@ def rotation_of(model, pairs):
 ])  # fmt: skip
 def test_queries_are_turned_back_as_the_model_turned_them(native, tiny, kind, pairs):
     model = tiny(kind).model
-    context = Watched(model, pykvedge.plan("expected", 0.5), "f32", n_ctx=1024, threads=2)
-    try:
+    with Watched(model, pykvedge.plan("expected", 0.5), "f32", n_ctx=1024, threads=2) as context:
         context.read(random_tokens(50))
         if kind.endswith("vl"):
             context.look(5, 7)
@@ -226,8 +211,6 @@ def test_queries_are_turned_back_as_the_model_turned_them(native, tiny, kind, pa
         for layer in range(len(context.cache.lengths())):
             found = libkvedge.pending_scores(context.cache, layer)
             np.testing.assert_allclose(found[:, 4:], context.by_definition(layer, rotation_of(model, pairs)), rtol=2e-3)
-    finally:
-        context.close()
 
 
 def yarn(size, base, scale, trained, fast=32.0, slow=1.0):
@@ -263,16 +246,13 @@ def turned_otherwise(model, of):
 def test_contexts_that_turn_otherwise_than_their_model(native, tiny, of):
     model = tiny("llama").model
     adjusted, angles = turned_otherwise(model, of)
-    context = Watched(model, pykvedge.plan("expected", 0.5), "f32", n_ctx=1024, adjusted=adjusted)
-    try:
+    with Watched(model, pykvedge.plan("expected", 0.5), "f32", n_ctx=1024, adjusted=adjusted) as context:
         context.read(random_tokens(120))
         ours = libkvedge.pending_scores(context.cache, 1)[:, 4:]
         longer = 1 + 0.1 * np.log(4) if of == "yarn" else 1.0  # Peng et al., eq. 15, of keys and queries
         np.testing.assert_allclose(ours, context.by_definition(1, Rotation(angles, "norm"), longer), rtol=2e-3)
         models = Rotation.of(2 * len(angles), pairs="norm")
         assert not np.allclose(ours, context.by_definition(1, models, longer), rtol=2e-3)
-    finally:
-        context.close()
 
 
 def test_a_model_that_turns_queries_in_another_way_is_refused(kvedge, tiny):

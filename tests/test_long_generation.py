@@ -21,8 +21,7 @@ MIB = 2**20
 @pytest.mark.parametrize("decode", [name for name in members("decode") if name != "keep-all"])
 def test_memory_stays_within_the_bound(native, tiny, decode, generated):
     plan = pykvedge.plan("h2o", 0.2, decode=decode, allocator="prefix", sinks=1)  # layers keep different shares
-    context = TinyContext(tiny("llama", **SHAPE).model, plan, n_ctx=LONGEST + PROMPT + 16)
-    try:
+    with TinyContext(tiny("llama", **SHAPE).model, plan, n_ctx=LONGEST + PROMPT + 16) as context:
         context.decode([t % 300 + 5 for t in random_tokens(PROMPT)])
         context.cache.compress()
         constant = decode in ("sliding", "heavy-hitter")
@@ -50,5 +49,3 @@ def test_memory_stays_within_the_bound(native, tiny, decode, generated):
             assert sum(held) <= 0.2 * (PROMPT + generated) * 4 + 2 * 4
         growth = max(0, sizes[-1] - sizes[warm]) + 5 * 1.25 * generated
         assert own_bytes() - rss <= growth + MIB
-    finally:
-        context.close()

@@ -189,8 +189,7 @@ def test_what_cannot_be_matched_is_refused_in_one_line(native):
 
 
 def test_the_model_keeps_its_queries_until_the_prompt_is_compressed(native, tiny):
-    context = TinyContext(tiny("llama", weight="f32").model, plan_of(0.4))
-    try:
+    with TinyContext(tiny("llama", weight="f32").model, plan_of(0.4)) as context:
         context.decode(random_tokens(300))
         stats, heads = context.cache.stats(), context.llama.llama_model_n_head(context.model)
         size = context.llama.llama_model_n_embd(context.model) // heads
@@ -200,16 +199,13 @@ def test_the_model_keeps_its_queries_until_the_prompt_is_compressed(native, tiny
         assert (stats.score_bytes, stats.n_unfitted) == (0, 0)
         biases = libkvedge.biases(context.cache, 0, 0)
         assert len(biases) == context.cache.lengths()[0][0] and biases.any() and np.abs(biases).max() <= 3.01
-    finally:
-        context.close()
 
 
 def test_a_prompt_that_was_read_under_another_plan_is_evicted(native, tiny):
     """And said to be, as its queries were not kept; the next one is matched again."""
     kept = {}
     for reducer in ("evict", "match"):
-        context = TinyContext(tiny("llama", weight="f32").model, plan_of(0.4, "evict"))
-        try:
+        with TinyContext(tiny("llama", weight="f32").model, plan_of(0.4, "evict")) as context:
             context.decode(random_tokens(200))
             context.cache.set_plan(plan_of(0.4, reducer))
             context.decode([7])
@@ -219,8 +215,6 @@ def test_a_prompt_that_was_read_under_another_plan_is_evicted(native, tiny):
             context.decode(random_tokens(200, seed=3))
             context.decode([9])
             assert context.cache.stats().n_unfitted == 0
-        finally:
-            context.close()
     for ours, evicted in zip(kept["match"], kept["evict"], strict=True):
         np.testing.assert_array_equal(ours, evicted)
 

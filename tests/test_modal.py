@@ -5,19 +5,14 @@ import itertools
 import numpy as np
 import oracles_modal
 import pytest
-from arrays import LAYOUTS, prompt
+from arrays import LAYOUTS, layer_of, prompt
 from test_parity import assert_same
 
 import pykvedge
 from pykvedge.plans.registry import member
-from pykvedge.reference.stages.base import Layer
 
 SETTINGS = {"window": 8, "fade": 0.15, "kernel": 5, "parts": 3, "outlier": 1.0, "gamma": 0.25, "text": 4}
 IMAGES = {"text": [], "image": range(1, 41), "image_last": range(12, 60), "two": [*range(2, 20), *range(26, 45)]}
-
-
-def layer_of(p):
-    return Layer(p.q[0], p.k[0], p.v[0], p.image_mask)
 
 
 def mask(n_tokens, tokens):

@@ -6,6 +6,7 @@ import numpy as np
 import oracles
 import pytest
 from arrays import prompt
+from attached import held
 
 import pykvedge
 from kvedge_lab.calibrate.heads import key_redundancy
@@ -153,8 +154,7 @@ def demo_session(plan, **settings):
 
 def kept_by(session, sample):
     session.ask(sample.question, sample.pictures)
-    cache = session.engine.cache
-    return [[cache.tokens(i, h) for h in range(len(lengths))] for i, lengths in enumerate(cache.lengths())]
+    return held(session.engine.cache)
 
 
 def test_calibrating_on_one_prompt_gives_that_prompts_redundancies(native, own_folder):
@@ -253,22 +253,19 @@ def test_a_cache_refuses_a_plan_without_its_profile(native, tiny):
     context.cache.detach()
 
 
-def test_attach_takes_several(native, tiny, profile_file):
+def test_attach_takes_several(native, tiny, profile_file, closing):
     from llama_cpp import Llama
 
     model = tiny("llama").model
     both = [profile_file(model, kind) for kind in ("visual-heads", "key-redundancy")]
-    llm = Llama(str(model), n_ctx=1024, n_threads=1, n_threads_batch=1, verbose=False)
-    try:
-        with pytest.raises(ProfileError, match="does not fit"):
-            pykvedge.attach(llm, "sparsemm", 0.5, profile=both)
-        attached = pykvedge.attach(llm, "mixkv-sparsemm", 0.5, profile=both, **SMALL)
-        attached.set_plan("sparsemm", 0.5)
-        attached.set_plan(pykvedge.plan("mixkv-sparsemm", 0.5, **SMALL))
-        assert llm("The quick brown fox jumps over the lazy dog. " * 4, max_tokens=2)["choices"]
-        assert len({n for layer in attached.kept() for n in layer}) > 1 and attached.stats().n_compressions == 1
-    finally:
-        llm.close()
+    llm = closing(Llama(str(model), n_ctx=1024, n_threads=1, n_threads_batch=1, verbose=False))
+    with pytest.raises(ProfileError, match="does not fit"):
+        pykvedge.attach(llm, "sparsemm", 0.5, profile=both)
+    attached = pykvedge.attach(llm, "mixkv-sparsemm", 0.5, profile=both, **SMALL)
+    attached.set_plan("sparsemm", 0.5)
+    attached.set_plan(pykvedge.plan("mixkv-sparsemm", 0.5, **SMALL))
+    assert llm("The quick brown fox jumps over the lazy dog. " * 4, max_tokens=2)["choices"]
+    assert len({n for layer in attached.kept() for n in layer}) > 1 and attached.stats().n_compressions == 1
 
 
 # The program

@@ -5,12 +5,12 @@ import itertools
 import numpy as np
 import oracles
 import pytest
-from arrays import prompt
+from arrays import defined, layer_of, prompt, prompt_of
 
 import pykvedge
 from pykvedge.plans.registry import member
 from pykvedge.reference.stages.allocator.prefix import cumulative_priority, prefix_lengths
-from pykvedge.reference.stages.base import Head, Layer, Prompt
+from pykvedge.reference.stages.base import Head, Prompt
 from pykvedge.reference.stages.scorer.mixkv import directions, redundancy
 from pykvedge.reference.stages.spectrum import cosines, cutoff
 
@@ -25,14 +25,6 @@ MIXKV = {
 }
 DCT = {"gamma": 0.2, "share": "layer"}
 ONLINE = {"source": "online"}
-
-
-def layer_of(p, i=0):
-    return Layer(p.q[i], p.k[i], p.v[i], p.image_mask, i)
-
-
-def run(plan, p):
-    return pykvedge.compress(plan, *p.arguments, engine="numpy", kv_type="f32")
 
 
 def test_one_importance_for_a_layer_is_the_mean_of_its_heads():
@@ -90,7 +82,7 @@ def test_a_key_that_differs_is_kept_where_the_others_are_alike():
     p.k[:] = 1 + 0.1 * p.k
     p.k[0, 0, 30] = np.where(np.arange(32) % 2, 1, -1)
     headwise, importance = (
-        run(pykvedge.plan("mixkv", 36, recent=32, **{"scorer.mode": mode}), p).kept[0][0]
+        defined(pykvedge.plan("mixkv", 36, recent=32, **{"scorer.mode": mode}), p).kept[0][0]
         for mode in ("headwise", "importance")
     )
     assert 30 in headwise and 30 not in importance
@@ -131,7 +123,7 @@ def test_keydiff_of_keys_that_say_nothing():
         assert not member("scorer", "keydiff").score(layer_of(p), {"anchor": anchor}).any()
     p.k[0, 0, :3], p.k[0, 0, 3:] = 1, -1  # the anchor is none
     assert not member("scorer", "keydiff").score(layer_of(p), {"anchor": "unit"}).any()
-    assert run(pykvedge.plan("keydiff", 2, recent=0), p).kept[0][0].tolist() == [0, 1]  # of equal ones the first
+    assert defined(pykvedge.plan("keydiff", 2, recent=0), p).kept[0][0].tolist() == [0, 1]  # of equal ones the first
 
 
 # FlashCache
@@ -174,22 +166,16 @@ def test_an_outlier_on_a_smooth_curve_is_kept():
     p.k[:], p.v[:] = curve, 2 - curve
     p.v[0, 1, 77] += 3  # in one head: one score for the layer, so both keep it
     p.k[0, 0, 140] -= 3
-    kept = run(pykvedge.plan("flashcache", 10), p).kept[0]
+    kept = defined(pykvedge.plan("flashcache", 10), p).kept[0]
     assert {77, 140} <= set(kept[0].tolist()) and kept[0].tolist() == kept[1].tolist()
 
 
 def test_what_is_the_same_everywhere_is_a_tie():
     p = prompt(50)
     p.k[:], p.v[:] = 0.3, -7.1
-    assert run(pykvedge.plan("flashcache", 5), p).kept[1][0].tolist() == [0, 1, 2, 3, 4]
+    assert defined(pykvedge.plan("flashcache", 5), p).kept[1][0].tolist() == [0, 1, 2, 3, 4]
     two = prompt(2)  # both lie equally far from their mean
-    assert run(pykvedge.plan("flashcache", 1), two).kept[0][0].tolist() == [0]
-
-
-def prompt_of(p, budget, recent=0, scores=None):
-    n_layers, n_heads_kv, n_tokens, _ = p.k.shape
-    scores = np.zeros((n_layers, n_heads_kv, n_tokens)) if scores is None else scores
-    return Prompt(scores, p.image_mask, budget, recent, tuple(layer_of(p, i) for i in range(n_layers)))
+    assert defined(pykvedge.plan("flashcache", 1), two).kept[0][0].tolist() == [0]
 
 
 @pytest.mark.parametrize("gamma", [0.05, 0.1, 0.2])
@@ -282,7 +268,7 @@ def test_a_layer_never_keeps_less_than_what_is_protected():
 def test_buckets_are_the_equations_of_the_paper(n_tokens, into_protected):
     p = prompt(n_tokens, layers=1, size=8)
     plan = pykvedge.plan("h2o", 0.4, reducer="bucket", sinks=1, recent=2, **{"reducer.into_protected": into_protected})
-    result = run(plan, p)
+    result = defined(plan, p)
     recent, sinks = plan.protected(n_tokens, plan.count(n_tokens))
     protected = {*range(sinks), *range(n_tokens - recent, n_tokens)}
     for h in range(2):
@@ -297,7 +283,7 @@ def test_buckets_are_the_equations_of_the_paper(n_tokens, into_protected):
 @pytest.mark.parametrize("n_tokens", [2, 9, 40])
 def test_position_merges_into_every_kept_token(n_tokens):
     p = prompt(n_tokens, layers=1, size=8)
-    result = run(pykvedge.plan("h2o", 0.4, reducer="position", sinks=1), p)
+    result = defined(pykvedge.plan("h2o", 0.4, reducer="position", sinks=1), p)
     for h in range(2):
         kept = result.kept[0][h].tolist()
         expected = oracles.merge_nearest(p.k[0, h].tolist(), kept, kept)

@@ -119,16 +119,8 @@ def check_turned(context, rotation, most):
 
 
 @pytest.fixture
-def moving(native):
-    made = []
-
-    def make(*arguments, **options):
-        made.append(Moving(*arguments, n_ctx=1024, threads=2, **options))
-        return made[-1]
-
-    yield make
-    for context in made:
-        context.close()
+def moving(closing):
+    return lambda *arguments, **options: closing(Moving(*arguments, n_ctx=1024, threads=2, **options))
 
 
 @pytest.mark.parametrize("most", [120, 60])  # gaps are enough, and they are not
@@ -167,8 +159,7 @@ def test_contexts_that_turn_otherwise_than_their_model(tiny, moving, of):
 def test_rows_of_an_answer_that_a_policy_bounds_turn(native, tiny, decode, most):
     """Heads drop rows while the answer comes; of a copy only the copy turns."""
     model = tiny("qwen3").model
-    context = TinyContext(model, pykvedge.plan("h2o", 0.3, decode=decode), "f32", n_ctx=1024)
-    try:
+    with TinyContext(model, pykvedge.plan("h2o", 0.3, decode=decode), "f32", n_ctx=1024) as context:
         for tokens in (random_tokens(150), *([t] for t in random_tokens(45, 1))):
             context.decode(tokens)
         context.llama.llama_memory_seq_cp(context.memory, 0, 1, -1, -1)
@@ -189,8 +180,6 @@ def test_rows_of_an_answer_that_a_policy_bounds_turn(native, tiny, decode, most)
         context.n[1] = most
         context.decode([7], [8])
         assert context.n == {0: 196, 1: most + 1}
-    finally:
-        context.close()
 
 
 @pytest.mark.parametrize("kv_type", ["f16", "bf16"])
@@ -275,14 +264,11 @@ def test_nothing_changes_where_positions_fit(tiny, moving):
     ("llama", "q8_0", "stored as q8_0"),
 ])  # fmt: skip
 def test_what_cannot_turn_is_refused(native, tiny, kind, kv_type, why):
-    context = TinyContext(tiny(kind).model, pykvedge.plan("h2o", 0.2), kv_type)
-    try:
+    with TinyContext(tiny(kind).model, pykvedge.plan("h2o", 0.2), kv_type) as context:
         context.decode([5 + t % 390 for t in random_tokens(100)])
         with pytest.raises(UnsupportedError, match=why):
             context.cache.renumber(100, 50)
         context.decode([7, 8, 9])  # at 100: nothing has changed
-    finally:
-        context.close()
 
 
 def test_calls_that_fit_no_sequence_are_refused(tiny, moving):

@@ -138,9 +138,6 @@ class Twice(TinyContext):
                 self.decode(part.tolist())
         self.n[0] = n
 
-    def logits(self):
-        return np.ctypeslib.as_array(self.llama.llama_get_logits_ith(self.context, -1), (256,)).copy()
-
     def scores(self):
         return [libkvedge.pending_scores(self.cache, i) for i in range(len(self.cache.lengths()))]
 

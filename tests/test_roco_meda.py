@@ -1,34 +1,20 @@
 """RoCo and MEDA: the definitions against the papers' equations in plain loops; roundings that released codes have."""
 
-import ctypes
 import math
 
 import numpy as np
 import oracles
 import pytest
-from arrays import prompt
+from arrays import defined, layer_of, prompt, prompt_of
+from batches import send
+from contexts import TinyContext
 from test_parity import assert_same
 
 import pykvedge
 from pykvedge.plans.registry import member
 from pykvedge.reference.engine import select
 from pykvedge.reference.stages.allocator.entropy import layer_shares
-from pykvedge.reference.stages.base import Layer, Prompt
-
-
-def layer_of(p, i=0):
-    return Layer(p.q[i], p.k[i], p.v[i], p.image_mask, i)
-
-
-def run(plan, p):
-    return pykvedge.compress(plan, *p.arguments, engine="numpy", kv_type="f32")
-
-
-def prompt_of(p, budget, **more):
-    n_layers, n_heads_kv, n_tokens, _ = p.k.shape
-    layers = tuple(layer_of(p, i) for i in range(n_layers))
-    return Prompt(np.zeros((n_layers, n_heads_kv, n_tokens)), p.image_mask, budget, layers=layers, **more)
-
+from pykvedge.reference.stages.base import Prompt
 
 # RoCo
 
@@ -59,7 +45,7 @@ def test_early_tokens_gain_nothing_from_being_seen_by_more():
 @pytest.mark.parametrize("ratio", [0.1, 0.35, 0.5, 0.9])
 def test_roco_keeps_sinks_the_end_what_varies_and_the_largest_means(n_tokens, ratio):
     p, n = prompt(n_tokens, layers=1), oracles.budget(n_tokens, ratio)
-    kept = run(pykvedge.plan("roco", ratio), p).kept[0]
+    kept = defined(pykvedge.plan("roco", ratio), p).kept[0]
     for h in range(2):
         moments = oracles.mean_and_deviation([p.q[0, 2 * h + g].tolist() for g in range(2)], p.k[0, h].tolist())
         assert kept[h].tolist() == oracles.robust(*moments, n)
@@ -166,12 +152,13 @@ def test_meda_is_lookm_with_other_budgets():
 
 def test_official_roundings_can_miss_the_total():
     p = prompt(700, layers=6, size=8)
-    pyramid = [len(h[0]) for h in run(pykvedge.plan("pyramidkv", 0.1, **{"allocator.rounding": "official"}), p).kept]
+    plan = pykvedge.plan("pyramidkv", 0.1, **{"allocator.rounding": "official"})
+    pyramid = [len(h[0]) for h in defined(plan, p).kept]
     base = 70 - 32
     step = (2 * base - 2 * (base // 20)) // 5
     assert pyramid == [2 * base - base // 20 - i * step + 32 for i in range(6)] and sum(pyramid) > 420
     one = prompt(200, layers=1)
-    assert len(run(pykvedge.plan("pyramidkv", 0.5, **{"allocator.rounding": "official"}), one).kept[0][0]) == 100
+    assert len(defined(plan.with_(budget=0.5), one).kept[0][0]) == 100
 
     scores = np.random.default_rng(4).random((3, 4, 60)) ** 3
     settings = {"floor": 0.3, "normalize": False, "budget_score": "attention"}
@@ -199,17 +186,17 @@ def test_adaptive_budgets_go_by_attention_or_by_the_mixture():
     assert allocate(given, {**settings, "budget_score": "attention"}).tolist() == [[1, 19]]
     p = prompt(120, layers=1)
     counts = {
-        score: [len(h) for h in run(pykvedge.plan("mixkv-ada", 60, **{"allocator.budget_score": score}), p).kept[0]]
+        score: [len(h) for h in defined(pykvedge.plan("mixkv-ada", 60, **{"allocator.budget_score": score}), p).kept[0]]
         for score in ("attention", "mix")
     }
-    by_attention = run(pykvedge.plan("mixkv-ada", 60, scorer="window"), p)
+    by_attention = defined(pykvedge.plan("mixkv-ada", 60, scorer="window"), p)
     assert counts["attention"] == [len(h) for h in by_attention.kept[0]] != counts["mix"]
 
 
 def test_the_filter_merges_what_is_at_least_as_similar_as_the_mean():
     p = prompt(40, layers=1, size=8)
     plan = pykvedge.plan("lookm", 0.4, reducer="weighted", **{"reducer.sim_filter": True})
-    result = run(plan, p)
+    result = defined(plan, p)
     for h in range(2):
         k, v, kept = p.k[0, h].tolist(), p.v[0, h].tolist(), result.kept[0][h].tolist()
         best = {
@@ -227,47 +214,23 @@ def test_the_filter_merges_what_is_at_least_as_similar_as_the_mean():
 # in the running model
 
 
-class Context:
-    """A tiny model whose KV memory libkvedge owns, with one thread and ubatches of a size."""
+class Context(TinyContext):
+    """A tiny model with ubatches of a size, whose prompts are compressed when that is said."""
 
     def __init__(self, model, plan, n_ubatch):
-        from pykvedge.library import libkvedge
-        from pykvedge.native import libraries
+        self.n_ubatch = n_ubatch
+        super().__init__(model, plan, "f32", n_ctx=2048)
+        self.cache.set_auto_compress(False)
 
-        self.llama = libraries.llama()
-        self._silent = self.llama.llama_log_callback(lambda level, text, data: None)
-        self.llama.llama_log_set(self._silent, None)
-        self.model = self.llama.llama_model_load_from_file(str(model).encode(), self.llama.llama_model_default_params())
-        params = self.llama.llama_context_default_params()
-        params.n_ctx, params.n_threads, params.n_threads_batch, params.n_ubatch = 2048, 1, 1, n_ubatch
-        self.context = self.llama.llama_init_from_model(self.model, params)
-        self.cache = libkvedge.Cache(self.context, plan, "f32", auto_compress=False)
-        self.n = 0
+    def _adjust(self, params):
+        params.n_ubatch = self.n_ubatch
 
     def read(self, n, image, seed):
         """n random tokens, or as many random embeddings."""
-        size, rng = self.llama.llama_model_n_embd_inp(self.model), np.random.default_rng(seed)
-        batch = self.llama.llama_batch_init(n, size if image else 0, 1)
-        rows = rng.standard_normal((n, size)).astype(np.float32)
-        if image:
-            ctypes.memmove(batch.embd, rows.ctypes.data, rows.nbytes)
-        batch.n_tokens = n
-        for i, token in enumerate(rng.integers(5, 1000, n)):
-            if not image:
-                batch.token[i] = int(token)
-            batch.pos[i], batch.n_seq_id[i], batch.seq_id[i][0], batch.logits[i] = self.n + i, 1, 0, i == n - 1
-        assert self.llama.llama_decode(self.context, batch) == 0
-        self.llama.llama_batch_free(batch)
-        self.n += n
-
-    def held(self):
-        lengths = self.cache.lengths()
-        return [[self.cache.tokens(i, h) for h in range(len(heads))] for i, heads in enumerate(lengths)]
-
-    def close(self):
-        self.cache.detach()
-        self.llama.llama_free(self.context)
-        self.llama.llama_model_free(self.model)
+        rng, at = np.random.default_rng(seed), self.n[0]
+        rows = rng.standard_normal((n, self.llama.llama_model_n_embd_inp(self.model)))
+        assert send(self.context, range(at, at + n), rng.integers(5, 1000, n), rows if image else None) == 0
+        self.n[0] += n
 
 
 @pytest.mark.parametrize("method", ["roco", "meda"])

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from attached import held
 
 import pykvedge
 from pykvedge.models.composer import Composer
@@ -32,11 +33,6 @@ def took(driver, sequence, ahead, most):
     part, rest = split(piece, most)
     driver.decode(sequence, part, want_logits and rest is None)
     return part.n_tokens
-
-
-def kept(driver, sequence):
-    lengths = driver.cache.lengths(sequence.number)
-    return [[driver.cache.tokens(i, h, sequence.number) for h in range(len(heads))] for i, heads in enumerate(lengths)]
 
 
 def read(driver, number, tokens):
@@ -86,7 +82,7 @@ def test_a_second_pass_that_is_closed_is_taken_back(driver):
         assert sequence.n_past == sequence.n_cells == len(A) == driver.cache.stats(1).n_tokens
     sequence.run(sequence.again(chunks, keep_logits=False), "again", silent, None)
     driver.cache.compress(1)
-    assert kept(driver, sequence) == kept(driver, undisturbed)
+    assert held(driver.cache, sequence.number) == held(driver.cache, undisturbed.number)
 
 
 def test_a_second_pass_leaves_the_logits_of_the_prompt(driver):
@@ -116,9 +112,10 @@ def test_a_snapshot_and_a_copy_go_on_alike(driver):
         one.read([TextPiece(B)])
         one.compress()
         one.extend(7)
-        said.append((np.array([*logits, driver.context.logits()]), kept(driver, one), one.n_past, one.measure()))
-    for logits, held, n_past, kv in said[1:]:
-        assert np.array_equal(logits, said[0][0]) and held == said[0][1] and n_past == said[0][2]
+        logits = np.array([*logits, driver.context.logits()])
+        said.append((logits, held(driver.cache, one.number), one.n_past, one.measure()))
+    for logits, kept, n_past, kv in said[1:]:
+        assert np.array_equal(logits, said[0][0]) and kept == said[0][1] and n_past == said[0][2]
         assert kv.kept_per_layer == said[0][3].kept_per_layer
     copy.drop()
     assert driver.cache.stats(2).n_tokens == copy.n_past == 0

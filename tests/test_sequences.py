@@ -1,7 +1,9 @@
 """Several sequences in one context, and what llama.cpp's memory calls do to them."""
 
+import batches
 import numpy as np
 import pytest
+from attached import held
 from contexts import TinyContext, random_tokens
 from test_provider import divergence
 
@@ -43,15 +45,8 @@ PLANS = {  # sequence -> its plan, and the length of its prompt
 
 def send(context, items):
     """One batch of (token, position, sequence, wants logits)."""
-    llama = context.llama
-    batch = llama.llama_batch_init(len(items), 0, 1)
-    batch.n_tokens = len(items)
-    for i, (token, position, sequence, wants) in enumerate(items):
-        batch.token[i], batch.pos[i], batch.n_seq_id[i], batch.seq_id[i][0] = token, position, 1, sequence
-        batch.logits[i] = wants
-    status = llama.llama_decode(context.context, batch)
-    llama.llama_batch_free(batch)
-    return status
+    tokens, positions, sequences, wants = zip(*items, strict=True)
+    return batches.send(context.context, positions, tokens, sequences=sequences, wants=wants)
 
 
 def converse(context, sequences):
@@ -63,24 +58,12 @@ def converse(context, sequences):
     assert send(context, items) == 0
     for step in range(20):
         assert send(context, [(40 + s, PLANS[s][1] + step, s, True) for s in sequences]) == 0
-    cache = context.cache
-    return {
-        s: [[cache.tokens(i, h, s) for h in range(len(heads))] for i, heads in enumerate(cache.lengths(s))]
-        for s in sequences
-    }
+    return {s: held(context.cache, s) for s in sequences}
 
 
 @pytest.fixture
-def many(native, tiny):
-    made = []
-
-    def make(plan):
-        made.append(TinyContext(tiny("qwen3").model, plan, n_seq=6))
-        return made[-1]
-
-    yield make
-    for context in made:
-        context.close()
+def many(closing, tiny):
+    return lambda plan: closing(TinyContext(tiny("qwen3").model, plan, n_seq=6))
 
 
 def test_five_sequences_with_plans_of_their_own(many):
@@ -91,10 +74,10 @@ def test_five_sequences_with_plans_of_their_own(many):
     found = converse(together, list(PLANS))
     for sequence, (plan, length) in PLANS.items():
         assert found[sequence] == converse(many(plan), [sequence])[sequence], f"sequence {sequence}, {plan.method}"
-        held = sum(len(head) for layer in found[sequence] for head in layer)
+        n_held = sum(len(head) for layer in found[sequence] for head in layer)
         heads = sum(map(len, found[sequence]))
         growth = 0 if plan.decode == "heavy-hitter" else 20
-        assert held <= heads * (plan.count(length) + growth + 1)
+        assert n_held <= heads * (plan.count(length) + growth + 1)
     lengths = {s: len(kept[0][0]) for s, kept in found.items()}
     assert len(set(lengths.values())) == len(PLANS)
 
@@ -152,8 +135,7 @@ def test_a_batch_that_is_refused_counts_no_tokens(native, tiny):
         rows = []
         for context in contexts:
             context.decode(prompt[:5], prompt[5:9])
-            row = context.llama.llama_get_logits_ith(context.context, -1)
-            rows.append(np.ctypeslib.as_array(row, (1024,)).copy())
+            rows.append(context.logits())
             assert [context.cache.stats(s).n_tokens for s in (0, 1)] == [45, 24]
         np.testing.assert_array_equal(*rows)
     finally:

@@ -21,6 +21,14 @@ def vision_model(request, tiny):
     return tiny(request.param)
 
 
+@pytest.fixture
+def tokens(monkeypatch):
+    """The tokens that are read from now on."""
+    out, decode = [], Context.decode
+    monkeypatch.setattr(Context, "decode", lambda self, new, *rest: (out.extend(new), decode(self, new, *rest))[1])
+    return out
+
+
 def test_pieces_add_up_to_the_text(vision_model, picture_file, native):
     with vision_model.session(pykvedge.plan("lookm")) as session:
         answer = session.ask("What is this?", [picture_file()], SHORT)
@@ -75,47 +83,24 @@ def test_a_chat_of_several_turns_extends_the_compressed_cache(vision_model, pict
         assert session.engine.context.n_cells == session.engine.cache.stats().n_tokens
 
 
-def logits(session):
-    context = session.engine.context
-    return np.ctypeslib.as_array(
-        context.llama.llama_get_logits_ith(context.handle, -1), (session.model.n_vocab,)
-    ).copy()
-
-
 @pytest.mark.parametrize("kind", ["llama", "qwen2vl", "gemma3", "lfm2"])
-def test_nothing_is_lost_between_turns_when_everything_is_kept(tiny, kind, native, monkeypatch):
+def test_nothing_is_lost_between_turns_when_everything_is_kept(tiny, kind, native, tokens):
     """The tokens of two turns, read at once, end with the logits that two turns ended with."""
-    tokens: list[int] = []
-    decode = Context.decode
-
-    def noted(self, new, want_logits):
-        tokens.extend(new)
-        decode(self, new, want_logits)
-
-    monkeypatch.setattr(Context, "decode", noted)
     with tiny(kind).session() as by_turns:
         by_turns.ask("What is this?", sampling=Sampling(max_tokens=6)).read()
         by_turns.ask("And what else?", sampling=Sampling(max_tokens=1))
         context = by_turns.engine.context
         assert context.n_cells == len(tokens) == by_turns.engine.cache.stats().n_tokens
-        expected = logits(by_turns)
-    monkeypatch.undo()
+        expected = by_turns.engine.context.logits().copy()
+    read = [TextPiece([*tokens])]
     with tiny(kind).session() as at_once:
-        at_once.engine.make_room([TextPiece(tokens)], at_once.plan)
-        at_once.engine.prefill([TextPiece(tokens)], silent, None)
-        np.testing.assert_allclose(logits(at_once), expected, atol=0.02 * np.abs(expected).max())
+        at_once.engine.make_room(read, at_once.plan)
+        at_once.engine.prefill(read, silent, None)
+        np.testing.assert_allclose(at_once.engine.context.logits(), expected, atol=0.02 * np.abs(expected).max())
 
 
 @pytest.mark.parametrize("images", [0, 1])
-def test_a_conversation_begins_with_one_bos_and_later_turns_with_none(tiny, picture_file, native, monkeypatch, images):
-    tokens: list[int] = []
-    decode = Context.decode
-
-    def noted(self, new, want_logits):
-        tokens.extend(new)
-        decode(self, new, want_logits)
-
-    monkeypatch.setattr(Context, "decode", noted)
+def test_a_conversation_begins_with_one_bos_and_later_turns_with_none(tiny, picture_file, native, tokens, images):
     with tiny("llava").session() as session:
         bos = session.model.llama.llama_vocab_bos(session.model.vocab)
         say(session, "Hello", [picture_file()] * images, Sampling(max_tokens=2))

@@ -15,13 +15,7 @@ from contexts import TinyContext, random_tokens
 from conversations import LONG, PLANS, SHORT, WORDS, a_plan, fingerprint_of, say
 
 import pykvedge
-from pykvedge.errors import (
-    ContextError,
-    SessionFileError,
-    StateError,
-    UnsupportedError,
-    UsageError,
-)
+from pykvedge.errors import ContextError, SessionFileError, StateError, UnsupportedError, UsageError
 from pykvedge.runtime.interrupt import CancelledError
 from pykvedge.runtime.sampling import Sampling
 from pykvedge.runtime.sessionfile import fingerprint
@@ -31,9 +25,8 @@ def state(session):
     """Everything that the next token depends on."""
     cache, context = session.engine.cache, session.engine.context
     stats, lengths = cache.stats(), cache.lengths()
-    logits = np.ctypeslib.as_array(context.llama.llama_get_logits_ith(context.handle, -1), (session.model.n_vocab,))
     return {
-        "logits": logits.copy(),
+        "logits": context.logits().copy(),
         "tokens": [cache.tokens(i, h) for i in range(len(lengths)) for h in range(len(lengths[i]))],
         "stats": [stats.n_tokens, stats.n_image_tokens, stats.n_compressions, stats.n_pending],
         "bytes": stats.bytes,
@@ -127,7 +120,7 @@ def test_the_demo_model_answers_alike(kvedge, native, tmp_path):
     picture = Path(__file__).parent.parent / "examples" / "scene-1.png"
     file = tmp_path / "talk.kvs"
     questions = ("How many red objects are there?", "What color is the circle?", "And the square?")
-    with pykvedge.Session(*demo_files(), pykvedge.plan("lookm", 0.3), threads=THREADS) as session:
+    with pykvedge.Session(plan=pykvedge.plan("lookm", 0.3), threads=THREADS) as session:
         expected = [say(session, q, [picture] * (i == 0)).text for i, q in enumerate(questions)]
     for i, question in enumerate(questions):
         first = ["--image", picture, "--method", "lookm", "--budget", "0.3"] if i == 0 else []
@@ -138,11 +131,6 @@ def test_the_demo_model_answers_alike(kvedge, native, tmp_path):
         assert done.json["text"] == expected[i] and (done.json["method"], done.json["budget"]) == ("lookm", 0.3)
         saved = {"path": str(file), "loaded": i > 0, "turns": i + 1, "file_bytes": file.stat().st_size, "error": ""}
         assert done.json["session"] == saved
-
-
-def demo_files():
-    data = Path(pykvedge.__file__).parent / "data"
-    return data / "demo-model.gguf", data / "demo-mmproj.gguf"
 
 
 def test_the_file_costs_what_the_rows_cost(saved):
@@ -253,22 +241,20 @@ def test_other_models_types_and_contexts_are_refused(saved, tiny, native):
 
 def test_a_sequence_loads_beside_another(tiny, native, tmp_path):
     """Loaded into a second sequence of the same context, it gives the logits of the first."""
-    context, name = TinyContext(tiny("llama").model, pykvedge.plan("h2o", 0.3, decode="sliding")), tmp_path / "s.kvs"
-    llama, cache = context.llama, context.cache
-    try:
+    name = os.fsencode(tmp_path / "s.kvs")
+    with TinyContext(tiny("llama").model, pykvedge.plan("h2o", 0.3, decode="sliding")) as context:
+        cache = context.cache
         context.decode(random_tokens(150))
         for step in range(40):
             context.decode(random_tokens(1, step))
-        cache.save(os.fsencode(name), "m", b"a note")
-        cache.load(os.fsencode(name), "m", sequence=1)
+        cache.save(name, "m", b"a note")
+        cache.load(name, "m", sequence=1)
         context.n[1] = context.n[0]
         assert context.held(1) == context.held(0)
         context.decode([77])
-        expected = llama.llama_get_logits_ith(context.context, -1)[:900]
+        expected = context.logits()
         context.decode([], [77])
-        np.testing.assert_allclose(llama.llama_get_logits_ith(context.context, -1)[:900], expected, atol=1e-5)
+        np.testing.assert_allclose(context.logits(), expected, atol=1e-5)
         assert context.held(1) == context.held(0)
         with pytest.raises(UsageError, match="no sequence 2"):
-            cache.load(os.fsencode(name), "m", sequence=2)
-    finally:
-        context.close()
+            cache.load(name, "m", sequence=2)

@@ -5,7 +5,7 @@ import struct
 
 import numpy as np
 import pytest
-from attached import profiles
+from attached import held, profiles
 from choosing import distinct
 from contexts import TinyContext, random_tokens
 from conversations import SHORT, WORDS, reframed, say
@@ -39,10 +39,7 @@ def budget_of(method):
 def state(session):
     """What the next token depends on, and what was chosen."""
     cache, context = session.engine.cache, session.engine.context
-    logits = np.ctypeslib.as_array(context.llama.llama_get_logits_ith(context.handle, -1), (session.model.n_vocab,))
-    lengths = cache.lengths()
-    kept = [[cache.tokens(i, h) for h in range(len(heads))] for i, heads in enumerate(lengths)]
-    return kept, logits.copy(), session.messages[-1].text
+    return held(cache), context.logits().copy(), session.messages[-1].text
 
 
 def talk(model, plan, file=None, turns=TURNS, **settings):
@@ -107,8 +104,7 @@ def test_windowed_layers_go_back_as_far_as_they_can(tiny, native, n, taken):
     """llama.cpp reuses the cells of a window that is left behind: a long answer cannot be taken back."""
     seen = []
     for answer in (random_tokens(n, 2), []):
-        context = Windowed(tiny("gemma3").model, pykvedge.plan("full"), n_ctx=4096, n_seq=1)
-        try:
+        with Windowed(tiny("gemma3").model, pykvedge.plan("full"), n_ctx=4096, n_seq=1) as context:
             context.cache.keep("ram")
             context.decode(random_tokens(300, 1))
             context.cache.compress()
@@ -119,9 +115,7 @@ def test_windowed_layers_go_back_as_far_as_they_can(tiny, native, n, taken):
                 assert context.cache.stats().n_tokens == 300 + (0 if taken else n)
                 context.n[0] -= n if taken else 0
             context.decode(random_tokens(40, 3))
-            seen.append(np.ctypeslib.as_array(context.llama.llama_get_logits_ith(context.context, -1), (1000,)).copy())
-        finally:
-            context.close()
+            seen.append(context.logits())
     assert not taken or np.array_equal(*seen)
 
 

@@ -23,17 +23,8 @@ def feed(context, sizes, seed=0):
 
 
 @pytest.fixture
-def opened(native, tiny):
-    """opened(plan, kind, **settings) -> TinyContext, closed at the end."""
-    made = []
-
-    def make(plan, kind="llama", **settings):
-        made.append(TinyContext(tiny(kind).model, plan, **settings))
-        return made[-1]
-
-    yield make
-    for context in made:
-        context.close()
+def opened(closing, tiny):
+    return lambda plan, kind="llama", **settings: closing(TinyContext(tiny(kind).model, plan, **settings))
 
 
 @pytest.mark.parametrize(("scorer", "part", "sign"), [("knorm", 0, -1), ("vnorm", 1, 1)])
@@ -116,10 +107,8 @@ def test_nothing_changes_while_the_bound_is_ample(opened):
             context.decode(random_tokens(50, i))
             if plan.method != "full":
                 context.cache.compress_stream()
-        n_vocab = context.llama.llama_vocab_n_tokens(context.llama.llama_model_get_vocab(context.model))
         for _ in range(20):
-            logits = np.ctypeslib.as_array(context.llama.llama_get_logits_ith(context.context, -1), (n_vocab,))
-            out.append(int(logits.argmax()))
+            out.append(int(context.logits().argmax()))
             context.decode([out[-1]])
             if plan.method != "full":
                 context.cache.compress_stream()
@@ -231,8 +220,7 @@ def test_the_last_attention_is_watched_until_it_is_compressed(opened):
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 def test_the_system_sees_no_growth(native, tiny):
     model = tiny("llama", n_layers=2, n_heads=8, n_heads_kv=8, head_size=128, weight="q8_0").model
-    context = TinyContext(model, pykvedge.plan("h2o", 512), n_ctx=1024)
-    try:
+    with TinyContext(model, pykvedge.plan("h2o", 512), n_ctx=1024) as context:
         sizes = []
         for i in range(32):
             feed(context, [256], i)
@@ -241,5 +229,3 @@ def test_the_system_sees_no_growth(native, tiny):
         assert context.cache.stats().bytes >= 512 * row
         # a fifteenth of what came would be seen, a step that the C library's heap takes once would not
         assert max(sizes[4:]) - sizes[4] <= 28 * 256 * row / 2**20 / 15, sizes
-    finally:
-        context.close()
