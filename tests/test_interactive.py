@@ -73,11 +73,26 @@ class Terminal:
         while text not in self.seen and time.monotonic() < end:
             self.read(0.2)
 
+    def shows(self, text, seconds=60):
+        """Reads until the text and then the next prompt have appeared; returns what was there before the text."""
+        before = self.wait_for(text, seconds)
+        self.wait_for(PROMPT)
+        return before
+
+    def enter(self, line, shown):
+        """Types a line, and reads what it shows and the next prompt."""
+        self.type(line + "\n")
+        return self.shows(shown)
+
     def answer(self):
         """The text up to the line of figures and the next prompt."""
-        text = self.wait_for("tok/s")
-        self.wait_for(PROMPT)
-        return text
+        return self.shows("tok/s")
+
+    def leave(self):
+        """Ends the program where the test has not."""
+        if self.pid:
+            self.type("/exit\n")
+            assert self.exit_code() == 0
 
     def exit_code(self, seconds=60, pressing=""):
         """pressing: a key that is pressed again and again meanwhile."""
@@ -119,9 +134,13 @@ def terminal(environment, state):
         opened[-1].wait_for(PROMPT)
         return opened[-1]
 
-    yield start
-    for t in opened:
-        t.close()
+    try:
+        yield start
+        for t in opened:
+            t.leave()
+    finally:
+        for t in opened:
+            t.close()
 
 
 @pytest.fixture
@@ -132,8 +151,7 @@ def llava(tiny):
 def test_a_conversation_with_an_image(terminal, llava, picture_file):
     t = terminal(*llava)
     t.type(f"/image {picture_file()}\n")
-    assert "80 x 60" in t.wait_for("goes with the next message") + "80 x 60"
-    t.wait_for(PROMPT)
+    assert "80 x 60" in t.shows("goes with the next message") + "80 x 60"
     t.type("What is this?\n")
     assert "(16 image)" in t.answer()
     t.type("And what else?\n")
@@ -190,69 +208,47 @@ def test_commands(terminal, llava, picture_file):
         ("/budget 0.5", "keeps everything"),
         ("<image> what?", "the prompt has 1 place for images (<image>), and no images were given"),
     ]:
-        t.type(typed + "\n")
-        t.wait_for(shown)
-        t.wait_for(PROMPT)
-    t.type("Hello\n")
-    assert "image" not in t.answer()  # cleared before it was sent
+        t.enter(typed, shown)
+    assert "image" not in question(t, "Hello")  # cleared before it was sent
     t.type("/stats\n")
     t.wait_for("tokens: prompt")
-    t.wait_for("rss: ")
-    t.wait_for(PROMPT)
+    t.shows("rss: ")
     t.type("\x04")
     assert t.exit_code() == 0
 
 
 def question(t, text):
-    t.type(text + "\n")
-    return t.answer()
+    return t.enter(text, "tok/s")
 
 
 def test_a_message_is_put_again_and_taken_back(terminal, llava, picture_file):
     t = terminal(*llava, "--method", "lookm")
     question(t, "What is this? Tell me all about it.")
-    t.type(f"/image {picture_file()}\n")
-    t.wait_for("image 1: ")
-    t.wait_for(PROMPT)
+    t.enter(f"/image {picture_file()}", "image 1: ")
     second = question(t, "And that?")
     assert "(16 image)" in second
     again = question(t, "/retry").replace("image, 1 from the cache)", "image)")  # it was encoded the first time
     figures = re.compile(r"prompt \d+ tokens.*? \| KV [^|]*")
     assert figures.search(again)[0] == figures.search(second)[0]
-    t.type("/stats\n")
-    t.wait_for("undo: ")
-    t.wait_for(PROMPT)
-    t.type("/undo\n")
-    t.wait_for("taken back: And that? and its 1 image")
-    t.wait_for(PROMPT)
-    t.type("/undo\n")
-    t.wait_for("one can be")
-    t.wait_for(PROMPT)
+    t.enter("/stats", "undo: ")
+    t.enter("/undo", "taken back: And that? and its 1 image")
+    t.enter("/undo", "one can be")
     assert "image" not in question(t, "And that?")
     t.type("/clear\n")
     t.wait_for(PROMPT)
     assert "of the last answer" in second and "of the last answer" not in question(t, "Hello")
-    t.type("/exit\n")
-    assert t.exit_code() == 0
 
 
 def test_a_message_that_was_taken_back_is_put_again(terminal, llava, picture_file):
     t = terminal(*llava)
     first = question(t, f"{picture_file()} What is this?")
-    t.type("/undo\n")
-    t.wait_for("taken back: What is this? and its 1 image")
-    t.wait_for(PROMPT)
+    t.enter("/undo", "taken back: What is this? and its 1 image")
     again = question(t, "/retry")
     assert "(16 image, 1 from the cache)" in again and "(16 image)" in first
-    t.type("/undo\n/undo\n")
-    t.wait_for("there is no message to take back")
-    t.wait_for(PROMPT)
+    t.enter("/undo\n/undo", "there is no message to take back")
     t.type("word " * 3000 + "\n")  # too long
-    t.wait_for("kvedge: error: ")
-    t.wait_for(PROMPT)
-    t.type("/set seed 1\n/retry\n")
-    t.wait_for("kvedge: error: ")
-    t.wait_for(PROMPT)
+    t.shows("kvedge: error: ")
+    t.enter("/set seed 1\n/retry", "kvedge: error: ")
     t.type("\x04")
     assert t.exit_code() == 0
 
@@ -261,21 +257,13 @@ def test_without_copies_there_is_no_way_back(terminal, llava):
     t = terminal(*llava, "--no-undo")
     question(t, "Hello")
     question(t, "And?")
-    t.type("/undo\n")
-    t.wait_for("cannot be taken back")
-    t.wait_for(PROMPT)
-    t.type("/exit\n")
-    assert t.exit_code() == 0
+    t.enter("/undo", "cannot be taken back")
 
 
 def test_a_stream_says_why_nothing_is_taken_back(terminal, llava):
     t = terminal(*llava, "--stream", "--method", "snapkv", "--budget", "64")
     question(t, "Hello")
-    t.type("/retry\n")
-    t.wait_for("a stream forgets what it has read")
-    t.wait_for(PROMPT)
-    t.type("/exit\n")
-    assert t.exit_code() == 0
+    t.enter("/retry", "a stream forgets what it has read")
 
 
 def test_a_message_of_several_lines_is_one(terminal, llava, kvedge):
@@ -286,8 +274,6 @@ def test_a_message_of_several_lines_is_one(terminal, llava, kvedge):
         assert re.findall(r"prompt (\d+) tokens", t.answer()) == [str(expected)]
         t.type("/clear\n")
         t.wait_for(PROMPT)
-    t.type("/exit\n")
-    assert t.exit_code() == 0
 
 
 def test_a_paste_of_two_lines_is_one_message_with_plain_figures(terminal, llava, kvedge, environment, monkeypatch):
@@ -299,8 +285,6 @@ def test_a_paste_of_two_lines_is_one_message_with_plain_figures(terminal, llava,
     assert "tok/s" not in t.seen  # it waits for Enter
     assert re.findall(r"prompt (\d+) tokens", question(t, "")) == [str(expected)]
     assert "\x1b[2m" not in t.raw
-    t.type("/exit\n")
-    assert t.exit_code() == 0
 
 
 def test_pictures_are_dragged_into_a_message(terminal, llava, picture_file, tmp_path):
@@ -309,15 +293,11 @@ def test_pictures_are_dragged_into_a_message(terminal, llava, picture_file, tmp_
     t = terminal(*llava)
     said = question(t, f"{tmp_path}/the\\ cat.png what is it?")
     assert "added the cat.png as image 1\n" in said and "(16 image)" in said
-    t.type(f"file://{tmp_path}/the%20cat.png\n")
-    t.wait_for("added the cat.png as image 2; it goes with the next message")
-    t.wait_for(PROMPT)
+    t.enter(f"file://{tmp_path}/the%20cat.png", "added the cat.png as image 2; it goes with the next message")
     said = question(t, "And in nowhere.png?")
     assert "there is no file nowhere.png; it stays text" in said and "(16 image, 1 from the cache)" in said
     (tmp_path / "broken.png").write_bytes(b"no picture")
-    t.type(f"what is '{tmp_path}/broken.png'?\n")
-    t.wait_for("kvedge: error: ")
-    t.wait_for(PROMPT)
+    t.enter(f"what is '{tmp_path}/broken.png'?", "kvedge: error: ")
     t.type("/bye\n")
     assert t.exit_code() == 0
 
@@ -333,17 +313,11 @@ def test_tab_completes_commands_and_paths(terminal, llava, picture_file, tmp_pat
     t.wait_for("holiday\\ photos/")
     t.type("the\t")
     t.wait_for("the\\ cat.png")
-    t.type("\n")
-    t.wait_for("image 1: the cat.png")
-    t.wait_for(PROMPT)
+    t.enter("", "image 1: the cat.png")
     t.type(f"/image '{tmp_path}/hol\t")
     t.wait_for("holiday photos/")
-    t.type("the\t\n")
-    t.wait_for("image 2: the cat.png")
-    t.wait_for(PROMPT)
-    t.type("/method loo\t\n")
-    t.wait_for("method lookm, budget 0.2")
-    t.wait_for(PROMPT)
+    t.enter("the\t", "image 2: the cat.png")
+    t.enter("/method loo\t", "method lookm, budget 0.2")
     t.type("/set scorer.\t\x15/exit\n")
     assert t.exit_code() == 0
 
@@ -377,11 +351,9 @@ def test_a_history_that_cannot_be_kept_is_one_line(terminal, llava, state):
     state.write_text("a file where a folder should be")
     t = terminal(*llava)
     assert "chat-history cannot be written" in t.raw
-    t.type("/exit\n")
-    assert t.exit_code() == 0
 
 
-def test_a_conversation_that_is_taken_up_says_what_it_holds(environment, state, saved, kvedge):
+def test_a_conversation_that_is_taken_up_says_what_it_holds(environment, state, saved, kvedge, closing):
     model, file = saved
     arguments = [*model.arguments(), "--session", str(file), "--max-tokens", "4"]
     holds = r"s\.kvs holds 1 answer, 1 image, (\d+) tokens of which (\d+) KV pairs a head are kept in [\d.]+ KiB, "
@@ -389,30 +361,22 @@ def test_a_conversation_that_is_taken_up_says_what_it_holds(environment, state, 
     found = re.match(holds + r"method lookm, budget 0\.25\n", done.err)
     assert found and 0 < int(found[2]) < int(found[1]), done.err
     assert "s.kvs" not in kvedge("chat", *arguments, "--quiet", "And?").err
-    t = Terminal(["chat", *arguments], {**environment, **XTERM, "XDG_STATE_HOME": str(state)})
-    try:
-        t.wait_for("s.kvs holds 3 answers, 1 image")
-        t.wait_for(PROMPT)
-        t.type("/undo\n")
-        t.wait_for("there is no message to take back")
-        question(t, "More?")
-        t.type("/undo\n")
-        t.wait_for("taken back: More?")
-        t.type("/exit\n")
-        assert t.exit_code() == 0
-    finally:
-        t.close()
+    t = closing(Terminal(["chat", *arguments], {**environment, **XTERM, "XDG_STATE_HOME": str(state)}))
+    t.shows("s.kvs holds 3 answers, 1 image")
+    t.type("/undo\n")
+    t.wait_for("there is no message to take back")
+    question(t, "More?")
+    t.type("/undo\n")
+    t.wait_for("taken back: More?")
+    t.type("/exit\n")
+    assert t.exit_code() == 0
 
 
 def test_errors_do_not_end_the_conversation(terminal, llava):
     t = terminal(*llava, "--ctx", "256")
     t.type("word " * 150 + "\n")
-    t.wait_for("kvedge: error: the prompt has")
-    t.wait_for(PROMPT)
-    t.type("Hello\n")
-    assert t.answer()
-    t.type("/exit\n")
-    assert t.exit_code() == 0
+    t.shows("kvedge: error: the prompt has")
+    assert question(t, "Hello")
 
 
 def test_ctrl_c_stops_the_answer_and_not_the_program(terminal, llava):
@@ -422,11 +386,7 @@ def test_ctrl_c_stops_the_answer_and_not_the_program(terminal, llava):
     time.sleep(1.0)
     t.type("\x03")
     assert t.answer()
-    t.type("/stats\n")
-    t.wait_for("tokens: prompt")
-    t.wait_for(PROMPT)
-    t.type("/exit\n")
-    assert t.exit_code() == 0
+    t.enter("/stats", "tokens: prompt")
 
 
 def test_a_question_that_was_stopped_can_be_edited(terminal, llava):
@@ -438,28 +398,22 @@ def test_a_question_that_was_stopped_can_be_edited(terminal, llava):
     t.wait_for("word word word")
     t.type("\x03")  # clears it
     assert int(re.findall(r"prompt (\d+) tokens", question(t, "Hello"))[0]) < 100
-    t.type("/exit\n")
-    assert t.exit_code() == 0
 
 
 def test_ctrl_c_twice_at_an_empty_prompt_leaves(terminal, llava):
     t = terminal(*llava)
     t.interrupt("Ctrl-C again")
     t.wait_for(PROMPT)
-    t.type("Hello\n")
-    assert t.answer()  # once is forgiven
+    assert question(t, "Hello")  # once is forgiven
     t.interrupt("Ctrl-C again")
     t.wait_for(PROMPT)
     assert t.exit_code(pressing="\x03") == 0
 
 
-def test_json_needs_a_prompt(environment, llava):
-    t = Terminal(["chat", *llava, "--json"], environment)
-    try:
-        t.wait_for("--json needs a PROMPT")
-        assert t.exit_code() == 2
-    finally:
-        t.close()
+def test_json_needs_a_prompt(environment, llava, closing):
+    t = closing(Terminal(["chat", *llava, "--json"], environment))
+    t.wait_for("--json needs a PROMPT")
+    assert t.exit_code() == 2
 
 
 def test_progress_is_shown_on_a_terminal_only(environment, llava, kvedge):
