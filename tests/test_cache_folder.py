@@ -8,11 +8,12 @@ import signal
 import struct
 import subprocess
 import sys
-import threading
 import time
 import zlib
+from functools import partial
 
 import pytest
+from threads import in_threads
 
 from pykvedge.caches.folder import CacheFolder
 from pykvedge.errors import UsageError
@@ -339,11 +340,7 @@ def test_threads_share_a_folder(tmp_path):
                 wrong.append(i)
             folder.put("images", key(i), [data])
 
-    threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads(*(partial(work, i) for i in range(4)))
     assert not wrong and folder.notes() == [] and folder.total_bytes() <= 20_000
 
 

@@ -5,10 +5,12 @@ import random
 import shutil
 import threading
 import time
+from functools import partial
 
 import numpy as np
 import pytest
 from conversations import say
+from threads import in_threads
 
 import pykvedge
 from pykvedge import CancelledError, Sampling, Session, UsageError
@@ -351,12 +353,8 @@ def test_programs_at_the_same_time_share_a_folder(tiny, kvedge, picture_file, tm
             done = kvedge(*arguments, "--image", image, "--cache", tmp_path / "c", "--cache-size", "45KB").json
             said.append((str(image), done["text"], done.get("notes")))
 
-    threads = [threading.Thread(target=work, args=([images[i:] + images[:i]])) for i in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert sorted(said) == sorted((image, text, None) for image, text in expected.items() for _ in threads)
+    in_threads(*(partial(work, images[i:] + images[:i]) for i in range(2)))
+    assert sorted(said) == sorted((image, text, None) for image, text in expected.items() for _ in range(2))
     assert 0 < CacheFolder(tmp_path / "c", 45000).total_bytes() <= 45000
     assert len(list((tmp_path / "c").iterdir())) == 2  # of 16 KiB each, so that one had to go
 

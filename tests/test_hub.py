@@ -14,6 +14,7 @@ import time
 import pytest
 from hubs import HEADERS, MMPROJ, MODEL, REPO, fresh_place, resolve
 from hubserver import HubServer
+from threads import in_threads
 
 import pykvedge
 from pykvedge import HubError, ModelError, UnknownNameError, UnreachableError, UsageError
@@ -291,11 +292,7 @@ def test_more_bytes_than_the_hub_says_are_not_taken(place):
 
 def test_two_that_want_the_same_fetch_it_once(place):
     pairs = []
-    threads = [threading.Thread(target=lambda: pairs.append(resolve(mmproj="none"))) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads(*[lambda: pairs.append(resolve(mmproj="none"))] * 3)
     assert len(set(pairs)) == 1 and len(pairs) == 3
     assert place.hub.sent[MODEL] <= pairs[0].model.stat().st_size + 3 * HEADERS // 2
 

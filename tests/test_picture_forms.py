@@ -3,12 +3,12 @@
 import io
 import os
 import tempfile
-import threading
 import warnings
 
 import numpy as np
 import pytest
 from PIL import ExifTags, Image, ImageOps
+from threads import in_threads
 
 import pykvedge
 from pykvedge import ArrayError, ImageError, Picture, Sampling, UsageError, load_picture
@@ -242,11 +242,7 @@ def test_an_image_whose_file_is_gone(tmp_path):
 
 def test_loading_in_threads_leaves_the_filters_of_warnings_alone():
     before, data = list(warnings.filters), png()
-    threads = [threading.Thread(target=lambda: [load_picture(data) for _ in range(30)]) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads(*[lambda: [load_picture(data) for _ in range(30)]] * 4)
     assert list(warnings.filters) == before
 
 

@@ -4,10 +4,11 @@ import os
 import signal
 import subprocess
 import sys
-import threading
+from functools import partial
 
 import pytest
 from conversations import a_plan, say
+from threads import in_threads
 
 from pykvedge.errors import SessionFileError
 from pykvedge.runtime import sessionlock
@@ -34,11 +35,7 @@ def test_the_second_program_is_told_and_no_turn_is_lost(kvedge, tiny, tmp_path):
                 done.failed(1, "talk.kvs is in use by another kvedge", "wait until that has ended")
                 refused.append(name)
 
-    threads = [threading.Thread(target=ask, args=(name,)) for name in "abc"]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads(*(partial(ask, name) for name in "abc"))
     assert sorted(answered) == list(range(1, len(answered) + 1)) and len(answered) + len(refused) == 9
     last = kvedge(*arguments(model, file, "And now?")).json["session"]
     assert last["turns"] == len(answered) + 1
