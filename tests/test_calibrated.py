@@ -107,17 +107,6 @@ def test_a_share_of_the_prompt_is_kept_whatever_the_budget():
         assert counts_of([[0.5, 0.115], [1.0, 0.0]], 100, budget, share_of="prompt").tolist() == [[50, 12], [100, 1]]
 
 
-@pytest.mark.parametrize("heads", [(4, 4), (4, 2), (4, 1)])
-@pytest.mark.parametrize("scorer", ["window", "mixkv", "expected", "cumulative"])
-def test_both_engines_keep_the_same(native, scorer, heads):
-    cases = ((20, 0.4, "budget", None), (150, 0.2, "prompt", 7), (300, 0.1, "budget", 9))
-    for n_tokens, budget, share_of, recent in cases:
-        given_ = {} if recent is None else {"recent": recent}
-        plan = pykvedge.plan("h2o", budget, scorer=scorer, allocator="calibrated", **given_,
-                             **{"allocator.share_of": share_of})  # fmt: skip
-        assert_same(plan, prompt(n_tokens, heads, layers=3))
-
-
 @pytest.mark.parametrize("scorer", ["mixkv", "window", "knorm"])
 def test_a_model_that_nobody_measured_is_shared_out_by_the_prompt(native, scorer):
     """As allocator ada with its defaults, in both engines; whole or layer by layer."""

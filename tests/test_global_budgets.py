@@ -5,7 +5,6 @@ import math
 import numpy as np
 import pytest
 from arrays import prompt
-from test_parity import assert_same
 
 import pykvedge
 from pykvedge.plans.registry import member
@@ -56,9 +55,3 @@ def test_a_layer_that_is_looked_at_more_keeps_more():
         made = pykvedge.compress(pykvedge.plan("snapkv", 20, allocator="global", **given), p.q, p.k, p.v, engine=engine)
         lengths = np.array([[len(head) for head in layer] for layer in made.kept])
         assert lengths.sum() == 20 * lengths.size and lengths[0].mean() != lengths[1].mean()
-
-
-@pytest.mark.parametrize("method", ["snapkv", "h2o", "mixkv", "lookm"])
-def test_both_engines_share_out_alike(method):
-    for floor in (0.0, 0.2):
-        assert_same(pykvedge.plan(method, 0.3, allocator="global", **{"allocator.floor": floor}), prompt(150, layers=3))

@@ -114,11 +114,6 @@ def test_numbers_that_are_none_are_a_named_error(tmp_path, name, value):
 # ------------------------------------------------------------------------------------------------- never too much
 
 
-@pytest.mark.parametrize("arch", SPECS)
-def test_small_models_are_taken(tmp_path, arch):
-    check_model(written(tmp_path, arch))
-
-
 @pytest.mark.parametrize(("vocabulary", "kind"), [(tokens.spm(32000), "llama"), (tokens.bpe(151936, 151657), "qwen3")])
 def test_vocabularies_of_real_sizes_are_taken(tmp_path, vocabulary, kind):
     path = tmp_path / "m.gguf"
