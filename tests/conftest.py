@@ -305,7 +305,7 @@ def scheduled(demo_model, closing):
 
     def make(park=None, **limits):
         limits = {"slots": 2, "n_ctx": 1024, "memory": 64 << 20, **limits}
-        return closing(Scheduler(demo_model, Limits(**limits), park or Park(None)))
+        return closing(Scheduler(demo_model, Limits(**limits), Park(None) if park is None else park))
 
     return make
 
