@@ -349,3 +349,27 @@ def test_chats_tell_how_long_they_took(server):
     for more in ({}, {"stream_options": {"include_usage": True}}):
         last = streamed(server, "/v1/chat/completions", messages=asks("How long?"), max_tokens=8, **more)[-1]
         assert last["timings"]["prompt_n"] + last["timings"]["cache_n"] == whole["usage"]["prompt_tokens"]
+
+
+# ---------------------------------------------------------------------------------------------------- /v1/messages
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_messages_name_the_stop_text_that_ended_them(server, streams):
+    import anthropic
+
+    client = anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0)
+    asked = {"model": "m", "max_tokens": 20, "messages": [{"role": "user", "content": "Say anything."}]}
+
+    def ended(**more):
+        if not streams:
+            return client.messages.create(**{**asked, **more})
+        with client.messages.stream(**{**asked, **more}) as stream:
+            return stream.get_final_message()
+
+    whole = ended()
+    text = whole.content[0].text
+    assert (whole.stop_reason, whole.stop_sequence) == ("end_turn", None) and len(text) > 3
+    cut = ended(stop_sequences=["nothing", text[2:4]])
+    assert (cut.stop_reason, cut.stop_sequence) == ("stop_sequence", text[2:4])
+    assert ended(max_tokens=1).stop_reason == "max_tokens"

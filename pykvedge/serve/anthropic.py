@@ -16,6 +16,7 @@ from pykvedge.runtime.report import Report
 from pykvedge.serve import completions, errors
 from pykvedge.serve import tools as calling
 from pykvedge.serve.completions import Events, asked, begun, complete, parts, reading_of, streamed, usage, whole
+from pykvedge.serve.job import Job
 from pykvedge.serve.reading import Delta
 from pykvedge.serve.service import Service
 from pykvedge.serve.waiting import Waiting
@@ -159,7 +160,9 @@ async def answer(service: Service, http: HttpRequest) -> Response:
     if given.stream:
         return streamed(_message_events(service, chat, waiting, await begun(waiting)))
     report = (await complete(waiting))[0].report
-    return JSONResponse(_message(service, report, await whole(chat, waiting, 0, report)))
+    said = await whole(chat, waiting, 0, report)
+    why = _ended(chat, waiting.jobs[0], bool(said.calls))
+    return JSONResponse({**_message_head(service), "content": _blocks(said), **why, "usage": _counted(report)})
 
 
 async def count(service: Service, http: HttpRequest) -> Response:
@@ -229,10 +232,13 @@ def _shown(block: TextBlock | ImageBlock | DocumentBlock) -> Object:
     return {"type": "image_url", "image_url": {"url": url}}
 
 
-def _stop_reason(report: Report, called: bool) -> str:
-    if called:
-        return "tool_use"
-    return {"length": "max_tokens", "context": "max_tokens", "stop": "stop_sequence"}.get(report.finish, "end_turn")
+def _ended(chat: ChatRequest, job: Job, called: bool) -> Object:
+    """Says why an answer ended; a stop text of the model's own is an end as any other."""
+    finish, text = job.report.finish, job.stop_text
+    why = "max_tokens" if finish in ("length", "context") else "tool_use" if called else "end_turn"
+    if why == "end_turn" and finish == "stop" and text in (chat.stop or ()):
+        why = "stop_sequence"
+    return {"stop_reason": why, "stop_sequence": text if why == "stop_sequence" else None}
 
 
 def _blocks(said: Said) -> list[Object]:
@@ -257,11 +263,6 @@ def _counted(report: Report) -> Object:
     }
 
 
-def _message(service: Service, report: Report, said: Said) -> Object:
-    why = _ended(_stop_reason(report, bool(said.calls)))
-    return {**_message_head(service), "content": _blocks(said), **why, "usage": _counted(report)}
-
-
 def _message_head(service: Service) -> Object:
     return {"id": f"msg_{secrets.token_hex(12)}", "type": "message", "role": "assistant", "model": service.name}
 
@@ -274,21 +275,17 @@ async def _message_events(service: Service, chat: ChatRequest, waiting: Waiting,
                 if not started:  # what the prompt has is known now
                     started = True
                     counted = {**_counted(waiting.jobs[0].report), "output_tokens": 0}
-                    head = {**_message_head(service), "content": [], **_ended(None), "usage": counted}
-                    yield event_line("message_start", message=head)
+                    head = {**_message_head(service), "content": [], "stop_reason": None, "stop_sequence": None}
+                    yield event_line("message_start", message={**head, "usage": counted})
                 for delta in deltas:
                     yield blocks.written(delta)
                 if done is not None:
                     yield blocks.end()
-                    why = _ended(_stop_reason(done.report, bool(answer.said.calls)))
+                    why = _ended(chat, waiting.jobs[0], bool(answer.said.calls))
                     yield event_line("message_delta", delta=why, usage=_counted(done.report))
                     yield event_line("message_stop")
         except Exception as failed:
             yield event_line("error", error=errors.anthropic_body(errors.of(failed))["error"])
-
-
-def _ended(why: str | None) -> Object:
-    return {"stop_reason": why, "stop_sequence": None}
 
 
 class _Blocks:
