@@ -151,7 +151,7 @@ void Ubatch::note_places(const llama_attn_provider_ubatch & of, Run & run) const
 }
 
 // Whether a run's rows are so few that the decode path is the faster one. It rounds otherwise, so that a prompt, which a scorer may
-// look at, never goes by it, whatever the plan observes. A token that follows another one's logits is as good as an answer's.
+// look at, never goes by it, whatever the plan observes. A single token may: one that is watched, or follows another one's logits.
 bool Ubatch::decodes(const Run & run) const {
     const int32_t n     = run.n();
     int32_t       group = 1;
@@ -165,7 +165,10 @@ bool Ubatch::decodes(const Run & run) const {
     if (w.attention() || w.queries) {
         return false;
     }
-    return run.is_prompt() ? n == 1 && run.output && run.state->prev_output : n == 1 || n * group <= DECODE_ROWS;
+    if (run.is_prompt()) {
+        return n == 1 && (sequences_.watching || (run.output && run.state->prev_output));
+    }
+    return n == 1 || n * group <= DECODE_ROWS;
 }
 
 // ---------------------------------------------------------------------------------------------------------
