@@ -1,4 +1,5 @@
-// How near attention of a few query tokens over long rows of f16 comes to what the processor can do, and ggml's beside it.
+// How near attention of drafts, a few query tokens that are rounded as if they came alone, over long rows of f16 comes to what
+// the processor can do, and ggml's beside it.
 //
 //   bench_batch HEADS KV_HEADS HEAD_SIZE KEYS THREADS ROUNDS MIB [QUERIES ...]
 //
@@ -153,6 +154,7 @@ AttendJob job_of(Bench & b, int32_t layer, int32_t n) {
     job.layer     = layer;
     job.n         = n;
     job.causal    = true;
+    job.as_alone  = true;
     job.q         = b.q.data();
     job.q_token   = (size_t) (b.n_heads * b.size);
     job.q_head    = (size_t) b.size;

@@ -168,6 +168,34 @@ void check_decode(const Case & c, const Sequence & seq, AttendJob job, const Exp
     }
 }
 
+// Drafts: each of the job's tokens has the bits that it has if it comes alone.
+void check_alone(const Case & c, const Sequence & seq, AttendJob job) {
+    const auto         row = (size_t) (c.H * c.d_v);
+    std::vector<float> together((size_t) job.n * row), alone(row);
+    const auto         decode = [&](const AttendJob & now) {
+        DecodePartials partials;
+        CHECK(partials.reserve(seq.rows.shapes(), now.n, 1));
+        partials.start(c.Hkv);
+        for (int32_t i = 0; i < decode_tasks(now, 1); i++) {
+            decode_task(now, i, 1, partials);
+        }
+    };
+    job.as_alone = true;
+    job.out      = together.data();
+    decode(job);
+    for (int32_t t = 0; t < job.n; t++) {
+        const auto own = seq.clone();
+        own->rows.take_back(job.n - 1 - t);
+        AttendJob one = job;
+        one.rows      = &own->rows;
+        one.n         = 1;
+        one.q         = job.q + (size_t) t * job.q_token;
+        one.out       = alone.data();
+        decode(one);
+        CHECK(std::equal(alone.begin(), alone.end(), together.begin() + (std::ptrdiff_t) ((size_t) t * row)));
+    }
+}
+
 // One step of n tokens, by both paths, compared with the oracle.
 void check_step(const Case & c, Sequence & seq, int32_t n) {
     constexpr int32_t  THREADS = 3;
@@ -194,6 +222,9 @@ void check_step(const Case & c, Sequence & seq, int32_t n) {
 
     const int32_t  pending = seq.rows.pending_length();
     const Expected e       = oracle(c, job, pending);
+    if (c.causal && n > 1 && pending >= n && (!c.storage.quantised() || pending < GROUP)) {  // none of them is quantised
+        check_alone(c, seq, job);
+    }
 
     std::vector<SpinLock> locks((size_t) c.Hkv);
     std::vector<Scratch>  scratch(THREADS);
@@ -266,6 +297,9 @@ void check_compressed(const Case & c, Sequence & seq, bool mass) {
     kvedge_error err{};
     CHECK(compress_pending(seq, half_plan(mass), 2, outcome, &err) == KVEDGE_OK);
     CHECK(biased(seq.rows) == mass && outcome.after_bytes == seq.rows.bytes());
+    const auto drafted = seq.clone();
+    append(*drafted, 9);
+    check_step(c, *drafted, 9);
     const Biases given = biases_of(seq.rows);
     for (const auto & head : given) {
         double total = 0.0;  // with mass, every one of the 774 rows stands in the row that it went to

@@ -81,7 +81,7 @@ struct AttendJob {
     float * weights;
     size_t  weights_row;
 
-    bool as_alone;  // decode path: each token's output is rounded as if it were the only one, which takes longer
+    bool as_alone;  // decode path: each token's output is rounded as if it were the only one
 
     // Whose rows' scores grow by what the query tokens pay to them: a single token (decode path, with weights) to all, a
     // prompt (prefill, with sums and locks) to the rows before the pending ones. NULL: nobody's.

@@ -39,13 +39,15 @@ struct Piece {
     int32_t a, b;  // keys [a, b) of the head
 };
 
-// Up to ROWS scaled query rows, the unit that reads the keys once. Where keys are rotated, so are the queries; where
+// Up to ROWS scaled query rows, the unit that reads the keys once from memory. Where keys are rotated, so are the queries; where
 // values are, so is what they add up to, as long as they follow each other.
 struct Queries {
     alignas(64) float q[Q_SIZE];        // [n][d_k]
     alignas(64) float rotated[Q_SIZE];  // likewise, by `by`
     int32_t           first, n;
     int32_t           by, out_by;  // the stretch of the rotation (types.h); 0: not rotated
+    int32_t           alone;       // of them, those that would meet a block together if their token came alone; 0: does not matter
+    int32_t           part, rows;  // of them, from where and how many are multiplied at once
 };
 
 void load_queries(const AttendJob & job, const Piece & piece, int32_t d_k, Queries & x) {
@@ -93,15 +95,27 @@ float * weights_of(const AttendJob & job, const Piece & piece, int32_t r) {
     return job.weights + (size_t) (piece.head * piece.group + r) * job.weights_row;
 }
 
-// Query rows at a time: of n, parts that are about the same.
-int32_t rows_at_a_time(int32_t n, int32_t d_k) {
-    const int32_t most = std::min(ROWS, Q_SIZE / d_k), parts = (n + most - 1) / most;
-    return (n + parts - 1) / parts;
+// Query rows at a time: of n, parts that are about the same, and whole tokens of `whole` rows.
+int32_t rows_at_a_time(int32_t n, int32_t d_k, int32_t whole) {
+    const int32_t most = std::min(ROWS, Q_SIZE / d_k) / whole * whole, parts = (n + most - 1) / most;
+    return ((n + parts - 1) / parts + whole - 1) / whole * whole;
+}
+
+// Query rows that are multiplied with a block at once. With plain rows each one's sums have the same bits among any few, and among
+// any many (Kernels::few); with quantised ones it must be its token's rows alone.
+int32_t rows_of_product(const Segment & seg, const Queries & x) {
+    if (x.alone == 0) {
+        return x.n;
+    }
+    if (is_quantised(seg.k.type) || is_quantised(seg.v.type)) {
+        return x.alone;
+    }
+    return x.alone > kernels().few ? x.n : std::min(x.n, kernels().few);
 }
 
 // Keys at a time, whole groups of them.
 int32_t block_of(const Segment & seg, int32_t n_rows) {
-    if (n_rows > Q8_ROWS || (n_rows > MANY_ROWS && !is_quantised(seg.k.type))) {
+    if (n_rows > Q8_ROWS || (n_rows > kernels().few && !is_quantised(seg.k.type))) {
         return BLOCK;
     }
     const bool rounds = n_rows > 1 && format(seg.k.type).bits == 8 && format(seg.v.type).bits == 8;
@@ -132,32 +146,48 @@ void fetch_keys(const Rows & k, int32_t n) {
     }
 }
 
-// Adds the rows of seg, the head's rows from `at` on (at most BLOCK), to the partial result.
+// Of seg, the head's rows from `at` on, how many the token of query row r sees.
+int32_t seen_of(const AttendJob & job, const Piece & piece, int32_t r, int32_t at, const Segment & seg) {
+    const int32_t sees = job.causal ? piece.n_keys - job.n + r / piece.group + 1 : piece.n_keys;
+    return std::clamp(sees - at, 0, seg.n);
+}
+
+// Adds seg, the head's rows from `at` on (at most BLOCK), to the partial results of a part of x.
 // next: the keys of the block after it, or NULL.
-void attend_block(
-    const AttendJob & job, const Piece & piece, const Segment & seg, int32_t at, Queries & x, const uint8_t * next,
-    Partial & out) {
+void attend_part(
+    const AttendJob & job, const Piece & piece, const Segment & seg, int32_t at, Queries & x, const uint8_t * next, Partial & out) {
     const LayerShape & shape = job.rows->shapes()[(size_t) job.layer];
     const Kernels &    kn    = kernels();
     const auto         ld    = (size_t) pad16(shape.d_v);
+    const int32_t      first = x.first + x.part;
     alignas(64) float  s[ROWS * BLOCK];
 
-    const float * q = queries_for(seg.k.type, shape.d_k, x);
-    kn.rows_dot({ q, (size_t) shape.d_k }, x.n, as_stored(seg.k), seg.n, shape.d_k, { s, BLOCK }, seg.v.data);
-    for (int32_t i = 0, alike; i < x.n; i += alike) {
-        const int32_t r    = x.first + i, token = r / piece.group;  // the rows of a token see the same keys
-        const int32_t sees = job.causal ? piece.n_keys - job.n + token + 1 : piece.n_keys;
-        const int32_t n    = std::clamp(sees - at, 0, seg.n);
-        alike              = std::min(x.n - i, (token + 1) * piece.group - r);
-        float * rows       = s + (size_t) i * BLOCK;
-        for (int32_t j = 0; j < alike; j++) {
-            prepare_row(job, piece, r + j, at, n, seg, rows + (size_t) j * BLOCK);
+    const FloatIn q = { queries_for(seg.k.type, shape.d_k, x), (size_t) shape.d_k };
+    kn.rows_dot(q.at(x.part), x.rows, as_stored(seg.k), seg.n, shape.d_k, { s, BLOCK }, x.part == 0 ? seg.v.data : nullptr);
+    for (int32_t j = 0, alike; j < x.rows; j += alike) {  // rows that see the same keys
+        const int32_t r = first + j, sees = seen_of(job, piece, r, at, seg);
+        for (alike = 0; j + alike < x.rows && seen_of(job, piece, r + alike, at, seg) == sees; alike++) {
+            prepare_row(job, piece, r + alike, at, sees, seg, s + (size_t) (j + alike) * BLOCK);
         }
-        kn.softmax_step(rows, BLOCK, alike, n, { out.top + r, out.sum + r, out.o + (size_t) r * ld, ld });
+        kn.softmax_step(s + (size_t) j * BLOCK, BLOCK, alike, sees, { out.top + r, out.sum + r, out.o + (size_t) r * ld, ld });
     }
-    const FloatOut o = { out.o + (size_t) x.first * ld, ld };
-    rotate_sums(rotation(seg.v.type, shape.d_v), shape.d_v, x, o);
-    kn.rows_axpy({ s, BLOCK }, x.n, as_stored(seg.v), seg.n, shape.d_v, o, next);
+    const FloatOut o = { out.o + (size_t) first * ld, ld };
+    kn.rows_axpy({ s, BLOCK }, x.rows, as_stored(seg.v), seg.n, shape.d_v, o, x.part == 0 ? next : nullptr);
+}
+
+// Adds seg to the partial results of all of x, part by part.
+void attend_block(
+    const AttendJob & job, const Piece & piece, const Segment & seg, int32_t at, Queries & x, const uint8_t * next, Partial & out) {
+    const int32_t d_v = job.rows->shapes()[(size_t) job.layer].d_v, most = rows_of_product(seg, x);
+    const auto    ld  = (size_t) pad16(d_v);
+    rotate_sums(rotation(seg.v.type, d_v), d_v, x, { out.o + (size_t) x.first * ld, ld });
+    for (x.part = 0; x.part < x.n; x.part += most) {
+        x.rows             = std::min(most, x.n - x.part);
+        const int32_t sees = seen_of(job, piece, x.first + x.part + x.rows - 1, at, seg);
+        if (sees > 0) {
+            attend_part(job, piece, seg.part(0, sees), at, x, next, out);
+        }
+    }
 }
 
 // What a single token pays to the pending rows. Whoever writes out a head is alone with it.
@@ -258,17 +288,18 @@ int32_t decode_tasks(const AttendJob & job, int32_t n_splits) {
 }
 
 // Several rows at a time, each part to all blocks of the head's keys, one after the other.
-static void attend_together(const AttendJob & job, const Piece & piece, Queries & x, Partial & out) {
+static void attend_piece(const AttendJob & job, const Piece & piece, Queries & x, Partial & out) {
     const LayerShape & shape = job.rows->shapes()[(size_t) job.layer];
     const auto         ld    = (size_t) pad16(shape.d_v);
-    const int32_t      most  = rows_at_a_time(piece.rows, shape.d_k);
+    x.alone                  = job.as_alone ? rows_at_a_time(piece.group, shape.d_k, 1) : 0;
+    const int32_t most       = rows_at_a_time(piece.rows, shape.d_k, std::max(x.alone, 1));
     for (x.first = 0; x.first < piece.rows; x.first += most) {
         x.n = std::min(most, piece.rows - x.first);
         load_queries(job, piece, shape.d_k, x);
         int32_t at = 0;
         each_segment(*job.rows, job.layer, piece.head, [&](const Segment & seg) {
             const int32_t first = std::max(piece.a - at, 0), last = std::min(piece.b - at, seg.n);
-            const int32_t block = block_of(seg, x.n);
+            const int32_t block = block_of(seg, job.as_alone ? x.alone : x.n);
             for (int32_t c = first; c < last; c += block) {
                 const Segment part = seg.part(c, std::min(block, last - c));
                 if (c == first) {
@@ -280,39 +311,6 @@ static void attend_together(const AttendJob & job, const Piece & piece, Queries 
         });
         rotate_sums(0, shape.d_v, x, { out.o + (size_t) x.first * ld, ld });
     }
-}
-
-// Blocks of the head's keys, one after the other, each to all tokens, whose rows meet what they meet where they come alone: blocks
-// that end with their own key.
-static void attend_as_alone(const AttendJob & job, const Piece & piece, Queries & x, Partial & out) {
-    const LayerShape & shape = job.rows->shapes()[(size_t) job.layer];
-    const auto         ld    = (size_t) pad16(shape.d_v);
-    int32_t            turned[DECODE_ROWS] = {};  // by token: Queries::out_by
-    int32_t            at                  = 0;
-    const auto         each_token          = [&](const auto & visit) {
-        for (int32_t t = 0; t < job.n; t++) {
-            x.first = t * piece.group;
-            x.n     = piece.group;
-            load_queries(job, piece, shape.d_k, x);
-            x.out_by = turned[t];
-            visit(job.causal ? piece.n_keys - job.n + t + 1 : piece.n_keys);
-            turned[t] = x.out_by;
-        }
-    };
-    each_segment(*job.rows, job.layer, piece.head, [&](const Segment & seg) {
-        const int32_t first = std::max(piece.a - at, 0), last = std::min(piece.b - at, seg.n);
-        const int32_t block = block_of(seg, piece.group);
-        for (int32_t c = first; c < last; c += block) {
-            each_token([&](int32_t sees) {
-                const int32_t n = std::min({ block, last - c, sees - at - c });
-                if (n > 0) {
-                    attend_block(job, piece, seg.part(c, n), at + c, x, c + block < last ? seg.k.from(c + block).data : nullptr, out);
-                }
-            });
-        }
-        at += seg.n;
-    });
-    each_token([&](int32_t) { rotate_sums(0, shape.d_v, x, { out.o + (size_t) x.first * ld, ld }); });
 }
 
 void decode_task(const AttendJob & job, int32_t task, int32_t n_splits, DecodePartials & partials) {
@@ -333,11 +331,7 @@ void decode_task(const AttendJob & job, int32_t task, int32_t n_splits, DecodePa
     std::fill(out.o, out.o + (size_t) piece.rows * ld, 0.0f);
 
     Queries x;
-    if (job.as_alone && job.n > 1 && rows_at_a_time(piece.group, shape.d_k) == piece.group) {
-        attend_as_alone(job, piece, x, out);
-    } else {
-        attend_together(job, piece, x, out);
-    }
+    attend_piece(job, piece, x, out);
     // Whoever finishes a head's last split adds them up, always in the same order.
     if (partials.done[(size_t) piece.head].fetch_add(1, std::memory_order_acq_rel) + 1 == n_splits) {
         write_out(job, piece, n_splits, partials);

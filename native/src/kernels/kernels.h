@@ -53,9 +53,6 @@ struct SoftmaxRows {
     size_t  ldo;
 };
 
-// Query rows beyond which stored rows are packed or widened first, once for all of them.
-constexpr int32_t MANY_ROWS = 6;
-
 struct Kernels {
     const char * name;
     int32_t      panel;  // columns of one packed K panel (nr)
@@ -106,6 +103,10 @@ struct Kernels {
     // Each `block` values of n rows of d, times the Hadamard matrix of that size over its square root (types.h: rotation), by the
     // fast transform. block: a power of two of at least 16 that divides d. Every table gives the same bits.
     void (*rotate)(FloatOut x, int32_t n, int32_t d, int32_t block);
+
+    // Query rows up to which rows_dot and rows_axpy take plain rows as they are stored, and give each query row the same bits for
+    // any number of them. For more, rows are packed or widened first: again the same bits for any number.
+    int32_t few;
 };
 
 // The best table that this processor can run.

@@ -7,7 +7,7 @@ namespace kvedge {
 namespace {
 
 struct V {
-    static constexpr int W = 8, MR = 6, PR = 4, PD = 2, AD = 4, ACC = 12;
+    static constexpr int W = 8, MR = 6, PR = 4, PD = 2, AD = 4, ACC = 12, FEW = 1 << 30;
     static constexpr bool TURNS_HALVES = true;
     __m256 x;
 
@@ -34,9 +34,8 @@ struct V {
     static V mul(V a, V b) { return { _mm256_mul_ps(a.x, b.x) }; }
     static V max(V a, V b) { return { _mm256_max_ps(a.x, b.x) }; }
     static V round(V a) { return { _mm256_round_ps(a.x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC) }; }
-    static V scale2(V a, V n) {
-        const __m256i e = _mm256_add_epi32(_mm256_cvtps_epi32(n.x), _mm256_set1_epi32(127));
-        return { _mm256_mul_ps(a.x, _mm256_castsi256_ps(_mm256_slli_epi32(e, 23))) };
+    static V scale2(V a, V n) {  // by its exponent, which stays in range (v_exp)
+        return { _mm256_castsi256_ps(_mm256_add_epi32(_mm256_castps_si256(a.x), _mm256_slli_epi32(_mm256_cvtps_epi32(n.x), 23))) };
     }
     float hsum() const {
         __m128 s = _mm_add_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));

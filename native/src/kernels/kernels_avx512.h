@@ -17,7 +17,7 @@ namespace kvedge {
 namespace {
 
 struct V {
-    static constexpr int W = 16, MR = 12, PR = 6, PD = 4, AD = 8, ACC = 24;
+    static constexpr int W = 16, MR = 12, PR = 6, PD = 4, AD = 8, ACC = 24, FEW = 6;
     static constexpr bool TURNS_HALVES = true;
     __m512 x;
 

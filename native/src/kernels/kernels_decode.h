@@ -58,67 +58,56 @@ template <size_t STEP> inline void fetch_step(const uint8_t * p, size_t step) {
     }
 }
 
-// Products of M query rows with V::W columns of C rows of keys, added to acc or, if they are the first, put there.
-// The loops over r and c are nested so that the compiler unrolls them and keeps acc in registers.
-template <Type T, int M, int C, bool First> inline void dot_step(
-    FloatIn q, const uint8_t * k, size_t stride, int32_t i, V (&acc)[M][C]) {
-    V kv[C];
+// Products of M query rows with V::W columns of C rows of keys, added to acc. Registers hold the fewer of both, and one of the
+// others at a time. The loops over r and c are nested so that the compiler unrolls them and keeps acc in registers.
+template <Type T, int M, int C> inline void dot_step(FloatIn q, const uint8_t * k, size_t stride, int32_t i, V (&acc)[M][C]) {
+    constexpr bool QUERIES_STAY = M < C;
+    V              stay[QUERIES_STAY ? M : C];
     KVEDGE_UNROLL
-    for (int c = 0; c < C; c++) {
-        kv[c] = load_as<T>(k + c * stride, (size_t) i);
+    for (int j = 0; j < (QUERIES_STAY ? M : C); j++) {
+        stay[j] = QUERIES_STAY ? V::load(q.row(j) + i).kept() : load_as<T>(k + j * stride, (size_t) i).kept();
     }
     KVEDGE_UNROLL
-    for (int r = 0; r < M; r++) {
-        const V qv = V::load(q.row(r) + i).kept();
+    for (int g = 0; g < (QUERIES_STAY ? C : M); g++) {
+        const V goes = QUERIES_STAY ? load_as<T>(k + g * stride, (size_t) i).kept() : V::load(q.row(g) + i).kept();
         KVEDGE_UNROLL
-        for (int c = 0; c < C; c++) {
-            acc[r][c] = First ? V::mul(qv, kv[c]) : V::fma(qv, kv[c], acc[r][c]);
+        for (int j = 0; j < (QUERIES_STAY ? M : C); j++) {
+            V & sum = acc[QUERIES_STAY ? j : g][QUERIES_STAY ? g : j];
+            sum     = V::fma(stay[j], goes, sum);
         }
     }
 }
 
-// s[r][c] for M query rows and C rows of keys. ahead: as many rows to fetch meanwhile, in the order of memory, spread
-// evenly, as many misses at once would stall.
+// s[r][c] for M query rows and C rows of keys, C = 1 or a multiple of 4: rounded alike for any M and C. ahead: as many rows to
+// fetch meanwhile, in the order of memory, spread evenly, as many misses at once would stall.
 template <Type T, int M, int C> inline void dot_micro(
     FloatIn q, const uint8_t * k, size_t stride, int32_t d, FloatOut s, const uint8_t * ahead) {
     constexpr size_t STEP = C * vector_bytes<T>();
     V                acc[M][C];
-    int32_t          i = 0;
-    fetch_step<STEP>(ahead, 0);
-    if (d >= V::W) {
-        dot_step<T, M, C, true>(q, k, stride, 0, acc);
-        for (i = V::W; i + V::W <= d; i += V::W) {
-            fetch_step<STEP>(ahead, (size_t) (i / V::W));
-            dot_step<T, M, C, false>(q, k, stride, i, acc);
-        }
-    } else {
+    KVEDGE_UNROLL
+    for (int r = 0; r < M; r++) {
         KVEDGE_UNROLL
-        for (int r = 0; r < M; r++) {
-            KVEDGE_UNROLL
-            for (int c = 0; c < C; c++) {
-                acc[r][c] = V::zero();
-            }
+        for (int c = 0; c < C; c++) {
+            acc[r][c] = V::zero();
         }
     }
-    float tail[4];
+    fetch_step<STEP>(ahead, 0);
+    int32_t i = 0;
+    for (; i + V::W <= d; i += V::W) {
+        fetch_step<STEP>(ahead, (size_t) (i / V::W));
+        dot_step<T, M, C>(q, k, stride, i, acc);
+    }
     KVEDGE_UNROLL
     for (int r = 0; r < M; r++) {
         float * row = s.row(r);
-        if constexpr (C % 4 == 0) {
+        if constexpr (C == 1) {
+            float sums[4];
+            V::hsum4(acc[r][0], acc[r][0], acc[r][0], acc[r][0], sums);
+            row[0] = sums[0];
+        } else {
             KVEDGE_UNROLL
             for (int c = 0; c < C; c += 4) {
                 V::hsum4(acc[r][c], acc[r][c + 1], acc[r][c + 2], acc[r][c + 3], row + c);
-            }
-        } else if constexpr (C == 2 && M % 2 == 0) {
-            if (r % 2 == 0) {
-                V::hsum4(acc[r][0], acc[r][1], acc[r + 1 < M ? r + 1 : r][0], acc[r + 1 < M ? r + 1 : r][1], tail);
-                __builtin_memcpy(row, tail, 8);
-                __builtin_memcpy(row + s.ld, tail + 2, 8);
-            }
-        } else {
-            KVEDGE_UNROLL
-            for (int c = 0; c < C; c++) {
-                row[c] = acc[r][c].hsum();
             }
         }
     }
@@ -131,12 +120,21 @@ template <Type T, int M, int C> inline void dot_micro(
     }
 }
 
-// As many rows of k as make whole tiles of C; returns how many those are. next: NULL, or what to fetch meanwhile.
-template <Type T, int M, int C> int32_t dot_tiles(FloatIn q, Rows k, int32_t n, int32_t d, FloatOut s, const uint8_t * next) {
+// Of the rows that are needed next, NULL for none: each of `parts` passes over the same rows asks for its share.
+struct Share {
+    const uint8_t * next;
+    int32_t         pass, parts;
+
+    const uint8_t * of(int32_t step, size_t at) const { return next && step % parts == pass ? next + at : nullptr; }
+};
+
+// As many rows of k as make whole tiles of C; returns how many those are.
+template <Type T, int M, int C> int32_t dot_tiles(FloatIn q, Rows k, int32_t n, int32_t d, FloatOut s, const Share & share) {
     int32_t c = 0;
     for (; c + C <= n; c += C) {
-        const uint8_t * tile = k.data + (size_t) c * k.stride;  // fetched already, if nothing else is to be
-        dot_micro<T, M, C>(q, tile, k.stride, d, s.at(0, c), next ? next + (size_t) c * k.stride : tile);
+        const uint8_t * tile  = k.data + (size_t) c * k.stride;  // fetched already, if nothing else is to be
+        const uint8_t * ahead = share.of(c / C, (size_t) c * k.stride);
+        dot_micro<T, M, C>(q, tile, k.stride, d, s.at(0, c), ahead ? ahead : tile);
     }
     return c;
 }
@@ -144,17 +142,19 @@ template <Type T, int M, int C> int32_t dot_tiles(FloatIn q, Rows k, int32_t n, 
 template <Type T>
 KVEDGE_APART void rows_dot_t(FloatIn q, int32_t m, Rows k, int32_t n, int32_t d, FloatOut s, const uint8_t * next) {
     constexpr int32_t B = 64;  // rows of K that stay in L1 while every group of query rows passes over them
+    constexpr int     MOST = V::ACC / 4;
     for (int32_t c0 = 0; c0 < n; c0 += B) {
         const int32_t w = n - c0 < B ? n - c0 : B;
-        split_rows(m, [&](int32_t r, auto rows) {
-            constexpr int   M     = decltype(rows)::value, C = columns(M, 8);
-            const uint8_t * ahead = r == 0 && next ? next + (size_t) c0 * k.stride : nullptr;
-            const FloatOut  to    = s.at(r, c0);
-            const Rows      part  = k.from(c0);
-            const int32_t   done  = dot_tiles<T, M, C>(q.at(r), part, w, d, to, ahead);
+        Share         share = { later(next, (size_t) c0 * k.stride), 0, (m + MOST - 1) / MOST };
+        split_rows<MOST>(m, [&](int32_t r, auto rows) {
+            constexpr int  M    = decltype(rows)::value, C = columns(M, 8);
+            const FloatOut to   = s.at(r, c0);
+            const Rows     part = k.from(c0);
+            const int32_t  done = dot_tiles<T, M, C>(q.at(r), part, w, d, to, share);
             if (done < w) {
-                dot_tiles<T, M, 1>(q.at(r), part.from(done), w - done, d, to.at(0, done), nullptr);
+                dot_tiles<T, M, 1>(q.at(r), part.from(done), w - done, d, to.at(0, done), { nullptr, 0, 1 });
             }
+            share.pass++;
         });
     }
 }
@@ -211,9 +211,7 @@ KVEDGE_APART void rows_axpy_t(FloatIn p, int32_t m, Rows v, int32_t n, int32_t d
     for (int32_t c = 0; c < n; c += B) {
         const int32_t w     = n - c < B ? n - c : B;
         const Rows    vc    = v.from(c);
-        const auto    ahead = [&](int32_t r, int32_t i) {
-            return r == 0 && next ? next + (size_t) c * v.stride + (size_t) (i / V::W * w) * vector_bytes<T>() : nullptr;
-        };
+        Share         share = { later(next, (size_t) c * v.stride), 0, (m + MOST_ROWS - 1) / MOST_ROWS };
         split_rows(m, [&](int32_t r, auto rows) {
             constexpr int M = decltype(rows)::value, D = columns(M, V::AD);
             const FloatIn  pr = p.at(r, c);
@@ -222,7 +220,7 @@ KVEDGE_APART void rows_axpy_t(FloatIn p, int32_t m, Rows v, int32_t n, int32_t d
             each_columns<D>(d, i, [&](auto wide) {
                 constexpr int    N    = decltype(wide)::value;
                 constexpr size_t STEP = N * vector_bytes<T>();
-                const uint8_t *  at   = ahead(r, i);
+                const uint8_t *  at   = share.of(i / (N * V::W), (size_t) (i / V::W * w) * vector_bytes<T>());
                 axpy_micro<T, M, N>(pr, vc, i, w, to, [at](int32_t row) {
                     if (at) {
                         fetch_step<STEP>(at, (size_t) row);
@@ -236,6 +234,7 @@ KVEDGE_APART void rows_axpy_t(FloatIn p, int32_t m, Rows v, int32_t n, int32_t d
                     }
                 }
             }
+            share.pass++;
         });
     }
 }

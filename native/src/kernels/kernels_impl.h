@@ -1,7 +1,9 @@
 // The kernels, written once over a vector type V that the including file defines in its unnamed namespace:
-//   V::W lanes, V::MR rows of the q k^T micro-kernel, V::PR rows of the p v one, V::ACC registers for sums;
+//   V::W lanes, V::FEW query rows up to which plain rows are not packed, V::MR rows of the q k^T micro-kernel, V::PR rows of the
+//   p v one, V::ACC registers for sums;
 //   load/store/load_first and store_first (n < W lanes, the rest a given number)/set1/zero/kept (in a register: not loaded
-//   anew for every use)/fma/fnma (c - a * b)/add/sub/mul/max/round (to an integer)/scale2 (a * 2^n, n integral)/hsum/
+//   anew for every use)/fma/fnma (c - a * b)/add/sub/mul/max/round (to an integer)/scale2 (a * 2^n, n integral, neither so
+//   small that it is subnormal)/hsum/
 //   hsum4 (of four)/hmax/transpose (of W vectors); load16(Type, ptr) widens W stored values, store_f16 narrows them;
 //   load_i8(ptr) widens W codes with a sign; codes<bits>(ptr, x) widens GROUP codes (Packed) into GROUP / W vectors;
 //   set1_f16(ptr) a stored scale into all lanes; TURNS_HALVES: whether there is turn_halves, which makes columns of rows of
@@ -25,7 +27,7 @@ constexpr Kernels make_table(
     return { name,          NR,          k_to_f32,        k_from_f32,  k_widen,      k_pack,
              k_gemm_qk,     k_gemm_pv,   k_max,           k_exp_sum,   k_softmax_step, k_exp_dot,
              k_softcap,     k_axpy,      k_add_moments,   k_dot,       rows_dot,     rows_axpy,
-             k_band_load,   k_band_filter, k_rotate };
+             k_band_load,   k_band_filter, k_rotate, V::FEW };
 }
 
 }  // namespace

@@ -11,7 +11,7 @@ namespace kvedge {
 namespace {
 
 struct V {
-    static constexpr int W = 4, MR = 8, PR = 4, PD = 4, AD = 8, ACC = 24;
+    static constexpr int W = 4, MR = 8, PR = 4, PD = 4, AD = 8, ACC = 24, FEW = 6;
     static constexpr bool TURNS_HALVES = false;
     float32x4_t x;
 

@@ -3,22 +3,40 @@
 #pragma once
 
 #include "kernels.h"
+#include "kernels_compiler.h"
 
 namespace kvedge {
 namespace {
 
 constexpr float NEG_INF = -__builtin_huge_valf();
 
-float k_max(const float * x, size_t n) {
-    V      a = V::set1(NEG_INF);
+// The largest of each of R rows.
+template <int R> inline void row_tops(const float * x, size_t ldx, size_t n, float * top) {
+    V      a[R];
     size_t i = 0;
+    KVEDGE_UNROLL
+    for (int r = 0; r < R; r++) {
+        a[r] = V::set1(NEG_INF);
+    }
     for (; i + V::W <= n; i += V::W) {
-        a = V::max(a, V::load(x + i));
+        KVEDGE_UNROLL
+        for (int r = 0; r < R; r++) {
+            a[r] = V::max(a[r], V::load(x + r * ldx + i));
+        }
     }
-    if (i < n) {
-        a = V::max(a, V::load_first(x + i, n - i, NEG_INF));
+    KVEDGE_UNROLL
+    for (int r = 0; r < R; r++) {
+        if (i < n) {
+            a[r] = V::max(a[r], V::load_first(x + r * ldx + i, n - i, NEG_INF));
+        }
+        top[r] = a[r].hmax();
     }
-    return a.hmax();
+}
+
+float k_max(const float * x, size_t n) {
+    float top;
+    row_tops<1>(x, 0, n, &top);
+    return top;
 }
 
 constexpr float NOTHING = -100.0f;  // its exponential, cut off at -87, is lost in any sum that counts
@@ -39,21 +57,40 @@ inline V v_exp(V x) {
     return V::scale2(p, n);
 }
 
-float k_exp_sum(float * x, size_t n, float shift) {
-    const V sh  = V::set1(-shift);
-    V       sum = V::zero();
-    size_t  i   = 0;
+// x = exp(x - shift) in R rows, and their sums, each rounded as that of a row alone.
+template <int R> inline void row_exps(float * x, size_t ldx, size_t n, const float * shift, float * sum) {
+    V      sh[R], sums[R];
+    size_t i = 0;
+    KVEDGE_UNROLL
+    for (int r = 0; r < R; r++) {
+        sh[r]   = V::set1(-shift[r]);
+        sums[r] = V::zero();
+    }
     for (; i + V::W <= n; i += V::W) {
-        const V e = v_exp(V::add(V::load(x + i), sh));
-        e.store(x + i);
-        sum = V::add(sum, e);
+        KVEDGE_UNROLL
+        for (int r = 0; r < R; r++) {
+            float * at = x + r * ldx + i;
+            const V e  = v_exp(V::add(V::load(at), sh[r]));
+            e.store(at);
+            sums[r] = V::add(sums[r], e);
+        }
     }
-    if (i < n) {
-        const V e = v_exp(V::add(V::load_first(x + i, n - i, shift + NOTHING), sh));
-        e.store_first(x + i, n - i);
-        sum = V::add(sum, e);
+    KVEDGE_UNROLL
+    for (int r = 0; r < R; r++) {
+        if (i < n) {
+            float * at = x + r * ldx + i;
+            const V e  = v_exp(V::add(V::load_first(at, n - i, shift[r] + NOTHING), sh[r]));
+            e.store_first(at, n - i);
+            sums[r] = V::add(sums[r], e);
+        }
+        sum[r] = sums[r].hsum();
     }
-    return sum.hsum();
+}
+
+float k_exp_sum(float * x, size_t n, float shift) {
+    float sum;
+    row_exps<1>(x, 0, n, &shift, &sum);
+    return sum;
 }
 
 // The row's largest logit so far, which the new ones may raise: then what was summed shrinks.
@@ -72,11 +109,26 @@ inline void raise_top(const SoftmaxRows & to, int32_t r, float here) {
     to.top[r] = here;
 }
 
+template <int R> inline void softmax_rows(float * s, size_t lds, int32_t r, size_t n, const SoftmaxRows & to) {
+    float here[R], sum[R];
+    row_tops<R>(s, lds, n, here);
+    for (int j = 0; j < R; j++) {
+        raise_top(to, r + j, here[j]);
+    }
+    row_exps<R>(s, lds, n, to.top + r, sum);
+    for (int j = 0; j < R; j++) {
+        to.sum[r + j] += sum[j];
+    }
+}
+
+// Two rows at a time: one alone would wait for its own sums.
 void k_softmax_step(float * s, size_t lds, int32_t m, int32_t n, const SoftmaxRows & to) {
-    for (int32_t r = 0; r < m && n > 0; r++) {
-        float * x = s + (size_t) r * lds;
-        raise_top(to, r, k_max(x, (size_t) n));
-        to.sum[r] += k_exp_sum(x, (size_t) n, to.top[r]);
+    int32_t r = 0;
+    for (; r + 2 <= m && n > 0; r += 2) {
+        softmax_rows<2>(s + (size_t) r * lds, lds, r, (size_t) n, to);
+    }
+    if (r < m && n > 0) {
+        softmax_rows<1>(s + (size_t) r * lds, lds, r, (size_t) n, to);
     }
 }
 
