@@ -95,15 +95,15 @@ def schema(given: object) -> str:
             raise GrammarError(f"the JSON schema is no JSON: {error}") from None
     else:
         text = given if isinstance(given, str) and is_schema(given) else _read("JSON schema", given)
+    _checked("JSON schema", text)
     try:
-        if not isinstance(json.loads(_checked("JSON schema", text)), dict):
-            raise GrammarError('the JSON schema is no object, as {"type": "string"} is')
+        found = json.loads(text)
     except RecursionError:
         raise GrammarError("the JSON schema is nested too deeply") from None
     except ValueError as error:
-        if isinstance(error, GrammarError):
-            raise
         raise GrammarError(f"the JSON schema is no JSON: {error}") from None
+    if not isinstance(found, dict):
+        raise GrammarError('the JSON schema is no object, as {"type": "string"} is')
     return text
 
 
@@ -125,10 +125,9 @@ def _read(what: str, given: object) -> str:
             return file.read(MOST + 1).decode("utf-8")
     except UnicodeDecodeError:
         raise GrammarError(f"{name} is no {what}: it is not text") from None
-    except OSError as error:
-        raise GrammarError(f"the {what} {name} cannot be read: {error.strerror or error}") from None
-    except ValueError as error:
-        raise GrammarError(f"the {what} {name} cannot be read: {error}") from None
+    except (OSError, ValueError) as error:
+        why = getattr(error, "strerror", None) or error
+        raise GrammarError(f"the {what} {name} cannot be read: {why}") from None
 
 
 def _checked(what: str, text: str) -> str:
