@@ -230,18 +230,15 @@ class Report:
     def as_json(self) -> dict[str, Any]:
         """Makes the object that `kvedge chat --json` prints, in bytes, seconds and tokens per second."""
         t, kv = self.time, self.kv
-        session: dict[str, Any] = {"session": asdict(self.session)} if self.session else {}
-        if self.bounded is not None:
-            session["bounded"] = {"used": self.bounded, "why_not": self.not_bounded}
-        if self.drafts is not None:
-            session["drafts"] = self.drafts.as_json()
-        if self.logprobs is not None:
-            session["logprobs"] = [token.as_json() for token in self.logprobs]
-        if self.notes:
-            session["notes"] = self.notes
-        if kv.device is not None:
-            session["device"] = asdict(kv.device)
-        stream = {"stream": asdict(self.stream)} if self.stream else {}
+        where_asked = {
+            "stream": self.stream and asdict(self.stream),
+            "session": self.session and asdict(self.session),
+            "bounded": None if self.bounded is None else {"used": self.bounded, "why_not": self.not_bounded},
+            "drafts": self.drafts and self.drafts.as_json(),
+            "logprobs": None if self.logprobs is None else [token.as_json() for token in self.logprobs],
+            "notes": self.notes or None,
+            "device": kv.device and asdict(kv.device),
+        }
         return {
             "model": asdict(self.model) if self.model else None,
             "method": self.method,
@@ -261,8 +258,7 @@ class Report:
                 **{name: round(value, 4) for name, value in vars(t).items() if name.endswith("_s")},
                 "decode_tok_s": round(t.decode_tok_s, 2),
             },
-            **stream,
-            **session,
+            **{name: value for name, value in where_asked.items() if value is not None},
         }
 
     def line(self) -> str:

@@ -20,6 +20,13 @@ _REAL = {
 }
 _POSITIVE = {"top_p": 1.0, "typical_p": 1.0, "repeat_penalty": 100.0}  # above 0, and at most this
 MOST_LOGPROBS = 20
+_WHOLE = {
+    "top_k": (0, 2**31 - 1, "be 0 (off) or more"),
+    "seed": (0, 2**32 - 1, "lie between 0 and 4294967295"),
+    "max_tokens": (1, 2**31 - 1, "be at least 1"),
+    "repeat_last_n": (0, 2**20, "lie between 0 (off) and 1048576"),
+    "logprobs": (0, MOST_LOGPROBS, f"lie between 0 and {MOST_LOGPROBS}"),
+}
 _LARGEST_BIAS = 1e6
 _MOST_STOPS, _LONGEST_STOP = 64, 1000  # texts, and characters of one
 
@@ -71,22 +78,12 @@ class Sampling:
             check_number(name, getattr(self, name), whole=False)
             if not 0 < getattr(self, name) <= most:
                 raise UsageError(f"{name} must be above 0 and at most {most:g}, not {getattr(self, name)}")
-        check_number("top_k", self.top_k)
-        check_number("seed", 0 if self.seed is None else self.seed)
-        check_number("max_tokens", self.max_tokens)
-        check_number("repeat_last_n", self.repeat_last_n)
-        if not 0 <= self.top_k < 2**31:
-            raise UsageError(f"top_k must be 0 (off) or more, not {self.top_k}")
-        if self.seed is not None and not 0 <= self.seed < 2**32:
-            raise UsageError(f"seed must lie between 0 and 4294967295, not {self.seed}")
-        if not 1 <= self.max_tokens < 2**31:
-            raise UsageError(f"max_tokens must be at least 1, not {self.max_tokens}")
-        if not 0 <= self.repeat_last_n <= 2**20:
-            raise UsageError(f"repeat_last_n must lie between 0 (off) and 1048576, not {self.repeat_last_n}")
-        if self.logprobs is not None:
-            check_number("logprobs", self.logprobs)
-            if not 0 <= self.logprobs <= MOST_LOGPROBS:
-                raise UsageError(f"logprobs must lie between 0 and {MOST_LOGPROBS}, not {self.logprobs}")
+        for name, (least, most, what) in _WHOLE.items():
+            if (value := getattr(self, name)) is None and name in ("seed", "logprobs"):
+                continue
+            check_number(name, value)
+            if not least <= value <= most:
+                raise UsageError(f"{name} must {what}, not {value}")
         _check_bias(self.logit_bias)
         object.__setattr__(self, "stop", _stop_texts(self.stop))
         if sum(form is not None for form in (self.grammar, self.json_schema, self.regex)) > 1:
