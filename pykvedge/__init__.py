@@ -73,12 +73,11 @@ if TYPE_CHECKING:
     from pykvedge.reference.stages.base import Head, ImageRows, Layer, Param, Prompt
     from pykvedge.reference.stages.replay import Replay
     from pykvedge.reference.stages.rotation import Rotation
-    from pykvedge.runtime.keeping import Keep
     from pykvedge.runtime.loaded import LoadedModel, load
     from pykvedge.runtime.logprobs import Alternative, Token
     from pykvedge.runtime.report import Report
     from pykvedge.runtime.sampling import Sampling
-    from pykvedge.runtime.settings import Settings
+    from pykvedge.runtime.settings import Keep, Settings
 
     __version__: str
 
@@ -172,12 +171,11 @@ _MODULES = {
     "reference.stages.replay": ("Replay",),
     "reference.stages.rotation": ("Rotation",),
     "library.arrays": ("Result", "compress"),
-    "runtime.keeping": ("Keep",),
     "runtime.loaded": ("LoadedModel", "load"),
     "runtime.logprobs": ("Alternative", "Token"),
     "runtime.report": ("Report",),
     "runtime.sampling": ("Sampling",),
-    "runtime.settings": ("Settings",),
+    "runtime.settings": ("Keep", "Settings"),
 }
 _LATER = {name: module for module, names in _MODULES.items() for name in names}
 _LATER |= {name: "errors" for name in __all__ if name.endswith(("Error", "Warning"))}

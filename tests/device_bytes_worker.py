@@ -16,10 +16,9 @@ from pykvedge.models.model import Model
 from pykvedge.models.offload import Offload
 from pykvedge.models.vision import TextPiece
 from pykvedge.plans.plugin_files import load_file
-from pykvedge.runtime import figures
 from pykvedge.runtime.driver import Driver
 from pykvedge.runtime.llama_context import ContextSize
-from pykvedge.runtime.sequence import Sequence
+from pykvedge.runtime.sequence import Sequence, device_work
 
 
 def measure(model, wire, plan, n_tokens):
@@ -44,7 +43,7 @@ def measure(model, wire, plan, n_tokens):
             out[name] = [now[0] - before[0], now[1] - before[1]]
             before = now
             if name == "compress":
-                work = figures.device_work(driver.cache)
+                work = device_work(driver.cache)
                 out["report"] = vars(work) if work else None
         return {**out, "device_bytes": driver.cache.stats().device_bytes}
     finally:

@@ -16,10 +16,9 @@ import pykvedge
 from pykvedge.models.model import Model
 from pykvedge.models.offload import Offload
 from pykvedge.models.vision import TextPiece
-from pykvedge.runtime import figures
 from pykvedge.runtime.driver import Driver
 from pykvedge.runtime.llama_context import ContextSize
-from pykvedge.runtime.sequence import Sequence
+from pykvedge.runtime.sequence import Sequence, device_work
 
 MIB = 1 << 20
 # beyond what the server has after the prompt; llama.cpp's working memory is given back before the compression
@@ -47,7 +46,7 @@ def tried(model, server, plan, n_tokens, room):
         if out["error"]:
             out["pending"], out["kept"] = driver.cache.stats().n_pending, driver.cache.lengths()
             sequence.compress()
-        out["after"], out["report"] = held(driver.cache), vars(figures.device_work(driver.cache))
+        out["after"], out["report"] = held(driver.cache), vars(device_work(driver.cache))
         for token in range(5, 13):
             sequence.extend(token)
         return {**out, "device_bytes": driver.cache.stats().device_bytes}

@@ -28,8 +28,8 @@ from pykvedge.models.encoder import Encoder
 from pykvedge.models.gguf import read_header
 from pykvedge.models.model import Model
 from pykvedge.models.vision import Vision
-from pykvedge.runtime.figures import device_work
 from pykvedge.runtime.report import DeviceWork
+from pykvedge.runtime.sequence import device_work
 
 
 @pytest.fixture(autouse=True, scope="module")

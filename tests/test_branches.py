@@ -27,7 +27,7 @@ def kept(session):
 
 def place(session):
     context = session.engine.context
-    return context.n_past, context.n_cells, session.pending, [(m.role, m.text) for m in session.messages]
+    return context.at.n_past, context.at.n_cells, session.pending, [(m.role, m.text) for m in session.messages]
 
 
 def same(undone, never):

@@ -141,7 +141,7 @@ def test_the_context_ends_a_drafted_answer_where_it_ends_another(tiny, guessing,
             answer = session.ask("What is there to see?", sampling=chosen)
             answer.read()
             ids = answer._generation.tokens
-            ends.append((answer.report.finish, ids, session.engine.context.n_cells))
+            ends.append((answer.report.finish, ids, session.engine.context.at.n_cells))
         guessing(ids, 99)
     assert ends[0] == ends[1] and ends[0][0] == "context"
 

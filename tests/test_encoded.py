@@ -89,14 +89,14 @@ def test_the_bound_holds_and_those_used_least_recently_go_first():
         made.append("")
     assert rows("a") and not rows("d")
     made.append("")
-    assert rows("a") and rows("c") and rows("d") and held.n_bytes == 480
+    assert rows("a") and rows("c") and rows("d") and held.memory.n_bytes == 480
     assert not rows("b") and made.count("b") == 2
-    held.drop("b")
-    held.drop("nothing")
-    assert held.n_bytes == 320
-    assert not rows("large", 31) and held.n_bytes == 320  # which would have driven all others out
-    held.clear()
-    assert held.n_bytes == 0 and not rows("a")
+    held.memory.drop("b")
+    held.memory.drop("nothing")
+    assert held.memory.n_bytes == 320
+    assert not rows("large", 31) and held.memory.n_bytes == 320  # which would have driven all others out
+    held.memory.clear()
+    assert held.memory.n_bytes == 0 and not rows("a")
     with pytest.raises(ValueError):
         held.rows("a", 10, never, print)[0][0] = 1  # others read it, too
 
@@ -189,11 +189,11 @@ def test_a_stream_leaves_nothing_behind_but_finds_what_is_there(tiny, native):
     with loaded(tiny("llava")) as model:
         images, calls = shared(model)[1], counted(model)
         ask(model, [3])
-        one = images.n_bytes
+        one = images.memory.n_bytes
         with Session(model, plan=pykvedge.plan("snapkv", 64, sinks=4), stream=True) as session:
             report = say(session, "What happens?", (picture(i) for i in range(6)), FEW)
         assert report.tokens.images_reused == 1 and len(calls) == 6
-        assert images.n_bytes == one and ask(model, [3]).tokens.images_reused == 1
+        assert images.memory.n_bytes == one and ask(model, [3]).tokens.images_reused == 1
 
 
 def test_a_thousand_images_take_no_more_than_the_bound(tiny, native):
@@ -209,9 +209,9 @@ def test_a_thousand_images_take_no_more_than_the_bound(tiny, native):
                     vision.encode(piece)
                     assert not piece.reused
             vision.release(pieces)
-            assert 0 < images.n_bytes <= limit
+            assert 0 < images.memory.n_bytes <= limit
             rss.append(memory.rss_bytes())
-        assert images.n_bytes > limit // 2
+        assert images.memory.n_bytes > limit // 2
         assert 4 * limit < 1000 * 16 * 256 * 4  # all of them would have been that much more
         assert max(rss[200:]) - rss[200] < 2 * limit  # the rest of the process may grow a little
 
@@ -220,8 +220,8 @@ def test_a_closed_model_frees_them(tiny, native):
     with loaded(tiny("llava")) as model, Session(model, plan=PLANS["full"]) as session:
         images = shared(model)[1]
         say(session, "What is this?", [picture(1)], FEW)
-        assert images.n_bytes > 0
-    assert images.n_bytes == 0 and not model.in_memory
+        assert images.memory.n_bytes > 0
+    assert images.memory.n_bytes == 0 and not model.in_memory
 
 
 def test_settings_that_cannot_be(tiny, native):

@@ -2,7 +2,7 @@
 
 import random
 
-from pykvedge.runtime.lookup import Lookup
+from pykvedge.runtime.lookup import BREAK, Lookup
 
 LENGTHS = (16, 8, 4, 2)
 
@@ -34,7 +34,7 @@ def test_guesses_follow_the_longest_run_that_was_there_before():
             if len(text) > 30 and rng.random() < 0.3:
                 part = [t for t in text[-30:-10] if t >= 0]
             if rng.random() < 0.1:
-                lookup.add_break()
+                lookup.add([BREAK])
                 text.append(-1)
             lookup.add(part)
             text += part
@@ -62,10 +62,10 @@ def test_a_text_that_repeats_itself_goes_on_so():
 def test_no_guess_goes_across_an_image():
     lookup = Lookup()
     lookup.add([1, 2, 3])
-    lookup.add_break()
+    lookup.add([BREAK])
     lookup.add([4, 5, 1])
     assert lookup.guess(2, 5) == ([3], 2)
-    lookup.add_break()
+    lookup.add([BREAK])
     assert lookup.guess(4, 5) == ([], 0)
 
 
@@ -78,6 +78,6 @@ def test_a_long_text_is_found_again_after_the_tables_grew():
         lookup.add([token])
     lookup.add(text[11000:])
     for start in (17, 4095, 10500, 29000):
-        lookup.add_break()
+        lookup.add([BREAK])
         lookup.add(text[start : start + 20])
         assert lookup.guess(text[start + 20], 8) == (text[start + 21 : start + 29], 16)

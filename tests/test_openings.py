@@ -130,8 +130,8 @@ def test_memory_for_openings_is_bounded(native, tiny, picture_file):
             with pykvedge.Session(model, plan=pykvedge.plan("knorm", 0.3), question_blind=True) as session:
                 session.ask("What?", [picture_file(f"{i}.png", 40 + i, 40)], ASK).read()
                 openings = session._openings
-                assert openings.n_bytes <= 2**17
-        assert openings.n_bytes > 2**15
+                assert openings.memory.n_bytes <= 2**17
+        assert openings.memory.n_bytes > 2**15
 
 
 def test_a_follow_up_with_a_picture_is_cut_too(native, tiny, picture_file):
@@ -275,10 +275,10 @@ def test_rows_that_do_not_fit_the_model_are_read_anew(native, tiny, picture_file
     with tiny("llava").session(pykvedge.plan("knorm", 0.4), question_blind=True, prompt_cache=2**26) as session:
         said.append(answers(session, [picture_file()])[0])
         openings = session._openings
-        [name] = openings._memory._things
-        kept = openings._memory.get(name)
+        [name] = openings.memory._things
+        kept = openings.memory.get(name)
         for rows in (kept.rows[:-8], b"", kept.rows[:40] + bytes(8) + kept.rows[48:]):
-            openings._memory.put(name, replace(kept, rows=rows))
+            openings.memory.put(name, replace(kept, rows=rows))
             said.append(answers(session, [picture_file()])[0])
     assert all(text == said[0][0] and tokens.reused == 0 for text, _, tokens in said)
 

@@ -173,8 +173,8 @@ def test_rows_keep_their_places(native, tiny, picture_file, kind):
         session.engine.prefill(pieces, lambda what, share: None, None)
         memory = session.engine.context.llama.llama_get_memory(session.engine.context.handle)
         last = session.engine.context.llama.llama_memory_seq_pos_max(memory, 0)
-        assert last == session.engine.context.n_past - 1
-        assert session.engine.context.n_cells == sum(p.n_tokens for p in pieces)
+        assert last == session.engine.context.at.n_past - 1
+        assert session.engine.context.at.n_cells == sum(p.n_tokens for p in pieces)
         session.release(pieces)
 
 
@@ -183,7 +183,7 @@ def test_a_session_file_goes_on_behind_its_gaps(native, tiny, picture_file, tmp_
     plan = pykvedge.plan("knorm", 0.5, image_tokens=0.25)
     with tiny("llava").session(plan) as session, tiny("llava").session(plan) as other:
         session.ask("What is this?", [picture_file("c.png", 120, 80)], pykvedge.Sampling(max_tokens=4)).read()
-        assert session.engine.context.n_past > session.engine.context.n_cells
+        assert session.engine.context.at.n_past > session.engine.context.at.n_cells
         session.save(tmp_path / "a.kvs")
         other.load(tmp_path / "a.kvs")
         said = [s.ask("And?", (), pykvedge.Sampling(max_tokens=6)).read() for s in (session, other)]

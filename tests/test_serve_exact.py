@@ -14,7 +14,7 @@ from pykvedge import Sampling, UnsupportedError, UsageError
 from pykvedge.caches.folder import CacheFolder
 from pykvedge.models.images import load_picture
 from pykvedge.models.prompt import Message
-from pykvedge.runtime.keeping import Keep
+from pykvedge.runtime.settings import Keep
 from pykvedge.serve.job import Limits, Request
 from pykvedge.serve.parked import Park
 from pykvedge.serve.scheduler import Scheduler

@@ -6,7 +6,7 @@ import pytest
 from server import QUESTION, SCENES, asks, serving
 
 from pykvedge.errors import KvedgeError
-from pykvedge.serve import ownfolder
+from pykvedge.serve import server as serving_process
 
 
 def folders(root):
@@ -35,21 +35,21 @@ def test_what_a_killed_server_left_goes_when_the_next_one_begins(environment, tm
 
 
 def test_what_is_not_a_servers_stays(tmp_path, monkeypatch):
-    monkeypatch.setattr(ownfolder.tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(serving_process.tempfile, "tempdir", str(tmp_path))
     (tmp_path / "kvedge-park-made").mkdir()  # just now, without a lock yet
     (tmp_path / "kvedge-park-file").write_text("a file")
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "elsewhere" / "lock").write_text("")
     (tmp_path / "kvedge-park-link").symlink_to(tmp_path / "elsewhere")
     before = sorted(tmp_path.iterdir())
-    with ownfolder.own_folder() as folder:
+    with serving_process.own_folder() as folder:
         assert folder.parent == tmp_path and (sys.platform == "win32" or folder.stat().st_mode & 0o77 == 0)
-        with ownfolder.own_folder():
+        with serving_process.own_folder():
             assert folder.exists()
     assert sorted(tmp_path.iterdir()) == before
 
 
 def test_no_folder_is_one_line(tmp_path, monkeypatch):
-    monkeypatch.setattr(ownfolder.tempfile, "tempdir", str(tmp_path / "none"))
-    with pytest.raises(KvedgeError, match="--park DIR"), ownfolder.own_folder():
+    monkeypatch.setattr(serving_process.tempfile, "tempdir", str(tmp_path / "none"))
+    with pytest.raises(KvedgeError, match="--park DIR"), serving_process.own_folder():
         raise AssertionError("there is none")

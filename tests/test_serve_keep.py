@@ -10,8 +10,8 @@ from server import DEMO, SCENES, asks, serving
 import pykvedge
 from pykvedge.caches.folder import CacheFolder
 from pykvedge.models.prompt import Message
-from pykvedge.runtime.keeping import Keep
 from pykvedge.runtime.sampling import Sampling
+from pykvedge.runtime.settings import Keep
 from pykvedge.serve.job import Request
 from pykvedge.serve.parked import Park
 

@@ -30,7 +30,7 @@ def test_pictures_of_another_key_are_encoded_again(scheduled, monkeypatch, share
     encoder, encoded = engine.preparer.vision.encoder, []
     plain = encoder.encode
     monkeypatch.setattr(encoder, "encode", lambda *given: encoded.append(1) or plain(*given), raising=False)
-    engine.preparer.vision._encoded.clear()
+    engine.preparer.vision._encoded.memory.clear()
     for owner, text in (("ann", "a"), ("ann", "b"), ("bob", "a"), ("bob", "c")):
         assert isinstance(asked(engine, owner=owner, text=text), Done)
     assert len(encoded) == (1 if share else 2)
@@ -47,7 +47,7 @@ def test_nobody_waits_for_the_pictures_of_somebody_else(scheduled, monkeypatch):
         return plain(*given)
 
     monkeypatch.setattr(encoder, "encode", slow, raising=False)
-    engine.preparer.vision._encoded.clear()
+    engine.preparer.vision._encoded.memory.clear()
     try:
         first = threading.Thread(target=lambda: ends.append(asked(engine, text="first")))
         first.start()
@@ -77,7 +77,7 @@ def test_pictures_of_two_requests_take_turns(scheduled, monkeypatch):
         return run(*given)
 
     monkeypatch.setattr(encoder._watch, "run", watched)
-    engine.preparer.vision._encoded.clear()
+    engine.preparer.vision._encoded.memory.clear()
     ends = []
     first = threading.Thread(target=lambda: ends.append(asked(engine, scenes=SCENES[:4], owner="ann")))
     first.start()

@@ -80,7 +80,7 @@ def test_a_chat_of_several_turns_extends_the_compressed_cache(vision_model, pict
         third = say(session, "Look at this too.", [picture_file("b.png", 90, 90)])
         assert third.tokens.image > 0
         assert [m.role for m in session.messages] == ["user", "assistant"] * 3
-        assert session.engine.context.n_cells == session.engine.cache.stats().n_tokens
+        assert session.engine.context.at.n_cells == session.engine.cache.stats().n_tokens
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen2vl", "gemma3", "lfm2"])
@@ -90,7 +90,7 @@ def test_nothing_is_lost_between_turns_when_everything_is_kept(tiny, kind, nativ
         by_turns.ask("What is this?", sampling=Sampling(max_tokens=6)).read()
         by_turns.ask("And what else?", sampling=Sampling(max_tokens=1))
         context = by_turns.engine.context
-        assert context.n_cells == len(tokens) == by_turns.engine.cache.stats().n_tokens
+        assert context.at.n_cells == len(tokens) == by_turns.engine.cache.stats().n_tokens
         expected = by_turns.engine.context.logits().copy()
     read = [TextPiece([*tokens])]
     with tiny(kind).session() as at_once:
@@ -112,8 +112,8 @@ def test_positions_go_on_from_the_original_prompt(vision_model, picture_file, na
     with vision_model.session(pykvedge.plan("streaming-llm", 0.1)) as compressed, vision_model.session() as full:
         for session in (compressed, full):
             say(session, WORDS, [picture_file()], Sampling(max_tokens=3))
-        assert compressed.engine.context.n_past == full.engine.context.n_past
-        assert compressed.engine.cache.stats().n_tokens == full.engine.context.n_cells
+        assert compressed.engine.context.at.n_past == full.engine.context.at.n_past
+        assert compressed.engine.cache.stats().n_tokens == full.engine.context.at.n_cells
 
 
 def test_an_answer_that_is_broken_off_stays_as_far_as_it_went(tiny, native):
@@ -274,9 +274,9 @@ def test_a_short_later_question_is_not_cut_to_a_fifth(native, tiny, picture_file
             first = session.ask("What is this? " * 10, [picture_file()], Sampling(max_tokens=3))
             first.read()
             held = session.engine.pairs_held()
-            before = session.engine.context.n_cells
+            before = session.engine.context.at.n_cells
             answer = session.ask("And that?", sampling=Sampling(max_tokens=1))
-            added = session.engine.context.n_cells - before
+            added = session.engine.context.at.n_cells - before
             report = answer.report
             assert 3 < report.kv.compressed_tokens <= 32 and added >= report.tokens.prompt
             assert report.kv.kept_of_them == (report.kv.compressed_tokens if later else 10)

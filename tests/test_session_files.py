@@ -31,7 +31,7 @@ def state(session):
         "stats": [stats.n_tokens, stats.n_image_tokens, stats.n_compressions, stats.n_pending],
         "bytes": stats.bytes,
         "messages": [(m.role, m.text) for m in session.messages],
-        "place": (context.n_past, context.n_cells, session.pending),
+        "place": (context.at.n_past, context.at.n_cells, session.pending),
     }
 
 
@@ -108,7 +108,7 @@ def test_tokens_can_still_be_taken_back(tiny, native, tmp_path):
             if load:
                 session.load(file)
             context = session.engine.context
-            memory, at = context.llama.llama_get_memory(context.handle), context.n_past - 20
+            memory, at = context.llama.llama_get_memory(context.handle), context.at.n_past - 20
             assert context.llama.llama_memory_seq_rm(memory, 0, at, -1)
             session.engine.sequence.n_past = at
             context.decode([7, 8, 9], want_logits=True)

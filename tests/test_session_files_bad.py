@@ -46,7 +46,7 @@ def test_a_note_that_is_none(saved):
             session.load(file)
         file.write_bytes(reframed(data, note=json.dumps(good).encode()))
         session.load(file)
-        assert Note.decode(json.dumps(good).encode()).n_cells == session.engine.context.n_cells
+        assert Note.decode(json.dumps(good).encode()).n_cells == session.engine.context.at.n_cells
 
 
 def test_damaged_files_are_refused_whatever_the_damage(saved):

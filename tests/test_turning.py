@@ -1,4 +1,4 @@
-"""Conversations and streams that pass the length that their model was trained for (runtime/positions.py)."""
+"""Conversations and streams that pass the length that their model was trained for (runtime/sequence.py)."""
 
 import json
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from pykvedge.models.offload import Offload
 from pykvedge.plans.plan import Plan
-from pykvedge.runtime.keeping import Keep
+from pykvedge.runtime.settings import Keep
 
 STOCK = "stock"
 

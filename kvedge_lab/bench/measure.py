@@ -21,7 +21,6 @@ from pykvedge.models.images import Picture
 from pykvedge.models.model import Model
 from pykvedge.models.profiles import tables_for
 from pykvedge.models.vision import ImagePiece, Piece, TextPiece, Vision
-from pykvedge.runtime import figures as runtime_figures
 from pykvedge.runtime import opening
 from pykvedge.runtime.driver import Driver
 from pykvedge.runtime.interrupt import stop_if_set
@@ -29,7 +28,7 @@ from pykvedge.runtime.llama_context import ContextSize, ubatch_for
 from pykvedge.runtime.pruning import planned
 from pykvedge.runtime.replay import extra_tokens
 from pykvedge.runtime.report import DeviceWork
-from pykvedge.runtime.sequence import Sequence
+from pykvedge.runtime.sequence import Sequence, device_work
 from pykvedge.runtime.snapshot import Snapshot
 from pykvedge.system import memory
 
@@ -277,7 +276,7 @@ def _timed(driver: Driver, prompt: Prompt, energy: Energy, cancel: threading.Eve
     if cache is not None:
         stats = cache.stats()
         out.full_bytes, out.kept_bytes = stats.before_bytes or stats.bytes, stats.bytes
-        out.device = runtime_figures.device_work(cache)
+        out.device = device_work(cache)
         out.device_rows = cache.rows_on_devices(pending.n_pending) if pending is not None else 0
     out.rss_after_bytes = memory.rss_bytes()
     energy.start()

@@ -203,7 +203,7 @@ def _shapes(chosen: dict[str, Any], image_size: str) -> list[Shape]:
 
 def _variants(given: dict[str, Any], budgets: str) -> list[Variant]:
     from kvedge_lab.bench.matrix import Variant
-    from pykvedge.runtime.keeping import Keep
+    from pykvedge.runtime.settings import Keep
 
     names = listed("--method", given["methods"])
     names = method_names() if names == ["all"] else ["full", *(name for name in names if name != "full")]

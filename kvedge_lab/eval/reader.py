@@ -24,9 +24,9 @@ from pykvedge.plans.plan import Plan
 from pykvedge.reference.kvtypes import KvType
 from pykvedge.reference.stages.base import ProfileTable
 from pykvedge.runtime.driver import Driver
-from pykvedge.runtime.keeping import Keep
 from pykvedge.runtime.llama_context import ContextSize, ubatch_for
 from pykvedge.runtime.sequence import Sequence
+from pykvedge.runtime.settings import Keep
 
 # sequences: what was read, a compressed copy, that with one of several questions, a copy for an answer
 PROMPT, BRANCH, ASKED, SIDE = range(4)
@@ -120,7 +120,7 @@ class Reader:
         for one in self._sequences:
             one.begin()
         if driver.cache is None:
-            driver.take_over_if_possible(plan, tables_for(plan, self.model.path), self.later_floor)
+            driver.take_over(plan, tables_for(plan, self.model.path), self.later_floor, or_full=True)
         else:
             driver.cache.set_plan(plan, tables_for(plan, self.model.path))
         if self._keep is not None and driver.cache is not None:

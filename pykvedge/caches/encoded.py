@@ -4,25 +4,17 @@ from __future__ import annotations
 
 import hashlib
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import numpy as np
 
+from pykvedge.caches.folder import CacheFolder
 from pykvedge.caches.memory import ByteCache
 
 IMAGE_CACHE = 256 << 20  # bytes in memory, unless a setting says otherwise: 28 images of LLaVA-1.5-7B
 KIND = "images"
 _LOOK_S = 0.05  # between two looks at what may end the wait for another conversation's encoding
-
-
-class Folder(Protocol):
-    """Where entries outlive the process (caches/folder.py)."""
-
-    def get(self, kind: str, key: str) -> memoryview | None: ...
-
-    def put(self, kind: str, key: str, parts: Iterable[memoryview]) -> None: ...
 
 
 @dataclass
@@ -38,22 +30,18 @@ class Encoded:
     """Rows that one encoder made of images, bounded in bytes; those used least recently go first.
 
     May be called from several threads. Who asks for an image that another thread has at hand waits for that one.
+    memory: what is held there.
     """
 
-    def __init__(self, width: int, limit_bytes: int, folder: Folder | None = None, encoder: str = "") -> None:
+    def __init__(self, width: int, limit_bytes: int, folder: CacheFolder | None = None, encoder: str = "") -> None:
         """width: of the rows. limit_bytes: of those held in memory; 0 holds none.
 
         encoder: tells it, its settings and its version apart from all others that use the folder.
         """
         self._width, self._folder, self._encoder = width, folder, encoder
         self._lock = threading.Lock()
-        self._held: ByteCache[np.ndarray] = ByteCache(limit_bytes, lambda rows: rows.nbytes)
+        self.memory: ByteCache[np.ndarray] = ByteCache(limit_bytes, lambda rows: rows.nbytes)
         self._work: dict[str, _Work] = {}
-
-    @property
-    def n_bytes(self) -> int:
-        """So many bytes are held in memory."""
-        return self._held.n_bytes
 
     def rows(
         self, key: str, n_rows: int, make: Callable[[], np.ndarray], look: Callable[[float], None]
@@ -65,7 +53,7 @@ class Encoded:
         """
         while True:
             with self._lock:
-                found = self._held.get(key)
+                found = self.memory.get(key)
                 if found is not None and len(found) == n_rows:
                     return found, True
                 other = self._work.get(key)
@@ -89,21 +77,11 @@ class Encoded:
             with self._lock:
                 del self._work[key]
                 if own.rows is not None:
-                    self._held.put(key, own.rows)
+                    self.memory.put(key, own.rows)
             own.over.set()
-        if not there:  # after those who waited went on: a disk may take its time
-            self._store(key, rows)
+        if not there and self._folder is not None:  # after those who waited went on: a disk may take its time
+            self._folder.put(KIND, self._name(key, len(rows)), [rows.astype("<f4", copy=False).data])
         return rows, there
-
-    def drop(self, key: str) -> None:
-        """Frees the rows of one image."""
-        self._held.drop(key)
-
-    def clear(self) -> None:
-        """Frees what is held in memory."""
-        self._held.clear()
-
-    # ---------------------------------------------------------------------------------------------------
 
     def _name(self, key: str, n_rows: int) -> str:
         return hashlib.sha256(f"{self._encoder}\n{self._width}\n{n_rows}\n{key}".encode()).hexdigest()
@@ -113,7 +91,3 @@ class Encoded:
         if data is None or len(data) != 4 * n_rows * self._width:
             return None
         return np.frombuffer(data, "<f4").reshape(n_rows, self._width).astype(np.float32, copy=False)
-
-    def _store(self, key: str, rows: np.ndarray) -> None:
-        if self._folder is not None:
-            self._folder.put(KIND, self._name(key, len(rows)), [rows.astype("<f4", copy=False).data])

@@ -22,9 +22,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeAlias
 
-import psutil
-
 from pykvedge.errors import UsageError, printable
+from pykvedge.system.memory import is_running
 
 Bytes: TypeAlias = bytes | bytearray | memoryview
 
@@ -134,7 +133,6 @@ class CacheFolder:
             total -= size
 
     def total_bytes(self) -> int:
-        """Sums the files of all entries."""
         return sum(facts.st_size for name, facts in self._files() if _ENTRY.fullmatch(name))
 
     def entries(self, kind: str) -> dict[str, tuple[int, float]]:
@@ -155,8 +153,6 @@ class CacheFolder:
         with self._lock:
             notes, self._notes = self._notes, []
         return notes
-
-    # ---------------------------------------------------------------------------------------------------
 
     def _files(self) -> list[tuple[str, os.stat_result]]:
         """Lists the regular files in the folder, but those that another process removes meanwhile."""
@@ -261,10 +257,7 @@ def _rename(part: Path, file: Path) -> None:
 
 
 def _is_left(process: int, written: float) -> bool:
-    try:
-        return time.time() - written > _LEFT_S or not psutil.pid_exists(process)
-    except OverflowError:
-        return True  # no process has such a number
+    return time.time() - written > _LEFT_S or not is_running(process)
 
 
 def _reason(error: Exception) -> str:

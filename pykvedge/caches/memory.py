@@ -21,7 +21,6 @@ class ByteCache(Generic[T]):
 
     @property
     def n_bytes(self) -> int:
-        """So many bytes are held now."""
         return self._held
 
     def get(self, name: str) -> T | None:
@@ -48,7 +47,6 @@ class ByteCache(Generic[T]):
             self._pop(name)
 
     def clear(self) -> None:
-        """Frees everything."""
         with self._lock:
             self._things.clear()
             self._held = 0

@@ -89,8 +89,6 @@ class AttachedPass:
                 libraries.mtmd().mtmd_input_chunk_free(piece.chunk)
         self._passage, self._prompt = Passage(), False
 
-    # ---------------------------------------------------------------------------------------------------
-
     def before_answer(self, plan: Plan) -> None:
         """Reads a prompt again whose answer begins. Raises ContextError, UnsupportedError, and what libkvedge met."""
         if self._prompt and self._cache.replays:

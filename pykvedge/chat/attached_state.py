@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
+import functools
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
+from pykvedge.chat.attached_pass import AttachedPass
 from pykvedge.chat.reuse import History
 from pykvedge.errors import StateError, UnsupportedError
+from pykvedge.library import libkvedge
+from pykvedge.models.gguf import read_header
 from pykvedge.plans.plan import Plan
-
-if TYPE_CHECKING:
-    from pykvedge.chat.attached_pass import AttachedPass
-    from pykvedge.library.libkvedge import Cache
-    from pykvedge.reference.kvtypes import KvType
-    from pykvedge.reference.stages.base import ProfileTable
+from pykvedge.reference.kvtypes import KvType
+from pykvedge.reference.stages.base import ProfileTable
+from pykvedge.runtime.sessionfile import fingerprint
 
 
 def recipe(plan: Plan, kv_type: KvType, given: Mapping[str, ProfileTable]) -> str:
@@ -62,18 +63,12 @@ class AttachedState:
 class States:
     """Takes what an attached model has read, and gives it back."""
 
-    def __init__(self, llm: Any, cache: Cache, again: AttachedPass) -> None:
+    def __init__(self, llm: Any, cache: libkvedge.Cache, again: AttachedPass) -> None:
         self._llm, self._cache, self._again = llm, cache, again
-        self._fingerprint = ""
 
-    @property
+    @functools.cached_property
     def _model(self) -> str:
-        if not self._fingerprint:
-            from pykvedge.models.gguf import read_header
-            from pykvedge.runtime.sessionfile import fingerprint
-
-            self._fingerprint = fingerprint(read_header(self._llm.model_path))
-        return self._fingerprint
+        return fingerprint(read_header(self._llm.model_path))
 
     def take(self, by: str, history: History) -> AttachedState:
         """Raises StateError where some of a prompt with pictures is not compressed yet, or tokens were refused."""
@@ -90,8 +85,6 @@ class States:
 
     def _pack(self, history: History) -> bytes:
         """Returns no bytes for what can be read again instead."""
-        from pykvedge.library import libkvedge
-
         known = history.knows(self._llm.n_tokens)
         if known and self._again.waits:
             return b""
@@ -126,8 +119,6 @@ class States:
 
     def give(self, state: AttachedState) -> None:
         """Puts its rows into the empty cache. Raises SessionFileError, OutOfMemoryError."""
-        from pykvedge.library import libkvedge
-
         libkvedge.unpack(self._cache, state.llama_state, state.model)
         self._again.go_on(state.end, state.answer)
 

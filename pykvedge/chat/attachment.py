@@ -4,24 +4,28 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Generator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from pykvedge.chat.attached_pass import AttachedPass
+from pykvedge.chat.attached_state import AttachedState, States, recipe
 from pykvedge.chat.reuse import History, shared
 from pykvedge.errors import CancelledError, KvedgeError, StateError, UnsupportedError, UsageError
+from pykvedge.library import libkvedge
+from pykvedge.library.native_plan import replays
 from pykvedge.models import tuned
+from pykvedge.models.profiles import tables_for
+from pykvedge.native import libraries
+from pykvedge.native.abi import Stats
 from pykvedge.plans.making import default_plan
 from pykvedge.plans.making import plan as make_plan
 from pykvedge.plans.plan import Plan
+from pykvedge.plans.profile import Given
 from pykvedge.reference.kvtypes import KvType, ggml_types
-from pykvedge.runtime.keeping import Keep
+from pykvedge.reference.stages.base import ProfileTable
+from pykvedge.runtime.llama_context import take_back
+from pykvedge.runtime.settings import Keep
 from pykvedge.system import signals
-from pykvedge.system.guard import Guard, one_thread
-
-if TYPE_CHECKING:
-    from pykvedge.chat.attached_state import AttachedState
-    from pykvedge.library.libkvedge import Stats
-    from pykvedge.plans.profile import Given
-    from pykvedge.reference.stages.base import ProfileTable
+from pykvedge.system.guard import Guard, one_thread, undoing
 
 
 def attach(
@@ -85,11 +89,6 @@ class Attachment:
 
     @signals.held()
     def __init__(self, llm: Any, plan: Plan, profile: Given = None, keep: Keep | None = None) -> None:
-        from pykvedge.chat.attached_pass import AttachedPass
-        from pykvedge.chat.attached_state import States
-        from pykvedge.library import libkvedge
-        from pykvedge.native import libraries
-
         libraries.llama()  # refuses a llama_cpp that loaded other libraries
         self._llm, self._profile = llm, profile
         self.plan, self.tuned = plan, ""
@@ -102,7 +101,8 @@ class Attachment:
         self._kv_type = _kv_type(llm)
         self._cache = libkvedge.Cache(llm.ctx, plan, self._kv_type, auto_compress=True, profiles=self._given)
         if keep is not None:
-            self._keep(keep.place, folder, keep.space)
+            with undoing(self._cache.detach):
+                self._cache.keep(keep.place, folder, keep.space)
         self._again = AttachedPass(llm, self._cache)
         self._again.look()
         self._states = States(llm, self._cache, self._again)
@@ -114,16 +114,7 @@ class Attachment:
         if hasattr(llm, "_stack"):
             llm._stack.callback(self._release)  # before llama_free, when the model is closed
 
-    def _keep(self, place: str, folder: str, space: int) -> None:
-        try:
-            self._cache.keep(place, folder, space)
-        except BaseException:
-            self._cache.detach()
-            raise
-
     def _tables(self, plan: Plan, spare: bool) -> dict[str, ProfileTable]:
-        from pykvedge.models.profiles import tables_for
-
         return tables_for(plan, self._llm.model_path, self._profile, spare)
 
     def _release(self) -> None:
@@ -131,8 +122,6 @@ class Attachment:
             with self.guard.closing():
                 self._again.close()
                 self._cache.detach()
-
-    # ---------------------------------------------------------------------------------------------------
 
     def _wrapped_sample(self, *args: Any, **kwargs: Any) -> int:
         with self.guard:
@@ -194,9 +183,6 @@ class Attachment:
 
     def _take_back(self, n_tokens: int) -> int:
         """Leaves the first n_tokens: the answer behind them is read again with what follows, over whole rows."""
-        from pykvedge.native import libraries
-        from pykvedge.runtime.llama_context import take_back
-
         llm = self._llm
         if n_tokens < llm.n_tokens and take_back(libraries.llama(), llm.ctx, 0, n_tokens):
             llm.n_tokens = n_tokens
@@ -222,7 +208,8 @@ class Attachment:
         self._cache.set_auto_compress(generates)
         try:
             if generates:
-                self._read_again()
+                with undoing(self._history.fail):  # Ctrl-C too: the logits of the prompt are gone
+                    self._again.before_answer(self.plan)
             self._inner["eval"](tokens)
             self._history.note(n_before, tokens, generates)
             self._again.read(n_before, list(tokens), generates)
@@ -236,13 +223,6 @@ class Attachment:
         finally:
             self._sampled = False
             self._cache.set_auto_compress(True)
-
-    def _read_again(self) -> None:
-        try:
-            self._again.before_answer(self.plan)
-        except BaseException:  # Ctrl-C too: the logits of the prompt are gone
-            self._history.fail()
-            raise
 
     def _wrapped_save_state(self) -> AttachedState:
         with self.guard:
@@ -265,12 +245,8 @@ class Attachment:
             self._states.enter(state)
 
     def _recipe(self) -> str:
-        from pykvedge.chat.attached_state import recipe
-
         keeps = " keep" if self._cache.keeps else ""
         return recipe(self.plan, self._kv_type, self._given) + keeps
-
-    # ---------------------------------------------------------------------------------------------------
 
     @one_thread
     def stats(self) -> Stats:
@@ -325,8 +301,6 @@ class Attachment:
 
 
 def _check_kept(plan: Plan) -> None:
-    from pykvedge.library.native_plan import replays
-
     if replays(plan):
         raise UsageError(
             f"method '{plan.method}' reads all of a conversation a second time, which attach does not hold; leave keep "
@@ -335,8 +309,6 @@ def _check_kept(plan: Plan) -> None:
 
 
 def _forget(llm: Any) -> None:
-    from pykvedge.native import libraries
-
     bindings = libraries.llama()
     llm.reset()
     memory = bindings.llama_get_memory(llm.ctx)

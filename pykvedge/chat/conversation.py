@@ -156,21 +156,17 @@ class Conversation(Single):
         spent.replay_s += engine.sequence.replay_s
         spent.compress_s += _timed(engine.compress)
 
-    # ---------------------------------------------------------------------------------------------------
-
     def _cut(self, pieces: list[Piece]) -> tuple[list[Piece], list[Piece]]:
         """Cuts a prompt before its question, where that is asked for or changes nothing (runtime/opening.py)."""
+        rounds = KvType.parse(self.settings.kv_type).quantised
         keeps = self._openings is not None and not self.in_cache and self.plan.method == "full"
-        if self.engine.cache is None or not (self.settings.question_blind or (keeps and not self._rounds())):
+        if self.engine.cache is None or not (self.settings.question_blind or (keeps and not rounds)):
             return [], pieces
         if self.in_cache or any(isinstance(piece, ImagePiece) for piece in pieces):
             return opening.cut(pieces)
         *earlier, last = self.messages
         others = [[*earlier, replace(last, text=text)] for text in ("0", "~")]
         return opening.cut(pieces, [self._composer.tokens(self._composer.first(other)) for other in others])
-
-    def _rounds(self) -> bool:
-        return KvType.parse(self.settings.kv_type).quantised
 
     def _open(self, before: list[Piece], report: Report) -> None:
         """Reads what comes before the question, or goes on from where another conversation read it."""

@@ -43,7 +43,7 @@ from pykvedge.runtime.sampling import Sampling
 from pykvedge.runtime.sessionfile import Note, encoded, fingerprint, read_note
 from pykvedge.runtime.settings import Settings
 from pykvedge.system import dropped, signals
-from pykvedge.system.guard import one_thread
+from pykvedge.system.guard import Closing, one_thread, undoing
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -68,7 +68,7 @@ class Before:
     why_not: str = ""  # it cannot be gone back to
 
 
-class Session(Conversation):
+class Session(Closing, Conversation):
     """A conversation with a model. Close it when done, or use it in a with statement.
 
         with pykvedge.Session() as session:  # the packaged model
@@ -115,14 +115,11 @@ class Session(Conversation):
         self._loan: Loan | None = borrow(model, mmproj, self.settings, self._progress, self.stop)
         self.model, self._openings = self._loan.model, self._loan.caches.openings
         self._dropped = 0
-        try:
+        with undoing(self.close):
             self._vision = Vision(self._loan.encoder, self._loan.caches.images) if self._loan.encoder else None
             self._composer = Composer(self.model, self._vision)
             self.check_drafts(self.plan)
             self._facts = ModelFacts(*facts(self.model.header))
-        except BaseException:
-            self.close()
-            raise
         threads, loan = self.settings.threads, self._loan
         crew = None if threads else loan.crew
         self._engine = Engine(self.model, self._vision, self.settings, threads or loan.threads, crew)
@@ -427,11 +424,8 @@ class Session(Conversation):
         settings: GivenSettings = {f.name: getattr(self.settings, f.name) for f in fields(self.settings)}  # type: ignore
         plan = self.plan if plan is None else plan
         other = Session(self._loan, None, plan, progress=self._progress, cancel=cancel, **settings)
-        try:
+        with undoing(other.close):
             other.engine.fork(at, model, note, other.plan)
-        except BaseException:
-            other.close()
-            raise
         other.messages, other.pending, other.in_cache = list(self.messages), list(self.pending), True
         return other
 
@@ -444,7 +438,8 @@ class Session(Conversation):
             )
         if whole := whole and sequence.carries_whole:
             sequence.take_back()
-        place, unread, images = self.engine.place(), list(sequence.unread), list(sequence.images)
+        context, unread, images = self.engine.context, list(sequence.unread), list(sequence.images)
+        place = context.n_ctx, context.n_ubatch, sequence.n_past, sequence.n_cells, sequence.held
         return Note(self.plan, self.settings.kv_type, *place, self.pending, self.messages, unread, images, whole)
 
     def close(self) -> None:
@@ -461,12 +456,6 @@ class Session(Conversation):
                 _free(self._engine, self._vision, self._loan)
                 self._engine = self._vision = self._loan = None
                 dropped.remove(self._dropped)
-
-    def __enter__(self) -> Session:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def forget(self) -> None:
         """Drops the cache; the next message reads the conversation again."""
@@ -494,8 +483,6 @@ class Session(Conversation):
         message = Message("user", prompt, list(load_pictures(pictures, self.page_size, stop=self.stop)))
         self._require_eyes(message.pictures)
         return self.first_pieces([message], plan or self.plan)
-
-    # ---------------------------------------------------------------------------------------------------
 
     def _require_eyes(self, pictures: list[Picture]) -> None:
         if pictures and self._vision is None:

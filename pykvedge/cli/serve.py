@@ -137,7 +137,7 @@ def _encoding(mmproj: Path, given: dict[str, Any]) -> str:
 
 
 def _options(given: dict[str, Any], server: Any) -> Any:
-    from pykvedge.runtime.keeping import Keep
+    from pykvedge.runtime.settings import Keep
     from pykvedge.serve.guarding import read_keys
     from pykvedge.serve.job import Limits
     from pykvedge.serve.pictures import Sources

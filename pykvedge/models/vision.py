@@ -197,12 +197,12 @@ class Vision:
     def forget(self) -> None:
         """Drops the embeddings of images seen so far, unless others share them."""
         if not self._shared:
-            self._encoded.clear()
+            self._encoded.memory.clear()
 
     def drop(self, piece: ImagePiece) -> None:
         """Frees the memory of an image that was read and will not come again."""
         if not piece.reused:  # who found them there leaves them to the others
-            self._encoded.drop(piece.key)
+            self._encoded.memory.drop(piece.key)
         piece.embeddings = None
         self.release([piece])
 

@@ -1,6 +1,6 @@
 """Images of a conversation age: without a question they keep fewer and fewer KV pairs, until one needs them.
 
-Whole rows stay behind the kept ones (keeping.py), so nothing is read again when an image comes back.
+Whole rows stay behind the kept ones (settings.Keep), so nothing is read again when an image comes back.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from pykvedge.library.libkvedge import Cache
 from pykvedge.plans.making import plan as make_plan
 from pykvedge.runtime.sequence import Sequence
 from pykvedge.runtime.snapshot import ImageSpan
+from pykvedge.system.guard import undoing
 
 _BEST = 8  # tokens of an image that its interest goes by: most tokens of a picture say nothing
 _NEAR = 0.75  # of the highest interest: a message asks about images above it
@@ -45,11 +46,8 @@ class Ages:
             raise UsageError(f"there is no image {image!r:.20} in the conversation, which has {len(images)}")
         before = images[image - 1]
         self._sequence.limit_image(image - 1, _pairs(budget, before.last - before.first), budget is not None)
-        try:
+        with undoing(lambda: self._sequence.limit_image(image - 1, before.limit, before.fixed)):
             self._cache.choose_again(self._sequence.number)
-        except BaseException:
-            self._sequence.limit_image(image - 1, before.limit, before.fixed)
-            raise
 
     def free(self) -> None:
         """Lifts the limits of images that age, before a message whose question may need them."""

@@ -18,7 +18,6 @@ import numpy as np
 from pykvedge.errors import GrammarError, UnsupportedError, UsageError
 from pykvedge.models.model import Model
 from pykvedge.plans.plan import Plan
-from pykvedge.runtime import figures
 from pykvedge.runtime.driver import Driver
 from pykvedge.runtime.generation import Generation
 from pykvedge.runtime.sequence import Sequence
@@ -67,7 +66,6 @@ class Costs:
         self._table: list[float] = []  # of one token more than the index, once they were asked for
 
     def took(self, n: int, seconds: float) -> None:
-        """Notes a batch of n tokens."""
         self._steps += 1
         self._took.setdefault(n, deque(maxlen=8)).append(seconds)
         self._when[n] = self._steps
@@ -106,7 +104,6 @@ class Hits:
         self._seen: dict[int, tuple[float, float]] = {}  # right ones, all
 
     def saw(self, kind: int, right: bool) -> None:
-        """Notes a guess."""
         hits, n = self._seen.get(kind, (0.0, 0.0))
         self._seen[kind] = self._FADE * hits + right, self._FADE * n + 1
 
@@ -162,7 +159,7 @@ class Drafter:
         cache = self._driver.cache
         if cache is None or not self._exact:
             return False
-        stats, drafts = cache.stats(self._sequence.number), generation.drafts
+        stats, drafts = cache.stats(self._sequence.number), generation.report.drafts
         whole = stats.whole_bytes > 0
         self._kept_bytes = stats.bytes
         if drafts is not None and drafts.exact is None:
@@ -217,8 +214,8 @@ class Drafter:
         return text
 
     def _note_read(self, generation: Generation, n_bytes: int) -> None:
-        if generation.drafts is not None:
-            generation.drafts.read(n_bytes)
+        if generation.report.drafts is not None:
+            generation.report.drafts.read(n_bytes)
 
     def _each(self) -> float:
         """Estimates the seconds of a draft token."""
@@ -258,7 +255,7 @@ class Drafter:
         driver, context = self._driver, self._driver.context
         batch, n_bytes = [generation.token, *(token for token, _ in guesses)], self._kept_bytes
         if whole and driver.cache is not None:
-            n_bytes = figures.uncompressed(driver.model, driver.cache, driver.size.kv_type, self._sequence.number)
+            n_bytes = self._sequence.uncompressed_bytes()
         began = time.perf_counter()
         self._sequence.verify(batch, whole)
         context.logits()

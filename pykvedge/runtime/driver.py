@@ -17,8 +17,8 @@ from pykvedge.native.abi import DEVICES_ALL, DEVICES_AUTO
 from pykvedge.plans.plan import Plan
 from pykvedge.reference.kvtypes import KvType
 from pykvedge.reference.stages.base import ProfileTable
-from pykvedge.runtime.keeping import Keep
 from pykvedge.runtime.llama_context import Context, ContextSize, Place, check_memory
+from pykvedge.runtime.settings import Keep
 
 
 class Driver:
@@ -56,31 +56,20 @@ class Driver:
         tables: Mapping[str, ProfileTable] | None = None,
         later_floor: int | None = None,
         keep: Keep | None = None,
+        or_full: bool = False,
     ) -> None:
         """From now on libkvedge owns the KV memory of the context, which holds no tokens yet.
 
         tables: profiles of the plan's stages that need one. later_floor: as Cache has it. keep: where whole rows stay.
-        Raises NothingToCompressError, UsageError for a folder that cannot be used, and what Cache raises.
+        or_full: a plan that keeps everything also runs where llama.cpp has to keep the memory itself. Raises
+        NothingToCompressError, UsageError for a folder that cannot be used, and what Cache raises.
         """
         devices = DEVICES_ALL if self.model.offload.through_graph else DEVICES_AUTO
         options = {"profiles": tables, "later_floor": later_floor, "devices": devices}
-        self.cache = Cache(self.context.handle, plan, self.size.kv_type, False, **options)  # type: ignore[arg-type]
-        self.context.takes_gaps = True
-        if keep is not None:
-            self.cache.keep(keep.place, keep.made_folder(), keep.space)
-
-    def take_over_if_possible(
-        self,
-        plan: Plan,
-        tables: Mapping[str, ProfileTable] | None = None,
-        later_floor: int | None = None,
-        keep: Keep | None = None,
-    ) -> None:
-        """Takes over; but a plan that keeps everything also runs where llama.cpp has to keep the memory itself."""
         try:
-            self.take_over(plan, tables, later_floor, keep)
+            self.cache = Cache(self.context.handle, plan, self.size.kv_type, False, **options)  # type: ignore[arg-type]
         except (NothingToCompressError, LibraryError) as error:
-            if isinstance(error, LibraryError) and plan.method != "full":
+            if not or_full or (isinstance(error, LibraryError) and plan.method != "full"):
                 raise
             if KvType.parse(self.size.kv_type).quantised:
                 raise NothingToCompressError(
@@ -89,6 +78,10 @@ class Driver:
                 ) from error
             self.require_full(plan)
             check_memory(self.model, self.size, self.threads, whole_cache=True)
+            return
+        self.context.takes_gaps = True
+        if keep is not None:
+            self.cache.keep(keep.place, keep.made_folder(), keep.space)
 
     def require_full(self, plan: Plan) -> None:
         """Raises NothingToCompressError for a plan that a model without KV memory of kvedge's cannot follow."""

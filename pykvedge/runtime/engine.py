@@ -27,7 +27,7 @@ from pykvedge.plans.making import check_protection
 from pykvedge.plans.plan import Plan
 from pykvedge.reference.kvtypes import KvType
 from pykvedge.reference.stages.base import ProfileTable
-from pykvedge.runtime import bounded_batch, figures
+from pykvedge.runtime import bounded_batch
 from pykvedge.runtime.ageing import Ages
 from pykvedge.runtime.crew import Crew
 from pykvedge.runtime.drafting import MOST, Drafter, require_host
@@ -36,15 +36,15 @@ from pykvedge.runtime.generation import Generation
 from pykvedge.runtime.interrupt import stop_if_set
 from pykvedge.runtime.llama_context import DEFAULT_CTX, ROOM_TO_ANSWER, Context, ContextSize, ubatch_for
 from pykvedge.runtime.lookup import Lookup
-from pykvedge.runtime.positions import Positions
 from pykvedge.runtime.replay import extra_tokens
 from pykvedge.runtime.report import Kv
-from pykvedge.runtime.sequence import Sequence, encode
+from pykvedge.runtime.sequence import Positions, Sequence, encode
 from pykvedge.runtime.sessionfile import Note, encoded
 from pykvedge.runtime.settings import Settings
 from pykvedge.runtime.snapshot import Snapshot
 from pykvedge.runtime.stream import Pace, stream_context
 from pykvedge.system import memory
+from pykvedge.system.guard import undoing
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,6 @@ class Engine:
         self._crew = crew
         self._table: TokenTable | None = None
         self.not_bounded = ""  # why the last prompt was not read layer by layer although that was asked for
-        self._set_plan: Plan | None = None  # that the cache follows
         self._driver: Driver | None = None
         self._sequence: Sequence | None = None
         self._pace: Pace | None = None  # of a stream
@@ -131,11 +130,8 @@ class Engine:
         tables = self.tables(plan)
         if self.cache is not None:
             self.cache.set_plan(plan, tables)
-            self._set_plan = plan
         elif self._driver is not None:
             self._driver.require_full(plan)
-
-    # ---------------------------------------------------------------------------------------------------
 
     def make_room(self, pieces: list[Piece], plan: Plan) -> None:
         """Makes the context if there is none, and checks that the pieces fit.
@@ -151,7 +147,7 @@ class Engine:
         images = [p.n_tokens for p in pieces if isinstance(p, ImagePiece)]
         what = f"{n} tokens" + (f" ({sum(images)} of images)" if images else "")
         largest = max(images, default=0)
-        if self.cache is not None and plan != self._set_plan:
+        if self.cache is not None and plan != self.cache.plan:
             self.set_plan(plan)
         self.not_bounded = self._why_not_bounded(pieces, n, plan) if self._settings.bounded else ""
         self._recount()
@@ -174,12 +170,12 @@ class Engine:
 
         All rows stay where a plan keeps everything. Memory stays within what the context stands for.
         """
-        positions, plan, copy = self._positions, self._set_plan, self._copy
-        if positions is None or plan is None or not positions.needed(n_tokens):
+        positions, cache, copy = self._positions, self.cache, self._copy
+        if positions is None or cache is None or not positions.needed(n_tokens):
             return False
         apart = copy.n_cells if copy is not None and copy.n_past != self.sequence.n_past else 0
         fits = max(self.sequence.pairs_held(), apart + 1) + n_tokens <= self.context.n_ctx
-        return fits and not positions.why_not and plan.method != "full"
+        return fits and not positions.why_not and cache.plan.method != "full"
 
     def _turn(self, n_tokens: int) -> None:
         if self._positions is None or not self._frees_room(n_tokens):
@@ -236,14 +232,11 @@ class Engine:
         outputs = MOST + 1 if self._settings.drafts else 0
         size = replace(size, n_seq=2 if self._settings.undo else 1, n_outputs=outputs)
         driver = Driver(self._model, self._vision, size, self._threads)
-        try:
-            driver.take_over_if_possible(plan, tables, keep=self._settings.keeping)
+        with undoing(driver.close):
+            driver.take_over(plan, tables, keep=self._settings.keeping, or_full=True)
             if self._settings.exact:
                 require_host(driver)
-        except BaseException:
-            driver.close()
-            raise
-        self._driver, self._set_plan = driver, plan
+        self._driver = driver
         self._sequence = driver.context.at = Sequence(driver)
         if self._settings.drafts:
             self._sequence.lookup = Lookup() if self._settings.lookup else None
@@ -261,13 +254,6 @@ class Engine:
     def tables(self, plan: Plan) -> dict[str, ProfileTable]:
         """Returns the profiles that the plan needs, by stage. Raises ProfileError."""
         return profiles.tables_for(plan, self._model.path, self._settings.profile, spare=True)
-
-    # ---------------------------------------------------------------------------------------------------
-
-    def place(self) -> tuple[int, int, int, int, float]:
-        """Returns n_ctx, n_ubatch, n_past, n_cells and held of a Note. Raises StateError before the first prompt."""
-        context, sequence = self.context, self.sequence
-        return context.n_ctx, context.n_ubatch, sequence.n_past, sequence.n_cells, sequence.held
 
     def save(self, path: str | os.PathLike[str], model: str, note: Note) -> None:
         """Writes the cache to a file, with a note, and whole rows where that says so.
@@ -303,17 +289,12 @@ class Engine:
             raise ContextError(f"{name} holds {note.n_cells} tokens, the context {n_ctx}; raise --ctx")
         memory.require(n_bytes, name, "close other programs")
         self._open(ContextSize(n_ctx, max(note.n_ubatch, 1), self._settings.storage), plan)
-        try:
+        with undoing(self.close):
             if self.cache is None:
                 raise SessionFileError(f"{name} was saved with another model; load that one")
             fill(self.cache)
-        except BaseException:
-            self.close()
-            raise
         if self._pace is not None:
             self._pace.compress()
-
-    # ---------------------------------------------------------------------------------------------------
 
     def mark(self) -> Mark:
         """Keeps a copy of all that was read, in place of an older one. Raises OutOfMemoryError, UnsupportedError.
@@ -329,7 +310,7 @@ class Engine:
         if self.cache is not None:
             self.cache.check()
         self._copy, self._apart = copy, 0
-        return Mark(copy, self._set_plan, n_bytes)
+        return Mark(copy, self.cache.plan if self.cache is not None else None, n_bytes)
 
     def return_to(self, mark: Mark) -> None:
         """Goes back to what was read at the mark, to the bit. The copy is used up. Raises OutOfMemoryError."""
@@ -338,10 +319,8 @@ class Engine:
         self._copy, self._apart = None, 0
         if self.cache is not None:
             self.cache.check()
-        if mark.plan is not None and mark.plan != self._set_plan:
-            self.set_plan(mark.plan)
-
-    # ---------------------------------------------------------------------------------------------------
+            if mark.plan is not None and mark.plan != self.cache.plan:
+                self.set_plan(mark.plan)
 
     def encode(self, pieces: list[Piece], progress: Progress, cancel: threading.Event | None) -> None:
         """Computes the embeddings of the images. Raises ImageError, CancelledError."""
@@ -446,7 +425,7 @@ class Engine:
 
     def notes(self) -> list[str]:
         """Says what the last compression could not do as the plan has it."""
-        notes = figures.notes(self.cache) if self.cache is not None else []
+        notes = self._sequence.notes() if self._sequence is not None else []
         positions = self._positions
         if positions is not None and positions.why_not and positions.needed(0) and not self._told:
             self._told = True
@@ -468,7 +447,7 @@ def _require_window(context: Context) -> None:
     """
     window = context.llama.llama_model_n_swa(context.model.handle)
     cells = -(-min(context.n_ctx, 2 * window + context.n_ubatch) // 256) * 256
-    if window > 0 and cells < context.n_ctx and context.n_cells + window + context.n_ubatch > cells:
+    if window > 0 and cells < context.n_ctx and context.at.n_cells + window + context.n_ubatch > cells:
         raise UnsupportedError(
             f"llama.cpp keeps layers of this model that see {window} tokens, and the conversation has become too long "
             "for a copy of them"

@@ -10,17 +10,25 @@ from pykvedge.errors import GrammarError
 from pykvedge.models.model import Model, TextStream
 from pykvedge.runtime import logprobs
 from pykvedge.runtime.llama_context import Context
-from pykvedge.runtime.report import Drafts, Report
+from pykvedge.runtime.report import Report
 from pykvedge.runtime.sampler import Sampler
 from pykvedge.runtime.sampling import Sampling
 
 
+def mark_begun(text: str, marks: Sequence[str]) -> int:
+    """Counts the characters at the end of a text that are the beginning of one of these marks, as many as can be."""
+    most = min(max(map(len, marks), default=0) - 1, len(text))
+    return next((n for n in range(most, 0, -1) if any(mark.startswith(text[-n:]) for mark in marks)), 0)
+
+
 class StopTexts:
-    """Text goes in piece by piece; what comes out is before the first stop text. `held`: what may begin one."""
+    """Text goes in piece by piece; what comes out is before the first stop text.
+
+    held: what may begin one. which: the one that was found.
+    """
 
     def __init__(self, texts: Sequence[str]) -> None:
         self._texts = texts
-        self._longest = max(map(len, texts), default=0)
         self.held = ""
         self.found, self.which = False, ""
 
@@ -32,7 +40,7 @@ class StopTexts:
             end, at = min(found)
             self.found, self.held, self.which = True, "", text[at:end]
             return text[:at]  # the one that is complete first counts, so that it does not matter how text comes
-        keep = self._begun(text)
+        keep = mark_begun(text, self._texts)
         self.held = text[len(text) - keep :]
         return text[: len(text) - keep]
 
@@ -41,20 +49,13 @@ class StopTexts:
         rest, self.held = self.held, ""
         return rest
 
-    def _begun(self, text: str) -> int:
-        """Counts the characters at the end of a text that are the beginning of a stop text, as many as can be."""
-        for n in range(min(self._longest - 1, len(text)), 0, -1):
-            if any(stop.startswith(text[-n:]) for stop in self._texts):
-                return n
-        return 0
-
 
 class Generation:
     """Chooses the tokens of one answer, and fills its report: text, logprobs, the count of tokens and the finish.
 
     token: the one that was chosen last, which is read next if the answer goes on. tokens: all of the answer. chosen: so
     many, with the one that ends it. ended: how it ends, once a token decides that. pending: tokens that the next
-    message begins with, as they were not read.
+    message begins with, as they were not read. stops: know which stop text was found.
     """
 
     def __init__(
@@ -73,9 +74,9 @@ class Generation:
         self.token, self.ended, self.chosen = 0, "", 0
         self.tokens: list[int] = []
         self.pending: list[int] = []
-        self._model, self._sampling, self._report, self._shown = model, sampling, report, shown
+        self._model, self._sampling, self.report, self._shown = model, sampling, report, shown
         self._sampler = Sampler(sampling, model)
-        self._stream, self._stops = TextStream(model, shown), StopTexts(sampling.stop)
+        self._stream, self.stops = TextStream(model, shown), StopTexts(sampling.stop)
         self._bare = not sampling.constrained and not begun
         self._length = self._out = 0  # characters that were generated, and that were not held back
         report.logprobs = None if sampling.logprobs is None else []
@@ -83,11 +84,6 @@ class Generation:
     def close(self) -> None:
         """Frees what chooses the tokens. Does nothing the second time."""
         self._sampler.close()
-
-    @property
-    def stop_text(self) -> str:
-        """The stop text that was found, or nothing."""
-        return self._stops.which
 
     def choose(self, context: Context, room: int, output: int = -1, logits: np.ndarray | None = None) -> str:
         """Chooses the next token, and returns the text that is certain with it.
@@ -98,7 +94,7 @@ class Generation:
         if logits is not None:
             return self._take(self._sampler.sample_from(logits), room, logits)
         token = self._sampler.sample(context.handle, output)
-        return self._take(token, room, context.logits(output) if self._report.logprobs is not None else None)
+        return self._take(token, room, context.logits(output) if self.report.logprobs is not None else None)
 
     def choose_each(self, context: Context, batch: list[int], room: int) -> tuple[str, int]:
         """Chooses token after token by the logits of a batch: the token that was chosen last, and guesses behind it.
@@ -107,7 +103,7 @@ class Generation:
         that can be read behind the first one of the batch. Returns the text that is certain, and how many tokens of the
         batch were read for good. Raises GrammarError where no token can follow the first one.
         """
-        text, stay, drafts = "", 0, self._report.drafts
+        text, stay, drafts = "", 0, self.report.drafts
         while not self.ended and stay < len(batch) and (not stay or self.token == batch[stay]):
             try:
                 text += self.choose(context, room - stay, stay)
@@ -120,11 +116,6 @@ class Generation:
             drafts.add(len(batch) - 1, stay - 1)
         return text, stay
 
-    @property
-    def drafts(self) -> Drafts | None:
-        """What is reported of drafts; None: nobody asked for them."""
-        return self._report.drafts
-
     def sampler(self) -> Sampler:
         """Returns a copy of what chooses the next token, to guess with; close it."""
         return self._sampler.copy()
@@ -132,10 +123,10 @@ class Generation:
     @property
     def left(self) -> int:
         """The answer may have so many more tokens."""
-        return self._sampling.max_tokens - self._report.tokens.generated
+        return self._sampling.max_tokens - self.report.tokens.generated
 
     def _take(self, token: int, room: int, logits: np.ndarray | None) -> str:
-        report, text = self._report, ""
+        report, text = self.report, ""
         self.token = token
         self.chosen += 1
         if self._model.is_end(token):
@@ -150,7 +141,7 @@ class Generation:
                 report.logprobs.append(logprobs.token(token, logits, n, self._model.piece))
             self.pending = [token]
             text = self._certain(self._stream.feed(token))
-            if self._stops.found:
+            if self.stops.found:
                 self.ended = "stop"
             elif report.tokens.generated >= self._sampling.max_tokens:
                 self.ended = "length"
@@ -164,7 +155,7 @@ class Generation:
 
         broken_off: a character that is not whole is left out. Does nothing the second time.
         """
-        report, stops, rest = self._report, self._stops, ""
+        report, stops, rest = self.report, self.stops, ""
         self.close()
         if report.finish:
             return rest
@@ -180,9 +171,9 @@ class Generation:
         if not self._length and self._bare:
             text = text.removeprefix(" ")  # tokenizers put a blank before the first word of a text
         before, self._length = self._length, self._length + len(text)
-        certain = self._stops.feed(text)
+        certain = self.stops.feed(text)
         self._out += len(certain)
-        if self._stops.found and self.pending:
+        if self.stops.found and self.pending:
             self.pending = self._before_stop(text[: max(self._out - before, 0)])
         return certain
 

@@ -152,8 +152,10 @@ def _kept(sampling: Sampling, model: Model, special: dict[int, str]) -> tuple[st
     with contextlib.suppress(KeyError):
         return kept[key]
     what, text = _lark(sampling, model, special)
-    made = what, _matcher(model.table(), what, text)
-    kept[key] = made
+    matcher = LLMatcher(model.table().tokenizer, _OPTIONS + text, log_level=0, limits=_LIMITS)
+    if matcher.is_error():
+        raise GrammarError(f"the {what} cannot be used: {_shown(matcher.get_error())}")
+    made = kept[key] = what, matcher
     for old in list(kept)[:-_MOST_KEPT]:
         kept.pop(old, None)
     return made
@@ -176,14 +178,6 @@ def _lark(sampling: Sampling, model: Model, special: dict[int, str]) -> tuple[st
         return what, f"start: %json {schema.prepared(str(sampling.json_schema))}"
     except GrammarError as error:
         raise GrammarError(f"the {what} cannot be used: {error}") from None
-
-
-def _matcher(table: GrammarTable, what: str, text: str) -> LLMatcher:
-    """Makes what follows a grammar. Raises GrammarError."""
-    matcher = LLMatcher(table.tokenizer, _OPTIONS + text, log_level=0, limits=_LIMITS)
-    if matcher.is_error():
-        raise GrammarError(f"the {what} cannot be used: {_shown(matcher.get_error())}")
-    return matcher
 
 
 def _shown(error: str) -> str:

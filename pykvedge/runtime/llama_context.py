@@ -84,7 +84,6 @@ class Batch:
         self._batch.logits = self._wanted.ctypes.data_as(ctypes.POINTER(ctypes.c_int8))
 
     def clear(self) -> None:
-        """Takes all tokens out."""
         self.n = 0
 
     def add(self, tokens: list[int], at: Place, want_logits: bool) -> int:
@@ -104,7 +103,6 @@ class Batch:
         return self.n - 1
 
     def want_all(self) -> None:
-        """Asks for the logits of every token."""
         self._wanted[: self.n] = 1
 
     def as_llama(self) -> Any:
@@ -169,7 +167,6 @@ class Context:
             self.at = Place()  # a sequence knows its context
 
     def clear(self) -> None:
-        """Forgets all tokens."""
         self.llama.llama_memory_clear(self.llama.llama_get_memory(self.handle), True)
         self.at.n_past = self.at.n_cells = 0
 
@@ -178,18 +175,7 @@ class Context:
         self.llama.llama_set_n_threads(self.handle, threads, batch_threads)
 
     @property
-    def n_past(self) -> int:
-        """The position of the next token."""
-        return self.at.n_past
-
-    @property
-    def n_cells(self) -> int:
-        """The sequence has so many tokens in the cache."""
-        return self.at.n_cells
-
-    @property
     def room(self) -> int:
-        """Tokens that still fit."""
         return self.n_ctx - self.at.n_cells
 
     def copy(self, sequence: int, to: int) -> None:

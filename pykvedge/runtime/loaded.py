@@ -6,6 +6,7 @@ import functools
 import os
 import threading
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,7 +25,7 @@ from pykvedge.runtime.opening import Openings
 from pykvedge.runtime.sessionfile import fingerprint
 from pykvedge.runtime.settings import LoadSettings, Settings
 from pykvedge.system import dropped, signals
-from pykvedge.system.guard import Single, Stop
+from pykvedge.system.guard import Closing, Single, Stop
 from pykvedge.system.version import package_version
 
 if TYPE_CHECKING:
@@ -45,18 +46,15 @@ class Caches:
         openings = Openings(settings.prompt_cache, folder) if settings.prompt_cache or folder else None
         if encoder is None:
             return cls(None, openings, folder)
-        name = _identity(encoder) if folder is not None else ""
+        where = "device" if encoder.on_device else "cpu"
+        # what changes embeddings: the file, where it is computed, and the llama.cpp that prepares images
+        facts = f"{encoder.limits} {where} {package_version()}"
+        name = f"{fingerprint(encoder.header)} {facts}" if folder is not None else ""
         return cls(Encoded(encoder.width, settings.image_cache, folder, name), openings, folder)
 
     def notes(self) -> list[str]:
         """Returns what went wrong with the folder since the last call, a line for each kind of trouble."""
         return self.folder.notes() if self.folder is not None else []
-
-
-def _identity(encoder: Encoder) -> str:
-    """Tells apart what changes embeddings: the file, where it is computed, and the llama.cpp that prepares images."""
-    where = "device" if encoder.on_device else "cpu"
-    return f"{fingerprint(encoder.header)} {encoder.limits} {where} {package_version()}"
 
 
 @dataclass(frozen=True)
@@ -72,7 +70,7 @@ class Loan:
     again: Callable[[], Loan]  # for a fork, also after LoadedModel.close
 
 
-class LoadedModel(Single):
+class LoadedModel(Closing, Single):
     """`load` returns this. Close it when done, or use it in a with statement."""
 
     instead = "sessions in several threads may share it"
@@ -139,18 +137,12 @@ class LoadedModel(Single):
             _free(self._model, self._encoder, self._caches)
             dropped.remove(self._dropped)
 
-    def __enter__(self) -> LoadedModel:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
 
 def _free(model: Model, encoder: Encoder | None, caches: Caches) -> None:
     if caches.openings is not None:
         caches.openings.finish()
     if caches.images is not None:
-        caches.images.clear()
+        caches.images.memory.clear()
     if encoder is not None:
         encoder.close()
     model.close()
@@ -197,17 +189,15 @@ def _load(
     threads, verbose = settings.threads or llamacpp.default_threads(), settings.verbose
     weights = Model(path_of(model), settings.offload, progress, cancel, verbose)
     encoder = None
-    try:
+    with ExitStack() as undo:
+        undo.callback(weights.close)
         if mmproj is not None:
             progress("loading the image encoder", 1.0)
             path, on_device = path_of(mmproj, "the mmproj"), not settings.offload.off
             encoder = Encoder(path, weights, threads, on_device, verbose, settings.image_limits)
+            undo.callback(encoder.close)
         caches = Caches.of(encoder, settings)
-    except BaseException:
-        if encoder is not None:
-            encoder.close()
-        weights.close()
-        raise
+        undo.pop_all()
     return LoadedModel(weights, encoder, caches, threads)
 
 

@@ -10,7 +10,7 @@ _GRAMS = (16, 8, 4, 2)  # tokens that are looked for, the longest first
 _PRIMES = (0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F)  # of the hash: the factor between tokens, and the last one
 _LEAST = 1 << 12  # tokens that there is room for at first
 _LONGEST_CHAIN = 32  # runs of one hash value that are looked at
-_BREAK = -1  # what is no token of text, as an image; no guess goes beyond it
+BREAK = -1  # what is no token of text, as an image; no guess goes beyond it
 
 
 class Lookup:
@@ -19,29 +19,28 @@ class Lookup:
     """
 
     def __init__(self) -> None:
-        self._tokens, self._n = np.full(_LEAST, _BREAK, np.int32), 0
+        self._tokens, self._n = np.full(_LEAST, BREAK, np.int32), 0
         self._tables = [_Table(length, _LEAST) for length in _GRAMS]
         self._match = (-1, 0)  # the place that the text so far goes on from, and how many tokens are alike before it
 
     def add(self, tokens: Sequence[int]) -> None:
-        """Reads tokens of the text."""
+        """Reads tokens of the text, or BREAK for what is none."""
         if not len(tokens):
             return
         if len(tokens) == 1:
             self._match = self._follow(tokens[0])
         start, self._n = self._n, self._n + len(tokens)
         if self._n > len(self._tokens):
-            self._grow(start)
+            room = 1 << (self._n - 1).bit_length()
+            self._tokens = np.concatenate((self._tokens[:start], np.full(room - start, BREAK, np.int32)))
+            self._tables = [_Table(length, room) for length in _GRAMS]
+            self._enter(0, start)
         self._tokens[start : self._n] = tokens
         if len(tokens) > 1:
             self._enter(start, self._n - 1)  # all but the last one, which is compared with what came before it
             self._match = self._search(int(self._tokens[self._n - 1]), self._n - 1)
             start = self._n - 1
         self._enter(start, self._n)
-
-    def add_break(self) -> None:
-        """Reads what is no text."""
-        self.add([_BREAK])
 
     def guess(self, token: int, most: int) -> tuple[list[int], int]:
         """Guesses up to `most` tokens that follow `token`, which is the next one.
@@ -59,8 +58,6 @@ class Lookup:
                 break
             out.append(one)
         return out, min(length, _GRAMS[0])
-
-    # ---------------------------------------------------------------------------------------------------
 
     def _follow(self, token: int) -> tuple[int, int]:
         """Finds the place where the text with one more token was before."""
@@ -84,13 +81,6 @@ class Lookup:
         """Notes the runs that end in [start, end)."""
         for table in self._tables:
             table.enter(self._tokens, max(start, table.length - 1), end)
-
-    def _grow(self, n: int) -> None:
-        """Makes room for more than the first n tokens."""
-        room = 1 << (self._n - 1).bit_length()
-        self._tokens = np.concatenate((self._tokens[:n], np.full(room - n, _BREAK, np.int32)))
-        self._tables = [_Table(length, room) for length in _GRAMS]
-        self._enter(0, n)
 
 
 class _Table:

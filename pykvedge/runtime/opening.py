@@ -36,13 +36,9 @@ def cut(pieces: list[Piece], others: Sequence[Sequence[int]] = ()) -> tuple[list
     if images or not others or len(pieces) != 1 or not isinstance(pieces[0], TextPiece):
         return [], pieces
     tokens = pieces[0].tokens
-    n = _agreeing(tokens, others)
-    return ([TextPiece(tokens[:n])], [TextPiece(tokens[n:])]) if LEAST <= n < len(tokens) else ([], pieces)
-
-
-def _agreeing(tokens: Sequence[int], others: Sequence[Sequence[int]]) -> int:
     rows = zip(tokens, *others, strict=False)
-    return next((i for i, row in enumerate(rows) if len(set(row)) > 1), min(map(len, (tokens, *others))))
+    n = next((i for i, row in enumerate(rows) if len(set(row)) > 1), min(map(len, (tokens, *others))))
+    return ([TextPiece(tokens[:n])], [TextPiece(tokens[n:])]) if LEAST <= n < len(tokens) else ([], pieces)
 
 
 def _is_repeatable(plan: Plan) -> bool:
@@ -70,18 +66,13 @@ class Openings:
 
     def __init__(self, limit: int, folder: CacheFolder | None = None) -> None:
         """limit: bytes in memory; 0: none."""
-        self._memory: ByteCache[Snapshot] = ByteCache(limit)
+        self.memory: ByteCache[Snapshot] = ByteCache(limit)
         self._folder = folder
         self._writing: threading.Thread | None = None
 
-    @property
-    def n_bytes(self) -> int:
-        """So many bytes are held in memory."""
-        return self._memory.n_bytes
-
     def get(self, name: str, plan: Plan) -> Snapshot | None:
         """Returns an opening that was put under this name, if it is still there."""
-        found = self._memory.get(name)
+        found = self.memory.get(name)
         if found is None and self._folder is not None and _is_repeatable(plan):
             data = self._folder.get(KIND, name)
             try:
@@ -89,12 +80,12 @@ class Openings:
             except ValueError:
                 return None
             if found is not None:
-                self._memory.put(name, found)
+                self.memory.put(name, found)
         return found
 
     def put(self, name: str, plan: Plan, opening: Snapshot) -> None:
         """Keeps an opening that was read under this plan. The folder has it later: answers do not wait for a disk."""
-        self._memory.put(name, opening)
+        self.memory.put(name, opening)
         if self._folder is not None and _is_repeatable(plan):
             self.finish()
             self._writing = threading.Thread(target=self._folder.put, args=(KIND, name, opening.encode()))

@@ -58,7 +58,6 @@ class PlannedPruning:
 
 
 def by_library(plan: Plan, image: ImageRows, threads: int) -> tuple[np.ndarray, np.ndarray]:
-    """Prunes with kvedge_prune."""
     n_rows, width = image.rows.shape
     down, across = image.place or (0, 0)
     given = GivenImage(c.sizeof(GivenImage), image.rows.ctypes.data, n_rows, width, down, across)

@@ -56,7 +56,6 @@ class Passage:
             n -= gone
 
     def tokens(self) -> list[int]:
-        """Lists the tokens of the texts."""
         return [token for piece in self.pieces if isinstance(piece, TextPiece) for token in piece.tokens]
 
     def last(self, n: int) -> list[Piece]:

@@ -13,9 +13,10 @@ from pykvedge.errors import UsageError
 from pykvedge.models.model import Model
 from pykvedge.runtime.grammar import Grammar
 from pykvedge.runtime.sampling import Sampling
+from pykvedge.system.guard import Closing
 
 
-class Sampler:
+class Sampler(Closing):
     """Chooses the tokens of one answer; close it, or use it in a with statement."""
 
     def __init__(self, sampling: Sampling, model: Model) -> None:
@@ -89,12 +90,6 @@ class Sampler:
         """Frees the chain and the grammar. Does nothing the second time."""
         self._grammar = None
         self._free()
-
-    def __enter__(self) -> Sampler:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 def _biases(sampling: Sampling, model: Model) -> dict[int, float]:

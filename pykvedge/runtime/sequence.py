@@ -15,13 +15,12 @@ from pykvedge.models.composer import Composer
 from pykvedge.models.model import Progress, silent
 from pykvedge.models.vision import ImagePiece, Piece, TextPiece, Vision
 from pykvedge.reference.kvtypes import KvType
-from pykvedge.runtime import figures
 from pykvedge.runtime.driver import Driver
 from pykvedge.runtime.interrupt import stop_if_set
 from pykvedge.runtime.llama_context import Place
-from pykvedge.runtime.lookup import Lookup
+from pykvedge.runtime.lookup import BREAK, Lookup
 from pykvedge.runtime.replay import Part, Passage, Requests, parts, split
-from pykvedge.runtime.report import Kv
+from pykvedge.runtime.report import DeviceWork, Kv
 from pykvedge.runtime.snapshot import ImageSpan, Snapshot
 from pykvedge.system import memory
 
@@ -47,7 +46,6 @@ class Sequence(Place):
         self.begin()
 
     def begin(self) -> None:
-        """Begins anew: the sequence is empty."""
         self.lookup = None if self.lookup is None else Lookup()
         self.n_past = self.n_cells = 0
         self.uncounted = 0  # KV pairs of a head that stand for no cell, as positions turned
@@ -66,8 +64,6 @@ class Sequence(Place):
     @property
     def share(self) -> float:
         return self._done / max(self._total, 1)
-
-    # ---------------------------------------------------------------------------------------------------
 
     def steps(self, pieces: Iterable[Piece]) -> Passes:
         """Reads pieces: yields what comes next, and is sent how many tokens of it one pass has read."""
@@ -125,27 +121,18 @@ class Sequence(Place):
                     self._note(part)
 
     def see(self, pieces: Iterable[Piece]) -> None:
-        """Lets `lookup` learn what was read in another way."""
-        for piece in pieces if self.lookup is not None else ():
-            self._learn(piece)
-
-    def _learn(self, piece: Piece) -> None:
-        if self.lookup is None:
-            return
-        if isinstance(piece, TextPiece):
-            self.lookup.add(piece.tokens)
-        else:
-            self.lookup.add_break()
+        """Lets `lookup` learn what was read."""
+        if (lookup := self.lookup) is not None:
+            for piece in pieces:
+                lookup.add(piece.tokens if isinstance(piece, TextPiece) else [BREAK])
 
     def _note(self, piece: Piece) -> None:
-        self._learn(piece)
+        self.see([piece])
         if isinstance(piece, ImagePiece):
             self.images.append(ImageSpan(self.n_cells - piece.n_tokens, self.n_cells))
         cache = self._driver.cache
         if cache is not None and (cache.replays if self.replays is None else self.replays):
             self.passage.add(piece)
-
-    # ---------------------------------------------------------------------------------------------------
 
     def read(self, pieces: list[Piece], progress: Progress = silent, cancel: threading.Event | None = None) -> None:
         """Appends pieces, images encoded; afterwards the logits of the last token are there.
@@ -246,8 +233,6 @@ class Sequence(Place):
         """Counts the KV pairs of a head that are held beyond the cells, once positions have turned."""
         self.uncounted = max(round(self.pairs_held()) - self.n_cells, 0)
 
-    # ---------------------------------------------------------------------------------------------------
-
     def replay(self, progress: Progress = silent, cancel: threading.Event | None = None) -> None:
         """Reads the prompt a second time if the plan of the cache asks for that. Its logits stay.
 
@@ -303,29 +288,53 @@ class Sequence(Place):
 
     def measure(self) -> Kv:
         """Measures the KV memory, right after compress."""
-        cache, kv_type, model = self._driver.cache, self._driver.size.kv_type, self._driver.model
+        cache, kv_type = self._driver.cache, KvType.parse(self._driver.size.kv_type)
         if cache is None:  # llama.cpp allocates for the whole context at once
-            n = model.kv_bytes_per_token(KvType.parse(kv_type).plain.bytes_per_value) * self._driver.context.n_ctx
+            n = self._driver.model.kv_bytes_per_token(kv_type.plain.bytes_per_value) * self._driver.context.n_ctx
             return Kv(n, n, n)
-        stats, n, held = cache.stats(self.number), self.number, self.pairs_held()
+        stats, held = cache.stats(self.number), self.pairs_held()
         # a prompt whose budget covers it is not compressed, and leaves the figures of the last compression alone
         compressed = stats.n_compressions > self._n_compressions
         there = max(stats.before_bytes, stats.bytes) if compressed else stats.bytes
         kv = Kv(
-            max(there, figures.uncompressed(model, cache, kv_type, n)),
+            max(there, self.uncompressed_bytes()),
             stats.after_bytes if compressed else stats.bytes,
             stats.peak_bytes,
-            figures.per_layer(cache, n),
+            self.per_layer(),
             self.compressed_tokens,
             round(held - (0 if stats.whole_bytes else self.held)),
             stats.whole_bytes,
             stats.whole_file_bytes,
-            figures.device_work(cache, n) if compressed else None,
+            device_work(cache, self.number) if compressed else None,
         )
         self._n_compressions, self.held, self.compressed_tokens = stats.n_compressions, held, 0
         return kv
 
-    # ---------------------------------------------------------------------------------------------------
+    def uncompressed_bytes(self) -> int:
+        """Counts the bytes of all tokens that were ever read, had none been dropped and none been quantised."""
+        stats, kv_type = self._own_cache().stats(self.number), KvType.parse(self._driver.size.kv_type)
+        pairs = stats.n_tokens * stats.n_layers * stats.n_heads_kv
+        return int(pairs * self._driver.model.pair_width * kv_type.plain.bytes_per_value)
+
+    def per_layer(self) -> list[float]:
+        """Averages the KV pairs that are held now over the heads of each stored layer, to two places."""
+        lengths = self._own_cache().lengths(self.number)
+        means = (round(sum(heads) / len(heads), 2) for heads in lengths if heads)
+        return [int(n) if n == int(n) else n for n in means]
+
+    def notes(self) -> list[str]:
+        """Says why no whole rows are kept, and which heads the last compression had too few queries to fit rows in."""
+        cache, out = self._driver.cache, list[str]()
+        if cache is None:
+            return out
+        if problem := cache.keep_problem(self.number):
+            out.append(f"whole rows are not kept: {problem}; what was evicted is gone")
+        if n := cache.stats(self.number).n_unfitted:
+            out.append(
+                f"{n} heads were not matched, as fewer queries of the prompt were kept than rows are left; they keep "
+                "rows as reducer evict leaves them"
+            )
+        return out
 
     @property
     def carries_whole(self) -> bool:
@@ -385,9 +394,49 @@ class Sequence(Place):
         self.answered, self.unread, self.images = list(other.answered), list(other.unread), list(other.images)
 
     def drop(self) -> None:
-        """Empties the sequence."""
         self._driver.context.drop(self.number)
         self.begin()
+
+
+class Positions:
+    """Makes the positions of a sequence smaller, and turns its keys, before they pass `trained`; 0: not known.
+
+    bound: KV pairs that a head keeps for good, 0: that is not known. turned: so many times. why_not: why the model's
+    keys cannot turn, or empty; positions go on counting then.
+    """
+
+    def __init__(self, sequence: Sequence, cache: libkvedge.Cache, trained: int, bound: int = 0) -> None:
+        self._sequence, self.trained = sequence, trained
+        self._most = max(trained // 2, min(bound, trained * 3 // 4))
+        self.turned, self.why_not = 0, ""
+        try:
+            cache.renumber(0, 1, sequence.number)  # nothing was read: whether the model can
+        except UnsupportedError as error:
+            self.why_not = str(error)
+
+    def needed(self, n_tokens: int) -> bool:
+        """Tells whether so many tokens more would pass the trained length."""
+        return 0 < self.trained < self._sequence.n_past + n_tokens
+
+    def make_room(self, n_tokens: int) -> None:
+        """Turns, if need be, for so many tokens more; the logits of the last token are gone then.
+
+        A prompt that is longer than the model was trained for passes that length nevertheless. Raises StateError.
+        """
+        most = max(min(self._most, self.trained - n_tokens), self.trained // 8, 1)
+        if not self.why_not and self.needed(n_tokens) and self._sequence.n_past > most:
+            self._sequence.renumber(most)
+            self.turned += 1
+
+
+def device_work(cache: libkvedge.Cache, sequence: int = 0) -> DeviceWork | None:
+    """Tells what the last compression did on devices; None where no rows lay there."""
+    stats, problem = cache.stats(sequence), cache.device_problem(sequence)
+    if not stats.device_compressed and not problem:
+        return None
+    steps = (f"device_{name}_us" for name in ("measure", "choose", "gather", "merge", "upload"))
+    moved = stats.device_fetched_bytes, stats.device_sent_bytes, stats.device_operations
+    return DeviceWork(bool(stats.device_compressed), problem, *moved, *(getattr(stats, step) / 1e6 for step in steps))
 
 
 def cut(pieces: Iterable[Piece], most: int) -> Iterator[Piece]:

@@ -13,11 +13,10 @@ import re
 import sys
 from contextlib import suppress
 from pathlib import Path
-from types import TracebackType
-
-import psutil
 
 from pykvedge.errors import SessionFileError
+from pykvedge.system.guard import Closing
+from pykvedge.system.memory import is_running
 
 _NUMBER_BYTES = 32  # of the process number in the lock file
 _LOCK_AT = 1 << 20  # Windows keeps others from reading what is locked: a byte that is not there
@@ -37,7 +36,7 @@ else:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
-class SessionLock:
+class SessionLock(Closing):
     """This holds a session file. Use it in a with statement, or close it; the file need not exist yet."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -85,12 +84,6 @@ class SessionLock:
             self._file.unlink()
         os.close(handle)
 
-    def __enter__(self) -> SessionLock:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self.close()
-
 
 def remove_leftovers(path: Path) -> None:
     """Removes files that libkvedge began to write beside a session file for processes that have ended since."""
@@ -98,16 +91,9 @@ def remove_leftovers(path: Path) -> None:
     with suppress(OSError):
         for entry in list(os.scandir(path.parent)):
             found = mine.fullmatch(entry.name)
-            if found and not _lives(int(found[1])):
+            if found and not is_running(int(found[1])):
                 with suppress(OSError):
                     Path(entry.path).unlink()
-
-
-def _lives(process: int) -> bool:
-    try:
-        return psutil.pid_exists(process)
-    except OverflowError:
-        return False  # no process has such a number
 
 
 def _check_writable(path: Path, real: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import warnings
 from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict
 
 from pykvedge.caches.encoded import IMAGE_CACHE
@@ -12,7 +13,6 @@ from pykvedge.errors import KvedgeWarning, UsageError, check_number, unknown
 from pykvedge.models.imagetokens import MOST_TOKENS
 from pykvedge.models.offload import Offload
 from pykvedge.reference.kvtypes import KvType
-from pykvedge.runtime.keeping import SPACE, Keep
 
 if TYPE_CHECKING:
     from pykvedge.plans.profile import Given
@@ -22,6 +22,44 @@ MAX_CTX = 2**30
 STREAM_TOKENS = 128
 LEAST_POSITIONS = 256
 CACHE_SIZE = 4 << 30  # bytes of a cache folder
+KEEP_PLACES, KEEP_SPACE = ("ram", "disk"), 20 << 30  # of whole rows: where they may stay, and bytes
+
+
+@dataclass(frozen=True)
+class Keep:
+    """Where whole rows stay behind compressed ones: a later message is read over them, and nothing is lost.
+
+    folder: of the file, on a local drive; empty: the cache folder. space: bytes at most.
+    """
+
+    place: str
+    folder: str | bytes | os.PathLike[str] = ""
+    space: int = KEEP_SPACE
+
+    def __post_init__(self) -> None:
+        if self.place not in KEEP_PLACES:
+            raise UsageError(f"keep must be 'ram' or 'disk', not {self.place!r:.40}")
+        if not isinstance(self.space, int) or self.space < 1:
+            raise UsageError(f"keep_space must be a number of bytes, not {self.space!r:.40}")
+        if not isinstance(self.folder, (str, bytes, os.PathLike)) or b"\0" in os.fsencode(self.folder):
+            raise UsageError(f"keep_folder must be the path of a folder, not {self.folder!r:.40}")
+
+    @classmethod
+    def of(cls, keep: str = "", keep_folder: str | os.PathLike[str] = "", keep_space: int = KEEP_SPACE) -> Keep | None:
+        """Makes it of settings; None: whole rows stay nowhere. Raises UsageError."""
+        return cls(keep, keep_folder, keep_space) if keep else None
+
+    def made_folder(self) -> str:
+        """Returns the folder of the file; makes the default one, which is the owner's alone. Raises UsageError."""
+        if self.place != "disk" or self.folder:
+            return os.fsdecode(self.folder)
+        folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvedge" / "keep"
+        try:
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        except OSError as error:
+            why = f"cannot make the folder {folder}: {error.strerror}; name one with --keep-folder"
+            raise UsageError(why) from None
+        return str(folder)
 
 
 class LoadSettings(TypedDict, total=False):
@@ -81,7 +119,7 @@ class Settings:
     # the conversation is a stream (stream.py): compressed to the plan's bound after every image and every 128 tokens
     # (True), or whenever so many have come
     stream: bool | int = False
-    # beyond the length that the model was trained for: "turn" makes them smaller and turns the keys (positions.py),
+    # beyond the length that the model was trained for: "turn" makes them smaller and turns the keys (sequence.py),
     # "count" lets them go on; a number: "turn", as if the model was trained for so many
     positions: str | int = "turn"
     image_cache: int = IMAGE_CACHE  # bytes in memory of images that were encoded, for all sessions of a loaded model
@@ -96,7 +134,7 @@ class Settings:
     # whole rows stay behind the compressed ones, in "ram" or on "disk": a later message is read over all of them
     keep: str = ""
     keep_folder: str | os.PathLike[str] = ""  # where the file lies; empty: the cache folder
-    keep_space: int = SPACE  # bytes of whole rows at most
+    keep_space: int = KEEP_SPACE  # bytes of whole rows at most
     # answers are drafted with what the conversation said before, and verified in batches: sooner where they repeat it
     lookup: bool = False
     age: float = 0.0  # with each message that does not ask about it an image keeps this share of its pairs; 0: all
@@ -117,11 +155,9 @@ class Settings:
         for name in ("verbose", "measure_peak", "bounded", "undo", "question_blind", "lookup", "exact"):
             if not isinstance(getattr(self, name), bool):
                 raise UsageError(f"{name} must be True or False, not {getattr(self, name)!r:.40}")
-        for name in ("device", "rpc"):
+        for name in ("device", "rpc", "system"):
             if not isinstance(getattr(self, name), str):
                 raise UsageError(f"{name} must be text, not {getattr(self, name)!r:.40}")
-        if not isinstance(self.system, str):
-            raise UsageError(f"system must be text, not {self.system!r:.40}")
         object.__setattr__(self, "kv_type", str(KvType.parse(self.kv_type, self.kv_rotate)))
         if not 0 <= self.n_ctx < MAX_CTX:
             raise UsageError(f"n_ctx must be a number of tokens, or 0 (automatic), not {self.n_ctx}")

@@ -16,13 +16,11 @@ from pykvedge.models.model import Model, Progress
 from pykvedge.models.prompt import label
 from pykvedge.models.vision import ImagePiece, Piece, TextPiece, Vision
 from pykvedge.plans.plan import Plan
-from pykvedge.runtime import figures
 from pykvedge.runtime.driver import Driver
 from pykvedge.runtime.interrupt import stop_if_set
 from pykvedge.runtime.llama_context import DEFAULT_CTX, ROOM_TO_ANSWER, ContextSize, ubatch_for
-from pykvedge.runtime.positions import Positions
 from pykvedge.runtime.report import Kv, Stream, Tokens
-from pykvedge.runtime.sequence import Sequence, cut
+from pykvedge.runtime.sequence import Positions, Sequence, cut
 from pykvedge.runtime.settings import Settings
 
 
@@ -108,11 +106,10 @@ class Pace:
         raise ContextError(f"{n_tokens} tokens at a time do not fit a context of {context.n_ctx}; raise --ctx")
 
     def measure(self, plan: Plan) -> tuple[Kv, Stream]:
-        """Measures the stream so far."""
         cache, model, sequence = self._cache, self._driver.model, self._sequence
         stats, sequence.held = cache.stats(), sequence.pairs_held()
-        full = figures.uncompressed(model, cache, self._settings.kv_type)
-        kv = Kv(full, stats.bytes, stats.peak_bytes, figures.per_layer(cache), stats.n_tokens, round(sequence.held))
+        full, layers = sequence.uncompressed_bytes(), sequence.per_layer()
+        kv = Kv(full, stats.bytes, stats.peak_bytes, layers, stats.n_tokens, round(sequence.held))
         now = Stream(plan.budget.pairs or 0, stats.n_tokens, stats.n_compressions, stats.bytes, sequence.n_past)
         now.trained = self._settings.most_positions(model.n_ctx_train)
         if self._positions is not None:

@@ -15,7 +15,7 @@ from pykvedge.models.dialect import Said
 from pykvedge.runtime.report import Report
 from pykvedge.serve import completions, errors
 from pykvedge.serve import tools as calling
-from pykvedge.serve.completions import Events, asked, begun, complete, parts, reading_of, streamed, usage, whole
+from pykvedge.serve.completions import Events, EventStream, asked, begun, complete, parts, reading_of, usage, whole
 from pykvedge.serve.job import Job
 from pykvedge.serve.reading import Delta
 from pykvedge.serve.service import Service
@@ -34,7 +34,6 @@ from pykvedge.serve.wire import (
     Wire,
     chat_request,
     event_line,
-    parsed,
 )
 
 
@@ -152,22 +151,19 @@ class MessagesRequest(CountRequest):
     stop_sequences: Annotated[list[str], Field(max_length=64)] | None = None
 
 
-async def answer(service: Service, http: HttpRequest) -> Response:
-    """Answers POST /v1/messages."""
-    given = parsed(MessagesRequest, await http.body())
+async def answer(service: Service, http: HttpRequest, given: MessagesRequest) -> Response:
     chat = _of_messages(given)
     waiting = await asked(service, http, chat)
     if given.stream:
-        return streamed(_message_events(service, chat, waiting, await begun(waiting)))
+        return EventStream(_message_events(service, chat, waiting, await begun(waiting)))
     report = (await complete(waiting))[0].report
     said = await whole(chat, waiting, 0, report)
     why = _ended(chat, waiting.jobs[0], bool(said.calls))
     return JSONResponse({**_message_head(service), "content": _blocks(said), **why, "usage": _counted(report)})
 
 
-async def count(service: Service, http: HttpRequest) -> Response:
+async def count(service: Service, http: HttpRequest, given: CountRequest) -> Response:
     """Answers POST /v1/messages/count_tokens: what a prompt has, with the tokens of its pictures that would be read."""
-    given = parsed(CountRequest, await http.body())
     chat = _of_messages(MessagesRequest(**dict(given), max_tokens=1))
     return JSONResponse({"input_tokens": await completions.count(service, http, chat)})
 

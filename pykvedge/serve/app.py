@@ -19,23 +19,14 @@ from starlette.routing import Route
 from pykvedge.errors import RequestError
 from pykvedge.library import native_plan
 from pykvedge.plans import making, presets
-from pykvedge.serve import (
-    anthropic,
-    completions,
-    errors,
-    llama,
-    openapi,
-    prompts,
-    responses,
-    watching,
-)
+from pykvedge.serve import anthropic, completions, errors, llama, openapi, prompts, responses, watching
 from pykvedge.serve.asking import plan_of
 from pykvedge.serve.guarding import LOCAL, Guarding, Rules, without_pictures
 from pykvedge.serve.service import Service
-from pykvedge.serve.wire import ChatRequest, Compression, parsed
+from pykvedge.serve.wire import ChatRequest, Compression, Wire, parsed
 from pykvedge.system.files import DATA
 
-Handler = Callable[[Service, HttpRequest], Awaitable[Response]]
+Handler = Callable[..., Awaitable[Response]]  # of a Service, a request, and its body where that is read
 # the page at `/`: the files of this folder, unchanged, and a scene to ask about; it asks for nothing from anywhere else
 _PAGE = Path(__file__).with_name("page_files")
 _PAGE_FILES = {"scene.png": DATA / "doctor.png", **{path.relative_to(_PAGE).as_posix(): path
@@ -52,7 +43,6 @@ _PAGE_HEADERS = {
 
 
 def application(service: Service, rules: Rules) -> Any:
-    """Makes the ASGI application."""
     routes = [
         _route(service, "/health", _health),
         _route(service, "/v1/health", _health),
@@ -60,31 +50,32 @@ def application(service: Service, rules: Rules) -> Any:
         _route(service, "/openapi.json", _document),
         _route(service, "/v1/models", _models),
         _route(service, "/v1/models/{name:path}", _model),
-        _route(service, "/v1/chat/completions", _chat, "POST"),
-        _route(service, "/v1/chat/completions/input_tokens", _count, "POST"),
-        _route(service, "/chat/completions/input_tokens", _count, "POST"),
-        _route(service, "/chat/completions", _chat, "POST"),  # base URLs without /v1, which llama-server takes too
-        _route(service, "/responses", responses.answer, "POST"),
+        _route(service, "/v1/chat/completions", completions.answer, ChatRequest),
+        _route(service, "/v1/chat/completions/input_tokens", _count, ChatRequest),
+        _route(service, "/chat/completions/input_tokens", _count, ChatRequest),
+        # base URLs without /v1, which llama-server takes too
+        _route(service, "/chat/completions", completions.answer, ChatRequest),
+        _route(service, "/responses", responses.answer, responses.ResponsesRequest),
         _route(service, "/models", _models),
-        _route(service, "/v1/responses", responses.answer, "POST"),
-        _route(service, "/v1/messages", anthropic.answer, "POST"),
-        _route(service, "/v1/messages/count_tokens", anthropic.count, "POST"),
-        _route(service, "/v1/completions", prompts.openai, "POST"),
-        _route(service, "/completion", prompts.llama, "POST"),
-        _route(service, "/completions", prompts.llama, "POST"),
+        _route(service, "/v1/responses", responses.answer, responses.ResponsesRequest),
+        _route(service, "/v1/messages", anthropic.answer, anthropic.MessagesRequest),
+        _route(service, "/v1/messages/count_tokens", anthropic.count, anthropic.CountRequest),
+        _route(service, "/v1/completions", prompts.openai, prompts.CompletionRequest),
+        _route(service, "/completion", prompts.llama, prompts.LlamaRequest),
+        _route(service, "/completions", prompts.llama, prompts.LlamaRequest),
         _route(service, "/props", llama.props),
         _route(service, "/slots", llama.slots),
-        _route(service, "/tokenize", llama.tokenize, "POST"),
-        _route(service, "/detokenize", llama.detokenize, "POST"),
-        _route(service, "/apply-template", llama.apply_template, "POST"),
+        _route(service, "/tokenize", llama.tokenize, llama.TokenizeRequest),
+        _route(service, "/detokenize", llama.detokenize, llama.DetokenizeRequest),
+        _route(service, "/apply-template", llama.apply_template, ChatRequest),
         _route(service, "/v1/kvedge/methods", _methods),
-        _route(service, "/v1/kvedge/plan", _plan, "POST"),
+        _route(service, "/v1/kvedge/plan", _plan, method="POST"),
         _route(service, "/v1/kvedge/memory", watching.memory),
         _route(service, "/v1/kvedge/sessions", watching.sessions),
-        _route(service, "/v1/kvedge/sessions/{name}", watching.forget, "DELETE"),
+        _route(service, "/v1/kvedge/sessions/{name}", watching.forget, method="DELETE"),
         _route(service, "/v1/kvedge/events", watching.events),
-        _route(service, "/", _index),
-        _route(service, "/page/{name:path}", _part),
+        _route(service, "/", _page),
+        _route(service, "/page/{name:path}", _page),
     ]
     app = Starlette(routes=routes, exception_handlers={HTTPException: _unrouted})
     guarded = Guarding(app, rules)
@@ -95,14 +86,17 @@ def application(service: Service, rules: Rules) -> Any:
                           allow_origin_regex=local, expose_headers=("Retry-After",))  # fmt: skip
 
 
-def _route(service: Service, path: str, handler: Handler, method: str = "GET") -> Route:
+def _route(service: Service, path: str, handler: Handler, body: type[Wire] | None = None, method: str = "GET") -> Route:
+    """body: what the handler is given of the request, which is then a POST."""
+
     async def endpoint(http: HttpRequest) -> Response:
         try:
-            return await handler(service, http)
+            given = [parsed(body, await http.body())] if body is not None else []
+            return await handler(service, http, *given)
         except Exception as error:
             return errors.response(errors.of(error), path.startswith("/v1/messages"))
 
-    return Route(path, endpoint, methods=[method])
+    return Route(path, endpoint, methods=["POST" if body is not None else method])
 
 
 async def _unrouted(http: HttpRequest, error: Exception) -> Response:
@@ -114,15 +108,7 @@ async def _unrouted(http: HttpRequest, error: Exception) -> Response:
     return response
 
 
-# ---------------------------------------------------------------------------------------------------
-
-
-async def _chat(service: Service, http: HttpRequest) -> Response:
-    return await completions.answer(service, http, parsed(ChatRequest, await http.body()))
-
-
-async def _count(service: Service, http: HttpRequest) -> Response:
-    given = parsed(ChatRequest, await http.body())
+async def _count(service: Service, http: HttpRequest, given: ChatRequest) -> Response:
     return JSONResponse({"input_tokens": await completions.count(service, http, given)})
 
 
@@ -145,9 +131,7 @@ async def _models(service: Service, http: HttpRequest) -> Response:
 async def _model(service: Service, http: HttpRequest) -> Response:
     name = http.path_params["name"]
     if name != service.name:
-        raise RequestError(
-            404, f"there is no model '{name:.80}'; this server has {service.name}", "model_not_found", "model"
-        )
+        raise service.other_model(name)
     return JSONResponse(_described(service))
 
 
@@ -183,15 +167,8 @@ async def _plan(service: Service, http: HttpRequest) -> Response:
     return JSONResponse(json.loads((await asyncio.to_thread(plan_of, given, service.defaults.plan)).to_json()))
 
 
-async def _index(service: Service, http: HttpRequest) -> Response:
-    return _page_file("index.html")
-
-
-async def _part(service: Service, http: HttpRequest) -> Response:
-    return _page_file(http.path_params["name"])
-
-
-def _page_file(name: str) -> Response:
+async def _page(service: Service, http: HttpRequest) -> Response:
+    name = http.path_params.get("name", "index.html")
     path = _PAGE_FILES.get(name)
     if path is None:
         raise RequestError(404, f"the page has no {name:.80}", "not_found")

@@ -18,6 +18,7 @@ from pykvedge.plans.plan import Plan
 from pykvedge.runtime.sampling import Sampling
 from pykvedge.serve import tools as calling
 from pykvedge.serve.bodies import Bounds
+from pykvedge.serve.errors import wrong
 from pykvedge.serve.job import Prompt, Request
 from pykvedge.serve.pictures import Sources
 from pykvedge.serve.wire import (
@@ -157,7 +158,6 @@ def has_documents(given: ChatRequest | Prompted) -> bool:
 
 
 def pictures_of(given: ChatRequest | Prompted) -> list[str]:
-    """Lists the URLs of the pictures and files."""
     if isinstance(given, Prompted):
         return given.pictures
     parts = [part for message in given.messages for part in message.parts]
@@ -172,9 +172,7 @@ def messages_of(given: list[WireMessage], sources: Sources) -> list[Message]:
         role = "system" if message.role == "developer" else message.role
         text, seen = _content(message, i, sources, pictures)
         if seen and role not in ("user", "tool"):
-            raise RequestError(
-                400, f"messages.{i}: pictures belong to messages of the user or a tool", "invalid_value", "messages"
-            )
+            raise wrong(f"messages.{i}", "pictures belong to messages of the user or a tool")
         if role == "system" and len(out) == 1 and out[0].role == "system":
             out[0] = Message("system", f"{out[0].text}\n\n{text}")
             continue
@@ -182,12 +180,10 @@ def messages_of(given: list[WireMessage], sources: Sources) -> list[Message]:
     before = out[-2].role if len(out) > 1 else "assistant"
     begun = out[-1].role == "assistant" != before and out[-1].text.strip() and not out[-1].fields
     if out[-1].role not in ("user", "tool") and not begun:
-        raise RequestError(
-            400, "messages: the last one is the user's or a tool's, to be answered, or the assistant's text, to be "
-            "gone on with", "invalid_value", "messages",
-        )  # fmt: skip
+        why = "the last one is the user's or a tool's, to be answered, or the assistant's text, to be gone on with"
+        raise wrong("messages", why)
     if out[-1].role == "user" and not out[-1].text.strip() and not out[-1].pictures:
-        raise RequestError(400, "messages: the last one is empty", "invalid_value", "messages")
+        raise wrong("messages", "the last one is empty")
     return out
 
 
@@ -230,17 +226,16 @@ def _content(message: WireMessage, i: int, sources: Sources, pictures: _Pictures
             continue
         room = pictures.room()
         if not part.url:
-            raise RequestError(400, f"messages.{i}: an image_url without a url", "invalid_value", "messages")
-        for picture in _pictures(part, sources, pictures.next, room):
+            raise wrong(f"messages.{i}", "an image_url without a url")
+        shown: Iterable[Picture] = ()
+        if isinstance(part, FilePart):
+            shown = sources.pages(part.url, part.file.filename or "document.pdf", room)
+        else:
+            shown = [sources.load(part.url, pictures.next)]
+        for picture in shown:
             parts.append(f"{label(picture, pictures.all)}: {IMAGE}" if picture.page else IMAGE)
             seen.append(pictures.add(picture))
     return "\n".join(parts), seen
-
-
-def _pictures(part: ImagePart | FilePart, sources: Sources, name: str, room: int) -> Iterable[Picture]:
-    if isinstance(part, FilePart):
-        return sources.pages(part.url, part.file.filename or "document.pdf", room)
-    return [sources.load(part.url, name)]
 
 
 def _text(part: TextPart | ImagePart | FilePart | RefusalPart) -> str:
@@ -248,18 +243,10 @@ def _text(part: TextPart | ImagePart | FilePart | RefusalPart) -> str:
 
 
 def _fields(message: WireMessage) -> Mapping[str, Any]:
-    fields: dict[str, Any] = {}
-    if message.tool_calls:
-        fields["tool_calls"] = [
-            _call(call.id, call.function.name, call.function.arguments) for call in message.tool_calls
-        ]
-    if message.tool_call_id:
-        fields["tool_call_id"] = message.tool_call_id
-    if message.name:
-        fields["name"] = message.name
-    if message.reasoning_content:
-        fields["reasoning_content"] = message.reasoning_content
-    return fields
+    calls = [_call(call.id, call.function.name, call.function.arguments) for call in message.tool_calls or []]
+    fields: dict[str, Any] = {"tool_calls": calls} if calls else {}
+    names = ("tool_call_id", "name", "reasoning_content")
+    return fields | {name: value for name in names if (value := getattr(message, name))}
 
 
 def _call(number: str, name: str, arguments: str | dict[str, Any]) -> dict[str, Any]:
@@ -269,9 +256,7 @@ def _call(number: str, name: str, arguments: str | dict[str, Any]) -> dict[str, 
         try:
             json.loads(arguments)
         except (ValueError, RecursionError):
-            raise RequestError(
-                400, "messages: the arguments of a tool call are no JSON", "invalid_value", "messages"
-            ) from None
+            raise wrong("messages", "the arguments of a tool call are no JSON") from None
     return {"id": number, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
@@ -279,9 +264,6 @@ def _with_system(messages: list[Message], text: str) -> list[Message]:
     if messages[0].role == "system":
         return [Message("system", f"{messages[0].text}\n\n{text}"), *messages[1:]]
     return [Message("system", text), *messages]
-
-
-# ---------------------------------------------------------------------------------------------------
 
 
 def named_plan(model: str | None, defaults: Defaults) -> Plan:
@@ -343,7 +325,8 @@ def sampling_of(given: ChatRequest | Prompted, defaults: Defaults) -> Sampling:
         limit = defaults.max_tokens or -1
     out["max_tokens"] = defaults.room if limit < 0 else max(limit, 1)
     if given.logit_bias:
-        out["logit_bias"] = {_token(token): bias for token, bias in given.logit_bias.items()}
+        numbers = {text: int(text) for text in given.logit_bias if text.isascii() and text.isdigit() and len(text) < 10}
+        out["logit_bias"] = {numbers.get(text, text): bias for text, bias in given.logit_bias.items()}
     if (likeliest := _likeliest(given)) is not None:
         out["logprobs"] = likeliest
     if "stop" in out and not isinstance(out["stop"], str):
@@ -351,7 +334,7 @@ def sampling_of(given: ChatRequest | Prompted, defaults: Defaults) -> Sampling:
     form = _form(given)
     if isinstance(given, ChatRequest) and calling.is_forced(given):
         form = {"json_schema": calling.forced_schema(calling.chosen(given))}
-    return _replaced(defaults.sampling, {**out, **form})
+    return replace(defaults.sampling, **{**out, **form})
 
 
 def _limit(given: ChatRequest | Prompted) -> int | None:
@@ -369,20 +352,12 @@ def _likeliest(given: ChatRequest | Prompted) -> int | None:
     return given.top_logprobs or 0 if given.logprobs else None
 
 
-def _replaced(default: Sampling, changes: dict[str, Any]) -> Sampling:
-    return replace(default, **changes)
-
-
-def _token(text: str) -> int | str:
-    return int(text) if text.isascii() and text.isdigit() and len(text) < 10 else text
-
-
 def _form(given: ChatRequest | Prompted) -> dict[str, Any]:
     """Chooses what the client wants the answer to follow, if it is not a call."""
     forms: list[tuple[str, Any]] = []
     if given.grammar:
         if "::=" not in given.grammar:
-            raise RequestError(400, 'grammar: it has no rule, as root ::= "yes" | "no"', "invalid_value", "grammar")
+            raise wrong("grammar", 'it has no rule, as root ::= "yes" | "no"')
         forms.append(("grammar", given.grammar))
     if given.json_schema is not None:
         forms.append(("json_schema", given.json_schema))
@@ -392,7 +367,7 @@ def _form(given: ChatRequest | Prompted) -> dict[str, Any]:
         forms.append(("json_schema", schema))
     forced = isinstance(given, ChatRequest) and calling.is_forced(given)
     if isinstance(given, ChatRequest) and forced and not given.tools:
-        raise RequestError(400, "tool_choice: there are no tools", "invalid_value", "tool_choice")
+        raise wrong("tool_choice", "there are no tools")
     if len(forms) + forced > 1:
         raise RequestError(
             400, "an answer has one form: grammar, json_schema, regex, response_format or a tool call", "invalid_value"
@@ -405,5 +380,5 @@ def _schema(form: ResponseFormat) -> dict[str, Any] | None:
         return None
     given = form.json_schema.schema_ if form.json_schema is not None else form.schema_
     if form.type == "json_schema" and given is None:
-        raise RequestError(400, "response_format: json_schema without a schema", "invalid_value", "response_format")
+        raise wrong("response_format", "json_schema without a schema")
     return given if given is not None else {"type": "object"}

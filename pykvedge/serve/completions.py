@@ -16,16 +16,16 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
-from pykvedge.errors import RequestError
 from pykvedge.models.dialect import Call, Said
 from pykvedge.runtime.logprobs import Alternative, Token
 from pykvedge.runtime.report import Report
 from pykvedge.serve import errors
-from pykvedge.serve.job import READING, Done, Event, Failed, Job, Request, Step, Text
+from pykvedge.serve.job import READING, Done, Event, Job, Step, Text
 from pykvedge.serve.reading import LONG, Delta, Reading, reading
 from pykvedge.serve.service import Service, looked_through
 from pykvedge.serve.waiting import Waiting
 from pykvedge.serve.wire import ChatRequest, Prompted
+from pykvedge.system.guard import undoing
 
 Events = AsyncIterator[tuple[int, Event]]
 FINISH = {"end": "stop", "stop": "stop", "length": "length", "context": "length", "cancelled": "stop"}
@@ -37,8 +37,8 @@ _QUIET_S = 10.0  # a stream that has nothing to say says so after this, since pr
 async def answer(service: Service, http: HttpRequest, given: ChatRequest) -> Response:
     """Answers a chat request. Raises RequestError and what the scheduler raises."""
     if given.add_generation_prompt is False and given.messages[-1].role != "assistant":
-        why = "add_generation_prompt: false is for a last message of the assistant's, or for /apply-template"
-        raise RequestError(400, why, "invalid_value", "add_generation_prompt")
+        why = "false is for a last message of the assistant's, or for /apply-template"
+        raise errors.wrong("add_generation_prompt", why)
     waiting = await asked(service, http, given)
     if not given.stream:
         done = await complete(waiting)
@@ -46,7 +46,7 @@ async def answer(service: Service, http: HttpRequest, given: ChatRequest) -> Res
         return JSONResponse(completion(service, given, done, said))
     at_once = given.kvedge is not None and given.kvedge.progress
     events = waiting.events() if at_once else await begun(waiting, given.return_progress)
-    return streamed(Chunks(service, given, waiting).written(events))
+    return EventStream(Chunks(service, given, waiting).written(events))
 
 
 async def asked(
@@ -59,12 +59,12 @@ async def asked(
     service.check_model(given[0].model)
     requests = await looked_through(service, http, *given)
     waiting = Waiting(service.scheduler, http, joined)
-    try:
+    with undoing(waiting.close):
         for one, request in zip(given, requests, strict=True):
-            _submit(waiting, replace(request, count_only=count_only), one.n or 1)
-    except BaseException:
-        waiting.__exit__()
-        raise
+            seed = request.sampling.seed
+            for i in range(one.n or 1):
+                sampling = request.sampling if seed is None else replace(request.sampling, seed=(seed + i) % 2**32)
+                waiting.submit(replace(request, sampling=sampling, count_only=count_only))
     return waiting
 
 
@@ -79,8 +79,6 @@ async def complete(waiting: Waiting) -> list[Done]:
     with waiting:
         done: dict[int, Done] = {}
         async for number, event in waiting.events():
-            if isinstance(event, Failed):
-                raise event.error
             if isinstance(event, Done):
                 done[number] = event
         return [done[i] for i in sorted(done)]
@@ -92,31 +90,17 @@ async def begun(waiting: Waiting, progress: bool = False) -> Events:
     progress: that the prompt is read is wanted, too.
     """
     events, end = waiting.events(), time.monotonic() + _KNOWN_S
-    try:
+    with undoing(waiting.close):
         async for number, event in events:
-            if isinstance(event, Failed):
-                raise event.error
             wanted = not isinstance(event, Step) or (progress and event.what == READING)
             if wanted or time.monotonic() > end:
                 return _again((number, event), events)
-    except BaseException:
-        waiting.__exit__()
-        raise
     return events
-
-
-async def words(events: Events) -> Events:
-    """Yields text and ends of answers. Raises what one of them failed with."""
-    async for number, event in events:
-        if isinstance(event, Failed):
-            raise event.error
-        if not isinstance(event, Step):
-            yield number, event
 
 
 async def parts(answer: Reading, events: Events) -> AsyncIterator[tuple[Done | None, list[Delta]]]:
     """Yields what one answer goes on with, and its end with the last of it. Raises what it failed with."""
-    async for _, event in words(events):
+    async for _, event in events:
         if isinstance(event, Text):
             yield None, await read(answer, event.text)
         elif isinstance(event, Done):
@@ -129,7 +113,7 @@ async def _again(first: tuple[int, Event], events: Events) -> Events:
         yield item
 
 
-class _EventStream(Response):
+class EventStream(Response):
     """Sends text as it comes, and comments while there is none. Who makes the text looks whether the client is there;
     starlette's own does so too, with two more tasks for each answer.
     """
@@ -160,23 +144,7 @@ class _EventStream(Response):
             await asyncio.sleep(self._said + _QUIET_S - time.monotonic())
 
 
-def streamed(lines: AsyncIterator[str]) -> Response:
-    """Makes the response that sends events as they come."""
-    return _EventStream(lines)
-
-
-def _submit(waiting: Waiting, request: Request, n: int) -> None:
-    seed = request.sampling.seed
-    for i in range(n):
-        sampling = request.sampling if seed is None else replace(request.sampling, seed=(seed + i) % 2**32)
-        waiting.submit(replace(request, sampling=sampling))
-
-
-# ---------------------------------------------------------------------------------------------------
-
-
 def reading_of(given: ChatRequest, waiting: Waiting, number: int = 0) -> Reading:
-    """Makes the reading of one of a request's answers."""
     return reading(given, waiting.jobs[number].request.dialect)
 
 
@@ -336,7 +304,7 @@ class Progress:
 
 
 def figures(done: list[Done]) -> list[dict[str, Any]]:
-    """Says what each answer cost, as `kvedge chat --json` does, without what is said elsewhere; and of patches.kept."""
+    """Says what each answer cost, as `kvedge chat --json` does, without what is said elsewhere; and of kept_patches."""
     told = ("method", "budget", "stop", "tokens", "kv", "time", "drafts")
     out = [{name: part for name, part in one.report.as_json().items() if name in told} for one in done]
     for one, of in zip(done, out, strict=True):
@@ -355,7 +323,6 @@ def _logprobs(tokens: list[Token] | tuple[Token, ...] | None) -> dict[str, Any] 
 
 
 def plain(token: Token | Alternative) -> dict[str, Any]:
-    """Describes a token alone."""
     return {"token": token.text, "logprob": finite(token.logprob), "bytes": list(token.data)}
 
 
@@ -365,11 +332,7 @@ def finite(logprob: float) -> float:
 
 
 def data_line(told: dict[str, Any]) -> str:
-    """Writes an object as an event of a stream."""
     return f"data: {json.dumps(told)}\n\n"
-
-
-# ---------------------------------------------------------------------------------------------------
 
 
 class Chunks:
@@ -413,8 +376,6 @@ class Chunks:
         """Yields what comes before the end of the last answer; that is left in `_last`, to be sent with the rest."""
         said = time.monotonic()
         async for number, event in events:
-            if isinstance(event, Failed):
-                raise event.error
             if isinstance(event, Step) and self._progress and event.share < 1 and time.monotonic() - said < _STEP_S:
                 continue
             lines = await self._of(number, event)

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 
@@ -20,11 +21,10 @@ from pykvedge.errors import (
 )
 from pykvedge.library.libkvedge import Cache
 from pykvedge.models import profiles
-from pykvedge.models.vision import ImagePiece, TextPiece
+from pykvedge.models.vision import ImagePiece, Piece, TextPiece
 from pykvedge.native import llamacpp
 from pykvedge.native.abi import Stats
 from pykvedge.plans.plan import Plan
-from pykvedge.runtime import figures
 from pykvedge.runtime.crew import Crew
 from pykvedge.runtime.drafting import Costs, Drafter
 from pykvedge.runtime.driver import Driver
@@ -32,7 +32,6 @@ from pykvedge.runtime.lookup import Lookup
 from pykvedge.runtime.replay import split
 from pykvedge.runtime.report import Kv, Tokens
 from pykvedge.runtime.sequence import Ahead, Passes, Sequence
-from pykvedge.serve import patches
 from pykvedge.serve.job import READING, Job, Limits, Step, Text
 from pykvedge.serve.parked import Park
 from pykvedge.serve.preparing import Preparer, Work, unknown_conversation
@@ -67,14 +66,12 @@ class Slot:
 
     @property
     def state(self) -> str:
-        """What is done with the job."""
         if self.next is not None:
             return "answering"
         return "reading again" if self.second else "reading"
 
     @property
     def share(self) -> float:
-        """How much of the prompt was read."""
         return self.sequence.share if self.next is None else 1.0
 
     def read(self) -> Passes:
@@ -107,7 +104,7 @@ class Slot:
         """Completes the answer and its report; the caller tells of it when the slot is free."""
         generation = self.work.generation
         self.tell(generation.end(how, broken_off=how == "cancelled"))
-        self.job.ids, self.job.stop_text = generation.tokens, generation.stop_text
+        self.job.ids, self.job.stop_text = generation.tokens, generation.stops.which
         self._time()
 
 
@@ -132,35 +129,18 @@ class Decoder:
         self._context, self._model = driver.context, driver.model
         self._crew, self._threads = Crew(driver.threads, llamacpp.default_threads()), driver.threads
         self._sequences = [Sequence(driver, number) for number in range(limits.slots)]
-        self._drafters = self._drafted() if limits.drafts else []
+        costs = Costs()
+        self._drafters = [Drafter(driver, sequence, sequence.extend, limits.exact, costs)
+                          for sequence in (self._sequences if limits.drafts else ())]  # fmt: skip
+        for sequence in self._sequences:
+            sequence.lookup = Lookup() if limits.lookup else None
         self._slots: list[Slot] = []  # of the turn
         self._ended: Ended = []  # in it
         self._shortest = False  # whether the shortest prompt is read on, and not the one that came first
         self._plans: dict[int, Plan] = {}  # that sequences have, also while nobody has them
 
-    def _drafted(self) -> list[Drafter]:
-        """Makes what takes the steps of answers that are drafted, one for each sequence."""
-        costs, out = Costs(), list[Drafter]()
-        for sequence in self._sequences:
-            sequence.lookup = Lookup() if self._limits.lookup else None
-            out.append(Drafter(self._driver, sequence, sequence.extend, self._limits.exact, costs))
-        return out
-
     def close(self) -> None:
-        """Frees the context."""
         self._driver.close()
-
-    # ---------------------------------------------------------------------------------------------------
-
-    @property
-    def n_bytes(self) -> int:
-        """Counts the bytes of keys and values that are being answered from."""
-        return sum(slot.n_bytes for slot in list(self._slots))
-
-    @property
-    def file_bytes(self) -> int:
-        """Counts the bytes of their whole rows that lie in a file."""
-        return sum(slot.file_bytes for slot in list(self._slots))
 
     def begin(self, work: Work, slots: list[Slot]) -> tuple[Slot | None, Exception | None]:
         """Gives a job one of the sequences that nobody has; or tells why that cannot be. slots: that have a job."""
@@ -189,7 +169,9 @@ class Decoder:
     def turn(self, slots: list[Slot]) -> Ended:
         """Reads a part of a prompt, and a token of every answer. Returns the jobs that have ended with it, and how."""
         self._slots, self._ended = slots, []
-        self._compute_with(self._crew.threads(len(slots)))
+        if (threads := self._crew.threads(len(slots))) != self._threads:
+            self._context.set_threads(threads, threads)
+            self._threads = threads
         for slot in slots:
             if slot.job.cancelled.is_set():
                 self._end(slot, "cancelled")
@@ -218,27 +200,23 @@ class Decoder:
         self._shortest = not self._shortest
         return min(reading, key=lambda slot: slot.work.n_tokens if self._shortest else 0, default=None)
 
-    def _compute_with(self, threads: int) -> None:
-        if threads != self._threads:
-            self._context.set_threads(threads, threads)
-            self._threads = threads
-
     def reserved(self, slots: list[Slot]) -> int:
         """Counts the bytes that these jobs take at most from now on."""
         return sum(slot.work.need for slot in slots)
-
-    # ---------------------------------------------------------------------------------------------------
 
     def _start(self, slot: Slot) -> None:
         """Brings back what a job goes on from. Where the same prompt was read meanwhile, its answer begins."""
         work, report = slot.work, slot.job.report
         slot.passes = slot.read()
         before, work.before = work.before, None
-        if work.name and (before is None or before.logits is None):
-            before = self._park.get_read(work.name) or before
+        if work.job.name and (before is None or before.logits is None):
+            before = self._park.get_read(work.job.name) or before
         if self._driver.cache is not None and before is not None:
             slot.sequence.restore(before, self._preparer.model_name)
-            self._demote(slot, self._driver.cache)
+            if slot.job.demoted and not self._driver.cache.stats(slot.sequence.number).whole_bytes:
+                raise unknown_conversation("of the one that it was, whole rows were not kept")
+            for i in slot.job.demoted:
+                slot.sequence.limit_image(i, 0)
             self._count(slot, self._driver.cache)
             if before.logits is not None:
                 report.tokens = Tokens(reused=before.n_cells)
@@ -247,16 +225,10 @@ class Decoder:
                 return
         slot.ahead = next(slot.passes)
 
-    def _demote(self, slot: Slot, cache: Cache) -> None:
-        if slot.job.demoted and not cache.stats(slot.sequence.number).whole_bytes:
-            raise unknown_conversation("of the one that it was, whole rows were not kept")
-        for i in slot.job.demoted:
-            slot.sequence.limit_image(i, 0)
-
     def _keep_read(self, slot: Slot) -> None:
         """Keeps a prompt that was read and compressed, with the logits [n_vocab] of its last token."""
         cache, work = self._driver.cache, slot.work
-        if cache is None or not work.name or not self._stays(slot.sequence):
+        if cache is None or not work.job.name or not self._stays(slot.sequence):
             return
         stats = cache.stats(slot.sequence.number)
         n_bytes = stats.bytes + stats.whole_bytes + 4 * self._model.n_vocab
@@ -266,7 +238,7 @@ class Decoder:
         with suppress(OutOfMemoryError, UnsupportedError, SessionFileError):
             at = slot.sequence.snapshot(self._preparer.model_name)
             kept = replace(at, logits=self._context.logits().copy(), kv=replace(slot.job.report.kv))
-            self._park.put_read(work.name, kept)
+            self._park.put_read(work.job.name, kept)
 
     def _read_image(self, slot: Slot) -> None:
         piece, want_logits = slot.ahead or (TextPiece([]), False)
@@ -322,7 +294,8 @@ class Decoder:
         if reader is not None:
             piece, want_logits = reader.ahead or (TextPiece([]), False)
             room = context.n_ubatch - batch.n
-            part, rest = split(piece, min(room, SHARED) if self._others_answer else room)
+            others_answer = any(slot.next is not None and not slot.over for slot in self._slots)
+            part, rest = split(piece, min(room, SHARED) if others_answer else room)
             n = part.n_tokens
             batch.add(part.tokens, reader.sequence, want_logits and rest is None)  # type: ignore[union-attr]
             if n > WATCHED:
@@ -343,10 +316,6 @@ class Decoder:
             self._next(slot, output)
         if reader is not None:
             self._try(reader, functools.partial(self._read_on, n_tokens=n))
-
-    @property
-    def _others_answer(self) -> bool:
-        return any(slot.next is not None and not slot.over for slot in self._slots)
 
     def _read_on(self, slot: Slot, n_tokens: int) -> None:
         """Goes on behind a part of a prompt that was read: with what comes next, or with the answer."""
@@ -372,10 +341,10 @@ class Decoder:
         slot.job.report.kv = sequence.measure()
         if slot.job.request.patches:
             first = sequence.n_cells - work.n_tokens
-            slot.job.patches = patches.kept(cache, work.pieces, first, sequence.number)
+            slot.job.patches = kept_patches(cache, work.pieces, first, sequence.number)
         self._count(slot, cache)
         if cache.keeps:
-            slot.job.report.notes += figures.notes(cache, sequence.number)
+            slot.job.report.notes += sequence.notes()
         most = min(work.room, slot.job.request.sampling.max_tokens)
         work.need = slot.n_bytes + most * self._preparer.bytes_per_answered
 
@@ -401,8 +370,6 @@ class Decoder:
         slot.next = generation.token
         if generation.ended:
             self._end(slot, generation.ended)
-
-    # ---------------------------------------------------------------------------------------------------
 
     def _end(self, slot: Slot, how: str, error: Exception | None = None) -> None:
         if isinstance(error, CancelledError):
@@ -430,7 +397,7 @@ class Decoder:
         parked = slot.sequence.snapshot(self._preparer.model_name, slot.work.generation.pending)
         keep = self._limits.keep
         to_folder = keep is not None and keep.place == "disk"
-        self._park.put(self._preparer.name_after(slot.job), parked, slot.work.name, to_folder)
+        self._park.put(self._preparer.name_after(slot.job), parked, slot.job.name, to_folder)
         self._preparer.remember(slot.job)
 
     def _stays(self, sequence: Sequence) -> bool:
@@ -462,3 +429,44 @@ class Decoder:
         slot.file_bytes = stats.whole_file_bytes
         slot.n_bytes = stats.bytes + stats.whole_bytes - slot.file_bytes
         return stats
+
+
+def kept_patches(cache: Cache, pieces: Iterable[Piece], first: int, sequence: int) -> dict[str, Any]:
+    """Lists for each picture, layer by layer, the share of KV heads that hold a patch, in percent.
+
+    pieces: of a prompt that was compressed, whose first token is number `first` of its sequence. A picture is
+    {"rows", "columns", "padded", "share": [L][patches]}: row by row, of the picture centred on a square where it was
+    padded; rows is 1 where nobody knows what a token shows. A patch that the model never read has 0.
+    """
+    images, at = [], first
+    for piece in pieces:
+        if isinstance(piece, ImagePiece):
+            images.append((at, piece))
+        at += piece.n_tokens
+    heads = map(len, cache.lengths(sequence))
+    shares = [_shares(cache, layer, n, at, sequence) for layer, n in enumerate(heads)]
+    return {"layers": cache.layer_ids(), "images": [_patches_of(piece, at, shares) for at, piece in images]}
+
+
+def _shares(cache: Cache, layer: int, n_heads: int, n_tokens: int, sequence: int) -> np.ndarray:
+    """[n_tokens] float64: what share of a stored layer's heads holds each token."""
+    out = np.zeros(n_tokens)
+    for head in range(n_heads):
+        held = np.array(cache.tokens(layer, head, sequence), dtype=np.int64)
+        out[held[held < n_tokens]] += 1 / n_heads
+    return out
+
+
+def _patches_of(piece: ImagePiece, at: int, shares: list[np.ndarray]) -> dict[str, Any]:
+    where = piece.places
+    rows, columns = (where.down, where.across) if where is not None else (1, piece.n_rows)
+    read = piece.kept if piece.kept is not None else np.arange(piece.n_tokens)
+    share = np.zeros((len(shares), piece.n_rows))
+    for row, layer in zip(share, shares, strict=True):
+        row[read] = layer[at : at + piece.n_tokens]
+    return {
+        "rows": rows,
+        "columns": columns,
+        "padded": where is not None and where.padded,
+        "share": np.rint(100 * share).astype(int).tolist(),
+    }

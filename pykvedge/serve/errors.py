@@ -33,7 +33,6 @@ def kind(error: RequestError) -> str:
 
 
 def body(error: RequestError) -> dict[str, Any]:
-    """Makes the body of the response."""
     about = {"message": error.message, "type": kind(error), "param": error.param, "code": error.code}
     return {"error": {**about, **error.figures}}
 
@@ -42,6 +41,11 @@ def response(error: RequestError, anthropic: bool = False) -> JSONResponse:
     """Makes the response to a request that cannot be answered."""
     headers = {"Retry-After": str(error.retry_s)} if error.retry_s else {}
     return JSONResponse(anthropic_body(error) if anthropic else body(error), error.status, headers)
+
+
+def wrong(field: str, why: str) -> RequestError:
+    """Makes the error for a field of a request, or a place in it, as messages.3."""
+    return RequestError(400, f"{field}: {why}", "invalid_value", field.partition(".")[0])
 
 
 def of(error: Exception) -> RequestError:

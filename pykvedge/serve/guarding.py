@@ -77,7 +77,11 @@ class Guarding:
         headers = {name.lower(): value for name, value in scope["headers"]}
         body = bytearray()
         try:
-            await self._checked(scope, headers, receive)
+            try:
+                self._check(scope, headers)
+            except RequestError:
+                await _discard(headers, receive)
+                raise
             if not await asyncio.wait_for(self._arrive(body, headers, receive), self._rules.body_s):
                 self._held -= len(body)
                 return
@@ -101,13 +105,6 @@ class Guarding:
             await self._app(scope, _replayed(body, receive), _with_headers(send))
         finally:
             self._held -= n_bytes
-
-    async def _checked(self, scope: Scope, headers: dict[bytes, bytes], receive: Receive) -> None:
-        try:
-            self._check(scope, headers)
-        except RequestError:
-            await _discard(headers, receive)
-            raise
 
     def _check(self, scope: Scope, headers: dict[bytes, bytes]) -> None:
         rules, host = self._rules, headers.get(b"host", b"").decode("latin-1").strip().lower()

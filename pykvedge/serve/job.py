@@ -14,10 +14,10 @@ from pykvedge.models.images import Picture
 from pykvedge.models.prompt import Message
 from pykvedge.plans.plan import Plan
 from pykvedge.reference.kvtypes import KvType
-from pykvedge.runtime.keeping import Keep
 from pykvedge.runtime.logprobs import Token
 from pykvedge.runtime.report import Report
 from pykvedge.runtime.sampling import Sampling
+from pykvedge.runtime.settings import Keep
 
 READING = "reading the prompt"  # a step's name
 
@@ -76,7 +76,7 @@ class Text:
 
 @dataclass(frozen=True)
 class Done:
-    """The answer is complete; the job's report says how it ended and what it cost. patches: of patches.kept."""
+    """The answer is complete; the job's report says how it ended and what it cost. patches: of kept_patches."""
 
     report: Report
     patches: dict[str, Any] | None = None
@@ -131,7 +131,6 @@ class Request:
 
     @property
     def pictures(self) -> list[Picture]:
-        """All pictures, in their order."""
         own = list(self.prompt.pictures) if self.prompt is not None else []
         return own or [picture for message in self.messages for picture in message.pictures]
 
@@ -144,14 +143,14 @@ class Job:
         self.id = secrets.token_hex(8)
         self.cancelled = threading.Event()
         self.said: list[Any] = []  # what was said (parked.said_in), once that was looked at
-        self.name = ""  # of the prompt (parked.name_of), for whoever asks the same
+        self.name = ""  # of the prompt (parked.name_of), for whoever asks the same; empty: for nobody
         self.demoted: list[int] = []  # images of the conversation, from 0 on, that keep nothing from now on
         self.edited = False  # whether its rows are of more pictures than were sent
         self.report = Report(request.plan.method, request.plan.budget.value)
         self.asked_at = time.perf_counter()
         self.since = time.time()  # seconds since 1970
         self.first_token_s: float | None = None  # since it was asked
-        self.patches: dict[str, Any] | None = None  # (patches.kept)
+        self.patches: dict[str, Any] | None = None  # (decoding.kept_patches)
         self.ids: list[int] = []  # tokens of the answer
         self.stop_text = ""  # that the answer ended before
         self.over = False

@@ -19,9 +19,8 @@ from pykvedge.models.model import Model
 from pykvedge.models.prompt import FALLBACK
 from pykvedge.runtime.sampling import Sampling
 from pykvedge.serve.guarding import OWNER
-from pykvedge.serve.job import Job
 from pykvedge.serve.service import Service, looked_through
-from pykvedge.serve.wire import ChatRequest, Wire, parsed
+from pykvedge.serve.wire import ChatRequest, Wire
 
 _MOST_TEXT = 1 << 19  # characters or tokens that are turned into the other at once
 _OFF = {"mirostat": 0, "dynatemp_range": 0.0, "dry_multiplier": 0.0, "xtc_probability": 0.0, "adaptive_target": -1.0,
@@ -55,11 +54,6 @@ async def props(service: Service, http: HttpRequest) -> Response:
         "is_sleeping": False,
         "kvedge": {"plan": json.loads(defaults.plan.to_json()), "tuned": defaults.tuned or None},
     })  # fmt: skip
-
-
-def settings(service: Service, job: Job, stream: bool) -> dict[str, Any]:
-    """Lists what an answer was chosen by, under llama-server's names."""
-    return {**sampling_settings(job.request.sampling, service.defaults.room), "stream": stream}
 
 
 def sampling_settings(sampling: Sampling, room: int) -> dict[str, Any]:
@@ -154,9 +148,7 @@ class DetokenizeRequest(Wire):
     tokens: Annotated[list[int], Field(max_length=_MOST_TEXT)]
 
 
-async def tokenize(service: Service, http: HttpRequest) -> Response:
-    """POST /tokenize."""
-    given = parsed(TokenizeRequest, await http.body())
+async def tokenize(service: Service, http: HttpRequest, given: TokenizeRequest) -> Response:
     return JSONResponse({"tokens": await asyncio.to_thread(_tokens, service.scheduler.loan.model, given)})
 
 
@@ -181,15 +173,12 @@ def _piece(data: bytes) -> str | list[int]:
         return list(data)
 
 
-async def detokenize(service: Service, http: HttpRequest) -> Response:
-    """POST /detokenize."""
-    given = parsed(DetokenizeRequest, await http.body())
+async def detokenize(service: Service, http: HttpRequest, given: DetokenizeRequest) -> Response:
     return JSONResponse({"content": await asyncio.to_thread(service.scheduler.loan.model.text, given.tokens)})
 
 
-async def apply_template(service: Service, http: HttpRequest) -> Response:
+async def apply_template(service: Service, http: HttpRequest, given: ChatRequest) -> Response:
     """POST /apply-template: the prompt that a conversation becomes, to be changed and sent to /completion."""
-    given = parsed(ChatRequest, await http.body())
     [request] = await looked_through(service, http, given)
     if given.add_generation_prompt is False and given.messages[-1].role != "assistant":
         request = replace(request, values={**request.values, "add_generation_prompt": False})

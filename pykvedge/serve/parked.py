@@ -65,7 +65,6 @@ class Park:
 
     @property
     def folder_bytes(self) -> int:
-        """So many bytes lie in the folder."""
         return self._folder.total_bytes() if self._folder is not None else 0
 
     @property
@@ -114,7 +113,6 @@ class Park:
             self.n_bytes += len(read)
 
     def get_read(self, name: str) -> Snapshot | None:
-        """Returns a prompt, which stays."""
         with self._lock:
             if name in self._read:
                 self._read.move_to_end(name)

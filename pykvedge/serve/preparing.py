@@ -33,6 +33,7 @@ from pykvedge.runtime.snapshot import Snapshot
 from pykvedge.serve.edited import KnownConversations
 from pykvedge.serve.job import Job, Limits, Request, Step
 from pykvedge.serve.parked import Park, name_of, said_in
+from pykvedge.system.guard import undoing
 
 _QUICK_TEXT = 100_000  # bytes of text that are looked up at once
 _PART = 1 << 14  # characters
@@ -43,17 +44,15 @@ _TOKEN = 16  # bytes of text for each token that a conversation holds, at most
 class Work:
     """A job whose prompt is cut and whose images are encoded.
 
-    before: the conversation that it goes on from, or, with logits, the same prompt, read for somebody else. name: of
-    the prompt, for whoever asks the same; empty: for nobody. need: bytes of keys and values that it takes at most;
-    room: tokens that the answer may have within them. replays: whether its plan goes by a second pass over prompts;
-    again: that over this one.
+    before: the conversation that it goes on from, or, with logits, the same prompt, read for somebody else. need: bytes
+    of keys and values that it takes at most; room: tokens that the answer may have within them. replays: whether its
+    plan goes by a second pass over prompts; again: that over this one.
     """
 
     job: Job
     pieces: list[Piece]
     generation: Generation
     before: Snapshot | None
-    name: str = ""
     need: int = 0
     room: int = 0
     replays: bool = False
@@ -62,13 +61,6 @@ class Work:
     @property
     def n_tokens(self) -> int:
         return sum(piece.n_tokens for piece in self.pieces)
-
-
-def text_bytes(request: Request) -> int:
-    """Counts the bytes of the texts that a chat template may write."""
-    prompt = request.prompt.parts if request.prompt is not None else ()
-    said = [[message.text, message.fields] for message in request.messages]
-    return sum(len(text.encode("utf-8", "replace")) for text in texts([request.values, prompt, said]))
 
 
 class Preparer:
@@ -103,7 +95,7 @@ class Preparer:
         parked = self._find(job)
         pieces = self._pieces(job, parked)
         job.forget_messages()
-        try:
+        with undoing(lambda: self.release(pieces)):
             if request.plan.pruner == "none":  # else there are fewer tokens once images are encoded
                 self._room(parked, sum(piece.n_tokens for piece in pieces))
             self._encode(job, pieces)
@@ -112,10 +104,7 @@ class Preparer:
             if parked is not None:
                 job.report.tokens.reused = parked.n_cells
                 job.report.tokens.prompt += len(parked.unread)
-            return self._fitting(Work(job, pieces, self._generation(job), parked, job.name))
-        except BaseException:
-            self.release(pieces)
-            raise
+            return self._fitting(Work(job, pieces, self._generation(job), parked))
 
     def at_once(self, job: Job) -> Work | None:
         """Prepares a job that takes next to no time, in any thread: its prompt was read. Raises what `prepare` does."""
@@ -129,7 +118,10 @@ class Preparer:
 
         Raises ContextError for more than a conversation holds.
         """
-        n, n_ctx = text_bytes(request), self._limits.n_ctx
+        prompt = request.prompt.parts if request.prompt is not None else ()
+        said = [[message.text, message.fields] for message in request.messages]
+        given = texts([request.values, prompt, said])  # that a chat template may write
+        n, n_ctx = sum(len(text.encode("utf-8", "replace")) for text in given), self._limits.n_ctx
         if n > 4 * n_ctx and n > (most := n_ctx * self._longest):
             raise ContextError(
                 f"the message of {n} bytes of text exceeds the available context size ({n_ctx} tokens, at most {most} "
@@ -179,7 +171,7 @@ class Preparer:
         job.report.demoted_images = 0 if request.edited else None
         job.forget_messages()
         job.report.tokens.reused = read.n_cells
-        return self._fitting(Work(job, [], self._generation(job), read, job.name))
+        return self._fitting(Work(job, [], self._generation(job), read))
 
     def _generation(self, job: Job) -> Generation:
         request = job.request
@@ -222,7 +214,6 @@ class Preparer:
         }
 
     def name_after(self, job: Job) -> str:
-        """Names the conversation with its answer."""
         request = job.request
         return self._name(request, self._said_after(job), request.owner, job.edited)
 
@@ -240,8 +231,6 @@ class Preparer:
         if self.vision is not None:
             self.vision.release(pieces)
 
-    # ---------------------------------------------------------------------------------------------------
-
     def _check(self, request: Request) -> None:
         if self._limits.exact:
             check_policy(request.plan, "--exact")
@@ -258,7 +247,10 @@ class Preparer:
         found = self._park.get(self._name(request, job.said[:-1], request.owner)) if goes_on else None
         if not request.edited:
             return found
-        if why := self._why_not_edited():
+        if self._limits.keep is None or self._limits.exact:
+            why = "exact answers see all pictures; start the server without --exact"
+            if self._limits.keep is None:
+                why = "pictures are demoted where all rows are kept; start the server with --keep ram or --keep disk"
             raise RequestError(400, f"kvedge.edited: {why}", "unsupported", "kvedge")
         job.report.demoted_images = 0
         if found is None and any(m.role == "assistant" for m in said):
@@ -266,11 +258,6 @@ class Preparer:
             if found is None:
                 raise unknown_conversation("the server knows no conversation that differs by its pictures alone")
         return found
-
-    def _why_not_edited(self) -> str:
-        if self._limits.keep is None:
-            return "pictures are demoted where all rows are kept; start the server with --keep ram or --keep disk"
-        return "exact answers see all pictures; start the server without --exact" if self._limits.exact else ""
 
     def _find_edited(self, job: Job) -> Snapshot | None:
         """Finds the conversation that this one was before pictures were left out, and notes which."""
@@ -297,19 +284,17 @@ class Preparer:
 
     def _pieces(self, job: Job, parked: Snapshot | None) -> list[Piece]:
         request, composer = job.request, self.composer
-        if parked is not None:
-            before: list[Piece] = [TextPiece(list(parked.pending))] if parked.pending else []
-            with self.composing:
-                written = composer.following(request.messages, request.values)
-            new = composer.pieces(written, request.messages[-1].pictures)
-            return before + planned(new, request.plan, self._threads)
+        before: list[Piece] = [TextPiece(list(parked.pending))] if parked is not None and parked.pending else []
         if request.prompt is not None:
             pieces = composer.as_written(request.prompt.parts, request.pictures)
         else:
+            write, shown = composer.first, request.pictures
+            if parked is not None:
+                write, shown = composer.following, request.messages[-1].pictures
             with self.composing:
-                written = composer.first(request.messages, request.values)
-            pieces = composer.pieces(written, request.pictures)
-        return planned(pieces, request.plan, self._threads)
+                written = write(request.messages, request.values)
+            pieces = composer.pieces(written, shown)
+        return before + planned(pieces, request.plan, self._threads)
 
     def _encode(self, job: Job, pieces: list[Piece]) -> None:
         images = [piece for piece in pieces if isinstance(piece, ImagePiece)]
@@ -322,11 +307,8 @@ class Preparer:
         stop_if_set(job.cancelled)
 
     def _fitting(self, work: Work) -> Work:
-        try:
+        with undoing(work.generation.close):
             self._fit(work)
-        except BaseException:
-            work.generation.close()
-            raise
         return work
 
     def _fit(self, work: Work) -> None:

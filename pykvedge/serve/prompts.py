@@ -24,6 +24,7 @@ from pykvedge.serve import errors
 from pykvedge.serve.completions import (
     FINISH,
     Events,
+    EventStream,
     Progress,
     about,
     asked,
@@ -33,16 +34,14 @@ from pykvedge.serve.completions import (
     figures,
     finite,
     plain,
-    streamed,
     timings,
     usage,
-    words,
 )
-from pykvedge.serve.job import Done, Failed, Text
-from pykvedge.serve.llama import settings
+from pykvedge.serve.job import Done, Text
+from pykvedge.serve.llama import sampling_settings
 from pykvedge.serve.service import Service
 from pykvedge.serve.waiting import Waiting
-from pykvedge.serve.wire import MOST_PARTS, Limit, Prompted, Sampled, Wire, parsed
+from pykvedge.serve.wire import MOST_PARTS, Limit, Prompted, Sampled, Wire
 
 MOST_PROMPTS = 64  # of a request
 
@@ -69,11 +68,11 @@ class _PromptRequest(Sampled):
             return [given]
         if any(isinstance(part, int) for part in given):
             if not all(isinstance(part, (int, str)) for part in given):
-                why = "prompt: a list with numbers of tokens in it has texts beside them, and nothing else"
-                raise RequestError(400, why, "invalid_value", "prompt")
+                why = "a list with numbers of tokens in it has texts beside them, and nothing else"
+                raise errors.wrong("prompt", why)
             return [given]  # type: ignore[list-item]
         if len(given) * (self.n or 1) > MOST_PROMPTS:
-            raise RequestError(400, f"prompt: at most {MOST_PROMPTS} answers at once", "invalid_value", "prompt")
+            raise errors.wrong("prompt", f"at most {MOST_PROMPTS} answers at once")
         return given  # type: ignore[return-value]
 
     def cut(self, **changes: Any) -> list[Prompted]:
@@ -113,9 +112,7 @@ class LlamaRequest(_PromptRequest):
         return out or None
 
 
-async def llama(service: Service, http: HttpRequest) -> Response:
-    """Answers POST /completion."""
-    given = parsed(LlamaRequest, await http.body())
+async def llama(service: Service, http: HttpRequest, given: LlamaRequest) -> Response:
     if given.post_sampling_probs:
         raise RequestError(400, "post_sampling_probs: probabilities are the model's own here", "unsupported")
     limit = given.max_tokens if given.n_predict is None else given.n_predict
@@ -125,7 +122,7 @@ async def llama(service: Service, http: HttpRequest) -> Response:
     waiting = await asked(service, http, *prompts, joined=not given.stream)
     shown = _Llama(service, given, prompts, waiting)
     if given.stream:
-        return streamed(shown.events(await begun(waiting, given.return_progress)))
+        return EventStream(shown.events(await begun(waiting, given.return_progress)))
     done = await complete(waiting)
     answers = [shown.whole(i, one.report) for i, one in enumerate(done)]
     return JSONResponse(answers[0] if len(answers) == 1 else answers)
@@ -143,8 +140,6 @@ class _Llama:
         with self._waiting:
             try:
                 async for number, event in events:
-                    if isinstance(event, Failed):
-                        raise event.error
                     for one in read[number].told(event) if read else ():
                         yield data_line({**self._part(number, Text("")), **one})
                     if isinstance(event, Text):
@@ -171,6 +166,7 @@ class _Llama:
         """Makes the object of an answer that is complete; in a stream its text was told before."""
         job, given, n_read = self._waiting.jobs[number], self._given, report.tokens.prompt + report.tokens.reused
         stops = {"end": "eos", "stop": "word"}
+        chosen_by = sampling_settings(job.request.sampling, self._service.defaults.room)
         out: dict[str, Any] = {
             "index": number,
             "content": "" if given.stream else report.text,
@@ -180,7 +176,7 @@ class _Llama:
             "model": self._service.name,
             "tokens_predicted": report.tokens.generated,
             "tokens_evaluated": n_read,
-            "generation_settings": settings(self._service, job, bool(given.stream)),
+            "generation_settings": {**chosen_by, "stream": bool(given.stream)},
             "prompt": self._written(self._prompts[number * len(self._prompts) // len(self._waiting.jobs)]),
             "has_new_line": "\n" in report.text,
             "truncated": report.finish == "context",
@@ -232,16 +228,14 @@ class CompletionRequest(_PromptRequest):
     best_of: int | None = None
 
 
-async def openai(service: Service, http: HttpRequest) -> Response:
-    """Answers POST /v1/completions."""
-    given = parsed(CompletionRequest, await http.body())
+async def openai(service: Service, http: HttpRequest, given: CompletionRequest) -> Response:
     wanted = {"echo": given.echo, "suffix": given.suffix, "best_of": (given.best_of or 1) > (given.n or 1)}
     for name, is_wanted in wanted.items():
         if is_wanted:
             raise RequestError(400, f"{name} is not supported", "unsupported", name)
     waiting = await asked(service, http, *given.cut(logit_bias=given.logit_bias, likeliest=given.logprobs))
     if given.stream:
-        return streamed(_chunks(service, given, waiting, await begun(waiting)))
+        return EventStream(_chunks(service, given, waiting, await begun(waiting)))
     done = await complete(waiting)
     choices = [
         _choice(i, one.report.text, FINISH.get(one.report.finish, "stop"), one.report.logprobs)
@@ -255,7 +249,7 @@ async def _chunks(service: Service, given: CompletionRequest, waiting: Waiting, 
     with_usage = given.stream_options is not None and given.stream_options.include_usage
     with waiting:
         try:
-            async for number, event in words(events):
+            async for number, event in events:
                 if isinstance(event, Text):
                     part = _choice(number, event.text, None, event.tokens or None, told[number])
                     told[number] += sum(len(token.text) for token in event.tokens)

@@ -39,19 +39,16 @@ class Protocol(HttpToolsProtocol):
         self._waiting = waiting
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Begins to wait for a request."""
         super().connection_made(transport)
         self._wait()
         self._stand_in_line()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Waits no more."""
         self._came()
         self._waiting.pop(self, None)
         super().connection_lost(exc)
 
     def on_message_begin(self) -> None:
-        """Begins to count for another request."""
         self._beside = 0
         self._wait()
         if self in self._waiting:
@@ -66,18 +63,15 @@ class Protocol(HttpToolsProtocol):
         super().on_headers_complete()
 
     def on_message_complete(self) -> None:
-        """Notes that the request is here."""
         self._waiting.pop(self, None)
         super().on_message_complete()
 
     def on_response_complete(self) -> None:
-        """Begins to wait for another request."""
         super().on_response_complete()
         if not self.pipeline and not self.transport.is_closing():
             self._stand_in_line()
 
     def on_body(self, body: bytes) -> None:
-        """Takes a piece of the body."""
         self._beside -= len(body) * (1 + _FRAME)
         super().on_body(body)
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 
 from pykvedge.errors import RequestError
 from pykvedge.models.dialect import Call, Dialect, Said
+from pykvedge.runtime.generation import mark_begun
 from pykvedge.serve import tools as calling
 from pykvedge.serve.wire import ChatRequest
 
@@ -64,7 +65,6 @@ class Reading:
 
 
 def reading(given: ChatRequest, dialect: Dialect | None) -> Reading:
-    """Makes the reading of one answer to a request."""
     begun = given.messages[-1].content if given.messages[-1].role == "assistant" else ""
     if dialect is not None:
         return Parsed(dialect, begun if isinstance(begun, str) else "")
@@ -189,7 +189,7 @@ class Told(Reading):
         waits = self._waits
         mark = _BEGINS.search(waits)
         if mark is None:
-            return len(waits) - (0 if over else _mark_begun(waits)), []
+            return len(waits) - (0 if over else mark_begun(waits, _MARKS)), []
         if mark.start():
             return mark.start(), []
         start, closed = len(mark[0]), "</tool_call>"
@@ -230,9 +230,3 @@ def _agree(told: Said, found: Said) -> bool:
     if not all(one == other or one.rstrip() == other.rstrip() for one, other in texts):
         return False
     return [(call.name, call.arguments) for call in told.calls] == [(call.name, call.arguments) for call in found.calls]
-
-
-def _mark_begun(text: str) -> int:
-    """Counts the characters at the end of a text that may begin a mark."""
-    most = max(map(len, _MARKS)) - 1
-    return next((n for n in range(min(most, len(text)), 0, -1) if any(m.startswith(text[-n:]) for m in _MARKS)), 0)

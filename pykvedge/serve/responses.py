@@ -18,13 +18,13 @@ from pykvedge.runtime.report import Report
 from pykvedge.serve import errors
 from pykvedge.serve.completions import (
     Events,
+    EventStream,
     asked,
     begun,
     complete,
     parts,
     reading_of,
     reasoned,
-    streamed,
     usage,
     whole,
 )
@@ -46,7 +46,6 @@ from pykvedge.serve.wire import (
     Wire,
     chat_request,
     event_line,
-    parsed,
 )
 
 
@@ -139,16 +138,14 @@ class ResponsesRequest(Wire):
     kvedge: Compression | None = None
 
 
-async def answer(service: Service, http: HttpRequest) -> Response:
-    """Answers POST /v1/responses."""
-    given = parsed(ResponsesRequest, await http.body())
+async def answer(service: Service, http: HttpRequest, given: ResponsesRequest) -> Response:
     if given.previous_response_id is not None:
         why = "previous_response_id: nothing is stored here; send the whole conversation"
         raise RequestError(400, why, "unsupported", "previous_response_id")
     chat = _of_responses(given)
     waiting = await asked(service, http, chat)
     if given.stream:
-        return streamed(_response_events(service, chat, waiting, await begun(waiting)))
+        return EventStream(_response_events(service, chat, waiting, await begun(waiting)))
     report = (await complete(waiting))[0].report
     said = await whole(chat, waiting, 0, report)
     return JSONResponse(_response(service, report, said, _output(said), _number("resp")))

@@ -9,15 +9,15 @@ from __future__ import annotations
 import threading
 from collections import Counter, deque
 from collections.abc import Callable
-from contextlib import suppress
-from dataclasses import dataclass, field
+from contextlib import ExitStack, suppress
+from typing import Any
 
 from pykvedge.errors import CancelledError, KvedgeError, RequestError, StateError
 from pykvedge.plans.making import plan as make_plan
 from pykvedge.runtime.drafting import MOST, require_drafts, require_host
 from pykvedge.runtime.driver import Driver
 from pykvedge.runtime.llama_context import N_UBATCH, ContextSize, ubatch_for
-from pykvedge.runtime.loaded import LoadedModel, Loan
+from pykvedge.runtime.loaded import LoadedModel
 from pykvedge.serve.decoding import Decoder, Slot
 from pykvedge.serve.job import Done, Event, Failed, Job, Limits, Request
 from pykvedge.serve.parked import Park
@@ -28,40 +28,25 @@ _MOST_PIXEL_BYTES = 512 << 20  # of pictures that wait, unless it is one request
 _LOOK_S = 0.2  # between two looks at jobs that were given up while nothing else happens
 
 
-@dataclass
 class Counts:
     """Sums over all jobs that have ended. Any thread may add."""
 
-    finished: Counter[str] = field(default_factory=Counter)
-    refused: int = 0
-    prompt_tokens: int = 0
-    image_tokens: int = 0
-    pruned_tokens: int = 0
-    reused_tokens: int = 0
-    generated_tokens: int = 0
-    compressions: int = 0
-    kv_full_bytes: int = 0  # of all compressed prompts, had nothing been dropped
-    kv_kept_bytes: int = 0
-    first_token_s: float = 0.0
-    first_tokens: int = 0
-    _lock: threading.Lock = field(default_factory=threading.Lock)
+    def __init__(self) -> None:
+        self.finished, self.sums = Counter[str](), Counter[str]()
+        self._lock = threading.Lock()
 
     def ended(self, how: str, job: Job) -> None:
         """Adds a job that has ended in this way."""
-        report = job.report
+        tokens, kv = job.report.tokens, job.report.kv
+        kinds = ("prompt", "image", "pruned", "reused", "generated")
+        sums: dict[str, Any] = {f"{kind}_tokens": getattr(tokens, kind) for kind in kinds}
+        sums |= {"compressions": bool(kv.compressed_tokens), "kv_full_bytes": kv.full_bytes}
+        sums["kv_kept_bytes"] = kv.kept_bytes
+        if job.first_token_s is not None:
+            sums |= {"first_tokens": 1, "first_token_s": job.first_token_s}
         with self._lock:
             self.finished[how] += 1
-            self.prompt_tokens += report.tokens.prompt
-            self.image_tokens += report.tokens.image
-            self.pruned_tokens += report.tokens.pruned
-            self.reused_tokens += report.tokens.reused
-            self.generated_tokens += report.tokens.generated
-            self.compressions += bool(report.kv.compressed_tokens)
-            self.kv_full_bytes += report.kv.full_bytes
-            self.kv_kept_bytes += report.kv.kept_bytes
-            if job.first_token_s is not None:
-                self.first_token_s += job.first_token_s
-                self.first_tokens += 1
+            self.sums.update(sums)
 
 
 class Scheduler:
@@ -70,11 +55,13 @@ class Scheduler:
     def __init__(self, model: LoadedModel, limits: Limits, park: Park) -> None:
         """Raises OutOfMemoryError, ModelError, and what making a context raises."""
         self.limits, self.park, self.counts = limits, park, Counts()
-        self._loan = model.lend()
-        try:
+        self.loan = model.lend()  # the model, and what is shared with other sessions
+        self.stopping = False  # it takes no more requests
+        with ExitStack() as undo:
+            undo.callback(self.loan.give_back)
             if limits.drafts:
-                require_drafts(self._loan.model, limits.drafts)
-            self.preparer = Preparer(self._loan, park, limits)
+                require_drafts(self.loan.model, limits.drafts)
+            self.preparer = Preparer(self.loan, park, limits)
             size = ContextSize(
                 limits.slots * limits.n_ctx,
                 ubatch_for(self.preparer.vision, N_UBATCH),
@@ -82,18 +69,13 @@ class Scheduler:
                 n_seq=limits.slots,
                 n_outputs=MOST + 1 if limits.drafts else 0,
             )
-            driver = Driver(self._loan.model, self.preparer.vision, size, self._loan.threads)
-            try:
-                driver.take_over_if_possible(make_plan("full"), keep=limits.keep)
-                if limits.exact:
-                    require_host(driver)
-                self._decoder = Decoder(driver, self.preparer, park, limits)
-            except BaseException:
-                driver.close()
-                raise
-        except BaseException:
-            self._loan.give_back()
-            raise
+            driver = Driver(self.loan.model, self.preparer.vision, size, self.loan.threads)
+            undo.callback(driver.close)
+            driver.take_over(make_plan("full"), keep=limits.keep, or_full=True)
+            if limits.exact:
+                require_host(driver)
+            self._decoder = Decoder(driver, self.preparer, park, limits)
+            undo.pop_all()
         # one lock, and a condition for each thread: whoever has nothing to do is not woken
         lock = threading.RLock()
         self._changed, self._to_prepare, self._to_shrink = (threading.Condition(lock) for _ in range(3))
@@ -101,7 +83,7 @@ class Scheduler:
         self._ready: deque[Work] = deque()
         self._slots: list[Slot] = []  # that have a job
         self._preparing: list[Job] = []
-        self._stopping = self._over = False
+        self._over = False
         self._threads = [
             threading.Thread(target=run, name=f"kvedge-{what}", daemon=True)
             for what, run in (
@@ -115,11 +97,6 @@ class Scheduler:
         for thread in self._threads:
             thread.start()
 
-    @property
-    def loan(self) -> Loan:
-        """The model, and what is shared with other sessions."""
-        return self._loan
-
     def submit(self, request: Request, emit: Callable[[Event], None]) -> Job:
         """Takes a request. emit is called with each event, in threads of the scheduler; it must not wait.
 
@@ -128,12 +105,12 @@ class Scheduler:
         job = Job(request, emit)
         work = self.preparer.at_once(job)
         with self._changed:
-            if self._stopping:
+            if self.stopping:
                 raise StateError("the server is going down; it takes no more requests")
             pixels = sum(other.picture_bytes for other in self._asked)
             full = len(self._asked) + len(self._ready) >= self.limits.queue
             if full or (pixels and pixels + job.picture_bytes > _MOST_PIXEL_BYTES):
-                self.counts.refused += 1
+                self.counts.sums["requests_refused"] += 1
                 if work is not None:
                     work.generation.close()
                 raise RequestError(503, "too many requests are waiting already", "queue_full", retry_s=2)
@@ -170,18 +147,13 @@ class Scheduler:
             out += [(slot.job, slot.state, slot) for slot in self._slots]
         return out
 
-    @property
-    def stopping(self) -> bool:
-        """Tells whether it takes no more requests."""
-        return self._stopping
-
     def kv_bytes(self) -> int:
         """Counts the bytes of keys and values of the conversations that are being answered."""
-        return self._decoder.n_bytes
+        return sum(slot.n_bytes for slot in list(self._slots))
 
     def file_bytes(self) -> int:
         """Counts the bytes of their whole rows that lie in a file, whose pages the system may drop from memory."""
-        return self._decoder.file_bytes
+        return sum(slot.file_bytes for slot in list(self._slots))
 
     def drain(self, patience: float = 0.0) -> None:
         """Takes no more requests, lets those that are there end for so many seconds, and gives up the rest.
@@ -189,7 +161,7 @@ class Scheduler:
         Called again meanwhile with less patience it ends sooner.
         """
         with self._changed:
-            self._stopping = True
+            self.stopping = True
             self._changed.wait_for(lambda: not (self.busy or self.waiting), timeout=patience)
             for job, _, _ in self.working():
                 job.cancelled.set()
@@ -209,7 +181,7 @@ class Scheduler:
                 thread.join()
         self._decoder.close()
         self.park.shrink(0)
-        self._loan.give_back()
+        self.loan.give_back()
 
     # --------------------------------------------------------------------------------------------------- preparing
 
@@ -303,7 +275,7 @@ class Scheduler:
 
     def _settled(self) -> None:
         """Wakes who waits for the end of all jobs, or for less memory. Call it with the lock held."""
-        if self._stopping:
+        if self.stopping:
             self._changed.notify_all()
         self._shrink_if_needed()
 

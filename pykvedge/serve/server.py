@@ -9,10 +9,12 @@ import json
 import logging
 import os
 import re
+import shutil
 import signal
 import socket
 import stat
 import sys
+import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
@@ -29,13 +31,13 @@ from pykvedge.plans.plan import Plan
 from pykvedge.runtime.drafting import check_policy
 from pykvedge.runtime.loaded import LoadedModel
 from pykvedge.runtime.sampling import Sampling
+from pykvedge.runtime.sessionlock import try_lock
 from pykvedge.serve import tools
 from pykvedge.serve.app import application
 from pykvedge.serve.asking import Defaults
 from pykvedge.serve.bodies import Bounds
 from pykvedge.serve.guarding import Key, Rules, is_loopback
 from pykvedge.serve.job import Limits
-from pykvedge.serve.ownfolder import own_folder
 from pykvedge.serve.parked import Park
 from pykvedge.serve.pictures import Sources
 from pykvedge.serve.protocol import CONNECTIONS, Protocol
@@ -52,6 +54,7 @@ else:
 _LOOK_S = 1.0  # between two looks at the parent
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^\s/?#@*,]+")
 _LOOPBACK_NAMES = ("localhost", "127.0.0.1", "::1")
+_PARK_PREFIX, _PARK_LOCK = "kvedge-park-", "lock"  # of a server's own folder, and a file in it
 
 
 @dataclass(frozen=True)
@@ -114,7 +117,8 @@ def serve(model: LoadedModel, plan: Plan, sampling: Sampling, options: Options, 
             service = _service(scheduler, plan, sampling, options)
             address = _address(listening)
             with _parent_watched(options.parent, ended):  # before it is told the address: it may end at once
-                _announce(address, service.name)
+                told = {"url": address, "model": service.name, "pid": os.getpid(), "version": package_version()}
+                print(json.dumps(told), flush=True)
                 say(f"{service.name} answers at {address} (Ctrl-C ends it)")
                 _run_loop(_run(service, options, listening, ended, say))
         finally:
@@ -151,10 +155,6 @@ def _listening(options: Options) -> Iterator[socket.socket]:
 def _address(listening: socket.socket) -> str:
     host, port = listening.getsockname()[:2]
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-
-
-def _announce(address: str, name: str) -> None:
-    print(json.dumps({"url": address, "model": name, "pid": os.getpid(), "version": package_version()}), flush=True)
 
 
 async def _run(
@@ -228,13 +228,12 @@ def _parent_watched(parent: int, ended: threading.Event) -> Iterator[None]:
     """Sets the event when the parent ends, or stdin does where it is a pipe of the parent's."""
     over = threading.Event()
 
-    def watch(process: psutil.Process | None) -> None:
-        while process is not None and not over.wait(_LOOK_S):
-            try:
+    def watch() -> None:
+        with contextlib.suppress(psutil.Error):  # it has ended since we were told of it
+            process = psutil.Process(parent)
+            while not over.wait(_LOOK_S):
                 if not process.is_running() or process.status() == psutil.STATUS_ZOMBIE:
                     break
-            except psutil.Error:
-                break
         ended.set()
 
     def read() -> None:
@@ -244,7 +243,7 @@ def _parent_watched(parent: int, ended: threading.Event) -> Iterator[None]:
         ended.set()
 
     if parent:
-        threading.Thread(target=watch, args=(_process(parent),), daemon=True, name="kvedge-parent").start()
+        threading.Thread(target=watch, daemon=True, name="kvedge-parent").start()
         if _is_pipe(0):
             threading.Thread(target=read, daemon=True, name="kvedge-stdin").start()
     try:
@@ -253,19 +252,59 @@ def _parent_watched(parent: int, ended: threading.Event) -> Iterator[None]:
         over.set()
 
 
-def _process(number: int) -> psutil.Process | None:
-    try:
-        return psutil.Process(number)
-    except psutil.Error:  # it has ended since we were told of it
-        return None
-
-
 def _is_pipe(number: int) -> bool:
     try:
         mode = os.fstat(number).st_mode
     except OSError:
         return False
     return stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode)
+
+
+@contextlib.contextmanager
+def own_folder() -> Iterator[Path]:
+    """Makes a folder for conversations that wait, which only its owner reads, and removes it in the end.
+
+    Its server holds a lock on a file in it, which the system takes away from a server that was killed; the next one
+    removes what such a server left. Raises KvedgeError if none can be made.
+    """
+    with contextlib.ExitStack() as stack:
+        try:
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix=_PARK_PREFIX)))
+            handle = os.open(folder / _PARK_LOCK, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+        except OSError as error:
+            raise KvedgeError(
+                f"no folder can be made for conversations that wait: {error.strerror or error}; name one, --park DIR"
+            ) from None
+        stack.callback(os.close, handle)
+        with contextlib.suppress(OSError):  # a file system without locks: then others cannot tell, and leave it alone
+            try_lock(handle)
+        _remove_left(folder.parent, folder)
+        yield folder
+
+
+def _remove_left(root: Path, own: Path) -> None:
+    with contextlib.suppress(OSError):
+        for entry in os.scandir(root):
+            if entry.name.startswith(_PARK_PREFIX) and entry.name != own.name and _is_left(entry):
+                shutil.rmtree(entry.path, ignore_errors=True)
+
+
+def _is_left(entry: os.DirEntry[str]) -> bool:
+    """Tells whether a folder is this user's and nobody holds it any more. One without a lock may be just being made."""
+    try:
+        facts = entry.stat(follow_symlinks=False)
+        if not stat.S_ISDIR(facts.st_mode) or (hasattr(os, "getuid") and facts.st_uid != os.getuid()):
+            return False
+        handle = os.open(Path(entry.path) / _PARK_LOCK, os.O_RDWR | getattr(os, "O_NOFOLLOW", 0))
+    except OSError:
+        return False
+    try:
+        try_lock(handle)
+    except OSError:
+        return False
+    finally:
+        os.close(handle)
+    return True
 
 
 def free_memory_share() -> int:

@@ -52,9 +52,12 @@ class Service:
     def check_model(self, name: str | None) -> None:
         """Raises RequestError for the name of another model, if the server is strict about it."""
         if self.strict and name and self.name not in (name, name.rpartition("@")[0]):
-            raise RequestError(
-                404, f"there is no model '{name:.80}'; this server has {self.name}", "model_not_found", "model"
-            )
+            raise self.other_model(name)
+
+    def other_model(self, name: str) -> RequestError:
+        """Makes the error for the name of another model."""
+        why = f"there is no model '{name:.80}'; this server has {self.name}"
+        return RequestError(404, why, "model_not_found", "model")
 
 
 async def looked_through(service: Service, http: HttpRequest, *given: ChatRequest | Prompted) -> list[Request]:

@@ -9,13 +9,14 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from pykvedge.errors import KvedgeError, RequestError
+from pykvedge.errors import KvedgeError
 from pykvedge.grammars.schema import below
 from pykvedge.grammars.source import Lazy
 from pykvedge.models.dialect import Call, Dialect
 from pykvedge.models.model import Model
 from pykvedge.runtime.grammar import Grammar
 from pykvedge.runtime.sampling import Sampling
+from pykvedge.serve.errors import wrong
 from pykvedge.serve.wire import ChatRequest, NamedTool, Tool
 
 HOW = (
@@ -36,7 +37,7 @@ def chosen(given: ChatRequest) -> list[Tool]:
         return tools
     name = choice.function.name
     if not any(tool.function.name == name for tool in tools):
-        raise RequestError(400, f"tool_choice: there is no tool {name!r:.80}", "invalid_value", "tool_choice")
+        raise wrong("tool_choice", f"there is no tool {name!r:.80}")
     return [tool for tool in tools if tool.function.name == name]
 
 

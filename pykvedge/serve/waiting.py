@@ -13,6 +13,7 @@ from pykvedge.errors import CancelledError, RequestError
 from pykvedge.serve.errors import LEFT
 from pykvedge.serve.job import Done, Event, Failed, Job, Request, Step, Text
 from pykvedge.serve.scheduler import Scheduler
+from pykvedge.system.guard import Closing
 
 # Text that comes sooner than this after the last is gathered and told in one piece: nobody sees the difference, and a
 # small model computes a token in less time than it takes to wake the event loop and write a chunk.
@@ -20,7 +21,7 @@ _GATHER_S = 0.01
 _TICK_S = 1.0  # before the first text, what is done is told so often
 
 
-class Waiting:
+class Waiting(Closing):
     """The jobs of one HTTP request. Use it in a with statement: what is not done by its end is given up."""
 
     def __init__(self, scheduler: Scheduler, http: HttpRequest, joined: bool = True) -> None:
@@ -32,10 +33,8 @@ class Waiting:
         self._woken = 0.0  # when the event loop last looked
         self.jobs: list[Job] = []
 
-    def __enter__(self) -> Waiting:
-        return self
-
-    def __exit__(self, *_: object) -> None:
+    def close(self) -> None:
+        """Gives up what is not done."""
         for job in self.jobs:
             if not job.over:
                 self._scheduler.cancel(job)
@@ -70,7 +69,8 @@ class Waiting:
     async def events(self) -> AsyncIterator[tuple[int, Event]]:
         """Yields events with the number of their job, until all jobs are over; text that waits, in one piece.
 
-        Until there is text, the last step is told again each second. Raises RequestError where the client left.
+        Until there is text, the last step is told again each second. Raises what a job failed with, and RequestError
+        where the client left.
         """
         watch, loop = asyncio.create_task(self._watch()), asyncio.get_running_loop()
         over, doing = 0, (0, Step("waiting", 0.0))
@@ -86,7 +86,9 @@ class Waiting:
                     yield doing
                 while self._told:
                     number, event = self._next()
-                    over += isinstance(event, (Done, Failed))
+                    if isinstance(event, Failed):
+                        raise event.error
+                    over += isinstance(event, Done)
                     if isinstance(event, Step):
                         doing = number, event
                     else:

@@ -25,7 +25,6 @@ _MOST_WATCHERS = 32
 
 
 async def memory(service: Service, http: HttpRequest) -> Response:
-    """GET /v1/kvedge/memory."""
     scheduler = service.scheduler
     folder = await asyncio.to_thread(lambda: scheduler.park.folder_bytes)
     return JSONResponse({**_memory(scheduler), "folder_bytes": folder})
@@ -122,7 +121,7 @@ def metrics(scheduler: Scheduler) -> bytes:
 
 
 class _Figures:
-    """Those of an scheduler, whenever they are asked for."""
+    """Those of a scheduler, whenever they are asked for."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
@@ -147,17 +146,17 @@ class _Figures:
         for name, (what, value) in gauges.items():
             yield GaugeMetricFamily(f"kvedge_{name}", what, value)
         counters = {
-            "requests_refused": ("Requests refused because too many waited.", counts.refused),
-            "prompt_tokens": ("Tokens of prompts that were read.", counts.prompt_tokens),
-            "image_tokens": ("Those of them that came from images.", counts.image_tokens),
-            "pruned_tokens": ("Tokens of images that were not read.", counts.pruned_tokens),
-            "reused_tokens": ("Tokens that a parked conversation had read.", counts.reused_tokens),
-            "generated_tokens": ("Tokens of answers.", counts.generated_tokens),
-            "compressions": ("Prompts that were compressed.", counts.compressions),
-            "kv_full_bytes": ("Keys and values of prompts, had all been kept.", counts.kv_full_bytes),
-            "kv_kept_bytes": ("Keys and values of prompts that were kept.", counts.kv_kept_bytes),
+            "requests_refused": "Requests refused because too many waited.",
+            "prompt_tokens": "Tokens of prompts that were read.",
+            "image_tokens": "Those of them that came from images.",
+            "pruned_tokens": "Tokens of images that were not read.",
+            "reused_tokens": "Tokens that a parked conversation had read.",
+            "generated_tokens": "Tokens of answers.",
+            "compressions": "Prompts that were compressed.",
+            "kv_full_bytes": "Keys and values of prompts, had all been kept.",
+            "kv_kept_bytes": "Keys and values of prompts that were kept.",
         }
-        for name, (what, value) in counters.items():
-            yield CounterMetricFamily(f"kvedge_{name}", what, value)
+        for name, what in counters.items():
+            yield CounterMetricFamily(f"kvedge_{name}", what, counts.sums[name])
         yield SummaryMetricFamily("kvedge_first_token_seconds", "Seconds from requests to their first tokens.",
-                                  counts.first_tokens, counts.first_token_s)  # fmt: skip
+                                  counts.sums["first_tokens"], counts.sums["first_token_s"])  # fmt: skip

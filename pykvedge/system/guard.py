@@ -118,6 +118,26 @@ class Single:
         raise UsageError(f"{type(self).__name__} cannot be copied or pickled; {self.instead}")
 
 
+@contextmanager
+def undoing(undo: Callable[[], object]) -> Iterator[None]:
+    """Calls undo() where the block raises."""
+    try:
+        yield
+    except BaseException:
+        undo()
+        raise
+
+
+class Closing:
+    """Objects with `close` derive from this, which makes them work in a with statement."""
+
+    def __enter__(self: T) -> T:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()  # type: ignore[attr-defined]
+
+
 def one_thread(method: Callable[Concatenate[T, P], R]) -> Callable[Concatenate[T, P], R]:
     """Makes a method run inside its object's `guard`."""
 

@@ -17,6 +17,13 @@ _RESERVED = 64 << 20  # of address space, by glibc for the heap of a thread
 _STACK = 8 << 20  # of a thread, where the system says nothing
 
 
+def is_running(process: int) -> bool:
+    try:
+        return psutil.pid_exists(process)
+    except OverflowError:
+        return False  # no process has such a number
+
+
 def rss_bytes() -> int:
     """Returns the resident set size of this process now, in bytes; 0 where it cannot be told."""
     try:
