@@ -2,14 +2,18 @@
 
     python3 scripts/dev.py python experiments/measure_ageing.py answers --samples 40
     python3 scripts/dev.py python experiments/measure_ageing.py many --images 200
+    python3 scripts/dev.py python experiments/measure_ageing.py many --images 200 --exact
+    python3 scripts/dev.py python experiments/measure_ageing.py many --images 20 --pages
 
 answers: conversations about five held-out scenes of the packaged model, as many as it was trained to tell apart with
 questions behind them: ten questions, the tenth about the third image, which none before asked about. With whole rows,
 with --age on top, with the full cache.
 
 many: one conversation of many images. Each image but the newest is forgotten; before each of ten questions about the
-third one it is promoted. Their answers are beyond the length that the packaged model was trained for, so they are not
-judged: images and tokens that were read, KV pairs and private memory are counted.
+third one it is promoted. Images and tokens that were read, KV pairs and private memory are counted. With --full a
+session with the full cache has the same conversation beside it. "full right" says how many of the questions about the
+third image it answers rightly: no model does far beyond the length that it was trained for. --exact: answers are the
+full cache's; "alike" counts those of all answers so far that are, token by token. --pages: of the second model.
 """
 
 from __future__ import annotations
@@ -23,20 +27,23 @@ from typing import Any
 
 import numpy as np
 import scriptpath  # noqa: F401
-from llama_source import log
+from llama_source import ROOT, log
 
 import pykvedge
 from kvedge_lab.demo_tasks.scenes import draw_scene, render
+from kvedge_lab.page_tasks.pages import draw_page
+from kvedge_lab.page_tasks.pages import render as render_page
 from pykvedge import Sampling, Session
 from pykvedge.cli.tables import markdown
 from pykvedge.models.images import load_picture
+from pykvedge.models.prompt import IMAGE
 from pykvedge.models.vision import ImagePiece
 from pykvedge.runtime.driver import Driver
 
 ANSWER = Sampling(temp=0, max_tokens=12)
 ASKED = (1, 2, 4, 5, 1, 2, 4, 5, 1, 3)
-THIRD = "What is the code in image 3?"
 MIB = 1 << 20
+FILES = [ROOT / "tests" / "data" / "pages" / f"pages-{part}.gguf" for part in ("model", "mmproj")]
 
 
 class Reads:
@@ -64,7 +71,9 @@ def ask(session: Session, question: str, picture: Any = None) -> str:
     return session.ask(question, [] if picture is None else [picture], ANSWER).read().strip()
 
 
-def question(image: int) -> str:
+def question(image: int, pages: bool = False) -> str:
+    if pages:
+        return f"What is the code on page {image}?"
     return f"What is the code in image {image}?" if image > 1 else "What is the code?"
 
 
@@ -98,24 +107,53 @@ def rows_of(session: Session, image: int) -> list[list[int]]:
             for i, heads in enumerate(cache.lengths()) for h in range(len(heads))]  # fmt: skip
 
 
+def turn(i: int, rng: np.random.Generator, pages: bool) -> tuple[str, Any, str]:
+    """Draws an image. Returns the question that comes with it, the picture, and the right answer."""
+    if pages:
+        page = draw_page(rng, True)
+        return f"Page {i}: {IMAGE}\n{question(i, pages)}", load_picture(render_page(page)), page.code.text
+    scene = draw_scene(rng, held_out=True)
+    return question(i), load_picture(render(scene)), scene.code
+
+
+def beside(args: argparse.Namespace) -> Session | None:
+    files = FILES if args.pages else []
+    if not args.full:
+        return None
+    return Session(*files, plan=pykvedge.plan("full"), threads=args.threads, n_ctx=args.images * args.each)
+
+
 def many(args: argparse.Namespace) -> list[dict[str, Any]]:
     rng, reads, out = np.random.default_rng(args.seed), Reads(), []
-    plan, every = pykvedge.plan(args.method, args.pairs), args.images // 10
-    n_ctx = args.images * 220
+    plan, every, files = pykvedge.plan(args.method, args.pairs), args.images // 10, FILES if args.pages else []
+    settings = {"keep": "disk", "exact": args.exact, "n_ctx": args.images * args.each, "image_cache": args.image_cache}
+    full, alike, right, n_right = beside(args), [], "", [0, 0]
     with (
         tempfile.TemporaryDirectory() as folder,
-        Session(
-            plan=plan, threads=args.threads, keep="disk", keep_folder=folder, n_ctx=n_ctx, image_cache=args.image_cache
-        ) as session,
+        Session(*files, plan=plan, threads=args.threads, keep_folder=folder, **settings) as session,
     ):
+
+        def asked(text: str, picture: Any = None) -> tuple[str, str]:
+            """Returns the answer, and that of the full cache."""
+            images, tokens = reads.images, reads.tokens
+            answer = ask(session, text, picture)
+            read = reads.images - images, reads.tokens - tokens
+            whole = ask(full, text, picture) if full else ""
+            alike.append(whole == answer)
+            reads.images, reads.tokens = images + read[0], tokens + read[1]
+            return answer, whole
+
         for i in range(1, args.images + 1):
             if i > 1:
                 session.forget_image(i - 1)
-            ask(session, question(i), load_picture(render(draw_scene(rng, held_out=True))))
+            text, picture, code = turn(i, rng, args.pages)
+            right = code if i == 3 else right
+            asked(text, picture)
             if i % every or i < 3:
                 continue
             session.promote(3)
-            ask(session, THIRD)
+            said = asked(question(3, args.pages))
+            n_right = [n + (one == right) for n, one in zip(n_right, said, strict=True)]
             sequence, cache = session.engine.sequence, session.engine.cache
             assert cache is not None
             stats, third = cache.stats(), rows_of(session, 3)
@@ -123,7 +161,9 @@ def many(args: argparse.Namespace) -> list[dict[str, Any]]:
                 "images": i, "images read": reads.images, "tokens": sequence.n_cells, "tokens read": reads.tokens,
                 "pairs": round(session.engine.pairs_held()), "of image 3": round(float(np.mean([*map(len, third)]))),
                 "KV MiB": round(stats.bytes / MIB, 2), "whole MiB": round(stats.whole_bytes / MIB, 1),
-                "in the file": round(stats.whole_file_bytes / MIB, 1), "private MiB": round(private(), 1),
+                "in the file": round(stats.whole_file_bytes / MIB, 1),
+                **({"right": n_right[0], "full right": n_right[1], "alike": f"{sum(alike)} of {len(alike)}",
+                    "position": sequence.n_past} if full else {"private MiB": round(private(), 1)}),
             })  # fmt: skip
             log(json.dumps(out[-1]))
             session.forget_image(3)
@@ -140,9 +180,14 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=40)
     parser.add_argument("--images", type=int, default=200)
     parser.add_argument("--image-cache", type=int, default=0, help="bytes of encoded images in memory, of many")
+    parser.add_argument("--full", action="store_true", help="of many: the full cache beside it")
+    parser.add_argument("--exact", action="store_true", help="of many")
+    parser.add_argument("--pages", action="store_true", help="of many")
+    parser.add_argument("--each", type=int, default=0, help="tokens of the context for each image")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--seed", type=int, default=5)
     args = parser.parse_args()
+    args.each = args.each or (600 if args.pages else 220)
     if args.what == "answers":
         print(json.dumps(answers(args)))
         return
