@@ -296,6 +296,7 @@ def test_options_that_cannot_be(kvedge, tmp_path):
     kvedge("serve", "--host", "0.0.0.0").failed(2, "--key-file")
     kvedge("serve", "--key-file", short).failed(2, "16")
     kvedge("serve", "--key-file", tmp_path / "none").failed(2, "cannot be read")
+    kvedge("serve", "--share-prompts").failed(2, "--share-prompts belongs to --key-file")
     kvedge("serve", "--memory", "much").failed(2, "--memory")
     kvedge("serve", "--image-folder", tmp_path / "none").failed(2, "is no folder")
     kvedge("serve", "--allow-origin", "localhost:3000").failed(2, "--allow-origin", "https://NAME")

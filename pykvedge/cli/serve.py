@@ -149,6 +149,8 @@ def _options(given: dict[str, Any], server: Any) -> Any:
     folder = given["image_folder"]
     if folder is not None and not paths.ask(Path.is_dir, folder := paths.expanded(folder)):
         raise UsageError(f"--image-folder {folder} is no folder")
+    if given["share_prompts"] and not given["key_file"]:
+        raise UsageError("--share-prompts belongs to --key-file; without keys all prompts are shared")
     memory = size("--memory", 0) or server.free_memory_share()
     limits = Limits(given["parallel"], given["ctx"] or 4096, memory, given["queue"], given["kv_type"],
                     given["kv_rotate"], given["share_prompts"], Keep.of(**options.keep(given)),
