@@ -59,17 +59,18 @@ template <size_t STEP> inline void fetch_step(const uint8_t * p, size_t step) {
 }
 
 // Products of M query rows with V::W columns of C rows of keys, added to acc. Registers hold the fewer of both, and one of the
-// others at a time. The loops over r and c are nested so that the compiler unrolls them and keeps acc in registers.
+// others at a time; for a single query row all keys are loaded first. The loops are nested so that the compiler unrolls them and
+// keeps acc in registers.
 template <Type T, int M, int C> inline void dot_step(FloatIn q, const uint8_t * k, size_t stride, int32_t i, V (&acc)[M][C]) {
-    constexpr bool QUERIES_STAY = M < C;
+    constexpr bool QUERIES_STAY = M < C && M > 1;
     V              stay[QUERIES_STAY ? M : C];
     KVEDGE_UNROLL
     for (int j = 0; j < (QUERIES_STAY ? M : C); j++) {
-        stay[j] = QUERIES_STAY ? V::load(q.row(j) + i).kept() : load_as<T>(k + j * stride, (size_t) i).kept();
+        stay[j] = QUERIES_STAY ? V::load(q.row(j) + i).kept() : load_as<T>(k + j * stride, (size_t) i);
     }
     KVEDGE_UNROLL
     for (int g = 0; g < (QUERIES_STAY ? C : M); g++) {
-        const V goes = QUERIES_STAY ? load_as<T>(k + g * stride, (size_t) i).kept() : V::load(q.row(g) + i).kept();
+        const V goes = QUERIES_STAY ? load_as<T>(k + g * stride, (size_t) i) : V::load(q.row(g) + i).kept();
         KVEDGE_UNROLL
         for (int j = 0; j < (QUERIES_STAY ? M : C); j++) {
             V & sum = acc[QUERIES_STAY ? j : g][QUERIES_STAY ? g : j];
@@ -78,7 +79,7 @@ template <Type T, int M, int C> inline void dot_step(FloatIn q, const uint8_t * 
     }
 }
 
-// s[r][c] for M query rows and C rows of keys, C = 1 or a multiple of 4: rounded alike for any M and C. ahead: as many rows to
+// s[r][c] for M query rows and C rows of keys, C = 1, 2 or a multiple of 4: rounded alike for any M and C. ahead: as many rows to
 // fetch meanwhile, in the order of memory, spread evenly, as many misses at once would stall.
 template <Type T, int M, int C> inline void dot_micro(
     FloatIn q, const uint8_t * k, size_t stride, int32_t d, FloatOut s, const uint8_t * ahead) {
@@ -100,7 +101,14 @@ template <Type T, int M, int C> inline void dot_micro(
     KVEDGE_UNROLL
     for (int r = 0; r < M; r++) {
         float * row = s.row(r);
-        if constexpr (C == 1) {
+        if constexpr (C == 2 && M % 2 == 0) {
+            if (r % 2 == 0) {
+                float sums[4];
+                V::hsum4(acc[r][0], acc[r][1], acc[r + 1][0], acc[r + 1][1], sums);
+                __builtin_memcpy(row, sums, 8);
+                __builtin_memcpy(row + s.ld, sums + 2, 8);
+            }
+        } else if constexpr (C == 1) {
             float sums[4];
             V::hsum4(acc[r][0], acc[r][0], acc[r][0], acc[r][0], sums);
             row[0] = sums[0];
@@ -125,7 +133,10 @@ struct Share {
     const uint8_t * next;
     int32_t         pass, parts;
 
-    const uint8_t * of(int32_t step, size_t at) const { return next && step % parts == pass ? next + at : nullptr; }
+    const uint8_t * of(int32_t step, size_t at) const {
+        const bool mine = parts == 1 || step % parts == pass;  // a division takes as long as a query's part of a tile
+        return next && mine ? next + at : nullptr;
+    }
 };
 
 // As many rows of k as make whole tiles of C; returns how many those are.
@@ -142,11 +153,11 @@ template <Type T, int M, int C> int32_t dot_tiles(FloatIn q, Rows k, int32_t n, 
 template <Type T>
 KVEDGE_APART void rows_dot_t(FloatIn q, int32_t m, Rows k, int32_t n, int32_t d, FloatOut s, const uint8_t * next) {
     constexpr int32_t B = 64;  // rows of K that stay in L1 while every group of query rows passes over them
-    constexpr int     MOST = V::ACC / 4;
+    constexpr int     MOST = V::ACC / 4;  // so that a tile has four columns or more, but for one token of a group of four
     for (int32_t c0 = 0; c0 < n; c0 += B) {
         const int32_t w = n - c0 < B ? n - c0 : B;
-        Share         share = { later(next, (size_t) c0 * k.stride), 0, (m + MOST - 1) / MOST };
-        split_rows<MOST>(m, [&](int32_t r, auto rows) {
+        Share         share = { later(next, (size_t) c0 * k.stride), 0, m == 4 ? 1 : (m + MOST - 1) / MOST };
+        const auto    part_of = [&](int32_t r, auto rows) {
             constexpr int  M    = decltype(rows)::value, C = columns(M, 8);
             const FloatOut to   = s.at(r, c0);
             const Rows     part = k.from(c0);
@@ -155,7 +166,12 @@ KVEDGE_APART void rows_dot_t(FloatIn q, int32_t m, Rows k, int32_t n, int32_t d,
                 dot_tiles<T, M, 1>(q.at(r), part.from(done), w - done, d, to.at(0, done), { nullptr, 0, 1 });
             }
             share.pass++;
-        });
+        };
+        if (m == 4) {
+            part_of(0, IntN<4>());
+        } else {
+            split_rows<MOST>(m, part_of);
+        }
     }
 }
 
