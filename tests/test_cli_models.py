@@ -79,5 +79,4 @@ def test_a_path_that_is_wrong_is_no_name(native, tmp_path, monkeypatch):
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "cache"))
     for path in ("models/typo", "user/typo.gguf", "typo"):
         assert refused("fit", path) == f"{path} does not exist"
-        assert refused("chat", "-m", path, "--image", "any.png", "Hello") == f"{path} does not exist"
     assert "user/typo is not in the cache" in refused("fit", "user/typo", "--offline")

@@ -109,15 +109,10 @@ def as_name(model: Path) -> str | None:
 
 
 def _one_of(path: Path) -> Path:
-    """Returns the file, or the one model in the folder.
-
-    Raises ModelError where nothing is there, UsageError for a folder with none or several.
-    """
+    """Returns the file, or the one model in the folder. Raises UsageError for a folder with none or several."""
     from pykvedge.models.hub.names import is_model, split_of
 
     if not paths.ask(Path.is_dir, path):
-        if not paths.ask(Path.exists, path):  # before anybody misses its image encoder
-            raise ModelError(f"{path} does not exist")
         return path
     found = sorted(p for p in path.iterdir() if is_model(p.name) and split_of(p.name).index <= 1)
     if len(found) == 1:
