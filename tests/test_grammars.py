@@ -212,7 +212,7 @@ def test_a_whole_answer_matches_a_regular_expression(fresh):
         with pytest.raises(GrammarError, match=f"the regular expression .*{why}") as error:
             fresh.ask(QUESTION, sampling=Sampling(regex=pattern))
         assert "\n" not in str(error.value)
-    with pytest.raises(GrammarError, match="the JSON schema cannot be used: unclosed group"):
+    with pytest.raises(GrammarError, match="the JSON schema cannot be used: regex: unclosed group"):
         fresh.ask(QUESTION, sampling=Sampling(json_schema={"type": "string", "pattern": "("}))
 
 

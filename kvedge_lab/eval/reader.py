@@ -49,7 +49,8 @@ def reading_key(plan: Plan) -> tuple[Any, ...]:
         scorer = ["window", plan.settings("scorer")["window"]]
     allocator = [pair for pair in settings if pair[0].startswith("allocator.")] if plan.allocator == "entropy" else None
     queries = registry.reducer(plan.reducer).queries
-    return (plan.budget.ratio == 1.0, scorer, allocator, queries, plan.decode, plan.pruner, str(plan.image_tokens))
+    own = plan.method if plan.profile_kinds() else ""  # it is left out alone where its profile is missing
+    return (own, plan.budget.ratio == 1.0, scorer, allocator, queries, plan.decode, plan.pruner, str(plan.image_tokens))
 
 
 class Reader:

@@ -184,7 +184,7 @@ def _shown(error: str) -> str:
     """Shortens what llguidance says to a line."""
     first = next(iter(error.splitlines()), "")
     if "regex parse error:" in first and (reason := re.search("^error: (.*)", error, re.MULTILINE)):
-        first = reason[1]
+        first = f"regex: {reason[1]}"
     text = re.sub(r"^(at )?\d+\(\d+\): |failed to compile JSON schema: ", "", first)
     for said, meant in _CLEARER.items():
         text = text.replace(said, meant)
