@@ -118,6 +118,7 @@ def test_pixels_that_wait_in_a_file(picture_file, monkeypatch):
     for before, after in zip(shown, waiting, strict=True):
         assert after.rgb == b"" and after.pixels() == before.rgb and after.key == before.key
         assert after.n_bytes == before.n_bytes == len(before.rgb)
-    monkeypatch.setattr("tempfile.TemporaryFile", lambda **_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+    full = OSError(28, "No space left on device")
+    monkeypatch.setattr("tempfile.TemporaryFile", lambda **_: (_ for _ in ()).throw(full))
     with pytest.raises(ImageError, match=r"finds no room in .*: No space left on device"):
         Aside().put(shown[0])
