@@ -1,6 +1,7 @@
 """Sessions that keep whole rows: what a report says when its answer has ended."""
 
 import time
+from pathlib import Path
 
 import pytest
 from drafted import SCENE
@@ -9,6 +10,7 @@ import pykvedge
 from pykvedge.models.images import load_picture
 from pykvedge.runtime.sampling import Sampling
 
+FILES = Path("/proc/self/fd")  # open ones
 WORDS = "The quick brown fox jumps over the lazy dog and looks at the picture. " * 6
 
 
@@ -65,6 +67,21 @@ def test_pixels_lie_in_a_file_where_whole_rows_do(tmp_path, native, keep, held):
         session.forget()
         assert session.ask("What is the code?").read() == said
         assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.skipif(not FILES.is_dir(), reason="the system does not list the open files of a process")
+def test_the_file_of_pixels_goes_with_the_conversation(tmp_path, native):
+    """It stayed open, and grew, as long as the session lived."""
+
+    def is_open():
+        return any(str(file.readlink()).startswith(str(tmp_path)) for file in FILES.iterdir() if file.is_symlink())
+
+    settings = {"keep": "disk", "keep_folder": str(tmp_path), "threads": 1}
+    with pykvedge.Session(plan=pykvedge.plan("snapkv", 0.2), **settings) as session:
+        session.ask("What is the code?", SCENE).read()
+        assert is_open()
+        session.clear()
+        assert not is_open()
 
 
 def test_pixels_without_room_in_the_file_stay_in_memory(tmp_path, native):

@@ -365,6 +365,7 @@ class Session(Closing, Conversation):
         if self._vision is not None:
             self._vision.forget()
         self.messages.clear()
+        self._aside = None  # its file goes with the pictures
         self.last_report = None
 
     @one_thread
