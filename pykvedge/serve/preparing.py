@@ -247,10 +247,10 @@ class Preparer:
         found = self._park.get(self._name(request, job.said[:-1], request.owner)) if goes_on else None
         if not request.edited:
             return found
-        if self._limits.keep is None or self._limits.exact:
-            why = "exact answers see all pictures; start the server without --exact"
-            if self._limits.keep is None:
-                why = "pictures are demoted where all rows are kept; start the server with --keep ram or --keep disk"
+        why = "exact answers see all pictures; start the server without --exact" if self._limits.exact else ""
+        if self._limits.keep is None:
+            why = "pictures are demoted where all rows are kept; start the server with --keep ram or --keep disk"
+        if why:
             raise RequestError(400, f"kvedge.edited: {why}", "unsupported", "kvedge")
         job.report.demoted_images = 0
         if found is None and any(m.role == "assistant" for m in said):
