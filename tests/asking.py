@@ -17,7 +17,7 @@ class Asked:
     def _take(self, event):
         self.events.append(event)
         if self._cancel_at(event):
-            assert self._submitted.wait(20)
+            assert self._submitted.wait(60)
             self.job.cancelled.set()
         if isinstance(event, (Done, Failed)):
             self._over.set()

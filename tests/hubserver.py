@@ -215,7 +215,7 @@ def send_file(hub: HubServer, request: BaseHTTPRequestHandler, repo: str, path: 
                 sent[path] = sent.get(path, 0) + len(block)
             if faults.hold is not None and whole and at >= (begin + end) // 2:
                 halfway.set()
-                faults.hold.wait(20)
+                faults.hold.wait(60)
     if stop < end:
         request.close_connection = True
         request.connection.shutdown(socket.SHUT_RDWR)

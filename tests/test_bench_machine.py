@@ -87,12 +87,15 @@ def test_others_are_what_this_process_is_not():
 def test_a_watch_sees_memory_come_and_go():
     size = 64 << 20
     with timeline.Watch() as watch:
-        time.sleep(0.1)
-        block = bytearray(size)
-        time.sleep(0.1)
-        taken_at = time.perf_counter() - watch.began
-        del block
-        time.sleep(0.1)
-    assert max(watch.n_bytes) > 0.9 * size
-    after = [n for t, n in zip(watch.seconds, watch.n_bytes, strict=True) if t > taken_at]
-    assert after and after[-1] < 0.3 * size
+
+        def seen(block=None):
+            n, until = len(watch.n_bytes), time.monotonic() + 60
+            while len(watch.n_bytes) < n + 2:  # the first one may have begun before
+                assert time.monotonic() < until, "the thread does not look"
+                time.sleep(timeline.INTERVAL_S)
+            return watch.n_bytes[n + 1]
+
+        before, held, after = seen(), seen(bytearray(size)), seen()
+    assert held - before > 0.9 * size and after - before < 0.3 * size
+    assert watch.n_bytes[-1] - before < 0.3 * size
+    assert watch.seconds == sorted(watch.seconds) and len(watch.seconds) == len(watch.n_bytes)

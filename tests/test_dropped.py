@@ -127,7 +127,7 @@ if child := os.fork():
 freed, other = [], Thing()
 dropped.add(other, lambda: freed.append(1))
 del other
-deadline = time.time() + 30
+deadline = time.time() + 60
 while not freed and time.time() < deadline:
     time.sleep(0.01)
 raise SystemExit(not freed)

@@ -59,7 +59,7 @@ def test_the_page():
         driver.execute_cdp_cmd("Page.addScriptToEvaluateOnNewDocument", {"source": STUB})
         driver.get((EXAMPLE / "index.html").as_uri())
         driver.execute_script(DROP, base64.b64encode(SCENE.read_bytes()).decode())
-        end = time.monotonic() + 20
+        end = time.monotonic() + 60
         while not driver.execute_script("return document.getElementById('picture').naturalWidth"):
             assert time.monotonic() < end
         driver.find_element("id", "question").send_keys("What is the code?\n")

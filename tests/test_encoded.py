@@ -117,7 +117,7 @@ def test_threads_that_want_the_same_image_encode_it_once():
 
         threads = [threading.Thread(target=want) for _ in range(4)]
         threads[0].start()
-        assert begun.wait(10)
+        assert begun.wait(60)
         for thread in threads[1:]:
             thread.start()
         for thread in threads:
@@ -131,7 +131,7 @@ def test_who_waits_may_stop_and_goes_on_where_the_other_stopped():
 
     def fails():
         begun.set()
-        assert end.wait(10)
+        assert end.wait(60)
         raise CancelledError
 
     def first():
@@ -143,7 +143,7 @@ def test_who_waits_may_stop_and_goes_on_where_the_other_stopped():
 
     thread = threading.Thread(target=first)
     thread.start()
-    assert begun.wait(10)
+    assert begun.wait(60)
     with pytest.raises(KeyboardInterrupt):
         held.rows("a", 5, never, stop)
     other = threading.Thread(

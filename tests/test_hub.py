@@ -236,7 +236,7 @@ def test_a_kill_in_the_middle_costs_nothing_that_was_there(place, environment):
     assert place.hub.halfway.wait(60)
     size = place.hub.repos[REPO][MODEL].data
     begun = next((place.folder / "blobs").glob("*.incomplete"))
-    until = time.monotonic() + 30
+    until = time.monotonic() + 60
     while begun.stat().st_size < len(size) // 4 and time.monotonic() < until:
         time.sleep(0.01)
     os.kill(child.pid, signal.SIGKILL if hasattr(signal, "SIGKILL") else signal.SIGTERM)

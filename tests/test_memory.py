@@ -91,6 +91,22 @@ def test_a_large_context_costs_nothing_until_it_is_filled(kvedge, tiny):
     assert large - small < whole / 4
 
 
+def looked(meter):
+    """Waits until the meter's thread has looked at what is held now."""
+    looks, look = [], meter._look
+
+    def noted():
+        looks.append(look())
+        return looks[-1]
+
+    meter._look = noted
+    until = time.monotonic() + 60
+    while not looks:
+        assert time.monotonic() < until
+        time.sleep(0.01)
+    meter._look = look
+
+
 @linux
 def test_what_the_system_says():
     before = memory.rss_bytes()
@@ -99,7 +115,7 @@ def test_what_the_system_says():
     meter.start()
     with mmap.mmap(-1, 64 * MIB) as block:  # the heap may hold as much that is free and resident already
         block[::4096] = b"x" * len(block[::4096])
-        time.sleep(0.3)  # the meter looks now and then
+        looked(meter)
     assert meter.stop() >= before + 60 * MIB
     # the high-water mark of the process still holds the block: a meter that starts now must not
     meter = memory.PeakMeter()
@@ -142,15 +158,13 @@ print(before, first, mark, meter.stop(), high())
 
 
 def test_a_peak_that_is_not_the_highest_is_seen_by_looking(monkeypatch):
-    import time
-
     monkeypatch.setattr(memory, "_highest_bytes", lambda: 0)
     meter = memory.PeakMeter()
     meter.start()
     block = bytearray(64 * MIB)
     block[::4096] = b"x" * len(block[::4096])
-    time.sleep(0.1)
     low = memory.rss_bytes()
+    looked(meter)
     del block
     assert meter.stop() >= low - 8 * MIB
 

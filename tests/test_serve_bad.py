@@ -352,7 +352,7 @@ def test_it_ends_with_its_parent_or_its_pipe(environment):
     told = json.loads(process.stdout.readline())
     assert httpx.get(f"{told['url']}/health").json()["status"] == "ok"
     process.stdin.close()
-    assert process.wait(30) == 0
+    assert process.wait(60) == 0
     parent = subprocess.Popen(["sleep", "60"])
     command[-1] = str(parent.pid)
     process = subprocess.Popen(
@@ -361,7 +361,7 @@ def test_it_ends_with_its_parent_or_its_pipe(environment):
     assert json.loads(process.stdout.readline())["url"]
     parent.kill()
     parent.wait()
-    assert process.wait(30) == 0
+    assert process.wait(60) == 0
     process.stdout.close()
     process.stderr.close()
 

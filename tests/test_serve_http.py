@@ -90,14 +90,14 @@ def test_connections_that_wait_keep_nobody_out(server, begun):
     left = []
     try:
         for _ in range(CONNECTIONS + 20):
-            one = socket.create_connection(("127.0.0.1", port), timeout=30)
+            one = socket.create_connection(("127.0.0.1", port), timeout=60)
             left.append(one)
             one.sendall(begun)
             if begun == HEALTH:
                 data = b""
                 while b"uptime" not in data:
                     data += one.recv(4096)
-        with httpx.Client(base_url=server.url, timeout=30) as fresh:
+        with httpx.Client(base_url=server.url, timeout=60) as fresh:
             assert fresh.get("/health").status_code == 200
             answer = fresh.post("/v1/chat/completions", json={"messages": [{"role": "user", "content": "a"}]})
             assert answer.status_code == 200

@@ -90,7 +90,7 @@ def test_whole_rows_in_memory_count_and_those_on_disk_go_to_the_folder(engine, t
         made = engine(Keep.of(place, tmp_path if place == "disk" else ""), park)
         report = asked(made, plan, QUESTIONS[:1])
         made.park._read.clear()
-        end = time.monotonic() + 20
+        end = time.monotonic() + 60
         while place == "disk" and (park.leaving or len(park)):
             assert time.monotonic() < end
             time.sleep(0.02)

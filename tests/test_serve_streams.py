@@ -38,7 +38,7 @@ def busy(server):
 
     thread = threading.Thread(target=ask)
     thread.start()
-    assert begun.wait(30)
+    assert begun.wait(60)
     yield over.set
     over.set()
     thread.join()

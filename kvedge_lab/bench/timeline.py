@@ -37,7 +37,7 @@ class Trace:
 
 
 class Watch:
-    """Writes down own_bytes every INTERVAL_S, in a thread; use it in a with statement."""
+    """Writes down own_bytes every INTERVAL_S, in a thread, and once more at the end; use it in a with statement."""
 
     def __init__(self) -> None:
         memory.trim()
@@ -48,10 +48,13 @@ class Watch:
         self._thread = threading.Thread(target=self._watch, daemon=True)
 
     def _watch(self) -> None:
-        while not self._done.is_set():
-            self.seconds.append(time.perf_counter() - self.began)
-            self.n_bytes.append(memory.own_bytes() - self._base)
-            self._done.wait(INTERVAL_S)
+        self._look()
+        while not self._done.wait(INTERVAL_S):
+            self._look()
+
+    def _look(self) -> None:
+        self.seconds.append(time.perf_counter() - self.began)
+        self.n_bytes.append(memory.own_bytes() - self._base)
 
     def __enter__(self) -> Watch:
         self._thread.start()
@@ -60,6 +63,7 @@ class Watch:
     def __exit__(self, *_: object) -> None:
         self._done.set()
         self._thread.join()
+        self._look()
 
 
 def trace(
