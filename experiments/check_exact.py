@@ -4,7 +4,7 @@
     python3 scripts/dev.py python experiments/check_exact.py --answers 100 --threads 1 --model pages
 
 Held-out scenes of the packaged model, one and four of them; or pages of the second model (M-RoPE, one KV head), one
-and three of them. Each answer is 40 tokens, whatever the model says: ends are forbidden. Two sessions take turns,
+and three of them. Passages of docs without a picture take turns with them. Each answer is 40 tokens, whatever the model says: ends are forbidden. Two sessions take turns,
 `full` and an exact one of a preset and a budget; presets and budgets go round.
 Where answers differ, the margin is what lies between the two tokens in the logits of the full cache at that place:
 batches add numbers up in another order, so that a tie may fall otherwise.
@@ -23,7 +23,7 @@ import scriptpath  # noqa: F401
 from llama_source import ROOT, log
 
 import pykvedge
-from kvedge_lab.eval.tasks import PAGES, Sample, demo_samples, page_samples
+from kvedge_lab.eval.tasks import PAGES, Line, Sample, demo_samples, page_samples
 from pykvedge import Sampling, Session
 from pykvedge.errors import ProfileError
 from pykvedge.plans.plan import Plan
@@ -50,13 +50,25 @@ def plans(session: Session) -> list[Plan]:
 
 
 def samples(args: argparse.Namespace) -> list[Sample]:
-    """Draws questions about one picture and about several, which take turns."""
-    few, many = args.answers // 2, args.answers - args.answers // 2
+    """Draws questions about one picture, about several and about none, which take turns."""
+    each = -(-args.answers // 3)
     if args.model == "demo":
-        one, four = demo_samples("code", few, args.seed, 1), demo_samples("which-image", many, args.seed, 4)
+        one, four = demo_samples("code", each, args.seed, 1), demo_samples("which-image", each, args.seed, 4)
     else:
-        one, four = asked_of_pages(few, args.seed, 1), asked_of_pages(many, args.seed, 3)
-    return [s for pair in itertools.zip_longest(one, four) for s in pair if s is not None]
+        one, four = asked_of_pages(each, args.seed, 1), asked_of_pages(each, args.seed, 3)
+    turns = zip(one, four, passages(each, args.seed), strict=True)
+    return list(itertools.chain.from_iterable(turns))[: args.answers]
+
+
+def passages(count: int, seed: int) -> list[Sample]:
+    """Draws pieces of the documentation."""
+    text = "".join(path.read_text().replace("<image>", "") for path in sorted((ROOT / "docs").glob("*.md")))
+    rng = np.random.default_rng(seed)
+    found = []
+    for i in range(count):
+        begin, length = int(rng.integers(len(text) - 800)), int(rng.integers(100, 800))
+        found.append(Sample(f"passage-{i}", "passage", (Line("user", text[begin : begin + length]),), ""))
+    return found
 
 
 def asked_of_pages(count: int, seed: int, pages: int) -> list[Sample]:

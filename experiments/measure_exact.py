@@ -2,6 +2,7 @@
 
     python3 scripts/dev.py python experiments/measure_exact.py models/llava-1.4b/model.gguf --tokens 2560 8192
     python3 scripts/dev.py python experiments/measure_exact.py MODEL --method snapkv --budget 0.2 --acceptance 1 0.9
+    python3 scripts/dev.py python experiments/measure_exact.py MODEL --stock
 
 One context reads a random prompt; a copy of it is answered by the full cache. Rounds of tokens of the full cache, of
 drafts with the compressed rows, and of verifications of several sizes take turns; of each the median counts. Then, for
@@ -21,6 +22,7 @@ from typing import Any
 import numpy as np
 import scriptpath  # noqa: F401
 from llama_source import log
+from measuring import Worker, require
 
 from pykvedge.cli.tables import markdown
 from pykvedge.models.model import Model
@@ -103,9 +105,9 @@ def best(rate: float, draft: float, batches: dict[int, float]) -> int:
     return int((tokens / seconds).argmax())
 
 
-def answer(talk: Talk, rate: float, guesses: int, steps: int) -> tuple[float, float]:
-    """Answers with so many guesses a step; returns tokens per second, and the full cache's in between."""
-    spent, tokens, full = 0.0, 0, list[float]()
+def answer(talk: Talk, stock: Worker | None, rate: float, guesses: int, steps: int) -> tuple[float, float, float]:
+    """Answers with so many guesses a step; returns tokens per second, and the full cache's and stock's in between."""
+    spent, tokens, full, others = 0.0, 0, list[float](), list[float]()
     for _ in range(steps):
         right = 0
         while right < guesses and talk._random.random() < rate:
@@ -113,7 +115,16 @@ def answer(talk: Talk, rate: float, guesses: int, steps: int) -> tuple[float, fl
         spent += sum(talk.draft() for _ in range(guesses)) + talk.verify(guesses + 1, right + 1)
         tokens += right + 1
         full += [talk.one() for _ in range(2)]
-    return tokens / spent, 1 / statistics.mean(full)
+        others += stock.call("generate", name="stock", n=2, seed=tokens)["seconds"] if stock else []
+    return tokens / spent, 1 / statistics.mean(full), 1 / statistics.mean(others) if stock else 0.0
+
+
+def stock_side(args: argparse.Namespace, n: int) -> Worker:
+    """Starts a process with unpatched llama.cpp, which has read n tokens."""
+    worker = Worker(args.model, args.threads, kvedge=False)
+    worker.call("open", name="stock", n_ctx=n + 4 * len(args.acceptance) * args.steps, method=None, budget=0)
+    worker.call("prefill", name="stock", n=n, seed=n)
+    return worker
 
 
 def main() -> None:
@@ -128,8 +139,12 @@ def main() -> None:
     add("--rounds", type=int, default=7)
     add("--steps", type=int, default=12, help="of each acceptance")
     add("--cpu", action="store_true", help="processor time of one thread, for a machine that does other work")
+    add("--stock", action="store_true", help="beside unpatched llama.cpp (scripts/build_stock.py builds it)")
     add("--json", action="store_true")
     args = parser.parse_args()
+    require(parser, args, args.stock)
+    if args.stock and args.cpu:
+        parser.error("--stock is measured by the clock; leave --cpu out")
     args.threads = 1 if args.cpu else args.threads
     loan = borrow(args.model, None, Settings(threads=args.threads), lambda *_: None, None)
     args.threads = args.threads or loan.threads
@@ -141,16 +156,20 @@ def main() -> None:
         full, draft, batches = medians(talk, args.rounds)
         log(f"full {full * 1e3:.1f} ms, draft {draft * 1e3:.1f} ms, verification "
             + ", ".join(f"{size}: {seconds * 1e3:.0f}" for size, seconds in batches.items()))  # fmt: skip
+        stock = stock_side(args, n) if args.stock else None
         for rate in args.acceptance:
             guesses = best(rate, draft, batches)
-            speed, beside = answer(talk, rate, guesses, args.steps)
+            speed, beside, other = answer(talk, stock, rate, guesses, args.steps)
             rows.append({
                 "tokens": n, "acceptance": rate, "guesses": guesses, "full tok/s": round(beside, 2),
-                "exact tok/s": round(speed, 2), "ratio": round(speed / beside, 2), "full ms": round(full * 1e3, 1),
+                "exact tok/s": round(speed, 2), "to full": round(speed / beside, 2), "stock tok/s": round(other, 2),
+                "to stock": round(speed / other, 2) if stock else None, "full ms": round(full * 1e3, 1),
                 "draft ms": round(draft * 1e3, 1),
                 "verification ms": {size: round(seconds * 1e3, 1) for size, seconds in batches.items()},
             })  # fmt: skip
         talk.driver.close()
+        if stock:
+            stock.end()
     if args.json:
         print(json.dumps(rows, indent=2))
     else:
