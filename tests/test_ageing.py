@@ -223,3 +223,49 @@ def test_what_cannot_be_is_refused_in_a_line(talk, native):
     for settings in ({"age": 1.0, "keep": "ram"}, {"age": -0.1, "keep": "ram"}, {"age": 0.5}):
         with pytest.raises(UsageError, match=r"age must|whole rows"):
             pykvedge.Session(MODEL, MMPROJ, threads=THREADS, **settings)
+
+
+def test_an_undo_a_fork_and_a_file_leave_images_as_old_as_they_were(talk, tmp_path, closing):
+    session = talk("snapkv", 0.3, age=0.7, undo=True)
+
+    def aged(one):
+        one.ask("What is the code in image 3?", (), GREEDY).read()
+        return held(one), [image.limit for image in one.engine.sequence.images]
+
+    for _ in range(2):
+        aged(session)
+    file = tmp_path / "s.kvs"
+    session.save(file, whole=True)
+    loaded = closing(pykvedge.Session(plan=pykvedge.plan("snapkv", 0.3), threads=THREADS, keep="ram", age=0.7))
+    loaded.load(file)
+    fork = closing(session.fork())
+    rows, limits = aged(session)
+    assert max(limits) > 0
+    session.undo()
+    for other in (session, fork, loaded):
+        again, theirs = aged(other)
+        assert theirs == limits and same(again, rows)
+
+
+@pytest.mark.parametrize("space", [0, 1 << 17])
+def test_without_whole_rows_images_stay_as_they_are_and_questions_are_answered(talk, tmp_path, closing, space):
+    """A file holds none, and there may be no room for them."""
+    if space:
+        session = talk("kvedge", 0.5, age=0.5, keep_space=space)
+    else:
+        first, file = talk("kvedge", 0.5), tmp_path / "s.kvs"
+        first.save(file)
+        session = closing(pykvedge.Session(plan=pykvedge.plan("kvedge", 0.5), threads=THREADS, keep="ram", age=0.5))
+        session.load(file)
+    for _ in range(2):
+        answer = session.ask("What is the code in image 3?", (), GREEDY)
+        assert answer.read() == CODES[2]
+        assert "whole rows are not kept" in " ".join(answer.report.notes)
+
+
+@pytest.mark.parametrize("method", ["h2o", "keydiff", "expected", "streaming-llm", "full"])
+def test_a_method_that_does_not_see_the_question_is_refused_with_ages(talk, method):
+    with pytest.raises(UsageError, match="use a method whose last queries vote"):
+        talk(method, None if method == "full" else 0.3, age=0.5)
+    with talk("kvedge", 0.5, age=0.5) as session, pytest.raises(UsageError, match="last queries vote"):
+        session.set_plan(pykvedge.plan(method, None if method == "full" else 0.3))

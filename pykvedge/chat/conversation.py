@@ -27,6 +27,7 @@ from pykvedge.models.vision import ImagePiece, Piece, TextPiece, Vision
 from pykvedge.plans.plan import Plan
 from pykvedge.reference.kvtypes import KvType
 from pykvedge.runtime import logprobs, opening, stream
+from pykvedge.runtime.ageing import check_age
 from pykvedge.runtime.drafting import check_policy, require_drafts
 from pykvedge.runtime.engine import Engine
 from pykvedge.runtime.generation import Generation
@@ -254,9 +255,12 @@ class Conversation(Single):
         check_policy(plan, asked)
         require_drafts(self.model, asked)
 
-    def check_stream(self, plan: Plan) -> None:
+    def check_plan(self, plan: Plan) -> None:
+        """Refuses a plan that the settings cannot go with. Raises UsageError."""
         if self.settings.stream:
             native_plan.check_stream(plan)
+        if self.settings.age:
+            check_age(plan)
 
     def _pieces(self) -> list[Piece]:
         if not self.in_cache:

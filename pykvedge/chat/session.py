@@ -109,7 +109,7 @@ class Session(Closing, Conversation):
         self._before: Before | None = None  # the last message
         self._dropped_whole = False  # of a file that was loaded
         self._hinted = False  # that the packaged model does not know a picture
-        self.check_stream(self.plan)
+        self.check_plan(self.plan)
         profiles.find(self.plan, path_of(model), self.settings.profile)  # before the weights are read
         started = time.perf_counter()
         self._loan: Loan | None = borrow(model, mmproj, self.settings, self._progress, self.stop)
@@ -322,7 +322,7 @@ class Session(Closing, Conversation):
     def set_plan(self, plan: Plan) -> None:
         """Compresses prompts that come from now on by this plan. Raises NothingToCompressError."""
         plan = checked_plan(plan)
-        self.check_stream(plan)
+        self.check_plan(plan)
         self.check_drafts(plan)
         self._end_answer()
         self.engine.set_plan(plan)
@@ -400,7 +400,7 @@ class Session(Closing, Conversation):
             name, kind = os.fsdecode(path), note.kv_type
             raise UsageError(f"{name} holds keys and values as {kind}; use --kv-type {kind}")
         plan = note.plan if plan is None else plan
-        self.check_stream(plan)
+        self.check_plan(plan)
         self.check_drafts(plan)
         self.forget()
         started = time.perf_counter()

@@ -9,10 +9,13 @@ import math
 
 import numpy as np
 
-from pykvedge.errors import StateError, UsageError
+from pykvedge.errors import UsageError
 from pykvedge.library import libkvedge
 from pykvedge.library.libkvedge import Cache
 from pykvedge.plans.making import plan as make_plan
+from pykvedge.plans.plan import Plan
+from pykvedge.plans.plugins import table
+from pykvedge.plans.registry import scorer
 from pykvedge.runtime.sequence import Sequence
 from pykvedge.runtime.snapshot import ImageSpan
 from pykvedge.system.guard import undoing
@@ -23,6 +26,17 @@ _FREE = -1  # no limit
 _MOST_SAID = 32  # tokens of a message, its last ones, that say which images it asks about
 
 
+def check_age(plan: Plan) -> None:
+    """Raises UsageError for a plan that does not gather the last queries: it cannot tell what a message is about."""
+    own, settings = table.get("scorer", plan.scorer), plan.settings("scorer")
+    window = "window" in settings and scorer(plan.scorer).whole_up_to(settings) > 0
+    if not (own.queries(settings) if own is not None else window):
+        raise UsageError(
+            f"images age where the last tokens of a message do not look at them, which scorer '{plan.scorer}' does not "
+            "see; use a method whose last queries vote, such as kvedge or snapkv"
+        )
+
+
 class Ages:
     """Says what each image of a sequence may keep."""
 
@@ -30,7 +44,6 @@ class Ages:
         """factor: the share of its pairs that an image keeps with each message without a question; 0: all of them."""
         self._sequence, self._cache, self._factor = sequence, cache, factor
         self._known = 0  # images before the message that was read last
-        self._bases: dict[int, float] = {}  # pairs that an image has by its age, by its first token
         self._interest: list[float] = []  # of the images, for the message that was read last
 
     def __len__(self) -> int:
@@ -59,13 +72,13 @@ class Ages:
     def listen(self) -> None:
         """Finds how much a message looks at each image, before its rows are chosen.
 
-        It goes by what the last tokens attend to (scorer window), or, where the plan gathers no such queries, by the
-        plan's own scores. In each layer the mean of the highest scores of an image counts, as a share of that of the
-        first among images.
+        It goes by what the last tokens attend to (scorer window). In each layer the mean of the highest scores of an
+        image counts, as a share of that of the first among images.
         """
         images, known = self._sequence.images, min(self._known, len(self))
         self._interest = []
-        if not self._factor or not known:
+        stats = self._cache.stats(self._sequence.number)
+        if not self._factor or not known or stats.n_pending < stats.n_tokens:  # whole rows were given up
             return
         shares = []
         for scores in self._scores():
@@ -82,19 +95,15 @@ class Ages:
         cache.set_sequence_plan(number, make_plan("snapkv", 0.5, **{"scorer.window": said}))
         try:
             return [libkvedge.pending_scores(cache, layer, number) for layer in layers]
-        except StateError:  # no such queries are there
-            cache.set_sequence_plan(number, None)
-            return [libkvedge.pending_scores(cache, layer, number) for layer in layers]
         finally:
             cache.set_sequence_plan(number, None)
 
     def pass_by(self) -> None:
-        """Ages all images but those that the last message asked about."""
-        if not self._factor:
+        """Ages all images but those that the last message asked about. Without whole rows none can come back."""
+        if not self._factor or not self._cache.stats(self._sequence.number).whole_bytes:
             return  # counting the pairs of images takes a look at every head
         images = self._sequence.images
-        for image in images:
-            self._bases[image.first] = self._bases.get(image.first) or self._held(image)
+        images[:] = [image if image.pairs else image._replace(pairs=self._held(image)) for image in images]
         if not self._interest:
             return
         most = max(self._interest)
@@ -102,8 +111,9 @@ class Ages:
             if image.fixed:
                 continue
             asked = interest >= _NEAR * most
-            base = self._bases[image.first] = self._held(image) if asked else self._bases[image.first] * self._factor
-            self._sequence.limit_image(i, _FREE if asked else math.floor(base), fixed=False)
+            pairs = self._held(image) if asked else image.pairs * self._factor
+            self._sequence.limit_image(i, _FREE if asked else math.floor(pairs), fixed=False)
+            images[i] = images[i]._replace(pairs=pairs)
         self._cache.choose_again(self._sequence.number)
 
     def _held(self, image: ImageSpan) -> float:

@@ -21,23 +21,27 @@ _LISTS = ("pending", "answer", "unread")
 class ImageSpan(NamedTuple):
     """An image is tokens [first, last) of a sequence. limit: pairs of a head that it may keep at most; -1: none.
 
-    fixed: the limit is the caller's, and does not come with age.
+    fixed: the limit is the caller's, and does not come with age. pairs: that a head has of it by its age; 0: not known.
     """
 
     first: int
     last: int
     limit: int = -1
     fixed: bool = False
+    pairs: float = 0.0
 
     @classmethod
     def of(cls, given: Any) -> ImageSpan:
-        """Makes it of a list. Raises ValueError."""
-        first, last, limit, fixed = given
+        """Makes it of a list, of which earlier versions wrote no pairs. Raises ValueError."""
+        first, last, limit, fixed, *rest = given
+        pairs, *more = rest or [0.0]
         if not all(type(n) is int for n in (first, last, limit)) or not isinstance(fixed, bool):
             raise ValueError("an image that is none")
+        if more or type(pairs) not in (int, float) or not 0 <= pairs < 2**31:
+            raise ValueError("an image whose age cannot be")
         if not 0 <= first < last < 2**31 or not -1 <= limit < 2**31:
             raise ValueError("an image whose tokens cannot be")
-        return cls(first, last, limit, fixed)
+        return cls(first, last, limit, fixed, pairs)
 
 
 @dataclass(frozen=True)
