@@ -162,11 +162,13 @@ def test_where_whole_rows_are_given_up_the_report_says_so(native, tmp_path):
         answer = session.ask(AGAIN, [SCENE], Sampling(max_tokens=8))
         assert answer.read()
         assert answer.report.drafts.exact is False and any("whole rows" in note for note in answer.report.notes)
+        assert any("may differ from the full cache's" in note for note in answer.report.notes)
         session.save(tmp_path / "s.kvs")
     with pykvedge.Session(plan=plan, **settings) as session:
         session.load(tmp_path / "s.kvs")  # a session file has the compressed rows alone
         answer = session.ask("Why?", sampling=Sampling(max_tokens=8))
         assert answer.read() and answer.report.drafts.exact is False
+        assert sum("may differ from the full cache's" in note for note in answer.report.notes) == 1
 
 
 def test_a_prompt_that_is_kept_as_a_whole_is_exact(native):

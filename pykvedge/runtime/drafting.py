@@ -28,6 +28,7 @@ _DOUBTS = 100  # kinds from this one on: by the margin of the likeliest token
 _RETRY, _TRIED = 64, 4  # steps without a draft until one is tried, and how many tokens it has at least
 _OLD = 256  # steps, until what a batch took is measured again
 _GUESSED = 0.25  # of a token's time: what another token in a batch is thought to take before that was measured
+_NOT_EXACT = "the answer may differ from the full cache's: without whole rows no token is verified"
 
 
 def require_drafts(model: Model, asked: str) -> None:
@@ -162,10 +163,11 @@ class Drafter:
         stats, drafts = cache.stats(self._sequence.number), generation.report.drafts
         whole = stats.whole_bytes > 0
         self._kept_bytes = stats.bytes
-        if drafts is not None and drafts.exact is None:
-            drafts.exact = whole or self._sequence.has_all
-        elif drafts is not None and self._over_whole and not whole:
-            drafts.exact = False  # they were given up meanwhile
+        given_up = self._over_whole and not whole  # meanwhile
+        if drafts is not None and (drafts.exact is None or given_up):
+            drafts.exact = drafts.exact is None and (whole or self._sequence.has_all)
+            if not drafts.exact:
+                generation.report.notes.append(_NOT_EXACT)
         self._over_whole = whole
         return whole
 
