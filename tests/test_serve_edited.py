@@ -66,7 +66,8 @@ def test_nothing_is_read_twice(server):
         counts.append(read(say(server, messages, question, *([SCENES[i]] if i < 2 else []), **EDITED)))
     texts = [message["content"].strip() for message in messages[1::2]]
     assert texts == of_session({2: [1], 4: [2]}) != of_session({})
-    assert [demoted for *_, demoted in counts] == [0, 0, 1, 0, 1]
+    assert [demoted for *_, demoted in counts] == [0, 0, 1, 1, 2]
+    assert read(say(server, messages[:-1], **EDITED))[2] == 2  # the same once more
     (first, nothing, _), *later = counts
     assert first > 144 and nothing == 0
     for (_, there, _), (before, held, _) in zip(later, counts, strict=False):
@@ -114,6 +115,9 @@ def test_what_cannot_be_is_refused(server, environment):
     refused(server, [*asks(QUESTIONS[0], SCENES[1]), messages[1], more], "knows no conversation")  # another picture
     refused(server, [messages[0], {"role": "assistant", "content": "no"}, more], "knows no conversation")
     refused(server, [*messages, more], "edited", status=400, kvedge={"edited": "forget"})
+    call = {"id": "1", "type": "function", "function": {"name": "look", "arguments": "{}"}}
+    tools = [{"role": "assistant", "tool_calls": [call]}, {"role": "tool", "tool_call_id": "1", "content": "red"}]
+    refused(server, [*messages, more, *tools], "by a message of the user's")
     kvzip = {"method": "kvzip", "budget": 0.5}
     twice = []
     say(server, twice, QUESTIONS[0], SCENES[3], **kvzip)

@@ -206,7 +206,7 @@ class Report:
     not_bounded: str = ""  # why not, where it was asked for
     stream: Stream | None = None  # only of a stream
     drafts: Drafts | None = None  # only where answers are drafted
-    demoted_images: int | None = None  # that a request has left out (serve); None: that was not asked for
+    demoted_images: int | None = None  # all that a request leaves out (serve); None: that was not asked for
     logprobs: list[Token] | None = None  # of each generated token, where Sampling.logprobs asks for them
     notes: list[str] = field(default_factory=list)  # what went wrong beside the answer, as with a cache folder
 

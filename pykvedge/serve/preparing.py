@@ -168,7 +168,7 @@ class Preparer:
                 job.name, job.edited = name, True
         if read is None:
             return None
-        job.report.demoted_images = 0 if request.edited else None
+        job.report.demoted_images = _forgotten(read) if request.edited else None
         job.forget_messages()
         job.report.tokens.reused = read.n_cells
         return self._fitting(Work(job, [], self._generation(job), read))
@@ -254,8 +254,9 @@ class Preparer:
             raise RequestError(400, f"kvedge.edited: {why}", "unsupported", "kvedge")
         job.report.demoted_images = 0
         if found is None and any(m.role == "assistant" for m in said):
-            found = self._find_edited(job) if goes_on else None
-            if found is None:
+            if not goes_on:
+                raise unknown_conversation("rows are gone on from by a message of the user's behind an answer in text")
+            if (found := self._find_edited(job)) is None:
                 raise unknown_conversation("the server knows no conversation that differs by its pictures alone")
         return found
 
@@ -271,7 +272,7 @@ class Preparer:
             if dropped and len(shown) != len(dropped):
                 raise unknown_conversation("the model reads a picture in several parts, of which none can be demoted")
             job.demoted = [i for i, gone in zip(shown, dropped, strict=False) if gone]
-            job.edited, job.report.demoted_images = True, len(job.demoted)
+            job.edited, job.report.demoted_images = True, len(job.demoted) + _forgotten(found)
             job.name = job.name and self._name(request, job.said, "" if self._share else owner, edited=True)
             return found
         return None
@@ -376,6 +377,10 @@ class Preparer:
         if self._model.recurrent:
             return f"{self._model.path.name} has recurrent layers, which cannot take it back"
         return ""
+
+
+def _forgotten(at: Snapshot) -> int:
+    return sum(image.limit == 0 for image in at.images)
 
 
 def unknown_conversation(why: str) -> RequestError:
