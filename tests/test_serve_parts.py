@@ -3,6 +3,8 @@
 import pytest
 from server import SCENES, asks, data_url, picture, serving
 
+from pykvedge.serve.wire import ChatRequest
+
 ASKED = [{"role": "user", "content": "What is the code?"}]
 CALL = {"id": "c1", "type": "function", "function": {"name": "look", "arguments": "{}"}}
 SCENE, OTHER = SCENES[0], SCENES[1]
@@ -63,6 +65,14 @@ REFUSED = [
     (RESPONSES, {"input": [{"type": "item_reference", "id": "a"}]},
      "input.0: items of type item_reference are not supported; "
      "message, function_call, function_call_output and reasoning are"),
+    (RESPONSES, {"input": "x", "tools": [{"type": "web_search"}]}, "tools.0.type: Input should be 'function'"),
+    (RESPONSES, {"input": "x", "tool_choice": {"type": "file_search"}},
+     "tool_choice.type: Input should be 'function'"),
+    *((RESPONSES, {"input": "x", name: value},
+       f"{name}: nothing is stored here; send the whole conversation, and wait for the answer")
+      for name, value in (("background", True), ("conversation", "c1"), ("prompt", {"id": "p1"}))),
+    (MESSAGES, {"max_tokens": 5, "messages": ASKED, "tools": [{"type": "web_search_20250305", "name": "web_search"}]},
+     "tools.0.type: Input should be 'custom'"),
 ]  # fmt: skip
 
 
@@ -102,6 +112,10 @@ def test_pictures_of_results_are_seen_in_every_form(server):
         assert cached == n, usage
     other = server.client.post(MESSAGES, json={**results(OTHER)[MESSAGES], "max_tokens": 4}).json()["usage"]
     assert other["cache_read_input_tokens"] == 0
+
+
+def test_functions_allow_one_call_as_their_answer_has_one():
+    assert ChatRequest(messages=ASKED, functions=[{"name": "look"}]).parallel_tool_calls is False
 
 
 def test_functions_are_tools_under_older_names(server):

@@ -117,6 +117,9 @@ class AnthropicMessage(Wire):
 
 
 class AnthropicTool(Wire):
+    """A function that the model may ask for; others would run at Anthropic, or have a schema that only it knows."""
+
+    type: Literal["custom"] | None = None
     name: str
     description: str | None = None
     input_schema: Object | None = None

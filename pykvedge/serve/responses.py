@@ -119,6 +119,22 @@ _Item = Annotated[
 ]
 
 
+class ResponsesTool(Wire):
+    """A function that the model may ask for; parameters: a JSON schema. Others would run where nobody runs them."""
+
+    type: Literal["function"]
+    name: str
+    description: str | None = None
+    parameters: Object | None = None
+
+
+class ChosenTool(Wire):
+    """The one tool that must be called."""
+
+    type: Literal["function"]
+    name: str
+
+
 class ResponsesRequest(Wire):
     """The body of POST /v1/responses. Nothing is stored: earlier messages come with the request."""
 
@@ -129,19 +145,23 @@ class ResponsesRequest(Wire):
     temperature: Temperature | None = None
     top_p: Share | None = None
     stream: bool | None = None
-    tools: Annotated[list[Object], Field(max_length=MOST_TOOLS)] | None = None
-    tool_choice: str | Object | None = None
+    tools: Annotated[list[ResponsesTool], Field(max_length=MOST_TOOLS)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | ChosenTool | None = None
     parallel_tool_calls: bool | None = None
     reasoning: Object | None = None
     text: Object | None = None
     previous_response_id: str | None = None
+    conversation: str | Object | None = None
+    prompt: Object | None = None
+    background: bool | None = None
     kvedge: Compression | None = None
 
 
 async def answer(service: Service, http: HttpRequest, given: ResponsesRequest) -> Response:
-    if given.previous_response_id is not None:
-        why = "previous_response_id: nothing is stored here; send the whole conversation"
-        raise RequestError(400, why, "unsupported", "previous_response_id")
+    for name in ("previous_response_id", "conversation", "prompt", "background"):
+        if getattr(given, name) not in (None, False):
+            why = f"{name}: nothing is stored here; send the whole conversation, and wait for the answer"
+            raise RequestError(400, why, "unsupported", name)
     chat = _of_responses(given)
     waiting = await asked(service, http, chat)
     if given.stream:
@@ -167,14 +187,10 @@ def _of_responses(given: ResponsesRequest) -> ChatRequest:
             turn["reasoning_content"] = thought
         thought = ""
         said.append(turn)
-    tools = [
-        {"type": "function", "function": {name: tool.get(name) for name in ("name", "description", "parameters")}}
-        for tool in given.tools or []
-        if tool.get("type") == "function"
-    ]
+    tools = [{"type": "function", "function": tool.model_dump(exclude={"type"})} for tool in given.tools or []]
     choice: Any = given.tool_choice
-    if isinstance(choice, dict):
-        choice = {"type": "function", "function": {"name": str(choice.get("name", ""))}}
+    if isinstance(choice, ChosenTool):
+        choice = {"type": "function", "function": {"name": choice.name}}
     form = (given.text or {}).get("format")
     if isinstance(form, dict) and form.get("type") == "json_schema":
         form = {"type": "json_schema", "json_schema": {"name": form.get("name"), "schema": form.get("schema")}}

@@ -272,7 +272,7 @@ class ChatRequest(Sampled):
             return self
         if self.tools:
             raise ValueError("tools and functions are two names of the same; give one of them")
-        self.tools = [Tool(type="function", function=function) for function in self.functions]
+        self.tools, self.parallel_tool_calls = [Tool(type="function", function=one) for one in self.functions], False
         call = self.function_call
         self.tool_choice = NamedTool(function=call) if isinstance(call, NamedFunction) else call
         return self
