@@ -71,6 +71,7 @@ REFUSED = [
     *((RESPONSES, {"input": "x", name: value},
        f"{name}: nothing is stored here; send the whole conversation, and wait for the answer")
       for name, value in (("background", True), ("conversation", "c1"), ("prompt", {"id": "p1"}))),
+    ("/completion", {"prompt": "x", "logit_bias": [[1]]}, "logit_bias.0: Field required"),
     (MESSAGES, {"max_tokens": 5, "messages": ASKED, "tools": [{"type": "web_search_20250305", "name": "web_search"}]},
      "tools.0.type: Input should be 'custom'"),
 ]  # fmt: skip

@@ -310,7 +310,7 @@ def _path(error: ErrorDetails, body: Any) -> tuple[int | str, ...]:
     """Returns the path of an error in the body, without the names of the forms that pydantic tried."""
     out = list[int | str]()
     for i, part in enumerate(error["loc"]):
-        inside = part in body if isinstance(body, dict) else isinstance(body, list) and isinstance(part, int)
+        inside = part in (body if isinstance(body, dict) else range(len(body)) if isinstance(body, list) else ())
         if inside:
             body = body[part]
         if inside or (isinstance(body, dict) and i + 1 == len(error["loc"]) and error["type"] == "missing"):
