@@ -7,8 +7,10 @@ import pytest
 from drafted import SCENE
 
 import pykvedge
+from pykvedge.errors import UsageError
 from pykvedge.models.images import load_picture
 from pykvedge.runtime.sampling import Sampling
+from pykvedge.runtime.settings import Settings
 
 FILES = Path("/proc/self/fd")  # open ones
 WORDS = "The quick brown fox jumps over the lazy dog and looks at the picture. " * 6
@@ -59,7 +61,8 @@ def test_a_file_that_cannot_grow_is_said_at_the_end(tiny, tmp_path, native):
 @pytest.mark.parametrize("keep, held", [("disk", False), ("ram", True)])
 def test_pixels_lie_in_a_file_where_whole_rows_do(tmp_path, native, keep, held):
     """They are there when the cache is lost, and the conversation is read again."""
-    settings = {"keep": keep, "keep_folder": str(tmp_path), "threads": 1}
+    folder = {"keep_folder": str(tmp_path)} if keep == "disk" else {}
+    settings = {"keep": keep, "threads": 1, **folder}
     with pykvedge.Session(plan=pykvedge.plan("snapkv", 0.2), **settings) as session:
         said = session.ask("What is the code?", SCENE).read()
         [picture] = session.messages[0].pictures
@@ -95,3 +98,19 @@ def test_pixels_without_room_in_the_file_stay_in_memory(tmp_path, native):
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         assert session.messages[0].pictures[0].rgb == load_picture(SCENE).rgb
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"keep": "ram", "question_blind": True}, "each question chooses for itself"),
+        ({"keep": "ram", "positions": 1024}, "positions go on counting"),
+        ({"keep": "ram", "keep_folder": "/tmp"}, "set keep to 'disk'"),
+        ({"keep_folder": "/tmp"}, "set keep to 'disk'"),
+        ({"keep_space": 1 << 20}, "keep_space bounds whole rows"),
+        ({"stream": True, "question_blind": True}, "before its question in any case"),
+    ],
+)
+def test_settings_that_would_do_nothing_are_refused(settings, says):
+    with pytest.raises(UsageError, match=says):
+        Settings(**settings)

@@ -170,6 +170,7 @@ class Settings:
         self._check_caches()
         self._check_image_limits()
         self._check_stream()
+        self._check_keep()
 
     def _check_stream(self) -> None:
         named = isinstance(self.positions, str) and self.positions in ("turn", "count")
@@ -181,22 +182,36 @@ class Settings:
             raise UsageError(f"stream must be True, or a number of tokens of at least 1, not {self.stream!r}")
         if self.stream and self.bounded:
             raise UsageError("a stream is read piece by piece, a bounded prompt at once: choose one of the two")
-        if self.keeping is not None and (self.stream or self.bounded):
-            raise UsageError("a stream and a bounded prompt drop rows for good, so keep does not go with them")
-        if isinstance(self.age, bool) or not isinstance(self.age, (int, float)) or not 0 <= self.age < 1:
-            raise UsageError(f"age must be a share below 1, such as 0.5, or 0 for none, not {self.age!r:.40}")
-        if self.age and not self.keep:
-            raise UsageError("images that age come back from whole rows: set keep to 'ram' or 'disk'")
+        if self.stream and self.question_blind:
+            raise UsageError("a stream is compressed before its question in any case: leave question_blind out")
         if self.stream and self.undo:
             raise UsageError("a stream forgets what it has read, so nothing of it can be undone: choose one of the two")
         if self.stream and self.drafts:
             raise UsageError("a stream forgets what it has read, so no draft can be taken back: choose one of the two")
-        if self.exact and self.keeping is None:
-            raise UsageError("exact answers are verified over whole rows, which have to stay: set keep to ram or disk")
         if self.stream and KvType.parse(self.kv_type).quantised:
             raise UsageError(
                 f"a stream is compressed again and again, and {self.kv_type} would round it each time; use f16 or bf16"
             )
+
+    def _check_keep(self) -> None:
+        if isinstance(self.age, bool) or not isinstance(self.age, (int, float)) or not 0 <= self.age < 1:
+            raise UsageError(f"age must be a share below 1, such as 0.5, or 0 for none, not {self.age!r:.40}")
+        if self.keep_folder and self.keep != "disk":
+            raise UsageError("keep_folder is where whole rows lie in a file: set keep to 'disk', or leave it out")
+        if self.keeping is None:
+            if self.age:
+                raise UsageError("images that age come back from whole rows: set keep to 'ram' or 'disk'")
+            if self.exact:
+                raise UsageError("exact answers are verified over whole rows: set keep to 'ram' or 'disk'")
+            if self.keep_space != KEEP_SPACE:
+                raise UsageError("keep_space bounds whole rows: set keep to 'ram' or 'disk', or leave it out")
+            return
+        if self.stream or self.bounded:
+            raise UsageError("a stream and a bounded prompt drop rows for good, so keep does not go with them")
+        if self.question_blind:
+            raise UsageError("with whole rows each question chooses for itself: leave keep or question_blind out")
+        if isinstance(self.positions, int):
+            raise UsageError("with whole rows positions go on counting: leave keep or the number of positions out")
 
     def _check_caches(self) -> None:
         for name, least in (("image_cache", 0), ("cache_size", 1)):
