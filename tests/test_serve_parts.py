@@ -3,7 +3,10 @@
 import pytest
 from server import SCENES, asks, data_url, picture, serving
 
-from pykvedge.serve.wire import ChatRequest
+import pykvedge
+from pykvedge.errors import BudgetError, UsageError
+from pykvedge.serve.asking import plan_of
+from pykvedge.serve.wire import ChatRequest, Compression
 
 ASKED = [{"role": "user", "content": "What is the code?"}]
 CALL = {"id": "c1", "type": "function", "function": {"name": "look", "arguments": "{}"}}
@@ -113,6 +116,28 @@ def test_pictures_of_results_are_seen_in_every_form(server):
         assert cached == n, usage
     other = server.client.post(MESSAGES, json={**results(OTHER)[MESSAGES], "max_tokens": 4}).json()["usage"]
     assert other["cache_read_input_tokens"] == 0
+
+
+def test_a_request_changes_the_servers_plan_where_it_says_so():
+    """A budget alone threw all other options of the server away; 1 was one pair, which JavaScript writes for 1.0."""
+    pruned = {"image_tokens": 0.5, "pruner": "random", "pruner.seed": 3}
+    default = pykvedge.plan("snapkv", 0.2, sinks=16, **{"scorer.window": 4}, **pruned)
+
+    def asked(**given):
+        return plan_of(Compression(**given), default)
+
+    assert asked(budget=0.3) == default.with_(budget=0.3) == asked(budget=0.3, method="snapkv")
+    assert asked(budget=1).budget.ratio == 1.0 == asked(image_tokens=1).image_tokens.ratio
+    assert asked(settings={"scorer.window": 9, "sinks": 2}).as_text() == {
+        **default.as_text(), "scorer.window": "9", "sinks": "2"}
+    assert asked(settings={"scorer": "vnorm"}).params == {"pruner.seed": 3}
+    assert asked(method="h2o", budget=9) == pykvedge.plan("h2o", 9, **pruned)
+    assert asked(method="h2o", pruner="grid") == pykvedge.plan("h2o", image_tokens=0.5, pruner="grid")
+    for wrong in ({"settings": {"sink": 3}}, {"settings": {"recent": "x"}}, {"settings": {"scorer.x": 1}}):
+        with pytest.raises(UsageError):
+            asked(**wrong)
+    with pytest.raises(BudgetError, match="keeps everything"):
+        plan_of(Compression(budget=0.3), pykvedge.plan("full"))
 
 
 def test_functions_allow_one_call_as_their_answer_has_one():

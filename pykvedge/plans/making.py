@@ -10,6 +10,7 @@ from pykvedge.errors import BudgetError, UnknownNameError, UsageError, unknown
 from pykvedge.plans.amounts import Budget
 from pykvedge.plans.plan import Plan
 from pykvedge.plans.presets import DEFAULT_METHOD, DEFAULT_PRUNER, preset, preset_params
+from pykvedge.plans.registry import STAGES
 
 
 def plan(method: str, budget: Any = None, **settings: Any) -> Plan:
@@ -22,7 +23,6 @@ def plan(method: str, budget: Any = None, **settings: Any) -> Plan:
     Raises UnknownNameError, BudgetError or UsageError.
     """
     chosen = preset(method)
-    known = {f.name for f in fields(Plan)} - {"method", "params"}
     given = settings.pop("params", {})
     if not isinstance(given, Mapping):
         raise UsageError(f"params holds settings of stage members by their full name, not {given!r:.40}")
@@ -32,14 +32,38 @@ def plan(method: str, budget: Any = None, **settings: Any) -> Plan:
         values["budget"] = budget
     values["budget"] = Budget.parse(values["budget"], "budget")
     params = {**preset_params(chosen, values["budget"], settings), **given}
-    for key in settings:
-        if "." not in key and key not in known:
-            raise unknown("setting", key, known)
+    _check_names(settings)
     params.update({key: value for key, value in settings.items() if "." in key})
     if "image_tokens" in values and "pruner" not in values:
         values["pruner"] = DEFAULT_PRUNER
-    made = Plan(method=chosen.name, params=params, **values)
-    if chosen.name == "full" and made.budget.ratio != 1.0:
+    return _checked_full(Plan(method=chosen.name, params=params, **values))
+
+
+def changed(given: Plan, budget: Any = None, **settings: Any) -> Plan:
+    """Returns a plan with another budget, and some settings changed as `plan` takes them. Raises what `plan` raises.
+
+    Where the member of a stage is replaced, the settings of the one before go with it.
+    """
+    _check_names(settings)
+    made = given if budget is None else _checked_full(given.with_(budget=budget))
+    values = {key: value for key, value in settings.items() if "." not in key}
+    if "image_tokens" in values and made.pruner == "none":
+        values.setdefault("pruner", DEFAULT_PRUNER)
+    gone = {stage for stage in STAGES if values.get(stage, getattr(made, stage)) != getattr(made, stage)}
+    params = {key: value for key, value in made.params.items() if key.partition(".")[0] not in gone}
+    params |= {key: value for key, value in settings.items() if "." in key}
+    return made.with_(**values, params=params)
+
+
+def _check_names(settings: Mapping[str, Any]) -> None:
+    known = {f.name for f in fields(Plan)} - {"method", "params"}
+    for key in settings:
+        if "." not in key and key not in known:
+            raise unknown("setting", key, known)
+
+
+def _checked_full(made: Plan) -> Plan:
+    if made.method == "full" and made.budget.ratio != 1.0:
         raise BudgetError(
             f"method 'full' keeps everything, so a budget of {made.budget} has no meaning; "
             "choose another method, for example lookm"

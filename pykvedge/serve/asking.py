@@ -13,6 +13,7 @@ from pykvedge.models.aside import Aside
 from pykvedge.models.dialect import Dialect, Dialects, request_for
 from pykvedge.models.images import Picture
 from pykvedge.models.prompt import IMAGE, Message, escaped, label
+from pykvedge.plans.making import changed
 from pykvedge.plans.making import plan as make_plan
 from pykvedge.plans.plan import Plan
 from pykvedge.runtime.sampling import Sampling
@@ -287,7 +288,10 @@ def named_plan(model: str | None, defaults: Defaults) -> Plan:
 
 
 def plan_of(given: Compression | None, default: Plan) -> Plan:
-    """Makes the plan of a request. Raises UsageError."""
+    """Makes the plan of a request. Raises UsageError.
+
+    It is the default one with what the request changes; one of another method has the default's tokens of images.
+    """
     if given is None or not given.model_fields_set - {"patches", "progress", "edited"}:
         return default
     settings: dict[str, Any] = dict(given.settings)
@@ -297,11 +301,13 @@ def plan_of(given: Compression | None, default: Plan) -> Plan:
         settings["image_tokens"] = given.image_tokens
     if given.pruner is not None:
         settings["pruner"] = given.pruner
-    method = given.method or default.method
-    budget = given.budget
-    if budget is None and method == default.method:
-        budget = default.budget.value
-    return make_plan(method, budget, **settings)
+    if given.method in (None, default.method):
+        return changed(default, given.budget, **settings)
+    if default.pruner != "none":
+        settings = {"pruner": default.pruner, "image_tokens": default.image_tokens, **settings}
+    if settings.get("pruner", "none") == default.pruner:
+        settings = {**{k: v for k, v in default.params.items() if k.startswith("pruner.")}, **settings}
+    return make_plan(given.method, given.budget, **settings)
 
 
 def sampling_of(given: ChatRequest | Prompted, defaults: Defaults) -> Sampling:

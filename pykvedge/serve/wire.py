@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Annotated, Any, Literal, TypeAlias
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 from pydantic_core import ErrorDetails, from_json
 
 from pykvedge.errors import RequestError
@@ -192,6 +192,12 @@ class Compression(Wire):
     patches: bool = False
     progress: bool = False
     edited: Literal["demote"] | None = None
+
+    @field_validator("budget", "image_tokens")
+    @classmethod
+    def _share(cls, value: float | None) -> float | None:
+        """Takes 1 as the whole: most languages write 1.0 so, and nobody keeps one pair."""
+        return 1.0 if value == 1 else value
 
 
 class Sampled(Wire):
