@@ -297,6 +297,23 @@ def test_a_choice_holds_for_the_next_answer_and_methods_say_what_they_do(page):
     assert "100 % of" in page.all(".assistant .foot")[-1].text
 
 
+def test_the_servers_own_plan_holds_until_a_slider_is_moved(driver, environment):
+    """The page sent what its sliders can show: a budget of 0.35 for 0.33, all tokens of pictures for 0.42 of them."""
+    options = ("--method", "snapkv", "--budget", "0.33", "--sinks", "3", "--image-tokens", "0.42")
+    with serving(environment, *options) as server, opened(driver, server.url) as page:
+        page.attach(SCENES[0])
+        page.record()
+        assert [page.get(f"{name}-out").text for name in ("budget", "image-tokens")] == ["33 %", "42 %"]
+        page.ask(QUESTION)
+        page.choose("budget", 1)
+        page.choose("image-tokens", 0.5)
+        page.ask(QUESTION)
+        assert "100 % of" in page.all(".assistant .foot")[-1].text
+        first, second = (body["kvedge"] for body in page.sent())
+        same = {"method": "snapkv", "progress": True, "patches": True}
+        assert (first, second) == (same, {**same, "budget": 1, "image_tokens": 0.5})
+
+
 def test_conversations_on_the_server_are_shown_and_forgotten(page, server):
     page.attach(SCENES[0])
     page.ask(QUESTION)
