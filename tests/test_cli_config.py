@@ -88,7 +88,16 @@ def test_a_conversation_in_a_file_keeps_its_own_method(kvedge, tiny, tmp_path):
     assert kvedge("config", "set", "method", "lookm", env=env).code == 0
     later = kvedge(*asked, "And now?", env=env)
     assert (later.json["method"], later.json["budget"]) == ("h2o", 0.4)
+    with_budget = kvedge(*asked, "--budget", "0.5", "--sinks", 2, "Why?", env=env)
+    assert (with_budget.json["method"], with_budget.json["budget"]) == ("h2o", 0.5)
     assert kvedge(*asked, "--method", "snapkv", "And now?", env=env).json["method"] == "snapkv"
+
+
+def test_a_stream_in_a_file_goes_on_without_its_budget(kvedge, tiny, tmp_path):
+    asked = ["chat", *tiny("llama").arguments(), "--stream", "--session", tmp_path / "talk.kvs", "--max-tokens", 2]
+    assert kvedge(*asked, "--method", "snapkv", "--budget", 64, "Hello").code == 0
+    later = kvedge(*asked, "And now?", "--json")
+    assert (later.json["method"], later.json["budget"]) == ("snapkv", 64)
 
 
 def test_wrong_keys_and_values_are_one_clear_line(run, tmp_path, monkeypatch):

@@ -5,6 +5,7 @@ from server import SCENES, asks, data_url, picture, serving
 
 import pykvedge
 from pykvedge.errors import BudgetError, UsageError
+from pykvedge.plans.making import another
 from pykvedge.serve.asking import plan_of
 from pykvedge.serve.wire import ChatRequest, Compression
 
@@ -133,6 +134,7 @@ def test_a_request_changes_the_servers_plan_where_it_says_so():
     assert asked(settings={"scorer": "vnorm"}).params == {"pruner.seed": 3}
     assert asked(method="h2o", budget=9) == pykvedge.plan("h2o", 9, **pruned)
     assert asked(method="h2o", pruner="grid") == pykvedge.plan("h2o", image_tokens=0.5, pruner="grid")
+    assert another(default, "h2o", 9) == asked(method="h2o", budget=9)
     for wrong in ({"settings": {"sink": 3}}, {"settings": {"recent": "x"}}, {"settings": {"scorer.x": 1}}):
         with pytest.raises(UsageError):
             asked(**wrong)

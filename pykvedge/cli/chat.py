@@ -125,7 +125,7 @@ def _ask(prompt: str | None, given: dict[str, Any]) -> int:
             raise UsageError("PROMPT and --prompt are a question each; pass one")
         prompt = given["typed"]
     options.load_plugins(given)
-    plan = options.chosen_plan(given)
+    plan = options.chosen_plan(given, _saved_plan(given["session_file"]))
     if given["profile"] and not plan.profile_kinds():
         raise UsageError(
             f"method '{plan.method}' uses no profile; leave --profile out, or see `kvedge calibrate --help`"
@@ -197,12 +197,21 @@ def _talk(
             if given["system"]:
                 raise UsageError(f"--system opens a conversation, but the one in {file} has begun; leave it out")
             with as_event(cancel):
-                session.load(file, plan if options.chooses_plan(given) else None)
+                session.load(file, plan)
             stop_if_set(cancel)
         talk = Chat(session, chosen, Style(given["as_json"], given["quiet"], given["keep_saved"]), display, file)
         if question is not None:
             return talk.once(question, itertools.chain(pictures, *clips) if clips else pictures)
         return converse(talk, pictures, history_file() if given["history"] else None)
+
+
+def _saved_plan(path: Path | None) -> Plan | None:
+    """Returns the plan of the conversation that goes on, where there is one."""
+    if path is None or not paths.ask(Path.exists, path := paths.expanded(path)):
+        return None
+    from pykvedge.runtime.sessionfile import saved_plan
+
+    return saved_plan(path)
 
 
 def _session_file(path: Path | None) -> Path | None:

@@ -15,6 +15,7 @@ from pykvedge.cli import completion, configured, paths
 from pykvedge.cli.command import option
 from pykvedge.errors import UsageError
 from pykvedge.models.offload import Offload
+from pykvedge.plans.making import changed
 from pykvedge.plans.making import plan as make_plan
 from pykvedge.plans.plan import Plan
 from pykvedge.plans.plugin_files import load_file
@@ -246,10 +247,17 @@ def changes(given: Mapping[str, Any]) -> dict[str, Any]:
     return dict(_parsed(change) for change in given["changes"])
 
 
-def chosen_plan(given: Mapping[str, Any]) -> Plan:
-    """Makes the plan of --method and what changes it, or of --plan. Raises UsageError and what making a plan raises."""
+def chosen_plan(given: Mapping[str, Any], saved: Plan | None = None) -> Plan:
+    """Makes the plan of --method and what changes it, or of --plan. Raises UsageError and what making a plan raises.
+
+    saved: of a conversation that goes on, which options other than these change; the configuration does not.
+    """
     settings = {k: given[k] for k in _PLAN_SETTINGS if given[k] is not None}
     settings.update(changes(given))
+    if saved is not None:
+        method, budget = (None if name in configured.in_effect() else given[name] for name in ("method", "budget"))
+        if method is None and given["plan_file"] is None:
+            return changed(saved, budget, **settings)
     if given["plan_file"] is None:
         unnamed = STREAM_METHOD if given.get("stream") else DEFAULT_METHOD
         method = unnamed if given["method"] is None else given["method"]
@@ -260,7 +268,7 @@ def chosen_plan(given: Mapping[str, Any]) -> Plan:
 
 
 def chooses_plan(given: Mapping[str, Any]) -> bool:
-    """Tells whether any option says what to keep; what the configuration says is for new conversations."""
+    """Tells whether any option says what to keep, and not the configuration alone."""
     names = {"method", "budget", "plan_file", *_PLAN_SETTINGS} - set(configured.in_effect())
     return bool(given["changes"]) or any(given[name] is not None for name in names)
 

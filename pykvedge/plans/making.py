@@ -55,6 +55,15 @@ def changed(given: Plan, budget: Any = None, **settings: Any) -> Plan:
     return made.with_(**values, params=params)
 
 
+def another(given: Plan, method: str, budget: Any = None, **settings: Any) -> Plan:
+    """Makes the plan of a method as `plan` does; of images as much is read as under the given plan."""
+    if given.pruner != "none":
+        settings = {"pruner": given.pruner, "image_tokens": given.image_tokens, **settings}
+    if settings.get("pruner", "none") == given.pruner:
+        settings = {**{key: value for key, value in given.params.items() if key.startswith("pruner.")}, **settings}
+    return plan(method, budget, **settings)
+
+
 def _check_names(settings: Mapping[str, Any]) -> None:
     known = {f.name for f in fields(Plan)} - {"method", "params"}
     for key in settings:

@@ -149,6 +149,14 @@ def read_note(path: str | os.PathLike[str], model: str) -> Note:
         raise SessionFileError(f"{os.fsdecode(path)} holds no conversation that can be continued: {error}") from None
 
 
+def saved_plan(path: str | os.PathLike[str]) -> Plan | None:
+    """Returns the plan of a file that was saved with any model; None for one that cannot be read."""
+    try:
+        return Note.decode(libkvedge.read_saved(encoded(path))[1]).plan
+    except (KvedgeError, ValueError):
+        return None
+
+
 def fingerprint(header: Header) -> str:
     """Tells model files apart: a hash of the size, the first MiB, and 64 samples of 4 KiB spread over the file.
 

@@ -13,7 +13,7 @@ from pykvedge.models.aside import Aside
 from pykvedge.models.dialect import Dialect, Dialects, request_for
 from pykvedge.models.images import Picture
 from pykvedge.models.prompt import IMAGE, Message, escaped, label
-from pykvedge.plans.making import changed
+from pykvedge.plans.making import another, changed
 from pykvedge.plans.making import plan as make_plan
 from pykvedge.plans.plan import Plan
 from pykvedge.runtime.sampling import Sampling
@@ -290,7 +290,7 @@ def named_plan(model: str | None, defaults: Defaults) -> Plan:
 def plan_of(given: Compression | None, default: Plan) -> Plan:
     """Makes the plan of a request. Raises UsageError.
 
-    It is the default one with what the request changes; one of another method has the default's tokens of images.
+    It is the default one with what the request changes.
     """
     if given is None or not given.model_fields_set - {"patches", "progress", "edited"}:
         return default
@@ -303,11 +303,7 @@ def plan_of(given: Compression | None, default: Plan) -> Plan:
         settings["pruner"] = given.pruner
     if given.method in (None, default.method):
         return changed(default, given.budget, **settings)
-    if default.pruner != "none":
-        settings = {"pruner": default.pruner, "image_tokens": default.image_tokens, **settings}
-    if settings.get("pruner", "none") == default.pruner:
-        settings = {**{k: v for k, v in default.params.items() if k.startswith("pruner.")}, **settings}
-    return make_plan(given.method, given.budget, **settings)
+    return another(default, given.method, given.budget, **settings)
 
 
 def sampling_of(given: ChatRequest | Prompted, defaults: Defaults) -> Sampling:

@@ -13,6 +13,7 @@ from pykvedge.cli.talk.chat import Chat
 from pykvedge.cli.talk.chat import say as _say
 from pykvedge.errors import UsageError, unknown
 from pykvedge.native import crash
+from pykvedge.plans.making import another
 from pykvedge.plans.making import plan as make_plan
 from pykvedge.plans.plan import AUTO, Plan
 from pykvedge.plans.presets import methods
@@ -95,7 +96,7 @@ def _method(chat: Chat, rest: str) -> None:
     words = rest.split()
     if not 1 <= len(words) <= 2:
         raise UsageError("/method needs a name, and takes a budget: /method lookm 0.2")
-    _use(chat, make_plan(*words))
+    _use(chat, another(chat.session.plan, *words))
 
 
 def _budget(chat: Chat, rest: str) -> None:
