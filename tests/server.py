@@ -41,7 +41,7 @@ class Server:
                 return float(line.split()[-1])
         raise AssertionError(f"no {name}")
 
-    def wait_for(self, name, value, seconds=20.0):
+    def wait_for(self, name, value, seconds=60.0):
         end = time.monotonic() + seconds
         while self.metric(name) != value:
             assert time.monotonic() < end, f"{name} is {self.metric(name)}, not {value}"

@@ -200,6 +200,7 @@ def test_forms_that_take_long_stop_nobody(server):
 
 
 def test_who_leaves_ends_the_answer(server):
+    server.wait_for("requests_running", 0)  # the test before this one left, too
     before = server.metric('answers_total{finish="cancelled"}')
     fields = {
         "messages": asks("What is there?", SCENES[0]),
