@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 import pykvedge
 from pykvedge.errors import BudgetError, UnknownNameError, UsageError
 from pykvedge.plans.amounts import Amount, Budget
+from pykvedge.plans.making import changed
 from pykvedge.plans.plan import Plan
 from pykvedge.plans.presets import PRESETS, preset
 from pykvedge.plans.registry import STAGES, member
@@ -127,6 +128,20 @@ def test_full_takes_no_budget():
     assert pykvedge.plan("full", 1.0) == pykvedge.plan("full")
     with pytest.raises(BudgetError, match="keeps everything"):
         pykvedge.plan("full", 0.5)
+
+
+@pytest.mark.parametrize(
+    ("method", "settings", "says"),
+    [
+        ("full", {"sinks": 4}, "so sinks has no meaning"),
+        ("full", {"decode": "sliding"}, "so decode has no meaning"),
+        ("snapkv", {"pruner": "grid"}, "by image_tokens"),
+    ],
+)
+def test_settings_that_would_do_nothing_are_refused(method, settings, says):
+    for make in (lambda: pykvedge.plan(method, **settings), lambda: changed(pykvedge.plan(method), **settings)):
+        with pytest.raises(UsageError, match=says):
+            make()
 
 
 def test_plans_do_not_change_and_can_be_compared():

@@ -36,7 +36,7 @@ def plan(method: str, budget: Any = None, **settings: Any) -> Plan:
     params.update({key: value for key, value in settings.items() if "." in key})
     if "image_tokens" in values and "pruner" not in values:
         values["pruner"] = DEFAULT_PRUNER
-    return _checked_full(Plan(method=chosen.name, params=params, **values))
+    return _checked(Plan(method=chosen.name, params=params, **values), settings)
 
 
 def changed(given: Plan, budget: Any = None, **settings: Any) -> Plan:
@@ -45,14 +45,14 @@ def changed(given: Plan, budget: Any = None, **settings: Any) -> Plan:
     Where the member of a stage is replaced, the settings of the one before go with it.
     """
     _check_names(settings)
-    made = given if budget is None else _checked_full(given.with_(budget=budget))
+    made = given if budget is None else _checked(given.with_(budget=budget), {})
     values = {key: value for key, value in settings.items() if "." not in key}
     if "image_tokens" in values and made.pruner == "none":
         values.setdefault("pruner", DEFAULT_PRUNER)
     gone = {stage for stage in STAGES if values.get(stage, getattr(made, stage)) != getattr(made, stage)}
     params = {key: value for key, value in made.params.items() if key.partition(".")[0] not in gone}
     params |= {key: value for key, value in settings.items() if "." in key}
-    return made.with_(**values, params=params)
+    return _checked(made.with_(**values, params=params), settings)
 
 
 def another(given: Plan, method: str, budget: Any = None, **settings: Any) -> Plan:
@@ -71,12 +71,19 @@ def _check_names(settings: Mapping[str, Any]) -> None:
             raise unknown("setting", key, known)
 
 
-def _checked_full(made: Plan) -> Plan:
+def _checked(made: Plan, settings: Mapping[str, Any]) -> Plan:
+    """Refuses what would do nothing. settings: that were asked for."""
     if made.method == "full" and made.budget.ratio != 1.0:
         raise BudgetError(
             f"method 'full' keeps everything, so a budget of {made.budget} has no meaning; "
             "choose another method, for example lookm"
         )
+    of_images = ("pruner", "image_tokens")
+    idle = [key for key in settings if key.partition(".")[0] not in of_images]
+    if made.method == "full" and idle:
+        raise UsageError(f"method 'full' keeps everything, so {idle[0]} has no meaning; choose another method")
+    if settings.get("pruner", "none") != "none" and "image_tokens" not in settings and made.image_tokens.ratio == 1.0:
+        raise UsageError("a pruner chooses which tokens of an image are read; say how many by image_tokens")
     return made
 
 
