@@ -93,6 +93,14 @@ def test_a_conversation_in_a_file_keeps_its_own_method(kvedge, tiny, tmp_path):
     assert kvedge(*asked, "--method", "snapkv", "And now?", env=env).json["method"] == "snapkv"
 
 
+def test_configured_whole_rows_give_way_to_what_they_exclude(kvedge, tiny, tmp_path):
+    env = {"KVEDGE_CONFIG": str(tmp_path / "config.toml"), "KVEDGE_KEEP": "disk", "KVEDGE_KEEP_FOLDER": str(tmp_path)}
+    asked = ["chat", *tiny("llama").arguments(), "--max-tokens", 2, "--json", "Hello"]
+    assert kvedge(*asked, env=env).json["kv"]["whole_bytes"] > 0
+    for other in (["--stream", "--budget", 64], ["--bounded"], ["--question-blind"], ["--keep", "ram"]):
+        assert kvedge(*asked, *other, env=env).code == 0
+
+
 def test_a_stream_in_a_file_goes_on_without_its_budget(kvedge, tiny, tmp_path):
     asked = ["chat", *tiny("llama").arguments(), "--stream", "--session", tmp_path / "talk.kvs", "--max-tokens", 2]
     assert kvedge(*asked, "--method", "snapkv", "--budget", 64, "Hello").code == 0

@@ -27,6 +27,7 @@ PLACES = ("model", "mmproj", "threads", "gpu-layers", "device", "rpc")  # what c
 _REPLACED = {
     "model": ("model", "mmproj"), "models": ("model", "mmproj"), "hf_repo": ("model", "mmproj"),
     "hf_repos": ("model", "mmproj"), "file": ("model", "mmproj"), "plan_file": ("method", "budget"),
+    **dict.fromkeys(("stream", "bounded", "question_blind"), ("keep", "keep-folder", "keep-space")),
 }  # fmt: skip
 _IN_EFFECT = "kvedge.configured"
 _OTHERS = tuple(f"KVEDGE_{name}" for name in (
@@ -165,6 +166,8 @@ def settle(context: click.Context) -> None:
     replaced = {key for name in typed for key in _REPLACED.get(name, ())}
     if context.params.get("method") == "full":
         replaced.add("budget")
+    if "keep" in typed and context.params["keep"] == "ram":
+        replaced.add("keep-folder")
     for param in context.command.params:
         if param.name in in_effect(context) and param.opts[0].strip("-") in replaced:
             context.params[param.name] = () if getattr(param, "multiple", False) else None
