@@ -66,3 +66,8 @@ def test_results_say_whether_rows_were_kept(kvedge, tmp_path):
     assert kvedge(*small, "--resume", "--keep", "ram").code == 0
     kvedge(*small[:-2], "--keep", "ram", "--compress", "conversation").failed(2, "--compress conversation")
     kvedge(*small[:-2], "--keep-space", "1GiB").failed(2, "--keep disk")
+
+
+def test_images_do_not_age_in_measurements(kvedge):
+    """The option was taken, and what was printed was measured without it."""
+    kvedge("eval", "--keep", "ram", "--age", "0.5").failed(2, "--age")

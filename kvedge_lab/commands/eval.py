@@ -78,7 +78,6 @@ BUDGET = "0.2"
            help="What is compressed: each message with its question, as in a chat; all that comes before the last "
                 "question, which is then read with what was kept; or the whole conversation as one prompt."),
     *options.KEEP,
-    options.AGE,
     option("--against", group="Measurement", default="full", show_default=True, metavar="METHOD",
            help="What changes and their intervals are against: the full cache, or one of --method at the same "
                 "budget."),
