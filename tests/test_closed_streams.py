@@ -16,10 +16,10 @@ POSIX = pytest.mark.skipif(os.name != "posix", reason="a shell closes the stream
 def closed(environment, tiny):
     """closed(redirections) runs `kvedge chat`, with a shell's redirections."""
 
-    def run(redirections, *more):
+    def run(redirections, *more, shell="sh"):
         words = [sys.executable, "-m", "pykvedge", "chat", *tiny("llama").arguments(), "--max-tokens", "3", *more]
         return subprocess.run(
-            ["/bin/sh", "-c", f'exec "$@" {redirections}', "sh", *map(str, words)],
+            [f"/bin/{shell}", "-c", f'exec "$@" {redirections}', "sh", *map(str, words)],
             capture_output=True, text=True, env=environment, timeout=300, check=False,
         )  # fmt: skip
 
@@ -46,6 +46,14 @@ def test_without_stdout_there_is_one_line(closed):
             "kvedge: error: stdout is closed, so there is nowhere to write to\n"
         )
     assert closed(">&- 2>&-", "Hello").returncode == 1
+
+
+@POSIX
+@pytest.mark.parametrize("more", [(), ("--json",)])
+def test_where_nobody_reads_the_exit_code_says_so(closed, more):
+    """click ends with 1, which is that of a failure."""
+    done = closed("> >(exit)", "Hello", *more, shell="bash")
+    assert (done.returncode, "error" in done.stderr) == (141, False)
 
 
 @POSIX

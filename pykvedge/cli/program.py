@@ -24,6 +24,7 @@ _COMMANDS = {
     "methods": "methods:methods", "fit": "fit:fit", "config": "config:config", "completion": "completion:completion",
     "doctor": "doctor:doctor", "rpc-server": "rpc_server:rpc_server",
 }  # fmt: skip
+_UNREAD = 141  # the exit code where nobody reads the output
 
 
 def _show_version(context: click.Context, _: click.Parameter, wanted: bool) -> None:
@@ -56,6 +57,12 @@ class Program(click.Group):
 
     def get_command(self, ctx: click.Context, name: str) -> click.Command | None:
         return super().get_command(ctx, "list" if name == "models" else name)
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except BrokenPipeError:  # click would end with 1
+            raise SystemExit(_UNREAD) from None
 
 
 @click.group(
@@ -110,7 +117,7 @@ def main() -> None:
     # Ctrl-C pressed again while Python winds down would end the program by the signal, whatever its exit code was
     with contextlib.suppress(ValueError):  # in another than the main thread
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-    if code == 141 or unwritten:
+    if code == _UNREAD or unwritten:
         # whoever read our output has left, or the disk is full: Python would try again as it ends
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     sys.exit(code if isinstance(code, int) else 0)
@@ -155,7 +162,7 @@ def _explain(error: Exception) -> int:
     if os.environ.get("KVEDGE_DEBUG"):
         raise error
     if isinstance(error, BrokenPipeError):
-        return 141
+        return _UNREAD
     if isinstance(error, (click.exceptions.Abort, CancelledError)):
         return 130
     if isinstance(error, click.UsageError) and type(error).__name__ == "NoArgsIsHelpError":  # click 8.2 and later
