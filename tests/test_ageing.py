@@ -263,6 +263,13 @@ def test_without_whole_rows_images_stay_as_they_are_and_questions_are_answered(t
         assert "whole rows are not kept" in " ".join(answer.report.notes)
 
 
+def test_a_decode_policy_that_drops_rows_is_refused_with_ages(native):
+    """The second message failed."""
+    plan = pykvedge.plan("snapkv", 0.3, decode="sliding")
+    with pytest.raises(UsageError, match="use --decode keep-all, or no --age"):
+        pykvedge.Session(plan=plan, threads=THREADS, keep="ram", age=0.5)
+
+
 @pytest.mark.parametrize("method", ["h2o", "keydiff", "expected", "streaming-llm", "full"])
 def test_a_method_that_does_not_see_the_question_is_refused_with_ages(talk, method):
     with pytest.raises(UsageError, match="use a method whose last queries vote"):

@@ -27,7 +27,14 @@ _MOST_SAID = 32  # tokens of a message, its last ones, that say which images it 
 
 
 def check_age(plan: Plan) -> None:
-    """Raises UsageError for a plan that does not gather the last queries: it cannot tell what a message is about."""
+    """Raises UsageError for a plan that does not gather the last queries, as it cannot tell what a message is about, or
+    whose answers drop rows, as no image comes back then.
+    """
+    if plan.drops:
+        raise UsageError(
+            f"decode policy '{plan.decode}' drops rows of answers, so that no image could come back; use --decode "
+            "keep-all, or no --age"
+        )
     own, settings = table.get("scorer", plan.scorer), plan.settings("scorer")
     window = "window" in settings and scorer(plan.scorer).whole_up_to(settings) > 0
     if not (own.queries(settings) if own is not None else window):
