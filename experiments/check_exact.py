@@ -4,8 +4,9 @@
     python3 scripts/dev.py python experiments/check_exact.py --answers 100 --threads 1 --model pages
 
 Held-out scenes of the packaged model, one and four of them; or pages of the second model (M-RoPE, one KV head), one
-and three of them. Passages of docs without a picture take turns with them. Each answer is 40 tokens, whatever the model says: ends are forbidden. Two sessions take turns,
-`full` and an exact one of a preset and a budget; presets and budgets go round.
+and three of them. Passages of docs without a picture take turns with them. Each answer is 40 tokens, whatever the model
+says: ends are forbidden. Two sessions take turns, `full` and an exact one of a preset and a budget; presets and budgets
+go round.
 Where answers differ, the margin is what lies between the two tokens in the logits of the full cache at that place:
 batches add numbers up in another order, so that a tie may fall otherwise.
 """
