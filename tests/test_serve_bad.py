@@ -366,6 +366,18 @@ def test_it_ends_with_its_parent_or_its_pipe(environment):
     process.stderr.close()
 
 
+def test_a_folder_that_cannot_keep_conversations_is_said(kvedge, environment, tmp_path):
+    """They were lost without a word."""
+    (tmp_path / "file").write_bytes(b"")
+    for folder in (tmp_path / "file", *([Path("/proc")] if sys.platform == "linux" else [])):
+        kvedge("serve", "--port", 0, "--park", folder).failed(1, f"--park {folder} cannot be used")
+    with serving(environment, "--park", tmp_path / "park", "--ctx", "1024") as server:
+        assert server.text(asks(QUESTION, SCENES[0]))
+        (tmp_path / "park").rmdir()
+        code, _, said = server.end()
+        assert code == 0 and "what was written there is gone" in said
+
+
 def test_a_folder_that_is_damaged_or_full_costs_time_only(environment, tmp_path):
     park = tmp_path / "park"
     with serving(environment, "--park", park, "--ctx", "1024", "--memory", "3MiB") as server:

@@ -109,8 +109,9 @@ def serve(model: LoadedModel, plan: Plan, sampling: Sampling, options: Options, 
     memory.free_at_once(1 << 20)  # else pictures of earlier requests stay, in each thread's heap
     with contextlib.ExitStack() as stack:
         listening = stack.enter_context(_listening(options))
-        folder = options.park or stack.enter_context(own_folder())
-        park = Park(CacheFolder(folder, options.park_size, durable=False))
+        folder = _park_folder(options.park) if options.park else stack.enter_context(own_folder())
+        files = CacheFolder(folder, options.park_size, durable=False)
+        park = Park(files)
         scheduler = Scheduler(model, options.limits, park)
         ended = threading.Event()
         try:
@@ -123,6 +124,19 @@ def serve(model: LoadedModel, plan: Plan, sampling: Sampling, options: Options, 
                 _run_loop(_run(service, options, listening, ended, say))
         finally:
             scheduler.close()
+            for note in files.notes():
+                say(note)
+
+
+def _park_folder(path: Path) -> Path:
+    """Makes the folder of --park, where a file can be written. Raises KvedgeError."""
+    try:
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path):
+            return path
+    except (OSError, ValueError) as error:
+        why = getattr(error, "strerror", None) or error
+        raise KvedgeError(f"--park {path} cannot be used: {why}; name another folder") from None
 
 
 def _service(scheduler: Scheduler, plan: Plan, sampling: Sampling, options: Options) -> Service:
