@@ -281,6 +281,7 @@ def test_the_options(kvedge, tiny, tmp_path):
         done = kvedge(*base, "--json-schema", given, QUESTION)
         assert done.code == 0 and done.err == "" and valid_person(json.loads(done.out))
     kvedge(*base, "--grammar", "nowhere", QUESTION).failed(2, "nowhere cannot be read")
+    kvedge(*base, "--grammar", "", QUESTION).failed(2, "grammar is empty")
     kvedge(*base, "--grammar", 'root ::= "a', QUESTION).failed(2, "grammar cannot be used", "it ends too early")
     kvedge(*base, "--grammar", "root ::= other", QUESTION).failed(2, "Undefined rule identifier 'other'")
     kvedge(*base, "--json-schema", '{"type": "number of legs"}', QUESTION).failed(2, "JSON schema cannot be used")

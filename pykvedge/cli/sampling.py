@@ -81,6 +81,8 @@ def form(name: str, text: str | None) -> str | Path | None:
     from pykvedge.grammars.source import is_grammar, is_schema
 
     is_text = is_grammar if name == "grammar" else is_schema
+    if text is not None and not text.strip():
+        raise UsageError(f"{name} is empty; give it as text, or name its file")
     return text if text is None or is_text(text) else paths.expanded(Path(text))
 
 
