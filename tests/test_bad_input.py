@@ -246,6 +246,11 @@ def test_a_budget_that_the_protected_tokens_of_this_prompt_exceed(kvedge, llava)
     kvedge("chat", *llava.arguments(), "--budget", "0.1", "--sinks", "40", "word " * 60).failed(2, "protected")
 
 
+def test_no_number_is_within_no_bounds(kvedge):
+    for words in (("serve", "--grace"), ("serve", "--temp"), ("tune", "--minutes"), ("tune", "--target")):
+        kvedge(*words, "nan").failed(2, words[1], "nan is no number")
+
+
 def test_unknown_commands(kvedge):
     kvedge("chatt").failed(2, "chatt")
     kvedge("methods", "x", "y").failed(2, "y")

@@ -136,6 +136,7 @@ def test_full_takes_no_budget():
         ("full", {"sinks": 4}, "so sinks has no meaning"),
         ("full", {"decode": "sliding"}, "so decode has no meaning"),
         ("snapkv", {"pruner": "grid"}, "by image_tokens"),
+        ("snapkv", {"critical_half": "free"}, "by which norm"),
     ],
 )
 def test_settings_that_would_do_nothing_are_refused(method, settings, says):

@@ -73,10 +73,11 @@ def test_what_is_taken_away(chat, capsys):
     ],
 )
 def test_what_is_kept_is_changed_as_the_options_do(chat, capsys, line, name, value):
-    commands.run(chat, "/method snapkv 0.3")
+    method = "criticalkv" if name == "critical_half" else "snapkv"
+    commands.run(chat, f"/method {method} 0.3")
     said = typed(chat, line, capsys)
     plan = chat.session.plan
-    assert plan == pykvedge.plan("snapkv", 0.3, **{name: value})
+    assert plan == pykvedge.plan(method, 0.3, **{name: value})
     shown = said.removesuffix(", from the next message on\n")
     assert f"  {shown}\n" in typed(chat, "", capsys)
     typed(chat, shown, capsys)  # it is listed as it is typed

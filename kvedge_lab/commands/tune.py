@@ -15,7 +15,7 @@ import click
 
 from kvedge_lab.commands import common
 from pykvedge.cli import options, paths
-from pykvedge.cli.command import command, option
+from pykvedge.cli.command import Number, command, option
 from pykvedge.cli.modelfiles import model_files
 from pykvedge.cli.options import listed
 from pykvedge.errors import KvedgeError, UsageError
@@ -43,9 +43,9 @@ _ABOUT = ("show", "list_all", "remove")
            help="Your pictures, 24 or more. Default: scenes for the packaged model, drawn pages for others."),
     option("--questions", group="Samples", common=True, type=options.PATH, metavar="FILE",
            help="A question a line. Default: general ones."),
-    option("--minutes", group="Measurement", common=True, type=click.FloatRange(0.1, 60 * 24 * 7), default=20,
+    option("--minutes", group="Measurement", common=True, type=Number(0.1, 60 * 24 * 7), default=20,
            show_default=True, metavar="N", help="What all of it may take."),
-    option("--target", group="Measurement", common=True, type=click.FloatRange(0.5, 1, max_open=True), default=0.99,
+    option("--target", group="Measurement", common=True, type=Number(0.5, 1, max_open=True), default=0.99,
            show_default=True, metavar="SHARE",
            help="Of the tokens of the full cache's answers, which the plan's likeliest token must agree with."),
     option("--method", "--methods", "methods", group="What is kept", common=True, default=METHODS, show_default=True,

@@ -42,6 +42,16 @@ class Option(click.Option):
         return f"'{self.opts[0]}'"
 
 
+class Number(click.FloatRange):
+    """A number within bounds; click's lets nan through, which no bound holds back."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        number = super().convert(value, param, ctx)
+        if number != number:
+            self.fail(f"{value} is no number", param, ctx)
+        return number
+
+
 class Command(click.Command):
     """A command whose help lists options by group, and whose options may be set in the configuration."""
 

@@ -12,7 +12,7 @@ from typing import Any
 import click
 
 from pykvedge.cli import options, paths, tuning
-from pykvedge.cli.command import command, option
+from pykvedge.cli.command import Number, command, option
 from pykvedge.cli.modelfiles import model_files
 from pykvedge.cli.progress import Display
 from pykvedge.errors import UsageError
@@ -52,7 +52,7 @@ _LOOP = () if sys.platform == "win32" else ("uvloop",)
     option("--queue", group=_SERVER, type=click.IntRange(1, 10000), default=64, show_default=True, metavar="N",
            help="Requests that may wait; more are told to come again."),
     option("--max-body", group=_SERVER, metavar="SIZE", help="The most that a request may have. Default: 64MiB."),
-    option("--grace", group=_SERVER, type=click.FloatRange(0, 3600), default=10, show_default=True, metavar="SECONDS",
+    option("--grace", group=_SERVER, type=Number(0, 3600), default=10, show_default=True, metavar="SECONDS",
            help="What answers may take to end after Ctrl-C or SIGTERM."),
     option("--parent-pid", group=_SERVER, type=click.IntRange(1), metavar="PID",
            help="End with this process, and when stdin ends if that is a pipe."),
@@ -60,7 +60,7 @@ _LOOP = () if sys.platform == "win32" else ("uvloop",)
            type=options.Whole(), metavar="N",
            help="Tokens of an answer where a request does not say. Default: as many as there is room for."),
     options.LOOKUP, options.EXACT,
-    option("--temp", also=("--temperature",), group="Sampling", config=True, type=click.FloatRange(0, 100), default=0.0,
+    option("--temp", also=("--temperature",), group="Sampling", config=True, type=Number(0, 100), default=0.0,
            show_default=True, help="The temperature where a request does not say; 0 always takes the likeliest token."),
     option("--seed", "-s", group="Sampling", type=int, metavar="N",
            help="The seed where a request does not say; default: another one for each answer."),

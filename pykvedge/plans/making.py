@@ -84,6 +84,8 @@ def _checked(made: Plan, settings: Mapping[str, Any]) -> Plan:
         raise UsageError(f"method 'full' keeps everything, so {idle[0]} has no meaning; choose another method")
     if settings.get("pruner", "none") != "none" and "image_tokens" not in settings and made.image_tokens.ratio == 1.0:
         raise UsageError("a pruner chooses which tokens of an image are read; say how many by image_tokens")
+    if settings.get("critical_half", "budget") != "budget" and made.critical == "none":
+        raise UsageError("critical_half says where the rule critical begins; say by which norm it chooses: l1 or l2")
     return made
 
 
