@@ -44,7 +44,8 @@ class Rounds:
         self.under_way = ""
 
     def new(self):
-        kept = {"keep": self.random.choice(("", "ram", "disk")), "keep_folder": str(self.file.parent)}
+        kept = {"keep": self.random.choice(("", "ram", "disk"))}
+        kept |= {"keep_folder": str(self.file.parent)} if kept["keep"] == "disk" else {}
         return pykvedge.Session(self.model, plan=PLANS[0], undo=True, progress=lambda what, share: None, **kept)
 
     def fresh(self):

@@ -100,13 +100,17 @@ def test_a_method_of_a_second_pass_goes_on_where_the_first_message_needed_none(n
         assert 150 <= n <= 160 < session.engine.cache.stats().n_tokens
 
 
+def kept(keep, folder):
+    return {"keep": keep, "keep_folder": str(folder)} if keep == "disk" else {"keep": keep}
+
+
 @pytest.mark.parametrize("keep", ["ram", "disk"])
 @pytest.mark.parametrize("kind", ["qwen2vl", *whole("llama", "qwen3")])
 def test_what_is_taken_back_leaves_nothing(native, tiny, picture_file, tmp_path, kind, keep):
     """Undo and retry: rows of a message that was taken back are in nobody's cache."""
     files, plan = tiny(kind), pykvedge.plan("kvedge", 0.3)
     images = [picture_file()] if files.mmproj else []
-    where = {"keep": keep, "keep_folder": str(tmp_path), "n_ctx": 4096}
+    where = {**kept(keep, tmp_path), "n_ctx": 4096}
     with files.session(plan, undo=True, **where) as session, files.session(plan, **where) as straight:
         for turn in range(3):
             say(session, "What is wrong here? " * 9, images, SHORT)
@@ -122,7 +126,7 @@ def test_what_is_taken_back_leaves_nothing(native, tiny, picture_file, tmp_path,
 @pytest.mark.parametrize("undo", [True, False])
 def test_a_message_that_is_broken_off_is_dropped(native, tiny, picture_file, tmp_path, keep, undo):
     files, plan = tiny("qwen2vl"), pykvedge.plan("snapkv", 0.3)
-    where = {"keep": keep, "keep_folder": str(tmp_path), "n_ctx": 4096, "undo": undo}
+    where = {**kept(keep, tmp_path), "n_ctx": 4096, "undo": undo}
     stop = threading.Event()
 
     def progress(what, share):
@@ -149,7 +153,7 @@ def test_a_message_that_is_broken_off_is_dropped(native, tiny, picture_file, tmp
 @pytest.mark.parametrize("keep", ["ram", "disk"])
 def test_ctrl_c_while_a_message_is_read(native, tiny, tmp_path, keep):
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    where = {"keep": keep, "keep_folder": str(tmp_path), "n_ctx": 4096, "undo": True}
+    where = {**kept(keep, tmp_path), "n_ctx": 4096, "undo": True}
     pressed = []
 
     def progress(what, share):

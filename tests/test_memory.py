@@ -109,19 +109,19 @@ def looked(meter):
 
 @linux
 def test_what_the_system_says():
-    before = memory.rss_bytes()
+    before = memory.rss_bytes()  # of which the system may take some back meanwhile
     assert before > 5 * MIB
     meter = memory.PeakMeter()
     meter.start()
-    with mmap.mmap(-1, 64 * MIB) as block:  # the heap may hold as much that is free and resident already
+    with mmap.mmap(-1, 256 * MIB) as block:  # the heap may hold as much that is free and resident already
         block[::4096] = b"x" * len(block[::4096])
         looked(meter)
-    assert meter.stop() >= before + 60 * MIB
+    assert meter.stop() >= before + 200 * MIB
     # the high-water mark of the process still holds the block: a meter that starts now must not
     meter = memory.PeakMeter()
     meter.start()
-    assert meter.stop() < before + 60 * MIB
-    assert meter.stop() < before + 60 * MIB
+    assert meter.stop() < before + 200 * MIB
+    assert meter.stop() < before + 200 * MIB
 
 
 @linux
@@ -166,7 +166,7 @@ def test_a_peak_that_is_not_the_highest_is_seen_by_looking(monkeypatch):
     low = memory.rss_bytes()
     looked(meter)
     del block
-    assert meter.stop() >= low - 8 * MIB
+    assert meter.stop() >= low - 32 * MIB
 
 
 def test_a_message_is_watched_by_a_thread_only_if_the_peak_was_asked_for(tiny, native, monkeypatch):
