@@ -45,7 +45,7 @@ def changed(given: Plan, budget: Any = None, **settings: Any) -> Plan:
     Where the member of a stage is replaced, the settings of the one before go with it.
     """
     _check_names(settings)
-    made = given if budget is None else _checked(given.with_(budget=budget), {})
+    made = given if budget is None else given.with_(budget=budget)
     values = {key: value for key, value in settings.items() if "." not in key}
     if "image_tokens" in values and made.pruner == "none":
         values.setdefault("pruner", DEFAULT_PRUNER)
