@@ -11,6 +11,9 @@ import weakref
 import pytest
 
 import pykvedge
+from pykvedge.models import sandbox
+from pykvedge.models.dialect import Dialect, request_for
+from pykvedge.runtime.sampler import Sampler
 from pykvedge.system import dropped, memory
 
 SHORT = pykvedge.Sampling(max_tokens=4)
@@ -87,10 +90,39 @@ def test_they_are_freed_by_a_thread_of_its_own():
     thing = Thing()
     dropped.add(thing, lambda: freed.append(threading.current_thread().name))
     other = Thing()
-    number = dropped.add(other, lambda: freed.append("twice"))
-    dropped.remove(number)  # closed by hand
+    reference = dropped.add(other, lambda: freed.append("twice"))
+    dropped.remove(reference)  # closed by hand
     del thing, other
     assert until(lambda: freed) and freed == ["kvedge-free"]
+
+
+def test_no_python_runs_where_something_is_dropped(tiny, native):
+    """Ctrl-C is raised between two steps of Python: in a finalizer it would reach nobody, and the program goes on."""
+    model, template = pykvedge.load(tiny("llama").model, threads=1), ("{{ messages[0].content }}", "", "")
+    request = request_for([], "auto", False, {}, "none", False)
+    things = {
+        "model": pykvedge.load(tiny("llama").model, threads=1),
+        "session": pykvedge.Session(model),
+        "sampler": Sampler(pykvedge.Sampling(), model._model),
+        "template": sandbox.here(*template),
+        "child": sandbox.Sandbox(*template),
+        "dialect": Dialect(sandbox.here(*template).describe(request), model._model),
+    }
+    things["child"].write({"messages": [{"role": "user", "content": "hello"}]})
+    ran = []
+
+    def seen(frame, event, what):
+        if event in ("call", "c_call") and frame.f_code is not here:
+            ran.append(frame.f_code.co_name)
+
+    here = sys._getframe().f_code
+    for name in list(things):
+        thing = things.pop(name)
+        gone = weakref.ref(thing)
+        sys.setprofile(seen)
+        del thing
+        sys.setprofile(None)
+        assert (name, gone(), ran) == (name, None, [])
 
 
 AT_EXIT = """

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import json
 import threading
-import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,6 +21,7 @@ from pykvedge.errors import KvedgeError, LibraryError
 from pykvedge.models import template_worker
 from pykvedge.models.sandbox import Sandbox, chat_path
 from pykvedge.models.vocabulary import Vocabulary
+from pykvedge.system import dropped
 
 _MOST = 64  # dialects that are kept: one for each list of tools that clients send
 _QUESTION = {"role": "user", "content": "?"}
@@ -68,7 +69,7 @@ class Dialect:
         data = json.dumps({name: found[name] for name in ("format", "parser", "begin")}).encode()
         if self._library.kvedge_chat_open(data, ctypes.byref(self._parser), ctypes.byref(why)):
             raise LibraryError(f"a parser of answers cannot be read: {template_worker.taken(self._library, why)}")
-        weakref.finalize(self, self._library.kvedge_chat_close, self._parser)
+        dropped.add(self, functools.partial(self._library.kvedge_chat_close, self._parser))
 
     def read(self, text: str, partial: bool = False) -> Said | None:
         """Reads an answer. partial: more may come. Returns None if the answer is not in this dialect."""

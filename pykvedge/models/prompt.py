@@ -13,9 +13,10 @@ from jinja2 import Environment, TemplateError, nodes
 from jinja2.ext import loopcontrols
 
 from pykvedge.errors import ModelError, UsageError
+from pykvedge.models import sandbox
 from pykvedge.models.images import Picture
-from pykvedge.models.sandbox import Sandbox, chat_path
-from pykvedge.models.template_worker import MOST_OUTPUT, NativeTemplate
+from pykvedge.models.sandbox import Sandbox
+from pykvedge.models.template_worker import MOST_OUTPUT
 
 # models without a template are mostly trained on LLaVA-1.5's conversation, which is Vicuna's
 FALLBACK = (
@@ -160,7 +161,7 @@ class ChatTemplate:
         """Takes the fallback for None. Raises ModelError for a template that cannot be read, LibraryError."""
         source = source or FALLBACK
         try:
-            self._plain = NativeTemplate(chat_path(), source, bos, eos) if is_plain(source) else None
+            self._plain = sandbox.here(source, bos, eos) if is_plain(source) else None
         except ValueError as error:
             raise ModelError(f"the model's chat template cannot be read: {error}") from None
         self._sandbox = Sandbox(source, bos, eos)

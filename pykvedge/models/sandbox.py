@@ -16,7 +16,6 @@ import subprocess
 import sys
 import threading
 import time
-import weakref
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -27,6 +26,8 @@ from pykvedge.errors import ModelError
 from pykvedge.models import template_worker
 from pykvedge.models.template_worker import NativeTemplate
 from pykvedge.native import libraries
+from pykvedge.system import dropped
+from pykvedge.system.guard import undoing
 
 PATIENCE = 10.0  # seconds for one prompt
 _LOOK_S = 0.05  # between two looks at the child's memory
@@ -59,7 +60,7 @@ class Sandbox:
 
     @functools.cached_property
     def _here(self) -> NativeTemplate:
-        return NativeTemplate(chat_path(), *self._source)
+        return here(*self._source)
 
     def _ask(self, what: str, request: Mapping[str, Any]) -> Any:
         if not can_start():
@@ -69,9 +70,10 @@ class Sandbox:
                 self._process = start(template_worker.__file__)
             except OSError as error:
                 raise ModelError(f"the model's chat template cannot be run: {error.strerror or error}") from None
-            weakref.finalize(self, end, self._process)
+            dropped.add(self, functools.partial(end, self._process), at_end=True)
         asked = {"template": [chat_path(), *self._source], "what": what, "request": request}
-        line, why = _exchange(self._process, json.dumps(asked).encode() + b"\n")
+        with undoing(functools.partial(end, self._process)):  # Ctrl-C must not leave an answer for the next request
+            line, why = _exchange(self._process, json.dumps(asked).encode() + b"\n")
         if line.endswith(b"\n"):
             answer = dict(json.loads(line))
             if "error" in answer:
@@ -82,6 +84,13 @@ class Sandbox:
         else:
             end(self._process)
         raise ModelError(f"the model's chat template fails: {why}; convert the model again, or use another one")
+
+
+def here(source: str, bos: str, eos: str) -> NativeTemplate:
+    """Reads a template in this process. Raises ValueError, LibraryError."""
+    template = NativeTemplate(chat_path(), source, bos, eos)
+    dropped.add(template, template.free)
+    return template
 
 
 def chat_path() -> str:

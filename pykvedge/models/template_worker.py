@@ -10,7 +10,6 @@ import ctypes
 import functools
 import json
 import sys
-import weakref
 from collections.abc import Mapping
 from typing import Any, BinaryIO
 
@@ -48,7 +47,7 @@ class NativeTemplate:
         given = _encoded({"template": source, "bos": bos, "eos": eos})
         if self._library.kvedge_chat_read_template(given, ctypes.byref(self._handle), ctypes.byref(why)):
             raise ValueError(_reason(taken(self._library, why)))
-        weakref.finalize(self, self._library.kvedge_chat_close_template, self._handle)
+        self.free = functools.partial(self._library.kvedge_chat_close_template, self._handle)  # once it is dropped
 
     def write(self, request: Mapping[str, Any]) -> str:
         """Writes a prompt. request: the JSON object of kvedge_chat_write. Raises ValueError."""

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import math
-import weakref
 from typing import Any
 
 import numpy as np
@@ -13,6 +13,7 @@ from pykvedge.errors import UsageError
 from pykvedge.models.model import Model
 from pykvedge.runtime.grammar import Grammar
 from pykvedge.runtime.sampling import Sampling
+from pykvedge.system import dropped
 from pykvedge.system.guard import Closing
 
 
@@ -40,8 +41,7 @@ class Sampler(Closing):
     def _own(self, chain: Any) -> None:
         self._chain = chain
         # an answer that nobody read to its end is only forgotten
-        self._free = weakref.finalize(self, self._llama.llama_sampler_free, chain)
-        self._free.atexit = False
+        self._dropped = dropped.add(self, functools.partial(self._llama.llama_sampler_free, chain))
 
     def sample(self, context: Any, output: int = -1) -> int:
         """Chooses the next token from the logits of a llama_context. Raises GrammarError where there is none.
@@ -89,7 +89,7 @@ class Sampler(Closing):
     def close(self) -> None:
         """Frees the chain and the grammar. Does nothing the second time."""
         self._grammar = None
-        self._free()
+        dropped.free(self._dropped)
 
 
 def _biases(sampling: Sampling, model: Model) -> dict[int, float]:

@@ -1,8 +1,9 @@
 """What nobody refers to any more, and nobody closed, is freed by a thread of its own.
 
 An object may be dropped at any moment of any thread, inside a callback of C as well, where nothing of C's may be freed.
-So a weak reference puts itself into a queue, which is one step of C, and the thread frees what belongs to it. A thing
-refers to what must be freed after it: sessions go before their models. At the end of the program nothing is freed.
+So a weak reference puts itself into a queue, which is one step of C, and the thread frees what belongs to it: Ctrl-C in
+a finalizer of Python's would reach nobody. A thing refers to what must be freed after it: sessions go before their
+models. At the end of the program only what lives on without it is freed, such as child processes.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ from collections.abc import Callable
 from queue import SimpleQueue
 from typing import Any
 
+Reference = weakref.ref[Any]
+
 _END: Any = None
 
 
@@ -22,41 +25,51 @@ class _Freeing:
 
     def __init__(self) -> None:
         self._gone: SimpleQueue[Any] = SimpleQueue()
-        self._frees: dict[int, tuple[Any, Callable[[], None]]] = {}  # by id of the weak reference, which is kept here
+        self._frees: dict[int, tuple[Reference, Callable[[], Any], bool]] = {}  # by id of the weak reference
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
 
-    def add(self, owner: object, free: Callable[[], None]) -> int:
-        """Calls free() when the owner is dropped, which free must not refer to. Returns what `remove` takes."""
+    def add(self, owner: object, free: Callable[[], Any], at_end: bool = False) -> Reference:
+        """Calls free() when the owner is dropped, which free must not refer to; `at_end`, or when the program ends.
+
+        Returns what `remove` and `free` take.
+        """
         with self._lock:
             if self._thread is None or not self._thread.is_alive():
                 self._thread = threading.Thread(target=self._run, daemon=True, name="kvedge-free")
                 self._thread.start()
         reference = weakref.ref(owner, self._gone.put)
-        self._frees[id(reference)] = reference, free
-        return id(reference)
+        self._frees[id(reference)] = reference, free, at_end
+        return reference
 
-    def remove(self, number: int) -> None:
+    def remove(self, reference: Reference) -> None:
         """The owner was closed: nothing is left to free."""
-        self._frees.pop(number, None)
+        self._frees.pop(id(reference), None)
+
+    def free(self, reference: Reference) -> None:
+        """The owner is closed: frees at once. Does nothing the second time."""
+        found = self._frees.pop(id(reference), None)
+        if found is not None:
+            found[1]()
 
     def _run(self) -> None:
         while True:
             gone = self._gone.get()
             if gone is _END:
                 return
-            found = self._frees.pop(id(gone), None)
-            if found is not None:
-                found[1]()
-            del gone, found  # what is to be freed next waits for these
+            self.free(gone)
+            del gone  # what is to be freed next waits for this
 
     def finish(self) -> None:
         """Waits for what is being freed: C code must not run while the program's libraries end."""
         self._gone.put(_END)
         if self._thread is not None:
             self._thread.join()
+        for reference, _, at_end in list(self._frees.values()):
+            if at_end:
+                self.free(reference)
 
 
 _freeing = _Freeing()
-add, remove = _freeing.add, _freeing.remove
+add, remove, free = _freeing.add, _freeing.remove, _freeing.free
 atexit.register(_freeing.finish)
