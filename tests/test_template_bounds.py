@@ -111,6 +111,9 @@ def test_a_rich_template_writes_in_its_child_what_it_writes_here(children):
     assert joined.startswith("<system>Be brief1<user>")
     del template
     gc.collect()
+    end = time.monotonic() + 60
+    while children() and time.monotonic() < end:
+        time.sleep(0.01)  # a thread ends the child
     assert not children()
 
 
