@@ -1,6 +1,7 @@
 """Chat templates that loop, allocate or nest without end are ended; others write what they always wrote."""
 
 import gc
+import time
 
 import psutil
 import pytest
