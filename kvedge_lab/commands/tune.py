@@ -68,6 +68,7 @@ _ABOUT = ("show", "list_all", "remove")
     *options.DEVICES,
     options.KV_TYPE,
     options.KV_ROTATE,
+    options.PARENT,
     options.JSON,
     options.QUIET,
     options.VERBOSE,
@@ -228,6 +229,7 @@ def _race(given: dict[str, Any], cells: list[Cell], seconds: float) -> Iterator[
     from pykvedge.runtime.interrupt import CancelledError, as_event
     from pykvedge.runtime.loaded import borrow
     from pykvedge.runtime.settings import Settings
+    from pykvedge.system import parent
 
     model, mmproj = model_files(given)
     if mmproj is None:
@@ -247,7 +249,7 @@ def _race(given: dict[str, Any], cells: list[Cell], seconds: float) -> Iterator[
         if not given["quiet"]:
             for line in (*material.told, *([f"going on after {kept.spent():.0f} s"] if kept.rows else [])):
                 display.say(f"kvedge: {line}")
-        with as_event(threading.Event()) as cancel:
+        with as_event(threading.Event()) as cancel, parent.watched(given["parent_pid"] or 0, cancel):
             loan = borrow(model, mmproj, settings, display, cancel)
             held.callback(loan.give_back)
             race = Race(loan, settings, material, cells, cells[0], given["target"], seconds, kept, display, cancel)

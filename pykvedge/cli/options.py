@@ -191,6 +191,8 @@ DEVICES = (
     option("--rpc", group=_MACHINE, config=True, default="", metavar="HOST:PORT",
            help="Other machines that run `kvedge rpc-server`, whose devices take layers; several with commas."),
 )  # fmt: skip
+PARENT = option("--parent-pid", group=_MACHINE, type=click.IntRange(1), metavar="PID",
+                help="End with this process, and when stdin ends if that is a pipe.")  # fmt: skip
 KV_TYPE = option(
     "--kv-type", group=_MACHINE, config=True, default="f16", show_default=True, metavar="TYPE",
     shell_complete=completion.of(lambda: NAMES),

@@ -54,8 +54,9 @@ _LOOP = () if sys.platform == "win32" else ("uvloop",)
     option("--max-body", group=_SERVER, metavar="SIZE", help="The most that a request may have. Default: 64MiB."),
     option("--grace", group=_SERVER, type=Number(0, 3600), default=10, show_default=True, metavar="SECONDS",
            help="What answers may take to end after Ctrl-C or SIGTERM."),
-    option("--parent-pid", group=_SERVER, type=click.IntRange(1), metavar="PID",
-           help="End with this process, and when stdin ends if that is a pipe."),
+    options.PARENT,
+    option("--tune", group=_SERVER, config=True, type=Number(0.1, 60 * 24 * 7), metavar="MINUTES",
+           help="Run `kvedge tune` for so long in all while no request is there; the next start takes its plan."),
     option("--max-tokens", "-n", also=("--predict", "--n-predict"), group="Answer", common=True, config=True,
            type=options.Whole(), metavar="N",
            help="Tokens of an answer where a request does not say. Default: as many as there is room for."),
@@ -103,7 +104,8 @@ def serve(**given: Any) -> None:
     chosen = _options(given, server)
     server.check(chosen, plan)
     model, mmproj = model_files(given)
-    plan, line = tuning.taken(given, plan, model)
+    chosen = replace(chosen, tune=tuning.in_idle_time(given, model, mmproj))
+    plan, line = tuning.taken(given, plan, model, hint=given["tune"] is None)
     chosen = replace(chosen, tuned=line)
     display = Display(enabled=not given["quiet"] and not given["verbose"])
     running = options.running(given)

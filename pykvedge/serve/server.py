@@ -32,7 +32,7 @@ from pykvedge.runtime.drafting import check_policy
 from pykvedge.runtime.loaded import LoadedModel
 from pykvedge.runtime.sampling import Sampling
 from pykvedge.runtime.sessionlock import try_lock
-from pykvedge.serve import tools
+from pykvedge.serve import idle, tools
 from pykvedge.serve.app import application
 from pykvedge.serve.asking import Defaults
 from pykvedge.serve.bodies import Bounds
@@ -43,7 +43,7 @@ from pykvedge.serve.pictures import Sources
 from pykvedge.serve.protocol import CONNECTIONS, Protocol
 from pykvedge.serve.scheduler import Scheduler
 from pykvedge.serve.service import Service
-from pykvedge.system import memory
+from pykvedge.system import memory, parent
 from pykvedge.system.version import package_version
 
 if sys.platform == "win32":
@@ -51,7 +51,6 @@ if sys.platform == "win32":
 else:
     from uvloop import run as _run_loop  # a tenth more answers than asyncio's own
 
-_LOOK_S = 1.0  # between two looks at the parent
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^\s/?#@*,]+")
 _LOOPBACK_NAMES = ("localhost", "127.0.0.1", "::1")
 _PARK_PREFIX, _PARK_LOCK = "kvedge-park-", "lock"  # of a server's own folder, and a file in it
@@ -61,7 +60,8 @@ _PARK_PREFIX, _PARK_LOCK = "kvedge-park-", "lock"  # of a server's own folder, a
 class Options:
     """How a server runs. hosts: more names for the Host header. origins: whose pages may ask. park: folder for
     conversations that wait; None: one of the server's own, gone when it ends. grace: seconds that answers may take
-    after a signal. tuned: what is said of the plan, where `kvedge tune` chose it.
+    after a signal. tuned: what is said of the plan, where `kvedge tune` chose it. tune: arguments of `kvedge tune`,
+    which runs in idle time; none: it does not.
     """
 
     host: str = "127.0.0.1"
@@ -80,6 +80,7 @@ class Options:
     parent: int = 0
     strict: bool = False
     tuned: str = ""
+    tune: tuple[str, ...] = ()
 
 
 def check(options: Options, plan: Plan) -> None:
@@ -117,7 +118,8 @@ def serve(model: LoadedModel, plan: Plan, sampling: Sampling, options: Options, 
         try:
             service = _service(scheduler, plan, sampling, options)
             address = _address(listening)
-            with _parent_watched(options.parent, ended):  # before it is told the address: it may end at once
+            # before the parent is told the address: it may end at once
+            with parent.watched(options.parent, ended), idle.tuning(scheduler, options.tune, say):
                 told = {"url": address, "model": service.name, "pid": os.getpid(), "version": package_version()}
                 print(json.dumps(told), flush=True)
                 say(f"{service.name} answers at {address} (Ctrl-C ends it)")
@@ -235,43 +237,6 @@ def _host_names(options: Options, listening: socket.socket) -> frozenset[str]:
     if not is_loopback(options.host):
         return frozenset(name.lower() for name in options.hosts)
     return frozenset({*_LOOPBACK_NAMES, options.host.lower(), *(name.lower() for name in options.hosts)})
-
-
-@contextlib.contextmanager
-def _parent_watched(parent: int, ended: threading.Event) -> Iterator[None]:
-    """Sets the event when the parent ends, or stdin does where it is a pipe of the parent's."""
-    over = threading.Event()
-
-    def watch() -> None:
-        with contextlib.suppress(psutil.Error):  # it has ended since we were told of it
-            process = psutil.Process(parent)
-            while not over.wait(_LOOK_S):
-                if not process.is_running() or process.status() == psutil.STATUS_ZOMBIE:
-                    break
-        ended.set()
-
-    def read() -> None:
-        with contextlib.suppress(OSError, ValueError):
-            while os.read(0, 4096):
-                pass
-        ended.set()
-
-    if parent:
-        threading.Thread(target=watch, daemon=True, name="kvedge-parent").start()
-        if _is_pipe(0):
-            threading.Thread(target=read, daemon=True, name="kvedge-stdin").start()
-    try:
-        yield
-    finally:
-        over.set()
-
-
-def _is_pipe(number: int) -> bool:
-    try:
-        mode = os.fstat(number).st_mode
-    except OSError:
-        return False
-    return stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode)
 
 
 @contextlib.contextmanager
