@@ -114,7 +114,7 @@ class Session(Closing, Conversation):
         started = time.perf_counter()
         self._loan: Loan | None = borrow(model, mmproj, self.settings, self._progress, self.stop)
         self.model, self._openings = self._loan.model, self._loan.caches.openings
-        self._dropped = 0
+        self._dropped: dropped.Reference | None = None
         with undoing(self.close):
             self._vision = Vision(self._loan.encoder, self._loan.caches.images) if self._loan.encoder else None
             self._composer = Composer(self.model, self._vision)

@@ -42,8 +42,8 @@ class _Freeing:
         self._frees[id(reference)] = reference, free, at_end
         return reference
 
-    def remove(self, reference: Reference) -> None:
-        """The owner was closed: nothing is left to free."""
+    def remove(self, reference: Reference | None) -> None:
+        """The owner was closed: nothing is left to free. Does nothing for None."""
         self._frees.pop(id(reference), None)
 
     def free(self, reference: Reference) -> None:
