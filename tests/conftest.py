@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -399,8 +400,23 @@ def saved(tiny, picture_file, native, tmp_path):
     return model, file
 
 
+class Children:
+    """Lists the processes that a test has started and that are there."""
+
+    def __init__(self):
+        self._before = psutil.Process().children()  # other tests may have left one that nobody waited for
+
+    def __call__(self):
+        return [child for child in psutil.Process().children() if child not in self._before]
+
+    def gone(self, seconds=60):
+        """Waits until there are none: a thread ends what was dropped."""
+        end = time.monotonic() + seconds
+        while self() and time.monotonic() < end:
+            time.sleep(0.01)
+        return not self()
+
+
 @pytest.fixture
 def children():
-    """Lists the processes that the test has started and that are there."""
-    before = psutil.Process().children()  # other tests may have left one that nobody waited for
-    return lambda: [child for child in psutil.Process().children() if child not in before]
+    return Children()
