@@ -78,12 +78,11 @@ def _asked(scheduler: Scheduler, seen: int) -> bool:
 def _tune(scheduler: Scheduler, arguments: Sequence[str], over: threading.Event) -> tuple[int, str]:
     """Runs until a request comes, or to the end. Returns the exit code and the last line on stderr. Raises OSError."""
     command = [sys.executable, "-m", "pykvedge", "tune", "--quiet", "--parent-pid", str(os.getpid()), *arguments]
-    # Ctrl-C at the terminal is the server's
-    seen = _ended(scheduler)
-    apart: dict[str, bool] = {} if sys.platform == "win32" else {"start_new_session": True}
+    seen, nothing = _ended(scheduler), subprocess.DEVNULL
     with (
         tempfile.TemporaryFile() as told,
-        subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=told, **apart) as child,
+        # in a session of its own: Ctrl-C at the terminal is the server's
+        subprocess.Popen(command, stdin=subprocess.PIPE, stdout=nothing, stderr=told, start_new_session=True) as child,
     ):
         with contextlib.suppress(psutil.Error):
             psutil.Process(child.pid).nice(_NICE)
