@@ -20,7 +20,7 @@ OPTIONS = ("serve", "--port", "0", "--threads", "1", "--tune", "30")
 QUESTION = [{"role": "user", "content": "Hello"}]
 
 
-def until(question, seconds=60):
+def until(question, seconds=300):
     end = time.monotonic() + seconds
     while not (answer := question()):
         assert time.monotonic() < end
