@@ -3,6 +3,7 @@
 import json
 import math
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -20,6 +21,8 @@ from pykvedge.reference.stages.base import Param
 @pytest.mark.parametrize(("given_", "ratio", "pairs"), [
     (0.2, 0.2, None), ("0.2", 0.2, None), (1.0, 1.0, None), ("1.0", 1.0, None), ("1e-3", 0.001, None),
     (1, None, 1), ("1", None, 1), (128, None, 128), ("128", None, 128), (" 64 ", None, 64),
+    (np.int64(128), None, 128), (np.uint8(1), None, 1),
+    (np.float64(0.2), 0.2, None),
 ])  # fmt: skip
 def test_a_number_with_a_point_is_a_ratio_one_without_counts_pairs(given_, ratio, pairs):
     assert Budget.parse(given_, "budget") == Budget(ratio, pairs)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import operator
+from contextlib import suppress
 from dataclasses import dataclass
 from decimal import Decimal
 from typing import Any
@@ -13,11 +15,16 @@ LARGEST_COUNT = 2**31 - 1  # the library counts tokens in 32 bits
 
 
 def _number(value: Any) -> int | float | None:
-    """Reads an int from an int or a text without point and exponent, and a float from others; None is no number."""
+    """Reads an int from an integer (also NumPy's) or a text without point and exponent, and a float from others.
+
+    None is no number.
+    """
     if isinstance(value, (bool, complex)):
         return None
+    with suppress(TypeError):
+        return operator.index(value)
     try:
-        if isinstance(value, int) or (isinstance(value, str) and not set(value) & set(".eE")):
+        if isinstance(value, str) and not set(value) & set(".eE"):
             return int(value)
         number = float(value)
     except (TypeError, ValueError):
