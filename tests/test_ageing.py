@@ -184,7 +184,7 @@ def test_many_images(native, tiny, picture_file, reads, tmp_path, n):
 
 def test_limits_are_in_session_files(talk, tmp_path):
     session = talk()
-    session.demote(1, 5)
+    session.demote(np.int64(1), np.int64(5))
     session.forget_image(2)
     file = tmp_path / "s.kvs"
     session.save(file, whole=True)  # which takes the answer back
@@ -217,7 +217,7 @@ def test_what_cannot_be_is_refused_in_a_line(talk, native):
     for image in (0, 4, True, "1"):
         with pytest.raises(UsageError, match="there is no image"):
             session.demote(image, 0.1)
-    for budget in (-1, float("nan"), "all", True):
+    for budget in (-1, float("nan"), "all", True, 2.5):  # 2.5 is neither a share nor a number of pairs
         with pytest.raises(UsageError, match="budget of an image"):
             session.demote(1, budget)
     for settings in ({"age": 1.0, "keep": "ram"}, {"age": -0.1, "keep": "ram"}, {"age": 0.5}):

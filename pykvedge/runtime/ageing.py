@@ -6,12 +6,14 @@ Whole rows stay behind the kept ones (settings.Keep), so nothing is read again w
 from __future__ import annotations
 
 import math
+import numbers
 
 import numpy as np
 
-from pykvedge.errors import UsageError
+from pykvedge.errors import BudgetError, UsageError
 from pykvedge.library import libkvedge
 from pykvedge.library.libkvedge import Cache
+from pykvedge.plans.amounts import LARGEST_COUNT, Amount
 from pykvedge.plans.making import plan as make_plan
 from pykvedge.plans.plan import Plan
 from pykvedge.plans.plugins import table
@@ -62,7 +64,7 @@ class Ages:
         The choice is made again at once; nothing is read. image: from 1 on. Raises UsageError, StateError.
         """
         images = self._sequence.images
-        if isinstance(image, bool) or not isinstance(image, int) or not 1 <= image <= len(images):
+        if isinstance(image, bool) or not isinstance(image, numbers.Integral) or not 1 <= image <= len(images):
             raise UsageError(f"there is no image {image!r:.20} in the conversation, which has {len(images)}")
         before = images[image - 1]
         self._sequence.limit_image(image - 1, _pairs(budget, before.last - before.first), budget is not None)
@@ -137,6 +139,7 @@ class Ages:
 def _pairs(budget: float | int | None, n_tokens: int) -> int:
     if budget is None:
         return _FREE
-    if isinstance(budget, bool) or not isinstance(budget, (int, float)) or not 0 <= budget < 2**31:
-        raise UsageError(f"the budget of an image is a share of its tokens or a number of pairs, not {budget!r:.40}")
-    return budget if isinstance(budget, int) else math.ceil(min(budget, 1.0) * n_tokens)
+    amount = Amount.parse(budget, "the budget of an image")
+    if not 0 <= amount.value <= (1.0 if amount.pairs is None else LARGEST_COUNT):
+        raise BudgetError(f"the budget of an image is a share of its tokens up to 1.0 or a number of pairs, not {amount}")
+    return amount.pairs if amount.pairs is not None else math.ceil((amount.ratio or 0.0) * n_tokens)
