@@ -141,5 +141,5 @@ def _pairs(budget: float | int | None, n_tokens: int) -> int:
         return _FREE
     amount = Amount.parse(budget, "the budget of an image")
     if not 0 <= amount.value <= (1.0 if amount.pairs is None else LARGEST_COUNT):
-        raise BudgetError(f"the budget of an image is a share of its tokens up to 1.0 or a number of pairs, not {amount}")
+        raise BudgetError(f"the budget of an image is a share up to 1.0 or a number of pairs, not {amount}")
     return amount.pairs if amount.pairs is not None else math.ceil((amount.ratio or 0.0) * n_tokens)
