@@ -214,6 +214,30 @@ def test_a_prompt_that_waits_for_its_compression_is_not_saved(tiny, native, tmp_
         session.save(tmp_path / "s.kvs")
 
 
+@pytest.mark.parametrize("n_ctx", [300, 256])
+def test_a_full_conversation_is_forked_saved_and_loaded_with_its_own_settings(tiny, native, tmp_path, n_ctx):
+    full = Sampling(max_tokens=1000, logit_bias={2: -np.inf})  # no end
+    with tiny("llama").session(pykvedge.plan("h2o"), n_ctx=n_ctx) as session:
+        assert say(session, "Hello", sampling=full).finish == "context"
+        assert session.engine.sequence.n_cells == n_ctx == session.engine.context.n_ctx
+        with session.fork() as other, pytest.raises(ContextError, match=f"only 0 of the context of {n_ctx}"):
+            other.ask("More")
+        session.save(tmp_path / "s.kvs")
+        session.load(tmp_path / "s.kvs")
+        assert session.in_cache and session.engine.room == 0
+
+
+def test_a_file_that_does_not_fit_leaves_the_conversation(saved):
+    model, file = saved
+    with model.session(n_ctx=30) as session:
+        say(session, "Hello")
+        before = state(session)
+        with pytest.raises(ContextError, match="raise --ctx"):
+            session.load(file)
+        assert session.in_cache
+        assert_same(state(session), before)
+
+
 def test_other_models_types_and_contexts_are_refused(saved, tiny, native):
     model, file = saved
     with tiny("llava", seed=3).session() as session, pytest.raises(SessionFileError, match="another model"):

@@ -307,7 +307,7 @@ def _bytes(out: Repetition, model: Model, driver: Driver) -> None:
         out.peak_bytes = driver.cache.stats().peak_bytes
         return
     # llama.cpp allocates for the whole context at once and does not tell how much; f16 is its default
-    out.full_bytes = out.kept_bytes = out.peak_bytes = model.kv_bytes_per_token(2) * driver.context.n_ctx
+    out.full_bytes = out.kept_bytes = out.peak_bytes = model.kv_bytes_per_token(2) * driver.context.n_made
 
 
 def figures(repetition: Repetition) -> dict[str, Any]:

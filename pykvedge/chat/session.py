@@ -402,6 +402,7 @@ class Session(Closing, Conversation):
         plan = note.plan if plan is None else plan
         self.check_plan(plan)
         self.check_drafts(plan)
+        self.engine.check_holds(note, os.fsdecode(path))
         self.forget()
         started = time.perf_counter()
         self.engine.load(path, model, note, plan)

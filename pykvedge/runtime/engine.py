@@ -282,11 +282,16 @@ class Engine:
         """Makes a new context in which a snapshot goes on. Raises what make_room raises, and SessionFileError."""
         self._fill(note, plan, "a fork", len(at.rows), lambda cache: self.sequence.restore(at, model))
 
-    def _fill(self, note: Note, plan: Plan, name: str, n_bytes: int, fill: Callable[[libkvedge.Cache], None]) -> None:
-        self.close()
+    def check_holds(self, note: Note, name: str) -> int:
+        """Returns the tokens of a context in which a saved conversation goes on. Raises ContextError."""
         n_ctx = self._settings.n_ctx or note.n_ctx
-        if note.n_cells >= n_ctx:
+        if note.n_cells > n_ctx:
             raise ContextError(f"{name} holds {note.n_cells} tokens, the context {n_ctx}; raise --ctx")
+        return n_ctx
+
+    def _fill(self, note: Note, plan: Plan, name: str, n_bytes: int, fill: Callable[[libkvedge.Cache], None]) -> None:
+        n_ctx = self.check_holds(note, name)
+        self.close()
         memory.require(n_bytes, name, "close other programs")
         self._open(ContextSize(n_ctx, max(note.n_ubatch, 1), self._settings.storage), plan)
         with undoing(self.close):

@@ -137,6 +137,7 @@ class Context:
             kind = OutOfMemoryError if "alloc" in why or "memory" in why else KvedgeError
             raise kind(f"a context of {size.n_ctx} tokens cannot be made: {why}; lower --ctx")
         self._begin()
+        self.n_ctx = min(self.n_ctx, size.n_ctx)
 
     @classmethod
     def lent(cls, handle: Any, vocabulary: Vocabulary) -> Context:
@@ -150,7 +151,7 @@ class Context:
     def _begin(self) -> None:
         llama = self.llama
         self.n_batch = llama.llama_n_batch(self.handle)
-        self.n_ctx = llama.llama_n_ctx(self.handle)
+        self.n_ctx = self.n_made = llama.llama_n_ctx(self.handle)  # llama.cpp makes a multiple of 256
         self.n_ubatch = llama.llama_n_ubatch(self.handle)
         self.at = Place()
         self.takes_gaps = False  # between positions, which llama.cpp refuses where it holds keys and values itself

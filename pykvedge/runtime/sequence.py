@@ -290,7 +290,7 @@ class Sequence(Place):
         """Measures the KV memory, right after compress."""
         cache, kv_type = self._driver.cache, KvType.parse(self._driver.size.kv_type)
         if cache is None:  # llama.cpp allocates for the whole context at once
-            n = self._driver.model.kv_bytes_per_token(kv_type.plain.bytes_per_value) * self._driver.context.n_ctx
+            n = self._driver.model.kv_bytes_per_token(kv_type.plain.bytes_per_value) * self._driver.context.n_made
             return Kv(n, n, n)
         stats, held = cache.stats(self.number), self.pairs_held()
         # a prompt whose budget covers it is not compressed, and leaves the figures of the last compression alone
