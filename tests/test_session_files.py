@@ -15,7 +15,7 @@ from contexts import TinyContext, random_tokens
 from conversations import LONG, PLANS, SHORT, WORDS, a_plan, fingerprint_of, say
 
 import pykvedge
-from pykvedge.errors import ContextError, SessionFileError, StateError, UnsupportedError, UsageError
+from pykvedge.errors import ContextError, ImageError, SessionFileError, StateError, UnsupportedError, UsageError
 from pykvedge.runtime.interrupt import CancelledError
 from pykvedge.runtime.sampling import Sampling
 from pykvedge.runtime.sessionfile import fingerprint
@@ -225,6 +225,22 @@ def test_a_full_conversation_is_forked_saved_and_loaded_with_its_own_settings(ti
         session.save(tmp_path / "s.kvs")
         session.load(tmp_path / "s.kvs")
         assert session.in_cache and session.engine.room == 0
+
+
+@pytest.mark.parametrize("settings", [{}, {"keep": "ram"}, {"undo": True}])
+def test_a_message_that_is_refused_before_it_is_read_costs_no_cache(saved, picture_file, settings):
+    model, file = saved
+    with model.session(n_ctx=400, **settings) as session:
+        session.load(file)  # without pixels: it cannot be read again
+        say(session, "And this?", [picture_file()])
+        before = state(session)
+        with pytest.raises(ContextError, match="of the context of 400"):
+            session.ask("word " * 500)
+        with pytest.raises(ImageError):
+            session.ask("This?", ["nowhere.png"])
+        assert session.in_cache
+        assert all(state(session)[name] == before[name] for name in ("tokens", "messages", "place"))
+        assert say(session, "And why?").text
 
 
 def test_a_file_that_does_not_fit_leaves_the_conversation(saved):

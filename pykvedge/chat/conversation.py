@@ -51,6 +51,7 @@ class Conversation(Single):
         self.messages: list[Message] = []
         self.pending: list[int] = []  # generated, but not yet read back into the cache
         self.in_cache = False  # whether the cache holds the conversation so far
+        self.touched = False  # whether the message that was put last has changed the cache
         self.last_report: Report | None = None
         self.guard = Guard("session", over="the session is closed")
         self.stop = Stop(cancel, self.guard)
@@ -101,6 +102,7 @@ class Conversation(Single):
 
     def read(self, report: Report) -> None:
         """Brings the conversation into the cache, compresses what was added, and measures."""
+        self.touched = not self.in_cache
         if not self.in_cache:
             if any(not p.n_bytes for m in self.messages for p in m.pictures):
                 raise StateError(
@@ -152,6 +154,7 @@ class Conversation(Single):
         spent.encode_s += _timed(lambda: engine.encode(pieces, self._progress, self.stop))
         report.tokens.add(pieces)  # a pruner may leave less than it was allowed
         report.rss.before_prefill_bytes = report.rss.before_prefill_bytes or memory.rss_bytes()
+        self.touched = True
         spent.prefill_s += _timed(lambda: engine.prefill(pieces, self._progress, self.stop))
         spent.prefill_s -= engine.sequence.replay_s
         spent.replay_s += engine.sequence.replay_s
@@ -239,6 +242,7 @@ class Conversation(Single):
     def _read_on(self, pieces: Iterator[Piece], report: Report) -> None:
         first = stream.beginning(pieces)
         self.engine.make_room(first, self.plan)
+        self.touched = True
         self.engine.pace.read(itertools.chain(first, pieces), self._progress, self.stop, report.tokens)
 
     def measure_stream(self, report: Report) -> None:

@@ -168,14 +168,13 @@ class Session(Closing, Conversation):
             if signals.pending():
                 raise CancelledError
         except BaseException:
-            # whatever the cache holds now, the next message starts from the copy, or from the conversation's text
             generation.close()
             self.messages.pop()
-            if before.mark is None:
-                self.forget()
-            else:
+            if before.mark is not None:
                 with suppress(KvedgeError):
                     self._return_to(before)
+            elif self.touched:  # the next message starts from the conversation's text
+                self.forget()
             raise
         self._load_s, self._before = 0.0, before
         if self._dropped_whole:
