@@ -84,3 +84,27 @@ def test_a_task_that_is_cancelled_while_the_prompt_is_read_takes_the_message_bac
 
     with files.session(progress=progress) as session:
         asyncio.run(both())
+
+
+def test_a_second_task_is_refused_while_the_first_has_an_answer(files):
+    """Between two pieces no thread is in the session, and yet the answer is not at its end."""
+
+    async def both():
+        with files.session() as session:
+            first = session.aask("Hello there", (), LONG)
+            said = await anext(first)
+            with pytest.raises(pykvedge.StateError, match="another task"):
+                await asyncio.ensure_future(text_of(session, "And now?", (), LONG))
+            said += "".join([piece async for piece in first])
+            assert session.last_report.text == said and session.last_report.finish in ("length", "end")
+            assert await asyncio.ensure_future(text_of(session, "And now?", (), LONG))
+
+            async def left():
+                async for _ in session.aask("And then?", (), LONG):
+                    return  # the loop closes what was left
+
+            await asyncio.ensure_future(left())
+            assert await asyncio.ensure_future(text_of(session, "And at last?", (), LONG))
+            assert [m.role for m in session.messages] == ["user", "assistant"] * 4
+
+    asyncio.run(both())

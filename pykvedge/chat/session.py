@@ -46,6 +46,9 @@ from pykvedge.system import dropped, signals
 from pykvedge.system.guard import Closing, one_thread, undoing
 
 if TYPE_CHECKING:
+    import asyncio
+    from typing import Any
+
     from typing_extensions import Unpack
 
     from pykvedge.models.images import ImageSources
@@ -79,6 +82,7 @@ class Session(Closing, Conversation):
     """
 
     instead = "fork() makes another that stands where it does"
+    _asking: asyncio.Task[Any] | None = None  # has an answer of aask
 
     @signals.held()
     def __init__(
@@ -200,18 +204,26 @@ class Session(Closing, Conversation):
 
         The report is `last_report` afterwards. The answer ends where the task is cancelled or the loop is left; what
         was said stays in the conversation, which goes on with the next message. A prompt that is cancelled while it is
-        read leaves the conversation as it was.
+        read leaves the conversation as it was. Another task that asks before the answer has ended gets StateError.
         """
+        import asyncio  # 40 ms, for those who use it
+
+        task, other = asyncio.current_task(), self._asking
+        if self.answer is not None and other is not None and other is not task and not other.done():
+            raise StateError("another task is using this session; wait until it is done, or give each task its own")
+        self._asking = task
         answer = await self._apart(self.ask, prompt, images, sampling)
         try:
             while (piece := await self._apart(next, answer, None)) is not None:
                 yield piece
         finally:
             answer.close()
+            if self._asking is task:
+                self._asking = None
 
     async def _apart(self, call: Callable[P, R], *given: P.args, **named: P.kwargs) -> R:
         """Runs a call in a thread. Where the task is cancelled, the call is ended and waited for."""
-        import asyncio  # 40 ms, for those who use it
+        import asyncio
 
         work = asyncio.ensure_future(asyncio.to_thread(call, *given, **named))
         try:
