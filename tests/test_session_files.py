@@ -298,3 +298,11 @@ def test_a_sequence_loads_beside_another(tiny, native, tmp_path):
         assert context.held(1) == context.held(0)
         with pytest.raises(UsageError, match="no sequence 2"):
             cache.load(name, "m", sequence=2)
+
+
+def test_a_method_that_reads_a_prompt_twice_reads_a_loaded_answer_twice(tiny, native, tmp_path):
+    """What is kept of the answer and of the next message is what is kept without a file between them."""
+    plan, turns = pykvedge.plan("kvzip", 0.3), [(WORDS, (), LONG), ("And this? " * 9, (), SHORT), ("Why?", (), SHORT)]
+    expected, _ = go_on_after(tiny("llama"), plan, turns, tmp_path / "s.kvs", ())
+    found, _ = go_on_after(tiny("llama"), plan, turns, tmp_path / "s.kvs", (1, 2))
+    assert_same(found, expected)

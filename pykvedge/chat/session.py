@@ -453,7 +453,8 @@ class Session(Closing, Conversation):
             sequence.take_back()
         context, unread, images = self.engine.context, list(sequence.unread), list(sequence.images)
         place = context.n_ctx, context.n_ubatch, sequence.n_past, sequence.n_cells, sequence.held
-        return Note(self.plan, self.settings.kv_type, *place, self.pending, self.messages, unread, images, whole)
+        said = self.pending, self.messages, unread, images, sequence.passage.tokens()
+        return Note(self.plan, self.settings.kv_type, *place, *said, whole)
 
     def close(self) -> None:
         """Frees everything but a model that was loaded apart, as soon as a thread that is in a call has left it.

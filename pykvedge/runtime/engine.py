@@ -272,8 +272,8 @@ class Engine:
 
         def fill(cache: libkvedge.Cache) -> None:
             cache.load(encoded(path), model)
-            unread, images = tuple(note.unread), tuple(note.images)
-            at = Snapshot(b"", note.n_past, note.n_cells, held=note.held, unread=unread, images=images)
+            lists = {name: tuple(getattr(note, name)) for name in ("unread", "images", "answer")}
+            at = Snapshot(b"", note.n_past, note.n_cells, held=note.held, **lists)
             self.sequence.stand(at, name)
 
         self._fill(note, plan, name, Path(name).stat().st_size, fill)

@@ -40,6 +40,7 @@ class Note:
     messages: list[Message] = field(default_factory=list)
     unread: list[int] = field(default_factory=list)  # of the answer, taken back to be read again over whole rows
     images: list[ImageSpan] = field(default_factory=list)  # in the cache, and what each may keep
+    answer: list[int] = field(default_factory=list)  # in the cache, where a second pass is to read it again
     whole: bool = field(default=False, compare=False)  # whether the file has whole rows, which is not in the note
 
     def encode(self) -> bytes:
@@ -47,7 +48,7 @@ class Note:
         data: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "whole"}
         # older versions refuse a file with several pending tokens, which would miss them
         data["pending"], data["unread"] = [*self.unread, *self.pending], len(self.unread)
-        for name in ("unread", "images"):
+        for name in ("unread", "images", "answer"):
             if not data[name]:
                 del data[name]
         data["plan"] = self.plan.to_json()
@@ -77,6 +78,7 @@ class Note:
                 messages=messages,
                 unread=tokens[:n_unread],
                 images=[ImageSpan.of(one) for one in given.get("images", ())],
+                answer=[_count(t) for t in given.get("answer", ())],
             )
         except (KeyError, TypeError, ValueError, AttributeError, RecursionError, KvedgeError) as error:
             raise ValueError(str(error)) from None
