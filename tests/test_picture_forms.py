@@ -47,6 +47,7 @@ FORMS = {
     "bytes": lambda: png(),
     "bytearray": lambda: bytearray(png()),
     "memoryview": lambda: memoryview(png()),
+    "memoryview of every second byte": lambda: memoryview(b"".join(bytes([b, 0]) for b in png()))[::2],
     "file": lambda: io.BytesIO(png()),
     "file at its end": lambda: at_its_end(png()),
     "stream": lambda: OnlyReads(png()),

@@ -136,7 +136,7 @@ def load_picture(source: ImageSource, name: str | None = None, seen: int = 0) ->
     if isinstance(source, (str, os.PathLike)):
         return _from_path(source, seen)
     if isinstance(source, (bytes, bytearray, memoryview)):
-        return _from_file(io.BytesIO(source), what, what, seen)
+        return _from_file(io.BytesIO(bytes(source)), what, what, seen)  # of any layout
     if isinstance(source, np.ndarray):
         return _from_array(source, what)
     if isinstance(source, Image.Image):
