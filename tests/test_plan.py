@@ -80,6 +80,12 @@ def test_settings_change_a_method():
     assert made.recent == Amount(pairs=8) and made.sinks == 4 and not made.text_prior
     assert made.with_(sinks=2).sinks == 2
     assert made.method == "lookm"
+    with pytest.raises(UsageError, match="plan of another method"):  # it would have the name alone
+        made.with_(method="h2o")
+    with pytest.raises(UnknownNameError, match="did you mean 'budget'"):
+        made.with_(bugdet=0.3)
+    with pytest.raises(UnknownNameError, match="in params"):
+        made.with_(**{"scorer.window": 8})
 
 
 @pytest.mark.parametrize("settings", [{}, {"scorer.text": 5}, {"reducer.reach": 0.7}, {"reducer": "evict"}])

@@ -205,7 +205,16 @@ class Plan:
         return cls(**data)
 
     def with_(self, **changes: Any) -> Plan:
-        """Returns a copy with some fields replaced; a budget brings along the settings that the method has there."""
+        """Returns a copy with some fields replaced; a budget brings along the settings that the method has there.
+
+        The method stays: another one has other stages. Raises UnknownNameError, BudgetError or UsageError.
+        """
+        known = {f.name for f in fields(self)}
+        for name in changes:
+            if name not in known:
+                raise unknown("plan field", name, known, ["settings of stages are in params"] if "." in name else [])
+        if changes.get("method", self.method) != self.method:
+            raise UsageError("with_ changes settings of a method; pykvedge.plan makes the plan of another method")
         if "budget" in changes and "params" not in changes:
             budget = Budget.parse(changes["budget"], "budget")
             members = {stage: getattr(self, stage) for stage in STAGES}
