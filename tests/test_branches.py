@@ -222,3 +222,13 @@ def test_the_copy_takes_what_the_cache_takes_and_goes_with_the_conversation(tiny
         say(session, "And?")
         session.clear()
         assert session.undo_bytes == 0
+
+
+def test_a_retry_with_what_cannot_be_used_takes_nothing_back(tiny, native):
+    with tiny("llama").session(a_plan("merged"), undo=True) as session:
+        say(session, WORDS)
+        before = place(session)
+        for wrong in (5, Sampling(grammar="root ::= number"), Sampling(logit_bias={10**6: 1.0})):
+            with pytest.raises(UsageError):
+                session.retry(wrong)
+        assert place(session) == before and session.retry(SHORT).read()

@@ -39,7 +39,7 @@ from pykvedge.runtime.engine import Engine, Mark
 from pykvedge.runtime.generation import Generation
 from pykvedge.runtime.loaded import LoadedModel, Loan, borrow, path_of, with_encoder
 from pykvedge.runtime.report import Drafts, ModelFacts, Report, Time
-from pykvedge.runtime.sampling import Sampling
+from pykvedge.runtime.sampling import Sampling, checked_sampling
 from pykvedge.runtime.sessionfile import Note, encoded, fingerprint, read_note
 from pykvedge.runtime.settings import Settings
 from pykvedge.system import dropped, signals
@@ -157,9 +157,7 @@ class Session(Closing, Conversation):
         check_places(prompt, len(pictures))
         if not prompt.strip() and not pictures:
             raise UsageError("the prompt is empty; write a question")
-        sampling = Sampling() if sampling is None else sampling
-        if not isinstance(sampling, Sampling):
-            raise UsageError(f"sampling must be a Sampling, not {sampling!r:.40}")
+        sampling = checked_sampling(sampling)
         report = Report(self.plan.method, self.plan.budget.value, time=Time(load_s=self._load_s), model=self._facts)
         report.drafts = Drafts() if self.settings.drafts else None
         generation = Generation(self.model, sampling, report)
@@ -291,6 +289,8 @@ class Session(Closing, Conversation):
     @one_thread
     def retry(self, sampling: Sampling | None = None) -> Answer:
         """Takes the last message back and puts it again, under the plan of now. Raises what undo and ask raise."""
+        _ = self.engine  # raises after close
+        Generation(self.model, checked_sampling(sampling), Report("", 0)).close()  # raises while the message is there
         message = self.undo()
         return self.ask(message.text, message.pictures, sampling)
 

@@ -107,6 +107,13 @@ class Sampling:
         return self.repeat_last_n > 0 and penalties != (1.0, 0.0, 0.0)
 
 
+def checked_sampling(given: Sampling | None) -> Sampling:
+    """Returns the sampling itself, or the default one for None. Raises UsageError for what is no sampling."""
+    if given is not None and not isinstance(given, Sampling):
+        raise UsageError(f"sampling must be a Sampling, not {given!r:.40}")
+    return Sampling() if given is None else given
+
+
 def _check_bias(biases: object) -> None:
     if not isinstance(biases, Mapping):
         raise UsageError(f"logit_bias must map tokens to numbers, not {biases!r:.40}")
