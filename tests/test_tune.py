@@ -206,6 +206,10 @@ def test_the_stored_plan_is_taken_where_nobody_names_a_method(home):
             answer = session.ask("What is the code?", SCENE)
             "".join(answer)
             assert session.plan == chosen and any("tuned: snapkv at 0.25" in note for note in answer.report.notes)
+        with pykvedge.Session(loaded) as session:
+            session.set_plan(pykvedge.plan("h2o"))
+            answer = session.ask("What is the code?", SCENE)
+            assert answer.report.method == "h2o" and not any("tuned" in note for note in answer.report.notes)
         with pykvedge.Session(loaded, plan=pykvedge.plan("h2o")) as session:
             assert session.plan.method == "h2o"
     assert tuned.unnamed(MODEL, 0.1)[0] == pykvedge.plan("snapkv", 0.1)

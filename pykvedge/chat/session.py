@@ -337,7 +337,7 @@ class Session(Closing, Conversation):
         self.check_drafts(plan)
         self._end_answer()
         self.engine.set_plan(plan)
-        self.plan = plan
+        self.plan, self._tuned = plan, ""
 
     @one_thread
     def demote(self, image: int, budget: float | int) -> None:
@@ -419,6 +419,7 @@ class Session(Closing, Conversation):
         self.engine.load(path, model, note, plan)
         self._load_s += time.perf_counter() - started
         self.plan, self.messages, self.pending, self.in_cache = plan, note.messages, note.pending, True
+        self._tuned = ""
         self.last_report, self._dropped_whole = None, note.whole and self.settings.keeping is None
 
     @one_thread
