@@ -10,6 +10,7 @@ import pykvedge
 from pykvedge.errors import ContextError, StateError, UsageError
 from pykvedge.library import libkvedge
 from pykvedge.runtime.interrupt import CancelledError
+from pykvedge.runtime.report import DeviceWork
 from pykvedge.runtime.sampling import Sampling
 
 OTHER = "Something else altogether, which the conversation is better off without. " * 3
@@ -232,3 +233,14 @@ def test_a_retry_with_what_cannot_be_used_takes_nothing_back(tiny, native):
             with pytest.raises(UsageError):
                 session.retry(wrong)
         assert place(session) == before and session.retry(SHORT).read()
+
+
+def test_a_compression_after_an_undo_is_reported_as_one(tiny, native, monkeypatch):
+    """What a device did is told of the message's own compression; a copy of a sequence counts compressions anew."""
+    work = DeviceWork(compressed=True)
+    monkeypatch.setattr("pykvedge.runtime.sequence.device_work", lambda cache, sequence: work)
+    with tiny("llama").session(a_plan("merged"), undo=True) as session:
+        for text in (WORDS, OTHER, OTHER):
+            assert say(session, text).kv.device is work
+        session.undo()
+        assert say(session, OTHER).kv.device is work

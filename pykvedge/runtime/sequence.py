@@ -391,6 +391,8 @@ class Sequence(Place):
         """Becomes a copy of another sequence of the same context."""
         self._driver.context.copy(other.number, self.number)
         vars(self).update(vars(other), number=self.number, passage=Passage(other.passage.pieces))
+        if self._driver.cache is not None:  # a copy counts its own
+            self._n_compressions = self._driver.cache.stats(self.number).n_compressions
         self.answered, self.unread, self.images = list(other.answered), list(other.unread), list(other.images)
 
     def drop(self) -> None:
