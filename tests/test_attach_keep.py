@@ -134,3 +134,14 @@ def test_what_cannot_be_kept_is_refused(native, tiny, tmp_path):
         with pytest.raises(UsageError, match="a second time"):
             attached.set_plan("kvzip", 0.3)
         assert attached.plan.method == "snapkv"
+
+
+def test_one_token_more_belongs_to_the_prompt(native, tiny, turns):
+    """A request may add a single token, as one that goes on with an answer of one token does."""
+    files, plan = tiny("llama"), plan_of("snapkv")
+    prompt = turns(files, plan)[0].tokens
+    with llama(files, plan, kept=RAM) as (llm, attached), llama(files, plan) as (fresh, attached_fresh):
+        for asked in (prompt, [*prompt, 7], [*prompt, 8], [*prompt, 8, 9]):
+            answer, kept = complete(llm, asked), held(attached._cache)
+            fresh.reset()
+            assert (complete(fresh, asked), held(attached_fresh._cache)) == (answer, kept)

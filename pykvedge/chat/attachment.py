@@ -165,6 +165,8 @@ class Attachment:
         if (whole := self._whole_tokens()) and same >= whole and len(tokens) > whole:
             n = self._take_back(whole)
             same = min(same, n)
+        if self._cache.keeps and len(tokens) - n == 1 and history.knows(n):
+            n = same = 0  # a token that comes alone is an answer's, and nothing would be chosen over whole rows
         fresh = len(tokens) > n or not getattr(llm, "_requires_eval", True)
         if n == 0 or same < n or not fresh or history.failed:
             reads, requests = history.before(same)
