@@ -63,6 +63,14 @@ def test_other_colour_spaces(tmp_path, mode):
         assert abs(int(pixels(picture)[0, 0, 0]) - 40000 // 257) <= 1
 
 
+def test_a_transparent_grey_of_16_bits_becomes_white_alone(tmp_path):
+    grey = np.full((8, 8), 40000, dtype=np.uint16)
+    grey[:, :4] = 5140
+    Image.fromarray(grey).save(tmp_path / "a.png", transparency=5140)
+    row = pixels(load_picture(tmp_path / "a.png"))[0, :, 0].tolist()
+    assert row == [255] * 4 + [40000 // 257] * 4
+
+
 def test_the_first_frame_of_an_animation(tmp_path):
     frames = [Image.new("RGB", (8, 8), colour) for colour in ("red", "blue")]
     frames[0].save(tmp_path / "a.gif", save_all=True, append_images=frames[1:])

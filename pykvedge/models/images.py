@@ -314,10 +314,13 @@ def _check_size(what: str, width: int, height: int) -> None:
 
 
 def _on_white(image: PillowImage) -> PillowImage:
-    if image.mode in ("RGBA", "LA", "PA", "RGBa") or "transparency" in image.info:
+    clear = image.info.get("transparency")
+    if image.mode.startswith("I"):  # 16-bit grey: convert() would clip instead of scale
+        deep = np.asarray(image.convert("I"))
+        grey = np.clip(deep // 257, 0, 255).astype(np.uint8)
+        return Image.fromarray(grey if clear is None else np.where(deep == clear, np.uint8(255), grey)).convert("RGB")
+    if image.mode in ("RGBA", "LA", "PA", "RGBa") or clear is not None:
         image = image.convert("RGBA")
         white = Image.new("RGBA", image.size, (255, 255, 255, 255))
         return Image.alpha_composite(white, image).convert("RGB")
-    if image.mode.startswith("I"):  # 16-bit grey: convert() would clip instead of scale
-        return image.convert("I").point(lambda value: value / 257).convert("L").convert("RGB")
     return image.convert("RGB")
