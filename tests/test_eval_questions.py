@@ -54,6 +54,15 @@ def test_each_question_is_answered_as_if_it_were_alone(native):
         assert len(kept) == 1
 
 
+@pytest.mark.parametrize("compress", ["prompt", "context", "conversation"])
+def test_a_text_before_the_picture_is_read_with_its_own_question(native, compress):
+    texts = ("<image>\nWhat is the code?", "How many circles are there? <image> Say the number.")
+    samples = [replace(one, lines=(replace(one.lines[0], text=text),))
+               for one, text in zip(asked(2), texts, strict=True)]  # fmt: skip
+    together = without_time(run(samples, CELLS[:1], compress=compress))
+    assert together == without_time(run([replace(one, context="") for one in samples], CELLS[:1], compress=compress))
+
+
 def test_the_whole_budget_is_the_full_cache(native):
     rows = run(asked(2), [Cell("all", pykvedge.plan("snapkv", 1.0))], compress="context")
     for one in asked(2):

@@ -17,6 +17,7 @@ from kvedge_lab.eval.tasks import Sample
 from kvedge_lab.jsonlines import SaveError
 from kvedge_lab.progress import Steps
 from pykvedge.errors import ContextError, ImageError, KvedgeError, UsageError
+from pykvedge.models.prompt import IMAGE, PLACE
 from pykvedge.models.vision import Vision
 from pykvedge.plans.making import plan
 from pykvedge.runtime.interrupt import CancelledError, stop_if_set
@@ -104,13 +105,18 @@ def evaluate(
 
 
 def _together(todo: list[Todo], compress: str) -> list[list[Todo]]:
-    """Puts questions about a context together that follow each other: what comes before them is read once for all."""
+    """Puts questions about a context together that follow each other: what comes before them is read once for all.
 
-    def context(one: Todo) -> str:
+    A text before the last image is a part of that, too.
+    """
+
+    def context(one: Todo) -> tuple[str, str]:
         sample, _ = one
         as_one = compress == CONVERSATION or len(sample.lines) == 1
         shared = compress == CONTEXT or (as_one and any(line.images for line in sample.lines))
-        return (sample.context if shared else "") or sample.id
+        text = sample.lines[-1].text
+        ends = [found.end() for found in PLACE.finditer(text) if found[0] == IMAGE]
+        return (sample.context if shared else "") or sample.id, text[: max(ends, default=0)]
 
     return [list(found) for _, found in groupby(todo, key=context)]
 
