@@ -101,6 +101,13 @@ def test_jsonl(folder):
     assert [s.id for s in load(path, limit=2)] == ["own:1", "own:b"]
 
 
+def test_a_text_may_hold_other_ends_of_lines(tmp_path):
+    said = {"question": "one\u2028two\x85three", "answer": "yes"}
+    (tmp_path / "own.jsonl").write_text(json.dumps(said, ensure_ascii=False) + "\r\n", encoding="utf-8")
+    [sample] = load(tmp_path / "own.jsonl")
+    assert sample.lines[0].text == said["question"]
+
+
 GOOD = {"question": "What?", "answer": "This.", "images": ["images/0.png"]}
 
 
@@ -115,6 +122,8 @@ GOOD = {"question": "What?", "answer": "This.", "images": ["images/0.png"]}
         ({"metric": "bleu"}, "unknown metric 'bleu'"),
         ({"metric": "choice"}, "'choices' belong to"),
         ({"choices": [1]}, "'choices' must be a list of texts"),
+        ({"choices": ["That.", "Those."]}, "the answer 'This.' is none of the choices"),
+        ({"choices": ["This.", "This. "]}, "two of the 'choices' are the same"),
         ({"max_tokens": 0}, "'max_tokens' must be"),
         ({"messages": []}, "not both"),
         ({"question": 5}, "'question' must be a text, not 5"),

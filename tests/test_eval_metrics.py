@@ -90,6 +90,15 @@ def test_a_reference_may_be_the_text_or_the_letter_of_its_choice():
     assert metrics.choice_match("x7", "x7", many) == 1 and metrics.chosen("h", many) is None
 
 
+@pytest.mark.parametrize("right", [0, 1])
+def test_choices_that_differ_in_signs_alone_are_told_apart(right):
+    choices = ["+5", "-5"]
+    for answer in (choices[right], "AB"[right], f"{'AB'[right]}. {choices[right]}"):
+        assert metrics.choice_match(answer, choices[right], choices) == 1
+        assert metrics.choice_match(answer, choices[1 - right], choices) == 0
+        assert metrics.choice_match(answer, "BA"[right], choices) == 0
+
+
 def test_matching_texts():
     assert metrics.exact_match(" red\n", "red") == 1 and metrics.exact_match("Red", "red") == 0
     assert metrics.contains("The pass key is: 123-45.", "123 45") == 1

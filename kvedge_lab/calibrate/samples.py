@@ -154,7 +154,7 @@ def read_jsonl(path: Path) -> list[Labelled]:
     Raises UsageError with the number of the line.
     """
     out = []
-    for number, line in enumerate(read_text(path).splitlines(), 1):
+    for number, line in enumerate(read_text(path).split("\n"), 1):
         if line.strip():
             try:
                 out.append(_parse(line, path.parent))

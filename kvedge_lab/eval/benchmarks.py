@@ -92,7 +92,7 @@ def mm_niah(path: Path, images: Path | None, limit: int | None) -> list[Sample]:
     """
     file, out = _file(path, "jsonl"), list[Sample]()
     folder = images or file.parent
-    for i, text in enumerate(read_text(file).splitlines()[:limit], 1):
+    for i, text in enumerate(read_text(file).rstrip().split("\n")[:limit], 1):
         where = f"{file} line {i}"
         try:
             item = parsed(text)

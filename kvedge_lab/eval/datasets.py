@@ -22,6 +22,7 @@ from kvedge_lab.eval.files import (
     read_text,
     text_field,
 )
+from kvedge_lab.eval.metrics import place_of
 from kvedge_lab.eval.tasks import NO_SCORE, SCORES, SEVERAL, Line, Sample, with_choices, with_corpus
 from pykvedge.errors import unknown
 from pykvedge.models.prompt import IMAGE, places
@@ -70,7 +71,7 @@ def jsonl(path: Path, images: Path | None, limit: int | None) -> list[Sample]:
     """Reads one JSON object a line, with the keys in COLUMNS: `answer`, and `messages` or `question`, must be there."""
     out: list[Sample] = []
     known: set[str] = set()
-    for number, text in enumerate(read_text(path).splitlines(), 1):
+    for number, text in enumerate(read_text(path).split("\n"), 1):  # other ends of lines may stand in a text
         where = f"{path} line {number}"
         if not text.strip():
             continue
@@ -123,11 +124,15 @@ def _jsonl_sample(data: dict[str, Any], folder: Path, path: Path, number: int) -
     choices = data.get("choices", [])
     if not isinstance(choices, list) or not all(isinstance(c, str) and c.strip() for c in choices):
         raise DatasetError(f"{where}: 'choices' must be a list of texts")
+    if len({choice.strip() for choice in choices}) < len(choices):
+        raise DatasetError(f"{where}: two of the 'choices' are the same")
     metric = data.get("metric", "choice" if choices else "rouge")
     if metric not in SCORES + NO_SCORE:
         raise DatasetError(f"{where}: {unknown('metric', str(metric), SCORES + NO_SCORE)}")
     if (metric == "choice") != bool(choices):
         raise DatasetError(f"{where}: 'choices' belong to the metric 'choice', which needs them")
+    if choices and place_of(answer, choices) is None:
+        raise DatasetError(f"{where}: the answer {answer!r:.40} is none of the choices, nor a letter of one")
     if others and metric not in SEVERAL:
         raise DatasetError(f"{where}: 'answers' belong to the metrics {', '.join(SEVERAL)}")
     if metric == "point":

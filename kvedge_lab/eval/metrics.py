@@ -78,10 +78,13 @@ def letter(i: int, n_choices: int) -> str:
 
 
 def chosen(answer: str, choices: Sequence[str]) -> int | None:
-    """Finds the choice that an answer names: by letter and text, its text, or a bare letter. None: none.
+    """Finds the choice that an answer names: it is that choice, or has letter and text, its text, or a bare letter.
 
-    Of several the one named first, and of those at the same place the longest.
+    None: none. Of several the one named first, and of those at the same place the longest.
     """
+    exact = [choice.strip() for choice in choices]
+    if exact.count(answer.strip()) == 1:  # words alone do not tell +5 from -5
+        return exact.index(answer.strip())
     text = f" {normalised(answer)} "
     names = [normalised(choice) for choice in choices]
     letters = [letter(i, len(choices)) for i in range(len(choices))]
@@ -99,9 +102,14 @@ def chosen(answer: str, choices: Sequence[str]) -> int | None:
 
 def choice_match(answer: str, reference: str, choices: Sequence[str]) -> float:
     """Gives 1 if the answer names the choice of the reference, which is a choice's text, or its letter."""
-    names = [normalised(choice) for choice in choices]
-    right = names.index(normalised(reference)) if normalised(reference) in names else chosen(reference, choices)
+    right = place_of(reference, choices)
     return float(right is not None and chosen(answer, choices) == right)
+
+
+def place_of(reference: str, choices: Sequence[str]) -> int | None:
+    """Finds the choice that a reference is, or names. None: none."""
+    alike = [i for i, choice in enumerate(choices) if normalised(choice) == normalised(reference)]
+    return alike[0] if len(alike) == 1 else chosen(reference, choices)
 
 
 def pooled(amounts: np.ndarray, weights: np.ndarray, form: Callable[[np.ndarray], np.ndarray] = np.asarray) -> float:
