@@ -14,6 +14,7 @@ from pykvedge.models.gguf import read_header
 from pykvedge.models.images import load_picture, picture_size
 from pykvedge.models.video import frames
 from pykvedge.plans import profile
+from pykvedge.system.files import write_whole
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="pipes with names")
 KINDS = ("a folder", "a pipe", "a socket", "a device")
@@ -85,3 +86,19 @@ def test_paths_that_are_none(refused, place):
 def test_numbers_that_are_too_small_or_too_large(refused, arguments):
     option, value = next((o, v) for o, v in pairwise(arguments) if o.startswith("--"))
     refused(*arguments).failed(2, f"{option} must be at", f"not {value}")
+
+
+def test_what_is_written_whole_leaves_links_and_pipes_what_they_are(no_files, tmp_path):
+    file, link = tmp_path / "file", tmp_path / "link"
+    file.write_text("old")
+    file.chmod(0o640)
+    link.symlink_to(file.name)
+    write_whole(link, "new")
+    assert link.is_symlink() and file.read_text() == "new" and file.stat().st_mode & 0o777 == 0o640
+    reading = os.open(no_files["a pipe"], os.O_RDONLY | os.O_NONBLOCK)
+    write_whole(no_files["a pipe"], "text")
+    assert os.read(reading, 99) == b"text" and no_files["a pipe"].is_fifo()
+    os.close(reading)
+    with pytest.raises(IsADirectoryError):
+        write_whole(no_files["a folder"], "text")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "folder", "link", "pipe", "socket"]
