@@ -6,6 +6,8 @@ import itertools
 import re
 import sys
 import threading
+from collections import Counter
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -155,10 +157,14 @@ def _matrix(given: dict[str, Any]) -> Matrix:
     shapes = _shapes(chosen, given["image_size"])
     if any(shape.images for shape in shapes) and not all(files.mmproj for files in models):
         raise UsageError("prompts with images need --mmproj for every --model, or --images 0")
+    variants = _variants(given, str(chosen["budgets"]))
+    _check_names("models", (files.name for files in models))
+    _check_names("prompts", (shape.name for shape in shapes))
+    _check_names("variants", (variant.label for variant in variants))
     return Matrix(
         models,
         shapes,
-        _variants(given, str(chosen["budgets"])),
+        variants,
         chosen["repeat"],
         FILL_S if given["repeat"] is None else 0.0,
         chosen["generate"],
@@ -169,6 +175,13 @@ def _matrix(given: dict[str, Any]) -> Matrix:
         device_peak=given["device_peak"],
         later=given["later"] or 0,
     )
+
+
+def _check_names(what: str, names: Iterable[str]) -> None:
+    """Rows are told apart by these names, and rounds are put together. Raises UsageError for one that is there twice."""
+    for name, n in Counter(names).items():
+        if n > 1:
+            raise UsageError(f"there are {n} {what} called '{name}', which the table could not tell apart")
 
 
 def _models(given: dict[str, Any]) -> list[ModelFiles]:
