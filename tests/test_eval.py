@@ -15,6 +15,8 @@ from pathlib import Path
 import pytest
 from conftest import THREADS
 from eval_runs import MMPROJ, MODEL, run
+from PIL import Image
+from profilefiles import write_profile
 
 import pykvedge
 from kvedge_lab import drawing
@@ -211,6 +213,28 @@ def test_files_that_do_not_belong_to_the_run(kvedge, native, tmp_path):
     kvedge(*own, "--resume").failed(2, "d:1 was another one")
 
 
+def test_a_picture_or_a_profile_that_changed_is_refused(kvedge, native, tmp_path):
+    data, picture = tmp_path / "d.jsonl", tmp_path / "a.bmp"  # pictures of one size have files of one size
+    data.write_text(json.dumps({"question": "What is it?", "answer": "red", "images": [picture.name]}) + "\n")
+    config = {"XDG_CONFIG_HOME": str(tmp_path / "config")}
+    again = ["eval", data, "--method", "prefixkv", "--plan", tmp_path / "own.json", "--threads", THREADS, "--quiet",
+             "--metrics", "kld", "--save", tmp_path / "r.jsonl", "--resume"]  # fmt: skip
+    own = pykvedge.plan("prefixkv", 0.2, **{"allocator.source": "profile"})
+    (tmp_path / "own.json").write_text(own.to_json())
+    profiles = tmp_path / "config" / "kvedge" / "profiles"
+    profiles.mkdir(parents=True)
+    made = write_profile(MODEL, "prefix", profiles)
+    Image.new("RGB", (240, 240), "red").save(picture)
+    assert kvedge(*again, env=config).code == kvedge(*again, env=config).code == 0
+    other = json.loads(made.read_text())
+    other["values"][0][0] /= 2
+    made.write_text(json.dumps(other))
+    kvedge(*again, env=config).failed(2, "own at 0.2 was another plan, or had another profile")
+    write_profile(MODEL, "prefix", profiles)
+    Image.new("RGB", (240, 240), "blue").save(picture)
+    kvedge(*again, env=config).failed(2, "d:1 was another one")
+
+
 def test_resume_alone_goes_on_with_what_was_asked(kvedge, native, tmp_path):
     save = tmp_path / "r.jsonl"
     few = ["--tasks", "code", "--samples", 1, "--method", "h2o", "--budget", "0.3", "--metrics", "score"]
@@ -372,6 +396,8 @@ def test_bad_input(refused, tiny, native, tmp_path):
     refused("eval", "--metrics", "bleu").failed(2, "unknown metric 'bleu'")
     refused("eval", "--method", ",").failed(2, "--method is empty")
     refused("eval", "--resume").failed(2, "--resume needs")
+    (tmp_path / "full.json").write_text(pykvedge.plan("snapkv", 0.2).to_json())
+    refused("eval", "--plan", tmp_path / "full.json").failed(2, "full is the name of the full cache")
     refused("eval", "--model", "none.gguf").failed(2, "none.gguf does not exist")
     refused("eval", "--samples", "0").failed(2, "--samples must be at least 1")
     twice = tmp_path / "twice"

@@ -207,7 +207,7 @@ def _job(given: dict[str, Any]) -> Job:
         except OSError as error:
             raise UsageError(f"{path} cannot be read: {error.strerror}") from None
     settings = {**options.running(given), **_keep(given), "verbose": given["verbose"]}
-    samples, cells, wants = _samples(given), _cells(given), _wants(given)
+    samples, cells, wants = _samples(given), _cells(given, model), _wants(given)
     return Job(model, mmproj, samples, cells, wants, Settings.of(settings))
 
 
@@ -304,7 +304,7 @@ def _samples(given: dict[str, Any]) -> list[Sample]:
     return out
 
 
-def _cells(given: dict[str, Any]) -> list[Cell]:
+def _cells(given: dict[str, Any], model: Path) -> list[Cell]:
     from kvedge_lab.eval.runner import FULL, full_cell
 
     names = listed("--method", given["methods"]) if "named" not in given else []
@@ -314,11 +314,13 @@ def _cells(given: dict[str, Any]) -> list[Cell]:
     cells = [full_cell()]
     for name in names:
         if name != FULL:
-            cells += [_cell(name, make_plan(name, budget)) for budget in budgets]
+            cells += [_cell(name, make_plan(name, budget), model) for budget in budgets]
     for name, method, settings in given.get("named", ()):
-        cells += [_cell(name, make_plan(method, budget, **settings)) for budget in budgets]
+        cells += [_cell(name, make_plan(method, budget, **settings), model) for budget in budgets]
     for path in given["plans"]:
-        cells.append(_cell(path.stem, read_plan(path)))
+        if path.stem == FULL:
+            raise UsageError(f"{path}: full is the name of the full cache; rename the plan's file")
+        cells.append(_cell(path.stem, read_plan(path), model))
     keys = [cell.key for cell in cells]
     for cell in cells:
         if keys.count(cell.key) > 1:
@@ -326,10 +328,11 @@ def _cells(given: dict[str, Any]) -> list[Cell]:
     return cells
 
 
-def _cell(name: str, plan: Plan) -> Cell:
+def _cell(name: str, plan: Plan, model: Path) -> Cell:
     from kvedge_lab.eval.measure import Cell
+    from pykvedge.models.profiles import digest
 
-    return Cell(name, plan, source_digest(plan))
+    return Cell(name, plan, f"{source_digest(plan)}{digest(plan, model)}")
 
 
 def _wants(given: dict[str, Any]) -> Wants:

@@ -131,7 +131,7 @@ def lacking(sample: Sample, full: Cell, cells: list[Cell], records: Records) -> 
             raise UsageError(f"sample {sample.id} was another one when it was measured before; save to another file")
         elif row["plan"] != cell.digest:
             name = f"{cell.name} at {cell.plan.budget}"
-            raise UsageError(f"{name} was another plan when it was measured before; save to another file")
+            raise UsageError(f"{name} was another plan, or had another profile, when it was measured before; save to another file")
     return missing
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 from collections.abc import Iterable
@@ -107,7 +108,19 @@ def _picture(image: Image) -> Picture:
 
 
 def _name(image: Image) -> str:
-    return f"{image.name} {image.stat().st_size}" if isinstance(image, Path) and image.exists() else repr(image)
+    if not isinstance(image, Path):
+        return repr(image)
+    try:
+        seen = image.stat()
+        return f"{image.name} {_content(image, seen.st_size, seen.st_mtime_ns)}"
+    except OSError:
+        return f"{image.name} cannot be read"
+
+
+@functools.cache
+def _content(file: Path, *_: int) -> str:
+    """Hashes a file, once for each size and time of a change."""
+    return hashlib.sha256(file.read_bytes()).hexdigest()[:16]
 
 
 def with_choices(question: str, choices: Iterable[str]) -> str:
