@@ -178,7 +178,7 @@ def _matrix(given: dict[str, Any]) -> Matrix:
 
 
 def _check_names(what: str, names: Iterable[str]) -> None:
-    """Rows are told apart by these names, and rounds are put together. Raises UsageError for one that is there twice."""
+    """Raises UsageError for a name that is there twice: rows are told apart by names, and rounds put together."""
     for name, n in Counter(names).items():
         if n > 1:
             raise UsageError(f"there are {n} {what} called '{name}', which the table could not tell apart")

@@ -130,8 +130,8 @@ def lacking(sample: Sample, full: Cell, cells: list[Cell], records: Records) -> 
         elif row["digest"] != sample.digest():
             raise UsageError(f"sample {sample.id} was another one when it was measured before; save to another file")
         elif row["plan"] != cell.digest:
-            name = f"{cell.name} at {cell.plan.budget}"
-            raise UsageError(f"{name} was another plan, or had another profile, when it was measured before; save to another file")
+            what = f"{cell.name} at {cell.plan.budget} was another plan, or had another profile,"
+            raise UsageError(f"{what} when it was measured before; save to another file")
     return missing
 
 
