@@ -367,6 +367,8 @@ def test_stopping_writes_nothing(demo, tmp_path, monkeypatch):
     (["prefix", "--budget", "half"], ["--budget takes shares", "half"]),
     (["heads", "--data", "/nowhere/none.jsonl"], ["none.jsonl", "No such file"]),
     (["heads", "--mmproj", "x.gguf"], ["no model"]),
+    (["heads", "--output", "/"], ["--output / is a folder"]),
+    (["budgets", "--output", "/"], ["--output / is a folder"]),
 ])  # fmt: skip
 def test_bad_requests(refused, arguments, words):
     refused("calibrate", *arguments).failed(2, *words)

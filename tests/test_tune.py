@@ -257,6 +257,7 @@ def test_the_program_says_which_plan_it_takes(kvedge, home):
     done = kvedge("chat", "--image", SCENE, "What is the code?", env=where)
     assert done.code == 0 and done.err.startswith("kvedge: tuned: snapkv at 0.25 keeps 99.5 % agreement (99.1 to 99.8)")
     assert kvedge("tune", "--list", env=where).out.startswith("demo-model.gguf: tuned: snapkv at 0.25")
+    kvedge("tune", "--show", "--html", home, env=where).failed(2, f"--html {home} is a folder")
     assert kvedge("tune", "--remove", env=where).code == 0
     gone = kvedge("tune", "--show", env=where)
     assert gone.code == 1 and "is not tuned" in gone.err

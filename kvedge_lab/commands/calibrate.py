@@ -363,6 +363,7 @@ def _interruptible(given: dict[str, Any]) -> Iterator[tuple[Steps, threading.Eve
     from kvedge_lab.progress import Steps
     from pykvedge.runtime.interrupt import CancelledError, as_event
 
+    common.check_file("--output", given["output"])
     with as_event(threading.Event()) as cancel, Steps(enabled=not given["quiet"]) as display:
         try:
             yield display, cancel

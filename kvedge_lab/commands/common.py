@@ -59,6 +59,12 @@ def output(what: str, **settings: Any) -> Callable[[Any], Any]:
     return option("--output", "-o", common=True, type=PATH, help=what, **settings)
 
 
+def check_file(named: str, path: Path | None) -> None:
+    """Raises UsageError for a file that cannot be written because it is a folder, before anything is measured."""
+    if path is not None and paths.ask(Path.is_dir, paths.expanded(path)):
+        raise UsageError(f"{named} {path} is a folder; name a file in it")
+
+
 def check_table(path: Path | None, forms: tuple[str, ...]) -> None:
     """Raises UsageError for a table's --output that no form is known for, or that cannot be written."""
     if path is None:

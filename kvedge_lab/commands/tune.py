@@ -97,6 +97,7 @@ def tune(**given: Any) -> None:
         raise UsageError("--show, --list and --remove are three things; take one")
     if given["html"] is not None and not paths.ask(Path.is_dir, paths.expanded(given["html"]).parent):
         raise UsageError(f"--html {given['html']} cannot be written: there is no folder {given['html'].parent}")
+    common.check_file("--html", given["html"])
     if given["list_all"]:
         _list(given)
     elif given["show"] or given["remove"]:
