@@ -186,6 +186,7 @@ def test_commands(terminal, llava, picture_file):
         ("/undo", "there is no message to take back"),
         ("/retry", "there is no message to take back"),
         ("/undo 3", "takes nothing after it"),
+        ("/exit now", "/exit takes nothing after it"),
         ("/budget", "/budget needs an amount"),
         ("/budget 0", "at least 1 KV pair"),
         ("/budget 0.25", "method h2o, budget 0.25"),

@@ -234,7 +234,10 @@ def _question(prompt: str | None) -> str | None:
         return prompt
     if prompt is None and sys.stdin is not None and sys.stdin.isatty():
         return None
-    text = "" if sys.stdin is None else sys.stdin.buffer.read().decode("utf-8", "replace")
+    data = b"" if sys.stdin is None else sys.stdin.buffer.read()
+    if b"\0" in data:
+        raise UsageError("what comes through the pipe is no text in UTF-8; a picture is given by --image PATH")
+    text = data.decode("utf-8", "replace")
     if not text.strip():
         raise UsageError("the prompt is empty; write a question, as argument or through a pipe")
     return text.rstrip("\r\n")

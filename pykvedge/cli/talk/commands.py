@@ -49,6 +49,8 @@ def run(chat: Chat, line: str) -> None:
     """Does what a line that begins with a slash says. Raises KvedgeError."""
     name, rest = (*line.split(maxsplit=1), "")[:2]
     name = "/help" if name == "/?" else name
+    if name in LEAVE:
+        _nothing_after(name, rest)
     if name not in COMMANDS:
         raise unknown("command", name, [*COMMANDS, LEAVE[0]])
     COMMANDS[name].run(chat, rest.strip())
