@@ -187,7 +187,7 @@ def test_the_program_says_whether_it_fits(kvedge, tiny):
     assert data["fits"] is True and data["bytes"]["n_ctx"] == 2048
     assert data["bytes"]["prompt_tokens"] == 64 + 3 * data["image_tokens"]
     tight = kvedge("fit", *options, "--text", 10**8, "--json").json
-    assert tight["fits"] is False
+    assert tight["fits"] is False and set(tight["most_images"].values()) == {0}
     demo = kvedge("fit", "--json").json
     assert demo["image_tokens"] == 144 and demo["most_images"]["one_per_message"] > demo["most_images"]["stock"]
 

@@ -119,7 +119,7 @@ def _images_that_fit(files: Files, request: Request, available: int | None) -> d
     kinds = {"stock": "stock", "one_prompt": "compressed", "bounded": "bounded"}
     if request.keep:
         del kinds["bounded"]  # which drops rows for good
-    images = {name: most_images(files, request, available, kind) for name, kind in kinds.items()}
+    images = {name: max(most_images(files, request, available, kind), 0) for name, kind in kinds.items()}
     return images | {"one_per_message": most_turns(files, request, available)}
 
 
@@ -287,7 +287,7 @@ def _given_back(f: Footprint) -> str:
 
 def _most(request: Request, out: dict[str, Any]) -> list[str]:
     """Lists how many images memory holds, and why a compressed prompt may hold no more than stock llama.cpp."""
-    most = {kind: max(n, 0) for kind, n in out["most_images"].items()}
+    most = out["most_images"]
     if not most:
         return []
     method = request.plan.method
