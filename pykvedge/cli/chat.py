@@ -235,9 +235,9 @@ def _question(prompt: str | None) -> str | None:
     if prompt is None and sys.stdin is not None and sys.stdin.isatty():
         return None
     data = b"" if sys.stdin is None else sys.stdin.buffer.read()
-    if b"\0" in data:
-        raise UsageError("what comes through the pipe is no text in UTF-8; a picture is given by --image PATH")
     text = data.decode("utf-8", "replace")
+    if b"\0" in data and text.encode() != data:  # a zero may stand in a text, in other encodings few letters are wrong
+        raise UsageError("what comes through the pipe is no text in UTF-8; a picture is given by --image PATH")
     if not text.strip():
         raise UsageError("the prompt is empty; write a question, as argument or through a pipe")
     return text.rstrip("\r\n")
