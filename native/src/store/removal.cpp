@@ -12,14 +12,20 @@ namespace {
 struct Range {
     const std::vector<int32_t> & pos;
     int32_t                      p0, p1;
+    int32_t                      first;  // of these tokens
+
+    Range(const std::vector<int32_t> & at, int32_t from, int32_t to) : pos(at), p0(from), p1(to) {
+        first = (int32_t) (std::find_if(pos.begin(), pos.end(), [=](int32_t p) { return p >= from && p < to; }) - pos.begin());
+    }
 
     bool has(int32_t token) const { return pos[(size_t) token] >= p0 && pos[(size_t) token] < p1; }
+    // Whether such a token may be among these, which ascend. Most removals are of the last tokens, and leave long blocks alone.
+    bool reaches(const std::vector<int32_t> & tokens) const { return !tokens.empty() && tokens.back() >= first; }
 
     std::vector<uint8_t> outside(const std::vector<int32_t> & tokens) const {  // 1: not in the range
-        std::vector<uint8_t> flags;
-        flags.reserve(tokens.size());
-        for (int32_t t : tokens) {
-            flags.push_back(!has(t));
+        std::vector<uint8_t> flags(tokens.size(), 1);
+        for (size_t r = tokens.size(); r-- > 0 && tokens[r] >= first;) {
+            flags[r] = !has(tokens[r]);
         }
         return flags;
     }
@@ -37,6 +43,10 @@ struct Cut {
 // Of a block that lists its tokens: the rows that stay.
 Cut cut_listed(const Block & block, const Range & range) {
     Cut cut;
+    if (!range.reaches(block.tokens)) {
+        cut.left = (int32_t) block.length();
+        return cut;
+    }
     for (size_t r = 0; r < block.length(); r++) {
         if (!range.has(block.tokens[r])) {
             cut.rows.push_back((int32_t) r);
@@ -56,10 +66,10 @@ Cut cut_listed(const Block & block, const Range & range) {
 // Of a block whose heads have lists of their own.
 Cut cut_by_head(const Block & block, const Range & range) {
     Cut cut;
-    cut.any = true;
     for (const BlockLayer & layer : block.layers) {
         auto & heads = cut.flags.emplace_back();
         for (const HeadList & head : layer.heads) {
+            cut.any = cut.any || range.reaches(head.tokens);
             heads.push_back(range.outside(head.tokens));
         }
     }
@@ -146,7 +156,7 @@ void forget_last(Store & store, int32_t p0, int32_t p1) {
 std::vector<Removed> remove_rows(Store & store, int32_t p0, int32_t p1) {
     auto &               blocks       = store.parts().blocks;
     size_t &             pending_from = store.parts().pending_from;
-    const Range          range{ store.contents().pos, p0, p1 };
+    const Range          range(store.contents().pos, p0, p1);
     std::vector<Removed> gone;
     std::vector<Cut>     cuts;
     size_t               row    = 0;  // pending
@@ -162,7 +172,7 @@ std::vector<Removed> remove_rows(Store & store, int32_t p0, int32_t p1) {
         if (b >= pending_from && cuts.back().any) {
             gone.push_back({ -1, -1, row, block.length(), cuts.back().rows });
         }
-        row += b >= pending_from ? cuts.back().rows.size() : 0;
+        row += b >= pending_from ? (size_t) cuts.back().left : 0;
     }
     for (size_t b = 0; b < blocks.size(); b++) {
         for (size_t l = 0; cuts[b].any && l < blocks[b].layers.size(); l++) {
