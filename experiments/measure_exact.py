@@ -6,8 +6,9 @@
 
 One context reads a random prompt; a copy of it is answered by the full cache. Rounds of tokens of the full cache, of
 drafts with the compressed rows, and of verifications of several sizes take turns; of each the median counts. Then, for
-each acceptance, answers are drafted with the number of guesses that these medians promise the most for, and as many of
-them stay as chance says; the full cache answers in between. `ratio` is of tokens per second.
+each acceptance, answers are drafted with the number of guesses that these medians promise the most for. How many of them
+stay follows the distribution of chance, step by step in random order, so that few steps have its mean; the full cache
+answers in between. `ratio` is of tokens per second.
 """
 
 from __future__ import annotations
@@ -105,13 +106,16 @@ def best(rate: float, draft: float, batches: dict[int, float]) -> int:
     return int((tokens / seconds).argmax())
 
 
+def stays(rate: float, guesses: int, steps: int, rng: np.random.Generator) -> list[int]:
+    """Draws how many guesses stay in each step, each accepted by itself: quantiles of that, in random order."""
+    at_least = rate ** np.arange(1, guesses + 1)
+    return [int((at_least > quantile).sum()) for quantile in rng.permutation((np.arange(steps) + 0.5) / steps)]
+
+
 def answer(talk: Talk, stock: Worker | None, rate: float, guesses: int, steps: int) -> tuple[float, float, float]:
     """Answers with so many guesses a step; returns tokens per second, and the full cache's and stock's in between."""
     spent, tokens, full, others = 0.0, 0, list[float](), list[float]()
-    for _ in range(steps):
-        right = 0
-        while right < guesses and talk._random.random() < rate:
-            right += 1
+    for right in stays(rate, guesses, steps, talk._random):
         spent += sum(talk.draft() for _ in range(guesses)) + talk.verify(guesses + 1, right + 1)
         tokens += right + 1
         full += [talk.one() for _ in range(2)]
