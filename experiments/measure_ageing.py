@@ -4,6 +4,7 @@
     python3 scripts/dev.py python experiments/measure_ageing.py many --images 200
     python3 scripts/dev.py python experiments/measure_ageing.py many --images 200 --exact
     python3 scripts/dev.py python experiments/measure_ageing.py many --images 20 --pages
+    python3 scripts/dev.py python experiments/measure_ageing.py drop --images 200
 
 answers: conversations about five held-out scenes of the packaged model, as many as it was trained to tell apart with
 questions behind them: ten questions, the tenth about the third image, which none before asked about. With whole rows,
@@ -14,6 +15,9 @@ third one it is promoted. Images and tokens that were read, KV pairs and private
 session with the full cache has the same conversation beside it. "full right" says how many of the questions about the
 third image it answers rightly: no model does far beyond the length that it was trained for. --exact: answers are the
 full cache's; "alike" counts those of all answers so far that are, token by token. --pages: of the second model.
+
+drop: one conversation of many pages with the second model. Every turn but the first, the last, and that of the third
+page leaves the conversation before the next one. The third page is asked about ten times; "right" counts that.
 """
 
 from __future__ import annotations
@@ -170,12 +174,49 @@ def many(args: argparse.Namespace) -> list[dict[str, Any]]:
     return out
 
 
+def drop(args: argparse.Namespace) -> list[dict[str, Any]]:
+    rng, reads, out, code, right, every = np.random.default_rng(args.seed), Reads(), [], "", 0, args.images // 10
+    plan, turns = pykvedge.plan(args.method, args.pairs), list[int]()
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        Session(*FILES, plan=plan, threads=args.threads, keep="disk", keep_folder=folder, n_ctx=20 * args.each,
+                image_cache=0) as session,
+    ):  # fmt: skip
+
+        def asked(page: int, text: str, picture: Any = None) -> str:
+            for i in range(len(turns) - 2, 0, -1):
+                if turns[i] != 3:
+                    session.drop_turn(i + 1)
+                    del turns[i]
+            turns.append(page)
+            return ask(session, text, picture)
+
+        for i in range(1, args.images + 1):
+            text, picture, said = turn(i, rng, pages=True)
+            code = said if i == 3 else code
+            asked(i, text, picture)
+            if i % every or i < 3:
+                continue
+            right += asked(0, question(3, pages=True)) == code
+            sequence, cache = session.engine.sequence, session.engine.cache
+            assert cache is not None
+            stats = cache.stats()
+            out.append({
+                "images": i, "images read": reads.images, "tokens read": reads.tokens, "position": sequence.n_past,
+                "pairs": round(session.engine.pairs_held()), "KV MiB": round(stats.bytes / MIB, 2),
+                "whole MiB": round(stats.whole_bytes / MIB, 1), "in the file": round(stats.whole_file_bytes / MIB, 1),
+                "private MiB": round(private(), 1), "right": f"{right} of {len(out) + 1}",
+            })  # fmt: skip
+            log(json.dumps(out[-1]))
+    return out
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("answers", "many"))
+    parser.add_argument("what", choices=("answers", "many", "drop"))
     parser.add_argument("--method", default="kvedge")
     parser.add_argument("--budget", type=float, default=0.3, help="of answers")
-    parser.add_argument("--pairs", type=int, default=256, help="of many")
+    parser.add_argument("--pairs", type=int, default=256, help="of many and drop")
     parser.add_argument("--age", type=float, default=0.5)
     parser.add_argument("--samples", type=int, default=40)
     parser.add_argument("--images", type=int, default=200)
@@ -187,11 +228,11 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--seed", type=int, default=5)
     args = parser.parse_args()
-    args.each = args.each or (600 if args.pages else 220)
+    args.each = args.each or (600 if args.pages or args.what == "drop" else 220)
     if args.what == "answers":
         print(json.dumps(answers(args)))
         return
-    rows = many(args)
+    rows = drop(args) if args.what == "drop" else many(args)
     print(markdown([list(rows[0]), *([str(value) for value in row.values()] for row in rows)]))
 
 

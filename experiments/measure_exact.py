@@ -6,9 +6,9 @@
 
 One context reads a random prompt; a copy of it is answered by the full cache. Rounds of tokens of the full cache, of
 drafts with the compressed rows, and of verifications of several sizes take turns; of each the median counts. Then, for
-each acceptance, answers are drafted with the number of guesses that these medians promise the most for. How many of them
-stay follows the distribution of chance, step by step in random order, so that few steps have its mean; the full cache
-answers in between. `ratio` is of tokens per second.
+each acceptance, answers are drafted with the number of guesses that these medians promise the most for. How many of
+them stay follows the distribution of chance, step by step in random order, so that few steps have its mean; the full
+cache answers in between. `ratio` is of tokens per second.
 """
 
 from __future__ import annotations

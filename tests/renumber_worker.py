@@ -1,7 +1,8 @@
 """Tokens are removed from a sequence, and those behind them move up: the logits before and after.
 
 Arguments: model, out.npy, and "stock" (whatever LLAMA_CPP_LIB_PATH names, with llama_memory_seq_add), "full"
-(kvedge_renumber) or "graph" (likewise, with the rows in ggml's operations, as on a device).
+(kvedge_renumber), "graph" (likewise, with the rows in ggml's operations, as on a device), or "whole": of a tenth of
+the rows and whole ones behind them, over which messages of two tokens are read.
 """
 
 import sys
@@ -31,11 +32,16 @@ def main():
         from pykvedge.native.abi import DEVICES_ALL, DEVICES_AUTO
 
         devices = DEVICES_ALL if SIDE == "graph" else DEVICES_AUTO
-        cache = libkvedge.Cache(context, pykvedge.plan("full"), "f16", devices=devices)
+        plan = pykvedge.plan("snapkv", 0.1) if SIDE == "whole" else pykvedge.plan("full")
+        cache = libkvedge.Cache(context, plan, "f16", devices=devices)
         if (libkvedge.lib().kvedge_layer_device(cache.handle, 0) is not None) != (SIDE == "graph"):
             raise SystemExit("the rows lie elsewhere")
     tokens = np.random.default_rng(0).integers(500, 1000, N + 8)
+    if SIDE == "whole":
+        cache.keep("ram")
     decode(context, tokens[:N], 0)
+    if SIDE == "whole":
+        cache.compress()
     llama.llama_memory_seq_rm(memory, 0, FROM, TO)
     out = [decode(context, tokens[N:][:1], N)]
     llama.llama_memory_seq_rm(memory, 0, N, -1)
@@ -44,11 +50,16 @@ def main():
         llama.llama_memory_seq_add(memory, 0, TO, -1, FROM - TO)
     elif cache.renumber(N, at) != at:
         raise SystemExit("the next token comes elsewhere")
-    for token in tokens[N:]:
+    step = 2 if SIDE == "whole" else 1
+    for i in range(N, len(tokens), step):
         if llama.llama_memory_seq_pos_max(memory, 0) != at - 1:
             raise SystemExit("llama.cpp is elsewhere")
-        out.append(decode(context, [token], at))
-        at += 1
+        out.append(decode(context, tokens[i : i + step], at))
+        at += step
+        if SIDE == "whole":
+            cache.compress()
+            if max(map(max, cache.lengths())) > 40 or cache.stats().whole_bytes == 0:
+                raise SystemExit("nothing was compressed, or no whole rows are there")
     np.save(OUT, np.array(out))
 
 

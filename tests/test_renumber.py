@@ -211,6 +211,15 @@ def test_the_model_goes_on_as_llama_cpp_does_behind_a_shift(worker, stock_env, t
     assert divergence(stock[:1], stock[1:2]) > 1e-3  # it is another distribution than without the shift
 
 
+@pytest.mark.parametrize("kind", ["llama", "qwen3"])
+def test_messages_over_whole_rows_go_on_as_llama_cpp_does(worker, stock_env, tiny, tmp_path, kind):
+    model = tiny(kind).model
+    worker("renumber_worker.py", None, model, tmp_path / "stock.npy", "stock", env=stock_env)
+    worker("renumber_worker.py", None, model, tmp_path / "ours.npy", "whole")
+    stock, ours = np.load(tmp_path / "stock.npy"), np.load(tmp_path / "ours.npy")
+    assert divergence(stock[2::2], ours[1:]).max() <= 1e-4
+
+
 @pytest.mark.parametrize("kind", ["qwen3", "qwen2vl"])
 @pytest.mark.parametrize("method", ["snapkv", "mixkv", "expected"])
 def test_scores_see_the_turn(tiny, moving, method, kind):

@@ -475,16 +475,16 @@ KVEDGE_API int32_t kvedge_cells(const kvedge_cache * kv, int32_t seq_id);
 //
 //     if (n_past + n > trained) kvedge_renumber(kv, 0, trained / 2, &n_past, &err);   // before the next n tokens
 //
-// next: the position at which the next token would come (behind an image of an M-RoPE model: the first one beyond the image); afterwards at
-// most `most`, >= 1. Where it is that already, or the sequence is empty, only the model is checked. A token's new position holds for all
-// layers and heads. A position of which no head holds a token is a gap. The oldest gaps are closed, as many as must be: all later distances
-// stay. Where there are too few, the last most / 2 positions keep their distances, and all before share the others in their order, several
-// tokens one position if need be. Distances never grow. An image of an M-RoPE model moves as a whole. Each number of a key that turns is
-// rounded once to the storage type. llama.cpp's own cells of the sequence are freed but one, at the last token's new position. The logits
-// of the last token are gone: sample before. A failure leaves rows and positions as they were. Errors: KVEDGE_E_UNSUPPORTED (quantised
-// keys; llama.cpp keeps layers of the model itself; the model has learned its positions; it is not known how keys turn; positions do not
-// ascend), KVEDGE_E_STATE (a second pass was begun; allocator entropy or reducer match waits for the compression of a prompt; llama.cpp
-// could not enter the position, and knows of none of the sequence then), KVEDGE_E_ARGUMENT, KVEDGE_E_MEMORY.
+// next: the position at which the next token would come (behind an image of an M-RoPE model: the first one beyond the image); afterwards at most
+// `most`, >= 1. Where it is that already, or the sequence is empty, only the model is checked. A token's new position holds for all layers and
+// heads. A position of which no head and no whole row (kvedge_keep) holds a token is a gap. The oldest gaps are closed, as many as must be: all
+// later distances stay. Where there are too few, the last most / 2 positions keep their distances, and all before share the others in their order,
+// several tokens one position if need be. Distances never grow. An image of an M-RoPE model moves as a whole. Whole rows turn, too. Each number of
+// a key that turns is rounded once to the storage type. llama.cpp's own cells of the sequence are freed but one, at the last token's new position.
+// The logits of the last token are gone: sample before. A failure leaves rows and positions as they were, or gives up whole rows. Errors:
+// KVEDGE_E_UNSUPPORTED (quantised keys; llama.cpp keeps layers of the model itself; the model has learned its positions; it is not known how keys
+// turn; positions do not ascend), KVEDGE_E_STATE (a second pass was begun; allocator entropy or reducer match waits for the compression of a
+// prompt; llama.cpp could not enter the position, and knows of none of the sequence then), KVEDGE_E_ARGUMENT, KVEDGE_E_MEMORY.
 KVEDGE_API kvedge_status kvedge_renumber(kvedge_cache * kv, int32_t seq_id, int32_t most, int32_t * next, kvedge_error * err);
 
 // ---------------------------------------------------------------------------------------------------------

@@ -33,6 +33,7 @@ from pykvedge.runtime.engine import Engine
 from pykvedge.runtime.generation import Generation
 from pykvedge.runtime.pruning import planned
 from pykvedge.runtime.report import Report, Tokens
+from pykvedge.runtime.sequence import Spot
 from pykvedge.runtime.sessionfile import fingerprint
 from pykvedge.runtime.settings import Settings
 from pykvedge.runtime.snapshot import Snapshot
@@ -62,6 +63,7 @@ class Conversation(Single):
         self._read_again: list[Piece] = []  # what a second pass may read with a later message
         self._aside: Aside | None = None  # where pixels lie, if whole rows lie in a file
         self._openings: opening.Openings | None = None  # of earlier conversations, if they are kept
+        self._begins: dict[int, Spot] = {}  # of messages, by their index, that were read by themselves
         self.answer: Answer | None = None  # that is not at its end
 
     @property
@@ -84,7 +86,7 @@ class Conversation(Single):
         """Drops the cache; the next message reads the conversation again."""
         self.engine.close()
         self.release_all()
-        self.in_cache, self.pending = False, []
+        self.in_cache, self.pending, self._begins = False, [], {}
 
     def release(self, pieces: list[Piece]) -> None:
         """Frees what the image encoder holds of the pieces, unless a second pass may read them with a later message."""
@@ -115,6 +117,8 @@ class Conversation(Single):
         if self.settings.stream:
             self._read_stream(report)
             return
+        if self.in_cache and self.engine.cache is not None:
+            self._begins[len(self.messages) - 1] = self.engine.sequence.spot(len(self.pending))
         self._read_pieces(self._pieces(), report)
         self.in_cache, self.pending = True, []
         self._put_aside(self.messages[-1])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import numbers
 import os
 import threading
 import time
@@ -273,6 +274,7 @@ class Session(Closing, Conversation):
     def _return_to(self, before: Before) -> None:
         """Makes the conversation what it was, but for its plan, which stays. Raises KvedgeError."""
         del self.messages[before.n_messages :]
+        self._begins = {i: spot for i, spot in self._begins.items() if i < before.n_messages}
         self.last_report = before.report
         if before.mark is None:
             self.forget()
@@ -367,6 +369,34 @@ class Session(Closing, Conversation):
             name = self.model.path.name
             raise UnsupportedError(f"{name} reads {n} images in {len(ages)} parts, so none has a number")
         ages.limit(image, budget)
+
+    @one_thread
+    def drop_turn(self, turn: int) -> None:
+        """Takes a message and its answer out, from the 2nd to the last but one. Nothing is read again.
+
+        Rows of later messages stay as they were computed, and their positions move up. The first message stays, as the
+        conversation begins with it; `undo` takes the last one back. Needs Settings.keep. Raises UsageError, StateError
+        (the turn was read together with others), UnsupportedError (the keys of this model or method cannot turn).
+        """
+        self._end_answer()
+        asked = [i for i, message in enumerate(self.messages) if message.role == "user"]
+        if not isinstance(turn, numbers.Integral) or isinstance(turn, bool) or not 2 <= turn < len(asked):
+            n = len(asked)
+            raise UsageError(f"turn {turn!r:.20} cannot be dropped: of {n}, all but the first and the last can")
+        first, last = asked[turn - 1], asked[turn]
+        begin, end = self._begins.get(first), self._begins.get(last)
+        if not self.in_cache or begin is None or end is None:
+            raise StateError(f"turn {turn} cannot be dropped, as it was read together with others")
+        self.engine.check_cut()
+        with undoing(self.forget):
+            self.engine.cut_out(begin, end)
+        moved, gone = end.position - begin.position, last - first
+        self._begins = {
+            (i if i < first else i - gone): (spot if i < first else spot._replace(position=spot.position - moved))
+            for i, spot in self._begins.items() if not first <= i < last
+        }  # fmt: skip
+        del self.messages[first:last]
+        self._before = None
 
     @one_thread
     def clear(self) -> None:

@@ -38,7 +38,7 @@ from pykvedge.runtime.llama_context import DEFAULT_CTX, ROOM_TO_ANSWER, Context,
 from pykvedge.runtime.lookup import Lookup
 from pykvedge.runtime.replay import extra_tokens
 from pykvedge.runtime.report import Kv
-from pykvedge.runtime.sequence import Positions, Sequence, encode
+from pykvedge.runtime.sequence import Positions, Sequence, Spot, encode
 from pykvedge.runtime.sessionfile import Note, encoded
 from pykvedge.runtime.settings import Settings
 from pykvedge.runtime.snapshot import Snapshot
@@ -189,8 +189,9 @@ class Engine:
             copy.follow(self.sequence)
 
     def _recount(self) -> None:
-        if self._positions is not None and self._positions.turned:
-            self.sequence.recount()
+        turned = self._positions is not None and self._positions.turned
+        if self._sequence is not None and (turned or self._sequence.uncounted):
+            self._sequence.recount()
 
     def _make_context(self, n_prompt: int, largest_image: int, what: str, plan: Plan) -> None:
         trained = self._model.n_ctx_train or DEFAULT_CTX
@@ -416,6 +417,26 @@ class Engine:
             except StateError:
                 self.cache.check()  # what ended a bounded prompt
                 raise
+
+    def check_cut(self) -> None:
+        """Raises UsageError, UnsupportedError or StateError where `cut_out` cannot be done."""
+        cache = self.cache
+        if self._ages is None or cache is None:
+            raise UsageError("turns can be dropped where whole rows are kept: set keep to 'ram' or 'disk'")
+        if cache.replays:
+            raise UnsupportedError(
+                f"method '{cache.plan.method}' reads all of a conversation a second time, so no turn can be dropped"
+            )
+        if not cache.stats().whole_bytes:
+            raise StateError(f"no turn can be dropped: {cache.keep_problem() or 'no whole rows are there'}")
+        cache.renumber(0, 1)  # nothing changes: whether keys of the model can turn
+
+    def cut_out(self, begin: Spot, end: Spot) -> None:
+        """Removes what was read between two spots, and the last mark. Raises StateError, OutOfMemoryError."""
+        if self._copy is not None:
+            self._copy.drop()
+            self._copy, self._apart = None, 0
+        self.sequence.cut_out(begin, end)
 
     @property
     def ages(self) -> Ages:

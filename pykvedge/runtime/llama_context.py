@@ -184,12 +184,12 @@ class Context:
         self.drop(to)
         self.llama.llama_memory_seq_cp(self.llama.llama_get_memory(self.handle), sequence, to, -1, -1)
 
-    def cut(self, sequence: int, position: int) -> bool:
-        """Removes the tokens of a sequence from a position on. Its place stays with the caller.
+    def cut(self, sequence: int, position: int, end: int = -1) -> bool:
+        """Removes the tokens of a sequence from a position on, up to `end` or all. Its place stays with the caller.
 
         False: layers that llama.cpp keeps cannot go back so far, and nothing has changed.
         """
-        return take_back(self.llama, self.handle, sequence, position)
+        return take_back(self.llama, self.handle, sequence, position, end)
 
     def drop(self, sequence: int) -> None:
         """Empties a sequence. Its place stays with the caller."""
@@ -335,8 +335,8 @@ class Context:
         raise KvedgeError(f"llama.cpp cannot decode the prompt: {why}")
 
 
-def take_back(llama: Any, context: Any, sequence: int, position: int) -> bool:
-    """Removes the tokens of a sequence of a llama_context from a position on.
+def take_back(llama: Any, context: Any, sequence: int, position: int, end: int = -1) -> bool:
+    """Removes the tokens of a sequence of a llama_context from a position on, up to `end`, -1: all.
 
     False: recurrent layers take no token back, and windowed ones only as far as they still hold what the token before
     that position sees; nothing has changed.
@@ -344,7 +344,7 @@ def take_back(llama: Any, context: Any, sequence: int, position: int) -> bool:
     memory, window = llama.llama_get_memory(context), llama.llama_model_n_swa(llama.llama_get_model(context))
     if window > 0 and llama.llama_memory_seq_pos_min(memory, sequence) > max(position - window, 0):
         return False
-    return llama.llama_memory_seq_rm(memory, sequence, position, -1)
+    return llama.llama_memory_seq_rm(memory, sequence, position, end)
 
 
 def ubatch_for(vision: Vision | None, image_tokens: int) -> int:

@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Generator, Iterable, Iterator
 from contextlib import closing
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from pykvedge.errors import SessionFileError, StateError, UnsupportedError
 from pykvedge.library import libkvedge
@@ -28,6 +28,13 @@ from pykvedge.system import memory
 Ahead: TypeAlias = tuple[Piece, bool]
 # a generator of them; it is sent how many tokens of the last one a pass has read
 Passes: TypeAlias = Generator[Ahead, int, None]
+
+
+class Spot(NamedTuple):
+    """Between two tokens of a sequence: the position, and the number, from 0 on, of the one behind it."""
+
+    position: int
+    token: int
 
 
 class Sequence(Place):
@@ -84,7 +91,7 @@ class Sequence(Place):
         if cache is None or not cache.keeps or not tokens or not cache.stats(self.number).whole_bytes:
             return
         if self._driver.context.cut(self.number, self.n_past - len(tokens)):
-            self.n_past, self.n_cells = self.n_past - len(tokens), self.n_cells - len(tokens)
+            self.n_past, self.n_cells = self.n_past - len(tokens), cache.cells(self.number)
             self.passage.drop_last(len(tokens))
             self.answered, self.unread = [], tokens
 
@@ -128,9 +135,10 @@ class Sequence(Place):
 
     def _note(self, piece: Piece) -> None:
         self.see([piece])
-        if isinstance(piece, ImagePiece):
-            self.images.append(ImageSpan(self.n_cells - piece.n_tokens, self.n_cells))
         cache = self._driver.cache
+        if isinstance(piece, ImagePiece):
+            last = self.n_cells if cache is None else cache.stats(self.number).n_tokens
+            self.images.append(ImageSpan(last - piece.n_tokens, last))
         if cache is not None and (cache.replays if self.replays is None else self.replays):
             self.passage.add(piece)
 
@@ -228,6 +236,23 @@ class Sequence(Place):
         self.n_past = cache.renumber(self.n_past, most, self.number)
         self.n_cells = cache.cells(self.number)
         self.recount()
+
+    def cut_out(self, begin: Spot, end: Spot) -> None:
+        """Removes the tokens between two spots; the positions behind them move up. The last logits are gone.
+
+        Raises StateError, OutOfMemoryError, UnsupportedError.
+        """
+        cache, context = self._own_cache(), self._driver.context
+        if not context.cut(self.number, begin.position, end.position):
+            raise StateError("llama.cpp could not remove tokens from the conversation")
+        cache.check()
+        self.images = [image for image in self.images if not begin.token <= image.first < end.token]
+        self.renumber(self.n_past - (end.position - begin.position))
+
+    def spot(self, n_ahead: int) -> Spot:
+        """Tells where a message begins that is read next, behind n_ahead tokens of the answer before it."""
+        ahead = n_ahead + len(self.unread)
+        return Spot(self.n_past + ahead, self._own_cache().stats(self.number).n_tokens + ahead)
 
     def recount(self) -> None:
         """Counts the KV pairs of a head that are held beyond the cells, once positions have turned."""
@@ -374,7 +399,7 @@ class Sequence(Place):
         self.n_past, self.n_cells = at.n_past, at.n_cells
         self._n_compressions, self.compressed_tokens, self.held = stats.n_compressions, at.compressed_tokens, at.held
         self.unread = list(at.unread)
-        self.images = [image for image in at.images if image.last <= at.n_cells]
+        self.images = [image for image in at.images if image.last <= stats.n_tokens]
         for i, image in enumerate(self.images):
             if image.limit >= 0 and stats.whole_bytes:
                 self.limit_image(i, image.limit, image.fixed)

@@ -42,11 +42,7 @@ kvedge_status check_positions(const SequenceState & state, int32_t next, kvedge_
     if (state.verified) {
         return fail_verifying(err);
     }
-    if (state.whole.seq) {
-        return fail(err, KVEDGE_E_UNSUPPORTED, "whole rows of sequence %d are kept, which need all positions; switch keep off (kvedge_keep), "
-                    "or use a larger context", state.id);
-    }
-    if (state.seq->observed.have().queries) {
+    if (state.seq->observed.have().queries || (state.whole.seq && state.whole.seq->observed.have().queries)) {
         return fail(err, KVEDGE_E_STATE, "queries of a prompt are kept for its compression; compress it before its positions change");
     }
     if (!std::is_sorted(pos.begin(), pos.end())) {
@@ -69,6 +65,26 @@ bool enter_last(kvedge_cache & kv, SequenceState & state, int32_t pos) {
     const bool entered = kv.context.enter_position(state.id, pos);
     state.released -= entered ? 1 : 0;
     return entered;
+}
+
+// The sequence, and its whole rows, which hold the first of its tokens. Throws std::bad_alloc: as they were, or whole rows are given up.
+void turn_all(kvedge_cache & kv, SequenceState & state, Moved && moved) {
+    Sequence * const whole = state.whole.seq.get();
+    if (whole) {
+        whole->observed.set_rotations(kv.layers.rotations);
+        const auto n = (std::ptrdiff_t) whole->rows.n_tokens();
+        move_to(*whole, { { moved.pos.begin(), moved.pos.begin() + n }, moved.next }, kv.context.threads());
+    }
+    try {
+        move_to(*state.seq, std::move(moved), kv.context.threads());
+    } catch (...) {
+        state.whole         = {};  // they have turned already
+        state.whole.problem = "no memory to change the positions of the others";
+        throw;
+    }
+    if (whole) {
+        kv.keeping.take_in(state);
+    }
 }
 
 }  // namespace
@@ -98,13 +114,14 @@ extern "C" kvedge_status kvedge_renumber(kvedge_cache * kv, int32_t seq_id, int3
         }
         const auto & rotations = *kv->layers.rotations;
         const bool   several   = std::any_of(rotations.begin(), rotations.end(), [](const Rotation & r) { return !r.axes.empty(); });
-        Moved        moved     = move_positions(state->seq->rows, several, *next, most);
+        Sequence * const whole = state->whole.seq.get();
+        Moved        moved     = move_positions(state->seq->rows, whole ? &whole->rows : nullptr, several, *next, most);
         const int32_t to       = moved.next;
         if (!enter_last(*kv, *state, moved.pos.back())) {
             return fail(err, KVEDGE_E_STATE, "llama.cpp could not enter the new position of sequence %d; its rows stay where they are", seq_id);
         }
         try {
-            move_to(*state->seq, std::move(moved), kv->context.threads());
+            turn_all(*kv, *state, std::move(moved));
         } catch (...) {
             release_all(*kv, *state);
             throw;

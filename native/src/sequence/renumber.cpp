@@ -9,9 +9,8 @@ namespace kvedge {
 
 namespace {
 
-// [tokens] whether a head holds the token.
-std::vector<uint8_t> held_tokens(const Store & rows) {
-    std::vector<uint8_t> out((size_t) rows.n_tokens(), 0);
+// Marks the tokens that a head holds.
+void mark_held(const Store & rows, std::vector<uint8_t> & out) {
     for (const Block & block : rows.contents().blocks) {
         for (size_t l = 0; l < block.layers.size(); l++) {
             for (int32_t h = 0; h < rows.shapes()[l].n_heads_kv; h++) {
@@ -21,14 +20,17 @@ std::vector<uint8_t> held_tokens(const Store & rows) {
             }
         }
     }
-    return out;
 }
 
 // [next + 1] positions before each that a held token takes.
-std::vector<int32_t> taken_before(const Store & rows, bool images_extend, int32_t next) {
+std::vector<int32_t> taken_before(const Store & rows, const Store * whole, bool images_extend, int32_t next) {
     const auto &         pos   = rows.contents().pos;
     const auto &         image = rows.contents().image;
-    const auto           held  = held_tokens(rows);
+    std::vector<uint8_t> held(pos.size(), 0);
+    mark_held(rows, held);
+    if (whole) {
+        mark_held(*whole, held);
+    }
     std::vector<int32_t> out((size_t) next + 1, 0);
     int32_t              end = next, after = next;  // the next token's position, and the first beyond this one's
     for (size_t t = pos.size(); t-- > 0;) {
@@ -105,13 +107,13 @@ void turn_window(LayerSeen & seen, const LayerShape & shape, const Shifts & by, 
 
 }  // namespace
 
-Moved move_positions(const Store & rows, bool images_extend, int32_t next, int32_t most) {
+Moved move_positions(const Store & rows, const Store * whole, bool images_extend, int32_t next, int32_t most) {
     const int32_t surplus = next - most;
     Moved         out{ rows.contents().pos, std::min(next, most) };
     if (surplus <= 0) {
         return out;
     }
-    const auto before = taken_before(rows, images_extend, next);
+    const auto before = taken_before(rows, whole, images_extend, next);
     int32_t    first  = next - most / 2;
     int64_t    room   = most - most / 2, n = before[(size_t) first];
     if (next - before.back() >= surplus) {
@@ -131,9 +133,17 @@ void move_to(Sequence & seq, Moved && to, int32_t n_threads) {
     const auto &    shapes = seq.rows.shapes();
     Shifts          by(to.pos.size());
     std::transform(to.pos.begin(), to.pos.end(), all.pos.begin(), by.begin(), [](int32_t now, int32_t was) { return now - was; });
+    const auto moves = [&](int32_t token) { return by[(size_t) token] != 0; };
     for (Block & block : all.blocks) {
-        for (BlockLayer & layer : block.layers) {
-            layer.rows.memory().own();
+        for (size_t l = 0; l < block.layers.size(); l++) {
+            bool any = false;
+            for (int32_t h = 0; h < shapes[l].n_heads_kv && !any; h++) {
+                const auto & tokens = block.tokens_of((int32_t) l, h);
+                any                 = std::any_of(tokens.begin(), tokens.end(), moves);
+            }
+            if (any) {  // rows in a file are left alone where nothing turns
+                block.layers[l].rows.memory().own();
+            }
         }
     }
     const bool          observed = seq.observed.have().any();

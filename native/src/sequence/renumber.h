@@ -18,12 +18,12 @@ struct Moved {
     int32_t              next = 0;       // of the token to come
 };
 
-// So that the next token comes at position `most` instead of `next`. Positions that no held token takes are gaps. The oldest gaps
-// are closed, as many as must be: all later distances stay. Where there are too few, the last most / 2 positions keep their
+// So that the next token comes at position `most` instead of `next`. Positions that no held token takes are gaps; also those of
+// `whole` are held, the same sequence's whole rows, or NULL. The oldest gaps are closed, as many as must be: all later distances stay. Where there are too few, the last most / 2 positions keep their
 // distances, and all before share the others in their order, several tokens one position if need be. Distances never grow.
 // images_extend: an image's tokens share a position, and take all up to the next token's (M-RoPE).
 // The store's positions ascend and lie before `next`; most >= 1. Throws std::bad_alloc.
-Moved move_positions(const Store & rows, bool images_extend, int32_t next, int32_t most);
+Moved move_positions(const Store & rows, const Store * whole, bool images_extend, int32_t next, int32_t most);
 
 // Gives the sequence these positions: turns the keys of all its rows, and the queries of the last tokens that scorers look at.
 // Rows are plain, all rotations are known, and no queries are kept for reducers. What is rounded: each number of a key that turns,
