@@ -162,8 +162,6 @@ def test_what_drops_rows_for_good_is_refused_where_they_are_kept(contexts):
             context.cache.bound_prompt(np.zeros(10, np.uint8))
         with pytest.raises(UnsupportedError, match="whole rows are kept"):
             context.cache.compress_stream()
-        with pytest.raises(UnsupportedError, match=r"whole rows .* need all positions"):
-            context.cache.renumber(155, 100)
 
 
 def test_positions_change_under_rows_that_lie_in_a_file(contexts, tmp_path):
