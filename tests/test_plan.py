@@ -118,6 +118,7 @@ def test_unknown_names_are_refused_with_a_suggestion(arguments, settings, hint):
 
 @pytest.mark.parametrize(("budget", "settings"), [
     (10, {"recent": 8, "sinks": 4}), (10, {"recent": 11}), (10, {"sinks": 11}), (0.2, {"recent": 0.5}),
+    (10, {"recent": 0.0, "sinks": 11}), (10, {"recent": 0.5, "sinks": 11}),
 ])  # fmt: skip
 def test_a_budget_below_the_protected_tokens_is_refused(budget, settings):
     with pytest.raises(BudgetError, match="smaller than the protected"):

@@ -262,10 +262,11 @@ def _check_params(plan: Plan) -> dict[str, Any]:
 def _check_protection(plan: Plan) -> None:
     """Refuses what no prompt length can make fit; what depends on the length shrinks as Plan.protected says."""
     budget, recent = plan.budget, plan.recent or Amount(pairs=0)
-    if budget.pairs is not None and recent.pairs is not None and recent.pairs + plan.sinks > budget.pairs:
+    least = recent.count(0)  # of a prompt of any length
+    if budget.pairs is not None and least + plan.sinks > budget.pairs:
         raise BudgetError(
             f"a budget of {budget.pairs} KV pairs is smaller than the protected tokens "
-            f"({recent.pairs} recent, {plan.sinks} sinks); raise the budget or protect fewer"
+            f"({least} recent, {plan.sinks} sinks); raise the budget or protect fewer"
         )
     if budget.ratio is not None and recent.ratio is not None and recent.ratio > budget.ratio:
         raise BudgetError(
