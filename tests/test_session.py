@@ -83,6 +83,21 @@ def test_a_chat_of_several_turns_extends_the_compressed_cache(vision_model, pict
         assert session.engine.context.at.n_cells == session.engine.cache.stats().n_tokens
 
 
+@pytest.mark.parametrize("bounded", [False, True])
+@pytest.mark.parametrize("method", ["kvedge", "elastic", "prefixkv"])
+def test_what_a_policy_leaves_of_an_answer_is_not_kept_of_the_next_message(vision_model, picture_file, method, bounded):
+    plan = pykvedge.plan(method, 0.3)
+    with vision_model.session(plan, bounded=bounded) as session:
+        first = say(session, WORDS, [picture_file()])
+        for question in ("And what else is there to see in it?", "Hm?"):
+            second = say(session, question)
+            answer = 0 if plan.drops else first.tokens.generated - 1
+            assert second.kv.compressed_tokens == second.tokens.prompt + answer
+            assert second.kv.kept_of_them == min(max(32, plan.count(second.kv.compressed_tokens)),
+                                                 second.kv.compressed_tokens)  # fmt: skip
+            first = second
+
+
 @pytest.mark.parametrize("kind", ["llama", "qwen2vl", "gemma3", "lfm2"])
 def test_nothing_is_lost_between_turns_when_everything_is_kept(tiny, kind, native, tokens):
     """The tokens of two turns, read at once, end with the logits that two turns ended with."""

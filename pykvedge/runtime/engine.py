@@ -353,7 +353,7 @@ class Engine:
             prompt = bounded_batch.gather(pieces, self._table, self._vision, self._model, sequence.n_past)
         else:
             prompt = bounded_batch.gather_text(pieces, sequence.n_past)
-        sequence.compressed_tokens += cache.stats().n_pending + prompt.n_tokens
+        sequence.count_pending(cache, prompt.n_tokens)
         sequence.replay_s = 0.0
         layers = max(cache.stats().n_layers, 1)
         seen = -1

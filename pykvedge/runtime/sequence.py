@@ -62,7 +62,7 @@ class Sequence(Place):
         self.answered: list[int] = []  # tokens of an answer, since the last compression
         self.unread: list[int] = []  # tokens of an answer that was taken back
         self.compressed_tokens, self.held = 0, 0.0  # since they were measured, and pairs per head then
-        self._n_compressions = 0
+        self._n_compressions, self._drops = 0, False
         self._done = self._total = 0
         self._verified: list[int] = []
         self._drafted = 0  # tokens that a verification takes back
@@ -284,11 +284,23 @@ class Sequence(Place):
         if cache is None:
             return
         self.replay()
-        self.compressed_tokens += cache.stats(self.number).n_pending
+        self.count_pending(cache)
         cache.compress(self.number)
+        self._drops = cache.plan.drops
         self.answered, self._replayed = [], -1
         if not cache.stats(self.number).whole_bytes:
             self.passage = Passage()
+
+    def count_pending(self, cache: libkvedge.Cache, n_tokens: int = 0) -> None:
+        """Notes what is compressed next, n_tokens that come with it included, and what is held before it.
+
+        That is not what the last compression left: a decode policy drops rows while an answer is generated, which is
+        then not compressed again.
+        """
+        n_pending = 0 if n_tokens and self._drops else cache.stats(self.number).n_pending
+        if not self.compressed_tokens:
+            self.held = self.pairs_held() - n_pending
+        self.compressed_tokens += n_pending + n_tokens
 
     def limit_image(self, i: int, most: int, fixed: bool = True) -> None:
         """Lets an image, from 0 on, keep at most so many pairs of a head at the next choice; -1: no limit.
