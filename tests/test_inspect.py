@@ -9,9 +9,9 @@ import pytest
 from PIL import Image
 
 import pykvedge
-from kvedge_lab.inspect import figures, measures, overlay
-from kvedge_lab.inspect.collect import Findings, Shown
-from pykvedge.errors import NothingToCompressError, StateError
+from kvedge_lab.inspect import figures, measures, overlay, report
+from kvedge_lab.inspect.collect import Findings, Shown, collect
+from pykvedge.errors import NothingToCompressError, StateError, UsageError
 from pykvedge.library import libkvedge
 from pykvedge.models.images import Picture, load_picture
 from pykvedge.models.imagetokens import Places
@@ -91,6 +91,11 @@ def findings():
                     spectrum_k, spectrum_v, np.array([0.25, 0.5]), kept)  # fmt: skip
 
 
+def test_a_layer_with_fewer_heads_has_no_head_that_keeps_nothing(findings):
+    findings.kept["adakv"] = [[[0, 1, 2], [3]], [[0, 1]]]
+    assert [row[4] for row in report.table(findings)] == ["1 - 3", "2"]
+
+
 def points(line):
     return np.array(line.get_xydata()).tolist()
 
@@ -166,6 +171,26 @@ def test_rows_and_scores_are_those_of_the_cache(tiny, picture_file, kind):
             np.testing.assert_array_equal(after[at][1], v[index])
         assert session.ask("Hello").read()  # nothing of it stays behind
         assert session.last_report.tokens.image == 0
+
+
+@pytest.mark.parametrize("kind", ["llava", "qwen2vl"])
+def test_tokens_are_those_that_a_pruner_left(tiny, picture_file, kind):
+    picture = load_picture(picture_file())
+    plan = pykvedge.plan("snapkv", 0.5, image_tokens=0.25, **{"scorer.window": 4})
+    other = pykvedge.plan("h2o", 0.5, image_tokens=0.25)
+    with tiny(kind).session(plan) as session:
+        found = collect(session, "What is this?", [picture], [plan, other])
+        report = session.ask("What is this?", [picture]).report
+        cache, tokens = session.engine.cache, report.tokens
+        lengths = cache.lengths()
+        kept = [[cache.tokens(i, h) for h in range(len(heads))] for i, heads in enumerate(lengths)]
+        assert tokens.pruned and (found.n_tokens, found.image_mask.sum()) == (tokens.prompt, tokens.image)
+        assert found.kept["snapkv"] == kept and found.lengths("snapkv") == lengths
+        [shown] = found.shown
+        assert shown.count == len(shown.rows) == tokens.image and shown.rows.max() < tokens.image + tokens.pruned
+        for share in (0.5, 1.0):
+            with pytest.raises(UsageError, match="different pruners"):
+                collect(session, "What is this?", [picture], [plan, other.with_(image_tokens=share)])
 
 
 def test_a_model_whose_cache_stays_with_llama_cpp_is_refused(tiny):

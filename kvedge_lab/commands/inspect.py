@@ -107,5 +107,5 @@ def _as_object(findings: Any, files: list[Path], rows: list[list[str]]) -> dict[
         "files": [str(f) for f in files],
         "tokens": {"prompt": findings.n_tokens, "image": int(findings.image_mask.sum())},
         "layers": [dict(zip(names, map(float, row[:4]), strict=True)) for row in rows],
-        "budgets": {method: findings.budgets(method).tolist() for method in findings.kept},
+        "budgets": {method: findings.lengths(method) for method in findings.kept},
     }

@@ -9,11 +9,12 @@ import numpy as np
 
 from kvedge_lab.inspect import measures
 from pykvedge.chat.session import Session
+from pykvedge.errors import UsageError
 from pykvedge.library import libkvedge
 from pykvedge.models.images import Picture
 from pykvedge.models.imagetokens import Places
 from pykvedge.models.vision import ImagePiece, Piece
-from pykvedge.plans.amounts import Budget
+from pykvedge.plans.making import another
 from pykvedge.plans.plan import Plan
 
 GAMMA = 0.2  # cut-off of the outlier ratio, FlashCache's best
@@ -55,9 +56,13 @@ class Findings:
         """[L] float64, of the importance."""
         return np.array([measures.gini(row) for row in self.importance])
 
+    def lengths(self, method: str) -> list[list[int]]:
+        """Pairs that a method keeps, of each layer and each of its heads."""
+        return [[len(head) for head in layer] for layer in self.kept[method]]
+
     def budgets(self, method: str) -> np.ndarray:
-        """[L, Hkv] int64: pairs that a method keeps; 0 where a layer has fewer heads than the others."""
-        lengths = [[len(head) for head in layer] for layer in self.kept[method]]
+        """[L, Hkv] int64: `lengths` as an array; 0 where a layer has fewer heads than the others."""
+        lengths = self.lengths(method)
         out = np.zeros((len(lengths), max(map(len, lengths))), dtype=np.int64)
         for row, layer in zip(out, lengths, strict=True):
             row[: len(layer)] = layer
@@ -87,11 +92,14 @@ class Findings:
 def collect(session: Session, prompt: str, pictures: list[Picture], plans: list[Plan]) -> Findings:
     """Reads the prompt once to measure its cache, and once for each plan to see what it keeps.
 
-    Raises what Session.ask raises, NothingToCompressError for a model whose cache stays with llama.cpp.
+    Raises what Session.ask raises, NothingToCompressError for a model whose cache stays with llama.cpp, UsageError for
+    plans that do not read the same tokens of an image.
     """
     found: list[Findings] = []
     # any budget below 1 makes the scorer gather attention; nothing is compressed before `measure` has looked
-    everything = Plan(method="inspect", scorer="cumulative", budget=Budget(ratio=0.5))
+    everything, *others = (another(plan, "h2o", 0.5) for plan in plans)
+    if any(other != everything for other in others):
+        raise UsageError("methods with different pruners read different tokens; inspect them one by one")
 
     def measure(cache: libkvedge.Cache, pieces: list[Piece]) -> None:
         found.append(_measure(session, cache, pieces, prompt, pictures))

@@ -95,7 +95,7 @@ src="data:image/png;base64,{{ d.data }}"><figcaption>{{ d.note }}</figcaption></
 
 def table(findings: Findings) -> list[list[str]]:
     """A row per layer: its number, mean redundancy, Gini, outlier ratio, and pairs per head for each method."""
-    budgets = {m: findings.budgets(m) for m in findings.kept}
+    pairs = [findings.lengths(method) for method in findings.kept]
     gini = findings.gini
     rows = []
     for i, number in enumerate(findings.layers):
@@ -105,8 +105,8 @@ def table(findings: Findings) -> list[list[str]]:
             f"{gini[i]:.3f}",
             f"{findings.outliers[i]:.3f}",
         ]
-        for per_head in budgets.values():
-            low, high = int(per_head[i].min()), int(per_head[i].max())
+        for per_head in pairs:
+            low, high = min(per_head[i]), max(per_head[i])
             row.append(str(low) if low == high else f"{low} - {high}")
         rows.append(row)
     return rows
