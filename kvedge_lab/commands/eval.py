@@ -20,7 +20,7 @@ from pykvedge.cli.modelfiles import model_files
 from pykvedge.cli.options import Whole, listed, read_plan
 from pykvedge.cli.progress import Fetching
 from pykvedge.cli.tables import folded
-from pykvedge.errors import KvedgeError, UsageError, unknown
+from pykvedge.errors import KvedgeError, ProfileError, UsageError, unknown
 from pykvedge.plans.making import plan as make_plan
 from pykvedge.plans.plugin_files import source_digest
 from pykvedge.plans.presets import methods as method_names
@@ -330,9 +330,13 @@ def _cells(given: dict[str, Any], model: Path) -> list[Cell]:
 
 def _cell(name: str, plan: Plan, model: Path) -> Cell:
     from kvedge_lab.eval.measure import Cell
-    from pykvedge.models.profiles import digest
+    from pykvedge.models import tuned
 
-    return Cell(name, plan, f"{source_digest(plan)}{digest(plan, model)}")
+    try:
+        profiles = tuned.digests(plan, model)
+    except ProfileError:  # told where this method is measured
+        profiles = {}
+    return Cell(name, plan, "".join([source_digest(plan), *profiles.values()]))
 
 
 def _wants(given: dict[str, Any]) -> Wants:

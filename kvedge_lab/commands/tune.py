@@ -223,7 +223,6 @@ def _race(given: dict[str, Any], cells: list[Cell], seconds: float) -> Iterator[
     """Runs a race to its end, and gives it with the files of the unfinished run, which may go when all is stored."""
     import tempfile
 
-    from kvedge_lab.eval.records import fingerprint
     from kvedge_lab.progress import Minutes
     from kvedge_lab.tune.race import Race
     from pykvedge.models import profiles, tuned
@@ -236,12 +235,13 @@ def _race(given: dict[str, Any], cells: list[Cell], seconds: float) -> Iterator[
     if mmproj is None:
         raise UsageError("tuning asks about pictures, so the model needs its image encoder: --mmproj FILE.gguf")
     settings = Settings.of({**options.running(given), "verbose": given["verbose"]})
-    place = tuned.place(profiles.hash_of(model))
+    model_hash = profiles.hash_of(model)
+    place = tuned.place(model_hash)
     kept_in = [place.with_name(f"{place.stem}.{what}.jsonl") for what in ("run", "curves")]
     with contextlib.ExitStack() as held:
         pages = Path(held.enter_context(tempfile.TemporaryDirectory(prefix="kvedge-tune-")))
         material = _material(given, model, pages)
-        header = {"model": fingerprint(model), "mmproj": fingerprint(mmproj), "kv_type": settings.storage.key,
+        header = {"model": model_hash, "mmproj": profiles.hash_of(mmproj), "kv_type": settings.storage.key,
                   "pictures": material.source, "questions": str(given["questions"] or ""), "target": given["target"],
                   "plans": [cell.digest for cell in cells]}  # fmt: skip
         kept = _kept(held, kept_in, header, given["fresh"])

@@ -43,7 +43,7 @@ Turn = tuple[list[Piece], list[int]]  # a user's message with what comes before 
 class Cell:
     """A cell is a column of the measurement: a plan under the name that tables give it.
 
-    source: tells versions of the code of the plan's own stages apart; "" where all are built in.
+    source: tells versions of the code of the plan's own stages, and of its profiles, apart; "" where there are none.
     """
 
     name: str

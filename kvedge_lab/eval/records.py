@@ -4,7 +4,6 @@ sample at most.
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -53,14 +52,3 @@ def asked_before(path: Path) -> dict[str, Any]:
         return dict(first["asked"]) if Records.KIND in first else {}
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return {}
-
-
-def fingerprint(path: Path) -> str:
-    """Returns name, size and a digest of the ends of a file: it tells large models apart without reading them."""
-    size, end = path.stat().st_size, 1 << 20
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        digest.update(file.read(end))
-        file.seek(max(size - end, 0))
-        digest.update(file.read(end))
-    return f"{path.name} {size} {digest.hexdigest()[:16]}"

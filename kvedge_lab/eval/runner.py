@@ -12,11 +12,12 @@ from typing import Any
 
 from kvedge_lab.eval.measure import CONTEXT, CONVERSATION, PROMPT, Cell, Measurer, Preparer, Wants
 from kvedge_lab.eval.reader import Reader
-from kvedge_lab.eval.records import Records, fingerprint
+from kvedge_lab.eval.records import Records
 from kvedge_lab.eval.tasks import Sample
 from kvedge_lab.jsonlines import SaveError
 from kvedge_lab.progress import Steps
 from pykvedge.errors import ContextError, ImageError, KvedgeError, UsageError
+from pykvedge.models.profiles import hash_of
 from pykvedge.models.prompt import IMAGE, PLACE
 from pykvedge.models.vision import Vision
 from pykvedge.plans.making import plan
@@ -54,8 +55,8 @@ class Job:
         as_one: contexts were once compressed message by message.
         """
         return {
-            "model": fingerprint(self.model),
-            "mmproj": fingerprint(self.mmproj) if self.mmproj else None,
+            "model": hash_of(self.model),
+            "mmproj": hash_of(self.mmproj) if self.mmproj else None,
             "kv_type": self.settings.storage.key,
             "answers": self.wants.answers,
             "likelihood": self.wants.likelihood,

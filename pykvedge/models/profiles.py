@@ -86,18 +86,6 @@ def tables_for(
     return {stage: found.table for stage, found in find(plan, model, given, spare).items()}
 
 
-def digest(plan: Plan, model: str | os.PathLike[str]) -> str:
-    """Differs where the profiles that a plan finds for a model differ; "" where it finds none."""
-    try:
-        tables = tables_for(plan, model)
-    except ProfileError:
-        return ""
-    found = hashlib.sha256()
-    for stage, numbers in sorted(tables.items()):
-        found.update(stage.encode() + numbers.values.tobytes() + numbers.budgets.tobytes())
-    return found.hexdigest() if tables else ""
-
-
 def _of_another_model(where: str, profile: Profile, model: str) -> ProfileError:
     name = profile.about.get("model", {}).get("name")
     other = f"was made for {name!r}" if isinstance(name, str) else "was made for another model"
