@@ -65,15 +65,16 @@ class Sandbox:
     def _ask(self, what: str, request: Mapping[str, Any]) -> Any:
         if not can_start():
             return getattr(self._here, what)(request)
+        asked = [[what, request]]
         if self._process is None or self._process.poll() is not None:
+            asked.insert(0, [chat_path(), *self._source])
             try:
                 self._process = start(template_worker.__file__)
             except OSError as error:
                 raise ModelError(f"the model's chat template cannot be run: {error.strerror or error}") from None
             dropped.add(self, functools.partial(end, self._process), at_end=True)
-        asked = {"template": [chat_path(), *self._source], "what": what, "request": request}
         with undoing(functools.partial(end, self._process)):  # Ctrl-C must not leave an answer for the next request
-            line, why = _exchange(self._process, json.dumps(asked).encode() + b"\n")
+            line, why = _exchange(self._process, "".join(json.dumps(one) + "\n" for one in asked).encode())
         if line.endswith(b"\n"):
             answer = dict(json.loads(line))
             if "error" in answer:

@@ -10,7 +10,7 @@ import ctypes
 import functools
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, BinaryIO
 
 MOST_OUTPUT = 1 << 24  # characters of a prompt
@@ -80,12 +80,9 @@ def _encoded(value: Any) -> bytes:
     return json.dumps(value, ensure_ascii=False).encode("utf-8", "replace")
 
 
-def _answer(templates: dict[str, NativeTemplate], request: dict[str, Any]) -> dict[str, Any]:
+def _answer(template: Callable[[], NativeTemplate], what: str, request: dict[str, Any]) -> dict[str, Any]:
     try:
-        name = json.dumps(request["template"])
-        if name not in templates:
-            templates[name] = NativeTemplate(*request["template"])
-        return {"done": getattr(templates[name], request["what"])(request["request"])}
+        return {"done": getattr(template(), what)(request)}
     except MemoryError:
         return {"fatal": "it takes too much memory"}
     except Exception as error:
@@ -107,11 +104,11 @@ def _limit() -> None:
 
 
 def main(requests: BinaryIO, answers: BinaryIO) -> None:
-    """Answers a line of JSON for each line of JSON."""
+    """Answers a line of JSON for each line of JSON but the first, which is the template."""
     _limit()
-    templates: dict[str, NativeTemplate] = {}
+    template = functools.cache(functools.partial(NativeTemplate, *json.loads(requests.readline())))
     for line in requests:
-        answers.write(json.dumps(_answer(templates, json.loads(line))).encode() + b"\n")
+        answers.write(json.dumps(_answer(template, *json.loads(line))).encode() + b"\n")
         answers.flush()
 
 
