@@ -6,7 +6,6 @@ Pictures of a request are fetched and unpacked in bounded time.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import threading
 import time
 from collections.abc import Coroutine
@@ -22,6 +21,7 @@ from pykvedge.serve.fetching import Fetching
 from pykvedge.serve.guarding import OWNER, PICTURES, TEXT
 from pykvedge.serve.job import Request
 from pykvedge.serve.scheduler import Scheduler
+from pykvedge.serve.waiting import left
 from pykvedge.serve.wire import ChatRequest, Prompted
 
 _QUICK = 100_000  # bytes beside pictures of a request that is looked through at once
@@ -102,13 +102,7 @@ async def _looked_through(service: Service, http: HttpRequest, given: ChatReques
 
 async def _while_wanted(service: Service, http: HttpRequest, work: Coroutine[Any, Any, T]) -> T:
     """Waits for work, and ends it where the client leaves or the server goes down."""
-
-    async def left() -> None:
-        with contextlib.suppress(Exception):
-            while (await http.receive())["type"] != "http.disconnect":
-                pass
-
-    task, gone, closing = (asyncio.ensure_future(one) for one in (work, left(), service.closing.wait()))
+    task, gone, closing = (asyncio.ensure_future(one) for one in (work, left(http), service.closing.wait()))
     try:
         await asyncio.wait((task, gone, closing), return_when=asyncio.FIRST_COMPLETED)
         if task.done():

@@ -113,11 +113,16 @@ class Waiting(Closing):
 
     async def _watch(self) -> None:
         """Notes that the client left."""
-        with contextlib.suppress(Exception):
-            while (await self._http.receive())["type"] != "http.disconnect":
-                pass
-            self._left = True
-            self._arrived.set()
+        await left(self._http)
+        self._left = True
+        self._arrived.set()
+
+
+async def left(http: HttpRequest) -> None:
+    """Waits until the client leaves."""
+    with contextlib.suppress(Exception):
+        while (await http.receive())["type"] != "http.disconnect":
+            pass
 
 
 def _joined(event: Event, later: Event) -> Event | None:
