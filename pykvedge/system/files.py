@@ -25,11 +25,10 @@ def require_file(path: str | bytes | os.PathLike[str]) -> None:
         raise OSError(errno.EINVAL, f"it is {_KINDS.get(kind, 'something')}, not a file", os.fsdecode(path))
 
 
-def write_whole(path: Path, text: str, mode: int = 0o666) -> None:
+def write_whole(path: Path, text: str) -> None:
     """Writes a text file, in place of an older one, and brings it to the disk; folders on the way are made.
 
-    A link stays a link. A pipe or a device is written to. mode: of a new file, but for what the process's umask
-    forbids. Raises OSError.
+    A link stays a link. A pipe or a device is written to. Raises OSError.
     """
     if path.exists() and not path.is_file():
         path.write_text(text, encoding="utf-8", errors="replace", newline="\n")
@@ -38,7 +37,7 @@ def write_whole(path: Path, text: str, mode: int = 0o666) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     beside = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        mode = stat.S_IMODE(path.stat().st_mode) if path.exists() else mode
+        mode = stat.S_IMODE(path.stat().st_mode) if path.exists() else 0o666
         handle = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode)
         with os.fdopen(handle, "w", encoding="utf-8", errors="replace", newline="\n") as file:
             file.write(text)
