@@ -21,21 +21,7 @@ from demo.convert import convert
 from demo.evaluate import accuracy
 from demo.train_text import Plan, load_tower, make_learner, train_text
 from demo.train_vision import train_vision
-from demo.workers import in_workers
-
-
-def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("out", type=Path, help="folder of checkpoints, log and GGUF files")
-    parser.add_argument("--workers", type=int, default=2, help="single-thread processes for the text model")
-    parser.add_argument("--vision-steps", type=int, default=4000)
-    parser.add_argument("--text-steps", type=int, default=1200)
-    parser.add_argument("--samples", type=int, default=200, help="held-out samples per task")
-    parser.add_argument("--images", type=int, default=4, help="images per needle sample")
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--rank", type=int, default=0, help=argparse.SUPPRESS)
-    parser.add_argument("--store", default="", help=argparse.SUPPRESS)
-    return parser.parse_args()
+from demo.workers import in_workers, parser_of
 
 
 def text_phase(args: argparse.Namespace) -> None:
@@ -44,7 +30,9 @@ def text_phase(args: argparse.Namespace) -> None:
 
 
 def main() -> int:
-    args = arguments()
+    parser = parser_of(__doc__, 4000, 1200, 200)
+    parser.add_argument("--images", type=int, default=4, help="images per needle sample")
+    args = parser.parse_args()
     torch.set_num_threads(1)
     if args.rank > 0:
         text_phase(args)

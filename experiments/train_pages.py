@@ -19,24 +19,11 @@ import scriptpath  # noqa: F401
 import torch
 import torch.distributed as dist
 from demo.checkpoint import Log, load_learner
-from demo.workers import in_workers
+from demo.workers import in_workers, parser_of
 from pages.convert import convert
 from pages.evaluate import accuracy
 from pages.train_text import Plan, load_tower, make_learner, train_text
 from pages.train_vision import train_vision
-
-
-def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("out", type=Path, help="folder of checkpoints, log and GGUF files")
-    parser.add_argument("--workers", type=int, default=2, help="single-thread processes")
-    parser.add_argument("--vision-steps", type=int, default=1200)
-    parser.add_argument("--text-steps", type=int, default=1000)
-    parser.add_argument("--samples", type=int, default=100, help="held-out samples per task")
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--rank", type=int, default=0, help=argparse.SUPPRESS)
-    parser.add_argument("--store", default="", help=argparse.SUPPRESS)
-    return parser.parse_args()
 
 
 def train(args: argparse.Namespace) -> None:
@@ -47,7 +34,7 @@ def train(args: argparse.Namespace) -> None:
 
 
 def main() -> int:
-    args = arguments()
+    args = parser_of(__doc__, 1200, 1000, 100).parse_args()
     torch.set_num_threads(1)
     args.out.mkdir(parents=True, exist_ok=True)
     in_workers(args, lambda: train(args))

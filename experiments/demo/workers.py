@@ -6,12 +6,26 @@ import os
 import signal
 import subprocess
 import sys
-from argparse import Namespace
+from argparse import SUPPRESS, ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 
 import torch.distributed as dist
+
+
+def parser_of(about: str | None, vision_steps: int, text_steps: int, samples: int) -> ArgumentParser:
+    """Makes the parser of a program that trains a model, with these defaults."""
+    parser = ArgumentParser(description=about, formatter_class=RawDescriptionHelpFormatter)
+    parser.add_argument("out", type=Path, help="folder of checkpoints, log and GGUF files")
+    parser.add_argument("--workers", type=int, default=2, help="single-thread processes")
+    parser.add_argument("--vision-steps", type=int, default=vision_steps)
+    parser.add_argument("--text-steps", type=int, default=text_steps)
+    parser.add_argument("--samples", type=int, default=samples, help="held-out samples per task")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--rank", type=int, default=0, help=SUPPRESS)
+    parser.add_argument("--store", default="", help=SUPPRESS)
+    return parser
 
 
 def in_workers(args: Namespace, train: Callable[[], object]) -> None:
