@@ -141,13 +141,13 @@ def fetch(fallback: Path | None = None) -> Path:
             return sdist
     log(f"fetching {PACKAGE} {VERSION} (72 MiB) from the package index")
     with tempfile.TemporaryDirectory(dir=folder, prefix="fetch-") as tmp:
-        _download(Path(tmp))
+        download(Path(tmp))
         verify(Path(tmp) / SDIST)
         (Path(tmp) / SDIST).replace(sdist)
     return sdist
 
 
-def _download(folder: Path, version: str = VERSION, sha256: str = SHA256) -> None:
+def download(folder: Path, version: str = VERSION, sha256: str = SHA256) -> None:
     # with the hash in a requirements file pip checks the archive before it runs anything from it
     wanted = folder / "requirements.txt"
     wanted.write_text(f"{PACKAGE}=={version}" + (f" --hash=sha256:{sha256}" if sha256 else "") + "\n", encoding="utf-8")

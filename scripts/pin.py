@@ -67,7 +67,7 @@ def open_source(what: str, work: Path) -> Source:
         sdist = folder / pinned.sdist_name(what)
         if not sdist.is_file():
             log(f"fetching {pinned.PACKAGE} {what} from the package index")
-            pinned._download(folder, what, "")
+            pinned.download(folder, what, "")
         return Source(sdist, read_version(sdist), pinned.file_sha256(sdist), folder, "the same")
     sdist = Path(what)
     if not sdist.is_file():
@@ -104,7 +104,7 @@ def read_version(sdist: Path) -> str:
 def ask_index(sdist: Path, version: str, sha256: str, folder: Path) -> str:
     """Compares the checksum with the index's, through pip. Raises SourceError where they differ."""
     try:
-        pinned._download(folder, version, sha256)
+        pinned.download(folder, version, sha256)
     except SourceError as error:
         if "DO NOT MATCH" in str(error):
             raise SourceError(f"{sdist} is not the {version} of the package index: its sha256 is {sha256}") from None

@@ -9,15 +9,13 @@ import shutil
 import subprocess
 import sys
 import tarfile
-from pathlib import Path
 from typing import ClassVar
 
 import export_patches
 import llama_source
 import pytest
+from conftest import ROOT
 from llama_source import SourceError, apply, prepare, read_series, unpack
-
-ROOT = Path(__file__).resolve().parent.parent
 
 SOURCE = "".join(f"line {i}\n" for i in range(1, 31))
 PATCHED = SOURCE.replace("line 10\n", "line ten\nand a half\n").replace("line 20\n", "")
@@ -207,11 +205,11 @@ class TestSource:
     def test_cache_serves_the_second_fetch(self, pin, tmp_path, monkeypatch):
         sdist = pin(self.files)
         monkeypatch.setenv("KVEDGE_CACHE_DIR", str(tmp_path))
-        monkeypatch.setattr(llama_source, "_download", lambda folder: pytest.fail("went to the network"))
+        monkeypatch.setattr(llama_source, "download", lambda folder: pytest.fail("went to the network"))
         assert llama_source.fetch() == sdist
         good = sdist.read_bytes()
         sdist.write_bytes(b"damaged")
-        monkeypatch.setattr(llama_source, "_download", lambda folder: (folder / sdist.name).write_bytes(good))
+        monkeypatch.setattr(llama_source, "download", lambda folder: (folder / sdist.name).write_bytes(good))
         assert llama_source.fetch().read_bytes() == good
 
     def test_command_line_errors_are_one_line(self, tmp_path):
