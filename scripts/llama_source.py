@@ -327,7 +327,15 @@ def log(message: str) -> None:
 def ended(main: Callable[[], int | None]) -> int:
     """Runs a script; its exit code: 1, after one line that says why, for an error that the user can act on."""
     try:
-        return main() or 0
+        try:
+            return main() or 0
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:  # who read the output has seen enough; Python would complain when it writes the rest
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except KeyboardInterrupt:
+        return 130
     except (SourceError, OSError, subprocess.CalledProcessError) as error:
         log(f"error: {error}")
         return 1

@@ -15,7 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
 
-from llama_source import SourceError
+from llama_source import ended
 from modelgen.layers import Model, TextSpec
 from modelgen.released import Released, extract
 from modelgen.shapes import SHAPES
@@ -126,22 +126,13 @@ def _write(args: argparse.Namespace, models: dict[str, Model]) -> dict[str, obje
     return report
 
 
-def main(argv: list[str] | None = None) -> int:
+def main(argv: list[str] | None = None) -> None:
     args = _parser().parse_args(argv)
-    try:
-        models = _models(args)
-        _check_target(args.output, models, args.force)
-        report = _write(args, models)
-        print(json.dumps(report) if args.json else "\n".join(str(report[name]) for name in models))
-    except (OSError, SourceError) as error:
-        message = error.args[0] if len(error.args) == 1 else f"cannot write: {error}"
-        print(f"make_shape_model.py: {message}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print("\nmake_shape_model.py: stopped, nothing half-written is left", file=sys.stderr)
-        return 130
-    return 0
+    models = _models(args)
+    _check_target(args.output, models, args.force)
+    report = _write(args, models)
+    print(json.dumps(report) if args.json else "\n".join(str(report[name]) for name in models))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(ended(main))

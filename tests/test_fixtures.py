@@ -2,30 +2,27 @@
 
 import hashlib
 import json
+import os
 import shutil
+import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
+import llama_cpp.llama_cpp as llama
+import make_shape_model
 import numpy as np
 import pytest
-
-pykvedge = pytest.importorskip("pykvedge")
-llama = pytest.importorskip("llama_cpp.llama_cpp")
-pytest.importorskip("llama_cpp.mtmd_cpp")
-
-SCRIPTS = Path(__file__).parent.parent / "scripts"
-sys.path.insert(0, str(SCRIPTS))
-
-import make_shape_model  # noqa: E402
-from choosing import crossed, whole  # noqa: E402
-from modelgen import tokens  # noqa: E402
-from modelgen.shapes import SHAPES  # noqa: E402
-from modelgen.text import text_model  # noqa: E402
-from modelgen.tiny import KINDS, TinySpec, default_spec, write_tiny  # noqa: E402
-from modelgen.vision import vision_model  # noqa: E402
-from stock_runner import Answer, Runner, picture  # noqa: E402
+from choosing import crossed, whole
+from conftest import ROOT
+from llama_source import ended
+from modelgen import tokens
+from modelgen.shapes import SHAPES
+from modelgen.text import text_model
+from modelgen.tiny import KINDS, TinySpec, default_spec, write_tiny
+from modelgen.vision import vision_model
+from stock_runner import Answer, Runner, picture
 
 
 def check(answer: Answer) -> None:
@@ -121,7 +118,7 @@ def test_shape_command(
     quant: str, mmproj_quant: str, small_llava: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     argv = [small_llava, "--quant", quant, "--mmproj-quant", mmproj_quant, "-o", str(tmp_path), "--json"]
-    assert make_shape_model.main(argv) == 0
+    make_shape_model.main(argv)
     report = json.loads(capsys.readouterr().out)
     model, mmproj = Path(report["model"]), Path(report["mmproj"])
     assert model.stat().st_size == report["model_bytes"]
@@ -139,13 +136,13 @@ def test_shape_command_refuses(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     argv = [small_llava, "-o", str(tmp_path), "--vision", "none"]
-    assert make_shape_model.main(argv) == 0
+    make_shape_model.main(argv)
     assert capsys.readouterr().out.split() == [str(tmp_path / "model.gguf")]
     assert not (tmp_path / "mmproj.gguf").exists()
 
     def fails(argv: list[str], code: int, says: str) -> None:
         try:
-            assert make_shape_model.main(argv) == code
+            assert ended(lambda: make_shape_model.main(argv)) == code
         except SystemExit as stop:
             assert stop.code == code
         out, err = capsys.readouterr()
@@ -154,7 +151,7 @@ def test_shape_command_refuses(
         assert err.count("\n") == 1
 
     fails(argv, 1, "--force")
-    assert make_shape_model.main([*argv, "--force"]) == 0
+    make_shape_model.main([*argv, "--force"])
     capsys.readouterr()
     fails(["llava-9", "-o", str(tmp_path)], 2, "llava-9")
     fails([small_llava], 2, "-o")
@@ -170,6 +167,15 @@ def test_shape_list(capsys: pytest.CaptureFixture[str]) -> None:
     assert not stop.value.code
     out = capsys.readouterr().out
     assert all(name in out for name in SHAPES)
+
+
+def test_a_list_that_nobody_reads_ends_quietly() -> None:
+    reads, writes = os.pipe()
+    os.close(reads)
+    command = [sys.executable, ROOT / "scripts" / "make_shape_model.py", "--list"]
+    done = subprocess.run(command, stdout=writes, stderr=subprocess.PIPE, check=False)
+    os.close(writes)
+    assert (done.returncode, done.stderr) == (0, b"")
 
 
 def test_nothing_half_written_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
