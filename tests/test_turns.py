@@ -1,84 +1,126 @@
-"""Turns leave a conversation, and what was said behind them moves up: nothing is read again."""
+"""What a turn says of itself: why its answer ended, which model gave it, and figures with one meaning in every turn."""
+
+import re
+from pathlib import Path
 
 import pytest
-from test_ageing import CODES, GREEDY, QUESTIONS, SCENES, held, inside, reads, talk  # noqa: F401
+from conversations import WORDS, say
 
 import pykvedge
-from pykvedge.errors import StateError, UnsupportedError, UsageError
+from pykvedge.errors import UsageError
+from pykvedge.models.gguf import read_header
+from pykvedge.models.modelfile import facts
+from pykvedge.models.vision import ImagePiece
+from pykvedge.runtime.sampling import Sampling
+
+ROOT = Path(__file__).resolve().parent.parent
+DATA = ROOT / "pykvedge" / "data"
+FEW = Sampling(max_tokens=3)
+LINE = re.compile(r".* \| KV ([\d.]+)(?: -> ([\d.]+))? (?:MiB|KiB) \| [\d.]+ tok/s")
 
 
-def ask(session, question, *scenes):
-    return session.ask(question, scenes, GREEDY).read().strip()
+def test_figures_of_later_turns_are_those_of_the_conversation(tiny, native):
+    """Full: what a session holds that keeps all of as many tokens. Kept: what this one holds."""
+    turns = [WORDS * 4, "And?", WORDS, "Or?"]
+    with tiny("llama").session(pykvedge.plan("h2o", 0.2)) as small, tiny("llama").session() as full:
+        for text in turns:
+            a, b = say(small, text, sampling=FEW), say(full, text, sampling=FEW)
+            assert a.tokens == b.tokens
+            # the blocks of a full cache are whole pages, one of keys and values for each layer and turn at the most
+            assert b.kv.kept_bytes == b.kv.full_bytes >= a.kv.full_bytes >= b.kv.full_bytes - 2 * 2 * len(turns) * 65536
+            assert a.kv.kept_bytes < a.kv.full_bytes
+            shown = LINE.fullmatch(a.line())
+            assert shown and float(shown[1]) > float(shown[2]), a.line()
+            assert LINE.fullmatch(b.line())[2] is None, b.line()
+        assert "all kept" in a.line()  # the last message was short; the conversation has been compressed all the same
+        rows = sum(n for heads in small.engine.cache.lengths() for n in heads)
+        assert a.kv.full_bytes == small.engine.cache.stats().n_tokens * _bytes_per_token(small) - _since(small, a)
+        assert rows < small.engine.cache.stats().n_tokens * 2 * 2
 
 
-@pytest.mark.parametrize("method", ["snapkv", "kvedge", "h2o"])
-@pytest.mark.parametrize("keep", ["ram", "disk"])
-def test_a_turn_is_gone_and_the_others_stay(talk, reads, tmp_path, method, keep):  # noqa: F811
-    folder = {"keep_folder": str(tmp_path)} if keep == "disk" else {}
-    session = talk(method, 0.6 if method == "h2o" else 0.3, keep=keep, **folder)
-    begin, end = session._begins[2], session._begins[4]
-    n, cache = reads[0], session.engine.cache
-    before, position = cache.stats(), session.engine.sequence.n_past
-    session.drop_turn(2)
-    after = cache.stats()
-    assert reads[0] == n and [m.text for m in session.messages[::2]] == [QUESTIONS[0], QUESTIONS[2]]
-    assert session.engine.sequence.n_past == position - (end.position - begin.position)
-    assert all(len(inside(tokens, (begin.token, end.token))) == 0 for heads in held(session) for tokens in heads)
-    gone = (end.token - begin.token) * session.model.kv_bytes_per_token(2)
-    assert gone <= before.whole_bytes - after.whole_bytes < 1.2 * gone  # with what was observed of them
-    assert ask(session, "What is the code in image 1?") == CODES[0]
-    assert ask(session, "What is the code in image 2?") == CODES[2]
-    session.demote(2, 0.1)  # the one that was the third
-    assert len(session.engine.ages) == 2
+def _bytes_per_token(session):
+    return session.model.kv_bytes_per_token(2)
 
 
-def test_turns_go_one_after_the_other(talk, reads):  # noqa: F811
-    """A long conversation that keeps two pictures stays as short as one about them."""
-    session = talk()
-    lengths = []
-    for _ in range(12):
-        assert ask(session, "What is the code in image 3?") == CODES[2]
-        while len(session.messages) > 8:
-            session.drop_turn(len(session.messages) // 2 - 1)
-        lengths.append(session.engine.sequence.n_past)
-    assert len(set(lengths[1:])) == 1, lengths
-    n = reads[0]
-    session.drop_turn(2)
-    assert reads[0] == n and ask(session, "What is the code in image 2?") == CODES[2]
+def _since(session, report):
+    """Bytes of the answer's tokens that were read after the figures were taken."""
+    return (report.tokens.generated - len(session.pending)) * _bytes_per_token(session)
 
 
-def test_what_was_done_before_and_what_comes_after(talk, closing, tmp_path):  # noqa: F811
-    session = talk(undo=True)
-    session.drop_turn(2)
-    with pytest.raises(StateError, match="no message to take back"):
-        session.undo()
-    assert ask(session, "What is the code in image 2?") == CODES[2]
-    session.undo()
-    assert [m.text for m in session.messages[::2]] == [QUESTIONS[0], QUESTIONS[2]]
-    other = closing(session.fork())
-    session.save(tmp_path / "talk.kvs", whole=True)
-    loaded = closing(pykvedge.Session(plan=pykvedge.plan("snapkv", 0.3), threads=2, keep="ram"))
-    loaded.load(tmp_path / "talk.kvs")
-    for one in (session, other, loaded):
-        assert ask(one, "What is the code in image 2?") == CODES[2]
-        assert len(one.engine.ages) == 2
-    with pytest.raises(StateError, match="turn 2 cannot be dropped, as it was read together with others"):
-        loaded.drop_turn(2)
+def test_the_demo_model_ends_its_answer_itself(kvedge, native):
+    picture = sorted((ROOT / "examples").glob("*.png"))[0]
+    done = kvedge("chat", "--image", picture, "--json", "What is the code?")
+    report = done.json
+    assert report["stop"] == "end" and report["text"] == report["text"].strip() != ""
+    assert report["model"] == {"name": "kvedge demo model", "file": "demo-model.gguf", "quantisation": "Q8_0"}
+    assert list(report)[:5] == ["model", "method", "budget", "text", "stop"]
 
 
-def test_what_cannot_be_dropped_is_said_in_a_line(talk, closing):  # noqa: F811
-    session = talk()
-    for turn in (0, 1, 3, 4, -1, 2.0, True, "2", None):
-        with pytest.raises(UsageError, match="cannot be dropped: of 3, all but the first and the last can"):
-            session.drop_turn(turn)
-    n = len(session.messages)
-    with pytest.raises(UnsupportedError, match="reads all of a conversation a second time"):
-        talk("kvzip").drop_turn(2)
-    with pytest.raises(UsageError, match="set keep to 'ram' or 'disk'"):
-        talk(keep=None).drop_turn(2)
-    session.drop_turn(2)
-    assert len(session.messages) == n - 2
-    session.forget()  # as after an answer that was broken off: all is read again, and no turn stands for itself
-    assert ask(session, "What is the code in image 2?") == CODES[2]
-    with pytest.raises(StateError, match="read together with others"):
-        session.drop_turn(2)
+def test_every_other_way_to_end(tiny, native):
+    with tiny("llama").session(pykvedge.plan("h2o"), n_ctx=256) as session:
+        assert say(session, "Hello", sampling=FEW).as_json()["stop"] == "length"
+        answer = session.ask("Hello", sampling=Sampling(max_tokens=100))
+        next(answer)
+        answer.close()
+        assert answer.report.as_json()["stop"] == "cancelled"
+        assert say(session, "Go on", sampling=Sampling(max_tokens=1000)).as_json()["stop"] in ("context", "end")
+
+
+def test_an_answer_does_not_begin_with_the_tokenizers_blank(native):
+    model, mmproj = DATA / "demo-model.gguf", DATA / "demo-mmproj.gguf"
+    with pykvedge.Session(model, mmproj) as session:
+        answer = session.ask("What is the code?", [sorted((ROOT / "examples").glob("*.png"))[0]])
+        token = session.engine.context.logits().argmax()
+        assert session.model.piece(int(token)).startswith(b" ")  # there is one to leave out
+        pieces = list(answer)
+        assert "".join(pieces) == answer.report.text == session.messages[-1].text
+        assert answer.report.text == answer.report.text.strip() and all(pieces)
+
+
+def test_what_a_model_file_says_of_itself(tiny):
+    header = read_header(tiny("llama").model)
+    name, file, quantisation = facts(header)
+    assert file == "model.gguf" and name and isinstance(quantisation, str)
+    assert facts(read_header(DATA / "demo-model.gguf")) == ("kvedge demo model", "demo-model.gguf", "Q8_0")
+
+
+def test_pictures_go_where_the_prompt_says(tiny, picture_file, native):
+    a, b = picture_file("a.png", 80, 60), picture_file("b.png", 60, 90)
+    with tiny("llava").session() as session:
+        from pykvedge.models.images import load_picture
+
+        first, second = load_picture(a), load_picture(b)
+        pieces = session.first_prompt("Before <image> after <image> end", [second, first])
+        kinds = [isinstance(p, ImagePiece) for p in pieces]
+        assert kinds == [False, True, False, True, False]
+        assert [p.key.partition("/")[0] for p in pieces if isinstance(p, ImagePiece)] == [second.key, first.key]
+        session.release(pieces)
+        placed = say(session, "Before <image> after <image> end", [a, b], FEW)
+        assert placed.tokens.image == 32
+        session.clear()
+        assert say(session, "Before after end", [a, b], FEW).tokens.prompt > placed.tokens.prompt  # with names
+        for text, images in (("<image>", []), ("<image> <image>", [a]), ("<image>", [a, b])):
+            with pytest.raises(UsageError, match="for images"):
+                session.ask(text, images)
+        assert len(session.messages) == 2 and say(session, r"The word \<image>", [], FEW).tokens.image == 0
+
+
+def test_pictures_of_a_stream_go_there_too(tiny, picture_file, native):
+    a, b = picture_file("a.png", 80, 60), picture_file("b.png", 60, 90)
+    with tiny("llava").session(pykvedge.plan("snapkv", 64), stream=True) as session:
+        report = say(session, "Before <image> after <image> end", iter([a, b]), FEW)
+        assert report.tokens.image == 32 and [p.name for p in session.messages[0].pictures] == ["a.png", "b.png"]
+        before = session.engine.cache.stats().n_tokens
+        for images in ([a], [a, b, a]):
+            with pytest.raises(UsageError, match="2 places"):
+                session.ask("Before <image> after <image> end", iter(images))
+        assert session.engine.cache.stats().n_tokens == before  # nothing was read
+        assert say(session, "More", iter([a, b, a]), FEW).tokens.image == 48
+
+
+def test_the_command_line_refuses_places_without_pictures(kvedge, tiny, picture_file):
+    arguments = ["chat", *tiny("llava").arguments(), "--image", picture_file()]
+    kvedge(*arguments, "<image> or <image>?").failed(2, "2 places for images", "1 image was given")
+    kvedge("chat", *tiny("llava").arguments(), "--image", "~nobody-of-that-name/x.png", "?").failed(2, "home folder")
+    kvedge("chat", *tiny("llava").arguments(), "--image", "x" * 800, "?").failed(2, "--image", "too long")
+    kvedge("chat", *tiny("llava").arguments(), "--session", "x" * 800, "?").failed(2, "--session", "too long")

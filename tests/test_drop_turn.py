@@ -1,0 +1,84 @@
+"""Turns leave a conversation, and what was said behind them moves up: nothing is read again."""
+
+import pytest
+from test_ageing import CODES, GREEDY, QUESTIONS, held, inside, reads, talk  # noqa: F401
+
+import pykvedge
+from pykvedge.errors import StateError, UnsupportedError, UsageError
+
+
+def ask(session, question, *scenes):
+    return session.ask(question, scenes, GREEDY).read().strip()
+
+
+@pytest.mark.parametrize("method", ["snapkv", "kvedge", "h2o"])
+@pytest.mark.parametrize("keep", ["ram", "disk"])
+def test_a_turn_is_gone_and_the_others_stay(talk, reads, tmp_path, method, keep):  # noqa: F811
+    folder = {"keep_folder": str(tmp_path)} if keep == "disk" else {}
+    session = talk(method, 0.6 if method == "h2o" else 0.3, keep=keep, **folder)
+    begin, end = session._begins[2], session._begins[4]
+    n, cache = reads[0], session.engine.cache
+    before, position = cache.stats(), session.engine.sequence.n_past
+    session.drop_turn(2)
+    after = cache.stats()
+    assert reads[0] == n and [m.text for m in session.messages[::2]] == [QUESTIONS[0], QUESTIONS[2]]
+    assert session.engine.sequence.n_past == position - (end.position - begin.position)
+    assert all(len(inside(tokens, (begin.token, end.token))) == 0 for heads in held(session) for tokens in heads)
+    gone = (end.token - begin.token) * session.model.kv_bytes_per_token(2)
+    assert gone <= before.whole_bytes - after.whole_bytes < 1.2 * gone  # with what was observed of them
+    assert ask(session, "What is the code in image 1?") == CODES[0]
+    assert ask(session, "What is the code in image 2?") == CODES[2]
+    session.demote(2, 0.1)  # the one that was the third
+    assert len(session.engine.ages) == 2
+
+
+def test_turns_go_one_after_the_other(talk, reads):  # noqa: F811
+    """A long conversation that keeps two pictures stays as short as one about them."""
+    session = talk()
+    lengths = []
+    for _ in range(12):
+        assert ask(session, "What is the code in image 3?") == CODES[2]
+        while len(session.messages) > 8:
+            session.drop_turn(len(session.messages) // 2 - 1)
+        lengths.append(session.engine.sequence.n_past)
+    assert len(set(lengths[1:])) == 1, lengths
+    n = reads[0]
+    session.drop_turn(2)
+    assert reads[0] == n and ask(session, "What is the code in image 2?") == CODES[2]
+
+
+def test_what_was_done_before_and_what_comes_after(talk, closing, tmp_path):  # noqa: F811
+    session = talk(undo=True)
+    session.drop_turn(2)
+    with pytest.raises(StateError, match="no message to take back"):
+        session.undo()
+    assert ask(session, "What is the code in image 2?") == CODES[2]
+    session.undo()
+    assert [m.text for m in session.messages[::2]] == [QUESTIONS[0], QUESTIONS[2]]
+    other = closing(session.fork())
+    session.save(tmp_path / "talk.kvs", whole=True)
+    loaded = closing(pykvedge.Session(plan=pykvedge.plan("snapkv", 0.3), threads=2, keep="ram"))
+    loaded.load(tmp_path / "talk.kvs")
+    for one in (session, other, loaded):
+        assert ask(one, "What is the code in image 2?") == CODES[2]
+        assert len(one.engine.ages) == 2
+    with pytest.raises(StateError, match="turn 2 cannot be dropped, as it was read together with others"):
+        loaded.drop_turn(2)
+
+
+def test_what_cannot_be_dropped_is_said_in_a_line(talk, closing):  # noqa: F811
+    session = talk()
+    for turn in (0, 1, 3, 4, -1, 2.0, True, "2", None):
+        with pytest.raises(UsageError, match="cannot be dropped: of 3, all but the first and the last can"):
+            session.drop_turn(turn)
+    n = len(session.messages)
+    with pytest.raises(UnsupportedError, match="reads all of a conversation a second time"):
+        talk("kvzip").drop_turn(2)
+    with pytest.raises(UsageError, match="set keep to 'ram' or 'disk'"):
+        talk(keep=None).drop_turn(2)
+    session.drop_turn(2)
+    assert len(session.messages) == n - 2
+    session.forget()  # as after an answer that was broken off: all is read again, and no turn stands for itself
+    assert ask(session, "What is the code in image 2?") == CODES[2]
+    with pytest.raises(StateError, match="read together with others"):
+        session.drop_turn(2)
