@@ -6,7 +6,6 @@ import os
 import subprocess
 import sys
 import threading
-import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -138,6 +137,13 @@ def tiny(tmp_path_factory):
         return made[key]
 
     return make
+
+
+@pytest.fixture
+def session(tiny, native):
+    """A session with a tiny model that keeps everything."""
+    with tiny("llama").session() as opened:
+        yield opened
 
 
 @pytest.fixture(scope="session")
@@ -357,6 +363,15 @@ def driver():
         yield one
 
 
+@pytest.fixture(scope="module")
+def server(environment, request):
+    """A server of `kvedge serve`, for the tests of one file, with the options that the file has in SERVED."""
+    from server import serving
+
+    with serving(environment, *request.module.SERVED) as one:
+        yield one
+
+
 @pytest.fixture
 def own_server(environment):
     """An RPC server on loopback, for one test."""
@@ -408,13 +423,6 @@ class Children:
 
     def __call__(self):
         return [child for child in psutil.Process().children() if child not in self._before]
-
-    def gone(self, seconds=60):
-        """Waits until there are none: a thread ends what was dropped."""
-        end = time.monotonic() + seconds
-        while self() and time.monotonic() < end:
-            time.sleep(0.01)
-        return not self()
 
 
 @pytest.fixture

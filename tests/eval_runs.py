@@ -20,6 +20,15 @@ def run(samples, cells, model=MODEL, mmproj=MMPROJ, kv_type="f16", keep="", **op
     return out.records.rows
 
 
+def divergences(samples, cells):
+    """Name of a cell -> mean divergence of a token from the full cache's."""
+    rows = run(samples, cells, answers=False)
+    return {
+        cell.name: sum(row["kld"] / row["tokens"] for key, row in rows.items() if key[1] == cell.name) / len(samples)
+        for cell in cells
+    }
+
+
 def prompt(turns):
     """The text that the chat template of the demo model makes of the conversation."""
     forms = {"user": "USER: {}\n", "assistant": "ASSISTANT: {}</s>\n"}

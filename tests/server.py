@@ -5,11 +5,11 @@ import json
 import signal
 import subprocess
 import sys
-import time
 from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
+from waits import until
 
 ROOT = Path(__file__).resolve().parents[1]
 DEMO = ROOT / "pykvedge" / "data"
@@ -41,11 +41,8 @@ class Server:
                 return float(line.split()[-1])
         raise AssertionError(f"no {name}")
 
-    def wait_for(self, name, value, seconds=60.0):
-        end = time.monotonic() + seconds
-        while self.metric(name) != value:
-            assert time.monotonic() < end, f"{name} is {self.metric(name)}, not {value}"
-            time.sleep(0.05)
+    def wait_for(self, name, value):
+        until(lambda: self.metric(name) == value)
 
     def end(self, number=signal.SIGTERM):
         self.client.close()

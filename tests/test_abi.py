@@ -1,11 +1,10 @@
 """Every function that kvedge.h declares is defined, and lets no exception through."""
 
 import re
-from pathlib import Path
+
+from conftest import ROOT
 
 from pykvedge.native import abi
-
-ROOT = Path(__file__).resolve().parent.parent
 
 
 def declared() -> set[str]:

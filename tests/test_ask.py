@@ -2,12 +2,11 @@
 
 import os
 import subprocess
-from pathlib import Path
 
 import build_stock
 import pytest
+from conftest import ROOT
 
-ROOT = Path(__file__).resolve().parent.parent
 DATA = ROOT / "pykvedge" / "data"
 MODEL, MMPROJ, SCENE = DATA / "demo-model.gguf", DATA / "demo-mmproj.gguf", ROOT / "examples" / "scene-1.png"
 QUESTION = "Describe the image."

@@ -8,13 +8,13 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from conftest import THREADS
+from waits import until
 
 import pykvedge
 from kvedge_lab.bench import machine, plot, table, timeline
@@ -329,10 +329,7 @@ def test_ctrl_c_keeps_what_was_measured(environment, tiny, native, tmp_path):
                "h2o", "--repeat", "100000", "--save", str(save)]  # fmt: skip
     process = subprocess.Popen(program, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
     try:
-        until = time.monotonic() + 120
-        while not save.exists() or save.read_bytes().count(b"\n") < 8:
-            assert process.poll() is None and time.monotonic() < until
-            time.sleep(0.005)
+        until(lambda: save.exists() and save.read_bytes().count(b"\n") >= 8)
         process.send_signal(signal.SIGINT)
         out, err = process.communicate(timeout=120)
     finally:

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from waits import until
 
 from kvedge_lab.bench import machine, timeline
 from pykvedge.models.gguf import read_header, tensor_bytes
@@ -89,10 +90,8 @@ def test_a_watch_sees_memory_come_and_go():
     with timeline.Watch() as watch:
 
         def seen(block=None):
-            n, until = len(watch.n_bytes), time.monotonic() + 60
-            while len(watch.n_bytes) < n + 2:  # the first one may have begun before
-                assert time.monotonic() < until, "the thread does not look"
-                time.sleep(timeline.INTERVAL_S)
+            n = len(watch.n_bytes)
+            until(lambda: len(watch.n_bytes) >= n + 2)  # the first one may have begun before
             return watch.n_bytes[n + 1]
 
         before, held, after = seen(), seen(bytearray(size)), seen()

@@ -5,7 +5,7 @@ import oracles
 import pytest
 from arrays import outputs, prompt
 from contexts import TinyContext, random_tokens
-from eval_runs import run
+from eval_runs import divergences
 
 import pykvedge
 from kvedge_lab.eval.measure import Cell
@@ -163,11 +163,7 @@ def test_the_demo_model_diverges_less_from_its_full_cache(native):
         for bias in ("none", "mass")
     ]
     samples = [*demo_samples("where", 4, 0, 4), *demo_samples("code", 4, 0, 4)]
-    rows = run(samples, cells, answers=False)
-    divergence = {
-        cell.name: np.mean([row["kld"] / row["tokens"] for key, row in rows.items() if key[1] == cell.name])
-        for cell in cells
-    }
+    divergence = divergences(samples, cells)
     for reducer in ("averaged", "weighted", "position"):
         assert divergence[f"{reducer} mass"] < divergence[f"{reducer} none"]
 

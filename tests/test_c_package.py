@@ -12,10 +12,10 @@ from pathlib import Path
 import build_stock
 import pytest
 from choosing import whole
+from conftest import ROOT
 
 from pykvedge.native import abi, cpackage, libraries
 
-ROOT = Path(__file__).resolve().parent.parent
 EXAMPLES = ROOT / "examples" / "c"
 COMPILER = shutil.which(os.environ.get("CC", "cc")) or shutil.which("gcc") or shutil.which("clang")
 CXX = shutil.which(os.environ.get("CXX", "c++")) or shutil.which("g++") or shutil.which("clang++")

@@ -3,15 +3,14 @@
 import json
 import re
 from itertools import islice
-from pathlib import Path
 
 import pytest
+from conftest import ROOT
 
 import pykvedge
 from kvedge_lab.demo_tasks.evalset import samples
 from pykvedge.models.images import Picture
 
-ROOT = Path(__file__).resolve().parent.parent
 DATA = ROOT / "pykvedge" / "data"
 FIXED = ROOT / "tests" / "data" / "demo"
 COUNT = 8  # samples of a task

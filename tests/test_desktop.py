@@ -18,12 +18,13 @@ import traceback
 from pathlib import Path
 
 import pytest
+from conftest import ROOT
 from PIL import Image, ImageGrab
 from server import DEMO, ENDLESS
+from waits import until
 
 import pykvedge
 
-ROOT = Path(__file__).resolve().parents[1]
 DESKTOP = ROOT / "examples" / "desktop"
 SCENE = ROOT / "examples" / "scene-1.png"
 FILES = DEMO / "demo-model.gguf", DEMO / "demo-mmproj.gguf"
@@ -179,10 +180,7 @@ def test_what_a_person_sees(screen, native, tmp_path):
 def test_the_program_starts_and_ends_by_a_signal(screen, native, number):
     program = subprocess.Popen([sys.executable, DESKTOP], env=screen, text=True, stderr=-1, stdout=-1)
     try:
-        end = time.monotonic() + LIMIT_S
-        while ImageGrab.grab(xdisplay=screen["DISPLAY"]).getbbox() is None:  # all black
-            assert time.monotonic() < end, "no window came"
-            time.sleep(0.1)
+        until(lambda: ImageGrab.grab(xdisplay=screen["DISPLAY"]).getbbox())  # None: all black
         program.send_signal(number)
         assert program.communicate(timeout=LIMIT_S) == ("", "") and program.returncode == 0
     finally:

@@ -7,7 +7,6 @@ import subprocess
 import sys
 import threading
 import warnings
-from pathlib import Path
 
 import pytest
 from attached import case_of, differing
@@ -18,7 +17,10 @@ from rpcserver import Counting, Server
 import pykvedge
 from pykvedge.models.offload import Offload
 from pykvedge.native import backends, ggml
+from pykvedge.system.files import DATA
 
+DEMO = TinyModel(DATA / "demo-model.gguf", DATA / "demo-mmproj.gguf")
+SCENE = [("What is the code?", [ROOT / "examples" / "scene-1.png"]), ("What shape is red?", [])]
 WORDS = "The quick brown fox jumps over the lazy dog and looks at the picture. "
 SHAPES = {"GQA": ("llava", {}), "MHA": ("llava", {"n_heads_kv": 4}), "M-RoPE": ("qwen2vl", {})}
 ALIKE = ("full", "lookm", "mixkv", "adakv", "flashcache")  # whose answers about the scene do not hang on ties
@@ -102,10 +104,7 @@ def test_heads_of_different_lengths(native, tiny, talked, server, profile_file):
 def test_the_demo_model_answers_alike(native, talked, server, own_server, profile_file, pytestconfig):
     """A trained model, whose tokens are not tied: right answers are right everywhere, and the same pairs are kept."""
     chosen = pykvedge.methods() if pytestconfig.getoption("all") else ALIKE
-    data = Path(pykvedge.__file__).parent / "data"
-    files = TinyModel(data / "demo-model.gguf", data / "demo-mmproj.gguf")
-    messages = [("What is the code?", [ROOT / "examples" / "scene-1.png"]), ("What shape is red?", [])]
-    cases = [case_of(files, method, messages, profile_file) for method in chosen]
+    cases = [case_of(DEMO, method, SCENE, profile_file) for method in chosen]
     host = talked(cases)
     right = [case["answers"] == host[chosen.index("full")]["answers"] for case in host]
     assert sum(right) > 0.6 * len(chosen)  # the others keep too little for this model, or the wrong pairs
@@ -115,7 +114,7 @@ def test_the_demo_model_answers_alike(native, talked, server, own_server, profil
         assert all(case["device_bytes"][-1] > 0 for case in there)
         for method, here, case, known in zip(chosen, host, there, right, strict=True):
             assert not (known or method in ALIKE) or case["answers"] == here["answers"], method
-            for turn in range(len(messages)):
+            for turn in range(len(SCENE)):
                 if here["answers"][turn] != case["answers"][turn]:
                     break  # wrong ones, which end sooner or later, and are held, too
                 assert differing(here["held"][turn], case["held"][turn]) <= TIES, method
@@ -123,10 +122,7 @@ def test_the_demo_model_answers_alike(native, talked, server, own_server, profil
 
 def test_quantised_rows(native, talked, server, profile_file):
     """The demo model answers from q8_0 and q4_0 on a device as from them on the host, and they take their bytes."""
-    data = Path(pykvedge.__file__).parent / "data"
-    files = TinyModel(data / "demo-model.gguf", data / "demo-mmproj.gguf")
-    messages = [("What is the code?", [ROOT / "examples" / "scene-1.png"]), ("What shape is red?", [])]
-    cases = [case_of(files, method, messages, profile_file, 0.7) for method in ("full", "lookm", "adakv")]
+    cases = [case_of(DEMO, method, SCENE, profile_file, 0.7) for method in ("full", "lookm", "adakv")]
     held = {}
     for kv_type in ("f16", "q8_0", "q4_0"):
         host = talked(cases, kv_type=kv_type, kv_rotate="off")  # as on devices
@@ -364,10 +360,7 @@ def test_a_server_at_a_port_in_use(kvedge):
 
 def test_biases_of_merged_rows(native, talked, server, profile_file):
     """They lie in the masks of answers: what is kept and said is the host's, also where heads differ and rows go."""
-    data = Path(pykvedge.__file__).parent / "data"
-    files = TinyModel(data / "demo-model.gguf", data / "demo-mmproj.gguf")
-    messages = [("What is the code?", [ROOT / "examples" / "scene-1.png"]), ("What shape is red?", [])]
-    cases = [case_of(files, "lookm", messages, profile_file) for _ in range(3)]
+    cases = [case_of(DEMO, "lookm", SCENE, profile_file) for _ in range(3)]
     for case, more in zip(cases, ({}, {"decode": "sliding"}, {"allocator": "ada"}), strict=True):
         plan = pykvedge.plan("lookm", 0.3, reducer="averaged", **{"reducer.bias": "mass"}, **more)
         case["plan"] = plan.to_json()

@@ -4,15 +4,15 @@ import asyncio
 import base64
 import http.client
 import json
-import time
 from types import SimpleNamespace
 
 import httpx
 import psutil
 import pytest
 from pdfs import of_pictures
-from server import DEMO, SCENES, picture, serving
+from server import DEMO, SCENES, picture
 from test_documents import BOMBS
+from waits import until
 
 import pykvedge
 from pykvedge.cli.progress import Display
@@ -24,6 +24,7 @@ from pykvedge.serve.service import MOST_DOCUMENTS, Service, looked_through
 from pykvedge.serve.wire import ChatRequest, parsed
 
 CODES = ["64UM3", "4LPY5", "2L4T", "EEAUF4"]  # examples/scenes.md
+SERVED = ("--ctx", "2048", "--method", "full")
 
 
 @pytest.fixture(scope="module")
@@ -95,12 +96,6 @@ def test_conversations_at_a_terminal(native, scenes, kvedge, capfd):
 # ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def server(environment):
-    with serving(environment, "--ctx", "2048", "--method", "full") as one:
-        yield one
-
-
 def encoded(data: bytes) -> str:
     return base64.b64encode(data).decode()
 
@@ -166,12 +161,8 @@ def test_a_hostile_document_holds_nobody_up(server):
 
     waiting = http.client.HTTPConnection("127.0.0.1", httpx.URL(server.url).port)
     waiting.request("POST", bomb[0], json.dumps(bomb[1]), {"Content-Type": "application/json"})
-    while not drawn():
-        time.sleep(0.02)
+    until(drawn)
     said = [{"role": "user", "content": [picture(fine), {"type": "text", "text": "What is the code?"}]}]
     assert server.text(said) == CODES[0] and drawn()  # the other one is still drawn
     waiting.close()
-    end = time.monotonic() + 60
-    while drawn():  # nobody waits for it any more
-        assert time.monotonic() < end
-        time.sleep(0.05)
+    until(lambda: not drawn())  # nobody waits for it any more

@@ -5,10 +5,10 @@ import os
 import subprocess
 import sys
 import threading
-import time
 import weakref
 
 import pytest
+from waits import until
 
 import pykvedge
 from pykvedge.models import sandbox
@@ -17,15 +17,6 @@ from pykvedge.runtime.sampler import Sampler
 from pykvedge.system import dropped, memory
 
 SHORT = pykvedge.Sampling(max_tokens=4)
-
-
-def until(question):
-    """Waits for what another thread does."""
-    for _ in range(3000):
-        if question():
-            return True
-        time.sleep(0.01)
-    return False
 
 
 def talk(session):
@@ -38,7 +29,7 @@ def test_many_sessions_take_no_more_memory_than_one(tiny, native):
         def some(n):
             for _ in range(n):
                 talk(pykvedge.Session(model, n_ctx=4096))
-            assert until(lambda: model.open_sessions == 0)
+            until(lambda: model.open_sessions == 0)
             memory.trim()
             return memory.own_bytes()
 
@@ -53,7 +44,7 @@ def test_many_models_take_no_more_memory_than_one(tiny, native):
         gone = weakref.ref(model._model)
         talk(pykvedge.Session(model))
         del model
-        assert until(lambda: gone() is None)
+        until(lambda: gone() is None)
 
     def some(n):
         for _ in range(n):

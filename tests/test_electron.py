@@ -6,12 +6,12 @@ import os
 import shutil
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
+from conftest import ROOT
+from waits import until
 
-ROOT = Path(__file__).resolve().parents[1]
 EXAMPLE = ROOT / "examples" / "electron"
 SCENE = ROOT / "examples" / "scene-1.png"
 NODE, PROGRAM = shutil.which("node"), Path(sys.executable).with_name("kvedge")
@@ -59,9 +59,7 @@ def test_the_page():
         driver.execute_cdp_cmd("Page.addScriptToEvaluateOnNewDocument", {"source": STUB})
         driver.get((EXAMPLE / "index.html").as_uri())
         driver.execute_script(DROP, base64.b64encode(SCENE.read_bytes()).decode())
-        end = time.monotonic() + 60
-        while not driver.execute_script("return document.getElementById('picture').naturalWidth"):
-            assert time.monotonic() < end
+        until(lambda: driver.execute_script("return document.getElementById('picture').naturalWidth"))
         driver.find_element("id", "question").send_keys("What is the code?\n")
         asked = driver.execute_script("return window.asked.map(([text, bytes]) => [text, bytes.byteLength])")
         assert asked == [["What is the code?", SCENE.stat().st_size]]

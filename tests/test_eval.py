@@ -9,7 +9,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -17,6 +16,7 @@ from conftest import THREADS
 from eval_runs import MMPROJ, MODEL, run
 from PIL import Image
 from profilefiles import write_profile
+from waits import until
 
 import pykvedge
 from kvedge_lab import drawing
@@ -136,10 +136,8 @@ def start(environment):
 
 
 def wait_for_lines(path, n, process):
-    until = time.monotonic() + 120
-    while not path.exists() or path.read_bytes().count(b"\n") < n:
-        assert process.poll() is None and time.monotonic() < until, process.communicate()
-        time.sleep(0.002)
+    until(lambda: process.poll() is not None or (path.exists() and path.read_bytes().count(b"\n") >= n))
+    assert process.poll() is None, process.communicate()
 
 
 @pytest.mark.skipif(os.name != "posix", reason="signals")

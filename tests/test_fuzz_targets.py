@@ -5,16 +5,14 @@ import random
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import fuzz
 import pytest
+from conftest import ROOT
 from fuzz_mutants import layout_of, of_header
 from fuzz_readers import SEEDS, TARGETS, first_inputs
 
 from pykvedge.errors import KvedgeError
-
-ROOT = Path(__file__).parents[1]
 
 
 def test_every_target_has_small_first_inputs():

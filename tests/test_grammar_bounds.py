@@ -60,16 +60,9 @@ HOSTILE = {
 }  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def session(tiny):
-    with tiny("llama").session() as opened:
-        yield opened
-
-
 @pytest.mark.parametrize("form", HOSTILE.values(), ids=HOSTILE)
 def test_a_hostile_form_is_one_line(session, capfd, form):
     """Or it is followed as far as max_tokens go: some builds manage what others have no stack for."""
-    session.clear()
     try:
         answer = session.ask("Hello", sampling=Sampling(**form, max_tokens=4))
         answer.read()
@@ -85,7 +78,6 @@ def test_a_hostile_form_is_one_line(session, capfd, form):
              "a type that is none", "a reference to nothing", "a character that is none", "a pattern that is none"],
 )  # fmt: skip
 def test_what_cannot_be_used_is_refused_before_the_prompt_is_read(session, name):
-    session.clear()
     with pytest.raises(GrammarError, match=r"cannot be used|allows nothing here"):
         session.ask("Hello", sampling=Sampling(**HOSTILE[name]))
     assert not session.messages

@@ -159,12 +159,6 @@ def judge(schema: dict[str, Any], model: Model, seed: int, n: int = 4) -> tuple[
     return ("obeyed", "") if whole else ("endless", "")
 
 
-@pytest.fixture(scope="module")
-def session(tiny):
-    with tiny("llama").session() as opened:
-        yield opened
-
-
 @pytest.mark.parametrize("kind", ["llama", "qwen2vl"])
 def test_answers_obey(tiny, kind):
     with tiny(kind).session() as session:
@@ -174,7 +168,6 @@ def test_answers_obey(tiny, kind):
 
 @pytest.mark.parametrize(("schema", "word"), REFUSED)
 def test_what_cannot_be_obeyed_is_refused(session, schema, word):
-    session.clear()
     with pytest.raises(GrammarError, match="the JSON schema") as error:
         session.ask("Hello", sampling=Sampling(json_schema=schema))
     assert word in str(error.value) and "\n" not in str(error.value) and len(str(error.value)) < 400

@@ -8,14 +8,13 @@ import re
 import runpy
 import shutil
 import textwrap
-from pathlib import Path
 
 import pytest
+from conftest import ROOT
 
 import pykvedge
 from pykvedge.native import llamacpp
 
-ROOT = Path(__file__).resolve().parent.parent
 GUIDE = (ROOT / "docs" / "python.md").read_text("utf-8")
 README = (ROOT / "README.md").read_text("utf-8")
 DATA, EXAMPLES = ROOT / "pykvedge" / "data", ROOT / "examples"

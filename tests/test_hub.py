@@ -9,12 +9,12 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 
 import pytest
 from hubs import HEADERS, MMPROJ, MODEL, REPO, fresh_place, resolve
 from hubserver import HubServer
 from threads import in_threads
+from waits import until
 
 import pykvedge
 from pykvedge import HubError, ModelError, UnknownNameError, UnreachableError, UsageError
@@ -236,9 +236,7 @@ def test_a_kill_in_the_middle_costs_nothing_that_was_there(place, environment):
     assert place.hub.halfway.wait(60)
     size = place.hub.repos[REPO][MODEL].data
     begun = next((place.folder / "blobs").glob("*.incomplete"))
-    until = time.monotonic() + 60
-    while begun.stat().st_size < len(size) // 4 and time.monotonic() < until:
-        time.sleep(0.01)
+    until(lambda: begun.stat().st_size >= len(size) // 4)
     os.kill(child.pid, signal.SIGKILL if hasattr(signal, "SIGKILL") else signal.SIGTERM)
     child.wait()
     place.hub.faults.hold.set()

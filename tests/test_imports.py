@@ -7,11 +7,10 @@ them. The sources are read, not imported.
 import ast
 import functools
 import re
-from pathlib import Path
 
 import check_imports
+from conftest import ROOT
 
-ROOT = Path(__file__).resolve().parent.parent
 # from the bottom up; a module belongs to the longest name that fits it
 FLOORS = (
     "pykvedge.errors",

@@ -19,12 +19,6 @@ def oracle(logits):
     return [x - top - math.log(total) for x in logits]
 
 
-@pytest.fixture
-def session(tiny, native):
-    with tiny("llama").session() as opened:
-        yield opened
-
-
 @pytest.mark.parametrize("settings", [{}, {"temp": 1.5, "seed": 2, "top_k": 0}, {"presence_penalty": 5.0}])
 def test_each_token_has_its_probability(session, settings):
     answer = session.ask(QUESTION, sampling=Sampling(**settings, max_tokens=12, logprobs=5))

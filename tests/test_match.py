@@ -9,7 +9,7 @@ import pytest
 from arrays import outputs, prompt
 from choosing import crossed
 from contexts import TinyContext, random_tokens
-from eval_runs import run
+from eval_runs import divergences
 
 import pykvedge
 from kvedge_lab.eval.measure import Cell
@@ -229,9 +229,5 @@ def test_the_demo_model_stays_as_near_to_its_full_cache_as_with_what_evict_leave
         Cell(name, pykvedge.plan("snapkv", 0.2, **{"reducer": name, **settings})) for name, settings in plans.items()
     ]
     samples = [*demo_samples("where", 6, 0, 4), *demo_samples("code", 6, 0, 4)]
-    rows = run(samples, cells, answers=False)
-    divergence = {
-        cell.name: np.mean([row["kld"] / row["tokens"] for key, row in rows.items() if key[1] == cell.name])
-        for cell in cells
-    }
+    divergence = divergences(samples, cells)
     assert divergence["match"] < 1.1 * divergence["evict"] and divergence["match"] < divergence["unbound"]

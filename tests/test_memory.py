@@ -5,11 +5,11 @@ import os
 import re
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 from choosing import whole
+from waits import until
 
 import pykvedge
 from pykvedge.errors import KvedgeError, OutOfMemoryError
@@ -100,10 +100,7 @@ def looked(meter):
         return looks[-1]
 
     meter._look = noted
-    until = time.monotonic() + 60
-    while not looks:
-        assert time.monotonic() < until
-        time.sleep(0.01)
+    until(lambda: looks)
     meter._look = look
 
 

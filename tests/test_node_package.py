@@ -9,8 +9,8 @@ import sys
 from pathlib import Path
 
 import pytest
+from conftest import ROOT
 
-ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "packages" / "node"
 TYPESCRIPT = ROOT / "build" / "node" / "node_modules"  # npm install --prefix build/node typescript@5 @types/node@20
 NODE, NPM = shutil.which("node"), shutil.which("npm")

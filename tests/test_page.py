@@ -66,12 +66,7 @@ MARKDOWN = """## Head
 ```py
 x = 1 < 2
 ```"""
-
-
-@pytest.fixture(scope="module")
-def server(environment):
-    with serving(environment, "--method", "lookm", "--budget", "0.3", "--ctx", "2048", "--memory", "64MiB") as one:
-        yield one
+SERVED = ("--method", "lookm", "--budget", "0.3", "--ctx", "2048", "--memory", "64MiB")
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ from PIL import Image
 from selenium.webdriver.common.action_chains import ActionChains
 from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
-from server import SCENES, serving
+from server import SCENES
 from webpage import opened
 
 axe_core = pytest.importorskip("axe_core_python.selenium")
@@ -31,12 +31,7 @@ return log.scrollHeight > 2 * log.clientHeight - 200 && log.scrollHeight - log.s
 FOCUSED = """window.reached = [];
 const name = (one) => one.id || one.ariaLabel || one.textContent;
 document.addEventListener("focusin", (event) => window.reached.push(name(event.target)));"""
-
-
-@pytest.fixture(scope="module")
-def server(environment):
-    with serving(environment) as one:
-        yield one
+SERVED = ()
 
 
 @pytest.fixture

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from arrays import prompt
+from conftest import ROOT
 from test_decode_policies import PROMPT, random_tokens, running  # noqa: F401 - a fixture
 
 import pykvedge
@@ -19,7 +20,6 @@ from pykvedge.native import cpackage
 from pykvedge.plans import plugin_files
 from pykvedge.reference.checks import suite
 
-ROOT = Path(__file__).resolve().parent.parent
 HEADER = ROOT / "native" / "include" / "kvedge.h"
 COMPILER = shutil.which(os.environ.get("CC", "cc")) or shutil.which("gcc") or shutil.which("clang")
 STRICT = ["-std=c99", "-Wall", "-Wextra", "-pedantic", "-Werror", "-O1", "-I", str(HEADER.parent)]

@@ -5,11 +5,11 @@ import os
 import shutil
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import psutil
 import pytest
+from waits import until
 
 MIB = 2**20
 PORT = 50052
@@ -30,8 +30,7 @@ class Host:
     def __init__(self) -> None:
         self._sleeper = subprocess.Popen(["unshare", "--net", "sleep", "600"])
         self.processes = [self._sleeper]
-        while _namespace(self._sleeper.pid) == _namespace("self"):
-            time.sleep(0.01)
+        until(lambda: _namespace(self._sleeper.pid) != _namespace("self"))
 
     @property
     def name(self) -> str:
@@ -74,10 +73,7 @@ class Lender:
             env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
         )  # fmt: skip
         there = psutil.Process(self.process.pid)
-        for _ in range(600):
-            if _listens(self.process.pid):
-                break
-            time.sleep(0.1)
+        until(lambda: _listens(self.process.pid))
         size = there.memory_info().vms
         there.rlimit(psutil.RLIMIT_AS, (size + room, size + room))
 

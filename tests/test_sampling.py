@@ -13,12 +13,6 @@ from pykvedge.runtime.sampler import Sampler
 QUESTION = "What is there to see, and what is it good for?"
 
 
-@pytest.fixture
-def session(tiny, native):
-    with tiny("llama").session() as opened:
-        yield opened
-
-
 def followed(session, sampling, n, pick):
     """The answer's tokens, and those that pick(logits, tokens so far) chooses at the same places."""
     session.clear()

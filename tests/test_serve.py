@@ -12,12 +12,7 @@ import pykvedge
 
 QUESTIONS = ("How many shapes are there?", "What is at the top left?", "Which color is the circle?", "What is there?")
 PLAN = ("--method", "lookm", "--budget", "0.3")
-
-
-@pytest.fixture(scope="module")
-def server(environment):
-    with serving(environment, *PLAN, "--memory", "64MiB", "--parallel", "4", "--ctx", "2048") as one:
-        yield one
+SERVED = (*PLAN, "--memory", "64MiB", "--parallel", "4", "--ctx", "2048")
 
 
 @pytest.fixture(scope="module")

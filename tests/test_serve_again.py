@@ -1,7 +1,7 @@
 """Who asks a server the same again, or for several answers, does not wait for the prompt again."""
 
 import pytest
-from server import QUESTION, SCENES, asks, serving
+from server import QUESTION, SCENES, asks
 
 PLANS = (
     {"method": "full"},
@@ -11,12 +11,7 @@ PLANS = (
     {"method": "mixkv", "budget": 0.2, "settings": {"decode": "sliding"}},
     {"method": "snapkv", "budget": 0.3, "image_tokens": 0.5},
 )
-
-
-@pytest.fixture(scope="module")
-def server(environment):
-    with serving(environment, "--memory", "64MiB", "--parallel", "4", "--ctx", "2048") as one:
-        yield one
+SERVED = ("--memory", "64MiB", "--parallel", "4", "--ctx", "2048")
 
 
 def cached(answer):

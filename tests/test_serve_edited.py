@@ -15,12 +15,7 @@ QUESTIONS = [
     "What is the code in image 1?", "What color is the circle in image 2?",
 ]  # fmt: skip
 SNAPKV = ("--method", "snapkv", "--budget", "0.3")
-
-
-@pytest.fixture(scope="module")
-def server(environment):
-    with serving(environment, *SNAPKV, "--keep", "ram", "--quiet") as one:
-        yield one
+SERVED = (*SNAPKV, "--keep", "ram", "--quiet")
 
 
 def say(server, messages, question=None, *pictures, **kvedge):

@@ -16,6 +16,7 @@ import httpx
 import pytest
 import trustme
 from server import SCENES, SERVE, asks, serving
+from waits import until
 
 import pykvedge
 from pykvedge.errors import ImageError, RequestError
@@ -401,10 +402,7 @@ def test_a_host_that_drips_and_a_pipe_hold_nobody_and_no_end(environment, tmp_pa
         threads = [threading.Thread(target=ask) for _ in range(8)]
         for thread in threads:
             thread.start()
-        end = time.monotonic() + 60
-        while len(one.paths) < 8:  # all of them hang
-            assert time.monotonic() < end
-            time.sleep(0.05)
+        until(lambda: len(one.paths) == 8)  # all of them hang
         refused = server.chat(picture((pictures / "pipe.png").as_uri()))
         assert (refused.status_code, refused.json()["error"]["code"]) == (400, "invalid_image")
         assert "is no file" in refused.json()["error"]["message"]
@@ -415,8 +413,7 @@ def test_a_host_that_drips_and_a_pipe_hold_nobody_and_no_end(environment, tmp_pa
             body %= one.port
             leaves.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n%s"
                            % (len(body), body))  # fmt: skip
-            while len(one.paths) < 9:
-                time.sleep(0.02)
+            until(lambda: len(one.paths) == 9)
         server.process.send_signal(signal.SIGTERM)
         assert server.process.wait(60) == 0  # and not after the fetch
         for thread in threads:

@@ -10,7 +10,7 @@ import pytest
 
 pytest.importorskip("uvicorn")
 
-from server import DEMO, serving
+from server import DEMO
 
 from pykvedge.serve import protocol
 from pykvedge.serve.protocol import CONNECTIONS, WAITING
@@ -18,13 +18,7 @@ from pykvedge.serve.protocol import CONNECTIONS, WAITING
 HEAD = b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\n"
 CHUNKED = HEAD + b"Transfer-Encoding: chunked\r\n\r\n"
 MUCH = b"a" * (1 << 20)
-
-
-@pytest.fixture(scope="module")
-def server(environment):
-    files = ["--model", DEMO / "demo-model.gguf", "--mmproj", DEMO / "demo-mmproj.gguf"]
-    with serving(environment, *files, "--ctx", "512") as one:
-        yield one
+SERVED = ("--model", DEMO / "demo-model.gguf", "--mmproj", DEMO / "demo-mmproj.gguf", "--ctx", "512")
 
 
 def said(server, *parts):

@@ -9,6 +9,7 @@ import psutil
 import pytest
 from server import DEMO, serving
 from test_tune import certify
+from waits import until
 
 from pykvedge import plan
 from pykvedge.models import profiles, tuned
@@ -18,14 +19,6 @@ SOON = "from pykvedge.serve import idle; idle._IDLE_S = 0.3; from pykvedge.__mai
 AS_OTHERS = SOON.replace("0.3;", "0.3; idle._NICE = 0;")  # beside other tests it would wait for minutes
 OPTIONS = ("serve", "--port", "0", "--threads", "1", "--tune", "30")
 QUESTION = [{"role": "user", "content": "Hello"}]
-
-
-def until(question, seconds=300):
-    end = time.monotonic() + seconds
-    while not (answer := question()):
-        assert time.monotonic() < end
-        time.sleep(0.02)
-    return answer
 
 
 def tuner(server):

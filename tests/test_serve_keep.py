@@ -1,11 +1,10 @@
 """`kvedge serve --keep`: a conversation that goes on is read over its whole rows, as a session with keep reads it."""
 
-import time
-
 import pytest
 from asking import Asked
 from attached import held
 from server import DEMO, SCENES, asks, serving
+from waits import until
 
 import pykvedge
 from pykvedge.caches.folder import CacheFolder
@@ -90,10 +89,8 @@ def test_whole_rows_in_memory_count_and_those_on_disk_go_to_the_folder(engine, t
         made = engine(Keep.of(place, tmp_path if place == "disk" else ""), park)
         report = asked(made, plan, QUESTIONS[:1])
         made.park._read.clear()
-        end = time.monotonic() + 60
-        while place == "disk" and (park.leaving or len(park)):
-            assert time.monotonic() < end
-            time.sleep(0.02)
+        if place == "disk":
+            until(lambda park=park: not park.leaving and not len(park))
         bytes_of[place] = (sum(len(one) for one in park._held.values()), park.folder_bytes, report.kv.whole_bytes)
     (plain, _, none), (ram, _, whole), (disk, folder, _) = bytes_of[""], bytes_of["ram"], bytes_of["disk"]
     assert none == 0 and whole > 0

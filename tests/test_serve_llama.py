@@ -13,12 +13,7 @@ from pykvedge.models.model import Model
 PROMPT = "USER: Say anything.\nASSISTANT:"
 GREEDY = {"temperature": 0}
 SPECIAL = "</s>"
-
-
-@pytest.fixture(scope="module")
-def server(environment):
-    with serving(environment, "--ctx", "1024", "--memory", "64MiB", "--parallel", "3") as one:
-        yield one
+SERVED = ("--ctx", "1024", "--memory", "64MiB", "--parallel", "3")
 
 
 @pytest.fixture(scope="module")

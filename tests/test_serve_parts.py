@@ -1,7 +1,7 @@
 """`kvedge serve`: pictures and other parts of messages, wherever clients put them, are read or refused by name."""
 
 import pytest
-from server import SCENES, asks, data_url, picture, serving
+from server import SCENES, asks, data_url, picture
 
 import pykvedge
 from pykvedge.errors import BudgetError, UsageError
@@ -12,12 +12,7 @@ from pykvedge.serve.wire import ChatRequest, Compression
 ASKED = [{"role": "user", "content": "What is the code?"}]
 CALL = {"id": "c1", "type": "function", "function": {"name": "look", "arguments": "{}"}}
 SCENE, OTHER = SCENES[0], SCENES[1]
-
-
-@pytest.fixture(scope="module")
-def server(environment):
-    with serving(environment, "--ctx", "1024", "--memory", "64MiB") as one:
-        yield one
+SERVED = ("--ctx", "1024", "--memory", "64MiB")
 
 
 def content(*parts):

@@ -19,13 +19,7 @@ CHOICES = (
     {"method": "kvzip-uniform", "budget": 0.3, "settings": {"scorer.chunk": 48}},
     {"method": "kvzip", "budget": 0.3, "settings": {"scorer.source": "instruction", "scorer.scope": "context"}},
 )
-
-
-@pytest.fixture(scope="module")
-def server(environment):
-    options = ("--memory", "64MiB", "--parallel", "3", "--ctx", "2048")
-    with serving(environment, "--method", "kvzip", "--budget", "0.2", *options) as one:
-        yield one
+SERVED = ("--method", "kvzip", "--budget", "0.2", "--memory", "64MiB", "--parallel", "3", "--ctx", "2048")
 
 
 def a_session(model, choice, scene):

@@ -5,7 +5,7 @@ import threading
 
 import httpx
 import pytest
-from server import ENDLESS, serving
+from server import ENDLESS
 
 ASKED = [{"role": "user", "content": "What is there?"}]
 FORMS = [
@@ -16,12 +16,7 @@ FORMS = [
 ]
 
 ENDS = ("[DONE]", "message_stop", "response.completed", '"stop": true')
-
-
-@pytest.fixture(scope="module")
-def server(environment):
-    with serving(environment, "--ctx", "4096", "--parallel", "1") as one:
-        yield one
+SERVED = ("--ctx", "4096", "--parallel", "1")
 
 
 @pytest.fixture

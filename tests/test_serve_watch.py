@@ -2,28 +2,16 @@
 
 import json
 import threading
-import time
 
 import numpy as np
 import pytest
 from server import DEMO, ENDLESS, QUESTION, SCENES, asks, serving
+from waits import until
 
 import pykvedge
 
 PLAN = ("--method", "lookm", "--budget", "0.3")
-
-
-@pytest.fixture(scope="module")
-def server(environment):
-    with serving(environment, *PLAN, "--memory", "64MiB", "--parallel", "2", "--ctx", "2048") as one:
-        yield one
-
-
-def wait_until(what, seconds=20):
-    end = time.monotonic() + seconds
-    while not what():
-        assert time.monotonic() < end
-        time.sleep(0.02)
+SERVED = (*PLAN, "--memory", "64MiB", "--parallel", "2", "--ctx", "2048")
 
 
 def chunks(server, messages, **fields):
@@ -128,7 +116,7 @@ def test_events_show_an_answer_that_is_ended_from_outside(server):
         next(line for line in lines if '"content": "a' in line)
         found = server.client.get("/v1/kvedge/sessions").json()["sessions"]
         [running] = [one for one in found if one["state"] == "answering"]
-        wait_until(lambda: any(s["state"] == "answering" and s["bytes"] for s in seen[-1]["sessions"]))
+        until(lambda: any(s["state"] == "answering" and s["bytes"] for s in seen[-1]["sessions"]))
         assert running["bytes"] > 0 and running["generated"] > 0 and running["method"] == "lookm"
         assert server.client.delete(f"/v1/kvedge/sessions/{running['id']}").json()["ended"]
         assert any('"error"' in line for line in lines)  # who asked is told

@@ -45,12 +45,6 @@ def test_a_stop_text_is_found_however_the_text_is_cut():
 
 
 @pytest.fixture
-def session(tiny, native):
-    with tiny("llama").session() as opened:
-        yield opened
-
-
-@pytest.fixture
 def plain(session):
     """The text and the tokens of an answer without stop texts."""
     tokens = []

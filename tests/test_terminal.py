@@ -10,11 +10,11 @@ import time
 from pathlib import Path
 
 import pytest
+from conftest import ROOT
 from rich._export_format import CONSOLE_SVG_FORMAT
 from rich.console import Console
 from rich.text import Text
 
-ROOT = Path(__file__).resolve().parents[1]
 CLEAN = "env -u NO_COLOR -u TMUX PS1='$ ' bash --norc --noprofile"
 
 

@@ -1,9 +1,9 @@
 """What a turn says of itself: why its answer ended, which model gave it, and figures with one meaning in every turn."""
 
 import re
-from pathlib import Path
 
 import pytest
+from conftest import ROOT
 from conversations import WORDS, say
 
 import pykvedge
@@ -13,7 +13,6 @@ from pykvedge.models.modelfile import facts
 from pykvedge.models.vision import ImagePiece
 from pykvedge.runtime.sampling import Sampling
 
-ROOT = Path(__file__).resolve().parent.parent
 DATA = ROOT / "pykvedge" / "data"
 FEW = Sampling(max_tokens=3)
 LINE = re.compile(r".* \| KV ([\d.]+)(?: -> ([\d.]+))? (?:MiB|KiB) \| [\d.]+ tok/s")
