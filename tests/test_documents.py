@@ -237,7 +237,7 @@ def test_who_stops_looking_leaves_no_program_behind(children):
 @pytest.mark.skipif(sys.platform != "linux", reason="names of Linux")
 def test_the_program_that_draws_has_no_network(children):
     possible = shutil.which("unshare") and subprocess.run(["unshare", "-Un", "true"], check=False).returncode == 0
-    some = pages(THREE, size=SMALL)
+    some = pages(THREE)  # of which a pipe does not hold the second one, so that the program is still there
     next(some)
     (child,) = children()
     theirs, ours = (os.readlink(f"/proc/{pid}/ns/net") for pid in (child.pid, "self"))  # noqa: PTH115 - it is no path
