@@ -32,19 +32,23 @@ def test_a_turn_is_gone_and_the_others_stay(talk, reads, tmp_path, method, keep)
     assert len(session.engine.ages) == 2
 
 
-def test_turns_go_one_after_the_other(talk, reads):  # noqa: F811
-    """A long conversation that keeps two pictures stays as short as one about them."""
-    session = talk()
-    lengths = []
-    for _ in range(12):
+@pytest.mark.parametrize("exact", [False, True])
+def test_a_long_conversation_stays_as_short_as_its_turns(talk, reads, closing, tmp_path, exact):  # noqa: F811
+    session, lengths = talk(n_ctx=800, exact=exact), []
+    for _ in range(16):  # in all more tokens than the context holds
         assert ask(session, "What is the code in image 3?") == CODES[2]
         while len(session.messages) > 8:
             session.drop_turn(len(session.messages) // 2 - 1)
         lengths.append(session.engine.sequence.n_past)
     assert len(set(lengths[1:])) == 1, lengths
+    assert session.engine.cache.stats().n_tokens > 800
     n = reads[0]
     session.drop_turn(2)
     assert reads[0] == n and ask(session, "What is the code in image 2?") == CODES[2]
+    session.save(tmp_path / "talk.kvs", whole=True)
+    other = closing(pykvedge.Session(plan=session.plan, threads=2, keep="ram", n_ctx=800, exact=exact))
+    other.load(tmp_path / "talk.kvs")
+    assert ask(other, "What is the code in image 1?") == ask(session, "What is the code in image 1?") == CODES[0]
 
 
 def test_what_was_done_before_and_what_comes_after(talk, closing, tmp_path):  # noqa: F811

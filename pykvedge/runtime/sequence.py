@@ -91,7 +91,7 @@ class Sequence(Place):
         if cache is None or not cache.keeps or not tokens or not cache.stats(self.number).whole_bytes:
             return
         if self._driver.context.cut(self.number, self.n_past - len(tokens)):
-            self.n_past, self.n_cells = self.n_past - len(tokens), cache.cells(self.number)
+            self.n_past, self.n_cells = self.n_past - len(tokens), max(self.n_cells - len(tokens), 0)
             self.passage.drop_last(len(tokens))
             self.answered, self.unread = [], tokens
 
