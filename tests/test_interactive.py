@@ -186,6 +186,8 @@ def test_commands(terminal, llava, picture_file):
         ("/undo", "there is no message to take back"),
         ("/retry", "there is no message to take back"),
         ("/undo 3", "takes nothing after it"),
+        ("/drop", "/drop needs the number of a message"),
+        ("/drop 2", "turn 2 cannot be dropped: of 0, all but the first and the last can"),
         ("/exit now", "/exit takes nothing after it"),
         ("/budget", "/budget needs an amount"),
         ("/budget 0", "at least 1 KV pair"),
@@ -238,6 +240,16 @@ def test_a_message_is_put_again_and_taken_back(terminal, llava, picture_file):
     t.type("/clear\n")
     t.wait_for(PROMPT)
     assert "of the last answer" in second and "of the last answer" not in question(t, "Hello")
+
+
+def test_a_message_leaves_the_conversation(terminal, llava, picture_file):
+    t = terminal(*llava, "--method", "snapkv", "--keep", "ram")
+    question(t, f"{picture_file()} What is this?")
+    question(t, "And what is that?")
+    question(t, "Hello")
+    t.enter("/drop 2", "dropped, with its answer: And what is that?")
+    t.enter("/drop 2", "of 2, all but the first and the last can")
+    question(t, "Hello again")
 
 
 def test_a_message_that_was_taken_back_is_put_again(terminal, llava, picture_file):

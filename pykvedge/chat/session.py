@@ -371,8 +371,8 @@ class Session(Closing, Conversation):
         ages.limit(image, budget)
 
     @one_thread
-    def drop_turn(self, turn: int) -> None:
-        """Takes a message and its answer out, from the 2nd to the last but one. Nothing is read again.
+    def drop_turn(self, turn: int) -> Message:
+        """Takes a message, from the 2nd to the last but one, and its answer out; returns it. Nothing is read again.
 
         Rows of later messages stay as they were computed, and their positions move up. The first message stays, as the
         conversation begins with it; `undo` takes the last one back. Needs Settings.keep. Raises UsageError, StateError
@@ -395,8 +395,10 @@ class Session(Closing, Conversation):
             (i if i < first else i - gone): (spot if i < first else spot._replace(position=spot.position - moved))
             for i, spot in self._begins.items() if not first <= i < last
         }  # fmt: skip
+        message = self.messages[first]
         del self.messages[first:last]
         self._before = None
+        return message
 
     @one_thread
     def clear(self) -> None:

@@ -12,6 +12,7 @@ from pykvedge.cli.talk import pictures
 from pykvedge.cli.talk.chat import Chat
 from pykvedge.cli.talk.chat import say as _say
 from pykvedge.errors import UsageError, unknown
+from pykvedge.models.prompt import Message
 from pykvedge.native import crash
 from pykvedge.plans.making import another
 from pykvedge.plans.making import plan as make_plan
@@ -157,12 +158,20 @@ def _retry(chat: Chat, rest: str) -> None:
 
 def _undo(chat: Chat, rest: str) -> None:
     _nothing_after("/undo", rest)
-    message = chat.undo()
+    _say(f"taken back: {_shown_message(chat.undo())}")
+
+
+def _drop(chat: Chat, rest: str) -> None:
+    if not rest.isdecimal() or len(rest) > 9:
+        raise UsageError("/drop needs the number of a message: /drop 2")
+    _say(f"dropped, with its answer: {_shown_message(chat.session.drop_turn(int(rest)))}")
+
+
+def _shown_message(message: Message) -> str:
     text = " ".join(message.text.split())
-    shown = text if len(text) <= 60 else text[:57] + "..."
     n = len(message.pictures)
     images = f" and its {n} image{'s' * (n != 1)}" if n else ""
-    _say(f"taken back: {shown}{images}")
+    return (text if len(text) <= 60 else text[:57] + "...") + images
 
 
 def _nothing_after(name: str, rest: str) -> None:
@@ -233,6 +242,7 @@ _ALL = (
     Command("/image PATH", "add an image to the next message, or pages of a PDF: a.pdf[3-7]", _image, _complete_path),
     Command("/retry", "put the last message again, with the settings of now", _retry),
     Command("/undo", "take the last message and its answer back", _undo),
+    Command("/drop N", "take message N and its answer out, with --keep; the first and the last stay", _drop),
     Command("/method NAME [BUDGET]", "compress from now on by another method: /method lookm 0.2", _method,
             _complete_method),
     Command("/budget AMOUNT", "keep 0.2 of a message, or 128 KV pairs of it, from now on", _budget),
