@@ -180,12 +180,23 @@ def test_fit_counts_image_tokens_as_mtmd_does(tiny, native, kind):
     assert all(grid.n_patches > 0 for grid in grids)
 
 
-@pytest.mark.parametrize("kind", ["qwen3vl", "smolvlm"])
-def test_fit_says_what_chat_reads(tiny, kvedge, picture_file, kind):
-    files, image = tiny(kind), picture_file("wide.png", 300, 200)
-    planned = kvedge("fit", files.model, "--mmproj", files.mmproj, "--image", image, "--json").json
-    read = kvedge("chat", *files.arguments(), "--image", image, "--max-tokens", 2, "--json", "What?").json
-    assert planned["image_tokens"] == read["tokens"]["image"] > 0 and planned["bytes"]["encoder_compute"] > 0
+@pytest.mark.parametrize("kind", ["qwen3vl", "smolvlm", "lfm2vl"])
+@pytest.mark.parametrize("limits", [(), ("--image-tokens", "3"), ("--image-tokens", "0.3")], ids=str)
+def test_fit_says_what_chat_reads(tiny, kvedge, picture_file, kind, limits):
+    """Of one image, cut into tiles or not, and of two together that have different sizes."""
+    files = tiny(kind)
+    small, large = (picture_file(f"{w}.png", w, h) for w, h in ((300, 200), (900, 700)))
+    for images in ([small], [small, large]):
+        given = [*(arg for image in images for arg in ("--image", image)), *limits]
+        fit = "fit", files.model, "--mmproj", files.mmproj, *given
+        planned = kvedge(*fit, "--json").json
+        read = kvedge("chat", *files.arguments(), *given, "--method", "full", "--max-tokens", 1, "--json", "What?").json
+        assert planned["bytes"]["prompt_tokens"] - 64 == read["tokens"]["image"] > 0
+        assert planned["bytes"]["encoder_compute"] > 0
+        if len(images) == 1:
+            assert planned["image_tokens"] == read["tokens"]["image"]
+    all_alike = planned["image_tokens"] * 2 == read["tokens"]["image"]
+    assert f"2 images of {'' if all_alike else 'up to '}{planned['image_tokens']} tokens" in kvedge(*fit).out
 
 
 def test_an_encoder_that_is_not_here_is_not_asked(tiny, native):

@@ -185,21 +185,21 @@ QWEN_72B = language(8192, 29568, 80, 64, 8)
 
 def test_the_encoder_s_work_is_what_others_count():
     """timm counts 191.1 billion multiplications and additions for vit_large_patch14_clip_336."""
-    work = image_work(LLAVA_TOWER, LLAMA_7B, ImageGrid(576, 577, 336 * 336), 0)
+    work = image_work(LLAVA_TOWER, LLAMA_7B, ImageGrid((576,), 577, 336 * 336), 0)
     assert work.encoder / 2 == pytest.approx(191.1e9, rel=0.005)
 
 
 def test_the_prompt_s_work_is_two_operations_a_weight_and_token():
     """Llama-2-7B has 6.74 billion weights, 131 million of which are looked up, and as many make the logits."""
-    work = image_work(LLAVA_TOWER, LLAMA_7B, ImageGrid(100, 577, 336 * 336), 0)
+    work = image_work(LLAVA_TOWER, LLAMA_7B, ImageGrid((100,), 577, 336 * 336), 0)
     assert work.prompt == pytest.approx(100 * 2 * (6.738e9 - 2 * 131e6), rel=0.001)
-    longer = image_work(LLAVA_TOWER, LLAMA_7B, ImageGrid(100, 577, 336 * 336), 4000)
+    longer = image_work(LLAVA_TOWER, LLAMA_7B, ImageGrid((100,), 577, 336 * 336), 4000)
     # each token looks at 2000 others on average: a product for the scores and one for the values, in 32 layers
     assert longer.prompt - work.prompt == 100 * 32 * 2 * 2 * 2000 * 4096
 
 
 def test_experts_that_rest_do_no_work():
-    grid = ImageGrid(1, 577, 336 * 336)
+    grid = ImageGrid((1,), 577, 336 * 336)
     dense, mixed = (
         image_work(LLAVA_TOWER, language(1024, 4096, 2, 8, 8, experts), grid, 0).prompt for experts in ((1, 1), (2, 8))
     )
@@ -209,10 +209,10 @@ def test_experts_that_rest_do_no_work():
 @pytest.mark.parametrize(
     ("mmproj", "model", "grid", "share", "better"),
     [
-        (LLAVA_TOWER, LLAMA_7B, ImageGrid(576, 577, 336 * 336), (0.03, 0.07), "image_tokens"),
-        (QWEN_TOWER, QWEN_2B, ImageGrid(1000, 4000, 4000 * 196), (0.6, 0.9), "image_max_tokens"),
-        (QWEN_TOWER, QWEN_72B, ImageGrid(1000, 4000, 4000 * 196), (0.02, 0.1), "image_tokens"),
-        (LLAVA_TOWER, language(512, 1024, 2, 8, 8), ImageGrid(576, 577, 336 * 336), (0.9, 1.0), "image_tokens"),
+        (LLAVA_TOWER, LLAMA_7B, ImageGrid((576,), 577, 336 * 336), (0.03, 0.07), "image_tokens"),
+        (QWEN_TOWER, QWEN_2B, ImageGrid((1000,), 4000, 4000 * 196), (0.6, 0.9), "image_max_tokens"),
+        (QWEN_TOWER, QWEN_72B, ImageGrid((1000,), 4000, 4000 * 196), (0.02, 0.1), "image_tokens"),
+        (LLAVA_TOWER, language(512, 1024, 2, 8, 8), ImageGrid((576,), 577, 336 * 336), (0.9, 1.0), "image_tokens"),
     ],
     ids=["llava-7b", "qwen2-vl-2b", "qwen2-vl-72b", "one-size"],
 )

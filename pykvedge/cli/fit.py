@@ -133,31 +133,32 @@ def _request(
 
     sizes = _sizes(given, projector)
     shape, program = ModelShape.of(header), program_bytes(header)  # before an encoder is asked, which leaves traces
-    encoder = working = tokens = 0
-    grid = None
+    encoder = 0
+    grids: list[ImageGrid] = []
     if projector is not None:
-        grid = _largest(header, projector, sizes, given)
-        encoder, tokens = projector.file_size, grid.n_tokens if grid else given["encoder_tokens"]
-        working = encoder_compute(projector, grid) if grid else 0
+        encoder, grids = projector.file_size, _grids(header, projector, sizes, given)
     elif given["n_images"] or given["images"] or given["encoder_tokens"] or any(options.image_limits(given).values()):
         raise UsageError("images need the image encoder of the model: pass it with --mmproj")
     n_images = len(sizes) if given["images"] else given["n_images"]
     n_images = int(projector is not None) if n_images is None else n_images
+    of_parts = [grid.tokens for grid in grids] or [(given["encoder_tokens"] or 0,)]
+    read = [sum(plan.image_tokens.count(n) for n in tokens if n) for tokens in of_parts]
+    largest = max(grids, key=lambda grid: grid.n_patches * grid.parts, default=None)
     how = options.running(given)
     threads = how["threads"] or llamacpp.default_threads()
-    read = plan.image_tokens.count(tokens) if tokens else 0
-    request = Request(plan, n_images, read, given["text_tokens"], how["n_ctx"], how["kv_type"], threads,
-                      given["keep"] or "")  # fmt: skip
+    request = Request(plan, n_images, max(read), given["text_tokens"], how["n_ctx"], how["kv_type"], threads,
+                      given["keep"] or "", sum(read) if len(read) > 1 else 0)  # fmt: skip
     placement = options.offload(given).placement(header, _talk(request))
     weights = Weights.of(header, placement.away)
-    files = Files(shape, weights, program, encoder, working if n_images else 0)
-    prompt = request.text_tokens + n_images * tokens
-    work = image_work(projector, header, grid, prompt) if projector and grid and n_images else None
-    return files, request, placement, work
+    if not projector or not largest or not n_images:
+        return Files(shape, weights, program, encoder), request, placement, None
+    files = Files(shape, weights, program, encoder, encoder_compute(projector, largest))
+    prompt = request.text_tokens + sum(grid.n_tokens for grid in grids) * n_images // len(grids)
+    return files, request, placement, image_work(projector, header, largest, prompt)
 
 
-def _largest(model: Header, projector: Header, sizes: list[tuple[int, int]], given: dict[str, Any]) -> ImageGrid | None:
-    """Tells what the encoder makes of the picture that becomes most tokens; None where --encoder-tokens says it."""
+def _grids(model: Header, projector: Header, sizes: list[tuple[int, int]], given: dict[str, Any]) -> list[ImageGrid]:
+    """Tells what the encoder makes of each picture; nothing where --encoder-tokens says it."""
     from pykvedge.models import imagecount
     from pykvedge.models.imagetokens import image_grid, token_limits
     from pykvedge.runtime.settings import Settings
@@ -167,14 +168,13 @@ def _largest(model: Header, projector: Header, sizes: list[tuple[int, int]], giv
     if given["encoder_tokens"]:
         if any(asked):
             raise UsageError("--encoder-tokens says how many tokens there are; leave the limits of them out")
-        return None
+        return []
     try:
-        grids = [image_grid(projector, *size, limits) for size in sizes]
+        return [image_grid(projector, *size, limits) for size in sizes]
     except UnsupportedError:
         if not imagecount.is_here(model, projector):
             raise
-        grids = imagecount.count(model, projector, sizes, asked)
-    return max(grids, key=lambda grid: grid.n_patches * grid.parts)
+        return imagecount.count(model, projector, sizes, asked)
 
 
 def _talk(request: Request) -> Talk:
@@ -252,7 +252,9 @@ def _table(f: Footprint, request: Request, placement: Placement, out: dict[str, 
         ("while it answers", f.peak_stock, f.answer_full, f.after_compression),
     ]
     columns = ("stock llama.cpp", "kvedge, all kept", request.plan.method)
-    what = f"{request.n_images} image{'s' * (request.n_images != 1)} of {request.image_tokens} tokens and "
+    alike = request.all_images in (0, request.n_images * request.image_tokens)
+    what = f"{request.n_images} image{'s' * (request.n_images != 1)} of {'' if alike else 'up to '}"
+    what += f"{request.image_tokens} tokens and "
     about = (
         f"{Path(out['model']).name}: {what if request.n_images else ''}{request.text_tokens} tokens of text, "
         f"{f.prompt_tokens} in all, of which {request.plan.method} {request.plan.budget} keeps {f.kept_tokens}; "

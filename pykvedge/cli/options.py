@@ -144,7 +144,7 @@ CHANGES = (
     option("--decode", group=_KEPT, metavar="NAME", shell_complete=completion.members,
            help="Another policy for what happens while the answer is generated."),
     option("--image-tokens", "image_tokens", group="Picture", metavar="AMOUNT",
-           help="What the model reads of each image: 0.5 of its tokens, or 288. Default: all."),
+           help="What the model reads of each image, or tile of one: 0.5 of its tokens, or 288. Default: all."),
     option("--pruner", group="Picture", metavar="NAME", shell_complete=completion.members,
            help="Who chooses them: residual (the default), grid, dart, random."),
     SET,

@@ -110,16 +110,17 @@ class Request:
 
     plan: Plan
     n_images: int = 0
-    image_tokens: int = 0  # of one image
+    image_tokens: int = 0  # of one image, the largest
     text_tokens: int = 64
     n_ctx: int = 0  # of stock llama.cpp; 0: the prompt and room to answer, at least what the model's default gives
     kv_type: str = "f16"
     threads: int = 1
     keep: str = ""  # where whole rows stay behind the kept ones: "ram", "disk" or nowhere
+    all_images: int = 0  # tokens of all images; 0: each has as many as the largest
 
     @property
     def prompt_tokens(self) -> int:
-        return self.text_tokens + self.n_images * self.image_tokens
+        return self.text_tokens + (self.all_images or self.n_images * self.image_tokens)
 
 
 @dataclass(frozen=True)
@@ -179,11 +180,11 @@ def footprint(files: Files, request: Request) -> Footprint:
     per_token = shape.kv_per_token(element)
     again = extra_tokens(plan, n_tokens, request.image_tokens) if kept < n_tokens else 0  # beside the prompt's own
     n_ctx = request.n_ctx or max(min(shape.n_ctx_train, DEFAULT_CTX), n_tokens + max(ROOM_TO_ANSWER, again))
-    one_pass = min(N_UBATCH, max(request.text_tokens, request.image_tokens if request.n_images else 0))
+    largest_image = request.image_tokens if request.n_images else 0
+    one_pass = min(N_UBATCH, max(request.text_tokens, largest_image))
     # an image's embeddings are held by the encoder, by the session, and by the batch that reads them
-    embeddings = 4 * shape.n_embd * request.image_tokens * (request.n_images + 2 if request.n_images else 0)
-    scratch = request.threads * min(64 * (n_tokens + 64) * 4, 1 << 20)  # of attention
-    fixed = scratch + embeddings + _GRAPH
+    embeddings = 4 * shape.n_embd * (n_tokens - request.text_tokens + 2 * largest_image)
+    fixed = request.threads * min(64 * (n_tokens + 64) * 4, 1 << 20) + embeddings + _GRAPH  # first of attention
     compute = shape.compute(one_pass) + fixed
     stock = shape.compute(one_pass, stock=True) - shape.compute(one_pass)
     # the prompt as one batch of embeddings: ours, and llama.cpp's copy
@@ -271,7 +272,7 @@ def most_images(files: Files, request: Request, available: int, kind: str) -> in
     """Finds the most images in one prompt whose peak fits. kind: "stock", "full", "compressed" or "bounded"."""
 
     def fits(n: int) -> bool:
-        f = footprint(files, replace(request, n_images=n, n_ctx=0))
+        f = footprint(files, replace(request, n_images=n, all_images=0, n_ctx=0))
         peaks = {"stock": f.peak_stock, "full": f.peak_full, "compressed": f.peak_prefill, "bounded": f.peak_bounded}
         peak = peaks[kind]
         return peak - f.reclaimable <= available
@@ -281,7 +282,7 @@ def most_images(files: Files, request: Request, available: int, kind: str) -> in
 
 def most_turns(files: Files, request: Request, available: int) -> int:
     """Finds the largest number of messages that fit, each with one image and compressed before the next."""
-    once = footprint(files, replace(request, n_images=1, n_ctx=0))
+    once = footprint(files, replace(request, n_images=1, all_images=0, n_ctx=0))
     more = once.kv_kept + once.whole_memory
     return _largest(lambda n: once.peak_prefill - once.reclaimable + (n - 1) * more <= available if n else True)
 

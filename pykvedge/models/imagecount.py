@@ -39,10 +39,10 @@ def count(
 
 def _grid(vision: Vision, mmproj: Header, size: tuple[int, int]) -> ImageGrid:
     pieces = vision.split(vision.marker, [Picture("an image", *size, b"")])
-    parts = [piece.n_rows for piece in pieces if isinstance(piece, ImagePiece)]
+    parts = tuple(piece.n_rows for piece in pieces if isinstance(piece, ImagePiece))
     vision.release(pieces)
     tower = read_tower(mmproj)
     # parts of a size of their own have as many patches as their tokens are made of, the others those of the tower
     own = max(parts) * tower.merge**2
     patches = own if tower.projector == "lfm2" else max(tower.patches**2, own)
-    return ImageGrid(sum(parts), patches, patches * tower.patch_size**2, len(parts))
+    return ImageGrid(parts, patches, patches * tower.patch_size**2)

@@ -39,10 +39,18 @@ MOST_TOKENS = 1 << 14  # the largest limit that a user may ask for: an encoder's
 class ImageGrid:
     """An encoder makes so much of one image. It may cut the image into parts, and encodes one after the other."""
 
-    n_tokens: int  # of all parts together
+    tokens: tuple[int, ...]  # of each part
     n_patches: int  # of one part
     pixels: int  # of one part
-    parts: int = 1
+
+    @property
+    def n_tokens(self) -> int:
+        """So many tokens are those of all parts together."""
+        return sum(self.tokens)
+
+    @property
+    def parts(self) -> int:
+        return len(self.tokens)
 
 
 def token_limits(mmproj: Header, least: int = 0, most: int = 0) -> tuple[int, int] | None:
@@ -77,13 +85,13 @@ def image_grid(mmproj: Header, width: int, height: int, limits: tuple[int, int] 
         per_side = size // patch
         merge = int(values.get("clip.vision.projector.scale_factor", _FIXED[kind]))
         merge = merge if kind == "gemma3" else _FIXED[kind]
-        return ImageGrid((per_side // merge) ** 2, per_side**2 + 1, size * size)
+        return ImageGrid(((per_side // merge) ** 2,), per_side**2 + 1, size * size)
     if patch > 0 and kind in _BY_SIZE:
         side = patch * int(values.get(*_BY_SIZE[kind]))
         least, most = limits or _LIMITS[kind]
         w, h = _aligned(width, height, side, least * side * side, most * side * side)
         breaks = h // side - 1 if kind == "pixtral" else 0  # a token after each row but the last
-        return ImageGrid((w // side) * (h // side) + breaks, (w // patch) * (h // patch), w * h)
+        return ImageGrid(((w // side) * (h // side) + breaks,), (w // patch) * (h // patch), w * h)
     raise UnsupportedError(
         f"{mmproj.path}: how many tokens its projector '{kind}' makes of an image is not known; give --encoder-tokens"
     )
