@@ -119,6 +119,16 @@ def test_a_session_file_goes_on_as_a_stream(tiny, native, tmp_path):
         assert 0 < kv.kept_of_them <= kv.compressed_tokens
 
 
+def test_a_stream_that_keeps_everything_holds_no_more_than_everything(tiny, native):
+    with tiny("llava").session(pykvedge.plan("h2o", 1000), stream=True) as session:
+        report = say(session, "word " * 50)
+        assert report.kv.kept_of_them == report.kv.compressed_tokens
+        assert report.kv.kept_bytes <= report.kv.full_bytes < report.stream.full_bytes  # the answer is in it
+        assert report.stream.kv_bytes <= report.stream.full_bytes <= report.kv.peak_bytes
+        assert f"KV {report.stream.kv_bytes / 2**20:.1f} MiB, peak" in (line := report.line())
+        assert f"full {report.stream.full_bytes / 2**20:.1f}" in line
+
+
 def test_a_restored_stream_answers_alike_where_scores_need_no_history(tiny, native, tmp_path):
     file, plan, texts = tmp_path / "s.kvs", pykvedge.plan("snapkv", 64, **{"scorer.window": 16}), []
     with tiny("llava").session(plan, stream=True) as session:

@@ -175,6 +175,7 @@ class Stream:
     tokens: int  # read and generated so far, of all turns
     compressions: int
     kv_bytes: int  # now
+    full_bytes: int  # what all of these tokens would take
     positions: int
     trained: int = 0
     turned: int = 0
@@ -274,7 +275,7 @@ class Report:
         if stream is not None:
             new = f"{tokens.prompt}{image} new -> {kv.kept_of_them} of {stream.bound}"
             held = f"KV {stream.kv_bytes / size:.1f} {unit}, peak {kv.peak_bytes / size:.1f}"
-            parts = [f"stream of {stream.tokens} tokens, {new}", f"{held}, full {kv.full_bytes / size:.1f}"]
+            parts = [f"stream of {stream.tokens} tokens, {new}", f"{held}, full {stream.full_bytes / size:.1f}"]
             return " | ".join(filter(None, [*parts, speed, stream.note()]))
         answer = kv.compressed_tokens - tokens.prompt
         since = f" + {answer} {'read before' if kv.whole_bytes else 'of the last answer'}" if answer > 0 else ""

@@ -108,9 +108,9 @@ class Pace:
     def measure(self, plan: Plan) -> tuple[Kv, Stream]:
         cache, model, sequence = self._cache, self._driver.model, self._sequence
         stats, sequence.held = cache.stats(), sequence.pairs_held()
-        full, layers = sequence.uncompressed_bytes(), sequence.per_layer()
+        full, layers = max(sequence.uncompressed_bytes(), stats.bytes), sequence.per_layer()
         kv = Kv(full, stats.bytes, stats.peak_bytes, layers, stats.n_tokens, round(sequence.held))
-        now = Stream(plan.budget.pairs or 0, stats.n_tokens, stats.n_compressions, stats.bytes, sequence.n_past)
+        now = Stream(plan.budget.pairs or 0, stats.n_tokens, stats.n_compressions, stats.bytes, full, sequence.n_past)
         now.trained = self._settings.most_positions(model.n_ctx_train)
         if self._positions is not None:
             now.turned, now.why_counted = self._positions.turned, self._positions.why_not
