@@ -203,7 +203,7 @@ def test_settings_of_members_are_checked():
         with pytest.raises(UsageError, match=r"scorer\.window"):
             window.check(bad, "scorer.window")
     weight = Param("weight", 0.5, "how much")
-    for bad in (math.inf, "inf", math.nan, "nan", 10**400):
+    for bad in (math.inf, "inf", math.nan, "nan", 10**400, True):
         with pytest.raises(UsageError, match=r"scorer\.weight must be a number"):
             weight.check(bad, "scorer.weight")
     pooling = Param("pooling", "avg", "how", choices=("avg", "max"))

@@ -68,7 +68,8 @@ class Param:
             raise UsageError(f"{key} must be {_KINDS[kind]}, not {value!r:.40}") from None
         if isinstance(out, float) and not math.isfinite(out):
             raise UsageError(f"{key} must be {_KINDS[kind]}, not {value!r:.40}")
-        if kind is int and (isinstance(value, bool) or (isinstance(value, float) and value != out)):
+        cut = kind is int and isinstance(value, float) and value != out
+        if cut or (isinstance(value, bool) and kind is not bool):
             raise UsageError(f"{key} must be {_KINDS[kind]}, not {value!r}")
         if self.choices and out not in self.choices:
             raise UsageError(f"{key} must be one of {', '.join(self.choices)}, not {value!r}")
