@@ -9,6 +9,9 @@ from server import DEMO, ENDLESS, QUESTION, SCENES, asks, serving
 from waits import until
 
 import pykvedge
+from pykvedge import Sampling
+from pykvedge.serve.job import Job, Request
+from pykvedge.serve.scheduler import Counts
 
 PLAN = ("--method", "lookm", "--budget", "0.3")
 SERVED = (*PLAN, "--memory", "64MiB", "--parallel", "2", "--ctx", "2048")
@@ -40,6 +43,23 @@ def test_patches_are_the_tokens_that_a_session_keeps(server, native, image_token
         runs = np.lib.stride_tricks.sliding_window_view(np.rint(share), round(144 * image_tokens))
         positive = [list(run[run > 0]) for run in runs]
         assert all(list(one[one > 0]) in positive for one in shown)
+
+
+def test_a_compression_is_counted_where_something_goes(server):
+    for kept, more in (({"method": "full"}, 0), ({"budget": 2000}, 0), ({"budget": 0.3}, 1)):
+        before = server.metric("compressions_total")
+        server.chat(asks(f"{QUESTION} {kept}", SCENES[0]), kvedge=kept, max_tokens=1)
+        assert server.metric("compressions_total") == before + more
+
+
+def test_a_prompt_that_was_given_up_was_not_read():
+    job, counts = Job(Request([], pykvedge.plan("full"), Sampling()), print), Counts()
+    job.report.tokens.prompt = 500
+    counts.ended("cancelled", job)
+    assert counts.finished["cancelled"] == 1 and counts.sums["prompt_tokens"] == 0
+    job.report.time.prefill_s = 0.1
+    counts.ended("end", job)
+    assert counts.sums["prompt_tokens"] == 500
 
 
 def test_no_patches_where_nobody_asked(server):

@@ -38,9 +38,10 @@ class Counts:
     def ended(self, how: str, job: Job) -> None:
         """Adds a job that has ended in this way."""
         tokens, kv = job.report.tokens, job.report.kv
-        kinds = ("prompt", "image", "pruned", "reused", "generated")
+        read = job.report.time.prefill_s > 0 or job.first_token_s is not None  # and not given up before
+        kinds = ("prompt", "image", "pruned", "reused", "generated") if read else ()
         sums: dict[str, Any] = {f"{kind}_tokens": getattr(tokens, kind) for kind in kinds}
-        sums |= {"compressions": bool(kv.compressed_tokens), "kv_full_bytes": kv.full_bytes}
+        sums |= {"compressions": kv.kept_of_them < kv.compressed_tokens, "kv_full_bytes": kv.full_bytes}
         sums["kv_kept_bytes"] = kv.kept_bytes
         if job.first_token_s is not None:
             sums |= {"first_tokens": 1, "first_token_s": job.first_token_s}
