@@ -30,6 +30,7 @@ from pykvedge.models.model import Model
 from pykvedge.models.vision import Vision
 from pykvedge.runtime.report import DeviceWork
 from pykvedge.runtime.sequence import device_work
+from pykvedge.system import memory
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -77,6 +78,13 @@ def test_every_variant_is_measured_in_every_round_with_stock(outcome):
             assert len(found) == 2 and all(len(r.decode_s) == 5 and min(r.decode_s) > 0 for r in found)
     assert rows[0].decode_vs_stock == 1 and rows[0].prefill_vs_stock == pytest.approx(1, abs=0.05)
     assert all(r.rounds == 2 and r.compress_ms >= 0 for r in rows)
+
+
+def test_the_peak_is_no_less_than_what_was_read_meanwhile(tiny, native, monkeypatch):
+    monkeypatch.setattr(memory.PeakMeter, "start", lambda meter: None)  # it never looks
+    variants = [Variant("h2o", pykvedge.plan("h2o", 0.25))]
+    for row in table.rows(measured([ModelFiles(tiny("llama").model)], [Shape(300)], variants, repeat=1)):
+        assert row.rss_peak_bytes >= row.rss_after_bytes > 0
 
 
 def test_bytes_are_those_of_the_buffers(outcome, tiny):

@@ -192,7 +192,8 @@ def repetition(
             out = _timed(driver, prompt, energy, cancel)
         out.prune_s, out.tokens = prune_s, prompt.n_tokens
         out.others_s, out.wall_s = others.taken()
-        out.rss_peak_bytes = max(meter.stop() - before, 0)
+        # the meter looks every 10 ms, and may have missed what was read in between
+        out.rss_peak_bytes = max(meter.stop() - before, out.rss_after_bytes - before, 0)
         out.rss_after_bytes = max(out.rss_after_bytes - before, 0)
         _bytes(out, model, driver)
         return out
