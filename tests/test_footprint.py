@@ -7,6 +7,7 @@ from dataclasses import replace
 import gguf
 import pytest
 from choosing import whole
+from hubs import in_parts
 
 import pykvedge
 from pykvedge.errors import UnsupportedError
@@ -48,6 +49,27 @@ def test_images_that_cannot_be_counted(tiny):
     other = replace(header, values={**header.values, "clip.projector_type": "internvl"})
     with pytest.raises(UnsupportedError, match="--encoder-tokens"):
         image_grid(other, 100, 100)
+
+
+def test_a_model_in_several_files_takes_as_much_as_in_one(tiny, tmp_path, refused):
+    model = tiny("llama", n_layers=3).model
+    one, files = read_header(model), in_parts(model, tmp_path)
+    assert len(files) > 3
+    found = read_header(files[0])
+    assert {name: (t.shape, t.type) for name, t in found.tensors.items()} == {
+        name: (t.shape, t.type) for name, t in one.tensors.items()
+    }
+    assert found.file_size + found.other_bytes == sum(file.stat().st_size for file in files)
+    assert ModelShape.of(found) == ModelShape.of(one)
+    weights, expected = Weights.of(found), Weights.of(one)
+    assert (weights.in_place, weights.repacked) == (expected.in_place, expected.repacked)
+    for file in files[1:]:
+        refused("fit", "--model", file).failed(1, file.name, "-00001-of-")
+    files[-1].write_bytes(files[-1].read_bytes()[:-40])
+    refused("fit", "--model", files[0]).failed(1, files[-1].name, "truncated")
+    files[-1].unlink()
+    refused("fit", "--model", files[0]).failed(1, files[-1].name, "does not exist")
+    refused("fit", "--model", files[0].rename(tmp_path / "other.gguf")).failed(1, "other.gguf", "-00001-of-")
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen2vl", "qwen3"])

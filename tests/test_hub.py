@@ -11,7 +11,7 @@ import sys
 import threading
 
 import pytest
-from hubs import HEADERS, MMPROJ, MODEL, REPO, fresh_place, resolve
+from hubs import HEADERS, MMPROJ, MODEL, REPO, fresh_place, in_parts, resolve
 from hubserver import HubServer
 from threads import in_threads
 from waits import until
@@ -85,26 +85,6 @@ def test_what_is_in_the_cache_is_not_fetched_again(place):
     assert place.hub.bytes_sent == sent
 
 
-def in_parts(model, folder):
-    """The same model in several files, as llama.cpp's gguf-split names them."""
-    import gguf
-
-    reader = gguf.GGUFReader(model)
-    writer = gguf.GGUFWriter(folder / "parted-Q8_0.gguf", reader.fields["general.architecture"].contents(),
-                             split_max_tensors=8)  # fmt: skip
-    for field in reader.fields.values():
-        if not field.name.startswith("GGUF.") and field.name != "general.architecture":
-            of = field.types[-1] if field.types[0] == gguf.GGUFValueType.ARRAY else None
-            writer.add_key_value(field.name, field.contents(), field.types[0], of)
-    for tensor in reader.tensors:
-        writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return sorted(folder.glob("parted-*"))
-
-
 def test_a_model_in_parts_answers_as_the_whole_does(place, tiny, tmp_path, native):
     whole = tiny("llama").model
     parts = in_parts(whole, tmp_path)
@@ -114,6 +94,7 @@ def test_a_model_in_parts_answers_as_the_whole_does(place, tiny, tmp_path, nativ
     pair = resolve("tiny/parted")
     assert pair.mmproj is None and sorted(path.name for path in pair.model.parent.iterdir()) == [p.name for p in parts]
     assert resolve("tiny/parted:q8_0", offline=True) == pair
+    assert pykvedge.hub.headers("tiny/parted")[0].tensors.keys() == read_header(whole).tensors.keys()
     (model,), _ = pykvedge.hub.cached_models()
     assert model.name == "tiny/parted:Q8_0" and model.bytes == sum(path.stat().st_size for path in parts)
     answers = []

@@ -48,7 +48,7 @@ class Weights:
         """away: tensors that lie on devices. copied: see copied_share, which is asked unless tests know better."""
         share = copied or copied_share
         tied = "output.weight" not in header.tensors
-        first, last, in_place, repacked = header.file_size, 0, 0, 0
+        first, last, in_place, repacked = header.file_size + header.other_bytes, 0, 0, 0
         for name, tensor in header.tensors.items():
             if name in away:
                 continue

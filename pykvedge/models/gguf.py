@@ -10,9 +10,9 @@ import math
 import mmap
 import os
 import struct
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
@@ -45,6 +45,7 @@ class Header:
     file_size: int
     data_start: int = 0  # where the tensors' data section begins, bytes
     distinct_tokens: int = 0  # different texts in the vocabulary
+    other_bytes: int = 0  # of the model's other files, where it comes in several
 
     @property
     def architecture(self) -> str:
@@ -118,9 +119,37 @@ class _Reader:
 def read_header(path: str | os.PathLike[str]) -> Header:
     """Reads and checks the header of a GGUF file, and that the file is long enough to hold its tensors.
 
-    Raises ModelError with one line that says what is wrong with the file.
+    The first file of a model in several is read with the others. Raises ModelError with one line that says what is
+    wrong with the file.
     """
-    path = Path(path)
+    first = _read_file(Path(path))
+    return joined([first, *map(_read_file, _others(first))])
+
+
+def _others(first: Header) -> list[Path]:
+    count, end = first.values.get("split.count", 1), "-00001-of-{:05}.gguf"
+    if not isinstance(count, int) or count < 2 or first.values.get("split.no"):
+        return []
+    name, end = first.path.name, end.format(count)
+    if not name.endswith(end):
+        raise ModelError(f"{first.path} is the first of {count} files, and its name must end in {end}; rename it")
+    return [first.path.with_name(f"{name[: -len(end)]}-{i:05}-of-{count:05}.gguf") for i in range(2, count + 1)]
+
+
+def joined(parts: Sequence[Header]) -> Header:
+    """Makes one header of a model's files, in their order: the first one's, with the tensors of all.
+
+    Offsets count as if the files, filled up to whole multiples of 32 bytes, lay one after the other.
+    """
+    first, tensors, at = parts[0], dict[str, Tensor](), 0
+    for part in parts:
+        shift = at + part.data_start - first.data_start
+        tensors |= {name: replace(tensor, offset=tensor.offset + shift) for name, tensor in part.tensors.items()}
+        at += -(-part.file_size // 32) * 32
+    return replace(first, tensors=tensors, other_bytes=sum(part.file_size for part in parts[1:]))
+
+
+def _read_file(path: Path) -> Header:
     try:
         require_file(path)
         with path.open("rb") as file:

@@ -49,7 +49,8 @@ class Model(Vocabulary):
         devices = offload.apply(params, self.header)
         params.vocab_only = vocabulary_only
         if not vocabulary_only and (offload.off or not ggml.has_gpu()):
-            memory.require(self.header.file_size, f"{path}", "use a smaller model, or one of fewer bits")
+            n_bytes = self.header.file_size + self.header.other_bytes
+            memory.require(n_bytes, f"{path}", "use a smaller model, or one of fewer bits")
 
         raised = Raised()
 

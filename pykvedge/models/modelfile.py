@@ -41,6 +41,8 @@ def check_model(given: Header | str | os.PathLike[str]) -> Header:
     path = header.path
     if header.architecture == "clip":
         raise ModelError(f"{path} is an image encoder; pass it as --mmproj and the language model as --model")
+    if header.values.get("split.no"):
+        raise ModelError(f"{path} is not the first file of its model; give that one, whose name has -00001-of-")
     if not header.architecture:
         raise ModelError(f"{path} does not say which architecture it has; convert the model again")
     if not header.tensors:

@@ -31,7 +31,8 @@ class TokenTable:
             )
         tensor = header.tensors.get(TABLE)
         size = tensor_bytes(tensor) if tensor is not None else None
-        if tensor is None or len(tensor.shape) != 2 or size is None:
+        elsewhere = tensor is not None and header.data_start + tensor.offset >= header.file_size  # another file's
+        if tensor is None or len(tensor.shape) != 2 or size is None or elsewhere:
             raise UnsupportedError(f"{header.path.name} has no token table that can be read")
         self.width, self.n_vocab = tensor.shape
         self._type = GGMLQuantizationType(tensor.type)

@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from pykvedge.errors import CancelledError, HubError, UnknownNameError, UnreachableError
-from pykvedge.models.gguf import Header
+from pykvedge.models.gguf import Header, joined
 from pykvedge.models.hub.cached import find_cached
 from pykvedge.models.hub.fetching import check_room, fetch, is_there
 from pykvedge.models.hub.folders import Folder, Pair
@@ -126,7 +126,7 @@ class _Search:
             self.progress(f"reading the header of {path}", 0.0)
             return hub.header(self.repo, listing.commit, listing.files[path])
 
-        model = check_model(header(choice.model))
+        model = check_model(joined([header(path) for path in choice.parts]))
         return model, check_mmproj(header(choice.mmproj), model) if choice.mmproj else None
 
     def _fetch(self, hub: Hub, folder: Folder, commit: str, files: list[RemoteFile]) -> None:
