@@ -269,6 +269,18 @@ def test_more_bytes_than_the_hub_says_are_not_taken(place):
         fetching.fetch(hub, folder, place.hub.commit(REPO), file, lambda n: None)
 
 
+def test_a_copy_that_is_not_whole_makes_way(place):
+    """As where a folder without links was copied, and the disk was full."""
+    pair = resolve()
+    whole, blob = pair.model.read_bytes(), pair.model.resolve()
+    for there in (True, False):  # what the link led to
+        pair.model.unlink()
+        pair.model.write_bytes(whole[:1000])
+        if not there:
+            blob.unlink()
+        assert resolve() == pair and pair.model.read_bytes() == whole
+
+
 def test_two_that_want_the_same_fetch_it_once(place):
     pairs = []
     in_threads(*[lambda: pairs.append(resolve(mmproj="none"))] * 3)

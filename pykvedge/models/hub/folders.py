@@ -117,11 +117,11 @@ class Folder:
         place, blob = self.place(commit, file), self.blob(checksum)
         if not self.holds(place.parent):
             raise HubError(f"{place.parent} leads out of the cache; remove it")
-        if place.exists():
+        if place.exists() and not (blob.is_file() and blob.stat().st_size != place.stat().st_size):
             return place
         try:
             place.parent.mkdir(parents=True, exist_ok=True)
-            place.unlink(missing_ok=True)  # a link to a file that was removed
+            place.unlink(missing_ok=True)  # a link to a file that was removed, or a copy that is not whole
             try:
                 place.symlink_to(os.path.relpath(blob, place.parent))
             except OSError:  # Windows links with a privilege only; both libraries then move the file
