@@ -178,7 +178,12 @@ def test_what_cannot_be_attached_to(llama_of):
 
     with pytest.raises(UsageError, match=r"takes a llama_cpp\.Llama"):
         pykvedge.attach("model.gguf")
-    llm = llama_of()
+    llm, closed = llama_of(), llama_of()
+    with pytest.raises(UsageError, match=r"takes a llama_cpp\.Llama"):
+        pykvedge.attach(type(llm))
+    closed.close()
+    with pytest.raises(StateError, match="closed"):
+        pykvedge.attach(closed, "h2o")
     with pytest.raises(UnknownNameError):
         pykvedge.attach(llm, "lokm")
     with pytest.raises(UsageError, match="already"):

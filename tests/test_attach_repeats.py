@@ -5,6 +5,7 @@ from attached import METHODS, A, B, chat, complete, held
 from choosing import methods
 
 from pykvedge.chat.reuse import History, shared
+from pykvedge.errors import StateError
 
 
 def outcome(llm, attached, prompt, n=8):
@@ -84,6 +85,22 @@ def test_an_answer_that_is_broken_off(attached_llama):
         steps = llm.create_completion(A, max_tokens=20, temperature=0.0, stream=True)
         next(steps)
         steps.close()
+        assert outcome(llm, attached, A) == first
+
+
+BETWEEN = [lambda llm: complete(llm, A, 20), lambda llm: llm.eval([7, 8]), lambda llm: llm.reset()]
+
+
+@pytest.mark.parametrize("between", BETWEEN)
+def test_an_answer_that_others_came_between_is_not_gone_on_with(attached_llama, between):
+    """llama_cpp would sample from logits that are not there, which ends the process, or from those of other tokens."""
+    with attached_llama("h2o") as (llm, attached):
+        first = outcome(llm, attached, A)
+        steps = llm.create_completion(A, max_tokens=20, temperature=0.0, stream=True)
+        next(steps)
+        between(llm)
+        with pytest.raises(StateError, match="something else"):
+            list(steps)
         assert outcome(llm, attached, A) == first
 
 

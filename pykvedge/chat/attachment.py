@@ -54,8 +54,10 @@ def attach(
     Raises LibraryError (the model is of a llama_cpp with other libraries), NothingToCompressError, ProfileError,
     UsageError, UnsupportedError.
     """
-    if not all(hasattr(llm, name) for name in ("ctx", "eval", "sample", "reset")):
+    if isinstance(llm, type) or not all(hasattr(llm, name) for name in ("ctx", "eval", "sample", "reset")):
         raise UsageError(f"attach takes a llama_cpp.Llama, not {type(llm).__name__}")
+    if not llm.ctx:
+        raise StateError("this model is closed; make it anew")
     if "eval" in vars(llm):
         raise StateError("kvedge is attached to this model already; use set_plan of what attach returned, or detach it")
     kept, line = keep if isinstance(keep, Keep) else Keep.of(keep), ""
@@ -108,6 +110,7 @@ class Attachment:
         self._states = States(llm, self._cache, self._again)
         self._history = History()
         self._sampled = False
+        self._asked: Any = None  # the generator of the last request
         self._inner = {name: getattr(llm, name) for name in WRAPPED if hasattr(llm, name)}
         for name in self._inner:
             setattr(llm, name, getattr(self, f"_wrapped_{name}"))
@@ -139,6 +142,7 @@ class Attachment:
             if given.get("reset", True):
                 self._begin(tokens)
             steps = inner(tokens, *args, **kwargs)
+            self._asked, n_tokens = steps, self._llm.n_tokens
         answer = None
         try:
             while True:
@@ -147,10 +151,13 @@ class Attachment:
                         raise StateError("kvedge was detached from the model while it generated")
                     if signals.pending():
                         raise CancelledError
+                    if self._asked is not steps or self._llm.n_tokens != n_tokens:
+                        raise StateError("the model has read something else since the last token; ask again")
                     try:
                         token = steps.send(answer)
                     except StopIteration:
                         return
+                    n_tokens = self._llm.n_tokens
                 answer = yield token
         finally:
             steps.close()
