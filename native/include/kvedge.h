@@ -362,7 +362,7 @@ KVEDGE_API kvedge_status kvedge_set_plan(kvedge_cache * kv, const kvedge_plan * 
 //
 //     kvedge_set_sequence_plan(kv, 3, careful, &err);
 //
-// Errors: KVEDGE_E_ARGUMENT, KVEDGE_E_BUDGET, KVEDGE_E_MEMORY.
+// Errors: KVEDGE_E_ARGUMENT (also where the context has no such sequence), KVEDGE_E_BUDGET, KVEDGE_E_STATE, KVEDGE_E_MEMORY.
 KVEDGE_API kvedge_status kvedge_set_sequence_plan(kvedge_cache * kv, int32_t seq_id, const kvedge_plan * plan, kvedge_error * err);
 
 // Switches automatic compression on or off (kvedge_options.auto_compress). While it is off, a prompt lasts until
@@ -406,13 +406,13 @@ KVEDGE_API const char * kvedge_keep_problem(const kvedge_cache * kv, int32_t seq
 // recent tokens are. A failure leaves the sequence as it was. Errors: KVEDGE_E_STATE, KVEDGE_E_MEMORY.
 KVEDGE_API kvedge_status kvedge_compress(kvedge_cache * kv, int32_t seq_id, kvedge_error * err);
 
-// Returns and clears the first error of kvedge inside llama_decode, which itself returns only a code, since the last call; or KVEDGE_OK.
+// Returns and clears the first error since the last call, or KVEDGE_OK: of llama_decode, which itself returns only a code, and of
+// llama_memory_seq_cp (onto a sequence that holds tokens), seq_add and seq_div, which return nothing: until it is taken llama_decode fails.
 KVEDGE_API kvedge_status kvedge_take_error(kvedge_cache * kv, kvedge_error * err);
 
-// Announces n_tokens more of sequence seq_id, in batches of any size. Buffers on devices are then made once for all of them,
-// instead of growing by halves. Rows on the host need no announcement: they grow without copies. A device that has no memory
-// for so many refuses the first batch (KVEDGE_E_MEMORY, kvedge_take_error). Where fewer tokens follow, the memory stays until
-// the next compression. Errors: KVEDGE_E_ARGUMENT, KVEDGE_E_STATE.
+// Announces n_tokens more of sequence seq_id, in batches of any size. Buffers on devices are then made once for all of them, instead of
+// growing by halves; rows on the host grow without copies. A device that has no memory for so many refuses the first batch
+// (kvedge_take_error). Where fewer tokens follow, the memory stays until the next compression. Errors: KVEDGE_E_ARGUMENT, KVEDGE_E_STATE.
 KVEDGE_API kvedge_status kvedge_expect(kvedge_cache * kv, int32_t seq_id, int32_t n_tokens, kvedge_error * err);
 
 // ---------------------------------------------------------------------------------------------------------

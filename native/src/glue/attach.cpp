@@ -73,6 +73,11 @@ llama_attn_provider make_provider(kvedge_cache * kv) {
             return true;
         });
     };
+    p.seq_move = [](void * u) {
+        guarded_between(u, false, [](kvedge_cache & c) {
+            return c.context.deny(KVEDGE_E_UNSUPPORTED, "positions cannot be moved by llama_memory_seq_add or seq_div; kvedge_renumber makes them smaller");
+        });
+    };
     p.release  = [](void * u) { self(u).context.llama = nullptr; };
     return p;
 }
@@ -225,8 +230,9 @@ extern "C" kvedge_status kvedge_set_plan(kvedge_cache * kv, const kvedge_plan * 
 
 extern "C" kvedge_status kvedge_set_sequence_plan(
     kvedge_cache * kv, int32_t seq_id, const kvedge_plan * plan, kvedge_error * err) {
-    return claimed(kv, seq_id >= 0, "kvedge_set_sequence_plan: cache is NULL, or there is no such sequence", "take a plan", err, [&] {
-        const auto status = plan ? check_plan(*kv, *plan, err) : ok(err);
+    return claimed(kv, true, "kvedge_set_sequence_plan: cache is NULL", "take a plan", err, [&] {
+        const auto there  = check_sequence(*kv, seq_id, err);
+        const auto status = there == KVEDGE_OK && plan ? check_plan(*kv, *plan, err) : there;
         if (status == KVEDGE_OK) {
             kv->sequences.set_plan(seq_id, plan);
         }
@@ -242,9 +248,12 @@ extern "C" kvedge_status kvedge_set_auto_compress(kvedge_cache * kv, bool on, kv
 }
 
 extern "C" kvedge_status kvedge_expect(kvedge_cache * kv, int32_t seq_id, int32_t n_tokens, kvedge_error * err) {
-    return claimed(kv, seq_id >= 0 && n_tokens >= 0, "kvedge_expect: cache is NULL, or a number is negative", "announce tokens", err, [&] {
-        kv->sequences.open(seq_id).expected = n_tokens;
-        return ok(err);
+    return claimed(kv, n_tokens >= 0, "kvedge_expect: cache is NULL, or the number is negative", "announce tokens", err, [&] {
+        const auto status = check_sequence(*kv, seq_id, err);
+        if (status == KVEDGE_OK) {
+            kv->sequences.open(seq_id).expected = n_tokens;
+        }
+        return status;
     });
 }
 
@@ -267,6 +276,7 @@ extern "C" kvedge_status kvedge_take_error(kvedge_cache * kv, kvedge_error * err
     return claimed(kv, true, "kvedge_take_error: cache is NULL", "report an error", err, [&] {
         kvedge_error first = kv->context.error;
         kv->context.error  = {};
+        kv->context.denied = false;
         if (kv->context.refused.exchange(false) && first.status == KVEDGE_OK) {
             fail_busy(&first);
         }

@@ -26,8 +26,10 @@ extern "C" kvedge_status kvedge_plan_check_bounded(
 
 extern "C" kvedge_status kvedge_bound_prompt(
     kvedge_cache * kv, int32_t seq_id, const uint8_t * image_mask, int32_t n_tokens, kvedge_error * err) {
-    const char * missing = "kvedge_bound_prompt: cache is NULL, or there are no tokens, or no such sequence";
-    return in_context(kv, n_tokens >= 1 && seq_id >= 0, missing, "announce a prompt", err, [&] {
+    return claimed(kv, n_tokens >= 1, "kvedge_bound_prompt: cache is NULL, or there are no tokens", "announce a prompt", err, [&] {
+        if (const auto status = check_sequence(*kv, seq_id, err); status != KVEDGE_OK) {
+            return status;
+        }
         const uint32_t most = llama_n_ubatch(kv->context.llama);
         if ((uint32_t) n_tokens > most) {
             return fail(err, KVEDGE_E_ARGUMENT,

@@ -135,7 +135,7 @@ void kvedge_cache::seq_rm(int32_t seq_id, int32_t p0, int32_t p1) {
         if (wanted && any) {
             state.drop_bounded();
             if (!devices.to_host(state) || !keeping.remove(state, p0, p1)) {
-                context.report(KVEDGE_E_MEMORY, "no memory on the host to remove tokens of a sequence, which is gone now");
+                context.deny(KVEDGE_E_MEMORY, "no memory on the host to remove tokens of a sequence, which is gone now");
                 it = all.erase(it);
                 continue;
             }
@@ -158,14 +158,15 @@ bool kvedge_cache::seq_cp(int32_t from, int32_t to, int32_t p0, int32_t p1) {
         return true;
     }
     if (source->verified && source->verified->whole) {
-        context.report(KVEDGE_E_STATE, "a verification of drafts was begun; end it before the sequence is copied (kvedge_verify_end)");
-        return false;
+        return context.deny(KVEDGE_E_STATE, "a verification of drafts was begun; end it before the sequence is copied (kvedge_verify_end)");
+    }
+    if (const SequenceState * there = sequences.find(to); there && there->seq->rows.n_tokens() > 0) {
+        return context.deny(KVEDGE_E_UNSUPPORTED, "a sequence was copied onto another that holds tokens; remove those before (llama_memory_seq_rm)");
     }
     settle();
     auto copy = devices.to_host(*source) ? source->seq->clone() : nullptr;
     if (!copy) {
-        context.report(KVEDGE_E_MEMORY, "no memory to copy a sequence");
-        return false;
+        return context.deny(KVEDGE_E_MEMORY, "no memory to copy a sequence");
     }
     SequenceState state;  // takes its place when nothing can fail any more
     state.id  = to;

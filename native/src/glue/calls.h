@@ -36,6 +36,16 @@ kvedge_status in_context(
     return claimed(kv, given, missing, doing, err, [&] { return kv->context.llama ? call() : fail_freed(err); });
 }
 
+// Errors: KVEDGE_E_ARGUMENT where the context has no sequence of that number, which need not hold tokens; KVEDGE_E_STATE.
+inline kvedge_status check_sequence(const kvedge_cache & kv, int32_t seq_id, kvedge_error * err) {
+    if (!kv.context.llama) {
+        return fail_freed(err);
+    }
+    return seq_id >= 0 && (uint32_t) seq_id < llama_n_seq_max(kv.context.llama)
+               ? ok(err)
+               : fail(err, KVEDGE_E_ARGUMENT, "the context has no sequence %d", seq_id);
+}
+
 // Whether n things fit a caller's n_out places. Errors: KVEDGE_E_ARGUMENT.
 inline kvedge_status check_room(const char * function, size_t n, const char * things, int32_t n_out, kvedge_error * err) {
     return n_out >= 0 && n <= (size_t) n_out ? ok(err)

@@ -49,4 +49,9 @@ int Context::report(kvedge_status status, const char * what) {
     return -1;
 }
 
+bool Context::deny(kvedge_status status, const char * what) {
+    denied = true;
+    return report(status, what) == 0;
+}
+
 }  // namespace kvedge

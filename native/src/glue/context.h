@@ -18,6 +18,7 @@ struct Context {
     bool                releasing = false;  // llama.cpp removes its own cells only
     Intermediate        intermediate;       // results of the last graph; a graph that is built can move them
     kvedge_error        error{};            // the first that llama_decode could not return
+    bool                denied    = false;  // `error` is of a function of llama.cpp that returns nothing
     std::atomic<bool>   refused{ false };   // a second thread's call inside llama.cpp, which could not return it either
 
     int32_t threads() const;        // of a compression
@@ -28,6 +29,7 @@ struct Context {
     // for all, and is stored nowhere. The logits of the last token are gone. False: llama.cpp could not.
     bool    enter_position(int32_t seq_id, int32_t pos);
     int     report(kvedge_status status, const char * what);        // for kvedge_take_error; returns -1
+    bool    deny(kvedge_status status, const char * what);          // the same where nobody is told: no tokens until it is asked; false
 };
 
 }  // namespace kvedge

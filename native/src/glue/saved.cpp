@@ -192,11 +192,8 @@ struct Saving {
 };
 
 kvedge_status check_use(const kvedge_cache & kv, int32_t seq_id, kvedge_error * err) {
-    if (!kv.context.llama) {
-        return fail_freed(err);
-    }
-    if (seq_id < 0 || (uint32_t) seq_id >= llama_n_seq_max(kv.context.llama)) {
-        return fail(err, KVEDGE_E_ARGUMENT, "the context has no sequence %d", seq_id);
+    if (const auto status = check_sequence(kv, seq_id, err); status != KVEDGE_OK) {
+        return status;
     }
     if (kv.layers.declined) {
         return fail(err, KVEDGE_E_UNSUPPORTED, "llama.cpp keeps some full-attention layers of this model; its sequences cannot be saved");

@@ -76,9 +76,22 @@ Kind Ubatch::classify(const Run & run) const {
     return run.n() > 1 || !run.output || state.seq->rows.n_tokens() == 0 || lasts ? Kind::prompt : Kind::answer;
 }
 
-bool Ubatch::refused(const Run & run) {
+// Whether tokens have the same position, and so see each other in llama.cpp, where one of them cannot see the other here. The rows
+// of an M-RoPE model's image have it in common, and see those before them there, too.
+bool Ubatch::repeats(const llama_attn_provider_ubatch & of, const Run & run) const {
+    const auto type = llama_model_rope_type(llama_get_model(context_.llama));
+    const bool grid = !of.token && (type == LLAMA_ROPE_TYPE_MROPE || type == LLAMA_ROPE_TYPE_IMROPE);
+    const auto pos  = positions(of, run);
+    return of.causal && !grid && std::adjacent_find(pos.begin(), pos.end()) != pos.end();
+}
+
+bool Ubatch::refused(const llama_attn_provider_ubatch & of, const Run & run) {
     const SequenceState & state = *run.state;
     const char *          why   = nullptr;
+    if (repeats(of, run)) {
+        context_.report(KVEDGE_E_UNSUPPORTED, "several tokens of a sequence have the same position; give each its own");
+        return true;
+    }
     if (run.request && (run.n() != (int32_t) run.request->image.size() || runs.size() != 1)) {
         why = "a bounded prompt must come as announced: all its tokens in one batch of their own, within n_ubatch";
     } else if (state.replay && state.replay->spoiled) {
@@ -113,7 +126,7 @@ bool Ubatch::prepare(const llama_attn_provider_ubatch & of, Run & run) {
         return false;
     }
     run.request = std::move(state.request);
-    if (refused(run)) {
+    if (refused(of, run)) {
         return false;
     }
     run.output = of.output && of.output[run.index.back()];
@@ -314,7 +327,7 @@ int Ubatch::begin(const llama_attn_provider_ubatch & of) {
         return devices_.begin_graph(runs);
     }
     keeping_.settle();
-    if (!collect(of) || !std::all_of(runs.begin(), runs.end(), [&](auto & run) { return prepare(of, *run); }) || !devices_.place(runs)) {
+    if (context_.denied || !collect(of) || !std::all_of(runs.begin(), runs.end(), [&](auto & run) { return prepare(of, *run); }) || !devices_.place(runs)) {
         return -1;
     }
     for (auto & run : runs) {

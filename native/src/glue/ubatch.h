@@ -37,7 +37,8 @@ class Ubatch {
   private:
     bool collect(const llama_attn_provider_ubatch & of);
     Kind classify(const Run & run) const;
-    bool refused(const Run & run);
+    bool repeats(const llama_attn_provider_ubatch & of, const Run & run) const;
+    bool refused(const llama_attn_provider_ubatch & of, const Run & run);
     bool prepare(const llama_attn_provider_ubatch & of, Run & run);
     bool begin_answer(SequenceState & state);
     void note_places(const llama_attn_provider_ubatch & of, Run & run) const;

@@ -6,7 +6,62 @@
 #include <fstream>
 #include <iterator>
 
+// Two tokens of sequence 0 in one batch.
+static int decode_at(World & w, llama_pos first, llama_pos second) {
+    llama_batch batch = llama_batch_init(2, 0, 1);
+    batch.n_tokens    = 2;
+    for (int32_t i = 0; i < 2; i++) {
+        batch.token[i]     = 7 + i;
+        batch.pos[i]       = i ? second : first;
+        batch.n_seq_id[i]  = 1;
+        batch.seq_id[i][0] = 0;
+        batch.logits[i]    = i;
+    }
+    const int code = llama_decode(w.ctx, batch);
+    llama_batch_free(batch);
+    return code;
+}
+
+// Numbers of sequences that the context has none of.
+static void no_such_sequences(const World & w, const kvedge_plan * plan) {
+    kvedge_error err{};
+    for (const int32_t none : { -1, N_SEQ, INT32_MAX }) {
+        CHECK(kvedge_set_sequence_plan(w.kv, none, plan, &err) == KVEDGE_E_ARGUMENT);
+        CHECK(kvedge_set_sequence_plan(w.kv, none, nullptr, &err) == KVEDGE_E_ARGUMENT);
+        CHECK(kvedge_expect(w.kv, none, 8, &err) == KVEDGE_E_ARGUMENT);
+        CHECK(kvedge_bound_prompt(w.kv, none, nullptr, 8, &err) == KVEDGE_E_ARGUMENT);
+    }
+    CHECK(kvedge_set_sequence_plan(w.kv, N_SEQ - 1, plan, &err) == KVEDGE_OK);
+}
+
+// What llama.cpp would do to its own cells; where its function returns nothing, no token is read until the error is taken.
+static void as_llama_alone_does(llama_model * model) {
+    Plan         plan({ { "scorer", "knorm" }, { "budget", "0.5" } });
+    World        w(model, plan.plan);
+    kvedge_error err{};
+    no_such_sequences(w, plan.plan);
+    CHECK(decode_at(w, 0, 0) != 0 && kvedge_take_error(w.kv, &err) == KVEDGE_E_UNSUPPORTED && w.stats().n_tokens == 0);
+    CHECK(decode_at(w, 0, 1) == 0);
+    w.clear();
+    CHECK(w.decode(words(model, 20, 5), 0) == 0 && w.decode(words(model, 10, 6), 1) == 0);
+    const auto there   = w.kept(0, 0, 1);
+    const auto refused = [&] {
+        CHECK(w.decode({ 7 }, 1) != 0 && w.kept(0, 0, 1) == there && llama_memory_seq_pos_max(w.memory(), 1) == 9);
+        CHECK(kvedge_take_error(w.kv, &err) == KVEDGE_E_UNSUPPORTED && kvedge_take_error(w.kv, &err) == KVEDGE_OK);
+    };
+    llama_memory_seq_cp(w.memory(), 0, 1, 10, 20);
+    refused();
+    llama_memory_seq_cp(w.memory(), 0, 1, -1, -1);
+    refused();
+    llama_memory_seq_add(w.memory(), 1, 0, -1, 5);
+    refused();
+    llama_memory_seq_div(w.memory(), 1, 0, -1, 2);
+    refused();
+    CHECK(w.decode({ 7 }, 1) == 0);
+}
+
 void sequences(llama_model * model) {
+    as_llama_alone_does(model);
     Plan          plan({ { "scorer", "cumulative" }, { "reducer", "averaged" }, { "budget", "0.25" } });
     Plan          careful({ { "scorer", "knorm" }, { "budget", "0.5" } });
     World         w(model, plan.plan);
