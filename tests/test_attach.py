@@ -197,6 +197,14 @@ def test_what_cannot_be_attached_to(llama_of):
         pykvedge.attach(llama_of(type_k=llama_cpp.GGML_TYPE_IQ4_NL), "h2o")
 
 
+def test_a_model_that_cannot_be_stored_says_why(tiny, closing):
+    from llama_cpp import Llama
+
+    llm = closing(Llama(str(tiny("llama", head_size=20).model), n_ctx=64, verbose=False))
+    with pytest.raises(NothingToCompressError, match="no multiple of 8"):
+        pykvedge.attach(llm, "h2o")
+
+
 def test_a_failed_attach_leaves_the_model_as_it_was(llama_of):
     llm = llama_of("mamba")
     with pytest.raises(NothingToCompressError):

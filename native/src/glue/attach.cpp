@@ -121,6 +121,10 @@ kvedge_status take_over(kvedge_cache & kv, bool & known, kvedge_error * err) {
     if (status != KVEDGE_OK) {
         return status;
     }
+    if (kv.layers.declined && !kv.layers.shares_kv) {
+        return fail(err, KVEDGE_E_NOTHING, "kvedge cannot store what this model attends to: its heads are of no multiple of 8 up to %d numbers, "
+                    "or it adds something of its own to their logits (ALiBi)", MAX_HEAD_SIZE);
+    }
     return kv.layers.shares_kv ? fail(err, KVEDGE_E_NOTHING, "layers of this model read the KV cache of another one, which is compressed on "
                                                       "the host only; keep its layers off the devices")
                         : fail(err, KVEDGE_E_NOTHING, "this model has no full-attention layer; there is nothing to compress");
