@@ -407,7 +407,7 @@ KVEDGE_API const char * kvedge_keep_problem(const kvedge_cache * kv, int32_t seq
 KVEDGE_API kvedge_status kvedge_compress(kvedge_cache * kv, int32_t seq_id, kvedge_error * err);
 
 // Returns and clears the first error since the last call, or KVEDGE_OK: of llama_decode, which itself returns only a code, and of
-// llama_memory_seq_cp (onto a sequence that holds tokens), seq_add and seq_div, which return nothing: until it is taken llama_decode fails.
+// llama_memory_seq_cp (onto tokens beside those that are copied), seq_add and seq_div, which return nothing: until it is taken llama_decode fails.
 KVEDGE_API kvedge_status kvedge_take_error(kvedge_cache * kv, kvedge_error * err);
 
 // Announces n_tokens more of sequence seq_id, in batches of any size. Buffers on devices are then made once for all of them, instead of

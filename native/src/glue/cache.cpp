@@ -150,6 +150,13 @@ void kvedge_cache::seq_rm(int32_t seq_id, int32_t p0, int32_t p1) {
     }
 }
 
+// Whether what is copied of `source` reaches as far as what is there, which may be an earlier copy: it then takes its place.
+static bool covers(const Store & source, int32_t p0, int32_t p1, const Store & there) {
+    const auto &  from = source.contents().pos, & to = there.contents().pos;
+    const int32_t last = from.empty() ? -1 : *std::max_element(from.begin(), from.end());
+    return std::all_of(to.begin(), to.end(), [&](int32_t p) { return p >= p0 && p < p1 && p <= last; });
+}
+
 bool kvedge_cache::seq_cp(int32_t from, int32_t to, int32_t p0, int32_t p1) {
     SequenceState * source = sequences.find(from);
     p0                     = std::max(p0, 0);
@@ -160,8 +167,9 @@ bool kvedge_cache::seq_cp(int32_t from, int32_t to, int32_t p0, int32_t p1) {
     if (source->verified && source->verified->whole) {
         return context.deny(KVEDGE_E_STATE, "a verification of drafts was begun; end it before the sequence is copied (kvedge_verify_end)");
     }
-    if (const SequenceState * there = sequences.find(to); there && there->seq->rows.n_tokens() > 0) {
-        return context.deny(KVEDGE_E_UNSUPPORTED, "a sequence was copied onto another that holds tokens; remove those before (llama_memory_seq_rm)");
+    if (const SequenceState * there = sequences.find(to); there && !covers(source->seq->rows, p0, p1, there->seq->rows)) {
+        return context.deny(KVEDGE_E_UNSUPPORTED, "a sequence was copied onto another that holds tokens beside it; remove those before "
+                            "(llama_memory_seq_rm)");
     }
     settle();
     auto copy = devices.to_host(*source) ? source->seq->clone() : nullptr;

@@ -51,13 +51,15 @@ static void as_llama_alone_does(llama_model * model) {
     };
     llama_memory_seq_cp(w.memory(), 0, 1, 10, 20);
     refused();
-    llama_memory_seq_cp(w.memory(), 0, 1, -1, -1);
+    llama_memory_seq_cp(w.memory(), 1, 0, -1, -1);
     refused();
     llama_memory_seq_add(w.memory(), 1, 0, -1, 5);
     refused();
     llama_memory_seq_div(w.memory(), 1, 0, -1, 2);
     refused();
     CHECK(w.decode({ 7 }, 1) == 0);
+    llama_memory_seq_cp(w.memory(), 0, 1, -1, -1);  // longer than what is there
+    CHECK(w.kept(0, 0, 1) == w.kept(0, 0, 0) && kvedge_take_error(w.kv, &err) == KVEDGE_OK);
 }
 
 void sequences(llama_model * model) {
