@@ -330,6 +330,12 @@ def test_files_that_are_denied(place, status, words):
         resolve()
 
 
+def test_a_home_that_is_no_folder(place, kvedge, tmp_path):
+    (tmp_path / "home").write_text("a file")
+    env = {**place.env, "HF_HOME": str(tmp_path / "home")}
+    kvedge("pull", REPO, env=env).failed(1, str(tmp_path / "home"), "HF_HOME")
+
+
 def test_repositories_and_quantisations_that_are_not_there(place):
     with pytest.raises(HubError, match="has no tiny/nothing"):
         resolve("tiny/nothing")

@@ -154,6 +154,8 @@ class Hub:
             raise UnreachableError(f"{self._where} cannot be reached ({why:.120})") from None
         except ConnectionError as error:  # huggingface_hub's own word for HF_HUB_OFFLINE
             raise UnreachableError(f"{self._where} is not asked: {one_line(error):.120}") from None
+        except (NotADirectoryError, IsADirectoryError, PermissionError) as error:  # of the file with the token
+            raise HubError(f"{error.filename} cannot be read: {error.strerror}; HF_HOME names another folder") from None
         except UnicodeEncodeError:
             raise UsageError("HF_TOKEN is no token: it holds a sign that tokens have none of") from None
         except (ValueError, KeyError, TypeError, AttributeError) as error:
