@@ -214,6 +214,16 @@ def test_the_program_says_whether_it_fits(kvedge, tiny):
     assert demo["image_tokens"] == 144 and demo["most_images"]["one_per_message"] > demo["most_images"]["stock"]
 
 
+@pytest.mark.parametrize(("options", "n_ctx"), [(["--ctx", 256], 256), ([], 512)])
+def test_a_prompt_that_would_be_refused_is_named(kvedge, refused, tiny, options, n_ctx):
+    model = tiny("llama", n_ctx_train=512).model
+    fit = ("fit", model, *options, "--text")
+    assert "set --ctx" not in kvedge(*fit, n_ctx).out
+    said = " ".join(kvedge(*fit, n_ctx + 1).out.split())
+    assert f"refuses a prompt of {n_ctx + 1} tokens in a context of {n_ctx}: set --ctx." in said
+    refused("chat", "--model", model, *options, "word " * n_ctx).failed(1, "raise --ctx" if options else "set --ctx")
+
+
 def test_plans_that_make_no_sense(refused, tiny, tmp_path):
     model = tiny("llava")
     refused("fit", tmp_path / "no.gguf").failed(1, "does not exist")

@@ -262,7 +262,9 @@ def _table(f: Footprint, request: Request, placement: Placement, out: dict[str, 
     )
     shown = [(name, *(readable(n) if n else "-" for n in figures)) for name, *figures in rows if any(figures)]
     lines = [f"{name:<29}" + "".join(f"{x:>17}" for x in figures) for name, *figures in [("", *columns), *shown]]
-    notes = [_given_back(f)]
+    notes, n_ctx = [_given_back(f)], request.n_ctx or out["n_ctx_train"]
+    if f.prompt_tokens > n_ctx:
+        notes.append(f"kvedge refuses a prompt of {f.prompt_tokens} tokens in a context of {n_ctx}: set --ctx.")
     if not request.keep and f.kept_tokens < f.prompt_tokens and f.peak_bounded < f.peak_prefill:
         notes.append(
             f"With --bounded, where model and method allow it: KV cache {readable(f.kv_bounded)} while the prompt is "
