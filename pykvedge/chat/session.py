@@ -529,6 +529,7 @@ class Session(Closing, Conversation):
         _ = self.engine  # raises after close
         message = Message("user", prompt, list(load_pictures(pictures, self.page_size, stop=self.stop)))
         self._require_eyes(message.pictures)
+        check_places(prompt, len(message.pictures))
         return self.first_pieces([message], plan or self.plan)
 
     def _require_eyes(self, pictures: list[Picture]) -> None:
