@@ -18,9 +18,10 @@ struct Moved {
     int32_t              next = 0;       // of the token to come
 };
 
-// So that the next token comes at position `most` instead of `next`. Positions that no held token takes are gaps; also those of
-// `whole` are held, the same sequence's whole rows, or NULL. The oldest gaps are closed, as many as must be: all later distances stay. Where there are too few, the last most / 2 positions keep their
-// distances, and all before share the others in their order, several tokens one position if need be. Distances never grow.
+// So that the next token comes at position `most` instead of `next`. whole: the sequence's whole rows, or NULL. Positions that no
+// token takes which a head or `whole` holds are gaps. The oldest gaps are closed, as many as must be: all later distances stay.
+// Where there are too few, the last most / 2 positions keep their distances, and all before share the others in their order,
+// several tokens one position if need be. Distances never grow.
 // images_extend: an image's tokens share a position, and take all up to the next token's (M-RoPE).
 // The store's positions ascend and lie before `next`; most >= 1. Throws std::bad_alloc.
 Moved move_positions(const Store & rows, const Store * whole, bool images_extend, int32_t next, int32_t most);
