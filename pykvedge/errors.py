@@ -171,6 +171,6 @@ def unknown(kind: str, name: str, known: Iterable[str], also: Sequence[str] = ()
 
 
 def check_number(name: str, value: object, whole: bool = True) -> None:
-    """Raises UsageError if a setting is no number, or not a whole one."""
-    if not isinstance(value, numbers.Integral if whole else numbers.Real):
+    """Raises UsageError if a setting is no number, or not a whole one; True and False are none."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral if whole else numbers.Real):
         raise UsageError(f"{name} must be a {'whole ' if whole else ''}number, not {value!r:.40}")

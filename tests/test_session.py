@@ -240,7 +240,7 @@ def test_settings_are_checked(tiny):
     model = tiny("llama").model
     with pytest.raises(UnknownNameError, match="did you mean 'threads'"):
         Session(model, thread=2)
-    for bad in ({"n_ctx": -1}, {"threads": 1000}, {"gpu_layers": -3}, {"kv_type": "q9_9"}):
+    for bad in ({"n_ctx": -1}, {"threads": 1000}, {"gpu_layers": -3}, {"kv_type": "q9_9"}, {"n_ctx": True}):
         with pytest.raises(UsageError):
             Session(model, **bad)
 

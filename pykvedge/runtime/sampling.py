@@ -23,7 +23,7 @@ MOST_LOGPROBS = 20
 _WHOLE = {
     "top_k": (0, 2**31 - 1, "be 0 (off) or more"),
     "seed": (0, 2**32 - 1, "lie between 0 and 4294967295"),
-    "max_tokens": (1, 2**31 - 1, "be at least 1"),
+    "max_tokens": (1, 2**31 - 1, "lie between 1 and 2147483647"),
     "repeat_last_n": (0, 2**20, "lie between 0 (off) and 1048576"),
     "logprobs": (0, MOST_LOGPROBS, f"lie between 0 and {MOST_LOGPROBS}"),
 }
