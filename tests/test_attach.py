@@ -1,5 +1,8 @@
 """attach: compression for an existing llama_cpp.Llama."""
 
+import gc
+import weakref
+
 import batches
 import numpy as np
 import pytest
@@ -142,6 +145,17 @@ def test_detaching_gives_the_model_back(llama_of):
         attached.stats()
     pykvedge.attach(llm, "lookm")
     assert complete(llm)
+
+
+def test_a_model_keeps_nothing_of_what_was_detached(llama_of):
+    llm, seen = llama_of(), []
+    for _ in range(3):
+        with pykvedge.attach(llm, "lookm") as attached:
+            complete(llm)
+        seen.append(weakref.ref(attached))
+        del attached
+    gc.collect()
+    assert [one() for one in seen] == [None] * 3
 
 
 def test_closing_the_model_detaches(llama_of):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import weakref
 from collections.abc import Generator, Sequence
 from typing import Any
 
@@ -115,7 +116,8 @@ class Attachment:
         for name in self._inner:
             setattr(llm, name, getattr(self, f"_wrapped_{name}"))
         if hasattr(llm, "_stack"):
-            llm._stack.callback(self._release)  # before llama_free, when the model is closed
+            release = weakref.WeakMethod(self._release)  # the wrapped functions hold it as long as it is attached
+            llm._stack.callback(lambda: (release() or bool)())  # before llama_free, when the model is closed
 
     def _tables(self, plan: Plan, spare: bool) -> dict[str, ProfileTable]:
         return tables_for(plan, self._llm.model_path, self._profile, spare)
