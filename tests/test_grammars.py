@@ -231,7 +231,7 @@ def test_a_vocabulary_is_prepared_once(tiny):
         ({"grammar": 5}, "text or a file"),
         ({"grammar": b"root"}, "text or a file"),
         ({"grammar": "nowhere.gbnf"}, "nowhere.gbnf cannot be read"),
-        ({"grammar": ""}, "cannot be read"),
+        ({"grammar": ""}, "the grammar is empty; give it as text"),
         ({"grammar": "x" * 10_000_000}, "cannot be read"),
         ({"grammar": 'root ::= "a\0"'}, "character 0"),
         ({"grammar": 'root ::= "\ud800"'}, "characters that are none"),

@@ -119,6 +119,8 @@ def regex(given: object) -> str:
 def _read(what: str, given: object) -> str:
     if not isinstance(given, str | os.PathLike):
         raise GrammarError(f"a {what} is text or a file, not {given!r:.40}")
+    if not os.fspath(given):
+        raise GrammarError(f"the {what} is empty; give it as text, or name its file")
     name = f"{os.fspath(given)!s:.60}"
     try:
         with Path(os.fsdecode(given)).open("rb") as file:
