@@ -27,7 +27,7 @@ class Keeping {
     bool wanted(SequenceState & state) const;
     // The sequence was compressed to one of its own, which takes its place. What goes beyond the limit is given up: the oldest first.
     void put_aside(SequenceState & state, std::unique_ptr<Sequence> compressed);
-    // Whole rows came with a sequence that was loaded, and are kept as those of a compression.
+    // Whole rows came with a sequence that was loaded, or turned to other positions, and are kept as those of a compression.
     void take_in(SequenceState & state) noexcept;
     // Tokens of a later message come: the whole rows take the place of the compressed ones, behind them those of tokens since.
     // Where that cannot be done they are given up, and state.whole says why. Throws std::bad_alloc, and nothing has changed.

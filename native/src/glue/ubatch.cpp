@@ -81,8 +81,8 @@ Kind Ubatch::classify(const Run & run) const {
 bool Ubatch::repeats(const llama_attn_provider_ubatch & of, const Run & run) const {
     const auto type = llama_model_rope_type(llama_get_model(context_.llama));
     const bool grid = !of.token && (type == LLAMA_ROPE_TYPE_MROPE || type == LLAMA_ROPE_TYPE_IMROPE);
-    const auto pos  = positions(of, run);
-    return of.causal && !grid && std::adjacent_find(pos.begin(), pos.end()) != pos.end();
+    const auto same = [&](int32_t a, int32_t b) { return of.pos[a] == of.pos[b]; };
+    return of.causal && !grid && std::adjacent_find(run.index.begin(), run.index.end(), same) != run.index.end();
 }
 
 bool Ubatch::refused(const llama_attn_provider_ubatch & of, const Run & run) {
