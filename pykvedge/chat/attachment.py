@@ -116,8 +116,7 @@ class Attachment:
         for name in self._inner:
             setattr(llm, name, getattr(self, f"_wrapped_{name}"))
         if hasattr(llm, "_stack"):
-            release = weakref.WeakMethod(self._release)  # the wrapped functions hold it as long as it is attached
-            llm._stack.callback(lambda: (release() or bool)())  # before llama_free, when the model is closed
+            llm._stack.callback(_release_if_there, weakref.ref(self))  # before llama_free, when the model is closed
 
     def _tables(self, plan: Plan, spare: bool) -> dict[str, ProfileTable]:
         return tables_for(plan, self._llm.model_path, self._profile, spare)
@@ -309,6 +308,12 @@ class Attachment:
 
     def __exit__(self, *_: object) -> None:
         self.detach()
+
+
+def _release_if_there(found: weakref.ref[Attachment]) -> None:
+    """Releases an attachment that a closing model still has; its wrapped functions hold it until it is detached."""
+    if (attachment := found()) is not None:
+        attachment._release()
 
 
 def _check_kept(plan: Plan) -> None:
