@@ -103,6 +103,14 @@ def answers(args: argparse.Namespace) -> dict[str, Any]:
     return out
 
 
+def rows_in(session: Session) -> dict[str, float]:
+    cache = session.engine.cache
+    assert cache is not None
+    stats = cache.stats()
+    return {"KV MiB": round(stats.bytes / MIB, 2), "whole MiB": round(stats.whole_bytes / MIB, 1),
+            "in the file": round(stats.whole_file_bytes / MIB, 1)}  # fmt: skip
+
+
 def rows_of(session: Session, image: int) -> list[list[int]]:
     """Tokens of an image that each head holds."""
     cache, span = session.engine.cache, session.engine.sequence.images[image - 1]
@@ -158,14 +166,11 @@ def many(args: argparse.Namespace) -> list[dict[str, Any]]:
             session.promote(3)
             said = asked(question(3, args.pages))
             n_right = [n + (one == right) for n, one in zip(n_right, said, strict=True)]
-            sequence, cache = session.engine.sequence, session.engine.cache
-            assert cache is not None
-            stats, third = cache.stats(), rows_of(session, 3)
+            sequence, third = session.engine.sequence, rows_of(session, 3)
             out.append({
                 "images": i, "images read": reads.images, "tokens": sequence.n_cells, "tokens read": reads.tokens,
                 "pairs": round(session.engine.pairs_held()), "of image 3": round(float(np.mean([*map(len, third)]))),
-                "KV MiB": round(stats.bytes / MIB, 2), "whole MiB": round(stats.whole_bytes / MIB, 1),
-                "in the file": round(stats.whole_file_bytes / MIB, 1),
+                **rows_in(session),
                 **({"right": n_right[0], "full right": n_right[1], "alike": f"{sum(alike)} of {len(alike)}",
                     "position": sequence.n_past} if full else {"private MiB": round(private(), 1)}),
             })  # fmt: skip
@@ -198,14 +203,11 @@ def drop(args: argparse.Namespace) -> list[dict[str, Any]]:
             if i % every or i < 3:
                 continue
             right += asked(0, question(3, pages=True)) == code
-            sequence, cache = session.engine.sequence, session.engine.cache
-            assert cache is not None
-            stats = cache.stats()
             out.append({
-                "images": i, "images read": reads.images, "tokens read": reads.tokens, "position": sequence.n_past,
-                "pairs": round(session.engine.pairs_held()), "KV MiB": round(stats.bytes / MIB, 2),
-                "whole MiB": round(stats.whole_bytes / MIB, 1), "in the file": round(stats.whole_file_bytes / MIB, 1),
-                "private MiB": round(private(), 1), "right": f"{right} of {len(out) + 1}",
+                "images": i, "images read": reads.images, "tokens read": reads.tokens,
+                "position": session.engine.sequence.n_past,
+                "pairs": round(session.engine.pairs_held()), **rows_in(session), "private MiB": round(private(), 1),
+                "right": f"{right} of {len(out) + 1}",
             })  # fmt: skip
             log(json.dumps(out[-1]))
     return out
