@@ -242,15 +242,20 @@ def test_nothing_comes_back_for_a_piece_of_a_prompt(native, tiny, worker, own_se
     assert returned[1] - returned[0] < 4 * 512
 
 
-def test_no_keys_and_values_travel_for_a_token(native, tiny, kvedge, own_server):
-    """Bytes for 50 more tokens of an answer, after prompts of two lengths: as many, but for 2 of each pair's mask."""
+@pytest.mark.parametrize("exact", [[], ["--keep", "ram", "--exact"]], ids=["plain", "exact"])
+def test_no_keys_and_values_travel_for_a_token(native, tiny, kvedge, own_server, exact):
+    """Bytes for 50 more tokens of an answer, after prompts of two lengths: as many, but for 2 of each pair's mask.
+
+    A token that is verified over whole rows, which the host has, takes its query, key, value and attention there and
+    back.
+    """
     files = tiny("llama")
     kept, a_token = [], []
     for n_words in (200, 700):
         sums = []
         for n_answer in (10, 60):
             wire = Counting(own_server.address)
-            options = ["--rpc", wire.address, "--method", "knorm", "--budget", "0.5", "--max-tokens", n_answer]
+            options = ["--rpc", wire.address, "--method", "knorm", "--budget", "0.5", "--max-tokens", n_answer, *exact]
             tokens = kvedge("chat", *files.arguments(), *options, "--json", "word " * n_words).json["tokens"]
             assert tokens["generated"] == n_answer
             sums.append(wire.bytes)
@@ -259,7 +264,9 @@ def test_no_keys_and_values_travel_for_a_token(native, tiny, kvedge, own_server)
     more = kept[1] - kept[0]
     rows = 2 * 2 * (32 + 32) * 2  # bytes of a token's keys and values in f16
     print(f"{a_token[0]:.0f} bytes a token with {kept[0]} pairs, {a_token[1]:.0f} with {kept[1]}")
-    assert a_token[1] - a_token[0] <= 2 * (more + 256) < rows * more / 50
+    assert 2 * (more + 256) < rows * more / 50
+    # how many tokens are drafted and verified at once is up to the time that they take
+    assert a_token[1] - a_token[0] <= (rows * more / 20 if exact else 2 * (more + 256))
 
 
 @pytest.mark.parametrize(

@@ -113,11 +113,6 @@ def test_what_a_job_needs_is_never_exceeded(schedulers, drafts):
 def test_what_cannot_be_exact_is_refused(tiny, kvedge, schedulers):
     with pykvedge.load(tiny("lfm2").model, threads=1) as model, pytest.raises(UnsupportedError, match="recurrent"):
         Scheduler(model, replace(LIMITS, exact=True), Park(None))
-    with (
-        pykvedge.load(tiny("llama").model, threads=1, device="CPU") as model,  # its layers go the way of a device's
-        pytest.raises(UnsupportedError, match="device none"),
-    ):
-        Scheduler(model, replace(LIMITS, exact=True), Park(None))
     plan = pykvedge.plan("h2o", 0.3, decode="heavy-hitter")
     end = Asked(schedulers[1], Request([Message("user", AGAIN)], plan, SECOND)).wait()
     assert isinstance(end.error, UsageError) and "no --exact" in str(end.error)

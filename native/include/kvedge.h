@@ -503,8 +503,8 @@ KVEDGE_API kvedge_status kvedge_verify_begin(kvedge_cache * kv, int32_t seq_id, 
 
 // Begins a verification over whole rows (kvedge_keep): its tokens are those of the whole cache. Tokens that came since the last compression or
 // verification over whole rows were drafts: they are removed, and the n tokens begin with the first of them. kvedge_verify_end
-// gives the compressed rows those of the tokens that stay. Errors: also KVEDGE_E_STATE (there are no whole rows),
-// KVEDGE_E_UNSUPPORTED (rows lie on a device).
+// gives the compressed rows those of the tokens that stay. Where these lie on a device, the host attends to whole rows all the same.
+// Errors: also KVEDGE_E_STATE (there are no whole rows), KVEDGE_E_MEMORY.
 KVEDGE_API kvedge_status kvedge_verify_whole(kvedge_cache * kv, int32_t seq_id, int32_t n, kvedge_error * err);
 
 // The first n_accepted of these tokens stay; the others leave the sequence and llama.cpp's own memory. After a llama_decode that

@@ -259,12 +259,6 @@ class Cache:
         """Says why the last compression took place on the host although rows lay on a device; empty: it did not."""
         return text(lib().kvedge_device_problem(self.handle, sequence))
 
-    @property
-    @one_thread
-    def on_devices(self) -> bool:
-        """Tells whether rows of any stored layer lie on a device."""
-        return any(lib().kvedge_layer_device(self.handle, i) for i in range(self.stats().n_layers))
-
     @one_thread
     def rows_on_devices(self, n: int) -> int:
         """Counts the rows that n tokens have on devices: one for each KV head of the layers there."""

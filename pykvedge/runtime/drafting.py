@@ -48,15 +48,6 @@ def check_policy(plan: Plan, asked: str) -> None:
         )
 
 
-def require_host(driver: Driver) -> None:
-    """Raises UnsupportedError where layers lie on devices: exact answers need all rows."""
-    if driver.cache is not None and driver.cache.on_devices:
-        raise UnsupportedError(
-            "exact answers are verified over whole rows, which lie on the host; keep the model off the devices with "
-            "--device none, or leave --exact out"
-        )
-
-
 class Costs:
     """Knows how long a batch of n tokens takes, from those that were decoded."""
 

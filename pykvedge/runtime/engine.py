@@ -30,7 +30,7 @@ from pykvedge.reference.stages.base import ProfileTable
 from pykvedge.runtime import bounded_batch
 from pykvedge.runtime.ageing import Ages
 from pykvedge.runtime.crew import Crew
-from pykvedge.runtime.drafting import MOST, Drafter, require_host
+from pykvedge.runtime.drafting import MOST, Drafter
 from pykvedge.runtime.driver import Driver
 from pykvedge.runtime.generation import Generation
 from pykvedge.runtime.interrupt import stop_if_set
@@ -235,8 +235,6 @@ class Engine:
         driver = Driver(self._model, self._vision, size, self._threads)
         with undoing(driver.close):
             driver.take_over(plan, tables, keep=self._settings.keeping, or_full=True)
-            if self._settings.exact:
-                require_host(driver)
         self._driver = driver
         self._sequence = driver.context.at = Sequence(driver)
         if self._settings.drafts:

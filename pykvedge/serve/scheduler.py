@@ -14,7 +14,7 @@ from typing import Any
 
 from pykvedge.errors import CancelledError, KvedgeError, RequestError, StateError
 from pykvedge.plans.making import plan as make_plan
-from pykvedge.runtime.drafting import MOST, require_drafts, require_host
+from pykvedge.runtime.drafting import MOST, require_drafts
 from pykvedge.runtime.driver import Driver
 from pykvedge.runtime.llama_context import N_UBATCH, ContextSize, ubatch_for
 from pykvedge.runtime.loaded import LoadedModel
@@ -73,8 +73,6 @@ class Scheduler:
             driver = Driver(self.loan.model, self.preparer.vision, size, self.loan.threads)
             undo.callback(driver.close)
             driver.take_over(make_plan("full"), keep=limits.keep, or_full=True)
-            if limits.exact:
-                require_host(driver)
             self._decoder = Decoder(driver, self.preparer, park, limits)
             undo.pop_all()
         # one lock, and a condition for each thread: whoever has nothing to do is not woken

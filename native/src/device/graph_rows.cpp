@@ -4,6 +4,15 @@
 
 namespace kvedge {
 
+// Masks do not show what was entered or taken back otherwise than by a graph.
+static void outdate_masks(Slots & slots) {
+    for (DeviceLayer & layer : slots.layers) {
+        for (Group & group : layer.groups) {
+            group.stale = group.stale || !slots.even;
+        }
+    }
+}
+
 bool GraphRows::load(Store & from, int32_t n_threads) {
     slots_.n_threads = n_threads;
     return slots_.load(from);
@@ -12,6 +21,17 @@ bool GraphRows::load(Store & from, int32_t n_threads) {
 bool GraphRows::fetch(Store & to, int32_t n_threads) {
     slots_.n_threads = n_threads;
     return slots_.fetch(to);
+}
+
+bool GraphRows::append(const Store & from, int32_t n, int32_t n_threads) {
+    slots_.n_threads = n_threads;
+    if (!slots_.grow({ n, n, 0, {}, 0, 1 })) {
+        return false;
+    }
+    slots_.take(n);
+    send_last(slots_, from, n);
+    outdate_masks(slots_);
+    return true;
 }
 
 bool GraphRows::make_plain(int32_t n_threads) {
@@ -44,9 +64,9 @@ void GraphRows::take_back(int32_t n) {
             for (int32_t & end : group.used) {
                 end -= n;
             }
-            group.stale = group.stale || !slots_.even;
         }
     }
+    outdate_masks(slots_);
 }
 
 void GraphRows::drop(size_t l, int32_t head, int32_t row) {

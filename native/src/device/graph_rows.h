@@ -46,6 +46,10 @@ class GraphRows : public AwayRows {
     // be fetched and nothing else. Throws std::bad_alloc.
     bool make_plain(int32_t n_threads);
 
+    // The last n tokens of `from`, whose rows the host has, are entered behind those that are here, with their rows. False: a device
+    // has no memory, and nothing has changed that matters. No graph may run. Throws std::bad_alloc.
+    bool append(const Store & from, int32_t n, int32_t n_threads);
+
     // Takes out the rows of the last n tokens, which were entered last; not where single rows are dropped. No graph may run.
     void take_back(int32_t n);
 

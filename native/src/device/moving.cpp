@@ -53,15 +53,27 @@ struct Stretch {
     int32_t n;
 };
 
-// visit(stretch) for all stretches of rows of a group's keys or values that lie together on both sides.
-template <class F> void each_stretch(const Store & store, size_t l, const Group & group, bool keys, const F & visit) {
+constexpr int32_t ALL = INT32_MAX;
+
+// Which rows travel: the last ones of each head, from a store to their devices, or back.
+struct Trip {
+    bool    out;
+    int32_t last = ALL;
+};
+
+// visit(stretch) for all stretches of the last rows of a group's keys or values that lie together on both sides.
+template <class F> void each_stretch(const Store & store, size_t l, const Group & group, bool keys, int32_t last, const F & visit) {
     for (size_t i = 0; i < group.heads.size(); i++) {
         const HeadView view  = store.view((int32_t) l, group.heads[i]);
         const auto     slots = group.slots_of(i);
-        auto           at    = slots.begin();
+        const int32_t  n_all = store.head_length((int32_t) l, group.heads[i]), wanted = std::min(last, n_all);
+        int32_t        skip  = n_all - wanted;
+        auto           at    = slots.end() - wanted;
         for (const auto * part : { &view.old, &view.pending }) {
             for (const Segment & s : *part) {
-                for (int32_t done = 0; done < s.n;) {
+                const int32_t before = std::min(skip, s.n);
+                skip -= before;
+                for (int32_t done = before; done < s.n;) {
                     int32_t n = 1;
                     while (n < s.n - done && at[n] == at[0] + n) {
                         n++;
@@ -75,43 +87,43 @@ template <class F> void each_stretch(const Store & store, size_t l, const Group 
     }
 }
 
-// Rows of a group, from a store to their device or back. Uneven rows are many short stretches, which travel together; even ones
-// may be large, and need no copy.
-void move(bool out, const Slots & slots, const Store & store, size_t l, const Group & group, bool keys, Staging & staging) {
+// All rows of uneven heads are many short stretches, which travel together; others may be large or few, and need no copy.
+void move(const Trip & trip, const Slots & slots, const Store & store, size_t l, const Group & group, bool keys, Staging & staging) {
+    const bool           out    = trip.out;
     const auto           device = slots.layers[l].device;
     ggml_tensor * const  there  = keys ? group.k : group.v;
     const size_t         row    = there->nb[1];
-    const bool           even   = slots.even;
-    std::vector<uint8_t> all(even ? 0 : ggml_nbytes(there), 0), some;
-    if (!out && !even) {
+    const bool           single = slots.even || trip.last != ALL;
+    std::vector<uint8_t> all(single ? 0 : ggml_nbytes(there), 0), some;
+    if (!out && !single) {
         copy(out, device, staging, there, 0, all.data(), all.size());
     }
-    each_stretch(store, l, group, keys, [&](const Stretch & x) {
+    each_stretch(store, l, group, keys, trip.last, [&](const Stretch & x) {
         const ggml_type type = ggml_type_of(x.rows.type);
         const size_t    at = x.at * row, size = row * (size_t) x.n;
         auto *          here = const_cast<uint8_t *>(x.rows.data);  // nobody else writes rows of a sequence that is away
-        if (even && type == there->type) {
+        if (single && type == there->type) {
             copy(out, device, staging, there, at, here, size);
             return;
         }
-        some.resize(even ? size : 0);
-        uint8_t * const between = even ? some.data() : all.data() + at;
+        some.resize(single ? size : 0);
+        uint8_t * const between = single ? some.data() : all.data() + at;
         if (out) {
             convert(type, here, there->type, between, there->ne[0], x.n);
         }
-        if (even) {
+        if (single) {
             copy(out, device, staging, there, at, between, size);
         }
         if (!out) {
             convert(there->type, between, type, here, there->ne[0], x.n);
         }
     });
-    if (out && !even) {
+    if (out && !single) {
         copy(out, device, staging, there, 0, all.data(), all.size());
     }
 }
 
-void move_all(bool out, const Slots & slots, const Store & store) {
+void move_all(const Trip & trip, const Slots & slots, const Store & store) {
     const auto &         layers  = slots.layers;
     const bool           at_once = std::all_of(layers.begin(), layers.end(), [](const auto & x) { return !x.device || copies_at_once(x.device); });
     constexpr int32_t    MOST    = 8;  // more copy no faster
@@ -121,7 +133,7 @@ void move_all(bool out, const Slots & slots, const Store & store) {
         for (const Group & group : layers[(size_t) l].groups) {
             for (const bool keys : { true, false }) {
                 if (group.k) {
-                    move(out, slots, store, (size_t) l, group, keys, staging[(size_t) worker]);
+                    move(trip, slots, store, (size_t) l, group, keys, staging[(size_t) worker]);
                 }
             }
         }
@@ -188,7 +200,7 @@ bool Slots::load(Store & from) {
         }
     }
     if (from.n_tokens() > 0) {
-        move_all(true, *this, from);
+        move_all({ true }, *this, from);
     }
     for (size_t l = 0; l < layers.size(); l++) {
         if (layers[l].device) {
@@ -210,12 +222,14 @@ bool Slots::fetch(Store & to) {
             return false;
         }
     }
-    move_all(false, *this, to);
+    move_all({ false }, *this, to);
     for (DeviceLayer & layer : layers) {
         layer.groups.clear();
     }
     return true;
 }
+
+void send_last(const Slots & slots, const Store & from, int32_t n) { move_all({ true, n }, slots, from); }
 
 bool Slots::make_plain() {
     form.storage    = form.storage.plain();

@@ -187,6 +187,9 @@ struct Slots {
     Group   placed(HeadRows & rows, const std::vector<int32_t> & heads, bool regions) const;
 };
 
+// The last n rows of every head in `from`, to the slots that were taken last.
+void send_last(const Slots & slots, const Store & from, int32_t n);
+
 // Whether all heads of the layers on devices hold as many rows in a store, none of them with a bias.
 bool holds_even(const Store & store, const std::vector<ggml_backend_dev_t> & places);
 

@@ -317,7 +317,7 @@ extern "C" kvedge_status kvedge_get_stats(const kvedge_cache * kv, int32_t seq_i
             now.n_compressions = s->n_compressions;
             now.n_pending      = s->seq->rows.pending_length();
             now.bytes          = s->row_bytes();
-            now.device_bytes   = s->device ? s->device->bytes() : 0;
+            now.device_bytes   = s->device_bytes();
             now.index_bytes    = index_bytes(s->seq->rows);
             now.score_bytes    = s->score_bytes();
             now.before_bytes   = s->before_bytes;

@@ -224,9 +224,12 @@ bool Keeping::remove(SequenceState & state, int32_t p0, int32_t p1) {
     const bool verifying = turned(state);
     if (verifying) {
         state.seq->observed.skip_windows(state.verified->window_from);
-        std::swap(state.seq, state.whole.seq);
+        state.turn();
     }
     state.verified.reset();
+    if (!devices_.to_host(state)) {
+        return false;
+    }
     state.seq->remove(p0, p1);
     if (state.whole.seq) {
         remove_whole(state, p0, p1);

@@ -18,6 +18,16 @@ void SequenceState::note_compression(Answer && next_answer, const Compression & 
     peak_bytes   = std::max(peak_bytes, outcome.peak_bytes);
 }
 
+uint64_t SequenceState::device_bytes() const {
+    const GraphRows * const rows = verified && verified->device ? verified->device.get() : device.get();
+    return rows ? rows->bytes() : 0;
+}
+
+void SequenceState::turn() {
+    std::swap(seq, whole.seq);
+    std::swap(device, verified->device);
+}
+
 void SequenceState::note_peak() {
     const uint64_t kept = whole.bytes() - whole.file_bytes();
     peak_bytes = std::max(peak_bytes, row_bytes() + index_bytes(seq->rows) + score_bytes() + kept);

@@ -51,6 +51,7 @@ struct Verification {
     int32_t announced;
     int32_t n_old;  // tokens of the sequence before them
     bool    whole       = false;  // the sequence is the whole one meanwhile, and Whole::seq the compressed one
+    std::shared_ptr<GraphRows> device;  // the compressed one's, meanwhile
     int32_t window_from = 0;      // of what was observed of the whole one
 };
 
@@ -122,7 +123,8 @@ struct SequenceState : Course {
 
     std::unique_ptr<Verification> verified;  // until kvedge_verify_end
 
-    uint64_t row_bytes() const { return seq->rows.bytes() + (device ? device->bytes() : 0); }
+    uint64_t device_bytes() const;  // of rows on devices, also of compressed ones while whole ones take their place
+    uint64_t row_bytes() const { return seq->rows.bytes() + device_bytes(); }
     uint64_t score_bytes() const { return seq->score_bytes() + weights.bytes(); }
     void     note_peak();
     void     note_compression(Answer && next, const Compression & outcome, int32_t n_tokens) noexcept;
@@ -130,6 +132,7 @@ struct SequenceState : Course {
     void     end_answer();
     void     drop_bounded();       // a prompt that llama.cpp gave up half-way
     void     evict_generated();
+    void     turn();  // whole and compressed rows change places, for a verification or after it
 };
 
 // Layers that bounded prompts have behind them, by sequence: any thread may ask, while another decodes.

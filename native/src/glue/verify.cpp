@@ -45,10 +45,6 @@ static kvedge_status check_drafts(const kvedge_cache & kv, const SequenceState &
     if (whole && !state.whole.seq) {
         return fail(err, KVEDGE_E_STATE, "sequence %d has no whole rows (kvedge_keep)", state.id);
     }
-    if (whole && state.device) {
-        return fail(err, KVEDGE_E_UNSUPPORTED, "rows lie on a device, and whole rows on the host; keep layers off the devices to verify drafts "
-                    "over whole rows");
-    }
     const int32_t most = room_for_drafts(state, whole);
     if (n > most) {
         return fail(err, KVEDGE_E_ARGUMENT, "%d tokens are more than the %d that can be verified now (kvedge_verify_room)", n, most);
@@ -56,27 +52,50 @@ static kvedge_status check_drafts(const kvedge_cache & kv, const SequenceState &
     return ok(err);
 }
 
-// Drafts that were decoded with the compressed rows go, and the whole ones take their place.
-static void turn_to_whole(kvedge_cache & kv, SequenceState & state, Verification & verification) {
-    const int32_t n_whole = state.whole.seq->rows.n_tokens();
-    if (state.seq->rows.n_tokens() > n_whole) {
+// Whether the store can take back the last n tokens: rows that were quantised since cannot be.
+static bool ends_open(const Store & rows, int32_t n) {
+    const auto & blocks = rows.contents().blocks;
+    for (size_t b = blocks.size(); n > 0 && b-- > 0 && !blocks[b].ragged();) {
+        n -= (int32_t) blocks[b].length();
+    }
+    return n <= 0;
+}
+
+// Drafts that were decoded with the compressed rows go, and the whole ones take their place: on the host, where they lie.
+static void turn_to_whole(kvedge_cache & kv, SequenceState & state) {
+    const int32_t n_whole = state.whole.seq->rows.n_tokens(), drafts = state.seq->rows.n_tokens() - n_whole;
+    if (drafts > 0) {
         const int32_t from = state.seq->rows.contents().pos[(size_t) n_whole];
-        state.seq->remove(from, INT_MAX);
+        if (state.device) {
+            state.seq->rows.take_back(drafts);
+            state.device->take_back(drafts);
+            state.seq->observed.skip_windows(n_whole);
+        } else {
+            state.seq->remove(from, INT_MAX);
+        }
         kv.context.release_cells(state.id, from, -1);
         state.cut(n_whole);
     }
-    std::swap(state.seq, state.whole.seq);
-    state.weights.valid      = false;
-    verification.n_old       = n_whole;
-    verification.whole       = true;
-    verification.window_from = state.seq->observed.window_from();
+    state.turn();
+    state.weights.valid         = false;
+    state.verified->n_old       = n_whole;
+    state.verified->whole       = true;
+    state.verified->window_from = state.seq->observed.window_from();
 }
 
 // The compressed rows are back, with those of the last n tokens of the whole ones. False: no memory for them.
-static bool turn_to_compressed(SequenceState & state, int32_t n) {
+static bool turn_to_compressed(const kvedge_cache & kv, SequenceState & state, int32_t n) {
     state.seq->observed.skip_windows(state.verified->window_from);
-    std::swap(state.seq, state.whole.seq);
-    return append_last(state.seq->rows, state.whole.seq->rows, n);
+    state.turn();
+    const Store & whole = state.whole.seq->rows;
+    if (!append_last(state.seq->rows, whole, n)) {
+        return false;
+    }
+    if (n > 0 && state.device && !state.device->append(whole, n, kv.context.threads())) {
+        state.seq->rows.take_back(n);
+        return false;
+    }
+    return true;
 }
 
 extern "C" int32_t kvedge_verify_room(const kvedge_cache * kv, int32_t seq_id) {
@@ -95,12 +114,18 @@ static kvedge_status begin(kvedge_cache & kv, int32_t seq_id, int32_t n, bool wh
         return status;
     }
     auto verification = std::make_unique<Verification>(Verification{ n, state->seq->rows.n_tokens() });
-    if (whole) {
-        kv.context.synchronize();
-        kv.settle();
-        turn_to_whole(kv, *state, *verification);
+    if (!whole) {
+        state->verified = std::move(verification);
+        return ok(err);
+    }
+    kv.context.synchronize();
+    kv.settle();
+    const bool open = ends_open(state->seq->rows, state->seq->rows.n_tokens() - state->whole.seq->rows.n_tokens());
+    if (!open && !kv.devices.to_host(*state)) {
+        return fail(err, KVEDGE_E_MEMORY, "no memory on the host for the keys and values of the sequence, which lie on a device");
     }
     state->verified = std::move(verification);
+    turn_to_whole(kv, *state);
     return ok(err);
 }
 
@@ -125,9 +150,11 @@ extern "C" kvedge_status kvedge_verify_end(kvedge_cache * kv, int32_t seq_id, in
             return fail(err, KVEDGE_E_ARGUMENT, "%d tokens cannot be accepted, as %d came", n_accepted, came);
         }
         const int32_t refused = came - n_accepted;
-        if (refused > 0) {
+        if (refused > 0 || state->verified->device) {
             kv->context.synchronize();
             kv->settle();
+        }
+        if (refused > 0) {
             Store &       rows = state->seq->rows;
             const int32_t from = rows.contents().pos[(size_t) (rows.n_tokens() - refused)];
             rows.take_back(refused);
@@ -138,7 +165,7 @@ extern "C" kvedge_status kvedge_verify_end(kvedge_cache * kv, int32_t seq_id, in
             state->weights.valid = false;
             kv->context.release_cells(seq_id, from, -1);
         }
-        const bool done = !state->verified->whole || turn_to_compressed(*state, n_accepted);
+        const bool done = !state->verified->whole || turn_to_compressed(*kv, *state, n_accepted);
         state->verified.reset();
         return done ? ok(err) : fail(err, KVEDGE_E_MEMORY, "no memory for the keys and values of %d tokens", n_accepted);
     });

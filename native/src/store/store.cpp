@@ -117,8 +117,7 @@ static Block lay_out_block(const Store & store, int32_t capacity) {
 Block Store::make_block(int32_t capacity) const {
     Block block = lay_out_block(*this, capacity);
     for (size_t l = 0; l < block.layers.size(); l++) {
-        const bool away = !away_.empty() && away_[l];
-        if (!away && !block.layers[l].rows.take()) {
+        if (!is_away(l) && !block.layers[l].rows.take()) {
             throw std::bad_alloc();
         }
     }

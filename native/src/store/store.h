@@ -67,6 +67,7 @@ class Store : private StoreContents {
     // memory for all of them, which is then written. False: no memory, nothing changed.
     void send_away(size_t layer);
     bool bring_back(size_t layer);
+    bool is_away(size_t layer) const { return !away_.empty() && away_[layer]; }
 
     // Places of the last n tokens entered.
     struct Place {

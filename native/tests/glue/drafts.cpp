@@ -145,20 +145,13 @@ void refused(llama_model * model) {
     CHECK(kvedge_verify_begin(stream.kv, 0, 2, &err) == KVEDGE_E_UNSUPPORTED);
 }
 
-// Over whole rows, with drafts that were decoded with the compressed ones before: the logits of a cache that keeps everything.
-void over_whole_rows(llama_model * model) {
-    const auto   prompt = words(model, PROMPT, 21), answer = words(model, 40, 22);
-    Plan         full({}), plan({ { "scorer", "knorm" }, { "budget", "0.25" } });
+// Drafts that were decoded with the compressed rows, and the answer over the whole ones: the logits of a cache that keeps everything.
+void verify_whole(World & w, const std::vector<llama_token> & answer, const Alone & alone, size_t kept) {
     kvedge_error err{};
-    Alone        alone(model, full.plan, KVEDGE_DEVICES_NONE, prompt, answer);
-    World        w(model, plan.plan, KVEDGE_TYPE_F16, KVEDGE_DEVICES_NONE);
-    CHECK(w.good(kvedge_keep(w.kv, KVEDGE_KEEP_MEMORY, nullptr, 0, &err), err));
-    CHECK(w.decode(prompt) == 0 && kvedge_compress(w.kv, 0, &err) == KVEDGE_OK);
-    const size_t kept = w.kept(0, 0).size();
-    CHECK(kept < PROMPT / 2 && kvedge_verify_whole(w.kv, 0, 0, &err) == KVEDGE_E_ARGUMENT);
     for (size_t at = 0, n = 1; at < answer.size(); at += n, n = 1 + n % 5) {
         n = std::min(n, answer.size() - at);
         w.answer((int32_t) n + 1);  // other tokens, which are drafts
+        CHECK((w.stats().device_bytes > 0) == (kvedge_layer_device(w.kv, 0) != nullptr));
         w.next[0] -= (int32_t) n + 1;
         std::vector<llama_token> batch(answer.begin() + (std::ptrdiff_t) at, answer.begin() + (std::ptrdiff_t) (at + n));
         batch.push_back(5);
@@ -176,8 +169,37 @@ void over_whole_rows(llama_model * model) {
         w.next[0]--;
         CHECK(w.kept(0, 0).size() == kept + at + n && w.stats().n_tokens == PROMPT + (int32_t) (at + n));
     }
-    World without(model, plan.plan, KVEDGE_TYPE_F16, KVEDGE_DEVICES_NONE);
-    CHECK(without.decode(prompt) == 0 && kvedge_compress(without.kv, 0, &err) == KVEDGE_OK);
+}
+
+// Where the compressed rows lie on a device the whole ones are the host's, and verification takes place there. What the device then
+// has of the answer is what a host has: the tokens that follow, and what is chosen for a message, are alike.
+void over_whole_rows(llama_model * model, Plan::Fields fields, kvedge_type type) {
+    const auto   prompt = words(model, PROMPT, 21), answer = words(model, 40, 22);
+    Plan         full({}), plan(fields);
+    kvedge_error err{};
+    Alone        alone(model, full.plan, KVEDGE_DEVICES_NONE, prompt, answer);
+    World        host(model, plan.plan, type, KVEDGE_DEVICES_NONE, KVEDGE_ROTATE_OFF);
+    World        usual(model, plan.plan, type, World::usual_devices, KVEDGE_ROTATE_OFF);
+    for (World * w : { &host, &usual }) {
+        CHECK(w->good(kvedge_keep(w->kv, KVEDGE_KEEP_MEMORY, nullptr, 0, &err), err));
+        CHECK(w->decode(prompt) == 0 && kvedge_compress(w->kv, 0, &err) == KVEDGE_OK);
+        const size_t kept = w->kept(0, 0).size();
+        CHECK(kept < PROMPT * 3 / 4 && kvedge_verify_whole(w->kv, 0, 0, &err) == KVEDGE_E_ARGUMENT);
+        verify_whole(*w, answer, alone, kept);
+    }
+    goes_on(host, usual, type == KVEDGE_TYPE_F16 ? 1e-2 : 0.1);
+}
+
+void over_whole_rows(llama_model * model) {
+    for (const kvedge_type type : { KVEDGE_TYPE_F16, KVEDGE_TYPE_Q8_0 }) {
+        over_whole_rows(model, { { "scorer", "knorm" }, { "budget", "0.25" } }, type);
+        over_whole_rows(model, { { "scorer", "knorm" }, { "budget", "0.25" }, { "allocator", "ada" } }, type);
+    }
+    over_whole_rows(model, { { "scorer", "window" }, { "budget", "0.25" }, { "reducer", "averaged" }, { "reducer.bias", "mass" } }, KVEDGE_TYPE_F16);
+    Plan         plan({ { "scorer", "knorm" }, { "budget", "0.25" } });
+    kvedge_error err{};
+    World        without(model, plan.plan);
+    CHECK(without.decode(words(model, PROMPT, 21)) == 0 && kvedge_compress(without.kv, 0, &err) == KVEDGE_OK);
     CHECK(kvedge_verify_whole(without.kv, 0, 2, &err) == KVEDGE_E_STATE);
 }
 
