@@ -91,6 +91,14 @@ static void test_products(const Kernels & kn, Type type, int32_t m, int32_t n, i
     kn.rows_dot({ q.data(), (size_t) d }, m, rows, n, d, { s2.data(), lds }, k.data());
     const auto         ld = (size_t) pad16(d);
     std::vector<float> v(ld * (size_t) n, 0.0f), o((size_t) m * ld, 0.5f), o2((size_t) m * ld, 0.5f);
+    for (int32_t r = 0; r < m; r++) {  // every query row has the bits that it has alone
+        std::vector<float> alone(lds), o1(ld, 0.5f), all(ld * (size_t) m, 0.5f);
+        kn.rows_dot({ q.data() + (size_t) r * (size_t) d, (size_t) d }, 1, rows, n, d, { alone.data(), lds }, nullptr);
+        CHECK(std::memcmp(alone.data(), s2.data() + (size_t) r * lds, (size_t) n * sizeof(float)) == 0);
+        kn.rows_axpy({ s.data() + (size_t) r * lds, lds }, 1, rows, n, d, { o1.data(), ld }, nullptr);
+        kn.rows_axpy({ s.data(), lds }, m, rows, n, d, { all.data(), ld }, nullptr);
+        CHECK(std::memcmp(o1.data(), all.data() + (size_t) r * ld, (size_t) d * sizeof(float)) == 0);
+    }
     for (int32_t c = 0; c < n; c++) {
         std::memcpy(v.data() + (size_t) c * ld, w.data() + (size_t) c * (size_t) d, (size_t) d * sizeof(float));
     }

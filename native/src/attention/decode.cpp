@@ -101,16 +101,10 @@ int32_t rows_at_a_time(int32_t n, int32_t d_k, int32_t whole) {
     return ((n + parts - 1) / parts + whole - 1) / whole * whole;
 }
 
-// Query rows that are multiplied with a block at once. With plain rows each one's sums have the same bits among any few, and among
-// any many (Kernels::few); with quantised ones it must be its token's rows alone.
+// Query rows that are multiplied with a block at once. With plain rows each one's sums have the same bits among any number; with
+// quantised ones it must be its token's rows alone.
 int32_t rows_of_product(const Segment & seg, const Queries & x) {
-    if (x.alone == 0) {
-        return x.n;
-    }
-    if (is_quantised(seg.k.type) || is_quantised(seg.v.type)) {
-        return x.alone;
-    }
-    return x.alone > kernels().few ? x.n : std::min(x.n, kernels().few);
+    return x.alone > 0 && (is_quantised(seg.k.type) || is_quantised(seg.v.type)) ? x.alone : x.n;
 }
 
 // Keys at a time, whole groups of them.

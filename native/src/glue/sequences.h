@@ -51,7 +51,7 @@ struct Verification {
     int32_t announced;
     int32_t n_old;  // tokens of the sequence before them
     bool    whole       = false;  // the sequence is the whole one meanwhile, and Whole::seq the compressed one
-    std::shared_ptr<GraphRows> device;  // the compressed one's, meanwhile
+    std::shared_ptr<GraphRows> device = nullptr;  // the compressed one's, meanwhile
     int32_t window_from = 0;      // of what was observed of the whole one
 };
 

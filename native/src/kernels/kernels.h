@@ -104,8 +104,8 @@ struct Kernels {
     // fast transform. block: a power of two of at least 16 that divides d. Every table gives the same bits.
     void (*rotate)(FloatOut x, int32_t n, int32_t d, int32_t block);
 
-    // Query rows up to which rows_dot and rows_axpy take plain rows as they are stored, and give each query row the same bits for
-    // any number of them. For more, rows are packed or widened first: again the same bits for any number.
+    // Query rows up to which rows_dot and rows_axpy take plain rows as they are stored; for more, rows are packed or widened first.
+    // Each query row has the same bits for any number of them.
     int32_t few;
 };
 

@@ -108,22 +108,64 @@ void k_pack(Rows k, int32_t n, int32_t d, float * out) {
     }
 }
 
-template <int M> inline void qk_micro(FloatIn q, const float * panel, int32_t d, FloatOut s, int32_t w, Pace & pace) {
+// Products of column i of M query rows and of a panel, added to acc.
+template <int M> inline void panel_step(FloatIn q, const float * panel, int32_t i, V (&acc)[M][2], Pace & pace) {
+    pace.take();
+    const V b0 = V::load(panel + (size_t) i * NR);
+    const V b1 = V::load(panel + (size_t) i * NR + V::W);
+    KVEDGE_UNROLL
+    for (int r = 0; r < M; r++) {
+        const V a = V::set1(q.row(r)[i]).kept();
+        acc[r][0] = V::fma(a, b0, acc[r][0]);
+        acc[r][1] = V::fma(a, b1, acc[r][1]);
+    }
+}
+
+// acc[r] are the products of M query rows with a panel, with the bits of dot_micro. That has V::W sums for each product, of every
+// V::W-th column, and V::hsum4 adds these up pair by pair in the order of V::LANES. A sum waits for its pair, one on each level.
+template <int M> inline void sum_by_lanes(FloatIn q, const float * panel, int32_t d, V (&acc)[M][2], Pace & pace) {
+    constexpr int     LEVELS = V::W == 16 ? 4 : V::W == 8 ? 3 : 2;
+    const int32_t     whole  = d / V::W * V::W;
+    alignas(64) float waiting[LEVELS][M][NR];
+    for (int t = 0; t < V::W; t++) {
+        KVEDGE_UNROLL
+        for (int r = 0; r < M; r++) {
+            acc[r][0] = acc[r][1] = V::zero();
+        }
+        for (int32_t i = V::LANES[t]; i < whole; i += V::W) {
+            panel_step<M>(q, panel, i, acc, pace);
+        }
+        int level = 0;
+        for (; (t >> level & 1) != 0; level++) {
+            KVEDGE_UNROLL
+            for (int r = 0; r < M; r++) {
+                acc[r][0] = V::add(V::load(waiting[level][r]), acc[r][0]);
+                acc[r][1] = V::add(V::load(waiting[level][r] + V::W), acc[r][1]);
+            }
+        }
+        KVEDGE_UNROLL
+        for (int r = 0; r < M && t < V::W - 1; r++) {
+            acc[r][0].store(waiting[level][r]);
+            acc[r][1].store(waiting[level][r] + V::W);
+        }
+    }
+    for (int32_t i = whole; i < d; i++) {
+        panel_step<M>(q, panel, i, acc, pace);
+    }
+}
+
+// LANES: with the bits of dot_micro, else column after column, which is faster.
+template <int M, bool LANES> inline void qk_micro(FloatIn q, const float * panel, int32_t d, FloatOut s, int32_t w, Pace & pace) {
     V acc[M][2];
     KVEDGE_UNROLL
     for (int r = 0; r < M; r++) {
-        acc[r][0] = V::zero();
-        acc[r][1] = V::zero();
+        acc[r][0] = acc[r][1] = V::zero();
     }
-    for (int32_t i = 0; i < d; i++) {
-        pace.take();
-        const V b0 = V::load(panel + (size_t) i * NR);
-        const V b1 = V::load(panel + (size_t) i * NR + V::W);
-        KVEDGE_UNROLL
-        for (int r = 0; r < M; r++) {
-            const V a = V::set1(q.row(r)[i]).kept();
-            acc[r][0] = V::fma(a, b0, acc[r][0]);
-            acc[r][1] = V::fma(a, b1, acc[r][1]);
+    if constexpr (LANES) {
+        sum_by_lanes<M>(q, panel, d, acc, pace);
+    } else {
+        for (int32_t i = 0; i < d; i++) {
+            panel_step<M>(q, panel, i, acc, pace);
         }
     }
     KVEDGE_UNROLL
@@ -141,14 +183,14 @@ template <int M> inline void qk_micro(FloatIn q, const float * panel, int32_t d,
 }
 
 // s[r][c] for the first w columns of a panel.
-inline void panel_dot(FloatIn q, int32_t m, const float * panel, int32_t d, FloatOut s, int32_t w, Pace & pace) {
-    split_rows<V::MR>(m, [&](int32_t r, auto rows) { qk_micro<decltype(rows)::value>(q.at(r), panel, d, s.at(r), w, pace); });
+template <bool LANES> void panel_dot(FloatIn q, int32_t m, const float * panel, int32_t d, FloatOut s, int32_t w, Pace & pace) {
+    split_rows<V::MR>(m, [&](int32_t r, auto rows) { qk_micro<decltype(rows)::value, LANES>(q.at(r), panel, d, s.at(r), w, pace); });
 }
 
 void k_gemm_qk(FloatIn q, int32_t m, const float * packed, int32_t n, int32_t d, FloatOut s) {
     Pace none({}, 1, packed);
     for (int32_t c = 0; c < n; c += NR) {
-        panel_dot(q, m, packed + (size_t) c * d, d, s.at(0, c), NR, none);
+        panel_dot<false>(q, m, packed + (size_t) c * d, d, s.at(0, c), NR, none);
     }
 }
 
@@ -160,7 +202,7 @@ void many_rows_dot(FloatIn q, int32_t m, Rows k, int32_t n, int32_t d, FloatOut 
         const int32_t steps = (m + V::MR - 1) / V::MR * d + d / 8 * PACK_STEPS;
         Pace          pace(Coming::rows(next, c, w, k.stride), (size_t) steps, panel);
         pack_panel(k.from(c), w, d, panel, pace);
-        panel_dot(q, m, panel, d, s.at(0, c), w, pace);
+        panel_dot<true>(q, m, panel, d, s.at(0, c), w, pace);
     }
 }
 

@@ -1,6 +1,6 @@
 // The kernels, written once over a vector type V that the including file defines in its unnamed namespace:
 //   V::W lanes, V::FEW query rows up to which plain rows are not packed, V::MR rows of the q k^T micro-kernel, V::PR rows of the
-//   p v one, V::ACC registers for sums;
+//   p v one, V::ACC registers for sums, V::LANES the order in which hsum4 adds lanes up, pair by pair;
 //   load/store/load_first and store_first (n < W lanes, the rest a given number)/set1/zero/kept (in a register: not loaded
 //   anew for every use)/fma/fnma (c - a * b)/add/sub/mul/max/round (to an integer)/scale2 (a * 2^n, n integral, neither so
 //   small that it is subnormal)/hsum/

@@ -13,6 +13,7 @@ namespace {
 struct V {
     static constexpr int W = 4, MR = 8, PR = 4, PD = 4, AD = 8, ACC = 24, FEW = 6;
     static constexpr bool TURNS_HALVES = false;
+    static constexpr int  LANES[] = { 0, 1, 2, 3 };
     float32x4_t x;
 
     static V load(const float * p) { return { vld1q_f32(p) }; }

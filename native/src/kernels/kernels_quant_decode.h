@@ -215,17 +215,20 @@ template <Type T> void any_rows_axpy(FloatIn p, int32_t m, Rows v, int32_t n, in
     }
 }
 
-inline bool are_many(int32_t m, Type type) { return m > (is_quantised(type) ? MOST_ROWS : V::FEW); }
+// Whether m query rows are so many that n rows are packed or widened for them. A panel alone pays for twice as many.
+inline bool are_many(int32_t m, int32_t n, Type type) {
+    return is_quantised(type) ? m > MOST_ROWS : m > V::FEW && (n > NR || m / 2 > V::FEW);
+}
 
 void k_any_rows_dot(FloatIn q, int32_t m, Rows k, int32_t n, int32_t d, FloatOut s, const uint8_t * next) {
-    if (are_many(m, k.type)) {
+    if (are_many(m, n, k.type)) {
         return many_rows_dot(q, m, k, n, d, s, next);
     }
     with_type(k.type, [&](auto of) { any_rows_dot<of.value>(q, m, k, n, d, s, next); });
 }
 
 void k_any_rows_axpy(FloatIn p, int32_t m, Rows v, int32_t n, int32_t d, FloatOut o, const uint8_t * next) {
-    if (are_many(m, v.type)) {
+    if (are_many(m, n, v.type)) {
         return many_rows_axpy(p, m, v, n, d, o, next);
     }
     with_type(v.type, [&](auto of) { any_rows_axpy<of.value>(p, m, v, n, d, o, next); });
