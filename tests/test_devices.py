@@ -294,6 +294,27 @@ def test_no_keys_and_values_travel_for_a_later_message(native, tiny, worker, own
     assert 0 < sums[1] - sums[0] < held / 2
 
 
+def test_no_whole_rows_travel_for_a_later_message(native, tiny, worker, own_server):
+    """The host has them, so a short message attends there: bytes for it and its answer of 12 tokens."""
+    heads, size, layers = 8, 64, 2
+    model = str(tiny("llama", head_size=size, n_heads=heads, n_heads_kv=heads).model)
+    said = [("word " * 600, []), ("Why?", [])]
+    case = {"model": model, "mmproj": None, "profile": None, "plan": pykvedge.plan("snapkv", 0.1).to_json()}
+    sums, held = [], []
+    for messages in (said[:1], said):
+        wire = Counting(own_server.address)
+        settings = {"rpc": wire.address, "gpu_layers": 99, "keep": "ram"}
+        (out,) = worker("device_worker.py", {"settings": settings, "cases": [{**case, "messages": messages}]})
+        assert out["device_bytes"][-1] > 0  # the answer's
+        sums.append(wire.bytes)
+        held.append(out["held"])
+    (host,) = worker("device_worker.py", {"settings": {"keep": "ram"}, "cases": [{**case, "messages": said}]})
+    assert differing(host["held"][1], held[1][1]) <= TIES
+    rows = layers * heads * 1800 * 2 * size * 4
+    print(f"{sums[1] - sums[0]} bytes for a message over {rows}")
+    assert 0 < sums[1] - sums[0] < rows / 2
+
+
 def test_a_server_that_dies_is_one_line(native, tiny, environment, own_server):
     talking = chat(environment, tiny("llama"), "--rpc", own_server.address, "--max-tokens", "15000", "hello")
     assert talking.stdout.read(1)

@@ -46,6 +46,8 @@ bool copies_at_once(ggml_backend_dev_t device) {
     return name == "CUDA" || name == "ROCm" || name == "MUSA" || name == "CPU";
 }
 
+bool is_far(ggml_backend_dev_t device) { return ggml_backend_reg_name(ggml_backend_dev_backend_reg(device)) == std::string("RPC"); }
+
 ggml_type ggml_type_of(Type type) {
     switch (type) {
         case Type::f16: return GGML_TYPE_F16;

@@ -41,6 +41,9 @@ bool has_ragged(ggml_backend_dev_t device, const LayerShape & shape, const Stora
 // Whether it has the operations with which several tokens attend over heads of different lengths.
 bool reads_several(ggml_backend_dev_t device);
 
+// Whether it is another machine's, behind a network.
+bool is_far(ggml_backend_dev_t device);
+
 // Whether several threads may copy from and to it at a time.
 bool copies_at_once(ggml_backend_dev_t device);
 

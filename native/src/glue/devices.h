@@ -49,6 +49,7 @@ class Devices {
   private:
     bool     even(const SequenceState & state) const;
     bool     fits(const Run & run, bool even) const;
+    bool     stays(const Run & run) const;
     uint32_t summing_nodes(size_t sequences) const;
     uint32_t nodes() const;
     bool     to_device(SequenceState & state, bool prompt);
