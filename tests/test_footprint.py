@@ -5,6 +5,7 @@ import sys
 from dataclasses import replace
 
 import gguf
+import numpy as np
 import pytest
 from choosing import whole
 from hubs import in_parts
@@ -132,6 +133,24 @@ def test_whole_rows_are_counted(tiny, kvedge, keep):
     assert more == plan["whole_memory"] and without["whole_memory"] == without["whole_file"] == 0
     peaks = [found["peak_prefill"] - found["program"] for found in (plan, without)]
     assert peaks[0] - peaks[1] > plan["kv_kept"] // 2
+
+
+@linux
+@pytest.mark.parametrize("reducer", ["nearest", *whole("averaged", "position")])
+def test_what_a_reducer_works_in_is_counted(tiny, kvedge, reducer):
+    """The peak rises by what the reducer takes, against one that drops rows."""
+    model = tiny("llama", n_layers=2, n_heads=8, n_heads_kv=8, head_size=128)
+
+    def peaks(name):
+        options = ["--method", "snapkv", "--budget", "0.5", "--reducer", name, "--json", "--threads", 2, "--ctx", 8192]
+        run = kvedge("chat", "--model", model.model, *options, "--max-tokens", 1, stdin="ab cd " * 1600).json
+        text = run["tokens"]["prompt"]
+        assert text > 5000
+        plan = kvedge("fit", model.model, *options, "--text", text).json["bytes"]
+        return np.array([run["rss"]["peak_bytes"], plan["peak_prefill"] - plan["program"]])
+
+    measured, told = peaks(reducer) - peaks("evict")
+    assert measured > 15 * MIB and told == pytest.approx(measured, rel=0.25)
 
 
 @pytest.fixture

@@ -27,6 +27,8 @@ from pykvedge.system import memory
 _VOCABULARY = 260  # bytes a token of the vocabulary takes in llama.cpp's tables
 _LIBRARIES = 3 << 20  # bytes of libraries' files that come into memory when a prompt is read
 _GRAPH = 4 << 20  # bytes of llama.cpp's graphs, and of what it allocates for its bookkeeping
+_MERGING = ("averaged", "nearest", "pivotal", "weighted")  # reducers
+_MATCHED_ROWS = 48  # that a thread compares with all kept ones at a time
 _ROWS = 256  # of which any number that instructions take at once is a divisor
 
 
@@ -146,7 +148,9 @@ class Footprint:
     kv_kept: int
     scores: int
     reclaimable: int  # of each peak, mapped pages whose tensors exist a second time: the system may drop them
-    scores_and_layer: int  # what compressing needs at its peak beside the prompt: scores, one layer's kept rows or W_O
+    # what compressing needs at its peak beside the prompt: scores, one layer's kept rows with what the reducer works
+    # in, or W_O
+    scores_and_layer: int
     grams: int  # W_O W_O' of all heads, which the first compression by such a plan leaves for the later ones
     peak_stock: int
     peak_full: int
@@ -193,15 +197,15 @@ def footprint(files: Files, request: Request) -> Footprint:
     heads = [(shape.n_head, layer.n_heads_kv, shape.head_k) for layer in shape.layers]
     scores = native_plan.score_bytes(plan, n_tokens, heads)
     kv_kept = int(shape.kv_per_token(1) * types.held_bytes_per_value(kept) * kept) + _bias_bytes(request, shape, kept)
-    changed = kept < n_tokens or types.quantised
     widest = max((layer.width for layer in shape.layers), default=0)
-    largest = int(widest * types.held_bytes_per_value(kept) * kept) if changed else 0
+    reducing = _reducing_bytes(request, shape, kept) if kept < n_tokens else 0
+    new_rows = int(widest * types.held_bytes_per_value(kept) * kept) if kept < n_tokens or types.quantised else 0
     grams, weights_of_layer = _projection_bytes(plan, shape) if kept < n_tokens else (0, 0)
-    largest = max(largest, per_token * again, weights_of_layer)  # one follows the other
+    largest = max(new_rows + reducing, per_token * again, weights_of_layer)  # one follows the other
     loaded = files.program + weights.mapped + weights.repacked + files.encoder
-    encoding = loaded + embeddings + files.encoder_compute
-    base = loaded + compute
-    bounded = kv_kept + int(widest * element) * n_tokens + scores // max(len(shape.layers), 1) + weights_of_layer
+    encoding, base = loaded + embeddings + files.encoder_compute, loaded + compute
+    bounded = kv_kept + int(widest * element) * n_tokens + scores // max(len(shape.layers), 1)
+    bounded += max(weights_of_layer, reducing)
     answer = embeddings + _GRAPH + shape.work_space(one_pass) + shape.compute(1)
     found = Footprint(
         program=files.program,
@@ -230,15 +234,15 @@ def footprint(files: Files, request: Request) -> Footprint:
         answer_full=loaded + answer + per_token * n_tokens,
         after_compression=loaded + answer + kv_kept + grams,
     )
-    return _keeping(found, request.keep)
+    return _keeping(found, request.keep, reducing)
 
 
-def _keeping(f: Footprint, place: str) -> Footprint:
+def _keeping(f: Footprint, place: str, reducing: int) -> Footprint:
     """Adds whole rows behind the kept ones. No layer's rows go when its kept ones stand."""
     if not place:
         return f
     memory, file = (f.kv_prompt + f.scores, 0) if place == "ram" else (f.scores, f.kv_prompt)
-    most = max(f.scores_and_layer, f.scores + f.kv_kept)
+    most = max(f.scores_and_layer, f.scores + f.kv_kept + reducing)
     base = f.program + f.weights + f.repacked + f.encoder + f.compute
     return replace(
         f,
@@ -260,6 +264,23 @@ def _projection_bytes(plan: Plan, shape: ModelShape) -> tuple[int, int]:
     sizes = [layer.width // layer.n_heads_kv - shape.head_k for layer in shape.layers if layer.n_heads_kv]
     grams = sum(4 * shape.n_head * d * (d + 1) // 2 for d in sizes) if plan.critical != "l1" else 0
     return grams, 4 * shape.n_embd * shape.n_head * max(sizes, default=0)
+
+
+def _reducing_bytes(request: Request, shape: ModelShape, kept: int) -> int:
+    """What a reducer works in: in float32, for each thread, all rows of a head and those that stay.
+
+    Reducers that merge also have the kept keys twice, and products of them with some of the others.
+    """
+    plan, n = request.plan, request.prompt_tokens
+    merges = _MATCHED_ROWS if plan.reducer in _MERGING else 0
+    most = 0
+    for layer in shape.layers if plan.reducer != "evict" else ():
+        heads = max(layer.n_heads_kv, 1)
+        apart = max(request.threads // heads, 1)  # threads of one head
+        floats = (n + kept) * (layer.width // heads + 1)
+        floats += (2 * shape.head_k + merges * apart) * kept + 3 * n if merges else 0
+        most = max(most, 4 * floats * min(request.threads, heads))
+    return most
 
 
 def _bias_bytes(request: Request, shape: ModelShape, kept: int) -> int:
