@@ -1,0 +1,46 @@
+"""A process that was forked from one that has a model goes on with it, and ends, as has the other."""
+
+import os
+
+import pytest
+
+pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="fork")
+
+# a child that waits for threads that are not there is ended by its alarm
+ATTACHED = """
+import os, signal, sys
+import pykvedge
+from llama_cpp import Llama
+
+model, keep, how = sys.argv[1:]
+llm = Llama(model, n_ctx=1024, n_threads=3, n_threads_batch=3, verbose=False)
+attached = pykvedge.attach(llm, "snapkv", 0.3, keep=keep)
+words = "The quick brown fox jumps over the lazy dog. " * 6
+ask = lambda text: llm(text, max_tokens=8, temperature=0.0)["choices"][0]["text"]
+answer = ask(words)
+while keep == "disk" and not attached.stats().whole_file_bytes:
+    llm.eval([5])
+child = os.fork()
+if not child:
+    signal.alarm(60)
+said = [ask(words + answer + more) for more in (" And then?", " And then? Nothing, it says.")] if how == "asks" else []
+if keep and said:
+    attached.stats().whole_bytes or sys.exit("no whole rows")
+if child:
+    theirs = os.waitpid(child, 0)[1]
+    print([os.waitstatus_to_exitcode(theirs), said])
+else:
+    print(said, file=sys.stderr)
+    if how == "closes":
+        llm.close()
+"""
+
+
+@pytest.mark.parametrize("how", ["ends", "closes", "asks"])
+@pytest.mark.parametrize("keep", [""])
+def test_a_child_answers_as_its_parent_and_ends(native, tiny, started, tmp_path, keep, how):
+    for _ in range(3):  # where a thread was when the process was copied is chance
+        done = started(tiny("llama").model, keep, how, program=("-c", ATTACHED), cwd=tmp_path, timeout=200)
+        code, said = eval(done.out)
+        assert done.code == code == 0, done.err[-2000:]
+        assert done.err.splitlines()[-1] == str(said)
