@@ -37,7 +37,7 @@ else:
 
 
 @pytest.mark.parametrize("how", ["ends", "closes", "asks"])
-@pytest.mark.parametrize("keep", [""])
+@pytest.mark.parametrize("keep", ["", "disk"])
 def test_a_child_answers_as_its_parent_and_ends(native, tiny, started, tmp_path, keep, how):
     for _ in range(3):  # where a thread was when the process was copied is chance
         done = started(tiny("llama").model, keep, how, program=("-c", ATTACHED), cwd=tmp_path, timeout=200)

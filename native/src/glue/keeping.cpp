@@ -59,13 +59,13 @@ Whole::~Whole() {
 }
 
 kvedge_status Keeping::set(kvedge_keep_place place, const char * folder, uint64_t most, kvedge_error * err) {
-    std::unique_ptr<Spill> spill;
+    std::unique_ptr<Spill, EndSpill> spill;
     if (place == KVEDGE_KEEP_FILE) {
         const std::string where = folder && *folder ? folder : ".";
         if (const auto status = check_folder(where, err); status != KVEDGE_OK) {
             return status;
         }
-        spill = std::make_unique<Spill>(where);
+        spill.reset(new Spill(where));
     }
     place_ = place;
     most_  = most;
@@ -123,6 +123,9 @@ void Keeping::write(SequenceState & state) try {
         }
     });
     if (!job->parts.empty()) {
+        if (!spill_->usable()) {
+            spill_.reset(new Spill(spill_->folder()));
+        }
         state.whole.jobs.push_back(job);
         spill_->write(std::move(job));
     }

@@ -55,7 +55,7 @@ class Keeping {
     uint64_t               most_  = 0;
     uint64_t               turn_  = 0;  // of compressions
     bool                   saved_ = false;
-    std::unique_ptr<Spill> spill_;      // writes files
+    std::unique_ptr<Spill, EndSpill> spill_;  // writes files
 };
 
 }  // namespace kvedge

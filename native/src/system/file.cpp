@@ -102,6 +102,8 @@ bool is_read_only(const fs::path & path, const fs::file_status & there) {
 #endif
 }
 
+}  // namespace
+
 int process_id() {
 #if defined(_WIN32)
     return _getpid();
@@ -109,8 +111,6 @@ int process_id() {
     return (int) getpid();
 #endif
 }
-
-}  // namespace
 
 FileWriter::~FileWriter() {
     if (is_open()) {

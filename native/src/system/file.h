@@ -15,6 +15,8 @@
 
 namespace kvedge {
 
+int process_id();
+
 // Where a payload is written to: a file, memory, or nowhere, to learn its size.
 class Sink {
   public:

@@ -1,5 +1,6 @@
 #include "system/spill.h"
 
+#include "system/file.h"
 #include "system/unnamed_file.h"
 
 #include <algorithm>
@@ -15,6 +16,16 @@ uint64_t SpillJob::bytes() const {
         n += part.from->size();
     }
     return n;
+}
+
+Spill::Spill(std::string folder) : folder_(std::move(folder)), process_(process_id()) {}
+
+bool Spill::usable() const { return process_ == process_id(); }
+
+void EndSpill::operator()(Spill * spill) const noexcept {
+    if (spill->usable()) {
+        delete spill;
+    }
 }
 
 Spill::~Spill() {

@@ -35,8 +35,13 @@ struct SpillJob {
 
 class Spill {
   public:
-    explicit Spill(std::string folder) : folder_(std::move(folder)) {}
+    explicit Spill(std::string folder);
     ~Spill();  // what is not written yet will not be
+
+    const std::string & folder() const { return folder_; }
+    // False in a process that was forked from the one that made this: it has no such thread, and lock and condition may be that one's for
+    // good. Nothing can be done with it there, not even end it.
+    bool usable() const;
 
     // Nothing is to be written to the memory of a job any more. Throws std::bad_alloc, std::system_error (no thread).
     void write(std::shared_ptr<SpillJob> job);
@@ -46,11 +51,16 @@ class Spill {
     bool write_parts(SpillJob & job) const;
 
     const std::string                     folder_;
+    const int                             process_;
     std::mutex                            lock_;
     std::condition_variable               more_;
     std::deque<std::shared_ptr<SpillJob>> jobs_;
     std::atomic<bool>                     over_{ false };
     std::thread                           thread_;
+};
+
+struct EndSpill {
+    void operator()(Spill * spill) const noexcept;  // where it can be ended
 };
 
 }  // namespace kvedge
