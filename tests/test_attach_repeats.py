@@ -1,5 +1,6 @@
 """Requests to an attached model that come again, or that share a beginning: answered as the first time."""
 
+import llama_cpp
 import pytest
 from attached import METHODS, A, B, chat, complete, held
 from choosing import methods
@@ -44,6 +45,19 @@ def test_a_turn_that_comes_again_or_is_changed(attached_llama, method):
         assert outcome(llm, attached, second) == again
         assert say(so_far, "And the fox?")[0] == changed
         assert outcome(llm, attached, first) == opening
+
+
+@pytest.mark.parametrize("method", ["full", "h2o", "elastic", "kvzip"])  # of a decode policy, a second pass
+@pytest.mark.parametrize("left", [0, 30])
+def test_tokens_that_functions_of_llama_h_took_away_are_read_again(attached_llama, method, left):
+    with attached_llama(method) as (llm, attached):
+        outcome(llm, attached, A)
+        longer = llm.input_ids[: llm.n_tokens].tolist() + llm.tokenize(b"And then?", add_bos=False)
+        expected = outcome(llm, attached, longer)
+        outcome(llm, attached, A)
+        memory = llama_cpp.llama_get_memory(llm.ctx)
+        llama_cpp.llama_memory_seq_rm(memory, 0, left, -1) if left else llama_cpp.llama_memory_clear(memory, True)
+        assert outcome(llm, attached, longer) == expected
 
 
 @pytest.mark.parametrize("method", methods(METHODS))

@@ -167,7 +167,8 @@ class Attachment:
         """Leaves in the cache what a request may go on from."""
         llm, history = self._llm, self._history
         n = llm.n_tokens
-        if n > 0 and history.uncut:
+        gone = self._cache.stats().n_tokens < n  # tokens were removed by functions of llama.h
+        if n > 0 and history.uncut and not gone:
             return  # llama_cpp's own way is as good as any
         same = shared(llm.input_ids[:n], tokens)
         if (whole := self._whole_tokens()) and same >= whole and len(tokens) > whole:
@@ -176,8 +177,8 @@ class Attachment:
         if self._cache.keeps and len(tokens) - n == 1 and history.knows(n):
             n = same = 0  # a token that comes alone is an answer's, and nothing would be chosen over whole rows
         fresh = len(tokens) > n or not getattr(llm, "_requires_eval", True)
-        if n == 0 or same < n or not fresh or history.failed:
-            reads, requests = history.before(same)
+        if n == 0 or gone or same < n or not fresh or history.failed:
+            reads, requests = history.all() if gone and same == n and fresh else history.before(same)
             llm.reset()
             history.clear(self._is_uncut(self.plan))
             for read in reads:
