@@ -2,6 +2,7 @@
 
 import pickle
 
+import gguf
 import numpy as np
 import pytest
 from attached import A, B, chat, complete, held
@@ -191,6 +192,45 @@ def test_another_model(attached_llama):
         state = llm.save_state()
     with attached_llama("h2o") as (llm, _), pytest.raises(StateError, match="another model"):
         llm.load_state(state)
+
+
+def write_adapter(path):
+    """A LoRA adapter of the tiny llama, of random numbers."""
+    writer, rng = gguf.GGUFWriter(path, "llama"), np.random.default_rng(0)
+    writer.add_string("general.type", "adapter")
+    writer.add_string("adapter.type", "lora")
+    writer.add_float32("adapter.lora.alpha", 8.0)
+    for layer in range(2):
+        for name, shape in (("lora_a", (4, 256)), ("lora_b", (256, 4))):
+            rows = 0.2 * rng.standard_normal(shape).astype(np.float32)
+            writer.add_tensor(f"blk.{layer}.attn_output.weight.{name}", rows)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return str(path)
+
+
+def test_rows_of_another_adapter_are_computed_again(attached_llama, tmp_path):
+    adapter = write_adapter(tmp_path / "lora.gguf")
+    with attached_llama("h2o", lora_path=adapter) as (llm, attached):
+        complete(llm, A)
+        state, so_far = llm.save_state(), llm.input_ids[: llm.n_tokens].tolist()
+        after = read_on(llm, attached)
+        llm.load_state(state)
+        assert read_on(llm, attached)[1:] == after[1:]
+    for given in ({}, {"lora_path": adapter, "lora_scale": 0.5}):
+        with attached_llama("h2o", **given) as (llm, attached):
+            n_prompt = len(llm.tokenize(A.encode()))
+            llm.eval(so_far[:n_prompt])
+            for token in so_far[n_prompt:]:
+                llm.eval([token])
+            expected = read_on(llm, attached)
+            complete(llm, B)
+            llm.load_state(state)
+            found = read_on(llm, attached)
+            np.testing.assert_allclose(found[0], expected[0], rtol=0, atol=1e-5)
+            assert found[1:] == expected[1:] and np.abs(found[0][0] - after[0][0]).max() > 0.1
 
 
 def test_a_pickled_model_is_a_plain_one(attached_llama):

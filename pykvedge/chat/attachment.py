@@ -256,8 +256,9 @@ class Attachment:
             self._states.enter(state)
 
     def _recipe(self) -> str:
-        keeps = " keep" if self._cache.keeps else ""
-        return recipe(self.plan, self._kv_type, self._given) + keeps
+        keeps, lora = " keep" if self._cache.keeps else "", getattr(self._llm, "lora_path", None)
+        adapter = f" {lora} {self._llm.lora_scale}" if lora else ""
+        return recipe(self.plan, self._kv_type, self._given) + keeps + adapter
 
     @one_thread
     def stats(self) -> Stats:
