@@ -77,7 +77,8 @@ class Scheduler:
             undo.pop_all()
         # one lock, and a condition for each thread: whoever has nothing to do is not woken
         lock = threading.RLock()
-        self._changed, self._to_prepare, self._to_shrink = (threading.Condition(lock) for _ in range(3))
+        self._changed, self._to_shrink = threading.Condition(lock), threading.Condition(lock)
+        self._to_prepare = {pictures: threading.Condition(lock) for pictures in (False, True)}
         self._asked: deque[Job] = deque()
         self._ready: deque[Work] = deque()
         self._slots: list[Slot] = []  # that have a job
@@ -118,7 +119,7 @@ class Scheduler:
                 self._changed.notify_all()
             else:
                 self._asked.append(job)
-                self._to_prepare.notify_all()
+                self._to_prepare[bool(job.request.pictures)].notify()
         return job
 
     def cancel(self, job: Job) -> None:
@@ -165,7 +166,6 @@ class Scheduler:
             for job, _, _ in self.working():
                 job.cancelled.set()
             self._changed.notify_all()
-            self._to_prepare.notify_all()
             self._changed.wait_for(lambda: not (self.busy or self.waiting), timeout=_LAST_S)
 
     def close(self) -> None:
@@ -173,7 +173,7 @@ class Scheduler:
         self.drain()
         with self._changed:
             self._over = True
-            for condition in (self._changed, self._to_prepare, self._to_shrink):
+            for condition in (self._changed, self._to_shrink, *self._to_prepare.values()):
                 condition.notify_all()
         for thread in self._threads:
             if thread is not threading.current_thread():
@@ -192,7 +192,9 @@ class Scheduler:
 
         while True:
             with self._changed:
-                self._to_prepare.wait_for(lambda: self._over or (mine() and len(self._ready) < self.limits.slots))
+                self._to_prepare[pictures].wait_for(
+                    lambda: self._over or (mine() and len(self._ready) < self.limits.slots)
+                )
                 job = mine()
                 if job is None:
                     return  # over
@@ -258,7 +260,8 @@ class Scheduler:
                     self._shrink_if_needed()
                     return
                 self._ready.popleft()
-                self._to_prepare.notify_all()
+                for pictures in {bool(job.request.pictures) for job in self._asked}:
+                    self._to_prepare[pictures].notify()
             slot, error = self._decoder.begin(work, self._slots)
             with self._changed:
                 if slot is not None:
