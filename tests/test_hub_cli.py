@@ -192,6 +192,20 @@ def test_models_are_pulled_listed_run_and_removed(kvedge, native, fresh):
     assert "removed" in run("rm", REPO, "--yes").stdout and not fresh.folder.exists()
 
 
+@pytest.mark.parametrize("name", [MODEL, MMPROJ])
+def test_a_file_that_is_not_whole_is_not_listed_as_a_model(kvedge, filled, name):
+    there, _ = filled
+    (place,) = there.folder.glob(f"snapshots/*/{name}")
+    blob, data = place.resolve(), place.read_bytes()
+    blob.write_bytes(data[: len(data) // 2])
+    try:
+        listed = kvedge("list", "--json", env=there.env)
+        assert listed.json["models"] == [] and f"{name} is damaged or truncated" in listed.err
+    finally:
+        blob.write_bytes(data)
+    assert [one["file"] for one in kvedge("list", "--json", env=there.env).json["models"]] == [MODEL]
+
+
 def test_removing_asks_at_a_terminal(kvedge, native, fresh, monkeypatch):
     from pykvedge.cli import models
 

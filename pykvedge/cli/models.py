@@ -94,11 +94,13 @@ def list_models(as_json: bool) -> None:
     one.
     """
     from pykvedge.models import hub
-    from pykvedge.models.hub.cached import unfinished
+    from pykvedge.models.hub.cached import damage, unfinished
 
-    found, problems = hub.cached_models()
+    there, problems = hub.cached_models()
+    wrong = [damage(model) for model in there]
+    found = [model for model, why in zip(there, wrong, strict=True) if not why]
     begun = unfinished()
-    for problem in problems:
+    for problem in (*problems, *filter(None, wrong)):
         click.echo(f"kvedge: warning: {one_line(problem)}", err=True)
     if as_json:
         rows = [model.as_json() for model in found]
@@ -113,5 +115,6 @@ def list_models(as_json: bool) -> None:
         click.echo(f"no models in {hub.cache_dir()}; `kvedge pull USER/REPO` fetches one", err=True)
     for repo, n_bytes in begun.items():
         click.echo(
-            f"{repo}: a download stopped after {readable(n_bytes)}; `kvedge pull {repo}` goes on with it", err=True
+            f"{repo}: a download stopped after {readable(n_bytes)}; `kvedge pull` of the same name goes on with it",
+            err=True,
         )

@@ -13,7 +13,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pykvedge.errors import HubError, UnknownNameError, unknown
+from pykvedge.errors import HubError, ModelError, UnknownNameError, unknown
+from pykvedge.models.gguf import read_header
 from pykvedge.models.hub.folders import Folder, Pair, below, folders
 from pykvedge.models.hub.names import Name, Wanted, find_mmproj, find_parts, is_model, quants, split_of
 
@@ -63,6 +64,17 @@ def _model(folder: Folder, commit: str, files: dict[str, Path], path: str) -> Ca
     n_bytes = sum(folder.checked(files[part]).stat().st_size for part in find_parts(files, path))
     of_mmproj = folder.checked(files[mmproj]).stat().st_size if mmproj else 0
     return CachedModel(folder.repo, split_of(path).quant, path, commit, n_bytes, mmproj, of_mmproj)
+
+
+def damage(model: CachedModel) -> str:
+    """Says what is wrong with the files of a model, by their headers; "" where they hold all that these say."""
+    folder = Folder.of(model.repo)
+    try:
+        for file in filter(None, (model.file, model.mmproj)):
+            read_header(folder.place(model.commit, file))
+    except ModelError as error:
+        return str(error)
+    return ""
 
 
 def unfinished() -> dict[str, int]:
