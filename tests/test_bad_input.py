@@ -206,6 +206,12 @@ def test_a_prompt_that_fills_the_context_to_the_brim(kvedge, tiny):
     kvedge(*arguments, "--ctx", n - 1).failed(1, f"{n} tokens")
 
 
+def test_two_values_of_one_setting(kvedge, llava):
+    ask = ["chat", *llava.arguments(), "--method", "snapkv", "--set", "scorer.window=8", "--set"]
+    kvedge(*ask, "scorer.window=16", "Hello").failed(2, "scorer.window two values, 8 and 16")
+    assert kvedge(*ask, " scorer.window = 8", "--max-tokens", 1, "Hello").code == 0
+
+
 def test_an_empty_prompt(kvedge, llava):
     for stdin in ("", "\n", "  \n "):
         kvedge("chat", *llava.arguments(), stdin=stdin).failed(2, "empty")

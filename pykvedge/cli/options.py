@@ -244,9 +244,13 @@ def load_plugins(given: Mapping[str, Any]) -> None:
         load_file(file)
 
 
-def changes(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Reads the settings of --set, by their full names. Raises UsageError."""
-    return dict(_parsed(change) for change in given["changes"])
+def changes(given: Mapping[str, Any]) -> dict[str, str]:
+    """Reads the settings of --set, by their full names. Raises UsageError, also for two values of one name."""
+    found: dict[str, str] = {}
+    for name, value in map(_parsed, given["changes"]):
+        if found.setdefault(name, value) != value:
+            raise UsageError(f"--set gives {name} two values, {found[name]} and {value}; leave one out")
+    return found
 
 
 def chosen_plan(given: Mapping[str, Any], saved: Plan | None = None) -> Plan:
