@@ -212,10 +212,11 @@ def test_two_values_of_one_setting(kvedge, llava):
     assert kvedge(*ask, " scorer.window = 8", "--max-tokens", 1, "Hello").code == 0
 
 
-def test_an_empty_prompt(kvedge, llava):
+def test_an_empty_prompt(kvedge, llava, tmp_path):
     for stdin in ("", "\n", "  \n "):
         kvedge("chat", *llava.arguments(), stdin=stdin).failed(2, "empty")
     kvedge("chat", *llava.arguments(), "").failed(2, "empty")
+    kvedge("inspect", *llava.arguments(), "--no-figures", "--prompt", " ", "--output", tmp_path).failed(2, "empty")
 
 
 def test_prompts_with_anything_in_them(kvedge, llava, picture_file):

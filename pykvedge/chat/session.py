@@ -155,9 +155,7 @@ class Session(Closing, Conversation):
         pictures = list(itertools.islice(loaded, places(prompt) + 1 if self.settings.stream else None))
         self._frames = itertools.chain(pictures, loaded)
         self._require_eyes(pictures)
-        check_places(prompt, len(pictures))
-        if not prompt.strip() and not pictures:
-            raise UsageError("the prompt is empty; write a question")
+        _check_prompt(prompt, len(pictures))
         sampling = checked_sampling(sampling)
         report = Report(self.plan.method, self.plan.budget.value, time=Time(load_s=self._load_s), model=self._facts)
         report.drafts = Drafts() if self.settings.drafts else None
@@ -529,7 +527,7 @@ class Session(Closing, Conversation):
         _ = self.engine  # raises after close
         message = Message("user", prompt, list(load_pictures(pictures, self.page_size, stop=self.stop)))
         self._require_eyes(message.pictures)
-        check_places(prompt, len(message.pictures))
+        _check_prompt(prompt, len(message.pictures))
         return self.first_pieces([message], plan or self.plan)
 
     def _require_eyes(self, pictures: list[Picture]) -> None:
@@ -542,6 +540,13 @@ class Session(Closing, Conversation):
     def _end_answer(self) -> None:
         if self.answer is not None:
             self.answer.give_way()
+
+
+def _check_prompt(prompt: str, n_pictures: int) -> None:
+    """Raises UsageError for places without a picture, and where nothing is said at all."""
+    check_places(prompt, n_pictures)
+    if not prompt.strip() and not n_pictures:
+        raise UsageError("the prompt is empty; write a question")
 
 
 def _free(engine: Engine | None, vision: Vision | None, loan: Loan) -> None:
