@@ -73,6 +73,23 @@ def test_damaged_files_are_refused_whatever_the_damage(saved):
         cache.load(name, ours)
 
 
+def test_a_damaged_file_costs_no_conversation(saved, tmp_path):
+    """What is there goes on as if the file had never been tried: a file's pictures are in its cache only."""
+    model, file = saved
+    data, damaged = file.read_bytes(), tmp_path / "damaged.kvs"
+    with model.session() as session, model.session() as never:
+        for one in (session, never):
+            one.load(file)
+        for at in (len(data) // 2, -5, -1):
+            damaged.write_bytes(data[:at] + bytes([data[at] ^ 1]) + data[at:][1:])
+            with pytest.raises(SessionFileError, match="damaged or truncated"):
+                session.load(damaged)
+        assert session.in_cache and session.messages == never.messages
+        assert say(session, "And?").text == say(never, "And?").text
+        session.load(file)
+        assert session.messages == never.messages[:-2]
+
+
 HOSTILE = [0, 1, 0x7F, 0x80, 0xFF]
 EDGES = [-1, 0, 1, 255, 2**31 - 1, -(2**31)]
 

@@ -41,7 +41,7 @@ from pykvedge.runtime.generation import Generation
 from pykvedge.runtime.loaded import LoadedModel, Loan, borrow, path_of, with_encoder
 from pykvedge.runtime.report import Drafts, ModelFacts, Report, Time
 from pykvedge.runtime.sampling import Sampling, checked_sampling
-from pykvedge.runtime.sessionfile import Note, encoded, fingerprint, read_note
+from pykvedge.runtime.sessionfile import Note, check_payload, encoded, fingerprint, read_note
 from pykvedge.runtime.settings import Settings
 from pykvedge.system import dropped, signals
 from pykvedge.system.guard import Closing, one_thread, undoing
@@ -431,7 +431,8 @@ class Session(Closing, Conversation):
         """Goes on with the conversation in a file of `save`, in place of the one so far.
 
         plan: for the prompts from now on; with None it is the plan that the file was saved with. Pictures of earlier
-        messages are in the cache only. Raises SessionFileError, ContextError, OutOfMemoryError, UsageError.
+        messages are in the cache only. A damaged file leaves the conversation as it was. Raises SessionFileError,
+        ContextError, OutOfMemoryError, UsageError.
         """
         plan = None if plan is None else checked_plan(plan)
         self._end_answer()
@@ -444,6 +445,8 @@ class Session(Closing, Conversation):
         self.check_plan(plan)
         self.check_drafts(plan)
         self.engine.check_holds(note, os.fsdecode(path))
+        if self.in_cache:
+            check_payload(path)  # before what is here goes
         self.forget()
         started = time.perf_counter()
         self.engine.load(path, model, note, plan)

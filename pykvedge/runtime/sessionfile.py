@@ -9,6 +9,8 @@ import errno
 import hashlib
 import json
 import os
+import struct
+import zlib
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
@@ -23,6 +25,7 @@ from pykvedge.runtime.snapshot import ImageSpan
 from pykvedge.system.files import require_file
 
 _SAMPLES, _SAMPLE_BYTES = 64, 4096
+_FRAME, _CHECKSUM, _BLOCK = struct.Struct("<8sIIQQ"), struct.Struct("<I"), 1 << 20
 
 
 @dataclass
@@ -149,6 +152,22 @@ def read_note(path: str | os.PathLike[str], model: str) -> Note:
         return replace(Note.decode(data), whole=whole)
     except ValueError as error:
         raise SessionFileError(f"{os.fsdecode(path)} holds no conversation that can be continued: {error}") from None
+
+
+def check_payload(path: str | os.PathLike[str]) -> None:
+    """Compares the checksum of what follows the note, in a file that read_note has read. Raises SessionFileError."""
+    checksum = 0
+    try:
+        with open(path, "rb") as file:  # noqa: PTH123 - bytes are a path, too
+            *_, n_model, n_note, left = _FRAME.unpack(file.read(_FRAME.size))
+            file.seek(n_model + n_note + _CHECKSUM.size, os.SEEK_CUR)
+            while left and (block := file.read(min(left, _BLOCK))):
+                checksum, left = zlib.crc32(block, checksum), left - len(block)
+            whole = not left and file.read() == _CHECKSUM.pack(checksum)
+    except OSError as error:
+        raise SessionFileError(f"{os.fsdecode(path)} cannot be read: {error.strerror or error}") from None
+    if not whole:
+        raise SessionFileError(f"{os.fsdecode(path)} is damaged or truncated; it cannot be used")
 
 
 def saved_plan(path: str | os.PathLike[str]) -> Plan | None:
