@@ -235,6 +235,23 @@ def test_a_retry_with_what_cannot_be_used_takes_nothing_back(tiny, native):
         assert place(session) == before and session.retry(SHORT).read()
 
 
+def test_a_retry_that_fails_is_put_again_by_the_next(tiny, picture_file, native):
+    with tiny("llava").session(a_plan("merged"), undo=True) as session:
+        say(session, WORDS)
+        before = say(session, OTHER, [picture_file()])
+        session.cancel = threading.Event()
+        session.cancel.set()
+        for _ in range(2):
+            with pytest.raises(CancelledError):
+                session.retry(SHORT)
+        assert len(session.messages) == 2
+        session.cancel.clear()
+        assert session.retry(SHORT).read() == before.text and session.messages[-2].text == OTHER
+        session.undo()
+        say(session, "Something else")
+        assert session.retry(SHORT).read() and session.messages[-2].text == "Something else"
+
+
 def test_a_compression_after_an_undo_is_reported_as_one(tiny, native, monkeypatch):
     """What a device did is told of the message's own compression; a copy of a sequence counts compressions anew."""
     work = DeviceWork(compressed=True)

@@ -112,6 +112,7 @@ class Session(Closing, Conversation):
         plan, self._tuned = (checked_plan(plan), "") if named else tuned.unnamed(path_of(model))
         super().__init__(plan, chosen, progress, cancel)
         self._before: Before | None = None  # the last message
+        self._taken_back: Message | None = None  # that a retry which failed has left
         self._dropped_whole = False  # of a file that was loaded
         self._hinted = False  # that the packaged model does not know a picture
         self.check_plan(self.plan)
@@ -177,7 +178,7 @@ class Session(Closing, Conversation):
             elif self.touched:  # the next message starts from the conversation's text
                 self.forget()
             raise
-        self._load_s, self._before = 0.0, before
+        self._load_s, self._before, self._taken_back = 0.0, before, None
         if self._dropped_whole:
             report.notes.append("the file has whole rows, which this session drops, as it keeps none (keep, --keep)")
             self._dropped_whole = False
@@ -288,10 +289,13 @@ class Session(Closing, Conversation):
 
     @one_thread
     def retry(self, sampling: Sampling | None = None) -> Answer:
-        """Takes the last message back and puts it again, under the plan of now. Raises what undo and ask raise."""
+        """Takes the last message back and puts it again, under the plan of now. Raises what undo and ask raise.
+
+        Where ask raises, the message is no more in the conversation, and the next retry puts it again.
+        """
         _ = self.engine  # raises after close
         Generation(self.model, checked_sampling(sampling), Report("", 0)).close()  # raises while the message is there
-        message = self.undo()
+        message = self._taken_back = self._taken_back or self.undo()
         return self.ask(message.text, message.pictures, sampling)
 
     @property
@@ -406,6 +410,7 @@ class Session(Closing, Conversation):
         if self._vision is not None:
             self._vision.forget()
         self.messages.clear()
+        self._taken_back = None
         self._aside = None  # its file goes with the pictures
         self.last_report = None
 
@@ -452,7 +457,7 @@ class Session(Closing, Conversation):
         self.engine.load(path, model, note, plan)
         self._load_s += time.perf_counter() - started
         self.plan, self.messages, self.pending, self.in_cache = plan, note.messages, note.pending, True
-        self._tuned = ""
+        self._tuned, self._taken_back = "", None
         self.last_report, self._dropped_whole = None, note.whole and self.settings.keeping is None
 
     @one_thread
