@@ -110,6 +110,23 @@ def test_bad_requests_are_refused(native, fresh, tiny):
     assert fresh.hub.bytes_sent == 0
 
 
+@pytest.mark.parametrize("proxy", ["socks5://127.0.0.1:9", "http://[::1", "http://127.0.0.1:9"])
+def test_a_proxy_that_cannot_be_used_is_named(kvedge, fresh, filled, proxy):
+    """The cache takes its place, as where the hub does not answer."""
+    named = {"all_proxy": proxy, "NO_PROXY": "", "no_proxy": ""}
+    failed = kvedge("pull", REPO, env=fresh.env | named)
+    failed.failed(1, "cannot be", "all_proxy names a proxy")
+    assert "unexpected" not in failed.err
+    there, done = filled
+    again = kvedge("chat", "-hf", REPO, "--threads", 1, "--max-tokens", 8, "Hello?", env=there.env | named)
+    assert again.out == done.out and "going on with what is in the cache" in again.err
+
+
+@pytest.mark.parametrize("endpoint", ["http://[::1", "http://127.0.0.1:99999", "http://127.0.0.1:port", "http://"])
+def test_an_endpoint_that_is_none(kvedge, fresh, endpoint):
+    kvedge("pull", REPO, env=fresh.env | {"HF_ENDPOINT": endpoint}).failed(2, "HF_ENDPOINT is the URL of a hub")
+
+
 def test_what_goes_wrong_is_one_line(kvedge, fresh):
     kvedge("chat", "-hf", f"{REPO}:Q9", "Hello?", env=fresh.env).failed(2, "unknown quantisation", "Q4_K_M")
     kvedge("chat", "-hf", REPO, "Hello?", env=offline(fresh)).failed(1, "cannot be reached")

@@ -7,11 +7,13 @@ for llama.cpp, else HF_ENDPOINT, else huggingface_hub's own. huggingface_hub als
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
+from urllib.parse import urlsplit
 
 from pykvedge.errors import HubError, ModelError, UnreachableError, UsageError, one_line
 from pykvedge.models.gguf import Header, header_of
@@ -21,6 +23,7 @@ from pykvedge.system.version import package_version
 _TIMEOUT_S = 30.0
 _BEGINNINGS = tuple(1 << bits for bits in range(17, 27, 3))  # bytes; the largest vocabularies of today take 16 MiB
 _TRUE = ("1", "ON", "YES", "TRUE")
+_PROXIES = ("http_proxy", "https_proxy", "all_proxy")
 _OFFLINE = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "LLAMA_ARG_OFFLINE")
 
 
@@ -52,7 +55,7 @@ class Hub:
     def __init__(self) -> None:
         """Raises UsageError where huggingface_hub is not installed, or the endpoint is none."""
         endpoint = os.environ.get("MODEL_ENDPOINT") or os.environ.get("HF_ENDPOINT") or None
-        if endpoint is not None and not endpoint.startswith(("http://", "https://")):
+        if endpoint is not None and not _is_url(endpoint):
             raise UsageError(f"HF_ENDPOINT is the URL of a hub, not '{one_line(endpoint):.80}'")
         try:
             import huggingface_hub
@@ -67,6 +70,8 @@ class Hub:
         self._status_error = errors.HfHubHTTPError
         # the error of its HTTP client, which is httpx or httpx2
         self._http_error: type[Exception] = next(c for c in errors.HfHubHTTPError.__mro__ if c.__name__ == "HTTPError")
+        client = sys.modules[self._http_error.__module__.partition(".")[0]]
+        self._no_way = (client.InvalidURL, ImportError)  # of a proxy: that is no URL, or by SOCKS without its package
         self._endpoint = endpoint.rstrip("/") if endpoint else None
         self._about: Any = {"library_name": "kvedge", "library_version": package_version()}
         self._where = self._endpoint or "the hub"  # in messages
@@ -151,16 +156,32 @@ class Hub:
             raise _refused(repo, self._where, error) from None
         except self._http_error as error:
             why = one_line(error) or type(error).__name__
-            raise UnreachableError(f"{self._where} cannot be reached ({why:.120})") from None
+            raise UnreachableError(f"{self._where} cannot be reached ({why:.120}){_proxies()}") from None
         except ConnectionError as error:  # huggingface_hub's own word for HF_HUB_OFFLINE
             raise UnreachableError(f"{self._where} is not asked: {one_line(error):.120}") from None
         except (NotADirectoryError, IsADirectoryError, PermissionError) as error:  # of the file with the token
             raise HubError(f"{error.filename} cannot be read: {error.strerror}; HF_HOME names another folder") from None
+        except self._no_way as error:
+            raise UnreachableError(f"{self._where} cannot be asked ({one_line(error):.160}){_proxies()}") from None
         except UnicodeEncodeError:
             raise UsageError("HF_TOKEN is no token: it holds a sign that tokens have none of") from None
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             why = f"{type(error).__name__}: {one_line(error):.80}"
             raise UnreachableError(f"{self._where} does not answer as a hub of models does ({why})") from None
+
+
+def _is_url(text: str) -> bool:
+    try:
+        parts = urlsplit(text)
+        return text.startswith(("http://", "https://")) and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        return False
+
+
+def _proxies() -> str:
+    """Says which variables name another program that requests may go to first."""
+    found = [name for name in _PROXIES if os.environ.get(name) or os.environ.get(name.upper())]
+    return f"; {', '.join(found)} names a proxy" if found else ""
 
 
 def _file(repo: str, found: Any) -> RemoteFile:
