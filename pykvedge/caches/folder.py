@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from pykvedge.errors import UsageError, printable
-from pykvedge.system.memory import is_running
+from pykvedge.system.memory import is_running, readable
 
 Bytes: TypeAlias = bytes | bytearray | memoryview
 
@@ -92,7 +92,8 @@ class CacheFolder:
     def put(self, kind: str, key: str, parts: Iterable[Bytes]) -> None:
         """Stores the parts, one after the other, as an entry, in place of an older one; then makes room.
 
-        They are asked for one at a time. What is larger than the limit is not stored. Raises UsageError as get does.
+        They are asked for one at a time. What is larger than the limit is not stored, which a note says. Raises
+        UsageError as get does.
         """
         name, file = self._place(kind, key)
         if not self._usable:
@@ -102,6 +103,9 @@ class CacheFolder:
             if self._write(part, name.encode(), parts):
                 _rename(part, file)
                 self.make_room()
+            else:
+                most = f"{readable(self.limit_bytes)}, the most that the folder may take"
+                self._note("large", f"an entry alone is larger than {most}; what is so large is not kept")
         except FileNotFoundError:
             # the folder went away, or another host took the file for one that was left
             self._note("gone", "what was written there is gone; it is not kept")
