@@ -44,3 +44,11 @@ def test_every_export_catches_what_is_thrown():
 def test_the_python_package_asks_for_the_version_of_the_header():
     header = (ROOT / "native" / "include" / "kvedge.h").read_text()
     assert f"#define KVEDGE_ABI_VERSION {abi.ABI_VERSION}\n" in header
+
+
+def test_odd_arguments_are_refused_and_change_nothing(native, tiny, worker, tmp_path):
+    """Each of every function's in turn: the cache goes on as one that was never asked."""
+    model = tiny("llama", n_heads=2, n_heads_kv=1, head_size=32, n_vocab=400).model
+    [found] = worker("sweep_worker.py", {"model": str(model), "folder": str(tmp_path)})
+    assert found["wrong"] == []
+    assert found["called"].keys() == declared() and sum(found["called"].values()) > 800
