@@ -138,21 +138,30 @@ def test_a_program_ends_with_sessions_open(tiny, native, how):
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="fork")
-def test_a_child_made_by_fork_frees_what_it_makes():
-    code = """
-import os, time
+@pytest.mark.parametrize("woken", [False, True])
+def test_a_child_made_by_fork_frees_what_it_makes(woken):
+    """Also where the parent's thread was just woken, and had not gone on."""
+    code = f"""
+import os, signal, sys, time
 from pykvedge.system import dropped
 class Thing: pass
 one = Thing()
 dropped.add(one, lambda: None)
-if child := os.fork():
+if {woken}:
+    time.sleep(0.2)
+    sys.setswitchinterval(60)
+    one, end = None, time.time() + 0.2
+    while time.time() < end:
+        pass
+child = os.fork()
+sys.setswitchinterval(0.005)
+if child:
     raise SystemExit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+signal.alarm(60)
 freed, other = [], Thing()
 dropped.add(other, lambda: freed.append(1))
 del other
-deadline = time.time() + 60
-while not freed and time.time() < deadline:
+while not freed:
     time.sleep(0.01)
-raise SystemExit(not freed)
 """
     assert subprocess.run([sys.executable, "-c", code], timeout=120, check=False).returncode == 0

@@ -9,10 +9,11 @@ models. At the end of the program only what lives on without it is freed, such a
 from __future__ import annotations
 
 import atexit
+import os
 import threading
 import weakref
 from collections.abc import Callable
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import Any
 
 Reference = weakref.ref[Any]
@@ -28,6 +29,11 @@ class _Freeing:
         self._frees: dict[int, tuple[Reference, Callable[[], Any], bool]] = {}  # by id of the weak reference
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
+        self._look_s: float | None = None  # how often it looks whether something is there: it is woken
+
+    def forked(self) -> None:
+        """Goes on in a child made by fork. The queue may count on a thread of the parent's, and wake nobody here."""
+        self._lock, self._look_s = threading.Lock(), 0.2
 
     def add(self, owner: object, free: Callable[[], Any], at_end: bool = False) -> Reference:
         """Calls free() when the owner is dropped, which free must not refer to; `at_end`, or when the program ends.
@@ -54,7 +60,10 @@ class _Freeing:
 
     def _run(self) -> None:
         while True:
-            gone = self._gone.get()
+            try:
+                gone = self._gone.get(timeout=self._look_s)
+            except Empty:
+                continue
             if gone is _END:
                 return
             self.free(gone)
@@ -73,3 +82,5 @@ class _Freeing:
 _freeing = _Freeing()
 add, remove, free = _freeing.add, _freeing.remove, _freeing.free
 atexit.register(_freeing.finish)
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_freeing.forked)
