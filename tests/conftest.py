@@ -18,6 +18,7 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / "scripts"), str(ROOT / "tests")]
+QUICK_BENCH = ROOT / "tests" / "quick_bench.py"  # kvedge whose bench looks at memory for a moment alone
 DEVELOPMENT_LIBRARIES = ROOT / "build" / "dev" / "bin"
 # hundreds of processes import the package, each of which would compile it again
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
@@ -238,9 +239,6 @@ def started(environment):
     return run
 
 
-AT_START = ("PYTHON", "KVEDGE_LIB_DIR", "LLAMA_CPP", "LD_")  # beginnings of names
-
-
 @pytest.fixture(scope="session")
 def kvedge(environment, started):
     """As `started`, sooner: a fork of a process that has imported kvedge. Tests of the start itself take `started`.
@@ -248,10 +246,10 @@ def kvedge(environment, started):
     script: a file that runs in the place of kvedge. Calls with a program or threads of their own start it whole, and so
     do those with variables that Python and the loader of libraries read.
     """
+    from forking import AT_START, Programs
+
     forks = hasattr(os, "fork")
     if forks:
-        from forking import Programs
-
         programs = Programs(environment)
 
     def run(*arguments, stdin="", timeout: float = 300, script: Path | str = "", env=None, **options) -> Outcome:

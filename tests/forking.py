@@ -2,12 +2,15 @@
 
 As a script: reads requests from the socket whose number is its argument, until that is closed. A request is a JSON
 object with "script", "arguments", "env" and "cwd", sent with the files that become stdin, stdout and stderr. The answer
-is the id of the process, and then its exit code, a line each. A process ends without Python's own clearing up, which
-would touch every page that it shares with this program.
+is the id of the process, and then its exit code, a line each. With "away" the process is nobody's child, so that it
+becomes one of the program that asks and wants orphans, and the code is 0 at once. A process ends without Python's own
+clearing up, which would touch every page that it shares with this program. Further arguments: modules to import.
 """
 
 import atexit
+import ctypes
 import gc
+import importlib
 import json
 import os
 import runpy
@@ -21,25 +24,28 @@ import traceback
 from pathlib import Path
 
 LARGEST = 1 << 20  # bytes of a request
+AT_START = ("PYTHON", "KVEDGE_LIB_DIR", "LLAMA_CPP", "LD_")  # beginnings of variables that are read by then
+WANTS_ORPHANS = 36  # PR_SET_CHILD_SUBREAPER
 
 
 class Programs:
     """Starts `kvedge`, or scripts of the tests, with other arguments again and again."""
 
-    def __init__(self, environment) -> None:
+    def __init__(self, environment, *modules: str) -> None:
+        self.environment = environment
         self._ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
-            command = [sys.executable, __file__, str(theirs.fileno())]
-            self._waiting = subprocess.Popen(command, env=environment, pass_fds=[theirs.fileno()])
+            command = [sys.executable, __file__, str(theirs.fileno()), *modules]
+            # stdout is a pipe, which cannot seek: Python does not ask again of what takes its place
+            options = {"pass_fds": [theirs.fileno()], "stdout": subprocess.PIPE}
+            self._waiting = subprocess.Popen(command, env=environment, **options)
 
     def run(self, arguments, stdin: bytes, timeout: float, script: str, env) -> tuple[int, bytes, bytes]:
         """Exit code, stdout and stderr. Raises subprocess.TimeoutExpired. env: what is other in the environment."""
         with tempfile.TemporaryFile() as given, tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
             given.write(stdin)
             given.seek(0)
-            asked = {"script": script, "arguments": list(map(str, arguments)), "env": env, "cwd": str(Path.cwd())}
-            socket.send_fds(self._ours, [json.dumps(asked).encode()], [given.fileno(), out.fileno(), err.fileno()])
-            pid = int(self._ours.recv(100))
+            pid = self._ask(arguments, [given.fileno(), out.fileno(), err.fileno()], script=script, env=env)
             self._ours.settimeout(timeout)
             try:
                 code = int(self._ours.recv(100))
@@ -53,9 +59,48 @@ class Programs:
             out.seek(0), err.seek(0)
             return code, out.read(), err.read()
 
+    def _ask(self, arguments, files: list[int], **more) -> int:
+        asked = {"script": "", "arguments": list(map(str, arguments)), "cwd": str(Path.cwd()), **more}
+        socket.send_fds(self._ours, [json.dumps(asked).encode()], files)
+        return int(self._ours.recv(100))
+
+    def child(self, arguments, files: list[int], env) -> int:
+        """The id of a process that runs `kvedge` as a child of this one. Linux alone."""
+        prctl = ctypes.CDLL(None).prctl
+        prctl(WANTS_ORPHANS, 1, 0, 0, 0)
+        pid = self._ask(arguments, files, env=env, away=True)
+        self._ours.recv(100)
+        prctl(WANTS_ORPHANS, 0, 0, 0, 0)
+        return pid
+
     def close(self) -> None:
         self._ours.close()
-        self._waiting.wait()
+        self._waiting.communicate()
+
+
+class Warm(subprocess.Popen):
+    """Popen of [sys.executable, "-m", "pykvedge", ...] that forks a process which has imported what servers do.
+
+    A whole process where variables are other that Python and the loader of libraries read.
+    """
+
+    _programs: list[Programs] = []  # noqa: RUF012 - one for all
+
+    def _execute_child(self, *given):
+        args, env = given[0], given[6]
+        if not self._programs and sys.platform.startswith("linux"):
+            self._programs.append(Programs(dict(env), "pykvedge.serve.server"))
+            atexit.register(self._programs[0].close)
+        known = self._programs[0].environment if self._programs else {}
+        other = {name: env.get(name) for name in known.keys() | env.keys() if known.get(name) != env.get(name)}
+        if not known or any(name.startswith(AT_START) for name in other):
+            super()._execute_child(*given)
+            return
+        pipes = given[10:16]  # for stdin, stdout and stderr: what is read, and what is written to; -1 where it is ours
+        files = [max(pipe, number) for number, pipe in enumerate((pipes[0], pipes[3], pipes[5]))]
+        self.pid = self._programs[0].child(args[3:], files, other)
+        self._child_created = True
+        self._close_pipe_fds(*pipes)
 
 
 def serve(requests: socket.socket) -> str:
@@ -65,19 +110,24 @@ def serve(requests: socket.socket) -> str:
         if not data:
             sys.exit()
         request = json.loads(data)
-        pid = os.fork()
+        pid, away = os.fork(), request.get("away")
+        if not pid and away and (other := os.fork()):
+            requests.send(str(other).encode())
+            os._exit(0)
         if not pid:
             requests.close()
             for number, file in enumerate(files):
                 os.dup2(file, number)
                 os.close(file)
             os.chdir(request["cwd"])
-            os.environ.update(request["env"])
+            for name, value in request["env"].items():
+                os.environ.pop(name, None) if value is None else os.environ.update({name: value})
             sys.argv = [request["script"] or "kvedge", *request["arguments"]]
             return request["script"]
         for file in files:
             os.close(file)
-        requests.send(str(pid).encode())
+        if not away:
+            requests.send(str(pid).encode())
         requests.send(str(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])).encode())
 
 
@@ -111,6 +161,8 @@ def main() -> None:
     from pykvedge.native import libraries
     from pykvedge.plans.registry import STAGES, members
 
+    for name in sys.argv[2:]:
+        importlib.import_module(name)
     libkvedge.lib(), libraries.llama(), [*cli.commands.values()], [members(stage) for stage in STAGES]
     gc.collect()
     gc.freeze()

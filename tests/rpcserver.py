@@ -9,6 +9,7 @@ import time
 
 import psutil
 import pytest
+from forking import Warm
 
 
 def free_port() -> int:
@@ -23,7 +24,7 @@ class Server:
     def __init__(self, environment) -> None:
         self.address = f"127.0.0.1:{free_port()}"
         command = [sys.executable, "-m", "pykvedge", "rpc-server", "--port", self.address.rpartition(":")[2]]
-        self.process = subprocess.Popen([*command, "--threads", "1"], env=environment, stderr=subprocess.DEVNULL)
+        self.process = Warm([*command, "--threads", "1"], env=environment, stderr=subprocess.DEVNULL)
         for _ in range(600):  # 60 seconds on a machine that is busy
             with socket.socket() as probe:
                 if probe.connect_ex(("127.0.0.1", int(command[-1]))) == 0:

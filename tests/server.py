@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
+from forking import Warm
 from waits import until
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -55,7 +56,7 @@ class Server:
 def serving(environment, *arguments, program=("-m", "pykvedge", *SERVE)):
     """program: what Python is told to run, before the arguments."""
     command = [sys.executable, *map(str, (*program, *arguments))]
-    process = subprocess.Popen(
+    process = (Warm if program[:2] == ("-m", "pykvedge") else subprocess.Popen)(
         command, env=environment, text=True, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE
     )
     try:

@@ -13,7 +13,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from conftest import THREADS
+from conftest import QUICK_BENCH, THREADS
 from waits import until
 
 import pykvedge
@@ -266,8 +266,10 @@ def test_the_program_measures_saves_and_draws(kvedge, tiny, native, tmp_path):
     llava, save = tiny("llava"), tmp_path / "raw.jsonl"
     arguments = ["bench", *llava.arguments(), "--method", "snapkv", "--budget", "0.2", "--tokens", "64", "--images",
                  "0,1", "--image-size", "64x64", "--repeat", 1, "--generate", 3]  # fmt: skip
-    done = kvedge(*arguments, "--json", "--save", save, "--plot", tmp_path / "p.html")
+    picture = tmp_path / "m.png"
+    done = kvedge(*arguments, "--json", "--save", save, "--plot", tmp_path / "p.html", "--memory-plot", picture)
     assert done.code == 0, done
+    assert picture.read_bytes().startswith(b"\x89PNG") and b"<svg" in (tmp_path / "p.html").read_bytes()
     rows = done.json["rows"]
     assert [(r["prompt"], r["variant"]) for r in rows] == [
         (p, v) for p in ("64 text", "64 text + 1 images") for v in ("stock", "full", "snapkv 0.2")
@@ -277,12 +279,14 @@ def test_the_program_measures_saves_and_draws(kvedge, tiny, native, tmp_path):
     assert header["kvedge_bench"] == 1 and len(raw) == 6 and all(len(r["decode_s"]) == 3 for r in raw)
     assert [r["kept_bytes"] for r in raw] == [r["kv_kept_bytes"] for r in rows]
     kvedge(*arguments, "--save", save).failed(2, "raw.jsonl exists")
+    kvedge(*arguments, "--memory-plot", tmp_path / "m.bmp").failed(2, "--memory-plot writes .png")
+    kvedge(*arguments, "--memory-plot", tmp_path / "no" / "m.png").failed(2, "there is no folder")
 
 
 def test_fewer_image_tokens_and_a_second_conversation(kvedge, tiny, native):
     arguments = ["bench", *tiny("llava").arguments(), "--method", "snapkv", "--budget", "0.5", "--images", "2",
                  "--repeat", 1, "--generate", 2, "--image-tokens", "0.5,4", "--again", "--json"]  # fmt: skip
-    stock, *rows = kvedge(*arguments).json["rows"]
+    stock, *rows = kvedge(*arguments, script=QUICK_BENCH).json["rows"]
     assert [r["image_tokens"] for r in (stock, *rows)] == [32, 32, 16, 8, 32, 16, 8]
     assert stock["again_s"] is None and all(r["again_s"] > 0 for r in rows)
     kvedge(*arguments[:-1], "--image-tokens", "1.5").failed(2, "image_tokens")
@@ -292,7 +296,8 @@ def test_fewer_image_tokens_and_a_second_conversation(kvedge, tiny, native):
 def test_whole_rows_are_counted_and_a_later_message_is_timed(kvedge, tiny, native):
     files = tiny("llava")
     small = ["bench", "--model", files.model, "--images", 0, "--tokens", 300, "--method", "snapkv", "--budget", 0.2]
-    out = kvedge(*small, "--repeat", 1, "--generate", 4, "--later", 6, "--keep", "ram", "--json").json
+    more = ["--repeat", 1, "--generate", 4, "--later", 6, "--keep", "ram", "--json"]
+    out = kvedge(*small, *more, script=QUICK_BENCH).json
     full, plain, kept = (row for row in out["rows"] if row["method"] != "stock")
     assert [row["variant"] for row in (full, plain, kept)] == ["full", "snapkv 0.2", "snapkv 0.2, keep ram"]
     assert kept["kv_kept_bytes"] == plain["kv_kept_bytes"] and plain["kv_whole_bytes"] == full["kv_whole_bytes"] == 0
@@ -333,7 +338,7 @@ def test_pictures_want_matplotlib(tmp_path, monkeypatch):
 @pytest.mark.skipif(os.name != "posix", reason="signals")
 def test_ctrl_c_keeps_what_was_measured(environment, tiny, native, tmp_path):
     save = tmp_path / "raw.jsonl"
-    program = [sys.executable, "-m", "pykvedge", "bench", *tiny("llama").arguments(), "--tokens", "200", "--method",
+    program = [sys.executable, QUICK_BENCH, "bench", *tiny("llama").arguments(), "--tokens", "200", "--method",
                "h2o", "--repeat", "100000", "--save", str(save)]  # fmt: skip
     process = subprocess.Popen(program, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
     try:
@@ -372,7 +377,7 @@ def test_a_disk_that_fills_up_keeps_whole_lines(environment, tiny, native, tmp_p
 
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
 
-    program = [sys.executable, "-m", "pykvedge", "bench", *tiny("llama").arguments(), "--tokens", "40", "--method",
+    program = [sys.executable, QUICK_BENCH, "bench", *tiny("llama").arguments(), "--tokens", "40", "--method",
                "h2o", "--repeat", "100000", "--generate", "2", "--quiet", "--save", str(save)]  # fmt: skip
     done = subprocess.run(
         program, capture_output=True, text=True, env=environment, preexec_fn=little_space, check=False
@@ -449,14 +454,3 @@ def test_phases_lie_over_each_other_however_long_they_took():
     assert drawn["stock"][:2] == [[0, 0], [0.5, 1]] and drawn["stock"][-1] == [3, 2]  # what is behind the end is not
     ticks = [label.get_text() for label in axis.get_xticklabels()]
     assert ticks == ["prefill\n2,000 - 4,000", "compress\n1,000 - 1,000", "decode\n1,000 - 2,000"]
-
-
-def test_memory_over_time(kvedge, tiny, native, tmp_path):
-    pytest.importorskip("matplotlib")
-    llava, picture = tiny("llava"), tmp_path / "m.png"
-    arguments = ["bench", *llava.arguments(), "--method", "snapkv", "--budget", "0.2", "--images", "1",
-                 "--image-size", "64x64", "--repeat", 1, "--generate", 3]  # fmt: skip
-    done = kvedge(*arguments, "--memory-plot", picture)
-    assert done.code == 0 and picture.read_bytes().startswith(b"\x89PNG")
-    kvedge(*arguments, "--memory-plot", tmp_path / "m.bmp").failed(2, "--memory-plot writes .png")
-    kvedge(*arguments, "--memory-plot", tmp_path / "no" / "m.png").failed(2, "there is no folder")

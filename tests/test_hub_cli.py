@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
+from conftest import QUICK_BENCH
 from hubs import HEADERS, MMPROJ, MODEL, REPO, Place, environment, fill
 from hubserver import HubServer
 
@@ -88,7 +89,7 @@ def test_every_command_that_takes_a_model_takes_a_name(native, fresh, command):
 def test_bench_takes_several_names(kvedge, filled):
     place, _ = filled
     run = ["--quick", "--images", 0, "--method", "h2o", "--tokens", 16, "--generate", 2, "--repeat", 1, "--json"]
-    done = kvedge("bench", "-hf", REPO, "--offline", *run, env=offline(place))
+    done = kvedge("bench", "-hf", REPO, "--offline", *run, env=offline(place), script=QUICK_BENCH)
     assert done.code == 0, done
     assert MODEL.removesuffix(".gguf") in done.out
 

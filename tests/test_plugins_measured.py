@@ -5,7 +5,7 @@ import os
 import re
 
 import pytest
-from conftest import ROOT, THREADS
+from conftest import QUICK_BENCH, ROOT, THREADS
 from test_plugins import EXAMPLES
 
 import pykvedge
@@ -64,7 +64,7 @@ def test_own_allocators_and_reducers_in_eval_and_bench(kvedge, tiny, native, sen
     assert {m for m, _ in rows_of(done)} == {"full", "pictures", "rising", "blend"}
     assert len({round(rows_of(done)[m, 0.5]["kld"], 9) for m in ("pictures", "rising", "blend")}) == 3
     short = ["--tokens", 40, "--repeat", 1, "--generate", 2, "--budget", "0.5", "--json", "--quiet"]
-    done = kvedge("bench", *llama, *own, *short)
+    done = kvedge("bench", *llama, *own, *short, script=QUICK_BENCH)
     assert done.code == 0, done
     kept = {r["variant"]: r["kv_kept_bytes"] / r["kv_full_bytes"] for r in done.json["rows"] if r["variant"] != "stock"}
     assert kept == {"full": 1.0, "pictures 0.5": 0.5, "rising 0.5": 0.5, "blend 0.5": 0.5}
@@ -84,7 +84,7 @@ def test_a_plugin_that_fails_is_left_out_and_said(kvedge, tiny, native, sentence
     assert [line.partition(": ")[0] for line in done.json["left_out"]] == ["latest at 0.5 left out"]
     assert "ZeroDivisionError" in done.err and "my_method.py:6" in done.err and "Traceback" not in done.err
     short = ["--tokens", 40, "--repeat", 1, "--generate", 2]
-    done = kvedge("bench", *tiny("llama").arguments(), *options, *short)
+    done = kvedge("bench", *tiny("llama").arguments(), *options, *short, script=QUICK_BENCH)
     assert done.code == 1 and [r["variant"] for r in done.json["rows"]] == ["stock", "full", "h2o 0.5"]
     assert "ZeroDivisionError" in done.err and "Traceback" not in done.err
 
