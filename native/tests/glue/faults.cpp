@@ -8,6 +8,7 @@
 #    include "world.h"
 
 #    include <algorithm>
+#    include <cstdlib>
 #    include <cstring>
 #    include <execinfo.h>
 #    include <filesystem>
@@ -85,7 +86,9 @@ void try_call(llama_model * model, const kvedge_plan * plan, kvedge_type type, c
     std::vector<float> logits;
     const int32_t      n_bad = failures();
     int64_t            n     = 0;  // the first time nothing fails
-    for (bool fired = true; fired && failures() == n_bad; n++) {
+    const char *       every = std::getenv("KVEDGE_FAULTS_EVERY");
+    const int64_t      step  = every ? std::max(1, std::atoi(every)) : 1;  // from one failure to the next one
+    for (bool fired = true; fired && failures() == n_bad; n += n == 0 ? 1 : step) {
         w.clear();
         kvedge_set_plan(w.kv, plan, nullptr);
         of.before(w);
@@ -119,9 +122,9 @@ void try_call(llama_model * model, const kvedge_plan * plan, kvedge_type type, c
         CHECK(!moved || (of.away && fired));
     }
     if (failures() != n_bad) {
-        std::fprintf(stderr, "  %s, allocation %d\n", of.name, (int) n - 1);
+        std::fprintf(stderr, "  %s, allocation %d\n", of.name, (int) (n - step));
     }
-    n_faults += n - 2;
+    n_faults += n - 1 - step;
 }
 
 // The first time, when nothing fails, takes the memory for it.
