@@ -35,7 +35,7 @@ def test_a_device_whose_memory_ends_leaves_the_sequence_as_it_was(native, tiny, 
         assert differing(found["after"], whole["after"]) <= NEAR_TIES and found["device_bytes"] > 0
 
 
-@pytest.mark.parametrize("method", ["snapkv", "kvedge"])
+@pytest.mark.parametrize("method", ["kvedge", *whole("snapkv")])
 def test_a_server_that_hangs_up_meanwhile_is_one_line(native, tiny, kvedge, own_server, method):
     """After several shares of what it sends for a compression."""
 

@@ -60,32 +60,32 @@ def same(host, device, cases) -> None:
     assert other <= len(cases) / 3  # the tied tokens of a prompt are those of many methods
 
 
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("shape", ["GQA", "M-RoPE", *whole("MHA")])  # heads of their own: in the next test
 def test_every_method_keeps_on_a_device_what_it_keeps_on_the_host(
     tiny, picture_file, profile_file, talked, server, shape, chosen
 ):
     """Two messages, one of them with images. Ends with rows on the device, also where answers drop some.
 
-    All methods with one shape of heads, some with the others.
+    All methods with one shape of heads on the server, which has ggml's operations alone; some with the others.
     """
     chosen = chosen if shape == "GQA" else ALIKE
+    ours = [name for name in chosen if name in (*ALIKE, "kvedge") or len(chosen) == len(pykvedge.methods())]
     kind, sizes = SHAPES[shape]
     files = tiny(kind, **sizes)
     images = [picture_file(), picture_file("b.png", 60, 90)]
     messages = [(WORDS * 5, images), (WORDS * 2, [])]
     cases = [case_of(files, method, messages, profile_file) for method in chosen]
     host = talked(cases)
-    graph = talked(cases, device="CPU")
-    remote = talked(cases, rpc=server.address)
-    same(host, graph, cases)
-    same(host, remote, cases)
-    for method, here, there in zip(chosen, graph, remote, strict=True):
-        assert here["device_bytes"][-1] and there["device_bytes"][-1], method
+    for names, settings in ((chosen, {"rpc": server.address}), (ours, {"device": "CPU"})):
+        there = talked([case for name, case in zip(chosen, cases, strict=True) if name in names], **settings)
+        known = [case for name, case in zip(chosen, host, strict=True) if name in names]
+        same(known, there, [case for name, case in zip(chosen, cases, strict=True) if name in names])
+        assert all(case["device_bytes"][-1] for case in there)
 
 
 def test_heads_of_different_lengths(native, tiny, talked, server, profile_file):
     """Eight KV heads that keep different numbers of pairs: in one list on the processor, in groups on the server."""
-    files = tiny("llama", head_size=64, n_heads=8, n_heads_kv=8, n_layers=6)
+    files = tiny("llama", head_size=64, n_heads=8, n_heads_kv=8, n_layers=3)
     cases = [case_of(files, method, [(WORDS * 12, [])], profile_file) for method in ("adakv", "mixkv-ada", "pyramidkv")]
     host = talked(cases)
     assert len({len(head) for head in host[0]["held"][0][-1]}) > 4
@@ -94,7 +94,7 @@ def test_heads_of_different_lengths(native, tiny, talked, server, profile_file):
     for there in (graph, remote):
         same(host, there, cases)
         assert all(case["device_bytes"][-1] > 0 for case in there)
-    row, heads, layers = 2 * 64 * 4, 8, 6  # f32
+    row, heads, layers = 2 * 64 * 4, 8, 3  # f32
     for case in graph:
         kept = sum(len(head) for layer in case["held"][0] for head in layer)
         room = layers * heads * 128 + kept // 32  # for tokens that follow
@@ -122,7 +122,7 @@ def test_the_demo_model_answers_alike(native, talked, server, own_server, profil
 
 def test_quantised_rows(native, talked, server, profile_file):
     """The demo model answers from q8_0 and q4_0 on a device as from them on the host, and they take their bytes."""
-    cases = [case_of(DEMO, method, SCENE, profile_file, 0.7) for method in ("full", "lookm", "adakv")]
+    cases = [case_of(DEMO, method, SCENE, profile_file, 0.7) for method in ("full", "lookm")]
     held = {}
     for kv_type in ("f16", "q8_0", "q4_0"):
         host = talked(cases, kv_type=kv_type, kv_rotate="off")  # as on devices
@@ -176,7 +176,8 @@ def test_later_messages_attend_where_the_rows_are(native, tiny, worker, server, 
     """Over heads of different lengths, biases and quantised rows: logits as on the host, and rows stay away."""
     shape, kv_type, most = kind  # most: the largest divergence
     mass = pykvedge.plan("adakv", 0.3, reducer="averaged", **{"reducer.bias": "mass"})
-    plans = [*(pykvedge.plan(name, 0.4) for name in ("snapkv", "adakv", "kvedge")), mass]
+    names = ("snapkv", "adakv", "kvedge") if parts == 2 else ("adakv",)
+    plans = [*(pykvedge.plan(name, 0.4) for name in names), mass]
     job = {
         "model": str(tiny("llama", **shape).model),
         "rpc": server.address if parts == 2 else "",
@@ -194,7 +195,7 @@ def test_later_messages_attend_where_the_rows_are(native, tiny, worker, server, 
 
 def test_a_prompt_that_comes_in_pieces(native, tiny, worker, server):
     """What is gathered of it lies on the device from piece to piece, and comes to the host where rows do."""
-    plans = [pykvedge.plan(name, 0.3) for name in ("snapkv", "adakv", "mixkv", "h2o", "lookm", "prefixkv", "roco")]
+    plans = [pykvedge.plan(name, 0.3) for name in ("snapkv", "mixkv", "h2o", "roco")]
     plans.append(pykvedge.plan("h2o", 0.3, allocator="entropy", **{"allocator.attention": "full"}))
     job = {"model": str(tiny("llama", weight="f32").model), "plans": [plan.to_json() for plan in plans]}
     host = worker("device_prompts.py", {**job, "devices": "none"})
@@ -213,9 +214,9 @@ def chat(environment, files, *options):
 
 
 def test_the_servers_memory_shrinks(native, tiny, environment, own_server):
-    """What the server uses while an answer to some 6000 tokens is written: with 64 of them kept, less by the others."""
+    """What the server uses while an answer to some 3000 tokens is written: with 64 of them kept, less by the others."""
     files = tiny("llama")
-    prompt = "word " * 2000  # at least 3 tokens each
+    prompt = "word " * 1000  # at least 3 tokens each
     used = {}
     for options in (["--method", "full"], ["--method", "knorm", "--budget", "64"]):
         talking = chat(environment, files, "--rpc", own_server.address, "--kv-type", "f32", "--max-tokens", "8000",
@@ -224,8 +225,8 @@ def test_the_servers_memory_shrinks(native, tiny, environment, own_server):
         used[options[1]] = own_server.memory()
         talking.kill()
         talking.communicate()
-    pairs = 2 * 2 * (32 + 32) * 4  # bytes of a token in f32: layers, KV heads, keys and values
-    assert used["full"] - used["knorm"] >= 0.9 * (6000 - 64) * pairs
+    pairs = 2 * 2 * (64 + 64) * 4  # bytes of a token in f32: layers, KV heads, keys and values
+    assert used["full"] - used["knorm"] >= 0.9 * (3000 - 64) * pairs
 
 
 @pytest.mark.parametrize("method", ["snapkv", "h2o", "roco"])
@@ -280,7 +281,7 @@ def test_no_keys_and_values_travel_for_a_later_message(native, tiny, worker, own
     job = {
         "model": str(tiny("llama", head_size=size, n_heads=heads, n_heads_kv=heads).model),
         "kv_type": kv_type,
-        "prompt": 2000,
+        "prompt": 1000,
         "plans": [pykvedge.plan(method, 0.4).to_json()],
         "alone": True,
     }
@@ -289,7 +290,7 @@ def test_no_keys_and_values_travel_for_a_later_message(native, tiny, worker, own
         wire = Counting(own_server.address)
         worker("device_logits.py", {**job, "rpc": wire.address, "later": later})
         sums.append(wire.bytes)
-    held = layers * heads * 800 * 2 * size * (2 if kv_type == "f16" else 34 / 32)
+    held = layers * heads * 400 * 2 * size * (2 if kv_type == "f16" else 34 / 32)
     print(f"{sums[1] - sums[0]} bytes for a message over {held:.0f}")
     assert 0 < sums[1] - sums[0] < held / 2
 

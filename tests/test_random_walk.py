@@ -11,7 +11,8 @@ def test_a_random_walk_computes_what_llama_cpp_does(tiny, environment, native, s
     assert n > STEPS // 2 and worst <= TOLERANCE
 
 
-def test_with_rows_on_an_rpc_server(tiny, environment, native, stock_dir, own_server):
+@pytest.mark.parametrize("steps", [STEPS // 3, *whole(STEPS)])
+def test_with_rows_on_an_rpc_server(tiny, environment, native, stock_dir, own_server, steps):
     """llama.cpp computes on the host, kvedge on the server, with attention that is ggml's own operations."""
-    n, worst = walk(tiny("llama", weight="f32").model, STEPS, 3, stock_dir, environment, own_server.address)
-    assert n > STEPS and worst <= TOLERANCE
+    n, worst = walk(tiny("llama", weight="f32").model, steps, 3, stock_dir, environment, own_server.address)
+    assert n > steps and worst <= TOLERANCE

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from choosing import whole
 from rpcserver import Server
 
 from pykvedge.errors import DeviceError
@@ -38,7 +39,7 @@ def crowd(case, rpc, tiny, kvedge):
     assert done.code == 0, done
 
 
-@pytest.mark.parametrize("case", ["two_sessions", "two_threads", "two_sequences"])
+@pytest.mark.parametrize("case", ["two_threads", "two_sequences", *whole("two_sessions")])
 def test_memory_of_a_device_is_given_back_while_another_answers(native, tiny, kvedge, server, case):
     crowd(case, server.address, tiny, kvedge)
 
