@@ -14,6 +14,7 @@ from pykvedge.runtime.sampling import Sampling
 from pykvedge.runtime.sequence import Sequence
 
 METHODS = pykvedge.methods()
+FEW = ("full", "h2o", "adakv", "elastic", "kvzip", "kvedge")  # heads that differ, a decode policy, a second pass
 METHODS_READ_ONCE = [name for name in METHODS if not replays(pykvedge.plan(name))]
 A = "The quick brown fox jumps over the lazy dog and looks at the picture. " * 4
 B = "The quick brown cat sleeps under a table, which was not what it had planned for that day. " * 3

@@ -41,6 +41,12 @@ def methods(names: Iterable[str]):
     return [pytest.param(name, marks=() if name in distinct() else pytest.mark.whole) for name in names]
 
 
+def few(chosen: Iterable[str], of: Iterable[str] = ()):
+    """Methods as parameters of a test of what others test with distinct(): by default those chosen, if in `of`."""
+    names = list(of) or pykvedge.methods()
+    return [pytest.param(name, marks=() if name in chosen else pytest.mark.whole) for name in names]
+
+
 @functools.cache
 def distinct() -> tuple[str, ...]:
     """Lists one method for each set of things that a host of libkvedge has to do for a plan.

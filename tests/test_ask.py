@@ -5,6 +5,7 @@ import subprocess
 
 import build_stock
 import pytest
+from choosing import whole
 from conftest import ROOT
 
 DATA = ROOT / "pykvedge" / "data"
@@ -31,8 +32,9 @@ def figures(done) -> dict[str, str]:
     return dict(word.split("=") for word in done.stderr.splitlines()[-1].split())
 
 
-@pytest.mark.parametrize("kv_type", ["f16", "q8_0"])
-@pytest.mark.parametrize("method", ["default", "snapkv"])
+@pytest.mark.parametrize(
+    ("kv_type", "method"), [("f16", "default"), ("q8_0", "snapkv"), *whole(("f16", "snapkv"), ("q8_0", "default"))]
+)
 def test_answers_about_a_picture_as_the_program_does(native, kvedge, ask, kv_type, method):
     options = ["--kv-type", kv_type, "--mmproj", MMPROJ, "--image", SCENE]
     fields = ["--set", "scorer=window", "--set", "budget=0.2"] if method == "snapkv" else []

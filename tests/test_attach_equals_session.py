@@ -1,8 +1,8 @@
 """attach holds the KV pairs that Session holds: methods, texts, images, several batches, conversations."""
 
 import pytest
-from attached import METHODS, METHODS_READ_ONCE, Choices, chat, complete, differing, held, llama, profiles, talk
-from choosing import methods, whole
+from attached import FEW, METHODS, METHODS_READ_ONCE, Choices, chat, complete, differing, held, llama, profiles, talk
+from choosing import few, methods, whole
 from contexts import TinyContext, random_tokens
 
 import pykvedge
@@ -36,7 +36,7 @@ def test_texts(native, tiny, profile_file, monkeypatch, method, repeats):
         assert answer.strip() == turn.answer.strip()
 
 
-@pytest.mark.parametrize("method", methods(METHODS))
+@pytest.mark.parametrize("method", few(("lookm", *FEW)))
 def test_images_through_a_chat_handler(native, tiny, picture_file, profile_file, monkeypatch, method):
     files, images = tiny("llava"), [picture_file(), picture_file("b.png", 60, 90)]
     profile = profiles(profile_file, files, method)
@@ -50,7 +50,7 @@ def test_images_through_a_chat_handler(native, tiny, picture_file, profile_file,
         assert answer.strip() == turn.answer.strip() or (choices.near and turn.answer.strip().startswith(sure))
 
 
-@pytest.mark.parametrize("method", methods(METHODS))
+@pytest.mark.parametrize("method", few(FEW))
 def test_turns_of_a_chat(native, tiny, profile_file, monkeypatch, method):
     """The second message is so short that it keeps more than the budget, the third is not."""
     files, profile = tiny("llama"), profiles(profile_file, tiny("llama"), method)
@@ -67,7 +67,7 @@ def test_turns_of_a_chat(native, tiny, profile_file, monkeypatch, method):
         assert attached.stats().n_compressions == 3
 
 
-@pytest.mark.parametrize("method", methods(METHODS_READ_ONCE))
+@pytest.mark.parametrize("method", few(FEW, METHODS_READ_ONCE))
 @pytest.mark.parametrize("n_batch", [1, 64])
 def test_a_prompt_that_ends_with_a_batch_of_one_token(native, tiny, profile_file, method, n_batch):
     """Against the same batches without llama_cpp: single tokens of a prompt are no answer."""

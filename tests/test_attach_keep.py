@@ -33,8 +33,9 @@ def turns(monkeypatch):
     return lambda files, plan: talk(monkeypatch, files, plan, MESSAGES, keep="ram", n_ctx=4096)
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen3"])
-@pytest.mark.parametrize("method", ["snapkv", "h2o", "lookm", "expected"])
+@pytest.mark.parametrize(
+    ("kind", "method"), crossed(["llama", "qwen3"], ["snapkv", "h2o", "lookm", "expected"], ["expected"], ["llama"])
+)
 def test_requests_that_add_are_answered_as_in_a_session(native, tiny, turns, kind, method):
     files, plan = tiny(kind), plan_of(method)
     expected = turns(files, plan)

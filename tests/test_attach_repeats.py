@@ -2,8 +2,8 @@
 
 import llama_cpp
 import pytest
-from attached import METHODS, A, B, chat, complete, held
-from choosing import methods
+from attached import FEW, A, B, chat, complete, held
+from choosing import few
 
 from pykvedge.chat.reuse import History, shared
 from pykvedge.errors import StateError
@@ -15,7 +15,7 @@ def outcome(llm, attached, prompt, n=8):
     return text, attached.stats().n_tokens, held(attached._cache)
 
 
-@pytest.mark.parametrize("method", methods(METHODS))
+@pytest.mark.parametrize("method", few(FEW))
 def test_the_same_request_at_once_and_after_another(attached_llama, method):
     with attached_llama(method) as (llm, attached):
         first = outcome(llm, attached, A)
@@ -27,7 +27,7 @@ def test_the_same_request_at_once_and_after_another(attached_llama, method):
         assert outcome(llm, attached, B) == between
 
 
-@pytest.mark.parametrize("method", methods(METHODS))
+@pytest.mark.parametrize("method", few(FEW))
 def test_a_turn_that_comes_again_or_is_changed(attached_llama, method):
     with attached_llama(method) as (llm, attached):
 
@@ -60,7 +60,7 @@ def test_tokens_that_functions_of_llama_h_took_away_are_read_again(attached_llam
         assert outcome(llm, attached, longer) == expected
 
 
-@pytest.mark.parametrize("method", methods(METHODS))
+@pytest.mark.parametrize("method", few(FEW))
 def test_images_three_times(attached_llama, picture_file, method):
     text = "<s><__media__>\nWhat is this? " + A
     with attached_llama(method, "llava", images=True) as (llm, attached):

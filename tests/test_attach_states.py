@@ -5,15 +5,15 @@ import pickle
 import gguf
 import numpy as np
 import pytest
-from attached import A, B, chat, complete, held
+from attached import FEW, A, B, chat, complete, held
 from batches import logits
+from choosing import whole
 from llama_cpp import LlamaDiskCache, LlamaRAMCache
 
 import pykvedge
 from pykvedge.errors import SessionFileError, StateError
 
 MORE = "And then? What did the dog do?"
-METHODS = ("full", "h2o", "adakv", "elastic", "kvzip", "kvedge")  # of a decode policy, a second pass, a profile
 Q8_0 = {"type_k": 8, "type_v": 8, "flash_attn": True}
 
 
@@ -27,7 +27,7 @@ def read_on(llm, attached):
     return after, held(attached._cache), llm.n_tokens
 
 
-@pytest.mark.parametrize(("method", "options"), [*((name, {}) for name in METHODS), ("full", Q8_0)])
+@pytest.mark.parametrize(("method", "options"), [*((name, {}) for name in FEW), ("full", Q8_0)])
 def test_a_state_goes_on_as_without_the_detour(attached_llama, method, options):
     with attached_llama(method, **options) as (llm, attached):
         complete(llm, A)
@@ -48,7 +48,7 @@ def test_a_state_goes_on_as_without_the_detour(attached_llama, method, options):
         assert read_on(llm, attached)[1:] == expected[1:]
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", FEW)
 def test_completions_with_a_cache(attached_llama, method, tmp_path):
     """One goes on from the first, though another one came between, or the program ended; one repeats it."""
     with attached_llama(method) as (llm, attached):
@@ -69,7 +69,7 @@ def test_completions_with_a_cache(attached_llama, method, tmp_path):
         assert (complete(llm, so_far), held(attached._cache)) == third
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", ["h2o", "kvzip", *whole("full", "adakv", "elastic", "kvedge")])
 def test_a_prompt_that_waits_for_its_first_token(attached_llama, method):
     """It is read again."""
     with attached_llama(method) as (llm, attached):

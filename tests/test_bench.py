@@ -139,8 +139,8 @@ def test_stock_is_llama_cpp_without_a_provider(tiny, native, monkeypatch):
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="RSS as Linux counts it")
 def test_memory_of_a_long_prompt_is_seen_in_rss(tiny, native):
     """llama.cpp's cache is there at once and stays; kvedge's shrinks when it is compressed."""
-    model = ModelFiles(tiny("llama", n_layers=4, n_heads=8, n_heads_kv=8, head_size=128, weight="q8_0").model)
-    out = measured([model], [Shape(1400)], [Variant("h2o", pykvedge.plan("h2o", 0.1))], repeat=1, generate=2)
+    model = ModelFiles(tiny("llama", n_layers=4, n_heads=4, n_heads_kv=4, head_size=128, weight="q8_0").model)
+    out = measured([model], [Shape(2600)], [Variant("h2o", pykvedge.plan("h2o", 0.1))], repeat=1, generate=2)
     stock, h2o = table.rows(out)
     assert stock.kv_kept_bytes > 20e6
     assert stock.rss_after_bytes > 0.8 * stock.kv_kept_bytes

@@ -6,9 +6,9 @@ import threading
 import gguf
 import numpy as np
 import pytest
-from attached import held, profiles
+from attached import FEW, held, profiles
 from batches import send
-from choosing import methods
+from choosing import distinct
 from contexts import TinyContext
 
 import pykvedge
@@ -42,8 +42,14 @@ def ask(model, plan, images, bounded, turns=1, **settings):
         return sets, answer.report, text, session.engine.cache.stats()
 
 
-@pytest.mark.parametrize("kind", ["llava", "qwen2vl"])
-@pytest.mark.parametrize("method", methods(METHODS))
+@pytest.mark.parametrize(
+    ("kind", "method"),
+    [
+        pytest.param(kind, method, marks=() if method in usual else pytest.mark.whole)
+        for kind, usual in (("llava", distinct()), ("qwen2vl", FEW))
+        for method in METHODS
+    ],
+)
 def test_keeps_and_answers_as_the_ordinary_way_does(native, tiny, picture_file, profile_file, kind, method):
     plan, images = pykvedge.plan(method, 0.3), pictures(picture_file)
     profile = profiles(profile_file, tiny(kind), method)

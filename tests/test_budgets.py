@@ -114,9 +114,10 @@ def numpy_result(plan, p):
 @pytest.mark.parametrize(("scorer", "allocator"), crossed(SCORERS, ALLOCATORS, ["ada"], ["window", "cumulative"]))
 def test_every_allocator_with_every_scorer(native, scorer, allocator, heads):
     two = () if scorer == "keydiff" else (2,)  # two keys are as far from their mean: rounding decides
-    cases = [(33, 0.2), (120, 40)]
+    cases = [(120, 40)]
     if heads == (4, 2):
-        cases += [*itertools.product((1, *two, 33, 120), (0.05, 0.7)), (120, 0.2), (600, 0.2)]
+        cases += [(33, 0.2)]
+        cases += [*itertools.product((1, *two, 33), (0.05, 0.7)), (120, 0.2), (600, 0.2)]
     for n_tokens, budget in cases:
         plan = pykvedge.plan("h2o", budget, scorer=scorer, allocator=allocator)
         result = assert_same(plan, prompt(n_tokens, heads, layers=3))

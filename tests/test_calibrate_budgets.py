@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 import oracles_budgets as oracles
 import pytest
+from choosing import whole
 
 import pykvedge
 from kvedge_lab.calibrate.budgets import CurveFile, Curver, Curves, measure_curves, setup_for
@@ -101,7 +102,7 @@ def measured(curver, sample, way=CONVERSATION):
 UNEVEN = np.array([[2, 1], [2, 3], [4, 2], [1, 1], [2, 2]]) / 20  # little where the demo model needs much
 
 
-@pytest.mark.parametrize(("around", "way"), [(None, CONVERSATION), (UNEVEN, CONVERSATION), (UNEVEN, CONTEXT)])
+@pytest.mark.parametrize(("around", "way"), [(UNEVEN, CONVERSATION), (UNEVEN, CONTEXT), *whole((None, CONVERSATION))])
 def test_a_curve_is_the_divergence_of_answers_that_are_fed_token_by_token(demo, around, way):
     """Again with a session of its own for every point, whose prompt is read anew."""
     model, vision, reader = demo

@@ -5,6 +5,7 @@ import subprocess
 import sys
 
 import pytest
+from choosing import whole
 
 import pykvedge
 from pykvedge.native import llamacpp
@@ -49,7 +50,7 @@ def test_without_stdout_there_is_one_line(closed):
 
 
 @POSIX
-@pytest.mark.parametrize("more", [(), ("--json",)])
+@pytest.mark.parametrize("more", [(), *whole((("--json",),))])
 def test_where_nobody_reads_the_exit_code_says_so(closed, more):
     """click ends with 1, which is that of a failure."""
     done = closed("> >(exit)", "Hello", *more, shell="bash")
@@ -82,7 +83,7 @@ program.main()
 @pytest.mark.skipif(sys.platform == "win32", reason="signals")
 @pytest.mark.parametrize(("module", "owner", "method"), [
     ("pykvedge.models.encoder", "Encoder", "__init__"),  # after the last look at the event
-    ("pykvedge.chat.session", "Session", "load"),
+    *whole(("pykvedge.chat.session", "Session", "load")),
 ])  # fmt: skip
 def test_ctrl_c_while_things_are_loaded_ends_the_program(kvedge, tiny, tmp_path, module, owner, method):
     arguments = ["chat", *tiny("llava").arguments(), "--session", tmp_path / "a.kvs", "--max-tokens", 2]

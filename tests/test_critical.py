@@ -133,8 +133,9 @@ def test_the_weights_decide(native):
 @pytest.mark.parametrize("step", [1, 24])
 @pytest.mark.parametrize("name", [name for name in SCORERS if name != "mean"])
 def test_streams(native, name, step):
+    p = prompt(130 if step > 1 else 60)
     for norm in NORMS:
-        plan, p = plan_of(name, norm, 36, **{"scorer.window": 8} if name == "window" else {}), prompt(130)
+        plan = plan_of(name, norm, 36, **{"scorer.window": 8} if name == "window" else {})
         given = {"stream": step, "threads": 2, "projection": projection_of(plan, p)}
         ours, definition = (pykvedge.compress(plan, *p.arguments, engine=e, **given) for e in ("native", "numpy"))
         for layer, other in zip(ours.kept, definition.kept, strict=True):

@@ -70,7 +70,7 @@ def mean_weights(context, layer: int, head: int, n_heads_kv: int):
 WAYS = crossed(POLICIES, ["uniform", "prefix", "ada"], ["prefix"], ["heavy-hitter"])
 
 
-@pytest.mark.parametrize("budget", [0.1, *whole(0.4), 90])
+@pytest.mark.parametrize("budget", [0.1, *whole(0.4, 90)])  # heavy hitters have one of pairs below
 @pytest.mark.parametrize(("decode", "allocator"), WAYS)
 def test_rows_go_as_the_definition_says(running, decode, budget, allocator):
     plan = pykvedge.plan("h2o", budget, decode=decode, allocator=allocator, sinks=2)

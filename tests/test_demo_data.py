@@ -35,8 +35,8 @@ def test_scenes_follow_from_their_seed():
 
 
 def test_no_code_is_on_both_sides():
-    training = {s.code for s in scenes_of(0, 3000, False)}
-    held_out = {s.code for s in scenes_of(1, 3000, True)}
+    training = {s.code for s in scenes_of(0, 1000, False)}
+    held_out = {s.code for s in scenes_of(1, 1000, True)}
     assert not training & held_out
     assert not any(s.held_out for s in scenes_of(5, 200, False))
 

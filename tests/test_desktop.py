@@ -18,6 +18,7 @@ import traceback
 from pathlib import Path
 
 import pytest
+from choosing import whole
 from conftest import ROOT
 from PIL import Image, ImageGrab
 from server import DEMO, ENDLESS
@@ -176,7 +177,7 @@ def test_what_a_person_sees(screen, native, tmp_path):
     assert told["ended"] == [False, False]  # the thread, and the model in memory
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGTERM, *whole(signal.SIGINT)])
 def test_the_program_starts_and_ends_by_a_signal(screen, native, number):
     program = subprocess.Popen([sys.executable, DESKTOP], env=screen, text=True, stderr=-1, stdout=-1)
     try:

@@ -93,15 +93,15 @@ SEGV = "ended by segmentation fault"
     ("group", "said", "sound"),
     [
         ("crash_between_sound_ones", [f"second: {ILL}"], ["first", "third"]),
-        ("wrong", ["first: wrong: off by 2", "second: ZeroDivisionError: division by zero"], ["third"]),
         (
             "crash_often",
             [f"T0, T1, T2 in AMX memory: {ILL} (3 more were not tried after that)"],
             ["T0 in CPU memory"],
         ),
         ("abort", ["first: ended by abort (GGML_ASSERT(1 == 2) failed)"], []),
-        ("crash_before_any", [f"the check of crash_before_any, between two steps: {SEGV}"], []),
         *whole(
+            ("wrong", ["first: wrong: off by 2", "second: ZeroDivisionError: division by zero"], ["third"]),
+            ("crash_before_any", [f"the check of crash_before_any, between two steps: {SEGV}"], []),
             ("leave", ["first: ended by exit code 7"], []),
             ("missing", ["the check of missing, between two steps: AttributeError: module 'doctor_checks' has no"], []),
         ),

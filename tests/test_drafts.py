@@ -47,7 +47,7 @@ def test_whatever_is_guessed_the_answer_is_that_of_single_tokens(sessions, guess
     plain = said(sessions(plan), chosen)
     assert plain.drafts is None and len(plain.ids) > 3
     drafting_session = sessions(plan, lookup=True)
-    for right in (99, 0, 3):
+    for right in (99, 0, 3) if sampling == "greedy" else (3,):
         guessing(plain.ids, right)
         drafted = said(drafting_session, chosen)
         check_alike(drafted, plain)

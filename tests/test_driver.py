@@ -4,6 +4,7 @@ import threading
 
 import pytest
 from attached import held
+from choosing import whole
 from conftest import THREADS
 
 import pykvedge
@@ -17,7 +18,7 @@ from pykvedge.models.vision import ImagePiece
 WORDS = "The quick brown fox jumps over the lazy dog and looks at the picture. "
 
 
-@pytest.mark.parametrize("method", ["lookm", "snapkv", "elastic", "pyramidkv"])
+@pytest.mark.parametrize("method", ["lookm", "pyramidkv", *whole("snapkv", "elastic")])
 def test_eval_and_bench_keep_what_a_session_keeps(tiny, picture_file, native, monkeypatch, method):
     """Of a prompt of several passes with an image among them."""
     plan, seen = pykvedge.plan(method, 0.3), {}

@@ -279,12 +279,12 @@ def test_another_version_of_kvedge_encodes_for_itself(asked, monkeypatch):
 
 
 def test_a_damaged_entry_is_encoded_again(asked, tiny, tmp_path):
-    """At every byte of the head and the name, and at random places of the rows; never another answer."""
+    """At bytes of all fields of the head and the name, and at random places of the rows; never another answer."""
     expected = asked()[0].text
     (file,) = (tmp_path / "c").iterdir()
     whole, draw = file.read_bytes(), random.Random(5)
     n_head = 32 + len(file.stem)
-    places = [*range(n_head), *(draw.randrange(n_head, len(whole)) for _ in range(40))]
+    places = [*range(0, n_head, 3), *(draw.randrange(n_head, len(whole)) for _ in range(10))]
     with loaded(tiny("llava"), cache=tmp_path / "c", image_cache=0) as model:
         calls = counted(model)
         for at in places:
@@ -340,7 +340,7 @@ def test_a_disk_that_is_full_costs_no_answer(tiny, kvedge, picture_file, tmp_pat
 
 def test_programs_at_the_same_time_share_a_folder(tiny, kvedge, picture_file, tmp_path):
     arguments = ["chat", *tiny("llava").arguments(), "--method", "lookm", "--max-tokens", 3, "--json", "What?"]
-    images = [picture_file("a.png", 40 + 4 * i, 60) for i in range(3)]
+    images = [picture_file("a.png", 40 + 4 * i, 60) for i in range(2)]
     with tiny("llava").session(pykvedge.plan("lookm")) as session:
         expected = {}
         for image in images:
@@ -350,13 +350,13 @@ def test_programs_at_the_same_time_share_a_folder(tiny, kvedge, picture_file, tm
 
     def work(mine):
         for image in mine:
-            done = kvedge(*arguments, "--image", image, "--cache", tmp_path / "c", "--cache-size", "45KB").json
+            done = kvedge(*arguments, "--image", image, "--cache", tmp_path / "c", "--cache-size", "30KB").json
             said.append((str(image), done["text"], done.get("notes")))
 
     in_threads(*(partial(work, images[i:] + images[:i]) for i in range(2)))
     assert sorted(said) == sorted((image, text, None) for image, text in expected.items() for _ in range(2))
-    assert 0 < CacheFolder(tmp_path / "c", 45000).total_bytes() <= 45000
-    assert len(list((tmp_path / "c").iterdir())) == 2  # of 16 KiB each, so that one had to go
+    assert 0 < CacheFolder(tmp_path / "c", 30000).total_bytes() <= 30000
+    assert len(list((tmp_path / "c").iterdir())) == 1  # of 16 KiB each, so that one had to go
 
 
 def test_the_options_of_a_folder(kvedge, tiny, tmp_path):

@@ -102,7 +102,7 @@ def test_a_second_pass_finds_the_room_that_other_plans_gave_back(native):
 @pytest.mark.parametrize("how", WAYS)
 def test_the_default_method_keeps_what_the_question_is_and_what_it_asks_for(native, how):
     """Second and third questions, whenever they come: all as the full cache's at half, and at a fifth of the pairs."""
-    samples = [s for task in ("code+describe", "colour+where+describe") for s in demo_samples(task, 6, 5, 4)]
+    samples = [s for task in ("code+describe", "colour+where+describe") for s in demo_samples(task, 4, 5, 4)]
     budgets = (0.5, 0.2)
     rows = run(samples, [Cell(DEFAULT_METHOD, pykvedge.default_plan(b)) for b in budgets], compress=how)
     answers = {key: row["answer"] for key, row in rows.items()}
@@ -129,8 +129,8 @@ def test_what_is_read_once_for_all_equals_a_reading_for_each(native, how):
     """Of questions about one context, and of methods that gather the same: records are equal to the last digit."""
     [sample] = demo_samples("code", 1, 3, 4)
     two = [replace(asked(sample, text), context="scene") for text in ("What is the code?", "Is there a red circle?")]
-    names = ("knorm", "vnorm", "snapkv", "adakv", "mixkv", "h2o", "lookm", "meda", "prefixkv", "kvzip-uniform")
-    made = [*cells(0.1, names=names), *cells(0.1, 0.3, names=("kvzip", DEFAULT_METHOD))]
+    names = ("knorm", "vnorm", "snapkv", "adakv", "h2o", "meda", DEFAULT_METHOD)  # two that gather the same, and alone
+    made = [*cells(0.1, names=names), *cells(0.1, 0.3, names=("kvzip",))]
     together = run(two, made, answers=False, compress=how)
     apart = [replace(one, context="") for one in two]
     for cell in made:

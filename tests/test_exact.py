@@ -46,7 +46,7 @@ def of_full(sessions):
     return functools.cache(lambda sampling: said(sessions("full"), SAMPLINGS[sampling]))
 
 
-@pytest.mark.parametrize("method", ["h2o", "meda", *whole("lookm", "roco", "snapkv", "flashcache")])
+@pytest.mark.parametrize("method", ["h2o", *whole("meda", "lookm", "roco", "snapkv", "flashcache")])
 def test_a_prompt_is_read_alike_whatever_a_plan_observes(sessions, native, method):
     """To the bit: where weights have 8 bits, the last bit of a sum may change a logit by a tenth."""
     asked = [one for n, task in ((1, "code"), (4, "which-image")) for one in demo_samples(task, 2, 3, n)]
@@ -67,7 +67,7 @@ def test_a_prompt_is_read_alike_whatever_a_plan_observes(sessions, native, metho
 def test_the_answer_is_that_of_the_whole_cache(sessions, of_full, drafting_much, native, plan, sampling):
     chosen, full = SAMPLINGS[sampling], of_full(sampling)
     session = sessions(plan, keep="ram", exact=True)
-    for right in (99, 0, 2):
+    for right in (99, 0, 2) if sampling == "greedy" else (2,):
         drafting_much(right)
         exact = said(session, chosen)
         check_alike(exact, full)

@@ -113,7 +113,7 @@ def small_llava(monkeypatch: pytest.MonkeyPatch) -> str:
     return "llava-1.4b"
 
 
-@pytest.mark.parametrize(("quant", "mmproj_quant"), [("q4_0", "q8_0"), ("q8_0", "f16"), ("f16", "q8_0")])
+@pytest.mark.parametrize(("quant", "mmproj_quant"), [("q4_0", "q8_0"), *whole(("q8_0", "f16"), ("f16", "q8_0"))])
 def test_shape_command(
     quant: str, mmproj_quant: str, small_llava: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from choosing import whole
 
 from pykvedge import GrammarError, Sampling
 from pykvedge.models.model import Model
@@ -159,7 +160,7 @@ def judge(schema: dict[str, Any], model: Model, seed: int, n: int = 4) -> tuple[
     return ("obeyed", "") if whole else ("endless", "")
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen2vl"])
+@pytest.mark.parametrize("kind", ["qwen2vl", *whole("llama")])
 def test_answers_obey(tiny, kind):
     with tiny(kind).session() as session:
         for i, schema in enumerate(OBEYED):

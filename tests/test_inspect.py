@@ -6,6 +6,7 @@ import re
 
 import numpy as np
 import pytest
+from choosing import whole
 from PIL import Image
 
 import pykvedge
@@ -198,7 +199,7 @@ def test_a_model_whose_cache_stays_with_llama_cpp_is_refused(tiny):
         session.examine("Hello", [], pykvedge.plan("full"))
 
 
-@pytest.mark.parametrize("kind", ["llava", "qwen2vl"])
+@pytest.mark.parametrize("kind", ["qwen2vl", *whole("llava")])
 def test_the_command_writes_a_report_that_needs_nothing_else(kvedge, tiny, picture_file, tmp_path, kind):
     out = tmp_path / "figures"
     wide = picture_file("wide.png", 160, 60)

@@ -253,13 +253,13 @@ def test_a_message_leaves_the_conversation(terminal, llava, picture_file):
 
 
 def test_a_message_that_was_taken_back_is_put_again(terminal, llava, picture_file):
-    t = terminal(*llava)
+    t = terminal(*llava, "--ctx", "512")
     first = question(t, f"{picture_file()} What is this?")
     t.enter("/undo", "taken back: What is this? and its 1 image")
     again = question(t, "/retry")
     assert "(16 image, 1 from the cache)" in again and "(16 image)" in first
     t.enter("/undo\n/undo", "there is no message to take back")
-    t.type("word " * 3000 + "\n")  # too long
+    t.type("word " * 200 + "\n")  # too long
     t.shows("kvedge: error: ")
     t.enter("/set seed 1\n/retry", "kvedge: error: ")
     t.type("\x04")
@@ -404,11 +404,11 @@ def test_ctrl_c_stops_the_answer_and_not_the_program(terminal, llava):
 
 def test_a_question_that_was_stopped_can_be_edited(terminal, llava):
     t = terminal(*llava, "--ctx", "30000")
-    t.type("word " * 4000 + "\n")
+    t.type("~" * 8000 + "\n")  # a token each
     t.wait_for("reading")
     t.interrupt("(stopped; edit the question and press Enter)")
     t.wait_for(PROMPT)
-    t.wait_for("word word word")
+    t.wait_for("~~~")
     t.type("\x03")  # clears it
     assert int(re.findall(r"prompt (\d+) tokens", question(t, "Hello"))[0]) < 100
 

@@ -179,11 +179,11 @@ def expected_bytes(context, pairs, kv_type):
 @pytest.mark.parametrize(("kv_type", "budget"), crossed(NAMES, [0.25, 1.0], [0.25], ["f16", "kivi2"]))
 def test_bytes_are_those_of_the_type(running, kv_type, budget):  # noqa: F811
     c = running(pykvedge.plan("h2o", budget), kv_type)
-    c.decode(random_tokens(1600))
+    c.decode(random_tokens(800))
     full = c.cache.stats().bytes
-    assert full >= expected_bytes(c, 1600, KvType.parse(kv_type).plain)
+    assert full >= expected_bytes(c, 800, KvType.parse(kv_type).plain)
     c.cache.compress()
-    pairs = int(1600 * budget)
+    pairs = int(800 * budget)
     residual = expected_bytes(c, 32, "f16") if kv_type in RESIDUAL else 0
     pages = 4 * 4096 * c.cache.stats().n_layers
     assert (

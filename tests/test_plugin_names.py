@@ -103,11 +103,12 @@ def test_the_examples_pass_the_checks(kvedge, name):
 
 
 @pytest.mark.parametrize(("body", "check"), [
-    ("return np.random.default_rng().random(layer.k.shape[:2])", "runs repeat"),
-    ("COUNT.append(1); return np.abs(layer.k).sum(-1) * len(COUNT)", "engines agree: prompt lengths"),
     ("return layer.k[..., 0] + 100 * np.arange(layer.k.shape[1])[None, ::-1] * np.arange(len(layer.k))[:, None]",
      "the order of heads"),
-    *whole(("return layer.k[..., 0] if layer.k.shape[1] != 256 else layer.k", "engines agree: prompt lengths")),
+    *whole(
+        ("COUNT.append(1); return np.abs(layer.k).sum(-1) * len(COUNT)", "engines agree: prompt lengths"),
+        ("return layer.k[..., 0] if layer.k.shape[1] != 256 else layer.k", "engines agree: prompt lengths"),
+    ),
     ("return layer.v.sum(-1) / layer.v.sum(-1) if layer.image_mask.all() else layer.v.sum(-1) * np.nan",
      "engines agree: image layouts"),
 ])  # fmt: skip

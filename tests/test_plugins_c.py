@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from arrays import prompt
+from choosing import whole
 from conftest import ROOT
 from test_decode_policies import PROMPT, random_tokens, running  # noqa: F401 - a fixture
 
@@ -19,6 +20,7 @@ from pykvedge.errors import PluginError
 from pykvedge.native import cpackage
 from pykvedge.plans import plugin_files
 from pykvedge.reference.checks import suite
+from pykvedge.reference.checks.rules import engines_agree
 
 HEADER = ROOT / "native" / "include" / "kvedge.h"
 COMPILER = shutil.which(os.environ.get("CC", "cc")) or shutil.which("gcc") or shutil.which("clang")
@@ -53,7 +55,7 @@ def own(native, library, forgotten):
     plugin_files.load_file(library(ROOT / "tests" / "own_stages.c"))
 
 
-@pytest.mark.parametrize("kind", ["llava", "qwen2vl"])
+@pytest.mark.parametrize("kind", ["qwen2vl", *whole("llava")])
 def test_the_example_answers_about_a_picture(kvedge, library, tiny, picture_file, kind):
     plugin = ["--plugin", library(ROOT / "examples" / "plugins" / "outlying.c")]
     chat = ["chat", *tiny(kind).arguments(), "--image", picture_file(), "--max-tokens", 8, "--json", "What is this?"]
@@ -82,11 +84,17 @@ def test_c_and_python_keep_the_same_tokens(own, library):
 checked = functools.cache(suite.check)
 
 
-@pytest.mark.parametrize("name", ["attended", "shifted", "doubled"])
+@pytest.mark.parametrize("name", ["attended", *whole("shifted", "doubled")])
 def test_stages_in_c_pass_the_checks(own, name):
     rows = checked(name)
     assert [row for row in rows if row.failed] == []
     assert sum(row.cases for row in rows) > 400
+
+
+@pytest.mark.parametrize("name", ["shifted", "doubled"])
+def test_stages_in_c_are_the_same_on_both_engines(own, name):
+    for n_tokens in (1, 17, 90, 257):
+        engines_agree(pykvedge.plan(name), prompt(n_tokens, (4, 2), layers=3), "f16", 2)
 
 
 def test_the_checks_reach_the_settings_of_a_stage_in_c(own):

@@ -211,11 +211,11 @@ def test_who_leaves_ends_the_answer(server):
 
 
 def test_memory_is_bounded_and_what_waits_comes_back(environment):
-    """Of 20 conversations in room for few each goes on from its rows, and says what it says with room for all."""
+    """Of 12 conversations in room for few each goes on from its rows, and says what it says with room for all."""
 
     def talks(memory):
         with serving(environment, *PLAN, "--memory", memory, "--ctx", "1024") as server:
-            said = [asks(f"{i}: {QUESTIONS[i % 3]}", SCENES[i % len(SCENES)]) for i in range(20)]
+            said = [asks(f"{i}: {QUESTIONS[i % 3]}", SCENES[i % len(SCENES)]) for i in range(12)]
             for conversation in said:
                 conversation.append({"role": "assistant", "content": server.text(conversation)})
             out = []
@@ -253,7 +253,7 @@ def test_the_bound_of_memory_holds_all_the_time(environment):
         looking.start()
         try:
             with ThreadPoolExecutor(6) as pool:
-                list(pool.map(talk, range(60)))
+                list(pool.map(talk, range(30)))
         finally:
             over.set()
             looking.join()

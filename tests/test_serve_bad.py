@@ -180,11 +180,11 @@ def test_many_pixels_are_too_many_together(server):
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 def test_many_pictures_are_not_in_memory_at_once(server):
-    """24 of 4 megapixels, each too small to be scaled: 275 MiB of pixels, and as much again for mtmd."""
+    """18 of 4 megapixels, each too small to be scaled: 206 MiB of pixels, and as much again for mtmd."""
     urls = []
-    for i in range(24):
+    for i in range(18):
         data = io.BytesIO()
-        Image.new("RGB", (2000, 2000), (i, 0, 0)).save(data, "PNG")
+        Image.new("L", (2000, 2000), i).save(data, "PNG")
         urls.append(as_url(data.getvalue()))
     process = Path(f"/proc/{server.told['pid']}")
     process.joinpath("clear_refs").write_text("5")
@@ -211,7 +211,7 @@ def test_many_pictures_are_not_in_memory_at_once(server):
             ]
         },
     )
-    assert count.status_code == 200 and count.json()["input_tokens"] > 24 * 144
+    assert count.status_code == 200 and count.json()["input_tokens"] > 18 * 144
     refused = server.chat([{"role": "user", "content": parts}])
     assert refused.status_code == 400
     assert "exceeds the available context size (1024)" in refused.json()["error"]["message"]
@@ -288,20 +288,20 @@ def test_a_key(environment, tmp_path):
 # ---------------------------------------------------------------------------------------------------- the process
 
 
-def test_options_that_cannot_be(kvedge, tmp_path):
+def test_options_that_cannot_be(kvedge, refused, tmp_path):
     short = tmp_path / "key"
     short.write_text("short")
     with socket.create_server(("127.0.0.1", 0)) as taken:
         kvedge("serve", "--port", taken.getsockname()[1]).failed(1, "cannot listen", "--port")
-    kvedge("serve", "--host", "0.0.0.0").failed(2, "--key-file")
-    kvedge("serve", "--key-file", short).failed(2, "16")
-    kvedge("serve", "--key-file", tmp_path / "none").failed(2, "cannot be read")
-    kvedge("serve", "--share-prompts").failed(2, "--share-prompts belongs to --key-file")
-    kvedge("serve", "--memory", "much").failed(2, "--memory")
-    kvedge("serve", "--image-folder", tmp_path / "none").failed(2, "is no folder")
-    kvedge("serve", "--allow-origin", "localhost:3000").failed(2, "--allow-origin", "https://NAME")
-    kvedge("serve", "--parent-pid", "4000000").failed(2, "no such process")
-    kvedge("serve", "--model", tmp_path / "none.gguf").failed(1, "none.gguf")
+    refused("serve", "--host", "0.0.0.0").failed(2, "--key-file")
+    refused("serve", "--key-file", short).failed(2, "16")
+    refused("serve", "--key-file", tmp_path / "none").failed(2, "cannot be read")
+    refused("serve", "--share-prompts").failed(2, "--share-prompts belongs to --key-file")
+    refused("serve", "--memory", "much").failed(2, "--memory")
+    refused("serve", "--image-folder", tmp_path / "none").failed(2, "is no folder")
+    refused("serve", "--allow-origin", "localhost:3000").failed(2, "--allow-origin", "https://NAME")
+    refused("serve", "--parent-pid", "4000000").failed(2, "no such process")
+    refused("serve", "--model", tmp_path / "none.gguf").failed(1, "none.gguf")
 
 
 @pytest.mark.parametrize("missing", ["httptools", "httpcore", "prometheus_client", "uvloop"])

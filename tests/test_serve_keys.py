@@ -45,7 +45,7 @@ class Person:
 
 
 def test_slots_tell_figures_of_the_same_key_alone(environment, file):
-    long = {"prompt": "a", "grammar": ENDLESS, "n_predict": 900, "n_probs": 20}
+    long = {"prompt": "a", "grammar": ENDLESS, "n_predict": 400, "n_probs": 20}
     with serving(environment, *FLAGS, "--key-file", file) as server, ThreadPoolExecutor(1) as pool:
         ann, bob, seen = Person(server, ANN), Person(server, BOB), {}
         asked = pool.submit(ann.client.post, "/completion", json=long)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from choosing import crossed
+from choosing import crossed, whole
 from conftest import THREADS
 from contexts import TinyContext, random_tokens
 from conversations import LONG, PLANS, SHORT, WORDS, a_plan, fingerprint_of, say
@@ -71,8 +71,12 @@ def test_a_loaded_conversation_goes_on_as_if_never_interrupted(tiny, kind, name,
     assert found.text == expected.text and found.kv.kept_of_them == expected.kv.kept_of_them
 
 
-@pytest.mark.parametrize("name", ["full", "ragged", "scored", "sliding", "covered"])
-@pytest.mark.parametrize("kv_type", ["q8_0", "kivi2", "bf16:kivi4"])
+@pytest.mark.parametrize(
+    ("kv_type", "name"),
+    crossed(
+        ["q8_0", "kivi2", "bf16:kivi4"], ["full", "ragged", "scored", "sliding", "covered"], ["scored"], ["kivi2"],
+    ),
+)  # fmt: skip
 def test_quantised_rows_go_on_as_well(tiny, kv_type, name, picture_file, native, tmp_path):
     model, file = tiny("llava"), tmp_path / "s.kvs"
     # 33 tokens leave 32 in the cache: a group that is full, and not quantised yet
@@ -82,7 +86,7 @@ def test_quantised_rows_go_on_as_well(tiny, kv_type, name, picture_file, native,
     assert_same(parts, whole)
 
 
-@pytest.mark.parametrize("kind", ["gemma3", "lfm2", "llama", "qwen3"])
+@pytest.mark.parametrize("kind", ["gemma3", "lfm2", *whole("llama", "qwen3")])
 def test_layers_that_llama_cpp_keeps_are_in_the_file(tiny, kind, native, tmp_path):
     turns = [(WORDS, [], LONG), ("And then?", [], LONG), ("Why?", [], SHORT)]
     plan = pykvedge.plan("h2o", 0.3)

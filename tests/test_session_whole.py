@@ -6,7 +6,7 @@ import struct
 import numpy as np
 import pytest
 from attached import held, profiles
-from choosing import distinct
+from choosing import crossed, distinct
 from contexts import TinyContext, random_tokens
 from conversations import SHORT, WORDS, reframed, say
 
@@ -23,9 +23,9 @@ KINDS = ["llama", "qwen3", "gemma3", "qwen2vl"]
 WEIGHT = {"gemma3": "f32"}
 TOLERANCE = {"gemma3": 5e-3}
 ONCE = [name for name in PRESETS if not replays(pykvedge.plan(name))]  # presets that need no second pass
-FEW = ("snapkv", "lookm", "kvedge")  # with models of every kind
+USUAL = {"llama": distinct(), "gemma3": ("snapkv",), "qwen2vl": ("lookm", "kvedge")}
 CASES = [
-    pytest.param(kind, method, marks=() if method in (distinct() if kind == "llama" else FEW) else pytest.mark.whole)
+    pytest.param(kind, method, marks=() if method in USUAL.get(kind, ()) else pytest.mark.whole)
     for kind in KINDS
     for method in ONCE
 ]
@@ -77,8 +77,9 @@ def test_a_later_message_chooses_as_without_the_file(tiny, native, tmp_path, pro
     assert_same(talk(model, plan, tmp_path / "s.kvs", **given), without, TOLERANCE.get(kind, 1e-5))
 
 
-@pytest.mark.parametrize("kind", ["llava", "qwen2vl"])
-@pytest.mark.parametrize("kv_type", ["f16", "q8_0", "kivi2"])
+@pytest.mark.parametrize(
+    ("kind", "kv_type"), crossed(["llava", "qwen2vl"], ["f16", "q8_0", "kivi2"], ["kivi2"], ["llava"])
+)
 def test_images_and_quantised_rows(tiny, native, tmp_path, picture_file, kind, kv_type):
     turns = [(WORDS, [picture_file()]), ("And this one?", [picture_file("b.png", 90, 90)]), "Why?", "And then?"]
     given = {"keep": "disk", "keep_folder": str(tmp_path), "kv_type": kv_type}

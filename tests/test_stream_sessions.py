@@ -25,7 +25,7 @@ def vision_model(request, tiny):
     return tiny(request.param)
 
 
-@pytest.mark.parametrize("n_images", [0, 1, 3])
+@pytest.mark.parametrize("n_images", [0, 3])
 def test_with_an_ample_bound_the_answer_is_that_of_the_full_cache(vision_model, native, n_images):
     """Through the same chat template, in pieces, over two turns."""
     texts, cells = [], []
@@ -38,7 +38,7 @@ def test_with_an_ample_bound_the_answer_is_that_of_the_full_cache(vision_model, 
     assert texts[0] == texts[1] and cells[0] == cells[1]
 
 
-@pytest.mark.parametrize("method", ["h2o", "lookm", "snapkv", *whole("mixkv", "streaming-llm")])
+@pytest.mark.parametrize("method", ["h2o", "snapkv", *whole("lookm", "mixkv", "streaming-llm")])
 def test_images_without_end(vision_model, native, method):
     held = []
 
@@ -188,7 +188,7 @@ def test_the_command(kvedge, tiny, picture_file):
     assert spoken.code == 0 and "stream of" in spoken.err
 
 
-@pytest.mark.parametrize("bound", [1500, 300])
+@pytest.mark.parametrize("bound", [300, *whole(1500)])
 def test_the_demo_model_answers_as_with_the_full_cache(native, bound):
     """About scenes with several pictures; also where the bound is smaller than the prompt, but fits what matters."""
     from itertools import islice

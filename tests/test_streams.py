@@ -222,10 +222,10 @@ def test_the_system_sees_no_growth(native, tiny):
     model = tiny("llama", n_layers=2, n_heads=8, n_heads_kv=8, head_size=128, weight="q8_0").model
     with TinyContext(model, pykvedge.plan("h2o", 512), n_ctx=1024) as context:
         sizes = []
-        for i in range(32):
+        for i in range(24):
             feed(context, [256], i)
             sizes.append(round(own_bytes() / 2**20, 1))
         row = 2 * 8 * 256 * 2  # bytes of a token
         assert context.cache.stats().bytes >= 512 * row
         # a fifteenth of what came would be seen, a step that the C library's heap takes once would not
-        assert max(sizes[4:]) - sizes[4] <= 28 * 256 * row / 2**20 / 15, sizes
+        assert max(sizes[4:]) - sizes[4] <= 20 * 256 * row / 2**20 / 15, sizes

@@ -27,7 +27,7 @@ def blocks(kind, n=60):
 @pytest.mark.parametrize("kind", ["normal", "heavy", "even", "one", "small"])
 def test_no_scale_is_much_better(kind):
     """The best of 400 scales for each block leaves less by a tenth at most; of evenly drawn numbers by a fifth."""
-    x = blocks(kind)
+    x = blocks(kind, 30)
     found = definition("tq3").rounded(x)
     least = sum(least_error_of_levels(row) for row in x)
     most = (1.2 if kind == "even" else 1.1) * least + 1e-6 * (x**2).sum()
