@@ -21,6 +21,8 @@ from pykvedge.system.memory import readable
 _SERVER, _MACHINE = "Server", "Memory and devices"
 _EXTRA = ("anyio", "httpcore", "httptools", "prometheus_client", "pydantic", "starlette", "uvicorn")
 _MUCH = 256 << 20  # bytes for a picture, which are said
+# The thread that computes tokens waits at most so long for another that holds Python's lock, and not Python's own 5 ms.
+_SWITCH_S = 0.0005
 _LOOP = () if sys.platform == "win32" else ("uvloop",)
 
 
@@ -118,6 +120,7 @@ def serve(**given: Any) -> None:
         say = (lambda text: None) if given["quiet"] else (lambda text: click.echo(f"kvedge: {text}", err=True))
         if mmproj is not None and (line := _encoding(mmproj, given)):
             say(line)
+        sys.setswitchinterval(_SWITCH_S)
         server.serve(loaded, plan, Sampling(temp=given["temp"], seed=given["seed"]), chosen, say)
 
 

@@ -41,7 +41,8 @@ class Sampler(Closing):
     def _own(self, chain: Any) -> None:
         self._chain = chain
         # an answer that nobody read to its end is only forgotten
-        self._dropped = dropped.add(self, functools.partial(self._llama.llama_sampler_free, chain))
+        free = functools.partial(self._llama.llama_sampler_free, chain)
+        self._dropped: dropped.Reference | None = dropped.add(self, free)
 
     def sample(self, context: Any, output: int = -1) -> int:
         """Chooses the next token from the logits of a llama_context. Raises GrammarError where there is none.
@@ -90,6 +91,7 @@ class Sampler(Closing):
         """Frees the chain and the grammar. Does nothing the second time."""
         self._grammar = None
         dropped.free(self._dropped)
+        self._dropped = None  # else the thread that frees is woken for it
 
 
 def _biases(sampling: Sampling, model: Model) -> dict[int, float]:

@@ -29,6 +29,8 @@ Ahead: TypeAlias = tuple[Piece, bool]
 # a generator of them; it is sent how many tokens of the last one a pass has read
 Passes: TypeAlias = Generator[Ahead, int, None]
 
+_SMALL = 4 << 20  # bytes of a copy for which nobody asks the system first: a server makes one for each answer
+
 
 class Spot(NamedTuple):
     """Between two tokens of a sequence: the position, and the number, from 0 on, of the one behind it."""
@@ -391,7 +393,8 @@ class Sequence(Place):
             self.take_back()
         stats = cache.stats(self.number)
         n_bytes = stats.bytes + (stats.whole_bytes if whole else 0)
-        memory.require(n_bytes, "a copy of the conversation", "close other programs")
+        if n_bytes > _SMALL:
+            memory.require(n_bytes, "a copy of the conversation", "close other programs")
         rows, measured = libkvedge.pack(cache, model, self.number, whole), (self.compressed_tokens, self.held)
         answer, unread = tuple(self.answered or self.passage.tokens()), tuple(self.unread)
         images = tuple(self.images)

@@ -52,8 +52,8 @@ class _Freeing:
         """The owner was closed: nothing is left to free. Does nothing for None."""
         self._frees.pop(id(reference), None)
 
-    def free(self, reference: Reference) -> None:
-        """The owner is closed: frees at once. Does nothing the second time."""
+    def free(self, reference: Reference | None) -> None:
+        """The owner is closed: frees at once. Does nothing the second time, and for None."""
         found = self._frees.pop(id(reference), None)
         if found is not None:
             found[1]()
