@@ -136,13 +136,17 @@ def test_whole_rows_are_counted(tiny, kvedge, keep):
 
 
 @linux
-@pytest.mark.parametrize("reducer", ["nearest", *whole("averaged", "position")])
-def test_what_a_reducer_works_in_is_counted(tiny, kvedge, reducer):
+@pytest.mark.parametrize(
+    ("reducer", "method", "budget"),
+    [("nearest", "snapkv", "0.5"), ("match", "pyramidkv", "0.15"),
+     *whole(("averaged", "snapkv", "0.5"), ("position", "snapkv", "0.5"), ("match", "snapkv", "0.3"))],
+)  # fmt: skip
+def test_what_a_reducer_works_in_is_counted(tiny, kvedge, reducer, method, budget):
     """The peak rises by what the reducer takes, against one that drops rows."""
     model = tiny("llama", n_layers=2, n_heads=8, n_heads_kv=8, head_size=128)
 
     def peaks(name):
-        options = ["--method", "snapkv", "--budget", "0.5", "--reducer", name, "--json", "--threads", 2, "--ctx", 8192]
+        options = ["--method", method, "--budget", budget, "--reducer", name, "--json", "--threads", 2, "--ctx", 8192]
         run = kvedge("chat", "--model", model.model, *options, "--max-tokens", 1, stdin="ab cd " * 1600).json
         text = run["tokens"]["prompt"]
         assert text > 5000
@@ -150,7 +154,8 @@ def test_what_a_reducer_works_in_is_counted(tiny, kvedge, reducer):
         return np.array([run["rss"]["peak_bytes"], plan["peak_prefill"] - plan["program"]])
 
     measured, told = peaks(reducer) - peaks("evict")
-    assert measured > 15 * MIB and told == pytest.approx(measured, rel=0.25)
+    most = 1.25 if method == "snapkv" else 1.5  # how uneven heads are is a guess
+    assert measured > 15 * MIB and 0.75 * measured < told < most * measured
 
 
 @pytest.fixture

@@ -29,6 +29,8 @@ _LIBRARIES = 3 << 20  # bytes of libraries' files that come into memory when a p
 _GRAPH = 4 << 20  # bytes of llama.cpp's graphs, and of what it allocates for its bookkeeping
 _MERGING = ("averaged", "nearest", "pivotal", "weighted")  # reducers
 _MATCHED_ROWS = 48  # that a thread compares with all kept ones at a time
+_FEWEST_QUERIES, _MATCHED_QUERIES, _ADDED_QUERIES = 512, 60, 128  # of a head; with all rows at a time; with kept ones
+_UNEVEN = 3  # times the odds of all heads that a row stays: about those of the head that keeps most
 _ROWS = 256  # of which any number that instructions take at once is a divisor
 
 
@@ -269,16 +271,23 @@ def _projection_bytes(plan: Plan, shape: ModelShape) -> tuple[int, int]:
 def _reducing_bytes(request: Request, shape: ModelShape, kept: int) -> int:
     """What a reducer works in: in float32, for each thread, all rows of a head and those that stay.
 
-    Reducers that merge also have the kept keys twice, and products of them with some of the others.
+    Reducers that merge also have the kept keys twice, and products of them with some of the others. The one that fits
+    rows to queries has a square matrix of the kept rows, and products of them with its queries.
     """
     plan, n = request.plan, request.prompt_tokens
+    if plan.allocator != "uniform":
+        kept = int(n * _UNEVEN * kept / (n + (_UNEVEN - 1) * kept))  # of the head that has most
     merges = _MATCHED_ROWS if plan.reducer in _MERGING else 0
     most = 0
     for layer in shape.layers if plan.reducer != "evict" else ():
         heads = max(layer.n_heads_kv, 1)
-        apart = max(request.threads // heads, 1)  # threads of one head
-        floats = (n + kept) * (layer.width // heads + 1)
+        row, apart = layer.width // heads, max(request.threads // heads, 1)  # threads of one head
+        floats = (n + kept) * (row + 1)
         floats += (2 * shape.head_k + merges * apart) * kept + 3 * n if merges else 0
+        if plan.reducer == "match":
+            queries = min(max(_FEWEST_QUERIES, plan.settings("reducer")["queries"] * kept), n * shape.n_head // heads)
+            floats += (row + _MATCHED_QUERIES) * n + (row + shape.head_k + kept) * queries
+            floats += (kept + 2 * _ADDED_QUERIES + row) * kept
         most = max(most, 4 * floats * min(request.threads, heads))
     return most
 
