@@ -223,3 +223,32 @@ def test_a_context_that_cannot_be_made_for_want_of_memory_says_so(native, tiny, 
         with pytest.raises(KvedgeError, match=f"cannot be made: {why}; lower --ctx") as raised:
             session.ask("Hello there.")
     assert type(raised.value) is kind
+
+
+GIB = 1 << 30
+
+
+@pytest.mark.parametrize(
+    ("lines", "groups", "limit", "available"),
+    [  # folder: limit, in use, page cache that can go
+        ("0::/a.slice/b.service", {"a.slice/b.service": (3, 2, 1), "a.slice": (4, 4, 1), "": ("max", 9, 0)}, 3, 1),
+        ("0::/a.slice/b.service", {"a.slice/b.service": ("max", 1, 0), "a.slice": ("max", 1, 0)}, None, None),
+        ("0::/host/path", {"": (2, 1, 0)}, 2, 1),  # in a container
+        ("2:memory:/x/y\n0::/", {"memory/x/y": (8, 1, 0), "memory/x": (5, 2, 1), "memory": (2**33, 9, 0)}, 5, 4),
+        ("2:memory:/host", {"memory": (2, 3, 0)}, 2, 0),
+    ],
+)  # fmt: skip
+def test_the_least_limit_from_the_own_control_group_up_counts(tmp_path, monkeypatch, lines, groups, limit, available):
+    for name, (most, used, cache) in groups.items():
+        (folder := tmp_path / name).mkdir(parents=True, exist_ok=True)
+        first = name.startswith("memory")
+        files = ("memory.limit_in_bytes", "memory.usage_in_bytes") if first else ("memory.max", "memory.current")
+        (folder / files[0]).write_text(f"{most if most == 'max' else most * GIB}\n")
+        (folder / files[1]).write_text(f"{used * GIB}\n")
+        kind = "total_inactive_file" if first else "inactive_file"
+        (folder / "memory.stat").write_text(f"anon 5\n{kind} {cache * GIB}\n")
+    (tmp_path / "of_process").write_text(lines + "\n")
+    monkeypatch.setattr(memory, "_CGROUP", tmp_path)
+    monkeypatch.setattr(memory, "_CGROUPS_OF_PROCESS", tmp_path / "of_process")
+    assert memory.cgroup_limit() == (None if limit is None else limit * GIB)
+    assert memory._cgroup_available() == (None if available is None else available * GIB)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import psutil
@@ -13,6 +14,8 @@ import psutil
 from pykvedge.errors import OutOfMemoryError
 
 _CGROUP = Path("/sys/fs/cgroup")
+_CGROUPS_OF_PROCESS = Path("/proc/self/cgroup")
+_UNLIMITED = 1 << 60  # cgroup v1 writes the largest number of whole pages
 _RESERVED = 64 << 20  # of address space, by glibc for the heap of a thread
 _STACK = 8 << 20  # of a thread, where the system says nothing
 
@@ -125,26 +128,43 @@ def _of_machine(figure: str) -> int | None:
 
 
 def cgroup_limit() -> int | None:
-    """Returns the bytes that the control group of this process allows; None: no limit."""
-    try:
-        limit = (_CGROUP / "memory.max").read_text().strip()
-        return None if limit == "max" else int(limit)
-    except (OSError, ValueError):
-        return None
+    """Returns the least bytes that the control group of this process, or one above it, allows; None: no limit."""
+    return min((limit for limit, _ in _cgroup_limits()), default=None)
 
 
 def _cgroup_available() -> int | None:
-    limit = cgroup_limit()
-    if limit is None:
-        return None
-    try:
-        used = int((_CGROUP / "memory.current").read_text())
-        for line in (_CGROUP / "memory.stat").read_text().splitlines():
-            if line.startswith("inactive_file "):  # page cache that is given back on demand
-                used -= int(line.split()[1])
-        return max(limit - used, 0)
-    except (OSError, ValueError):
-        return None
+    return min((max(limit - used, 0) for limit, used in _cgroup_limits()), default=None)
+
+
+def _cgroup_limits() -> Iterator[tuple[int, int]]:
+    """Finds (limit, bytes in use) of each control group with a limit, from this process's own up to the root.
+
+    In a container the path may name folders of the host that are not there; the root is looked at all the same.
+    """
+    lines = ["0::/"]
+    with contextlib.suppress(OSError):
+        lines = _CGROUPS_OF_PROCESS.read_text().splitlines()
+    for line in lines:
+        _, kinds, path = [*line.split(":", 2), "", ""][:3]
+        if not kinds:
+            root, (limit, used, cache) = _CGROUP, ("memory.max", "memory.current", "inactive_file ")
+        elif "memory" in kinds.split(","):
+            root = _CGROUP / "memory"
+            limit, used, cache = "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file "
+        else:
+            continue
+        own = root / path.lstrip("/")
+        for group in (own, *own.parents):
+            with contextlib.suppress(OSError, ValueError):
+                most = int((group / limit).read_text())  # "max" is no limit
+                taken = int((group / used).read_text())
+                for value in (group / "memory.stat").read_text().splitlines():
+                    if value.startswith(cache):  # page cache that is given back on demand
+                        taken -= int(value.split()[1])
+                if most < _UNLIMITED:
+                    yield most, taken
+            if group == root:
+                break
 
 
 def address_space_limit() -> int | None:
