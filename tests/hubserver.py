@@ -52,6 +52,8 @@ class Faults:
     statuses: list[int] = field(default_factory=list)  # of the next answers about files
     cut: list[int] = field(default_factory=list)  # bytes after which the next answers with files break off
     no_ranges: bool = False  # every answer is the whole file
+    shifted: int = 0  # bytes by which answers with a part of a file begin too early
+    past_the_end: bool = False  # requests of a part of a file are refused with 416
     silent_listing: bool = False  # the listing is no JSON
     hold: threading.Event | None = None  # an answer with a whole file waits in its middle until this is set
 
@@ -200,6 +202,10 @@ def send_file(hub: HubServer, request: BaseHTTPRequestHandler, repo: str, path: 
     found = re.fullmatch(r"bytes=(\d+)-(\d*)", asked or "")
     if found and not faults.no_ranges:
         begin, end, status = int(found[1]), min(int(found[2] or len(data)) + 1, len(data)), 206
+        begin = max(begin - faults.shifted, 0)
+    if begin and faults.past_the_end:
+        say(request, 416, {"error": "no such range"}, Content_Range=f"bytes */{len(data)}")
+        return
     request.send_response(status)
     request.send_header("Content-Length", str(end - begin))
     if status == 206:

@@ -12,7 +12,7 @@ import threading
 
 import pytest
 from hubs import HEADERS, MMPROJ, MODEL, REPO, fresh_place, in_parts, resolve
-from hubserver import HubServer
+from hubserver import Faults, HubServer
 from threads import in_threads
 from waits import until
 
@@ -235,6 +235,15 @@ def test_a_server_without_ranges_sends_all_of_it_again(place):
     place.hub.faults.no_ranges, place.hub.faults.cut = True, [200_000, 800_000]
     pair = resolve(mmproj="none")
     assert pair.model.read_bytes() == place.hub.repos[REPO][MODEL].data
+
+
+@pytest.mark.parametrize("fault", [{"shifted": 1000}, {"past_the_end": True}])
+def test_a_server_that_does_not_send_the_rest_is_asked_for_all_of_it(place, fault):
+    place.hub.faults = Faults(cut=[200_000], **fault)
+    pair = resolve(mmproj="none")
+    assert pair.model.read_bytes() == place.hub.repos[REPO][MODEL].data
+    assert any(asked == "bytes=200000-" for _, _, asked in place.hub.requests)
+    assert place.blobs() == {sha256(pair.model)}
 
 
 def test_a_wrong_checksum_leaves_nothing(place):

@@ -103,7 +103,7 @@ class Hub:
         raise ModelError(f"{name} has a header of more than {_BEGINNINGS[-1] >> 20} MiB, as no usable model has")
 
     def append(self, repo: str, commit: str, file: RemoteFile, out: BinaryIO, look: Callable[[int], None]) -> None:
-        """Appends the missing rest of a file to `out`.
+        """Appends the missing rest of a file to `out`; all of it, where the hub does not send that rest.
 
         look: called with the bytes that are there, after each piece. Raises UnreachableError where the connection
         breaks, HubError, and OSError of the file.
@@ -111,6 +111,12 @@ class Hub:
         there = out.tell()
         asked = f"bytes={there}-" if there else None
         with self._answers(repo), self._get(self._url(repo, commit, file), asked) as response:
+            begins = response.headers.get("Content-Range", "").startswith(f"bytes {there}-")
+            if there and response.status_code in (206, 416) and not begins:
+                out.truncate(0)
+                out.seek(0)
+                self.append(repo, commit, file, out, look)
+                return
             if there and response.status_code != 206:  # from the beginning, after all
                 out.truncate(0)
                 out.seek(0)
@@ -139,7 +145,8 @@ class Hub:
         with self._stream(
             "GET", url, headers=headers, timeout=_TIMEOUT_S, max_retries=3, retry_on_exceptions=()
         ) as response:
-            self._utils.hf_raise_for_status(response)
+            if response.status_code != 416 or not asked or asked.startswith("bytes=0-"):  # else append asks anew
+                self._utils.hf_raise_for_status(response)
             yield response
 
     def _url(self, repo: str, commit: str, file: RemoteFile) -> str:
