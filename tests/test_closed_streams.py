@@ -58,6 +58,14 @@ def test_where_nobody_reads_the_exit_code_says_so(closed, more):
 
 
 @POSIX
+@pytest.mark.parametrize("command", ["--help", "--version", *whole("doctor")])
+def test_where_nobody_reads_any_command_says_so(environment, command):
+    words = ["/bin/bash", "-c", 'exec "$@" > >(exit)', "bash", sys.executable, "-m", "pykvedge", command]
+    done = subprocess.run(words, capture_output=True, text=True, env=environment, timeout=300, check=False)
+    assert (done.returncode, done.stderr) == (141, "")
+
+
+@POSIX
 def test_without_stdin_there_is_no_prompt(closed):
     assert "the prompt is empty" in closed("0<&-").stderr
     assert closed("0<&-", "Hello").returncode == 0

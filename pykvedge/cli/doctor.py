@@ -60,11 +60,13 @@ def _show(found: Diagnosis) -> None:
     grid.add_column(overflow="fold")
     for heading, text in _rows(found):
         grid.add_row(Text(heading), Text(text))
-    console.print(grid)
-    for fault in found.faults():
-        console.print(Text("unsound: " + fault), soft_wrap=True)
-    verdict = "sound" if found.sound else "not sound"
-    console.print(Text(f"kvedge is {verdict} on this machine ({found.seconds:.1f} s)"))
+    with console.capture() as text:  # rich would end with 1 where nobody reads
+        console.print(grid)
+        for fault in found.faults():
+            console.print(Text("unsound: " + fault), soft_wrap=True)
+        verdict = "sound" if found.sound else "not sound"
+        console.print(Text(f"kvedge is {verdict} on this machine ({found.seconds:.1f} s)"))
+    sys.stdout.write(text.get())
 
 
 def _rows(found: Diagnosis) -> list[tuple[str, str]]:

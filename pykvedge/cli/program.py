@@ -11,6 +11,7 @@ import signal
 import sys
 import warnings
 from collections import UserDict
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -52,17 +53,27 @@ class Commands(UserDict[str, Any]):
         return getattr(importlib.import_module(module), command)  # type: ignore[no-any-return]
 
 
+@contextlib.contextmanager
+def _unread() -> Iterator[None]:
+    try:
+        yield
+    except BrokenPipeError:  # click would end with 1
+        raise SystemExit(_UNREAD) from None
+
+
 class Program(click.Group):
     """All commands. `models` is another name of `list`."""
 
     def get_command(self, ctx: click.Context, name: str) -> click.Command | None:
         return super().get_command(ctx, "list" if name == "models" else name)
 
+    def make_context(self, *args: Any, **extra: Any) -> click.Context:
+        with _unread():  # what --help and --version write
+            return super().make_context(*args, **extra)
+
     def invoke(self, ctx: click.Context) -> Any:
-        try:
+        with _unread():
             return super().invoke(ctx)
-        except BrokenPipeError:  # click would end with 1
-            raise SystemExit(_UNREAD) from None
 
 
 @click.group(
