@@ -246,6 +246,7 @@ def test_bad_input_is_one_line(refused, picture_file, tmp_path):
     refused("inspect", picture_file(), "--method", "lokm").failed(2, "did you mean 'lookm'")
     refused("inspect", picture_file(), "--method", "h2o", "--method", "h2o").failed(2, "twice")
     refused("inspect", picture_file(), "--no-figures", "--output", tmp_path / "file").failed(2, "cannot be written")
+    refused("inspect", tmp_path / "none.png", "--no-figures", "-o", tmp_path / "file").failed(2, "cannot be written")
     refused("inspect", picture_file(), "--threads", 0).failed(2, "--threads")
     two = ("--prompt", "<image> or <image>?", "--no-figures")
     refused("inspect", picture_file(), *two).failed(2, "2 places for images")

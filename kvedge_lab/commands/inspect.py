@@ -10,7 +10,7 @@ from typing import Any
 import click
 
 from kvedge_lab.commands import common
-from pykvedge.cli import modelfiles, options
+from pykvedge.cli import modelfiles, options, paths
 from pykvedge.cli.command import command, option
 from pykvedge.cli.progress import Display
 from pykvedge.errors import UsageError
@@ -73,6 +73,9 @@ def inspect(files: tuple[Path, ...], **given: Any) -> None:
         from kvedge_lab.inspect.figures import require_matplotlib
 
         require_matplotlib()
+    folder = paths.expanded(given["output"])
+    if paths.ask(Path.exists, folder) and not paths.ask(Path.is_dir, folder):
+        raise UsageError(f"{folder} cannot be written: it is a file; name a folder")
     options.load_plugins(given)
     plans = _plans(given)
     model, mmproj = modelfiles.model_files(given)
