@@ -5,8 +5,10 @@ import sys
 import pytest
 from server import QUESTION, SCENES, asks, serving
 
+from pykvedge.caches.folder import CacheFolder
 from pykvedge.errors import KvedgeError
 from pykvedge.serve import server as serving_process
+from pykvedge.serve.parked import Park
 
 
 def folders(root):
@@ -53,3 +55,20 @@ def test_no_folder_is_one_line(tmp_path, monkeypatch):
     monkeypatch.setattr(serving_process.tempfile, "tempdir", str(tmp_path / "none"))
     with pytest.raises(KvedgeError, match="--park DIR"), serving_process.own_folder():
         raise AssertionError("there is none")
+
+
+class Rows(bytes):
+    """These bytes stand for a conversation."""
+
+    def encode(self):
+        return [self]
+
+
+def test_the_first_conversation_that_does_not_fit_the_folder_is_told_at_once(tmp_path):
+    told = []
+    park = Park(CacheFolder(tmp_path / "park", 1000), told.append)
+    for n, name in enumerate(("a" * 64, "b" * 64)):
+        park.put(name, Rows(5000))
+        assert len(told) == min(n, 1)
+        park.shrink(0)
+        assert park.get(name) is None and len(told) == 1 and "larger than" in told[0]

@@ -11,7 +11,7 @@ import hashlib
 import json
 import threading
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from pykvedge.caches.folder import CacheFolder
@@ -50,9 +50,9 @@ class Park:
     Any thread may call it. With the folder, a bound of memory loses nothing but time.
     """
 
-    def __init__(self, folder: CacheFolder | None) -> None:
-        """folder: bounded itself; None: what leaves memory is gone."""
-        self._folder = folder
+    def __init__(self, folder: CacheFolder | None, say: Callable[[str], None] | None = None) -> None:
+        """folder: bounded itself; None: what leaves memory is gone. say: called with what goes wrong in it."""
+        self._folder, self._say = folder, say
         self._held: OrderedDict[str, Snapshot] = OrderedDict()
         self._read: OrderedDict[str, Snapshot] = OrderedDict()
         self._led_to: dict[str, set[str]] = {}  # names of the conversations that a prompt's answers made
@@ -141,6 +141,8 @@ class Park:
     def _move(self, name: str, oldest: Snapshot) -> None:
         if self._folder is not None:
             self._folder.put(KIND, name, oldest.encode())
+            for note in self._folder.notes() if self._say else ():
+                self._say(note)
         with self._lock:
             if self._held.get(name) is oldest:
                 self._drop(name)

@@ -112,7 +112,7 @@ def serve(model: LoadedModel, plan: Plan, sampling: Sampling, options: Options, 
         listening = stack.enter_context(_listening(options))
         folder = _park_folder(options.park) if options.park else stack.enter_context(own_folder())
         files = CacheFolder(folder, options.park_size, durable=False)
-        park = Park(files)
+        park = Park(files, say)
         scheduler = Scheduler(model, options.limits, park)
         ended = threading.Event()
         try:
