@@ -58,7 +58,7 @@ bool BoundedPrompt::make_layer_room(size_t layer, int32_t n) {
 kvedge_status BoundedPrompt::enter(int32_t n, const int32_t * pos, const uint8_t * image, kvedge_error * err) {
     const bool scored = plan_.decode->needs_scores && plan_.budget_ratio != 1.0;
     if (!saw_all(seq_, plan_observes(plan_))) {
-        return fail(err, KVEDGE_E_STATE, "the tokens before the prompt were processed under a plan that collects no attention scores");
+        return fail_unobserved(seq_, plan_, err);
     }
     if (!unseal_pending(seq_.rows) || !make_layer_room(0, n) || !seq_.rows.append_unallocated(n, pos, image)) {
         return fail(err, KVEDGE_E_MEMORY, "no memory for a prompt of %d tokens", n);

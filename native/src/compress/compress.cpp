@@ -64,7 +64,16 @@ const char * reads_rows(const kvedge_plan & plan) {
     return plan.reducer->reduce && !plan.reducer->merges ? plan.reducer->name : nullptr;
 }
 
-kvedge_status fail_unobserved(const kvedge_plan & plan, kvedge_error * err) {
+bool half_seen(const Sequence & seq, const Observation & wanted) {
+    const int32_t from   = seq.observed.stopped();
+    const int32_t window = std::min({ wanted.window, seq.rows.n_tokens() - from, seq.rows.pending_length() });
+    return from >= 0 && (wanted.attention() || wanted.moments >= 0 || window_length(seq) < window);
+}
+
+kvedge_status fail_unobserved(const Sequence & seq, const kvedge_plan & plan, kvedge_error * err) {
+    if (half_seen(seq, plan_observes(plan))) {
+        return fail(err, KVEDGE_E_STATE, "a batch was stopped while the prompt was read; clear the sequence and read it again");
+    }
     if (plan_observes(plan).again) {
         return fail(err, KVEDGE_E_STATE,
                     "scorer '%s' goes by a second pass over the prompt, which has not taken place (kvedge_replay_begin); "
@@ -86,7 +95,7 @@ static bool peaks_fit(const Sequence & seq, const Observation & wanted) {
 }
 
 bool saw_all(const Sequence & seq, const Observation & wanted) {
-    return !seq.observed.missing.lacks(wanted) && peaks_fit(seq, wanted);
+    return !seq.observed.missing.lacks(wanted) && !half_seen(seq, wanted) && peaks_fit(seq, wanted);
 }
 
 kvedge_status score_pending(
@@ -96,7 +105,7 @@ kvedge_status score_pending(
         return fail(err, KVEDGE_E_STATE, "no token was added since the last compression; there is nothing to score");
     }
     if (!saw_all(seq, plan_observes(plan)) || !seq.observed.have().has(plan_observes(plan))) {
-        return fail_unobserved(plan, err);
+        return fail_unobserved(seq, plan, err);
     }
     // scorers read plain rows: quantised ones become plain in a copy
     std::unique_ptr<Sequence> plain;
@@ -194,7 +203,7 @@ static kvedge_status compress_tokens(
     const bool quantise = seq.rows.storage().quantised();
     const Observation wanted = plan_observes(plan);
     if ((reduced || scored) && !saw_all(seq, wanted)) {
-        return fail_unobserved(plan, err);
+        return fail_unobserved(seq, plan, err);
     }
     if (!make_room(seq, { wanted.sums, wanted.squares }, 0)) {
         return fail(err, KVEDGE_E_MEMORY, "no memory for the scores of %d tokens", T);

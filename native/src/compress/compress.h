@@ -53,6 +53,8 @@ kvedge_status compress_pending(
 kvedge_status measured(
     const Sequence & seq, Compression & outcome, kvedge_error * err, const std::function<kvedge_status()> & compress);
 
+// Whether a batch that was stopped left something half done of what is wanted.
+bool half_seen(const Sequence & seq, const Observation & wanted);
 // Whether all that is wanted was gathered of the pending tokens.
 bool saw_all(const Sequence & seq, const Observation & wanted);
 
@@ -62,7 +64,7 @@ int32_t window_length(const Sequence & seq);
 // The member or rule of a plan that reads rows, so that they must be on the host; NULL: measures and merges are all it asks for.
 const char * reads_rows(const kvedge_plan & plan);
 
-kvedge_status fail_unobserved(const kvedge_plan & plan, kvedge_error * err);  // KVEDGE_E_STATE
+kvedge_status fail_unobserved(const Sequence & seq, const kvedge_plan & plan, kvedge_error * err);  // KVEDGE_E_STATE
 
 // Scores [Hkv * T] of one layer's pending tokens, as compress_pending would make them. Errors: KVEDGE_E_STATE, KVEDGE_E_MEMORY.
 kvedge_status score_pending(

@@ -87,8 +87,8 @@ static kvedge_status compress_rows(
     if (budget >= T) {
         return ok(err);
     }
-    if (!observed_some(seq, wanted)) {
-        return fail_unobserved(plan, err);
+    if (!observed_some(seq, wanted) || half_seen(seq, wanted)) {
+        return fail_unobserved(seq, plan, err);
     }
     if (!make_room(seq, { wanted.sums }, 0)) {
         return fail(err, KVEDGE_E_MEMORY, "no memory for the scores of %d tokens", T);

@@ -37,6 +37,7 @@ template <class T, class F> T guarded(void * user_data, T failed, const F & call
 // The same for what comes between two ubatches: the last one is over, even if it was given up.
 template <class T, class F> T guarded_between(void * user_data, T failed, const F & call) {
     return guarded(user_data, failed, [&](kvedge_cache & c) {
+        c.ubatch.end(false);
         c.owner.rest();
         return call(c);
     });
@@ -51,7 +52,10 @@ llama_attn_provider make_provider(kvedge_cache * kv) {
     p.ubatch_begin = [](void * u, const llama_attn_provider_ubatch * ubatch) {
         return guarded_between(u, -1, [&](kvedge_cache & c) { return c.ubatch_begin(*ubatch); });
     };
-    p.ubatch_end = [](void * u) { self(u).owner.rest(); };
+    p.ubatch_end = [](void * u, bool computed) {
+        self(u).ubatch.end(computed);
+        self(u).owner.rest();
+    };
     p.clear = [](void * u) {
         guarded_between(u, false, [](kvedge_cache & c) {
             c.clear();

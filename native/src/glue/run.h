@@ -30,6 +30,7 @@ struct Run {
     const ReplayScope *  replay = nullptr;  // of tokens of a second pass, which nothing but that is to see
     std::unique_ptr<BoundedRequest> request;            // announced for them
     BoundedPrompt *                 bounded = nullptr;  // which is compressed layer by layer; NULL: not so
+    OnItsWay                        before;  // the sequence's, that this run changed
     std::shared_ptr<GraphRows>      device;  // as the sequence's; graphs that were built hold its tensors
     DecodePartials                  partials;
 

@@ -81,13 +81,17 @@ struct Whole {
     uint64_t file_bytes() const;  // of the rows among them that lie in a file
 };
 
-// What decides how a sequence goes on; a copy of the sequence goes on in the same way.
-struct Course {
+// What every ubatch changes.
+struct OnItsWay {
     bool    armed       = false;  // a prompt came in since the last compression
     bool    prev_output = false;  // logits of the last token were asked for
-    bool    streaming   = false;  // what is compressed stays pending (compress/stream.h)
-    int32_t expected    = 0;      // tokens that were announced and have not come
     bool    evicted     = false;  // the rows that the next token displaces are gone, and it has not come
+    int32_t expected    = 0;      // tokens that were announced and have not come
+};
+
+// What decides how a sequence goes on; a copy of the sequence goes on in the same way.
+struct Course : OnItsWay {
+    bool    streaming   = false;  // what is compressed stays pending (compress/stream.h)
     std::vector<TokenLimit> limits;  // of compressions
     int32_t released    = 0;      // first tokens whose cells in llama.cpp's own cache are free again
 
@@ -112,6 +116,7 @@ struct SequenceState : Course {
     DeviceWork                device_work;     // of the last compression, of rows on devices
     std::string               device_problem;  // why these were compressed on the host; empty: they were not, or there were none
     TokenWeights              weights;
+    std::vector<double>       scores;  // of rows, before a ubatch that adds to them
     Whole                     whole;
 
     std::unique_ptr<BoundedRequest> request;

@@ -246,6 +246,7 @@ bool Ubatch::enter_bounded(const llama_attn_provider_ubatch & of, Run & run) {
 void Ubatch::go_on(Run & run) {
     SequenceState & state = *run.state;
     const int32_t   n     = run.n();
+    run.before            = state;
     state.armed           = state.armed || run.is_prompt();
     state.prev_output     = run.output;
     state.evicted         = false;
@@ -257,6 +258,9 @@ void Ubatch::go_on(Run & run) {
         state.note_peak();
         return;
     }
+    if (run.wanted.any()) {
+        state.seq->observed.start(state.seq->rows.n_tokens() - n);
+    }
     if (run.wanted.attention()) {
         state.seq->observed.count(state.seq->rows.pending_length(), n, causal, std::move(run.modality));
     }
@@ -267,6 +271,30 @@ void Ubatch::go_on(Run & run) {
         state.seq->observed.skip_windows(state.seq->rows.n_tokens());  // these queries are not in the window
     }
     state.note_peak();
+}
+
+// A bounded prompt goes as a whole where it is not done, and a second pass begins anew.
+void Ubatch::undo(Run & run) noexcept {
+    SequenceState & state = *run.state;
+    if (run.bounded && run.bounded->done()) {
+        return;
+    }
+    (OnItsWay &) state = run.before;
+    if (run.score) {
+        put_back_scores(state.seq->rows, state.scores);
+    }
+    if (run.wanted.any() && !run.bounded && !run.replay) {
+        state.seq->observed.stop();
+    }
+}
+
+void Ubatch::end(bool computed) noexcept {
+    for (auto & run : runs) {
+        if (running_ && !computed) {
+            undo(*run);
+        }
+    }
+    running_ = false;
 }
 
 // What store() entered for a ubatch that is refused after all.
@@ -289,6 +317,11 @@ bool Ubatch::store_all(const llama_attn_provider_ubatch & of) try {
     if (!reserve_working()) {
         take_back();
         return no_memory("no memory for the attention of the prompt");
+    }
+    for (auto & run : runs) {
+        if (run->score) {
+            copy_scores(run->state->seq->rows, run->state->scores);
+        }
     }
     for (auto & run : runs) {
         if (run->device) {
@@ -339,6 +372,7 @@ int Ubatch::begin(const llama_attn_provider_ubatch & of) {
     for (auto & run : runs) {
         go_on(*run);
     }
+    running_ = true;
     return devices_.begin_graph(runs);
 }
 

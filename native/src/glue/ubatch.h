@@ -20,6 +20,9 @@ class Ubatch {
     // Enters the tokens. -1: refused, which is reported; 1: the graph must be built anew; else 0. Throws std::bad_alloc.
     int  begin(const llama_attn_provider_ubatch & of);
     void leave();  // it is over, but its graph may run on
+    // Its graph was computed; or it was stopped or never came about, and its tokens go: what they changed is taken back, or known
+    // to be half done. Again: nothing.
+    void end(bool computed) noexcept;
 
     // Whether a graph of so many tokens is this one's: llama.cpp reserves memory with others.
     bool is(int64_t n) const { return n == n_tokens; }
@@ -49,7 +52,10 @@ class Ubatch {
     bool reserve_working();
     void take_back() noexcept;
     void go_on(Run & run);
+    void undo(Run & run) noexcept;
     bool no_memory(const char * what);  // reports it; false
+
+    bool running_ = false;  // from begin() to end()
 
     Context &      context_;
     const Layers & layers_;

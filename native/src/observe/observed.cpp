@@ -234,6 +234,7 @@ void Observed::shift_rows(size_t n) {
         layers_[l].sums = std::move(all[l]);
     }
     drop_peaks();  // no stream goes by them
+    first_ = 0;
 }
 
 void Observed::drop_sums() {
@@ -265,6 +266,7 @@ void Observed::drop() {
     queries      = {};
     modality_    = std::vector<uint8_t>();
     window_from_ = 0;
+    first_ = stopped_ = -1;
 }
 
 uint64_t Observed::bytes() const {

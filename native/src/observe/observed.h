@@ -127,6 +127,13 @@ class Observed {
     int32_t window_from() const { return window_from_; }
     void    skip_windows(int32_t next) { window_from_ = next; }  // queries before that token are in none
 
+    // The first token of which anything is gathered, after which all other such tokens come; -1: none.
+    void    start(int32_t token) { first_ = first_ < 0 ? token : first_; }
+    int32_t first() const { return first_; }
+    // A batch was stopped half-way: sums hold a part of it, and windows lack queries from this token on that were there.
+    void    stop() { stopped_ = stopped_ < 0 ? window_from_ : std::min(stopped_, window_from_); }
+    int32_t stopped() const { return stopped_; }  // -1: none was
+
     // How rows are turned by their positions, of every layer; NULL: not at all.
     const Rotation & rotation(size_t layer) const;
     void             set_rotations(std::shared_ptr<const Rotations> rotations) { rotations_ = std::move(rotations); }
@@ -157,6 +164,7 @@ class Observed {
     int32_t                         n_entropies_ = 0;
     std::vector<uint8_t>            modality_;         // per pending token, while queries are kept: 1 for an image
     int32_t                         window_from_ = 0;  // first token from which on all queries were seen
+    int32_t                         first_ = -1, stopped_ = -1;
 
     std::shared_ptr<const Rotations> rotations_;
 };

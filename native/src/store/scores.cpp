@@ -53,6 +53,30 @@ void add_scores(Store & store, int32_t layer, int32_t head, int32_t n, const flo
     }
 }
 
+template <class S, class F> static void each_scores(S & blocks, const F & visit) {
+    for (auto & block : blocks) {
+        for (auto & layer : block.layers) {
+            for (auto & head : layer.heads) {
+                visit(head.scores);
+            }
+        }
+    }
+}
+
+void copy_scores(const Store & store, std::vector<double> & to) {
+    to.clear();
+    each_scores(store.contents().blocks, [&](const auto & scores) { to.insert(to.end(), scores.begin(), scores.end()); });
+}
+
+void put_back_scores(Store & store, const std::vector<double> & from) noexcept {
+    size_t at = 0;
+    each_scores(store.parts().blocks, [&](auto & scores) {
+        const size_t n = std::min(scores.size(), from.size() - at);
+        std::copy_n(from.begin() + (std::ptrdiff_t) at, n, scores.begin());
+        at += n;
+    });
+}
+
 void read_scores(const Store & store, int32_t layer, int32_t head, double * out) {
     for (const Block & block : store.contents().blocks) {
         const auto & heads = block.layers[(size_t) layer].heads;

@@ -134,6 +134,9 @@ bool promote_sealed(Store & store);
 void score_pending(Store & store, const std::function<const double *(size_t layer, size_t head)> & of);
 // scores[row] += mean over g < group of weights[g * ld + row], for the first n rows of a head that have scores.
 void add_scores(Store & store, int32_t layer, int32_t head, int32_t n, const float * weights, size_t ld, int32_t group);
+// All of them, to put them back while no row has moved. copy_scores throws std::bad_alloc.
+void copy_scores(const Store & store, std::vector<double> & to);
+void put_back_scores(Store & store, const std::vector<double> & from) noexcept;
 
 bool holds(const Store & store, int32_t p0, int32_t p1);  // whether a token with a position in [p0, p1) was entered, and not removed
 // Removes the rows of tokens with a position in [p0, p1). Throws std::bad_alloc, and then nothing has changed.

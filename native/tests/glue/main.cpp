@@ -56,6 +56,8 @@ void run(llama_model * model, const std::string & folder, bool first, bool graph
     }
     step("requests given up, ends");
     given_up(model);
+    gone_on(model);
+    answers_gone_on(model);
     ends(model);
 }
 

@@ -2,8 +2,11 @@
 
 #include "world.h"
 
+#include <algorithm>
 #include <atomic>
 #include <chrono>
+#include <climits>
+#include <cstring>
 #include <thread>
 
 // What a second thread is told while another one decodes: that the cache is busy, or the answer.
@@ -72,6 +75,97 @@ void given_up(llama_model * model) {
         w.answer(2);
         CHECK(w.kept(0, 0).size() == PROMPT / 4 + 2);
         w.clear();
+    }
+}
+
+// Reads tokens in batches of `part`. The one that begins at token `stopped` is stopped once, after so many operations, and the rest is
+// read from where llama.cpp is then. Returns whether it was stopped.
+static int32_t read_stopped(World & w, const std::vector<llama_token> & tokens, size_t part, size_t stopped, int32_t after) {
+    int32_t              n = 0;
+    std::atomic<int32_t> left{ 0 };
+    for (size_t at = 0; at < tokens.size();) {
+        left = at == stopped && n == 0 ? after : INT32_MAX;
+        llama_set_abort_callback(w.ctx, [](void * m) { return --*(std::atomic<int32_t> *) m < 0; }, &left);
+        const auto end  = tokens.begin() + (std::ptrdiff_t) std::min(at + part, tokens.size());
+        const int  code = w.decode({ tokens.begin() + (std::ptrdiff_t) at, end });
+        CHECK(code == 0 || (code == 2 && n == 0));
+        n += code == 2;
+        at        = (size_t) (llama_memory_seq_pos_max(w.memory(), 0) + 1);
+        w.next[0] = (llama_pos) at;
+    }
+    llama_set_abort_callback(w.ctx, nullptr, nullptr);
+    return n;
+}
+
+// The tokens that every head holds after the prompt's compression; empty: it was refused, and said why.
+static std::vector<std::vector<int32_t>> chosen(const World & w) {
+    std::vector<std::vector<int32_t>> out;
+    kvedge_error                      err{};
+    const auto                        status = kvedge_compress(w.kv, 0, &err);
+    CHECK(status == KVEDGE_OK || (status == KVEDGE_E_STATE && std::strstr(err.message, "a batch was stopped")));
+    for (int32_t l = 0; status == KVEDGE_OK && l < w.stats().n_layers; l++) {
+        for (int32_t h = 0; kvedge_head_length(w.kv, 0, l, h) >= 0; h++) {
+            out.push_back(w.kept(l, h));
+        }
+    }
+    return out;
+}
+
+// The caller goes on after a batch that was stopped: the choice is that of a prompt of which none was, or it is refused.
+void gone_on(llama_model * model) {
+    constexpr size_t PART = 24;
+    struct Case {
+        const char *scorer, *option, *value;
+        bool        last, sees;  // whether a stop of the last batch is too much, and of the second one
+    };
+    const Case cases[] = { { "knorm", nullptr, nullptr, false, false }, { "cumulative", nullptr, nullptr, true, true },
+                           { "mean", nullptr, nullptr, true, true },    { "mixkv", "scorer.window", "32", true, false } };
+    const auto tokens  = words(model, PROMPT - 1, 3);
+    for (const Case & c : cases) {
+        Plan plan({ { "scorer", c.scorer }, { "budget", "0.25" } });
+        if (c.option) {
+            plan.set(c.option, c.value);
+        }
+        World w(model, plan.plan);
+        CHECK(read_stopped(w, tokens, PART, SIZE_MAX, 0) == 0);
+        const auto whole = chosen(w);
+        CHECK(!whole.empty());
+        for (const size_t stopped : { (size_t) 0, PART, 3 * PART }) {
+            int32_t n = 1;
+            for (int32_t after = 5; n > 0; after += 23) {
+                w.clear();
+                n               = read_stopped(w, tokens, PART, stopped, after);
+                const bool half = n > 0 && stopped > 0 && (stopped == PART ? c.sees : c.last);
+                CHECK(chosen(w) == (half ? std::vector<std::vector<int32_t>>() : whole));
+            }
+        }
+    }
+}
+
+// Tokens of an answer that are stopped and come again leave the scores of rows, and the rows that are dropped, as they were.
+void answers_gone_on(llama_model * model) {
+    Plan plan({ { "scorer", "cumulative" }, { "budget", "0.25" }, { "decode", "heavy-hitter" } });
+    const auto tokens = words(model, PROMPT, 3), answer = words(model, 12, 4);
+    const auto rows   = [&](int32_t after) {
+        World w(model, plan.plan);
+        CHECK(w.decode(tokens) == 0);
+        std::atomic<int32_t> left{ 0 };
+        llama_set_abort_callback(w.ctx, [](void * m) { return --*(std::atomic<int32_t> *) m < 0; }, &left);
+        for (const llama_token token : answer) {
+            for (left = after; w.decode({ token }) != 0;) {
+                left = INT32_MAX;
+            }
+        }
+        llama_set_abort_callback(w.ctx, nullptr, nullptr);
+        std::vector<std::vector<int32_t>> out;
+        for (int32_t h = 0; kvedge_head_length(w.kv, 0, 0, h) >= 0; h++) {
+            out.push_back(w.kept(0, h));
+        }
+        return std::make_pair(out, w.logits());
+    };
+    const auto whole = rows(INT32_MAX);
+    for (int32_t after = 3; after < 100; after += 12) {
+        CHECK(rows(after) == whole);
     }
 }
 

@@ -94,6 +94,8 @@ void drafts(llama_model * model, const std::string & folder);
 void storage_types(llama_model * model);
 void own_stages(llama_model * model);
 void given_up(llama_model * model);
+void gone_on(llama_model * model);
+void answers_gone_on(llama_model * model);
 void several_threads(llama_model * model);
 void devices(llama_model * model, const std::string & folder);
 void ends(llama_model * model);
