@@ -142,24 +142,27 @@ void gone_on(llama_model * model) {
     }
 }
 
-// Tokens of an answer that are stopped and come again leave the scores of rows, and the rows that are dropped, as they were.
+// Tokens of an answer that are stopped, many times, and come again leave the scores of rows, and the rows that are dropped, as they were.
 void answers_gone_on(llama_model * model) {
     Plan plan({ { "scorer", "cumulative" }, { "budget", "0.25" }, { "decode", "heavy-hitter" } });
-    const auto tokens = words(model, PROMPT, 3), answer = words(model, 12, 4);
+    const auto tokens = words(model, PROMPT, 3), answer = words(model, 24, 4);
     const auto rows   = [&](int32_t after) {
         World w(model, plan.plan);
         CHECK(w.decode(tokens) == 0);
         std::atomic<int32_t> left{ 0 };
         llama_set_abort_callback(w.ctx, [](void * m) { return --*(std::atomic<int32_t> *) m < 0; }, &left);
-        for (const llama_token token : answer) {
-            for (left = after; w.decode({ token }) != 0;) {
-                left = INT32_MAX;
-            }
+        for (size_t i = 0; i < answer.size(); i++) {
+            int32_t times = i % 5 == 2 ? 30 : 0;
+            do {
+                left = times > 0 ? after : INT32_MAX;
+            } while (w.decode({ answer[i] }) != 0 && times-- > 0);
         }
         llama_set_abort_callback(w.ctx, nullptr, nullptr);
         std::vector<std::vector<int32_t>> out;
-        for (int32_t h = 0; kvedge_head_length(w.kv, 0, 0, h) >= 0; h++) {
-            out.push_back(w.kept(0, h));
+        for (int32_t l = 0; l < w.stats().n_layers; l++) {
+            for (int32_t h = 0; kvedge_head_length(w.kv, 0, l, h) >= 0; h++) {
+                out.push_back(w.kept(l, h));
+            }
         }
         return std::make_pair(out, w.logits());
     };
