@@ -65,7 +65,7 @@ const char * reads_rows(const kvedge_plan & plan) {
 }
 
 bool half_seen(const Sequence & seq, const Observation & wanted) {
-    const int32_t from   = seq.observed.stopped();
+    const int32_t from   = seq.observed.extent.stopped;
     const int32_t window = std::min({ wanted.window, seq.rows.n_tokens() - from, seq.rows.pending_length() });
     return from >= 0 && (wanted.attention() || wanted.moments >= 0 || window_length(seq) < window);
 }

@@ -21,11 +21,13 @@
 
 namespace kvedge {
 
-// Softmax weights of a token that is decoded by itself: of every layer for whoever watches, else of the layer at work.
+// Softmax weights of a token that is decoded by itself: of every layer for whoever watches, else of the layer at work; and the scores
+// that they are added to.
 struct TokenWeights {
     bool                            valid = false;  // all layers are there, and the rows are those that the weights belong to
     std::vector<std::vector<float>> weights;        // [layer or 1][H * rows]
     std::vector<int32_t>            rows;           // [layer or 1] floats of a query head
+    std::vector<double>             before;         // the scores of all rows before the last ubatch that adds to them
 
     // For the sequence's last token, which has its row already. False: no memory.
     bool     reserve(const Store & store, bool every_layer);
@@ -116,7 +118,6 @@ struct SequenceState : Course {
     DeviceWork                device_work;     // of the last compression, of rows on devices
     std::string               device_problem;  // why these were compressed on the host; empty: they were not, or there were none
     TokenWeights              weights;
-    std::vector<double>       scores;  // of rows, before a ubatch that adds to them
     Whole                     whole;
 
     std::unique_ptr<BoundedRequest> request;

@@ -259,7 +259,8 @@ void Ubatch::go_on(Run & run) {
         return;
     }
     if (run.wanted.any()) {
-        state.seq->observed.start(state.seq->rows.n_tokens() - n);
+        int32_t & first = state.seq->observed.extent.first;
+        first           = first < 0 ? state.seq->rows.n_tokens() - n : first;
     }
     if (run.wanted.attention()) {
         state.seq->observed.count(state.seq->rows.pending_length(), n, causal, std::move(run.modality));
@@ -281,7 +282,7 @@ void Ubatch::undo(Run & run) noexcept {
     }
     (OnItsWay &) state = run.before;
     if (run.score) {
-        put_back_scores(state.seq->rows, state.scores);
+        put_back_scores(state.seq->rows, state.weights.before);
     }
     if (run.wanted.any() && !run.bounded && !run.replay) {
         state.seq->observed.stop();
@@ -320,7 +321,7 @@ bool Ubatch::store_all(const llama_attn_provider_ubatch & of) try {
     }
     for (auto & run : runs) {
         if (run->score) {
-            copy_scores(run->state->seq->rows, run->state->scores);
+            copy_scores(run->state->seq->rows, run->state->weights.before);
         }
     }
     for (auto & run : runs) {

@@ -30,7 +30,7 @@ bool TokenWeights::reserve(const Store & store, bool every_layer) try {
 }
 
 uint64_t TokenWeights::bytes() const {
-    uint64_t n = 0;
+    uint64_t n = before.capacity() * sizeof(double);
     for (const auto & w : weights) {
         n += w.capacity() * sizeof(float);
     }

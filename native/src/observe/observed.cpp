@@ -234,7 +234,7 @@ void Observed::shift_rows(size_t n) {
         layers_[l].sums = std::move(all[l]);
     }
     drop_peaks();  // no stream goes by them
-    first_ = 0;
+    extent.first = 0;
 }
 
 void Observed::drop_sums() {
@@ -266,7 +266,7 @@ void Observed::drop() {
     queries      = {};
     modality_    = std::vector<uint8_t>();
     window_from_ = 0;
-    first_ = stopped_ = -1;
+    extent = {};
 }
 
 uint64_t Observed::bytes() const {

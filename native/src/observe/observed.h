@@ -97,6 +97,12 @@ struct LayerSeen {
 // Bytes that it takes of one layer, for a prompt of n_tokens.
 uint64_t observed_bytes(const Observation & wanted, const LayerShape & layer, int32_t n_tokens);
 
+// first: the first token of which anything is gathered, after which all other such tokens come; -1: none. stopped: since a batch was
+// stopped half-way, sums hold a part of it, and windows lack queries from this token on that were there; -1: none was.
+struct Extent {
+    int32_t first = -1, stopped = -1;
+};
+
 class Observed {
   public:
     static constexpr size_t ALL = SIZE_MAX;
@@ -127,12 +133,8 @@ class Observed {
     int32_t window_from() const { return window_from_; }
     void    skip_windows(int32_t next) { window_from_ = next; }  // queries before that token are in none
 
-    // The first token of which anything is gathered, after which all other such tokens come; -1: none.
-    void    start(int32_t token) { first_ = first_ < 0 ? token : first_; }
-    int32_t first() const { return first_; }
-    // A batch was stopped half-way: sums hold a part of it, and windows lack queries from this token on that were there.
-    void    stop() { stopped_ = stopped_ < 0 ? window_from_ : std::min(stopped_, window_from_); }
-    int32_t stopped() const { return stopped_; }  // -1: none was
+    // A batch was stopped half-way.
+    void stop() { extent.stopped = extent.stopped < 0 ? window_from_ : std::min(extent.stopped, window_from_); }
 
     // How rows are turned by their positions, of every layer; NULL: not at all.
     const Rotation & rotation(size_t layer) const;
@@ -154,6 +156,7 @@ class Observed {
     bool read(int32_t n_tokens, Reader & in);
 
     Missing     missing;  // of pending prompt tokens
+    Extent      extent;
     KeptQueries queries;
 
   private:
@@ -164,7 +167,6 @@ class Observed {
     int32_t                         n_entropies_ = 0;
     std::vector<uint8_t>            modality_;         // per pending token, while queries are kept: 1 for an image
     int32_t                         window_from_ = 0;  // first token from which on all queries were seen
-    int32_t                         first_ = -1, stopped_ = -1;
 
     std::shared_ptr<const Rotations> rotations_;
 };

@@ -122,7 +122,7 @@ bool KeptQueries::read(const std::vector<LayerShape> & shapes, int32_t n_tokens,
 
 void Observed::write(Sink & out) const {
     out.value<uint8_t>((uint8_t) ((have_.sums ? SUMS : 0) | (have_.squares ? SQUARES : 0) | (have_.entropy ? ENTROPY : 0) |
-                                  (have_.queries ? QUERIES : 0) | (have_.peaks ? PEAKS : 0) | (stopped_ >= 0 ? STOPPED : 0)));
+                                  (have_.queries ? QUERIES : 0) | (have_.peaks ? PEAKS : 0) | (extent.stopped >= 0 ? STOPPED : 0)));
     for (int32_t n : { have_.window, have_.moments, window_from_, n_entropies_ }) {
         out.value<int32_t>(n);
     }
@@ -151,7 +151,7 @@ bool Observed::read(int32_t n_tokens, Reader & in) {
     have_.entropy = (quantities & ENTROPY) != 0;
     have_.queries = (quantities & QUERIES) != 0;
     have_.peaks   = (quantities & PEAKS) != 0;
-    stopped_      = (quantities & STOPPED) != 0 ? 0 : -1;  // or later: windows must be longer then than they need be
+    extent.stopped = (quantities & STOPPED) != 0 ? 0 : -1;  // or later: windows must be longer then than they need be
     for (int32_t & n : missing.of) {
         if (!in.value(n) || !fits(n)) {
             return false;

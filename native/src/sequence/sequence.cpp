@@ -44,7 +44,7 @@ void Sequence::remove(int32_t p0, int32_t p1) {
         }
     }
     forget_last(rows, p0, p1);
-    if (observed.first() >= rows.n_tokens()) {
+    if (observed.extent.first >= rows.n_tokens()) {
         observed.drop();  // sums are of queries that are gone, all of them
     }
     if (rows.pending_length() == 0) {
