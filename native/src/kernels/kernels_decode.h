@@ -122,7 +122,7 @@ template <Type T, int M, int C> inline void dot_micro(
     for (; !is_quantised(T) && i < d; i++) {
         for (int r = 0; r < M; r++) {
             for (int c = 0; c < C; c++) {
-                s.row(r)[c] += q.row(r)[i] * scalar_load(T, k + c * stride, (size_t) i);
+                s.row(r)[c] = scalar_fma(q.row(r)[i], scalar_load(T, k + c * stride, (size_t) i), s.row(r)[c]);
             }
         }
     }
@@ -246,7 +246,7 @@ KVEDGE_APART void rows_axpy_t(FloatIn p, int32_t m, Rows v, int32_t n, int32_t d
             for (; !is_quantised(T) && i < d; i++) {
                 for (int32_t k = 0; k < M; k++) {
                     for (int32_t j = 0; j < w; j++) {
-                        to.row(k)[i] += pr.row(k)[j] * scalar_load(T, vc.data + j * v.stride, (size_t) i);
+                        to.row(k)[i] = scalar_fma(pr.row(k)[j], scalar_load(T, vc.data + j * v.stride, (size_t) i), to.row(k)[i]);
                     }
                 }
             }
