@@ -23,6 +23,15 @@
 
 namespace {
 
+// a * b + c as vectors have it: fused where the processor can, whatever the compiler makes of products and sums.
+inline float scalar_fma(float a, float b, float c) {
+#if defined(__FMA__) || defined(__aarch64__)
+    return __builtin_fmaf(a, b, c);
+#else
+    return a * b + c;
+#endif
+}
+
 // The first n lanes of a vector without masks, by way of memory.
 template <class V> inline V load_lanes(const float * p, size_t n, float rest) {
     float lanes[V::W];

@@ -35,7 +35,7 @@ struct V {
     static V set1(float a) { return each([=](int) { return a; }); }
     V kept() const { return *this; }
     static V zero() { return set1(0.0f); }
-    static V fma(const V & a, const V & b, const V & c) { return each([&](int i) { return a.x[i] * b.x[i] + c.x[i]; }); }
+    static V fma(const V & a, const V & b, const V & c) { return each([&](int i) { return scalar_fma(a.x[i], b.x[i], c.x[i]); }); }
     static V fnma(const V & a, const V & b, const V & c) { return each([&](int i) { return c.x[i] - a.x[i] * b.x[i]; }); }
     static V add(const V & a, const V & b) { return each([&](int i) { return a.x[i] + b.x[i]; }); }
     static V sub(const V & a, const V & b) { return each([&](int i) { return a.x[i] - b.x[i]; }); }

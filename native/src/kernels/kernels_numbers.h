@@ -78,15 +78,6 @@ inline float scalar_load(Type t, const uint8_t * p, size_t i) {
     return t == Type::f16 ? scalar_from_f16(h) : scalar_from_bf16(h);
 }
 
-// a * b + c, rounded as V::fma does.
-inline float scalar_fma(float a, float b, float c) {
-#if defined(__FMA__) || defined(__aarch64__)
-    return __builtin_fmaf(a, b, c);
-#else
-    return a * b + c;
-#endif
-}
-
 // Types whose rows are read V::W values at a time: plain numbers, and codes of a byte each with no minimum.
 constexpr bool in_vectors(Type t) { return !is_quantised(t) || (format(t).bits == 8 && !has_minimum(t)); }
 
