@@ -164,7 +164,7 @@ bool kvedge_cache::seq_cp(int32_t from, int32_t to, int32_t p0, int32_t p1) {
     if (from == to || !source || !holds(source->seq->rows, p0, p1)) {
         return true;
     }
-    if (source->verified && source->verified->whole) {
+    if (source->turned()) {
         return context.deny(KVEDGE_E_STATE, "a verification of drafts was begun; end it before the sequence is copied (kvedge_verify_end)");
     }
     if (const SequenceState * there = sequences.find(to); there && !covers(source->seq->rows, p0, p1, there->seq->rows)) {

@@ -98,8 +98,7 @@ int32_t Devices::attach() {
 bool Devices::fits(const Run & run, bool even) const {
     const SequenceState & state = *run.state;
     const Storage & stored = state.seq->rows.storage();  // of a file, its own
-    const bool whole = state.verified && state.verified->whole;  // these rows lie on the host
-    if (whole || run.request || run.wanted.queries || run.wanted.moments >= 0 || run.wanted.peaks || sequences_.watching || state.streaming ||
+    if (state.turned() || run.request || run.wanted.queries || run.wanted.moments >= 0 || run.wanted.peaks || sequences_.watching || state.streaming ||
         is_rotated(stored.k) || is_rotated(stored.v) || !follow_each_other(run.index) ||
         (run.score && even_rows(state.seq->rows) != 0)) {
         return false;

@@ -22,9 +22,6 @@ template <class F> void each_layer(const Sequence & seq, const F & visit) {
     }
 }
 
-// Whether whole and compressed rows have changed places meanwhile.
-bool turned(const SequenceState & state) { return state.verified && state.verified->whole; }
-
 bool is_written(const SequenceState & state, const std::shared_ptr<const Pages> & memory) {
     return std::any_of(state.whole.jobs.begin(), state.whole.jobs.end(), [&](const auto & job) {
         return std::any_of(job->parts.begin(), job->parts.end(), [&](const Spilled & part) { return part.from == memory; });
@@ -95,7 +92,7 @@ uint64_t Keeping::held() const {
     uint64_t                n = 0;
     std::set<const Pages *> counted;
     for (const auto & [id, state] : sequences_.all) {
-        const Sequence * const whole = turned(state) ? state.seq.get() : state.whole.seq.get();
+        const Sequence * const whole = state.turned() ? state.seq.get() : state.whole.seq.get();
         if (whole) {
             n += whole->score_bytes();
             each_layer(*whole, [&](const LayerRows & rows) { n += counted.insert(rows.memory().pages().get()).second ? rows.bytes() : 0; });
@@ -108,7 +105,7 @@ void Keeping::keep_within(SequenceState & state) {
     while (most_ > 0 && state.whole.seq && held() > most_) {
         SequenceState * oldest = &state;
         for (auto & [id, other] : sequences_.all) {
-            oldest = other.whole.seq && !turned(other) && other.whole.turn < oldest->whole.turn ? &other : oldest;
+            oldest = other.whole.seq && !other.turned() && other.whole.turn < oldest->whole.turn ? &other : oldest;
         }
         give_up(*oldest, "all whole rows together went beyond the limit of " + std::to_string(most_ >> 20) + " MiB");
     }
@@ -177,7 +174,7 @@ void Keeping::share(SequenceState & from, SequenceState & copy) const {
 
 void Keeping::settle() {
     for (auto & [id, state] : sequences_.all) {
-        if (!state.whole.jobs.empty() && !turned(state)) {
+        if (!state.whole.jobs.empty() && !state.turned()) {
             settle(state);
         }
     }
@@ -224,7 +221,7 @@ void Keeping::remove_whole(SequenceState & state, int32_t p0, int32_t p1) try {
 }
 
 bool Keeping::remove(SequenceState & state, int32_t p0, int32_t p1) {
-    const bool verifying = turned(state);
+    const bool verifying = state.turned();
     if (verifying) {
         state.seq->observed.skip_windows(state.verified->window_from);
         state.turn();

@@ -139,6 +139,7 @@ struct SequenceState : Course {
     void     drop_bounded();       // a prompt that llama.cpp gave up half-way
     void     evict_generated();
     void     turn();  // whole and compressed rows change places, for a verification or after it
+    bool     turned() const { return verified && verified->whole; }
 };
 
 // Layers that bounded prompts have behind them, by sequence: any thread may ask, while another decodes.

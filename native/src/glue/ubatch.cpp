@@ -114,7 +114,7 @@ bool Ubatch::begin_answer(SequenceState & state) {
         state.evict_generated();
         state.evicted = true;
     }
-    if (!state.device && !(state.verified && state.verified->whole)) {
+    if (!state.device && !state.turned()) {
         seal_generated(state.seq->rows);  // without the memory for it, rows stay as they are until the next time
     }
     return true;

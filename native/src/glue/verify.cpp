@@ -61,15 +61,22 @@ static bool ends_open(const Store & rows, int32_t n) {
     return n <= 0;
 }
 
+// The last n tokens, which were entered last, leave the store and the device.
+static void take_back(SequenceState & state, int32_t n) {
+    state.seq->rows.take_back(n);
+    if (state.device) {
+        state.device->take_back(n);
+    }
+    state.seq->observed.skip_windows(state.seq->rows.n_tokens());
+}
+
 // Drafts that were decoded with the compressed rows go, and the whole ones take their place: on the host, where they lie.
 static void turn_to_whole(kvedge_cache & kv, SequenceState & state) {
     const int32_t n_whole = state.whole.seq->rows.n_tokens(), drafts = state.seq->rows.n_tokens() - n_whole;
     if (drafts > 0) {
         const int32_t from = state.seq->rows.contents().pos[(size_t) n_whole];
         if (state.device) {
-            state.seq->rows.take_back(drafts);
-            state.device->take_back(drafts);
-            state.seq->observed.skip_windows(n_whole);
+            take_back(state, drafts);
         } else {
             state.seq->remove(from, INT_MAX);
         }
@@ -155,13 +162,9 @@ extern "C" kvedge_status kvedge_verify_end(kvedge_cache * kv, int32_t seq_id, in
             kv->settle();
         }
         if (refused > 0) {
-            Store &       rows = state->seq->rows;
+            const Store & rows = state->seq->rows;
             const int32_t from = rows.contents().pos[(size_t) (rows.n_tokens() - refused)];
-            rows.take_back(refused);
-            if (state->device) {
-                state->device->take_back(refused);
-            }
-            state->seq->observed.skip_windows(rows.n_tokens());
+            take_back(*state, refused);
             state->weights.valid = false;
             kv->context.release_cells(seq_id, from, -1);
         }
