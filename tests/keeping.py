@@ -53,18 +53,19 @@ def same(a: TinyContext, b: TinyContext, sequence: int = 0, other: int = 0) -> b
     return all(np.array_equal(x, y) for one, two in pairs for x, y in zip(one, two, strict=True))
 
 
-def alike(a: TinyContext, b: TinyContext, sequence: int = 0, other: int = 0) -> bool:
+def alike(a: TinyContext, b: TinyContext, sequence: int = 0, other: int = 0, rounded: float = 0.0) -> bool:
     """Whether both hold the same pairs but for rounding, by which nearly equal scores may change places.
 
     Where tokens were removed, blocks of keys are cut in other places, and sums of attention are rounded otherwise.
+    rounded: share of pairs and size of numbers that may differ besides.
     """
-    held, expected = a.held(sequence), b.held(other)
-    if differing(held, expected) > 0.01 or differing(expected, held) > 0.01:
+    held, expected, apart = a.held(sequence), b.held(other), 0.01 + rounded
+    if differing(held, expected) > apart or differing(expected, held) > apart:
         return False
     tokens = zip([h for layer in held for h in layer], [h for layer in expected for h in layer], strict=True)
     pairs = zip(tokens, rows(a, sequence), rows(b, other), strict=True)
     return all(
-        np.allclose(x[np.isin(own, others)], y[np.isin(others, own)], rtol=1e-2, atol=1e-2)
+        np.allclose(x[np.isin(own, others)], y[np.isin(others, own)], rtol=apart, atol=apart)
         for (own, others), one, two in pairs
         for x, y in zip(one, two, strict=True)
     )

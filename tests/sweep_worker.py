@@ -85,7 +85,7 @@ class World:
         self.good(lib.kvedge_set_plan(cache, self.plan, None))
         for sequence in (0, 1):
             self.good(lib.kvedge_set_sequence_plan(cache, sequence, None, None))
-        self.good(lib.kvedge_keep(cache, not self.asked, None, 0, None))
+        self.good(lib.kvedge_keep(cache, not self.asked, None, 0, 0, None))
         self.decode(0, 60), self.decode(60, 61), self.decode(61, 62)
         if self.asked:
             self.decode(62, 74, [0] * 12)

@@ -83,10 +83,13 @@ def test_what_is_written_leaves_memory(native, tiny, working, tmp_path):
 
 
 @linux
-@pytest.mark.parametrize("words", ["", "slow named", *whole("slow", "named")])
-def test_random_walks_over_files(native, tiny, working, tmp_path, faults, words):
+@pytest.mark.parametrize(("words", "kv_type"), [
+    ("", "f16"), ("slow named", "f16"), ("slow", "q8_0"), *whole(("slow", "f16"), ("named", "f16"), ("", "q8_0"))
+])  # fmt: skip
+def test_random_walks_over_files(native, tiny, working, tmp_path, faults, words, kv_type):
     """Also while a file is being written, and where a file system knows no files without names."""
-    job = {"model": str(tiny("llama").model), "places": [("disk", str(tmp_path)), ("ram", "")], "seed": 3, "steps": 60}
+    places = [("disk", str(tmp_path)), ("ram", "")]
+    job = {"model": str(tiny("llama").model), "places": places, "seed": 3, "steps": 60, "type": kv_type}
     found = working("keep_walk.py", job, faults(words))
     assert found["compared"] > 10 and not found["given_up"]
     assert not list(tmp_path.iterdir())

@@ -56,6 +56,7 @@ class Variant:
         if self.plan and self.plan.pruner != "none":
             budget += f", {self.plan.pruner} {self.plan.image_tokens}"
         kept = f", keep {self.keep.place}" if self.keep else ""
+        kept += f" {self.keep.type}" if self.keep and self.keep.type != "f16" else ""
         return self.name + budget + (f" {self.kv_type}" if self.kv_type != "f16" else "") + kept
 
 

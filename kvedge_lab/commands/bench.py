@@ -55,6 +55,8 @@ QUICK: dict[str, Any] = {"budgets": "0.2", "tokens": "64", "images": "8", "repea
            help="Also time a later message of N tokens, after the answer."),
     option("--keep", group="What is kept", type=click.Choice(("ram", "disk")),
            help="Also each method with all rows kept behind the compressed ones, in memory or in a file; see --later."),
+    option("--keep-type", group="What is kept", type=click.Choice(("f16", "q8_0")),
+           help="How these rows are stored: f16, as they are (the default), or q8_0."),
     option("--device-peak", group="Measurement", is_flag=True,
            help="Also the most memory that GPUs had in use: one more run of each method."),
     option("--kv-type", "kv_types", group="Memory and devices", default="f16", show_default=True, metavar="A,B",
@@ -228,7 +230,7 @@ def _variants(given: dict[str, Any], budgets: str) -> list[Variant]:
         amounts = listed("--image-tokens", given["image_tokens"])
         less += [{"pruner": given["pruner"], "image_tokens": amount} for amount in amounts]
     combined = itertools.product(types, names, less)
-    kept = [None, *([Keep(given["keep"])] if given["keep"] else [])]
+    kept = [None, *filter(None, [Keep.of(**options.keep(given))])]
     return [
         Variant(name, make_plan(name, budget, **fewer), kv_type, keep)
         for kv_type, name, fewer in combined

@@ -126,7 +126,7 @@ class Reader:
             driver.cache.set_plan(plan, tables_for(plan, self.model.path))
         if self._keep is not None and driver.cache is not None:
             place = "" if plan.budget.ratio == 1.0 else self._keep.place  # a whole cache needs none behind it
-            driver.cache.keep(place, self._keep.made_folder(), self._keep.space)
+            driver.cache.keep(place, self._keep.made_folder(), self._keep.space, self._keep.type)
         driver.context.stop_when(self._cancel)
 
     def copy(self, to: int) -> None:

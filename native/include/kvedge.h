@@ -376,21 +376,21 @@ typedef enum kvedge_keep_place {
     KVEDGE_KEEP_FILE   = 2,  // in a file without a name, written while the answer is decoded, whose pages are the system's to drop
 } kvedge_keep_place;
 
-// Keeps the rows of every sequence that is compressed from now on as they were, and what was observed of them, behind the compressed ones.
-// The answer is decoded with the compressed ones. Tokens of a later message attend to all rows, and the compression after them chooses from
-// all rows anew, as if the conversation were one prompt. The rows of an answer count as they were computed; a caller that wants them as the
-// whole cache would have them removes the answer's tokens (llama_memory_seq_rm) and decodes them again before the message. Not for streams
-// and bounded prompts. folder: UTF-8, of a local drive, for KVEDGE_KEEP_FILE; NULL: the current one. most_bytes: of all whole rows
-// together, beyond which the oldest are given up; 0: no limit. Where rows cannot be kept, for a full disk, say, the sequence goes on
-// without, and kvedge_keep_problem says why. Errors: KVEDGE_E_UNSUPPORTED (a network drive), KVEDGE_E_FILE.
-KVEDGE_API kvedge_status kvedge_keep(kvedge_cache * kv, kvedge_keep_place place, const char * folder, uint64_t most_bytes, kvedge_error * err);
+// Keeps the rows of every sequence that is compressed from now on, and what was observed of them, behind the compressed ones. The answer
+// is decoded with the compressed ones. Tokens of a later message attend to all rows, and the compression after them chooses from all rows
+// anew, as if the conversation were one prompt. Rows of an answer count as they were computed; for those of the whole cache remove the
+// answer's tokens (llama_memory_seq_rm) and decode them again before the message. Not for streams and bounded prompts. folder: UTF-8, of a
+// local drive, for KVEDGE_KEEP_FILE; NULL: the current one. most_bytes: of all whole rows together, beyond which the oldest are given up; 0:
+// no limit. type: KVEDGE_TYPE_F16 for rows as they are; KVEDGE_TYPE_Q8_0: half as large, rounded, not for kvedge_verify_whole. Where rows
+// cannot be kept (a full disk), kvedge_keep_problem says why. Errors: KVEDGE_E_UNSUPPORTED (network drives, head sizes), KVEDGE_E_FILE.
+KVEDGE_API kvedge_status kvedge_keep(kvedge_cache * kv, kvedge_keep_place place, const char * folder, uint64_t most_bytes, kvedge_type type,
+                                     kvedge_error * err);
 // Limits what compressions of a sequence keep of its tokens [first, last), such as an image's: `most` rows at most in every head,
 // the best by the scorer's scores; 0: none; negative: the plan decides again. A limit takes the place of those that overlap it. The rest of
 // a budget in pairs goes to other tokens; of one that is a share it stays free. Errors: KVEDGE_E_ARGUMENT (no such tokens).
 KVEDGE_API kvedge_status kvedge_limit_tokens(kvedge_cache * kv, int32_t seq_id, int32_t first, int32_t last, int32_t most, kvedge_error * err);
-// Chooses again, under the plan and the limits of now, what a sequence keeps of its whole rows; nothing is read again, and tokens
-// since the last compression stay. On failure it keeps what it kept. Errors: KVEDGE_E_STATE (there are no whole rows),
-// KVEDGE_E_UNSUPPORTED (a decode policy dropped rows of the answer), and those of kvedge_compress.
+// Chooses again, under the plan and limits of now, what a sequence keeps of its whole rows; nothing is read again, and later tokens stay.
+// On failure it keeps what it kept. Errors: those of kvedge_compress, KVEDGE_E_STATE (no whole rows), KVEDGE_E_UNSUPPORTED (a decode policy).
 KVEDGE_API kvedge_status kvedge_choose_again(kvedge_cache * kv, int32_t seq_id, kvedge_error * err);
 // Whether kvedge_save and kvedge_pack write the whole rows of a sequence, too, and what was observed of them, where there are any: a later
 // message then chooses as it would without the file. Off at first. Such a file takes as much as the uncompressed cache, and libraries
@@ -504,7 +504,7 @@ KVEDGE_API kvedge_status kvedge_verify_begin(kvedge_cache * kv, int32_t seq_id, 
 // Begins a verification over whole rows (kvedge_keep): its tokens are those of the whole cache. Tokens that came since the last compression or
 // verification over whole rows were drafts: they are removed, and the n tokens begin with the first of them. kvedge_verify_end
 // gives the compressed rows those of the tokens that stay. Where these lie on a device, the host attends to whole rows all the same.
-// Errors: also KVEDGE_E_STATE (there are no whole rows), KVEDGE_E_MEMORY.
+// Errors: also KVEDGE_E_STATE (there are no whole rows), KVEDGE_E_UNSUPPORTED (they are q8_0), KVEDGE_E_MEMORY.
 KVEDGE_API kvedge_status kvedge_verify_whole(kvedge_cache * kv, int32_t seq_id, int32_t n, kvedge_error * err);
 
 // The first n_accepted of these tokens stay; the others leave the sequence and llama.cpp's own memory. After a llama_decode that

@@ -105,7 +105,7 @@ class Attachment:
         self._cache = libkvedge.Cache(llm.ctx, plan, self._kv_type, auto_compress=True, profiles=self._given)
         if keep is not None:
             with undoing(self._cache.detach):
-                self._cache.keep(keep.place, folder, keep.space)
+                self._cache.keep(keep.place, folder, keep.space, keep.type)
         self._again = AttachedPass(llm, self._cache)
         self._again.look()
         self._states = States(llm, self._cache, self._again)

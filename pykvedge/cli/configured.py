@@ -27,7 +27,7 @@ PLACES = ("model", "mmproj", "threads", "gpu-layers", "device", "rpc")  # what c
 _REPLACED = {
     "model": ("model", "mmproj"), "models": ("model", "mmproj"), "hf_repo": ("model", "mmproj"),
     "hf_repos": ("model", "mmproj"), "file": ("model", "mmproj"), "plan_file": ("method", "budget"),
-    **dict.fromkeys(("stream", "bounded", "question_blind"), ("keep", "keep-folder", "keep-space")),
+    **dict.fromkeys(("stream", "bounded", "question_blind"), ("keep", "keep-folder", "keep-space", "keep-type")),
 }  # fmt: skip
 _IN_EFFECT = "kvedge.configured"
 _OTHERS = tuple(f"KVEDGE_{name}" for name in (

@@ -52,6 +52,7 @@ _COUNT = click.IntRange(0, 10**6)
     options.KV_TYPE,
     option("--keep", group="What is kept", config=True, type=click.Choice(("ram", "disk")),
            help="Count whole rows behind the kept ones, in memory or in a file."),
+    options.KEEP_TYPE,
     options.JSON,
 )  # fmt: skip
 def fit(file: Path | None, **given: Any) -> None:
@@ -146,8 +147,9 @@ def _request(
     largest = max(grids, key=lambda grid: grid.n_patches * grid.parts, default=None)
     how = options.running(given)
     threads = how["threads"] or llamacpp.default_threads()
+    kept = options.keep(given).get("keep_type", "f16")
     request = Request(plan, n_images, max(read), given["text_tokens"], how["n_ctx"], how["kv_type"], threads,
-                      given["keep"] or "", sum(read) if len(read) > 1 else 0)  # fmt: skip
+                      given["keep"] or "", sum(read) if len(read) > 1 else 0, kept)  # fmt: skip
     placement = options.offload(given).placement(header, _talk(request))
     weights = Weights.of(header, placement.away)
     if not projector or not largest or not n_images:

@@ -159,6 +159,10 @@ PROFILE = option(
     help="What `kvedge calibrate` wrote, for methods that need it; repeatable. Default: found by itself.",
 )  # fmt: skip
 
+KEEP_TYPE = option(
+    "--keep-type", group=_KEPT, config=True, type=click.Choice(("f16", "q8_0")),
+    help="How --keep stores all rows: f16, as they are (the default), or q8_0, half as large and rounded.",
+)  # fmt: skip
 KEEP = (
     option("--keep", group=_KEPT, common=True, config=True, type=click.Choice(("ram", "disk")),
            help="Keep all rows behind the compressed ones, in memory or in a file that the system may drop: "
@@ -167,6 +171,7 @@ KEEP = (
            help="Where that file lies. Default: ~/.cache/kvedge/keep."),
     option("--keep-space", group=_KEPT, config=True, metavar="SIZE",
            help="What all rows may take there. Default: 20GiB."),
+    KEEP_TYPE,
 )  # fmt: skip
 AGE = option(
     "--age", group=_KEPT, type=float, metavar="SHARE",
@@ -324,21 +329,19 @@ def cache(given: Mapping[str, Any]) -> dict[str, Any]:
 
 def keep(given: Mapping[str, Any]) -> dict[str, Any]:
     """Collects the settings of KEEP. Raises UsageError for a size that is none, or that is of nothing."""
+    names = ("keep_folder", "keep_space", "keep_type", "age")
+    out: dict[str, Any] = {name: given[name] for name in names if given.get(name) is not None}
     if given["keep"] is None:
-        for name in ("keep_folder", "keep_space", "age"):
-            if given.get(name) is not None:
-                raise UsageError(f"--{name.replace('_', '-')} belongs to --keep ram or --keep disk; add one of them")
+        for name in out:
+            raise UsageError(f"--{name.replace('_', '-')} belongs to --keep ram or --keep disk; add one of them")
         return {}
-    if given["keep_folder"] is not None and given["keep"] != "disk":
-        raise UsageError("--keep-folder belongs to --keep disk")
-    out: dict[str, Any] = {"keep": given["keep"]}
-    if given["keep_folder"] is not None:
-        out["keep_folder"] = os.fspath(paths.expanded(given["keep_folder"]))
-    if given.get("age") is not None:
-        out["age"] = given["age"]
-    if given["keep_space"] is not None:
-        out["keep_space"] = size("--keep-space", given["keep_space"])
-    return out
+    if "keep_folder" in out:
+        if given["keep"] != "disk":
+            raise UsageError("--keep-folder belongs to --keep disk")
+        out["keep_folder"] = os.fspath(paths.expanded(out["keep_folder"]))
+    if "keep_space" in out:
+        out["keep_space"] = size("--keep-space", out["keep_space"])
+    return {"keep": given["keep"], **out}
 
 
 def size(name: str, text: str) -> int:

@@ -121,6 +121,7 @@ class Request:
     threads: int = 1
     keep: str = ""  # where whole rows stay behind the kept ones: "ram", "disk" or nowhere
     all_images: int = 0  # tokens of all images; 0: each has as many as the largest
+    keep_type: str = "f16"  # of whole rows: as they are, or a quantised type
 
     @property
     def prompt_tokens(self) -> int:
@@ -236,14 +237,14 @@ def footprint(files: Files, request: Request) -> Footprint:
         answer_full=loaded + answer + per_token * n_tokens,
         after_compression=loaded + answer + kv_kept + grams,
     )
-    return _keeping(found, request.keep, reducing)
+    return _keeping(found, request, shape, reducing) if request.keep else found
 
 
-def _keeping(f: Footprint, place: str, reducing: int) -> Footprint:
+def _keeping(f: Footprint, request: Request, shape: ModelShape, reducing: int) -> Footprint:
     """Adds whole rows behind the kept ones. No layer's rows go when its kept ones stand."""
-    if not place:
-        return f
-    memory, file = (f.kv_prompt + f.scores, 0) if place == "ram" else (f.scores, f.kv_prompt)
+    stored = KvType.parse(request.keep_type)
+    rows = int(shape.kv_per_token(1) * stored.bytes_per_value * f.prompt_tokens) if stored.quantised else f.kv_prompt
+    memory, file = (rows + f.scores, 0) if request.keep == "ram" else (f.scores, rows)
     most = max(f.scores_and_layer, f.scores + f.kv_kept + reducing)
     base = f.program + f.weights + f.repacked + f.encoder + f.compute
     return replace(

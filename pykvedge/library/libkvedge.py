@@ -125,12 +125,13 @@ class Cache:
         call("set_auto_compress", self.handle, on)
 
     @one_thread
-    def keep(self, place: str, folder: str = "", most_bytes: int = 0) -> None:
+    def keep(self, place: str, folder: str = "", most_bytes: int = 0, kv_type: str = "f16") -> None:
         """Keeps whole rows behind compressed ones from now on: in "ram", on "disk" in a folder, or not ("").
 
-        most_bytes: of all whole rows together; 0: no limit. Raises what kvedge_keep reports.
+        most_bytes: of all whole rows together; 0: no limit. kv_type: "f16", as they are, or "q8_0".
+        Raises what kvedge_keep reports.
         """
-        call("keep", self.handle, KEEP_PLACES[place], os.fsencode(folder), most_bytes)
+        call("keep", self.handle, KEEP_PLACES[place], os.fsencode(folder), most_bytes, KvType.parse(kv_type).numbers[0])
         self.keeps = bool(place)
 
     @one_thread

@@ -81,7 +81,7 @@ class Driver:
             return
         self.context.takes_gaps = True
         if keep is not None:
-            self.cache.keep(keep.place, keep.made_folder(), keep.space)
+            self.cache.keep(keep.place, keep.made_folder(), keep.space, keep.type)
 
     def require_full(self, plan: Plan) -> None:
         """Raises NothingToCompressError for a plan that a model without KV memory of kvedge's cannot follow."""

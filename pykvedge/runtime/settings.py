@@ -22,19 +22,21 @@ MAX_CTX = 2**30
 STREAM_TOKENS = 128
 LEAST_POSITIONS = 256
 CACHE_SIZE = 4 << 30  # bytes of a cache folder
-KEEP_PLACES, KEEP_SPACE = ("ram", "disk"), 20 << 30  # of whole rows: where they may stay, and bytes
+KEEP_PLACES, KEEP_TYPES, KEEP_SPACE = ("ram", "disk"), ("f16", "q8_0"), 20 << 30  # whole rows: where, how, and bytes
 
 
 @dataclass(frozen=True)
 class Keep:
     """Where whole rows stay behind compressed ones: a later message is read over them, and nothing is lost.
 
-    folder: of the file, on a local drive; empty: the cache folder. space: bytes at most.
+    folder: of the file, on a local drive; empty: the cache folder. space: bytes at most. type: "f16", as they are, or
+    "q8_0", half as large and rounded.
     """
 
     place: str
     folder: str | bytes | os.PathLike[str] = ""
     space: int = KEEP_SPACE
+    type: str = "f16"
 
     def __post_init__(self) -> None:
         if self.place not in KEEP_PLACES:
@@ -43,11 +45,19 @@ class Keep:
             raise UsageError(f"keep_space must be a number of bytes, not {self.space!r:.40}")
         if not isinstance(self.folder, (str, bytes, os.PathLike)) or b"\0" in os.fsencode(self.folder):
             raise UsageError(f"keep_folder must be the path of a folder, not {self.folder!r:.40}")
+        if self.type not in KEEP_TYPES:
+            raise UsageError(f"keep_type must be 'f16' or 'q8_0', not {self.type!r:.40}")
 
     @classmethod
-    def of(cls, keep: str = "", keep_folder: str | os.PathLike[str] = "", keep_space: int = KEEP_SPACE) -> Keep | None:
+    def of(
+        cls,
+        keep: str = "",
+        keep_folder: str | os.PathLike[str] = "",
+        keep_space: int = KEEP_SPACE,
+        keep_type: str = "f16",
+    ) -> Keep | None:
         """Makes it of settings; None: whole rows stay nowhere. Raises UsageError."""
-        return cls(keep, keep_folder, keep_space) if keep else None
+        return cls(keep, keep_folder, keep_space, keep_type) if keep else None
 
     def made_folder(self) -> str:
         """Returns the folder of the file; makes the default one, which is the owner's alone. Raises UsageError."""
@@ -95,6 +105,7 @@ class GivenSettings(LoadSettings, total=False):
     keep: str
     keep_folder: str | os.PathLike[str]
     keep_space: int
+    keep_type: str
     age: float
     lookup: bool
     exact: bool
@@ -135,6 +146,7 @@ class Settings:
     keep: str = ""
     keep_folder: str | os.PathLike[str] = ""  # where the file lies; empty: the cache folder
     keep_space: int = KEEP_SPACE  # bytes of whole rows at most
+    keep_type: str = "f16"  # "q8_0": whole rows are half as large, and rounded; not with `exact`
     # answers are drafted with what the conversation said before, and verified in batches: sooner where they repeat it
     lookup: bool = False
     age: float = 0.0  # with each message that does not ask about it an image keeps this share of its pairs; 0: all
@@ -205,7 +217,11 @@ class Settings:
                 raise UsageError("exact answers are verified over whole rows: set keep to 'ram' or 'disk'")
             if self.keep_space != KEEP_SPACE:
                 raise UsageError("keep_space bounds whole rows: set keep to 'ram' or 'disk', or leave it out")
+            if self.keep_type != "f16":
+                raise UsageError("keep_type is how whole rows are stored: set keep to 'ram' or 'disk', or leave it out")
             return
+        if self.exact and self.keep_type != "f16":
+            raise UsageError("exact answers are verified over whole rows as they are: leave exact or keep_type out")
         if self.stream or self.bounded:
             raise UsageError("a stream and a bounded prompt drop rows for good, so keep does not go with them")
         if self.question_blind:
@@ -248,7 +264,7 @@ class Settings:
     @property
     def keeping(self) -> Keep | None:
         """Where whole rows stay; None: nowhere. Raises UsageError."""
-        return Keep.of(self.keep, self.keep_folder, self.keep_space)
+        return Keep.of(self.keep, self.keep_folder, self.keep_space, self.keep_type)
 
     @property
     def image_limits(self) -> tuple[int, int]:

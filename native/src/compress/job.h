@@ -70,6 +70,9 @@ struct Job {
     Replacement out;
     FitQueries  fit;
 
+    // Whether rows that stay are of another type than they were, and rounded to it.
+    bool rounds() const { return seq.rows.storage().quantised() || has_whole(seq.rows); }
+
     // Of n pending tokens.
     Job(Sequence & seq, const kvedge_plan & plan, int32_t n_threads, bool scored, int32_t n)
         : seq(seq), plan(plan), n_threads(n_threads), scored(scored), most(n) {

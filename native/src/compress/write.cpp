@@ -239,7 +239,7 @@ bool open_layer(Job & job, size_t l, bool reduces, int32_t n_workers) {
             return false;
         }
     }
-    if (!is_away(job, l) && (reduces || job.seq.rows.storage().quantised())) {
+    if (!is_away(job, l) && (reduces || job.rounds())) {
         job.out.rows.resize(std::max(job.out.rows.size(), (size_t) n_workers));
         for (auto & rows : job.out.rows) {
             if (rows.size() < widest) {
@@ -284,10 +284,11 @@ AwayRows::Outcome take_away(Job & job, bool reduces, bool dropping) {
 }
 
 void fill_layer(Job & job, size_t l, bool reduces, int32_t n_threads) {
-    const auto fill = [&](int32_t h, int32_t worker) {
+    const bool rounds = job.rounds();
+    const auto fill   = [&](int32_t h, int32_t worker) {
         if (reduces) {
             reduce_rows(job, (int32_t) l, h, worker);
-        } else if (job.seq.rows.storage().quantised()) {
+        } else if (rounds) {
             quantise_rows(job, (int32_t) l, h, worker);
         } else {
             gather_rows(job.out.main->layers[l].rows, h, job.kept[l][(size_t) h], job.out.sources[l][(size_t) h]);

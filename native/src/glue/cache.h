@@ -19,7 +19,7 @@ struct kvedge_cache {
     kvedge::Sequences  sequences{ layers };
     kvedge::Devices    devices{ context, layers, sequences };
     kvedge::Working    working;
-    kvedge::Keeping    keeping{ sequences, devices };
+    kvedge::Keeping    keeping{ context, layers, sequences, devices };
     kvedge::Compressor compressor{ context, layers, sequences, devices, keeping, working };
     kvedge::Ubatch     ubatch{ context, layers, sequences, devices, keeping, working, compressor };
 

@@ -99,7 +99,7 @@ bool Devices::fits(const Run & run, bool even) const {
     const SequenceState & state = *run.state;
     const Storage & stored = state.seq->rows.storage();  // of a file, its own
     if (state.turned() || run.request || run.wanted.queries || run.wanted.moments >= 0 || run.wanted.peaks || sequences_.watching || state.streaming ||
-        is_rotated(stored.k) || is_rotated(stored.v) || !follow_each_other(run.index) ||
+        is_rotated(stored.k) || is_rotated(stored.v) || has_whole(state.seq->rows) || !follow_each_other(run.index) ||
         (run.score && even_rows(state.seq->rows) != 0)) {
         return false;
     }

@@ -4,6 +4,7 @@
 
 #include "compress/compress.h"
 #include "glue/calls.h"
+#include "plan/storage.h"
 #include "store/following.h"
 #include "system/unnamed_file.h"
 
@@ -55,8 +56,14 @@ Whole::~Whole() {
     }
 }
 
-kvedge_status Keeping::set(kvedge_keep_place place, const char * folder, uint64_t most, kvedge_error * err) {
+kvedge_status Keeping::set(kvedge_keep_place place, const char * folder, uint64_t most, kvedge_type type, kvedge_error * err) {
     std::unique_ptr<Spill, EndSpill> spill;
+    const Storage                    storage = { (Type) type, (Type) type };
+    for (const LayerShape & s : layers_.shapes) {
+        if (const auto status = check_storage(storage, s.d_k, s.d_v, err); status != KVEDGE_OK) {
+            return status;
+        }
+    }
     if (place == KVEDGE_KEEP_FILE) {
         const std::string where = folder && *folder ? folder : ".";
         if (const auto status = check_folder(where, err); status != KVEDGE_OK) {
@@ -64,9 +71,10 @@ kvedge_status Keeping::set(kvedge_keep_place place, const char * folder, uint64_
         }
         spill.reset(new Spill(where));
     }
-    place_ = place;
-    most_  = most;
-    spill_ = std::move(spill);
+    place_   = place;
+    storage_ = storage;
+    most_    = most;
+    spill_   = std::move(spill);
     return ok(err);
 }
 
@@ -145,10 +153,13 @@ void Keeping::take_in(SequenceState & state) noexcept try {
     state.whole = {};
 }
 
-// Whole rows are there, and stay where the setting says: within the limit, in the file.
+// Whole rows are there, and stay as and where the setting says: quantised, within the limit, in the file.
 void Keeping::settle_down(SequenceState & state) {
     state.whole.turn = ++turn_;
     state.whole.problem.clear();
+    if (storage_.quantised() && !seal_whole(state.whole.seq->rows, storage_, context_.threads())) {
+        give_up(state, std::string("no memory to store them as ") + format(storage_.k).name);
+    }
     keep_within(state);
     if (state.whole.seq && spill_) {
         each_layer(*state.whole.seq, [](const LayerRows & rows) {
@@ -279,10 +290,11 @@ void Keeping::recall(SequenceState & state) {
 
 using namespace kvedge;
 
-extern "C" kvedge_status kvedge_keep(kvedge_cache * kv, kvedge_keep_place place, const char * folder, uint64_t most_bytes, kvedge_error * err) {
-    const char * missing = "kvedge_keep: cache is NULL, or there is no such place";
-    return claimed(kv, place >= KVEDGE_KEEP_NOT && place <= KVEDGE_KEEP_FILE, missing, "keep whole rows", err,
-                   [&] { return kv->keeping.set(place, folder, most_bytes, err); });
+extern "C" kvedge_status kvedge_keep(kvedge_cache * kv, kvedge_keep_place place, const char * folder, uint64_t most_bytes, kvedge_type type,
+                                     kvedge_error * err) {
+    const char * missing = "kvedge_keep: cache is NULL, there is no such place, or type is neither f16 nor q8_0";
+    return claimed(kv, place >= KVEDGE_KEEP_NOT && place <= KVEDGE_KEEP_FILE && (type == KVEDGE_TYPE_F16 || type == KVEDGE_TYPE_Q8_0), missing,
+                   "keep whole rows", err, [&] { return kv->keeping.set(place, folder, most_bytes, type, err); });
 }
 
 extern "C" kvedge_status kvedge_limit_tokens(

@@ -13,11 +13,12 @@ namespace kvedge {
 
 class Keeping {
   public:
-    Keeping(Sequences & sequences, Devices & devices) : sequences_(sequences), devices_(devices) {}
+    Keeping(const Context & context, const Layers & layers, Sequences & sequences, Devices & devices)
+        : context_(context), layers_(layers), sequences_(sequences), devices_(devices) {}
 
-    // For compressions from now on. folder: of files, where `place` says so. most: bytes of all whole rows together; 0: no limit.
-    // Errors: those of check_folder.
-    kvedge_status set(kvedge_keep_place place, const char * folder, uint64_t most, kvedge_error * err);
+    // For compressions from now on. folder: of files, where `place` says so. most: bytes of all whole rows together; 0: no limit. type:
+    // KVEDGE_TYPE_F16 for rows as they are, or KVEDGE_TYPE_Q8_0. Errors: those of check_folder and check_storage.
+    kvedge_status set(kvedge_keep_place place, const char * folder, uint64_t most, kvedge_type type, kvedge_error * err);
 
     bool on() const { return place_ != KVEDGE_KEEP_NOT; }
     // Whether saved and packed sequences have their whole rows with them.
@@ -49,9 +50,12 @@ class Keeping {
     void write(SequenceState & state);
     void settle_down(SequenceState & state);
 
+    const Context &        context_;
+    const Layers &         layers_;
     Sequences &            sequences_;
     Devices &              devices_;
     kvedge_keep_place      place_ = KVEDGE_KEEP_NOT;
+    Storage                storage_;  // where it is not quantised, rows stay as they are
     uint64_t               most_  = 0;
     uint64_t               turn_  = 0;  // of compressions
     bool                   saved_ = false;

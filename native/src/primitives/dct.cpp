@@ -171,6 +171,20 @@ void HighPass::mix_convolution(int32_t kept) {
     }
 }
 
+// Quantised rows are widened to `to`, as blocks of them cannot be cut by columns.
+std::vector<HighPass::Run> HighPass::plain_runs(std::vector<Run> runs, size_t d, std::vector<float> & to) const {
+    to.resize(std::any_of(runs.begin(), runs.end(), [](const Run & run) { return is_quantised(run.rows.type); }) ? (size_t) T_ * d : 0);
+    float * next = to.data();
+    for (Run & run : runs) {
+        if (is_quantised(run.rows.type)) {
+            kernels().widen(run.rows, run.n, (int32_t) d, next, d);
+            run.rows = { (const uint8_t *) next, d * sizeof(float), Type::f32 };
+            next += (size_t) run.n * d;
+        }
+    }
+    return runs;
+}
+
 // The rows from one of their columns on.
 static Rows columns_from(const Rows & rows, size_t from) {
     return { rows.data + from * type_size(rows.type), rows.stride, rows.type };
@@ -188,7 +202,7 @@ std::vector<HighPass::Run> HighPass::runs_of(const HeadView & view, bool values,
                 end++;
             }
             if (in) {
-                out.push_back({ { rows.data + (size_t) r * rows.stride, rows.stride, rows.type }, end - r });
+                out.push_back({ rows.from(r), end - r });
             }
         }
         counts = counts ? counts + seg.n : nullptr;
@@ -208,9 +222,10 @@ void HighPass::find_origin(const std::vector<Run> & runs, size_t from, size_t w,
     }
 }
 
-void HighPass::add_rows(const std::vector<Run> & runs, int32_t width, float * deviation, Work & work, Energy & sum) const {
+void HighPass::add_rows(std::vector<Run> && stored, int32_t width, float * deviation, Work & work, Energy & sum) const {
     constexpr size_t WIDTH = 2 * (size_t) BAND_PAIRS;
     const auto       d = (size_t) width, T = (size_t) T_;
+    const auto       runs = plain_runs(std::move(stored), d, work.rows);
     work.squares.assign(T * (size_t) BAND_PAIRS, 0.0f);
     for (size_t from = 0; from < d; from += WIDTH) {
         const size_t w = std::min(WIDTH, d - from);

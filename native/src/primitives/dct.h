@@ -13,7 +13,7 @@ class HighPass {
   public:
     // Space for the filter, which heads have one after another.
     struct Work {
-        std::vector<float> x, squares;
+        std::vector<float> x, squares, rows;
     };
 
     HighPass(int32_t n_tokens, double gamma);
@@ -40,7 +40,8 @@ class HighPass {
         int32_t n;
     };
 
-    void add_rows(const std::vector<Run> & runs, int32_t d, float * deviation, Work & work, Energy & sum) const;
+    void add_rows(std::vector<Run> && runs, int32_t d, float * deviation, Work & work, Energy & sum) const;
+    std::vector<Run> plain_runs(std::vector<Run> runs, size_t d, std::vector<float> & to) const;
 
     void find_origin(const std::vector<Run> & runs, size_t from, size_t w, float * origin) const;
 

@@ -38,8 +38,7 @@ struct Worker {
         int32_t    at   = 0;
         for (const Segment & seg : view.pending) {
             for (; next < first + n && keys[next] < at + seg.n; next++) {
-                const uint8_t * row = seg.k.data + (size_t) (keys[next] - at) * seg.k.stride;
-                kernels().to_f32(seg.k.type, row, rows.data() + (next - first) * d, d);
+                kernels().widen(seg.k.from(keys[next] - at), 1, shape.d_k, rows.data() + (next - first) * d, d);
             }
             at += seg.n;
         }

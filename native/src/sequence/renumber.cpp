@@ -1,6 +1,7 @@
 #include "sequence/renumber.h"
 
 #include "kernels/kernels.h"
+#include "kernels/quantise.h"
 #include "system/threads.h"
 
 #include <algorithm>
@@ -82,9 +83,13 @@ void turn_keys(LayerRows & rows, int32_t head, const std::vector<int32_t> & toke
             const int32_t n = by[(size_t) tokens[at++]];
             if (n != 0) {
                 with.set(rotation, n);
-                kernels().to_f32(segment.k.type, key, with.row.data(), d);
+                kernels().widen(segment.k.from(r), 1, (int32_t) d, with.row.data(), d);
                 with.turn_row(rotation, with.row.data());
-                kernels().from_f32(segment.k.type, with.row.data(), key, d);
+                if (is_quantised(segment.k.type)) {
+                    quantise_row(segment.k.type, with.row.data(), (int32_t) d, key);
+                } else {
+                    kernels().from_f32(segment.k.type, with.row.data(), key, d);
+                }
             }
         }
     });

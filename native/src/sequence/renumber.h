@@ -27,7 +27,7 @@ struct Moved {
 Moved move_positions(const Store & rows, const Store * whole, bool images_extend, int32_t next, int32_t most);
 
 // Gives the sequence these positions: turns the keys of all its rows, and the queries of the last tokens that scorers look at.
-// Rows are plain, all rotations are known, and no queries are kept for reducers. What is rounded: each number of a key that turns,
+// Rows are plain or whole, all rotations are known, and no queries are kept for reducers. What is rounded: each number of a key that turns,
 // once, to its type. Throws std::bad_alloc, and then nothing has changed.
 void move_to(Sequence & seq, Moved && to, int32_t n_threads);
 

@@ -70,7 +70,8 @@ void write_block(const Store & store, size_t b, bool pending, Sink & out) {
     const Block & block   = store.contents().blocks[b];
     const auto    length  = (int32_t) block.length();
     const bool    growing = grows(store, b) && !(block.loose() && block.capacity > MAX_SPARE);
-    const bool    ragged  = block.ragged() || (block.loose() && !growing);
+    const bool    whole   = block.kind == BlockKind::whole;  // written as what it was, which each cache stores as it is set
+    const bool    ragged  = (block.ragged() && !whole) || (block.loose() && !growing);
     out.value<uint8_t>(ragged);
     if (ragged) {
         // plain: of a block that was closed before it was full
@@ -90,7 +91,7 @@ void write_block(const Store & store, size_t b, bool pending, Sink & out) {
             out.value<uint8_t>(!block.layers[l].heads.empty());
         }
         write_heads(store, block, l, ragged, out);
-        save_rows(block.layers[l].rows, out);
+        save_rows(whole ? plain_rows(store, block.layers[l].rows, length) : block.layers[l].rows, out);
     }
 }
 

@@ -27,7 +27,7 @@ constexpr float MOST_BIAS = 64.0f;
 
 struct BlockLayer {
     LayerRows             rows;
-    std::vector<HeadList> heads;  // [Hkv] in a ragged block and in a loose layer, else empty
+    std::vector<HeadList> heads;  // [Hkv] in a ragged block (not of whole rows) and in a loose layer, else empty
 
     const float * biases(int32_t head) const {  // [rows], or NULL: all 0
         return heads.empty() || heads[(size_t) head].biases.empty() ? nullptr : heads[(size_t) head].biases.data();
@@ -51,6 +51,7 @@ enum class BlockKind : uint8_t {
     open,         // ragged, and some of its keys and values are to be quantised later
     open_values,  // ragged, and some of its values are
     streamed,     // ragged and pending: every head holds as many rows, of tokens of its own
+    whole,        // ragged and pending: quantised by seal_whole; every head holds the block's tokens, without a list
 };
 
 struct Block {

@@ -140,10 +140,9 @@ void add_sources(const LayerRows & from, int32_t h, std::vector<Source> & k, std
 
 }  // namespace
 
-bool join(const std::vector<const LayerRows *> & blocks, bool values, LayerRows & to) {
-    const LayerShape &               shape   = blocks[0]->shape();
-    const Storage &                  storage = blocks[0]->storage();
-    const auto                       n       = (size_t) shape.n_heads_kv;
+bool join(const std::vector<const LayerRows *> & blocks, const Storage & storage, bool values, LayerRows & to) {
+    const LayerShape &               shape = blocks[0]->shape();
+    const auto                       n     = (size_t) shape.n_heads_kv;
     std::vector<std::vector<Source>> from_k(n), from_v(n);
     std::vector<Gathering>           k, v;
     std::vector<RaggedHead>          heads(n);

@@ -93,18 +93,24 @@ void fill_rows(LayerRows & to, int32_t head, const LayerRows & from) {
 }
 
 void LayerRows::keep(const std::vector<int32_t> & rows) {
-    const size_t kst = row_k(shape_, storage_.plain().k), vst = row_v(shape_, storage_.plain().v);
-    size_t staying = 0;  // first rows, which do not move
+    const Storage types = ragged_ ? storage_ : storage_.plain();
+    const size_t  kst = row_k(shape_, types.k), vst = row_v(shape_, types.v);
+    size_t        staying = 0;  // first rows, which do not move
     while (staying < rows.size() && (size_t) rows[staying] == staying) {
         staying++;
     }
     for (int32_t h = 0; h < shape_.n_heads_kv; h++) {
+        RaggedHead * const of = ragged_ ? &heads_[(size_t) h] : nullptr;
+        uint8_t * const    k = memory_.data() + (of ? of->k[0].offset : k_at(h, 0)), * const v = memory_.data() + (of ? of->v[0].offset : v_at(h, 0));
         for (size_t to = staying; to < rows.size(); to++) {
-            memmove(k_row(h, (int32_t) to), k_row(h, rows[to]), kst);
-            memmove(v_row(h, (int32_t) to), v_row(h, rows[to]), vst);
+            memmove(k + to * kst, k + (size_t) rows[to] * kst, kst);
+            memmove(v + to * vst, v + (size_t) rows[to] * vst, vst);
+        }
+        if (of) {
+            of->k[0].n = of->v[0].n = (int32_t) rows.size();
         }
     }
-    n_ = (int32_t) rows.size();
+    n_ = ragged_ ? 0 : (int32_t) rows.size();
 }
 
 void LayerRows::loosen() {

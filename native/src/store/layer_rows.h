@@ -44,7 +44,8 @@ class LayerRows {
 
     // Uniform rows. add: n more of every head, that are then written.
     void add(int32_t n);
-    void keep(const std::vector<int32_t> & rows);  // of every head, ascending; memory().own() came before, unless the last rows go
+    // Of every head, ascending, of uniform rows or of whole ones; memory().own() came before, unless the last rows go.
+    void keep(const std::vector<int32_t> & rows);
     void loosen();                                 // and memory().own(). Throws std::bad_alloc
     void set_loose(int32_t head, int32_t n);       // of a head, the last n rows are there
 
@@ -108,8 +109,9 @@ void save_counts(const LayerRows & rows, int32_t head, Sink & out);
 void save_rows(const LayerRows & rows, Sink & out);
 
 // All rows of one layer of several blocks, one after the other, with memory: keys quantised, and values if `values` says so or
-// their type does not wait; without, there is one block. False: no memory. Throws std::bad_alloc.
-bool join(const std::vector<const LayerRows *> & blocks, bool values, LayerRows & to);
+// their type does not wait; without, there is one block. storage: of `to`, and of the blocks that are quantised already. False: no memory.
+// Throws std::bad_alloc.
+bool join(const std::vector<const LayerRows *> & blocks, const Storage & storage, bool values, LayerRows & to);
 // Bytes that a head's rows would take in it.
 uint64_t joined_bytes(const std::vector<const LayerRows *> & blocks, int32_t head);
 

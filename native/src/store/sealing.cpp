@@ -1,7 +1,10 @@
 // Quantising rows after they were written, block by block, and the way back.
 
 #include "store/store.h"
+#include "system/threads.h"
 
+#include <algorithm>
+#include <atomic>
 #include <new>
 
 namespace kvedge {
@@ -40,7 +43,7 @@ bool join_layer(const std::vector<Block> & blocks, size_t layer, size_t first, s
         }
         head.biases.resize(head.biases.empty() ? 0 : head.tokens.size());
     }
-    return join(rows, values, to.rows);
+    return join(rows, blocks[first].layers[layer].rows.storage(), values, to.rows);
 }
 
 // Quantises blocks [first, last), which lie on one side of pending_from, into one that takes their place.
@@ -117,22 +120,33 @@ bool seal_old(Store & store, size_t end) {
     return true;
 }
 
+LayerRows plain_rows(const Store & store, const LayerRows & from, int32_t n) {
+    LayerRows to(from.shape(), store.storage(), n);
+    if (!to.take()) {
+        throw std::bad_alloc();
+    }
+    for (int32_t h = 0; h < from.shape().n_heads_kv; h++) {
+        fill_rows(to, h, from);
+    }
+    to.add(n);
+    return to;
+}
+
 bool unseal_pending(Store & store, Sealed * was) try {
     auto & blocks = store.parts().blocks;
     Sealed fresh;
     for (size_t b = store.contents().pending_from; b < blocks.size(); b++) {
         const Block & from = blocks[b];
-        if (!from.ragged()) {
+        if (!from.ragged() || from.kind == BlockKind::whole) {
             continue;
         }
-        Block to     = store.make_block((int32_t) from.length());
+        Block to;
+        to.capacity  = (int32_t) from.length();
         to.tokens    = from.tokens;
+        to.layers.resize(store.shapes().size());
         to.generated = from.generated;
         for (size_t l = 0; l < store.shapes().size(); l++) {
-            for (int32_t h = 0; h < store.shapes()[l].n_heads_kv; h++) {
-                fill_rows(to.layers[l].rows, h, from.layers[l].rows);
-            }
-            to.layers[l].rows.add((int32_t) from.length());
+            to.layers[l].rows = plain_rows(store, from.layers[l].rows, (int32_t) from.length());
         }
         fresh.emplace_back(b, std::move(to));
     }
@@ -157,10 +171,57 @@ void seal_again(Store & store, Sealed && was) noexcept {
 bool promote_sealed(Store & store) {
     StoreContents & all    = store.parts();
     const size_t    before = all.pending_from;
-    for (; all.pending_from < all.blocks.size() && all.blocks[all.pending_from].ragged(); all.pending_from++) {
+    const auto      sealed = [](const Block & b) { return b.ragged() && b.kind != BlockKind::whole; };
+    for (; all.pending_from < all.blocks.size() && sealed(all.blocks[all.pending_from]); all.pending_from++) {
         all.blocks[all.pending_from].tokens = {};
     }
     return all.pending_from > before;
+}
+
+bool has_whole(const Store & store) {
+    const auto & blocks = store.contents().blocks;
+    return std::any_of(blocks.begin(), blocks.end(), [](const Block & b) { return b.kind == BlockKind::whole; });
+}
+
+// Uniform blocks [first, last).
+static bool seal_run(Store & store, size_t first, size_t last, const Storage & as, int32_t n_threads) {
+    auto &            blocks = store.parts().blocks;
+    std::atomic<bool> good{ true };
+    Block             made;
+    made.kind = BlockKind::whole;
+    made.layers.resize(store.shapes().size());
+    for (size_t b = first; b < last; b++) {
+        made.tokens.insert(made.tokens.end(), blocks[b].tokens.begin(), blocks[b].tokens.end());
+    }
+    parallel_for(n_threads, (int32_t) made.layers.size(), [&](int32_t l, int32_t) {
+        std::vector<const LayerRows *> rows;
+        for (size_t b = first; b < last; b++) {
+            rows.push_back(&blocks[b].layers[(size_t) l].rows);
+        }
+        good = join(rows, as, true, made.layers[(size_t) l].rows) && good;
+        for (size_t b = first; b < last; b++) {
+            blocks[b].layers[(size_t) l].rows.memory() = SharedPages();
+        }
+    });
+    blocks[first] = std::move(made);
+    blocks.erase(blocks.begin() + (std::ptrdiff_t) first + 1, blocks.begin() + (std::ptrdiff_t) last);
+    return good;
+}
+
+bool seal_whole(Store & store, const Storage & as, int32_t n_threads) try {
+    const auto & blocks = store.contents().blocks;
+    for (size_t b = store.contents().pending_from; b < blocks.size(); b++) {
+        size_t last = b;
+        while (last < blocks.size() && !blocks[last].ragged()) {
+            last++;
+        }
+        if (last > b && !seal_run(store, b, last, as, n_threads)) {
+            return false;
+        }
+    }
+    return true;
+} catch (const std::bad_alloc &) {
+    return false;
 }
 
 }  // namespace kvedge

@@ -181,7 +181,7 @@ void over_whole_rows(llama_model * model, Plan::Fields fields, kvedge_type type)
     World        host(model, plan.plan, type, KVEDGE_DEVICES_NONE, KVEDGE_ROTATE_OFF);
     World        usual(model, plan.plan, type, World::usual_devices, KVEDGE_ROTATE_OFF);
     for (World * w : { &host, &usual }) {
-        CHECK(w->good(kvedge_keep(w->kv, KVEDGE_KEEP_MEMORY, nullptr, 0, &err), err));
+        CHECK(w->good(kvedge_keep(w->kv, KVEDGE_KEEP_MEMORY, nullptr, 0, KVEDGE_TYPE_F16, &err), err));
         CHECK(w->decode(prompt) == 0 && kvedge_compress(w->kv, 0, &err) == KVEDGE_OK);
         const size_t kept = w->kept(0, 0).size();
         CHECK(kept < PROMPT * 3 / 4 && kvedge_verify_whole(w->kv, 0, 0, &err) == KVEDGE_E_ARGUMENT);

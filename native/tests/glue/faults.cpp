@@ -216,9 +216,10 @@ void changes(llama_model * model, const std::string & folder) {
               w.next[0]           = status == KVEDGE_OK ? N + 2 : 0;
               return status;
           } });
-    const auto keeping = [](World & w) {
-        CHECK(kvedge_keep(w.kv, KVEDGE_KEEP_MEMORY, nullptr, 0, nullptr) == KVEDGE_OK && kvedge_keep_saved(w.kv, true, nullptr) == KVEDGE_OK);
+    const auto keep = [](World & w, kvedge_type type) {
+        CHECK(kvedge_keep(w.kv, KVEDGE_KEEP_MEMORY, nullptr, 0, type, nullptr) == KVEDGE_OK && kvedge_keep_saved(w.kv, true, nullptr) == KVEDGE_OK);
     };
+    const auto keeping = [&](World & w) { keep(w, KVEDGE_TYPE_F16); };
     ours({ "save whole rows", [&](World & w) { keeping(w), ready(w); }, [](World & w) {
               kvedge_error err{};
               return kvedge_save(w.kv, 0, path.c_str(), "m", "note", 4, &err);
@@ -230,6 +231,7 @@ void changes(llama_model * model, const std::string & folder) {
               w.next[0] = status == KVEDGE_OK ? N + 2 : 0;
               return status;
           } });
+    ours({ "compress over rounded rows", [&](World & w) { keep(w, KVEDGE_TYPE_Q8_0), ready(w), next_tokens(w); }, compress });
     CHECK(std::distance(std::filesystem::directory_iterator(folder), {}) >= 1);
     for (const auto & entry : std::filesystem::directory_iterator(folder)) {
         CHECK(entry.path().extension() != ".part");

@@ -179,7 +179,7 @@ void whole_files(llama_model * model, const std::string & folder) {
     World             w(model, plan.plan), loaded(model, plan.plan), drops(model, plan.plan);
     kvedge_error      err{};
     for (World * of : { &w, &loaded }) {
-        CHECK(kvedge_keep(of->kv, KVEDGE_KEEP_MEMORY, nullptr, 0, &err) == KVEDGE_OK);
+        CHECK(kvedge_keep(of->kv, KVEDGE_KEEP_MEMORY, nullptr, 0, KVEDGE_TYPE_F16, &err) == KVEDGE_OK);
     }
     CHECK(kvedge_keep_saved(w.kv, true, &err) == KVEDGE_OK && kvedge_keep_saved(nullptr, true, &err) == KVEDGE_E_ARGUMENT);
     CHECK(w.decode(words(model, PROMPT, 1)) == 0);

@@ -1,0 +1,174 @@
+"""Whole rows that are stored as q8_0: what a later message sees of them, what they take, and what they are not for."""
+
+from contextlib import suppress
+
+import keeping
+import numpy as np
+import pytest
+from attached import METHODS, differing
+from choosing import distinct, whole
+from conftest import THREADS
+from contexts import TinyContext, random_tokens
+from keeping import ANSWER, Talk, answers, give_plan, messages, methods_plan
+
+import pykvedge
+from pykvedge.errors import StateError, UnsupportedError, UsageError
+from pykvedge.native.calls import call
+from pykvedge.reference.kvtypes import KvType
+from pykvedge.reference.kvtypes.q8_0 import rounded
+from pykvedge.runtime.settings import Settings
+
+FIRST = len(messages()[0])
+FEW = ["kvedge", "meda", "lookm", "flashcache", "criticalkv-ada"]
+GREEDY = pykvedge.Sampling(temp=0, max_tokens=20)
+
+
+@pytest.fixture
+def made(native, tiny):
+    """made(method, keep, type, kv_type): an empty context, closed at the end."""
+    contexts = []
+
+    def make(method, keep="ram", of="q8_0", kv_type="f16", kind="llama", **shape):
+        contexts.append(TinyContext(tiny(kind, **shape).model, methods_plan(method), kv_type))
+        if keep:
+            contexts[-1].cache.keep(keep, kv_type=of)
+        return contexts[-1]
+
+    yield make
+    for context in contexts:
+        context.close()
+
+
+def q8_0(rows):
+    n, d = rows.shape
+    return rounded(rows.reshape(n, d // 32, 32)).reshape(n, d).astype(np.float32)
+
+
+def half(rows):
+    return rows.astype(np.float16).astype(np.float32)
+
+
+def of_tokens(context, heads, tokens):
+    """Rows of the tokens < `tokens` that each head holds, and which these are."""
+    held = [head for layer in context.held() for head in layer]
+    for (k, v, _), own in zip(heads, held, strict=True):
+        kept = [t for t in own if t < tokens]
+        yield kept, k[: len(kept)], v[: len(kept)]
+
+
+@pytest.mark.parametrize("kv_type", ["f16", "q8_0", "kivi4"])
+def test_a_later_message_sees_rows_that_were_rounded_once(made, kv_type):
+    """Rows by the definition of q8_0; logits of a cache that stores all rows so."""
+    context, plain = made("snapkv", kv_type=kv_type), made("full", "")
+    stored = made("full", "", kv_type=KvType.parse("q8_0", "off"))
+    for one in (plain, stored):
+        one.decode(messages()[0])
+    whole = [(q8_0(k), q8_0(v)) for k, v, _ in keeping.rows(plain)]
+    talk = Talk(context)
+    talk.say(messages()[0])
+    for turn in (1, 2):
+        talk.decode(messages()[turn])
+        for (k, v, _), (k_whole, v_whole) in zip(keeping.rows(context), whole, strict=True):
+            np.testing.assert_array_equal(k[:FIRST], k_whole)
+            np.testing.assert_array_equal(v[:FIRST], v_whole)
+        if turn == 1:
+            stored.cache.compress()
+            stored.decode(messages()[1])
+            np.testing.assert_array_equal(context.logits(), stored.logits())
+        talk.compress()
+    if kv_type == "f16":
+        kept_rows = of_tokens(context, keeping.rows(context), FIRST)
+        for (kept, k, v), (k_whole, v_whole) in zip(kept_rows, whole, strict=True):
+            np.testing.assert_array_equal(k, half(k_whole[kept]))
+            np.testing.assert_array_equal(v, half(v_whole[kept]))
+
+
+@pytest.mark.parametrize("method", [m for m in METHODS if m in distinct()])
+def test_every_method_chooses_nearly_as_from_rows_as_they_are(made, tiny, profile_file, method):
+    talks = [Talk(made("full", of=of)) for of in ("q8_0", "f16")]
+    for talk in talks:
+        give_plan(talk.context, tiny("llama"), methods_plan(method), profile_file)
+    for message, answer in zip(messages(), answers(), strict=True):
+        for talk in talks:
+            talk.say(message)
+            assert not talk.context.cache.keep_problem()
+            talk.answer(answer)
+        rounded_rows, as_they_are = (talk.context.held() for talk in talks)
+        assert differing(rounded_rows, as_they_are) < 0.1
+
+
+@pytest.mark.parametrize("method", [*FEW, *whole(*(m for m in METHODS if m not in FEW))])
+def test_questions_about_pictures_are_answered_as_over_rows_as_they_are(closing, method):
+    """The last question is about an image that the others did not ask about; a turn is taken out before it."""
+    sessions = [
+        closing(pykvedge.Session(plan=methods_plan(method), threads=THREADS, keep="ram", keep_type=of))
+        for of in ("q8_0", "f16")
+    ]
+    answered = [[], []]
+    for session, texts in zip(sessions, answered, strict=True):
+        session.ask("What is the code?", ["examples/scene-1.png"], GREEDY).read()
+        session.ask("What is the code in image 2?", ["examples/scene-2.png"], GREEDY).read()
+        texts.append(session.ask("How many triangles are there?", [], GREEDY).read())
+        with suppress(UnsupportedError, StateError):  # of methods that read again, or keep queries
+            session.drop_turn(2)
+        texts.append(session.ask("What is the code?", [], GREEDY).read())
+    held = [
+        [[cache.tokens(i, h) for h in range(len(heads))] for i, heads in enumerate(cache.lengths())]
+        for cache in (session.engine.cache for session in sessions)
+    ]
+    assert differing(*held) < 0.1 and answered[0] == answered[1]
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen2vl"])
+def test_they_take_half(made, kind, tmp_path):
+    sizes = []
+    for of in ("q8_0", "f16"):
+        talk = Talk(made("snapkv", of=of, kind=kind))
+        talk.say(random_tokens(1500))
+        sizes.append(talk.context.cache.stats().whole_bytes)
+    assert 0.53 < sizes[0] / sizes[1] < 0.56
+
+
+def test_what_all_of_is_kept_is_not_rounded(made):
+    context, plain = made("full"), made("full", "")
+    for one in (context, plain):
+        one.decode(messages()[0])
+        one.cache.compress()
+    assert keeping.same(context, plain)
+
+
+def test_rows_from_a_file_are_those_that_were_saved(made, tmp_path):
+    """A file has them as numbers of half precision, which round to the codes that they came from."""
+    talk, path = Talk(made("snapkv")), tmp_path / "talk.kvs"
+    talk.say(messages()[0])
+    talk.answer(random_tokens(ANSWER))
+    talk.context.cache.save(bytes(path), "model", b"", whole=True)
+    other = made("snapkv")
+    other.cache.load(bytes(path), "model")
+    other.n[0] = talk.n
+    back = Talk(other, answered=list(talk.answered))
+    assert abs(other.cache.stats().whole_bytes / talk.context.cache.stats().whole_bytes - 1) < 0.02
+    for one in (talk, back):
+        one.say(messages()[1])
+    assert keeping.same(talk.context, other)
+    np.testing.assert_array_equal(talk.context.logits(), other.logits())
+
+
+def test_answers_over_them_are_not_called_exact(made):
+    talk = Talk(made("snapkv"))
+    talk.say(messages()[0])
+    talk.answer([5])
+    with pytest.raises(UnsupportedError, match="whole rows are stored as q8_0"):
+        call("verify_whole", talk.context.cache.handle, 0, 2)
+    for settings, says in [
+        ({"keep": "ram", "keep_type": "q8_0", "exact": True}, "leave exact or keep_type out"),
+        ({"keep": "ram", "keep_type": "q4_0"}, "keep_type must be 'f16' or 'q8_0'"),
+        ({"keep_type": "q8_0"}, "set keep to 'ram' or 'disk'"),
+    ]:
+        with pytest.raises(UsageError, match=says):
+            Settings(**settings)
+
+
+def test_head_sizes_that_q8_0_cannot_hold_are_refused(made):
+    with pytest.raises(UnsupportedError, match="takes a multiple of 32; use f16"):
+        made("snapkv", head_size=40)
