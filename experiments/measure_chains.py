@@ -39,7 +39,7 @@ from pykvedge.plans.making import plan
 from pykvedge.plans.presets import methods
 from pykvedge.runtime.loaded import borrow
 from pykvedge.runtime.replay import extra_tokens
-from pykvedge.runtime.settings import Keep, Settings
+from pykvedge.runtime.settings import KEEP_TYPES, Keep, Settings
 
 DATA = ROOT / "pykvedge" / "data"
 ONE = ("code", "colour", "where", "shape")  # about one image
@@ -91,9 +91,9 @@ class Chains:
 
     def __init__(self, model: Model, vision: Vision, args: argparse.Namespace) -> None:
         self._model, self._one_batch, self._ways = model, args.batches == "one", args.ways.split(",")
+        kept = Keep(args.keep, type=args.keep_type)
         self._readers = {
-            way: Reader(model, vision, args.threads, "f16", keep=Keep(args.keep) if way == KEEP else None)
-            for way in self._ways
+            way: Reader(model, vision, args.threads, "f16", keep=kept if way == KEEP else None) for way in self._ways
         }
         for way, reader in self._readers.items():
             reader.later_floor = 0 if way == SHARE else None
@@ -252,6 +252,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--images", type=int, default=1, help="of each scene, 1 or 4 (default %(default)s)")
     parser.add_argument("--ways", default=",".join(WAYS), help="default: %(default)s")
     parser.add_argument("--keep", choices=("ram", "disk"), default="ram")
+    parser.add_argument("--keep-type", choices=KEEP_TYPES, default="f16")
     parser.add_argument("--batches", choices=("one", "same"), default="one",
                         help="how `prompt` reads its text: in one batch, or in those of the conversation")  # fmt: skip
     parser.add_argument("--seed", type=int, default=0)

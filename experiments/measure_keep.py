@@ -40,7 +40,7 @@ from pykvedge.runtime.loaded import borrow
 from pykvedge.runtime.sequence import Sequence
 from pykvedge.runtime.settings import Settings
 
-FULL, RAM, DISK, AGAIN = "full", "keep ram", "keep disk", "again"
+FULL, RAM, DISK, ROUNDED, AGAIN = "full", "keep ram", "keep disk", "keep disk q8_0", "again"
 SPARE = 64
 MEMORY_HEAD = ["method", "tokens", "", "private MiB", "file pages MiB", "KV MiB", "whole rows MiB", "in the file"]
 
@@ -88,14 +88,15 @@ class Talk:
 
     def ask(self, how: str) -> dict[str, Any]:
         """Asks a copy of the prompt round after round. Returns the fastest round by step."""
-        keep = {FULL: "", RAM: "ram", DISK: "disk"}[how]
+        keep = {FULL: "", RAM: "ram", DISK: "disk", ROUNDED: "disk"}[how]
         self.cache.set_plan(plan("full") if how == FULL else self.plan, None if how == FULL else self._tables)
-        self.cache.keep(keep, self._folder if keep == "disk" else "")
+        kv_type, self._element = ("q8_0", 34 / 32) if how == ROUNDED else ("f16", 2.0)
+        self.cache.keep(keep, self._folder if keep == "disk" else "", kv_type=kv_type)
         one = Sequence(self._driver, 1)
         one.follow(self._whole)
         one.compress()
         self.answer(one, self.args.before)
-        rounds = [self.round(one, how == DISK) for _ in range(self.args.rounds + 1)][1:]
+        rounds = [self.round(one, keep == "disk") for _ in range(self.args.rounds + 1)][1:]
         best = min(rounds, key=lambda r: r["whole answer"])
         stats = self.cache.stats(1)
         one.drop()
@@ -134,7 +135,7 @@ class Talk:
         until = time.monotonic() + 300
         while in_file and time.monotonic() < until:
             stats = self.cache.stats(one.number)
-            per_token = stats.n_layers * stats.n_heads_kv * self._driver.model.pair_width * 2
+            per_token = stats.n_layers * stats.n_heads_kv * self._driver.model.pair_width * self._element
             if stats.whole_file_bytes >= per_token * (stats.n_tokens - len(one.answered)):
                 return
             time.sleep(0.2)
@@ -147,6 +148,7 @@ class Talk:
         out: dict[str, dict[str, int]] = {}
         self.cache.set_plan(self.plan, self._tables)
         self.cache.keep("disk", self._folder)
+        self._element = 2.0
         for i, name in enumerate((DISK, f"{DISK}, second answer", "compressed only")):
             if i:
                 one.read([TextPiece(self.tokens(self.args.question))])
@@ -176,7 +178,7 @@ def measure(model: Model, args: argparse.Namespace, method: str, n: int) -> dict
         talk = Talk(model, chosen, args, n, folder)
         try:
             out: dict[str, Any] = {"method": method, "tokens": n, AGAIN: talk.read()}
-            for how in (FULL, RAM, DISK):
+            for how in (FULL, RAM, DISK, ROUNDED):
                 out[how] = talk.ask(how)
                 print(how, out[how], file=sys.stderr, flush=True)
             out["memory"] = talk.memory()
@@ -191,7 +193,7 @@ def tables(rows: list[dict[str, Any]]) -> str:
     out, kept = [head], [MEMORY_HEAD]
     for row in rows:
         full = row[FULL]
-        for how in (FULL, RAM, DISK):
+        for how in (FULL, RAM, DISK, ROUNDED):
             r = row[how]
             steps = [r[k] for k in ("first token", "read", "compress", "answer", "whole answer")]
             ratios = [r[k] / full[k] for k in ("first token", "whole answer")] + [row[AGAIN] / r["first token"]]
