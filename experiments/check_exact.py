@@ -35,13 +35,13 @@ PAGES_FOLDER = ROOT / "tests" / "data" / "pages"
 PAGE_TASKS = ("code", "line", "price", "colour", "left")
 
 
-def plans(session: Session) -> list[Plan]:
-    """Lists every preset at each budget, without what drops rows while an answer is generated, or lacks a profile."""
+def plans(session: Session, names: list[str], budgets: list[float]) -> list[Plan]:
+    """Lists each preset at each budget, without what drops rows while an answer is generated, or lacks a profile."""
     found = []
-    for name in methods():
+    for name in names:
         if name == "full":
             continue
-        for budget in BUDGETS:
+        for budget in budgets:
             plan = pykvedge.plan(name, budget)
             plan = pykvedge.plan(name, budget, decode="keep-all") if plan.drops else plan
             with suppress(ProfileError):
@@ -104,6 +104,9 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=40)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--seed", type=int, default=7)
+    parser.add_argument("--method", nargs="+", default=methods())
+    parser.add_argument("--budget", nargs="+", type=float, default=BUDGETS)
+    parser.add_argument("--ends", action="store_true", help="answers end where the model ends them")
     parser.add_argument("--model", choices=("demo", "pages"), default="demo")
     args = parser.parse_args()
     asked = samples(args)
@@ -111,10 +114,10 @@ def main() -> None:
     full = Session(*files, plan=pykvedge.plan("full"), threads=args.threads, n_ctx=2048)
     exact = Session(*files, plan=pykvedge.plan("snapkv", 0.5), threads=args.threads, n_ctx=2048, keep="ram", exact=True)
     answer(exact, asked[0], Sampling(max_tokens=1))  # profiles are looked for once there is a cache
-    kinds = plans(exact)
+    kinds = plans(exact, args.method, args.budget)
     vocabulary = full.model
     ends = {t: float("-inf") for t in range(vocabulary.n_vocab) if vocabulary.is_end(t)}
-    sampling = Sampling(max_tokens=args.tokens, logit_bias=ends)
+    sampling = Sampling(max_tokens=args.tokens, logit_bias={} if args.ends else ends)
     same, margins, drafted, accepted, batches = 0, [], 0, 0, 0
     for i, sample in enumerate(asked):
         exact.clear()
