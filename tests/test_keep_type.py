@@ -154,12 +154,16 @@ def test_rows_from_a_file_are_those_that_were_saved(made, tmp_path):
     np.testing.assert_array_equal(talk.context.logits(), other.logits())
 
 
-def test_answers_over_them_are_not_called_exact(made):
+def test_answers_over_them_are_not_called_exact(made, tmp_path):
     talk = Talk(made("snapkv"))
     talk.say(messages()[0])
     talk.answer([5])
-    with pytest.raises(UnsupportedError, match="whole rows are stored as q8_0"):
-        call("verify_whole", talk.context.cache.handle, 0, 2)
+    talk.context.cache.save(bytes(tmp_path / "talk.kvs"), "model", b"", whole=True)
+    other = made("snapkv", of="f16")
+    other.cache.load(bytes(tmp_path / "talk.kvs"), "model")
+    for context in (talk.context, other):
+        with pytest.raises(UnsupportedError, match="whole rows were rounded to q8_0"):
+            call("verify_whole", context.cache.handle, 0, 2)
     for settings, says in [
         ({"keep": "ram", "keep_type": "q8_0", "exact": True}, "leave exact or keep_type out"),
         ({"keep": "ram", "keep_type": "q4_0"}, "keep_type must be 'f16' or 'q8_0'"),

@@ -12,6 +12,9 @@ constexpr int32_t MAX_SPARE = 256;  // rows that a block which still grows may h
 // What a head's list has beside tokens.
 enum : uint8_t { SCORES = 1, BIASES = 2 };
 
+// What a uniform block says of its rows: those of a prompt say nothing.
+enum : uint8_t { SINGLE = 1, ROUNDED = 2 };
+
 // What a ragged block says of itself.
 enum : uint8_t { GENERATED = 1, OPEN_K = 2, OPEN_V = 4, ALL_FLAGS = 7 };
 
@@ -79,7 +82,7 @@ void write_block(const Store & store, size_t b, bool pending, Sink & out) {
         out.value<int32_t>(pending ? length : 0);
         out.values(pending ? block.tokens : std::vector<int32_t>());
     } else {
-        out.value<uint8_t>(block.generated);
+        out.value<uint8_t>(block.rounded ? ROUNDED : block.generated ? SINGLE : 0);
         out.value<uint8_t>(block.kind == BlockKind::scored);
         out.value<int32_t>(length);
         // a prompt's block that was cut keeps no more room than a growing one has
@@ -213,13 +216,14 @@ struct Parse {
     }
 
     bool shared_tokens(Block & block, bool may_grow) {
-        uint8_t generated, scored;
+        uint8_t rows, scored;
         int32_t length;
-        if (!in.value(generated) || generated > 1 || !in.value(scored) || scored > 1 || !in.value(length) || length < 1 ||
+        if (!in.value(rows) || rows > ROUNDED || !in.value(scored) || scored > 1 || !in.value(length) || length < 1 ||
             !in.value(block.capacity) || !in.values(block.tokens, (uint64_t) length) || !rising(block.tokens, first, out.pos.size())) {
             return false;
         }
-        block.generated = generated != 0;
+        block.generated = rows == SINGLE;
+        block.rounded   = rows == ROUNDED;
         block.kind      = scored ? BlockKind::scored : BlockKind::uniform;
         return block.capacity >= length && block.capacity <= (may_grow ? std::max(length, MAX_SPARE) : length);
     }

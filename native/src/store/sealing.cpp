@@ -183,12 +183,18 @@ bool has_whole(const Store & store) {
     return std::any_of(blocks.begin(), blocks.end(), [](const Block & b) { return b.kind == BlockKind::whole; });
 }
 
+bool has_rounded(const Store & store) {
+    const auto & blocks = store.contents().blocks;
+    return std::any_of(blocks.begin(), blocks.end(), [](const Block & b) { return b.rounded; });
+}
+
 // Uniform blocks [first, last).
 static bool seal_run(Store & store, size_t first, size_t last, const Storage & as, int32_t n_threads) {
     auto &            blocks = store.parts().blocks;
     std::atomic<bool> good{ true };
     Block             made;
-    made.kind = BlockKind::whole;
+    made.kind    = BlockKind::whole;
+    made.rounded = true;
     made.layers.resize(store.shapes().size());
     for (size_t b = first; b < last; b++) {
         made.tokens.insert(made.tokens.end(), blocks[b].tokens.begin(), blocks[b].tokens.end());
