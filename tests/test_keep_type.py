@@ -173,6 +173,19 @@ def test_answers_over_them_are_not_called_exact(made, tmp_path):
             Settings(**settings)
 
 
+def test_an_exact_session_says_that_rows_of_a_file_were_rounded(closing, tmp_path):
+    plan, path = pykvedge.plan("snapkv", 0.3), tmp_path / "talk.kvs"
+    first = closing(pykvedge.Session(plan=plan, threads=THREADS, keep="ram", keep_type="q8_0"))
+    first.ask("What is the code?", ["examples/scene-1.png"], GREEDY).read()
+    first.save(path, whole=True)
+    other = closing(pykvedge.Session(plan=plan, threads=THREADS, keep="ram", exact=True))
+    other.load(path)
+    answer = other.ask("How many triangles are there?", [], GREEDY)
+    answer.read()
+    assert answer.report.drafts.exact is False and other.engine.cache.stats().whole_rounded == 1
+    assert any("may differ from the full cache's" in note for note in answer.report.notes)
+
+
 def test_head_sizes_that_q8_0_cannot_hold_are_refused(made):
     with pytest.raises(UnsupportedError, match="takes a multiple of 32; use f16"):
         made("snapkv", head_size=40)

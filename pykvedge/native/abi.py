@@ -79,7 +79,7 @@ class Stats(c.Structure):
         *((f"device_{name}", c.c_uint64) for name in ("fetched_bytes", "sent_bytes")),
         *((f"device_{name}", c.c_int64) for name in (
             "operations", "measure_us", "choose_us", "gather_us", "merge_us", "upload_us")),
-        ("device_compressed", c.c_int32), ("unused", c.c_int32),
+        ("device_compressed", c.c_int32), ("whole_rounded", c.c_int32),
         ("whole_bytes", c.c_uint64), ("whole_file_bytes", c.c_uint64),
     ]  # fmt: skip
 
@@ -92,7 +92,7 @@ class Stats(c.Structure):
         )
 
     def _repr_html_(self) -> str:
-        names = [name for name, _ in self._fields_ if name not in ("struct_size", "unused")]
+        names = [name for name, _ in self._fields_ if name != "struct_size"]
         return shown.table("kvedge_stats", {name: getattr(self, name) for name in names})
 
 

@@ -28,7 +28,7 @@ _DOUBTS = 100  # kinds from this one on: by the margin of the likeliest token
 _RETRY, _TRIED = 64, 4  # steps without a draft until one is tried, and how many tokens it has at least
 _OLD = 256  # steps, until what a batch took is measured again
 _GUESSED = 0.25  # of a token's time: what another token in a batch is thought to take before that was measured
-_NOT_EXACT = "the answer may differ from the full cache's: without whole rows no token is verified"
+_NOT_EXACT = "the answer may differ from the full cache's: without whole rows, as they were, no token is verified"
 
 
 def require_drafts(model: Model, asked: str) -> None:
@@ -152,7 +152,7 @@ class Drafter:
         if cache is None or not self._exact:
             return False
         stats, drafts = cache.stats(self._sequence.number), generation.report.drafts
-        whole = stats.whole_bytes > 0
+        whole = stats.whole_bytes > 0 and not stats.whole_rounded
         self._kept_bytes = stats.bytes
         given_up = self._over_whole and not whole  # meanwhile
         if drafts is not None and (drafts.exact is None or given_up):
