@@ -154,6 +154,10 @@ def test_tokens_are_counted_before_they_are_read(server):
     read = server.metric("prompt_tokens_total")
     n = other.messages.count_tokens(model="any", messages=messages).input_tokens
     assert n > 144 and server.metric("prompt_tokens_total") == read
+    form = {"type": "json_schema", "schema": {"enum": ["x", "y"]}}
+    for body in ({"output_config": {"format": form}}, {"output_format": form}):
+        done = other.messages.create(model="any", messages=messages, max_tokens=9, extra_body=body)
+        assert done.content[0].text in ('"x"', '"y"')
     with other.messages.stream(model="any", messages=messages, max_tokens=4) as events:
         first = next(iter(events))
     cached = first.message.usage.cache_read_input_tokens

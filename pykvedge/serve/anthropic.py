@@ -140,6 +140,8 @@ class CountRequest(Wire):
     tools: Annotated[list[AnthropicTool], Field(max_length=MOST_TOOLS)] | None = None
     tool_choice: AnthropicChoice | None = None
     thinking: Object | None = None
+    output_config: Object | None = None
+    output_format: Object | None = None  # the older name of its format
     kvedge: Compression | None = None
 
 
@@ -191,10 +193,11 @@ def _of_messages(given: MessagesRequest) -> ChatRequest:
     plain = ("model", "max_tokens", "stream", "temperature", "top_p", "top_k")
     kvedge = given.kvedge.model_dump(exclude_none=True) if given.kvedge is not None else None
     same = {name: getattr(given, name) for name in plain}
+    form = (given.output_config or {}).get("format") or given.output_format
     effort = "none" if (given.thinking or {}).get("type") == "disabled" else None
     return chat_request({**same, "messages": out, "stop": given.stop_sequences, "tools": tools or None,
                          "tool_choice": choice, "parallel_tool_calls": several, "reasoning_effort": effort,
-                         "kvedge": kvedge})  # fmt: skip
+                         "response_format": form, "kvedge": kvedge})  # fmt: skip
 
 
 def _turns(message: AnthropicMessage) -> list[Object]:
