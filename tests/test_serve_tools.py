@@ -72,6 +72,18 @@ def test_a_stream_does_not_wait_for_the_end(hermes, begun, kind):
         assert first["finish_reason"] is None and next(choices)["finish_reason"] is None  # and it goes on
 
 
+@pytest.mark.parametrize("name", [{}, {"name": "bot"}])
+@pytest.mark.parametrize("in_parts", [False, True])
+def test_a_call_that_was_begun_is_gone_on_with(hermes, in_parts, name):
+    begun, rest = call("look", FIRST)[:40], call("look", FIRST)[40:]
+    content = [{"type": "text", "text": begun}] if in_parts else begun
+    said = [*ASKED, {"role": "assistant", "content": content, **name}]
+    answer = hermes.chat(said, tools=TOOLS, grammar=gbnf(rest), max_tokens=1000)
+    assert answer.status_code == 200, answer.text
+    (made,) = answer.json()["choices"][0]["message"]["tool_calls"]
+    assert json.loads(made["function"]["arguments"]) == FIRST
+
+
 def test_openais_client_reads_a_stream(hermes):
     import openai
 

@@ -143,7 +143,7 @@ def is_quick(given: ChatRequest | Prompted, defaults: Defaults) -> bool:
         texts = [part for part in given.prompt if isinstance(part, str)]
         return sum(map(len, texts)) <= _QUICK_TEXT and not given.pictures
     parts = [part for message in given.messages for part in message.parts]
-    if sum(len(_text(part)) for part in parts) > _QUICK_TEXT:
+    if sum(len(text_of(part)) for part in parts) > _QUICK_TEXT:
         return False
     asked = _asked_dialect(given, defaults)
     if asked is not None and defaults.dialects is not None and not defaults.dialects.knows(asked):
@@ -179,9 +179,9 @@ def messages_of(given: list[WireMessage], sources: Sources) -> list[Message]:
             continue
         out.append(Message(role, text, seen, _fields(message)))
     before = out[-2].role if len(out) > 1 else "assistant"
-    begun = out[-1].role == "assistant" != before and out[-1].text.strip() and not out[-1].fields
+    begun = out[-1].role == "assistant" != before and out[-1].text.strip() and not out[-1].fields.keys() - {"name"}
     if out[-1].role not in ("user", "tool") and not begun:
-        why = "the last one is the user's or a tool's, to be answered, or the assistant's text, to be gone on with"
+        why = "the last one is the user's or a tool's, to be answered, or the assistant's text alone, to go on with"
         raise wrong("messages", why)
     if out[-1].role == "user" and not out[-1].text.strip() and not out[-1].pictures:
         raise wrong("messages", "the last one is empty")
@@ -223,7 +223,7 @@ def _content(message: WireMessage, i: int, sources: Sources, pictures: _Pictures
     literal = message.role == "user" or any(isinstance(part, (ImagePart, FilePart)) for part in message.parts)
     for part in message.parts:
         if not isinstance(part, (ImagePart, FilePart)):
-            parts.append(escaped(_text(part)) if literal else _text(part))
+            parts.append(escaped(text_of(part)) if literal else text_of(part))
             continue
         room = pictures.room()
         if not part.url:
@@ -239,7 +239,8 @@ def _content(message: WireMessage, i: int, sources: Sources, pictures: _Pictures
     return "\n".join(parts), seen
 
 
-def _text(part: TextPart | ImagePart | FilePart | RefusalPart) -> str:
+def text_of(part: TextPart | ImagePart | FilePart | RefusalPart) -> str:
+    """Returns the text of a part of a message; empty for a picture or a file."""
     return part.text if isinstance(part, TextPart) else part.refusal if isinstance(part, RefusalPart) else ""
 
 

@@ -16,6 +16,7 @@ from pykvedge.errors import RequestError
 from pykvedge.models.dialect import Call, Dialect, Said
 from pykvedge.runtime.generation import mark_begun
 from pykvedge.serve import tools as calling
+from pykvedge.serve.asking import text_of
 from pykvedge.serve.wire import ChatRequest
 
 _REST = 4  # reading an answer again takes at most a fifth of the time
@@ -65,9 +66,9 @@ class Reading:
 
 
 def reading(given: ChatRequest, dialect: Dialect | None) -> Reading:
-    begun = given.messages[-1].content if given.messages[-1].role == "assistant" else ""
+    last = given.messages[-1]
     if dialect is not None:
-        return Parsed(dialect, begun if isinstance(begun, str) else "")
+        return Parsed(dialect, "\n".join(map(text_of, last.parts)) if last.role == "assistant" else "")
     tools = calling.offered(given)
     return Told({tool.function.name for tool in tools}) if tools else Reading()
 
