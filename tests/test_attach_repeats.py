@@ -1,10 +1,12 @@
 """Requests to an attached model that come again, or that share a beginning: answered as the first time."""
 
 import llama_cpp
+import numpy as np
 import pytest
 from attached import FEW, A, B, chat, complete, held
 from choosing import few
 
+import pykvedge
 from pykvedge.chat.reuse import History, shared
 from pykvedge.errors import StateError
 
@@ -45,6 +47,27 @@ def test_a_turn_that_comes_again_or_is_changed(attached_llama, method):
         assert outcome(llm, attached, second) == again
         assert say(so_far, "And the fox?")[0] == changed
         assert outcome(llm, attached, first) == opening
+
+
+@pytest.mark.parametrize("keep", ["", "ram"])
+@pytest.mark.parametrize("method", ["h2o", "elastic"])
+def test_guesses_of_a_draft_model_are_no_prompt(attached_llama, method, keep):
+    """They come several at once, and those that are wrong are taken back."""
+
+    def guess(ids, **_):
+        return np.resize(ids[-3:], 6)
+
+    def told(llm, attached):
+        prompts = [A, A + llm(A, max_tokens=8, temperature=0)["choices"][0]["text"] + B, A]
+        outcomes = [outcome(llm, attached, prompt, 24) for prompt in prompts]
+        return outcomes, attached.stats().n_compressions
+
+    with attached_llama(method, kept={"keep": keep}) as one:
+        plain = told(*one)
+    with attached_llama(method, kept={"keep": keep}, draft_model=guess) as (llm, attached):
+        with pytest.warns(pykvedge.KvedgeWarning, match="draft_model does nothing"):
+            assert told(llm, attached) == plain
+        assert llm.draft_model is guess
 
 
 @pytest.mark.parametrize("method", ["full", "h2o", "elastic", "kvzip"])  # of a decode policy, a second pass

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import inspect
+import warnings
 import weakref
 from collections.abc import Generator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from pykvedge.chat.attached_pass import AttachedPass
 from pykvedge.chat.attached_state import AttachedState, States, recipe
 from pykvedge.chat.reuse import History, shared
-from pykvedge.errors import CancelledError, KvedgeError, StateError, UnsupportedError, UsageError
+from pykvedge.errors import CancelledError, KvedgeError, KvedgeWarning, StateError, UnsupportedError, UsageError
 from pykvedge.library import libkvedge
 from pykvedge.library.native_plan import replays
 from pykvedge.models import tuned
@@ -138,6 +140,9 @@ class Attachment:
 
     def _wrapped_generate(self, tokens: Sequence[int], *args: Any, **kwargs: Any) -> Generator[int, Any, None]:
         inner, tokens = self._inner["generate"], list(tokens)
+        if getattr(self._llm, "draft_model", None) is not None:
+            warnings.warn("draft_model does nothing while kvedge is attached; use pykvedge.Session(..., lookup=True)",
+                          KvedgeWarning, stacklevel=2)  # fmt: skip
         given = inspect.signature(inner).bind(tokens, *args, **kwargs).arguments
         with self.guard:
             if given.get("reset", True):
@@ -155,7 +160,8 @@ class Attachment:
                     if self._asked is not steps or self._llm.n_tokens != n_tokens:
                         raise StateError("the model has read something else since the last token; ask again")
                     try:
-                        token = steps.send(answer)
+                        with _undrafted(self._llm):
+                            token = steps.send(answer)
                     except StopIteration:
                         return
                     n_tokens = self._llm.n_tokens
@@ -316,6 +322,16 @@ def _release_if_there(found: weakref.ref[Attachment]) -> None:
     """Releases an attachment that a closing model still has; its wrapped functions hold it until it is detached."""
     if (attachment := found()) is not None:
         attachment._release()
+
+
+@contextmanager
+def _undrafted(llm: Any) -> Generator[None]:
+    """Hides the draft model: its guesses come several at once, as a prompt does, and would be compressed as one."""
+    drafts, llm.draft_model = getattr(llm, "draft_model", None), None
+    try:
+        yield
+    finally:
+        llm.draft_model = drafts
 
 
 def _check_kept(plan: Plan) -> None:
