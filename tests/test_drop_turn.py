@@ -27,6 +27,8 @@ def test_a_turn_is_gone_and_the_others_stay(talk, reads, tmp_path, method, keep)
     gone = (end.token - begin.token) * session.model.kv_bytes_per_token(2)
     assert gone <= before.whole_bytes - after.whole_bytes < 1.2 * gone  # with what was observed of them
     assert ask(session, "What is the code in image 1?") == CODES[0]
+    kv = session.last_report.kv
+    assert 0.8 * kv.whole_bytes < kv.full_bytes <= kv.whole_bytes  # which have what was observed, too
     assert ask(session, "What is the code in image 2?") == CODES[2]
     session.demote(2, 0.1)  # the one that was the third
     assert len(session.engine.ages) == 2

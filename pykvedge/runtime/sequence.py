@@ -350,9 +350,10 @@ class Sequence(Place):
         return kv
 
     def uncompressed_bytes(self) -> int:
-        """Counts the bytes of all tokens that were ever read, had none been dropped and none been quantised."""
+        """Counts the bytes of all tokens, but of turns that left, had none been dropped and none been quantised."""
         stats, kv_type = self._own_cache().stats(self.number), KvType.parse(self._driver.size.kv_type)
-        pairs = stats.n_tokens * stats.n_layers * stats.n_heads_kv
+        n_tokens = self.n_cells if stats.whole_bytes else stats.n_tokens  # turns leave whole rows alone
+        pairs = n_tokens * stats.n_layers * stats.n_heads_kv
         return int(pairs * self._driver.model.pair_width * kv_type.plain.bytes_per_value)
 
     def per_layer(self) -> list[float]:
