@@ -36,21 +36,15 @@ _OPTIONS = (
     options.MODEL,
     options.MMPROJ,
     *options.HUB,
-    option(
-        "--data",
-        group="Samples",
-        common=True,
-        type=options.PATH,
-        metavar="FILE.jsonl",
-        help="Your own samples. Default: scenes drawn by kvedge.",
-    ),
+    option("--data", group="Samples", common=True, type=options.PATH, metavar="FILE.jsonl",
+           help="Your own samples. Default: scenes drawn by kvedge."),
     common.output("Where the profile goes. Default: where `kvedge chat` finds it by itself.", metavar="FILE.json"),
     options.CTX,
     options.THREADS,
     *options.DEVICES,
     options.JSON,
     options.QUIET,
-)
+)  # fmt: skip
 
 
 def _most(default: int, text: str) -> Any:
@@ -73,17 +67,12 @@ def calibrate() -> None:
 
 
 @calibrate.command(cls=Command)
-@option(
-    "--kind",
-    group="Measurement",
-    common=True,
-    default="visual",
-    show_default=True,
-    metavar="KIND",
-    help="visual: for sparsemm; retrieval: for headkv; redundancy: for mixkv with scorer.source=profile.",
-)
-@_most(50, "Prompts to watch, at most.")
-@options.taking(*_OPTIONS)
+@options.taking(
+    option("--kind", group="Measurement", common=True, default="visual", show_default=True, metavar="KIND",
+           help="visual: for sparsemm; retrieval: for headkv; redundancy: for mixkv with scorer.source=profile."),
+    _most(50, "Prompts to watch, at most."),
+    *_OPTIONS,
+)  # fmt: skip
 def heads(kind: str, samples: int, **given: Any) -> None:
     """Find the heads that look at what an answer is read from, or whose keys are alike.
 
@@ -123,18 +112,12 @@ def heads(kind: str, samples: int, **given: Any) -> None:
 
 
 @calibrate.command(cls=Command)
-@option(
-    "--budget",
-    "budgets",
-    group="Measurement",
-    common=True,
-    default="0.1,0.2,0.3,0.5,0.7",
-    show_default=True,
-    metavar="A,B",
-    help="Shares of the prompt to search for; between them the shares are interpolated.",
-)
-@_most(10, "Prompts to search, at most; each is read once a budget.")
-@options.taking(*_OPTIONS)
+@options.taking(
+    option("--budget", "budgets", group="Measurement", common=True, default="0.1,0.2,0.3,0.5,0.7", show_default=True,
+           metavar="A,B", help="Shares of the prompt to search for; between them the shares are interpolated."),
+    _most(10, "Prompts to search, at most; each is read once a budget."),
+    *_OPTIONS,
+)  # fmt: skip
 def prefix(budgets: str, samples: int, **given: Any) -> None:
     """Find how many tokens each layer keeps with PrefixKV.
 
@@ -164,81 +147,35 @@ def prefix(budgets: str, samples: int, **given: Any) -> None:
 
 
 @calibrate.command(cls=Command)
-@_most(24, "Prompts to measure, at most.")
-@option(
-    "--points",
-    group="Measurement",
-    common=True,
-    type=int,
-    default=12,
-    show_default=True,
-    metavar="N",
-    help="Kept shares to measure each head at, from 1/128 of the prompt to all of it, each the same times the last.",
-)
-@option(
-    "--method",
-    group="Measurement",
-    default="snapkv",
-    show_default=True,
-    metavar="NAME",
-    help="Whose scorer and reducer heads are measured with; snapkv with scorer mixkv, unless another is named.",
-)
-@option(
-    "--scorer", group="Measurement", metavar="NAME", help="Another scorer for the method. See `kvedge methods NAME`."
-)
-@options.SET
-@option(
-    "--compress",
-    group="Measurement",
-    common=True,
-    default="conversation",
-    show_default=True,
-    metavar="A,B",
-    help="conversation: the question with all before it; context: what comes before it alone; or both, which takes "
-    "twice as long.",
-)
-@option(
-    "--baseline",
-    group="Measurement",
-    type=float,
-    default=0.05,
-    show_default=True,
-    metavar="SHARE",
-    help="Of the prompt: the other heads'.",
-)
-@option(
-    "--targets",
-    group="Measurement",
-    default="0.05,0.1,0.2",
-    show_default=True,
-    metavar="A,B",
-    help="Budgets, shares of the prompt, over which the loss is averaged that the exchange makes small.",
-)
-@option(
-    "--around",
-    group="Measurement",
-    common=True,
-    type=options.PATH,
-    metavar="PROFILE.json",
-    help="The other heads keep this profile's part of the baseline; its shares are half of the outcome.",
-)
-@option("--seed", group="Samples", type=common.SEED, default=2024, show_default=True, metavar="N",
-        help="Of the scenes drawn by kvedge.")  # fmt: skip
-@option(
-    "--questions",
-    group="Samples",
-    type=int,
-    default=1,
-    show_default=True,
-    metavar="N",
-    help="About the scenes drawn by kvedge, at most; all but the last are answered and compressed.",
-)
-@option("--save", group="Output", type=options.PATH, metavar="FILE.jsonl",
-        help="Keep every head's losses, a line each, as they are measured.")  # fmt: skip
-@option(
-    "--resume", group="Output", is_flag=True, help="Go on with the losses in --save FILE; other targets need no more."
-)
-@options.taking(*_OPTIONS)
+@options.taking(
+    _most(24, "Prompts to measure, at most."),
+    option("--points", group="Measurement", common=True, type=int, default=12, show_default=True, metavar="N",
+           help="Kept shares to measure each head at, from 1/128 of the prompt to all of it, each the same times the "
+                "last."),
+    option("--method", group="Measurement", default="snapkv", show_default=True, metavar="NAME",
+           help="Whose scorer and reducer heads are measured with; snapkv with scorer mixkv, unless another is named."),
+    option("--scorer", group="Measurement", metavar="NAME",
+           help="Another scorer for the method. See `kvedge methods NAME`."),
+    options.SET,
+    option("--compress", group="Measurement", common=True, default="conversation", show_default=True, metavar="A,B",
+           help="conversation: the question with all before it; context: what comes before it alone; or both, which "
+                "takes twice as long."),
+    option("--baseline", group="Measurement", type=float, default=0.05, show_default=True, metavar="SHARE",
+           help="Of the prompt: the other heads'."),
+    option("--targets", group="Measurement", default="0.05,0.1,0.2", show_default=True, metavar="A,B",
+           help="Budgets, shares of the prompt, over which the loss is averaged that the exchange makes small."),
+    option("--around", group="Measurement", common=True, type=options.PATH, metavar="PROFILE.json",
+           help="The other heads keep this profile's part of the baseline; its shares are half of the outcome."),
+    option("--seed", group="Samples", type=common.SEED, default=2024, show_default=True, metavar="N",
+           help="Of the scenes drawn by kvedge."),
+    option("--questions", group="Samples", type=int, default=1, show_default=True, metavar="N",
+           help="About the scenes drawn by kvedge, at most; all but the last are answered and compressed."),
+    option("--save", group="Output", type=options.PATH, metavar="FILE.jsonl",
+           help="Keep every head's losses, a line each, as they are measured."),
+    option("--resume", group="Output", is_flag=True,
+           help="Go on with the losses in --save FILE; other targets need no more."),
+    *_OPTIONS,
+)  # fmt: skip
 def budgets(samples: int, points: int, method: str, scorer: str | None, seed: int, **given: Any) -> None:
     """Find the share of all KV pairs that each head keeps with allocator calibrated.
 

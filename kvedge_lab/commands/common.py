@@ -19,18 +19,9 @@ from pykvedge.plans.presets import DEFAULT_METHOD
 
 COUNT, SEED = Whole(1, 10**6), Whole(0, 2**32 - 1)
 MODELS = option(
-    "--model",
-    "-m",
-    "models",
-    group="Model",
-    common=True,
-    config=True,
-    type=PATH,
-    multiple=True,
-    metavar="MODEL",
-    shell_complete=completion.files_or_models,
-    help=f"{MODEL_HELP} Repeatable.",
-)
+    "--model", "-m", "models", group="Model", common=True, config=True, type=PATH, multiple=True, metavar="MODEL",
+    shell_complete=completion.files_or_models, help=f"{MODEL_HELP} Repeatable.",
+)  # fmt: skip
 MMPROJS = option(
     "--mmproj", "-mm", "mmprojs", group="Model", common=True, config=True, type=PATH, multiple=True,
     metavar="FILE.gguf",

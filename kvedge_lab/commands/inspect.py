@@ -20,15 +20,8 @@ from pykvedge.plans.plan import Plan
 @command()
 @click.argument("files", nargs=-1, type=options.PATH, metavar="[IMAGES]...")
 @options.taking(
-    option(
-        "--prompt",
-        group="Picture",
-        common=True,
-        default="Describe the image.",
-        show_default=True,
-        metavar="TEXT",
-        help="What is asked.",
-    ),
+    option("--prompt", group="Picture", common=True, default="Describe the image.", show_default=True, metavar="TEXT",
+           help="What is asked."),
     options.MODEL,
     options.MMPROJ,
     *options.HUB,
