@@ -49,8 +49,8 @@ def pool(args: argparse.Namespace, cells: list[Cell]) -> Race:
     with pykvedge.load(threads=1) as loaded:
         loan = loaded.lend()
         out = race(args, cells, of, kept, loan)
-        with out._reading() as (reader, vision):  # all plans on all contexts, however long it takes
-            out._begin(reader, vision)
+        with out._reading() as reader:  # all plans on all contexts, however long it takes
+            out._begin(reader)
             for n in itertools.count():
                 if not out._reach(n):
                     break

@@ -10,7 +10,7 @@ import pytest
 from choosing import whole
 
 import pykvedge
-from kvedge_lab.calibrate.budgets import CurveFile, Curver, Curves, measure_curves, setup_for
+from kvedge_lab.calibrate.budgets import CurveFile, Curves, measure_curves, setup_for
 from kvedge_lab.calibrate.exchange import FLOOR, STEPS, costs, exchange
 from kvedge_lab.calibrate.samples import SEED, Labelled, scenes
 from kvedge_lab.eval import metrics
@@ -87,16 +87,15 @@ def test_targets_are_budgets(targets):
 def demo(native):
     loan = borrow(DEMO, DEMO_MMPROJ, Settings(threads=1), lambda *_: None, None)
     reader = Reader(loan.model, Vision(loan.encoder), 1, KvType.parse("f16"), n_outputs=5)  # of a pass
-    yield loan.model, Vision(loan.encoder), reader
+    yield reader
     reader.close()
     loan.give_back()
 
 
-def measured(curver, sample, way=CONVERSATION):
-    """Losses [heads, points] of one reading, and that of the baseline."""
-    kept = CurveFile(None, {}, curver.n_points)
-    curver.measure(0, sample, kept, lambda what, n: None, way=way)
-    return np.array([kept.heads[0][place] for place in curver.places]), kept.baselines[0]
+def measured(reader, setup, sample, way=CONVERSATION):
+    """The curves of one reading."""
+    kept = CurveFile(None, {}, len(setup.points))
+    return measure_curves(reader, replace(setup, ways=(way,)), [sample], 1, kept, lambda *_: lambda *_: None)
 
 
 UNEVEN = np.array([[2, 1], [2, 3], [4, 2], [1, 1], [2, 2]]) / 20  # little where the demo model needs much
@@ -105,13 +104,12 @@ UNEVEN = np.array([[2, 1], [2, 3], [4, 2], [1, 1], [2, 2]]) / 20  # little where
 @pytest.mark.parametrize(("around", "way"), [(UNEVEN, CONVERSATION), (UNEVEN, CONTEXT), *whole((None, CONVERSATION))])
 def test_a_curve_is_the_divergence_of_answers_that_are_fed_token_by_token(demo, around, way):
     """Again with a session of its own for every point, whose prompt is read anew."""
-    model, vision, reader = demo
-    setup = replace(setup_for("window", 0.1, 3, (0.1,)), around=around, ways=(way,))
+    setup = replace(setup_for("window", 0.1, 3, (0.1,)), around=around)
     others = np.full(10, 0.1, np.float32) if around is None else around.ravel().astype(np.float32)
     [sample] = itertools.islice(scenes("head-budgets"), 3, 4)  # a code that a tenth does not answer
-    curver = Curver(model, vision, reader, setup)
-    losses, even = measured(curver, sample, way)
-    assert losses.shape == (10, 3) and curver.places == list(itertools.product(range(5), range(2)))
+    curves = measured(demo, setup, sample, way)
+    losses, even = curves.losses, curves.baseline
+    assert losses.shape == (10, 3) and curves.places == list(itertools.product(range(5), range(2)))
     counted = pykvedge.plan("snapkv", 0.1, allocator="calibrated", **{"allocator.share_of": "prompt"})
 
     def followed(shares):
@@ -128,7 +126,7 @@ def test_a_curve_is_the_divergence_of_answers_that_are_fed_token_by_token(demo, 
             engine.cache.set_plan(counted, {"allocator": ProfileTable(shares.reshape(5, 2), NONE)})
             engine.compress()
             held, out = np.array(engine.cache.lengths()).ravel(), []
-            for token in [*later, *model.tokenize(sample.answer)]:
+            for token in [*later, *demo.model.tokenize(sample.answer)]:
                 engine.extend(token)
                 out.append(metrics.log_softmax(engine.context.logits()))
             session.release(pieces)
@@ -148,17 +146,15 @@ def test_a_curve_is_the_divergence_of_answers_that_are_fed_token_by_token(demo, 
 
 
 def test_a_sample_without_an_answer_is_measured_on_the_models_own(demo):
-    model, vision, reader = demo
     [sample] = itertools.islice(scenes("head-budgets"), 1)
-    curver = Curver(model, vision, reader, setup_for("window", 0.1, 2, (0.1,)))
-    own, _ = measured(curver, Labelled(sample.question, sample.pictures))
-    same, _ = measured(curver, sample)  # which it answers right
-    np.testing.assert_allclose(own, same, rtol=0.02, atol=1e-3)
+    setup = setup_for("window", 0.1, 2, (0.1,))
+    own = measured(demo, setup, Labelled(sample.question, sample.pictures))
+    same = measured(demo, setup, sample)  # which it answers right
+    np.testing.assert_allclose(own.losses, same.losses, rtol=0.02, atol=1e-3)
 
 
 def test_samples_count_the_same_and_an_estimate_comes_early(demo):
-    model, vision, reader = demo
-    curver = Curver(model, vision, reader, setup_for("keydiff", 0.1, 2, (0.1,)))
+    setup = setup_for("keydiff", 0.1, 2, (0.1,))
     first, second = itertools.islice(scenes("head-budgets", seed=5), 2)
     told = []
 
@@ -166,8 +162,8 @@ def test_samples_count_the_same_and_an_estimate_comes_early(demo):
         told.append((runs, seconds))
         return lambda what, n: told.append(n)
 
-    both = measure_curves(curver, [first, second], 2, CurveFile(None, {}, 2), tell)
-    alone = [measured(curver, sample)[0] for sample in (first, second)]
+    both = measure_curves(demo, setup, [first, second], 2, CurveFile(None, {}, 2), tell)
+    alone = [measured(demo, setup, sample).losses for sample in (first, second)]
     np.testing.assert_allclose(both.losses, np.mean(alone, axis=0), rtol=1e-6, atol=1e-9)
     assert both.samples == 2 and told[0][0] == 40 and told[0][1] > 0 and sum(told[1:]) == 40
 
@@ -181,13 +177,12 @@ def test_settings_of_stages_are_measured_with():
 
 
 def test_both_ways_of_a_sample_count_the_same(demo):
-    model, vision, reader = demo
     setup = setup_for(None, 0.1, 2, (0.1,), "kvedge", (CONTEXT, CONVERSATION))
     assert (setup.plan.scorer, setup.plan.reducer, setup.plan.allocator) == ("modal", "nearest", "uniform")
     sample = next(s for s in scenes("head-budgets", questions=3) if len(s.earlier) == 2 and len(s.pictures) == 1)
-    curver, kept = Curver(model, vision, reader, setup), CurveFile(None, {}, 2)
-    found = measure_curves(curver, [sample], 1, kept, lambda runs, s: lambda what, n: None)
-    each = [measured(curver, sample, way)[0] for way in (CONTEXT, CONVERSATION)]
+    kept = CurveFile(None, {}, 2)
+    found = measure_curves(demo, setup, [sample], 1, kept, lambda runs, s: lambda what, n: None)
+    each = [measured(demo, setup, sample, way).losses for way in (CONTEXT, CONVERSATION)]
     np.testing.assert_allclose(found.losses, np.mean(each, axis=0), rtol=1e-6, atol=1e-9)
     assert found.samples == 1 and not np.allclose(*each, rtol=0.1)
     text = Labelled("What is it?", (), answer="A bird.")  # nothing comes before this question
@@ -195,7 +190,7 @@ def test_both_ways_of_a_sample_count_the_same(demo):
     later = replace(text, earlier=(("Is it blue?", "Yes."),))
     assert [way for _, way in setup.readings([later])] == [CONTEXT, CONVERSATION]
     with pytest.raises(UsageError, match="nothing before its question"):
-        measure_curves(Curver(model, None, reader, replace(setup, ways=(CONTEXT,))), [text], 1, kept, None)
+        measure_curves(demo, replace(setup, ways=(CONTEXT,)), [text], 1, kept, None)
 
 
 def test_scenes_are_asked_about_once_twice_and_thrice():
@@ -212,10 +207,8 @@ def test_scenes_are_asked_about_once_twice_and_thrice():
 
 
 def test_what_was_stopped_goes_on_where_it_was(demo, tmp_path):
-    model, vision, reader = demo
     setup, cancel, seen = setup_for("window", 0.1, 2, (0.1,)), threading.Event(), []
     header, path = setup.header(DEMO, "scenes"), tmp_path / "losses.jsonl"
-    curver = Curver(model, vision, reader, setup)
 
     def step(what, n):
         seen.append(what)
@@ -223,7 +216,7 @@ def test_what_was_stopped_goes_on_where_it_was(demo, tmp_path):
             cancel.set()
 
     def run(kept, cancel=None):
-        return measure_curves(curver, scenes("head-budgets"), 2, kept, lambda runs, s: step, cancel)
+        return measure_curves(demo, setup, scenes("head-budgets"), 2, kept, lambda runs, s: step, cancel)
 
     with pytest.raises(CancelledError):
         run(CurveFile(path, header, 2), cancel)
@@ -234,7 +227,7 @@ def test_what_was_stopped_goes_on_where_it_was(demo, tmp_path):
     assert seen[22] == "layer 0, head 1" and len(seen) == 22 + 17
     np.testing.assert_allclose(gone_on.losses, run(CurveFile(None, {}, 2)).losses, rtol=1e-6, atol=1e-9)
     again = run(CurveFile(path, header, 2, resume=True))  # nothing is left to do
-    assert again.losses.tolist() == gone_on.losses.tolist() and again.places == gone_on.places == curver.places
+    assert again.losses.tolist() == gone_on.losses.tolist() and again.places == gone_on.places
 
 
 def test_files_of_losses_that_do_not_fit(tmp_path):

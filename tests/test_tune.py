@@ -100,7 +100,7 @@ def race(loan, path, cancel, contexts=18, plans=(DEFAULT, POOR)):
     return Race(loan, settings, of, list(plans), DEFAULT, 0.6, 600.0, kept, Steps(enabled=False), cancel)
 
 
-def nothing_first(reader, vision):
+def nothing_first(reader):
     pass
 
 

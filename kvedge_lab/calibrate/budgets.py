@@ -33,9 +33,8 @@ from kvedge_lab.eval.measure import CONTEXT, CONVERSATION, Preparer
 from kvedge_lab.eval.reader import BRANCH, PROMPT, Reader
 from kvedge_lab.jsonlines import Results
 from pykvedge.errors import KvedgeError, NothingToCompressError, ProfileError, UsageError
-from pykvedge.models.model import Model
 from pykvedge.models.profiles import hash_of
-from pykvedge.models.vision import ImagePiece, Piece, Vision
+from pykvedge.models.vision import ImagePiece, Piece
 from pykvedge.plans.making import plan as make_plan
 from pykvedge.plans.plan import Plan
 from pykvedge.reference.stages.base import ProfileTable
@@ -47,6 +46,14 @@ METHOD = "snapkv"  # protects nothing and merges nothing
 SAME = 1e-6  # nats: less is rounding
 Place = tuple[int, int]  # (layer of the model, KV head)
 Step = Callable[[str, int], None]  # what is under way, and how many more measurements are done
+Told = Callable[[int, float], Step]  # measurements, and the seconds that they take
+
+
+def _table(places: Sequence[Place], n_layers: int, values: np.ndarray) -> np.ndarray:
+    """Puts a value of each head in its place: [layers of the model, Hkv]; 0 elsewhere."""
+    out = np.zeros((n_layers, 1 + max(head for _, head in places)))
+    out[tuple(np.array(places).T)] = values
+    return out
 
 
 @dataclass(frozen=True)
@@ -92,10 +99,9 @@ class Setup:
         """
         if self.around is None:
             return np.full(len(places), float(self.plan.budget.value))
-        shape, at = (n_layers, 1 + max(head for _, head in places)), tuple(np.array(places).T)
-        if self.around.shape != shape or set(zip(*self.around.nonzero(), strict=True)) != set(places):
+        if not np.array_equal(self.around != 0, _table(places, n_layers, np.ones(len(places)))):
             raise ProfileError("the profile of --around is not of the heads that kvedge compresses; calibrate without")
-        shares = self.around[at]
+        shares = self.around[tuple(np.array(places).T)]
         return np.minimum(shares / shares.mean() * float(self.plan.budget.value), 1.0)
 
 
@@ -156,9 +162,7 @@ class Curves:
                 "the answers are the same whatever a head keeps: the prompts are too short, or the answers need "
                 "nothing of them; give others with --data"
             )
-        found = exchange(np.array(setup.points), self.losses, setup.targets, setup.floor)
-        out = np.zeros((n_layers, 1 + max(head for _, head in self.places)))
-        out[tuple(np.array(self.places).T)] = found
+        out = _table(self.places, n_layers, exchange(np.array(setup.points), self.losses, setup.targets, setup.floor))
         return out if setup.around is None else (out + setup.around) / 2
 
 
@@ -188,170 +192,145 @@ def setup_for(
     return Setup(plan, points, tuple(targets), ways=tuple(ways))
 
 
-@dataclass(frozen=True)
-class _Asked:
-    """This is read after the compression: the question where it comes later, and the answer's tokens."""
+class _Curver:
+    """Measures one reading after another, and adds what it finds to `kept`."""
 
-    question: list[Piece]
-    answer: list[int]
-
-
-class Curver:
-    """A Curver measures one sample after another, with the reader that it is given."""
-
-    def __init__(self, model: Model, vision: Vision | None, reader: Reader, setup: Setup) -> None:
-        """reader: of the model, with room for several outputs a pass."""
-        self._model, self._vision, self._reader, self.setup = model, vision, reader, setup
-        self._counted = setup.plan.with_(
-            allocator="calibrated", params={**setup.plan.params, "allocator.share_of": "prompt"}
-        )
-        self.places: list[Place] = []
-
-    def measure(
-        self,
-        number: int,
-        sample: Labelled,
-        kept: CurveFile,
-        step: Step,
-        cancel: threading.Event | None = None,
-        way: str = CONVERSATION,
+    def __init__(
+        self, reader: Reader, setup: Setup, kept: CurveFile, told: Told, count: int, cancel: threading.Event | None
     ) -> None:
-        """Measures what `kept` lacks of one reading, and adds it. Raises what Reader raises, and SaveError."""
-        if number in kept.baselines:
+        """count: of all readings. told: as of measure_curves."""
+        self._reader, self._setup, self._kept, self._told, self._cancel = reader, setup, kept, told, cancel
+        own = {**setup.plan.params, "allocator.share_of": "prompt"}
+        self._counted = setup.plan.with_(allocator="calibrated", params=own)
+        self._places: list[Place] = []
+        self._count, self._before = count, sum(map(len, kept.heads.values()))  # before: heads that are measured already
+        self._begun, self._steps = time.monotonic(), 0
+        self._step: Step | None = None
+
+    def measure(self, number: int, sample: Labelled, way: str) -> None:
+        """Measures what is not kept yet of a reading. Raises what Reader raises, and SaveError."""
+        model, vision = self._reader.model, self._reader.vision
+        if number in self._kept.baselines:
             return
-        if sample.pictures and self._vision is None:
-            name = self._model.path.name
+        if sample.pictures and vision is None:
+            name = model.path.name
             raise UsageError(f"a sample has images, and {name} was loaded without an image encoder; see --mmproj")
-        preparer = Preparer(self._model, self._vision, lambda _: stop_if_set(cancel), way)
+        preparer = Preparer(model, vision, lambda _: stop_if_set(self._cancel), way)
         turns, answer, question = preparer.tokens(sample.messages(), sample.answer)
         try:
             [(pieces, _)] = turns
             answer = answer if sample.answer else []
             self._read(pieces, question, len(answer) or LONGEST_ANSWER)
-            answer = answer or self._answer(question, cancel)
+            answer = answer or self._answer(question)
             if not answer:
                 raise UsageError(f'the model says nothing to {sample.question!r:.60}; give it an "answer"')
-            self._measure(number, _Asked(question, answer), kept, step, cancel)
+            self._heads(number, question, answer)
         finally:
             preparer.release(turns)
-
-    @property
-    def n_points(self) -> int:
-        return len(self.setup.points)
 
     def _read(self, pieces: list[Piece], question: list[Piece], n_answer: int) -> None:
         largest = max((piece.n_tokens for piece in pieces if isinstance(piece, ImagePiece)), default=0)
         reader = self._reader
         reader.make_room(sum(piece.n_tokens for piece in (*pieces, *question)), n_answer, largest)
-        reader.start(self.setup.plan)
+        reader.start(self._setup.plan)
         reader.read(pieces)
-        if not self.places:
-            self.places = reader.heads()
-        if not self.places:
-            raise NothingToCompressError(f"{self._model.path.name} has no layers that kvedge can compress")
+        self._places = self._places or reader.heads()
+        if not self._places:
+            raise NothingToCompressError(f"{reader.model.path.name} has no layers that kvedge can compress")
 
     def _ask(self, question: list[Piece]) -> bool:
         """Reads the question, if it is apart, and keeps all of it. Tells whether there was one."""
         if question:
             self._reader.read(question)
-            self._reader.keep(self.setup.plan)
+            self._reader.keep(self._setup.plan)
         return bool(question)
 
-    def _answer(self, question: list[Piece], cancel: threading.Event | None) -> list[int]:
+    def _answer(self, question: list[Piece]) -> list[int]:
         """The model's own answer with the full cache, greedy."""
         reader, out = self._reader, list[int]()
         reader.copy(BRANCH)
         self._ask(question)
-        while len(out) < LONGEST_ANSWER and not self._model.is_end(best := int(reader.logits().argmax())):
-            stop_if_set(cancel)
+        while len(out) < LONGEST_ANSWER and not reader.model.is_end(best := int(reader.logits().argmax())):
+            stop_if_set(self._cancel)
             out.append(best)
             reader.extend(best)
         reader.back_to(PROMPT)
         return out
 
-    def _measure(self, number: int, asked: _Asked, kept: CurveFile, step: Step, cancel: threading.Event | None) -> None:
+    def _heads(self, number: int, question: list[Piece], answer: list[int]) -> None:
+        """question: what is read after the compression, before the answer's tokens, where it comes later."""
         self._reader.copy(BRANCH)
-        full = [metrics.log_softmax(row).astype(np.float32) for row in self._rows(asked)]
+        full = [metrics.log_softmax(row).astype(np.float32) for row in self._rows(question, answer)]
         self._reader.back_to(PROMPT)
-        others = self.setup.others(self.places, self._model.n_layer)
-        for i, (layer, head) in enumerate(self.places):
-            if (layer, head) in kept.heads.get(number, {}):
+        others = self._setup.others(self._places, self._reader.model.n_layer)
+
+        def loss(shares: np.ndarray) -> float:
+            """Mean divergence from the full cache, where heads keep these shares [heads] of what is compressed."""
+            self._compress(shares)
+            rows = map(metrics.log_softmax, self._rows(question, answer))
+            each = [metrics.divergence(p.astype(np.float64), row) for p, row in zip(full, rows, strict=True)]
+            self._reader.back_to(PROMPT)
+            return float(np.maximum(each, 0.0).mean())
+
+        for i, place in enumerate(self._places):
+            if place in self._kept.heads.get(number, {}):
                 continue
             losses = []
-            for share in self.setup.points:
-                stop_if_set(cancel)
+            for share in self._setup.points:
+                stop_if_set(self._cancel)
                 shares = others.copy()
                 shares[i] = share
-                losses.append(self._loss(shares, asked, full))
-                step(f"layer {layer}, head {head}", 1)
-            kept.add(number, (layer, head), losses)
-        kept.end(number, self._loss(others, asked, full))
+                losses.append(loss(shares))
+                self._tell(f"layer {place[0]}, head {place[1]}")
+            self._kept.add(number, place, losses)
+        self._kept.end(number, loss(others))
 
-    def _rows(self, asked: _Asked) -> Iterator[np.ndarray]:
+    def _rows(self, question: list[Piece], answer: list[int]) -> Iterator[np.ndarray]:
         """Reads the question, if it is apart, and the answer. Yields the logits [n_vocab] of what is read from then."""
-        if self._ask(asked.question):
+        if self._ask(question):
             yield self._reader.logits()
-        yield from self._reader.feed(asked.answer)
+        yield from self._reader.feed(answer)
 
-    def _loss(self, shares: np.ndarray, asked: _Asked, full: list[np.ndarray]) -> float:
-        """Mean divergence from the full cache, where heads keep these shares [heads] of what is compressed.
+    def _compress(self, shares: np.ndarray) -> None:
+        table = _table(self._places, self._reader.model.n_layer, shares).astype(np.float32)
+        self._reader.copy(BRANCH)
+        self._reader.set_plan(self._counted, {"allocator": ProfileTable(table, np.zeros(0, dtype=np.float32))})
+        self._reader.compress()
 
-        full: log-probabilities [n_vocab] of each token that is told from another.
-        """
-        table = np.zeros((self._model.n_layer, 1 + max(head for _, head in self.places)), dtype=np.float32)
-        table[tuple(np.array(self.places).T)] = shares
-        reader = self._reader
-        reader.copy(BRANCH)
-        reader.set_plan(self._counted, {"allocator": ProfileTable(table, np.zeros(0, dtype=np.float32))})
-        reader.compress()
-        each = [
-            max(metrics.divergence(p.astype(np.float64), metrics.log_softmax(row)), 0.0)
-            for p, row in zip(full, self._rows(asked), strict=True)
-        ]
-        reader.back_to(PROMPT)
-        return float(np.mean(each))
+    def _tell(self, what: str) -> None:
+        """Tells of a measurement; of the first head's all at once, when it can be said how long all heads take."""
+        self._steps += 1
+        points = len(self._setup.points)
+        if self._step is not None:
+            self._step(what, 1)
+        elif self._steps >= points:
+            runs = (len(self._places) * self._count - self._before) * points
+            self._step = self._told(runs, runs * (time.monotonic() - self._begun) / self._steps)
+            self._step(what, self._steps)
 
 
 def measure_curves(
-    curver: Curver,
+    reader: Reader,
+    setup: Setup,
     samples: Iterable[Labelled],
     count: int,
     kept: CurveFile,
-    told: Callable[[int, float], Step],
+    told: Told,
     cancel: threading.Event | None = None,
 ) -> Curves:
     """Measures what `kept` lacks of the readings of `count` samples, each of which counts the same.
 
-    told(measurements to make, seconds that they are expected to take) is called when those of a head are done, and
-    returns what is told of each from then on. Raises CancelledError, SaveError, and what Curver.measure raises.
+    reader: with room for several outputs a pass. told(measurements to make, seconds that they are expected to take) is
+    called when those of a head are done, and returns what is told of each from then on. Raises CancelledError,
+    SaveError, UsageError, and what Reader raises.
     """
     drawn = list(itertools.islice(samples, count))
-    readings = list(curver.setup.readings(drawn))
+    readings = list(setup.readings(drawn))
     if not readings:
         raise UsageError("there are no samples to measure; one without images has nothing before its question")
-    tell = _Estimate(curver, len(readings), kept, told)
+    curver = _Curver(reader, setup, kept, told, len(readings), cancel)
     for number, (sample, way) in enumerate(readings):
-        curver.measure(number, sample, kept, tell.step, cancel, way)
+        curver.measure(number, sample, way)
     places, numbers = sorted(kept.heads[0]), range(len(readings))
     losses = np.array([[kept.heads[number][place] for place in places] for number in numbers])
     return Curves(losses.mean(axis=0), places, len(drawn), float(np.mean([kept.baselines[n] for n in numbers])))
-
-
-class _Estimate:
-    """Waits for the first head's measurements before it tells of any, so that it can say how long all of them take."""
-
-    def __init__(self, curver: Curver, count: int, kept: CurveFile, told: Callable[[int, float], Step]) -> None:
-        self._curver, self._count, self._told = curver, count, told
-        self._before = sum(map(len, kept.heads.values()))  # heads that are measured already
-        self._begun, self._steps = time.monotonic(), 0
-        self._tell: Step | None = None
-
-    def step(self, what: str, n: int) -> None:
-        self._steps += n
-        if self._tell is not None:
-            self._tell(what, n)
-        elif self._steps >= self._curver.n_points:
-            heads = len(self._curver.places) * self._count - self._before
-            each = (time.monotonic() - self._begun) / self._steps
-            self._tell = self._told(heads * self._curver.n_points, heads * self._curver.n_points * each)
-            self._tell(what, self._steps)

@@ -226,11 +226,10 @@ def budgets(samples: int, points: int, method: str, scorer: str | None, seed: in
 
 def _measured(given: dict[str, Any], setup: Setup, seed: int, count: int) -> tuple[Model, Any, Curves]:
     """Returns the model, which is closed, its heads' shares, and the curves that they follow from."""
-    from kvedge_lab.calibrate.budgets import CurveFile, Curver, measure_curves
-    from kvedge_lab.eval.reader import Reader
+    from kvedge_lab.calibrate.budgets import CurveFile, measure_curves
+    from kvedge_lab.eval.reader import reading
     from kvedge_lab.progress import clock
     from pykvedge.models.profiles import find
-    from pykvedge.models.vision import Vision
     from pykvedge.runtime.loaded import borrow
     from pykvedge.runtime.settings import Settings
 
@@ -245,10 +244,7 @@ def _measured(given: dict[str, Any], setup: Setup, seed: int, count: int) -> tup
         held.callback(kept.close)
         loan = borrow(model, mmproj, settings, display, cancel)
         held.callback(loan.give_back)
-        vision = Vision(loan.encoder) if loan.encoder else None
-        reader = Reader(loan.model, vision, loan.threads, settings.storage, settings.n_ctx, n_outputs=N_OUTPUTS)
-        held.callback(reader.close)
-        reader.stop_when(cancel)
+        reader = held.enter_context(reading(loan, settings, cancel, N_OUTPUTS))
 
         def told(runs: int, seconds: float) -> Any:
             if not given["quiet"]:
@@ -256,8 +252,7 @@ def _measured(given: dict[str, Any], setup: Setup, seed: int, count: int) -> tup
             display.skip(1 - runs)
             return display.step
 
-        curver = Curver(loan.model, vision, reader, setup)
-        found = measure_curves(curver, source, count, kept, told, cancel)
+        found = measure_curves(reader, setup, source, count, kept, told, cancel)
         return loan.model, found.shares(setup, loan.model.n_layer), found
 
 
@@ -313,14 +308,9 @@ def _deliver(
     given: dict[str, Any], model: Model, kind: str, values: Any, budgets: tuple[float, ...], samples: int, made: Any
 ) -> None:
     from pykvedge.models import profiles
-    from pykvedge.plans import profile
 
-    path = model.path
     made["data"] = given["data"].name if given["data"] else "scenes drawn by kvedge"
-    about = {"model": {"name": path.name, "architecture": model.header.architecture}, "made": made}
-    done = profile.Profile(kind, values, budgets, profiles.hash_of(path), samples, about)
-    place = given["output"] or profiles.folder() / profiles.file_name(kind, done.model_hash)
-    profile.save(done, place)
+    done, place = profiles.save(model.header, kind, values, samples, made, budgets, given["output"])
     if given["as_json"]:
         click.echo(json.dumps({"file": str(place), "profile": json.loads(done.to_json())}))
         return

@@ -26,6 +26,7 @@ from pykvedge.system.files import DATA
 
 if TYPE_CHECKING:
     from kvedge_lab.eval.measure import Cell
+    from kvedge_lab.eval.reader import Reader
     from kvedge_lab.eval.tasks import Sample
     from kvedge_lab.tune.material import Material
     from kvedge_lab.tune.race import Kept, Race
@@ -255,7 +256,7 @@ def _race(given: dict[str, Any], cells: list[Cell], seconds: float) -> Iterator[
             held.callback(loan.give_back)
             race = Race(loan, settings, material, cells, cells[0], given["target"], seconds, kept, display, cancel)
             try:
-                race.run(lambda reader, vision: _calibrate(race, reader, vision, kept_in[1], given["quiet"]))
+                race.run(lambda reader: _calibrate(race, reader, kept_in[1], given["quiet"]))
             except CancelledError:
                 click.echo("kvedge: stopped; the same command goes on", err=True)
                 raise
@@ -284,7 +285,7 @@ def _kept(held: contextlib.ExitStack, files: list[Path], header: dict[str, Any],
         raise UsageError(f"{why}; add --fresh to begin anew, or run the same command to go on") from None
 
 
-def _calibrate(race: Race, reader: Any, vision: Any, path: Path, quiet: bool) -> None:
+def _calibrate(race: Race, reader: Reader, path: Path, quiet: bool) -> None:
     """Calibrates budgets of heads if a plan wants them and there are none; not in the middle of a run that goes on."""
     from kvedge_lab.tune.budgets import SAMPLES, calibrate
     from pykvedge.models import profiles
@@ -295,6 +296,6 @@ def _calibrate(race: Race, reader: Any, vision: Any, path: Path, quiet: bool) ->
     if wanted and (not there or path.exists()):  # the same contexts are left out when the run goes on
         own = list(islice(race.material.contexts, SAMPLES))
     if own and not there and not race.kept.rows:
-        said = calibrate(race, reader, vision, own, path)
+        said = calibrate(race, reader, own, path)
         if not quiet:
             race.display.say(f"kvedge: {said}")

@@ -221,8 +221,8 @@ class Baseline:
 
 
 class Measurer:
-    def __init__(self, model: Model, reader: Reader, wants: Wants) -> None:
-        self._model, self._reader, self._wants = model, reader, wants
+    def __init__(self, reader: Reader, wants: Wants) -> None:
+        self._model, self._reader, self._wants = reader.model, reader, wants
 
     def measure(
         self, asked: Sequence[Prepared], full: Cell, cells: list[Cell], failed: Callable[[Cell, KvedgeError], None]

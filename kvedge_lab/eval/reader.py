@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Mapping
+from contextlib import closing, contextmanager
 from typing import Any
 
 import numpy as np
@@ -25,8 +26,9 @@ from pykvedge.reference.kvtypes import KvType
 from pykvedge.reference.stages.base import ProfileTable
 from pykvedge.runtime.driver import Driver
 from pykvedge.runtime.llama_context import ContextSize, ubatch_for
+from pykvedge.runtime.loaded import Loan
 from pykvedge.runtime.sequence import Sequence
-from pykvedge.runtime.settings import Keep
+from pykvedge.runtime.settings import Keep, Settings
 
 # sequences: what was read, a compressed copy, that with one of several questions, a copy for an answer
 PROMPT, BRANCH, ASKED, SIDE = range(4)
@@ -242,3 +244,13 @@ class Reader:
         if self._driver is None:
             raise KvedgeError("no room was made for a conversation yet")
         return self._driver
+
+
+@contextmanager
+def reading(loan: Loan, settings: Settings, cancel: threading.Event, n_outputs: int = 0) -> Iterator[Reader]:
+    """Gives a reader of a loaded model, in which decoding ends when `cancel` is set. n_outputs: as of Reader."""
+    vision = Vision(loan.encoder) if loan.encoder else None
+    kv_type, keep = settings.storage, settings.keeping
+    with closing(Reader(loan.model, vision, loan.threads, kv_type, settings.n_ctx, n_outputs, keep)) as reader:
+        reader.stop_when(cancel)
+        yield reader

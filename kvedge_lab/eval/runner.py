@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from kvedge_lab.eval.measure import CONTEXT, CONVERSATION, PROMPT, Cell, Measurer, Preparer, Wants
-from kvedge_lab.eval.reader import Reader
+from kvedge_lab.eval.reader import reading
 from kvedge_lab.eval.records import Records
 from kvedge_lab.eval.tasks import Sample
 from kvedge_lab.jsonlines import SaveError
@@ -19,7 +19,6 @@ from kvedge_lab.progress import Steps
 from pykvedge.errors import ContextError, ImageError, KvedgeError, UsageError
 from pykvedge.models.profiles import hash_of
 from pykvedge.models.prompt import IMAGE, PLACE
-from pykvedge.models.vision import Vision
 from pykvedge.plans.making import plan
 from pykvedge.runtime.interrupt import CancelledError, stop_if_set
 from pykvedge.runtime.loaded import borrow
@@ -91,13 +90,9 @@ def evaluate(
         with display, ExitStack() as held:
             loan = borrow(job.model, job.mmproj, job.settings, display, cancel)
             held.callback(loan.give_back)
-            vision = Vision(loan.encoder) if loan.encoder else None
-            keep, storage = job.settings.keeping, job.settings.storage
-            reader = Reader(loan.model, vision, loan.threads, storage, job.settings.n_ctx, keep=keep)
-            held.callback(reader.close)
-            reader.stop_when(cancel)
-            preparer = Preparer(loan.model, vision, partial(stop_if_set, cancel), job.wants.compress)
-            run = Run(out, full, cells, display, cancel, preparer, Measurer(loan.model, reader, job.wants))
+            reader = held.enter_context(reading(loan, job.settings, cancel))
+            preparer = Preparer(reader.model, reader.vision, partial(stop_if_set, cancel), job.wants.compress)
+            run = Run(out, full, cells, display, cancel, preparer, Measurer(reader, job.wants))
             for group in _together(todo, job.wants.compress):
                 run.one(group)
     except CancelledError:

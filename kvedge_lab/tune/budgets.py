@@ -6,18 +6,15 @@ import itertools
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
-from kvedge_lab.calibrate.budgets import CurveFile, Curver, measure_curves, setup_for
+from kvedge_lab.calibrate.budgets import CurveFile, measure_curves, setup_for
 from kvedge_lab.calibrate.samples import Labelled
 from kvedge_lab.eval.reader import Reader
 from kvedge_lab.eval.tasks import Sample
 from kvedge_lab.progress import clock
 from kvedge_lab.tune.race import Race
-from pykvedge.errors import KvedgeError
+from pykvedge.errors import KvedgeError, ProfileError
 from pykvedge.models import profiles
-from pykvedge.models.vision import Vision
-from pykvedge.plans import profile
 
 SAMPLES, POINTS = 6, 8  # fewer make budgets that a model is better off without
 SCORER, BASELINE, TARGETS = "mixkv", 0.05, (0.05, 0.1, 0.2)
@@ -28,7 +25,7 @@ class _TooLongError(KvedgeError):
     """The measurements would take too long."""
 
 
-def calibrate(race: Race, reader: Reader, vision: Vision | None, contexts: list[list[Sample]], path: Path) -> str:
+def calibrate(race: Race, reader: Reader, contexts: list[list[Sample]], path: Path) -> str:
     """Writes the budgets of a model's heads where they are found (race.profile). Says what came of it.
 
     contexts: that no plan is measured on. path: where losses are kept for a run that goes on. Raises CancelledError.
@@ -45,23 +42,17 @@ def calibrate(race: Race, reader: Reader, vision: Vision | None, contexts: list[
     source = map(_labelled, itertools.islice(contexts, SAMPLES))
     kept = CurveFile(path, setup.header(model.path, race.material.source), POINTS, resume=True)
     try:
-        found = measure_curves(Curver(model, vision, reader, setup), source, SAMPLES, kept, told, race.cancel)
+        found = measure_curves(reader, setup, source, SAMPLES, kept, told, race.cancel)
         values = found.shares(setup, model.n_layer)
     except _TooLongError as error:
         return f"budgets of heads would take {error}, too long for --minutes; methods go without"
-    except profiles.ProfileError as error:
+    except ProfileError as error:
         return f"no budgets of heads: {error}"
     finally:
         kept.close()
-    about: dict[str, Any] = {
-        "model": {"name": model.path.name, "architecture": model.header.architecture},
-        "made": {"command": "kvedge tune", "data": race.material.source},
-    }
-    done = profile.Profile("head-budgets", values, (), profiles.hash_of(model.path), found.samples, about)
-    place = profiles.folder() / profiles.file_name("head-budgets", done.model_hash)
-    profile.save(done, place)
-    race.profile = place
-    return f"budgets of heads were calibrated: {place}"
+    made = {"command": "kvedge tune", "data": race.material.source}
+    _, race.profile = profiles.save(model.header, "head-budgets", values, found.samples, made)
+    return f"budgets of heads were calibrated: {race.profile}"
 
 
 def _labelled(context: list[Sample]) -> Labelled:

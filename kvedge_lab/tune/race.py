@@ -9,14 +9,14 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from kvedge_lab.eval.measure import CONTEXT, PROMPT, Cell, Measurer, Preparer, Wants
-from kvedge_lab.eval.reader import Reader
+from kvedge_lab.eval.reader import Reader, reading
 from kvedge_lab.eval.records import Records
 from kvedge_lab.eval.runner import Outcome, Run, full_cell, lacking
 from kvedge_lab.eval.tasks import Sample
@@ -25,7 +25,6 @@ from kvedge_lab.tune import choice
 from kvedge_lab.tune.choice import Found
 from kvedge_lab.tune.figures import figures, telling, usual_effects
 from kvedge_lab.tune.material import Material, for_way
-from pykvedge.models.vision import Vision
 from pykvedge.runtime.interrupt import CancelledError, stop_if_set
 from pykvedge.runtime.loaded import Loan
 from pykvedge.runtime.settings import Settings
@@ -76,11 +75,11 @@ class Race:
     profile: Path | None = None  # that was calibrated for this race
     _slowest: float = 0.0  # seconds of a context
 
-    def run(self, ready: Callable[[Reader, Vision | None], None]) -> None:
+    def run(self, ready: Callable[[Reader], None]) -> None:
         """Measures until the time is over. ready: called with the reader before. Raises CancelledError, SaveError."""
-        with self._reading() as (reader, vision):
-            ready(reader, vision)
-            outcome = self._begin(reader, vision)
+        with self._reading() as reader:
+            ready(reader)
+            outcome = self._begin(reader)
             try:
                 self.decide()
             finally:
@@ -92,9 +91,9 @@ class Race:
             for _ in self._measured(1, self.finalists, self.seconds):
                 pass
 
-    def _begin(self, reader: Reader, vision: Vision | None) -> Outcome:
+    def _begin(self, reader: Reader) -> Outcome:
         outcome = Outcome(self.kept)
-        self._runs = {way: self._way(way, reader, vision, outcome) for way in WAYS}
+        self._runs = {way: self._way(way, reader, outcome) for way in WAYS}
         return outcome
 
     @property
@@ -170,31 +169,28 @@ class Race:
                 run.one(todo)
             self.cells[:] = [c for c in self.cells if c in run.cells or c not in cells]  # a plan that fails leaves
 
-    def _way(self, way: str, reader: Reader, vision: Vision | None, outcome: Outcome) -> Run:
-        model, wants = self.loan.model, Wants(answers=False, max_tokens=ANSWER, compress=way, own=True)
-        preparer = Preparer(model, vision, partial(stop_if_set, self.cancel), way)
-        return Run(outcome, full_cell(), [], self.display, self.cancel, preparer, Measurer(model, reader, wants))
+    def _way(self, way: str, reader: Reader, outcome: Outcome) -> Run:
+        wants = Wants(answers=False, max_tokens=ANSWER, compress=way, own=True)
+        preparer = Preparer(reader.model, reader.vision, partial(stop_if_set, self.cancel), way)
+        return Run(outcome, full_cell(), [], self.display, self.cancel, preparer, Measurer(reader, wants))
 
     @contextmanager
-    def _reading(self) -> Iterator[tuple[Reader, Vision | None]]:
+    def _reading(self) -> Iterator[Reader]:
         """Gives a reader of the model, which ends by itself when the time has been over for long."""
-        loan, storage, late = self.loan, self.settings.storage, threading.Event()
-        vision = Vision(loan.encoder) if loan.encoder else None
+        late = threading.Event()
 
         def stop() -> None:
             late.set()
             self.cancel.set()
 
         timer = threading.Timer(min(max(1.1 * self.seconds - self.kept.spent(), 1.0), threading.TIMEOUT_MAX), stop)
-        with ExitStack() as held:
-            reader = Reader(loan.model, vision, loan.threads, storage, self.settings.n_ctx, n_outputs=OUTPUTS)
-            held.callback(reader.close)
-            reader.stop_when(self.cancel)
-            timer.daemon = True
+        timer.daemon = True
+        with reading(self.loan, self.settings, self.cancel, OUTPUTS) as reader:
             timer.start()
-            held.callback(timer.cancel)
             try:
-                yield reader, vision
+                yield reader
             except CancelledError:
                 if not late.is_set():
                     raise
+            finally:
+                timer.cancel()

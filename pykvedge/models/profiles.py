@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import hashlib
 import os
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
+
+import numpy as np
 
 from pykvedge.errors import ModelError, ProfileError
-from pykvedge.models.gguf import read_header
+from pykvedge.models.gguf import Header, read_header
 from pykvedge.plans.plan import Plan
 from pykvedge.plans.profile import COLUMNS, KINDS, Given, Profile, assigned, load, misfit, missing
+from pykvedge.plans.profile import save as write
 from pykvedge.reference.stages.base import ProfileTable
 from pykvedge.system.files import DATA
 
@@ -84,6 +89,26 @@ def tables_for(
 ) -> dict[str, ProfileTable]:
     """Returns the numbers of what `find` finds, by stage. Raises as it does."""
     return {stage: found.table for stage, found in find(plan, model, given, spare).items()}
+
+
+def save(
+    model: Header,
+    kind: str,
+    values: np.ndarray,
+    samples: int,
+    made: Mapping[str, Any],
+    budgets: tuple[float, ...] = (),
+    place: Path | None = None,
+) -> tuple[Profile, Path]:
+    """Writes numbers that were measured on so many samples as a profile. Returns it and its file.
+
+    made: how they were. place: of the file; None: where `find` looks. Raises ProfileError, ModelError.
+    """
+    about = {"model": {"name": model.path.name, "architecture": model.architecture}, "made": made}
+    profile = Profile(kind, values, budgets, hash_of(model.path), samples, about)
+    place = place or folder() / file_name(kind, profile.model_hash)
+    write(profile, place)
+    return profile, place
 
 
 def _of_another_model(where: str, profile: Profile, model: str) -> ProfileError:
