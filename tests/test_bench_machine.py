@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from waits import until
 
-from kvedge_lab.bench import machine, timeline
+from kvedge_lab.bench import machine
 from pykvedge.models.gguf import read_header, tensor_bytes
 
 
@@ -87,7 +87,7 @@ def test_others_are_what_this_process_is_not():
 
 def test_a_watch_sees_memory_come_and_go():
     size = 64 << 20
-    with timeline.Watch() as watch:
+    with machine.Watch() as watch:
 
         def seen(block=None):
             n = len(watch.n_bytes)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -15,6 +16,7 @@ import psutil
 from pykvedge.doctor import diagnosis
 from pykvedge.models.gguf import Header, tensor_bytes
 from pykvedge.native import calls, ggml
+from pykvedge.system import memory
 
 SETS = (4 << 20, 16 << 20, 64 << 20, 256 << 20)  # bytes read over and over: caches are faster than memory
 ATTEMPTS, ATTEMPT_S = 5, 0.03
@@ -118,35 +120,42 @@ class Energy:
             return []
 
 
-class DeviceMemory:
-    """Watches in a thread how much memory of GPUs is in use; use it in a with statement.
+def device_bytes() -> int:
+    """Counts the bytes of GPUs that are in use; 0 where devices do not tell."""
+    return sum(device.total_bytes - device.free_bytes for device in ggml.devices() if device.kind != "CPU")
 
-    most: bytes at most, above what was in use at its beginning; 0 where devices do not tell.
+
+class Watch:
+    """Writes down bytes in use, above those at its beginning, time after time, and once more at the end.
+
+    It does so in a thread, in a with statement. seconds, n_bytes: [n], the former since `began` (time.perf_counter).
     """
 
-    INTERVAL_S = 0.001
-
-    def __init__(self) -> None:
-        self.most = 0
-        self._base = self._used()
-        self._done = threading.Event()
+    def __init__(self, look: Callable[[], int] = memory.own_bytes, interval_s: float = 0.002) -> None:
+        """look: returns the bytes."""
+        self.began, self._look, self._base = time.perf_counter(), look, look()
+        self.seconds: list[float] = []
+        self.n_bytes: list[int] = []
+        self._interval_s, self._done = interval_s, threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True)
 
-    @staticmethod
-    def _used() -> int:
-        return sum(device.total_bytes - device.free_bytes for device in ggml.devices() if device.kind != "CPU")
-
     def _watch(self) -> None:
-        while not self._done.wait(self.INTERVAL_S):
-            self.most = max(self.most, self._used() - self._base)
+        self._write()
+        while not self._done.wait(self._interval_s):
+            self._write()
 
-    def __enter__(self) -> DeviceMemory:
+    def _write(self) -> None:
+        self.seconds.append(time.perf_counter() - self.began)
+        self.n_bytes.append(self._look() - self._base)
+
+    def __enter__(self) -> Watch:
         self._thread.start()
         return self
 
     def __exit__(self, *_: object) -> None:
         self._done.set()
         self._thread.join()
+        self._write()
 
 
 class Others:

@@ -29,7 +29,7 @@ from pykvedge.runtime.pruning import planned
 from pykvedge.runtime.replay import extra_tokens
 from pykvedge.runtime.report import DeviceWork
 from pykvedge.runtime.sequence import Sequence, device_work
-from pykvedge.runtime.snapshot import Snapshot
+from pykvedge.runtime.settings import Keep
 from pykvedge.system import memory
 
 PAD = 256  # llama.cpp rounds the tokens of a context up to a multiple of it
@@ -164,48 +164,61 @@ class Repetition:
     device_rows: int = 0  # that lay there then: one for each token and KV head
 
 
-def repetition(
-    model: Model,
-    vision: Vision | None,
-    prompt: Prompt,
-    variant: Variant,
-    threads: int,
-    energy: Energy,
-    cancel: threading.Event,
-) -> Repetition:
+@dataclass
+class Loaded:
+    """All repetitions with a model have this in common."""
+
+    model: Model
+    vision: Vision | None
+    threads: int
+    cancel: threading.Event
+    energy: Energy = field(default_factory=Energy)
+
+    def release(self, prompt: Prompt) -> None:
+        """Frees the images of a prompt."""
+        if self.vision is not None:
+            self.vision.release(prompt.pieces)
+            self.vision.forget()
+
+
+def repetition(of: Loaded, prompt: Prompt, variant: Variant) -> Repetition:
     """Runs a variant in a context of its own. Raises what Context and libkvedge raise, CancelledError."""
-    prompt, prune_s = _pruned(prompt, variant, threads)
-    n_ctx = _room(prompt, variant)
-    size = ContextSize(n_ctx, ubatch_for(vision, prompt.largest_image), variant.kv_type, prompt.n_tokens)
+    prompt, prune_s = _pruned(prompt, variant, of.threads)
     memory.trim()
     before = memory.rss_bytes()
     meter = memory.PeakMeter()
     meter.start()
-    driver = None
     try:
-        driver = Driver(model, vision, size, threads, whole_cache=variant.plan is None)
-        driver.context.stop_when(cancel)
-        if variant.plan is not None:
-            driver.take_over(variant.plan, tables_for(variant.plan, model.path), keep=variant.keep)
-        others = Others()
-        with _uncollected():
-            out = _timed(driver, prompt, energy, cancel)
-        out.prune_s, out.tokens = prune_s, prompt.n_tokens
-        out.others_s, out.wall_s = others.taken()
-        # the meter looks every 10 ms, and may have missed what was read in between
-        out.rss_peak_bytes = max(meter.stop() - before, out.rss_after_bytes - before, 0)
-        out.rss_after_bytes = max(out.rss_after_bytes - before, 0)
-        _bytes(out, model, driver)
-        return out
+        with _driver(of, prompt, variant, variant.keep) as driver:
+            others = Others()
+            with _uncollected():
+                out = _timed(driver, prompt, of.energy, of.cancel)
+            out.prune_s, out.tokens = prune_s, prompt.n_tokens
+            out.others_s, out.wall_s = others.taken()
+            # the meter looks every 10 ms, and may have missed what was read in between
+            out.rss_peak_bytes = max(meter.stop() - before, out.rss_after_bytes - before, 0)
+            out.rss_after_bytes = max(out.rss_after_bytes - before, 0)
+            if driver.cache is not None:
+                out.peak_bytes = driver.cache.stats().peak_bytes
+            else:  # llama.cpp allocates for the whole context at once and does not tell how much; f16 is its default
+                n_bytes = of.model.kv_bytes_per_token(2) * driver.context.n_made
+                out.full_bytes = out.kept_bytes = out.peak_bytes = n_bytes
+            return out
     finally:
         meter.stop()
-        if driver is not None:
-            driver.close()
 
 
-def _room(prompt: Prompt, variant: Variant) -> int:
+@contextmanager
+def _driver(of: Loaded, prompt: Prompt, variant: Variant, keep: Keep | None = None) -> Iterator[Driver]:
+    """Gives a context with room for what a variant does with a prompt."""
     again = extra_tokens(variant.plan, prompt.n_tokens, prompt.largest_image) if variant.plan is not None else 0
-    return -(-(prompt.n_tokens + max(again, len(prompt.then) + len(prompt.later)) + 1) // PAD) * PAD
+    n_ctx = -(-(prompt.n_tokens + max(again, len(prompt.then) + len(prompt.later)) + 1) // PAD) * PAD
+    size = ContextSize(n_ctx, ubatch_for(of.vision, prompt.largest_image), variant.kv_type, prompt.n_tokens)
+    with closing(Driver(of.model, of.vision, size, of.threads, whole_cache=variant.plan is None)) as driver:
+        driver.context.stop_when(of.cancel)
+        if variant.plan is not None:
+            driver.take_over(variant.plan, tables_for(variant.plan, of.model.path), keep=keep)
+        yield driver
 
 
 def _pruned(prompt: Prompt, variant: Variant, threads: int) -> tuple[Prompt, float]:
@@ -217,36 +230,28 @@ def _pruned(prompt: Prompt, variant: Variant, threads: int) -> tuple[Prompt, flo
     return replace(prompt, pieces=pieces), time.perf_counter() - started
 
 
-def again(
-    model: Model, vision: Vision | None, prompt: Prompt, variant: Variant, threads: int, cancel: threading.Event
-) -> float | None:
+def again(of: Loaded, prompt: Prompt, variant: Variant) -> float | None:
     """Returns the seconds that a second conversation with the same images takes to read its question and compress it.
 
     Its opening was read, compressed and packed by another context. None where a prompt has no opening, or for stock.
     Raises what repetition raises.
     """
-    prompt, _ = _pruned(prompt, variant, threads)
+    prompt, _ = _pruned(prompt, variant, of.threads)
     before, question = opening.cut(prompt.pieces)
     if variant.plan is None or not before:
         return None
-    n_ctx = _room(prompt, variant)
-    size = ContextSize(n_ctx, ubatch_for(vision, prompt.largest_image), variant.kv_type, prompt.n_tokens)
-    seconds, at = 0.0, Snapshot(b"", 0, 0)
-    for first in (True, False):
-        with closing(Driver(model, vision, size, threads)) as driver:
-            driver.context.stop_when(cancel)
-            driver.take_over(variant.plan, tables_for(variant.plan, model.path))
-            sequence, started = Sequence(driver), time.perf_counter()
-            if not first:
-                sequence.restore(at, NAME)
-            sequence.read(before if first else question, cancel=cancel)
-            if not first:
-                driver.context.logits()  # waits for the device
-            sequence.compress()
-            seconds = time.perf_counter() - started
-            if first:
-                at = sequence.snapshot(NAME)
-    return seconds
+    with _driver(of, prompt, variant) as driver:
+        sequence = Sequence(driver)
+        sequence.read(before, cancel=of.cancel)
+        sequence.compress()
+        packed = sequence.snapshot(NAME)
+    with _driver(of, prompt, variant) as driver:
+        sequence, started = Sequence(driver), time.perf_counter()
+        sequence.restore(packed, NAME)
+        sequence.read(question, cancel=of.cancel)
+        driver.context.logits()  # waits for the device
+        sequence.compress()
+        return time.perf_counter() - started
 
 
 @contextmanager
@@ -301,14 +306,6 @@ def _timed(driver: Driver, prompt: Prompt, energy: Energy, cancel: threading.Eve
         sequence.compress()
         out.later_s = time.perf_counter() - started
     return out
-
-
-def _bytes(out: Repetition, model: Model, driver: Driver) -> None:
-    if driver.cache is not None:
-        out.peak_bytes = driver.cache.stats().peak_bytes
-        return
-    # llama.cpp allocates for the whole context at once and does not tell how much; f16 is its default
-    out.full_bytes = out.kept_bytes = out.peak_bytes = model.kv_bytes_per_token(2) * driver.context.n_made
 
 
 def figures(repetition: Repetition) -> dict[str, Any]:

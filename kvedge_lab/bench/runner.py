@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from functools import partial
@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from kvedge_lab.bench import machine
-from kvedge_lab.bench.machine import Bandwidth
+from kvedge_lab.bench.machine import Bandwidth, Watch
 from kvedge_lab.bench.matrix import MOST_ROUNDS, Matrix, ModelFiles, Shape, Variant
-from kvedge_lab.bench.measure import Prompt, Repetition, again, figures, make_prompt, repetition
+from kvedge_lab.bench.measure import Loaded, Prompt, Repetition, again, figures, make_prompt, repetition
 from kvedge_lab.bench.timeline import Trace, trace
 from kvedge_lab.jsonlines import JsonLines
 from kvedge_lab.progress import Steps
@@ -24,6 +24,7 @@ from pykvedge.models.model import Model
 from pykvedge.models.vision import Vision
 from pykvedge.native import llamacpp
 from pykvedge.runtime.interrupt import CancelledError, stop_if_set
+from pykvedge.system import memory
 
 
 @dataclass
@@ -75,13 +76,14 @@ def run(
     cancel, display = cancel or threading.Event(), display or Steps(enabled=False)
     threads = matrix.threads or llamacpp.default_threads()
     out.machine = machine.describe(threads)
-    out.bandwidth = machine.Bandwidth(threads)
+    out.bandwidth = Bandwidth(threads)
     display.step("reading memory", 0)
     out.bandwidth.look()
     log.add({"kvedge_bench": 1, "machine": out.machine})
+    bench = _Bench(matrix, threads, log, out, display, cancel)
     try:
         for files in matrix.models:
-            _Loaded(matrix, files, threads, log, out, display, cancel).measure()
+            bench.measure(files)
         out.bandwidth.look()
     except CancelledError:
         out.interrupted = True
@@ -90,95 +92,89 @@ def run(
 
 
 @dataclass
-class _Loaded:
+class _Bench:
+    """Measures the matrix with one model after another."""
+
     matrix: Matrix
-    files: ModelFiles
     threads: int
     log: JsonLines
     out: Outcome
     display: Steps
     cancel: threading.Event
-    energy: machine.Energy = field(default_factory=machine.Energy)
 
-    def measure(self) -> None:
+    def measure(self, files: ModelFiles) -> None:
         vision: Vision | None = None
         stock: Encoder | None = None
         with ExitStack() as held:
-            model = held.enter_context(closing(Model(self.files.model, self.matrix.offload, self.display, self.cancel)))
-            if self.files.mmproj is not None and any(shape.images for shape in self.matrix.shapes):
+            model = held.enter_context(closing(Model(files.model, self.matrix.offload, self.display, self.cancel)))
+            if files.mmproj is not None and any(shape.images for shape in self.matrix.shapes):
                 on_gpu = not self.matrix.offload.off
-                vision = Vision(Encoder(self.files.mmproj, model, self.threads, on_gpu, False))
+                vision = Vision(Encoder(files.mmproj, model, self.threads, on_gpu, False))
                 held.callback(vision.encoder.close)
                 if not vision.encoder.on_device:
-                    stock = Encoder(self.files.mmproj, model, self.threads, on_gpu, False, packed=False)
+                    stock = Encoder(files.mmproj, model, self.threads, on_gpu, False, packed=False)
                     held.callback(stock.close)
+            loaded = Loaded(model, vision, self.threads, self.cancel)
             for shape in self.matrix.shapes:
-                self._prompt(model, vision, stock, shape)
+                self._prompt(files.name, loaded, stock, shape)
 
-    def _prompt(self, model: Model, vision: Vision | None, stock: Encoder | None, shape: Shape) -> None:
-        name, variants = f"{self.files.name}, {shape.name}", [self.matrix.stock, *self.matrix.variants]
+    def _prompt(self, model: str, loaded: Loaded, stock: Encoder | None, shape: Shape) -> None:
+        name, variants = f"{model}, {shape.name}", [self.matrix.stock, *self.matrix.variants]
         stop_if_set(self.cancel)
         if shape.images:
             self.display.step(f"{name}: encoding images", 0)
         try:
-            look = partial(stop_if_set, self.cancel)
-            prompt = make_prompt(model, vision, shape, self.matrix.generate, look, stock, self.matrix.later)
+            prompt = self._made(loaded, shape, stock, self.matrix.later)
         except ImageError as error:
             self._leave_out(f"{name} left out: {error}", len(variants) * (self.matrix.repeat + 1))
             return
-        group = Group(self.files.name, shape, prompt.n_tokens, prompt.n_image_tokens, prompt.encode_s,
-                      prompt.stock_encode_s, machine.weight_bytes_per_token(model.header),
-                      model.kv_bytes_per_token(2))  # fmt: skip
+        group = Group(model, shape, prompt.n_tokens, prompt.n_image_tokens, prompt.encode_s, prompt.stock_encode_s,
+                      machine.weight_bytes_per_token(loaded.model.header),
+                      loaded.model.kv_bytes_per_token(2))  # fmt: skip
         self.out.groups.append(group)
         try:
-            self._rounds(group, variants, lambda variant, shown: self._once(model, vision, shown, variant), prompt)
+            self._rounds(group, variants, loaded, prompt)
             for variant in group.rounds if self.matrix.device_peak else ():
                 self.display.step(f"{name}: memory of devices, {variant.label}", 0)
-                with machine.DeviceMemory() as used:
-                    self._once(model, vision, prompt, variant)
-                if used.most > 0:
-                    group.device_peaks[variant] = used.most
+                with Watch(machine.device_bytes, 0.001) as used:
+                    self._once(loaded, prompt, variant)
+                if max(used.n_bytes) > 0:
+                    group.device_peaks[variant] = max(used.n_bytes)
         finally:
-            self._release(vision, prompt)
-        if self.matrix.timeline:
-            self._watch(model, vision, shape, list(group.rounds))
-
-    def _release(self, vision: Vision | None, prompt: Prompt) -> None:
-        if vision is not None:
-            vision.release(prompt.pieces)
-            vision.forget()
-
-    def _watch(self, model: Model, vision: Vision | None, shape: Shape, variants: list[Variant]) -> None:
-        """Runs every variant that was measured once more, from the pictures on, and writes its memory down."""
-        name = f"{self.files.name}, {shape.name}"
-        look = partial(stop_if_set, self.cancel)
-        for variant in variants:
+            loaded.release(prompt)
+        for variant in group.rounds if self.matrix.timeline else ():
             self.display.step(f"{name}: memory of {variant.label}", 0)
-            self.out.traces.append(
-                trace(
-                    name,
-                    variant,
-                    lambda: make_prompt(model, vision, shape, self.matrix.generate, look),
-                    lambda prompt, which: self._once(model, vision, prompt, which),
-                    partial(self._release, vision),
-                )
-            )
+            self.out.traces.append(self._watched(name, loaded, shape, variant))
 
-    def _once(self, model: Model, vision: Vision | None, prompt: Prompt, variant: Variant) -> Repetition:
-        out = repetition(model, vision, prompt, variant, self.threads, self.energy, self.cancel)
+    def _made(self, loaded: Loaded, shape: Shape, stock: Encoder | None = None, later: int = 0) -> Prompt:
+        look = partial(stop_if_set, self.cancel)
+        return make_prompt(loaded.model, loaded.vision, shape, self.matrix.generate, look, stock, later)
+
+    def _watched(self, name: str, loaded: Loaded, shape: Shape, variant: Variant) -> Trace:
+        """Runs a variant that was measured once more, from the pictures on, and writes its memory down."""
+        memory.trim()
+        with Watch() as watch:
+            prompt = self._made(loaded, shape)
+            encoded = time.perf_counter() if shape.images else watch.began
+            try:
+                marks = self._once(loaded, prompt, variant).marks
+            finally:
+                loaded.release(prompt)
+        return trace(name, variant, watch, encoded, marks)
+
+    def _once(self, loaded: Loaded, prompt: Prompt, variant: Variant) -> Repetition:
+        out = repetition(loaded, prompt, variant)
         if self.matrix.again and prompt.n_image_tokens:
-            out.again_s = again(model, vision, prompt, variant, self.threads, self.cancel)
+            out.again_s = again(loaded, prompt, variant)
         return out
 
-    def _rounds(
-        self, group: Group, variants: list[Variant], once: Callable[[Variant, Prompt], Repetition], prompt: Prompt
-    ) -> None:
+    def _rounds(self, group: Group, variants: list[Variant], loaded: Loaded, prompt: Prompt) -> None:
         name = f"{group.model}, {group.shape.name}"
         for turn, left in self._turns(len(variants)):
             for variant in list(variants):
                 stop_if_set(self.cancel)
                 try:
-                    measured = once(variant, prompt if turn else prompt.warm_up())
+                    measured = self._once(loaded, prompt if turn else prompt.warm_up(), variant)
                 except ContextError as error:
                     self._leave_out(f"{name} left out: {error}", len(variants) * left)
                     return
@@ -191,7 +187,7 @@ class _Loaded:
                 self.display.step(f"{name}: {variant.label}")
                 if turn:
                     group.rounds.setdefault(variant, []).append(measured)
-                    self.log.add(self._line(group, variant, turn, measured))
+                    self.log.add(_line(group, variant, turn, measured))
 
     def _turns(self, n_variants: int) -> Iterator[tuple[int, int]]:
         """Yields the number of a round, and the rounds left with it. Round 0 warms up; more follow short ones."""
@@ -203,22 +199,22 @@ class _Loaded:
             self.display.skip(-n_variants)
             yield last, 1
 
-    def _line(self, group: Group, variant: Variant, turn: int, measured: Repetition) -> dict[str, Any]:
-        plan = variant.plan
-        return {
-            "model": group.model,
-            "text_tokens": group.shape.text_tokens,
-            "images": group.shape.images,
-            "tokens": group.n_tokens,
-            "variant": variant.name,
-            "budget": plan.budget.value if plan else None,
-            "kv_type": variant.kv_type,
-            **({"keep": variant.keep.place} if variant.keep else {}),
-            "round": turn,
-            **figures(measured),
-        }
-
     def _leave_out(self, text: str, steps: int) -> None:
         self.out.left_out.append(text)
         self.display.skip(steps)
         self.display.say(f"kvedge: {text}")
+
+
+def _line(group: Group, variant: Variant, turn: int, measured: Repetition) -> dict[str, Any]:
+    return {
+        "model": group.model,
+        "text_tokens": group.shape.text_tokens,
+        "images": group.shape.images,
+        "tokens": group.n_tokens,
+        "variant": variant.name,
+        "budget": variant.plan.budget.value if variant.plan else None,
+        "kv_type": variant.kv_type,
+        **({"keep": variant.keep.place} if variant.keep else {}),
+        "round": turn,
+        **figures(measured),
+    }

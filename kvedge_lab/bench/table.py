@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -127,7 +127,7 @@ def _on_devices(row: Row, found: list[Repetition]) -> None:
     row.device_fetched_row = last.fetched_bytes / found[-1].device_rows if found[-1].device_rows else None
     row.device_operations = last.operations
     for step in STEPS:
-        setattr(row, f"device_{step}_ms", 1000 * float(np.median([getattr(w, f"{step}_s") for w in work])))
+        setattr(row, f"device_{step}_ms", 1000 * _median(getattr(w, f"{step}_s") for w in work))
 
 
 def _device_peaks(rows: list[Row], group: Group) -> None:
@@ -164,12 +164,7 @@ def warnings(made: list[Row]) -> list[str]:
 
 
 def _row(group: Group, variant: Variant, found: list[Repetition], stock: list[Repetition], bandwidth: Bandwidth) -> Row:
-    prefill = [r.tokens / r.prefill_s for r in found]
-    waits = [_wait(r) for r in found]
-    again = [r.again_s for r in found if r.again_s is not None]
-    later = [r.later_s for r in found if r.later_s is not None]
-    steps = [float(np.median(r.decode_s)) for r in found]
-    all_steps = [s for r in found for s in r.decode_s]
+    prefill, waits = [r.tokens / r.prefill_s for r in found], _median(map(_wait, found))
     last, shared = found[-1], list(zip(found, stock, strict=False))
     is_stock = variant.plan is None
     encode_s = group.stock_encode_s if is_stock else group.encode_s
@@ -186,34 +181,34 @@ def _row(group: Group, variant: Variant, found: list[Repetition], stock: list[Re
         budget=variant.plan.budget.value if variant.plan else None,
         kv_type=variant.kv_type,
         rounds=len(found),
-        prefill_tok_s=float(np.median(prefill)),
+        prefill_tok_s=_median(prefill),
         prefill_spread=_quartiles(prefill),
-        prefill_vs_stock=_ratio([(b.prefill_s, a.prefill_s + a.compress_s) for a, b in shared]),
-        compress_ms=1000 * float(np.median([r.compress_s for r in found])),
+        prefill_vs_stock=_known(b.prefill_s / (a.prefill_s + a.compress_s) for a, b in shared),
+        compress_ms=1000 * _median(r.compress_s for r in found),
         encode_s=encode_s,
-        prune_ms=1000 * float(np.median([r.prune_s for r in found])),
-        first_token_s=encode_s + float(np.median(waits)),
-        first_token_vs_stock=_ratio([(group.stock_encode_s + _wait(b), encode_s + _wait(a)) for a, b in shared]),
-        image_again_s=float(np.median(waits)),
-        again_s=float(np.median(again)) if again else None,
-        decode_tok_s=1 / float(np.median(steps)),
-        decode_spread=_quartiles([1 / s for s in all_steps]),
-        decode_vs_stock=_ratio([(float(np.median(b.decode_s)), float(np.median(a.decode_s))) for a, b in shared]),
+        prune_ms=1000 * _median(r.prune_s for r in found),
+        first_token_s=encode_s + waits,
+        first_token_vs_stock=_known((group.stock_encode_s + _wait(b)) / (encode_s + _wait(a)) for a, b in shared),
+        image_again_s=waits,
+        again_s=_known(r.again_s for r in found if r.again_s is not None),
+        decode_tok_s=1 / _median(_median(r.decode_s) for r in found),
+        decode_spread=_quartiles([1 / s for r in found for s in r.decode_s]),
+        decode_vs_stock=_known(_median(b.decode_s) / _median(a.decode_s) for a, b in shared),
         limit_tok_s=bandwidth.bytes_per_second(per_token) / per_token,
         kv_full_bytes=last.full_bytes,
         kv_kept_bytes=last.kept_bytes,
         kv_peak_bytes=max(r.peak_bytes for r in found),
         device_prompt_bytes=last.device_prompt_bytes,
         device_bytes=last.device_bytes,
-        rss_peak_bytes=round(float(np.median([r.rss_peak_bytes for r in found]))),
-        rss_after_bytes=round(float(np.median([r.rss_after_bytes for r in found]))),
-        prefill_j_token=_energy([(r.prefill_j, r.tokens) for r in found]),
-        decode_j_token=_energy([(r.decode_j, len(r.decode_s)) for r in found]),
+        rss_peak_bytes=round(_median(r.rss_peak_bytes for r in found)),
+        rss_after_bytes=round(_median(r.rss_after_bytes for r in found)),
+        prefill_j_token=_known(r.prefill_j / r.tokens for r in found if r.prefill_j is not None and r.tokens),
+        decode_j_token=_known(r.decode_j / len(r.decode_s) for r in found if r.decode_j is not None and r.decode_s),
         keep=variant.keep.place if variant.keep else "",
         kv_whole_bytes=last.whole_bytes,
         kv_whole_file_bytes=last.whole_file_bytes,
-        later_s=float(np.median(later)) if later else None,
-        later_vs_stock=_ratio([(b.later_s, a.later_s) for a, b in shared if a.later_s and b.later_s]),
+        later_s=_known(r.later_s for r in found if r.later_s is not None),
+        later_vs_stock=_known(b.later_s / a.later_s for a, b in shared if a.later_s and b.later_s),
     )
 
 
@@ -227,14 +222,14 @@ def _quartiles(values: Sequence[float]) -> Spread:
     return float(low), float(high)
 
 
-def _ratio(pairs: list[tuple[float, float]]) -> float | None:
-    """Takes the median of first / second."""
-    return float(np.median([a / b for a, b in pairs])) if pairs else None
+def _median(values: Iterable[float]) -> float:
+    return float(np.median([*values]))
 
 
-def _energy(spent: list[tuple[float | None, int]]) -> float | None:
-    known = [joules / tokens for joules, tokens in spent if joules is not None and tokens]
-    return float(np.median(known)) if known else None
+def _known(values: Iterable[float]) -> float | None:
+    """Takes the median; None where nothing was measured."""
+    known = [*values]
+    return _median(known) if known else None
 
 
 NOTES = (

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,11 +9,9 @@ from typing import Any
 import numpy as np
 
 from kvedge_lab import drawing
+from kvedge_lab.bench.machine import Watch
 from kvedge_lab.bench.matrix import STOCK, Variant
-from kvedge_lab.bench.measure import Prompt, Repetition
-from pykvedge.system import memory
 
-INTERVAL_S = 0.002
 PHASES = ("encode", "prefill", "compress", "decode")
 HEIGHT = 1.7  # inches of a panel
 BAND = "#f1f3f4"  # behind every second phase
@@ -36,54 +31,11 @@ class Trace:
     phases: list[tuple[str, float, float]] = field(default_factory=list)
 
 
-class Watch:
-    """Writes down own_bytes every INTERVAL_S, in a thread, and once more at the end; use it in a with statement."""
-
-    def __init__(self) -> None:
-        memory.trim()
-        self.began, self._base = time.perf_counter(), memory.own_bytes()
-        self.seconds: list[float] = []
-        self.n_bytes: list[int] = []
-        self._done = threading.Event()
-        self._thread = threading.Thread(target=self._watch, daemon=True)
-
-    def _watch(self) -> None:
-        self._look()
-        while not self._done.wait(INTERVAL_S):
-            self._look()
-
-    def _look(self) -> None:
-        self.seconds.append(time.perf_counter() - self.began)
-        self.n_bytes.append(memory.own_bytes() - self._base)
-
-    def __enter__(self) -> Watch:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._done.set()
-        self._thread.join()
-        self._look()
-
-
-def trace(
-    name: str,
-    variant: Variant,
-    make: Callable[[], Prompt],
-    run: Callable[[Prompt, Variant], Repetition],
-    drop: Callable[[Prompt], None],
-) -> Trace:
-    """Watches one run: make encodes the prompt, run reads it, drop frees its pictures. Raises what they raise."""
-    with Watch() as watch:
-        prompt = make()
-        encoded = time.perf_counter() - watch.began
-        try:
-            marks = [at - watch.began for at in run(prompt, variant).marks]
-        finally:
-            drop(prompt)
-    edges = [0.0, encoded if prompt.n_image_tokens else 0.0, *marks[1:]]
+def trace(prompt: str, variant: Variant, watch: Watch, encoded: float, marks: list[float]) -> Trace:
+    """Makes the trace of a run. encoded: when its pictures were; marks: as of Repetition; by time.perf_counter."""
+    edges = [0.0, *(at - watch.began for at in (encoded, *marks[1:]))]
     phases = [(phase, a, b) for phase, a, b in zip(PHASES, edges, edges[1:], strict=False) if b > a]
-    return Trace(name, variant, watch.seconds, watch.n_bytes, phases)
+    return Trace(prompt, variant, watch.seconds, watch.n_bytes, phases)
 
 
 def draw(path: Path, traces: list[Trace]) -> bool:

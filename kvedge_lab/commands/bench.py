@@ -8,6 +8,7 @@ import sys
 import threading
 from collections import Counter
 from collections.abc import Iterable
+from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -112,20 +113,15 @@ def _run(given: dict[str, Any]) -> int:
         plot.check(given["plot"])
     if given["memory_plot"] is not None:
         drawing.check("--memory-plot", given["memory_plot"])
-    log, outcome, failure = new_log(given["save"]), Outcome(), None
+    log, outcome = new_log(given["save"]), Outcome()
     display = Steps(enabled=not given["quiet"], steps=matrix.steps)
-
     try:
-        with as_event(threading.Event()) as cancel:
+        with closing(log), display, as_event(threading.Event()) as cancel:
             run(matrix, log, outcome, display, cancel)
-    except SaveError as error:
-        failure = error
-    finally:
-        display.done()
-        log.close()
+    except SaveError:
+        _print(outcome, given)
+        raise
     _print(outcome, given)
-    if failure is not None:
-        raise failure
     return 130 if outcome.interrupted else 1 if outcome.left_out else 0
 
 

@@ -6,6 +6,7 @@ import json
 import sys
 import threading
 from collections import Counter
+from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +21,7 @@ from pykvedge.cli.modelfiles import model_files
 from pykvedge.cli.options import Whole, listed, read_plan
 from pykvedge.cli.progress import Fetching
 from pykvedge.cli.tables import folded
-from pykvedge.errors import KvedgeError, ProfileError, UsageError, unknown
+from pykvedge.errors import ProfileError, UsageError, unknown
 from pykvedge.plans.making import plan as make_plan
 from pykvedge.plans.plugin_files import source_digest
 from pykvedge.plans.presets import methods as method_names
@@ -157,17 +158,13 @@ def _run(given: dict[str, Any]) -> int:
     )
     outcome = Outcome(records)
     display = Steps(enabled=loud, steps=steps(job, records))
-    failure: KvedgeError | None = None
     try:
-        with as_event(threading.Event()) as cancel:
+        with closing(records), as_event(threading.Event()) as cancel:
             outcome = evaluate(job, records, display, cancel)
-    except SaveError as error:
-        failure = error
-    finally:
-        records.close()
+    except SaveError:
+        _print(job, outcome, given)
+        raise
     _print(job, outcome, given)
-    if failure is not None:
-        raise failure
     return 130 if outcome.interrupted else 1 if outcome.left_out else 0
 
 
