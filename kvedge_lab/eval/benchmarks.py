@@ -6,7 +6,10 @@ of these papers use, so that answers are short.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,61 +30,53 @@ _CAPTION = "Provide a one-sentence caption for the provided image."
 _WORD = "\nAnswer the question with a single word."
 
 
-def docvqa(path: Path, images: Path | None, limit: int | None) -> list[Sample]:
-    """Reads {"data": [{"questionId", "question", "image", "answers"}, ...]}: similarity by edits (ANLS)."""
+@dataclass(frozen=True)
+class _Form:
+    """A JSON list of questions. key: it lies under this name, unless that is "". id: the name of a question's own id.
+
+    pictures: paths that a question's picture may have, with names of its object in braces; the first one is missed.
+    renamed: gives an object the names "question" and "answers".
+    """
+
+    key: str
+    id: str
+    pictures: tuple[str, ...]
+    metric: str
+    request: str
+    renamed: Callable[[dict[str, Any]], dict[str, Any]] = dict
+
+
+_OPEN_IMAGES = ("{image_id}.jpg", "train_images/{image_id}.jpg", "test_images/{image_id}.jpg")  # also in the archives
+_FORMS = {
+    # {"data": [{"questionId", "question", "image", "answers"}, ...]}: similarity by edits (ANLS)
+    "docvqa": _Form("data", "questionId", ("{image}",), "anls", _SHORT),
+    # {"data": [{"question_id", "question", "image_id", "answers"}, ...]}: VQA accuracy over ten answers
+    "textvqa": _Form("data", "question_id", _OPEN_IMAGES, "vqa", _SHORT),
+    # [{"imgname", "query", "label"}, ...]: numbers within 5 %
+    "chartqa": _Form("", "", ("{imgname}", "png/{imgname}"), "relaxed", _WORD,
+                     lambda item: {"question": item.get("query"), "answers": [str(item.get("label", ""))]}),
+    # [{"id", "image_path", "question", "answers"}, ...]: one of the answers stands in what is said
+    "ocrbench": _Form("", "id", ("{image_path}",), "ocr", ""),
+}  # fmt: skip
+
+
+def _questions(form: _Form, path: Path, images: Path | None, limit: int | None) -> list[Sample]:
     file = _file(path)
-    out = []
-    for where, item in items(file, limit, "data"):
-        picture = picture_file(images or file.parent, [str(item.get("image", ""))], where)
-        out.append(_sample(file, where, item, "questionId", picture, "anls", _SHORT))
-    return out
-
-
-def textvqa(path: Path, images: Path | None, limit: int | None) -> list[Sample]:
-    """Reads {"data": [{"question_id", "question", "image_id", "answers"}, ...]}: VQA accuracy over ten answers."""
-    file = _file(path)
-    out = []
-    for where, item in items(file, limit, "data"):
-        picture = _open_image(images or file.parent, item, where)
-        out.append(_sample(file, where, item, "question_id", picture, "vqa", _SHORT))
-    return out
-
-
-def chartqa(path: Path, images: Path | None, limit: int | None) -> list[Sample]:
-    """Reads [{"imgname", "query", "label"}, ...]: numbers within 5 %."""
-    file = _file(path)
-    out = []
-    for where, item in items(file, limit, ""):
-        name = str(item.get("imgname", ""))
-        picture = picture_file(images or file.parent, [name, f"png/{name}"], where)
-        renamed = {"question": item.get("query"), "answers": [str(item.get("label", ""))]}
-        out.append(_sample(file, where, renamed, "", picture, "relaxed", _WORD))
-    return out
-
-
-def ocrbench(path: Path, images: Path | None, limit: int | None) -> list[Sample]:
-    """Reads [{"id", "image_path", "question", "answers"}, ...]: one of the answers stands in what is said."""
-    file = _file(path)
-    out = []
-    for where, item in items(file, limit, ""):
-        picture = picture_file(images or file.parent, [str(item.get("image_path", ""))], where)
-        out.append(_sample(file, where, item, "id", picture, "ocr", ""))
-    return out
+    return [_sample(form, file, images, where, item) for where, item in items(file, limit, form.key)]
 
 
 def textcaps(path: Path, images: Path | None, limit: int | None) -> list[Sample]:
     """Reads {"data": [{"image_id", "reference_strs"}, ...]}, an entry for each caption of a picture: CIDEr-D."""
-    file = _file(path)
+    file, form = _file(path), _Form("data", "image_id", _OPEN_IMAGES, "cider", "")
     out: dict[str, Sample] = {}
-    for where, item in items(file, None, "data"):
+    for where, item in items(file, None, form.key):
         name = str(item.get("image_id", ""))
         if name in out:
             continue
         if limit is not None and len(out) >= limit:
             break
-        renamed = {"question": _CAPTION, "answers": item.get("reference_strs"), "image_id": name}
-        picture = _open_image(images or file.parent, item, where)
-        out[name] = _sample(file, where, renamed, "image_id", picture, "cider", "")
+        asked = {"question": _CAPTION, "answers": item.get("reference_strs"), "image_id": name}
+        out[name] = _sample(form, file, images, where, asked)
     return with_corpus(list(out.values()), str(file))
 
 
@@ -115,10 +110,7 @@ def mm_niah(path: Path, images: Path | None, limit: int | None) -> list[Sample]:
 
 
 FORMATS: dict[str, Callable[[Path, Path | None, int | None], list[Sample]]] = {
-    "docvqa": docvqa,
-    "textvqa": textvqa,
-    "chartqa": chartqa,
-    "ocrbench": ocrbench,
+    **{name: partial(_questions, form) for name, form in _FORMS.items()},
     "textcaps": textcaps,
     "mm-niah": mm_niah,
 }
@@ -133,20 +125,14 @@ def _file(path: Path, suffix: str = "json") -> Path:
     return found[0]
 
 
-def _open_image(folder: Path, item: dict[str, Any], where: str) -> Path:
-    """Finds a picture of Open Images, which TextVQA and TextCaps ask about, in the folders of their archives too."""
-    name = f"{item.get('image_id', '')}.jpg"
-    return picture_file(folder, [name, f"train_images/{name}", f"test_images/{name}"], where)
-
-
-def _sample(
-    file: Path, where: str, item: dict[str, Any], key: str, picture: Path, metric: str, request: str
-) -> Sample:
+def _sample(form: _Form, file: Path, images: Path | None, where: str, item: dict[str, Any]) -> Sample:
+    names = [path.format_map(defaultdict(str, item)) for path in form.pictures]
+    picture, item = picture_file(images or file.parent, names, where), form.renamed(item)
     question, answers = text_field(item, "question", where), item.get("answers")
     answers = [answers] if isinstance(answers, str) else answers
     if not isinstance(answers, list) or not answers:
         raise DatasetError(f"{where}: 'answers' must be a list of texts")
     first, *others = (text_field({"answers": one}, "answers", where) for one in answers)
     number = where.rpartition(" ")[2]
-    line, name = Line("user", question + request, (picture,)), f"{file.stem}:{item.get(key, number)}:{number}"
-    return Sample(name, file.stem, (line,), first, metric, others=tuple(others))
+    line, name = Line("user", question + form.request, (picture,)), f"{file.stem}:{item.get(form.id, number)}:{number}"
+    return Sample(name, file.stem, (line,), first, form.metric, others=tuple(others))

@@ -29,6 +29,7 @@ PAGES = "page-"  # starts the name of a page task
 Image = Path | Scene | Page
 THEN = "+"  # between demo tasks that ask about the same scenes
 SEVERAL = (*vqa.SCORES, "cider")  # scores that take several references
+ALONE = {"exact": metrics.exact_match, "contains": metrics.contains, "rouge": metrics.rouge_l}
 SCORES = ("exact", "choice", "contains", "rouge", *SEVERAL)
 NO_SCORE = ("ppl", "kld")  # samples of which only the reference answer is looked at
 
@@ -70,17 +71,12 @@ class Sample:
 
     def score(self, answer: str) -> float | None:
         """Scores by the sample's metric, in 0..1, or 0..10 by cider; None where only the reference is looked at."""
-        if self.metric == "exact":
-            return metrics.exact_match(answer, self.answer)
         if self.metric == "choice":
             return metrics.choice_match(answer, self.answer, self.choices)
-        if self.metric == "contains":
-            return metrics.contains(answer, self.answer)
-        if self.metric == "cider" and self.corpus is not None:
-            return self.corpus.score(answer, (self.answer, *self.others))
-        if self.metric in vqa.SCORES:
-            return vqa.SCORES[self.metric](answer, (self.answer, *self.others))
-        return metrics.rouge_l(answer, self.answer) if self.metric == "rouge" else None
+        if self.metric in ALONE:
+            return ALONE[self.metric](answer, self.answer)
+        several = self.corpus.score if self.corpus is not None else vqa.SCORES.get(self.metric)
+        return several(answer, (self.answer, *self.others)) if several else None
 
     def digest(self) -> str:
         """Is equal for samples that ask the same: a file of results is refused for others of the same name."""
