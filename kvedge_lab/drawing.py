@@ -56,12 +56,13 @@ def style(method: str) -> dict[str, str]:
     return {"color": COLOURS[i % len(COLOURS)], "marker": MARKERS[i % len(MARKERS)]}
 
 
-def check_library(what: str) -> None:
-    """Looks for matplotlib, which `what` needs. Raises UsageError if it is missing."""
+def can_draw() -> bool:
+    """Tells whether matplotlib can be imported."""
     try:
-        import matplotlib  # noqa: F401
+        import matplotlib.figure  # noqa: F401
     except ImportError:
-        raise UsageError(f"{what} needs matplotlib: pip install 'kvedge[plot]'") from None
+        return False
+    return True
 
 
 def check(option: str, path: Path, formats: Sequence[str] = FORMATS) -> None:
@@ -70,7 +71,8 @@ def check(option: str, path: Path, formats: Sequence[str] = FORMATS) -> None:
         raise UsageError(f"{option} writes {', '.join(formats)}, not '{path.suffix or path.name}'")
     if not path.parent.is_dir():
         raise UsageError(f"{option} {path} cannot be written: there is no folder {path.parent}")
-    check_library(option)
+    if not can_draw():
+        raise UsageError(f"{option} needs matplotlib: pip install 'kvedge[plot]'")
 
 
 @contextmanager

@@ -77,7 +77,7 @@ class HeadScorer:
         self._layers: list[int] = []  # their numbers in the model
         self.samples = self.tokens = 0
 
-    def add(self, sample: Labelled, progress: Progress = silent, cancel: threading.Event | None = None) -> int:
+    def add(self, sample: Labelled, cancel: threading.Event | None = None) -> int:
         """Puts one sample to the model. Returns the number of labelled tokens that it generated."""
         session = self._session
         pieces = session.first_prompt(sample.question, sample.pictures)
@@ -90,8 +90,8 @@ class HeadScorer:
             engine = session.engine
             engine.close()
             engine.make_room(pieces, session.plan)
-            engine.encode(pieces, progress, cancel)
-            engine.prefill(rest, progress, cancel)
+            engine.encode(pieces, silent, cancel)
+            engine.prefill(rest, silent, cancel)
             texts, deserved = self._generate(last, sources, cancel)
         finally:
             session.release(pieces)

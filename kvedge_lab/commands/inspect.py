@@ -13,7 +13,7 @@ from kvedge_lab.commands import common
 from pykvedge.cli import modelfiles, options, paths
 from pykvedge.cli.command import command, option
 from pykvedge.cli.progress import Display
-from pykvedge.errors import UsageError
+from pykvedge.errors import LibraryError, UsageError
 from pykvedge.plans.plan import Plan
 
 
@@ -57,15 +57,14 @@ def inspect(files: tuple[Path, ...], **given: Any) -> None:
       kvedge inspect --image a.jpg --method kvedge --method snapkv --format pdf
       kvedge inspect photo.jpg --no-figures --json | jq .layers
     """
+    from kvedge_lab.drawing import can_draw
     from kvedge_lab.inspect import report
     from kvedge_lab.inspect.collect import collect
     from pykvedge.chat.session import Session
     from pykvedge.runtime.interrupt import as_event
 
-    if given["figures"]:
-        from kvedge_lab.inspect.figures import require_matplotlib
-
-        require_matplotlib()
+    if given["figures"] and not can_draw():
+        raise LibraryError("figures are drawn with matplotlib: pip install 'kvedge[inspect]', or pass --no-figures")
     folder = paths.expanded(given["output"])
     if paths.ask(Path.exists, folder) and not paths.ask(Path.is_dir, folder):
         raise UsageError(f"{folder} cannot be written: it is a file; name a folder")

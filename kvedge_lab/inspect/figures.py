@@ -2,57 +2,27 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, ParamSpec
+from typing import Any
 
 import numpy as np
+from matplotlib import colormaps, rc_context
+from matplotlib.figure import Figure
 from PIL.Image import Image as PillowImage
 
 from kvedge_lab import drawing
 from kvedge_lab.inspect.collect import GAMMA, Findings
-from pykvedge.errors import LibraryError
+from kvedge_lab.inspect.measures import lorenz as curve
 
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
-P = ParamSpec("P")
 ACROSS = 4  # tiles beside each other
-
-
-def require_matplotlib() -> None:
-    """Raises LibraryError, with what to install, where matplotlib is missing."""
-    try:
-        import matplotlib.figure  # noqa: F401
-    except ImportError:
-        raise LibraryError(
-            "figures are drawn with matplotlib: pip install 'kvedge[inspect]', or pass --no-figures"
-        ) from None
-
-
-def _styled(draw: Callable[P, Figure]) -> Callable[P, Figure]:
-    """Makes a function draw in the style of all pictures."""
-
-    @functools.wraps(draw)
-    def styled(*given: P.args, **named: P.kwargs) -> Figure:
-        import matplotlib
-
-        with matplotlib.rc_context(drawing.RULES):
-            return draw(*given, **named)
-
-    return styled
+_styled = rc_context(drawing.RULES)  # makes a function draw in the style of all pictures
 
 
 def _figure(height: float, rows: int = 1, columns: int = 1, **layout: Any) -> tuple[Figure, Any]:
-    from matplotlib.figure import Figure
-
     figure = Figure(figsize=(drawing.COLUMN, height), layout="constrained")
     return figure, figure.subplots(rows, columns, squeeze=False, **layout).ravel()
 
 
 def _lines(axes: Any, findings: Findings, rows: np.ndarray, x: np.ndarray) -> None:
-    from matplotlib import colormaps
-
     colours = colormaps["viridis"](np.linspace(0, 0.9, len(rows)))
     named = {round(i) for i in np.linspace(0, len(rows) - 1, min(len(rows), 6))}  # a legend of 32 lines says nothing
     for i, (row, colour) in enumerate(zip(rows, colours, strict=True)):
@@ -106,12 +76,9 @@ def outliers(findings: Findings) -> Figure:
 @_styled
 def lorenz(findings: Findings) -> Figure:
     """Importance held by the most important tokens, layer by layer, and its Gini coefficient (PrefixKV, fig. 2)."""
-    from kvedge_lab.inspect.measures import lorenz as curve
-
     figure, (axes, bars) = _figure(4.0, rows=2, height_ratios=(3, 2))
-    _lines(
-        axes, findings, np.stack([curve(row) for row in findings.importance]), np.linspace(0, 1, findings.n_tokens + 1)
-    )
+    x = np.linspace(0, 1, findings.n_tokens + 1)
+    _lines(axes, findings, np.stack([curve(row) for row in findings.importance]), x)
     axes.plot([0, 1], [0, 1], color="grey", linestyle=":", linewidth=1)
     axes.set(xlabel="share of the tokens, most important first", ylabel="share of attention received")
     drawing.legend(figure, [axes])
@@ -132,7 +99,8 @@ def budgets(findings: Findings) -> Figure:
     """Heat maps: KV pairs that each layer and KV head keeps, the methods side by side on one scale."""
     found = {method: findings.budgets(method) for method in findings.kept}
     across = min(len(found), 3)
-    figure, panels = _figure(1.9 * -(-len(found) // across), -(-len(found) // across), across, sharey=True)
+    down = -(-len(found) // across)
+    figure, panels = _figure(1.9 * down, down, across, sharey=True)
     most = max(counts.max() for counts in found.values())
     for axes in panels[len(found) :]:
         axes.remove()

@@ -39,10 +39,9 @@ class Drawing:
 
 
 def drawings(findings: Findings) -> Iterator[Drawing]:
-    """All pictures, in the order of the report. Raises LibraryError without matplotlib."""
+    """All pictures, in the order of the report. It takes matplotlib."""
     from kvedge_lab.inspect import figures, overlay
 
-    figures.require_matplotlib()
     for i, shown in enumerate(findings.shown, 1):
         if shown.places is None:
             continue
@@ -87,8 +86,8 @@ Prompt: <q>{{ f.prompt }}</q></p>
 {% for row in rows %}<tr>{% for cell in row %}<td>{{ cell }}</td>{% endfor %}</tr>
 {% endfor %}</table>
 {% for d in drawings %}<figure><h2>{{ d.title }}</h2>
-<img alt="{{ d.title }}" style="width: {{ 140 * d.width }}px"
-src="data:image/png;base64,{{ d.data }}"><figcaption>{{ d.note }}</figcaption></figure>
+<img alt="{{ d.title }}" style="width: {{ 140 * d.figure.get_figwidth() }}px"
+src="data:image/png;base64,{{ base64(d.png).decode() }}"><figcaption>{{ d.note }}</figcaption></figure>
 {% endfor %}</body></html>
 """
 
@@ -96,15 +95,10 @@ src="data:image/png;base64,{{ d.data }}"><figcaption>{{ d.note }}</figcaption></
 def table(findings: Findings) -> list[list[str]]:
     """A row per layer: its number, mean redundancy, Gini, outlier ratio, and pairs per head for each method."""
     pairs = [findings.lengths(method) for method in findings.kept]
-    gini = findings.gini
+    measured = zip(np.nanmean(findings.redundancy, axis=1), findings.gini, findings.outliers, strict=True)
     rows = []
-    for i, number in enumerate(findings.layers):
-        row = [
-            str(number),
-            f"{np.nanmean(findings.redundancy[i]):.3f}",
-            f"{gini[i]:.3f}",
-            f"{findings.outliers[i]:.3f}",
-        ]
+    for i, (number, figures) in enumerate(zip(findings.layers, measured, strict=True)):
+        row = [str(number), *(f"{figure:.3f}" for figure in figures)]
         for per_head in pairs:
             low, high = min(per_head[i]), max(per_head[i])
             row.append(str(low) if low == high else f"{low} - {high}")
@@ -115,16 +109,12 @@ def table(findings: Findings) -> list[list[str]]:
 def page(findings: Findings, pictures: list[Drawing]) -> str:
     import jinja2
 
-    shown = [
-        {"title": d.title, "note": d.note, "data": base64.b64encode(d.png).decode(),
-         "width": d.figure.get_figwidth()} for d in pictures
-    ]  # fmt: skip
     template = jinja2.Environment(autoescape=True).from_string(_PAGE)
-    return template.render(f=findings, rows=table(findings), drawings=shown)
+    return template.render(f=findings, rows=table(findings), drawings=pictures, base64=base64.b64encode)
 
 
 def write(findings: Findings, folder: Path, with_figures: bool = True, form: str = "png") -> list[Path]:
-    """Writes everything into a folder, which is made. Returns the files. Raises UsageError, LibraryError.
+    """Writes everything into a folder, which is made. Returns the files. Raises UsageError.
 
     form: of the pictures beside the page: png, svg or pdf.
     """

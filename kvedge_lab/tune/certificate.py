@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import datetime
 import html
-import importlib.util
 import io
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
-from kvedge_lab.drawing import canvas, caption, legend, style
+from kvedge_lab.drawing import can_draw, canvas, caption, legend, style
 from kvedge_lab.eval.measure import Cell
 from kvedge_lab.eval.runner import FULL
 from kvedge_lab.tune import choice
@@ -44,7 +44,7 @@ def verdict(race: Race) -> Verdict:
     if problem := race.problem():
         return Verdict(None, None, problem)
     proof = race.figures(race.proving, race.finalists, len(race.finalists))
-    seen = max((one.contexts for one in proof.values()), default=0)
+    seen = _seen(proof)
     if seen < LEAST_PROOF:
         return Verdict(None, None, f"{seen} contexts are too few for an interval, {LEAST_PROOF} are needed; "
                        "give more --minutes" + (" or more pictures" if race.material.size else ""))  # fmt: skip
@@ -52,7 +52,7 @@ def verdict(race: Race) -> Verdict:
     if found is not None:
         return Verdict(found, proof[found.key])
     best = choice.nearest(proof)
-    near = f"; the nearest is {best.method} at {best.budget} with {_percent(best)}" if best else ""
+    near = f"; the nearest is {best.method} at {best.budget} with {_share(asdict(best))}" if best else ""
     why = f"no plan was shown to keep {100 * race.target:g} % agreement{near}"
     return Verdict(Cell(FULL, plan(FULL)), best, why + "; more --minutes narrow the intervals")
 
@@ -101,10 +101,8 @@ def write(path: Path, text: str) -> None:
 
 def table(says: dict[str, Any]) -> str:
     """Shows the evidence as Markdown: finalists on the proving half, then all plans on the choosing one."""
-    proof, every = (
-        [["plan", *HEAD], *([f"`{x['method']}` {x['budget']}", *_row(x)] for x in sorted(says[part], key=_bytes))]
-        for part in ("finalists", "choosing")
-    )
+    parts = (sorted(says[part], key=itemgetter("bytes")) for part in ("finalists", "choosing"))
+    proof, every = ([["plan", *HEAD], *([f"`{x['method']}` {x['budget']}", *_row(x)] for x in part)] for part in parts)
     level = f"{100 * says['level']:.1f} %"
     return (f"Proof, on contexts that did not choose (intervals of {level} each, 95 % together):\n\n{markdown(proof)}\n"
             f"\nAll plans, on the contexts that chose (95 % each):\n\n{markdown(every)}")  # fmt: skip
@@ -149,7 +147,7 @@ svg{{max-width:100%;height:auto}}</style>
 
 def _plot(says: dict[str, Any]) -> str:
     """Draws agreement against bytes, a line a method, as inline SVG; "" without matplotlib."""
-    if importlib.util.find_spec("matplotlib") is None:
+    if not can_draw():
         return "<p>The plot needs matplotlib: pip install 'kvedge[plot]'</p>"
     to = io.BytesIO()
     with canvas(to, 1, 1, size=(6.6, 4.2), form="svg") as [[axis]]:
@@ -179,27 +177,16 @@ def _plot(says: dict[str, Any]) -> str:
     return text[text.index("<svg") :]
 
 
-def _percent(one: Figures) -> str:
-    return f"{100 * one.agreement:.1f} % ({100 * one.low:.1f} to {100 * one.high:.1f})"
-
-
-def _shares(one: dict[str, Any], name: str) -> str:
+def _share(one: Mapping[str, Any], name: str = "") -> str:
     share = one[name or "agreement"]
-    low, high = one["exact_interval"] if name else (one["low"], one["high"])
+    low, high = one[f"{name}_interval"] if name else (one["low"], one["high"])
     return f"{100 * share:.1f} % ({100 * low:.1f} to {100 * high:.1f})"
 
 
-def _bytes(one: dict[str, Any]) -> float:
-    return float(one["bytes"])
-
-
-def _row(one: dict[str, Any]) -> list[str]:
-    return [f"{100 * one['bytes']:.0f} %", _shares(one, ""), _shares(one, "exact"), _nats(one), str(one["contexts"])]
-
-
-def _nats(one: dict[str, Any]) -> str:
+def _row(one: Mapping[str, Any]) -> list[str]:
     between = one["kld_interval"]
-    return f"{one['kld']:.4f}" + (f" ({between[0]:.4f} to {between[1]:.4f})" if between else "")
+    nats = f"{one['kld']:.4f}" + (f" ({between[0]:.4f} to {between[1]:.4f})" if between else "")
+    return [f"{100 * one['bytes']:.0f} %", _share(one), _share(one, "exact"), nats, str(one["contexts"])]
 
 
 def _seen(found: choice.Found) -> int:

@@ -79,8 +79,11 @@ def figures(
 def usual_effects(cells: Sequence[Cell], rows: Rows, contexts: Sequence[Sequence[Sample]]) -> dict[str, float]:
     """Finds the median design effect of plans, of tokens ("top1") and of answers ("exact")."""
     sums = _all_sums(cells, rows, contexts)
-    return {what: _usual([(one[what], one[total]) for one in sums.values()])
-            for what, total in (("top1", "tokens"), ("exact", "answers"))}  # fmt: skip
+    out = {}
+    for what, total in (("top1", "tokens"), ("exact", "answers")):
+        effects = [design_effect(one[what], one[total]) for one in sums.values()]
+        out[what] = float(np.median([effect for effect in effects if effect > 0] or [1.0]))
+    return out
 
 
 def _all_sums(
@@ -129,11 +132,6 @@ def design_effect(hits: np.ndarray, totals: np.ndarray) -> float:
     if n < 2 or not 0 < share < 1:
         return 0.0
     return float(n / (n - 1) * ((hits - share * totals) ** 2).sum() / total**2 / (share * (1 - share) / total))
-
-
-def _usual(pairs: list[tuple[np.ndarray, np.ndarray]]) -> float:
-    found = [effect for hits, totals in pairs if (effect := design_effect(hits, totals)) > 0]
-    return float(np.median(found)) if found else 1.0
 
 
 def telling(rows: Rows, contexts: Sequence[Sequence[Sample]]) -> dict[str, float]:
