@@ -16,7 +16,6 @@ import sys
 import tarfile
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))
 from llama_source import ROOT, SourceError, ended, log
 
 WORK = ROOT / "build" / "bundle"

@@ -14,7 +14,6 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))
 from llama_source import MENDS, ROOT, SHA256, SourceError, ended, file_sha256, log, prepare
 
 STOCK = ROOT / "build" / "stock"

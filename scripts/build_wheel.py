@@ -22,7 +22,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from unittest import mock
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))
 from llama_source import ROOT, SourceError, ended, log
 
 WORK = ROOT / "build" / "wheel"

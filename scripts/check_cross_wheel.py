@@ -18,7 +18,6 @@ import time
 import zipfile
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))
 from check_wheel import ANSWER, QUESTION, SCENE
 from cross import TARGETS, Target
 from cross_whole import THREADS, ask

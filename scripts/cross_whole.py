@@ -29,14 +29,6 @@ THREADS = "1"  # the same sums everywhere, and no waiting for each other on a bu
 
 
 @dataclass(frozen=True)
-class Case:
-    """A case is a question, as arguments of ask."""
-
-    name: str
-    arguments: tuple[str, ...]
-
-
-@dataclass(frozen=True)
 class Outcome:
     """A run said this."""
 
@@ -50,15 +42,17 @@ class Outcome:
         return differs if self.answer == other.answer else ["answer", *differs]
 
 
-def cases(folder: Path) -> list[Case]:
-    """Lists the packaged model with an image, its cache in three types, and tiny models with random weights."""
+def cases(folder: Path) -> dict[str, tuple[str, ...]]:
+    """Names cases, each the arguments of a question: the packaged model with an image, its cache in three types, and
+    tiny models with random weights.
+    """
     demo = ("--mmproj", str(DATA / "demo-mmproj.gguf"), "--image", str(SCENE))
     asked = (str(DATA / "demo-model.gguf"), IMAGE_QUESTION)
-    out = [Case(f"demo model, {kind}", ("--kv-type", kind, *demo, *asked)) for kind in ("f16", "q8_0", "q4_0")]
+    out = {f"demo model, {kind}": ("--kv-type", kind, *demo, *asked) for kind in ("f16", "q8_0", "q4_0")}
     for kind in TINY:
         model = write_tiny(kind, folder / kind)[0]
         # random weights: after a few tokens rounding decides which comes next
-        out.append(Case(f"tiny {kind}", ("--raw", "--max-tokens", "4", str(model), TEXT_QUESTION)))
+        out[f"tiny {kind}"] = ("--raw", "--max-tokens", "4", str(model), TEXT_QUESTION)
     return out
 
 
@@ -83,10 +77,10 @@ def build(folder: Path, options: dict[str, str]) -> Path:
     return found[0]
 
 
-def compare(case: Case, here: Outcome, target: Target, processor: Processor, program: Path) -> bool:
+def compare(name: str, here: Outcome, processor: Processor, command: list[str]) -> bool:
     """Runs a case under the emulator, with a line on stdout; returns whether it is as here."""
     start = time.monotonic()
-    there = ask(target.command(processor, program, "--threads", THREADS, *case.arguments))
+    there = ask(command)
     differs = there.same_as(here)
     kernels, took = there.figures["kernels"], time.monotonic() - start
     if processor.kernels and kernels != processor.kernels:
@@ -94,7 +88,7 @@ def compare(case: Case, here: Outcome, target: Target, processor: Processor, pro
     outcome = f"other {', '.join(differs)} than" if differs else "as"
     kept = "the same tokens kept" if there.figures["kept"] == here.figures["kept"] else "not all kept tokens the same"
     print(
-        f"{processor.name} ({kernels}): {case.name}: {outcome} here ({here.figures['kernels']}), "
+        f"{processor.name} ({kernels}): {name}: {outcome} here ({here.figures['kernels']}), "
         f"KV bytes {there.figures['kv_bytes_before']} -> {there.figures['kv_bytes_after']}, "
         f"{kept}, {took:.0f} s",
         flush=True,
@@ -110,8 +104,10 @@ def run_whole(name: str, target: Target) -> int:
     crossed = build(ROOT / "build" / "cross" / f"{name}-whole", {**target.cmake_options, **dict(target.whole_options)})
     failed = 0
     with tempfile.TemporaryDirectory() as folder:
-        for case in cases(Path(folder)):
-            here = ask([str(native), "--threads", THREADS, *case.arguments])
-            log(f"{case.name}: {here.answer}")
-            failed += sum(not compare(case, here, target, p, crossed) for p in target.processors if p.whole)
+        for case, arguments in cases(Path(folder)).items():
+            here = ask([str(native), "--threads", THREADS, *arguments])
+            log(f"{case}: {here.answer}")
+            for processor in target.processors:
+                command = target.command(processor, crossed, "--threads", THREADS, *arguments)
+                failed += processor.whole and not compare(case, here, processor, command)
     return failed

@@ -11,7 +11,6 @@ import re
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))
 from llama_source import BASE_TAG, ROOT, Patch, SourceError, ended, git, read_series
 
 

@@ -199,13 +199,8 @@ def table(outcomes: Sequence[Outcome]) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=60.0, help="of each target (default: 60)")
-    parser.add_argument(
-        "--target",
-        action="append",
-        choices=(*NATIVE, *PYTHON),
-        metavar="NAME",
-        help=f"only this one, repeatable: {', '.join((*NATIVE, *PYTHON))}",
-    )
+    parser.add_argument("--target", action="append", choices=(*NATIVE, *PYTHON), metavar="NAME",
+                        help=f"only this one, repeatable: {', '.join((*NATIVE, *PYTHON))}")  # fmt: skip
     parser.add_argument("--jobs", type=int, default=2, help="targets at a time (default: 2)")
     parser.add_argument("--seed", type=int, default=0, help="of what is tried (default: another one each time)")
     parser.add_argument("--keep", type=Path, default=WORK / "found", metavar="DIR", help="default: build/fuzz/found")

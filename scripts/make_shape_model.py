@@ -18,7 +18,7 @@ from typing import NoReturn
 from llama_source import ended
 from modelgen.layers import Model, TextSpec
 from modelgen.released import Released, extract
-from modelgen.shapes import SHAPES
+from modelgen.shapes import SHAPES, Shape
 from modelgen.text import text_model
 from modelgen.tokens import Vocabulary
 from modelgen.vision import vision_model
@@ -39,16 +39,16 @@ class _Parser(argparse.ArgumentParser):
 class _ListShapes(argparse.Action):
     def __call__(self, parser: argparse.ArgumentParser, *args: object, **kwargs: object) -> None:
         for name, shape in SHAPES.items():
-            print(_describe(name, shape.about, shape.image_tokens))
+            print(_described(name, shape))
         parser.exit()
 
 
-def _describe(name: str, about: str, image_tokens: str) -> str:
-    text = SHAPES[name].text()
+def _described(name: str, shape: Shape) -> str:
+    text = shape.text()
     heads = f"{text.n_heads}/{text.n_heads_kv} heads of {text.head_size}"
     size = f"{text.n_layers} layers, {text.n_embd} wide, {heads}, ff {text.n_ff}"
-    rest = f"vocabulary {text.vocab.size}, image tokens {image_tokens}"
-    return f"{name:<15} {about}\n{'':<15} {size}, {rest}"
+    rest = f"vocabulary {text.vocab.size}, image tokens {shape.image_tokens}"
+    return f"{name:<15} {shape.about}\n{'':<15} {size}, {rest}"
 
 
 def _parser() -> argparse.ArgumentParser:

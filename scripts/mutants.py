@@ -13,6 +13,7 @@ a test is missing or the change makes no difference, a reader has to say. stderr
 import argparse
 import contextlib
 import difflib
+import functools
 import os
 import random
 import re
@@ -20,12 +21,12 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from llama_source import ROOT
 from mutant_sites import KINDS, Site, compiles, sites
-from mutant_tests import LikelyTests
 
 # Found first by every Python that is started below: hands out the changed text in the place of one module's own.
 HOOK = '''
@@ -97,6 +98,35 @@ def drawn(paths: list[Path], seed: int, count: int) -> list[Mutant]:
         if compiles(mutant.text):
             out.append(mutant)
     return out
+
+
+@functools.cache
+def _test_texts() -> dict[str, str]:
+    """Name -> text of each test file."""
+    return {path.name: path.read_text(encoding="utf-8") for path in (ROOT / "tests").glob("test_*.py")}
+
+
+def likely_tests(path: str, inside: Iterable[str]) -> list[str]:
+    """Lists the test files that may notice a change of a file of the package, the likeliest first.
+
+    They name its module, what is changed, or its room. path: relative to the tree. inside: the functions and classes
+    around the change.
+    """
+    module = path.removesuffix(".py").replace("/", ".").removesuffix(".__init__")
+    package, _, stem = module.rpartition(".")
+    mine, room, texts = stem.replace("_", ""), package.rpartition(".")[2], _test_texts()
+    names = [name for name in inside if not name.startswith("__") and len(name) > 3]
+    words = [re.compile(rf"\b{re.escape(word)}\b") for word in (*names, stem, module)]
+    naming = [{test for test, text in texts.items() if word.search(text)} for word in words]
+    imported = f"from {package} import"
+
+    def score(test: str) -> float:
+        of, text = test.removeprefix("test_").removesuffix(".py").replace("_", ""), texts[test]
+        alike = 6 if of in (mine, room + mine) else 3 if mine in of or of in mine or of == room else 0
+        named = sum(len(tests) ** -0.5 for tests in naming if test in tests)  # a word that few name says more
+        return 5 * named + alike + (imported in text and stem in text)
+
+    return [f"tests/{test}" for test in sorted(texts, key=lambda test: (-score(test), test)) if score(test)]
 
 
 class Runner:
@@ -189,12 +219,11 @@ def main() -> int:
     args = parser().parse_args()
     if not (paths := chosen(args)):
         parser().error(f"no Python files in {', '.join(map(str, args.paths))}")
-    likely = LikelyTests(ROOT)
     mutants = drawn(paths, args.seed, args.count)
     with tempfile.TemporaryDirectory(prefix="kvedge-mutants-") as folder:
         runner = Runner(Path(folder), args.limit)
         for i, mutant in enumerate(mutants):
-            tests = likely.of(mutant.path, mutant.inside)
+            tests = likely_tests(mutant.path, mutant.inside)
             tests = tests[: args.files] if args.files else tests
             tried(mutant, runner, tests)
             by = mutant.by or f"{len(mutant.tried)} test files"

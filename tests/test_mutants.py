@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from conftest import ROOT
 from mutant_sites import compiles, sites
-from mutant_tests import LikelyTests
-from mutants import Runner, drawn, made
+from mutants import Runner, drawn, likely_tests, made
 
 SOURCE = '''"""What 1 + 1 < 3 is."""
 from typing import TYPE_CHECKING
@@ -43,11 +42,10 @@ def test_changes_are_other_programs():
 
 
 def test_the_nearest_tests_come_first():
-    likely = LikelyTests(ROOT)
-    assert "tests/test_hub.py" in likely.of("pykvedge/models/hub/folders.py", ("Folder", "commits"))[:2]
-    assert likely.of("pykvedge/runtime/sessionlock.py", ("remove_leftovers",))[0] == "tests/test_session_lock.py"
-    assert "tests/test_calibrate.py" in likely.of("kvedge_lab/commands/calibrate.py", ("_deliver",))[:3]
-    assert all((ROOT / test).is_file() for test in likely.of("pykvedge/errors.py", ()))
+    assert "tests/test_hub.py" in likely_tests("pykvedge/models/hub/folders.py", ("Folder", "commits"))[:2]
+    assert likely_tests("pykvedge/runtime/sessionlock.py", ("remove_leftovers",))[0] == "tests/test_session_lock.py"
+    assert "tests/test_calibrate.py" in likely_tests("kvedge_lab/commands/calibrate.py", ("_deliver",))[:3]
+    assert all((ROOT / test).is_file() for test in likely_tests("pykvedge/errors.py", ()))
 
 
 def test_the_same_seed_draws_the_same_changes():

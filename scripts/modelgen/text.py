@@ -21,51 +21,51 @@ from .layers import (
     plain,
     stack,
 )
-from .writer import Q4_0, Tensor, fitting_type, matrix, vector
+from .writer import Q4_0, Meta, Tensor, fitting_type, matrix, vector
 
 DEEPSTACK = 1  # layers of Qwen3-VL that add features of the image encoder to their output
 
 
-def made_of(layer: Layer) -> Callable[[TextSpec], Model]:
-    """Makes an architecture of equal layers."""
-    return lambda spec: (attention_meta(spec), [*ends(spec), *stack(spec, layer)])
+def made_of(layer: Layer, more: Callable[[TextSpec], Meta] = lambda spec: {}) -> Callable[[TextSpec], Model]:
+    """Makes an architecture of equal layers. more: its metadata beside that of attention."""
+    return lambda spec: ({**attention_meta(spec), **more(spec)}, [*ends(spec), *stack(spec, layer)])
 
 
-def qwen2vl(spec: TextSpec) -> Model:
-    meta = attention_meta(spec)
-    meta["qwen2vl.rope.dimension_sections"] = mrope_sections(spec.head_size)
-    return meta, [*ends(spec), *stack(spec, biased)]
+def _mrope(spec: TextSpec) -> Meta:
+    return {f"{spec.arch}.rope.dimension_sections": mrope_sections(spec.head_size)}
 
 
-def phi3(spec: TextSpec) -> Model:
+def _post_norms(spec: TextSpec, b: str) -> list[Tensor]:
+    return [norm(f"{b}.post_{x}_norm.weight", spec.n_embd, mean=spec.out_gain) for x in ("attention", "ffw")]
+
+
+def _phi3_layer(spec: TextSpec, i: int) -> list[Tensor]:
     """Phi-3: query, key and value in one matrix, gate and up in another."""
+    b, n, unit = f"blk.{i}", spec.n_embd, 1 / math.sqrt(spec.n_embd)
+    kv = spec.n_heads_kv * spec.head_size
+    bands = (*head_bands(spec.n_heads, spec.head_size, unit), (kv, KEY_GAIN * unit), (kv, unit))
+    ffn_norm, _, up, down = ffn(spec, b)
+    fused = matrix(up.name, (2 * spec.n_ff, n), unit, spec.weight)
+    qkv = Tensor(f"{b}.attn_qkv.weight", (n + 2 * kv, n), bands, 0.0, fitting_type(spec.weight, (n,)))
+    return [norm(f"{b}.attn_norm.weight", n), qkv, attn_out(spec, b), ffn_norm, fused, down]
 
-    def layer(spec: TextSpec, i: int) -> list[Tensor]:
-        b, n, unit = f"blk.{i}", spec.n_embd, 1 / math.sqrt(spec.n_embd)
-        kv = spec.n_heads_kv * spec.head_size
-        bands = (*head_bands(spec.n_heads, spec.head_size, unit), (kv, KEY_GAIN * unit), (kv, unit))
-        ffn_norm, _, up, down = ffn(spec, b)
-        fused = matrix(up.name, (2 * spec.n_ff, n), unit, spec.weight)
-        qkv = Tensor(f"{b}.attn_qkv.weight", (n + 2 * kv, n), bands, 0.0, fitting_type(spec.weight, (n,)))
-        return [norm(f"{b}.attn_norm.weight", n), qkv, attn_out(spec, b), ffn_norm, fused, down]
 
-    return attention_meta(spec), [*ends(spec), *stack(spec, layer)]
+def _gemma_ends(spec: TextSpec) -> list[Tensor]:
+    """Gemma multiplies embeddings by the square root of their width."""
+    first, *last = ends(spec)
+    return [matrix(first.name, first.shape, 1 / math.sqrt(spec.n_embd), spec.weight), *last]
 
 
 def gemma3(spec: TextSpec) -> Model:
     """Gemma 3: sliding-window layers (32 tokens) with a full one after each."""
 
     def layer(spec: TextSpec, i: int) -> list[Tensor]:
-        post = [f"blk.{i}.post_{x}_norm.weight" for x in ("attention", "ffw")]
-        return [*normed(spec, i), *(norm(name, spec.n_embd, mean=spec.out_gain) for name in post)]
+        return [*normed(spec, i), *_post_norms(spec, f"blk.{i}")]
 
     meta = attention_meta(spec)
     meta["gemma3.attention.sliding_window"] = 32
     meta["gemma3.attention.sliding_window_pattern"] = 2
-    first, *last = ends(spec)
-    # Gemma multiplies embeddings by the square root of their width.
-    embedding = matrix("token_embd.weight", first.shape, 1 / math.sqrt(spec.n_embd), spec.weight)
-    return meta, [embedding, *last, *stack(spec, layer)]
+    return meta, [*_gemma_ends(spec), *stack(spec, layer)]
 
 
 def lfm2(spec: TextSpec) -> Model:
@@ -155,14 +155,6 @@ def deepseek2(spec: TextSpec) -> Model:
     return meta, [*ends(spec), *stack(spec, layer)]
 
 
-def qwen3vl(spec: TextSpec) -> Model:
-    """Qwen3-VL: an image's embeddings are wider than the model, the rest is added after the first layers."""
-    meta = attention_meta(spec)
-    meta["qwen3vl.rope.dimension_sections"] = mrope_sections(spec.head_size)
-    meta["qwen3vl.n_deepstack_layers"] = DEEPSTACK
-    return meta, [*ends(spec), *stack(spec, normed)]
-
-
 def qwen35(spec: TextSpec) -> Model:
     """Qwen3.5: every second layer attends, with a gate on its output, the others keep a state (gated delta net)."""
     n, state, keys, values, conv = spec.n_embd, 32, 2, 4, 4
@@ -176,12 +168,9 @@ def qwen35(spec: TextSpec) -> Model:
         if i % 2:
             gated = matrix(f"{b}.attn_q.weight", (2 * n, n), unit, w)
             return [*(t for t in tensors if ".attn_q." not in t.name), gated]
+        norms = (".attn_norm.weight", "attention_norm.weight")
         return [
-            *(
-                t
-                for t in tensors
-                if ".ffn_" in t.name or t.name.endswith((".attn_norm.weight", "attention_norm.weight"))
-            ),
+            *(t for t in tensors if ".ffn_" in t.name or t.name.endswith(norms)),
             matrix(f"{b}.attn_qkv.weight", (width, n), unit, w),
             matrix(f"{b}.attn_gate.weight", (inner, n), unit, w),
             vector(f"{b}.ssm_conv1d.weight", (width, conv), std=0.5),
@@ -205,19 +194,12 @@ def qwen35(spec: TextSpec) -> Model:
     return meta, [*ends(spec), *stack(spec, layer)]
 
 
-def glm4(spec: TextSpec) -> Model:
-    """GLM-4.1V's language model: gate and up in one matrix, norms after attention and feed-forward, M-RoPE."""
-
-    def layer(spec: TextSpec, i: int) -> list[Tensor]:
-        b, n = f"blk.{i}", spec.n_embd
-        doubled = matrix(f"{b}.ffn_up.weight", (2 * spec.n_ff, n), 1 / math.sqrt(n), spec.weight)
-        kept = [t for t in plain(spec, i) if not t.name.endswith(("ffn_gate.weight", "ffn_up.weight"))]
-        post = [f"{b}.post_{x}_norm.weight" for x in ("attention", "ffw")]
-        return [*kept, doubled, *(norm(name, n, mean=spec.out_gain) for name in post)]
-
-    meta = attention_meta(spec)
-    meta["glm4.rope.dimension_sections"] = mrope_sections(spec.head_size)
-    return meta, [*ends(spec), *stack(spec, layer)]
+def _glm4_layer(spec: TextSpec, i: int) -> list[Tensor]:
+    """GLM-4.1V's language model: gate and up in one matrix, norms after attention and feed-forward."""
+    b, n = f"blk.{i}", spec.n_embd
+    doubled = matrix(f"{b}.ffn_up.weight", (2 * spec.n_ff, n), 1 / math.sqrt(n), spec.weight)
+    kept = [t for t in plain(spec, i) if not t.name.endswith(("ffn_gate.weight", "ffn_up.weight"))]
+    return [*kept, doubled, *_post_norms(spec, b)]
 
 
 def _unscaled(spec: TextSpec) -> float:
@@ -239,7 +221,7 @@ def gemma4(spec: TextSpec) -> Model:
         b = f"blk.{i}"
         own = ("attn_k.weight", "attn_v.weight", "attn_k_norm.weight")
         tensors = [t for t in normed(spec, i, _unscaled(spec)) if i < owners or not t.name.endswith(own)]
-        tensors += [norm(f"{b}.post_{x}_norm.weight", n, mean=spec.out_gain) for x in ("attention", "ffw")]
+        tensors += _post_norms(spec, b)
         if extra:
             tensors += [
                 matrix(f"{b}.inp_gate.weight", (extra, n), 1 / math.sqrt(n), spec.weight),
@@ -257,10 +239,7 @@ def gemma4(spec: TextSpec) -> Model:
         "gemma4.embedding_length_per_layer_input": extra,
         "gemma4.final_logit_softcapping": 30.0,
     }
-    first, *last = ends(spec)
-    # as Gemma 3: embeddings are multiplied by the square root of their width
-    tensors = [matrix(first.name, first.shape, 1 / math.sqrt(n), spec.weight), *last]
-    tensors.append(vector("rope_freqs.weight", pairs, mean=1.0))
+    tensors = [*_gemma_ends(spec), vector("rope_freqs.weight", pairs, mean=1.0)]
     if extra:
         width = extra * spec.n_layers
         tensors += [
@@ -283,7 +262,7 @@ def gemma3n(spec: TextSpec) -> Model:
         b, w = f"blk.{i}", spec.weight
         return [
             *normed(spec, i, _unscaled(spec)),
-            *(norm(f"{b}.post_{x}_norm.weight", n, mean=spec.out_gain) for x in ("attention", "ffw")),
+            *_post_norms(spec, b),
             matrix(f"{b}.inp_gate.weight", (extra, n), unit, w),
             matrix(f"{b}.proj.weight", (n, extra), 1 / math.sqrt(extra), w),
             norm(f"{b}.post_norm.weight", n, mean=0.5 * spec.out_gain),
@@ -298,10 +277,8 @@ def gemma3n(spec: TextSpec) -> Model:
         ]
 
     meta = attention_meta(spec) | {"gemma3n.attention.sliding_window": 32}
-    first, *last = ends(spec)
     return meta, [
-        matrix(first.name, first.shape, unit, spec.weight),
-        *last,
+        *_gemma_ends(spec),
         matrix("altup_proj.weight", (copies - 1, n, n), unit, spec.weight),
         matrix("altup_unembd_proj.weight", (copies - 1, n, n), unit, spec.weight),
         matrix("per_layer_token_embd.weight", (spec.vocab.size, width), 1 / math.sqrt(extra), Q4_0),
@@ -319,8 +296,7 @@ def llama4(spec: TextSpec) -> Model:
         if i % 2 == 0:
             return plain(spec, i)
         b, unit, w = f"blk.{i}", 1 / math.sqrt(n), spec.weight
-        tensors = [t for t in plain(spec, i) if ".ffn_gate." not in t.name and ".ffn_up." not in t.name]
-        tensors = [t for t in tensors if ".ffn_down." not in t.name]
+        tensors = [t for t in plain(spec, i) if not any(x in t.name for x in (".ffn_gate.", ".ffn_up.", ".ffn_down."))]
         tensors.append(matrix(f"{b}.ffn_gate_inp.weight", (experts, n), unit, w))
         for name, shape, std in (
             ("gate", (wide, n), unit), ("up", (wide, n), unit), ("down", (n, wide), spec.out_gain / math.sqrt(wide))
@@ -340,18 +316,19 @@ def llama4(spec: TextSpec) -> Model:
 
 ARCHITECTURES: dict[str, Callable[[TextSpec], Model]] = {
     "llama": made_of(plain),  # and whatever else is the same to llama.cpp: Vicuna, MobileLLaMA, Mistral
-    "qwen2vl": qwen2vl,
+    "qwen2vl": made_of(biased, _mrope),
     "qwen3": made_of(normed),
-    "phi3": phi3,
+    "phi3": made_of(_phi3_layer),
     "gemma3": gemma3,
     "lfm2": lfm2,
     "mamba": mamba,
     "deepseek2": deepseek2,
     "qwen2": made_of(biased),  # InternVL and MiniCPM-V are built on it
     "mistral3": made_of(plain),  # Mistral Small and Ministral 3
-    "qwen3vl": qwen3vl,
+    # an image's embeddings are wider than the model, the rest is added after the first layers
+    "qwen3vl": made_of(normed, lambda spec: {**_mrope(spec), "qwen3vl.n_deepstack_layers": DEEPSTACK}),
     "qwen35": qwen35,
-    "glm4": glm4,
+    "glm4": made_of(_glm4_layer, _mrope),
     "gemma4": gemma4,
     "llama4": llama4,
     "gemma3n": gemma3n,
