@@ -9,11 +9,12 @@ import io
 from collections.abc import Callable
 from dataclasses import dataclass
 from html import escape
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from kvedge_lab import drawing
-from kvedge_lab.bench.table import STEPS, Row, Spread
+from kvedge_lab.bench.table import STEPS, Row, Spread, by_prompt
 from pykvedge.errors import KvedgeError
 
 INK = "#202124"  # of spreads and marks
@@ -73,20 +74,6 @@ def _charts(rows: list[Row]) -> list[Chart]:
     return [*CHARTS, *([STEP_CHART] if any(row.device_compressed for row in rows) else [])]
 
 
-def _stretches(chart: Chart, row: Row) -> list[tuple[float, float, str]]:
-    """Lists (begin, length, colour) of a bar's parts, in the chart's unit."""
-    out, at = list[tuple[float, float, str]](), 0.0
-    for length, colour in zip(chart.parts(row), STEP_COLOURS.values(), strict=False):
-        out.append((at, length, colour))
-        at += length
-    return out
-
-
-def _groups(rows: list[Row]) -> list[list[Row]]:
-    names = dict.fromkeys((row.model, row.prompt) for row in rows)
-    return [[row for row in rows if (row.model, row.prompt) == name] for name in names]
-
-
 def _largest(group: list[Row], chart: Chart) -> float:
     """Finds the largest value or spread; marks beyond a quarter more are not drawn, so that bars stay readable."""
     return max((max(chart.value(row), *(chart.spread(row) or (0.0,))) for row in group), default=1.0) or 1.0
@@ -114,7 +101,7 @@ def page(rows: list[Row], notes: list[str], picture: str) -> str:
 
 
 def _draw(to: Path | BinaryIO, rows: list[Row], form: str | None = None) -> None:
-    groups, charts = _groups(rows), _charts(rows)
+    groups, charts = list(by_prompt(rows).values()), _charts(rows)
     across = min(len(groups), ACROSS)
     blocks = [groups[i : i + across] for i in range(0, len(groups), across)]
     heights = [BAR * max(map(len, block)) + HEAD for block in blocks for _ in charts]
@@ -143,7 +130,8 @@ def _chart(axis: Any, chart: Chart, group: list[Row]) -> None:
     axis.barh(range(len(group)), [chart.value(row) for row in group], color=colours, height=THICK)
     for i, row in enumerate(group):
         value, spread, mark = chart.value(row), chart.spread(row), chart.mark(row)
-        for begin, part, shade in _stretches(chart, row):
+        parts = chart.parts(row)
+        for begin, part, shade in zip(accumulate(parts, initial=0.0), parts, STEP_COLOURS.values(), strict=False):
             axis.barh([i], [part], left=[begin], color=shade, height=THICK)
         reach = max(value, *(spread or (0.0,)))
         if spread:

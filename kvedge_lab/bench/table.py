@@ -150,11 +150,19 @@ def _disturbance(row: Row, found: list[Repetition], about: dict[str, Any]) -> No
         row.disturbed = row.others > (cores - min(about.get("threads", cores), cores)) / cores + SPARE
 
 
+def by_prompt(made: Iterable[Row]) -> dict[tuple[str, str], list[Row]]:
+    """Groups rows by model and prompt, in their order."""
+    out: dict[tuple[str, str], list[Row]] = {}
+    for row in made:
+        out.setdefault((row.model, row.prompt), []).append(row)
+    return out
+
+
 def warnings(made: list[Row]) -> list[str]:
     """Writes a line for each prompt whose figures other programs disturbed."""
     out = []
-    for model, prompt in dict.fromkeys((row.model, row.prompt) for row in made):
-        shares = [row.others or 0.0 for row in made if (row.model, row.prompt) == (model, prompt) and row.disturbed]
+    for (model, prompt), mine in by_prompt(made).items():
+        shares = [row.others or 0.0 for row in mine if row.disturbed]
         if shares:
             out.append(
                 f"{model}, {prompt}: other programs had up to {100 * max(shares):.0f} % of the processors while it was "
@@ -271,8 +279,7 @@ def as_markdown(made: list[Row], outcome: Outcome) -> str:
     columns = COLUMNS | (WHOLE_COLUMNS if any(row.keep for row in made) else {})
     columns |= LATER_COLUMNS if any(row.later_s is not None for row in made) else {}
     columns |= {"J/token": lambda r: f"{r.decode_j_token or 0:.2f}"} if energy else {}
-    for model, prompt in dict.fromkeys((row.model, row.prompt) for row in made):
-        mine = [row for row in made if (row.model, row.prompt) == (model, prompt)]
+    for (model, prompt), mine in by_prompt(made).items():
         images = f", {mine[0].image_tokens} of images" if mine[0].image_tokens else ""
         title = f"**{model}**: a prompt of {mine[0].tokens} tokens ({prompt}{images}), {mine[0].rounds} rounds"
         parts += [wrapped(title), _table(columns, mine)]

@@ -6,7 +6,7 @@ import ctypes
 import functools
 import re
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from pykvedge.errors import ModelError, UsageError
@@ -169,13 +169,9 @@ class Vocabulary:
     def text(self, tokens: list[int]) -> str:
         """Returns the text of tokens, special ones written out. Raises UsageError for a number that is no token."""
         self.check(tokens)
-        data, size = (self.llama.llama_token * len(tokens))(*tokens), 16 * len(tokens) + 64
-        while True:
-            buffer = ctypes.create_string_buffer(size)
-            n = self.llama.llama_detokenize(self.vocab, data, len(tokens), buffer, size, False, True)
-            if n >= 0:
-                return buffer.raw[:n].decode("utf-8", "replace")
-            size = -n
+        given, write = (self.llama.llama_token * len(tokens))(*tokens), self.llama.llama_detokenize
+        found = _filled(16 * len(tokens) + 64, lambda *room: write(self.vocab, given, len(tokens), *room, False, True))
+        return found.decode("utf-8", "replace")
 
     @functools.cached_property
     def ends(self) -> list[int]:
@@ -192,13 +188,17 @@ class Vocabulary:
 
     def piece(self, token: int) -> bytes:
         """Returns the bytes that a token stands for, maybe a part of a character; a special token has none."""
-        size = 64
-        while True:
-            buffer = ctypes.create_string_buffer(size)
-            n = self.llama.llama_token_to_piece(self.vocab, token, buffer, size, 0, False)
-            if n >= 0:
-                return buffer.raw[:n]
-            size = -n
+        return _filled(64, lambda *room: self.llama.llama_token_to_piece(self.vocab, token, *room, 0, False))
+
+
+def _filled(size: int, write: Callable[[Any, int], int]) -> bytes:
+    """Returns what llama.cpp writes. write: takes a buffer and its size; returns its bytes, or less than 0: so many."""
+    while True:
+        buffer = ctypes.create_string_buffer(size)
+        n = write(buffer, size)
+        if n >= 0:
+            return buffer.raw[:n]
+        size = -n
 
 
 def _in_lines(text: str) -> list[str]:

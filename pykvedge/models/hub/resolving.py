@@ -70,9 +70,10 @@ class _Search:
         return self.wanted.name.repo
 
     def pair(self) -> Pair:
-        hub, listing = self._ask()
-        if hub is None or listing is None:
+        asked = self._ask()
+        if asked is None:
             return self._cached()
+        hub, listing = asked
         choice, folder = self.wanted.choice(list(listing.files)), Folder.of(self.repo)
         files = [listing.files[path] for path in choice.files]
         missing = [file for file in files if not is_there(folder, listing.commit, file)]
@@ -85,32 +86,32 @@ class _Search:
         return folder.pair(choice, places)
 
     def headers(self) -> tuple[Header, Header | None]:
-        hub, listing = self._ask()
-        if hub is not None and listing is not None:
+        if asked := self._ask():
+            hub, listing = asked
             return self._headers(hub, listing, self.wanted.choice(list(listing.files)))
         model, mmproj = self._cached()
         header = check_model(model)
         return header, check_mmproj(mmproj, header) if mmproj else None
 
-    def _ask(self) -> tuple[Hub | None, Listing | None]:
-        """Asks the hub what there is. Returns nothing if the cache is to be used: offline, or no answer."""
+    def _ask(self) -> tuple[Hub, Listing] | None:
+        """Asks the hub what there is. Returns None if the cache is to be used: offline, or no answer."""
         if self.offline or offline():
-            return None, None
+            return None
         self._look()
         self.progress(f"asking for {self.repo}", 0.0)
         hub = Hub()
         try:
             return hub, hub.listing(self.repo)
         except HubError as error:
-            cached = False
+            cached = None
             with suppress(HubError, UnknownNameError):
-                cached = find_cached(self.wanted) is not None
-            if not cached:
+                cached = find_cached(self.wanted)
+            if cached is None:
                 raise
             if not isinstance(error, UnreachableError):
                 raise HubError(f"{error}; it is in the cache, where --offline finds it") from None
             self.warn(f"{error}; going on with what is in the cache")
-            return None, None
+            return None
 
     def _cached(self) -> Pair:
         found = find_cached(self.wanted)
