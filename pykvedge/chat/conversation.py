@@ -9,14 +9,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 
-from pykvedge.errors import (
-    GrammarError,
-    ImageError,
-    OutOfMemoryError,
-    SessionFileError,
-    StateError,
-    UnsupportedError,
-)
+from pykvedge.errors import GrammarError, ImageError, OutOfMemoryError, SessionFileError, StateError, UnsupportedError
 from pykvedge.library import libkvedge, native_plan
 from pykvedge.models.aside import Aside
 from pykvedge.models.composer import Composer

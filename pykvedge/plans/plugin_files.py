@@ -17,6 +17,7 @@ from pykvedge.system.files import require_file
 
 LIBRARY_ENDINGS = (".so", ".dylib", ".dll")
 
+
 class _Source(importlib.machinery.SourceFileLoader):
     """Compiles the file as it is now. Cached bytecode can be that of an older text, written in the same second."""
 

@@ -59,12 +59,7 @@ class Generation:
     """
 
     def __init__(
-        self,
-        model: Model,
-        sampling: Sampling,
-        report: Report,
-        begun: bool = False,
-        shown: frozenset[int] = frozenset(),
+        self, model: Model, sampling: Sampling, report: Report, begun: bool = False, shown: frozenset[int] = frozenset()
     ) -> None:
         """Raises GrammarError, and UsageError for biases that do not fit the model; close it in the end.
 

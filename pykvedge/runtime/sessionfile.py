@@ -56,12 +56,7 @@ class Note:
                 del data[name]
         data["plan"] = self.plan.to_json()
         data["messages"] = [
-            {
-                "role": m.role,
-                "text": m.text,
-                "pictures": [_told(p) for p in m.pictures],
-            }
-            for m in self.messages
+            {"role": m.role, "text": m.text, "pictures": [_told(p) for p in m.pictures]} for m in self.messages
         ]
         return json.dumps(data).encode()
 
