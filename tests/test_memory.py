@@ -252,3 +252,13 @@ def test_the_least_limit_from_the_own_control_group_up_counts(tmp_path, monkeypa
     monkeypatch.setattr(memory, "_CGROUPS_OF_PROCESS", tmp_path / "of_process")
     assert memory.cgroup_limit() == (None if limit is None else limit * GIB)
     assert memory._cgroup_available() == (None if available is None else available * GIB)
+
+
+def test_a_server_takes_half_of_what_its_control_group_leaves(tmp_path, monkeypatch):
+    from pykvedge.serve.server import free_memory_share
+
+    for name, text in (("memory.max", GIB), ("memory.current", GIB * 3 // 4), ("memory.stat", "inactive_file 0")):
+        (tmp_path / name).write_text(f"{text}\n")
+    monkeypatch.setattr(memory, "_CGROUP", tmp_path)
+    monkeypatch.setattr(memory, "_CGROUPS_OF_PROCESS", tmp_path / "none")
+    assert free_memory_share() == GIB // 8

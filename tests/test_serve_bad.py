@@ -300,7 +300,8 @@ def test_options_that_cannot_be(kvedge, refused, tmp_path):
     refused("serve", "--memory", "much").failed(2, "--memory")
     refused("serve", "--image-folder", tmp_path / "none").failed(2, "is no folder")
     refused("serve", "--allow-origin", "localhost:3000").failed(2, "--allow-origin", "https://NAME")
-    refused("serve", "--parent-pid", "4000000").failed(2, "no such process")
+    for number in ("4000000", str(2**70)):
+        refused("serve", "--parent-pid", number).failed(2, "no such process")
     refused("serve", "--model", tmp_path / "none.gguf").failed(1, "none.gguf")
 
 

@@ -20,7 +20,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-import psutil
 import uvicorn
 
 from pykvedge.caches.folder import CacheFolder
@@ -98,7 +97,7 @@ def check(options: Options, plan: Plan) -> None:
     for origin in options.origins:
         if origin not in ("*", "null", "localhost") and not _ORIGIN.fullmatch(origin):
             raise UsageError(f"--allow-origin {origin}: an origin is https://NAME:PORT, localhost, or * for all")
-    if options.parent and not psutil.pid_exists(options.parent):
+    if options.parent and not memory.is_running(options.parent):
         raise UsageError(f"--parent-pid {options.parent}: there is no such process")
 
 
@@ -287,5 +286,5 @@ def _is_left(entry: os.DirEntry[str]) -> bool:
 
 
 def free_memory_share() -> int:
-    """Chooses what conversations may take where nothing was said: half of what the machine has left."""
-    return max(psutil.virtual_memory().available // 2, 64 << 20)
+    """Chooses what conversations may take where nothing was said: half of the bytes that are left to this process."""
+    return max((memory.available_bytes() or 0) // 2, 64 << 20)
