@@ -4,23 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import json
-import time
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric, SummaryMetricFamily
 from starlette.requests import Request as HttpRequest
-from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.responses import JSONResponse, Response
 
 from pykvedge.errors import RequestError
+from pykvedge.serve.completions import EventStream
 from pykvedge.serve.guarding import OWNER
 from pykvedge.serve.scheduler import Scheduler
 from pykvedge.serve.service import Service
 from pykvedge.system import memory as process
 
 _LOOK_S = 0.25  # between two looks at what has changed
-_QUIET_S = 10.0  # a stream of events that has nothing to say says so after this
 _MOST_WATCHERS = 32
 
 
@@ -92,22 +91,18 @@ async def events(service: Service, http: HttpRequest) -> Response:
     """GET /v1/kvedge/events: memory and what is worked on, at once and whenever it has changed."""
     if service.watchers >= _MOST_WATCHERS:
         raise RequestError(503, "too many watch this server already", "busy", retry_s=10)
-    headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
-    return StreamingResponse(_changes(service, http), media_type="text/event-stream", headers=headers)
+    return EventStream(_changes(service, http))
 
 
 async def _changes(service: Service, http: HttpRequest) -> AsyncIterator[str]:
     service.watchers += 1
     try:
-        last, said, owner = "", 0.0, http.scope.get(OWNER, "")
+        last, owner = "", http.scope.get(OWNER, "")
         while not service.scheduler.stopping and not await http.is_disconnected():
             now = json.dumps({"memory": _memory(service.scheduler), "sessions": _working(service.scheduler, owner)})
             if now != last:
                 yield f"data: {now}\n\n"
-                last, said = now, time.monotonic()
-            elif time.monotonic() - said > _QUIET_S:
-                yield ": nothing new\n\n"
-                said = time.monotonic()
+                last = now
             await asyncio.sleep(_LOOK_S)
     finally:
         service.watchers -= 1
