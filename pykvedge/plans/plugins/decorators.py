@@ -13,6 +13,7 @@ from pykvedge.plans.plugins.table import Preset
 from pykvedge.reference.stages.base import Allocator, Param, Pruner, Reducer, Scorer, Settings
 
 F = TypeVar("F", bound=Callable[..., Any])
+About = tuple[str, str, str]  # name, summary, and the file that registers it
 RECENT = 32  # SnapKV's window: the end of the prompt is the question, which an answer needs
 
 
@@ -37,23 +38,14 @@ def scorer(
     Raises PluginError for a name that is taken or not allowed.
     """
 
-    def register(function: F) -> F:
-        what, origin = f"scorer '{name}'", _origin(function)
-        seen, protects = _number(queries, "queries", what), _number(recent, "recent", what)
-        member = Scorer(
-            name,
-            summary or _first_line(function),
-            origin,
-            calling.checked_scorer(name, function, seen, column_sums),
-            params=_params(params, what),
-            auto_recent=lambda kept, even, settings: min(kept // 2, protects(settings)),
-            by_place=by_place,
-        )
-        table.add(table.Plugin(member, origin, seen, protects, column_sums))
-        return function
+    def made(function: Any, about: About, given: tuple[Param, ...]) -> table.Plugin:
+        seen, protects = (_number(n, key, f"scorer '{name}'") for n, key in ((queries, "queries"), (recent, "recent")))
+        score = calling.checked_scorer(name, function, seen, column_sums)
+        member = Scorer(*about, score, params=given, by_place=by_place,
+                        auto_recent=lambda kept, even, settings: min(kept // 2, protects(settings)))  # fmt: skip
+        return table.Plugin(member, about[2], seen, protects, column_sums)
 
-    _called("scorer", name)
-    return register
+    return _registering("scorer", name, params, summary, made)
 
 
 def allocator(
@@ -66,7 +58,11 @@ def allocator(
     `scorer`.
     """
 
-    return _registering(Allocator, calling.checked_allocator, name, params, by_place, summary)
+    def made(function: Any, about: About, given: tuple[Param, ...]) -> table.Plugin:
+        allocate = calling.checked_allocator(name, function)
+        return table.Plugin(Allocator(*about, allocate, params=given, by_place=by_place), about[2])
+
+    return _registering("allocator", name, params, summary, made)
 
 
 def reducer(name: str, *, params: Sequence[Param] = (), by_place: bool = False, summary: str = "") -> Callable[[F], F]:
@@ -76,7 +72,11 @@ def reducer(name: str, *, params: Sequence[Param] = (), by_place: bool = False, 
     It is called for heads that lose rows. by_place, summary and errors: as for `scorer`.
     """
 
-    return _registering(Reducer, calling.checked_reducer, name, params, by_place, summary)
+    def made(function: Any, about: About, given: tuple[Param, ...]) -> table.Plugin:
+        reduce = calling.checked_reducer(name, function)
+        return table.Plugin(Reducer(*about, reduce, params=given, by_place=by_place), about[2])
+
+    return _registering("reducer", name, params, summary, made)
 
 
 def pruner(name: str, *, params: Sequence[Param] = (), summary: str = "") -> Callable[[F], F]:
@@ -87,15 +87,12 @@ def pruner(name: str, *, params: Sequence[Param] = (), summary: str = "") -> Cal
     one. It may return the rows to read as well: numbers [m], rows [m, D]. summary and errors: as for `scorer`.
     """
 
-    def register(function: F) -> F:
-        origin, given = _origin(function), _params(params, f"pruner '{name}'")
+    def made(function: Any, about: About, given: tuple[Param, ...]) -> table.Plugin:
         checked = calling.checked_pruner(name, function)
-        member = Pruner(name, summary or _first_line(function), origin, lambda *image: checked(*image)[0], params=given)
-        table.add(table.Plugin(member, origin, pruned=checked))
-        return function
+        member = Pruner(*about, lambda *image: checked(*image)[0], params=given)
+        return table.Plugin(member, about[2], pruned=checked)
 
-    _called("pruner", name)
-    return register
+    return _registering("pruner", name, params, summary, made)
 
 
 def preset(name: str, *, summary: str = "", reference: str = "", **values: Any) -> None:
@@ -114,23 +111,18 @@ def preset(name: str, *, summary: str = "", reference: str = "", **values: Any) 
 
 
 def _registering(
-    kind: type[Allocator | Reducer], check: Callable[..., Any], name: str, params: Any, by_place: bool, summary: str
+    stage: str, name: str, params: Any, summary: str, made: Callable[[Any, About, tuple[Param, ...]], table.Plugin]
 ) -> Callable[[F], F]:
-    """Makes what decorates the function of an allocator or a reducer. check: makes it the checked one (calling.py)."""
-
-    def register(function: F) -> F:
-        origin, given = _origin(function), _params(params, f"{kind.stage} '{name}'")
-        about = name, summary or _first_line(function), origin
-        table.add(table.Plugin(kind(*about, check(name, function), params=given, by_place=by_place), origin))
-        return function
-
-    _called(kind.stage, name)
-    return register
-
-
-def _called(stage: str, name: Any) -> None:
+    """Makes what decorates the function of a stage. made: makes the plugin of the function."""
     if callable(name):
         raise PluginError(f'write @pykvedge.{stage}("name"), with the name to register')
+
+    def register(function: F) -> F:
+        about = name, summary or _first_line(function), _origin(function)
+        table.add(made(function, about, _params(params, f"{stage} '{name}'")))
+        return function
+
+    return register
 
 
 def _origin(function: Any) -> str:

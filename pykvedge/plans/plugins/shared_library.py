@@ -79,22 +79,17 @@ def _native_member(stage: str, struct: Any, origin: str) -> table.Plugin:
     table.check_name(stage, name, origin)
     summary = text(struct.summary) or "no description"
     params = tuple(_param(struct.settings[i], origin) for i in range(struct.n_settings))
+    about = name, summary, origin
     if stage == "allocator":
         allocate = calling.checked_allocator(name, _NativeCall(struct, params, _run_allocate))
-        return table.Plugin(base.Allocator(name, summary, origin, allocate, params=params), origin, native=struct)
+        return table.Plugin(base.Allocator(*about, allocate, params=params), origin, native=struct)
     if stage == "reducer":
         reduce = calling.checked_reducer(name, _NativeCall(struct, params, _run_reduce))
-        return table.Plugin(base.Reducer(name, summary, origin, reduce, params=params), origin, native=struct)
-    n_queries, recent = struct.n_queries, struct.recent
-    member = base.Scorer(
-        name,
-        summary,
-        origin,
-        calling.checked_scorer(name, _NativeCall(struct, params, _run_score), lambda _: n_queries, struct.column_sums),
-        params=params,
-        auto_recent=lambda kept, even, _: min(kept // 2, recent),
-    )
-    return table.Plugin(member, origin, lambda _: n_queries, lambda _: recent, struct.column_sums, struct)
+        return table.Plugin(base.Reducer(*about, reduce, params=params), origin, native=struct)
+    n_queries, recent, sums = struct.n_queries, struct.recent, struct.column_sums
+    score = calling.checked_scorer(name, _NativeCall(struct, params, _run_score), lambda _: n_queries, sums)
+    member = base.Scorer(*about, score, params=params, auto_recent=lambda kept, even, _: min(kept // 2, recent))
+    return table.Plugin(member, origin, lambda _: n_queries, lambda _: recent, sums, struct)
 
 
 def _param(s: Setting, origin: str) -> base.Param:
