@@ -261,20 +261,9 @@ class Context:
         embeddings = piece.embeddings.ctypes.data_as(ctypes.POINTER(ctypes.c_float))
         # the model looks at all tokens of an image at once where it looks in both directions
         n_batch = piece.n_tokens if vision.non_causal() else min(self.n_batch, piece.n_tokens)
-        self._checked(
-            lambda: vision.mtmd.mtmd_helper_decode_image_chunk(
-                vision.handle,
-                self.handle,
-                piece.chunk,
-                embeddings,
-                self.at.n_past,
-                self.at.number,
-                n_batch,
-                ctypes.byref(position),
-                vision.mtmd.mtmd_helper_post_decode_callback(),
-                None,
-            )
-        )
+        given = (vision.handle, self.handle, piece.chunk, embeddings, self.at.n_past, self.at.number, n_batch,
+                 ctypes.byref(position), vision.mtmd.mtmd_helper_post_decode_callback(), None)  # fmt: skip
+        self._checked(lambda: vision.mtmd.mtmd_helper_decode_image_chunk(*given))
         self._move(piece.n_tokens, position.value)
 
     def _decode_rows(self, vision: Vision, piece: ImagePiece, embeddings: np.ndarray) -> None:

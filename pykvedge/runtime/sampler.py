@@ -115,15 +115,9 @@ def _changes(sampling: Sampling, model: Model, biases: dict[int, float]) -> list
         array = (llama.llama_logit_bias * len(biases))(*biases.items())
         out.append(llama.llama_sampler_init_logit_bias(model.n_vocab, len(biases), array))
     if sampling.penalises:
-        out.append(
-            llama.llama_sampler_init_penalties(
-                model.n_vocab,
-                sampling.repeat_last_n,
-                sampling.repeat_penalty,
-                sampling.frequency_penalty,
-                sampling.presence_penalty,
-            )
-        )
+        names = ("repeat_last_n", "repeat_penalty", "frequency_penalty", "presence_penalty")
+        penalties = (getattr(sampling, name) for name in names)
+        out.append(llama.llama_sampler_init_penalties(model.n_vocab, *penalties))
     return out
 
 

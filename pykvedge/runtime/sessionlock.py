@@ -77,12 +77,10 @@ class SessionLock(Closing):
         handle, self._handle = self._handle, None
         if sys.platform == "win32":  # where an open file cannot be removed, nor one that another has opened since
             os.close(handle)
-            with suppress(OSError):
-                self._file.unlink()
-            return
         with suppress(OSError):
             self._file.unlink()
-        os.close(handle)
+        if sys.platform != "win32":
+            os.close(handle)
 
 
 def remove_leftovers(path: Path) -> None:

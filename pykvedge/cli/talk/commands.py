@@ -8,10 +8,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from pykvedge.cli import paths, sampling
-from pykvedge.cli.talk import pictures
 from pykvedge.cli.talk.chat import Chat
 from pykvedge.cli.talk.chat import say as _say
+from pykvedge.cli.talk.pictures import looks_like_path
 from pykvedge.errors import UsageError, unknown
+from pykvedge.models.documents import load_pictures
 from pykvedge.models.prompt import Message
 from pykvedge.native import crash
 from pykvedge.plans.making import another
@@ -59,13 +60,13 @@ def run(chat: Chat, line: str) -> None:
 
 def is_command(line: str) -> bool:
     """Tells a command from a message, which may begin with the path of a picture."""
-    return line.startswith("/") and not pictures.looks_like_path(line.split()[0])
+    return line.startswith("/") and not looks_like_path(line.split()[0])
 
 
 def completions(chat: Chat, line: str) -> list[str]:
     """Lists the lines that a half-typed one may become: commands with what follows them, and paths in a message."""
     name, blank, begun = line.partition(" ")
-    if not blank and name.startswith("/") and not pictures.looks_like_path(name):
+    if not blank and name.startswith("/") and not looks_like_path(name):
         takes = {c.name: c.name + (" " if " " in c.usage else "") for c in COMMANDS.values()}
         if found := [whole for known, whole in {**takes, LEAVE[0]: LEAVE[0]}.items() if known.startswith(name)]:
             return found
@@ -80,7 +81,7 @@ def _image(chat: Chat, rest: str) -> None:
         raise UsageError("/image needs a path: /image photo.jpg")
     if not chat.session.sees_images:
         raise UsageError("this model was loaded without an image encoder; start again with --mmproj")
-    loaded = pictures.load(paths.typed(rest), chat.session.page_size)
+    loaded = list(load_pictures(paths.typed(rest), chat.session.page_size))
     number, one = chat.next_image, loaded[0]
     chat.waiting += loaded
     if len(loaded) == 1:

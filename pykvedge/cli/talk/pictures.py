@@ -38,11 +38,6 @@ class Mentioned:
     hints: list[str] = field(default_factory=list)
 
 
-def load(path: Path, size: PageSize | None = None) -> list[Picture]:
-    """Loads the picture of a file, or the pages of a PDF as large as `size` says. Raises ImageError, UsageError."""
-    return list(load_pictures(path, size))
-
-
 def looks_like_path(word: str, windows: bool = WINDOWS) -> bool:
     """Tells whether a word may be the path of a picture; a command is none."""
     return "/" in word[1:] or bool(_NAMED.search(word)) or (windows and "\\" in word)
@@ -82,7 +77,7 @@ def _at(text: str, start: int, hints: list[str], size: PageSize | None) -> tuple
     for end, path in candidates(text, start):
         if os.path.isfile(file_of(path)):  # noqa: PTH113 - Path.is_file raises for a name that is too long
             try:
-                return end, load(path, size)
+                return end, list(load_pictures(path, size))
             except ImageError:
                 if _NAMED.search(path.name):
                     raise
