@@ -28,11 +28,9 @@ from pykvedge.plans.registry import STAGES, member, members
 @options.JSON
 @options.PLUGIN
 @option(
-    "--check",
-    "checking",
-    is_flag=True,
+    "--check", "checking", is_flag=True,
     help="Try the method, or the stage of that name, on many prompts; exit code 1 if a rule is broken.",
-)
+)  # fmt: skip
 def methods(name: str | None, as_json: bool, checking: bool, **given: Any) -> None:
     """List the compression methods, explain one, or check one.
 

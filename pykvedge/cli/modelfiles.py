@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from pykvedge.models.gguf import Header
     from pykvedge.models.images import Picture
 
-
 NONE = ("none", "-")  # as --mmproj: no image encoder
 _QUANT = re.compile(r"[-._](?:ud-)?(?:i?q\d\w*|tq\d\w*|mxfp4\w*|b?f16|fp16|f32)$")
 

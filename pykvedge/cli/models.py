@@ -18,7 +18,6 @@ from pykvedge.system.memory import readable
 if TYPE_CHECKING:
     from pykvedge.models.hub import Removal
 
-
 _NAME = "USER/REPO[:QUANT]"
 
 

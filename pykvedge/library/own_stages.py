@@ -82,15 +82,10 @@ def _score(member: base.Scorer, settings: base.Settings, given: ScoreInput, out:
     queries = np.zeros((given.n_heads, 0, given.d_k), dtype=np.float32)
     if given.q:
         queries = _copy(given.q, (given.n_queries, given.n_heads, given.d_k)).swapaxes(0, 1)
-    layer = base.Layer(
-        queries,
-        _copy(given.k, (heads, n_tokens, given.d_k)),
-        _copy(given.v, (heads, n_tokens, given.d_v)),
-        _copy(given.image_mask, (n_tokens,)).astype(bool),
-        given.layer,
-        given.n_layers,
-        _copy(given.column_sums, (heads, n_tokens)) if given.column_sums else None,
-    )
+    k, v = _copy(given.k, (heads, n_tokens, given.d_k)), _copy(given.v, (heads, n_tokens, given.d_v))
+    mask = _copy(given.image_mask, (n_tokens,)).astype(bool)
+    sums = _copy(given.column_sums, (heads, n_tokens)) if given.column_sums else None
+    layer = base.Layer(queries, k, v, mask, given.layer, given.n_layers, sums)
     np.ctypeslib.as_array(out, (heads, n_tokens))[:] = member.score(layer, settings)
 
 
@@ -106,16 +101,10 @@ def _allocate(member: base.Allocator, settings: base.Settings, given: AllocateIn
 
 
 def _reduce(member: base.Reducer, settings: base.Settings, given: ReduceInput, k: Any, v: Any) -> None:
-    index = np.arange(given.n_tokens)
-    head = base.Head(
-        _copy(given.k, (given.n_tokens, given.d_k)),
-        _copy(given.v, (given.n_tokens, given.d_v)),
-        _copy(given.kept, (given.n_kept,)),
-        (index < given.sinks) | (index >= given.n_tokens - given.recent),
-        given.layer,
-        given.n_layers,
-        given.head,
-    )
+    n, index = given.n_tokens, np.arange(given.n_tokens)
+    whole = _copy(given.k, (n, given.d_k)), _copy(given.v, (n, given.d_v))
+    protected = (index < given.sinks) | (index >= n - given.recent)
+    head = base.Head(*whole, _copy(given.kept, (given.n_kept,)), protected, given.layer, given.n_layers, given.head)
     rows = member.reduce(head, settings)
     for to, width, values in ((k, given.d_k, rows[0]), (v, given.d_v, rows[1])):
         with np.errstate(over="ignore"):

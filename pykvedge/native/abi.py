@@ -40,28 +40,19 @@ class Setting(c.Structure):
     """kvedge_setting: of words the fallback is an index, step 0 is any number."""
 
     _fields_ = [
-        ("name", c.c_char_p),
-        ("help", c.c_char_p),
+        ("name", c.c_char_p), ("help", c.c_char_p),
         *((name, c.c_double) for name in ("fallback", "lowest", "highest")),
-        ("step", c.c_int32),
-        ("choices", c.c_char_p),
-    ]
+        ("step", c.c_int32), ("choices", c.c_char_p),
+    ]  # fmt: skip
 
 
 class Options(c.Structure):
     """kvedge_options."""
 
     _fields_ = [
-        ("struct_size", c.c_size_t),
-        ("type", c.c_int),
-        ("n_threads", c.c_int32),
-        ("auto_compress", c.c_bool),
-        ("type_k", c.c_int),
-        ("type_v", c.c_int),
-        ("unused", c.c_int32),
-        ("devices", c.c_int),
-        ("rotate", c.c_int),
-    ]
+        ("struct_size", c.c_size_t), ("type", c.c_int), ("n_threads", c.c_int32), ("auto_compress", c.c_bool),
+        ("type_k", c.c_int), ("type_v", c.c_int), ("unused", c.c_int32), ("devices", c.c_int), ("rotate", c.c_int),
+    ]  # fmt: skip
 
 
 class Stats(c.Structure):
@@ -103,12 +94,9 @@ class Saved(c.Structure):
     """kvedge_saved."""
 
     _fields_ = [
-        ("struct_size", c.c_size_t),
-        ("file_bytes", c.c_uint64),
-        ("note_bytes", c.c_uint64),
-        ("model", c.c_char * 256),
+        ("struct_size", c.c_size_t), ("file_bytes", c.c_uint64), ("note_bytes", c.c_uint64), ("model", c.c_char * 256),
         ("whole", c.c_bool),
-    ]
+    ]  # fmt: skip
 
 
 class GivenArrays(c.Structure):

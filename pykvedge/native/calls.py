@@ -16,16 +16,10 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 _ERROR_OF_STATUS: dict[int, type[errors.KvedgeError]] = {
-    1: errors.UsageError,
-    2: errors.UnknownNameError,
-    3: errors.BudgetError,
-    4: errors.OutOfMemoryError,
-    5: errors.NothingToCompressError,
-    6: errors.StateError,
-    7: errors.UnsupportedError,
-    8: errors.PluginError,
+    1: errors.UsageError, 2: errors.UnknownNameError, 3: errors.BudgetError, 4: errors.OutOfMemoryError,
+    5: errors.NothingToCompressError, 6: errors.StateError, 7: errors.UnsupportedError, 8: errors.PluginError,
     9: errors.SessionFileError,
-}
+}  # fmt: skip
 
 
 @functools.cache

@@ -1,7 +1,4 @@
-"""What a C compiler needs of the installed package: its headers, its libraries, and where CMake finds them.
-
-The words are those of kvedge.pc, which the build installs with the libraries (cmake/InstallC.cmake).
-"""
+"""What a C compiler needs of the installed package (kvedge.pc): headers, libraries, and where CMake finds them."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""kvedge's shared libraries are found and loaded here, and the llama_cpp bindings on top of them.
-
-kvedge carries the bindings (bindings/llama_cpp in the installed package) and they load its libraries.
-"""
+"""kvedge's shared libraries are found and loaded here, and its copy of the llama_cpp bindings on top of them."""
 
 from __future__ import annotations
 

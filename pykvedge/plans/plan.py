@@ -1,7 +1,4 @@
-"""A Plan says what is kept of a prompt: it composes five stages, has a budget, and names what is protected in it.
-
-A plan is immutable and travels as JSON. Plans are usually made by `pykvedge.plan("kvedge", budget=0.2)` (making.py).
-"""
+"""A Plan says what is kept of a prompt: it composes five stages, has a budget, and names what is protected in it."""
 
 from __future__ import annotations
 
@@ -25,8 +22,6 @@ JSON_VERSION = 1
 TEXT_OVERFLOW = ("budget", "keep_all")
 CRITICAL = ("none", "l1", "l2")
 CRITICAL_HALF = ("budget", "free")
-
-
 AUTO = "auto"  # of recent: the scorer's method says how many (H2O, LOOK-M: half of the budget)
 
 

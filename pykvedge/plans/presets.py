@@ -18,7 +18,6 @@ DEFAULT_METHOD = "kvedge"
 STREAM_METHOD = "mixkv"  # where nobody chose one for a stream, in which all heads hold as many pairs
 DEFAULT_PRUNER = "residual"  # where only the number of image tokens is said
 
-
 _STREAMING = "Xiao et al. 2024, Efficient Streaming Language Models with Attention Sinks, arXiv:2309.17453"
 _H2O = "Zhang et al. 2023, H2O: Heavy-Hitter Oracle for Efficient Generative Inference of LLMs, arXiv:2306.14048"
 _SNAPKV = "Li et al. 2024, SnapKV: LLM Knows What You are Looking for Before Generation, arXiv:2404.14469"

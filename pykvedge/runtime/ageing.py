@@ -1,7 +1,4 @@
-"""Images of a conversation age: without a question they keep fewer and fewer KV pairs, until one needs them.
-
-Whole rows stay behind the kept ones (settings.Keep), so nothing is read again when an image comes back.
-"""
+"""Images of a conversation age: without a question they keep fewer and fewer KV pairs, until one needs them."""
 
 from __future__ import annotations
 

@@ -1,9 +1,7 @@
 """Drafts are guesses at the next tokens of an answer. One batch verifies them, and the right ones are the answer's.
 
-The tokens of an answer are those that come one by one. Each place of a batch chooses its token by its own logits, with
-the sampler that chose all tokens before it. A guess only decides whether the next place of the batch can be used: it
-can where the guess is the token that was chosen. So the sampler never learns of a wrong guess, and with a temperature
-each token has the probability that it has without guesses, and a seed gives the same answer.
+The tokens are those that come one by one, also with a temperature: the sampler never learns of a wrong guess
+(docs/dev/design.md).
 """
 
 from __future__ import annotations

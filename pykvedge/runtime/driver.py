@@ -1,7 +1,4 @@
-"""A Driver has one llama_context and its cache in libkvedge. Sessions, servers, evaluations and benchmarks read by it.
-
-So what is measured is what a session does: passes fail with the same words.
-"""
+"""A Driver has one llama_context and its cache in libkvedge. Sessions, servers, evals and benchmarks read by it."""
 
 from __future__ import annotations
 

@@ -16,15 +16,9 @@ from pykvedge.models.model import Model
 from pykvedge.runtime.sampling import Sampling
 
 _LIMITS = LLParserLimits(
-    max_items_in_row=1200,
-    initial_lexer_fuel=1_000_000,
-    step_lexer_fuel=200_000,
-    step_max_items=20_000,
-    max_lexer_states=50_000,
-    max_grammar_size=200_000,
-    precompute_large_lexemes=False,
-    verbose_errors=False,
-)
+    max_items_in_row=1200, initial_lexer_fuel=1_000_000, step_lexer_fuel=200_000, step_max_items=20_000,
+    max_lexer_states=50_000, max_grammar_size=200_000, precompute_large_lexemes=False, verbose_errors=False,
+)  # fmt: skip
 _OPTIONS = '%llguidance {"no_forcing": true}\n'  # the model chooses among all ways to write a text in tokens
 _CLEARER = {
     "oneOf constraints are not supported. Enable 'coerce_one_of' option to approximate oneOf with anyOf":

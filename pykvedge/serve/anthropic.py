@@ -191,13 +191,12 @@ def _of_messages(given: MessagesRequest) -> ChatRequest:
         for t in given.tools or []
     ]
     plain = ("model", "max_tokens", "stream", "temperature", "top_p", "top_k")
-    kvedge = given.kvedge.model_dump(exclude_none=True) if given.kvedge is not None else None
     same = {name: getattr(given, name) for name in plain}
     form = (given.output_config or {}).get("format") or given.output_format
     effort = "none" if (given.thinking or {}).get("type") == "disabled" else None
     return chat_request({**same, "messages": out, "stop": given.stop_sequences, "tools": tools or None,
                          "tool_choice": choice, "parallel_tool_calls": several, "reasoning_effort": effort,
-                         "response_format": form, "kvedge": kvedge})  # fmt: skip
+                         "response_format": form, "kvedge": given.kvedge})  # fmt: skip
 
 
 def _turns(message: AnthropicMessage) -> list[Object]:

@@ -37,9 +37,7 @@ from pykvedge.serve.parked import Park
 from pykvedge.serve.preparing import Preparer, Work, unknown_conversation
 
 SHARED = 128  # tokens of a prompt that are read at once while others are answered, who wait for them
-
 WATCHED = 16  # so many tokens of a prompt are over before anybody notices; being asked at every node costs as much
-
 _SHARE_READ = 4  # a prompt is kept for those who ask the same where it takes no more than this part of the memory
 
 

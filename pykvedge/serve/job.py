@@ -112,7 +112,7 @@ class Request:
     is left of each picture. edited: whether pictures that were left out of a known conversation are to be demoted.
     count_only: the report is to have the tokens of the prompt, and nothing is read. read_only:
     the prompt is read, for whoever asks the same later, and nothing is answered. dialect: what the answer is read by
-    (serve/reading.py), whose marks belong to its text. owner: of the key that it came with (keys.Key); empty where
+    (serve/reading.py), whose marks belong to its text. owner: of the key that it came with (guarding.Key); empty where
     none is needed. n_text: bytes of its texts.
     """
 

@@ -1,7 +1,7 @@
 """Conversations that wait for their next message: their compressed rows, in memory under a bound, then in a folder.
 
 One is found again by what was said in it, so that clients which send the whole conversation each time - as the wire
-formats want it - go on from its rows. Its name is the owner's (keys.Key) and a hash; neither text nor pictures
+formats want it - go on from its rows. Its name is the owner's (guarding.Key) and a hash; neither text nor pictures
 are kept.
 """
 

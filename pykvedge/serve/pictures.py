@@ -1,7 +1,4 @@
-"""Pictures as requests name them: data: URLs; https: and file: only where the server was told to take them.
-
-Pages of a PDF come as a data: URL alone.
-"""
+"""Pictures as requests name them: data: URLs; https: and file: only where the server was told to take them."""
 
 from __future__ import annotations
 
@@ -29,8 +26,6 @@ _OPEN = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOFOLLOW", 0
 _ESCAPED = {"%2b": "+", "%2f": "/", "%3d": "="}  # of the letters of base64
 _DATA = re.compile(r"data:(?:image/[\w.+-]{1,40})?(?:;[\w=.+-]{1,80})*;base64,", re.IGNORECASE)
 _PDF = re.compile(r"data:application/(?:x-)?pdf(?:;[\w=.+-]{1,80})*;base64,", re.IGNORECASE)
-
-
 _HOW = "a data: URL of a picture is data:image/...;base64, and then the file in base64"
 
 

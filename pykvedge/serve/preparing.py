@@ -123,19 +123,9 @@ class Preparer:
         given = texts([request.values, prompt, said])  # that a chat template may write
         n, n_ctx = sum(len(text.encode("utf-8", "replace")) for text in given), self._limits.n_ctx
         if n > 4 * n_ctx and n > (most := n_ctx * self._longest):
-            raise ContextError(
-                f"the message of {n} bytes of text exceeds the available context size ({n_ctx} tokens, at most {most} "
-                "bytes); send less, or start the server with a larger --ctx",
-                -(-n * n_ctx // most),
-                n_ctx,
-            )
+            raise _too_long(f"{n} bytes of text", -(-n * n_ctx // most), n_ctx, f" tokens, at most {most} bytes")
         if n > 4 * n_ctx and (least := self._at_least(request, n_ctx + n_ctx // 4)) > n_ctx:
-            raise ContextError(
-                f"the message of {least} tokens or more exceeds the available context size ({n_ctx}); send less, or "
-                "start the server with a larger --ctx",
-                least,
-                n_ctx,
-            )
+            raise _too_long(f"{least} tokens or more", least, n_ctx)
         return replace(request, n_text=n)
 
     def _at_least(self, request: Request, enough: int) -> int:
@@ -347,12 +337,7 @@ class Preparer:
         if there + n < n_ctx:
             return n_ctx - there - n
         after = f" after {there} of the conversation" if there else ""
-        raise ContextError(
-            f"the message of {n} tokens{after} exceeds the available context size ({n_ctx}); send less, or start the "
-            "server with a larger --ctx",
-            there + n,
-            n_ctx,
-        )
+        raise _too_long(f"{n} tokens{after}", there + n, n_ctx)
 
     def _second_pass(self, work: Work) -> list[Part]:
         """Cuts the pass into chunks; none where the budget covers what is pending. Raises ContextError, UsageError."""
@@ -377,6 +362,11 @@ class Preparer:
         if self._model.recurrent:
             return f"{self._model.path.name} has recurrent layers, which cannot take it back"
         return ""
+
+
+def _too_long(size: str, n_tokens: int, n_ctx: int, unit: str = "") -> ContextError:
+    why = f"the message of {size} exceeds the available context size ({n_ctx}{unit})"
+    return ContextError(f"{why}; send less, or start the server with a larger --ctx", n_tokens, n_ctx)
 
 
 def _forgotten(at: Snapshot) -> int:

@@ -194,12 +194,11 @@ def _of_responses(given: ResponsesRequest) -> ChatRequest:
     form = (given.text or {}).get("format")
     if isinstance(form, dict) and form.get("type") == "json_schema":
         form = {"type": "json_schema", "json_schema": {"name": form.get("name"), "schema": form.get("schema")}}
-    kvedge = given.kvedge.model_dump(exclude_none=True) if given.kvedge is not None else None
     same = {name: getattr(given, name) for name in ("model", "stream", "temperature", "top_p", "parallel_tool_calls")}
     effort = (given.reasoning or {}).get("effort")
     return chat_request({**same, "reasoning_effort": effort, "messages": said, "max_tokens": given.max_output_tokens,
                          "tools": tools or None, "tool_choice": choice, "response_format": form,
-                         "kvedge": kvedge})  # fmt: skip
+                         "kvedge": given.kvedge})  # fmt: skip
 
 
 def _said(item: MessageItem | CallItem | CallOutputItem) -> Object:

@@ -1,8 +1,4 @@
-"""The Scheduler answers jobs side by side: all conversations lie in one context, and are decoded in common batches.
-
-Five threads: three prepare jobs, two of them those with pictures; one decodes, and one moves parked conversations from
-memory to their folder. A sixth ends when the vocabulary is prepared for grammars.
-"""
+"""The Scheduler answers jobs side by side: all conversations lie in one context, and are decoded in common batches."""
 
 from __future__ import annotations
 
@@ -63,13 +59,9 @@ class Scheduler:
             if limits.drafts:
                 require_drafts(self.loan.model, limits.drafts)
             self.preparer = Preparer(self.loan, park, limits)
-            size = ContextSize(
-                limits.slots * limits.n_ctx,
-                ubatch_for(self.preparer.vision, N_UBATCH),
-                limits.storage,
-                n_seq=limits.slots,
-                n_outputs=MOST + 1 if limits.drafts else 0,
-            )
+            n_ubatch, outputs = ubatch_for(self.preparer.vision, N_UBATCH), MOST + 1 if limits.drafts else 0
+            size = ContextSize(limits.slots * limits.n_ctx, n_ubatch, limits.storage, n_seq=limits.slots,
+                               n_outputs=outputs)  # fmt: skip
             driver = Driver(self.loan.model, self.preparer.vision, size, self.loan.threads)
             undo.callback(driver.close)
             driver.take_over(make_plan("full"), keep=limits.keep, or_full=True)

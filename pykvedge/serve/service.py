@@ -1,7 +1,4 @@
-"""A Service is what all routes of a server share: a scheduler, and how requests are looked through before it is asked.
-
-Pictures of a request are fetched and unpacked in bounded time.
-"""
+"""A Service is what all routes of a server share: a scheduler, and how requests are looked through before."""
 
 from __future__ import annotations
 

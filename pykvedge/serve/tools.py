@@ -57,14 +57,9 @@ def forced_schema(tools: list[Tool]) -> dict[str, Any]:
     for i, tool in enumerate(tools):
         place = "#/properties/arguments" if len(tools) == 1 else f"#/anyOf/{i}/properties/arguments"
         arguments = below(tool.function.parameters or {"type": "object"}, place)
-        calls.append(
-            {
-                "type": "object",
-                "properties": {"name": {"const": tool.function.name}, "arguments": arguments},
-                "required": ["name", "arguments"],
-                "additionalProperties": False,
-            }
-        )
+        properties = {"name": {"const": tool.function.name}, "arguments": arguments}
+        calls.append({"type": "object", "properties": properties, "required": ["name", "arguments"],
+                      "additionalProperties": False})  # fmt: skip
     return calls[0] if len(calls) == 1 else {"anyOf": calls}
 
 

@@ -349,8 +349,9 @@ def chat_request(fields: Object) -> ChatRequest:
         return ChatRequest.model_validate(given, strict=True)
     except ValidationError:
         pass
-    try:
-        return parsed(ChatRequest, json.dumps(given).encode())  # says what is wrong in the words of JSON
+    try:  # says what is wrong in the words of JSON
+        body = json.dumps(given, default=lambda one: one.model_dump(exclude_none=True))
+        return parsed(ChatRequest, body.encode())
     except (TypeError, ValueError, RecursionError) as broken:
         raise RequestError(400, f"the body cannot be translated: {broken}", "invalid_json") from None
 

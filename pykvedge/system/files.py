@@ -1,7 +1,4 @@
-"""What is given as a file is one: opening a pipe waits for somebody who writes, and a device has no end.
-
-What is written is there whole or not at all.
-"""
+"""What is given as a file is one: opening a pipe waits for somebody who writes, and a device has no end."""
 
 from __future__ import annotations
 
