@@ -92,19 +92,9 @@ class Diagnosis:
 
     def as_json(self) -> dict[str, Any]:
         """Makes the object that `kvedge doctor --json` prints, in bytes and seconds."""
-        checks = [
-            {
-                "group": o.group,
-                "name": o.name,
-                "sound": o.tried and not o.fault,
-                "tried": o.tried,
-                "fault": o.fault,
-                "at": o.at,
-                "crashed": o.crashed,
-                "facts": {} if o.group == "libraries" else o.facts,
-            }
-            for o in self.outcomes
-        ]
+        told = ("group", "name", "tried", "fault", "at", "crashed")
+        checks = [{**{name: getattr(o, name) for name in told}, "sound": o.tried and not o.fault,
+                   "facts": {} if o.group == "libraries" else o.facts} for o in self.outcomes]  # fmt: skip
         return {
             "sound": self.sound,
             "faults": self.faults(),

@@ -211,32 +211,20 @@ def footprint(files: Files, request: Request) -> Footprint:
     bounded += max(weights_of_layer, reducing)
     answer = embeddings + _GRAPH + shape.work_space(one_pass) + shape.compute(1)
     found = Footprint(
-        program=files.program,
-        weights=weights.mapped,
-        repacked=weights.repacked,
-        encoder=files.encoder,
-        encoder_compute=files.encoder_compute,
-        compute=compute,
-        compute_stock=compute + stock + mask,
-        n_ctx=n_ctx,
-        prompt_tokens=n_tokens,
-        kept_tokens=kept,
-        kv_stock=per_token * n_ctx,
-        kv_prompt=per_token * n_tokens,
-        kv_kept=kv_kept,
-        scores=scores,
+        program=files.program, weights=weights.mapped, repacked=weights.repacked,
+        encoder=files.encoder, encoder_compute=files.encoder_compute,
+        compute=compute, compute_stock=compute + stock + mask, compute_bounded=whole,
+        n_ctx=n_ctx, prompt_tokens=n_tokens, kept_tokens=kept,
+        kv_stock=per_token * n_ctx, kv_prompt=per_token * n_tokens, kv_kept=kv_kept, kv_bounded=bounded,
+        scores=scores, scores_and_layer=scores + largest, grams=grams,
         reclaimable=weights.mapped - weights.in_place if weights.repacked else 0,
         peak_stock=base + files.encoder_compute + stock + mask + per_token * n_ctx,
-        scores_and_layer=scores + largest,
-        grams=grams,
         peak_full=max(encoding, base + per_token * n_tokens),
         peak_prefill=max(encoding, base + per_token * n_tokens + scores + largest + grams),
-        kv_bounded=bounded,
-        compute_bounded=whole,
         peak_bounded=max(encoding, loaded + whole + bounded + grams),
         answer_full=loaded + answer + per_token * n_tokens,
         after_compression=loaded + answer + kv_kept + grams,
-    )
+    )  # fmt: skip
     return _keeping(found, request, shape, reducing) if request.keep else found
 
 

@@ -90,14 +90,10 @@ def score_bytes(plan: Plan, n_tokens: int, layers: Iterable[tuple[int, int, int]
         return sum(of_layer(*shape) for shape in layers)
 
 
+@functools.lru_cache(64)  # a server asks for each request, and nearly always about the same plan
 def replays(plan: Plan) -> bool:
     """Tells whether the plan's scorer goes by a second pass over the prompt (runtime/replay.py)."""
-    return _replays(plan.to_json())
-
-
-@functools.lru_cache(64)  # a server asks for each request, and nearly always about the same plan
-def _replays(plan: str) -> bool:
-    with NativePlan(Plan.from_json(plan)) as native:
+    with NativePlan(plan) as native:
         return bool(lib().kvedge_plan_replays(native.handle))
 
 

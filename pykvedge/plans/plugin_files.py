@@ -51,10 +51,13 @@ def load_file(path: Path) -> list[str]:
             _run(path)
         else:
             raise PluginError(f"plugin {path} is neither a Python file (.py) nor a shared library (.so, .dylib, .dll)")
-        names = _registered_by(path.name)
+        members, presets = table.snapshot()
+        methods = [name for name, (_, origin) in presets.items() if origin == path.name]
+        names = [*(name for (_, name), plugin in members.items() if plugin.origin == path.name), *methods]
         if not names:
             raise PluginError(f"plugin {path} registers no scorer, allocator, reducer, pruner or preset")
-        _check_presets(path.name)
+        for method in methods:
+            _check_preset(path.name, method)
     except BaseException:
         table.restore(before)
         raise
@@ -83,19 +86,10 @@ def _run(path: Path) -> None:
         raise
 
 
-def _registered_by(origin: str) -> list[str]:
-    members, presets = table.snapshot()
-    return [name for (_, name), p in members.items() if p.origin == origin] + [
-        name for name, (_, of) in presets.items() if of == origin
-    ]
-
-
-def _check_presets(origin: str) -> None:
-    for name, (_, of) in table.snapshot()[1].items():
-        if of == origin:
-            try:
-                plan(name)
-            except PluginError:
-                raise
-            except (KvedgeError, TypeError) as error:
-                raise PluginError(f"{origin}: preset '{name}': {error}") from None
+def _check_preset(origin: str, name: str) -> None:
+    try:
+        plan(name)
+    except PluginError:
+        raise
+    except (KvedgeError, TypeError) as error:
+        raise PluginError(f"{origin}: preset '{name}': {error}") from None

@@ -13,28 +13,14 @@ from starlette.responses import JSONResponse, Response
 
 from pykvedge.models.dialect import Said
 from pykvedge.runtime.report import Report
-from pykvedge.serve import completions, errors
+from pykvedge.serve import completions, errors, wire
 from pykvedge.serve import tools as calling
 from pykvedge.serve.completions import Events, EventStream, asked, begun, complete, parts, reading_of, usage, whole
 from pykvedge.serve.job import Job
 from pykvedge.serve.reading import Delta
 from pykvedge.serve.service import Service
 from pykvedge.serve.waiting import Waiting
-from pykvedge.serve.wire import (
-    MOST_MESSAGES,
-    MOST_PARTS,
-    MOST_TOOLS,
-    ChatRequest,
-    Compression,
-    Count,
-    Limit,
-    Object,
-    Share,
-    Temperature,
-    Wire,
-    chat_request,
-    event_line,
-)
+from pykvedge.serve.wire import ChatRequest, Object, Wire
 
 
 class TextBlock(Wire):
@@ -95,7 +81,7 @@ class ToolResultBlock(Wire):
 
     type: Literal["tool_result"]
     tool_use_id: str
-    content: str | Annotated[list[_Shown], Field(max_length=MOST_PARTS)] | None = None
+    content: str | Annotated[list[_Shown], Field(max_length=wire.MOST_PARTS)] | None = None
 
 
 class ThinkingBlock(Wire):
@@ -113,7 +99,7 @@ _Block = Annotated[
 
 class AnthropicMessage(Wire):
     role: Literal["user", "assistant"]
-    content: str | Annotated[list[_Block], Field(max_length=MOST_PARTS)]
+    content: str | Annotated[list[_Block], Field(max_length=wire.MOST_PARTS)]
 
 
 class AnthropicTool(Wire):
@@ -135,24 +121,24 @@ class CountRequest(Wire):
     """The body of POST /v1/messages/count_tokens."""
 
     model: str | None = None
-    messages: Annotated[list[AnthropicMessage], Field(min_length=1, max_length=MOST_MESSAGES)]
-    system: str | Annotated[list[TextBlock], Field(max_length=MOST_PARTS)] | None = None
-    tools: Annotated[list[AnthropicTool], Field(max_length=MOST_TOOLS)] | None = None
+    messages: Annotated[list[AnthropicMessage], Field(min_length=1, max_length=wire.MOST_MESSAGES)]
+    system: str | Annotated[list[TextBlock], Field(max_length=wire.MOST_PARTS)] | None = None
+    tools: Annotated[list[AnthropicTool], Field(max_length=wire.MOST_TOOLS)] | None = None
     tool_choice: AnthropicChoice | None = None
     thinking: Object | None = None
     output_config: Object | None = None
     output_format: Object | None = None  # the older name of its format
-    kvedge: Compression | None = None
+    kvedge: wire.Compression | None = None
 
 
 class MessagesRequest(CountRequest):
     """The body of POST /v1/messages."""
 
-    max_tokens: Count
+    max_tokens: wire.Count
     stream: bool | None = None
-    temperature: Temperature | None = None
-    top_p: Share | None = None
-    top_k: Limit | None = None
+    temperature: wire.Temperature | None = None
+    top_p: wire.Share | None = None
+    top_k: wire.Limit | None = None
     stop_sequences: Annotated[list[str], Field(max_length=64)] | None = None
 
 
@@ -194,9 +180,9 @@ def _of_messages(given: MessagesRequest) -> ChatRequest:
     same = {name: getattr(given, name) for name in plain}
     form = (given.output_config or {}).get("format") or given.output_format
     effort = "none" if (given.thinking or {}).get("type") == "disabled" else None
-    return chat_request({**same, "messages": out, "stop": given.stop_sequences, "tools": tools or None,
-                         "tool_choice": choice, "parallel_tool_calls": several, "reasoning_effort": effort,
-                         "response_format": form, "kvedge": given.kvedge})  # fmt: skip
+    return wire.chat_request({**same, "messages": out, "stop": given.stop_sequences, "tools": tools or None,
+                              "tool_choice": choice, "parallel_tool_calls": several, "reasoning_effort": effort,
+                              "response_format": form, "kvedge": given.kvedge})  # fmt: skip
 
 
 def _turns(message: AnthropicMessage) -> list[Object]:
@@ -277,16 +263,16 @@ async def _message_events(service: Service, chat: ChatRequest, waiting: Waiting,
                     started = True
                     counted = {**_counted(waiting.jobs[0].report), "output_tokens": 0}
                     head = {**_message_head(service), "content": [], "stop_reason": None, "stop_sequence": None}
-                    yield event_line("message_start", message={**head, "usage": counted})
+                    yield wire.event_line("message_start", message={**head, "usage": counted})
                 for delta in deltas:
                     yield blocks.written(delta)
                 if done is not None:
                     yield blocks.end()
                     why = _ended(chat, waiting.jobs[0], bool(answer.said.calls))
-                    yield event_line("message_delta", delta=why, usage=_counted(done.report))
-                    yield event_line("message_stop")
+                    yield wire.event_line("message_delta", delta=why, usage=_counted(done.report))
+                    yield wire.event_line("message_stop")
         except Exception as failed:
-            yield event_line("error", error=errors.anthropic_body(errors.of(failed))["error"])
+            yield wire.event_line("error", error=errors.anthropic_body(errors.of(failed))["error"])
 
 
 class _Blocks:
@@ -311,9 +297,9 @@ class _Blocks:
         if what != self._open:
             lines += self._ended()
             self._index, self._open = self._index + 1, what
-            lines += event_line("content_block_start", index=self._index, content_block=begun)
+            lines += wire.event_line("content_block_start", index=self._index, content_block=begun)
         if any(more[name] for name in more if name != "type"):
-            lines += event_line("content_block_delta", index=self._index, delta=more)
+            lines += wire.event_line("content_block_delta", index=self._index, delta=more)
         return lines
 
     def end(self) -> str:
@@ -321,4 +307,4 @@ class _Blocks:
         return self._ended() if self._open else self.written(Delta()) + self._ended()
 
     def _ended(self) -> str:
-        return event_line("content_block_stop", index=self._index) if self._open else ""
+        return wire.event_line("content_block_stop", index=self._index) if self._open else ""

@@ -166,23 +166,18 @@ def completion(service: Service, given: ChatRequest, done: list[Done], said: lis
     """Makes the object of answers that are complete."""
     choices = []
     for i, (report, one) in enumerate(zip((one.report for one in done), said, strict=True)):
-        message: dict[str, Any] = {
-            "role": "assistant",
-            "content": one.text or (None if one.calls else ""),
-            "refusal": None,
-        }
+        content = one.text or (None if one.calls else "")
+        message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
         if one.reasoning:
             message["reasoning_content"] = one.reasoning
         if one.calls:
             message["tool_calls"] = [_call(call) for call in one.calls]
-        choices.append(
-            {
-                "index": i,
-                "message": _named_as_asked(given, message),
-                "finish_reason": _finish_as_asked(given, _finish(report, bool(one.calls))),
-                "logprobs": _logprobs(report.logprobs),
-            }
-        )
+        choices.append({
+            "index": i,
+            "message": _named_as_asked(given, message),
+            "finish_reason": _finish_as_asked(given, _finish(report, bool(one.calls))),
+            "logprobs": _logprobs(report.logprobs),
+        })  # fmt: skip
     return {
         **about(service, "chat.completion"),
         "choices": choices,
@@ -316,10 +311,8 @@ def figures(done: list[Done]) -> list[dict[str, Any]]:
 def _logprobs(tokens: list[Token] | tuple[Token, ...] | None) -> dict[str, Any] | None:
     if tokens is None:
         return None
-    return {
-        "content": [{**plain(token), "top_logprobs": [plain(t) for t in token.top]} for token in tokens],
-        "refusal": None,
-    }
+    told = [{**plain(token), "top_logprobs": [plain(t) for t in token.top]} for token in tokens]
+    return {"content": told, "refusal": None}
 
 
 def plain(token: Token | Alternative) -> dict[str, Any]:

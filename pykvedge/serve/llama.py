@@ -38,20 +38,13 @@ async def props(service: Service, http: HttpRequest) -> Response:
     caps = await asyncio.to_thread(preparer.template_can)
     return JSONResponse({
         "default_generation_settings": {"params": params, "n_ctx": n_ctx},
-        "total_slots": scheduler.limits.slots,
-        "model_alias": service.name,
-        "model_path": model.path.name,
+        "total_slots": scheduler.limits.slots, "model_alias": service.name, "model_path": model.path.name,
         "modalities": {"vision": preparer.vision is not None, "audio": False, "video": False},
         "media_marker": preparer.composer.marker,
-        "endpoint_slots": True,
-        "endpoint_props": False,
-        "endpoint_metrics": True,
-        "chat_template": model.chat_template() or FALLBACK,
-        "chat_template_caps": caps,
-        "bos_token": model.special_text("bos"),
-        "eos_token": model.special_text("eos"),
-        "build_info": service.fingerprint,
-        "is_sleeping": False,
+        "endpoint_slots": True, "endpoint_props": False, "endpoint_metrics": True,
+        "chat_template": model.chat_template() or FALLBACK, "chat_template_caps": caps,
+        "bos_token": model.special_text("bos"), "eos_token": model.special_text("eos"),
+        "build_info": service.fingerprint, "is_sleeping": False,
         "kvedge": {"plan": json.loads(defaults.plan.to_json()), "tuned": defaults.tuned or None},
     })  # fmt: skip
 
@@ -67,17 +60,12 @@ def sampling_settings(sampling: Sampling, room: int) -> dict[str, Any]:
         **{name: getattr(sampling, name) for name in same},
         **_OFF,
         "stop": list(sampling.stop),
-        "max_tokens": limit,
-        "n_predict": limit,
-        "n_keep": 0,
-        "n_probs": sampling.logprobs or 0,
-        "logit_bias": [
-            {"token": token, "bias": bias if math.isfinite(bias) else None}
-            for token, bias in sampling.logit_bias.items()
-        ],
+        "max_tokens": limit, "n_predict": limit, "n_keep": 0, "n_probs": sampling.logprobs or 0,
+        "logit_bias": [{"token": token, "bias": bias if math.isfinite(bias) else None}
+                       for token, bias in sampling.logit_bias.items()],
         "grammar": str(sampling.grammar or ""),
         "samplers": ["penalties", "top_k", "typ_p", "top_p", "min_p", "temperature"],
-    }
+    }  # fmt: skip
 
 
 def about_model(service: Service) -> dict[str, Any]:
@@ -86,21 +74,14 @@ def about_model(service: Service) -> dict[str, Any]:
     sees = service.scheduler.preparer.vision is not None
     llama, header = model.llama, model.header
     return {
-        "aliases": [service.name],
-        "tags": [],
-        "max_model_len": n_ctx,
+        "aliases": [service.name], "tags": [], "max_model_len": n_ctx,
         "architecture": {"input_modalities": ["text", "image"] if sees else ["text"], "output_modalities": ["text"]},
         "meta": {
-            "vocab_type": llama.llama_vocab_type(model.vocab),
-            "n_vocab": model.n_vocab,
-            "n_ctx": n_ctx,
-            "n_ctx_train": model.n_ctx_train,
-            "n_embd": model.n_embd_input,
-            "n_params": llama.llama_model_n_params(model.handle),
-            "size": llama.llama_model_size(model.handle),
-            "architecture": header.architecture,
+            "vocab_type": llama.llama_vocab_type(model.vocab), "n_vocab": model.n_vocab, "n_ctx": n_ctx,
+            "n_ctx_train": model.n_ctx_train, "n_embd": model.n_embd_input, "architecture": header.architecture,
+            "n_params": llama.llama_model_n_params(model.handle), "size": llama.llama_model_size(model.handle),
         },
-    }
+    }  # fmt: skip
 
 
 def capabilities(service: Service) -> dict[str, Any]:

@@ -20,23 +20,8 @@ from pykvedge.errors import RequestError
 from pykvedge.runtime.logprobs import Alternative, Token
 from pykvedge.runtime.report import Report
 from pykvedge.runtime.sampling import MOST_LOGPROBS
-from pykvedge.serve import errors
-from pykvedge.serve.completions import (
-    FINISH,
-    Events,
-    EventStream,
-    Progress,
-    about,
-    asked,
-    begun,
-    complete,
-    data_line,
-    figures,
-    finite,
-    plain,
-    timings,
-    usage,
-)
+from pykvedge.serve import completions, errors
+from pykvedge.serve.completions import FINISH, Events, EventStream, Progress
 from pykvedge.serve.job import Done, Text
 from pykvedge.serve.llama import sampling_settings
 from pykvedge.serve.service import Service
@@ -119,11 +104,11 @@ async def llama(service: Service, http: HttpRequest, given: LlamaRequest) -> Res
     ends = service.scheduler.loan.model.ends if given.ignore_eos else []
     prompts = given.cut(n=given.n_cmpl or given.n, max_tokens=limit, logit_bias=given.biases(ends),
                         likeliest=given.n_probs or None, keep=given.cache_prompt)  # fmt: skip
-    waiting = await asked(service, http, *prompts, joined=not given.stream)
+    waiting = await completions.asked(service, http, *prompts, joined=not given.stream)
     shown = _Llama(service, given, prompts, waiting)
     if given.stream:
-        return EventStream(shown.events(await begun(waiting, given.return_progress)))
-    done = await complete(waiting)
+        return EventStream(shown.events(await completions.begun(waiting, given.return_progress)))
+    done = await completions.complete(waiting)
     answers = [shown.whole(i, one.report) for i, one in enumerate(done)]
     return JSONResponse(answers[0] if len(answers) == 1 else answers)
 
@@ -141,13 +126,13 @@ class _Llama:
             try:
                 async for number, event in events:
                     for one in read[number].told(event) if read else ():
-                        yield data_line({**self._part(number, Text("")), **one})
+                        yield completions.data_line({**self._part(number, Text("")), **one})
                     if isinstance(event, Text):
-                        yield data_line(self._part(number, event))
+                        yield completions.data_line(self._part(number, event))
                     elif isinstance(event, Done):
-                        yield data_line(self.whole(number, event.report))
+                        yield completions.data_line(self.whole(number, event.report))
             except Exception as error:
-                yield data_line(errors.body(errors.of(error)))
+                yield completions.data_line(errors.body(errors.of(error)))
 
     def _part(self, number: int, event: Text) -> dict[str, Any]:
         report = self._waiting.jobs[number].report
@@ -159,7 +144,7 @@ class _Llama:
         if event.tokens:
             out["completion_probabilities"] = [_likely(token) for token in event.tokens]
         if self._given.timings_per_token:
-            out["timings"] = timings(report)
+            out["timings"] = completions.timings(report)
         return out
 
     def whole(self, number: int, report: Report) -> dict[str, Any]:
@@ -168,23 +153,16 @@ class _Llama:
         stops = {"end": "eos", "stop": "word"}
         chosen_by = sampling_settings(job.request.sampling, self._service.defaults.room)
         out: dict[str, Any] = {
-            "index": number,
-            "content": "" if given.stream else report.text,
+            "index": number, "content": "" if given.stream else report.text,
             "tokens": list(job.ids) if given.return_tokens and not given.stream else [],
-            "id_slot": -1,
-            "stop": True,
-            "model": self._service.name,
-            "tokens_predicted": report.tokens.generated,
-            "tokens_evaluated": n_read,
+            "id_slot": -1, "stop": True, "model": self._service.name,
+            "tokens_predicted": report.tokens.generated, "tokens_evaluated": n_read,
             "generation_settings": {**chosen_by, "stream": bool(given.stream)},
             "prompt": self._written(self._prompts[number * len(self._prompts) // len(self._waiting.jobs)]),
-            "has_new_line": "\n" in report.text,
-            "truncated": report.finish == "context",
-            "stop_type": stops.get(report.finish, "limit"),
-            "stopping_word": job.stop_text,
-            "tokens_cached": n_read + report.tokens.generated,
-            "timings": timings(report),
-        }
+            "has_new_line": "\n" in report.text, "truncated": report.finish == "context",
+            "stop_type": stops.get(report.finish, "limit"), "stopping_word": job.stop_text,
+            "tokens_cached": n_read + report.tokens.generated, "timings": completions.timings(report),
+        }  # fmt: skip
         if report.logprobs is not None and not given.stream:
             out["completion_probabilities"] = [_likely(token) for token in report.logprobs]
         return _chosen(out, given.response_fields) if given.response_fields else out
@@ -201,7 +179,7 @@ def _likely(token: Token) -> dict[str, Any]:
 
 
 def _numbered(token: Token | Alternative) -> dict[str, Any]:
-    return {"id": token.id, **plain(token)}
+    return {"id": token.id, **completions.plain(token)}
 
 
 def _chosen(answer: dict[str, Any], fields: list[str]) -> dict[str, Any]:
@@ -233,10 +211,10 @@ async def openai(service: Service, http: HttpRequest, given: CompletionRequest) 
     for name, is_wanted in wanted.items():
         if is_wanted:
             raise RequestError(400, f"{name} is not supported", "unsupported", name)
-    waiting = await asked(service, http, *given.cut(logit_bias=given.logit_bias, likeliest=given.logprobs))
+    waiting = await completions.asked(service, http, *given.cut(logit_bias=given.logit_bias, likeliest=given.logprobs))
     if given.stream:
-        return EventStream(_chunks(service, given, waiting, await begun(waiting)))
-    done = await complete(waiting)
+        return EventStream(_chunks(service, given, waiting, await completions.begun(waiting)))
+    done = await completions.complete(waiting)
     choices = [
         _choice(i, one.report.text, FINISH.get(one.report.finish, "stop"), one.report.logprobs)
         for i, one in enumerate(done)
@@ -253,26 +231,27 @@ async def _chunks(service: Service, given: CompletionRequest, waiting: Waiting, 
                 if isinstance(event, Text):
                     part = _choice(number, event.text, None, event.tokens or None, told[number])
                     told[number] += sum(len(token.text) for token in event.tokens)
-                    yield data_line({**head, "choices": [part]})
+                    yield completions.data_line({**head, "choices": [part]})
                 elif isinstance(event, Done):
                     done[number] = event
                     end = _choice(number, "", FINISH.get(event.report.finish, "stop"), None)
-                    yield data_line({**head, "choices": [end], "timings": timings(event.report)})
+                    times = completions.timings(event.report)
+                    yield completions.data_line({**head, "choices": [end], "timings": times})
             if with_usage:
-                yield data_line({**head, "choices": [], **_cost([done[i] for i in sorted(done)], given)})
+                yield completions.data_line({**head, "choices": [], **_cost([done[i] for i in sorted(done)], given)})
         except Exception as error:
-            yield data_line(errors.body(errors.of(error)))
+            yield completions.data_line(errors.body(errors.of(error)))
         yield "data: [DONE]\n\n"
 
 
 def _about(service: Service) -> dict[str, Any]:
-    head = about(service, "text_completion")
+    head = completions.about(service, "text_completion")
     return {**head, "id": head["id"].replace("chatcmpl", "cmpl")}
 
 
 def _cost(done: list[Done], given: CompletionRequest) -> dict[str, Any]:
-    counts = usage([one.report for one in done], n=given.n or 1)
-    return {"usage": counts, "timings": timings(done[0].report), "kvedge": figures(done)}
+    counts = completions.usage([one.report for one in done], n=given.n or 1)
+    return {"usage": counts, "timings": completions.timings(done[0].report), "kvedge": completions.figures(done)}
 
 
 def _choice(
@@ -288,7 +267,7 @@ def _logprobs(tokens: Sequence[Token] | None, begin: int) -> dict[str, Any] | No
     offsets = list(itertools.accumulate((len(token.text) for token in tokens), initial=begin))
     return {
         "tokens": [token.text for token in tokens],
-        "token_logprobs": [finite(token.logprob) for token in tokens],
-        "top_logprobs": [{other.text: finite(other.logprob) for other in token.top} for token in tokens],
+        "token_logprobs": [completions.finite(token.logprob) for token in tokens],
+        "top_logprobs": [{other.text: completions.finite(other.logprob) for other in token.top} for token in tokens],
         "text_offset": offsets[:-1],
     }

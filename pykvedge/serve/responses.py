@@ -15,38 +15,12 @@ from starlette.responses import JSONResponse, Response
 from pykvedge.errors import RequestError
 from pykvedge.models.dialect import Call, Said
 from pykvedge.runtime.report import Report
-from pykvedge.serve import errors
-from pykvedge.serve.completions import (
-    Events,
-    EventStream,
-    asked,
-    begun,
-    complete,
-    parts,
-    reading_of,
-    reasoned,
-    usage,
-    whole,
-)
+from pykvedge.serve import completions, errors, wire
+from pykvedge.serve.completions import Events, EventStream
 from pykvedge.serve.reading import Delta
 from pykvedge.serve.service import Service
 from pykvedge.serve.waiting import Waiting
-from pykvedge.serve.wire import (
-    MOST_MESSAGES,
-    MOST_PARTS,
-    MOST_TOOLS,
-    ChatRequest,
-    Compression,
-    Count,
-    FileData,
-    Object,
-    RefusalPart,
-    Share,
-    Temperature,
-    Wire,
-    chat_request,
-    event_line,
-)
+from pykvedge.serve.wire import ChatRequest, Object, RefusalPart, Wire
 
 
 class InputText(Wire):
@@ -63,14 +37,14 @@ class InputImage(Wire):
     image_url: str
 
 
-class InputFile(FileData):
+class InputFile(wire.FileData):
     """A PDF."""
 
     type: Literal["input_file"]
 
 
 _Part = Annotated[InputText | InputImage | InputFile | RefusalPart, Field(discriminator="type")]
-_Parts = Annotated[list[_Part], Field(max_length=MOST_PARTS)]
+_Parts = Annotated[list[_Part], Field(max_length=wire.MOST_PARTS)]
 
 
 class MessageItem(Wire):
@@ -107,7 +81,7 @@ class ReasoningItem(Wire):
     """What the assistant thought before what comes next."""
 
     type: Literal["reasoning"]
-    content: Annotated[list[ReasoningText], Field(max_length=MOST_PARTS)] | None = None
+    content: Annotated[list[ReasoningText], Field(max_length=wire.MOST_PARTS)] | None = None
 
 
 _Item = Annotated[
@@ -139,13 +113,13 @@ class ResponsesRequest(Wire):
     """The body of POST /v1/responses. Nothing is stored: earlier messages come with the request."""
 
     model: str | None = None
-    input: str | Annotated[list[_Item], Field(min_length=1, max_length=MOST_MESSAGES)]
+    input: str | Annotated[list[_Item], Field(min_length=1, max_length=wire.MOST_MESSAGES)]
     instructions: str | None = None
-    max_output_tokens: Count | None = None
-    temperature: Temperature | None = None
-    top_p: Share | None = None
+    max_output_tokens: wire.Count | None = None
+    temperature: wire.Temperature | None = None
+    top_p: wire.Share | None = None
     stream: bool | None = None
-    tools: Annotated[list[ResponsesTool], Field(max_length=MOST_TOOLS)] | None = None
+    tools: Annotated[list[ResponsesTool], Field(max_length=wire.MOST_TOOLS)] | None = None
     tool_choice: Literal["none", "auto", "required"] | ChosenTool | None = None
     parallel_tool_calls: bool | None = None
     reasoning: Object | None = None
@@ -154,7 +128,7 @@ class ResponsesRequest(Wire):
     conversation: str | Object | None = None
     prompt: Object | None = None
     background: bool | None = None
-    kvedge: Compression | None = None
+    kvedge: wire.Compression | None = None
 
 
 async def answer(service: Service, http: HttpRequest, given: ResponsesRequest) -> Response:
@@ -163,11 +137,11 @@ async def answer(service: Service, http: HttpRequest, given: ResponsesRequest) -
             why = f"{name}: nothing is stored here; send the whole conversation, and wait for the answer"
             raise RequestError(400, why, "unsupported", name)
     chat = _of_responses(given)
-    waiting = await asked(service, http, chat)
+    waiting = await completions.asked(service, http, chat)
     if given.stream:
-        return EventStream(_response_events(service, chat, waiting, await begun(waiting)))
-    report = (await complete(waiting))[0].report
-    said = await whole(chat, waiting, 0, report)
+        return EventStream(_response_events(service, chat, waiting, await completions.begun(waiting)))
+    report = (await completions.complete(waiting))[0].report
+    said = await completions.whole(chat, waiting, 0, report)
     return JSONResponse(_response(service, report, said, _output(said), _number("resp")))
 
 
@@ -196,9 +170,9 @@ def _of_responses(given: ResponsesRequest) -> ChatRequest:
         form = {"type": "json_schema", "json_schema": {"name": form.get("name"), "schema": form.get("schema")}}
     same = {name: getattr(given, name) for name in ("model", "stream", "temperature", "top_p", "parallel_tool_calls")}
     effort = (given.reasoning or {}).get("effort")
-    return chat_request({**same, "reasoning_effort": effort, "messages": said, "max_tokens": given.max_output_tokens,
-                         "tools": tools or None, "tool_choice": choice, "response_format": form,
-                         "kvedge": given.kvedge})  # fmt: skip
+    return wire.chat_request({**same, "reasoning_effort": effort, "messages": said, "tools": tools or None,
+                              "max_tokens": given.max_output_tokens, "tool_choice": choice, "response_format": form,
+                              "kvedge": given.kvedge})  # fmt: skip
 
 
 def _said(item: MessageItem | CallItem | CallOutputItem) -> Object:
@@ -264,7 +238,7 @@ def _number(kind: str) -> str:
 def _response(service: Service, report: Report, said: Said, output: list[Object], number: str) -> Object:
     cut = report.finish in ("length", "context")
     head = _response_head(service, number, "incomplete" if cut else "completed")
-    counts = usage([report], reasoned(service, [said]))
+    counts = completions.usage([report], completions.reasoned(service, [said]))
     counted = {
         "input_tokens": counts["prompt_tokens"],
         "input_tokens_details": counts["prompt_tokens_details"],
@@ -277,12 +251,12 @@ def _response(service: Service, report: Report, said: Said, output: list[Object]
 
 
 async def _response_events(service: Service, chat: ChatRequest, waiting: Waiting, events: Events) -> AsyncIterator[str]:
-    number, answer, items = _number("resp"), reading_of(chat, waiting), _Items()
+    number, answer, items = _number("resp"), completions.reading_of(chat, waiting), _Items()
     with waiting:
         yield items.event("response.created", response=_response_head(service, number, "in_progress"))
         yield items.event("response.in_progress", response=_response_head(service, number, "in_progress"))
         try:
-            async for done, deltas in parts(answer, events):
+            async for done, deltas in completions.parts(answer, events):
                 for delta in deltas:
                     yield items.written(delta)
                 if done is not None:
@@ -306,7 +280,7 @@ class _Items:
     def event(self, kind: str, **fields: Any) -> str:
         """Writes an event with its number."""
         self._count += 1
-        return event_line(kind, sequence_number=self._count - 1, **fields)
+        return wire.event_line(kind, sequence_number=self._count - 1, **fields)
 
     def written(self, delta: Delta) -> str:
         """Writes what an answer goes on with."""

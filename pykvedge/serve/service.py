@@ -1,4 +1,4 @@
-"""A Service is what all routes of a server share: a scheduler, and how requests are looked through before."""
+"""A Service is what all routes of a server share: a scheduler, and how requests are looked through for it."""
 
 from __future__ import annotations
 

@@ -31,15 +31,11 @@ async def memory(service: Service, http: HttpRequest) -> Response:
 
 def _memory(scheduler: Scheduler) -> dict[str, Any]:
     return {
-        "kv_bytes": scheduler.kv_bytes(),
-        "kv_file_bytes": scheduler.file_bytes(),
-        "parked_bytes": scheduler.park.n_bytes,
-        "parked_conversations": len(scheduler.park),
-        "limit_bytes": scheduler.limits.memory,
-        "private_bytes": process.own_bytes(),
-        "running": scheduler.busy,
-        "waiting": scheduler.waiting,
-    }
+        "kv_bytes": scheduler.kv_bytes(), "kv_file_bytes": scheduler.file_bytes(),
+        "parked_bytes": scheduler.park.n_bytes, "parked_conversations": len(scheduler.park),
+        "limit_bytes": scheduler.limits.memory, "private_bytes": process.own_bytes(),
+        "running": scheduler.busy, "waiting": scheduler.waiting,
+    }  # fmt: skip
 
 
 async def sessions(service: Service, http: HttpRequest) -> Response:
@@ -57,21 +53,13 @@ def _working(scheduler: Scheduler, owner: str) -> list[dict[str, Any]]:
     for job, state, slot in scheduler.working():
         if job.request.owner != owner:
             continue
-        tokens, request = job.report.tokens, job.request
-        out.append(
-            {
-                "id": job.id,
-                "state": state,
-                "since": job.since,
-                "method": request.plan.method,
-                "budget": request.plan.budget.value,
-                "tokens": tokens.prompt + tokens.reused + tokens.generated,
-                "generated": tokens.generated,
-                "bytes": slot.n_bytes if slot is not None else 0,
-                "file_bytes": slot.file_bytes if slot is not None else 0,
-                "read": round(slot.share, 4) if slot is not None else 0.0,
-            }
-        )
+        tokens, plan = job.report.tokens, job.request.plan
+        n_bytes, file_bytes, share = (slot.n_bytes, slot.file_bytes, slot.share) if slot is not None else (0, 0, 0.0)
+        out.append({
+            "id": job.id, "state": state, "since": job.since, "method": plan.method, "budget": plan.budget.value,
+            "tokens": tokens.prompt + tokens.reused + tokens.generated, "generated": tokens.generated,
+            "bytes": n_bytes, "file_bytes": file_bytes, "read": round(share, 4),
+        })  # fmt: skip
     return out
 
 
