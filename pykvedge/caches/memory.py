@@ -15,13 +15,9 @@ class ByteCache(Generic[T]):
 
     def __init__(self, limit: int, size: Callable[[Any], int] = len) -> None:
         """size: counts the bytes of a thing."""
-        self._limit, self._size, self._held = limit, size, 0
+        self._limit, self._size, self.n_bytes = limit, size, 0  # that are held
         self._things: OrderedDict[str, T] = OrderedDict()
         self._lock = threading.Lock()
-
-    @property
-    def n_bytes(self) -> int:
-        return self._held
 
     def get(self, name: str) -> T | None:
         """Returns what was put under this name, if it is still there."""
@@ -37,8 +33,8 @@ class ByteCache(Generic[T]):
             if self._size(thing) > self._limit:
                 return
             self._things[name] = thing
-            self._held += self._size(thing)
-            while self._held > self._limit:
+            self.n_bytes += self._size(thing)
+            while self.n_bytes > self._limit:
                 self._pop(next(iter(self._things)))
 
     def drop(self, name: str) -> None:
@@ -49,8 +45,8 @@ class ByteCache(Generic[T]):
     def clear(self) -> None:
         with self._lock:
             self._things.clear()
-            self._held = 0
+            self.n_bytes = 0
 
     def _pop(self, name: str) -> None:
         if (old := self._things.pop(name, None)) is not None:
-            self._held -= self._size(old)
+            self.n_bytes -= self._size(old)

@@ -29,37 +29,25 @@ _CALIBRATED = "Zweiger et al. 2026, Fast KV Compaction via Attention Matching, a
 _KVEDGE = "this project: MixKV's mixture among image tokens, votes of the last queries, budgets of heads, near merges"
 _KEYDIFF = "Park et al. 2025, KeyDiff: Key Similarity-Based KV Cache Eviction, arXiv:2504.15364"
 _EXPECTED = "Devoto et al. 2025, Expected Attention: KV Cache Compression by Estimating Attention, arXiv:2510.00636"
-_CRITICALKV = (
-    "Feng et al. 2025, Identify Critical KV Cache in LLM Inference from an Output Perturbation Perspective, "
-    "arXiv:2502.03805"
-)
+_CRITICALKV = ("Feng et al. 2025, Identify Critical KV Cache in LLM Inference from an Output Perturbation Perspective, "
+               "arXiv:2502.03805")  # fmt: skip
 _KVZIP_PLUS = "KVzip+, a variant of KVzip (arXiv:2505.23416) in kvpress, without its division by hidden rows' norms"
 _KVZIP = "Kim et al. 2025, KVzip: Query-Agnostic KV Cache Compression with Context Reconstruction, arXiv:2505.23416"
 _KNORM = "Devoto et al. 2024, A Simple and Effective L2 Norm-Based Strategy for KV Cache Compression, arXiv:2406.11430"
 _ELASTIC = (
     "Liu et al. 2024, Efficient Inference of Vision Instruction-Following Models with Elastic Cache, arXiv:2407.18121"
 )
-_PREFIXKV = (
-    "Wang et al. 2024, PrefixKV: Adaptive Prefix KV Cache is What Vision Instruction-Following Models Need, "
-    "arXiv:2412.03409"
-)
-_ROCO = (
-    "Ren & Zhu 2024, On the Efficacy of Eviction Policy for Key-Value Constrained Generative Language Model Inference, "
-    "arXiv:2402.06262"
-)
-_MEDA = (
-    "Wan et al. 2025, MEDA: Dynamic KV Cache Allocation for Efficient Multimodal Long-Context Inference, NAACL, "
-    "arXiv:2502.17599"
-)
+_PREFIXKV = ("Wang et al. 2024, PrefixKV: Adaptive Prefix KV Cache is What Vision Instruction-Following Models Need, "
+             "arXiv:2412.03409")  # fmt: skip
+_ROCO = ("Ren & Zhu 2024, On the Efficacy of Eviction Policy for Key-Value Constrained Generative Language Model "
+         "Inference, arXiv:2402.06262")  # fmt: skip
+_MEDA = ("Wan et al. 2025, MEDA: Dynamic KV Cache Allocation for Efficient Multimodal Long-Context Inference, NAACL, "
+         "arXiv:2502.17599")  # fmt: skip
 _LOOKM = "Wan et al. 2024, LOOK-M: Look-Once Optimization in KV Cache, EMNLP Findings, arXiv:2406.18139"
-_MIXKV = (
-    "Liu et al. 2025, Mixing Importance with Diversity: Joint Optimization for KV Cache Compression in Large "
-    "Vision-Language Models, arXiv:2510.20707"
-)
-_FLASHCACHE = (
-    "Yang et al. 2025, Revisiting Multimodal KV Cache Compression: A Frequency-Domain-Guided Outlier-KV-Aware "
-    "Approach, arXiv:2511.16786"
-)
+_MIXKV = ("Liu et al. 2025, Mixing Importance with Diversity: Joint Optimization for KV Cache Compression in Large "
+          "Vision-Language Models, arXiv:2510.20707")  # fmt: skip
+_FLASHCACHE = ("Yang et al. 2025, Revisiting Multimodal KV Cache Compression: A Frequency-Domain-Guided "
+               "Outlier-KV-Aware Approach, arXiv:2511.16786")  # fmt: skip
 
 # These have one importance for all heads of a layer, and the first and the last token always stay.
 _LAYERWISE = {"scorer": "cumulative", "params": {"scorer.share": "layer"}, "sinks": 1, "recent": 1}

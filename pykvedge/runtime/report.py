@@ -231,6 +231,8 @@ class Report:
     def as_json(self) -> dict[str, Any]:
         """Makes the object that `kvedge chat --json` prints, in bytes, seconds and tokens per second."""
         t, kv = self.time, self.kv
+        whole = ("whole_bytes", "whole_file_bytes") if kv.whole_bytes else ()
+        figures = ("full_bytes", "kept_bytes", "peak_bytes", "kept_per_layer", *whole)
         where_asked = {
             "stream": self.stream and asdict(self.stream),
             "session": self.session and asdict(self.session),
@@ -247,13 +249,7 @@ class Report:
             "text": self.text,
             "stop": self.finish,
             "tokens": dict(vars(self.tokens)),
-            "kv": {
-                "full_bytes": kv.full_bytes,
-                "kept_bytes": kv.kept_bytes,
-                "peak_bytes": kv.peak_bytes,
-                "kept_per_layer": kv.kept_per_layer,
-                **({"whole_bytes": kv.whole_bytes, "whole_file_bytes": kv.whole_file_bytes} if kv.whole_bytes else {}),
-            },
+            "kv": {name: getattr(kv, name) for name in figures},
             "rss": dict(vars(self.rss)),
             "time": {
                 **{name: round(value, 4) for name, value in vars(t).items() if name.endswith("_s")},

@@ -18,21 +18,12 @@ from pykvedge.plans.making import plan as make_plan
 from pykvedge.plans.plan import Plan
 from pykvedge.runtime.sampling import Sampling
 from pykvedge.serve import tools as calling
+from pykvedge.serve import wire
 from pykvedge.serve.bodies import Bounds
 from pykvedge.serve.errors import wrong
 from pykvedge.serve.job import Prompt, Request
 from pykvedge.serve.pictures import Sources
-from pykvedge.serve.wire import (
-    ChatRequest,
-    Compression,
-    FilePart,
-    ImagePart,
-    Prompted,
-    RefusalPart,
-    ResponseFormat,
-    TextPart,
-    WireMessage,
-)
+from pykvedge.serve.wire import ChatRequest, Compression, FilePart, ImagePart, Prompted, WireMessage
 
 MOST_PICTURES = 64
 _QUICK_PICTURES, _QUICK_TEXT = 8, 100_000
@@ -239,9 +230,9 @@ def _content(message: WireMessage, i: int, sources: Sources, pictures: _Pictures
     return "\n".join(parts), seen
 
 
-def text_of(part: TextPart | ImagePart | FilePart | RefusalPart) -> str:
+def text_of(part: wire.Part) -> str:
     """Returns the text of a part of a message; empty for a picture or a file."""
-    return part.text if isinstance(part, TextPart) else part.refusal if isinstance(part, RefusalPart) else ""
+    return part.text if isinstance(part, wire.TextPart) else getattr(part, "refusal", "")
 
 
 def _fields(message: WireMessage) -> Mapping[str, Any]:
@@ -378,7 +369,7 @@ def _form(given: ChatRequest | Prompted) -> dict[str, Any]:
     return dict(forms)
 
 
-def _schema(form: ResponseFormat) -> dict[str, Any] | None:
+def _schema(form: wire.ResponseFormat) -> dict[str, Any] | None:
     if form.type == "text":
         return None
     given = form.json_schema.schema_ if form.json_schema is not None else form.schema_

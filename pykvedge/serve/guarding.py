@@ -107,23 +107,22 @@ class Guarding:
             self._held -= n_bytes
 
     def _check(self, scope: Scope, headers: dict[bytes, bytes]) -> None:
-        rules, host = self._rules, headers.get(b"host", b"").decode("latin-1").strip().lower()
+        def told(name: bytes) -> str:
+            return headers.get(name, b"").decode("latin-1")
+
+        rules, host = self._rules, told(b"host").strip().lower()
         if sum(name.lower() == b"host" for name, _ in scope["headers"]) > 1:
             raise RequestError(400, "a request has one Host header", "invalid_host")
         if rules.hosts and host_name(host) not in rules.hosts:
             raise RequestError(403, "the Host header names another server", "forbidden_host")
-        origin = headers.get(b"origin", b"").decode("latin-1").strip().lower()
+        origin = told(b"origin").strip().lower()
         if origin and not self._invited(origin, host):
             raise RequestError(403, f"pages of {origin:.80} may not ask this server, unless it is started with "
                                "--allow-origin", "forbidden_origin")  # fmt: skip
         scope[OWNER] = ""
         if rules.keys and not (scope["method"] == "GET" and _open(scope["path"])):
-            shown = headers.get(b"authorization", b"").decode("latin-1")
-            given = (
-                shown[7:].strip()
-                if shown[:7].lower() == "bearer "
-                else headers.get(b"x-api-key", b"").decode("latin-1")
-            )
+            shown = told(b"authorization")
+            given = shown[7:].strip() if shown[:7].lower() == "bearer " else told(b"x-api-key")
             owner = owner_of(given, rules.keys)
             if owner is None:
                 raise RequestError(401, "a valid API key is needed: Authorization: Bearer KEY", "invalid_api_key")

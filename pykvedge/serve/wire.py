@@ -120,7 +120,7 @@ class WireMessage(Wire):
         return self
 
     @property
-    def parts(self) -> list[TextPart | ImagePart | FilePart | RefusalPart]:
+    def parts(self) -> list[Part]:
         """The content, where it is one text too, in parts."""
         text = self.content or ""
         return [TextPart(type="text", text=text)] if isinstance(text, str) else text

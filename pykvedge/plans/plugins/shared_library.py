@@ -14,17 +14,7 @@ import numpy as np
 
 from pykvedge.errors import KvedgeError, PluginError, UsageError
 from pykvedge.native.abi import Error, Setting, text
-from pykvedge.native.stage_structs import (
-    BYTES,
-    DOUBLES,
-    FLOATS,
-    INTS,
-    STRUCTS,
-    AllocateInput,
-    Plugin,
-    ReduceInput,
-    ScoreInput,
-)
+from pykvedge.native.stage_structs import DOUBLES, STRUCTS, AllocateInput, Plugin, ReduceInput, ScoreInput
 from pykvedge.plans.plugins import calling, table
 from pykvedge.reference.stages import base
 
@@ -111,8 +101,8 @@ class _NativeCall:
         return self._run(self._struct, given, c.cast(values, DOUBLES))
 
 
-def _pointer(x: np.ndarray, kind: Any) -> Any:
-    return x.ctypes.data_as(kind)
+def _pointer(x: np.ndarray) -> Any:
+    return x.ctypes.data_as(c.POINTER(np.ctypeslib.as_ctypes_type(x.dtype)))
 
 
 def _c_call(struct: Any, given: c.Structure, *out: Any) -> None:
@@ -127,16 +117,15 @@ def _run_score(struct: Any, layer: base.Layer, settings: Any) -> np.ndarray:
     heads, n_tokens, d_k = layer.k.shape
     k, v, q = (np.ascontiguousarray(x, np.float32) for x in (layer.k, layer.v, layer.q.swapaxes(0, 1)))
     mask = layer.image_mask.astype(np.uint8)
-    given = ScoreInput(layer.index, layer.n_layers, q.shape[1], heads, n_tokens, d_k, v.shape[2],
-                       _pointer(k, FLOATS), _pointer(v, FLOATS), _pointer(mask, BYTES), len(q),
-                       settings=settings)  # fmt: skip
+    given = ScoreInput(layer.index, layer.n_layers, q.shape[1], heads, n_tokens, d_k, v.shape[2], _pointer(k),
+                       _pointer(v), _pointer(mask), len(q), settings=settings)  # fmt: skip
     if len(q):
-        given.q = _pointer(q, FLOATS)
+        given.q = _pointer(q)
     if layer.column_sums is not None:
         sums = np.ascontiguousarray(layer.column_sums, np.float32)
-        given.column_sums = _pointer(sums, FLOATS)
+        given.column_sums = _pointer(sums)
     out = np.zeros((heads, n_tokens), np.float32)
-    _c_call(struct, given, _pointer(out, FLOATS))
+    _c_call(struct, given, _pointer(out))
     return out
 
 
@@ -144,9 +133,9 @@ def _run_allocate(struct: Any, prompt: base.Prompt, settings: Any) -> np.ndarray
     n_layers, n_heads, n_tokens = prompt.scores.shape
     heads, scores = np.full(n_layers, n_heads, np.int32), np.ascontiguousarray(prompt.scores, np.float32)
     mask, counts = prompt.image_mask.astype(np.uint8), np.zeros((n_layers, n_heads), np.int32)
-    given = AllocateInput(n_layers, n_layers * n_heads, n_tokens, _pointer(heads, INTS), _pointer(scores, FLOATS),
-                           _pointer(mask, BYTES), prompt.budget, prompt.recent, settings)  # fmt: skip
-    _c_call(struct, given, _pointer(counts, INTS))
+    given = AllocateInput(n_layers, n_layers * n_heads, n_tokens, _pointer(heads), _pointer(scores),
+                           _pointer(mask), prompt.budget, prompt.recent, settings)  # fmt: skip
+    _c_call(struct, given, _pointer(counts))
     return counts
 
 
@@ -154,8 +143,8 @@ def _run_reduce(struct: Any, head: base.Head, settings: Any) -> tuple[np.ndarray
     k, v = np.ascontiguousarray(head.k, np.float32), np.ascontiguousarray(head.v, np.float32)
     kept = np.ascontiguousarray(head.kept, np.int32)
     sinks, recent = int(np.argmin(head.protected)), int(np.argmin(head.protected[::-1]))
-    given = ReduceInput(head.layer, head.n_layers, head.index, *k.shape, v.shape[1], _pointer(k, FLOATS),
-                        _pointer(v, FLOATS), _pointer(kept, INTS), len(kept), sinks, recent, settings)  # fmt: skip
+    given = ReduceInput(head.layer, head.n_layers, head.index, *k.shape, v.shape[1], _pointer(k), _pointer(v),
+                        _pointer(kept), len(kept), sinks, recent, settings)  # fmt: skip
     out = k[kept], v[kept]
-    _c_call(struct, given, *(_pointer(rows, FLOATS) for rows in out))
+    _c_call(struct, given, *(_pointer(rows) for rows in out))
     return out
