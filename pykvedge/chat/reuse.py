@@ -8,6 +8,7 @@ time. A request that is repeated is therefore answered alike.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -36,8 +37,7 @@ class History:
 
     def copy(self) -> History:
         """Returns one that goes its own way."""
-        other = History()
-        other.uncut, other.failed, other._n = self.uncut, self.failed, self._n
+        other = copy.copy(self)
         other._reads, other._requests = self._reads and list(self._reads), list(self._requests)
         return other
 

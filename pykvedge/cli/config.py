@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -123,21 +124,18 @@ def _checked(key: str, text: str, takers: list[tuple[click.Command, click.Parame
     return value
 
 
-def _check_sampling(name: str) -> Callable[[Any], object]:
-    def check(value: Any) -> object:
-        from pykvedge.runtime.sampling import Sampling
+def _check_sampling(key: str, value: Any) -> object:
+    from pykvedge.runtime.sampling import Sampling
 
-        return Sampling(**{name: value})
-
-    return check
+    return Sampling(**{key.replace("-", "_"): value})
 
 
 _CHECKS: dict[str, Callable[[Any], object]] = {
     "method": lambda name: options.make_plan(name, None), "kv-type": KvType.parse,
     "budget": lambda budget: options.make_plan(options.DEFAULT_METHOD, str(budget)),
     **{key: lambda text, key=key: options.size(key, text) for key in ("cache-size", "keep-space", "memory")},  # type: ignore[misc]
-    **{key: _check_sampling(key.replace("-", "_")) for key in ("temp", "top-p", "top-k", "min-p", "repeat-penalty",
-                                                               "max-tokens")},
+    **{key: partial(_check_sampling, key) for key in ("temp", "top-p", "top-k", "min-p", "repeat-penalty",
+                                                      "max-tokens")},
 }  # fmt: skip
 
 

@@ -231,24 +231,16 @@ def _complete_path(_: Chat, begun: str) -> list[str]:
     return paths.completions(begun)
 
 
-def _complete_method(_: Chat, begun: str) -> list[str]:
-    return [name for name in methods() if name.startswith(begun)]
-
-
-def _complete_setting(chat: Chat, begun: str) -> list[str]:
-    return [f"{name} " for name in _settings(chat) if name.startswith(begun)]
-
-
 _ALL = (
     Command("/image PATH", "add an image to the next message, or pages of a PDF: a.pdf[3-7]", _image, _complete_path),
     Command("/retry", "put the last message again, with the settings of now", _retry),
     Command("/undo", "take the last message and its answer back", _undo),
     Command("/drop N", "take message N and its answer out, with --keep; the first and the last stay", _drop),
     Command("/method NAME [BUDGET]", "compress from now on by another method: /method lookm 0.2", _method,
-            _complete_method),
+            lambda _, begun: [name for name in methods() if name.startswith(begun)]),
     Command("/budget AMOUNT", "keep 0.2 of a message, or 128 KV pairs of it, from now on", _budget),
     Command("/set [NAME VALUE]", "change a setting: /set temp 0.7; alone: list them", _set,
-            _complete_setting),
+            lambda chat, begun: [f"{name} " for name in _settings(chat) if name.startswith(begun)]),
     Command("/stats", "tokens, memory and time of the last answer", _stats),
     Command("/save [FILE]", "write the conversation to a file, for --session FILE", _save, _complete_path),
     Command("/clear", "start a new conversation", _clear),
