@@ -72,10 +72,7 @@ def load(base: str) -> ctypes.CDLL:
 
 
 def folder_with(base: str) -> Path:
-    """Tells our copy of llama_cpp, as it is imported, the folder whose lib`base` it is to load.
-
-    Raises LibraryError.
-    """
+    """Tells our copy of llama_cpp, as it is imported, the folder whose lib`base` it is to load. Raises LibraryError."""
     load_backends()
     load(base)
     return require_dir()

@@ -34,9 +34,8 @@ _CRITICALKV = ("Feng et al. 2025, Identify Critical KV Cache in LLM Inference fr
 _KVZIP_PLUS = "KVzip+, a variant of KVzip (arXiv:2505.23416) in kvpress, without its division by hidden rows' norms"
 _KVZIP = "Kim et al. 2025, KVzip: Query-Agnostic KV Cache Compression with Context Reconstruction, arXiv:2505.23416"
 _KNORM = "Devoto et al. 2024, A Simple and Effective L2 Norm-Based Strategy for KV Cache Compression, arXiv:2406.11430"
-_ELASTIC = (
-    "Liu et al. 2024, Efficient Inference of Vision Instruction-Following Models with Elastic Cache, arXiv:2407.18121"
-)
+_ELASTIC = ("Liu et al. 2024, Efficient Inference of Vision Instruction-Following Models with Elastic Cache, "
+            "arXiv:2407.18121")  # fmt: skip
 _PREFIXKV = ("Wang et al. 2024, PrefixKV: Adaptive Prefix KV Cache is What Vision Instruction-Following Models Need, "
              "arXiv:2412.03409")  # fmt: skip
 _ROCO = ("Ren & Zhu 2024, On the Efficacy of Eviction Policy for Key-Value Constrained Generative Language Model "

@@ -14,9 +14,7 @@ BREAK = -1  # what is no token of text, as an image; no guess goes beyond it
 
 
 class Lookup:
-    """Knows where each run of 2, 4, 8 and 16 tokens was last seen. A token costs a few hash values, however long the
-    text is.
-    """
+    """Knows where runs of 2, 4, 8 and 16 tokens were last seen. A token costs a few hash values in any text."""
 
     def __init__(self) -> None:
         self._tokens, self._n = np.full(_LEAST, BREAK, np.int32), 0

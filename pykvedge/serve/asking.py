@@ -69,10 +69,9 @@ def request_of(given: ChatRequest | Prompted, defaults: Defaults) -> Request:
         sampling = replace(sampling, stop=(*sampling.stop, *dialect.stops))
         if tools and dialect.grammar and (calling.is_forced(given) or not sampling.constrained):
             sampling = replace(sampling, grammar=calling.form(dialect), json_schema=None)
-    patches = given.kvedge is not None and given.kvedge.patches
-    edited = given.kvedge is not None and given.kvedge.edited is not None
-    read_only = _limit(given) == 0
-    return Request(messages, plan, sampling, values, patches, edited, read_only=read_only, dialect=dialect)
+    asked = given.kvedge or Compression()
+    return Request(messages, plan, sampling, values, asked.patches, asked.edited is not None,
+                   read_only=_limit(given) == 0, dialect=dialect)  # fmt: skip
 
 
 def _values(given: ChatRequest, defaults: Defaults) -> dict[str, Any]:
@@ -119,11 +118,11 @@ def _request_of_prompt(given: Prompted, defaults: Defaults) -> Request:
     for url in given.pictures:
         pictures.add(defaults.sources.load(url, pictures.next))
     plan, sampling = plan_of(given.kvedge, named_plan(given.model, defaults)), sampling_of(given, defaults)
-    patches = given.kvedge is not None and given.kvedge.patches
-    if given.kvedge is not None and given.kvedge.edited is not None:
+    asked = given.kvedge or Compression()
+    if asked.edited is not None:
         raise RequestError(400, "kvedge.edited: a prompt is no conversation", "unsupported", "kvedge")
     prompt = Prompt(tuple(given.prompt), tuple(pictures.all), given.keep)
-    return Request([], plan, sampling, patches=patches, read_only=_limit(given) == 0, prompt=prompt)
+    return Request([], plan, sampling, patches=asked.patches, read_only=_limit(given) == 0, prompt=prompt)
 
 
 def is_quick(given: ChatRequest | Prompted, defaults: Defaults) -> bool:
@@ -280,10 +279,7 @@ def named_plan(model: str | None, defaults: Defaults) -> Plan:
 
 
 def plan_of(given: Compression | None, default: Plan) -> Plan:
-    """Makes the plan of a request. Raises UsageError.
-
-    It is the default one with what the request changes.
-    """
+    """Makes the plan of a request. Raises UsageError. It is the default one with what the request changes."""
     if given is None or not given.model_fields_set - {"patches", "progress", "edited"}:
         return default
     settings: dict[str, Any] = dict(given.settings)

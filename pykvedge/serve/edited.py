@@ -82,9 +82,7 @@ class KnownConversations:
                 self._n -= _size(self._all.popitem(last=False)[1])
 
     def find(self, about: Sequence[Any], said: Sequence[Any]) -> list[tuple[str, list[bool]]]:
-        """Lists conversations of which pictures were dropped, the newest first: the name, and of each picture whether
-        it was.
-        """
+        """Lists conversations of which pictures were dropped, the newest first: the name, and which pictures were."""
         frame, outlines, out = _frame(about, said), _outlines(said), []
         with self._lock:
             known = [(name, found) for name, (of, found) in reversed(self._all.items()) if of == frame]

@@ -31,9 +31,7 @@ def said_in(messages: Iterable[Message]) -> list[Any]:
 
 
 def name_of(about: Sequence[str], plan: Plan, values: Mapping[str, Any], said: Sequence[Any], owner: str = "") -> str:
-    """Makes a name that is equal for conversations of an owner whose rows are equal. about: all else that they depend
-    on.
-    """
+    """Makes a name that is equal for conversations of an owner whose rows are equal. about: what else decides them."""
     text = json.dumps([_VERSION, *about, plan.to_json(), values, said], sort_keys=True, default=str)
     return owner + hashlib.sha256(text.encode()).hexdigest()
 

@@ -220,9 +220,7 @@ async def _end_with(ended: threading.Event, end: Callable[[], None]) -> None:
 
 
 class _Server(uvicorn.Server):
-    """Leaves signals to us: uvicorn would raise them again after its end, and a server that was told to end has not
-    failed.
-    """
+    """Leaves signals to us: uvicorn raises them again after its end, and one that was told to end has not failed."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -230,9 +228,7 @@ class _Server(uvicorn.Server):
 
 
 def _host_names(options: Options, listening: socket.socket) -> frozenset[str]:
-    """The names that requests may call the server by: a page of another site that got its own name to point here
-    cannot ask.
-    """
+    """The names that requests may call the server by: a page of another site whose own name points here cannot ask."""
     if not is_loopback(options.host):
         return frozenset(name.lower() for name in options.hosts)
     return frozenset({*_LOOPBACK_NAMES, options.host.lower(), *(name.lower() for name in options.hosts)})

@@ -41,10 +41,7 @@ class Style:
 
 
 def say(text: str, dim: bool = False) -> None:
-    """Writes a text to stderr, folded between words on a terminal.
-
-    dim: it looks unlike an answer there, unless NO_COLOR is set.
-    """
+    """Writes to stderr, folded between words on a terminal. dim: unlike an answer there, unless NO_COLOR is set."""
     shown = printable(text)
     if sys.stderr is not None and sys.stderr.isatty():
         shown = "\n".join(map(_folded, shown.split("\n")))
