@@ -7,7 +7,6 @@ import pytest
 
 import pykvedge
 from pykvedge.errors import NothingToCompressError, StateError, UnknownNameError, UnsupportedError, UsageError
-from pykvedge.plans.presets import DEFAULT_METHOD
 
 PROMPT = "The quick brown fox jumps over the lazy dog. " * 4
 
@@ -40,13 +39,6 @@ def test_one_line_compresses_the_prompts_of_a_llama(llama_of):
     assert attached.kept() == [[kept + generated] * 2] * 2
 
 
-def test_full_answers_as_without(llama_of):
-    expected = complete(llama_of())
-    llm = llama_of()
-    pykvedge.attach(llm, "full")
-    assert complete(llm) == expected
-
-
 @pytest.mark.parametrize("n_batch", [1, 7, 16, 64])
 def test_prompts_in_pieces_are_compressed_once_and_whole(llama_of, n_batch):
     llm = llama_of(n_batch=n_batch)
@@ -61,15 +53,8 @@ def test_prompts_in_pieces_are_compressed_once_and_whole(llama_of, n_batch):
     assert attached.kept()[0][0] == len(tokens) // 2 + 1
 
 
-def test_naming_the_default_method_changes_nothing(llama_of):
-    kept = []
-    for method in (None, DEFAULT_METHOD):
-        llm = llama_of()
-        with pykvedge.attach(llm, method) as attached:
-            llm.eval(llm.tokenize(PROMPT.encode()))
-            llm.eval([llm.sample()])
-            kept.append((attached.plan, attached.kept()))
-    assert kept[0] == kept[1]
+def test_without_a_method_it_is_the_default_one(llama_of):
+    assert pykvedge.attach(llama_of()).plan == pykvedge.default_plan()
 
 
 def test_single_tokens_of_a_chat_handlers_prompt_are_no_answer(llama_of):
@@ -84,51 +69,6 @@ def test_single_tokens_of_a_chat_handlers_prompt_are_no_answer(llama_of):
     llm.eval([llm.sample()])
     assert attached.stats().n_compressions == 1
     assert attached.kept()[0][0] == len(tokens) // 2 + 1
-
-
-def test_prompts_with_images_through_llama_cpp_pythons_own_handler(tiny, native, picture_file):
-    import base64
-
-    from llama_cpp import Llama
-    from llama_cpp.llama_chat_format import Llava15ChatHandler
-
-    files = tiny("llava")
-    handler = Llava15ChatHandler(clip_model_path=str(files.mmproj), verbose=False)
-    llm = Llama(str(files.model), chat_handler=handler, n_ctx=1024, n_threads=1, n_threads_batch=1, verbose=False)
-    attached = pykvedge.attach(llm, "lookm", 0.3)
-    url = "data:image/png;base64," + base64.b64encode(picture_file().read_bytes()).decode()
-    content = [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": "What is this?"}]
-    answer = llm.create_chat_completion([{"role": "user", "content": content}], max_tokens=6, temperature=0.0)
-    assert answer["choices"][0]["message"]["content"]
-    stats = attached.stats()
-    assert stats.n_image_tokens == 16 and stats.n_compressions == 1
-    n_prompt = answer["usage"]["prompt_tokens"]
-    assert attached.kept()[0][0] == pykvedge.plan("lookm", 0.3).count(n_prompt) + stats.n_tokens - n_prompt
-    llm.close()
-
-
-def test_several_completions_and_chats(llama_of):
-    llm = llama_of()
-    attached = pykvedge.attach(llm, "lookm", 0.3)
-    first = complete(llm)
-    assert complete(llm, "Something else entirely, at some length, and then some more.")
-    llm.reset()
-    assert complete(llm) == first
-    messages = [{"role": "user", "content": PROMPT}]
-    reply = llm.create_chat_completion(messages, max_tokens=5)["choices"][0]["message"]
-    again = llm.create_chat_completion([*messages, reply, {"role": "user", "content": "And?"}], max_tokens=5)
-    assert again["choices"][0]["message"]["content"]
-    assert attached.stats().n_compressions >= 1
-
-
-def test_another_plan_for_the_next_prompt(llama_of):
-    llm = llama_of()
-    attached = pykvedge.attach(llm, pykvedge.plan("h2o", 0.5))
-    attached.set_plan("streaming-llm", 10)
-    assert attached.plan.method == "streaming-llm"
-    n_prompt = len(llm.tokenize(PROMPT.encode()))
-    complete(llm)
-    assert attached.kept()[0][0] == 10 + attached.stats().n_tokens - n_prompt
 
 
 def test_detaching_gives_the_model_back(llama_of):
