@@ -14,6 +14,7 @@ from types import SimpleNamespace
 
 import pytest
 from conftest import QUICK_BENCH, THREADS
+from limits import of_child
 from waits import until
 
 import pykvedge
@@ -372,16 +373,10 @@ def test_cancelling_before_the_start(tiny, native):
 def test_a_disk_that_fills_up_keeps_whole_lines(environment, tiny, native, tmp_path):
     save, limit = tmp_path / "raw.jsonl", 4000
 
-    def little_space():
-        import resource
-
-        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
-
     program = [sys.executable, QUICK_BENCH, "bench", *tiny("llama").arguments(), "--tokens", "40", "--method",
                "h2o", "--repeat", "100000", "--generate", "2", "--quiet", "--save", str(save)]  # fmt: skip
-    done = subprocess.run(
-        program, capture_output=True, text=True, env=environment, preexec_fn=little_space, check=False
-    )
+    preexec = of_child(limit)
+    done = subprocess.run(program, capture_output=True, text=True, env=environment, preexec_fn=preexec, check=False)
     assert done.returncode == 1 and "| stock" in done.stdout
     said = [line for line in done.stderr.splitlines() if not line.startswith("kvedge: warning: ")]  # of a busy machine
     assert len(said) == 1 and "raw.jsonl cannot be written: File too large" in said[0]

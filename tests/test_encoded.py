@@ -10,6 +10,7 @@ from functools import partial
 import numpy as np
 import pytest
 from conversations import say
+from limits import of_child
 from threads import in_threads
 
 import pykvedge
@@ -325,15 +326,8 @@ def test_a_folder_that_cannot_be_used_is_told_of_once(tiny, kvedge, picture_file
 
 @pytest.mark.skipif(os.name != "posix", reason="limits of POSIX")
 def test_a_disk_that_is_full_costs_no_answer(tiny, kvedge, picture_file, tmp_path):
-    import resource
-
     arguments = ["chat", *tiny("llava").arguments(), "--method", "lookm", "--image", picture_file(), "--max-tokens", 3]
-    folder = ("--cache", tmp_path / "c", "What?")
-
-    def full():
-        resource.setrlimit(resource.RLIMIT_FSIZE, (5000, 5000))
-
-    done = kvedge(*arguments, *folder, preexec_fn=full)
+    done = kvedge(*arguments, "--cache", tmp_path / "c", "What?", preexec_fn=of_child(5000))
     assert (done.code, done.out) == (0, kvedge(*arguments, "What?").out)
     assert sum("cache folder" in line for line in done.err.splitlines()) == 1 and not list((tmp_path / "c").iterdir())
 

@@ -16,6 +16,7 @@ from choosing import distinct
 from conftest import THREADS
 from eval_runs import MMPROJ, MODEL, run
 from forking import Warm
+from limits import of_child
 from PIL import Image
 from profilefiles import write_profile
 from waits import until
@@ -171,12 +172,7 @@ def test_ctrl_c_keeps_what_was_measured(start, native, tmp_path):
 def test_a_full_disk_is_one_line_and_keeps_what_was_measured(started, native, tmp_path):
     save, limit = tmp_path / "r.jsonl", 6000
 
-    def little_space():
-        import resource
-
-        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
-
-    done = started(*command(save, "--quiet"), preexec_fn=little_space)
+    done = started(*command(save, "--quiet"), preexec_fn=of_child(limit))
     assert done.code == 1
     assert len(done.err.splitlines()) == 1 and "r.jsonl cannot be written" in done.err
     assert "| full " in done.out

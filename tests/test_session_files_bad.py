@@ -7,6 +7,7 @@ import struct
 import numpy as np
 import pytest
 from conversations import LONG, WORDS, a_plan, reframed, say
+from limits import of_child
 
 from pykvedge.errors import KvedgeError, SessionFileError
 from pykvedge.runtime.sessionfile import Note, fingerprint, read_note
@@ -40,8 +41,7 @@ def test_a_note_that_is_none(saved):
             file.write_bytes(reframed(data, note=note))
             with pytest.raises(SessionFileError, match="no conversation"):
                 session.load(file)
-        contradictory = json.dumps({**good, "n_cells": 3000}).encode()
-        file.write_bytes(reframed(data, note=contradictory))
+        file.write_bytes(reframed(data, note=json.dumps({**good, "n_cells": 3000}).encode()))
         with pytest.raises(SessionFileError, match="contradicts itself"):
             session.load(file)
         file.write_bytes(reframed(data, note=json.dumps(good).encode()))
@@ -157,19 +157,10 @@ def test_the_program_refuses_bad_files(kvedge, saved, tiny, tmp_path):
 
 @pytest.mark.skipif(os.name != "posix", reason="limits the size of files as POSIX does")
 def test_a_full_disk_leaves_the_old_file(kvedge, saved):
-    import resource
-
     model, file = saved
     old = file.read_bytes()
-
-    def small_files():
-        import signal
-
-        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (len(old) // 2, len(old) // 2))
-
     ask = ["chat", *model.arguments(), "--session", file, "--max-tokens", 3, "--quiet"]
-    done = kvedge(*ask, "--json", "And?", preexec_fn=small_files)
+    done = kvedge(*ask, "--json", "And?", preexec_fn=of_child(len(old) // 2))
     assert done.code == 1 and len(done.err.splitlines()) == 1
     assert "cannot be written" in done.err and "untouched" in done.err
     assert done.json["text"] and "cannot be written" in done.json["session"]["error"]
@@ -178,8 +169,7 @@ def test_a_full_disk_leaves_the_old_file(kvedge, saved):
 
 
 def test_a_conversation_saves_after_each_answer(kvedge, saved, tmp_path, environment):
-    pty = pytest.importorskip("pty")
-    assert pty
+    pytest.importorskip("pty")
     from test_interactive import Terminal
 
     model, file = saved

@@ -1,10 +1,12 @@
 """Sessions that keep whole rows: what a report says when its answer has ended."""
 
+import os
 import time
 from pathlib import Path
 
 import pytest
 from drafted import SCENE
+from limits import small_files
 
 import pykvedge
 from pykvedge.errors import UsageError
@@ -13,6 +15,7 @@ from pykvedge.runtime.sampling import Sampling
 from pykvedge.runtime.settings import Settings
 
 FILES = Path("/proc/self/fd")  # open ones
+ONLY_POSIX = pytest.mark.skipif(os.name != "posix", reason="limits the size of files as POSIX does")
 WORDS = "The quick brown fox jumps over the lazy dog and looks at the picture. " * 6
 
 
@@ -42,17 +45,13 @@ def test_rows_in_memory_are_said_to_lie_there(tiny, native):
         assert "in memory" in answer.report.line() and "in a file" not in answer.report.line()
 
 
+@ONLY_POSIX
 def test_a_file_that_cannot_grow_is_said_at_the_end(tiny, tmp_path, native):
-    resource = pytest.importorskip("resource")
     with tiny("llama").session(pykvedge.plan("snapkv", 0.2), keep="disk", keep_folder=tmp_path) as session:
-        limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
-        try:
+        with small_files(1000):
             answer = session.ask(WORDS, [], Sampling(max_tokens=60))
             assert not answer.report.notes
             slowly(answer, lambda: session.engine.cache.keep_problem())
-        finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         assert answer.report.finish == "length" and answer.report.kv.whole_bytes == 0
         [note] = answer.report.notes
         assert note.startswith("whole rows are not kept") and "whole rows" not in answer.report.line()
@@ -62,8 +61,7 @@ def test_a_file_that_cannot_grow_is_said_at_the_end(tiny, tmp_path, native):
 def test_pixels_lie_in_a_file_where_whole_rows_do(tmp_path, native, keep, held):
     """They are there when the cache is lost, and the conversation is read again."""
     folder = {"keep_folder": str(tmp_path)} if keep == "disk" else {}
-    settings = {"keep": keep, "threads": 1, **folder}
-    with pykvedge.Session(plan=pykvedge.plan("snapkv", 0.2), **settings) as session:
+    with pykvedge.Session(plan=pykvedge.plan("snapkv", 0.2), keep=keep, threads=1, **folder) as session:
         said = session.ask("What is the code?", SCENE).read()
         [picture] = session.messages[0].pictures
         assert bool(picture.rgb) == held and picture.pixels() == load_picture(SCENE).rgb
@@ -87,16 +85,12 @@ def test_the_file_of_pixels_goes_with_the_conversation(tmp_path, native):
         assert not is_open()
 
 
+@ONLY_POSIX
 def test_pixels_without_room_in_the_file_stay_in_memory(tmp_path, native):
-    resource = pytest.importorskip("resource")
     settings = {"keep": "disk", "keep_folder": str(tmp_path), "threads": 1}
     with pykvedge.Session(plan=pykvedge.plan("snapkv", 0.2), **settings) as session:
-        limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
-        try:
+        with small_files(1000):
             session.ask("What is the code?", SCENE).read()
-        finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         assert session.messages[0].pictures[0].rgb == load_picture(SCENE).rgb
 
 
