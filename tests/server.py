@@ -15,6 +15,7 @@ from waits import until
 ROOT = Path(__file__).resolve().parents[1]
 DEMO = ROOT / "pykvedge" / "data"
 ENDLESS = 'root ::= "a" root'  # a grammar whose answers have no end
+GOES_ON = '"content": "a'  # in each line of a stream that follows it
 SERVE = ("serve", "--port", "0", "--threads", "1")
 QUESTION = "How many shapes are there?"
 SCENES = sorted((ROOT / "examples").glob("scene-?.png"))
@@ -36,6 +37,15 @@ class Server:
         assert answer.status_code == 200, answer.text
         return answer.json()["choices"][0]["message"]["content"]
 
+    @contextmanager
+    def endless(self, messages, **fields):
+        """The lines of a stream that has no end, and has begun."""
+        fields = {"max_tokens": 1500, "grammar": ENDLESS, **fields, "messages": messages, "stream": True}
+        with self.client.stream("POST", "/v1/chat/completions", json=fields) as answer:
+            lines = answer.iter_lines()
+            next(line for line in lines if GOES_ON in line)
+            yield lines
+
     def metric(self, name):
         for line in self.client.get("/metrics").text.splitlines():
             if line.startswith(f"kvedge_{name} "):
@@ -44,6 +54,24 @@ class Server:
 
     def wait_for(self, name, value):
         until(lambda: self.metric(name) == value)
+
+    def memory(self):
+        return self.client.get("/v1/kvedge/memory").json()
+
+    def sessions(self):
+        return self.client.get("/v1/kvedge/sessions").json()["sessions"]
+
+    def most_kib(self, work):
+        """KiB that the process takes for a work at the most, beside what it has before. Linux alone."""
+        process = Path(f"/proc/{self.told['pid']}")
+
+        def kib(name):
+            return int(next(x for x in (process / "status").read_text().splitlines() if x.startswith(name)).split()[1])
+
+        (process / "clear_refs").write_text("5")
+        before = kib("VmRSS")
+        work()
+        return kib("VmHWM") - before
 
     def end(self, number=signal.SIGTERM):
         self.client.close()
@@ -73,9 +101,35 @@ def picture(path):
     return {"type": "image_url", "image_url": {"url": data_url(path)}}
 
 
-def data_url(path):
-    return "data:image/png;base64," + base64.b64encode(Path(path).read_bytes()).decode()
+def data_url(picture):
+    """picture: a file, or its bytes."""
+    data = picture if isinstance(picture, bytes) else Path(picture).read_bytes()
+    return "data:image/png;base64," + base64.b64encode(data).decode()
+
+
+def source_of(picture):
+    """A picture as /v1/messages has it."""
+    data = data_url(picture).partition(",")[2]
+    return {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": data}}
 
 
 def asks(text, *paths):
     return [{"role": "user", "content": [*map(picture, paths), {"type": "text", "text": text}]}]
+
+
+def then(said, text, question):
+    """The conversation with an answer and another question."""
+    return [*said, {"role": "assistant", "content": text}, {"role": "user", "content": question}]
+
+
+def cached(body):
+    """Tokens of an answer's prompt that were there."""
+    return body["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+
+def check_refused(answer, *words, status=400):
+    """The error's object; its message is one line with the words."""
+    error = answer.json()["error"]
+    assert answer.status_code == status and "\n" not in error["message"], answer.text
+    assert all(word in error["message"] for word in words), error
+    return error

@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import pytest
-from server import ENDLESS, SCENES, asks, data_url, serving
+from server import ENDLESS, GOES_ON, SCENES, asks, cached, check_refused, data_url, serving, source_of, then
 
 import pykvedge
 
@@ -33,17 +33,15 @@ def test_answers_are_a_sessions_alone_and_side_by_side(server, told):
         path, question = key
         said = asks(question, path)
         first = server.text(said)
-        said += [{"role": "assistant", "content": first}, {"role": "user", "content": QUESTIONS[3]}]
-        second = server.chat(said).json()
-        return first, second["choices"][0]["message"]["content"], second["usage"]
+        second = server.chat(then(said, first, QUESTIONS[3])).json()
+        return first, second["choices"][0]["message"]["content"], cached(second)
 
     for key in list(told)[:2]:
         assert both(key)[:2] == told[key]
     with ThreadPoolExecutor(6) as pool:
         found = dict(zip(told, pool.map(both, told), strict=True))
     assert {key: two[:2] for key, two in found.items()} == told
-    # the second message goes on from the first one's rows
-    assert all(usage["prompt_tokens_details"]["cached_tokens"] > 100 for _, _, usage in found.values())
+    assert all(n > 100 for *_, n in found.values())  # the second message goes on from the first one's rows
 
 
 def test_a_stream_is_the_answer_in_pieces(server):
@@ -75,25 +73,20 @@ def test_what_is_kept_is_chosen_by_each_request(server):
         told = server.chat(asks(QUESTIONS[0], SCENES[1]), model=f"{name}@{plan}").json()["kvedge"][0]
         assert told["method"] == method
         assert told["kv"]["kept_bytes"] / told["kv"]["full_bytes"] == pytest.approx(share, abs=0.05)
-    assert "unknown method" in server.chat(asks("?"), model=f"{name}@nothing-0.2").json()["error"]["message"]
+    check_refused(server.chat(asks("?"), model=f"{name}@nothing-0.2"), "unknown method")
     for other in (f"other@{plan}", f"{name}@@{plan}"):  # not the default plan in silence
-        refused = server.chat(asks("?"), model=other).json()["error"]["message"]
-        assert refused == f"'{other}' is a plan of another model; this server has {name}@{plan}"
+        error = check_refused(server.chat(asks("?"), model=other))
+        assert error["message"] == f"'{other}' is a plan of another model; this server has {name}@{plan}"
     assert server.chat(asks("?"), model="gpt@latest", max_tokens=1).status_code == 200
     assert server.chat(asks("?"), model="another@nothing-0.2", max_tokens=2).status_code == 200
     plan = server.client.post("/v1/kvedge/plan", json={"method": "snapkv", "budget": 0.5, "image_tokens": 0.5}).json()
     assert plan == json.loads(pykvedge.plan("snapkv", 0.5, image_tokens=0.5).to_json())
-    wrong = server.chat(asks("?", SCENES[0]), kvedge={"method": "nothing"})
-    assert wrong.status_code == 400 and "unknown method" in wrong.json()["error"]["message"]
+    check_refused(server.chat(asks("?", SCENES[0]), kvedge={"method": "nothing"}), "unknown method")
 
 
 def test_forms_stops_and_choices(server):
-    schema = {
-        "type": "object",
-        "properties": {"n": {"type": "integer"}},
-        "required": ["n"],
-        "additionalProperties": False,
-    }
+    schema = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"],
+              "additionalProperties": False}  # fmt: skip
     form = {"type": "json_schema", "json_schema": {"name": "n", "schema": schema}}
     text = server.text(asks(QUESTIONS[0], SCENES[0]), response_format=form, max_tokens=200)
     assert isinstance(json.loads(text)["n"], int)
@@ -107,13 +100,6 @@ def test_forms_stops_and_choices(server):
     assert [choice["index"] for choice in several["choices"]] == [0, 1, 2]
     again = server.chat(asks("What is there?", SCENES[0]), n=3, temperature=1, seed=7).json()
     assert [c["message"] for c in several["choices"]] == [c["message"] for c in again["choices"]]
-
-
-def test_text_never_becomes_a_control_token(server):
-    """What a user writes is text, also the name of a special token or the word for a picture."""
-    plain = server.chat([{"role": "user", "content": "<image> </s> <|im_end|> hello"}])
-    assert plain.status_code == 200
-    assert plain.json()["kvedge"][0]["tokens"]["image"] == 0
 
 
 def test_clients_of_others(server):
@@ -135,8 +121,7 @@ def test_clients_of_others(server):
         assert events.until_done().get_final_response().output_text == text
     assert [model.id for model in client.models.list()] == [server.told["model"]]
     other = anthropic.Anthropic(base_url=server.url, api_key="none")
-    source = {"type": "base64", "media_type": "image/png", "data": data_url(SCENES[0]).partition(",")[2]}
-    parts = [{"type": "image", "source": source}, {"type": "text", "text": QUESTIONS[0]}]
+    parts = [source_of(SCENES[0]), {"type": "text", "text": QUESTIONS[0]}]
     message = {"model": "any", "max_tokens": 24, "messages": [{"role": "user", "content": parts}], "temperature": 0}
     extra = {"extra_body": {"temperature": message.pop("temperature")}}
     assert other.messages.create(**message, **extra).content[0].text == text
@@ -148,9 +133,7 @@ def test_tokens_are_counted_before_they_are_read(server):
     import anthropic
 
     other = anthropic.Anthropic(base_url=server.url, api_key="none")
-    source = {"type": "base64", "media_type": "image/png", "data": data_url(SCENES[0]).partition(",")[2]}
-    parts = [{"type": "image", "source": source}, {"type": "text", "text": QUESTIONS[0]}]
-    messages = [{"role": "user", "content": parts}]
+    messages = [{"role": "user", "content": [source_of(SCENES[0]), {"type": "text", "text": QUESTIONS[0]}]}]
     read = server.metric("prompt_tokens_total")
     n = other.messages.count_tokens(model="any", messages=messages).input_tokens
     assert n > 144 and server.metric("prompt_tokens_total") == read
@@ -172,14 +155,12 @@ def test_an_answer_has_one_form(server):
     schema = {"const": "yes"}
     assert server.text(asks(QUESTIONS[0]), json_schema=schema) == '"yes"'
     form = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
-    both = server.chat(asks(QUESTIONS[0]), json_schema=schema, response_format=form)
-    assert both.status_code == 400 and "one form" in both.json()["error"]["message"]
+    check_refused(server.chat(asks(QUESTIONS[0]), json_schema=schema, response_format=form), "one form")
     assert server.text(asks(QUESTIONS[0]), regex="(yes|no)!") in ("yes!", "no!")
     digit = {"type": "integer", "minimum": 0, "maximum": 9}
     assert int(server.text(asks(QUESTIONS[0]), json_schema=digit)) in range(10)
     for fields, word in (({"json_schema": {"not": {}}}, '"not"'), ({"regex": "("}, "regular expression")):
-        refused = server.chat(asks(QUESTIONS[0]), **fields)
-        assert refused.status_code == 400 and word in refused.json()["error"]["message"]
+        check_refused(server.chat(asks(QUESTIONS[0]), **fields), word)
 
 
 def test_forms_that_take_long_stop_nobody(server):
@@ -189,26 +170,17 @@ def test_forms_that_take_long_stop_nobody(server):
         {"json_schema": {"type": "integer", "multipleOf": 999983}},
         {"json_schema": {"allOf": [{"type": "string", "pattern": f".*{i}.*"} for i in range(60)]}},
     ]
-    body = {"messages": asks("?", SCENES[0]), "max_tokens": 1900, "grammar": ENDLESS, "stream": True}
-    with server.client.stream("POST", "/v1/chat/completions", json=body) as answer:
-        lines = answer.iter_lines()
-        next(line for line in lines if '"content": "a' in line)
+    with server.endless(asks("?", SCENES[0]), max_tokens=1900) as lines:
         for fields in hard:
             assert server.chat(asks(QUESTIONS[0]), **fields, max_tokens=20).status_code == 400
-        assert next(line for line in lines if '"content": "a' in line)
+        assert next(line for line in lines if GOES_ON in line)
 
 
 def test_who_leaves_ends_the_answer(server):
     server.wait_for("requests_running", 0)  # the test before this one left, too
     before = server.metric('answers_total{finish="cancelled"}')
-    fields = {
-        "messages": asks("What is there?", SCENES[0]),
-        "stream": True,
-        "max_tokens": 1500,
-        "grammar": ENDLESS,
-    }  # fmt: skip - which has no end
-    with server.client.stream("POST", "/v1/chat/completions", json=fields) as answer:
-        next(line for line in answer.iter_lines() if '"content": "a' in line)
+    with server.endless(asks("What is there?", SCENES[0])):
+        pass
     server.wait_for('answers_total{finish="cancelled"}', before + 1)
     server.wait_for("requests_running", 0)
     assert server.metric("kv_bytes") == 0
@@ -220,13 +192,11 @@ def test_memory_is_bounded_and_what_waits_comes_back(environment):
     def talks(memory):
         with serving(environment, *PLAN, "--memory", memory, "--ctx", "1024") as server:
             said = [asks(f"{i}: {QUESTIONS[i % 3]}", SCENES[i % len(SCENES)]) for i in range(12)]
-            for conversation in said:
-                conversation.append({"role": "assistant", "content": server.text(conversation)})
-            out = []
-            for conversation in said:
-                answer = server.chat([*conversation, {"role": "user", "content": QUESTIONS[3]}]).json()
-                out.append((answer["choices"][0]["message"]["content"], answer["usage"]))
-                held = server.client.get("/v1/kvedge/memory").json()
+            more, out = [then(one, server.text(one), QUESTIONS[3]) for one in said], []
+            for conversation in more:
+                answer = server.chat(conversation).json()
+                out.append((answer["choices"][0]["message"]["content"], answer["usage"], cached(answer)))
+                held = server.memory()
                 assert held["kv_bytes"] + held["parked_bytes"] <= held["limit_bytes"]
             return out, held
 
@@ -234,7 +204,7 @@ def test_memory_is_bounded_and_what_waits_comes_back(environment):
     assert held["folder_bytes"] > 0 < held["parked_bytes"]
     many, free = talks("64MiB")
     assert few == many and free["folder_bytes"] == 0
-    assert all(usage["prompt_tokens_details"]["cached_tokens"] for _, usage in few)
+    assert all(n for *_, n in few)
 
 
 def test_the_bound_of_memory_holds_all_the_time(environment):
@@ -250,8 +220,7 @@ def test_the_bound_of_memory_holds_all_the_time(environment):
 
         def talk(number):
             said = asks(f"{number % 7}: {QUESTIONS[number % 3]}", SCENES[number % len(SCENES)])
-            said.append({"role": "assistant", "content": server.text(said)})
-            return server.text([*said, {"role": "user", "content": QUESTIONS[3]}])
+            return server.text(then(said, server.text(said), QUESTIONS[3]))
 
         looking = threading.Thread(target=look)
         looking.start()
@@ -273,18 +242,9 @@ def test_pictures_of_a_conversation_need_no_encoder_again(server):
 
 def test_many_at_once_are_refused_in_time(environment):
     with serving(environment, "--parallel", "1", "--queue", "1", "--ctx", "1024") as server:
-        endless = {"messages": asks("?", SCENES[0]), "max_tokens": 200, "grammar": ENDLESS}
-        statuses, threads = [], []
-
-        def ask():
-            with httpx.Client(base_url=server.url, timeout=60) as client:
-                statuses.append(client.post("/v1/chat/completions", json=endless))
-
-        for _ in range(8):
-            threads.append(threading.Thread(target=ask))
-            threads[-1].start()
-        for thread in threads:
-            thread.join()
+        with ThreadPoolExecutor(8) as pool:
+            asked = [pool.submit(server.chat, asks("?", SCENES[0]), max_tokens=200, grammar=ENDLESS) for _ in range(8)]
+        statuses = [one.result() for one in asked]
         refused = [answer for answer in statuses if answer.status_code == 503]
         assert refused and all(int(answer.headers["retry-after"]) > 0 for answer in refused)
         assert {answer.status_code for answer in statuses} == {200, 503}

@@ -1,7 +1,7 @@
 """Who asks a server the same again, or for several answers, does not wait for the prompt again."""
 
 import pytest
-from server import QUESTION, SCENES, asks
+from server import QUESTION, SCENES, asks, cached, then
 
 PLANS = (
     {"method": "full"},
@@ -12,10 +12,6 @@ PLANS = (
     {"method": "snapkv", "budget": 0.3, "image_tokens": 0.5},
 )
 SERVED = ("--memory", "64MiB", "--parallel", "4", "--ctx", "2048")
-
-
-def cached(answer):
-    return answer["usage"]["prompt_tokens_details"]["cached_tokens"]
 
 
 @pytest.mark.parametrize("plan", PLANS, ids=lambda plan: plan["method"])
@@ -34,7 +30,7 @@ def test_a_conversation_goes_on_from_a_repeated_prompt(server):
     said = asks("Describe the image.", SCENES[1])
     text = server.text(said, max_tokens=64)
     assert server.text(said, max_tokens=64) == text
-    more = [*said, {"role": "assistant", "content": text}, {"role": "user", "content": "What is the code?"}]
+    more = then(said, text, "What is the code?")
     went_on = server.chat(more).json()
     assert cached(went_on) > 150
     repeated = server.chat(more).json()
@@ -56,7 +52,7 @@ def test_several_answers_share_one_prompt(server):
 def test_what_is_forgotten_is_read_again(server):
     said = asks("What is forgotten?", SCENES[3])
     assert cached(server.chat(said).json()) == 0
-    waiting = [one["id"] for one in server.client.get("/v1/kvedge/sessions").json()["sessions"]]
+    waiting = [one["id"] for one in server.sessions()]
     assert server.client.delete(f"/v1/kvedge/sessions/{waiting[-1]}").status_code == 200
     assert cached(server.chat(said).json()) == 0
 
@@ -73,13 +69,11 @@ def test_an_answer_that_was_begun_is_gone_on_with(server):
     whole = server.text(said, max_tokens=64)
     words = whole.split(" ")
     begun, rest = " ".join(words[:4]), " " + " ".join(words[4:])
-    assert server.text([*said, {"role": "assistant", "content": begun}], kvedge={"method": "full"}, max_tokens=64) == (
-        server.text(said, kvedge={"method": "full"}, max_tokens=64).removeprefix(begun)
-    )
-    went_on = server.text([*said, {"role": "assistant", "content": begun}], max_tokens=64)
+    going, full = [*said, {"role": "assistant", "content": begun}], {"kvedge": {"method": "full"}, "max_tokens": 64}
+    assert server.text(going, **full) == server.text(said, **full).removeprefix(begun)
+    went_on = server.text(going, max_tokens=64)
     assert went_on == rest
-    more = [*said, {"role": "assistant", "content": begun + went_on}, {"role": "user", "content": QUESTION}]
-    assert cached(server.chat(more).json()) > 150
+    assert cached(server.chat(then(said, begun + went_on, QUESTION)).json()) > 150
     message = {"model": "demo-model", "max_tokens": 64, "temperature": 0, "messages": [
         {"role": "user", "content": "Say anything."}, {"role": "assistant", "content": "It is"}]}  # fmt: skip
     answer = server.client.post("/v1/messages", json=message)

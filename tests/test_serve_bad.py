@@ -1,6 +1,5 @@
 """`kvedge serve` and what nobody should send it: each is an error of its own, and nothing else is disturbed."""
 
-import base64
 import io
 import json
 import os
@@ -15,7 +14,7 @@ from pathlib import Path
 import httpx
 import pytest
 from PIL import Image
-from server import ENDLESS, QUESTION, SCENES, asks, serving
+from server import QUESTION, SCENES, SERVE, asks, cached, check_refused, data_url, picture, serving, source_of, then
 
 from pykvedge.errors import ImageError, LibraryError, ModelError, OutOfMemoryError, StateError
 from pykvedge.serve import errors
@@ -27,9 +26,8 @@ KEY = "0123456789abcdefghij"
 def server(environment, tmp_path_factory):
     folder = tmp_path_factory.mktemp("pictures")
     (folder / "a.png").write_bytes(SCENES[0].read_bytes())
-    with serving(
-        environment, "--ctx", "1024", "--memory", "16MiB", "--max-body", "2MB", "--image-folder", folder
-    ) as one:
+    options = ("--ctx", "1024", "--memory", "16MiB", "--max-body", "2MB", "--image-folder", folder)
+    with serving(environment, *options) as one:
         one.folder = folder
         yield one
         assert one.text(asks(QUESTION, SCENES[0]))  # whatever came before
@@ -42,21 +40,12 @@ def bomb():
     def chunk(kind, data):
         return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
 
-    head = struct.pack(">IIBBBBB", 60000, 60000, 8, 2, 0, 0, 0)
-    return (
-        b"\x89PNG\r\n\x1a\n"
-        + chunk(b"IHDR", head)
-        + chunk(b"IDAT", zlib.compress(bytes(1 << 20)))
-        + chunk(b"IEND", b"")
-    )
+    head, data = struct.pack(">IIBBBBB", 60000, 60000, 8, 2, 0, 0, 0), zlib.compress(bytes(1 << 20))
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", head) + chunk(b"IDAT", data) + chunk(b"IEND", b"")
 
 
 def image(url):
     return [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": url}}]}]
-
-
-def as_url(data):
-    return "data:image/png;base64," + base64.b64encode(data).decode()
 
 
 HELLO = [{"role": "user", "content": "Hello"}]
@@ -114,8 +103,8 @@ WRONG = [
     ({"messages": CALLED + HELLO}, 400, JSON, None),
     ({"messages": image("data:image/png;base64,%%%")}, 400, IMAGE, "messages"),
     ({"messages": image("data:,hello")}, 400, IMAGE, "messages"),
-    ({"messages": image(as_url(b"no picture"))}, 400, IMAGE, "messages"),
-    ({"messages": image(as_url(bomb()))}, 400, IMAGE, "messages"),
+    ({"messages": image(data_url(b"no picture"))}, 400, IMAGE, "messages"),
+    ({"messages": image(data_url(bomb()))}, 400, IMAGE, "messages"),
     ({"messages": image("http://127.0.0.1/a.png")}, 400, IMAGE, "messages"),
     ({"messages": image("https://127.0.0.1/a.png")}, 400, IMAGE, "messages"),
     ({"messages": image("a.png")}, 400, IMAGE, "messages"),
@@ -173,50 +162,28 @@ def test_wrong_requests_in_other_forms(server, path, body, status):
 def test_many_pixels_are_too_many_together(server):
     data = io.BytesIO()
     Image.new("1", (9000, 5000)).save(data, "PNG")
-    said = [{"role": "user", "content": [image(as_url(data.getvalue()))[0]["content"][0]] * 3}]
-    answer = server.chat(said)
-    assert answer.status_code == 400 and answer.json()["error"]["code"] == "too_many_pixels"
+    answer = server.chat([{"role": "user", "content": [picture(data.getvalue())] * 3}])
+    assert check_refused(answer)["code"] == "too_many_pixels"
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 def test_many_pictures_are_not_in_memory_at_once(server):
     """18 of 4 megapixels, each too small to be scaled: 206 MiB of pixels, and as much again for mtmd."""
-    urls = []
-    for i in range(18):
-        data = io.BytesIO()
-        Image.new("L", (2000, 2000), i).save(data, "PNG")
-        urls.append(as_url(data.getvalue()))
-    process = Path(f"/proc/{server.told['pid']}")
-    process.joinpath("clear_refs").write_text("5")
+    files = [io.BytesIO() for _ in range(18)]
+    for i, file in enumerate(files):
+        Image.new("L", (2000, 2000), i).save(file, "PNG")
+    pictures = [file.getvalue() for file in files]
 
-    def kib(name):
-        return int(next(x for x in (process / "status").read_text().splitlines() if x.startswith(name)).split()[1])
+    def work():
+        said = [{"role": "user", "content": [source_of(one) for one in pictures]}]
+        count = server.client.post("/v1/messages/count_tokens", json={"messages": said})
+        assert count.status_code == 200 and count.json()["input_tokens"] > 18 * 144
+        parts = [picture(one) for one in pictures]
+        refused = server.chat([{"role": "user", "content": parts}])
+        check_refused(refused, "exceeds the available context size (1024)")
+        assert server.chat([{"role": "user", "content": parts[:6]}], max_tokens=1).status_code == 200
 
-    before = kib("VmRSS")
-    parts = [image(url)[0]["content"][0] for url in urls]
-    count = server.client.post(
-        "/v1/messages/count_tokens",
-        json={
-            "messages": [
-                {
-                    "role": "user",
-                    "content": [
-                        {
-                            "type": "image",
-                            "source": {"type": "base64", "media_type": "image/png", "data": url.partition(",")[2]},
-                        }
-                        for url in urls
-                    ],
-                }
-            ]
-        },
-    )
-    assert count.status_code == 200 and count.json()["input_tokens"] > 18 * 144
-    refused = server.chat([{"role": "user", "content": parts}])
-    assert refused.status_code == 400
-    assert "exceeds the available context size (1024)" in refused.json()["error"]["message"]
-    assert server.chat([{"role": "user", "content": parts[:6]}], max_tokens=1).status_code == 200
-    assert kib("VmHWM") - before < 200 << 10
+    assert server.most_kib(work) < 200 << 10
 
 
 def test_a_file_below_the_folder_is_read_and_no_other(server):
@@ -318,14 +285,8 @@ def test_what_is_missing_of_the_extra_is_named(environment, missing):
 
 @pytest.mark.skipif(sys.platform == "win32", reason="signals")
 def test_a_signal_in_the_middle_of_an_answer(environment):
-    endless = {"messages": HELLO, "max_tokens": 16000, "grammar": ENDLESS, "stream": True}
     with serving(environment, "--ctx", "16384", "--grace", "1") as server:
-        with (
-            httpx.Client(base_url=server.url, timeout=60) as client,
-            client.stream("POST", "/v1/chat/completions", json=endless) as answer,
-        ):
-            lines = answer.iter_lines()
-            next(line for line in lines if '"content": "a' in line)
+        with server.endless(HELLO, max_tokens=16000) as lines:
             server.process.send_signal(signal.SIGTERM)
             last = [line for line in lines if line]
             assert "the server goes down" in last[-2] and last[-1] == "data: [DONE]"
@@ -335,36 +296,19 @@ def test_a_signal_in_the_middle_of_an_answer(environment):
 
 @pytest.mark.skipif(sys.platform == "win32", reason="pipes")
 def test_it_ends_with_its_parent_or_its_pipe(environment):
-    command = [
-        sys.executable,
-        "-m",
-        "pykvedge",
-        "serve",
-        "--port",
-        "0",
-        "--ctx",
-        "512",
-        "--parent-pid",
-        str(os.getpid()),
-    ]
-    process = subprocess.Popen(
-        command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE
-    )
+    command = [sys.executable, "-m", "pykvedge", *SERVE, "--ctx", "512", "--parent-pid", str(os.getpid())]
+    pipes = {"env": environment, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, **pipes)
     told = json.loads(process.stdout.readline())
     assert httpx.get(f"{told['url']}/health").json()["status"] == "ok"
     process.stdin.close()
     assert process.wait(60) == 0
     parent = subprocess.Popen(["sleep", "60"])
-    command[-1] = str(parent.pid)
-    process = subprocess.Popen(
-        command, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE
-    )
-    assert json.loads(process.stdout.readline())["url"]
-    parent.kill()
-    parent.wait()
-    assert process.wait(60) == 0
-    process.stdout.close()
-    process.stderr.close()
+    with subprocess.Popen([*command[:-1], str(parent.pid)], stdin=subprocess.DEVNULL, **pipes) as process:
+        assert json.loads(process.stdout.readline())["url"]
+        parent.kill()
+        parent.wait()
+        assert process.wait(60) == 0
 
 
 def test_a_folder_that_cannot_keep_conversations_is_said(kvedge, environment, tmp_path):
@@ -383,15 +327,13 @@ def test_a_folder_that_is_damaged_or_full_costs_time_only(environment, tmp_path)
     park = tmp_path / "park"
     with serving(environment, "--park", park, "--ctx", "1024", "--memory", "3MiB") as server:
         said = asks(QUESTION, SCENES[0])
-        said += [{"role": "assistant", "content": server.text(said)}, {"role": "user", "content": "And then?"}]
+        said = then(said, server.text(said), "And then?")
         assert server.end()[0] == 0
     entries = list(park.iterdir())
     assert entries and all(entry.stat().st_mode & 0o77 == 0 for entry in entries) and park.stat().st_mode & 0o77 == 0
     with serving(environment, "--park", park, "--ctx", "1024") as server:
-        whole = server.chat(said).json()
-        assert whole["usage"]["prompt_tokens_details"]["cached_tokens"] > 0  # of the run before
+        assert cached(server.chat(said).json()) > 0  # of the run before
     for entry in entries:
         entry.write_bytes(entry.read_bytes()[:-10])
     with serving(environment, "--park", park, "--ctx", "1024") as server:
-        again = server.chat(said).json()
-        assert again["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+        assert cached(server.chat(said).json()) == 0

@@ -3,7 +3,7 @@
 import pytest
 from asking import Asked
 from attached import held
-from server import DEMO, SCENES, asks, serving
+from server import DEMO, SCENES, asks, serving, then
 from waits import until
 
 import pykvedge
@@ -143,13 +143,12 @@ def test_over_http(environment, tmp_path):
     with serving(environment, *arguments) as server:
         messages, found = asks(QUESTIONS[0], SCENES[0]), []
         for i, question in enumerate(QUESTIONS):
-            if i:
-                messages += [{"role": "assistant", "content": found[-1]}, {"role": "user", "content": question}]
+            messages = then(messages, found[-1], question) if i else messages
             answer = server.chat(messages, max_tokens=GREEDY.max_tokens).json()
             found.append(answer["choices"][0]["message"]["content"])
             figures = answer["kvedge"][0]
             assert figures["kv"]["whole_bytes"] > figures["kv"]["kept_bytes"] and "notes" not in figures
         assert [text.strip() for text in found] == [text.strip() for text in texts]
-        memory = server.client.get("/v1/kvedge/memory").json()
+        memory = server.memory()
         assert memory["kv_file_bytes"] == 0 and server.metric("kv_file_bytes") == 0
         assert memory["folder_bytes"] > 0

@@ -5,7 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import pytest
-from server import ENDLESS, QUESTION, SCENES, asks, serving
+from server import ENDLESS, QUESTION, SCENES, asks, cached, serving, then
 
 from pykvedge.errors import UsageError
 from pykvedge.serve.guarding import owner_of, read_keys
@@ -30,8 +30,7 @@ class Person:
         body = {"messages": said, "temperature": 0, "max_tokens": 24}
         answer = self.client.post("/v1/chat/completions", json=body)
         assert answer.status_code == 200, answer.text
-        told = answer.json()
-        return told["choices"][0]["message"]["content"], told["usage"]["prompt_tokens_details"]["cached_tokens"]
+        return answer.json()["choices"][0]["message"]["content"], cached(answer.json())
 
     def sessions(self):
         return self.client.get("/v1/kvedge/sessions").json()["sessions"]
@@ -57,10 +56,6 @@ def test_slots_tell_figures_of_the_same_key_alone(environment, file):
     assert seen["his"] and not any(one.keys() - {"id", "n_ctx", "speculative", "is_processing"} for one in seen["his"])
 
 
-def goes_on(said, text):
-    return [*said, {"role": "assistant", "content": text}, {"role": "user", "content": "And then?"}]
-
-
 def test_conversations_belong_to_a_key_also_after_a_restart(environment, file, tmp_path):
     park = tmp_path / "park"
     said = asks(QUESTION, SCENES[0])
@@ -73,7 +68,7 @@ def test_conversations_belong_to_a_key_also_after_a_restart(environment, file, t
         [hers], [his] = ann.sessions(), bob.sessions()
         assert hers["id"] != his["id"]
         assert bob.remove(hers["id"]) == 404 and ann.sessions() == [hers]
-        assert bob.ask(goes_on(said, text))[1] > 144  # on his own
+        assert bob.ask(then(said, text, "And then?"))[1] > 144  # on his own
         memory = ann.client.get("/v1/kvedge/memory").json()
         assert memory["parked_conversations"] == 3  # of all: figures, no names
         assert ann.event()["sessions"] == []
@@ -86,22 +81,19 @@ def test_conversations_belong_to_a_key_also_after_a_restart(environment, file, t
         assert Person(server, ANN).client.get("/v1/kvedge/sessions").status_code == 401
         assert [one["id"] for one in ann.sessions()] == [hers["id"]]
         assert his["id"] in [one["id"] for one in bob.sessions()]
-        assert ann.ask(goes_on(said, text))[1] > 144
+        assert ann.ask(then(said, text, "And then?"))[1] > 144
         assert bob.remove(hers["id"]) == 404
         assert ann.remove(hers["id"]) == 200 and bob.remove(his["id"]) == 200
         assert hers["id"] not in [one["id"] for one in ann.sessions()]
     with serving(environment, *FLAGS, "--park", park) as server:
-        assert server.client.get("/v1/kvedge/sessions").json()["sessions"] == []  # a server without keys opens none
+        assert server.sessions() == []  # a server without keys opens none
 
 
 def test_answers_under_way_are_seen_and_ended_by_their_key(environment, file):
     with serving(environment, *FLAGS, "--key-file", file) as server:
-        ann, bob = Person(server, ANN), Person(server, BOB)
-        body = {"messages": asks(QUESTION), "max_tokens": 900, "stream": True, "logit_bias": {"2": -100}}
-        body["grammar"] = 'root ::= "a" root'
-        with ann.client.stream("POST", "/v1/chat/completions", json=body) as answer:
-            lines = answer.iter_lines()
-            next(line for line in lines if '"content": "a' in line)
+        bob = Person(server, BOB)
+        server.client.headers["Authorization"] = f"Bearer {ANN}"
+        with server.endless(asks(QUESTION), max_tokens=900) as lines:
             other = Person(server, ANN)
             [running] = other.sessions()
             assert bob.sessions() == [] and bob.event()["sessions"] == [] and bob.event()["memory"]["running"] == 1
@@ -123,16 +115,12 @@ def test_prompts_are_shared_where_that_was_asked_for(environment, file):
 def test_deleting_a_conversation_leaves_the_prompts_of_others(environment):
     with serving(environment, *FLAGS) as server:
         said, other = asks(QUESTION, SCENES[0]), asks(QUESTION, SCENES[1])
-
-        def cached(messages):
-            return server.chat(messages).json()["usage"]["prompt_tokens_details"]["cached_tokens"]
-
-        assert cached(said) == 0
-        [one] = server.client.get("/v1/kvedge/sessions").json()["sessions"]
-        assert cached(other) == 0
+        assert cached(server.chat(said).json()) == 0
+        [one] = server.sessions()
+        assert cached(server.chat(other).json()) == 0
         assert server.client.delete(f"/v1/kvedge/sessions/{one['id']}").status_code == 200
-        assert cached(other) > 144  # still there
-        assert cached(said) == 0  # gone with its conversation
+        assert cached(server.chat(other).json()) > 144  # still there
+        assert cached(server.chat(said).json()) == 0  # gone with its conversation
 
 
 def test_files_of_keys(file, tmp_path):

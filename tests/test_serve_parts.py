@@ -1,7 +1,7 @@
 """`kvedge serve`: pictures and other parts of messages, wherever clients put them, are read or refused by name."""
 
 import pytest
-from server import SCENES, asks, data_url, picture
+from server import SCENES, asks, cached, check_refused, data_url, picture, source_of
 
 import pykvedge
 from pykvedge.errors import BudgetError, UsageError
@@ -78,21 +78,19 @@ REFUSED = [
 
 @pytest.mark.parametrize(("path", "body", "says"), REFUSED)
 def test_what_is_not_understood_is_refused_by_its_name(server, path, body, says):
-    answer = server.client.post(path, json=body)
-    assert (answer.status_code, answer.json()["error"]["message"]) == (400, says)
+    assert check_refused(server.client.post(path, json=body))["message"] == says
 
 
 def results(path):
     """The same conversation in each of the three forms: a tool's result is a picture."""
     url = data_url(path)
-    source = {"type": "base64", "media_type": "image/png", "data": url.partition(",")[2]}
     return {
         CHAT: {"messages": [*ASKED, {"role": "assistant", "content": None, "tool_calls": [CALL]},
                             {"role": "tool", "tool_call_id": "c1", "content": [TEXT, picture(path)]}]},
         MESSAGES: {"messages": [*ASKED, {"role": "assistant", "content": [
             {"type": "tool_use", "id": "c1", "name": "look", "input": {}}]}, {"role": "user", "content": [
                 {"type": "tool_result", "tool_use_id": "c1",
-                 "content": [TEXT, {"type": "image", "source": source}]}]}]},
+                 "content": [TEXT, source_of(path)]}]}]},
         RESPONSES: {"input": [*ASKED, {"type": "function_call", "call_id": "c1", "name": "look", "arguments": "{}"},
                               {"type": "function_call_output", "call_id": "c1", "output": [
                                   {"type": "input_text", "text": "x"}, {"type": "input_image", "image_url": url}]}]},
@@ -108,8 +106,8 @@ def test_pictures_of_results_are_seen_in_every_form(server):
         answer = server.client.post(path, json={**results(SCENE)[path], limit: 4})
         assert answer.status_code == 200, answer.text
         usage = answer.json()["usage"]
-        cached = usage.get("cache_read_input_tokens", usage.get("input_tokens_details", {}).get("cached_tokens"))
-        assert cached == n, usage
+        there = usage.get("cache_read_input_tokens", usage.get("input_tokens_details", {}).get("cached_tokens"))
+        assert there == n, usage
     other = server.client.post(MESSAGES, json={**results(OTHER)[MESSAGES], "max_tokens": 4}).json()["usage"]
     assert other["cache_read_input_tokens"] == 0
 
@@ -159,7 +157,7 @@ def test_functions_are_tools_under_older_names(server):
     newer = [{"role": "assistant", "content": None, "tool_calls": [call]},
              {"role": "tool", "name": "paint", "content": "done"}]  # fmt: skip
     first, second = (server.chat([*said, *turns]).json() for turns in (newer, older))
-    assert second["usage"]["prompt_tokens_details"]["cached_tokens"] == first["usage"]["prompt_tokens"]
+    assert cached(second) == first["usage"]["prompt_tokens"]
 
 
 def test_no_limit_is_said_as_minus_one(server):
@@ -175,8 +173,7 @@ def test_a_prompt_may_be_read_and_not_answered(server):
     ahead = server.chat(said, max_tokens=0).json()
     assert ahead["choices"][0]["message"]["content"] == "" and ahead["choices"][0]["finish_reason"] == "length"
     assert ahead["usage"]["completion_tokens"] == 0
-    later = server.chat(said).json()["usage"]
-    assert later["prompt_tokens_details"]["cached_tokens"] == ahead["usage"]["prompt_tokens"]
+    assert cached(server.chat(said).json()) == ahead["usage"]["prompt_tokens"]
 
 
 def test_answers_that_nobody_makes_repeatable_differ(server):

@@ -75,7 +75,7 @@ def test_what_goes_wrong_later_is_the_last_event(server, busy):
     with httpx.stream("POST", f"{server.url}/v1/chat/completions", timeout=60, json={
         "messages": ASKED, "stream": True, "max_tokens": 4}) as answer:  # fmt: skip
         assert answer.status_code == 200
-        [job] = [one for one in server.client.get("/v1/kvedge/sessions").json()["sessions"] if one["state"] == "ready"]
+        [job] = [one for one in server.sessions() if one["state"] == "ready"]
         assert server.client.delete(f"/v1/kvedge/sessions/{job['id']}").status_code == 200
         busy()
         lines = [line[6:] for line in answer.iter_lines() if line.startswith("data: ")]

@@ -5,7 +5,7 @@ import threading
 
 import numpy as np
 import pytest
-from server import DEMO, ENDLESS, QUESTION, SCENES, asks, serving
+from server import DEMO, QUESTION, SCENES, asks, cached, serving, then
 from waits import until
 
 import pykvedge
@@ -85,20 +85,16 @@ def test_an_error_in_a_stream_with_progress_is_its_last_chunk(server):
 
 def test_conversations_are_listed_and_forgotten(environment):
     with serving(environment, *PLAN, "--ctx", "1024") as server:
-        listed = lambda: server.client.get("/v1/kvedge/sessions").json()["sessions"]  # noqa: E731
-        assert listed() == []
+        assert server.sessions() == []
         said = asks(QUESTION, SCENES[0])
-        said += [{"role": "assistant", "content": server.text(said)}, {"role": "user", "content": "What is the code?"}]
-        [parked] = listed()
+        said = then(said, server.text(said), "What is the code?")
+        [parked] = server.sessions()
         assert parked["state"] == "parked" and parked["where"] == "memory" and parked["tokens"] > 144
         assert QUESTION not in json.dumps(parked)
-        assert server.client.delete(f"/v1/kvedge/sessions/{parked['id']}").json() == {
-            "id": parked["id"],
-            "forgotten": True,
-        }
-        assert listed() == [] and server.client.get("/v1/kvedge/memory").json()["parked_bytes"] == 0
-        usage = server.chat(said).json()["usage"]
-        assert usage["prompt_tokens_details"]["cached_tokens"] == 0  # read again, as nothing was there
+        gone = server.client.delete(f"/v1/kvedge/sessions/{parked['id']}").json()
+        assert gone == {"id": parked["id"], "forgotten": True}
+        assert server.sessions() == [] and server.memory()["parked_bytes"] == 0
+        assert cached(server.chat(said).json()) == 0  # read again, as nothing was there
         for name in (parked["id"], "x", "%2e%2e", "a" * 200):
             gone = server.client.delete(f"/v1/kvedge/sessions/{name}")
             assert gone.status_code == 404 and gone.json()["error"]["code"] == "not_found"
@@ -109,7 +105,7 @@ def test_conversations_in_the_folder_are_listed_and_forgotten(environment, tmp_p
         server.text(asks(QUESTION, SCENES[0]))
         assert server.end()[0] == 0
     with serving(environment, *PLAN, "--ctx", "1024", "--park", tmp_path) as server:
-        [parked] = server.client.get("/v1/kvedge/sessions").json()["sessions"]
+        [parked] = server.sessions()
         assert parked["where"] == "folder" and parked["bytes"] > 10000
         assert server.client.delete(f"/v1/kvedge/sessions/{parked['id']}").status_code == 200
         assert not list(tmp_path.glob("*.kvc"))
@@ -130,12 +126,8 @@ def test_events_show_an_answer_that_is_ended_from_outside(server):
     watcher = threading.Thread(target=watch)
     watcher.start()
     assert began.wait(60) and seen[0]["memory"]["running"] == 0 and seen[0]["memory"]["private_bytes"] > 1 << 20
-    endless = {"messages": asks(QUESTION), "grammar": ENDLESS, "max_tokens": 1900, "stream": True}
-    with server.client.stream("POST", "/v1/chat/completions", json=endless) as answer:
-        lines = answer.iter_lines()
-        next(line for line in lines if '"content": "a' in line)
-        found = server.client.get("/v1/kvedge/sessions").json()["sessions"]
-        [running] = [one for one in found if one["state"] == "answering"]
+    with server.endless(asks(QUESTION), max_tokens=1900) as lines:
+        [running] = [one for one in server.sessions() if one["state"] == "answering"]
         until(lambda: any(s["state"] == "answering" and s["bytes"] for s in seen[-1]["sessions"]))
         assert running["bytes"] > 0 and running["generated"] > 0 and running["method"] == "lookm"
         assert server.client.delete(f"/v1/kvedge/sessions/{running['id']}").json()["ended"]
