@@ -31,6 +31,7 @@ except ImportError:  # not installed: the sources of this tree
     sys.path.insert(0, str(ROOT))
     import pykvedge
 from pykvedge.native import carried, libraries  # noqa: E402
+from pykvedge.system.files import DATA  # noqa: E402
 
 if libraries.library_dir() is None and DEVELOPMENT_LIBRARIES.is_dir():
     os.environ["KVEDGE_LIB_DIR"] = str(DEVELOPMENT_LIBRARIES)
@@ -105,7 +106,7 @@ def stock_env(stock_dir):
 
 @dataclass(frozen=True)
 class TinyModel:
-    """Files of a model with random weights."""
+    """Files of a model: of random weights, or the packaged one."""
 
     model: Path
     mmproj: Path | None
@@ -119,6 +120,9 @@ class TinyModel:
         """A session with it."""
         settings = {"threads": THREADS, **settings}
         return pykvedge.Session(self.model, self.mmproj, plan or pykvedge.plan("full"), **settings)
+
+
+DEMO = TinyModel(DATA / "demo-model.gguf", DATA / "demo-mmproj.gguf")
 
 
 @pytest.fixture(scope="session")
@@ -288,9 +292,7 @@ def refused(capsys):
 @pytest.fixture(scope="session")
 def demo_model(native):
     """The packaged model with its image encoder, loaded once."""
-    from pykvedge.system.files import DATA
-
-    with pykvedge.load(DATA / "demo-model.gguf", DATA / "demo-mmproj.gguf", threads=1) as model:
+    with pykvedge.load(DEMO.model, DEMO.mmproj, threads=1) as model:
         yield model
 
 

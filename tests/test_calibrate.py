@@ -7,6 +7,7 @@ import threading
 import numpy as np
 import pytest
 from click.testing import CliRunner
+from conftest import DEMO
 
 import pykvedge
 from kvedge_lab.calibrate.heads import HeadScorer, retrieval_credit, score_heads, visual_credit
@@ -23,14 +24,12 @@ from pykvedge.models.vision import ImagePiece, TextPiece
 from pykvedge.plans import profile
 from pykvedge.runtime.interrupt import CancelledError
 
-DATA = profiles.SHIPPED.parent
-DEMO, DEMO_MMPROJ = DATA / "demo-model.gguf", DATA / "demo-mmproj.gguf"
 FULL = pykvedge.plan("full")
 
 
 @pytest.fixture(scope="module")
 def demo(native):
-    with pykvedge.Session(DEMO, DEMO_MMPROJ, FULL, threads=1) as session:
+    with DEMO.session() as session:
         yield session
 
 
@@ -212,7 +211,7 @@ def test_calibrating_the_heads_of_the_demo_model(kvedge, tmp_path, kind):
     assert done.code == 0 and done.err == "", done
     made = profile.load(out)
     assert done.json["file"] == str(out) and done.json["profile"] == json.loads(out.read_text())
-    assert made.kind == f"{kind}-heads" and made.samples == 4 and made.model_hash == profiles.hash_of(DEMO)
+    assert made.kind == f"{kind}-heads" and made.samples == 4 and made.model_hash == profiles.hash_of(DEMO.model)
     assert made.about["made"]["labelled_tokens"] >= 8 and made.about["model"]["name"] == "demo-model.gguf"
     shipped = profile.load(profiles.SHIPPED / profiles.file_name(made.kind, made.model_hash))
     # the same few heads stand out
@@ -270,7 +269,7 @@ def test_redundancy_needs_neither_boxes_nor_images(kvedge, tiny, tmp_path):
 def test_shares_are_those_of_the_online_search(demo):
     [sample] = itertools.islice(scenes("prefix"), 1)
     values, used = kept_shares(demo, (0.3,), [sample], 1)
-    with pykvedge.Session(DEMO, DEMO_MMPROJ, pykvedge.plan("prefixkv", 0.3), threads=1) as session:
+    with DEMO.session(pykvedge.plan("prefixkv", 0.3)) as session:
         n = session.ask(sample.question, sample.pictures).report.tokens.prompt
         kept = [heads[0] for heads in session.engine.cache.lengths()]
     assert used == 1
@@ -279,7 +278,7 @@ def test_shares_are_those_of_the_online_search(demo):
 
 def test_the_shipped_heads_really_look_at_the_box(demo):
     """Hit rates on unseen codes, by the cells that the task itself names; not by what calibration is made of."""
-    shipped = profile.load(profiles.SHIPPED / profiles.file_name("visual-heads", profiles.hash_of(DEMO)))
+    shipped = profile.load(profiles.SHIPPED / profiles.file_name("visual-heads", profiles.hash_of(DEMO.model)))
     hits, total = np.zeros((5, 4)), 0
     for sample in itertools.islice(held_out("code", seed=31), 6):
         [image] = sample.images()
@@ -318,7 +317,7 @@ def test_a_needle_in_the_text_is_a_source_too(demo):
     question = "The code is 7KE4. What is the code?"
     scorer = HeadScorer(demo, "retrieval-heads")
     assert scorer.add(Labelled(question, (), (), "7KE4", "no model says this")) == 0
-    with pykvedge.Session(DEMO, DEMO_MMPROJ, FULL, threads=1) as session:
+    with DEMO.session() as session:
         said = session.ask(question).read().strip()
     found = scorer.add(Labelled(question, (), (), "7KE4", said))  # as if what it says were read from the needle
     scores = scorer.scores()

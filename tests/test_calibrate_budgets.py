@@ -8,6 +8,7 @@ import numpy as np
 import oracles_budgets as oracles
 import pytest
 from choosing import whole
+from conftest import DEMO
 
 import pykvedge
 from kvedge_lab.calibrate.budgets import CurveFile, Curves, measure_curves, setup_for
@@ -17,7 +18,6 @@ from kvedge_lab.eval import metrics
 from kvedge_lab.eval.measure import CONTEXT, CONVERSATION
 from kvedge_lab.eval.reader import Reader
 from pykvedge.errors import KvedgeError, ProfileError, UsageError
-from pykvedge.models import profiles
 from pykvedge.models.vision import Vision
 from pykvedge.reference.kvtypes import KvType
 from pykvedge.reference.stages.base import ProfileTable
@@ -25,8 +25,6 @@ from pykvedge.runtime.interrupt import CancelledError
 from pykvedge.runtime.loaded import borrow
 from pykvedge.runtime.settings import Settings
 
-DATA = profiles.SHIPPED.parent
-DEMO, DEMO_MMPROJ = DATA / "demo-model.gguf", DATA / "demo-mmproj.gguf"
 POINTS = (0.01, 0.03, 0.1, 0.3, 1.0)
 NONE = np.zeros(0, dtype=np.float32)
 
@@ -85,7 +83,7 @@ def test_targets_are_budgets(targets):
 
 @pytest.fixture(scope="module")
 def demo(native):
-    loan = borrow(DEMO, DEMO_MMPROJ, Settings(threads=1), lambda *_: None, None)
+    loan = borrow(DEMO.model, DEMO.mmproj, Settings(threads=1), lambda *_: None, None)
     reader = Reader(loan.model, Vision(loan.encoder), 1, KvType.parse("f16"), n_outputs=5)  # of a pass
     yield reader
     reader.close()
@@ -114,7 +112,7 @@ def test_a_curve_is_the_divergence_of_answers_that_are_fed_token_by_token(demo, 
 
     def followed(shares):
         """Log-probabilities after each token of the answer, and how many pairs the heads held of how many."""
-        with pykvedge.Session(DEMO, DEMO_MMPROJ, pykvedge.plan("snapkv", 0.1), threads=1) as session:
+        with DEMO.session(pykvedge.plan("snapkv", 0.1)) as session:
             pieces, engine = session.first_prompt(sample.question, sample.pictures), session.engine
             later = []
             if way == CONTEXT:  # system text, an image, the question
@@ -172,8 +170,8 @@ def test_settings_of_stages_are_measured_with():
     setup = setup_for(None, 0.07, 2, (0.1,), "kvedge", settings={"scorer.outlier": 0.0})
     assert setup.plan == pykvedge.plan("kvedge", 0.07, allocator="uniform", **{"scorer.outlier": 0.0})
     usual = setup_for(None, 0.07, 2, (0.1,), "kvedge")
-    assert "settings" not in usual.header(DEMO, "scenes")
-    assert setup.header(DEMO, "scenes")["settings"] == dict(setup.plan.params)
+    assert "settings" not in usual.header(DEMO.model, "scenes")
+    assert setup.header(DEMO.model, "scenes")["settings"] == dict(setup.plan.params)
 
 
 def test_both_ways_of_a_sample_count_the_same(demo):
@@ -208,7 +206,7 @@ def test_scenes_are_asked_about_once_twice_and_thrice():
 
 def test_what_was_stopped_goes_on_where_it_was(demo, tmp_path):
     setup, cancel, seen = setup_for("window", 0.1, 2, (0.1,)), threading.Event(), []
-    header, path = setup.header(DEMO, "scenes"), tmp_path / "losses.jsonl"
+    header, path = setup.header(DEMO.model, "scenes"), tmp_path / "losses.jsonl"
 
     def step(what, n):
         seen.append(what)
@@ -231,7 +229,7 @@ def test_what_was_stopped_goes_on_where_it_was(demo, tmp_path):
 
 
 def test_files_of_losses_that_do_not_fit(tmp_path):
-    header, path = setup_for("window", 0.1, 2, (0.1,)).header(DEMO, "scenes"), tmp_path / "losses.jsonl"
+    header, path = setup_for("window", 0.1, 2, (0.1,)).header(DEMO.model, "scenes"), tmp_path / "losses.jsonl"
     kept = CurveFile(path, header, 2)
     kept.add(0, (0, 1), [0.5, 0.25])
     kept.end(0, 0.125)
@@ -240,8 +238,8 @@ def test_files_of_losses_that_do_not_fit(tmp_path):
         CurveFile(path, header, 2)
     read = CurveFile(path, header, 2, resume=True)
     assert read.heads == {0: {(0, 1): [0.5, 0.25]}} and read.baselines == {0: 0.125}
-    other = setup_for("window", 0.1, 3, (0.1,)).header(DEMO, "scenes")
-    narrow = setup_for("window", 0.1, 2, (0.1,), settings={"scorer.window": 8}).header(DEMO, "scenes")
+    other = setup_for("window", 0.1, 3, (0.1,)).header(DEMO.model, "scenes")
+    narrow = setup_for("window", 0.1, 2, (0.1,), settings={"scorer.window": 8}).header(DEMO.model, "scenes")
     for changed, says in (
         (narrow, "with settings"),
         ({**header, "scorer": "mixkv"}, "scorer 'window', not 'mixkv'"), (other, "with points"),

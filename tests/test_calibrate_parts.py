@@ -2,16 +2,13 @@
 
 import numpy as np
 import pytest
+from conftest import DEMO
 
-import pykvedge
 from kvedge_lab.calibrate import heads
 from kvedge_lab.calibrate.heads import HeadScorer
 from kvedge_lab.calibrate.samples import Labelled
 from kvedge_lab.commands.calibrate import _table
-from pykvedge.models import profiles
 from pykvedge.plans import profile
-
-DATA = profiles.SHIPPED.parent
 
 
 @pytest.mark.parametrize(("kind", "values", "budgets", "table"), [
@@ -43,8 +40,7 @@ def test_the_answer_ends_with_the_model_or_where_it_is_long_enough(native, monke
         return seen[-1]
 
     monkeypatch.setattr(HeadScorer, "_generate", noting)
-    files = DATA / "demo-model.gguf", DATA / "demo-mmproj.gguf"
-    with pykvedge.Session(*files, pykvedge.plan("full"), threads=1) as session:
+    with DEMO.session() as session:
         said = session.ask(question).read().strip()
         sample = Labelled(question, (), (), "7KE4", said)
         HeadScorer(session, "retrieval-heads").add(sample)

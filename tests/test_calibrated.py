@@ -8,24 +8,19 @@ import oracles_budgets as oracles
 import pytest
 from arrays import prompt
 from choosing import whole
+from conftest import DEMO
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_parity import assert_same
 
 import pykvedge
 from kvedge_lab.calibrate.samples import SEED, scenes
-from pykvedge.errors import ProfileError, UsageError
-from pykvedge.library.native_plan import compress_arrays
 from pykvedge.models import profiles
 from pykvedge.plans import profile
 from pykvedge.plans.profile import Profile
 from pykvedge.plans.registry import member
-from pykvedge.reference.engine import Arrays
-from pykvedge.reference.kvtypes import KvType
 from pykvedge.reference.stages.base import ProfileTable, Prompt
 
-DATA = profiles.SHIPPED.parent
-DEMO, DEMO_MMPROJ = DATA / "demo-model.gguf", DATA / "demo-mmproj.gguf"
 NONE = np.zeros(0, dtype=np.float32)
 
 
@@ -163,11 +158,12 @@ def test_a_head_keeps_what_it_was_granted(native):
 def test_a_session_finds_what_is_shipped_bounded_or_not(native):
     """Of a question that comes with its image, and of one that comes later."""
     [sample] = itertools.islice(scenes("head-budgets", seed=9), 1)
-    shares, found = profile.load(profiles.SHIPPED / profiles.file_name("head-budgets", profiles.hash_of(DEMO))), []
+    shares = profile.load(profiles.SHIPPED / profiles.file_name("head-budgets", profiles.hash_of(DEMO.model)))
+    found = []
     assert shares.samples == 144 and f"--seed {SEED} --questions 3" in shares.about["made"]["command"]
     for bounded in (False, True):
         plan = pykvedge.plan("calibrated", 0.2)
-        with pykvedge.Session(DEMO, DEMO_MMPROJ, plan, bounded=bounded, threads=1) as session:
+        with DEMO.session(plan, bounded=bounded) as session:
             answer = session.ask(sample.question, sample.pictures)
             first, n, cache = session.engine.cache.lengths(), answer.report.tokens.prompt, session.engine.cache
             assert answer.read().strip() == sample.answer and answer.report.bounded in (None, True)
@@ -176,43 +172,3 @@ def test_a_session_finds_what_is_shipped_bounded_or_not(native):
             session.ask("And now?").close()
             found.append([cache.tokens(i, h) for i in range(5) for h in range(2)])
     assert found[0] == found[1]
-
-
-# What does not fit
-
-
-@pytest.mark.parametrize("engine", ["native", "numpy"])
-def test_profiles_of_others_are_refused(native, engine):
-    p, plan = prompt(60, (4, 2), layers=2), pykvedge.plan("snapkv", 20, allocator="calibrated")
-    for made, says in (
-        (None, r"needs a head-budgets profile \(allocator 'calibrated'\).*`kvedge calibrate budgets`"),
-        (profile_of(np.ones((3, 2))), "belongs to another model"), (profile_of(np.ones((2, 4))), "another model"),
-        (Profile("key-redundancy", np.ones((2, 2))), "kind 'key-redundancy' does not fit allocator 'calibrated'"),
-        (Profile("visual-heads", np.ones((2, 4))), "kind 'visual-heads' does not fit"),
-    ):  # fmt: skip
-        with pytest.raises(ProfileError, match=says):
-            pykvedge.compress(plan, *p.arguments, engine=engine, profile=made)
-    for other in ("sparsemm", "mixkv"):
-        changed = {"scorer.source": "profile"} if other == "mixkv" else {}
-        with pytest.raises(ProfileError, match="kind 'head-budgets' does not fit"):
-            pykvedge.compress(pykvedge.plan(other, 20, **changed), *p.arguments, profile=profile_of(np.ones((2, 2))))
-
-
-def test_the_library_refuses_by_itself(native):
-    p, plan = prompt(60, (4, 2), layers=2), pykvedge.plan("snapkv", 20, allocator="calibrated")
-    arrays = Arrays(p.q, p.k, p.v, p.image_mask.astype(np.uint8))
-
-    def run(values, budgets=NONE):
-        table = ProfileTable(np.array(values, dtype=np.float32), np.array(budgets, dtype=np.float32))
-        return compress_arrays(plan, arrays, KvType.parse("f16"), 1, {"allocator": table})
-
-    assert run(np.full((2, 2), 7.0)).kept  # in any unit
-    for values, budgets, says in (
-        (np.zeros((2, 2)), NONE, "no share above 0"), (np.ones((2, 4)), NONE, "4 KV heads a layer, the model 2"),
-        (np.ones((3, 2)), NONE, "3 layers, the model 2"), (np.full((2, 2), np.nan), NONE, "finite"),
-        (np.ones((2, 2)), (0.2, 0.5), "KV heads, without budgets"),
-    ):  # fmt: skip
-        with pytest.raises(UsageError, match=says):
-            run(values, budgets)
-    with pytest.raises(UsageError, match="kvedge calibrate budgets"):
-        compress_arrays(plan, arrays, KvType.parse("f16"), 1, None)

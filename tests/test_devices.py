@@ -11,15 +11,13 @@ import warnings
 import pytest
 from attached import case_of, differing
 from choosing import distinct, whole
-from conftest import ROOT, TinyModel
+from conftest import DEMO, ROOT
 from rpcserver import Counting, Server
 
 import pykvedge
 from pykvedge.models.offload import Offload
 from pykvedge.native import backends, ggml
-from pykvedge.system.files import DATA
 
-DEMO = TinyModel(DATA / "demo-model.gguf", DATA / "demo-mmproj.gguf")
 SCENE = [("What is the code?", [ROOT / "examples" / "scene-1.png"]), ("What shape is red?", [])]
 WORDS = "The quick brown fox jumps over the lazy dog and looks at the picture. "
 SHAPES = {"GQA": ("llava", {}), "MHA": ("llava", {"n_heads_kv": 4}), "M-RoPE": ("qwen2vl", {})}

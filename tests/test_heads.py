@@ -1,6 +1,5 @@
 """Budgets from calibrated profiles: SparseMM and HeadKV in plain loops, exact totals, and PrefixKV offline."""
 
-import math
 
 import numpy as np
 import pytest
@@ -10,11 +9,8 @@ from hypothesis import strategies as st
 
 import pykvedge
 from pykvedge.errors import UsageError
-from pykvedge.library.native_plan import compress_arrays
 from pykvedge.plans.profile import Profile
 from pykvedge.plans.registry import member
-from pykvedge.reference.engine import Arrays
-from pykvedge.reference.kvtypes import KvType
 from pykvedge.reference.stages.allocator.prefix import calibrated
 from pykvedge.reference.stages.base import ProfileTable, Prompt
 
@@ -145,53 +141,6 @@ def test_layers_keep_their_calibrated_shares(native):
     for engine in ("native", "numpy"):
         kept = pykvedge.compress(plan, *p.arguments, engine=engine, profile=profile).kept
         assert [[len(head) for head in layer] for layer in kept] == [[15, 15], [60, 60], [105, 105]]
-
-
-# What does not fit
-
-
-@pytest.mark.parametrize("engine", ["native", "numpy"])
-def test_a_profile_is_needed_and_must_have_the_shape_of_the_model(native, engine):
-    p = prompt(60, (4, 2), layers=2)
-    plan = pykvedge.plan("sparsemm", 40)
-    with pytest.raises(pykvedge.ProfileError, match="kvedge calibrate heads"):
-        pykvedge.compress(plan, *p.arguments, engine=engine)
-    for shape in ((3, 4), (2, 2), (2, 8), (1, 4)):
-        with pytest.raises(pykvedge.ProfileError, match="belongs to another model"):
-            pykvedge.compress(plan, *p.arguments, engine=engine, profile=Profile("visual-heads", np.ones(shape)))
-    with pytest.raises(pykvedge.ProfileError, match="kind 'prefix' does not fit"):
-        pykvedge.compress(plan, *p.arguments, engine=engine, profile=Profile("prefix", np.ones((2, 1)), (0.2,)))
-
-
-def test_the_library_refuses_by_itself_what_python_would_never_send(native):
-    p = prompt(60, (4, 2), layers=2)
-    arrays = Arrays(p.q, p.k, p.v, p.image_mask.astype(np.uint8))
-    none = np.zeros(0, dtype=np.float32)
-
-    def run(values, budgets=none, stage="allocator", **settings_):
-        plan = pykvedge.plan("sparsemm", 40, **settings_)
-        table = None if values is None else ProfileTable(np.array(values, dtype=np.float32), budgets)
-        return compress_arrays(plan, arrays, KvType.parse("f16"), 1, table and {stage: table})
-
-    assert run(np.ones((2, 4))).kept
-    for values, says in (
-        (None, "kvedge calibrate heads"), (np.ones((2, 2)), "2 query heads a layer, the model 4"),
-        (np.ones((3, 4)), "3 layers, the model 2"), (np.full((2, 4), -1.0), "not negative"),
-        (np.full((2, 4), np.nan), "finite"), (np.full((2, 4), np.inf), "finite"),
-    ):  # fmt: skip
-        with pytest.raises(UsageError, match=says):
-            run(values)
-    for budgets in ([0.5, 0.2], [0.0, 0.5], [0.2, 1.5], [math.nan, 0.5]):
-        with pytest.raises(UsageError, match="ascending"):
-            run(np.ones((2, 2)), np.array(budgets, np.float32), allocator="prefix", **{"allocator.source": "profile"})
-    with pytest.raises(UsageError, match=r"\[0, 1\]"):
-        run(np.full((2, 1), 1.5), np.array([0.5], np.float32), allocator="prefix", **{"allocator.source": "profile"})
-    with pytest.raises(UsageError, match="kept shares by budget"):
-        run(np.ones((2, 4)), allocator="prefix", **{"allocator.source": "profile"})
-    with pytest.raises(UsageError, match="of query heads"):
-        run(np.ones((2, 1)), np.array([0.5], np.float32))
-    with pytest.raises(UsageError, match="takes no profile"):
-        run(np.ones((2, 4)), allocator="uniform")
 
 
 def test_rows_belong_to_the_layers_of_the_model(native, tiny, tmp_path):

@@ -6,7 +6,8 @@ import numpy as np
 import oracles
 import pytest
 from arrays import prompt
-from attached import held
+from attached import held, llama
+from conftest import DEMO
 
 import pykvedge
 from kvedge_lab.calibrate.heads import key_redundancy
@@ -21,8 +22,6 @@ from pykvedge.reference.engine import Arrays
 from pykvedge.reference.kvtypes import KvType
 from pykvedge.reference.stages.base import ProfileTable
 
-DATA = profiles.SHIPPED.parent
-DEMO, DEMO_MMPROJ = DATA / "demo-model.gguf", DATA / "demo-mmproj.gguf"
 OFFLINE = {"scorer.source": "profile"}
 SMALL = {**OFFLINE, "scorer.window": 8}
 BOTH = pykvedge.plan("mixkv-sparsemm", 0.5, **OFFLINE)
@@ -47,12 +46,10 @@ def same(a, b):
 @pytest.mark.parametrize(("r", "mode"), [(0.0, "importance"), (0.5, "even"), (1.0, "diversity")])
 def test_one_redundancy_for_all_heads_is_a_mode_of_its_own(native, engine, r, mode):
     p = prompt(90, layers=3)
-    offline = pykvedge.compress(
-        pykvedge.plan("mixkv", 0.4, **SMALL), *p.arguments, engine=engine, profile=redundancies(np.full((3, 2), r))
-    )
-    plain = pykvedge.compress(
-        pykvedge.plan("mixkv", 0.4, **{"scorer.window": 8, "scorer.mode": mode}), *p.arguments, engine=engine
-    )
+    given = {"profile": redundancies(np.full((3, 2), r)), "engine": engine}
+    offline = pykvedge.compress(pykvedge.plan("mixkv", 0.4, **SMALL), *p.arguments, **given)
+    plan = pykvedge.plan("mixkv", 0.4, **{"scorer.window": 8, "scorer.mode": mode})
+    plain = pykvedge.compress(plan, *p.arguments, engine=engine)
     np.testing.assert_array_equal(offline.scores, plain.scores)
     assert same(offline, plain)
 
@@ -96,60 +93,76 @@ def test_each_stage_takes_the_profile_that_fits_it(native, engine):
     assert {len(head) for layer in other.kept for head in layer} == lengths and not same(other, results[0])
 
 
+MIXKV, SPARSEMM = pykvedge.plan("mixkv", 0.5, **OFFLINE), pykvedge.plan("sparsemm", 40)
+CALIBRATED = pykvedge.plan("snapkv", 20, allocator="calibrated")
+PREFIX = pykvedge.plan("sparsemm", 40, allocator="prefix", **{"allocator.source": "profile"})
+
+
 @pytest.mark.parametrize("engine", ["native", "numpy"])
 def test_what_does_not_fit_is_refused(native, engine):
     p = prompt(60, (4, 2), layers=2)
-    a, b = heads(np.ones((2, 4))), redundancies(np.ones((2, 2)))
-
-    def run(given, plan=BOTH):
-        return pykvedge.compress(plan, *p.arguments, engine=engine, profile=given)
-
-    mixkv = pykvedge.plan("mixkv", 0.5, **OFFLINE)
+    a, b, c = heads(np.ones((2, 4))), redundancies(np.ones((2, 2))), Profile("prefix", np.ones((2, 1)), (0.2,))
+    shares = Profile("head-budgets", np.full((2, 2), 0.25))
     for given, plan, says in (
-        (None, mixkv, r"key-redundancy profile \(scorer 'mixkv'\).*`kvedge calibrate heads --kind redundancy`"),
+        (None, MIXKV, r"key-redundancy profile \(scorer 'mixkv'\).*`kvedge calibrate heads --kind redundancy`"),
+        (None, SPARSEMM, "kvedge calibrate heads"),
+        (None, CALIBRATED, r"needs a head-budgets profile \(allocator 'calibrated'\).*`kvedge calibrate budgets`"),
         (a, BOTH, r"needs a key-redundancy profile \(scorer 'mixkv'\)"),
         (b, BOTH, r"needs a visual-heads profile \(allocator 'heads'\)"),
         ([a, b, b], BOTH, "two profiles were given for scorer 'mixkv'"),
-        (a, mixkv, "kind 'visual-heads' does not fit scorer 'mixkv'; make one with `kvedge calibrate heads --kind red"),
-        (Profile("prefix", np.ones((2, 1)), (0.2,)), BOTH, "kind 'prefix' does not fit scorer 'mixkv' or allocator"),
-        (b, pykvedge.plan("sparsemm", 0.5), "kind 'key-redundancy' does not fit allocator 'heads'"),
-        *((redundancies(np.ones(s)), mixkv, "belongs to another model") for s in ((2, 4), (3, 2), (1, 2), (2, 1))),
+        (a, MIXKV, "kind 'visual-heads' does not fit scorer 'mixkv'; make one with `kvedge calibrate heads --kind red"),
+        (c, BOTH, "kind 'prefix' does not fit scorer 'mixkv' or allocator"),
+        (c, SPARSEMM, "kind 'prefix' does not fit"),
+        (b, SPARSEMM, "kind 'key-redundancy' does not fit allocator 'heads'"),
+        (b, CALIBRATED, "kind 'key-redundancy' does not fit allocator 'calibrated'"),
+        (a, CALIBRATED, "kind 'visual-heads' does not fit"),
+        *((shares, plan, "kind 'head-budgets' does not fit") for plan in (SPARSEMM, MIXKV)),
+        *((redundancies(np.ones(s)), MIXKV, "belongs to another model") for s in ((2, 4), (3, 2), (1, 2), (2, 1))),
+        *((heads(np.ones(s)), SPARSEMM, "belongs to another model") for s in ((3, 4), (2, 2), (2, 8), (1, 4))),
+        *((Profile("head-budgets", np.full(s, 1 / np.prod(s))), CALIBRATED, "another model") for s in ((3, 2), (2, 4))),
         ([redundancies(np.ones((2, 4))), a], BOTH, "belongs to another model"),
     ):
         with pytest.raises(ProfileError, match=says):
-            run(given, plan)
-    assert run([a, b]).kept
+            pykvedge.compress(plan, *p.arguments, engine=engine, profile=given)
+    assert pykvedge.compress(BOTH, *p.arguments, engine=engine, profile=[a, b]).kept
 
 
-def test_the_library_refuses_by_itself(native):
+ONES, OF_QUERIES, OF_LAYERS = np.ones((2, 2)), np.ones((2, 4)), np.ones((2, 1))
+
+
+@pytest.mark.parametrize(("plan", "values", "budgets", "says"), [
+    (MIXKV, ONES, (), ""), (SPARSEMM, OF_QUERIES, (), ""), (CALIBRATED, np.full((2, 2), 7.0), (), ""),  # in any unit
+    *((plan, OF_QUERIES, (), "4 KV heads a layer, the model 2") for plan in (MIXKV, CALIBRATED)),
+    *((plan, np.ones((3, 2)), (), "3 layers, the model 2") for plan in (MIXKV, CALIBRATED)),
+    *((plan, ONES, (0.2, 0.5), "KV heads, without budgets") for plan in (MIXKV, CALIBRATED)),
+    (MIXKV, np.full((2, 2), 1.1), (), "above 1"), (MIXKV, np.full((2, 2), -0.1), (), "not negative"),
+    *((plan, np.full((2, 2), np.nan), (), "finite") for plan in (MIXKV, CALIBRATED)),
+    (CALIBRATED, np.zeros((2, 2)), (), "no share above 0"), (CALIBRATED, None, (), "kvedge calibrate budgets"),
+    (SPARSEMM, None, (), "kvedge calibrate heads"), (SPARSEMM, ONES, (), "2 query heads a layer, the model 4"),
+    (SPARSEMM, np.ones((3, 4)), (), "3 layers, the model 2"), (SPARSEMM, np.full((2, 4), -1.0), (), "not negative"),
+    *((SPARSEMM, np.full((2, 4), wrong), (), "finite") for wrong in (np.nan, np.inf)),
+    (SPARSEMM, OF_LAYERS, (0.5,), "of query heads"), (PREFIX, OF_QUERIES, (), "kept shares by budget"),
+    *((PREFIX, ONES, wrong, "ascending") for wrong in ((0.5, 0.2), (0.0, 0.5), (0.2, 1.5), (np.nan, 0.5))),
+    (PREFIX, np.full((2, 1), 1.5), (0.5,), r"\[0, 1\]"),
+    (pykvedge.plan("snapkv", 40, allocator="uniform"), OF_QUERIES, (), "allocator 'uniform' takes no profile"),
+    (pykvedge.plan("snapkv", 40), {"scorer": ONES}, (), "scorer 'window' takes no profile"),
+    (BOTH, {"scorer": ONES}, (), "allocator 'heads' needs a profile"),
+    (BOTH, {"allocator": OF_QUERIES}, (), "scorer 'mixkv' needs"),
+])  # fmt: skip
+def test_the_library_refuses_by_itself_what_python_would_never_send(native, plan, values, budgets, says):
     p = prompt(60, (4, 2), layers=2)
+    given = values if isinstance(values, dict) else {"scorer" if plan is MIXKV else "allocator": values}
+    tables = {stage: ProfileTable(np.array(of, np.float32), np.array(budgets, np.float32))
+              for stage, of in given.items() if of is not None}  # fmt: skip
     arrays = Arrays(p.q, p.k, p.v, p.image_mask.astype(np.uint8))
-
-    def run(plan, stage, values, budgets=()):
-        table = ProfileTable(np.array(values, dtype=np.float32), np.array(budgets, dtype=np.float32))
-        return compress_arrays(plan, arrays, KvType.parse("f16"), 1, {stage: table})
-
-    plan = pykvedge.plan("mixkv", 40, **OFFLINE)
-    assert run(plan, "scorer", np.ones((2, 2))).kept
-    for values, budgets, says in (
-        (np.ones((2, 4)), (), "4 KV heads a layer, the model 2"), (np.ones((3, 2)), (), "3 layers, the model 2"),
-        (np.full((2, 2), 1.1), (), "above 1"), (np.full((2, 2), -0.1), (), "not negative"),
-        (np.full((2, 2), np.nan), (), "finite"), (np.ones((2, 2)), (0.2, 0.5), "KV heads, without budgets"),
-    ):  # fmt: skip
-        with pytest.raises(UsageError, match=says):
-            run(plan, "scorer", values, budgets)
-    with pytest.raises(UsageError, match="scorer 'window' takes no profile"):
-        run(pykvedge.plan("snapkv", 40), "scorer", np.ones((2, 2)))
-    for missing, stage in (("allocator 'heads' needs a profile", "scorer"), ("scorer 'mixkv' needs", "allocator")):
-        with pytest.raises(UsageError, match=missing):
-            run(pykvedge.plan("mixkv-sparsemm", 40, **OFFLINE), stage, np.ones((2, 2 if stage == "scorer" else 4)))
+    if not says:
+        assert compress_arrays(plan, arrays, KvType.parse("f16"), 1, tables).kept
+        return
+    with pytest.raises(UsageError, match=says):
+        compress_arrays(plan, arrays, KvType.parse("f16"), 1, tables or None)
 
 
 # With models
-
-
-def demo_session(plan, **settings):
-    return pykvedge.Session(DEMO, DEMO_MMPROJ, plan, threads=1, **settings)
 
 
 def kept_by(session, sample):
@@ -159,7 +172,7 @@ def kept_by(session, sample):
 
 def test_calibrating_on_one_prompt_gives_that_prompts_redundancies(native, own_folder):
     [sample] = itertools.islice(scenes("key-redundancy"), 1)
-    with demo_session(pykvedge.plan("full")) as session:
+    with DEMO.session(pykvedge.plan("full")) as session:
         values, used = key_redundancy(session, [sample], 5)
         session.ask(sample.question, sample.pictures)
         keys = [[rows(session.engine.cache, i, h)[0].astype(np.float64) for h in range(2)] for i in range(5)]
@@ -171,14 +184,14 @@ def test_calibrating_on_one_prompt_gives_that_prompts_redundancies(native, own_f
         assert values[layer, head] == pytest.approx((similar.sum() - np.trace(similar)) / (n * (n - 1)), abs=1e-9)
     kept = []
     for settings, given in (({}, None), (OFFLINE, redundancies(values)), (OFFLINE, redundancies(0 * values))):
-        with demo_session(pykvedge.plan("mixkv", 0.5, **settings), profile=given) as session:
+        with DEMO.session(pykvedge.plan("mixkv", 0.5, **settings), profile=given) as session:
             kept.append(kept_by(session, sample))
     assert kept[0] == kept[1] != kept[2]
 
 
 def test_the_mean_is_over_samples(native):
     samples = list(itertools.islice(scenes("key-redundancy"), 2))
-    with demo_session(pykvedge.plan("full")) as session:
+    with DEMO.session(pykvedge.plan("full")) as session:
         each = [key_redundancy(session, [sample], 1)[0] for sample in samples]
         both, used = key_redundancy(session, iter(samples), 10)
     assert used == 2 and not np.allclose(*each)
@@ -186,14 +199,14 @@ def test_the_mean_is_over_samples(native):
 
 
 def test_both_profiles_of_the_demo_model_are_found(native, own_folder):
-    found = profiles.find(BOTH, DEMO)
+    found = profiles.find(BOTH, DEMO.model)
     assert {stage: made.kind for stage, made in found.items()} == BOTH.profile_kinds()
     assert found["scorer"].values.shape == (5, 2) and found["scorer"].samples == 50
     [sample] = itertools.islice(scenes("key-redundancy"), 1)
     kept = []
-    for given in (None, profiles.SHIPPED / profiles.file_name("key-redundancy", profiles.hash_of(DEMO)),
+    for given in (None, profiles.SHIPPED / profiles.file_name("key-redundancy", profiles.hash_of(DEMO.model)),
                   [redundancies(np.zeros((5, 2))), heads(np.eye(5, 4))]):  # fmt: skip
-        with demo_session(BOTH, profile=given) as session:
+        with DEMO.session(BOTH, profile=given) as session:
             kept.append(kept_by(session, sample))
     assert kept[0] == kept[1] != kept[2]
 
@@ -216,19 +229,13 @@ def test_rows_belong_to_the_layers_of_the_model(native, tiny):
             cache = session.engine.cache
             kept.append([[cache.tokens(i, h) for h in range(n_heads_kv)] for i in range(len(stored))])
     assert kept[0] == kept[1] != kept[2]
-    for shape in ((len(stored), n_heads_kv), (n_layers, n_heads_kv + 1)):
-        with model.session(plan, profile=redundancies(np.ones(shape))) as session:  # noqa: SIM117
-            with pytest.raises(UsageError, match="belongs to another model"):
-                session.ask("Hello")
 
 
 def test_a_conversation_keeps_profiles_for_the_plans_to_come(own_folder, tiny, profile_file, native):
     model = tiny("llama")
     both = [profile_file(model.model, kind) for kind in ("visual-heads", "key-redundancy")]
-    plans = [
-        pykvedge.plan(name, 0.6, **settings)
-        for name, settings in (("sparsemm", {}), ("mixkv", SMALL), ("h2o", {}), ("mixkv-sparsemm", SMALL))
-    ]
+    chosen = (("sparsemm", {}), ("mixkv", SMALL), ("h2o", {}), ("mixkv-sparsemm", SMALL))
+    plans = [pykvedge.plan(name, 0.6, **settings) for name, settings in chosen]
     with model.session(plans[3], profile=both) as session:
         for plan in plans:
             session.set_plan(plan)
@@ -253,19 +260,16 @@ def test_a_cache_refuses_a_plan_without_its_profile(native, tiny):
     context.cache.detach()
 
 
-def test_attach_takes_several(native, tiny, profile_file, closing):
-    from llama_cpp import Llama
-
-    model = tiny("llama").model
-    both = [profile_file(model, kind) for kind in ("visual-heads", "key-redundancy")]
-    llm = closing(Llama(str(model), n_ctx=1024, n_threads=1, n_threads_batch=1, verbose=False))
-    with pytest.raises(ProfileError, match="does not fit"):
-        pykvedge.attach(llm, "sparsemm", 0.5, profile=both)
-    attached = pykvedge.attach(llm, "mixkv-sparsemm", 0.5, profile=both, **SMALL)
-    attached.set_plan("sparsemm", 0.5)
-    attached.set_plan(pykvedge.plan("mixkv-sparsemm", 0.5, **SMALL))
-    assert llm("The quick brown fox jumps over the lazy dog. " * 4, max_tokens=2)["choices"]
-    assert len({n for layer in attached.kept() for n in layer}) > 1 and attached.stats().n_compressions == 1
+def test_attach_takes_several(native, tiny, profile_file):
+    files, plan = tiny("llama"), pykvedge.plan("mixkv-sparsemm", 0.5, **SMALL)
+    both = [profile_file(files.model, kind) for kind in ("visual-heads", "key-redundancy")]
+    with pytest.raises(ProfileError, match="does not fit"), llama(files, "sparsemm", 0.5, profile=both):
+        pass
+    with llama(files, plan, profile=both) as (llm, attached):
+        attached.set_plan("sparsemm", 0.5)
+        attached.set_plan(plan)
+        assert llm("The quick brown fox jumps over the lazy dog. " * 4, max_tokens=2)["choices"]
+        assert len({n for layer in attached.kept() for n in layer}) > 1 and attached.stats().n_compressions == 1
 
 
 # The program
