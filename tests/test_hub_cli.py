@@ -144,9 +144,7 @@ def test_ctrl_c_ends_a_download_and_keeps_what_has_come(fresh, environment):
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # tests in the background have it ignored
     )  # fmt: skip
     assert fresh.hub.halfway.wait(60)
-    for _ in range(
-        6
-    ):  # one that comes right before Python begins to wait for bytes is seen when that ends: press again
+    for _ in range(6):  # one right before Python begins to wait for bytes is seen when that ends: press again
         child.send_signal(signal.SIGINT)
         with contextlib.suppress(subprocess.TimeoutExpired):
             out, err = child.communicate(timeout=10)

@@ -259,11 +259,8 @@ def test_a_message_that_was_taken_back_is_put_again(terminal, llava, picture_fil
     again = question(t, "/retry")
     assert "(16 image, 1 from the cache)" in again and "(16 image)" in first
     t.enter("/undo\n/undo", "there is no message to take back")
-    t.type("word " * 200 + "\n")  # too long
-    t.shows("kvedge: error: ")
+    t.enter("word " * 200, "kvedge: error: ")  # too long
     t.enter("/set seed 1\n/retry", "kvedge: error: ")
-    t.type("\x04")
-    assert t.exit_code() == 0
 
 
 def test_without_copies_there_is_no_way_back(terminal, llava):
@@ -342,21 +339,15 @@ def kept(file):
 def test_what_was_typed_is_remembered_unless_that_is_switched_off(terminal, llava, state):
     file = state / "kvedge" / "chat-history"
     t = terminal(*llava)
-    t.type("/set seed 12345\n")
-    t.wait_for("from the next message on")
-    t.type("/exit\n")
-    assert t.exit_code() == 0
+    t.enter("/set seed 12345", "from the next message on")
+    t.leave()
     assert kept(file) == ["/set seed 12345", "/exit"] and stat.S_IMODE(file.stat().st_mode) == 0o600
     t = terminal(*llava, "--no-history")
-    t.type("/set seed 54321\n")
-    t.wait_for("from the next message on")
-    t.type("/exit\n")
-    assert t.exit_code() == 0
+    t.enter("/set seed 54321", "from the next message on")
+    t.leave()
     t = terminal(*llava)
-    t.type("\x1b[A\x1b[A\n")  # twice up
-    t.wait_for("seed 12345, from the next message on")
-    t.type("/exit\n")
-    assert t.exit_code() == 0
+    t.enter("\x1b[A\x1b[A", "seed 12345, from the next message on")  # twice up
+    t.leave()
     assert kept(file) == ["/set seed 12345", "/exit", "/set seed 12345", "/exit"]
 
 
@@ -376,19 +367,15 @@ def test_a_conversation_that_is_taken_up_says_what_it_holds(environment, state, 
     assert "s.kvs" not in kvedge("chat", *arguments, "--quiet", "And?").err
     t = closing(Terminal(["chat", *arguments], {**environment, **XTERM, "XDG_STATE_HOME": str(state)}))
     t.shows("s.kvs holds 3 answers, 1 image")
-    t.type("/undo\n")
-    t.wait_for("there is no message to take back")
+    t.enter("/undo", "there is no message to take back")
     question(t, "More?")
-    t.type("/undo\n")
-    t.wait_for("taken back: More?")
-    t.type("/exit\n")
-    assert t.exit_code() == 0
+    t.enter("/undo", "taken back: More?")
+    t.leave()
 
 
 def test_errors_do_not_end_the_conversation(terminal, llava):
     t = terminal(*llava, "--ctx", "256")
-    t.type("word " * 150 + "\n")
-    t.shows("kvedge: error: the prompt has")
+    t.enter("word " * 150, "kvedge: error: the prompt has")
     assert question(t, "Hello")
 
 
@@ -429,11 +416,8 @@ def test_json_needs_a_prompt(environment, llava, closing):
     assert t.exit_code() == 2
 
 
-def test_progress_is_shown_on_a_terminal_only(environment, llava, kvedge):
-    t = Terminal(["chat", *llava, "Hello"], {**environment, "TERM": "xterm"})
-    try:
-        t.wait_for("tok/s")
-        assert t.exit_code() == 0
-    finally:
-        t.close()
+def test_progress_is_shown_on_a_terminal_only(environment, llava, kvedge, closing):
+    t = closing(Terminal(["chat", *llava, "Hello"], {**environment, "TERM": "xterm"}))
+    t.wait_for("tok/s")
+    assert t.exit_code() == 0
     assert "\x1b" not in kvedge("chat", *llava, "Hello").err

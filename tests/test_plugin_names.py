@@ -120,9 +120,7 @@ def test_checks_find_what_is_wrong(native, write, body, check):
 
 
 def test_a_failed_check_is_exit_code_1(kvedge, write):
-    code = (
-        f"{HEAD}@pykvedge.scorer('mine')\ndef mine(layer, settings):\n    return np.random.rand(*layer.k.shape[:2])\n"
-    )
+    code = f"{HEAD}@pykvedge.scorer('mine')\ndef mine(x, settings):\n    return np.random.rand(*x.k.shape[:2])\n"
     done = kvedge("methods", "--check", "mine", "--plugin", write(code))
     assert done.code == 1 and done.err == ""
     line = next(line for line in done.out.splitlines() if line.startswith("runs repeat"))
@@ -160,9 +158,8 @@ def test_an_installed_plugin_is_found_by_name(kvedge, tiny, installed):
     chat = ["chat", *tiny("llama").arguments(), "--max-tokens", 2, "--json", "word " * 50]
     assert kvedge(*chat, "--method", "mine", env=installed).json["method"] == "mine"
     assert kvedge(*chat, "--scorer", "mine", "--method", "lookm", env=installed).json["method"] == "lookm"
-    kvedge(*chat, "--method", "nobody", env=installed).failed(
-        2, "unknown method 'nobody'", "ValueError: broken (bad_plugin.py:2)"
-    )
+    done = kvedge(*chat, "--method", "nobody", env=installed)
+    done.failed(2, "unknown method 'nobody'", "ValueError: broken (bad_plugin.py:2)")
 
 
 def test_listing_shows_installed_plugins_and_what_is_wrong_with_them(kvedge, installed):

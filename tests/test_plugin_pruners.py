@@ -5,7 +5,6 @@ import pytest
 
 import pykvedge
 from pykvedge.errors import PluginError, UsageError
-from pykvedge.plans.plugins import table
 from pykvedge.reference.checks import suite
 from pykvedge.runtime.pruning import PlannedPruning
 
@@ -19,13 +18,6 @@ def corner(image, n, settings):
     return np.arange(len(image.rows))[:: settings["step"]][:n]
 """
 ROWS = np.random.default_rng(3).normal(size=(12, 5)).astype(np.float32)
-
-
-@pytest.fixture(autouse=True)
-def nothing_stays():
-    before = table.snapshot()
-    yield
-    table.restore(before)
 
 
 def chosen(plan):

@@ -13,7 +13,8 @@ import pytest
 from arrays import prompt
 from choosing import whole
 from conftest import ROOT
-from test_decode_policies import PROMPT, random_tokens, running  # noqa: F401 - a fixture
+from test_decode_policies import running  # noqa: F401 - a fixture
+from test_plugins import check_nothing_changed
 
 import pykvedge
 from pykvedge.errors import PluginError
@@ -30,9 +31,8 @@ pytestmark = pytest.mark.skipif(COMPILER is None or os.name != "posix", reason="
 
 
 def compiled(source: Path, out: Path, *options) -> Path:
-    done = subprocess.run(
-        [COMPILER, *STRICT, "-o", out, source, *options, "-lm"], capture_output=True, text=True, check=False
-    )
+    command = [COMPILER, *STRICT, "-o", out, source, *options, "-lm"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return out
 
@@ -102,9 +102,8 @@ def test_the_checks_reach_the_settings_of_a_stage_in_c(own):
     assert settings.cases == 4 and settings.status == "passed"
     p = prompt(100)
     assert pykvedge.plan("attended").settings("scorer") == {"window": 8, "kind": "sum"}
-    sums, largest = (
-        pykvedge.compress(pykvedge.plan("attended", **{"scorer.kind": kind}), *p.arguments) for kind in ("sum", "max")
-    )
+    plans = (pykvedge.plan("attended", **{"scorer.kind": kind}) for kind in ("sum", "max"))
+    sums, largest = (pykvedge.compress(plan, *p.arguments) for plan in plans)
     assert (sums.scores > largest.scores).all()
     with pytest.raises(pykvedge.UsageError, match=r"scorer\.window"):
         pykvedge.plan("attended", **{"scorer.window": 65})
@@ -126,21 +125,11 @@ def test_failures_in_c_are_explained(own, engine, stages, says):
         pykvedge.compress(pykvedge.plan("h2o", **stages), *prompt(60).arguments, engine=engine)
 
 
-@pytest.mark.parametrize(
-    ("stages", "says"), [*FAILURES, ({"reducer": "late"}, r"1e\+06 in the key of token .* of layer 1, KV head 0")]
-)
+@pytest.mark.parametrize(("stages", "says"), [
+    *FAILURES, ({"reducer": "late"}, r"1e\+06 in the key of token .* of layer 1, KV head 0"),
+])  # fmt: skip
 def test_a_failure_leaves_the_sequence_as_it_was(own, running, stages, says):  # noqa: F811
-    context = running(pykvedge.plan("h2o", 0.2, **stages))
-    context.decode(random_tokens(PROMPT))
-    held, bytes_ = context.held(), context.cache.stats().bytes
-    for _ in range(2):
-        with pytest.raises(PluginError, match=says):
-            context.cache.compress()
-        assert context.held() == held and context.cache.stats().bytes == bytes_
-    assert context.cache.stats().n_compressions == 0 and context.cache.stats().n_pending == PROMPT
-    context.cache.set_plan(pykvedge.plan("knorm", 0.2))
-    context.cache.compress()
-    assert {n for heads in context.cache.lengths() for n in heads} == {PROMPT // 5}
+    check_nothing_changed(running, stages, says, 2)
 
 
 def test_a_stage_in_c_is_one_line_on_the_command_line(kvedge, library, tiny):

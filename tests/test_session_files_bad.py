@@ -168,20 +168,16 @@ def test_a_full_disk_leaves_the_old_file(kvedge, saved):
     assert kvedge(*ask, "And?").code == 0 and file.read_bytes() != old
 
 
-def test_a_conversation_saves_after_each_answer(kvedge, saved, tmp_path, environment):
+def test_a_conversation_saves_after_each_answer(saved, tmp_path, environment, closing):
     pytest.importorskip("pty")
-    from test_interactive import Terminal
+    from test_interactive import XTERM, Terminal
 
     model, file = saved
     old, copy = file.read_bytes(), tmp_path / "copy.kvs"
-    terminal = Terminal(["chat", *model.arguments(), "--session", file, "--max-tokens", 5], environment)
-    terminal.wait_for("> ")
-    terminal.type("And what else?\n")
-    terminal.wait_for("tok/s")
-    terminal.wait_for("> ")
+    arguments = ["chat", *model.arguments(), "--session", file, "--max-tokens", 5]
+    terminal = closing(Terminal(arguments, {**environment, **XTERM}))
+    terminal.enter("And what else?", "tok/s")
     assert file.read_bytes() != old
-    terminal.type(f"/save {copy}\n")
-    terminal.wait_for("saved to")
-    terminal.wait_for("> ")
-    terminal.type("/exit\n")
+    terminal.enter(f"/save {copy}", "saved to")
+    terminal.leave()
     assert copy.read_bytes() == file.read_bytes()
