@@ -124,43 +124,27 @@ def test_settings_have_the_types_of_their_fields():
 
 def test_what_a_session_is_given_is_checked(tiny, native):
     files = tiny("llama")
-    for model in (None, 5, b"m.gguf", "", "a\0b"):
-        with pytest.raises(pykvedge.UsageError):
-            pykvedge.Session(model)
-        with pytest.raises(pykvedge.UsageError):
-            pykvedge.load(model)
+    for model in (None, "", "a\0b"):  # others: test_wrong_types.py
+        for open_ in (pykvedge.Session, pykvedge.load):
+            with pytest.raises(pykvedge.UsageError):
+                open_(model)
     with pytest.raises(pykvedge.UsageError, match="mmproj"):
         pykvedge.Session(files.model, pykvedge.plan("h2o"))
     for plan in ("lookm", 0.2, pykvedge.plan):
         with pytest.raises(pykvedge.UsageError, match=r"pykvedge\.plan makes"):
             pykvedge.Session(files.model, plan=plan)
-    with files.session() as session:
-        with pytest.raises(pykvedge.UsageError, match=r"pykvedge\.plan makes"):
-            session.set_plan("lookm")
-        for prompt in (None, 5, b"Hello"):
-            with pytest.raises(pykvedge.UsageError, match="must be text"):
-                session.ask(prompt)
+    with files.session() as session, pytest.raises(pykvedge.UsageError, match="must be text"):
+        session.ask(None)
 
 
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda: pykvedge.Sampling(temp="hot"),
-        lambda: pykvedge.Sampling(max_tokens=None),
-        lambda: pykvedge.Sampling(top_k=2.5),
-        lambda: pykvedge.Sampling(seed=1.5),
-        lambda: pykvedge.Sampling(temp=float("nan")),
-        lambda: pykvedge.Settings(threads="4"),
-        lambda: pykvedge.Settings(n_ctx=1.5),
-        lambda: pykvedge.Settings(gpu_layers="all"),
-        lambda: pykvedge.Settings(kv_type=8),
-        lambda: pykvedge.Settings(system=None),
-    ],
-)
-def test_settings_of_the_wrong_type(make):
-    with pytest.raises(pykvedge.UsageError) as error:
-        make()
-    assert "\n" not in str(error.value)
+@pytest.mark.parametrize(("kind", "name", "value"), [
+    *((pykvedge.Sampling, *given) for given in (("temp", "hot"), ("max_tokens", None), ("top_k", 2.5), ("seed", 1.5))),
+    *((pykvedge.Settings, *given) for given in (("threads", "4"), ("n_ctx", 1.5), ("gpu_layers", "all"),
+                                                ("kv_type", 8), ("system", None))),
+])  # fmt: skip
+def test_settings_of_the_wrong_type(kind, name, value):
+    with pytest.raises(pykvedge.UsageError, match=r"^[^\n]+$"):
+        kind(**{name: value})
 
 
 def test_objects_show_themselves_in_a_line_and_as_a_table(tiny, native):

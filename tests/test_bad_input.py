@@ -160,6 +160,8 @@ def test_images_that_cannot_be_read(kvedge, llava, picture_file, tmp_path):
 
 
 def png_header(width, height):
+    """A PNG that says that it has so many pixels, and has a few of them."""
+
     def chunk(kind, data):
         return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
 
@@ -242,7 +244,9 @@ def test_prompts_with_anything_in_them(kvedge, llava, picture_file):
     (["--kv-type", "q9_9"], "kv_type"), (["--kv-type", "q8_0:"], "kv_type"), (["--kv-type", "f16:kivi3"], "kivi"),
     (["--max-tokens", "0"], "max_tokens"), (["--temp", "-1"], "temp"),
     (["--temp", "nan"], "temp"), (["--top-p", "0"], "top_p"), (["--top-k", "-1"], "top_k"), (["--seed", "-1"], "seed"),
-    (["--seed", "x"], "--seed"), (["--budgt", "0.2"], "--budget"),
+    (["--seed", "x"], "--seed"), (["--budgt", "0.2"], "--budget"), (["--merge", "pivotal"], "--merge"),
+    (["--set", "window=3"], "STAGE.NAME=VALUE"), (["--set", "scorer.nothing=3"], "nothing"),
+    (["--set", "scorer.window=many"], "scorer.window"), (["--allocator", "uniformly"], "did you mean 'uniform'"),
 ])  # fmt: skip
 def test_options_out_of_range(refused, llava, options, says):
     refused("chat", *llava.arguments(), *options, "Hello").failed(2, says)

@@ -1,11 +1,8 @@
 """Memory as the operating system sees it: what is compressed away leaves the process."""
 
 import mmap
-import os
 import re
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from choosing import whole
@@ -21,11 +18,6 @@ from pykvedge.system import memory
 
 linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 MIB = 2**20
-
-
-def package_path() -> dict[str, str]:
-    """Environment of a Python that imports this pykvedge."""
-    return {**os.environ, "PYTHONPATH": str(Path(memory.__file__).parent.parent.parent)}
 
 
 @linux
@@ -47,9 +39,8 @@ def test_the_memory_of_the_prompt_is_given_back(kvedge, tiny, method):
 def test_the_intermediate_results_of_the_prompt_are_given_back(kvedge, tiny):
     # nothing of the cache is dropped; the last layer computes one token only
     model = tiny("llama", n_layers=2, n_heads=16, n_heads_kv=16, head_size=128, weight="q8_0")
-    done = kvedge(
-        "chat", *model.arguments(), "--method", "full", "--verbose", "--json", "--max-tokens", 2, stdin="ab " * 270
-    )
+    options = ["--method", "full", "--verbose", "--json", "--max-tokens", 2]
+    done = kvedge("chat", *model.arguments(), *options, stdin="ab " * 270)
     sizes = re.findall(r"sched_reserve: +CPU compute buffer size = +([\d.]+) MiB", done.err)
     buffer, rss = float(sizes[-1]) * MIB, done.json["rss"]
     assert buffer > 25 * MIB
@@ -122,7 +113,7 @@ def test_what_the_system_says():
 
 
 @linux
-def test_a_peak_is_what_the_system_notes_and_the_system_goes_on_noting_it():
+def test_a_peak_is_what_the_system_notes_and_the_system_goes_on_noting_it(started):
     """In a process of its own, as VmHWM only grows; the block lives for less than a look of the meter's thread."""
     code = """
 import re, sys
@@ -148,8 +139,7 @@ meter.start()
 touch(8)
 print(before, first, mark, meter.stop(), high())
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=package_path())
-    before, first, mark, second, mark_after = map(int, done.stdout.split())
+    before, first, mark, second, mark_after = map(int, started(program=("-c", code)).out.split())
     assert first == pytest.approx(mark, abs=MIB) and first >= before + 90 * MIB
     assert mark_after >= mark and second < first - 80 * MIB  # nobody reset the mark, nor took it for the second peak
 
@@ -189,14 +179,13 @@ def test_a_message_is_watched_by_a_thread_only_if_the_peak_was_asked_for(tiny, n
 
 
 @linux
-def test_what_is_available_respects_limits():
+def test_what_is_available_respects_limits(started):
     assert memory.available_bytes() > 10 * MIB
     code = (
         "import resource, pykvedge.system.memory as m; resource.setrlimit(resource.RLIMIT_AS, (1 << 30, 1 << 30)); "
         "print(m.available_bytes())"
     )
-    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=package_path())
-    assert 0 < int(out.stdout) < 1 << 30
+    assert 0 < int(started(program=("-c", code)).out) < 1 << 30
 
 
 def test_requirements_are_explained(monkeypatch):

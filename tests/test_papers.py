@@ -14,15 +14,8 @@ from pykvedge.reference.stages.base import Head, Prompt
 from pykvedge.reference.stages.scorer.mixkv import directions, redundancy
 from pykvedge.reference.stages.spectrum import cosines, cutoff
 
-MIXKV = {
-    "window": 8,
-    "kernel": 5,
-    "pool": "avg",
-    "value": "vnorm",
-    "mode": "headwise",
-    "scale": "imp",
-    "source": "online",
-}
+MIXKV = {"window": 8, "kernel": 5, "pool": "avg", "value": "vnorm", "mode": "headwise", "scale": "imp",
+         "source": "online"}  # fmt: skip
 DCT = {"gamma": 0.2, "share": "layer"}
 ONLINE = {"source": "online"}
 
@@ -154,9 +147,8 @@ def test_the_transform_keeps_all_energy(n_tokens):
 
 def test_a_wider_base_leaves_less_to_stand_out():
     layer = layer_of(prompt(100))
-    left = [
-        member("scorer", "dct").score(layer, {**DCT, "gamma": g}).sum() for g in (0, 0.1, 0.2, 0.3, 0.5, 0.7, 0.9, 1)
-    ]
+    gammas = (0, 0.1, 0.2, 0.3, 0.5, 0.7, 0.9, 1)
+    left = [member("scorer", "dct").score(layer, {**DCT, "gamma": gamma}).sum() for gamma in gammas]
     assert (np.diff(left) < 0).all() and left[-1] == 0
 
 

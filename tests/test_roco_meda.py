@@ -162,12 +162,8 @@ def test_official_roundings_can_miss_the_total():
 
     scores = np.random.default_rng(4).random((3, 4, 60)) ** 3
     settings = {"floor": 0.3, "normalize": False, "budget_score": "attention"}
-    made = {
-        rounding: member("allocator", "ada").allocate(
-            Prompt(scores, np.zeros(60, dtype=bool), 15), {**settings, "rounding": rounding}
-        )
-        for rounding in ("exact", "official")
-    }
+    given, allocate = Prompt(scores, np.zeros(60, dtype=bool), 15), member("allocator", "ada").allocate
+    made = {rounding: allocate(given, {**settings, "rounding": rounding}) for rounding in ("exact", "official")}
     for i in range(3):
         best = sorted((-x, h) for h in range(4) for x in scores[i, h])[: 4 * 14]
         won = [sum(h == head for _, head in best) for h in range(4)]

@@ -72,15 +72,6 @@ def test_a_number_of_tokens_between_compressions(tiny, native):
         assert session.engine.pace.step == 40
 
 
-def test_the_positions_beyond_the_model_are_mentioned(tiny, native):
-    plan, settings = pykvedge.plan("streaming-llm", 64), {"stream": True, "positions": "count"}
-    with tiny("llama", n_ctx_train=512).session(plan, **settings) as session:
-        report = say(session, "word " * 100)
-        assert not report.stream.note() and "trained" not in report.line()
-        report = say(session, "word " * 300)
-        assert report.stream.positions > 512 == report.stream.trained and "trained for 512" in report.line()
-
-
 def test_a_session_file_goes_on_as_a_stream(tiny, native, tmp_path):
     file, plan = tmp_path / "s.kvs", pykvedge.plan("lookm", 64)
     answers = []
