@@ -16,6 +16,7 @@ from collections import Counter
 from pathlib import Path
 
 import numpy as np
+from threads import elsewhere
 
 import pykvedge
 
@@ -130,22 +131,6 @@ class Presser:
             os.kill(os.getpid(), signal.SIGINT)
 
 
-def elsewhere(call):
-    """What another thread gets: a lock that was left behind refuses it."""
-    said = []
-
-    def run():
-        try:
-            said.append(call() or "done")
-        except BaseException as error:
-            said.append(f"{type(error).__name__}: {error}")
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    thread.join()
-    return said[0]
-
-
 def main(model, mmproj, folder, count, seed):
     signal.signal(signal.SIGINT, signal.default_int_handler)  # tests in the background have it ignored
     rounds, presser, seen, wrong = Rounds((model, mmproj), Path(folder), seed), Presser(), Counter(), []
@@ -166,7 +151,7 @@ def main(model, mmproj, folder, count, seed):
             wrong.append(f"{number} {rounds.under_way}: raised twice")
         if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
             wrong.append(f"{number} {rounds.under_way}: the handler is another one")
-        if (said := elsewhere(lambda: rounds.session.set_plan(PLANS[0]))) != "done":
+        if said := elsewhere(lambda: rounds.session.set_plan(PLANS[0])):  # a lock that was left behind refuses it
             wrong.append(f"{number} {rounds.under_way}: {said}")
         if number % 10 == 0 and (text := rounds.fresh()) != rounds.expected:
             wrong.append(f"{number} {rounds.under_way}: answers {text!r}")

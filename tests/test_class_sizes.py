@@ -44,13 +44,8 @@ def statements(body):
         if body[i] in "{(":
             end = closing(body, i)
             is_body = body[i] == "{" and re.search(r"(\)|\bconst|\bnoexcept|\boverride|\btry|\})\s*$", out)
-            out += (
-                body[i] + body[end]
-                if body[i] == "(" and not POINTER.match(body, i)
-                else body[i : end + 1]
-                if body[i] == "("
-                else "{}"
-            )
+            pointer = body[i] == "(" and POINTER.match(body, i)
+            out += body[i : end + 1] if pointer else body[i] + body[end]
             i = end + 1
             is_type = out.endswith("{}") and TYPE.match(LABEL.sub("", out))
             # not one initialiser of several, nor a type with variables
@@ -167,9 +162,8 @@ def test_what_the_parser_counts():
 
 def test_what_this_test_would_find():
     fields = "class Wide {\n    void f();\n" + "".join(f"    int x{i};\n" for i in range(FIELDS + 1)) + "};"
-    methods = (
-        "struct Long {\n" + "".join(f"    int f{i}() const {{ return {i}; }}\n" for i in range(METHODS + 1)) + "};"
-    )
+    bodies = "".join(f"    int f{i}() const {{ return {i}; }}\n" for i in range(METHODS + 1))
+    methods = f"struct Long {{\n{bodies}}};"
     assert too_large({"a.h": fields, "b.h": methods}) == [
         "a.h: Wide has 21 fields and 1 methods",
         "b.h: Long has 0 fields and 26 methods",

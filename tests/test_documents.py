@@ -169,8 +169,7 @@ def _nested(deep: int) -> bytes:
 
 
 def _large_image(side: int) -> bytes:
-    packed = zlib.compress(bytes(side * side * 3 // 64))
-    image = stream(packed, _IMAGE % (side, side) + b"/FlateDecode")
+    image = stream(zlib.compress(bytes(side * side * 3 // 64)), _IMAGE % (side, side) + b"/FlateDecode")
     return document(b"72 0 0 72 0 0 cm /I Do", page=b"/Resources << /XObject << /I 5 0 R >> >>", more=(image,))
 
 

@@ -171,7 +171,6 @@ def test_ctrl_c_keeps_what_was_measured(start, native, tmp_path):
 @pytest.mark.skipif(os.name != "posix", reason="resource limits")
 def test_a_full_disk_is_one_line_and_keeps_what_was_measured(started, native, tmp_path):
     save, limit = tmp_path / "r.jsonl", 6000
-
     done = started(*command(save, "--quiet"), preexec_fn=of_child(limit))
     assert done.code == 1
     assert len(done.err.splitlines()) == 1 and "r.jsonl cannot be written" in done.err

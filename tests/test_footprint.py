@@ -12,37 +12,14 @@ from hubs import in_parts
 
 import pykvedge
 from pykvedge.errors import UnsupportedError
-from pykvedge.fit.footprint import (
-    Files,
-    Request,
-    Weights,
-    footprint,
-    most_images,
-    most_turns,
-)
+from pykvedge.fit.footprint import Files, Request, Weights, footprint, most_images, most_turns
 from pykvedge.models.gguf import read_header, tensor_bytes
-from pykvedge.models.images import Picture
 from pykvedge.models.imagetokens import image_grid
 from pykvedge.models.shape import ModelShape
-from pykvedge.models.vision import ImagePiece
 from pykvedge.runtime.llama_context import N_UBATCH
 
 MIB = 2**20
 linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
-
-
-@pytest.mark.parametrize("kind", ["llava", "qwen2vl"])
-def test_image_tokens_are_those_of_mtmd(tiny, kind, native):
-    model = tiny(kind)
-    header = read_header(model.mmproj)
-    with model.session() as session:
-        vision = session._vision
-        for width, height in [(80, 60), (14, 14), (1, 500), (333, 1021), (999, 998), (4000, 30), (2500, 2500)]:
-            picture = Picture("p", width, height, bytes(width * height * 3))
-            pieces = vision.split(vision.marker, [picture])
-            tokens = sum(p.n_tokens for p in pieces if isinstance(p, ImagePiece))
-            vision.release(pieces)
-            assert image_grid(header, width, height).n_tokens == tokens, (width, height)
 
 
 def test_images_that_cannot_be_counted(tiny):

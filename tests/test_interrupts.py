@@ -11,15 +11,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from conftest import DEMO
+from threads import elsewhere
 
 import pykvedge
 from pykvedge.errors import StateError
 from pykvedge.native.calls import Raised
-from pykvedge.plans.plugins import table
 from pykvedge.system import signals
 from pykvedge.system.guard import Guard
 
-DATA = Path(pykvedge.__file__).parent / "data"
 WORKER = Path(__file__).with_name("interrupt_worker.py")
 SHORT = pykvedge.Sampling(max_tokens=8)
 
@@ -38,26 +38,9 @@ def press():
     os.kill(os.getpid(), signal.SIGINT)
 
 
-def in_thread(call):
-    """Calls it in another thread, and returns what it returned or raised."""
-    said = []
-
-    def run():
-        try:
-            said.append(call())
-        except BaseException as error:
-            said.append(error)
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    thread.join(60)
-    return said[0]
-
-
 def test_at_random_moments(tmp_path, native):
     """1,000 of them: interrupt_worker.py MODEL MMPROJ FOLDER 1000 1."""
-    files = [DATA / "demo-model.gguf", DATA / "demo-mmproj.gguf"]
-    command = [sys.executable, WORKER, *files, tmp_path, "25", "1"]
+    command = [sys.executable, WORKER, DEMO.model, DEMO.mmproj, tmp_path, "25", "1"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert (done.returncode, done.stderr) == (0, "")
     said = json.loads(done.stdout)
@@ -121,7 +104,7 @@ def test_a_handler_that_is_set_meanwhile_stays():
 def test_other_threads_hear_nothing():
     with pytest.raises(KeyboardInterrupt), signals.held():
         press()
-        assert signals.pending() and in_thread(signals.pending) is False
+        assert signals.pending() and elsewhere(signals.pending) is False
 
 
 def test_what_a_callback_raises_is_raised_behind_the_call():
@@ -150,7 +133,7 @@ def test_a_guard_is_left_unlocked():
         with guard:
             return "free"
 
-    assert in_thread(use) == "free"
+    assert elsewhere(use) == "free"
 
 
 def test_closing_is_interrupted_while_another_thread_is_inside():
@@ -231,19 +214,14 @@ def test_a_generator_that_waits_is_interrupted(tiny, native):
 
 
 def test_a_plugin_that_waits_is_interrupted(native):
-    before = table.snapshot()
-
     @pykvedge.scorer("waits")
     def waits(layer, settings):
         threading.Timer(0.1, press).start()
         threading.Event().wait(60)
 
     rows = np.zeros((1, 2, 64, 32), np.float32)
-    try:
-        with pytest.raises(KeyboardInterrupt):
-            pykvedge.compress(pykvedge.plan("snapkv", 0.5, scorer="waits"), rows, rows, rows)
-    finally:
-        table.restore(before)
+    with pytest.raises(KeyboardInterrupt):
+        pykvedge.compress(pykvedge.plan("snapkv", 0.5, scorer="waits"), rows, rows, rows)
 
 
 def test_an_answer_that_another_thread_reads_goes_on(tiny, native):

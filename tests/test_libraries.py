@@ -27,15 +27,13 @@ USE = (
 
 
 @pytest.fixture
-def said(environment):
+def said(started):
     """said(code, **variables) -> the one line that a Python process with these variables prints."""
 
     def run(code, **variables):
-        env = {k: v for k, v in (environment | variables).items() if v is not None}
-        done = subprocess.run([sys.executable, "-c", code], env=env, text=True, capture_output=True, check=False)
-        assert done.returncode == 0 and done.stderr == "", done
-        assert len(done.stdout.splitlines()) == 1, done
-        return done.stdout.strip()
+        done = started(program=("-c", code), env=variables)
+        assert done.code == 0 and done.err == "" and len(done.out.splitlines()) == 1, done
+        return done.out.strip()
 
     return run
 
@@ -108,9 +106,8 @@ def test_importing_changes_nothing_for_other_processes(said, native):
 
 def test_a_llama_cpp_of_the_users_is_not_used_and_not_touched(said, native, their_llama_cpp):
     theirs = their_llama_cpp()
-    assert said(f"import pykvedge, llama_cpp\n{USE}", PYTHONPATH=theirs) == str(
-        libraries.require_dir() / libraries.file_name("llama")
-    )
+    ours = said(f"import pykvedge, llama_cpp\n{USE}", PYTHONPATH=theirs)
+    assert ours == str(libraries.require_dir() / libraries.file_name("llama"))
     code = "import llama_cpp; print(llama_cpp.llama_cpp._lib._name)"
     assert said(code, PYTHONPATH=theirs).startswith(theirs.split(os.pathsep)[0])
 
@@ -232,14 +229,11 @@ def test_a_library_of_the_system_is_missing(said, folder, tmp_path, name, how):
     assert line.startswith(f"error: {name} is missing, which libggml-base.so needs: ") and how in line
 
 
-def test_a_library_that_numpy_needs_is_missing(environment, tmp_path):
+def test_a_library_that_numpy_needs_is_missing(environment, started, tmp_path):
     said = "libstdc++.so.6: cannot open shared object file: No such file or directory"
     (tmp_path / "numpy.py").write_text(f"raise ImportError('Importing NumPy failed.\\nOriginal error was: {said}')\n")
-    env = environment | {"PYTHONPATH": os.pathsep.join([str(tmp_path), environment["PYTHONPATH"]])}
-    command = [sys.executable, "-m", "pykvedge", "chat", "hello"]
-    done = subprocess.run(command, env=env, text=True, capture_output=True, check=False)
-    line = "kvedge: error: libstdc++.so.6 is missing, which kvedge needs: apt install libstdc++6"
-    assert done.returncode == 1 and done.stderr.startswith(line) and len(done.stderr.splitlines()) == 1
+    done = started("chat", "hello", env={"PYTHONPATH": os.pathsep.join([str(tmp_path), environment["PYTHONPATH"]])})
+    done.failed(1, "libstdc++.so.6 is missing, which kvedge needs: apt install libstdc++6")
 
 
 @LINUX

@@ -312,12 +312,11 @@ def test_the_servers_own_plan_holds_until_a_slider_is_moved(driver, environment)
 def test_conversations_on_the_server_are_shown_and_forgotten(page, server):
     page.attach(SCENES[0])
     page.ask(QUESTION)
-    parked = lambda: len(server.client.get("/v1/kvedge/sessions").json()["sessions"])  # noqa: E731
-    before = parked()
+    before = len(server.sessions())
     page.get("look").click()
     page.until(lambda: len(page.all("#sessions tbody tr")) == before)
     page.all("#sessions tbody button")[0].click()
-    page.until(lambda: parked() == before - 1)
+    page.until(lambda: len(server.sessions()) == before - 1)
 
 
 def test_nothing_is_asked_of_anybody_else(page, server):

@@ -4,6 +4,7 @@ import os
 import threading
 
 import pytest
+from threads import elsewhere
 
 from pykvedge.errors import StateError
 from pykvedge.system.guard import Guard, Stop, one_thread
@@ -67,22 +68,6 @@ def test_a_cache_looked_at_during_a_decode(rounds):
 # ------------------------------------------------------------------------------------------------------------
 
 
-def elsewhere(call):
-    """What `call` returned or raised in another thread."""
-    result = []
-
-    def run():
-        try:
-            result.append(call())
-        except StateError as error:
-            result.append(error)
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    thread.join()
-    return result[0]
-
-
 class Counter:
     """Something guarded."""
 
@@ -142,8 +127,5 @@ def test_a_session_is_not_closed_from_inside_its_own_call(tiny, native):
                 session.close()
             said.append(str(raised.value))
 
-    import pykvedge
-
-    session = pykvedge.Session(tiny("llama").model, plan=pykvedge.plan("full"), threads=1, progress=progress)
-    with session:
+    with tiny("llama").session(progress=progress) as session:
         assert session.ask("What is this?").read() is not None and len(said) == 1

@@ -1,22 +1,17 @@
-"""Work of several threads at the same time."""
+"""Work of other threads."""
 
-import threading
+from concurrent.futures import ThreadPoolExecutor
 
 
 def in_threads(*steps):
     """Runs them at the same time, and raises what any of them raised."""
-    failures = []
+    with ThreadPoolExecutor(len(steps)) as pool:
+        for made in [pool.submit(step) for step in steps]:
+            made.result()
 
-    def guarded(step):
-        try:
-            step()
-        except BaseException as error:
-            failures.append(error)
 
-    threads = [threading.Thread(target=guarded, args=(step,)) for step in steps]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if failures:
-        raise failures[0]
+def elsewhere(call):
+    """Returns what the call returned in another thread, or what it raised."""
+    with ThreadPoolExecutor(1) as pool:
+        made = pool.submit(call)
+        return made.exception() or made.result()
