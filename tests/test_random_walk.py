@@ -5,10 +5,13 @@ from choosing import whole
 from random_walk import STEPS, TOLERANCE, walk
 
 
-@pytest.mark.parametrize(("kind", "seed"), [("llama", 1), *whole(("qwen3", 2))])
-def test_a_random_walk_computes_what_llama_cpp_does(tiny, environment, native, stock_dir, kind, seed):
-    n, worst = walk(tiny(kind, weight="f32").model, STEPS // 2, seed, stock_dir, environment)
-    assert n > STEPS // 2 and worst <= TOLERANCE
+# gemma3: layers with a window, of which llama.cpp itself forgets other rows than kvedge after some copies and cuts
+@pytest.mark.parametrize(("kind", "seed", "steps"), [
+    ("llama", 1, STEPS // 2), ("qwen3", 2, STEPS // 5), ("gemma3", 3, 80), *whole(("qwen3", 2, STEPS // 2)),
+])  # fmt: skip
+def test_a_random_walk_computes_what_llama_cpp_does(tiny, environment, native, stock_dir, kind, seed, steps):
+    n, worst = walk(tiny(kind, weight="f32").model, steps, seed, stock_dir, environment)
+    assert n > steps and worst <= (1e-7 if kind == "gemma3" else TOLERANCE)
 
 
 @pytest.mark.parametrize("steps", [STEPS // 3, *whole(STEPS)])

@@ -5,34 +5,9 @@ import numpy as np
 import pytest
 from attached import held
 from contexts import TinyContext, random_tokens
-from test_provider import divergence
 
 import pykvedge
 from pykvedge.errors import PluginError, UsageError
-
-WORKER = "sequence_worker.py"
-
-
-@pytest.mark.parametrize("kind", ["llama", "qwen3", "gemma3"])
-def test_copies_cuts_and_clears_as_in_llama_cpp(worker, stock_env, tiny, tmp_path, kind):
-    model = tiny(kind).model
-    worker(WORKER, None, model, tmp_path / "stock.npy", "stock", env=stock_env)
-    worker(WORKER, None, model, tmp_path / "ours.npy", "full")
-    stock, ours = np.load(tmp_path / "stock.npy"), np.load(tmp_path / "ours.npy")
-    assert stock.shape == ours.shape and len(stock) == 19
-    assert divergence(stock, ours).max() <= 1e-4
-
-
-def test_each_sequence_is_compressed_when_its_answer_begins(worker, tiny, tmp_path):
-    before, after = worker(WORKER, None, tiny("llama").model, tmp_path, "h2o")
-    lengths = [set(np.ravel(heads)) for heads in before["lengths"]]
-    assert lengths == [{20 + 1}, {300}, {11 + 1}]  # a fifth, and the first token of the answer
-    assert before["tokens"] == sorted(set(before["tokens"])) and before["tokens"][-1] == 57
-    assert after["tokens"] == [t for t in before["tokens"] if t < 40]
-    assert [set(np.ravel(heads)) for heads in after["lengths"][:2]] == lengths[:2]
-
-
-# ------------------------------------------------------------------------------------------------------------
 
 PLANS = {  # sequence -> its plan, and the length of its prompt
     0: (pykvedge.plan("lookm", 0.2), 210),
@@ -64,6 +39,20 @@ def converse(context, sequences):
 @pytest.fixture
 def many(closing, tiny):
     return lambda plan: closing(TinyContext(tiny("qwen3").model, plan, n_seq=6))
+
+
+def test_each_sequence_is_compressed_when_its_answer_begins(many):
+    context, prompts = many(pykvedge.plan("h2o")), (100, 300, 57)
+    items = [(500 + i + s, i, s, i == n - 1) for i in range(300) for s, n in enumerate(prompts) if i < n]
+    assert send(context, items) == 0
+    assert send(context, [(700, prompts[s], s, True) for s in (0, 2)]) == 0  # sequence 1 has not begun to answer
+    lengths = [set(np.ravel(context.cache.lengths(s))) for s in range(3)]
+    assert lengths == [{20 + 1}, {300}, {11 + 1}]  # a fifth, and the first token of the answer
+    before = context.cache.tokens(0, 0, 2)
+    assert before == sorted(set(before)) and before[-1] == 57
+    context.llama.llama_memory_seq_rm(context.memory, 2, 40, -1)  # a cut through compressed tokens
+    assert context.cache.tokens(0, 0, 2) == [t for t in before if t < 40]
+    assert [set(np.ravel(context.cache.lengths(s))) for s in range(2)] == lengths[:2]
 
 
 def test_five_sequences_with_plans_of_their_own(many):
@@ -110,34 +99,29 @@ def test_a_plan_that_fails_is_told_to_its_own_sequence(many, forgotten):
         context.cache.set_sequence_plan(-1, pykvedge.plan("knorm"))
 
 
-def test_a_batch_that_is_refused_counts_no_tokens(native, tiny):
+def test_a_batch_that_is_refused_counts_no_tokens(closing, tiny):
     """A token of two sequences at once, in the middle of tokens of one: nothing of the batch is there."""
-    contexts = [TinyContext(tiny("llama").model, pykvedge.plan("full"), kv_type="f32") for _ in range(2)]
-    refused = contexts[0]
-    prompt = random_tokens(40)
-    try:
-        for context in contexts:
-            context.decode(prompt, prompt[:20])
-        before = [refused.cache.stats(sequence) for sequence in (0, 1)]
-        llama = refused.llama
-        batch = llama.llama_batch_init(3, 0, 2)
-        for i, sequences in enumerate(([0], [0, 1], [1])):
-            batch.token[i], batch.n_seq_id[i], batch.logits[i] = prompt[i], len(sequences), True
-            batch.pos[i] = 20 if sequences == [1] else 40
-            for j, sequence in enumerate(sequences):
-                batch.seq_id[i][j] = sequence
-        batch.n_tokens = 3
-        assert llama.llama_decode(refused.context, batch) != 0
-        llama.llama_batch_free(batch)
-        for sequence in (0, 1):
-            after = refused.cache.stats(sequence)
-            assert (after.n_tokens, after.bytes) == (before[sequence].n_tokens, before[sequence].bytes)
-        rows = []
-        for context in contexts:
-            context.decode(prompt[:5], prompt[5:9])
-            rows.append(context.logits())
-            assert [context.cache.stats(s).n_tokens for s in (0, 1)] == [45, 24]
-        np.testing.assert_array_equal(*rows)
-    finally:
-        for context in contexts:
-            context.close()
+    contexts = [closing(TinyContext(tiny("llama").model, pykvedge.plan("full"), kv_type="f32")) for _ in range(2)]
+    refused, prompt = contexts[0], random_tokens(40)
+    for context in contexts:
+        context.decode(prompt, prompt[:20])
+    before = [refused.cache.stats(sequence) for sequence in (0, 1)]
+    llama = refused.llama
+    batch = llama.llama_batch_init(3, 0, 2)
+    for i, sequences in enumerate(([0], [0, 1], [1])):
+        batch.token[i], batch.n_seq_id[i], batch.logits[i] = prompt[i], len(sequences), True
+        batch.pos[i] = 20 if sequences == [1] else 40
+        for j, sequence in enumerate(sequences):
+            batch.seq_id[i][j] = sequence
+    batch.n_tokens = 3
+    assert llama.llama_decode(refused.context, batch) != 0
+    llama.llama_batch_free(batch)
+    for sequence in (0, 1):
+        after = refused.cache.stats(sequence)
+        assert (after.n_tokens, after.bytes) == (before[sequence].n_tokens, before[sequence].bytes)
+    rows = []
+    for context in contexts:
+        context.decode(prompt[:5], prompt[5:9])
+        rows.append(context.logits())
+        assert [context.cache.stats(s).n_tokens for s in (0, 1)] == [45, 24]
+    np.testing.assert_array_equal(*rows)
