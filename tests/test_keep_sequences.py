@@ -43,9 +43,12 @@ def test_a_random_walk(contexts, tmp_path, method, seed, steps):
 
 
 @pytest.mark.parametrize("place", ["ram", "disk"])
-@pytest.mark.parametrize("kind", ["llama", *whole("gemma3", "qwen3", "qwen2vl")])
+@pytest.mark.parametrize("kind", ["llama", *whole("qwen3", "qwen2vl")])
 def test_copies_go_different_ways(contexts, tmp_path, kind, place):
-    """In the middle of an answer: rows of one are never the other's."""
+    """In the middle of an answer: rows of one are never the other's.
+
+    Not with windows, which lose what the first tokens of an answer saw to other sequences (llama_memory_seq_pos_min).
+    """
     context, other = contexts(kind=kind)
     context.cache.keep(place, str(tmp_path))
     one = begun(context)
@@ -60,6 +63,17 @@ def test_copies_go_different_ways(contexts, tmp_path, kind, place):
             talk.answer(random_tokens(3, seed=20 * turn + talk.sequence))
     assert len({str(context.held(i)) for i in range(3)}) == 3
     assert not any(context.cache.keep_problem(i) for i in range(3))
+
+
+def test_what_was_removed_is_removed_again_for_nothing(contexts):
+    context, other = contexts()
+    context.cache.keep("ram")
+    talk = begun(context)
+    talk.cut(60, 70)
+    talk.say(random_tokens(33, seed=1))
+    talk.cut(64, 70)
+    talk.say(random_tokens(13, seed=2))  # fewer than the window
+    assert keeping.alike(context, talk.anew(other))
 
 
 def test_several_at_once(contexts):

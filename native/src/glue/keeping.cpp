@@ -221,9 +221,11 @@ void Keeping::settle(SequenceState & state) {
 void Keeping::remove_whole(SequenceState & state, int32_t p0, int32_t p1) try {
     Sequence &    whole = *state.whole.seq;
     const auto &  pos   = whole.rows.contents().pos;
+    const auto    there = pending_tokens(whole.rows);  // others of these positions may have been removed before
     const int32_t from  = whole.observed.window_from();
-    const bool    read  = std::any_of(pos.begin(), pos.begin() + std::min(state.whole.n_read, whole.rows.n_tokens()),
-                                      [=](int32_t p) { return p >= p0 && p < p1; });
+    const bool    read  = std::any_of(there.begin(), there.end(), [&](int32_t token) {
+        return token < state.whole.n_read && pos[(size_t) token] >= p0 && pos[(size_t) token] < p1;
+    });
     whole.remove(p0, p1);
     state.whole.n_read = std::min(state.whole.n_read, whole.rows.n_tokens());
     whole.observed.skip_windows(read ? state.whole.n_read : from);  // an answer's tokens are in no window
