@@ -7,8 +7,11 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
+import pykvedge
+from pykvedge.cli import configured
 from pykvedge.cli.program import cli
-from pykvedge.errors import KvedgeError
+from pykvedge.errors import KvedgeError, ProfileError, SaveError
+from pykvedge.models import profiles, tuned
 from pykvedge.system.files import DATA
 
 MODEL, MMPROJ = DATA / "demo-model.gguf", DATA / "demo-mmproj.gguf"
@@ -180,3 +183,25 @@ def test_the_file_lies_where_the_system_has_such_files(run, monkeypatch, tmp_pat
     monkeypatch.setattr("sys.platform", "linux")
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "x"))
     assert run("config", "path").stdout == f"{tmp_path}/x/kvedge/config.toml\n"
+
+
+@pytest.mark.skipif(os.name != "posix", reason="folders that nobody may enter")
+def test_a_home_that_may_not_be_entered_holds_nothing(monkeypatch, tmp_path):
+    """As in a container that runs as another user than the one whose HOME it has."""
+    for name in ("KVEDGE_CONFIG", "XDG_CONFIG_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.setattr(profiles, "hash_of", lambda model: "sampled-sha256:" + "0" * 64)
+    (tmp_path / "home").mkdir(mode=0)
+    user = os.geteuid()
+    os.seteuid(user or 65534)  # root may enter all
+    try:
+        with pytest.raises(PermissionError):
+            (tmp_path / "home" / ".config").stat()
+        assert configured.stored() == {} and tuned.find("model.gguf") is None
+        with pytest.raises(ProfileError, match="kvedge calibrate"):
+            profiles.find(pykvedge.plan("calibrated"), "model.gguf")
+        done = CliRunner().invoke(cli, ["config", "set", "budget", "0.2"])
+        assert isinstance(done.exception, SaveError)
+    finally:
+        os.seteuid(user)

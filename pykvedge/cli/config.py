@@ -16,7 +16,7 @@ from pykvedge.cli.command import Command
 from pykvedge.cli.modelfiles import NONE, as_name
 from pykvedge.errors import SaveError, UsageError, unknown
 from pykvedge.reference.kvtypes import KvType
-from pykvedge.system.files import write_whole
+from pykvedge.system.files import is_there, write_whole
 
 
 @click.group(invoke_without_command=True)
@@ -147,7 +147,7 @@ def _line(key: str, value: Any) -> str:
 def _rewrite(key: str, line: str | None) -> None:
     """Replaces, adds or removes the line of a key; comments and the order of others stay. Raises SaveError."""
     before, path = configured.stored(), configured.file()
-    lines = path.read_text(encoding="utf-8").splitlines() if before or path.exists() else []
+    lines = path.read_text(encoding="utf-8").splitlines() if before or is_there(path) else []
     mine = re.compile(rf"\s*[\"']?{re.escape(key)}[\"']?\s*=")
     kept = [line if mine.match(old) else old for old in lines] if key in before else [*lines, line]
     text = "".join(f"{one}\n" for one in kept if one is not None)

@@ -19,7 +19,7 @@ import click
 from click.core import ParameterSource
 
 from pykvedge.errors import KvedgeError, KvedgeWarning, UsageError, unknown
-from pykvedge.system.files import require_file
+from pykvedge.system.files import is_there, require_file
 
 TALKING = ("chat", "run", "serve", "fit")  # they take every setting that they have an option for
 PLACES = ("model", "mmproj", "threads", "gpu-layers", "device", "rpc")  # what commands that measure take
@@ -64,7 +64,7 @@ def stored() -> dict[str, Any]:
     """Reads the file; without one there are no settings. Raises UsageError for a file that is not TOML."""
     path = file()
     try:
-        if not path.exists():
+        if not is_there(path):
             return {}
         require_file(path)
         return parsed(path.read_text(encoding="utf-8"))

@@ -16,7 +16,7 @@ from pykvedge.plans.plan import Plan
 from pykvedge.plans.profile import COLUMNS, KINDS, Given, Profile, assigned, load, misfit, missing
 from pykvedge.plans.profile import save as write
 from pykvedge.reference.stages.base import ProfileTable
-from pykvedge.system.files import DATA
+from pykvedge.system.files import DATA, is_there
 
 _SAMPLES, _SAMPLE_BYTES = 64, 64 << 10
 SHIPPED = DATA / "profiles"
@@ -70,7 +70,7 @@ def find(plan: Plan, model: str | os.PathLike[str], given: Given = None, spare: 
     for stage, kind in kinds.items():
         if stage not in out:
             places = [place / file_name(kind, wanted) for place in (folder(), SHIPPED)]
-            path = next((path for path in places if path.is_file()), None)
+            path = next((path for path in places if is_there(path)), None)
             if path is None and plan.does_without(stage):
                 continue
             if path is None:

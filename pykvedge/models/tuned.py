@@ -19,6 +19,7 @@ from pykvedge.models import profiles
 from pykvedge.plans.making import default_plan
 from pykvedge.plans.plan import Plan
 from pykvedge.plans.presets import DEFAULT_METHOD
+from pykvedge.system.files import is_there
 
 JSON_VERSION = 1
 KIND = "tuned"
@@ -50,7 +51,8 @@ def place(model_hash: str) -> Path:
 
 def all_files() -> list[Path]:
     """Lists the certificates of this user, by name."""
-    return sorted(profiles.folder().glob(f"{KIND}-*.json"))
+    folder = profiles.folder()
+    return sorted(folder.glob(f"{KIND}-*.json")) if is_there(folder) else []
 
 
 def of(says: Mapping[str, Any], path: Path) -> Tuned:

@@ -22,6 +22,14 @@ def require_file(path: str | bytes | os.PathLike[str]) -> None:
         raise OSError(errno.EINVAL, f"it is {_KINDS.get(kind, 'something')}, not a file", os.fsdecode(path))
 
 
+def is_there(path: Path) -> bool:
+    """Tells whether something has this path. Nothing has it for who may not enter its folder, as in another's home."""
+    try:
+        return path.exists()
+    except PermissionError:
+        return False
+
+
 def write_whole(path: Path, text: str) -> None:
     """Writes a text file, in place of an older one, and brings it to the disk; folders on the way are made.
 
