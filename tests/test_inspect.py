@@ -10,6 +10,9 @@ from choosing import whole
 from PIL import Image
 
 import pykvedge
+from kvedge_lab.commands.bench import bench
+from kvedge_lab.commands.calibrate import budgets
+from kvedge_lab.commands.eval import evaluate
 from kvedge_lab.inspect import figures, measures, overlay, report
 from kvedge_lab.inspect.collect import Findings, Shown, collect
 from pykvedge.errors import NothingToCompressError, StateError, UsageError
@@ -238,6 +241,17 @@ def test_numbers_alone_need_no_matplotlib(kvedge, picture_file, tmp_path):
     code = f"import sys; sys.path.insert(0, {str(broken.parent)!r}); from pykvedge.__main__ import main; main()"
     done = kvedge("inspect", picture_file(), "--output", out, program=["-c", code])
     done.failed(1, "pip install 'kvedge[inspect]'")
+
+
+def test_a_home_folder_is_meant_wherever_a_path_is_given(kvedge, picture_file, tmp_path, monkeypatch):
+    for name in ("HOME", "USERPROFILE"):
+        monkeypatch.setenv(name, str(tmp_path))
+    done = kvedge("inspect", picture_file(), "--no-figures", "-o", "~/out", env={"HOME": str(tmp_path)})
+    assert done.code == 0 and (tmp_path / "out" / "data.npz").is_file()
+    for command, names in {bench: {"save", "plot", "memory_plot", "output"}, evaluate: {"save", "plot", "image_folder"},
+                           budgets: {"save", "output", "data", "around"}}.items():  # fmt: skip
+        given = {param.name: param.type for param in command.params}
+        assert {given[name].convert("~/a", None, None) for name in names} == {tmp_path / "a"}
 
 
 def test_bad_input_is_one_line(refused, picture_file, tmp_path):

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from kvedge_lab.commands import common
-from pykvedge.cli import options, paths
+from pykvedge.cli import options
 from pykvedge.cli.command import Command, option
 from pykvedge.cli.modelfiles import model_files
 from pykvedge.errors import UsageError, unknown
@@ -36,7 +36,7 @@ _OPTIONS = (
     options.MODEL,
     options.MMPROJ,
     *options.HUB,
-    option("--data", group="Samples", common=True, type=options.PATH, metavar="FILE.jsonl",
+    option("--data", group="Samples", common=True, type=common.PATH, metavar="FILE.jsonl",
            help="Your own samples. Default: scenes drawn by kvedge."),
     common.output("Where the profile goes. Default: where `kvedge chat` finds it by itself.", metavar="FILE.json"),
     options.CTX,
@@ -164,13 +164,13 @@ def prefix(budgets: str, samples: int, **given: Any) -> None:
            help="Of the prompt: the other heads'."),
     option("--targets", group="Measurement", default="0.05,0.1,0.2", show_default=True, metavar="A,B",
            help="Budgets, shares of the prompt, over which the loss is averaged that the exchange makes small."),
-    option("--around", group="Measurement", common=True, type=options.PATH, metavar="PROFILE.json",
+    option("--around", group="Measurement", common=True, type=common.PATH, metavar="PROFILE.json",
            help="The other heads keep this profile's part of the baseline; its shares are half of the outcome."),
     option("--seed", group="Samples", type=common.SEED, default=2024, show_default=True, metavar="N",
            help="Of the scenes drawn by kvedge."),
     option("--questions", group="Samples", type=int, default=1, show_default=True, metavar="N",
            help="About the scenes drawn by kvedge, at most; all but the last are answered and compressed."),
-    option("--save", group="Output", type=options.PATH, metavar="FILE.jsonl",
+    option("--save", group="Output", type=common.PATH, metavar="FILE.jsonl",
            help="Keep every head's losses, a line each, as they are measured."),
     option("--resume", group="Output", is_flag=True,
            help="Go on with the losses in --save FILE; other targets need no more."),
@@ -238,7 +238,7 @@ def _measured(given: dict[str, Any], setup: Setup, seed: int, count: int) -> tup
         setup = replace(setup, around=find(plan("calibrated"), model, given["around"])["allocator"].values)
     settings, source = Settings.of(options.running(given)), _samples(given, "head-budgets", seed, given["questions"])
     count = min(count, len(source)) if isinstance(source, list) else count
-    header = setup.header(model, paths.expanded(given["data"]) if given["data"] else _drawn(seed, given["questions"]))
+    header = setup.header(model, given["data"] if given["data"] else _drawn(seed, given["questions"]))
     with _interruptible(given) as (display, cancel), ExitStack() as held:
         kept = CurveFile(given["save"], header, len(setup.points), given["resume"])
         held.callback(kept.close)
@@ -272,7 +272,7 @@ def _samples(given: dict[str, Any], kind: str, seed: int | None = None, question
 
     if given["data"] is None:
         return scenes(kind, SEED if seed is None else seed, questions)
-    found = read_jsonl(paths.expanded(given["data"]))
+    found = read_jsonl(given["data"])
     if kind != "head-budgets" and any(sample.earlier for sample in found):
         raise UsageError(f'{given["data"].name}: "earlier" questions are for kvedge calibrate budgets alone')
     return found

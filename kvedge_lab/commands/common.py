@@ -13,10 +13,19 @@ import click
 
 from pykvedge.cli import completion, paths
 from pykvedge.cli.command import option
-from pykvedge.cli.options import HUB, MODEL_HELP, PATH, Whole
+from pykvedge.cli.options import HUB, MODEL_HELP, FilePath, Whole
 from pykvedge.errors import SaveError, UsageError
 from pykvedge.plans.presets import DEFAULT_METHOD
 
+
+class _HomePath(FilePath):
+    """A path in which ~ is a home folder."""
+
+    def convert(self, value: Any, param: click.Parameter | None, context: click.Context | None) -> Any:
+        return paths.expanded(super().convert(value, param, context))
+
+
+PATH = _HomePath()
 COUNT, SEED = Whole(1, 10**6), Whole(0, 2**32 - 1)
 MODELS = option(
     "--model", "-m", "models", group="Model", common=True, config=True, type=PATH, multiple=True, metavar="MODEL",
@@ -52,7 +61,7 @@ def output(what: str, **settings: Any) -> Callable[[Any], Any]:
 
 def check_file(named: str, path: Path | None) -> None:
     """Raises UsageError for a file that cannot be written because it is a folder, before anything is measured."""
-    if path is not None and paths.ask(Path.is_dir, paths.expanded(path)):
+    if path is not None and paths.ask(Path.is_dir, path):
         raise UsageError(f"{named} {path} is a folder; name a file in it")
 
 
@@ -62,7 +71,7 @@ def check_table(path: Path | None, forms: tuple[str, ...]) -> None:
         return
     if path.suffix[1:] not in forms:
         raise UsageError(f"--output {path} must end in {', '.join('.' + form for form in forms)}")
-    if not paths.ask(Path.is_dir, paths.expanded(path).parent):
+    if not paths.ask(Path.is_dir, path.parent):
         raise UsageError(f"--output {path} cannot be written: there is no folder {path.parent}")
 
 
@@ -80,7 +89,7 @@ def write_table(given: Mapping[str, Any], forms: Mapping[str, Callable[[], str]]
 def write_file(named: str, path: Path, text: str) -> None:
     """Writes a text. Raises SaveError, which names the option."""
     try:
-        paths.expanded(path).write_text(text.rstrip("\n") + "\n", encoding="utf-8")
+        path.write_text(text.rstrip("\n") + "\n", encoding="utf-8")
     except OSError as error:
         raise SaveError(f"{named} {path} cannot be written: {error.strerror or error}") from None
 

@@ -40,7 +40,7 @@ BUDGET = "0.2"
 
 
 @command(name="eval")
-@click.argument("data", nargs=-1, type=options.PATH, metavar="[DATA]...")
+@click.argument("data", nargs=-1, type=common.PATH, metavar="[DATA]...")
 @options.taking(
     options.MODEL,
     options.MMPROJ,
@@ -57,21 +57,21 @@ BUDGET = "0.2"
     option("--format", "form", group="Samples", common=True, default="auto", show_default=True, metavar="NAME",
            help="Of DATA: jsonl, milebench, llava-description, mm-vet, docvqa, textvqa, chartqa, ocrbench, "
                 "textcaps, mm-niah, screenspot, screenspot-1000 or screenspot-pixels."),
-    option("--image-folder", group="Samples", type=options.PATH, metavar="PATH",
+    option("--image-folder", group="Samples", type=common.PATH, metavar="PATH",
            help="Where the image paths of DATA start."),
     option("--recipe", group="Measurement", metavar="NAME",
            help="Measure a table of a paper on DATA: its methods, budgets and figures, beside the paper's own; list "
                 "names them."),
     option("--download", group="Samples", is_flag=True,
            help="Fetch the recipe's data, and its model where none is named, into the cache; a later run goes on."),
-    option("--manifest", group="Samples", type=options.PATH, metavar="FILE.json",
+    option("--manifest", group="Samples", type=common.PATH, metavar="FILE.json",
            help="Addresses and checksums of --download, in place of the packaged ones."),
-    option("--paper", group="Output", type=options.PATH, metavar="FILE",
+    option("--paper", group="Output", type=common.PATH, metavar="FILE",
            help="Also write the paper's figures beside this run's: .md, .tex or .csv."),
     option("--limit", group="Samples", common=True, type=Whole(), metavar="N", help="First samples of each data set."),
     common.METHOD_LIST,
     common.BUDGET_LIST,
-    option("--plan", "plans", group="What is kept", type=options.PATH, multiple=True, metavar="FILE.json",
+    option("--plan", "plans", group="What is kept", type=common.PATH, multiple=True, metavar="FILE.json",
            help="A composition of your own, with its budget; repeatable. Named after the file."),
     options.PLUGIN,
     option("--compress", group="What is kept", type=click.Choice(["prompt", "context", "conversation"]),
@@ -86,13 +86,13 @@ BUDGET = "0.2"
            help="score and rouge generate answers; ppl, kld and top1 look at the reference answer."),
     option("--max-tokens", group="Measurement", type=Whole(), default=512, show_default=True, metavar="N",
            help="Longest answer."),
-    option("--save", group="Output", common=True, type=options.PATH, metavar="FILE.jsonl",
+    option("--save", group="Output", common=True, type=common.PATH, metavar="FILE.jsonl",
            help="Keep every result, one line each, as it is measured."),
     option("--resume", group="Output", common=True, is_flag=True,
            help="Go on with the results in --save FILE; nothing is measured twice."),
     common.output("Where the table goes instead of stdout: .md, .csv or .json.", metavar="FILE"),
     options.JSON,
-    option("--plot", group="Output", common=True, type=options.PATH, metavar="FILE",
+    option("--plot", group="Output", common=True, type=common.PATH, metavar="FILE",
            help="Right answers and KL divergence against the bytes kept, a line a method: .png, .svg, .pdf; needs "
                 "matplotlib."),
     options.CTX,
@@ -178,7 +178,7 @@ def _going_on(given: dict[str, Any]) -> dict[str, Any]:
     """Puts what was asked of the run that began the file in the place of options that are omitted now."""
     from kvedge_lab.eval.records import asked_before
 
-    context, before = click.get_current_context(), asked_before(paths.expanded(given["save"]))
+    context, before = click.get_current_context(), asked_before(given["save"])
     typed = {name for name in _ASKED if context.get_parameter_source(name) is ParameterSource.COMMANDLINE}
     if typed & {"data", "tasks"}:  # other samples
         typed |= {"data", "tasks", "recipe"}
@@ -187,7 +187,8 @@ def _going_on(given: dict[str, Any]) -> dict[str, Any]:
     found = {name: before[name] for name in _ASKED if name in before and name not in typed}
     for name in _PATHS:
         if found.get(name):
-            found[name] = Path(found[name]) if name == "image_folder" else tuple(map(Path, found[name]))
+            one = name == "image_folder"
+            found[name] = paths.expanded(found[name]) if one else tuple(map(paths.expanded, found[name]))
     return {**given, **found}
 
 
@@ -251,7 +252,7 @@ def _downloaded(given: dict[str, Any]) -> dict[str, Any]:
     if given["data"]:
         raise UsageError("--download brings the data; omit DATA")
     recipe(name)
-    entry = downloads.read_manifest(paths.expanded(given["manifest"] or downloads.MANIFEST), name)
+    entry = downloads.read_manifest(given["manifest"] or downloads.MANIFEST, name)
     with Fetching(enabled=not given["quiet"]) as display:
 
         def look(file: str, there: int, size: int) -> None:
@@ -283,7 +284,7 @@ def _samples(given: dict[str, Any]) -> list[Sample]:
 
     out: list[Sample] = []
     for path in given["data"]:
-        out += load(paths.expanded(path), given["form"], given["image_folder"], given["limit"])
+        out += load(path, given["form"], given["image_folder"], given["limit"])
     tasks = listed("--tasks", given["tasks"]) if given["tasks"] is not None else []
     if not tasks and not out:
         tasks = [name for name in demo_names() if not name.endswith(SECOND)]

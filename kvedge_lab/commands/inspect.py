@@ -18,7 +18,7 @@ from pykvedge.plans.plan import Plan
 
 
 @command()
-@click.argument("files", nargs=-1, type=options.PATH, metavar="[IMAGES]...")
+@click.argument("files", nargs=-1, type=common.PATH, metavar="[IMAGES]...")
 @options.taking(
     option("--prompt", group="Picture", common=True, default="Describe the image.", show_default=True, metavar="TEXT",
            help="What is asked."),
@@ -65,7 +65,7 @@ def inspect(files: tuple[Path, ...], **given: Any) -> None:
 
     if given["figures"] and not can_draw():
         raise LibraryError("figures are drawn with matplotlib: pip install 'kvedge[inspect]', or pass --no-figures")
-    folder = paths.expanded(given["output"])
+    folder = given["output"]
     if paths.ask(Path.exists, folder) and not paths.ask(Path.is_dir, folder):
         raise UsageError(f"{folder} cannot be written: it is a file; name a folder")
     options.load_plugins(given)

@@ -40,9 +40,9 @@ _ABOUT = ("show", "list_all", "remove")
     options.MODEL,
     options.MMPROJ,
     *options.HUB,
-    option("--images", group="Samples", common=True, type=options.PATH, metavar="FOLDER",
+    option("--images", group="Samples", common=True, type=common.PATH, metavar="FOLDER",
            help="Your pictures, 24 or more. Default: scenes for the packaged model, drawn pages for others."),
-    option("--questions", group="Samples", common=True, type=options.PATH, metavar="FILE",
+    option("--questions", group="Samples", common=True, type=common.PATH, metavar="FILE",
            help="A question a line. Default: general ones."),
     option("--minutes", group="Measurement", common=True, type=Number(0.1, 60 * 24 * 7), default=20,
            show_default=True, metavar="N", help="What all of it may take."),
@@ -62,7 +62,7 @@ _ABOUT = ("show", "list_all", "remove")
     option("--list", "list_all", group="Certificate", common=True, is_flag=True, help="Show which models are tuned."),
     option("--remove", group="Certificate", common=True, is_flag=True,
            help="Remove the certificate: the model is answered by the default plan again."),
-    option("--html", group="Certificate", common=True, type=options.PATH, metavar="FILE",
+    option("--html", group="Certificate", common=True, type=common.PATH, metavar="FILE",
            help="Also write one page with the plot and all figures."),
     options.CTX,
     options.THREADS,
@@ -96,7 +96,7 @@ def tune(**given: Any) -> None:
     """
     if sum(bool(given[name]) for name in _ABOUT) > 1:
         raise UsageError("--show, --list and --remove are three things; take one")
-    if given["html"] is not None and not paths.ask(Path.is_dir, paths.expanded(given["html"]).parent):
+    if given["html"] is not None and not paths.ask(Path.is_dir, given["html"].parent):
         raise UsageError(f"--html {given['html']} cannot be written: there is no folder {given['html'].parent}")
     common.check_file("--html", given["html"])
     if given["list_all"]:
@@ -108,7 +108,7 @@ def tune(**given: Any) -> None:
 
 
 @command()
-@click.argument("files", nargs=-1, type=options.PATH, metavar="[FILE.json]...")
+@click.argument("files", nargs=-1, type=common.PATH, metavar="[FILE.json]...")
 @options.JSON
 def report(files: tuple[Path, ...], as_json: bool) -> None:
     """Join certificates of `kvedge tune` into a table of models: Markdown, or all of them with --json.
@@ -123,7 +123,7 @@ def report(files: tuple[Path, ...], as_json: bool) -> None:
     from kvedge_lab.tune import certificate
     from pykvedge.models import tuned
 
-    found = [tuned.load(paths.expanded(path)).says for path in files or tuned.all_files()]
+    found = [tuned.load(path).says for path in files or tuned.all_files()]
     if not found:
         raise UsageError("no model is tuned yet; run `kvedge tune`")
     try:
@@ -163,7 +163,7 @@ def _print(says: dict[str, Any], path: Path, given: dict[str, Any]) -> None:
     from kvedge_lab.tune import certificate
 
     if given["html"] is not None:
-        certificate.write(paths.expanded(given["html"]), certificate.page(says))
+        certificate.write(given["html"], certificate.page(says))
     if given["as_json"]:
         click.echo(json.dumps({"file": str(path), **says}))
         return
@@ -210,9 +210,9 @@ def _material(given: dict[str, Any], model: Path, folder: Path) -> Material:
     from kvedge_lab.tune import material
     from kvedge_lab.tune.certificate import LEAST_PROOF
 
-    questions = material.read_questions(paths.expanded(given["questions"])) if given["questions"] else []
+    questions = material.read_questions(given["questions"]) if given["questions"] else []
     if given["images"] is not None:
-        return material.folder(paths.expanded(given["images"]), given["seed"], questions, 2 * LEAST_PROOF)
+        return material.folder(given["images"], given["seed"], questions, 2 * LEAST_PROOF)
     if model == DATA / "demo-model.gguf":
         return material.scenes(given["seed"], questions)
     folder.mkdir(parents=True, exist_ok=True)
