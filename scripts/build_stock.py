@@ -78,11 +78,9 @@ def cmake(source: Path, folder: Path, options: Mapping[str, str] | None, *target
 
     Raises SourceError when a tool is missing or a step fails.
     """
+    given = {"CMAKE_MAKE_PROGRAM": tool("ninja"), **(options or {})}
     configure = [tool("cmake"), "-S", str(source), "-B", str(folder), "-G", "Ninja"]
-    configure += [
-        f"-DCMAKE_MAKE_PROGRAM={tool('ninja')}",
-        *(f"-D{key}={value}" for key, value in (options or {}).items()),
-    ]
+    configure += [f"-D{key}={value}" for key, value in given.items()]
     build = [tool("cmake"), "--build", str(folder), *(["--target", *targets] if targets else [])]
     for command in (build,) if options is None else (configure, build):
         # stdout is for the result

@@ -137,12 +137,8 @@ def _key() -> str:
                 digest.update(hashlib.sha256(path.read_bytes()).digest())
     digest.update(json.dumps([os.environ.get(name) for name in VARIABLES]).encode())
     # an editable install knows modules by their files: one that became a folder would not be found
-    packages = sorted(
-        str(p.relative_to(ROOT).parent)
-        for name in ("pykvedge", "kvedge_lab")
-        for p in ROOT.glob(f"{name}/**/__init__.py")
-    )
-    digest.update(json.dumps(packages).encode())
+    found = [path for name in ("pykvedge", "kvedge_lab") for path in ROOT.glob(f"{name}/**/__init__.py")]
+    digest.update(json.dumps(sorted(str(path.relative_to(ROOT).parent) for path in found)).encode())
     return digest.hexdigest()
 
 

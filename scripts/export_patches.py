@@ -27,11 +27,8 @@ def export(tree: Path) -> dict[str, str]:
             raise SourceError(f"{commit[:10]} is a merge: the series must be linear")
         message = git(tree, "show", "-s", "--format=%B", commit)
         subject, _, body = message.strip().partition("\n")
-        name = f"{number:04d}-{slug(subject)}.patch"
-        text = (
-            f"Subject: {subject}\n\n" + (body.strip("\n") + "\n" if body.strip() else "") + "---\n" + diff(tree, commit)
-        )
-        series[name] = text
+        why = body.strip("\n") + "\n" if body.strip() else ""
+        series[f"{number:04d}-{slug(subject)}.patch"] = f"Subject: {subject}\n\n{why}---\n{diff(tree, commit)}"
     return series
 
 

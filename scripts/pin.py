@@ -148,9 +148,8 @@ def fitted(tree: Path, patch: pinned.Patch, which: str) -> dict[str, Any]:
     try:
         pinned.apply(patch, tree)
         commit(tree, patch.subject + (f"\n\n{patch.body}" if patch.body else ""))
-        moved = [
-            abs(a - b) for a, b in zip(lines_of(patch.path.read_text()), lines_of(git(tree, "show")), strict=False)
-        ]
+        before, now = lines_of(patch.path.read_text()), lines_of(git(tree, "show"))
+        moved = [abs(a - b) for a, b in zip(before, now, strict=False)]
         return {"fit": "offset" if any(moved) else "exact", "lines": max(moved, default=0), "where": []}
     except SourceError:
         pass

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from gguf import GGMLQuantizationType
 
 from .tokens import Vocabulary
-from .writer import F16, FILE_TYPES, Q4_0, Q6_K, Tensor, Value, fitting_type, matrix, vector
+from .writer import F16, Q4_0, Q6_K, Tensor, Value, fitting_type, general_meta, matrix, vector
 
 _HEAD_GAINS = (0.5, 2.0)
 KEY_GAIN = 1.5
@@ -66,12 +66,7 @@ Layer = Callable[[TextSpec, int], list[Tensor]]
 def base_meta(spec: TextSpec) -> dict[str, Value]:
     a = spec.arch
     return {
-        "general.architecture": a,
-        "general.type": "model",
-        "general.name": spec.name,
-        "general.description": "random weights: for tests and measurements, not for answers",
-        "general.file_type": FILE_TYPES[spec.weight],
-        "general.quantization_version": 2,
+        **general_meta(a, "model", spec.name, spec.weight),
         f"{a}.vocab_size": spec.vocab.size,
         f"{a}.context_length": spec.n_ctx_train,
         f"{a}.embedding_length": spec.n_embd,

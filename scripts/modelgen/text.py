@@ -183,7 +183,7 @@ def qwen35(spec: TextSpec) -> Model:
         ]
 
     meta = attention_meta(spec) | {
-        "qwen35.rope.dimension_sections": mrope_sections(spec.head_size),
+        **_mrope(spec),
         "qwen35.full_attention_interval": 2,
         "qwen35.ssm.conv_kernel": conv,
         "qwen35.ssm.inner_size": inner,

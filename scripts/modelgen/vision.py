@@ -213,19 +213,16 @@ def clip_vit(spec: VisionSpec) -> Model:
 
     The last layer is never run, so it is not in the file; `feature_layer` says that all those in it are.
     """
-    n, kept = spec.width, spec.n_layers - 1
-    patches = (spec.image_size // spec.patch_size) ** 2
+    kept = spec.n_layers - 1
     tensors = [
-        vector("v.class_embd", n, std=1.0),
+        vector("v.class_embd", spec.width, std=1.0),
         patch(spec, "v.patch_embd.weight"),
-        vector("v.position_embd.weight", (patches + 1, n), std=0.5),
-        *norm("v.pre_ln", n),
+        positions(spec, 1),
+        *norm("v.pre_ln", spec.width),
+        *(t for i in range(kept) for t in block(spec, i)),
+        *(_ldpv2_projector(spec) if spec.projector == "ldpv2" else _llava_projector(spec)),
     ]
-    tensors += [t for i in range(kept) for t in block(spec, i)]
-    tensors += _ldpv2_projector(spec) if spec.projector == "ldpv2" else _llava_projector(spec)
-    meta = tower_meta(spec, kept)
-    meta["clip.vision.feature_layer"] = [kept]
-    return meta, tensors
+    return tower_meta(spec, kept) | {"clip.vision.feature_layer": [kept]}, tensors
 
 
 def qwen2vl_vit(spec: VisionSpec) -> Model:

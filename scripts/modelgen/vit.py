@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from gguf import GGMLQuantizationType
 
-from .writer import F16, F32, FILE_TYPES, Tensor, Value, matrix, vector
+from .writer import F16, F32, Tensor, Value, general_meta, matrix, vector
 
 _CLIP_MEAN = [0.48145466, 0.4578275, 0.40821073]
 _CLIP_STD = [0.26862954, 0.26130258, 0.27577711]
@@ -89,12 +89,7 @@ def positions(spec: VisionSpec, extra: int = 0) -> Tensor:
 
 def tower_meta(spec: VisionSpec, blocks: int) -> dict[str, Value]:
     return {
-        "general.architecture": "clip",
-        "general.type": "mmproj",
-        "general.name": spec.name,
-        "general.description": "random weights: for tests and measurements, not for answers",
-        "general.file_type": FILE_TYPES[spec.weight],
-        "general.quantization_version": 2,
+        **general_meta("clip", "mmproj", spec.name, spec.weight),
         "clip.has_vision_encoder": True,
         "clip.projector_type": spec.projector,
         "clip.use_gelu": False,

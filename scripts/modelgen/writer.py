@@ -30,7 +30,18 @@ Meta = Mapping[str, Value]
 
 _POOL_BLOCKS = {F32: 1_048_573, F16: 1_048_573, Q8_0: 131_071, Q4_0: 262_139, Q6_K: 16_381}
 _CHUNK_BYTES = 4 << 20
-FILE_TYPES = {F32: 0, F16: 1, Q4_0: 2, Q8_0: 7}  # general.file_type of a model made mostly of a type
+_FILE_TYPES = {F32: 0, F16: 1, Q4_0: 2, Q8_0: 7}  # general.file_type of a model made mostly of a type
+
+
+def general_meta(arch: str, kind: str, name: str, weight: GGMLQuantizationType) -> dict[str, Value]:
+    return {
+        "general.architecture": arch,
+        "general.type": kind,
+        "general.name": name,
+        "general.description": "random weights: for tests and measurements, not for answers",
+        "general.file_type": _FILE_TYPES[weight],
+        "general.quantization_version": 2,
+    }
 
 
 @dataclass(frozen=True)
