@@ -245,16 +245,13 @@ def lark(text: str, tokens: Tokens, preserved: Mapping[str, int]) -> str:
     _turn(reader)
     # llguidance goes through them in this order
     _reached({name: _named_in(alternatives) for name, alternatives in rules.items()}, "start", set(), DEEPEST)
-    return "\n".join(f"{rule}: {_rows(alternatives)}" for rule, alternatives in rules.items())
+    lines = {rule: (" ".join(map(str, items)) or '""' for items in rows) for rule, rows in rules.items()}
+    return "\n".join(f"{rule}: {' | '.join(rows)}" for rule, rows in lines.items())
 
 
 def _written(text: str) -> str:
     """Writes characters as Lark's literals, each for itself."""
     return " ".join(json.dumps(c, ensure_ascii=c < " " or c == "\x7f").replace("\x7f", "\\u007f") for c in text)
-
-
-def _rows(alternatives: _Alternatives) -> str:
-    return " | ".join(" ".join(map(str, items)) or '""' for items in alternatives)
 
 
 def _tail(items: list[_Item]) -> str:

@@ -70,17 +70,15 @@ class Picture:
         if not self.rgb:
             return
         _check_size(self.name, self.width, self.height)
-        if len(self.rgb) != 3 * self.width * self.height:
-            needed = 3 * self.width * self.height
-            raise ImageError(
-                f"{self.name} has {len(self.rgb)} bytes; {self.width} x {self.height} RGB pixels are {needed}"
-            )
+        needed = 3 * self.width * self.height
+        if len(self.rgb) != needed:
+            given = f"{self.name} has {len(self.rgb)} bytes"
+            raise ImageError(f"{given}; {self.width} x {self.height} RGB pixels are {needed}")
 
     @cached_property
     def key(self) -> str:
         """The key is equal for equal pixels."""
-        size = f"{self.width}x{self.height}".encode()
-        found = hashlib.sha256(size)
+        found = hashlib.sha256(f"{self.width}x{self.height}".encode())
         found.update(self.pixels())
         return found.hexdigest()
 
@@ -170,9 +168,7 @@ def kind_of(thing: object) -> str:
 
 
 def _from_path(path: str | os.PathLike[str], seen: int) -> Picture:
-    name = os.fspath(path)
-    if isinstance(name, bytes):
-        name = os.fsdecode(name)
+    name = os.fsdecode(path)
     if "\0" in name or not name:
         raise ImageError("a path of an image is empty or holds a zero byte")
     place = Path(name)

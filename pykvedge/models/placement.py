@@ -62,14 +62,12 @@ class Share:
 
     def as_json(self) -> dict[str, Any]:
         """The figures as JSON has them."""
-        sizes = {
-            name: getattr(self, name) for name in ("weights", "kv_prompt", "kv_kept", "working", "needed", "usable")
-        }
+        names = ("weights", "kv_prompt", "kv_kept", "working", "needed", "usable")
         return {
             "name": self.device.name,
             "layers": list(self.layers),
             "output": self.output,
-            "bytes": sizes | {"free": self.device.free_bytes},
+            "bytes": {**{name: getattr(self, name) for name in names}, "free": self.device.free_bytes},
             "fits": self.fits,
         }
 

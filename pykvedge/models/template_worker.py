@@ -6,6 +6,7 @@ but the standard library, since its start is part of the first answer.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import json
@@ -91,16 +92,13 @@ def _answer(template: Callable[[], NativeTemplate], what: str, request: dict[str
 
 
 def _limit() -> None:
-    try:
+    # Windows has no such module, and macOS takes no such limit: the parent looks at the memory from time to time
+    with contextlib.suppress(ImportError, ValueError, OSError):
         import resource
-    except ImportError:  # Windows: the parent looks at the memory from time to time
-        return
-    _, hard = resource.getrlimit(resource.RLIMIT_AS)
-    most = MEMORY if hard == resource.RLIM_INFINITY else min(MEMORY, hard)
-    try:
+
+        _, hard = resource.getrlimit(resource.RLIMIT_AS)
+        most = MEMORY if hard == resource.RLIM_INFINITY else min(MEMORY, hard)
         resource.setrlimit(resource.RLIMIT_AS, (most, most))
-    except (ValueError, OSError):  # macOS takes no such limit
-        return
 
 
 def main(requests: BinaryIO, answers: BinaryIO) -> None:
