@@ -101,7 +101,7 @@ def heads(kind: str, samples: int, **given: Any) -> None:
     from kvedge_lab.calibrate.heads import key_redundancy, score_heads
 
     made: dict[str, Any] = {"command": f"kvedge calibrate heads --kind {kind} --samples {samples}"}
-    with _session(given, plan("full")) as (session, display, cancel):
+    with _session(given) as (session, display, cancel):
         source = _samples(given, KINDS[kind])
         if kind == "redundancy":
             values, used = key_redundancy(session, source, samples, display, cancel)
@@ -139,7 +139,7 @@ def prefix(budgets: str, samples: int, **given: Any) -> None:
     from kvedge_lab.calibrate.prefix import check_budgets, kept_shares
 
     check_budgets(shares)
-    with _session(given, plan("full")) as (session, display, cancel):
+    with _session(given) as (session, display, cancel):
         values, used = kept_shares(session, shares, _samples(given, "prefix"), samples, display, cancel)
     command = f"kvedge calibrate prefix --budget {','.join(f'{b:g}' for b in shares)} --samples {samples}"
     made = {"command": command, "method": "prefixkv"}
@@ -279,13 +279,13 @@ def _samples(given: dict[str, Any], kind: str, seed: int | None = None, question
 
 
 @contextmanager
-def _session(given: dict[str, Any], plan: Any) -> Iterator[tuple[Session, Any, threading.Event]]:
-    """Opens a session in which Ctrl-C asks for an end, after which nothing is written."""
+def _session(given: dict[str, Any]) -> Iterator[tuple[Session, Any, threading.Event]]:
+    """Opens a session that keeps everything. Ctrl-C asks for its end, after which nothing is written."""
     from pykvedge.chat.session import Session
 
     model, mmproj = model_files(given)
     with _interruptible(given) as (display, cancel), ExitStack() as held:
-        session = Session(model, mmproj, plan, progress=display, cancel=cancel, **options.running(given))
+        session = Session(model, mmproj, plan("full"), progress=display, cancel=cancel, **options.running(given))
         yield held.enter_context(session), display, cancel
 
 

@@ -7,7 +7,6 @@ import json
 import sys
 import threading
 from collections.abc import Iterator
-from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,13 +20,10 @@ from pykvedge.cli.options import listed
 from pykvedge.errors import KvedgeError, UsageError
 from pykvedge.plans.making import default_plan
 from pykvedge.plans.making import plan as make_plan
-from pykvedge.plans.presets import DEFAULT_METHOD
 from pykvedge.system.files import DATA
 
 if TYPE_CHECKING:
     from kvedge_lab.eval.measure import Cell
-    from kvedge_lab.eval.reader import Reader
-    from kvedge_lab.eval.tasks import Sample
     from kvedge_lab.tune.material import Material
     from kvedge_lab.tune.race import Kept, Race
 
@@ -215,7 +211,6 @@ def _material(given: dict[str, Any], model: Path, folder: Path) -> Material:
         return material.folder(given["images"], given["seed"], questions, 2 * LEAST_PROOF)
     if model == DATA / "demo-model.gguf":
         return material.scenes(given["seed"], questions)
-    folder.mkdir(parents=True, exist_ok=True)
     return material.drawn_pages(given["seed"], questions, folder)
 
 
@@ -225,6 +220,7 @@ def _race(given: dict[str, Any], cells: list[Cell], seconds: float) -> Iterator[
     import tempfile
 
     from kvedge_lab.progress import Minutes
+    from kvedge_lab.tune.budgets import calibrate
     from kvedge_lab.tune.race import Race
     from pykvedge.models import profiles, tuned
     from pykvedge.runtime.interrupt import CancelledError, as_event
@@ -248,15 +244,19 @@ def _race(given: dict[str, Any], cells: list[Cell], seconds: float) -> Iterator[
         kept = _kept(held, kept_in, header, given["fresh"])
         display = Minutes(not given["quiet"] and not given["verbose"], seconds, kept.spent)
         held.callback(display.done)
-        if not given["quiet"]:
-            for line in (*material.told, *([f"going on after {kept.spent():.0f} s"] if kept.rows else [])):
+
+        def say(line: str) -> None:
+            if not given["quiet"]:
                 display.say(f"kvedge: {line}")
+
+        for line in (*material.told, *([f"going on after {kept.spent():.0f} s"] if kept.rows else [])):
+            say(line)
         with as_event(threading.Event()) as cancel, parent.watched(given["parent_pid"] or 0, cancel):
             loan = borrow(model, mmproj, settings, display, cancel)
             held.callback(loan.give_back)
             race = Race(loan, settings, material, cells, cells[0], given["target"], seconds, kept, display, cancel)
             try:
-                race.run(lambda reader: _calibrate(race, reader, kept_in[1], given["quiet"]))
+                race.run(lambda reader: calibrate(race, reader, kept_in[1], say))
             except CancelledError:
                 click.echo("kvedge: stopped; the same command goes on", err=True)
                 raise
@@ -283,19 +283,3 @@ def _kept(held: contextlib.ExitStack, files: list[Path], header: dict[str, Any],
     except UsageError as error:
         why = str(error).replace("; save to another file", "")
         raise UsageError(f"{why}; add --fresh to begin anew, or run the same command to go on") from None
-
-
-def _calibrate(race: Race, reader: Reader, path: Path, quiet: bool) -> None:
-    """Calibrates budgets of heads if a plan wants them and there are none; not in the middle of a run that goes on."""
-    from kvedge_lab.tune.budgets import SAMPLES, calibrate
-    from pykvedge.models import profiles
-
-    wanted = any("head-budgets" in cell.plan.profile_kinds().values() for cell in race.cells)
-    there = bool(profiles.find(make_plan(DEFAULT_METHOD), race.loan.model.path))
-    own: list[list[Sample]] = []
-    if wanted and (not there or path.exists()):  # the same contexts are left out when the run goes on
-        own = list(islice(race.material.contexts, SAMPLES))
-    if own and not there and not race.kept.rows:
-        said = calibrate(race, reader, own, path)
-        if not quiet:
-            race.display.say(f"kvedge: {said}")

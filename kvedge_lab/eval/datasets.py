@@ -275,7 +275,7 @@ def _llava_sample(where: str, identity: str, data: dict[str, Any], folder: Path,
 
 FORMATS: dict[str, Callable[[Path, Path | None, int | None], list[Sample]]] = {
     "jsonl": jsonl,
-    "milebench": lambda path, images, limit: milebench.load(path, images, limit),
+    "milebench": milebench.load,
     "llava-description": llava_description,
     "mm-vet": mm_vet,
     **benchmarks.FORMATS,

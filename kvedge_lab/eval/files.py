@@ -93,9 +93,7 @@ def text_field(data: dict[str, Any], key: str, where: str) -> str:
     """Returns a text that is there and not blank."""
     value = data.get(key)
     if not isinstance(value, str) or not value.strip():
-        raise DatasetError(
-            f"{where}: '{key}' must be a text" + (f", not {value!r}" if key in data else ", and is missing")
-        )
+        raise DatasetError(f"{where}: '{key}' must be a text, {f'not {value!r}' if key in data else 'and is missing'}")
     return value
 
 

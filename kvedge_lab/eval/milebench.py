@@ -45,12 +45,9 @@ def _files(folder: Path) -> list[Path]:
 
 
 def _load_file(path: Path, images: Path | None, limit: int | None) -> list[Sample]:
-    data = read_json(path)
-    if (
-        not isinstance(data, dict)
-        or not isinstance(data.get("meta_data"), dict)
-        or not isinstance(data.get("data"), list)
-    ):
+    found = read_json(path)
+    data = found if isinstance(found, dict) else {}
+    if not isinstance(data.get("meta_data"), dict) or not isinstance(data.get("data"), list):
         raise DatasetError(f"{path} is no MileBench data set: 'meta_data' and 'data' are missing")
     out = []
     for i, item in enumerate(data["data"][:limit]):
@@ -77,19 +74,11 @@ def _sample(name: str, i: int, item: dict[str, Any], meta: dict[str, Any], folde
     else:
         metric = "choice" if meta["question_type"] == "multi-choice" and choices else "rouge"
     level = "few" if len(files) < 6 else "medium" if len(files) < 32 else "many"
-    column = _COLUMN_OF.get(name.lower())
+    groups = (*filter(None, [_COLUMN_OF.get(name.lower())]), f"{level} images")
     line = Line("user", text, tuple(files[k] for k in order))
     check_marks((line,), where)
-    return Sample(
-        f"{name}:{item.get('sample_id', i)}",
-        name,
-        (line,),
-        str(item["response"]),
-        metric,
-        choices,
-        (*([column] if column else []), f"{level} images"),
-        LONGEST_ANSWER,
-    )
+    identity, answer = f"{name}:{item.get('sample_id', i)}", str(item["response"])
+    return Sample(identity, name, (line,), answer, metric, choices, groups, LONGEST_ANSWER)
 
 
 def _placed(context: str, n_images: int, where: str) -> tuple[str, list[int]]:

@@ -15,6 +15,8 @@ from kvedge_lab.progress import clock
 from kvedge_lab.tune.race import Race
 from pykvedge.errors import KvedgeError, ProfileError
 from pykvedge.models import profiles
+from pykvedge.plans.making import plan as make_plan
+from pykvedge.plans.presets import DEFAULT_METHOD
 
 SAMPLES, POINTS = 6, 8  # fewer make budgets that a model is better off without
 SCORER, BASELINE, TARGETS = "mixkv", 0.05, (0.05, 0.1, 0.2)
@@ -25,11 +27,22 @@ class _TooLongError(KvedgeError):
     """The measurements would take too long."""
 
 
-def calibrate(race: Race, reader: Reader, contexts: list[list[Sample]], path: Path) -> str:
-    """Writes the budgets of a model's heads where they are found (race.profile). Says what came of it.
+def calibrate(race: Race, reader: Reader, path: Path, say: Callable[[str], None]) -> None:
+    """Calibrates budgets of heads if a plan wants them and there are none; not in the middle of a run that goes on.
 
-    contexts: that no plan is measured on. path: where losses are kept for a run that goes on. Raises CancelledError.
+    path: where losses are kept for a run that goes on. say: is told what came of it. Raises CancelledError.
     """
+    wanted = any("head-budgets" in cell.plan.profile_kinds().values() for cell in race.cells)
+    there = bool(profiles.find(make_plan(DEFAULT_METHOD), race.loan.model.path))
+    own: list[list[Sample]] = []  # contexts that no plan is measured on
+    if wanted and (not there or path.exists()):  # the same ones are left out when the run goes on
+        own = list(itertools.islice(race.material.contexts, SAMPLES))
+    if own and not there and not race.kept.rows:
+        say(_calibrated(race, reader, own, path))
+
+
+def _calibrated(race: Race, reader: Reader, contexts: list[list[Sample]], path: Path) -> str:
+    """Writes the budgets of a model's heads where they are found (race.profile). Says what came of it."""
     began, model = time.monotonic(), race.loan.model
 
     def told(runs: int, seconds: float) -> Callable[[str, int], None]:
@@ -39,7 +52,7 @@ def calibrate(race: Race, reader: Reader, contexts: list[list[Sample]], path: Pa
         return race.display.step
 
     setup = setup_for(SCORER, BASELINE, POINTS, TARGETS)
-    source = map(_labelled, itertools.islice(contexts, SAMPLES))
+    source = map(_labelled, contexts)
     kept = CurveFile(path, setup.header(model.path, race.material.source), POINTS, resume=True)
     try:
         found = measure_curves(reader, setup, source, SAMPLES, kept, told, race.cancel)

@@ -67,8 +67,6 @@ def nearest(found: Found) -> Figures | None:
 
 
 def _worse(one: Figures, default: Figures | None) -> bool:
-    return (
-        default is not None
-        and one.key != default.key
-        and (one.bytes >= default.bytes and one.agreement <= default.agreement)
-    )
+    if default is None or one.key == default.key:
+        return False
+    return one.bytes >= default.bytes and one.agreement <= default.agreement
