@@ -14,6 +14,7 @@ import uuid
 from dataclasses import dataclass
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parent))  # for builds under PYTHONSAFEPATH
 import llama_source
 from llama_source import ROOT, SourceError, ended
 
