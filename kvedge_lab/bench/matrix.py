@@ -65,7 +65,7 @@ MOST_ROUNDS = 25
 
 @dataclass(frozen=True)
 class Matrix:
-    """A matrix says what is measured, and how often. Stock is a variant of its own, the first."""
+    """A matrix says what is measured, and how often. Stock is measured as well, first."""
 
     models: list[ModelFiles]
     shapes: list[Shape]
@@ -79,7 +79,6 @@ class Matrix:
     timeline: bool = False  # one more run of each variant, whose memory is watched
     device_peak: bool = False  # one more, in which that of devices is
     later: int = 0  # tokens of a message after the answer
-    stock: Variant = field(default_factory=lambda: Variant(STOCK))
 
     @property
     def steps(self) -> int:

@@ -13,7 +13,7 @@ from typing import Any
 
 from kvedge_lab.bench import machine
 from kvedge_lab.bench.machine import Bandwidth, Watch
-from kvedge_lab.bench.matrix import MOST_ROUNDS, Matrix, ModelFiles, Shape, Variant
+from kvedge_lab.bench.matrix import MOST_ROUNDS, STOCK, Matrix, ModelFiles, Shape, Variant
 from kvedge_lab.bench.measure import Loaded, Prompt, Repetition, again, figures, make_prompt, repetition
 from kvedge_lab.bench.timeline import Trace, trace
 from kvedge_lab.jsonlines import JsonLines
@@ -119,7 +119,7 @@ class _Bench:
                 self._prompt(files.name, loaded, stock, shape)
 
     def _prompt(self, model: str, loaded: Loaded, stock: Encoder | None, shape: Shape) -> None:
-        name, variants = f"{model}, {shape.name}", [self.matrix.stock, *self.matrix.variants]
+        name, variants = f"{model}, {shape.name}", [Variant(STOCK), *self.matrix.variants]
         stop_if_set(self.cancel)
         if shape.images:
             self.display.step(f"{name}: encoding images", 0)

@@ -46,8 +46,6 @@ def draw_sample(rng: np.random.Generator, task: str, images: int, second_turn: b
         first = draw_scene(rng, held_out)
         second, which = recolour(rng, first)
         return Sample(task, (first, second), ask_difference(first, second, which), second_turn)
-    if task not in TASKS:
-        raise ValueError(f"no task is called {task!r}: they are {', '.join(TASKS)}")
     count = images if task in NEEDLE_TASKS else 1
     if task in NEEDLE_TASKS and count < 2:
         raise ValueError(f"{task} needs two images or more, not {count}")
