@@ -34,6 +34,9 @@ def make_patch(path, old, new, subject="a reason"):
     return f"Subject: {subject}\n\nWhy it is so.\n---\n" + diff(path, old, new)
 
 
+CHANGE = make_patch("src/a.cpp", SOURCE, PATCHED)
+
+
 @pytest.fixture
 def tree(tmp_path):
     (tmp_path / "src").mkdir()
@@ -45,14 +48,10 @@ class TestApply:
     @pytest.fixture
     def series(self, tmp_path):
         """Writes patches to a folder: series(text, ...) -> what read_series makes of them."""
-
-        def make(*texts):
-            return read_series(write_series(tmp_path / "patches", *texts))
-
-        return make
+        return lambda *texts: read_series(write_series(tmp_path / "patches", *texts))
 
     def test_what_a_patch_says(self, series):
-        (patch,) = series(make_patch("src/a.cpp", SOURCE, PATCHED))
+        (patch,) = series(CHANGE)
         assert (patch.subject, patch.body) == ("a reason", "Why it is so.")
         assert patch.changed_lines() == (2, 2, ["src/a.cpp"])
 
@@ -63,14 +62,14 @@ class TestApply:
 
     def test_moved_hunks_apply(self, tree, series):
         (tree / "src" / "a.cpp").write_text("new first\n" * 7 + SOURCE)
-        apply(*series(make_patch("src/a.cpp", SOURCE, PATCHED)), tree)
+        apply(*series(CHANGE), tree)
         assert (tree / "src" / "a.cpp").read_text() == "new first\n" * 7 + PATCHED
 
     def test_mismatch_names_patch_and_file_and_changes_nothing(self, tree, series):
         text = SOURCE.replace("line 21\n", "line XXI\n")
         (tree / "src" / "a.cpp").write_text(text)
         with pytest.raises(SourceError, match=r"^0001-p\.patch: .*src/a\.cpp") as caught:
-            apply(*series(make_patch("src/a.cpp", SOURCE, PATCHED)), tree)
+            apply(*series(CHANGE), tree)
         assert "\n" not in str(caught.value)
         assert (tree / "src" / "a.cpp").read_text() == text
 
@@ -78,7 +77,7 @@ class TestApply:
         """Git would leave out what lies below another folder of the repository than the one it runs in."""
         subprocess.run(["git", "init", "-q", str(tmp_path.parent)], check=True)
         try:
-            apply(*series(make_patch("src/a.cpp", SOURCE, PATCHED)), tree)
+            apply(*series(CHANGE), tree)
         finally:
             shutil.rmtree(tmp_path.parent / ".git")
         assert (tree / "src" / "a.cpp").read_text() == PATCHED
@@ -122,49 +121,44 @@ def write_series(folder, *patches):
 class TestSource:
     files: ClassVar = {"src/a.cpp": SOURCE, "src/b.cpp": "b\n", "docs/big.md": "not wanted\n"}
 
-    def test_patched_tree(self, pin, tmp_path):
-        patches = write_series(tmp_path / "patches", make_patch("src/a.cpp", SOURCE, PATCHED))
-        out = tmp_path / "build" / "llama.cpp"
-        assert prepare(out, pin(self.files), patches)
+    @pytest.fixture
+    def prepared(self, pin, tmp_path):
+        """A patched tree, its source and its patches."""
+        made = tmp_path / "build" / "llama.cpp", pin(self.files), write_series(tmp_path / "patches", CHANGE)
+        assert prepare(*made)
+        return made
+
+    def test_patched_tree(self, prepared):
+        out, _, patches = prepared
         assert (out / "src" / "a.cpp").read_text() == PATCHED
         assert not (out / "docs").exists()
         assert llama_source.check(out, patches) is None
         assert [p.name for p in out.parent.iterdir()] == ["llama.cpp"]
 
-    def test_nothing_to_do_the_second_time(self, pin, tmp_path):
-        patches = write_series(tmp_path / "patches", make_patch("src/a.cpp", SOURCE, PATCHED))
-        out = tmp_path / "llama.cpp"
-        sdist = pin(self.files)
-        assert prepare(out, sdist, patches)
-        sdist.unlink()
-        assert not prepare(out, sdist, patches)
+    def test_nothing_to_do_the_second_time(self, prepared):
+        prepared[1].unlink()
+        assert not prepare(*prepared)
 
-    def test_only_files_that_change_are_touched(self, pin, tmp_path):
-        patches = write_series(tmp_path / "patches", make_patch("src/a.cpp", SOURCE, PATCHED))
-        out = tmp_path / "llama.cpp"
-        sdist = pin(self.files)
-        prepare(out, sdist, patches)
+    def test_only_files_that_change_are_touched(self, prepared):
+        out, _, patches = prepared
         for path in out.rglob("*.cpp"):
             os.utime(path, (1, 1))
-        write_series(patches, make_patch("src/a.cpp", SOURCE, PATCHED), make_patch("src/new.cpp", "", "new\n"))
-        assert prepare(out, sdist, patches)
+        write_series(patches, CHANGE, make_patch("src/new.cpp", "", "new\n"))
+        assert prepare(*prepared)
         assert (out / "src" / "new.cpp").read_text() == "new\n"
         assert [(out / "src" / n).stat().st_mtime for n in ("a.cpp", "b.cpp")] == [1, 1]
         write_series(patches, make_patch("src/b.cpp", "b\n", "c\n"))
-        assert prepare(out, sdist, patches)
+        assert prepare(*prepared)
         assert (out / "src" / "a.cpp").read_text() == SOURCE
         assert (out / "src" / "a.cpp").stat().st_mtime > 1
         assert not (out / "src" / "new.cpp").exists()
 
-    def test_failing_patch_leaves_the_tree_alone(self, pin, tmp_path):
-        patches = write_series(tmp_path / "patches", make_patch("src/a.cpp", SOURCE, PATCHED))
-        out = tmp_path / "llama.cpp"
-        sdist = pin(self.files)
-        prepare(out, sdist, patches)
+    def test_failing_patch_leaves_the_tree_alone(self, prepared, tmp_path):
+        out, sdist, patches = prepared
         good, bad = make_patch("src/b.cpp", "b\n", "c\n"), make_patch("src/a.cpp", "other\n", "thing\n")
         write_series(patches, good, bad)
         with pytest.raises(SourceError, match=r"^0002-p.patch: .*src/a.cpp"):
-            prepare(out, sdist, patches)
+            prepare(*prepared)
         assert (out / "src" / "a.cpp").read_text() == PATCHED
         assert (out / "src" / "b.cpp").read_text() == "b\n"
         fresh = tmp_path / "fresh"
@@ -227,18 +221,22 @@ class TestSource:
 class TestExport:
     files: ClassVar = {"src/a.cpp": SOURCE, "src/crlf.h": "a\r\nb\r\nc\r\n", ".gitignore": "*.log\n"}
 
-    def series(self, tmp_path):
-        return write_series(
+    @pytest.fixture
+    def made(self, pin, tmp_path):
+        """A repository with a commit for each patch, its source and its patches."""
+        patches = write_series(
             tmp_path / "patches",
             make_patch("src/a.cpp", SOURCE, PATCHED, "Graph: ask the provider (part 1)"),
             make_patch("src/new.log", "", "ignored by .gitignore\n", "A new file"),
             make_patch("src/crlf.h", "a\r\nb\r\nc\r\n", "a\r\nB\r\nc\r\n", "Line ends stay"),
         )
+        work, sdist = tmp_path / "work", pin(self.files)
+        llama_source.make_git(work, sdist, patches)
+        return work, sdist, patches
 
-    def test_round_trip(self, pin, tmp_path):
-        sdist, patches = pin(self.files), self.series(tmp_path)
-        one, two = tmp_path / "one", tmp_path / "two"
-        llama_source.make_git(one, sdist, patches)
+    def test_round_trip(self, made, tmp_path):
+        one, sdist, _ = made
+        two = tmp_path / "two"
         export_patches.write(export_patches.export(one), tmp_path / "out")
         names = sorted(p.name for p in (tmp_path / "out").iterdir())
         assert names == [
@@ -252,18 +250,16 @@ class TestExport:
         assert (two / "src" / "a.cpp").read_text() == PATCHED
         assert (two / "src" / "crlf.h").read_bytes() == b"a\r\nB\r\nc\r\n"
 
-    def test_old_files_go_and_uncommitted_work_is_refused(self, pin, tmp_path):
-        patches, work = self.series(tmp_path), tmp_path / "work"
-        llama_source.make_git(work, pin(self.files), patches)
+    def test_old_files_go_and_uncommitted_work_is_refused(self, made):
+        work, _, patches = made
         export_patches.write(export_patches.export(work), patches)
         assert not list(patches.glob("*-p.patch"))
         (work / "src" / "a.cpp").write_text("changed\n")
         with pytest.raises(SourceError, match="not committed"):
             export_patches.export(work)
 
-    def test_git_agrees(self, pin, tmp_path):
-        patches, work = self.series(tmp_path), tmp_path / "work"
-        llama_source.make_git(work, pin(self.files), patches)
+    def test_git_agrees(self, made):
+        work, _, patches = made
         result = {p: (work / p).read_bytes() for p in ("src/a.cpp", "src/crlf.h", "src/new.log")}
         llama_source.git(work, "checkout", "-q", llama_source.BASE_TAG)
         llama_source.git(work, "apply", *sorted(str(p) for p in patches.glob("*.patch")))
@@ -272,6 +268,11 @@ class TestExport:
 
 class TestSeries:
     """The series of this repository."""
+
+    @pytest.fixture
+    def pinned(self):
+        sdist = llama_source.cache_dir() / llama_source.SDIST
+        return sdist if sdist.is_file() else pytest.skip("the pinned source is not in the cache")
 
     def test_stays_small(self):
         series = read_series(ROOT / "patches")
@@ -300,25 +301,19 @@ class TestSeries:
             "ggml/src/ggml-rpc/ggml-rpc.cpp",
         }
 
-    def test_the_bindings_are_of_the_pinned_source_and_not_a_dependency(self, tmp_path):
+    def test_the_bindings_are_of_the_pinned_source_and_not_a_dependency(self, pinned, tmp_path):
         """Kvedge carries them: the index has them only as a source that compiles a second llama.cpp."""
         assert llama_source.PACKAGE not in (ROOT / "pyproject.toml").read_text(encoding="utf-8")
         series = read_series(ROOT / "patches" / "bindings")
         assert series and all(patch.subject and patch.body for patch in series)
-        sdist = llama_source.cache_dir() / llama_source.SDIST
-        if not sdist.is_file():
-            pytest.skip("the pinned source is not in the cache")
         out = tmp_path / "bindings"
-        assert prepare(out, sdist, ROOT / "patches" / "bindings", part=llama_source.BINDINGS)
-        assert not prepare(out, sdist, ROOT / "patches" / "bindings", part=llama_source.BINDINGS)
+        assert prepare(out, pinned, ROOT / "patches" / "bindings", part=llama_source.BINDINGS)
+        assert not prepare(out, pinned, ROOT / "patches" / "bindings", part=llama_source.BINDINGS)
         assert "libraries.folder_with(" in (out / "llama_cpp" / "llama_cpp.py").read_text(encoding="utf-8")
         assert (out / "LICENSE.md").is_file() and not (out / "vendor").exists()
 
-    def test_applies_to_the_pinned_source(self, tmp_path):
-        sdist = llama_source.cache_dir() / llama_source.SDIST
-        if not sdist.is_file():
-            pytest.skip("the pinned source is not in the cache")
-        assert prepare(tmp_path / "llama.cpp", sdist, ROOT / "patches")
+    def test_applies_to_the_pinned_source(self, pinned, tmp_path):
+        assert prepare(tmp_path / "llama.cpp", pinned, ROOT / "patches")
         assert llama_source.check(tmp_path / "llama.cpp", ROOT / "patches") is None
 
 
