@@ -2,9 +2,7 @@
 
 import sys
 
-from pykvedge.plans.making import plan
-from pykvedge.runtime.loaded import load
-from pykvedge.runtime.sampling import Sampling
+from pykvedge import Sampling, load, plan
 from pykvedge.serve.job import Limits
 from pykvedge.serve.server import Options, serve
 

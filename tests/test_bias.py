@@ -10,11 +10,10 @@ from eval_runs import divergences
 import pykvedge
 from kvedge_lab.eval.measure import Cell
 from kvedge_lab.eval.tasks import demo_samples
-from pykvedge.errors import UnknownNameError, UsageError
+from pykvedge import Head, UnknownNameError, UsageError
 from pykvedge.library import libkvedge
 from pykvedge.plans.registry import member, members
 from pykvedge.reference.checks import rules
-from pykvedge.reference.stages.base import Head
 
 MERGING = [name for name in members("reducer") if any("mass" in p.choices for p in member("reducer", name).params)]
 BY_KEY = {"averaged": "averaged", "pivotal": "pivotal", "weighted": "weighted"}

@@ -12,16 +12,12 @@ from choosing import distinct
 from contexts import TinyContext
 
 import pykvedge
-from pykvedge.chat.session import Session
-from pykvedge.errors import StateError, UnsupportedError, UsageError
+from pykvedge import Budget, CancelledError, Session, StateError, UnsupportedError, UsageError, load_picture
 from pykvedge.library.native_plan import why_not_bounded
 from pykvedge.models.gguf import read_header
-from pykvedge.models.images import load_picture
 from pykvedge.models.token_table import TokenTable
 from pykvedge.models.vision import ImagePiece, TextPiece
-from pykvedge.plans.amounts import Budget
 from pykvedge.runtime import bounded_batch
-from pykvedge.runtime.interrupt import CancelledError
 
 QUESTION = "What is in the two images? " * 3
 METHODS = [name for name in pykvedge.methods() if name != "full" and not why_not_bounded(pykvedge.plan(name, 0.3))]

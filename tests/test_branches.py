@@ -8,11 +8,9 @@ from choosing import whole
 from conversations import PLANS, SHORT, WORDS, a_plan, say
 
 import pykvedge
-from pykvedge.errors import ContextError, StateError, UsageError
+from pykvedge import CancelledError, ContextError, Sampling, StateError, UsageError
 from pykvedge.library import libkvedge
-from pykvedge.runtime.interrupt import CancelledError
 from pykvedge.runtime.report import DeviceWork
-from pykvedge.runtime.sampling import Sampling
 
 OTHER = "Something else altogether, which the conversation is better off without. " * 3
 

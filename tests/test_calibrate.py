@@ -16,13 +16,11 @@ from kvedge_lab.calibrate.prefix import kept_shares
 from kvedge_lab.calibrate.samples import TASKS, Box, Labelled, read_jsonl, scenes
 from kvedge_lab.commands.calibrate import calibrate
 from kvedge_lab.demo_tasks.evalset import samples as held_out
-from pykvedge.errors import KvedgeError, UnsupportedError, UsageError
+from pykvedge import CancelledError, KvedgeError, Picture, UnsupportedError, UsageError, load_picture
 from pykvedge.models import profiles
-from pykvedge.models.images import Picture, load_picture
 from pykvedge.models.imagetokens import Places, places
 from pykvedge.models.vision import ImagePiece, TextPiece
 from pykvedge.plans import profile
-from pykvedge.runtime.interrupt import CancelledError
 
 FULL = pykvedge.plan("full")
 

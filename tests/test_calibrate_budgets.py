@@ -17,13 +17,11 @@ from kvedge_lab.calibrate.samples import SEED, Labelled, scenes
 from kvedge_lab.eval import metrics
 from kvedge_lab.eval.measure import CONTEXT, CONVERSATION
 from kvedge_lab.eval.reader import Reader
-from pykvedge.errors import KvedgeError, ProfileError, UsageError
+from pykvedge import CancelledError, KvedgeError, ProfileError, Settings, UsageError
 from pykvedge.models.vision import Vision
 from pykvedge.reference.kvtypes import KvType
 from pykvedge.reference.stages.base import ProfileTable
-from pykvedge.runtime.interrupt import CancelledError
 from pykvedge.runtime.loaded import borrow
-from pykvedge.runtime.settings import Settings
 
 POINTS = (0.01, 0.03, 0.1, 0.3, 1.0)
 NONE = np.zeros(0, dtype=np.float32)

@@ -7,11 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from pykvedge import ImageError, UsageError, load_picture
 from pykvedge.cli import paths
 from pykvedge.cli.talk import lines
-from pykvedge.errors import ImageError, UsageError
 from pykvedge.models import images
-from pykvedge.models.images import load_picture
 
 POSIX = os.sep == "/"
 

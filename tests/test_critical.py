@@ -12,8 +12,7 @@ from attached import held
 from contexts import TinyContext, random_tokens
 
 import pykvedge
-from pykvedge.chat.session import Session
-from pykvedge.errors import ArrayError, UsageError
+from pykvedge import ArrayError, Session, UsageError
 from pykvedge.library import libkvedge
 from pykvedge.library.native_plan import check_stream, why_not_bounded
 from pykvedge.plans.plan import CRITICAL_HALF, Plan

@@ -6,11 +6,10 @@ import json
 import pytest
 from dialects import CODER, HARMONY, HERMES, MISTRAL
 
-from pykvedge.errors import RequestError
+from pykvedge import RequestError, Sampling
 from pykvedge.models import sandbox
 from pykvedge.models.dialect import Dialects, request_for
 from pykvedge.plans.making import plan as make_plan
-from pykvedge.runtime.sampling import Sampling
 from pykvedge.serve.asking import Defaults, request_of
 from pykvedge.serve.pictures import Sources
 from pykvedge.serve.reading import Parsed

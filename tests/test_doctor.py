@@ -9,9 +9,8 @@ import numpy as np
 import pytest
 from choosing import whole
 
-from pykvedge import errors
+from pykvedge import UnsoundError, errors
 from pykvedge.doctor import checks, diagnosis
-from pykvedge.errors import UnsoundError
 from pykvedge.native import ggml, libraries
 from pykvedge.system import cpu
 

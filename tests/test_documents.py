@@ -18,12 +18,11 @@ from hypothesis import strategies as st
 from pdfs import COLOURS, document, fill, of_pictures, pdf, stream
 
 import pykvedge
-from pykvedge.errors import CancelledError, ImageError, KvedgeError, UsageError
+from pykvedge import CancelledError, ImageError, KvedgeError, Message, UsageError
 from pykvedge.models import documents, pdf_worker
 from pykvedge.models.documents import MOST_PAGES, PageSize, load_pictures, pages, ranges
 from pykvedge.models.gguf import Header
 from pykvedge.models.imagetokens import image_grid, token_limits
-from pykvedge.models.prompt import Message
 from pykvedge.runtime.stream import segments
 
 SMALL = PageSize(40 * 40, 40)

@@ -14,10 +14,9 @@ from limits import of_child
 from threads import in_threads
 
 import pykvedge
-from pykvedge import CancelledError, Sampling, Session, UsageError
+from pykvedge import CancelledError, Picture, Sampling, Session, UsageError
 from pykvedge.caches.encoded import Encoded
 from pykvedge.caches.folder import CacheFolder
-from pykvedge.models.images import Picture
 from pykvedge.models.vision import ImagePiece, Vision
 from pykvedge.system import memory
 

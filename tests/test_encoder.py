@@ -5,9 +5,7 @@ import threading
 import pytest
 
 import pykvedge
-from pykvedge.models.images import Picture
-from pykvedge.runtime.interrupt import CancelledError
-from pykvedge.runtime.sampling import Sampling
+from pykvedge import CancelledError, Picture, Sampling
 
 PICTURES = [Picture(f"{n}", n, n, bytes(range(251)) * (n * n * 3 // 251) + bytes(n * n * 3 % 251)) for n in (84, 112)]
 ENCODING = "encoding image {} of 2"

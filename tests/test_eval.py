@@ -28,9 +28,7 @@ from kvedge_lab.eval.measure import Cell
 from kvedge_lab.eval.records import Records
 from kvedge_lab.eval.runner import FULL, full_cell
 from kvedge_lab.eval.tasks import Line, Sample, demo_samples
-from pykvedge.errors import UsageError
-from pykvedge.models.images import Picture
-from pykvedge.runtime.sampling import Sampling
+from pykvedge import Picture, Sampling, UsageError
 
 
 def without_time(rows):

@@ -12,14 +12,12 @@ from modelgen.layers import mrope_sections
 from test_stream_parity import agree
 
 import pykvedge
-from pykvedge.errors import ArrayError, UnsupportedError, UsageError
+from pykvedge import ArrayError, Layer, Rotation, UnsupportedError, UsageError
 from pykvedge.library import libkvedge
 from pykvedge.library.native_plan import check_stream
 from pykvedge.models.gguf import read_header
 from pykvedge.native import libraries
 from pykvedge.plans.registry import member
-from pykvedge.reference.stages.base import Layer
-from pykvedge.reference.stages.rotation import Rotation
 from pykvedge.reference.stages.scorer.expected import expected_attention, statistics
 
 SETTINGS = {"n_future": 512, "n_sink": 4, "covariance": True, "vnorm": True, "eps": 0.0}

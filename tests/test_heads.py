@@ -8,8 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import pykvedge
-from pykvedge.errors import UsageError
-from pykvedge.plans.profile import Profile
+from pykvedge import Profile, UsageError
 from pykvedge.plans.registry import member
 from pykvedge.reference.stages.allocator.prefix import calibrated
 from pykvedge.reference.stages.base import ProfileTable, Prompt

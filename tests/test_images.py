@@ -7,10 +7,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from pykvedge.errors import ImageError
+from pykvedge import ImageError, load_picture
 from pykvedge.models import images
 from pykvedge.models.aside import Aside
-from pykvedge.models.images import load_picture
 
 
 def pixels(picture):

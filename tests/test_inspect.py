@@ -15,11 +15,9 @@ from kvedge_lab.commands.calibrate import budgets
 from kvedge_lab.commands.eval import evaluate
 from kvedge_lab.inspect import figures, measures, overlay, report
 from kvedge_lab.inspect.collect import Findings, Shown, collect
-from pykvedge.errors import NothingToCompressError, StateError, UsageError
+from pykvedge import NothingToCompressError, Picture, Plan, StateError, UsageError, load_picture
 from pykvedge.library import libkvedge
-from pykvedge.models.images import Picture, load_picture
 from pykvedge.models.imagetokens import Places
-from pykvedge.plans.plan import Plan
 from pykvedge.reference.stages.spectrum import cosines, high_share
 
 RNG = np.random.default_rng(5)

@@ -12,11 +12,10 @@ from choosing import whole
 from conversations import WORDS, say
 
 import pykvedge
-from pykvedge.errors import CancelledError, UsageError
+from pykvedge import CancelledError, Sampling, UsageError
 from pykvedge.library import libkvedge
 from pykvedge.models.model import silent
 from pykvedge.models.vision import TextPiece, Vision
-from pykvedge.runtime.sampling import Sampling
 from pykvedge.runtime.sequence import Sequence
 
 SHORT = Sampling(max_tokens=6)

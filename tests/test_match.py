@@ -14,11 +14,10 @@ from eval_runs import divergences
 import pykvedge
 from kvedge_lab.eval.measure import Cell
 from kvedge_lab.eval.tasks import demo_samples
-from pykvedge.errors import UsageError
+from pykvedge import Head, UsageError
 from pykvedge.library import libkvedge
 from pykvedge.library.native_plan import check_stream, why_not_bounded
 from pykvedge.reference.checks import rules
-from pykvedge.reference.stages.base import Head
 from pykvedge.reference.stages.reducer import match
 
 HEADS = {"mha": (4, 4), "gqa": (4, 2), "mqa": (4, 1)}

@@ -9,11 +9,9 @@ from choosing import whole
 from waits import until
 
 import pykvedge
-from pykvedge.errors import KvedgeError, OutOfMemoryError
-from pykvedge.models.images import Picture
+from pykvedge import KvedgeError, OutOfMemoryError, Picture, Sampling
 from pykvedge.native import libraries, llamacpp
 from pykvedge.native.encoderwatch import EncoderWatch
-from pykvedge.runtime.sampling import Sampling
 from pykvedge.system import memory
 
 linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")

@@ -12,10 +12,9 @@ from eval_runs import run
 import pykvedge
 from kvedge_lab.eval.measure import Cell
 from kvedge_lab.eval.tasks import demo_samples
-from pykvedge.errors import UsageError
+from pykvedge import Head, UsageError
 from pykvedge.plans.registry import member
 from pykvedge.reference.checks import rules
-from pykvedge.reference.stages.base import Head
 
 
 def in_clusters(seed, n_tokens, heads=2, layers=2, size=16, spread=0.4):

@@ -12,11 +12,10 @@ from conftest import DEMO
 import pykvedge
 from kvedge_lab.calibrate.heads import key_redundancy
 from kvedge_lab.calibrate.samples import scenes
-from pykvedge.errors import ProfileError, UsageError
+from pykvedge import Profile, ProfileError, UsageError
 from pykvedge.library.libkvedge import rows
 from pykvedge.library.native_plan import compress_arrays
 from pykvedge.models import profiles
-from pykvedge.plans.profile import Profile
 from pykvedge.reference.checks import suite
 from pykvedge.reference.engine import Arrays
 from pykvedge.reference.kvtypes import KvType

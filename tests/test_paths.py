@@ -9,10 +9,9 @@ import pytest
 
 import pykvedge
 from kvedge_lab.eval.files import read_text
-from pykvedge.errors import DatasetError, ImageError, ModelError, ProfileError, SessionFileError
+from pykvedge import DatasetError, ImageError, ModelError, ProfileError, SessionFileError, frames
 from pykvedge.models.gguf import read_header
 from pykvedge.models.images import load_picture, picture_size
-from pykvedge.models.video import frames
 from pykvedge.plans import profile
 from pykvedge.system.files import write_whole
 

@@ -9,13 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import pykvedge
-from pykvedge.errors import BudgetError, UnknownNameError, UsageError
+from pykvedge import BudgetError, Param, Plan, UnknownNameError, UsageError
 from pykvedge.plans.amounts import Amount, Budget
 from pykvedge.plans.making import changed
-from pykvedge.plans.plan import Plan
 from pykvedge.plans.presets import PRESETS, preset
 from pykvedge.plans.registry import STAGES, member
-from pykvedge.reference.stages.base import Param
 
 
 @pytest.mark.parametrize(("given_", "ratio", "pairs"), [

@@ -9,9 +9,8 @@ from arrays import prompt
 from test_decode_policies import PROMPT, random_tokens, running  # noqa: F401 - a fixture
 
 import pykvedge
-from pykvedge.errors import PluginError, UnknownNameError
+from pykvedge import Layer, PluginError, UnknownNameError
 from pykvedge.plans import plugin_files
-from pykvedge.reference.stages.base import Layer
 from pykvedge.reference.stages.scorer.cumulative import score as cumulative
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples" / "plugins"

@@ -9,11 +9,9 @@ import numpy as np
 import pytest
 
 import pykvedge
-from pykvedge.errors import ProfileError
+from pykvedge import Plan, Profile, ProfileError
 from pykvedge.models import profiles
 from pykvedge.plans import profile
-from pykvedge.plans.plan import Plan
-from pykvedge.plans.profile import Profile
 
 DATA = profiles.SHIPPED.parent
 DEMO = DATA / "demo-model.gguf"

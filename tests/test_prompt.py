@@ -2,8 +2,7 @@
 
 import pytest
 
-from pykvedge.errors import ModelError, UsageError
-from pykvedge.models.images import Picture
+from pykvedge import ModelError, Picture, UsageError
 from pykvedge.models.prompt import ChatTemplate, Message, check_places, places
 
 CHATML = (

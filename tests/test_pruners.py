@@ -7,10 +7,9 @@ import numpy as np
 import pytest
 
 import pykvedge
-from pykvedge.errors import BudgetError, UnknownNameError, UsageError
+from pykvedge import BudgetError, ImageRows, UnknownNameError, UsageError
 from pykvedge.models.vision import ImagePiece
 from pykvedge.plans.registry import members
-from pykvedge.reference.stages.base import ImageRows
 from pykvedge.runtime.bounded_batch import image_positions
 from pykvedge.runtime.pruning import by_library
 

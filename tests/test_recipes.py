@@ -13,8 +13,7 @@ from kvedge_lab.eval import downloads
 from kvedge_lab.eval.datasets import DatasetError, load
 from kvedge_lab.eval.recipes import RECIPES, as_rows, beside, figures, recipe
 from kvedge_lab.eval.table import ALL, Line
-from pykvedge.errors import HubError, UnknownNameError
-from pykvedge.plans.making import plan
+from pykvedge import HubError, UnknownNameError, plan
 
 SCENE = ROOT / "examples" / "scene-1.png"
 FORMS = {

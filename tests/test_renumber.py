@@ -10,9 +10,8 @@ from test_expected import Watched, rotation_of, turned_otherwise
 from test_provider import divergence
 
 import pykvedge
-from pykvedge.errors import StateError, UnsupportedError, UsageError
+from pykvedge import Rotation, StateError, UnsupportedError, UsageError
 from pykvedge.library import libkvedge
-from pykvedge.reference.stages.rotation import Rotation
 
 
 def renumbered(positions, taken, held, following, most):

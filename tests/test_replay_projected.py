@@ -12,13 +12,10 @@ from test_critical import weights_of
 from test_replay import CUTS, Twice, second_pass
 
 import pykvedge
-from pykvedge.errors import ArrayError, StateError, UsageError
+from pykvedge import ArrayError, Layer, ReplayChunk, Sampling, StateError, UsageError
 from pykvedge.library import libkvedge, native_plan
-from pykvedge.native.abi import ReplayChunk
 from pykvedge.plans.registry import member
 from pykvedge.reference.checks import rules
-from pykvedge.reference.stages.base import Layer
-from pykvedge.runtime.sampling import Sampling
 
 FIRST = 1e18
 HEADS = {"mha": (3, 3), "gqa": (4, 2), "mqa": (4, 1)}

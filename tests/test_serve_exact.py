@@ -10,11 +10,8 @@ from drafted import AGAIN, SAMPLINGS, SCENE, ask, draft_much
 from server import asks, serving
 
 import pykvedge
-from pykvedge import Sampling, UnsupportedError, UsageError
+from pykvedge import Keep, Message, Sampling, UnsupportedError, UsageError, load_picture
 from pykvedge.caches.folder import CacheFolder
-from pykvedge.models.images import load_picture
-from pykvedge.models.prompt import Message
-from pykvedge.runtime.settings import Keep
 from pykvedge.serve.job import Limits, Request
 from pykvedge.serve.parked import Park
 from pykvedge.serve.scheduler import Scheduler

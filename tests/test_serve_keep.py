@@ -7,10 +7,8 @@ from server import DEMO, SCENES, asks, serving, then
 from waits import until
 
 import pykvedge
+from pykvedge import Keep, Message, Sampling
 from pykvedge.caches.folder import CacheFolder
-from pykvedge.models.prompt import Message
-from pykvedge.runtime.sampling import Sampling
-from pykvedge.runtime.settings import Keep
 from pykvedge.serve.job import Request
 from pykvedge.serve.parked import Park
 

@@ -7,9 +7,7 @@ from drafted import AGAIN, SAMPLINGS, SCENE, ask
 from server import serving
 
 import pykvedge
-from pykvedge import Sampling, UnsupportedError
-from pykvedge.models.images import load_picture
-from pykvedge.models.prompt import Message
+from pykvedge import Message, Sampling, UnsupportedError, load_picture
 from pykvedge.runtime import drafting
 from pykvedge.serve.completions import usage
 from pykvedge.serve.job import Limits

@@ -8,9 +8,8 @@ from asking import Asked
 from server import SCENES
 
 import pykvedge
-from pykvedge.errors import CancelledError, ContextError, GrammarError
+from pykvedge import CancelledError, ContextError, GrammarError, Sampling
 from pykvedge.models.prompt import IMAGE, Message
-from pykvedge.runtime.sampling import Sampling
 from pykvedge.serve.job import Done, Failed, Request
 
 

@@ -5,9 +5,7 @@ import threading
 import pytest
 
 import pykvedge
-from pykvedge.errors import ContextError
-from pykvedge.models.prompt import Message
-from pykvedge.runtime.sampling import Sampling
+from pykvedge import ContextError, Message, Sampling
 from pykvedge.serve.job import Done, Failed, Request, Step
 from pykvedge.serve.wire import chat_request
 

@@ -9,10 +9,7 @@ from drafted import SCENE
 from limits import small_files
 
 import pykvedge
-from pykvedge.errors import UsageError
-from pykvedge.models.images import load_picture
-from pykvedge.runtime.sampling import Sampling
-from pykvedge.runtime.settings import Settings
+from pykvedge import Sampling, Settings, UsageError, load_picture
 
 FILES = Path("/proc/self/fd")  # open ones
 ONLY_POSIX = pytest.mark.skipif(os.name != "posix", reason="limits the size of files as POSIX does")

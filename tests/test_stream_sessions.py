@@ -5,9 +5,7 @@ from choosing import whole
 from conversations import say
 
 import pykvedge
-from pykvedge.errors import ContextError, ImageError, NothingToCompressError, StateError, UsageError
-from pykvedge.models.images import Picture
-from pykvedge.runtime.sampling import Sampling
+from pykvedge import ContextError, ImageError, NothingToCompressError, Picture, Sampling, StateError, UsageError
 
 SHORT = Sampling(max_tokens=12)
 LONG = Sampling(max_tokens=300)

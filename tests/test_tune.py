@@ -15,9 +15,8 @@ from kvedge_lab.eval.measure import PROMPT, Cell
 from kvedge_lab.progress import Steps
 from kvedge_lab.tune import certificate, choice, figures, material, sheets
 from kvedge_lab.tune.race import Kept, Race
-from pykvedge.errors import CancelledError, ProfileError, UsageError
+from pykvedge import CancelledError, ProfileError, Settings, UsageError
 from pykvedge.models import profiles, tuned
-from pykvedge.runtime.settings import Settings
 from pykvedge.system.files import DATA
 
 MODEL, MMPROJ = DATA / "demo-model.gguf", DATA / "demo-mmproj.gguf"

@@ -8,8 +8,7 @@ from conversations import say
 from test_stream_sessions import frames
 
 import pykvedge
-from pykvedge.errors import ContextError, UsageError
-from pykvedge.runtime.sampling import Sampling
+from pykvedge import ContextError, Sampling, UsageError
 from pykvedge.system.memory import own_bytes
 
 MIB = 2**20

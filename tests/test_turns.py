@@ -7,11 +7,10 @@ from conftest import ROOT
 from conversations import WORDS, say
 
 import pykvedge
-from pykvedge.errors import UsageError
+from pykvedge import Sampling, UsageError
 from pykvedge.models.gguf import read_header
 from pykvedge.models.modelfile import facts
 from pykvedge.models.vision import ImagePiece
-from pykvedge.runtime.sampling import Sampling
 
 DATA = ROOT / "pykvedge" / "data"
 FEW = Sampling(max_tokens=3)

@@ -10,8 +10,7 @@ import psutil
 import pytest
 
 import pykvedge
-from pykvedge.errors import ImageError, UsageError
-from pykvedge.models.video import frames
+from pykvedge import ImageError, UsageError, frames
 
 needs_ffmpeg = pytest.mark.skipif(shutil.which("ffmpeg") is None, reason="needs ffmpeg")
 WIDTH, HEIGHT, N = 64, 48, 8  # of the clips, which have two frames a second

@@ -10,8 +10,7 @@ import time
 from pathlib import Path
 
 import pykvedge
-from pykvedge.runtime.interrupt import CancelledError
-from pykvedge.runtime.sampling import Sampling
+from pykvedge import CancelledError, Sampling
 
 WORDS = "The quick brown fox jumps over the lazy dog and looks at the picture. "
 LONG = Sampling(max_tokens=400)
