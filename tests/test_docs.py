@@ -52,7 +52,7 @@ def test_every_page_is_in_the_site_and_in_the_list():
 
 @pytest.mark.parametrize("page", PAGES, ids=NAMES)
 def test_blocks_have_a_language_that_is_tested(page):
-    """test_docs_commands.py, test_guide.py and test_docs_code.py run them; an indented block escapes."""
+    """test_docs_commands.py and test_docs_code.py run them; an indented block escapes."""
     for block in blocks(page):
         assert block.language in LANGUAGES, block.place
         if block.language == "json":

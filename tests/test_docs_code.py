@@ -1,20 +1,27 @@
-"""The programs of the pages: each block runs, or compiles. test_guide.py has the README and docs/python.md."""
+"""The programs of the pages, of docstrings and of the notebook: each runs or compiles, and prints what it says."""
 
+import ast
+import asyncio
+import inspect
+import json
 import os
 import re
+import runpy
 import shutil
 import subprocess
+import textwrap
 from pathlib import Path
 
 import pytest
-from docpages import PAGES, blocks, fill_hub, put_files
+from docpages import EXAMPLES, PAGES, ROOT, blocks, fill_hub, put_files
 from hubs import environment as hub_environment
 from hubserver import HubServer
 
+import pykvedge
 from pykvedge.native import cpackage, libraries, llamacpp
 
-OTHERS = [page for page in PAGES if page.name not in ("README.md", "python.md")]
-PYTHON = [block for page in OTHERS for block in blocks(page) if block.language == "python" and not block.reason]
+GUIDE, README = ROOT / "docs" / "python.md", ROOT / "README.md"
+PYTHON = [block for page in PAGES for block in blocks(page) if block.language == "python" and not block.reason]
 IN_C = [block for page in PAGES for block in blocks(page) if block.language == "c" and not block.reason]
 # what the text around a block in C has made before
 GIVEN = """#include <kvedge.h>
@@ -39,12 +46,17 @@ def folder(tmp_path, monkeypatch, native):
         yield tmp_path
 
 
+def promised(block):
+    """What the comments behind print(...) say, in order."""
+    return re.findall(r"^ *print\(.*\) *# (.+)$", block.text, re.MULTILINE)
+
+
 @pytest.mark.parametrize("block", PYTHON, ids=lambda block: block.place)
 def test_python_prints_what_the_page_says(block, folder, capfd):
     exec(compile(block.text, block.place, "exec"), {"__name__": "__main__"})
     printed = iter(capfd.readouterr().out.splitlines())
-    for line in re.findall(r"^ *print\(.*\) *# (.+)$", block.text, re.MULTILINE):
-        assert line in printed, f"{block.place}: {line!r} was not printed"
+    for line in promised(block):
+        assert line in printed, f"{block.place}: {line!r} was not printed"  # `in` reads on from the last one
 
 
 @pytest.mark.parametrize("block", IN_C, ids=lambda block: block.place)
@@ -80,4 +92,82 @@ def test_other_languages_find_the_library(language, tmp_path, native):
 
 
 def test_there_are_blocks():
-    assert len(PYTHON) >= 7 and len(IN_C) >= 2
+    guide = [block for block in PYTHON if block.page == GUIDE]
+    assert len(guide) >= 10 and sum(len(promised(block)) for block in guide) >= 20
+    assert len([block for block in PYTHON if block.page == README]) == 1
+    assert len(PYTHON) >= len(guide) + 8 and len(IN_C) >= 2
+
+
+def test_the_guide_and_the_readme_have_what_they_should():
+    for page, words in (
+        (GUIDE, [name for name in pykvedge.__all__ if name.endswith("Error")]),
+        (README, ["python3 scripts/dev.py test", "python3 scripts/dev.py demo"]),
+    ):
+        for word in words:
+            assert f"`{word}`" in page.read_text("utf-8"), word
+
+
+# ------------------------------------------------------------------------------------------------------------
+# Examples elsewhere
+
+
+def docstring_example(thing):
+    """The indented lines after the first paragraph of a docstring, from `import` or `with` on."""
+    lines = inspect.getdoc(thing).splitlines()
+    start = next(i for i, line in enumerate(lines) if re.match(r" {4}(import|with)\b", line))
+    end = next((i for i in range(start, len(lines)) if lines[i] and not lines[i].startswith("    ")), len(lines))
+    return textwrap.dedent("\n".join(lines[start:end]))
+
+
+def shown(value):
+    """What a notebook shows of the value of a cell, without times."""
+    return re.sub(r" \| [\d.]+ tok/s", "", repr(value))
+
+
+def test_the_notebook_shows_what_its_cells_print(folder, monkeypatch, capsys):
+    """The cells run in one namespace, as in a kernel, which would take packages and seconds and find nothing more."""
+    monkeypatch.chdir(EXAMPLES)
+    space: dict = {}
+    cells = json.loads((EXAMPLES / "notebook.ipynb").read_text("utf-8"))["cells"]
+    for cell in (c for c in cells if c["cell_type"] == "code"):
+        tree = ast.parse("".join(cell["source"]))
+        last = ast.Expression(tree.body.pop().value) if isinstance(tree.body[-1], ast.Expr) else None
+        steps = eval(compile(tree, cell["id"], "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT), space)
+        if asyncio.iscoroutine(steps):
+            asyncio.run(steps)
+        value = eval(compile(last, cell["id"], "eval"), space) if last else None
+        printed = "".join(t for o in cell["outputs"] if o["output_type"] == "stream" for t in o["text"])
+        assert capsys.readouterr().out == printed, cell["id"]
+        for text in ("".join(o["data"]["text/plain"]) for o in cell["outputs"] if "data" in o):
+            assert text == "<PIL image>" or shown(value) == re.sub(r" \| [\d.]+ tok/s", "", text), cell["id"]
+
+
+def test_the_example_of_a_picture_through_llama_cpp_python(folder, capfd, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["attach_picture.py"])
+    runpy.run_path(str(EXAMPLES / "attach_picture.py"), run_name="__main__")
+    out, err = capfd.readouterr()
+    assert out == "64UM3\n" and "(144 image" in err
+
+
+@pytest.mark.parametrize("thing", [pykvedge, pykvedge.load, pykvedge.Session])
+def test_examples_of_docstrings(thing, folder, capfd):
+    code = docstring_example(thing)
+    assert "Session(" in code
+    exec(code if "import pykvedge" in code else f"import pykvedge\n{code}", {"__name__": "__main__"})
+
+
+def test_the_example_of_attach(folder, capfd):
+    code = docstring_example(pykvedge.attach)
+    space: dict = {}
+    exec(code, space)
+    try:
+        assert space["llm"].create_completion("Hello " * 40, max_tokens=3)["choices"][0]["finish_reason"]
+    finally:
+        space["llm"].close()
+
+
+def test_every_example_in_a_docstring_is_one_of_these():
+    """A new one in what is public has to be added above."""
+    code = re.compile(r"^ {4}(import|from|with|for|\w+ =|\w+\() *", re.MULTILINE)
+    docs = {name: inspect.getdoc(getattr(pykvedge, name)) or "" for name in pykvedge.__all__}
+    assert {name for name in docs if code.search(docs[name])} == {"attach", "load", "Session"}
