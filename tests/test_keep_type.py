@@ -1,5 +1,6 @@
 """Whole rows that are stored as q8_0: what a later message sees of them, what they take, and what they are not for."""
 
+import functools
 from contextlib import suppress
 
 import keeping
@@ -13,6 +14,8 @@ from keeping import ANSWER, Talk, answers, give_plan, messages, methods_plan
 
 import pykvedge
 from pykvedge.errors import StateError, UnsupportedError, UsageError
+from pykvedge.library import libkvedge
+from pykvedge.native.abi import DEVICES_ALL
 from pykvedge.native.calls import call
 from pykvedge.reference.kvtypes import KvType
 from pykvedge.reference.kvtypes.q8_0 import rounded
@@ -117,6 +120,19 @@ def test_questions_about_pictures_are_answered_as_over_rows_as_they_are(closing,
         for cache in (session.engine.cache for session in sessions)
     ]
     assert differing(*held) < 0.1 and answered[0] == answered[1]
+
+
+def test_a_message_over_them_attends_on_the_host_where_a_device_has_the_others(made, monkeypatch):
+    host = Talk(made("kvedge"))
+    monkeypatch.setattr(libkvedge, "Cache", functools.partial(libkvedge.Cache, devices=DEVICES_ALL))
+    device = Talk(made("kvedge"))
+    for message, answer in zip(messages(), answers(), strict=True):
+        for talk in (host, device):
+            talk.say(message)
+            talk.answer(answer)
+        assert differing(host.context.held(), device.context.held()) < 0.02
+        stats = device.context.cache.stats()
+        assert stats.whole_rounded == 1 and stats.device_bytes > 0
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen2vl"])
