@@ -549,7 +549,7 @@ typedef struct kvedge_stats {
     int64_t  device_merge_us;       // evicted rows join them there,
     int64_t  device_upload_us;      // and what the host computed is sent
     int32_t  device_compressed;     // 1: rows on devices were compressed there; 0: on the host, or none lay there
-    int32_t  whole_rounded;         // 1: some of the whole rows were rounded to q8_0, also before they came from a file
+    int32_t  whole_rounded;         // 1: some of the whole rows are stored as q8_0
     uint64_t whole_bytes;           // bytes of whole rows behind the compressed ones (kvedge_keep), beside `bytes`, scores included
     uint64_t whole_file_bytes;      // of whole_bytes, those that lie in a file, whose pages the system may drop from memory
 } kvedge_stats;

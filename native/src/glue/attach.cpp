@@ -330,7 +330,7 @@ extern "C" kvedge_status kvedge_get_stats(const kvedge_cache * kv, int32_t seq_i
             now.compress_us    = s->compress_us;
             now.n_unfitted     = s->n_unfitted;
             now.n_scant        = s->n_scant;
-            now.whole_rounded  = s->whole.seq && has_rounded(s->whole.seq->rows) ? 1 : 0;
+            now.whole_rounded  = s->whole.seq && has_whole(s->whole.seq->rows) ? 1 : 0;
             now.whole_bytes      = s->whole.bytes();
             now.whole_file_bytes = s->whole.file_bytes();
             tell_device_work(*s, now);

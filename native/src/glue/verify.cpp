@@ -45,7 +45,7 @@ static kvedge_status check_drafts(const kvedge_cache & kv, const SequenceState &
     if (whole && !state.whole.seq) {
         return fail(err, KVEDGE_E_STATE, "sequence %d has no whole rows (kvedge_keep)", state.id);
     }
-    if (whole && has_rounded(state.whole.seq->rows)) {
+    if (whole && has_whole(state.whole.seq->rows)) {
         return fail(err, KVEDGE_E_UNSUPPORTED, "whole rows were rounded to q8_0, so answers over them are not those of the whole cache (kvedge_keep)");
     }
     const int32_t most = room_for_drafts(state, whole);

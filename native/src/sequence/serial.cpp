@@ -12,8 +12,8 @@ constexpr int32_t MAX_SPARE = 256;  // rows that a block which still grows may h
 // What a head's list has beside tokens.
 enum : uint8_t { SCORES = 1, BIASES = 2 };
 
-// What a uniform block says of its rows: those of a prompt say nothing.
-enum : uint8_t { SINGLE = 1, ROUNDED = 2 };
+// How a block is written.
+enum : uint8_t { UNIFORM = 0, RAGGED = 1, WHOLE = 2 };
 
 // What a ragged block says of itself.
 enum : uint8_t { GENERATED = 1, OPEN_K = 2, OPEN_V = 4, ALL_FLAGS = 7 };
@@ -68,21 +68,34 @@ void write_heads(const Store & store, const Block & block, size_t l, bool ragged
     }
 }
 
+// As the rows are stored, with the number of their type.
+void write_whole_block(const Block & block, Sink & out) {
+    out.value<uint8_t>(WHOLE);
+    out.value<int32_t>(type_number(block.layers[0].rows.storage().k));
+    out.value<int32_t>((int32_t) block.length());
+    out.values(block.tokens);
+    for (const BlockLayer & layer : block.layers) {
+        save_rows(layer.rows, out);
+    }
+}
+
 // A block whose heads hold different tokens is written as a compressed one, unless tokens can still be added to it.
 void write_block(const Store & store, size_t b, bool pending, Sink & out) {
     const Block & block   = store.contents().blocks[b];
     const auto    length  = (int32_t) block.length();
+    if (block.kind == BlockKind::whole) {
+        return write_whole_block(block, out);
+    }
     const bool    growing = grows(store, b) && !(block.loose() && block.capacity > MAX_SPARE);
-    const bool    whole   = block.kind == BlockKind::whole;  // written as what it was, which each cache stores as it is set
-    const bool    ragged  = (block.ragged() && !whole) || (block.loose() && !growing);
-    out.value<uint8_t>(ragged);
+    const bool    ragged  = block.ragged() || (block.loose() && !growing);
+    out.value<uint8_t>(ragged ? RAGGED : UNIFORM);
     if (ragged) {
         // plain: of a block that was closed before it was full
         out.value<uint8_t>(flags_of(block, !block.ragged() && store.storage().quantised()));
         out.value<int32_t>(pending ? length : 0);
         out.values(pending ? block.tokens : std::vector<int32_t>());
     } else {
-        out.value<uint8_t>(block.rounded ? ROUNDED : block.generated ? SINGLE : 0);
+        out.value<uint8_t>(block.generated);
         out.value<uint8_t>(block.kind == BlockKind::scored);
         out.value<int32_t>(length);
         // a prompt's block that was cut keeps no more room than a growing one has
@@ -94,7 +107,7 @@ void write_block(const Store & store, size_t b, bool pending, Sink & out) {
             out.value<uint8_t>(!block.layers[l].heads.empty());
         }
         write_heads(store, block, l, ragged, out);
-        save_rows(whole ? plain_rows(store, block.layers[l].rows, length) : block.layers[l].rows, out);
+        save_rows(block.layers[l].rows, out);
     }
 }
 
@@ -176,10 +189,14 @@ struct Parse {
 
     bool block(bool last, bool pending) {
         Block   made;
-        uint8_t is_ragged;
-        if (!in.value(is_ragged) || is_ragged > 1) {
+        uint8_t form;
+        if (!in.value(form) || form > (pending ? WHOLE : RAGGED)) {
             return false;
         }
+        if (form == WHOLE) {
+            return whole(made);
+        }
+        const bool is_ragged = form == RAGGED;
         if (!(is_ragged ? listed_tokens(made, pending) : shared_tokens(made, last && pending))) {
             return false;
         }
@@ -202,6 +219,26 @@ struct Parse {
         return true;
     }
 
+    bool whole(Block & block) {
+        int32_t type, length;
+        if (!in.value(type) || type != (int32_t) Type::q8_0 || !in.value(length) || length < 1 ||
+            !in.values(block.tokens, (uint64_t) length) || !rising(block.tokens, first, out.pos.size())) {
+            return false;
+        }
+        block.kind = BlockKind::whole;
+        for (const LayerShape & shape : empty.shapes()) {
+            const std::vector<StoredRows> all((size_t) shape.n_heads_kv, { length, length, length });
+            block.layers.push_back({ LayerRows(shape, { Type::q8_0, Type::q8_0 }, all), {} });
+            if (shape.d_k % GROUP != 0 || shape.d_v % GROUP != 0 || !block.layers.back().rows.load(in)) {
+                return false;
+            }
+        }
+        first = block.tokens.back() + 1;
+        begin_at(first);
+        out.blocks.push_back(std::move(block));
+        return true;
+    }
+
     // A ragged block lists its tokens while it is pending: generated ones that were quantised.
     bool listed_tokens(Block & block, bool pending) {
         uint8_t flags;
@@ -216,14 +253,13 @@ struct Parse {
     }
 
     bool shared_tokens(Block & block, bool may_grow) {
-        uint8_t rows, scored;
+        uint8_t generated, scored;
         int32_t length;
-        if (!in.value(rows) || rows > ROUNDED || !in.value(scored) || scored > 1 || !in.value(length) || length < 1 ||
+        if (!in.value(generated) || generated > 1 || !in.value(scored) || scored > 1 || !in.value(length) || length < 1 ||
             !in.value(block.capacity) || !in.values(block.tokens, (uint64_t) length) || !rising(block.tokens, first, out.pos.size())) {
             return false;
         }
-        block.generated = rows == SINGLE;
-        block.rounded   = rows == ROUNDED;
+        block.generated = generated != 0;
         block.kind      = scored ? BlockKind::scored : BlockKind::uniform;
         return block.capacity >= length && block.capacity <= (may_grow ? std::max(length, MAX_SPARE) : length);
     }

@@ -57,7 +57,6 @@ enum class BlockKind : uint8_t {
 struct Block {
     BlockKind               kind      = BlockKind::uniform;
     bool                    generated = false;  // opened by a single token
-    bool                    rounded   = false;  // its rows were `whole` ones at some time
     int32_t                 capacity  = 0;      // uniform: rows that fit
     std::vector<int32_t>    tokens;             // token index of each row; of a ragged block only while it is pending
     std::vector<BlockLayer> layers;

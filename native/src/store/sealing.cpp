@@ -120,18 +120,6 @@ bool seal_old(Store & store, size_t end) {
     return true;
 }
 
-LayerRows plain_rows(const Store & store, const LayerRows & from, int32_t n) {
-    LayerRows to(from.shape(), store.storage(), n);
-    if (!to.take()) {
-        throw std::bad_alloc();
-    }
-    for (int32_t h = 0; h < from.shape().n_heads_kv; h++) {
-        fill_rows(to, h, from);
-    }
-    to.add(n);
-    return to;
-}
-
 bool unseal_pending(Store & store, Sealed * was) try {
     auto & blocks = store.parts().blocks;
     Sealed fresh;
@@ -140,13 +128,14 @@ bool unseal_pending(Store & store, Sealed * was) try {
         if (!from.ragged() || from.kind == BlockKind::whole) {
             continue;
         }
-        Block to;
-        to.capacity  = (int32_t) from.length();
+        Block to     = store.make_block((int32_t) from.length());
         to.tokens    = from.tokens;
-        to.layers.resize(store.shapes().size());
         to.generated = from.generated;
         for (size_t l = 0; l < store.shapes().size(); l++) {
-            to.layers[l].rows = plain_rows(store, from.layers[l].rows, (int32_t) from.length());
+            for (int32_t h = 0; h < store.shapes()[l].n_heads_kv; h++) {
+                fill_rows(to.layers[l].rows, h, from.layers[l].rows);
+            }
+            to.layers[l].rows.add((int32_t) from.length());
         }
         fresh.emplace_back(b, std::move(to));
     }
@@ -183,18 +172,12 @@ bool has_whole(const Store & store) {
     return std::any_of(blocks.begin(), blocks.end(), [](const Block & b) { return b.kind == BlockKind::whole; });
 }
 
-bool has_rounded(const Store & store) {
-    const auto & blocks = store.contents().blocks;
-    return std::any_of(blocks.begin(), blocks.end(), [](const Block & b) { return b.rounded; });
-}
-
 // Uniform blocks [first, last).
 static bool seal_run(Store & store, size_t first, size_t last, const Storage & as, int32_t n_threads) {
     auto &            blocks = store.parts().blocks;
     std::atomic<bool> good{ true };
     Block             made;
-    made.kind    = BlockKind::whole;
-    made.rounded = true;
+    made.kind = BlockKind::whole;
     made.layers.resize(store.shapes().size());
     for (size_t b = first; b < last; b++) {
         made.tokens.insert(made.tokens.end(), blocks[b].tokens.begin(), blocks[b].tokens.end());

@@ -144,7 +144,6 @@ Store Store::share() const {
         Block & copy   = all.blocks.emplace_back();
         copy.kind      = block.kind;
         copy.generated = block.generated;
-        copy.rounded   = block.rounded;
         copy.capacity  = block.capacity;
         copy.tokens    = block.tokens;
         for (const BlockLayer & layer : block.layers) {

@@ -129,10 +129,7 @@ void seal_again(Store & store, Sealed && was) noexcept;
 // Quantises the pending tokens, of which every head holds all, layer by layer; their plain memory goes. They stay pending, and compressions
 // read them as they are. as: types without groups. Those that are quantised stay as they are. False: no memory, and rows are lost.
 bool seal_whole(Store & store, const Storage & as, int32_t n_threads);
-bool has_whole(const Store & store);    // whether any are
-bool has_rounded(const Store & store);  // or were, before they came from a file
-// A layer of n such tokens as it would be in a uniform block of the store. Throws std::bad_alloc.
-LayerRows plain_rows(const Store & store, const LayerRows & from, int32_t n);
+bool has_whole(const Store & store);  // whether any are
 // Leading pending blocks that are already quantised lose their pending mark. False: there are none.
 bool promote_sealed(Store & store);
 
