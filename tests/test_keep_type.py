@@ -166,7 +166,7 @@ def test_rows_from_a_file_are_those_that_were_saved(made, tmp_path):
     plain = Talk(made("snapkv", of="f16"))
     plain.say(messages()[0])
     plain.context.cache.save(bytes(tmp_path / "plain.kvs"), "model", b"", whole=True)
-    assert path.stat().st_size < 0.7 * (tmp_path / "plain.kvs").stat().st_size  # with the kept ones
+    assert path.stat().st_size < 0.8 * (tmp_path / "plain.kvs").stat().st_size  # with the kept ones
     for one in (talk, back):
         one.say(messages()[1])
     assert keeping.same(talk.context, other)

@@ -139,7 +139,7 @@ void act(std::unique_ptr<Sequence> & seq, const Kind & kind, bool whole, uint8_t
     const int32_t     n    = seq->rows.n_tokens();
     Compression       outcome;
     kvedge_error      err{};
-    switch (what % 7) {
+    switch (what % 8) {
         case 0: append(*seq, plan, 1 + what % 40); break;
         case 1: append(*seq, plan, 1); break;
         case 2: seq->remove(what % (n + 1), what & 64 ? n : what % (n + 1) + 3); break;
@@ -154,6 +154,11 @@ void act(std::unique_ptr<Sequence> & seq, const Kind & kind, bool whole, uint8_t
             }
             break;
         case 5: save_and_load(seq, kind, whole); break;
+        case 6:
+            if (whole && kind.shapes[0].d_k % GROUP == 0 && !seq->rows.evicting()) {
+                REQUIRE(seal_whole(seq->rows, { Type::q8_0, Type::q8_0 }, 1));
+            }
+            break;
         default:
             drop_empty_blocks(seq->rows);
             pack_if_sparse(seq->rows);
