@@ -60,6 +60,13 @@ def decode(context, *arguments, **options):
         raise SystemExit(f"llama_decode returned {status}")
 
 
+def tokenize(vocab, text, beginning=False):
+    """beginning: with the token that begins a text, where the model has one."""
+    data = text.encode()
+    out = (llama.llama_token * (len(data) + 8))()
+    return list(out[: llama.llama_tokenize(vocab, data, len(data), out, len(out), beginning, True)])
+
+
 def logits(context, at=-1):
     """The logits behind a token of the last batch; by default its last one."""
     n_vocab = llama.llama_vocab_n_tokens(llama.llama_model_get_vocab(llama.llama_get_model(context)))

@@ -373,13 +373,11 @@ def server(environment, request):
 
 
 @pytest.fixture
-def own_server(environment):
+def own_server(environment, closing):
     """An RPC server on loopback, for one test."""
     from rpcserver import Server
 
-    running = Server(environment)
-    yield running
-    running.stop()
+    return closing(Server(environment))
 
 
 @pytest.fixture

@@ -72,19 +72,27 @@ def resolve(name: str = REPO, **settings):
 
 def in_parts(model, folder):
     """The same model in several files, as llama.cpp's gguf-split names them."""
+    rewritten(model, folder / "parted-Q8_0.gguf", split_max_tensors=8)
+    return sorted(folder.glob("parted-*"))
+
+
+def rewritten(model, out, widened=False, **settings):
+    """Writes the same model to another file. widened: its weights in float32. settings: of gguf's writer."""
     import gguf
 
     reader = gguf.GGUFReader(model)
-    writer = gguf.GGUFWriter(folder / "parted-Q8_0.gguf", reader.fields["general.architecture"].contents(),
-                             split_max_tensors=8)  # fmt: skip
+    writer = gguf.GGUFWriter(out, reader.fields["general.architecture"].contents(), **settings)
     for field in reader.fields.values():
         if not field.name.startswith("GGUF.") and field.name != "general.architecture":
             of = field.types[-1] if field.types[0] == gguf.GGUFValueType.ARRAY else None
             writer.add_key_value(field.name, field.contents(), field.types[0], of)
     for tensor in reader.tensors:
-        writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
+        if widened:
+            writer.add_tensor(tensor.name, gguf.quants.dequantize(tensor.data, tensor.tensor_type).astype("float32"))
+        else:
+            writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    return sorted(folder.glob("parted-*"))
+    return out

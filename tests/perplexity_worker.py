@@ -21,11 +21,6 @@ class Plain:
         self.vocab = llama.llama_model_get_vocab(model)
         self.context = batches.open_context(model, n_ctx=2048, **(batches.EXACT if exact else {}))
 
-    def tokens(self, text):
-        data = text.encode()
-        out = (llama.llama_token * (len(data) + 16))()
-        return list(out[: llama.llama_tokenize(self.vocab, data, len(data), out, len(out), False, True)])
-
     def decode(self, at, tokens=(), rows=None):
         end = at + len(tokens if rows is None else rows)
         batches.decode(self.context, range(at, end), tokens, rows)
@@ -36,11 +31,11 @@ class Plain:
         at = 0
         for segment in case["segments"]:
             if "text" in segment:
-                before = self.tokens(segment["text"])
+                before = batches.tokenize(self.vocab, segment["text"])
                 at = self.decode(at, tokens=before)
             else:
                 at = self.decode(at, rows=np.load(segment["embeddings"]))
-        answer = self.tokens(case["segments"][-1]["text"] + case["answer"])[len(before) :]
+        answer = batches.tokenize(self.vocab, case["segments"][-1]["text"] + case["answer"])[len(before) :]
         total = 0.0
         for token in answer:
             values = batches.logits(self.context).tolist()

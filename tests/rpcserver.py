@@ -30,13 +30,13 @@ class Server:
                 if probe.connect_ex(("127.0.0.1", int(command[-1]))) == 0:
                     return
             time.sleep(0.1)
-        self.stop()
+        self.close()
         pytest.fail("the RPC server does not answer")
 
     def memory(self) -> int:
         return psutil.Process(self.process.pid).memory_full_info().uss
 
-    def stop(self) -> None:
+    def close(self) -> None:
         self.process.kill()
         self.process.wait()
 

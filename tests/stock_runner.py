@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 
-import llama_cpp.llama_cpp as llama
+import batches
 import llama_cpp.mtmd_cpp as mtmd
 import numpy as np
+from batches import llama
 
 PROMPT = "USER: <__media__>\nWhat is in the picture? A naïve 図.\nASSISTANT:"
 TEXT = "USER: What is in the picture? A naïve 図.\nASSISTANT:"
@@ -33,24 +34,12 @@ class Runner:
     """
 
     def __init__(self, model: Path, mmproj: Path | None = None, n_ctx: int = 2048, exact: bool = False) -> None:
-        quiet = llama.llama_log_callback(lambda level, text, data: None)
-        self._keep = [quiet]
-        llama.llama_log_set(quiet, ctypes.c_void_p(0))
-        mtmd.mtmd_helper_log_set(quiet, ctypes.c_void_p(0))
-        llama.llama_backend_init()
-        self.model = llama.llama_model_load_from_file(str(model).encode(), llama.llama_model_default_params())
-        assert self.model, f"{model} does not load"
-        params = llama.llama_context_default_params()
-        params.n_ctx = params.n_batch = n_ctx
-        params.n_threads = params.n_threads_batch = 1  # more would spin against each other
-        if exact:
-            params.type_k = params.type_v = llama.GGML_TYPE_F32
-            params.flash_attn_type = llama.LLAMA_FLASH_ATTN_TYPE_DISABLED
-        self.special = True  # whether the tokenizer puts a BOS before a text
-        self.ctx = llama.llama_init_from_model(self.model, params)
+        mtmd.mtmd_helper_log_set(batches.SILENT, ctypes.c_void_p(0))
+        self.model = batches.open_model(model)
+        self.ctx = batches.open_context(self.model, n_ctx=n_ctx, n_batch=n_ctx, **(batches.EXACT if exact else {}))
         assert self.ctx, f"no context for {model}"
+        self.special = True  # whether the tokenizer puts a BOS before a text
         self.vocab = llama.llama_model_get_vocab(self.model)
-        self.n_vocab = llama.llama_vocab_n_tokens(self.vocab)
         self.mtmd = None
         if mmproj:
             vision = mtmd.mtmd_context_params_default()
@@ -76,11 +65,7 @@ class Runner:
         return buffer.raw[:size]
 
     def tokenize(self, text: str) -> list[int]:
-        raw = text.encode()
-        buffer = (llama.llama_token * (len(raw) + 8))()
-        count = llama.llama_tokenize(self.vocab, raw, len(raw), buffer, len(buffer), True, True)
-        assert count > 0
-        return list(buffer[:count])
+        return batches.tokenize(self.vocab, text, beginning=True)
 
     def _chunks(self, text: str, image: np.ndarray) -> ctypes.c_void_p:
         height, width, _ = image.shape
@@ -139,9 +124,8 @@ class Runner:
             assert llama.llama_memory_seq_rm(memory, 0, position, position + 1)
         rows, ids = [], []
         for _ in range(n):
-            row = np.ctypeslib.as_array(llama.llama_get_logits_ith(self.ctx, -1), (self.n_vocab,)).copy()
-            rows.append(row)
-            ids.append(int(row.argmax()))
+            rows.append(batches.logits(self.ctx))
+            ids.append(int(rows[-1].argmax()))
             self._decode(ids[-1:])
         text = b"".join(map(self.piece, ids)).decode("utf-8", "replace")
         return Answer(prompt.tokens, prompt.image, np.array(rows), ids, text)

@@ -29,7 +29,7 @@ TIES = 0.005  # of two pairs that score alike to the last bits either may stay
 def server(environment):
     running = Server(environment)
     yield running
-    running.stop()
+    running.close()
 
 
 @pytest.fixture
@@ -317,7 +317,7 @@ def test_no_whole_rows_travel_for_a_later_message(native, tiny, worker, own_serv
 def test_a_server_that_dies_is_one_line(native, tiny, environment, own_server):
     talking = chat(environment, tiny("llama"), "--rpc", own_server.address, "--max-tokens", "15000", "hello")
     assert talking.stdout.read(1)
-    own_server.stop()
+    own_server.close()
     _, err = talking.communicate(timeout=60)
     assert talking.returncode == 1
     assert [line for line in err.splitlines() if "error" in line] == err.splitlines()[-1:]

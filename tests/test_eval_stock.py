@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from conftest import THREADS
 from eval_runs import MMPROJ, MODEL, prompt, run
+from hubs import rewritten
 
 import pykvedge
 from kvedge_lab.eval import table
@@ -70,32 +71,13 @@ def test_perplexity_is_that_of_stock_llama_cpp_on_the_demo_model(native, worker,
     check_against_stock(samples, MODEL, worker, stock_env, tmp_path)
 
 
-def in_float32(path, out):
-    """The same weights, unpacked: with Q8_0, activations are rounded to 8 bits, which blows up any small difference."""
-    import gguf
-
-    reader = gguf.GGUFReader(path)
-    writer = gguf.GGUFWriter(out, "llama")
-    for field in reader.fields.values():
-        if not field.name.startswith("GGUF.") and field.name != "general.architecture":
-            kind = field.types[0]
-            part = field.types[-1] if kind == gguf.GGUFValueType.ARRAY else None
-            writer.add_key_value(field.name, field.contents(), kind, sub_type=part)
-    for tensor in reader.tensors:
-        writer.add_tensor(tensor.name, gguf.quants.dequantize(tensor.data, tensor.tensor_type).astype(np.float32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return out
-
-
 def test_perplexity_is_that_of_stock_llama_cpp_for_unlikely_answers(native, worker, stock_env, tmp_path):
     """Answers to other questions, so that the figure is far from 1. All in f32: stock's flash attention sums in f16."""
     samples = demo_samples("where", 6, 4, 4) + demo_samples("difference", 2, 4, 4)
     others = [s.answer for s in demo_samples("where", 6, 9, 4) + demo_samples("difference", 2, 9, 4)]
     wrong = [replace(s, answer=a) for s, a in zip(samples, others, strict=True)]
-    model = in_float32(MODEL, tmp_path / "f32.gguf")
+    # of Q8_0, activations are rounded to 8 bits, which blows up any small difference
+    model = rewritten(MODEL, tmp_path / "f32.gguf", widened=True)
     assert check_against_stock(wrong, model, worker, stock_env, tmp_path, "f32") > 1.5
 
 

@@ -10,7 +10,7 @@ import pytest
 from choosing import crossed
 from conversations import SHORT, a_plan, say
 from modelgen.families import FAMILIES
-from stock_runner import Runner
+from stock_runner import Runner, picture
 from test_provider import divergence
 
 import pykvedge
@@ -37,11 +37,7 @@ def layers_of(kind):
 
 @functools.cache
 def scene(width=300, height=200):
-    """[height, width, 3] pixels that differ from place to place."""
-    y, x = np.mgrid[0:height, 0:width]
-    base = np.stack([255 * x / width, 255 * y / height, 127 + 80 * np.sin(x / 9 + y / 7)], axis=-1)
-    noise = np.random.default_rng(5).normal(0, 20, base.shape)
-    return np.clip(base + noise, 0, 255).astype(np.uint8)
+    return picture(width, height, seed=5)
 
 
 @dataclass

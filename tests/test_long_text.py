@@ -2,6 +2,7 @@
 
 import random
 
+import batches
 import pytest
 from server import DEMO
 
@@ -18,20 +19,12 @@ def vocabulary(native):
         loan.give_back()
 
 
-def whole(vocabulary, text):
-    """Cuts a text in one call."""
-    data = text.encode()
-    out = (vocabulary.llama.llama_token * (len(data) + 8))()
-    n = vocabulary.llama.llama_tokenize(vocabulary.vocab, data, len(data), out, len(out), False, True)
-    return list(out[:n])
-
-
 def test_a_text_in_parts_has_the_same_tokens(vocabulary):
     chance = random.Random(1)
     for n in (200, 700, 3000):
         rest = [" hello", "a  b ", "\n", "", "<|", "é漢", "x" * 30]
         text = "".join(chance.choice(["<s>", "</s>", "<unk>"]) + chance.choice(rest) for _ in range(n)) + "y" * 4200
-        assert vocabulary.tokenize(text) == whole(vocabulary, text)
+        assert vocabulary.tokenize(text) == batches.tokenize(vocabulary.vocab, text)  # in one call
         assert set(vocabulary.special_words(text)) == {"<s>", "</s>", "<unk>"}
 
 

@@ -18,11 +18,8 @@ MIB = 2**20
 
 
 @pytest.fixture
-def two_servers(environment):
-    running = [Server(environment), Server(environment)]
-    yield ",".join(server.address for server in running)
-    for server in running:
-        server.stop()
+def two_servers(environment, closing):
+    return ",".join(closing(Server(environment)).address for _ in range(2))
 
 
 def device(name, free_mib):

@@ -31,7 +31,7 @@ offload.Offload(rpc="{}").devices()
 def server(environment):
     running = Server(environment)
     yield running
-    running.stop()
+    running.close()
 
 
 def crowd(case, rpc, tiny, kvedge):
@@ -44,13 +44,9 @@ def test_memory_of_a_device_is_given_back_while_another_answers(native, tiny, kv
     crowd(case, server.address, tiny, kvedge)
 
 
-def test_memory_of_one_of_two_servers(native, tiny, kvedge, environment, server):
+def test_memory_of_one_of_two_servers(native, tiny, kvedge, own_server, server):
     """Half of the layers lie on each."""
-    other = Server(environment)
-    try:
-        crowd("two_sessions", f"{server.address},{other.address}", tiny, kvedge)
-    finally:
-        other.stop()
+    crowd("two_sessions", f"{server.address},{own_server.address}", tiny, kvedge)
 
 
 def test_a_server_that_serves_another_program(native, kvedge, tiny, environment, server, monkeypatch):
@@ -81,14 +77,10 @@ def test_a_server_that_serves_another_program(native, kvedge, tiny, environment,
         (30 * MIB, ["hung up", "too little memory"]),  # for the weights, and not for the largest of them once more
     ],
 )
-def test_a_server_without_the_memory_for_the_weights(native, kvedge, tiny, environment, room, words):
-    small = Server(environment)
-    try:
-        process = psutil.Process(small.process.pid)
-        most = process.memory_info().vms + room
-        process.rlimit(psutil.RLIMIT_AS, (most, most))
-        files = tiny("llama", n_vocab=40000).arguments()
-        kvedge("chat", *files, "--ctx", 500, "--rpc", small.address, "hello", timeout=60).failed(1, *words)
-        assert small.process.poll() is None
-    finally:
-        small.stop()
+def test_a_server_without_the_memory_for_the_weights(native, kvedge, tiny, own_server, room, words):
+    process = psutil.Process(own_server.process.pid)
+    most = process.memory_info().vms + room
+    process.rlimit(psutil.RLIMIT_AS, (most, most))
+    files = tiny("llama", n_vocab=40000).arguments()
+    kvedge("chat", *files, "--ctx", 500, "--rpc", own_server.address, "hello", timeout=60).failed(1, *words)
+    assert own_server.process.poll() is None
