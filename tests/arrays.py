@@ -10,6 +10,8 @@ from pykvedge.reference.stages import base
 
 __all__ = ["LAYOUTS", "Prompt", "image_mask", "profiles_of", "projection_of", "prompt"]  # beside what is defined here
 
+HEADS = {"mha": (4, 4), "gqa": (4, 2), "mqa": (4, 1)}  # query and KV heads of a layer
+
 
 def kept_alike(atol, plan, p, **options):
     """Both engines keep the same tokens, of scores that agree."""

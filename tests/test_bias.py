@@ -3,7 +3,7 @@
 import numpy as np
 import oracles
 import pytest
-from arrays import outputs, prompt
+from arrays import HEADS, outputs, prompt
 from contexts import TinyContext, random_tokens
 from eval_runs import divergences
 
@@ -18,7 +18,6 @@ from pykvedge.reference.checks import rules
 MERGING = [name for name in members("reducer") if any("mass" in p.choices for p in member("reducer", name).params)]
 BY_KEY = {"averaged": "averaged", "pivotal": "pivotal", "weighted": "weighted"}
 MASS = {"reducer.bias": "mass"}
-HEADS = {"mha": (4, 4), "gqa": (4, 2), "mqa": (4, 1)}
 
 
 def plan_of(reducer, budget=0.2, bias="mass", **settings):

@@ -7,7 +7,7 @@ import gguf
 import numpy as np
 import oracles
 import pytest
-from arrays import LAYOUTS, projection_of, prompt
+from arrays import HEADS, LAYOUTS, projection_of, prompt
 from attached import held
 from contexts import TinyContext, random_tokens
 
@@ -22,7 +22,6 @@ from pykvedge.reference.engine import select
 from pykvedge.reference.stages.critical import value_weights
 
 NORMS = ("l1", "l2")
-HEADS = {"mha": (4, 4), "gqa": (4, 2), "mqa": (4, 1)}
 SETTINGS = {"expected": {"scorer.vnorm": False}}
 
 

@@ -6,7 +6,7 @@ import struct
 import numpy as np
 import oracles_match as oracle
 import pytest
-from arrays import outputs, prompt
+from arrays import HEADS, outputs, prompt
 from choosing import crossed
 from contexts import TinyContext, random_tokens
 from eval_runs import divergences
@@ -20,7 +20,6 @@ from pykvedge.library.native_plan import check_stream, why_not_bounded
 from pykvedge.reference.checks import rules
 from pykvedge.reference.stages.reducer import match
 
-HEADS = {"mha": (4, 4), "gqa": (4, 2), "mqa": (4, 1)}
 DEFAULTS = {"bias": "row", "mass": "relative", "ridge": 0.3, "queries": 1}
 WAYS = [("row", "absolute"), ("row", "relative"), ("head", "absolute"), ("none", "absolute")]
 

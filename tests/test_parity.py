@@ -8,7 +8,7 @@ import itertools
 
 import numpy as np
 import pytest
-from arrays import LAYOUTS, profiles_of, projection_of, prompt
+from arrays import HEADS, LAYOUTS, profiles_of, projection_of, prompt
 from choosing import crossed
 from test_replay import CUTS, second_pass
 
@@ -19,7 +19,6 @@ from pykvedge.reference.checks import rules
 from pykvedge.reference.stages.rotation import Rotation
 
 SCORERS, REDUCERS = list(members("scorer")), list(members("reducer"))
-HEADS = {"mha": (4, 4), "gqa": (4, 2), "mqa": (4, 1)}
 BUDGETS = (0.05, 0.1, 0.2, 0.5, 0.9, 1.0)
 LENGTHS = (1, 2, 3, 5, 17, 64, 129, 256, 600)
 # recent, sinks

@@ -298,13 +298,6 @@ def test_a_conversation_reads_its_prompts_again(native, tiny, picture_file):
             assert say(session, WORDS * 2, (), FEW).text == second.text
 
 
-def test_the_logits_of_a_prompt_are_there_after_the_pass(native, tiny):
-    with tiny("llama").session(pykvedge.plan("kvzip", 0.99)) as session:
-        again = say(session, WORDS, (), Sampling(max_tokens=1, temp=0.0))
-    with tiny("llama").session(pykvedge.plan("full")) as session:
-        assert say(session, WORDS, (), Sampling(max_tokens=1, temp=0.0)).text == again.text
-
-
 def test_a_later_message_that_is_kept_whole_is_read_once(native, tiny, monkeypatch):
     """A later message keeps 32 tokens at least: a second pass over a shorter one has nothing to choose from."""
     chunks, begin = [], libkvedge.Cache.begin_replay

@@ -49,14 +49,6 @@ def test_several_answers_share_one_prompt(server):
     assert [choice["message"]["content"] for choice in several["choices"]] == alone
 
 
-def test_what_is_forgotten_is_read_again(server):
-    said = asks("What is forgotten?", SCENES[3])
-    assert cached(server.chat(said).json()) == 0
-    waiting = [one["id"] for one in server.sessions()]
-    assert server.client.delete(f"/v1/kvedge/sessions/{waiting[-1]}").status_code == 200
-    assert cached(server.chat(said).json()) == 0
-
-
 def test_patches_are_shown_of_a_prompt_that_is_there(server):
     said = asks("Where is it?", SCENES[0])
     server.text(said)

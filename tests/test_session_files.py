@@ -2,9 +2,7 @@
 
 import os
 import stat
-import struct
 import threading
-import zlib
 from pathlib import Path
 
 import numpy as np
@@ -145,13 +143,6 @@ def test_the_file_costs_what_the_rows_cost(saved):
         assert rows * size < file.stat().st_size < rows * (size + 4) + 4096
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
     assert [p.name for p in file.parent.iterdir()] == [file.name]
-
-
-def test_the_checksums_are_those_of_zlib(saved):
-    data = saved[1].read_bytes()
-    n_head = 32 + struct.unpack_from("<I", data, 12)[0] + struct.unpack_from("<Q", data, 16)[0]
-    assert struct.unpack_from("<I", data, n_head)[0] == zlib.crc32(data[:n_head])
-    assert struct.unpack_from("<I", data, len(data) - 4)[0] == zlib.crc32(data[n_head + 4 : -4])
 
 
 def test_the_plan_is_the_files_unless_another_is_given(saved):

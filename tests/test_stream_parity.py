@@ -3,15 +3,13 @@
 import numpy as np
 import oracles
 import pytest
-from arrays import LAYOUTS, prompt
+from arrays import HEADS, LAYOUTS, prompt
 from choosing import crossed
 
 import pykvedge
 from pykvedge.errors import KvedgeError, UnsupportedError, UsageError
 from pykvedge.library.native_plan import check_stream, compress_arrays
 from pykvedge.plans.registry import members
-
-HEADS = {"mha": (4, 4), "gqa": (4, 2), "mqa": (4, 1)}
 
 
 def can_stream(plan):
