@@ -103,21 +103,17 @@ def test_bytes_are_those_of_the_buffers(outcome, tiny):
             assert pair * (row.tokens // 4) <= row.kv_kept_bytes < 0.6 * row.kv_full_bytes
 
 
-def test_prompts_have_the_size_that_was_asked_for(tiny, native):
+def test_prompts_have_the_size_that_was_asked_for(native, closing, tiny):
     llava = tiny("llava")
-    model = Model(llava.model)
-    vision = Vision(Encoder(llava.mmproj, model, THREADS, False, False))
-    try:
-        one, two = (make_prompt(model, vision, Shape(41, n, 64, 48), 7) for n in (1, 2))
-        assert one.n_tokens - one.n_image_tokens >= 41 and len(one.then) == 7
-        assert two.n_image_tokens == 2 * one.n_image_tokens > 0
-        text = make_prompt(model, vision, Shape(41), 7)
-        assert text.n_tokens == 41 and text.n_image_tokens == 0
-        for prompt in (one, two):
-            vision.release(prompt.pieces)
-    finally:
-        vision.encoder.close()
-        model.close()
+    model = closing(Model(llava.model))
+    vision = Vision(closing(Encoder(llava.mmproj, model, THREADS, False, False)))
+    one, two = (make_prompt(model, vision, Shape(41, n, 64, 48), 7) for n in (1, 2))
+    assert one.n_tokens - one.n_image_tokens >= 41 and len(one.then) == 7
+    assert two.n_image_tokens == 2 * one.n_image_tokens > 0
+    text = make_prompt(model, vision, Shape(41), 7)
+    assert text.n_tokens == 41 and text.n_image_tokens == 0
+    for prompt in (one, two):
+        vision.release(prompt.pieces)
 
 
 def test_stock_is_llama_cpp_without_a_provider(tiny, native, monkeypatch):

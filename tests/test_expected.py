@@ -265,26 +265,23 @@ def test_a_model_that_turns_queries_in_another_way_is_refused(kvedge, tiny):
 def test_a_prompt_in_pieces_is_a_prompt_at_once(native, tiny):
     kept, tokens = [], random_tokens(150)
     for pieces in (1, 7, 150):
-        context = TinyContext(tiny("llama").model, pykvedge.plan("expected", 0.3), "f32", threads=2)
-        context.cache.set_auto_compress(False)
-        for part in np.array_split(tokens, pieces):
-            context.decode(part.tolist())
-        scores = libkvedge.pending_scores(context.cache, 1)
-        kept.append(scores)
-        context.close()
+        with TinyContext(tiny("llama").model, pykvedge.plan("expected", 0.3), "f32", threads=2) as context:
+            context.cache.set_auto_compress(False)
+            for part in np.array_split(tokens, pieces):
+                context.decode(part.tolist())
+            scores = libkvedge.pending_scores(context.cache, 1)
+            kept.append(scores)
     np.testing.assert_allclose(kept[0], kept[1], rtol=1e-3)
     np.testing.assert_allclose(kept[0], kept[2], rtol=1e-3)
 
 
 def test_sequences_in_one_batch_have_statistics_of_their_own(native, tiny):
     def scores(*parts):
-        context = TinyContext(tiny("qwen2vl").model, pykvedge.plan("expected", 0.3), "f32", threads=2)
-        context.cache.set_auto_compress(False)
-        for at in (slice(0, 25), slice(25, None)):
-            context.decode(*(part[at] for part in parts))
-        made = [libkvedge.pending_scores(context.cache, 1, i) for i in range(len(parts))]
-        context.close()
-        return made
+        with TinyContext(tiny("qwen2vl").model, pykvedge.plan("expected", 0.3), "f32", threads=2) as context:
+            context.cache.set_auto_compress(False)
+            for at in (slice(0, 25), slice(25, None)):
+                context.decode(*(part[at] for part in parts))
+            return [libkvedge.pending_scores(context.cache, 1, i) for i in range(len(parts))]
 
     parts = random_tokens(60), random_tokens(41, 1)
     for together, part in zip(scores(*parts), parts, strict=True):

@@ -175,20 +175,16 @@ def test_a_plan_that_saw_all_of_the_rows_goes_on(context, tiny, profile_file, be
 
 
 @pytest.mark.parametrize(("method", "kv_type"), [("h2o", "f16"), ("kvedge", "q8_0")])
-def test_rows_of_devices_are_whole_on_the_host(native, tiny, monkeypatch, method, kv_type):
+def test_rows_of_devices_are_whole_on_the_host(native, closing, tiny, monkeypatch, method, kv_type):
     """Rows lie in the graph's own tensors, as on a device."""
     monkeypatch.setattr(libkvedge, "Cache", functools.partial(libkvedge.Cache, devices=DEVICES_ALL))
-    made = [TinyContext(tiny("qwen3").model, methods_plan(method), kv_type) for _ in range(2)]
-    try:
-        made[0].cache.keep("ram")
-        talk = Talk(made[0])
-        for message, answer in zip(messages()[:3], answers(), strict=False):
-            talk.say(message)
-            assert talk.context.cache.device_problem() == "all rows are kept, on the host"
-            talk.anew(made[1])  # which is compressed where its rows lie, and rounds them there
-            assert talk.context.held() == made[1].held()
-            talk.answer(answer)
-            assert talk.context.cache.stats().device_bytes > 0
-    finally:
-        for context in made:
-            context.close()
+    made = [closing(TinyContext(tiny("qwen3").model, methods_plan(method), kv_type)) for _ in range(2)]
+    made[0].cache.keep("ram")
+    talk = Talk(made[0])
+    for message, answer in zip(messages()[:3], answers(), strict=False):
+        talk.say(message)
+        assert talk.context.cache.device_problem() == "all rows are kept, on the host"
+        talk.anew(made[1])  # which is compressed where its rows lie, and rounds them there
+        assert talk.context.held() == made[1].held()
+        talk.answer(answer)
+        assert talk.context.cache.stats().device_bytes > 0

@@ -48,11 +48,11 @@ def working(started):
 
 
 @pytest.mark.parametrize("kind", ["llama", *whole("gemma3", "qwen3", "qwen2vl")])
-def test_rows_in_the_file_are_those_in_memory(native, tiny, tmp_path, kind):
+def test_rows_in_the_file_are_those_in_memory(native, closing, tiny, tmp_path, kind):
     """All of them are in the file before the next message is read."""
     plan = pykvedge.plan("snapkv", 0.3)
-    contexts = [TinyContext(tiny(kind).model, plan) for _ in range(2)]
-    talk, (context, other) = Talk(contexts[0]), contexts
+    context, other = (closing(TinyContext(tiny(kind).model, plan)) for _ in range(2))
+    talk = Talk(context)
     context.cache.keep("disk", str(tmp_path))
     for message, answer in zip(messages(), answers(), strict=True):
         talk.say(message)
@@ -67,8 +67,6 @@ def test_rows_in_the_file_are_those_in_memory(native, tiny, tmp_path, kind):
         stats = context.cache.stats()
         assert stats.whole_file_bytes <= stats.whole_bytes < 1.2 * stats.whole_file_bytes + 65536
         assert not list(tmp_path.iterdir())
-    for one in contexts:
-        one.close()
 
 
 @linux

@@ -144,16 +144,15 @@ class Twice(TinyContext):
 
 def watched(model, prompt_tokens, again):
     """[layer][H, n, T + n]: what each token of a pass, one by one behind the prompt, pays to what is there."""
-    context = Twice(model, pykvedge.plan("full"), "f32")
-    context.decode(prompt_tokens)
-    context.cache.watch(True)
-    out = []
-    for token in again:
-        context.decode([token])
-        out.append([
-            [context.cache.attention(i, h) for h in range(4)] for i in range(len(context.cache.lengths()))
-        ])  # fmt: skip
-    context.close()
+    with Twice(model, pykvedge.plan("full"), "f32") as context:
+        context.decode(prompt_tokens)
+        context.cache.watch(True)
+        out = []
+        for token in again:
+            context.decode([token])
+            out.append([
+                [context.cache.attention(i, h) for h in range(4)] for i in range(len(context.cache.lengths()))
+            ])  # fmt: skip
     return out
 
 
@@ -163,13 +162,12 @@ def test_a_pass_gathers_what_its_tokens_pay_to_the_prompt(native, tiny, kind, sc
     model, tokens, n = tiny(kind).model, random_tokens(50), 50
     plan = pykvedge.plan("kvzip", 0.3, **{"scorer.scope": scope})
     chunks = [ReplayChunk(0, 30, 12, 3), ReplayChunk(30, 50, 7, 3)]
-    context = Twice(model, plan, "f32")
-    context.decode(tokens)
-    parts = [random_tokens(c.n_tokens, 7) for c in chunks]
-    for chunk, part in zip(chunks, parts, strict=True):
-        context.again(chunk, part)
-    found = context.scores()
-    context.close()
+    with Twice(model, plan, "f32") as context:
+        context.decode(tokens)
+        parts = [random_tokens(c.n_tokens, 7) for c in chunks]
+        for chunk, part in zip(chunks, parts, strict=True):
+            context.again(chunk, part)
+        found = context.scores()
     expected = [np.zeros_like(x) for x in found]
     for c, part in zip(chunks, parts, strict=True):
         index = np.arange(n)
@@ -193,18 +191,16 @@ def test_nothing_is_left_of_a_pass(native, tiny, kind):
     """What follows is, to the bit, what follows without it; so is what another plan keeps of the prompt."""
 
     def after(twice):
-        context = Twice(tiny(kind).model, pykvedge.plan("kvzip", 0.5), "f32", n_ctx=1024)
-        context.decode(random_tokens(90))
-        if twice:
-            context.again(ReplayChunk(0, 60, 80), random_tokens(80, 3))
-            context.again(ReplayChunk(60, 90, 40), random_tokens(40, 4))
-        stats = context.cache.stats()
-        assert (stats.n_tokens, stats.n_pending) == (90, 90)
-        context.decode(random_tokens(3, 5))
-        context.decode(random_tokens(1, 6))
-        out = context.logits(), context.cache.lengths()
-        context.close()
-        return out
+        with Twice(tiny(kind).model, pykvedge.plan("kvzip", 0.5), "f32", n_ctx=1024) as context:
+            context.decode(random_tokens(90))
+            if twice:
+                context.again(ReplayChunk(0, 60, 80), random_tokens(80, 3))
+                context.again(ReplayChunk(60, 90, 40), random_tokens(40, 4))
+            stats = context.cache.stats()
+            assert (stats.n_tokens, stats.n_pending) == (90, 90)
+            context.decode(random_tokens(3, 5))
+            context.decode(random_tokens(1, 6))
+            return context.logits(), context.cache.lengths()
 
     (once, rows), (again, its) = after(False), after(True)
     np.testing.assert_array_equal(once, again)
@@ -212,60 +208,58 @@ def test_nothing_is_left_of_a_pass(native, tiny, kind):
 
 
 def test_misuse_of_the_pass_is_refused_and_leaves_the_prompt(native, tiny):
-    context = Twice(tiny("llama").model, pykvedge.plan("kvzip", 0.3, recent=0), "f32")
-    cache, chunk = context.cache, ReplayChunk(0, 40, 6)
+    with Twice(tiny("llama").model, pykvedge.plan("kvzip", 0.3, recent=0), "f32") as context:
+        cache, chunk = context.cache, ReplayChunk(0, 40, 6)
 
-    def begin(first, last, sinks, n_tokens):
-        given = ReplayChunk(first, last, n_tokens, sinks)
-        call("replay_begin", cache.handle, 0, ctypes.byref(given))
+        def begin(first, last, sinks, n_tokens):
+            given = ReplayChunk(first, last, n_tokens, sinks)
+            call("replay_begin", cache.handle, 0, ctypes.byref(given))
 
-    with pytest.raises(StateError, match="no prompt"):
-        begin(0, 1, 0, 1)
-    context.decode(random_tokens(40))
-    call("replay_end", cache.handle, 0)  # nothing to end
-    for wrong in ((0, 41, 0, 1), (-1, 4, 0, 1), (4, 4, 0, 1), (0, 4, 41, 1), (0, 4, 0, 0)):
-        with pytest.raises(UsageError, match="does not fit"):
-            begin(*wrong)
-    with pytest.raises(StateError, match="only 0 were read"):
-        begin(10, 20, 0, 1)
-    with pytest.raises(StateError, match="has not taken place"):
+        with pytest.raises(StateError, match="no prompt"):
+            begin(0, 1, 0, 1)
+        context.decode(random_tokens(40))
+        call("replay_end", cache.handle, 0)  # nothing to end
+        for wrong in ((0, 41, 0, 1), (-1, 4, 0, 1), (4, 4, 0, 1), (0, 4, 41, 1), (0, 4, 0, 0)):
+            with pytest.raises(UsageError, match="does not fit"):
+                begin(*wrong)
+        with pytest.raises(StateError, match="only 0 were read"):
+            begin(10, 20, 0, 1)
+        with pytest.raises(StateError, match="has not taken place"):
+            cache.compress()
+        begin(0, 40, 0, 6)
+        for doing in (lambda: begin(0, 40, 0, 6), cache.compress):
+            with pytest.raises(StateError, match="end it first"):
+                doing()
+        context.decode(random_tokens(4))
+        call("replay_end", cache.handle, 0)
+        context.n[0] = 40
+        with pytest.raises(StateError, match="has not taken place"):  # two tokens did not come
+            cache.compress()
+        context.again(chunk, random_tokens(6))
         cache.compress()
-    begin(0, 40, 0, 6)
-    for doing in (lambda: begin(0, 40, 0, 6), cache.compress):
-        with pytest.raises(StateError, match="end it first"):
-            doing()
-    context.decode(random_tokens(4))
-    call("replay_end", cache.handle, 0)
-    context.n[0] = 40
-    with pytest.raises(StateError, match="has not taken place"):  # two tokens did not come
-        cache.compress()
-    context.again(chunk, random_tokens(6))
-    cache.compress()
-    assert {len(tokens) for layer in context.held() for tokens in layer} != {40}
-    assert np.mean([len(tokens) for layer in context.held() for tokens in layer]) == 12
-    with pytest.raises(StateError, match="no whole prompt"):
-        begin(0, 1, 0, 1)
-    cache.set_plan(pykvedge.plan("snapkv", 0.3))
-    context.decode(random_tokens(20))
-    with pytest.raises(UnsupportedError, match="scorer 'window' goes by no second pass"):
-        begin(0, 20, 0, 1)
-    context.close()
+        assert {len(tokens) for layer in context.held() for tokens in layer} != {40}
+        assert np.mean([len(tokens) for layer in context.held() for tokens in layer]) == 12
+        with pytest.raises(StateError, match="no whole prompt"):
+            begin(0, 1, 0, 1)
+        cache.set_plan(pykvedge.plan("snapkv", 0.3))
+        context.decode(random_tokens(20))
+        with pytest.raises(UnsupportedError, match="scorer 'window' goes by no second pass"):
+            begin(0, 20, 0, 1)
 
 
 def test_a_program_that_knows_nothing_of_it_goes_by_the_prompts_own_queries(native, tiny):
     """The first token of an answer compresses the prompt; where a pass is asked for, it says that there was none."""
     for settings, works in (({"scorer": "replay"}, True), (PLAN, False)):
-        context = TinyContext(tiny("llama").model, pykvedge.plan("h2o", 0.2, **settings))
-        context.decode(random_tokens(100))
-        if works:
-            context.decode([7])
-            assert {len(tokens) for layer in context.held() for tokens in layer} == {21}
-        else:
-            with pytest.raises(AssertionError):
+        with TinyContext(tiny("llama").model, pykvedge.plan("h2o", 0.2, **settings)) as context:
+            context.decode(random_tokens(100))
+            if works:
                 context.decode([7])
-            with pytest.raises(StateError, match="has not taken place"):
-                context.cache.check()
-        context.close()
+                assert {len(tokens) for layer in context.held() for tokens in layer} == {21}
+            else:
+                with pytest.raises(AssertionError):
+                    context.decode([7])
+                with pytest.raises(StateError, match="has not taken place"):
+                    context.cache.check()
 
 
 def test_a_model_whose_states_cannot_be_taken_back_is_refused(kvedge, tiny):

@@ -102,16 +102,15 @@ def test_the_model_s_own_weights(native, tiny, kind, weight):
     found = []
     for projected in (False, True):
         plan = pykvedge.plan("kvzip-plus", 0.3, **{"scorer.projected": projected})
-        context = Twice(file, plan, "f32")
-        context.decode(tokens)
-        context.again(ReplayChunk(0, 30, 12, 3), random_tokens(12, 7))
-        context.again(ReplayChunk(30, 50, 7, 3), random_tokens(7, 8))
-        found.append(context.scores())
-        counts = enumerate(map(len, found[0]))
-        values = [[libkvedge.rows(context.cache, i, h)[1] for h in range(n)] for i, n in counts]
-        numbers, n_heads = context.cache.layer_ids(), context.llama.llama_model_n_head(context.model)
-        context.cache.compress()
-        context.close()
+        with Twice(file, plan, "f32") as context:
+            context.decode(tokens)
+            context.again(ReplayChunk(0, 30, 12, 3), random_tokens(12, 7))
+            context.again(ReplayChunk(30, 50, 7, 3), random_tokens(7, 8))
+            found.append(context.scores())
+            counts = enumerate(map(len, found[0]))
+            values = [[libkvedge.rows(context.cache, i, h)[1] for h in range(n)] for i, n in counts]
+            numbers, n_heads = context.cache.layer_ids(), context.llama.llama_model_n_head(context.model)
+            context.cache.compress()
     for i, number in enumerate(numbers):
         w = weights_of(file, number, n_heads).astype(float)
         group = n_heads // len(values[i])
@@ -126,19 +125,18 @@ def test_the_model_s_own_weights(native, tiny, kind, weight):
 
 
 def test_attention_of_all_heads_together_cannot_be_told_apart_later(native, tiny):
-    context = TinyContext(tiny("llama").model, plan_of("prompt", **{"scorer.projected": False}))
-    context.cache.set_auto_compress(False)
-    context.decode(random_tokens(40))
-    context.cache.set_plan(plan_of("prompt"))
-    context.decode(random_tokens(20, 3))
-    with pytest.raises(StateError, match="set the plan before the prompt"):
+    with TinyContext(tiny("llama").model, plan_of("prompt", **{"scorer.projected": False})) as context:
+        context.cache.set_auto_compress(False)
+        context.decode(random_tokens(40))
+        context.cache.set_plan(plan_of("prompt"))
+        context.decode(random_tokens(20, 3))
+        with pytest.raises(StateError, match="set the plan before the prompt"):
+            context.cache.compress()
+        context.cache.set_plan(plan_of("prompt", **{"scorer.projected": False}))
         context.cache.compress()
-    context.cache.set_plan(plan_of("prompt", **{"scorer.projected": False}))
-    context.cache.compress()
-    context.cache.set_plan(plan_of("prompt"))
-    context.decode(random_tokens(60, 4))
-    context.cache.compress()  # what a later prompt's query heads paid is known apart, and serves both
-    context.close()
+        context.cache.set_plan(plan_of("prompt"))
+        context.decode(random_tokens(60, 4))
+        context.cache.compress()  # what a later prompt's query heads paid is known apart, and serves both
 
 
 def test_a_conversation_and_a_bounded_prompt(native, tiny):

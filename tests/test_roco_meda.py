@@ -233,15 +233,14 @@ class Context(TinyContext):
 def test_a_prompt_in_pieces_is_judged_as_a_whole(native, tiny, method):
     held = []
     for n_ubatch in (512, 48, 7):
-        context = Context(tiny("llama").model, pykvedge.plan(method, 0.3, reducer="evict"), n_ubatch)
-        for turn in range(2):
-            for i, (n, image) in enumerate([(20, False), (90, True), (1, False), (60, True), (25, False)]):
-                context.read(n, image, [turn, i])
-            assert context.cache.stats().score_bytes > 0
-            context.cache.compress()
-            assert context.cache.stats().score_bytes == 0
-        held.append(context.held())
-        context.close()
+        with Context(tiny("llama").model, pykvedge.plan(method, 0.3, reducer="evict"), n_ubatch) as context:
+            for turn in range(2):
+                for i, (n, image) in enumerate([(20, False), (90, True), (1, False), (60, True), (25, False)]):
+                    context.read(n, image, [turn, i])
+                assert context.cache.stats().score_bytes > 0
+                context.cache.compress()
+                assert context.cache.stats().score_bytes == 0
+            held.append(context.held())
     lengths = [[len(heads[0]) for heads in layers] for layers in held]
     assert sum(lengths[0]) == 2 * 58 * len(lengths[0])
     for other in held[1:]:
@@ -253,11 +252,10 @@ def test_a_prompt_in_pieces_is_judged_as_a_whole(native, tiny, method):
 def test_queries_are_kept_only_where_an_allocator_asks_for_them(native, tiny):
     bytes_of = {}
     for method in ("h2o", "roco", "meda"):
-        context = Context(tiny("llama").model, pykvedge.plan(method, 0.3), 512)
-        context.read(300, True, 1)
-        stats = context.cache.stats()
-        bytes_of[method] = stats.score_bytes
-        if method == "meda":
-            assert 0.2 * stats.bytes < stats.score_bytes < 1.5 * stats.bytes and stats.peak_bytes > stats.bytes
-        context.close()
+        with Context(tiny("llama").model, pykvedge.plan(method, 0.3), 512) as context:
+            context.read(300, True, 1)
+            stats = context.cache.stats()
+            bytes_of[method] = stats.score_bytes
+            if method == "meda":
+                assert 0.2 * stats.bytes < stats.score_bytes < 1.5 * stats.bytes and stats.peak_bytes > stats.bytes
     assert bytes_of["h2o"] < bytes_of["roco"] < 2.5 * bytes_of["h2o"] < bytes_of["meda"]
