@@ -214,7 +214,7 @@ def _line(group: Group, variant: Variant, turn: int, measured: Repetition) -> di
         "variant": variant.name,
         "budget": variant.plan.budget.value if variant.plan else None,
         "kv_type": variant.kv_type,
-        **({"keep": variant.keep.place} if variant.keep else {}),
+        **({"keep": variant.keep.place, "keep_type": variant.keep.type} if variant.keep else {}),
         "round": turn,
         **figures(measured),
     }
