@@ -336,7 +336,7 @@ class Sequence(Place):
         compressed = stats.n_compressions > self._n_compressions
         there = max(stats.before_bytes, stats.bytes) if compressed else stats.bytes
         kv = Kv(
-            max(there, self.uncompressed_bytes()),
+            there if stats.whole_bytes else max(there, self.uncompressed_bytes()),  # turns may have left whole rows
             stats.after_bytes if compressed else stats.bytes,
             stats.peak_bytes,
             self.per_layer(),
@@ -350,10 +350,9 @@ class Sequence(Place):
         return kv
 
     def uncompressed_bytes(self) -> int:
-        """Counts the bytes of all tokens, but of turns that left, had none been dropped and none been quantised."""
+        """Counts the bytes of all tokens that were ever read, had none been dropped and none been quantised."""
         stats, kv_type = self._own_cache().stats(self.number), KvType.parse(self._driver.size.kv_type)
-        n_tokens = self.n_cells if stats.whole_bytes else stats.n_tokens  # turns leave whole rows alone
-        pairs = n_tokens * stats.n_layers * stats.n_heads_kv
+        pairs = stats.n_tokens * stats.n_layers * stats.n_heads_kv
         return int(pairs * self._driver.model.pair_width * kv_type.plain.bytes_per_value)
 
     def per_layer(self) -> list[float]:
