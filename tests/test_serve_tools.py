@@ -84,6 +84,17 @@ def test_a_call_that_was_begun_is_gone_on_with(hermes, in_parts, name):
     assert json.loads(made["function"]["arguments"]) == FIRST
 
 
+def test_a_call_without_arguments_may_have_none(hermes):
+    """As other servers write it."""
+    def said(arguments):
+        call = {"id": "1", "type": "function", "function": {"name": "look", "arguments": arguments}}
+        result = {"role": "tool", "tool_call_id": "1", "content": ""}
+        return [*ASKED, {"role": "assistant", "tool_calls": [call]}, result]
+
+    prompts = [hermes.client.post("/apply-template", json={"messages": said(text)}).json() for text in ("{}", "")]
+    assert prompts[0] == prompts[1] and '"arguments": {}' in prompts[0]["prompt"]
+
+
 def test_openais_client_reads_a_stream(hermes):
     import openai
 

@@ -242,7 +242,8 @@ def _fields(message: WireMessage) -> Mapping[str, Any]:
 
 
 def _call(number: str, name: str, arguments: str | dict[str, Any]) -> dict[str, Any]:
-    """Makes a call for the chat template. Arguments that are text stay this text, which must be JSON."""
+    """Makes a call for the chat template. Arguments that are text stay this text, which must be JSON; "" is none."""
+    arguments = arguments or "{}"
     if isinstance(arguments, str):
         Bounds().check(arguments.encode("utf-8", "replace"))
         try:
