@@ -188,3 +188,12 @@ def test_rows_of_devices_are_whole_on_the_host(native, closing, tiny, monkeypatc
         assert talk.context.held() == made[1].held()
         talk.answer(answer)
         assert talk.context.cache.stats().device_bytes > 0
+
+
+def test_a_budget_of_all_keeps_whole_rows(native, closing):
+    session = closing(pykvedge.Session(plan=pykvedge.plan("kvedge", 1.0), threads=1, keep="ram"))
+    for _ in range(3):
+        answer = session.ask("How many shapes are there?", (), pykvedge.Sampling(max_tokens=4))
+        answer.read()
+        assert answer.report.notes == [] and answer.report.kv.whole_bytes > 0
+    session.drop_turn(2)

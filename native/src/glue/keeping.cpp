@@ -260,7 +260,8 @@ void Keeping::recall(SequenceState & state) {
     }
     Sequence &    whole = *state.whole.seq;
     const int32_t n     = state.seq->rows.n_tokens() - whole.rows.n_tokens();
-    Observation wanted = plan_observes(sequences_.plan_of(state.id));
+    const kvedge_plan & plan = sequences_.plan_of(state.id);
+    Observation wanted = plan.budget_ratio == 1.0 ? Observation{} : plan_observes(plan);  // which chooses nothing
     if (wanted.again) {
         wanted.again = wanted.apart = false;  // a second pass is of all tokens
     }
