@@ -120,6 +120,8 @@ def test_questions_about_pictures_are_answered_as_over_rows_as_they_are(closing,
         for cache in (session.engine.cache for session in sessions)
     ]
     assert differing(*held) < 0.1 and answered[0] == answered[1]
+    rounded_full, full = (session.last_report.kv.full_bytes for session in sessions)
+    assert 0.8 < rounded_full / full <= 1  # of tokens, not of blocks' room
 
 
 def test_a_message_over_them_attends_on_the_host_where_a_device_has_the_others(made, monkeypatch):

@@ -172,43 +172,22 @@ bool has_whole(const Store & store) {
     return std::any_of(blocks.begin(), blocks.end(), [](const Block & b) { return b.kind == BlockKind::whole; });
 }
 
-// Uniform blocks [first, last).
-static bool seal_run(Store & store, size_t first, size_t last, const Storage & as, int32_t n_threads) {
-    auto &            blocks = store.parts().blocks;
+// A uniform block, layer by layer.
+static bool seal_block(Block & block, const Storage & as, int32_t n_threads) {
     std::atomic<bool> good{ true };
-    Block             made;
-    made.kind = BlockKind::whole;
-    made.layers.resize(store.shapes().size());
-    for (size_t b = first; b < last; b++) {
-        made.tokens.insert(made.tokens.end(), blocks[b].tokens.begin(), blocks[b].tokens.end());
-    }
-    parallel_for(n_threads, (int32_t) made.layers.size(), [&](int32_t l, int32_t) {
-        std::vector<const LayerRows *> rows;
-        for (size_t b = first; b < last; b++) {
-            rows.push_back(&blocks[b].layers[(size_t) l].rows);
-        }
-        good = join(rows, as, true, made.layers[(size_t) l].rows) && good;
-        for (size_t b = first; b < last; b++) {
-            blocks[b].layers[(size_t) l].rows.memory() = SharedPages();
-        }
+    parallel_for(n_threads, (int32_t) block.layers.size(), [&](int32_t l, int32_t) {
+        LayerRows & rows = block.layers[(size_t) l].rows;
+        good             = join({ &rows }, as, true, rows) && good;
     });
-    blocks[first] = std::move(made);
-    blocks.erase(blocks.begin() + (std::ptrdiff_t) first + 1, blocks.begin() + (std::ptrdiff_t) last);
+    block.kind      = BlockKind::whole;
+    block.generated = false;  // no others join it
     return good;
 }
 
 bool seal_whole(Store & store, const Storage & as, int32_t n_threads) try {
-    const auto & blocks = store.contents().blocks;
-    for (size_t b = store.contents().pending_from; b < blocks.size(); b++) {
-        size_t last = b;
-        while (last < blocks.size() && !blocks[last].ragged()) {
-            last++;
-        }
-        if (last > b && !seal_run(store, b, last, as, n_threads)) {
-            return false;
-        }
-    }
-    return true;
+    auto & blocks = store.parts().blocks;
+    return std::all_of(blocks.begin() + (std::ptrdiff_t) store.contents().pending_from, blocks.end(),
+                       [&](Block & block) { return block.ragged() || seal_block(block, as, n_threads); });
 } catch (const std::bad_alloc &) {
     return false;
 }

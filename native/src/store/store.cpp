@@ -388,6 +388,18 @@ uint64_t Store::bytes() const {
     return n;
 }
 
+uint64_t Store::plain_bytes() const {
+    uint64_t n = 0;
+    for (const Block & block : blocks) {
+        for (size_t l = 0; l < block.layers.size(); l++) {
+            const LayerShape & s = shapes()[l];
+            const uint64_t     pair = row_k(s, storage().plain().k) + row_v(s, storage().plain().v);
+            n += block.kind == BlockKind::whole ? block.length() * (uint64_t) s.n_heads_kv * pair : block.layers[l].bytes();
+        }
+    }
+    return n;
+}
+
 uint64_t index_bytes(const Store & store) {
     const StoreContents & all = store.contents();
     uint64_t              n   = all.pos.capacity() * sizeof(int32_t) + all.image.capacity();

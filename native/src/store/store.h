@@ -85,6 +85,7 @@ class Store : private StoreContents {
     void close_pending();
 
     uint64_t bytes() const;  // of key and value buffers, and of rows' biases
+    uint64_t plain_bytes() const;  // likewise, had no whole rows been quantised
 
   private:
     const std::vector<LayerShape> * shapes_;
@@ -126,7 +127,7 @@ bool seal_old(Store & store, size_t end);
 using Sealed = std::vector<std::pair<size_t, Block>>;
 bool unseal_pending(Store & store, Sealed * was = nullptr);
 void seal_again(Store & store, Sealed && was) noexcept;
-// Quantises the pending tokens, of which every head holds all, layer by layer; their plain memory goes. They stay pending, and compressions
+// Quantises the pending tokens, of which every head holds all, block by block and layer by layer; their plain memory goes. They stay pending, and compressions
 // read them as they are. as: types without groups. Those that are quantised stay as they are. False: no memory, and rows are lost.
 bool seal_whole(Store & store, const Storage & as, int32_t n_threads);
 bool has_whole(const Store & store);  // whether any are
