@@ -8,9 +8,8 @@ from choosing import whole
 from conftest import THREADS
 
 import pykvedge
-from kvedge_lab.bench.machine import Energy
 from kvedge_lab.bench.matrix import Shape, Variant
-from kvedge_lab.bench.measure import Prompt, repetition
+from kvedge_lab.bench.measure import Loaded, Prompt, repetition
 from kvedge_lab.eval.reader import Reader
 from pykvedge.library.libkvedge import Cache
 from pykvedge.models.vision import ImagePiece
@@ -50,6 +49,7 @@ def test_eval_and_bench_keep_what_a_session_keeps(tiny, picture_file, native, mo
 
         monkeypatch.setattr(Cache, "detach", looked_at)
         prompt = Prompt(Shape(n), pieces, [])
-        repetition(session.model, session._vision, prompt, Variant(method, plan), THREADS, Energy(), threading.Event())
+        loaded = Loaded(session.model, session._vision, THREADS, threading.Event())
+        repetition(loaded, prompt, Variant(method, plan))
         session.release(pieces)
     assert seen["session"] == seen["eval"] == seen["bench"]
