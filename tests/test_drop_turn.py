@@ -72,7 +72,7 @@ def test_what_was_done_before_and_what_comes_after(talk, closing, tmp_path):  # 
         loaded.drop_turn(2)
 
 
-def test_what_cannot_be_dropped_is_said_in_a_line(talk, closing):  # noqa: F811
+def test_what_cannot_be_dropped_is_said_in_a_line(talk, reads, closing):  # noqa: F811
     session = talk()
     for turn in (0, 1, 3, 4, -1, 2.0, True, "2", None):
         with pytest.raises(UsageError, match="cannot be dropped: of 3, all but the first and the last can"):
@@ -80,6 +80,11 @@ def test_what_cannot_be_dropped_is_said_in_a_line(talk, closing):  # noqa: F811
     n = len(session.messages)
     with pytest.raises(UnsupportedError, match="reads all of a conversation a second time"):
         talk("kvzip").drop_turn(2)
+    other = talk("meda")
+    before = reads[0]
+    with pytest.raises(UnsupportedError, match="cannot turn with the keys; use a method without allocator entropy"):
+        other.drop_turn(2)
+    assert ask(other, "What is the code in image 3?") and reads[0] < before + 60  # the conversation is still there
     with pytest.raises(UsageError, match="set keep to 'ram' or 'disk'"):
         talk(keep=None).drop_turn(2)
     session.drop_turn(2)

@@ -482,8 +482,8 @@ KVEDGE_API int32_t kvedge_cells(const kvedge_cache * kv, int32_t seq_id);
 // several tokens one position if need be. Distances never grow. An image of an M-RoPE model moves as a whole. Whole rows turn, too. Each number of
 // a key that turns is rounded once to the storage type. llama.cpp's own cells of the sequence are freed but one, at the last token's new position.
 // The logits of the last token are gone: sample before. A failure leaves rows and positions as they were, or gives up whole rows. Errors:
-// KVEDGE_E_UNSUPPORTED (quantised keys; llama.cpp keeps layers of the model itself; the model has learned its positions; it is not known how keys
-// turn; positions do not ascend), KVEDGE_E_STATE (a second pass was begun; allocator entropy or reducer match waits for the compression of a
+// KVEDGE_E_UNSUPPORTED (quantised keys; whole rows under allocator entropy or reducer match; llama.cpp keeps layers; learned positions; unknown
+// turns; positions do not ascend), KVEDGE_E_STATE (a second pass was begun; allocator entropy or reducer match waits for the compression of a
 // prompt; llama.cpp could not enter the position, and knows of none of the sequence then), KVEDGE_E_ARGUMENT, KVEDGE_E_MEMORY.
 KVEDGE_API kvedge_status kvedge_renumber(kvedge_cache * kv, int32_t seq_id, int32_t most, int32_t * next, kvedge_error * err);
 

@@ -42,7 +42,7 @@ kvedge_status check_positions(const SequenceState & state, int32_t next, kvedge_
     if (state.verified) {
         return fail_verifying(err);
     }
-    if (state.seq->observed.have().queries || (state.whole.seq && state.whole.seq->observed.have().queries)) {
+    if (state.seq->observed.have().queries) {
         return fail(err, KVEDGE_E_STATE, "queries of a prompt are kept for its compression; compress it before its positions change");
     }
     if (!std::is_sorted(pos.begin(), pos.end())) {
@@ -95,7 +95,12 @@ extern "C" kvedge_status kvedge_renumber(kvedge_cache * kv, int32_t seq_id, int3
         if (const auto status = check_turning(*kv, err); status != KVEDGE_OK) {
             return status;
         }
-        if (!kv->sequences.find(seq_id) || *next <= most) {
+        const SequenceState * const found = kv->sequences.find(seq_id);
+        if (found && found->whole.seq && found->whole.seq->observed.have().queries) {
+            return fail(err, KVEDGE_E_UNSUPPORTED, "queries of all tokens stay with the whole rows, and cannot turn with the keys; use a method "
+                        "without allocator entropy and reducer match");
+        }
+        if (!found || *next <= most) {
             return ok(err);
         }
         SequenceState * const state = &kv->sequences.open(seq_id);  // knows the rotations then, also of a loaded sequence
