@@ -125,7 +125,7 @@ static int64_t microseconds_since(std::chrono::steady_clock::time_point start) {
 kvedge_status measured(
     const Sequence & seq, Compression & outcome, kvedge_error * err, const std::function<kvedge_status()> & compress) try {
     const auto start     = std::chrono::steady_clock::now();
-    outcome.before_bytes = seq.rows.plain_bytes();
+    outcome.before_bytes = plain_bytes(seq.rows);
     outcome.peak_bytes   = seq.rows.bytes() + index_bytes(seq.rows) + seq.score_bytes();
     const auto status    = compress();
     outcome.after_bytes  = (outcome.beside ? *outcome.beside : seq).rows.bytes();

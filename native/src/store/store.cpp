@@ -388,12 +388,13 @@ uint64_t Store::bytes() const {
     return n;
 }
 
-uint64_t Store::plain_bytes() const {
-    uint64_t n = 0;
-    for (const Block & block : blocks) {
+uint64_t plain_bytes(const Store & store) {
+    const Storage plain = store.storage().plain();
+    uint64_t      n     = 0;
+    for (const Block & block : store.contents().blocks) {
         for (size_t l = 0; l < block.layers.size(); l++) {
-            const LayerShape & s = shapes()[l];
-            const uint64_t     pair = row_k(s, storage().plain().k) + row_v(s, storage().plain().v);
+            const LayerShape & s    = store.shapes()[l];
+            const uint64_t     pair = row_k(s, plain.k) + row_v(s, plain.v);
             n += block.kind == BlockKind::whole ? block.length() * (uint64_t) s.n_heads_kv * pair : block.layers[l].bytes();
         }
     }

@@ -85,7 +85,6 @@ class Store : private StoreContents {
     void close_pending();
 
     uint64_t bytes() const;  // of key and value buffers, and of rows' biases
-    uint64_t plain_bytes() const;  // likewise, had no whole rows been quantised
 
   private:
     const std::vector<LayerShape> * shapes_;
@@ -101,6 +100,7 @@ std::vector<int32_t> pending_tokens(const Store & store);   // their token indic
 std::vector<int32_t> pending_tokens(const Store & store, int32_t layer, int32_t head);
 uint64_t             index_bytes(const Store & store);      // of token indices, positions and modality
 uint64_t             score_bytes(const Store & store);      // of the scores of rows
+uint64_t             plain_bytes(const Store & store);      // Store::bytes, had no whole rows been quantised
 
 bool     take_layer(Store & store, size_t layer);         // memory of the last block; false: there is none
 void     give_back_layer(Store & store, size_t layer);    // of the last block
