@@ -194,6 +194,16 @@ def test_answers_over_them_are_not_called_exact(made, tmp_path):
             Settings(**settings)
 
 
+def test_a_conversation_over_them_becomes_no_stream(made):
+    talk = Talk(made("snapkv"))
+    talk.say(messages()[0])
+    talk.context.cache.set_plan(pykvedge.plan("snapkv", 64))
+    talk.decode(messages()[1])
+    talk.context.cache.keep("")
+    with pytest.raises(UnsupportedError, match="quantised rows would be rounded each time"):
+        call("compress_stream", talk.context.cache.handle, 0)
+
+
 def test_an_exact_session_says_that_rows_of_a_file_were_rounded(closing, tmp_path):
     plan, path = pykvedge.plan("snapkv", 0.3), tmp_path / "talk.kvs"
     first = closing(pykvedge.Session(plan=plan, threads=THREADS, keep="ram", keep_type="q8_0"))

@@ -53,7 +53,7 @@ kvedge_status check_stream(const kvedge_plan & plan, kvedge_error * err) {
 }
 
 kvedge_status open_stream(Sequence & seq, const kvedge_plan & plan, kvedge_error * err) try {
-    if (seq.rows.storage().quantised()) {
+    if (seq.rows.storage().quantised() || has_whole(seq.rows)) {
         return fail(err, KVEDGE_E_UNSUPPORTED,
                     "a stream is compressed again and again, and quantised rows would be rounded each time; store it as f16, bf16 or f32");
     }
