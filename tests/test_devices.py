@@ -241,6 +241,17 @@ def test_nothing_comes_back_for_a_piece_of_a_prompt(native, tiny, worker, own_se
     assert returned[1] - returned[0] < 4 * 512
 
 
+def test_the_whole_cache_is_not_said_to_be_larger_on_a_device(native, tiny, kvedge):
+    """The report compares what is kept with the rows of all tokens; a device also has masks, queries and room."""
+    files = tiny("llama", head_size=64, n_heads=4, n_heads_kv=2, n_layers=3)
+    options = ["--device", "CPU", "--method", "kvedge", "--budget", "0.2", "--max-tokens", "4", "--json"]
+    told = kvedge("chat", *files.arguments(), *options, "word " * 700).json
+    rows = told["tokens"]["prompt"] * 3 * 2 * (64 + 64) * 2  # layers, KV heads, keys and values in f16
+    assert told["device"]["compressed"]
+    assert rows <= told["kv"]["full_bytes"] <= 1.05 * rows
+    assert told["kv"]["kept_bytes"] < 0.4 * told["kv"]["full_bytes"] < told["kv"]["peak_bytes"]
+
+
 @pytest.mark.parametrize("exact", [[], ["--keep", "ram", "--exact"]], ids=["plain", "exact"])
 def test_no_keys_and_values_travel_for_a_token(native, tiny, kvedge, own_server, exact):
     """Bytes for 50 more tokens of an answer, after prompts of two lengths: as many, but for 2 of each pair's mask.

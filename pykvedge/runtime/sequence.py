@@ -334,7 +334,10 @@ class Sequence(Place):
         stats, held = cache.stats(self.number), self.pairs_held()
         # a prompt whose budget covers it is not compressed, and leaves the figures of the last compression alone
         compressed = stats.n_compressions > self._n_compressions
-        there = max(stats.before_bytes, stats.bytes) if compressed else stats.bytes
+        device = device_work(cache, self.number) if compressed else None
+        # what lay on a device was more than rows: masks, queries, and room for tokens to come
+        before = stats.before_bytes if compressed and not (device and device.compressed) else 0
+        there = max(before, stats.bytes)
         kv = Kv(
             there if stats.whole_bytes else max(there, self.uncompressed_bytes()),  # turns may have left whole rows
             stats.after_bytes if compressed else stats.bytes,
@@ -344,7 +347,7 @@ class Sequence(Place):
             round(held - (0 if stats.whole_bytes else self.held)),
             stats.whole_bytes,
             stats.whole_file_bytes,
-            device_work(cache, self.number) if compressed else None,
+            device,
         )
         self._n_compressions, self.held, self.compressed_tokens = stats.n_compressions, held, 0
         return kv
