@@ -231,7 +231,7 @@ static kvedge_status compress_tokens(
     }
     const size_t first = seq.rows.contents().pending_from;
     const bool limited = outcome.limits && !outcome.limits->empty();
-    if (any && (reduced || quantise || limited || has_whole(seq.rows) || (outcome.keep && scored))) {
+    if (any && (reduced || job.rounds() || limited || (outcome.keep && scored))) {
         const auto status = replace_rows(job, reduced, unsealed, outcome, err);
         if (status != KVEDGE_OK) {
             return status;

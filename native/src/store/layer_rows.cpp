@@ -101,7 +101,8 @@ void LayerRows::keep(const std::vector<int32_t> & rows) {
     }
     for (int32_t h = 0; h < shape_.n_heads_kv; h++) {
         RaggedHead * const of = ragged_ ? &heads_[(size_t) h] : nullptr;
-        uint8_t * const    k = memory_.data() + (of ? of->k[0].offset : k_at(h, 0)), * const v = memory_.data() + (of ? of->v[0].offset : v_at(h, 0));
+        uint8_t * const    k  = memory_.data() + (of ? of->k[0].offset : k_at(h, 0));
+        uint8_t * const    v  = memory_.data() + (of ? of->v[0].offset : v_at(h, 0));
         for (size_t to = staying; to < rows.size(); to++) {
             memmove(k + to * kst, k + (size_t) rows[to] * kst, kst);
             memmove(v + to * vst, v + (size_t) rows[to] * vst, vst);

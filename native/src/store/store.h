@@ -127,8 +127,9 @@ bool seal_old(Store & store, size_t end);
 using Sealed = std::vector<std::pair<size_t, Block>>;
 bool unseal_pending(Store & store, Sealed * was = nullptr);
 void seal_again(Store & store, Sealed && was) noexcept;
-// Quantises the pending tokens, of which every head holds all, block by block and layer by layer; their plain memory goes. They stay pending, and compressions
-// read them as they are. as: types without groups. Those that are quantised stay as they are. False: no memory, and rows are lost.
+// Quantises the pending tokens, of which every head holds all, block by block and layer by layer; their plain memory goes. They stay
+// pending, and compressions read them as they are. as: types without groups. Those that are quantised stay as they are. False: no memory,
+// and rows are lost.
 bool seal_whole(Store & store, const Storage & as, int32_t n_threads);
 bool has_whole(const Store & store);  // whether any are
 // Leading pending blocks that are already quantised lose their pending mark. False: there are none.
