@@ -75,7 +75,8 @@ void write_seen(const std::string & folder, int32_t kind) {
     Sequence     seq(made.shapes, made.storage);
     kvedge_error err{};
     Observation  all;
-    all.sums = all.squares = all.entropy = all.queries = all.peaks = true;
+    all.columns.fill(true);
+    all.entropy = all.queries = all.peaks = true;
     all.window  = 4;
     all.moments = 0;
     REQUIRE(make_room(seq, all, 6));

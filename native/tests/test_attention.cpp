@@ -137,8 +137,8 @@ void check_decode(const Case & c, const Sequence & seq, AttendJob job, const Exp
     const size_t        row = (size_t) seq.rows.head_length(0, 0) + 5;
     std::vector<float>  weights((size_t) c.H * row, -1.0f);
     const auto          own = seq.clone();
-    ColumnSums &        to  = own->observed.layer(0).sums;
-    std::fill(to.sums.begin(), to.sums.end(), 0.0);
+    Columns &           to  = own->observed.layer(0).columns;
+    std::fill(to.sums().begin(), to.sums().end(), 0.0);
     job.seen = &own->observed;
     if (job.n == 1) {
         job.weights     = weights.data();
@@ -163,7 +163,7 @@ void check_decode(const Case & c, const Sequence & seq, AttendJob job, const Exp
     }
     const int32_t pending = seq.rows.pending_length();
     for (int32_t i = 0; i < c.Hkv * pending; i++) {
-        const double found = to.sums[(size_t) (i / pending * to.capacity + i % pending)];
+        const double found = to.sums()[(size_t) (i / pending * to.capacity + i % pending)];
         CHECK(close_to(found, job.n == 1 ? e.sums[(size_t) i] : 0.0, 2e-6));
     }
 }
@@ -203,7 +203,7 @@ void check_step(const Case & c, Sequence & seq, int32_t n) {
     const auto         sinks   = random_floats((size_t) c.H);
     std::vector<float> out((size_t) (n * c.H * c.d_v));
     CHECK(make_room(seq, { true, true, true }, 0));
-    const auto before = seq.observed.layer(0).sums.sums, squares_before = seq.observed.layer(0).sums.squares;
+    const auto before = seq.observed.layer(0).columns.sums(), squares_before = seq.observed.layer(0).columns.of[column::squares];
     const auto entropy_before = seq.observed.layer(0).entropy;
 
     AttendJob job{};
@@ -241,9 +241,9 @@ void check_step(const Case & c, Sequence & seq, int32_t n) {
     for (int32_t h = 0; h < c.Hkv; h++) {
         CHECK(close_to(seq.observed.layer(0).entropy[(size_t) h] - entropy_before[(size_t) h], e.entropy[(size_t) h], 1e-5));
         for (int32_t j = 0; j < pending; j++) {
-            const auto at = (size_t) (h * seq.observed.layer(0).sums.capacity + j);
-            CHECK(close_to(seq.observed.layer(0).sums.squares[at] - squares_before[at], e.squares[(size_t) (h * pending + j)], 2e-5));
-            CHECK(close_to(seq.observed.layer(0).sums.sums[at] - before[at], e.sums[(size_t) (h * pending + j)], 2e-5));
+            const auto at = (size_t) (h * seq.observed.layer(0).columns.capacity + j);
+            CHECK(close_to(seq.observed.layer(0).columns.of[column::squares][at] - squares_before[at], e.squares[(size_t) (h * pending + j)], 2e-5));
+            CHECK(close_to(seq.observed.layer(0).columns.sums()[at] - before[at], e.sums[(size_t) (h * pending + j)], 2e-5));
         }
     }
 

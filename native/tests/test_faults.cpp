@@ -46,10 +46,10 @@ uint32_t told(const Sequence & seq) {
             if (seq.rows.scored()) {
                 tell(scores);
             }
-            if (seq.observed.have().sums) {
-                const ColumnSums & cs = seq.observed.layer((size_t) l).sums;
+            if (seq.observed.have().sums()) {
+                const Columns & cs = seq.observed.layer((size_t) l).columns;
                 const auto         n  = (size_t) std::min(cs.capacity, seq.rows.pending_length());  // what follows is room
-                sum = crc32(sum, cs.sums.data() + (size_t) h * (size_t) cs.capacity, n * sizeof(double));
+                sum = crc32(sum, cs.sums().data() + (size_t) h * (size_t) cs.capacity, n * sizeof(double));
             }
         }
     }
@@ -63,14 +63,14 @@ void enter(Sequence & seq, int32_t n) {
     CHECK(make_room(seq, { true, false, false, false, 8 }, n) && seq.rows.append(n, pos.data(), false));
     const Storage plain = seq.rows.storage().plain();
     for (size_t l = 0; l < SHAPES.size(); l++) {
-        ColumnSums & cs = seq.observed.layer(l).sums;
+        Columns & cs = seq.observed.layer(l).columns;
         for (int32_t h = 0; h < SHAPES[l].n_heads_kv; h++) {
             for (int32_t t = 0; t < n; t++) {
                 const auto place = seq.rows.place_from_end(t, n);
                 const auto k = random_floats((size_t) SHAPES[l].d_k), v = random_floats((size_t) SHAPES[l].d_v);
                 kernels().from_f32(plain.k, k.data(), k_row(place, (int32_t) l, h), k.size());
                 kernels().from_f32(plain.v, v.data(), v_row(place, (int32_t) l, h), v.size());
-                cs.sums[(size_t) (h * cs.capacity + at + t)] = (double) (rng() % 1000);
+                cs.sums()[(size_t) (h * cs.capacity + at + t)] = (double) (rng() % 1000);
             }
         }
     }

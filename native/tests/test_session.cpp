@@ -223,7 +223,8 @@ void lie_about(const std::vector<uint8_t> & good, const Observation & all, const
 // What was observed of a sequence comes back as it was; lies about it do no harm.
 void test_whole(const std::vector<LayerShape> & shapes, const Storage & type, int32_t every) {
     Observation all;
-    all.sums = all.squares = all.entropy = all.queries = all.peaks = true;
+    all.columns.fill(true);
+    all.entropy = all.queries = all.peaks = true;
     all.window  = 8;
     all.moments = 2;
     Sequence             seq(shapes, type);
@@ -236,7 +237,7 @@ void test_whole(const std::vector<LayerShape> & shapes, const Storage & type, in
     }
     for (size_t l = 0; l < shapes.size(); l++) {
         LayerSeen & seen = seq.observed.layer(l);
-        for (double & x : seen.sums.sums) {
+        for (double & x : seen.columns.sums()) {
             x = (double) rng() / 7.0;
         }
         for (float & x : seen.window.q) {
@@ -267,7 +268,7 @@ void test_whole(const std::vector<LayerShape> & shapes, const Storage & type, in
     CHECK(back->observed.have().window == 8 && back->observed.have().moments == 2 && back->observed.have().queries && back->observed.queries.of(1).size() == 2);
     for (size_t l = 0; l < shapes.size(); l++) {
         const LayerSeen & a = seq.observed.layer(l), & b = back->observed.layer(l);
-        CHECK(a.sums.sums == b.sums.sums && a.sums.squares == b.sums.squares && a.entropy == b.entropy && a.window.q == b.window.q &&
+        CHECK(a.columns.of == b.columns.of && a.entropy == b.entropy && a.window.q == b.window.q &&
               a.window.sinks == b.window.sinks && a.window.row == b.window.row && a.peaks.highest == b.peaks.highest);
     }
     lie_about(good, all, shapes, type, every);

@@ -100,7 +100,7 @@ class Checked {
         for (size_t l = 0; l < SHAPES.size(); l++) {
             for (size_t h = 0; h < rows[l].size(); h++) {
                 for (size_t i = 0; i < pending.size(); i++) {
-                    seq->observed.layer(l).sums.sums[h * (size_t) seq->observed.layer(l).sums.capacity + i] = (double) (pending[i] * 7 % 100);
+                    seq->observed.layer(l).columns.sums()[h * (size_t) seq->observed.layer(l).columns.capacity + i] = (double) (pending[i] * 7 % 100);
                 }
             }
         }
@@ -291,12 +291,12 @@ void test_removing_nothing() {
     seq.observed.skip_windows(42);
     const int32_t last     = seq.rows.contents().pos.back(), first = seq.rows.contents().pos.front();
     const auto    capacity = seq.score_bytes();
-    seq.observed.layer(1).sums.sums[3]    = 5.0;
+    seq.observed.layer(1).columns.sums()[3]    = 5.0;
     const auto untouched = [&](size_t n) {
         c.check();
         CHECK((size_t) seq.rows.n_tokens() == n && seq.rows.contents().image.size() == n);
         CHECK(seq.observed.window_from() == 42 && seq.observed.have().window == 8);
-        CHECK(seq.observed.layer(1).sums.sums[3] == 5.0 && seq.observed.queries.of(0).size() == 1 && seq.observed.queries.of(0)[0].n == 4);
+        CHECK(seq.observed.layer(1).columns.sums()[3] == 5.0 && seq.observed.queries.of(0).size() == 1 && seq.observed.queries.of(0)[0].n == 4);
         CHECK(seq.score_bytes() == capacity);
     };
     for (const auto & [p0, p1] : { std::pair<int32_t, int32_t>{ last + 1, last + 100 }, { 0, first }, { first, first }, { last, last } }) {

@@ -54,7 +54,7 @@ void append(Sequence & seq, int32_t n) {
             std::vector<float> k((size_t) SHAPES[l].d_k, value(first + i, l, h, false)), v((size_t) SHAPES[l].d_v, value(first + i, l, h, true));
             kernels().from_f32(Type::f32, k.data(), k_row(at, (int32_t) l, (int32_t) h), k.size());
             kernels().from_f32(Type::f32, v.data(), v_row(at, (int32_t) l, (int32_t) h), v.size());
-            seq.observed.layer(l).sums.sums[h * (size_t) seq.observed.layer(l).sums.capacity + (size_t) (before + i)] = sum_of(first + i, l, h);
+            seq.observed.layer(l).columns.sums()[h * (size_t) seq.observed.layer(l).columns.capacity + (size_t) (before + i)] = sum_of(first + i, l, h);
         }
     });
 }
@@ -76,8 +76,8 @@ void check_rows(const Sequence & seq, int32_t n) {
                 CHECK(v[(size_t) ((r + 1) * SHAPES[l].d_v - 1)] == value(tokens[at], l, h, true));
             }
         });
-        for (size_t i = 0; i < tokens.size() && seq.observed.have().sums; i++) {
-            CHECK(seq.observed.layer(l).sums.sums[h * (size_t) seq.observed.layer(l).sums.capacity + i] == sum_of(tokens[i], l, h));
+        for (size_t i = 0; i < tokens.size() && seq.observed.have().sums(); i++) {
+            CHECK(seq.observed.layer(l).columns.sums()[h * (size_t) seq.observed.layer(l).columns.capacity + i] == sum_of(tokens[i], l, h));
         }
     });
 }
@@ -149,7 +149,7 @@ void random_series(int32_t steps) {
             each_head([&](size_t l, size_t h) {
                 const auto tokens = seq->rows.head_tokens((int32_t) l, (int32_t) h);
                 for (size_t t = 0; t < tokens.size(); t++) {
-                    seq->observed.layer(l).sums.sums[h * (size_t) seq->observed.layer(l).sums.capacity + t] = sum_of(tokens[t], l, h);
+                    seq->observed.layer(l).columns.sums()[h * (size_t) seq->observed.layer(l).columns.capacity + t] = sum_of(tokens[t], l, h);
                 }
             });
             check_rows(*seq, n);
@@ -172,7 +172,7 @@ void test_opening() {
     each_head([&](size_t l, size_t h) {
         const auto tokens = seq.rows.head_tokens((int32_t) l, (int32_t) h);
         for (size_t i = 0; i < tokens.size(); i++) {
-            const double sum = seq.observed.layer(l).sums.sums[h * (size_t) seq.observed.layer(l).sums.capacity + i];
+            const double sum = seq.observed.layer(l).columns.sums()[h * (size_t) seq.observed.layer(l).columns.capacity + i];
             CHECK(sum == (i < BOUND ? 0.0 : sum_of(tokens[i], l, h)));
         }
     });

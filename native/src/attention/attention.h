@@ -103,10 +103,11 @@ class Scratch {
     float * vals  = nullptr;  // [BLOCK][pad16(d_v)]
     float * q     = nullptr;  // [rows][d_k]
     float * o     = nullptr;  // [rows][pad16(d_v)]
-    float * sum   = nullptr;  // [s_row]
-    float * sq    = nullptr;  // [s_row]
+    float * sum   = nullptr;  // [s_row], also columns[column::sums]
     float * mean  = nullptr;  // [s_row]
     float * len   = nullptr;  // [rows] 1 / softmax denominator
+
+    std::array<float *, column::count> columns{};  // [s_row] each
 
   private:
     Pages memory_;

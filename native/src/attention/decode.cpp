@@ -187,8 +187,8 @@ void attend_block(
 // What a single token pays to the pending rows. Whoever writes out a head is alone with it.
 void add_sums(const AttendJob & job, const Piece & piece) {
     const int32_t n     = job.rows->pending_length();
-    ColumnSums &  seen  = job.seen->layer((size_t) job.layer).sums;
-    double *      sums  = seen.sums.data() + (size_t) piece.head * (size_t) seen.capacity;
+    Columns &     seen  = job.seen->layer((size_t) job.layer).columns;
+    double *      sums  = seen.sums().data() + (size_t) piece.head * (size_t) seen.capacity;
     const float * paid  = weights_of(job, piece, 0) + (piece.n_keys - n);
     for (int32_t r = 0; r < n; r++) {
         double sum = 0.0;
@@ -227,7 +227,7 @@ void write_out(const AttendJob & job, const Piece & piece, int32_t n_splits, Dec
             std::transform(weights, weights + piece.n_keys, weights, [total](float x) { return x / total; });
         }
     }
-    if (job.wanted.sums && job.weights && job.n == 1) {
+    if (job.wanted.sums() && job.weights && job.n == 1) {
         add_sums(job, piece);
     }
     if (job.scored) {

@@ -158,36 +158,39 @@ void softmax(const AttendJob & job, const Tile & tile, Scratch & x) {
     }
 }
 
-// Moments of one token's attention to rows [first, last), the mean over its group, to x.sum and x.sq.
+// Adds one token's attention to the rows [first, last), as its mean over the group, to x.columns.
 void add_token(const Tile & tile, int32_t token, int32_t first, int32_t last, Scratch & x) {
     const Kernels & kn = kernels();
     const auto      n  = (size_t) (last - first);
     const auto      r  = (size_t) (token * tile.group);
+
+    float * const sums = x.columns[column::sums] + first, * const squares = x.columns[column::squares] + first;
     if (tile.group == 1) {
-        kn.add_moments(x.len[r], x.s + r * tile.stride + first, x.sum + first, x.sq + first, n);
+        kn.add_moments(x.len[r], x.s + r * tile.stride + first, sums, squares, n);
         return;
     }
     std::fill(x.mean, x.mean + n, 0.0f);
     for (size_t g = 0; g < (size_t) tile.group; g++) {
         kn.axpy(x.len[r + g], x.s + (r + g) * tile.stride + first, x.mean, n);
     }
-    kn.add_moments(1.0f / (float) tile.group, x.mean, x.sum + first, x.sq + first, n);
+    kn.add_moments(1.0f / (float) tile.group, x.mean, sums, squares, n);
 }
 
-// sums[c] += mean over the group of the attention that the tile's tokens pay to pending row c; squares, and scores of rows
-// before those, likewise.
+// Adds the attention that the tile's tokens pay, as its mean over the group: to the columns for the pending rows, and to the
+// scores for the rows before them.
 void add_sums(const AttendJob & job, const Tile & tile, Scratch & x) {
     const int32_t pending = tile.n_keys - job.rows->pending_length();
     const int32_t first   = job.scored ? 0 : pending;
     const int32_t n       = tile.n_visible - pending;
-    ColumnSums &  seen    = job.seen->layer((size_t) job.layer).sums;
-    const bool    squares = !seen.squares.empty();
+    Columns &     seen    = job.seen->layer((size_t) job.layer).columns;
+    const auto    summed  = [](const Bulk<double> & numbers) { return !numbers.empty(); };
     if (tile.n_visible <= first) {
         return;
     }
-    std::fill(x.sum + first, x.sum + tile.n_visible, 0.0f);
-    if (squares) {
-        std::fill(x.sq + first, x.sq + tile.n_visible, 0.0f);
+    for (float * numbers : x.columns) {
+        std::fill(numbers + first, numbers + tile.n_visible, 0.0f);
+    }
+    if (std::any_of(seen.of.begin() + 1, seen.of.end(), summed)) {
         for (int32_t t = 0; t < tile.t1 - tile.t0; t++) {
             add_token(tile, t, first, tile.n_visible, x);
         }
@@ -197,16 +200,12 @@ void add_sums(const AttendJob & job, const Tile & tile, Scratch & x) {
             kernels().axpy(x.len[r] / (float) tile.group, s, x.sum + first, (size_t) (tile.n_visible - first));
         }
     }
-    const auto pour = [&](const float * from, Bulk<double> & sums) {
-        double * to = sums.data() + (size_t) tile.head * (size_t) seen.capacity;
-        for (int32_t c = 0; c < n; c++) {
-            to[c] += (double) from[pending + c];
-        }
-    };
     job.locks[tile.head].lock();
-    pour(x.sum, seen.sums);
-    if (squares) {
-        pour(x.sq, seen.squares);
+    for (size_t i = 0; i < column::count; i++) {
+        double * to = seen.of[i].data() + (size_t) tile.head * (size_t) seen.capacity;
+        for (int32_t c = 0; c < n && summed(seen.of[i]); c++) {
+            to[c] += (double) x.columns[i][pending + c];
+        }
     }
     if (job.scored) {
         add_scores(*job.scored, job.layer, tile.head, pending, x.sum, 0, 1);
@@ -251,7 +250,7 @@ bool Scratch::reserve(const std::vector<LayerShape> & shapes, int32_t n_keys) {
 
     const size_t n_s = (size_t) most * s_row, n_panel = (size_t) (BLOCK + 64) * (size_t) d_k, n_vals = (size_t) BLOCK * (size_t) d_v;
     const size_t n_q = (size_t) most * (size_t) d_k, n_o = (size_t) most * (size_t) d_v, n_len = (size_t) (most + 15) / 16 * 16;
-    const size_t need = (n_s + n_panel + n_vals + n_q + n_o + 3 * s_row + n_len) * sizeof(float);
+    const size_t need = (n_s + n_panel + n_vals + n_q + n_o + (column::count + 1) * s_row + n_len) * sizeof(float);
     if (memory_.size() < need) {
         memory_ = Pages();
         memory_ = Pages::take(need);
@@ -265,9 +264,11 @@ bool Scratch::reserve(const std::vector<LayerShape> & shapes, int32_t n_keys) {
     q     = vals + n_vals;
     o     = q + n_q;
     sum   = o + n_o;
-    sq    = sum + s_row;
-    mean  = sq + s_row;
+    mean  = sum + column::count * s_row;
     len   = mean + s_row;
+    for (size_t i = 0; i < column::count; i++) {
+        columns[i] = sum + i * s_row;
+    }
     return true;
 }
 
@@ -320,7 +321,7 @@ void prefill_task(const AttendJob & job, int32_t task, Scratch & x) {
     if (job.wanted.queries) {
         keep_queries(job, tile, shape.d_k, x.q);
     }
-    if (job.wanted.sums) {
+    if (job.wanted.sums()) {
         add_sums(job, tile, x);
     }
     if (job.wanted.peaks && !within) {

@@ -205,7 +205,7 @@ static kvedge_status compress_tokens(
     if ((reduced || scored) && !saw_all(seq, wanted)) {
         return fail_unobserved(seq, plan, err);
     }
-    if (!make_room(seq, { wanted.sums, wanted.squares }, 0)) {
+    if (!make_room(seq, { wanted.columns }, 0)) {
         return fail(err, KVEDGE_E_MEMORY, "no memory for the scores of %d tokens", T);
     }
     if (quantise && !reduced && !scored && !outcome.want_scores) {

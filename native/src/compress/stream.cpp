@@ -22,7 +22,7 @@ kvedge_status check_stream(const kvedge_plan & plan, kvedge_error * err) {
         return fail(err, KVEDGE_E_UNSUPPORTED, "the bound of a stream holds for the answer, too; use decode keep-all instead of '%s'",
                     plan.decode->name);
     }
-    if (wanted.squares) {
+    if (wanted.counts()) {
         return fail(err, KVEDGE_E_UNSUPPORTED, "scorer '%s' needs to know how many queries saw each token, which a stream does not keep; use another",
                     plan.scorer->name);
     }
@@ -68,7 +68,7 @@ kvedge_status open_stream(Sequence & seq, const kvedge_plan & plan, kvedge_error
 
 // Whether anything was seen of what the plan's scorer goes by.
 static bool observed_some(const Sequence & seq, const Observation & wanted) {
-    return (!wanted.sums || seq.observed.have().sums) && (wanted.moments < 0 || seq.observed.have().moments >= 0) &&
+    return (!wanted.sums() || seq.observed.have().sums()) && (wanted.moments < 0 || seq.observed.have().moments >= 0) &&
            (wanted.window == 0 || (seq.observed.have().window > 0 && seq.rows.n_tokens() > seq.observed.window_from()));
 }
 
@@ -81,7 +81,7 @@ static kvedge_status compress_rows(
     }
     set_sinks(seq.rows, plan.sinks);
     Observation wanted = plan_observes(plan);
-    if (!wanted.sums) {
+    if (!wanted.sums()) {
         seq.observed.drop_sums();  // of an earlier plan
     }
     if (budget >= T) {
@@ -90,7 +90,7 @@ static kvedge_status compress_rows(
     if (!observed_some(seq, wanted) || half_seen(seq, wanted)) {
         return fail_unobserved(seq, plan, err);
     }
-    if (!make_room(seq, { wanted.sums }, 0)) {
+    if (!make_room(seq, { wanted.columns }, 0)) {
         return fail(err, KVEDGE_E_MEMORY, "no memory for the scores of %d tokens", T);
     }
     Job job = make_job(seq, plan, n_threads, false);
@@ -101,7 +101,7 @@ static kvedge_status compress_rows(
         return fail(err, KVEDGE_E_MEMORY, "no memory for the compressed cache of %d tokens", budget);
     }
     fill_layers(job, reduces, outcome);
-    for (size_t l = 0; seq.observed.have().sums && l < job.kept.size(); l++) {
+    for (size_t l = 0; seq.observed.have().sums() && l < job.kept.size(); l++) {
         for (size_t h = 0; h < job.kept[l].size(); h++) {
             seq.observed.remove_head_rows(l, h, 0, Observed::ALL, job.kept[l][h]);
         }

@@ -63,8 +63,8 @@ StoredRows plan_head(
         head.tokens.push_back(job.pending.tokens_of(l, h)[kept[(size_t) i]]);
     }
     if (job.scored) {
-        const ColumnSums & cs   = job.seq.observed.layer(l).sums;
-        const double *     sums = cs.sums.data() + h * (size_t) cs.capacity;
+        const Columns &    cs   = job.seq.observed.layer(l).columns;
+        const double *     sums = cs.sums().data() + h * (size_t) cs.capacity;
         head.scores.reserve((size_t) (last - first) + 1);
         for (int32_t i = first; i < last; i++) {
             head.scores.push_back(sums[kept[(size_t) i]]);

@@ -98,7 +98,7 @@ int32_t Devices::attach() {
 bool Devices::fits(const Run & run, bool even) const {
     const SequenceState & state = *run.state;
     const Storage & stored = state.seq->rows.storage();  // of a file, its own
-    if (state.turned() || run.request || run.wanted.queries || run.wanted.moments >= 0 || run.wanted.peaks || sequences_.watching || state.streaming ||
+    if (state.turned() || run.request || run.wanted.queries || run.wanted.moments >= 0 || run.wanted.peaks || !run.wanted.on_devices() || sequences_.watching || state.streaming ||
         is_rotated(stored.k) || is_rotated(stored.v) || has_whole(state.seq->rows) || !follow_each_other(run.index) ||
         (run.score && even_rows(state.seq->rows) != 0)) {
         return false;
@@ -212,7 +212,7 @@ bool Devices::place(Runs & runs) {
 
 bool Devices::reserve(Run & run, size_t n_runs) {
     const int32_t n = run.n();
-    const Summed summed = { run.wanted.sums, run.wanted.squares, run.wanted.entropy };
+    const Summed summed = { run.wanted.columns[column::sums], run.wanted.columns[column::squares], run.wanted.entropy };
     const Incoming incoming = { n, std::max(n, run.state->expected), run.wanted.window, summed,
                                 run.state->seq->rows.pending_length(), summing_parts(n_runs) };
     if (!run.device->may_follow(incoming)) {
@@ -282,10 +282,10 @@ void Devices::note_sums(SequenceState & state, size_t l, int32_t rows, const Att
             }
         }
     };
-    if (to.have().sums) {
-        ColumnSums & cs = to.layer(l).sums;
-        add(cs.sums, cs.capacity, sums.columns, share);
-        add(cs.squares, cs.capacity, sums.squares, share * share);
+    if (to.have().sums()) {
+        Columns & into = to.layer(l).columns;
+        add(into.sums(), into.capacity, sums.columns, share);
+        add(into.of[column::squares], into.capacity, sums.squares, share * share);
     }
     for (size_t h = 0; h < sums.entropy.size() && to.have().entropy; h++) {
         to.layer(l).entropy[h] -= sums.entropy[h];

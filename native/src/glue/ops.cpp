@@ -40,7 +40,7 @@ AttendJob make_job(const LayerOp & op, const Run & run, ggml_tensor * dst) {
     job.locks  = kv.working.locks.get();
     job.replay = run.replay;
     job.scored = run.score ? &run.state->seq->rows : nullptr;
-    if (run.watch || (run.decode && (run.score || run.wanted.sums))) {
+    if (run.watch || (run.decode && (run.score || run.wanted.sums()))) {
         TokenWeights & weights = run.state->weights;
         const size_t   at      = run.watch ? (size_t) op.layer : 0;
         job.weights            = weights.weights[at].data();

@@ -146,7 +146,7 @@ bool Ubatch::prepare(const llama_attn_provider_ubatch & of, Run & run) {
     const kvedge_plan & plan = sequences_.plan_of(state.id);
     run.watched              = (run.is_prompt() || state.streaming) && plan.budget_ratio != 1.0;
     run.wanted               = run.watched ? plan_observes(plan) : Observation{};
-    run.score                = run.is_prompt() ? run.wanted.sums && plan.decode->needs_scores : state.seq->rows.scored();
+    run.score                = run.is_prompt() ? run.wanted.sums() && plan.decode->needs_scores : state.seq->rows.scored();
     return true;
 }
 
@@ -172,7 +172,7 @@ bool Ubatch::decodes(const Run & run) const {
         group = std::max(group, s.n_heads / s.n_heads_kv);
     }
     const Observation & w = run.wanted;
-    if (n == 1 && run.state->streaming && !w.squares && !w.entropy) {
+    if (n == 1 && run.state->streaming && !w.counts() && !w.entropy) {
         return true;  // the answer of a stream is observed, too
     }
     if (w.attention() || w.queries) {
@@ -207,7 +207,7 @@ bool Ubatch::store(const llama_attn_provider_ubatch & of, Run & run) {
     run.decode          = decodes(run);
     run.watch           = sequences_.watching && n == 1 && run.decode;
     state.weights.valid = run.watch;
-    if ((run.watch || (run.decode && (run.score || run.wanted.sums))) && !state.weights.reserve(state.seq->rows, run.watch)) {
+    if ((run.watch || (run.decode && (run.score || run.wanted.sums()))) && !state.weights.reserve(state.seq->rows, run.watch)) {
         state.weights = {};
         return no_memory("no memory for the attention weights of a token; free memory");
     }
@@ -232,7 +232,7 @@ bool Ubatch::enter_bounded(const llama_attn_provider_ubatch & of, Run & run) {
         return false;
     }
     run.wanted  = bounded->wanted();
-    run.score   = run.wanted.sums && plan.decode->needs_scores;
+    run.score   = run.wanted.sums() && plan.decode->needs_scores;
     run.bounded = bounded.get();
     if (run.wanted.attention()) {
         state.seq->observe(n, causal);

@@ -1,4 +1,4 @@
-// What a plan wants gathered of a prompt's attention while it is read.
+// What a plan wants gathered of a prompt's attention while the prompt is read.
 
 #pragma once
 
@@ -8,40 +8,68 @@
 
 namespace kvedge {
 
-// Quantities whose missing tokens are counted; the first four are in session files, in this order.
+// Columns: numbers that are summed for each KV head and pending token while queries attend. A new column takes two places:
+// its name here, before `count`, and the attention that sums it (add_sums in attention/prefill.cpp).
+namespace column {
+enum : size_t {
+    sums,     // the attention, as its mean over the query heads of a KV head
+    squares,  // the squares of that mean
+    count
+};
+constexpr size_t FILED = 2;  // the first columns, which session files hold; more of them need another version of the files
+constexpr size_t ON_DEVICES = 2;  // the first columns, which the graphs of devices sum; a prompt with others is read by the host
+}  // namespace column
+
+// Quantities whose missing tokens are counted: the columns, and these.
 namespace quantity {
-enum : size_t { sums, squares, entropy, window, moments, peaks, count };
+enum : size_t { entropy = column::count, window, moments, peaks, count };
 }
 
 struct Observation {
-    bool    sums    = false;  // column sums of the attention
-    bool    squares = false;  // and of its squares
-    bool    entropy = false;  // entropy of its rows
-    bool    queries = false;  // all queries, kept until the compression
-    int32_t window  = 0;      // the last queries; 0: none
-    int32_t moments = -1;     // mean and covariance of the queries of this token and all later ones; -1: not
-    bool    peaks   = false;  // the largest attention that each token received from the prompt's own queries
-    bool    apart   = false;  // from each query head, to be multiplied by what values add through its output projection
-    bool    again   = false;  // peaks by the queries of a second pass over the prompt (kvedge_replay_begin)
-    bool    within  = false;  // as shares of what the chunk of that pass is about, not of all rows
+    std::array<bool, column::count> columns{};
 
-    bool attention() const { return sums || entropy || peaks; }
+    bool    entropy = false;  // entropy of the rows of the attention
+    bool    queries = false;  // all queries, kept until the compression
+    int32_t window  = 0;      // number of last queries that are kept; 0: none
+    int32_t moments = -1;     // mean and covariance of the queries from this token on; -1: not gathered
+    bool    peaks   = false;  // the largest attention that each token received from the prompt's own queries
+    bool    apart   = false;  // peaks of each query head, which are multiplied by the norms of projected values
+    bool    again   = false;  // peaks by the queries of a second pass over the prompt (kvedge_replay_begin)
+    bool    within  = false;  // these peaks as shares of the rows of a chunk, not of all rows
+
+    bool sums() const { return columns[column::sums]; }
+    // A column after `sums` is divided by the number of queries that saw a token, so that number is gathered too.
+    bool counts() const { return std::find(columns.begin() + 1, columns.end(), true) != columns.end(); }
+    bool on_devices() const { return std::find(columns.begin() + column::ON_DEVICES, columns.end(), true) == columns.end(); }
+    bool attention() const { return sums() || counts() || entropy || peaks; }
     bool any() const { return attention() || queries || window > 0 || moments >= 0; }
-    // Whether all that is wanted is gathered, but for all queries and their entropy.
+    // Returns whether this has what is wanted. Ignores `queries`, `entropy` and the length of the window.
     bool has(const Observation & wanted) const {
-        return (!wanted.sums || sums) && (!wanted.squares || squares) && window >= std::min(wanted.window, 1) &&
-               (wanted.moments < 0 || moments >= 0) && (!wanted.any_peaks() || peaks);
+        for (size_t i = 0; i < column::count; i++) {
+            if (wanted.columns[i] && !columns[i]) {
+                return false;
+            }
+        }
+        return window >= std::min(wanted.window, 1) && (wanted.moments < 0 || moments >= 0) && (!wanted.any_peaks() || peaks);
     }
     bool any_peaks() const { return peaks || again; }
 
-    // The longest prompt of which none would be left to choose from.
+    // Returns the length of the longest prompt whose tokens are all kept without a score.
     int32_t whole_up_to() const { return std::max({ 0, window, moments }); }
 
-    // What the prompt's own pass gathers, by quantity.
-    std::array<bool, quantity::count> gathers() const { return { sums, squares, entropy, window > 0, moments >= 0, peaks }; }
+    // By column and quantity: whether the prompt's own pass gathers it.
+    std::array<bool, quantity::count> gathers() const {
+        std::array<bool, quantity::count> out{};
+        std::copy(columns.begin(), columns.end(), out.begin());
+        out[quantity::entropy] = entropy;
+        out[quantity::window]  = window > 0;
+        out[quantity::moments] = moments >= 0;
+        out[quantity::peaks]   = peaks;
+        return out;
+    }
 };
 
-// The largest attention alone, of a second pass over the prompt.
+// What a second pass over the prompt gathers: peaks alone.
 inline Observation peaks_of(const Observation & wanted) {
     Observation out;
     out.peaks = true;
@@ -49,11 +77,11 @@ inline Observation peaks_of(const Observation & wanted) {
     return out;
 }
 
-// Pending tokens of which a quantity was not gathered; window: tokens that no plan was to choose among.
+// By column and quantity: pending tokens for which it was not gathered. window: tokens that no plan was to choose among.
 struct Missing {
     std::array<int32_t, quantity::count> of{};
 
-    // n more tokens, of which `gathered` was; watched: a plan is to choose among them.
+    // Counts n more tokens, for which `gathered` was gathered. watched: a plan is to choose among the tokens.
     void count(int32_t n, const Observation & gathered = {}, bool watched = false) {
         const auto has = gathered.gathers();
         for (size_t i = 0; i < quantity::count; i++) {
@@ -61,7 +89,7 @@ struct Missing {
         }
     }
 
-    // Whether some of what is wanted was not gathered.
+    // Returns whether a wanted quantity was not gathered for every pending token.
     bool lacks(const Observation & wanted) const {
         auto wants             = wanted.gathers();
         wants[quantity::peaks] = wanted.any_peaks();

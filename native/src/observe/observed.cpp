@@ -7,7 +7,7 @@ namespace kvedge {
 namespace {
 
 // [heads][from] as [heads][to], from place `at` on; the new places are 0.
-template <class T> Bulk<T> widened(const Bulk<T> & x, size_t heads, int32_t from, int32_t to, size_t at = 0) {
+template <class T> Bulk<T> moved(const Bulk<T> & x, size_t heads, int32_t from, int32_t to, size_t at = 0) {
     Bulk<T> grown(heads * (size_t) to, T());
     for (size_t h = 0; h < heads && !x.empty(); h++) {
         std::copy_n(x.begin() + (std::ptrdiff_t) (h * (size_t) from), from, grown.begin() + (std::ptrdiff_t) (h * (size_t) to + at));
@@ -39,9 +39,10 @@ template <class Numbers> void close_rows(
 
 // Closes the rows of n_heads KV heads from `head` on.
 void close_heads(LayerSeen & of, size_t head, size_t n_heads, size_t first, size_t n, const std::vector<int32_t> & keep) {
-    const auto capacity = (size_t) of.sums.capacity, each = (size_t) of.peaks.each;
-    close_rows(of.sums.sums, head, n_heads, capacity, first, n, keep);
-    close_rows(of.sums.squares, head, n_heads, capacity, first, n, keep);
+    const auto each = (size_t) of.peaks.each;
+    for (auto & numbers : of.columns.of) {
+        close_rows(numbers, head, n_heads, (size_t) of.columns.capacity, first, n, keep);
+    }
     close_rows(of.peaks.highest, head * each, n_heads * each, (size_t) of.peaks.capacity, first, n, keep);
 }
 
@@ -49,16 +50,23 @@ int32_t grown(int32_t capacity, int32_t n_rows) { return capacity >= n_rows ? ca
 
 }  // namespace
 
+Columns Columns::widened(const std::array<bool, column::count> & wanted, size_t heads_kv, int32_t to, int32_t from) const {
+    Columns more;
+    more.capacity = to;
+    for (size_t i = 0; i < column::count; i++) {
+        if (wanted[i] || !of[i].empty()) {
+            more.of[i] = moved(of[i], heads_kv, capacity, to, (size_t) from);
+        }
+    }
+    return more;
+}
+
 void LayerSeen::make_room(const Observation & wanted, const LayerShape & shape, int32_t n_rows) {
     const auto heads_kv = (size_t) shape.n_heads_kv;
-    if (wanted.sums && (sums.capacity < n_rows || (wanted.squares && sums.squares.empty()))) {
-        ColumnSums more;  // takes its place as a whole
-        more.capacity = grown(sums.capacity, n_rows);
-        if (wanted.squares || !sums.squares.empty()) {
-            more.squares = widened(sums.squares, heads_kv, sums.capacity, more.capacity);
+    for (size_t i = 0; i < column::count; i++) {
+        if (wanted.columns[i] && (columns.capacity < n_rows || columns.of[i].empty())) {
+            columns = columns.widened(wanted.columns, heads_kv, grown(columns.capacity, n_rows));
         }
-        more.sums = widened(sums.sums, heads_kv, sums.capacity, more.capacity);
-        sums      = std::move(more);
     }
     if (wanted.entropy) {
         entropy.resize(heads_kv, 0.0);
@@ -74,20 +82,23 @@ void LayerSeen::make_room(const Observation & wanted, const LayerShape & shape, 
     if (wanted.peaks && peaks.capacity < n_rows) {
         const int32_t to   = grown(peaks.capacity, n_rows);
         const int32_t each = peaks.capacity > 0 ? peaks.each : wanted.apart ? shape.n_heads / shape.n_heads_kv : 1;
-        peaks              = { widened(peaks.highest, heads_kv * (size_t) each, peaks.capacity, to), to, each };
+        peaks              = { moved(peaks.highest, heads_kv * (size_t) each, peaks.capacity, to), to, each };
     }
 }
 
 uint64_t LayerSeen::bytes() const {
-    return (sums.sums.capacity() + sums.squares.capacity() + entropy.capacity()) * sizeof(double) + moments.bytes() +
+    size_t doubles = entropy.capacity();
+    for (const auto & numbers : columns.of) {
+        doubles += numbers.capacity();
+    }
+    return doubles * sizeof(double) + moments.bytes() +
            (peaks.highest.capacity() + window.q.capacity() + window.sinks.capacity()) * sizeof(float);
 }
 
 uint64_t observed_bytes(const Observation & wanted, const LayerShape & layer, int32_t n_tokens) {
     const auto T = (uint64_t) n_tokens, heads = (uint64_t) layer.n_heads, heads_kv = (uint64_t) layer.n_heads_kv;
     uint64_t   n = (uint64_t) wanted.window * heads * (uint64_t) layer.d_k * sizeof(float);
-    n += wanted.sums ? heads_kv * T * sizeof(double) : 0;
-    n += wanted.squares ? heads_kv * T * sizeof(double) : 0;
+    n += (uint64_t) std::count(wanted.columns.begin(), wanted.columns.end(), true) * heads_kv * T * sizeof(double);
     n += wanted.entropy ? heads_kv * sizeof(double) : 0;
     n += wanted.any_peaks() ? (wanted.apart ? heads : heads_kv) * T * sizeof(float) : 0;
     n += wanted.moments >= 0 ? QueryMoments::bytes(layer.n_heads, layer.d_k) : 0;
@@ -104,11 +115,12 @@ bool Observed::make_room(const Observation & wanted, size_t l, int32_t next, int
         window_from_ = next;
     }
     layers_[l].make_room(wanted, (*shapes_)[l], n_rows);
-    if (wanted.squares) {
-        seen_.resize(std::max(seen_.size(), (size_t) layers_[l].sums.capacity), 0);
+    if (wanted.counts()) {
+        seen_.resize(std::max(seen_.size(), (size_t) layers_[l].columns.capacity), 0);
     }
-    have_.sums    = have_.sums || wanted.sums;
-    have_.squares = have_.squares || wanted.squares;
+    for (size_t i = 0; i < column::count; i++) {
+        have_.columns[i] = have_.columns[i] || wanted.columns[i];
+    }
     have_.entropy = have_.entropy || wanted.entropy;
     have_.moments = std::max(have_.moments, wanted.moments);
     have_.peaks   = have_.peaks || wanted.peaks;
@@ -220,27 +232,24 @@ void Observed::remove_head_rows(size_t layer, size_t head, size_t first, size_t 
 }
 
 void Observed::shift_rows(size_t n) {
-    std::vector<ColumnSums> all(layers_.size());
+    std::vector<Columns> all(layers_.size());
     for (size_t l = 0; l < layers_.size(); l++) {
-        const ColumnSums & cs = layers_[l].sums;
-        const auto         heads = (size_t) (*shapes_)[l].n_heads_kv;
-        if (cs.capacity > 0) {
-            all[l].capacity = cs.capacity + (int32_t) n;
-            all[l].sums     = widened(cs.sums, heads, cs.capacity, all[l].capacity, n);
-            all[l].squares  = cs.squares.empty() ? cs.squares : widened(cs.squares, heads, cs.capacity, all[l].capacity, n);
+        const Columns & now = layers_[l].columns;
+        if (now.capacity > 0) {
+            all[l] = now.widened({}, (size_t) (*shapes_)[l].n_heads_kv, now.capacity + (int32_t) n, (int32_t) n);
         }
     }
     for (size_t l = 0; l < layers_.size(); l++) {
-        layers_[l].sums = std::move(all[l]);
+        layers_[l].columns = std::move(all[l]);
     }
     drop_peaks();  // no stream goes by them
     extent.first = 0;
 }
 
 void Observed::drop_sums() {
-    have_.sums = have_.squares = false;
+    have_.columns = {};
     for (LayerSeen & layer : layers_) {
-        layer.sums = {};
+        layer.columns = {};
     }
 }
 

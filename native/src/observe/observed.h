@@ -8,6 +8,7 @@
 #include "observe/moments.h"
 #include "observe/observation.h"
 
+#include <array>
 #include <cstdint>
 #include <memory>
 #include <vector>
@@ -19,11 +20,16 @@ class Reader;
 
 constexpr float KEPT_FIRST = 2.0f;  // above any attention: of what is kept before all else
 
-// Column sums of attention over the pending tokens, of one layer.
-struct ColumnSums {
-    Bulk<double> sums;     // [Hkv][capacity]
-    Bulk<double> squares;  // [Hkv][capacity] of the squares of the attention, or empty
-    int32_t      capacity = 0;
+// The columns of one layer (observation.h), over its pending tokens.
+struct Columns {
+    std::array<Bulk<double>, column::count> of;  // [column] of [Hkv][capacity]; empty: not gathered
+    int32_t                                 capacity = 0;
+
+    Bulk<double> &       sums() { return of[column::sums]; }
+    const Bulk<double> & sums() const { return of[column::sums]; }
+    // Returns the columns that are gathered or wanted, with room for `to` tokens. The first token moves to place `from`; the
+    // numbers of new tokens are 0. Throws std::bad_alloc.
+    Columns widened(const std::array<bool, column::count> & wanted, size_t heads_kv, int32_t to, int32_t from = 0) const;
 };
 
 // The largest attention that each pending token received from a query, of one layer.
@@ -83,7 +89,7 @@ class KeptQueries {
 
 // All that is gathered of one layer.
 struct LayerSeen {
-    ColumnSums          sums;
+    Columns             columns;
     std::vector<double> entropy;  // [Hkv] sum over query heads and queries
     QueryWindow         window;
     QueryMoments        moments;

@@ -11,7 +11,10 @@ namespace {
 
 constexpr int32_t MOST_COUNTED = 1 << 30;  // queries, far from an overflow
 
-enum : uint8_t { SUMS = 1, SQUARES = 2, ENTROPY = 4, QUERIES = 8, PEAKS = 16, STOPPED = 32, ALL_QUANTITIES = 63 };
+// bit i < column::FILED: column i
+enum : uint8_t { ENTROPY = 4, QUERIES = 8, PEAKS = 16, STOPPED = 32, ALL_QUANTITIES = 63 };
+
+bool filed(size_t quantity) { return quantity < column::FILED || quantity >= column::count; }
 
 template <class Numbers> void write_list(const Numbers & x, Sink & out) {
     out.value<uint64_t>(x.size());
@@ -29,9 +32,10 @@ bool counts(const std::vector<int32_t> & x) {
 }
 
 void write_layer(const LayerSeen & seen, Sink & out) {
-    out.value<int32_t>(seen.sums.capacity);
-    write_list(seen.sums.sums, out);
-    write_list(seen.sums.squares, out);
+    out.value<int32_t>(seen.columns.capacity);
+    for (size_t i = 0; i < column::FILED; i++) {
+        write_list(seen.columns.of[i], out);
+    }
     write_list(seen.entropy, out);
     write_list(seen.window.q, out);
     write_list(seen.window.sinks, out);
@@ -48,9 +52,15 @@ bool read_layer(LayerSeen & seen, const LayerShape & shape, int32_t n_window, Re
     const auto heads = (uint64_t) shape.n_heads, heads_kv = (uint64_t) shape.n_heads_kv;
     uint8_t    has_moments;
     seen.window.row = (size_t) heads * (size_t) shape.d_k;
-    if (!in.value(seen.sums.capacity) || seen.sums.capacity < 0 ||
-        !read_list(seen.sums.sums, heads_kv * (uint64_t) seen.sums.capacity, in, false) ||
-        !read_list(seen.sums.squares, heads_kv * (uint64_t) seen.sums.capacity, in) || !read_list(seen.entropy, heads_kv, in) ||
+    if (!in.value(seen.columns.capacity) || seen.columns.capacity < 0) {
+        return false;
+    }
+    for (size_t i = 0; i < column::FILED; i++) {
+        if (!read_list(seen.columns.of[i], heads_kv * (uint64_t) seen.columns.capacity, in, i > 0)) {
+            return false;
+        }
+    }
+    if (!read_list(seen.entropy, heads_kv, in) ||
         !read_list(seen.window.q, (uint64_t) n_window * seen.window.row, in) || !read_list(seen.window.sinks, heads, in) ||
         !in.value(seen.peaks.capacity) || seen.peaks.capacity < 0 || !in.value(seen.peaks.each) ||
         (seen.peaks.each != 1 && seen.peaks.each != shape.n_heads / shape.n_heads_kv) ||
@@ -121,13 +131,19 @@ bool KeptQueries::read(const std::vector<LayerShape> & shapes, int32_t n_tokens,
 }
 
 void Observed::write(Sink & out) const {
-    out.value<uint8_t>((uint8_t) ((have_.sums ? SUMS : 0) | (have_.squares ? SQUARES : 0) | (have_.entropy ? ENTROPY : 0) |
-                                  (have_.queries ? QUERIES : 0) | (have_.peaks ? PEAKS : 0) | (extent.stopped >= 0 ? STOPPED : 0)));
+    uint8_t quantities = (uint8_t) ((have_.entropy ? ENTROPY : 0) | (have_.queries ? QUERIES : 0) | (have_.peaks ? PEAKS : 0) |
+                                    (extent.stopped >= 0 ? STOPPED : 0));
+    for (size_t i = 0; i < column::FILED; i++) {
+        quantities = (uint8_t) (quantities | (have_.columns[i] ? 1 << i : 0));
+    }
+    out.value<uint8_t>(quantities);
     for (int32_t n : { have_.window, have_.moments, window_from_, n_entropies_ }) {
         out.value<int32_t>(n);
     }
-    for (int32_t n : missing.of) {
-        out.value<int32_t>(n);
+    for (size_t i = 0; i < quantity::count; i++) {
+        if (filed(i)) {
+            out.value<int32_t>(missing.of[i]);
+        }
     }
     write_list(seen_, out);
     write_list(modality_, out);
@@ -146,14 +162,16 @@ bool Observed::read(int32_t n_tokens, Reader & in) {
         n_entropies_ > MOST_COUNTED) {
         return false;
     }
-    have_.sums    = (quantities & SUMS) != 0;
-    have_.squares = (quantities & SQUARES) != 0;
+    for (size_t i = 0; i < column::FILED; i++) {
+        have_.columns[i] = (quantities >> i & 1) != 0;
+    }
     have_.entropy = (quantities & ENTROPY) != 0;
     have_.queries = (quantities & QUERIES) != 0;
     have_.peaks   = (quantities & PEAKS) != 0;
     extent.stopped = (quantities & STOPPED) != 0 ? 0 : -1;  // or later: windows must be longer then than they need be
-    for (int32_t & n : missing.of) {
-        if (!in.value(n) || !fits(n)) {
+    for (size_t i = 0; i < quantity::count; i++) {
+        missing.of[i] = n_tokens;
+        if (filed(i) && (!in.value(missing.of[i]) || !fits(missing.of[i]))) {
             return false;
         }
     }

@@ -72,11 +72,11 @@ void score_heads(const ScoreInput & in, int32_t first, int32_t n, const uint8_t 
         }
         to.q = q.data();
     }
-    if (given.column_sums && in.observed->have().sums) {
-        const ColumnSums & seen = in.observed->layer((size_t) in.layer).sums;
+    if (given.column_sums && in.observed->have().sums()) {
+        const Columns & seen = in.observed->layer((size_t) in.layer).columns;
         sums.resize(heads * T);
         for (size_t h = 0; h < heads; h++) {
-            const double * from = seen.sums.data() + ((size_t) first + h) * (size_t) seen.capacity;
+            const double * from = seen.sums().data() + ((size_t) first + h) * (size_t) seen.capacity;
             std::transform(from, from + T, sums.begin() + (std::ptrdiff_t) (h * T), [](double x) { return (float) x; });
         }
         to.column_sums = sums.data();

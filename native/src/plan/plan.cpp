@@ -239,10 +239,10 @@ Observation plan_observes(const kvedge_plan & plan) {
         }
     }
     if (const CustomScorer * own = plan.scorer->custom) {
-        out.sums   = own->given.column_sums;
-        out.window = own->given.n_queries;
+        out.columns[column::sums] = own->given.column_sums;
+        out.window                = own->given.n_queries;
     }
-    out.sums = out.sums || plan.decode->needs_scores;
+    out.columns[column::sums] = out.sums() || plan.decode->needs_scores;
     return out;
 }
 

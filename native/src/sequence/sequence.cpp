@@ -80,8 +80,8 @@ void Sequence::promote_sealed() {
 
 void Sequence::sums_to_scores() {
     score_pending(rows, [&](size_t layer, size_t head) {
-        const ColumnSums & cs = observed.layer(layer).sums;
-        return cs.sums.data() + head * (size_t) cs.capacity;
+        const Columns & columns = observed.layer(layer).columns;
+        return columns.sums().data() + head * (size_t) columns.capacity;
     });
 }
 

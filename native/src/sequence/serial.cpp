@@ -15,6 +15,10 @@ enum : uint8_t { SCORES = 1, BIASES = 2 };
 // How a block is written.
 enum : uint8_t { UNIFORM = 0, RAGGED = 1, WHOLE = 2 };
 
+// The columns and quantities whose missing tokens are written. Nothing was gathered for a pending token that can be written,
+// so the others miss as many tokens as the first one.
+constexpr size_t FILED[] = { column::sums, column::squares, quantity::entropy, quantity::window };
+
 // What a ragged block says of itself.
 enum : uint8_t { GENERATED = 1, OPEN_K = 2, OPEN_V = 4, ALL_FLAGS = 7 };
 
@@ -285,7 +289,7 @@ void write_sequence(const Sequence & seq, Sink & out) {
     out.value<uint32_t>((uint32_t) n);
     out.value<uint32_t>((uint32_t) done);
     out.value<int32_t>(std::clamp(seq.observed.window_from(), 0, pending));
-    for (size_t i = quantity::sums; i <= quantity::window; i++) {
+    for (size_t i : FILED) {
         out.value<int32_t>(std::clamp(seq.observed.missing.of[i], 0, pending));
     }
     out.value<uint8_t>(seq.rows.evicting());
@@ -303,8 +307,18 @@ std::unique_ptr<Sequence> read_sequence(Reader & in, const std::vector<LayerShap
     int32_t       window_from;
     uint8_t       evicting, scored;
     if (!in.value(n_tokens) || n_tokens > INT32_MAX || !in.values(all.pos, n_tokens) || !in.values(all.image, n_tokens) ||
-        !in.value(n_blocks) || !in.value(done) || !in.value(window_from) || !in.value(missing.of[quantity::sums]) ||
-        !in.value(missing.of[quantity::squares]) || !in.value(missing.of[quantity::entropy]) || !in.value(missing.of[quantity::window]) || !in.value(evicting) || !in.value(scored)) {
+        !in.value(n_blocks) || !in.value(done) || !in.value(window_from)) {
+        return nullptr;
+    }
+    for (size_t i : FILED) {
+        if (!in.value(missing.of[i])) {
+            return nullptr;
+        }
+        if (i == column::sums) {
+            missing.of.fill(missing.of[i]);
+        }
+    }
+    if (!in.value(evicting) || !in.value(scored)) {
         return nullptr;
     }
     const bool known = std::all_of(all.image.begin(), all.image.end(), [](uint8_t i) { return i <= 1; }) &&
@@ -326,7 +340,6 @@ std::unique_ptr<Sequence> read_sequence(Reader & in, const std::vector<LayerShap
     all.eviction     = scored ? Eviction::by_score : evicting ? Eviction::by_place : Eviction::none;
     auto seq         = std::make_unique<Sequence>(Store(shapes, storage, std::move(all)));
     seq->observed.skip_windows(window_from);
-    missing.of[quantity::moments] = missing.of[quantity::peaks] = missing.of[quantity::sums];  // nothing was gathered of a prompt that can be written
     seq->observed.missing = missing;
     const int32_t pending   = seq->rows.pending_length();
     const bool    counted   = window_from >= 0 && window_from <= pending &&

@@ -22,9 +22,9 @@ static bool joins_heads(const double * params) { return params[SHARE] == 1; }
 
 static void score(const ScoreInput & in, float * out) {
     const int32_t      n_heads_kv = in.shape.n_heads_kv;
-    const ColumnSums & seen       = in.observed->layer((size_t) in.layer).sums;
+    const Columns &    seen       = in.observed->layer((size_t) in.layer).columns;
     for (int32_t h = 0; h < n_heads_kv; h++) {
-        const double * sums = seen.sums.data() + (size_t) h * (size_t) seen.capacity;
+        const double * sums = seen.sums().data() + (size_t) h * (size_t) seen.capacity;
         for (int32_t t = 0; t < in.n_tokens; t++) {
             out[(size_t) h * (size_t) in.n_tokens + (size_t) t] = (float) sums[t];
         }
@@ -35,7 +35,7 @@ static void score(const ScoreInput & in, float * out) {
 }
 
 extern const Scorer scorer_cumulative = {
-    { "cumulative", PARAMS, [](const double *, Observation & to) { to.sums = true; } }, score, auto_recent, nullptr, joins_heads, always_attends
+    { "cumulative", PARAMS, [](const double *, Observation & to) { to.columns[column::sums] = true; } }, score, auto_recent, nullptr, joins_heads, always_attends
 };
 
 }  // namespace kvedge

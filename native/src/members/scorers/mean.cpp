@@ -21,12 +21,12 @@ int32_t reserved(int32_t kept, const double * params) { return part(params[SPREA
 
 // out [Hkv][T] = of(mean, mean of the squares) of every token's attention; 0 where no query saw it.
 template <class F> void each_token(const ScoreInput & in, float * out, const F & of) {
-    const ColumnSums & sums = in.observed->layer((size_t) in.layer).sums;
+    const Columns & columns = in.observed->layer((size_t) in.layer).columns;
     for (int32_t h = 0; h < in.shape.n_heads_kv; h++) {
-        const size_t at = (size_t) h * (size_t) sums.capacity;
+        const size_t at = (size_t) h * (size_t) columns.capacity;
         for (size_t t = 0; t < (size_t) in.n_tokens; t++) {
             const double n = in.observed->seen()[t];
-            *out++         = n > 0 ? (float) of(sums.sums[at + t] / n, sums.squares[at + t] / n) : 0.0f;
+            *out++         = n > 0 ? (float) of(columns.sums()[at + t] / n, columns.of[column::squares][at + t] / n) : 0.0f;
         }
     }
 }
@@ -43,7 +43,7 @@ void reserve(const ScoreInput & in, float * out) {
 }  // namespace
 
 extern const Scorer scorer_mean = {
-    { "mean", PARAMS, [](const double *, Observation & to) { to.sums = to.squares = true; } },
+    { "mean", PARAMS, [](const double *, Observation & to) { to.columns[column::sums] = to.columns[column::squares] = true; } },
     score, auto_recent, nullptr, nullptr, always_attends, nullptr, nullptr, reserved, reserve
 };
 
