@@ -202,7 +202,7 @@ void check_step(const Case & c, Sequence & seq, int32_t n) {
     const auto         q       = random_floats((size_t) (n * c.H * c.d_k));
     const auto         sinks   = random_floats((size_t) c.H);
     std::vector<float> out((size_t) (n * c.H * c.d_v));
-    CHECK(make_room(seq, { true, true, true }, 0));
+    CHECK(make_room(seq, { { true, true }, true }, 0));
     const auto before = seq.observed.layer(0).columns.sums(), squares_before = seq.observed.layer(0).columns.of[column::squares];
     const auto entropy_before = seq.observed.layer(0).entropy;
 
@@ -231,7 +231,7 @@ void check_step(const Case & c, Sequence & seq, int32_t n) {
     for (auto & s : scratch) {
         CHECK(s.reserve(seq.rows.shapes(), seq.rows.head_length(0, 0) + 1));
     }
-    job.wanted = { true, true, true };
+    job.wanted = { { true, true }, true };
     job.seen   = &seq.observed;
     job.locks  = locks.data();
     run_tasks(prefill_tasks(job, scratch[0]), THREADS, [&](int32_t i, int32_t w) { prefill_task(job, i, scratch[(size_t) w]); });

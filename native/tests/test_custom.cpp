@@ -32,7 +32,7 @@ Sequence make_sequence() {
     for (int32_t t = 0; t < T; t++) {
         pos[(size_t) t] = t;
     }
-    CHECK(make_room(seq, { false, false, false, false, QUERIES }, 0) && seq.rows.append(T - 3, pos.data(), false) && seq.rows.append(3, pos.data() + T - 3, true));
+    CHECK(make_room(seq, { {}, false, false, QUERIES }, 0) && seq.rows.append(T - 3, pos.data(), false) && seq.rows.append(3, pos.data() + T - 3, true));
     for (int32_t l = 0; l < (int32_t) SHAPES.size(); l++) {
         const LayerShape & s = SHAPES[(size_t) l];
         for (int32_t h = 0; h < s.n_heads_kv; h++) {

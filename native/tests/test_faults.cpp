@@ -60,7 +60,7 @@ void enter(Sequence & seq, int32_t n) {
     std::vector<int32_t> pos((size_t) n);
     std::iota(pos.begin(), pos.end(), seq.rows.n_tokens());
     const int32_t at = seq.rows.pending_length();
-    CHECK(make_room(seq, { true, false, false, false, 8 }, n) && seq.rows.append(n, pos.data(), false));
+    CHECK(make_room(seq, { { true, false }, false, false, 8 }, n) && seq.rows.append(n, pos.data(), false));
     const Storage plain = seq.rows.storage().plain();
     for (size_t l = 0; l < SHAPES.size(); l++) {
         Columns & cs = seq.observed.layer(l).columns;
@@ -195,7 +195,7 @@ void test_operations(const Storage & storage, const Plans & plans) {
     const std::vector<Operation> plain = {
         { "append one", [&](Sequence & s) { return s.rows.append(1, pos, false); } },
         { "append many", [&](Sequence & s) { return s.rows.append(60, pos, true); } },
-        { "room", [&](Sequence & s) { return make_room(s, { true, false, true, true, 12 }, 300); } },
+        { "room", [&](Sequence & s) { return make_room(s, { { true, false }, true, true, 12 }, 300); } },
         { "copy", [&](Sequence & s) {
              const auto copy = s.clone();
              CHECK(!copy || told(*copy) == told(s));

@@ -20,7 +20,7 @@ void check_seen() {
     Sequence                      seq(shapes, Storage{});
     std::vector<int32_t>          expected;
     const auto                    enter = [&](int32_t n, bool causal) {
-        CHECK(make_room(seq, { true, true }, n));
+        CHECK(make_room(seq, { { true, true } }, n));
         append(seq, n);
         seq.observe(n, causal);
         const size_t first = expected.size();
@@ -53,7 +53,7 @@ void attend_and_keep(Sequence & seq, const std::vector<float> & q, int32_t n, bo
     std::vector<float>    out((size_t) (n * shape.n_heads * shape.d_v));
     std::vector<SpinLock> locks((size_t) shape.n_heads_kv);
     Scratch               scratch;
-    CHECK(scratch.reserve(seq.rows.shapes(), seq.rows.head_length(0, 0)) && make_room(seq, { false, false, true }, 0));
+    CHECK(scratch.reserve(seq.rows.shapes(), seq.rows.head_length(0, 0)) && make_room(seq, { {}, true }, 0));
     seq.observe(n, causal);
     AttendJob job{};
     job.rows       = &seq.rows;
@@ -67,7 +67,7 @@ void attend_and_keep(Sequence & seq, const std::vector<float> & q, int32_t n, bo
     job.out_head  = (size_t) shape.d_v;
     job.scale     = 0.3f;
     job.softcap   = shape.softcap;
-    job.wanted    = { false, false, true, true };
+    job.wanted    = { {}, true, true };
     job.seen      = &seq.observed;
     job.locks     = locks.data();
     for (int32_t task = 0; task < prefill_tasks(job, scratch); task++) {
@@ -128,7 +128,7 @@ void check_kept_queries(float softcap) {
     Sequence                      seq(shapes, Storage{ Type::f32, Type::f32 });
     std::vector<float>            q;  // [token][H][D]
     const auto                    enter = [&](int32_t n, bool causal, const std::function<bool(int32_t)> & image) {
-        CHECK(make_room(seq, { false, false, false, true }, n));
+        CHECK(make_room(seq, { {}, false, true }, n));
         append(seq, n);
         std::vector<uint8_t> mask;
         for (int32_t i = 0; i < n; i++) {

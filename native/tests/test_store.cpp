@@ -96,7 +96,7 @@ class Checked {
             return;
         }
         const auto pending = pending_tokens(seq->rows);
-        CHECK(make_room(*seq, { true, false }, 0));
+        CHECK(make_room(*seq, { { true, false } }, 0));
         for (size_t l = 0; l < SHAPES.size(); l++) {
             for (size_t h = 0; h < rows[l].size(); h++) {
                 for (size_t i = 0; i < pending.size(); i++) {
@@ -286,7 +286,7 @@ void test_removing_nothing() {
     }
     c.prompt(30);
     Sequence & seq = *c.seq;
-    CHECK(make_room(seq, { true, true, false, true, 8 }, 4));
+    CHECK(make_room(seq, { { true, true }, false, true, 8 }, 4));
     c.append(4);
     seq.observed.skip_windows(42);
     const int32_t last     = seq.rows.contents().pos.back(), first = seq.rows.contents().pos.front();

@@ -46,7 +46,7 @@ void append(Sequence & seq, int32_t n) {
         pos.push_back(seq.rows.n_tokens() + i);
     }
     const auto first = seq.rows.n_tokens();
-    CHECK(make_room(seq, { true, false }, n) && seq.rows.append(n, pos.data(), below(2) != 0));
+    CHECK(make_room(seq, { { true, false } }, n) && seq.rows.append(n, pos.data(), below(2) != 0));
     const int32_t before = seq.rows.pending_length() - n;
     each_head([&](size_t l, size_t h) {
         for (int32_t i = 0; i < n; i++) {
@@ -145,7 +145,7 @@ void random_series(int32_t steps) {
             const int32_t n = seq->rows.pending_length();
             seq->close_pending();
             CHECK(seq->rows.pending_length() == 0);
-            CHECK(open_stream(*seq, plan, &err) == KVEDGE_OK && seq->rows.pending_length() == n && make_room(*seq, { true, false }, 0));
+            CHECK(open_stream(*seq, plan, &err) == KVEDGE_OK && seq->rows.pending_length() == n && make_room(*seq, { { true, false } }, 0));
             each_head([&](size_t l, size_t h) {
                 const auto tokens = seq->rows.head_tokens((int32_t) l, (int32_t) h);
                 for (size_t t = 0; t < tokens.size(); t++) {
