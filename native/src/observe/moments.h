@@ -1,4 +1,4 @@
-// Mean and covariance of a layer's queries, as they were before they were turned by their positions.
+// Mean and covariance of a layer's queries before rotary position encoding.
 
 #pragma once
 
@@ -19,20 +19,20 @@ class QueryMoments {
     QueryMoments(int32_t n_heads, int32_t d);  // Throws std::bad_alloc.
 
     bool    empty() const { return n_.empty(); }
-    int32_t count(int32_t head) const { return n_[(size_t) head]; }  // queries so far
-    // Of the queries of a head, of which there is one: mean [d] and covariance [d][d], over their number.
+    int32_t count(int32_t head) const { return n_[(size_t) head]; }  // queries of a head that were added
+    // Writes the mean [d] and the covariance [d][d] of a head's queries. The head must have at least one query.
     void    read(int32_t head, std::vector<double> & mean, std::vector<double> & covariance) const;
 
-    // The n rows of a head x [n][ld], d channels each, which become their distance from the head's origin: the first row
-    // of all, as large means would drown the covariance in rounding. across: room for [d][n] floats; tile: for [TILE][ld].
+    // Adds n queries x [n][ld] of a head, d channels each. Subtracts the head's first query from x, because a large mean
+    // would hide the covariance in rounding. across: room for [d][n] floats; tile: room for [TILE][ld] floats.
     void add(int32_t head, float * x, size_t ld, int32_t n, float * across, float * tile);
 
-    // Where tokens have several positions, the largest of them is what the next one follows.
+    // Notes a position of a token. The next token follows the largest position that was noted.
     void    note_position(int32_t position) { next_ = next_ > position ? next_ : position + 1; }
     void    set_next_position(int32_t next) { next_ = next; }
     int32_t next_position() const { return next_; }
 
-    // To bytes and back. False: damaged. Throws std::bad_alloc.
+    // Writes the moments, and reads them back. read: returns false if the bytes are damaged. Throws std::bad_alloc.
     void write(Sink & out) const;
     bool read(int32_t n_heads, int32_t d, Reader & in);
 
@@ -42,29 +42,29 @@ class QueryMoments {
     static constexpr int32_t TILE = 16;
 
   private:
-    // Row i of the upper triangle [d][d], from its diagonal on.
+    // Returns where row i of the upper triangle [d][d] begins, at its diagonal.
     size_t row(size_t i) const { return i * (2 * (size_t) d_ + 1 - i) / 2; }
 
     int32_t              d_ = 0, next_ = 0;
     std::vector<int32_t> n_;       // [H]
     Bulk<float>          origin_;  // [H][d]
     Bulk<double>         sum_;     // [H][d]
-    Bulk<double>         outer_;   // [H][d (d + 1) / 2] sums of products of two channels
+    Bulk<double>         outer_;   // [H][d (d + 1) / 2] sums of the products of two channels
 };
 
-// Working memory of one thread that turns queries back.
+// Working memory of one thread, which undoes the rotation of queries.
 class MomentsScratch {
   public:
-    static constexpr int32_t BLOCK = 64;  // queries at a time
+    static constexpr int32_t BLOCK = 64;  // number of queries in one step
 
-    bool reserve(int32_t d);  // False: no memory.
+    bool reserve(int32_t d);  // Returns false if there is no memory.
 
     size_t  ld     = 0;        // floats of a row
     float * x      = nullptr;  // [BLOCK][ld]
     float * across = nullptr;  // [d][BLOCK]
     float * tile   = nullptr;  // [TILE][ld]
     float * cos    = nullptr;  // [BLOCK][d / 2]
-    float * sin    = nullptr;  // likewise
+    float * sin    = nullptr;  // [BLOCK][d / 2]
 
   private:
     Pages memory_;

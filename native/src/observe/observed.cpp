@@ -6,7 +6,7 @@ namespace kvedge {
 
 namespace {
 
-// [heads][from] as [heads][to], from place `at` on; the new places are 0.
+// Returns x [heads][from] as [heads][to]. Each row moves to place `at`; the other places are 0.
 template <class T> Bulk<T> moved(const Bulk<T> & x, size_t heads, int32_t from, int32_t to, size_t at = 0) {
     Bulk<T> grown(heads * (size_t) to, T());
     for (size_t h = 0; h < heads && !x.empty(); h++) {
@@ -15,11 +15,11 @@ template <class T> Bulk<T> moved(const Bulk<T> & x, size_t heads, int32_t from, 
     return grown;
 }
 
-// Of a row [capacity]: the n entries from `first` on become those in keep, and the rest moves up.
+// Removes the entries [first, first + n) of a row [capacity], except those in `keep`. Later entries move up.
 template <class T> void close_row(T * row, size_t capacity, size_t first, size_t n, const std::vector<int32_t> & keep) {
     size_t to = first;
     for (int32_t r : keep) {
-        if (first + (size_t) r < capacity) {  // tokens whose attention nobody sums may follow
+        if (first + (size_t) r < capacity) {  // tokens beyond the capacity have no sums
             row[to++] = row[first + (size_t) r];
         }
     }
@@ -29,7 +29,7 @@ template <class T> void close_row(T * row, size_t capacity, size_t first, size_t
     std::fill(row + std::min(to, capacity), row + capacity, T());
 }
 
-// Closes n_rows rows of x [..][capacity], from row `row` on; x may be empty.
+// Applies close_row to n_rows rows of x [..][capacity], from row `row` on. x may be empty.
 template <class Numbers> void close_rows(
     Numbers & x, size_t row, size_t n_rows, size_t capacity, size_t first, size_t n, const std::vector<int32_t> & keep) {
     for (size_t base = row * capacity; base < std::min(x.size(), (row + n_rows) * capacity) && first < capacity; base += capacity) {
@@ -37,7 +37,7 @@ template <class Numbers> void close_rows(
     }
 }
 
-// Closes the rows of n_heads KV heads from `head` on.
+// Applies close_row to all numbers of n_heads KV heads, from `head` on.
 void close_heads(LayerSeen & of, size_t head, size_t n_heads, size_t first, size_t n, const std::vector<int32_t> & keep) {
     const auto each = (size_t) of.peaks.each;
     for (auto & numbers : of.columns.of) {
@@ -74,7 +74,7 @@ void LayerSeen::make_room(const Observation & wanted, const LayerShape & shape, 
     if (wanted.window > 0) {
         window.row = (size_t) shape.n_heads * (size_t) shape.d_k;
         window.q.resize((size_t) wanted.window * window.row);
-        window.sinks.reserve((size_t) shape.n_heads);  // filled while a graph runs, where nothing may fail
+        window.sinks.reserve((size_t) shape.n_heads);  // a running graph fills it, which must not fail
     }
     if (wanted.moments >= 0 && moments.empty()) {
         moments = QueryMoments(shape.n_heads, shape.d_k);
@@ -131,7 +131,7 @@ bool Observed::make_room(const Observation & wanted, size_t l, int32_t next, int
 
 bool KeptQueries::make_room(const std::vector<LayerShape> & shapes, int32_t next, int32_t n) try {
     if (!spans_.empty() && spans_.back().first == next) {
-        spans_.pop_back();  // of tokens that were refused after all
+        spans_.pop_back();  // its tokens were refused later
     }
     Span fresh{ next, n, n, {} };
     for (const LayerShape & s : shapes) {
@@ -242,7 +242,7 @@ void Observed::shift_rows(size_t n) {
     for (size_t l = 0; l < layers_.size(); l++) {
         layers_[l].columns = std::move(all[l]);
     }
-    drop_peaks();  // no stream goes by them
+    drop_peaks();  // streams do not use peaks
     extent.first = 0;
 }
 

@@ -1,4 +1,5 @@
-// What was observed as bytes, of a sequence whose whole rows are saved: later tokens go on from it. Every size is in doubt.
+// Writes and reads what was observed, for session files with whole rows: the conversation continues from it. A file may be
+// damaged, so reading checks every size.
 
 #include "observe/observed.h"
 #include "system/file.h"
@@ -9,7 +10,7 @@ namespace kvedge {
 
 namespace {
 
-constexpr int32_t MOST_COUNTED = 1 << 30;  // queries, far from an overflow
+constexpr int32_t MOST_COUNTED = 1 << 30;  // largest number of queries that a file may name; sums of it cannot overflow
 
 // bit i < column::FILED: column i
 enum : uint8_t { ENTROPY = 4, QUERIES = 8, PEAKS = 16, STOPPED = 32, ALL_QUANTITIES = 63 };
@@ -21,7 +22,7 @@ template <class Numbers> void write_list(const Numbers & x, Sink & out) {
     out.values(x);
 }
 
-// As many numbers as `n`; or none, where `optional`.
+// Reads n numbers; or none, if `optional`. Returns false if the bytes are damaged.
 template <class Numbers> bool read_list(Numbers & x, uint64_t n, Reader & in, bool optional = true) {
     uint64_t found;
     return in.value(found) && (found == n || (optional && found == 0)) && in.values(x, found);
@@ -168,7 +169,7 @@ bool Observed::read(int32_t n_tokens, Reader & in) {
     have_.entropy = (quantities & ENTROPY) != 0;
     have_.queries = (quantities & QUERIES) != 0;
     have_.peaks   = (quantities & PEAKS) != 0;
-    extent.stopped = (quantities & STOPPED) != 0 ? 0 : -1;  // or later: windows must be longer then than they need be
+    extent.stopped = (quantities & STOPPED) != 0 ? 0 : -1;  // the true token may be later; then windows are only longer than needed
     for (size_t i = 0; i < quantity::count; i++) {
         missing.of[i] = n_tokens;
         if (filed(i) && (!in.value(missing.of[i]) || !fits(missing.of[i]))) {
