@@ -1,1 +1,1 @@
-"""Prompts read into a llama_context whose KV memory libkvedge owns, compressed, and measured."""
+"""Reads prompts into a llama_context whose KV memory belongs to libkvedge, compresses them, and measures the cost."""

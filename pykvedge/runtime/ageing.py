@@ -1,4 +1,4 @@
-"""Images of a conversation age: without a question they keep fewer and fewer KV pairs, until one needs them."""
+"""Ages the images of a conversation: an unused image keeps fewer KV pairs after each message, a used image returns."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from pykvedge.runtime.sequence import Sequence
 from pykvedge.runtime.snapshot import ImageSpan
 from pykvedge.system.guard import undoing
 
-_BEST = 8  # tokens of an image that its interest goes by: most tokens of a picture say nothing
-_NEAR = 0.75  # of the highest interest: a message asks about images above it
+_BEST = 8  # the interest in an image is the mean of its 8 highest scores: most tokens of an image say nothing
+_NEAR = 0.75  # a message asks about an image whose interest reaches this share of the highest one
 _FREE = -1  # no limit
-_MOST_SAID = 32  # tokens of a message, its last ones, that say which images it asks about
+_MOST_SAID = 32  # at most so many last tokens of a message tell which images the message asks about
 
 
 def check_age(plan: Plan) -> None:
-    """Raises UsageError for a plan that does not gather the last queries, as it cannot tell what a message is about, or
-    whose answers drop rows, as no image comes back then.
+    """Raises UsageError for a plan under which images cannot age: the plan drops rows of answers, so no image can
+    return, or its scorer ignores the last queries, which tell what a message asks about.
     """
     if plan.drops:
         raise UsageError(
@@ -44,22 +44,22 @@ def check_age(plan: Plan) -> None:
 
 
 class Ages:
-    """Says what each image of a sequence may keep."""
+    """Limits the KV pairs that each image of a sequence keeps."""
 
     def __init__(self, sequence: Sequence, cache: Cache, factor: float) -> None:
-        """factor: the share of its pairs that an image keeps with each message without a question; 0: all of them."""
+        """factor: an image keeps this share of its KV pairs after a message that does not ask about it; 0: all."""
         self._sequence, self._cache, self._factor = sequence, cache, factor
-        self._known = 0  # images before the message that was read last
-        self._interest: list[float] = []  # of the images, for the message that was read last
+        self._known = 0  # number of images before the last message
+        self._interest: list[float] = []  # interest of the last message in each image
 
     def __len__(self) -> int:
         return len(self._sequence.images)
 
     def limit(self, image: int, budget: float | int | None) -> None:
-        """Lets an image keep so many pairs of each head, or such a share of its tokens; None: as the plan says.
+        """Limits the KV pairs per KV head of an image, and chooses rows again. Reads no token.
 
-        The choice is made again at once; nothing is read. image: from 1 on. Raises UsageError, StateError.
-        """
+        image: from 1 on. budget: a number of KV pairs, or a share of the image's tokens; None: no limit beside the
+        plan's. Raises UsageError, BudgetError, StateError."""
         images = self._sequence.images
         if isinstance(image, bool) or not isinstance(image, numbers.Integral) or not 1 <= image <= len(images):
             raise UsageError(f"there is no image {image!r:.20} in the conversation, which has {len(images)}")
@@ -69,32 +69,32 @@ class Ages:
             self._cache.choose_again(self._sequence.number)
 
     def free(self) -> None:
-        """Lifts the limits of images that age, before a message whose question may need them."""
+        """Lifts the limits of ageing images before a message is read: the message may ask about any image."""
         self._known = len(self)
         for i, image in enumerate(self._sequence.images):
             if self._factor and not image.fixed and image.limit != _FREE:
                 self._sequence.limit_image(i, _FREE, fixed=False)
 
     def listen(self) -> None:
-        """Finds how much a message looks at each image, before its rows are chosen.
+        """Measures the interest of the last message in each image, before rows are chosen.
 
-        It goes by what the last tokens attend to (scorer window). In each layer the mean of the highest scores of an
-        image counts, as a share of that of the first among images.
+        Scores all tokens by the attention of the message's last tokens (scorer window). Per layer, the interest is the
+        mean of the image's highest scores, relative to the best image.
         """
         images, known = self._sequence.images, min(self._known, len(self))
         self._interest = []
         stats = self._cache.stats(self._sequence.number)
-        if not self._factor or not known or stats.n_pending < stats.n_tokens:  # whole rows were given up
+        if not self._factor or not known or stats.n_pending < stats.n_tokens:  # some whole rows are gone
             return
         shares = []
         for scores in self._scores():
             best = [np.sort(scores[:, image.first : image.last], axis=1)[:, -_BEST:].mean() for image in images]
             shares.append(np.array(best) / max(*best, np.finfo(np.float32).tiny))
         self._interest = np.mean(shares, axis=0).tolist()
-        self._interest[known:] = [max(self._interest)] * (len(images) - known)  # the message shows them
+        self._interest[known:] = [max(self._interest)] * (len(images) - known)  # the message itself shows these images
 
     def _scores(self) -> list[np.ndarray]:
-        """[layer][Hkv, T] float32 scores of all tokens."""
+        """Returns [layer][Hkv, T] float32: the score of every token."""
         cache, number = self._cache, self._sequence.number
         layers = range(cache.stats(number).n_layers)
         said = min(max(self._sequence.said, 1), _MOST_SAID)
@@ -105,9 +105,9 @@ class Ages:
             cache.set_sequence_plan(number, None)
 
     def pass_by(self) -> None:
-        """Ages all images but those that the last message asked about. Without whole rows none can come back."""
+        """Ages all images that the last message did not ask about. Does nothing without whole rows."""
         if not self._factor or not self._cache.stats(self._sequence.number).whole_bytes:
-            return  # counting the pairs of images takes a look at every head
+            return  # saves the slow count of KV pairs below
         images = self._sequence.images
         images[:] = [image if image.pairs else image._replace(pairs=self._held(image)) for image in images]
         if not self._interest:
@@ -123,7 +123,7 @@ class Ages:
         self._cache.choose_again(self._sequence.number)
 
     def _held(self, image: ImageSpan) -> float:
-        """Averages the pairs of a head that are of an image."""
+        """Returns the KV pairs that a KV head holds of an image, averaged over layers and heads."""
         cache, number = self._cache, self._sequence.number
         counts = [
             np.count_nonzero((tokens >= image.first) & (tokens < image.last))

@@ -1,4 +1,4 @@
-"""A whole prompt, images and text, becomes one batch, which bounded prefill sends through each layer at once."""
+"""Makes one batch of a whole prompt (text and images) for bounded prefill, which runs each layer once."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ N_POS = 4  # positions of an M-RoPE token: time, row, column, unused
 
 @dataclass(frozen=True)
 class OnePass:
-    """positions [1 or 4, T] int32; image_mask [T] uint8; end: the next position; embeddings [T, width] float32, or None
-    for a prompt of text alone, which goes as tokens [T] int32 (llama.cpp gives them further positions itself)."""
+    """A prompt as one batch. positions: [1 or 4, T] int32. image_mask: [T] uint8. end: position of the next token.
+    embeddings: [T, width] float32, or None for pure text, which has tokens [T] int32 (llama.cpp adds M-RoPE axes)."""
 
     positions: np.ndarray
     image_mask: np.ndarray
@@ -32,24 +32,24 @@ class OnePass:
 
 
 def why_not(vision: Vision | None, pieces: list[Piece]) -> str:
-    """Says why the pieces cannot go through a layer in one causal pass; it is empty if they can."""
+    """Returns why the pieces cannot go through a layer in one causal pass, or an empty string if they can."""
     if vision is not None and vision.non_causal() and any(isinstance(p, ImagePiece) for p in pieces):
         return "the tokens of an image look at each other in both directions in this model"
     return ""
 
 
 def gather_text(pieces: list[Piece], start: int) -> OnePass:
-    """Gathers pieces that are all text, from position `start` on."""
+    """Makes a batch of text pieces. start: position of the first token."""
     tokens = np.array([t for p in pieces if isinstance(p, TextPiece) for t in p.tokens], dtype=np.int32)
     positions = np.arange(start, start + len(tokens), dtype=np.int32)[None, :]
     return OnePass(positions, np.zeros(len(tokens), dtype=np.uint8), start + len(tokens), tokens=tokens)
 
 
 def gather(pieces: list[Piece], table: TokenTable, vision: Vision, model: Model, start: int) -> OnePass:
-    """Gathers the pieces, images encoded, from position `start` on.
+    """Makes a batch of text pieces and encoded images. start: position of the first token.
 
-    Text rows narrower than an image's are filled up with zeros, as llama.cpp does for models with deep stacks of image
-    features. Raises UnsupportedError, KvedgeError for an image that was not encoded.
+    Pads text rows with zeros where image rows are wider, as llama.cpp does for deep stacks of image features. Raises
+    UnsupportedError, and KvedgeError for an image that was not encoded.
     """
     n = sum(p.n_tokens for p in pieces)
     mrope = model.has_mrope
@@ -74,10 +74,10 @@ def gather(pieces: list[Piece], table: TokenTable, vision: Vision, model: Model,
 
 
 def image_positions(vision: Vision, piece: ImagePiece, past: int, mrope: bool, gaps: bool) -> tuple[np.ndarray, int]:
-    """Makes the positions [1 or 4, n] of an image's tokens from position `past` on, and that of what follows.
+    """Returns the positions [1 or 4, n] int32 of an image's tokens, and the position of the token after the image.
 
-    A row keeps its place in the whole image. gaps: whether llama.cpp takes positions that leave some out, as
-    it does with M-RoPE and where kvedge holds the cache; else what a pruner left is counted anew.
+    past: position of the first token. gaps: whether llama.cpp accepts gaps between positions. Rows of a pruned image
+    keep their places with M-RoPE or with gaps; otherwise positions are consecutive.
     """
     mtmd = vision.mtmd
     if not mrope:

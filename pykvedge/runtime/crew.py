@@ -1,4 +1,4 @@
-"""A Crew says how many threads a turn is computed with: all, or so many that one processor is left to other work."""
+"""Chooses the number of threads for each turn: all threads, or fewer to leave one processor to other programs."""
 
 from __future__ import annotations
 
@@ -9,27 +9,27 @@ from collections.abc import Callable, Collection
 
 import psutil
 
-_ALONE = 16  # turns in a row, until a conversation counts as the only one
-_QUICK_S = 0.003  # seconds of a turn
-_TRY, _TRY_S = 8, 0.05  # a try ends after so many turns, or seconds
-_FIRST = 2  # turns until the first try
-_LOOK = 16  # turns between two looks at what turns of the present way take
-_BUSY, _FREE = 0.5, 0.25  # processors that other programs use: at least, and at most
-_SHORT_S = 0.02  # turns below this are tried on a free machine, too: other threads of this program are not counted
-_WINDOW_S = 0.1  # between two looks at what other programs use
-_REST = (16, 50)  # times as long as a try took, until the next: twice as many each time, up to the second
+_ALONE = 16  # after so many turns in a row with one conversation, the conversation counts as the only one
+_QUICK_S = 0.003  # seconds: with several conversations, shorter turns use fewer threads
+_TRY, _TRY_S = 8, 0.05  # a trial ends after so many turns, or so many seconds
+_FIRST = 2  # turns before the first trial
+_LOOK = 16  # turns between two comparisons of both thread counts
+_BUSY, _FREE = 0.5, 0.25  # processors used by other programs: at least 0.5 is busy, below 0.25 is free
+_SHORT_S = 0.02  # seconds: shorter turns are tried on a free machine too, for other threads of this program
+_WINDOW_S = 0.1  # seconds between two measurements of other programs
+_REST = (16, 50)  # pause after a trial, in trial times: starts at 16, doubles each time, ends at 50
 
 
 class Crew:
-    """Leaves a processor to others where that makes answers come sooner.
+    """Chooses between all threads and fewer threads, by the time that turns take.
 
-    Threads that compute wait for each other hundreds of times in a token. Where one of them has lost its processor, to
-    another program or to a thread of the server's own, all of them wait for it. So a few turns are computed in the
-    other way now and then: where other programs use a processor, and where a turn is short.
+    Compute threads wait for each other hundreds of times per token. If one thread loses its processor, to another
+    program or to another thread of the server, all threads wait. So the crew sometimes computes a few turns with the
+    other number of threads: when other programs use a processor, and when turns are short.
     """
 
     def __init__(self, threads: int, processors: int, others: Callable[[], float | None] | None = None) -> None:
-        """others: the processors that other programs use; None where that is not known yet."""
+        """others: returns the processors that other programs use, or None if unknown. None: measures them."""
         self._lock = threading.Lock()  # sessions in several threads may share a crew
         fewer = max(min(threads, processors - 1), 1)
         self._kinds = (_Choice(threads, fewer, 0.0), _Choice(threads, fewer, _QUICK_S))
@@ -37,7 +37,7 @@ class Crew:
         self._others, self._is_busy = others or Others(), None
 
     def threads(self, conversations: int = 1) -> int:
-        """Chooses for the next turn, in which so many conversations go on."""
+        """Returns the number of threads for the next turn. conversations: number of conversations in that turn."""
         with self._lock:
             self._look()
             self._alone = 0 if conversations > 1 else self._alone + 1
@@ -45,7 +45,7 @@ class Crew:
             return self._kind.threads
 
     def took(self, seconds: float) -> None:
-        """Notes how long that turn took, in which answers went on and nothing was read."""
+        """Records the seconds of the last turn. The turn must have decoded answers only, without prefill."""
         with self._lock:
             self._kind.took(seconds)
 
@@ -65,7 +65,7 @@ class Others:
         self._last = self._read()
 
     def __call__(self) -> float | None:
-        """Returns what they used since the last look; None shortly after it, or if the system does not say."""
+        """Returns the processors used since the last measurement. None: too early, or the system does not tell."""
         if self._last is None or time.perf_counter() - self._last[0] < _WINDOW_S:
             return None
         last, self._last = self._last, self._read()
@@ -74,7 +74,7 @@ class Others:
         return (self._last[1] - last[1]) / (self._last[0] - last[0])
 
     def _read(self) -> tuple[float, float] | None:
-        """Returns the time, and the seconds of all processors that other programs have used until then."""
+        """Returns the current time and the processor seconds of all other programs so far. None: unknown."""
         try:
             times = psutil.cpu_times()
         except (OSError, RuntimeError, psutil.Error):
@@ -84,10 +84,10 @@ class Others:
 
 
 class _Choice:
-    """Between all threads and fewer of them, by how long turns take."""
+    """Chooses between two thread counts by the measured seconds of turns."""
 
     def __init__(self, threads: int, fewer: int, quick: float) -> None:
-        """quick: fewer are right where their turns take less than this."""
+        """quick: seconds; fewer threads are always right if their turns are shorter."""
         self._ways, self._quick = (threads, fewer), quick
         self._turns = (deque[float](maxlen=2 * _TRY), deque[float](maxlen=2 * _TRY))
         self.begin(None)
@@ -97,7 +97,7 @@ class _Choice:
         return self._ways[self._now]
 
     def begin(self, is_busy: bool | None) -> None:
-        """Forgets what turns took, since another program has come or gone. None: that is not known."""
+        """Forgets all measurements, because another program started or ended. is_busy: None if unknown."""
         for turns in self._turns:
             turns.clear()
         self._is_busy, self._now, self._left = is_busy, int(is_busy is True), 0
@@ -113,7 +113,7 @@ class _Choice:
             return
         self._rest, self._count = self._rest - seconds, self._count + 1
         if self._count % _LOOK == 0 and self._turns[1 - self._now]:
-            self._now = self._better()  # a try may have been lucky, and a program may have come
+            self._now = self._better()  # the trial may have been lucky, or another program may have started
         if self._is_busy is False and _mean(self._turns[self._now]) > _SHORT_S:
             return
         if self._rest <= 0 and self._count >= _FIRST and self._ways[0] != self._ways[1]:
@@ -122,7 +122,7 @@ class _Choice:
 
     def _better(self) -> int:
         of_all, of_fewer = map(_mean, self._turns)
-        # few turns tell little: they decide against what the system says only where they differ by a tenth
+        # a few turns are weak evidence: they overrule the system's load figure only if they differ by a tenth
         return int(of_fewer < self._quick or of_fewer < (1.1 if self._is_busy else 0.9) * of_all)
 
 

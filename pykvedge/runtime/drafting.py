@@ -1,6 +1,6 @@
-"""Drafts are guesses at the next tokens of an answer. One batch verifies them, and the right ones are the answer's.
+"""Drafts the next tokens of an answer. One batch verifies the drafted tokens, and the answer takes the right tokens.
 
-The tokens are those that come one by one, also with a temperature: the sampler never learns of a wrong guess
+The answer equals the answer without drafts, also with a temperature: the sampler never sees a wrong guess
 (docs/dev/design.md).
 """
 
@@ -20,17 +20,17 @@ from pykvedge.runtime.driver import Driver
 from pykvedge.runtime.generation import Generation
 from pykvedge.runtime.sequence import Sequence
 
-MOST = 15  # guesses in a batch
-ANY = -1  # the kind of all guesses that were decoded
-_DOUBTS = 100  # kinds from this one on: by the margin of the likeliest token
-_RETRY, _TRIED = 64, 4  # steps without a draft until one is tried, and how many tokens it has at least
-_OLD = 256  # steps, until what a batch took is measured again
-_GUESSED = 0.25  # of a token's time: what another token in a batch is thought to take before that was measured
+MOST = 15  # most guesses in a batch
+ANY = -1  # kind that counts all guesses from decoding
+_DOUBTS = 100  # kinds from 100 on: guesses from decoding, by the margin of the likeliest token
+_RETRY, _TRIED = 64, 4  # after 64 steps without a draft, the drafter tries a draft of at least 4 tokens
+_OLD = 256  # steps until the seconds of a batch size are measured again
+_GUESSED = 0.25  # share of a single token's time: the assumed time of one more token in a batch, while unmeasured
 _NOT_EXACT = "the answer may differ from the full cache's: without whole rows, as they were, no token is verified"
 
 
 def require_drafts(model: Model, asked: str) -> None:
-    """Raises UnsupportedError for a model that cannot take a draft back. asked: the option that drafts."""
+    """Raises UnsupportedError for a model whose layers cannot take a draft back. asked: name of the drafting option."""
     if model.recurrent:
         raise UnsupportedError(
             f"{model.path.name} has recurrent layers, which cannot take a draft back; leave {asked} out"
@@ -38,7 +38,7 @@ def require_drafts(model: Model, asked: str) -> None:
 
 
 def check_policy(plan: Plan, asked: str) -> None:
-    """Raises UsageError for a plan that drops rows while it answers. asked: the option that drafts."""
+    """Raises UsageError for a plan that drops rows while it answers. asked: name of the drafting option."""
     if plan.drops:
         raise UsageError(
             f"decode policy '{plan.decode}' drops a row for every token, also for drafts that are refused; use "
@@ -47,13 +47,13 @@ def check_policy(plan: Plan, asked: str) -> None:
 
 
 class Costs:
-    """Knows how long a batch of n tokens takes, from those that were decoded."""
+    """Estimates the seconds of a batch of n tokens from the batches measured so far."""
 
     def __init__(self) -> None:
         self._took: dict[int, deque[float]] = {}
         self._when: dict[int, int] = {}  # the last step with a batch of this size
         self._steps = 0
-        self._table: list[float] = []  # of one token more than the index, once they were asked for
+        self._table: list[float] = []  # estimates; index n - 1 holds a batch of n tokens. Empty: not computed
 
     def took(self, n: int, seconds: float) -> None:
         self._steps += 1
@@ -64,9 +64,9 @@ class Costs:
         self._table = []
 
     def of(self, n: int) -> float:
-        """Estimates the seconds of a batch of up to MOST + 1, of its size or by what other sizes suggest.
+        """Returns the estimated seconds of a batch of n tokens, 1 <= n <= MOST + 1. 0: no single token was measured.
 
-        A larger batch than any so far is thought to be cheap, so that it is tried. 0: no single token was measured yet.
+        The estimate for a batch larger than any measured batch is low, so that the drafter tries a larger batch.
         """
         if not self._table:
             self._table = self._estimates()
@@ -75,9 +75,9 @@ class Costs:
     def _estimates(self) -> list[float]:
         if 1 not in self._took:
             return [0.0] * (MOST + 1)
-        known = {n: sorted(times)[len(times) // 3] for n, times in self._took.items()}  # outliers do not count
+        known = {n: sorted(times)[len(times) // 3] for n, times in self._took.items()}  # ignores outliers
         for n in known:
-            known[n] = min(seconds for size, seconds in known.items() if size >= n)  # more tokens take no less
+            known[n] = min(seconds for size, seconds in known.items() if size >= n)  # more tokens never take less time
         last, alone = max(known), known[1]
         slope = min(_GUESSED * alone, (known[last] - alone) / (last - 1)) if last > 1 else _GUESSED * alone
         sizes = sorted(known)
@@ -86,29 +86,29 @@ class Costs:
 
 
 class Hits:
-    """Knows how often guesses of a kind were right. Later ones count more, and each kind begins with some trust."""
+    """Counts how often the guesses of each kind are right. Recent guesses count more; new kinds have some trust."""
 
     _FADE, _TRUST, _WEIGHT = 0.95, 0.7, 2.0
 
     def __init__(self) -> None:
-        self._seen: dict[int, tuple[float, float]] = {}  # right ones, all
+        self._seen: dict[int, tuple[float, float]] = {}  # kind: faded number of right guesses, faded number of guesses
 
     def saw(self, kind: int, right: bool) -> None:
         hits, n = self._seen.get(kind, (0.0, 0.0))
         self._seen[kind] = self._FADE * hits + right, self._FADE * n + 1
 
     def rate(self, kind: int) -> float:
-        """Estimates how many of the guesses are right, from 0 to 1."""
+        """Returns the estimated share of right guesses, from 0 to 1."""
         hits, n = self._seen.get(kind, (0.0, 0.0))
         return (hits + self._TRUST * self._WEIGHT) / (n + self._WEIGHT)
 
 
 class Drafter:
-    """Takes the steps of answers: a token, or a batch of the last token and guesses at the next ones.
+    """Runs the decode steps of answers. A step reads the last token, alone or with guesses at the next tokens.
 
-    Guesses come from a lookup, or, for exact answers, from decoding with the compressed rows. Their number is the one
-    that promises the most tokens a second: by how often such guesses were right, and by what batches take here. Every
-    token of an exact answer is verified over whole rows, also where nothing was guessed.
+    Guesses come from a lookup, or (exact answers) from decoding over the compressed rows. The drafter chooses the
+    number of guesses that promises the most tokens per second, by the hit rate of the guesses and the time of a batch.
+    In exact answers every token is verified over whole rows, also a step without guesses.
     """
 
     def __init__(
@@ -119,19 +119,19 @@ class Drafter:
         exact: bool = False,
         costs: Costs | None = None,
     ) -> None:
-        """extend: appends a single token to the sequence. costs: of batches, which other drafters may learn as well."""
+        """extend: appends a single token to the sequence. costs: of batches; several drafters may share them."""
         self._driver, self._sequence, self._extend, self._exact = driver, sequence, extend, exact
         self._costs, self._hits = Costs() if costs is None else costs, Hits()
-        self._drafting = Costs()  # of single tokens with the compressed rows, where there are whole ones
-        self._undrafted = _RETRY  # steps in a row; the first one tries
-        self._over_whole = False  # the last step was
-        self._kept_bytes = 0  # that a token reads of compressed rows
+        self._drafting = Costs()  # times of single tokens over the compressed rows, if whole rows exist
+        self._undrafted = _RETRY  # steps in a row without a draft; the first step tries a draft
+        self._over_whole = False  # whether the last step used whole rows
+        self._kept_bytes = 0  # bytes of compressed rows that a token reads
 
     def step(self, generation: Generation, room: int, choose: Callable[[], str]) -> str:
-        """Reads the token that was chosen last, and chooses what follows. Returns the text that is certain with it.
+        """Reads the last chosen token, and chooses the next tokens. Returns the text that became certain.
 
-        room: tokens that can be read at once, from that one on. choose: chooses the next token, where it was read
-        alone, and returns its text. Raises GrammarError where no token can come, and what decoding raises.
+        room: tokens that fit, including the last chosen token. choose: chooses the next token after a step without
+        guesses, and returns its text. Raises GrammarError if no token can follow, and the errors of decoding.
         """
         most = self._most(generation, room)
         guesses, kind = self._guess(generation, most) if most > 0 else ([], 0)
@@ -145,14 +145,14 @@ class Drafter:
         return self._verify(generation, room, [*zip(guesses, kinds, strict=False)], whole)
 
     def _whole(self, generation: Generation) -> bool:
-        """Tells whether there are whole rows to verify over, and notes whether the answer is the whole cache's."""
+        """Returns whether whole rows exist for verification, and records whether the answer is exact."""
         cache = self._driver.cache
         if cache is None or not self._exact:
             return False
         stats, drafts = cache.stats(self._sequence.number), generation.report.drafts
         whole = stats.whole_bytes > 0 and not stats.whole_rounded
         self._kept_bytes = stats.bytes
-        given_up = self._over_whole and not whole  # meanwhile
+        given_up = self._over_whole and not whole  # whole rows existed in the last step
         if drafts is not None and (drafts.exact is None or given_up):
             drafts.exact = drafts.exact is None and (whole or self._sequence.has_all)
             if not drafts.exact:
@@ -161,12 +161,12 @@ class Drafter:
         return whole
 
     def _guess(self, generation: Generation, most: int) -> tuple[list[int], int]:
-        """Looks up to `most` tokens up, and says of which kind the guess is: as many tokens are alike before it."""
+        """Returns up to `most` guesses from the lookup, and their kind: the number of equal tokens before the guess."""
         lookup = self._sequence.lookup
         return lookup.guess(generation.token, most) if lookup is not None else ([], 0)
 
     def _most(self, generation: Generation, room: int) -> int:
-        """Counts the guesses that fit: the context, behind which a token has room, the answer, and the cache."""
+        """Returns how many guesses fit the context (with one more token), the rest of the answer, and the cache."""
         cache = self._driver.cache
         room = min(room - 1, self._driver.context.n_ubatch, generation.left)
         if cache is not None:
@@ -174,14 +174,14 @@ class Drafter:
         return min(room - 1, MOST)
 
     def _best(self, kind: int, most: int, each: float = 0.0) -> tuple[int, float]:
-        """Finds the number of guesses, up to `most`, that promises the most tokens a second, and how many that are.
+        """Returns the number of guesses, up to `most`, with the highest tokens per second, and that speed.
 
-        each: seconds that a guess takes. 0 while it is not known what a single token takes.
+        each: seconds per guess. The speed is 0 until a single token was measured.
         """
         return self._ahead(0, 1.0, 1.0, most, self._hits.rate(kind), each)
 
     def _ahead(self, n: int, chance: float, tokens: float, most: int, rate: float, each: float) -> tuple[int, float]:
-        """Goes on from n guesses, which are all right with this chance and promise so many tokens."""
+        """Does the work of `_best` after n guesses. chance: all n are right. tokens: expected from the step."""
         if self._costs.of(1) <= 0:
             return n, 0.0
         best, speed = n, tokens / (n * each + self._costs.of(n + 1))
@@ -193,7 +193,7 @@ class Drafter:
         return best, speed
 
     def _alone(self, generation: Generation, choose: Callable[[], str], guesses: list[int], kind: int) -> str:
-        """Reads a single token. guesses: at the one behind it, or none."""
+        """Reads the last token alone. guesses: the guess at the next token, only to rate it; or empty."""
         began = time.perf_counter()
         self._extend(generation.token)
         self._driver.context.logits()  # waits for the device
@@ -209,13 +209,13 @@ class Drafter:
             generation.report.drafts.read(n_bytes)
 
     def _each(self) -> float:
-        """Estimates the seconds of a draft token."""
+        """Returns the estimated seconds of a drafted token."""
         return self._drafting.of(1) or self._costs.of(1) / 2
 
     def _draft(self, generation: Generation, most: int) -> tuple[list[int], list[int]]:
-        """Decodes tokens with the compressed rows, as long as more of them promise more tokens a second.
+        """Decodes guesses over the compressed rows, as long as another guess promises more tokens per second.
 
-        Also returns of which kind each is: how far the likeliest token was ahead of the next one.
+        Returns the guesses, and the kind of each guess: the margin of the likeliest token over the second.
         """
         context, token = self._driver.context, generation.token
         guesses, kinds, chance, tokens = list[int](), list[int](), 1.0, 1.0
@@ -242,7 +242,7 @@ class Drafter:
         return guesses, kinds[: len(guesses)]
 
     def _verify(self, generation: Generation, room: int, guesses: list[tuple[int, int]], whole: bool) -> str:
-        """Verifies guesses, each with its kind. whole: over whole rows."""
+        """Verifies guesses (token, kind) in one batch. whole: over whole rows."""
         driver, context = self._driver, self._driver.context
         batch, n_bytes = [generation.token, *(token for token, _ in guesses)], self._kept_bytes
         if whole and driver.cache is not None:
@@ -266,7 +266,7 @@ class Drafter:
 
 
 def _doubt(logits: np.ndarray) -> int:
-    """Sorts [n_vocab] float32 by the margin of the two best, in half units."""
+    """Returns the kind of logits [n_vocab] float32: the margin of the best token over the second, in half units."""
     best = int(logits.argmax())
     second = max(logits[:best].max(initial=-np.inf), logits[best + 1 :].max(initial=-np.inf))
     return _DOUBTS + int(min(2 * (logits[best] - second), 12))

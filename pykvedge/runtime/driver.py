@@ -1,4 +1,4 @@
-"""A Driver has one llama_context and its cache in libkvedge. Sessions, servers, evals and benchmarks read by it."""
+"""Drives one llama_context and its cache in libkvedge, for sessions, servers, evals and benchmarks."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from pykvedge.runtime.settings import Keep
 
 
 class Driver:
-    """A context of a model; close it when done. `cache` is None where llama.cpp keeps the KV memory itself."""
+    """A context of a model; close the driver when done. `cache` is None if llama.cpp keeps the KV memory."""
 
     def __init__(
         self, model: Model, vision: Vision | None, size: ContextSize, threads: int, whole_cache: bool = False
     ) -> None:
-        """whole_cache: llama.cpp is to keep the KV memory, which it allocates for the whole context at once.
+        """whole_cache: llama.cpp keeps the KV memory and allocates it for the whole context at once.
 
         Raises OutOfMemoryError, and KvedgeError with llama.cpp's reason.
         """
@@ -35,13 +35,13 @@ class Driver:
 
     @classmethod
     def lent(cls, context: Context, cache: Cache, vision: Any) -> Driver:
-        """Drives a context that somebody else made and keeps. vision: as much of a Vision as decoding takes."""
+        """Makes a driver of a context that the caller keeps. vision: an object with Vision's decoding methods."""
         self = cls.__new__(cls)
         self.context, self.cache, self.vision = context, cache, vision
         return self
 
     def close(self) -> None:
-        """Frees the context and its KV memory. Does nothing the second time."""
+        """Frees the context and its KV memory. A second call does nothing."""
         if self.cache is not None:
             self.cache.detach()
             self.cache = None
@@ -55,11 +55,11 @@ class Driver:
         keep: Keep | None = None,
         or_full: bool = False,
     ) -> None:
-        """From now on libkvedge owns the KV memory of the context, which holds no tokens yet.
+        """Gives the KV memory of the context to libkvedge. The context must be empty.
 
-        tables: profiles of the plan's stages that need one. later_floor: as Cache has it. keep: where whole rows stay.
-        or_full: a plan that keeps everything also runs where llama.cpp has to keep the memory itself. Raises
-        NothingToCompressError, UsageError for a folder that cannot be used, and what Cache raises.
+        tables: profiles of the plan's stages, by stage. later_floor: as in Cache. keep: where whole rows stay. or_full:
+        if libkvedge cannot take the memory over, a plan of method full runs on llama.cpp's own memory. Raises
+        NothingToCompressError, UsageError for an unusable folder, and the errors of Cache.
         """
         devices = DEVICES_ALL if self.model.offload.through_graph else DEVICES_AUTO
         options = {"profiles": tables, "later_floor": later_floor, "devices": devices}
@@ -81,7 +81,7 @@ class Driver:
             self.cache.keep(keep.place, keep.made_folder(), keep.space, keep.type)
 
     def require_full(self, plan: Plan) -> None:
-        """Raises NothingToCompressError for a plan that a model without KV memory of kvedge's cannot follow."""
+        """Raises NothingToCompressError for any plan except method full: kvedge's cache does not hold the KV memory."""
         if plan.method != "full":
             raise NothingToCompressError(
                 f"{self.model.path.name} has no attention layer whose KV memory kvedge can take over, so method "
@@ -89,9 +89,9 @@ class Driver:
             )
 
     def decode(self, at: Place, piece: Piece, want_logits: bool) -> None:
-        """Appends a piece that one pass holds to a sequence, an image encoded before. want_logits: of its last token.
+        """Appends a piece of at most one pass to a sequence; an image must be encoded. want_logits: for the last token.
 
-        Raises ContextError, CancelledError, and what libkvedge met meanwhile.
+        Raises ContextError, CancelledError, and errors of libkvedge during the pass.
         """
         self.context.at = at
         with self.explained():
@@ -104,7 +104,7 @@ class Driver:
 
     @contextmanager
     def explained(self) -> Iterator[None]:
-        """Replaces the error of a failed decode by what libkvedge met inside it, where that was the cause."""
+        """Raises libkvedge's own error instead of the error of a failed decode, if libkvedge caused the failure."""
         try:
             yield
         except KvedgeError as error:

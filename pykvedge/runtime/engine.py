@@ -1,4 +1,4 @@
-"""The Engine of a session: a context that is made to measure, and the sequence that reads a conversation into it."""
+"""The engine of a session: makes a context of the needed size, and reads the conversation into one sequence."""
 
 from __future__ import annotations
 
@@ -49,76 +49,76 @@ from pykvedge.system.guard import undoing
 
 @dataclass(frozen=True)
 class Mark:
-    """All that was read lies once more in a second sequence. plan: that the cache followed. n_bytes: of its rows."""
+    """A copy of all read tokens in a second sequence. plan: of the cache at the mark. n_bytes: of the copied rows."""
 
     copy: Sequence
     plan: Plan | None
-    n_bytes: int  # not counting what llama.cpp keeps itself
+    n_bytes: int  # without the memory of layers that llama.cpp keeps
 
 
 class Engine:
-    """Text and images go in, logits come out, and what was read is compressed. `make_room` makes the context."""
+    """Reads text and images, gives logits, and compresses what was read. `make_room` makes the context."""
 
     def __init__(
         self, model: Model, vision: Vision | None, settings: Settings, threads: int, crew: Crew | None
     ) -> None:
-        """threads: as many read, and as many generate; where a crew is given, fewer if that is sooner."""
+        """threads: for prompts, and for answers without a crew. crew: chooses the threads of answers."""
         self._model, self._vision = model, vision
         self._settings, self._threads = settings, threads
         self._crew = crew
         self._table: TokenTable | None = None
-        self.not_bounded = ""  # why the last prompt was not read layer by layer although that was asked for
+        self.not_bounded = ""  # why the last prompt was not read layer by layer despite the settings; or empty
         self._driver: Driver | None = None
         self._sequence: Sequence | None = None
-        self._pace: Pace | None = None  # of a stream
-        self._positions: Positions | None = None  # where they turn
-        self._told = False  # that they cannot
-        self._copy: Sequence | None = None  # of the last mark
-        self._apart = 0  # cells of it that the sequence does not share
+        self._pace: Pace | None = None  # of a stream; else None
+        self._positions: Positions | None = None  # None: positions only count up
+        self._told = False  # whether `notes` has already said that positions cannot be renumbered
+        self._copy: Sequence | None = None  # copy made by the last mark
+        self._apart = 0  # cells of the copy that the sequence does not share
         self._drafter: Drafter | None = None
-        self._ages: Ages | None = None  # where whole rows are kept
+        self._ages: Ages | None = None  # None: no whole rows are kept
 
     @property
     def sequence(self) -> Sequence:
-        """The sequence exists from the first prompt on. Raises StateError before."""
+        """Returns the sequence. Raises StateError before the first prompt."""
         if self._sequence is None:
             raise StateError("nothing was read yet")
         return self._sequence
 
     @property
     def driver(self) -> Driver:
-        """The driver has the context and the cache. Raises StateError before the first prompt."""
+        """Returns the driver, which owns the context and the cache. Raises StateError before the first prompt."""
         if self._driver is None:
             raise StateError("nothing was read yet")
         return self._driver
 
     @property
     def context(self) -> Context:
-        """The context exists from the first prompt on. Raises StateError before."""
+        """Returns the context. Raises StateError before the first prompt."""
         return self.driver.context
 
     @property
     def pace(self) -> Pace:
-        """The pace says when a stream is compressed. Raises NothingToCompressError where there is none."""
+        """Returns the pace of a stream. Raises NothingToCompressError if kvedge does not hold the KV cache."""
         if self._pace is None:
             raise NothingToCompressError(f"kvedge does not hold the KV cache of {self._model.path.name}")
         return self._pace
 
     @property
     def cache(self) -> libkvedge.Cache | None:
-        """The cache is the KV memory that libkvedge owns; it is None for a model that runs as it is."""
+        """Returns the cache of libkvedge, or None if llama.cpp keeps the KV memory."""
         return self._driver.cache if self._driver is not None else None
 
     @property
     def room(self) -> int:
-        """So many tokens can be read, of a stream before it is compressed."""
+        """Returns how many tokens can be read; in a stream, until the next compression."""
         if self._pace is not None:
             return self.context.room
         room = self.context.room - max(self._apart, self.sequence.uncounted)
         return max(room, 1 if self._frees_room(1) else 0, 0)
 
     def close(self) -> None:
-        """Frees the context and its KV memory; the next prompt makes new ones."""
+        """Frees the context and its KV memory. The next prompt makes new ones."""
         if self._driver is not None:
             self._driver.close()
         self._driver = self._sequence = self._pace = self._positions = self._copy = self._drafter = None
@@ -126,7 +126,7 @@ class Engine:
         self._apart = 0
 
     def set_plan(self, plan: Plan) -> None:
-        """Compresses prompts that complete from now on by this plan. Raises NothingToCompressError, ProfileError."""
+        """Sets the plan of later compressions. Raises NothingToCompressError, ProfileError."""
         tables = self.tables(plan)
         if self.cache is not None:
             self.cache.set_plan(plan, tables)
@@ -134,14 +134,14 @@ class Engine:
             self._driver.require_full(plan)
 
     def make_room(self, pieces: list[Piece], plan: Plan) -> None:
-        """Makes the context if there is none, and checks that the pieces fit.
+        """Makes the context before the first prompt, and checks that the pieces fit.
 
         Raises ContextError, OutOfMemoryError, NothingToCompressError, BudgetError.
         """
         if self._settings.stream:
             if self._driver is None:
                 self._open(stream_context(self._model, self._vision, self._settings, pieces, plan), plan)
-                self.pace.compress()  # nothing yet, but whether it can be done
+                self.pace.compress()  # a compression without tokens checks that the plan can compress
             return
         n = sum(p.n_tokens for p in pieces)
         images = [p.n_tokens for p in pieces if isinstance(p, ImagePiece)]
@@ -166,9 +166,9 @@ class Engine:
             )
 
     def _frees_room(self, n_tokens: int) -> bool:
-        """Tells whether a conversation's positions turn for so many tokens more.
+        """Returns whether renumbering the positions makes room for n_tokens more.
 
-        All rows stay where a plan keeps everything. Memory stays within what the context stands for.
+        False if the plan keeps all rows, or if the KV pairs then exceed the size of the context.
         """
         positions, cache, copy = self._positions, self.cache, self._copy
         if positions is None or cache is None or not positions.needed(n_tokens):
@@ -183,8 +183,8 @@ class Engine:
         copy, before = self._copy, self.sequence.n_past
         self._positions.make_room(n_tokens)
         if copy is not None and copy.n_past != before:
-            self._apart = copy.n_cells  # llama.cpp's cells of the copy, which the sequence has left
-        elif copy is not None:  # nothing was read since: it is a copy of the turned one as well
+            self._apart = copy.n_cells  # llama.cpp's cells of the copy, which the sequence no longer shares
+        elif copy is not None:  # nothing was read since the mark: copy the renumbered sequence again
             copy.drop()
             copy.follow(self.sequence)
 
@@ -255,7 +255,7 @@ class Engine:
         return profiles.tables_for(plan, self._model.path, self._settings.profile, spare=True)
 
     def save(self, path: str | os.PathLike[str], model: str, note: Note) -> None:
-        """Writes the cache to a file, with a note, and whole rows where that says so.
+        """Writes the cache and a note to a file, with whole rows if note.whole. model: fingerprint of the model file.
 
         Raises SessionFileError, UnsupportedError.
         """
@@ -266,7 +266,7 @@ class Engine:
         self.cache.save(encoded(path), model, note.encode(), whole=note.whole)
 
     def load(self, path: str | os.PathLike[str], model: str, note: Note, plan: Plan) -> None:
-        """Makes a new context with the cache of a file in it. Raises what make_room raises, and SessionFileError."""
+        """Makes a new context with the cache of a file. Raises what make_room raises, and SessionFileError."""
         name = os.fsdecode(path)
 
         def fill(cache: libkvedge.Cache) -> None:
@@ -278,11 +278,11 @@ class Engine:
         self._fill(note, plan, name, Path(name).stat().st_size, fill)
 
     def fork(self, at: Snapshot, model: str, note: Note, plan: Plan) -> None:
-        """Makes a new context in which a snapshot goes on. Raises what make_room raises, and SessionFileError."""
+        """Makes a new context that continues from a snapshot. Raises what make_room raises, and SessionFileError."""
         self._fill(note, plan, "a fork", len(at.rows), lambda cache: self.sequence.restore(at, model))
 
     def check_holds(self, note: Note, name: str) -> int:
-        """Returns the tokens of a context in which a saved conversation goes on. Raises ContextError."""
+        """Returns the context size (tokens) for a saved conversation. name: for the error. Raises ContextError."""
         n_ctx = self._settings.n_ctx or note.n_ctx
         if note.n_cells > n_ctx:
             raise ContextError(f"{name} holds {note.n_cells} tokens, the context {n_ctx}; raise --ctx")
@@ -301,9 +301,9 @@ class Engine:
             self._pace.compress()
 
     def mark(self) -> Mark:
-        """Keeps a copy of all that was read, in place of an older one. Raises OutOfMemoryError, UnsupportedError.
+        """Copies all that was read, in place of an older copy. Raises OutOfMemoryError, UnsupportedError.
 
-        What is copied are compressed rows, what the decode policy remembers, and llama.cpp's own cells and states.
+        Copies compressed rows, the memory of the decode policy, and llama.cpp's own cells and states.
         """
         copy = Sequence(self.driver, 1)
         copy.drop()
@@ -317,7 +317,7 @@ class Engine:
         return Mark(copy, self.cache.plan if self.cache is not None else None, n_bytes)
 
     def return_to(self, mark: Mark) -> None:
-        """Goes back to what was read at the mark, to the bit. The copy is used up. Raises OutOfMemoryError."""
+        """Restores exactly what was read at the mark. Uses the copy up. Raises OutOfMemoryError."""
         self.sequence.follow(mark.copy)
         mark.copy.drop()
         self._copy, self._apart = None, 0
@@ -327,11 +327,11 @@ class Engine:
                 self.set_plan(mark.plan)
 
     def encode(self, pieces: list[Piece], progress: Progress, cancel: threading.Event | None) -> None:
-        """Computes the embeddings of the images. Raises ImageError, CancelledError."""
+        """Computes the embeddings of the images. Raises ImageError, CancelledError, StateError."""
         encode(self._vision, pieces, progress, cancel)
 
     def prefill(self, pieces: list[Piece], progress: Progress, cancel: threading.Event | None) -> None:
-        """Reads the pieces; afterwards the logits of the last token are there. Raises ContextError, CancelledError."""
+        """Reads the pieces, and makes the logits of the last token. Raises ContextError, CancelledError."""
         if self._bounded:
             self._prefill_whole(pieces, progress, cancel)
             return
@@ -374,7 +374,7 @@ class Engine:
         progress("reading the prompt, layer by layer", 1.0)
 
     def extend(self, token: int) -> None:
-        """Reads one generated token; afterwards its logits are there. Raises ContextError."""
+        """Reads one generated token, and makes its logits. Raises ContextError."""
         self._turn(1)
         if self._crew is not None:
             self.context.set_threads(self._crew.threads(), self._threads)
@@ -386,9 +386,9 @@ class Engine:
             self._pace.after(1, now=self.context.room < 1)
 
     def go_on(self, generation: Generation) -> str:
-        """Reads the token that was chosen last, and chooses what follows: a token, or several that were drafted.
+        """Reads the last chosen token, and chooses the next token, or several drafted tokens.
 
-        Returns the text that is certain. Raises ContextError, GrammarError.
+        Returns the text that became certain. Raises ContextError, GrammarError.
         """
         context = self.context
         if self._drafter is None:
@@ -396,12 +396,12 @@ class Engine:
             return generation.choose(context, self.room)
         self._turn(1)
         room, positions = self.room, self._positions
-        if positions is not None and self._frees_room(room):  # they turn before the token that passes the length
+        if positions is not None and self._frees_room(room):  # renumber before the trained length
             room = positions.trained - self.sequence.n_past
         return self._drafter.step(generation, room, lambda: generation.choose(context, self.room))
 
     def compress(self) -> None:
-        """Compresses what was read since the last time: the answer of the last turn, and the prompt."""
+        """Compresses what was read since the last compression: the last answer and the prompt."""
         if self._pace is not None:
             self._pace.compress()
         elif self.cache is not None:
@@ -413,11 +413,11 @@ class Engine:
                 if self._ages is not None:
                     self._ages.pass_by()
             except StateError:
-                self.cache.check()  # what ended a bounded prompt
+                self.cache.check()  # raises the error that stopped a bounded prompt, if one exists
                 raise
 
     def check_cut(self) -> None:
-        """Raises UsageError, UnsupportedError or StateError where `cut_out` cannot be done."""
+        """Raises UsageError, UnsupportedError or StateError if `cut_out` is impossible."""
         cache = self.cache
         if self._ages is None or cache is None:
             raise UsageError("turns can be dropped where whole rows are kept: set keep to 'ram' or 'disk'")
@@ -427,10 +427,10 @@ class Engine:
             )
         if not cache.stats().whole_bytes:
             raise StateError(f"no turn can be dropped: {cache.keep_problem() or 'no whole rows are there'}")
-        cache.renumber(0, 1)  # nothing changes: whether keys of the model can turn
+        cache.renumber(0, 1)  # changes nothing; raises if the keys of the model cannot be renumbered
 
     def cut_out(self, begin: Spot, end: Spot) -> None:
-        """Removes what was read between two spots, and the last mark. Raises StateError, OutOfMemoryError."""
+        """Removes the tokens between two spots, and the last mark. Raises StateError, OutOfMemoryError."""
         if self._copy is not None:
             self._copy.drop()
             self._copy, self._apart = None, 0
@@ -438,17 +438,17 @@ class Engine:
 
     @property
     def ages(self) -> Ages:
-        """The ages say what each image may keep. Raises UsageError where no whole rows are kept."""
+        """Returns the ages, which limit each image. Raises UsageError without whole rows."""
         if self._ages is None:
             raise UsageError("images can be demoted where whole rows are kept: set keep to 'ram' or 'disk'")
         return self._ages
 
     def pairs_held(self) -> float:
-        """Averages the KV pairs per KV head over heads and layers; they are 0 for a model that runs as it is."""
+        """Returns the KV pairs per KV head, averaged over heads and layers. 0 without a cache of kvedge."""
         return self._sequence.pairs_held() if self._sequence is not None else 0
 
     def notes(self) -> list[str]:
-        """Says what the last compression could not do as the plan has it."""
+        """Returns notes about what the last compression could not do as planned."""
         notes = self._sequence.notes() if self._sequence is not None else []
         positions = self._positions
         if positions is not None and positions.why_not and positions.needed(0) and not self._told:
@@ -457,7 +457,7 @@ class Engine:
         return notes
 
     def measure_again(self, kv: Kv) -> None:
-        """Notes what changed while an answer was generated: the largest KV memory, and where whole rows lie."""
+        """Updates the figures that change during an answer: peak KV memory, and bytes of whole rows."""
         if self.cache is not None:
             stats = self.cache.stats()
             kv.peak_bytes = stats.peak_bytes
@@ -465,10 +465,10 @@ class Engine:
 
 
 def _require_window(context: Context) -> None:
-    """A windowed layer of llama.cpp reuses cells that its window has left, but not those that a copy shares.
+    """Raises UnsupportedError if a windowed layer of llama.cpp has no free cells left for a copy.
 
-    It has as many as two windows and one pass through the model take, in steps of 256, and no more than the context.
-    """
+    A windowed layer reuses cells behind its window, except cells shared with a copy. The layer has cells for two
+    windows and one ubatch, rounded up to 256, at most n_ctx."""
     window = context.llama.llama_model_n_swa(context.model.handle)
     cells = -(-min(context.n_ctx, 2 * window + context.n_ubatch) // 256) * 256
     if window > 0 and cells < context.n_ctx and context.at.n_cells + window + context.n_ubatch > cells:

@@ -1,4 +1,4 @@
-"""A Generation makes an answer of tokens: its text up to a stop text, its report, and how it ends."""
+"""Makes an answer from tokens: the text up to a stop text, the report, and the reason of its end."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from pykvedge.runtime.sampling import Sampling
 
 
 def mark_begun(text: str, marks: Sequence[str]) -> int:
-    """Counts the characters at the end of a text that are the beginning of one of these marks, as many as can be."""
+    """Returns the length of the longest end of `text` that is the beginning of a mark."""
     most = min(max(map(len, marks), default=0) - 1, len(text))
     return next((n for n in range(most, 0, -1) if any(mark.startswith(text[-n:]) for mark in marks)), 0)
 
 
 class StopTexts:
-    """Text goes in piece by piece; what comes out is before the first stop text.
+    """Searches text, fed piece by piece, for the first stop text. Only text before the stop text comes out.
 
-    held: what may begin one. which: the one that was found.
+    held: text held back, the possible beginning of a stop text. which: the found stop text.
     """
 
     def __init__(self, texts: Sequence[str]) -> None:
@@ -33,38 +33,37 @@ class StopTexts:
         self.found, self.which = False, ""
 
     def feed(self, piece: str) -> str:
-        """Returns the text that is certain to belong to the answer, possibly none. Sets `found` at a stop text."""
+        """Returns the text that certainly belongs to the answer, possibly empty. Sets `found` at a stop text."""
         text = self.held + piece
         found = [(at + len(stop), at) for stop in self._texts if (at := text.find(stop)) >= 0]
         if found:
             end, at = min(found)
             self.found, self.held, self.which = True, "", text[at:end]
-            return text[:at]  # the one that is complete first counts, so that it does not matter how text comes
+            return text[:at]  # the stop text that ends first counts, so the size of pieces does not matter
         keep = mark_begun(text, self._texts)
         self.held = text[len(text) - keep :]
         return text[: len(text) - keep]
 
     def finish(self) -> str:
-        """Returns what was held back: the answer has ended otherwise."""
+        """Returns the text held back, at an answer's end without a stop text."""
         rest, self.held = self.held, ""
         return rest
 
 
 class Generation:
-    """Chooses the tokens of one answer, and fills its report: text, logprobs, the count of tokens and the finish.
+    """Chooses the tokens of one answer, and fills its report: text, logprobs, token count, reason of the end.
 
-    token: the one that was chosen last, which is read next if the answer goes on. tokens: all of the answer. chosen: so
-    many, with the one that ends it. ended: how it ends, once a token decides that. pending: tokens that the next
-    message begins with, as they were not read. stops: know which stop text was found.
+    token: the last chosen token; if the answer goes on, this token is read next. tokens: all tokens of the answer.
+    chosen: number of chosen tokens, with the end token. ended: reason of the end, or empty. pending: tokens not yet
+    read; the next message begins with them. stops: searches for stop texts.
     """
 
     def __init__(
         self, model: Model, sampling: Sampling, report: Report, begun: bool = False, shown: frozenset[int] = frozenset()
     ) -> None:
-        """Raises GrammarError, and UsageError for biases that do not fit the model; close it in the end.
+        """Raises GrammarError, and UsageError for biases that do not fit the model; close the generation in the end.
 
-        begun: the answer goes on with text, so that a blank it begins with is its own. shown: special tokens whose text
-        is the answer's.
+        begun: the answer continues a text, so a leading blank belongs to it. shown: special tokens whose text is shown.
         """
         self.token, self.ended, self.chosen = 0, "", 0
         self.tokens: list[int] = []
@@ -73,18 +72,18 @@ class Generation:
         self._sampler = Sampler(sampling, model)
         self._stream, self.stops = TextStream(model, shown), StopTexts(sampling.stop)
         self._bare = not sampling.constrained and not begun
-        self._length = self._out = 0  # characters that were generated, and that were not held back
+        self._length = self._out = 0  # characters generated so far, and characters not held back
         report.logprobs = None if sampling.logprobs is None else []
 
     def close(self) -> None:
-        """Frees what chooses the tokens. Does nothing the second time."""
+        """Frees the sampler. A second call does nothing."""
         self._sampler.close()
 
     def choose(self, context: Context, room: int, output: int = -1, logits: np.ndarray | None = None) -> str:
-        """Chooses the next token, and returns the text that is certain with it.
+        """Chooses the next token, and returns the text that became certain.
 
-        It goes by logits [n_vocab] float32, or by those of a place in the last batch. room: tokens that can be read,
-        from this one on. Raises GrammarError where no token can come.
+        logits: [n_vocab] float32; None: the logits at place `output` of the last batch. room: tokens that can be read,
+        including the chosen token. Raises GrammarError if no token can follow.
         """
         if logits is not None:
             return self._take(self._sampler.sample_from(logits), room, logits)
@@ -92,11 +91,11 @@ class Generation:
         return self._take(token, room, context.logits(output) if self.report.logprobs is not None else None)
 
     def choose_each(self, context: Context, batch: list[int], room: int) -> tuple[str, int]:
-        """Chooses token after token by the logits of a batch: the token that was chosen last, and guesses behind it.
+        """Chooses tokens by the logits of a batch: the last chosen token, and guesses behind it.
 
-        It ends where the batch does not go on with the token that was chosen, or where the answer ends. room: tokens
-        that can be read behind the first one of the batch. Returns the text that is certain, and how many tokens of the
-        batch were read for good. Raises GrammarError where no token can follow the first one.
+        Stops where the chosen token differs from the batch, or where the answer ends. room: tokens that can be read
+        behind the batch's first token. Returns the text that became certain, and the number of the batch's tokens that
+        stay read. Raises GrammarError if no token can follow the first token.
         """
         text, stay, drafts = "", 0, self.report.drafts
         while not self.ended and stay < len(batch) and (not stay or self.token == batch[stay]):
@@ -105,19 +104,19 @@ class Generation:
             except GrammarError:
                 if not stay:
                     raise
-                break  # the last token is read again, alone, and fails then
+                break  # the next step reads the last token alone, and raises the error
             stay += 1
         if drafts is not None:
             drafts.add(len(batch) - 1, stay - 1)
         return text, stay
 
     def sampler(self) -> Sampler:
-        """Returns a copy of what chooses the next token, to guess with; close it."""
+        """Returns a copy of the sampler, for guesses. The caller closes the copy."""
         return self._sampler.copy()
 
     @property
     def left(self) -> int:
-        """The answer may have so many more tokens."""
+        """Returns how many tokens the answer may still have."""
         return self._sampling.max_tokens - self.report.tokens.generated
 
     def _take(self, token: int, room: int, logits: np.ndarray | None) -> str:
@@ -146,9 +145,9 @@ class Generation:
         return text
 
     def end(self, how: str, broken_off: bool = False) -> str:
-        """Completes the report of an answer that ends in this way. Returns the rest of the text.
+        """Completes the report at the end of the answer, and returns the rest of the text. A second call does nothing.
 
-        broken_off: a character that is not whole is left out. Does nothing the second time.
+        how: the reason of the end. broken_off: drops an incomplete last character.
         """
         report, stops, rest = self.report, self.stops, ""
         self.close()
@@ -173,13 +172,13 @@ class Generation:
         return certain
 
     def _before_stop(self, text: str) -> list[int]:
-        """Chooses what is read of the last token, which has this much text before the stop text.
+        """Returns the tokens to read for the last token's text before the stop text.
 
-        What was read before stays in the cache, though it may be the beginning of the stop text.
+        Earlier tokens stay in the cache, even if they begin the stop text.
         """
         model = self._model
         tokens = model.tokenize(text, special=False) if text else []
         data = b"".join(map(model.piece, tokens))
-        # tokenizers may add a blank, and the token before may have begun the character: then it is read as it is
+        # returns the whole last token if a tokenizer added a blank, or if an earlier token began the character
         same = data == text.encode() and b"".join(map(model.piece, self.pending)).startswith(data)
         return tokens if same else self.pending

@@ -1,4 +1,4 @@
-"""A Grammar says which tokens an answer may go on with. llguidance follows it, and keeps within bounds in each step."""
+"""Limits the tokens of an answer by a grammar. llguidance follows the grammar, with bounded work per token."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ _LIMITS = LLParserLimits(
     max_items_in_row=1200, initial_lexer_fuel=1_000_000, step_lexer_fuel=200_000, step_max_items=20_000,
     max_lexer_states=50_000, max_grammar_size=200_000, precompute_large_lexemes=False, verbose_errors=False,
 )  # fmt: skip
-_OPTIONS = '%llguidance {"no_forcing": true}\n'  # the model chooses among all ways to write a text in tokens
+_OPTIONS = '%llguidance {"no_forcing": true}\n'  # the model chooses how to split a text into tokens
 _CLEARER = {
     "oneOf constraints are not supported. Enable 'coerce_one_of' option to approximate oneOf with anyOf":
         "alternatives of oneOf may overlap, which cannot be obeyed; use anyOf",
     "panic: assertion failed: grammar.symbols.len() < u16::MAX as usize - 10": "it is too large",
     "Unimplemented keys: ": "what it says by these words cannot be obeyed: ",
 }  # fmt: skip
-_MOST_KEPT = 32  # grammars of a model
-_MOST_SHOWN = 200  # characters of what is wrong with a grammar
+_MOST_KEPT = 32  # grammars kept for each model
+_MOST_SHOWN = 200  # characters shown of a grammar's error
 
 
 class Grammar:
-    """Follows one answer."""
+    """Follows the grammar of one answer, token by token."""
 
     def __init__(self, sampling: Sampling, model: Model) -> None:
-        """Raises GrammarError for a grammar that cannot be used, ModelError for a model that ends no answer."""
+        """Raises GrammarError for an unusable grammar, ModelError for a model without an end token."""
         self._table = model.table()
         lazy = sampling.grammar if isinstance(sampling.grammar, Lazy) else Lazy("")
         marks = {*lazy.preserved, *lazy.tokens}
@@ -43,13 +43,13 @@ class Grammar:
         self._matcher = matcher.deep_copy()
         self._allowed = self._table.allowed.copy()
         self._allowed[list(special)] = True
-        self._possible()  # what is too much for the first token is so before anything is read
+        self._possible()  # raises now, before anything is read, if the first token takes too much work
         self._waiting: _Waiting | None = _Waiting(lazy, model, self._table, special)
         if (tokens := self._waiting.begun()) is not None:
             self._hold(tokens)
 
     def copy(self) -> Grammar | None:
-        """Makes another one that goes on in the same way; None while the answer is free."""
+        """Returns a copy for guesses, or None while the grammar waits for its trigger."""
         if self._waiting is not None:
             return None
         other = Grammar.__new__(Grammar)
@@ -57,9 +57,9 @@ class Grammar:
         return other
 
     def take(self, token: int) -> np.ndarray | None:
-        """Goes on with a token. Where it cannot come next, nothing changes, and [n_vocab] bool tells what can.
+        """Accepts a token and returns None. If the token is not allowed, returns the allowed tokens, [n_vocab] bool.
 
-        Raises GrammarError where that takes too much.
+        A refused token changes nothing. Raises GrammarError if the check takes too much work.
         """
         if self._waiting is not None:
             if (tokens := self._waiting.add(token)) is not None:
@@ -73,11 +73,11 @@ class Grammar:
         return None if fits else self._possible()
 
     def dead_end(self) -> GrammarError:
-        """Makes the error for an answer that can neither go on nor end."""
+        """Returns the error for an answer that can neither continue nor end."""
         return GrammarError(f"the {self._what} allows nothing here that the model has a token for")
 
     def _possible(self) -> np.ndarray:
-        """Tells which tokens can come next: [n_vocab] bool. Raises GrammarError."""
+        """Returns the allowed next tokens, [n_vocab] bool. Raises GrammarError."""
         bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
         if self._matcher.is_error() and "NoExtension" in self._matcher.get_error():
             raise self.dead_end()
@@ -89,7 +89,7 @@ class Grammar:
             raise GrammarError(f"the {self._what} cannot be followed: {_shown(self._matcher.get_error())}")
 
     def _hold(self, tokens: list[int]) -> None:
-        """Holds the answer to the grammar from these tokens on, which were said. Raises GrammarError."""
+        """Starts the grammar with the answer's tokens from the trigger on. Raises GrammarError."""
         self._waiting = None
         fit = self._matcher.try_consume_tokens(tokens)
         self._check()
@@ -98,24 +98,24 @@ class Grammar:
 
 
 class _Waiting:
-    """Looks for the trigger of a grammar in an answer."""
+    """Searches an answer for the trigger of its grammar."""
 
     def __init__(self, lazy: Lazy, model: Model, table: GrammarTable, special: dict[int, str]) -> None:
-        """special: tokens that stand for their text."""
+        """special: special tokens and their texts; the grammar sees the text."""
         self._lazy, self._model, self._table = lazy, model, table
         self._special = {token: text.encode() for token, text in special.items()}
-        self._said = [(-1, lazy.prefix.encode())]  # tokens, and the bytes that they stand for
-        self._data = bytearray(lazy.prefix.encode())  # all of these
+        self._said = [(-1, lazy.prefix.encode())]  # tokens, each with its bytes
+        self._data = bytearray(lazy.prefix.encode())  # the bytes of all tokens
 
     def add(self, token: int) -> list[int] | None:
-        """Goes on with a token. Returns the tokens from the trigger on, once it is there."""
+        """Adds a token. Returns the tokens from the trigger on, or None before the trigger."""
         shown = self._special.get(token)
         self._said.append((token, self._model.piece(token) if shown is None else shown))
         self._data += self._said[-1][1]
         return self.begun()
 
     def begun(self) -> list[int] | None:
-        """Returns the tokens from the trigger on, or None while it is not there."""
+        """Returns the tokens from the trigger on, or None before the trigger."""
         lazy, data = self._lazy, self._data
         token, shown = self._said[-1]
         if token in lazy.tokens and not lazy.thinks(data[: len(data) - len(shown)].decode("utf-8", "replace")):
@@ -125,7 +125,7 @@ class _Waiting:
         return None if at is None else self._from(len(text[:at].encode("utf-8", "surrogateescape")))
 
     def _from(self, start: int) -> list[int]:
-        """Lists the tokens from a byte on; one that stands partly before it is cut."""
+        """Returns the tokens from byte `start` on. Cuts a token that begins before `start`."""
         out, at = list[int](), 0
         for token, shown in self._said:
             if at >= start and token >= 0:
@@ -137,8 +137,8 @@ class _Waiting:
 
 
 def _kept(sampling: Sampling, model: Model, special: dict[int, str]) -> tuple[str, LLMatcher]:
-    """Names what an answer follows, and returns what follows it, to be copied: tools make the same grammar each time,
-    and a large one takes a tenth of a second. Raises GrammarError.
+    """Returns what an answer follows (for errors) and its matcher, which the caller copies. Raises GrammarError. Keeps
+    matchers: tools make the same grammar each time, and a large grammar takes 0.1 s.
     """
     grammar = sampling.grammar.grammar if isinstance(sampling.grammar, Lazy) else sampling.grammar
     key = (grammar, sampling.regex, sampling.json_schema, tuple(sorted(special.items())))
@@ -156,9 +156,9 @@ def _kept(sampling: Sampling, model: Model, special: dict[int, str]) -> tuple[st
 
 
 def _lark(sampling: Sampling, model: Model, special: dict[int, str]) -> tuple[str, str]:
-    """Names what an answer follows, and writes it as llguidance reads it. Raises GrammarError.
+    """Returns what an answer follows (for errors) and the grammar in llguidance's format. Raises GrammarError.
 
-    special: tokens that stand for their text where a literal of a grammar holds it.
+    special: special tokens and their texts; a literal of a GBNF grammar with this text means the token.
     """
     what, grammar = "grammar", sampling.grammar
     try:
@@ -175,7 +175,7 @@ def _lark(sampling: Sampling, model: Model, special: dict[int, str]) -> tuple[st
 
 
 def _shown(error: str) -> str:
-    """Shortens what llguidance says to a line."""
+    """Shortens an error of llguidance to one clear line."""
     first = next(iter(error.splitlines()), "")
     if "regex parse error:" in first and (reason := re.search("^error: (.*)", error, re.MULTILINE)):
         first = f"regex: {reason[1]}"

@@ -1,4 +1,4 @@
-"""Ctrl-C while something long is going on: it asks for an end instead of tearing the program down."""
+"""Handles Ctrl-C during long work: asks the work to stop instead of killing the program."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from typing import Any
 
 from pykvedge.errors import CancelledError
 
-PATIENCE = 3  # so many Ctrl-C end the program even where nothing listens (inside one long C call)
+PATIENCE = 3  # after so many Ctrl-C the program exits, even inside a long C call
 
 
 def as_exception() -> None:
-    """Ctrl-C raises KeyboardInterrupt, even in a program that was started with the signal ignored."""
+    """Makes Ctrl-C raise KeyboardInterrupt, even if the program was started with SIGINT ignored."""
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def stop_if_set(event: threading.Event | None, *_: object) -> None:
-    """Raises CancelledError if the event is set; what else is given does not matter."""
+    """Raises CancelledError if the event is set. Ignores other arguments: progress callbacks have more."""
     if event is not None and event.is_set():
         raise CancelledError
 
 
 @contextmanager
 def as_event(event: threading.Event) -> Iterator[threading.Event]:
-    """Inside the block Ctrl-C sets the event. In another than the main thread nothing changes."""
+    """Makes Ctrl-C set the event inside the block. Changes nothing outside the main thread."""
     event.clear()
     pressed = 0
 

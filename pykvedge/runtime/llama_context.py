@@ -1,4 +1,4 @@
-"""A llama.cpp context: decoding text and images into it, with the position of what comes next."""
+"""Wraps a llama.cpp context: decodes text and images, and tracks the position of the next token."""
 
 from __future__ import annotations
 
@@ -24,31 +24,31 @@ from pykvedge.system import memory
 N_BATCH = 2048
 N_UBATCH = 512
 DEFAULT_CTX = 4096
-ROOM_TO_ANSWER = 512  # tokens that an automatic context has beyond the prompt, at least
-CELL = 64  # bytes of llama.cpp's bookkeeping for each token of a context
+ROOM_TO_ANSWER = 512  # least tokens that an automatic context has beyond the prompt
+CELL = 64  # bytes that llama.cpp needs per token of a context, beside keys and values
 
 
 @dataclass(frozen=True)
 class ContextSize:
-    """How large a context is to be."""
+    """The size of a context to make."""
 
     n_ctx: int
     n_ubatch: int = N_UBATCH
     kv_type: str | KvType = "f16"
-    prompt_tokens: int = 0  # of the first prompt, for the estimate of memory
-    n_seq: int = 1  # sequences that share its tokens
-    peak_tokens: int = 0  # of the first prompt that are there at once; 0: all
-    n_outputs: int = 0  # tokens of one pass that are asked for their logits; as many as sequences can be anyway
+    prompt_tokens: int = 0  # tokens of the first prompt, to estimate memory
+    n_seq: int = 1  # sequences that share the n_ctx tokens
+    peak_tokens: int = 0  # most tokens of the first prompt in memory at once; 0: all tokens
+    n_outputs: int = 0  # most tokens of one pass with logits; at least n_seq
 
 
 def check_memory(model: Model, size: ContextSize, threads: int, whole_cache: bool) -> None:
-    """Raises OutOfMemoryError if a context of that size will not fit.
+    """Raises OutOfMemoryError if a context of this size will not fit.
 
-    whole_cache: the KV cache is allocated for n_ctx tokens at once, as llama.cpp does; else for what is in it.
+    whole_cache: llama.cpp allocates the KV cache for n_ctx tokens at once. False: the cache grows with its tokens.
     """
     try:
         shape = ModelShape.of(model.header)
-    except ModelError:  # a file that does not say enough; llama.cpp allocates, or says what it cannot
+    except ModelError:  # the header says too little for an estimate; llama.cpp will report what is wrong
         return
     n_ubatch = min(size.n_ubatch, size.n_ctx)
     tokens = size.n_ctx if whole_cache else min((size.peak_tokens or size.prompt_tokens) + 1, size.n_ctx)
@@ -59,9 +59,9 @@ def check_memory(model: Model, size: ContextSize, threads: int, whole_cache: boo
 
 
 class Place:
-    """Where the next token of a sequence goes: its position n_past, behind n_cells tokens in the cache.
+    """The end of a sequence: n_past is the position of the next token, n_cells the number of tokens in the cache.
 
-    The two differ: images of M-RoPE models take fewer positions than tokens, and pruned ones leave some out.
+    The numbers differ: an image of an M-RoPE model has fewer positions than tokens, and pruning leaves gaps.
     """
 
     def __init__(self, number: int = 0) -> None:
@@ -69,7 +69,7 @@ class Place:
 
 
 class Batch:
-    """Up to `size` tokens, each of one sequence, that llama.cpp decodes at once. n: so many there are."""
+    """Collects up to `size` tokens of several sequences, which llama.cpp decodes at once. n: number of tokens."""
 
     def __init__(self, llama: Any, size: int) -> None:
         self.n, self._batch = 0, llama.llama_batch()
@@ -87,8 +87,8 @@ class Batch:
         self.n = 0
 
     def add(self, tokens: list[int], at: Place, want_logits: bool) -> int:
-        """Appends tokens of a sequence; want_logits: of the last one, whose place in the batch is returned."""
-        if len(tokens) == 1:  # an answer goes on; slices would cost more than a small model's share of the turn
+        """Appends tokens of one sequence. want_logits: for the last token. Returns the last token's index."""
+        if len(tokens) == 1:  # the case of an answer: slices would cost more time than a small model's step
             i, self.n = self.n, self.n + 1
             self._tokens[i], self._positions[i], self._sequences[i] = tokens[0], at.n_past, at.number
             self._wanted[i] = want_logits
@@ -106,16 +106,16 @@ class Batch:
         self._wanted[: self.n] = 1
 
     def as_llama(self) -> Any:
-        """Returns the llama_batch, which shares the arrays."""
+        """Returns a llama_batch that shares this object's arrays."""
         self._batch.n_tokens = self.n
         return self._batch
 
 
 class Context:
-    """A llama_context. Tokens are appended at the place `at`; whoever decodes sets it to that of the sequence."""
+    """A llama_context. Decoding appends tokens at place `at`; the caller sets `at` to the place of the sequence."""
 
     _lent = False
-    model: Any  # a Model; of a lent context its Vocabulary
+    model: Any  # a Model; a Vocabulary if lent
 
     def __init__(self, model: Model, size: ContextSize, threads: int) -> None:
         """Raises OutOfMemoryError or KvedgeError with llama.cpp's reason."""
@@ -126,9 +126,9 @@ class Context:
         params.n_batch = max(N_BATCH, size.n_ubatch)
         params.n_ubatch = size.n_ubatch
         params.n_threads = params.n_threads_batch = threads
-        plain = KvType.parse(size.kv_type).plain  # of layers that llama.cpp keeps
+        plain = KvType.parse(size.kv_type).plain  # for layers that llama.cpp keeps
         params.type_k, params.type_v = ggml_types()[plain.k], ggml_types()[plain.v]
-        params.n_outputs_max = max(size.n_seq, size.n_outputs)  # of a prompt the last token alone is asked for logits
+        params.n_outputs_max = max(size.n_seq, size.n_outputs)  # a prompt needs logits of its last token only
         params.n_seq_max, params.kv_unified = size.n_seq, size.n_seq > 1
         with llamacpp.collected_errors() as lines:
             self.handle = llama.llama_init_from_model(model.handle, params)
@@ -141,7 +141,7 @@ class Context:
 
     @classmethod
     def lent(cls, handle: Any, vocabulary: Vocabulary) -> Context:
-        """Decodes into a llama_context that somebody else made, and keeps; positions are the caller's to set."""
+        """Wraps a llama_context that the caller made and frees; the caller sets positions."""
         self = cls.__new__(cls)
         self.llama, self.model, self.handle = vocabulary.llama, vocabulary, handle
         self._lent = True
@@ -154,25 +154,25 @@ class Context:
         self.n_ctx = self.n_made = llama.llama_n_ctx(self.handle)  # llama.cpp makes a multiple of 256
         self.n_ubatch = llama.llama_n_ubatch(self.handle)
         self.at = Place()
-        self.takes_gaps = False  # between positions, which llama.cpp refuses where it holds keys and values itself
+        self.takes_gaps = False  # whether positions may have gaps: llama.cpp refuses gaps in its own KV memory
         self.batch = Batch(llama, self.n_batch)
         self._abort: Any = None
-        self._raised = Raised()  # by `look`
+        self._raised = Raised()  # errors raised by `look` inside llama.cpp
 
     def close(self) -> None:
-        """Frees the context. Does nothing the second time."""
+        """Frees the context. A second call does nothing."""
         if getattr(self, "handle", None):
             if not self._lent:
                 self.llama.llama_free(self.handle)
             self.handle = None
-            self.at = Place()  # a sequence knows its context
+            self.at = Place()  # the old place is a sequence, which refers to its context
 
     def clear(self) -> None:
         self.llama.llama_memory_clear(self.llama.llama_get_memory(self.handle), True)
         self.at.n_past = self.at.n_cells = 0
 
     def set_threads(self, threads: int, batch_threads: int) -> None:
-        """From now on passes of one token are computed with `threads`; longer ones, and compression, with others."""
+        """Sets the threads of later passes: `threads` for one token, `batch_threads` for the rest and compression."""
         self.llama.llama_set_n_threads(self.handle, threads, batch_threads)
 
     @property
@@ -180,35 +180,35 @@ class Context:
         return self.n_ctx - self.at.n_cells
 
     def copy(self, sequence: int, to: int) -> None:
-        """Makes the sequence number `to` hold what another one holds. Places stay with the caller."""
+        """Makes sequence number `to` a copy of another sequence. Does not change places."""
         self.drop(to)
         self.llama.llama_memory_seq_cp(self.llama.llama_get_memory(self.handle), sequence, to, -1, -1)
 
     def cut(self, sequence: int, position: int, end: int = -1) -> bool:
-        """Removes the tokens of a sequence from a position on, up to `end` or all. Its place stays with the caller.
+        """Removes a sequence's tokens from a position on, up to `end` (-1: all). Does not change its place.
 
-        False: layers that llama.cpp keeps cannot go back so far, and nothing has changed.
+        Returns False and changes nothing if layers that llama.cpp keeps cannot go back so far.
         """
         return take_back(self.llama, self.handle, sequence, position, end)
 
     def drop(self, sequence: int) -> None:
-        """Empties a sequence. Its place stays with the caller."""
+        """Removes all tokens of a sequence. Does not change its place."""
         self.llama.llama_memory_seq_rm(self.llama.llama_get_memory(self.handle), sequence, -1, -1)
 
     def logits(self, output: int = -1) -> np.ndarray:
-        """Returns [n_vocab] float32 of a place in the last batch that was asked for its logits, -1: the last one.
+        """Returns the requested logits [n_vocab] float32 at an index of the last batch; -1: the last logits.
 
-        It is a view until the next decode.
+        The array is a view, valid until the next decode.
         """
         row = self.llama.llama_get_logits_ith(self.handle, output)
         return np.ctypeslib.as_array(row, (self.model.n_vocab,))
 
     def put_back(self, logits: np.ndarray) -> None:
-        """The token that was decoded last, whose logits were asked for, has these: [n_vocab] float32."""
+        """Replaces the logits of the last decoded token by [n_vocab] float32."""
         self.logits()[:] = logits
 
     def stop_when(self, cancel: threading.Event | None, look: Callable[[], None] | None = None) -> None:
-        """Makes a running decode give up when the event is set; None: never. look: called now and then meanwhile."""
+        """Makes a running decode stop when the event is set (None: never). look: called repeatedly during a decode."""
         llama = self.llama
 
         def asked(_: Any) -> bool:
@@ -221,7 +221,7 @@ class Context:
         llama.llama_set_abort_callback(self.handle, self._abort, None)
 
     def decode(self, tokens: list[int], want_logits: bool) -> None:
-        """Appends tokens. want_logits: of the last one. Raises ContextError, CancelledError, KvedgeError."""
+        """Appends tokens. want_logits: for the last token. Raises ContextError, CancelledError, KvedgeError."""
         for start in range(0, len(tokens), self.n_batch):
             part = tokens[start : start + self.n_batch]
             self.batch.clear()
@@ -230,15 +230,15 @@ class Context:
             self._move(len(part))
 
     def decode_each(self, tokens: list[int]) -> np.ndarray:
-        """Appends tokens as `decode_all` does; [n, n_vocab] float32, the logits after each."""
+        """Appends tokens as `decode_all` does. Returns [n, n_vocab] float32: a copy of the logits after each token."""
         self.decode_all(tokens)
         rows = self.llama.llama_get_logits(self.handle)
         return np.ctypeslib.as_array(rows, (len(tokens), self.model.n_vocab)).copy()
 
     def decode_all(self, tokens: list[int]) -> None:
-        """Appends tokens in one pass, at most n_outputs of ContextSize; then the logits of each are there.
+        """Appends tokens in one pass, with logits for each. At most ContextSize.n_outputs tokens.
 
-        Raises as decode does.
+        Raises the errors of `decode`.
         """
         self.batch.clear()
         self.batch.add(tokens, self.at, True)
@@ -251,7 +251,7 @@ class Context:
         self.at.n_past = self.at.n_past + n_tokens if n_past is None else n_past
 
     def decode_image(self, vision: Vision, piece: ImagePiece) -> None:
-        """Appends an encoded image. Raises as decode does."""
+        """Appends an encoded image. Raises the errors of `decode`."""
         if piece.embeddings is None:
             raise KvedgeError("the image was not encoded")
         if piece.kept is not None:
@@ -259,7 +259,7 @@ class Context:
             return
         position = libraries.llama().llama_pos(0)
         embeddings = piece.embeddings.ctypes.data_as(ctypes.POINTER(ctypes.c_float))
-        # the model looks at all tokens of an image at once where it looks in both directions
+        # a non-causal model must see all tokens of an image in one batch
         n_batch = piece.n_tokens if vision.non_causal() else min(self.n_batch, piece.n_tokens)
         given = (vision.handle, self.handle, piece.chunk, embeddings, self.at.n_past, self.at.number, n_batch,
                  ctypes.byref(position), vision.mtmd.mtmd_helper_post_decode_callback(), None)  # fmt: skip
@@ -267,7 +267,7 @@ class Context:
         self._move(piece.n_tokens, position.value)
 
     def _decode_rows(self, vision: Vision, piece: ImagePiece, embeddings: np.ndarray) -> None:
-        """Appends what a pruner left of an image, which mtmd cannot decode."""
+        """Appends the rows that a pruner kept of an image; mtmd cannot decode a part of an image."""
         mrope, gaps = self.model.has_mrope, self.takes_gaps
         positions, end = image_positions(vision, piece, self.at.n_past, mrope, gaps)
         both = vision.non_causal()
@@ -283,9 +283,9 @@ class Context:
             self.llama.llama_set_causal_attn(self.handle, True)
 
     def decode_whole(self, prompt: OnePass, want_logits: bool = True) -> None:
-        """Appends a prompt in one batch; as a bounded one n_ubatch must hold it. want_logits: of its last token.
+        """Appends a prompt in one batch. Bounded prefill needs n_ubatch >= prompt. want_logits: for the last token.
 
-        Raises as decode does.
+        Raises the errors of `decode`.
         """
         n, llama = prompt.n_tokens, self.llama
         sequence = (llama.llama_seq_id * 1)(self.at.number)
@@ -304,7 +304,7 @@ class Context:
         self._move(n, prompt.end)
 
     def decode_batch(self) -> None:
-        """Decodes what was put into `batch`; places stay with the caller. Raises as decode does."""
+        """Decodes the tokens in `batch`. Does not change places. Raises the errors of `decode`."""
         batch = self.batch.as_llama()
         self._checked(lambda: self.llama.llama_decode(self.handle, batch))
 
@@ -325,10 +325,10 @@ class Context:
 
 
 def take_back(llama: Any, context: Any, sequence: int, position: int, end: int = -1) -> bool:
-    """Removes the tokens of a sequence of a llama_context from a position on, up to `end`, -1: all.
+    """Removes a sequence's tokens from a position on, up to `end` (-1: all).
 
-    False: recurrent layers take no token back, and windowed ones only as far as they still hold what the token before
-    that position sees; nothing has changed.
+    Returns False and changes nothing if that is impossible: recurrent layers take no token back, and windowed layers
+    must still hold everything that the token before the position sees.
     """
     memory, window = llama.llama_get_memory(context), llama.llama_model_n_swa(llama.llama_get_model(context))
     if window > 0 and llama.llama_memory_seq_pos_min(memory, sequence) > max(position - window, 0):
@@ -337,7 +337,7 @@ def take_back(llama: Any, context: Any, sequence: int, position: int, end: int =
 
 
 def ubatch_for(vision: Vision | None, image_tokens: int) -> int:
-    """Tokens that one pass must hold: images of models that look in both directions cannot be split."""
+    """Returns the tokens that one pass must hold: a non-causal model cannot split an image."""
     if vision is not None and image_tokens > N_UBATCH and vision.non_causal():
         return image_tokens
     return N_UBATCH

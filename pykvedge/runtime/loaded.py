@@ -1,4 +1,4 @@
-"""A loaded model serves any number of conversations, with its image encoder."""
+"""Holds a loaded model and its image encoder, for any number of conversations."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Caches:
-    """What all sessions of a loaded model share. folder: for later runs and other programs."""
+    """Caches shared by all sessions of a loaded model. folder: shared with later runs and other programs; or None."""
 
     images: Encoded | None
-    openings: Openings | None  # None: they are not kept
+    openings: Openings | None  # None: openings are not kept
     folder: CacheFolder | None
 
     @classmethod
@@ -47,31 +47,31 @@ class Caches:
         if encoder is None:
             return cls(None, openings, folder)
         where = "device" if encoder.on_device else "cpu"
-        # what changes embeddings: the file, where it is computed, and the llama.cpp that prepares images
+        # embeddings depend on the encoder file, the device, and the llama.cpp version that prepares images
         facts = f"{encoder.limits} {where} {package_version()}"
         name = f"{fingerprint(encoder.header)} {facts}" if folder is not None else ""
         return cls(Encoded(encoder.width, settings.image_cache, folder, name), openings, folder)
 
     def notes(self) -> list[str]:
-        """Returns what went wrong with the folder since the last call, a line for each kind of trouble."""
+        """Returns notes about problems of the cache folder since the last call: one line per kind of problem."""
         return self.folder.notes() if self.folder is not None else []
 
 
 @dataclass(frozen=True)
 class Loan:
-    """A session works with this until it calls give_back, after it has freed its context."""
+    """What a session borrows from a loaded model. The session frees its context, then calls give_back."""
 
     model: Model
     encoder: Encoder | None
     caches: Caches
-    threads: int  # for a session that names no number
-    crew: Crew  # which learns from all of these sessions how many of them answer soonest
+    threads: int  # for a session whose settings name no number
+    crew: Crew  # shared: learns the best number of threads from all sessions
     give_back: Callable[[], None]
-    again: Callable[[], Loan]  # for a fork, also after LoadedModel.close
+    again: Callable[[], Loan]  # makes another loan for a fork, also after LoadedModel.close
 
 
 class LoadedModel(Closing, Single):
-    """`load` returns this. Close it when done, or use it in a with statement."""
+    """A loaded model, made by `load`. Close the model when done, or use a with statement."""
 
     instead = "sessions in several threads may share it"
 
@@ -86,35 +86,35 @@ class LoadedModel(Closing, Single):
 
     @property
     def path(self) -> Path:
-        """The language model was loaded from this file."""
+        """Returns the file of the language model."""
         return self._model.path
 
     @property
     def sees_images(self) -> bool:
-        """Tells whether an image encoder was loaded."""
+        """Returns whether an image encoder is loaded."""
         return self._encoder is not None
 
     @property
     def open_sessions(self) -> int:
-        """Counts the sessions made from it that are not closed yet."""
+        """Returns the number of open sessions of this model."""
         return len(self._loans)
 
     @property
     def in_memory(self) -> bool:
-        """This is false once it is closed and all of its sessions are: the weights are freed."""
+        """Returns whether the weights are in memory. False once the model and all of its sessions are closed."""
         return bool(self._model.handle)
 
     def close(self) -> None:
-        """No more sessions can be made from it. The weights are freed when the last one that is open is closed.
+        """Allows no new sessions. Frees the weights when the last open session closes.
 
-        Does nothing the second time. May be called from any thread.
+        A second call does nothing. Any thread may call this.
         """
         with signals.held(), self._lock:
             self._closed = True
             self._free_if_unused()
 
     def lend(self) -> Loan:
-        """Lends the weights to a session; they stay until it gives them back. Raises StateError after close."""
+        """Lends the weights to a session until the session gives them back. Raises StateError after close."""
         with self._lock:
             if self._closed:
                 raise StateError(f"{self.path.name} is closed; load it again")
@@ -157,20 +157,20 @@ def load(
     cancel: threading.Event | None = None,
     **given: Unpack[LoadSettings],
 ) -> LoadedModel:
-    """Loads a model, and the image encoder if one is given, for several sessions; by default the packaged model.
+    """Loads a model for several sessions, with an image encoder if `mmproj` is given; by default the packaged model.
 
         with pykvedge.load("model.gguf", "mmproj.gguf") as model:
             session = pykvedge.Session(model, plan=pykvedge.plan("kvedge", 0.2))
 
-    progress(what, share done) is called meanwhile; setting `cancel` stops it. Settings: threads, of the image
-    encoder, and of sessions that name none; 0: the physical cores. gpu_layers, on devices: a number, -1 for all,
-    "auto" for as many as fit with a whole context. device: "auto", "none", or names of devices. rpc: servers whose
-    devices are added, as in "HOST:PORT,HOST:PORT". verbose: llama.cpp's log on stderr. image_cache: bytes in memory of
-    images that were encoded, prompt_cache: of what conversations began with, from which others that begin so go on
-    (runtime/opening.py); 0 for none. cache: a folder that keeps both for later runs, cache_size: its bytes.
-    image_min_tokens, image_max_tokens: of an image, where the encoder takes any size; 0: its own. Raises ModelError,
-    LibraryError, DeviceError, OutOfMemoryError, CancelledError, and UsageError, for settings of sessions as well.
-    """
+    progress(what, share done) is called during the loading; setting `cancel` stops the loading. Settings: threads: of
+    the image encoder, and of sessions without a number; 0: the physical cores. gpu_layers: layers on devices, -1: all,
+    "auto": as many as fit with a whole context. device: "auto", "none", or names of devices. rpc: servers with more
+    devices, as in "HOST:PORT,HOST:PORT". verbose: llama.cpp's log on stderr. image_cache: bytes in memory for encoded
+    images. prompt_cache: bytes in memory for beginnings of conversations, which later conversations reuse
+    (runtime/opening.py). 0: no such cache. cache: a folder that keeps both for later runs; cache_size: its limit in
+    bytes. image_min_tokens, image_max_tokens: limits per image, if the encoder takes images of any size; 0: the
+    encoder's limits. Raises ModelError, LibraryError, DeviceError, OutOfMemoryError, CancelledError, and UsageError,
+    also for settings that belong to a session."""
     settings = Settings.of({**given})
     if others := [name for name in given if name not in LoadSettings.__annotations__]:
         raise UsageError(f"{others[0]} is a setting of each session: pykvedge.Session(model, {others[0]}=...)")
@@ -202,13 +202,13 @@ def _load(
 
 
 def _check_image_limits(mmproj: str | os.PathLike[str] | None, settings: Settings) -> None:
-    """Refuses limits that an encoder does not take, before the weights are read."""
+    """Raises UsageError for limits that the encoder does not take, before the weights are read."""
     if not any(settings.image_limits):
         return
     if mmproj is None:
         raise UsageError("image_min_tokens and image_max_tokens are of an image encoder; give the mmproj")
     header = read_header(path_of(mmproj, "the mmproj"))
-    if header.architecture == "clip":  # of other files more is wrong
+    if header.architecture == "clip":  # the loading reports other files
         token_limits(header, *settings.image_limits)
 
 
@@ -219,9 +219,9 @@ def borrow(
     progress: Progress,
     cancel: threading.Event | None,
 ) -> Loan:
-    """Borrows a loaded model, one that is loaded for this and freed when the loan is given back, or a loan again.
+    """Borrows a loaded model, loads a model for one loan, or renews a loan.
 
-    Raises what load raises; UsageError for settings that belong to the loading, StateError for a model that is closed.
+    Raises the errors of `load`; UsageError for settings that belong to the loading, StateError for a closed model.
     """
     if isinstance(model, Loan):
         return model.again()
@@ -236,7 +236,7 @@ def borrow(
 
 
 def with_encoder(model: Any, mmproj: Any) -> Any:
-    """Returns the mmproj of a model: where no model was named, the packaged one's. Raises UsageError."""
+    """Returns the mmproj of a model; for the packaged model its packaged mmproj. Raises UsageError."""
     if model is not PACKAGED:
         return mmproj
     if mmproj is not None or not PACKAGED.is_file():
@@ -246,7 +246,7 @@ def with_encoder(model: Any, mmproj: Any) -> Any:
 
 
 def path_of(model: Any, what: str = "the model") -> Path:
-    """Returns the file of a model, loaded or not. Raises UsageError for what is no path."""
+    """Returns the file of a model, loaded or not. Raises UsageError if `model` is no path."""
     if isinstance(model, LoadedModel):
         return model.path
     if isinstance(model, Loan):

@@ -1,4 +1,4 @@
-"""What a model thought of the tokens of an answer: their probabilities, and those of what it could have said."""
+"""Computes the probabilities of an answer's tokens and of the likeliest alternatives."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Alternative:
-    """A token that could have come. logprob: natural logarithm of its probability."""
+    """A token that was possible. logprob: natural logarithm of its probability."""
 
     id: int
     text: str
@@ -24,9 +24,9 @@ class Alternative:
 class Token:
     """A token of an answer.
 
-    id: its number. text, data: what it stands for; data may be a part of a character, which `text` then has a
-    replacement for, and a special token has none. logprob: natural logarithm of the probability that the model itself
-    gave it, by all logits and before anything of a Sampling. top: the likeliest tokens there, the likeliest first.
+    id: its number. text, data: its text and its bytes. If data ends inside a character, text has a replacement
+    character; a special token has no text. logprob: natural logarithm of the model's probability, from all logits
+    before any setting of a Sampling. top: the likeliest tokens, in descending order.
     """
 
     id: int
@@ -36,7 +36,7 @@ class Token:
     top: tuple[Alternative, ...] = ()
 
     def as_json(self) -> dict[str, Any]:
-        """Makes the object of `kvedge chat --json --logprobs N`. A probability of 0 has the logarithm None."""
+        """Returns the JSON object of `kvedge chat --json --logprobs N`. The logarithm of a probability of 0 is None."""
         return {**_plain(self), "top": [_plain(other) for other in self.top]}
 
 
@@ -46,16 +46,16 @@ def _plain(token: Token | Alternative) -> dict[str, Any]:
 
 
 def log_softmax(logits: np.ndarray) -> np.ndarray:
-    """Returns the logarithms of probabilities: [n_vocab] float64."""
+    """Returns the logarithms of the probabilities, [n_vocab] float64."""
     wide = logits.astype(np.float64)
     wide -= wide.max()
     return wide - np.log(np.exp(wide).sum())
 
 
 def token(chosen: int, logits: np.ndarray, n: int, piece: Callable[[int], bytes]) -> Token:
-    """Describes a token that was chosen by logits [n_vocab], with the n likeliest.
+    """Describes a token chosen by logits [n_vocab], with the n likeliest tokens.
 
-    piece(token) returns its bytes. Of equally likely ones the lower number comes first.
+    piece(token) returns a token's bytes. Among equally likely tokens the lower number comes first.
     """
     logprobs = log_softmax(logits)
     n = min(n, len(logprobs))

@@ -1,8 +1,8 @@
-"""Openings: what a conversation begins with before its question, read once for all conversations that begin so.
+"""Keeps openings: the beginning of a conversation before its question, read once for all conversations that share it.
 
-A prompt is cut where its question begins: behind its last image, or, without images, where prompts that differ in the
-question alone begin to differ. What is before is compressed by itself, so that the rows that are kept do not depend on
-the question, and goes on being true when another question follows.
+An opening ends behind the last image of the prompt. In a prompt without images it ends where prompts with different
+questions begin to differ. The opening is compressed alone, so its kept rows do not depend on the question and stay
+valid for another question.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from pykvedge.plans.plugins import table
 from pykvedge.reference.stages.base import ProfileTable
 from pykvedge.runtime.snapshot import Snapshot
 
-KIND = "openings"  # in a folder
-LEAST = 64  # tokens of text that are worth a pass of their own
+KIND = "openings"  # name of this kind of entry in a cache folder
+LEAST = 64  # least tokens of a text that are worth a separate pass
 _VERSION = 2
 
 
 def cut(pieces: list[Piece], others: Sequence[Sequence[int]] = ()) -> tuple[list[Piece], list[Piece]]:
-    """Cuts a prompt into its opening, and the question; the opening is empty where it is not worth a pass of its own.
+    """Cuts a prompt into its opening and its question. The opening is empty if it is not worth a separate pass.
 
-    others: without images, the tokens of the same prompt with other questions.
+    others: for prompts without images, the tokens of the same prompt with other questions.
     """
     images = [i for i, piece in enumerate(pieces) if isinstance(piece, ImagePiece)]
     if images and images[-1] + 1 < len(pieces):
@@ -42,15 +42,15 @@ def cut(pieces: list[Piece], others: Sequence[Sequence[int]] = ()) -> tuple[list
 
 
 def _is_repeatable(plan: Plan) -> bool:
-    """Tells whether the plan means the same in another process: a plugin's stage may have changed meanwhile."""
+    """Returns whether the plan means the same in another process. A plugin's stage may change between processes."""
     stages = {stage: getattr(plan, stage) for stage in table.STAGES}
     return all(table.get(stage, name) is None for stage, name in stages.items())
 
 
 def key(about: Sequence[str], plan: Plan, tables: Mapping[str, ProfileTable], pieces: Sequence[Piece]) -> str:
-    """Makes a name that is equal for openings whose rows are equal.
+    """Returns a name that is equal for openings with equal rows.
 
-    about: all else that they depend on, as the model, the encoder and the storage type.
+    about: everything else that determines the rows: the model, the encoder, the storage type.
     """
     digest = hashlib.sha256(json.dumps([_VERSION, *about, plan.to_json()]).encode())
     for stage, numbers in sorted(tables.items()):
@@ -62,16 +62,16 @@ def key(about: Sequence[str], plan: Plan, tables: Mapping[str, ProfileTable], pi
 
 
 class Openings:
-    """Openings that conversations with one model left: in memory under a bound, and in a folder if there is one."""
+    """Openings of conversations with one model: in memory up to a limit, and in a folder if one is given."""
 
     def __init__(self, limit: int, folder: CacheFolder | None = None) -> None:
-        """limit: bytes in memory; 0: none."""
+        """limit: bytes in memory; 0: no opening in memory."""
         self.memory: ByteCache[Snapshot] = ByteCache(limit)
         self._folder = folder
         self._writing: threading.Thread | None = None
 
     def get(self, name: str, plan: Plan) -> Snapshot | None:
-        """Returns an opening that was put under this name, if it is still there."""
+        """Returns the opening of this name, or None."""
         found = self.memory.get(name)
         if found is None and self._folder is not None and _is_repeatable(plan):
             data = self._folder.get(KIND, name)
@@ -84,7 +84,7 @@ class Openings:
         return found
 
     def put(self, name: str, plan: Plan, opening: Snapshot) -> None:
-        """Keeps an opening that was read under this plan. The folder has it later: answers do not wait for a disk."""
+        """Keeps an opening, read under this plan. A thread writes to the folder: answers do not wait."""
         self.memory.put(name, opening)
         if self._folder is not None and _is_repeatable(plan):
             self.finish()
@@ -92,6 +92,6 @@ class Openings:
             self._writing.start()
 
     def finish(self) -> None:
-        """Waits until the folder has what was put."""
+        """Waits until the folder holds the last opening."""
         if self._writing is not None:
             self._writing.join()

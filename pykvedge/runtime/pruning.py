@@ -1,4 +1,4 @@
-"""A plan's pruner at work: which rows of an image the model reads."""
+"""Runs a plan's pruner: chooses the rows of an image that the model reads."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from pykvedge.reference.stages.base import ImageRows
 
 
 def planned(pieces: list[Piece], plan: Plan, threads: int) -> list[Piece]:
-    """Returns the pieces as the plan lets the model read them: images that are encoded at once, others when they are.
+    """Prunes the images among the pieces: encoded images at once, other images when they are encoded.
 
-    Images are new pieces that share their chunks with those that were given: release one of the two. threads: 0 for all
-    cores.
+    A returned image is a new piece that shares its chunk with the given piece: release only one of them. threads: 0:
+    all cores.
     """
     if plan.pruner == "none":
         return pieces
@@ -30,14 +30,14 @@ def planned(pieces: list[Piece], plan: Plan, threads: int) -> list[Piece]:
 
 
 class PlannedPruning:
-    """This chooses rows by a plan (models/vision.py, Pruning)."""
+    """Chooses rows of an image by a plan (models/vision.py, Pruning)."""
 
     def __init__(self, plan: Plan, threads: int) -> None:
-        """threads: 0 for all cores."""
+        """threads: 0: all cores."""
         self._plan, self._threads = plan, threads
 
     def planned(self, piece: ImagePiece) -> ImagePiece:
-        """Returns a whole image as the model is to read it."""
+        """Returns a copy of a whole image, to be pruned."""
         out = replace(piece, pruning=self, n_tokens=self._plan.image_tokens.count(piece.n_rows))
         if piece.embeddings is not None:
             out.kept, out.embeddings = self.choose(piece.embeddings, piece.places)
@@ -45,9 +45,9 @@ class PlannedPruning:
         return out
 
     def choose(self, rows: np.ndarray, places: Places | None) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the numbers of the rows [n] that the model reads, ascending, and what it reads [n, width] float32.
+        """Returns the kept row numbers [n], ascending, and the rows that the model reads, [n, width] float32.
 
-        Raises PluginError where a plugin's pruner fails.
+        Raises PluginError if a plugin's pruner fails.
         """
         rows, n = np.ascontiguousarray(rows, np.float32), self._plan.image_tokens.count(len(rows))
         place = (places.down, places.across) if places is not None else None

@@ -1,9 +1,9 @@
-"""The second pass over a prompt that scorer `replay` goes by: what is read in it, and in which pieces.
+"""Plans the second pass over a prompt for scorer `replay`: which tokens the pass reads, in which chunks.
 
-KVzip (Kim et al. 2025, arXiv:2505.23416): after a request to repeat what came before, the model reads the prompt again,
-in chunks. Each begins where the prompt ends, and is taken back before the next one; from the second on the request
-names the last tokens of the chunk before. Images are read again as their embeddings. With source = instruction the
-pass is one request, and nothing is repeated.
+KVzip (Kim et al. 2025, arXiv:2505.23416): the model reads a request to repeat the prompt, and then the prompt again,
+chunk by chunk. Each chunk starts at the prompt's end, and its tokens are removed before the next chunk. From the second
+chunk on the request names the last tokens of the chunk before. Images are read again as embeddings. With source =
+instruction the pass is one request, and repeats nothing.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from pykvedge.plans.plan import Plan
 REPEAT = "Repeat what was said and shown before, word for word."
 GO_ON = "Repeat what was said and shown before, word for word. Go on from here: "
 INSTRUCTION = "Describe everything that was said and shown before, with every detail."
-NAMED = 8  # tokens of the chunk before, by which a request says where to go on
-REQUEST = 128  # tokens that a request takes at most, about
-LEAST = 64  # tokens of a chunk, request included, below which a context is too small
+NAMED = 8  # last tokens of the previous chunk that a request names
+REQUEST = 128  # most tokens of a request, about
+LEAST = 64  # least tokens of a chunk, with its request; a smaller context is an error
 
 
 class Passage:
-    """What a sequence has read since it was compressed last, as far as it is known."""
+    """The known text and images that a sequence has read since its last compression."""
 
     def __init__(self, pieces: Iterable[Piece] = ()) -> None:
-        self.pieces: list[Piece] = []  # texts are its own
+        self.pieces: list[Piece] = []  # a TextPiece here is never shared with the caller
         for piece in pieces:
             self.add(piece)
 
@@ -45,7 +45,7 @@ class Passage:
         self.pieces[-1].tokens.extend(piece.tokens)  # type: ignore[union-attr]
 
     def drop_last(self, n: int) -> None:
-        """Takes the last n tokens out, which are of texts."""
+        """Removes the last n tokens, which must be text."""
         while n > 0 and self.pieces:
             last = self.pieces[-1]
             gone = min(n, last.n_tokens)
@@ -59,7 +59,7 @@ class Passage:
         return [token for piece in self.pieces if isinstance(piece, TextPiece) for token in piece.tokens]
 
     def last(self, n: int) -> list[Piece]:
-        """Returns what the last n tokens are, as much as is known of them; not a part of an image."""
+        """Returns the pieces of the last n tokens, as far as known. Never returns a part of an image."""
         out: list[Piece] = []
         for piece in reversed(self.pieces):
             if isinstance(piece, ImagePiece) and piece.n_tokens > n:
@@ -73,14 +73,14 @@ class Passage:
 
 @dataclass(frozen=True)
 class Part:
-    """One chunk: what it is about, and what is read for it."""
+    """One chunk of the second pass, and the pieces that the model reads for it."""
 
     chunk: ReplayChunk
     pieces: list[Piece]
 
 
 def extra_tokens(plan: Plan, n_tokens: int, largest_image: int) -> int:
-    """Counts the tokens that a context has to hold beside a prompt of n_tokens, for the second pass over it."""
+    """Returns the extra tokens that the second pass over a prompt of n_tokens needs in the context."""
     if not replays(plan):
         return 0
     settings = plan.settings("scorer")
@@ -89,13 +89,13 @@ def extra_tokens(plan: Plan, n_tokens: int, largest_image: int) -> int:
 
 
 class Requests:
-    """Requests are written as a model's chat template has messages of the user."""
+    """Writes requests as user messages in the model's chat template."""
 
     def __init__(self, composer: Composer) -> None:
         self._composer = composer
 
     def tokens(self, text: str, named: Sequence[int] = ()) -> list[int]:
-        """Makes a message of the text, and of tokens behind it, up to where the assistant is to answer."""
+        """Returns a user message of the text and of the tokens `named`, up to the point where the assistant answers."""
         composer, asked = self._composer, Message("user", text.rstrip())
         written = composer.following([Message("user", "?"), Message("assistant", "?"), asked]).text
         before, _, after = written.rpartition(asked.text)
@@ -103,7 +103,7 @@ class Requests:
         return [*made, *named, *composer.tokens_of(after + composer.lead)]
 
     def template_start(self, pieces: Sequence[Piece]) -> int:
-        """Counts the tokens that the chat template puts before the first message, where a conversation begins so."""
+        """Returns how many of the pieces' first tokens the chat template always puts before the first message."""
         if not pieces or isinstance(pieces[0], ImagePiece):
             return 0
         composer = self._composer
@@ -115,9 +115,9 @@ class Requests:
 def parts(
     plan: Plan, pieces: list[Piece], n_pending: int, room: int, requests: Requests, begins: bool
 ) -> Iterator[Part]:
-    """Cuts the pass over n_pending tokens, whose last are `pieces`, into chunks that fit `room`.
+    """Cuts the second pass over n_pending tokens into chunks that fit `room`. `pieces`: the last of these tokens.
 
-    begins: they begin the conversation. Raises ContextError where there is no room.
+    begins: the pending tokens start the conversation. Raises ContextError if `room` is too small.
     """
     settings = plan.settings("scorer")
     sinks = requests.template_start(pieces) if begins else 0
@@ -137,7 +137,7 @@ def parts(
         asked = requests.tokens(GO_ON, named) if named else requests.tokens(REPEAT)
         n = sum(piece.n_tokens for piece in again)
         _require(len(asked) + n <= room, room)
-        # tokens that nobody knows any more come first, and belong to the first chunk
+        # unknown tokens come before the known pieces, and belong to the first chunk
         yield Part(ReplayChunk(first if i else 0, first + n, len(asked) + n, sinks), [TextPiece(asked), *again])
         first += n
         named = again[-1].tokens[-NAMED:] if isinstance(again[-1], TextPiece) else []
@@ -152,7 +152,7 @@ def _require(fits: bool, room: int) -> None:
 
 
 def _cut(pieces: Sequence[Piece], most: int) -> list[list[Piece]]:
-    """Cuts pieces into lists of at most so many tokens, but images stay whole."""
+    """Cuts pieces into lists of at most `most` tokens. An image is never cut, even if larger."""
     out: list[list[Piece]] = [[]]
     left = most
     for piece in pieces:
@@ -168,7 +168,7 @@ def _cut(pieces: Sequence[Piece], most: int) -> list[list[Piece]]:
 
 
 def split(piece: Piece, n: int) -> tuple[Piece, Piece | None]:
-    """Splits a text behind its first n tokens; an image stays whole. Returns what comes first, and the rest if any."""
+    """Splits a text behind its first n tokens. An image stays whole. Returns the first part, and the rest or None."""
     if isinstance(piece, ImagePiece) or piece.n_tokens <= n:
         return piece, None
     return TextPiece(piece.tokens[:n]), TextPiece(piece.tokens[n:])

@@ -1,4 +1,4 @@
-"""A Report says what one answer cost: tokens, memory and time, as JSON and as one line."""
+"""Reports the cost of one answer: tokens, memory and time, as JSON or as one line."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ MIB = 2**20
 
 @dataclass
 class Tokens:
-    """These tokens are counted in one turn; `image` is the part of `prompt` that came from images.
+    """Counts the tokens of one turn. `image`: the part of `prompt` that came from images.
 
-    pruned: tokens of images that the model did not read. reused: tokens that an earlier conversation had read.
-    images_reused: images whose embeddings were there, so that they were not encoded; of models that cut an image into
-    several, each of its parts counts.
+    pruned: image tokens that the model did not read. reused: tokens read in an earlier conversation. images_reused:
+    images whose embeddings were cached, so they were not encoded. If a model cuts an image into parts, each part
+    counts.
     """
 
     prompt: int = 0
@@ -27,10 +27,10 @@ class Tokens:
     generated: int = 0
     pruned: int = 0
     reused: int = 0
-    images_reused: int = field(default=0, compare=False)  # which does not change what was read
+    images_reused: int = field(default=0, compare=False)  # does not change what was read
 
     def add(self, pieces: Iterable[Piece]) -> Tokens:
-        """Adds what a model reads, encoded."""
+        """Adds pieces that a model reads. Images must be encoded."""
         for piece in pieces:
             self.prompt += piece.n_tokens
             if isinstance(piece, ImagePiece):
@@ -42,18 +42,18 @@ class Tokens:
 
 @dataclass
 class DeviceWork:
-    """The last compression did this with rows on devices.
+    """What the last compression did on devices.
 
-    compressed: whether it took place where they lie; else on the host, and problem says why. fetched_bytes came from
-    the devices, sent_bytes went there. Scorers' measures are taken there, the host chooses, kept rows are gathered and
-    evicted ones merged there; upload_s: what the host computed was sent.
+    compressed: the compression ran on the devices; if false, it ran on the host, and problem says why. fetched_bytes:
+    copied from devices. sent_bytes: copied to devices. Steps: devices measure rows for the scorer, the host chooses
+    rows, devices gather kept rows and merge evicted rows, and the host sends its results (upload_s).
     """
 
     compressed: bool = False
     problem: str = ""
     fetched_bytes: int = 0
     sent_bytes: int = 0
-    operations: int = 0  # of graphs
+    operations: int = 0  # operations of the compute graphs
     measure_s: float = 0.0
     choose_s: float = 0.0
     gather_s: float = 0.0
@@ -63,32 +63,32 @@ class DeviceWork:
 
 @dataclass
 class Kv:
-    """These figures are of keys and values of the whole conversation when the answer begins, earlier turns included;
-    compressed_tokens and kept_of_them are of this turn alone.
+    """Sizes of the keys and values of the whole conversation, at the beginning of the answer. compressed_tokens and
+    kept_of_them count this turn only.
 
-    full_bytes: what all tokens so far would take, had nothing been dropped or quantised. kept_bytes: what is left, and
-    read once for every token of the answer. peak_bytes: the most that there was at once, up to now. When the answer has
-    ended, peak_bytes and both figures of whole rows are told again: rows go to a file while it is generated.
-    kept_per_layer: KV pairs per KV head that are left, averaged over the heads of each stored layer.
+    full_bytes: size of all tokens so far, uncompressed and not quantised. kept_bytes: size of the kept rows, read once
+    per token of the answer. peak_bytes: largest size so far. kept_per_layer: kept KV pairs per KV head, averaged over
+    the heads of each stored layer. At the answer's end, peak_bytes and both sizes of whole rows are measured again,
+    because rows move to a file during the answer.
     """
 
     full_bytes: int = 0
     kept_bytes: int = 0
     peak_bytes: int = 0
     kept_per_layer: list[float] = field(default_factory=list)
-    compressed_tokens: int = 0  # what this turn compressed: its prompt, and in later turns the answer before it
-    kept_of_them: int = 0  # pairs per head that are left of those tokens, averaged over heads and layers
-    whole_bytes: int = 0  # of whole rows behind the kept ones, where they stay, scores included
-    whole_file_bytes: int = 0  # of these, in a file, whose pages the system may drop from memory
-    device: DeviceWork | None = None  # only where rows lay on devices when this turn compressed them
+    compressed_tokens: int = 0  # tokens compressed in this turn: the prompt, and the answer before it
+    kept_of_them: int = 0  # kept KV pairs per KV head of these tokens, averaged over heads and layers
+    whole_bytes: int = 0  # whole rows behind the kept rows, with scores; 0: whole rows are not kept
+    whole_file_bytes: int = 0  # the part of whole_bytes in a file, which the system may drop from memory
+    device: DeviceWork | None = None  # None: this turn compressed no rows on devices
 
 
 @dataclass
 class Rss:
-    """The operating system tells this resident set size of the process.
+    """Resident set size of the process, as the operating system reports it.
 
-    The peak is that of a whole message: its images are encoded, its prompt is read and compressed. It is None where
-    nobody asked for it (Settings.measure_peak).
+    The peak covers a whole message: encoding its images, reading and compressing its prompt. None if the peak was not
+    measured (Settings.measure_peak).
     """
 
     before_prefill_bytes: int = 0
@@ -98,45 +98,45 @@ class Rss:
 
 @dataclass
 class Time:
-    """Each step took so many seconds. decode_steps: tokens that were decoded in decode_s."""
+    """Seconds of each step. decode_steps: tokens decoded in decode_s."""
 
     load_s: float = 0.0
     encode_s: float = 0.0
     prefill_s: float = 0.0
-    replay_s: float = 0.0  # a second pass over the prompt, where the method goes by one
+    replay_s: float = 0.0  # second pass over the prompt, if the method needs one
     compress_s: float = 0.0
     decode_s: float = 0.0
     decode_steps: int = 0
 
     @property
     def decode_tok_s(self) -> float:
-        """So many tokens per second were generated; the figure is 0 when nothing was decoded."""
+        """Returns generated tokens per second, or 0 if nothing was decoded."""
         return self.decode_steps / self.decode_s if self.decode_s > 0 else 0.0
 
 
 @dataclass
 class Drafts:
-    """Guesses at the tokens of an answer were verified, several in a batch (runtime/drafting.py)."""
+    """Counts guesses at tokens of an answer, and the batches that verified them (runtime/drafting.py)."""
 
-    drafted: int = 0  # guesses
-    accepted: int = 0  # guesses that were the answer's tokens
-    verifications: int = 0  # batches
-    exact: bool | None = None  # whether each token is the whole cache's; None: that was not asked for
-    read_bytes: int | None = None  # of keys and values, for drafts and verifications of exact answers
+    drafted: int = 0  # all guesses
+    accepted: int = 0  # guesses that became tokens of the answer
+    verifications: int = 0  # batches that verified guesses
+    exact: bool | None = None  # whether each token equals the full cache's token; None: exactness was not requested
+    read_bytes: int | None = None  # bytes of keys and values that drafts and verifications of exact answers read
 
     def read(self, n_bytes: int) -> None:
-        """Adds keys and values that an exact answer read."""
+        """Adds bytes of keys and values that an exact answer read."""
         if self.exact is not None:
             self.read_bytes = (self.read_bytes or 0) + n_bytes
 
     def add(self, drafted: int, accepted: int) -> None:
-        """Adds a batch."""
+        """Adds the counts of one batch."""
         self.drafted, self.accepted, self.verifications = (
             self.drafted + drafted, self.accepted + accepted, self.verifications + 1
         )  # fmt: skip
 
     def as_json(self) -> dict[str, Any]:
-        """Makes the object of a report. tokens_per_verification: each batch has one token of its own."""
+        """Returns the JSON object of a report. tokens_per_verification counts one extra token per batch, no guess."""
         return {
             **{name: value for name, value in vars(self).items() if value is not None},
             "acceptance": round(self.accepted / self.drafted, 4) if self.drafted else None,
@@ -146,7 +146,7 @@ class Drafts:
 
 @dataclass
 class Saved:
-    """A conversation was saved in this session file. error: why it could not be written, or empty."""
+    """The session file of a conversation. error: why the file could not be written, or empty."""
 
     path: str
     loaded: bool  # whether the conversation began in an earlier run
@@ -157,7 +157,7 @@ class Saved:
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """This model answered. name: as its file says, or the file's; quantisation: empty where the file says none."""
+    """The model that answered. name: from the file's header, else the file name. quantisation: empty if unknown."""
 
     name: str
     file: str
@@ -166,23 +166,23 @@ class ModelFacts:
 
 @dataclass
 class Stream:
-    """A stream has become this. positions: of the next token; trained: as many as the model was trained for.
+    """State of a stream. positions: position of the next token. trained: length that the model was trained for.
 
-    turned: how often positions were made smaller. why_counted: why they cannot be, or empty.
+    turned: how often positions were renumbered. why_counted: why positions cannot be renumbered, or empty.
     """
 
-    bound: int  # KV pairs per layer and head that are left by every compression
+    bound: int  # KV pairs per layer and KV head after every compression
     tokens: int  # read and generated so far, of all turns
     compressions: int
-    kv_bytes: int  # now
-    full_bytes: int  # what all of these tokens would take
+    kv_bytes: int  # current size
+    full_bytes: int  # size of all tokens without compression
     positions: int
     trained: int = 0
     turned: int = 0
     why_counted: str = ""
 
     def note(self) -> str:
-        """Returns a warning where the positions go beyond the model's; else nothing."""
+        """Returns a warning if the positions exceed the trained length, else an empty string."""
         if not self.trained or self.positions <= self.trained:
             return ""
         why = f" ({self.why_counted})" if self.why_counted else ""
@@ -191,25 +191,25 @@ class Stream:
 
 @dataclass(repr=False)
 class Report:
-    """A report holds everything that was measured about one turn."""
+    """All measurements of one turn."""
 
     method: str
     budget: float | int
     text: str = ""
-    finish: str = ""  # "end" (the model's), "stop" (a text), "length" (max_tokens), "context" (full) or "cancelled"
+    finish: str = ""  # "end" (end token), "stop" (stop text), "length" (max_tokens), "context" (full) or "cancelled"
     model: ModelFacts | None = None
     tokens: Tokens = field(default_factory=Tokens)
     kv: Kv = field(default_factory=Kv)
     rss: Rss = field(default_factory=Rss)
     time: Time = field(default_factory=Time)
     session: Saved | None = None  # only where a session file is kept
-    bounded: bool | None = None  # whether the prompt was compressed layer by layer; None: that was not asked for
-    not_bounded: str = ""  # why not, where it was asked for
-    stream: Stream | None = None  # only of a stream
-    drafts: Drafts | None = None  # only where answers are drafted
-    demoted_images: int | None = None  # all that a request leaves out (serve); None: that was not asked for
-    logprobs: list[Token] | None = None  # of each generated token, where Sampling.logprobs asks for them
-    notes: list[str] = field(default_factory=list)  # what went wrong beside the answer, as with a cache folder
+    bounded: bool | None = None  # whether the prompt was compressed layer by layer; None: not requested
+    not_bounded: str = ""  # why the prompt was not compressed layer by layer, if requested
+    stream: Stream | None = None  # None: not a stream
+    drafts: Drafts | None = None  # None: answers are not drafted
+    demoted_images: int | None = None  # number of images that a server request leaves out; None: not requested
+    logprobs: list[Token] | None = None  # for each generated token, if Sampling.logprobs is set
+    notes: list[str] = field(default_factory=list)  # problems beside the answer, for example with a cache folder
 
     def __repr__(self) -> str:
         return f"<Report {self.method} {self.budget}: {self.text!r}, {self.finish or 'not at its end'} | {self.line()}>"
@@ -229,7 +229,7 @@ class Report:
         return shown.table(f"{self.method} {self.budget}", rows)
 
     def as_json(self) -> dict[str, Any]:
-        """Makes the object that `kvedge chat --json` prints, in bytes, seconds and tokens per second."""
+        """Returns the JSON object that `kvedge chat --json` prints: bytes, seconds, tokens per second."""
         t, kv = self.time, self.kv
         whole = ("whole_bytes", "whole_file_bytes") if kv.whole_bytes else ()
         figures = ("full_bytes", "kept_bytes", "peak_bytes", "kept_per_layer", *whole)
@@ -259,7 +259,7 @@ class Report:
         }
 
     def line(self) -> str:
-        """Sums the report up in one line for a person."""
+        """Returns the report as one line for a person."""
         tokens, kv, stream = self.tokens, self.kv, self.stream
         pruned = f" of {tokens.image + tokens.pruned}" if tokens.pruned else ""
         counts = [f"{tokens.image}{pruned} image"] if tokens.image else []

@@ -1,4 +1,4 @@
-"""A Sampler chooses tokens as a Sampling says: by a chain of llama.cpp's samplers."""
+"""Chooses tokens by the settings of a Sampling, with a chain of llama.cpp's samplers."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from pykvedge.system.guard import Closing
 
 
 class Sampler(Closing):
-    """Chooses the tokens of one answer; close it, or use it in a with statement."""
+    """Chooses the tokens of one answer. Close the sampler, or use a with statement."""
 
     def __init__(self, sampling: Sampling, model: Model) -> None:
-        """Raises UsageError for a logit_bias that does not fit the model, GrammarError."""
+        """Raises GrammarError, and UsageError for a logit_bias that does not fit the model."""
         llama = self._llama = model.llama
         self._model, biases = model, _biases(sampling, model)
         self._forbidden = [token for token, bias in biases.items() if bias == -math.inf]
@@ -31,7 +31,7 @@ class Sampler(Closing):
             llama.llama_sampler_chain_add(self._chain, link)
 
     def copy(self) -> Sampler:
-        """Makes another one that goes on in the same way, by the same random numbers; close it, too."""
+        """Returns a copy in the same state, with the same random numbers. The caller closes the copy."""
         other = Sampler.__new__(Sampler)
         vars(other).update(vars(self))
         other._grammar = self._grammar.copy() if self._grammar is not None else None
@@ -40,14 +40,14 @@ class Sampler(Closing):
 
     def _own(self, chain: Any) -> None:
         self._chain = chain
-        # an answer that nobody read to its end is only forgotten
+        # frees the chain even if nobody closes the sampler
         free = functools.partial(self._llama.llama_sampler_free, chain)
         self._dropped: dropped.Reference | None = dropped.add(self, free)
 
     def sample(self, context: Any, output: int = -1) -> int:
-        """Chooses the next token from the logits of a llama_context. Raises GrammarError where there is none.
+        """Chooses the next token from the logits of a llama_context. Raises GrammarError if no token can follow.
 
-        output: the place in the last batch of the token whose logits they are; -1: the last one that has any.
+        output: index in the last batch of the token whose logits count; -1: the last token with logits.
         """
         if self._grammar is None:
             return self._llama.llama_sampler_sample(self._chain, context, output)
@@ -55,13 +55,13 @@ class Sampler(Closing):
         return self.sample_from(np.ctypeslib.as_array(row, (self._model.n_vocab,)))
 
     def sample_from(self, logits: np.ndarray) -> int:
-        """Chooses the next token from logits [n_vocab] float32, as `sample` does."""
+        """Chooses the next token from logits [n_vocab] float32. Raises GrammarError as `sample` does."""
         token = self._choose(logits) if self._grammar is None else self._follow(logits, self._grammar)
         self._llama.llama_sampler_accept(self._chain, token)
         return token
 
     def _follow(self, logits: np.ndarray, grammar: Grammar) -> int:
-        """Chooses as without a grammar, and once more among what it allows if that does not fit; so does llama.cpp."""
+        """Chooses without the grammar, and again among the allowed tokens if needed, as llama.cpp does."""
         token = self._choose(logits)
         allowed = grammar.take(token)
         if allowed is None:
@@ -70,7 +70,7 @@ class Sampler(Closing):
         possible[self._forbidden] = False
         if not possible.any():
             for one in np.flatnonzero(allowed).tolist():
-                if self._model.is_end(one):  # the answer is whole, and only a bias forbids its end
+                if self._model.is_end(one):  # the answer is complete, and only a bias forbids the end token
                     return one
             raise grammar.dead_end()
         token = self._choose(np.where(possible, logits, -np.inf))
@@ -88,14 +88,14 @@ class Sampler(Closing):
         return int(array.data[array.selected].id) if 0 <= array.selected < n else int(logits.argmax())
 
     def close(self) -> None:
-        """Frees the chain and the grammar. Does nothing the second time."""
+        """Frees the chain and the grammar. A second call does nothing."""
         self._grammar = None
         dropped.free(self._dropped)
-        self._dropped = None  # else the thread that frees is woken for it
+        self._dropped = None  # saves a wake-up of the thread that frees dropped objects
 
 
 def _biases(sampling: Sampling, model: Model) -> dict[int, float]:
-    """Collects what is added to which token. Raises UsageError for tokens that the model does not have."""
+    """Returns the bias of each biased token. Raises UsageError for tokens that the model does not have."""
     n_vocab, out = model.n_vocab, dict[int, float]()
     for token, bias in sampling.logit_bias.items():
         tokens = model.tokenize(token, special=False) if isinstance(token, str) else [int(token)]
@@ -109,7 +109,7 @@ def _biases(sampling: Sampling, model: Model) -> dict[int, float]:
 
 
 def _changes(sampling: Sampling, model: Model, biases: dict[int, float]) -> list[Any]:
-    """Makes the samplers that change logits."""
+    """Returns the samplers that change logits."""
     llama, out = model.llama, []
     if biases:
         array = (llama.llama_logit_bias * len(biases))(*biases.items())
@@ -122,7 +122,7 @@ def _changes(sampling: Sampling, model: Model, biases: dict[int, float]) -> list
 
 
 def _choice(llama: Any, sampling: Sampling) -> list[Any]:
-    """Makes the samplers that choose, in llama.cpp's own order."""
+    """Returns the samplers that choose a token, in llama.cpp's order."""
     if sampling.temp == 0:
         return [llama.llama_sampler_init_greedy()]
     links = []

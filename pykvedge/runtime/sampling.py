@@ -1,4 +1,4 @@
-"""Sampling says how the next token is chosen, and when an answer ends."""
+"""Settings for choosing the tokens of an answer, and for its end."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from typing import Any
 from pykvedge.errors import GrammarError, UsageError, check_number
 from pykvedge.grammars import source as grammar_source
 
-# name: the least and the most that it may be
+# name: lowest and highest value
 _REAL = {
     "temp": (0.0, 100.0),
     "min_p": (0.0, 1.0),
     "frequency_penalty": (-100.0, 100.0),
     "presence_penalty": (-100.0, 100.0),
 }
-_POSITIVE = {"top_p": 1.0, "typical_p": 1.0, "repeat_penalty": 100.0}  # above 0, and at most this
+_POSITIVE = {"top_p": 1.0, "typical_p": 1.0, "repeat_penalty": 100.0}  # above 0, at most this value
 MOST_LOGPROBS = 20
 _WHOLE = {
     "top_k": (0, 2**31 - 1, "be 0 (off) or more"),
@@ -28,27 +28,26 @@ _WHOLE = {
     "logprobs": (0, MOST_LOGPROBS, f"lie between 0 and {MOST_LOGPROBS}"),
 }
 _LARGEST_BIAS = 1e6
-_MOST_STOPS, _LONGEST_STOP = 64, 1000  # texts, and characters of one
+_MOST_STOPS, _LONGEST_STOP = 64, 1000  # number of stop texts, and characters of each
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How tokens are chosen, in this order: logit_bias, the penalties, then with temp 0 the likeliest token.
+    """Settings for choosing tokens. All steps are llama.cpp's, in this order: logit_bias, the penalties, and with temp
+    0 the likeliest token; otherwise top_k (0: off), typical_p (1: off), top_p (1: off), min_p (0: off), temp.
 
-    Otherwise top_k (0: off), typical_p (1: off), top_p (1: off), min_p (0: off), temp. All of them are llama.cpp's.
-
-    seed: the same seed gives the same answer; None takes a new one each time.
-    repeat_penalty (1: off), frequency_penalty, presence_penalty (0: off): make tokens less likely that are among the
-    last repeat_last_n (0: off) of this answer; a prompt's tokens have no part in it.
-    logit_bias: is added to the logits of tokens, each given by its number or as text, which stands for every token
-    that it is cut into; -inf forbids one.
-    stop: a text, or several; the answer ends before the one that is complete first.
-    grammar: the answer follows this grammar (llama.cpp's GBNF, from its rule `root` on): text, or a file, which is what
-    has no "::=". json_schema: it is JSON by this schema: a dict, text, or a file, which is what begins with no "{".
-    regex: the whole answer matches this regular expression (Rust's, without what looks around). One of the three.
-    logprobs: with a number from 0 to 20 the answer's report has for each token its logarithmic probability, and so
-    many of the likeliest.
-    Raises UsageError for a value that cannot be used; GrammarError, which is one.
+    seed: the same seed gives the same answer; None: a new seed for each answer.
+    repeat_penalty (1: off), frequency_penalty, presence_penalty (0: off): lower the probability of tokens among the
+    last repeat_last_n (0: off) tokens of this answer. Tokens of the prompt do not count.
+    logit_bias: is added to the logits of tokens. A token is given by its number, or as text, which means every token of
+    that text; -inf forbids a token.
+    stop: a text, or several; the answer ends before the stop text that is complete first.
+    grammar: the answer follows this grammar (llama.cpp's GBNF, from rule `root` on). A value with "::=" is text; any
+    other value is a file. json_schema: the answer is JSON by this schema: a dict, text that begins with "{", or a file.
+    regex: the whole answer matches this regular expression (Rust's, without look-around). Only one of the three.
+    logprobs: a number from 0 to 20; the report then has the log probability of each token and of this many likeliest
+    tokens.
+    Raises UsageError for an invalid value; GrammarError is a UsageError.
     """
 
     temp: float = 0.0
@@ -97,18 +96,18 @@ class Sampling:
 
     @property
     def constrained(self) -> bool:
-        """Tells whether the answer has a form to follow."""
+        """Returns whether a grammar, a JSON schema or a regular expression limits the answer."""
         return self.grammar is not None or self.json_schema is not None or self.regex is not None
 
     @property
     def penalises(self) -> bool:
-        """Tells whether any penalty is on."""
+        """Returns whether any penalty is on."""
         penalties = (self.repeat_penalty, self.frequency_penalty, self.presence_penalty)
         return self.repeat_last_n > 0 and penalties != (1.0, 0.0, 0.0)
 
 
 def checked_sampling(given: Sampling | None) -> Sampling:
-    """Returns the sampling itself, or the default one for None. Raises UsageError for what is no sampling."""
+    """Returns the given sampling; for None the default sampling. Raises UsageError for another type."""
     if given is not None and not isinstance(given, Sampling):
         raise UsageError(f"sampling must be a Sampling, not {given!r:.40}")
     return Sampling() if given is None else given

@@ -1,4 +1,4 @@
-"""A Sequence is one conversation in a context: prompts are read into it pass by pass, compressed, and put aside."""
+"""Reads one conversation into a context, pass by pass, compresses the conversation, and makes snapshots."""
 
 from __future__ import annotations
 
@@ -24,27 +24,26 @@ from pykvedge.runtime.report import DeviceWork, Kv
 from pykvedge.runtime.snapshot import ImageSpan, Snapshot
 from pykvedge.system import memory
 
-# what comes next - an image, or all of a text that is not read yet - and whether its last token is asked for its logits
+# the next piece to read, and whether its last token needs logits
 Ahead: TypeAlias = tuple[Piece, bool]
-# a generator of them; it is sent how many tokens of the last one a pass has read
+# yields the next piece; `send` passes back how many of the piece's tokens one pass has read
 Passes: TypeAlias = Generator[Ahead, int, None]
 
-_SMALL = 4 << 20  # bytes of a copy for which nobody asks the system first: a server makes one for each answer
+_SMALL = 4 << 20  # bytes: smaller copies skip the memory check, because a server makes one copy per answer
 
 
 class Spot(NamedTuple):
-    """Between two tokens of a sequence: the position, and the number, from 0 on, of the one behind it."""
+    """A place between two tokens of a sequence: the position and the number (from 0) of the token behind it."""
 
     position: int
     token: int
 
 
 class Sequence(Place):
-    """What one sequence has read, and what becomes of it. Sequences of one context may take turns, pass by pass.
+    """The state of one sequence: tokens read, compressions, the current answer. Sequences of a context take turns.
 
-    replays: whether what is read is noted for a second pass; None: if the plan of the cache goes by one. share: of the
-    prompt, or of the second pass over it, that was read. replay_s: seconds that the last second pass took. lookup:
-    learns what is read.
+    replays: whether to record tokens for a second pass; None: as the plan requires. share: the read part of the prompt,
+    or of its second pass. replay_s: seconds of the last second pass. lookup: learns the read tokens; or None.
     """
 
     def __init__(self, driver: Driver, number: int = 0) -> None:
@@ -57,25 +56,25 @@ class Sequence(Place):
     def begin(self) -> None:
         self.lookup = None if self.lookup is None else Lookup()
         self.n_past = self.n_cells = 0
-        self.uncounted = 0  # KV pairs of a head that stand for no cell, as positions turned
-        self.passage = Passage()  # since the last compression; where whole rows are kept, since the beginning
-        self.said = 0  # tokens of the last message, behind its images
+        self.uncounted = 0  # KV pairs per KV head without a llama.cpp cell: their positions were renumbered
+        self.passage = Passage()  # read since the last compression; if whole rows are kept, since the beginning
+        self.said = 0  # tokens of the last message behind its images
         self.images: list[ImageSpan] = []
-        self.answered: list[int] = []  # tokens of an answer, since the last compression
-        self.unread: list[int] = []  # tokens of an answer that was taken back
-        self.compressed_tokens, self.held = 0, 0.0  # since they were measured, and pairs per head then
+        self.answered: list[int] = []  # tokens of an answer since the last compression
+        self.unread: list[int] = []  # tokens of the last answer that were removed, to be read again
+        self.compressed_tokens, self.held = 0, 0.0  # since the last `measure`, and pairs per head then
         self._n_compressions, self._drops = 0, False
         self._done = self._total = 0
         self._verified: list[int] = []
-        self._drafted = 0  # tokens that a verification takes back
-        self._replayed, self.replay_s = -1, 0.0  # tokens that there were at the second pass; -1: there was none
+        self._drafted = 0  # drafted tokens that the next verification removes
+        self._replayed, self.replay_s = -1, 0.0  # number of pending tokens at the last second pass; -1: no second pass
 
     @property
     def share(self) -> float:
         return self._done / max(self._total, 1)
 
     def steps(self, pieces: Iterable[Piece]) -> Passes:
-        """Reads pieces: yields what comes next, and is sent how many tokens of it one pass has read."""
+        """Reads pieces: yields the next piece, and receives how many of its tokens one pass has read."""
         self.take_back()
         pieces = [piece for piece in pieces if piece.n_tokens]
         self.said = pieces[-1].n_tokens if pieces and isinstance(pieces[-1], TextPiece) else 0
@@ -85,9 +84,9 @@ class Sequence(Place):
         yield from self._steps(pieces, want_logits=True, note=True)
 
     def take_back(self) -> None:
-        """Where whole rows are kept, removes the last answer, which is read again before what comes next, over them.
+        """Removes the last answer if whole rows are kept. The next message reads the answer again, over all whole rows.
 
-        So whole rows are those that a prompt has which is read at once.
+        The whole rows then equal the rows of a prompt that is read at once.
         """
         cache, tokens = self._driver.cache, self.answered
         if cache is None or not cache.keeps or not tokens or not cache.stats(self.number).whole_bytes:
@@ -98,9 +97,9 @@ class Sequence(Place):
             self.answered, self.unread = [], tokens
 
     def again(self, chunks: list[Part], keep_logits: bool = True) -> Passes:
-        """Reads a prompt a second time, as `steps` does, chunk by chunk, and takes each chunk back.
+        """Reads a prompt a second time, chunk by chunk, as `steps` does, and removes each chunk afterwards.
 
-        keep_logits: those of the prompt's last token, which was read just before, are there again afterwards.
+        keep_logits: restores the logits of the prompt's last token, which must be the last token read before this call.
         """
         cache, context, at, started = self._own_cache(), self._driver.context, self._at(), time.perf_counter()
         logits = context.logits().copy() if keep_logits else None
@@ -130,7 +129,7 @@ class Sequence(Place):
                     self._note(part)
 
     def see(self, pieces: Iterable[Piece]) -> None:
-        """Lets `lookup` learn what was read."""
+        """Adds pieces to `lookup`. An image is a break there."""
         if (lookup := self.lookup) is not None:
             for piece in pieces:
                 lookup.add(piece.tokens if isinstance(piece, TextPiece) else [BREAK])
@@ -145,16 +144,16 @@ class Sequence(Place):
             self.passage.add(piece)
 
     def read(self, pieces: list[Piece], progress: Progress = silent, cancel: threading.Event | None = None) -> None:
-        """Appends pieces, images encoded; afterwards the logits of the last token are there.
+        """Appends pieces, and makes the logits of the last token. Images must be encoded.
 
-        Raises ContextError, CancelledError, and what libkvedge met meanwhile.
+        Raises ContextError, CancelledError, and errors of libkvedge during a pass.
         """
         if self._driver.cache is not None:
             self._driver.cache.expect(sum(piece.n_tokens for piece in pieces), self.number)
         self.run(self.steps(pieces), "reading the prompt", progress, cancel)
 
     def run(self, passes: Passes, what: str, progress: Progress, cancel: threading.Event | None) -> None:
-        """Reads to the end what `steps` or `again` yields. Raises as `read` does."""
+        """Reads all pieces that `steps` or `again` yields. Raises the errors of `read`."""
         most = self._driver.context.n_ubatch
         with closing(passes):
             ahead = next(passes, None)
@@ -171,25 +170,25 @@ class Sequence(Place):
         progress(what, 1.0)
 
     def read_step(self, piece: Piece, want_logits: bool) -> None:
-        """Appends a piece that one pass holds, an image encoded before. Raises as `read` does."""
+        """Appends a piece of at most one pass; an image must be encoded. Raises the errors of `read`."""
         self._driver.decode(self, piece, want_logits)
         self._note(piece)
 
     def extend(self, token: int) -> None:
-        """Appends one generated token; afterwards its logits are there. Raises ContextError."""
+        """Appends one generated token, and makes its logits. Raises ContextError."""
         self.read_step(TextPiece([token]), want_logits=True)
         self.answered.append(token)
 
     def draft(self, token: int) -> None:
-        """Appends a token that `verify` over whole rows takes back; afterwards its logits are there."""
+        """Appends a drafted token, and makes its logits. `verify` removes the token again."""
         self._driver.decode(self, TextPiece([token]), want_logits=True)
         self._drafted += 1
 
     def verify(self, tokens: list[int], whole: bool = False) -> None:
-        """Appends tokens of an answer in one pass; afterwards the logits of each are there. `accept` has to follow.
+        """Appends tokens of an answer in one pass, and makes the logits of each. Call `accept` afterwards.
 
-        whole: the tokens attend to whole rows, and drafts are gone. Raises as `read` does, UnsupportedError where no
-        token can be taken back, and StateError where there are no whole rows.
+        whole: removes drafted tokens, and the tokens attend to whole rows. Raises the errors of `read`,
+        UnsupportedError if the model cannot take tokens back, StateError without whole rows.
         """
         cache, context = self._driver.cache, self._driver.context
         self.move(-self._drafted)
@@ -207,7 +206,7 @@ class Sequence(Place):
         self._verified = tokens
 
     def accept(self, n_tokens: int) -> None:
-        """Keeps the first n_tokens of those that were verified; the others are gone."""
+        """Keeps the first n_tokens of the verified tokens, and removes the others."""
         tokens, cache = self._verified, self._driver.cache
         self.move(n_tokens - len(tokens))
         if cache is not None:
@@ -219,18 +218,18 @@ class Sequence(Place):
         self._note(TextPiece(tokens[:n_tokens]))
 
     def move(self, n_tokens: int) -> None:
-        """Notes that a pass over several sequences read so many tokens of a text into this one."""
+        """Records that a pass over several sequences read n_tokens text tokens into this sequence."""
         self.n_past, self.n_cells = self.n_past + n_tokens, self.n_cells + n_tokens
 
     def took(self, token: int) -> None:
-        """Notes that such a pass read a generated token."""
+        """Records that a pass over several sequences read a generated token into this sequence."""
         self.move(1)
         self.answered.append(token)
         if self.replays:
             self.passage.add(TextPiece([token]))
 
     def renumber(self, most: int) -> None:
-        """Makes positions smaller, so that the next token comes at `most` at the latest. The last logits are gone.
+        """Renumbers the positions: the next token gets at most position `most`. The last logits become invalid.
 
         Raises UnsupportedError, StateError.
         """
@@ -240,7 +239,7 @@ class Sequence(Place):
         self.recount()
 
     def cut_out(self, begin: Spot, end: Spot) -> None:
-        """Removes the tokens between two spots; the positions behind them move up. The last logits are gone.
+        """Removes the tokens between two spots, and renumbers the tokens behind them. The last logits become invalid.
 
         Raises StateError, OutOfMemoryError, UnsupportedError.
         """
@@ -252,18 +251,18 @@ class Sequence(Place):
         self.renumber(self.n_past - (end.position - begin.position))
 
     def spot(self, n_ahead: int) -> Spot:
-        """Tells where a message begins that is read next, behind n_ahead tokens of the answer before it."""
+        """Returns where the next message will begin. n_ahead: tokens of the answer before it that are not yet read."""
         ahead = n_ahead + len(self.unread)
         return Spot(self.n_past + ahead, self._own_cache().stats(self.number).n_tokens + ahead)
 
     def recount(self) -> None:
-        """Counts the KV pairs of a head that are held beyond the cells, once positions have turned."""
+        """Counts the KV pairs per head that have no cell, because positions were renumbered."""
         self.uncounted = max(round(self.pairs_held()) - self.n_cells, 0)
 
     def replay(self, progress: Progress = silent, cancel: threading.Event | None = None) -> None:
-        """Reads the prompt a second time if the plan of the cache asks for that. Its logits stay.
+        """Reads the prompt a second time if the plan of the cache requires that. Keeps the prompt's logits.
 
-        Does nothing where the budget covers the prompt, or where that was done. Raises as `read` does.
+        Does nothing if the budget covers the prompt, or after a second pass. Raises the errors of `read`.
         """
         cache = self._driver.cache
         self.replay_s = 0.0
@@ -281,7 +280,7 @@ class Sequence(Place):
         self._replayed = n
 
     def compress(self) -> None:
-        """Compresses what was read since the last time, after a second pass if there was none."""
+        """Compresses the tokens read since the last compression. Runs the second pass first, if it is still missing."""
         cache = self._driver.cache
         if cache is None:
             return
@@ -294,10 +293,10 @@ class Sequence(Place):
             self.passage = Passage()
 
     def count_pending(self, cache: libkvedge.Cache, n_tokens: int = 0) -> None:
-        """Notes what is compressed next, n_tokens that come with it included, and what is held before it.
+        """Counts the tokens of the next compression, with n_tokens of the same pass, and the KV pairs held before them.
 
-        That is not what the last compression left: a decode policy drops rows while an answer is generated, which is
-        then not compressed again.
+        The held pairs differ from the last compression's result: a decode policy drops rows during an answer, and the
+        remaining rows of the answer are not compressed again.
         """
         n_pending = 0 if n_tokens and self._drops else cache.stats(self.number).n_pending
         if not self.compressed_tokens:
@@ -305,41 +304,41 @@ class Sequence(Place):
         self.compressed_tokens += n_pending + n_tokens
 
     def limit_image(self, i: int, most: int, fixed: bool = True) -> None:
-        """Lets an image, from 0 on, keep at most so many pairs of a head at the next choice; -1: no limit.
+        """Limits the KV pairs per head that image i (from 0 on) keeps from the next choice of rows on. -1: no limit.
 
-        fixed: as the caller wants it, and not by its age. Raises what kvedge_limit_tokens reports.
+        fixed: the caller sets the limit; False: ageing sets it. Raises the errors of kvedge_limit_tokens.
         """
         image = self.images[i]
         self._own_cache().limit_tokens(image.first, image.last, most, self.number)
         self.images[i] = image._replace(limit=most, fixed=fixed)
 
     def pairs_held(self) -> float:
-        """Averages the KV pairs per KV head; they are 0 where there is no cache."""
+        """Returns the KV pairs per KV head, averaged over heads and layers. 0 without a cache."""
         cache = self._driver.cache
         lengths = [n for heads in cache.lengths(self.number) for n in heads] if cache is not None else []
         return sum(lengths) / len(lengths) if lengths else 0
 
     @property
     def has_all(self) -> bool:
-        """Tells whether the kept rows are all rows, as they were computed."""
+        """Returns whether the cache holds all rows, without quantisation."""
         cache, quantised = self._driver.cache, KvType.parse(self._driver.size.kv_type).quantised
         return cache is not None and not quantised and self.pairs_held() >= cache.stats(self.number).n_tokens
 
     def measure(self) -> Kv:
-        """Measures the KV memory, right after compress."""
+        """Returns the figures of the KV memory. Call this right after compress."""
         cache, kv_type = self._driver.cache, KvType.parse(self._driver.size.kv_type)
-        if cache is None:  # llama.cpp allocates for the whole context at once
+        if cache is None:  # llama.cpp allocates cells for the whole context at once
             n = self._driver.model.kv_bytes_per_token(kv_type.plain.bytes_per_value) * self._driver.context.n_made
             return Kv(n, n, n)
         stats, held = cache.stats(self.number), self.pairs_held()
-        # a prompt whose budget covers it is not compressed, and leaves the figures of the last compression alone
+        # a prompt within the budget is not compressed: stats then show an older compression
         compressed = stats.n_compressions > self._n_compressions
         device = device_work(cache, self.number) if compressed else None
-        # what lay on a device was more than rows: masks, queries, and room for tokens to come
+        # on a device the size before the compression also counts masks, queries and room for new tokens
         before = stats.before_bytes if compressed and not (device and device.compressed) else 0
         there = max(before, stats.bytes)
         kv = Kv(
-            there if stats.whole_bytes else max(there, self.uncompressed_bytes()),  # turns may have left whole rows
+            there if stats.whole_bytes else max(there, self.uncompressed_bytes()),  # whole rows may be lost
             stats.after_bytes if compressed else stats.bytes,
             stats.peak_bytes,
             self.per_layer(),
@@ -353,19 +352,19 @@ class Sequence(Place):
         return kv
 
     def uncompressed_bytes(self) -> int:
-        """Counts the bytes of all tokens that were ever read, had none been dropped and none been quantised."""
+        """Returns the bytes of all tokens ever read, uncompressed and not quantised."""
         stats, kv_type = self._own_cache().stats(self.number), KvType.parse(self._driver.size.kv_type)
         pairs = stats.n_tokens * stats.n_layers * stats.n_heads_kv
         return int(pairs * self._driver.model.pair_width * kv_type.plain.bytes_per_value)
 
     def per_layer(self) -> list[float]:
-        """Averages the KV pairs that are held now over the heads of each stored layer, to two places."""
+        """Returns the current KV pairs, averaged over the heads of each stored layer, to two decimal places."""
         lengths = self._own_cache().lengths(self.number)
         means = (round(sum(heads) / len(heads), 2) for heads in lengths if heads)
         return [int(n) if n == int(n) else n for n in means]
 
     def notes(self) -> list[str]:
-        """Says why no whole rows are kept, and which heads the last compression had too few queries to fit rows in."""
+        """Returns notes: why no whole rows are kept, and how many heads had too few queries for reducer match."""
         cache, out = self._driver.cache, list[str]()
         if cache is None:
             return out
@@ -380,15 +379,15 @@ class Sequence(Place):
 
     @property
     def carries_whole(self) -> bool:
-        """Tells whether whole rows are saved with others. A method that reads a prompt twice needs more than them."""
+        """Returns whether a snapshot includes whole rows. A method with a second pass needs more than whole rows."""
         cache = self._driver.cache
         again = cache is not None and (cache.replays if self.replays is None else self.replays)
         return cache is not None and not again and cache.stats(self.number).whole_bytes > 0
 
     def snapshot(self, model: str, pending: Iterable[int] = ()) -> Snapshot:
-        """Returns what was read and compressed as bytes, whole rows too.
+        """Returns the read and compressed tokens as bytes, with whole rows if they exist.
 
-        pending: tokens of the answer that were not read. model: a name that `restore` compares. Raises
+        pending: tokens of the answer that were not read. model: the model's name, which `restore` compares. Raises
         UnsupportedError, StateError, OutOfMemoryError.
         """
         cache, whole = self._own_cache(), self.carries_whole
@@ -404,12 +403,12 @@ class Sequence(Place):
         return Snapshot(rows, *self._at(), stats.n_pending, *measured, tuple(pending), answer, unread, images)
 
     def restore(self, at: Snapshot, model: str) -> None:
-        """Goes on from a snapshot where nothing was read. Raises SessionFileError, StateError, OutOfMemoryError."""
+        """Continues from a snapshot in an empty sequence. Raises SessionFileError, StateError, OutOfMemoryError."""
         libkvedge.unpack(self._own_cache(), at.rows, model, self.number)
         self.stand(at, "what was kept of an earlier conversation")
 
     def stand(self, at: Snapshot, name: str) -> None:
-        """Goes on where the rows that are in the cache already were. name: what they came from."""
+        """Restores the state of a snapshot whose rows are already in the cache. name: for errors."""
         stats = self._own_cache().stats(self.number)
         if stats.n_tokens < at.n_cells:
             raise SessionFileError(f"{name} contradicts itself; it cannot be used")
@@ -434,7 +433,7 @@ class Sequence(Place):
         """Becomes a copy of another sequence of the same context."""
         self._driver.context.copy(other.number, self.number)
         vars(self).update(vars(other), number=self.number, passage=Passage(other.passage.pieces))
-        if self._driver.cache is not None:  # a copy counts its own
+        if self._driver.cache is not None:  # stats count per sequence
             self._n_compressions = self._driver.cache.stats(self.number).n_compressions
         self.answered, self.unread, self.images = list(other.answered), list(other.unread), list(other.images)
 
@@ -444,10 +443,10 @@ class Sequence(Place):
 
 
 class Positions:
-    """Makes the positions of a sequence smaller, and turns its keys, before they pass `trained`; 0: not known.
+    """Renumbers the positions of a sequence, and rotates its keys to match, before they pass `trained` (0: unknown).
 
-    bound: KV pairs that a head keeps for good, 0: that is not known. turned: so many times. why_not: why the model's
-    keys cannot turn, or empty; positions go on counting then.
+    bound: KV pairs that a head keeps after compression; 0: unknown. turned: number of renumberings. why_not: why the
+    model's keys cannot be rotated, or empty; positions then exceed the trained length.
     """
 
     def __init__(self, sequence: Sequence, cache: libkvedge.Cache, trained: int, bound: int = 0) -> None:
@@ -455,18 +454,18 @@ class Positions:
         self._most = max(trained // 2, min(bound, trained * 3 // 4))
         self.turned, self.why_not = 0, ""
         try:
-            cache.renumber(0, 1, sequence.number)  # nothing was read: whether the model can
+            cache.renumber(0, 1, sequence.number)  # changes nothing; raises if keys cannot rotate
         except UnsupportedError as error:
             self.why_not = str(error)
 
     def needed(self, n_tokens: int) -> bool:
-        """Tells whether so many tokens more would pass the trained length."""
+        """Returns whether n_tokens more would pass the trained length."""
         return 0 < self.trained < self._sequence.n_past + n_tokens
 
     def make_room(self, n_tokens: int) -> None:
-        """Turns, if need be, for so many tokens more; the logits of the last token are gone then.
+        """Renumbers the positions if n_tokens more would pass the trained length. The last logits become invalid then.
 
-        A prompt that is longer than the model was trained for passes that length nevertheless. Raises StateError.
+        A prompt longer than the trained length still passes that length. Raises StateError.
         """
         most = max(min(self._most, self.trained - n_tokens), self.trained // 8, 1)
         if not self.why_not and self.needed(n_tokens) and self._sequence.n_past > most:
@@ -475,7 +474,7 @@ class Positions:
 
 
 def device_work(cache: libkvedge.Cache, sequence: int = 0) -> DeviceWork | None:
-    """Tells what the last compression did on devices; None where no rows lay there."""
+    """Returns what the last compression did on devices, or None if it compressed no rows on devices."""
     stats, problem = cache.stats(sequence), cache.device_problem(sequence)
     if not stats.device_compressed and not problem:
         return None
@@ -485,7 +484,7 @@ def device_work(cache: libkvedge.Cache, sequence: int = 0) -> DeviceWork | None:
 
 
 def cut(pieces: Iterable[Piece], most: int) -> Iterator[Piece]:
-    """Cuts text so that each step is one pass through the model: progress shows, and Ctrl-C is heard."""
+    """Cuts text into parts of at most `most` tokens, one pass each, for progress and Ctrl-C. Images stay whole."""
     for piece in pieces:
         rest: Piece | None = piece if piece.n_tokens else None
         while rest is not None:

@@ -1,6 +1,6 @@
-"""What a session file says beside the KV cache: the conversation, and where the context stands. libkvedge writes it.
+"""Reads and writes the note of a session file: the conversation and the state of the context, beside the KV cache.
 
-The layout of the file is in docs/dev/formats.txt; this is its note, one JSON object.
+libkvedge writes the file (layout: docs/dev/formats.txt). The note is one JSON object.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _FRAME, _CHECKSUM, _BLOCK = struct.Struct("<8sIIQQ"), struct.Struct("<I"), 1 << 
 
 @dataclass
 class Note:
-    """A conversation without its cache."""
+    """A saved conversation without its KV cache."""
 
     plan: Plan
     kv_type: str
@@ -38,18 +38,18 @@ class Note:
     n_ubatch: int
     n_past: int  # position of the next token
     n_cells: int  # tokens in the cache
-    held: float  # pairs per head after the last compression, averaged over heads and layers
-    pending: list[int] = field(default_factory=list)  # generated, but not yet in the cache
+    held: float  # KV pairs per head after the last compression, averaged over heads and layers
+    pending: list[int] = field(default_factory=list)  # tokens generated, but not yet in the cache
     messages: list[Message] = field(default_factory=list)
-    unread: list[int] = field(default_factory=list)  # of the answer, taken back to be read again over whole rows
-    images: list[ImageSpan] = field(default_factory=list)  # in the cache, and what each may keep
-    answer: list[int] = field(default_factory=list)  # in the cache, where a second pass is to read it again
-    whole: bool = field(default=False, compare=False)  # whether the file has whole rows, which is not in the note
+    unread: list[int] = field(default_factory=list)  # tokens of the answer, to be read again over whole rows
+    images: list[ImageSpan] = field(default_factory=list)  # images in the cache, and the limit of each
+    answer: list[int] = field(default_factory=list)  # tokens in the cache that a second pass must read again
+    whole: bool = field(default=False, compare=False)  # whether the file holds whole rows; not part of the note
 
     def encode(self) -> bytes:
-        """As it stands in the file. Of pictures only name and size: they are in the cache."""
+        """Returns the note's bytes in the file. Writes only the name and size of pictures."""
         data: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "whole"}
-        # older versions refuse a file with several pending tokens, which would miss them
+        # older versions ignore `unread`: several pending tokens make them refuse the file
         data["pending"], data["unread"] = [*self.unread, *self.pending], len(self.unread)
         for name in ("unread", "images", "answer"):
             if not data[name]:
@@ -62,7 +62,7 @@ class Note:
 
     @classmethod
     def decode(cls, data: bytes) -> Note:
-        """Raises ValueError if it is none."""
+        """Reads a note. Raises ValueError for invalid data."""
         try:
             given = json.loads(data)
             messages = [_message(m) for m in given["messages"]]
@@ -121,7 +121,7 @@ def _told(picture: Picture) -> dict[str, Any]:
 
 
 def encoded(path: str | os.PathLike[str]) -> bytes:
-    """The path for libkvedge. Raises UsageError for what is none, SessionFileError for a folder, a pipe or a device."""
+    """Returns the path for libkvedge. Raises UsageError, or SessionFileError for no regular file."""
     try:
         name = os.fsencode(path)
     except TypeError:
@@ -131,13 +131,13 @@ def encoded(path: str | os.PathLike[str]) -> bytes:
     try:
         require_file(name)
     except OSError as error:
-        if error.errno == errno.EINVAL:  # of others libkvedge says more
+        if error.errno == errno.EINVAL:  # libkvedge reports other errors better
             raise SessionFileError(f"{os.fsdecode(name)} cannot be used: {error.strerror}") from None
     return name
 
 
 def read_note(path: str | os.PathLike[str], model: str) -> Note:
-    """The note of a file that was saved with `model`. Raises SessionFileError."""
+    """Returns a file's note. model: fingerprint, which must match the file. Raises SessionFileError."""
     found, data, whole = libkvedge.read_saved(encoded(path))
     if found != model:
         raise SessionFileError(
@@ -150,7 +150,7 @@ def read_note(path: str | os.PathLike[str], model: str) -> Note:
 
 
 def check_payload(path: str | os.PathLike[str]) -> None:
-    """Compares the checksum of what follows the note, in a file that read_note has read. Raises SessionFileError."""
+    """Checks the checksum of the data behind the note. Raises SessionFileError. Call `read_note` first."""
     checksum = 0
     try:
         with open(path, "rb") as file:  # noqa: PTH123 - bytes are a path, too
@@ -166,7 +166,7 @@ def check_payload(path: str | os.PathLike[str]) -> None:
 
 
 def saved_plan(path: str | os.PathLike[str]) -> Plan | None:
-    """Returns the plan of a file that was saved with any model; None for one that cannot be read."""
+    """Returns the plan of a session file of any model, or None if the file cannot be read."""
     try:
         return Note.decode(libkvedge.read_saved(encoded(path))[1]).plan
     except (KvedgeError, ValueError):
@@ -174,9 +174,9 @@ def saved_plan(path: str | os.PathLike[str]) -> Plan | None:
 
 
 def fingerprint(header: Header) -> str:
-    """Tells model files apart: a hash of the size, the first MiB, and 64 samples of 4 KiB spread over the file.
+    """Returns a hash that identifies a model file: of its size, its first MiB, and 64 samples of 4 KiB across the file.
 
-    Hashing all of a model of 4 GB would take longer than loading it.
+    A hash of a whole 4 GB file would take longer than loading the model.
     """
     digest = hashlib.sha256(str(header.file_size).encode())
     with header.path.open("rb") as file:

@@ -1,8 +1,8 @@
-"""A session file is for one program at a time: who goes on with a conversation holds a lock until the end.
+"""Locks a session file for one program, from the start of a conversation to its end.
 
-Without it the turns of one of two programs would be lost, as each writes the whole conversation. The lock lies on a
-small file beside the session file, which itself is replaced with every answer; the system takes the lock away from a
-program that was killed, so that none is ever stale. Its holder also removes what killed programs left half-written.
+Every program writes the whole conversation, so two programs would lose each other's turns. Every answer replaces the
+session file, so the lock is on a small file beside it. The system releases the lock of a killed program. The holder of
+the lock also removes half-written files of killed programs.
 """
 
 from __future__ import annotations
@@ -18,31 +18,31 @@ from pykvedge.errors import SessionFileError
 from pykvedge.system.guard import Closing
 from pykvedge.system.memory import is_running
 
-_NUMBER_BYTES = 32  # of the process number in the lock file
-_LOCK_AT = 1 << 20  # Windows keeps others from reading what is locked: a byte that is not there
+_NUMBER_BYTES = 32  # most bytes of the process number in the lock file
+_LOCK_AT = 1 << 20  # on Windows a locked byte is not readable, so the lock is on a byte behind the file's end
 
 if sys.platform == "win32":
     import msvcrt
 
     def try_lock(handle: int) -> None:
-        """Locks an open file until it is closed. Raises OSError where another holds it."""
+        """Locks an open file until it is closed. Raises OSError if another program holds the lock."""
         os.lseek(handle, _LOCK_AT, os.SEEK_SET)
         msvcrt.locking(handle, msvcrt.LK_NBLCK, 1)
 else:
     import fcntl
 
     def try_lock(handle: int) -> None:
-        """Locks an open file until it is closed. Raises OSError where another holds it."""
+        """Locks an open file until it is closed. Raises OSError if another program holds the lock."""
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 class SessionLock(Closing):
-    """This holds a session file. Use it in a with statement, or close it; the file need not exist yet."""
+    """Holds the lock of a session file, which need not exist yet. Close the lock, or use a with statement."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        """Raises SessionFileError where another program holds it, or where the file must not be written."""
+        """Raises SessionFileError if another program holds the lock, or if the file is read-only."""
         self.path = Path(path)
-        real = Path(os.path.realpath(path))  # names of a file, and links to it, share a lock
+        real = Path(os.path.realpath(path))  # all names of a file, and links to it, share one lock
         _check_writable(self.path, real)
         self._file = real.with_name(f"{real.name}.lock")
         self._handle: int | None = self._take()
@@ -64,18 +64,18 @@ class SessionLock(Closing):
                         f"{self.path} is in use by another kvedge{holder}; wait until that has ended, "
                         "or use another session file"
                     ) from None
-                return handle  # a file system without locks: there is nothing to wait for
+                return handle  # the file system has no locks: continue without a lock
             if _is_still(handle, self._file):
                 _write_holder(handle)
                 return handle
-            os.close(handle)  # its holder removed it between the two steps
+            os.close(handle)  # the previous holder removed the lock file after it was opened here
 
     def close(self) -> None:
-        """Lets others have it. Does nothing the second time."""
+        """Releases the lock. A second call does nothing."""
         if self._handle is None:
             return
         handle, self._handle = self._handle, None
-        if sys.platform == "win32":  # where an open file cannot be removed, nor one that another has opened since
+        if sys.platform == "win32":  # Windows cannot remove an open file
             os.close(handle)
         with suppress(OSError):
             self._file.unlink()
@@ -84,7 +84,7 @@ class SessionLock(Closing):
 
 
 def remove_leftovers(path: Path) -> None:
-    """Removes files that libkvedge began to write beside a session file for processes that have ended since."""
+    """Removes half-written files beside a session file that libkvedge began in processes that have ended."""
     mine = re.compile(re.escape(path.name) + r"\.(\d{1,10})-\d{1,2}\.part")
     with suppress(OSError):
         for entry in list(os.scandir(path.parent)):
@@ -95,11 +95,11 @@ def remove_leftovers(path: Path) -> None:
 
 
 def _check_writable(path: Path, real: Path) -> None:
-    """Refuses a file that is read-only before any work; replacing it would need the folder's consent only."""
+    """Raises SessionFileError for a read-only file: replacing the file would only need rights on the folder."""
     try:
         mode = real.stat().st_mode
     except OSError:
-        return  # there is none yet, or opening it says what is wrong
+        return  # the file does not exist yet, or opening it will report the error
     if not mode & 0o222 or not os.access(real, os.W_OK):
         raise SessionFileError(f"{path} is read-only; allow writing to it, or copy it and go on with the copy")
 

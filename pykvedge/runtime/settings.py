@@ -1,4 +1,4 @@
-"""Settings say how a session runs, apart from what it keeps (that is the plan)."""
+"""Settings of a session: how it runs. The plan says what it keeps."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from pykvedge.reference.kvtypes import KvType
 if TYPE_CHECKING:
     from pykvedge.plans.profile import Given
 
-MAX_THREADS = 512  # of ggml
+MAX_THREADS = 512  # limit of ggml
 MAX_CTX = 2**30
 STREAM_TOKENS = 128
 LEAST_POSITIONS = 256
-CACHE_SIZE = 4 << 30  # bytes of a cache folder
-KEEP_PLACES, KEEP_TYPES, KEEP_SPACE = ("ram", "disk"), ("f16", "q8_0"), 20 << 30  # whole rows: where, how, and bytes
+CACHE_SIZE = 4 << 30  # bytes
+KEEP_PLACES, KEEP_TYPES, KEEP_SPACE = ("ram", "disk"), ("f16", "q8_0"), 20 << 30  # whole rows
 
 
 @dataclass(frozen=True)
 class Keep:
-    """Where whole rows stay behind compressed ones: a later message is read over them, and nothing is lost.
+    """Where whole rows stay behind compressed rows. A later message is read over whole rows, so nothing is lost.
 
-    folder: of the file, on a local drive; empty: the cache folder. space: bytes at most. type: "f16", as they are, or
-    "q8_0", half as large and rounded.
+    folder: for the file, on a local drive; empty: the cache folder. space: limit in bytes. type: "f16": as computed;
+    "q8_0": half the size, rounded.
     """
 
     place: str
@@ -56,11 +56,11 @@ class Keep:
         keep_space: int = KEEP_SPACE,
         keep_type: str = "f16",
     ) -> Keep | None:
-        """Makes it of settings; None: whole rows stay nowhere. Raises UsageError."""
+        """Returns the Keep of these settings, or None if whole rows are not kept. Raises UsageError."""
         return cls(keep, keep_folder, keep_space, keep_type) if keep else None
 
     def made_folder(self) -> str:
-        """Returns the folder of the file; makes the default one, which is the owner's alone. Raises UsageError."""
+        """Returns the folder of the file. Makes the default folder, readable by its owner only. Raises UsageError."""
         if self.place != "disk" or self.folder:
             return os.fsdecode(self.folder)
         folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvedge" / "keep"
@@ -73,7 +73,7 @@ class Keep:
 
 
 class LoadSettings(TypedDict, total=False):
-    """These are the fields of Settings that belong to the loading of a model, for those who name them one by one."""
+    """Fields of Settings for loading a model, as keyword arguments."""
 
     threads: int
     gpu_layers: int | str | None
@@ -89,7 +89,7 @@ class LoadSettings(TypedDict, total=False):
 
 
 class GivenSettings(LoadSettings, total=False):
-    """All fields of Settings."""
+    """All fields of Settings, as keyword arguments."""
 
     n_ctx: int
     kv_type: str
@@ -113,46 +113,46 @@ class GivenSettings(LoadSettings, total=False):
 
 @dataclass(frozen=True)
 class Settings:
-    """What is 0 or None is chosen for the machine and the model. Raises UsageError for values out of range."""
+    """Settings of a session. 0 or None: chosen for the machine and the model. Raises UsageError for invalid values."""
 
     n_ctx: int = 0  # tokens that the conversation may hold
     threads: int = 0
-    gpu_layers: int | str | None = None  # layers on devices, -1 for all, "auto" for as many as fit
-    device: str = "auto"  # devices that layers may lie on: "auto" for all, "none", or names, as in "CUDA0,RPC0"
-    rpc: str = ""  # RPC servers whose devices are added, as in "HOST:PORT,HOST:PORT"
-    kv_type: str = "f16"  # storage type of keys and values (kvtypes.NAMES), or "K:V" for one of each
-    kv_rotate: str = "auto"  # q8_0, q4_0, tq3 round rotated rows: "auto" as llama.cpp's own cache does, "on" or "off"
+    gpu_layers: int | str | None = None  # layers on devices; -1: all; "auto": as many as fit
+    device: str = "auto"  # devices for layers: "auto" for all, "none", or names, as in "CUDA0,RPC0"
+    rpc: str = ""  # RPC servers with more devices, as in "HOST:PORT,HOST:PORT"
+    kv_type: str = "f16"  # storage type of keys and values (kvtypes.NAMES), or "K:V" for two types
+    kv_rotate: str = "auto"  # q8_0, q4_0, tq3 round rotated rows: "on", "off", or "auto": as llama.cpp's cache does
     system: str = ""  # text that opens the conversation
     verbose: bool = False  # llama.cpp's log on stderr
-    measure_peak: bool = False  # note the peak of resident memory of every message, which takes a thread
-    bounded: bool = False  # compress each layer of a prompt before the next one runs, where that is possible
-    profile: Given = None  # one or several, for plans that need them (profile.py)
-    # the conversation is a stream (stream.py): compressed to the plan's bound after every image and every 128 tokens
-    # (True), or whenever so many have come
+    measure_peak: bool = False  # measure each message's peak of resident memory, which takes a thread
+    bounded: bool = False  # compress each layer of a prompt before the next layer runs, if possible
+    profile: Given = None  # one or several profiles, for plans that need profiles (profile.py)
+    # the conversation is a stream (stream.py), compressed to the plan's limit: True: after every image and every 128
+    # tokens; a number: after so many tokens
     stream: bool | int = False
-    # beyond the length that the model was trained for: "turn" makes them smaller and turns the keys (sequence.py),
-    # "count" lets them go on; a number: "turn", as if the model was trained for so many
+    # positions beyond the model's trained length: "turn": renumber positions and rotate keys (sequence.py); "count": go
+    # on counting; a number: "turn", with this number as the trained length
     positions: str | int = "turn"
-    image_cache: int = IMAGE_CACHE  # bytes in memory of images that were encoded, for all sessions of a loaded model
-    cache: str | os.PathLike[str] | None = None  # folder in which they outlive the program, and others find them
-    cache_size: int = CACHE_SIZE  # bytes that all in it may take
-    # of an image, before it is encoded, where the encoder takes images of any size; 0 leaves its own limits
+    image_cache: int = IMAGE_CACHE  # bytes in memory for encoded images, shared by all sessions of a loaded model
+    cache: str | os.PathLike[str] | None = None  # folder that keeps encoded images and openings for later runs
+    cache_size: int = CACHE_SIZE  # limit of the folder in bytes
+    # tokens per image, if the encoder takes images of any size; 0: the encoder's limits
     image_min_tokens: int = 0
     image_max_tokens: int = 0
-    undo: bool = False  # a copy of the cache is kept from before the last message, for Session.undo and retry
-    # what comes before a question, up to the last image, is compressed without it: other questions find it as it was
+    undo: bool = False  # keep a copy of the cache from before the last message, for Session.undo and retry
+    # compress everything up to the last image without the question, so that other questions can reuse the result
     question_blind: bool = False
-    # whole rows stay behind the compressed ones, in "ram" or on "disk": a later message is read over all of them
+    # keep whole rows behind the compressed rows, in "ram" or on "disk": a later message is read over all whole rows
     keep: str = ""
-    keep_folder: str | os.PathLike[str] = ""  # where the file lies; empty: the cache folder
-    keep_space: int = KEEP_SPACE  # bytes of whole rows at most
-    keep_type: str = "f16"  # "q8_0": whole rows are half as large, and rounded; not with `exact`
-    # answers are drafted with what the conversation said before, and verified in batches: sooner where they repeat it
+    keep_folder: str | os.PathLike[str] = ""  # folder of the file; empty: the cache folder
+    keep_space: int = KEEP_SPACE  # limit of whole rows in bytes
+    keep_type: str = "f16"  # "q8_0": whole rows have half the size, and are rounded; not with `exact`
+    # draft answers from earlier text of the conversation, and verify drafts in batches: faster if answers repeat text
     lookup: bool = False
-    age: float = 0.0  # with each message that does not ask about it an image keeps this share of its pairs; 0: all
-    # answers are drafted with the compressed rows and verified over the whole ones of `keep`: they are those of "full"
+    age: float = 0.0  # share of its KV pairs that an image keeps after a message about other things; 0: all
+    # draft answers over compressed rows, and verify them over the whole rows of `keep`: answers equal method "full"
     exact: bool = False
-    prompt_cache: int = 0  # bytes in memory for what conversations begin with, so that others go on from it
+    prompt_cache: int = 0  # bytes in memory for beginnings of conversations, which later conversations reuse
 
     def __post_init__(self) -> None:
         check_number("n_ctx", self.n_ctx)
@@ -253,42 +253,42 @@ class Settings:
 
     @property
     def drafts(self) -> bool:
-        """Tells whether answers are drafted."""
+        """Returns whether answers are drafted."""
         return self.lookup or self.exact
 
     @property
     def storage(self) -> KvType:
-        """How keys and values are stored: kv_type and kv_rotate."""
+        """Returns how keys and values are stored: kv_type and kv_rotate."""
         return KvType.parse(self.kv_type, self.kv_rotate)
 
     @property
     def keeping(self) -> Keep | None:
-        """Where whole rows stay; None: nowhere. Raises UsageError."""
+        """Returns where whole rows stay, or None if they are not kept. Raises UsageError."""
         return Keep.of(self.keep, self.keep_folder, self.keep_space, self.keep_type)
 
     @property
     def image_limits(self) -> tuple[int, int]:
-        """The least and the most tokens of an image; 0 where the encoder's own are to hold."""
+        """Returns the lowest and highest number of tokens per image. 0: the encoder's limit."""
         return self.image_min_tokens, self.image_max_tokens
 
     @property
     def changed_loading(self) -> list[str]:
-        """Names the settings of a loading, other than threads, that are not what they are by themselves."""
+        """Returns the names of load settings, except threads, that differ from their defaults."""
         others = [f for f in fields(self) if f.name in LoadSettings.__annotations__ and f.name != "threads"]
         return [f.name for f in others if getattr(self, f.name) != f.default]
 
     @property
     def stream_tokens(self) -> int:
-        """A stream is compressed after so many tokens; what is none has 0."""
+        """Returns the tokens between two compressions of a stream, or 0 if the session is no stream."""
         return STREAM_TOKENS if self.stream is True else int(self.stream)
 
     def most_positions(self, trained: int) -> int:
-        """Returns the length within which positions stay; trained: the model's, 0: not known."""
+        """Returns the length that positions must not exceed. trained: the model's trained length; 0: unknown."""
         return self.positions if isinstance(self.positions, int) else trained
 
     @classmethod
     def of(cls, given: dict[str, Any]) -> Settings:
-        """Makes settings of names and values. Raises UnknownNameError for a name that is no setting."""
+        """Makes settings from a dict. Raises UnknownNameError for an unknown name, UsageError for an invalid value."""
         names = [f.name for f in fields(cls)]
         for name in given:
             if name not in names:
@@ -297,7 +297,7 @@ class Settings:
 
     @property
     def offload(self) -> Offload:
-        """Which devices the model's layers lie on."""
+        """Returns the devices of the model's layers. Raises UsageError."""
         if not isinstance(self.gpu_layers, str):
             return Offload(self.gpu_layers, self.device, self.rpc)
         from pykvedge.models.placement import Talk

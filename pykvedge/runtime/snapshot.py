@@ -1,4 +1,4 @@
-"""A Snapshot says in bytes where a sequence stands: of openings, parked conversations, read prompts, and forks."""
+"""Saves the state of a sequence as bytes, for openings, parked conversations, prompts and forks."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ _LISTS = ("pending", "answer", "unread")
 
 
 class ImageSpan(NamedTuple):
-    """An image is tokens [first, last) of a sequence. limit: pairs of a head that it may keep at most; -1: none.
+    """An image at tokens [first, last) of a sequence. limit: most KV pairs per head to keep; -1: no limit.
 
-    fixed: the limit is the caller's, and does not come with age. pairs: that a head has of it by its age; 0: not known.
+    fixed: the caller set the limit; False: ageing set it. pairs: KV pairs that a head keeps by age; 0: unknown.
     """
 
     first: int
@@ -32,7 +32,7 @@ class ImageSpan(NamedTuple):
 
     @classmethod
     def of(cls, given: Any) -> ImageSpan:
-        """Makes it of a list, of which earlier versions wrote no pairs. Raises ValueError."""
+        """Makes a span from a list. Lists of earlier versions have no pairs. Raises ValueError."""
         first, last, limit, fixed, *rest = given
         pairs, *more = rest or [0.0]
         if not all(type(n) is int for n in (first, last, limit)) or not isinstance(fixed, bool):
@@ -46,15 +46,15 @@ class ImageSpan(NamedTuple):
 
 @dataclass(frozen=True)
 class Snapshot:
-    """The rows of a sequence, and what whoever goes on from them has to know. len(): its bytes in memory, about.
+    """The rows of a sequence, and the state to continue from them. len(): approximate bytes in memory.
 
-    rows: bytes of libkvedge.pack. n_past: position of the next token. n_cells: tokens in the cache; n_pending: so many
-    of them, the last ones, are not compressed. compressed_tokens: tokens that were compressed since the figures of the
-    cache were taken; held: KV pairs per head then, averaged over heads and layers. pending: tokens of an answer that
-    were chosen and not read. answer: tokens that were read since the last compression, for a method that reads a prompt
-    twice. unread: tokens of the answer that were taken back, to be read again over whole rows. images: that were read.
-    tokens: what the model has read, where somebody counts it. logits: [n_vocab] float32 of the last token, kv: figures
-    of the cache, both of a prompt that is to be answered. since: seconds since 1970.
+    rows: bytes of libkvedge.pack. n_past: position of the next token. n_cells: tokens in the cache. n_pending: the last
+    n_pending tokens are not compressed. compressed_tokens: tokens compressed since the last measurement. held: KV pairs
+    per head at that measurement, averaged over heads and layers. pending: chosen tokens of an answer that were not
+    read. answer: tokens read since the last compression, for a method with a second pass. unread: tokens of the answer
+    that were removed, to be read again over whole rows. images: images that were read. tokens: counts of tokens read,
+    if counted. logits: [n_vocab] float32 of the last token, and kv: figures of the cache, both only for a prompt that
+    waits for its answer. since: creation time, seconds since 1970.
     """
 
     rows: Rows
@@ -77,7 +77,7 @@ class Snapshot:
         return len(self.rows) + logits + 4 * (len(self.answer) + len(self.unread)) + 512
 
     def encode(self) -> list[Rows]:
-        """Writes it in parts, without logits and kv: the length of a JSON text in 4 bytes, that text, and the rows."""
+        """Returns the snapshot in parts, without logits and kv: length of the JSON text (4 bytes), JSON text, rows."""
         given: dict[str, Any] = {name: getattr(self, name) for name in (*_NUMBERS, *_LISTS, "images")}
         given["tokens"] = {name: getattr(self.tokens, name) for name in _COUNTS}
         text = json.dumps(given).encode()
@@ -85,7 +85,7 @@ class Snapshot:
 
     @classmethod
     def decode(cls, data: bytes | memoryview) -> Snapshot:
-        """Reads what `encode` wrote; the rows stay where they are. Raises ValueError."""
+        """Reads what `encode` wrote. The rows are a view of `data`. Raises ValueError."""
         view = memoryview(data)
         end = 4 + int.from_bytes(view[:4], "little")
         given = json.loads(bytes(view[4:end]))

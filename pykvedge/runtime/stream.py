@@ -1,4 +1,4 @@
-"""A stream is a prompt of any length, which is read piece by piece and compressed to a bound on the way."""
+"""Reads a stream, a prompt of any length: reads pieces one by one, and compresses to a limit in between."""
 
 from __future__ import annotations
 
@@ -25,36 +25,36 @@ from pykvedge.runtime.settings import Settings
 
 
 class Pace:
-    """Reads a stream into a sequence, and compresses it when it is time to."""
+    """Reads a stream into a sequence, and compresses the sequence at the right times."""
 
     def __init__(
         self, driver: Driver, sequence: Sequence, cache: Cache, settings: Settings, positions: Positions | None = None
     ) -> None:
         self._driver, self._sequence, self._cache, self._settings = driver, sequence, cache, settings
         self._positions = positions
-        self._since = 0  # tokens since it was compressed
+        self._since = 0  # tokens read since the last compression
 
     @property
     def step(self) -> int:
-        """So many tokens of text are read at a time."""
+        """Returns how many text tokens are read at a time."""
         return min(self._driver.context.n_ubatch, self._settings.stream_tokens)
 
     def compress(self) -> None:
-        """Compresses now. Raises what kvedge_compress_stream reports."""
+        """Compresses now. Raises the errors of kvedge_compress_stream."""
         self._cache.compress_stream()
         self._sequence.n_cells = self._cache.cells()
         self._since = 0
 
     def after(self, n_tokens: int, image: bool = False, now: bool = False) -> None:
-        """Notes that n_tokens were read, an image or not. now: it compresses whatever the settings say."""
+        """Counts n_tokens as read, and compresses if due. image: the tokens are an image. now: always compress."""
         self._since += n_tokens
         if now or self._since >= self._settings.stream_tokens or (image and self._settings.stream is True):
             self.compress()
 
     def read(self, pieces: Iterable[Piece], progress: Progress, cancel: threading.Event | None, tokens: Tokens) -> None:
-        """Reads the pieces one at a time, and compresses on the way; then the logits of the last token are there.
+        """Reads the pieces one by one, compresses in between, and makes the logits of the last token.
 
-        Counts them in `tokens`. Raises ContextError, ImageError, OutOfMemoryError, CancelledError.
+        Adds the pieces to `tokens`. Raises ContextError, ImageError, OutOfMemoryError, CancelledError.
         """
         context, n_images = self._driver.context, 0
         context.stop_when(cancel)
@@ -66,7 +66,7 @@ class Pace:
             if image:
                 n_images += 1
                 progress(f"reading image {n_images}, {tokens.prompt} tokens so far", 0.0)
-            # what follows an image is only looked at when it was read; a prompt ends with text
+            # requests the piece behind an image only after the image was read; a prompt never ends with an image
             following = None if image else next(steps, None)
             self._read_step(step, cancel, last=not image and following is None)
             tokens.add([step])
@@ -74,7 +74,7 @@ class Pace:
         context.stop_when(None)
 
     def _read_step(self, step: Piece, cancel: threading.Event | None, last: bool) -> None:
-        """Reads one step. last: of the prompt; its logits are wanted, and the answer begins at the bound."""
+        """Reads one step. last: the prompt's last step, which needs logits and a compression before the answer."""
         context, vision = self._driver.context, self._driver.vision
         self._require_room(step.n_tokens)
         if self._positions is not None:
@@ -120,7 +120,7 @@ class Pace:
 def stream_context(
     model: Model, vision: Vision | None, settings: Settings, pieces: list[Piece], plan: Plan
 ) -> ContextSize:
-    """Sizes a context for a stream that begins with these pieces, one of each kind if there are any."""
+    """Returns a context size for a stream. pieces: its first pieces, with an image if the stream has images."""
     largest = max((p.n_tokens for p in pieces if isinstance(p, ImagePiece)), default=0)
     step = max(largest, settings.stream_tokens)
     automatic = max(min(model.n_ctx_train or DEFAULT_CTX, DEFAULT_CTX), step + ROOM_TO_ANSWER)
@@ -130,7 +130,7 @@ def stream_context(
 
 
 def beginning(pieces: Iterator[Piece]) -> list[Piece]:
-    """Takes the pieces up to the first image, which says how much one pass must hold."""
+    """Takes the pieces up to the first image: the image's size decides how many tokens one pass must hold."""
     first: list[Piece] = []
     for piece in pieces:
         first.append(piece)
@@ -142,10 +142,9 @@ def beginning(pieces: Iterator[Piece]) -> list[Piece]:
 def segments(
     text: str, marker: str, pictures: Iterable[Picture], earlier: list[Picture]
 ) -> Iterator[tuple[str, Picture | None]]:
-    """Cuts a message in which `marker` stands once for all pictures, or once for each, with the one that follows.
+    """Cuts a message into texts, each with the picture behind it. `marker` stands once per picture, or once for all.
 
-    Several that share a marker have labels as in Message.content. earlier: pictures of earlier messages. Pictures are
-    asked for one at a time.
+    Pictures that share a marker get labels (Message.content). earlier: of earlier messages. Requests pictures singly.
     """
     if marker and text.count(marker) > 1:
         *parts, last = text.split(marker)
@@ -157,7 +156,7 @@ def segments(
     if len(some) < 2:
         yield before, some[0] if some else None
     else:
-        told = bool(earlier) or some[0].page  # the text has the label of the first one already
+        told = bool(earlier) or some[0].page  # the text already has the first label
         seen = [*earlier, some[0]]
         yield before if told else f"{before}{label(some[0], earlier)}: ", some[0]
         for picture in itertools.chain(some[1:], pictures):
@@ -169,17 +168,17 @@ def segments(
 
 @dataclass
 class Source:
-    """A source has pieces of a message as they are needed, and pictures that were read, without their pixels."""
+    """Makes the pieces of a message when they are needed. Remembers the pictures without their pixels."""
 
     vision: Vision | None
     composer: Composer
     message: Written
-    planned: Callable[[list[Piece]], list[Piece]]  # what the plan's pruner leaves of them
+    planned: Callable[[list[Piece]], list[Piece]]  # prunes pieces by the plan
     seen: list[Picture] = field(default_factory=list)
-    open: list[Piece] = field(default_factory=list)  # of the last picture, some of which may not be read
+    open: list[Piece] = field(default_factory=list)  # pieces of the last picture; some may be unread
 
     def pieces(self, parts: Iterable[tuple[str, Picture | None]]) -> Iterator[Piece]:
-        """Yields the pieces of one part after the other."""
+        """Yields the pieces, part by part."""
         for text, picture in parts:
             written = replace(self.message, text=text)
             if picture is None or self.vision is None:
