@@ -1,1 +1,1 @@
-"""Conversations: sessions of kvedge's own, and the attachment to a llama_cpp.Llama."""
+"""Conversations: kvedge's sessions, and the attachment to a llama_cpp.Llama."""

@@ -1,7 +1,7 @@
-"""The second pass over the prompts of a llama_cpp.Llama that kvedge is attached to, for methods that go by one.
+"""Runs the second pass over prompts of an attached llama_cpp.Llama, for methods that need a second pass.
 
-Texts are known because llama_cpp reads them by `eval`, pictures because its chat handlers read them by one function of
-mtmd's, which is looked through meanwhile. The pass takes place when the first token of an answer follows.
+llama_cpp reads texts by `eval`, and its chat handlers read pictures by one function of mtmd: a wrapper records both.
+The pass runs before the first token of an answer is read.
 """
 
 from __future__ import annotations
@@ -27,25 +27,25 @@ from pykvedge.runtime.sequence import Sequence
 
 
 class AttachedPass:
-    """Knows what the model has read since its last compression, and reads it again."""
+    """Records what the model has read since its last compression, and reads a prompt a second time."""
 
     def __init__(self, llm: Any, cache: Cache) -> None:
-        self.seconds = 0.0  # that the last pass took
+        self.seconds = 0.0  # seconds of the last second pass
         self._llm, self._cache = llm, cache
-        self._passage, self._end = Passage(), 0  # and the position behind it
-        self._prompt = False  # some of it is a prompt's
+        self._passage, self._end = Passage(), 0  # recorded pieces, and the position behind them
+        self._prompt = False  # whether the passage holds a part of a prompt
         self._requests: Requests | None = None
         self._sights: Sights | None = None
 
     def close(self) -> None:
-        """Gives the chat handler back as it was."""
+        """Restores the chat handler, and forgets the recorded pieces."""
         self._forget()
         if self._sights is not None:
             self._sights.end()
             self._sights = None
 
     def look(self) -> None:
-        """Looks at the pictures that a chat handler reads from now on, if the plan makes use of that."""
+        """Begins to record the pictures of the model's chat handler, if the plan needs a second pass."""
         handler = getattr(self._llm, "chat_handler", None)
         seen = self._sights.handler if self._sights is not None else None
         if self._cache.replays and handler is not seen and hasattr(handler, "_mtmd_cpp"):
@@ -54,22 +54,22 @@ class AttachedPass:
             self._sights = Sights(handler, self._llm.ctx, self._saw)
 
     def read(self, n_before: int, tokens: list[int], generated: bool) -> None:
-        """Notes that tokens were read from a position on. generated: they are part of an answer."""
+        """Records tokens read from position n_before on. generated: the tokens belong to an answer."""
         self._from(n_before)
         self._passage.add(TextPiece(list(tokens)))
         self._end, self._prompt = n_before + len(tokens), self._prompt or not generated
 
     @property
     def waits(self) -> bool:
-        """Tells whether a prompt is to be read again before its answer."""
+        """Returns whether a prompt must be read a second time before its answer."""
         return self._prompt and self._cache.replays
 
     def place(self) -> tuple[int, list[int]]:
-        """Returns the position behind what was read, and the tokens since the last compression if all are texts'."""
+        """Returns the position behind the recorded pieces, and the recorded text tokens since the last compression."""
         return self._end, self._passage.tokens()
 
     def go_on(self, end: int, tokens: list[int]) -> None:
-        """Goes on where `place` was asked, when no prompt waited."""
+        """Restores the values returned by `place`. Use them only if `waits` was false then."""
         self._forget()
         self._passage.add(TextPiece(tokens))
         self._end = end
@@ -80,7 +80,7 @@ class AttachedPass:
         self._end, self._prompt = n_after, True
 
     def _from(self, position: int) -> None:
-        if position != self._end:  # something else was read, or removed
+        if position != self._end:  # the model read something unrecorded, or tokens were removed
             self._forget()
 
     def _forget(self) -> None:
@@ -90,7 +90,7 @@ class AttachedPass:
         self._passage, self._prompt = Passage(), False
 
     def before_answer(self, plan: Plan) -> None:
-        """Reads a prompt again whose answer begins. Raises ContextError, UnsupportedError, and what libkvedge met."""
+        """Runs the second pass before an answer if needed. Raises ContextError, UnsupportedError, native errors."""
         if self._prompt and self._cache.replays:
             self.seconds, started = 0.0, time.perf_counter()
             if self._read_again(plan):
@@ -128,21 +128,21 @@ class AttachedPass:
 
 
 class Sights:
-    """Stands before the mtmd of a chat handler, and passes on each picture that is read into one context.
+    """Wraps the mtmd of a chat handler, and reports each picture that one context reads.
 
-    It is as much of a Vision as decoding a picture takes.
+    Has the methods of Vision that decoding a picture needs.
     """
 
     def __init__(self, handler: Any, context: Any, saw: Any) -> None:
-        """saw: called with the positions before and after it, and its piece, whose chunk is the callee's to free."""
+        """saw(position before, position after, piece) is called for each picture; it must free the piece's chunk."""
         self.handler, self.mtmd = handler, libraries.mtmd()
         self._context, self._saw = context, saw
         self._inner = handler._mtmd_cpp
         handler._mtmd_cpp = self
 
     def end(self) -> None:
-        """The handler has its own again."""
-        self._context = None  # where another one stands before this one, it stays, and passes nothing on
+        """Restores the chat handler's mtmd."""
+        self._context = None  # if another wrapper covers this wrapper, this wrapper stays and reports nothing
         if self.handler._mtmd_cpp is self:
             self.handler._mtmd_cpp = self._inner
 
@@ -154,11 +154,11 @@ class Sights:
         return self.handler.mtmd_ctx
 
     def non_causal(self) -> bool:
-        """Tells whether the tokens of an image look at each other in both directions."""
+        """Returns whether an image's tokens attend to each other in both directions."""
         return bool(self.mtmd.mtmd_decode_use_non_causal(self.handle, None))
 
     def mtmd_helper_eval_chunk_single(self, *arguments: Any) -> int:
-        """Has the arguments of mtmd's."""
+        """Has the arguments of mtmd's function of this name."""
         status = self._inner.mtmd_helper_eval_chunk_single(*arguments)
         _, context, chunk, n_past, *_, after = arguments
         mtmd = self.mtmd
@@ -174,7 +174,7 @@ class Sights:
 
 
 def _value(reference: Any) -> int:
-    """What ctypes.byref points at."""
+    """Returns the int that a ctypes reference points to."""
     if hasattr(reference, "_obj"):
         return reference._obj.value
     return ctypes.cast(reference, ctypes.POINTER(ctypes.c_int32))[0]

@@ -1,4 +1,4 @@
-"""What save_state of an attached llama_cpp.Llama returns, and its load_state and caches take."""
+"""The state that save_state of an attached llama_cpp.Llama returns, for load_state and for llama_cpp's caches."""
 
 from __future__ import annotations
 
@@ -22,27 +22,27 @@ from pykvedge.runtime.sessionfile import fingerprint
 
 
 def recipe(plan: Plan, kv_type: KvType, given: Mapping[str, ProfileTable]) -> str:
-    """Names all that decides which rows are kept of the same tokens, and how they are stored."""
+    """Returns a text that is equal if plan, profiles and storage are equal: the same tokens then give the same rows."""
     profiles = [f"{name} {zlib.crc32(given[name].values.tobytes())}" for name in sorted(given)]
     return " ".join([kv_type.k, kv_type.v, kv_type.rotate, *profiles, plan.to_json()])
 
 
 @dataclass(frozen=True, eq=False)
 class AttachedState:
-    """It stands for a llama_cpp.LlamaState, as which caches keep it, in memory or as a pickle.
+    """Replaces a llama_cpp.LlamaState, also in caches and as a pickle.
 
-    Only an attached model can load it: `scores`, which load_state of llama_cpp asks for first, raises StateError.
+    Only an attached model can load the state: llama_cpp's own load_state reads `scores` first, which raises StateError.
     """
 
     input_ids: np.ndarray  # [n_tokens] int32
     logits: np.ndarray  # [n_tokens, n_vocab] float32; [0, n_vocab] unless the model has logits_all
     seed: int
-    llama_state: bytes  # the packed sequence; empty: there is nothing but the history
-    model: str  # its fingerprint
+    llama_state: bytes  # packed sequence; empty: only the history is saved
+    model: str  # fingerprint of the model file
     recipe: str
     history: History
-    end: int  # position behind what was read
-    answer: list[int]  # tokens that were read since the last compression
+    end: int  # position behind the read tokens
+    answer: list[int]  # tokens read since the last compression
 
     @property
     def n_tokens(self) -> int:
@@ -50,7 +50,7 @@ class AttachedState:
 
     @property
     def llama_state_size(self) -> int:
-        """Counts the bytes that it takes; caches are bounded by it."""
+        """Returns the bytes of the state; caches limit these."""
         return len(self.llama_state) + self.input_ids.nbytes + self.logits.nbytes
 
     @property
@@ -61,7 +61,7 @@ class AttachedState:
 
 
 class States:
-    """Takes what an attached model has read, and gives it back."""
+    """Saves and restores the state of an attached model."""
 
     def __init__(self, llm: Any, cache: libkvedge.Cache, again: AttachedPass) -> None:
         self._llm, self._cache, self._again = llm, cache, again
@@ -71,7 +71,7 @@ class States:
         return fingerprint(read_header(self._llm.model_path))
 
     def take(self, by: str, history: History) -> AttachedState:
-        """Raises StateError where some of a prompt with pictures is not compressed yet, or tokens were refused."""
+        """Returns the state. Raises StateError for an uncompressed prompt with pictures, or after refused tokens."""
         llm, n = self._llm, self._llm.n_tokens
         if history.failed:
             raise StateError("tokens were refused half-way, and what was read is not whole; ask again, and save then")
@@ -84,7 +84,7 @@ class States:
         )
 
     def _pack(self, history: History) -> bytes:
-        """Returns no bytes for what can be read again instead."""
+        """Returns the packed rows, or no bytes if the history can be read again instead."""
         known = history.knows(self._llm.n_tokens)
         if known and self._again.waits:
             return b""
@@ -96,9 +96,9 @@ class States:
             return b""
 
     def check(self, state: Any, by: str) -> bool:
-        """Tells whether the rows of a state can be used as they are, or its tokens are to be read again.
+        """Returns True if the rows of a state are usable, False if its tokens must be read again.
 
-        Raises StateError for a state that is not of this model, or of neither use.
+        Raises StateError for a state of another model, or if neither is possible.
         """
         if not isinstance(state, AttachedState):
             raise StateError(
@@ -118,12 +118,12 @@ class States:
         return same
 
     def give(self, state: AttachedState) -> None:
-        """Puts its rows into the empty cache. Raises SessionFileError, OutOfMemoryError."""
+        """Puts a state's rows into the empty cache. Raises SessionFileError, OutOfMemoryError."""
         libkvedge.unpack(self._cache, state.llama_state, state.model)
         self._again.go_on(state.end, state.answer)
 
     def enter(self, state: AttachedState) -> None:
-        """Sets what llama_cpp itself remembers, as its own load_state does."""
+        """Restores llama_cpp's own variables, as its load_state does."""
         llm, n = self._llm, state.n_tokens
         llm.input_ids[:n], llm.n_tokens = state.input_ids, n
         if n_logits := len(state.logits):

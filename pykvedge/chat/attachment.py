@@ -1,4 +1,4 @@
-"""With `attach`, one line makes an existing llama_cpp.Llama compress its prompts."""
+"""Attaches kvedge to an existing llama_cpp.Llama, which then compresses its prompts."""
 
 from __future__ import annotations
 
@@ -40,22 +40,21 @@ def attach(
     keep: str | Keep = "",
     **settings: Any,
 ) -> Attachment:
-    """Compresses the prompts of a llama_cpp.Llama from now on; everything else is used as before.
+    """Compresses the prompts of a llama_cpp.Llama from now on; its other behaviour stays.
 
         import pykvedge
         from llama_cpp import Llama
         llm = Llama("model.gguf", n_ctx=8192)
         pykvedge.attach(llm, method="kvedge", budget=0.2)
 
-    method, budget and settings are those of pykvedge.plan; `method` may be a Plan. Without any it is what
-    `kvedge tune` chose for the model, as `tuned` of what is returned says, or pykvedge.default_plan.
-    What the model had read is forgotten. States and caches that were filled before raise StateError, and can be loaded
-    after detach again.
-    profile: one or several, for methods that need them, instead of what is found by itself (pykvedge/plans/profile.py).
-    keep: whole rows stay behind compressed ones, in "ram", on "disk", or as a Keep says. A request that adds to what
-    was read is then answered over all rows, as if it were one prompt; not with methods that read a prompt twice.
-    Raises LibraryError (the model is of a llama_cpp with other libraries), NothingToCompressError, ProfileError,
-    UsageError, UnsupportedError.
+    method, budget, settings: as in pykvedge.plan; `method` may be a Plan. By default the plan is `kvedge tune`'s choice
+    for the model (then `tuned` of the result says so), or pykvedge.default_plan.
+    Forgets what the model has read. Earlier states and caches raise StateError until detach.
+    profile: one or several profiles for methods that need them, instead of the model's own (pykvedge/plans/profile.py).
+    keep: whole rows stay behind compressed rows, in "ram", on "disk", or by a Keep. A request that adds to the read
+    text is then answered over all rows, as if it were one prompt. Not for methods with a second pass.
+    Raises LibraryError (the llama_cpp uses other libraries), NothingToCompressError, ProfileError, UsageError,
+    UnsupportedError, StateError (closed, or attached already).
     """
     if isinstance(llm, type) or not all(hasattr(llm, name) for name in ("ctx", "eval", "sample", "reset")):
         raise UsageError(f"attach takes a llama_cpp.Llama, not {type(llm).__name__}")
@@ -86,15 +85,15 @@ WRAPPED = ("eval", "sample", "generate", "create_chat_completion", "save_state",
 
 
 class Attachment:
-    """What attach returns tells figures, takes another plan, and knows the way back. It works in a with statement, too.
+    """The result of attach: gives figures, changes the plan, and detaches. Usable in a with statement.
 
-    It is for the thread that uses the model: while that one is at work, calls of others raise StateError. `detach`, and
-    closing the model, wait for the token under way; the generation ends with StateError.
+    Only the thread that uses the model may use it: a call during another thread's call raises StateError. `detach`, and
+    closing the model, wait for the current token; the generation then ends with StateError.
     """
 
     @signals.held()
     def __init__(self, llm: Any, plan: Plan, profile: Given = None, keep: Keep | None = None) -> None:
-        libraries.llama()  # refuses a llama_cpp that loaded other libraries
+        libraries.llama()  # raises for a llama_cpp that loaded other libraries
         self._llm, self._profile = llm, profile
         self.plan, self.tuned = plan, ""
         self.guard = Guard("model", over="the cache was detached; attach again")
@@ -113,12 +112,12 @@ class Attachment:
         self._states = States(llm, self._cache, self._again)
         self._history = History()
         self._sampled = False
-        self._asked: Any = None  # the generator of the last request
+        self._asked: Any = None  # generator of the last request
         self._inner = {name: getattr(llm, name) for name in WRAPPED if hasattr(llm, name)}
         for name in self._inner:
             setattr(llm, name, getattr(self, f"_wrapped_{name}"))
         if hasattr(llm, "_stack"):
-            llm._stack.callback(_release_if_there, weakref.ref(self))  # before llama_free, when the model is closed
+            llm._stack.callback(_release_if_there, weakref.ref(self))  # before llama_free
 
     def _tables(self, plan: Plan, spare: bool) -> dict[str, ProfileTable]:
         return tables_for(plan, self._llm.model_path, self._profile, spare)
@@ -153,7 +152,7 @@ class Attachment:
         try:
             while True:
                 with self.guard:
-                    if self.guard.ending:  # inside a chat completion, which is in the guard itself
+                    if self.guard.ending:  # a chat completion holds the guard: only this ends it
                         raise StateError("kvedge was detached from the model while it generated")
                     if signals.pending():
                         raise CancelledError
@@ -170,18 +169,18 @@ class Attachment:
             steps.close()
 
     def _begin(self, tokens: list[int]) -> None:
-        """Leaves in the cache what a request may go on from."""
+        """Leaves in the cache only what a new request can continue from."""
         llm, history = self._llm, self._history
         n = llm.n_tokens
-        gone = self._cache.stats().n_tokens < n  # tokens were removed by functions of llama.h
+        gone = self._cache.stats().n_tokens < n  # functions of llama.h removed tokens
         if n > 0 and history.uncut and not gone:
-            return  # llama_cpp's own way is as good as any
+            return  # llama_cpp reuses an uncompressed cache well
         same = shared(llm.input_ids[:n], tokens)
         if (whole := self._whole_tokens()) and same >= whole and len(tokens) > whole:
             n = self._take_back(whole)
             same = min(same, n)
         if self._cache.keeps and len(tokens) - n == 1 and history.knows(n):
-            n = same = 0  # a token that comes alone is an answer's, and nothing would be chosen over whole rows
+            n = same = 0  # a single new token would pass for an answer's token: no rows would be chosen
         fresh = len(tokens) > n or not getattr(llm, "_requires_eval", True)
         if n == 0 or gone or same < n or not fresh or history.failed:
             reads, requests = history.all() if gone and same == n and fresh else history.before(same)
@@ -193,13 +192,13 @@ class Attachment:
         history.begin()
 
     def _whole_tokens(self) -> int:
-        """Counts the first tokens whose whole rows are kept, before those of an answer; 0: there are none."""
+        """Returns the number of first tokens, before the last answer, that have whole rows; 0 without whole rows."""
         if not self._cache.keeps or not self._cache.stats().whole_bytes:
             return 0
         return self._history.prompt_tokens(self._llm.n_tokens)
 
     def _take_back(self, n_tokens: int) -> int:
-        """Leaves the first n_tokens: the answer behind them is read again with what follows, over whole rows."""
+        """Removes the tokens behind the first n_tokens. Whole rows then cover the answer when it is read again."""
         llm = self._llm
         if n_tokens < llm.n_tokens and take_back(libraries.llama(), llm.ctx, 0, n_tokens):
             llm.n_tokens = n_tokens
@@ -210,9 +209,9 @@ class Attachment:
         return plan.budget.ratio == 1.0 and not self._kv_type.quantised
 
     def _wrapped_eval(self, tokens: Sequence[int]) -> None:
-        """A prompt is complete when something was sampled from it, or when a single token follows it.
+        """Reads tokens. A prompt is complete when a token was sampled from it, or when a single token follows it.
 
-        Prompts with images come from a chat handler in pieces, some of a single token: those need the former.
+        A chat handler's prompt comes in pieces, some of a single token, so only sampling completes it.
         """
         with self.guard:
             generates = len(tokens) == 1 and (self._sampled or getattr(self._llm, "chat_handler", None) is None)
@@ -225,7 +224,7 @@ class Attachment:
         self._cache.set_auto_compress(generates)
         try:
             if generates:
-                with undoing(self._history.fail):  # Ctrl-C too: the logits of the prompt are gone
+                with undoing(self._history.fail):  # also after Ctrl-C: the logits of the prompt are lost
                     self._again.before_answer(self.plan)
             self._inner["eval"](tokens)
             self._history.note(n_before, tokens, generates)
@@ -246,7 +245,7 @@ class Attachment:
             return self._states.take(self._recipe(), self._history)
 
     def _wrapped_load_state(self, state: Any) -> None:
-        """Rows that this plan keeps are loaded; a state of another one is read again by this one."""
+        """Loads a state: restores rows of an equal plan, and reads the tokens of other states again under this plan."""
         with self.guard:
             as_it_is = self._states.check(state, self._recipe())
             _forget(self._llm)
@@ -268,27 +267,27 @@ class Attachment:
 
     @one_thread
     def stats(self) -> Stats:
-        """Returns figures of the sequence, as kvedge_stats has them, in bytes and us. Raises StateError if detached."""
+        """Returns the figures of kvedge_stats for the sequence, in bytes and us. Raises StateError after detach."""
         return self._cache.stats()
 
     @property
     def keep_problem(self) -> str:
-        """Says why no whole rows are there although they were asked for; empty: they are, or were not asked for."""
+        """Returns why requested whole rows are missing, or an empty string."""
         return self._cache.keep_problem()
 
     @property
     def replay_s(self) -> float:
-        """Seconds that the last second pass over a prompt took; 0: there was none."""
+        """Returns the seconds of the last second pass over a prompt; 0: no second pass."""
         return self._again.seconds
 
     @one_thread
     def kept(self) -> list[list[int]]:
-        """Counts the KV pairs held now, per layer and KV head."""
+        """Returns the current KV pairs per layer and KV head."""
         return self._cache.lengths()
 
     @one_thread
     def set_plan(self, method: str | Plan, budget: Any = None, **settings: Any) -> None:
-        """Compresses prompts that complete from now on by this plan."""
+        """Sets the plan of later prompts. Raises the errors of `attach`."""
         plan = _plan(method, budget, settings)
         if self._cache.keeps:
             _check_kept(plan)
@@ -300,7 +299,7 @@ class Attachment:
         self._history.uncut = self._history.uncut and self._is_uncut(plan)
 
     def detach(self) -> None:
-        """Gives the model back as it was; what it had read is forgotten. Does nothing the second time."""
+        """Restores the model, and forgets what it has read. A second call does nothing."""
         if not self._cache.attached:
             return
         with self.guard.closing():
@@ -319,14 +318,14 @@ class Attachment:
 
 
 def _release_if_there(found: weakref.ref[Attachment]) -> None:
-    """Releases an attachment that a closing model still has; its wrapped functions hold it until it is detached."""
+    """Releases the cache of a closing model, unless the attachment was detached and freed before."""
     if (attachment := found()) is not None:
         attachment._release()
 
 
 @contextmanager
 def _undrafted(llm: Any) -> Generator[None]:
-    """Hides the draft model: its guesses come several at once, as a prompt does, and would be compressed as one."""
+    """Hides the draft model: several guesses at once would look like a prompt, and would be compressed as a prompt."""
     drafts, llm.draft_model = getattr(llm, "draft_model", None), None
     try:
         yield

@@ -1,4 +1,4 @@
-"""A Conversation has messages and the engine that has read them; an Answer is the generated text of one turn."""
+"""Holds the messages of a conversation and the engine that reads them; an Answer generates the text of one turn."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from pykvedge.system.guard import Guard, Single, Stop
 
 
 class Conversation(Single):
-    """A session and its answers share this; the session brings the model, its vision and its engine."""
+    """The part of a session that its answers use. The session sets model, vision and engine."""
 
     model: Model
     _composer: Composer
@@ -43,25 +43,25 @@ class Conversation(Single):
     def __init__(self, plan: Plan, settings: Settings, progress: Progress, cancel: threading.Event | None) -> None:
         self.plan, self.settings = plan, settings
         self.messages: list[Message] = []
-        self.pending: list[int] = []  # generated, but not yet read back into the cache
+        self.pending: list[int] = []  # tokens generated, but not yet in the cache
         self.in_cache = False  # whether the cache holds the conversation so far
-        self.touched = False  # whether the message that was put last has changed the cache
+        self.touched = False  # whether reading the last message has changed the cache
         self.last_report: Report | None = None
         self.guard = Guard("session", over="the session is closed")
         self.stop = Stop(cancel, self.guard)
         self._progress = signals.lifting(progress)
-        self._frames: Iterator[Picture] = iter(())  # of a stream, not read yet
+        self._frames: Iterator[Picture] = iter(())  # unread pictures of a stream
         self._vision: Vision | None = None
         self._engine: Engine | None = None
-        self._read_again: list[Piece] = []  # what a second pass may read with a later message
-        self._aside: Aside | None = None  # where pixels lie, if whole rows lie in a file
-        self._openings: opening.Openings | None = None  # of earlier conversations, if they are kept
-        self._begins: dict[int, Spot] = {}  # of messages, by their index, that were read by themselves
-        self.answer: Answer | None = None  # that is not at its end
+        self._read_again: list[Piece] = []  # pieces of images that a later second pass may read
+        self._aside: Aside | None = None  # file of pixels, if whole rows are in a file
+        self._openings: opening.Openings | None = None  # openings of earlier conversations; None: not kept
+        self._begins: dict[int, Spot] = {}  # by message index, for messages read separately
+        self.answer: Answer | None = None  # the unfinished answer
 
     @property
     def cancel(self) -> threading.Event | None:
-        """Setting it stops what is under way."""
+        """Returns the event that stops the current work when set."""
         return self.stop.cancel
 
     @cancel.setter
@@ -70,19 +70,19 @@ class Conversation(Single):
 
     @property
     def engine(self) -> Engine:
-        """The engine has context and cache. Raises StateError after close."""
+        """Returns the engine, which owns context and cache. Raises StateError after close."""
         if self._engine is None:
             raise StateError("the session is closed")
         return self._engine
 
     def forget(self) -> None:
-        """Drops the cache; the next message reads the conversation again."""
+        """Drops the cache. The next message reads the whole conversation again."""
         self.engine.close()
         self.release_all()
         self.in_cache, self.pending, self._begins = False, [], {}
 
     def release(self, pieces: list[Piece]) -> None:
-        """Frees what the image encoder holds of the pieces, unless a second pass may read them with a later message."""
+        """Frees the encoder's data of the pieces, unless a later second pass may read the pieces."""
         cache = self.engine.cache if self._engine is not None else None
         if cache is not None and cache.keeps and cache.replays:
             self._read_again.extend(pieces)
@@ -90,13 +90,13 @@ class Conversation(Single):
             self._vision.release(pieces)
 
     def release_all(self) -> None:
-        """Frees what the image encoder holds of all messages."""
+        """Frees the encoder's data of all messages."""
         if self._vision is not None:
             self._vision.release(self._read_again)
         self._read_again = []
 
     def read(self, report: Report) -> None:
-        """Brings the conversation into the cache, compresses what was added, and measures."""
+        """Reads the conversation into the cache, compresses the new tokens, and fills the report."""
         self.touched = not self.in_cache
         if not self.in_cache:
             if any(not p.n_bytes for m in self.messages for p in m.pictures):
@@ -117,9 +117,9 @@ class Conversation(Single):
         self._put_aside(self.messages[-1])
 
     def _put_aside(self, message: Message) -> None:
-        """Moves the pixels of a message that was read to a file where whole rows lie in one.
+        """Moves the pixels of a read message to a file, if whole rows are in a file.
 
-        They are wanted only if the cache is lost. Where the file has no room they stay in memory.
+        The pixels are needed only if the cache is lost. The pixels stay in memory if the file has no room.
         """
         keep = self.settings.keeping
         if keep is None or keep.place != "disk":
@@ -149,7 +149,7 @@ class Conversation(Single):
     def _take_in(self, pieces: list[Piece], report: Report) -> None:
         engine, spent = self.engine, report.time
         spent.encode_s += _timed(lambda: engine.encode(pieces, self._progress, self.stop))
-        report.tokens.add(pieces)  # a pruner may leave less than it was allowed
+        report.tokens.add(pieces)  # a pruner may keep fewer tokens than the plan allows
         report.rss.before_prefill_bytes = report.rss.before_prefill_bytes or memory.rss_bytes()
         self.touched = True
         spent.prefill_s += _timed(lambda: engine.prefill(pieces, self._progress, self.stop))
@@ -158,7 +158,7 @@ class Conversation(Single):
         spent.compress_s += _timed(engine.compress)
 
     def _cut(self, pieces: list[Piece]) -> tuple[list[Piece], list[Piece]]:
-        """Cuts a prompt before its question, where that is asked for or changes nothing (runtime/opening.py)."""
+        """Cuts a prompt before its question if the settings say so, or if it changes nothing (runtime/opening.py)."""
         rounds = KvType.parse(self.settings.kv_type).quantised
         keeps = self._openings is not None and not self.in_cache and self.plan.method == "full"
         if self.engine.cache is None or not (self.settings.question_blind or (keeps and not rounds)):
@@ -170,7 +170,7 @@ class Conversation(Single):
         return opening.cut(pieces, [self._composer.tokens(self._composer.first(other)) for other in others])
 
     def _open(self, before: list[Piece], report: Report) -> None:
-        """Reads what comes before the question, or goes on from where another conversation read it."""
+        """Reads the part before the question, or continues from a saved opening."""
         name, model = "", ""
         if self._openings is not None and not self.in_cache:
             model = fingerprint(self.model.header)
@@ -201,7 +201,7 @@ class Conversation(Single):
 
     @contextmanager
     def _peak_of(self, report: Report) -> Iterator[None]:
-        """Notes the peak of resident memory inside the block, if that was asked for."""
+        """Records the peak of resident memory inside the block, if the settings ask for it."""
         if not self.settings.measure_peak:
             yield
             return
@@ -211,11 +211,11 @@ class Conversation(Single):
             yield
         finally:
             rss = report.rss
-            # the meter looks every 10 ms, and may have missed what was read in between
+            # the meter samples every 10 ms, and may have missed these values
             rss.peak_bytes = max(meter.stop(), rss.before_prefill_bytes, rss.after_compress_bytes)
 
     def _read_stream(self, report: Report) -> None:
-        """Reads piece by piece: an image is encoded, read and forgotten before the next one is looked at."""
+        """Reads a stream piece by piece: encodes, reads and forgets an image before it requests the next image."""
         message, composer = self.messages[-1], self._composer
         written = composer.following(self.messages) if self.in_cache else composer.first(self.messages)
         source = stream.Source(self._vision, composer, written, lambda p: planned(p, self.plan, self.settings.threads))
@@ -243,13 +243,13 @@ class Conversation(Single):
         self.engine.pace.read(itertools.chain(first, pieces), self._progress, self.stop, report.tokens)
 
     def measure_stream(self, report: Report) -> None:
-        """Notes what a stream has become; the first time, when the prompt was read, also the figures of its cache."""
+        """Updates the report's state of the stream. The first call, after the prompt, also sets the cache's figures."""
         if self.engine.cache is not None:
             kv, now = self.engine.pace.measure(self.plan)
             report.kv, report.stream = report.kv if report.stream else kv, now
 
     def check_drafts(self, plan: Plan) -> None:
-        """Refuses what drafts cannot go with. Raises UsageError, UnsupportedError."""
+        """Raises UsageError or UnsupportedError if answers cannot be drafted under the plan."""
         if not self.settings.drafts:
             return
         asked = "--exact" if self.settings.exact else "--lookup"
@@ -257,7 +257,7 @@ class Conversation(Single):
         require_drafts(self.model, asked)
 
     def check_plan(self, plan: Plan) -> None:
-        """Refuses a plan that the settings cannot go with. Raises UsageError."""
+        """Raises UsageError if the settings exclude the plan."""
         if self.settings.stream:
             native_plan.check_stream(plan)
         if self.settings.age:
@@ -271,7 +271,7 @@ class Conversation(Single):
         return before + planned(new, self.plan, self.settings.threads)
 
     def first_pieces(self, messages: list[Message], plan: Plan) -> list[Piece]:
-        """Cuts messages as the model would read them at the start of a conversation; release the pieces after use."""
+        """Cuts messages into pieces as at the start of a conversation. Release the pieces after use."""
         pieces = self._composer.pieces(self._composer.first(messages), [p for m in messages for p in m.pictures])
         return planned(pieces, plan, self.settings.threads)
 
@@ -283,16 +283,16 @@ def _timed(step: Callable[[], None]) -> float:
 
 
 class Answer(Single):
-    """Iterate for pieces of text. `report` is complete when the iteration has ended or `close` was called.
+    """The answer of one turn. Iterate for pieces of text. `report` is complete after the iteration or after `close`.
 
-    An answer that is broken off stays in the conversation as far as it went. Where another thread closed the session or
-    went on with it meanwhile, the next piece is a StateError.
+    An answer that ends early stays in the conversation. If another thread closes or continues the session, the next
+    piece raises StateError.
     """
 
     instead = "its `report` can"
 
     def __init__(self, conversation: Conversation, report: Report, generation: Generation) -> None:
-        """generation: fills the report, and is closed at the end."""
+        """generation: fills the report; the answer closes it at the end."""
         self.report = report
         self._conversation, self._generation = conversation, generation
         self._done = False
@@ -308,7 +308,7 @@ class Answer(Single):
 
     @property
     def tokens(self) -> list[logprobs.Token]:
-        """The tokens so far, where Sampling.logprobs asks for them; also those that make up a stop text."""
+        """Returns the tokens so far if Sampling.logprobs is set, also tokens of a stop text."""
         return self.report.logprobs or []
 
     def __iter__(self) -> Iterator[str]:
@@ -324,7 +324,7 @@ class Answer(Single):
             try:
                 return self._step()
             finally:
-                if signals.pending():  # behind this step
+                if signals.pending():  # a signal during this step
                     self._finish()
 
     def _step(self) -> str:
@@ -335,16 +335,16 @@ class Answer(Single):
             if self._conversation.guard.ending:
                 raise StateError("the session was closed while it answered") from None
             raise
-        except GrammarError:  # between two tokens: what was read is what was said
+        except GrammarError:  # happens between two tokens, so the cache is still valid
             self._finish()
             raise
         except BaseException:
-            self._conversation.in_cache = False  # a decode that was broken off: read the conversation again
+            self._conversation.in_cache = False  # the decode was interrupted: read the conversation again
             self._finish()
             raise
 
     def read(self) -> str:
-        """Generates to the end and returns the whole text."""
+        """Generates the rest of the answer, and returns the whole text."""
         if self._taken or not self._done:
             with self._conversation.guard:
                 for _ in self:
@@ -352,18 +352,18 @@ class Answer(Single):
         return self.report.text
 
     def close(self) -> None:
-        """Ends the answer where it is. Raises StateError while another thread reads it: set the session's cancel."""
+        """Ends the answer now. Raises StateError while another thread reads it: set the session's cancel instead."""
         if not self._done:
             with self._conversation.guard:
                 self._finish()
 
     def give_way(self) -> None:
-        """Ends this answer so that the session can go on, maybe in another thread than the one that reads."""
+        """Ends this answer because the session continues, perhaps in another thread than the reader's."""
         self._taken = not self._done and self._reader != threading.get_ident()
         self._finish()
 
     def drop(self) -> None:
-        """Frees what chooses the tokens: the session is closed, and nothing goes on."""
+        """Frees the sampler of a closed session."""
         self._generation.close()
 
     def _generate(self) -> Generator[str, None, None]:

@@ -1,4 +1,4 @@
-"""A Session is a conversation with a model, whose KV cache is compressed by a plan after every prompt."""
+"""A conversation with a model. A plan compresses the KV cache after every prompt."""
 
 from __future__ import annotations
 
@@ -62,28 +62,28 @@ R = TypeVar("R")
 
 @dataclass(frozen=True)
 class Before:
-    """What a conversation was before its last message. mark: None where the cache held nothing, or was not copied."""
+    """State of a conversation before its last message. mark: None if the cache was empty, or was not copied."""
 
     n_messages: int
     pending: list[int]
     plan: Plan
     report: Report | None
     mark: Mark | None = None
-    why_not: str = ""  # it cannot be gone back to
+    why_not: str = ""  # why undo is impossible, or empty
 
 
 class Session(Closing, Conversation):
-    """A conversation with a model. Close it when done, or use it in a with statement.
+    """A conversation with a model. Close the session when done, or use a with statement.
 
         with pykvedge.Session() as session:  # the packaged model
             print(session.ask("What is the code?", "scene.png").read())
 
-    It is for one thread at a time: a call while another thread is in one raises StateError. `close` waits for that
-    thread, whose call ends early, with CancelledError; the answer that it reads ends with StateError.
+    One thread at a time may use a session: a call during another thread's call raises StateError. `close` stops the
+    other thread's call, which raises CancelledError, and waits for it; the answer of that thread raises StateError.
     """
 
     instead = "fork() makes another that stands where it does"
-    _asking: asyncio.Task[Any] | None = None  # has an answer of aask
+    _asking: asyncio.Task[Any] | None = None  # the task that reads an answer of aask
 
     @signals.held()
     def __init__(
@@ -96,27 +96,26 @@ class Session(Closing, Conversation):
         cancel: threading.Event | None = None,
         **settings: Unpack[GivenSettings],
     ) -> None:
-        """Loads the model, and the image encoder if one is given; or takes what pykvedge.load has loaded.
+        """Loads the model, with an image encoder if `mmproj` is given; or borrows a model of pykvedge.load.
 
-        Without a model it is the packaged one, which knows drawn scenes (examples/scene-1.png).
+        By default the model is the packaged model, which knows drawn scenes (examples/scene-1.png).
 
-        plan: what to keep of each prompt; without one it is what `kvedge tune` chose for the model, as notes of the
-        first report say, or default_plan(). settings: fields of Settings.
-        progress(what, share done) is called during long steps. Setting `cancel` stops a step or an answer that is
-        under way. Raises ModelError, LibraryError, ProfileError, UsageError, CancelledError, and StateError for a
-        loaded model that was closed.
+        plan: what to keep of each prompt; by default `kvedge tune`'s choice for the model (a note of the first report
+        says so), or default_plan(). settings: fields of Settings. progress(what, share done) is called during long
+        steps. Setting `cancel` stops the current step or answer. Raises ModelError, LibraryError, ProfileError,
+        UsageError, CancelledError, and StateError for a closed model.
         """
         mmproj = with_encoder(model, mmproj)
         chosen = Settings.of({**settings})
         named = plan is not None or chosen.stream or chosen.profile is not None
         plan, self._tuned = (checked_plan(plan), "") if named else tuned.unnamed(path_of(model))
         super().__init__(plan, chosen, progress, cancel)
-        self._before: Before | None = None  # the last message
-        self._taken_back: Message | None = None  # that a retry which failed has left
-        self._dropped_whole = False  # of a file that was loaded
-        self._hinted = False  # that the packaged model does not know a picture
+        self._before: Before | None = None  # before the last message
+        self._taken_back: Message | None = None  # message of a failed retry, for the next retry
+        self._dropped_whole = False  # whether a loaded file's whole rows are not used
+        self._hinted = False  # whether a note said that the packaged model does not know a picture
         self.check_plan(self.plan)
-        profiles.find(self.plan, path_of(model), self.settings.profile)  # before the weights are read
+        profiles.find(self.plan, path_of(model), self.settings.profile)  # raises before the weights are read
         started = time.perf_counter()
         self._loan: Loan | None = borrow(model, mmproj, self.settings, self._progress, self.stop)
         self.model, self._openings = self._loan.model, self._loan.caches.openings
@@ -139,12 +138,12 @@ class Session(Closing, Conversation):
 
     @one_thread
     def ask(self, prompt: str, images: ImageSources = (), sampling: Sampling | None = None) -> Answer:
-        """Puts the next message to the model; iterate over what it returns to get the answer piece by piece.
+        """Reads the next message, and returns its answer; iterate over the answer for pieces of text.
 
-        `<image>` in the prompt is the place of a picture, in their order; without any, they come before the text.
-        Everything up to the first generated token happens here. images: one, or several, in any form that load_picture
-        takes, and PDFs: report.pdf, or some of its pages, report.pdf[3-7]. "Page 4:" stands before the fourth page.
-        A stream (Settings.stream) asks for them one at a time, also of a generator, and forgets their pixels.
+        Each `<image>` in the prompt marks the place of a picture, in order; without marks, pictures come before the
+        text. This call does all work before the first generated token. images: one or several, in any form of
+        load_picture, and PDFs: report.pdf, or pages of it, report.pdf[3-7]. "Page 4:" is put before the fourth page. A
+        stream (Settings.stream) requests pictures one at a time, also from a generator, and forgets their pixels.
         Raises ImageError, ContextError, OutOfMemoryError, NothingToCompressError, UsageError, or CancelledError.
         """
         _ = self.engine  # raises after close
@@ -175,7 +174,7 @@ class Session(Closing, Conversation):
             if before.mark is not None:
                 with suppress(KvedgeError):
                     self._return_to(before)
-            elif self.touched:  # the next message starts from the conversation's text
+            elif self.touched:  # the cache is unusable: the next message reads the conversation's text again
                 self.forget()
             raise
         self._load_s, self._before, self._taken_back = 0.0, before, None
@@ -195,16 +194,16 @@ class Session(Closing, Conversation):
     async def aask(
         self, prompt: str, images: ImageSources = (), sampling: Sampling | None = None
     ) -> AsyncGenerator[str, None]:
-        """Asks as `ask` does, from an event loop, which is never blocked: the work is done in its threads.
+        """Asks as `ask` does, from an event loop. The work runs in threads and never blocks the loop.
 
             async for piece in session.aask("What is the code?", "scene.png"):
                 print(piece, end="")
 
-        The report is `last_report` afterwards. The answer ends where the task is cancelled or the loop is left; what
-        was said stays in the conversation, which goes on with the next message. A prompt that is cancelled while it is
-        read leaves the conversation as it was. Another task that asks before the answer has ended gets StateError.
+        The report is `last_report` afterwards. The answer ends when the task is cancelled or the iteration is left; its
+        text stays in the conversation. A prompt that is cancelled during its reading leaves the conversation unchanged.
+        Another task that asks before the answer ends gets StateError.
         """
-        import asyncio  # 40 ms, for those who use it
+        import asyncio  # the import takes 40 ms
 
         task, other = asyncio.current_task(), self._asking
         if self.answer is not None and other is not None and other is not task and not other.done():
@@ -220,7 +219,7 @@ class Session(Closing, Conversation):
                 self._asking = None
 
     async def _apart(self, call: Callable[P, R], *given: P.args, **named: P.kwargs) -> R:
-        """Runs a call in a thread. Where the task is cancelled, the call is ended and waited for."""
+        """Runs a call in a thread. If the task is cancelled, stops the call and waits for it."""
         import asyncio
 
         work = asyncio.ensure_future(asyncio.to_thread(call, *given, **named))
@@ -231,7 +230,7 @@ class Session(Closing, Conversation):
             while not work.done():
                 with suppress(asyncio.CancelledError):
                     await asyncio.wait([work])
-            work.exception()  # is told by the cancelled task
+            work.exception()  # the cancelled task raises instead
             self.stop.clear()
             if self.answer is not None:
                 self.answer.close()
@@ -239,10 +238,10 @@ class Session(Closing, Conversation):
 
     @one_thread
     def undo(self) -> Message:
-        """Takes the last message and its answer back, and returns the message.
+        """Removes the last message and its answer, and returns the message.
 
-        The conversation, and the cache to the bit, are as they were before it. Messages after the first need
-        Settings.undo. Raises StateError where nothing can be taken back: one message can, and none of a loaded file.
+        Restores the conversation, and the cache exactly. From the second message on this needs Settings.undo. Raises
+        StateError if nothing can be removed: only one message can, and no message of a loaded file.
         """
         _ = self.engine  # raises after close
         self._end_answer()
@@ -259,7 +258,7 @@ class Session(Closing, Conversation):
         return message
 
     def _now(self) -> Before:
-        """Notes where the conversation stands. Copies the cache if it holds something and the settings ask for it."""
+        """Returns the present state. Copies the cache if it holds tokens and the settings ask for a copy."""
         now = Before(len(self.messages), self.pending, self.plan, self.last_report)
         if not self.in_cache:
             return now
@@ -271,7 +270,7 @@ class Session(Closing, Conversation):
             return replace(now, why_not=str(error))
 
     def _return_to(self, before: Before) -> None:
-        """Makes the conversation what it was, but for its plan, which stays. Raises KvedgeError."""
+        """Restores an earlier state, except the plan. Raises KvedgeError."""
         del self.messages[before.n_messages :]
         self._begins = {i: spot for i, spot in self._begins.items() if i < before.n_messages}
         self.last_report = before.report
@@ -289,18 +288,18 @@ class Session(Closing, Conversation):
 
     @one_thread
     def retry(self, sampling: Sampling | None = None) -> Answer:
-        """Takes the last message back and puts it again, under the plan of now. Raises what undo and ask raise.
+        """Removes the last message and asks it again, under the current plan. Raises the errors of undo and ask.
 
-        Where ask raises, the message is no more in the conversation, and the next retry puts it again.
+        After an error of ask the message is not in the conversation; the next retry asks it again.
         """
         _ = self.engine  # raises after close
-        Generation(self.model, checked_sampling(sampling), Report("", 0)).close()  # raises while the message is there
+        Generation(self.model, checked_sampling(sampling), Report("", 0)).close()  # raises early
         message = self._taken_back = self._taken_back or self.undo()
         return self.ask(message.text, message.pictures, sampling)
 
     @property
     def undo_bytes(self) -> int:
-        """The copy that undo goes back to has so many bytes of keys and values; without one they are 0."""
+        """Returns the bytes of keys and values in the copy for undo, or 0 without a copy."""
         return self._before.mark.n_bytes if self._before and self._before.mark else 0
 
     @one_thread
@@ -313,8 +312,8 @@ class Session(Closing, Conversation):
     ) -> list[list[list[int]]]:
         """Reads a prompt as the first of a conversation, compresses it by `plan`, and forgets it.
 
-        look(cache, pieces) is called before the compression. Returns, per stored layer and KV head, the indices of the
-        tokens that are kept. Raises what ask raises, and NothingToCompressError where llama.cpp keeps the cache.
+        look(cache, pieces) is called before the compression. Returns the indices of the kept tokens per stored layer
+        and KV head. Raises the errors of ask, and NothingToCompressError if llama.cpp keeps the cache.
         """
         plan = checked_plan(plan)
         self.clear()
@@ -335,7 +334,7 @@ class Session(Closing, Conversation):
 
     @one_thread
     def set_plan(self, plan: Plan) -> None:
-        """Compresses prompts that come from now on by this plan. Raises NothingToCompressError."""
+        """Sets the plan of later prompts. Raises NothingToCompressError, UsageError, UnsupportedError, ProfileError."""
         plan = checked_plan(plan)
         self.check_plan(plan)
         self.check_drafts(plan)
@@ -345,21 +344,21 @@ class Session(Closing, Conversation):
 
     @one_thread
     def demote(self, image: int, budget: float | int) -> None:
-        """Lets an image of the conversation, from 1 on, keep a share of its tokens or so many pairs of each head.
+        """Limits what image number `image` (from 1 on) keeps: a share of its tokens, or a number of KV pairs per head.
 
-        What is kept changes at once, and nothing is read. Needs Settings.keep. Raises UsageError, StateError,
+        Takes effect at once, and reads nothing. Needs Settings.keep. Raises UsageError, BudgetError, StateError,
         UnsupportedError for a model that cuts images into parts.
         """
         self._limit_image(image, budget)
 
     @one_thread
     def promote(self, image: int) -> None:
-        """Lets an image keep what the plan gives it again, from its whole rows. Raises what demote raises."""
+        """Removes the limit of an image: its rows return from the whole rows. Raises the errors of demote."""
         self._limit_image(image, None)
 
     @one_thread
     def forget_image(self, image: int) -> None:
-        """Lets an image keep nothing until it is promoted. Raises what demote raises."""
+        """Makes an image keep no rows until it is promoted. Raises the errors of demote."""
         self._limit_image(image, 0)
 
     def _limit_image(self, image: int, budget: float | int | None) -> None:
@@ -374,11 +373,11 @@ class Session(Closing, Conversation):
 
     @one_thread
     def drop_turn(self, turn: int) -> Message:
-        """Takes a message, from the 2nd to the last but one, and its answer out; returns it. Nothing is read again.
+        """Removes a message, from the 2nd to the last but one, with its answer, and returns it. Reads nothing again.
 
-        Rows of later messages stay as they were computed, and their positions move up. The first message stays, as the
-        conversation begins with it; `undo` takes the last one back. Needs Settings.keep. Raises UsageError, StateError
-        (the turn was read together with others), UnsupportedError (the keys of this model or method cannot turn).
+        Later rows keep their values, and their positions move up. The first message begins the conversation, so it
+        stays; `undo` removes the last message. Needs Settings.keep. Raises UsageError, StateError (the turn was read
+        together with others), UnsupportedError (keys of this model or method cannot be rotated).
         """
         self._end_answer()
         asked = [i for i, message in enumerate(self.messages) if message.role == "user"]
@@ -411,18 +410,18 @@ class Session(Closing, Conversation):
             self._vision.forget()
         self.messages.clear()
         self._taken_back = None
-        self._aside = None  # its file goes with the pictures
+        self._aside = None  # closes the file of pixels
         self.last_report = None
 
     @one_thread
     def save(self, path: str | os.PathLike[str], whole: bool = False) -> int:
-        """Writes the conversation and its compressed cache to a file; an older one is replaced only when that is done.
+        """Writes the conversation and its compressed cache to a file. An older file is replaced only on success.
 
-        whole: whole rows, too, where the session keeps them (Settings.keep): after loading, a later message is read
-        over them. An answer that is still being generated ends here. Returns the bytes of the file. Raises
-        SessionFileError, StateError (nothing was asked yet), UnsupportedError, UsageError (whole rows are not kept).
+        whole: also writes whole rows, if the session keeps them (Settings.keep); after loading, later messages are read
+        over them. Ends an answer that is still generated. Returns the bytes of the file. Raises SessionFileError,
+        StateError (nothing was asked yet), UnsupportedError, UsageError (whole rows are not kept).
         """
-        encoded(path)  # raises for what is no path
+        encoded(path)  # raises for an invalid path
         if whole and self.settings.keeping is None:
             raise UsageError("whole rows can be saved where they are kept: make the session with keep='ram' or 'disk'")
         self._end_answer()
@@ -433,11 +432,10 @@ class Session(Closing, Conversation):
 
     @one_thread
     def load(self, path: str | os.PathLike[str], plan: Plan | None = None) -> None:
-        """Goes on with the conversation in a file of `save`, in place of the one so far.
+        """Continues the conversation of a file that `save` wrote, in place of the present conversation.
 
-        plan: for the prompts from now on; with None it is the plan that the file was saved with. Pictures of earlier
-        messages are in the cache only. A damaged file leaves the conversation as it was. Raises SessionFileError,
-        ContextError, OutOfMemoryError, UsageError.
+        plan: for later prompts; None: the file's plan. Pixels of earlier pictures are not restored. A damaged file
+        leaves the present conversation unchanged. Raises SessionFileError, ContextError, OutOfMemoryError, UsageError.
         """
         plan = None if plan is None else checked_plan(plan)
         self._end_answer()
@@ -451,7 +449,7 @@ class Session(Closing, Conversation):
         self.check_drafts(plan)
         self.engine.check_holds(note, os.fsdecode(path))
         if self.in_cache:
-            check_payload(path)  # before what is here goes
+            check_payload(path)  # raises before the present conversation is lost
         self.forget()
         started = time.perf_counter()
         self.engine.load(path, model, note, plan)
@@ -462,10 +460,10 @@ class Session(Closing, Conversation):
 
     @one_thread
     def fork(self, plan: Plan | None = None, cancel: threading.Event | None = None) -> Session:
-        """Makes another conversation that stands where this one does, for the price of its compressed rows.
+        """Returns another conversation in the same state, at the cost of its compressed rows.
 
-        Both go on apart, in memory of their own; the model is shared. plan: for the prompts from now on; None: this
-        one's. An answer that is still being generated ends here. Raises StateError (nothing was asked yet),
+        Both continue independently, each with its own cache; they share the model. plan: for later prompts; None: the
+        present plan. Ends an answer that is still generated. Raises StateError (nothing was asked yet),
         UnsupportedError, OutOfMemoryError, UsageError.
         """
         self._end_answer()
@@ -496,9 +494,9 @@ class Session(Closing, Conversation):
         return Note(self.plan, self.settings.kv_type, *place, *said, whole)
 
     def close(self) -> None:
-        """Frees everything but a model that was loaded apart, as soon as a thread that is in a call has left it.
+        """Frees everything except a model from pykvedge.load. Waits for a thread in a call of this session.
 
-        Does nothing the second time.
+        A second call does nothing.
         """
         with self.guard.closing():
             if self.answer is not None:
@@ -511,26 +509,26 @@ class Session(Closing, Conversation):
                 dropped.remove(self._dropped)
 
     def forget(self) -> None:
-        """Drops the cache; the next message reads the conversation again."""
+        """Drops the cache. The next message reads the whole conversation again."""
         super().forget()
         self._before = None
 
     @property
     def sees_images(self) -> bool:
-        """Tells whether an image encoder was loaded."""
+        """Returns whether an image encoder is loaded."""
         return self._vision is not None
 
     @property
     def page_size(self) -> PageSize:
-        """Pages of documents are drawn so large: as the image encoder sees them."""
+        """Returns the size at which pages of documents are drawn: the size that the image encoder sees."""
         encoder = self._vision.encoder if self._vision is not None else None
         return PageSize.of(encoder.header, encoder.limits) if encoder is not None else PageSize()
 
     @one_thread
     def first_prompt(self, prompt: str, pictures: ImageSources = (), plan: Plan | None = None) -> list[Piece]:
-        """Cuts a message as the model would read it first, for `engine`; release the pieces after use.
+        """Cuts a message into pieces as the first of a conversation, for `engine`. Release the pieces after use.
 
-        plan: whose pruner the images meet; None: the session's.
+        plan: prunes the images; None: the session's plan.
         """
         _ = self.engine  # raises after close
         message = Message("user", prompt, list(load_pictures(pictures, self.page_size, stop=self.stop)))
@@ -551,7 +549,7 @@ class Session(Closing, Conversation):
 
 
 def _check_prompt(prompt: str, n_pictures: int) -> None:
-    """Raises UsageError for places without a picture, and where nothing is said at all."""
+    """Raises UsageError for places without a picture, and for an empty prompt without pictures."""
     check_places(prompt, n_pictures)
     if not prompt.strip() and not n_pictures:
         raise UsageError("the prompt is empty; write a question")
