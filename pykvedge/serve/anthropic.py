@@ -1,4 +1,4 @@
-"""POST /v1/messages: Anthropic's wire format, as a translation of chat completions."""
+"""Answers POST /v1/messages: translates Anthropic's wire format to chat completions and back."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class DocumentSource(Wire):
 
 
 class DocumentBlock(Wire):
-    """A PDF. title: also says which pages are meant, as report.pdf[3-7]."""
+    """A PDF. title: its name; a range selects pages, as in report.pdf[3-7]."""
 
     type: Literal["document"]
     source: DocumentSource
@@ -68,7 +68,7 @@ class DocumentBlock(Wire):
 
 
 class ToolUseBlock(Wire):
-    """A call that the assistant made."""
+    """A tool call of the assistant."""
 
     type: Literal["tool_use"]
     id: str
@@ -77,7 +77,7 @@ class ToolUseBlock(Wire):
 
 
 class ToolResultBlock(Wire):
-    """What a call gave."""
+    """The result of a tool call."""
 
     type: Literal["tool_result"]
     tool_use_id: str
@@ -85,7 +85,7 @@ class ToolResultBlock(Wire):
 
 
 class ThinkingBlock(Wire):
-    """What the assistant thought before an earlier answer; nothing of it is there of one that is redacted."""
+    """The assistant's thinking before an earlier answer. A redacted block has no text."""
 
     type: Literal["thinking", "redacted_thinking"]
     thinking: str = ""
@@ -103,7 +103,7 @@ class AnthropicMessage(Wire):
 
 
 class AnthropicTool(Wire):
-    """A function that the model may ask for; others would run at Anthropic, or have a schema that only it knows."""
+    """A function that the model may call. Anthropic's tools are refused: they run at Anthropic or hide their schema."""
 
     type: Literal["custom"] | None = None
     name: str
@@ -127,7 +127,7 @@ class CountRequest(Wire):
     tool_choice: AnthropicChoice | None = None
     thinking: Object | None = None
     output_config: Object | None = None
-    output_format: Object | None = None  # the older name of its format
+    output_format: Object | None = None  # older name of output_config.format
     kvedge: wire.Compression | None = None
 
 
@@ -154,7 +154,7 @@ async def answer(service: Service, http: HttpRequest, given: MessagesRequest) ->
 
 
 async def count(service: Service, http: HttpRequest, given: CountRequest) -> Response:
-    """Answers POST /v1/messages/count_tokens: what a prompt has, with the tokens of its pictures that would be read."""
+    """Answers POST /v1/messages/count_tokens: the number of tokens of a prompt, with tokens of its pictures."""
     chat = _of_messages(MessagesRequest(**dict(given), max_tokens=1))
     return JSONResponse({"input_tokens": await completions.count(service, http, chat)})
 
@@ -186,7 +186,7 @@ def _of_messages(given: MessagesRequest) -> ChatRequest:
 
 
 def _turns(message: AnthropicMessage) -> list[Object]:
-    """Makes the messages that one is in chat completions: results of tools are messages, and come first."""
+    """Returns the chat completion messages of one message: tool results are separate messages, and come first."""
     if isinstance(message.content, str):
         return [{"role": message.role, "content": message.content}]
     parts, calls, results = list[Object](), list[Object](), list[Object]()
@@ -220,7 +220,7 @@ def _shown(block: TextBlock | ImageBlock | DocumentBlock) -> Object:
 
 
 def _ended(chat: ChatRequest, job: Job, called: bool) -> Object:
-    """Says why an answer ended; a stop text of the model's own is an end as any other."""
+    """Returns why an answer ended. Only the client's stop texts count; the model's own stop text is a normal end."""
     finish, text = job.report.finish, job.stop_text
     why = "max_tokens" if finish in ("length", "context") else "tool_use" if called else "end_turn"
     if why == "end_turn" and finish == "stop" and text in (chat.stop or ()):
@@ -259,7 +259,7 @@ async def _message_events(service: Service, chat: ChatRequest, waiting: Waiting,
     with waiting:
         try:
             async for done, deltas in parts(answer, events):
-                if not started:  # what the prompt has is known now
+                if not started:  # the prompt's token counts are known now
                     started = True
                     counted = {**_counted(waiting.jobs[0].report), "output_tokens": 0}
                     head = {**_message_head(service), "content": [], "stop_reason": None, "stop_sequence": None}
@@ -276,13 +276,13 @@ async def _message_events(service: Service, chat: ChatRequest, waiting: Waiting,
 
 
 class _Blocks:
-    """The parts of a message as events: each is begun, goes on, and ends before the next."""
+    """Writes the blocks of a message as events: each block starts, continues, and stops before the next block."""
 
     def __init__(self) -> None:
         self._index, self._open = -1, ""
 
     def written(self, delta: Delta) -> str:
-        """Writes what an answer goes on with."""
+        """Returns the events for the next part of an answer."""
         begun: Object
         if delta.reasoning:
             what, begun = "thinking", {"type": "thinking", "thinking": "", "signature": ""}
@@ -303,7 +303,7 @@ class _Blocks:
         return lines
 
     def end(self) -> str:
-        """Ends the last part; a message has one at least."""
+        """Returns the events for the end of the last block. A message has at least one block."""
         return self._ended() if self._open else self.written(Delta()) + self._ended()
 
     def _ended(self) -> str:

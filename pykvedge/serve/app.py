@@ -1,4 +1,4 @@
-"""The routes of `kvedge serve`."""
+"""Defines the routes of `kvedge serve`."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ from pykvedge.serve.service import Service
 from pykvedge.serve.wire import ChatRequest, Compression, Wire, parsed
 from pykvedge.system.files import DATA
 
-Handler = Callable[..., Awaitable[Response]]  # of a Service, a request, and its body where that is read
-# the page at `/`: the files of this folder, unchanged, and a scene to ask about; it asks for nothing from anywhere else
+Handler = Callable[..., Awaitable[Response]]  # takes a Service, a request, and its parsed body if the route has one
+# files of the page at `/`, served unchanged, and a scene to ask about; the page loads nothing from other servers
 _PAGE = Path(__file__).with_name("page_files")
 _PAGE_FILES = {"scene.png": DATA / "doctor.png", **{path.relative_to(_PAGE).as_posix(): path
                                                     for path in _PAGE.rglob("*.*")}}  # fmt: skip
 _PAGE_KINDS = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml",
                ".png": "image/png"}  # fmt: skip
 _PAGE_HEADERS = {
-    # pictures of the conversation are data: and blob: URLs
+    # pictures of a conversation are data: and blob: URLs
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
     "img-src 'self' data: blob:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
-    "require-trusted-types-for 'script'; trusted-types dompurify",  # text becomes HTML in DOMPurify alone
+    "require-trusted-types-for 'script'; trusted-types dompurify",  # only DOMPurify turns text into HTML
     "Cache-Control": "no-cache",
 }
 
@@ -53,7 +53,7 @@ def application(service: Service, rules: Rules) -> Any:
         _route(service, "/v1/chat/completions", completions.answer, ChatRequest),
         _route(service, "/v1/chat/completions/input_tokens", _count, ChatRequest),
         _route(service, "/chat/completions/input_tokens", _count, ChatRequest),
-        # base URLs without /v1, which llama-server takes too
+        # base URLs without /v1, as llama-server has them
         _route(service, "/chat/completions", completions.answer, ChatRequest),
         _route(service, "/responses", responses.answer, responses.ResponsesRequest),
         _route(service, "/models", _models),
@@ -87,7 +87,7 @@ def application(service: Service, rules: Rules) -> Any:
 
 
 def _route(service: Service, path: str, handler: Handler, body: type[Wire] | None = None, method: str = "GET") -> Route:
-    """body: what the handler is given of the request, which is then a POST."""
+    """Makes a route. body: type of the parsed body, which makes the route a POST."""
 
     async def endpoint(http: HttpRequest) -> Response:
         try:
@@ -104,7 +104,7 @@ async def _unrouted(http: HttpRequest, error: Exception) -> Response:
     what = {404: f"there is no {http.url.path:.100}", 405: f"{http.url.path:.100} takes another method"}
     response = errors.response(RequestError(status, what.get(status, "the request cannot be answered"), "not_found"))
     if isinstance(error, HTTPException) and error.headers:
-        response.headers.update(error.headers)  # Allow, as RFC 9110 asks
+        response.headers.update(error.headers)  # Allow, as RFC 9110 requires
     return response
 
 
@@ -151,7 +151,7 @@ def _described(service: Service) -> dict[str, Any]:
 
 
 async def _methods(service: Service, http: HttpRequest) -> Response:
-    """Lists the methods that this model can follow, and says of the others why it cannot."""
+    """Answers with the methods that this model can follow, and with the reason for each other method."""
     why, names = service.scheduler.preparer.why_no_replay(), sorted(presets.methods())
     barred = {name: f"it goes by a second pass over the prompt: {why}" for name in names
               if why and native_plan.replays(making.plan(name))}  # fmt: skip

@@ -1,4 +1,4 @@
-"""A chat request of the wire becomes what the scheduler is asked: messages with pictures, a plan, and a sampling."""
+"""Translates a chat request of the wire for the scheduler: messages with pictures, a plan, and a sampling."""
 
 from __future__ import annotations
 
@@ -27,34 +27,36 @@ from pykvedge.serve.wire import ChatRequest, Compression, FilePart, ImagePart, P
 
 MOST_PICTURES = 64
 _QUICK_PICTURES, _QUICK_TEXT = 8, 100_000
-MOST_PIXELS = 100_000_000  # of a request
-_HELD = 32 << 20  # bytes of pixels of a request in memory; the others wait in a file
+MOST_PIXELS = 100_000_000  # per request
+_HELD = 32 << 20  # bytes of pixels in memory per request; further pixels go to a file
 
 
 @dataclass(frozen=True)
 class Defaults:
-    """What holds where a request says nothing. max_tokens: of an answer; 0: as many as there is room for.
+    """Values for what a request leaves out. max_tokens: per answer; 0: as many as fit.
 
-    dialects: of the model's chat template, if it has one. tuned: what is said of a plan that `kvedge tune` chose.
+    dialects: of the model's chat template, or None. tuned: note about a plan that `kvedge tune` chose; or empty.
     """
 
     plan: Plan
     sampling: Sampling
     sources: Sources
     max_tokens: int = 0
-    room: int = 1 << 20  # tokens of a conversation
+    room: int = 1 << 20  # most tokens of a conversation
     dialects: Dialects | None = None
     tuned: str = ""
     name: str = ""  # of the model
 
     @property
     def knows_tools(self) -> bool:
-        """Tells whether the model's template writes what tools there are."""
+        """Returns whether the model's template writes the list of tools."""
         return self.dialects is not None and self.dialects.knows_tools
 
 
 def request_of(given: ChatRequest | Prompted, defaults: Defaults) -> Request:
-    """Raises RequestError, ImageError, UsageError. Decodes pictures, which takes time: not in an event loop."""
+    """Translates a request. Decodes pictures, which takes time: do not call this in an event loop.
+
+    Raises RequestError, ImageError, UsageError."""
     if isinstance(given, Prompted):
         return _request_of_prompt(given, defaults)
     messages = messages_of(given.messages, defaults.sources)
@@ -75,35 +77,35 @@ def request_of(given: ChatRequest | Prompted, defaults: Defaults) -> Request:
 
 
 def _values(given: ChatRequest, defaults: Defaults) -> dict[str, Any]:
-    """Collects the variables for the template, but for tools. Raises RequestError."""
+    """Returns the variables of the chat template, except the tools. Raises RequestError."""
     values: dict[str, Any] = dict(given.chat_template_kwargs or {})
     if reserved := {"messages", "tools", "add_generation_prompt", "bos_token", "eos_token"} & values.keys():
         raise RequestError(400, f"chat_template_kwargs: {min(reserved)} is the server's to set", "invalid_value")
     if given.reasoning_effort not in (None, "none"):
         values.setdefault("reasoning_effort", given.reasoning_effort)
     if defaults.dialects is not None and defaults.dialects.knows_thinking:
-        # an answer of a chosen form has no place for it
+        # an answer by a JSON schema has no place for thinking
         values.setdefault("enable_thinking", given.reasoning_effort != "none" and "json_schema" not in _form(given))
     return values
 
 
 def _dialect(given: ChatRequest, defaults: Defaults) -> Dialect | None:
-    """Chooses what the answer is read by; None: it is text, or calls in words that were told."""
+    """Returns the dialect that parses the answer. None: text, or tool calls in the form of the system prompt."""
     dialects, asked = defaults.dialects, _asked_dialect(given, defaults)
     dialect = dialects.of(asked) if dialects is not None and asked is not None else None
     if dialect is None or asked is None:
         return None
-    if asked["tool_choice"] == "required":  # without a grammar a call is made by a schema
+    if asked["tool_choice"] == "required":  # without a grammar, a JSON schema forces the call
         return dialect if dialect.grammar and not dialect.lazy else None
     return dialect if asked["tools"] or dialect.thinks or dialect.shown else None
 
 
 def _asked_dialect(given: ChatRequest, defaults: Defaults) -> dict[str, Any] | None:
-    """Makes what Dialects.of takes. None: no dialect is needed, or the answer's form is chosen by the client."""
+    """Returns the arguments of Dialects.of. None: no dialect is needed, or the client chose the answer's form."""
     tools, form = calling.chosen(given), _form(given)
     if defaults.dialects is None or (tools and not defaults.knows_tools):
         return None
-    if form and not (tools and "grammar" in form):  # which is of calls as well
+    if form and not (tools and "grammar" in form):  # a grammar may contain tool calls
         return None
     choice = "required" if calling.is_forced(given) else "auto" if tools else "none"
     written = [tool.model_dump(exclude_none=True) for tool in tools]
@@ -126,9 +128,7 @@ def _request_of_prompt(given: Prompted, defaults: Defaults) -> Request:
 
 
 def is_quick(given: ChatRequest | Prompted, defaults: Defaults) -> bool:
-    """Tells whether request_of takes next to no time: there is not much text, and the pictures and tools were seen
-    before. Raises RequestError.
-    """
+    """Returns whether request_of is fast: short text, and known pictures and tools. Raises RequestError."""
     if isinstance(given, Prompted):
         texts = [part for part in given.prompt if isinstance(part, str)]
         return sum(map(len, texts)) <= _QUICK_TEXT and not given.pictures
@@ -143,7 +143,7 @@ def is_quick(given: ChatRequest | Prompted, defaults: Defaults) -> bool:
 
 
 def has_documents(given: ChatRequest | Prompted) -> bool:
-    """Tells whether there are files whose pages must be drawn."""
+    """Returns whether the request has documents, whose pages must be drawn."""
     messages = given.messages if isinstance(given, ChatRequest) else []
     return any(isinstance(part, FilePart) for message in messages for part in message.parts)
 
@@ -156,7 +156,7 @@ def pictures_of(given: ChatRequest | Prompted) -> list[str]:
 
 
 def messages_of(given: list[WireMessage], sources: Sources) -> list[Message]:
-    """Converts messages; those of the system at the beginning become one. Raises RequestError, ImageError."""
+    """Converts messages. System messages at the beginning become one message. Raises RequestError, ImageError."""
     out: list[Message] = []
     pictures = _Pictures("messages")
     for i, message in enumerate(given):
@@ -180,7 +180,7 @@ def messages_of(given: list[WireMessage], sources: Sources) -> list[Message]:
 
 @dataclass
 class _Pictures:
-    """The pictures of a request, as many and as large as one may have. field: of the request, for errors."""
+    """The pictures of a request, with limits on number and size. field: name of the request's field, for errors."""
 
     field: str
     all: list[Picture] = dataclasses.field(default_factory=list)
@@ -191,13 +191,13 @@ class _Pictures:
         return f"picture {len(self.all) + 1}"
 
     def room(self) -> int:
-        """Tells how many more it may have. Raises RequestError for none."""
+        """Returns how many more pictures the request may have. Raises RequestError if none."""
         if len(self.all) >= MOST_PICTURES:
             raise RequestError(400, f"{self.field}: at most {MOST_PICTURES} pictures", "too_many_images", self.field)
         return MOST_PICTURES - len(self.all)
 
     def add(self, picture: Picture) -> Picture:
-        """Returns the picture as it waits. Raises RequestError, ImageError."""
+        """Adds a picture, and returns it; its pixels may move to a file. Raises RequestError, ImageError."""
         self.room()
         if sum(one.in_file or one.width * one.height for one in [*self.all, picture]) > MOST_PIXELS:
             most = MOST_PIXELS // 10**6
@@ -230,7 +230,7 @@ def _content(message: WireMessage, i: int, sources: Sources, pictures: _Pictures
 
 
 def text_of(part: wire.Part) -> str:
-    """Returns the text of a part of a message; empty for a picture or a file."""
+    """Returns the text of a message part; empty for a picture or a file."""
     return part.text if isinstance(part, wire.TextPart) else getattr(part, "refusal", "")
 
 
@@ -242,7 +242,7 @@ def _fields(message: WireMessage) -> Mapping[str, Any]:
 
 
 def _call(number: str, name: str, arguments: str | dict[str, Any]) -> dict[str, Any]:
-    """Makes a call for the chat template. Arguments that are text stay this text, which must be JSON; "" is none."""
+    """Returns a tool call for the chat template. Text arguments stay as they are and must be JSON; "" becomes {}."""
     arguments = arguments or "{}"
     if isinstance(arguments, str):
         Bounds().check(arguments.encode("utf-8", "replace"))
@@ -260,9 +260,9 @@ def _with_system(messages: list[Message], text: str) -> list[Message]:
 
 
 def named_plan(model: str | None, defaults: Defaults) -> Plan:
-    """Takes the plan out of a model's name, so that programs that know only names compare plans.
+    """Returns the plan in a model's name, or the default plan. For programs that can only choose a model.
 
-    model: the server's name, or NAME@METHOD, or NAME@METHOD-BUDGET as in demo-model@snapkv-0.2. Raises UsageError.
+    model: the server's name, or NAME@METHOD, or NAME@METHOD-BUDGET, as in demo-model@snapkv-0.2. Raises UsageError.
     """
     name, found, text = (model or "").rpartition("@")
     if not found:
@@ -280,7 +280,7 @@ def named_plan(model: str | None, defaults: Defaults) -> Plan:
 
 
 def plan_of(given: Compression | None, default: Plan) -> Plan:
-    """Makes the plan of a request. Raises UsageError. It is the default one with what the request changes."""
+    """Returns the plan of a request: the default plan with the request's changes. Raises UsageError."""
     if given is None or not given.model_fields_set - {"patches", "progress", "edited"}:
         return default
     settings: dict[str, Any] = dict(given.settings)
@@ -296,13 +296,13 @@ def plan_of(given: Compression | None, default: Plan) -> Plan:
 
 
 def sampling_of(given: ChatRequest | Prompted, defaults: Defaults) -> Sampling:
-    """Makes the sampling of a request. Raises RequestError, UsageError."""
+    """Returns the sampling of a request. Raises RequestError, UsageError."""
     same = ("min_p", "typical_p", "repeat_penalty", "frequency_penalty", "presence_penalty", "stop")
     out: dict[str, Any] = {name: getattr(given, name) for name in same if getattr(given, name) is not None}
     if given.temperature is not None:
         out["temp"] = given.temperature
     elif (given.n or 1) > 1 and defaults.sampling.temp == 0:
-        out["temp"] = 1.0  # several answers are wanted that differ
+        out["temp"] = 1.0  # several answers should differ
     if given.top_p is not None:
         out["top_p"] = max(given.top_p, 1e-6)
     if given.top_k is not None:
@@ -329,13 +329,13 @@ def sampling_of(given: ChatRequest | Prompted, defaults: Defaults) -> Sampling:
 
 
 def _limit(given: ChatRequest | Prompted) -> int | None:
-    """Returns how many tokens the answer may have: None where nothing is said, -1 for any number."""
+    """Returns the limit of tokens of the answer. None: not given. -1: no limit."""
     newer = given.max_completion_tokens if isinstance(given, ChatRequest) else None
     return given.max_tokens if newer is None else newer
 
 
 def _likeliest(given: ChatRequest | Prompted) -> int | None:
-    """Returns of how many tokens the likelihood is asked for, beside those of the answer; None: of none."""
+    """Returns how many likeliest tokens to report per token of the answer. None: no probabilities."""
     if isinstance(given, Prompted):
         return given.likeliest
     if given.top_logprobs is not None and not given.logprobs:
@@ -344,7 +344,7 @@ def _likeliest(given: ChatRequest | Prompted) -> int | None:
 
 
 def _form(given: ChatRequest | Prompted) -> dict[str, Any]:
-    """Chooses what the client wants the answer to follow, if it is not a call."""
+    """Returns the requested form of the answer (grammar, JSON schema, regex). Raises RequestError."""
     forms: list[tuple[str, Any]] = []
     if given.grammar:
         if "::=" not in given.grammar:

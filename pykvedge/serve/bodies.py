@@ -1,7 +1,7 @@
-"""What a request's JSON may consist of, counted over its bytes: readers of JSON build all of it first, whatever it is.
+"""Limits the JSON of a request by scanning its bytes, because a JSON parser builds all values before any check.
 
-Pictures are where a body's bytes go: the strings that begin with `data:`, or stand under the key "data" or in the
-list of "multimodal_data".
+Most bytes of a body are pictures: strings that begin with `data:`, have the key "data", or are in the list
+"multimodal_data".
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from pykvedge.serve.errors import TOO_LONG
 
 _BRACKET = re.compile(rb"[\[\]{}]")
 _BLANKS = b" \t\r\n"
-_LISTED = re.compile(rb"\s*:\s*\[\s*")  # between the name of a list and its first string
+_LISTED = re.compile(rb"\s*:\s*\[\s*")  # between the key of a list and its first string
 _LIST = b'"multimodal_data"'
-_PICTURE = 32 << 20  # bytes of one picture in base64, with what is around it
+_PICTURE = 32 << 20  # most bytes of a string with one picture, in base64
 
 
 @dataclass(frozen=True)
 class Bounds:
-    """text: bytes beside pictures. values: members of objects and lists, and they themselves. depth: of nesting."""
+    """text: bytes outside pictures. values: number of objects, lists and their members. depth: of nesting."""
 
     text: int = 1 << 20
     values: int = 100_000
@@ -29,11 +29,11 @@ class Bounds:
 
     @classmethod
     def of(cls, n_ctx: int) -> Bounds:
-        """Makes the bounds of a server whose conversations have n_ctx tokens."""
+        """Returns the limits of a server whose conversations have n_ctx tokens."""
         return cls(max(1 << 20, 64 * n_ctx), 100_000 + n_ctx)
 
     def check(self, body: bytes | bytearray) -> int:
-        """Raises RequestError for a body that is over a bound. Returns the bytes of its pictures."""
+        """Returns the bytes of the body's pictures. Raises RequestError for a body over a limit."""
         pictures = depth = values = at = 0
         listed = False  # inside a list of pictures
         while True:
@@ -68,7 +68,7 @@ class Bounds:
         return depth
 
     def _end_of_string(self, body: bytes | bytearray, quote: int, pictures: int) -> tuple[int, bool]:
-        """Returns where the string that begins at a quote is over, and whether no quote is written in it."""
+        """Returns the end of the string that begins at `quote`, and whether the string has no escaped quote."""
         at, plain = quote + 1, True
         while (end := body.find(b'"', at)) >= 0:
             before = _backslashes(body, at, end, self.text)
@@ -86,7 +86,7 @@ class Bounds:
 
 
 def _backslashes(body: bytes | bytearray, begin: int, end: int, most: int) -> int:
-    """Counts those right before a place; about `most` where there are more."""
+    """Counts the backslashes directly before `end`, at most about `most`."""
     width = 64
     while True:
         before = body[max(begin, end - width) : end]

@@ -1,4 +1,4 @@
-"""POST /v1/chat/completions: one JSON object, or a stream of chunks."""
+"""Answers POST /v1/chat/completions with one JSON object or a stream of chunks."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ from pykvedge.system.guard import undoing
 
 Events = AsyncIterator[tuple[int, Event]]
 FINISH = {"end": "stop", "stop": "stop", "length": "length", "context": "length", "cancelled": "stop"}
-_STEP_S = 0.1  # between two steps of progress that are told
-_KNOWN_S = 0.9  # an error that is known by then has a status of its own; after that a stream begins in any case
-_QUIET_S = 10.0  # a stream that has nothing to say says so after this, since proxies and clients give up silent ones
+_STEP_S = 0.1  # least seconds between two progress messages
+_KNOWN_S = 0.9  # seconds: an error within this time has a matching HTTP status; later errors come inside the stream
+_QUIET_S = 10.0  # seconds of silence before a comment is sent, because proxies and clients close silent streams
 
 
 async def answer(service: Service, http: HttpRequest, given: ChatRequest) -> Response:
-    """Answers a chat request. Raises RequestError and what the scheduler raises."""
+    """Answers a chat request. Raises RequestError and the errors of the scheduler."""
     if given.add_generation_prompt is False and given.messages[-1].role != "assistant":
         why = "false is for a last message of the assistant's, or for /apply-template"
         raise errors.wrong("add_generation_prompt", why)
@@ -52,9 +52,9 @@ async def answer(service: Service, http: HttpRequest, given: ChatRequest) -> Res
 async def asked(
     service: Service, http: HttpRequest, *given: ChatRequest | Prompted, count_only: bool = False, joined: bool = True
 ) -> Waiting:
-    """Hands requests to the scheduler, whose answers belong together.
+    """Submits requests whose answers belong together to the scheduler.
 
-    count_only: nobody wants an answer, but to know how many tokens it has. joined: as Waiting's.
+    count_only: counts the tokens of the prompt, without an answer. joined: as in Waiting.
     """
     service.check_model(given[0].model)
     requests = await looked_through(service, http, *given)
@@ -69,13 +69,13 @@ async def asked(
 
 
 async def count(service: Service, http: HttpRequest, given: ChatRequest) -> int:
-    """Counts the tokens that a prompt has, with those of its pictures that would be read."""
+    """Returns the number of tokens of a prompt, with the tokens that would be read from its pictures."""
     waiting = await asked(service, http, given, count_only=True)
     return (await complete(waiting))[0].report.tokens.prompt
 
 
 async def complete(waiting: Waiting) -> list[Done]:
-    """Waits for all answers. Raises what one of them failed with and where the client left."""
+    """Waits for all answers. Raises the error of a failed answer, and an error if the client leaves."""
     with waiting:
         done: dict[int, Done] = {}
         async for number, event in waiting.events():
@@ -85,9 +85,9 @@ async def complete(waiting: Waiting) -> list[Done]:
 
 
 async def begun(waiting: Waiting, progress: bool = False) -> Events:
-    """Waits until an answer begins, for a second at most: an error until then still has a status of its own.
+    """Waits until an answer begins, about a second at most: an earlier error has a matching HTTP status.
 
-    progress: that the prompt is read is wanted, too.
+    progress: the reading of the prompt also counts as a beginning.
     """
     events, end = waiting.events(), time.monotonic() + _KNOWN_S
     with undoing(waiting.close):
@@ -99,7 +99,7 @@ async def begun(waiting: Waiting, progress: bool = False) -> Events:
 
 
 async def parts(answer: Reading, events: Events) -> AsyncIterator[tuple[Done | None, list[Delta]]]:
-    """Yields what one answer goes on with, and its end with the last of it. Raises what it failed with."""
+    """Yields the deltas of one answer, and Done with the last deltas. Raises the error of a failed answer."""
     async for _, event in events:
         if isinstance(event, Text):
             yield None, await read(answer, event.text)
@@ -114,8 +114,8 @@ async def _again(first: tuple[int, Event], events: Events) -> Events:
 
 
 class EventStream(Response):
-    """Sends text as it comes, and comments while there is none. Who makes the text looks whether the client is there;
-    starlette's own does so too, with two more tasks for each answer.
+    """Sends text as it comes, and comments during silence. The iterator of the text must notice a client that leaves:
+    starlette's StreamingResponse would use two more tasks per answer for this.
     """
 
     media_type = "text/event-stream"
@@ -149,13 +149,13 @@ def reading_of(given: ChatRequest, waiting: Waiting, number: int = 0) -> Reading
 
 
 async def read(answer: Reading, text: str, last: bool = False) -> list[Delta]:
-    """Reads what an answer goes on with. Raises RequestError."""
+    """Parses the next text of an answer. Raises RequestError."""
     take = answer.finish if last else answer.feed
     return await asyncio.to_thread(take, text) if answer.is_long or len(text) > LONG else take(text)
 
 
 async def whole(given: ChatRequest, waiting: Waiting, number: int, report: Report) -> Said:
-    """Reads an answer that is complete. Raises RequestError."""
+    """Parses a complete answer. Raises RequestError."""
     answer = reading_of(given, waiting, number)
     await read(answer, report.text, last=True)
     said = answer.said
@@ -163,7 +163,7 @@ async def whole(given: ChatRequest, waiting: Waiting, number: int, report: Repor
 
 
 def completion(service: Service, given: ChatRequest, done: list[Done], said: list[Said]) -> dict[str, Any]:
-    """Makes the object of answers that are complete."""
+    """Returns the chat completion object of complete answers."""
     choices = []
     for i, (report, one) in enumerate(zip((one.report for one in done), said, strict=True)):
         content = one.text or (None if one.calls else "")
@@ -192,7 +192,7 @@ def _call(call: Call) -> dict[str, Any]:
 
 
 def about(service: Service, what: str) -> dict[str, Any]:
-    """Begins the object of an answer."""
+    """Returns the first fields of an answer's object."""
     return {
         "id": f"chatcmpl-{secrets.token_hex(12)}",
         "object": what,
@@ -207,7 +207,7 @@ def _finish(report: Report, called: bool) -> str:
 
 
 def _named_as_asked(given: ChatRequest, message: dict[str, Any]) -> dict[str, Any]:
-    """Calls a call of a tool as who gave `functions` knows it: there is one."""
+    """Returns a tool call under the old name `function_call` for a request that gave `functions`."""
     if given.functions and (calls := message.pop("tool_calls", None)):
         call = calls[0]["function"]
         return {**message, "function_call": {name: call[name] for name in ("name", "arguments") if name in call}}
@@ -219,15 +219,15 @@ def _finish_as_asked(given: ChatRequest, finish: str | None) -> str | None:
 
 
 def reasoned(service: Service, said: Iterable[Said]) -> int:
-    """Counts the tokens that the reasoning in answers is."""
+    """Returns the number of tokens of the reasoning in answers."""
     model = service.scheduler.loan.model
     return sum(len(model.tokenize(one.reasoning, special=False)) for one in said if one.reasoning)
 
 
 def usage(reports: list[Report], reasoning: int = 0, n: int = 0) -> dict[str, Any]:
-    """Counts tokens: of each prompt once, of all answers together. reasoning: so many of these.
+    """Returns the token counts: each prompt once, and all answers. reasoning: tokens of reasoning among the answers.
 
-    n: each prompt has so many answers, one after the other; 0: there is one prompt.
+    n: number of consecutive answers per prompt; 0: all answers have the same prompt.
     """
     prompts = [report.tokens for report in reports[:: n or len(reports)]]
     reused = sum(one.reused for one in prompts)
@@ -247,7 +247,7 @@ def usage(reports: list[Report], reasoning: int = 0, n: int = 0) -> dict[str, An
 
 
 def timings(report: Report) -> dict[str, Any]:
-    """Says how long an answer took, as llama-server does: in milliseconds, and in tokens per second."""
+    """Returns the timings of an answer in llama-server's form: milliseconds and tokens per second."""
     spent, tokens = report.time, report.tokens
     read_s = spent.prefill_s + spent.replay_s + spent.compress_s
     return {
@@ -267,14 +267,14 @@ def _rate(name: str, n: int, steps: int, seconds: float) -> dict[str, Any]:
 
 
 class Progress:
-    """How far the prompt of one answer was read, as llama-server tells it: from what was there to all of it."""
+    """Reports how much of one answer's prompt was read, in llama-server's form, beginning at the reused tokens."""
 
     def __init__(self, job: Job, timed: bool) -> None:
-        """timed: the time that it took is told as well."""
+        """timed: also reports timings."""
         self._job, self._timed, self._told = job, timed, -1
 
     def told(self, event: Event) -> list[dict[str, Any]]:
-        """Lists the fields of chunks that say what is new with an event."""
+        """Returns the fields of the next chunks, for the progress that an event adds."""
         tokens = self._job.report.tokens
         total, now = tokens.prompt + tokens.reused, -1
         if isinstance(event, Step) and event.what == READING:
@@ -299,7 +299,7 @@ class Progress:
 
 
 def figures(done: list[Done]) -> list[dict[str, Any]]:
-    """Says what each answer cost, as `kvedge chat --json` does, without what is said elsewhere; and of kept_patches."""
+    """Returns each answer's costs, as in `kvedge chat --json` without fields given elsewhere, and its kept patches."""
     told = ("method", "budget", "stop", "tokens", "kv", "time", "drafts")
     out = [{name: part for name, part in one.report.as_json().items() if name in told} for one in done]
     for one, of in zip(done, out, strict=True):
@@ -320,7 +320,7 @@ def plain(token: Token | Alternative) -> dict[str, Any]:
 
 
 def finite(logprob: float) -> float:
-    """Makes a logarithm a number that JSON has."""
+    """Returns a logarithm, at least -9999, because JSON has no infinity."""
     return max(logprob, -9999.0)
 
 
@@ -329,14 +329,14 @@ def data_line(told: dict[str, Any]) -> str:
 
 
 class Chunks:
-    """An answer as chunks of a stream."""
+    """Writes answers as the chunks of a stream."""
 
     def __init__(self, service: Service, given: ChatRequest, waiting: Waiting) -> None:
         self._service, self._given, self._waiting = service, given, waiting
         self._head = about(service, "chat.completion.chunk")
         self._usage = given.stream_options is not None and given.stream_options.include_usage
         self._answers = [reading_of(given, waiting, i) for i in range(len(waiting.jobs))]
-        self._tokens: dict[int, tuple[Token, ...]] = {}  # whose text waits to be told
+        self._tokens: dict[int, tuple[Token, ...]] = {}  # tokens whose text is not yet sent
         self._done: dict[int, Done] = {}
         self._last: list[str] = []
         self._progress = given.kvedge is not None and given.kvedge.progress
@@ -344,7 +344,7 @@ class Chunks:
         self._read = [Progress(job, timed) for job in waiting.jobs] if given.return_progress else []
 
     async def written(self, events: Events) -> AsyncIterator[str]:
-        """Yields the stream. A client that leaves ends it, and with it the jobs."""
+        """Yields the stream. If the client leaves, ends the stream and its jobs."""
         with self._waiting:
             begin = "".join(
                 self._chunk(i, {"role": "assistant", "content": None}) for i in range(len(self._waiting.jobs))
@@ -366,7 +366,7 @@ class Chunks:
             yield f"{begin}{''.join(self._last)}{end}"
 
     async def _lines(self, events: Events) -> AsyncIterator[str]:
-        """Yields what comes before the end of the last answer; that is left in `_last`, to be sent with the rest."""
+        """Yields the lines before the end of the last answer. Leaves the last lines in `_last`, for the end."""
         said = time.monotonic()
         async for number, event in events:
             if isinstance(event, Step) and self._progress and event.share < 1 and time.monotonic() - said < _STEP_S:
@@ -398,7 +398,7 @@ class Chunks:
         return [*lines, self._chunk(number, {}, finish=finish, more={"timings": timings(event.report)})]
 
     def _told(self, number: int, deltas: list[Delta]) -> list[str]:
-        """Writes deltas. The first one has the logprobs of all tokens since the last."""
+        """Writes deltas as chunks. The first chunk has the logprobs of all tokens since the previous call."""
         job = self._waiting.jobs[number]
         more = {"timings": timings(job.report)} if self._given.timings_per_token else {}
         return [

@@ -1,4 +1,4 @@
-"""The Decoder has the context that all conversations of a server share, and takes their jobs on, batch by batch."""
+"""Decodes the conversations of a server: all share one context and its batches."""
 
 from __future__ import annotations
 
@@ -36,26 +36,26 @@ from pykvedge.serve.job import READING, Job, Limits, Step, Text
 from pykvedge.serve.parked import Park
 from pykvedge.serve.preparing import Preparer, Work, unknown_conversation
 
-SHARED = 128  # tokens of a prompt that are read at once while others are answered, who wait for them
-WATCHED = 16  # so many tokens of a prompt are over before anybody notices; being asked at every node costs as much
-_SHARE_READ = 4  # a prompt is kept for those who ask the same where it takes no more than this part of the memory
+SHARED = 128  # most prompt tokens read per batch while other jobs answer: the answers wait for the batch
+WATCHED = 16  # shorter parts of a prompt are not cancelled: checks at every graph node cost as much
+_SHARE_READ = 4  # a read prompt is kept for equal requests if it takes at most a quarter of the memory
 
 
 @dataclass(eq=False)
 class Slot:
-    """One of the sequences, while a job has it. passes: over the prompt; None: nobody looked what it goes on from."""
+    """A sequence while a job uses it. passes: generator that reads the prompt; None: the job has not started."""
 
     sequence: Sequence
     work: Work
     passes: Passes | None = None
-    ahead: Ahead | None = None  # what the next pass reads of the prompt
-    second: bool = False  # whether the prompt is read a second time
-    next: int | None = None  # the token that is decoded next; None: the prompt is being read
-    n_bytes: int = 0  # of keys and values in memory, when they were last counted
-    file_bytes: int = 0  # of whole rows in a file
+    ahead: Ahead | None = None  # the next piece of the prompt, and whether it needs logits
+    second: bool = False  # whether the second pass over the prompt runs
+    next: int | None = None  # the next token to decode; None: the prompt is being read
+    n_bytes: int = 0  # keys and values in memory, at the last count
+    file_bytes: int = 0  # whole rows in a file, at the last count
     began: float = field(default_factory=time.perf_counter)
     answering_since: float = 0.0
-    told: int = 0  # tokens whose text was passed on
+    told: int = 0  # number of tokens whose text was emitted
     over: bool = False
 
     @property
@@ -73,7 +73,7 @@ class Slot:
         return self.sequence.share if self.next is None else 1.0
 
     def read(self) -> Passes:
-        """Reads the prompt, and once more where the plan asks for that (Sequence.steps)."""
+        """Reads the prompt, and reads it again if the plan has a second pass (Sequence.steps)."""
         spent = self.job.report.time
         yield from self.sequence.steps(self.work.pieces)
         spent.prefill_s = time.perf_counter() - self.began
@@ -83,7 +83,7 @@ class Slot:
             spent.replay_s = self.sequence.replay_s
 
     def tell(self, text: str) -> None:
-        """Passes text of the answer on, and what is known of its tokens."""
+        """Emits text of the answer, with its new tokens and their logprobs."""
         ids, noted = self.work.generation.tokens, self.job.report.logprobs
         noted = noted[self.told :] if noted else []
         if text or noted:
@@ -92,14 +92,14 @@ class Slot:
             self.told = len(ids)
 
     def _time(self) -> None:
-        """Notes how long the answer has taken."""
+        """Records the seconds of the answer so far."""
         report = self.job.report
         report.time.decode_steps = max(report.tokens.generated - 1, 0)
         if self.answering_since:
             report.time.decode_s = time.perf_counter() - self.answering_since
 
     def finish(self, how: str) -> None:
-        """Completes the answer and its report; the caller tells of it when the slot is free."""
+        """Completes the answer and its report. The caller emits the end when the slot is free."""
         generation = self.work.generation
         self.tell(generation.end(how, broken_off=how == "cancelled"))
         self.job.ids, self.job.stop_text = generation.tokens, generation.stops.which
@@ -110,7 +110,7 @@ Ended = list[tuple[Slot, Exception | None]]
 
 
 class _Given:
-    """Tells llama.cpp to stop when everybody who has a part in a batch has given up."""
+    """An event for llama.cpp: set when all jobs of a batch are cancelled."""
 
     def __init__(self, slots: Iterable[Slot]) -> None:
         self._slots = list(slots)
@@ -120,7 +120,7 @@ class _Given:
 
 
 class Decoder:
-    """For one thread."""
+    """Runs jobs in slots, turn by turn. For one thread only."""
 
     def __init__(self, driver: Driver, preparer: Preparer, park: Park, limits: Limits) -> None:
         self._driver, self._preparer, self._park, self._limits = driver, preparer, park, limits
@@ -132,16 +132,16 @@ class Decoder:
                           for sequence in (self._sequences if limits.drafts else ())]  # fmt: skip
         for sequence in self._sequences:
             sequence.lookup = Lookup() if limits.lookup else None
-        self._slots: list[Slot] = []  # of the turn
-        self._ended: Ended = []  # in it
-        self._shortest = False  # whether the shortest prompt is read on, and not the one that came first
-        self._plans: dict[int, Plan] = {}  # that sequences have, also while nobody has them
+        self._slots: list[Slot] = []  # of the current turn
+        self._ended: Ended = []  # slots that ended in the current turn
+        self._shortest = False  # whether the shortest prompt is read next; else the first one
+        self._plans: dict[int, Plan] = {}  # plan by sequence number; a free sequence keeps its plan
 
     def close(self) -> None:
         self._driver.close()
 
     def begin(self, work: Work, slots: list[Slot]) -> tuple[Slot | None, Exception | None]:
-        """Gives a job one of the sequences that nobody has; or tells why that cannot be. slots: that have a job."""
+        """Gives a free sequence to a job. slots: in use. Returns the slot, or None and the error."""
         taken = [slot.sequence for slot in slots]
         slot = Slot(next(sequence for sequence in self._sequences if sequence not in taken), work)
         try:
@@ -165,7 +165,7 @@ class Decoder:
             self._plans[number] = plan
 
     def turn(self, slots: list[Slot]) -> Ended:
-        """Reads a part of a prompt, and a token of every answer. Returns the jobs that have ended with it, and how."""
+        """Reads a part of a prompt, and decodes a token of every answer. Returns the ended slots with their errors."""
         self._slots, self._ended = slots, []
         if (threads := self._crew.threads(len(slots))) != self._threads:
             self._context.set_threads(threads, threads)
@@ -187,23 +187,23 @@ class Decoder:
         return self._ended
 
     def _try(self, slot: Slot, step: Callable[[Slot], None]) -> None:
-        """Takes a step of one job, which ends where that fails."""
+        """Runs a step of one job. An error ends that job only."""
         try:
             step(slot)
         except Exception as error:
             self._end(slot, "", error)
 
     def _reader(self, reading: list[Slot]) -> Slot | None:
-        """Chooses whose prompt is read on: by turns that which came first and the shortest, which waits for none."""
+        """Returns the slot to read next: alternately the first slot and the slot with the shortest prompt."""
         self._shortest = not self._shortest
         return min(reading, key=lambda slot: slot.work.n_tokens if self._shortest else 0, default=None)
 
     def reserved(self, slots: list[Slot]) -> int:
-        """Counts the bytes that these jobs take at most from now on."""
+        """Returns the most bytes that these jobs may still need."""
         return sum(slot.work.need for slot in slots)
 
     def _start(self, slot: Slot) -> None:
-        """Brings back what a job goes on from. Where the same prompt was read meanwhile, its answer begins."""
+        """Restores the state that a job continues from. If an equal prompt was read meanwhile, begins the answer."""
         work, report = slot.work, slot.job.report
         slot.passes = slot.read()
         before, work.before = work.before, None
@@ -224,7 +224,7 @@ class Decoder:
         slot.ahead = next(slot.passes)
 
     def _keep_read(self, slot: Slot) -> None:
-        """Keeps a prompt that was read and compressed, with the logits [n_vocab] of its last token."""
+        """Keeps a read and compressed prompt for equal requests, with the logits [n_vocab] of its last token."""
         cache, work = self._driver.cache, slot.work
         if cache is None or not work.job.name or not self._stays(slot.sequence):
             return
@@ -248,9 +248,9 @@ class Decoder:
         self._read_on(slot, piece.n_tokens)
 
     def _decode(self, answering: list[Slot], reader: Slot | None) -> None:
-        """Decodes in one batch; where that fails, one by one, so that nobody fails with another.
+        """Decodes one batch. After an error decodes each job alone, so that only the failing job ends.
 
-        Exact answers are drafted and verified one after the other: a verification is over one conversation's rows.
+        Exact answers run one by one, because a verification reads one conversation's rows.
         """
         if self._limits.exact:
             for slot in answering:
@@ -270,7 +270,7 @@ class Decoder:
             self._decode([] if slot is reader else [slot], slot if slot is reader else None)
 
     def _step(self, slot: Slot) -> None:
-        """Takes a step of an answer with drafts."""
+        """Runs a step of an answer with drafts."""
         generation, began = slot.work.generation, time.perf_counter()
         room = slot.work.room - slot.job.report.tokens.generated
         choose = functools.partial(generation.choose, self._context, room - 1)
@@ -316,7 +316,7 @@ class Decoder:
             self._try(reader, functools.partial(self._read_on, n_tokens=n))
 
     def _read_on(self, slot: Slot, n_tokens: int) -> None:
-        """Goes on behind a part of a prompt that was read: with what comes next, or with the answer."""
+        """Continues after a part of a prompt was read: with the next part, or with the answer."""
         if slot.passes is None:
             raise StateError("nothing of the prompt was to be read")
         try:
@@ -347,7 +347,7 @@ class Decoder:
         work.need = slot.n_bytes + most * self._preparer.bytes_per_answered
 
     def _first(self, slot: Slot, logits: np.ndarray | None = None) -> None:
-        """Chooses the first token of an answer, if one is wanted."""
+        """Chooses the first token of an answer, unless the job only reads the prompt."""
         job = slot.job
         if job.request.read_only:
             self._end(slot, "length")
@@ -357,7 +357,7 @@ class Decoder:
         self._next(slot, -1, logits)
 
     def _next(self, slot: Slot, output: int, logits: np.ndarray | None = None) -> None:
-        """Chooses the next token by the logits of a place in the last batch, or by those that are given."""
+        """Chooses the next token by the given logits, or by the logits at index `output` of the last batch."""
         generation = slot.work.generation
         room = slot.work.room - slot.job.report.tokens.generated - 1
         try:
@@ -385,12 +385,12 @@ class Decoder:
         cache, memory = self._driver.cache, self._limits.memory
         stats = cache.stats(slot.sequence.number) if cache is not None else None
         n_bytes = stats.bytes + stats.whole_bytes if stats is not None else 0
-        if cache is None or n_bytes > memory // 2 or slot.job.request.prompt is not None:  # which has no next message
+        if cache is None or n_bytes > memory // 2 or slot.job.request.prompt is not None:  # no next message
             return
         if not self._stays(slot.sequence):
             return
         others = self.reserved([other for other in self._slots if other is not slot])
-        with suppress(KvedgeError):  # a folder that cannot be used says so in its notes
+        with suppress(KvedgeError):  # the folder's notes report this error
             self._park.shrink(memory - others - 2 * n_bytes)  # the rows exist twice until the sequence is freed
         parked = slot.sequence.snapshot(self._preparer.model_name, slot.work.generation.pending)
         keep = self._limits.keep
@@ -399,12 +399,12 @@ class Decoder:
         self._preparer.remember(slot.job)
 
     def _stays(self, sequence: Sequence) -> bool:
-        """Tells whether whoever goes on from a snapshot of it is answered as well as from the sequence."""
+        """Returns whether a snapshot of the sequence gives the same answers as the sequence."""
         return not self._limits.exact or sequence.carries_whole or sequence.has_all
 
     def _free(self, slot: Slot) -> None:
         if slot.passes is not None:
-            with suppress(KvedgeError):  # it ends a second pass
+            with suppress(KvedgeError):  # closing may end a second pass, which may fail
                 slot.passes.close()
         slot.sequence.drop()
         slot.work.generation.close()
@@ -430,11 +430,11 @@ class Decoder:
 
 
 def kept_patches(cache: Cache, pieces: Iterable[Piece], first: int, sequence: int) -> dict[str, Any]:
-    """Lists for each picture, layer by layer, the share of KV heads that hold a patch, in percent.
+    """Returns, for each picture and layer, the percentage of KV heads that hold each patch.
 
-    pieces: of a prompt that was compressed, whose first token is number `first` of its sequence. A picture is
-    {"rows", "columns", "padded", "share": [L][patches]}: row by row, of the picture centred on a square where it was
-    padded; rows is 1 where nobody knows what a token shows. A patch that the model never read has 0.
+    pieces: of a compressed prompt; its first token is number `first` of its sequence. A picture is {"rows", "columns",
+    "padded", "share": [L][patches]}, row by row. padded: the picture is centred on a square. rows is 1 if the places of
+    tokens are unknown. A patch that the model did not read has 0.
     """
     images, at = [], first
     for piece in pieces:
@@ -447,7 +447,7 @@ def kept_patches(cache: Cache, pieces: Iterable[Piece], first: int, sequence: in
 
 
 def _shares(cache: Cache, layer: int, n_heads: int, n_tokens: int, sequence: int) -> np.ndarray:
-    """[n_tokens] float64: what share of a stored layer's heads holds each token."""
+    """Returns [n_tokens] float64: the share of a stored layer's KV heads that hold each token."""
     out = np.zeros(n_tokens)
     for head in range(n_heads):
         held = np.array(cache.tokens(layer, head, sequence), dtype=np.int64)

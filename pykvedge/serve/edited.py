@@ -1,7 +1,7 @@
-"""A conversation is known again where pictures of it were dropped, or replaced by text: it goes on from its rows.
+"""Recognises a conversation whose pictures were dropped or replaced by text, so that it continues from its rows.
 
-Programs that send many pictures leave old ones out later, so that a request is no longer what was read. Of what was
-said hashes of lines are kept, under a key of the process, in memory, as long as it runs.
+Programs that send many pictures drop old pictures later, so their request differs from the tokens that were read. This
+module keeps hashes of text lines in memory, with a random key per process.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from typing import Any, TypeAlias
 from pykvedge.models.prompt import IMAGE, PLACE
 
 _KEY = os.urandom(32)
-_MOST = 1 << 18  # lines and pictures of all conversations that are known: some 20 MiB
-_MOST_LINES = 64  # of text in the place of a picture
+_MOST = 1 << 18  # most lines and pictures of all known conversations: about 20 MiB
+_MOST_LINES = 64  # most lines of text that replace a picture
 
-Outline: TypeAlias = tuple[bytes | str, ...]  # of a message: a hash for each line of text, the key of each picture
-_Known: TypeAlias = tuple[str, list[Outline]]  # of a conversation: the frame, and the messages
+Outline: TypeAlias = tuple[bytes | str, ...]  # of a message: a hash per line of text, and the key of each picture
+_Known: TypeAlias = tuple[str, list[Outline]]  # of a conversation: hash of its frame, and outlines of its messages
 
 
 def outline(text: str, pictures: Sequence[str]) -> Outline:
-    """Makes the outline of a message. The name of a page, in the line of its picture, belongs to the picture."""
+    """Returns the outline of a message. A page label in a picture's line belongs to the picture."""
     out, left = list[bytes | str](), list(pictures)
     if text.count(IMAGE) < len(left):
-        out, left = [*left], []  # without places they come first
+        out, left = [*left], []  # pictures without a place in the text come first
     for line in text.split("\n"):
         shown = [left.pop(0) for found in PLACE.findall(line) if found == IMAGE and left]
         out += shown or [hashlib.blake2b(line.encode("utf-8", "replace"), digest_size=8, key=_KEY).digest()]
@@ -36,8 +36,8 @@ def outline(text: str, pictures: Sequence[str]) -> Outline:
 
 
 def dropped(known: Outline, edited: Outline) -> list[bool] | None:
-    """Tells of each picture of a message whether it was dropped or replaced; None: more than that was changed."""
-    dead = set[tuple[int, int]]()  # from where there is no way on
+    """Returns for each picture whether the edit dropped or replaced it, or None if more than pictures changed."""
+    dead = set[tuple[int, int]]()  # pairs (i, j) without a match behind them
 
     def rest(i: int, j: int) -> list[bool] | None:
         start = i
@@ -64,14 +64,14 @@ def dropped(known: Outline, edited: Outline) -> list[bool] | None:
 
 
 class KnownConversations:
-    """Knows conversations with pictures by what was said. Any thread may call it."""
+    """Known conversations with pictures. Any thread may call the methods."""
 
     def __init__(self) -> None:
         self._all: OrderedDict[str, _Known] = OrderedDict()  # by name
-        self._lock, self._n = threading.Lock(), 0  # lines and pictures
+        self._lock, self._n = threading.Lock(), 0  # lines and pictures of all known conversations
 
     def add(self, name: str, about: Sequence[Any], said: Sequence[Any]) -> None:
-        """Notes what was said (parked.said_in) in a conversation. about: all else that its rows depend on."""
+        """Adds a conversation. said: of parked.said_in. about: everything else that decides its rows."""
         if not any(pictures for *_, pictures in said):
             return
         with self._lock:
@@ -82,7 +82,7 @@ class KnownConversations:
                 self._n -= _size(self._all.popitem(last=False)[1])
 
     def find(self, about: Sequence[Any], said: Sequence[Any]) -> list[tuple[str, list[bool]]]:
-        """Lists conversations of which pictures were dropped, the newest first: the name, and which pictures were."""
+        """Returns known conversations that equal `said` except dropped pictures, newest first: name, dropped."""
         frame, outlines, out = _frame(about, said), _outlines(said), []
         with self._lock:
             known = [(name, found) for name, (of, found) in reversed(self._all.items()) if of == frame]
@@ -98,7 +98,7 @@ def _size(known: _Known | None) -> int:
 
 
 def _frame(about: Sequence[Any], said: Sequence[Any]) -> str:
-    """Hashes all that has to be equal: who said something, and what was said by nobody who shows pictures."""
+    """Returns a hash of everything that must be equal: roles, fields, and texts of roles without pictures."""
     same = [[role, fields, "" if role in ("user", "tool") else text] for role, text, fields, _ in said]
     text = json.dumps([*about, same], sort_keys=True, default=str)
     return hashlib.blake2b(text.encode("utf-8", "replace"), key=_KEY).hexdigest()

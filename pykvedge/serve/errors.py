@@ -1,4 +1,4 @@
-"""What goes wrong with a request becomes an error of the wire format, with the right status."""
+"""Turns errors into error responses of the wire format, with the right HTTP status."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from pykvedge.errors import (
 )
 
 TOO_LONG = "context_length_exceeded"
-LEFT = 499  # the status of a request whose client did not wait for it
+LEFT = 499  # HTTP status of a request whose client left
 
 
 def kind(error: RequestError) -> str:
-    """Names the type that clients of OpenAI's interface know."""
+    """Returns the error type of OpenAI's interface."""
     if error.code == TOO_LONG:
-        return "exceed_context_size_error"  # which is llama-server's
+        return "exceed_context_size_error"  # llama-server's type
     kinds = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
     return kinds.get(error.status, "server_error" if error.status >= 500 else "invalid_request_error")
 
@@ -38,18 +38,18 @@ def body(error: RequestError) -> dict[str, Any]:
 
 
 def response(error: RequestError, anthropic: bool = False) -> JSONResponse:
-    """Makes the response to a request that cannot be answered."""
+    """Returns the response for an error. anthropic: in the form of /v1/messages."""
     headers = {"Retry-After": str(error.retry_s)} if error.retry_s else {}
     return JSONResponse(anthropic_body(error) if anthropic else body(error), error.status, headers)
 
 
 def wrong(field: str, why: str) -> RequestError:
-    """Makes the error for a field of a request, or a place in it, as messages.3."""
+    """Returns the error for an invalid field of a request, or for a place in a field, such as messages.3."""
     return RequestError(400, f"{field}: {why}", "invalid_value", field.partition(".")[0])
 
 
 def of(error: Exception) -> RequestError:
-    """Makes the error for what was raised while a request was looked at or answered."""
+    """Returns the response error for any exception that a request caused."""
     if isinstance(error, RequestError):
         return error
     text = one_line(error)
@@ -73,5 +73,5 @@ def of(error: Exception) -> RequestError:
 
 
 def anthropic_body(failed: RequestError) -> dict[str, Any]:
-    """Makes the body of the response as /v1/messages has it."""
+    """Returns the body of an error in the form of /v1/messages."""
     return {"type": "error", "error": {"type": kind(failed), "message": failed.message}}

@@ -1,7 +1,7 @@
-"""Pictures behind https: URLs, fetched in bounded time and size, and given up when nobody waits for them.
+"""Fetches pictures behind https: URLs, with limits on time and size. Stops when no request waits for the pictures.
 
-What is fetched comes from a public address: a name is looked up once, and the address that was looked at is the one
-connected to, over a checked certificate. Every redirect is looked at in the same way.
+Only public addresses are allowed. A host name is looked up once, the address is checked, and the connection uses this
+address with a verified certificate. Every redirect is checked in the same way.
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ import httpcore
 
 from pykvedge.errors import ImageError, RequestError
 
-MOST_BYTES = 20 << 20  # of one picture's file
-_REQUEST_BYTES = 64 << 20  # of all pictures of a request
-_REDIRECTS, _SECONDS = 3, 20.0  # of one picture; of all pictures of a request
-_REQUESTS, _AT_ONCE = 32, 6  # whose pictures are fetched at the same time; pictures of one of them
-_ADDRESSES = 4  # of a host that are tried
+MOST_BYTES = 20 << 20  # per picture
+_REQUEST_BYTES = 64 << 20  # all pictures of a request
+_REDIRECTS, _SECONDS = 3, 20.0  # redirects per picture; seconds for all pictures of a request
+_REQUESTS, _AT_ONCE = 32, 6  # requests that fetch at the same time; parallel downloads per request
+_ADDRESSES = 4  # most addresses of a host to try
 _NAT64 = ipaddress.ip_network("64:ff9b::/96")
 _PUBLIC = ipaddress.ip_network("2000::/3")
 _SAFE = "/%:@!$&'()*+,;=~?"
 
 
 class Fetching:
-    """Fetches the pictures of requests, in an event loop."""
+    """Fetches the pictures of requests in an event loop."""
 
     def __init__(self) -> None:
         self._requests = 0
 
     async def all(self, urls: Iterable[str]) -> dict[str, bytes]:
-        """Returns the bytes behind https: URLs. Raises ImageError, RequestError."""
+        """Returns the bytes behind https: URLs, by URL. Raises ImageError, RequestError."""
         if self._requests >= _REQUESTS:
             raise RequestError(503, "too many requests wait for pictures of other servers", "busy", retry_s=5)
         self._requests += 1
@@ -69,7 +69,7 @@ async def _fetched(urls: Iterable[str]) -> dict[str, bytes]:
 
 
 async def fetch(url: str, left: list[int]) -> bytes:
-    """Returns the bytes behind an https: URL. left: a number, of bytes that may be read. Raises ImageError."""
+    """Returns the bytes behind an https: URL. left: [bytes that may still be read], is reduced. Raises ImageError."""
     async with httpcore.AsyncConnectionPool(ssl_context=_context(), network_backend=_Public()) as pool:
         for _ in range(_REDIRECTS + 1):
             found = await _get(pool, _checked(url), left)
@@ -95,7 +95,7 @@ def _checked(url: str) -> str:
 
 
 async def _get(pool: httpcore.AsyncConnectionPool, url: str, left: list[int]) -> bytes | str:
-    """Returns the bytes, or where they are instead."""
+    """Returns the bytes, or the URL of a redirect."""
     try:
         async with pool.stream("GET", url, headers={"Accept": "image/*", "User-Agent": "kvedge"}) as response:
             if response.status in (301, 302, 303, 307, 308):
@@ -121,13 +121,13 @@ def _context() -> ssl.SSLContext:
 
 
 class _Public(httpcore.AsyncNetworkBackend):
-    """Connects to the public addresses that a name stood for when it was looked up."""
+    """Connects only to public addresses, and looks each host name up once."""
 
     def __init__(self) -> None:
         self._plain = httpcore.AnyIOBackend()
 
     async def connect_tcp(self, host: str, port: int, *args: Any, **more: Any) -> httpcore.AsyncNetworkStream:
-        """Raises ImageError for a host that is no public one, httpcore.ConnectError."""
+        """Connects to a host. Raises ImageError for a host that is not public, httpcore.ConnectError."""
         error: Exception = httpcore.ConnectError("it has no address")
         for address in await public_addresses(host, port):
             try:
@@ -138,7 +138,7 @@ class _Public(httpcore.AsyncNetworkBackend):
 
 
 async def public_addresses(host: str, port: int) -> Sequence[str]:
-    """Looks a name up. Raises ImageError where it stands for this machine, or one of a private network."""
+    """Returns up to 4 addresses of a host. Raises ImageError if any address is not public."""
     try:
         found = await _looked_up(host, port)
     except (OSError, UnicodeError):
@@ -149,9 +149,9 @@ async def public_addresses(host: str, port: int) -> Sequence[str]:
 
 
 async def _looked_up(host: str, port: int) -> list[str]:
-    """Asks the system, in a thread that nobody waits for when the time is over."""
+    """Returns the system's addresses of a host. Uses a thread that may outlive a cancelled request."""
     answer = Future[list[str]]()
-    answer.set_running_or_notify_cancel()  # from here on it can be told, whoever waits for it
+    answer.set_running_or_notify_cancel()  # so that cancelling the waiting task cannot cancel this future
 
     def look() -> None:
         try:
@@ -165,7 +165,7 @@ async def _looked_up(host: str, port: int) -> list[str]:
 
 
 def is_public(address: str) -> bool:
-    """Tells whether an address is a machine's of the internet; one that stands for an IPv4 address is what that is."""
+    """Returns whether an address is on the public internet. An embedded IPv4 address decides for its IPv6 address."""
     try:
         number = ipaddress.ip_address(address.partition("%")[0])
     except ValueError:

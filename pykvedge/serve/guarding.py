@@ -1,4 +1,4 @@
-"""What stands before every route: whose requests are taken, and how large and slow they may be. Plain ASGI."""
+"""Guards all routes: checks who may send requests, and limits the size and time of requests. Plain ASGI."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ HEADERS = [
     (b"referrer-policy", b"no-referrer"),
     (b"cross-origin-resource-policy", b"same-origin"),
 ]
-_DISCARDED, _DISCARD_S = 256 << 20, 2.0  # bytes and seconds of a body that nobody reads
-_BODIES = 4  # as many of the largest requests may be here at once
-_SMALL = 1 << 20  # bytes of a body that is taken also while there are as many
-_QUICK = 1 << 16  # bytes of a body that is looked through at once
-OPEN = ("/health", "/v1/health", "/")  # without a key: whether there is anybody, and the page, which asks for it
-_FEW = 1 << 16  # bytes of pictures that are let pass where none belong
-# in a scope: whose request it is, bytes of its body's pictures, and those of all else
+_DISCARDED, _DISCARD_S = 256 << 20, 2.0  # most bytes and seconds for reading a body that is refused
+_BODIES = 4  # most bodies of the largest size in memory at once
+_SMALL = 1 << 20  # bytes: a smaller body is accepted even when large bodies fill the memory
+_QUICK = 1 << 16  # bytes: a smaller body is checked without a thread
+OPEN = ("/health", "/v1/health", "/")  # paths without a key: the health check, and the page, which asks for the key
+_FEW = 1 << 16  # bytes of pictures that routes without pictures tolerate
+# keys of an ASGI scope: owner of the request, bytes of pictures in its body, other bytes of its body
 OWNER, PICTURES, TEXT = "kvedge.owner", "kvedge.pictures", "kvedge.text"
 _KEY_NAME = re.compile(r"[\w.@-]{1,64}", re.ASCII)
 _MOST_KEYS = 4096
@@ -41,7 +41,7 @@ LOCAL = re.compile(r"https?://(?:localhost|127\.0\.0\.1|\[::1\])(?::\d{1,5})?") 
 
 @dataclass(frozen=True)
 class Key:
-    """secret: what is shown. owner: 32 hexadecimal digits that stand for whoever has it; equal after a restart."""
+    """An API key. secret: the key. owner: 32 hexadecimal digits that identify its owner, equal after restarts."""
 
     secret: str
     owner: str
@@ -49,10 +49,10 @@ class Key:
 
 @dataclass(frozen=True)
 class Rules:
-    """hosts: names that a Host header may have; empty: any. keys: one of them must be shown; empty: none is needed.
+    """Rules for requests. hosts: allowed names in the Host header; empty: any. keys: allowed API keys; empty: no key.
 
-    origins: whose pages may ask beside the server's own, as https://name:port; "localhost": LOCAL; "*": all.
-    body: bytes of a request; body_s: seconds that it may take to arrive. bounds: of what it may consist of.
+    origins: pages that may ask, beside the server's own, as https://name:port; "localhost": LOCAL; "*": all. body: most
+    bytes of a request. body_s: most seconds until a request has arrived. bounds: limits of the body's JSON.
     """
 
     hosts: frozenset[str] = frozenset()
@@ -64,11 +64,11 @@ class Rules:
 
 
 class Guarding:
-    """Wraps an ASGI application."""
+    """An ASGI application that checks requests for another application."""
 
     def __init__(self, app: Any, rules: Rules) -> None:
         self._app, self._rules = app, rules
-        self._held = 0  # bytes of bodies that are here or arrive
+        self._held = 0  # bytes of all bodies in memory or arriving
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -95,7 +95,7 @@ class Guarding:
             if not isinstance(error, RequestError):
                 raise
             response = errors.response(error)
-            response.headers["connection"] = "close"  # what is left of a body is not read
+            response.headers["connection"] = "close"  # the rest of the body is not read
             if error.status == 401:
                 response.headers["www-authenticate"] = "Bearer"
             await response(scope, receive, _with_headers(send))
@@ -129,8 +129,8 @@ class Guarding:
             scope[OWNER] = owner
 
     def _invited(self, origin: str, host: str) -> bool:
-        """Tells whether pages of an origin may ask: the server's own, those of a proxy that has one of its names (not
-        of this machine, where any program may listen beside it), and those that it was told.
+        """Returns whether pages of an origin may ask: the server's pages, pages of a proxy with one of the server's
+        names (not a name of this machine, where any program may listen), and pages of the allowed origins.
         """
         origins = self._rules.origins
         if origin in origins or "*" in origins or ("localhost" in origins and LOCAL.fullmatch(origin)):
@@ -139,7 +139,7 @@ class Guarding:
         return where == host or (where in self._rules.hosts and not is_loopback(where))
 
     async def _arrive(self, data: bytearray, headers: dict[bytes, bytes], receive: Receive) -> bool:
-        """Reads the body; False where the client left."""
+        """Reads the body. Returns False if the client left. Raises RequestError for a body that is too large."""
         most, told = self._rules.body, headers.get(b"content-length", b"0")
         too_large = RequestError(413, f"a request may have {most / (1 << 20):.3g} MiB", "too_large")
         if told.isdigit() and int(told[:20]) > most:
@@ -162,7 +162,7 @@ class Guarding:
 
 
 def without_pictures(scope: Scope) -> None:
-    """Raises RequestError for a body with what looks like pictures; for routes that take none."""
+    """Raises RequestError for a body with pictures, on a route that takes no pictures."""
     if scope.get(PICTURES, 0) > _FEW:
         raise RequestError(413, f"{scope['path']:.100} takes no pictures", "too_large")
 
@@ -172,7 +172,7 @@ def _open(path: str) -> bool:
 
 
 def host_name(host: str) -> str:
-    """Returns the name in a Host header, without its port."""
+    """Returns the host name of a Host header, without the port."""
     host = host.strip().lower()
     if host.startswith("["):
         return host.partition("]")[0][1:]
@@ -180,7 +180,7 @@ def host_name(host: str) -> str:
 
 
 def is_loopback(host: str) -> bool:
-    """Tells whether only programs of this machine reach an address."""
+    """Returns whether only this machine can reach an address."""
     if host == "localhost":
         return True
     try:
@@ -214,7 +214,7 @@ def _with_headers(send: Send) -> Send:
 
 
 async def _discard(headers: dict[bytes, bytes], receive: Receive) -> None:
-    """Takes what is left of a body, within bounds: a connection that is closed on it is reset, and the answer lost."""
+    """Reads the rest of a body, within limits: closing earlier would reset the connection and lose the response."""
 
     async def rest() -> None:
         n = 0
@@ -224,14 +224,14 @@ async def _discard(headers: dict[bytes, bytes], receive: Receive) -> None:
             if message["type"] != "http.request" or not message.get("more_body"):
                 return
 
-    if b"expect" in headers:  # it asks first, and sends nothing then
+    if b"expect" in headers:  # the client waits for permission, and sends no body
         return
     with contextlib.suppress(TimeoutError, asyncio.TimeoutError):
         await asyncio.wait_for(rest(), _DISCARD_S)
 
 
 def owner_of(given: str, keys: Sequence[Key]) -> str | None:
-    """Returns the owner of a key that was shown, None of one that is not known; in the same time for all."""
+    """Returns the owner of a key, or None for an unknown key. Takes equal time for all keys."""
     found = None
     for key in keys:
         if hmac.compare_digest(given.encode("utf-8", "replace"), key.secret.encode()):
@@ -240,7 +240,7 @@ def owner_of(given: str, keys: Sequence[Key]) -> str | None:
 
 
 def read_keys(path: Path) -> tuple[Key, ...]:
-    """Reads a file with a key a line, and the name of its owner behind it where there is one. Raises UsageError."""
+    """Reads a key file: one key per line, optionally with the owner's name. Raises UsageError."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:

@@ -1,6 +1,6 @@
-"""A model is tuned while its server has nothing to do: by `kvedge tune`, as a program of its own.
+"""Tunes the model while its server is idle, by a separate `kvedge tune` process.
 
-The program ends when a request comes. Its figures stay in a file, so that it goes on from there the next time.
+The process ends when a request comes. Its figures stay in a file, so the next process continues from them.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ import psutil
 
 from pykvedge.serve.scheduler import Scheduler
 
-_IDLE_S = 30.0  # without a request, before it starts
-_LOOK_S = 0.1  # between two looks at the server
-_END_S = 10.0  # in which it ends by itself
-_STOPPED = 130  # its exit code then
+_IDLE_S = 30.0  # seconds without a request before tuning starts
+_LOOK_S = 0.1  # seconds between two checks of the server
+_END_S = 10.0  # seconds for the process to end by itself
+_STOPPED = 130  # exit code of an interrupted process
 _NICE = psutil.IDLE_PRIORITY_CLASS if sys.platform == "win32" else 19
 
 
 @contextlib.contextmanager
 def tuning(scheduler: Scheduler, arguments: Sequence[str], say: Callable[[str], None]) -> Iterator[None]:
-    """Tunes in idle time while the block runs. arguments: of `kvedge tune`; none: it tunes nothing. say: for people."""
+    """Tunes in idle time during the block. arguments: of `kvedge tune`; empty: no tuning. say: prints a line."""
     over = threading.Event()
     thread = threading.Thread(target=_run, args=(scheduler, arguments, say, over), daemon=True, name="kvedge-tune")
     if arguments:
@@ -56,7 +56,7 @@ def _run(scheduler: Scheduler, arguments: Sequence[str], say: Callable[[str], No
 
 
 def _idle(scheduler: Scheduler, over: threading.Event) -> bool:
-    """Waits until no request was there for a while. Returns False when the server ends."""
+    """Waits until the server was idle for a while. Returns False if the server ends first."""
     last, seen = time.monotonic(), _ended(scheduler)
     while not over.wait(_LOOK_S):
         if _asked(scheduler, seen):
@@ -71,17 +71,17 @@ def _ended(scheduler: Scheduler) -> int:
 
 
 def _asked(scheduler: Scheduler, seen: int) -> bool:
-    """Tells whether there is a request, or was one since so many had ended."""
+    """Returns whether a request is active, or ended since `seen` was counted."""
     return bool(scheduler.busy or scheduler.waiting or _ended(scheduler) != seen)
 
 
 def _tune(scheduler: Scheduler, arguments: Sequence[str], over: threading.Event) -> tuple[int, str]:
-    """Runs until a request comes, or to the end. Returns the exit code and the last line on stderr. Raises OSError."""
+    """Runs the tuning until a request comes, or to its end. Returns exit code, last line of stderr. Raises OSError."""
     command = [sys.executable, "-m", "pykvedge", "tune", "--quiet", "--parent-pid", str(os.getpid()), *arguments]
     seen, nothing = _ended(scheduler), subprocess.DEVNULL
     with (
         tempfile.TemporaryFile() as told,
-        # in a session of its own: Ctrl-C at the terminal is the server's
+        # a new process session: Ctrl-C at the terminal reaches only the server
         subprocess.Popen(command, stdin=subprocess.PIPE, stdout=nothing, stderr=told, start_new_session=True) as child,
     ):
         with contextlib.suppress(psutil.Error):

@@ -1,4 +1,4 @@
-"""A Job is one answer that somebody waits for, within the Limits of a server; it is told event by event."""
+"""Defines a Job, one answer that a client waits for, its events, and the Limits of a server."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from pykvedge.runtime.report import Report
 from pykvedge.runtime.sampling import Sampling
 from pykvedge.runtime.settings import Keep
 
-READING = "reading the prompt"  # a step's name
+READING = "reading the prompt"  # name of a step
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Bounds of a server. n_ctx: tokens of one conversation. queue: requests that wait.
+    """Limits of a server. n_ctx: tokens of one conversation. queue: most waiting requests.
 
-    memory: bytes of keys and values of all conversations. share_prompts: a prompt that was read for one owner of a key
-    is there for the others. keep: where whole rows stay behind compressed ones; None: nowhere. lookup: an answer that
-    is written alone is drafted by what its conversation said before. exact: answers are drafted with the compressed
-    rows and verified over the whole ones.
+    memory: bytes of keys and values of all conversations. share_prompts: owners of different keys share read prompts.
+    keep: where whole rows stay behind compressed rows; None: nowhere. lookup: an answer that is decoded alone is
+    drafted from earlier text of its conversation. exact: answers are drafted over compressed rows, and verified over
+    whole rows.
     """
 
     slots: int = 4
@@ -45,18 +45,18 @@ class Limits:
 
     @property
     def drafts(self) -> str:
-        """Names the option by which answers are drafted, if there is one."""
+        """Returns the name of the drafting option, or an empty string."""
         return "--exact" if self.exact else "--lookup" if self.lookup else ""
 
     @property
     def storage(self) -> KvType:
-        """How keys and values are stored: kv_type and kv_rotate."""
+        """Returns how keys and values are stored: kv_type and kv_rotate."""
         return KvType.parse(self.kv_type, self.kv_rotate)
 
 
 @dataclass(frozen=True)
 class Step:
-    """The job has come so far: what is done now, and its share from 0 to 1."""
+    """Event: progress of a job. what: name of the current step. share: from 0 to 1."""
 
     what: str
     share: float
@@ -64,9 +64,9 @@ class Step:
 
 @dataclass(frozen=True)
 class Text:
-    """The answer goes on with this text. tokens: those of it that are certain, where logprobs were asked for.
+    """Event: more text of the answer. tokens: its tokens with logprobs, if requested.
 
-    ids: of the tokens since the last text.
+    ids: all token ids since the last Text event.
     """
 
     text: str
@@ -76,7 +76,7 @@ class Text:
 
 @dataclass(frozen=True)
 class Done:
-    """The answer is complete; the job's report says how it ended and what it cost. patches: of kept_patches."""
+    """Event: the answer is complete. report: how it ended, and its cost. patches: of decoding.kept_patches, or None."""
 
     report: Report
     patches: dict[str, Any] | None = None
@@ -84,7 +84,7 @@ class Done:
 
 @dataclass(frozen=True)
 class Failed:
-    """There is no answer, or no more of it."""
+    """Event: the answer failed."""
 
     error: Exception
 
@@ -94,9 +94,9 @@ Event: TypeAlias = Step | Text | Done | Failed
 
 @dataclass(frozen=True)
 class Prompt:
-    """A prompt that is no conversation: texts, in which special tokens are read as such, and numbers of tokens.
+    """A prompt without a conversation: texts, whose special tokens are read as special, and token ids.
 
-    pictures: one for each marker in the text, which is then the only part. keep: for whoever asks the same again.
+    pictures: one for each marker in the text, which then is the only part. keep: for equal requests.
     """
 
     parts: tuple[str | int, ...]
@@ -106,14 +106,13 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Request:
-    """What a model is asked: a conversation that ends where it is to answer, or a prompt.
+    """A request to the model: a conversation to be answered, or a prompt.
 
-    values: variables for the chat template, as the tools that there are. patches: whether the report is to tell what
-    is left of each picture. edited: whether pictures that were left out of a known conversation are to be demoted.
-    count_only: the report is to have the tokens of the prompt, and nothing is read. read_only:
-    the prompt is read, for whoever asks the same later, and nothing is answered. dialect: what the answer is read by
-    (serve/reading.py), whose marks belong to its text. owner: of the key that it came with (guarding.Key); empty where
-    none is needed. n_text: bytes of its texts.
+    values: variables for the chat template, for example the tools. patches: reports which patches of each picture are
+    kept. edited: demotes pictures that were left out of a known conversation. count_only: counts the prompt's tokens,
+    and reads nothing. read_only: reads the prompt for later requests, and answers nothing. dialect: parses the answer
+    (serve/reading.py); its special tokens belong to the text. owner: of the request's key (guarding.Key); empty without
+    a key. n_text: bytes of all texts.
     """
 
     messages: list[Message]
@@ -136,42 +135,42 @@ class Request:
 
 
 class Job:
-    """A request on its way. emit is called with each event, in threads of the scheduler; it must not wait."""
+    """A submitted request. emit is called with each event, in threads of the scheduler; emit must not block."""
 
     def __init__(self, request: Request, emit: Callable[[Event], None]) -> None:
         self.request, self.emit = request, emit
         self.id = secrets.token_hex(8)
         self.cancelled = threading.Event()
-        self.said: list[Any] = []  # what was said (parked.said_in), once that was looked at
-        self.name = ""  # of the prompt (parked.name_of), for whoever asks the same; empty: for nobody
-        self.demoted: list[int] = []  # images of the conversation, from 0 on, that keep nothing from now on
-        self.edited = False  # whether its rows are of more pictures than were sent
+        self.said: list[Any] = []  # messages as of parked.said_in; empty before preparing
+        self.name = ""  # name of the prompt (parked.name_of), for equal requests; empty: the prompt is not shared
+        self.demoted: list[int] = []  # numbers (from 0) of images that keep no rows from now on
+        self.edited = False  # whether its rows contain pictures that the request left out
         self.report = Report(request.plan.method, request.plan.budget.value)
         self.asked_at = time.perf_counter()
         self.since = time.time()  # seconds since 1970
-        self.first_token_s: float | None = None  # since it was asked
-        self.patches: dict[str, Any] | None = None  # (decoding.kept_patches)
+        self.first_token_s: float | None = None  # seconds from the request to the first token
+        self.patches: dict[str, Any] | None = None  # of decoding.kept_patches
         self.ids: list[int] = []  # tokens of the answer
-        self.stop_text = ""  # that the answer ended before
+        self.stop_text = ""  # stop text that ended the answer
         self.over = False
 
     @property
     def begun(self) -> str:
-        """The text of the answer that was given, and that it goes on with; empty where it begins anew."""
+        """Returns the given beginning of the answer, which the answer continues; or an empty string."""
         return self.said[-1][1] if self.said and self.said[-1][0] == "assistant" else ""
 
     @property
     def picture_bytes(self) -> int:
-        """So many bytes of pixels wait to be looked at, in memory or aside."""
+        """Returns the bytes of pixels of the request's pictures, in memory or in a file."""
         return sum(picture.n_bytes for picture in self.request.pictures)
 
     def forget_messages(self) -> None:
-        """Frees the pictures: the prompt was made of them."""
+        """Frees messages and pictures once the prompt is made."""
         prompt = self.request.prompt
         self.request = replace(self.request, messages=[], prompt=prompt and replace(prompt, parts=(), pictures=()))
 
     def end(self, event: Done | Failed) -> None:
-        """Tells how it ended. Does nothing the second time."""
+        """Emits the last event. A second call does nothing."""
         if not self.over:
             self.over = True
             self.emit(event)

@@ -1,5 +1,5 @@
-"""Routes of llama-server that programs ask for what a server can do: /props, /slots, /tokenize, /detokenize and
-/apply-template; and what /v1/models says beside a name.
+"""Routes of llama-server that describe the server: /props, /slots, /tokenize, /detokenize, /apply-template, and the
+fields that /v1/models has beside a name.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from pykvedge.serve.guarding import OWNER
 from pykvedge.serve.service import Service, looked_through
 from pykvedge.serve.wire import ChatRequest, Wire
 
-_MOST_TEXT = 1 << 19  # characters or tokens that are turned into the other at once
+_MOST_TEXT = 1 << 19  # most characters or tokens to convert at once
 _OFF = {"mirostat": 0, "dynatemp_range": 0.0, "dry_multiplier": 0.0, "xtc_probability": 0.0, "adaptive_target": -1.0,
-        "adaptive_decay": 0.0}  # fmt: skip  # samplers of llama-server that are not here
-_ANY_SEED = 2**32 - 1  # what llama.cpp says for a seed that is another one each time
+        "adaptive_decay": 0.0}  # samplers of llama-server that are not here
+_ANY_SEED = 2**32 - 1  # llama.cpp's value for a new random seed per answer
 
 
 async def props(service: Service, http: HttpRequest) -> Response:
-    """GET /props: the model, its template, and what holds where a request says nothing."""
+    """GET /props: the model, its chat template, and the defaults of requests."""
     scheduler, defaults = service.scheduler, service.defaults
     model, n_ctx = scheduler.loan.model, scheduler.limits.n_ctx
     preparer = scheduler.preparer
@@ -50,7 +50,7 @@ async def props(service: Service, http: HttpRequest) -> Response:
 
 
 def sampling_settings(sampling: Sampling, room: int) -> dict[str, Any]:
-    """Lists a sampling under llama-server's names. room: tokens of a conversation; as many are no limit."""
+    """Returns a sampling under llama-server's names. room: tokens of a conversation; this max_tokens means no limit."""
     limit = -1 if sampling.max_tokens >= room else sampling.max_tokens
     same = ("top_k", "top_p", "min_p", "typical_p", "repeat_last_n", "repeat_penalty", "presence_penalty",
             "frequency_penalty")  # fmt: skip
@@ -69,7 +69,7 @@ def sampling_settings(sampling: Sampling, room: int) -> dict[str, Any]:
 
 
 def about_model(service: Service) -> dict[str, Any]:
-    """Describes the model as llama-server's /v1/models does, and as other programs look for it there."""
+    """Returns the fields of a model in llama-server's /v1/models, and fields that other programs expect there."""
     model, n_ctx = service.scheduler.loan.model, service.scheduler.limits.n_ctx
     sees = service.scheduler.preparer.vision is not None
     llama, header = model.llama, model.header
@@ -85,14 +85,14 @@ def about_model(service: Service) -> dict[str, Any]:
 
 
 def capabilities(service: Service) -> dict[str, Any]:
-    """Says what the model can, where programs of llama-server look for it in /v1/models."""
+    """Returns the model's capabilities in the form of llama-server's /v1/models."""
     sees = service.scheduler.preparer.vision is not None
     can = ["completion", "multimodal"] if sees else ["completion"]
     return {"name": service.name, "model": service.name, "type": "model", "capabilities": can}
 
 
 async def slots(service: Service, http: HttpRequest) -> Response:
-    """GET /slots: which are busy; figures of who shows the same key, and nothing of what was said."""
+    """GET /slots: which slots are busy. Figures only for jobs of the same key; never any text."""
     limits, owner = service.scheduler.limits, http.scope.get(OWNER, "")
     out: list[dict[str, Any]] = [
         {"id": i, "n_ctx": limits.n_ctx, "speculative": False, "is_processing": False} for i in range(limits.slots)
@@ -159,7 +159,7 @@ async def detokenize(service: Service, http: HttpRequest, given: DetokenizeReque
 
 
 async def apply_template(service: Service, http: HttpRequest, given: ChatRequest) -> Response:
-    """POST /apply-template: the prompt that a conversation becomes, to be changed and sent to /completion."""
+    """POST /apply-template: the prompt of a conversation, which a client can change and send to /completion."""
     [request] = await looked_through(service, http, given)
     if given.add_generation_prompt is False and given.messages[-1].role != "assistant":
         request = replace(request, values={**request.values, "add_generation_prompt": False})

@@ -1,4 +1,4 @@
-"""The server's own description, of the models that its requests are read by."""
+"""Describes the server as an OpenAPI document, made from the pydantic models of the requests."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _STATUS = {400: "wrong request", 401: "no valid key", 403: "not allowed", 404: "
 
 
 def document() -> dict[str, Any]:
-    """Makes an OpenAPI 3.1 document. /v1/kvedge/events is left out: whoever tries each route would wait without end."""
+    """Returns an OpenAPI 3.1 document. Omits /v1/kvedge/events: a client that tries every route would wait forever."""
     schemas: dict[str, Any] = {"Error": _error()}
     paths: dict[str, Any] = {}
     for path, (model, what) in _BODIES.items():

@@ -1,8 +1,8 @@
-"""Conversations that wait for their next message: their compressed rows, in memory under a bound, then in a folder.
+"""Keeps conversations that wait for their next message: compressed rows, in memory up to a limit, then in a folder.
 
-One is found again by what was said in it, so that clients which send the whole conversation each time - as the wire
-formats want it - go on from its rows. Its name is the owner's (guarding.Key) and a hash; neither text nor pictures
-are kept.
+The wire formats send the whole conversation with each request. A hash of everything said finds the rows again, so the
+conversation continues from them. A conversation's name is its owner (guarding.Key) and this hash. Texts and pictures
+are not kept.
 """
 
 from __future__ import annotations
@@ -22,41 +22,41 @@ from pykvedge.runtime.snapshot import Snapshot
 
 KIND = "conversations"
 _VERSION = 3
-_HASH = 64  # hexadecimal digits
+_HASH = 64  # length of a hash in hexadecimal digits
 
 
 def said_in(messages: Iterable[Message]) -> list[Any]:
-    """Lists what was said, with hashes in the place of pictures."""
+    """Returns roles, texts and fields of messages, with hashes in place of pictures."""
     return [[m.role, m.text, dict(m.fields), [p.key for p in m.pictures]] for m in messages]
 
 
 def name_of(about: Sequence[str], plan: Plan, values: Mapping[str, Any], said: Sequence[Any], owner: str = "") -> str:
-    """Makes a name that is equal for conversations of an owner whose rows are equal. about: what else decides them."""
+    """Returns a name that is equal for an owner's conversations with equal rows. about: other causes of the rows."""
     text = json.dumps([_VERSION, *about, plan.to_json(), values, said], sort_keys=True, default=str)
     return owner + hashlib.sha256(text.encode()).hexdigest()
 
 
 def is_owned(name: str, owner: str) -> bool:
-    """Tells whether a conversation's name is one of an owner's; those without a key have names without an owner."""
+    """Returns whether a conversation's name belongs to an owner. An empty owner has the names without an owner."""
     return len(name) == len(owner) + _HASH and name.startswith(owner)
 
 
 class Park:
-    """Keeps conversations that were parked; the one used longest ago leaves memory for the folder first.
+    """Keeps parked conversations. When memory is short, the least recently used conversation moves to the folder first.
 
-    Prompts that were read are kept beside them, for whoever asks the same again; only as long as there is memory.
-    Any thread may call it. With the folder, a bound of memory loses nothing but time.
+    Also keeps read prompts for equal requests, only in memory and only while there is room. Any thread may call the
+    methods. With a folder, a small memory costs time only.
     """
 
     def __init__(self, folder: CacheFolder | None, say: Callable[[str], None] | None = None) -> None:
-        """folder: bounded itself; None: what leaves memory is gone. say: called with what goes wrong in it."""
+        """folder: has a size limit; None: conversations that leave memory are lost. say: reports problems."""
         self._folder, self._say = folder, say
         self._held: OrderedDict[str, Snapshot] = OrderedDict()
         self._read: OrderedDict[str, Snapshot] = OrderedDict()
-        self._led_to: dict[str, set[str]] = {}  # names of the conversations that a prompt's answers made
-        self._leaving: OrderedDict[str, Snapshot] = OrderedDict()  # of those in memory, as soon as they are written
+        self._led_to: dict[str, set[str]] = {}  # by prompt, conversations that began with it
+        self._leaving: OrderedDict[str, Snapshot] = OrderedDict()  # conversations to move to the folder
         self._lock = threading.Lock()
-        self.n_bytes = 0  # in memory
+        self.n_bytes = 0  # of all snapshots in memory
 
     def __len__(self) -> int:
         return len(self._held)
@@ -67,13 +67,13 @@ class Park:
 
     @property
     def leaving(self) -> int:
-        """So many conversations wait to be moved to the folder, however much memory there is."""
+        """Returns the number of conversations that must move to the folder, even if there is memory."""
         return len(self._leaving)
 
     def put(self, name: str, parked: Snapshot, prompt: str = "", to_folder: bool = False) -> None:
-        """Keeps a conversation in memory, in place of one of the same name. prompt: name of the one that led to it.
+        """Keeps a conversation in memory; replaces one of the same name. prompt: name of the prompt that it began with.
 
-        to_folder: it is in memory only until `move_leaving` has moved it to the folder, where there is one.
+        to_folder: `move_leaving` moves the conversation to the folder, if there is a folder.
         """
         with self._lock:
             self._drop(name)
@@ -85,7 +85,7 @@ class Park:
                 self._led_to.setdefault(prompt, set()).add(name)
 
     def get(self, name: str) -> Snapshot | None:
-        """Returns a conversation, which stays: its last message may be put in other words."""
+        """Returns a conversation or None. Keeps it: its last message may change."""
         with self._lock:
             if name in self._held:
                 self._held.move_to_end(name)
@@ -97,14 +97,14 @@ class Park:
             return None
 
     def room_for_read(self, n_bytes: int, limit: int) -> bool:
-        """Drops prompts until one of so many bytes fits beside all else into `limit`; False: it never does."""
+        """Drops prompts until n_bytes more fit into `limit`. Returns False if that is not enough."""
         with self._lock:
             while self._read and self.n_bytes + n_bytes > limit:
                 self._drop_read(next(iter(self._read)))
             return self.n_bytes + n_bytes <= limit
 
     def put_read(self, name: str, read: Snapshot) -> None:
-        """Keeps a prompt, in place of one of the same name."""
+        """Keeps a read prompt; replaces one of the same name."""
         with self._lock:
             self._drop_read(name)
             self._read[name] = read
@@ -117,7 +117,7 @@ class Park:
             return self._read.get(name)
 
     def shrink(self, limit: int) -> None:
-        """Makes what is in memory take at most so many bytes."""
+        """Reduces the bytes in memory to at most `limit`: drops prompts, then moves conversations to the folder."""
         while self.n_bytes > max(limit, 0):
             with self._lock:
                 if self._read:
@@ -129,7 +129,7 @@ class Park:
             self._move(name, oldest)
 
     def move_leaving(self) -> None:
-        """Moves to the folder what is to lie there."""
+        """Moves the marked conversations to the folder."""
         while self._leaving:
             with self._lock:
                 first = next(iter(self._leaving.items()), None)
@@ -146,9 +146,9 @@ class Park:
                 self._drop(name)
 
     def listed(self, owner: str = "") -> list[dict[str, Any]]:
-        """Describes the conversations of an owner that wait; of those in the folder their bytes are known.
+        """Returns the parked conversations of an owner. In the folder only their sizes and times are known.
 
-        Without an owner it describes those that have none.
+        Without an owner, returns the conversations without an owner.
         """
         with self._lock:
             held = {name: one for name, one in self._held.items() if is_owned(name, owner)}
@@ -160,7 +160,7 @@ class Park:
         return out
 
     def forget(self, name: str, owner: str = "") -> bool:
-        """Drops an owner's conversation, from the folder too, and the prompts that led to it; False: there is none."""
+        """Removes an owner's conversation, also from the folder, and its prompts. Returns False for an unknown name."""
         if not is_owned(name, owner):
             return False
         with self._lock:
@@ -170,7 +170,7 @@ class Park:
                 self._drop_read(prompt)
         try:
             gone = self._folder is not None and self._folder.remove(KIND, name)
-        except UsageError:  # no name of a conversation
+        except UsageError:  # the name is not the name of a conversation
             gone = False
         return there or gone
 

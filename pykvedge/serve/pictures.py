@@ -1,4 +1,4 @@
-"""Pictures as requests name them: data: URLs; https: and file: only where the server was told to take them."""
+"""Loads the pictures of requests: data: URLs, and https: and file: URLs if the server's options allow them."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from pykvedge.models.documents import PageSize, named, pages
 from pykvedge.models.images import Picture, load_picture
 from pykvedge.serve.fetching import MOST_BYTES
 
-_KNOWN_BYTES = 64 << 20  # of pixels that are kept for the next message
-# a pipe must not be waited for, and nobody puts a link where the file was
+_KNOWN_BYTES = 64 << 20  # bytes of pixels kept for the next message
+# does not wait for a pipe, and does not follow a link that replaced the file
 _OPEN = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_BINARY", 0)
-_ESCAPED = {"%2b": "+", "%2f": "/", "%3d": "="}  # of the letters of base64
+_ESCAPED = {"%2b": "+", "%2f": "/", "%3d": "="}  # letters of base64
 _DATA = re.compile(r"data:(?:image/[\w.+-]{1,40})?(?:;[\w=.+-]{1,80})*;base64,", re.IGNORECASE)
 _PDF = re.compile(r"data:application/(?:x-)?pdf(?:;[\w=.+-]{1,80})*;base64,", re.IGNORECASE)
 _HOW = "a data: URL of a picture is data:image/...;base64, and then the file in base64"
@@ -31,7 +31,7 @@ _HOW = "a data: URL of a picture is data:image/...;base64, and then the file in 
 
 @dataclass(frozen=True)
 class _Loaded:
-    """A picture that was loaded, or the pages of a document. len(): bytes of their pixels."""
+    """A loaded picture, or the pages of a document. len(): bytes of their pixels."""
 
     pictures: tuple[Picture, ...]
 
@@ -41,11 +41,11 @@ class _Loaded:
 
 @dataclass(frozen=True)
 class Sources:
-    """Where pictures may come from besides the request. files: the folder that file: URLs may name files of.
+    """Where pictures may come from. https: allows https: URLs. files: folder that file: URLs may read; None: no file.
 
-    fetched: what https: URLs lead to, by URL. owner: whose request it is, who learns nothing of the pictures of others.
-    page_size: how large pages are drawn. stop: when it is set, nobody waits for them.
-    Clients send the pictures of a conversation with each of its messages: those in data: URLs are unpacked once.
+    fetched: bytes of fetched https: URLs, by URL. owner: of the request; an owner cannot find the pictures of others.
+    page_size: size of drawn pages. stop: when set, stops the drawing. Clients send all pictures of a conversation with
+    each message, so a cache decodes every data: URL once.
     """
 
     https: bool = False
@@ -57,13 +57,13 @@ class Sources:
     _known: ByteCache[_Loaded] = field(default_factory=lambda: ByteCache(_KNOWN_BYTES), repr=False, compare=False)
 
     def load(self, url: str, name: str) -> Picture:
-        """Loads a picture. Raises RequestError for a URL that is not taken, ImageError for what is no picture."""
+        """Loads a picture. Raises RequestError for a URL that is not allowed, ImageError for an invalid picture."""
         picture = self._load(url, name)
-        _ = picture.key  # which takes time, here where there is time
+        _ = picture.key  # computes the hash now, because it takes time
         return picture
 
     def pages(self, url: str, filename: str, most: int) -> Iterator[Picture]:
-        """Draws the pages of a PDF, or those that the name of the file says (report.pdf[3-7]), and at most so many.
+        """Draws pages of a PDF, at most `most`. filename: selects pages, as in report.pdf[3-7].
 
         Raises ImageError, UsageError, CancelledError.
         """
@@ -76,7 +76,7 @@ class Sources:
         data = _decoded(url, _PDF, "a file's data: URL is data:application/pdf;base64, and then a PDF in base64")
         for picture in pages(data, chosen, self.page_size, name=place.name[:100], most=most, stop=self.stop):
             drawn.append(picture)
-            _ = picture.key  # which takes time, here where there is time
+            _ = picture.key  # computes the hash now, because it takes time
             yield picture
         self._known.put(name, _Loaded(tuple(drawn)))
 
@@ -93,11 +93,11 @@ class Sources:
         raise RequestError(400, f"{name}: this server takes pictures as {taken}", "invalid_image", "messages")
 
     def is_elsewhere(self, url: str) -> bool:
-        """Tells whether a picture must be fetched before it is loaded."""
+        """Returns whether a picture must be fetched before it can be loaded."""
         return self.https and url[:6].lower() == "https:"
 
     def knows(self, url: str) -> bool:
-        """Tells whether loading this picture takes next to no time."""
+        """Returns whether loading a picture is fast, because its pixels are cached."""
         return url[:5].lower() == "data:" and self._known.get(self._name_of(url)) is not None
 
     def _data(self, url: str, name: str) -> Picture:
@@ -112,7 +112,7 @@ class Sources:
 
 
 def _decoded(url: str, form: re.Pattern[str], how: str) -> bytes:
-    """form: the beginning of the URL. how: said of another one."""
+    """Returns the bytes of a data: URL. form: pattern of its beginning. how: error text for another beginning."""
     head = form.match(url[:512])
     if head is None:
         raise ImageError(how)

@@ -1,4 +1,4 @@
-"""Before a job gets a slot its conversation is looked up, its prompt cut into tokens, and its images are encoded."""
+"""Prepares jobs for a slot: finds the earlier conversation, cuts the prompt into tokens, and encodes images."""
 
 from __future__ import annotations
 
@@ -35,18 +35,17 @@ from pykvedge.serve.job import Job, Limits, Request, Step
 from pykvedge.serve.parked import Park, name_of, said_in
 from pykvedge.system.guard import undoing
 
-_QUICK_TEXT = 100_000  # bytes of text that are looked up at once
-_PART = 1 << 14  # characters
-_TOKEN = 16  # bytes of text for each token that a conversation holds, at most
+_QUICK_TEXT = 100_000  # bytes: shorter texts are looked up at once
+_PART = 1 << 14  # characters per part
+_TOKEN = 16  # most bytes of text per token of the context
 
 
 @dataclass
 class Work:
-    """A job whose prompt is cut and whose images are encoded.
+    """A prepared job: its prompt is cut and its images are encoded.
 
-    before: the conversation that it goes on from, or, with logits, the same prompt, read for somebody else. need: bytes
-    of keys and values that it takes at most; room: tokens that the answer may have within them. replays: whether its
-    plan goes by a second pass over prompts; again: that over this one.
+    before: the conversation to continue; with logits: an equal prompt that was read before. need: most bytes of keys
+    and values. room: most tokens of the answer. replays: whether the plan has a second pass. again: its chunks.
     """
 
     job: Job
@@ -64,10 +63,10 @@ class Work:
 
 
 class Preparer:
-    """Prepares jobs. Several threads may call."""
+    """Prepares jobs. Any thread may call the methods."""
 
     def __init__(self, loan: Loan, park: Park, limits: Limits) -> None:
-        """Raises ModelError for a chat template that cannot be read."""
+        """Raises ModelError for an unreadable chat template."""
         self._share = limits.share_prompts
         self._model, self._park, self._limits, self._threads = loan.model, park, limits, loan.threads
         self.vision = Vision(loan.encoder, loan.caches.images) if loan.encoder is not None else None
@@ -79,15 +78,16 @@ class Preparer:
         self._about = [libkvedge.version(), self.model_name, encoder, limits.storage.key, *keeps]
         element = KvType.parse(limits.kv_type).plain.bytes_per_value
         self.bytes_per_token = int(ModelShape.of(loan.model.header).kv_per_token(element))
-        self.bytes_per_answered = self.bytes_per_token * (2 if limits.exact else 1)  # in whole rows as well
+        self.bytes_per_answered = self.bytes_per_token * (2 if limits.exact else 1)  # whole rows too
 
     def warm(self) -> None:
-        """Prepares the vocabulary for answers that follow a grammar: a second where it has 100,000 tokens."""
-        with suppress(KvedgeError):  # said again to whoever asks for a grammar
+        """Prepares the vocabulary for grammars ahead of time. 100,000 tokens take a second."""
+        with suppress(KvedgeError):  # a request with a grammar raises this error again
             self._model.table()
 
     def prepare(self, job: Job) -> Work:
-        """Raises ContextError, RequestError, ImageError, UsageError, ModelError, GrammarError, CancelledError."""
+        """Prepares a job. Raises ContextError, RequestError, ImageError, UsageError, ModelError, GrammarError,
+        CancelledError."""
         request = job.request
         self._check(request)
         if (there := self._there(job)) is not None:
@@ -96,7 +96,7 @@ class Preparer:
         pieces = self._pieces(job, parked)
         job.forget_messages()
         with undoing(lambda: self.release(pieces)):
-            if request.plan.pruner == "none":  # else there are fewer tokens once images are encoded
+            if request.plan.pruner == "none":  # a pruner reduces the tokens only after encoding
                 self._room(parked, sum(piece.n_tokens for piece in pieces))
             self._encode(job, pieces)
             job.report.tokens.add(pieces)
@@ -107,20 +107,20 @@ class Preparer:
             return self._fitting(Work(job, pieces, self._generation(job), parked))
 
     def at_once(self, job: Job) -> Work | None:
-        """Prepares a job that takes next to no time, in any thread: its prompt was read. Raises what `prepare` does."""
+        """Prepares a job whose prompt was read before, or returns None. Fast. Raises the errors of `prepare`."""
         request = job.request
         if request.count_only or request.sampling.constrained:
             return None
         return self._there(job) if request.n_text <= _QUICK_TEXT else None
 
     def measured(self, request: Request) -> Request:
-        """Notes how much text there is, before a template or a tokeniser has it.
+        """Returns the request with the bytes of its text, before a template or a tokenizer reads the text.
 
-        Raises ContextError for more than a conversation holds.
+        Raises ContextError for more text than a conversation holds.
         """
         prompt = request.prompt.parts if request.prompt is not None else ()
         said = [[message.text, message.fields] for message in request.messages]
-        given = texts([request.values, prompt, said])  # that a chat template may write
+        given = texts([request.values, prompt, said])  # texts that a chat template may write
         n, n_ctx = sum(len(text.encode("utf-8", "replace")) for text in given), self._limits.n_ctx
         if n > 4 * n_ctx and n > (most := n_ctx * self._longest):
             raise _too_long(f"{n} bytes of text", -(-n * n_ctx // most), n_ctx, f" tokens, at most {most} bytes")
@@ -129,9 +129,9 @@ class Preparer:
         return replace(request, n_text=n)
 
     def _at_least(self, request: Request, enough: int) -> int:
-        """Counts tokens of what was said, part by part, until there are enough; 0 where there are less.
+        """Counts the text's tokens part by part. Returns the count once it exceeds `enough`, else 0.
 
-        Where a text is parted there may be a token more than in the whole of it: `enough` leaves room for them.
+        Each cut may add a token to the count, so `enough` must include a margin.
         """
         parts = request.prompt.parts if request.prompt is not None else ()
         text, n = "\n".join([part for part in parts if isinstance(part, str)] + [m.text for m in request.messages]), 0
@@ -171,7 +171,7 @@ class Preparer:
         return Generation(self._model, request.sampling, job.report, begun, shown)
 
     def count(self, job: Job) -> None:
-        """Puts into the report how many tokens the prompt has. Raises ImageError, UsageError, ModelError."""
+        """Writes the number of prompt tokens into the report. Raises ImageError, UsageError, ModelError."""
         self._check(job.request)
         pieces = self._pieces(job, None)
         job.forget_messages()
@@ -179,7 +179,7 @@ class Preparer:
         self.release(pieces)
 
     def written(self, request: Request) -> str:
-        """Writes the prompt that a conversation becomes, without the token that the tokeniser puts before it.
+        """Returns the prompt text of a conversation, without the BOS token that the tokenizer adds.
 
         Raises UsageError, ModelError.
         """
@@ -188,14 +188,14 @@ class Preparer:
         return text.removeprefix(self._model.special_text("bos")) if self._model.adds_bos else text
 
     def template_can(self) -> dict[str, bool]:
-        """Tells what the chat template knows, under llama-server's names."""
+        """Returns what the chat template supports, under llama-server's names."""
         source = self._model.chat_template() or ""
         with self.composing:
             calls = self.composer.knows_calls
         return {
             "supports_string_content": True,
-            "supports_typed_content": False,  # which is put into text before a template has it
-            "supports_system_role": True,  # or its text opens the first message
+            "supports_typed_content": False,  # typed content becomes text before the template
+            "supports_system_role": True,  # without support its text begins the first message
             "supports_tools": "tools" in source,
             "supports_tool_calls": calls,
             "supports_parallel_tool_calls": calls,
@@ -212,12 +212,12 @@ class Preparer:
         return [*said, *said_in([Message("assistant", job.begun + job.report.text)])]
 
     def remember(self, job: Job) -> None:
-        """Notes what was said, so that the conversation is known where pictures of it were left out."""
+        """Remembers a conversation's messages, to recognise it when its pictures are left out."""
         if self._limits.keep is not None and not self._limits.exact:
             self._known.add(self.name_after(job), self._frame(job.request), self._said_after(job))
 
     def release(self, pieces: list[Piece]) -> None:
-        """Frees what the image encoder holds of the pieces."""
+        """Frees the encoder's data of the pieces."""
         if self.vision is not None:
             self.vision.release(pieces)
 
@@ -231,7 +231,7 @@ class Preparer:
                 check_places(message.text, len(message.pictures))
 
     def _find(self, job: Job) -> Snapshot | None:
-        """Finds the conversation that this one goes on from by one message of the user's. Raises RequestError."""
+        """Returns the parked conversation that the last user message continues, or None. Raises RequestError."""
         request, said = job.request, job.request.messages
         goes_on = [m.role for m in said[-3:]] == ["user", "assistant", "user"] and not said[-2].fields
         found = self._park.get(self._name(request, job.said[:-1], request.owner)) if goes_on else None
@@ -251,7 +251,7 @@ class Preparer:
         return found
 
     def _find_edited(self, job: Job) -> Snapshot | None:
-        """Finds the conversation that this one was before pictures were left out, and notes which."""
+        """Returns the conversation before pictures were left out, or None. Records which pictures were left out."""
         request, said, owner = job.request, job.said[:-1], job.request.owner
         name = self._name(request, said, owner, edited=True)
         known = [(name, list[bool]()), *self._known.find(self._frame(request), said)]
@@ -303,7 +303,7 @@ class Preparer:
         return work
 
     def _fit(self, work: Work) -> None:
-        """Checks that the prompt fits into a context and into memory, and says what of both the answer may take."""
+        """Sets the answer's limits. Raises ContextError or RequestError for a prompt above context or memory."""
         limits, n = self._limits, work.n_tokens
         plan = work.job.request.plan
         before = work.before
@@ -312,7 +312,7 @@ class Preparer:
         if before is None:
             check_protection(plan, n)
         room = self._room(before, work.n_tokens)
-        beside = native_plan.plan_budget(plan, there + n) if limits.keep is not None else 0  # of all rows, which stay
+        beside = native_plan.plan_budget(plan, there + n) if limits.keep is not None else 0  # beside whole rows
         prompt = kept + (n + beside) * self.bytes_per_token
         if prompt + self.bytes_per_token > limits.memory:
             raise RequestError(
@@ -331,7 +331,7 @@ class Preparer:
         work.need = prompt + max(answer * self.bytes_per_answered, chunk * self.bytes_per_token)
 
     def _room(self, before: Snapshot | None, n: int) -> int:
-        """Tells how many tokens a conversation has room for behind a prompt of n. Raises ContextError for none."""
+        """Returns how many tokens fit behind a prompt of n tokens. Raises ContextError if none."""
         there, n_ctx = before.n_cells if before is not None else 0, self._limits.n_ctx
         n += len(before.unread) if before is not None else 0
         if there + n < n_ctx:
@@ -340,7 +340,7 @@ class Preparer:
         raise _too_long(f"{n} tokens{after}", there + n, n_ctx)
 
     def _second_pass(self, work: Work) -> list[Part]:
-        """Cuts the pass into chunks; none where the budget covers what is pending. Raises ContextError, UsageError."""
+        """Returns the second pass's chunks; none if not needed. Raises ContextError, UsageError, RequestError."""
         if why := self.why_no_replay():
             raise UsageError(f"method '{work.job.request.plan.method}' goes by a second pass over the prompt: {why}")
         plan, before = work.job.request.plan, work.before or Snapshot(b"", 0, 0)
@@ -358,7 +358,7 @@ class Preparer:
             raise RequestError(413, f"{error}; or start the server with a larger --memory", "too_large") from None
 
     def why_no_replay(self) -> str:
-        """Says why no prompt can be read a second time; empty where it can."""
+        """Returns why the model cannot read a prompt a second time, or an empty string."""
         if self._model.recurrent:
             return f"{self._model.path.name} has recurrent layers, which cannot take it back"
         return ""
@@ -374,12 +374,12 @@ def _forgotten(at: Snapshot) -> int:
 
 
 def unknown_conversation(why: str) -> RequestError:
-    """Makes the error for pictures that cannot be demoted."""
+    """Returns the error for pictures that cannot be demoted."""
     return RequestError(409, f"kvedge.edited: {why}; leave it out to have all read", "unknown_conversation", "kvedge")
 
 
 def _said(request: Request) -> list[Any]:
-    """Lists what was said, with hashes in the place of pictures."""
+    """Returns what the request says, with hashes in place of pictures."""
     if request.prompt is None:
         return said_in(request.messages)
     return [["", list(request.prompt.parts), {}, [picture.key for picture in request.pictures]]]

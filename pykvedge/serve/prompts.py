@@ -1,7 +1,7 @@
-"""Answers to prompts that no chat template is put around: POST /completion, as llama-server has it, and
-POST /v1/completions, as OpenAI's older interface has it.
+"""Answers bare prompts, without a chat template: POST /completion in llama-server's form, and POST /v1/completions in
+the form of OpenAI's older interface.
 
-Whoever writes such a prompt is the template: special tokens that are written out in it are read as such.
+Special tokens that are written in a bare prompt are read as special tokens.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from pykvedge.serve.service import Service
 from pykvedge.serve.waiting import Waiting
 from pykvedge.serve.wire import MOST_PARTS, Limit, Prompted, Sampled, Wire
 
-MOST_PROMPTS = 64  # of a request
+MOST_PROMPTS = 64  # per request
 
 _Parts = Annotated[list[str | int], Field(min_length=1)]
 
 
 class PromptObject(Wire):
-    """A prompt with pictures: the media marker of /props in the text for each, and their files as base64."""
+    """A prompt with pictures: text with one media marker of /props per picture, and the files as base64."""
 
     prompt_string: str | _Parts
     multimodal_data: Annotated[list[str], Field(max_length=MOST_PARTS)] | None = None
@@ -47,7 +47,7 @@ class _PromptRequest(Sampled):
     prompt: _Prompt
 
     def prompts(self) -> list[str | PromptObject | list[str | int]]:
-        """Lists the prompts: a list that has a number in it is one prompt. Raises RequestError."""
+        """Returns the prompts. A list that contains a number is one prompt. Raises RequestError."""
         given = self.prompt
         if not isinstance(given, list):
             return [given]
@@ -61,7 +61,7 @@ class _PromptRequest(Sampled):
         return given  # type: ignore[return-value]
 
     def cut(self, **changes: Any) -> list[Prompted]:
-        """Makes a request of each prompt. Raises RequestError."""
+        """Returns one request per prompt. Raises RequestError."""
         same = {name: getattr(self, name) for name in Sampled.model_fields if name != "logit_bias"}
         out = []
         for one in self.prompts():
@@ -77,7 +77,7 @@ class _PromptRequest(Sampled):
 
 
 class LlamaRequest(_PromptRequest):
-    """The body of POST /completion and /completions."""
+    """The body of POST /completion and POST /completions."""
 
     n_predict: Limit | None = None
     n_cmpl: Annotated[int, Field(ge=1, le=8)] | None = None
@@ -90,7 +90,7 @@ class LlamaRequest(_PromptRequest):
     logit_bias: dict[str, float] | list[tuple[str | int, float | bool]] | None = None  # type: ignore[assignment]
 
     def biases(self, ends: list[int]) -> dict[str, float] | None:
-        """Returns the biases by token, as text; false forbids a token. ends: tokens that end an answer."""
+        """Returns the bias of each token, by text; false forbids a token. ends: tokens that end an answer."""
         given = self.logit_bias if isinstance(self.logit_bias, dict) else dict(self.logit_bias or [])
         out = {str(token): -math.inf if bias is False else float(bias) for token, bias in given.items()}
         out |= dict.fromkeys(map(str, ends), -math.inf) if self.ignore_eos else {}
@@ -114,7 +114,7 @@ async def llama(service: Service, http: HttpRequest, given: LlamaRequest) -> Res
 
 
 class _Llama:
-    """Writes answers as llama-server does."""
+    """Writes answers in llama-server's form."""
 
     def __init__(self, service: Service, given: LlamaRequest, prompts: list[Prompted], waiting: Waiting) -> None:
         self._service, self._given, self._prompts, self._waiting = service, given, prompts, waiting
@@ -148,7 +148,7 @@ class _Llama:
         return out
 
     def whole(self, number: int, report: Report) -> dict[str, Any]:
-        """Makes the object of an answer that is complete; in a stream its text was told before."""
+        """Returns the object of a complete answer. In a stream it has no text, because the text was sent before."""
         job, given, n_read = self._waiting.jobs[number], self._given, report.tokens.prompt + report.tokens.reused
         stops = {"end": "eos", "stop": "word"}
         chosen_by = sampling_settings(job.request.sampling, self._service.defaults.room)
@@ -168,7 +168,7 @@ class _Llama:
         return _chosen(out, given.response_fields) if given.response_fields else out
 
     def _written(self, given: Prompted) -> str:
-        """Writes a prompt as text, with the token that the tokeniser puts before it."""
+        """Returns a prompt as text, with the BOS token that the tokenizer adds."""
         model = self._service.scheduler.loan.model
         begins = model.special_text("bos") if model.adds_bos and isinstance(given.prompt[0], str) else ""
         return begins + "".join(part if isinstance(part, str) else model.text([part]) for part in given.prompt)
@@ -183,7 +183,7 @@ def _numbered(token: Token | Alternative) -> dict[str, Any]:
 
 
 def _chosen(answer: dict[str, Any], fields: list[str]) -> dict[str, Any]:
-    """Takes fields of an answer that are there; a/b: field b in field a, under that name."""
+    """Returns the selected fields of an answer that exist. a/b: field b of field a, under the name a/b."""
     out = {}
     for name in fields:
         inside: Any = answer
@@ -261,7 +261,7 @@ def _choice(
 
 
 def _logprobs(tokens: Sequence[Token] | None, begin: int) -> dict[str, Any] | None:
-    """Writes what is known of tokens. begin: so many characters of the answer are before them."""
+    """Returns the logprobs of tokens. begin: number of the answer's characters before them."""
     if tokens is None:
         return None
     offsets = list(itertools.accumulate((len(token.text) for token in tokens), initial=begin))

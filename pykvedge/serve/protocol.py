@@ -1,6 +1,5 @@
-"""HTTP as the server reads it: uvicorn's protocol over httptools, with bounds on what a request may send beside its
-body, on how long its headers may take, and on connections that wait for their client. httptools has none, and keeps
-what it is sent.
+"""Adds limits to uvicorn's HTTP protocol over httptools, which has no limits and stores everything that it receives: on
+the bytes of a request beside its body, on the time of its headers, and on waiting connections.
 """
 
 from __future__ import annotations
@@ -14,23 +13,23 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from pykvedge.errors import RequestError
 from pykvedge.serve import errors
 
-HEAD = 64 << 10  # bytes of a request's line and headers
-HEAD_S = 60.0  # until they are complete, from the connection or the request's first byte on
-WAITING = 256  # connections without a complete request: beyond, the one that waits longest is closed
-CONNECTIONS = 512 + WAITING  # of all
-_LINGER_S = 2.0  # for the client to read why it is refused
-_FRAME = 8  # bytes around a chunk, of which each has a byte of the body at least
+HEAD = 64 << 10  # most bytes of a request's line and headers
+HEAD_S = 60.0  # seconds for complete headers, from the connection or the request's first byte on
+WAITING = 256  # most connections without a complete request; beyond, the connection that waits longest is closed
+CONNECTIONS = 512 + WAITING  # most connections
+_LINGER_S = 2.0  # seconds for the client to read the refusal
+_FRAME = 8  # bytes around a chunk; every chunk has at least one byte of the body
 
 
 class Protocol(HttpToolsProtocol):
-    """Answers 400 and hangs up where the line, the headers, or what stands around chunks takes more than HEAD bytes,
-    and hangs up where they take more than HEAD_S seconds.
+    """Answers 400 and closes a connection whose line, headers, or chunk framing exceed HEAD bytes; closes a connection
+    whose headers take more than HEAD_S seconds.
 
-    waiting: the connections whose request has not come completely, or whose client is idle, in the order in which they
-    began to wait. Where there are more than WAITING, the first is closed: whoever sends a complete request gets in.
+    waiting: connections without a complete request, or with an idle client, in the order of waiting. Beyond WAITING the
+    first connection is closed, so a client that sends a complete request is always served.
     """
 
-    _beside = 0  # bytes of this request that were not its body, less what frames its chunks
+    _beside = 0  # bytes of this request outside its body, minus an allowance for chunk framing
     _alarm: asyncio.TimerHandle | None = None
     _refused = False
 
@@ -56,7 +55,7 @@ class Protocol(HttpToolsProtocol):
         super().on_message_begin()
 
     def on_headers_complete(self) -> None:
-        """Hands the request on. Its body may still be on the way."""
+        """Passes the request on. Its body may still be on the way."""
         self._came()
         if self in self._waiting:
             self._stand_in_line()
@@ -76,7 +75,7 @@ class Protocol(HttpToolsProtocol):
         super().on_body(body)
 
     def data_received(self, data: bytes) -> None:
-        """Takes what the client sent. A request that begins in these bytes does not answer for those before it."""
+        """Takes bytes from the client. A request that begins in these bytes resets the count of bytes."""
         if self._refused:
             return
         self._beside += len(data)
@@ -85,8 +84,8 @@ class Protocol(HttpToolsProtocol):
             self.send_400_response(f"a request may send {HEAD >> 10} KiB beside its body")
 
     def send_400_response(self, msg: str) -> None:
-        """Refuses what is no request, and passes over what else comes: a connection that is closed on it is reset, and
-        the answer lost.
+        """Refuses an invalid request, and ignores further bytes: closing at once would reset the connection, and the
+        client would lose the answer.
         """
         self._came()
         self._refused = True

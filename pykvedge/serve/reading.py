@@ -1,7 +1,7 @@
-"""An answer is read while it is written: what of it is text, what is reasoning, and what calls a tool.
+"""Parses an answer while it is written, into text, reasoning and tool calls.
 
-With a dialect (models/dialect.py) llama.cpp's parser reads it. A model that was told of tools in words, or made to call
-one by a schema, writes JSON (serve/tools.py). Other answers are text.
+A dialect's answer (models/dialect.py) goes through llama.cpp's parser. A model that learns of tools from the system
+prompt, or whose call is forced by a schema, writes JSON (serve/tools.py). Other answers are text.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from pykvedge.serve import tools as calling
 from pykvedge.serve.asking import text_of
 from pykvedge.serve.wire import ChatRequest
 
-_REST = 4  # reading an answer again takes at most a fifth of the time
-LONG = 20_000  # characters, which take some milliseconds
+_REST = 4  # after parsing, the parser rests four times as long
+LONG = 20_000  # characters whose parsing takes some milliseconds
 _FENCE = "```"
 _MARKS = ("<tool_call>", _FENCE)
 _BEGINS = re.compile("|".join(_MARKS))
@@ -30,9 +30,9 @@ _FENCE_BEGUN = re.compile(r"```(?:j|js|jso|json)?\s*")
 
 @dataclass(frozen=True)
 class Delta:
-    """What an answer goes on with: reasoning, text, or the next part of the arguments of a call.
+    """The next part of an answer: reasoning, text, or a part of a tool call's arguments.
 
-    call: its number from 0 on; -1: none. id and name come with its first part alone.
+    call: number of the tool call, from 0 on; -1: no call. Only the first part of a call has id and name.
     """
 
     text: str = ""
@@ -44,10 +44,9 @@ class Delta:
 
 
 class Reading:
-    """Takes an answer text by text; this one is of an answer that is text.
+    """Parses an answer piece by piece. This base class treats the whole answer as text.
 
-    said: what was told so far, by all deltas together; its calls have their ids. is_long: taking more text takes a time
-    that others notice.
+    said: sum of all deltas so far; its calls have ids. is_long: the next parsing may block the event loop noticeably.
     """
 
     is_long = False
@@ -56,12 +55,12 @@ class Reading:
         self.said = Said()
 
     def feed(self, text: str) -> list[Delta]:
-        """Takes the text that comes next."""
+        """Takes the next piece of text. Returns what became certain."""
         self.said = replace(self.said, text=self.said.text + text)
         return [Delta(text)]
 
     def finish(self, text: str = "") -> list[Delta]:
-        """Takes the last text. Raises RequestError where a call was told that turns out to be none."""
+        """Takes the last piece of text. Returns the rest. Raises RequestError if a call that was begun is invalid."""
         return self.feed(text) if text else []
 
 
@@ -74,10 +73,10 @@ def reading(given: ChatRequest, dialect: Dialect | None) -> Reading:
 
 
 class Parsed(Reading):
-    """An answer in a dialect. It is read anew from its beginning with what is added, as llama.cpp's parser wants it."""
+    """Parses an answer in a dialect. llama.cpp's parser reads the whole answer again with each piece."""
 
     def __init__(self, dialect: Dialect, begun: str = "", clock: Callable[[], float] = time.perf_counter) -> None:
-        """begun: the answer goes on with this text, which is not told."""
+        """begun: beginning of the answer from the request, which is not part of the deltas."""
         super().__init__()
         self._dialect, self._clock, self._text = dialect, clock, begun
         self._due = 0.0
@@ -107,10 +106,10 @@ class Parsed(Reading):
         return self._told(self._without(found), whole=True)
 
     def _unread(self) -> Said:
-        """Makes text of what the dialect does not allow, behind what could be read: nothing is lost."""
+        """Returns an answer that breaks the dialect: its longest valid beginning, and the rest as text."""
         text, found = self._text, Said()
         fits, fails = 0, len(text)
-        while fails - fits > 1:  # the longest beginning that can be read
+        while fails - fits > 1:  # binary search for the longest valid beginning
             middle = (fits + fails) // 2
             said = self._dialect.read(text[:middle])
             if said is None:
@@ -126,7 +125,7 @@ class Parsed(Reading):
         return Said(found.text.removeprefix(before.text), found.reasoning.removeprefix(before.reasoning), found.calls)
 
     def _told(self, found: Said, whole: bool) -> list[Delta]:
-        """Tells what is new. A part that is not what was told with more behind it waits for the next time."""
+        """Returns deltas for new parts. A part that contradicts earlier deltas waits. whole: the answer is complete."""
         deltas = []
         reasoning, text = _added(self.said.reasoning, found.reasoning), _added(self.said.text, found.text)
         if reasoning:
@@ -137,7 +136,7 @@ class Parsed(Reading):
         for i, call in enumerate(found.calls):
             if i == len(calls):
                 if not call.name or not (call.arguments or whole or i + 1 < len(found.calls)):
-                    break  # its name may go on
+                    break  # the name may be incomplete
                 calls.append(Call(call.name, "", call.id or new_id()))
                 deltas.append(Delta(call=i, id=calls[i].id, name=call.name))
             if arguments := _added(calls[i].arguments, call.arguments):
@@ -150,7 +149,7 @@ class Parsed(Reading):
 
 
 class Told(Reading):
-    """An answer that may hold calls as JSON. Text is told at once, but for what may be a call until that is known."""
+    """Parses an answer with calls as JSON. Holds back text that may be a call until that is decided."""
 
     def __init__(self, names: set[str]) -> None:
         """names: of the tools."""
@@ -186,7 +185,7 @@ class Told(Reading):
         return deltas
 
     def _step(self, over: bool) -> tuple[int, list[Call]]:
-        """So many characters of what waits are known to be text, or the calls that are returned; 0: it is not known."""
+        """Returns a number of waiting characters, and the calls in them; no calls: they are text. 0: undecided."""
         waits = self._waits
         mark = _BEGINS.search(waits)
         if mark is None:
@@ -217,7 +216,7 @@ class Told(Reading):
 
 
 def new_id() -> str:
-    """Makes the name of a call, by which its result is told."""
+    """Returns a new id of a tool call. The result of the call will name this id."""
     return f"call_{secrets.token_hex(12)}"
 
 
@@ -226,7 +225,7 @@ def _added(told: str, found: str) -> str:
 
 
 def _agree(told: Said, found: Said) -> bool:
-    """Tells whether what was told is what the answer says, but for blanks at the end of a text."""
+    """Returns whether all deltas together equal the parsed answer, except blanks at the end of a text."""
     texts = ((told.text, found.text), (told.reasoning, found.reasoning))
     if not all(one == other or one.rstrip() == other.rstrip() for one, other in texts):
         return False

@@ -1,4 +1,4 @@
-"""POST /v1/responses: OpenAI's newer wire format, as a translation of chat completions."""
+"""Answers POST /v1/responses: translates OpenAI's newer wire format to chat completions and back."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from pykvedge.serve.wire import ChatRequest, Object, RefusalPart, Wire
 
 
 class InputText(Wire):
-    """Text; `output_text` is what an answer's is called."""
+    """Text. The text of an answer has type `output_text`."""
 
     type: Literal["input_text", "output_text", "text"]
     text: str
@@ -56,7 +56,7 @@ class MessageItem(Wire):
 
 
 class CallItem(Wire):
-    """A call that the assistant made; arguments are JSON as text."""
+    """A tool call of the assistant. arguments: JSON as text."""
 
     type: Literal["function_call"]
     call_id: str
@@ -65,7 +65,7 @@ class CallItem(Wire):
 
 
 class CallOutputItem(Wire):
-    """What a call gave."""
+    """The result of a tool call."""
 
     type: Literal["function_call_output"]
     call_id: str
@@ -78,7 +78,7 @@ class ReasoningText(Wire):
 
 
 class ReasoningItem(Wire):
-    """What the assistant thought before what comes next."""
+    """The assistant's thinking before the next item."""
 
     type: Literal["reasoning"]
     content: Annotated[list[ReasoningText], Field(max_length=wire.MOST_PARTS)] | None = None
@@ -94,7 +94,7 @@ _Item = Annotated[
 
 
 class ResponsesTool(Wire):
-    """A function that the model may ask for; parameters: a JSON schema. Others would run where nobody runs them."""
+    """A function that the model may call. parameters: a JSON schema. Other types of tools are refused."""
 
     type: Literal["function"]
     name: str
@@ -103,7 +103,7 @@ class ResponsesTool(Wire):
 
 
 class ChosenTool(Wire):
-    """The one tool that must be called."""
+    """The tool that must be called."""
 
     type: Literal["function"]
     name: str
@@ -154,7 +154,7 @@ def _of_responses(given: ResponsesRequest) -> ChatRequest:
             thought += "\n".join(part.text for part in item.content or [])
             continue
         turn, before = _said(item), said[-1] if said else {}
-        if "tool_calls" in turn and before.get("role") == "assistant":  # of one answer
+        if "tool_calls" in turn and before.get("role") == "assistant":  # both are parts of one answer
             before["tool_calls"] = [*before.get("tool_calls", []), *turn["tool_calls"]]
             continue
         if turn["role"] == "assistant" and thought:
@@ -270,7 +270,7 @@ async def _response_events(service: Service, chat: ChatRequest, waiting: Waiting
 
 
 class _Items:
-    """The items of a response as events: each is added, goes on, and is done before the next. done: those that are."""
+    """Writes a response's items as events: each is added, continued, and done before the next. done: done items."""
 
     def __init__(self) -> None:
         self.done: list[Object] = []
@@ -278,12 +278,12 @@ class _Items:
         self._call, self._text = Call("", ""), ""
 
     def event(self, kind: str, **fields: Any) -> str:
-        """Writes an event with its number."""
+        """Returns an event with its sequence number."""
         self._count += 1
         return wire.event_line(kind, sequence_number=self._count - 1, **fields)
 
     def written(self, delta: Delta) -> str:
-        """Writes what an answer goes on with."""
+        """Returns the events for the next part of an answer."""
         what = "thinking" if delta.reasoning else f"call {delta.call}" if delta.call >= 0 else "message"
         lines = ""
         if what != self._open:
@@ -305,7 +305,7 @@ class _Items:
         return lines + self.event("response.function_call_arguments.delta", **self._where, delta=more)
 
     def end(self) -> str:
-        """Ends the last item; a response has one at least."""
+        """Returns the events for the end of the last item. A response has at least one item."""
         lines = "" if self._open else self.written(Delta())
         return lines + self._ended()
 

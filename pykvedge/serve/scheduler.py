@@ -1,4 +1,4 @@
-"""The Scheduler answers jobs side by side: all conversations lie in one context, and are decoded in common batches."""
+"""Schedules jobs: all conversations share one context, and decode in common batches."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ from pykvedge.serve.job import Done, Event, Failed, Job, Limits, Request
 from pykvedge.serve.parked import Park
 from pykvedge.serve.preparing import Preparer, Work
 
-_LAST_S = 60.0  # for what was given up to come to its end
-_MOST_PIXEL_BYTES = 512 << 20  # of pictures that wait, unless it is one request alone
-_LOOK_S = 0.2  # between two looks at jobs that were given up while nothing else happens
+_LAST_S = 60.0  # seconds for cancelled jobs to end
+_MOST_PIXEL_BYTES = 512 << 20  # bytes of pixels in waiting requests; a single request may have more
+_LOOK_S = 0.2  # seconds between two checks for cancelled jobs while nothing else happens
 
 
 class Counts:
-    """Sums over all jobs that have ended. Any thread may add."""
+    """Sums over all ended jobs. Any thread may add."""
 
     def __init__(self) -> None:
         self.finished, self.sums = Counter[str](), Counter[str]()
         self._lock = threading.Lock()
 
     def ended(self, how: str, job: Job) -> None:
-        """Adds a job that has ended in this way."""
+        """Adds an ended job. how: its kind of end."""
         tokens, kv = job.report.tokens, job.report.kv
-        read = job.report.time.prefill_s > 0 or job.first_token_s is not None  # and not given up before
+        read = job.report.time.prefill_s > 0 or job.first_token_s is not None  # false: cancelled or failed before that
         kinds = ("prompt", "image", "pruned", "reused", "generated") if read else ()
         sums: dict[str, Any] = {f"{kind}_tokens": getattr(tokens, kind) for kind in kinds}
         sums |= {"compressions": kv.kept_of_them < kv.compressed_tokens, "kv_full_bytes": kv.full_bytes}
@@ -47,13 +47,13 @@ class Counts:
 
 
 class Scheduler:
-    """Give it requests from any thread. Close it when done."""
+    """Runs the requests of a server. Any thread may submit requests. Close the scheduler when done."""
 
     def __init__(self, model: LoadedModel, limits: Limits, park: Park) -> None:
-        """Raises OutOfMemoryError, ModelError, and what making a context raises."""
+        """Raises OutOfMemoryError, ModelError, UnsupportedError, and the errors of making a context."""
         self.limits, self.park, self.counts = limits, park, Counts()
-        self.loan = model.lend()  # the model, and what is shared with other sessions
-        self.stopping = False  # it takes no more requests
+        self.loan = model.lend()  # the model, and caches shared with other sessions
+        self.stopping = False  # whether new requests are refused
         with ExitStack() as undo:
             undo.callback(self.loan.give_back)
             if limits.drafts:
@@ -67,19 +67,20 @@ class Scheduler:
             driver.take_over(make_plan("full"), keep=limits.keep, or_full=True)
             self._decoder = Decoder(driver, self.preparer, park, limits)
             undo.pop_all()
-        # one lock, and a condition for each thread: whoever has nothing to do is not woken
+        # one lock with a condition per kind of thread, so that idle threads are not woken
         lock = threading.RLock()
         self._changed, self._to_shrink = threading.Condition(lock), threading.Condition(lock)
         self._to_prepare = {pictures: threading.Condition(lock) for pictures in (False, True)}
         self._asked: deque[Job] = deque()
         self._ready: deque[Work] = deque()
-        self._slots: list[Slot] = []  # that have a job
+        self._slots: list[Slot] = []  # slots in use
         self._preparing: list[Job] = []
         self._over = False
         self._threads = [
             threading.Thread(target=run, name=f"kvedge-{what}", daemon=True)
             for what, run in (
-                # pictures are encoded for seconds: questions without any do not wait, two requests with some take turns
+                # encoding takes seconds: requests without pictures do not wait for it, and two requests with pictures
+                # take turns
                 ("prepare", lambda: self._prepare(pictures=False)),
                 *[(f"encode-{i}", lambda: self._prepare(pictures=True)) for i in range(2)],
                 ("decode", self._decode), ("park", self._shrink),
@@ -90,9 +91,9 @@ class Scheduler:
             thread.start()
 
     def submit(self, request: Request, emit: Callable[[Event], None]) -> Job:
-        """Takes a request. emit is called with each event, in threads of the scheduler; it must not wait.
+        """Submits a request. emit is called with each event, in threads of the scheduler; emit must not block.
 
-        Raises RequestError where too many wait, StateError after close, and what preparing raises that takes no time.
+        Raises RequestError if the queue is full, StateError after close, and the errors of Preparer.at_once.
         """
         job = Job(request, emit)
         work = self.preparer.at_once(job)
@@ -115,23 +116,23 @@ class Scheduler:
         return job
 
     def cancel(self, job: Job) -> None:
-        """Gives a job up. Its answer ends where it is."""
+        """Cancels a job. Its answer ends where it is."""
         job.cancelled.set()
         with self._changed:
             self._changed.notify_all()
 
     @property
     def waiting(self) -> int:
-        """Counts the requests that nobody works on yet."""
+        """Returns the number of requests that no thread works on yet."""
         return len(self._asked) + len(self._ready)
 
     @property
     def busy(self) -> int:
-        """Counts the requests that are worked on."""
+        """Returns the number of requests in preparation or in a slot."""
         return len(self._slots) + len(self._preparing)
 
     def working(self) -> list[tuple[Job, str, Slot | None]]:
-        """Lists the jobs that are not over, what is done with each, and its slot if it has one."""
+        """Returns the unfinished jobs, each with its state, and its slot or None."""
         with self._changed:
             out: list[tuple[Job, str, Slot | None]] = [(job, "waiting", None) for job in self._asked]
             out += [(job, "preparing", None) for job in self._preparing]
@@ -140,17 +141,17 @@ class Scheduler:
         return out
 
     def kv_bytes(self) -> int:
-        """Counts the bytes of keys and values of the conversations that are being answered."""
+        """Returns the bytes of keys and values of the conversations in slots, without rows in files."""
         return sum(slot.n_bytes for slot in list(self._slots))
 
     def file_bytes(self) -> int:
-        """Counts the bytes of their whole rows that lie in a file, whose pages the system may drop from memory."""
+        """Returns the bytes of these conversations' whole rows in files. The system may drop the pages from memory."""
         return sum(slot.file_bytes for slot in list(self._slots))
 
     def drain(self, patience: float = 0.0) -> None:
-        """Takes no more requests, lets those that are there end for so many seconds, and gives up the rest.
+        """Refuses new requests, waits up to `patience` seconds for running jobs, and cancels the rest.
 
-        Called again meanwhile with less patience it ends sooner.
+        A second call with less patience, from another thread, ends earlier.
         """
         with self._changed:
             self.stopping = True
@@ -161,7 +162,7 @@ class Scheduler:
             self._changed.wait_for(lambda: not (self.busy or self.waiting), timeout=_LAST_S)
 
     def close(self) -> None:
-        """Gives up what is there, and frees all."""
+        """Cancels all jobs, and frees everything."""
         self.drain()
         with self._changed:
             self._over = True
@@ -177,7 +178,7 @@ class Scheduler:
     # --------------------------------------------------------------------------------------------------- preparing
 
     def _prepare(self, pictures: bool) -> None:
-        """Prepares jobs with pictures, or those without, in their order."""
+        """Prepares jobs with pictures, or jobs without pictures, in order."""
 
         def mine() -> Job | None:
             return next((job for job in self._asked if bool(job.request.pictures) == pictures), None)
@@ -189,7 +190,7 @@ class Scheduler:
                 )
                 job = mine()
                 if job is None:
-                    return  # over
+                    return  # the scheduler is closed
                 self._asked.remove(job)
                 self._preparing.append(job)
             work = None
@@ -228,7 +229,7 @@ class Scheduler:
                     self._leave(slot, error)
             else:
                 with self._changed:
-                    self._changed.wait(_LOOK_S)  # for memory, or for a job to be prepared
+                    self._changed.wait(_LOOK_S)  # waits for memory, or for a prepared job
 
     def _leave(self, slot: Slot, error: Exception | None) -> None:
         with self._changed:
@@ -241,7 +242,7 @@ class Scheduler:
             slot.job.end(Done(slot.job.report, slot.job.patches))
 
     def _admit(self) -> None:
-        """Gives slots to prepared jobs, in their order, as long as there is memory for them."""
+        """Gives slots to prepared jobs, in order, while memory lasts."""
         while True:
             with self._changed:
                 if not self._ready or len(self._slots) >= self.limits.slots:
@@ -263,18 +264,18 @@ class Scheduler:
                 self._failed(work.job, error)
 
     def _target(self) -> int:
-        """The park may have so many bytes in memory now. Call it with the lock held."""
+        """Returns the bytes that the park may have in memory now. The caller holds the lock."""
         needed = self._decoder.reserved(self._slots) + (self._ready[0].need if self._ready else 0)
         return max(self.limits.memory - needed, 0)
 
     def _settled(self) -> None:
-        """Wakes who waits for the end of all jobs, or for less memory. Call it with the lock held."""
+        """Wakes threads that wait for the end of all jobs, or for less memory. The caller holds the lock."""
         if self.stopping:
             self._changed.notify_all()
         self._shrink_if_needed()
 
     def _shrink_if_needed(self) -> None:
-        """Wakes the thread that shrinks the park. Call it with the lock held."""
+        """Wakes the thread that shrinks the park, if needed. The caller holds the lock."""
         if self._must_shrink():
             self._to_shrink.notify()
 
@@ -288,7 +289,7 @@ class Scheduler:
                 if self._over:
                     return
                 target = self._target()
-            with suppress(KvedgeError):  # a folder that cannot be used says so in its notes
+            with suppress(KvedgeError):  # the folder's notes report this error
                 self.park.move_leaving()
                 self.park.shrink(target)
             with self._changed:

@@ -1,4 +1,4 @@
-"""The server as a process: where it listens, how it ends, and what it tells whoever started it."""
+"""Runs the server process: its socket, its signals, its end, and its messages to the parent process."""
 
 from __future__ import annotations
 
@@ -48,19 +48,18 @@ from pykvedge.system.version import package_version
 if sys.platform == "win32":
     _run_loop = asyncio.run
 else:
-    from uvloop import run as _run_loop  # a tenth more answers than asyncio's own
+    from uvloop import run as _run_loop  # gives a tenth more answers than asyncio's loop
 
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^\s/?#@*,]+")
 _LOOPBACK_NAMES = ("localhost", "127.0.0.1", "::1")
-_PARK_PREFIX, _PARK_LOCK = "kvedge-park-", "lock"  # of a server's own folder, and a file in it
+_PARK_PREFIX, _PARK_LOCK = "kvedge-park-", "lock"  # name of a server's temporary folder, and a file in it
 
 
 @dataclass(frozen=True)
 class Options:
-    """How a server runs. hosts: more names for the Host header. origins: whose pages may ask. park: folder for
-    conversations that wait; None: one of the server's own, gone when it ends. grace: seconds that answers may take
-    after a signal. tuned: what is said of the plan, where `kvedge tune` chose it. tune: arguments of `kvedge tune`,
-    which runs in idle time; none: it does not.
+    """Options of a server. hosts: further names in the Host header. origins: pages that may ask. park: folder for
+    parked conversations; None: a temporary folder. grace: seconds that answers may take after a signal. tuned: note
+    about a plan that `kvedge tune` chose. tune: arguments of `kvedge tune`, which runs in idle time; empty: no tuning.
     """
 
     host: str = "127.0.0.1"
@@ -83,7 +82,7 @@ class Options:
 
 
 def check(options: Options, plan: Plan) -> None:
-    """Raises UsageError for what cannot be served, before a model is loaded."""
+    """Raises UsageError for invalid options, before a model is loaded."""
     if not is_loopback(options.host) and not options.keys:
         raise UsageError(
             f"on {options.host} other machines can ask: give a key, --key-file FILE, or listen on 127.0.0.1"
@@ -104,9 +103,9 @@ def check(options: Options, plan: Plan) -> None:
 def serve(model: LoadedModel, plan: Plan, sampling: Sampling, options: Options, say: Callable[[str], None]) -> None:
     """Answers requests until a signal, the parent's end, or the end of a stdin that is a pipe.
 
-    Prints one line of JSON with its address on stdout. say: for people. Raises KvedgeError where it cannot listen.
-    """
-    memory.free_at_once(1 << 20)  # else pictures of earlier requests stay, in each thread's heap
+    Prints one line of JSON with its address on stdout. say: prints a line for people. Raises KvedgeError if it cannot
+    listen."""
+    memory.free_at_once(1 << 20)  # frees old pictures, which heaps of threads would keep
     with contextlib.ExitStack() as stack:
         listening = stack.enter_context(_listening(options))
         folder = _park_folder(options.park) if options.park else stack.enter_context(own_folder())
@@ -117,7 +116,7 @@ def serve(model: LoadedModel, plan: Plan, sampling: Sampling, options: Options, 
         try:
             service = _service(scheduler, plan, sampling, options)
             address = _address(listening)
-            # before the parent is told the address: it may end at once
+            # starts before the parent learns the address: the parent may end at once
             with parent.watched(options.parent, ended), idle.tuning(scheduler, options.tune, say):
                 told = {"url": address, "model": service.name, "pid": os.getpid(), "version": package_version()}
                 print(json.dumps(told), flush=True)
@@ -130,7 +129,7 @@ def serve(model: LoadedModel, plan: Plan, sampling: Sampling, options: Options, 
 
 
 def _park_folder(path: Path) -> Path:
-    """Makes the folder of --park, where a file can be written. Raises KvedgeError."""
+    """Makes the folder of --park, and checks that it is writable. Raises KvedgeError."""
     try:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=path):
@@ -183,13 +182,13 @@ async def _run(
         http=functools.partial(Protocol, waiting={}), ws="none", loop="none",  # type: ignore[arg-type]
     )  # fmt: skip
     server = _Server(config)
-    logging.getLogger("uvicorn").addHandler(logging.NullHandler())  # stderr is for what concerns people
+    logging.getLogger("uvicorn").addHandler(logging.NullHandler())  # stderr is for messages to people
     logging.getLogger("uvicorn").propagate = False
     loop = asyncio.get_running_loop()
 
     tasks: set[asyncio.Task[None]] = set()
 
-    def end() -> None:  # a second time: at once
+    def end() -> None:  # a second signal ends at once
         service.closing.set()
         if service.scheduler.busy:
             say("ending; answers that are under way are given up" + ("" if tasks else f" after {options.grace:g} s"))
@@ -220,7 +219,7 @@ async def _end_with(ended: threading.Event, end: Callable[[], None]) -> None:
 
 
 class _Server(uvicorn.Server):
-    """Leaves signals to us: uvicorn raises them again after its end, and one that was told to end has not failed."""
+    """Leaves signals to this module: uvicorn would raise them again at its end, and the process would look failed."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -228,7 +227,7 @@ class _Server(uvicorn.Server):
 
 
 def _host_names(options: Options, listening: socket.socket) -> frozenset[str]:
-    """The names that requests may call the server by: a page of another site whose own name points here cannot ask."""
+    """Returns the allowed names in Host headers. Others are refused: another site's name may point here."""
     if not is_loopback(options.host):
         return frozenset(name.lower() for name in options.hosts)
     return frozenset({*_LOOPBACK_NAMES, options.host.lower(), *(name.lower() for name in options.hosts)})
@@ -236,10 +235,10 @@ def _host_names(options: Options, listening: socket.socket) -> frozenset[str]:
 
 @contextlib.contextmanager
 def own_folder() -> Iterator[Path]:
-    """Makes a folder for conversations that wait, which only its owner reads, and removes it in the end.
+    """Makes a temporary folder for parked conversations, readable by its owner only, and removes the folder at the end.
 
-    Its server holds a lock on a file in it, which the system takes away from a server that was killed; the next one
-    removes what such a server left. Raises KvedgeError if none can be made.
+    The server locks a file in the folder. The system releases the lock of a killed server, and the next server removes
+    that folder. Raises KvedgeError if no folder can be made.
     """
     with contextlib.ExitStack() as stack:
         try:
@@ -250,7 +249,7 @@ def own_folder() -> Iterator[Path]:
                 f"no folder can be made for conversations that wait: {error.strerror or error}; name one, --park DIR"
             ) from None
         stack.callback(os.close, handle)
-        with contextlib.suppress(OSError):  # a file system without locks: then others cannot tell, and leave it alone
+        with contextlib.suppress(OSError):  # the file system has no locks: other servers then leave the folder alone
             try_lock(handle)
         _remove_left(folder.parent, folder)
         yield folder
@@ -264,7 +263,7 @@ def _remove_left(root: Path, own: Path) -> None:
 
 
 def _is_left(entry: os.DirEntry[str]) -> bool:
-    """Tells whether a folder is this user's and nobody holds it any more. One without a lock may be just being made."""
+    """Returns whether a folder belongs to this user and to no running server. Without a lock file it may be new."""
     try:
         facts = entry.stat(follow_symlinks=False)
         if not stat.S_ISDIR(facts.st_mode) or (hasattr(os, "getuid") and facts.st_uid != os.getuid()):
@@ -282,5 +281,5 @@ def _is_left(entry: os.DirEntry[str]) -> bool:
 
 
 def free_memory_share() -> int:
-    """Chooses what conversations may take where nothing was said: half of the bytes that are left to this process."""
+    """Returns the default limit for conversations: half of the bytes available to this process, at least 64 MiB."""
     return max((memory.available_bytes() or 0) // 2, 64 << 20)

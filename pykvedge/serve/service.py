@@ -1,4 +1,4 @@
-"""A Service is what all routes of a server share: a scheduler, and how requests are looked through for it."""
+"""The state shared by all routes of a server: the scheduler, and the limits for parsing requests."""
 
 from __future__ import annotations
 
@@ -21,44 +21,44 @@ from pykvedge.serve.scheduler import Scheduler
 from pykvedge.serve.waiting import left
 from pykvedge.serve.wire import ChatRequest, Prompted
 
-_QUICK = 100_000  # bytes beside pictures of a request that is looked through at once
-_QUICK_PICTURES = 4 << 20  # bytes of its pictures
-MOST_DOCUMENTS = 8  # requests whose documents are drawn or wait for it
-_SLACK = 1 << 16  # bytes of what looks like pictures in a body and is none
+_QUICK = 100_000  # bytes outside pictures: smaller requests are parsed without a thread
+_QUICK_PICTURES = 4 << 20  # bytes of pictures: smaller requests are parsed without a thread
+MOST_DOCUMENTS = 8  # most requests with documents at the same time
+_SLACK = 1 << 16  # bytes of a body that may look like pictures without being pictures
 
 T = TypeVar("T")
 
 
 @dataclass
 class Service:
-    """A scheduler under a name. fingerprint: of program and model, as clients are told."""
+    """A scheduler under a name. fingerprint: identifies program version and model for clients."""
 
     scheduler: Scheduler
     defaults: asking.Defaults
     name: str
     fingerprint: str
     strict: bool = False  # refuse requests that name another model
-    watchers: int = 0  # of its events
+    watchers: int = 0  # clients that watch events
     began: float = field(default_factory=time.time)
-    looking: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(2))  # requests that are unpacked
-    drawing: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(1))  # requests with documents
-    documents: int = 0  # requests with documents that are drawn or wait for it
+    looking: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(2))  # parsed in threads
+    drawing: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(1))  # with documents
+    documents: int = 0  # requests whose documents are drawn or wait
     fetching: Fetching = field(default_factory=Fetching)
-    closing: asyncio.Event = field(default_factory=asyncio.Event)  # it goes down, and takes no more requests
+    closing: asyncio.Event = field(default_factory=asyncio.Event)  # set when the server ends and takes no more requests
 
     def check_model(self, name: str | None) -> None:
-        """Raises RequestError for the name of another model, if the server is strict about it."""
+        """Raises RequestError for the name of another model, if the server is strict."""
         if self.strict and name and self.name not in (name, name.rpartition("@")[0]):
             raise self.other_model(name)
 
     def other_model(self, name: str) -> RequestError:
-        """Makes the error for the name of another model."""
+        """Returns the error for the name of another model."""
         why = f"there is no model '{name:.80}'; this server has {self.name}"
         return RequestError(404, why, "model_not_found", "model")
 
 
 async def looked_through(service: Service, http: HttpRequest, *given: ChatRequest | Prompted) -> list[Request]:
-    """Makes of the requests of a body what the scheduler is asked. Raises RequestError, ImageError, UsageError."""
+    """Translates a body's requests for the scheduler. Raises RequestError, ImageError, UsageError."""
     seen = sum(len(url) for one in given for url in asking.pictures_of(one))
     if http.scope.get(PICTURES, 0) > seen + seen // 8 + _SLACK:
         raise RequestError(413, "the body has data: texts that are no pictures", "too_large")
@@ -90,7 +90,7 @@ async def _looked_through(service: Service, http: HttpRequest, given: ChatReques
                     request = await _while_wanted(service, http, asyncio.to_thread(made))
             finally:
                 service.documents -= 1
-                stop.set()  # where the client left
+                stop.set()  # stops the drawing if the client left
         else:
             async with service.looking:
                 request = await asyncio.to_thread(made)
@@ -98,7 +98,7 @@ async def _looked_through(service: Service, http: HttpRequest, given: ChatReques
 
 
 async def _while_wanted(service: Service, http: HttpRequest, work: Coroutine[Any, Any, T]) -> T:
-    """Waits for work, and ends it where the client leaves or the server goes down."""
+    """Returns the work's result. Cancels it and raises RequestError if the client leaves or the server ends."""
     task, gone, closing = (asyncio.ensure_future(one) for one in (work, left(http), service.closing.wait()))
     try:
         await asyncio.wait((task, gone, closing), return_when=asyncio.FIRST_COMPLETED)

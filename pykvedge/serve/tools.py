@@ -1,7 +1,7 @@
-"""Tools: which a request offers, and what form a call of them has.
+"""Handles tools of requests: which tools the model may call, and the form of a call.
 
-A model whose template knows tools writes calls in its dialect, by that dialect's grammar. Another one is told of them
-in words, and a call is a JSON object, by a schema where it is forced. serve/reading.py finds calls in answers.
+A model whose template has tools writes calls in its dialect, by the dialect's grammar. Any other model learns of tools
+from the system prompt and calls with a JSON object, by a schema if the call is forced. serve/reading.py finds calls.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ HOW = (
 
 
 def offered(given: ChatRequest) -> list[Tool]:
-    """Lists the tools that the model may call."""
+    """Returns the tools that the model may call."""
     return given.tools if given.tools and given.tool_choice != "none" else []
 
 
 def chosen(given: ChatRequest) -> list[Tool]:
-    """Lists those of them that `tool_choice` allows. Raises RequestError where it names none of them."""
+    """Returns the offered tools that `tool_choice` allows. Raises RequestError for an unknown name."""
     choice, tools = given.tool_choice, offered(given)
     if not isinstance(choice, NamedTool):
         return tools
@@ -42,17 +42,17 @@ def chosen(given: ChatRequest) -> list[Tool]:
 
 
 def is_forced(given: ChatRequest) -> bool:
-    """Tells whether one of the tools must be called."""
+    """Returns whether the model must call a tool."""
     return given.tool_choice not in (None, "none", "auto")
 
 
 def told(tools: list[Tool]) -> str:
-    """Writes what a model is told whose template knows nothing of tools."""
+    """Returns the system prompt about tools, for a model whose template has no tools."""
     return HOW + "\n".join(json.dumps(tool.function.model_dump(exclude_none=True)) for tool in tools)
 
 
 def forced_schema(tools: list[Tool]) -> dict[str, Any]:
-    """Makes the schema of a call that must be made."""
+    """Returns the JSON schema of a forced call."""
     calls = []
     for i, tool in enumerate(tools):
         place = "#/properties/arguments" if len(tools) == 1 else f"#/anyOf/{i}/properties/arguments"
@@ -64,7 +64,7 @@ def forced_schema(tools: list[Tool]) -> dict[str, Any]:
 
 
 def form(dialect: Dialect) -> Lazy:
-    """Makes the form of calls in a dialect: of the whole answer where one must be made, else from where one begins."""
+    """Returns the grammar of calls in a dialect. A forced call is the whole answer; else the grammar has triggers."""
     triggers: dict[str, list[str]] = {"word": [], "pattern": [], "pattern_full": []}
     for kind, value in dialect.triggers:
         triggers.setdefault(kind, []).append(value)
@@ -74,7 +74,7 @@ def form(dialect: Dialect) -> Lazy:
 
 
 def form_fits(dialect: Dialect, model: Model) -> bool:
-    """Tells whether an answer of this model can follow that form."""
+    """Returns whether this model's answers can follow the dialect's grammar."""
     try:
         Grammar(Sampling(grammar=form(dialect)), model)
     except KvedgeError:
@@ -83,7 +83,7 @@ def form_fits(dialect: Dialect, model: Model) -> bool:
 
 
 def calls_of(text: str, names: set[str]) -> list[Call]:
-    """Reads a text that is a call of one of these tools, or a list of calls. Empty: it is something else."""
+    """Parses a text as one or several calls of these tools. Returns an empty list for any other text."""
     try:
         given = json.loads(text)
     except (ValueError, RecursionError):
@@ -99,7 +99,7 @@ def calls_of(text: str, names: set[str]) -> list[Call]:
 
 
 def arguments_of(call: Call) -> dict[str, Any]:
-    """Reads the arguments of a call as an object; a model may write text that is none, which is then "text" in it."""
+    """Returns the arguments of a call as an object. Text that is no JSON object becomes {"text": ...}."""
     try:
         given = json.loads(call.arguments or "{}")
     except (ValueError, RecursionError):

@@ -1,4 +1,4 @@
-"""A request waits for its jobs here: events come from the scheduler's threads; a client that leaves ends its jobs."""
+"""Waits for the jobs of a request: takes events from the scheduler's threads, and cancels jobs if the client leaves."""
 
 from __future__ import annotations
 
@@ -15,32 +15,32 @@ from pykvedge.serve.job import Done, Event, Failed, Job, Request, Step, Text
 from pykvedge.serve.scheduler import Scheduler
 from pykvedge.system.guard import Closing
 
-# Text that comes sooner than this after the last is gathered and told in one piece: nobody sees the difference, and a
-# small model computes a token in less time than it takes to wake the event loop and write a chunk.
+# Text within this time after earlier text is sent in one piece. Nobody sees the difference, and a small model needs
+# less time for a token than the event loop for a wake-up and a chunk.
 _GATHER_S = 0.01
-_TICK_S = 1.0  # before the first text, what is done is told so often
+_TICK_S = 1.0  # before the first text, the current step is sent once per second
 
 
 class Waiting(Closing):
-    """The jobs of one HTTP request. Use it in a with statement: what is not done by its end is given up."""
+    """The jobs of one HTTP request. Use a with statement: its end cancels unfinished jobs."""
 
     def __init__(self, scheduler: Scheduler, http: HttpRequest, joined: bool = True) -> None:
-        """joined: text that waits is told in one piece, not token by token."""
+        """joined: sends waiting text in one piece, not token by token."""
         self._scheduler, self._http, self._join = scheduler, http, joined
         self._told: deque[tuple[int, Event]] = deque()
         self._arrived = asyncio.Event()
         self._waking = self._left = False
-        self._woken = 0.0  # when the event loop last looked
+        self._woken = 0.0  # time of the last wake-up of the event loop
         self.jobs: list[Job] = []
 
     def close(self) -> None:
-        """Gives up what is not done."""
+        """Cancels all unfinished jobs."""
         for job in self.jobs:
             if not job.over:
                 self._scheduler.cancel(job)
 
     def submit(self, request: Request) -> Job:
-        """Hands a request to the scheduler. Raises RequestError, StateError."""
+        """Submits a request to the scheduler. Raises RequestError, StateError."""
         loop, number = asyncio.get_running_loop(), len(self.jobs)
 
         def emit(event: Event) -> None:
@@ -49,7 +49,7 @@ class Waiting(Closing):
             if self._waking and not last:
                 return
             self._waking = True
-            with contextlib.suppress(RuntimeError):  # the loop is closed: the server has gone down
+            with contextlib.suppress(RuntimeError):  # the loop is closed because the server has ended
                 loop.call_soon_threadsafe(self._wake, last)
 
         job = self._scheduler.submit(request, emit)
@@ -62,15 +62,15 @@ class Waiting(Closing):
         if left > 0 and not at_once:
             loop.call_later(left, self._wake, True)
             return
-        self._waking = False  # before anything is taken: what is appended from now on wakes again
+        self._waking = False  # set before the events are taken, so that later events wake again
         self._woken = loop.time()
         self._arrived.set()
 
     async def events(self) -> AsyncIterator[tuple[int, Event]]:
-        """Yields events with the number of their job, until all jobs are over; text that waits, in one piece.
+        """Yields events with the numbers of their jobs, until all jobs end. Joins waiting text into one event.
 
-        Until there is text, the last step is told again each second. Raises what a job failed with, and RequestError
-        where the client left.
+        Before the first text, repeats the last step every second. Raises a failed job's error, and RequestError if the
+        client leaves.
         """
         watch, loop = asyncio.create_task(self._watch()), asyncio.get_running_loop()
         over, doing = 0, (0, Step("waiting", 0.0))
@@ -103,7 +103,7 @@ class Waiting(Closing):
     def _next(self) -> tuple[int, Event]:
         number, event = self._told.popleft()
         if isinstance(event, Done) and event.report.finish == "cancelled":
-            return number, Failed(CancelledError())  # not by this client, who is there
+            return number, Failed(CancelledError())  # cancelled by the server: this client is still connected
         while self._told and self._told[0][0] == number and (joined := _joined(event, self._told[0][1])):
             if not self._join and isinstance(event, Text):
                 break
@@ -112,7 +112,7 @@ class Waiting(Closing):
         return number, event
 
     async def _watch(self) -> None:
-        """Notes that the client left."""
+        """Records that the client left."""
         await left(self._http)
         self._left = True
         self._arrived.set()
@@ -126,7 +126,7 @@ async def left(http: HttpRequest) -> None:
 
 
 def _joined(event: Event, later: Event) -> Event | None:
-    """Makes one event of two, where nobody misses the first: text goes on, a step has come further."""
+    """Joins two events into one if nothing is lost: texts, or two shares of the same step. Else returns None."""
     if isinstance(event, Text) and isinstance(later, Text):
         return Text(event.text + later.text, event.tokens + later.tokens, event.ids + later.ids)
     if isinstance(event, Step) and isinstance(later, Step) and event.what == later.what:

@@ -1,4 +1,4 @@
-"""What a server does now: its memory, its conversations, both as a stream of events, and figures for Prometheus."""
+"""Reports the present state of a server: memory, conversations, a stream of both, and figures for Prometheus."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from pykvedge.serve.scheduler import Scheduler
 from pykvedge.serve.service import Service
 from pykvedge.system import memory as process
 
-_LOOK_S = 0.25  # between two looks at what has changed
+_LOOK_S = 0.25  # seconds between two checks for changes
 _MOST_WATCHERS = 32
 
 
@@ -39,9 +39,9 @@ def _memory(scheduler: Scheduler) -> dict[str, Any]:
 
 
 async def sessions(service: Service, http: HttpRequest) -> Response:
-    """GET /v1/kvedge/sessions: those that are worked on, then those that wait. Nothing of what was said.
+    """GET /v1/kvedge/sessions: the active conversations, then the parked ones; never any text.
 
-    Whoever showed a key sees the conversations of that key.
+    A client sees only the conversations of its key.
     """
     owner = http.scope.get(OWNER, "")
     parked = await asyncio.to_thread(service.scheduler.park.listed, owner)
@@ -64,7 +64,7 @@ def _working(scheduler: Scheduler, owner: str) -> list[dict[str, Any]]:
 
 
 async def forget(service: Service, http: HttpRequest) -> Response:
-    """DELETE /v1/kvedge/sessions/ID: gives up an answer, or forgets a conversation that waits, of the same key."""
+    """DELETE /v1/kvedge/sessions/ID: cancels an answer, or forgets a parked conversation. Only for the same key."""
     name, scheduler, owner = http.path_params["name"], service.scheduler, http.scope.get(OWNER, "")
     for job, _, _ in scheduler.working():
         if job.id == name and job.request.owner == owner:
@@ -76,7 +76,7 @@ async def forget(service: Service, http: HttpRequest) -> Response:
 
 
 async def events(service: Service, http: HttpRequest) -> Response:
-    """GET /v1/kvedge/events: memory and what is worked on, at once and whenever it has changed."""
+    """GET /v1/kvedge/events: memory and active conversations, at once and after every change."""
     if service.watchers >= _MOST_WATCHERS:
         raise RequestError(503, "too many watch this server already", "busy", retry_s=10)
     return EventStream(_changes(service, http))
@@ -97,20 +97,20 @@ async def _changes(service: Service, http: HttpRequest) -> AsyncIterator[str]:
 
 
 def metrics(scheduler: Scheduler) -> bytes:
-    """Writes what a server does and has done, as Prometheus reads it."""
+    """Returns the state and the counters of a server in Prometheus's format."""
     registry = CollectorRegistry()
     registry.register(_Figures(scheduler))
     return generate_latest(registry)
 
 
 class _Figures:
-    """Those of a scheduler, whenever they are asked for."""
+    """Collects the figures of a scheduler at each request of Prometheus."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
 
     def collect(self) -> Iterator[Metric]:
-        """Lists them under their names, of which a counter's gets _total."""
+        """Yields all metrics. Prometheus's library appends _total to the names of counters."""
         scheduler, counts = self._scheduler, self._scheduler.counts
         answers = CounterMetricFamily("kvedge_answers", "Answers, by how they ended.", labels=["finish"])
         for how in ("end", "stop", "length", "context", "cancelled", "error"):

@@ -1,4 +1,4 @@
-"""Requests of OpenAI's chat completions, also as translations of others. Fields that nobody knows are passed over."""
+"""Defines requests of OpenAI's chat completions; other formats are translated to these. Unknown fields are ignored."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ Share = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
 Penalty = Annotated[float, Field(ge=-2, le=2, allow_inf_nan=False)]
 Bias = Annotated[float, Field(ge=-100, le=100, allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=1, lt=2**31)]
-Limit = Annotated[int, Field(ge=-1, lt=2**31)]  # -1: none
+Limit = Annotated[int, Field(ge=-1, lt=2**31)]  # -1: no limit
 Temperature = Annotated[float, Field(ge=0, le=100, allow_inf_nan=False)]
 
 
 class Wire(BaseModel):
-    """All of them: what is not known is passed over."""
+    """Base of all requests. Unknown fields are ignored."""
 
     model_config = ConfigDict(extra="ignore", protected_namespaces=())
 
 
 class ImageUrl(Wire):
-    """A picture: a data: URL, and what else the server was told to fetch."""
+    """A picture: a data: URL, or another URL that the server's options allow."""
 
     url: str
     detail: str | None = None
@@ -50,7 +50,7 @@ class ImagePart(Wire):
 
 
 class FileData(Wire):
-    """A PDF as a data: URL. filename: for messages, and where it says which pages are meant (report.pdf[3-7])."""
+    """A PDF as a data: URL. filename: its name in messages; a range selects pages, as in report.pdf[3-7]."""
 
     file_data: str | None = None
     filename: Annotated[str, Field(max_length=1024)] | None = None
@@ -76,7 +76,7 @@ class FilePart(Wire):
 
 
 class RefusalPart(Wire):
-    """Text with which an assistant refused."""
+    """Text of a refusal by the assistant."""
 
     type: Literal["refusal"]
     refusal: str
@@ -86,14 +86,14 @@ Part = Annotated[TextPart | ImagePart | FilePart | RefusalPart, Field(discrimina
 
 
 class Function(Wire):
-    """A call of a function; arguments are JSON as text."""
+    """A function call. arguments: JSON as text."""
 
     name: str
     arguments: str | dict[str, Any] = "{}"
 
 
 class ToolCall(Wire):
-    """A call that the assistant made."""
+    """A tool call of the assistant."""
 
     id: str = ""
     type: str = "function"
@@ -101,7 +101,7 @@ class ToolCall(Wire):
 
 
 class WireMessage(Wire):
-    """A message of the conversation. The role `function` and `function_call` are older names of what tools do now."""
+    """A message of the conversation. The role `function` and the field `function_call` are older names for tools."""
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: str | Annotated[list[Part], Field(max_length=MOST_PARTS)] | None = None
@@ -121,19 +121,19 @@ class WireMessage(Wire):
 
     @property
     def parts(self) -> list[Part]:
-        """The content, where it is one text too, in parts."""
+        """Returns the content as a list of parts. A plain text becomes one part."""
         text = self.content or ""
         return [TextPart(type="text", text=text)] if isinstance(text, str) else text
 
 
 class StreamOptions(Wire):
-    """include_usage: a last chunk tells how many tokens there were."""
+    """include_usage: sends the token counts in a last chunk."""
 
     include_usage: bool = False
 
 
 class JsonSchema(Wire):
-    """A schema with a name; the field is called as in JSON schema's own documents."""
+    """A schema with a name. The field `schema` is named as in OpenAI's format."""
 
     name: str | None = None
     schema_: dict[str, Any] | None = Field(default=None, alias="schema")
@@ -141,7 +141,7 @@ class JsonSchema(Wire):
 
 
 class ResponseFormat(Wire):
-    """What form the answer has."""
+    """The form of the answer."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
@@ -149,7 +149,7 @@ class ResponseFormat(Wire):
 
 
 class FunctionTool(Wire):
-    """A function that the model may ask for; parameters: a JSON schema."""
+    """A function that the model may call. parameters: a JSON schema."""
 
     name: Annotated[str, Field(min_length=1, max_length=256)]
     description: str | None = None
@@ -157,7 +157,7 @@ class FunctionTool(Wire):
 
 
 class Tool(Wire):
-    """A tool: only functions are known."""
+    """A tool. Only functions are supported."""
 
     type: Literal["function"]
     function: FunctionTool
@@ -168,18 +168,18 @@ class NamedFunction(Wire):
 
 
 class NamedTool(Wire):
-    """The one tool that must be called."""
+    """The tool that must be called."""
 
     type: Literal["function"] = "function"
     function: NamedFunction
 
 
 class Compression(Wire):
-    """What of the conversation is kept: as the options of `kvedge chat` say it.
+    """What to keep of the conversation, like the options of `kvedge chat`.
 
-    patches: the answer's figures tell what is left of each picture. progress: a stream begins at once, and tells how
-    far the prompt was read. edited: what becomes of a known conversation of which pictures were dropped, or replaced by
-    text; "demote": it goes on from its rows, and these pictures keep none.
+    patches: reports which patches of each picture are kept. progress: the stream begins at once, and reports how much
+    of the prompt was read. edited: for a known conversation whose pictures were dropped or replaced by text; "demote":
+    continues from its rows, without the rows of these pictures.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -196,17 +196,17 @@ class Compression(Wire):
     @field_validator("budget", "image_tokens")
     @classmethod
     def _share(cls, value: float | None) -> float | None:
-        """Takes 1 as the whole: most languages write 1.0 so, and nobody keeps one pair."""
+        """Takes 1 as the whole: most languages write 1.0 as 1, and a budget of one KV pair is useless."""
         return 1.0 if value == 1 else value
 
 
 class Sampled(Wire):
-    """What all requests for an answer may say of it. kvedge: of this server alone."""
+    """The fields of all requests for an answer. kvedge: only this server has this field."""
 
     model: str | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    max_tokens: Limit | None = None  # 0: the prompt is read, and nothing is answered
+    max_tokens: Limit | None = None  # 0: reads the prompt without an answer
     temperature: Temperature | None = None
     top_p: Share | None = None
     top_k: Limit | None = None
@@ -230,10 +230,10 @@ class Sampled(Wire):
 
 
 class Prompted(Sampled):
-    """One prompt, which no chat template is put around; what requests with several are cut into.
+    """One prompt without a chat template. A request with several prompts becomes several of these.
 
-    prompt: texts, and tokens by their numbers. pictures: URLs. likeliest: of so many tokens the likelihood is told
-    beside those of the answer; None: of none. keep: for whoever asks the same again.
+    prompt: texts and token ids. pictures: URLs. likeliest: number of likeliest tokens to report per token of the
+    answer; None: no probabilities. keep: keeps the read prompt for equal requests.
     """
 
     prompt: list[str | int]
@@ -264,7 +264,7 @@ class ChatRequest(Sampled):
 
     @model_validator(mode="after")
     def _goes_on(self) -> ChatRequest:
-        """Checks what is said of the prompt's end: a last message of the assistant's is gone on with in any case."""
+        """Checks the fields about the prompt's end. The answer always continues a last message of the assistant."""
         if self.continue_final_message and self.add_generation_prompt:
             raise ValueError("continue_final_message and add_generation_prompt exclude each other")
         if self.continue_final_message and self.messages[-1].role != "assistant":
@@ -273,7 +273,7 @@ class ChatRequest(Sampled):
 
     @model_validator(mode="after")
     def _of_today(self) -> ChatRequest:
-        """Takes `functions` as the tools that they are now called."""
+        """Renames the old field `functions` to `tools`."""
         if not self.functions:
             return self
         if self.tools:
@@ -285,7 +285,7 @@ class ChatRequest(Sampled):
 
 
 def parsed(kind: type[Wire], body: bytes) -> Any:
-    """Reads a request. Raises RequestError, which names the first field that is wrong."""
+    """Parses a request. Raises RequestError, which names the first invalid field."""
     try:
         return kind.model_validate_json(body, strict=True)
     except ValidationError as error:
@@ -300,9 +300,9 @@ def parsed(kind: type[Wire], body: bytes) -> Any:
 
 
 def _worst(found: list[ErrorDetails], body: Any) -> tuple[str, str]:
-    """Says where the first error is and what it is; of a value that may have several forms, in the one it has most of.
+    """Returns path and text of the first error. For a value with several possible forms, takes the deepest path.
 
-    Where no form is nearer than another, all of them are said.
+    Joins the texts if this path has several errors.
     """
     placed = [(_path(error, body), error) for error in found]
     first = placed[0][0]
@@ -339,17 +339,17 @@ def _said(path: tuple[int | str, ...], error: ErrorDetails) -> str:
     return f"{what} of type {told['tag']!s:.40} are not supported; {known}{last} are"
 
 
-# --------------------------------------------------------------------- what translations of other formats share
+# -------------------------------------------------------------------- helpers for translations of other formats
 
 
 def chat_request(fields: Object) -> ChatRequest:
-    """Makes the chat request; what a translation got wrong is the client's field all the same."""
+    """Makes the chat request of a translation. Raises RequestError: an invalid result means an invalid client field."""
     given = {name: value for name, value in fields.items() if value is not None}
     try:
         return ChatRequest.model_validate(given, strict=True)
     except ValidationError:
         pass
-    try:  # says what is wrong in the words of JSON
+    try:  # parses again as JSON, because these error messages use JSON's words
         body = json.dumps(given, default=lambda one: one.model_dump(exclude_none=True))
         return parsed(ChatRequest, body.encode())
     except (TypeError, ValueError, RecursionError) as broken:
