@@ -1,1 +1,1 @@
-"""What was computed once and may be needed again: in memory, in a folder, embeddings of images."""
+"""Caches of computed results, in memory and in a folder, for example embeddings of images."""

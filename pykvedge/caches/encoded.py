@@ -1,4 +1,4 @@
-"""Embeddings of images that were encoded before, for all conversations with an encoder; in a folder, for later runs."""
+"""Caches the embeddings of images, in memory for all conversations of an encoder, and in a folder for later runs."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ import numpy as np
 from pykvedge.caches.folder import CacheFolder
 from pykvedge.caches.memory import ByteCache
 
-IMAGE_CACHE = 256 << 20  # bytes in memory, unless a setting says otherwise: 28 images of LLaVA-1.5-7B
+IMAGE_CACHE = 256 << 20  # default bytes in memory: 28 images of LLaVA-1.5-7B
 KIND = "images"
-_LOOK_S = 0.05  # between two looks at what may end the wait for another conversation's encoding
+_LOOK_S = 0.05  # seconds between two checks for cancellation while another thread encodes
 
 
 @dataclass
 class _Work:
-    """An image that a thread has at hand; `rows` is there when it came to its end."""
+    """An image that a thread is encoding. `rows` is set on success, before `over`."""
 
     thread: int = field(default_factory=threading.get_ident)
     over: threading.Event = field(default_factory=threading.Event)
@@ -27,16 +27,16 @@ class _Work:
 
 
 class Encoded:
-    """Rows that one encoder made of images, bounded in bytes; those used least recently go first.
+    """Embeddings made by one encoder, limited in bytes. Drops the least recently used first.
 
-    May be called from several threads. Who asks for an image that another thread has at hand waits for that one.
-    memory: what is held there.
+    Any thread may call the methods. If another thread is encoding the same image, waits for that thread. memory: the
+    embeddings in memory.
     """
 
     def __init__(self, width: int, limit_bytes: int, folder: CacheFolder | None = None, encoder: str = "") -> None:
-        """width: of the rows. limit_bytes: of those held in memory; 0 holds none.
+        """width: of a row. limit_bytes: in memory; 0: none.
 
-        encoder: tells it, its settings and its version apart from all others that use the folder.
+        encoder: identifies the encoder file, its settings and its version among all users of the folder.
         """
         self._width, self._folder, self._encoder = width, folder, encoder
         self._lock = threading.Lock()
@@ -46,10 +46,10 @@ class Encoded:
     def rows(
         self, key: str, n_rows: int, make: Callable[[], np.ndarray], look: Callable[[float], None]
     ) -> tuple[np.ndarray, bool]:
-        """Returns what the encoder makes of an image, [n_rows, width] float32, read-only, and whether it was there.
+        """Returns the embeddings of an image, [n_rows, width] float32, read-only, and whether they were cached.
 
-        key: of its pixels. make: encodes it, and is called if nothing is there. look: called while another thread
-        encodes it; what it raises ends the wait, and is raised, as is what `make` raises.
+        key: hash of the pixels. make: encodes the image, called if nothing is cached. look: called while another thread
+        encodes the image. Raises the errors of make and look; an error of look ends the wait.
         """
         while True:
             with self._lock:
@@ -61,7 +61,7 @@ class Encoded:
                     own = self._work[key] = _Work()
                     break
             if other.thread == threading.get_ident():
-                return make(), False  # from within a `look`: the encoder says what is wrong with that
+                return make(), False  # called inside `look`: the encoder reports the nested call
             while not other.over.wait(_LOOK_S):
                 look(0.0)
             if other.rows is not None and len(other.rows) == n_rows:
@@ -79,7 +79,7 @@ class Encoded:
                 if own.rows is not None:
                     self.memory.put(key, own.rows)
             own.over.set()
-        if not there and self._folder is not None:  # after those who waited went on: a disk may take its time
+        if not there and self._folder is not None:  # after waiting threads continue: a disk may be slow
             self._folder.put(KIND, self._name(key, len(rows)), [rows.astype("<f4", copy=False).data])
         return rows, there
 

@@ -1,9 +1,8 @@
-"""A folder of what was computed once, for later runs and for other programs at the same time (`--cache DIR`).
+"""Caches computed results in a folder, for later runs and for other programs at the same time (`--cache DIR`).
 
-Every entry is a file. It is written beside its name and renamed when it is complete, so that nobody reads half of one,
-and it carries checksums, so that a damaged one is as good as none. No trouble with the folder ends a conversation: what
-cannot be read is computed again, what cannot be written is not kept, and a note says so once.
-docs/dev/formats.txt has the layout of the files.
+Every entry is a file. A temporary file is renamed when it is complete, so nobody reads a half-written entry. Checksums
+detect damaged entries. Problems of the folder never end a conversation: unreadable entries are computed again,
+unwritable entries are not kept, and a note reports each kind of problem once. Layout: docs/dev/formats.txt.
 """
 
 from __future__ import annotations
@@ -28,41 +27,41 @@ from pykvedge.system.memory import is_running, readable
 Bytes: TypeAlias = bytes | bytearray | memoryview
 
 _MAGIC, _VERSION = b"kvedgec\x1a", 1
-_HEAD = struct.Struct("<8sIIQII")  # magic, version, bytes of name and payload, CRC-32 of the payload and of all else
+_HEAD = struct.Struct("<8sIIQII")  # magic, version, bytes of name and payload, CRC-32 of payload and of everything else
 _HEAD_CRC = struct.Struct("<I")
 _NAME = r"(?P<kind>[a-z]{1,32})-(?P<key>[0-9a-f]{1,128})"
 _ENTRY = re.compile(rf"{_NAME}\.kvc")
-_PART = re.compile(rf"{_NAME}\.(?P<process>\d{{1,10}})-\d{{1,10}}\.part")  # process, and its how manieth
-_LEFT_S = 600.0  # seconds after which nobody writes on; the number of a dead process may be another's by then
+_PART = re.compile(rf"{_NAME}\.(?P<process>\d{{1,10}})-\d{{1,10}}\.part")  # process id, and a counter of the process
+_LEFT_S = 600.0  # seconds after which a temporary file is abandoned: its process id may belong to a new process
 _FLAGS = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
 _NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0)
-_counter = itertools.count()  # of a process, so that folders of the same path never share a file that is being written
+_counter = itertools.count()  # per process, so two objects for the same folder never share a temporary file
 
 
 class CacheFolder:
-    """A folder of entries, bounded in bytes, the least recently used of which go first.
+    """A folder of entries, limited in bytes. Removes the least recently used entries first.
 
-    Threads and processes may share a folder. Beyond the bound there is at most the one entry that each is writing.
+    Threads and processes may share a folder. Each may exceed the limit by the entry that it is writing.
     """
 
     def __init__(self, path: str | os.PathLike[str], limit_bytes: int, durable: bool = True) -> None:
-        """Makes the folder, for its owner alone, if there is none. Raises UsageError for a limit below 1.
+        """Makes the folder if needed, readable by its owner only. Raises UsageError for a limit below 1.
 
-        limit_bytes: of all files of entries together, whatever their kind. durable: an entry is on the disk before it
-        has its name; without, what a machine that stops damages is found by its checksum, and writing takes far less.
+        limit_bytes: of all entries together, of every kind. durable: an entry reaches the disk before it gets its name.
+        False: much faster; the checksum detects damage after a crash of the machine.
         """
         if limit_bytes < 1:
             raise UsageError(f"a cache folder must be allowed at least 1 byte, not {limit_bytes}")
         self.path, self.limit_bytes, self._durable = Path(path), limit_bytes, durable
-        self._lock = threading.Lock()  # of the notes
+        self._lock = threading.Lock()  # guards the notes
         self._said: set[str] = set()
         self._notes: list[str] = []
         self._usable = self._prepare()
 
     def get(self, kind: str, key: str) -> memoryview | None:
-        """Returns the bytes of an entry, None where there is none that is whole.
+        """Returns the bytes of an entry, or None without an intact entry.
 
-        kind: a word of small letters, as in "images". key: hexadecimal digits. Raises UsageError for others.
+        kind: lower-case letters, such as "images". key: hexadecimal digits. Raises UsageError for other names.
         """
         name, file = self._place(kind, key)
         if not self._usable:
@@ -72,7 +71,7 @@ class CacheFolder:
         except FileNotFoundError:
             return None
         except OSError as error:
-            if error.errno == errno.ELOOP:  # a link, which kvedge makes none of
+            if error.errno == errno.ELOOP:  # a symbolic link, which kvedge never makes
                 self._drop(file, "a link")
             else:
                 self._note("read", f"an entry cannot be read: {_reason(error)}; what it held is computed again")
@@ -85,15 +84,14 @@ class CacheFolder:
         except ValueError as error:
             self._drop(file, str(error))
             return None
-        with suppress(OSError):  # a folder that must not be written
+        with suppress(OSError):  # fails in a read-only folder
             os.utime(file)
         return payload
 
     def put(self, kind: str, key: str, parts: Iterable[Bytes]) -> None:
-        """Stores the parts, one after the other, as an entry, in place of an older one; then makes room.
+        """Writes the parts as one entry, replaces an older entry, and then makes room.
 
-        They are asked for one at a time. What is larger than the limit is not stored, which a note says. Raises
-        UsageError as get does.
+        Requests the parts one at a time. Does not store an entry above the limit. Raises UsageError as get does.
         """
         name, file = self._place(kind, key)
         if not self._usable:
@@ -107,7 +105,7 @@ class CacheFolder:
                 most = f"{readable(self.limit_bytes)}, the most that the folder may take"
                 self._note("large", f"an entry alone is larger than {most}; what is so large is not kept")
         except FileNotFoundError:
-            # the folder went away, or another host took the file for one that was left
+            # the folder was removed, or another host removed the file as abandoned
             self._note("gone", "what was written there is gone; it is not kept")
         except OSError as error:
             self._note("write", f"{_reason(error)}; what is new is not kept")
@@ -116,7 +114,7 @@ class CacheFolder:
                 part.unlink()
 
     def make_room(self) -> None:
-        """Removes what killed writers left, and the entries used least recently as long as there are too many bytes."""
+        """Removes temporary files of killed processes, and the least recently used entries above the limit."""
         entries = []
         for name, facts in self._files():
             if _ENTRY.fullmatch(name):
@@ -133,19 +131,19 @@ class CacheFolder:
             except FileNotFoundError:
                 pass  # another process removed it
             except OSError:
-                continue  # a folder that must not be written can still be read
+                continue  # in a read-only folder entries stay readable
             total -= size
 
     def total_bytes(self) -> int:
         return sum(facts.st_size for name, facts in self._files() if _ENTRY.fullmatch(name))
 
     def entries(self, kind: str) -> dict[str, tuple[int, float]]:
-        """Lists the entries of a kind: the bytes of each, and when it was last used, in seconds since 1970."""
+        """Returns the entries of a kind by key: size in bytes, and last use in seconds since 1970."""
         found = [(_ENTRY.fullmatch(name), facts) for name, facts in self._files()]
         return {name["key"]: (facts.st_size, facts.st_mtime) for name, facts in found if name and name["kind"] == kind}
 
     def remove(self, kind: str, key: str) -> bool:
-        """Removes an entry; False is returned where there is none. Raises UsageError as get does."""
+        """Removes an entry. Returns False if there is no entry. Raises UsageError as get does."""
         try:
             self._place(kind, key)[1].unlink()
         except OSError:
@@ -153,13 +151,13 @@ class CacheFolder:
         return True
 
     def notes(self) -> list[str]:
-        """Returns what went wrong since the last call, a line for each kind of trouble, which is told once."""
+        """Returns the problems since the last call, one line per kind of problem; reports each kind once."""
         with self._lock:
             notes, self._notes = self._notes, []
         return notes
 
     def _files(self) -> list[tuple[str, os.stat_result]]:
-        """Lists the regular files in the folder, but those that another process removes meanwhile."""
+        """Returns the regular files in the folder, except files that another process removes meanwhile."""
         out = []
         with os.scandir(self.path) as entries:
             for entry in entries:
@@ -188,14 +186,14 @@ class CacheFolder:
         return name, self.path / f"{name}.kvc"
 
     def _write(self, file: Path, name: bytes, parts: Iterable[Bytes]) -> bool:
-        """Writes a file that becomes an entry; False is returned where it would not fit into the folder even alone."""
+        """Writes a temporary file. Returns False if the entry alone exceeds the limit."""
         size, checksum = 0, 0
         with os.fdopen(os.open(file, _NEW, 0o600), "wb") as stream:
-            stream.write(bytes(_HEAD.size) + name)  # what the head says is known at the end
+            stream.write(bytes(_HEAD.size) + name)  # the head is written at the end, when size and checksum are known
             for part in parts:
                 view = memoryview(part)
                 if not view.nbytes:
-                    continue  # which cannot be cast where it has a shape
+                    continue  # an empty array with a shape cannot be cast
                 data = view.cast("B")
                 size += len(data)
                 if _HEAD.size + len(name) + size > self.limit_bytes:
@@ -227,7 +225,7 @@ def _head(name: bytes, size: int, checksum: int) -> bytes:
 
 
 def _read(stream: Any, name: bytes, limit: int) -> memoryview | None:
-    """Reads the payload of an open entry, None of what is no file. Raises ValueError for another one: what it is."""
+    """Returns the payload of an open entry, or None if it is no regular file. Raises ValueError with what is wrong."""
     facts = os.fstat(stream.fileno())
     if not stat.S_ISREG(facts.st_mode):
         return None
@@ -238,7 +236,7 @@ def _read(stream: Any, name: bytes, limit: int) -> memoryview | None:
     _, version, name_bytes, size, checksum, _ = _HEAD.unpack_from(data)
     if version != _VERSION:
         raise ValueError("of another version of kvedge")
-    # sizes that agree with the file come before any memory is asked for
+    # checks the sizes before it allocates memory
     if data != _head(name, size, checksum) + name or name_bytes != len(name) or facts.st_size != before + size:
         raise ValueError("damaged")
     if facts.st_size > limit:
@@ -256,7 +254,7 @@ def _rename(part: Path, file: Path) -> None:
     try:
         part.replace(file)
     except PermissionError:
-        if os.name != "nt" or not file.exists():  # Windows keeps what somebody reads: the same entry
+        if os.name != "nt" or not file.exists():  # Windows does not replace a file in use; that file is the same entry
             raise
 
 

@@ -1,4 +1,4 @@
-"""Bytes in memory under a bound: what was used longest ago goes first."""
+"""Caches objects in memory, limited in bytes. Drops the least recently used first."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ T = TypeVar("T")
 
 
 class ByteCache(Generic[T]):
-    """Things by name, of `limit` bytes at most. Threads may share it."""
+    """Objects by name, at most `limit` bytes together. Threads may share a cache."""
 
     def __init__(self, limit: int, size: Callable[[Any], int] = len) -> None:
-        """size: counts the bytes of a thing."""
-        self._limit, self._size, self.n_bytes = limit, size, 0  # that are held
+        """size: returns the bytes of an object."""
+        self._limit, self._size, self.n_bytes = limit, size, 0  # bytes of all objects
         self._things: OrderedDict[str, T] = OrderedDict()
         self._lock = threading.Lock()
 
     def get(self, name: str) -> T | None:
-        """Returns what was put under this name, if it is still there."""
+        """Returns the object of this name, or None."""
         with self._lock:
             if name in self._things:
                 self._things.move_to_end(name)
             return self._things.get(name)
 
     def put(self, name: str, thing: T) -> None:
-        """Keeps a thing. One that is larger than the bound is not kept."""
+        """Keeps an object. An object larger than the limit is not kept."""
         with self._lock:
             self._pop(name)
             if self._size(thing) > self._limit:
@@ -38,7 +38,7 @@ class ByteCache(Generic[T]):
                 self._pop(next(iter(self._things)))
 
     def drop(self, name: str) -> None:
-        """Frees what was put under this name, if it is still there."""
+        """Drops the object of this name, if it is there."""
         with self._lock:
             self._pop(name)
 
