@@ -1,1 +1,1 @@
-"""How much memory a model, its pictures and its cache take on this machine (`kvedge fit`)."""
+"""Estimates the memory that a model, its pictures and its cache take on this machine (`kvedge fit`)."""

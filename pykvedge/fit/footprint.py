@@ -1,6 +1,6 @@
-"""What a conversation will take of memory is computed from the metadata of the files: nothing is loaded.
+"""Computes the memory of a conversation from the metadata of its files, without loading anything.
 
-Every figure is bytes of resident memory; models/shape.py says what they follow from.
+All figures are bytes of resident memory. models/shape.py computes the sizes of tensors.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ from pykvedge.runtime.llama_context import DEFAULT_CTX, N_UBATCH, ROOM_TO_ANSWER
 from pykvedge.runtime.replay import extra_tokens
 from pykvedge.system import memory
 
-_VOCABULARY = 260  # bytes a token of the vocabulary takes in llama.cpp's tables
-_LIBRARIES = 3 << 20  # bytes of libraries' files that come into memory when a prompt is read
-_GRAPH = 4 << 20  # bytes of llama.cpp's graphs, and of what it allocates for its bookkeeping
-_MERGING = ("averaged", "nearest", "pivotal", "weighted")  # reducers
-_MATCHED_ROWS = 48  # that a thread compares with all kept ones at a time
-_FEWEST_QUERIES, _MATCHED_QUERIES, _ADDED_QUERIES = 512, 60, 128  # of a head; with all rows at a time; with kept ones
-_UNEVEN = 3  # times the odds of all heads that a row stays: about those of the head that keeps most
-_ROWS = 256  # of which any number that instructions take at once is a divisor
+_VOCABULARY = 260  # bytes per token of the vocabulary in llama.cpp's tables
+_LIBRARIES = 3 << 20  # bytes of library files that are mapped when a prompt is read
+_GRAPH = 4 << 20  # bytes of llama.cpp's graphs and bookkeeping
+_MERGING = ("averaged", "nearest", "pivotal", "weighted")  # reducers that merge
+_MATCHED_ROWS = 48  # rows that a thread compares with all kept rows at a time
+_FEWEST_QUERIES, _MATCHED_QUERIES, _ADDED_QUERIES = 512, 60, 128  # per head: least, at once with all, with kept rows
+_UNEVEN = 3  # a row's odds to stay in the largest head, relative to the average head
+_ROWS = 256  # a multiple of the row counts that instructions process at once
 
 
 @dataclass(frozen=True)
 class Weights:
-    """A language model's weights take bytes. mapped: of the file, from the first to the last tensor read there.
+    """Bytes of a language model's weights. mapped: of the file, from the first to the last tensor read there.
 
-    in_place: of those tensors alone. repacked: of the copies in another order.
+    in_place: of these tensors only. repacked: of copies in another order.
     """
 
     mapped: int
@@ -49,7 +49,7 @@ class Weights:
     def of(
         cls, header: Header, away: frozenset[str] = frozenset(), copied: Callable[[Tensor], float] | None = None
     ) -> Weights:
-        """away: tensors that lie on devices. copied: see copied_share, which is asked unless tests know better."""
+        """away: names of tensors on devices. copied: replaces copied_share in tests."""
         share = copied or copied_share
         tied = "output.weight" not in header.tensors
         first, last, in_place, repacked = header.file_size + header.other_bytes, 0, 0, 0
@@ -58,7 +58,7 @@ class Weights:
                 continue
             n_bytes = tensor_bytes(tensor) or 0
             again = share(tensor)
-            # an embedding that is looked up stays as it is; one that makes the logits, too, is copied for them
+            # a looked-up embedding stays as it is; a tied embedding, which also makes the logits, is copied too
             looked_up = name in ("token_embd.weight", "per_layer_token_embd.weight")
             if again and (not looked_up or (tied and name == "token_embd.weight")):
                 repacked += int(n_bytes * again)
@@ -69,7 +69,7 @@ class Weights:
 
 
 def program_bytes(header: Header) -> int:
-    """Measures what this process takes before a model is loaded, and adds the model's vocabulary."""
+    """Returns the bytes of this process before a model is loaded, plus the model's vocabulary."""
     importlib.import_module("pykvedge.chat.session")
     llamacpp.start(False, vision=True)
     vocabulary = header.arrays.get("tokenizer.ggml.tokens", 0) + header.arrays.get("tokenizer.ggml.merges", 0)
@@ -77,9 +77,9 @@ def program_bytes(header: Header) -> int:
 
 
 def copied_share(tensor: Tensor) -> float:
-    """Tells how large the copy is that llama.cpp rearranges for this processor, as a share of a weight; 0: no copy.
+    """Returns the size of the copy that llama.cpp rearranges for this processor, relative to the weight. 0: no copy.
 
-    ggml is asked, as llama.cpp asks it, about a matrix of fewer rows: nothing of the weight's size is allocated.
+    Asks ggml in the same way as llama.cpp, but about a matrix with fewer rows, so no large buffer is allocated.
     """
     if len(tensor.shape) < 2 or not tensor_bytes(tensor) or tensor.shape[0] % GGML_QUANT_SIZES[tensor.type][0]:
         return 0.0
@@ -98,30 +98,30 @@ def _copied(kind: int, k: int, n: int, experts: int) -> float:
 
 
 def encoder_compute(mmproj: Header, grid: ImageGrid) -> int:
-    """Computes the bytes that encoding one image takes beside the weights."""
+    """Returns the bytes that encoding one image takes, beside the weights."""
     values = mmproj.values
     width = int(values.get("clip.vision.embedding_length", 0))
     ff = int(values.get("clip.vision.feed_forward_length", 4 * width))
     by_size = str(values.get("clip.projector_type", "")).startswith("qwen")
-    prepared = grid.parts * grid.pixels * 3 * 4  # of all parts, until the last one is encoded
-    copies = 2 * grid.pixels * 3 * 4 if by_size else 0  # mtmd's input of the graph; of small parts it is little
+    prepared = grid.parts * grid.pixels * 3 * 4  # all parts, until the last part is encoded
+    copies = 2 * grid.pixels * 3 * 4 if by_size else 0  # input of mtmd's graph; small for parts
     return grid.n_patches * 4 * (ff + (2 if by_size else 4) * width) + prepared + copies
 
 
 @dataclass(frozen=True)
 class Request:
-    """A request says what is to run."""
+    """The conversation whose memory is computed."""
 
     plan: Plan
     n_images: int = 0
-    image_tokens: int = 0  # of one image, the largest
+    image_tokens: int = 0  # of the largest image
     text_tokens: int = 64
-    n_ctx: int = 0  # of stock llama.cpp; 0: the prompt and room to answer, at least what the model's default gives
+    n_ctx: int = 0  # for llama.cpp alone; 0: the prompt and room to answer, at least the model's default
     kv_type: str = "f16"
     threads: int = 1
-    keep: str = ""  # where whole rows stay behind the kept ones: "ram", "disk" or nowhere
-    all_images: int = 0  # tokens of all images; 0: each has as many as the largest
-    keep_type: str = "f16"  # of whole rows: as they are, or a quantised type
+    keep: str = ""  # where whole rows stay behind the kept rows: "ram" or "disk"; empty: nowhere
+    all_images: int = 0  # tokens of all images; 0: n_images of the largest size
+    keep_type: str = "f16"  # type of whole rows
 
     @property
     def prompt_tokens(self) -> int:
@@ -130,13 +130,13 @@ class Request:
 
 @dataclass(frozen=True)
 class Footprint:
-    """Resident bytes are told by what they are for; `full`: kvedge, uncompressed, `stock`: llama.cpp alone.
+    """Resident bytes by purpose. `full`: kvedge without compression. `stock`: llama.cpp alone.
 
-    Stock keeps the working memory of the image encoder while it reads the prompt; kvedge gives it back first, so that
-    its peaks are those of whichever takes more. It gives back llama.cpp's compute buffer when the prompt is complete.
+    llama.cpp keeps the image encoder's working memory while it reads the prompt. kvedge frees this memory first, so its
+    peak is the larger of both steps. kvedge also frees llama.cpp's compute buffer when the prompt is complete.
     """
 
-    program: int  # the process itself, its libraries, the vocabulary
+    program: int  # process, libraries, vocabulary
     weights: int
     repacked: int
     encoder: int
@@ -145,31 +145,31 @@ class Footprint:
     compute_stock: int
     n_ctx: int
     prompt_tokens: int
-    kept_tokens: int  # pairs per head that the plan keeps of the prompt
+    kept_tokens: int  # KV pairs per head that the plan keeps of the prompt
     kv_stock: int
     kv_prompt: int
     kv_kept: int
     scores: int
-    reclaimable: int  # of each peak, mapped pages whose tensors exist a second time: the system may drop them
-    # what compressing needs at its peak beside the prompt: scores, one layer's kept rows with what the reducer works
-    # in, or W_O
+    reclaimable: int  # part of each peak: mapped pages of copied tensors, which the system may drop
+    # peak of a compression beside the prompt: scores, and either one layer's kept rows with the reducer's working
+    # memory, or W_O
     scores_and_layer: int
-    grams: int  # W_O W_O' of all heads, which the first compression by such a plan leaves for the later ones
+    grams: int  # W_O W_O' of all heads; the first compression computes them, later ones reuse them
     peak_stock: int
     peak_full: int
-    peak_prefill: int  # compressed
-    kv_bounded: int  # largest amount of KV memory of a prompt that is compressed layer by layer, with its scores
-    compute_bounded: int  # a pass over all of its tokens
+    peak_prefill: int  # with compression
+    kv_bounded: int  # peak KV memory of a prompt compressed layer by layer, with scores
+    compute_bounded: int  # one pass over all tokens of that prompt
     peak_bounded: int
-    answer_full: int  # while the answer is generated
+    answer_full: int  # during the answer, without compression
     after_compression: int
-    whole_memory: int = 0  # of whole rows and their scores, behind the kept ones
-    whole_file: int = 0  # of whole rows; pages in memory are the system's to drop
+    whole_memory: int = 0  # whole rows in memory behind the kept rows, with scores
+    whole_file: int = 0  # whole rows in a file; the system may drop its pages from memory
 
 
 @dataclass(frozen=True)
 class Files:
-    """These parts of a footprint do not depend on the prompt."""
+    """Parts of a footprint that do not depend on the prompt."""
 
     shape: ModelShape
     weights: Weights
@@ -179,22 +179,22 @@ class Files:
 
 
 def footprint(files: Files, request: Request) -> Footprint:
-    """Computes the memory that a first message of that size takes."""
+    """Returns the memory that a first message of this size takes."""
     shape, weights, plan, types = files.shape, files.weights, request.plan, KvType.parse(request.kv_type)
-    element = types.plain.bytes_per_value  # of the prompt until it is compressed
+    element = types.plain.bytes_per_value  # of the prompt before compression
     n_tokens = request.prompt_tokens
     kept = native_plan.plan_budget(plan, n_tokens)
     per_token = shape.kv_per_token(element)
-    again = extra_tokens(plan, n_tokens, request.image_tokens) if kept < n_tokens else 0  # beside the prompt's own
+    again = extra_tokens(plan, n_tokens, request.image_tokens) if kept < n_tokens else 0  # second pass
     n_ctx = request.n_ctx or max(min(shape.n_ctx_train, DEFAULT_CTX), n_tokens + max(ROOM_TO_ANSWER, again))
     largest_image = request.image_tokens if request.n_images else 0
     one_pass = min(N_UBATCH, max(request.text_tokens, largest_image))
-    # an image's embeddings are held by the encoder, by the session, and by the batch that reads them
+    # the encoder, the session and the decoded batch each hold an image's embeddings
     embeddings = 4 * shape.n_embd * (n_tokens - request.text_tokens + 2 * largest_image)
-    fixed = request.threads * min(64 * (n_tokens + 64) * 4, 1 << 20) + embeddings + _GRAPH  # first of attention
+    fixed = request.threads * min(64 * (n_tokens + 64) * 4, 1 << 20) + embeddings + _GRAPH  # first term: attention
     compute = shape.compute(one_pass) + fixed
     stock = shape.compute(one_pass, stock=True) - shape.compute(one_pass)
-    # the prompt as one batch of embeddings: ours, and llama.cpp's copy
+    # the prompt as one batch of embeddings, held by kvedge and copied by llama.cpp
     whole = shape.compute(n_tokens) + fixed + 2 * 4 * shape.n_embd * n_tokens
     mask = mask_bytes(n_ctx, N_UBATCH)
     heads = [(shape.n_head, layer.n_heads_kv, shape.head_k) for layer in shape.layers]
@@ -204,7 +204,7 @@ def footprint(files: Files, request: Request) -> Footprint:
     reducing = _reducing_bytes(request, shape, kept) if kept < n_tokens else 0
     new_rows = int(widest * types.held_bytes_per_value(kept) * kept) if kept < n_tokens or types.quantised else 0
     grams, weights_of_layer = _projection_bytes(plan, shape) if kept < n_tokens else (0, 0)
-    largest = max(new_rows + reducing, per_token * again, weights_of_layer)  # one follows the other
+    largest = max(new_rows + reducing, per_token * again, weights_of_layer)  # these follow each other
     loaded = files.program + weights.mapped + weights.repacked + files.encoder
     encoding, base = loaded + embeddings + files.encoder_compute, loaded + compute
     bounded = kv_kept + int(widest * element) * n_tokens + scores // max(len(shape.layers), 1)
@@ -229,7 +229,7 @@ def footprint(files: Files, request: Request) -> Footprint:
 
 
 def _keeping(f: Footprint, request: Request, shape: ModelShape, reducing: int) -> Footprint:
-    """Adds whole rows behind the kept ones. No layer's rows go when its kept ones stand."""
+    """Adds whole rows behind the kept rows. With them, compressing a layer does not free its prompt rows."""
     stored = KvType.parse(request.keep_type)
     rows = int(shape.kv_per_token(1) * stored.bytes_per_value * f.prompt_tokens) if stored.quantised else f.kv_prompt
     memory, file = (rows + f.scores, 0) if request.keep == "ram" else (f.scores, rows)
@@ -246,9 +246,9 @@ def _keeping(f: Footprint, request: Request, shape: ModelShape, reducing: int) -
 
 
 def _projection_bytes(plan: Plan, shape: ModelShape) -> tuple[int, int]:
-    """What weighing values by the output projections takes: (Gram matrices that stay, one layer's weights meanwhile).
+    """Returns the bytes of weighting values by the output projection: Gram matrices that stay, one layer's weights.
 
-    By `l1` nothing stays. The lower triangle of a head's matrix is kept, in float32.
+    `l1` keeps no matrices. A Gram matrix is stored as its lower triangle in float32.
     """
     if not plan.projects:
         return 0, 0
@@ -258,19 +258,19 @@ def _projection_bytes(plan: Plan, shape: ModelShape) -> tuple[int, int]:
 
 
 def _reducing_bytes(request: Request, shape: ModelShape, kept: int) -> int:
-    """What a reducer works in: in float32, for each thread, all rows of a head and those that stay.
+    """Returns a reducer's working memory: all rows of a head and the kept rows in float32, per thread.
 
-    Reducers that merge also have the kept keys twice, and products of them with some of the others. The one that fits
-    rows to queries has a square matrix of the kept rows, and products of them with its queries.
+    Merging reducers also hold the kept keys twice, and their products with some other rows. Reducer match holds a
+    square matrix of the kept rows, and their products with its queries.
     """
     plan, n = request.plan, request.prompt_tokens
     if plan.allocator != "uniform":
-        kept = int(n * _UNEVEN * kept / (n + (_UNEVEN - 1) * kept))  # of the head that has most
+        kept = int(n * _UNEVEN * kept / (n + (_UNEVEN - 1) * kept))  # in the head that keeps most
     merges = _MATCHED_ROWS if plan.reducer in _MERGING else 0
     most = 0
     for layer in shape.layers if plan.reducer != "evict" else ():
         heads = max(layer.n_heads_kv, 1)
-        row, apart = layer.width // heads, max(request.threads // heads, 1)  # threads of one head
+        row, apart = layer.width // heads, max(request.threads // heads, 1)  # threads per head
         floats = (n + kept) * (row + 1)
         floats += (2 * shape.head_k + merges * apart) * kept + 3 * n if merges else 0
         if plan.reducer == "match":
@@ -282,13 +282,13 @@ def _reducing_bytes(request: Request, shape: ModelShape, kept: int) -> int:
 
 
 def _bias_bytes(request: Request, shape: ModelShape, kept: int) -> int:
-    """A float32 for each pair, where the plan gives rows biases that are left of others."""
+    """Returns the bytes of the kept rows' biases: a float32 per KV pair, if the plan's reducer makes biases."""
     biased = request.plan.settings("reducer").get("bias", "none") != "none" and kept < request.prompt_tokens
     return 4 * kept * sum(layer.n_heads_kv for layer in shape.layers) if biased else 0
 
 
 def most_images(files: Files, request: Request, available: int, kind: str) -> int:
-    """Finds the most images in one prompt whose peak fits. kind: "stock", "full", "compressed" or "bounded"."""
+    """Returns the most images in one prompt whose peak fits. kind: "stock", "full", "compressed" or "bounded"."""
 
     def fits(n: int) -> bool:
         f = footprint(files, replace(request, n_images=n, all_images=0, n_ctx=0))
@@ -300,14 +300,14 @@ def most_images(files: Files, request: Request, available: int, kind: str) -> in
 
 
 def most_turns(files: Files, request: Request, available: int) -> int:
-    """Finds the largest number of messages that fit, each with one image and compressed before the next."""
+    """Returns the most messages that fit. Each has one image, and is compressed before the next message."""
     once = footprint(files, replace(request, n_images=1, all_images=0, n_ctx=0))
     more = once.kv_kept + once.whole_memory
     return _largest(lambda n: once.peak_prefill - once.reclaimable + (n - 1) * more <= available if n else True)
 
 
 def _largest(fits: Callable[[int], bool]) -> int:
-    """Finds the largest n that fits, of a condition that holds up to some n; -1 if it does not hold for 0."""
+    """Returns the largest n for which fits(n) is true, or -1 if fits(0) is false. fits must be true up to some n."""
     if not fits(0):
         return -1
     low, high = 0, 1

@@ -1,8 +1,8 @@
-"""What an image costs in floating-point operations, before the prompt and in it: which of two ways makes it cheaper.
+"""Computes the floating-point operations of an image in the encoder and in the prompt, to find the cheaper setting.
 
-A cap before the encoder (--image-max-tokens) leaves fewer pixels to encode and fewer tokens to read. A pruner after it
-(--image-tokens) leaves fewer tokens to read, of an image that was seen whole. Products of matrices are counted, two
-operations for each multiplication and addition; all else is small beside them.
+A cap before the encoder (--image-max-tokens) reduces the pixels to encode and the tokens to read. A pruner behind the
+encoder (--image-tokens) reduces only the tokens to read, and the encoder sees the whole image. Counts matrix products,
+two operations per multiplication and addition; everything else is small beside them.
 """
 
 from __future__ import annotations
@@ -18,29 +18,29 @@ from pykvedge.models.shape import ModelShape
 
 @dataclass(frozen=True)
 class ImageWork:
-    """The work that one image is, in floating-point operations. capped: the encoder takes images of any size."""
+    """Floating-point operations for one image. capped: the encoder takes images of any size."""
 
     encoder: int
-    prompt: int  # to read its tokens, all of them
+    prompt: int  # reading all tokens of the image
     capped: bool
 
     @property
     def encoder_share(self) -> float:
-        """The part of all of it that is done before the prompt."""
+        """Returns the encoder's share of all operations, from 0 to 1."""
         return self.encoder / max(self.encoder + self.prompt, 1)
 
     @property
     def better(self) -> str:
-        """Names the setting that saves most: a pruner cannot save what the encoder has done."""
+        """Returns the name of the setting that saves most. A pruner cannot save the encoder's work."""
         return "image_max_tokens" if self.capped and self.encoder_share >= 0.5 else "image_tokens"
 
     def as_json(self) -> dict[str, Any]:
-        """Makes the object that `kvedge fit --json` prints."""
+        """Returns the object that `kvedge fit --json` prints."""
         share = round(self.encoder_share, 4)
         return {"encoder_flop": self.encoder, "prompt_flop": self.prompt, "encoder_share": share, "better": self.better}
 
     def line(self) -> str:
-        """Says for a person what follows."""
+        """Returns a line for a person: the operations, and the better setting."""
         costs = f"An image costs the encoder {_readable(self.encoder)}, the prompt {_readable(self.prompt)}"
         if self.better == "image_max_tokens":
             return f"{costs}: a cap before the encoder, --image-max-tokens, saves more than --image-tokens after it"
@@ -50,7 +50,7 @@ class ImageWork:
 
 
 def image_work(mmproj: Header, model: Header, grid: ImageGrid, prompt_tokens: int) -> ImageWork:
-    """prompt_tokens: of the whole prompt, half of which the average token looks at."""
+    """Returns the work of one image. prompt_tokens: of the whole prompt; an average token attends to half of it."""
     shape = ModelShape.of(model)
     seen = 4 * shape.n_head * shape.head_k * len(shape.layers) * prompt_tokens // 2
     a_token = 2 * _weights(model, "blk.", _active(model)) + seen
@@ -60,7 +60,7 @@ def image_work(mmproj: Header, model: Header, grid: ImageGrid, prompt_tokens: in
 
 
 def _readable(operations: int) -> str:
-    """Writes 3.4 TFLOP, 306.0 GFLOP, or 12.5 MFLOP."""
+    """Writes a number of operations, as 3.4 TFLOP, 306.0 GFLOP, or 12.5 MFLOP."""
     for unit, size in (("TFLOP", 10**12), ("GFLOP", 10**9)):
         if operations >= size:
             return f"{operations / size:.1f} {unit}"
@@ -68,7 +68,7 @@ def _readable(operations: int) -> str:
 
 
 def _weights(header: Header, prefix: str, active: float = 1.0) -> int:
-    """Counts the weights of the matrices that every row is multiplied with. active: the share of experts at work."""
+    """Counts the weights of matrices that multiply every row. active: the share of experts in use."""
     total = 0.0
     for name, tensor in header.tensors.items():
         if name.startswith(prefix) and len(tensor.shape) > 1 and "position_embd" not in name:
@@ -82,6 +82,6 @@ def _active(model: Header) -> float:
 
 
 def _attention(mmproj: Header, n_patches: int) -> int:
-    """Counts patches that look at each other; llama.cpp computes all pairs and masks them where there are windows."""
+    """Returns the operations of attention between patches. llama.cpp computes all pairs, even if windows mask some."""
     layers, width = (int(mmproj.values.get(f"clip.vision.{name}", 0)) for name in ("block_count", "embedding_length"))
     return 4 * layers * width * n_patches**2
