@@ -1,1 +1,1 @@
-"""Answers that follow a grammar: GBNF, JSON schemas and regular expressions, by llguidance."""
+"""Reads grammars for answers (GBNF, JSON schemas, regular expressions), which llguidance follows."""

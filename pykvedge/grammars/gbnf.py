@@ -1,7 +1,7 @@
-"""A grammar in llama.cpp's GBNF is read, and written in the language that llguidance reads (its variant of Lark).
+"""Translates grammars from llama.cpp's GBNF to llguidance's variant of Lark.
 
-Each character becomes a lexeme of its own: llguidance's lexer takes the longest lexeme, and no other one is as long, so
-that the grammar means what it means in llama.cpp, where characters are all that there is.
+Each character becomes a separate lexeme. llguidance's lexer takes the longest lexeme, and all lexemes here have one
+character, so the grammar has the same meaning as in llama.cpp, which only knows characters.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from dataclasses import dataclass, field, replace
 
 from pykvedge.errors import GrammarError
 
-DEEPEST = 500  # rules that stand within each other, groups among them; llguidance recurses so deep
-_MOST_TIMES = 100_000  # of a repetition
-_MOST = 20_000  # characters in literals and classes, and names
-_SHOWN = 40  # characters of a grammar in a message
+DEEPEST = 500  # most nested rules, with groups; llguidance recurses this deep
+_MOST_TIMES = 100_000  # most repetitions
+_MOST = 20_000  # most characters in literals and classes, plus names
+_SHOWN = 40  # characters of a grammar shown in an error
 _HEX = {"x": 2, "u": 4, "U": 8}
 _PLAIN = {"t": "\t", "r": "\r", "n": "\n", "\\": "\\", '"': '"', "[": "[", "]": "]", "-": "-"}
 _SPACE = re.compile(r"(?:[ \t]|#[^\r\n]*)*")
@@ -31,9 +31,9 @@ Tokens = Callable[[str], list[int]]
 
 @dataclass
 class _Item:
-    """What an alternative is a sequence of. text: as Lark has it. rule: the rule that it stands for, if any.
+    """An item of an alternative. text: in Lark. rule: name of the rule that the item stands for, or empty.
 
-    within: rules that are named in its text.
+    times: repetition. within: names of rules inside the text.
     """
 
     text: str
@@ -46,18 +46,18 @@ class _Item:
 
 
 _Alternatives = list[list[_Item]]
-_Named = tuple[str, list[_Item]]  # an alternative, and its rule
+_Named = tuple[str, list[_Item]]  # an alternative with the name of its rule
 
 
 @dataclass
 class _Reader:
-    """Reads the text of a grammar."""
+    """Parses the text of a grammar."""
 
     text: str
     token_ids: Tokens
     preserved: Mapping[str, int]
     rules: dict[str, _Alternatives] = field(default_factory=dict)
-    names: dict[str, str] = field(default_factory=dict)  # of the grammar's own rules, in Lark
+    names: dict[str, str] = field(default_factory=dict)  # GBNF name: Lark name
     at: int = 0
     size: int = 0
 
@@ -101,7 +101,7 @@ class _Reader:
         return _Item(rule, rule)
 
     def alternatives(self) -> _Alternatives:
-        """Reads the right side of a rule. Groups in it are on a stack, however deep they are."""
+        """Parses the right side of a rule. Uses a stack for groups, so deep nesting does not recurse."""
         stack: list[_Alternatives] = [[[]]]
         while True:
             self.skip(_LINES if len(stack) > 1 else _SPACE)
@@ -147,7 +147,7 @@ class _Reader:
         return None
 
     def characters(self, end: str) -> list[tuple[str, bool]]:
-        """Reads characters up to a sign, and tells which stand there as they are."""
+        """Reads characters up to `end`. Returns each character, and whether it was written without an escape."""
         self.at += 1
         out = []
         while not self.text.startswith(end, self.at):
@@ -232,9 +232,9 @@ class _Reader:
 
 
 def lark(text: str, tokens: Tokens, preserved: Mapping[str, int]) -> str:
-    """Writes a grammar in Lark, from its rule `root` on. Raises GrammarError for one that cannot be used.
+    """Returns a grammar in Lark, from rule `root` on. Raises GrammarError for an invalid grammar.
 
-    tokens: cuts the text of a special token. preserved: special tokens that literals may hold as their text.
+    tokens: tokenizes the text of a special token. preserved: special tokens that literals may contain as text.
     """
     reader = _Reader(text, tokens, preserved)
     reader.read()
@@ -243,28 +243,28 @@ def lark(text: str, tokens: Tokens, preserved: Mapping[str, int]) -> str:
         if rule not in rules:
             raise GrammarError(f"Undefined rule identifier '{name}'")
     _turn(reader)
-    # llguidance goes through them in this order
+    # llguidance visits the rules in this order
     _reached({name: _named_in(alternatives) for name, alternatives in rules.items()}, "start", set(), DEEPEST)
     lines = {rule: (" ".join(map(str, items)) or '""' for items in rows) for rule, rows in rules.items()}
     return "\n".join(f"{rule}: {' | '.join(rows)}" for rule, rows in lines.items())
 
 
 def _written(text: str) -> str:
-    """Writes characters as Lark's literals, each for itself."""
+    """Returns a text as Lark literals, one per character."""
     return " ".join(json.dumps(c, ensure_ascii=c < " " or c == "\x7f").replace("\x7f", "\\u007f") for c in text)
 
 
 def _tail(items: list[_Item]) -> str:
-    """Names the rule that an alternative ends in, if it does."""
+    """Returns the name of the rule at the end of an alternative, or an empty string."""
     return items[-1].rule if items and not items[-1].times else ""
 
 
 def _turn(reader: _Reader) -> None:
-    """Lets rules that end in each other begin with each other instead.
+    """Replaces right recursion by left recursion.
 
-    llguidance keeps every end of the former in mind, and gives up after a thousand characters. For the rules that lie
-    on a circle of such ends, and each of them that is named elsewhere, `from` is that one: what leads from it to a
-    rule is a rule of its own, which begins with what leads to the one before.
+    llguidance keeps every unfinished right-recursive rule, and fails after a thousand characters. A circle is a set of
+    rules that end with each other. Every rule of a circle that is named elsewhere becomes a start: each way from the
+    start to a rule of the circle becomes a new rule, which begins with the way to the previous rule.
     """
     rules = reader.rules
     for name, alternatives in rules.items():
@@ -289,14 +289,14 @@ def _turn(reader: _Reader) -> None:
 
 
 def _written_out(items: list[_Item]) -> _Alternatives:
-    """Writes an alternative that may go without the rule in its end as two."""
+    """Splits an alternative with an optional rule at its end into two alternatives."""
     if items and items[-1].rule and items[-1].times == "?":
         return [[*items[:-1], replace(items[-1], times="")], items[:-1]]
     return [items]
 
 
 def _from(reader: _Reader, first: str, circle: set[str], steps: list[_Named], ends: list[_Named]) -> _Alternatives:
-    """Writes a rule of a circle anew."""
+    """Returns the new alternatives of a rule in a circle."""
     reader.grow(len(steps) + len(ends))
     led = {name: reader.added([]) for name in circle}
     reader.rules[led[first].rule].append([])
@@ -306,7 +306,7 @@ def _from(reader: _Reader, first: str, circle: set[str], steps: list[_Named], en
 
 
 def _circles(edges: dict[str, list[str]]) -> list[set[str]]:
-    """Lists the sets of rules that lead to each other, by Kosaraju's two passes."""
+    """Returns the sets of rules that reach each other, by Kosaraju's two passes."""
     seen, back = set[str](), {name: list[str]() for name in edges}
     order = [one for name in edges if name not in seen for one in _reached(edges, name, seen)]
     for name, others in edges.items():
@@ -318,9 +318,9 @@ def _circles(edges: dict[str, list[str]]) -> list[set[str]]:
 
 
 def _reached(edges: Mapping[str, list[str]], start: str, seen: set[str], deepest: int = _MOST) -> list[str]:
-    """Lists the rules that one leads to and that were not seen, each behind those that it leads to.
+    """Returns the unseen rules that `start` reaches, in postorder, and adds them to `seen`.
 
-    Raises GrammarError for rules that are reached through more than `deepest` others.
+    Raises GrammarError for a path of more than `deepest` rules.
     """
     out, stack = list[str](), [(start, iter(edges[start]))]
     seen.add(start)

@@ -1,6 +1,6 @@
-"""A JSON schema is made ready for llguidance, which obeys a schema or says what of it it cannot obey.
+"""Prepares a JSON schema for llguidance, which obeys a schema or reports what it cannot obey.
 
-What it would take and not obey in every case is refused here, or made tighter.
+Refuses or tightens the keywords that llguidance accepts without obeying them in every case.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ _OPTIONS = {
     "item_separator": ",",
     "key_separator": ":",
     "whitespace_pattern": r"\x20|\r?\n[\x20\t]{0,60}",  # bounded: a model may write blanks without end
-    "json_allow_general_unicode_escapes": False,  # the name of a property would be another one
+    "json_allow_general_unicode_escapes": False,  # an escaped property name would be another name
 }
 _YEAR = "(?:[0-9]{3}[1-9]|[0-9]{2}[1-9][0-9]|[0-9][1-9][0-9]{2}|[1-9][0-9]{3})"
 _LEAP = "(?:[0-9]{2}(?:0[48]|[2468][048]|[13579][26])|(?:0[48]|[2468][048]|[13579][26])00)"
 _DATE = f"(?:{_YEAR}-(?:0[13-9]|1[0-2])-[0-3][0-9]|{_YEAR}-02-(?:[01][0-9]|2[0-8])|{_LEAP}-02-29)"
 _TIME = "[0-9]{2}:[0-9]{2}:[0-5]"
 _LABEL = "[a-zA-Z0-9]+(?:-[a-zA-Z0-9]+)*"
-# days that there are, no leap seconds, and names of hosts that are not encoded: llguidance's own forms take in more
+# only existing days, no leap seconds, no encoded host names: llguidance's formats accept more
 _FORMATS = {
     "date": {"pattern": f"^{_DATE}$"},
     "date-time": {"pattern": f"^{_DATE}[tT]{_TIME}"},
@@ -36,20 +36,20 @@ _FORMATS = {
     "hostname": {"pattern": rf"^(?:{_LABEL}\.)*{_LABEL}$", "maxLength": 253},
 }
 _TYPES = ["null", "boolean", "number", "string", "array", "object"]
-_NAMED = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")  # hold schemas by name
-_DATA = ("const", "enum", "default", "examples")  # hold no schema
+_NAMED = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")  # map names to schemas
+_DATA = ("const", "enum", "default", "examples")  # contain no schema
 _APPLIED = {"allOf", "anyOf", "oneOf", "$ref", "dependentSchemas"}
 _OBJECT = {"properties", "required", "additionalProperties", "patternProperties", "minProperties", "maxProperties"}
 _BOUNDS = {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"}
-_UNHEEDED = ("deprecated", "contentSchema", "$vocabulary")  # say nothing about what is valid
+_UNHEEDED = ("deprecated", "contentSchema", "$vocabulary")  # do not restrict values
 
 
-# more takes llguidance long: it looks whether patterns exclude each other, and what several of them have in common
+# larger values take llguidance long: it compares patterns in pairs, and intersects them
 _MOST_PATTERNS, _MOST_PROPERTIES, _LARGEST_MULTIPLE = 8, 2000, 10_000
 
 
 def prepared(schema: str) -> str:
-    """Returns the text of a schema, which is JSON, for llguidance. Raises GrammarError for what it does not obey."""
+    """Returns a schema's JSON text for llguidance. Raises GrammarError for keywords that llguidance does not obey."""
     root = json.loads(schema)
     schemas = list(_schemas(root))
     apart = not any(one.keys() & _APPLIED and (one.keys() & _OBJECT or "allOf" in one) for one, _ in schemas)
@@ -65,7 +65,7 @@ def prepared(schema: str) -> str:
 
 
 def below(schema: dict[str, Any], place: str) -> dict[str, Any]:
-    """Copies a schema, whose references lead from its own root, for a place of another schema, as "#/properties/a"."""
+    """Copies a schema to a place inside another schema, such as "#/properties/a". Adjusts references to its root."""
     out = copy.deepcopy(schema)
     for one, _ in _schemas(out):
         if isinstance(ref := one.get("$ref"), str) and ref.startswith("#"):
@@ -74,7 +74,7 @@ def below(schema: dict[str, Any], place: str) -> dict[str, Any]:
 
 
 def _schemas(root: dict[str, Any]) -> Iterator[tuple[dict[str, Any], str]]:
-    """Lists a schema and those in it, each once, also where only a $ref may lead to them, and the property's name."""
+    """Yields a schema and all schemas inside it, also unused definitions, each with the name of its property."""
     stack: list[tuple[Any, str, bool]] = [(root, "", True)]
     while stack:
         one, name, is_schema = stack.pop()
@@ -90,7 +90,7 @@ def _schemas(root: dict[str, Any]) -> Iterator[tuple[dict[str, Any], str]]:
 
 
 def _check_common(schemas: list[tuple[dict[str, Any], str]]) -> None:
-    """Refuses what is too much to obey at once, where several schemas may hold for a value."""
+    """Raises GrammarError if several schemas of one value together are too much for llguidance."""
     texts, factors = defaultdict[str, set[str]](set), defaultdict[str, int](lambda: 1)
     for one, name in schemas:
         texts[name].update(f"{word} {one[word]}" for word in ("pattern", "format") if isinstance(one.get(word), str))
@@ -102,7 +102,7 @@ def _check_common(schemas: list[tuple[dict[str, Any], str]]) -> None:
 
 
 def _digits(multiple: Any) -> int:
-    """Returns a number without its point, and without the zeros around it."""
+    """Returns a number's digits without point and without outer zeros, as an integer."""
     if isinstance(multiple, bool) or not isinstance(multiple, int | float) or not multiple or multiple != multiple:
         return 1
     text = format(Decimal(str(abs(multiple))), "f") if abs(multiple) < 1e300 else "1"
@@ -137,7 +137,7 @@ def _integers(value: Any) -> list[int]:
 
 
 def _inside(bound: Any, towards: float) -> Any:
-    """Returns the float nearest to a whole bound that is not beyond it: llguidance has floats."""
+    """Returns the float nearest to an integer bound, not beyond the bound, because llguidance uses floats."""
     if not isinstance(bound, int) or isinstance(bound, bool) or abs(bound) > 1e300 or int(float(bound)) == bound:
         return bound
     near = float(bound)
@@ -150,7 +150,7 @@ def _change(one: dict[str, Any]) -> None:
     for name in _BOUNDS & one.keys():
         one[name] = _inside(one[name], math.inf if "inimum" in name else -math.inf)
     alternatives = one.get("oneOf")
-    if isinstance(alternatives, list):  # where they are written out, llguidance sees that they exclude each other
+    if isinstance(alternatives, list):  # written-out types show llguidance which alternatives exclude each other
         one["oneOf"] = [{"type": _TYPES, **a} if isinstance(a, dict) and "$ref" in a else a for a in alternatives]
     name, others = one.get("format"), one.get("allOf", [])
     if isinstance(name, str) and name in _FORMATS and isinstance(others, list):
@@ -158,7 +158,7 @@ def _change(one: dict[str, Any]) -> None:
 
 
 def _close(one: dict[str, Any]) -> None:
-    """Lets an object have the properties that are named, and no others: no model is to think of some."""
+    """Forbids unnamed properties of an object, so that the model does not invent any."""
     named, required = one.get("properties"), one.get("required", [])
     if isinstance(named, dict) and not one.keys() & {"patternProperties", "additionalProperties", "const", "enum"}:
         one.setdefault("type", "object")

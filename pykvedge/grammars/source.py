@@ -1,4 +1,4 @@
-"""Grammars, JSON schemas and regular expressions as they are given: text, a file, or what JSON is in Python."""
+"""Reads grammars, JSON schemas and regular expressions, given as text, as a file, or as Python objects."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ MOST = 1 << 20  # bytes
 
 @dataclass(frozen=True)
 class Lazy:
-    """A grammar that an answer follows from a trigger on. Before it the answer is free.
+    """A grammar that holds from a trigger on. The answer before the trigger is free.
 
-    grammar: GBNF, from its rule `root` on. Without words, patterns and tokens it holds from the first token on.
-    words: texts. The grammar begins with the word.
-    patterns: regular expressions, searched in the text. The grammar begins with the first group that is not empty, or
-    with the match where there is none.
-    tokens: token numbers. The grammar begins with that token.
-    preserved: numbers of special tokens that stand for their text, in triggers and in literals of the grammar.
+    grammar: GBNF, from rule `root` on. Without words, patterns and tokens the grammar holds from the first token on.
+    words: trigger texts. The grammar begins with the word.
+    patterns: regular expressions as triggers. The grammar begins with the first non-empty group, or with the match if
+    no group matches.
+    tokens: trigger token ids. The grammar begins with the token.
+    preserved: ids of special tokens that count as their text, in triggers and in literals of the grammar.
     prefix: text at the end of the prompt that counts as the beginning of the answer.
-    thinking: the marks around text in which no trigger counts.
+    thinking: begin and end marks of text in which triggers do not count.
     """
 
     grammar: str
@@ -37,7 +37,7 @@ class Lazy:
     thinking: tuple[str, str] | None = None
 
     def __post_init__(self) -> None:
-        """Raises GrammarError."""
+        """Raises GrammarError for an invalid pattern."""
         try:
             re.compile("|".join(f"(?:{pattern})" for pattern in self.patterns))
         except re.error as error:
@@ -45,15 +45,15 @@ class Lazy:
 
     @property
     def waits(self) -> bool:
-        """Tells whether the grammar has a trigger to wait for."""
+        """Returns whether the grammar has a trigger."""
         return bool(self.words or self.patterns or self.tokens)
 
     def thinks(self, text: str) -> bool:
-        """Tells whether a text ends in what is thought."""
+        """Returns whether the text ends inside thinking marks."""
         return self.thinking is not None and text.rfind(self.thinking[0]) > text.rfind(self.thinking[1])
 
     def begins(self, text: str) -> int | None:
-        """Returns where in a text, an answer's so far, the grammar begins; None while no trigger is there."""
+        """Returns the index in the answer's text where the grammar begins, or None before a trigger."""
         if not self.waits:
             return 0
         if self.thinks(text):
@@ -69,17 +69,17 @@ class Lazy:
 
 
 def is_grammar(text: str) -> bool:
-    """Tells a grammar from the name of a file: it has a rule."""
+    """Returns whether a text is a grammar (it has a rule), not the name of a file."""
     return "::=" in text
 
 
 def is_schema(text: str) -> bool:
-    """Tells a JSON schema from the name of a file: it is an object."""
+    """Returns whether a text is a JSON schema (it is an object), not the name of a file."""
     return text.lstrip()[:1] == "{"
 
 
 def grammar(given: object) -> str:
-    """Returns the text of a grammar (GBNF), which is given so or as a file. Raises GrammarError."""
+    """Returns the text of a GBNF grammar, given as text or as a file. Raises GrammarError."""
     text = given if isinstance(given, str) and is_grammar(given) else _read("grammar", given)
     if not is_grammar(text):
         raise GrammarError("the grammar has no rule: write one in GBNF, for example root ::= \"yes\" | \"no\"")
@@ -87,7 +87,7 @@ def grammar(given: object) -> str:
 
 
 def schema(given: object) -> str:
-    """Returns a JSON schema as text, which is given so, as a file, or as a dict. Raises GrammarError."""
+    """Returns the text of a JSON schema, given as text, as a file, or as a dict. Raises GrammarError."""
     if isinstance(given, Mapping):
         try:
             text = json.dumps(given)
@@ -108,7 +108,7 @@ def schema(given: object) -> str:
 
 
 def regex(given: object) -> str:
-    """Returns a regular expression, which is given as text. Raises GrammarError."""
+    """Checks a regular expression, given as text, and returns it. Raises GrammarError."""
     if not isinstance(given, str) or not given:
         raise GrammarError(f"a regular expression is text, not {given!r:.40}")
     if (len(given) - len(given.rstrip("\\"))) % 2:

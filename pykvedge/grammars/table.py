@@ -1,4 +1,4 @@
-"""A GrammarTable is the vocabulary of a model as llguidance takes it, which follows grammars."""
+"""Gives a model's vocabulary to llguidance, which follows grammars."""
 
 from __future__ import annotations
 
@@ -14,28 +14,28 @@ if TYPE_CHECKING:
 
 
 class GrammarTable:
-    """It holds no pointer into the model."""
+    """A vocabulary for llguidance. Holds no pointer into the model."""
 
     def __init__(self, tokens: list[bytes], ends: list[int], unseen: list[int]) -> None:
         """Takes a second for 100,000 tokens.
 
-        tokens: what they stand for. ends: those that end an answer. unseen: those that are no text of one.
-        Raises ModelError for a model that has no token to end an answer with.
+        tokens: bytes of each token. ends: tokens that end an answer. unseen: tokens that are no text of an answer.
+        Raises ModelError for a model without an end token.
         """
         from llguidance import LLTokenizer, TokenizerWrapper
 
         if not ends:
             raise ModelError("the model has no token that ends an answer, so that none can follow a grammar")
         self.ends = ends
-        self.kept: dict[object, tuple[str, Any]] = {}  # grammars that were made for it (runtime/grammar.py)
-        self.allowed = np.ones(len(tokens), bool)  # tokens that may be part of an answer, or its end
+        self.kept: dict[object, tuple[str, Any]] = {}  # grammars made for this vocabulary (runtime/grammar.py)
+        self.allowed = np.ones(len(tokens), bool)  # tokens that an answer may contain, or end with
         self.allowed[unseen], self.allowed[ends] = False, True
         table = _Table(tokens, ends, unseen)
         self.tokenizer: LLTokenizer = LLTokenizer(TokenizerWrapper(table), eos_token=ends)
         table.tokenizer = self.tokenizer
 
     def cut(self, text: bytes) -> list[int]:
-        """Cuts bytes into tokens that are the same bytes. Raises ModelError where the model has none for one."""
+        """Returns tokens with exactly these bytes. Raises ModelError if the model has no such tokens."""
         tokens = self.tokenizer.tokenize_bytes(text)
         if self.tokenizer.decode_bytes(tokens) != text:
             raise ModelError("the model has no tokens for a part of the answer")
@@ -43,7 +43,7 @@ class GrammarTable:
 
 
 class _Table:
-    """What llguidance asks of a tokeniser."""
+    """Implements the tokenizer interface that llguidance expects."""
 
     bos_token_id = None
     tokenizer: LLTokenizer | None = None
@@ -52,5 +52,5 @@ class _Table:
         self.tokens, self.eos_token_id, self.special_token_ids = tokens, ends[0], special
 
     def __call__(self, text: bytes) -> Sequence[int]:
-        """Cuts a text into the longest tokens there are, which need not be those that the model would."""
+        """Cuts a text greedily into the longest tokens. The model's own tokenizer may cut differently."""
         return self.tokenizer.greedy_tokenize(text.decode()) if self.tokenizer is not None else []
