@@ -1,1 +1,1 @@
-"""libkvedge as Python calls it: a context's cache, plans, stages of one's own, arrays."""
+"""Calls libkvedge from Python: caches, plans, stages from plugins, plain arrays."""

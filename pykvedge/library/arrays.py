@@ -1,4 +1,4 @@
-"""`compress` applies a plan to plain arrays, without a model, for research and tests."""
+"""Applies a plan to plain arrays, without a model, for research and tests (`compress`)."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from pykvedge.reference.stages.rotation import Rotation
 
     class GivenOptions(TypedDict, total=False):
-        """These may be given to compress by name."""
+        """The keyword options of compress."""
 
         kv_type: str | KvType
         kv_rotate: str
@@ -48,23 +48,23 @@ def compress(
 ) -> Result:
     """Compresses the KV pairs of one prompt.
 
-    q: [L, H, T, d], k and v: [L, Hkv, T, d], floating point, position encoding applied; H is a multiple of Hkv.
+    q: [L, H, T, d]; k, v: [L, Hkv, T, d]; floating point, with position encoding. H is a multiple of Hkv.
     image_mask: [T] bool, True for an image token; None: all text.
     engine: "native" (libkvedge) or "numpy" (the definitions in stages/).
-    options, each by its name:
-    kv_type: storage type that k and v are rounded to (kvtypes.NAMES), or "K:V" for one of each. Where it is quantised,
-    d is a multiple of 32, and scores and merges see f16. kv_rotate: whether q8_0, q4_0 and tq3 round rotated rows:
-    "auto" where d is a multiple of 64, "on" or "off"; what comes out is rotated back. threads: of the native engine, 0
-    for all cores, or fewer where the arrays are small.
-    profile: a Profile or its file, or several, for a plan whose stages need them (Plan.profile_kinds), each for the
-    stage that it fits; shapes are [L, H], [L, Hkv] (key-redundancy, head-budgets), or [L, budgets] (prefix).
-    stream: tokens that are read at a time, and compressed with what is left of those before (docs/long.md); 0: all
-    are one prompt. The plan's budget is then a number of pairs, kv_type not quantised, and scores are [L, Hkv, 0].
-    rotation: how q and k were turned by their positions, 0 to T - 1, for scorer expected; None: they were not.
+    options, by keyword:
+    kv_type: storage type that k and v are rounded to (kvtypes.NAMES), or "K:V" for two types. With a quantised type d
+    must be a multiple of 32, and scores and merges use f16. kv_rotate: whether q8_0, q4_0 and tq3 round rotated rows:
+    "on", "off", or "auto": if d is a multiple of 64; the result is rotated back. threads: of the native engine; 0: all
+    cores, or fewer for small arrays.
+    profile: a Profile, its file, or several, for the stages of the plan that need one (Plan.profile_kinds). Shapes are
+    [L, H], [L, Hkv] (key-redundancy, head-budgets), or [L, budgets] (prefix).
+    stream: tokens per step; each step is compressed together with the rows kept before (docs/long.md). 0: one prompt. A
+    stream needs a budget in pairs and a kv_type that is not quantised; its scores are [L, Hkv, 0].
+    rotation: how q and k were rotated for positions 0 to T - 1, for scorer expected; None: not rotated.
     projection: W_O of the layers, [L, H, d, D] floating point, for plans with critical: head h adds its output [d]
     times projection[l, h] to a row of the residual stream.
-    replay: a second pass over the prompt, for scorer replay with source instruction or repeat; None: the prompt's own
-    queries stand in for it.
+    replay: a second pass over the prompt, for scorer replay with source instruction or repeat; None: uses the queries
+    of the prompt instead.
     Raises ArrayError, UnknownNameError, BudgetError, ProfileError, LibraryError, OutOfMemoryError.
     """
     if engine not in ENGINES:

@@ -1,4 +1,4 @@
-"""libkvedge has plans of its own: they are made from ours, checked by it, and applied to plain arrays."""
+"""Makes libkvedge's plans from Plans, checks them, and applies them to plain arrays."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from pykvedge.reference.stages.rotation import PAIRS
 
 
 class NativePlan:
-    """A kvedge_plan is made from a Plan; use it in a with statement."""
+    """A kvedge_plan made from a Plan. Use a with statement."""
 
     def __init__(
         self, plan: Plan, profiles: Mapping[str, ProfileTable] | None = None, later_floor: int | None = None
     ) -> None:
-        """profiles: of the stages that need one, by name. later_floor: None for the library's own."""
+        """profiles: for the stages that need one, by stage. later_floor: None: the library's default."""
         self.handle = c.c_void_p()
         self.own = OwnStages(plan)
         call("plan_create", c.byref(self.handle))
@@ -55,7 +55,7 @@ class NativePlan:
 
 
 def why_not_bounded(plan: Plan, kv_type: str | KvType = "f16") -> str:
-    """Says what keeps prompts under a plan from being compressed layer by layer; it is empty if nothing does."""
+    """Returns why prompts under a plan cannot be compressed layer by layer, or an empty string."""
     with NativePlan(plan) as native:
         try:
             call("plan_check_bounded", native.handle, *KvType.parse(kv_type).numbers)
@@ -65,9 +65,9 @@ def why_not_bounded(plan: Plan, kv_type: str | KvType = "f16") -> str:
 
 
 def plan_budget(plan: Plan, n_tokens: int, later: bool = False, later_floor: int | None = None) -> int:
-    """Counts the KV pairs that a plan keeps of a prompt of n_tokens, or of a message that follows one (later).
+    """Returns the KV pairs per head that a plan keeps of a prompt, or (later) of a later message.
 
-    later_floor: tokens that such a message keeps at least; None for the library's own.
+    later_floor: least tokens kept of a later message; None: the library's default.
     """
     with NativePlan(plan, later_floor=later_floor) as native:
         asked = lib().kvedge_plan_later_budget if later else lib().kvedge_plan_budget
@@ -75,7 +75,7 @@ def plan_budget(plan: Plan, n_tokens: int, later: bool = False, later_floor: int
 
 
 def check_stream(plan: Plan) -> None:
-    """Refuses a plan that cannot compress a stream. Raises UsageError with what stands in the way."""
+    """Raises UsageError with the reason if a plan cannot compress a stream."""
     with NativePlan(plan) as native:
         try:
             call("plan_check_stream", native.handle)
@@ -84,21 +84,21 @@ def check_stream(plan: Plan) -> None:
 
 
 def score_bytes(plan: Plan, n_tokens: int, layers: Iterable[tuple[int, int, int]]) -> int:
-    """Counts bytes beside keys and values while a prompt is read and compressed. layers: (H, Hkv, d_k) each."""
+    """Returns the bytes beside keys and values while a prompt is read and compressed. layers: (H, Hkv, d_k) each."""
     with NativePlan(plan) as native:
         of_layer = functools.cache(functools.partial(lib().kvedge_plan_score_bytes, native.handle, n_tokens))
         return sum(of_layer(*shape) for shape in layers)
 
 
-@functools.lru_cache(64)  # a server asks for each request, and nearly always about the same plan
+@functools.lru_cache(64)  # a server asks for each request, nearly always about the same plan
 def replays(plan: Plan) -> bool:
-    """Tells whether the plan's scorer goes by a second pass over the prompt (runtime/replay.py)."""
+    """Returns whether the plan's scorer needs a second pass over the prompt (runtime/replay.py)."""
     with NativePlan(plan) as native:
         return bool(lib().kvedge_plan_replays(native.handle))
 
 
 def options_of(kv_type: KvType) -> Options:
-    """Fills a kvedge_options with the storage types and their rotation, the rest by default."""
+    """Returns a kvedge_options with the storage types and their rotation; other fields have defaults."""
     options = Options()
     call("options_init", c.byref(options), c.sizeof(options))
     options.type_k, options.type_v = kv_type.numbers
@@ -120,9 +120,9 @@ def compress_arrays(
     profiles: Mapping[str, ProfileTable] | None = None,
     step: int = 0,
 ) -> Result:
-    """Calls kvedge_compress_arrays_replayed, or kvedge_stream_arrays with a step.
+    """Calls kvedge_compress_arrays_replayed; with a step, kvedge_stream_arrays.
 
-    threads: 0 for all cores, or fewer for small arrays. profiles: by the stages that need one.
+    step: tokens per step; 0: no stream. threads: 0: all cores, fewer for small arrays. profiles: by stage.
     """
     q, k, v, mask, rotation, projection, replay = arrays
     n_layers, n_heads_kv, n_tokens, size = k.shape

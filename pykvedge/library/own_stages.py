@@ -1,4 +1,4 @@
-"""Stages of a plan that come from plugins, as structs of kvedge.h: Python functions that C calls."""
+"""Wraps a plan's plugin stages in structs of kvedge.h, so that C can call their Python functions."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ STATUS_STAGE = 8  # KVEDGE_E_STAGE
 
 
 def _copy(pointer: Any, shape: tuple[int, ...]) -> np.ndarray:
-    """A copy: a plugin may keep what it was shown, C frees it."""
+    """Copies an array: C frees it, and a plugin may keep it."""
     return np.ctypeslib.as_array(pointer, shape).copy()
 
 
 class OwnStages:
-    """The members of a plan that come from plugins, as structs for kvedge_plan_add_*.
+    """The plugin stages of a plan, as structs for kvedge_plan_add_*.
 
-    Must live as long as anything in C has the plan. A callback cannot raise through C: what it raised waits here.
+    Must live as long as C uses the plan. An exception cannot pass through C, so this object keeps it.
     """
 
     def __init__(self, plan: Plan) -> None:
         self.structs: dict[str, c.Structure] = {}  # by stage
         self.unset: set[str] = set()  # stages whose settings C does not know
-        # a pruner is called from here (runtime/pruning.py): C hears nothing of it
+        # C does not know a plugin's pruner: Python calls it (runtime/pruning.py)
         self.unknown = {"pruner"} if table.get("pruner", plan.pruner) is not None else set[str]()
         self._failure: BaseException | None = None
         for stage in table.COMPRESSING:
@@ -53,7 +53,7 @@ class OwnStages:
         def call(given: Any, *others: Any) -> int:
             try:
                 run(plugin.member, settings, given.contents, *others[:-1])
-            except BaseException as error:  # nothing may be thrown through C; `explained` raises it again
+            except BaseException as error:  # must not pass through C; `explained` raises the exception again
                 self._failure = error
                 others[-1].contents.message = str(error).encode()[:499]
                 return STATUS_STAGE
@@ -67,7 +67,7 @@ class OwnStages:
 
     @contextmanager
     def explained(self) -> Iterator[None]:
-        """Where C reports that a stage failed, raises what the stage raised."""
+        """If C reports a failed stage inside the block, raises the stage's exception instead."""
         try:
             yield
         except PluginError:
