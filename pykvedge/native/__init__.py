@@ -1,1 +1,1 @@
-"""The package calls native code here: kvedge.h by ctypes, the libraries, llama.cpp's set-up."""
+"""Calls native code: kvedge.h by ctypes, the shared libraries, the set-up of llama.cpp."""

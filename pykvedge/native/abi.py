@@ -1,4 +1,4 @@
-"""kvedge.h as ctypes declares it: structs and prototypes. `calls` has the library itself."""
+"""Declares the structs and prototypes of kvedge.h for ctypes. The module `calls` loads the library."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ STAGE_NUMBER = {"scorer": 0, "allocator": 1, "reducer": 2, "decode": 3, "pruner"
 
 
 def text(value: bytes | None) -> str:
-    """A char * of the library's or of a plugin's."""
+    """Decodes a char * of the library or of a plugin."""
     return (value or b"").decode("utf-8", "replace")
 
 
@@ -37,7 +37,7 @@ class Error(c.Structure):
 
 
 class Setting(c.Structure):
-    """kvedge_setting: of words the fallback is an index, step 0 is any number."""
+    """kvedge_setting. The fallback of a word setting is an index of choices. step 0: any number."""
 
     _fields_ = [
         ("name", c.c_char_p), ("help", c.c_char_p),
@@ -56,7 +56,7 @@ class Options(c.Structure):
 
 
 class Stats(c.Structure):
-    """kvedge_stats: bytes are of buffers that exist, times in microseconds."""
+    """kvedge_stats. Bytes are sizes of allocated buffers, times are microseconds."""
 
     _fields_ = [
         ("struct_size", c.c_size_t),
@@ -109,10 +109,10 @@ class GivenArrays(c.Structure):
 
 
 class ReplayChunk(c.Structure):
-    """A chunk is about the tokens [first, last) of the prompt, and n_tokens long, with the request to repeat them.
+    """A chunk of a second pass: repeats the prompt's tokens [first, last), and has n_tokens with its request.
 
-    sinks: first tokens of the prompt, such as those of a chat template, that each chunk's softmax covers, and that are
-    kept before all others. It is a kvedge_replay_chunk.
+    sinks: number of first tokens of the prompt, such as a chat template's, that every chunk's softmax includes and that
+    are kept before all others. Has the layout of kvedge_replay_chunk.
     """
 
     _fields_ = [(name, c.c_int32) for name in ("first", "last", "sinks", "n_tokens")]

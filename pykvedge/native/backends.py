@@ -1,8 +1,8 @@
-"""Packages such as kvedge-vulkan bring a backend of ggml's: one module, found by an entry point and loaded here.
+"""Loads ggml backends from other packages, such as kvedge-vulkan. A package has one module, found by an entry point.
 
-The entry point, in group kvedge.backends, has the backend's name in ggml and names a Python package. MODULE of that
-package is the file's name, PIN is what it was built from. A module of another pin is never loaded: it would read
-structures of llama.cpp that look otherwise.
+The entry point is in group kvedge.backends, has ggml's name of the backend, and refers to a Python package. MODULE of
+that package is the module's file name, PIN the llama.cpp that the module was built from. A module with another pin is
+never loaded: the layouts of its structures may differ.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
 
 GROUP = "kvedge.backends"
-PIN_FILE = "llama-pin.txt"  # written by the build (cmake/LlamaSource.cmake), beside the libraries
+PIN_FILE = "llama-pin.txt"  # the build writes this file beside the libraries (cmake/LlamaSource.cmake)
 _DRIVERS = {
     "CUDA": "no NVIDIA GPU that its driver lets CUDA use",
     "Vulkan": "no GPU with a Vulkan driver; Debian and Ubuntu have drivers in mesa-vulkan-drivers",
@@ -33,7 +33,7 @@ _found: list[Package] = []
 
 @dataclass(frozen=True)
 class Package:
-    """An installed package has a backend. problem: why it is not used, empty if it is. broken: no driver mends that."""
+    """An installed package with a backend. problem: why it is not used, or empty. broken: a driver would not help."""
 
     name: str
     backend: str
@@ -43,26 +43,26 @@ class Package:
 
 
 def packages() -> tuple[Package, ...]:
-    """Tells what became of each installed package, once libraries.load_backends has run."""
+    """Returns the state of each installed package, after libraries.load_backends."""
     return tuple(_found)
 
 
 def unused() -> str:
-    """Says of each package that is not used why; empty where there is none."""
+    """Returns the reason for each unused package, or an empty string."""
     return "".join(f"; {p.name} is not used: {p.problem}" for p in packages() if p.problem)
 
 
 def load(place: Path, library: Callable[[str], c.CDLL]) -> None:
-    """Loads the module of every installed package, once for each backend.
+    """Loads the modules of installed packages, at most one per backend.
 
-    place: the folder of our libraries, each of which library(name) loads.
+    place: folder of kvedge's libraries. library: loads one of these libraries by name.
     """
     from importlib import metadata
 
     found: list[Package] = []
     # the highest name first: kvedge-cuda13 before kvedge-cuda12
     points = sorted(metadata.entry_points(group=GROUP), key=lambda p: p.value, reverse=True)
-    # of two devices that are one GPU the first is used: CUDA before Vulkan
+    # ggml uses the first backend of a GPU: CUDA before Vulkan
     for point in sorted(points, key=lambda p: p.name):
         used = next((p.name for p in found if p.backend == point.name and not p.problem), "")
         found.append(_look(point, used, place, library))
@@ -75,7 +75,7 @@ def _look(point: EntryPoint, used: str, place: Path, library: Callable[[str], c.
     try:
         package = point.load()
         module, pin = Path(package.__file__).parent / package.MODULE, str(package.PIN)
-    except Exception as error:  # another author's code
+    except Exception as error:  # foreign code may raise anything
         return Package(name, point.name, problem=f"it cannot be imported ({error}); {again}", broken=True)
     tell = functools.partial(Package, name, point.name, str(module))
     if pin != (ours := _pin(place)):
@@ -85,7 +85,7 @@ def _look(point: EntryPoint, used: str, place: Path, library: Callable[[str], c.
         return tell(f"{used} has the same devices and is used; pip uninstall one of the two")
     try:
         libcheck.check_machine(module, again)
-        c.CDLL(str(module))  # the loader's message, which ggml would only log
+        c.CDLL(str(module))  # raises the loader's message, which ggml would only log
     except LibraryError as error:
         return tell(str(error), True)
     except OSError as error:
@@ -101,7 +101,7 @@ def _pin(place: Path) -> str:
 
 
 def _registered(module: Path, backend: str, library: Callable[[str], c.CDLL]) -> str:
-    """Hands a module to ggml. Returns why it cannot be used, or an empty text."""
+    """Loads a module into ggml. Returns why it cannot be used, or an empty string."""
     ggml = library("ggml")
     for name in ("ggml_backend_load", "ggml_backend_reg_by_name"):
         getattr(ggml, name).restype, getattr(ggml, name).argtypes = c.c_void_p, [c.c_char_p]

@@ -1,4 +1,4 @@
-"""libkvedge with its prototypes, and calls of it whose failures are exceptions. Nothing is loaded on import."""
+"""Loads libkvedge with its prototypes, and raises exceptions for failed calls. Importing loads no library."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _ERROR_OF_STATUS: dict[int, type[errors.KvedgeError]] = {
 
 @functools.cache
 def lib() -> c.CDLL:
-    """libkvedge with its prototypes. Raises LibraryError when it is missing or of another version."""
+    """Returns libkvedge with its prototypes. Raises LibraryError if it is missing or has another version."""
     handle = libraries.kvedge()
     for name, (result, arguments) in PROTOTYPES.items():
         try:
@@ -36,7 +36,7 @@ def lib() -> c.CDLL:
 
 
 def describe() -> str:
-    """Tells in a line per library its version and what it uses of the machine, or that it is missing."""
+    """Returns a line per library with its version and instruction set, or why the libraries cannot be used."""
     try:
         handle, llama = lib(), libraries.load("llama")
     except errors.LibraryError as error:
@@ -47,13 +47,13 @@ def describe() -> str:
 
 
 def stage_settings(stage: str, member: str) -> list[Setting]:
-    """Settings of a member of the library's, by its name."""
+    """Returns the settings of a built-in stage member."""
     found = (lib().kvedge_stage_setting(STAGE_NUMBER[stage], member.encode(), i) for i in itertools.count())
     return [setting.contents for setting in itertools.takewhile(bool, found)]
 
 
 def stage_facts(stage: str, member: str, settings: Sequence[float], kept: int = 0, even: int = 0) -> Facts:
-    """What follows from the settings of a member of the library's, for a head of `kept` pairs and an `even` share."""
+    """Returns facts about a built-in stage member with settings, for `kept` pairs per head and an `even` share."""
     out = Facts(struct_size=c.sizeof(Facts), kept=kept, even=even)
     given = (c.c_double * len(settings))(*settings)
     call("stage_get_facts", STAGE_NUMBER[stage], member.encode(), given, len(settings), c.byref(out))
@@ -62,32 +62,32 @@ def stage_facts(stage: str, member: str, settings: Sequence[float], kept: int = 
 
 @functools.cache
 def kv_types() -> dict[str, float]:
-    """The library's storage types in the order of their numbers: name -> bytes of a number with its share of scales."""
+    """Returns the storage types in the order of their numbers: name -> bytes per value, scales included."""
     names = itertools.takewhile(bool, map(lib().kvedge_type_name, itertools.count()))
     return {text(name): lib().kvedge_type_bytes(i) / 32 for i, name in enumerate(names)}
 
 
 def raise_(error: Error) -> None:
-    """Raises what the status of a kvedge_error stands for (errors.py)."""
+    """Raises the error class of a kvedge_error's status (errors.py)."""
     message = error.text or f"libkvedge failed with status {error.status}"
     raise _ERROR_OF_STATUS.get(error.status, errors.KvedgeError)(message)
 
 
 def call(name: str, *arguments: Any) -> None:
-    """kvedge_NAME(arguments, &error). Raises where it fails."""
+    """Calls kvedge_NAME(arguments, &error). Raises the error if the call fails."""
     error = Error()
     if getattr(lib(), f"kvedge_{name}")(*arguments, c.byref(error)) != 0:
         raise_(error)
 
 
 class Raised:
-    """What a function of Python's raised that C called. It cannot pass through C: it is kept, and raised behind it."""
+    """Keeps an exception of a Python callback, which cannot pass through C. `again` raises it afterwards."""
 
     def __init__(self) -> None:
         self._error: BaseException | None = None
 
     def keeping(self, function: Callable[P, R], otherwise: R) -> Callable[P, R]:
-        """Makes a function that C can call. otherwise: what it returns for one that raised, "stop" in C's words."""
+        """Wraps a function for C. otherwise: the return value after an exception, usually "stop" to the C caller."""
 
         def call(*args: P.args, **kwargs: P.kwargs) -> R:
             try:
@@ -99,7 +99,7 @@ class Raised:
         return call
 
     def again(self) -> None:
-        """Raises the first that was kept, if any was."""
+        """Raises the first kept exception, if there is one."""
         error, self._error = self._error, None
         if error is not None:
             raise error

@@ -1,4 +1,4 @@
-"""What a C compiler needs of the installed package (kvedge.pc): headers, libraries, and where CMake finds them."""
+"""Returns what a C compiler needs from the installed package (kvedge.pc): headers, libraries, CMake folder."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def flags(field: str) -> list[str]:
         if variable := re.match(r"(\w+)=(.*)", line):
             values[variable[1]] = posixpath.normpath(_filled(variable[2], values))
         elif line.startswith(f"{field}:"):
-            # a folder's name may hold blanks: words are told apart before it is filled in
+            # splits into words before it fills in folder names, which may contain blanks
             return [_filled(word, values) for word in shlex.split(line.removeprefix(f"{field}:"))]
     raise LibraryError(f"{path} has no {field}; reinstall kvedge")
 
@@ -37,12 +37,12 @@ def cmake_dir() -> Path:
 
 
 def for_shell(words: list[str]) -> str:
-    """Puts words into a line that the system's shell reads as these words again."""
+    """Returns a line that the system's shell splits into these words."""
     return subprocess.list2cmdline(words) if os.name == "nt" else shlex.join(words)
 
 
 def _folder() -> Path:
-    # not KVEDGE_LIB_DIR: the libraries there need not be those of the headers here
+    # ignores KVEDGE_LIB_DIR: its libraries may not match the headers of this package
     for place in in_package("lib"):
         if (place / "pkgconfig" / "kvedge.pc").is_file():
             return place.resolve()

@@ -1,7 +1,7 @@
-"""The last line of a program that native code ends: what happened, and where the conversation is.
+"""Prints a last line when native code ends the program: what happened, and where the conversation is.
 
-No Python runs after a segmentation fault, so the handlers are libkvedge's (kvedge_last_words), which gets the line
-beforehand. Until a program calls `arm` nothing happens here.
+No Python runs after a segmentation fault, so libkvedge has the signal handlers and gets the line in advance
+(kvedge_last_words). Inactive until a program calls `arm`.
 """
 
 from __future__ import annotations
@@ -15,47 +15,47 @@ from pykvedge.errors import KvedgeError, LibraryError, one_line
 from pykvedge.native import ggml
 from pykvedge.native.calls import call
 
-CODE = 1  # of the process
-_NO_MEMORY = ("mem_buffer", "alloc", "out of memory")  # in what ggml asserts on
+CODE = 1  # exit code of the process
+_NO_MEMORY = ("mem_buffer", "alloc", "out of memory")  # words in ggml's assertion messages
 _HANDSHAKE = "RPC handshake failed"
 _HUNG_UP = "Remote RPC server crashed or returned malformed response"
 
 
 class _LastWords:
-    """One for the process, as its signal handlers are."""
+    """State of the process: signal handlers are per process too."""
 
     armed = False
     left = "what was not saved is lost"
 
 
 def arm() -> None:
-    """From now on a crash is one line on stderr and exit code 1, where ggml aborts as well.
+    """Makes a crash, or an abort of ggml, end with one line on stderr and exit code 1.
 
-    For programs of kvedge's. With KVEDGE_DEBUG set nothing is armed: a core file or a debugger tells more.
+    For kvedge's programs. Does nothing if KVEDGE_DEBUG is set: a core file or a debugger tells more.
     """
     if os.environ.get("KVEDGE_DEBUG"):
         return
-    with suppress(LibraryError):  # the command itself says what is missing
+    with suppress(LibraryError):  # the command will report the missing library
         ggml.on_abort(_explain)
         _LastWords.armed = True
         left(_LastWords.left)
 
 
 def left(text: str) -> None:
-    """From now on a crash leaves this: "what was parked in DIR is there for the next start"."""
+    """Sets the text after a crash: what is not lost, such as "what was parked in DIR is there for the next start"."""
     _LastWords.left = one_line(text)
     if _LastWords.armed:
-        with suppress(KvedgeError):  # no line is no reason to stop
+        with suppress(KvedgeError):  # the program can run without a last line
             call("last_words", _begin("native code crashed").encode(), f"; {_LastWords.left}".encode(), CODE)
 
 
 def saved(path: Path) -> None:
-    """From now on a crash leaves the conversation in this file."""
+    """Sets the text after a crash: the conversation is in this file."""
     left(f"the conversation up to its last saved answer is in {path}")
 
 
 def _explain(message: str) -> None:
-    """Ends the process where ggml would: its message names the cause."""
+    """Prints ggml's message, which names the cause, and ends the process."""
     what = " ".join(message.partition(": ")[2].split()) or message
     if any(word in what for word in _NO_MEMORY):
         what = f"not enough memory ({what})"
@@ -68,7 +68,7 @@ def _explain(message: str) -> None:
 
 
 def _begin(what: str) -> str:
-    """Begins the line. At a terminal it is a fresh one, since an answer or a progress bar may stand in the last."""
+    """Returns the beginning of the line. On a terminal it starts a new line, below an answer or a progress bar."""
     fresh = ""
     with suppress(ValueError):  # stderr is closed
         fresh = "\n\x1b[?25h" if sys.stderr is not None and sys.stderr.isatty() else ""

@@ -1,4 +1,4 @@
-"""kvedge_encoder watches an image encoder of libmtmd: how far it is, whether to stop it, and its memory."""
+"""Watches an image encoder of libmtmd through kvedge_encoder: its progress, its cancellation, its memory."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pykvedge.native.calls import Raised, call, lib
 
 
 class EncoderWatch:
-    """This is a kvedge_encoder, which watches one mtmd context. Raises OutOfMemoryError when it is made."""
+    """A kvedge_encoder, which watches one mtmd context. The constructor raises OutOfMemoryError."""
 
     def __init__(self, n_layers: int) -> None:
         self._n_layers = max(n_layers, 1)
@@ -19,15 +19,15 @@ class EncoderWatch:
         call("encoder_create", c.byref(self._handle))
 
     def install(self, params: Any, callback: Any) -> None:
-        """Makes itself known in an mtmd_context_params. callback: the bindings' type of cb_eval."""
+        """Registers the watch in an mtmd_context_params. callback: the bindings' type of cb_eval."""
         params.cb_eval = c.cast(lib().kvedge_encoder_eval, callback)
         params.cb_eval_user_data = self._handle
 
     def run(self, encode: Callable[[], int], look: Callable[[float], None]) -> int:
-        """Calls encode(), and gives the memory back if it returns 0. look(share done) is called after every layer.
+        """Calls encode() and returns its status; status 0 frees working memory. Calls look(share done) after each
+        layer.
 
-        What look raises stops the encoder and is raised here.
-        """
+        An exception of look stops the encoder and is raised here."""
         raised = Raised()
 
         def at(layer: int, _: Any) -> bool:
@@ -46,10 +46,10 @@ class EncoderWatch:
         return status
 
     def release(self) -> int:
-        """Gives the pages back, right after an image was encoded. Returns their bytes; 0 on a GPU."""
+        """Frees the encoder's working memory after an image. Returns the freed bytes; 0 on a GPU."""
         return lib().kvedge_encoder_release(self._handle)
 
     def close(self) -> None:
-        """Ends the watch, after mtmd_free. Does nothing the second time."""
+        """Ends the watch. Call this after mtmd_free. A second call does nothing."""
         lib().kvedge_encoder_free(self._handle)
         self._handle = c.c_void_p()

@@ -1,4 +1,4 @@
-"""ggml is called by ctypes: its devices, what the CPU code was built with, and products of one weight."""
+"""Calls ggml by ctypes: devices, features of its CPU code, RPC servers, products with one weight."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from pykvedge.errors import DeviceError, LibraryError
 from pykvedge.native import libraries, llamacpp
 from pykvedge.system import memory
 
-F32, Q8_0, I32, CPU = 0, 8, 26, 0  # ggml_type, and the ggml_backend_dev_type of processors
+F32, Q8_0, I32, CPU = 0, 8, 26, 0  # ggml_type numbers, and the ggml_backend_dev_type of processors
 KINDS = {0: "CPU", 1: "GPU", 2: "integrated GPU", 3: "accelerator"}
 _WEIGHTS = 1  # ggml_backend_buffer_usage
 _P, _S, _L = c.c_void_p, c.c_size_t, c.c_int64
@@ -112,13 +112,13 @@ def _handles() -> list[c.CDLL]:
 
 
 def call(name: str, *arguments: Any) -> Any:
-    """Calls ggml_NAME(...). Raises LibraryError where ggml has no such function."""
+    """Calls ggml_NAME(...). Raises LibraryError if ggml has no such function."""
     return _function(f"ggml_{name}")(*arguments)
 
 
 @dataclass(frozen=True)
 class Device:
-    """A device of ggml's. address: on the bus, "0000:c1:00.0"; two backends may reach one GPU."""
+    """A device of ggml. address: on the bus, such as "0000:c1:00.0". Two backends may have the same GPU."""
 
     handle: int
     name: str
@@ -130,7 +130,7 @@ class Device:
 
 
 def devices() -> list[Device]:
-    """Lists every device that ggml found."""
+    """Returns every device that ggml found."""
     found = []
     for i in range(call("backend_dev_count")):
         handle = call("backend_dev_get", i)
@@ -143,12 +143,12 @@ def devices() -> list[Device]:
 
 
 _ADD_SERVER = c.CFUNCTYPE(_P, c.c_char_p)
-_servers: dict[str, int] = {}  # HOST:PORT of those whose devices are this process's -> the first device
+_servers: dict[str, int] = {}  # HOST:PORT of added RPC servers -> first device of the server
 _adding = threading.Lock()
 
 
 def has_gpu() -> bool:
-    """Tells whether there is a device with memory of its own; an RPC server's counts as one."""
+    """Returns whether there is a device with separate memory, also on an RPC server."""
     return any("GPU" in device.kind for device in devices())
 
 
@@ -164,10 +164,10 @@ def _rpc(name: str, prototype: Any) -> Any:
 
 
 def add_server(endpoint: str) -> int:
-    """Makes the devices of an RPC server at HOST:PORT devices of this process, for good. Returns the first one.
+    """Adds the devices of an RPC server at HOST:PORT to this process, permanently. Returns the first device.
 
-    ggml ends the process where nobody answers, or a server of another version does, and waits for one that serves
-    another program. Raises DeviceError, LibraryError.
+    If no server answers, or a server of another version, ggml ends the process. If the server serves another program,
+    ggml waits. Raises DeviceError, LibraryError.
     """
     with _adding:
         if endpoint not in _servers:
@@ -180,10 +180,10 @@ def add_server(endpoint: str) -> int:
 
 
 class Connection:
-    """This keeps the server for this process as long as it lives; without one ggml connects anew for every call."""
+    """Keeps a connection to an RPC server open. Without one, ggml connects again for every call."""
 
     def __init__(self, endpoint: str) -> None:
-        """Waits as long as another program is served. Raises what add_server raises."""
+        """Waits while the server serves another program. Raises the errors of add_server."""
         self._backend = call("backend_dev_init", add_server(endpoint), None)
 
     def __del__(self) -> None:
@@ -192,12 +192,12 @@ class Connection:
 
     @classmethod
     def within(cls, seconds: float, endpoint: str) -> Connection | None:
-        """Returns None where another program is served for so long. Raises what add_server raises."""
+        """Connects, or returns None after so many seconds of waiting. Raises the errors of add_server."""
         made: queue.SimpleQueue[Connection | BaseException] = queue.SimpleQueue()
 
         def connect() -> None:
             try:
-                made.put(cls(endpoint))  # nobody takes it where it comes too late, and it ends
+                made.put(cls(endpoint))  # a connection that comes too late is dropped, and closes
             except BaseException as error:
                 made.put(error)
 
@@ -212,12 +212,12 @@ class Connection:
 
 
 def why_hung_up() -> str:
-    """Says of the RPC servers of this process which one is gone, or that one hung up, for a program that is to end."""
+    """Returns which RPC server of this process is gone, or that a server hung up; for the last message of a program."""
     for endpoint in _servers:
         host, _, port = endpoint.rpartition(":")
         try:
             socket.create_connection((host, int(port)), 1.0).close()
-        except TimeoutError:  # it is there, and others wait for it
+        except TimeoutError:  # the server is busy with other clients
             continue
         except OSError:
             return f"the RPC server at {endpoint} is gone"
@@ -228,7 +228,7 @@ def why_hung_up() -> str:
 
 
 def serve(endpoint: str, handles: list[int], threads: int) -> None:
-    """Lends devices to whoever connects. Returns only where it cannot listen."""
+    """Lends devices to clients at HOST:PORT. Returns only if it cannot listen."""
     memory.free_at_once(1 << 17)
     _rpc("start_server", _SERVE)(endpoint.encode(), None, threads, len(handles), (_P * len(handles))(*handles))
 
@@ -237,7 +237,7 @@ _ABORT = c.CFUNCTYPE(None, c.c_char_p)
 
 
 def on_abort(explain: Callable[[str], None]) -> None:
-    """explain(message) is called when ggml is about to end the process, and should end it itself."""
+    """Sets a function that is called with the message before ggml aborts. The function should end the process."""
     global _explain_abort
     _explain_abort = _ABORT(lambda message: explain(message.decode("utf-8", "replace")))
     call("set_abort_callback", _explain_abort)
@@ -247,7 +247,7 @@ _explain_abort: Any = None
 
 
 def cpu() -> int:
-    """Finds the processor's device. Raises LibraryError where ggml has none."""
+    """Returns the processor's device. Raises LibraryError if ggml has none."""
     handle = call("backend_dev_by_type", CPU)
     if not handle:
         raise LibraryError(f"ggml has no code for this processor; {libraries.HOW_TO_BUILD}")
@@ -260,7 +260,7 @@ def _extension(device: int, name: str, prototype: Any) -> Any:
 
 
 def features(device: int) -> list[str]:
-    """Tells what the code of a device was built with, as ggml names it."""
+    """Returns the features that a device's code was built with, under ggml's names."""
     get = _extension(device, "ggml_backend_get_features", c.CFUNCTYPE(c.POINTER(_Feature), _P))
     out: list[str] = []
     if get is not None:
@@ -272,7 +272,7 @@ def features(device: int) -> list[str]:
 
 
 def buffer_types(device: int) -> list[tuple[str, int]]:
-    """Lists the kinds of memory for weights in the order in which llama.cpp asks for them; the plain one is last."""
+    """Returns the buffer types for weights in the order in which llama.cpp tries them; the plain type is last."""
     get = _extension(device, "ggml_backend_dev_get_extra_bufts", c.CFUNCTYPE(c.POINTER(_P), _P))
     handles: list[int] = []
     if get is not None:
@@ -284,16 +284,16 @@ def buffer_types(device: int) -> list[tuple[str, int]]:
 
 
 def quantised(kind: int, values: np.ndarray) -> np.ndarray:
-    """Turns rows [n][k] of float32 into a ggml type, as bytes [n][row]."""
+    """Quantises float32 rows [n][k] to a ggml type. Returns bytes [n][row]."""
     n, k = values.shape
     out = np.empty((n, call("row_size", kind, k)), np.uint8)
-    weights = np.ones(k, np.float32)  # some types are written only if it is said how much each value matters
+    weights = np.ones(k, np.float32)  # some types need the importance of each value
     call("quantize_chunk", kind, values.ctypes.data, out.ctypes.data, 0, n, k, weights.ctypes.data)
     return out
 
 
 def widened(kind: int, data: np.ndarray, k: int) -> np.ndarray:
-    """Returns what ggml itself reads in rows of a type, float32 [n][k]."""
+    """Returns rows of a ggml type as float32 [n][k], as ggml converts them."""
     out = np.empty((len(data), k), np.float32)
     traits = call("get_type_traits", kind).contents
     for row, to in zip(data, out, strict=True):
@@ -302,18 +302,18 @@ def widened(kind: int, data: np.ndarray, k: int) -> np.ndarray:
 
 
 class Weight:
-    """This is a weight [e][n][k] in a kind of memory; products with it run on the processor, or on a device."""
+    """A weight [e][n][k] in a buffer type. Computes products with it on the processor or on a device."""
 
     def __init__(
         self, kind: int, buffer_type: int, shape: tuple[int, int, int], threads: int, device: int | None = None
     ) -> None:
-        """shape: e matrices of n rows of k values; e is 1 for a plain weight, else experts. device: None: the CPU."""
+        """shape: e matrices of n rows of k values; e is 1, or the number of experts. device: None: the CPU."""
         self._kind, self._memory, self._shape, self._threads = kind, buffer_type, shape, threads
         self._device = cpu() if device is None else device
 
     @contextmanager
     def _graph(self, m: int) -> Iterator[tuple[int, int, int, int, int]]:
-        """Builds (context, weight, input, ids or 0, output) of a product of m rows; only the weight has memory."""
+        """Yields (context, weight, input, ids or 0, output) of a product with m rows. Allocates only the weight."""
         e, n, k = self._shape
         context = call("init", _InitParams(1 << 20, None, True))
         weight_memory = 0
@@ -336,17 +336,17 @@ class Weight:
 
     @property
     def n_bytes(self) -> int:
-        """Tells the bytes that it takes there."""
+        """Returns the bytes of the weight in its buffer type."""
         with self._graph(1) as (_, weight, *_):
             return call("backend_buft_get_alloc_size", self._memory, weight)
 
     def supported(self, m: int) -> bool:
-        """Tells whether llama.cpp would put such a weight there."""
+        """Returns whether llama.cpp would put this weight into the buffer type, for products with m rows."""
         with self._graph(m) as (*_, made):
             return call("backend_dev_supports_op", self._device, made)
 
     def times(self, data: np.ndarray, rows: np.ndarray, experts: np.ndarray) -> np.ndarray:
-        """Computes products [m][n] of rows [m][k] with the weight's bytes; experts [m]: the matrix of each row."""
+        """Computes products [m][n] of rows [m][k] with the weight's bytes. experts: [m], the matrix of each row."""
         with self._ready(data, rows, experts) as (compute, made):
             compute()
             out = np.empty((len(rows), self._shape[1]), np.float32)
@@ -354,10 +354,10 @@ class Weight:
             return out
 
     def bytes_per_second(self, seconds: float) -> float:
-        """Measures for so long how fast products with one row read the weight, which is zero. Raises LibraryError."""
+        """Measures how fast products with one row read a weight of zeros, for so many seconds. Raises LibraryError."""
         n_bytes = self.n_bytes
         with self._ready(np.zeros(n_bytes, np.uint8), np.zeros((1, self._shape[2])), np.zeros(1)) as (compute, _):
-            compute()  # the first one makes ready
+            compute()  # the first product includes preparations
             started, n = time.perf_counter(), 0
             while time.perf_counter() - started < seconds or n < 2:
                 compute()
@@ -368,7 +368,7 @@ class Weight:
     def _ready(
         self, data: np.ndarray, rows: np.ndarray, experts: np.ndarray
     ) -> Iterator[tuple[Callable[[], None], int]]:
-        """Yields what computes products, and the tensor of results."""
+        """Yields a function that computes the products, and the output tensor."""
         with self._graph(len(rows)) as (context, weight, given, ids, made):
             plain = call("backend_dev_buffer_type", self._device)
             others = call("backend_alloc_ctx_tensors_from_buft", context, plain)

@@ -1,5 +1,5 @@
-"""What can be wrong with a shared library of ours, said in one line: before it is loaded, where loading would kill the
-process, and from the loader's message afterwards.
+"""Explains in one line why a shared library of kvedge cannot be loaded: by checks before loading, because some faults
+kill the process, and from the loader's message.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from pykvedge.system.version import NOT_INSTALLED, package_version
 
 REINSTALL = "reinstall kvedge, or set KVEDGE_LIB_DIR to the folder of a development build"
 REBUILD = "build kvedge on this machine: python3 scripts/dev.py build"
-FEATURES_FILE = "cpu-features.txt"  # written by the build (cmake/CpuFeatures.cmake), beside the libraries
+FEATURES_FILE = "cpu-features.txt"  # the build writes this file beside the libraries (cmake/CpuFeatures.cmake)
 
-# e_machine of an ELF header, and what platform.machine() calls it
+# e_machine of an ELF header: name in platform.machine()
 _MACHINES = {3: "i686", 40: "arm", 62: "x86_64", 183: "aarch64", 243: "riscv64", 21: "ppc64le", 22: "s390x"}
 _SAME = {"amd64": "x86_64", "arm64": "aarch64"}
 
-# a library of the system -> the packages that bring it
+# system library: packages that contain it
 _PACKAGES = {
     "libstdc++.": "apt install libstdc++6 (Debian, Ubuntu), dnf install libstdc++ (Fedora, RHEL)",
     "libcuda.": "install NVIDIA's driver",
@@ -40,22 +40,22 @@ _NEWER = {
 
 
 def this_machine() -> str:
-    """Names the processor's architecture as Linux does."""
+    """Returns the processor's architecture under Linux's name."""
     name = platform.machine().lower()
     return _SAME.get(name, name)
 
 
 @functools.cache
 def cpu_features() -> frozenset[str] | None:
-    """Names the instruction sets that processor and system offer, as /proc/cpuinfo does. None: nobody knows."""
+    """Returns the instruction sets of processor and system under the names of /proc/cpuinfo. None: unknown."""
     flags = cpu.field("flags") or cpu.field("Features")
     return frozenset(flags.split()) if flags else None
 
 
 def check_cpu(folder: Path) -> None:
-    """Compares what the libraries were built for with this processor: an instruction that is missing kills the process.
+    """Checks that this processor has the instructions of the libraries: a missing instruction would kill the process.
 
-    Raises LibraryError. Says nothing where the build recorded nothing, or the system does not tell its features.
+    Raises LibraryError. Does nothing if the instructions of the build, or of the processor, are unknown.
     """
     try:
         machine, *needed = (folder / FEATURES_FILE).read_text(encoding="utf-8").split()
@@ -63,7 +63,7 @@ def check_cpu(folder: Path) -> None:
         return
     have = cpu_features()
     if have is None or machine != this_machine():
-        return  # another architecture: the loader, or check_machine, says that better
+        return  # the loader, or check_machine, reports another architecture better
     missing = [name for name in needed if name not in have]
     if missing:
         names = ", ".join(missing)
@@ -73,7 +73,7 @@ def check_cpu(folder: Path) -> None:
 
 
 def check_machine(library: Path, remedy: str = REBUILD) -> None:
-    """Refuses an ELF library of another architecture, and a file that is none. Raises LibraryError."""
+    """Raises LibraryError for a file that is no ELF library, or for another architecture. Checks only on Linux."""
     if not sys.platform.startswith("linux"):
         return
     try:
@@ -90,12 +90,12 @@ def check_machine(library: Path, remedy: str = REBUILD) -> None:
 
 
 def lacks_driver(message: str) -> bool:
-    """Tells whether the loader misses a library that a GPU's driver brings, or Vulkan's loader."""
+    """Returns whether the loader misses a library of a GPU driver, or Vulkan's loader."""
     return re.search(r"lib(cuda|vulkan)\.so\.1: cannot open", message) is not None
 
 
 def explain(library: Path, message: str, remedy: str = REBUILD) -> LibraryError:
-    """Puts the loader's message in one line that says what to do."""
+    """Returns an error with the loader's message in one line, and what to do."""
     text = " ".join(message.split())
     if "failed to map segment" in text:
         where = f"{library.parent} is on a file system from which no program may run (noexec)"
@@ -113,13 +113,13 @@ def explain(library: Path, message: str, remedy: str = REBUILD) -> LibraryError:
 
 
 def check_version(libkvedge: ctypes.CDLL, abi_version: int) -> None:
-    """Refuses a libkvedge of another version than the Python package. Raises LibraryError."""
+    """Raises LibraryError for a libkvedge of another version than the Python package."""
     libkvedge.kvedge_version.restype = ctypes.c_char_p
     path, found = libkvedge._name, libkvedge.kvedge_abi_version()
     if found != abi_version:
         raise LibraryError(f"{path} has ABI version {found}, this package needs {abi_version}; {REINSTALL}")
     version, package = libkvedge.kvedge_version().decode(), package_version()
-    # the numbers alone are what CMake knows; sources that were never installed have no version
+    # CMake only knows the numbers of a version; sources without installation have no version
     if package != NOT_INSTALLED and _numbers(version) != _numbers(package):
         raise LibraryError(f"{path} is of kvedge {version}, but the Python package is {package}; {REINSTALL}")
 

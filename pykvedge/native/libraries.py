@@ -1,4 +1,4 @@
-"""kvedge's shared libraries are found and loaded here, and its copy of the llama_cpp bindings on top of them."""
+"""Finds and loads kvedge's shared libraries, and imports its copy of the llama_cpp bindings on top of them."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from pykvedge.errors import LibraryError
 from pykvedge.native import backends, carried, libcheck
 from pykvedge.native.abi import ABI_VERSION, Error
 
-BINDINGS_VERSION = "0.3.36"  # the pin in scripts/llama_source.py
+BINDINGS_VERSION = "0.3.36"  # pinned in scripts/llama_source.py
 HOW_TO_BUILD = libcheck.REINSTALL
 IMPORT_FIRST = "write 'import pykvedge' before 'import llama_cpp'"
-# what libkvedge needs, each after what it needs itself: loaded by their paths, they cannot come from anywhere else
+# libraries below libkvedge, dependencies first; loading by path keeps the system from finding other copies
 _BELOW = ("ggml-base", "ggml-cpu", "ggml", "llama")
-_VARIABLES = ("LLAMA_CPP_LIB_PATH", "MTMD_CPP_LIB")  # where the bindings look instead
+_VARIABLES = ("LLAMA_CPP_LIB_PATH", "MTMD_CPP_LIB")  # environment variables that redirect the bindings
 
 
 def file_name(base: str) -> str:
-    """Tells what a shared library is called on this system. That of libkvedge holds its ABI version."""
+    """Returns the file name of a shared library on this system. libkvedge's name includes its ABI version."""
     if sys.platform == "win32":
         return f"{base}.dll"
     version = f".{ABI_VERSION}" if base == "kvedge" else ""
@@ -31,7 +31,7 @@ def file_name(base: str) -> str:
 
 @functools.cache
 def library_dir() -> Path | None:
-    """Finds libllama, libmtmd and libkvedge: in KVEDGE_LIB_DIR, or in lib/ of the installed package."""
+    """Returns the folder of libllama, libmtmd and libkvedge: KVEDGE_LIB_DIR, or lib/ of the installed package."""
     override = os.environ.get("KVEDGE_LIB_DIR")
     for place in [Path(override)] if override else in_package("lib"):
         if (place / file_name("llama")).exists():
@@ -40,12 +40,12 @@ def library_dir() -> Path | None:
 
 
 def in_package(name: str) -> list[Path]:
-    """Lists where a folder of the package may lie."""
+    """Returns the possible places of a package folder."""
     return [Path(place) for place in carried.in_package(name)]
 
 
 def require_dir() -> Path:
-    """Finds the folder of our libraries. Raises LibraryError when there is none."""
+    """Returns the folder of kvedge's libraries. Raises LibraryError if the folder is missing."""
     place = library_dir()
     if place is None:
         where = os.environ.get("KVEDGE_LIB_DIR")
@@ -56,7 +56,7 @@ def require_dir() -> Path:
 
 @functools.cache
 def load(base: str) -> ctypes.CDLL:
-    """Loads one of our libraries. Raises LibraryError, which says why it cannot be used here and what to do."""
+    """Loads one of kvedge's libraries. Raises LibraryError with the reason and the remedy."""
     place = require_dir()
     libcheck.check_cpu(place)
     path = place / file_name(base)
@@ -72,7 +72,7 @@ def load(base: str) -> ctypes.CDLL:
 
 
 def folder_with(base: str) -> Path:
-    """Tells our copy of llama_cpp, as it is imported, the folder whose lib`base` it is to load. Raises LibraryError."""
+    """Returns the folder of lib`base` to kvedge's copy of llama_cpp during its import. Raises LibraryError."""
     load_backends()
     load(base)
     return require_dir()
@@ -80,7 +80,7 @@ def folder_with(base: str) -> Path:
 
 @functools.cache
 def kvedge() -> ctypes.CDLL:
-    """Loads libkvedge and what it needs, without the bindings. Raises LibraryError, as `llama` does."""
+    """Loads libkvedge and the libraries below it, without the bindings. Raises LibraryError, as `llama` does."""
     _refuse_others(require_dir())
     return _kvedge()
 
@@ -101,7 +101,7 @@ def _kvedge() -> ctypes.CDLL:
 
 @functools.cache
 def load_backends() -> None:
-    """Makes ggml load its CPU variant, where they are libraries of their own, and installed packages' backends.
+    """Makes ggml load its CPU variant, if variants are separate libraries, and the backends of installed packages.
 
     Raises LibraryError.
     """
@@ -113,9 +113,9 @@ def load_backends() -> None:
 
 @functools.cache
 def llama() -> Any:
-    """Imports the llama_cpp.llama_cpp bindings on top of our libraries.
+    """Imports the bindings llama_cpp.llama_cpp on top of kvedge's libraries.
 
-    Raises LibraryError: they are missing or cannot be used here, or a llama_cpp with others was imported first.
+    Raises LibraryError if the libraries are missing or unusable, or if another llama_cpp was imported first.
     """
     place = require_dir()
     _refuse_others(place)
@@ -128,7 +128,7 @@ def llama() -> Any:
 
 @functools.cache
 def mtmd() -> Any:
-    """Imports the llama_cpp.mtmd_cpp bindings on top of our libraries. Raises LibraryError."""
+    """Imports the bindings llama_cpp.mtmd_cpp on top of kvedge's libraries. Raises LibraryError."""
     llama()
     bindings = _imported("llama_cpp.mtmd_cpp")
     _check_origin(bindings._libmtmd._name, require_dir() / file_name("mtmd"))
@@ -146,7 +146,7 @@ def _imported(name: str) -> Any:
 
 
 def _refuse_others(place: Path) -> None:
-    """Runs before anything of ours is in the process: two llama.cpp in one would call each other's functions."""
+    """Raises LibraryError for a foreign llama.cpp: two in one process would call each other's functions."""
     for variable in _VARIABLES:
         wanted = os.environ.get(variable)
         if wanted is not None and Path(wanted).resolve() != place:

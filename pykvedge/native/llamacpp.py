@@ -1,4 +1,4 @@
-"""Every use of llama.cpp shares this set-up: where its log goes, which CPU cores to use."""
+"""Sets llama.cpp up for the whole package: its log, its errors, the number of threads."""
 
 from __future__ import annotations
 
@@ -22,27 +22,27 @@ from pykvedge.system import signals
 
 _ERROR, _CONT = 4, 5  # ggml_log_level
 _REFUSED = re.compile(r"failed to allocate (?!CPU)(\S+) buffer of size (\d+)")
-FULL_DEVICE = "has too little memory"  # in a reason
+FULL_DEVICE = "has too little memory"  # part of a reason text
 
 
 class _Lines(threading.local):
-    """These lines were logged by this thread's calls: llama.cpp logs from the thread that called it."""
+    """Log lines of this thread's calls: llama.cpp logs in the thread that called it."""
 
     def __init__(self) -> None:
         self.errors: deque[str] = deque(maxlen=50)
         self.level = 0
-        self.raised = Raised()  # by what a line was written to
+        self.raised = Raised()  # errors of writing a line
 
 
 class _Log:
-    """This receives llama.cpp's log, keeps the last errors for an exception's message, and prints all if verbose."""
+    """Receives llama.cpp's log. Keeps the last error lines for exceptions, and prints all lines if verbose."""
 
     def __init__(self) -> None:
         self.verbose = False
         self.here = _Lines()
 
     def receive(self, level: int, text: bytes, _: Any) -> None:
-        """Takes a line."""
+        """Takes one line. Called by llama.cpp."""
         self.here.raised.keeping(self._take, None)(level, text)
 
     def _take(self, level: int, text: bytes) -> None:
@@ -60,14 +60,14 @@ _log = _Log()
 
 @functools.cache
 def _log_callback() -> Any:
-    return libraries.llama().llama_log_callback(_log.receive)  # kept alive by the cache: C goes on calling it
+    return libraries.llama().llama_log_callback(_log.receive)  # the cache keeps the callback alive for C
 
 
 def start(verbose: bool, vision: bool) -> Any:
-    """Loads the libraries, directs their log (to stderr if verbose, else nowhere), returns the llama bindings."""
+    """Loads the libraries, sends their log to stderr if verbose (else nowhere), and returns the llama bindings."""
     llama = libraries.llama()
     _log.verbose = verbose
-    # each time: other users of llama.cpp in this process may have directed the log elsewhere meanwhile
+    # every time: another user of llama.cpp in this process may have redirected the log
     llama.llama_log_set(_log_callback(), None)
     libraries.load_backends()
     _init_backend()
@@ -83,9 +83,9 @@ def _init_backend() -> None:
 
 @contextmanager
 def collected_errors() -> Iterator[deque[str]]:
-    """Collects the error lines that llama.cpp logs inside the block, in this thread, oldest first.
+    """Collects the error lines that llama.cpp logs in this thread during the block, the oldest first.
 
-    What stderr, or the handler of Ctrl-C, raises meanwhile is raised at its end: llama.cpp calls back.
+    Delays exceptions of stderr and of the Ctrl-C handler to the block's end, because they cannot pass through C.
     """
     lines = _log.here.errors
     lines.clear()
@@ -95,7 +95,7 @@ def collected_errors() -> Iterator[deque[str]]:
 
 
 def reason(lines: deque[str], default: str) -> str:
-    """Picks the most telling of llama.cpp's error lines, without the name of the C function that wrote it."""
+    """Returns the first meaningful line of llama.cpp's error lines, without the name of its C function."""
     for line in lines:
         text = line.rpartition("error: ")[2] if "error: " in line else line
         head, colon, tail = text.partition(": ")
@@ -109,7 +109,7 @@ def reason(lines: deque[str], default: str) -> str:
 
 
 def default_threads() -> int:
-    """Counts the physical cores that this process may run on, or fewer where a control group limits its CPU time."""
+    """Returns the number of physical cores of this process, or less if a control group limits its CPU time."""
     try:
         allowed = os.sched_getaffinity(0)
     except AttributeError:

@@ -1,4 +1,4 @@
-"""The structs of stages in kvedge.h, as ctypes declares them, for stages of a program's own."""
+"""Declares kvedge.h's structs of stages for ctypes, for stages that plugins define."""
 
 from __future__ import annotations
 
