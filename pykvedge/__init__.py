@@ -6,13 +6,13 @@
         for piece in session.ask("What is in the picture?", images="photo.jpg"):
             print(piece, end="", flush=True)
 
-A Session is a conversation. Without files it has the packaged model, which knows drawn scenes. load() reads a model
-once for several sessions, plan() says what is kept of a prompt, attach() compresses the prompts of a llama_cpp.Llama,
-compress() arrays, and hub.resolve() finds models by name. All errors derive from KvedgeError. docs/python.md has an
-example of each.
+A Session is a conversation; without files it has the packaged model, which knows drawn scenes. load() reads a model
+once for several sessions. plan() decides what to keep of a prompt. attach() compresses the prompts of a
+llama_cpp.Llama. compress() compresses arrays. hub.resolve() finds models by name. All errors derive from KvedgeError.
+docs/python.md has an example of each.
 
-kvedge brings the llama_cpp bindings along, on top of its own libraries. Where another llama-cpp-python is installed as
-well, import pykvedge before llama_cpp.
+kvedge contains the llama_cpp bindings on top of its libraries. If another llama-cpp-python is installed too, import
+pykvedge before llama_cpp.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import importlib
 
 from pykvedge.native import carried
 
-TYPE_CHECKING = False  # importing typing would take its time
+TYPE_CHECKING = False  # avoids the time of importing typing
 if TYPE_CHECKING:
     from typing import Any
 
@@ -151,7 +151,7 @@ __all__ = [
     "scorer",
 ]
 
-# Names are imported from their modules when they are asked for: the program answers Ctrl-C before it has them all.
+# Imports each name at its first use, so that the program handles Ctrl-C before the imports are complete.
 _MODULES = {
     "chat.conversation": ("Answer",),
     "chat.attachment": ("Attachment", "attach"),
@@ -181,12 +181,12 @@ _LATER = {name: module for module, names in _MODULES.items() for name in names}
 _LATER |= {name: "errors" for name in __all__ if name.endswith(("Error", "Warning"))}
 
 
-if not TYPE_CHECKING:  # a type checker would take every name for one of these
+if not TYPE_CHECKING:  # otherwise a type checker would accept every name
 
     def __getattr__(name: str) -> Any:
         if name == "hub":
             return importlib.import_module("pykvedge.models.hub")
-        if name == "libraries":  # the bindings that kvedge carries ask for it here
+        if name == "libraries":  # the llama_cpp bindings use this name
             return importlib.import_module("pykvedge.native.libraries")
         if name in _LATER:
             return getattr(importlib.import_module(f"pykvedge.{_LATER[name]}"), name)

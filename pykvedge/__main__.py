@@ -1,17 +1,17 @@
-"""The `kvedge` program, also as `python -m pykvedge`."""
+"""The `kvedge` program, also `python -m pykvedge`."""
 
 from __future__ import annotations
 
 import os
 import signal
 
-TYPE_CHECKING = False  # importing typing would take its time
+TYPE_CHECKING = False  # avoids the time of importing typing
 if TYPE_CHECKING:
     from types import FrameType
 
 
 def main() -> None:
-    """Runs the `kvedge` program, which Ctrl-C ends quietly with exit code 130, also while modules are imported."""
+    """Runs the `kvedge` program. Ctrl-C ends it quietly with exit code 130, even during imports."""
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _pressed)
     from pykvedge.cli import program
@@ -20,7 +20,7 @@ def main() -> None:
 
 
 def _pressed(number: int, frame: FrameType | None) -> None:
-    # what is raised while a module is imported may be lost in the import's own callbacks
+    # the import system may swallow an exception raised during an import
     while frame is not None:
         if frame.f_code.co_filename.startswith("<frozen importlib"):
             os._exit(130)

@@ -1,7 +1,7 @@
-"""Every error that kvedge raises on purpose. All of them derive from KvedgeError.
+"""Defines every error that kvedge raises on purpose. All derive from KvedgeError.
 
-`exit_code` is what the command line returns: 2 when the request itself is wrong, 1 when a correct request failed.
-Messages are one line, say what is wrong and what to do about it.
+`exit_code` is the exit code of the command line: 2 for an invalid request, 1 for a valid request that failed. A message
+is one line that says what is wrong and what to do.
 """
 
 from __future__ import annotations
@@ -18,53 +18,53 @@ class KvedgeError(Exception):
 
 
 class KvedgeWarning(UserWarning):
-    """Something that was asked for is not so, and the work goes on without it."""
+    """Something requested does not hold, and the work continues without it."""
 
 
 class UsageError(KvedgeError, ValueError):
-    """The request cannot be carried out as it was written."""
+    """The request is invalid."""
 
     exit_code = 2
 
 
 class UnknownNameError(UsageError):
-    """A method, stage member or setting of that name does not exist."""
+    """Unknown name of a method, stage member or setting."""
 
 
 class BudgetError(UsageError):
-    """A budget that cannot be met: zero, negative, above 1 as a ratio, below the protected tokens."""
+    """A budget that is impossible: zero, negative, a ratio above 1, or below the protected tokens."""
 
 
 class ArrayError(UsageError):
-    """An array whose shape, type or values cannot be used."""
+    """An array with an invalid shape, type or value."""
 
 
 class GrammarError(UsageError):
-    """A grammar or JSON schema that cannot be used, or that an answer cannot follow."""
+    """An invalid grammar or JSON schema, or a grammar that an answer cannot follow."""
 
 
 class ProfileError(UsageError):
-    """A calibrated profile that is missing, damaged, or of another model."""
+    """A calibrated profile that is missing, damaged, or for another model."""
 
 
 class ModelError(KvedgeError):
-    """A model or mmproj file that cannot be read, is damaged, or does not fit."""
+    """A model or mmproj file that is unreadable or damaged, or two files that do not fit together."""
 
 
 class HubError(KvedgeError):
-    """A model that was asked for by name cannot be had: the hub does not answer or refuses, or it came damaged."""
+    """A model requested by name is not available: the hub is unreachable or refuses, or the download is damaged."""
 
 
 class UnreachableError(HubError):
-    """The hub did not answer, or not as one does; what is in the cache may do instead (--offline)."""
+    """The hub did not answer properly. The cache may help (--offline)."""
 
 
 class ImageError(KvedgeError):
-    """An image that cannot be read or is too large."""
+    """An image that is unreadable or too large."""
 
 
 class ContextError(KvedgeError):
-    """A prompt that does not fit into the context. n_tokens: of it, at least; n_ctx: that there are; 0: not known."""
+    """A prompt that does not fit the context. n_tokens: of the prompt, at least. n_ctx: of the context. 0: unknown."""
 
     def __init__(self, message: str = "", n_tokens: int = 0, n_ctx: int = 0) -> None:
         super().__init__(message)
@@ -72,7 +72,7 @@ class ContextError(KvedgeError):
 
 
 class OutOfMemoryError(KvedgeError, MemoryError):
-    """The machine has not enough memory for what was asked."""
+    """The machine lacks memory for the request."""
 
 
 class NothingToCompressError(KvedgeError):
@@ -80,35 +80,35 @@ class NothingToCompressError(KvedgeError):
 
 
 class StateError(KvedgeError):
-    """A call that does not fit the state of the session or the cache."""
+    """A call that the present state of the session or the cache does not allow."""
 
 
 class UnsupportedError(KvedgeError):
-    """The model or batch asks for something that this version cannot do."""
+    """The model or batch needs something that this version does not support."""
 
 
 class PluginError(KvedgeError):
-    """A plugin that cannot be loaded, or a stage of one that failed or returned what cannot be used."""
+    """A plugin that cannot be loaded, or a plugin's stage that failed or returned an invalid result."""
 
 
 class SessionFileError(KvedgeError):
-    """A session file that cannot be read or written, is damaged, too new, or of another model."""
+    """A session file that is unreadable, unwritable, damaged, too new, or for another model."""
 
 
 class UnsoundError(KvedgeError):
-    """A check of kvedge doctor came to its end with a wrong result."""
+    """A check of kvedge doctor completed with a wrong result."""
 
 
 class DeviceError(KvedgeError):
-    """A GPU or another machine that cannot be used: nobody answers, or it has nothing to lend."""
+    """A GPU or RPC server that is unusable: it does not answer, or lends no device."""
 
 
 class LibraryError(KvedgeError):
-    """The shared libraries are missing, too old, or others were loaded first."""
+    """The shared libraries are missing or too old, or other libraries were loaded first."""
 
 
 class CancelledError(KvedgeError):
-    """The caller's `cancel` event was set while something long was going on."""
+    """The caller's `cancel` event stopped a long operation."""
 
     exit_code = 130  # as after Ctrl-C
 
@@ -117,10 +117,10 @@ class CancelledError(KvedgeError):
 
 
 class RequestError(KvedgeError):
-    """A request over HTTP that is refused, or whose answer cannot go on.
+    """An HTTP request that is refused, or an answer that cannot continue.
 
-    status: of the response. code: a word for programs. param: the field that is wrong. retry_s: seconds after which it
-    may be tried again; 0: never. figures: more fields of the error, for programs.
+    status: HTTP status. code: a word for programs. param: the invalid field. retry_s: seconds before a retry; 0: no
+    retry. figures: more fields of the error, for programs.
     """
 
     figures: Mapping[str, int] = {}
@@ -133,27 +133,27 @@ class RequestError(KvedgeError):
 
 
 class SaveError(KvedgeError):
-    """A file of results that cannot be written, or not any further."""
+    """A file of results that cannot be written, or not completely."""
 
 
 class DatasetError(UsageError):
-    """A data set that cannot be used."""
+    """A data set that is unusable."""
 
 
 class BrokenRuleError(KvedgeError, AssertionError):
-    """A method that does what none may do: `kvedge methods --check` found it."""
+    """A method that breaks a rule of `kvedge methods --check`."""
 
 
-_MOST_SHOWN = 2000  # characters of a message
+_MOST_SHOWN = 2000  # most characters of a message
 
 
 def printable(text: str) -> str:
-    """Writes out what is no letter, sign or blank: a name or a model's text may hold commands for a terminal."""
+    """Escapes non-printable characters except line breaks: names and model texts may contain terminal commands."""
     return "".join(c if c.isprintable() or c == "\n" else ascii(c)[1:-1] for c in text)
 
 
 def one_line(message: object) -> str:
-    """Makes the line that is shown of an error, whatever it says, and if it cannot even be asked."""
+    """Returns an error's message as one printable line, shortened if long. Never raises."""
     try:
         text = str(message)
     except Exception:
@@ -163,7 +163,7 @@ def one_line(message: object) -> str:
 
 
 def unknown(kind: str, name: str, known: Iterable[str], also: Sequence[str] = ()) -> UnknownNameError:
-    """An UnknownNameError for `name` that suggests the nearest of the known names. also: what may be the reason."""
+    """Returns an UnknownNameError for `name` that suggests the nearest known name. also: possible reasons to add."""
     names = sorted(known)
     near = difflib.get_close_matches(name, names, n=1, cutoff=0.55)
     hint = f"did you mean '{near[0]}'?" if near else "known: " + ", ".join(names) if names else "there are none"
@@ -171,6 +171,6 @@ def unknown(kind: str, name: str, known: Iterable[str], also: Sequence[str] = ()
 
 
 def check_number(name: str, value: object, whole: bool = True) -> None:
-    """Raises UsageError if a setting is no number, or not a whole one; True and False are none."""
+    """Raises UsageError for a value that is no number, or (whole) no integer. True and False are no numbers."""
     if isinstance(value, bool) or not isinstance(value, numbers.Integral if whole else numbers.Real):
         raise UsageError(f"{name} must be a {'whole ' if whole else ''}number, not {value!r:.40}")
