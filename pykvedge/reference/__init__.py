@@ -1,1 +1,1 @@
-"""Every method in NumPy, as its paper states it: the definitions that native code is compared with."""
+"""Every method in NumPy, as its paper states it. Tests compare the native code with these definitions."""

@@ -1,4 +1,4 @@
-"""The NumPy engine runs a plan on arrays by the definitions in stages/: slow, plain, libkvedge's oracle."""
+"""The NumPy engine: runs a plan on arrays by the definitions in stages/. It is slow, and libkvedge's oracle."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from pykvedge.reference.stages.rotation import Rotation
 
 
 class Arrays(NamedTuple):
-    """This is one prompt: q [L, H, T, d], k and v [L, Hkv, T, d], contiguous float32; image_mask [T] bool."""
+    """One prompt: q [L, H, T, d], k and v [L, Hkv, T, d], contiguous float32; image_mask [T] bool."""
 
     q: np.ndarray
     k: np.ndarray
     v: np.ndarray
     image_mask: np.ndarray
-    rotation: Rotation | None = None  # of q and k; None: they are not turned
-    projection: np.ndarray | None = None  # W_O [L, H, d, D] contiguous float32; None: it is not known
-    replay: Replay | None = None  # a second pass over the prompt; None: there was none
+    rotation: Rotation | None = None  # rotary encoding of q and k; None: no rotary encoding
+    projection: np.ndarray | None = None  # W_O [L, H, d, D] contiguous float32; None: unknown
+    replay: Replay | None = None  # a second pass over the prompt; None: no second pass
 
 
 def protection(plan: Plan, n_tokens: int, kept: int) -> np.ndarray:
-    """Marks, [T] bool, the last and first tokens that are kept whatever their score, when `kept` tokens stay."""
+    """Returns [T] bool: the first and last tokens that stay whatever their score, if a head keeps `kept` tokens."""
     recent, sinks = plan.protected(n_tokens, kept)
     index = np.arange(n_tokens)
     return (index < sinks) | (index >= n_tokens - recent)
@@ -45,12 +45,12 @@ def select(
     reserve: np.ndarray | None = None,
     weights: np.ndarray | None = None,
 ) -> np.ndarray:
-    """Chooses the tokens that one KV head keeps, ascending int32. scores: [T] float64; image_mask: [T] bool.
+    """Returns the tokens that one KV head keeps, ascending int32. scores: [T] float64; image_mask: [T] bool.
 
-    Protected tokens first, then by (class, score), text above image where the plan says so (LOOK-M, eq. 5 and 8);
-    equal scores go to the lower index. Where the scorer has a second score, reserve [T] float64, it chooses its share
-    of them first, by (class, reserve). With weights, [T] float64, the critical rule follows: by score until the first
-    half is full, what is reserved included, and by weighed scores from there on.
+    Protected tokens come first, then tokens by (class, score). Text ranks above image tokens if the plan says so
+    (LOOK-M, eq. 5 and 8). Equal scores go to the lower index. With a second score, reserve [T] float64, the scorer's
+    reserved tokens are chosen before that, by (class, reserve). With weights, [T] float64, the critical rule applies:
+    scores choose until the first half is full, reserved tokens included, and weighted scores choose the rest.
     """
     n_tokens = len(scores)
     if kept >= n_tokens:
@@ -72,7 +72,7 @@ def select(
         scores, first = critical.weighed(scores, weights), max(first, half)
     turns.append((scores, rest - first))
     for by, count in turns:
-        order = np.lexsort((-by, ~text))  # stable: by class, then score, then index
+        order = np.lexsort((-by, ~text))  # lexsort is stable: by class, then score, then index
         chosen[order[~chosen[order]][:count]] = True
     return np.flatnonzero(chosen).astype(np.int32)
 
@@ -80,10 +80,10 @@ def select(
 def run(
     plan: Plan, arrays: Arrays, kv_type: KvType | str, profiles: Mapping[str, ProfileTable] | None = None
 ) -> Result:
-    """Computes what the plan keeps of a prompt whose keys and values are stored as kv_type.
+    """Returns what the plan keeps of a prompt whose keys and values are stored as kv_type.
 
-    profiles: by the stages that need one. Scores and merges see plain numbers, f16 where the type is quantised; what is
-    left is rounded last, rotated where the type says so.
+    profiles: stage name -> table. Scores and merges use unquantised numbers: f16 if the type is quantised. The kept
+    rows are rounded last, after a rotation if the type has one.
     """
     kv_type = KvType.parse(kv_type)
     q, image_mask, turned, projection = arrays.q, arrays.image_mask, arrays.rotation, arrays.projection
@@ -139,7 +139,7 @@ def _variation(layers: list[Layer], plan: Plan) -> np.ndarray | None:
 
 
 def reduced(plan: Plan, head: Head, kv_type: KvType) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Returns the rows that stand for the head: k, v [n, d] float32 that the storage type can hold, their bias [n]."""
+    """Returns the stored rows of a head: k, v [n, d] float32 that the storage type can hold, and biases [n] float32."""
     k, v = head.k.copy(), head.v.copy()
     bias = np.zeros(len(head.kept)) if head.bias is None else head.bias[head.kept]
     if len(head.kept) < len(head.k):

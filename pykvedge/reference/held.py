@@ -1,4 +1,4 @@
-"""What a cache holds of keys and values right after a prompt was compressed: rounded by type, and KIVI's residual."""
+"""Keys and values as a cache holds them right after compression: rounded by type, with KIVI's residual."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pykvedge.reference.kvtypes import GROUP, PLAIN, RESIDUAL, definition
 
 
 def round_to(x: np.ndarray, kv_type: str) -> np.ndarray:
-    """x as the storage type f16, bf16 or f32 holds it, rounded to nearest even. float32 in shape of x."""
+    """Returns x rounded to the storage type f16, bf16 or f32, ties to even: float32 in the shape of x."""
     x = np.ascontiguousarray(x, dtype=np.float32)
     if kv_type == "f32":
         return x
@@ -24,9 +24,9 @@ def round_to(x: np.ndarray, kv_type: str) -> np.ndarray:
 
 @functools.cache
 def hadamard(n: int) -> np.ndarray:
-    """H [n, n] float32 in Sylvester's order, n a power of two: H_1 = 1, H_2m = [[H_m, H_m], [H_m, -H_m]] / sqrt(2).
+    """Returns H [n, n] float32 in Sylvester's order, n = 2^k: H_1 = 1, H_2m = [[H_m, H_m], [H_m, -H_m]] / sqrt(2).
 
-    It is symmetric and its own inverse, so products of rotated rows are those of the rows.
+    H is symmetric and orthogonal, so products of rotated rows equal products of the rows.
     """
     h = np.ones((1, 1))
     while len(h) < n:
@@ -35,10 +35,9 @@ def hadamard(n: int) -> np.ndarray:
 
 
 def rotated(rows: np.ndarray, block: int) -> np.ndarray:
-    """Rows [..., d] in float32, every `block` numbers of them times H. block: 0 leaves them as they are.
+    """Multiplies every `block` numbers of rows [..., d] by H, in float32. block = 0 returns the rows unchanged.
 
-    So llama.cpp rotates rows before it quantises them (pull request 21038): a channel that stands out is spread over
-    its block.
+    llama.cpp rotates rows before quantisation (pull request 21038) to spread an outlier channel over its block.
     """
     if block == 0:
         return rows
@@ -47,9 +46,9 @@ def rotated(rows: np.ndarray, block: int) -> np.ndarray:
 
 
 def keys(rows: np.ndarray, name: str, block: int = 0) -> np.ndarray:
-    """Keys [n, d] of one head as the type holds them, float32. KIVI: the last n % 32 of them stay f16.
+    """Returns the keys [n, d] of one head as the type holds them, float32. KIVI: the last n % 32 keys stay f16.
 
-    block: numbers that are rotated together while they are rounded, and rotated back when they are read; 0: none.
+    block: numbers rotated together before rounding and rotated back after reading; 0: no rotation.
     """
     if name in PLAIN or not definition(name).residual:
         return _alike(rows, name, block)
@@ -60,9 +59,9 @@ def keys(rows: np.ndarray, name: str, block: int = 0) -> np.ndarray:
 
 
 def values(rows: np.ndarray, name: str, block: int = 0) -> np.ndarray:
-    """Values [n, d] of one head as the type holds them, float32. KIVI: the last 32 of them stay f16.
+    """Returns the values [n, d] of one head as the type holds them, float32. KIVI: the last 32 values stay f16.
 
-    block: as for keys.
+    block: numbers rotated together, as in keys().
     """
     old = max(0, len(rows) - RESIDUAL) if name not in PLAIN and definition(name).residual else len(rows)
     return np.concatenate([_alike(rows[:old], name, block), round_to(rows[old:], "f16")])

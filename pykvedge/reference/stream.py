@@ -1,8 +1,8 @@
-"""Streams in NumPy are the oracle for libkvedge's: stages/ work on what is left and what came since.
+"""Streams in NumPy, the oracle for libkvedge's streams. A stream is read and compressed step by step.
 
-A step is definition.run on other arrays: of every KV head the rows that it still holds, and then the new ones. Two
-things of earlier queries are carried along, as their rows may be gone: the column sums of the rows that are held, to
-which new queries add what they pay, and the last queries of the stream.
+A step works as engine.run, on other arrays: the rows that each KV head still holds, then the new rows. Two things stay
+from earlier steps, because the rows of earlier queries may be gone: the column sums of the held rows, to which new
+queries add their attention, and the queries of the stream.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from pykvedge.reference.stages.base import Head, Layer, ProfileTable, Result
 
 @dataclass
 class _Held:
-    """One KV head holds this: tokens [n] int32, k and v [n, d] float32, sums [n] float64, bias [n] float32."""
+    """The rows of one KV head: tokens [n] int32, k and v [n, d] float32, sums [n] float64, bias [n] float32."""
 
     tokens: np.ndarray
     k: np.ndarray
@@ -39,7 +39,7 @@ class _Held:
         self.bias = np.concatenate([self.bias, np.zeros(len(tokens), np.float32)])
 
     def attend(self, q: np.ndarray) -> None:
-        """Adds what the queries q [g, n, d] of the last n rows pay, mean of the g; they see all before them."""
+        """Adds the attention of queries q [g, n, d] of the last n rows to `sums`, averaged over the g query heads."""
         logits = q.astype(np.float64) @ self.k.astype(np.float64).T / np.sqrt(q.shape[-1]) + self.bias
         n = q.shape[1]
         logits[:, :, len(self.k) - n :][:, ~np.tri(n, dtype=bool)] = -np.inf
@@ -49,9 +49,9 @@ class _Held:
 def run(
     plan: Plan, arrays: Arrays, kv_type: KvType | str, step: int, profiles: Mapping[str, ProfileTable] | None = None
 ) -> Result:
-    """Finds what the plan keeps of a stream that is read and compressed `step` tokens at a time. The scores are empty.
+    """Returns what the plan keeps of a stream that is read and compressed `step` tokens at a time. `scores` is empty.
 
-    profiles: by the stages that need one.
+    profiles: stage name -> table, for the stages that need one.
     """
     kv_type = KvType.parse(kv_type)
     k, v = round_to(arrays.k, kv_type.plain.k), round_to(arrays.v, kv_type.plain.v)
@@ -84,7 +84,7 @@ def run(
 def _compress(
     plan: Plan, heads: list[_Held], stream: Layer, kv_type: KvType, projection: np.ndarray | None = None
 ) -> None:
-    """Compresses one layer. stream: all of it so far. projection: [H, d_v, D], for the critical rule."""
+    """Compresses one layer. stream: all tokens so far. projection: [H, d_v, D], for the critical rule."""
     n = len(heads[0].tokens)
     budget = plan.count(n)
     if budget >= n:
@@ -102,7 +102,7 @@ def _compress(
 
 
 def _scores(plan: Plan, heads: list[_Held], stream: Layer) -> np.ndarray:
-    """Computes scores [Hkv, n] float64."""
+    """Returns scores [Hkv, n] float64."""
     scorer, group, n = registry.scorer(plan.scorer), len(stream.q) // len(heads), len(heads[0].tokens)
 
     def shown(first: int, last: int) -> np.ndarray:
@@ -110,7 +110,7 @@ def _scores(plan: Plan, heads: list[_Held], stream: Layer) -> np.ndarray:
         k, v, sums, bias = (np.stack([getattr(h, x) for h in some]) for x in ("k", "v", "sums", "bias"))
         layer = replace(
             stream,
-            q=stream.q[first * group : last * group, stream.q.shape[1] - n :],  # the last ones, whatever rows are left
+            q=stream.q[first * group : last * group, stream.q.shape[1] - n :],  # as many last queries as held rows
             k=k,
             v=v,
             image_mask=stream.image_mask[some[0].tokens],
@@ -124,5 +124,5 @@ def _scores(plan: Plan, heads: list[_Held], stream: Layer) -> np.ndarray:
 
     if scorer.by_place:
         return shown(0, len(heads))
-    # each head by itself, as its tokens, and so its images, are its own
+    # head by head, because each head holds different tokens and has a different image mask
     return np.concatenate([shown(h, h + 1) for h in range(len(heads))])

@@ -1,4 +1,4 @@
-"""What every method must hold to: rules (rules.py), cases they are tried on (suite.py), random prompts (prompts.py).
+"""Rules that every method must meet: rules (rules.py), test cases (suite.py), random prompts (prompts.py).
 
-`kvedge methods --check NAME` runs them on any method or stage, and the project's own tests on every one it has.
+`kvedge methods --check NAME` runs the rules on any method or stage; the project's tests run them on every built-in one.
 """

@@ -1,4 +1,4 @@
-"""Random prompts: queries, keys, values, and where the images lie."""
+"""Random prompts: queries, keys, values, and a mask of image tokens."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ class Prompt:
 
     @property
     def arguments(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-        """In the order that compress takes them."""
+        """The arrays in the order of compress()."""
         return self.q, self.k, self.v, self.image_mask
 
 
 def image_mask(layout: str, n_tokens: int, seed: int = 0) -> np.ndarray:
-    """[T] bool."""
+    """Returns [T] bool: true for the image tokens of a layout."""
     index = np.arange(n_tokens) / max(n_tokens, 1)
     masks = {
         "text": index < 0,
@@ -50,7 +50,7 @@ def prompt(
     layout: str = "two_images",
     seed: int = 0,
 ) -> Prompt:
-    """A prompt with a few loud keys, as real ones have: attention is far from uniform. heads: query heads, KV heads."""
+    """Makes a prompt. A few keys are large, as in real prompts, so attention is not uniform. heads: query, KV heads."""
     rng = np.random.default_rng([seed, n_tokens, *heads, size])
     n_heads, n_heads_kv = heads
     q = rng.standard_normal((layers, n_heads, n_tokens, size))
@@ -62,12 +62,12 @@ def prompt(
 
 
 def profiles_of(plan: Plan, p: Prompt) -> list[Profile]:
-    """Calibrated profiles of the prompt's shape, with a few strong heads, for the stages of the plan that need one."""
+    """Makes calibrated profiles of the prompt's shape, with a few strong heads, for the plan's stages that need one."""
     return [_profile(kind, p) for kind in plan.profile_kinds().values()]
 
 
 def projection_of(plan: Plan, p: Prompt) -> np.ndarray | None:
-    """An output projection of the prompt's shape, [L, H, d, D] float32, for a plan that needs one."""
+    """Makes an output projection of the prompt's shape, [L, H, d, D] float32, if the plan needs one."""
     if not plan.projects:
         return None
     n_layers, n_heads, _, size = p.q.shape

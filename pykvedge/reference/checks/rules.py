@@ -1,4 +1,4 @@
-"""Rules that hold for every plan and every prompt. Each function tries one, and raises BrokenRuleError."""
+"""Rules that hold for every plan and every prompt. Each function checks one rule and raises BrokenRuleError."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from pykvedge.reference.checks.prompts import Prompt, profiles_of, projection_of
 from pykvedge.reference.engine import protection, round_to
 
 ENGINES = ("native", "numpy")
-RELATIVE = {"f16": 1e-3, "bf16": 8e-3, "f32": 1e-3}  # of merged keys and values
-# Values that the library solves for in float32, relative to the largest one, and biases: where hardly a query looks at
-# a row, its weight hangs on the last bits of sums, and what any query finds hardly on the weight.
+RELATIVE = {"f16": 1e-3, "bf16": 8e-3, "f32": 1e-3}  # tolerance of merged keys and values
+# reducer -> tolerances of fitted values (relative to the largest) and of biases. The library solves in float32. If few
+# queries look at a row, its weight depends on rounding, but attention outputs hardly depend on that weight.
 FITTED = {"match": (1e-2, 1e-1)}
-FLOAT32_NOISE = 1e-5  # by which two engines' scores may differ, relative to the largest
+FLOAT32_NOISE = 1e-5  # allowed difference of two engines' scores, relative to the largest
 
 
 def _compress(plan: Plan, p: Prompt, **settings: Any) -> Result:
@@ -53,9 +53,9 @@ def engines_agree(
 ) -> Result:
     """libkvedge and the NumPy engine keep the same tokens; scores, keys and values agree within 1e-3.
 
-    threads: of the library; 0: as many as the prompt is worth. near_ties: where two tokens' scores differ by less
-    than float32 can tell, the engines may choose differently. absolute: tolerance of keys and values near 0.
-    Returns what libkvedge made.
+    threads: threads of the library; 0: chosen by the size of the prompt. near_ties: the engines may choose different
+    tokens if the scores differ by less than float32 can tell. absolute: tolerance of keys and values near 0.
+    Returns libkvedge's result.
     """
     ours = _compress(plan, p, engine="native", kv_type=kv_type, threads=threads)
     definition = _compress(plan, p, engine="numpy", kv_type=kv_type)
@@ -79,7 +79,7 @@ def engines_agree(
 
 
 def _nearly_tied(ours: np.ndarray, definition: np.ndarray, a: np.ndarray, b: np.ndarray) -> bool:
-    """Whether two selections of equal length differ only in tokens whose order the engines see differently."""
+    """Returns whether two selections of equal length differ only in tokens with nearly equal scores."""
     odd = np.setxor1d(a, b)
     if len(a) != len(b) or not np.isfinite(ours[odd]).all():
         return False
@@ -88,7 +88,7 @@ def _nearly_tied(ours: np.ndarray, definition: np.ndarray, a: np.ndarray, b: np.
 
 
 def budget_is_met(plan: Plan, p: Prompt, engine: str) -> None:
-    """As many pairs stay as the budget says, each head's tokens ascending, with one key and value row each."""
+    """The number of kept pairs is the budget; each head's tokens are ascending, with one key row and value row each."""
     result = _compress(plan, p, engine=engine)
     n_layers, n_heads_kv, n_tokens, size = p.k.shape
     budget, total = plan.count(n_tokens), 0
@@ -110,7 +110,7 @@ def budget_is_met(plan: Plan, p: Prompt, engine: str) -> None:
 
 
 def protected_are_kept(plan: Plan, p: Prompt, engine: str) -> None:
-    """Sinks and recent tokens stay, as far as a head's share holds them."""
+    """Sinks and recent tokens stay, as far as a head's share covers them."""
     result = _compress(plan, p, engine=engine)
     n_tokens = p.k.shape[2]
     for i, h in _heads(p):
@@ -121,7 +121,7 @@ def protected_are_kept(plan: Plan, p: Prompt, engine: str) -> None:
 
 
 def everything_changes_nothing(plan: Plan, p: Prompt, engine: str) -> None:
-    """A budget of 1.0 keeps every token, and every row as it was stored."""
+    """A budget of 1.0 keeps every token and every row unchanged."""
     result = _compress(plan.with_(budget=Budget(ratio=1.0)), p, engine=engine)
     for i, h in _heads(p):
         where = f"layer {i}, KV head {h}"
@@ -131,7 +131,7 @@ def everything_changes_nothing(plan: Plan, p: Prompt, engine: str) -> None:
 
 
 def heads_commute(plan: Plan, p: Prompt, engine: str, order: Sequence[int]) -> None:
-    """KV heads in another order keep what they kept. order: [Hkv] a permutation."""
+    """KV heads in another order keep the same tokens and keys. order: [Hkv] a permutation."""
     group = p.q.shape[1] // p.k.shape[1]
     query_order = [h * group + g for h in order for g in range(group)]
     result = _compress(plan, p, engine=engine)
@@ -144,7 +144,7 @@ def heads_commute(plan: Plan, p: Prompt, engine: str, order: Sequence[int]) -> N
 
 
 def runs_repeat(plan: Plan, p: Prompt, engine: str) -> None:
-    """The same prompt gives the same result, whatever was compressed in between, on any number of threads."""
+    """A prompt gives the same result in every run, after other prompts, and on any number of threads."""
     first = _compress(plan, p, engine=engine, threads=1)
     backwards = Prompt(p.q[:, :, ::-1], p.k[:, :, ::-1], p.v[:, :, ::-1], p.image_mask[::-1])
     _compress(plan, backwards, engine=engine)

@@ -1,4 +1,4 @@
-"""Every rule on many cases, for one method or stage: what `kvedge methods --check` prints."""
+"""Runs every rule on many cases, for one method or stage: `kvedge methods --check`."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ PROTECTION: tuple[dict[str, Any], ...] = (
     {"recent": 30, "sinks": 30},
 )  # fmt: skip
 CHECKED = ("scorer", "allocator", "reducer")  # decode policies act on what a model generates
-BASE = "h2o"  # the method that a stage is tried in, if it makes none of its own
+BASE = "h2o"  # the method that a stage is tested in, if no method has the name of the stage
 RANDOM_PROMPTS = 24
 
 
 @dataclass(frozen=True)
 class Case:
-    """One trial of a rule, and how a message calls it."""
+    """One test of a rule. title: its name in messages."""
 
     title: str
     run: Callable[[], Any]
@@ -42,7 +42,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Row:
-    """Outcome of one rule. status: passed, failed, nothing to try, or by design: the method says it does not hold."""
+    """The outcome of one rule. status: passed, failed, nothing to try, or by design (the rule cannot hold)."""
 
     check: str
     cases: int
@@ -55,13 +55,13 @@ Make = Callable[..., Plan]
 
 
 def check(name: str) -> list[Row]:
-    """Tries every rule on the method or stage of that name. Raises UnknownNameError, UsageError."""
+    """Runs every rule on the method or stage called `name`. Raises UnknownNameError, UsageError."""
     make = _maker(name)
     return [_try(title, list(cases)) for title, cases in _checks(make)] + [_commutes(make)]
 
 
 def _maker(name: str) -> Make:
-    """make(budget, **settings) -> the plan of the method, or of the base method with that stage."""
+    """Returns make(budget, **settings) -> the method's plan, or the base method's plan with the stage `name`."""
     stages = [s for s in registry.STAGES if name in registry.members(s) or installed.find(s, name)]
     if name in presets.PRESETS or installed.find_preset(name):
         values: dict[str, Any] = {}
@@ -113,7 +113,7 @@ def _budgets(make: Make) -> Iterator[Case]:
     for budget, n in itertools.product(BUDGETS, (1, 12, 130)):
         try:
             plan = make(budget)
-        except BudgetError:  # fewer pairs than the method protects: refused, as it should be
+        except BudgetError:  # fewer pairs than the method protects: the refusal is correct
             continue
         yield _agree(f"budget {budget}, {n} tokens", plan, prompt(n))
 
@@ -145,7 +145,7 @@ def _settings(make: Make) -> Iterator[Case]:
 
 
 def _values(param: Param) -> list[Any]:
-    """Some values of a setting other than its default."""
+    """Returns some values of a setting other than its default."""
     if param.choices:
         values: list[Any] = list(param.choices)
     elif isinstance(param.default, bool):
@@ -165,7 +165,7 @@ def _compositions(make: Make) -> Iterator[Case]:
         for name in registry.members(stage):
             try:
                 plan = make(0.3, **{stage: name})
-            except UsageError:  # scores that the method's critical rule cannot weigh: refused, as it should be
+            except UsageError:  # the critical rule cannot weigh these scores: the refusal is correct
                 continue
             yield _agree(f"with {stage} {name}", plan, prompt(90, layers=3))
 
@@ -181,7 +181,7 @@ def _ties(make: Make) -> Iterator[Case]:
 
 
 def _random_prompts() -> Iterator[tuple[str, Prompt, dict[str, Any]]]:
-    """A title, a prompt and settings of a plan; the same ones every time."""
+    """Yields a title, a prompt and settings of a plan; every run yields the same cases."""
     rng = np.random.default_rng(0)
     for i in range(RANDOM_PROMPTS):
         n, heads = int(rng.integers(1, 200)), list(HEADS.values())[i % 3]

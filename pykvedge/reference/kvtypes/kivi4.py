@@ -1,7 +1,7 @@
 """KIVI (Liu et al. 2024, arXiv 2402.02750, sec. 3.2): q = round((x - min) / scale), scale = (max - min) / (2^bits - 1).
 
-Scale and minimum are kept in half precision; ties go to even; a group whose values are all equal has codes 0. Keys
-share both per channel over 32 tokens, values per token over 32 channels.
+Scale and minimum are stored in half precision. Ties go to even. A group of equal values has codes 0. Keys share scale
+and minimum per channel over 32 tokens; values share them per token over 32 channels.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pykvedge.reference.kvtypes import Definition
 
 
 def rounded(groups: np.ndarray, levels: int) -> np.ndarray:
-    """The values that codes from 0 to `levels` stand for."""
+    """Returns the values that codes from 0 to `levels` stand for."""
     low, high = groups.min(axis=-1, keepdims=True), groups.max(axis=-1, keepdims=True)
     scale, minimum = (x.astype(np.float16).astype(np.float32) for x in ((high - low) / np.float32(levels), low))
     with np.errstate(divide="ignore", invalid="ignore"):
@@ -23,7 +23,7 @@ def rounded(groups: np.ndarray, levels: int) -> np.ndarray:
 
 
 def in_bits(bits: int) -> Definition:
-    """KIVI with codes of so many bits."""
+    """Returns KIVI's definition with codes of `bits` bits."""
     levels = 2**bits - 1
     return Definition(functools.partial(rounded, levels=levels), levels, minimum=True, residual=True)
 

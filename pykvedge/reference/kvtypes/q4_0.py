@@ -1,6 +1,6 @@
 """q4_0: llama.cpp's blocks of a scale in half precision and codes from 0 to 15; x = scale * (code - 8).
 
-The value of largest size becomes -8, whichever its sign: the scale has the opposite one.
+The value of the largest magnitude becomes -8 * scale, so the scale has the opposite sign.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from pykvedge.reference.kvtypes import Definition
 
 
 def rounded(groups: np.ndarray) -> np.ndarray:
-    """Product and sum are each rounded to float32."""
+    """Returns the stored values. Product and sum are each rounded to float32."""
     place = np.abs(groups).argmax(axis=-1, keepdims=True)
     scale = np.take_along_axis(groups, place, axis=-1) / np.float32(-8)
     with np.errstate(divide="ignore"):

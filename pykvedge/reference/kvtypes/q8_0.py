@@ -8,7 +8,7 @@ from pykvedge.reference.kvtypes import Definition
 
 
 def rounded(groups: np.ndarray) -> np.ndarray:
-    """Half a step goes away from zero."""
+    """Returns the stored values. Half a step is rounded away from zero."""
     scale = np.abs(groups).max(axis=-1, keepdims=True) / np.float32(127)
     with np.errstate(divide="ignore"):
         x = groups * np.where(scale == 0, np.float32(0), np.float32(1) / scale)

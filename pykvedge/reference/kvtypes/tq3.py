@@ -1,9 +1,9 @@
-"""tq3: blocks of a scale in half precision and codes of 3 bits, each of which stands for a level; x = scale * level.
+"""tq3: blocks of a scale in half precision and codes of 3 bits; each code stands for a level; x = scale * level.
 
-After TurboQuant (Zandieh et al. 2025, arXiv:2504.19874, Algorithm 1): numbers of a rotated row are nearly normal, and a
-normal number is best rounded to 0.2451, 0.7560, 1.3439 and 2.1520 times its standard deviation, either sign (Max 1960,
-table I). LEVELS are these in whole numbers, a standard deviation being 12. There the norm of a row is its scale; here a
-block of 32 has one, of several the one with the least squared error.
+After TurboQuant (Zandieh et al. 2025, arXiv:2504.19874, Algorithm 1): numbers of a rotated row are nearly normal. A
+normal number is best rounded to 0.2451, 0.7560, 1.3439 and 2.1520 times its standard deviation, with its sign (Max
+1960, table I). LEVELS are these numbers as integers, for a standard deviation of 12. In the paper, the norm of a row is
+its scale. Here each block of 32 has a scale: the candidate with the least squared error.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from pykvedge.reference.kvtypes import Definition
 
 LEVELS = np.array([3, 9, 16, 26], np.float32)
 DEVIATION = np.float32(12)
-ENDS = (LEVELS[1:] + LEVELS[:-1]) / 2  # numbers beyond belong to the next level
+ENDS = (LEVELS[1:] + LEVELS[:-1]) / 2  # limits between levels; a larger number belongs to the next level
 
 
 def rounded(groups: np.ndarray) -> np.ndarray:
-    """Levels of the scale that leaves the least squared error; of equals the first.
+    """Returns each number as its level times the scale with the least squared error; ties: the first scale.
 
-    Scales to begin with: of the root mean square, then those that make the largest size one of the three largest
-    levels, so that what was rounded is rounded to itself. Each gives way to the one of least squares for the levels
-    that it gives, in half precision. Sums are in float64, products with ENDS in float32.
+    Starts: the root mean square, and the scales that map the largest number to one of the three largest levels (so
+    rounding twice changes nothing). Each start gives way to the least-squares scale of its levels, in half precision.
+    Sums are in float64, products with ENDS in float32.
     """
     size = np.abs(groups)
     root = np.sqrt((size.astype(np.float64) ** 2).mean(axis=-1, keepdims=True)).astype(np.float32)

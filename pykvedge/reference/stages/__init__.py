@@ -1,5 +1,5 @@
-"""The five stages, one folder each, one file per member.
+"""The five stages: one folder per stage, one file per member.
 
-A member is called as its file. The file has SUMMARY, SOURCE, BY_PLACE where that holds, and the plain NumPy definition
-that native code is tested against: functions named as the fields of its type in base.py (`score`, `allocate`, ...).
+A file has the name of its member. The file has SUMMARY, SOURCE, optionally BY_PLACE, and the NumPy definition that
+native code is tested against: functions named like the fields of the member's type in base.py (`score`, `allocate`).
 """

@@ -1,7 +1,7 @@
-"""A stage member is one of these types, which every file in stages/<stage>/ fills in.
+"""The types of stage members, and the arrays that members receive. A file in stages/<stage>/ fills in one member.
 
 Symbols: H query heads, Hkv KV heads (query head h reads KV head h // (H / Hkv)), T tokens, d head size, n kept tokens.
-Definitions compute in float64, so that they can serve as the oracle for the float32 kernels.
+Definitions compute in float64 and are the oracle for the float32 kernels.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ FLAG = ("true", "false")  # the choices of a setting that is a switch
 
 @dataclass(frozen=True)
 class Param:
-    """A Param is one setting of a member, which is set as "<stage>.<name>"."""
+    """One setting of a stage member. Plans and commands name the setting "<stage>.<name>"."""
 
     name: str
     default: int | float | bool | str
@@ -36,11 +36,11 @@ class Param:
     low: float | None = None
     high: float | None = None
     choices: tuple[str, ...] = ()
-    step: int = 1  # whole numbers: low + a multiple of it
+    step: int = 1  # a whole number must be `low` plus a multiple of `step`
 
     @classmethod
     def declared(cls, s: Setting) -> Param:
-        """Takes a setting of the library or of a plugin in C. Raises UsageError for a fallback that is not allowed."""
+        """Returns the Param of a setting that C code declares. Raises UsageError if its fallback is invalid."""
         name, help_text, choices = text(s.name), text(s.help), tuple(text(s.choices).split(",")) if s.choices else ()
         if choices == FLAG:
             return cls(name, s.fallback == 0, help_text)
@@ -54,17 +54,17 @@ class Param:
         return out
 
     def number(self, value: Any) -> float:
-        """Turns a value into what the library hands to a stage in C: of words, and of true and false, the index."""
+        """Returns `value` as the number for C code. A word becomes its index in `choices`; true is 0, false is 1."""
         if isinstance(self.default, bool):
             return float(not value)
         return float(self.choices.index(value) if self.choices else value)
 
     def check(self, value: Any, key: str) -> int | float | bool | str:
-        """Returns `value` as the type of the default. Raises UsageError when it does not fit."""
+        """Returns `value` converted to the type of the default. Raises UsageError if `value` is invalid."""
         kind = type(self.default)
         try:
             out = _parse_bool(value) if kind is bool else kind(value)
-        except (TypeError, ValueError, OverflowError):  # of infinity there is no whole number
+        except (TypeError, ValueError, OverflowError):  # OverflowError: int(infinity)
             raise UsageError(f"{key} must be {_KINDS[kind]}, not {value!r:.40}") from None
         if isinstance(out, float) and not math.isfinite(out):
             raise UsageError(f"{key} must be {_KINDS[kind]}, not {value!r:.40}")
@@ -95,72 +95,72 @@ def _parse_bool(value: Any) -> bool:
     raise ValueError(value)
 
 
-@dataclass(frozen=True, eq=False)  # a layer is itself: what was computed of it can be looked up
+@dataclass(frozen=True, eq=False)  # eq=False: a layer is hashed by identity, so results can be cached per layer
 class Layer:
-    """A scorer sees one layer of a prompt like this."""
+    """One layer of a prompt, as a scorer receives it."""
 
-    q: np.ndarray  # [H, T, d] float32, position encoding applied; plugins see the last n, [H, n, d]
-    k: np.ndarray  # [Hkv, T, d] float32 that the storage type can represent, position encoding applied
-    v: np.ndarray  # [Hkv, T, d]
+    q: np.ndarray  # [H, T, d] float32, rotated by position; a plugin receives the last n queries: [H, n, d]
+    k: np.ndarray  # [Hkv, T, d] float32, rounded to the storage type, rotated by position
+    v: np.ndarray  # [Hkv, T, d] float32, rounded to the storage type
     image_mask: np.ndarray  # [T] bool
-    index: int = 0  # of the layer, among those that are compressed
-    n_layers: int = 1  # that are compressed
-    # [Hkv, T] as scorer cumulative has them; for plugins that ask, and of a stream, whose earlier queries are gone
+    index: int = 0  # number of the layer among the compressed layers
+    n_layers: int = 1  # number of compressed layers
+    # [Hkv, T] float32 scores of scorer `cumulative`; for plugins that ask, and for streams, whose old queries are gone
     column_sums: np.ndarray | None = None
-    profile: np.ndarray | None = None  # [Hkv] float32 calibrated numbers; None where the scorer asked for none
-    rotation: Rotation | None = None  # of queries and keys by their positions; None: they are not turned
-    tokens: np.ndarray | None = None  # [Hkv, T] token indices, which are positions, of a stream; None: 0 to T - 1
-    replay: Replay | None = None  # a second pass over the prompt, of all layers; None: there was none
-    all_q: np.ndarray | None = None  # [H, n, d] all queries of a stream so far, from position 0 on; None: q are all
-    bias: np.ndarray | None = None  # [Hkv, T] float32 of the logits, of a stream whose rows were merged; None: 0
-    projection: np.ndarray | None = None  # [H, d, D] float32 the heads' parts of W_O; None: it is not known
+    profile: np.ndarray | None = None  # [Hkv] float32 calibrated numbers; None: the scorer needs no profile
+    rotation: Rotation | None = None  # rotary encoding of q and k; None: no rotary encoding
+    tokens: np.ndarray | None = None  # [Hkv, T] token indices (positions) of a stream's rows; None: 0 to T - 1
+    replay: Replay | None = None  # second pass over the prompt, with all layers; None: no second pass
+    all_q: np.ndarray | None = None  # [H, n, d] all queries of a stream, from position 0 on; None: `q` has all
+    bias: np.ndarray | None = None  # [Hkv, T] float32 added to the logits of merged rows of a stream; None: 0
+    projection: np.ndarray | None = None  # [H, d, D] float32 part of W_O for each query head; None: unknown
 
 
 @dataclass(frozen=True)
 class ProfileTable:
-    """These are the numbers of a calibrated profile (pykvedge/plans/profile.py), one row for every layer."""
+    """The numbers of a calibrated profile (pykvedge/plans/profile.py): one row per layer."""
 
-    values: np.ndarray  # float32: [L, H] of query heads, [L, Hkv] of KV heads, or [L, n] kept shares at each budget
-    budgets: np.ndarray  # [n] float32 ascending in (0, 1]; empty for numbers of heads
+    values: np.ndarray  # float32: [L, H] per query head, [L, Hkv] per KV head, or [L, n] kept shares per budget
+    budgets: np.ndarray  # [n] float32, ascending, in (0, 1]; empty if `values` are numbers of heads
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """An allocator sees the whole prompt like this."""
+    """A whole prompt, as an allocator receives it."""
 
     scores: np.ndarray  # [L, Hkv, T] float64
     image_mask: np.ndarray  # [T] bool
-    budget: int  # n: KV pairs per layer and head if shared out evenly, 1 <= n < T
-    recent: int = 0  # of those, last tokens that every head keeps
-    layers: tuple[Layer, ...] = ()  # L of them; empty only where the allocator looks at nothing but scores
-    profile: ProfileTable | None = None  # None where the allocator asked for none
-    attention: np.ndarray | None = None  # as scores, of a scorer that mixes it with more; None: scores are all
-    fixed_recent: int = 0  # of recent, those that the plan asks for by number: a head with a smaller share has no less
-    variation: np.ndarray | None = None  # [L, Hkv] float64 of the values of image tokens; None: the scorer knows none
+    budget: int  # n: KV pairs per layer and head on average, 1 <= n < T
+    recent: int = 0  # last tokens that every head keeps, counted in the budget
+    layers: tuple[Layer, ...] = ()  # L layers; empty only if the allocator reads nothing but scores
+    profile: ProfileTable | None = None  # None: the allocator needs no profile
+    attention: np.ndarray | None = None  # [L, Hkv, T] float64 attention part of the scores; None: `scores` itself
+    fixed_recent: int = 0  # `recent` if the plan gives a value for it, 0 for `auto`: the least share of a head
+    variation: np.ndarray | None = None  # [L, Hkv] float64 variation of image tokens' values; None: not measured
 
 
 @dataclass(frozen=True)
 class Head:
-    """A reducer sees one KV head after selection like this."""
+    """One KV head after the selection of tokens, as a reducer receives it."""
 
     k: np.ndarray  # [T, d] float32 in storage precision
     v: np.ndarray  # [T, d]
     kept: np.ndarray  # [n] int32 token indices, ascending
     protected: np.ndarray  # [T] bool
-    layer: int = 0  # as Layer.index
+    layer: int = 0  # number of the layer among the compressed layers
     n_layers: int = 1
-    index: int = 0  # of the head in its layer
-    bias: np.ndarray | None = None  # [T] float32 of the rows' logits; None: all 0
-    q: np.ndarray | None = None  # [H / Hkv, T, d] float32 queries of the heads that share it; None: they are not known
+    index: int = 0  # number of the KV head in its layer
+    bias: np.ndarray | None = None  # [T] float32 added to the logits of the rows; None: all 0
+    q: np.ndarray | None = None  # [H / Hkv, T, d] float32 queries of the query heads of this KV head; None: unknown
 
 
 @dataclass(frozen=True)
 class Result:
-    """This is left of a prompt, per layer and KV head.
+    """The rows of a prompt that stay after compression, per layer l and KV head h.
 
-    kept[l][h]: [n] int32, original token indices, ascending. k[l][h], v[l][h]: [n, d] float32, rows in the order of
-    kept, merged where the plan merges. scores: [L, Hkv, T] float32. bias[l][h]: [n] float32, natural logarithms that
-    are added to the rows' logits before the softmax; 0 of rows that stand for themselves.
+    kept[l][h]: [n] int32 original token indices, ascending. k[l][h], v[l][h]: [n, d] float32, rows in the order of
+    `kept`, merged if the plan merges. scores: [L, Hkv, T] float32. bias[l][h]: [n] float32 natural logarithms, added
+    to the logits of the rows before the softmax; 0 for a row that was not merged.
     """
 
     kept: list[list[np.ndarray]]
@@ -172,22 +172,22 @@ class Result:
 
 @dataclass(frozen=True)
 class DecodeState:
-    """A decode policy sees one KV head after a generated token like this."""
+    """One KV head after a generated token, as a decode policy receives it."""
 
-    prompt: int  # T: tokens of the sequence when its last prompt was compressed
-    kept: int  # rows that the head held right after that, and what a budget in pairs left unused
-    budget: int  # rows that an even share of the budget would have held
-    generated: int  # tokens since then
-    length: int  # rows that the head holds now
-    sinks: int  # first rows that stay
-    recent: int = 0  # last rows that the plan protects when a head keeps that many; 0: it does not say
-    scores: np.ndarray | None = None  # [length] attention that each row received so far; None unless asked for
+    prompt: int  # T: tokens of the sequence at the last compression of a prompt
+    kept: int  # rows of the head right after that compression, plus the unused part of a budget in pairs
+    budget: int  # rows of a head under an even share of the budget
+    generated: int  # tokens generated since that compression
+    length: int  # rows of the head now
+    sinks: int  # first rows that are never dropped
+    recent: int = 0  # last rows that the plan protects if a head keeps so many; 0: not given
+    scores: np.ndarray | None = None  # [length] attention that each row received so far; None: not asked for
 
 
 @dataclass(frozen=True)
 class Member:
-    """A member of any stage. by_place: what it makes of a head depends on the number of the head or its layer, and be
-    it for equal remainders.
+    """A member of any stage. by_place: the result for a head depends on the number of the head or of its layer, for
+    example because ties go to the lower head.
     """
 
     stage: ClassVar[str]
@@ -200,56 +200,57 @@ class Member:
 
 @dataclass(frozen=True)
 class Scorer(Member):
-    """How much does a KV pair matter? `score(layer, settings)` -> [Hkv, T] float64, higher is kept first.
+    """A scorer says how much a KV pair matters: `score(layer, settings)` -> [Hkv, T] float64, the largest are kept.
 
-    A method that keeps some tokens for another reason has a second score, `reserve`, of the same shape: of the tokens
-    that are not protected, the `reserved(kept, settings)` best by it stay, and the others are chosen by `score`.
-    `auto_recent(kept, even, settings)` says how many last tokens a head of `kept` pairs keeps if the plan names no
-    number, where an even share of the budget is `even` pairs.
-    A scorer that mixes attention with something else gives the attention alone as `attention`.
-    One that measures how much values vary along the tokens gives it as `variation`, [Hkv] or None.
-    One that needs calibrated numbers with some settings names their kind in `profile`, and finds them in its layers.
+    `reserve` is an optional second score of the same shape. Among unprotected tokens, the `reserved(kept, settings)`
+    tokens with the largest second score stay; `score` chooses the other tokens.
+    `auto_recent(kept, even, settings)` returns the number of last tokens that a head of `kept` pairs keeps if the plan
+    gives no number. `even`: pairs of an even share of the budget.
+    `attention` returns the attention part of the scores, for a scorer that mixes attention with other terms.
+    `variation` returns [Hkv], the variation of values along the tokens, or None if the scorer does not measure it.
+    `profile` names the kind of calibrated numbers that the settings need. Layer.profile holds the numbers.
     """
 
     score: Callable[[Layer, Settings], np.ndarray]
     auto_recent: Callable[[int, int, Settings], int] = lambda kept, even, settings: 0
-    whole_up_to: Callable[[Settings], int] = lambda settings: 0  # longest prompt that is kept whole anyway
-    sinks_first: bool = False  # which protection shrinks last when the budget does not cover both
+    whole_up_to: Callable[[Settings], int] = lambda settings: 0  # prompts up to this number of tokens are kept whole
+    sinks_first: bool = False  # the sinks shrink after the recent tokens if the budget is too small for both
     reserve: Callable[[Layer, Settings], np.ndarray] | None = None
     reserved: Callable[[int, Settings], int] = lambda kept, settings: 0
     attention: Callable[[Layer, Settings], np.ndarray] | None = None
     variation: Callable[[Layer, Settings], np.ndarray | None] | None = None
     profile: Callable[[Settings], str | None] = lambda settings: None
-    attends: Callable[[Settings], bool] = lambda settings: False  # scores are attention alone (critical.py)
-    projects: Callable[[Settings], bool] = lambda settings: False  # it needs Layer.projection
+    attends: Callable[[Settings], bool] = lambda settings: False  # the scores are attention alone (critical.py)
+    projects: Callable[[Settings], bool] = lambda settings: False  # the scorer needs Layer.projection
     stage = "scorer"
 
 
 @dataclass(frozen=True)
 class Allocator(Member):
-    """How many KV pairs does each layer and head keep? `allocate(prompt, settings)` -> [L, Hkv] int64."""
+    """An allocator says how many KV pairs each head keeps: `allocate(prompt, settings)` -> [L, Hkv] int64."""
 
     allocate: Callable[[Prompt, Settings], np.ndarray]
     profile: Callable[[Settings], str | None] = lambda settings: None
-    does_without: Callable[[Settings], bool] = lambda settings: False  # where a model has no profile
+    does_without: Callable[[Settings], bool] = lambda settings: False  # the allocator works without a profile
     stage = "allocator"
 
 
 @dataclass(frozen=True)
 class Reducer(Member):
-    """What becomes of the evicted pairs? `reduce(head, settings)` -> rows k, v [n, d] float64 in the order of kept.
+    """A reducer says what becomes of evicted pairs: `reduce(head, settings)` -> k, v [n, d] float64.
 
-    One that gives rows biases returns a third array, b [n] float64; else kept rows keep those that they have.
+    Rows are in the order of kept. A reducer that sets biases returns a third array: [n] float64. Otherwise kept
+    rows keep their biases.
     """
 
     reduce: Callable[[Head, Settings], tuple[np.ndarray, ...]]
-    queries: bool = False  # whether it looks at the prompt's queries, which are then kept until it is compressed
+    queries: bool = False  # the reducer reads the prompt's queries, so all queries are stored until compression
     stage = "reducer"
 
 
 @dataclass(frozen=True)
 class DecodePolicy(Member):
-    """What happens as tokens are generated? `evict(state, settings)` -> the row to drop after a token, or None."""
+    """A decode policy drops rows while tokens are generated: `evict(state, settings)` -> the row to drop, or None."""
 
     evict: Callable[[DecodeState, Settings], int | None]
     stage = "decode"
@@ -257,18 +258,18 @@ class DecodePolicy(Member):
 
 @dataclass(frozen=True)
 class ImageRows:
-    """A pruner sees one image, or one tile of it, like this: what the encoder made, before the model reads it."""
+    """The rows of one image, or of one tile of an image, as a pruner receives them: the encoder's output."""
 
     rows: np.ndarray  # [N, D] float32
-    place: tuple[int, int] | None = None  # (down, across), row by row; None: what each row shows is not known
+    place: tuple[int, int] | None = None  # (down, across) of the image's grid, stored row by row; None: unknown
 
     @property
     def grid(self) -> tuple[int, int]:
-        """(down, across) of the rows, which lie in one line where their places are not known."""
+        """(down, across): the grid of the rows; one line if the grid is unknown."""
         return self.place or (1, len(self.rows))
 
     def unit(self) -> np.ndarray:
-        """The rows [N, D] in float64 with length 1; a row of zeros stays one."""
+        """Returns the rows [N, D] in float64, scaled to length 1. A row of zeros stays zero."""
         import numpy as np
 
         rows = self.rows.astype(np.float64)
@@ -278,7 +279,7 @@ class ImageRows:
 
 @dataclass(frozen=True)
 class Pruner(Member):
-    """Which rows of an image does the model read? `prune(image, n, settings)` -> [at most n] rows, ascending.
+    """A pruner says which rows of an image the model reads: `prune(image, n, settings)` -> [<= n] rows, ascending.
 
     1 <= n <= N.
     """

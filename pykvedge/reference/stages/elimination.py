@@ -1,4 +1,4 @@
-"""Elimination at a fixed place, which two decode policies share."""
+"""Drops rows at a fixed place. The decode policies fixed-point and ratio share this code."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from pykvedge.reference.stages.base import DecodeState, Settings
 
 
 def row_by_share(state: DecodeState, share: float, settings: Settings) -> int | None:
-    """The row to drop so that a head holds `share` of all tokens so far, at most one a token; None: none.
+    """Returns the row to drop so that a head holds `share` of all tokens so far; None: no row. At most one per token.
 
-    It is always the same row, as in the released codes: `distance` before the end of the compressed prompt, or the
-    middle one where that leaves nothing before it. The papers can be read to mean a distance to the newest row instead,
-    which `relative` is.
+    The row has a fixed number, as in the released codes: `distance` before the end of the compressed prompt, or the
+    middle row if `distance` reaches before the sinks. The papers can also mean a distance to the newest row:
+    setting `relative`.
     """
     if math.floor(state.length - (state.prompt + state.generated) * share + 1e-9) <= 0:
         return None

@@ -1,7 +1,7 @@
-"""Finds the members of every stage: each module in stages/<stage>/ is one, so a new member is one new file.
+"""Finds the members of every stage. Each module in stages/<stage>/ is one member; a new member is one new file.
 
-The library says which settings a member has (kvedge_stage_setting) and what follows from them (kvedge_stage_get_facts);
-the module has the formula.
+The module holds the formula of a member. The library lists the member's settings (kvedge_stage_setting) and the facts
+that depend on them (kvedge_stage_get_facts).
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ _KINDS: dict[str, Any] = {"scorer": Scorer, "allocator": Allocator, "reducer": R
 _KINDS |= {"decode": base.DecodePolicy, "pruner": base.Pruner}
 _FORMULAS = ("score", "reserve", "attention", "variation", "allocate", "reduce", "evict", "prune")
 STAGES = tuple(_KINDS)
-ALIASES = {"feature": "averaged"}  # names of reducers: PrefixKV's (table 12) for LOOK-M's merge
+ALIASES = {"feature": "averaged"}  # PrefixKV (table 12) calls LOOK-M's averaged merge `feature`
 
 
 @functools.cache
 def formulas(stage: str) -> dict[str, Member]:
-    """Name -> member of one stage without its settings, in alphabetical order. Needs no library.
+    """Returns name -> member of one stage, in alphabetical order, without settings. Needs no library.
 
-    Raises UnknownNameError for a stage that does not exist.
+    Raises UnknownNameError for an unknown stage.
     """
     if stage not in STAGES:
         raise unknown("stage", stage, STAGES)
@@ -45,12 +45,12 @@ def formulas(stage: str) -> dict[str, Member]:
 
 @functools.cache
 def members(stage: str) -> dict[str, Member]:
-    """Name -> member of one stage, in alphabetical order. Raises UnknownNameError, LibraryError."""
+    """Returns name -> member of one stage, in alphabetical order. Raises UnknownNameError, LibraryError."""
     return {name: _known(found) for name, found in formulas(stage).items()}
 
 
 def _known(member: Member) -> Member:
-    """Adds what the library knows of a member: its settings, and what follows from them."""
+    """Returns the member with the data of the library: settings, and facts that depend on settings."""
     params = tuple(Param.declared(s) for s in calls.stage_settings(member.stage, member.name))
 
     def facts(settings: Settings, kept: int = 0, even: int = 0) -> Facts:

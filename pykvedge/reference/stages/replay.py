@@ -16,10 +16,10 @@ if TYPE_CHECKING:
 
 
 class Replay:
-    """The pass over a prompt of T tokens, whose chunks follow each other in q and k, each at positions T, T + 1, ..."""
+    """A second pass over a prompt of T tokens. q and k hold the chunks in order; a chunk's positions start at T."""
 
     def __init__(self, q: Any, k: Any, chunks: Sequence[ReplayChunk]) -> None:
-        """q: [L, H, R, d] and k: [L, Hkv, R, d], floating point, position encoding applied. Raises ArrayError."""
+        """q: [L, H, R, d] and k: [L, Hkv, R, d], floating point, rotated by position. Raises ArrayError."""
         import numpy as np
 
         arrays = [np.ascontiguousarray(x, dtype=np.float32) for x in (q, k)]
@@ -30,7 +30,7 @@ class Replay:
             raise ArrayError(f"a replay's q and k must be finite numbers [layers, heads, {n or 'tokens'}, head size]")
 
     def check(self, q: np.ndarray, k: np.ndarray) -> None:
-        """Raises ArrayError where it is not one of the prompt q [L, H, T, d], k [L, Hkv, T, d]."""
+        """Raises ArrayError unless the pass fits a prompt with q [L, H, T, d] and k [L, Hkv, T, d]."""
         for own, of, name in ((self.q, q, "q"), (self.k, k, "k")):
             if (*own.shape[:2], own.shape[3]) != (*of.shape[:2], of.shape[3]) or own.shape[2] != self.q.shape[2]:
                 raise ArrayError(f"a replay's {name} {own.shape} does not fit the prompt's {of.shape}")
@@ -40,7 +40,7 @@ class Replay:
                 raise ArrayError(f"the chunk {c} does not fit a prompt of {n} tokens")
 
     def parts(self, layer: int) -> Iterator[tuple[ReplayChunk, np.ndarray, np.ndarray]]:
-        """Yields each chunk with its queries [H, n, d] and keys [Hkv, n, d] of a layer."""
+        """Yields each chunk with its queries [H, n, d] and keys [Hkv, n, d] of one layer."""
         at = 0
         for chunk in self.chunks:
             own = slice(at, at + chunk.n_tokens)

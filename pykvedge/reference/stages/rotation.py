@@ -1,4 +1,4 @@
-"""Rotary position encoding: each pair of a row's channels turns by an angle that grows with the position."""
+"""Rotary position encoding: each pair of a row's channels is rotated by an angle that grows with the position."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import numpy as np
 
 from pykvedge.errors import ArrayError
 
-PAIRS = ("norm", "neox")  # channels 2i and 2i + 1, as Llama's; i and i + n, as GPT-NeoX's and Qwen's
+PAIRS = ("norm", "neox")  # channels 2i and 2i + 1 (Llama); channels i and i + n (GPT-NeoX, Qwen)
 
 
 @dataclass(frozen=True, eq=False)
 class Rotation:
-    """Pair i of a row's channels turns by angles[i] radians for each position; channels beyond the pairs stay.
+    """Rotates pair i of a row's channels by angles[i] radians per position. Channels after the pairs do not change.
 
-    angles: [n] float64, so that 2n channels turn; none turns by default. Raises ArrayError.
+    angles: [n] float64, for 2n channels; empty by default. Raises ArrayError.
     """
 
     angles: np.ndarray = field(default_factory=lambda: np.zeros(0))
@@ -34,12 +34,12 @@ class Rotation:
     def of(
         cls, size: int, base: float = 10000.0, pairs: str = "neox", factors: Sequence[float] | None = None
     ) -> Rotation:
-        """The usual one of `size` channels: base ** (-2i / size), over factors [size / 2] where a model has them."""
+        """The usual rotation of `size` channels: base ** (-2i / size), divided by `factors` [size / 2] if given."""
         angles = base ** (-np.arange(0, size, 2) / size)
         return cls(angles if factors is None else angles / np.asarray(factors, dtype=np.float64), pairs)
 
     def _places(self, size: int) -> tuple[np.ndarray, np.ndarray]:
-        """The first and the second channels of the pairs. Raises ArrayError where a row of `size` has not as many."""
+        """Returns the first and the second channels of all pairs. Raises ArrayError if `size` channels are too few."""
         n = len(self.angles)
         if 2 * n > size:
             raise ArrayError(f"a rotation of {2 * n} channels does not fit a head of {size}")
@@ -47,11 +47,11 @@ class Rotation:
         return (2 * i, 2 * i + 1) if self.pairs == "norm" else (i, i + n)
 
     def back(self, rows: np.ndarray, first: int) -> np.ndarray:
-        """The rows [..., T, d] of the positions first, first + 1, ... as they were before they were turned, float64."""
+        """Removes the rotation of rows [..., T, d] at positions first, first + 1, ...: float64, in the same shape."""
         return self.on(rows, -np.arange(first, first + rows.shape[-2]))
 
     def on(self, rows: np.ndarray, by: np.ndarray) -> np.ndarray:
-        """Rows [..., T, d] as they are `by` [T] positions further on, float64; negative: further back."""
+        """Rotates rows [..., T, d] forward by `by` [T] positions; a negative number rotates back. Returns float64."""
         turn = np.asarray(by)[:, None] * self.angles
         a, b = self._places(rows.shape[-1])
         out = rows.astype(np.float64)
@@ -61,7 +61,7 @@ class Rotation:
         return out
 
     def mean(self, first: int, n: int, size: int) -> np.ndarray:
-        """The mean of the matrices that turn a row [size] to n positions, from `first` on: [size, size] float64."""
+        """Returns the mean rotation matrix of n positions from `first` on: [size, size] float64, for a row [size]."""
         turn = np.arange(first, first + n)[:, None] * self.angles
         cos, sin = np.cos(turn).mean(axis=0), np.sin(turn).mean(axis=0)
         a, b = self._places(size)

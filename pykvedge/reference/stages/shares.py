@@ -1,4 +1,4 @@
-"""Turning real shares of a budget into whole numbers that add up to it."""
+"""Turns real shares of a budget into whole numbers with the right sum."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import numpy as np
 
 
 def fill_up(shares: np.ndarray, total: float, most: float, least: float = 0) -> np.ndarray:
-    """Shares scaled to `total`, none above `most` and none below `least`; the others share what that frees or costs.
+    """Scales shares [n] float64 >= 0 to the sum `total`, with each share in [least, most]. Returns [n] float64.
 
-    They do so in proportion, or evenly where none has a share to take it in proportion to. What exceeds `most` is fixed
-    there before what falls short of `least` is. shares [n] float64 >= 0; least * n <= total <= most * n.
+    A share outside the limits is set to the limit, first those above `most`, then those below `least`. The other shares
+    take the difference in proportion, or evenly if all of them are 0. least * n <= total <= most * n.
     """
     out = shares.astype(np.float64)
     full, short = np.zeros(len(out), dtype=bool), np.zeros(len(out), dtype=bool)
@@ -23,15 +23,15 @@ def fill_up(shares: np.ndarray, total: float, most: float, least: float = 0) -> 
             out[under], short = least, short | under
         elif free.any() or not full.any():
             return out
-        else:  # filling up to `least` took more than was left: the full ones give it back
+        else:  # the shares fixed at `least` took more than was left: the shares fixed at `most` pay the difference
             out[full] = (total - least * short.sum()) / full.sum()
             return out
 
 
 def round_shares(shares: np.ndarray, total: int, most: int, least: int = 0) -> np.ndarray:
-    """Whole numbers [n] int64 that add up to `total`, none above `most` and none below `least`.
+    """Returns whole numbers [n] int64 with the sum `total`, each between `least` and `most`.
 
-    Rounded by the largest remainder, ties to the lower index. least * n <= total <= most * n.
+    Rounds by the largest remainder; ties go to the lower index. least * n <= total <= most * n.
     """
     real = fill_up(shares, total, most, least)
     out = np.floor(real + 1e-9).astype(np.int64)

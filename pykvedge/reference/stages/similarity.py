@@ -1,8 +1,8 @@
-"""The assignments that several merges share. LOOK-M's: each evicted key goes to the kept key it resembles most.
+"""Assigns evicted rows to kept rows, and merges them. Several reducers share this code.
 
-LOOK-M (Wan et al. 2024), section 3.3, eq. 9: j(i) = argmax over kept j of cos(k_i, k_j). Keys decide; values follow
-with the same targets and weights. Where the paper is silent: ties go to the lowest index; an evicted key of norm zero
-has no direction and is dropped unmerged; a kept key of norm zero attracts nothing.
+LOOK-M (Wan et al. 2024), section 3.3, eq. 9: j(i) = argmax over kept j of cos(k_i, k_j). Keys decide the target;
+values use the same targets and weights. Where the paper is silent: ties go to the lowest index; an evicted key of norm
+zero has no direction and is dropped unmerged; a kept key of norm zero attracts nothing.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ Terms = Callable[[np.ndarray], np.ndarray]
 
 @dataclass(frozen=True)
 class Assignment:
-    """m evicted tokens and where they go."""
+    """The targets of m evicted tokens."""
 
     source: np.ndarray  # [m] int64 token indices
     target: np.ndarray  # [m] int64 positions in kept
     weight: np.ndarray  # [m] float64 cosine similarity to the target
-    count: np.ndarray  # [n] int64, L_j: how many go to each kept token
+    count: np.ndarray  # [n] int64, L_j: number of tokens assigned to each kept token
 
     def above_mean(self) -> Assignment:
-        """Without the tokens whose similarity lies below the mean of all, by more than rounding."""
+        """Returns the assignment without tokens whose similarity is below the mean (by more than rounding)."""
         if not len(self.weight):
             return self
         stays = self.weight >= self.weight.mean() - 1e-6
@@ -37,20 +37,20 @@ class Assignment:
 
 
 def evicted(head: Head) -> np.ndarray:
-    """[T] bool: the tokens of one KV head that do not stay."""
+    """Returns [T] bool: the evicted tokens of one KV head."""
     out = np.ones(len(head.k), dtype=bool)
     out[head.kept] = False
     return out
 
 
 def assign(head: Head) -> Assignment:
-    """Targets of all evicted tokens of one KV head by the similarity of keys."""
+    """Assigns every evicted token of one KV head to the kept token with the most similar key."""
     keys = head.k.astype(np.float64)
     norm = np.sqrt(np.einsum("td,td->t", keys, keys))
     source = np.flatnonzero(evicted(head) & (norm > 0))
     n_kept = len(head.kept)
     if not (norm[head.kept] > 0).any():
-        source = source[:0]  # no direction to follow: everything is dropped
+        source = source[:0]  # no kept key has a direction: all evicted tokens are dropped
     with np.errstate(divide="ignore", invalid="ignore"):
         unit = keys / norm[:, None]
     # einsum sums every pair in the same order, so equal keys give equal similarities and the tie rule holds
@@ -64,10 +64,10 @@ def assign(head: Head) -> Assignment:
 
 
 def assign_nearest(head: Head, anchors: np.ndarray) -> Assignment:
-    """Each evicted token of one KV head goes to the anchor that is nearest to it in the prompt, ties to the left one.
+    """Assigns each evicted token of one KV head to the nearest anchor in the prompt; ties go to the left.
 
-    Elastic Cache (Liu et al. 2024), eq. 2, calls an anchor and what goes to it a bucket; PrefixKV (Wang et al. 2024),
-    table 12, calls the same merging by position. anchors: [a] positions in head.kept, ascending; may be empty.
+    Elastic Cache (Liu et al. 2024), eq. 2, calls an anchor and its evicted tokens a bucket; PrefixKV (Wang et al.
+    2024), table 12, names this merging by position. anchors: [a] positions in head.kept, ascending; may be empty.
     """
     source = np.flatnonzero(evicted(head))
     n_kept = len(head.kept)
@@ -83,18 +83,18 @@ def assign_nearest(head: Head, anchors: np.ndarray) -> Assignment:
 
 
 def masses(head: Head, settings: Settings) -> np.ndarray:
-    """[T] float64: how many rows each row counts as. With bias = mass a row of bias b is e^b rows, else 1."""
+    """Returns [T] float64: the number of rows that each row stands for: e^b for bias b if bias = mass, else 1."""
     if settings.get("bias") != "mass" or head.bias is None:
         return np.ones(len(head.k))
     return np.exp(head.bias.astype(np.float64))
 
 
 def merge(head: Head, to: Assignment, settings: Settings, terms: Terms) -> tuple[np.ndarray, ...]:
-    """Keys and values [n, d] float64 of the kept tokens: row_j <- (m_j row_j + sum m_i terms_i) / (m_j + sum m_i).
+    """Merges evicted rows into kept rows: row_j <- (m_j row_j + sum m_i terms_i) / (m_j + sum m_i).
 
-    terms(rows) -> [m, d]: what each evicted token adds, of the original rows [T, d]. m: masses, 1 unless rows were
-    merged before. With bias = mass also [n] float64 b_j = ln(m_j + sum_i m_i), so that a row is attended to like all
-    that it stands for: exactly where their keys are equal, else a little less. Our own; the papers have none.
+    terms(rows) -> [m, d]: what each evicted token adds, from the original rows [T, d]. m: see masses(). Returns keys
+    and values [n, d] float64. With bias = mass, also returns [n] float64 b_j = ln(m_j + sum_i m_i): a merged row then
+    receives the attention of all its rows, exactly if their keys are equal, else a little less. No paper has biases.
     """
     mass, kept = masses(head, settings), head.kept
     total = mass[kept] + np.bincount(to.target, mass[to.source], minlength=len(kept))
@@ -110,5 +110,5 @@ def merge(head: Head, to: Assignment, settings: Settings, terms: Terms) -> tuple
 
 
 def means(head: Head, to: Assignment, settings: Settings) -> tuple[np.ndarray, ...]:
-    """Like merge, each kept row the plain mean of itself and what goes to it."""
+    """Merges as merge() does; each kept row becomes the plain mean of itself and the rows assigned to it."""
     return merge(head, to, settings, lambda rows: rows[to.source])

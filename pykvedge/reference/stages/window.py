@@ -1,7 +1,7 @@
-"""What the prompt's last queries look at, and how it is smoothed: the part that window and mixkv share.
+"""Attention of the prompt's last queries, and its smoothing. The scorers window and mixkv share this code.
 
-SnapKV (Li et al. 2024, arXiv:2404.14469), section 4: the last W queries, the observation window, vote on the tokens
-before them, which are the candidates; pooling along the tokens keeps neighbours together.
+SnapKV (Li et al. 2024, arXiv:2404.14469), section 4: the last W queries, the observation window, vote on the earlier
+tokens, the candidates. Pooling along the tokens keeps neighbours together.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from pykvedge.reference.stages.base import Layer
 
 
 def window_weights(q: np.ndarray, k: np.ndarray, window: int, bias: np.ndarray | float = 0.0) -> np.ndarray:
-    """Attention of each of the last `window` queries, at most n, to every token.
+    """Returns the attention of each of the last `window` queries to every token: [min(window, n), T] float64.
 
-    q: [n, d] the last n queries of one query head; k: [T, d] of its KV head; bias: [T] of its logits.
-    Returns [rows, T] float64, each row of sum 1, 0 where the token comes after the query.
+    q: [n, d] the last n queries of one query head; k: [T, d] of its KV head; bias: [T] added to its logits.
+    Each row has sum 1, and 0 for tokens after the query.
     """
     n_tokens, size = k.shape
     rows = min(window, len(q))
@@ -27,12 +27,12 @@ def window_weights(q: np.ndarray, k: np.ndarray, window: int, bias: np.ndarray |
 
 
 def window_attention(q: np.ndarray, k: np.ndarray, window: int, bias: np.ndarray | float = 0.0) -> np.ndarray:
-    """Mean attention of the last `window` queries to every token, [T] float64. Arguments as of window_weights."""
+    """Returns the mean attention of the last `window` queries to every token, [T] float64. See window_weights()."""
     return window_weights(q, k, window, bias).mean(axis=0)
 
 
 def pool(x: np.ndarray, kernel: int, kind: str) -> np.ndarray:
-    """x [n] pooled with stride 1; beyond the ends avg counts zeros and max nothing."""
+    """Pools x [n] with stride 1. At the ends, `avg` counts zeros and `max` ignores the missing entries."""
     half = kernel // 2
     if kind == "max":
         padded = np.pad(x, half, constant_values=-np.inf)
@@ -42,9 +42,9 @@ def pool(x: np.ndarray, kernel: int, kind: str) -> np.ndarray:
 
 
 def pooled_attention(layer: Layer, window: int, kernel: int, kind: str, gqa: str = "mean") -> np.ndarray:
-    """[Hkv, T] float64: window attention, over the query heads of a KV head by `gqa`, then pooled by `kind`.
+    """Returns [Hkv, T] float64: window attention, reduced over the query heads of a KV head by `gqa`, pooled by `kind`.
 
-    The window's own tokens keep their unpooled attention.
+    Tokens inside the window keep their unpooled attention.
     """
     n_heads = layer.q.shape[0]
     n_heads_kv, n_tokens, _ = layer.k.shape

@@ -1,1 +1,1 @@
-"""Allocators: how many KV pairs does each layer and KV head keep?"""
+"""Allocators say how many KV pairs each layer and KV head keeps."""

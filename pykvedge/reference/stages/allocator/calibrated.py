@@ -1,23 +1,23 @@
-"""Calibrated: every KV head gets the share of all pairs that a calibration found to cost the answers least.
+"""Calibrated: every KV head receives the share of all pairs that a calibration found best for the answers.
 
-How much a model's answers change as one head keeps less is measured once, head by head, and shares are exchanged
-between the heads as long as one gains more than another loses (`kvedge calibrate budgets`; after the code of Zweiger et
-al. 2026, Fast KV Compaction via Attention Matching, arXiv:2602.16284). Here the shares become whole numbers: a head's
-part of all pairs, none above the prompt, what exceeds it to the others in proportion, as often as need be, and the
-largest remainder meets the total. The released code truncates, lets no head keep more than three quarters of the
+A calibration measures, head by head, how much a model's answers change if the head keeps less. Then shares are
+exchanged between heads as long as one head gains more than another loses (`kvedge calibrate budgets`; after the code of
+Zweiger et al. 2026, Fast KV Compaction via Attention Matching, arXiv:2602.16284). This allocator turns the shares into
+whole numbers. A head keeps at most the whole prompt; the excess goes to the other heads in proportion, repeatedly if
+needed. The largest remainder meets the total. The released code truncates, limits a head to three quarters of the
 tokens, and misses the total.
 
-A calibration measures small budgets. What a budget has beyond the share `measured` of the prompt raises the heads that
-have least, up to a level: there most heads keep what they need, and one that was left little loses more than the others
-gain. So no head has less of a larger budget, and where all are at the level, budgets are even.
+A calibration measures small budgets. For a budget above the share `measured` of the prompt, the extra pairs raise the
+poorest heads to one level. There most heads keep all that they need, and a poor head loses more than the others gain.
+So a larger budget never reduces a head, and once all heads are at the level the budgets are even.
 
-`share_of = prompt` grants each head that share of the prompt, whatever the budget: so heads are measured one by one.
+`share_of = prompt` gives each head its share of the prompt, whatever the budget, to measure heads one at a time.
 
-For a model without a profile `unmeasured = ada` shares out by the prompt, as allocator ada does with its defaults, and
-`unmeasured = variation` by how much the values of image tokens vary along the tokens (scorer modal measures it): what
-changes from token to token cannot be had from a neighbour that stays. A head's share goes by the fourth power of its
-variation; by a lower one where the logarithms of shares would differ by more than those of the packaged profile do, and
-for budgets above `measured`, and where a scorer measures no variation (text alone), as ada.
+For a model without a profile, `unmeasured = ada` allocates by the prompt, as allocator ada does by default.
+`unmeasured = variation` allocates by the variation of image tokens' values along the tokens (measured by scorer modal):
+a value that changes from token to token cannot be replaced by a neighbour that stays. A head's share is the fourth
+power of its variation. The power is smaller if the logarithms of the shares would spread more than in the packaged
+profile. For budgets above `measured`, or without a variation (text alone), the allocator works as ada.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from pykvedge.reference.stages.allocator import ada
 from pykvedge.reference.stages.base import Prompt, Settings
 from pykvedge.reference.stages.shares import fill_up, round_shares
 
-POWER, SPREAD, LEAST = 4.0, 0.8, 1e-3  # of variations; of the logarithms of shares; of the mean variation
-USUAL = {"floor": 0.2, "normalize": True, "budget_score": "attention", "rounding": "exact"}  # of allocator ada
+POWER, SPREAD, LEAST = 4.0, 0.8, 1e-3  # power of a variation; largest deviation of ln(share); least part of the mean
+USUAL = {"floor": 0.2, "normalize": True, "budget_score": "attention", "rounding": "exact"}  # defaults of allocator ada
 
 
 def allocate(prompt: Prompt, settings: Settings) -> np.ndarray:
-    """[L, Hkv] int64, each at least 1 and what the plan protects by number; in all L * Hkv times the even budget.
+    """Returns [L, Hkv] int64 with the sum L * Hkv * even budget. Each count is at least 1 and `fixed_recent`.
 
-    With share_of = prompt the sum is what the shares come to. Raises ProfileError.
+    With share_of = prompt the sum follows from the shares. Raises ProfileError if a profile is missing and required.
     """
     n_tokens, least = prompt.scores.shape[2], max(1, prompt.fixed_recent)
     measured = int(np.floor(settings["measured"] * n_tokens + 1e-9))
@@ -59,17 +59,17 @@ def allocate(prompt: Prompt, settings: Settings) -> np.ndarray:
 
 
 def by_variation(variation: np.ndarray) -> np.ndarray:
-    """Shares [n] of heads, not of sum 1, by their variation [n] >= 0. Alike where there is none."""
+    """Returns the shares [n] of heads, unscaled, by their variation [n] >= 0. Without variation, shares are equal."""
     logs = np.log(np.maximum(variation, max(LEAST * variation.mean(), np.finfo(np.float64).tiny)))
     logs -= logs.mean()
     return np.exp(logs * min(POWER, SPREAD / max(float(logs.std()), 1e-9)))
 
 
 def raise_poorest(granted: np.ndarray, budget: int) -> np.ndarray:
-    """Pairs [n] float64 of an even budget that is above the mean of those granted [n]: what is below a level gets it.
+    """Raises the poorest of the heads' pairs `granted` [n] to one level, to the sum budget * n: [n] float64.
 
-    The heads that are raised to it are those with least, and as many as make it the lowest: fewer would rise above
-    others, and of more the richest would have to give.
+    budget: pairs per head, above the mean of `granted`. The level is the lowest over all numbers of raised heads: fewer
+    heads would rise above others, and more heads would include heads above the level.
     """
     ascending = np.sort(granted)
     beyond = budget * granted.size - ascending.sum()

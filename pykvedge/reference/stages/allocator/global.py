@@ -1,11 +1,11 @@
-"""Global rank: one ranking of all scores of all layers and heads says how many tokens each head keeps.
+"""Global rank: one ranking of the scores of all layers and heads decides how many tokens each head keeps.
 
-Of all L * Hkv * T scores the largest win, and a head keeps as many tokens as it has winners (KVzip, Kim et al.
-2025, arXiv:2505.23416, section 3.3; AdaKV over layers). A share `floor` of the even budget is every head's own
-and goes to its own best tokens first: 0 is KVzip's, 0.2 AdaKV's safeguard. For scores that mean the same in every
-head, as attention does; norms and cosines do not.
+The largest of all L * Hkv * T scores win, and a head keeps as many tokens as it has winners (KVzip, Kim et al. 2025,
+arXiv:2505.23416, section 3.3; AdaKV over layers). Every head first receives a share `floor` of the even budget for its
+best tokens: 0 is KVzip's value, 0.2 is AdaKV's safeguard. Scores must have the same meaning in every head. Attention
+has; norms and cosines have not.
 """
-# ruff: noqa: N999 - named as it is registered; members are imported by name
+# ruff: noqa: N999 - the module has the name of the member, which is imported by name
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from pykvedge.reference.stages.base import Prompt, Settings
 
 
 def allocate(prompt: Prompt, settings: Settings) -> np.ndarray:
-    """[L, Hkv] int64, whose sum is that of even budgets. Ties go to the lower layer, then head; if all tie, evenly."""
+    """Returns [L, Hkv] int64 with the sum of even budgets. Ties: lower layer, then head; all equal: even budgets."""
     scores = prompt.scores if prompt.attention is None else prompt.attention
     n_layers, n_heads_kv, n_tokens = scores.shape
     free = scores[:, :, : n_tokens - prompt.recent]
-    held = max(prompt.recent, 1)  # of every head, so that none is left empty
+    held = max(prompt.recent, 1)  # every head keeps at least one pair
     base = prompt.budget - held
     own = math.floor(settings["floor"] * base + 1e-9)
     if own == base or free.size == 0 or free.min() == free.max():

@@ -1,11 +1,11 @@
 """Prefix: every layer keeps the same share of its importance, so layers with few important tokens keep few.
 
-PrefixKV (Wang et al. 2024), section 3.3, eq. 1 and 2: the scores of a layer, made to add up to 1 and sorted, are its
-priority sequence; for a share p each layer needs the shortest prefix of that sequence that adds up to p. Bisection
-finds the p that meets the budget. Where no p meets it, the closest lengths are scaled in proportion, so that the sum is
-always exact. That is the paper's online form. Offline (its section 3.3, "offline estimation"), the share of the prompt
-that each layer keeps comes from a profile, the mean over a few prompts (`kvedge calibrate prefix`): source = profile.
-Between two calibrated budgets shares lie on a straight line, from nothing at 0 to everything at 1.
+PrefixKV (Wang et al. 2024), section 3.3, eq. 1 and 2: a layer's scores, scaled to the sum 1 and sorted, are its
+priority sequence. For a share p, each layer needs the shortest prefix of its sequence with the sum p. Bisection finds
+the p that meets the budget. If no p meets the budget, the closest lengths are scaled in proportion, so the sum is
+always exact. This is the paper's online form. Offline (section 3.3, "offline estimation"), the share of the prompt that
+each layer keeps comes from a profile, the mean over a few prompts (`kvedge calibrate prefix`): source = profile.
+Between two calibrated budgets shares are interpolated linearly, from 0 at budget 0 to 1 at budget 1.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ HALVINGS = 64
 
 
 def cumulative_priority(scores: np.ndarray) -> np.ndarray:
-    """P[l, n]: what the n + 1 most important tokens of layer l add up to, of 1. scores [L, Hkv, T] -> [L, T]."""
+    """P[l, n]: the sum of the n + 1 largest importances of layer l; the last is 1. scores [L, Hkv, T] -> [L, T]."""
     importance = np.maximum(scores.mean(axis=1), 0)
     total = importance.sum(axis=1, keepdims=True)
     even = np.full_like(importance, 1 / importance.shape[1])
@@ -29,7 +29,7 @@ def cumulative_priority(scores: np.ndarray) -> np.ndarray:
 
 
 def prefix_lengths(priority: np.ndarray, target: int) -> np.ndarray:
-    """[L] int64: shortest prefixes that add up to one share p, for the p whose sum of lengths comes closest to target.
+    """Returns [L] int64: the shortest prefixes with the sum p, for the p whose total length is closest to `target`.
 
     priority: [L, T], each row ascending.
     """
@@ -51,13 +51,13 @@ def prefix_lengths(priority: np.ndarray, target: int) -> np.ndarray:
 
 
 def calibrated(profile: ProfileTable, budget: float) -> np.ndarray:
-    """[L] shares of the prompt that the layers kept at this share of it, interpolated."""
+    """Returns [L]: the share of the prompt that each layer keeps, interpolated at the share `budget` of the prompt."""
     budgets = [0.0, *profile.budgets.astype(np.float64), 1.0]
     return np.array([np.interp(budget, budgets, [0.0, *row, 1.0]) for row in profile.values.astype(np.float64)])
 
 
 def allocate(prompt: Prompt, settings: Settings) -> np.ndarray:
-    """[L, Hkv] int64, equal within a layer; the layers' sum is L times the even budget."""
+    """Returns [L, Hkv] int64, equal within a layer; the sum over layers is L times the even budget."""
     n_layers, n_heads_kv, n_tokens = prompt.scores.shape
     target = prompt.budget * n_layers
     if settings["source"] == "online":

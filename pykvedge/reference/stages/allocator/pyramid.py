@@ -1,8 +1,8 @@
-"""Pyramid: lower layers keep more than higher ones, on a straight line.
+"""Pyramid: lower layers keep more than higher layers, on a straight line.
 
-PyramidKV (Cai et al. 2024, arXiv:2406.02069), section 4.1: beyond the recent tokens, which every layer keeps, the last
-layer gets base // beta pairs and the first as much more than the mean as the last one gets less. The released code
-rounds the step down and so exceeds the total (`rounding` set to official); here the line is real-valued and the
+PyramidKV (Cai et al. 2024, arXiv:2406.02069), section 4.1: every layer keeps the recent tokens. Beside these, the last
+layer receives base // beta pairs, and the first layer as much above the mean as the last layer is below the mean. The
+released code rounds the step down and exceeds the total (`rounding` = official). Here the line is real-valued, and
 rounding meets the total exactly.
 """
 
@@ -15,9 +15,9 @@ from pykvedge.reference.stages.shares import round_shares
 
 
 def allocate(prompt: Prompt, settings: Settings) -> np.ndarray:
-    """[L, Hkv] int64, equal within a layer, decreasing with the layer."""
+    """Returns [L, Hkv] int64, equal within a layer, decreasing with the layer."""
     n_layers, n_heads_kv, n_tokens = prompt.scores.shape
-    held = max(prompt.recent, 1)  # of every head, so that none is left empty
+    held = max(prompt.recent, 1)  # every head keeps at least one pair
     base, most = prompt.budget - held, n_tokens - held
     last = base // settings["beta"]
     first = 2 * base - last

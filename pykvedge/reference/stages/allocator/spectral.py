@@ -1,10 +1,10 @@
-"""Spectral: the more of a layer's keys and values lies in high frequencies, the more pairs it keeps.
+"""Spectral: a layer keeps more pairs if more energy of its keys and values is in high frequencies.
 
-FlashCache (Yang et al. 2025, arXiv:2511.16786), section 3.2, "dynamic budget allocation": the share of a layer goes by
-R = high / all energy of its keys plus the same of its values. Eq. 12 sums from the bin after the cut-off, eq. 8 keeps
-the bins before it; here the bin at the cut-off counts as high. Where the paper is silent: a layer keeps at most all
-pairs and at least one and the protected last ones, the others share the difference in proportion, and without any
-high frequency the layers get the same.
+FlashCache (Yang et al. 2025, arXiv:2511.16786), section 3.2, "dynamic budget allocation": a layer's share is
+proportional to R = high / all energy of its keys plus high / all energy of its values. Eq. 12 sums from the bin after
+the cut-off, eq. 8 keeps the bins before the cut-off; here the bin at the cut-off counts as high. Where the paper is
+silent: a layer keeps at most all pairs, and at least one pair and the protected last pairs; other layers share the
+difference in proportion; without any high frequency all layers keep the same number.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pykvedge.reference.stages.spectrum import high_share
 
 
 def allocate(prompt: Prompt, settings: Settings) -> np.ndarray:
-    """[L, Hkv] int64, equal within a layer; the layers' sum is L times the even budget."""
+    """Returns [L, Hkv] int64, equal within a layer; the sum over layers is L times the even budget."""
     n_layers, n_heads_kv, n_tokens = prompt.scores.shape
     gamma = settings["gamma"]
     ratio = np.array([high_share(layer.k, gamma) + high_share(layer.v, gamma) for layer in prompt.layers])

@@ -8,7 +8,7 @@ from pykvedge.reference.stages.base import Prompt, Settings
 
 
 def allocate(prompt: Prompt, settings: Settings) -> np.ndarray:
-    """[L, Hkv] int64, all equal to the budget."""
+    """Returns [L, Hkv] int64, all equal to the budget."""
     n_layers, n_heads_kv, _ = prompt.scores.shape
     return np.full((n_layers, n_heads_kv), prompt.budget, dtype=np.int64)
 

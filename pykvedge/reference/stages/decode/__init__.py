@@ -1,1 +1,1 @@
-"""Decode policies: what happens to the cache as tokens are generated?"""
+"""Decode policies say what happens to the cache while tokens are generated."""

@@ -1,8 +1,8 @@
-"""Fixed-point elimination: the cache keeps its share of all tokens so far; a row too many goes from one fixed place.
+"""Fixed-point elimination: the cache keeps its share of all tokens so far; extra rows are dropped at one fixed place.
 
 Elastic Cache (Liu et al. 2024), section 3.3. The released code computes the place once, 25 rows before the end of the
-compressed prompt, and that is what produced the published figures: the newest rows of the prompt, and then what was
-generated, slide over it. New tokens keep their original positions here, which the released code does not do.
+compressed prompt; the published figures come from this code. Newer rows move up to the fixed place: first the newest
+rows of the prompt, then generated rows. Here new tokens keep their original positions, unlike there.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from pykvedge.reference.stages.elimination import row_by_share
 
 
 def evict(state: DecodeState, settings: Settings) -> int | None:
-    """The row to drop; the share is that of the budget."""
+    """Returns the row to drop, or None. The head holds the budget's share of all tokens."""
     return row_by_share(state, state.budget / state.prompt, settings)
 
 

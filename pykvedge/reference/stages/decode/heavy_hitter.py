@@ -1,9 +1,9 @@
-"""Heavy hitters: the size stays what it was after the prompt; of the older rows, the one least attended to goes.
+"""Heavy hitters: the size after the prompt stays constant; the older row with the least attention is dropped.
 
-H2O (Zhang et al. 2023), section 4. Scores start as the column sums of the prompt, whatever scorer chose its rows, and
-grow by what every new token pays, itself included, averaged over the query heads of the group. After each token the
-lowest score outside the `recent` last rows goes, so that N heavy hitters and M recent rows remain. Of equal scores the
-older row stays.
+H2O (Zhang et al. 2023), section 4. Scores start as the column sums of the prompt, whatever scorer chose the rows. Each
+new token adds its attention to all rows, itself included, averaged over the query heads of the group. After each token
+the lowest score outside the `recent` last rows is dropped, so N heavy hitters and M recent rows remain. If scores are
+equal, the older row stays.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pykvedge.reference.stages.base import DecodeState, Settings
 
 
 def evict(state: DecodeState, settings: Settings) -> int | None:
-    """The row to drop, once the head has grown."""
+    """Returns the row to drop, or None if the head has not grown."""
     if state.length <= state.kept or state.scores is None:
         return None
     asked = settings["recent"] or state.recent or state.kept // 2

@@ -6,7 +6,7 @@ from pykvedge.reference.stages.base import DecodeState, Settings
 
 
 def evict(state: DecodeState, settings: Settings) -> int | None:
-    """No row is dropped, whatever the length."""
+    """Returns None: no row is dropped."""
     return None
 
 

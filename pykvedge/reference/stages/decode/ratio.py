@@ -1,6 +1,6 @@
-"""Ratio-keeping elimination: as fixed-point, each head with the share that it was granted of the prompt.
+"""Ratio-keeping elimination: works as fixed-point, but each head keeps the share that it kept of the prompt.
 
-PrefixKV (Wang et al. 2024), section 3.1: layers keep different shares of the prompt, and go on doing so.
+PrefixKV (Wang et al. 2024), section 3.1: layers keep different shares of the prompt, and of the generated tokens.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from pykvedge.reference.stages.elimination import row_by_share
 
 
 def evict(state: DecodeState, settings: Settings) -> int | None:
-    """The row to drop; the share is what the head kept of the prompt."""
+    """Returns the row to drop, or None. The head holds the share of all tokens that it kept of the prompt."""
     return row_by_share(state, state.kept / state.prompt, settings)
 
 

@@ -1,6 +1,6 @@
-"""Sliding window: the size stays what it was after the prompt; for every new token the row after the sinks goes.
+"""Sliding window: the size after the prompt stays constant; every new token drops the row after the sinks.
 
-StreamingLLM (Xiao et al. 2024), section 3.2. Positions go on counting; the paper's are those inside the cache.
+StreamingLLM (Xiao et al. 2024), section 3.2. Positions keep counting; in the paper they are places in the cache.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from pykvedge.reference.stages.base import DecodeState, Settings
 
 
 def evict(state: DecodeState, settings: Settings) -> int | None:
-    """The row after the sinks, once the head has grown."""
+    """Returns the row after the sinks, or None if the head has not grown."""
     return state.sinks if state.length > state.kept else None
 
 

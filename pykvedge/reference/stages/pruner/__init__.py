@@ -1,1 +1,1 @@
-"""Pruners: which rows of an image does the model read?"""
+"""Pruners say which rows of an image the model reads."""

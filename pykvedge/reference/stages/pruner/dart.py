@@ -1,6 +1,6 @@
-"""DART: rows that are least like a few pivots (Wen et al. 2025, arXiv:2502.11494), on embeddings.
+"""DART: keeps rows that are least similar to a few pivots (Wen et al. 2025, arXiv:2502.11494), on embeddings.
 
-The paper looks at keys of the model's second layer. Here it is the rows that the encoder made, before the model runs.
+The paper uses keys of the model's second layer. This pruner uses the encoder's rows, before the model runs.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from pykvedge.reference.stages.base import ImageRows, Settings
 
 
 def prune(image: ImageRows, n: int, settings: Settings) -> np.ndarray:
-    """[n] int64: the pivots, rows of the largest L1 norm, and for each in turn the rows of the lowest cosine to it.
+    """Returns [n] int64: the pivots (rows of the largest L1 norm), and per pivot the rows of the lowest cosine to it.
 
-    The rows that are not pivots are shared evenly among them, earlier pivots have one more. Equal rows: the first.
+    The other rows are divided evenly among the pivots; the first pivots get one more. Ties go to the first row.
     """
     rows = image.rows.astype(np.float64)
     n_pivots = min(settings["pivots"], n)

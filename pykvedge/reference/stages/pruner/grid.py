@@ -1,4 +1,4 @@
-"""Grid: rows at the centres of equal cells, the baseline that looks at no row."""
+"""Grid: keeps the rows at the centres of equal cells, a baseline that ignores the contents of rows."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pykvedge.reference.stages.base import ImageRows, Settings
 
 
 def cells(down: int, across: int, n: int) -> tuple[int, int]:
-    """The most cells (a, b) with a <= down, b <= across and a * b <= n; of those the squarest, then the fewest rows."""
+    """Returns the most cells (a, b) with a <= down, b <= across, a * b <= n; ties: squarest cells, then smallest a."""
     pairs = [(a, min(across, n // a)) for a in range(1, min(down, n) + 1)]
     most = max(a * b for a, b in pairs)
     return min(
@@ -20,7 +20,7 @@ def cells(down: int, across: int, n: int) -> tuple[int, int]:
 
 
 def prune(image: ImageRows, n: int, settings: Settings) -> np.ndarray:
-    """[a * b <= n] int64: row floor((i + 1/2) down / a), column floor((j + 1/2) across / b) of each cell (i, j)."""
+    """Returns [a * b <= n] int64: row floor((i + 1/2) down / a), column floor((j + 1/2) across / b) of cells (i, j)."""
     down, across = image.grid
     a, b = cells(down, across, n)
     y = (2 * np.arange(a) + 1) * down // (2 * a)

@@ -8,7 +8,7 @@ from pykvedge.reference.stages.base import ImageRows, Settings
 
 
 def prune(image: ImageRows, n: int, settings: Settings) -> np.ndarray:
-    """[N] int64: all rows, whatever n is."""
+    """Returns [N] int64: all rows, whatever n is."""
     return np.arange(len(image.rows))
 
 

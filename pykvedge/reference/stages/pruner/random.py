@@ -1,4 +1,4 @@
-"""Random: what any pruner has to beat."""
+"""Random rows: a baseline that every pruner must beat."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pykvedge.reference.stages.scorer.random import mix
 
 
 def prune(image: ImageRows, n: int, settings: Settings) -> np.ndarray:
-    """[n] int64: the rows i with the smallest mix(mix(seed) + i), ascending."""
+    """Returns [n] int64: the rows i with the smallest mix(mix(seed) + i), ascending."""
     with np.errstate(over="ignore"):
         start = mix(np.array([settings["seed"]], dtype=np.uint64))
         drawn = mix(start + np.arange(len(image.rows), dtype=np.uint64))

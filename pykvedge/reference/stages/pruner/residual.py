@@ -1,8 +1,7 @@
-"""Residual: always the row that is farthest from all that the model has read.
+"""Residual: repeatedly keeps the row that is farthest from the image's mean and from all kept rows.
 
-At first that is the image's mean, which stands for its background, so that what stands out comes first; then the rows
-that are kept as well, so that no two of them say the same. Lengths count, not directions alone: a row that is hardly
-more than the background is not far from it, whatever its direction.
+The mean stands for the background, so rows that stand out come first. The distance to kept rows avoids two similar
+rows. The distance uses lengths, not only directions: a row close to the background is near, whatever its direction.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from pykvedge.reference.stages.base import ImageRows, Settings
 
 
 def prune(image: ImageRows, n: int, settings: Settings) -> np.ndarray:
-    """[n] int64, ascending: by the squared distance to the nearest of the mean and the kept rows; ties: the first."""
+    """Returns [n] int64, ascending: rows by squared distance to the mean and to kept rows; ties: the first."""
     rows = image.rows.astype(np.float64)
     away = ((rows - rows.mean(axis=0)) ** 2).sum(axis=1)
     kept: list[int] = []

@@ -1,1 +1,1 @@
-"""Reducers: what becomes of the evicted KV pairs?"""
+"""Reducers say what becomes of the evicted KV pairs."""

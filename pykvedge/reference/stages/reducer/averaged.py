@@ -1,4 +1,4 @@
-"""Averaged merge: a kept row becomes the mean of itself and the evicted rows that resemble it most.
+"""Averaged merge: a kept row becomes the mean of itself and the evicted rows that are most similar to it.
 
 LOOK-M (Wan et al. 2024), eq. 10: k_j <- (k_j + sum_i k_i) / (L_j + 1), with L_j the number of rows merged into j.
 """
@@ -12,7 +12,7 @@ from pykvedge.reference.stages.similarity import assign, means
 
 
 def reduce(head: Head, settings: Settings) -> tuple[np.ndarray, ...]:
-    """Merged keys and values, [n, d] float64 each, and with bias = mass [n] biases."""
+    """Returns merged keys and values, [n, d] float64 each; with bias = mass also biases [n]."""
     return means(head, assign(head), settings)
 
 

@@ -1,8 +1,8 @@
 """Buckets: the prompt is cut halfway between the anchors, and an anchor's row becomes the mean of its bucket.
 
-Elastic Cache (Liu et al. 2024), section 3.2, eq. 2 and 3: anchors are the kept tokens, and each evicted one goes to the
-nearest, ties to the left, keys and values alike. The equations let the protected first and last tokens receive, the
-released code does not; here they stay as they were, unless `into_protected` is set.
+Elastic Cache (Liu et al. 2024), section 3.2, eq. 2 and 3: anchors are the kept tokens. Each evicted token goes to the
+nearest anchor, ties to the left, for keys and values. In the equations, protected first and last tokens are anchors
+too; in the released code they are not. Here they are anchors only if `into_protected` is set.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pykvedge.reference.stages.similarity import assign_nearest, means
 
 
 def reduce(head: Head, settings: Settings) -> tuple[np.ndarray, ...]:
-    """Merged keys and values, [n, d] float64 each, and with bias = mass [n] biases.
+    """Returns merged keys and values, [n, d] float64 each; with bias = mass also biases [n].
 
     Without an anchor the evicted rows are dropped.
     """

@@ -1,4 +1,4 @@
-"""Evict: what is not kept is dropped, what is kept stays as it was."""
+"""Evict: evicted rows are dropped, and kept rows do not change."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pykvedge.reference.stages.base import Head, Settings
 
 
 def reduce(head: Head, settings: Settings) -> tuple[np.ndarray, np.ndarray]:
-    """Rows of the kept tokens, [n, d] float64 each for keys and values."""
+    """Returns the keys and values of the kept tokens, [n, d] float64 each."""
     return head.k[head.kept].astype(np.float64), head.v[head.kept].astype(np.float64)
 
 

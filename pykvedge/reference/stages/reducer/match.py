@@ -1,30 +1,29 @@
-"""Match: kept rows get values, and biases, such that the prompt's own queries find what they found among all rows.
+"""Match: kept rows get values and biases that give the prompt's queries the attention output of all rows.
 
 Attention Matching (Zweiger et al. 2026, arXiv:2602.16284), section 3, with the keys that the scorer chose. Per KV
-head, over the T rows that are not protected, t of which stay, and n reference queries of all heads of the group:
+head: T rows are not protected, t of them stay, and n reference queries come from all query heads of the group:
 
     z_it = q_i . k_t / sqrt(d) + b_t,   m_i = max_t z_it,   y_i = sum_t e^(z_it - m_i),   Y = softmax(z) V
     M = e^(z - m) of the kept rows;  w = argmin |M w - y|^2 with e^-3 <= w <= e^3       the attention's mass
     X = softmax(z_kept + ln w);      C = argmin |X C - Y|^2 + ridge |X|_2^2 |C - V_kept|^2   its output
 
-The rows become (k, C, b + ln w); b is 0 but for rows that had biases before. A row's mass counts where its logit
-shares a softmax with others: protected rows, what the block stood beside, and tokens yet to come. `bias` = head takes
-one weight for all rows, the median of y_i / sum_j M_ij in the same box, and `none` leaves w = 1. `mass` = relative
-divides the rows of M and y by y_i: queries that look at many rows alike count no more then than those that look at one.
+The rows become (k, C, b + ln w); b is 0 except for rows that had biases before. The mass of a row matters if the row
+shares a softmax with rows outside this fit: protected rows, other rows of the cache, and future tokens. `bias` = head
+uses one weight for all rows, the median of y_i / sum_j M_ij in the same box. `bias` = none leaves w = 1. `mass` =
+relative divides the rows of M and y by y_i: a query that looks at many rows then counts as much as other queries.
 
-The released code clamps an unbounded least-squares solution to the box and takes two gradient steps, which leaves up to
-49 times the smallest residual, and has no ridge, so that values become hundreds of times as large as any. Here w comes
-from cyclic coordinate descent on M'M in the box, from the one weight that is best for all rows: at most 20 sweeps, till
-none of them moves a weight by more than 1e-3 of it. More of them change biases on which hardly any query hangs, and no
-answer. The ridge pulls values to what they were: what the queries say nothing of stays.
+The released code clamps an unbounded least-squares solution to the box and takes two gradient steps. This leaves up to
+49 times the smallest residual. It has no ridge, so values become hundreds of times larger than any original value.
+Here w comes from cyclic coordinate descent on M'M in the box, started from the one weight that is best for all rows:
+at most 20 sweeps, until no sweep changes a weight by more than 1e-3 of the weight. More sweeps only change biases that
+hardly any query uses, and no answer. The ridge keeps values near the original ones if queries do not determine them.
 
-The paper asks the model about its context for queries, or has it repeat that; these are the prompt's own, all of them
-against all rows, earlier and later ones, as its cheapest kind. They wait in half precision for the end of the prompt.
-max(queries * t, 512) of them are taken: half of them of the last tokens, which are what answers ask like, the others of
-tokens spread evenly over those before.
+The paper obtains queries by asking the model about its context, or by letting the model repeat the context. Here the
+queries are the prompt's queries, each against all rows, earlier and later (the paper's cheapest kind). They are stored
+in half precision until the end of the prompt. max(queries * t, 512) queries are used: half of them from the last
+tokens, which resemble the queries of an answer, the others from evenly spread earlier tokens.
 
-Where there are fewer queries than rows, or values come out beyond what a half can be, the head stays as `evict` leaves
-it.
+With fewer queries than kept rows, or if values exceed the range of half precision, the head is evicted as by `evict`.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ LARGEST = 6e4
 
 
 def reference_queries(q: np.ndarray, wanted: int) -> np.ndarray:
-    """At least `wanted` of the queries q [g, n, d], if there are so many: [g * m, d]. Half are of the last tokens."""
+    """Returns `wanted` or more queries of q [g, n, d], if available, as halves: [g * m, d]. Half are the last."""
     group, n_tokens, size = q.shape
     count = min(n_tokens, -(-wanted // group))
     last = count // 2
@@ -55,7 +54,7 @@ def reference_queries(q: np.ndarray, wanted: int) -> np.ndarray:
 
 
 def weights_in_box(m: np.ndarray, y: np.ndarray) -> np.ndarray:
-    """argmin |m w - y|^2 with every weight in BOX, by coordinate descent. m [n, t], y [n] -> [t]."""
+    """Returns argmin |m w - y|^2 with every weight in BOX, by coordinate descent. m [n, t], y [n] -> [t]."""
     gram, right = m.T @ m, m.T @ y
     across = gram.sum()
     w = np.full(len(right), np.clip(right.sum() / across, *BOX) if across > 0 else 1.0)
@@ -70,7 +69,7 @@ def weights_in_box(m: np.ndarray, y: np.ndarray) -> np.ndarray:
 
 
 def weights(logits: np.ndarray, kept: np.ndarray, settings: Settings) -> np.ndarray:
-    """[t] what each kept row is multiplied by in the softmax. logits [n, T]."""
+    """Returns [t]: the factor of each kept row in the softmax. logits [n, T]."""
     exponentials = np.exp(logits - logits.max(axis=1, keepdims=True))
     m, y = exponentials[:, kept], exponentials.sum(axis=1)
     if settings["bias"] == "none":
@@ -81,13 +80,13 @@ def weights(logits: np.ndarray, kept: np.ndarray, settings: Settings) -> np.ndar
 
 
 def ridge_values(x: np.ndarray, outputs: np.ndarray, own: np.ndarray, ridge: float) -> np.ndarray:
-    """argmin |x c - outputs|^2 + ridge |x|_2^2 |c - own|^2. x [n, t], outputs [n, d], own [t, d] -> [t, d]."""
+    """Returns argmin |x c - outputs|^2 + ridge |x|_2^2 |c - own|^2. x [n, t], outputs [n, d], own [t, d] -> [t, d]."""
     penalty = ridge * np.linalg.norm(x, 2) ** 2
     return np.linalg.solve(x.T @ x + penalty * np.eye(x.shape[1]), x.T @ outputs + penalty * own)
 
 
 def reduce(head: Head, settings: Settings) -> tuple[np.ndarray, ...]:
-    """Kept keys and fitted values, [n, d] float64 each, and unless bias = none biases [n]."""
+    """Returns kept keys and fitted values, [n, d] float64 each; unless bias = none also biases [n]."""
     k, v = head.k.astype(np.float64), head.v.astype(np.float64)
     before = np.zeros(len(k)) if head.bias is None else head.bias.astype(np.float64)
     rows, fitted = np.flatnonzero(~head.protected), ~head.protected[head.kept]

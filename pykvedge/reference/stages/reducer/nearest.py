@@ -1,20 +1,20 @@
-"""Nearest merge: an evicted row joins the kept row whose key is nearest, if it is near; others are dropped.
+"""Nearest merge: an evicted row joins the kept row with the nearest key, if the key is near; other rows are dropped.
 
-This project's own. With s(i) = argmin over kept j of |k_i - k_j|, ties to the lowest index, row i joins row s(i) where
-|k_i - k_s(i)| <= reach |k_i|. A row stands for m = e^b rows (b: its bias, 0 unless rows were merged before), and
-becomes the mean of all that it stands for now:
+This project's own method. With s(i) = argmin over kept j of |k_i - k_j|, ties to the lowest index, row i joins row s(i)
+if |k_i - k_s(i)| <= reach |k_i|. A row stands for m = e^b rows (b: its bias, 0 unless rows were merged before). A row
+becomes the mean of all rows that it stands for now:
 
-    M_j = m_j + sum_i m_i,   k_j <- (m_j k_j + sum_i m_i k_i) / M_j,   v_j likewise,   b_j = ln M_j
+    M_j = m_j + sum_i m_i,   k_j <- (m_j k_j + sum_i m_i k_i) / M_j,   v_j by the same formula,   b_j = ln M_j
 
-Sums over i with s(i) = j; with bias = none all m are 1 and there are no b_j.
+The sums run over i with s(i) = j. With bias = none all m are 1 and there are no b_j.
 
-LOOK-M's averaged merge (Wan et al. 2024, eq. 10) differs in three ways. It goes by the angle between keys, where
-attention goes by their difference: q.k_i - q.k_j is at most |q| |k_i - k_j|. It merges whatever is evicted, however
-unlike, which blurs rows that an answer looks at; what has nothing near is better forgotten. And a row counts once
-however many it stands for, so that everything else gains what they had.
+LOOK-M's averaged merge (Wan et al. 2024, eq. 10) differs in three ways. It compares keys by angle, but attention
+depends on their difference: q.k_i - q.k_j is at most |q| |k_i - k_j|. It merges every evicted row, even a very
+different one, which blurs rows that an answer needs; a row without a near key is better dropped. And a merged row
+counts once, so all other rows gain the attention that the merged rows had.
 
-Where keys are equal nothing is lost but positions. Else a row weighs less than its rows did, to second order in
-q.(k_i - k_j).
+If keys are equal, a merge loses only positions. Otherwise the merged row receives less attention than its rows did, by
+a second-order term in q.(k_i - k_j).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from pykvedge.reference.stages.similarity import Assignment, evicted, means
 
 
 def assign(head: Head, reach: float) -> Assignment:
-    """Targets of the evicted tokens of one KV head that have one."""
+    """Assigns evicted tokens of one KV head to the kept token with the nearest key, if it is within `reach`."""
     keys = head.k.astype(np.float64)
     source, kept = np.flatnonzero(evicted(head)), keys[head.kept]
     square = np.einsum("td,td->t", keys, keys)
@@ -40,7 +40,7 @@ def assign(head: Head, reach: float) -> Assignment:
 
 
 def reduce(head: Head, settings: Settings) -> tuple[np.ndarray, ...]:
-    """Merged keys and values, [n, d] float64 each, and with bias = mass [n] biases."""
+    """Returns merged keys and values, [n, d] float64 each; with bias = mass also biases [n]."""
     return means(head, assign(head, settings["reach"]), settings)
 
 

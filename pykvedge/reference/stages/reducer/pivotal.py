@@ -13,7 +13,7 @@ from pykvedge.reference.stages.similarity import assign, merge
 
 
 def reduce(head: Head, settings: Settings) -> tuple[np.ndarray, ...]:
-    """Merged keys and values, [n, d] float64 each, and with bias = mass [n] biases."""
+    """Returns merged keys and values, [n, d] float64 each; with bias = mass also biases [n]."""
     to = assign(head)
     return merge(head, to, settings, lambda rows: (rows[to.source].astype(np.float64) + rows[head.kept[to.target]]) / 2)
 

@@ -1,7 +1,7 @@
-"""Position: each evicted row is averaged into the kept one that is nearest to it in the prompt.
+"""Position: each evicted row is averaged into the kept row that is nearest to it in the prompt.
 
 PrefixKV (Wang et al. 2024), table 12, "Position": similarity is minus the distance in tokens. Protected tokens receive
-like all others; ties go to the left.
+evicted rows too. Ties go to the left.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pykvedge.reference.stages.similarity import assign_nearest, means
 
 
 def reduce(head: Head, settings: Settings) -> tuple[np.ndarray, ...]:
-    """Merged keys and values, [n, d] float64 each, and with bias = mass [n] biases."""
+    """Returns merged keys and values, [n, d] float64 each; with bias = mass also biases [n]."""
     return means(head, assign_nearest(head, np.arange(len(head.kept))), settings)
 
 

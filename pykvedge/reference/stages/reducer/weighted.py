@@ -1,9 +1,9 @@
-"""Weighted merge: evicted rows count by how similar their key is to the kept key.
+"""Weighted merge: an evicted row is weighted by the similarity of its key to the kept key.
 
 LOOK-M (Wan et al. 2024), eq. 12: k_j <- (k_j + sum_i w_i k_i) / (L_j + 1), w_i = cos(k_i, k_j). Negative similarities
-are used as they are, or with `clamp` as 0. The released code merges only what is at least as similar as the mean and
-drops the rest: `sim_filter`. It compares the mean over the heads of their i-th evicted tokens, which are different
-tokens; here every head has its own mean.
+are used unchanged, or as 0 with `clamp`. The released code merges only rows whose similarity is at least the mean, and
+drops the others: `sim_filter`. Its mean runs over the i-th evicted token of every head, although these are different
+tokens; here every head uses the mean of its own tokens.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pykvedge.reference.stages.similarity import assign, merge
 
 
 def reduce(head: Head, settings: Settings) -> tuple[np.ndarray, ...]:
-    """Merged keys and values, [n, d] float64 each, and with bias = mass [n] biases."""
+    """Returns merged keys and values, [n, d] float64 each; with bias = mass also biases [n]."""
     to = assign(head)
     if settings["sim_filter"]:
         to = to.above_mean()

@@ -1,1 +1,1 @@
-"""Scorers: how much does a KV pair matter?"""
+"""Scorers say how much a KV pair matters."""

@@ -1,10 +1,10 @@
-"""Cumulative attention: a token matters as much as all queries together looked at it.
+"""Cumulative attention: the score of a token is the attention that it receives from all queries of the prompt.
 
 H2O (Zhang et al. 2023), section 4: the score of a token is the sum of its column in the attention matrix. LOOK-M
-(Wan et al. 2024), eq. 4, uses the same sum. Early tokens are seen by more queries and gain from it; that is the method,
-so nothing is normalised. With grouped queries the sums of the g query heads that share a KV head are averaged. Elastic
-Cache (Liu et al. 2024), eq. 1, and PrefixKV (Wang et al. 2024), section 3.1, take one importance per layer for all its
-heads: `share` set to layer.
+(Wan et al. 2024), eq. 4, uses this sum too. Early tokens are seen by more queries and gain from it. The papers do not
+normalise, so this scorer does not. With grouped queries, the sums of the g query heads of a KV head are averaged.
+Elastic Cache (Liu et al. 2024), eq. 1, and PrefixKV (Wang et al. 2024), section 3.1, take one importance per layer for
+all heads: setting `share` = layer.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pykvedge.reference.stages.base import Layer, Settings
 
 
 def score(layer: Layer, settings: Settings) -> np.ndarray:
-    """[Hkv, T] float64: column sums, averaged over the query heads of each KV head, or over all heads of the layer."""
+    """Returns [Hkv, T] float64: column sums, averaged over the query heads of each KV head or of the layer."""
     n_heads_kv = len(layer.k)
     if layer.column_sums is not None:
         return layer.column_sums.astype(np.float64)

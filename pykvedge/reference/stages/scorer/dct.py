@@ -1,9 +1,9 @@
-"""DCT: tokens whose key and value stand out from a smooth curve through their neighbours matter.
+"""DCT: tokens matter if their key and value differ from a smooth curve through their neighbours.
 
 FlashCache (Yang et al. 2025, arXiv:2511.16786), section 3.2: a low-pass filter along the tokens gives the base of keys
-and values, and a token's score is its mean squared distance from that base (eq. 10, "outlier KV"). No query is looked
-at. The paper has one score per layer and token; `share` can give every KV head its own. Nothing is protected by
-itself, so the last tokens can go too; `recent` protects them.
+and values. The score of a token is its mean squared distance from the base (eq. 10, "outlier KV"). The scorer reads no
+query. The paper has one score per layer and token; setting `share` can give every KV head a separate score. The scorer
+protects no token by itself; `recent` protects the last tokens.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pykvedge.reference.stages.spectrum import outliers
 
 
 def score(layer: Layer, settings: Settings) -> np.ndarray:
-    """[Hkv, T] float64: squared deviation of key and value from their base, each averaged over the channels."""
+    """Returns [Hkv, T] float64: squared deviation of key and value from their base, averaged over the channels."""
     out = outliers(layer.k, layer.v, settings["gamma"])
     return np.tile(out.mean(axis=0), (len(out), 1)) if settings["share"] == "layer" else out
 

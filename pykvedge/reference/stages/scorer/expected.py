@@ -1,15 +1,15 @@
-"""Expected attention: a token matters as much as queries that are yet to come are expected to look at it.
+"""Expected attention: the score of a token is the attention that future queries are expected to pay to it.
 
-Devoto et al. 2025 (arXiv:2510.00636), section 3: the queries of a head, before their positions turn them, are taken to
-be normally distributed, with the mean and the covariance of the prompt's own. Turned by the mean rotation of the next
-`n_future` positions, they make the expected exponential of each key's logit, and its share of all is the attention to
-expect. With grouped queries it is averaged over the query heads of a KV head, and then weighed by the length of the
-value, as in the released code (kvpress); the paper takes the length of what the value adds to the residual stream. The
-first `n_sink` tokens stay, and their queries, which are unlike all others, do not count. The released code turns the
-covariance by the mean rotation as well, which leaves out how far the turned means spread, and adds `eps` to each share:
-0 by default, 0.01 where it is measured. No question is looked at, so that what comes before one can be compressed
-without it. The last tokens are not protected; here `recent` = auto keeps 32 of them, since the end of a prompt says
-what is to be done, and --recent 0 is the paper's.
+Devoto et al. 2025 (arXiv:2510.00636), section 3. The queries of a head, without rotation by position, are modelled as a
+normal distribution with the mean and the covariance of the prompt's queries. The mean rotation of the next `n_future`
+positions is applied to the model. The model gives the expected exponential of each key's logit; a key's share of the
+sum is the expected attention. The expected attention is averaged over the query heads of a KV head. Then it is
+multiplied by the norm of the value, as in the released code (kvpress); the paper takes the norm of the value's
+contribution to the residual stream. The first `n_sink` tokens stay; their queries are unlike all others and are left
+out. The released code rotates the covariance by the mean rotation too, which ignores the spread of the rotated means.
+It adds `eps` to each share: 0 by default, 0.01 in its measurements. No question is read, so a text can be compressed
+before its question is known. The paper protects no last tokens; here `recent` = auto keeps 32 last tokens, because the
+end of a prompt says what to do. --recent 0 is the paper's form.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from pykvedge.reference.stages.rotation import Rotation
 
 
 def statistics(queries: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Mean [d] and covariance [d, d], over their number, of the queries [n, d] of one head."""
+    """Returns the mean [d] and the covariance [d, d] (divided by n) of the queries [n, d] of one head."""
     mean = queries.mean(axis=0)
     away = queries - mean
     return mean, away.T @ away / len(queries)
@@ -31,9 +31,9 @@ def statistics(queries: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 def expected_attention(
     mean: np.ndarray, covariance: np.ndarray, keys: np.ndarray, bias: np.ndarray | float = 0.0
 ) -> np.ndarray:
-    """[n]: share of each key [n, d] in the expected exponential of logits, of queries with that mean and covariance.
+    """Returns [n]: each key's share of the expected exponentials of logits. keys: [n, d].
 
-    bias: [n] of the logits of rows that stand for several.
+    The queries have the given mean [d] and covariance [d, d]. bias: [n] added to the logits of merged rows.
     """
     size = keys.shape[-1]
     logits = keys @ mean / np.sqrt(size) + np.einsum("td,de,te->t", keys, covariance, keys) / (2 * size) + bias
@@ -41,7 +41,7 @@ def expected_attention(
 
 
 def score(layer: Layer, settings: Settings) -> np.ndarray:
-    """[Hkv, T] float64: expected attention times the length of the value; the first tokens above all others."""
+    """Returns [Hkv, T] float64: expected attention times the norm of the value; the first tokens rank above all."""
     n_heads_kv, n_tokens, size = layer.k.shape
     n_sink, queries = settings["n_sink"], layer.q if layer.all_q is None else layer.all_q
     group, so_far = len(queries) // n_heads_kv, queries.shape[1]

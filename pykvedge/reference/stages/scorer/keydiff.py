@@ -1,9 +1,9 @@
-"""KeyDiff: keys that point elsewhere than the others of their head matter.
+"""KeyDiff: keys matter if their direction differs from the other keys of their head.
 
-Park et al. 2025 (arXiv:2504.15364), section 3: the anchor is the mean of a head's keys, each with length 1, and
-the score of a token is minus the cosine of its key and the anchor. No query is looked at. The paper compares two
-anchors: the mean of the keys as they are is the other (`anchor`). It protects nothing; here `recent` = auto keeps
-the last 32 tokens, since the end of a prompt says what is to be done, and --recent 0 is the paper's.
+Park et al. 2025 (arXiv:2504.15364), section 3: the anchor is the mean of a head's keys, each scaled to length 1. The
+score of a token is minus the cosine of its key and the anchor. The scorer reads no query. The paper also tries a second
+anchor, the mean of the unscaled keys (setting `anchor`). The paper protects no token; here `recent` = auto keeps the
+last 32 tokens, because the end of a prompt says what to do. --recent 0 is the paper's form.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pykvedge.reference.stages.scorer.mixkv import directions
 
 
 def score(layer: Layer, settings: Settings) -> np.ndarray:
-    """[Hkv, T] float64: -cos(k, anchor); 0 for a key or an anchor of length 0."""
+    """Returns [Hkv, T] float64: -cos(k, anchor); 0 for a key or an anchor of length 0."""
     unit = directions(layer.k)
     anchor = (unit if settings["anchor"] == "unit" else layer.k.astype(np.float64)).mean(axis=1)
     return -np.einsum("htd,hd->ht", unit, directions(anchor))

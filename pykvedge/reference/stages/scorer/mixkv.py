@@ -1,14 +1,14 @@
-"""Mixed: the more alike the keys of a head are, the more a token counts for being different, not for being looked at.
+"""Mixed: the more alike the keys of a head are, the more the score counts diversity instead of attention.
 
 MixKV (Liu et al. 2025, arXiv:2510.20707), section 3.3. Importance is the pooled window attention plus the norm of the
-value, diversity is how far a key points away from the mean direction of all keys; both are brought to one scale. A
-head mixes them by its redundancy r, the mean cosine similarity of two different keys (eq. 4). The paper takes r from
-the prompt, the released code from a table averaged over samples (table 4 has both): `source = profile` is such a
-table, made by `kvedge calibrate heads --kind redundancy`. Only tokens before the window are mixed; the window is
-kept, as far as that is at most half of the budget (its smallest in the paper is two windows; `parts` = 4: a quarter),
-and the older tokens of a window that is longer compete by their attention.
-Where the paper is silent: a range of zero scales to 0, a key of norm zero has no direction, and r is limited to [0,
-1].
+value. Diversity is how far a key points away from the mean direction of all keys. Both are scaled to one range. A head
+mixes the two by its redundancy r, the mean cosine similarity of two different keys (eq. 4). The paper takes r from the
+prompt, the released code from a table averaged over samples (table 4 has both). `source = profile` reads such a table
+from a profile of `kvedge calibrate heads --kind redundancy`. Only tokens before the window are mixed. The window is
+kept, up to half of the budget (`parts` = 4: a quarter; the paper's smallest budget is two windows). In a longer window,
+the older tokens compete by their attention.
+
+Where the paper is silent: a range of zero scales to 0, a key of norm zero has no direction, and 0 <= r <= 1.
 """
 
 from __future__ import annotations
@@ -20,29 +20,29 @@ from pykvedge.reference.stages.base import Layer, Settings
 from pykvedge.reference.stages.window import pooled_attention
 
 EPS = 1e-8
-SAME = 1e-6  # of the largest: two keys are as far from their mean, but for rounding
+SAME = 1e-6  # a range below this part of the largest value is rounding, so the values count as equal
 
 
 def minmax01(x: np.ndarray) -> np.ndarray:
-    """x [n] moved and scaled to [0, 1]; all 0 where x is constant but for rounding."""
+    """Returns x [n] moved and scaled to [0, 1]; all 0 if x is constant except for rounding."""
     span = x.max() - x.min()
     return (x - x.min()) / (span + EPS) if span > SAME * np.abs(x).max() else np.zeros(len(x))
 
 
 def scaled_to(x: np.ndarray, mean: float) -> np.ndarray:
-    """x [n] in [0, 1], scaled so that its mean is `mean`."""
+    """Returns x [n], whose values lie in [0, 1], scaled to the mean `mean`."""
     return x * mean / (x.mean() + EPS)
 
 
 def directions(keys: np.ndarray) -> np.ndarray:
-    """keys [..., d] scaled to length 1, float64; a zero key stays zero."""
+    """Returns keys [..., d] scaled to length 1, float64; a zero key stays zero."""
     keys = keys.astype(np.float64)
     norm = np.linalg.norm(keys, axis=-1, keepdims=True)
     return np.divide(keys, norm, out=np.zeros_like(keys), where=norm > 0)
 
 
 def redundancy(mean: np.ndarray, n_tokens: int) -> float:
-    """Mean cosine similarity of two different keys (eq. 4), from the mean [d] of the directions of all T keys."""
+    """Returns the mean cosine similarity of two different keys (eq. 4). mean: [d], of the directions of all T keys."""
     if n_tokens == 1:
         return 0.0
     return float(np.clip((n_tokens * (mean @ mean) - 1) / (n_tokens - 1), 0, 1))
@@ -51,9 +51,9 @@ def redundancy(mean: np.ndarray, n_tokens: int) -> float:
 def mixed(
     s_ex: np.ndarray, k: np.ndarray, v: np.ndarray, settings: Settings, calibrated: float | None = None
 ) -> np.ndarray:
-    """Scores [n] float64 of the candidates, the first n tokens. s_ex: [n]; k, v: [T, d] of one KV head.
+    """Returns scores [n] float64 of the candidates, the first n tokens. s_ex: [n]; k, v: [T, d] of one KV head.
 
-    calibrated: redundancy to mix by, instead of the prompt's own.
+    calibrated: a redundancy that replaces the prompt's redundancy.
     """
     n = len(s_ex)
     norms = np.linalg.norm(v[:n].astype(np.float64), axis=1)
@@ -70,12 +70,12 @@ def mixed(
 
 
 def attention(layer: Layer, settings: Settings) -> np.ndarray:
-    """[Hkv, T] float64: the pooled window attention alone."""
+    """Returns [Hkv, T] float64: the pooled window attention alone."""
     return pooled_attention(layer, settings["window"], settings["kernel"], settings["pool"])
 
 
 def score(layer: Layer, settings: Settings) -> np.ndarray:
-    """[Hkv, T] float64. The window's own tokens keep their unpooled attention."""
+    """Returns [Hkv, T] float64. Tokens inside the window keep their unpooled attention."""
     out = attention(layer, settings)
     before = max(0, layer.k.shape[1] - settings["window"])
     weights: list[float | None] = [None] * len(out)

@@ -1,28 +1,28 @@
-"""Modal: image tokens and text tokens each by what tells among their kind; the end of the text stays.
+"""Modal: image tokens and text tokens are scored by different terms; the end of the text stays.
 
-This project's own. Three things are unlike MixKV (Liu et al. 2025, arXiv:2510.20707), whose mixture it uses:
+This project's own method. It uses the mixture of MixKV (Liu et al. 2025, arXiv:2510.20707), with these differences:
 
-Votes. Attention of the last `window` queries, without what a token pays to itself: no token that comes will see
-through that query. A token inside the window is judged by the queries behind it alone, and the sum is divided by how
-many they are; else the last tokens count for little, as few saw them, or for much, as all look at themselves. A query
-counts e^-fade of the one behind it, since the answer's first queries are most like the last ones. What counts together
-for less than one query counts as one.
+Votes. A vote is attention from one of the last `window` queries, without the attention of a token to itself: no later
+token uses that query. A token inside the window receives votes from later queries only, and its sum of votes is divided
+by their number. Otherwise the last tokens would count too little (few queries see them) or too much (each attends to
+itself). A query weighs e^-fade times the next query, because the first queries of the answer resemble the last queries
+of the prompt. The divisor, the sum of the weights, is at least 1.
 
-Kinds. A softmax gives an image of hundreds of tokens little for each of them, and a question of ten much. So value
-norms and diversity are scaled among image tokens alone, all of them, also those within the window; text is judged by
-its votes. Without images all tokens are one kind, and mixed.
+Kinds. A softmax gives each token of a large image little attention, and each token of a short question much. Value
+norms and diversity are therefore scaled among all image tokens alone, also inside the window. Text tokens are scored by
+votes. Without images, all tokens are scored as image tokens are.
 
-Outliers. Votes say what the last queries look at: those of an image's last rows, or of an answer, not of a question
-that is yet to come. FlashCache's score (Yang et al. 2025, arXiv:2511.16786, eq. 10) asks no query: how far keys and
-values are from a smooth curve through their neighbours, here of image tokens alone. It is added to their mixture, with
-a mean that is `outlier` times the mixture's own.
+Outliers. Votes come from the last queries: those of an image's last rows or of an answer, not of a later question.
+FlashCache's score (Yang et al. 2025, arXiv:2511.16786, eq. 10) needs no query: the distance of keys and values from a
+smooth curve through their neighbours, here among image tokens alone. The score is added to the mixture of the image
+tokens, scaled to a mean of `outlier` times the mean of the mixture.
 
-The end. A question's words may matter to the answer alone, and no query of the prompt's looks at them. So of however
-many tokens that stay, one in `parts` is the end of the text: what is behind the last image, the last token first, at
-most `window` of them. They are raised to the scores where that is so, which makes one ranking of it for any budget.
+The end. The words of a question can matter to the answer although no query of the prompt looks at them. One in `parts`
+kept tokens therefore comes from the end of the text: tokens after the last image, the last token first, at most
+`window` tokens. Their scores are raised far enough, so one ranking serves every budget.
 
-Between images. What stands between two images, a line end or a word, tells later questions which image is which, and
-no query of the prompt's needs it. So one in `text` of those that stay is text wherever it stands, the last of it first.
+Between images. A line end or a word between two images tells later questions which image is which, and no query of the
+prompt needs it. One in `text` kept tokens is therefore text, wherever it stands, the last text token first.
 """
 
 from __future__ import annotations
@@ -38,19 +38,19 @@ MIXTURE = {"value": "vnorm", "scale": "imp", "mode": "headwise"}  # MixKV's defa
 
 
 def faded_votes(q: np.ndarray, k: np.ndarray, window: int, fade: float, bias: np.ndarray | float = 0.0) -> np.ndarray:
-    """Attention that each token receives from the later ones of the last `window` queries, a query. [T] float64.
+    """Returns the mean attention that each token receives from later queries in the last `window` queries: [T] float64.
 
-    q: [n, d] the last n queries of one query head; k: [T, d] of its KV head; bias: [T] of its logits.
+    q: [n, d] the last n queries of one query head; k: [T, d] of its KV head; bias: [T] added to its logits.
     """
     weights = window_weights(q, k, window, bias)
     rows, n_tokens = weights.shape
-    later = np.arange(n_tokens - rows, n_tokens)[:, None] > np.arange(n_tokens)[None, :]  # the query than the token
+    later = np.arange(n_tokens - rows, n_tokens)[:, None] > np.arange(n_tokens)[None, :]  # the query is after the token
     say = np.exp(-fade * np.arange(rows)[::-1])[:, None] * later
     return (say * weights).sum(axis=0) / np.maximum(say.sum(axis=0), 1.0)
 
 
 def votes(layer: Layer, settings: Settings) -> np.ndarray:
-    """[Hkv, T] float64: mean over the query heads of a KV head."""
+    """Returns [Hkv, T] float64: faded votes, averaged over the query heads of a KV head."""
     n_heads_kv, n_tokens, _ = layer.k.shape
     group = layer.q.shape[0] // n_heads_kv
     bias = np.zeros(layer.k.shape[:2]) if layer.bias is None else layer.bias
@@ -62,13 +62,13 @@ def votes(layer: Layer, settings: Settings) -> np.ndarray:
 
 
 def raised(scores: np.ndarray, tokens: np.ndarray, parts: int) -> np.ndarray:
-    """scores [T] in which tokens[a - 1] has at most a * (parts - 1) above it of those that are not among the first a.
+    """Raises scores [T]: for every a, at most a * (parts - 1) tokens outside tokens[:a] rank above tokens[a - 1].
 
-    tokens: different ones, the last of the text first.
+    tokens: different token indices, the last token of the text first.
     """
     out = scores.copy()
     if not np.isfinite(out).all():
-        return out  # rows that are no numbers have no ranks
+        return out  # NaN and infinity cannot be ranked
     for a in range(1, len(tokens) + 1):
         above = a * (parts - 1)
         others = np.sort(np.delete(scores, tokens[:a]))[::-1]
@@ -78,7 +78,7 @@ def raised(scores: np.ndarray, tokens: np.ndarray, parts: int) -> np.ndarray:
 
 
 def score(layer: Layer, settings: Settings) -> np.ndarray:
-    """[Hkv, T] float64."""
+    """Returns [Hkv, T] float64."""
     out, image = votes(layer, settings), layer.image_mask
     kind = np.flatnonzero(image) if image.any() else np.arange(len(image))
     behind = len(image) - 1 - int(kind[-1]) if image.any() else len(image)
@@ -96,8 +96,8 @@ def score(layer: Layer, settings: Settings) -> np.ndarray:
 
 
 def variation(layer: Layer, settings: Settings) -> np.ndarray | None:
-    """[Hkv] float64: how far image tokens' values are from the curve through them, root mean square of the channels and
-    mean of the tokens. None without images, or where outliers count for nothing."""
+    """Returns [Hkv] float64: distance of image tokens' values from a smooth curve, RMS over channels, mean over tokens.
+    Returns None without images, or if `outlier` is 0."""
     image = layer.image_mask
     if not image.any() or settings["outlier"] == 0:
         return None

@@ -1,6 +1,6 @@
-"""Random: what any method has to beat.
+"""Random scores: a baseline that every method must beat.
 
-The number of a token depends on the seed, the layer, the KV head and the token alone, so that two runs agree.
+The score depends on the seed, the layer, the KV head and the token alone, so two runs agree.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ def mix(x: np.ndarray) -> np.ndarray:
 
 
 def score(layer: Layer, settings: Settings) -> np.ndarray:
-    """[Hkv, T] float64 in [0, 1), multiples of 2^-24: mix(mix(mix(mix(seed) + layer) + head) + token)."""
+    """Returns [Hkv, T] float64 in [0, 1), multiples of 2^-24: mix(mix(mix(mix(seed) + layer) + head) + token)."""
     n_heads_kv, n_tokens, _ = layer.k.shape
     with np.errstate(over="ignore"):
         start = mix(np.array([settings["seed"]], dtype=np.uint64))

@@ -1,20 +1,20 @@
-"""Replay: a token matters as much as the query that needs it most looks at it.
+"""Replay: the score of a token is the largest attention of any query that reads the prompt a second time.
 
-KVzip (Kim et al. 2025, arXiv:2505.23416), section 3: after the prompt the model is asked to repeat it and reads it
-again, and the score of a pair is the largest attention that any query of this second pass pays to it, over the queries
-and the query heads of its KV head. What is needed to say the prompt again is what any question may need. The pass goes
-in chunks, each of which is asked for by itself and begins where the prompt ends: the softmax of its queries runs over
-the tokens of the chat template, the chunk's own and, causally, those of the pass. `scope` = context has all of the
-prompt in it instead. The tokens of the template are kept before all others.
+KVzip (Kim et al. 2025, arXiv:2505.23416), section 3. After the prompt, the model is asked to repeat the prompt and
+reads it again. The score of a pair is the largest attention that a query of this second pass pays to the pair, over all
+queries and all query heads of the KV head. A pair that the repetition needs may be needed by any question. The pass is
+cut into chunks; each chunk has a separate request and starts at the end of the prompt. The softmax of a chunk's queries
+runs over the tokens of the chat template, the chunk's tokens in the prompt and, causally, the chunk's tokens in the
+pass. With `scope` = context it runs over the whole prompt instead. Tokens of the template are kept first.
 
-`projected` is KVzip+, as released code (kvpress) has it: what a query head pays a token counts times |v W_O|, the
-length of what the value adds to the residual stream through that head's part of the output projection, and the largest
-of these products is the score. That code also divides by the length of the hidden row that a query was made of, behind
-the layer's norm, where it is nearly constant; it weighs queries against each other, and is left out here.
+`projected` is KVzip+ as in released code (kvpress): the attention of a query head to a token is multiplied by |v W_O|,
+the norm of the value after that head's part of the output projection. The score is the largest product. The released
+code also divides by the norm of the query's hidden row. Behind the layer's norm this number is nearly constant and
+only weighs queries against each other, so the division is left out here.
 
-`source` says whose queries these are: of the prompt repeated (`repeat`, the paper's), of a fixed instruction that is
-read after the prompt (`instruction`, one short pass), or the prompt's own (`prompt`, no pass), where each query sees
-what is before it. Nothing else is protected.
+`source` chooses the queries: `repeat` (the paper) repeats the prompt; `instruction` reads a fixed instruction after the
+prompt, in one short pass; `prompt` takes the prompt's queries without a second pass, and each query sees the tokens
+before it. The scorer protects no other tokens.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ import numpy as np
 from pykvedge.reference.stages.attention import causal_attention, softmax
 from pykvedge.reference.stages.base import Layer, Settings
 
-KEPT_FIRST = 2.0  # above any attention
-PROJECTED_FIRST = 1e18  # above any attention times any length of a value
+KEPT_FIRST = 2.0  # larger than any attention
+PROJECTED_FIRST = 1e18  # larger than any attention times any norm of a value
 
 
 def replayed_attention(q: np.ndarray, context: np.ndarray, own: np.ndarray) -> np.ndarray:
-    """[n, m]: what queries [n, d] pay to keys [m, d] before them, and to their own [n, d] up to each of them."""
+    """Returns [n, m]: attention of queries [n, d] to keys `context` [m, d]; the softmax also covers `own` [n, d]."""
     logits = q.astype(np.float64) @ np.concatenate([context, own]).astype(np.float64).T / np.sqrt(q.shape[-1])
     later = np.triu_indices(len(own), k=1)
     logits[later[0], len(context) + later[1]] = -np.inf
@@ -37,7 +37,7 @@ def replayed_attention(q: np.ndarray, context: np.ndarray, own: np.ndarray) -> n
 
 
 def score(layer: Layer, settings: Settings) -> np.ndarray:
-    """[Hkv, T] float64: the largest attention paid to each token."""
+    """Returns [Hkv, T] float64: the largest attention paid to each token; with `projected`, times a value norm."""
     group, (n_heads_kv, n_tokens, _) = len(layer.q) // len(layer.k), layer.k.shape
     out = np.zeros((n_heads_kv, n_tokens))
     lengths = _lengths(layer, settings)
@@ -62,7 +62,7 @@ def score(layer: Layer, settings: Settings) -> np.ndarray:
 
 
 def _lengths(layer: Layer, settings: Settings) -> np.ndarray:
-    """[H, T] float64: |v_t W_O[h]| of each query head h where `projected` asks for it, else ones."""
+    """Returns [H, T] float64: |v_t W_O[h]| of each query head h if `projected` is set, else ones."""
     n_heads, n_tokens = len(layer.q), layer.k.shape[1]
     if not settings["projected"] or layer.projection is None:
         return np.ones((n_heads, n_tokens))

@@ -1,10 +1,9 @@
-"""Window attention: what the prompt's last queries look at is what the answer will need.
+"""Window attention: the tokens that the prompt's last queries look at are the tokens that the answer needs.
 
 SnapKV (Li et al. 2024, arXiv:2404.14469), section 4: attention of the last W queries (the observation window),
-averaged over them, smoothed by pooling along the tokens so that neighbours stay together. The window is kept, as far as
-that is at most half of the budget: the paper has budgets of at least two windows and does not say what becomes of
-smaller ones. The window's older tokens then compete like the others. With grouped queries the attention is reduced over
-the query heads of a KV head before pooling.
+averaged over these queries and pooled along the tokens, so neighbours stay together. The window is kept, up to half of
+the budget; the paper uses budgets of at least two windows and leaves smaller budgets open. The older tokens of a longer
+window compete like other tokens. Before pooling, the attention is reduced over the query heads of a KV head.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from pykvedge.reference.stages.window import pooled_attention
 
 
 def score(layer: Layer, settings: Settings) -> np.ndarray:
-    """[Hkv, T] float64. The window's own tokens keep their unpooled attention."""
+    """Returns [Hkv, T] float64. Tokens inside the window keep their unpooled attention."""
     return pooled_attention(layer, settings["window"], settings["kernel"], settings["pool"], settings["gqa"])
 
 
