@@ -1,1 +1,1 @@
-"""Plans say what to keep of a prompt: stages, presets, profiles and plugins, with definitions in NumPy."""
+"""Plans say what to keep of a prompt: stages, presets, profiles and plugins."""

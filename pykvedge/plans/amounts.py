@@ -1,4 +1,4 @@
-"""Amounts of tokens as people give them: a share of the prompt, or a number. Budgets and image tokens have bounds."""
+"""Amounts of tokens as users write them: a share of the prompt, or a number. Budgets and image tokens have bounds."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ LARGEST_COUNT = 2**31 - 1  # the library counts tokens in 32 bits
 
 
 def _number(value: Any) -> int | float | None:
-    """Reads an int from an integer (also NumPy's) or a text without point and exponent, and a float from others.
+    """Returns an int for an integer (also NumPy's) or a text without point and exponent, and a float for other numbers.
 
-    None is no number.
+    Returns None if `value` is no finite number.
     """
     if isinstance(value, (bool, complex)):
         return None
@@ -34,14 +34,14 @@ def _number(value: Any) -> int | float | None:
 
 @dataclass(frozen=True)
 class Amount:
-    """A number of tokens is given as `pairs`, or as a `ratio` of the prompt. Exactly one of the two is set."""
+    """A number of tokens: `pairs`, or a `ratio` of the prompt. Exactly one of the two is set."""
 
     ratio: float | None = None
     pairs: int | None = None
 
     @classmethod
     def parse(cls, value: Any, what: str) -> Amount:
-        """Takes 0.2 or "0.2" as a ratio, and 128 or "128" as a number of pairs ("1.0" is a ratio, "1" is one pair).
+        """Reads 0.2 or "0.2" as a ratio, and 128 or "128" as a number of pairs ("1.0" is a ratio, "1" is one pair).
 
         Raises UsageError if `value` is no number.
         """
@@ -54,33 +54,33 @@ class Amount:
 
     @property
     def value(self) -> float | int:
-        """This is the ratio as a float, or the pairs as an int."""
+        """The ratio as a float, or the pairs as an int."""
         return self.pairs if self.pairs is not None else float(self.ratio or 0.0)
 
     def count(self, n_tokens: int) -> int:
-        """Counts the tokens out of a prompt of n_tokens: floor(n_tokens * ratio + 1e-9), or the number of pairs."""
+        """Returns the number of tokens in a prompt of n_tokens: floor(n_tokens * ratio + 1e-9), or `pairs`."""
         return self.pairs if self.pairs is not None else math.floor(n_tokens * (self.ratio or 0.0) + 1e-9)
 
     def __str__(self) -> str:
         if self.pairs is not None:
             return str(self.pairs)
-        text = format(Decimal(repr(self.ratio)), "f")  # never with an exponent: kvedge.h wants 0.00001, not 1e-05
+        text = format(Decimal(repr(self.ratio)), "f")  # kvedge.h takes no exponent: 0.00001, not 1e-05
         return text if "." in text else text + ".0"
 
     def as_json(self) -> dict[str, float | int | None]:
-        """Writes {"ratio": r} or {"pairs": n}: languages without an integer type cannot tell 1.0 from 1."""
+        """Returns {"ratio": r} or {"pairs": n}. Languages without an integer type cannot tell 1.0 from 1."""
         return {"pairs": self.pairs} if self.pairs is not None else {"ratio": self.ratio}
 
 
 class _Kept(Amount):
     def count(self, n_tokens: int) -> int:
-        """Counts the pairs or tokens that stay of n_tokens: from 1 to n_tokens, and 0 of none."""
+        """Returns the number of kept pairs or tokens: from 1 to n_tokens, and 0 if n_tokens is 0."""
         return min(max(super().count(n_tokens), 1), n_tokens)
 
 
 @dataclass(frozen=True)
 class Budget(_Kept):
-    """Each layer and KV head keeps so many KV pairs: a ratio of the prompt in (0, 1], or a number of pairs >= 1."""
+    """The KV pairs that each layer and KV head keeps: a ratio of the prompt in (0, 1], or a number of pairs >= 1."""
 
     def __post_init__(self) -> None:
         if self.pairs is not None and self.pairs < 1:
@@ -94,7 +94,7 @@ class Budget(_Kept):
 
 @dataclass(frozen=True)
 class ImageTokens(_Kept):
-    """The model reads so many tokens of each image: a ratio of them in (0, 1], or a number >= 1."""
+    """The tokens of each image that the model reads: a ratio in (0, 1], or a number >= 1."""
 
     def __post_init__(self) -> None:
         in_range = 1 <= (self.pairs or 1) <= LARGEST_COUNT and 0 < (1.0 if self.ratio is None else self.ratio) <= 1

@@ -1,4 +1,4 @@
-"""Plans of the named methods, as everybody makes them."""
+"""Makes and checks the plans of named methods, for commands and the Python API."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from pykvedge.plans.registry import STAGES
 def plan(method: str, budget: Any = None, **settings: Any) -> Plan:
     """Makes the plan of a method, with some settings changed.
 
-    budget: 0.2 (a ratio of the prompt) or 128 (KV pairs per layer and KV head). The default is 0.2, but 0.5 for
-    "kvedge", the default method, and for "mixkv", and 1.0 for "full".
+    budget: 0.2 (a ratio of the prompt) or 128 (KV pairs per layer and KV head). The default is 0.2, except 0.5 for
+    "kvedge" (the default method) and for "mixkv", and 1.0 for "full".
     settings: fields of Plan (`reducer="averaged"`, `sinks=4`, `recent=32`), or settings of a stage member by their full
     name (`**{"scorer.window": 16}`).
     Raises UnknownNameError, BudgetError or UsageError.
@@ -40,9 +40,9 @@ def plan(method: str, budget: Any = None, **settings: Any) -> Plan:
 
 
 def changed(given: Plan, budget: Any = None, **settings: Any) -> Plan:
-    """Returns a plan with another budget, and some settings changed as `plan` takes them. Raises what `plan` raises.
+    """Returns a plan with another budget and changed settings. Takes and raises the same as `plan`.
 
-    Where the member of a stage is replaced, the settings of the one before go with it.
+    If the member of a stage is replaced, the settings of the old member are dropped.
     """
     _check_names(settings)
     made = given if budget is None else given.with_(budget=budget)
@@ -56,7 +56,7 @@ def changed(given: Plan, budget: Any = None, **settings: Any) -> Plan:
 
 
 def another(given: Plan, method: str, budget: Any = None, **settings: Any) -> Plan:
-    """Makes the plan of a method as `plan` does; of images as much is read as under the given plan."""
+    """Makes the plan of a method as `plan` does. The result prunes images as the given plan does."""
     if given.pruner != "none":
         settings = {"pruner": given.pruner, "image_tokens": given.image_tokens, **settings}
     if settings.get("pruner", "none") == given.pruner:
@@ -72,7 +72,7 @@ def _check_names(settings: Mapping[str, Any]) -> None:
 
 
 def _checked(made: Plan, settings: Mapping[str, Any]) -> Plan:
-    """Refuses what would do nothing. settings: that were asked for."""
+    """Raises BudgetError or UsageError for a setting without an effect. settings: what the caller asked for."""
     if made.method == "full" and made.budget.ratio != 1.0:
         raise BudgetError(
             f"method 'full' keeps everything, so a budget of {made.budget} has no meaning; "
@@ -90,12 +90,12 @@ def _checked(made: Plan, settings: Mapping[str, Any]) -> Plan:
 
 
 def default_plan(budget: Any = None, **settings: Any) -> Plan:
-    """Makes the plan where no method is named: kvedge's, with half of the prompt unless `budget` says otherwise."""
+    """Makes the plan of the default method. The default budget is half of the prompt."""
     return plan(DEFAULT_METHOD, budget, **settings)
 
 
 def checked_plan(given: Plan | None) -> Plan:
-    """Returns the plan itself, or the default one for None. Raises UsageError for what is no plan."""
+    """Returns `given`, or the default plan for None. Raises UsageError if `given` is no plan."""
     if given is None:
         return default_plan()
     if not isinstance(given, Plan):
@@ -104,13 +104,13 @@ def checked_plan(given: Plan | None) -> Plan:
 
 
 def check_protection(plan: Plan, n_tokens: int) -> None:
-    """Raises BudgetError if protection that was asked for does not fit into the budget of a prompt of n_tokens.
+    """Raises BudgetError if protection that the user asked for does not fit into the budget of n_tokens tokens.
 
-    What a preset protects by itself shrinks instead (Plan.protected).
+    Protection from a preset raises no error: it shrinks (Plan.protected).
     """
     try:
         usual = preset(plan.method).values.get("sinks", 0)
-    except UnknownNameError:  # the plan is from a file
+    except UnknownNameError:  # the plan comes from a file, and its method is unknown here
         usual = 0
     recent = plan.recent.count(n_tokens) if plan.recent else 0
     sinks = plan.sinks if plan.sinks != usual else 0

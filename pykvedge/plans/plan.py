@@ -1,4 +1,4 @@
-"""A Plan says what is kept of a prompt: it composes five stages, has a budget, and names what is protected in it."""
+"""A Plan says what is kept of a prompt: five stages, a budget, and protected tokens."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ JSON_VERSION = 1
 TEXT_OVERFLOW = ("budget", "keep_all")
 CRITICAL = ("none", "l1", "l2")
 CRITICAL_HALF = ("budget", "free")
-AUTO = "auto"  # of recent: the scorer's method says how many (H2O, LOOK-M: half of the budget)
+AUTO = "auto"  # value of `recent`: the scorer chooses the number (H2O, LOOK-M: half of the budget)
 
 
 @dataclass(frozen=True, repr=False)
 class Plan:
-    """A plan has the fields of kvedge.h; `params` holds settings of stage members ("scorer.window").
+    """The fields of a plan in kvedge.h. `params` holds settings of stage members ("scorer.window").
 
-    Raises UnknownNameError, BudgetError or UsageError when the fields do not fit together.
+    Raises UnknownNameError, BudgetError or UsageError if the fields do not fit together.
     """
 
     method: str = "full"
@@ -44,7 +44,7 @@ class Plan:
     sinks: int = 0
     text_prior: bool = False
     text_overflow: str = "budget"
-    critical: str = "none"  # by which norm of projected values the rest is chosen (stages/critical.py)
+    critical: str = "none"  # norm of projected values in the critical rule (stages/critical.py)
     critical_half: str = "budget"
     params: Mapping[str, Any] = field(default_factory=dict)
 
@@ -91,23 +91,23 @@ class Plan:
         return Plan.from_json, (self.to_json(),)
 
     def count(self, n_tokens: int) -> int:
-        """Counts the KV pairs per layer and KV head that an even share of the budget keeps of n_tokens.
+        """Returns the KV pairs per layer and KV head that an even share of the budget keeps of n_tokens.
 
-        All of them stay where the scorer needs the whole prompt to judge it (SnapKV: no longer than the window).
+        A short prompt stays whole if the scorer needs all of it (SnapKV: no longer than the window).
         """
         whole = n_tokens <= registry.scorer(self.scorer).whole_up_to(self.settings("scorer"))
         return n_tokens if whole else self.budget.count(n_tokens)
 
     def asked_recent(self, n_tokens: int, kept: int) -> int:
-        """Counts the last tokens that the plan wants of a head that keeps `kept` of n_tokens; may exceed `kept`."""
+        """Returns the number of last tokens that the plan protects in a head with `kept` pairs; can exceed `kept`."""
         if self.recent is not None:
             return min(n_tokens, self.recent.count(n_tokens))
         return registry.scorer(self.scorer).auto_recent(kept, self.count(n_tokens), self.settings("scorer"))
 
     def protected(self, n_tokens: int, kept: int) -> tuple[int, int]:
-        """Counts the last and the first tokens that are always kept, (recent, sinks), when `kept` of n_tokens stay.
+        """Returns the protected last and first tokens, (recent, sinks), of a head that keeps `kept` of n_tokens.
 
-        When `kept` does not cover both, the scorer says which of the two shrinks first.
+        If `kept` is too small for both, the scorer says which of the two shrinks first.
         """
         scorer, recent = registry.scorer(self.scorer), self.asked_recent(n_tokens, kept)
         if scorer.sinks_first:
@@ -117,24 +117,24 @@ class Plan:
         return recent, min(self.sinks, kept - recent)
 
     def settings(self, stage: str) -> dict[str, Any]:
-        """Returns the parameters of the member chosen for `stage`, defaults included, by their short names."""
+        """Returns the settings of the member chosen for `stage`, with defaults, by their short names."""
         chosen = member(stage, getattr(self, stage))
         return {p.name: self.params.get(f"{stage}.{p.name}", p.default) for p in chosen.params}
 
     @property
     def drops(self) -> bool:
-        """Tells whether the decode policy drops rows while an answer is generated."""
+        """Whether the decode policy drops rows while an answer is generated."""
         return self.decode != "keep-all" and self.budget.ratio != 1.0
 
     @property
     def projects(self) -> bool:
-        """Tells whether the output projections of the layers are needed: by the scorer, or by the critical rule."""
+        """Whether the scorer or the critical rule needs the layers' output projections."""
         return self.critical != "none" or registry.scorer(self.scorer).projects(self.settings("scorer"))
 
     def profile_kinds(self) -> dict[str, str]:
-        """Names the kind of calibrated profile that each stage needs of the model (profile.py), if it needs one.
+        """Returns stage -> kind of calibrated profile (profile.py), for the stages that need a profile.
 
-        A plan never holds a profile, nor says where one lies, so that it means the same on every machine and model.
+        A plan holds no profile and no path of one, so a plan means the same on every machine and model.
         """
         scorer, allocator = registry.scorer(self.scorer), registry.allocator(self.allocator)
         kinds = {
@@ -144,11 +144,11 @@ class Plan:
         return {stage: kind for stage, kind in kinds.items() if kind}
 
     def does_without(self, stage: str) -> bool:
-        """Says whether a stage that profile_kinds() names goes on without one, for a model that has none."""
+        """Returns whether a stage in profile_kinds() works without a profile, for a model that has none."""
         return stage == "allocator" and registry.allocator(self.allocator).does_without(self.settings("allocator"))
 
     def as_text(self) -> dict[str, str]:
-        """Writes the fields as kvedge_plan_set takes them, in an order that it accepts."""
+        """Returns the fields as text for kvedge_plan_set, in an order that it accepts."""
         out = {stage: getattr(self, stage) for stage in STAGES}
         out["image_tokens"] = str(self.image_tokens)
         out["budget"] = str(self.budget)
@@ -162,7 +162,7 @@ class Plan:
         return out
 
     def to_json(self) -> str:
-        """Writes one JSON object, which from_json reads back to an equal plan."""
+        """Returns one JSON object. from_json reads it back to an equal plan."""
         return self._json
 
     @cached_property
@@ -177,7 +177,7 @@ class Plan:
 
     @classmethod
     def from_json(cls, text: str) -> Plan:
-        """Reads a plan. Raises UsageError for JSON that is no plan, or a plan of a later version."""
+        """Reads a plan from JSON. Raises UsageError if the text is no plan, or a plan of another version."""
         if not isinstance(text, str):
             raise UsageError(f"a plan is read from text, not from {text!r:.40}")
         try:
@@ -200,9 +200,9 @@ class Plan:
         return cls(**data)
 
     def with_(self, **changes: Any) -> Plan:
-        """Returns a copy with some fields replaced; a budget brings along the settings that the method has there.
+        """Returns a copy with some fields replaced. A new budget also sets the method's settings for that budget.
 
-        The method stays: another one has other stages. Raises UnknownNameError, BudgetError or UsageError.
+        `method` cannot change. Raises UnknownNameError, BudgetError or UsageError.
         """
         known = {f.name for f in fields(self)}
         for name in changes:
@@ -255,9 +255,9 @@ def _check_params(plan: Plan) -> dict[str, Any]:
 
 
 def _check_protection(plan: Plan) -> None:
-    """Refuses what no prompt length can make fit; what depends on the length shrinks as Plan.protected says."""
+    """Raises BudgetError for protection that fits no prompt length. Other protection shrinks (Plan.protected)."""
     budget, recent = plan.budget, plan.recent or Amount(pairs=0)
-    least = recent.count(0)  # of a prompt of any length
+    least = recent.count(0)  # the number that is protected in a prompt of any length
     if budget.pairs is not None and least + plan.sinks > budget.pairs:
         raise BudgetError(
             f"a budget of {budget.pairs} KV pairs is smaller than the protected tokens "
@@ -271,7 +271,7 @@ def _check_protection(plan: Plan) -> None:
 
 
 def _check_critical(plan: Plan) -> None:
-    """Refuses scores that the critical rule cannot weigh."""
+    """Raises UsageError if the critical rule cannot weigh the scorer's scores."""
     scorer = registry.scorer(plan.scorer)
     if plan.critical == "none" or scorer.attends(plan.settings("scorer")):
         return

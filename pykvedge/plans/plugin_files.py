@@ -1,4 +1,4 @@
-"""Users name plugins: Python files and shared libraries."""
+"""Loads plugins that users name: Python files and shared libraries."""
 
 from __future__ import annotations
 
@@ -19,26 +19,26 @@ LIBRARY_ENDINGS = (".so", ".dylib", ".dll")
 
 
 class _Source(importlib.machinery.SourceFileLoader):
-    """Compiles the file as it is now. Cached bytecode can be that of an older text, written in the same second."""
+    """Compiles the file as it is now. Cached bytecode can belong to an older text of the same second."""
 
     def get_code(self, fullname: str) -> CodeType:
         return self.source_to_code(self.get_data(self.path), self.path)
 
 
-_digests: dict[str, str] = {}  # names of plugin files, and digests of what was in them when they were loaded
+_digests: dict[str, str] = {}  # name of a plugin file -> digest of its content when it was loaded
 
 
 def load_file(path: Path) -> list[str]:
-    """Registers what a plugin file (.py, or a shared library) brings. Returns the names of stages and presets.
+    """Registers the stages and presets of a plugin file (.py or a shared library). Returns their names.
 
-    Raises PluginError: no such file, an error while it is read, a name that is taken, nothing registered.
+    Raises PluginError: the file is missing or fails, a name is taken, or nothing is registered.
     """
     try:
         path = path.expanduser()
         require_file(path)
     except FileNotFoundError:
         raise PluginError(f"plugin {path} does not exist") from None
-    except (OSError, RuntimeError, ValueError) as error:  # RuntimeError: of a home folder that is not known
+    except (OSError, RuntimeError, ValueError) as error:  # RuntimeError: the home folder is unknown
         raise PluginError(f"plugin {path} cannot be read: {getattr(error, 'strerror', None) or error}") from None
     before = table.snapshot()
     try:
@@ -66,7 +66,7 @@ def load_file(path: Path) -> list[str]:
 
 
 def source_digest(plan: Plan) -> str:
-    """Differs between versions of the plugin files that a plan's stages come from; "" if it has none from a file."""
+    """Returns a digest that changes with the plugin files of a plan's stages; "" without such files."""
     own = [table.get(stage, getattr(plan, stage)) for stage in table.STAGES]
     found = sorted({_digests[plugin.origin] for plugin in own if plugin is not None and plugin.origin in _digests})
     return " ".join(found)
@@ -78,7 +78,7 @@ def _run(path: Path) -> None:
     if spec is None or spec.loader is None:
         raise PluginError(f"plugin {path} cannot be loaded")
     module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # dataclasses and pickle look a class's module up
+    sys.modules[name] = module  # dataclasses and pickle look up the module of a class
     try:
         calling.guarded(f"plugin {path.name}", spec.loader.exec_module, module, file=str(path))
     except BaseException:

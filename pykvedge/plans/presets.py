@@ -1,4 +1,4 @@
-"""The named methods: each is a composition of stages, and one entry of data."""
+"""The named methods. Each method is a composition of stages, written as one entry of data."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from pykvedge.plans.plugins import installed, table
 from pykvedge.plans.plugins.table import Preset
 from pykvedge.reference.stages.members import STAGES
 
-# This method answers when nobody chose one: of all that were measured it loses least where the question is at the
-# prompt's end and where it comes later (docs/results/questions.md). Its budget is half of the
-# prompt, whether it is named or not: no model but the demo model was measured.
+# The method if the user names none. It loses least among all measured methods, with the question at the prompt's end
+# and with a later question (docs/results/questions.md). Its budget is half of the prompt: no model except the demo
+# model was measured.
 DEFAULT_METHOD = "kvedge"
-STREAM_METHOD = "mixkv"  # where nobody chose one for a stream, in which all heads hold as many pairs
-DEFAULT_PRUNER = "residual"  # where only the number of image tokens is said
+STREAM_METHOD = "mixkv"  # the default method of streams, in which all heads hold the same number of pairs
+DEFAULT_PRUNER = "residual"  # the default pruner if only the number of image tokens is given
 
 _STREAMING = "Xiao et al. 2024, Efficient Streaming Language Models with Attention Sinks, arXiv:2309.17453"
 _H2O = "Zhang et al. 2023, H2O: Heavy-Hitter Oracle for Efficient Generative Inference of LLMs, arXiv:2306.14048"
@@ -48,7 +48,7 @@ _MIXKV = ("Liu et al. 2025, Mixing Importance with Diversity: Joint Optimization
 _FLASHCACHE = ("Yang et al. 2025, Revisiting Multimodal KV Cache Compression: A Frequency-Domain-Guided "
                "Outlier-KV-Aware Approach, arXiv:2511.16786")  # fmt: skip
 
-# These have one importance for all heads of a layer, and the first and the last token always stay.
+# One importance for all heads of a layer. The first and the last token always stay.
 _LAYERWISE = {"scorer": "cumulative", "params": {"scorer.share": "layer"}, "sinks": 1, "recent": 1}
 _PRESETS = (
     Preset("full", "keep every KV pair", "the uncompressed cache", {"budget": 1.0}),
@@ -91,7 +91,7 @@ _PRESETS = (
            _KVEDGE,
            {"scorer": "modal", "allocator": "calibrated", "reducer": "nearest", "sinks": 1, "budget": 0.5,
             "params": {"allocator.unmeasured": "variation", "allocator.measured": 0.1}},
-           # the more stays, the more room there is for text, and the less matters what is dropped
+           # a larger budget leaves more room for text, and a dropped pair matters less
            {0.2: {"scorer.text": 8}, 0.5: {"scorer.text": 4, "reducer.reach": 1.2}}),
     Preset("flashcache",
            "keys and values that stand out from the smooth part, with more for the layers that have more of them",
@@ -130,13 +130,13 @@ table.reserve(PRESETS)
 
 
 def methods() -> list[str]:
-    """Names all methods in the order in which they are explained; those of plugins come last."""
+    """Returns the names of all methods in the order of the explanation; methods of plugins come last."""
     installed.load_installed()
     return [*PRESETS, *installed.method_names()]
 
 
 def preset(name: str) -> Preset:
-    """Finds the preset of that name, built in or of a plugin. Raises UnknownNameError with a suggestion."""
+    """Returns the preset called `name`, built in or from a plugin. Raises UnknownNameError with a suggestion."""
     if not isinstance(name, str):
         raise UsageError(f"a method is called by its name, not {name!r:.40}")
     if name in PRESETS:
@@ -148,9 +148,9 @@ def preset(name: str) -> Preset:
 
 
 def preset_params(chosen: Preset, budget: Budget, members: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the preset's settings of stage members for that budget, but for stages whose member is replaced.
+    """Returns the preset's settings of stage members for a budget, without settings of replaced members.
 
-    members: stage -> member, of which those that the preset has may be missing.
+    members: stage -> member of the plan; a missing stage has the preset's member.
     """
     params = dict(chosen.values.get("params", {}))
     for least, settings in sorted(chosen.by_budget.items()):
@@ -162,15 +162,15 @@ def preset_params(chosen: Preset, budget: Budget, members: Mapping[str, Any]) ->
 def params_elsewhere(
     method: str, members: Mapping[str, str], params: Mapping[str, Any], at: Budget, to: Budget
 ) -> dict[str, Any]:
-    """Returns the settings of stage members of a plan whose budget changes from `at`: those its method has at `to`.
+    """Returns the settings of a plan's stage members after its budget changes from `at` to `to`.
 
-    A setting that is not as its method has it was chosen, and stays; so do those of a member that was replaced, and
-    all of a method that is not installed here.
+    A setting that equals the method's value at `at` becomes the method's value at `to`. Other settings stay: the user
+    chose them, their member was replaced, or the method is not installed.
     """
     out = dict(params)
     try:
         chosen = preset(method)
-    except UnknownNameError:  # the plan is from a file
+    except UnknownNameError:  # the plan comes from a file, and its method is unknown here
         return out
     before, after = (preset_params(chosen, budget, members) for budget in (at, to))
     for name in {**before, **after}:

@@ -1,9 +1,9 @@
-"""A Profile is what `kvedge calibrate` measured of a model once, for budgets that are not found in the prompt.
+"""A Profile holds numbers of a model that `kvedge calibrate` measured once and that the prompt does not show.
 
-A profile is a JSON file of one model, which it names by a hash. A plan does not hold its profiles: it says what its
-stages need (allocator heads; prefix or scorer mixkv with source = profile), and travels between models. Each stage's is
-found when the plan meets a model (models/profiles.py): a file that was given and fits the stage, else one in the user's
-folder, else what kvedge ships (pykvedge/data/profiles).
+A profile is a JSON file of one model, named in it by a hash. A plan holds no profiles: it says which kinds its stages
+need (allocator heads; prefix or scorer mixkv with source = profile), so it fits many models. When a plan meets a model,
+each stage gets a profile (models/profiles.py): a given file that fits the stage, else a file in the user's folder, else
+a file of kvedge (pykvedge/data/profiles).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from pykvedge.reference.stages.base import ProfileTable
 from pykvedge.system.files import require_file, write_whole
 
 JSON_VERSION = 1
-# kind -> the command that makes one
+# kind -> the command that makes a profile of this kind
 KINDS = {
     "visual-heads": "kvedge calibrate heads",
     "retrieval-heads": "kvedge calibrate heads --kind retrieval",
@@ -31,7 +31,7 @@ KINDS = {
     "key-redundancy": "kvedge calibrate heads --kind redundancy",
     "head-budgets": "kvedge calibrate budgets",
 }
-# kind -> what its numbers are of, in every layer; a stage takes any kind with the columns of its own
+# kind -> what a column stands for; a row is a layer. A stage takes every kind with the same columns.
 COLUMNS = {
     "visual-heads": "query heads",
     "retrieval-heads": "query heads",
@@ -39,25 +39,25 @@ COLUMNS = {
     "key-redundancy": "KV heads",
     "head-budgets": "KV heads' shares",
 }
-ROUNDED = 1e-3  # that shares written with six digits may miss their sum by
-LARGEST_FILE = 16 << 20  # bytes; a model of 100 layers and 100 heads takes a tenth of one of those megabytes
+ROUNDED = 1e-3  # rounding error of the sum of shares that are written with six digits
+LARGEST_FILE = 16 << 20  # bytes; a model of 100 layers and 100 heads needs 0.1 MB
 
 
 @dataclass(frozen=True)
 class Profile:
-    """Numbers of a model, rows by its layers: values [L, H] (heads), [L, budgets] (prefix: kept shares), or [L, Hkv]
+    """Numbers of a model, one row per layer. values: [L, H] (heads), [L, budgets] (prefix: kept shares), or [L, Hkv]
     (key-redundancy: mean cosine similarity of a KV head's keys, in [0, 1]; head-budgets: shares of all pairs, sum 1).
     """
 
     kind: str  # one of KINDS
     values: np.ndarray  # float64
     budgets: tuple[float, ...] = ()  # prefix: ascending in (0, 1]
-    model_hash: str = ""  # as models/profiles.py makes it; empty fits any model of its shape
-    samples: int = 0  # that it is the mean of
-    about: Mapping[str, Any] = field(default_factory=dict)  # how it was made, and which model that was
+    model_hash: str = ""  # from models/profiles.py; empty: fits any model with the same shape
+    samples: int = 0  # number of samples in the mean
+    about: Mapping[str, Any] = field(default_factory=dict)  # `made`: how it was made; `model`: data of the model
 
     def __post_init__(self) -> None:
-        """Refuses numbers that make no profile. Raises ProfileError."""
+        """Raises ProfileError if the numbers are no valid profile."""
         if self.kind not in KINDS:
             raise ProfileError(f"a profile is one of {', '.join(KINDS)}, not {self.kind!r}")
         values = np.asarray(self.values, dtype=np.float64)
@@ -82,11 +82,11 @@ class Profile:
 
     @property
     def table(self) -> ProfileTable:
-        """The table has the numbers alone, as stages take them: in float32's precision, on both engines."""
+        """The numbers for stages, rounded to float32 for both engines."""
         return ProfileTable(self.values.astype(np.float32), np.array(self.budgets, dtype=np.float32))
 
     def to_json(self) -> str:
-        """Writes one JSON object that from_json reads back, a row of numbers a line."""
+        """Returns one JSON object that from_json reads back, with one line per row of numbers."""
         head = {
             "kvedge_profile": JSON_VERSION,
             "kind": self.kind,
@@ -101,7 +101,7 @@ class Profile:
 
     @classmethod
     def from_json(cls, text: str) -> Profile:
-        """Reads a profile. Raises ProfileError, one line that says what is wrong, for anything that is none."""
+        """Reads a profile. Raises ProfileError with a one-line reason if the text is no profile."""
         try:
             data = json.loads(text)
         except (ValueError, RecursionError):
@@ -121,7 +121,7 @@ class Profile:
 
 
 OneGiven = Profile | str | os.PathLike[str]
-Given = OneGiven | Sequence[OneGiven] | None  # none, one or several, each for the stage that it fits
+Given = OneGiven | Sequence[OneGiven] | None  # none, one, or several profiles for different stages
 
 
 def _numbers(row: Any) -> list[float]:
@@ -141,7 +141,7 @@ def _rows(values: Any) -> np.ndarray:
 
 
 def load(path: str | os.PathLike[str]) -> Profile:
-    """Reads the profile in a file. Raises ProfileError if it cannot be read or is none."""
+    """Reads a profile from a file. Raises ProfileError if the file is unreadable or no profile."""
     try:
         path = Path(path).expanduser()
         require_file(path)
@@ -150,7 +150,7 @@ def load(path: str | os.PathLike[str]) -> Profile:
         if len(data) > LARGEST_FILE:
             raise ProfileError("not a profile: it is too large")
         return Profile.from_json(data.decode("utf-8"))
-    except (OSError, RuntimeError) as error:  # RuntimeError: of a home folder that is not known
+    except (OSError, RuntimeError) as error:  # RuntimeError: the home folder is unknown
         raise ProfileError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}") from None
     except UnicodeDecodeError:
         raise ProfileError(f"{path}: not a profile: it is not text") from None
@@ -159,7 +159,7 @@ def load(path: str | os.PathLike[str]) -> Profile:
 
 
 def save(profile: Profile, path: str | os.PathLike[str]) -> None:
-    """Writes the file whole or not at all. Raises ProfileError."""
+    """Writes the whole file or nothing. Raises ProfileError."""
     path = Path(path).expanduser()
     try:
         write_whole(path, profile.to_json())
@@ -168,9 +168,9 @@ def save(profile: Profile, path: str | os.PathLike[str]) -> None:
 
 
 def for_arrays(plan: Plan, given: Given, n_layers: int, n_heads: int, n_heads_kv: int) -> dict[str, Profile]:
-    """Finds the profile that each stage needs, for arrays of so many layers, query heads and KV heads.
+    """Returns stage -> profile for arrays of n_layers layers, n_heads query heads and n_heads_kv KV heads.
 
-    Raises ProfileError as `find` does, and for another shape.
+    Raises ProfileError if a profile is missing, invalid, does not fit a stage, or has another shape.
     """
     kinds = plan.profile_kinds()
     out = {stage: profile for stage, (_, profile) in assigned(plan, given, spare=False).items()}
@@ -199,9 +199,9 @@ def _several(given: Given) -> list[Profile | str | os.PathLike[str]]:
 
 
 def assigned(plan: Plan, given: Given, spare: bool) -> dict[str, tuple[str, Profile]]:
-    """Assigns given profiles to the stages that take them: what to call each, and the profile.
+    """Assigns given profiles to stages. Returns stage -> (name of the profile in messages, profile).
 
-    spare: one that fits no stage is left alone; else it is refused. Raises ProfileError.
+    spare: a profile that fits no stage is ignored; otherwise it raises ProfileError.
     """
     kinds = plan.profile_kinds()
     out: dict[str, tuple[str, Profile]] = {}
@@ -219,9 +219,9 @@ def assigned(plan: Plan, given: Given, spare: bool) -> dict[str, tuple[str, Prof
 
 
 def misfit(plan: Plan, stages: list[str], profile: Profile) -> ProfileError:
-    """Makes the error of a profile whose numbers are not of what the stages take.
+    """Returns the error for a profile that fits none of the stages.
 
-    Either kind of query heads' scores serves either rule; the preferred one is only what is looked for.
+    Visual and retrieval scores of query heads fit the same stages; the command names the preferred kind.
     """
     kinds = plan.profile_kinds()
     members = " or ".join(f"{stage} '{getattr(plan, stage)}'" for stage in stages)
@@ -230,7 +230,7 @@ def misfit(plan: Plan, stages: list[str], profile: Profile) -> ProfileError:
 
 
 def missing(plan: Plan, stage: str, of_model: str) -> ProfileError:
-    """Makes the error of a plan whose stage has no profile. of_model: "of NAME ", or nothing."""
+    """Returns the error for a stage without a profile. of_model: "of NAME ", or ""."""
     kind = plan.profile_kinds()[stage]
     return ProfileError(
         f"method '{plan.method}' needs a {kind} profile {of_model}({stage} '{getattr(plan, stage)}'), and there is "

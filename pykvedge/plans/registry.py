@@ -1,4 +1,4 @@
-"""Members are found by their names: ours, those of plugins and, failing these, of installed packages."""
+"""Finds stage members by name: built in, registered by plugins, then from installed packages."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ __all__ = ["STAGES", "allocator", "member", "members", "reducer", "scorer"]
 
 
 def scorer(name: str) -> Scorer:
-    """Finds the scorer of that name. Raises UnknownNameError."""
+    """Returns the scorer called `name`. Raises UnknownNameError."""
     return cast("Scorer", member("scorer", name))
 
 
 def allocator(name: str) -> Allocator:
-    """Finds the allocator of that name. Raises UnknownNameError."""
+    """Returns the allocator called `name`. Raises UnknownNameError."""
     return cast("Allocator", member("allocator", name))
 
 
 def reducer(name: str) -> Reducer:
-    """Finds the reducer of that name. Raises UnknownNameError."""
+    """Returns the reducer called `name`. Raises UnknownNameError."""
     return cast("Reducer", member("reducer", name))
 
 
 def member(stage: str, name: str) -> Member:
-    """Finds the member of that name, built in or of a plugin. Raises UnknownNameError with a suggestion."""
+    """Returns the member of a stage, built in or from a plugin. Raises UnknownNameError with a suggestion."""
     known = members(stage)
     if name in known:
         return known[name]

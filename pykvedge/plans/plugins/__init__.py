@@ -1,5 +1,5 @@
 """Plugins bring stages from outside: a decorated function, a file, an entry point, or a shared library.
 
 `decorators` registers, `table` remembers, `installed` finds entry points, `calling` runs what was registered
-and checks what comes back. Importing them loads nothing and looks nothing up.
+and checks what comes back. Their import loads no plugin.
 """

@@ -1,4 +1,4 @@
-"""Runs what a plugin registered: its errors become one line, and what it returns is checked before anything uses it."""
+"""Calls plugin functions: turns their errors into one line, and checks what they return."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 
 
 def guarded(what: str, function: Callable[..., Any], *arguments: Any, file: str | None = "") -> Any:
-    """Calls function(*arguments). What it raises, SystemExit too, is a PluginError; what it prints goes to stderr.
+    """Calls function(*arguments). Raises PluginError for any exception, also SystemExit; prints go to stderr.
 
-    file: where the plugin's code is, if not where the function is; None: wherever the error came from.
+    file: the file of the plugin's code, by default the file of the function; None: any file.
     """
     import numpy as np
 
@@ -45,7 +45,7 @@ def guarded(what: str, function: Callable[..., Any], *arguments: Any, file: str 
 
 
 def _text(error: BaseException) -> str:
-    """Asks an exception of a plugin what it says; that is the plugin's code, too."""
+    """Returns the text of a plugin's exception, or "" if the exception fails to give one."""
     try:
         return " ".join(str(error).split())
     except Exception:
@@ -53,7 +53,7 @@ def _text(error: BaseException) -> str:
 
 
 def _line(error: BaseException, file: str | None) -> str:
-    """Writes " (file:line)" of the file's last line that the error passed, "" if it passed none. None: of any file."""
+    """Returns " (file:line)" of the last line in `file` (None: any file) that the error passed, or ""."""
     import traceback
 
     frames = traceback.extract_tb(error.__traceback__)
@@ -62,13 +62,13 @@ def _line(error: BaseException, file: str | None) -> str:
 
 
 def place(function: Any) -> str:
-    """Tells where a function is defined, as " (file:line)"; nothing for one that was not written in Python."""
+    """Returns " (file:line)" of a function's definition, or "" if the function is not written in Python."""
     code = getattr(function, "__code__", None)
     return f" ({Path(code.co_filename).name}:{code.co_firstlineno})" if code is not None else ""
 
 
 def view(layer: Layer, n_queries: int, column_sums: bool) -> Layer:
-    """Makes the layer as a plugin sees it in a running model: as many queries, and column sums, as it asks for."""
+    """Returns the layer as a plugin sees it in a running model: the queries and column sums that it asks for."""
     import numpy as np
 
     sums = layer.column_sums if column_sums else None
@@ -85,7 +85,7 @@ def view(layer: Layer, n_queries: int, column_sums: bool) -> Layer:
 def checked_scorer(
     name: str, function: Any, queries: Callable[[Settings], int], column_sums: bool
 ) -> Callable[[Layer, Settings], np.ndarray]:
-    """Makes the scorer for all engines: [Hkv, T] float64 that float32 can represent. Raises PluginError."""
+    """Returns the checked scorer: [Hkv, T] float64 that float32 can represent. It raises PluginError."""
     what = f"scorer '{name}'"
 
     def score(layer: Layer, settings: Settings) -> np.ndarray:
@@ -106,7 +106,7 @@ def checked_scorer(
 
 
 def checked_allocator(name: str, function: Any) -> Callable[[Prompt, Settings], np.ndarray]:
-    """Makes the allocator for all engines: [L, Hkv] int64 that meet the budget. Raises PluginError."""
+    """Returns the checked allocator: [L, Hkv] int64 that meet the budget. It raises PluginError."""
     what = f"allocator '{name}'"
 
     def allocate(prompt: Prompt, settings: Settings) -> np.ndarray:
@@ -133,7 +133,7 @@ def checked_allocator(name: str, function: Any) -> Callable[[Prompt, Settings], 
 
 
 def checked_reducer(name: str, function: Any) -> Callable[[Head, Settings], tuple[np.ndarray, np.ndarray]]:
-    """Makes the reducer for all engines: rows [n, d] float64, finite. Raises PluginError."""
+    """Returns the checked reducer: finite rows [n, d] float64. It raises PluginError."""
     what = f"reducer '{name}'"
 
     def reduce(head: Head, settings: Settings) -> tuple[np.ndarray, np.ndarray]:
@@ -156,7 +156,7 @@ def checked_reducer(name: str, function: Any) -> Callable[[Head, Settings], tupl
 
 
 def checked_pruner(name: str, function: Any) -> Callable[[ImageRows, int, Settings], tuple[np.ndarray, np.ndarray]]:
-    """Makes the pruner: row numbers [m] int64 and what the model reads [m, D] float32. Raises PluginError."""
+    """Returns the checked pruner: row numbers [m] int64, rows to read [m, D] float32. It raises PluginError."""
     what = f"pruner '{name}'"
 
     def prune(image: ImageRows, n: int, settings: Settings) -> tuple[np.ndarray, np.ndarray]:

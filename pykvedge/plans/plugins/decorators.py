@@ -1,4 +1,4 @@
-"""A stage is registered by `@pykvedge.scorer("mine")` above a function on NumPy arrays, and `pykvedge.preset`."""
+"""Registers stages and presets: `@pykvedge.scorer("mine")` above a function on NumPy arrays, `pykvedge.preset`."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from pykvedge.plans.plugins.table import Preset
 from pykvedge.reference.stages.base import Allocator, Param, Pruner, Reducer, Scorer, Settings
 
 F = TypeVar("F", bound=Callable[..., Any])
-About = tuple[str, str, str]  # name, summary, and the file that registers it
-RECENT = 32  # SnapKV's window: the end of the prompt is the question, which an answer needs
+About = tuple[str, str, str]  # name, summary, file that registers it
+RECENT = 32  # SnapKV's window: the end of the prompt holds the question, which the answer needs
 
 
 def scorer(
@@ -27,15 +27,15 @@ def scorer(
     by_place: bool = False,
     summary: str = "",
 ) -> Callable[[F], F]:
-    """Registers `function(layer, settings)` -> [Hkv, T] numbers, the larger the sooner kept, as scorer `name`.
+    """Registers `function(layer, settings)` -> [Hkv, T] numbers as scorer `name`; the largest are kept.
 
-    layer: a pykvedge.Layer; k and v [Hkv, T, d] float32 as the cache holds them, image_mask
-    [T] bool, index of n_layers; q [H, n, d] are the last n queries of the prompt, with n = `queries`, or T if that
-    is less; column_sums [Hkv, T] are there if `column_sums` is set. settings: values of `params` by name.
+    layer: a pykvedge.Layer; k and v [Hkv, T, d] float32 as the cache holds them, image_mask [T] bool, index of
+    n_layers; q [H, n, d] are the last n queries of the prompt, with n = min(`queries`, T); column_sums [Hkv, T] if
+    `column_sums` is set. settings: values of `params` by name.
     queries, recent: a number, or a function of the settings. recent: last tokens that `--recent auto` protects, at most
-    half of the budget. by_place: the scores of a head depend on its number or its layer's. summary: one line for lists;
-    default: the first line of the docstring. Equal scores go to the lower token.
-    Raises PluginError for a name that is taken or not allowed.
+    half of the budget. by_place: the scores of a head depend on the number of the head or layer. summary: one line for
+    lists; by default the first line of the docstring. Equal scores go to the lower token.
+    Raises PluginError for a name that is taken or invalid.
     """
 
     def made(function: Any, about: About, given: tuple[Param, ...]) -> table.Plugin:
@@ -51,11 +51,10 @@ def scorer(
 def allocator(
     name: str, *, params: Sequence[Param] = (), by_place: bool = False, summary: str = ""
 ) -> Callable[[F], F]:
-    """Registers `function(prompt, settings)` -> [L, Hkv] whole numbers, KV pairs that each head keeps.
+    """Registers `function(prompt, settings)` -> [L, Hkv] whole numbers: the KV pairs that each head keeps.
 
-    prompt: a pykvedge.Prompt; scores [L, Hkv, T], image_mask [T] bool, budget (pairs per head on
-    average), recent. Every head keeps from 1 to T, all together L * Hkv * budget. by_place, summary and errors: as for
-    `scorer`.
+    prompt: a pykvedge.Prompt; scores [L, Hkv, T], image_mask [T] bool, budget (pairs per head on average), recent.
+    Every head keeps from 1 to T pairs; the sum is L * Hkv * budget. by_place, summary and errors: see `scorer`.
     """
 
     def made(function: Any, about: About, given: tuple[Param, ...]) -> table.Plugin:
@@ -68,8 +67,8 @@ def allocator(
 def reducer(name: str, *, params: Sequence[Param] = (), by_place: bool = False, summary: str = "") -> Callable[[F], F]:
     """Registers `function(head, settings)` -> rows k, v to store, each [n, d], in the order of head.kept.
 
-    head: a pykvedge.Head; k and v [T, d] float32, kept [n] token indices, protected [T] bool.
-    It is called for heads that lose rows. by_place, summary and errors: as for `scorer`.
+    head: a pykvedge.Head; k and v [T, d] float32, kept [n] token indices, protected [T] bool. The function is called
+    for heads that lose rows. by_place, summary and errors: see `scorer`.
     """
 
     def made(function: Any, about: About, given: tuple[Param, ...]) -> table.Plugin:
@@ -80,11 +79,11 @@ def reducer(name: str, *, params: Sequence[Param] = (), by_place: bool = False, 
 
 
 def pruner(name: str, *, params: Sequence[Param] = (), summary: str = "") -> Callable[[F], F]:
-    """Registers `function(image, n, settings)` -> 1 to n row numbers, ascending, that the model reads of an image.
+    """Registers `function(image, n, settings)` -> 1 to n row numbers of an image, ascending, that the model reads.
 
-    image: a pykvedge.ImageRows; rows [N, D] float32 as the encoder made them, place (down,
-    across) of their grid, or None. `--pruner name --image-tokens 0.5` calls it for every image, and every tile of
-    one. It may return the rows to read as well: numbers [m], rows [m, D]. summary and errors: as for `scorer`.
+    image: a pykvedge.ImageRows; rows [N, D] float32 as the encoder made them, place (down, across) of their grid, or
+    None. `--pruner name --image-tokens 0.5` calls the function for every image and every tile of an image. The function
+    may also return new rows to read: numbers [m], rows [m, D]. summary and errors: see `scorer`.
     """
 
     def made(function: Any, about: About, given: tuple[Param, ...]) -> table.Plugin:
@@ -96,11 +95,11 @@ def pruner(name: str, *, params: Sequence[Param] = (), summary: str = "") -> Cal
 
 
 def preset(name: str, *, summary: str = "", reference: str = "", **values: Any) -> None:
-    """Registers a method: `--method name` is this composition.
+    """Registers a method: `--method name` uses this composition.
 
     values: fields of pykvedge.Plan (`scorer="mine"`, `text_prior=True`, `budget=0.1`), and settings of stage members by
-    their full names (`**{"scorer.window": 16}`). Whether they fit together is found out when the method is used.
-    Raises PluginError for a name that is taken or not allowed.
+    their full names (`**{"scorer.window": 16}`). They are checked when the method is used. Raises PluginError for a
+    name that is taken or invalid.
     """
     origin = Path(sys._getframe(1).f_code.co_filename).name
     fields = {key: value for key, value in values.items() if "." not in key}
@@ -113,7 +112,7 @@ def preset(name: str, *, summary: str = "", reference: str = "", **values: Any) 
 def _registering(
     stage: str, name: str, params: Any, summary: str, made: Callable[[Any, About, tuple[Param, ...]], table.Plugin]
 ) -> Callable[[F], F]:
-    """Makes what decorates the function of a stage. made: makes the plugin of the function."""
+    """Returns the decorator of a stage's function. made: makes the plugin from the function."""
     if callable(name):
         raise PluginError(f'write @pykvedge.{stage}("name"), with the name to register')
 

@@ -1,4 +1,4 @@
-"""Installed packages have plugins by entry points in group kvedge.plugins, loaded when a name is not known."""
+"""Loads plugins of installed packages (entry points in group kvedge.plugins) when a name is unknown."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
 
 GROUP = "kvedge.plugins"
-_tried: dict[str, str] = {}  # entry points that were loaded, and what went wrong: "" for nothing
+_tried: dict[str, str] = {}  # name of a loaded entry point -> error text, "" for none
 
 
 @functools.cache
@@ -36,14 +36,14 @@ def _load_entry_point(point: EntryPoint) -> None:
 
 
 def load_installed(first: str = "") -> None:
-    """Loads entry points: the one called `first` alone if there is one, else all. `problems` says what went wrong."""
+    """Loads the entry point called `first`, or all entry points if there is no such one. See `problems` for errors."""
     points = _entry_points()
     for point in [points[first]] if first in points else points.values():
         _load_entry_point(point)
 
 
 def find(stage: str, name: str) -> table.Plugin | None:
-    """Finds the member of that name, from what was registered or, failing that, from installed packages."""
+    """Returns the registered member called `name`; loads entry points if needed. Returns None for an unknown name."""
     if stage in table.STAGES and isinstance(name, str) and table.get(stage, name) is None:
         load_installed(name)
         if table.get(stage, name) is None:
@@ -52,7 +52,7 @@ def find(stage: str, name: str) -> table.Plugin | None:
 
 
 def find_preset(name: str) -> Preset | None:
-    """Finds the preset of that name; or, if stages are called so, the method they make with snapkv's other stages."""
+    """Returns the preset called `name`, or a preset made of snapkv and the registered stages called `name`, or None."""
     if not isinstance(name, str):
         return None
     for load in (None, name, ""):
@@ -73,10 +73,10 @@ def _implied(name: str) -> Preset | None:
 
 
 def problems() -> list[str]:
-    """Tells what went wrong with the installed plugins that were loaded so far, a line each."""
+    """Returns one line per installed plugin that failed to load."""
     return [problem for problem in _tried.values() if problem]
 
 
 def method_names() -> list[str]:
-    """Lists the methods that plugins brought: their presets, and the stages whose names imply a method."""
+    """Returns the methods of plugins: presets, and stages that are methods by themselves."""
     return list(dict.fromkeys([*table.preset_names(), *(n for stage in table.COMPRESSING for n in table.names(stage))]))

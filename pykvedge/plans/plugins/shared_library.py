@@ -1,6 +1,6 @@
-"""A shared library brings stages: C functions that Python calls, and that libkvedge is given as they are.
+"""Loads stages from a shared library. Python and libkvedge call the C functions of the library.
 
-libkvedge is not needed: a library of stages can be loaded, and its members run by the NumPy engine, without it.
+libkvedge is not needed: the NumPy engine can run the members of a library without it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ PLUGIN_SYMBOL = "kvedge_plugin_v1"
 
 
 def load_library(path: Path) -> list[table.Plugin]:
-    """Makes the members that a shared library exports by kvedge_plugin_v1. Raises PluginError."""
+    """Returns the members that a shared library exports by kvedge_plugin_v1. Raises PluginError."""
     try:
         library = c.CDLL(str(path.resolve()))
     except OSError as error:
@@ -49,14 +49,14 @@ def load_library(path: Path) -> list[table.Plugin]:
 
 
 def _own_copy(kind: type[c.Structure], address: int | None) -> Any:
-    """Copies the struct at an address, or returns None if it is smaller, or asks for what is not known here.
+    """Returns a copy of the struct at an address, or None if the struct is too small or has unknown fields set.
 
-    As kvedge.h says of structs with a struct_size: one of a newer header may be larger, with zeros at its end.
+    kvedge.h: a struct with a struct_size may come from a newer header; then it is larger, with zeros at its end.
     """
     if not address:
         return None
     known, size = c.sizeof(kind), c.c_size_t.from_address(address).value
-    last = getattr(kind, "n_reducers" if kind is Plugin else "user_data")  # in the first version
+    last = getattr(kind, "n_reducers" if kind is Plugin else "user_data")  # last field in the first version
     if size < last.offset + last.size or any(c.string_at(address + known, max(size - known, 0))):
         return None
     own = kind.from_buffer_copy(c.string_at(address, min(size, known)).ljust(known, b"\0"))
@@ -90,7 +90,7 @@ def _param(s: Setting, origin: str) -> base.Param:
 
 
 class _NativeCall:
-    """This makes a C callback a function on arrays, for the NumPy engine."""
+    """Calls a C callback with arrays, for the NumPy engine."""
 
     def __init__(self, struct: Any, params: tuple[base.Param, ...], run: Callable[..., Any]) -> None:
         self._struct, self._params, self._run = struct, params, run

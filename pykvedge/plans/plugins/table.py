@@ -1,4 +1,4 @@
-"""This table has the stages and presets that were registered in this process."""
+"""The table of the stages and presets that were registered in this process."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from pykvedge.errors import PluginError
 from pykvedge.reference.stages.base import Member, Settings
 from pykvedge.reference.stages.members import ALIASES, formulas
 
-COMPRESSING = ("scorer", "allocator", "reducer")  # one of these alone is a method, and libkvedge calls it
-STAGES = (*COMPRESSING, "pruner")  # those that can be registered
+COMPRESSING = ("scorer", "allocator", "reducer")  # libkvedge calls these stages; each such plugin is a method by itself
+STAGES = (*COMPRESSING, "pruner")  # stages that plugins can register
 NAME = re.compile(r"[a-z][a-z0-9-]{0,39}")
-DEFAULT_BUDGET = 0.2  # of a method that says nothing else: the setting that the papers compare at
-SHOWN = 60  # characters of a wrong name in a message
+DEFAULT_BUDGET = 0.2  # the budget of a method without one: the papers compare at this budget
+SHOWN = 60  # length of an invalid name in a message, in characters
 
 
 @dataclass(frozen=True)
 class Plugin:
-    """This is a registered member, and what the runtime must know to call it in the middle of a request.
+    """A registered member, with the data that the runtime needs to call it during a request.
 
     member: its function is the checked one (calling.py). origin: the file that registered it. queries, recent: last
     queries that a scorer sees, and last tokens that recent = auto protects. native: the kvedge_custom_* struct of a
-    member that a shared library brought; None for one in Python.
+    member from a shared library; None: a member in Python.
     """
 
     member: Member
@@ -33,15 +33,15 @@ class Plugin:
     recent: Callable[[Settings], int] = lambda settings: 0
     column_sums: bool = False
     native: Any = None
-    pruned: Callable[..., Any] | None = None  # of a pruner: numbers and rows (calling.checked_pruner)
+    pruned: Callable[..., Any] | None = None  # pruners: returns row numbers and rows (calling.checked_pruner)
 
 
 @dataclass(frozen=True)
 class Preset:
-    """A preset is a method: what it is, where it is from, and the fields of its plan that differ from Plan's.
+    """A method: its name, its source, and the fields of its plan that differ from the defaults of Plan.
 
-    by_budget: settings of stage members that take the place of those of `values` where that ratio of the prompt or more
-    is kept; of a larger ratio they come after those of a smaller one.
+    by_budget: ratio -> settings of stage members that replace those of `values` for budgets of that ratio or more.
+    Larger ratios override smaller ratios.
     """
 
     name: str
@@ -52,7 +52,7 @@ class Preset:
 
     @property
     def budget(self) -> float:
-        """This is the budget if none is asked for."""
+        """The budget if the user gives none."""
         return self.values.get("budget", DEFAULT_BUDGET)
 
 
@@ -62,7 +62,7 @@ _presets: dict[str, tuple[Preset, str]] = {}
 
 
 def check_name(kind: str, name: Any, origin: str) -> None:
-    """Refuses a name that cannot be written on a command line, in a plan or in C."""
+    """Raises PluginError for a name that is invalid on a command line, in a plan or in C."""
     if not isinstance(name, str) or not NAME.fullmatch(name):
         shown = repr(name) if len(repr(name)) <= SHOWN else repr(name)[:SHOWN] + "..."
         raise PluginError(
@@ -71,7 +71,7 @@ def check_name(kind: str, name: Any, origin: str) -> None:
 
 
 def add(plugin: Plugin) -> None:
-    """Registers a member; the same file may do so again. Raises PluginError for a name that is taken."""
+    """Registers a member. A file may register a name again. Raises PluginError for a name that is taken."""
     stage, name = plugin.member.stage, plugin.member.name
     check_name(stage, name, plugin.origin)
     before = _members.get((stage, name))
@@ -83,12 +83,12 @@ def add(plugin: Plugin) -> None:
 
 
 def reserve(names: Iterable[str]) -> None:
-    """Keeps the names of built-in methods from being registered."""
+    """Reserves the names of built-in methods; add_preset() then refuses them."""
     _reserved.update(names)
 
 
 def add_preset(preset: Preset, origin: str) -> None:
-    """Registers a method name; the same file may do so again. Raises PluginError for a name that is taken."""
+    """Registers a method. A file may register a name again. Raises PluginError for a name that is taken."""
     check_name("preset", preset.name, origin)
     if preset.name in _reserved:
         raise PluginError(f"{origin}: there is a built-in method '{preset.name}'; choose another name")
@@ -115,12 +115,12 @@ def preset_names() -> list[str]:
 
 
 def snapshot() -> tuple[dict[tuple[str, str], Plugin], dict[str, tuple[Preset, str]]]:
-    """Returns what is registered now, for restore."""
+    """Returns the current registrations, for restore()."""
     return dict(_members), dict(_presets)
 
 
 def restore(state: tuple[dict[tuple[str, str], Plugin], dict[str, tuple[Preset, str]]]) -> None:
-    """Forgets what was registered since the snapshot: a plugin that fails half-way leaves nothing behind."""
+    """Resets the registrations to a snapshot, so a plugin that fails half-way leaves nothing behind."""
     _members.clear()
     _members.update(state[0])
     _presets.clear()
