@@ -1,1 +1,1 @@
-"""Models and what they are given: GGUF files, the language model, the image encoder, pictures, chat templates."""
+"""Models and their inputs: GGUF files, the language model, the image encoder, pictures, chat templates."""

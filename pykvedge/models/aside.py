@@ -1,4 +1,4 @@
-"""Pixels of pictures in a file without a name: those of a request wait for each other, those of a conversation rest."""
+"""Keeps pixels in an unnamed file, for waiting requests and for conversations whose whole rows are in a file."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from pykvedge.models.images import Picture
 
 
 class Aside:
-    """Holds pixels of pictures. The file is gone when nobody holds a picture of it."""
+    """Holds pixels of pictures in a file. The file is removed when no picture of it is in use."""
 
     def __init__(self, folder: str | None = None) -> None:
-        """folder: of the file; None: that of temporary files."""
+        """folder: of the file; None: the folder of temporary files."""
         self._folder = folder or tempfile.gettempdir()
         self._file: IO[bytes] | None = None
         self._end, self._lock = 0, threading.Lock()
 
     def put(self, picture: Picture) -> Picture:
-        """Returns a picture whose pixels are read from the file when they are wanted. Raises ImageError."""
+        """Returns a picture whose pixels are read from the file on demand. Raises ImageError."""
         key = picture.key
         try:
             with self._lock:
@@ -35,7 +35,7 @@ class Aside:
         except OSError as error:
             raise ImageError(f"{picture.name} finds no room in {self._folder}: {error.strerror}") from None
         out = replace(picture, rgb=b"", away=functools.partial(self._read, picture.name, at, len(picture.rgb)))
-        out.__dict__["key"] = key  # as cached_property keeps it
+        out.__dict__["key"] = key  # the value of cached_property
         return out
 
     def _read(self, name: str, at: int, n_bytes: int) -> bytes:

@@ -1,7 +1,7 @@
-"""A conversation becomes the tokens and images that a model reads: its chat template around what people wrote.
+"""Turns a conversation into the tokens and images that a model reads, by the model's chat template.
 
-Only the template writes special tokens. Where people wrote the text of a special token, or the marker of a picture, the
-template gets a stand-in for it. Later the text replaces the stand-in, and is tokenised as plain text.
+Only the template writes special tokens. If users wrote the text of a special token or of the picture marker, the
+template receives a stand-in for it. Later the text replaces the stand-in and is tokenised as plain text.
 """
 
 from __future__ import annotations
@@ -20,29 +20,29 @@ from pykvedge.models.prompt import IMAGE, PLACE, ChatTemplate, Message, places
 from pykvedge.models.vision import ImagePiece, Piece, TextPiece, Vision
 from pykvedge.models.vocabulary import LONG, Vocabulary
 
-USUAL_MARKER = "<__media__>"  # mtmd's own marker of a picture
+USUAL_MARKER = "<__media__>"  # the picture marker of llama.cpp's mtmd
 
 
 @dataclass(frozen=True)
 class Written:
-    """This is a prompt as text, with a marker for each picture. hidden: stand-ins in it, and what they stand for."""
+    """A prompt as text, with a marker for each picture. hidden: stand-in in the text -> the words it replaces."""
 
     text: str
     hidden: Mapping[str, str] = field(default_factory=dict)
 
 
 class Composer:
-    """Writes a model's prompts, and reads them into pieces."""
+    """Writes a model's prompts as text, and cuts them into pieces of tokens and images."""
 
     def __init__(self, model: Vocabulary, vision: Vision | None) -> None:
-        """Raises ModelError for a chat template that cannot be read."""
+        """Raises ModelError for an unreadable chat template."""
         self._model, self._vision = model, vision
         self._bos = model.special_text("bos")
         self._template = ChatTemplate(model.chat_template(), self._bos, model.special_text("eos"))
         self.marker = vision.marker if vision else ""
 
     def first(self, messages: list[Message], values: Mapping[str, Any] | None = None) -> Written:
-        """Writes the whole conversation up to where the assistant is to answer, or to go on with its last message.
+        """Writes the conversation up to the assistant's answer, or up to the end of an assistant message to continue.
 
         values: variables for the template.
         """
@@ -55,21 +55,21 @@ class Composer:
         return Written(text, hidden)
 
     def following(self, messages: list[Message], values: Mapping[str, Any] | None = None) -> Written:
-        """Writes what comes after the last answer. messages: the last three are user, assistant, user."""
+        """Writes the text after the last answer. messages: the last three are user, assistant, user."""
         hidden: dict[str, str] = {}
         safe, known = self._safe(self._known(messages), hidden), self._hide_in(values or {}, hidden)
         return Written(self._template.following(safe, self.marker, known), hidden)
 
     @functools.cached_property
     def lead(self) -> str:
-        """The template puts this before an answer, where the assistant is to answer: mostly a space or nothing.
+        """The text that the template puts before an answer: mostly a space or nothing.
 
         Raises ModelError for a template that cannot write answers.
         """
         return self._template.lead()
 
     def text(self, messages: list[Message], values: Mapping[str, Any] | None = None) -> str:
-        """Writes the prompt of `first` as one text. Special tokens and their words look alike in it."""
+        """Returns the prompt of `first` as one text, in which special tokens and users' words look alike."""
         written = self.first(messages, values)
         text = written.text
         for word, meant in written.hidden.items():
@@ -78,7 +78,7 @@ class Composer:
 
     @property
     def knows_calls(self) -> bool:
-        """Tells whether the template writes calls of tools and their results by itself."""
+        """Whether the template itself writes tool calls and their results."""
         return self._results_way is not toolresults.as_text
 
     @functools.cached_property
@@ -86,12 +86,12 @@ class Composer:
         return toolresults.way(self._template, self.marker)
 
     def _known(self, messages: list[Message]) -> list[Message]:
-        """Puts calls of tools and their results so that the template can write them."""
+        """Rewrites tool calls and their results so that the template can write them."""
         tools = any(message.role == "tool" or message.fields.get("tool_calls") for message in messages)
         return self._results_way(messages) if tools else messages
 
     def pieces(self, written: Written, pictures: list[Picture]) -> list[Piece]:
-        """Cuts the prompt with these pictures in their places. Raises ImageError, UsageError."""
+        """Cuts the prompt into pieces, with the pictures at their markers. Raises ImageError, UsageError."""
         if self._vision is None or not pictures:
             return [TextPiece(self.tokens(written))]
         if len(written.text) <= LONG and not any(word in written.text for word in written.hidden):
@@ -107,10 +107,10 @@ class Composer:
         return out
 
     def as_written(self, parts: Sequence[str | int], pictures: list[Picture]) -> list[Piece]:
-        """Cuts a prompt that is no conversation. parts: texts, and tokens by their numbers.
+        """Cuts a prompt that is no conversation. parts: texts, and numbers of tokens.
 
-        The text of a special token becomes this token. `marker`, or USUAL_MARKER in a text without `marker`, becomes a
-        picture. Where the first part is a text, the tokeniser's own first token comes before it.
+        The text of a special token becomes the token. `marker`, or USUAL_MARKER in a text without `marker`, becomes a
+        picture. If the first part is a text, the tokeniser's first token comes before it.
 
         Raises ImageError, UsageError.
         """
@@ -128,7 +128,7 @@ class Composer:
         return [TextPiece(out)]
 
     def reply(self, written: Written, reply: str) -> list[int]:
-        """Tokenises a reply together with the prompt before it, because tokens depend on what is before."""
+        """Tokenises a reply after its prompt, because tokens depend on the text before them."""
         hidden = dict(written.hidden)
         reply = self._hide(reply, hidden)
         text = written.text.rpartition(self.marker)[2] if self.marker else written.text
@@ -137,13 +137,13 @@ class Composer:
         return both[len(before) :] if both[: len(before)] == before else self.tokens(Written(reply, hidden))
 
     def tokens(self, written: Written) -> list[int]:
-        """Tokenises a text without markers."""
+        """Tokenises a text without picture markers."""
         model, rest = self._model, written.text
         stand_ins = [word for word in written.hidden if word in rest]
         if not stand_ins:
             return model.tokenize(rest)
         put_back = re.compile("|".join(stand_ins))
-        # special tokens part a text: what lies between two of them is tokenised by itself
+        # special tokens split a text: the text between two of them is tokenised separately
         special = model.special_words(rest)
         parts = re.split(f"({'|'.join(map(re.escape, special))})", rest) if special else [rest]
         out, plain, before = [], "", ""
@@ -159,7 +159,7 @@ class Composer:
         return out + model.tokenize(plain)
 
     def tokens_of(self, text: str) -> list[int]:
-        """Tokenises a text of the template's own."""
+        """Tokenises a text from the template."""
         return self._model.tokenize(text)
 
     def _safe(self, messages: list[Message], hidden: dict[str, str]) -> list[Message]:
@@ -169,7 +169,7 @@ class Composer:
         ]
 
     def _hide_said(self, message: Message, hidden: dict[str, str]) -> str:
-        """Hides words in a text, but not where its pictures go: that word is a special token of some models."""
+        """Hides special words in a message, except at the places of pictures: that word is special in some models."""
         text = message.text
         if IMAGE not in text or (message.role != "user" and not message.pictures) or not self._is_image_special:
             return self._hide(text, hidden)
@@ -185,8 +185,8 @@ class Composer:
         return IMAGE in self._model.special_words(IMAGE)
 
     def _hide_in(self, value: Any, hidden: dict[str, str]) -> Any:
-        """Puts stand-ins into all texts in a value of JSON."""
-        every = "\n".join(texts(value))  # one look for thousands of short texts
+        """Returns a JSON value with stand-ins in all texts."""
+        every = "\n".join(texts(value))  # one search instead of thousands of searches in short texts
         if (self.marker and self.marker in every) or self._model.special_words(every):
             return self._hide_each(value, hidden)
         return value
@@ -199,7 +199,7 @@ class Composer:
         return [self._hide_each(part, hidden) for part in value] if isinstance(value, (list, tuple)) else value
 
     def _hide(self, text: str, hidden: dict[str, str]) -> str:
-        """Puts stand-ins for special tokens and markers in a text, and adds them to `hidden`."""
+        """Returns the text with stand-ins for special tokens and markers, and adds the stand-ins to `hidden`."""
         words = [self.marker] if self.marker and self.marker in text else []
         while words := words or self._model.special_words(text):
             for word in words:
@@ -211,7 +211,7 @@ class Composer:
 
 
 def texts(value: Any) -> Iterator[str]:
-    """Lists all texts in a value of JSON, keys of objects among them."""
+    """Yields all texts in a JSON value, including keys of objects."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping):
@@ -224,7 +224,7 @@ def texts(value: Any) -> Iterator[str]:
 
 
 def _join(pieces: list[Piece], piece: Piece) -> None:
-    """Appends a piece; text is joined to text that comes last."""
+    """Appends a piece. Joins a text piece to a text piece at the end."""
     if isinstance(piece, ImagePiece) or not pieces or isinstance(pieces[-1], ImagePiece):
         if piece.n_tokens:
             pieces.append(piece)

@@ -1,8 +1,8 @@
-"""A Dialect is how a model writes answers by its chat template: calls of tools and reasoning, apart from the text.
+"""A Dialect says how a model writes answers by its chat template: tool calls and reasoning, apart from the text.
 
-llama.cpp's common chat code finds it, and reads answers (native/chat). Finding it runs the template, which is a program
-by whoever made the model file: in a child process with bounds (models/sandbox.py). Reading an answer runs here: the
-parser's form is llama.cpp's, the template adds only the marks in it, and its work grows as the text does.
+llama.cpp's common chat code finds the dialect and reads answers (native/chat). To find the dialect, the template runs:
+a program by the author of the model file, so a child process with limits runs it (models/sandbox.py). Answers are read
+in this process: the parser is llama.cpp's, the template adds only its marks, and the work grows with the text.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from pykvedge.models.sandbox import Sandbox, chat_path
 from pykvedge.models.vocabulary import Vocabulary
 from pykvedge.system import dropped
 
-_MOST = 64  # dialects that are kept: one for each list of tools that clients send
+_MOST = 64  # largest number of cached dialects; each list of tools of a client has one
 _QUESTION = {"role": "user", "content": "?"}
 
 
 @dataclass(frozen=True)
 class Call:
-    """A call of a tool. arguments: JSON as text, of a call that is not complete its beginning."""
+    """A call of a tool. arguments: JSON as text; of an incomplete call, its beginning."""
 
     name: str
     arguments: str
@@ -46,16 +46,16 @@ class Said:
 
 
 class Dialect:
-    """A dialect describes the answers to one kind of request. Any thread may use it.
+    """Describes the answers to one kind of request. Thread-safe.
 
-    begin: the template puts this text before an answer. grammar: GBNF of an answer with `begin` before it; if `lazy`,
-    of the text after a trigger. triggers: types and values. shown: special tokens whose text `read` needs. stops: texts
-    that end an answer. thinks: whether the model may reason before it answers. thought: the marks around reasoning, if
-    they are known.
+    begin: the text that the template puts before an answer. grammar: GBNF of an answer with `begin` before it; if
+    `lazy`, of the text after a trigger. triggers: types and values. shown: special tokens whose text `read` needs.
+    stops: texts that end an answer. thinks: the model may reason before it answers. thought: the marks around
+    reasoning, or None if unknown.
     """
 
     def __init__(self, found: Mapping[str, Any], model: Vocabulary) -> None:
-        """found: libkvedge-chat's description of a template. Raises LibraryError."""
+        """found: a template's description by libkvedge-chat. Raises LibraryError."""
         self.begin: str = found["begin"]
         self.grammar: str = found["grammar"]
         self.lazy: bool = found["lazy"]
@@ -72,7 +72,7 @@ class Dialect:
         dropped.add(self, functools.partial(self._library.kvedge_chat_close, self._parser))
 
     def read(self, text: str, partial: bool = False) -> Said | None:
-        """Reads an answer. partial: more may come. Returns None if the answer is not in this dialect."""
+        """Reads an answer. partial: the text may continue. Returns None for an answer that is not in this dialect."""
         data, answer = text.encode("utf-8", "replace"), ctypes.c_void_p()
         failed = self._library.kvedge_chat_read(self._parser, data, len(data), partial, ctypes.byref(answer))
         found = template_worker.taken(self._library, answer)
@@ -84,28 +84,27 @@ class Dialect:
 
 
 class Dialects:
-    """This finds the dialects of a model's chat template, one for each list of tools. Any thread may use it."""
+    """The dialects of a model's chat template, one per list of tools. Thread-safe."""
 
     def __init__(self, model: Vocabulary, source: str, fits: Callable[[Dialect], bool] = lambda _: True) -> None:
-        """source: the template. fits: tells whether a dialect's grammar can be used; without, it is left out."""
+        """source: the template. fits: whether a dialect's grammar can be used; otherwise the dialect has no grammar."""
         self._model, self._fits = model, fits
         self._sandbox = Sandbox(source, model.special_text("bos"), model.special_text("eos"))
         self._found: OrderedDict[str, Dialect | None] = OrderedDict()
         self._lock = threading.Lock()
         self.knows_tools = "tools" in source
-        self.knows_thinking = "enable_thinking" in source  # a variable that templates have in common
+        self.knows_thinking = "enable_thinking" in source  # a variable that many templates share
 
     def knows(self, request: Mapping[str, Any]) -> bool:
-        """Tells whether `of` answers at once."""
+        """Returns whether the dialect of a request is cached, so `of` returns at once."""
         return json.dumps(request) in self._found
 
     def of(self, request: Mapping[str, Any]) -> Dialect | None:
-        """Finds the dialect of answers to such a request (`request_for`). None where the template has none that can be
-        found, or where this program cannot use it.
+        """Returns the dialect of answers to a request (`request_for`), or None if the template has none that is usable.
         """
         name = json.dumps(request)
         with contextlib.suppress(KeyError):
-            return self._found[name]  # without the lock, which is held for long
+            return self._found[name]  # no lock here: a search holds the lock for a long time
         with self._lock:
             if name not in self._found:
                 self._found[name] = self._find(request)
@@ -119,7 +118,7 @@ class Dialects:
             if dialect.grammar and not self._fits(dialect):
                 dialect.grammar = ""
             return dialect
-        except (ValueError, KvedgeError, OSError):  # the prompt is written by the template as well, and tells why
+        except (ValueError, KvedgeError, OSError):  # the template writes the prompt too, and fails there with a message
             return None
 
 
@@ -131,10 +130,10 @@ def request_for(
     reasoning: str,
     after_tool: bool,
 ) -> dict[str, Any]:
-    """Makes the request of `Dialects.of`. It has short messages: answers to other messages begin in the same way.
+    """Makes the request of `Dialects.of`. Its messages are short, because answers to other messages begin alike.
 
-    choice: "auto", "required" or "none". several: calls at once. values: variables for the template. reasoning: a name
-    of llama.cpp's: "auto" or "none". after_tool: the last message is a tool's.
+    choice: "auto", "required" or "none". several: several calls at once. values: variables for the template. reasoning:
+    llama.cpp's "auto" or "none". after_tool: the last message is from a tool.
     """
     messages: list[dict[str, Any]] = [_QUESTION]
     if after_tool:

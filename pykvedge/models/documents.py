@@ -1,7 +1,7 @@
-"""Pictures in all forms and pages of a PDF become pictures, one at a time.
+"""Loads pictures in all forms, and PDF pages as pictures, one at a time.
 
-PDFium draws pages, in a child process with bounds (pdf_worker.py): it is not for several threads at once, and a hostile
-file may crash or stall it. Each document has a child of its own, which ends with its last page.
+PDFium draws the pages in a child process with limits (pdf_worker.py), because PDFium is not thread-safe and a hostile
+file may crash or stall it. Each document has its own child process, which ends after the last page.
 """
 
 from __future__ import annotations
@@ -34,20 +34,20 @@ from pykvedge.system.files import require_file
 if TYPE_CHECKING:
     from pykvedge.models.images import ImageSources
 
-MOST_PAGES = 64  # of a document, at once
-MOST_STREAMED = 10_000  # where pages are drawn and read one by one
-SECONDS = 30.0  # that drawing the pages of a document may take; a page, where pages are read one by one
-DPI = 200  # pixels of an inch, at most: what scanners make of print
+MOST_PAGES = 64  # pages of a document that are loaded at once
+MOST_STREAMED = 10_000  # pages of a document that are drawn and read one by one
+SECONDS = 30.0  # time limit of a document; of a page, if pages are read one by one
+DPI = 200  # largest resolution of a page: the usual resolution of scanners
 _RANGE = re.compile(r"\s*(\d{1,7})\s*(?:(-)\s*(\d{1,7})?\s*)?", re.ASCII)
 _MOST_RANGES = 64
-_MOST_HEADER = 1 << 12  # bytes of a page's
+_MOST_HEADER = 1 << 12  # bytes of a page's header
 
 
 @dataclass(frozen=True)
 class PageSize:
-    """Pages are drawn so large that the encoder sees all that it can see, and no larger.
+    """The size of drawn pages: as large as the encoder can see, and no larger.
 
-    pixels: of a page, at most. side: the longest side, at most.
+    pixels: most pixels of a page. side: longest side, in pixels.
     """
 
     pixels: int = 1 << 22
@@ -55,24 +55,24 @@ class PageSize:
 
     @classmethod
     def of(cls, mmproj: Header, limits: tuple[int, int] | None) -> PageSize:
-        """limits: the least and the most tokens, from token_limits."""
+        """limits: the least and the most tokens of an image, from token_limits."""
         pixels, side = seen_at_most(mmproj, limits)
         return cls(min(pixels, MAX_PIXELS // 2), side) if pixels else cls()
 
     @classmethod
     def asked(cls, mmproj: Header, least: int = 0, most: int = 0) -> PageSize:
-        """least, most: tokens of an image that a user asks for, 0 for none. Raises UsageError as token_limits does."""
+        """least, most: tokens of an image that the user asks for, or 0. Raises UsageError as token_limits does."""
         return cls.of(mmproj, token_limits(mmproj, least, most))
 
 
 def load_pictures(
     images: ImageSources, size: PageSize | None = None, most: int = 0, stop: threading.Event | None = None
 ) -> Iterator[Picture]:
-    """Loads one picture or several, as they are asked for. Those without a name are numbered: image 1, image 2.
+    """Yields one picture or several, each loaded on demand. Pictures without a name are numbered: image 1, image 2.
 
-    A PDF (report.pdf, report.pdf[3-7], or the bytes of one) becomes a picture for each page. size: how large pages are
-    drawn. most: pages of a document; 0: as many as are read at once. stop: ends the drawing of pages with
-    CancelledError. Raises UsageError, ArrayError or ImageError.
+    A PDF (report.pdf, report.pdf[3-7], or the bytes of a PDF) gives a picture per page. size: size of drawn pages.
+    most: pages of a document; 0: as many as are loaded at once. stop: ends the drawing with CancelledError. Raises
+    UsageError, ArrayError or ImageError.
     """
     given: Any = images
     if given is None:
@@ -97,9 +97,9 @@ def _loaded(
 
 
 def named(path: str | os.PathLike[str]) -> tuple[Path, str] | None:
-    """Takes report.pdf[3-7] apart into the file and its pages; None for the name of something else than a PDF.
+    """Splits report.pdf[3-7] into the file and its pages ("": all pages). Returns None if the path names no PDF.
 
-    The pages are empty for all of them.
+    Raises UsageError for empty brackets.
     """
     found = PDF.fullmatch(os.fsdecode(path))
     if found is None:
@@ -110,12 +110,12 @@ def named(path: str | os.PathLike[str]) -> tuple[Path, str] | None:
 
 
 def file_of(path: Path) -> Path:
-    """Returns the file of report.pdf[3-7], and any other path as it is. Raises UsageError."""
+    """Returns the file of report.pdf[3-7]; returns any other path unchanged. Raises UsageError."""
     return (named(path) or (path, ""))[0]
 
 
 def ranges(pages: str) -> list[tuple[int, int | None]]:
-    """Reads "3-7", "2", "1,4-6" or "9-": first and last page of each, None for the last one there is.
+    """Reads "3-7", "2", "1,4-6" or "9-" as pairs of first and last page; None: up to the last page.
 
     Raises UsageError.
     """
@@ -142,12 +142,12 @@ def pages(
 ) -> Iterator[Picture]:
     """Yields pages of a PDF as pictures: upright, in colour, with notes and filled forms, on white.
 
-    source: a path, which may say which pages (report.pdf[3-7]), or the bytes of a file. chosen: "3-7", "2", "1,4-6",
-    "9-"; empty: all. size: how large pages are drawn; None: as for an encoder that cuts images into tiles. name: for
-    messages about bytes. most: pages, at most. A page is drawn when it is asked for; setting `stop` ends that.
+    source: a path, optionally with pages (report.pdf[3-7]), or the bytes of a file. chosen: "3-7", "2", "1,4-6", "9-";
+    empty: all. size: size of drawn pages; None: for an encoder that cuts images into tiles. name: name of bytes in
+    messages. most: largest number of pages. A page is drawn on demand; setting `stop` ends the drawing.
 
-    Raises UsageError where pypdfium2 is missing and for pages that are not there or too many, ImageError for a file
-    that is damaged, encrypted or takes too long, CancelledError.
+    Raises UsageError if pypdfium2 is missing and for missing or too many pages, ImageError for a file that is damaged,
+    encrypted or too slow, CancelledError.
     """
     if not isinstance(source, (str, os.PathLike, bytes, bytearray, memoryview)) or not isinstance(chosen, str):
         raise UsageError(f"a PDF is a path or the bytes of a file, and pages are text as '3-7'; not {source!r:.40} and "
@@ -213,7 +213,7 @@ def _drawing(source: Path | bytes, what: str, request: dict[str, Any]) -> Iterat
 
 
 def _next(process: subprocess.Popen[bytes], what: str, document: str) -> Picture | None:
-    """Reads a page as pdf_worker.py writes it; None: it ended. Raises ImageError, UsageError."""
+    """Reads a page from pdf_worker.py. Returns None at the end. Raises ImageError, UsageError."""
     pipe: IO[bytes] = process.stdout or io.BytesIO()
     line = pipe.readline(_MOST_HEADER)
     if not line.endswith(b"\n"):
@@ -221,7 +221,7 @@ def _next(process: subprocess.Popen[bytes], what: str, document: str) -> Picture
     try:
         told = json.loads(line)
         page, width, height = (0, 0, 0) if "error" in told else (int(told[n]) for n in ("page", "width", "height"))
-    except (LookupError, TypeError, ValueError):  # the file has made another program of it
+    except (LookupError, TypeError, ValueError):  # the file took over the worker
         raise ImageError(f"{what} cannot be read: what draws it says nonsense") from None
     if "error" in told:
         raise (UsageError if told.get("usage") else ImageError)(f"{what} {told['error']}")

@@ -1,4 +1,4 @@
-"""libmtmd loads the mmproj, and makes embeddings of one image at a time, for any number of conversations."""
+"""Loads the mmproj by libmtmd, and makes embeddings of one image at a time, for any number of conversations."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from pykvedge.native import ggml, libraries, llamacpp
 from pykvedge.native.encoderwatch import EncoderWatch
 from pykvedge.system import memory
 
-WORKSPACE = 128 << 20  # bytes that encoding an image takes beside the weights, about
-_SCHEDULER = 165 << 20  # of address space, hardly touched: ggml's, for graphs of 8192 nodes; without them it asserts
-_LOOK_S = 0.05  # between two looks at what may end the wait for another conversation's image
+WORKSPACE = 128 << 20  # bytes that encoding an image takes beside the weights, estimated
+_SCHEDULER = 165 << 20  # address space of ggml's graphs of 8192 nodes, hardly touched; ggml asserts if it is missing
+_LOOK_S = 0.05  # seconds between two calls of `look` while a thread waits
 
 
 class Encoder:
-    """This is a loaded mmproj. `encode` may be called from several threads: they wait for each other."""
+    """A loaded mmproj. Several threads may call `encode`; they wait for each other."""
 
     def __init__(
         self,
@@ -38,10 +38,10 @@ class Encoder:
         limits: tuple[int, int] = (0, 0),
         packed: bool = True,
     ) -> None:
-        """limits: the least and the most tokens of an image, 0 where the encoder's own are to hold. packed: quantised
-        weights lie as the CPU multiplies them fastest (patches/0008); stock llama.cpp has them as in the file.
+        """limits: the least and the most tokens of an image; 0: the encoder's value. packed: quantised weights are
+        stored as the CPU multiplies them fastest (patches/0008); stock llama.cpp stores them as in the file.
 
-        Raises ModelError if the file is no image encoder or does not fit the model, UsageError for limits where images
+        Raises ModelError if the file is no image encoder or does not fit the model, UsageError for limits if images
         have a fixed size, OutOfMemoryError.
         """
         header = self.header = check_mmproj(path, model.header)
@@ -49,19 +49,19 @@ class Encoder:
         llama = llamacpp.start(verbose, vision=True)
         self.on_device = use_gpu and ggml.has_gpu()
         if not self.on_device:
-            # mtmd aborts where it cannot get the memory for the weights
+            # mtmd aborts if memory for the weights is missing
             addresses = _SCHEDULER if memory.address_space_limit() is not None else 0
             memory.require(header.file_size + WORKSPACE + addresses, f"{path}", "close other programs")
         mtmd = self.mtmd = libraries.mtmd()
         self.projector = projector(header)
-        # random, so that no prompt contains it by accident
+        # random, so no prompt contains the marker by accident
         self.marker = f"<__image_{secrets.token_hex(8)}__>"
         self.width = model.n_embd_input  # of the embeddings
         self._lock, self._next, self._at_work_for = threading.Lock(), threading.Lock(), 0
         params = mtmd.mtmd_context_params_default()
         params.n_threads, params.use_gpu = threads, use_gpu
         params.print_timings = params.warmup = False
-        if hasattr(params, "pack_weights"):  # other bindings than kvedge's do not know it
+        if hasattr(params, "pack_weights"):  # older bindings have no pack_weights
             params.pack_weights = packed
         params.media_marker = self.marker.encode()
         if self.limits is not None:
@@ -79,7 +79,7 @@ class Encoder:
             raise ModelError(f"{path} does not read images")
 
     def close(self) -> None:
-        """Frees the image encoder. Does nothing the second time."""
+        """Frees the image encoder. A second call does nothing."""
         if getattr(self, "handle", None):
             self.mtmd.mtmd_free(self.handle)
             self.handle = None
@@ -88,22 +88,22 @@ class Encoder:
     def encode(self, chunk: Any, n_tokens: int, look: Callable[[float], None]) -> np.ndarray:
         """Makes embeddings [n_tokens, width] float32 of mtmd's chunk of an image. Raises ImageError, StateError.
 
-        look: called meanwhile with the share that is done; an exception from it ends the encoding.
+        look: called with the finished share; an exception from it ends the encoding.
         """
         with self._turn(look), llamacpp.collected_errors() as lines:
             status = self._watch.run(lambda: self.mtmd.mtmd_encode_chunk(self.handle, chunk), look)
             if status != 0:
                 raise ImageError(f"the image cannot be encoded: {llamacpp.reason(lines, 'mtmd does not say why')}")
             out = np.ctypeslib.as_array(self.mtmd.mtmd_get_output_embd(self.handle), (n_tokens, self.width))
-            return out.copy()  # mtmd's own are overwritten by the next image
+            return out.copy()  # the next image overwrites mtmd's array
 
     @contextmanager
     def _turn(self, look: Callable[[float], None]) -> Iterator[None]:
-        """Lets in one thread at a time: mtmd has one place for what it computes, and one for the embeddings."""
+        """Lets one thread in at a time, because mtmd has one work space and one array of embeddings."""
         me = threading.get_ident()
         if self._at_work_for == me:
             raise StateError("the image encoder is at work for this thread; do not ask about images in `progress`")
-        # whoever has many images waits behind the one that waits already
+        # a thread with many images waits behind a thread that waits already
         _acquire(self._next, look)
         try:
             _acquire(self._lock, look)

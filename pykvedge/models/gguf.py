@@ -1,4 +1,4 @@
-"""GGUF headers are read lightly, to refuse a bad file with a clear message before llama.cpp sees it.
+"""Reads GGUF headers, to refuse a bad file with a clear message before llama.cpp opens it.
 
 Values of long arrays are skipped, tensor data is never touched: a header with a vocabulary of 150 000 tokens takes a
 tenth of a second. Format: docs/gguf.md of ggml, versions 2 and 3, little endian.
@@ -25,7 +25,7 @@ Scalar = int | float | bool | str
 
 @dataclass(frozen=True)
 class Tensor:
-    """A tensor has a shape (fastest dimension first) and the number of a ggml type."""
+    """A tensor: its shape (fastest dimension first), and its number of a ggml type."""
 
     shape: tuple[int, ...]
     type: int
@@ -34,22 +34,22 @@ class Tensor:
 
 @dataclass(frozen=True)
 class Header:
-    """A GGUF file says this about itself."""
+    """The header of a GGUF file."""
 
     path: Path
-    values: Mapping[str, Scalar]  # metadata, arrays left out
-    arrays: Mapping[str, int]  # metadata arrays: their lengths
-    lists: Mapping[str, list[Scalar]]  # metadata arrays of at most 1024 numbers: their values
-    types: Mapping[str, int]  # GGUF's number of each value's type; for an array, of its elements' type
+    values: Mapping[str, Scalar]  # metadata without arrays
+    arrays: Mapping[str, int]  # metadata arrays: lengths
+    lists: Mapping[str, list[Scalar]]  # metadata arrays of at most 1024 numbers: values
+    types: Mapping[str, int]  # GGUF's type number of each value; for an array, of its elements
     tensors: Mapping[str, Tensor]
     file_size: int
-    data_start: int = 0  # where the tensors' data section begins, bytes
-    distinct_tokens: int = 0  # different texts in the vocabulary
-    other_bytes: int = 0  # of the model's other files, where it comes in several
+    data_start: int = 0  # start of the tensors' data section, in bytes
+    distinct_tokens: int = 0  # number of different texts in the vocabulary
+    other_bytes: int = 0  # size of the model's other files, if the model is split
 
     @property
     def architecture(self) -> str:
-        """This is general.architecture, or an empty string."""
+        """general.architecture, or ""."""
         return str(self.values.get("general.architecture", ""))
 
 
@@ -58,7 +58,7 @@ _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: 
 _STRING, _ARRAY = 8, 9
 _LIST = 1024
 TOKENS = "tokenizer.ggml.tokens"
-_LIMIT = 1 << 24  # the largest count that is accepted; no real header comes near it
+_LIMIT = 1 << 24  # the largest accepted count; no real header comes near it
 
 
 class _Reader:
@@ -91,11 +91,11 @@ class _Reader:
         return self.data[self.at - n : self.at]
 
     def array(self, key: str) -> tuple[int, int, list[Scalar] | None]:
-        """Reads the type and the length of an array, and its values if they are few numbers."""
+        """Reads the type and the length of an array, and the values of a short array of numbers."""
         start = self.at
         kind, n = int(self.scalar("I")), self.count("an array length")
         if kind == _STRING and key == TOKENS:
-            # llama.cpp reads a text up to its first NUL, and gives an empty one a name of its own
+            # llama.cpp reads a text up to its first NUL, and names an empty text by its number
             texts = [self._bytes().partition(b"\0")[0] for _ in range(n)]
             self.distinct_tokens = len({text or b"[EMPTY_%d]" % i for i, text in enumerate(texts)})
         elif kind == _STRING:
@@ -117,10 +117,9 @@ class _Reader:
 
 
 def read_header(path: str | os.PathLike[str]) -> Header:
-    """Reads and checks the header of a GGUF file, and that the file is long enough to hold its tensors.
+    """Reads and checks the header of a GGUF file, and checks that the file is long enough for its tensors.
 
-    The first file of a model in several is read with the others. Raises ModelError with one line that says what is
-    wrong with the file.
+    The first file of a split model is read with the other files. Raises ModelError with a one-line reason.
     """
     first = _read_file(Path(path))
     return joined([first, *map(_read_file, _others(first))])
@@ -137,9 +136,9 @@ def _others(first: Header) -> list[Path]:
 
 
 def joined(parts: Sequence[Header]) -> Header:
-    """Makes one header of a model's files, in their order: the first one's, with the tensors of all.
+    """Makes one header of a model's files, in their order: the first file's header with the tensors of all files.
 
-    Offsets count as if the files, filled up to whole multiples of 32 bytes, lay one after the other.
+    Offsets count as if the files, padded to multiples of 32 bytes, followed each other.
     """
     first, tensors, at = parts[0], dict[str, Tensor](), 0
     for part in parts:
@@ -164,9 +163,9 @@ def _read_file(path: Path) -> Header:
 
 
 def header_of(name: Path, start: bytes, size: int) -> Header | None:
-    """Reads the header in the first bytes of a GGUF file. Returns None if these bytes end before the header does.
+    """Reads the header in the first bytes of a GGUF file. Returns None if the bytes end before the header does.
 
-    name: messages call the file so. size: bytes of the whole file. Raises ModelError as read_header does.
+    name: the file's name in messages. size: bytes of the whole file. Raises ModelError as read_header does.
     """
     with suppress(EOFError):
         return _read(name, start, size)
@@ -174,7 +173,7 @@ def header_of(name: Path, start: bytes, size: int) -> Header | None:
 
 
 def _read(path: Path, data: mmap.mmap | bytes, size: int) -> Header:
-    """Raises ModelError; EOFError if the header goes on where `data`, the beginning of a file of `size` bytes, ends."""
+    """Reads a header. Raises ModelError; EOFError if `data` is a part of the file and ends in the header."""
     if size < 24 or data[:4] != b"GGUF"[: len(data)]:
         raise ModelError(f"{path} is no GGUF file; give a model that was converted for llama.cpp")
     try:
@@ -204,7 +203,7 @@ def _parse(path: Path, data: mmap.mmap | bytes, size: int) -> Header:
             if found is not None:
                 lists[key] = found
         elif kind == _STRING:
-            values[key] = reader.string().partition("\0")[0]  # llama.cpp reads no further
+            values[key] = reader.string().partition("\0")[0]  # llama.cpp reads up to the NUL
         elif kind in _SCALARS:
             values[key] = reader.scalar(_SCALARS[kind])
         else:
@@ -228,7 +227,7 @@ def _parse(path: Path, data: mmap.mmap | bytes, size: int) -> Header:
 
 
 def tensor_bytes(tensor: Tensor) -> int | None:
-    """Counts the bytes of a tensor's data. Returns None for a type that the gguf package does not know."""
+    """Returns the bytes of a tensor's data, or None for a type that the gguf package does not know."""
     try:
         elements, block = GGML_QUANT_SIZES[GGMLQuantizationType(tensor.type)]
     except ValueError:

@@ -1,6 +1,6 @@
-"""mtmd is asked how many tokens it makes of an image: it cuts the images of some encoders in ways of its own.
+"""Asks mtmd for the number of tokens of an image, because mtmd cuts the images of some encoders by special rules.
 
-That takes the files themselves: the vocabulary of the model, and the image encoder with its weights, for a moment.
+This needs the files themselves: the model's vocabulary, and the image encoder with its weights, for a moment.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from pykvedge.models.vision import ImagePiece, Vision
 
 
 def is_here(*headers: Header) -> bool:
-    """Tells whether the complete files are on this machine. For a model by name only headers may have been fetched."""
+    """Returns whether the complete files are on this machine. For a model by name, maybe only headers were fetched."""
     return all(header.path.is_file() and header.path.stat().st_size == header.file_size for header in headers)
 
 
 def count(
     model: Header, mmproj: Header, sizes: Sequence[tuple[int, int]], limits: tuple[int, int] = (0, 0)
 ) -> list[ImageGrid]:
-    """Asks for images of these widths and heights. limits: the least and the most tokens, 0 for mtmd's own.
+    """Returns the grids of images of these widths and heights. limits: least and most tokens; 0: mtmd's value.
 
     Raises what Model, Encoder and Vision.split raise.
     """
@@ -42,7 +42,7 @@ def _grid(vision: Vision, mmproj: Header, size: tuple[int, int]) -> ImageGrid:
     parts = tuple(piece.n_rows for piece in pieces if isinstance(piece, ImagePiece))
     vision.release(pieces)
     tower = read_tower(mmproj)
-    # parts of a size of their own have as many patches as their tokens are made of, the others those of the tower
+    # lfm2's parts vary in size and have the patches of their tokens; other parts have the tower's patches
     own = max(parts) * tower.merge**2
     patches = own if tower.projector == "lfm2" else max(tower.patches**2, own)
     return ImageGrid(parts, patches, patches * tower.patch_size**2)

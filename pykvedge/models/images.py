@@ -1,4 +1,4 @@
-"""Files, file objects, bytes, arrays and PIL images become upright RGB pixels here."""
+"""Loads files, file objects, bytes, arrays and PIL images as upright RGB pixels."""
 
 from __future__ import annotations
 
@@ -29,27 +29,27 @@ if TYPE_CHECKING:
     )
     ImageSources: TypeAlias = ImageSource | Iterable[ImageSource] | None
 
-MAX_PIXELS = 50_000_000  # about the largest phone photograph; models look at less than two million
-MAX_WEBP = 12_500_000  # pixels, of a 12-megapixel photograph: libwebp takes 16 bytes for each
+MAX_PIXELS = 50_000_000  # about the largest phone photograph; models look at less than two million pixels
+MAX_WEBP = 12_500_000  # pixels of a 12-megapixel photograph: libwebp takes 16 bytes per pixel
 LARGE = 4_000_000  # pixels; smaller pictures are never scaled
-_STRIP = 1 << 20  # pixels that are converted at once: a whole picture in another mode is 4 more bytes a pixel
+_STRIP = 1 << 20  # pixels converted at once: a conversion of the whole picture takes 4 more bytes per pixel
 FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF")
-# by EXIF's orientation: quarter turns to the left, and whether the picture is then mirrored
+# EXIF's orientation -> quarter turns to the left, and whether the picture is then mirrored
 _TURNS = {2: (0, True), 3: (2, False), 4: (2, True), 5: (-1, True), 6: (-1, False), 7: (1, True), 8: (1, False)}
-_one_at_a_time = threading.Lock()  # Python's filters of warnings are those of all threads
-PDF = re.compile(r"(?P<path>.*\.pdf)(?:\[(?P<pages>[^\[\]]*)\])?", re.IGNORECASE | re.DOTALL)  # a path of one
-_BLANKS = b"\xef\xbb\xbf\0 \t\r\n"  # some programs put them before a PDF
+_one_at_a_time = threading.Lock()  # Python's warning filters are shared by all threads
+PDF = re.compile(r"(?P<path>.*\.pdf)(?:\[(?P<pages>[^\[\]]*)\])?", re.IGNORECASE | re.DOTALL)  # path and pages
+_BLANKS = b"\xef\xbb\xbf\0 \t\r\n"  # some programs write these before a PDF
 FORMS = "a path, the bytes of an image file, an open file, a PIL image, or a uint8 array"
 
 
 @dataclass(frozen=True)
 class Picture:
-    """A picture has width * height RGB pixels of 3 bytes, row by row.
+    """width * height RGB pixels of 3 bytes, row by row.
 
-    Without pixels (`rgb` empty) it only tells of a picture that was read and forgotten. page: its number in a document,
-    which `document` tells apart from others; 0: it is no page. in_file: pixels of the file, if it was scaled.
-    away: reads the pixels that are not in memory (aside.py). note: what a person must know of how it was read.
-    Raises ImageError if the bytes are not as many as the pixels need, or the pixels are too many.
+    Without pixels (`rgb` is empty and `away` is None) it describes a picture that was read and forgotten. page: number
+    in the document with the id `document`; 0: no page. in_file: pixels of the file, if the picture was scaled.
+    away: reads pixels that are not in memory (aside.py). note: a remark for the user about the reading.
+    Raises ImageError if the number of bytes is wrong, or the pixels are too many.
     """
 
     name: str
@@ -77,23 +77,23 @@ class Picture:
 
     @cached_property
     def key(self) -> str:
-        """The key is equal for equal pixels."""
+        """A digest that is equal for equal pixels."""
         found = hashlib.sha256(f"{self.width}x{self.height}".encode())
         found.update(self.pixels())
         return found.hexdigest()
 
     @property
     def n_bytes(self) -> int:
-        """So many bytes the pixels have, wherever they are; 0 if they are forgotten."""
+        """The bytes of the pixels, wherever they are; 0 if they are forgotten."""
         return 3 * self.width * self.height if self.rgb or self.away is not None else 0
 
     def pixels(self) -> bytes:
-        """Returns the pixels, from where they are. Raises ImageError."""
+        """Returns the pixels, from memory or from `away`. Raises ImageError."""
         return self.rgb if self.rgb or self.away is None else self.away()
 
 
 def is_pdf(source: Any) -> bool:
-    """Tells by the name of a file, or by its beginning where it is here."""
+    """Returns whether a source is a PDF: by the name of a path, or by the first bytes of data."""
     if isinstance(source, (str, os.PathLike)):
         return PDF.fullmatch(os.fsdecode(source)) is not None
     if isinstance(source, (bytes, bytearray, memoryview)):
@@ -101,7 +101,7 @@ def is_pdf(source: Any) -> bool:
     try:
         if not hasattr(source, "read") or not source.seekable():
             return False
-        with signals.lifted():  # it may be the user's, and take its time
+        with signals.lifted():  # a user's file object may take a long time
             source.seek(0)
             head = source.read(1024)
             source.seek(0)
@@ -116,12 +116,11 @@ def load_picture(source: ImageSource, name: str | None = None, seen: int = 0) ->
 
     Files may be jpg, png, webp, bmp or gif (its first frame). They are turned as their EXIF data says; transparency
     becomes white. Arrays are uint8, [height, width, 3] RGB, [height, width, 4] RGBA or [height, width] grey. An open
-    file is read from its beginning, where it can go there, and stays open. A Picture is returned as it is.
+    file is read from its beginning, if it is seekable, and stays open. A Picture is returned unchanged.
 
-    name: for messages where the source has none; default: "image". seen: the most pixels that an encoder sees. A
-    picture in a file is scaled as scaled_by says. 0: no picture is scaled.
-    Raises ImageError if it cannot be read or has too many pixels, ArrayError for an array of another shape or type,
-    UsageError for what is no picture at all.
+    name: for messages if the source has no name; by default "image". seen: the most pixels that an encoder sees; a
+    picture in a file is scaled by scaled_by(). 0: no picture is scaled. Raises ImageError if the picture cannot be read
+    or has too many pixels, ArrayError for an array of another shape or type, UsageError for any other object.
     """
     what = name or "image"
     if is_pdf(source):
@@ -134,7 +133,7 @@ def load_picture(source: ImageSource, name: str | None = None, seen: int = 0) ->
     if isinstance(source, (str, os.PathLike)):
         return _from_path(source, seen)
     if isinstance(source, (bytes, bytearray, memoryview)):
-        return _from_file(io.BytesIO(bytes(source)), what, what, seen)  # of any layout
+        return _from_file(io.BytesIO(bytes(source)), what, what, seen)  # memoryviews of any layout
     if isinstance(source, np.ndarray):
         return _from_array(source, what)
     if isinstance(source, Image.Image):
@@ -146,15 +145,15 @@ def load_picture(source: ImageSource, name: str | None = None, seen: int = 0) ->
 
 
 def picture_size(path: Path) -> tuple[int, int]:
-    """Tells width and height of a picture as load_picture makes it, from its header alone. Raises ImageError."""
+    """Returns width and height of a picture as load_picture makes it, from the file's header. Raises ImageError."""
     with _explained(str(path)), _opened(path) as image:
-        lies = image.getexif().get(ExifTags.Base.Orientation, 1) >= 5  # its first row is a side
+        lies = image.getexif().get(ExifTags.Base.Orientation, 1) >= 5  # orientations from 5 on swap width and height
         _check_size(str(path), image.width, image.height)
         return (image.height, image.width) if lies else (image.width, image.height)
 
 
 def notes(pictures: Iterable[object]) -> list[str]:
-    """Lists what a person must know of how pictures were read."""
+    """Returns the remarks for the user about the reading of the pictures."""
     return [one.note for one in pictures if isinstance(one, Picture) and one.note]
 
 
@@ -176,12 +175,12 @@ def _from_path(path: str | os.PathLike[str], seen: int) -> Picture:
 
 
 def read_stream(file: Any, what: str) -> tuple[bytes, str]:
-    """Reads an open file. Returns its name as well, `what` where it has none."""
+    """Reads an open file. Returns its bytes and its name; the name is `what` if it has none."""
     given = getattr(file, "name", None)
     if isinstance(given, str) and given:
         what = given
     try:
-        with signals.lifted():  # it may be the user's, and take its time
+        with signals.lifted():  # a user's file object may take a long time
             if getattr(file, "seekable", lambda: False)():
                 file.seek(0)
             data = file.read()
@@ -204,23 +203,23 @@ def _from_file(file: Path | io.BytesIO, what: str, name: str, seen: int) -> Pict
                              f"{MAX_WEBP / 10**6} million, scale it down or make a JPEG of it")  # fmt: skip
         factor, wide = scaled_by(image.width, image.height, seen), image.width
         note = f"{name} is animated; only its first picture is read" if getattr(image, "is_animated", False) else ""
-        if factor > 1:  # JPEG alone: it reads less
+        if factor > 1:  # only JPEG reads less data then
             image.draft(image.mode, (max(wide // factor, 1), max(image.height // factor, 1)))
         rest = max(factor * image.width // wide, 1)
         return replace(_upright(image, what, name, rest), in_file=pixels if factor > 1 else 0, note=note)
 
 
 def scaled_by(width: int, height: int, seen: int) -> int:
-    """Tells by how much a picture of a file is scaled in each direction: a power of two, as JPEG files are.
+    """Returns the factor that scales a picture of a file down in each direction: a power of two, as in JPEG.
 
-    One of more than LARGE pixels, and 8 times `seen`, keeps at least twice `seen`.
+    Only pictures of more than LARGE and 8 times `seen` pixels are scaled; they keep at least twice `seen` pixels.
     """
     most = width * height // (2 * seen) if seen and width * height > LARGE else 1
     return 1 << (max(most, 1).bit_length() - 1) // 2
 
 
 def scaled_size(width: int, height: int, seen: int) -> tuple[int, int]:
-    """Tells the size that a picture of a file has once it is loaded."""
+    """Returns the size of a picture of a file after loading."""
     factor = scaled_by(width, height, seen)
     return -(-width // factor), -(-height // factor)
 
@@ -260,7 +259,7 @@ def _from_array(array: np.ndarray, what: str) -> Picture:
 
 
 def _upright(image: PillowImage, what: str, name: str, factor: int = 1) -> Picture:
-    """factor: so many rows and columns become one, the mean of their pixels."""
+    """Returns the upright picture. factor: this many rows and columns become one, the mean of their pixels."""
     _check_size(what, image.width, image.height)
     image.load()
     turn = _TURNS.get(image.getexif().get(ExifTags.Base.Orientation, 1))
@@ -280,10 +279,10 @@ def _upright(image: PillowImage, what: str, name: str, factor: int = 1) -> Pictu
 
 @contextmanager
 def _explained(what: str) -> Iterator[None]:
-    """Turns what pillow raises inside the block into an ImageError about `what`."""
+    """Turns errors of pillow inside the block into an ImageError about `what`."""
     try:
         with _one_at_a_time, warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # the size is checked here, more strictly
+            warnings.simplefilter("ignore")  # _check_size() checks the size more strictly
             yield
     except FileNotFoundError:
         raise ImageError(f"{what} does not exist") from None
@@ -295,7 +294,7 @@ def _explained(what: str) -> Iterator[None]:
         raise ImageError(f"{what} does not fit into memory; scale it down") from None
     except KvedgeError:
         raise
-    except Exception as error:  # the bytes of a file decide what pillow raises, struct.error among others
+    except Exception as error:  # the bytes of a file decide what pillow raises, for example struct.error
         detail = getattr(error, "strerror", None) or str(error) or type(error).__name__
         raise ImageError(f"{what} cannot be read: {detail}") from None
 

@@ -1,4 +1,4 @@
-"""The number and the places of an image's tokens follow from the metadata of an mmproj and the image's size."""
+"""Computes the number and the places of an image's tokens from the metadata of an mmproj and the image's size."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from pykvedge.errors import UnsupportedError, UsageError
 from pykvedge.models.gguf import Header
 from pykvedge.models.modelfile import projector
 
-_FIXED = {"mlp": 1, "ldp": 2, "ldpv2": 2, "gemma3": 4}  # projector -> patches that become one token, along each side
-_SQUARE = (*_FIXED, "adapter", "gemma3nv", "janus_pro")  # projectors that see every image centred on one square
-# projectors that resize an image as Qwen2-VL does, to a size that depends on the image's own -> the key of how many
-# patches become one token, along each side, and its default
+_FIXED = {"mlp": 1, "ldp": 2, "ldpv2": 2, "gemma3": 4}  # projector -> patches per side that become one token
+_SQUARE = (*_FIXED, "adapter", "gemma3nv", "janus_pro")  # projectors that centre every image on one square
+# projectors that resize an image as Qwen2-VL does, to a size that depends on the image -> the metadata key of the
+# number of patches per side that become one token, and its default
 _MERGE, _SCALE = "clip.vision.spatial_merge_size", "clip.vision.projector.scale_factor"
 _BY_SIZE = {
     "qwen2vl_merger": (_MERGE, 2),
@@ -25,27 +25,27 @@ _BY_SIZE = {
     "kimivl": (_SCALE, 1),
     "gemma4v": (_SCALE, 3),
 }
-# projector -> mtmd's least and most tokens of an image, which a user may change
+# projector -> mtmd's least and most tokens of an image, which the user may change
 _LIMITS = {
     **dict.fromkeys(("qwen2vl_merger", "qwen2.5vl_merger", "qwen3vl_merger", "ling3vl", "glm4v"), (8, 4096)),
     **dict.fromkeys(("pixtral", "kimivl"), (8, 1024)),
     **dict.fromkeys(("gemma4v", "gemma4uv"), (70, 1120)),
     "minimax_m3": (8, 576),
 }
-MOST_TOKENS = 1 << 14  # the largest limit that a user may ask for: an encoder's work grows with the square of tokens
+MOST_TOKENS = 1 << 14  # largest limit that the user may ask for: an encoder's work grows with the square of tokens
 
 
 @dataclass(frozen=True)
 class ImageGrid:
-    """An encoder makes so much of one image. It may cut the image into parts, and encodes one after the other."""
+    """The size of an encoder's output for one image. The encoder may cut the image into parts."""
 
-    tokens: tuple[int, ...]  # of each part
-    n_patches: int  # of one part
-    pixels: int  # of one part
+    tokens: tuple[int, ...]  # tokens of each part
+    n_patches: int  # patches of one part
+    pixels: int  # pixels of one part
 
     @property
     def n_tokens(self) -> int:
-        """So many tokens are those of all parts together."""
+        """The tokens of all parts together."""
         return sum(self.tokens)
 
     @property
@@ -56,9 +56,9 @@ class ImageGrid:
 def token_limits(mmproj: Header, least: int = 0, most: int = 0) -> tuple[int, int] | None:
     """Returns the least and the most tokens that an encoder makes of an image; None: the encoder takes no limits.
 
-    least, most: the limits that the user asks for, 0 for none. Such a limit replaces the encoder's own, and moves the
-    other one where they would cross. An image so long that one row has more tokens exceeds the most. Raises UsageError
-    if the user asks for limits and the encoder takes none.
+    least, most: limits that the user asks for, or 0. A user's limit replaces the encoder's limit; the other limit moves
+    if the two would cross. An image with more tokens in one row than `most` exceeds the limit. Raises UsageError if the
+    user asks for limits and the encoder takes none.
     """
     kind = projector(mmproj)
     if kind not in _LIMITS:
@@ -75,9 +75,9 @@ def token_limits(mmproj: Header, least: int = 0, most: int = 0) -> tuple[int, in
 
 
 def image_grid(mmproj: Header, width: int, height: int, limits: tuple[int, int] | None = None) -> ImageGrid:
-    """Counts tokens, patches and pixels of an image of that size. limits: from token_limits; None: the encoder's own.
+    """Returns tokens, patches and pixels of an image of that size. limits: from token_limits; None: the encoder's.
 
-    Raises UnsupportedError for an encoder that cuts images in a way that only mtmd knows (imagecount.py asks mtmd).
+    Raises UnsupportedError for an encoder whose cuts only mtmd knows (imagecount.py asks mtmd).
     """
     kind, values = projector(mmproj), mmproj.values
     patch, size = int(values.get("clip.vision.patch_size", 0)), int(values.get("clip.vision.image_size", 0))
@@ -90,7 +90,7 @@ def image_grid(mmproj: Header, width: int, height: int, limits: tuple[int, int] 
         side = patch * int(values.get(*_BY_SIZE[kind]))
         least, most = limits or _LIMITS[kind]
         w, h = _aligned(width, height, side, least * side * side, most * side * side)
-        breaks = h // side - 1 if kind == "pixtral" else 0  # a token after each row but the last
+        breaks = h // side - 1 if kind == "pixtral" else 0  # a token after each row except the last
         return ImageGrid(((w // side) * (h // side) + breaks,), (w // patch) * (h // patch), w * h)
     raise UnsupportedError(
         f"{mmproj.path}: how many tokens its projector '{kind}' makes of an image is not known; give --encoder-tokens"
@@ -98,7 +98,7 @@ def image_grid(mmproj: Header, width: int, height: int, limits: tuple[int, int] 
 
 
 def seen_at_most(mmproj: Header, limits: tuple[int, int] | None) -> tuple[int, int]:
-    """Returns the most pixels of an image that an encoder sees, and the longest side; zeros where only mtmd knows.
+    """Returns the most pixels of an image that an encoder sees, and the longest side; zeros if only mtmd knows them.
 
     limits: from token_limits.
     """
@@ -115,7 +115,7 @@ def seen_at_most(mmproj: Header, limits: tuple[int, int] | None) -> tuple[int, i
 
 @dataclass(frozen=True)
 class Places:
-    """The tokens of an image are a grid, row by row. padded: the image is centred on it, else it fills it."""
+    """The grid of an image's tokens, row by row. padded: the image is centred on the grid; else it fills the grid."""
 
     across: int
     down: int
@@ -123,7 +123,7 @@ class Places:
 
 
 def places(kind: str, reported: tuple[int, int], n_tokens: int) -> Places | None:
-    """Returns the grid of an image's tokens, or None if it is not known.
+    """Returns the grid of an image's tokens, or None if it is unknown.
 
     kind: the projector. reported: columns and rows from mtmd, which reports one row for images of a fixed size.
     """
@@ -135,9 +135,9 @@ def places(kind: str, reported: tuple[int, int], n_tokens: int) -> Places | None
 
 
 def _aligned(width: int, height: int, side: int, least: int, most: int) -> tuple[int, int]:
-    """Qwen2-VL's resizing: multiples of `side`, the ratio about kept, least <= pixels <= most.
+    """Resizes as Qwen2-VL does: multiples of `side`, about the same ratio, least <= pixels <= most.
 
-    In single precision, as mtmd computes it: sizes that divide exactly come out one step smaller in double.
+    Computes in float32 as mtmd does. In double precision, sizes that divide exactly come out one step smaller.
     """
     f = np.float32
     w, h = (max(side, math.floor(f(x) / f(side) + f(0.5)) * side) for x in (width, height))

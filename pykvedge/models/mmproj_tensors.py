@@ -1,9 +1,9 @@
-"""The tensors of an mmproj are checked against its metadata.
+"""Checks the tensors of an mmproj against its metadata.
 
-llama.cpp refuses a file that lacks a required tensor. But it calls most tensors optional, since other projectors do
-without them; its graph then reads through a null pointer or asserts on a shape. The rules here follow its graphs
-(tools/mtmd/models): every block of towers that are a plain transformer, and the ends of the common towers. The tensors
-of other projectors are not checked. No file is refused that could run.
+llama.cpp refuses a file that lacks a required tensor. But it treats most tensors as optional, because some projectors
+have none; its graph then reads through a null pointer or asserts on a shape. The rules here follow its graphs
+(tools/mtmd/models): every block of towers that are a plain transformer, and the first and last parts of the common
+towers. The tensors of other projectors are not checked. No file is refused that could run.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from gguf import GGMLQuantizationType
 from pykvedge.models.gguf import Header
 from pykvedge.models.mmproj_values import Tower, bad
 
-# towers whose blocks are built by clip_graph::build_vit
+# towers whose blocks clip_graph::build_vit builds
 _PLAIN = frozenset(
     {"dots_ocr", "gemma3", "gemma4v", "glm4v", "glm5v", "hunyuanvl", "idefics3", "internvl", "janus_pro", "kimik25",
      "kimivl", "lfm2", "lightonocr", "ling3vl", "llama4", "minimax_m3", "nemotron_v2_vl", "paddleocr", "phi4",
@@ -29,17 +29,17 @@ _PLACED = frozenset(  # plain towers that always read a table of positions
 _LLAVA = frozenset({"mlp", "ldp", "ldpv2", "adapter"})  # clip_graph_llava: no fused weights, no grouped heads
 _QWEN = frozenset({"qwen2vl_merger", "qwen2.5vl_merger", "qwen2.5o"})  # every matrix has a bias
 _QWEN3 = frozenset({"qwen3vl_merger"})  # fused weights with a bias
-# older converters swapped up and down in files of these
+# older converters swapped `up` and `down` in these towers' files
 _MAY_BE_SWAPPED = _LLAVA | _QWEN | {"gemma3", "idefics3", "resampler"}
-_FIXED_SIZE = _LLAVA | {"gemma3", "idefics3", "internvl"}  # every image, or piece of one, has the tower's own size
+_FIXED_SIZE = _LLAVA | {"gemma3", "idefics3", "internvl"}  # every image or image piece has the tower's fixed size
 
 _VECTOR = (GGMLQuantizationType.F32,)
 _KERNEL = (*_VECTOR, GGMLQuantizationType.F16, GGMLQuantizationType.BF16)
-_WHOLE_NUMBERS = range(24, 29)  # types of integers and doubles, which ggml does not multiply
+_WHOLE_NUMBERS = range(24, 29)  # integers and doubles, which ggml cannot multiply
 
 
 class _Check:
-    """This checks the tensors of one file. Each method raises ModelError for a tensor that does not fit."""
+    """Checks the tensors of one file. Each method raises ModelError for a tensor that does not fit."""
 
     def __init__(self, header: Header, tower: Tower) -> None:
         self.header, self.tower = header, tower
@@ -48,14 +48,14 @@ class _Check:
         return name in self.header.tensors
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Returns four dimensions of a tensor that must be there, the fastest first."""
+        """Returns four dimensions of a required tensor, the fastest first."""
         tensor = self.header.tensors.get(name)
         if tensor is None:
             raise bad(self.header, f"the tensor {name} is missing")
         return (*tensor.shape, 1, 1, 1, 1)[:4]
 
     def tensor(self, name: str, *wanted: int | None, types: Sequence[GGMLQuantizationType] = ()) -> tuple[int, ...]:
-        """Checks a tensor, and returns its four dimensions. wanted: the first of them, None for any; others are 1."""
+        """Checks a tensor and returns its four dimensions. wanted: the first dimensions, None: any; others are 1."""
         shape = self.shape(name)
         right = tuple(n if want is None else want for n, want in zip(shape, wanted, strict=False))
         if shape != (*right, 1, 1, 1, 1)[:4]:
@@ -66,7 +66,7 @@ class _Check:
         return shape
 
     def matrix(self, name: str, n_in: int, n_out: int | None = None) -> int:
-        """Checks a matrix that is multiplied by vectors of n_in, and returns the width of its products."""
+        """Checks a matrix that multiplies vectors of n_in. Returns the width of the products."""
         width = self.tensor(name, n_in, n_out)[1]
         if self.header.tensors[name].type in _WHOLE_NUMBERS:
             raise bad(self.header, f"the tensor {name} holds whole numbers or doubles")
@@ -82,13 +82,13 @@ class _Check:
             self.vector(name, width)
 
     def positions(self, least: int, looked_up: bool = False) -> None:
-        """Checks the table of positions, which is added as it is, or looked up row by row, where any type will do."""
+        """Checks the table of positions. It is added whole, or looked up row by row; a looked-up table has any type."""
         name = "v.position_embd.weight"
         enough = looked_up and self.shape(name)[1] >= least
         self.tensor(name, self.tower.n_embd, None if enough else least, types=() if looked_up else _VECTOR)
 
     def linear(self, name: str, n_in: int, n_out: int | None = None, biased: bool = False) -> int:
-        """Checks a matrix and its bias, which may be left out unless `biased`. Returns the width of what comes out."""
+        """Checks a matrix and its bias, which is optional unless `biased`. Returns the width of the result."""
         width = self.matrix(f"{name}.weight", n_in, n_out)
         if biased or self.has(f"{name}.bias"):
             self.vector(f"{name}.bias", width)
@@ -98,7 +98,7 @@ class _Check:
         self.any_vectors(width, *(f"{name}.{part}" for name in names for part in ("weight", "bias")))
 
     def chain(self, width: int, *names: str) -> int:
-        """Checks matrices with biases, one behind the other. Returns the width of what comes out."""
+        """Checks a chain of matrices with biases. Returns the width of the last result."""
         for name in names:
             width = self.linear(name, width, biased=True)
         return width
@@ -157,7 +157,7 @@ def _check_block(check: _Check, block: str) -> None:
 
 
 # ---------------------------------------------------------------------------------------------------
-# What comes before the blocks and after them
+# The parts before and after the blocks
 
 
 def _check_llava_tower(check: _Check) -> None:

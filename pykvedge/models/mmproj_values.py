@@ -1,7 +1,8 @@
-"""The metadata of an mmproj are checked as llama.cpp's clip.cpp reads them, which asserts on unexpected values.
+"""Checks the metadata of an mmproj, because llama.cpp's clip.cpp asserts on unexpected values.
 
-A value of another type ends the process when the file is loaded (gguf_get_val_u32 and its kin). A head count that does
-not divide, or an epsilon that is no number, ends the process at the first image. A huge block count takes all memory.
+A value of another type ends the process when the file is loaded (gguf_get_val_u32 and similar functions). A head count
+that does not divide the width, or an epsilon that is no number, ends the process at the first image. A huge block count
+takes all memory.
 """
 
 from __future__ import annotations
@@ -12,11 +13,11 @@ from dataclasses import dataclass
 from pykvedge.errors import ModelError
 from pykvedge.models.gguf import Header
 
-_U32, _I32, _F32, _BOOL, _STRING = 4, 5, 6, 7, 8  # GGUF's numbers of the types of metadata
+_U32, _I32, _F32, _BOOL, _STRING = 4, 5, 6, 7, 8  # GGUF's type numbers of metadata
 _NAMES = {_U32: "an unsigned number of 32 bits", _I32: "a number of 32 bits", _F32: "a 32-bit float",
           _BOOL: "true or false", _STRING: "text"}  # fmt: skip
 
-# keys that clip.cpp reads, and the one type that it accepts for each
+# keys that clip.cpp reads -> the only type that it accepts
 _SCALARS = {
     "general.name": _STRING,
     "general.description": _STRING,
@@ -49,12 +50,12 @@ _SCALARS["clip.audio.projector.window_size"] = _U32
 _ARRAYS = {"clip.vision.image_mean": _F32, "clip.vision.image_std": _F32}
 
 _MOST_LAYERS, _LARGEST_IMAGE, _LARGEST_PATCH = 4096, 8192, 65535
-_LARGEST_TOKEN = 724  # pixels of one token along a side: clip.cpp counts the pixels of 4,096 tokens in 31 bits
+_LARGEST_TOKEN = 724  # side of one token in pixels: clip.cpp counts the pixels of 4,096 tokens in 31 bits
 
 
 @dataclass(frozen=True)
 class Tower:
-    """The numbers of a vision tower from which the shapes of its tensors follow."""
+    """The numbers of a vision tower that determine the shapes of its tensors."""
 
     projector: str
     n_embd: int
@@ -64,23 +65,23 @@ class Tower:
     n_layer: int
     image_size: int
     patch_size: int
-    merge: int  # projector.scale_factor: patches that become one token, along one side; 0 is not said
-    n_out: int  # projection_dim, which most projectors do not look at
-    stacked: int  # layers whose outputs the projector reads side by side
+    merge: int  # projector.scale_factor: patches per side that become one token; 0: not given
+    n_out: int  # projection_dim, which most projectors ignore
+    stacked: int  # number of layers whose outputs the projector reads side by side
 
     @property
     def patches(self) -> int:
-        """An image of the tower's own size has so many patches along a side."""
+        """The patches per side of an image of the tower's size."""
         return self.image_size // self.patch_size
 
 
 def bad(header: Header, what: str) -> ModelError:
-    """Makes the error for an mmproj that cannot be used."""
+    """Returns the error for an mmproj that cannot be used."""
     return ModelError(f"{header.path} cannot be used as an image encoder: {what}; download or convert it again")
 
 
 def projector(header: Header) -> str:
-    """Returns the type of an mmproj's projector, as llama.cpp names it; it is empty if it does not say."""
+    """Returns llama.cpp's name of an mmproj's projector type; "" if the file does not say it."""
     values = header.values
     return str(values.get("clip.projector_type") or values.get("clip.vision.projector_type") or "")
 
@@ -112,7 +113,7 @@ def read_tower(header: Header) -> Tower:
 
 
 def _merged(header: Header, patch: int) -> int:
-    """Reads the scale factor: patches that become one token, along one side. clip.cpp divides image sizes by it."""
+    """Returns the scale factor: patches per side that become one token. clip.cpp divides image sizes by it."""
     merges = {name: _count(header, name, 1, default=1) for name in ("projector.scale_factor", "spatial_merge_size")}
     for name, merge in merges.items():
         if merge > 1 and merge * patch > _LARGEST_TOKEN:

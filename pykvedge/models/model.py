@@ -1,4 +1,4 @@
-"""A language model is loaded by llama.cpp."""
+"""Loads language models by llama.cpp."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ Progress = Callable[[str, float], None]  # (what, share done in 0..1)
 
 
 def silent(what: str, share: float) -> None:
-    """Stands for progress that nobody looks at."""
+    """Ignores progress."""
 
 
 class Model(Vocabulary):
-    """This is a loaded GGUF model. Close it when done; contexts made from it must be closed before."""
+    """A loaded GGUF model. Close every context of the model, then the model."""
 
     def __init__(
         self,
@@ -37,13 +37,13 @@ class Model(Vocabulary):
         verbose: bool = False,
         vocabulary_only: bool = False,
     ) -> None:
-        """offload: what goes to GPUs and other machines. vocabulary_only: no weights, so that it makes tokens alone.
+        """offload: what goes to GPUs and other machines. vocabulary_only: loads no weights, only the tokeniser.
 
         Raises ModelError, LibraryError, DeviceError, OutOfMemoryError, UsageError, CancelledError.
         """
         self.offload = offload
         self.header = check_model(path)
-        self.location = self.path.absolute()  # wherever the process goes
+        self.location = self.path.absolute()  # absolute: the process may change its working directory
         llama = self.llama = llamacpp.start(verbose, vision=False)
         params = llama.llama_model_default_params()
         devices = offload.apply(params, self.header)
@@ -82,7 +82,7 @@ class Model(Vocabulary):
             raise ModelError(f"{path} {why}")
 
     def _fault(self) -> str:
-        """Says why the model cannot be used; an empty text: it can."""
+        """Returns why the model cannot be used, or ""."""
         llama = self.llama
         if not llama.llama_model_has_decoder(self.handle) or llama.llama_model_has_encoder(self.handle):
             return "is no decoder-only language model; it cannot be used to chat"
@@ -95,7 +95,7 @@ class Model(Vocabulary):
         return ""
 
     def close(self) -> None:
-        """Frees the model. Does nothing the second time."""
+        """Frees the model. A second call does nothing."""
         if getattr(self, "handle", None):
             self.llama.llama_model_free(self.handle)
             self.handle = None
@@ -106,23 +106,23 @@ class Model(Vocabulary):
 
     @property
     def n_ctx_train(self) -> int:
-        """The model was trained to see so many tokens at once."""
+        """The number of tokens in the context of the training."""
         return self.llama.llama_model_n_ctx_train(self.handle)
 
     @property
     def n_embd_input(self) -> int:
-        """The model takes embeddings of this width."""
+        """The width of the embeddings that the model reads."""
         return self.llama.llama_model_n_embd_inp(self.handle)
 
     @property
     def has_mrope(self) -> bool:
-        """Tells whether a token has several positions (time, row and column: M-RoPE)."""
+        """Whether a token has several positions (time, row and column: M-RoPE)."""
         llama = self.llama
         return llama.llama_model_rope_type(self.handle) in (llama.LLAMA_ROPE_TYPE_MROPE, llama.LLAMA_ROPE_TYPE_IMROPE)
 
     @property
     def recurrent(self) -> bool:
-        """Tells whether some layers keep a state, out of which no token can be taken back."""
+        """Whether some layers keep a recurrent state, from which no token can be removed."""
         llama = self.llama
         return bool(llama.llama_model_is_recurrent(self.handle) or llama.llama_model_is_hybrid(self.handle))
 
@@ -131,12 +131,12 @@ class Model(Vocabulary):
         return self.llama.llama_model_n_layer(self.handle)
 
     def kv_bytes_per_token(self, element_bytes: float) -> int:
-        """Counts the bytes of one token's keys and values over all layers, if every layer has plain attention."""
+        """Returns the bytes of one token's keys and values over all layers, if every layer has plain attention."""
         return int(self.n_layer * self.llama.llama_model_n_head_kv(self.handle) * self.pair_width * element_bytes)
 
     @property
     def pair_width(self) -> int:
-        """A KV pair has so many numbers: the sizes of a key and of a value of one head."""
+        """The numbers of a KV pair: the size of a key plus the size of a value of one head."""
         arch, values = self.header.architecture, self.header.values
         n_head = max(self.llama.llama_model_n_head(self.handle), 1)
         head = self.llama.llama_model_n_embd(self.handle) // n_head
@@ -145,18 +145,18 @@ class Model(Vocabulary):
 
 
 class TextStream:
-    """Turns tokens into text, holding back bytes until they make whole characters."""
+    """Turns tokens into text. Holds bytes back until they form whole characters."""
 
     def __init__(self, model: Model, shown: frozenset[int] = frozenset()) -> None:
-        """shown: special tokens that have their text."""
+        """shown: special tokens whose text is returned."""
         self._model, self._shown = model, shown
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def feed(self, token: int) -> str:
-        """Returns the text that this token completes, possibly empty."""
+        """Returns the text that this token completes; may be ""."""
         shown = self._model.written(token).encode() if token in self._shown else self._model.piece(token)
         return self._decoder.decode(shown)
 
     def finish(self) -> str:
-        """Returns what an unfinished character at the end becomes."""
+        """Returns the text of an unfinished character at the end; may be ""."""
         return self._decoder.decode(b"", final=True)

@@ -1,4 +1,4 @@
-"""The metadata of a language model are checked for values on which llama.cpp asserts.
+"""Checks the metadata of a language model for values on which llama.cpp asserts.
 
 llama.cpp itself refuses most broken files, for example wrong types of metadata and shapes of tensors. The values here
 would end the process: in src/llama-model.cpp (load_hparams), in src/llama-vocab.cpp, and in ggml's norms and buffers.
@@ -13,7 +13,7 @@ from pykvedge.errors import ModelError
 from pykvedge.models.gguf import TOKENS, Header, Scalar
 
 _MOST_LAYERS, _MOST_EXPERTS = 512, 1024  # LLAMA_MAX_LAYERS, LLAMA_MAX_EXPERTS
-_ALIGNED = 32  # bytes: ggml takes no memory of a mapped file that begins elsewhere
+_ALIGNED = 32  # bytes: ggml refuses a mapped tensor at another offset
 _ROPE_SCALINGS = ("none", "linear", "yarn", "longrope")
 _LISTS = ("tokenizer.ggml.merges", "tokenizer.ggml.precompiled_charsmap", "tokenizer.ggml.suppress_tokens")
 _AS_WIDE = ("lfm2", "lfm2moe")
@@ -21,13 +21,13 @@ _STRING = 8
 
 
 def check_values(header: Header) -> None:
-    """Raises ModelError for a language model that would end the process as llama.cpp loads it, or soon after."""
+    """Raises ModelError for a language model on which llama.cpp would end the process when it loads it or later."""
     for what in _faults(header):
         raise ModelError(f"{header.path} cannot be used: {what}; download or convert it again")
 
 
 def rotates_nothing(header: Header) -> bool:
-    """Tells whether a model says that RoPE rotates no numbers. With RoPE llama.cpp divides by their count."""
+    """Returns whether a model says that RoPE rotates 0 numbers. llama.cpp then divides by 0."""
     return header.values.get(f"{header.architecture}.rope.dimension_count") == 0
 
 
@@ -56,7 +56,7 @@ def _faults(header: Header) -> Iterator[str]:
 
 
 def _faults_of_heads(header: Header) -> Iterator[str]:
-    """Checks numbers that llama.cpp does not compare with the tensors: shared heads, LFM2's width, rotated pairs."""
+    """Yields faults that llama.cpp does not compare with tensors: KV heads, LFM2's width, rotated pairs."""
     arch, width = header.architecture, _whole(header, "embedding_length")
     head = _whole(header, "attention.key_length")
     heads, shared = _each(header, "attention.head_count"), _each(header, "attention.head_count_kv")
@@ -76,7 +76,7 @@ def _faults_of_heads(header: Header) -> Iterator[str]:
 
 
 def _faults_of_experts(header: Header) -> Iterator[str]:
-    """Checks the numbers of a mixture of experts, each of which llama.cpp asserts on."""
+    """Yields faults of a mixture of experts on which llama.cpp asserts."""
     n_experts, groups = _whole(header, "expert_count"), _whole(header, "expert_group_count")
     used, chosen = max(_each(header, "expert_used_count"), default=0), _whole(header, "expert_group_used_count")
     if header.architecture.startswith("hunyuan") and n_experts <= 1:
@@ -108,6 +108,6 @@ def _whole(header: Header, name: str) -> int:
 
 
 def _each(header: Header, name: str) -> list[int]:
-    """Returns the value of each layer, or the one value of all."""
+    """Returns the value of each layer, or a list of the one value for all layers."""
     found = header.lists.get(f"{header.architecture}.{name}", [_whole(header, name)])
     return [n for n in found if isinstance(n, int)]

@@ -1,4 +1,4 @@
-"""Model files are checked before llama.cpp opens them: llama.cpp would abort, or report in terms of its own source."""
+"""Checks model files before llama.cpp opens them. llama.cpp would abort, or name its own source in the error."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pykvedge.models.mmproj_tensors import check_tensors
 from pykvedge.models.mmproj_values import projector, read_tower
 from pykvedge.models.model_values import check_values
 
-# projector type -> (tensor, dimension counted from the fastest) that holds the width of its output
+# projector -> (tensor, dimension counted from the fastest) with the width of its output
 _OUTPUT_WIDTH = {
     "mlp": ("mm.2.weight", 1),
     "ldpv2": ("mm.model.peg.0.bias", 0),
@@ -22,13 +22,13 @@ _OUTPUT_WIDTH = {
     "idefics3": ("mm.model.fc.weight", 1),
     "gemma3": ("mm.input_projection.weight", 0),
 }
-# projectors whose images have positions in two dimensions, and projectors whose images cannot have them
+# projectors whose images need positions in two dimensions, and projectors whose images cannot have them
 _NEEDS_M_ROPE = ("qwen2vl_merger", "qwen2.5vl_merger", "qwen3vl_merger")
 _NEEDS_PLAIN_ROPE = ("mlp", "ldp", "ldpv2", "gemma3", "idefics3", "internvl")
 
 
 def facts(header: Header) -> tuple[str, str, str]:
-    """Returns the name (of the model, else of its file), file name, and quantisation ("" where it is not said)."""
+    """Returns the name (of the model, else of its file), file name, and quantisation ("" if unknown)."""
     name = str(header.values.get("general.name") or header.path.stem)
     number = header.values.get("general.file_type")
     kind = next((kind.name for kind in LlamaFileType if kind == number), "")
@@ -36,7 +36,7 @@ def facts(header: Header) -> tuple[str, str, str]:
 
 
 def check_model(given: Header | str | os.PathLike[str]) -> Header:
-    """Returns the header of a language model, which is read from a path. Raises ModelError if it is none to use."""
+    """Returns the header of a language model. Raises ModelError if the file is no usable language model."""
     header = given if isinstance(given, Header) else read_header(given)
     path = header.path
     if header.architecture == "clip":
@@ -52,7 +52,7 @@ def check_model(given: Header | str | os.PathLike[str]) -> Header:
 
 
 def check_mmproj(given: Header | str | os.PathLike[str], model: Header) -> Header:
-    """Returns the header of an mmproj, which is read from a path. Raises ModelError if it is none or does not fit."""
+    """Returns the header of an mmproj. Raises ModelError if the file is no mmproj or does not fit the model."""
     header = given if isinstance(given, Header) else read_header(given)
     path = header.path
     if header.architecture != "clip":

@@ -1,4 +1,4 @@
-"""Which of ggml's devices a model's layers lie on: GPUs, and other machines through llama.cpp's RPC servers."""
+"""The devices of a model's layers: GPUs, and other machines through llama.cpp's RPC servers."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ if TYPE_CHECKING:
     from pykvedge.native.ggml import Device
 
 AUTO, NONE = "auto", "none"
-CONNECT_S = 5.0  # to find that nobody listens, or that the server serves another program
-_HELLO = bytes([14]) + (24).to_bytes(8, "little") + bytes(24)  # of ggml's RPC protocol: what a client says first
+CONNECT_S = 5.0  # seconds until a server counts as absent or busy with another program
+_HELLO = bytes([14]) + (24).to_bytes(8, "little") + bytes(24)  # the client's first message in ggml's RPC protocol
 _one_at_a_time = threading.Lock()
 
 
 @dataclass(frozen=True)
 class Offload:
-    """The user asks for this placement of layers. Raises UsageError for options that contradict each other."""
+    """The placement of layers that the user asks for. Raises UsageError for options that contradict each other."""
 
-    gpu_layers: int | str | None = None  # on devices, -1 for all, "auto" for what fits; None: llama.cpp's default
-    device: str = AUTO  # "auto": all that there are; "none"; or names, as in "CUDA0,RPC0"
-    rpc: str = ""  # servers, as in "HOST:PORT,HOST:PORT", whose devices are added to this machine's
-    talk: Talk | None = field(default=None, compare=False)  # "auto" leaves room for it on the devices
+    gpu_layers: int | str | None = None  # layers on devices; -1: all, "auto": as many as fit, None: llama.cpp's default
+    device: str = AUTO  # "auto": all devices; "none"; or names, as in "CUDA0,RPC0"
+    rpc: str = ""  # servers, as in "HOST:PORT,HOST:PORT"; their devices join this machine's devices
+    talk: Talk | None = field(default=None, compare=False)  # gpu_layers "auto" leaves room for this conversation
 
     def __post_init__(self) -> None:
         if isinstance(self.gpu_layers, str) and self.gpu_layers != AUTO:
@@ -46,28 +46,28 @@ class Offload:
 
     @property
     def servers(self) -> list[str]:
-        """Lists the servers' addresses."""
+        """The addresses of the servers."""
         return _words(self.rpc)
 
     @property
     def names(self) -> list[str]:
-        """Lists the devices that the user named, if any."""
+        """The devices that the user named; [] for "auto" and "none"."""
         return [] if self.device in (AUTO, NONE) else _words(self.device)
 
     @property
     def off(self) -> bool:
-        """Tells whether everything stays on the processor."""
+        """Whether everything stays on the CPU."""
         return self.device == NONE or self.gpu_layers == 0
 
     @property
     def through_graph(self) -> bool:
-        """Tells whether the CPU's layers go the way of a device's, to compare the two."""
+        """Whether the CPU runs its layers by the graph of a device, for comparison with a device."""
         return self.names == ["CPU"]
 
     def devices(self) -> list[Device]:
-        """Lists the devices that layers may lie on, in llama.cpp's order: servers, GPUs, or else an integrated GPU.
+        """Returns the devices for layers, in llama.cpp's order: servers, then GPUs, or else an integrated GPU.
 
-        Raises DeviceError for a server that does not answer, UsageError for a device that is not there.
+        Raises DeviceError for a server that does not answer, UsageError for an unknown device.
         """
         _held = self._connect()
         return self._chosen()
@@ -79,7 +79,7 @@ class Offload:
         for endpoint in self.servers:
             _reach(endpoint)
             connection = ggml.Connection.within(CONNECT_S, endpoint)
-            if connection is None:  # another program was faster
+            if connection is None:  # another program connected first
                 raise DeviceError(_busy(endpoint))
             held.append(connection)
         return held
@@ -109,7 +109,7 @@ class Offload:
 
         Raises what `devices` raises.
         """
-        held, chosen = self._connect(), self._chosen()  # weights hold the connection later
+        held, chosen = self._connect(), self._chosen()  # the weights hold the connection later
         if isinstance(self.gpu_layers, str):
             params.n_gpu_layers = self._most(header, chosen)
         elif self.gpu_layers is not None:
@@ -125,11 +125,11 @@ class Offload:
     def _most(self, header: Header, devices: list[Device]) -> int:
         try:
             return self._placed(header, self.talk, devices).gpu_layers if self.talk is not None else 0
-        except ModelError:  # a file that does not say enough to plan with
+        except ModelError:  # the file lacks metadata for a plan
             return 0
 
     def placement(self, header: Header, talk: Talk) -> Placement:
-        """Computes what a model's layers take on the devices. Raises what `devices` raises, and ModelError."""
+        """Computes the memory of a model's layers on the devices. Raises what `devices` raises, and ModelError."""
         return self._placed(header, talk, self.devices())
 
     def _placed(self, header: Header, talk: Talk, devices: list[Device]) -> Placement:
@@ -166,8 +166,8 @@ def _address(endpoint: str) -> tuple[str, int]:
 
 
 def _reach(endpoint: str) -> None:
-    """Raises DeviceError where the server cannot be used: ggml would end the process, or wait as long as it takes."""
-    with _one_at_a_time:  # a server that answers one thread keeps another waiting
+    """Raises DeviceError if the server is unusable. ggml would end the process, or wait without a limit."""
+    with _one_at_a_time:  # one thread at a time: a server that answers one thread lets another thread wait
         if _is_client_of(endpoint):
             return
         try:
@@ -175,7 +175,7 @@ def _reach(endpoint: str) -> None:
                 server.sendall(_HELLO)
                 answer = server.recv(64)
         except OSError as error:
-            if isinstance(error, TimeoutError) and _is_client_of(endpoint):  # by now, of another thread's model
+            if isinstance(error, TimeoutError) and _is_client_of(endpoint):  # another thread has connected meanwhile
                 return
             raise DeviceError(_unreachable(endpoint, error)) from None
         if not answer:
@@ -197,7 +197,7 @@ def _unreachable(endpoint: str, error: OSError) -> str:
 
 
 def _is_client_of(endpoint: str) -> bool:
-    """Tells whether this process has a connection to the server, whose devices are its own then."""
+    """Returns whether this process has a connection to the server; its devices then belong to this process."""
     host, port = _address(endpoint)
     process = psutil.Process()
     connections = getattr(process, "net_connections", None) or process.connections  # the name before psutil 6

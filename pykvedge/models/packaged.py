@@ -1,4 +1,4 @@
-"""The packaged model knows drawn scenes only: small objects on a large plain square."""
+"""The packaged model, which knows drawn scenes only: small objects on a large plain square."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from pykvedge.errors import one_line
 from pykvedge.models.images import Picture
 from pykvedge.system.files import DATA
 
-PACKAGED = DATA / "demo-model.gguf"  # where no model is named
-_PLAIN = 0.8  # of a scene's pixels, at least, have the colour of the background; objects and a code take a tenth
-_NOISE = 16  # what JPEG changes of a plain colour, at most
-_PIXELS = 1 << 13  # that are looked at
+PACKAGED = DATA / "demo-model.gguf"  # the model if the user names none
+_PLAIN = 0.8  # least share of pixels with the background's colour; objects and a code take a tenth
+_NOISE = 16  # largest change of a plain colour by JPEG
+_PIXELS = 1 << 13  # number of pixels that is_scene() reads
 
 
 def is_scene(picture: Picture) -> bool:
-    """Tells whether a picture may be a drawn scene: square, and nearly all of it of one colour."""
+    """Returns whether a picture may be a drawn scene: square, and nearly all of one colour."""
     if abs(picture.width - picture.height) > max(picture.width, picture.height) / 20:
         return False
     pixels = np.frombuffer(picture.pixels(), np.uint8).reshape(-1, 3)
@@ -28,7 +28,7 @@ def is_scene(picture: Picture) -> bool:
 
 
 def hints(model: Path, pictures: Iterable[Picture | object]) -> list[str]:
-    """Returns a line about the first picture that the packaged model does not know; none for other models."""
+    """Returns a line about the first picture that the packaged model does not know; [] for other models."""
     if model != PACKAGED:
         return []
     for picture in pictures:

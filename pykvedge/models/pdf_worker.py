@@ -1,7 +1,7 @@
-"""This draws pages of a PDF, as a program of its own that a hostile file cannot hurt (models/documents.py starts it).
+"""Draws pages of a PDF in a separate process, which a hostile file may crash (models/documents.py starts it).
 
-The file is standard input. Each page is a line of JSON on standard output, and its RGB pixels behind it; a line with
-`error` is the last one, and the file's name comes before what it says.
+Standard input is the file. Each page is a line of JSON on standard output, followed by its RGB pixels. A line with
+`error` is the last line; its text follows the file's name in messages.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from typing import Any, BinaryIO
 from pykvedge.errors import ImageError, UsageError
 
 MEMORY = 1 << 30  # bytes of address space
-MOST_INCHES = 200  # of a side: the most that the format allows
-_PASSWORD, _SECURITY = 4, 5  # PDFium's numbers of errors
+MOST_INCHES = 200  # length of a side: the limit of the format
+_PASSWORD, _SECURITY = 4, 5  # PDFium's error numbers
 _NEW_USER, _NEW_NETWORK = 0x10000000, 0x40000000  # Linux's CLONE_NEWUSER and CLONE_NEWNET
 
 
 def chosen(ranges: list[list[int | None]], n_pages: int, most: int) -> list[int]:
-    """Lists the numbers of pages, from 1 on. ranges: first and last page of each; no last page: to the end.
+    """Returns page numbers, from 1 on. ranges: first and last page of each; None as last page: to the end.
 
     Raises UsageError.
     """
@@ -41,7 +41,7 @@ def chosen(ranges: list[list[int | None]], n_pages: int, most: int) -> list[int]
 
 
 def scale_of(size: tuple[float, float], request: dict[str, Any]) -> float:
-    """Chooses pixels for a point: as many as the limits allow, and no more than `dpi` in an inch."""
+    """Returns pixels per point: as many as the limits allow, and at most `dpi` per inch."""
     width, height = size
     if not all(math.isfinite(side) and 0 < side <= 72 * MOST_INCHES for side in size):
         raise ImageError(f"is {width / 72:.0f} x {height / 72:.0f} inches large; the most is {MOST_INCHES}")
@@ -61,7 +61,7 @@ def draw(file: BinaryIO, request: dict[str, Any]) -> Iterator[tuple[int, int, in
         raise ImageError("is no PDF that can be read: it is damaged, or has no pages") from None
     numbers = chosen(request["pages"], len(pdf), request["most"])
     with suppress(pypdfium2.PdfiumError):
-        pdf.init_forms()  # what was filled in is drawn
+        pdf.init_forms()  # draws filled forms
     for number in numbers:
         _more_time(request["seconds"])
         try:
@@ -80,7 +80,7 @@ def draw(file: BinaryIO, request: dict[str, Any]) -> Iterator[tuple[int, int, in
 
 
 def _more_time(seconds: float) -> None:
-    """Lets the next page take so much time of the processor, also when nobody is there any more to look at it."""
+    """Allows the next page `seconds` of CPU time, even if the parent is gone."""
     with suppress(ImportError, ValueError, OSError):
         import resource
 
@@ -96,9 +96,7 @@ def _lower(limit: int, most: int) -> None:
 
 
 def _limit() -> None:
-    """Bounds memory where the system takes bounds (Linux; the parent looks at it elsewhere), and gives up what is not
-    needed: files that are written, and the network where Linux lets any program do so.
-    """
+    """Limits memory (Linux; elsewhere the parent does), forbids written files and, if Linux allows it, the network."""
     if sys.platform == "linux":
         ctypes.CDLL(None).unshare(_NEW_USER | _NEW_NETWORK)
     with suppress(ImportError):
@@ -110,7 +108,7 @@ def _limit() -> None:
 
 
 def main(file: BinaryIO, answers: BinaryIO, request: dict[str, Any]) -> None:
-    """Writes the pages, or why there are none."""
+    """Writes the pages, or an error."""
 
     def tell(**fields: Any) -> None:
         answers.write(json.dumps(fields).encode() + b"\n")

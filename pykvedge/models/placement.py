@@ -1,7 +1,7 @@
-"""Which layers lie on which device, and what they take there: computed from metadata, before anything is loaded.
+"""Computes which layers lie on which device, and their memory, from metadata before a model is loaded.
 
-llama.cpp gives a model's last layers to its devices, and the output as one layer more, each device a run of them in
-proportion to its free memory (load_tensors in its llama-model.cpp). kvedge's rows lie with their layers.
+llama.cpp gives a model's last layers to its devices, and counts the output as one more layer. Each device gets a run of
+layers in proportion to its free memory (load_tensors in llama-model.cpp). kvedge's rows lie with their layer.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from pykvedge.native.ggml import Device
 from pykvedge.reference.kvtypes import KvType
 
 _FLASH = (64, 80, 96, 112, 128, 256)  # head sizes with flash attention (native/src/device/attention.cpp)
-_BLOCKS = ("q8_0", "q4_0")  # quantised types that ggml has, too
-_SUMS = 4 * (32 << 20)  # bytes that adding up a prompt's attention takes (native/src/device/sums.cpp)
-_SPARE = 0.05  # share of a device that is left for its driver
+_BLOCKS = ("q8_0", "q4_0")  # quantised types that ggml has too
+_SUMS = 4 * (32 << 20)  # bytes for the sums of a prompt's attention (native/src/device/sums.cpp)
+_SPARE = 0.05  # share of a device's memory that is left for its driver
 _MOST_SPARE = 512 << 20
 
 
@@ -30,9 +30,9 @@ class Talk:
 
     prompt_tokens: int
     kept_tokens: int  # pairs per head
-    kv_type: KvType | None  # the type of keys and values; None: they stay on the host
+    kv_type: KvType | None  # the type of keys and values; None: keys and values stay on the host
     n_ubatch: int
-    observes: bool = True  # whether compression looks at attention
+    observes: bool = True  # compression reads the attention
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Share:
 
     @property
     def usable(self) -> int:
-        """Returns the bytes of the device's free memory that kvedge plans with."""
+        """The bytes of the device's free memory that kvedge may use."""
         return self.device.free_bytes - min(int(self.device.total_bytes * _SPARE), _MOST_SPARE)
 
     @property
@@ -61,7 +61,7 @@ class Share:
         return self.needed <= self.usable
 
     def as_json(self) -> dict[str, Any]:
-        """The figures as JSON has them."""
+        """Returns the numbers for JSON."""
         names = ("weights", "kv_prompt", "kv_kept", "working", "needed", "usable")
         return {
             "name": self.device.name,
@@ -74,12 +74,12 @@ class Share:
 
 @dataclass(frozen=True)
 class Placement:
-    """Where a model's layers lie."""
+    """The placement of a model's layers."""
 
     gpu_layers: int  # llama.cpp's count, which includes the output
     n_layers: int
     shares: tuple[Share, ...]
-    away: frozenset[str]  # tensors that are not in the host's memory
+    away: frozenset[str]  # tensors outside of the host's memory
 
     @property
     def fits(self) -> bool:
@@ -87,7 +87,7 @@ class Placement:
 
 
 def assigned(n_layers: int, gpu_layers: int, free: Sequence[int]) -> list[int | None]:
-    """Tells the device of each layer, and of the output behind them; None: the processor. free: of each device."""
+    """Returns the number of the device of each layer and of the output; None: the CPU. free: bytes per device."""
     active = min(gpu_layers, n_layers + 1)
     first = n_layers + 1 - active
     ends = [end / max(sum(free), 1) for end in accumulate(free)]
@@ -98,7 +98,7 @@ def assigned(n_layers: int, gpu_layers: int, free: Sequence[int]) -> list[int | 
 
 
 def place(header: Header, shape: ModelShape, devices: Sequence[Device], talk: Talk, gpu_layers: int) -> Placement:
-    """Computes what the devices take of a model. gpu_layers: -1 for all. Raises ModelError as ModelShape.of."""
+    """Computes the memory of a model on the devices. gpu_layers: -1 for all. Raises ModelError as ModelShape.of."""
     n_layers = int(header.values[f"{header.architecture}.block_count"])
     count = n_layers + 1 if gpu_layers < 0 else min(gpu_layers, n_layers + 1)
     where = assigned(n_layers, count, [device.free_bytes for device in devices])
@@ -109,7 +109,7 @@ def place(header: Header, shape: ModelShape, devices: Sequence[Device], talk: Ta
         output = where[n_layers] == number
         mine = [name for name, layer in layer_of.items() if layer is not None and where[layer] == number]
         if output and "output.weight" not in header.tensors:
-            mine.append("token_embd.weight")  # which makes the logits, too
+            mine.append("token_embd.weight")  # this tensor also makes the logits
         if indices or output:
             weights = sum(tensor_bytes(header.tensors[name]) or 0 for name in mine if name in header.tensors)
             kept = [layer for layer in shape.layers if layer.index in indices]
@@ -119,14 +119,14 @@ def place(header: Header, shape: ModelShape, devices: Sequence[Device], talk: Ta
 
 
 def largest(header: Header, shape: ModelShape, devices: Sequence[Device], talk: Talk) -> Placement:
-    """Finds the placement with the most layers on devices that fits them; it may have none."""
+    """Returns the placement with the most device layers that fit; maybe none."""
     n_layers = int(header.values[f"{header.architecture}.block_count"])
     tried = (place(header, shape, devices, talk, n) for n in range(n_layers + 1, 0, -1))
     return next((found for found in tried if found.fits), place(header, shape, devices, talk, 0))
 
 
 def _layer_of(name: str, n_layers: int) -> int | None:
-    """Tells the layer that a tensor belongs to; n_layers is the output, None the input, which the host keeps."""
+    """Returns the layer of a tensor; n_layers: the output, None: the input, which the host keeps."""
     head, _, rest = name.partition(".")
     number = rest.partition(".")[0]
     if head == "blk" and number.isdecimal():
@@ -159,7 +159,7 @@ def _share(
 
 
 def _bytes_per_value(kv_type: KvType | None, shape: ModelShape) -> tuple[float, float]:
-    """Bytes of a number while the prompt is read, and of the answer; 0: rows stay on the host (GraphRows::holds)."""
+    """Returns bytes per number during the prompt and during the answer; 0: rows stay on the host (GraphRows::holds)."""
     if kv_type is None:
         return 0, 0
     alike = kv_type.k == kv_type.v and kv_type.k in _BLOCKS and shape.head_k in _FLASH
@@ -169,6 +169,6 @@ def _bytes_per_value(kv_type: KvType | None, shape: ModelShape) -> tuple[float, 
 
 
 def _slots(n: int) -> int:
-    """Slots that kvedge makes for so many pairs of a head (slots_for in native/src/device/groups.cpp)."""
+    """Returns kvedge's slots for n pairs of a head (slots_for in native/src/device/groups.cpp)."""
     step = 64 if n < 2048 else 256
     return -(-(n + 32) // step) * step

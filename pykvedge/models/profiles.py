@@ -1,4 +1,4 @@
-"""A model's profiles are found by its hash: where they lie, and which of them a plan needs."""
+"""Finds a model's profiles by its hash: their paths, and the profiles that a plan needs."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ SHIPPED = DATA / "profiles"
 
 
 def hash_of(model: str | os.PathLike[str]) -> str:
-    """Names the weights in a GGUF file: "sampled-sha256:" and 64 hexadecimal digits.
+    """Returns a hash of the weights in a GGUF file: "sampled-sha256:" and 64 hexadecimal digits.
 
-    The hash is of the file's size, of its whole header (metadata, vocabulary, names, types and places of all tensors),
-    and of 64 pieces of 64 KiB spread evenly over the data, or of all the data where that is less: a fine-tuned or
-    requantised model differs in all of them, and a file of any size takes a moment. Raises ModelError.
+    The hash covers the file's size, the whole header (metadata, vocabulary, names, types and places of all tensors),
+    and 64 pieces of 64 KiB spread evenly over the data, or all data if there is less. A fine-tuned or requantised model
+    differs in all pieces, and a file of any size takes a moment. Raises ModelError.
     """
     header = read_header(model)
     digest = hashlib.sha256(f"{header.file_size};{header.data_start};".encode())
@@ -46,23 +46,23 @@ def hash_of(model: str | os.PathLike[str]) -> str:
 
 
 def folder() -> Path:
-    """Names the folder of the user's own profiles."""
+    """Returns the folder of the user's profiles."""
     import click
 
     return Path(click.get_app_dir("kvedge")) / "profiles"
 
 
 def file_name(kind: str, model_hash: str) -> str:
-    """Names a profile in the user's folder, and among those that kvedge ships."""
+    """Returns the file name of a profile, in the user's folder and in kvedge's folder."""
     return f"{kind}-{model_hash.rpartition(':')[2][:16]}.json"
 
 
 def find(plan: Plan, model: str | os.PathLike[str], given: Given = None, spare: bool = False) -> dict[str, Profile]:
-    """Finds the profile that each stage needs for a GGUF file; there are none if the plan needs none.
+    """Returns stage -> profile for the stages that need a profile, for a GGUF file.
 
-    given: profiles or their files, each for the stage whose kind it fits, instead of those that lie ready.
-    spare: one that fits no stage is left alone, for another plan of the conversation; else it is refused.
-    Raises ProfileError for what is missing, damaged, of another kind, or of another model.
+    given: profiles or their files; each replaces the stored profile of the stage that it fits. spare: a given profile
+    that fits no stage is ignored, because another plan of the conversation may use it; otherwise it is refused.
+    Raises ProfileError for a profile that is missing, damaged, of another kind, or of another model.
     """
     kinds = plan.profile_kinds()
     out = assigned(plan, given, spare)
@@ -87,7 +87,7 @@ def find(plan: Plan, model: str | os.PathLike[str], given: Given = None, spare: 
 def tables_for(
     plan: Plan, model: str | os.PathLike[str], given: Given = None, spare: bool = False
 ) -> dict[str, ProfileTable]:
-    """Returns the numbers of what `find` finds, by stage. Raises as it does."""
+    """Returns stage -> table of numbers for the profiles that `find` returns. Raises as `find` does."""
     return {stage: found.table for stage, found in find(plan, model, given, spare).items()}
 
 
@@ -100,9 +100,10 @@ def save(
     budgets: tuple[float, ...] = (),
     place: Path | None = None,
 ) -> tuple[Profile, Path]:
-    """Writes numbers that were measured on so many samples as a profile. Returns it and its file.
+    """Writes measured numbers as a profile. Returns the profile and its file.
 
-    made: how they were. place: of the file; None: where `find` looks. Raises ProfileError, ModelError.
+    samples: number of samples. made: how they were measured. place: None: where `find` looks.
+    Raises ProfileError, ModelError.
     """
     about = {"model": {"name": model.path.name, "architecture": model.architecture}, "made": made}
     profile = Profile(kind, values, budgets, hash_of(model.path), samples, about)

@@ -1,4 +1,4 @@
-"""The model's own chat template turns a conversation into text, turn by turn."""
+"""Turns a conversation into text by the model's chat template, turn by turn."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from pykvedge.models.images import Picture
 from pykvedge.models.sandbox import Sandbox
 from pykvedge.models.template_worker import MOST_OUTPUT
 
-# models without a template are mostly trained on LLaVA-1.5's conversation, which is Vicuna's
+# most models without a template are trained on the conversation format of LLaVA-1.5 (Vicuna)
 FALLBACK = (
     "{{ bos_token }}"
     "{% if messages[0].role == 'system' %}{{ messages[0].content }} {% else %}"
@@ -33,29 +33,29 @@ FALLBACK = (
 
 MOST_SOURCE = 1 << 20  # characters of a template
 
-# a plain template has only these nodes: no loop but over the messages, no variable that could grow, no product
+# The nodes of a plain template: loops only over messages, no variable that could grow, no product.
 _PLAIN: tuple[type[nodes.Node], ...] = (
     nodes.Template, nodes.Output, nodes.TemplateData, nodes.Const, nodes.Name, nodes.Getattr, nodes.Getitem,
     nodes.Slice, nodes.If, nodes.CondExpr, nodes.Compare, nodes.Operand, nodes.And, nodes.Or, nodes.Not, nodes.Test,
     nodes.Add, nodes.Sub, nodes.Neg, nodes.Concat, nodes.Tuple, nodes.List, nodes.Break, nodes.Continue,
 )  # fmt: skip
 
-IMAGE = "<image>"  # in a prompt: a picture goes here; the word itself is written \<image>
+IMAGE = "<image>"  # the place of a picture in a prompt; the word itself is written \<image>
 PLACE = re.compile(r"\\?" + IMAGE)
 
 
 def escaped(text: str) -> str:
-    """Makes the word that stands for a picture nothing but text."""
+    """Escapes IMAGE, so the text has no place for a picture."""
     return text.replace(IMAGE, "\\" + IMAGE)
 
 
 def places(text: str) -> int:
-    """Counts the pictures that a prompt gives a place in its text."""
+    """Returns the number of places for pictures in a prompt."""
     return sum(found == IMAGE for found in PLACE.findall(text))
 
 
 def check_places(text: str, n_pictures: int) -> None:
-    """Raises UsageError unless a prompt has a place for each of its pictures, or none at all."""
+    """Raises UsageError unless a prompt has one place for each picture, or no place."""
     n = places(text)
     if n and n != n_pictures:
         raise UsageError(
@@ -66,21 +66,21 @@ def check_places(text: str, n_pictures: int) -> None:
 
 @dataclass
 class Message:
-    """A message is one turn of a conversation.
+    """One turn of a conversation.
 
-    fields: what else a chat template is told of it, as the tool calls of an answer.
+    fields: other values for the chat template, for example the tool calls of an answer.
     """
 
-    role: str  # system, user or assistant; tool, where the template knows it
+    role: str  # system, user or assistant; tool, if the template knows it
     text: str
     pictures: list[Picture] = field(default_factory=list)
     fields: Mapping[str, Any] = field(default_factory=dict)
 
     def content(self, marker: str, before: Sequence[Picture] = ()) -> str:
-        """Writes the text with the marker where its pictures go. before: pictures in earlier messages.
+        """Returns the text with the marker in the places of pictures. before: pictures in earlier messages.
 
-        A text without places (`IMAGE`) comes after a line per picture, with the picture's label. The only picture of a
-        first message has none, unless it is a page.
+        If the text has no places (`IMAGE`), a line with label and marker per picture comes before it. A single picture
+        of a first message has no label, unless it is a page.
         """
         if self.role != "user" and not self.pictures:
             return self.text
@@ -96,9 +96,9 @@ class Message:
 
 
 def label(picture: Picture, before: Sequence[Picture]) -> str:
-    """Names a picture by its number in the conversation, and a page by its number in the document.
+    """Returns the label of a picture: its number in the conversation, or its page number in the document.
 
-    Pages of a second document have the document's number, too. before: the pictures of the conversation before it.
+    Pages of a second document also name the document's number. before: earlier pictures of the conversation.
     """
     if not picture.page:
         return f"Image {len(before) + 1}"
@@ -108,7 +108,7 @@ def label(picture: Picture, before: Sequence[Picture]) -> str:
 
 
 def contents(messages: list[Message], marker: str) -> list[dict[str, Any]]:
-    """Lists role, content and fields of each message of a conversation, as chat templates want them."""
+    """Returns role, content and fields of each message, as chat templates read them."""
     before: list[Picture] = []
     out = []
     for message in messages:
@@ -118,15 +118,15 @@ def contents(messages: list[Message], marker: str) -> list[dict[str, Any]]:
 
 
 def is_plain(source: str) -> bool:
-    """Tells whether a template's work is bounded. Raises ValueError for one that is too large or nested too deeply.
+    """Returns whether a template's work is bounded. Raises ValueError for a template too large or nested too deeply.
 
-    Nothing is compiled for that, since jinja2 computes what is constant while it compiles.
+    The template is parsed and not compiled, because jinja2 evaluates constants while it compiles.
     """
     if len(source) > MOST_SOURCE:
         raise ValueError(f"it has {len(source)} characters")
     try:
         return _is_plain(Environment(extensions=[loopcontrols]).parse(source), in_loop=False)
-    except TemplateError:  # llama.cpp takes tags that jinja2 does not know
+    except TemplateError:  # llama.cpp accepts tags that jinja2 does not know
         return False
     except (RecursionError, MemoryError):
         raise ValueError("it is nested too deeply") from None
@@ -144,7 +144,7 @@ def _is_plain(node: nodes.Node, in_loop: bool) -> bool:
     elif isinstance(node, nodes.Call):
         if not (isinstance(node.node, nodes.Name) and node.node.name == "raise_exception"):
             return False
-    elif isinstance(node, nodes.Mod):  # of text it would be a format, which writes any number of blanks
+    elif isinstance(node, nodes.Mod):  # with a text on the left, % is a format, which can write any number of blanks
         if not (isinstance(node.left, nodes.Getattr) and isinstance(node.left.node, nodes.Name)):
             return False
         if node.left.node.name != "loop":
@@ -155,10 +155,10 @@ def _is_plain(node: nodes.Node, in_loop: bool) -> bool:
 
 
 class ChatTemplate:
-    """A chat template is a Jinja template that llama.cpp runs: a plain one here, another one in a child process."""
+    """A Jinja template that llama.cpp runs: a plain template in this process, any other in a child process."""
 
     def __init__(self, source: str | None, bos: str, eos: str) -> None:
-        """Takes the fallback for None. Raises ModelError for a template that cannot be read, LibraryError."""
+        """source: None takes the fallback. Raises ModelError for an unreadable template, LibraryError."""
         source = source or FALLBACK
         try:
             self._plain = sandbox.here(source, bos, eos) if is_plain(source) else None
@@ -168,25 +168,25 @@ class ChatTemplate:
         self._n_outputs = source.count("{{")
 
     def first(self, messages: list[Message], marker: str, values: Mapping[str, Any] | None = None) -> str:
-        """Writes the whole conversation up to where the assistant is to answer. values: variables for the template."""
+        """Writes the conversation up to the place of the assistant's answer. values: variables for the template."""
         return self._render(contents(messages, marker), values=values)
 
     def following(self, messages: list[Message], marker: str, values: Mapping[str, Any] | None = None) -> str:
-        """Writes what comes after the last answer: its end, the user's new message, and the start of the next answer.
+        """Writes the text after the last answer: its end, the user's new message, and the start of the next answer.
 
-        messages: the conversation, the last three of them user, assistant, user.
+        messages: the conversation; the last three are user, assistant, user.
         """
-        # a stand-in for the answer is found again whatever the template does around it
+        # a stand-in for the answer can be found in any template's output
         stand_in = secrets.token_hex(16)
         rendered = contents(messages, marker)
         rendered[-2] = {"role": "assistant", "content": stand_in}
         _, found, rest = self._render(rendered, values=values).partition(stand_in)
-        if not found:  # a template that drops earlier answers
+        if not found:  # the template drops earlier answers
             rest = self._render(rendered[-1:], values=values)
         return rest
 
     def lead(self) -> str:
-        """Finds what the template puts before an answer, mostly a space or nothing."""
+        """Returns the text that the template puts before an answer: mostly a space or nothing."""
         stand_in = secrets.token_hex(16)
         question = {"role": "user", "content": "?"}
         answered = [question, {"role": "assistant", "content": stand_in}]
@@ -197,7 +197,7 @@ class ChatTemplate:
     def _render(
         self, messages: list[dict[str, Any]], prompt: bool = True, values: Mapping[str, Any] | None = None
     ) -> str:
-        """values: `tools`, `enable_thinking` and `add_generation_prompt` are llama.cpp's own; others are variables."""
+        """values: llama.cpp knows `tools`, `enable_thinking` and `add_generation_prompt`; others are variables."""
         others = dict(values or {})
         request = {
             "messages": messages,

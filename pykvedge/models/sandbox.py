@@ -1,10 +1,10 @@
-"""Child processes do what is not bounded, and are ended when they take too long or too much.
+"""Runs unbounded work in child processes, and ends a child that takes too much time or memory.
 
-One renders chat templates, another draws the pages of a PDF (models/documents.py). Bounds inside of this process would
-not do: a single product or format of a template allocates without end in C, where nothing can be intercepted.
+One child renders chat templates, another draws PDF pages (models/documents.py). Limits inside this process would not
+help: one product or format of a template allocates memory in C, where nothing can be intercepted.
 
-The child of a template starts with the first such prompt, which takes a tenth of a second, and stays for the
-conversation; a prompt then costs what it costs here.
+The child of a template starts with the first prompt that needs it, in a tenth of a second, and stays for the
+conversation; later prompts cost as much as in this process.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ from pykvedge.system import dropped
 from pykvedge.system.guard import undoing
 
 PATIENCE = 10.0  # seconds for one prompt
-_LOOK_S = 0.05  # between two looks at the child's memory
-_MOST_ANSWER = 8 * template_worker.MOST_OUTPUT  # bytes of JSON, where a character may be six
+_LOOK_S = 0.05  # seconds between two checks of the child's memory
+_MOST_ANSWER = 8 * template_worker.MOST_OUTPUT  # bytes of JSON, in which a character takes up to six
 _START = "import sys; sys.path[:] = {path!r}; import runpy; runpy.run_path({worker!r}, run_name='__main__')"
 
 
 def can_start() -> bool:
-    """Tells whether there is a Python to run. A program that embeds or packs one has none that takes a script."""
+    """Returns whether a Python can be started. Programs that embed or pack Python have none that runs a script."""
     return bool(sys.executable) and not getattr(sys, "frozen", False)
 
 
 class Sandbox:
-    """Runs one template in a child process, or here where no child can be started. It is for one thread at a time."""
+    """Runs one template in a child process, or in this process if no child can start. Not thread-safe."""
 
     def __init__(self, source: str, bos: str, eos: str) -> None:
         """bos, eos: texts of the model's tokens."""
@@ -49,13 +49,13 @@ class Sandbox:
         self._process: subprocess.Popen[bytes] | None = None
 
     def write(self, request: Mapping[str, Any]) -> str:
-        """Writes a prompt (NativeTemplate.write). Raises ValueError, as the template does; ModelError where the
-        template had to be ended; LibraryError.
+        """Writes a prompt (NativeTemplate.write). Raises ValueError if the template fails, ModelError if the child was
+        ended, LibraryError.
         """
         return str(self._ask("write", request))
 
     def describe(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        """Finds the dialect of answers (NativeTemplate.describe). Raises as `write` does."""
+        """Returns the dialect of answers (NativeTemplate.describe). Raises as `write` does."""
         return dict(self._ask("describe", request))
 
     @functools.cached_property
@@ -95,12 +95,12 @@ def here(source: str, bos: str, eos: str) -> NativeTemplate:
 
 
 def chat_path() -> str:
-    """Tells the path of libkvedge-chat. Raises LibraryError where kvedge's libraries are missing."""
+    """Returns the path of libkvedge-chat. Raises LibraryError if kvedge's libraries are missing."""
     return str(libraries.require_dir() / libraries.file_name("kvedge-chat"))
 
 
 def start(worker: str, *arguments: str, given: Any = subprocess.PIPE) -> subprocess.Popen[bytes]:
-    """Starts a file of Python as a program of its own. given: its standard input. Raises OSError."""
+    """Starts a Python file as a separate program. given: its standard input. Raises OSError."""
     program = _START.format(path=[path for path in sys.path if path], worker=str(Path(worker).resolve()))
     group: Any = {"creationflags": 0x200} if sys.platform == "win32" else {"start_new_session": True}
     return subprocess.Popen(
@@ -116,9 +116,9 @@ def start(worker: str, *arguments: str, given: Any = subprocess.PIPE) -> subproc
 def watched(
     process: subprocess.Popen[bytes], seconds: float, most: int, stop: threading.Event | None = None
 ) -> Iterator[list[str]]:
-    """Ends the child when the block takes longer, the child more bytes of memory, or `stop` is set.
+    """Kills the child if the block takes longer than `seconds`, the child more than `most` bytes, or `stop` is set.
 
-    Yields a list, which then says why. The child's pipes end with it, so that nobody waits for them.
+    Yields a list that then holds the reason. The child's pipes end with it, so nobody waits for them.
     """
     why: list[str] = []
     done = threading.Event()
@@ -146,11 +146,11 @@ def watched(
 
 
 def _exchange(process: subprocess.Popen[bytes], request: bytes) -> tuple[bytes, str]:
-    """Puts a request, and returns the line that answers it; a line without an end where the child ended, and why."""
+    """Sends a request. Returns the answer and a reason. The answer has no line end if the child ended early."""
     line = b""
     with watched(process, PATIENCE, template_worker.MEMORY) as why:
         if process.stdin is not None and process.stdout is not None:
-            with contextlib.suppress(OSError, ValueError):  # the child is gone
+            with contextlib.suppress(OSError, ValueError):  # the child has ended
                 process.stdin.write(request)
                 process.stdin.flush()
                 line = process.stdout.readline(_MOST_ANSWER)
@@ -164,7 +164,7 @@ def _resident(pid: int) -> int:
 
 
 def end(process: subprocess.Popen[bytes]) -> None:
-    """Ends the child. Does nothing the second time."""
+    """Ends the child. A second call does nothing."""
     with contextlib.suppress(OSError):
         process.kill()
     for pipe in (process.stdin, process.stdout):

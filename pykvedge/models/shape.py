@@ -1,9 +1,9 @@
-"""The shape of a language model, as the metadata of its file give it, and the memory that follows from it.
+"""The shape of a language model, from the metadata of its file, and the memory that follows from the shape.
 
-`kvedge fit` plans whole conversations with it (fit/footprint.py), and every context is checked against it before it is
-made (runtime/llama_context.py). The compute buffers follow llama.cpp's allocator: in the widest place of a layer, the
-feed-forward block, four vectors as wide as the model and two as wide as the block are alive for each token of a pass
-(in stock llama.cpp three: patches/0004). tests/test_footprint.py compares the sums with measured runs.
+`kvedge fit` plans conversations with it (fit/footprint.py), and every new context is checked against it
+(runtime/llama_context.py). The compute buffers follow llama.cpp's allocator: in the widest place of a layer, the
+feed-forward block, four vectors of the model's width and two of the block's width are alive per token of a pass (three
+in stock llama.cpp: patches/0004). tests/test_footprint.py compares the sums with measured runs.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from pykvedge.models.gguf import Header
 class Layer:
     """KV geometry of a full-attention layer."""
 
-    index: int  # in the model
+    index: int  # number of the layer in the model
     n_heads_kv: int
     width: int  # numbers of one token: keys and values of all KV heads
 
 
 @dataclass(frozen=True)
 class ModelShape:
-    """The numbers of a language model that decide about memory."""
+    """The numbers of a language model that determine its memory."""
 
     n_embd: int
     n_ff: int
@@ -37,7 +37,7 @@ class ModelShape:
 
     @classmethod
     def of(cls, header: Header) -> ModelShape:
-        """Raises ModelError where metadata is missing."""
+        """Raises ModelError if metadata is missing."""
         arch, values = header.architecture, header.values
 
         def number(name: str, default: int | None = None) -> int:
@@ -62,43 +62,43 @@ class ModelShape:
         return cls(n_embd, n_ff, max(n_head), n_vocab, number("context_length", 4096), layers, head_k)
 
     def kv_per_token(self, element: float) -> int:
-        """Bytes of one token's keys and values over all layers."""
+        """Returns the bytes of one token's keys and values over all layers."""
         return int(sum(layer.width for layer in self.layers) * element)
 
     def compute(self, n_tokens: int, stock: bool = False) -> int:
-        """Bytes of llama.cpp's compute buffer that a pass of n_tokens touches, and of its work space."""
+        """Returns the bytes of llama.cpp's compute buffer that a pass of n_tokens uses, with the work space."""
         kv = max((layer.width for layer in self.layers), default=0)
-        # stock's third finds a place where the attention was if it is no wider than two vectors of the model
+        # stock llama.cpp's third vector reuses the attention's memory if it is no wider than two vectors of the model
         wide = 3 if stock and self.n_ff > 2 * self.n_embd else 2
         widest = max(4 * self.n_embd + wide * self.n_ff, 3 * self.n_embd + 2 * self.n_head * self.head_k + 2 * kv)
         return n_tokens * 4 * widest + self.work_space(n_tokens) + 2 * 4 * self.n_vocab
 
     def work_space(self, n_tokens: int) -> int:
-        """Bytes outside of the compute buffer that products of matrices use: activations as q8_0."""
+        """Returns the bytes that matrix products use outside of the compute buffer: activations as q8_0."""
         return n_tokens * (max(self.n_ff, self.n_embd) * 34 // 32)
 
 
 def mask_bytes(n_ctx: int, n_tokens: int) -> int:
-    """Bytes of the mask that llama.cpp keeps for a pass of n_tokens in a context of n_ctx."""
+    """Returns the bytes of llama.cpp's mask for a pass of n_tokens in a context of n_ctx."""
     return n_tokens * n_ctx * 2
 
 
 def shares_cache(header: Header) -> bool:
-    """Tells whether layers of a model read the keys and values of an earlier one (Gemma 3n, Gemma 4 E2B and E4B)."""
+    """Returns whether some layers read the keys and values of an earlier layer (Gemma 3n, Gemma 4 E2B and E4B)."""
     return _own_layers(header) is not None
 
 
 def _own_layers(header: Header) -> int | None:
-    """Counts the first layers that have keys and values of their own; None: all have."""
+    """Returns the number of first layers that have their own keys and values; None: all layers."""
     arch, values = header.architecture, header.values
     if arch == "gemma3n":
-        return 20  # as llama.cpp has it; the file does not say
+        return 20  # llama.cpp's value; the file does not say it
     n_layer, shared = values.get(f"{arch}.block_count"), values.get(f"{arch}.attention.shared_kv_layers")
     return n_layer - shared if isinstance(n_layer, int) and isinstance(shared, int) and shared > 0 else None
 
 
 def _number_or_list(header: Header, name: str, n_layer: int, default: list[int] | None = None) -> list[int]:
-    """One value for each layer, of a metadata value that is one number or an array of them."""
+    """Returns one value per layer. The metadata value is one number or an array."""
     key = f"{header.architecture}.{name}"
     found = header.lists.get(key, header.values.get(key, default))
     many = [found] * n_layer if isinstance(found, int) else found

@@ -1,7 +1,7 @@
-"""llama.cpp's chat code runs a chat template here: in this process, or in a program of its own (`main`).
+"""Runs chat templates by llama.cpp's chat code, in this process or in a separate program (`main`).
 
-The program has a limit of memory, and its parent ends it when it takes too long (models/sandbox.py). It imports nothing
-but the standard library, since its start is part of the first answer.
+The program has a memory limit, and its parent ends it if it takes too long (models/sandbox.py). It imports only the
+standard library, because its start delays the first answer.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, BinaryIO
 
 MOST_OUTPUT = 1 << 24  # characters of a prompt
-MEMORY = 1 << 29  # bytes of address space that a child may take
+MEMORY = 1 << 29  # bytes of address space of a child process
 
 
 @functools.cache
@@ -33,14 +33,14 @@ def chat_library(path: str) -> ctypes.CDLL:
 
 
 def taken(library: ctypes.CDLL, answer: ctypes.c_void_p) -> str:
-    """Copies a text that the library made, and frees the library's copy."""
+    """Copies a text that the library allocated, and frees the library's copy."""
     text = ctypes.string_at(answer.value).decode("utf-8", "replace") if answer.value else ""
     library.kvedge_chat_free(answer)
     return text
 
 
 class NativeTemplate:
-    """This is a template that llama.cpp has read. It is for one thread at a time."""
+    """A template that llama.cpp has parsed. Not thread-safe."""
 
     def __init__(self, library: str, source: str, bos: str, eos: str) -> None:
         """library: the path of libkvedge-chat. bos, eos: texts of the model's tokens. Raises ValueError, OSError."""
@@ -48,7 +48,7 @@ class NativeTemplate:
         given = _encoded({"template": source, "bos": bos, "eos": eos})
         if self._library.kvedge_chat_read_template(given, ctypes.byref(self._handle), ctypes.byref(why)):
             raise ValueError(_reason(taken(self._library, why)))
-        self.free = functools.partial(self._library.kvedge_chat_close_template, self._handle)  # once it is dropped
+        self.free = functools.partial(self._library.kvedge_chat_close_template, self._handle)  # for dropped.add
 
     def write(self, request: Mapping[str, Any]) -> str:
         """Writes a prompt. request: the JSON object of kvedge_chat_write. Raises ValueError."""
@@ -58,7 +58,7 @@ class NativeTemplate:
         return prompt
 
     def describe(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        """Finds the dialect of answers to a request: the JSON object of kvedge_chat_describe. Raises ValueError."""
+        """Returns the dialect of answers to a request: the JSON object of kvedge_chat_describe. Raises ValueError."""
         return dict(self._run("describe", request))
 
     def _run(self, what: str, request: Mapping[str, Any]) -> Any:
@@ -72,12 +72,12 @@ class NativeTemplate:
 
 
 def _reason(text: str) -> str:
-    """Cuts llama.cpp's reason, a line of it, out of a message that quotes the template."""
+    """Returns llama.cpp's one-line reason from a message that also quotes the template."""
     return text.rpartition("Error: ")[2].strip().partition("\n")[0] or "unknown error"
 
 
 def _encoded(value: Any) -> bytes:
-    # half of a surrogate pair is no UTF-8
+    # half of a surrogate pair is invalid in UTF-8
     return json.dumps(value, ensure_ascii=False).encode("utf-8", "replace")
 
 
@@ -92,7 +92,7 @@ def _answer(template: Callable[[], NativeTemplate], what: str, request: dict[str
 
 
 def _limit() -> None:
-    # Windows has no such module, and macOS takes no such limit: the parent looks at the memory from time to time
+    # Windows has no resource module, and macOS ignores the limit: the parent watches the memory there
     with contextlib.suppress(ImportError, ValueError, OSError):
         import resource
 
@@ -102,7 +102,7 @@ def _limit() -> None:
 
 
 def main(requests: BinaryIO, answers: BinaryIO) -> None:
-    """Answers a line of JSON for each line of JSON but the first, which is the template."""
+    """Answers each line of JSON with a line of JSON. The first line is the template."""
     _limit()
     template = functools.cache(functools.partial(NativeTemplate, *json.loads(requests.readline())))
     for line in requests:

@@ -1,4 +1,4 @@
-"""Text becomes rows of a model's token table, so that text and images go through the layers in one pass."""
+"""Turns text into rows of a model's token table, so text and images pass the layers together."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from pykvedge.models.gguf import Header, tensor_bytes
 
 TABLE = "token_embd.weight"
 
-# Architectures that treat a row of the table as they treat the token itself. Others scale or extend what comes from
-# tokens alone (Gemma 3 multiplies by the root of the width), which an embedding from outside would miss.
+# Architectures that treat a row of the table like the token itself. Others scale or extend the rows of tokens only
+# (Gemma 3 multiplies by the root of the width), which an embedding from outside would miss.
 SAME_FOR_BOTH = frozenset(
     {"baichuan", "command-r", "internlm2", "lfm2", "llama", "minicpm", "mistral3", "olmo", "olmo2", "phi2", "phi3",
      "qwen2", "qwen2moe", "qwen2vl", "qwen3", "qwen3moe", "qwen3vl", "qwen3vlmoe", "smollm3", "stablelm", "starcoder2"}
@@ -21,17 +21,17 @@ SAME_FOR_BOTH = frozenset(
 
 
 class TokenTable:
-    """A token table has the token embeddings of a GGUF file, which are read row by row as they are asked for."""
+    """The token embeddings of a GGUF file, read row by row on demand."""
 
     def __init__(self, header: Header) -> None:
-        """Raises UnsupportedError if a token is more than a row of the table, or its type has no reader."""
+        """Raises UnsupportedError if a token is more than a row of the table, or the table's type has no reader."""
         if header.architecture not in SAME_FOR_BOTH:
             raise UnsupportedError(
                 f"{header.path.name}: text of {header.architecture} models cannot be given as embeddings"
             )
         tensor = header.tensors.get(TABLE)
         size = tensor_bytes(tensor) if tensor is not None else None
-        elsewhere = tensor is not None and header.data_start + tensor.offset >= header.file_size  # another file's
+        elsewhere = tensor is not None and header.data_start + tensor.offset >= header.file_size  # in another file
         if tensor is None or len(tensor.shape) != 2 or size is None or elsewhere:
             raise UnsupportedError(f"{header.path.name} has no token table that can be read")
         self.width, self.n_vocab = tensor.shape
@@ -44,7 +44,7 @@ class TokenTable:
         self._rows: Any = data.reshape(self.n_vocab, -1)
 
     def rows(self, tokens: list[int]) -> np.ndarray:
-        """Returns [n, width] float32: what llama.cpp's get_rows gives for these tokens."""
+        """Returns [n, width] float32: the result of llama.cpp's get_rows for these tokens."""
         rows = np.ascontiguousarray(self._rows[np.asarray(tokens, dtype=np.int64)])
         try:
             out = quants.dequantize(rows, self._type)

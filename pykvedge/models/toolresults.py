@@ -1,4 +1,4 @@
-"""Results of tools in a conversation, for chat templates that cannot be told of them as they are."""
+"""Rewrites tool results in a conversation for chat templates that cannot write them."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from pykvedge.models.images import Picture
 from pykvedge.models.prompt import IMAGE, PLACE, ChatTemplate, Message, escaped
 
 Way = Callable[[list[Message]], list[Message]]
-_ID = "call00000"  # some templates want nine letters and digits
+_ID = "call00000"  # some templates require nine letters and digits
 
 
 def way(template: ChatTemplate, marker: str) -> Way:
-    """Finds how this template can be told of calls and their results, by what it makes of a short conversation.
+    """Returns the way to give tool calls and results to a template, found by rendering a short conversation.
 
-    A template that writes both, and `marker` inside of a result, is given messages as they are. One that loses the
-    marker gets the pictures `behind` the results, and one that knows no tools gets all of it `as_text`.
+    `list` (unchanged): the template writes calls, results, and `marker` inside of a result. `behind`: the template
+    loses the marker, so pictures move behind the results. `as_text`: the template knows no tools.
     """
     called, result = secrets.token_hex(8), secrets.token_hex(8)
     call = {"id": _ID, "type": "function", "function": {"name": called, "arguments": {}}}
@@ -35,9 +35,9 @@ def way(template: ChatTemplate, marker: str) -> Way:
 
 
 def behind(messages: list[Message]) -> list[Message]:
-    """Moves pictures out of results, into a message of the user's behind them; the text says where they were.
+    """Moves pictures out of results into a user message after them. The text keeps numbers in their places.
 
-    messages: each picture has its place in the text (`IMAGE`).
+    messages: each picture has a place in its text (`IMAGE`).
     """
     out, moved, n = list[Message](), dict[int, Picture](), 0
     for message in messages:
@@ -55,9 +55,9 @@ def behind(messages: list[Message]) -> list[Message]:
 
 
 def as_text(messages: list[Message]) -> list[Message]:
-    """Makes text of calls, and messages of the user of their results.
+    """Turns tool calls into text, and tool results into user messages.
 
-    messages: each picture has its place in the text (`IMAGE`).
+    messages: each picture has a place in its text (`IMAGE`).
     """
     out, names = list[Message](), dict[str, str]()
     for message in messages:
@@ -75,7 +75,7 @@ def as_text(messages: list[Message]) -> list[Message]:
 
 
 def _function(call: Mapping[str, Any]) -> dict[str, Any]:
-    """Reads the arguments of a call where they are JSON as text."""
+    """Returns the function of a call, with arguments parsed if they are JSON as text."""
     function = dict(call["function"])
     if isinstance(function["arguments"], str):
         function["arguments"] = json.loads(function["arguments"])
@@ -83,20 +83,20 @@ def _function(call: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _numbered(text: str, numbers: list[int]) -> str:
-    """Puts numbers in the places of pictures, as plain text."""
+    """Replaces the places of pictures by numbers, as plain text."""
     left = iter(numbers)
     return PLACE.sub(lambda found: f"(image {next(left)})" if found[0] == IMAGE else IMAGE, text)
 
 
 def _show(moved: dict[int, Picture], out: list[Message]) -> None:
-    """Appends a message with the pictures that were moved, if there are any, and empties `moved`."""
+    """Appends a message with the moved pictures, if any, and empties `moved`."""
     if moved:
         out.append(Message("user", "\n".join(f"Image {n}: {IMAGE}" for n in moved), list(moved.values())))
         moved.clear()
 
 
 def _append(message: Message, out: list[Message]) -> None:
-    """Appends a message; one of the user's goes on with one before it, since many templates want them by turns."""
+    """Appends a message. Two user messages in a row are joined, because many templates require alternation."""
     if message.role == "user" and out and out[-1].role == "user":
         before = out.pop()
         message = Message("user", f"{before.text}\n{message.text}", [*before.pictures, *message.pictures])

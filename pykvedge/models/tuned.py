@@ -1,7 +1,7 @@
-"""A tuned plan is what `kvedge tune` chose for a model: a certificate in a file, found by the model's hash.
+"""A tuned plan: what `kvedge tune` chose for a model. It is a certificate in a file, found by the model's hash.
 
-It is taken where nobody names a method. The certificate lies beside the user's profiles, and holds the plan, the
-profile's digest that it was measured with, and the evidence (kvedge_lab/tune/certificate.py writes it).
+The plan is used if the user names no method. The certificate lies beside the user's profiles. It holds the plan, the
+digests of the profiles in the measurement, and the evidence (kvedge_lab/tune/certificate.py writes it).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ KIND = "tuned"
 
 @dataclass(frozen=True)
 class Tuned:
-    """A certificate: the plan, the model's hash, and all that the file says."""
+    """A certificate: its path, the plan, the model's hash, and the whole content of the file."""
 
     path: Path
     plan: Plan
@@ -35,7 +35,7 @@ class Tuned:
     says: Mapping[str, Any]
 
     def line(self) -> str:
-        """Says in one line what was chosen and how sure that is."""
+        """Returns one line that says what was chosen and how sure the choice is."""
         what = "full" if self.plan.method == "full" else f"{self.plan.method} at {self.plan.budget}"
         proof = self.says["proof"]
         if not self.says["met"]:
@@ -45,18 +45,18 @@ class Tuned:
 
 
 def place(model_hash: str) -> Path:
-    """Names the file of a model's certificate."""
+    """Returns the path of a model's certificate."""
     return profiles.folder() / profiles.file_name(KIND, model_hash)
 
 
 def all_files() -> list[Path]:
-    """Lists the certificates of this user, by name."""
+    """Returns the certificates of this user, by name."""
     folder = profiles.folder()
     return sorted(folder.glob(f"{KIND}-*.json")) if is_there(folder) else []
 
 
 def of(says: Mapping[str, Any], path: Path) -> Tuned:
-    """Makes a certificate of what its file says. Raises ProfileError for what is none, or of another version."""
+    """Makes a certificate from a file's content. Raises ProfileError if it is invalid or of another version."""
     try:
         if says["kvedge_tuned"] != JSON_VERSION:
             raise ProfileError(f"{path} is of another version than {JSON_VERSION}; run `kvedge tune` again")
@@ -72,7 +72,7 @@ def of(says: Mapping[str, Any], path: Path) -> Tuned:
 
 
 def load(path: Path) -> Tuned:
-    """Reads a certificate. Raises ProfileError for a file that is none, or that is damaged."""
+    """Reads a certificate. Raises ProfileError if the file is unreadable, damaged or no certificate."""
     try:
         return of(json.loads(path.read_text("utf-8")), path)
     except OSError as error:
@@ -82,9 +82,9 @@ def load(path: Path) -> Tuned:
 
 
 def find(model: str | os.PathLike[str]) -> Tuned | None:
-    """Finds the certificate of the weights in a GGUF file; None: they are not tuned.
+    """Returns the certificate of the weights in a GGUF file, or None if they are not tuned.
 
-    Raises ProfileError for a damaged one.
+    Raises ProfileError for a damaged certificate.
     """
     if not all_files():
         return None
@@ -95,23 +95,23 @@ def find(model: str | os.PathLike[str]) -> Tuned | None:
 
 
 def digests(plan: Plan, model: str | os.PathLike[str]) -> dict[str, str]:
-    """Tells profiles of a plan's stages apart, by stage."""
+    """Returns stage -> digest of the profile of a plan's stage."""
     return {stage: hashlib.sha256(found.to_json().encode()).hexdigest()[:16]
             for stage, found in profiles.find(plan, model).items()}  # fmt: skip
 
 
 def unnamed(model: str | os.PathLike[str], budget: Any = None, again: bool = True) -> tuple[Plan, str]:
-    """Makes the plan where nobody names a method, and says in a line if it is a tuned one ("": it is the default).
+    """Makes the plan if the user names no method. Returns the plan and a line for the user ("": the default plan).
 
-    budget: named alone, it is given to the tuned method; to the default one if a model is tuned to keep everything.
-    again: whether methods fit that read a prompt twice; a plan of such a one gives way to the default plan.
+    budget: given to the tuned method, or to the default method if the tuned plan keeps everything. again: whether
+    methods that read a prompt twice are allowed; if not, the default plan replaces a tuned plan of this kind.
     """
     found = find(model)
     if found is None:
         return default_plan(budget), ""
     try:
         changed = found.says.get("profiles") != digests(found.plan, model)
-    except ProfileError:  # it is gone
+    except ProfileError:  # a profile is missing now
         changed = True
     if changed:
         return default_plan(budget), ("its profile changed since this model was tuned, so the default plan is taken; "

@@ -1,7 +1,7 @@
-"""Frames of a video, one at a time, as a stream asks for them. ffmpeg, a program of its own, unpacks them.
+"""Yields the frames of a video one at a time, on demand. The ffmpeg program decodes them.
 
-mtmd can call ffmpeg too, but takes frames to be of the size that the file names, before they are turned: what a phone
-took held upright comes out sheared. Here each frame says its own size, which is looked at before there is room for it.
+mtmd can call ffmpeg too, but assumes the size in the file before the rotation, so upright phone videos come out
+sheared. Here each frame carries its size, which is checked before memory is allocated.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from pykvedge.models.images import MAX_PIXELS, Picture
 from pykvedge.system.files import require_file
 
 _HOW_TO_GET = "apt install ffmpeg, brew install ffmpeg, or winget install ffmpeg"
-_MOST_HEADER = 64  # characters of a frame's
+_MOST_HEADER = 64  # characters of a frame's header
 
 
 def frames(path: str | os.PathLike[str], fps: float = 1.0) -> Iterator[Picture]:
-    """Yields the pictures of a video file, `fps` of each second of it, turned as the file says.
+    """Yields the pictures of a video file, `fps` per second, turned as the file says.
 
-    For `Session.ask` with `stream=True`, which asks for one at a time: nothing is unpacked ahead of it but what a pipe
-    holds. Raises UsageError where there is no ffmpeg or fps is none, ImageError for what is no video or ends broken.
+    For `Session.ask` with `stream=True`, which reads one frame at a time; a pipe holds the few frames that are decoded
+    ahead. Raises UsageError if ffmpeg is missing or fps is invalid, ImageError if the file is no video or ends broken.
     """
     if not isinstance(fps, (int, float)) or isinstance(fps, bool) or not 0.001 <= fps <= 1000:
         raise UsageError(f"frames of a second are a number from 0.001 to 1000, not {fps!r:.20}")
@@ -45,13 +45,13 @@ def frames(path: str | os.PathLike[str], fps: float = 1.0) -> Iterator[Picture]:
 
 
 def _frames(program: str, place: Path, fps: float) -> Iterator[Picture]:
-    # a list of other files inside the file may name none on the network
+    # a playlist inside the file must not open the network
     source = ["-nostdin", "-loglevel", "error", "-protocol_whitelist", "file,pipe,crypto,data", "-i", str(place)]
     form = ["-map", "0:v:0", "-vf", f"fps={fps:.6f}", "-f", "image2pipe", "-c:v", "ppm", "pipe:1"]
     with tempfile.TemporaryFile() as said:
         process = subprocess.Popen(
             [program, *source, *form], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=said, bufsize=1 << 20,
-            start_new_session=True,  # Ctrl-C is for who reads the frames
+            start_new_session=True,  # Ctrl-C goes to the reader of the frames
         )  # fmt: skip
         n = 0
         try:
@@ -71,7 +71,7 @@ def _frames(program: str, place: Path, fps: float) -> Iterator[Picture]:
 
 
 def _next(pipe: IO[bytes], name: str) -> Picture | None:
-    """Reads a picture in the form of netpbm's P6; None: there is no other."""
+    """Reads a picture in netpbm's format P6. Returns None at the end."""
     words: list[bytes] = []
     while len(words) < 4:  # P6, width, height, 255
         line = pipe.readline(_MOST_HEADER)

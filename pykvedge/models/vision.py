@@ -1,4 +1,4 @@
-"""A prompt becomes a list of text and image pieces here, and images become embeddings."""
+"""Cuts a prompt into text and image pieces, and turns images into embeddings."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ class Pruning(Protocol):
     """A plan's pruner (runtime/pruning.py)."""
 
     def choose(self, rows: np.ndarray, places: Places | None) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the numbers of the rows [n] that the model reads, ascending, and what it reads [n, width]."""
+        """Returns the numbers [n] of the rows that the model reads, ascending, and the rows to read [n, width]."""
 
 
 class Shown:
-    """A picture whose parts are encoded one after the other: mtmd prepares it with the first, for all of them.
+    """A picture whose parts are encoded one after the other. mtmd prepares all parts with the first part.
 
-    Prepared pictures take twelve bytes a pixel that the encoder sees, so that no two of a prompt are held at once.
+    Prepared pictures take twelve bytes per pixel that the encoder sees; only one picture is prepared at once.
     """
 
     def __init__(self, vision: Vision, picture: Picture) -> None:
@@ -45,7 +45,7 @@ class Shown:
         self._chunks: Any = None
 
     def encode(self, part: int, n_rows: int, look: Callable[[float], None], by: Encoder | None = None) -> np.ndarray:
-        """Makes the embeddings of a part. by: another encoder of the same kind.
+        """Returns the embeddings of a part. by: another encoder of the same kind.
 
         Raises ImageError, StateError, and what `look` raises.
         """
@@ -64,7 +64,7 @@ class Shown:
                 self.close()
 
     def close(self) -> None:
-        """Frees what is prepared."""
+        """Frees the prepared picture."""
         if self._chunks is not None:
             self._vision.mtmd.mtmd_input_chunks_free(self._chunks)
             self._chunks = None
@@ -72,29 +72,29 @@ class Shown:
 
 @dataclass
 class ImagePiece:
-    """This is an image, or a part of one, as the model wants it: mtmd's chunk, and its embeddings once encoded."""
+    """An image, or a part of an image, for the model: mtmd's chunk, and the embeddings after encoding."""
 
-    chunk: Any  # mtmd_input_chunk *, owned; of the image's size alone
-    n_tokens: int  # the model reads so many; before the image is encoded, so many at most
-    key: str  # equal for pieces that have equal embeddings
-    n_rows: int  # the encoder makes so many
+    chunk: Any  # mtmd_input_chunk *, owned; holds the image's size, no pixels
+    n_tokens: int  # tokens that the model reads; before the encoding, the largest possible number
+    key: str  # equal for pieces with equal embeddings
+    n_rows: int  # rows that the encoder makes
     embeddings: np.ndarray | None = None  # [n_tokens, width] float32
-    places: Places | None = None  # the grid of the rows; None: it is not known
-    kept: np.ndarray | None = None  # [n_tokens] the rows that they are, ascending; None: all, in their order
-    pruning: Pruning | None = None  # chooses them; None: the model reads all
-    reused: bool = False  # whether the embeddings were there, so that nothing was encoded
-    shown: Shown | None = None  # encodes it; None: the embeddings are there
-    part: int = 0  # of the image
+    places: Places | None = None  # the grid of the rows; None: unknown
+    kept: np.ndarray | None = None  # [n_tokens] numbers of the rows that stay, ascending; None: all rows
+    pruning: Pruning | None = None  # chooses `kept`; None: the model reads all rows
+    reused: bool = False  # the embeddings were cached, so nothing was encoded
+    shown: Shown | None = None  # encodes the piece; None: the embeddings exist
+    part: int = 0  # number of the part in the image
 
 
 Piece = TextPiece | ImagePiece
 
 
 class Vision:
-    """One conversation sees through an encoder, which others may share."""
+    """The view of one conversation on an encoder, which other conversations may share."""
 
     def __init__(self, encoder: Encoder, encoded: Encoded | None = None) -> None:
-        """encoded: what all conversations share of images that were encoded; None: this one has its own."""
+        """encoded: the shared cache of encoded images; None: this conversation has its own cache."""
         self.encoder, self.mtmd = encoder, encoder.mtmd
         self.marker = encoder.marker  # stands for a picture in the text of a prompt
         self._shared, self._encoded = encoded is not None, encoded or Encoded(encoder.width, IMAGE_CACHE)
@@ -104,13 +104,13 @@ class Vision:
         return self.encoder.handle
 
     def non_causal(self) -> bool:
-        """Tells whether the tokens of an image look at each other in both directions."""
+        """Returns whether the tokens of an image attend to each other in both directions."""
         return bool(self.mtmd.mtmd_decode_use_non_causal(self.handle, None))
 
     def split(self, text: str, pictures: list[Picture]) -> list[Piece]:
-        """Cuts the prompt into pieces; `text` holds `marker` once for every picture.
+        """Cuts the prompt into pieces. `text` holds `marker` once per picture.
 
-        Raises ImageError when a picture cannot be prepared, UsageError when markers and pictures differ in number.
+        Raises ImageError if a picture cannot be prepared, UsageError if the numbers of markers and pictures differ.
         """
         chunks = self.chunks(text, pictures, pixels=False)
         try:
@@ -119,7 +119,7 @@ class Vision:
             self.mtmd.mtmd_input_chunks_free(chunks)
 
     def chunks(self, text: str, pictures: list[Picture], pixels: bool) -> Any:
-        """Returns mtmd's chunks of a prompt; without pixels for their places alone. Raises as split does."""
+        """Returns mtmd's chunks of a prompt; without pixels, only sizes and places. Raises as split() does."""
         mtmd = self.mtmd
         data = text.encode("utf-8", "replace")
         given = mtmd.mtmd_input_text(data, len(data), False, True)
@@ -145,9 +145,9 @@ class Vision:
                 mtmd.mtmd_bitmap_free(bitmap)
 
     def _bitmap(self, picture: Picture, name: str, pixels: bool) -> Any:
-        # without pixels mtmd only tells how many tokens there would be
+        # without pixels mtmd only computes the number of tokens
         rgb = picture.pixels() if pixels else b""
-        data = rgb if isinstance(rgb, bytes) else (ctypes.c_uint8 * len(rgb)).from_buffer(rgb)  # mtmd makes a copy
+        data = rgb if isinstance(rgb, bytes) else (ctypes.c_uint8 * len(rgb)).from_buffer(rgb)  # mtmd copies the pixels
         start = ctypes.cast(data, ctypes.POINTER(ctypes.c_uint8)) if rgb else None
         bitmap = self.mtmd.mtmd_bitmap_init(picture.width, picture.height, start)
         self.mtmd.mtmd_bitmap_set_id(bitmap, name.encode())
@@ -173,15 +173,15 @@ class Vision:
                 where = places(self.encoder.projector, grid, n_rows)
                 one, key = shown[which], f"{pictures[which].key}/{shown[which].n_parts}"
                 out.append(ImagePiece(copy, n_rows, key, n_rows, places=where, shown=one, part=one.n_parts))
-                one.n_parts += 1  # models that cut an image into slices make several chunks of it
+                one.n_parts += 1  # some models cut an image into slices, which are several chunks
             else:
                 raise UsageError("the prompt holds something that is neither text nor image")
         return out
 
     def encode(self, piece: ImagePiece, look: Callable[[float], None] = lambda share: None) -> None:
-        """Fills in the embeddings. Raises ImageError, StateError.
+        """Fills in the embeddings of a piece. Raises ImageError, StateError.
 
-        look: called meanwhile with the share that is done; an exception from it ends the encoding.
+        look: called with the finished share; an exception from it ends the encoding.
         """
 
         def make() -> np.ndarray:
@@ -195,19 +195,19 @@ class Vision:
             piece.n_tokens = len(piece.kept)
 
     def forget(self) -> None:
-        """Drops the embeddings of images seen so far, unless others share them."""
+        """Drops the embeddings of all images, unless other conversations share them."""
         if not self._shared:
             self._encoded.memory.clear()
 
     def drop(self, piece: ImagePiece) -> None:
-        """Frees the memory of an image that was read and will not come again."""
-        if not piece.reused:  # who found them there leaves them to the others
+        """Frees the memory of an image that was read and will not be read again."""
+        if not piece.reused:  # embeddings that were cached before stay for the other conversations
             self._encoded.memory.drop(piece.key)
         piece.embeddings = None
         self.release([piece])
 
     def release(self, pieces: list[Piece]) -> None:
-        """Frees what mtmd holds of the pieces."""
+        """Frees mtmd's memory of the pieces."""
         for piece in pieces:
             if isinstance(piece, ImagePiece) and piece.chunk:
                 self.mtmd.mtmd_input_chunk_free(piece.chunk)

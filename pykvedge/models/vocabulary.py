@@ -1,4 +1,4 @@
-"""A model's vocabulary makes tokens of text, and text of tokens."""
+"""A model's vocabulary: turns text into tokens, and tokens into text."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from typing import Any
 from pykvedge.errors import ModelError, UsageError
 from pykvedge.grammars.table import GrammarTable
 
-LONG = 4096  # characters of a text that is tokenised with care
+LONG = 4096  # longer texts are tokenised in parts
 _LINE = 8192  # characters of a line; a word of 20,000 overflows the stack of std::regex
-_MANY = 256  # special tokens of a text that is tokenised in one go
+_MANY = 256  # special tokens in a part that is tokenised at once
 
 
 class Vocabulary:
-    """The vocabulary of a llama_model, also of one that another program's code loaded."""
+    """The vocabulary of a llama_model, which may belong to another program's code."""
 
     def __init__(self, llama: Any, handle: Any) -> None:
-        """llama: the bindings. handle: the llama_model, which stays its owner's."""
+        """llama: the bindings. handle: the llama_model, not owned."""
         self.llama, self.handle = llama, handle
         self.vocab = llama.llama_model_get_vocab(handle)
         self._table: GrammarTable | None = None
@@ -32,7 +32,7 @@ class Vocabulary:
         return self.llama.llama_vocab_n_tokens(self.vocab)
 
     def longest(self, most: int) -> int:
-        """Counts the bytes of the longest text that is one token; `most` where one has as many or more."""
+        """Returns the bytes of the longest text that is one token, or `most` if a token has at least so many bytes."""
         found = 1
         for token in range(self.n_vocab):
             found = max(found, len(self.piece(token)))
@@ -41,24 +41,24 @@ class Vocabulary:
         return found
 
     def chat_template(self) -> str | None:
-        """Returns the Jinja template in the model's metadata, if there is one."""
+        """Returns the Jinja template in the model's metadata, or None."""
         text = self.llama.llama_model_chat_template(self.handle, None)
         return text.decode("utf-8", "replace") if text else None
 
     def special_text(self, which: str) -> str:
-        """Returns the text of the "bos" or "eos" token; it is empty if the model has none."""
+        """Returns the text of the "bos" or "eos" token; "" if the model has none."""
         token = getattr(self.llama, f"llama_vocab_{which}")(self.vocab)
         return self.written(token) if token >= 0 else ""
 
     @property
     def adds_bos(self) -> bool:
-        """Tells whether prompts start with a token that the tokeniser puts there by itself."""
+        """Whether the tokeniser puts a first token before prompts."""
         return bool(self.llama.llama_vocab_get_add_bos(self.vocab))
 
     def tokenize(self, text: str, special: bool = True, begins: bool = False) -> list[int]:
-        """Cuts a text into tokens. special: special tokens that are written out in it are recognised.
+        """Cuts a text into tokens. special: the texts of special tokens become special tokens.
 
-        begins: the tokens are added that the model's prompts begin and end with.
+        begins: adds the tokens that begin and end the model's prompts.
         """
         if len(text) <= LONG:
             return self._cut(text, special, begins)
@@ -69,7 +69,7 @@ class Vocabulary:
         return [*around[:n_before], *tokens, *around[n_before:]]
 
     def _cut_lines(self, text: str, special: bool) -> list[int]:
-        """Cuts a text in pieces where llama.cpp's regular expressions would overflow the stack on a line of it."""
+        """Cuts a text into pieces, if llama.cpp's regular expressions would overflow the stack on a long line."""
         by_words = self.llama.llama_vocab_type(self.vocab) == self.llama.LLAMA_VOCAB_TYPE_BPE
         if not by_words or max(map(len, text.split("\n"))) <= _LINE:
             return self._cut(text, special)
@@ -82,10 +82,10 @@ class Vocabulary:
         return out
 
     def _parted(self, text: str, many: int) -> list[str]:
-        """Parts a text before each `many`-th special token: llama.cpp's time grows with the square of their number.
+        """Splits a text before each `many`-th special token: llama.cpp's time grows with the square of their number.
 
-        llama.cpp tokenises the text between two special tokens by itself. Tokens that remove the blanks before them are
-        the exception, and part nothing.
+        llama.cpp tokenises the text between two special tokens separately, so the result is the same. Special tokens
+        that remove the blanks before them would change it; the text is not split there.
         """
         words = [word for word in self.special_words(text) if not self._eats(word, self.llama.LLAMA_TOKEN_ATTR_LSTRIP)]
         places = [found.start() for found in re.finditer("|".join(map(re.escape, words)), text)] if words else []
@@ -105,7 +105,7 @@ class Vocabulary:
             size = -n
 
     def table(self) -> GrammarTable:
-        """Returns all tokens as grammars take them. Only the first call takes time. Raises ModelError."""
+        """Returns all tokens for grammars. Only the first call takes time. Raises ModelError."""
         with self._table_lock:
             if self._table is None:
                 tokens = range(self.n_vocab)
@@ -117,9 +117,9 @@ class Vocabulary:
             return self._table
 
     def special_words(self, text: str) -> list[str]:
-        """Lists the texts of the special tokens that `tokenize` finds in a text, the longest first.
+        """Returns the texts of the special tokens that `tokenize` finds in a text, the longest first.
 
-        In a long text it also lists those that lie across others.
+        In a long text, the list also has special texts that overlap others.
         """
         if len(text) <= LONG:
             words = self._texts_of(self._cut(text, True))
@@ -129,18 +129,18 @@ class Vocabulary:
 
     @functools.cached_property
     def _special(self) -> dict[str, list[str]]:
-        """The texts of all special tokens, by how they begin."""
+        """First four characters -> the texts of special tokens that begin with them."""
         out: dict[str, list[str]] = {}
         for word in self._texts_of(range(self.n_vocab)):
             out.setdefault(word[:4], []).append(word)
         return out
 
     def _texts_of(self, tokens: Iterable[int]) -> list[str]:
-        """Lists the texts of the special tokens among these."""
+        """Returns the texts of the special tokens in `tokens`."""
         return [text for token in set(tokens) if self.is_unseen(token) and (text := self.written(token))]
 
     def eats_blanks(self, word: str) -> bool:
-        """Tells whether a word is the text of a special token that removes the blanks after it."""
+        """Returns whether a word is the text of a special token that removes the blanks after it."""
         return self._eats(word, self.llama.LLAMA_TOKEN_ATTR_RSTRIP)
 
     def _eats(self, word: str, which: int) -> bool:
@@ -151,23 +151,23 @@ class Vocabulary:
         return self.llama.llama_vocab_get_attr(self.vocab, token)
 
     def is_unseen(self, token: int) -> bool:
-        """Tells whether a token is special: a mark for the model that is no text of an answer."""
+        """Returns whether a token is special: a mark for the model, not shown in answers."""
         unseen = self.llama.LLAMA_TOKEN_ATTR_CONTROL | self.llama.LLAMA_TOKEN_ATTR_UNKNOWN
         return bool(self._attributes(token) & unseen)
 
     def written(self, token: int) -> str:
-        """Returns the text by which a special token is known."""
+        """Returns the name of a special token."""
         return self.llama.llama_vocab_get_text(self.vocab, token).decode("utf-8", "replace")
 
     def check(self, tokens: Iterable[int]) -> None:
-        """Raises UsageError for a number that is no token: llama.cpp ends the process over one."""
+        """Raises UsageError for an invalid token number, on which llama.cpp would end the process."""
         n_vocab = self.n_vocab
         for token in tokens:
             if not 0 <= token < n_vocab:
                 raise UsageError(f"the model has no token {token}, only those from 0 to {n_vocab - 1}")
 
     def text(self, tokens: list[int]) -> str:
-        """Returns the text of tokens, special ones written out. Raises UsageError for a number that is no token."""
+        """Returns the text of tokens, special tokens included. Raises UsageError for an invalid token number."""
         self.check(tokens)
         given, write = (self.llama.llama_token * len(tokens))(*tokens), self.llama.llama_detokenize
         found = _filled(16 * len(tokens) + 64, lambda *room: write(self.vocab, given, len(tokens), *room, False, True))
@@ -175,7 +175,7 @@ class Vocabulary:
 
     @functools.cached_property
     def ends(self) -> list[int]:
-        """Lists the tokens that end an answer."""
+        """The tokens that end an answer."""
         return [token for token in range(self.n_vocab) if self.is_end(token)]
 
     def is_end(self, token: int) -> bool:
@@ -187,12 +187,12 @@ class Vocabulary:
         return frozenset(token for token in single if self.is_unseen(token))
 
     def piece(self, token: int) -> bytes:
-        """Returns the bytes that a token stands for, maybe a part of a character; a special token has none."""
+        """Returns the bytes of a token, maybe a part of a character; b"" for a special token."""
         return _filled(64, lambda *room: self.llama.llama_token_to_piece(self.vocab, token, *room, 0, False))
 
 
 def _filled(size: int, write: Callable[[Any, int], int]) -> bytes:
-    """Returns what llama.cpp writes. write: takes a buffer and its size; returns its bytes, or less than 0: so many."""
+    """Returns llama.cpp's bytes. write(buffer, size): returns the number of bytes, or minus the needed size."""
     while True:
         buffer = ctypes.create_string_buffer(size)
         n = write(buffer, size)
@@ -202,7 +202,7 @@ def _filled(size: int, write: Callable[[Any, int], int]) -> bytes:
 
 
 def _in_lines(text: str) -> list[str]:
-    """Parts a text into pieces of at most _LINE characters, between two words if it can be."""
+    """Splits a text into pieces of at most _LINE characters, if possible between two words."""
     out, begin = [], 0
     while len(text) - begin > _LINE:
         end = begin + _LINE

@@ -1,7 +1,7 @@
-"""Models by name: user/repo[:quant] of a hub is found in the cache, or fetched into it.
+"""Models by name: user/repo[:quant] of a hub is found in the cache, or downloaded into it.
 
-resolve("user/repo:Q4_K_M") returns the paths of a model and its image encoder, for Session or load. docs/models.md says
-how files are chosen, where they lie, and what is checked.
+resolve("user/repo:Q4_K_M") returns the paths of a model and its image encoder, for Session or load. docs/models.md
+explains the choice of files, their folders, and the checks.
 """
 
 from __future__ import annotations

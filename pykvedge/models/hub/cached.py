@@ -1,6 +1,6 @@
-"""Models in the cache are listed, found by their names without a network, and removed.
+"""Lists models in the cache, finds them by name without a network, and removes them.
 
-Removing a model removes its names, and the files that no other name in the repository leads to.
+Removing a model removes its names, and the files without another name in the repository.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pykvedge.models.gguf import read_header
 from pykvedge.models.hub.folders import Folder, Pair, below, folders
 from pykvedge.models.hub.names import Name, Wanted, find_mmproj, find_parts, is_model, quants, split_of
 
-_PARTIAL = (".incomplete", ".downloadInProgress")  # begun downloads of huggingface_hub and of llama.cpp
+_PARTIAL = (".incomplete", ".downloadInProgress")  # incomplete downloads of huggingface_hub and of llama.cpp
 
 
 @dataclass(frozen=True)
@@ -26,8 +26,8 @@ class CachedModel:
     """A model in the cache. bytes: of all its parts. mmproj: the path of its image encoder in the repository."""
 
     repo: str
-    quant: str  # empty: its name says none
-    file: str  # path in the repository, of the first part
+    quant: str  # "": the file name has none
+    file: str  # path of the first part in the repository
     commit: str
     bytes: int
     mmproj: str | None
@@ -35,7 +35,7 @@ class CachedModel:
 
     @property
     def name(self) -> str:
-        """Returns the name that `-hf` takes."""
+        """The name that `-hf` takes."""
         return f"{self.repo}:{self.quant}" if self.quant else self.repo
 
     def as_json(self) -> dict[str, Any]:
@@ -43,7 +43,7 @@ class CachedModel:
 
 
 def cached_models() -> tuple[list[CachedModel], list[str]]:
-    """Lists the models in the cache, each once; and for each broken one a line that says what is wrong."""
+    """Returns the models in the cache, each once, and a line of text for each broken model."""
     models: dict[tuple[str, str], CachedModel] = {}
     problems: dict[str, None] = {}
     for folder in folders():
@@ -67,7 +67,7 @@ def _model(folder: Folder, commit: str, files: dict[str, Path], path: str) -> Ca
 
 
 def damage(model: CachedModel) -> str:
-    """Says what is wrong with the files of a model, by their headers; "" where they hold all that these say."""
+    """Returns what is wrong with the files of a model, by their headers, or ""."""
     folder = Folder.of(model.repo)
     try:
         for file in filter(None, (model.file, model.mmproj)):
@@ -78,7 +78,7 @@ def damage(model: CachedModel) -> str:
 
 
 def unfinished() -> dict[str, int]:
-    """Repository -> bytes of downloads that were begun and not finished."""
+    """Returns repository -> bytes of incomplete downloads."""
     found: Counter[str] = Counter()
     for folder in folders():
         for path in below(folder.path / "blobs"):
@@ -88,17 +88,16 @@ def unfinished() -> dict[str, int]:
 
 
 def find_cached(wanted: Wanted) -> Pair | None:
-    """Finds the files of a model in the cache: in main's commit, else in another. Returns None if one is missing.
+    """Returns the cached files of a model: from main's commit, else another commit. Returns None if a file is missing.
 
-    Raises HubError for files that lead out of the cache, UnknownNameError if the cache has only other models of the
-    repository.
+    Raises HubError for files that lead out of the cache, UnknownNameError if the cache has other models of it only.
     """
     folder = Folder.of(wanted.name.repo)
     missing: UnknownNameError | None = None
     for files in filter(None, map(folder.files, folder.commits())):
         try:
             choice = wanted.choice(list(files))
-        except HubError:  # an encoder alone, or a part too few
+        except HubError:  # an encoder alone, or a missing part
             continue
         except UnknownNameError as error:
             missing = missing or error
@@ -111,21 +110,21 @@ def find_cached(wanted: Wanted) -> Pair | None:
 
 @dataclass(frozen=True)
 class Removal:
-    """This would be removed. bytes: the room that the disk gets back."""
+    """The removal of a model. bytes: the freed disk space."""
 
     name: Name
     folder: Folder
     files: list[str]  # paths in the repository, each once
     bytes: int
-    places: list[Path] = field(repr=False)  # links and files in the folder; empty: the whole folder goes
+    places: list[Path] = field(repr=False)  # links and files in the folder; empty: the whole folder is removed
 
     @property
     def whole(self) -> bool:
-        """Tells whether the repository's folder goes, with all that is in it."""
+        """Whether the whole folder of the repository is removed."""
         return not self.name.quant
 
     def run(self) -> None:
-        """Removes it. Raises HubError where that fails; what is gone then stays gone."""
+        """Removes the files. Raises HubError if that fails; already removed files stay removed."""
         try:
             if self.whole:
                 shutil.rmtree(self.folder.path)
@@ -136,15 +135,15 @@ class Removal:
             place = error.filename or self.folder.path
             raise HubError(f"{place} cannot be removed: {error.strerror or error}") from None
         for folder, *_ in os.walk(self.folder.path / "snapshots", topdown=False):
-            with suppress(OSError):  # it holds other names
+            with suppress(OSError):  # the folder holds other names
                 Path(folder).rmdir()
 
 
 def remove(name: str) -> Removal:
-    """Says what goes with user/repo, or with one quantisation of it; its method `run` removes that.
+    """Returns the removal of user/repo, or of one quantisation. Nothing is removed before the removal's `run`.
 
-    The image encoder goes with the last model that it would be chosen for. Raises UsageError for a name that is none,
-    HubError for a repository that is not in the cache, UnknownNameError for a quantisation that is not.
+    The image encoder is removed with the last model that would use it. Raises UsageError for an invalid name, HubError
+    for a repository that is not in the cache, UnknownNameError for a missing quantisation.
     """
     wanted = Name.of(name)
     folder = Folder.of(wanted.repo)
@@ -166,7 +165,7 @@ def remove(name: str) -> Removal:
 
 
 def _chosen(files: dict[str, Path], quant: str) -> dict[str, Path]:
-    """Chooses the models of a quantisation, and the image encoders that only they would use."""
+    """Returns the models of a quantisation and the image encoders that only they use: path -> path in the cache."""
     models, named = [path for path in files if is_model(path)], (f"-{quant.upper()}", f".{quant.upper()}")
     going = [path for path in models if split_of(path).prefix.upper().endswith(named)]
     staying = [path for path in models if path not in going]

@@ -1,6 +1,6 @@
-"""Downloads of a hub's files into the cache go on where an earlier one ended, and are compared with their checksums.
+"""Downloads files of a hub into the cache. A download continues where the last one ended; its checksum is compared.
 
-A file gets the name that other programs look for when it is complete, compared, and on the disk.
+A file gets the name that other programs look for after it is complete, compared, and on the disk.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from pykvedge.models.hub.folders import Folder, unwritable
 from pykvedge.models.hub.remote import Hub, RemoteFile
 from pykvedge.system.memory import readable
 
-_TRIES = 5  # in a row that bring no byte
-_PAUSE_S = 0.5  # before the second; then twice as long each time
+_TRIES = 5  # tries in a row without a new byte
+_PAUSE_S = 0.5  # pause before the second try; it doubles each time
 _BLOCK = 1 << 20
 _SHA1_HEX = 40
 
-Look = Callable[[int], None]  # takes the number of bytes that are there; an exception from it ends the download
+Look = Callable[[int], None]  # receives the number of downloaded bytes; an exception from it ends the download
 
 
 def is_there(folder: Folder, commit: str, file: RemoteFile) -> bool:
-    """Tells whether a file is in the cache, whole, under its name at this commit or any other."""
+    """Returns whether the cache holds the whole file, under its name at this commit or any other."""
     places = (folder.place(commit, file.path), folder.blob(file.checksum))
     return any(_size(path) == file.size and path.is_file() and folder.holds(path) for path in places)
 
 
 def check_room(folder: Folder, files: Sequence[RemoteFile], what: str) -> None:
-    """Raises HubError if the disk has no room for the missing bytes of the files. what: names them in the message."""
+    """Raises HubError if the disk has no room for the missing bytes of the files. what: a name for messages."""
     needed = sum(max(file.size - _size(folder.partial(file.checksum)), 0) for file in files)
     place = next(path for path in (folder.path, *folder.path.parents) if path.exists())
     free = shutil.disk_usage(place).free
@@ -45,7 +45,7 @@ def check_room(folder: Folder, files: Sequence[RemoteFile], what: str) -> None:
 
 
 def fetch(hub: Hub, folder: Folder, commit: str, file: RemoteFile, look: Look) -> None:
-    """Brings a file into the folder's blobs. Raises HubError; the bytes that have come stay for the next try."""
+    """Downloads a file into the folder's blobs. Raises HubError; downloaded bytes stay for the next try."""
     try:
         with hub.lock(folder.lock(file.checksum)):
             if is_there(folder, commit, file):
@@ -83,7 +83,7 @@ def _complete(hub: Hub, folder: Folder, commit: str, file: RemoteFile, look: Loo
 
 
 def _compare(part: Path, file: RemoteFile, name: str) -> None:
-    """Removes a file whose content is not what the hub says, and raises HubError."""
+    """Removes a file whose checksum differs from the hub's, and raises HubError."""
     with part.open("rb") as content:
         found = checksum(content, file.size, like=file.checksum)
     if found != file.checksum:
@@ -95,7 +95,7 @@ def _compare(part: Path, file: RemoteFile, name: str) -> None:
 
 
 def checksum(content: BinaryIO, size: int, like: str) -> str:
-    """Computes a file's checksum as a hub names it: sha256, or where `like` is as short as a sha1, git's of a blob."""
+    """Returns a file's checksum as the hub writes it: sha256, or git's sha1 of a blob if `like` is a sha1."""
     digest = hashlib.sha256()
     if len(like) == _SHA1_HEX:
         digest = hashlib.sha1(f"blob {size}\0".encode(), usedforsecurity=False)

@@ -1,7 +1,7 @@
 """The cache of a hub's repositories on this machine, in the layout that huggingface_hub and llama.cpp share.
 
 A repository is a folder models--USER--REPO. Its files are blobs/CHECKSUM. snapshots/COMMIT/PATH are links to these
-files, by their names in the repository. refs/main holds the commit that main was when the hub was asked last.
+files, with the paths of the repository. refs/main holds the commit of main at the last request to the hub.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import NamedTuple
 from pykvedge.errors import HubError
 from pykvedge.models.hub.names import Choice, is_repo, is_safe
 
-# the variables that llama.cpp looks at, in its order, and the folder below each
+# variables that name the cache, in llama.cpp's order, and the folder below each
 _PLACES = (
     ("LLAMA_CACHE", "."),
     ("HF_HUB_CACHE", "."),
@@ -31,7 +31,7 @@ is_checksum = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}").fullmatch  # git's sha1 o
 
 
 def cache_dir() -> Path:
-    """Returns the folder of the cache, which need not exist."""
+    """Returns the folder of the cache; the folder may not exist."""
     for variable, below in _PLACES:
         if value := os.environ.get(variable):
             return Path(value).expanduser() / below
@@ -39,7 +39,7 @@ def cache_dir() -> Path:
 
 
 class Pair(NamedTuple):
-    """The files of a model: Session(*pair) or load(*pair) takes them."""
+    """The files of a model, for Session(*pair) or load(*pair)."""
 
     model: Path
     mmproj: Path | None
@@ -47,7 +47,7 @@ class Pair(NamedTuple):
 
 @dataclass(frozen=True)
 class Folder:
-    """A repository has this folder in the cache."""
+    """The folder of a repository in the cache."""
 
     repo: str
     path: Path
@@ -60,26 +60,26 @@ class Folder:
         return self.path / "blobs" / checksum
 
     def partial(self, checksum: str) -> Path:
-        """Returns the place of a download that is not complete; the next download goes on with it."""
+        """Returns the path of an incomplete download. The next download continues it."""
         return self.path / "blobs" / f"{checksum}.incomplete"
 
     def lock(self, checksum: str) -> Path:
-        """Returns the lock that huggingface_hub, too, takes while it fetches the file."""
+        """Returns the lock that kvedge and huggingface_hub take while they fetch the file."""
         return self.path.parent / ".locks" / self.path.name / f"{checksum}.lock"
 
     def place(self, commit: str, file: str) -> Path:
-        """Returns the link that gives a file of the repository its name."""
+        """Returns the path of the link with the file's name in the repository."""
         return self.path / "snapshots" / commit / file
 
     def holds(self, path: Path) -> bool:
-        """Tells whether a path ends in this folder or elsewhere in the cache, whatever links it goes through."""
+        """Returns whether a path ends in this folder or elsewhere in the cache, after all links."""
         with suppress(OSError, RuntimeError):  # a loop of links
             end = path.resolve()
             return any(end.is_relative_to(root.resolve()) for root in (self.path, self.path.parent))
         return False
 
     def commits(self) -> list[str]:
-        """Lists the commits that have a folder: main's, then the others, the last changed first."""
+        """Returns the commits with a folder: main's commit first, then the others, the last changed first."""
         main = self._main()
         found: list[tuple[bool, float, str]] = []
         with suppress(OSError):
@@ -94,13 +94,13 @@ class Folder:
         return ""
 
     def files(self, commit: str) -> dict[str, Path]:
-        """Path in the repository -> place in the cache, for each GGUF file of a commit that is there."""
+        """Returns path in the repository -> path in the cache, for each cached GGUF file of a commit."""
         top = self.path / "snapshots" / commit
         found = {place.relative_to(top).as_posix(): place for place in below(top) if place.suffix == ".gguf"}
         return {path: found[path] for path in sorted(found) if is_safe(path)}
 
     def checked(self, place: Path) -> Path:
-        """Returns the place of a file. Raises HubError if it leads out of the cache, or to nothing."""
+        """Returns the path of a file. Raises HubError if it leads out of the cache, or to nothing."""
         if not self.holds(place):
             raise HubError(f"{place} leads out of the cache; remove it, and fetch it again")
         if not place.is_file():
@@ -108,12 +108,12 @@ class Folder:
         return place
 
     def pair(self, choice: Choice, places: Mapping[str, Path]) -> Pair:
-        """Returns the places of a choice's files. Raises HubError if one leads out of the cache, or to nothing."""
+        """Returns the paths of a choice's files. Raises HubError if a path leads out of the cache, or to nothing."""
         checked = {path: self.checked(places[path]) for path in choice.files}
         return Pair(checked[choice.model], checked.get(choice.mmproj or ""))
 
     def link(self, commit: str, file: str, checksum: str) -> Path:
-        """Gives a fetched file its name, as a link where the system has links. Raises HubError where it cannot."""
+        """Links a fetched file to its name, or moves it if links are not allowed. Raises HubError if that fails."""
         place, blob = self.place(commit, file), self.blob(checksum)
         if not self.holds(place.parent):
             raise HubError(f"{place.parent} leads out of the cache; remove it")
@@ -121,17 +121,17 @@ class Folder:
             return place
         try:
             place.parent.mkdir(parents=True, exist_ok=True)
-            place.unlink(missing_ok=True)  # a link to a file that was removed, or a copy that is not whole
+            place.unlink(missing_ok=True)  # a link to a removed file, or an incomplete copy
             try:
                 place.symlink_to(os.path.relpath(blob, place.parent))
-            except OSError:  # Windows links with a privilege only; both libraries then move the file
+            except OSError:  # Windows links with a privilege only; the file is moved, as in both libraries
                 shutil.move(blob, place)
         except OSError as error:
             raise unwritable(place, error) from None
         return place
 
     def note_main(self, commit: str) -> None:
-        """Writes down which commit main is. Raises HubError where it cannot."""
+        """Writes main's commit to refs/main. Raises HubError if that fails."""
         path = self.path / "refs" / "main"
         if self._main() == commit:
             return
@@ -145,17 +145,17 @@ class Folder:
 
 
 def below(top: Path) -> list[Path]:
-    """Lists the files below a folder. Linked folders are not entered."""
+    """Returns the files below a folder. Linked folders are not entered."""
     return [Path(folder, name) for folder, _, names in os.walk(top) for name in names]
 
 
 def unwritable(path: Path, error: OSError) -> HubError:
-    """Makes the error for a place in the cache that cannot be written."""
+    """Returns the error for a path in the cache that cannot be written."""
     return HubError(f"{path} cannot be written: {error.strerror or error}; HF_HUB_CACHE names another folder")
 
 
 def folders() -> Iterator[Folder]:
-    """Goes through the repositories in the cache, by their names."""
+    """Yields the repositories in the cache, sorted by name."""
     with suppress(OSError):
         for path in sorted(cache_dir().iterdir()):
             repo = path.name.removeprefix("models--").replace("--", "/")

@@ -1,7 +1,6 @@
-"""Rules choose the files of user/repo[:quant] by their names, as llama.cpp's common/download.cpp does.
+"""Chooses the files of user/repo[:quant] by their names, as llama.cpp's common/download.cpp does.
 
-One rule is kvedge's own: a quantisation that is a word of its own comes before one that ends another word, so that F16
-does not mean BF16.
+One rule is kvedge's own: a quantisation that is a whole word ranks before the end of a word, so F16 is not BF16.
 """
 
 from __future__ import annotations
@@ -24,14 +23,14 @@ _LONGEST_PATH = 512
 
 @dataclass(frozen=True)
 class Name:
-    """A repository, and the wanted quantisation; an empty one leaves the choice to the rules."""
+    """A repository, and the wanted quantisation; "" leaves the choice to the rules."""
 
     repo: str
     quant: str = ""
 
     @classmethod
     def of(cls, text: str) -> Name:
-        """Reads user/repo[:quant]. Raises UsageError for another text."""
+        """Reads user/repo[:quant]. Raises UsageError for any other text."""
         if not isinstance(text, str):
             raise UsageError(f"the name of a model is text as in user/repo:Q4_K_M, not {text!r:.40}")
         repo, colon, quant = text.partition(":")
@@ -44,28 +43,28 @@ class Name:
 
 
 def is_repo(text: str) -> bool:
-    """Tells whether a text is user/repo, by the rule of llama.cpp: two dashes stand for the slash in the cache."""
+    """Returns whether a text is user/repo, by llama.cpp's rule: in the cache, two dashes replace the slash."""
     return _REPO.fullmatch(text) is not None
 
 
 @dataclass(frozen=True)
 class Split:
-    """The parts of a GGUF file's name: the beginning that all parts of a model share, the quantisation, the place."""
+    """A split name of a GGUF file: the prefix shared by a model's parts, the quantisation, the part's number."""
 
     prefix: str
-    quant: str  # in capitals; empty: the name has none
+    quant: str  # upper case; "": the name has none
     index: int = 1
     count: int = 1
 
     @property
     def bits(self) -> int:
-        """Returns the first number in the quantisation: 4 of Q4_K_M, 16 of BF16; 0 if there is none."""
+        """The first number in the quantisation: 4 of Q4_K_M, 16 of BF16; 0 if there is no number."""
         found = re.search(r"\d{1,6}", self.quant)
         return int(found[0]) if found else 0
 
 
 def split_of(path: str) -> Split:
-    """Reads the name of a file. For a file that is no GGUF file all fields are empty."""
+    """Splits the name of a file. All fields are empty if the file is no GGUF file."""
     if not path.endswith(".gguf"):
         return Split("", "", 0)
     prefix, index, count = path.removesuffix(".gguf"), 1, 1
@@ -76,7 +75,7 @@ def split_of(path: str) -> Split:
 
 
 def is_safe(path: str) -> bool:
-    """Tells whether a path of a repository stays inside of a folder, on every system, and can be shown."""
+    """Returns whether a path stays inside of its folder on every system and is printable."""
     parts = path.split("/")
     return (
         len(path) <= _LONGEST_PATH
@@ -87,19 +86,19 @@ def is_safe(path: str) -> bool:
 
 
 def is_model(path: str) -> bool:
-    """Tells whether a file is a language model, or a part of one, by its name."""
+    """Returns whether a file is a language model, or a part of one, by its name."""
     name = path.rpartition("/")[2]
     return name.endswith(".gguf") and not any(word in name for word in _SIDECARS)
 
 
 def quants(paths: Iterable[str]) -> list[str]:
-    """Lists the quantisations of the models, or a model's path if its name says none."""
+    """Returns the quantisations of the models; a model without one is listed by its path."""
     found = [split_of(path).quant or path for path in paths if is_model(path)]
     return list(dict.fromkeys(found))
 
 
 def find_model(paths: Sequence[str], quant: str) -> str | None:
-    """Chooses the model, or its first part. Without a quantisation: Q4_K_M, else Q8_0, else the first model."""
+    """Returns the model's path, or its first part. Without `quant`: Q4_K_M, else Q8_0, else the first model."""
     first = [path for path in paths if is_model(path) and split_of(path).index <= 1]
     for wanted in (quant,) if quant else DEFAULT_QUANTS:
         for before in (r"(?<![A-Za-z0-9])", "") if quant else ("",):
@@ -111,7 +110,7 @@ def find_model(paths: Sequence[str], quant: str) -> str | None:
 
 
 def find_parts(paths: Iterable[str], model: str) -> list[str]:
-    """Lists the files that a model consists of, in their order. Raises HubError where one is missing."""
+    """Returns the files of a model in their order. Raises HubError if a part is missing."""
     whole = split_of(model)
     if whole.count <= 1:
         return [model]
@@ -125,7 +124,7 @@ def find_parts(paths: Iterable[str], model: str) -> list[str]:
 
 
 def find_mmproj(paths: Iterable[str], model: str) -> str | None:
-    """Chooses the image encoder: from the model's folder or the nearest above, the nearest in bits to the model."""
+    """Returns the image encoder from the model's folder or the nearest one above, nearest in bits; else None."""
     folder, bits = model.split("/")[:-1], split_of(model).bits
     best: tuple[tuple[int, int], str] | None = None
     for path in paths:
@@ -148,13 +147,13 @@ class Choice:
 
     @property
     def files(self) -> tuple[str, ...]:
-        """Lists all files, the encoder first: it is the small one."""
+        """All files, with the small encoder first."""
         return (*filter(None, [self.mmproj]), *self.parts)
 
 
 @dataclass(frozen=True)
 class Wanted:
-    """A user asks for this. file, mmproj: paths that replace the choice of the rules; mmproj "none": no encoder."""
+    """The user's wish. file, mmproj: paths that replace the choice of the rules; mmproj "none": no encoder."""
 
     name: Name
     file: str = ""
@@ -163,7 +162,7 @@ class Wanted:
     def choice(self, paths: Sequence[str]) -> Choice:
         """Chooses among the files of the repository.
 
-        Raises UnknownNameError for a quantisation or file that is not there, HubError where there is no model at all.
+        Raises UnknownNameError for a missing quantisation or file, HubError if the repository has no model.
         """
         hostile = next((path for path in paths if path.endswith(".gguf") and not is_safe(path)), None)
         if hostile is not None:

@@ -1,7 +1,7 @@
-"""kvedge asks a hub of models through huggingface_hub: what a repository holds, and bytes of its files.
+"""Asks a hub of models, through huggingface_hub, for lists of files and for bytes of files.
 
-hf_hub_download is not used: it begins anew after a kill, and compares no checksum. The endpoint is MODEL_ENDPOINT as
-for llama.cpp, else HF_ENDPOINT, else huggingface_hub's own. huggingface_hub also finds the token (HF_TOKEN).
+hf_hub_download is not used: it starts over after a kill, and compares no checksum. The endpoint is MODEL_ENDPOINT (as
+in llama.cpp), else HF_ENDPOINT, else huggingface_hub's default. huggingface_hub also finds the token (HF_TOKEN).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pykvedge.models.hub.folders import is_checksum, is_commit
 from pykvedge.system.version import package_version
 
 _TIMEOUT_S = 30.0
-_BEGINNINGS = tuple(1 << bits for bits in range(17, 27, 3))  # bytes; the largest vocabularies of today take 16 MiB
+_BEGINNINGS = tuple(1 << bits for bits in range(17, 27, 3))  # bytes of a header; the largest vocabularies take 16 MiB
 _TRUE = ("1", "ON", "YES", "TRUE")
 _PROXIES = ("http_proxy", "https_proxy", "all_proxy")
 _OFFLINE = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "LLAMA_ARG_OFFLINE")
@@ -29,7 +29,7 @@ _OFFLINE = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "LLAMA_ARG_OFFLINE")
 
 @dataclass(frozen=True)
 class RemoteFile:
-    """A file of a repository. checksum: its sha256, or git's sha1 of a file that is not in large file storage."""
+    """A file of a repository. checksum: its sha256, or git's sha1 for a file outside of large file storage."""
 
     path: str
     size: int  # bytes
@@ -41,11 +41,11 @@ class Listing:
     """The GGUF files of a repository at a commit."""
 
     commit: str
-    files: dict[str, RemoteFile]  # by their paths, in the hub's order
+    files: dict[str, RemoteFile]  # by path, in the hub's order
 
 
 def offline() -> bool:
-    """Tells whether the environment asks for no network, as huggingface_hub and llama.cpp understand it."""
+    """Returns whether the environment forbids the network, by the rules of huggingface_hub and llama.cpp."""
     return any(os.environ.get(name, "").upper() in _TRUE for name in _OFFLINE)
 
 
@@ -53,7 +53,7 @@ class Hub:
     """The hub of models that the environment names."""
 
     def __init__(self) -> None:
-        """Raises UsageError where huggingface_hub is not installed, or the endpoint is none."""
+        """Raises UsageError if huggingface_hub is not installed, or the endpoint is invalid."""
         endpoint = os.environ.get("MODEL_ENDPOINT") or os.environ.get("HF_ENDPOINT") or None
         if endpoint is not None and not _is_url(endpoint):
             raise UsageError(f"HF_ENDPOINT is the URL of a hub, not '{one_line(endpoint):.80}'")
@@ -71,16 +71,16 @@ class Hub:
         # the error of its HTTP client, which is httpx or httpx2
         self._http_error: type[Exception] = next(c for c in errors.HfHubHTTPError.__mro__ if c.__name__ == "HTTPError")
         client = sys.modules[self._http_error.__module__.partition(".")[0]]
-        self._no_way = (client.InvalidURL, ImportError)  # of a proxy: that is no URL, or by SOCKS without its package
+        self._no_way = (client.InvalidURL, ImportError)  # an invalid proxy URL; SOCKS without its package
         self._endpoint = endpoint.rstrip("/") if endpoint else None
         self._about: Any = {"library_name": "kvedge", "library_version": package_version()}
-        self._where = self._endpoint or "the hub"  # in messages
+        self._where = self._endpoint or "the hub"  # the hub's name in messages
 
     def listing(self, repo: str) -> Listing:
-        """Lists the GGUF files at main's commit. Raises HubError, UnreachableError."""
+        """Returns the GGUF files at main's commit. Raises HubError, UnreachableError."""
         with self._answers(repo):
             api = self._hub.HfApi(endpoint=self._endpoint, **self._about)
-            # the listing of this call has a time limit and says checksums; that of list_repo_tree has no limit
+            # model_info has a time limit and returns checksums; list_repo_tree has no time limit
             info = api.model_info(repo, revision="main", timeout=_TIMEOUT_S, files_metadata=True)
             commit = info.sha or ""
             if not is_commit(commit):
@@ -89,7 +89,7 @@ class Hub:
         return Listing(commit, {file.path: file for file in files})
 
     def header(self, repo: str, commit: str, file: RemoteFile) -> Header:
-        """Fetches as much of a GGUF file's beginning as its header takes, and reads it. Raises HubError, ModelError."""
+        """Fetches the bytes of a GGUF file that its header needs, and reads the header. Raises HubError, ModelError."""
         name = Path(f"{repo}/{file.path}")
         for most in _BEGINNINGS:
             start, most = bytearray(), min(most, file.size)
@@ -103,10 +103,10 @@ class Hub:
         raise ModelError(f"{name} has a header of more than {_BEGINNINGS[-1] >> 20} MiB, as no usable model has")
 
     def append(self, repo: str, commit: str, file: RemoteFile, out: BinaryIO, look: Callable[[int], None]) -> None:
-        """Appends the missing rest of a file to `out`; all of it, where the hub does not send that rest.
+        """Appends the missing rest of a file to `out`; rewrites the whole file if the hub does not send the rest.
 
-        look: called with the bytes that are there, after each piece. Raises UnreachableError where the connection
-        breaks, HubError, and OSError of the file.
+        look: called with the number of bytes after each piece. Raises UnreachableError if the connection breaks,
+        HubError, and OSError of the file.
         """
         there = out.tell()
         asked = f"bytes={there}-" if there else None
@@ -117,11 +117,11 @@ class Hub:
                 out.seek(0)
                 self.append(repo, commit, file, out, look)
                 return
-            if there and response.status_code != 206:  # from the beginning, after all
+            if there and response.status_code != 206:  # the hub sends the file from the beginning
                 out.truncate(0)
                 out.seek(0)
                 there = 0
-            for chunk in response.iter_bytes():  # no chunk size: bytes that wait for one are lost when it breaks
+            for chunk in response.iter_bytes():  # no chunk size: a broken connection would lose a part of a chunk
                 there += len(chunk)
                 if there > file.size:
                     raise HubError(f"{self._where} sends more of {repo}/{file.path} than the {file.size} bytes it has")
@@ -132,7 +132,7 @@ class Hub:
 
     @contextmanager
     def lock(self, path: Path) -> Iterator[None]:
-        """Keeps other programs, also others than kvedge, from fetching the same file."""
+        """Keeps other programs, not only kvedge, from fetching the same file."""
         path.parent.mkdir(parents=True, exist_ok=True)
         with self._utils.WeakFileLock(path):
             yield
@@ -145,7 +145,7 @@ class Hub:
         with self._stream(
             "GET", url, headers=headers, timeout=_TIMEOUT_S, max_retries=3, retry_on_exceptions=()
         ) as response:
-            if response.status_code != 416 or not asked or asked.startswith("bytes=0-"):  # else append asks anew
+            if response.status_code != 416 or not asked or asked.startswith("bytes=0-"):  # else append() asks again
                 self._utils.hf_raise_for_status(response)
             yield response
 
@@ -164,9 +164,9 @@ class Hub:
         except self._http_error as error:
             why = one_line(error) or type(error).__name__
             raise UnreachableError(f"{self._where} cannot be reached ({why:.120}){_proxies()}") from None
-        except ConnectionError as error:  # huggingface_hub's own word for HF_HUB_OFFLINE
+        except ConnectionError as error:  # huggingface_hub raises it if HF_HUB_OFFLINE is set
             raise UnreachableError(f"{self._where} is not asked: {one_line(error):.120}") from None
-        except (NotADirectoryError, IsADirectoryError, PermissionError) as error:  # of the file with the token
+        except (NotADirectoryError, IsADirectoryError, PermissionError) as error:  # from the file with the token
             raise HubError(f"{error.filename} cannot be read: {error.strerror}; HF_HOME names another folder") from None
         except self._no_way as error:
             raise UnreachableError(f"{self._where} cannot be asked ({one_line(error):.160}){_proxies()}") from None
@@ -186,7 +186,7 @@ def _is_url(text: str) -> bool:
 
 
 def _proxies() -> str:
-    """Says which variables name another program that requests may go to first."""
+    """Returns a text with the variables that name a proxy, or ""."""
     found = [name for name in _PROXIES if os.environ.get(name) or os.environ.get(name.upper())]
     return f"; {', '.join(found)} names a proxy" if found else ""
 

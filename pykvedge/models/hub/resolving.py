@@ -1,4 +1,4 @@
-"""The way from a name to files: kvedge asks the hub what there is, chooses among it, and fetches the choice."""
+"""Turns a name into files: asks the hub for its files, chooses some, and downloads the choice."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ def resolve(
     warn: Callable[[str], None] = lambda line: None,
     cancel: threading.Event | None = None,
 ) -> Pair:
-    """Finds the files of user/repo[:quant] in the cache, or fetches them into it.
+    """Finds the files of user/repo[:quant] in the cache, or downloads them into it.
 
     file, mmproj: paths in the repository instead of the chosen ones; mmproj "none": without an image encoder.
-    offline: only the cache is asked. progress(what, share done in 0..1) is called meanwhile. warn(line) is called where
-    the hub does not answer and the cache does instead. Setting `cancel` ends the work.
-    Raises UsageError for a wrong name and where huggingface_hub is missing, UnknownNameError for a quantisation or file
-    that is not there, HubError, ModelError for files that do not belong together, CancelledError.
+    offline: only the cache is asked. progress(what, share done in 0..1) is called during the work. warn(line) is called
+    if the cache answers because the hub does not. Setting `cancel` ends the work.
+    Raises UsageError for a wrong name or if huggingface_hub is missing, UnknownNameError for a missing quantisation or
+    file, HubError, ModelError for files that do not fit together, CancelledError.
     """
     return _Search(Wanted(Name.of(name), file, mmproj), offline, progress, warn, cancel).pair()
 
@@ -48,7 +48,7 @@ def headers(
     progress: Callable[[str, float], None] = lambda what, share: None,
     warn: Callable[[str], None] = lambda line: None,
 ) -> tuple[Header, Header | None]:
-    """Reads the headers of the files that `resolve` would return, and fetches nothing else of these files.
+    """Reads the headers of the files that `resolve` would return, and downloads nothing else.
 
     The arguments and errors are those of `resolve`.
     """
@@ -57,7 +57,7 @@ def headers(
 
 @dataclass(frozen=True)
 class _Search:
-    """This looks for the files of a model, in the hub and in the cache."""
+    """A search for the files of a model, in the hub and in the cache."""
 
     wanted: Wanted
     offline: bool
@@ -94,7 +94,7 @@ class _Search:
         return header, check_mmproj(mmproj, header) if mmproj else None
 
     def _ask(self) -> tuple[Hub, Listing] | None:
-        """Asks the hub what there is. Returns None if the cache is to be used: offline, or no answer."""
+        """Returns the hub and its files, or None if the cache must be used: offline, or no answer."""
         if self.offline or offline():
             return None
         self._look()
@@ -120,7 +120,7 @@ class _Search:
         return found
 
     def _headers(self, hub: Hub, listing: Listing, choice: Choice) -> tuple[Header, Header | None]:
-        """Fetches the beginnings of the model and of its encoder, and checks whether they belong together."""
+        """Downloads the headers of the model and its encoder, and checks whether they fit together."""
 
         def header(path: str) -> Header:
             self._look()
