@@ -1,1 +1,1 @@
-"""The command line has one thin command per file; program.py puts them together."""
+"""The command line: one thin command per file; program.py collects them."""

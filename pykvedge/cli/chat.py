@@ -1,4 +1,4 @@
-"""The command `kvedge chat` asks a model about images, once or in a conversation."""
+"""The commands `kvedge chat` and `kvedge run` ask a model about images, once or in a conversation."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from pykvedge.system.files import require_file
 
 
 def _positions(_: Any, __: Any, value: str) -> str | int:
-    """Returns a number as such; Settings checks it."""
+    """Returns a number as an int. Settings checks the value."""
     return int(value) if value.isdecimal() else value
 
 
@@ -146,7 +146,7 @@ def _ask(prompt: str | None, given: dict[str, Any]) -> int:
         what = "--image" if given["images"] else "--video"
         raise UsageError(f"{what} needs the image encoder of the model: pass it with --mmproj")
     if given["session_file"] is None or not paths.ask(Path.exists, paths.expanded(given["session_file"])):
-        # a file of a session brings its own plan
+        # a saved session has a plan
         plan, _ = tuning.taken(given, plan, model, again=not given["keep_saved"], hint=question is None)
     from pykvedge.runtime.sessionlock import SessionLock
 
@@ -178,7 +178,7 @@ def _talk(
     if question is not None:
         sampling.warn_of_idle(given)
     images = [paths.expanded(path) for path in given["images"]]
-    # those of a stream are loaded when it is their turn; a wrong path is found now
+    # images of a stream are loaded one by one; a wrong path is reported now
     waits = given["stream"] and all(paths.ask(Path.is_file, documents.file_of(path)) for path in images)
     pictures = images if waits else list(modelfiles.pictures(images, models[1], options.image_limits(given)))
     clips = [frames(paths.expanded(path), 1.0 if given["fps"] is None else given["fps"]) for path in given["videos"]]
@@ -192,7 +192,7 @@ def _talk(
     with as_event(threading.Event()) as cancel, display:
         session = Session(*models, plan, progress=display, cancel=cancel, **settings)
     with session:
-        stop_if_set(cancel)  # pressed when nothing looked any more, as while the image encoder was loaded
+        stop_if_set(cancel)  # Ctrl-C was pressed while nothing checked it, as during the load of the image encoder
         if file is not None and paths.ask(Path.exists, file):
             if given["system"]:
                 raise UsageError(f"--system opens a conversation, but the one in {file} has begun; leave it out")
@@ -206,7 +206,7 @@ def _talk(
 
 
 def _saved_plan(path: Path | None) -> Plan | None:
-    """Returns the plan of the conversation that goes on, where there is one."""
+    """Returns the plan of the saved conversation, or None."""
     if path is None or not paths.ask(Path.exists, path := paths.expanded(path)):
         return None
     from pykvedge.runtime.sessionfile import saved_plan
@@ -220,7 +220,7 @@ def _session_file(path: Path | None) -> Path | None:
     path = paths.expanded(path)
     if not paths.ask(Path.is_dir, path.parent):
         raise UsageError(f"--session {path} cannot be written: there is no folder {path.parent}")
-    if paths.ask(Path.exists, path):  # a name that cannot be one is what the user asked for, not what went wrong
+    if paths.ask(Path.exists, path):  # an impossible name is the user's mistake, not a failure of the file
         try:
             require_file(path)
         except OSError as error:
@@ -229,14 +229,14 @@ def _session_file(path: Path | None) -> Path | None:
 
 
 def _question(prompt: str | None) -> str | None:
-    """Takes the prompt from the argument or a pipe; None means that a person sits at the terminal."""
+    """Returns the prompt from the argument or a pipe; None: a user types at the terminal."""
     if prompt is not None and prompt != "-":
         return prompt
     if prompt is None and sys.stdin is not None and sys.stdin.isatty():
         return None
     data = b"" if sys.stdin is None else sys.stdin.buffer.read()
     text = data.decode("utf-8", "replace")
-    if b"\0" in data and text.encode() != data:  # a zero may stand in a text, in other encodings few letters are wrong
+    if b"\0" in data and text.encode() != data:  # zeros alone may be UTF-8, wrong letters alone another encoding
         raise UsageError("what comes through the pipe is no text in UTF-8; a picture is given by --image PATH")
     if not text.strip():
         raise UsageError("the prompt is empty; write a question, as argument or through a pipe")

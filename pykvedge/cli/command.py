@@ -1,4 +1,4 @@
-"""Commands of the program show their options in groups: `--help` the common ones, `--help-all` all of them."""
+"""Commands whose options are shown in groups: `--help` shows common options, `--help-all` all options."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ import click
 from pykvedge.cli import configured
 from pykvedge.errors import KvedgeError
 
-FEW = 16  # options of which `--help` leaves out none
+FEW = 16  # `--help` shows all options of a command with at most so many
 _ALL = "kvedge.help_all"
-_LAST = "Output"  # the group at the end of a help text
-_NAMES = 26  # columns of the names of options in a help text
+_LAST = "Output"  # the last group of a help text
+_NAMES = 26  # columns for the names of options in a help text
 
 
 class Option(click.Option):
-    """An option of a group. common: `--help` of a command with many options shows it.
+    """An option in a group. common: `--help` of a command with many options shows it.
 
-    also: names that are taken, too, and shown by `--help-all` alone. config: `kvedge config` may set it.
+    also: other accepted names, shown by `--help-all` only. config: `kvedge config` can set it.
     """
 
     def __init__(
@@ -38,12 +38,12 @@ class Option(click.Option):
         return click.Option.get_help_record(shown, ctx)
 
     def get_error_hint(self, ctx: click.Context | None) -> str:
-        """Names the option by its one long name: a user does not look for all others."""
+        """Returns the first name of the option, without its other names."""
         return f"'{self.opts[0]}'"
 
 
 class Number(click.FloatRange):
-    """A number within bounds; click's lets nan through, which no bound holds back."""
+    """A number within bounds. click's type accepts nan, which passes any bound."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         number = super().convert(value, param, ctx)
@@ -53,7 +53,7 @@ class Number(click.FloatRange):
 
 
 class Command(click.Command):
-    """A command whose help lists options by group, and whose options may be set in the configuration."""
+    """A command whose help groups its options, and whose options can be set in the configuration."""
 
     def make_context(
         self, info_name: str | None, args: list[str], parent: click.Context | None = None, **extra: Any

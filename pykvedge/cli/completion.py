@@ -1,4 +1,4 @@
-"""The command `kvedge completion`, and what Tab completes beside names of commands, options and files."""
+"""The command `kvedge completion`, and the completions of methods, stages, settings and models."""
 
 from __future__ import annotations
 
@@ -41,24 +41,24 @@ def _among(names: Iterable[str], begun: str) -> list[CompletionItem]:
 
 
 def of(names: Callable[[], Iterable[str]]) -> Complete:
-    """Completes to these names."""
+    """Returns a completion function for fixed names."""
     return lambda _, __, begun: _among(names(), begun)
 
 
 def methods(_: Any, __: Any, begun: str) -> list[CompletionItem]:
-    """Completes to names of methods; the last one of a list with commas."""
+    """Completes names of methods, also the last name of a list with commas."""
     before, comma, last = begun.rpartition(",")
     names = [name for name in presets.methods() if name.startswith(last)]
     return [CompletionItem(before + comma + name, help=presets.preset(name).summary) for name in names]
 
 
 def members(_: Any, param: click.Parameter, begun: str) -> list[CompletionItem]:
-    """Completes an option that is named after a stage to its members."""
+    """Completes the members of the stage that the option is named after."""
     return _among(registry.members(param.name or ""), begun)
 
 
 def settings(context: click.Context, _: Any, begun: str) -> list[CompletionItem]:
-    """Completes --set to the settings of the chosen method's stages."""
+    """Completes --set with the settings of the chosen method's stages."""
     with suppress(KvedgeError):
         made = plan(context.params.get("method") or presets.DEFAULT_METHOD)
         chosen = {stage: context.params.get(stage) or getattr(made, stage) for stage in registry.STAGES}
@@ -69,7 +69,7 @@ def settings(context: click.Context, _: Any, begun: str) -> list[CompletionItem]
 
 
 def models(_: Any, __: Any, begun: str) -> list[CompletionItem]:
-    """Completes to names of models in the cache."""
+    """Completes names of models in the cache."""
     from pykvedge.models import hub
 
     with suppress(KvedgeError, OSError):
@@ -78,5 +78,5 @@ def models(_: Any, __: Any, begun: str) -> list[CompletionItem]:
 
 
 def files_or_models(context: click.Context, param: click.Parameter, begun: str) -> list[CompletionItem]:
-    """Completes to names of models in the cache, else to files."""
+    """Completes names of models in the cache; if none matches, files."""
     return models(context, param, begun) or [CompletionItem(begun, type="file")]

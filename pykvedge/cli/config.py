@@ -1,4 +1,4 @@
-"""The command `kvedge config` shows and changes what options take when they are omitted."""
+"""The command `kvedge config` shows and changes the values of omitted options."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ from pykvedge.system.files import is_there, write_whole
 def config(context: click.Context, as_json: bool) -> None:
     """Set once what you would type each time.
 
-    Options that are omitted take the variable KVEDGE_NAME of the environment, then the configuration file, then their
-    default. chat, run, serve and fit heed all settings; bench, eval, inspect and calibrate heed model, mmproj, threads,
-    gpu-layers, device and rpc alone, so that figures do not change with the configuration. Python's Session heeds none.
+    An omitted option takes the variable KVEDGE_NAME of the environment, then the configuration file, then its default.
+    chat, run, serve and fit use all settings. bench, eval, inspect and calibrate use only model, mmproj, threads,
+    gpu-layers, device and rpc, so figures do not change with the configuration. Python's Session uses none.
 
     \b
     Examples:
@@ -81,7 +81,7 @@ def path() -> None:
 def set_key(key: str, value: str) -> None:
     """Set an option, named without its dashes.
 
-    The value is checked as that of the option would be. Paths are stored whole.
+    The value is checked like a value of the option. Paths are stored as absolute paths.
 
     \b
     Examples:
@@ -109,7 +109,7 @@ def _known() -> dict[str, list[tuple[click.Command, click.Parameter]]]:
 
 
 def _checked(key: str, text: str, takers: list[tuple[click.Command, click.Parameter]]) -> Any:
-    """Returns the value as the file holds it. Raises UsageError, or click's, where an option would refuse it."""
+    """Returns the value for the file. Raises UsageError, or click's error, for a value that an option would refuse."""
     value: Any = text
     root = click.get_current_context().find_root()
     for taker, param in takers:
@@ -140,12 +140,12 @@ _CHECKS: dict[str, Callable[[Any], object]] = {
 
 
 def _line(key: str, value: Any) -> str:
-    """Writes a line of TOML, whose texts, numbers and truths are those of JSON."""
+    """Returns a line of TOML. Its texts, numbers and booleans have the form of JSON."""
     return f"{key} = {json.dumps(value, ensure_ascii=False)}"
 
 
 def _rewrite(key: str, line: str | None) -> None:
-    """Replaces, adds or removes the line of a key; comments and the order of others stay. Raises SaveError."""
+    """Replaces, adds or removes the line of a key. Comments and the order of other lines stay. Raises SaveError."""
     before, path = configured.stored(), configured.file()
     lines = path.read_text(encoding="utf-8").splitlines() if before or is_there(path) else []
     mine = re.compile(rf"\s*[\"']?{re.escape(key)}[\"']?\s*=")

@@ -1,7 +1,6 @@
-"""Options that are omitted take what the environment says, then the configuration file.
+"""The values of omitted options: from the environment, then from the configuration file.
 
-The names of settings are those of options: `--gpu-layers` is KVEDGE_GPU_LAYERS in the environment, and gpu-layers in
-the file.
+Settings have the names of options: `--gpu-layers` is KVEDGE_GPU_LAYERS in the environment, and gpu-layers in the file.
 """
 
 from __future__ import annotations
@@ -21,9 +20,9 @@ from click.core import ParameterSource
 from pykvedge.errors import KvedgeError, KvedgeWarning, UsageError, unknown
 from pykvedge.system.files import is_there, require_file
 
-TALKING = ("chat", "run", "serve", "fit")  # they take every setting that they have an option for
-PLACES = ("model", "mmproj", "threads", "gpu-layers", "device", "rpc")  # what commands that measure take
-# these parameters, given nearer to the user, replace those settings
+TALKING = ("chat", "run", "serve", "fit")  # commands that take every setting for which they have an option
+PLACES = ("model", "mmproj", "threads", "gpu-layers", "device", "rpc")  # the only settings of commands that measure
+# a parameter that is given nearer to the user -> the settings that it replaces
 _REPLACED = {
     "model": ("model", "mmproj"), "models": ("model", "mmproj"), "hf_repo": ("model", "mmproj"),
     "hf_repos": ("model", "mmproj"), "file": ("model", "mmproj"), "plan_file": ("method", "budget"),
@@ -37,14 +36,14 @@ _OTHERS = tuple(f"KVEDGE_{name}" for name in (
 
 
 class Setting(NamedTuple):
-    """A value, and where it was set: a variable or the file."""
+    """A value, and its source: a variable or the file."""
 
     value: Any
     source: str
 
 
 def file() -> Path:
-    """Returns the path of the configuration file: KVEDGE_CONFIG, else a place that the system has for such files."""
+    """Returns the path of the configuration file: KVEDGE_CONFIG, else the system's usual place."""
     if named := os.environ.get("KVEDGE_CONFIG"):
         return Path(named)
     try:
@@ -61,7 +60,7 @@ def file() -> Path:
 
 
 def stored() -> dict[str, Any]:
-    """Reads the file; without one there are no settings. Raises UsageError for a file that is not TOML."""
+    """Returns the settings in the file; {} without a file. Raises UsageError for a file that is not TOML."""
     path = file()
     try:
         if not is_there(path):
@@ -75,7 +74,7 @@ def stored() -> dict[str, Any]:
 
 
 def parsed(text: str) -> dict[str, Any]:
-    """Reads TOML. Raises ValueError."""
+    """Parses TOML. Raises ValueError."""
     if sys.version_info >= (3, 11):
         import tomllib
     else:
@@ -84,7 +83,7 @@ def parsed(text: str) -> dict[str, Any]:
 
 
 def settings(known: Iterable[str]) -> dict[str, Setting]:
-    """Returns what is set: a variable comes before the file. Raises UsageError for an unknown key of the file."""
+    """Returns all settings; variables override the file. Raises UsageError for an unknown key of the file."""
     names, path, found = set(known), file(), {}
     for key, value in stored().items():
         if key not in names:
@@ -95,13 +94,13 @@ def settings(known: Iterable[str]) -> dict[str, Setting]:
     for key in names:
         if value := os.environ.get(variable(key)):
             if key == "model":
-                found.pop("mmproj", None)  # of the file's model
+                found.pop("mmproj", None)  # it belongs to the file's model
             found[key] = Setting(value, variable(key))
     return found
 
 
 def _warn_of_unknown(names: Iterable[str]) -> None:
-    """Warns of variables that nothing reads, but not of those of builds and tests."""
+    """Warns about KVEDGE_ variables that nothing reads, except variables of builds and tests."""
     known = {variable(key) for key in names}
     for name in sorted(os.environ):
         if name.startswith("KVEDGE_") and name not in known and not name.startswith(_OTHERS):
@@ -115,13 +114,13 @@ def variable(key: str) -> str:
 
 
 def keys(command: click.Command) -> dict[str, click.Parameter]:
-    """Lists the settings that a command takes, with their options."""
+    """Returns setting -> option, for the settings that a command takes."""
     found = {param.opts[0].strip("-"): param for param in command.params if getattr(param, "config", False)}
     return {key: param for key, param in found.items() if command.name in TALKING or key in PLACES}
 
 
 def all_keys(root: click.Command) -> dict[str, list[tuple[click.Command, click.Parameter]]]:
-    """Lists the settings of all commands below this one."""
+    """Returns setting -> (command, option), for the settings of this command and all commands below."""
     found: dict[str, list[tuple[click.Command, click.Parameter]]] = {}
     for key, param in keys(root).items():
         found.setdefault(key, []).append((root, param))
@@ -132,11 +131,11 @@ def all_keys(root: click.Command) -> dict[str, list[tuple[click.Command, click.P
 
 
 # ------------------------------------------------------------------------------------------------------------
-# In a command
+# Settings in a command
 
 
 def defaults(command: click.Command, parent: click.Context | None) -> dict[str, Any]:
-    """Returns click's default_map of a command that is about to read its arguments."""
+    """Returns click's default_map of a command, before its arguments are parsed."""
     mine = keys(command)
     if not mine or (parent is not None and parent.resilient_parsing):
         return {}
@@ -149,7 +148,7 @@ def defaults(command: click.Command, parent: click.Context | None) -> dict[str, 
 
 
 def in_effect(context: click.Context | None = None) -> dict[str, Setting]:
-    """Returns the settings that the running command took, by the names of its parameters."""
+    """Returns parameter -> setting, for the settings that the running command took."""
     context = context or click.get_current_context(silent=True)
     if context is None:
         return {}
@@ -158,7 +157,7 @@ def in_effect(context: click.Context | None = None) -> dict[str, Setting]:
 
 
 def settle(context: click.Context) -> None:
-    """Drops settings that options replace: with another --model the mmproj of the file is that of a stranger."""
+    """Drops settings that options replace: the file's mmproj does not belong to another --model."""
     if keys(context.command):
         _warn_of_unknown(all_keys(context.find_root().command))
     typed = {name for name in context.params if context.get_parameter_source(name) is ParameterSource.COMMANDLINE}
@@ -175,7 +174,7 @@ def settle(context: click.Context) -> None:
 
 
 def blamed(error: Exception, context: click.Context) -> Exception:
-    """Adds to an error where the settings that it speaks of come from: the user did not type them."""
+    """Adds the sources of settings to an error that names them, because the user did not type them."""
     text = error.format_message() if isinstance(error, click.ClickException) else str(error)
     by_name = {str(param.name): param.opts[0].strip("-") for param in context.command.params}
     found = [(by_name[name], setting) for name, setting in in_effect(context).items()]

@@ -1,4 +1,4 @@
-"""The command `kvedge doctor` tells whether kvedge is sound on this machine."""
+"""The command `kvedge doctor` says whether kvedge works on this machine."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ if TYPE_CHECKING:
 def doctor(devices: bool, as_json: bool, quiet: bool) -> None:
     """Tell what this machine is, and whether kvedge is sound on it.
 
-    Loads the libraries, runs every table of kernels and the products of every weight type, in each kind of memory that
-    llama.cpp may put it in, against plain loops, and asks the packaged model a question whose answer is known. All of
-    that happens in child processes: a crash is one line that names what crashed, and the remedy.
+    Loads the libraries, and compares every table of kernels, and the products of every weight type in every kind of
+    memory that llama.cpp may use, with plain loops. Asks the packaged model a question with a known answer. All this
+    runs in child processes: a crash becomes one line that names the crashed part and the remedy.
 
-    Packages with code for GPUs, such as kvedge-vulkan, are named, and for each that is not used the reason.
+    Names the packages with code for GPUs, such as kvedge-vulkan, and the reason for each unused package.
 
-    With --devices the packaged model also answers on each device, which must say what the processor says. That tells
-    how fast the device reads memory, a prompt, and an answer.
+    With --devices the packaged model also answers on each device, and must give the processor's answer. The run
+    measures how fast the device reads memory, a prompt, and an answer.
 
     The exit code is 0 if everything is sound, and 1 if something is not.
     """
@@ -60,7 +60,7 @@ def _show(found: Diagnosis) -> None:
     grid.add_column(overflow="fold")
     for heading, text in _rows(found):
         grid.add_row(Text(heading), Text(text))
-    with console.capture() as text:  # rich would end with 1 where nobody reads
+    with console.capture() as text:  # rich would exit with 1 if nobody reads the output
         console.print(grid)
         for fault in found.faults():
             console.print(Text("unsound: " + fault), soft_wrap=True)
@@ -70,7 +70,7 @@ def _show(found: Diagnosis) -> None:
 
 
 def _rows(found: Diagnosis) -> list[tuple[str, str]]:
-    """Makes headings and what stands beside them."""
+    """Returns the headings and texts of the report."""
     from pykvedge.doctor.diagnosis import machine
 
     m, facts = machine(), found.facts()
@@ -93,14 +93,14 @@ def _rows(found: Diagnosis) -> list[tuple[str, str]]:
     found_at: dict[str, str] = {}
     for device in facts.get("devices", []):
         size = readable(device["total_bytes"])
-        if device["kind"] != "CPU":  # of the machine's own memory ggml calls everything free
+        if device["kind"] != "CPU":  # ggml reports all of the machine's memory as free
             size = f"{readable(device['free_bytes'])} of {size} free"
         twin = found_at.setdefault(device["address"] or device["name"], device["name"])
         same = f"; the same GPU as {twin}, which is used" if twin != device["name"] else ""
         rows.append(("device", f"{device['name']}, {device['kind']}: {device['description']}, {size}{same}"))
     rows += [("package", f"{o.name} {_use(o)}") for o in found.of("packages") if o.name]
     rows += [("measured", f"{o.name}: {_speeds(o.facts)}") for o in found.of("devices") if o.facts]
-    # where nothing is installed, nothing is checked
+    # a group without outcomes was not checked
     return rows + [(f"check: {group}", _summary(found.of(group))) for group in found.groups if found.of(group)]
 
 

@@ -1,4 +1,4 @@
-"""The command `kvedge fit` tells what a conversation will take of memory."""
+"""The command `kvedge fit` prints the memory that a conversation needs."""
 
 from __future__ import annotations
 
@@ -60,10 +60,10 @@ def fit(file: Path | None, **given: Any) -> None:
 
     It also says where an image is made cheaper: before the encoder, by --image-max-tokens, or after, by --image-tokens.
     The figures come from the metadata of the files: weights, image encoder, compute buffers, and the KV cache of stock
-    llama.cpp, of the whole prompt, and compressed; whether that fits this machine, and how many images would. Where
-    there are GPUs or --rpc, also which layers go there and what they take; --gpu-layers auto finds how many fit. Of a
-    model by name (-hf) only the headers are fetched. An encoder that cuts images into tiles is loaded for a moment, to
-    count their tokens.
+    llama.cpp, of the whole prompt, and compressed. It says whether these fit this machine, and how many images would
+    fit. With GPUs or --rpc it also says which layers go there and their memory; --gpu-layers auto finds how many fit.
+    For a model by name (-hf) only the headers are fetched. An encoder that cuts images into tiles is loaded for a
+    moment, to count their tokens.
 
     \b
     Examples:
@@ -119,7 +119,7 @@ def _images_that_fit(files: Files, request: Request, available: int | None) -> d
         return {}
     kinds = {"stock": "stock", "one_prompt": "compressed", "bounded": "bounded"}
     if request.keep:
-        del kinds["bounded"]  # which drops rows for good
+        del kinds["bounded"]  # the bounded way drops rows for good
     images = {name: max(most_images(files, request, available, kind), 0) for name, kind in kinds.items()}
     return images | {"one_per_message": most_turns(files, request, available)}
 
@@ -133,7 +133,7 @@ def _request(
     from pykvedge.native import llamacpp
 
     sizes = _sizes(given, projector)
-    shape, program = ModelShape.of(header), program_bytes(header)  # before an encoder is asked, which leaves traces
+    shape, program = ModelShape.of(header), program_bytes(header)  # before the encoder leaves traces in memory
     encoder = 0
     grids: list[ImageGrid] = []
     if projector is not None:
@@ -160,12 +160,12 @@ def _request(
 
 
 def _grids(model: Header, projector: Header, sizes: list[tuple[int, int]], given: dict[str, Any]) -> list[ImageGrid]:
-    """Tells what the encoder makes of each picture; nothing where --encoder-tokens says it."""
+    """Returns the encoder's output size for each picture; [] if --encoder-tokens gives the number of tokens."""
     from pykvedge.models import imagecount
     from pykvedge.models.imagetokens import image_grid, token_limits
     from pykvedge.runtime.settings import Settings
 
-    asked = Settings.of(options.image_limits(given)).image_limits  # checked as those of a session are
+    asked = Settings.of(options.image_limits(given)).image_limits  # the checks of a session
     limits = token_limits(projector, *asked)
     if given["encoder_tokens"]:
         if any(asked):
@@ -190,7 +190,7 @@ def _talk(request: Request) -> Talk:
 
 
 def _sizes(given: dict[str, Any], projector: Header | None) -> list[tuple[int, int]]:
-    """Tells the width and height of every picture and page."""
+    """Returns the width and height of every picture and page."""
     if given["images"] and (given["image_size"] or given["n_images"] is not None):
         raise UsageError("--image says how many images there are, and how large; leave --images and --image-size out")
     from pykvedge.models.images import scaled_size
@@ -205,7 +205,7 @@ def _sizes(given: dict[str, Any], projector: Header | None) -> list[tuple[int, i
 
 
 def _placed(placement: Placement) -> list[str]:
-    """Says what each device takes, a line for each."""
+    """Returns a line per device: its layers and their memory."""
     lines = []
     for share in placement.shares:
         n = len(share.layers)
@@ -223,7 +223,7 @@ def _placed(placement: Placement) -> list[str]:
 
 
 def _verdict(f: Footprint, placement: Placement, out: dict[str, Any]) -> str:
-    """Says in one line whether it fits, and what becomes of the KV cache."""
+    """Returns one line: whether the conversation fits, and the sizes of the KV cache."""
     needed, available = (out["bytes"][name] for name in ("needed", "available"))
     cache = f"KV {readable(f.kv_prompt)} -> {readable(f.kv_kept)} ({out['method']} {out['budget']})"
     if available is None:
@@ -292,7 +292,7 @@ def _given_back(f: Footprint) -> str:
 
 
 def _most(request: Request, out: dict[str, Any]) -> list[str]:
-    """Lists how many images memory holds, and why a compressed prompt may hold no more than stock llama.cpp."""
+    """Returns lines with the number of images that memory holds, with reasons."""
     most = out["most_images"]
     if not most:
         return []

@@ -56,7 +56,7 @@ def methods(name: str | None, as_json: bool, checking: bool, **given: Any) -> No
 
 
 def _all() -> list[Preset]:
-    """Lists every method, and says on stderr which plugins cannot be loaded and which methods cannot be made."""
+    """Returns all methods. Prints plugins that fail to load and methods that cannot be made to stderr."""
     names, problems = presets.methods(), installed.problems()
     out = [PRESETS[name] for name in names if name in PRESETS]
     for found in (preset(name) for name in names if name not in PRESETS):
@@ -71,7 +71,7 @@ def _all() -> list[Preset]:
 
 
 def _check(name: str, as_json: bool) -> int:
-    """Prints what `pykvedge.reference.checks` found. Returns the exit code."""
+    """Prints the result of `pykvedge.reference.checks`. Returns the exit code."""
     from pykvedge.reference.checks.suite import check
 
     rows = check(name)
@@ -112,7 +112,7 @@ def _table(chosen: Iterable[Preset]) -> str:
 
 
 def _by_budget(p: Preset) -> str:
-    """Says which settings of the preset follow the budget, from the smallest one on."""
+    """Returns a text with the preset's settings for each range of budgets, in ascending order."""
     levels = sorted(p.by_budget)
     names = dict.fromkeys(tuple(name.split(".")) for level in levels for name in p.by_budget[level])
     parts = []

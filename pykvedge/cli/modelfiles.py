@@ -1,4 +1,4 @@
-"""Which model a command works with: files, a name that a hub or the cache knows, or the packaged demo model."""
+"""Finds the model of a command: files, a name in a hub or the cache, or the packaged demo model."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ if TYPE_CHECKING:
     from pykvedge.models.gguf import Header
     from pykvedge.models.images import Picture
 
-NONE = ("none", "-")  # as --mmproj: no image encoder
+NONE = ("none", "-")  # values of --mmproj that mean no image encoder
 _QUANT = re.compile(r"[-._](?:ud-)?(?:i?q\d\w*|tq\d\w*|mxfp4\w*|b?f16|fp16|f32)$")
 
 
 def model_files(given: Mapping[str, Any]) -> tuple[Path, Path | None]:
-    """Returns the files that MODEL, MMPROJ and HUB ask for, or the packaged demo model.
+    """Returns the files of MODEL, MMPROJ and HUB, or the packaged demo model.
 
-    Without --mmproj the image encoder beside the model is taken, and a line on stderr names it.
-    Raises UsageError where there is no model or several fit, and what pykvedge.hub.resolve raises.
+    Without --mmproj, the image encoder beside the model is used, and a line on stderr names it. Raises UsageError if no
+    model or several models fit, and what pykvedge.hub.resolve raises.
     """
     model, mmproj, name = given["model"], given["mmproj"], hub_name(given)
     _say_configured(given)
@@ -56,7 +56,7 @@ def _say_configured(given: Mapping[str, Any]) -> None:
 def pictures(
     images: Sequence[Path], mmproj: Path | Header | None, limits: Mapping[str, int] | None = None
 ) -> Iterator[Picture]:
-    """Loads what --image names, as large as the image encoder sees it.
+    """Loads the pictures of --image in the size that the image encoder sees.
 
     limits: the settings of IMAGE_LIMITS. Raises what load_pictures raises, and ModelError.
     """
@@ -71,7 +71,7 @@ def pictures(
 
 
 def page_size(mmproj: Header, limits: Mapping[str, int]) -> PageSize:
-    """Tells how large an image encoder sees a page. limits: the settings of IMAGE_LIMITS. Raises UsageError."""
+    """Returns the size in which an image encoder sees a page. limits: settings of IMAGE_LIMITS. Raises UsageError."""
     from pykvedge.models.documents import PageSize
     from pykvedge.runtime.settings import Settings
 
@@ -79,9 +79,9 @@ def page_size(mmproj: Header, limits: Mapping[str, int]) -> PageSize:
 
 
 def hub_name(given: Mapping[str, Any]) -> str | None:
-    """Returns the name that -hf gives, or a --model that is no file here; None where --model is one, or is omitted.
+    """Returns the name after -hf, or a --model that is no local file; None if --model is a file or omitted.
 
-    Raises UsageError for options that do not go together.
+    Raises UsageError for options that exclude each other.
     """
     name = given.get("hf_repo")
     if name is not None and given["model"] is not None:
@@ -98,7 +98,7 @@ def hub_name(given: Mapping[str, Any]) -> str | None:
 
 
 def as_name(model: Path) -> str | None:
-    """Reads --model user/repo[:QUANT]. A path whose folder is here is a path, also if the file is not."""
+    """Returns --model user/repo[:QUANT] as text; None for a path. A path in an existing folder is a path."""
     from pykvedge.models.hub.names import is_repo
 
     text = model.as_posix()
@@ -108,7 +108,7 @@ def as_name(model: Path) -> str | None:
 
 
 def _one_of(path: Path) -> Path:
-    """Returns the file, or the one model in the folder. Raises UsageError for a folder with none or several."""
+    """Returns the file, or the only model in the folder. Raises UsageError for a folder with none or several."""
     from pykvedge.models.hub.names import is_model, split_of
 
     if not paths.ask(Path.is_dir, path):
@@ -126,12 +126,12 @@ def _encoder_of(given: Mapping[str, Any]) -> Path | None:
 
 
 def _beside(model: Path, given: Mapping[str, Any]) -> Path | None:
-    """Finds the image encoder in the model's folder. Raises UsageError where several fit, and names do not decide."""
+    """Returns the image encoder in the model's folder. Raises UsageError if several fit by name."""
     from pykvedge.models.hub.names import split_of
     from pykvedge.models.modelfile import check_mmproj, check_model
 
     if not paths.ask(Path.is_file, model):
-        return None  # whoever opens it says what is wrong
+        return None  # opening the model reports the error
     found = list[Path]()
     with contextlib.suppress(OSError):
         found = sorted(p for p in model.parent.glob("*.gguf") if "mmproj" in p.name.lower() and p != model)
@@ -156,7 +156,7 @@ def _beside(model: Path, given: Mapping[str, Any]) -> Path | None:
 
 
 def _base(path: Path) -> str:
-    """Returns what the names of a model and its image encoder share: neither "mmproj" nor a quantisation."""
+    """Returns the common part of the names of a model and its image encoder: without "mmproj" and quantisation."""
     from pykvedge.models.hub.names import split_of
 
     words = _QUANT.sub("", split_of(path.name).prefix.lower()).replace("mmproj", " ")
@@ -164,9 +164,9 @@ def _base(path: Path) -> str:
 
 
 def fetched(name: str, given: Mapping[str, Any]) -> tuple[Path, Path | None]:
-    """Finds or fetches the files of a model by name, with progress on stderr.
+    """Finds or downloads the files of a model by name, with progress on stderr.
 
-    A --mmproj, a file of this machine, comes in the place of the repository's. Raises what pykvedge.hub.resolve raises.
+    A local --mmproj replaces the repository's encoder. Raises what pykvedge.hub.resolve raises.
     """
     from pykvedge.models import hub
 
@@ -176,7 +176,7 @@ def fetched(name: str, given: Mapping[str, Any]) -> tuple[Path, Path | None]:
 
 
 def headers(given: Mapping[str, Any]) -> tuple[Header, Header | None]:
-    """Reads the headers of what model_files would return; of a model by name nothing else is fetched."""
+    """Returns the headers of the files of model_files. For a model by name, only headers are downloaded."""
     from pykvedge.models import hub
     from pykvedge.models.modelfile import check_mmproj, check_model
 

@@ -27,8 +27,8 @@ _NAME = "USER/REPO[:QUANT]"
 def pull(name: str, **given: Any) -> None:
     """Fetch a model and its image encoder by name.
 
-    -hf and `kvedge run` find them in the cache. Without QUANT it is Q4_K_M, else Q8_0. The paths of the files go to
-    stdout. A download that stopped goes on.
+    -hf and `kvedge run` find the files in the cache. The default QUANT is Q4_K_M, else Q8_0. The paths of the files go
+    to stdout. A stopped download is continued.
 
     \b
     Examples:
@@ -49,8 +49,8 @@ def pull(name: str, **given: Any) -> None:
 def remove(name: str, yes: bool, as_json: bool) -> None:
     """Remove a model from the cache.
 
-    With QUANT it is one quantisation, else the whole repository. An image encoder goes with the last model that
-    uses it; files that other models use stay.
+    USER/REPO:QUANT removes one quantisation, USER/REPO the whole repository. An image encoder is removed with the last
+    model that uses it. Files that other models use stay.
 
     \b
     Examples:
@@ -88,7 +88,7 @@ def _at_terminal() -> bool:
 def list_models(as_json: bool) -> None:
     """List the models in the cache, with their sizes.
 
-    `kvedge run` takes them by name. The cache is that of llama.cpp and huggingface_hub: LLAMA_CACHE, HF_HUB_CACHE
+    `kvedge run` takes them by name. llama.cpp and huggingface_hub use the same cache: LLAMA_CACHE, HF_HUB_CACHE
     or HF_HOME name its folder, else it is ~/.cache/huggingface/hub. `kvedge pull` adds a model, `kvedge rm` removes
     one.
     """

@@ -1,4 +1,4 @@
-"""The options that several commands have are declared here, each once: one name means the same everywhere."""
+"""The options that several commands share, each declared once, so a name means the same in every command."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _BUDGET_HELP = "What is kept: 0.2 of the prompt, or 128 KV pairs per layer and h
 
 
 class FilePath(click.Path):
-    """A path that is not empty and no longer than paths are."""
+    """A path that is not empty and not too long for the system."""
 
     def __init__(self) -> None:
         super().__init__(path_type=Path)
@@ -80,7 +80,7 @@ class LayerCount(click.ParamType):
 
 
 # ------------------------------------------------------------------------------------------------------------
-# Which model is asked about which images
+# The model and the images
 
 MODEL = option("--model", "-m", group="Model", common=True, config=True, type=PATH, metavar="MODEL",
                shell_complete=completion.files_or_models, help=MODEL_HELP)  # fmt: skip
@@ -126,7 +126,7 @@ PLUGIN = option(
 SET = option("--set", "changes", group=_KEPT, multiple=True, metavar="STAGE.NAME=VALUE",
              shell_complete=completion.settings,
              help="A setting of a stage, for example scorer.window=16; repeatable.")  # fmt: skip
-# what changes a method
+# options that change parts of a method
 CHANGES = (
     option("--recent", group=_KEPT, metavar="AMOUNT",
            help="Last tokens that are always kept: 16, 0.1 of the prompt, or auto."),
@@ -180,7 +180,7 @@ AGE = option(
 )  # fmt: skip
 
 # ------------------------------------------------------------------------------------------------------------
-# How it runs
+# Memory and devices
 
 _MACHINE = "Memory and devices"
 CTX = option("--ctx", "-c", also=("--ctx-size",), group=_MACHINE, common=True, config=True, type=Whole(), metavar="N",
@@ -230,7 +230,7 @@ VERBOSE = option("--verbose", "-v", is_flag=True, help="llama.cpp's log on stder
 
 
 def taking(*options: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Gives a command these options, which its help lists in this order."""
+    """Returns a decorator that adds these options to a command, in the order of its help."""
 
     def decorate(command: Any) -> Any:
         for one in reversed(options):
@@ -241,7 +241,7 @@ def taking(*options: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 
 # ------------------------------------------------------------------------------------------------------------
-# What was given
+# Values of the options
 
 
 def load_plugins(given: Mapping[str, Any]) -> None:
@@ -250,7 +250,7 @@ def load_plugins(given: Mapping[str, Any]) -> None:
 
 
 def changes(given: Mapping[str, Any]) -> dict[str, str]:
-    """Reads the settings of --set, by their full names. Raises UsageError, also for two values of one name."""
+    """Returns the settings of --set by full name. Raises UsageError for a malformed one or two values of a name."""
     found: dict[str, str] = {}
     for name, value in map(_parsed, given["changes"]):
         if found.setdefault(name, value) != value:
@@ -259,9 +259,9 @@ def changes(given: Mapping[str, Any]) -> dict[str, str]:
 
 
 def chosen_plan(given: Mapping[str, Any], saved: Plan | None = None) -> Plan:
-    """Makes the plan of --method and what changes it, or of --plan. Raises UsageError and what making a plan raises.
+    """Makes the plan of --method and its changes, or of --plan. Raises UsageError and what making a plan raises.
 
-    saved: of a conversation that goes on, which options other than these change; the configuration does not.
+    saved: the plan of a saved conversation; typed options change it, the configuration does not.
     """
     settings = {k: given[k] for k in _PLAN_SETTINGS if given[k] is not None}
     settings.update(changes(given))
@@ -279,7 +279,7 @@ def chosen_plan(given: Mapping[str, Any], saved: Plan | None = None) -> Plan:
 
 
 def chooses_plan(given: Mapping[str, Any]) -> bool:
-    """Tells whether any option says what to keep, and not the configuration alone."""
+    """Returns whether an option, and not only the configuration, says what to keep."""
     names = {"method", "budget", "plan_file", *_PLAN_SETTINGS} - set(configured.in_effect())
     return bool(given["changes"]) or any(given[name] is not None for name in names)
 
@@ -292,10 +292,10 @@ def _parsed(change: str) -> tuple[str, str]:
 
 
 def read_plan(path: Path) -> Plan:
-    """Reads the plan in a JSON file. Raises UsageError if it cannot be read or is none."""
+    """Reads a plan from a JSON file. Raises UsageError if the file is unreadable or no plan."""
     try:
         with paths.expanded(path).open("rb") as file:
-            data = file.read(_LARGEST_PLAN + 1)  # of a device there is no end
+            data = file.read(_LARGEST_PLAN + 1)  # a device has no end
         if len(data) > _LARGEST_PLAN:
             raise UsageError(f"{path} is not a plan: it is too large")
         return Plan.from_json(data.decode("utf-8"))
@@ -306,7 +306,7 @@ def read_plan(path: Path) -> Plan:
 
 
 def running(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Collects settings of a session: CTX, THREADS, KV_TYPE, KV_ROTATE and DEVICES, as far as the command has them."""
+    """Returns settings of a session from CTX, THREADS, KV_TYPE, KV_ROTATE and DEVICES, if the command has them."""
     from pykvedge.native import crash
 
     if "rpc" in given:
@@ -318,7 +318,7 @@ def running(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def cache(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Collects the settings of CACHE. Raises UsageError for a size that is none, or that is of nothing."""
+    """Returns the settings of CACHE. Raises UsageError for an invalid size, or a size without --cache."""
     if given["cache"] is None:
         if given["cache_size"] is not None:
             raise UsageError("--cache-size says how large the folder of --cache may become; name one")
@@ -328,7 +328,7 @@ def cache(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def keep(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Collects the settings of KEEP. Raises UsageError for a size that is none, or that is of nothing."""
+    """Returns the settings of KEEP. Raises UsageError for an invalid size, or an option without --keep."""
     names = ("keep_folder", "keep_space", "keep_type", "age")
     out: dict[str, Any] = {name: given[name] for name in names if given.get(name) is not None}
     if given["keep"] is None:
@@ -345,7 +345,7 @@ def keep(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def size(name: str, text: str) -> int:
-    """Reads a number of bytes, as in 500MiB, 1.5GiB or 4GB. Raises UsageError for what is none, and for less than 1."""
+    """Parses a number of bytes >= 1, as in 500MiB, 1.5GiB or 4GB. Raises UsageError for any other text."""
     found = re.fullmatch(r"(\d{1,12}(?:\.\d{1,3})?) ?(?:([KMGT])(I?))?B?", text.strip().upper(), re.ASCII)
     unit = found[2] if found else None
     scale = (1024 if found and found[3] else 1000) ** ("KMGT".index(unit) + 1) if unit else 1
@@ -356,12 +356,12 @@ def size(name: str, text: str) -> int:
 
 
 def image_limits(given: Mapping[str, Any]) -> dict[str, int]:
-    """Collects the settings of IMAGE_LIMITS."""
+    """Returns the settings of IMAGE_LIMITS."""
     return {name: given[name] or 0 for name in ("image_min_tokens", "image_max_tokens")}
 
 
 def offload(given: Mapping[str, Any], n_ctx: int = 0) -> Offload:
-    """What DEVICES say. n_ctx: tokens that "auto" makes room for."""
+    """Returns the Offload of DEVICES. n_ctx: tokens for which "auto" leaves room."""
     from pykvedge.native import crash
     from pykvedge.runtime.settings import Settings
 
@@ -370,7 +370,7 @@ def offload(given: Mapping[str, Any], n_ctx: int = 0) -> Offload:
 
 
 def pixels(text: str, most: int) -> tuple[int, int]:
-    """Reads the width and height of --image-size. Raises UsageError for what is none, and for a side above `most`."""
+    """Parses width and height of --image-size. Raises UsageError for an invalid text, or a side above `most`."""
     found = re.fullmatch(r"(\d{1,6})x(\d{1,6})", text.lower(), re.ASCII)
     width, height = map(int, found.groups()) if found else (0, 0)
     if not (0 < width <= most and 0 < height <= most):
@@ -379,7 +379,7 @@ def pixels(text: str, most: int) -> tuple[int, int]:
 
 
 def listed(name: str, text: str) -> list[str]:
-    """Splits "A,B" into its parts, each once. Raises UsageError where there is none."""
+    """Splits "A,B" into its parts, each once. Raises UsageError if there is no part."""
     names = list(dict.fromkeys(part.strip() for part in text.split(",") if part.strip()))
     if not names:
         raise UsageError(f"{name} is empty; name at least one")

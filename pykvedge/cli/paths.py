@@ -1,4 +1,4 @@
-"""People give paths with a home folder, quotes, backslashes, or as the URL of a file that was dragged here."""
+"""Reads paths as users write them: with ~, quotes, backslashes, or as the file: URL of a dragged file."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _QUOTED = ("'", '"')
 
 
 def expanded(path: Path | str) -> Path:
-    """Replaces ~ and ~name by home folders. Raises UsageError for a name without one."""
+    """Replaces ~ and ~name by home folders. Raises UsageError for an unknown home folder."""
     try:
         return Path(path).expanduser()
     except RuntimeError:
@@ -23,17 +23,17 @@ def expanded(path: Path | str) -> Path:
 
 
 def ask(question: Callable[[Path], bool], path: Path) -> bool:
-    """Answers Path.exists, Path.is_file or Path.is_dir. Raises UsageError where that cannot be told."""
+    """Returns Path.exists, Path.is_file or Path.is_dir of a path. Raises UsageError if the system refuses an answer."""
     try:
         return question(path)
-    except (OSError, ValueError) as error:  # a name that is too long, a folder that may not be looked into
+    except (OSError, ValueError) as error:  # the name is too long, or the folder is closed to this user
         raise UsageError(f"{path} cannot be looked for: {getattr(error, 'strerror', None) or error}") from None
 
 
 def typed(text: str) -> Path:
-    """Reads a path that somebody typed, dragged or completed at a prompt; blanks need no quotes.
+    """Reads a path that was typed, dragged or completed at a prompt; blanks need no quotes.
 
-    Raises UsageError for an empty one, a home folder that is unknown, and a URL that names no file of this machine.
+    Raises UsageError for an empty path, an unknown home folder, and a URL that names no file of this machine.
     """
     text = text.strip()
     if text.lower().startswith("file:"):
@@ -45,7 +45,7 @@ def typed(text: str) -> Path:
 
 
 def unquoted(text: str) -> str:
-    """Takes away the quotes around it, or the backslashes in it; an open quote counts as closed at the end."""
+    """Removes quotes around a text, or backslashes in it. A missing end quote is allowed."""
     if text[:1] in _QUOTED:
         quote, inner = text[0], text[1:]
         inner = inner.removesuffix(quote)
@@ -54,7 +54,7 @@ def unquoted(text: str) -> str:
 
 
 def _of_url(text: str) -> Path:
-    from urllib.request import url2pathname  # brings all of HTTP, for which every start would wait
+    from urllib.request import url2pathname  # a late import: it loads all of HTTP and would slow every start
 
     parts = urlsplit(text)
     if parts.netloc not in ("", "localhost") or not parts.path:
@@ -63,7 +63,7 @@ def _of_url(text: str) -> Path:
 
 
 def completions(text: str) -> list[str]:
-    """Lists what a half-typed path may become, written in the same manner: with an open quote, or with backslashes."""
+    """Returns completions of a half-typed path, quoted or escaped like the path."""
     quote = text[:1] if text[:1] in _QUOTED else ""
     folder, begun = os.path.split(unquoted(text))
     try:

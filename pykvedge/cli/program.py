@@ -1,4 +1,4 @@
-"""The `kvedge` program puts the commands into one group, and turns errors into one line and an exit code."""
+"""The `kvedge` program: puts the commands into one group, and turns errors into one line and an exit code."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _COMMANDS = {
     "methods": "methods:methods", "fit": "fit:fit", "config": "config:config", "completion": "completion:completion",
     "doctor": "doctor:doctor", "rpc-server": "rpc_server:rpc_server",
 }  # fmt: skip
-_UNREAD = 141  # the exit code where nobody reads the output
+_UNREAD = 141  # exit code if nobody reads the output
 
 
 def _show_version(context: click.Context, _: click.Parameter, wanted: bool) -> None:
@@ -40,10 +40,10 @@ def _show_version(context: click.Context, _: click.Parameter, wanted: bool) -> N
 
 
 class Commands(UserDict[str, Any]):
-    """All commands by name. One is imported when it is asked for, so that --version waits for none of them."""
+    """All commands by name. A command is imported on demand, so --version imports none."""
 
     def __init__(self) -> None:
-        """A program that packs kvedge may leave out kvedge_lab, and has none of its commands then."""
+        """Adds the commands of kvedge_lab, unless the program is packed without it."""
         super().__init__({name: f"pykvedge.cli.{place}" for name, place in _COMMANDS.items()})
         if importlib.util.find_spec("kvedge_lab"):
             self.update(importlib.import_module("kvedge_lab.commands").COMMANDS)
@@ -57,18 +57,18 @@ class Commands(UserDict[str, Any]):
 def _unread() -> Iterator[None]:
     try:
         yield
-    except BrokenPipeError:  # click would end with 1
+    except BrokenPipeError:  # click would exit with 1
         raise SystemExit(_UNREAD) from None
 
 
 class Program(click.Group):
-    """All commands. `models` is another name of `list`."""
+    """The group of all commands. `models` is another name of `list`."""
 
     def get_command(self, ctx: click.Context, name: str) -> click.Command | None:
         return super().get_command(ctx, "list" if name == "models" else name)
 
     def make_context(self, *args: Any, **extra: Any) -> click.Context:
-        with _unread():  # what --help and --version write
+        with _unread():  # --help and --version write here
             return super().make_context(*args, **extra)
 
     def invoke(self, ctx: click.Context) -> Any:
@@ -121,40 +121,40 @@ def main() -> None:
         _prepare()
         code = _run()
         sys.stdout.flush()
-    except Exception as error:  # the last line of defence: a user never sees a traceback
+    except Exception as error:  # a user never sees a traceback
         code, unwritten = _explain(error), isinstance(error, OSError)
     except KeyboardInterrupt:
         code = 130
-    # Ctrl-C pressed again while Python winds down would end the program by the signal, whatever its exit code was
-    with contextlib.suppress(ValueError):  # in another than the main thread
+    # a second Ctrl-C while Python exits would end the program by the signal, whatever the exit code
+    with contextlib.suppress(ValueError):  # ValueError: not in the main thread
         signal.signal(signal.SIGINT, signal.SIG_IGN)
     if code == _UNREAD or unwritten:
-        # whoever read our output has left, or the disk is full: Python would try again as it ends
+        # the reader is gone or the disk is full: Python would try to write again at its exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     sys.exit(code if isinstance(code, int) else 0)
 
 
 def _prepare() -> None:
-    os.environ.setdefault("GGML_NO_BACKTRACE", "1")  # should ggml abort, its one line says enough
+    os.environ.setdefault("GGML_NO_BACKTRACE", "1")  # ggml's one line is enough if it aborts
     warnings.showwarning = _warn
     _replace_closed_streams()
     if sys.stdout is None:
         _complain("stdout is closed, so there is nowhere to write to")
         sys.exit(1)
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # answers hold characters that not every terminal has
+        sys.stdout.reconfigure(errors="replace")  # not every terminal can show all characters of an answer
 
 
 def _replace_closed_streams() -> None:
-    """Lets nothing else take the places of stdin, stdout and stderr: C would write its messages into a model file.
+    """Opens closed stdin, stdout and stderr as the null device, so no other file takes their numbers.
 
-    Without a stderr there is nobody to read it, and the answer still goes to stdout.
+    Otherwise C code would write messages into a model file. Without stderr, the answer still goes to stdout.
     """
     for number in range(3):
         try:
             os.fstat(number)
         except OSError:
-            handle = os.open(os.devnull, os.O_RDWR)  # the first free number, this one
+            handle = os.open(os.devnull, os.O_RDWR)  # the first free number is `number`
             if handle != number:
                 os.dup2(handle, number)
                 os.close(handle)
@@ -165,7 +165,7 @@ def _replace_closed_streams() -> None:
 def _run() -> object:
     try:
         return cli.main(prog_name="kvedge", standalone_mode=False)
-    except SystemExit as end:  # a command with an exit code of its own; what it printed may not be written yet
+    except SystemExit as end:  # the command has its own exit code; its output may not be flushed yet
         return end.code
 
 
@@ -191,7 +191,7 @@ def _explain(error: Exception) -> int:
     if isinstance(error, OSError) and error.filename is None and error.errno in (errno.ENOSPC, errno.EFBIG, errno.EIO):
         _complain(f"the output cannot be written: {error.strerror}")
         return 1
-    if isinstance(error, ImportError) and ".so" in str(error):  # such as NumPy's, of what the system lacks
+    if isinstance(error, ImportError) and ".so" in str(error):  # for example NumPy's, about a missing system library
         from pykvedge.native import libcheck
 
         _complain(libcheck.explain(Path(error.path or "kvedge"), str(error), libcheck.REINSTALL))

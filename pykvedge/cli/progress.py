@@ -1,4 +1,4 @@
-"""A person who waits sees a bar on stderr at a terminal."""
+"""Progress bars on stderr, for a person who waits at a terminal."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-FILE_S = 15.0  # between two lines where stderr is no terminal
+FILE_S = 15.0  # seconds between two lines if stderr is no terminal
 
 
 class Display:
-    """A progress bar that is gone when the work is over, or a with block left. Call it as Session's `progress`."""
+    """A progress bar that is removed after the work or the with block. A callable for Session's `progress`."""
 
     def __init__(self, enabled: bool) -> None:
-        """enabled: false shows nothing but what `say` is given."""
+        """enabled: false shows only the lines of `say`."""
         self._enabled, self._terminal = enabled, sys.stderr.isatty()
         self._told = time.monotonic()
         self._bar: Any = None
@@ -33,7 +33,7 @@ class Display:
         self.done()
 
     def say(self, text: str) -> None:
-        """Writes a line that stays."""
+        """Writes a line that stays on the screen."""
         self.done()
         print(text, file=sys.stderr, flush=True)
 
@@ -60,7 +60,7 @@ class Display:
 
 
 class Fetching(Display):
-    """The progress of downloads; where stderr is no terminal, a line as each file begins, and at times."""
+    """The progress of downloads. If stderr is no terminal, it writes a line per file, and repeats it at intervals."""
 
     def __init__(self, enabled: bool) -> None:
         super().__init__(enabled)

@@ -1,4 +1,4 @@
-"""kvedge rpc-server."""
+"""The command `kvedge rpc-server` lends the devices of this machine."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from pykvedge.errors import DeviceError, UsageError
 def rpc_server(host: str, port: int, device: str, threads: int | None) -> None:
     """Lend this machine's devices to `kvedge chat --rpc`.
 
-    Layers of a model lie here, with their keys and values, which are compressed where they lie. It is llama.cpp's own
-    server: it knows no passwords and trusts whoever connects, so let it listen in a network of your own only. It serves
-    one program at a time: another one is refused after some seconds. Ctrl-C ends it.
+    The devices hold layers of a model, and their keys and values, which are compressed on the devices. The server is
+    llama.cpp's: it has no passwords and trusts every client, so run it in your own network only. It serves one program
+    at a time; another program is refused after some seconds. Ctrl-C ends it.
 
     \b
     kvedge rpc-server --host 192.168.0.7              on the machine that lends
@@ -46,9 +46,9 @@ def rpc_server(host: str, port: int, device: str, threads: int | None) -> None:
         alone = host == "localhost"
     if not alone:
         click.echo("anyone who reaches this address can use it, and read and write its memory", err=True)
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # C code runs from here on
-    llamacpp.start(verbose=True, vision=False)  # what it refuses it says in its log
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C must end C code from here on
+    llamacpp.start(verbose=True, vision=False)  # the server's log names its reasons for a refusal
     sys.stdout.flush()
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # it says on stdout what it does
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # the server prints its messages on stdout
     ggml.serve(f"{host}:{port}", [d.handle for d in lent], count)
     raise DeviceError(f"the server at {host}:{port} ended; is the port in use, or the address not this machine's?")

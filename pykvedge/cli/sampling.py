@@ -1,4 +1,4 @@
-"""How tokens are chosen, and when an answer ends, as the command line and /set say it."""
+"""The options of sampling and of the end of an answer, for the command line and for /set."""
 
 from __future__ import annotations
 
@@ -55,11 +55,11 @@ _PLAIN = ("temp", "top_p", "top_k", "seed", "max_tokens", "min_p", "typical_p", 
 _DRAWING = ("top_p", "top_k", "min_p", "typical_p", "seed")
 WHOLE = ("top_k", "seed", "max_tokens", "repeat_last_n")
 TEXTS = ("logit_bias", "stop", "grammar", "json_schema", "regex")  # settings that are no numbers
-SETTINGS = (*_PLAIN, *TEXTS)  # what /set takes
+SETTINGS = (*_PLAIN, *TEXTS)  # the settings of /set
 
 
 def chosen(given: Mapping[str, Any]) -> Sampling:
-    """Makes the Sampling of OPTIONS. Raises UsageError."""
+    """Makes the Sampling of OPTIONS. Raises UsageError for an invalid value."""
     from pykvedge.runtime.sampling import Sampling
 
     plain = {name: given[name] for name in (*_PLAIN, "stop", "regex", "logprobs")}
@@ -68,7 +68,7 @@ def chosen(given: Mapping[str, Any]) -> Sampling:
 
 
 def warn_of_idle(given: Mapping[str, Any]) -> None:
-    """Warns of typed options that do nothing, as at temperature 0 nothing is drawn."""
+    """Warns about typed options without an effect: at temperature 0 nothing is drawn at random."""
     context = click.get_current_context()
     typed = [name for name in _DRAWING if context.get_parameter_source(name) is ParameterSource.COMMANDLINE]
     if typed and given["temp"] == 0:
@@ -77,7 +77,7 @@ def warn_of_idle(given: Mapping[str, Any]) -> None:
 
 
 def form(name: str, text: str | None) -> str | Path | None:
-    """Tells the text of a grammar or a JSON schema from the name of a file."""
+    """Returns the text of a grammar or a JSON schema unchanged, and the name of a file as a Path."""
     from pykvedge.grammars.source import is_grammar, is_schema
 
     is_text = is_grammar if name == "grammar" else is_schema
@@ -87,7 +87,7 @@ def form(name: str, text: str | None) -> str | Path | None:
 
 
 def biases(texts: Iterable[str]) -> dict[int | str, float]:
-    """Reads ID=BIAS, or TEXT=BIAS. Raises UsageError for what is neither."""
+    """Parses texts ID=BIAS or TEXT=BIAS. Raises UsageError for any other text."""
     out: dict[int | str, float] = {}
     for text in texts:
         token, equals, bias = text.rpartition("=")
@@ -102,7 +102,7 @@ def biases(texts: Iterable[str]) -> dict[int | str, float]:
 
 
 def read(name: str, text: str) -> Any:
-    """Reads the value of a setting as it is typed after /set. Raises UsageError."""
+    """Parses the value of a setting as typed after /set. Raises UsageError for an invalid value."""
     if name == "seed" and text == "random":
         return None
     if name == "logit_bias":
@@ -121,7 +121,7 @@ def read(name: str, text: str) -> Any:
 
 
 def shown(sampling: Sampling, name: str) -> object:
-    """Writes a setting's value as `read` reads it."""
+    """Returns a setting's value as text that `read` accepts."""
     value = getattr(sampling, name)
     if name == "logit_bias":
         return " ".join(f"{token}={bias:g}" for token, bias in value.items()) or "none"

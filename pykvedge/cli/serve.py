@@ -1,4 +1,4 @@
-"""`kvedge serve` answers over HTTP."""
+"""The command `kvedge serve` answers over HTTP."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from pykvedge.system.memory import readable
 
 _SERVER, _MACHINE = "Server", "Memory and devices"
 _EXTRA = ("anyio", "httpcore", "httptools", "prometheus_client", "pydantic", "starlette", "uvicorn")
-_MUCH = 256 << 20  # bytes for a picture, which are said
-# The thread that computes tokens waits at most so long for another that holds Python's lock, and not Python's own 5 ms.
+_MUCH = 256 << 20  # a picture that needs more bytes is mentioned
+# Longest wait of the thread that computes tokens for another thread with Python's lock; Python's default is 5 ms.
 _SWITCH_S = 0.0005
 _LOOP = () if sys.platform == "win32" else ("uvloop",)
 
@@ -83,9 +83,9 @@ def serve(**given: Any) -> None:
     """Answer over HTTP, for clients of OpenAI and Anthropic.
 
     Routes: /v1/chat/completions, /v1/responses, /v1/messages, /v1/models, /health, /metrics, and /v1/kvedge/... for
-    methods, plans and memory; /openapi.json describes them. One line of JSON on stdout says where. What is kept of a
-    prompt is chosen as in `kvedge chat`, and by each request in its field "kvedge". Conversations that wait lie in
-    memory under --memory, then in a folder, and go on where they were.
+    methods, plans and memory; /openapi.json describes them. One line of JSON on stdout gives the address. The options
+    of `kvedge chat` choose what is kept of a prompt; a request can change them in its field "kvedge". Waiting
+    conversations stay in memory up to --memory, then in a folder, and continue later.
 
     \b
       kvedge serve -m model.gguf --budget 0.2
@@ -125,7 +125,7 @@ def serve(**given: Any) -> None:
 
 
 def _encoding(mmproj: Path, given: dict[str, Any]) -> str:
-    """Says what the largest picture takes beside --memory; empty where that is little, or only mtmd knows it."""
+    """Returns a line about the memory of the largest picture beside --memory; "" if small or unknown."""
     from pykvedge.fit.footprint import encoder_compute
     from pykvedge.models.gguf import read_header
     from pykvedge.models.images import MAX_PIXELS

@@ -1,4 +1,4 @@
-"""Tables become text: Markdown whose columns line up."""
+"""Writes tables as Markdown with aligned columns."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ WIDTH = 80  # columns of a terminal
 
 
 def markdown(rows: list[list[str]]) -> str:
-    """Writes the rows under each other, the first of which is the head."""
+    """Returns the rows as a table. The first row is the head."""
     widths = [max(3, *(len(row[i]) for row in rows)) for i in range(len(rows[0]))]
     return "\n".join(
         "| " + " | ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True)) + " |"
@@ -17,9 +17,9 @@ def markdown(rows: list[list[str]]) -> str:
 
 
 def folded(rows: list[list[str]], keys: int = 1) -> str:
-    """Writes the columns that a terminal has no room for as further tables, which repeat the first `keys` columns.
+    """Splits a wide table into several tables of a terminal's width, which repeat the first `keys` columns.
 
-    Columns without any value are left out.
+    Empty columns are left out.
     """
     used = [i for i in range(len(rows[0])) if i < keys or any(row[i] for row in rows[1:])]
     rows = [[row[i] for i in used] for row in rows]

@@ -1,4 +1,4 @@
-"""The plan that `kvedge tune` chose for a model is taken where nobody names another, and that is said."""
+"""Uses the plan that `kvedge tune` chose for a model, if the user names no plan, and prints a line about it."""
 
 from __future__ import annotations
 
@@ -17,11 +17,10 @@ from pykvedge.system.files import DATA
 
 
 def taken(given: Mapping[str, Any], plan: Plan, model: Path, again: bool = True, hint: bool = True) -> tuple[Plan, str]:
-    """Returns the tuned plan where at most a budget says what to keep, else `plan`; and a line where it is tuned.
+    """Returns the plan to use, and a line or "". A tuned plan replaces `plan` if the user chose at most a budget.
 
-    Says on stderr, unless --quiet, which plan a model was tuned to, or with `hint` that it was not. again: as of
-    tuned.unnamed.
-    Raises ProfileError for a damaged certificate.
+    Unless --quiet, a line on stderr names the tuned plan, or with `hint` says that the model is untuned. again: see
+    tuned.unnamed. Raises ProfileError for a damaged certificate.
     """
     if given.get("stream") or given.get("profile") or options.chooses_plan({**given, "budget": None}):
         return plan, ""
@@ -35,9 +34,9 @@ def taken(given: Mapping[str, Any], plan: Plan, model: Path, again: bool = True,
 
 
 def in_idle_time(given: Mapping[str, Any], model: Path, mmproj: Path | None) -> tuple[str, ...]:
-    """Makes the arguments of `kvedge tune` for `kvedge serve --tune`; none without that, or where the model is tuned.
+    """Returns the arguments of `kvedge tune` for `kvedge serve --tune`; () without --tune or for a tuned model.
 
-    Raises UsageError where no model can be tuned here.
+    Raises UsageError if no model can be tuned here.
     """
     if given["tune"] is None:
         return ()

@@ -1,1 +1,1 @@
-"""The doctor tells whether kvedge is sound here: checks run in child processes, so that a crash is a finding."""
+"""The doctor checks whether kvedge works here. Checks run in child processes, so a crash is a finding."""

@@ -1,5 +1,5 @@
-"""The checks of `kvedge doctor`, which a child process runs: it says what it is at, so that a crash or a hang is a
-finding. Libraries tell what they are; kernels meet plain loops; products meet NumPy; the packaged model answers.
+"""The checks of `kvedge doctor`, run by a child process. The child reports each step, so a crash or a hang is a
+finding. Libraries report facts; kernels are compared with loops, products with NumPy, an answer with a known answer.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ from pykvedge.plans.plan import Plan
 if TYPE_CHECKING:
     from pykvedge.runtime.report import Report
 
-ROWS = (1, 7, 33)  # a token, a few, more than any kernel takes at once
+ROWS = (1, 7, 33)  # one token, a few tokens, more tokens than any kernel takes at once
 N, K = 64, 512  # rows of a weight and their length: the least that every kind of memory takes
 EXPERTS = 3
-# of weights that tell how fast memory is read: the second one fits no cache, and is for devices that are quick enough
+# Weights that measure the speed of memory. The second size exceeds all caches, and is for fast devices.
 ROW, MEASURED_BYTES, MEASURED_S = 4096, (8 << 20, 256 << 20), 1.0
-# Largest error of a product, as a share of |row| |weight| / sqrt(K), which is the size of a product of unrelated rows.
-# ggml rounds rows to the type's partner: f16, bf16, or 8 bits in blocks of 32 or 256, of which six deviations are 0.05.
+# Largest error of a product, as a share of |row| |weight| / sqrt(K), the size of a product of unrelated rows. ggml
+# rounds rows to the type's partner: f16, bf16, or 8 bits in blocks of 32 or 256; six deviations are 0.05.
 TOLERANCES = {"F32": 1e-4, "F16": 5e-3, "BF16": 3e-2}
 TOLERANCE = 6e-2
-# ggml takes seconds to write these; every pattern of their bits is a weight, so they get random ones, and a scale
+# ggml takes seconds to write these types. Every bit pattern is valid, so they get random bits and a scale.
 _ANY_BITS = ("IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S")
 _NOT_WEIGHTS = ("Q8_1", "Q8_K", "I8", "I16", "I32", "I64", "F64")
-PICTURE = "doctor.png"  # a scene that the model was not trained on
+PICTURE = "doctor.png"  # a scene that is not in the model's training data
 QUESTION = "Describe the image."
 EXPECTED = (
     "a red triangle at the top left, a red circle at the middle centre, a pink circle at the bottom left, "
@@ -51,9 +51,9 @@ At = Callable[[str], None]
 
 
 class Step(NamedTuple):
-    """A step is tried: run(at) calls at(detail) as it goes on, returns facts or None, and raises if unsound.
+    """One check: run(at) calls at(detail) during the work, returns facts or None, and raises if the result is wrong.
 
-    part: steps that would crash together have the same; after some crashes the other steps of the part are not tried.
+    part: steps that would crash together share a part; after some crashes, other steps of the part are not tried.
     """
 
     name: str
@@ -62,11 +62,11 @@ class Step(NamedTuple):
 
 
 def main(module: str, groups: list[str], done: list[str], left: list[str]) -> None:
-    """Runs the steps of groups, which are functions of a module. Writes each as a line of JSON, at every change.
+    """Runs the steps of groups, which are functions of a module. Writes a line of JSON at every change of a step.
 
-    done: steps of the first group that are known already. left: parts that are not tried.
+    done: known steps of the first group. left: parts that are not tried.
     """
-    # libraries that write to stdout must not get between the lines
+    # libraries that write to stdout must not disturb the lines
     out = os.fdopen(os.dup(1), "w", encoding="utf-8", buffering=1)
     os.dup2(2, 1)
     between = Step("", lambda at: None)
@@ -109,7 +109,7 @@ def _text(error: Exception) -> str:
 
 
 def libraries() -> Iterator[Step]:
-    """Makes the steps that load the libraries, in the order in which they need each other."""
+    """Yields the steps that load the libraries, in the order of their dependencies."""
     yield Step("llama.cpp and its bindings", _llama)
     yield Step("the image library", lambda at: native_libraries.mtmd() and None)
     yield Step("libkvedge", lambda at: {"libkvedge": libkvedge.version(), "kernels": libkvedge.kernel_tables()})
@@ -136,7 +136,7 @@ def _devices(at: At) -> dict[str, Any]:
 
 
 def packages() -> Iterator[Step]:
-    """Makes a step for each installed package with a backend of ggml's."""
+    """Yields a step for each installed package with a ggml backend."""
     native_libraries.load_backends()
     for package in backends.packages():
         yield Step(package.name, functools.partial(_package, package))
@@ -149,7 +149,7 @@ def _package(package: backends.Package, at: At) -> dict[str, Any]:
 
 
 def devices() -> Iterator[Step]:
-    """Makes a step for the processor and for each GPU: how fast it reads memory, a prompt and an answer."""
+    """Yields a step for the processor and each GPU: the speed of memory, of a prompt and of an answer."""
     for device in ggml.devices():
         if device.kind == "CPU" or "GPU" in device.kind:
             yield Step(device.name, functools.partial(_measured, device), device.name)
@@ -157,10 +157,10 @@ def devices() -> Iterator[Step]:
 
 def _measured(device: ggml.Device, at: At) -> dict[str, Any]:
     settings: dict[str, Any] = {"device": "none"} if device.kind == "CPU" else {"device": device.name, "gpu_layers": -1}
-    # twice: drivers translate their code at its first use
+    # twice: drivers compile their code at the first use
     _answer(pykvedge.default_plan(), at, settings)
     report = _answer(pykvedge.default_plan(), at, settings)
-    at("reading memory")  # by products of the model's own type, whose code is there now
+    at("reading memory")  # by products of the model's type, whose code is compiled now
     memory, speed = call("backend_dev_buffer_type", device.handle), 0.0
     for size in MEASURED_BYTES:
         if size == MEASURED_BYTES[0] or (speed * MEASURED_S > size and device.free_bytes > 4 * size):
@@ -175,13 +175,13 @@ def _measured(device: ggml.Device, at: At) -> dict[str, Any]:
 
 
 def kernels() -> Iterator[Step]:
-    """Makes a step for each table of libkvedge's kernels that this processor can run."""
+    """Yields a step for each table of libkvedge's kernels that this processor can run."""
     for table in libkvedge.kernel_tables():
         yield Step(table, lambda at, table=table: libkvedge.check_kernels(table), table)
 
 
 def model() -> Iterator[Step]:
-    """Makes a step with the whole cache, and one with a compressed one, of a question whose answer is known."""
+    """Yields a step with the whole cache and a step with a compressed cache, for a question with a known answer."""
     for plan in (pykvedge.plan("full"), pykvedge.default_plan()):
         name = "the whole cache" if plan.method == "full" else f"{plan.method} at {plan.budget}"
         yield Step(name, functools.partial(_ask, plan))
@@ -193,7 +193,7 @@ def _ask(plan: Plan, at: At) -> dict[str, Any]:
 
 
 def _answer(plan: Plan, at: At, settings: dict[str, Any]) -> Report:
-    """Returns the report of an answer. Raises UnsoundError for one that is not the processor's."""
+    """Returns the report of an answer. Raises UnsoundError if the answer differs from the processor's."""
     from pykvedge.runtime.sampling import Sampling
 
     folder = Path(pykvedge.__file__).parent / "data"
@@ -211,7 +211,7 @@ def _answer(plan: Plan, at: At, settings: dict[str, Any]) -> Report:
 
 
 def products() -> Iterator[Step]:
-    """Makes a step for each type of weight in each kind of memory that llama.cpp may put it in."""
+    """Yields a step for each type of weight in each kind of memory that llama.cpp may use."""
     kinds = [k for k in gguf.GGMLQuantizationType if k.name not in _NOT_WEIGHTS]
     for memory, handle in ggml.buffer_types(ggml.cpu()):
         for kind in kinds:
@@ -244,7 +244,7 @@ def _check(kind: Any, memory: int, stacks: list[int], at: At) -> dict[str, Any]:
 
 
 def _weight(kind: Any, n: int, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-    """Makes n rows of K values as bytes of a type, and what a reader that shares no code with the products finds."""
+    """Returns n rows of K values as bytes of a type, and the values as an independent reader decodes them."""
     if kind.name in _ANY_BITS:
         data = _any_bits(kind, n, rng)
     else:
@@ -259,7 +259,7 @@ def _any_bits(kind: Any, n: int, rng: np.random.Generator) -> np.ndarray:
     values, size = gguf.GGML_QUANT_SIZES[kind]
     blocks = rng.integers(0, 256, (n * K // values, size), np.uint8)
     scale = np.float16(0.05)
-    if kind.name == "IQ1_M":  # its scale is in the upper four bits of the last four words
+    if kind.name == "IQ1_M":  # the scale is in the upper four bits of the last four words
         words = blocks[:, -8:].view("<u2")
         words &= 0x0FFF
         words |= np.array([scale.view(np.uint16) >> 4 * i << 12 & 0xF000 for i in range(4)], "<u2")
@@ -269,9 +269,9 @@ def _any_bits(kind: Any, n: int, rng: np.random.Generator) -> np.ndarray:
 
 
 def _error(got: np.ndarray, rows: np.ndarray, weights: np.ndarray) -> float:
-    """Finds the largest error in units of |row| |weight| / sqrt(k). got [m][n], rows [m][k], weights [n][k]."""
+    """Returns the largest error in units of |row| |weight| / sqrt(k). got [m][n], rows [m][k], weights [n][k]."""
     rows, weights = rows.astype(np.float64), weights.astype(np.float64)
     sizes = np.outer(np.linalg.norm(rows, axis=1), np.linalg.norm(weights, axis=1)) / np.sqrt(rows.shape[1])
     errors = np.abs(got - rows @ weights.T) / np.maximum(sizes, 1e-6)
-    # no number is worse than any
+    # NaN is worse than any number
     return float(np.max(np.nan_to_num(errors, nan=np.inf, posinf=np.inf), initial=0.0))

@@ -1,6 +1,6 @@
-"""A diagnosis says what this machine is, and what checks found that ran in a child process.
+"""A diagnosis describes this machine, and the results of checks that ran in a child process.
 
-Where the child dies or hangs, that is the fault of the step that it was at, and another child goes on behind it.
+If the child dies or hangs, the current step is at fault, and another child continues after that step.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import IO, Any
 import pykvedge
 from pykvedge.system import cpu, memory
 
-# what `kvedge doctor` checks, in this order, and how a step of it is spoken of
+# the groups of `kvedge doctor`, in order -> the name of a step in messages
 SUBJECTS = {
     "libraries": "{}",
     "packages": "{}",
@@ -32,16 +32,16 @@ SUBJECTS = {
     "model": "the packaged model with {}",
     "devices": "the device {}",
 }
-ASKED = ("devices",)  # groups that are checked only if they are named
-CRASHES = 3  # of one part, after which the rest of it is not tried
-PATIENCE_S = 120.0  # without a word from the child, it hangs
-DRIVER_PATIENCE_S = 1800.0  # a driver translates its code at the first use
+ASKED = ("devices",)  # groups that are checked only on request
+CRASHES = 3  # after so many crashes of a part, its other steps are not tried
+PATIENCE_S = 120.0  # a child without output for so long hangs
+DRIVER_PATIENCE_S = 1800.0  # a driver compiles its code at the first use
 
 _SIGNALS = {"SIGILL": "illegal instruction", "SIGSEGV": "segmentation fault", "SIGABRT": "abort", "SIGBUS": "bus error",
             "SIGFPE": "arithmetic error", "SIGKILL": "killed by the system (out of memory?)"}  # fmt: skip
 _WINDOWS = {0xC000001D: "illegal instruction", 0xC0000005: "access violation", 0xC0000409: "abort",
             0xC0000094: "arithmetic error", 0xC00000FD: "stack overflow"}  # fmt: skip
-# the child imports what this process imports, from the same places
+# the child imports from the same places as this process
 _CHILD = (
     "import json, sys; given = json.loads(sys.argv[1]); sys.path[:] = given.pop('path'); "
     "from pykvedge.doctor.checks import main; main(**given)"
@@ -50,7 +50,7 @@ _CHILD = (
 
 @dataclass
 class Outcome:
-    """This became of a step. fault: empty if it is sound. tried: false where its part had crashed too often."""
+    """The result of a step. fault: "" if the step is sound. tried: false if the step's part crashed too often."""
 
     group: str
     name: str = ""
@@ -64,7 +64,7 @@ class Outcome:
 
 @dataclass
 class Diagnosis:
-    """A diagnosis has the outcomes of all steps of all groups, and the seconds that they took."""
+    """The outcomes of all steps of all groups, and the seconds that they took."""
 
     groups: list[str]
     outcomes: list[Outcome] = field(default_factory=list)
@@ -72,18 +72,18 @@ class Diagnosis:
 
     @property
     def sound(self) -> bool:
-        """Tells whether every step was tried and found right."""
+        """Whether every step was tried and is sound."""
         return all(o.tried and not o.fault for o in self.outcomes)
 
     def of(self, group: str) -> list[Outcome]:
         return [o for o in self.outcomes if o.group == group]
 
     def facts(self) -> dict[str, Any]:
-        """Collects what the libraries said of themselves, as far as they came."""
+        """Returns the facts that the libraries report about themselves."""
         return {k: v for o in self.of("libraries") for k, v in o.facts.items()}
 
     def faults(self) -> list[str]:
-        """Writes one line for each kind of fault: what it befell, what it is, and the remedy."""
+        """Returns one line per kind of fault: the steps, the fault, and the remedy."""
         alike: dict[tuple[str, ...], list[Outcome]] = {}
         for o in self.outcomes:
             if o.fault:
@@ -91,7 +91,7 @@ class Diagnosis:
         return [_line(same, self.of(same[0].group)) for same in alike.values()]
 
     def as_json(self) -> dict[str, Any]:
-        """Makes the object that `kvedge doctor --json` prints, in bytes and seconds."""
+        """Returns the object of `kvedge doctor --json`, in bytes and seconds."""
         told = ("group", "name", "tried", "fault", "at", "crashed")
         checks = [{**{name: getattr(o, name) for name in told}, "sound": o.tried and not o.fault,
                    "facts": {} if o.group == "libraries" else o.facts} for o in self.outcomes]  # fmt: skip
@@ -111,9 +111,9 @@ def diagnose(
     patience_s: float = PATIENCE_S,
     watch: Callable[[str], None] = lambda what: None,
 ) -> Diagnosis:
-    """Runs every check. Where the libraries cannot be loaded, nothing else is tried: it would say the same again.
+    """Runs every check. If the libraries cannot be loaded, nothing else is tried: it would fail for that reason.
 
-    groups: names of functions in `module` that make steps. watch(what) hears of every step that begins.
+    groups: names of functions in `module` that make steps. watch(what) is called when a step begins.
     """
     found, started = Diagnosis(groups or [group for group in SUBJECTS if group not in ASKED]), time.monotonic()
     out = found.outcomes
@@ -123,7 +123,7 @@ def diagnose(
             break
         while rest:
             ended = _live(module, rest, out, patience_s, watch)
-            # a child that died before a step, or between two: in that group another one would fare no better
+            # the child died before or between steps: the rest of the group would fail too
             rest = rest[rest.index(ended.group) + (not ended.name) :] if ended else []
     found.seconds = time.monotonic() - started
     return found
@@ -132,7 +132,7 @@ def diagnose(
 def _live(
     module: str, groups: list[str], out: list[Outcome], patience_s: float, watch: Callable[[str], None]
 ) -> Outcome | None:
-    """Adds the outcomes of a child's steps to `out`. Returns the one that the child died of, None if it did not."""
+    """Adds the outcomes of a child's steps to `out`. Returns the step that ended the child, or None."""
     known = [o for o in out if o.group == groups[0]]
     crashed = [o.part for o in known if o.crashed]
     left = sorted({part for part in crashed if crashed.count(part) >= CRASHES})
@@ -145,7 +145,7 @@ def _live(
             stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=errors, encoding="utf-8",
         )  # fmt: skip
         threading.Thread(target=_read, args=(child.stdout, lines), daemon=True).start()
-        wait_s = max(patience_s, PATIENCE_S)  # a busy machine may take long to start a program
+        wait_s = max(patience_s, PATIENCE_S)  # a busy machine may need long to start a program
         try:
             while (text := lines.get(timeout=wait_s)) is not None:
                 wait_s, line = patience_s, json.loads(text)
@@ -176,14 +176,14 @@ def _read(stream: IO[str], lines: queue.Queue[str | None]) -> None:
 
 
 def _last_words(errors: IO[bytes]) -> str:
-    """Finds what ggml wrote before it aborted, or Python's last line."""
+    """Returns ggml's last line before an abort, or Python's last line."""
     errors.seek(0)
     said = errors.read().decode("utf-8", "replace").strip().splitlines()
     return f" ({said[-1].strip()})" if said else ""
 
 
 def how_it_ended(code: int) -> str:
-    """Words what an exit code says of a program that did not come to its own end; empty if it did."""
+    """Returns the reason of an abnormal end, by the exit code; "" for a normal end."""
     if code < 0:
         try:
             name = signal.Signals(-code).name
@@ -195,7 +195,7 @@ def how_it_ended(code: int) -> str:
 
 
 def machine() -> dict[str, Any]:
-    """Describes the processor, and the memory that this process can have."""
+    """Returns facts about the processor, and the memory that this process can have."""
     return {
         "cpu": cpu.name(),
         "features": cpu.features(),
@@ -223,8 +223,8 @@ def _line(same: list[Outcome], all_of_group: list[Outcome]) -> str:
 
 
 def remedy(group: str, part: str) -> str:
-    """Says what mends a fault: mostly to build again, from a clone or from an installed package."""
-    if group == "packages":  # its fault ends with the remedy
+    """Returns the remedy of a fault: mostly a new build, from a clone or from an installed package."""
+    if group == "packages":  # the fault names the remedy
         return ""
     if group == "devices":
         return "do without it (--device none), or try another version of its driver"

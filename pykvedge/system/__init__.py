@@ -1,1 +1,1 @@
-"""The operating system and the processor: memory, signals, locks of threads, files, versions."""
+"""The operating system and the processor: memory, signals, thread locks, files, versions."""

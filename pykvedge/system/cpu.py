@@ -1,4 +1,4 @@
-"""The processor has a name, and features that kvedge and llama.cpp have code for."""
+"""The name of the processor, and the features that kvedge and llama.cpp have code for."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-# as Linux calls them; what follows a colon is what macOS calls them
+# Linux's names; after a colon, macOS's name
 _FEATURES = (
     "avx2", "fma", "f16c", "avx_vnni", "avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512vbmi:avx512_vbmi",
     "avx512_vnni", "avx512_bf16", "amx_tile", "amx_int8", "amx_bf16",
@@ -18,14 +18,14 @@ _CPUINFO = Path("/proc/cpuinfo")
 
 
 def name() -> str:
-    """Returns what the processor calls itself, or its architecture."""
+    """Returns the processor's name, or its architecture."""
     if sys.platform == "darwin":
         return _sysctl("machdep.cpu.brand_string") or platform.machine()
     return field("model name") or platform.processor() or platform.machine()
 
 
 def features() -> list[str] | None:
-    """Names those that matter here of what the system says that it has; None where it does not say."""
+    """Returns the processor's features that matter here; None if the system does not report features."""
     if sys.platform == "darwin":
         found = {f for f in _FEATURES if _sysctl("hw.optional.arm." + f.rpartition(":")[2]) == "1"}
         known = [f for f in _FEATURES if f in found]
@@ -39,7 +39,7 @@ def features() -> list[str] | None:
 
 
 def field(key: str) -> str:
-    """Reads a line of /proc/cpuinfo; it is empty where there is none."""
+    """Returns the value of a line in /proc/cpuinfo, or ""."""
     try:
         for line in _CPUINFO.read_text(encoding="utf-8", errors="replace").splitlines():
             if line.partition(":")[0].strip() == key:

@@ -1,9 +1,9 @@
-"""What nobody refers to any more, and nobody closed, is freed by a thread of its own.
+"""Frees the native memory of objects that were dropped without a close, in a separate thread.
 
-An object may be dropped at any moment of any thread, inside a callback of C as well, where nothing of C's may be freed.
-So a weak reference puts itself into a queue, which is one step of C, and the thread frees what belongs to it: Ctrl-C in
-a finalizer of Python's would reach nobody. A thing refers to what must be freed after it: sessions go before their
-models. At the end of the program only what lives on without it is freed, such as child processes.
+An object may be dropped at any moment in any thread, even inside a callback of C, where C memory must not be freed.
+A weak reference therefore enters a queue, in one step of C, and the thread frees the memory. Ctrl-C in a Python
+finalizer would reach nobody. An object refers to the objects that must be freed after it: sessions are freed before
+their models. At the end of the program, only resources that outlive it are freed, for example child processes.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ _END: Any = None
 
 
 class _Freeing:
-    """One for the process. A child made by fork has no such thread until it makes something to free."""
+    """The queue and its thread, one per process. A forked child starts a thread when it first adds an owner."""
 
     def __init__(self) -> None:
         self._gone: SimpleQueue[Any] = SimpleQueue()
         self._frees: dict[int, tuple[Reference, Callable[[], Any], bool]] = {}  # by id of the weak reference
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
-        self._look_s: float | None = None  # how often it looks whether something is there: it is woken
+        self._look_s: float | None = None  # interval of looking into the queue; None: the queue wakes the thread
 
     def forked(self) -> None:
-        """Goes on in a child made by fork. The queue may count on a thread of the parent's, and wake nobody here."""
+        """Resets the state in a forked child. The queue may rely on a thread of the parent and not wake this one."""
         self._lock, self._look_s = threading.Lock(), 0.2
 
     def add(self, owner: object, free: Callable[[], Any], at_end: bool = False) -> Reference:
-        """Calls free() when the owner is dropped, which free must not refer to; `at_end`, or when the program ends.
+        """Calls free() when the owner is dropped; free must not refer to the owner. at_end: also when the program ends.
 
-        Returns what `remove` and `free` take.
+        Returns the reference for `remove` and `free`.
         """
         with self._lock:
             if self._thread is None or not self._thread.is_alive():
@@ -49,11 +49,11 @@ class _Freeing:
         return reference
 
     def remove(self, reference: Reference | None) -> None:
-        """The owner was closed: nothing is left to free. Does nothing for None."""
+        """Forgets an owner that was closed. Does nothing for None."""
         self._frees.pop(id(reference), None)
 
     def free(self, reference: Reference | None) -> None:
-        """The owner is closed: frees at once. Does nothing the second time, and for None."""
+        """Frees the memory of an owner that is closed now. Does nothing a second time, or for None."""
         found = self._frees.pop(id(reference), None)
         if found is not None:
             found[1]()
@@ -67,10 +67,10 @@ class _Freeing:
             if gone is _END:
                 return
             self.free(gone)
-            del gone  # what is to be freed next waits for this
+            del gone  # objects that are freed next wait for this reference
 
     def finish(self) -> None:
-        """Waits for what is being freed: C code must not run while the program's libraries end."""
+        """Waits for the thread: C code must not run while the program's libraries are unloaded."""
         self._gone.put(_END)
         if self._thread is not None:
             self._thread.join()

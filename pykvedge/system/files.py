@@ -1,4 +1,4 @@
-"""What is given as a file is one: opening a pipe waits for somebody who writes, and a device has no end."""
+"""Checks that a path is a regular file: a pipe waits for a writer, and a device has no end."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 import stat
 from pathlib import Path
 
-# the model and the profiles that kvedge brings along; importlib.resources names no folder in an editable installation
+# kvedge's model and profiles; importlib.resources finds no folder in an editable installation
 DATA = Path(__file__).parent.parent / "data"
 _KINDS = {
     stat.S_IFDIR: "a folder", stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket", stat.S_IFCHR: "a device",
@@ -16,14 +16,14 @@ _KINDS = {
 
 
 def require_file(path: str | bytes | os.PathLike[str]) -> None:
-    """Raises OSError, whose strerror says why, where there is no regular file. Links are followed."""
-    kind = stat.S_IFMT(os.stat(path).st_mode)  # noqa: PTH116 - bytes are a path, too
+    """Raises OSError, with the reason in strerror, unless the path is a regular file. Links are followed."""
+    kind = stat.S_IFMT(os.stat(path).st_mode)  # noqa: PTH116 - bytes are valid paths too
     if kind != stat.S_IFREG:
         raise OSError(errno.EINVAL, f"it is {_KINDS.get(kind, 'something')}, not a file", os.fsdecode(path))
 
 
 def is_there(path: Path) -> bool:
-    """Tells whether something has this path. Nothing has it for who may not enter its folder, as in another's home."""
+    """Returns whether a path exists. Returns False if its folder is closed to this user."""
     try:
         return path.exists()
     except PermissionError:
@@ -31,7 +31,7 @@ def is_there(path: Path) -> bool:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Writes a text file, in place of an older one, and brings it to the disk; folders on the way are made.
+    """Writes a text file to the disk in place of an older file. Missing folders are created.
 
     A link stays a link. A pipe or a device is written to. Raises OSError.
     """

@@ -1,4 +1,4 @@
-"""A Guard keeps threads apart where native memory is used. One is inside at a time, the others are told."""
+"""A Guard lets one thread at a time use native memory. Other threads get an error."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ P = ParamSpec("P")
 R = TypeVar("R")
 T = TypeVar("T")
 
-_LOOK_S = 0.1  # between two looks at Ctrl-C while another thread leaves
+_LOOK_S = 0.1  # seconds between two checks for Ctrl-C while another thread leaves
 
 
 class Guard:
-    """Use it in a with statement. The thread inside may come in again; another one gets a StateError at once.
+    """A lock for a with statement. The thread inside may enter again; another thread gets a StateError at once.
 
-    So does code of the user's that the thread inside calls, as `progress`: the object is in the midst of something.
-    Ctrl-C waits until the thread is outside (signals.py).
+    User code that the thread inside calls, such as `progress`, gets a StateError too: the object is in the middle of a
+    call. Ctrl-C waits until the thread is outside (signals.py).
     """
 
     def __init__(self, what: str, over: str) -> None:
-        """what: that is guarded, as in "session". over: the message once it is closed."""
+        """what: the guarded object's name in messages, as in "session". over: the message after it is closed."""
         self.ending = False  # closed, or a thread waits to close
         self._what, self._over = what, over
         self._lock = threading.RLock()
-        self._entries: list[tuple[bool, int]] = []  # of the thread inside, what its with statements began
+        self._entries: list[tuple[bool, int]] = []  # per with block: results of signals.begin() and outside()
 
     def __enter__(self) -> Guard:
         began = signals.begin()
@@ -65,9 +65,9 @@ class Guard:
 
     @contextmanager
     def closing(self) -> Iterator[None]:
-        """Lets nobody in any more, waits until the thread inside has left, and runs the block.
+        """Refuses new threads, waits until the thread inside has left, and runs the block.
 
-        Raises StateError where that thread is the one that calls.
+        Raises StateError if the thread inside is the calling thread.
         """
         with signals.held():
             alone = self._lock.acquire(blocking=False)
@@ -86,7 +86,7 @@ class Guard:
 
 
 class Stop(threading.Event):
-    """Long steps look at this: it is set by `set`, by `cancel`, when a thread waits to close, and when Ctrl-C waits."""
+    """An event that long steps check. It is set by `set`, `cancel`, a thread that waits to close, and Ctrl-C."""
 
     def __init__(self, cancel: threading.Event | None, guard: Guard | None = None) -> None:
         super().__init__()
@@ -94,7 +94,7 @@ class Stop(threading.Event):
 
     @property
     def cancel(self) -> threading.Event | None:
-        """The event of the user's, or None. Raises UsageError where it is set to something else."""
+        """The user's event, or None. Raises UsageError for any other object."""
         return self._cancel
 
     @cancel.setter
@@ -110,7 +110,7 @@ class Stop(threading.Event):
 
 
 class Single:
-    """Objects with native memory derive from this: a copy would free it a second time."""
+    """Base class of objects with native memory. They cannot be copied: a copy would free the memory twice."""
 
     instead = "make another one"
 
@@ -120,7 +120,7 @@ class Single:
 
 @contextmanager
 def undoing(undo: Callable[[], object]) -> Iterator[None]:
-    """Calls undo() where the block raises."""
+    """Calls undo() if the block raises."""
     try:
         yield
     except BaseException:
@@ -129,7 +129,7 @@ def undoing(undo: Callable[[], object]) -> Iterator[None]:
 
 
 class Closing:
-    """Objects with `close` derive from this, which makes them work in a with statement."""
+    """Base class of objects with `close`. They work in a with statement."""
 
     def __enter__(self: T) -> T:
         return self
@@ -139,7 +139,7 @@ class Closing:
 
 
 def one_thread(method: Callable[Concatenate[T, P], R]) -> Callable[Concatenate[T, P], R]:
-    """Makes a method run inside its object's `guard`."""
+    """Returns a method that runs inside its object's `guard`."""
 
     @functools.wraps(method)
     def inside(self: Any, *args: P.args, **kwargs: P.kwargs) -> R:

@@ -1,4 +1,4 @@
-"""The operating system tells the resident set size of this process, and what is left of the machine's memory."""
+"""The resident set size of this process, and the free memory of the machine."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from pykvedge.errors import OutOfMemoryError
 
 _CGROUP = Path("/sys/fs/cgroup")
 _CGROUPS_OF_PROCESS = Path("/proc/self/cgroup")
-_UNLIMITED = 1 << 60  # cgroup v1 writes the largest number of whole pages
-_RESERVED = 64 << 20  # of address space, by glibc for the heap of a thread
-_STACK = 8 << 20  # of a thread, where the system says nothing
+_UNLIMITED = 1 << 60  # cgroup v1 writes the largest number of whole pages for "no limit"
+_RESERVED = 64 << 20  # address space that glibc reserves for the heap of a thread
+_STACK = 8 << 20  # stack of a thread, if the system has no limit
 
 
 def is_running(process: int) -> bool:
     try:
         return psutil.pid_exists(process)
     except OverflowError:
-        return False  # no process has such a number
+        return False  # no process has this number
 
 
 def rss_bytes() -> int:
-    """Returns the resident set size of this process now, in bytes; 0 where it cannot be told."""
+    """Returns the resident set size of this process in bytes; 0 if unknown."""
     try:
         return psutil.Process().memory_info().rss
     except (OSError, psutil.Error):
@@ -36,16 +36,16 @@ def rss_bytes() -> int:
 
 
 def own_bytes() -> int:
-    """Returns the resident bytes that are not shared with a file, where the system tells them apart."""
+    """Returns the resident bytes that are not shared with a file, or all resident bytes if the system cannot tell."""
     info = psutil.Process().memory_info()
     return int(info.rss - getattr(info, "shared", 0))
 
 
 def _highest_bytes() -> int:
-    """Returns the largest resident set size that the system has noted here; it only grows. 0: it notes none."""
+    """Returns the largest resident set size that the system has recorded; it only grows. 0: no record."""
     if sys.platform == "win32":
         return psutil.Process().memory_info().peak_wset
-    try:  # getrusage would also tell what the program held that started this one
+    try:  # getrusage would include the program that started this one
         status = Path("/proc/self/status").read_text()
         return next((int(x.split()[1]) * 1024 for x in status.splitlines() if x.startswith("VmHWM:")), 0)
     except OSError:
@@ -55,22 +55,22 @@ def _highest_bytes() -> int:
 
 
 class PeakMeter:
-    """This measures the largest resident set size between `start` and `stop`, in bytes. It takes a thread.
+    """Measures the largest resident set size between `start` and `stop`, in bytes, in a thread.
 
-    The thread looks every 10 ms. Where the system's own mark has risen meanwhile, that mark is the peak, to the byte.
-    The mark is read and never reset: it belongs to the whole process.
+    The thread looks every 10 ms. If the system's record rises meanwhile, it is the exact peak. The record belongs to
+    the whole process and is never reset.
     """
 
     _INTERVAL_S = 0.01
 
     def __init__(self, look: Callable[[], int] = rss_bytes) -> None:
-        """look: another figure, which the system has no mark of."""
+        """look: returns another measure, of which the system has no record."""
         self._look, self._peak, self._mark = look, 0, 0
         self._done = threading.Event()
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
-        """Begins to look. A meter is started once."""
+        """Starts the measurement. A meter starts once."""
         self._peak, self._mark = self._look(), _highest_bytes()
         self._thread = threading.Thread(target=self._watch, daemon=True, name="kvedge-peak")
         self._thread.start()
@@ -80,7 +80,7 @@ class PeakMeter:
             self._peak = max(self._peak, self._look())
 
     def stop(self) -> int:
-        """Returns the peak since start; the same again when it is asked again."""
+        """Ends the measurement. Returns the peak since start; later calls return it again."""
         if self._thread is not None:
             self._done.set()
             self._thread.join()
@@ -91,32 +91,32 @@ class PeakMeter:
 
 
 def trim() -> None:
-    """Returns to the system what the C library keeps of freed memory, so that what is measured next is its own."""
+    """Returns freed memory of the C library to the system, so later measurements are not affected."""
     if sys.platform != "linux":
         return
-    function = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc has it
+    function = getattr(ctypes.CDLL(None), "malloc_trim", None)  # only glibc has malloc_trim
     if function is not None:
         function(ctypes.c_size_t(0))
 
 
 def free_at_once(n_bytes: int) -> None:
-    """Has the C library give pieces of so many bytes back when they are freed: glibc keeps some, up to 32 MiB each."""
+    """Makes the C library return freed pieces of n_bytes or more at once; glibc keeps pieces of up to 32 MiB."""
     function = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
     if function is not None:
         function(-3, n_bytes)  # M_MMAP_THRESHOLD
 
 
 def available_bytes() -> int | None:
-    """Returns the bytes that this process can still get without swapping; None where it cannot be told.
+    """Returns the bytes that this process can still get without swapping; None if unknown.
 
-    The least of what the machine has available, what its control group may still use, and its address-space limit.
+    The least of the machine's available memory, and of the rest of the limits of control group and address space.
     """
     limits = [n for n in (_of_machine("available"), _cgroup_available(), _address_space_available()) if n is not None]
     return min(limits) if limits else None
 
 
 def total_bytes() -> int | None:
-    """Returns the bytes of the machine's memory; None where it cannot be told."""
+    """Returns the bytes of the machine's memory; None if unknown."""
     return _of_machine("total")
 
 
@@ -128,7 +128,7 @@ def _of_machine(figure: str) -> int | None:
 
 
 def cgroup_limit() -> int | None:
-    """Returns the least bytes that the control group of this process, or one above it, allows; None: no limit."""
+    """Returns the lowest limit of this process's control group and the groups above, in bytes; None: no limit."""
     return min((limit for limit, _ in _cgroup_limits()), default=None)
 
 
@@ -137,9 +137,9 @@ def _cgroup_available() -> int | None:
 
 
 def _cgroup_limits() -> Iterator[tuple[int, int]]:
-    """Finds (limit, bytes in use) of each control group with a limit, from this process's own up to the root.
+    """Yields (limit, bytes in use) of each control group with a limit, from this process's group up to the root.
 
-    In a container the path may name folders of the host that are not there; the root is looked at all the same.
+    In a container the path may name missing folders of the host; the root is still read.
     """
     lines = ["0::/"]
     with contextlib.suppress(OSError):
@@ -156,10 +156,10 @@ def _cgroup_limits() -> Iterator[tuple[int, int]]:
         own = root / path.lstrip("/")
         for group in (own, *own.parents):
             with contextlib.suppress(OSError, ValueError):
-                most = int((group / limit).read_text())  # "max" is no limit
+                most = int((group / limit).read_text())  # int() fails for "max", which means no limit
                 taken = int((group / used).read_text())
                 for value in (group / "memory.stat").read_text().splitlines():
-                    if value.startswith(cache):  # page cache that is given back on demand
+                    if value.startswith(cache):  # the system frees this page cache on demand
                         taken -= int(value.split()[1])
                 if most < _UNLIMITED:
                     yield most, taken
@@ -168,7 +168,7 @@ def _cgroup_limits() -> Iterator[tuple[int, int]]:
 
 
 def address_space_limit() -> int | None:
-    """Returns the bytes of address space that this process may have (ulimit -v); None: no limit."""
+    """Returns the limit of this process's address space (ulimit -v) in bytes; None: no limit."""
     try:
         import resource
 
@@ -187,9 +187,9 @@ def _address_space_available() -> int | None:
 
 
 def addresses_to_compute(threads: int) -> int:
-    """Returns the bytes of address space that computing takes beside its data where that is limited; else 0.
+    """Returns the address space that computing needs beside its data, in bytes; 0 if there is no limit.
 
-    Stacks of threads, and what the C library reserves for them: without them llama.cpp ends the process.
+    This is for the stacks of threads, and the C library's reserve for them. Without it llama.cpp ends the process.
     """
     if address_space_limit() is None:
         return 0
@@ -211,7 +211,7 @@ def require(n_bytes: int, what: str, advice: str) -> None:
 
 
 def readable(n_bytes: float) -> str:
-    """Writes 3.4 GiB, 306.0 MiB, or 12.5 KiB."""
+    """Returns text such as 3.4 GiB, 306.0 MiB, or 12.5 KiB."""
     for unit, size in (("GiB", 2**30), ("MiB", 2**20)):
         if n_bytes >= size:
             return f"{n_bytes / size:.1f} {unit}"

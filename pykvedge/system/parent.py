@@ -1,4 +1,4 @@
-"""A program that another one started ends with it."""
+"""Ends a program together with the program that started it."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from collections.abc import Iterator
 
 import psutil
 
-_LOOK_S = 1.0  # between two looks at the parent
+_LOOK_S = 1.0  # seconds between two checks of the parent
 
 
 @contextlib.contextmanager
 def watched(parent: int, ended: threading.Event) -> Iterator[None]:
-    """Sets the event when the parent ends, or stdin does where it is a pipe of the parent's.
+    """Sets the event when the parent ends, or when stdin ends if stdin is a pipe.
 
-    parent: its process number; 0: there is none.
+    parent: its process number; 0: no parent.
     """
     over = threading.Event()
 
     def watch() -> None:
-        with contextlib.suppress(psutil.Error):  # it has ended since we were told of it
+        with contextlib.suppress(psutil.Error):  # the parent has already ended
             process = psutil.Process(parent)
             while not over.wait(_LOOK_S):
                 if not process.is_running() or process.status() == psutil.STATUS_ZOMBIE:

@@ -1,4 +1,4 @@
-"""How objects show themselves in notebooks."""
+"""HTML of objects for notebooks."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from html import escape
 
 
 def table(title: str, rows: Mapping[str, object]) -> str:
-    """Writes an HTML table with a row for each name and value."""
+    """Returns an HTML table with a row for each name and value."""
     body = "".join(
         f'<tr><th style="text-align:left">{escape(name)}</th><td style="text-align:left">{escape(str(value))}</td></tr>'
         for name, value in rows.items()

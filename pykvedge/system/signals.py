@@ -1,13 +1,13 @@
-"""What the handler of Ctrl-C raises waits while native memory is used, and is raised when the call is over, once.
+"""Delays the exception of the Ctrl-C handler while native memory is used, and raises it once after the call.
 
-Raised between two steps of a call, KeyboardInterrupt would leave a lock or a half-changed conversation behind; inside a
-callback of C it would reach nobody. Instead, long steps look at `pending` and end, as they do for a `cancel` event.
-Handlers that raise nothing run at once. All this is about the main thread, the one in which Python runs handlers.
+KeyboardInterrupt between two steps of a call would leave a lock or a half-changed conversation behind; in a callback
+of C it would reach nobody. Instead, long steps check `pending` and end, as for a `cancel` event. Handlers that raise
+nothing run at once. All this is about the main thread, in which Python runs handlers.
 """
 
 from __future__ import annotations
 
-# the functions of `signal` without its enums, which take 20 us
+# signal's C functions without its enums, which take 20 us
 import _signal  # type: ignore[import-not-found]
 import threading
 from collections.abc import Callable, Iterable, Iterator
@@ -25,7 +25,7 @@ _NOTHING: Any = object()
 
 
 class _Here(threading.local):
-    """Of each thread. before: the handler that was replaced. raised: by it, meanwhile. outside: calls of user code."""
+    """Data of each thread. before: the replaced handler. raised: its exception. outside: depth of user code calls."""
 
     before: Any = None
     raised: BaseException | None = None
@@ -36,36 +36,36 @@ _here = _Here()
 
 
 def pending() -> bool:
-    """Tells whether an exception of the handler waits for the end of this thread's call."""
+    """Returns whether an exception of the handler waits for the end of this thread's call."""
     return _here.raised is not None
 
 
 def outside() -> int:
-    """Counts the calls of user code, as of `progress`, that this thread is inside of."""
+    """Returns the depth of calls of user code, such as `progress`, in this thread."""
     return _here.outside
 
 
 def begin() -> bool:
-    """From now on what the handler raises waits. Returns what `end` is to be given."""
+    """Delays the handler's exceptions from now on. Returns the argument for `end`."""
     before = _signal.getsignal(_signal.SIGINT)
     if before is _keep or not callable(before) or threading.get_ident() != threading.main_thread().ident:
         return False
     _here.before, _here.raised = before, None
-    _signal.signal(_signal.SIGINT, _keep)  # from here on nothing is raised between two steps
+    _signal.signal(_signal.SIGINT, _keep)  # from here on the handler raises nothing
     return True
 
 
 def end(began: bool) -> None:
-    """Raises what has waited since the `begin` that returned True."""
+    """Ends the delay and raises the exception that waits. began: the result of `begin`."""
     if not began:
         return
-    if _signal.getsignal(_signal.SIGINT) is _keep:  # else somebody has another handler by now
+    if _signal.getsignal(_signal.SIGINT) is _keep:  # otherwise user code has installed another handler
         _signal.signal(_signal.SIGINT, _here.before)
     _raise_what_waits()
 
 
-class held(ContextDecorator):  # noqa: N801 - a word of a with statement
-    """What the handler raises inside the block, or the function that this decorates, is raised at its end."""
+class held(ContextDecorator):  # noqa: N801 - used like a keyword of a with statement
+    """Delays the handler's exceptions to the end of a block, or of a decorated function."""
 
     def _recreate_cm(self) -> held:
         return held()
@@ -78,7 +78,7 @@ class held(ContextDecorator):  # noqa: N801 - a word of a with statement
 
 
 class lifted:  # noqa: N801
-    """Inside the block user code runs, in which the handler raises at once."""
+    """A block for user code, in which the handler raises at once."""
 
     def __enter__(self) -> None:
         in_main = threading.get_ident() == threading.main_thread().ident
@@ -96,7 +96,7 @@ class lifted:  # noqa: N801
 
 
 def lifting(function: Callable[P, R]) -> Callable[P, R]:
-    """Makes a function of the user's run in a `lifted` block. Raises UsageError for what is no function."""
+    """Returns a user's function that runs in a `lifted` block. Raises UsageError if it is not callable."""
     if not callable(function):
         raise UsageError(f"progress must be a function (what, share done), not {function!r:.40}")
 
@@ -108,7 +108,7 @@ def lifting(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def items(given: Iterable[T]) -> Iterator[T]:
-    """Yields the items of an iterable of the user's, which computes each in a `lifted` block."""
+    """Yields the items of a user's iterable. Each item is computed in a `lifted` block."""
     with lifted():
         iterator = iter(given)
     while True:

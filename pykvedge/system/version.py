@@ -1,12 +1,12 @@
-"""The installed package says its version."""
+"""The version of the installed package."""
 
 from __future__ import annotations
 
-NOT_INSTALLED = "0+source"  # run from a source tree that was never installed
+NOT_INSTALLED = "0+source"  # the package runs from a source tree and was never installed
 
 
 def package_version() -> str:
-    """Returns what pyproject.toml had when the package was installed."""
+    """Returns the version in pyproject.toml at the time of the installation."""
     from importlib import metadata
 
     try:

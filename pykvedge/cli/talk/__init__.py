@@ -1,1 +1,1 @@
-"""A conversation at a terminal has lines, commands that begin with a slash, and answers as they come."""
+"""A conversation at a terminal: input lines, commands with a slash, and streamed answers."""

@@ -1,4 +1,4 @@
-"""A Chat puts messages to a session, shows their answers, and keeps the conversation in a file."""
+"""A Chat sends messages to a session, prints the answers, and saves the conversation in a file."""
 
 from __future__ import annotations
 
@@ -33,15 +33,15 @@ INTERRUPTED = 130
 
 @dataclass(frozen=True)
 class Style:
-    """A style says how answers are shown, and conversations saved."""
+    """How answers are printed, and how conversations are saved."""
 
-    as_json: bool = False  # one object on stdout instead of the text
+    as_json: bool = False  # one JSON object on stdout instead of text
     quiet: bool = False  # no line about tokens, memory and time
-    whole: bool = False  # conversations are saved with their whole rows
+    whole: bool = False  # conversations are saved with whole rows
 
 
 def say(text: str, dim: bool = False) -> None:
-    """Writes to stderr, folded between words on a terminal. dim: unlike an answer there, unless NO_COLOR is set."""
+    """Writes to stderr, folded between words at a terminal. dim: darker than an answer, unless NO_COLOR is set."""
     shown = printable(text)
     if sys.stderr is not None and sys.stderr.isatty():
         shown = "\n".join(map(_folded, shown.split("\n")))
@@ -50,7 +50,7 @@ def say(text: str, dim: bool = False) -> None:
 
 
 def _folded(line: str) -> str:
-    """Folds a line; one whose parts stand between bars is folded at the bars."""
+    """Folds a line. A line with parts between bars is folded at the bars."""
     parts = re.sub(r"(?<!\|) (?!\|)", "\xa0", line) if " | " in line else line
     indent = " " * (len(line) - len(line.lstrip()) + 2)
     width = shutil.get_terminal_size().columns
@@ -66,22 +66,22 @@ def complain(message: object) -> None:
 
 
 class Chat:
-    """A chat is a session at a terminal or in a pipe."""
+    """A session at a terminal or in a pipe."""
 
     def __init__(
         self, session: Session, sampling: Sampling, style: Style, display: Display, file: Path | None = None
     ) -> None:
         """session: Ctrl-C sets its `cancel` event, if it has one. file: the conversation is saved there."""
         self.file = file
-        self.loaded = bool(session.messages)  # the conversation began in a file
+        self.loaded = bool(session.messages)  # the conversation comes from a file
         self.session, self.sampling, self._style, self._display = session, sampling, style, display
         self._cancel = session.cancel or threading.Event()
-        self.waiting: list[Picture | Path] = []  # for the next message
-        self.unanswered: Message | None = None  # the last message, where it failed or was taken back
-        self._noted: list[str] = []  # of the last report, shown
+        self.waiting: list[Picture | Path] = []  # pictures of the next message
+        self.unanswered: Message | None = None  # the last message, if it failed or was taken back
+        self._noted: list[str] = []  # printed notes of the last report
 
     def put(self, prompt: str, pictures: Iterable[Picture | Path]) -> Report:
-        """Puts one message and streams the answer to stdout. Ctrl-C ends it, or raises CancelledError before."""
+        """Sends one message and streams the answer to stdout. Ctrl-C ends the answer; before it: CancelledError."""
         with as_event(self._cancel):
             with self._display:
                 answer = self.session.ask(prompt, pictures, self.sampling)
@@ -106,13 +106,13 @@ class Chat:
                 say(f"kvedge: {one_line(note)}")
 
     def undo(self) -> Message:
-        """Takes the last message back and returns it. Raises StateError."""
+        """Removes the last message and returns it. Raises StateError."""
         with as_event(self._cancel):
             self.unanswered = self.session.undo()
         return self.unanswered
 
     def retry(self) -> None:
-        """Puts the last message again, also one that failed, was stopped or was taken back."""
+        """Sends the last message again, even if it failed, was stopped or was taken back."""
         message = self.unanswered or self.undo()
         self.waiting = [*message.pictures, *self.waiting]
         self.answer(message.text)
@@ -124,17 +124,17 @@ class Chat:
 
     @property
     def next_image(self) -> int:
-        """The number of the next image that is added, as the model is told it."""
+        """The number of the next added image, as in the prompt."""
         return 1 + len(self.waiting) + sum(len(m.pictures) for m in self.session.messages)
 
     def _keep(self, report: Report) -> int:
-        """Saves the conversation where a file is kept, after the answer was shown. Returns 1 if that fails, else 0."""
+        """Saves the conversation after an answer, if there is a file. Returns 1 if that fails, else 0."""
         if self.file is None:
             return 0
         turns = sum(m.role == "assistant" for m in self.session.messages)
         report.session = Saved(str(self.file), self.loaded, turns)
         try:
-            with as_event(self._cancel):  # an answer that was shown is kept
+            with as_event(self._cancel):  # Ctrl-C must not lose a printed answer
                 report.session.file_bytes = self.save(self.file)
                 crash.saved(self.file)
         except KvedgeError as error:
@@ -144,23 +144,23 @@ class Chat:
         return 0
 
     def save(self, path: Path) -> int:
-        """Writes the conversation to a file, as the style says. Returns its bytes. Raises what Session.save raises."""
+        """Writes the conversation to a file in the chosen style. Returns its bytes. Raises what Session.save raises."""
         return self.session.save(path, whole=self._style.whole)
 
     def holding(self, path: Path) -> AbstractContextManager[object]:
-        """Keeps other programs away from a session file meanwhile. Raises SessionFileError where one uses it."""
+        """Locks a session file against other programs. Raises SessionFileError if another program uses it."""
         own = self.file is not None and os.path.realpath(path) == os.path.realpath(self.file)
         return nullcontext() if own or not self.session.messages else SessionLock(path)
 
     def recover(self) -> None:
-        """Loads the file again after a message that failed: pictures of earlier runs are in its cache only."""
+        """Loads the file again after a failed message: only the file's cache has the pictures of earlier runs."""
         session = self.session
         if self.file is not None and self.loaded and not session.in_cache and self.file.exists():
             with suppress(KvedgeError), as_event(self._cancel):
                 session.load(self.file, session.plan)
 
     def once(self, prompt: str, pictures: Iterable[Picture | Path]) -> int:
-        """Puts one question. Returns the exit code: 130 if the answer was stopped, 1 if it could not be saved."""
+        """Asks one question. Returns the exit code: 130 if the answer was stopped, 1 if saving failed."""
         if self.loaded and not self._style.quiet and not self._style.as_json:
             self.show_loaded()
         report = self.put(prompt, pictures)
@@ -174,7 +174,7 @@ class Chat:
         return INTERRUPTED if report.finish == "cancelled" else failed
 
     def _show_line(self, report: Report) -> None:
-        self._show_notes(report)  # of what went wrong while it was answered
+        self._show_notes(report)  # notes that came up during the answer
         if not self._style.quiet:
             if report.finish == "context":
                 say("kvedge: the answer is cut where the context is full; raise --ctx")
@@ -183,14 +183,14 @@ class Chat:
             say(report.line(), dim=True)
 
     def show_loaded(self) -> None:
-        """Says, on stderr, what the conversation of a file holds."""
+        """Prints to stderr what the saved conversation holds."""
         name = self.file.name if self.file is not None else "the conversation"
         say(f"{name} holds {holding(self.session)}")
 
     def answer(self, text: str) -> None:
-        """Puts a message with the images that wait, shows what it cost, and saves the conversation in its file.
+        """Sends a message with the waiting images, prints its cost, and saves the conversation.
 
-        A message that fails can be put again, and its images go on waiting.
+        A message that fails can be sent again, and its images keep waiting.
         """
         self.unanswered = Message("user", text)
         report = self.put(text, self.waiting)
@@ -202,7 +202,7 @@ class Chat:
 
 
 def holding(session: Session) -> str:
-    """Tells in one line what a conversation and its cache consist of."""
+    """Returns one line about a conversation and its cache."""
     turns = sum(m.role == "assistant" for m in session.messages)
     images = sum(len(m.pictures) for m in session.messages)
     parts = [f"{turns} answer{'s' * (turns != 1)}", f"{images} image{'s' * (images != 1)}"]

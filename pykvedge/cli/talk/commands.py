@@ -1,4 +1,4 @@
-"""Beside messages, commands may be typed in a conversation; they explain and complete themselves."""
+"""The commands of a conversation (/image, /retry, ...), with their help and completion."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ from pykvedge.system.memory import readable
 
 LEAVE = ("/exit", "/quit", "/bye", "exit", "quit")
 
-_LAST_WORD = re.compile(r"""(?<!\S)(?:'[^']*|"[^"]*|(?:\\.|[^\s'"\\])+)\Z""")  # with an open quote or escaped blanks
+_LAST_WORD = re.compile(r"""(?<!\S)(?:'[^']*|"[^"]*|(?:\\.|[^\s'"\\])+)\Z""")  # quotes may be open
 
-# of the plan, as the options of the same names; None: the plan reads the text itself
+# Fields of the plan, checked like the options with these names. None: the plan parses the text.
 _SINKS = Param("sinks", 0, "first tokens that are always kept")
 _TEXT_PRIOR = Param("text_prior", False, "whether text outranks image tokens")
 _OF_PLAN = {"recent": None, "sinks": _SINKS, "text_prior": _TEXT_PRIOR, "critical": None, "critical_half": None}
@@ -35,7 +35,7 @@ _OF_PLAN = {"recent": None, "sinks": _SINKS, "text_prior": _TEXT_PRIOR, "critica
 
 @dataclass(frozen=True)
 class Command:
-    """usage: the command and what follows it. complete: what an argument that was begun may become."""
+    """A command. usage: the command with its arguments. complete: returns completions of a half-typed argument."""
 
     usage: str
     help: str
@@ -48,7 +48,7 @@ class Command:
 
 
 def run(chat: Chat, line: str) -> None:
-    """Does what a line that begins with a slash says. Raises KvedgeError."""
+    """Runs the command in a line that begins with a slash. Raises KvedgeError."""
     name, rest = (*line.split(maxsplit=1), "")[:2]
     name = "/help" if name == "/?" else name
     if name in LEAVE:
@@ -59,12 +59,12 @@ def run(chat: Chat, line: str) -> None:
 
 
 def is_command(line: str) -> bool:
-    """Tells a command from a message, which may begin with the path of a picture."""
+    """Returns whether a line is a command, and not a message that begins with the path of a picture."""
     return line.startswith("/") and not looks_like_path(line.split()[0])
 
 
 def completions(chat: Chat, line: str) -> list[str]:
-    """Lists the lines that a half-typed one may become: commands with what follows them, and paths in a message."""
+    """Returns completions of a half-typed line: commands, their arguments, and paths in a message."""
     name, blank, begun = line.partition(" ")
     if not blank and name.startswith("/") and not looks_like_path(name):
         takes = {c.name: c.name + (" " if " " in c.usage else "") for c in COMMANDS.values()}
@@ -107,7 +107,7 @@ def _budget(chat: Chat, rest: str) -> None:
     if len(rest.split()) != 1:
         raise UsageError("/budget needs an amount: /budget 0.2 of the prompt, or /budget 128 KV pairs")
     if chat.session.plan.method == "full":
-        make_plan("full", rest)  # says why not
+        make_plan("full", rest)  # raises the error for a budget of method full
     _use(chat, chat.session.plan.with_(budget=rest))
 
 
@@ -135,7 +135,7 @@ def _set(chat: Chat, rest: str) -> None:
 
 
 def _settings(chat: Chat) -> dict[str, object]:
-    """Lists all that /set can change, with its values."""
+    """Returns name -> value of all settings that /set can change."""
     plan = chat.session.plan
     out = {name: sampling.shown(chat.sampling, name) for name in sampling.SETTINGS}
     out.update({name: _shown(getattr(plan, name)) for name in _OF_PLAN})
@@ -146,7 +146,7 @@ def _settings(chat: Chat) -> dict[str, object]:
 
 
 def _shown(value: object) -> object:
-    """Writes a value of the plan as it is typed."""
+    """Returns a value of the plan as users type it."""
     if isinstance(value, bool):
         return str(value).lower()
     return AUTO if value is None else value

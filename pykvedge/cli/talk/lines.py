@@ -1,4 +1,4 @@
-"""Messages are typed at a terminal, in one line or several; they are kept on disk, and Tab completes them."""
+"""Reads messages at a terminal, in one line or several, with a history on disk and completion."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from pathlib import Path
 from typing import Any
 
 BLOCK = '"""'  # begins and ends a message of several lines
-MORE = ". "  # stands before the second and later lines
-MOST_CHARACTERS = 4000  # of a message that is kept
+MORE = ". "  # prompt of the second and later lines
+MOST_CHARACTERS = 4000  # longer messages are not stored in the history
 
-Complete = Callable[[str], list[str]]  # what a line may become
+Complete = Callable[[str], list[str]]  # line -> completions
 
 
 def history_file() -> Path | None:
-    """Messages are remembered in the state folder of this user. None is returned for a user without a home."""
+    """Returns the file of past messages in the user's state folder; None for a user without a home folder."""
     state = os.environ.get("XDG_STATE_HOME") or ""
     try:
         folder = Path(state) if Path(state).is_absolute() else Path.home() / ".local" / "state"
@@ -27,18 +27,18 @@ def history_file() -> Path | None:
 
 
 class Lines:
-    """This reads what is typed."""
+    """Reads messages and commands that the user types."""
 
     def __init__(self, complete: Complete, history: Path | None) -> None:
-        """complete(line) lists whole lines that it may become. history: with None no message is remembered."""
+        """complete(line): returns completions as whole lines. history: the file of past messages; None: no history."""
         typed = sys.stdin is not None and sys.stdin.isatty() and (sys.stdout.isatty() or sys.stderr.isatty())
         self._prompt = _editor(complete, history) if typed else None
 
     def message(self, prompt: str, begun: str = "") -> str:
-        """Reads the next message or command, without blanks around it. begun: what can be edited first.
+        """Reads the next message or command, stripped. begun: an editable first text.
 
-        A line that ends in a backslash goes on in the next one; three double quotes open a block that three more close.
-        Raises EOFError, KeyboardInterrupt, UnicodeError.
+        A backslash at the end of a line continues the message. Three double quotes begin a block, and three more end
+        it. Raises EOFError, KeyboardInterrupt, UnicodeError.
         """
         if self._prompt is not None:
             text = self._prompt(prompt, default=begun)
@@ -46,13 +46,13 @@ class Lines:
             text = _line(prompt)
             while (so_far := going_on(text)) is not None:
                 text = so_far + _line(MORE)
-        text.encode()  # what is no UTF-8 raises
+        text.encode()  # raises UnicodeError for invalid UTF-8
         text = text.strip()
         return text.removeprefix(BLOCK).removesuffix(BLOCK).strip() if text.startswith(BLOCK) else text
 
 
 def going_on(text: str) -> str | None:
-    """Returns what stands before the next line of a message, or None where the message is complete."""
+    """Returns the text before the next line of an unfinished message, or None for a complete message."""
     shown = text.strip()
     if shown.startswith(BLOCK):
         return None if len(shown) >= 2 * len(BLOCK) and shown.endswith(BLOCK) else text + "\n"
@@ -68,7 +68,7 @@ def _line(prompt: str) -> str:
 
 
 def _editor(complete: Complete, history: Path | None) -> Callable[..., str]:
-    """Makes prompt_toolkit's editor: a paste is one message, Alt-Enter begins a line, Ctrl-C clears the message."""
+    """Returns prompt_toolkit's editor: a paste is one message, Alt-Enter adds a line, Ctrl-C clears the message."""
     from prompt_toolkit import PromptSession
     from prompt_toolkit.completion import Completer, Completion
     from prompt_toolkit.document import Document
@@ -123,7 +123,7 @@ def _editor(complete: Complete, history: Path | None) -> Callable[..., str]:
 
 
 def _made(history: Path) -> bool:
-    """Makes the file, which only its owner may read. Returns False, with a line on stderr, if that fails."""
+    """Creates the history file for its owner only. Returns False, and prints a line on stderr, if that fails."""
     try:
         history.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         history.touch(mode=0o600)

@@ -1,4 +1,4 @@
-"""A conversation at a terminal takes what is typed as a message or a command, until the user leaves."""
+"""The loop of a conversation at a terminal: each line is a message or a command, until the user leaves."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from pykvedge.runtime.interrupt import CancelledError, as_exception
 
 
 def converse(chat: Chat, pictures: Sequence[Picture | Path], history: Path | None = None) -> int:
-    """Talks until the user leaves. pictures: they go with the first message. history: the file that keeps lines."""
+    """Runs until the user leaves; returns 0. pictures: of the first message. history: the file of past messages."""
     as_exception()
     chat.waiting = list(pictures)
     _introduce(chat)
@@ -52,7 +52,7 @@ def _introduce(chat: Chat) -> None:
 
 
 def _respond(chat: Chat, line: str) -> str:
-    """Does what a line says. Returns the message that was stopped before its answer began, to be edited."""
+    """Runs a line. Returns a message that was stopped before its answer began, for editing, or ""."""
     begun = line
     try:
         if commands.is_command(line):
@@ -66,14 +66,14 @@ def _respond(chat: Chat, line: str) -> str:
         return begun
     except (KvedgeError, OSError) as error:
         if isinstance(error, OSError) and error.filename is None:
-            raise  # not of a path: what is printed reaches nobody
+            raise  # no file failed: the output itself is unwritable
         complain(error)
         chat.recover()
     return ""
 
 
 def _with_pictures(chat: Chat, line: str) -> str:
-    """Lets the pictures that a message names wait for it, and returns its text. Raises ImageError, UsageError."""
+    """Adds the pictures in a message to the waiting pictures. Returns its text. Raises ImageError, UsageError."""
     found = mentioned(line, chat.next_image, chat.session.page_size)
     if found.pictures and not chat.session.sees_images:
         raise UsageError("this model was loaded without an image encoder; start again with --mmproj")

@@ -1,4 +1,4 @@
-"""Pictures come into a message by the path of a file that is dragged, pasted or typed anywhere in it."""
+"""Finds pictures in a message: paths of files that are dragged, pasted or typed anywhere in it."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from pykvedge.models.images import Picture
 from pykvedge.models.prompt import places
 
 WINDOWS = os.name == "nt"
-_SUFFIX = r"\.(?:png|jpe?g|webp|bmp|gif|pdf(?:\[[\d,-]+\])?)"  # a name that ends so is meant as a picture
+_SUFFIX = r"\.(?:png|jpe?g|webp|bmp|gif|pdf(?:\[[\d,-]+\])?)"  # a name with this ending is meant as a picture
 _NAMED = re.compile(_SUFFIX + r"\Z", re.I)
-_START = re.compile(r"""\A\s*(?=\S)|(?<!\S)[(\[]?(?=['"]|\S*[./\\])""")  # of a word that may begin a path
+_START = re.compile(r"""\A\s*(?=\S)|(?<!\S)[(\[]?(?=['"]|\S*[./\\])""")  # the start of a word that may be a path
 _URL, _WORD, _LINE = re.compile(r"file:\S+", re.I), re.compile(r"\S+"), re.compile(r".+\Z")
-_SHELL = re.compile(r"""(?:'[^'\n]*'|"(?:\\.|[^"\\\n])*"|\\.|[^\s'"\\])+""")  # Linux and macOS write dragged files so
-_QUOTED = re.compile(r'"[^"\n]+"')  # and Windows so
-_BLANKS = re.compile(rf"(?:~|\.{{0,2}}/|[A-Za-z]:[\\/]).{{1,1000}}?{_SUFFIX}(?!\w)", re.I)  # neither quoted nor escaped
-_CLOSING = ".,;:!?)]}'\"\u3002\uff1f\uff01\uff0c"  # behind a path it belongs to the sentence
-_MOST, _MOST_CLOSING = 4096, 8  # characters of a path, and of what is behind it
-_SENTENCE = re.compile(r"[\n.:;!?\u3002\uff1f\uff01][)'\"]?\s*\Z")  # ends here
+_SHELL = re.compile(r"""(?:'[^'\n]*'|"(?:\\.|[^"\\\n])*"|\\.|[^\s'"\\])+""")  # dragged files on Linux and macOS
+_QUOTED = re.compile(r'"[^"\n]+"')  # dragged files on Windows
+_BLANKS = re.compile(rf"(?:~|\.{{0,2}}/|[A-Za-z]:[\\/]).{{1,1000}}?{_SUFFIX}(?!\w)", re.I)  # with unquoted blanks
+_CLOSING = ".,;:!?)]}'\"\u3002\uff1f\uff01\uff0c"  # after a path, these belong to the sentence
+_MOST, _MOST_CLOSING = 4096, 8  # characters of a path, and of the closing signs after it
+_SENTENCE = re.compile(r"[\n.:;!?\u3002\uff1f\uff01][)'\"]?\s*\Z")  # a sentence ends here
 
 
 @dataclass
 class Mentioned:
-    """text: the message without the paths of its pictures. hints: about paths that stay in it."""
+    """A message and its pictures. text: without the paths of pictures. hints: about paths that stay in the text."""
 
     text: str
     pictures: list[Picture] = field(default_factory=list)
@@ -39,15 +39,15 @@ class Mentioned:
 
 
 def looks_like_path(word: str, windows: bool = WINDOWS) -> bool:
-    """Tells whether a word may be the path of a picture; a command is none."""
+    """Returns whether a word may be the path of a picture. A command is no path."""
     return "/" in word[1:] or bool(_NAMED.search(word)) or (windows and "\\" in word)
 
 
 def mentioned(text: str, number: int, size: PageSize | None = None) -> Mentioned:
-    """Finds the pictures that a message names. number: of the first one, as in "image 1". size: of pages of a PDF.
+    """Finds the pictures that a message names. number: of the first picture, as in "image 1". size: of PDF pages.
 
-    A path inside a sentence becomes "image 1"; one before or behind all sentences is taken out of the text, and so is
-    every path of a message that says where its images go.
+    A path inside a sentence becomes "image 1". A path before or after all sentences is removed from the text; so is
+    every path if the message marks the places of its images.
     Raises ImageError for a broken picture.
     """
     found = Mentioned("")
@@ -73,9 +73,9 @@ def mentioned(text: str, number: int, size: PageSize | None = None) -> Mentioned
 
 
 def _at(text: str, start: int, hints: list[str], size: PageSize | None) -> tuple[int, list[Picture]]:
-    """Reads what begins here: the pictures of a path, or a word. Returns where it ends, too."""
+    """Reads the pictures of a path that begins at `start`, or a word. Returns its end and the pictures."""
     for end, path in candidates(text, start):
-        if os.path.isfile(file_of(path)):  # noqa: PTH113 - Path.is_file raises for a name that is too long
+        if os.path.isfile(file_of(path)):  # noqa: PTH113 - Path.is_file raises for a long name
             try:
                 return end, list(load_pictures(path, size))
             except ImageError:
@@ -92,7 +92,7 @@ def _at(text: str, start: int, hints: list[str], size: PageSize | None) -> tuple
 
 
 def candidates(text: str, start: int, windows: bool = WINDOWS) -> Iterator[tuple[int, Path]]:
-    """Yields the paths that may begin here, with their ends: quoted, escaped, as URLs, with blanks, before a comma."""
+    """Yields paths that may begin at `start`, and their ends: quoted, escaped, as URLs, with blanks, before a comma."""
     begun = not text[:start].strip()
     for form in (_URL, _QUOTED if windows else _SHELL, _BLANKS, _WORD, *([_LINE] if begun else [])):
         match = form.match(text, start)
@@ -102,7 +102,7 @@ def candidates(text: str, start: int, windows: bool = WINDOWS) -> Iterator[tuple
         closing = min(len(whole) - len(whole.rstrip(_CLOSING)), _MOST_CLOSING)
         for n in range(closing, -1, -1) if form is _URL else range(closing + 1):  # a URL may have a ? and go on
             written = whole[: len(whole) - n]
-            with suppress(UsageError, ValueError, IndexError):  # a quote without its end, a home that is unknown
+            with suppress(UsageError, ValueError, IndexError):  # an open quote, or an unknown home folder
                 if form is _URL:
                     path = paths.typed(written)
                 else:
