@@ -1,1 +1,1 @@
-"""Instruments: benchmarks, evaluation, inspection and calibration. The runtime, pykvedge, does without this package."""
+"""Instruments: benchmarks, evaluation, inspection and calibration. The runtime, pykvedge, works without them."""

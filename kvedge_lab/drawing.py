@@ -1,6 +1,6 @@
-"""Pictures are drawn with matplotlib, for the column of a paper: sizes, and the colour and marker of each method.
+"""Draws pictures with matplotlib for a column of a paper: sizes, and the colour and marker of each method.
 
-A canvas becomes a file. Whether pictures can be drawn at all is asked before anything is measured for them.
+A canvas becomes a file. The commands check that they can draw before they measure anything.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from pykvedge.errors import KvedgeError, UsageError
 from pykvedge.plans.presets import PRESETS
 
 FORMATS = (".png", ".svg", ".pdf")
-COLUMN = 3.3  # inches: the width of a column of a paper
-POINT = 1 / 72  # inches
+COLUMN = 3.3  # inches: width of a column of a paper
+POINT = 1 / 72  # inches per point
 TEXT = 7  # points of the smallest text
 RULES = {
     "font.size": TEXT,
@@ -35,20 +35,20 @@ RULES = {
     "grid.linewidth": 0.4,
     "grid.color": "#dddddd",
     "savefig.dpi": 200,
-    "svg.fonttype": "none",  # text stays text: small files, and words that can be found and changed
-    "svg.hashsalt": "kvedge",  # the same figures give the same file
-    "pdf.fonttype": 42,  # TrueType, which conferences ask for
+    "svg.fonttype": "none",  # text stays text: small files, and words that can be searched and changed
+    "svg.hashsalt": "kvedge",  # equal figures give equal files
+    "pdf.fonttype": 42,  # TrueType, which conferences require
 }
 
-# colours that people who are colour-blind tell apart (Okabe and Ito), black and grey being the full cache's
+# colours that colour-blind people can tell apart (Okabe and Ito); black and grey mean the full cache
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#7a5195", "#8c564b")
-MARKERS = "osD^vP*X<>h"  # as many as give every method a pair of its own
-FIRST = ("kvedge", "lookm", "mixkv", "flashcache", "snapkv", "kvzip", "prefixkv", "elastic")  # a colour each
+MARKERS = "osD^vP*X<>h"  # every method gets a different pair of colour and marker
+FIRST = ("kvedge", "lookm", "mixkv", "flashcache", "snapkv", "kvzip", "prefixkv", "elastic")  # one colour each
 FULL, STOCK = {"color": "#202124", "linestyle": "--"}, {"color": "#80868b", "linestyle": "-"}
 
 
 def style(method: str) -> dict[str, str]:
-    """Returns colour and marker, or line, of a method: the same in all pictures, also of a method that is not known."""
+    """Returns colour and marker, or line, of a method. Unknown methods have a style too; it never changes."""
     if method in ("full", "stock"):
         return FULL if method == "full" else STOCK
     known = [*FIRST, *(name for name in PRESETS if name not in (*FIRST, "full"))]
@@ -57,7 +57,7 @@ def style(method: str) -> dict[str, str]:
 
 
 def can_draw() -> bool:
-    """Tells whether matplotlib can be imported."""
+    """Returns whether matplotlib is installed."""
     try:
         import matplotlib.figure  # noqa: F401
     except ImportError:
@@ -66,7 +66,7 @@ def can_draw() -> bool:
 
 
 def check(option: str, path: Path, formats: Sequence[str] = FORMATS) -> None:
-    """Refuses a place where no picture can be written, before anything is measured for it. Raises UsageError."""
+    """Raises UsageError for a path where no picture can be written, before anything is measured."""
     if path.suffix not in formats:
         raise UsageError(f"{option} writes {', '.join(formats)}, not '{path.suffix or path.name}'")
     if not path.parent.is_dir():
@@ -79,9 +79,9 @@ def check(option: str, path: Path, formats: Sequence[str] = FORMATS) -> None:
 def canvas(
     to: Path | BinaryIO, rows: int, columns: int, size: tuple[float, float], form: str | None = None, **layout: Any
 ) -> Iterator[Any]:
-    """Yields axes [rows][columns] to draw on; they are written at the end. Raises KvedgeError if they cannot be.
+    """Yields axes [rows][columns], and writes them to `to` at the end. Raises KvedgeError if that fails.
 
-    size: inches. form: of what is written; None: by the file's name.
+    size: inches. form: file format; None: by the file's name.
     """
     import matplotlib
 
@@ -94,7 +94,7 @@ def canvas(
 
 
 def save(figure: Any, to: Path | BinaryIO, form: str | None = None) -> None:
-    """Writes a figure, without the date. Raises KvedgeError if it cannot be."""
+    """Writes a figure without a date. Raises KvedgeError if that fails."""
     import matplotlib
 
     form = form or Path(str(to)).suffix[1:]
@@ -107,7 +107,7 @@ def save(figure: Any, to: Path | BinaryIO, form: str | None = None) -> None:
 
 
 def legend(figure: Any, axes: Sequence[Any], columns: int = 3) -> None:
-    """Puts one legend of all axes above them."""
+    """Puts one legend for all axes above them."""
     found: dict[str, Any] = {}
     for axis in axes:
         handles, labels = axis.get_legend_handles_labels()
@@ -116,8 +116,8 @@ def legend(figure: Any, axes: Sequence[Any], columns: int = 3) -> None:
 
 
 def caption(figure: Any, text: str) -> None:
-    """Writes below the axes what a reader must know, in lines of the column's width."""
+    """Writes a text below the axes, in lines of the column's width."""
     import textwrap
 
-    wide = figure.get_figwidth() / POINT / (0.53 * TEXT)  # characters: half as wide as high, about
+    wide = figure.get_figwidth() / POINT / (0.53 * TEXT)  # characters, each about half as wide as high
     figure.supxlabel("\n".join(textwrap.wrap(text, int(wide))), color="#444444")

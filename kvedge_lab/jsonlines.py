@@ -1,4 +1,4 @@
-"""JSON lines are written while something long runs: each line is whole or not there."""
+"""JSON lines that are written during a long run: a reader finds each line whole or not at all."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from pykvedge.errors import SaveError, UsageError
 
 
 class JsonLines:
-    """Adds lines to a file, each written before `add` returns, so that a program that is killed loses none.
+    """Adds lines to a file. Each line is written before `add` returns, so a killed program loses none.
 
-    Without a path nothing is kept.
+    Without a path nothing is stored.
     """
 
     def __init__(self, path: Path | None, good: int = 0) -> None:
-        """good: bytes of the file to keep; the rest is a line that was not written to its end. Raises SaveError."""
+        """good: bytes of the file to keep; the rest is an incomplete last line. Raises SaveError."""
         self._path, self._good = path or Path(os.devnull), good
         try:
             self._file = self._path.open("r+b" if self._path.is_file() else "wb", buffering=0)
@@ -29,31 +29,31 @@ class JsonLines:
             raise self._error(error) from None
 
     def add(self, line: dict[str, Any]) -> None:
-        """Writes a line. Raises SaveError; the file then ends with the line before, and is closed."""
+        """Writes a line. Raises SaveError; the file then ends with the previous line, and is closed."""
         data = json.dumps(line, ensure_ascii=False).encode() + b"\n"
         try:
             written = 0
             while written < len(data):
                 written += self._file.write(data[written:]) or 0
         except OSError as error:
-            with contextlib.suppress(OSError):  # readers leave out a torn line anyway
+            with contextlib.suppress(OSError):  # readers ignore an incomplete line
                 self._cut()
             self.close()
             raise self._error(error) from None
         self._good += len(data)
 
     def sync(self) -> None:
-        """Brings what was written to the disk. Raises SaveError."""
+        """Flushes the written lines to the disk. Raises SaveError."""
         if self._file.closed:
             return
         try:
             os.fsync(self._file.fileno())
         except OSError as error:
-            if self._path.is_file():  # pipes cannot be synchronised, and need not be
+            if self._path.is_file():  # pipes cannot be flushed to a disk
                 raise self._error(error) from None
 
     def close(self) -> None:
-        """Ends the file. Does nothing the second time."""
+        """Closes the file. A second call does nothing."""
         self._file.close()
 
     def _cut(self) -> None:
@@ -66,23 +66,23 @@ class JsonLines:
 
 
 class Results:
-    """Results of a run in a file of JSON lines, the first of which says what is measured; a later run goes on with it.
+    """Results of a run in a file of JSON lines. The first line says what is measured; a later run continues the file.
 
-    A result is written as soon as it is measured, so that a program that is killed loses none. Without a path results
-    are kept in memory only. Subclasses hold them.
+    A result is written as soon as it is measured, so a killed program loses none. Without a path, results stay in
+    memory only. Subclasses hold the results.
     """
 
-    KIND = ""  # the first name of the first line, whose value is VERSION
+    KIND = ""  # the first name in the first line; its value is VERSION
     VERSION = 1
-    WHAT = ""  # what the file holds, in messages
-    UNSAID: Mapping[str, Any] = {}  # what a first line means that has not this name
-    FREE: tuple[str, ...] = ()  # names of the first line that may differ
+    WHAT = ""  # the file's content in messages
+    UNSAID: Mapping[str, Any] = {}  # values of names that a first line lacks
+    FREE: tuple[str, ...] = ()  # names of the first line whose values may differ
 
     def __init__(self, path: Path | None, header: Mapping[str, Any], resume: bool = False) -> None:
-        """header: must be that of the file, when there is one already.
+        """header: must equal the header of an existing file.
 
-        Raises UsageError for a file that is there without `resume`, that is none of ours, or that has another header;
-        SaveError if it cannot be written.
+        Raises UsageError if the file exists and `resume` is false, if it is of another kind, or if its header differs;
+        SaveError if the file cannot be written.
         """
         first, good = {self.KIND: self.VERSION, **header}, 0
         if path is not None and path.is_file() and path.stat().st_size:
@@ -94,7 +94,7 @@ class Results:
             self._file.add(first)
 
     def _go_on(self, path: Path, header: dict[str, Any]) -> int:
-        """Takes over what a file holds, but a last line that was not written to its end. Returns the bytes of that."""
+        """Reads the results of a file, without an incomplete last line. Returns the bytes of the complete lines."""
         try:
             lines = path.read_bytes().split(b"\n")[:-1]
             first, *rows = [json.loads(line) for line in lines]
@@ -118,13 +118,13 @@ class Results:
         return header.get(name, self.UNSAID.get(name))
 
     def _take(self, row: dict[str, Any]) -> None:
-        """Holds a result. Raises ValueError, KeyError or TypeError for a line that is none of ours."""
+        """Stores a result. Raises ValueError, KeyError or TypeError for a line of another kind."""
         raise NotImplementedError
 
     def sync(self) -> None:
-        """Brings what was written to the disk. Raises SaveError."""
+        """Flushes the written lines to the disk. Raises SaveError."""
         self._file.sync()
 
     def close(self) -> None:
-        """Ends the file. Does nothing the second time."""
+        """Closes the file. A second call does nothing."""
         self._file.close()

@@ -1,4 +1,4 @@
-"""A long run shows a bar at a terminal; in a file a line at times."""
+"""The progress of long runs: a bar at a terminal, a line at intervals in a file."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from pykvedge.cli.progress import FILE_S, Display
 
 
 class Steps(Display):
-    """The progress of a run of many steps, all about as long."""
+    """The progress of a run of many steps of about equal length."""
 
     def __init__(self, enabled: bool, steps: int = 0) -> None:
         super().__init__(enabled)
         self._total, self._done, self._started = max(steps, 1), 0, time.monotonic()
 
     def step(self, what: str, n: int = 1) -> None:
-        """Counts n more steps as done; `what` comes next."""
+        """Counts n more steps as done. what: the next step."""
         self._done += n
         now = time.monotonic()
         left = (now - self._started) / max(self._done, 1) * (self._total - self._done)
@@ -32,12 +32,12 @@ class Steps(Display):
             print(line, file=sys.stderr, flush=True)
 
     def skip(self, n: int) -> None:
-        """Leaves out n steps that need not be done after all; negative: so many more must."""
+        """Removes n steps that are not needed; a negative n adds steps."""
         self._total = max(self._total - n, 1)
 
 
 class Minutes(Steps):
-    """The progress of a run that ends after so many seconds. spent: returns those that are over."""
+    """The progress of a run with a time limit in seconds. spent(): returns the seconds used so far."""
 
     def __init__(self, enabled: bool, seconds: float, spent: Callable[[], float]) -> None:
         super().__init__(enabled)
@@ -49,7 +49,7 @@ class Minutes(Steps):
 
 
 def clock(seconds: float) -> str:
-    """Writes a time as 12 s, 3:05 min, or 1:02 h."""
+    """Returns a time as 12 s, 3:05 min, or 1:02 h."""
     s = max(round(seconds), 0)
     if s < 60:
         return f"{s} s"

@@ -1,1 +1,1 @@
-"""Speed and memory of methods, beside stock llama.cpp, in one run."""
+"""Measures speed and memory of methods beside stock llama.cpp, in one run."""

@@ -1,4 +1,4 @@
-"""A machine says what it is; how fast it reads memory and what energy it spends is measured."""
+"""Describes the machine, and measures how fast it reads memory and how much energy it uses."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from pykvedge.models.gguf import Header, tensor_bytes
 from pykvedge.native import calls, ggml
 from pykvedge.system import memory
 
-SETS = (4 << 20, 16 << 20, 64 << 20, 256 << 20)  # bytes read over and over: caches are faster than memory
+SETS = (4 << 20, 16 << 20, 64 << 20, 256 << 20)  # sizes of repeatedly read sets: caches are faster than memory
 ATTEMPTS, ATTEMPT_S = 5, 0.03
 POWERCAP = Path("/sys/class/powercap")
 
 
 class Bandwidth:
-    """Measures the bytes per second that dot products of float32 arrays read, in several threads; the best counts.
+    """Measures the bytes per second that dot products of float32 arrays read, in several threads: the best value.
 
-    `look` before and after what is measured: the best stays, because other programs can only make it worse.
+    Call `look` before and after a measurement: other programs can only make the value worse.
     """
 
     def __init__(self, threads: int) -> None:
@@ -34,13 +34,13 @@ class Bandwidth:
         self._measured: dict[int, float] = {}
 
     def bytes_per_second(self, n_bytes: float) -> float:
-        """Tells the figure of a set of n_bytes that is read again and again, at the next size of SETS."""
+        """Returns the value for a set of n_bytes that is read again and again, at the next size of SETS."""
         if not self._measured:
             self.look()
         return self._measured[next((s for s in SETS if s >= n_bytes), SETS[-1])]
 
     def look(self) -> None:
-        """Measures all sizes, which takes about a second."""
+        """Measures all sizes, in about a second."""
         for size in SETS:
             self._measured[size] = max(self._measured.get(size, 0.0), self._measure(size))
 
@@ -64,9 +64,9 @@ class Bandwidth:
 
 
 def weight_bytes_per_token(header: Header) -> int:
-    """Counts the bytes of weights that decoding one token reads.
+    """Returns the bytes of weights that decoding one token reads.
 
-    Of the token embeddings it reads one row, unless they are the output matrix too; of experts, those that are used.
+    One row of the token embeddings is read, unless they are also the output matrix; and only the used experts.
     """
     arch, values = header.architecture, header.values
     experts, used = values.get(f"{arch}.expert_count", 0), values.get(f"{arch}.expert_used_count", 0)
@@ -81,12 +81,12 @@ def weight_bytes_per_token(header: Header) -> int:
 
 
 class Energy:
-    """Linux's powercap tells the joules that the processor packages have spent; `known` is false where it does not."""
+    """The joules that the processor packages have used, from Linux's powercap. `known` is false without it."""
 
     def __init__(self, root: Path = POWERCAP) -> None:
         self._zones: list[tuple[Path, int]] = []
         for zone in sorted(root.glob("intel-rapl:[0-9]*")):
-            if zone.name.count(":") != 1:  # a part of a package, or the same package seen from elsewhere
+            if zone.name.count(":") != 1:  # a part of a package, or a second view of the package
                 continue
             try:
                 int((zone / "energy_uj").read_text())
@@ -97,14 +97,14 @@ class Energy:
 
     @property
     def known(self) -> bool:
-        """Tells whether there is anything to read; on most systems only root may."""
+        """Whether the counters are readable; on most systems only for root."""
         return bool(self._zones)
 
     def start(self) -> None:
         self._last = self._read()
 
     def joules(self) -> float | None:
-        """Returns the joules since start, or None where they cannot be told. Counters may run over once."""
+        """Returns the joules since start, or None if unknown. Counters may overflow once."""
         now = self._read()
         if not self._zones or len(now) != len(self._last):
             return None
@@ -121,14 +121,14 @@ class Energy:
 
 
 def device_bytes() -> int:
-    """Counts the bytes of GPUs that are in use; 0 where devices do not tell."""
+    """Returns the used bytes of all GPUs; 0 if devices do not report them."""
     return sum(device.total_bytes - device.free_bytes for device in ggml.devices() if device.kind != "CPU")
 
 
 class Watch:
-    """Writes down bytes in use, above those at its beginning, time after time, and once more at the end.
+    """Records the bytes in use above those at its start, at intervals and once more at the end.
 
-    It does so in a thread, in a with statement. seconds, n_bytes: [n], the former since `began` (time.perf_counter).
+    It runs in a thread during a with statement. seconds, n_bytes: [n]; seconds count from `began` (time.perf_counter).
     """
 
     def __init__(self, look: Callable[[], int] = memory.own_bytes, interval_s: float = 0.002) -> None:
@@ -159,9 +159,9 @@ class Watch:
 
 
 class Others:
-    """The system counts what other programs take of the processors while something is measured.
+    """Measures the processor time of other programs during a measurement.
 
-    Time that a hypervisor gave to other machines is theirs too. Systems count in hundredths of a second: spans of less
+    Time that a hypervisor gave to other machines counts too. Systems count in hundredths of a second: intervals shorter
     than SPAN_S say nothing.
     """
 
@@ -171,7 +171,7 @@ class Others:
         self._before = self._counters()
 
     def taken(self) -> tuple[float, float]:
-        """Returns the seconds of processor time that others had, and those that went by, since this object was made."""
+        """Returns processor seconds of other programs, and elapsed seconds, since this object was made."""
         before, after = self._before, self._counters()
         return max(after[0] - before[0] - (after[1] - before[1]), 0.0), after[2] - before[2]
 
@@ -179,10 +179,10 @@ class Others:
     def _counters() -> tuple[float, float, float]:
         times = psutil.cpu_times()
         idle = times.idle + getattr(times, "iowait", 0.0)
-        guests = getattr(times, "guest", 0.0) + getattr(times, "guest_nice", 0.0)  # counted in user and nice as well
+        guests = getattr(times, "guest", 0.0) + getattr(times, "guest_nice", 0.0)  # also counted in user and nice
         return sum(times) - idle - guests, time.process_time(), time.monotonic()
 
 
 def describe(threads: int) -> dict[str, Any]:
-    """Tells what figures depend on: the machine, threads and libraries."""
+    """Returns the facts that figures depend on: the machine, threads and libraries."""
     return {"threads": threads, **diagnosis.machine(), "libraries": calls.describe().splitlines()}

@@ -1,4 +1,4 @@
-"""A bench measures every variant on every prompt of every model."""
+"""The matrix of a bench: every variant on every prompt of every model."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ STOCK = "stock"
 
 @dataclass(frozen=True)
 class ModelFiles:
-    """These are a model's file, and that of its image encoder if prompts with images are measured."""
+    """A model's file, and the file of its image encoder for prompts with images."""
 
     model: Path
     mmproj: Path | None = None
 
     @property
     def name(self) -> str:
-        """Tables say this: the folder's name where the file's says nothing."""
+        """The name in tables: the file's, or the folder's if the file's name says nothing."""
         stem = self.model.stem
         return self.model.resolve().parent.name if stem in ("model", "ggml-model") else stem
 
 
 @dataclass(frozen=True)
 class Shape:
-    """A prompt has tokens of text, of which half come before the images, and images of width x height pixels."""
+    """The shape of a prompt: tokens of text, half of them before the images, and images of width x height pixels."""
 
     text_tokens: int
     images: int = 0
@@ -42,16 +42,16 @@ class Shape:
 
 @dataclass(frozen=True)
 class Variant:
-    """A variant runs a model by a plan; None is llama.cpp's own attention and cache, as without patches."""
+    """A plan to run a model by. None: llama.cpp's own attention and cache, as without patches."""
 
     name: str
     plan: Plan | None = None
     kv_type: str = "f16"
-    keep: Keep | None = None  # where whole rows stay behind those that are kept
+    keep: Keep | None = None  # where whole rows stay behind kept rows
 
     @property
     def label(self) -> str:
-        """The label has name, budget, tokens left of each image, storage type unless f16, and where whole rows stay."""
+        """Name, budget, tokens left of each image, storage type unless f16, and the place of whole rows."""
         budget = f" {self.plan.budget.value:g}" if self.plan and self.plan.budget.ratio != 1.0 else ""
         if self.plan and self.plan.pruner != "none":
             budget += f", {self.plan.pruner} {self.plan.image_tokens}"
@@ -65,22 +65,22 @@ MOST_ROUNDS = 25
 
 @dataclass(frozen=True)
 class Matrix:
-    """A matrix says what is measured, and how often. Stock is measured as well, first."""
+    """What is measured, and how often. Stock is measured too, first."""
 
     models: list[ModelFiles]
     shapes: list[Shape]
     variants: list[Variant]
     repeat: int = 5  # rounds
-    fill_s: float = 0.0  # a prompt's rounds that take less in all are followed by more, up to MOST_ROUNDS
+    fill_s: float = 0.0  # if a prompt's rounds take less in total, more rounds follow, up to MOST_ROUNDS
     generate: int = 32  # tokens per repetition
     threads: int = 0
     offload: Offload = field(default_factory=Offload)
-    again: bool = False  # each variant begins a second conversation about the same images
-    timeline: bool = False  # one more run of each variant, whose memory is watched
-    device_peak: bool = False  # one more, in which that of devices is
-    later: int = 0  # tokens of a message after the answer
+    again: bool = False  # each variant also begins a second conversation about the same images
+    timeline: bool = False  # one more run of each variant, with its memory recorded
+    device_peak: bool = False  # one more run of each variant, with the devices' memory recorded
+    later: int = 0  # tokens of a message after the answer; 0: no message
 
     @property
     def steps(self) -> int:
-        """There are at least so many repetitions, the warm-up among them."""
+        """The least number of repetitions, with the warm-up."""
         return len(self.models) * len(self.shapes) * (len(self.variants) + 1) * (self.repeat + 1)

@@ -1,4 +1,4 @@
-"""One variant reads one prompt once and generates some tokens; times, bytes and energy are measured."""
+"""Runs one variant on one prompt and generates some tokens. Measures times, bytes and energy."""
 
 from __future__ import annotations
 
@@ -34,20 +34,20 @@ from pykvedge.system import memory
 
 PAD = 256  # llama.cpp rounds the tokens of a context up to a multiple of it
 WARM_UP_TOKENS = 64
-NAME = "bench"  # of the model, in what is packed and unpacked at once
+NAME = "bench"  # the model's name in a snapshot that is restored at once
 
 
 @dataclass
 class Prompt:
-    """A prompt is a shape as tokens and encoded images.
+    """A shape as tokens and encoded images.
 
-    encode_s: of all images, stock_encode_s: by llama.cpp as it is.
+    encode_s: of all images; stock_encode_s: by stock llama.cpp.
     """
 
     shape: Shape
     pieces: list[Piece]
-    then: list[int]  # tokens to go on with
-    later: list[int] = field(default_factory=list)  # tokens of a message that follows them
+    then: list[int]  # tokens to generate after the prompt
+    later: list[int] = field(default_factory=list)  # tokens of a message after these
     encode_s: float = 0.0
     stock_encode_s: float = 0.0
 
@@ -57,7 +57,7 @@ class Prompt:
 
     @property
     def n_image_tokens(self) -> int:
-        """So many of the tokens stand for images."""
+        """The number of tokens of images."""
         return sum(p.n_tokens for p in self.pieces if isinstance(p, ImagePiece))
 
     @property
@@ -65,7 +65,7 @@ class Prompt:
         return max((p.n_tokens for p in self.pieces if isinstance(p, ImagePiece)), default=0)
 
     def warm_up(self) -> Prompt:
-        """Makes a short prompt of the same tokens."""
+        """Returns a short prompt of the same tokens."""
         tokens = [t for p in self.pieces if isinstance(p, TextPiece) for t in p.tokens]
         return Prompt(self.shape, [TextPiece((tokens or self.then)[:WARM_UP_TOKENS])], self.then[:2], self.later)
 
@@ -79,10 +79,10 @@ def make_prompt(
     stock: Encoder | None = None,
     later: int = 0,
 ) -> Prompt:
-    """Makes random text (neither time nor memory depends on what it says) and drawn scenes, and encodes them.
+    """Makes random text (time and memory do not depend on it) and drawn scenes, and encodes the scenes.
 
-    look: called while they are, with the share of the image that is done; it may raise. stock: takes its turn at each
-    image before `vision`; without it that one's time counts for both. later: tokens of a message that follows.
+    look: called during the encoding, with the finished share of the image; it may raise. stock: encodes each image
+    before `vision`; without `stock`, the time of `vision` counts for both. later: tokens of a later message.
     Raises ImageError.
     """
     rng = np.random.default_rng(0)
@@ -132,11 +132,11 @@ def _picture(rng: np.random.Generator, shape: Shape) -> Picture:
 
 @dataclass
 class Repetition:
-    """A repetition took seconds, bytes and joules (None: the system does not tell). decode_s: of each token.
+    """The seconds, bytes and joules of one repetition (None: the system does not report them). decode_s: per token.
 
-    rss_*: growth of the process since before the context was made; the weights are not in it. others_s: processor time
-    that other programs had meanwhile, wall_s: how long that was. marks: when prefill, compression and decoding began,
-    and the end, by time.perf_counter.
+    rss_*: growth of the process since before the context, without the weights. others_s: processor time of other
+    programs meanwhile, wall_s: elapsed time. marks: begin of prefill, compression and decoding, and the end,
+    by time.perf_counter.
     """
 
     prefill_s: float
@@ -145,8 +145,8 @@ class Repetition:
     full_bytes: int = 0
     kept_bytes: int = 0
     peak_bytes: int = 0
-    device_prompt_bytes: int = 0  # of keys and values, and what goes with them, when the prompt was read
-    device_bytes: int = 0  # and after the last token
+    device_prompt_bytes: int = 0  # keys, values and their data, when the prompt was read
+    device_bytes: int = 0  # the same after the last token
     rss_peak_bytes: int = 0
     rss_after_bytes: int = 0
     prefill_j: float | None = None
@@ -155,18 +155,18 @@ class Repetition:
     wall_s: float = 0.0
     marks: list[float] = field(default_factory=list)
     prune_s: float = 0.0
-    tokens: int = 0  # of the prompt, that the model read
+    tokens: int = 0  # tokens of the prompt that the model read
     again_s: float | None = None  # prefill and compression of a second conversation about the same images
-    later_s: float | None = None  # of a later message
-    whole_bytes: int = 0  # of whole rows behind those that are kept, after the answer
-    whole_file_bytes: int = 0  # of these, in a file
-    device: DeviceWork | None = None  # of the prompt's compression, where its rows lay on devices
-    device_rows: int = 0  # that lay there then: one for each token and KV head
+    later_s: float | None = None  # seconds of a later message
+    whole_bytes: int = 0  # whole rows behind kept rows, after the answer
+    whole_file_bytes: int = 0  # the part of whole_bytes in a file
+    device: DeviceWork | None = None  # work of the prompt's compression, if its rows were on devices
+    device_rows: int = 0  # rows on devices then: one per token and KV head
 
 
 @dataclass
 class Loaded:
-    """All repetitions with a model have this in common."""
+    """The data that all repetitions with a model share."""
 
     model: Model
     vision: Vision | None
@@ -182,7 +182,7 @@ class Loaded:
 
 
 def repetition(of: Loaded, prompt: Prompt, variant: Variant) -> Repetition:
-    """Runs a variant in a context of its own. Raises what Context and libkvedge raise, CancelledError."""
+    """Runs a variant in a new context. Raises what Context and libkvedge raise, CancelledError."""
     prompt, prune_s = _pruned(prompt, variant, of.threads)
     memory.trim()
     before = memory.rss_bytes()
@@ -195,12 +195,12 @@ def repetition(of: Loaded, prompt: Prompt, variant: Variant) -> Repetition:
                 out = _timed(driver, prompt, of.energy, of.cancel)
             out.prune_s, out.tokens = prune_s, prompt.n_tokens
             out.others_s, out.wall_s = others.taken()
-            # the meter looks every 10 ms, and may have missed what was read in between
+            # the meter looks every 10 ms, and may miss the last reading
             out.rss_peak_bytes = max(meter.stop() - before, out.rss_after_bytes - before, 0)
             out.rss_after_bytes = max(out.rss_after_bytes - before, 0)
             if driver.cache is not None:
                 out.peak_bytes = driver.cache.stats().peak_bytes
-            else:  # llama.cpp allocates for the whole context at once and does not tell how much; f16 is its default
+            else:  # llama.cpp allocates for the whole context at once and does not report the size; f16 is its default
                 n_bytes = of.model.kv_bytes_per_token(2) * driver.context.n_made
                 out.full_bytes = out.kept_bytes = out.peak_bytes = n_bytes
             return out
@@ -210,7 +210,7 @@ def repetition(of: Loaded, prompt: Prompt, variant: Variant) -> Repetition:
 
 @contextmanager
 def _driver(of: Loaded, prompt: Prompt, variant: Variant, keep: Keep | None = None) -> Iterator[Driver]:
-    """Gives a context with room for what a variant does with a prompt."""
+    """Yields a context with room for a variant and a prompt."""
     again = extra_tokens(variant.plan, prompt.n_tokens, prompt.largest_image) if variant.plan is not None else 0
     n_ctx = -(-(prompt.n_tokens + max(again, len(prompt.then) + len(prompt.later)) + 1) // PAD) * PAD
     size = ContextSize(n_ctx, ubatch_for(of.vision, prompt.largest_image), variant.kv_type, prompt.n_tokens)
@@ -222,7 +222,7 @@ def _driver(of: Loaded, prompt: Prompt, variant: Variant, keep: Keep | None = No
 
 
 def _pruned(prompt: Prompt, variant: Variant, threads: int) -> tuple[Prompt, float]:
-    """Returns what the variant's model reads of a prompt, and the seconds that choosing it took."""
+    """Returns the part of a prompt that the variant's model reads, and the seconds of the choice."""
     if variant.plan is None:
         return prompt, 0.0
     started = time.perf_counter()
@@ -231,10 +231,10 @@ def _pruned(prompt: Prompt, variant: Variant, threads: int) -> tuple[Prompt, flo
 
 
 def again(of: Loaded, prompt: Prompt, variant: Variant) -> float | None:
-    """Returns the seconds that a second conversation with the same images takes to read its question and compress it.
+    """Returns the seconds of a second conversation about the same images: reading and compressing its question.
 
-    Its opening was read, compressed and packed by another context. None where a prompt has no opening, or for stock.
-    Raises what repetition raises.
+    Another context reads, compresses and packs the opening first. Returns None for stock, or for a prompt without an
+    opening. Raises what repetition() raises.
     """
     prompt, _ = _pruned(prompt, variant, of.threads)
     before, question = opening.cut(prompt.pieces)
@@ -256,7 +256,7 @@ def again(of: Loaded, prompt: Prompt, variant: Variant) -> float | None:
 
 @contextmanager
 def _uncollected() -> Iterator[None]:
-    """Keeps Python from looking for garbage, which it would do in the same places of every run."""
+    """Stops Python's garbage collection, which would run at the same places of every run."""
     on = gc.isenabled()
     gc.disable()
     try:
@@ -309,7 +309,7 @@ def _timed(driver: Driver, prompt: Prompt, energy: Energy, cancel: threading.Eve
 
 
 def figures(repetition: Repetition) -> dict[str, Any]:
-    """Writes the repetition as JSON."""
+    """Returns the repetition for JSON."""
     kept = {name: value for name, value in vars(repetition).items() if name != "marks"}
     device = asdict(repetition.device) if repetition.device else None
     return {**kept, "device": device, "decode_s": [round(s, 7) for s in repetition.decode_s]}

@@ -1,6 +1,6 @@
-"""Rows become a picture: bars per variant for decode speed, prefill speed and KV memory, a column per prompt.
+"""Draws rows as bars per variant for decode speed, prefill speed and KV memory, with a column per prompt.
 
-matplotlib draws it, as .png, .svg or .pdf; .html is a page with the .svg in it and the figures as a table.
+matplotlib draws .png, .svg or .pdf; .html is a page with the .svg and a table of the figures.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from pykvedge.errors import KvedgeError
 
 INK = "#202124"  # of spreads and marks
 BAR, HEAD = 0.15, 0.35  # inches of a bar with its gap, and of a chart's title and axis
-THICK = 0.75  # share of that
+THICK = 0.75  # thickness of a bar, as a share of BAR
 ACROSS = 2  # prompts side by side: both columns of a page
 
 
 @dataclass(frozen=True)
 class Chart:
-    """A chart has a value per row, for some its spread, and a mark beside it: what is possible, or was there before.
+    """A value per row, some with a spread, and a mark beside it: what is possible, or an earlier value.
 
-    parts: what the value consists of, drawn in the colours of STEP_COLOURS; the rest has the bar's own.
+    parts: components of the value, drawn in the colours of STEP_COLOURS; the rest has the bar's colour.
     """
 
     title: str
@@ -51,12 +51,12 @@ STEP_CHART = Chart("Compression, ms:", lambda r: r.compress_ms, lambda r: None, 
 
 
 def check(path: Path) -> None:
-    """Raises UsageError if pictures of this kind cannot be written here."""
+    """Raises UsageError if a picture in this format cannot be written."""
     drawing.check("--plot", path, (*drawing.FORMATS, ".html"))
 
 
 def write(path: Path, rows: list[Row], notes: list[str]) -> None:
-    """Writes the picture in the form that the name asks for. Raises KvedgeError if it cannot."""
+    """Writes the picture in the format of the file's name. Raises KvedgeError if that fails."""
     if path.suffix != ".html":
         _draw(path, rows)
         return
@@ -70,17 +70,17 @@ def write(path: Path, rows: list[Row], notes: list[str]) -> None:
 
 
 def _charts(rows: list[Row]) -> list[Chart]:
-    """Lists what is drawn: the steps of a compression only where one took place on a device."""
+    """Returns the charts to draw: the steps of a compression only if one ran on a device."""
     return [*CHARTS, *([STEP_CHART] if any(row.device_compressed for row in rows) else [])]
 
 
 def _largest(group: list[Row], chart: Chart) -> float:
-    """Finds the largest value or spread; marks beyond a quarter more are not drawn, so that bars stay readable."""
+    """Returns the largest value or spread. Marks above 1.25 times this are not drawn, so bars stay readable."""
     return max((max(chart.value(row), *(chart.spread(row) or (0.0,))) for row in group), default=1.0) or 1.0
 
 
 def page(rows: list[Row], notes: list[str], picture: str) -> str:
-    """Writes one HTML document that needs nothing from elsewhere."""
+    """Returns a self-contained HTML document."""
     head = ("model", "prompt", "variant", "prefill tok/s", "compress ms", "decode tok/s", "times stock", "KV kept MiB")
     body = [
         (r.model, r.prompt, r.variant, f"{r.prefill_tok_s:.0f}", f"{r.compress_ms:.1f}", f"{r.decode_tok_s:.1f}",
@@ -124,7 +124,7 @@ def _draw(to: Path | BinaryIO, rows: list[Row], form: str | None = None) -> None
 
 
 def _chart(axis: Any, chart: Chart, group: list[Row]) -> None:
-    """Draws the bars of one figure on matplotlib's axes."""
+    """Draws the bars of one chart on matplotlib's axes."""
     most = 1.25 * _largest(group, chart)
     colours = [drawing.style(row.method)["color"] for row in group]
     axis.barh(range(len(group)), [chart.value(row) for row in group], color=colours, height=THICK)
@@ -138,7 +138,7 @@ def _chart(axis: Any, chart: Chart, group: list[Row]) -> None:
             axis.plot(spread, [i, i], color=INK, marker="|", linewidth=0.8)
         if mark is not None and mark <= most:
             axis.plot([mark, mark], [i - 0.45, i + 0.45], color=INK, linewidth=1.2)
-            reach = mark if reach <= mark <= reach + 0.15 * most else reach  # the number goes behind it
+            reach = mark if reach <= mark <= reach + 0.15 * most else reach  # the number goes behind the mark
         axis.annotate(f"{value:.{chart.digits}f}", (reach, i), (3, 0), textcoords="offset points", va="center")
     axis.set_yticks(range(len(group)), [f"{row.variant} ?" if row.disturbed else row.variant for row in group])
     axis.invert_yaxis()

@@ -1,4 +1,4 @@
-"""A matrix is run in turns: each round measures every variant once, so that a change of the speed meets all."""
+"""Runs a matrix in rounds. Each round measures every variant once, so a change of speed affects all variants."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from pykvedge.system import memory
 
 @dataclass
 class Group:
-    """One prompt was measured with one model: per variant, there is a repetition for each round."""
+    """One prompt on one model: per variant, one repetition per round."""
 
     model: str
     shape: Shape
@@ -37,15 +37,15 @@ class Group:
     n_image_tokens: int
     encode_s: float
     stock_encode_s: float
-    weight_bytes: int  # read per token
+    weight_bytes: int  # bytes read per token
     kv_bytes_per_token: int  # of a full f16 cache
     rounds: dict[Variant, list[Repetition]] = field(default_factory=dict)
-    device_peaks: dict[Variant, int] = field(default_factory=dict)  # bytes, where devices tell
+    device_peaks: dict[Variant, int] = field(default_factory=dict)  # bytes, if the devices report them
 
 
 @dataclass
 class Outcome:
-    """All of this was measured. left_out: lines that say what is missing and why. traces: where they were asked for."""
+    """All results. left_out: lines that say what is missing and why. traces: only if requested."""
 
     machine: dict[str, Any] = field(default_factory=dict)
     groups: list[Group] = field(default_factory=list)
@@ -56,9 +56,9 @@ class Outcome:
 
 
 def new_log(path: Path | None) -> JsonLines:
-    """Opens the file that raw repetitions go to as JSON lines, each before the next is measured.
+    """Opens the file of raw repetitions as JSON lines. Each is written before the next is measured.
 
-    Raises UsageError if there is such a file already, SaveError if it cannot be written.
+    Raises UsageError if the file exists and is not empty, SaveError if it cannot be written.
     """
     if path is not None and path.is_file() and path.stat().st_size:
         raise UsageError(f"{path} exists; save to another file")
@@ -68,10 +68,10 @@ def new_log(path: Path | None) -> JsonLines:
 def run(
     matrix: Matrix, log: JsonLines, out: Outcome, display: Steps | None = None, cancel: threading.Event | None = None
 ) -> None:
-    """Measures into `out`, which holds what is there so far whatever happens.
+    """Measures into `out`, which holds the results so far even after an error.
 
-    Setting `cancel` ends the run. Raises ModelError, LibraryError, SaveError.
-    A prompt that does not fit, and a variant that fails, are left out, and said.
+    Setting `cancel` ends the run. Raises ModelError, LibraryError, SaveError. Prompts that do not fit, and variants
+    that fail, are left out and listed.
     """
     cancel, display = cancel or threading.Event(), display or Steps(enabled=False)
     threads = matrix.threads or llamacpp.default_threads()
@@ -151,7 +151,7 @@ class _Bench:
         return make_prompt(loaded.model, loaded.vision, shape, self.matrix.generate, look, stock, later)
 
     def _watched(self, name: str, loaded: Loaded, shape: Shape, variant: Variant) -> Trace:
-        """Runs a variant that was measured once more, from the pictures on, and writes its memory down."""
+        """Runs a measured variant once more, from the encoding of pictures on, and returns a trace of its memory."""
         memory.trim()
         with Watch() as watch:
             prompt = self._made(loaded, shape)
@@ -190,7 +190,7 @@ class _Bench:
                     self.log.add(_line(group, variant, turn, measured))
 
     def _turns(self, n_variants: int) -> Iterator[tuple[int, int]]:
-        """Yields the number of a round, and the rounds left with it. Round 0 warms up; more follow short ones."""
+        """Yields the number of a round, and the rounds left with it. Round 0 warms up; short rounds are repeated."""
         last, started = self.matrix.repeat, time.monotonic()
         for turn in range(last + 1):
             yield turn, last + 1 - turn

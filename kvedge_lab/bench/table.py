@@ -1,4 +1,4 @@
-"""Repetitions become figures: medians over rounds, quartiles as spread, and ratios to stock of the same round."""
+"""Turns repetitions into figures: medians over rounds, quartiles, and ratios to stock in the same round."""
 
 from __future__ import annotations
 
@@ -17,27 +17,27 @@ from pykvedge.cli.tables import folded, wrapped
 from pykvedge.system.memory import readable
 
 Spread = tuple[float, float]
-SPARE = 0.1  # of the processors: what an idle system takes now and then
+SPARE = 0.1  # share of the processors that an idle system takes at times
 
 
 @dataclass
 class Row:
-    """A row has the figures of a variant on a prompt. They are medians; *_spread: first and third quartile.
+    """The figures of a variant on a prompt. Figures are medians; *_spread: first and third quartile.
 
-    first_token_s: encoding of the images, pruning, prefill and compression. image_again_s: the same of a prompt whose
-    images are encoded already. again_s: of a second conversation about the same images, None where it was not measured.
-    prefill_tok_s: of the tokens that the model read. *_vs_stock: medians of the ratios of each round.
+    first_token_s: encoding of the images, pruning, prefill and compression. image_again_s: the same sum for images that
+    are already encoded. again_s: a second conversation about the same images; None: not measured.
+    prefill_tok_s: tokens that the model read. *_vs_stock: medians of the ratios of each round.
     limit_tok_s: read bandwidth over the bytes that a token reads, weights and kept KV. *_j_token: joules per token.
-    later_s: of a later message, None where it was not measured. keep: where whole rows stay behind those that are kept;
-    kv_whole_bytes: of these after the answer, kv_whole_file_bytes: of these, in a file.
+    later_s: a later message; None: not measured. keep: where whole rows stay behind kept rows.
+    kv_whole_bytes: whole rows after the answer; kv_whole_file_bytes: the part of these bytes in a file.
     device_prompt_bytes, device_bytes: keys and values on devices, before the compression and after the answer.
-    device_compressed: whether rows there were compressed there, None where none lay there; device_problem: why not.
-    device_fetched_bytes, device_sent_bytes: what crossed the bus then; device_fetched_row: bytes for each pending row
-    and KV head. device_operations: of graphs. device_*_ms: the steps. device_peak_bytes: the most that devices had in
-    use, above what they had before the context; device_peak_vs_cache: less what stock had beside its cache, over that
-    cache. Both are None where devices do not tell. rss_*: growth of the process by
-    the context. others: share of the processors that other programs had meanwhile, None where the rounds were too short
-    to tell; disturbed: more than the threads of this one left.
+    device_compressed: whether rows on devices were compressed there; None: no rows on devices. device_problem: why not.
+    device_fetched_bytes, device_sent_bytes: bytes over the bus in that compression; device_fetched_row: fetched bytes
+    per pending row and KV head. device_operations: operations of graphs. device_*_ms: its steps.
+    device_peak_bytes: largest memory use of devices, above the use before the context; device_peak_vs_cache: this peak
+    minus stock's use beside its cache, over stock's cache. Both are None if devices do not report memory.
+    rss_*: growth of the process by the context. others: share of the processors that other programs had; None: the
+    rounds were too short to tell. disturbed: `others` exceeds the share that this program's threads leave.
     """
 
     model: str
@@ -95,7 +95,7 @@ class Row:
 
 
 def rows(outcome: Outcome) -> list[Row]:
-    """Makes rows in the order in which they were measured: per model and prompt, with stock first."""
+    """Returns rows in the order of measurement: per model and prompt, with stock first."""
     assert outcome.bandwidth is not None
     out = []
     for group in outcome.groups:
@@ -113,11 +113,11 @@ def rows(outcome: Outcome) -> list[Row]:
     return out
 
 
-STEPS = ("measure", "choose", "gather", "merge", "upload")  # of a compression on devices
+STEPS = ("measure", "choose", "gather", "merge", "upload")  # steps of a compression on devices
 
 
 def _on_devices(row: Row, found: list[Repetition]) -> None:
-    """Tells what the prompt's compression did on devices, where rows lay there."""
+    """Adds the figures of a compression on devices, if rows were there."""
     work = [r.device for r in found if r.device is not None]
     if not work:
         return
@@ -143,7 +143,7 @@ def _device_peaks(rows: list[Row], group: Group) -> None:
 
 
 def _disturbance(row: Row, found: list[Repetition], about: dict[str, Any]) -> None:
-    """Tells whether others were in the way: they may have the processors that our threads leave, and a tenth more."""
+    """Sets `others` and `disturbed`. Others may use the processors that our threads leave, and a tenth more."""
     wall, cores = sum(r.wall_s for r in found), about.get("cores", 1)
     if wall >= Others.SPAN_S:
         row.others = min(sum(r.others_s for r in found) / wall / cores, 1.0)
@@ -159,7 +159,7 @@ def by_prompt(made: Iterable[Row]) -> dict[tuple[str, str], list[Row]]:
 
 
 def warnings(made: list[Row]) -> list[str]:
-    """Writes a line for each prompt whose figures other programs disturbed."""
+    """Returns a line for each prompt whose figures other programs disturbed."""
     out = []
     for (model, prompt), mine in by_prompt(made).items():
         shares = [row.others or 0.0 for row in mine if row.disturbed]
@@ -176,7 +176,7 @@ def _row(group: Group, variant: Variant, found: list[Repetition], stock: list[Re
     last, shared = found[-1], list(zip(found, stock, strict=False))
     is_stock = variant.plan is None
     encode_s = group.stock_encode_s if is_stock else group.encode_s
-    # what stock reads is what is in its cache, not what it allocated
+    # stock reads the content of its cache, not the allocated size
     kv_read = group.kv_bytes_per_token * group.n_tokens if is_stock else last.kept_bytes
     per_token = group.weight_bytes + kv_read
     return Row(
@@ -221,7 +221,7 @@ def _row(group: Group, variant: Variant, found: list[Repetition], stock: list[Re
 
 
 def _wait(r: Repetition) -> float:
-    """Seconds from an encoded image to the first token."""
+    """Returns the seconds from an encoded image to the first token."""
     return r.prune_s + r.prefill_s + r.compress_s
 
 
@@ -235,7 +235,7 @@ def _median(values: Iterable[float]) -> float:
 
 
 def _known(values: Iterable[float]) -> float | None:
-    """Takes the median; None where nothing was measured."""
+    """Returns the median; None if nothing was measured."""
     known = [*values]
     return _median(known) if known else None
 
@@ -262,18 +262,18 @@ WAITS = (
 
 
 def as_json(made: list[Row], outcome: Outcome) -> str:
-    """Writes one object with the machine, the rows, and what was left out."""
+    """Returns one object with the machine, the rows, and what was left out."""
     about = {"machine": outcome.machine, "left_out": outcome.left_out, "interrupted": outcome.interrupted}
     return json.dumps({**about, "rows": [asdict(row) for row in made]}, indent=1)
 
 
 def as_jsonl(made: list[Row]) -> str:
-    """Writes one object a line."""
+    """Returns one object per line."""
     return "\n".join(json.dumps(asdict(row)) for row in made)
 
 
 def as_markdown(made: list[Row], outcome: Outcome) -> str:
-    """Writes a table per model and prompt, under a line that says what it is, and what the columns mean."""
+    """Returns a table per model and prompt, each with a title line, and the meaning of the columns."""
     parts = []
     energy = any(row.decode_j_token is not None for row in made)
     columns = COLUMNS | (WHOLE_COLUMNS if any(row.keep for row in made) else {})
@@ -308,7 +308,7 @@ def _on_device(row: Row, cell: str) -> str:
     return cell if row.device_compressed is not None else ""
 
 
-# heading -> what stands below it
+# heading -> text of a cell
 Columns = dict[str, Callable[[Row], str]]
 WAIT_COLUMNS: Columns = {
     "variant": _named,

@@ -1,4 +1,4 @@
-"""For memory over time each variant reads a prompt once more, from its pictures on, while the process is watched."""
+"""Memory over time: each variant runs a prompt once more, from its pictures on, while the process is watched."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ BAND = "#f1f3f4"  # behind every second phase
 
 @dataclass
 class Trace:
-    """This is a variant's run. seconds, n_bytes: [n], since the run began, and above what the process held then.
+    """A variant's run. seconds, n_bytes: [n], since the start of the run, above the memory of the process at the start.
 
     phases: (name, begin, end) in seconds, in the order of PHASES; a prompt without pictures has no encoding.
     """
@@ -32,16 +32,16 @@ class Trace:
 
 
 def trace(prompt: str, variant: Variant, watch: Watch, encoded: float, marks: list[float]) -> Trace:
-    """Makes the trace of a run. encoded: when its pictures were; marks: as of Repetition; by time.perf_counter."""
+    """Makes the trace of a run. encoded: end of the encoding; marks: see Repetition; both by time.perf_counter."""
     edges = [0.0, *(at - watch.began for at in (encoded, *marks[1:]))]
     phases = [(phase, a, b) for phase, a, b in zip(PHASES, edges, edges[1:], strict=False) if b > a]
     return Trace(prompt, variant, watch.seconds, watch.n_bytes, phases)
 
 
 def draw(path: Path, traces: list[Trace]) -> bool:
-    """Draws a panel per prompt, a line per variant. False if no run finished. Raises KvedgeError.
+    """Draws a panel per prompt, a line per variant. Returns False if no run finished. Raises KvedgeError.
 
-    Phases have equal widths: what a variant holds in each is seen beside the others, whatever their speeds are.
+    Phases have equal widths, so variants of different speeds can be compared phase by phase.
     """
     prompts = dict.fromkeys(t.prompt for t in traces if t.variant.plan is not None)
     if not prompts:

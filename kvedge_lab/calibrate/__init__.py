@@ -1,1 +1,1 @@
-"""Calibration measures profiles of a model on a few prompts with images (`kvedge calibrate`)."""
+"""Measures profiles of a model on a few prompts with images (`kvedge calibrate`)."""

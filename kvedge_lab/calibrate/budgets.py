@@ -1,14 +1,14 @@
-"""What a KV head's kept share costs the answers is measured head by head, and shares are exchanged by it.
+"""Measures what a KV head's kept share costs the answers, head by head, and exchanges shares between heads.
 
-While the other heads keep a baseline, one head keeps less or more; the loss is the mean KL divergence of the next
-token's distribution from that of the full cache, in nats, over the tokens of an answer that is fed. A prompt is read
-once: what is compressed are copies of it, and an answer is fed in one pass, since nothing is dropped while it is read.
+One head keeps less or more while the other heads keep a baseline. The loss is the mean KL divergence of the next
+token's distribution from the full cache's, in nats, over the tokens of an answer. A prompt is read once and copies of
+it are compressed. The answer is fed in one pass, because nothing is dropped while it is read.
 
-One head at a time hardly misses what all heads miss together. Around a profile the others keep what that grants them,
-and what is found counts half, so that shares that were exchanged together do not swing back together.
+One head at a time hardly misses what all heads together miss. Around a profile, the other heads keep the profile's
+shares, and the result counts half, so shares that were exchanged together do not swing back together.
 
-A question is in the prompt that is compressed, or comes later: what is compressed ends before it, and the first word of
-the answer counts, too.
+The question is inside the compressed prompt, or later. If it is later, the compressed part ends before the question,
+and the first word of the answer counts too.
 """
 
 from __future__ import annotations
@@ -40,17 +40,17 @@ from pykvedge.plans.plan import Plan
 from pykvedge.reference.stages.base import ProfileTable
 from pykvedge.runtime.interrupt import stop_if_set
 
-SMALLEST = 1 / 128  # of the prompt: the first point
+SMALLEST = 1 / 128  # the first point, as a share of the prompt
 MOST_POINTS = 1000
-METHOD = "snapkv"  # protects nothing and merges nothing
-SAME = 1e-6  # nats: less is rounding
+METHOD = "snapkv"  # this method protects nothing and merges nothing
+SAME = 1e-6  # nats: a smaller difference is rounding
 Place = tuple[int, int]  # (layer of the model, KV head)
-Step = Callable[[str, int], None]  # what is under way, and how many more measurements are done
-Told = Callable[[int, float], Step]  # measurements, and the seconds that they take
+Step = Callable[[str, int], None]  # (text about the current work, number of measurements done since the last call)
+Told = Callable[[int, float], Step]  # (number of measurements, expected seconds)
 
 
 def _table(places: Sequence[Place], n_layers: int, values: np.ndarray) -> np.ndarray:
-    """Puts a value of each head in its place: [layers of the model, Hkv]; 0 elsewhere."""
+    """Returns a table [layers of the model, Hkv] with a value for each head in `places`; 0 elsewhere."""
     out = np.zeros((n_layers, 1 + max(head for _, head in places)))
     out[tuple(np.array(places).T)] = values
     return out
@@ -58,19 +58,19 @@ def _table(places: Sequence[Place], n_layers: int, values: np.ndarray) -> np.nda
 
 @dataclass(frozen=True)
 class Setup:
-    """This is measured. The other heads keep the plan's budget, a share of the prompt, or their part of it."""
+    """What is measured. The other heads keep the plan's budget (a share of the prompt), or the shares of `around`."""
 
-    plan: Plan  # its scorer, protection and reducer
+    plan: Plan  # scorer, protection and reducer of the measurement
     points: tuple[float, ...]  # kept shares of the prompt, ascending
-    targets: tuple[float, ...]  # budgets to exchange for
+    targets: tuple[float, ...]  # budgets for the exchange
     floor: float = FLOOR
-    around: np.ndarray | None = None  # shares of all pairs [layers of the model, Hkv] that the other heads have
-    ways: tuple[str, ...] = (CONVERSATION,)  # what is compressed: CONVERSATION, CONTEXT or both, one after the other
+    around: np.ndarray | None = None  # shares of all pairs [layers of the model, Hkv] of the other heads
+    ways: tuple[str, ...] = (CONVERSATION,)  # what is compressed: CONVERSATION, CONTEXT, or both in turn
 
     def header(self, model: Path, data: Path | str) -> dict[str, Any]:
-        """Returns what must be equal in two runs whose losses may lie in one file. Raises ModelError, UsageError.
+        """Returns what must be equal in two runs with losses in one file. Raises ModelError, UsageError.
 
-        data: a file of samples, or which scenes are drawn.
+        data: a file of samples, or the name of drawn scenes.
         """
         if isinstance(data, Path):
             data = f"{data.name} {hashlib.sha256(read_text(data).encode()).hexdigest()[:16]}"
@@ -87,15 +87,15 @@ class Setup:
         return out if self.around is None else {**out, "around": self.around.tolist()}
 
     def readings(self, samples: Iterable[Labelled]) -> Iterator[tuple[Labelled, str]]:
-        """What is read and compressed: samples, and the way, but where nothing comes before a question."""
+        """Yields samples and ways of compression, except ways in which nothing comes before the question."""
         for sample in samples:
             early = bool(sample.pictures or sample.earlier)
             yield from ((sample, way) for way in self.ways if way == CONVERSATION or early)
 
     def others(self, places: Sequence[Place], n_layers: int) -> np.ndarray:
-        """Shares of the prompt [heads] that heads keep while another is measured: on average the baseline, at most 1.
+        """Returns the shares of the prompt [heads] of heads that are not measured: on average the baseline, at most 1.
 
-        Raises ProfileError where the profile is not one of these heads, in so many layers.
+        Raises ProfileError if the profile has other heads or another number of layers.
         """
         if self.around is None:
             return np.full(len(places), float(self.plan.budget.value))
@@ -106,10 +106,10 @@ class Setup:
 
 
 class CurveFile(Results):
-    """The losses so far, by sample and head, in a file of JSON lines, so that a long run can go on after a break.
+    """The losses so far, by sample and head, in a file of JSON lines, so a long run can be continued.
 
-    The first line says what is measured. Then comes a line for each head of a sample, and when all its heads are
-    measured one with the loss of the baseline, which ends the sample.
+    The first line says what is measured. A line follows for each head of a sample. A line with the loss of the baseline
+    ends a sample.
     """
 
     KIND, WHAT = "kvedge_curves", "losses of kvedge calibrate budgets"
@@ -122,12 +122,12 @@ class CurveFile(Results):
         super().__init__(path, header, resume)
 
     def add(self, sample: int, place: Place, losses: list[float]) -> None:
-        """Keeps the losses of a head, one a point. Raises SaveError."""
+        """Stores the losses of a head, one per point. Raises SaveError."""
         self._file.add({"sample": sample, "layer": place[0], "head": place[1], "losses": losses})
         self.heads.setdefault(sample, {})[place] = losses
 
     def end(self, sample: int, baseline: float) -> None:
-        """Keeps the loss of the baseline: of this sample nothing is missing. Raises SaveError."""
+        """Stores the loss of the baseline; the sample is complete then. Raises SaveError."""
         self._file.add({"sample": sample, "baseline": baseline})
         self.sync()
         self.baselines[sample] = baseline
@@ -144,18 +144,18 @@ class CurveFile(Results):
 
 @dataclass
 class Curves:
-    """These are the losses [heads, points] in nats, mean of the samples, and where the heads are in the model."""
+    """The losses [heads, points] in nats, averaged over samples, and the places of the heads in the model."""
 
     losses: np.ndarray
     places: list[Place]
     samples: int
-    baseline: float  # loss with no head moved
+    baseline: float  # loss with all heads at the baseline
 
     def shares(self, setup: Setup, n_layers: int) -> np.ndarray:
-        """Shares of all pairs, [layers of the model, Hkv] of sum 1; 0 for layers that kvedge does not store.
+        """Returns shares of all pairs, [layers of the model, Hkv] with sum 1; 0 for layers that kvedge does not store.
 
-        Around a profile they are the mean of its shares and those that are found.
-        Raises KvedgeError where no head's share changes anything.
+        Around a profile, the result is the mean of the profile's shares and the found shares. Raises KvedgeError if no
+        head's share changes anything.
         """
         if np.ptp(self.losses, axis=1).max() < SAME:
             raise KvedgeError(
@@ -175,10 +175,10 @@ def setup_for(
     ways: Sequence[str] = (CONVERSATION,),
     settings: Mapping[str, Any] | None = None,
 ) -> Setup:
-    """Makes the setup of the options of `kvedge calibrate budgets`. Raises UsageError, UnknownNameError.
+    """Makes the setup from the options of `kvedge calibrate budgets`. Raises UsageError, UnknownNameError.
 
-    scorer: None for the method's own. The method's reducer, protection and pruner are measured with; its budgets are
-    what is looked for. settings: of stages, by their full names, other than the method's.
+    scorer: None: the method's scorer. The measurement uses the method's reducer, protection and pruner, but not its
+    allocator. settings: settings of stages by full name that differ from the method's.
     """
     if not 0 < baseline < 1:
         raise UsageError(f"--baseline must be a share of the prompt above 0 and below 1, not {baseline:g}")
@@ -193,22 +193,22 @@ def setup_for(
 
 
 class _Curver:
-    """Measures one reading after another, and adds what it finds to `kept`."""
+    """Measures readings one by one, and adds the losses to `kept`."""
 
     def __init__(
         self, reader: Reader, setup: Setup, kept: CurveFile, told: Told, count: int, cancel: threading.Event | None
     ) -> None:
-        """count: of all readings. told: as of measure_curves."""
+        """count: number of all readings. told: see measure_curves."""
         self._reader, self._setup, self._kept, self._told, self._cancel = reader, setup, kept, told, cancel
         own = {**setup.plan.params, "allocator.share_of": "prompt"}
         self._counted = setup.plan.with_(allocator="calibrated", params=own)
         self._places: list[Place] = []
-        self._count, self._before = count, sum(map(len, kept.heads.values()))  # before: heads that are measured already
+        self._count, self._before = count, sum(map(len, kept.heads.values()))  # before: number of heads in the file
         self._begun, self._steps = time.monotonic(), 0
         self._step: Step | None = None
 
     def measure(self, number: int, sample: Labelled, way: str) -> None:
-        """Measures what is not kept yet of a reading. Raises what Reader raises, and SaveError."""
+        """Measures the losses of a reading that `kept` lacks. Raises what Reader raises, and SaveError."""
         model, vision = self._reader.model, self._reader.vision
         if number in self._kept.baselines:
             return
@@ -239,14 +239,14 @@ class _Curver:
             raise NothingToCompressError(f"{reader.model.path.name} has no layers that kvedge can compress")
 
     def _ask(self, question: list[Piece]) -> bool:
-        """Reads the question, if it is apart, and keeps all of it. Tells whether there was one."""
+        """Reads a separate question and keeps all of it. Returns whether there is a separate question."""
         if question:
             self._reader.read(question)
             self._reader.keep(self._setup.plan)
         return bool(question)
 
     def _answer(self, question: list[Piece]) -> list[int]:
-        """The model's own answer with the full cache, greedy."""
+        """Returns the model's greedy answer with the full cache."""
         reader, out = self._reader, list[int]()
         reader.copy(BRANCH)
         self._ask(question)
@@ -258,14 +258,14 @@ class _Curver:
         return out
 
     def _heads(self, number: int, question: list[Piece], answer: list[int]) -> None:
-        """question: what is read after the compression, before the answer's tokens, where it comes later."""
+        """question: read after the compression and before the answer, if the question comes later."""
         self._reader.copy(BRANCH)
         full = [metrics.log_softmax(row).astype(np.float32) for row in self._rows(question, answer)]
         self._reader.back_to(PROMPT)
         others = self._setup.others(self._places, self._reader.model.n_layer)
 
         def loss(shares: np.ndarray) -> float:
-            """Mean divergence from the full cache, where heads keep these shares [heads] of what is compressed."""
+            """Returns the mean divergence from the full cache with these kept shares [heads] of the compressed part."""
             self._compress(shares)
             rows = map(metrics.log_softmax, self._rows(question, answer))
             each = [metrics.divergence(p.astype(np.float64), row) for p, row in zip(full, rows, strict=True)]
@@ -286,7 +286,7 @@ class _Curver:
         self._kept.end(number, loss(others))
 
     def _rows(self, question: list[Piece], answer: list[int]) -> Iterator[np.ndarray]:
-        """Reads the question, if it is apart, and the answer. Yields the logits [n_vocab] of what is read from then."""
+        """Reads a separate question, and the answer. Yields logits [n_vocab] after the question and each token."""
         if self._ask(question):
             yield self._reader.logits()
         yield from self._reader.feed(answer)
@@ -298,7 +298,7 @@ class _Curver:
         self._reader.compress()
 
     def _tell(self, what: str) -> None:
-        """Tells of a measurement; of the first head's all at once, when it can be said how long all heads take."""
+        """Reports a measurement. The first head's are reported together, with an estimate for all heads."""
         self._steps += 1
         points = len(self._setup.points)
         if self._step is not None:
@@ -318,11 +318,11 @@ def measure_curves(
     told: Told,
     cancel: threading.Event | None = None,
 ) -> Curves:
-    """Measures what `kept` lacks of the readings of `count` samples, each of which counts the same.
+    """Measures the losses that `kept` lacks for `count` samples of equal weight.
 
-    reader: with room for several outputs a pass. told(measurements to make, seconds that they are expected to take) is
-    called when those of a head are done, and returns what is told of each from then on. Raises CancelledError,
-    SaveError, UsageError, and what Reader raises.
+    reader: with several outputs per pass. told(number of measurements, expected seconds) is called after the first
+    head; it returns the function that is called for each measurement. Raises CancelledError, SaveError, UsageError, and
+    what Reader raises.
     """
     drawn = list(itertools.islice(samples, count))
     readings = list(setup.readings(drawn))

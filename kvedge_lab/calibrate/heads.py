@@ -1,10 +1,10 @@
-"""Query heads are scored by how often a head looks at the place that the next token is read from, KV heads by keys.
+"""Scores query heads by how often a head looks at the source of the next token, and KV heads by their keys.
 
-Visual heads (SparseMM, Wang et al. 2025, section 3.1): while a token is generated that belongs to exactly one labelled
-box, a query head whose most attended token lies in that box gets 1 / (tokens of the box); the sum over a sample's
-tokens, averaged over samples. Retrieval heads (HeadKV, Fu et al. 2024, section 3.1): the attention that a head pays to
-the tokens of the source, as far as they are among its k most attended ones, k being their number; averaged over the
-generated tokens of a sample, and over samples. The source is a box, or a needle in the text.
+Visual heads (SparseMM, Wang et al. 2025, section 3.1): for a generated token that belongs to exactly one labelled box,
+a query head gets 1 / (tokens of the box) if its most attended token lies in the box. Scores are summed over a sample's
+tokens and averaged over samples. Retrieval heads (HeadKV, Fu et al. 2024, section 3.1): a head gets its attention to
+those source tokens that are among its k most attended tokens; k is the number of source tokens. Scores are averaged
+over a sample's generated tokens, and over samples. The source is a box, or a needle in the text.
 """
 
 from __future__ import annotations
@@ -33,20 +33,20 @@ LONGEST_ANSWER = 160  # tokens
 
 @dataclass
 class Scores:
-    """These are the scores of heads. values: [layers of the model, H]."""
+    """The scores of heads. values: [layers of the model, H]."""
 
     values: np.ndarray
-    samples: int  # that had a labelled token
-    tokens: int  # labelled ones
+    samples: int  # samples with a labelled token
+    tokens: int  # labelled tokens
 
 
 def visual_credit(attention: np.ndarray, source: np.ndarray) -> np.ndarray:
-    """Gives [L, H] from attention [L, H, n] of one generated token, and the tokens of its box."""
+    """Returns scores [L, H] from attention [L, H, n] of one generated token, and the tokens of its box."""
     return np.isin(attention.argmax(axis=-1), source) / len(source)
 
 
 def retrieval_credit(attention: np.ndarray, source: np.ndarray) -> np.ndarray:
-    """Gives [L, H] from attention [L, H, n] of one generated token, and the tokens of its source."""
+    """Returns scores [L, H] from attention [L, H, n] of one generated token, and the tokens of its source."""
     k = min(len(source), attention.shape[-1])
     top = np.argpartition(-attention, k - 1, axis=-1)[..., :k]
     weights = np.take_along_axis(attention, top, axis=-1)
@@ -57,7 +57,7 @@ CREDIT = {"visual-heads": visual_credit, "retrieval-heads": retrieval_credit}
 
 
 def _alone(pieces: list[Piece]) -> tuple[list[Piece], int]:
-    """Splits the prompt before its last token: read alone, its attention is watched."""
+    """Splits the prompt before its last token, so the attention of this token can be watched."""
     last = pieces[-1]
     if not isinstance(last, TextPiece) or not last.tokens:
         raise UsageError("the prompt must end in text; the model's chat template ends in an image")
@@ -68,17 +68,17 @@ def _alone(pieces: list[Piece]) -> tuple[list[Piece], int]:
 
 
 class HeadScorer:
-    """A HeadScorer puts samples to a session and adds up what each head deserves."""
+    """Runs samples in a session and adds up the scores of each head."""
 
     def __init__(self, session: Session, kind: str) -> None:
-        """session: of the full plan, in which nothing is dropped. kind: visual-heads or retrieval-heads."""
+        """session: has the full plan, so nothing is dropped. kind: visual-heads or retrieval-heads."""
         self._session, self._credit, self._summed = session, CREDIT[kind], kind == "visual-heads"
         self._total: np.ndarray | None = None  # [stored layers, H]
-        self._layers: list[int] = []  # their numbers in the model
+        self._layers: list[int] = []  # numbers of the layers in the model
         self.samples = self.tokens = 0
 
     def add(self, sample: Labelled, cancel: threading.Event | None = None) -> int:
-        """Puts one sample to the model. Returns the number of labelled tokens that it generated."""
+        """Runs one sample. Returns the number of labelled tokens in its answer."""
         session = self._session
         pieces = session.first_prompt(sample.question, sample.pictures)
         try:
@@ -106,7 +106,7 @@ class HeadScorer:
     def _generate(
         self, token: int, sources: list[np.ndarray], cancel: threading.Event | None
     ) -> tuple[list[bytes], list[np.ndarray]]:
-        """Generates the greedy answer, and returns [sources, L, H]: what each head deserves for its tokens."""
+        """Generates the greedy answer. Returns its texts, and per token the heads' scores [sources, L, H]."""
         session, engine = self._session, self._session.engine
         cache = engine.cache
         if cache is None:
@@ -127,7 +127,7 @@ class HeadScorer:
                 texts.append(session.model.piece(token))
 
     def scores(self) -> Scores:
-        """Returns the mean so far. Raises KvedgeError if no token was labelled: nothing can be said then."""
+        """Returns the mean scores so far. Raises KvedgeError if no token was labelled."""
         if self._total is None or not self._total.any():
             what = "no answer says what its boxes say" if self._total is None else "no head looks at the boxes"
             raise KvedgeError(
@@ -147,7 +147,7 @@ def score_heads(
     progress: Progress = silent,
     cancel: threading.Event | None = None,
 ) -> Scores:
-    """Computes scores from `count` samples. Raises KvedgeError, UsageError, UnsupportedError, CancelledError."""
+    """Returns scores from `count` samples. Raises KvedgeError, UsageError, UnsupportedError, CancelledError."""
     scorer = HeadScorer(session, kind)
     for number, sample in enumerate(itertools.islice(samples, count)):
         progress("watching the heads", number / count)
@@ -162,13 +162,13 @@ def key_redundancy(
     progress: Progress = silent,
     cancel: threading.Event | None = None,
 ) -> tuple[np.ndarray, int]:
-    """Returns [layers of the model, Hkv] in [0, 1], the mean redundancy of KV heads, and the number of samples.
+    """Returns the mean redundancy of KV heads, [layers of the model, Hkv] in [0, 1], and the number of samples.
 
-    KV heads are redundant as a prompt's keys in a head are alike (MixKV, eq. 4), averaged over prompts. MixKV (Liu et
-    al. 2025, arXiv:2510.20707) weighs importance and diversity of a head by it. The paper computes it for each prompt;
-    the released code, and the rows marked offline in table 4, take such a mean.
-    session: of the full plan, in which nothing is dropped. Layers that kvedge does not store have 0, and so has the end
-    of rows of layers with fewer KV heads. Raises NothingToCompressError, CancelledError, UsageError.
+    A head's redundancy is the similarity of a prompt's keys in the head (MixKV, eq. 4), averaged over prompts. MixKV
+    (Liu et al. 2025, arXiv:2510.20707) weighs a head's importance and diversity by it. The paper computes it for each
+    prompt; the released code, and the rows marked offline in table 4, use a mean over prompts.
+    session: has the full plan, so nothing is dropped. Layers that kvedge does not store have 0, and so have missing
+    KV heads of layers with fewer heads. Raises NothingToCompressError, CancelledError, UsageError.
     """
     total, used = np.zeros((session.model.n_layer, 0)), 0
     for number, sample in enumerate(itertools.islice(samples, count)):

@@ -1,4 +1,4 @@
-"""Places in images and texts are turned into tokens of the prompt."""
+"""Turns places in images and texts into tokens of the prompt."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from pykvedge.errors import UnsupportedError, UsageError
 from pykvedge.models.model import Model
 from pykvedge.models.vision import ImagePiece, Piece, TextPiece
 
-ENOUGH = 0.25  # a token counts where the box covers so much of its patch, or the patch holds so much of the box
+ENOUGH = 0.25  # least share of a patch that the box covers, or share of the box in the patch
 
 
 def tokens_in_grid(
     pixels: tuple[float, float, float, float], size: tuple[int, int], grid: tuple[int, int]
 ) -> np.ndarray:
-    """Lists the tokens of an image, row by row, that a box covers. size: of the image, grid: tokens (across, down).
+    """Returns the tokens of an image that a box covers, row by row. size: of the image, grid: tokens (across, down).
 
-    The image keeps its proportions and lies in the middle of the grid, as llama.cpp pads it.
+    The image keeps its proportions and is centred on the grid, as llama.cpp pads it.
     """
     across, down = grid
     scale = min(across / size[0], down / size[1])
@@ -32,7 +32,7 @@ def tokens_in_grid(
 
 
 def _images(sample: Labelled, pieces: list[Piece]) -> list[tuple[int, tuple[int, int]]]:
-    """Lists first token and grid of every image. Raises UnsupportedError where its tokens have no known places."""
+    """Returns first token and grid of every image. Raises UnsupportedError if the tokens' places are unknown."""
     out: list[tuple[int, tuple[int, int]]] = []
     at = 0
     for piece in pieces:
@@ -52,7 +52,7 @@ def _images(sample: Labelled, pieces: list[Piece]) -> list[tuple[int, tuple[int,
 
 
 def tokens_of_boxes(sample: Labelled, pieces: list[Piece]) -> list[np.ndarray]:
-    """Lists, per box, the tokens of the prompt that show it, ascending."""
+    """Returns, per box, the tokens of the prompt that show the box, ascending."""
     if not sample.boxes:
         return []
     images = _images(sample, pieces)
@@ -65,7 +65,7 @@ def tokens_of_boxes(sample: Labelled, pieces: list[Piece]) -> list[np.ndarray]:
 
 
 def tokens_of_needle(needle: str, pieces: list[Piece], model: Model) -> np.ndarray:
-    """Lists the tokens whose text lies in the needle, ascending. Raises UsageError if it is not found once."""
+    """Returns the tokens whose text lies in the needle, ascending. Raises UsageError unless it occurs once."""
     text, starts, tokens, at = b"", [], [], 0
     for piece in pieces:
         if isinstance(piece, TextPiece):
@@ -74,7 +74,7 @@ def tokens_of_needle(needle: str, pieces: list[Piece], model: Model) -> np.ndarr
                 tokens.append(at + i)
                 text += model.piece(token)
         else:
-            text += b"\0"  # nothing is found across an image
+            text += b"\0"  # prevents a match across an image
         at += piece.n_tokens
     wanted = needle.encode()
     if text.count(wanted) != 1:
@@ -87,7 +87,7 @@ def tokens_of_needle(needle: str, pieces: list[Piece], model: Model) -> np.ndarr
 
 
 def _occurrences(answer: bytes, box: Box, reference: str) -> list[tuple[int, int]]:
-    """Finds where a generated answer says what the box says, in bytes."""
+    """Returns the places (in bytes) where a generated answer has the text of the box."""
     if box.span is not None:
         whole, at = reference.encode(), answer.find(reference.encode())
         if not whole or at < 0 or answer.count(whole) != 1:
@@ -104,9 +104,9 @@ def _occurrences(answer: bytes, box: Box, reference: str) -> list[tuple[int, int
 
 
 def boxes_of_tokens(generated: list[bytes], sample: Labelled) -> list[int | None]:
-    """Names, per generated token, its one box: its text lies where the answer says what that box says.
+    """Returns the box of each generated token: the token lies where the answer has the text of that box.
 
-    None: it belongs to none, or to several. With a needle all tokens of the reference answer belong to it (box 0).
+    None: no box, or several boxes. With a needle, all tokens of the reference answer belong to box 0.
     """
     answer = b"".join(generated)
     boxes = (() if sample.needle else sample.boxes) or (Box(0, (0, 0, 0, 0), sample.answer),)

@@ -1,4 +1,4 @@
-"""Kept shares of the layers are what PrefixKV's search finds for a few prompts, averaged (its section 3.3)."""
+"""Measures kept shares of the layers: the mean of PrefixKV's search over a few prompts (section 3.3)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pykvedge.plans.making import plan
 
 
 def check_budgets(budgets: Sequence[float]) -> None:
-    """Refuses budgets that are no ascending shares. Raises UsageError."""
+    """Raises UsageError for budgets that are not ascending shares."""
     if not budgets or any(not a < b < 1 for a, b in zip((0.0, *budgets), budgets, strict=False)):
         raise UsageError("budgets must be shares above 0 and below 1.0, in ascending order, for example 0.1,0.2,0.5")
 
@@ -29,7 +29,7 @@ def kept_shares(
     progress: Progress = silent,
     cancel: threading.Event | None = None,
 ) -> tuple[np.ndarray, int]:
-    """Returns [layers of the model, budgets], the mean share of a prompt that a layer keeps, and the sample count.
+    """Returns the mean share of a prompt that each layer keeps, [layers of the model, budgets], and the sample count.
 
     Layers that kvedge does not store have the budget itself. Raises NothingToCompressError, CancelledError, UsageError.
     """

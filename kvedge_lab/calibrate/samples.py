@@ -1,7 +1,7 @@
-"""Prompts to calibrate on are scenes that kvedge draws, or the user's own images with boxes.
+"""Prompts for calibration: scenes that kvedge draws, or the user's images with boxes.
 
-In a scene it is known where everything lies that an answer names. Scenes are of the side that the demo model was
-trained on, so that evaluation sets stay unseen.
+The place of everything that an answer names is known in a scene. Scenes come from the training side of the demo model,
+so evaluation sets stay unseen.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ TASKS = {
     "key-redundancy": ("code", "describe", "where", "code-in-image-k", "which-image", "difference"),
     "head-budgets": ("code", "describe", "where", "code-in-image-k", "which-image", "difference"),
 }
-LABELLED = ("visual-heads", "retrieval-heads")  # the others need no boxes
-IMAGES = 4  # of the tasks that look for one among several
+LABELLED = ("visual-heads", "retrieval-heads")  # the other kinds need no boxes
+IMAGES = 4  # images of tasks that look for one image among several
 SEED = 2024
 _FIELDS = {"image", "images", "question", "answer", "boxes", "needle", "id", "earlier"}
 
 
 @dataclass(frozen=True)
 class Box:
-    """A box is a place in an image, and what it says.
+    """A box in an image, and its text.
 
-    pixels: (left, top, right, bottom). text: what an answer says of it. span: where that stands in the reference
-    answer, as characters (from, to), if the text alone does not tell.
+    pixels: (left, top, right, bottom). text: what an answer says about the box. span: the place of the text in the
+    reference answer, as characters (from, to), if the text alone is ambiguous.
     """
 
     image: int
@@ -52,9 +52,9 @@ class Box:
 
 @dataclass(frozen=True)
 class Labelled:
-    """A question about images has places that its answer is read from: boxes, or a piece of the question.
+    """A question about images, with the places that its answer is read from: boxes, or a piece of the question.
 
-    earlier: questions about the same images, and their answers, that come before it; the images are with the first.
+    earlier: earlier questions about the images and their answers; the images are with the first question.
     """
 
     question: str
@@ -65,7 +65,7 @@ class Labelled:
     earlier: tuple[tuple[str, str], ...] = ()
 
     def messages(self) -> list[Message]:
-        """The conversation up to the question."""
+        """Returns the conversation up to the question."""
         asked = [text for pair in self.earlier for text in pair] + [self.question]
         roles = itertools.cycle(("user", "assistant"))
         return [Message(role, text, list(self.pictures) if i == 0 else [])
@@ -77,7 +77,7 @@ def _cell(row: int, col: int) -> tuple[float, float, float, float]:
 
 
 def _code(image: int, scene: Scene, start: int) -> list[Box]:
-    """Makes one box a character; start: of the code in the answer."""
+    """Returns one box per character. start: place of the code in the answer."""
     return [
         Box(image, _cell(scene.code_row, scene.code_col + i), char, (start + i, start + i + 1))
         for i, char in enumerate(scene.code)
@@ -91,14 +91,14 @@ def _object(image: int, item: Item, answer: str, text: str, start: int = 0) -> B
 
 def _described(scene: Scene, answer: str) -> list[Box]:
     out, at = _code(0, scene, answer.rindex(f"code {scene.code}") + len("code ")), 0
-    for item in scene.items:  # in the order of the answer
+    for item in scene.items:  # items are in the order of the answer
         out.append(_object(0, item, answer, item.name, at))
         at = out[-1].span[1] if out[-1].span else at
     return out
 
 
 def boxes_of(sample: Sample) -> tuple[Box, ...]:
-    """Lists what the answer names, and where it lies. For the tasks of visual-heads and retrieval-heads."""
+    """Returns the boxes of what the answer names, for the tasks of visual-heads and retrieval-heads."""
     answer, sources = sample.answer, sample.question.sources
     image, row, col = sources[0][0]
     scene = sample.scenes[image]
@@ -113,9 +113,9 @@ def boxes_of(sample: Sample) -> tuple[Box, ...]:
 
 
 def scenes(kind: str, seed: int = SEED, questions: int = 1) -> Iterator[Labelled]:
-    """Draws samples without end, the same ones for a seed, for a kind of profile.
+    """Yields endless samples for a kind of profile; a seed gives the same samples.
 
-    questions: about the same images, at most, when it is more than one; the last of them is the sample's.
+    questions: largest number of questions about the same images; the last question is the sample's.
     """
     for number in itertools.count():
         rng = np.random.default_rng((seed, number))
@@ -129,7 +129,7 @@ def scenes(kind: str, seed: int = SEED, questions: int = 1) -> Iterator[Labelled
 
 
 def _conversation(rng: np.random.Generator, tasks: Sequence[str], number: int, questions: int) -> Labelled:
-    """One image and several take turns, and with each of them one question, two, and so on."""
+    """Draws a conversation. One image and several images alternate; the number of questions grows from 1 in cycles."""
     of = NEEDLE_TASKS if number % 2 else SINGLE_TASKS
     fitting = rng.permutation([task for task in tasks if task in of]).tolist()
     chosen = list(itertools.islice(itertools.cycle(fitting), 1 + number // 2 % questions))
@@ -143,14 +143,14 @@ def _pictures(drawn: Iterable[Scene]) -> tuple[Picture, ...]:
 
 
 def read_jsonl(path: Path) -> list[Labelled]:
-    """Reads the user's own samples, one JSON object a line:
+    """Reads the user's samples, one JSON object per line:
 
         {"image": "a.jpg", "question": "What does the sign say?", "answer": "Open until 5",
          "boxes": [{"box": [left, top, right, bottom], "text": "Open until 5"}]}
 
-    "images": a list instead of "image"; a box then says which with "image": 0, 1, ... Paths are relative to the file. A
-    box without "text" stands for the whole answer. "needle": a piece of the question's own text that answers it.
-    "earlier": what was asked and answered before, [{"question": "...", "answer": "..."}].
+    "images": a list instead of "image"; a box then names its image by "image": 0, 1, ... Paths are relative to the
+    file. A box without "text" stands for the whole answer. "needle": a piece of the question that answers it.
+    "earlier": earlier questions and answers, [{"question": "...", "answer": "..."}].
     Raises UsageError with the number of the line.
     """
     out = []

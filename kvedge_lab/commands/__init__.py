@@ -1,6 +1,6 @@
 """Commands of the `kvedge` program that measure: bench, eval, inspect, calibrate, tune, report."""
 
-# name -> module and what it calls the command; the program imports a command when it is asked for
+# name -> module and function of the command; the program imports a command on demand
 COMMANDS = {
     "bench": "kvedge_lab.commands.bench:bench",
     "calibrate": "kvedge_lab.commands.calibrate:calibrate",

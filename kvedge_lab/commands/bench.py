@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 OUTPUTS = ("md", "csv", "json", "jsonl")
 DEFAULTS: dict[str, Any] = {"budgets": "0.5,0.2", "tokens": "64", "images": "2,8", "repeat": 5, "generate": 32}
-FILL_S = 10.0  # rounds of less than this are repeated beyond their number
+FILL_S = 10.0  # a prompt's rounds are repeated until they take this long
 QUICK: dict[str, Any] = {"budgets": "0.2", "tokens": "64", "images": "8", "repeat": 3, "generate": 16}
 
 
@@ -83,8 +83,8 @@ QUICK: dict[str, Any] = {"budgets": "0.2", "tokens": "64", "images": "8", "repea
 def bench(**given: Any) -> None:
     """Measure speed and memory of methods beside stock llama.cpp.
 
-    Every method reads the same synthetic prompts (random text, drawn scenes) and generates; rounds alternate between
-    the methods, so that a change of the machine's speed meets all of them.
+    Every method reads the same synthetic prompts (random text, drawn scenes) and generates. Rounds alternate between
+    the methods, so a change of the machine's speed affects all of them.
 
     \b
     Examples:
@@ -176,7 +176,7 @@ def _matrix(given: dict[str, Any]) -> Matrix:
 
 
 def _check_names(what: str, names: Iterable[str]) -> None:
-    """Raises UsageError for a name that is there twice: rows are told apart by names, and rounds put together."""
+    """Raises UsageError for a duplicate name, because names identify rows and group rounds."""
     for name, n in Counter(names).items():
         if n > 1:
             raise UsageError(f"there are {n} {what} called '{name}', which the table could not tell apart")

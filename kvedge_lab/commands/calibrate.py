@@ -29,9 +29,9 @@ if TYPE_CHECKING:
     from pykvedge.plans.profile import Profile
 
 KINDS = {"visual": "visual-heads", "retrieval": "retrieval-heads", "redundancy": "key-redundancy"}
-MOST_QUESTIONS = 3  # as many different ones there are about every image of the scenes
-SCORER = "mixkv"  # whose curves serve other scorers best
-N_OUTPUTS = 64  # tokens of an answer that are fed in one pass; each takes a row of the vocabulary's numbers
+MOST_QUESTIONS = 3  # number of different questions about every image of the scenes
+SCORER = "mixkv"  # the scorer whose curves serve other scorers best
+N_OUTPUTS = 64  # tokens of an answer in one pass; each needs a row of logits
 _OPTIONS = (
     options.MODEL,
     options.MMPROJ,
@@ -48,7 +48,7 @@ _OPTIONS = (
 
 
 def _most(default: int, text: str) -> Any:
-    """Makes the option --samples, whose default and words differ from command to command."""
+    """Returns the option --samples; its default and text differ between commands."""
     return option("--samples", group="Samples", common=True, type=common.COUNT, default=default, show_default=True,
                   metavar="N", help=text)  # fmt: skip
 
@@ -57,12 +57,12 @@ def _most(default: int, text: str) -> Any:
 def calibrate() -> None:
     """Measure a model once, for methods that work with a profile.
 
-    Some methods go by what is true of the model whatever the prompt: which heads look at what an answer is read from
+    Some methods use facts about the model that hold for every prompt: which heads look at the source of an answer
     (sparsemm, headkv, mixkv-sparsemm, mixkv-headkv), which layers need many tokens (prefixkv with --set
     allocator.source=profile), in which heads keys are alike (mixkv with --set scorer.source=profile), and what each
-    head's share of the budget costs the answers (calibrated). A profile
-    holds those numbers. It belongs to the weights in one GGUF file, is found by itself from then on, and is refused for
-    any other model. Nothing is written when the command is stopped.
+    head's share of the budget costs the answers (calibrated). A profile holds these numbers. It belongs to the weights
+    in one GGUF file. Later commands find the profile by itself, and refuse it for any other model. If the command is
+    stopped, nothing is written.
     """
 
 
@@ -77,10 +77,10 @@ def heads(kind: str, samples: int, **given: Any) -> None:
     """Find the heads that look at what an answer is read from, or whose keys are alike.
 
     The model answers questions about images in which the place of the answer is known. While it generates a word that
-    stands in exactly one labelled box, the heads that look into that box are credited:
-    visual (SparseMM) when their most attended token lies in the box, retrieval (HeadKV) by the attention that they pay
-    to it among their most attended tokens. For redundancy (MixKV) prompts are only read: how alike the keys of each
-    KV head are, averaged over the prompts; boxes and answers are not needed.
+    is in exactly one labelled box, heads that look into the box get a score: with visual (SparseMM) if their most
+    attended token is in the box, with retrieval (HeadKV) by their attention to the box among their most attended
+    tokens. With redundancy (MixKV) prompts are only read: the score is the similarity of the keys of each KV head,
+    averaged over the prompts. It needs no boxes and answers.
 
     \b
     Your own samples (--data), one a line; a box is [left, top, right, bottom]:
@@ -179,13 +179,13 @@ def prefix(budgets: str, samples: int, **given: Any) -> None:
 def budgets(samples: int, points: int, method: str, scorer: str | None, seed: int, **given: Any) -> None:
     """Find the share of all KV pairs that each head keeps with allocator calibrated.
 
-    Head by head and share by share: a copy of the prompt is compressed, the head keeping that share and the others the
-    baseline, and the answer is fed; the loss is how far the next token's distribution is from the full cache's. Shares
-    are then exchanged between the heads as long as one gains more than another loses. Without an "answer" of its own a
-    sample is measured on what the model answers with the full cache. The number of measurements is heads x points x
-    samples; how long they take is said when the first few are done. With --save a run that was stopped goes on later.
-    A second run, --around the first one's profile, sees what the heads miss together; it takes --method for one, as
-    where the others keep what they need a head's part is what that method makes of it.
+    For every head and share, a copy of the prompt is compressed: the head keeps the share, the other heads keep the
+    baseline. Then the answer is fed. The loss is the distance of the next token's distribution from the full cache's.
+    Afterwards shares are exchanged between heads as long as one head gains more than another loses. A sample without
+    an "answer" uses the model's answer with the full cache. The number of measurements is heads x points x samples;
+    after the first ones the command prints how long all take. With --save a stopped run can continue later. A second
+    run with --around and the first run's profile measures what the heads miss together. Its result fits one method,
+    so pass the method with --method.
 
     \b
     Your own samples (--data), one a line; what was said before is optional:
@@ -225,7 +225,7 @@ def budgets(samples: int, points: int, method: str, scorer: str | None, seed: in
 
 
 def _measured(given: dict[str, Any], setup: Setup, seed: int, count: int) -> tuple[Model, Any, Curves]:
-    """Returns the model, which is closed, its heads' shares, and the curves that they follow from."""
+    """Returns the closed model, its heads' shares, and the curves behind the shares."""
     from kvedge_lab.calibrate.budgets import CurveFile, measure_curves
     from kvedge_lab.eval.reader import reading
     from kvedge_lab.progress import clock
@@ -280,7 +280,7 @@ def _samples(given: dict[str, Any], kind: str, seed: int | None = None, question
 
 @contextmanager
 def _session(given: dict[str, Any]) -> Iterator[tuple[Session, Any, threading.Event]]:
-    """Opens a session that keeps everything. Ctrl-C asks for its end, after which nothing is written."""
+    """Yields a session that keeps everything. Ctrl-C stops it, and then nothing is written."""
     from pykvedge.chat.session import Session
 
     model, mmproj = model_files(given)
@@ -291,7 +291,7 @@ def _session(given: dict[str, Any]) -> Iterator[tuple[Session, Any, threading.Ev
 
 @contextmanager
 def _interruptible(given: dict[str, Any]) -> Iterator[tuple[Steps, threading.Event]]:
-    """Gives a display, and an event that Ctrl-C sets, after which nothing is written."""
+    """Yields a display, and an event that Ctrl-C sets. After Ctrl-C nothing is written."""
     from kvedge_lab.progress import Steps
     from pykvedge.runtime.interrupt import CancelledError, as_event
 
@@ -319,9 +319,9 @@ def _deliver(
 
 
 def _table(profile: Profile) -> str:
-    """Shows rows of layers in percent: scores of heads are parts of the whole, shares and redundancies as they are.
+    """Returns rows of layers in percent: scores of heads as parts of the sum; shares and redundancies unchanged.
 
-    Heads' budgets are percent of an even one.
+    Budgets of heads are percent of an even budget.
     """
     is_prefix = profile.kind == "prefix"
     whole = profile.values.sum() if profile.kind in ("visual-heads", "retrieval-heads") else 1

@@ -1,4 +1,4 @@
-"""The options that several commands of kvedge_lab have, beside those of pykvedge.cli.options; tables as files."""
+"""The options that several commands of kvedge_lab share, beside those of pykvedge.cli.options; tables as files."""
 
 from __future__ import annotations
 
@@ -60,13 +60,13 @@ def output(what: str, **settings: Any) -> Callable[[Any], Any]:
 
 
 def check_file(named: str, path: Path | None) -> None:
-    """Raises UsageError for a file that cannot be written because it is a folder, before anything is measured."""
+    """Raises UsageError if the file to write is a folder, before anything is measured."""
     if path is not None and paths.ask(Path.is_dir, path):
         raise UsageError(f"{named} {path} is a folder; name a file in it")
 
 
 def check_table(path: Path | None, forms: tuple[str, ...]) -> None:
-    """Raises UsageError for a table's --output that no form is known for, or that cannot be written."""
+    """Raises UsageError if a table's --output has an unknown form or cannot be written."""
     if path is None:
         return
     if path.suffix[1:] not in forms:
@@ -95,8 +95,8 @@ def write_file(named: str, path: Path, text: str) -> None:
 
 
 def as_csv(rows: Iterable[Any], pair: str) -> str:
-    """Writes a line for each dataclass, below the names of the fields. A field that ends in `pair` holds two numbers
-    or None: it becomes the columns NAME_low and NAME_high. None is an empty cell.
+    """Returns one line per dataclass, below the names of the fields. A field that ends in `pair` holds two numbers or
+    None and becomes the columns NAME_low and NAME_high. None is an empty cell.
     """
     out, writer = io.StringIO(), None
     for row in rows:

@@ -168,14 +168,14 @@ def _run(given: dict[str, Any]) -> int:
     return 130 if outcome.interrupted else 1 if outcome.left_out else 0
 
 
-# what a run measures, which a later run goes on with
+# the options that a resumed run takes over
 _ASKED = ("data", "tasks", "samples", "images", "seed", "form", "image_folder", "recipe", "limit", "methods", "budgets",
           "plans", "plugins", "compress", "metrics", "max_tokens")  # fmt: skip
 _PATHS = ("data", "image_folder", "plans", "plugins")
 
 
 def _going_on(given: dict[str, Any]) -> dict[str, Any]:
-    """Puts what was asked of the run that began the file in the place of options that are omitted now."""
+    """Replaces omitted options by the options of the run that began the file."""
     from kvedge_lab.eval.records import asked_before
 
     context, before = click.get_current_context(), asked_before(given["save"])
@@ -220,7 +220,7 @@ _OF_RECIPE = ("methods", "budgets", "metrics", "form", "max_tokens", "plans", "t
 
 
 def _by_recipe(given: dict[str, Any]) -> dict[str, Any]:
-    """Puts what a recipe says in the place of options, none of which may be given with it."""
+    """Replaces options by those of a recipe. Raises UsageError if one of them is given too."""
     from kvedge_lab.eval.recipes import recipe
 
     chosen, context = recipe(given["recipe"]), click.get_current_context()
@@ -238,7 +238,7 @@ _PAPER = ("md", "tex", "csv")
 
 
 def _downloaded(given: dict[str, Any]) -> dict[str, Any]:
-    """Fetches what the recipe reads, and puts it in the place of DATA and, where none is named, of the model."""
+    """Downloads the recipe's data, and replaces DATA and, if no model is named, the model."""
     from kvedge_lab.eval import downloads
     from kvedge_lab.eval.recipes import recipe
 
@@ -332,7 +332,7 @@ def _cell(name: str, plan: Plan, model: Path) -> Cell:
 
     try:
         profiles = tuned.digests(plan, model)
-    except ProfileError:  # told where this method is measured
+    except ProfileError:  # the error is reported when the method is measured
         profiles = {}
     return Cell(name, plan, "".join([source_digest(plan), *profiles.values()]))
 
@@ -349,7 +349,7 @@ def _wants(given: dict[str, Any]) -> Wants:
 
 
 def _check_base(cells: list[Cell], against: str) -> None:
-    """What is compared with must be measured, and at every budget that the others have."""
+    """Raises UsageError unless --against is measured, at every budget of the other methods."""
     from kvedge_lab.eval.runner import FULL
 
     if against == FULL:

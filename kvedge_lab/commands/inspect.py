@@ -46,9 +46,9 @@ from pykvedge.plans.plan import Plan
 def inspect(files: tuple[Path, ...], **given: Any) -> None:
     """Draw a KV cache, and what a method keeps of it.
 
-    Writes report.html, which needs nothing beside it, the same figures as files for the column of a paper, and data.npz
-    with the numbers: kept patches over the images, of all layers together and of each, and budgets by layer and head,
-    several methods side by side; redundancy of the keys, how unevenly attention falls on the tokens, and energy by
+    Writes report.html (self-contained), its figures as files for the column of a paper, and data.npz with the numbers.
+    The figures: kept patches over the images, for all layers together and for each; budgets by layer and head, with
+    several methods side by side; redundancy of the keys; how unevenly attention falls on the tokens; and energy by
     frequency. Figures need matplotlib: pip install 'kvedge[inspect]'.
 
     \b

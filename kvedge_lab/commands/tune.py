@@ -1,4 +1,4 @@
-"""The commands `kvedge tune` and `kvedge report`: a model's own plan, and the evidence for it."""
+"""The commands `kvedge tune` and `kvedge report`: a plan for one model, and its evidence."""
 
 from __future__ import annotations
 
@@ -74,11 +74,11 @@ def tune(**given: Any) -> None:
     """Find the plan that fits your model, and show that it does.
 
     The model answers questions about pictures with its full cache. Plans are measured against these answers, so nobody
-    needs to label anything: how many of the answers' tokens a plan's likeliest tokens agree with, how many answers are
-    the same, and how far the distributions are apart, with the question in the prompt and with one that comes later.
+    needs to label anything. The measures: the share of tokens that the plan agrees with, the share of equal answers,
+    and the distance of the distributions, with the question in the prompt and with a later question.
     Half of the pictures choose, the others prove. The plan of the fewest bytes whose interval reaches --target is
-    stored by the model's hash, and taken by chat, serve, attach and Session from then on where nobody names a method.
-    A run that was stopped goes on where it was, with the same command.
+    stored by the model's hash. chat, serve, attach and Session then use this plan if nobody names a method.
+    To continue a stopped run, give the same command again.
 
     \b
     Examples:
@@ -88,7 +88,7 @@ def tune(**given: Any) -> None:
       kvedge tune -m m.gguf --show --html m.html
       kvedge tune --list
 
-    Exit code: 0 where a plan is stored, 1 where nothing can be promised, 130 after Ctrl-C.
+    Exit code: 0 if a plan is stored, 1 if nothing can be promised, 130 after Ctrl-C.
     """
     if sum(bool(given[name]) for name in _ABOUT) > 1:
         raise UsageError("--show, --list and --remove are three things; take one")
@@ -173,7 +173,7 @@ def _run(given: dict[str, Any]) -> int:
         said = certificate.verdict(race)
         if said.taken is None or said.proof is None:
             click.echo(f"kvedge: nothing is promised, and no plan is stored: {said.why}", err=True)
-            if race.profile is not None and race.problem():  # it was made of the same answers
+            if race.profile is not None and race.problem():  # the profile comes from the same answers
                 race.profile.unlink(missing_ok=True)
             return 1
         says = certificate.made(race, said.taken, said.proof, said.why, _command(given))
@@ -216,7 +216,7 @@ def _material(given: dict[str, Any], model: Path, folder: Path) -> Material:
 
 @contextlib.contextmanager
 def _race(given: dict[str, Any], cells: list[Cell], seconds: float) -> Iterator[tuple[Race, list[Path]]]:
-    """Runs a race to its end, and gives it with the files of the unfinished run, which may go when all is stored."""
+    """Runs a race, and yields it with the files of the unfinished run. Delete the files after the result is stored."""
     import tempfile
 
     from kvedge_lab.progress import Minutes
@@ -265,7 +265,7 @@ def _race(given: dict[str, Any], cells: list[Cell], seconds: float) -> Iterator[
 
 
 def _kept(held: contextlib.ExitStack, files: list[Path], header: dict[str, Any], fresh: bool) -> Kept:
-    """Opens the figures of an unfinished run, or new ones, for this program alone."""
+    """Opens the figures of an unfinished run, or new ones. A lock keeps other programs out."""
     from kvedge_lab.tune.race import Kept
     from pykvedge.errors import SaveError
     from pykvedge.runtime.sessionlock import SessionLock

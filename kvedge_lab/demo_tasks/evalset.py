@@ -1,4 +1,4 @@
-"""Evaluation sets: seeded, unlimited, and of the held-out side of the scenes only."""
+"""Evaluation sets: seeded, endless, with scenes of the held-out side only."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Drawn = TypeVar("Drawn")
 
 @dataclass(frozen=True)
 class Sample:
-    """A question about one or several scenes; `question.answer` is the reference."""
+    """A question about one or several scenes. `question.answer` is the reference."""
 
     task: str
     scenes: tuple[Scene, ...]
@@ -32,16 +32,16 @@ class Sample:
         return self.question.answer
 
     def images(self) -> list[np.ndarray]:
-        """The pictures, uint8 [240, 240, 3] each."""
+        """Returns the pictures, uint8 [240, 240, 3] each."""
         return [render(s) for s in self.scenes]
 
     def messages(self) -> list[dict[str, str]]:
-        """The conversation, with one media marker for each image."""
+        """Returns the conversation, with one media marker per image."""
         return messages(len(self.scenes), self.question.text, self.second_turn)
 
 
 def draw_sample(rng: np.random.Generator, task: str, images: int, second_turn: bool, held_out: bool = True) -> Sample:
-    """`images` counts for the needle tasks (2 or more); the others have one image, "difference" has two."""
+    """Draws a sample. `images` (2 or more) counts for needle tasks; "difference" has two images, other tasks one."""
     if task == "difference":
         first = draw_scene(rng, held_out)
         second, which = recolour(rng, first)
@@ -60,9 +60,9 @@ def draw_sample(rng: np.random.Generator, task: str, images: int, second_turn: b
 def samples(
     task: str, seed: int = 0, images: int = 4, second_turn: bool = False, part: str = ""
 ) -> Iterator[Sample]:
-    """Held-out samples without end; sample n is the same whatever was drawn before it.
+    """Yields endless held-out samples. Sample n does not depend on the samples before it.
 
-    part: one of PARTS, whose scenes are not in the others; "": all.
+    part: one of PARTS, whose scenes are in no other part; "": all.
     """
     if task not in TASKS:
         raise ValueError(f"no task is called {task!r}: they are {', '.join(TASKS)}")
@@ -78,7 +78,7 @@ def samples(
 def _endless(
     draw: Callable[[np.random.Generator], tuple[tuple[Scene, ...], Drawn]], part: str, *seed: int
 ) -> Iterator[tuple[tuple[Scene, ...], Drawn]]:
-    """Draws scenes of a part and what is asked about them; draw number n has a random generator of its own."""
+    """Yields scenes of a part with their questions. Draw number n has its own random generator."""
     if part and part not in PARTS:
         raise ValueError(f"no part is called {part!r}: they are {', '.join(PARTS)}")
     for number in itertools.count():
@@ -92,10 +92,10 @@ def _endless(
 def chain(
     tasks: Sequence[str], seed: int = 0, images: int = 4, part: str = ""
 ) -> Iterator[tuple[tuple[Scene, ...], list[Question]]]:
-    """Held-out scenes without end, and for each one question of every task, all of them different.
+    """Yields endless held-out scenes, each with one question per task. All questions of a draw differ.
 
-    tasks: of one image (SINGLE_TASKS), or of `images` (NEEDLE_TASKS). Sample n is the same whatever was drawn before.
-    part: as in `samples`. Raises ValueError for others.
+    tasks: all from SINGLE_TASKS (one image), or all from NEEDLE_TASKS (`images` images). Draw n does not depend on the
+    draws before it. part: see samples(). Raises ValueError for other tasks.
     """
     if not tasks or not (set(tasks) <= set(SINGLE_TASKS) or set(tasks) <= set(NEEDLE_TASKS)):
         raise ValueError(f"questions about the same scenes: of {list(SINGLE_TASKS)}, or of {list(NEEDLE_TASKS)}")
@@ -106,7 +106,7 @@ def chain(
 def draw_chain(
     rng: np.random.Generator, tasks: Sequence[str], count: int, held_out: bool = True
 ) -> tuple[tuple[Scene, ...], list[Question]]:
-    """Draws `count` scenes and one question of every task, all of them different; tasks as in `chain`."""
+    """Draws `count` scenes and one question per task. All questions differ. tasks: see chain()."""
     askers: list[Asker] = [SINGLE_TASKS.get(task) or NEEDLE_TASKS[task] for task in tasks]
     while True:
         scenes = tuple(draw_scene(rng, held_out) for _ in range(count))
@@ -117,7 +117,7 @@ def draw_chain(
 
 
 def write_set(folder: Path, chosen: list[Sample], name: str = "samples.jsonl") -> Path:
-    """The samples as one JSON line each, beside their pictures as PNG files."""
+    """Writes the samples as one JSON line each, and their pictures as PNG files beside it."""
     from PIL import Image
 
     folder.mkdir(parents=True, exist_ok=True)
@@ -137,7 +137,7 @@ def write_set(folder: Path, chosen: list[Sample], name: str = "samples.jsonl") -
 
 
 def fixed_set(per_task: int = 1, seed: int = 2026) -> list[Sample]:
-    """The small set that lies in the repository: every task, asked in the first and in the second turn."""
+    """Returns the small set in the repository: every task, asked in the first turn and in the second turn."""
     chosen = []
     for task in TASKS:
         for second_turn in (False, True):

@@ -1,4 +1,4 @@
-"""How pictures and questions are put into a prompt: the words the models were trained on. noun: "image" or "page"."""
+"""The wording of prompts with pictures, as in the models' training. noun: "image" or "page"."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ SHOW_ANSWER = "ok"
 
 
 def image_text(count: int, noun: str = "image") -> str:
-    """The pictures of a user turn: a single one stands alone, several are numbered."""
+    """Returns the pictures of a user turn: a single picture has no label, several pictures are numbered."""
     return MEDIA if count == 1 else "\n".join(f"{noun.capitalize()} {k + 1}: {MEDIA}" for k in range(count))
 
 
 def show_text(count: int, noun: str = "image") -> str:
-    """What the first turn says when the question only comes in the second."""
+    """Returns the text of the first turn, if the question only comes in the second turn."""
     return f"Here is the {noun}." if count == 1 else f"Here are the {noun}s."
 
 
 def messages(count: int, question: str, second_turn: bool = False, noun: str = "image") -> list[dict[str, str]]:
-    """The conversation up to the question: pictures first, one media marker for each."""
+    """Returns the conversation up to the question: pictures first, with one media marker each."""
     if not second_turn:
         return [{"role": "user", "content": f"{image_text(count, noun)}\n{question}"}]
     return [

@@ -1,7 +1,7 @@
 """Scenes of the demo model: a few small objects and one printed code on a large plain background.
 
-A scene is data (`Scene`); `render` turns it into pixels. The picture is a grid of 12 x 12 cells of 20 px, each as
-large as a patch of the vision tower. An object or character stays inside one cell, at a random size and offset.
+A scene is data (`Scene`); `render` turns it into pixels. The picture is a grid of 12 x 12 cells of 20 px, each as large
+as a patch of the vision tower. An object or character stays inside one cell, at a random size and offset.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _HELD_OUT_ONE_IN = 8
 
 @dataclass(frozen=True)
 class Item:
-    """One object: what it is, and where (cell, and size and offset in pixels inside the cell)."""
+    """One object: its kind, its cell, and its size and offset in pixels inside the cell."""
 
     shape: str
     colour: str
@@ -72,25 +72,25 @@ class Scene:
         return code_is_held_out(self.code)
 
     def where(self, shape: str | None = None, colour: str | None = None) -> list[Item]:
-        """The objects of that shape and colour (None: any)."""
+        """Returns the objects of a shape and colour (None: any)."""
         return [i for i in self.items if shape in (None, i.shape) and colour in (None, i.colour)]
 
 
 def place(row: int, col: int) -> str:
-    """The name of a cell's place: one of 3 x 3 regions."""
+    """Returns the name of a cell's region: one of 3 x 3."""
     return f"{ROW_NAMES[row * 3 // GRID]} {COLUMN_NAMES[col * 3 // GRID]}"
 
 
 def code_is_held_out(code: str) -> bool:
-    """Every scene has a code, and the code alone decides its side: no scene and no code is on both sides."""
+    """Returns whether a code, and so its scene, is held out. The code alone decides, so no scene is on both sides."""
     return zlib.crc32(code.encode()) % _HELD_OUT_ONE_IN == 0
 
 
-PARTS = {"search": (0, 1), "validation": (2,), "test": (3,)}  # of the held-out side, in quarters by the code
+PARTS = {"search": (0, 1), "validation": (2,), "test": (3,)}  # parts of the held-out side -> quarters of the codes
 
 
 def part_of(code: str) -> str:
-    """Names the part of the held-out side that a code, and so its scene, belongs to: nothing is in two of them."""
+    """Returns the part of the held-out side that a code, and so its scene, belongs to. Parts are disjoint."""
     quarter = zlib.crc32(code.encode()) // _HELD_OUT_ONE_IN % 4
     return next(name for name, quarters in PARTS.items() if quarter in quarters)
 
@@ -104,7 +104,7 @@ def draw_code(rng: np.random.Generator, held_out: bool) -> str:
 
 
 def _draw_kinds(rng: np.random.Generator) -> list[str]:
-    """Shapes of the objects: one group of equal ones, so that counts 1 to 5 are equally likely, and others."""
+    """Draws shapes of objects: a group of 1 to 5 equal shapes (equally likely sizes), and other shapes."""
     order = rng.permutation(len(SHAPES))
     group = int(rng.integers(1, MAX_COUNT + 1))
     rest = int(rng.integers(max(0, 3 - group), max(1, MAX_OBJECTS - group) + 1))
@@ -113,7 +113,7 @@ def _draw_kinds(rng: np.random.Generator) -> list[str]:
 
 
 def draw_scene(rng: np.random.Generator, held_out: bool = False) -> Scene:
-    """A random scene of the training side, or of the held-out side."""
+    """Draws a random scene of the training side or the held-out side."""
     code = draw_code(rng, held_out)
     code_row = int(rng.integers(0, GRID))
     code_col = int(rng.integers(0, GRID - len(code) + 1))
@@ -137,7 +137,7 @@ def draw_scene(rng: np.random.Generator, held_out: bool = False) -> Scene:
 
 
 def _inside(shape: str, x: np.ndarray, y: np.ndarray) -> np.ndarray:
-    """Whether points of the square [-1, 1]^2 (y downwards) lie inside the shape."""
+    """Returns whether points of the square [-1, 1]^2 (y downwards) lie inside the shape."""
     radius, angle = np.hypot(x, y), np.arctan2(x, -y)
     if shape == "circle":
         return radius <= 1
@@ -160,7 +160,7 @@ def _inside(shape: str, x: np.ndarray, y: np.ndarray) -> np.ndarray:
 
 @functools.cache
 def _sprite(shape: str, size: int) -> np.ndarray:
-    """Coverage of each pixel, from 6 x 6 samples."""
+    """Returns the coverage of each pixel, from 6 x 6 samples."""
     step = (np.arange(size * 6) + 0.5) / (size * 3) - 1
     inside = _inside(shape, step[None, :], step[:, None]).astype(np.float32)
     return inside.reshape(size, 6, size, 6).mean((1, 3))
@@ -172,7 +172,7 @@ def _blend(image: np.ndarray, top: int, left: int, mask: np.ndarray, colour: np.
 
 
 def render(scene: Scene) -> np.ndarray:
-    """The picture, uint8 [240, 240, 3]."""
+    """Returns the picture, uint8 [240, 240, 3]."""
     image = np.empty((IMAGE_SIZE, IMAGE_SIZE, 3), np.uint8)
     image[...] = scene.background
     for item in scene.items:

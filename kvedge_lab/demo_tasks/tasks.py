@@ -1,7 +1,7 @@
-"""Questions about scenes, with their reference answers.
+"""Questions about scenes, with reference answers.
 
-Each `ask_*` returns a `Question`: its text, its answer, and (for training) where each word of the answer is read
-from; or None where the scenes allow no unambiguous question of that kind.
+Each `ask_*` returns a `Question`: its text, its answer, and (for training) the source of each word of the answer. It
+returns None if the scenes allow no unambiguous question of this kind.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ import numpy as np
 from .scenes import COLOURS, PLURALS, SHAPES, Item, Scene, place
 
 NUMBERS = ("zero", "one", "two", "three", "four", "five", "six")
-# A cell of one of the images: (image, row, column).
+# a cell in an image: (image, row, column)
 Cell = tuple[int, int, int]
 
 
 @dataclass(frozen=True)
 class Question:
-    """`sources`: per word of the answer, commas and the characters of a code counting as words, the cells it shows."""
+    """`sources`: the cells shown by each word of the answer. Commas and characters of a code count as words."""
 
     task: str
     text: str
@@ -34,7 +34,7 @@ def _pick(rng: np.random.Generator, options: Sequence[Any]) -> Any:
 
 
 def _of(scenes: Sequence[Scene], k: int) -> str:
-    """How a question names image k: not at all when it is the only one."""
+    """Returns the part of a question that names image k; "" if there is only one image."""
     return "" if len(scenes) == 1 else f" in image {k + 1}"
 
 
@@ -65,7 +65,7 @@ def ask_shape(rng: np.random.Generator, scenes: Sequence[Scene], k: int) -> Ques
 
 
 def ask_count(rng: np.random.Generator, scenes: Sequence[Scene], k: int) -> Question | None:
-    """About every second question asks for the largest group, so that no count is rare."""
+    """Asks about half of the questions for the largest group, so no count is rare."""
     shapes = sorted({i.shape for i in scenes[k].items})
     if rng.integers(0, 2):
         largest = max(len(scenes[k].where(shape=s)) for s in shapes)
@@ -92,14 +92,14 @@ def ask_code(rng: np.random.Generator, scenes: Sequence[Scene], k: int) -> Quest
 
 
 def describe(scene: Scene) -> str:
-    """Objects in reading order, then the code."""
+    """Returns the description: objects in reading order, then the code."""
     articles = ["an" if i.colour[0] in "aeiou" else "a" for i in scene.items]
     objects = ", ".join(f"{a} {i.name} at the {i.place}" for a, i in zip(articles, scene.items, strict=True))
     return f"{objects}, and the code {scene.code} at the {place(scene.code_row, scene.code_col)}."
 
 
 def ask_describe(rng: np.random.Generator, scenes: Sequence[Scene], k: int) -> Question | None:
-    """Everything in the picture; each object takes eight words, the comma after it one of them."""
+    """Asks for everything in the picture. Each object has eight words in the answer, including its comma."""
     target = " the image" if len(scenes) == 1 else f" image {k + 1}"
     sources: list[tuple[Cell, ...]] = []
     for item in scenes[k].items:
@@ -110,7 +110,7 @@ def ask_describe(rng: np.random.Generator, scenes: Sequence[Scene], k: int) -> Q
 
 
 def ask_which_image(rng: np.random.Generator, scenes: Sequence[Scene], k: int) -> Question | None:
-    """The object is in image k alone, and once."""
+    """Asks for the image with an object that occurs once, in image k alone."""
     if len(scenes) == 1:
         return None
     unique = [i for i in scenes[k].items if sum(len(s.where(i.shape, i.colour)) for s in scenes) == 1]
@@ -122,7 +122,7 @@ def ask_which_image(rng: np.random.Generator, scenes: Sequence[Scene], k: int) -
 
 
 def recolour(rng: np.random.Generator, scene: Scene) -> tuple[Scene, int]:
-    """A copy of the scene in which one object has another colour, and which."""
+    """Returns a copy of the scene in which one object has another colour, and the number of that object."""
     which = int(rng.integers(0, len(scene.items)))
     colours = [c for c in COLOURS if c != scene.items[which].colour]
     changed = replace(scene.items[which], colour=_pick(rng, colours))
@@ -130,7 +130,7 @@ def recolour(rng: np.random.Generator, scene: Scene) -> tuple[Scene, int]:
 
 
 def ask_difference(first: Scene, second: Scene, which: int, at: int = 0) -> Question:
-    """`which` object of images at + 1 and at + 2 differs in colour."""
+    """Asks for the object number `which`, whose colour differs between images at + 1 and at + 2."""
     a, b = first.items[which], second.items[which]
     answer = f"the {a.shape} at the {a.place} is {a.colour} in image {at + 1} and {b.colour} in image {at + 2}"
     text = f"What is the difference between image {at + 1} and image {at + 2}?"

@@ -1,1 +1,1 @@
-"""Evaluation measures what compression costs: the same samples by every method, against the full cache."""
+"""Measures what compression costs: every method on the same samples, compared with the full cache."""

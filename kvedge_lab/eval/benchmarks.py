@@ -1,7 +1,7 @@
-"""Benchmarks are read as their authors give them out: DocVQA, TextVQA, ChartQA, OCRBench, TextCaps, MM-NIAH.
+"""Reads benchmarks in their published form: DocVQA, TextVQA, ChartQA, OCRBench, TextCaps, MM-NIAH.
 
-Each is a JSON file, or a folder with one such file, and pictures; a question ends with the request that the evaluations
-of these papers use, so that answers are short.
+A benchmark is a JSON file, or a folder with one such file, and pictures. A question ends with a request for a short
+answer, as in the evaluations of these papers.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ _WORD = "\nAnswer the question with a single word."
 
 @dataclass(frozen=True)
 class _Form:
-    """A JSON list of questions. key: it lies under this name, unless that is "". id: the name of a question's own id.
+    """A JSON list of questions. key: name of the list in the file; "": the file is the list. id: name of the id.
 
-    pictures: paths that a question's picture may have, with names of its object in braces; the first one is missed.
-    renamed: gives an object the names "question" and "answers".
+    pictures: possible paths of a question's picture, with names of its object in braces; an error names the first.
+    renamed: returns an object with the names "question" and "answers".
     """
 
     key: str
@@ -46,7 +46,7 @@ class _Form:
     renamed: Callable[[dict[str, Any]], dict[str, Any]] = dict
 
 
-_OPEN_IMAGES = ("{image_id}.jpg", "train_images/{image_id}.jpg", "test_images/{image_id}.jpg")  # also in the archives
+_OPEN_IMAGES = ("{image_id}.jpg", "train_images/{image_id}.jpg", "test_images/{image_id}.jpg")  # or in archives
 _FORMS = {
     # {"data": [{"questionId", "question", "image", "answers"}, ...]}: similarity by edits (ANLS)
     "docvqa": _Form("data", "questionId", ("{image}",), "anls", _SHORT),
@@ -55,7 +55,7 @@ _FORMS = {
     # [{"imgname", "query", "label"}, ...]: numbers within 5 %
     "chartqa": _Form("", "", ("{imgname}", "png/{imgname}"), "relaxed", _WORD,
                      lambda item: {"question": item.get("query"), "answers": [str(item.get("label", ""))]}),
-    # [{"id", "image_path", "question", "answers"}, ...]: one of the answers stands in what is said
+    # [{"id", "image_path", "question", "answers"}, ...]: an answer must occur in the model's text
     "ocrbench": _Form("", "id", ("{image_path}",), "ocr", ""),
 }  # fmt: skip
 
@@ -66,7 +66,7 @@ def _questions(form: _Form, path: Path, images: Path | None, limit: int | None) 
 
 
 def textcaps(path: Path, images: Path | None, limit: int | None) -> list[Sample]:
-    """Reads {"data": [{"image_id", "reference_strs"}, ...]}, an entry for each caption of a picture: CIDEr-D."""
+    """Reads {"data": [{"image_id", "reference_strs"}, ...]}, with one entry per caption of a picture: CIDEr-D."""
     file, form = _file(path), _Form("data", "image_id", _OPEN_IMAGES, "cider", "")
     out: dict[str, Sample] = {}
     for where, item in items(file, None, form.key):
@@ -83,7 +83,7 @@ def textcaps(path: Path, images: Path | None, limit: int | None) -> list[Sample]
 def mm_niah(path: Path, images: Path | None, limit: int | None) -> list[Sample]:
     """Reads lines {"id", "images_list", "context", "question", "answer", "meta"}: needles in long pages.
 
-    An answer is a text, or the number of one of the texts in meta's `choices`.
+    An answer is a text, or the number of a text in meta's `choices`.
     """
     file, out = _file(path, "jsonl"), list[Sample]()
     folder = images or file.parent

@@ -1,6 +1,6 @@
-"""Samples are read from files: our JSONL, MileBench, LLaVA-Description and MM-Vet, as they lie on disk.
+"""Reads samples from files in their published form: JSONL of kvedge, MileBench, LLaVA-Description and MM-Vet.
 
-Everything is checked before anything is measured; an error names the file, the line or the sample, and what is wrong.
+Everything is checked before anything is measured. An error names the file, the line or the sample, and the problem.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from pykvedge.models.prompt import IMAGE, places
 
 COLUMNS = ("id", "task", "images", "messages", "question", "questions", "answer", "answers", "choices", "metric",
            "max_tokens")  # fmt: skip
-ASKED = ("question", "answer", "answers", "choices", "metric", "max_tokens", "task")  # of one of several questions
+ASKED = ("question", "answer", "answers", "choices", "metric", "max_tokens", "task")  # keys of one of several questions
 LLAVA_COLUMNS = ("id", "question_id", "image", "question", "answer", "conversations", "capability", "category", "model",
                  "width", "height")  # fmt: skip
 MM_VET_COLUMNS = ("imagename", "question", "answer", "capability", "imagesource")
@@ -37,10 +37,10 @@ ROLES = ("system", "user", "assistant")
 
 
 def load(path: Path, form: str = "auto", images: Path | None = None, limit: int | None = None) -> list[Sample]:
-    """Reads the first `limit` samples of a data set (of each, where a MileBench folder holds several).
+    """Reads the first `limit` samples of a data set, or of each data set in a MileBench folder.
 
-    form: a name in FORMATS, or "auto" (a list of JSON objects counts as LLaVA-Description). images: the folder that
-    image paths start from; None: where the format has it. Raises DatasetError, UnknownNameError.
+    form: a name in FORMATS, or "auto" (a list of JSON objects counts as LLaVA-Description). images: the folder of
+    relative image paths; None: the format's default. Raises DatasetError, UnknownNameError.
     """
     if form not in ("auto", *FORMATS):
         raise unknown("format", form, ("auto", *FORMATS))
@@ -68,10 +68,10 @@ def _guess(path: Path) -> str:
 
 
 def jsonl(path: Path, images: Path | None, limit: int | None) -> list[Sample]:
-    """Reads one JSON object a line, with the keys in COLUMNS: `answer`, and `messages` or `question`, must be there."""
+    """Reads one JSON object per line, with keys in COLUMNS. `answer`, and `messages` or `question`, are required."""
     out: list[Sample] = []
     known: set[str] = set()
-    for number, text in enumerate(read_text(path).split("\n"), 1):  # other ends of lines may stand in a text
+    for number, text in enumerate(read_text(path).split("\n"), 1):  # texts may contain other line separators
         where = f"{path} line {number}"
         if not text.strip():
             continue
@@ -92,7 +92,7 @@ def jsonl(path: Path, images: Path | None, limit: int | None) -> list[Sample]:
 
 
 def _jsonl_samples(data: dict[str, Any], folder: Path, path: Path, number: int) -> list[Sample]:
-    """Makes a sample of a line, or one of each of its questions, which ask about one context."""
+    """Returns the sample of a line, or one sample per question of a line; such questions share a context."""
     if "questions" not in data:
         return [_jsonl_sample(data, folder, path, number)]
     where, asked = f"{path} line {number}", data["questions"]
@@ -106,7 +106,7 @@ def _jsonl_samples(data: dict[str, Any], folder: Path, path: Path, number: int) 
     for i, one in enumerate(asked, 1):
         check_columns(one, ASKED, f"{where} question {i}")
         of = {**common, **one, "id": f"{identity}/{i}"}
-        if "messages" in data:  # what was said before, and then each of the questions
+        if "messages" in data:  # earlier messages come first, then each of the questions
             if not isinstance(data["messages"], list):
                 raise DatasetError(f"{where}: 'messages' must be a list of objects with 'role' and 'content'")
             text = text_field(of, "question", f"{where} question {i}")
@@ -168,7 +168,7 @@ def _check_boxes(references: tuple[str, ...], where: str) -> None:
 
 
 def _messages(data: dict[str, Any], images: tuple[Path, ...], choices: tuple[str, ...], where: str) -> tuple[Line, ...]:
-    """Makes the conversation. Images go to the marks in order; without any mark, all to the first user's message."""
+    """Returns the conversation. Images go to the marks in order; without marks, all go to the first user's message."""
     if ("messages" in data) == ("question" in data):
         raise DatasetError(f"{where}: either 'messages' or 'question' is needed, and not both")
     if "question" in data:
@@ -205,7 +205,7 @@ def _placed(pairs: list[tuple[str, str]], images: tuple[Path, ...]) -> tuple[Lin
         return tuple(Line(role, text, images if i == first else ()) for i, (role, text) in enumerate(pairs))
     lines, left = [], list(images)
     for i, (role, text) in enumerate(pairs):
-        n = places(text) if i < len(pairs) - 1 else len(left)  # too few or too many: said by the caller
+        n = places(text) if i < len(pairs) - 1 else len(left)  # check_marks() reports a wrong number of images
         lines.append(Line(role, text, tuple(left[:n])))
         left = left[n:]
     return tuple(lines)

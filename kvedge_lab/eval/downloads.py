@@ -1,9 +1,9 @@
-"""Data of recipes is fetched by the addresses that its owners publish, and compared with its SHA-256.
+"""Downloads the data of recipes from the addresses that its owners publish, and compares it with its SHA-256.
 
-manifest.json says for each recipe: `files`, each with `url`, `path` and, where it is known, `sha256` (an archive is
-unpacked where `unpack` says so); `data` and `images`, paths of what the recipe reads; `model`, a repository of a hub;
-or `page`, where the data is given out by hand. The checksum of the first download is recorded, and compared with later
-ones where the manifest knows none (trust on first use).
+manifest.json has for each recipe: `files`, each with `url`, `path` and, if known, `sha256` (`unpack`: the file is an
+archive to unpack); `data` and `images`, the paths that the recipe reads; `model`, a repository of a hub; or `page`, if
+the data must be fetched by hand. If the manifest has no checksum, the checksum of the first download is stored and
+compared with later downloads (trust on first use).
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ from pykvedge.system.memory import readable
 
 MANIFEST = Path(__file__).with_name("manifest.json")
 _TIMEOUT_S, _HEX = 30.0, 64
-_CLIENTS = ("httpx", "httpx2", "httpcore", "huggingface_hub")  # whose errors are the connection's
+_CLIENTS = ("httpx", "httpx2", "httpcore", "huggingface_hub")  # packages whose errors mean a broken connection
 
-Look = Callable[[str, int, int], None]  # a file's name, the bytes that are there, and all of them or 0
+Look = Callable[[str, int, int], None]  # called with a file's name, the downloaded bytes, and the size or 0
 
 
 @dataclass(frozen=True)
 class Fetched:
-    """What a recipe reads."""
+    """The files and the model of a recipe."""
 
     data: Path
     images: Path | None
-    model: str | None  # as of -hf
+    model: str | None  # a name as after -hf
 
 
 def read_manifest(path: Path, name: str) -> Mapping[str, Any]:
-    """Returns what a manifest says of a recipe. Raises DatasetError."""
+    """Returns the entry of a recipe in a manifest. Raises DatasetError."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
         entry = found[name]
@@ -70,13 +70,13 @@ def _is_file(entry: Any) -> bool:
 
 
 def folder_of(name: str, entry: Mapping[str, Any]) -> Path:
-    """Returns where the data of a recipe lies; recipes with the same `folder` in the manifest share their files."""
+    """Returns the folder of a recipe's data. Recipes with the same `folder` in the manifest share files."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     return cache / "kvedge" / "data" / Path(str(entry.get("folder", name))).name
 
 
 def fetch(entry: Mapping[str, Any], folder: Path, look: Look) -> Fetched:
-    """Fetches all files of a recipe into a folder, and unpacks archives. Raises HubError; a later call goes on."""
+    """Downloads all files of a recipe into a folder, and unpacks archives. Raises HubError; a later call continues."""
     try:
         for file in entry["files"]:
             path = folder / file["path"]
@@ -103,7 +103,7 @@ def _fetch(url: str, path: Path, expected: str | None, look: Look) -> None:
             _append(url, part, look)
             break
         except UnreachableError:
-            if _size(part) == before:  # a try that brings something is worth another one
+            if _size(part) == before:  # a try that brings new bytes is worth another try
                 raise
     with part.open("rb") as content:
         found = checksum(content, 0, like="0" * _HEX)
@@ -122,7 +122,7 @@ def _size(path: Path) -> int:
 
 
 def _append(url: str, part: Path, look: Look) -> None:
-    """Appends the missing rest. Raises UnreachableError where the connection breaks, HubError where it is refused."""
+    """Appends the missing rest of a file. Raises UnreachableError for a broken connection, HubError for a refusal."""
     try:
         from huggingface_hub.utils import http_stream_backoff
     except ImportError:
@@ -137,11 +137,11 @@ def _append(url: str, part: Path, look: Look) -> None:
             part.open("ab") as out,
         ):
             status = response.status_code
-            if status == 416:  # all of it is there
+            if status == 416:  # the file is complete
                 return
             if status not in (200, 206):
                 raise HubError(f"{url} is refused (status {status}); the owner may have moved it")
-            if status == 200 and there:  # from the beginning, after all
+            if status == 200 and there:  # the server sends the file from the beginning
                 out.truncate(0)
                 there = 0
             size = there + int(response.headers.get("Content-Length") or 0)
@@ -166,7 +166,7 @@ def _check_room(part: Path, needed: int) -> None:
 
 
 def _unpack(path: Path) -> None:
-    """Unpacks an archive beside itself, once. No member can leave the folder."""
+    """Unpacks an archive beside itself, once. Its members cannot leave the folder."""
     done = path.with_name(path.name + ".unpacked")
     if done.exists():
         return

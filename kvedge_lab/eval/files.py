@@ -1,4 +1,4 @@
-"""Files of samples are read here. `where` names the file and the line or sample, for messages."""
+"""Reads files of samples. `where` names the file and the line or sample in messages."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pykvedge.system.files import require_file
 
 
 def read_text(path: Path) -> str:
-    """Reads the whole of a file in UTF-8."""
+    """Reads a whole file in UTF-8. Raises DatasetError."""
     try:
         require_file(path)
         return path.read_text(encoding="utf-8-sig")
@@ -25,7 +25,7 @@ def read_text(path: Path) -> str:
 
 
 def parsed(text: str) -> Any:
-    """Reads JSON. Raises ValueError also for halves of characters, which no result could be written with."""
+    """Parses JSON. Raises ValueError, also for lone surrogates, which results could not be written with."""
     data = json.loads(text)
     if "\\ud" in text.lower():
         try:
@@ -43,14 +43,14 @@ def read_json(path: Path) -> Any:
 
 
 def check_columns(data: dict[str, Any], known: tuple[str, ...], where: str) -> None:
-    """Refuses a misspelt column, which would else be one that is not there, an image for example."""
+    """Raises DatasetError for an unknown column. A misspelt column, for example `image`, would otherwise be missing."""
     for column in data:
         if column not in known:
             raise DatasetError(f"{where}: {unknown('column', column, known)}")
 
 
 def is_file(path: Path) -> bool:
-    """Tells whether it is there; a name that the system refuses to look at is of none."""
+    """Returns whether a file exists. A name that the system refuses does not exist."""
     try:
         return path.is_file()
     except (OSError, ValueError):
@@ -58,7 +58,7 @@ def is_file(path: Path) -> bool:
 
 
 def image_file(folder: Path, name: Any, where: str) -> Path:
-    """Returns the path of an image that exists."""
+    """Returns the path of an existing image. Raises DatasetError."""
     if not isinstance(name, str) or not name:
         raise DatasetError(f"{where}: an image must be a path, not {name!r}")
     path = folder / name
@@ -68,7 +68,7 @@ def image_file(folder: Path, name: Any, where: str) -> Path:
 
 
 def picture_file(folder: Path, names: list[str], where: str) -> Path:
-    """Returns the path of an image that exists under one of these names; the first is the one that is missed."""
+    """Returns the path of an existing image under one of these names. Otherwise DatasetError names the first."""
     for name in names[1:]:
         if is_file(folder / name):
             return folder / name
@@ -76,7 +76,7 @@ def picture_file(folder: Path, names: list[str], where: str) -> Path:
 
 
 def items(file: Path, limit: int | None, key: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yields (where, object) of the first `limit` objects of a JSON list, which lies under `key` unless that is ""."""
+    """Yields (where, object) of the first `limit` objects of a JSON list, or of the list under `key` if given."""
     data = read_json(file)
     if key:
         data = data.get(key) if isinstance(data, dict) else None
@@ -90,7 +90,7 @@ def items(file: Path, limit: int | None, key: str) -> Iterator[tuple[str, dict[s
 
 
 def text_field(data: dict[str, Any], key: str, where: str) -> str:
-    """Returns a text that is there and not blank."""
+    """Returns a required text that is not blank. Raises DatasetError."""
     value = data.get(key)
     if not isinstance(value, str) or not value.strip():
         raise DatasetError(f"{where}: '{key}' must be a text, {f'not {value!r}' if key in data else 'and is missing'}")
@@ -98,7 +98,7 @@ def text_field(data: dict[str, Any], key: str, where: str) -> str:
 
 
 def check_marks(lines: tuple[Line, ...], where: str) -> None:
-    """Refuses a message that has marks, but not as many as images."""
+    """Raises DatasetError for a message with marks whose number differs from its number of images."""
     for line in lines:
         marks = places(line.text)
         if marks and marks != len(line.images):

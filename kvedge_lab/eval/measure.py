@@ -1,8 +1,8 @@
-"""One sample is put to many plans: for their answers, and how likely the reference answer is to each.
+"""Measures one sample by many plans: the answers, and the likelihood of the reference answer.
 
-The reference answer is fed token by token (teacher forcing), the decode policy active. Where the model would have
-answered otherwise, a copy of the sequence goes on by itself: that is the greedy answer, the same that decoding from
-the start would give, because up to that token both are one.
+The reference answer is fed token by token (teacher forcing), with the decode policy active. At the first token that the
+model would choose differently, a copy of the sequence continues greedily. The result is the greedy answer, as decoding
+from the start would give, because both are equal up to that token.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ from pykvedge.runtime.pruning import planned
 from pykvedge.runtime.replay import extra_tokens
 
 PROMPT, CONTEXT, CONVERSATION = "prompt", "context", "conversation"
-# "prompt": each message of the user when it is complete, as a chat does. "context": all that comes before the last
-# question as one, and the question is read after that. "conversation": all up to the answer as one, as a program does
-# that sends a whole conversation.
+# "prompt": each user message is compressed when it is complete, as in a chat. "context": everything before the last
+# question is compressed at once, and the question is read after that. "conversation": everything up to the answer is
+# compressed at once, as in a program that sends a whole conversation.
 WAYS = (PROMPT, CONTEXT, CONVERSATION)
-Turn = tuple[list[Piece], list[int]]  # a user's message with what comes before it, and the tokens of the answer to it
+Turn = tuple[list[Piece], list[int]]  # a user's message with the text before it, and the tokens of the answer to it
 
 
 @dataclass(frozen=True)
 class Cell:
-    """A cell is a column of the measurement: a plan under the name that tables give it.
+    """One column of the measurement: a plan, and its name in tables.
 
-    source: tells versions of the code of the plan's own stages, and of its profiles, apart; "" where there are none.
+    source: a digest of the plugin code of the plan's stages, and of its profiles; "" without these.
     """
 
     name: str
@@ -52,26 +52,26 @@ class Cell:
 
     @property
     def budget(self) -> float | int:
-        """Returns what was asked for: a ratio of the prompt, or pairs per layer and head."""
+        """The requested budget: a ratio of the prompt, or pairs per layer and head."""
         return self.plan.budget.value
 
     @property
     def key(self) -> tuple[str, str]:
-        """Tells cells apart, also in files."""
+        """A key that identifies the cell, also in files."""
         return self.name, str(self.budget)
 
     @cached_property
     def digest(self) -> str:
-        """Is equal for cells that compress the same way: a file of results is refused for others of the same name."""
+        """A digest of how the cell compresses. A file of results is refused if a cell's digest differs."""
         return hashlib.sha256(f"{self.plan.to_json()} {self.source}".encode()).hexdigest()[:16]
 
 
 @dataclass(frozen=True)
 class Wants:
-    """These are measured: greedy answers, and the likelihood of the reference answer.
+    """What to measure: greedy answers, and the likelihood of the reference answer.
 
-    compress: what is compressed, one of WAYS. own: the reference is what the full cache answers, up to max_tokens and
-    with the token that ends it; it is fed in one pass where a plan's decode policy keeps all.
+    compress: what is compressed, one of WAYS. own: the reference is the full cache's answer, up to max_tokens and with
+    its end token; the answer is fed in one pass if a plan's decode policy keeps everything.
     """
 
     answers: bool = True
@@ -83,9 +83,9 @@ class Wants:
 
 @dataclass
 class Prepared:
-    """This is a sample as tokens. turns: what is read and then compressed, and the assistant's tokens that follow.
+    """A sample as tokens. turns: pieces to read and compress, each with the assistant's tokens that follow.
 
-    question: what is read after all is compressed.
+    question: pieces to read after the compression.
     """
 
     sample: Sample
@@ -95,22 +95,22 @@ class Prepared:
 
     @property
     def n_compressed(self) -> int:
-        """Counts the tokens that are compressed: those up to the answer, or up to the question."""
+        """The number of compressed tokens: up to the answer, or up to the question."""
         return sum(sum(p.n_tokens for p in pieces) + len(reply) for pieces, reply in self.turns)
 
     @property
     def n_conversation(self) -> int:
-        """Counts the tokens up to the answer."""
+        """The number of tokens up to the answer."""
         return self.n_compressed + sum(piece.n_tokens for piece in self.question)
 
     @property
     def images(self) -> list[int]:
-        """Counts the tokens of each image."""
+        """The number of tokens of each image."""
         return [p.n_tokens for pieces, _ in self.turns for p in pieces if isinstance(p, ImagePiece)]
 
 
 class Preparer:
-    """A Preparer makes tokens of samples, by the model's chat template."""
+    """Turns samples into tokens, by the model's chat template."""
 
     def __init__(
         self,
@@ -119,18 +119,18 @@ class Preparer:
         look: Callable[[float], None] = lambda share: None,
         compress: str = PROMPT,
     ) -> None:
-        """look: called while an image is encoded, with the share that is done; what it raises prepare raises.
+        """look: called while an image is encoded, with the finished share; prepare() raises its exceptions.
 
-        compress: as of Wants.
+        compress: see Wants.
         """
         self._vision, self._look, self._compress = vision, look, compress
         self._composer = Composer(model, vision)
-        _ = self._composer.lead  # a template without answers fails before the first sample
+        _ = self._composer.lead  # a template that cannot write answers fails before the first sample
 
     def prepare_all(self, samples: Sequence[Sample]) -> list[Prepared]:
-        """Prepares samples that ask about one context, whose images are encoded once; `release` the first's turns.
+        """Prepares samples that share a context, whose images are encoded once. `release` the first one's turns.
 
-        Raises what prepare raises.
+        Raises what prepare() raises.
         """
         first = self.prepare(samples[0])
         try:
@@ -140,7 +140,7 @@ class Preparer:
             raise
 
     def prepare(self, sample: Sample, encode: bool = True) -> Prepared:
-        """Makes tokens and, unless another sample has them, encoded images; `release` them.
+        """Makes tokens and, if `encode` is true, encoded images. Call `release` for the turns.
 
         Raises ImageError, KvedgeError.
         """
@@ -150,9 +150,9 @@ class Preparer:
     def tokens(
         self, messages: Sequence[Message], answer: str, encode: bool = True
     ) -> tuple[list[Turn], list[int], list[Piece]]:
-        """Makes tokens of a conversation whose last message is a user's: Prepared's turns, answer and question.
+        """Turns a conversation, whose last message is a user's, into Prepared's turns, answer and question.
 
-        Raises as prepare.
+        Raises as prepare() does.
         """
         users = [i for i, m in enumerate(messages) if m.role == "user"]
         turns: list[Turn] = []
@@ -193,9 +193,9 @@ class Preparer:
 
 
 def _apart(turns: list[Turn]) -> tuple[list[Turn], list[Piece]]:
-    """Takes the question off what is compressed: what follows the last turn's last image, or that turn if it has none.
+    """Splits the question from the compressed part: the last turn after its last image, or all of that turn.
 
-    METHODS: kvpress, KVzip and SCBench measure so. Raises ContextError where nothing comes before the question.
+    METHODS: kvpress, KVzip and SCBench measure this way. Raises ContextError if nothing comes before the question.
     """
     *earlier, (last, _) = turns
     before, question = opening.cut(last)
@@ -205,7 +205,7 @@ def _apart(turns: list[Turn]) -> tuple[list[Turn], list[Piece]]:
 
 
 def _joined(turns: list[Turn]) -> list[Piece]:
-    """Makes one prompt of messages and the answers between them."""
+    """Returns the messages and the answers between them as one prompt."""
     out: list[Piece] = []
     for pieces, reply in turns:
         out += [*pieces, TextPiece(reply)] if reply else pieces
@@ -214,9 +214,9 @@ def _joined(turns: list[Turn]) -> list[Piece]:
 
 @dataclass
 class Baseline:
-    """The full cache said this of the sample that is being measured."""
+    """The full cache's results for the current sample."""
 
-    log_probabilities: list[np.ndarray] = field(default_factory=list)  # per answer token, [n_vocab] float32
+    log_probabilities: list[np.ndarray] = field(default_factory=list)  # per token of the answer, [n_vocab] float32
     answer: str = ""
 
 
@@ -227,9 +227,9 @@ class Measurer:
     def measure(
         self, asked: Sequence[Prepared], full: Cell, cells: list[Cell], failed: Callable[[Cell, KvedgeError], None]
     ) -> Iterator[tuple[Sample, Cell, dict[str, Any]]]:
-        """Yields the records of the full cache, then of each cell; failed(cell, reason) is told of cells without.
+        """Yields the records of the full cache, then of each cell. Calls failed(cell, reason) for a failing cell.
 
-        asked: one sample, or several about one context: they differ in what follows its last image.
+        asked: one sample, or several samples about one context, which differ after its last image.
         """
         more = max(max(len(one.answer), self._longest(one.sample)) for one in asked) + 1
         longest = max(one.n_conversation for one in asked)
@@ -250,9 +250,9 @@ class Measurer:
                     failed(cell, reason)
 
     def _read(self, seen: Prepared, asked: Sequence[Prepared]) -> Iterator[tuple[Prepared, Sequence[Prepared]]]:
-        """Reads what is compressed. Yields it, with the samples that it is compressed for.
+        """Reads the part to compress. Yields it with the samples that it is compressed for.
 
-        Where each sample's question is compressed with it, what comes before the questions is read once for all.
+        If each sample's question is compressed too, the part before the questions is read once for all samples.
         """
         reader, pieces = self._reader, seen.turns[0][0]
         if len(asked) == 1 or asked[0].question:
@@ -279,7 +279,7 @@ class Measurer:
         failed: Callable[[Cell, KvedgeError], None],
         is_full: bool,
     ) -> Iterator[tuple[Sample, Cell, dict[str, Any]]]:
-        """Compresses what was read by each plan of a group, and asks."""
+        """Compresses the read part by each plan of a group, and measures the samples."""
         here = self._reader.current
         for cell in group:
             try:
@@ -303,7 +303,7 @@ class Measurer:
         return min(sample.max_tokens or self._wants.max_tokens, self._wants.max_tokens)
 
     def _compressed(self, seen: Prepared, cell: Cell) -> dict[str, Any]:
-        """Compresses what was read, and the turns after it. Returns what is the same for all questions."""
+        """Compresses the read part and the turns after it. Returns the figures that all questions share."""
         reader, started = self._reader, time.perf_counter()
         _, full_bytes = reader.held()
         reader.set_plan(cell.plan)
@@ -328,7 +328,7 @@ class Measurer:
         }
 
     def _asked(self, prepared: Prepared, cell: Cell, base: Baseline, is_full: bool, last: bool) -> dict[str, Any]:
-        """Reads the question, if it is apart, in a copy of the sequence unless it is the last, and answers."""
+        """Measures a sample. Reads a separate question first, in a copy of the sequence unless it is the last."""
         reader, started, here = self._reader, time.perf_counter(), self._reader.current
         if not last:
             reader.copy(ASKED)
@@ -388,8 +388,8 @@ class Measurer:
         return sums | ({} if is_full else {"klds": [float(f"{one:.4g}") for one in each]}), tokens
 
     def _own(self, prepared: Prepared, plan: Plan, base: Baseline, is_full: bool) -> dict[str, Any]:
-        """Returns sums over the tokens of the full cache's own answer: nll, kld, top1 (those that the plan's likeliest
-        token agrees with), tokens; and of the full cache: sure (the likeliest tokens' probabilities), answer.
+        """Returns sums over the tokens of the full cache's answer: nll, kld, top1 (tokens that are the plan's
+        likeliest), tokens; for the full cache also sure (sum of the likeliest tokens' probabilities) and answer.
         """
         longest = self._longest(prepared.sample)
         if is_full:
@@ -408,7 +408,7 @@ class Measurer:
         return {**out, "sure": sure, "answer": self._text(prepared.answer)} if is_full else out
 
     def _fed(self, answer: list[int], plan: Plan) -> Iterator[np.ndarray]:
-        """Yields the logits before each token of an answer, which is fed."""
+        """Feeds an answer. Yields the logits before each of its tokens."""
         yield self._reader.logits()
         if not plan.drops:
             yield from self._reader.feed(answer[:-1])
@@ -422,7 +422,7 @@ class Measurer:
         return ("".join(stream.feed(t) for t in tokens if not self._model.is_end(t)) + stream.finish()).strip()
 
     def _aside(self, before: list[int], longest: int, ended: bool = False) -> list[int]:
-        """Generates the greedy answer from here on, in a copy of the sequence. ended: with the token that ends it."""
+        """Generates the greedy answer from here on, in a copy of the sequence. ended: with its end token."""
         here = self._reader.current
         self._reader.copy(SIDE)
         tokens = self._continue(list(before), longest)
@@ -432,7 +432,7 @@ class Measurer:
         return tokens
 
     def _continue(self, tokens: list[int], longest: int) -> list[int]:
-        """Adds the likeliest tokens up to the end of the answer, or up to `longest`."""
+        """Appends the likeliest tokens up to the end of the answer, or up to `longest`."""
         tokens = tokens[:longest]
         while len(tokens) < longest:
             token = int(self._reader.logits().argmax())
@@ -445,12 +445,12 @@ class Measurer:
 
 
 def _seen(prepared: Prepared, plan: Plan) -> Prepared:
-    """Returns a sample as a model reads it under a plan, whose pruner may leave less of its images."""
+    """Returns a sample as a model reads it under a plan. The plan's pruner may remove image rows."""
     return replace(prepared, turns=[(planned(pieces, plan, 0), reply) for pieces, reply in prepared.turns])
 
 
 def _groups(cells: list[Cell]) -> list[list[Cell]]:
-    """Puts cells together that one reading serves."""
+    """Groups cells that one reading serves."""
     keys = {cell.key: repr(reading_key(cell.plan)) for cell in cells}
     ordered = sorted(cells, key=lambda cell: keys[cell.key])
     return [list(group) for _, group in groupby(ordered, key=lambda cell: keys[cell.key])]

@@ -1,4 +1,4 @@
-"""MileBench (Song et al. 2024) is read as it lies on disk: NAME/NAME.json and NAME/images/."""
+"""Reads MileBench (Song et al. 2024) in its published form: NAME/NAME.json and NAME/images/."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from kvedge_lab.eval.files import DatasetError, check_marks, image_file, read_js
 from kvedge_lab.eval.tasks import Line, Sample, with_choices
 from pykvedge.models.prompt import IMAGE
 
-# the columns of LOOK-M's tables, from its table 5
+# the columns of LOOK-M's tables (its table 5) -> data sets
 COLUMNS = {
     "T-1": ("ActionLocalization", "ActionPrediction", "ActionSequence"),
     "T-2": ("ObjectExistence", "ObjectInteraction", "MovingAttribute", "ObjectShuffle"),
@@ -26,11 +26,11 @@ COLUMNS = {
 }
 _COLUMN_OF = {name.lower(): column for column, names in COLUMNS.items() for name in names}
 _PLACE = re.compile(r"\{(?:image|table)#(\d+)\}")
-LONGEST_ANSWER = 512  # tokens, of the benchmark
+LONGEST_ANSWER = 512  # the benchmark's limit, in tokens
 
 
 def load(path: Path, images: Path | None, limit: int | None) -> list[Sample]:
-    """Reads the samples of one data set's folder or JSON file, or of every data set in a folder of them."""
+    """Reads the samples of one data set (its folder or JSON file), or of every data set in a folder."""
     files = [path] if path.is_file() else _files(path)
     if not files:
         raise DatasetError(f"{path} holds no data set: neither {path.name}.json nor folders NAME with NAME.json")
@@ -82,11 +82,11 @@ def _sample(name: str, i: int, item: dict[str, Any], meta: dict[str, Any], folde
 
 
 def _placed(context: str, n_images: int, where: str) -> tuple[str, list[int]]:
-    """Puts our mark in each image's place in the context, and says which image each mark stands for."""
+    """Returns the context with kvedge's mark at each image's place, and the image of each mark."""
     order = [int(k) - 1 for k in _PLACE.findall(context)]
     wrong = [k + 1 for k in order if not 0 <= k < n_images]
     if wrong:
         raise DatasetError(f"{where}: image {wrong[0]} is asked for, but there are {n_images}")
-    if not order:  # no place is marked: they come first
+    if not order:  # no place is marked: images come first
         return context, list(range(n_images))
     return _PLACE.sub(IMAGE, context), order

@@ -1,4 +1,4 @@
-"""A picture shows what compression costs: right answers, and divergence from the full cache, by budget."""
+"""Draws the cost of compression by budget: right answers, and divergence from the full cache."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from kvedge_lab.eval.runner import FULL
 from kvedge_lab.eval.table import ALL, Line
 
 HEIGHT = 1.75  # inches of a panel
-NEAR = 1.12  # budgets that lie closer have one tick
+NEAR = 1.12  # budgets whose positions differ by less share one tick
 
 
 @dataclass(frozen=True)
 class Panel:
-    """A panel shows a figure of a line, with its interval where there is one; None: it was not measured."""
+    """One figure of lines. value: None if it was not measured. interval: of a line and the full cache, or None."""
 
     title: str
     value: Callable[[Line], float | None]
@@ -40,10 +40,10 @@ PANELS = (
 
 
 def draw(path: Path, made: list[Line], against_full: bool, of: str) -> bool:
-    """Draws one line a method over its budgets, all tasks together. False if nothing was measured that could be drawn.
+    """Draws one line per method over its budgets, all tasks together. Returns False if there is nothing to draw.
 
-    against_full: the intervals are of the difference to the full cache; others say nothing about a method's own figure.
-    of: the model and its tasks.
+    against_full: the intervals are of the difference to the full cache; other intervals are not drawn, because they say
+    nothing about one method's figure. of: the model and its tasks.
     """
     lines = [line for line in made if line.task == ALL and line.kv_bytes]
     methods = by_method(lines)
@@ -63,19 +63,19 @@ def draw(path: Path, made: list[Line], against_full: bool, of: str) -> bool:
 
 
 def memory_axis(full: Line) -> str:
-    """Says where points lie."""
+    """Returns the label of the memory axis."""
     return f"KV memory kept of {(full.kv_bytes or 0) / 2**20:.3g} MiB, log axis; ticks: budgets"
 
 
 def bars(full: Line, against_full: bool, intervals: bool) -> str:
-    """Says what a point is, and its bar."""
+    """Returns the caption: the meaning of a point and its bar."""
     about = f" about {full.contexts} contexts" if full.contexts not in (0, full.samples) else ""
     shown = "bars: 95 % interval of the difference to the full cache" if against_full else "intervals are in the table"
     return f"n = {full.samples}{about} at each point; {shown if intervals else 'too few for intervals'}."
 
 
 def by_method(lines: Sequence[Line]) -> dict[str, list[Line]]:
-    """Sorts lines of compressed caches by method, from the smallest to the largest cache."""
+    """Returns lines of compressed caches by method, from the smallest to the largest cache."""
     methods: dict[str, list[Line]] = {}
     for line in sorted(lines, key=lambda x: x.kv_bytes or 0.0):
         if line.method != FULL:
@@ -84,7 +84,7 @@ def by_method(lines: Sequence[Line]) -> dict[str, list[Line]]:
 
 
 def draw_panel(axis: Any, panel: Panel, methods: dict[str, list[Line]], full: Line, intervals: bool) -> None:
-    """Draws a figure of all methods by the memory that they keep, and the full cache as a line."""
+    """Draws one figure of all methods over their kept memory, and the full cache as a horizontal line."""
     ticks: dict[str, list[float]] = {}
     for name, found in methods.items():
         style = drawing.style(name)
@@ -102,14 +102,14 @@ def draw_panel(axis: Any, panel: Panel, methods: dict[str, list[Line]], full: Li
     axis.set_xscale("log")
     if panel.log:
         axis.set_yscale("log")
-        axis.yaxis.set_major_formatter("{x:g}")  # powers would have small exponents
+        axis.yaxis.set_major_formatter("{x:g}")  # powers of ten would have small exponents
     _budgets(axis, {text: sum(at) / len(at) for text, at in ticks.items()})
     axis.set_title(panel.title)
     axis.grid(axis="y")
 
 
 def _budgets(axis: Any, places: dict[str, float]) -> None:
-    """Ticks the budgets where they lie; of two that would overlap the larger one."""
+    """Puts ticks at the budgets. If two ticks would overlap, the larger budget is shown."""
     shown: dict[str, float] = {}
     for text, at in sorted(places.items(), key=lambda x: -x[1]):
         if not shown or min(shown.values()) > NEAR * at:

@@ -1,8 +1,8 @@
 """A Reader reads a prompt once, and compresses copies of it by several plans.
 
-A prompt's keys and values depend neither on the budget nor on what becomes of evicted pairs. So one reading serves all
-plans with the same `reading_key`: libkvedge copies the sequence, with the scores gathered so far, and each copy is
-compressed by its own plan. What is measured is what a session does; only the reading is not repeated.
+A prompt's keys and values depend neither on the budget nor on the treatment of evicted pairs. One reading therefore
+serves all plans with the same `reading_key`: libkvedge copies the sequence with its scores so far, and each copy is
+compressed by its plan. The measurement equals that of a session, except that the prompt is not read again.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ from pykvedge.runtime.loaded import Loan
 from pykvedge.runtime.sequence import Sequence
 from pykvedge.runtime.settings import Keep, Settings
 
-# sequences: what was read, a compressed copy, that with one of several questions, a copy for an answer
+# sequences: the prompt, a compressed copy, a copy with one of several questions, a copy for an answer
 PROMPT, BRANCH, ASKED, SIDE = range(4)
-STEP = 1024  # contexts grow by so many tokens
+STEP = 1024  # context sizes are multiples of it, in tokens
 SPARE = 8
 
 
-# scorers that look at nothing that passes while the prompt is read
+# scorers that gather nothing while the prompt is read
 _BLIND = ("position", "dct", "keydiff", "knorm", "vnorm", "random")
-_WINDOWED = ("window", "mixkv", "modal")  # they look at the last queries alone
+_WINDOWED = ("window", "mixkv", "modal")  # scorers that use the last queries only
 
 
 def reading_key(plan: Plan) -> tuple[Any, ...]:
-    """Is equal for plans that gather the same while the prompt is read."""
+    """Returns a key that is equal for plans that gather the same data while the prompt is read."""
     settings = sorted(plan.params.items())
     scorer = [plan.scorer, *(pair for pair in settings if pair[0].startswith("scorer."))]
     if plan.scorer in _BLIND:
@@ -51,7 +51,7 @@ def reading_key(plan: Plan) -> tuple[Any, ...]:
         scorer = ["window", plan.settings("scorer")["window"]]
     allocator = [pair for pair in settings if pair[0].startswith("allocator.")] if plan.allocator == "entropy" else None
     queries = registry.reducer(plan.reducer).queries
-    own = plan.method if plan.profile_kinds() else ""  # it is left out alone where its profile is missing
+    own = plan.method if plan.profile_kinds() else ""  # if its profile is missing, only this method is left out
     return (own, plan.budget.ratio == 1.0, scorer, allocator, queries, plan.decode, plan.pruner, str(plan.image_tokens))
 
 
@@ -68,15 +68,14 @@ class Reader:
         n_outputs: int = 0,
         keep: Keep | None = None,
     ) -> None:
-        """n_ctx: tokens of the context, 0: as many as are needed, up to those that the model was trained for.
+        """n_ctx: tokens of the context; 0: as many as needed, up to the length of the model's training.
 
-        n_outputs: tokens of one pass that can be asked for their logits, for `feed`. keep: where whole rows stay behind
-        compressed ones.
+        n_outputs: tokens of one pass that can have logits, for `feed`. keep: the place of whole rows behind kept rows.
         """
         self.model, self.vision = model, vision
         self._threads, self._kv_type, self._n_ctx, self._n_outputs = threads, kv_type, n_ctx, n_outputs
         self._keep = keep
-        self.later_floor: int | None = 0  # tokens that a later message keeps at least; None: as many as in a chat
+        self.later_floor: int | None = 0  # least tokens that a later message keeps; None: as in a chat
         self._driver: Driver | None = None
         self._sequences: list[Sequence] = []
         self._cancel: threading.Event | None = None
@@ -88,14 +87,14 @@ class Reader:
             self._driver = None
 
     def stop_when(self, cancel: threading.Event) -> None:
-        """Makes decoding give up with CancelledError when the event is set."""
+        """Makes decoding raise CancelledError when the event is set."""
         self._cancel = cancel
 
     def make_room(self, n_conversation: int, n_answer: int, largest_image: int, n_again: int = 0) -> None:
-        """Makes a context, or a larger one, for a conversation of so many tokens and two answers to it.
+        """Makes a context, or a larger one, for a conversation of n_conversation tokens and two answers to it.
 
-        n_again: tokens that a second pass over a prompt takes at a time.
-        Raises ContextError if it has more tokens than --ctx or the model allows.
+        n_again: tokens that a second pass over a prompt needs at a time. Raises ContextError if the conversation
+        exceeds --ctx or the model's length.
         """
         limit = self._n_ctx or self.model.n_ctx_train or n_conversation + n_answer
         if n_conversation + n_answer > limit:
@@ -103,7 +102,7 @@ class Reader:
             raise ContextError(
                 f"the conversation and its answer have up to {n_conversation + n_answer} tokens, the {most}"
             )
-        # the two answers lie in cells of their own, however many sequences share the prompt's
+        # each of the two answers needs cells; all sequences share the prompt's cells
         cells = n_conversation + max(2 * (n_answer + SPARE), n_again)
         n_ubatch = ubatch_for(self.vision, largest_image)
         have = self._driver.context if self._driver is not None else None
@@ -116,7 +115,7 @@ class Reader:
         self._sequences = [Sequence(self._driver, number) for number in range(4)]
 
     def start(self, plan: Plan) -> None:
-        """Forgets everything; what is read next is read for this plan. Raises NothingToCompressError."""
+        """Forgets everything. The next tokens are read for this plan. Raises NothingToCompressError."""
         driver = self._live()
         self._now = self._sequences[PROMPT]
         driver.context.clear()
@@ -127,12 +126,12 @@ class Reader:
         else:
             driver.cache.set_plan(plan, tables_for(plan, self.model.path))
         if self._keep is not None and driver.cache is not None:
-            place = "" if plan.budget.ratio == 1.0 else self._keep.place  # a whole cache needs none behind it
+            place = "" if plan.budget.ratio == 1.0 else self._keep.place  # a whole cache needs no whole rows behind it
             driver.cache.keep(place, self._keep.made_folder(), self._keep.space, self._keep.type)
         driver.context.stop_when(self._cancel)
 
     def copy(self, to: int) -> None:
-        """Lets the current sequence go on as two; `to` is then the current one."""
+        """Copies the current sequence to the sequence `to`, which becomes the current one."""
         copy = self._sequences[to]
         copy.follow(self._now)
         self._logits[to] = self.logits()
@@ -143,20 +142,20 @@ class Reader:
         return self._now.number
 
     def back_to(self, number: int) -> None:
-        """Ends the current sequence, a copy, and makes another the current one."""
+        """Drops the current sequence, a copy, and makes sequence `number` the current one."""
         self._now.drop()
         self._now = self._sequences[number]
 
     def drop_copies(self, of: int = PROMPT) -> None:
-        """Makes a sequence the current one, and empties all others but the prompt's."""
+        """Makes sequence `of` the current one, and empties all sequences except this and the prompt's."""
         self._now = self._sequences[of]
         for copy in {BRANCH, ASKED, SIDE} - {of}:
             self._sequences[copy].drop()
 
     def set_plan(self, plan: Plan, tables: Mapping[str, ProfileTable] | None = None) -> None:
-        """Compresses the current sequence by this plan. Raises BudgetError if what it protects does not fit.
+        """Sets the plan of the current sequence's next compression. Raises BudgetError if its protection does not fit.
 
-        tables: profiles by stage, instead of those that lie ready.
+        tables: profiles by stage, instead of the stored profiles.
         """
         driver = self._live()
         if driver.cache is not None:
@@ -164,9 +163,9 @@ class Reader:
             driver.cache.set_plan(plan, tables_for(plan, self.model.path) if tables is None else tables)
 
     def read(self, pieces: list[Piece]) -> None:
-        """Appends pieces to the current sequence; afterwards the logits of the last token are there, of text."""
+        """Appends pieces to the current sequence. If the last piece is text, its last logits are stored."""
         self._now.read(pieces, cancel=self._cancel)
-        none = np.empty(0, np.float32)  # nobody asks what follows an image
+        none = np.empty(0, np.float32)  # logits after an image are never used
         self._logits[self.current] = (
             none if isinstance(pieces[-1], ImagePiece) else self._live().context.logits().copy()
         )
@@ -185,7 +184,7 @@ class Reader:
             yield from rows
 
     def heads(self) -> list[tuple[int, int]]:
-        """Lists (layer of the model, KV head) of all heads that kvedge stores; none where there is no cache."""
+        """Returns (layer of the model, KV head) of all heads that kvedge stores; [] without a cache."""
         driver = self._live()
         if driver.cache is None:
             return []
@@ -193,24 +192,24 @@ class Reader:
         return [(i, h) for i, of in zip(driver.cache.layer_ids(), lengths, strict=True) for h in range(len(of))]
 
     def logits(self) -> np.ndarray:
-        """Returns those of the last token of the current sequence: [n_vocab] float32."""
+        """Returns the logits of the last token of the current sequence: [n_vocab] float32."""
         return self._logits[self.current]
 
     def read_again(self) -> None:
-        """Reads what is not compressed a second time, where the plan asks for that; copies then need not."""
+        """Runs the second pass over the uncompressed part if the plan needs one. Copies then need none."""
         self._now.replay(cancel=self._cancel)
 
     def compress(self) -> None:
-        """Compresses the current sequence. Raises KvedgeError where whole rows were asked for and could not stay."""
+        """Compresses the current sequence. Raises KvedgeError if requested whole rows could not be kept."""
         self._now.compress()
         cache = self._live().cache
         if self._keep is not None and cache is not None and (problem := cache.keep_problem(self.current)):
             raise KvedgeError(f"its whole rows could not stay: {problem}")
 
     def keep(self, plan: Plan) -> None:
-        """Keeps all of what was read last, and goes on by a plan: its decode policy rules what comes now.
+        """Keeps everything that was read last, and continues with a plan, whose decode policy then applies.
 
-        Where whole rows stay, the last message was read over them, and all are compressed anew by the plan.
+        If whole rows are kept, the last message was read over them, and all rows are compressed again by the plan.
         """
         driver = self._live()
         if self._keep is not None:
@@ -221,19 +220,19 @@ class Reader:
             driver.cache.set_plan(plan, tables_for(plan, self.model.path))
 
     def held(self) -> tuple[float, int]:
-        """Tells the KV pairs per head, averaged over heads and layers, and their bytes, of the current sequence."""
+        """Returns the KV pairs per head (averaged over heads and layers) of the current sequence, and their bytes."""
         driver = self._live()
         n_bytes = driver.cache.stats(self.current).bytes if driver.cache is not None else 0
         return self._now.pairs_held(), n_bytes
 
     def whole(self) -> tuple[int, int]:
-        """Tells the bytes of whole rows behind the current sequence, and the bytes of them in a file."""
+        """Returns the bytes of whole rows behind the current sequence, and how many of these bytes are in a file."""
         cache = self._live().cache
         stats = cache.stats(self.current) if cache is not None else None
         return (stats.whole_bytes, stats.whole_file_bytes) if stats is not None else (0, 0)
 
     def pairs(self) -> list[list[list[int]]]:
-        """Lists the token indices that the current sequence holds, per stored layer and KV head."""
+        """Returns the token indices that the current sequence holds, per stored layer and KV head."""
         cache = self._live().cache
         if cache is None:
             return []
@@ -248,7 +247,7 @@ class Reader:
 
 @contextmanager
 def reading(loan: Loan, settings: Settings, cancel: threading.Event, n_outputs: int = 0) -> Iterator[Reader]:
-    """Gives a reader of a loaded model, in which decoding ends when `cancel` is set. n_outputs: as of Reader."""
+    """Yields a reader of a loaded model. Decoding ends when `cancel` is set. n_outputs: see Reader."""
     vision = Vision(loan.encoder) if loan.encoder else None
     kv_type, keep = settings.storage, settings.keeping
     with closing(Reader(loan.model, vision, loan.threads, kv_type, settings.n_ctx, n_outputs, keep)) as reader:

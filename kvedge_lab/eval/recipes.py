@@ -1,7 +1,7 @@
-"""Recipes measure what a table of a paper has: its data, methods, budgets and figures, beside the paper's own.
+"""Recipes measure the content of a paper's table: its data, methods, budgets and figures, beside the paper's figures.
 
-The figures come from the papers' tables (papers.json). Models are the user's: a quantised one is not the paper's,
-and what must agree is what a method loses, not what a model scores.
+The figures come from the papers' tables (papers.json). Models are the user's, and a quantised model is not the paper's:
+what must agree is the loss of a method, not the score of a model.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _COLUMNS = {"score": "score", "cider": "CIDEr", "ppl": "PPL", "rouge": "ROUGE-L 
 
 @dataclass(frozen=True)
 class Recipe:
-    """table: of which paper. form: of the data. methods: names, or (name, method, settings of its plan)."""
+    """table: the paper and its table. form: of the data. methods: names, or (name, method, settings of its plan)."""
 
     table: str
     form: str
@@ -39,7 +39,7 @@ class Recipe:
     metrics: str = "score"
     note: str = ""
     max_tokens: int = 512
-    rows_of: str = ""  # the recipe whose figures these are, where a table was made by others
+    rows_of: str = ""  # the recipe with the figures, if others than the method's authors made the table
 
     def named(self) -> list[tuple[str, str, Mapping[str, Any]]]:
         """Returns all methods as (name, method, settings)."""
@@ -93,7 +93,7 @@ RECIPES: dict[str, Recipe] = {
 
 @dataclass(frozen=True)
 class Figure:
-    """A figure of a paper. columns: what it measured -> the value, as the paper writes it."""
+    """A figure of a paper. columns: name of the measure -> value as in the paper."""
 
     model: str
     method: str
@@ -102,7 +102,7 @@ class Figure:
 
 
 def recipe(name: str) -> Recipe:
-    """Finds a recipe. Raises UnknownNameError."""
+    """Returns a recipe. Raises UnknownNameError."""
     if name not in RECIPES:
         raise unknown("recipe", name, RECIPES)
     return RECIPES[name]
@@ -110,7 +110,7 @@ def recipe(name: str) -> Recipe:
 
 @cache
 def figures(name: str) -> tuple[Figure, ...]:
-    """Returns what the paper says; nothing where it has no table."""
+    """Returns the paper's figures; () if the paper has no table."""
     chosen = recipe(name)
     made = {method[0] for method in chosen.named()} | {"full"}
     rows = json.loads(_FILE.read_text(encoding="utf-8")).get(chosen.rows_of or name, ())
@@ -118,7 +118,7 @@ def figures(name: str) -> tuple[Figure, ...]:
 
 
 def mine(made: Sequence[Line], method: str, budget: float | int, column: str) -> float | None:
-    """Finds the figure of a run that belongs in the place of a paper's: in percent, or PPL, ROUGE-L in 0..1, CIDEr."""
+    """Returns the figure of a run for a paper's figure: in percent, or PPL, ROUGE-L in 0..1, CIDEr; or None."""
     task = ALL if column in _COLUMNS else column
     for line in made:
         if (line.method, line.budget, line.task) == (method, budget, task):
@@ -128,7 +128,7 @@ def mine(made: Sequence[Line], method: str, budget: float | int, column: str) ->
 
 
 def beside(name: str, made: Sequence[Line]) -> str:
-    """Writes a table for each model of the paper: this run's figure, and the paper's behind a stroke."""
+    """Returns a table per model of the paper: this run's figure, a stroke, the paper's figure."""
     chosen, parts = recipe(name), []
     for model in dict.fromkeys(figure.model for figure in figures(name)):
         of = [figure for figure in figures(name) if figure.model == model]
@@ -146,7 +146,7 @@ def _both(ours: float | None, theirs: float | None) -> str:
 
 
 def as_csv(name: str, made: Sequence[Line]) -> str:
-    """Writes a line for each figure of the paper, with this run's."""
+    """Returns one line per figure of the paper, with this run's figure."""
     out = io.StringIO()
     rows = as_rows(name, made)
     writer = csv.DictWriter(out, rows[0] if rows else ["model"], lineterminator="\n")
@@ -156,7 +156,7 @@ def as_csv(name: str, made: Sequence[Line]) -> str:
 
 
 def as_latex(name: str, made: Sequence[Line]) -> str:
-    """Writes one tabular of all of the paper's models: this run's figure, and the paper's behind a stroke."""
+    """Returns one tabular for all models of the paper: this run's figure, a stroke, the paper's figure."""
     rows = as_rows(name, made)
     columns = list(dict.fromkeys(row["figure"] for row in rows))
     cells: dict[tuple[str, str, str], dict[str, str]] = {}
@@ -174,7 +174,7 @@ def as_latex(name: str, made: Sequence[Line]) -> str:
 
 
 def as_rows(name: str, made: Sequence[Line]) -> list[dict[str, Any]]:
-    """Returns an object for each figure of the paper, with this run's."""
+    """Returns one object per figure of the paper, with this run's figure."""
     return [
         {"model": f.model, "method": f.method, "budget": f.budget, "figure": column, "paper": value,
          "this_run": mine(made, f.method, f.budget, column)}

@@ -1,5 +1,5 @@
-"""Records of kvedge eval: after each sample their file is brought to the disk, so that a machine that stops loses one
-sample at most.
+"""Records of kvedge eval. Their file is flushed to the disk after each sample, so a machine that stops loses at most
+one sample.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ Key = tuple[str, str, str]  # sample id, name and budget of the cell
 
 
 def key_of(record: dict[str, Any]) -> Key:
-    """Returns what no two records of a file share."""
+    """Returns the key of a record, unique in its file."""
     return record["id"], record["method"], str(record["budget"])
 
 
 class Records(Results):
-    """These are the results of kvedge eval so far."""
+    """The results of kvedge eval so far."""
 
     KIND, VERSION, WHAT = "kvedge_eval", 2, "results of kvedge eval"
     UNSAID: Mapping[str, Any] = {"compress": "prompt"}
@@ -32,7 +32,7 @@ class Records(Results):
         super().__init__(path, header, resume)
 
     def add(self, record: dict[str, Any]) -> None:
-        """Keeps a record. Raises SaveError; the file then ends with the record before."""
+        """Stores a record. Raises SaveError; the file then ends with the previous record."""
         self.rows[key_of(record)] = record
         self._file.add(record)
 
@@ -42,9 +42,9 @@ class Records(Results):
 
 
 def asked_before(path: Path) -> dict[str, Any]:
-    """Returns the options of the run that began a file of results; nothing where there are none, or it is no such file.
+    """Returns the options of the run that began a file of results; {} if the file is missing or of another kind.
 
-    What is wrong with the file is said when it is opened.
+    Opening the file reports what is wrong with it.
     """
     try:
         with path.open("rb") as file:

@@ -1,4 +1,4 @@
-"""All samples are put to all methods, one after the other: whatever is finished compares the same ones."""
+"""Measures all methods on each sample in turn, so finished results always compare the same samples."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from pykvedge.runtime.loaded import borrow
 from pykvedge.runtime.settings import Settings
 
 FULL = "full"
-Todo = tuple[Sample, set[tuple[str, str]]]  # a sample, and the cells that it lacks
+Todo = tuple[Sample, set[tuple[str, str]]]  # a sample, and the keys of the cells that it lacks
 
 
 @dataclass
 class Outcome:
-    """A run came to this. left_out: lines that say what is missing and why."""
+    """The result of a run. left_out: lines that say what is missing and why."""
 
     records: Records
     left_out: list[str] = field(default_factory=list)
@@ -39,7 +39,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Job:
-    """A job says what to measure with which model. cells: the full cache comes first by itself."""
+    """What to measure with which model. cells: the full cache is added as the first cell."""
 
     model: Path
     mmproj: Path | None
@@ -49,9 +49,9 @@ class Job:
     settings: Settings = field(default_factory=Settings)
 
     def header(self) -> dict[str, Any]:
-        """Returns what must be equal in two runs whose results may lie in one file.
+        """Returns what must be equal in two runs with results in one file.
 
-        as_one: contexts were once compressed message by message.
+        as_one: marks files of this version; earlier versions compressed contexts message by message.
         """
         return {
             "model": hash_of(self.model),
@@ -72,11 +72,11 @@ def full_cell() -> Cell:
 def evaluate(
     job: Job, records: Records, display: Steps | None = None, cancel: threading.Event | None = None
 ) -> Outcome:
-    """Measures what is not in `records` yet, and adds it.
+    """Measures what `records` lacks, and adds it.
 
-    Setting `cancel` ends the run after what is under way; records stay.
-    Raises ModelError, LibraryError, UsageError (a sample of the same name but other content was measured before).
-    A sample that cannot be read or is too long, and a method that fails, are left out, and said in the outcome.
+    Setting `cancel` ends the run after the current work; records stay. Raises ModelError, LibraryError, UsageError (a
+    sample with the same name but other content was measured before). Unreadable or too long samples, and methods that
+    fail, are left out and listed in the outcome.
     """
     out, cancel = Outcome(records), cancel or threading.Event()
     full = full_cell()
@@ -101,9 +101,9 @@ def evaluate(
 
 
 def _together(todo: list[Todo], compress: str) -> list[list[Todo]]:
-    """Puts questions about a context together that follow each other: what comes before them is read once for all.
+    """Groups consecutive questions about one context, so the part before them is read once.
 
-    A text before the last image is a part of that, too.
+    Text before the last image belongs to that part too.
     """
 
     def context(one: Todo) -> tuple[str, str]:
@@ -133,7 +133,7 @@ def lacking(sample: Sample, full: Cell, cells: list[Cell], records: Records) -> 
 
 @dataclass
 class Run:
-    """A run measures one context after another, and leaves out a cell that fails."""
+    """Measures one context after another, and leaves out cells that fail."""
 
     out: Outcome
     full: Cell
@@ -199,6 +199,6 @@ def _record(sample: Sample, cell: Cell, figures: dict[str, Any]) -> dict[str, An
 
 
 def steps(job: Job, records: Records) -> int:
-    """Counts the records that a run will add."""
+    """Returns the number of records that a run will add."""
     cells = [cell for cell in job.cells if cell.name != FULL]
     return sum(len(lacking(sample, full_cell(), cells, records)) for sample in job.samples)

@@ -1,8 +1,7 @@
-"""ScreenSpot is read as its authors give it out: pictures of screens, and where on them an instruction belongs.
+"""Reads ScreenSpot in its published form: pictures of screens, and the place on them that an instruction means.
 
 Cheng et al. 2024, SeeClick, arXiv:2401.10935, and the corrected ScreenSpot-v2 (Wu et al. 2024, arXiv:2410.23218). The
-boxes are in pixels of the picture, models answer in units of their own: each of FORMATS asks for one, and has the boxes
-in it.
+boxes are in pixels; models answer in different units. Each of FORMATS asks for one unit and converts the boxes to it.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from kvedge_lab.eval.tasks import Line, Sample
 from pykvedge.errors import ImageError
 from pykvedge.models.images import picture_size
 
-FOLDERS = ("screenspot_imgs", "screenspotv2_image")  # of the archives
+FOLDERS = ("screenspot_imgs", "screenspotv2_image")  # folders in the archives
 _ASKED = (
     "Where on this screen is what belongs to the following instruction?\n{}\n"
     "Answer with a point (x, y) only: x from the left and y from the top edge, {}."
@@ -27,20 +26,20 @@ _ASKED = (
 
 @dataclass(frozen=True)
 class Unit:
-    """What a point is measured in. whole: what each side of a picture counts; None: as many as it has pixels."""
+    """The unit of a point. whole: the length of each side of a picture; None: its pixels."""
 
     words: str
     whole: int | None
     digits: int
 
     def box(self, sides: tuple[float, float, float, float], size: tuple[int, int]) -> str:
-        """Writes left, top, right and bottom, given in pixels of a picture of that width and height."""
+        """Returns "left,top,right,bottom" in this unit. sides: in pixels. size: width and height of the picture."""
         wide, high = size if self.whole is None else (self.whole, self.whole)
         scales = (wide / size[0], high / size[1]) * 2
         return ",".join(f"{x * scale:.{self.digits}f}" for x, scale in zip(sides, scales, strict=True))
 
 
-UNITS = {  # with digits enough that rounding moves an edge by less than a hundredth of a pixel of any screen
+UNITS = {  # rounding to these digits moves an edge by less than a hundredth of a pixel of any screen
     "screenspot": Unit("both as shares of the whole from 0 to 1", 1, 6),
     "screenspot-1000": Unit("both as whole numbers from 0 to 1000", 1000, 3),
     "screenspot-pixels": Unit("both in pixels", None, 3),
@@ -50,8 +49,8 @@ UNITS = {  # with digits enough that rounding moves an edge by less than a hundr
 def screenspot(unit: Unit, path: Path, images: Path | None, limit: int | None) -> list[Sample]:
     """Reads [{"img_filename", "bbox", "instruction", "data_type"}, ...], or all such files of a folder.
 
-    bbox: [left, top, width, height] in pixels of the picture as it lies on disk. limit: samples of each file. A task
-    is a file and a data_type: mobile, desktop and web lie in files of their own, texts and icons are types.
+    bbox: [left, top, width, height] in pixels of the stored picture. limit: samples of each file. A task is a file and
+    a data_type: mobile, desktop and web are separate files, texts and icons are types.
     Raises DatasetError.
     """
     files = sorted(path.glob("*.json")) if path.is_dir() else [path]
@@ -81,7 +80,7 @@ def _sample(unit: Unit, folder: Path, name: str, where: str, item: dict[str, Any
 
 
 def _sides(given: Any, size: tuple[int, int], where: str) -> tuple[float, float, float, float]:
-    """Left, top, right and bottom of a box that a part of the picture lies in."""
+    """Returns left, top, right and bottom of a box that overlaps the picture. Raises DatasetError."""
     numbers = isinstance(given, list) and len(given) == 4
     if not numbers or any(isinstance(x, bool) or not isinstance(x, (int, float)) for x in given):
         raise DatasetError(f"{where}: 'bbox' must be [left, top, width, height], not {given!r}")

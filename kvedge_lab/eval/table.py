@@ -1,7 +1,7 @@
-"""Records become figures per task and over all tasks, on the samples that the full cache was measured on too.
+"""Turns records into figures per task and over all tasks, on the samples that the full cache has records of.
 
-Perplexity and KL divergence are pooled over tokens, scores are averaged over samples; intervals are 95 %: of scores by
-Agresti and Min's rule for pairs, of the others by a paired bootstrap over samples. Of a few samples there are none.
+Perplexity and KL divergence are pooled over tokens; scores are averaged over samples. Intervals are 95 %: Agresti and
+Min's rule for pairs for scores, a paired bootstrap over samples for other figures. Few samples have no intervals.
 """
 
 from __future__ import annotations
@@ -29,14 +29,13 @@ TOO_FEW = f"Fewer than {LEAST} samples: no intervals, and figures that the next 
 
 @dataclass
 class Line:
-    """A line has the figures of one method and budget on one task ("all": on all of them). None: not measured.
+    """The figures of one method and budget on one task ("all": on all tasks). None: not measured.
 
-    score, rouge (against the reference), rouge_full (against the full cache's answer): means, 0..1. ppl, kld (nats),
-    top1 (share of tokens): over all tokens of the reference answers, kld_p99 and its like the divergence that so many
-    of 100 of them do not exceed. *_change: the interval of the difference to the
-    base, which is the full cache or another method at the same budget. contexts: of several questions about one, scores
-    are means over it first, and intervals are over contexts. kept: KV pairs per head as a share of the
-    conversation's tokens.
+    score, rouge (to the reference), rouge_full (to the full cache's answer): means, 0..1. ppl, kld (nats), top1 (share
+    of tokens): over all tokens of the reference answers. kld_pN: the divergence that N of 100 tokens do not exceed.
+    *_change: the interval of the difference to the base: the full cache, or another method at the same budget.
+    contexts: if several questions share a context, scores are first averaged per context, and intervals are over
+    contexts. kept: KV pairs per head as a share of the conversation's tokens.
     """
 
     method: str
@@ -65,10 +64,10 @@ class Line:
 def lines(
     records: dict[Any, dict[str, Any]], samples: list[Sample], cells: Iterable[Cell], against: str = FULL
 ) -> list[Line]:
-    """Makes, per cell, a line for each task, each group of tasks, and all of them. Only samples that full has.
+    """Returns, per cell, a line for each task, each group of tasks, and all tasks, on samples of the full cache.
 
-    against: the method whose figures at the same budget the changes are against; of samples without them, and of
-    cells with another budget, there are no changes.
+    against: the method that changes are measured against, at the same budget. There are no changes for samples without
+    its records and for cells with another budget.
     """
     names = {sample.id for sample in samples}
     rows: dict[tuple[str, str], dict[str, dict[str, Any]]] = {}
@@ -97,7 +96,7 @@ _SUMS = ("nll", "kld", "top1", "tokens")
 
 
 def _by_context(samples: list[Sample], rows: dict[str, dict[str, Any]]) -> Rows:
-    """Makes one row of the questions about a context, which are not independent: means, and sums over tokens."""
+    """Returns one row per context. Questions about a context are not independent: means, and sums over tokens."""
     found: dict[str, Rows] = {}
     for sample in samples:
         found.setdefault(sample.context or sample.id, []).append(rows[sample.id])
@@ -123,7 +122,7 @@ def _tasks(samples: list[Sample]) -> list[tuple[str, list[Sample]]]:
 
 
 def _groups(cell: Cell, samples: list[Sample], made: list[Line]) -> list[Line]:
-    """Scores groups by the mean over their tasks, as MileBench's columns are; levels by their samples' tasks."""
+    """Returns lines of groups. A group's score is the mean of its tasks' scores, as in MileBench's columns."""
     tasks: dict[str, dict[str, int]] = {}
     for sample in samples:
         for group in sample.groups:
@@ -166,11 +165,11 @@ def _line(cell: Cell, task: str, rows: Rows) -> Line:
 
 
 def _changes(line: Line, rows: Rows, base: Rows) -> None:
-    """Finds a line's intervals: rows and base are of the same samples. Full has no divergence from itself."""
+    """Sets a line's intervals. rows and base belong to the same samples. Full has no divergence from itself."""
     weights = _column(rows, "tokens")
     mine, theirs = _column(rows, "score"), _column(base, "score")
     if mine is not None and theirs is not None:
-        if max(mine.max(), theirs.max()) > 1:  # CIDEr is no share of anything
+        if max(mine.max(), theirs.max()) > 1:  # CIDEr is no share
             line.score_change = paired_interval(mine, np.ones(len(mine)), theirs)
         else:
             line.score_change = score_interval(mine, theirs)
@@ -184,12 +183,12 @@ def _changes(line: Line, rows: Rows, base: Rows) -> None:
 
 
 def as_json(made: list[Line], about: dict[str, Any]) -> str:
-    """Writes one object: `about`, and the lines."""
+    """Returns one object: `about`, and the lines."""
     return json.dumps({**about, "rows": [asdict(line) for line in made]}, indent=1)
 
 
 def as_markdown(made: list[Line], notes: Iterable[str] = (), against: str = FULL) -> str:
-    """Writes a table of scores by task, a table of figures over all tasks, and notes. against: as of lines()."""
+    """Returns a table of scores by task, a table of figures over all tasks, and notes. against: see lines()."""
     tasks = [task for task in dict.fromkeys(line.task for line in made) if task != ALL]
     by_cell: dict[tuple[str, Any], dict[str, Line]] = {}
     for line in made:
@@ -210,7 +209,7 @@ def as_markdown(made: list[Line], notes: Iterable[str] = (), against: str = FULL
 
 
 def _columns(sign: str) -> dict[str, Callable[[Line], str]]:
-    """Headings, and what stands below each. sign: of the divergence's interval, "+" where it is a difference."""
+    """Returns heading -> text of a cell. sign: of the divergence's interval, "+" if it is a difference."""
     return {
         "method": lambda x: x.method,
         "budget": lambda x: f"{x.budget:g}",
@@ -242,7 +241,7 @@ def _figure(value: float | None) -> str:
 
 
 def _small(value: float | None) -> str:
-    """Writes a divergence, which may be a millionth: its first digits count, wherever they are."""
+    """Returns a divergence as text with three significant digits; it may be a millionth."""
     return "" if value is None else f"{value:.3g}"
 
 

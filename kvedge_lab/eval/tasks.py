@@ -1,4 +1,4 @@
-"""A sample is a conversation with images up to a question, and its reference answer; demo and page tasks have some."""
+"""Samples: conversations with images up to a question, with a reference answer. Also makes demo and page tasks."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ from pykvedge.errors import DatasetError, UsageError, unknown
 from pykvedge.models.images import Picture, load_picture
 from pykvedge.models.prompt import IMAGE, Message
 
-SECOND = "/2"  # ends the name of a demo or page task whose question comes in the second turn
-PAGES = "page-"  # starts the name of a page task
+SECOND = "/2"  # end of the name of a demo or page task whose question comes in the second turn
+PAGES = "page-"  # start of the name of a page task
 Image = Path | Scene | Page
-THEN = "+"  # between demo tasks that ask about the same scenes
+THEN = "+"  # between demo tasks whose questions are about the same scenes
 SEVERAL = (*vqa.SCORES, "cider")  # scores that take several references
 ALONE = {"exact": metrics.exact_match, "contains": metrics.contains, "rouge": metrics.rouge_l}
 SCORES = ("exact", "choice", "contains", "rouge", *SEVERAL)
-NO_SCORE = ("ppl", "kld")  # samples of which only the reference answer is looked at
+NO_SCORE = ("ppl", "kld")  # the reference answer's likelihood is measured, and no answer is scored
 
 
 @dataclass(frozen=True)
 class Line:
-    """A message's role is system, user or assistant; images belong to the marks in the text, or come before it."""
+    """A message. role: system, user or assistant. images: in order of the marks in the text, or before the text."""
 
     role: str
     text: str
@@ -45,12 +45,12 @@ class Line:
 
 @dataclass(frozen=True)
 class Sample:
-    """A sample's last line is a user's; `answer` is what should follow. `id` names the sample within a run.
+    """A conversation whose last line is a user's. `answer` is the reference; `id` names the sample within a run.
 
-    metric: how the answer is scored. max_tokens: of the answer that is generated; None: the run's.
+    metric: how the answer is scored. max_tokens: of the generated answer; None: the run's value.
     groups: names under which the scores of several tasks are averaged, for example "T-1".
-    others: more references, for the scores in SEVERAL; the likelihood is that of `answer`. corpus: of the metric cider.
-    context: a name that samples share which differ in their last question only; "": none does.
+    others: more references, for the scores in SEVERAL; the likelihood uses `answer` only. corpus: for the metric cider.
+    context: a name shared by samples that differ in their last question only; "": not shared.
     """
 
     id: str
@@ -66,11 +66,11 @@ class Sample:
     corpus: Corpus | None = field(default=None, compare=False, repr=False)
 
     def messages(self) -> list[Message]:
-        """Loads the conversation's pictures. Raises ImageError."""
+        """Returns the messages with loaded pictures. Raises ImageError."""
         return [Message(line.role, line.text, [_picture(image) for image in line.images]) for line in self.lines]
 
     def score(self, answer: str) -> float | None:
-        """Scores by the sample's metric, in 0..1, or 0..10 by cider; None where only the reference is looked at."""
+        """Returns the answer's score in 0..1, or 0..10 for cider; None if the metric scores no answers."""
         if self.metric == "choice":
             return metrics.choice_match(answer, self.answer, self.choices)
         if self.metric in ALONE:
@@ -79,14 +79,14 @@ class Sample:
         return several(answer, (self.answer, *self.others)) if several else None
 
     def digest(self) -> str:
-        """Is equal for samples that ask the same: a file of results is refused for others of the same name."""
+        """Returns a digest of the sample's content. A file of results is refused if a sample's digest differs."""
         lines = [[line.role, line.text, [_name(image) for image in line.images]] for line in self.lines]
         text = json.dumps([self.task, lines, self.answer, self.choices, self.metric, *self.others])
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def with_corpus(samples: list[Sample], where: str) -> list[Sample]:
-    """Gives those that are scored by cider what people say about all of them. Raises DatasetError for a single one."""
+    """Adds the corpus of all captions to samples with the metric cider. Raises DatasetError for a single one."""
     captioned = [(one.answer, *one.others) for one in samples if one.metric == "cider"]
     if not captioned:
         return samples
@@ -115,12 +115,12 @@ def _name(image: Image) -> str:
 
 @functools.cache
 def _content(file: Path, *_: int) -> str:
-    """Hashes a file, once for each size and time of a change."""
+    """Returns a hash of a file. The cache key includes its size and modification time."""
     return hashlib.sha256(file.read_bytes()).hexdigest()[:16]
 
 
 def with_choices(question: str, choices: Iterable[str]) -> str:
-    """Writes the question and then its choices, worded as MileBench words them."""
+    """Returns the question with its choices, in MileBench's wording."""
     listed = list(choices)
     if not listed:
         return question
@@ -132,17 +132,17 @@ def with_choices(question: str, choices: Iterable[str]) -> str:
 
 
 def demo_names() -> list[str]:
-    """Names the demo generator's tasks, each also as a second turn."""
+    """Returns the demo generator's tasks, each also as a second turn."""
     return [*TASKS, *(name + SECOND for name in TASKS)]
 
 
 def demo_samples(name: str, count: int, seed: int, images: int, part: str = "") -> list[Sample]:
-    """Draws `count` held-out samples of a demo task; `images` in a sample of the needle tasks. Raises UnknownNameError.
+    """Draws `count` held-out samples of a demo task. Raises UnknownNameError.
 
-    name: a task, one with "/2", whose question comes in the second turn, or several with "+" between them: their
-    questions are asked about the same scenes, one after the other, each answered by its reference but for the last.
-    part: "search", "validation" or "test", none of whose scenes is in another; "": all.
-    Answers are cut at twice the length of the reference: nothing longer can be right.
+    name: a task; a task with "/2", whose question comes in the second turn; or several tasks joined by "+", whose
+    questions are asked about the same scenes in turn, each answered by its reference except the last. images: scenes of
+    a sample of needle tasks. part: "search", "validation" or "test", with disjoint scenes; "": all. Answers are limited
+    to twice the length of the reference: no longer answer can be right.
     """
     if THEN in name:
         return _chains(name, count, seed, images, part)
@@ -157,7 +157,7 @@ def demo_samples(name: str, count: int, seed: int, images: int, part: str = "") 
 
 
 def page_names() -> list[str]:
-    """Names the tasks of the page generator, each also as a second turn."""
+    """Returns the tasks of the page generator, each also as a second turn."""
     return [PAGES + name + end for name in PAGE_TASKS for end in ("", SECOND)]
 
 

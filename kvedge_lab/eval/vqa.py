@@ -1,6 +1,6 @@
-"""Scores of benchmarks that ask about pictures of documents, text, charts and screens: how each of them counts.
+"""Scores of benchmarks about pictures of documents, text, charts and screens.
 
-All take an answer and its references, and give 0..1. They are written from the benchmarks' definitions.
+All functions take an answer and its references, and return 0..1. They follow the benchmarks' definitions.
 """
 
 from __future__ import annotations
@@ -8,10 +8,10 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-TOLERANCE = 0.05  # ChartQA: of numbers, a twentieth of the reference
-SIMILAR = 0.5  # DocVQA: an answer that differs in half of its characters, or more, is another one
+TOLERANCE = 0.05  # ChartQA: numbers may differ by a twentieth of the reference
+SIMILAR = 0.5  # DocVQA: an answer must be more similar than this, as a share of its characters
 _NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
-_COORDINATE = re.compile(r"(?<![\w.])-?(?:\d+(?:\.\d+)?|\.\d+)")  # not the 2 of point_2d
+_COORDINATE = re.compile(r"(?<![\w.])-?(?:\d+(?:\.\d+)?|\.\d+)")  # skips the 2 of point_2d
 _BRACKETS = re.compile(r"[(\[][\d\s.,()\[\]-]*[)\]]")
 _ARTICLES = ("a", "an", "the")
 _NAMES = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
@@ -19,7 +19,7 @@ _DIGITS = {"none": "0", **{name: str(i) for i, name in enumerate(_NAMES)}}
 
 
 def anls(answer: str, references: Sequence[str]) -> float:
-    """Computes the normalised Levenshtein similarity to the nearest reference, 0 below SIMILAR.
+    """Returns the normalised Levenshtein similarity to the nearest reference; 0 up to SIMILAR.
 
     Biten et al. 2019, Scene Text Visual Question Answering, equation 1: case and white space around do not count.
     """
@@ -38,7 +38,7 @@ def _similarity(a: str, b: str) -> float:
 
 
 def distance(a: str, b: str) -> int:
-    """Counts the insertions, deletions and replacements of a character that make b of a (Levenshtein)."""
+    """Returns the number of inserted, deleted and replaced characters from a to b (Levenshtein)."""
     row = list(range(len(b) + 1))
     for i, x in enumerate(a, 1):
         before, row[0] = row[0], i
@@ -48,9 +48,9 @@ def distance(a: str, b: str) -> int:
 
 
 def relaxed(answer: str, references: Sequence[str]) -> float:
-    """Gives 1 for the number of a reference within TOLERANCE of it, and for the same words otherwise.
+    """Returns 1 for a number within TOLERANCE of a reference's number, or for equal words; else 0.
 
-    Masry et al. 2022, ChartQA, section 5: percentages are numbers too; a reference of 0 must be met.
+    Masry et al. 2022, ChartQA, section 5: percentages are numbers too; a reference of 0 must be met exactly.
     """
     return float(any(_is_near(answer, reference) for reference in references))
 
@@ -70,9 +70,9 @@ def _number(text: str) -> float | None:
 
 
 def vqa(answer: str, references: Sequence[str]) -> float:
-    """Computes VQA accuracy: 1 if three of the people asked say so, less for fewer.
+    """Returns VQA accuracy: 1 if three of the asked people gave the answer, less for fewer people.
 
-    Antol et al. 2015, section 4: min(agreeing / 3, 1), a mean over all sets of references that leave one out. Case,
+    Antol et al. 2015, section 4: min(agreeing / 3, 1), averaged over all sets of references that leave one out. Case,
     articles, punctuation and apostrophes do not count, and small numbers may be words.
     """
     if not answer.strip():
@@ -92,11 +92,11 @@ def _bare(text: str) -> str:
 
 
 def point(answer: str, references: Sequence[str]) -> float:
-    """Gives 1 if the point that an answer names lies in a reference's box, both in the same units.
+    """Returns 1 if the point in an answer lies in a reference's box, both in the same units; else 0.
 
-    Cheng et al. 2024, ScreenSpot. Of two or three numbers the first two are the point, of four and more the centre of
-    the box that the first four are. What brackets hold counts first, if it is that many: models name things by numbers
-    as well. A reference is "left,top,right,bottom". Raises ValueError for one that is no box.
+    Cheng et al. 2024, ScreenSpot. With two or three numbers, the first two are the point; with four or more, the first
+    four are a box, and its centre is the point. Numbers in brackets come first if there are two or more, because models
+    also name things by numbers. A reference is "left,top,right,bottom". Raises ValueError if a reference is no box.
     """
     lists = [[float(n) for n in _COORDINATE.findall(part)] for part in (*_BRACKETS.findall(answer), answer)]
     found = next((numbers for numbers in lists if len(numbers) >= 2), [])
@@ -107,7 +107,7 @@ def point(answer: str, references: Sequence[str]) -> float:
 
 
 def box(reference: str) -> tuple[float, float, float, float]:
-    """Reads "left,top,right,bottom". Raises ValueError for what is no box."""
+    """Parses "left,top,right,bottom". Raises ValueError for any other text."""
     try:
         sides = [float(n) for n in reference.split(",")]
     except ValueError:
@@ -119,9 +119,9 @@ def box(reference: str) -> tuple[float, float, float, float]:
 
 
 def ocr(answer: str, references: Sequence[str]) -> float:
-    """Gives 1 if a reference stands in the answer, letter by letter; case and white space do not count.
+    """Returns 1 if a reference occurs in the answer, letter by letter, without case and white space; else 0.
 
-    Liu et al. 2024, OCRBench. White space counts there outside of formulas; models break lines where they like.
+    Liu et al. 2024, OCRBench. There, white space counts outside of formulas; models break lines freely.
     """
     said = "".join(answer.lower().split())
     return float(any("".join(reference.lower().split()) in said for reference in references))

@@ -1,1 +1,1 @@
-"""What a KV cache looks like, and what a method keeps of it: figures, as `kvedge inspect` draws them."""
+"""Figures of a KV cache, and of what a method keeps of it (`kvedge inspect`)."""

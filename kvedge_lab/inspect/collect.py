@@ -1,4 +1,4 @@
-"""Runs a prompt and reads out of the cache what the figures show."""
+"""Runs a prompt, and reads the data of the figures from the cache."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from pykvedge.models.vision import ImagePiece, Piece
 from pykvedge.plans.making import another
 from pykvedge.plans.plan import Plan
 
-GAMMA = 0.2  # cut-off of the outlier ratio, FlashCache's best
+GAMMA = 0.2  # cut-off of the outlier ratio; FlashCache's best value
 
 
 @dataclass(frozen=True)
@@ -27,20 +27,20 @@ class Shown:
     picture: Picture
     first: int
     count: int
-    places: Places | None  # of the encoder's rows; None: what each shows is not known
-    rows: np.ndarray | None = None  # [count] the rows that a pruner left; None: all
+    places: Places | None  # grid of the encoder's rows; None: unknown
+    rows: np.ndarray | None = None  # [count] numbers of the rows that a pruner left; None: all
 
 
 @dataclass
 class Findings:
-    """L layers, Hkv KV heads, T tokens. Everything that the figures are drawn from."""
+    """The data of all figures. L layers, Hkv KV heads, T tokens."""
 
     model: str
     prompt: str
-    layers: list[int]  # layer numbers in the model
+    layers: list[int]  # numbers of the layers in the model
     image_mask: np.ndarray  # [T] bool
     shown: list[Shown]
-    importance: np.ndarray  # [L, T] float64, attention received, averaged over the heads
+    importance: np.ndarray  # [L, T] float64, received attention, averaged over the heads
     redundancy: np.ndarray  # [L, Hkv] float64
     spectrum_k: np.ndarray  # [L, T] float64
     spectrum_v: np.ndarray  # [L, T] float64
@@ -53,15 +53,15 @@ class Findings:
 
     @property
     def gini(self) -> np.ndarray:
-        """[L] float64, of the importance."""
+        """[L] float64: Gini coefficient of the importance."""
         return np.array([measures.gini(row) for row in self.importance])
 
     def lengths(self, method: str) -> list[list[int]]:
-        """Pairs that a method keeps, of each layer and each of its heads."""
+        """Returns the number of pairs that a method keeps, per layer and head."""
         return [[len(head) for head in layer] for layer in self.kept[method]]
 
     def budgets(self, method: str) -> np.ndarray:
-        """[L, Hkv] int64: `lengths` as an array; 0 where a layer has fewer heads than the others."""
+        """Returns [L, Hkv] int64: `lengths` as an array; 0 for missing heads of a layer."""
         lengths = self.lengths(method)
         out = np.zeros((len(lengths), max(map(len, lengths))), dtype=np.int64)
         for row, layer in zip(out, lengths, strict=True):
@@ -69,7 +69,7 @@ class Findings:
         return out
 
     def keep_share(self, method: str) -> np.ndarray:
-        """[L, T] float64: share of a layer's KV heads that keep a token."""
+        """Returns [L, T] float64: the share of a layer's KV heads that keep a token."""
         out = np.zeros((len(self.layers), self.n_tokens))
         for row, layer in zip(out, self.kept[method], strict=True):
             for head in layer:
@@ -77,7 +77,7 @@ class Findings:
         return out
 
     def arrays(self) -> dict[str, Any]:
-        """What goes into the .npz file: plain arrays, names without spaces."""
+        """Returns the content of the .npz file: plain arrays, names without spaces."""
         out: dict[str, Any] = {
             name: getattr(self, name)
             for name in ("image_mask", "importance", "redundancy", "spectrum_k", "spectrum_v", "outliers", "gini")
@@ -90,13 +90,13 @@ class Findings:
 
 
 def collect(session: Session, prompt: str, pictures: list[Picture], plans: list[Plan]) -> Findings:
-    """Reads the prompt once to measure its cache, and once for each plan to see what it keeps.
+    """Reads the prompt once to measure its cache, and once per plan to get the kept tokens.
 
     Raises what Session.ask raises, NothingToCompressError for a model whose cache stays with llama.cpp, UsageError for
-    plans that do not read the same tokens of an image.
+    plans that read different tokens of an image.
     """
     found: list[Findings] = []
-    # any budget below 1 makes the scorer gather attention; nothing is compressed before `measure` has looked
+    # with a budget below 1 the scorer gathers attention; `measure` runs before the compression
     everything, *others = (another(plan, "h2o", 0.5) for plan in plans)
     if any(other != everything for other in others):
         raise UsageError("methods with different pruners read different tokens; inspect them one by one")
@@ -146,7 +146,7 @@ def _measure(
 
 
 def _places(pieces: list[Piece], pictures: list[Picture]) -> tuple[np.ndarray, list[Shown]]:
-    """Which tokens are images, and which picture each is of; pictures that were cut into slices are not shown."""
+    """Returns a mask of image tokens, and the pictures' places. Pictures that are cut into slices have no place."""
     images = [p for p in pieces if isinstance(p, ImagePiece)]
     whole = len(images) == len(pictures)
     mask: list[bool] = []

@@ -1,4 +1,4 @@
-"""The figures, drawn with matplotlib (extra "inspect")."""
+"""Draws the figures with matplotlib (extra "inspect")."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from kvedge_lab import drawing
 from kvedge_lab.inspect.collect import GAMMA, Findings
 from kvedge_lab.inspect.measures import lorenz as curve
 
-ACROSS = 4  # tiles beside each other
-_styled = rc_context(drawing.RULES)  # makes a function draw in the style of all pictures
+ACROSS = 4  # tiles in a row
+_styled = rc_context(drawing.RULES)  # decorator: the style of all pictures
 
 
 def _figure(height: float, rows: int = 1, columns: int = 1, **layout: Any) -> tuple[Figure, Any]:
@@ -24,7 +24,7 @@ def _figure(height: float, rows: int = 1, columns: int = 1, **layout: Any) -> tu
 
 def _lines(axes: Any, findings: Findings, rows: np.ndarray, x: np.ndarray) -> None:
     colours = colormaps["viridis"](np.linspace(0, 0.9, len(rows)))
-    named = {round(i) for i in np.linspace(0, len(rows) - 1, min(len(rows), 6))}  # a legend of 32 lines says nothing
+    named = {round(i) for i in np.linspace(0, len(rows) - 1, min(len(rows), 6))}  # a legend of 32 lines is unreadable
     for i, (row, colour) in enumerate(zip(rows, colours, strict=True)):
         axes.plot(x, row, color=colour, linewidth=0.9, label=f"layer {findings.layers[i]}" if i in named else None)
 
@@ -33,7 +33,7 @@ def _heat(axes: Any, findings: Findings, values: np.ndarray, **limits: float) ->
     image = axes.imshow(values, aspect="auto", cmap="magma", interpolation="nearest", **limits)
     axes.set(xlabel="KV head")
     axes.xaxis.get_major_locator().set_params(integer=True)
-    step = -(-len(findings.layers) // 16)  # 16 numbers have room
+    step = -(-len(findings.layers) // 16)  # there is room for 16 numbers
     axes.set_yticks(range(0, len(findings.layers), step), [str(n) for n in findings.layers[::step]])
     return image
 
@@ -50,7 +50,7 @@ def redundancy(findings: Findings) -> Figure:
 
 @_styled
 def spectrum(findings: Findings) -> Figure:
-    """Energy by frequency along the tokens, keys and values (FlashCache, fig. 1)."""
+    """Energy by frequency along the tokens, for keys and values (FlashCache, fig. 1)."""
     figure, panels = _figure(3.6, rows=2, sharex=True)
     x = np.arange(findings.n_tokens) / findings.n_tokens
     for axes, rows, what in zip(panels, (findings.spectrum_k, findings.spectrum_v), ("keys", "values"), strict=True):
@@ -75,7 +75,7 @@ def outliers(findings: Findings) -> Figure:
 
 @_styled
 def lorenz(findings: Findings) -> Figure:
-    """Importance held by the most important tokens, layer by layer, and its Gini coefficient (PrefixKV, fig. 2)."""
+    """Importance in the most important tokens, per layer, and its Gini coefficient (PrefixKV, fig. 2)."""
     figure, (axes, bars) = _figure(4.0, rows=2, height_ratios=(3, 2))
     x = np.linspace(0, 1, findings.n_tokens + 1)
     _lines(axes, findings, np.stack([curve(row) for row in findings.importance]), x)
@@ -96,7 +96,7 @@ def _bars(axes: Any, findings: Findings, values: np.ndarray) -> None:
 
 @_styled
 def budgets(findings: Findings) -> Figure:
-    """Heat maps: KV pairs that each layer and KV head keeps, the methods side by side on one scale."""
+    """Heat maps: KV pairs that each layer and KV head keeps; the methods side by side on one scale."""
     found = {method: findings.budgets(method) for method in findings.kept}
     across = min(len(found), 3)
     down = -(-len(found) // across)
@@ -115,7 +115,7 @@ def budgets(findings: Findings) -> Figure:
 
 @_styled
 def tiles(labelled: list[tuple[str, PillowImage]]) -> Figure:
-    """Pictures of one size beside each other, with their labels above."""
+    """Pictures of one size side by side, each with its label above."""
     across = min(len(labelled), ACROSS)
     down = -(-len(labelled) // across)
     width, height = labelled[0][1].size

@@ -1,4 +1,4 @@
-"""Figures of one layer, from its keys, values and importance. Symbols: Hkv KV heads, T tokens, d head size."""
+"""Figures of one layer from its keys, values and importance. Symbols: Hkv KV heads, T tokens, d head size."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from pykvedge.reference.stages.spectrum import high_share
 
 
 def head_redundancy(k: np.ndarray) -> np.ndarray:
-    """[Hkv] float64: mean cosine similarity of a head's keys (MixKV, eq. 4 and fig. 2). k: [Hkv, T, d]."""
+    """Returns [Hkv] float64: mean cosine similarity of a head's keys (MixKV, eq. 4 and fig. 2). k: [Hkv, T, d]."""
     return np.array([redundancy(directions(head).mean(axis=0), len(head)) for head in k])
 
 
 def power_spectrum(x: np.ndarray) -> np.ndarray:
-    """[T] float64: energy of each bin of the orthonormal DCT-II along the tokens, over all heads and channels.
+    """Returns [T] float64: the energy of each bin of the orthonormal DCT-II along the tokens, over heads and channels.
 
-    It adds up to 1 (FlashCache, eq. 5 and fig. 1). x: [Hkv, T, d]. All zeros for x = 0.
+    The sum is 1 (FlashCache, eq. 5 and fig. 1); all zeros for x = 0. x: [Hkv, T, d].
     """
     x = x.astype(np.float64)
     n = x.shape[1]
-    # the DCT-II is the real part of the Fourier transform of the rows and their mirror image, turned by half a step
+    # the DCT-II is the real part of the Fourier transform of rows and mirrored rows, shifted by half a step
     mirrored = np.concatenate([x, x[:, ::-1]], axis=1)
     turned = np.fft.rfft(mirrored, axis=1)[:, :n] * np.exp(-0.5j * np.pi * np.arange(n) / n)[None, :, None]
     bins = turned.real / np.sqrt(2 * n)
@@ -31,14 +31,14 @@ def power_spectrum(x: np.ndarray) -> np.ndarray:
 
 
 def outlier_ratio(k: np.ndarray, v: np.ndarray, gamma: float) -> float:
-    """R, 0 to 2: share of energy above the cut-off gamma, of keys plus of values (FlashCache, eq. 12, fig. 4)."""
+    """Returns R, 0 to 2: energy share above cut-off gamma, of keys plus of values (FlashCache, eq. 12, fig. 4)."""
     return high_share(k, gamma) + high_share(v, gamma)
 
 
 def lorenz(importance: np.ndarray) -> np.ndarray:
-    """[T + 1] float64: share of the importance that the n most important tokens hold, n = 0 .. T (PrefixKV, fig. 2).
+    """Returns [T + 1] float64: the share of importance in the n most important tokens, n = 0 .. T (PrefixKV, fig. 2).
 
-    importance: [T], 0 or more. A straight line where there is none.
+    importance: [T], 0 or more. If all are 0, the result is a straight line.
     """
     ordered = np.sort(np.maximum(importance.astype(np.float64), 0))[::-1]
     total = ordered.sum()
@@ -48,8 +48,8 @@ def lorenz(importance: np.ndarray) -> np.ndarray:
 
 
 def gini(importance: np.ndarray) -> float:
-    """Gini coefficient, 0 (all tokens alike) to 1 (one token holds everything): twice the area between lorenz and the
-    diagonal.
+    """Returns the Gini coefficient, 0 (all tokens alike) to 1 (one token has everything): twice the area between lorenz
+    and the diagonal.
     """
     curve = lorenz(importance)
     n = len(curve) - 1

@@ -1,4 +1,4 @@
-"""Kept patches over the image: of all layers together, and layer by layer, as labelled tiles."""
+"""Shows kept patches over the image: for all layers together, and per layer, as labelled tiles."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from PIL.Image import Image as PillowImage
 
 from kvedge_lab.inspect.collect import Findings, Shown
 
-TILE = 240  # pixels of the longer side of a tile
+TILE = 240  # longer side of a tile, in pixels
 DARKEST = 0.12  # brightness of a patch that no head keeps
 
 
 def _seen(shown: Shown) -> PillowImage:
-    """The picture as the model saw it: as it is, or centred on a square."""
+    """Returns the picture as the model sees it: unchanged, or centred on a square."""
     picture = Image.frombytes("RGB", (shown.picture.width, shown.picture.height), shown.picture.rgb)
     if shown.places is not None and shown.places.padded and picture.width != picture.height:
         side = max(picture.size)
@@ -25,7 +25,7 @@ def _seen(shown: Shown) -> PillowImage:
 
 
 def patches(picture: PillowImage, share: np.ndarray) -> PillowImage:
-    """The picture, each patch as bright as the share of heads that keeps it. share: [rows, columns], 0 to 1."""
+    """Returns the picture; a patch is as bright as its share of heads that keep it. share: [rows, columns], 0 to 1."""
     rows, columns = share.shape
     y = np.arange(picture.height) * rows // picture.height
     x = np.arange(picture.width) * columns // picture.width
@@ -34,7 +34,7 @@ def patches(picture: PillowImage, share: np.ndarray) -> PillowImage:
 
 
 def _on_grid(share: np.ndarray, shown: Shown, n: int) -> np.ndarray:
-    """Puts what is kept of each token where it lies among n patches; those that no token shows keep nothing."""
+    """Returns [n]: the share of each patch of the grid; 0 for patches without a token."""
     if shown.rows is None:
         return share
     out = np.zeros(n)
@@ -48,12 +48,12 @@ def _tile(picture: PillowImage, share: np.ndarray, shown: Shown) -> PillowImage:
 
 
 def _shares(findings: Findings, method: str, shown: Shown) -> np.ndarray:
-    """[L, count]: share of a layer's heads that keep a token of the image."""
+    """Returns [L, count]: the share of a layer's heads that keep a token of the image."""
     return findings.keep_share(method)[:, shown.first : shown.first + shown.count]
 
 
 def by_method(findings: Findings, shown: Shown) -> list[tuple[str, PillowImage]]:
-    """The picture, and what all layers together keep of it by each method; the brightest patch is the most kept one."""
+    """Returns the picture, and a tile per method for all layers together. The most kept patch is the brightest."""
     picture = _seen(shown)
     shares = {method: _shares(findings, method, shown).mean(axis=0) for method in findings.kept}
     most = max(share.max() for share in shares.values()) or 1.0
@@ -62,7 +62,7 @@ def by_method(findings: Findings, shown: Shown) -> list[tuple[str, PillowImage]]
 
 
 def by_layer(findings: Findings, method: str, shown: Shown) -> list[tuple[str, PillowImage]]:
-    """What the heads of each layer keep of the picture."""
+    """Returns a tile per layer: what the layer's heads keep of the picture."""
     picture, shares = _seen(shown), _shares(findings, method, shown)
     layers = zip(findings.layers, shares, strict=True)
     return [(f"layer {number}: {100 * share.mean():.0f} %", _tile(picture, share, shown)) for number, share in layers]

@@ -1,4 +1,4 @@
-"""Writes the findings: pictures, one HTML page that needs nothing beside it, and the numbers."""
+"""Writes the findings: pictures, a self-contained HTML page, and the numbers."""
 
 from __future__ import annotations
 
@@ -21,25 +21,25 @@ REPORT, NUMBERS = "report.html", "data.npz"
 
 @dataclass(frozen=True)
 class Drawing:
-    name: str  # of its file, without its ending
+    name: str  # of its file, without ending
     title: str
     note: str
     figure: Any  # matplotlib's
 
     @functools.cached_property
     def png(self) -> bytes:
-        """The picture for the page, which takes half a second."""
+        """The picture for the page. Drawing takes half a second."""
         return self.data("png")
 
     def data(self, form: str) -> bytes:
-        """Draws the picture as png, svg or pdf."""
+        """Returns the picture as png, svg or pdf."""
         out = io.BytesIO()
         drawing.save(self.figure, out, form)
         return out.getvalue()
 
 
 def drawings(findings: Findings) -> Iterator[Drawing]:
-    """All pictures, in the order of the report. It takes matplotlib."""
+    """Yields all pictures, in the order of the report. Needs matplotlib."""
     from kvedge_lab.inspect import figures, overlay
 
     for i, shown in enumerate(findings.shown, 1):
@@ -93,7 +93,7 @@ src="data:image/png;base64,{{ base64(d.png).decode() }}"><figcaption>{{ d.note }
 
 
 def table(findings: Findings) -> list[list[str]]:
-    """A row per layer: its number, mean redundancy, Gini, outlier ratio, and pairs per head for each method."""
+    """Returns a row per layer: its number, mean redundancy, Gini, outlier ratio, and pairs per head for each method."""
     pairs = [findings.lengths(method) for method in findings.kept]
     measured = zip(np.nanmean(findings.redundancy, axis=1), findings.gini, findings.outliers, strict=True)
     rows = []
@@ -114,7 +114,7 @@ def page(findings: Findings, pictures: list[Drawing]) -> str:
 
 
 def write(findings: Findings, folder: Path, with_figures: bool = True, form: str = "png") -> list[Path]:
-    """Writes everything into a folder, which is made. Returns the files. Raises UsageError.
+    """Writes everything into a folder, which is created. Returns the files. Raises UsageError.
 
     form: of the pictures beside the page: png, svg or pdf.
     """

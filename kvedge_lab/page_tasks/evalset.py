@@ -1,4 +1,4 @@
-"""Evaluation sets of pages: seeded, unlimited, and of the held-out side only."""
+"""Evaluation sets of pages: seeded, endless, of the held-out side only."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from .tasks import ASKERS, KIND_OF, TASKS, Question
 
 @dataclass(frozen=True)
 class PageSample:
-    """A question about a document of one or several pages; `question.answer` is the reference."""
+    """A question about a document of one or several pages. `question.answer` is the reference."""
 
     pages: tuple[Page, ...]
     question: Question
 
 
 def draw_sample(rng: np.random.Generator, task: str, count: int, held_out: bool = True) -> PageSample:
-    """Draws `count` pages and a question of that task about one of them. Raises ValueError for other tasks."""
+    """Draws `count` pages and a question about one of them. Raises ValueError for an unknown task or a wrong count."""
     if task not in TASKS:
         raise ValueError(f"no task is called {task!r}: they are {', '.join(TASKS)}")
     if not (2 if task == "which-page" else 1) <= count <= MAX_PAGES:
@@ -35,6 +35,6 @@ def draw_sample(rng: np.random.Generator, task: str, count: int, held_out: bool 
 
 
 def samples(task: str, seed: int = 0, count: int = 1) -> Iterator[PageSample]:
-    """Draws held-out samples without end; sample n is the same whatever was drawn before it."""
+    """Yields endless held-out samples. Sample n does not depend on the samples before it."""
     for number in itertools.count():
         yield draw_sample(np.random.default_rng((seed, TASKS.index(task), count, number)), task, count)

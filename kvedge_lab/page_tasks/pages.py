@@ -1,8 +1,7 @@
-"""A page is data (`Page`); `render` turns it into pixels.
+"""Pages of the second demo model. A page is data (`Page`); `render` turns it into pixels.
 
-A page is a grid of cells of 16 x 16 pixels, each as large as a token of the model, with at most one character in a
-cell, of DejaVu's fonts or Pillow's. It has one kind of rows (numbered lines, a table, or a bar chart), and one line
-with a code.
+A page is a grid of cells of 16 x 16 pixels, each as large as a token of the model, with at most one character per cell,
+in DejaVu's fonts or Pillow's. A page has one kind of rows (numbered lines, a table, or a bar chart), and a code.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ Place = tuple[int, int]  # row and column of a cell
 
 @dataclass(frozen=True)
 class Text:
-    """Characters in a row of cells; `slot` says what they are on the page."""
+    """Characters in a row of cells. `slot`: their role on the page."""
 
     slot: str
     text: str
@@ -65,7 +64,7 @@ class Bar:
 
 @dataclass(frozen=True)
 class Row:
-    """`key` names the row: a line's number, or an item. `parts`: the texts in it, the key among them."""
+    """A row of a page. `key`: a line's number, or an item. `parts`: all texts of the row, with the key."""
 
     key: Text
     parts: tuple[Text, ...]
@@ -77,7 +76,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Look:
-    """What a page looks like beside its content."""
+    """The appearance of a page."""
 
     font: str
     size: int
@@ -94,7 +93,7 @@ class Page:
     kind: str
     rows: tuple[Row, ...]
     code: Text
-    others: tuple[Text, ...]  # the word before the code, the head of a table
+    others: tuple[Text, ...]  # the word before the code, and the head of a table
     height: int  # in cells
     look: Look
 
@@ -119,7 +118,7 @@ def _table_row(rng: np.random.Generator, item: str, at: int, columns: Place) -> 
 
 
 def draw_page(rng: np.random.Generator, held_out: bool = False, kind: str = "") -> Page:
-    """Draws a page of the training side, or of the held-out side, which the code alone decides. kind: "": any."""
+    """Draws a page of the training side or the held-out side. The code alone decides the side. kind: "": any."""
     kind = kind or KINDS[int(rng.integers(0, len(KINDS)))]
     count = int(rng.integers(4, MAX_ROWS + 1))
     items = [str(i) for i in rng.choice(ITEMS, count, replace=False)]
@@ -142,7 +141,7 @@ def draw_page(rng: np.random.Generator, held_out: bool = False, kind: str = "") 
 
 
 def _chart_rows(rng: np.random.Generator, items: list[str], lines: list[int]) -> list[Row]:
-    """Bars of 1 to 14 cells, and one that is at least two cells longer than any other."""
+    """Draws bars of 1 to 14 cells. One bar is at least two cells longer than the others."""
     longest = int(rng.integers(5, 15))
     lengths = [int(n) for n in rng.integers(1, longest - 1, len(items))]
     lengths[int(rng.integers(0, len(items)))] = longest
@@ -163,7 +162,7 @@ def _draw_look(rng: np.random.Generator) -> Look:
 
 @functools.cache
 def _font(name: str, size: int) -> ImageFont.FreeTypeFont | ImageFont.ImageFont:
-    """Raises UsageError where the fonts are not installed: other fonts would be other pages."""
+    """Returns a font. Raises UsageError if it is not installed, because other fonts would give other pages."""
     if name == "Pillow":
         return ImageFont.load_default(size)
     for place in (name + ".ttf", _of_matplotlib(name)):

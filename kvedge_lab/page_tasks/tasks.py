@@ -1,6 +1,6 @@
-"""Questions about pages, with their reference answers.
+"""Questions about pages, with reference answers.
 
-Each `ask_*` returns a question about page k of a document, or None where there is no unambiguous one of its kind.
+Each `ask_*` returns a question about page k of a document, or None if no unambiguous question is possible.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ Cell = tuple[int, int, int]  # page, row and column
 
 @dataclass(frozen=True)
 class Question:
-    """`sources`: the cell where each character of the answer becomes known; None: it is not read from a page."""
+    """`sources`: the cell where each character of the answer becomes known; None: not read from a page."""
 
     task: str
     text: str
@@ -40,7 +40,7 @@ Asker = Callable[[np.random.Generator, Sequence[Page], int], "Question | None"]
 
 
 def _text(task: str, pages: Sequence[Page], k: int, about: str = "") -> str:
-    """Writes the question, which names page k unless it is the only one."""
+    """Returns the question. It names page k unless there is only one page."""
     on = "" if len(pages) == 1 or task == "which-page" else ON_PAGE.format(k + 1)
     return f"{QUESTIONS[task].format(about)}{on}?"
 
@@ -54,7 +54,7 @@ def _pick(rng: np.random.Generator, page: Page, kind: str) -> Row | None:
 
 
 def _row_question(task: str, kind: str) -> Asker:
-    """Makes the asker for what stands in one column of a row."""
+    """Returns the asker for one column of a row."""
 
     def ask(rng: np.random.Generator, pages: Sequence[Page], k: int) -> Question | None:
         row = _pick(rng, pages[k], kind)
@@ -84,7 +84,7 @@ def ask_which_line(rng: np.random.Generator, pages: Sequence[Page], k: int) -> Q
     word = row.parts[int(rng.integers(1, 4))]
     if sum(part.text == word.text for other in pages[k].rows for part in other.parts) > 1:
         return None
-    # the word is what can be found; its number is known there
+    # the word can be found on the page; there its line's number is known
     return Question("which-line", _text("which-line", pages, k, word.text), row.key.text, tuple(_cells(k, word)[:1]))
 
 

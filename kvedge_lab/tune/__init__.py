@@ -1,1 +1,1 @@
-"""A model is measured against its own full cache, without labels: which plan fits it, and how sure that is."""
+"""Measures a model against its full cache, without labels: which plan fits the model, and how sure that is."""

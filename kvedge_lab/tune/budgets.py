@@ -1,4 +1,4 @@
-"""Budgets of heads are calibrated before plans are measured, if a model has none and the time allows some care."""
+"""Calibrates budgets of heads before plans are measured, if a model has none and the time allows enough care."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from pykvedge.models import profiles
 from pykvedge.plans.making import plan as make_plan
 from pykvedge.plans.presets import DEFAULT_METHOD
 
-SAMPLES, POINTS = 6, 8  # fewer make budgets that a model is better off without
+SAMPLES, POINTS = 6, 8  # fewer give budgets that harm a model
 SCORER, BASELINE, TARGETS = "mixkv", 0.05, (0.05, 0.1, 0.2)
-SHARE = 0.3  # of the time
+SHARE = 0.3  # share of the time
 
 
 class _TooLongError(KvedgeError):
@@ -28,21 +28,21 @@ class _TooLongError(KvedgeError):
 
 
 def calibrate(race: Race, reader: Reader, path: Path, say: Callable[[str], None]) -> None:
-    """Calibrates budgets of heads if a plan wants them and there are none; not in the middle of a run that goes on.
+    """Calibrates budgets of heads if a plan needs them and there are none, at the start of a run.
 
-    path: where losses are kept for a run that goes on. say: is told what came of it. Raises CancelledError.
+    path: file of losses, for a run that is continued. say: called with the result. Raises CancelledError.
     """
     wanted = any("head-budgets" in cell.plan.profile_kinds().values() for cell in race.cells)
     there = bool(profiles.find(make_plan(DEFAULT_METHOD), race.loan.model.path))
-    own: list[list[Sample]] = []  # contexts that no plan is measured on
-    if wanted and (not there or path.exists()):  # the same ones are left out when the run goes on
+    own: list[list[Sample]] = []  # contexts on which no plan is measured
+    if wanted and (not there or path.exists()):  # a continued run leaves out the same contexts
         own = list(itertools.islice(race.material.contexts, SAMPLES))
     if own and not there and not race.kept.rows:
         say(_calibrated(race, reader, own, path))
 
 
 def _calibrated(race: Race, reader: Reader, contexts: list[list[Sample]], path: Path) -> str:
-    """Writes the budgets of a model's heads where they are found (race.profile). Says what came of it."""
+    """Writes the budgets of a model's heads to the profile's place (race.profile). Returns a line about the result."""
     began, model = time.monotonic(), race.loan.model
 
     def told(runs: int, seconds: float) -> Callable[[str, int], None]:

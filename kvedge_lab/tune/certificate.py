@@ -1,4 +1,4 @@
-"""The evidence of a run as a certificate (JSON), as one page with a plot, and as a row of a table of models."""
+"""The evidence of a run: as a certificate (JSON), as a page with a plot, and as a row in a table of models."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ HEAD = ("bytes", "agreement", "exact answers", "KL, nats a token", "contexts")
 
 @dataclass(frozen=True)
 class Verdict:
-    """taken: None where nothing is promised. why: of that, or that no plan reaches the target."""
+    """A run's decision. taken: None if nothing is promised. why: the reason, or that no plan reaches the target."""
 
     taken: Cell | None
     proof: Figures | None
@@ -40,7 +40,7 @@ class Verdict:
 
 
 def verdict(race: Race) -> Verdict:
-    """Decides which plan is taken, by the contexts that did not choose."""
+    """Decides which plan is taken, by the contexts that were not used to choose."""
     if problem := race.problem():
         return Verdict(None, None, problem)
     proof = race.figures(race.proving, race.finalists, len(race.finalists))
@@ -58,7 +58,7 @@ def verdict(race: Race) -> Verdict:
 
 
 def made(race: Race, cell: Cell, proof: Figures, why: str, command: str) -> dict[str, Any]:
-    """Makes the certificate of a plan that is taken, as Verdict says."""
+    """Makes the certificate of a taken plan. why: as in Verdict."""
     model = race.loan.model
     first, second = race.figures(race.choosing), race.figures(race.proving, race.finalists, len(race.finalists))
     return {
@@ -85,14 +85,14 @@ def made(race: Race, cell: Cell, proof: Figures, why: str, command: str) -> dict
 
 
 def save(says: dict[str, Any]) -> Path:
-    """Writes a certificate where it is found. Raises SaveError."""
+    """Writes a certificate to its place. Raises SaveError."""
     path = tuned.place(says["model"]["hash"])
     write(path, json.dumps(says, indent=1) + "\n")
     return path
 
 
 def write(path: Path, text: str) -> None:
-    """Writes a file whole or not at all. Raises SaveError."""
+    """Writes the whole file or nothing. Raises SaveError."""
     try:
         write_whole(path, text)
     except OSError as error:
@@ -100,7 +100,7 @@ def write(path: Path, text: str) -> None:
 
 
 def table(says: dict[str, Any]) -> str:
-    """Shows the evidence as Markdown: finalists on the proving half, then all plans on the choosing one."""
+    """Returns the evidence as Markdown: finalists on the proving half, then all plans on the choosing half."""
     parts = (sorted(says[part], key=itemgetter("bytes")) for part in ("finalists", "choosing"))
     proof, every = ([["plan", *HEAD], *([f"`{x['method']}` {x['budget']}", *_row(x)] for x in part)] for part in parts)
     level = f"{100 * says['level']:.1f} %"
@@ -109,7 +109,7 @@ def table(says: dict[str, Any]) -> str:
 
 
 def summary(says: dict[str, Any]) -> str:
-    """Says what was chosen, of what, and how it was measured, in a few lines."""
+    """Returns a few lines: what was chosen, from what, and how it was measured."""
     contexts = says["contexts"]
     line = tuned.of(says, Path("the certificate")).line()
     return (f"{says['model']['name']}: {line}\n{contexts['choosing']} contexts chose, {contexts['proving']} others "
@@ -117,7 +117,7 @@ def summary(says: dict[str, Any]) -> str:
 
 
 def models(found: Sequence[Mapping[str, Any]]) -> str:
-    """Joins certificates into a Markdown table, a model a line."""
+    """Returns a Markdown table of certificates, one model per line."""
     rows = [["model", "plan", *HEAD, "pictures", "kvedge"]]
     for says in sorted(found, key=lambda says: says["model"]["name"]):
         one = says["proof"]
@@ -129,7 +129,7 @@ def models(found: Sequence[Mapping[str, Any]]) -> str:
 
 
 def page(says: dict[str, Any]) -> str:
-    """Makes one self-contained HTML page: the plot, if matplotlib is there, and the table."""
+    """Returns a self-contained HTML page: the plot, if matplotlib is installed, and the table."""
     name, (finalists, every) = html.escape(says["model"]["name"]), table(says).split("\n\nAll plans")
     text = "\n".join(f"<p>{html.escape(line)}</p>" for line in summary(says).splitlines())
     return f"""<!doctype html><html lang="en"><meta charset="utf-8"><title>kvedge tune: {name}</title>
@@ -146,7 +146,7 @@ svg{{max-width:100%;height:auto}}</style>
 
 
 def _plot(says: dict[str, Any]) -> str:
-    """Draws agreement against bytes, a line a method, as inline SVG; "" without matplotlib."""
+    """Returns a plot of agreement against bytes, one line per method, as inline SVG; a hint without matplotlib."""
     if not can_draw():
         return "<p>The plot needs matplotlib: pip install 'kvedge[plot]'</p>"
     to = io.BytesIO()
@@ -160,7 +160,7 @@ def _plot(says: dict[str, Any]) -> str:
             for x, y, point in zip(at, share, points, strict=True):
                 between = [100 * point["low"], 100 * point["high"]]
                 axis.plot([x, x], between, color=style(name)["color"], linewidth=0.6, alpha=0.6)
-                if point["agreement"] == lowest[point["budget"]]:  # elsewhere labels would lie on each other
+                if point["agreement"] == lowest[point["budget"]]:  # other labels would overlap
                     axis.annotate(f"{point['budget']}", (x, y), xytext=(4, -9), textcoords="offset points")
         for one in says["finalists"]:
             x, y, low, high = (100 * one[name] for name in ("bytes", "agreement", "low", "high"))

@@ -1,8 +1,8 @@
-"""Which plans stay in the race, which of them go to the proof, and which of these is taken.
+"""Chooses plans: which plans stay in the race, which plans are proved, and which plan is taken.
 
-The more plans are looked at, the luckier is the best of them. So contexts are in two halves: on the first plans drop
-out and up to FINALISTS are left, on the second these are measured, with intervals that hold for all of them at once
-(each at 1 - 0.05 / finalists): the taken plan's interval holds although it was taken.
+The more plans are compared, the more luck the best plan has. Contexts are therefore in two halves. On the first half
+plans drop out, and up to FINALISTS remain. On the second half the finalists are measured, with intervals that hold for
+all of them at once (each at 1 - 0.05 / finalists), so the taken plan's interval holds although the plan was chosen.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from kvedge_lab.eval.measure import Cell
 from kvedge_lab.eval.metrics import SHARE
 from kvedge_lab.tune.figures import Figures
 
-FINALISTS = 3  # at most, the default plan included
+FINALISTS = 3  # at most, with the default plan
 Found = Mapping[tuple[str, str], Figures]
 
 
@@ -24,9 +24,9 @@ def level(n: int) -> float:
 
 
 def survivors(cells: Sequence[Cell], found: Found, target: float, default: Cell) -> list[Cell]:
-    """Returns the better half of the plans, in their order; the default plan and FINALISTS others stay in any case.
+    """Returns the better half of the plans, in their order; the default plan and FINALISTS other plans always stay.
 
-    Plans that may reach the target come first, cheapest first; in turn with those that come next to it.
+    The order alternates between plans that reach the target, cheapest first, and plans that come nearest to it.
     """
     known = [cell for cell in cells if cell.key in found]
     reach = sorted((c for c in known if found[c.key].agreement >= target), key=lambda c: found[c.key].bytes)
@@ -38,9 +38,9 @@ def survivors(cells: Sequence[Cell], found: Found, target: float, default: Cell)
 
 
 def finalists(cells: Sequence[Cell], found: Found, target: float, default: Cell) -> list[Cell]:
-    """Returns the cheapest plan that reaches the target with its interval, a safer one, and the default plan.
+    """Returns the cheapest plan whose interval reaches the target, a safer plan, and the default plan.
 
-    Where none does, those that come nearest. None is worse than the default plan in both bytes and agreement.
+    If no plan reaches it, the nearest plans. No plan is worse than the default plan in both bytes and agreement.
     """
     known = [cell for cell in cells if cell.key in found and cell.key != default.key]
     known = [cell for cell in known if not _worse(found[cell.key], found.get(default.key))]
@@ -55,14 +55,14 @@ def finalists(cells: Sequence[Cell], found: Found, target: float, default: Cell)
 
 
 def taken(cells: Sequence[Cell], found: Found, target: float, default: Cell) -> Cell | None:
-    """Returns the plan of the fewest bytes whose interval reaches the target; None: there is none."""
+    """Returns the plan of the fewest bytes whose interval reaches the target, or None."""
     fitting = [c for c in cells if c.key in found and found[c.key].low >= target]
     fitting = [c for c in fitting if not _worse(found[c.key], found.get(default.key))]
     return min(fitting, key=lambda c: found[c.key].bytes, default=None)
 
 
 def nearest(found: Found) -> Figures | None:
-    """Returns the plan that keeps most agreement, for those whom none satisfies."""
+    """Returns the plan that keeps the most agreement, for the case that no plan reaches the target."""
     return max(found.values(), key=lambda one: (one.low, -one.bytes), default=None)
 
 

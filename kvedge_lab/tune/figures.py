@@ -1,10 +1,10 @@
-"""What plans cost on contexts, with intervals that hold for contexts which were not seen.
+"""The costs of plans on contexts, with intervals that hold for unseen contexts.
 
-Tokens of one context are not independent. Agreement and exact answers are shares of tokens and of answers: their
-interval is Wilson's for as many independent tokens as these are worth (the count over the design effect, as Korn and
-Graubard 1998 do), with Student's quantile for the number of contexts. The design effect is that of the plan, and at
-least the median one of all plans on the contexts that chose: where everything agreed, nothing shows how disagreement
-comes together. KL divergence has a bootstrap interval over contexts.
+Tokens of one context are not independent. Agreement and exact answers are shares of tokens and of answers. Their
+interval is Wilson's for an effective number of independent tokens (the count divided by the design effect, as in Korn
+and Graubard 1998), with Student's quantile for the number of contexts. The design effect is the plan's, and at least
+the median of all plans on the choosing contexts, because full agreement does not show how disagreements cluster. KL
+divergence has a bootstrap interval over contexts.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ INTERVALS = (
 
 @dataclass(frozen=True)
 class Figures:
-    """One plan on some contexts. agreement: the share of the full cache's answers' tokens that are the plan's likeliest
-    ones, too; exact: of answers in which all are. low, high: the interval of the agreement, as other pairs are of what
-    they are named after. bytes: of the full cache's keys and values after the prompt. kld: nats a token.
+    """One plan on some contexts. agreement: share of the tokens of the full cache's answers that are also the plan's
+    likeliest tokens. exact: share of answers with full agreement. low, high: interval of agreement; *_interval: of the
+    named figure. bytes: share of the full cache's bytes after the prompt. kld: nats per token.
     """
 
     method: str
@@ -56,7 +56,7 @@ class Figures:
 
 
 def measured(cell: Cell, rows: Rows, contexts: Iterable[Sequence[Sample]]) -> list[list[Mapping[str, Any]]]:
-    """Returns the rows of a plan, context by context, of those in which nothing is missing."""
+    """Returns the rows of a plan, context by context, without contexts that miss a row."""
     found = ([rows.get((one.id, *cell.key)) for one in context] for context in contexts)
     return [[row for row in of if row is not None] for of in found if of and None not in of]
 
@@ -68,16 +68,16 @@ def figures(
     usual: Mapping[str, float],
     level: float = SHARE,
 ) -> dict[tuple[str, str], Figures]:
-    """Makes the figures of plans by their keys, but of those that were measured on less than two contexts.
+    """Returns key -> figures of plans, except plans that were measured on fewer than two contexts.
 
-    usual: as usual_effects finds it.
+    usual: the result of usual_effects.
     """
     sums = _all_sums(cells, rows, contexts)
     return {cell.key: _figures(cell, sums[cell.key], usual, level) for cell in cells if cell.key in sums}
 
 
 def usual_effects(cells: Sequence[Cell], rows: Rows, contexts: Sequence[Sequence[Sample]]) -> dict[str, float]:
-    """Finds the median design effect of plans, of tokens ("top1") and of answers ("exact")."""
+    """Returns the median design effect of plans, for tokens ("top1") and for answers ("exact")."""
     sums = _all_sums(cells, rows, contexts)
     out = {}
     for what, total in (("top1", "tokens"), ("exact", "answers")):
@@ -106,7 +106,7 @@ def _figures(cell: Cell, sums: Mapping[str, np.ndarray], usual: Mapping[str, flo
 
 
 def _sums(contexts: list[list[Mapping[str, Any]]]) -> dict[str, np.ndarray]:
-    """Adds up, for each context, [n] each."""
+    """Returns sums per context, [n] each."""
 
     def each(of: Any) -> np.ndarray:
         return np.array([sum(of(row) for row in rows) for rows in contexts], dtype=np.float64)
@@ -117,7 +117,7 @@ def _sums(contexts: list[list[Mapping[str, Any]]]) -> dict[str, np.ndarray]:
 
 
 def share_interval(hits: np.ndarray, totals: np.ndarray, usual: float, level: float) -> tuple[float, float]:
-    """Finds the interval of sum(hits) / sum(totals), both [contexts]. usual: the least design effect to go by."""
+    """Returns the interval of sum(hits) / sum(totals), both [contexts]. usual: the least design effect to use."""
     n, total = len(hits), float(totals.sum())
     share, worth = float(hits.sum()) / total, total / max(design_effect(hits, totals), usual, 1.0)
     z2 = student(max(n - 1, 1), level) ** 2
@@ -127,7 +127,7 @@ def share_interval(hits: np.ndarray, totals: np.ndarray, usual: float, level: fl
 
 
 def design_effect(hits: np.ndarray, totals: np.ndarray) -> float:
-    """The variance of a ratio over contexts, over that of as many independent tokens; 0 where all are alike."""
+    """Returns the variance of a ratio over contexts, divided by that of independent tokens; 0 if it does not vary."""
     n, total, share = len(hits), totals.sum(), hits.sum() / totals.sum()
     if n < 2 or not 0 < share < 1:
         return 0.0
@@ -135,10 +135,10 @@ def design_effect(hits: np.ndarray, totals: np.ndarray) -> float:
 
 
 def telling(rows: Rows, contexts: Sequence[Sequence[Sample]]) -> dict[str, float]:
-    """Says whether the full cache's answers say anything.
+    """Returns how much the full cache's answers say.
 
-    sure: the expected share of tokens that the model would say again, were it sampled at temperature 1. alike: of
-    contexts that were asked the same, the share that got the most frequent answers.
+    sure: the expected share of tokens that the model would repeat if it was sampled at temperature 1. alike: among
+    contexts with equal questions, the share with the most frequent answers.
     """
     full, tokens, sure, answers = (FULL, "1.0"), 0, 0.0, dict[tuple[str, ...], list[tuple[str, ...]]]()
     for context in contexts:

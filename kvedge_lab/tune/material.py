@@ -1,7 +1,6 @@
-"""What a model is asked while it is tuned: contexts of one picture and of several, each with some questions.
+"""The questions of a tuning run: contexts of one picture or several, each with some questions.
 
-No picture is in two contexts, so that contexts are independent: intervals are over them. Even contexts choose, odd ones
-prove.
+No picture is in two contexts, so contexts are independent, as the intervals require. Even ones choose, odd ones prove.
 """
 
 from __future__ import annotations
@@ -27,22 +26,22 @@ SEVERAL = ("Describe each image.", "What is the difference between the images?")
 _SCENE_TASKS = ("describe", "code", "where")
 _SCENES_TASKS = ("which-image", "code-in-image-k")
 ENDINGS = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif")
-MOST = 600  # pictures of a folder that are used
-ASKED = 3  # questions of a user's file about each context
+MOST = 600  # largest number of pictures from a folder
+ASKED = 3  # questions from a user's file per context
 
 
 @dataclass(frozen=True)
 class Material:
-    """contexts: without end where pictures are drawn. told: what a user must know of the choice of pictures."""
+    """contexts: endless if pictures are drawn. told: remarks for the user about the choice of pictures."""
 
     source: str
     contexts: Iterator[list[Sample]]
     told: tuple[str, ...] = ()
-    size: int = 0  # contexts that there are; 0: without end
+    size: int = 0  # number of contexts; 0: endless
 
 
 def scenes(seed: int, questions: Sequence[str]) -> Material:
-    """Scenes that the packaged model knows; `questions` in the place of the scenes' own."""
+    """Returns scenes that the packaged model knows. `questions` replace the scenes' questions."""
 
     def drawn() -> Iterator[list[Sample]]:
         alone = evalset.chain(_SCENE_TASKS, seed, 1)
@@ -55,7 +54,7 @@ def scenes(seed: int, questions: Sequence[str]) -> Material:
 
 
 def drawn_pages(seed: int, questions: Sequence[str], folder: Path) -> Material:
-    """Pages with text, tables and charts, in files of a folder."""
+    """Returns pages with text, tables and charts, drawn into files of a folder."""
 
     def drawn() -> Iterator[list[Sample]]:
         number = count()
@@ -74,7 +73,7 @@ def drawn_pages(seed: int, questions: Sequence[str], folder: Path) -> Material:
 
 
 def folder(path: Path, seed: int, questions: Sequence[str], least: int) -> Material:
-    """The user's pictures, in an order that the seed chooses; at most MOST of them. Raises UsageError."""
+    """Returns the user's pictures, at most MOST, in an order that the seed determines. Raises UsageError."""
     try:
         files = sorted(p for p in path.rglob("*") if p.suffix.lower() in ENDINGS and p.is_file())
     except OSError as error:
@@ -110,7 +109,7 @@ def folder(path: Path, seed: int, questions: Sequence[str], least: int) -> Mater
 
 
 def read_questions(path: Path) -> list[str]:
-    """Reads a question a line. Raises UsageError."""
+    """Reads questions from a file, one per line. Raises UsageError."""
     found = [line.strip() for line in read_text(path).splitlines() if line.strip()]
     if not found:
         raise UsageError(f"{path} holds no questions; one a line is expected")
@@ -118,7 +117,7 @@ def read_questions(path: Path) -> list[str]:
 
 
 def for_way(context: Sequence[Sample], way: str) -> list[Sample]:
-    """Returns the samples of a context under names of their own for what is compressed."""
+    """Returns the samples of a context, with ids that name the way of compression."""
     return [replace(one, id=f"{one.id}:{way}", task=f"{one.task}, {way}") for one in context]
 
 

@@ -1,7 +1,7 @@
-"""Plans are measured context by context until the time is over: all of them on a few, the better ones on more.
+"""Measures plans context by context until the time is over: all plans on a few contexts, better plans on more.
 
-Every answer's figures are written when they are measured. A run that was stopped finds them again, and takes the same
-decisions on the way to where it was.
+The figures of every answer are written when they are measured. A later run reads them and takes the same decisions up
+to the point where the earlier run was stopped.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ from pykvedge.runtime.interrupt import CancelledError, stop_if_set
 from pykvedge.runtime.loaded import Loan
 from pykvedge.runtime.settings import Settings
 
-WAYS = (PROMPT, CONTEXT)  # the question is in the prompt; it comes later
-FIRST = 4  # contexts that all plans are measured on
+WAYS = (PROMPT, CONTEXT)  # the question is in the prompt; the question comes later
+FIRST = 4  # contexts on which all plans are measured
 ANSWER = 64  # tokens of a reference answer
-OUTPUTS = 64  # tokens of an answer that are fed in one pass
-CHOOSING = 0.5  # of the time
-SURE, ALIKE = 0.5, 0.8  # below the one and above the other answers say too little to compare with
+OUTPUTS = 64  # tokens of an answer in one pass
+CHOOSING = 0.5  # share of the time
+SURE, ALIKE = 0.5, 0.8  # limits: answers below SURE or above ALIKE say too little for a comparison
 
 
 class Kept(Records):
-    """The figures so far, with the seconds of the run in which they came."""
+    """The figures so far, with the seconds of the run at which they came."""
 
     KIND, VERSION, WHAT = "kvedge_tune", 1, "an unfinished run of kvedge tune"
 
@@ -48,7 +48,7 @@ class Kept(Records):
         self._began = time.monotonic()
 
     def spent(self) -> float:
-        """Returns the seconds of this run and of those that it goes on with."""
+        """Returns the seconds of this run and of the earlier runs in the file."""
         return self._before + time.monotonic() - self._began
 
     def add(self, record: dict[str, Any]) -> None:
@@ -57,7 +57,7 @@ class Kept(Records):
 
 @dataclass
 class Race:
-    """A race has plans, contexts, and an end."""
+    """A comparison of plans on contexts, with a time limit."""
 
     loan: Loan
     settings: Settings
@@ -72,11 +72,11 @@ class Race:
     contexts: list[list[Sample]] = field(default_factory=list)
     finalists: list[Cell] = field(default_factory=list)
     left_out: list[str] = field(default_factory=list)
-    profile: Path | None = None  # that was calibrated for this race
-    _slowest: float = 0.0  # seconds of a context
+    profile: Path | None = None  # calibrated for this race
+    _slowest: float = 0.0  # seconds of the slowest recent context
 
     def run(self, ready: Callable[[Reader], None]) -> None:
-        """Measures until the time is over. ready: called with the reader before. Raises CancelledError, SaveError."""
+        """Measures until the time is over. ready(reader): called first. Raises CancelledError, SaveError."""
         with self._reading() as reader:
             ready(reader)
             outcome = self._begin(reader)
@@ -86,7 +86,7 @@ class Race:
                 self.left_out += outcome.left_out
 
     def decide(self) -> None:
-        """Finds the finalists on one half of the contexts and measures them on the other, as far as there is time."""
+        """Chooses finalists on one half of the contexts, and measures them on the other half while time remains."""
         if self._choose():
             for _ in self._measured(1, self.finalists, self.seconds):
                 pass
@@ -98,7 +98,7 @@ class Race:
 
     @property
     def choosing(self) -> list[list[Sample]]:
-        """The contexts that plans are chosen on, with all ways of asking."""
+        """The contexts on which plans are chosen, with all ways of asking."""
         return self.contexts[::2]
 
     @property
@@ -106,12 +106,12 @@ class Race:
         return self.contexts[1::2]
 
     def figures(self, contexts: Sequence[Sequence[Sample]], cells: Sequence[Cell] | None = None, n: int = 1) -> Found:
-        """Returns the figures of plans; n: of intervals that hold together."""
+        """Returns the figures of plans. n: number of intervals that hold together."""
         usual = usual_effects(self.cells, self.kept.rows, self.choosing)
         return figures(self.cells if cells is None else cells, self.kept.rows, contexts, usual, choice.level(n))
 
     def problem(self) -> str:
-        """Says why the answers are nothing to go by; "" where they are."""
+        """Returns why the answers are no basis for a choice, or ""."""
         found = telling(self.kept.rows, self.contexts)
         if found["sure"] < SURE:
             return (f"sampled again, the full cache would say {100 * found['sure']:.0f} % of its own tokens: the model "
@@ -122,7 +122,7 @@ class Race:
         return ""
 
     def _choose(self) -> bool:
-        """Finds the finalists. Tells whether there is something to prove."""
+        """Chooses the finalists. Returns whether there is something to prove."""
         alive, until, size = list(self.cells), CHOOSING * self.seconds, FIRST
         for n, _ in enumerate(self._measured(0, alive, until), 1):
             if n == FIRST and self.problem():
@@ -135,7 +135,7 @@ class Race:
         return True
 
     def _measured(self, half: int, cells: list[Cell], until: float) -> Iterator[int]:
-        """Measures plans on one context of a half after the other, and yields how many there were. cells may change."""
+        """Measures plans on the contexts of a half, one by one, and yields their number so far. `cells` may change."""
         done, n = 0, half
         while self._reach(n):
             lacks = any(lacking(one, full_cell(), cells, self.kept) for one in self.contexts[n])
@@ -151,7 +151,7 @@ class Race:
             yield done
 
     def _reach(self, n: int) -> bool:
-        """Takes contexts from the material up to number n. Tells whether there are as many."""
+        """Takes contexts from the material up to number n. Returns False if there are too few."""
         while len(self.contexts) <= n:
             context = next(self.material.contexts, None)
             if context is None:
@@ -160,14 +160,14 @@ class Race:
         return True
 
     def _context(self, n: int, cells: list[Cell]) -> None:
-        """Measures what a context lacks; its questions share one reading of the pictures."""
+        """Measures what a context lacks. Its questions share one reading of the pictures."""
         for way, run in self._runs.items():
             run.cells = [cell for cell in cells if cell in self.cells]
             samples = [one for one in self.contexts[n] if one.id.endswith(f":{way}")]
             todo = [(one, lacks) for one in samples if (lacks := lacking(one, run.full, run.cells, self.kept))]
             if todo:
                 run.one(todo)
-            self.cells[:] = [c for c in self.cells if c in run.cells or c not in cells]  # a plan that fails leaves
+            self.cells[:] = [c for c in self.cells if c in run.cells or c not in cells]  # a failing plan leaves
 
     def _way(self, way: str, reader: Reader, outcome: Outcome) -> Run:
         wants = Wants(answers=False, max_tokens=ANSWER, compress=way, own=True)
@@ -176,7 +176,7 @@ class Race:
 
     @contextmanager
     def _reading(self) -> Iterator[Reader]:
-        """Gives a reader of the model, which ends by itself when the time has been over for long."""
+        """Yields a reader of the model. The reader ends when the time has been over for long."""
         late = threading.Event()
 
         def stop() -> None:

@@ -1,6 +1,6 @@
-"""Sheets with text, tables and charts are drawn for models that read documents: seeded, so that a run can go on.
+"""Draws sheets with text, tables and charts, for models that read documents. A seed makes them repeatable.
 
-The pages of page_tasks are others: a model of kvedge was trained on them, and they have answers.
+The pages of page_tasks are not used here: a model of kvedge was trained on them, and they have answers.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
-SIDE = 448  # pixels; small enough for encoders of one tile
+SIDE = 448  # pixels; small enough for encoders with one tile
 _FONTS = ("DejaVuSans.ttf", "DejaVuSerif.ttf", "DejaVuSansMono.ttf", "Arial.ttf")
 _NOUNS = ("invoice", "harbour", "garden", "engine", "letter", "bridge", "market", "winter", "museum", "ticket",
           "river", "copper", "library", "island", "concert", "village")  # fmt: skip
@@ -22,7 +22,7 @@ _INKS = ((20, 20, 30), (30, 60, 140), (140, 40, 30), (20, 100, 60))
 
 
 def draw(path: Path, seed: int, number: int) -> None:
-    """Draws page `number` of a seed into a PNG file: text, a table and a chart take turns. Raises OSError."""
+    """Draws page `number` of a seed into a PNG file: text, a table or a chart in turn. Raises OSError."""
     rng = np.random.default_rng((seed, number))
     page = Image.new("RGB", (SIDE, SIDE), tuple(int(x) for x in rng.integers(235, 256, 3)))
     pen = ImageDraw.Draw(page)
@@ -66,7 +66,7 @@ def _pick(rng: np.random.Generator, of: Sequence[str]) -> str:
 
 
 def _font(rng: np.random.Generator, size: int) -> ImageFont.FreeTypeFont | ImageFont.ImageFont:
-    """Takes one of the system's fonts, or Pillow's own where none is found."""
+    """Returns one of the system's fonts, or Pillow's default font."""
     try:
         return ImageFont.truetype(_pick(rng, _FONTS), size)
     except OSError:
