@@ -1,12 +1,12 @@
-"""Builds a package with a backend of ggml's for GPUs, in dist/. kvedge finds it by its entry point and loads it.
+"""Builds a package with a ggml backend for GPUs, in dist/. kvedge finds the package by its entry point and loads it.
 
     python3 scripts/dev.py backend vulkan      # needs libvulkan-dev 1.4, spirv-headers, glslc 2025; seven minutes
     python3 scripts/dev.py backend cuda13      # needs nvcc of CUDA 13; hours of two cores
     python3 scripts/dev.py backend cuda12 --archs "80-real;90"       # some architectures of ggml's default
     python3 scripts/dev.py backend vulkan -DVulkan_GLSLC_EXECUTABLE=...       # options of CMake
 
-An older glslc leaves the matrix cores of GPUs unused. NVIDIA's libraries are no part of the package: pip installs those
-of the package index beside it. The module works with a kvedge of the same pin only (llama_source.py --pin).
+Modules of an older glslc do not use the matrix cores of GPUs. The package does not contain NVIDIA's libraries: pip
+installs them from the package index. The module works only with a kvedge of the same pin (llama_source.py --pin).
 """
 
 import argparse
@@ -25,14 +25,14 @@ from build_stock import cmake
 from llama_source import ROOT, SourceError, ended, log, pin
 
 WORK = ROOT / "build" / "backend"
-# ggml's default where nvcc knows them; the first one also for later GPUs, by compiling when they are met
+# ggml's default for a new nvcc; "75-virtual" also serves later GPUs, which compile the code when they load it
 ARCHS = "75-virtual;80-real;86-real;89-real;90-real;100-real;120-virtual;120-real"
 SYSTEMS = ("libggml-base.so", "libvulkan.so.1", "libcuda.so.1", "libcudart.so.*", "libcublas.so.*", "libcublasLt.so.*")
 
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of package: ggml's name of the backend, and NVIDIA's packages with the folders of their libraries."""
+    """A kind of package: ggml's name of the backend; NVIDIA's packages and the folders of their libraries."""
 
     backend: str
     requires: tuple[str, ...] = ()
@@ -74,7 +74,7 @@ PIN = "{pin}"
 
 
 def compiled(kind: Kind, folder: Path, archs: str, given: list[str]) -> Path:
-    """Builds the module as a portable build of kvedge would; returns its file. Raises SourceError."""
+    """Builds the module with the options of a portable kvedge, and returns its file. Raises SourceError."""
     options = {"CMAKE_BUILD_TYPE": "Release", "KVEDGE_PORTABLE": "ON", f"GGML_{kind.backend.upper()}": "ON"}
     if kind.backend == "CUDA":
         options["CMAKE_CUDA_ARCHITECTURES"] = archs
@@ -87,7 +87,7 @@ def compiled(kind: Kind, folder: Path, archs: str, given: list[str]) -> Path:
 
 
 def cuda_release(name: str) -> str:
-    """Tells the release of the nvcc that is found, such as 13.0. Raises SourceError if it is another CUDA's."""
+    """Returns the release of nvcc, for example 13.0. Raises SourceError if nvcc belongs to another CUDA than `name`."""
     nvcc = os.environ.get("CUDACXX") or shutil.which("nvcc") or "/usr/local/cuda/bin/nvcc"
     try:
         said = subprocess.run([nvcc, "--version"], capture_output=True, text=True, check=False).stdout
@@ -100,12 +100,12 @@ def cuda_release(name: str) -> str:
 
 
 def packed(name: str, module: Path, release: str) -> Path:
-    """Makes the wheel around a module; returns its file. Raises SourceError."""
+    """Makes a wheel that contains the module, and returns the wheel's file. Raises SourceError."""
     kind, project = KINDS[name], WORK / f"{name}-package"
     shutil.rmtree(project, ignore_errors=True)
     package = project / f"kvedge_{name}"
     package.mkdir(parents=True)
-    version = sbom.pyproject("version")  # the package has kvedge's
+    version = sbom.pyproject("version")  # the package has the version of kvedge
     requires = [f"kvedge=={version}"]
     requires += [f"{of}>={release},<{int(release.partition('.')[0]) + 1}" for of in kind.requires]
     words = {"name": name, "backend": kind.backend, "module": module.name, "version": version, "pin": pin()}

@@ -4,7 +4,7 @@
     python3 scripts/dev.py bundle --wheel FILE --check
 
 Needs root, debootstrap and Debian's packages: Python is built once in a Debian 11 root (scripts/bundle_python.sh, about
-five minutes on two cores), and kept in build/bundle. --check asks the packaged model in a root that holds no Python.
+five minutes on two cores), and kept in build/bundle. --check asks the packaged model in a root without Python.
 """
 
 import argparse
@@ -29,7 +29,7 @@ SCENE, QUESTION, ANSWER = ROOT / "examples" / "scene-1.png", "What is the code?"
 
 
 def built_python() -> Path:
-    """Tells the folder of the Python that bundle_python.sh builds, once."""
+    """Returns the folder of the bundle's Python. Builds it with bundle_python.sh if it is missing."""
     root = WORK / "debian"
     python = root / "b" / "out" / "python"
     if not (python / "licenses").is_dir():
@@ -46,21 +46,21 @@ def built_python() -> Path:
 
 
 def assemble(python: Path, wheel: Path) -> Path:
-    """Lays out the folder: Python without what a server does not use, kvedge and what it needs, licences."""
+    """Makes the bundle's folder: Python without the parts that a server never uses, kvedge, dependencies, licences."""
     folder = WORK / "kvedge"
     shutil.rmtree(folder, ignore_errors=True)
     for made in ("bin", "lib"):
         (folder / made).mkdir(parents=True)
     shutil.copy(python / "bin" / f"python{PYTHON}", folder / "bin" / "python3")
-    # NumPy's wheel takes libz from the system, which may lack it; what Python has loaded serves NumPy
+    # NumPy's wheel uses the system's libz, which may be missing; a libz that Python has loaded serves NumPy too
     shutil.copy(python.parents[2] / "lib" / "x86_64-linux-gnu" / "libz.so.1", folder / "lib" / "libz.so.1")
     run("patchelf", "--set-rpath", "$ORIGIN/../lib", "--add-needed", "libz.so.1", folder / "bin" / "python3")
     shutil.copy(ROOT / "packaging" / "kvedge.sh", folder / "bin" / "kvedge")
     library = folder / "lib" / f"python{PYTHON}"
     shutil.copytree(python / "lib" / f"python{PYTHON}", library, ignore=shutil.ignore_patterns("__pycache__", *UNUSED))
-    (library / "lib-dynload").mkdir()  # without it Python warns
+    (library / "lib-dynload").mkdir()  # Python warns if it is missing
     shutil.copytree(python / "licenses", folder / "licenses")
-    site = library / "dist-packages"  # where a Python with Debian's patches looks
+    site = library / "dist-packages"  # the search path of a Python with Debian's patches
     shutil.rmtree(library / "site-packages", ignore_errors=True)
     tags = [word for glibc in GLIBCS for word in ("--platform", f"{glibc}_x86_64")]
     run(sys.executable, "-m", "pip", "install", "--target", site, "--python-version", PYTHON, "--only-binary", ":all:",
@@ -73,14 +73,14 @@ def assemble(python: Path, wheel: Path) -> Path:
                 shutil.copy(text, place)
     for tests in [*site.glob("numpy/**/tests"), site / "bin"]:
         shutil.rmtree(tests, ignore_errors=True)
-    # files may get any date when they are unpacked: Python must not compare it
+    # unpacked files may have any date, so Python must not compare dates
     run(folder / "bin" / "python3", "-I", "-m", "compileall", "-q", "-j", "2", "--invalidation-mode", "unchecked-hash",
         "-s", folder, "-p", "kvedge", library)  # fmt: skip
     return folder
 
 
 def pack(folder: Path) -> None:
-    """Writes the archive, the same bytes from the same files."""
+    """Writes the archive. The same files give the same bytes."""
     when = int(os.environ.get("SOURCE_DATE_EPOCH", "0"))
 
     def plain(item: tarfile.TarInfo) -> tarfile.TarInfo:
@@ -97,7 +97,7 @@ def pack(folder: Path) -> None:
 
 
 def check() -> None:
-    """Unpacks the archive into a root with a shell and glibc only, and asks the packaged model there."""
+    """Unpacks the archive into a root that has only a shell and glibc, and asks the packaged model there."""
     root = WORK / "empty"
     shutil.rmtree(root, ignore_errors=True)
     for program in ("/bin/sh", "/usr/bin/getconf"):
@@ -113,7 +113,7 @@ def check() -> None:
     shutil.copy(SCENE, root / "scene.png")
     with tarfile.open(ARCHIVE) as tar:
         tar.extractall(root)
-    enter = 'mount --rbind /proc "$0/proc" && exec chroot "$0" "$@"'  # the loader finds $ORIGIN by /proc
+    enter = 'mount --rbind /proc "$0/proc" && exec chroot "$0" "$@"'  # the loader resolves $ORIGIN through /proc
     chat = ["/kvedge/bin/kvedge", "chat", "--image", "/scene.png", QUESTION]
     command = ["unshare", "-rm", "sh", "-c", enter, str(root), *chat]
     done = subprocess.run(command, capture_output=True, text=True, check=False, env={**os.environ, "HOME": "/tmp"})

@@ -1,8 +1,8 @@
 """Builds the unpatched libllama and ggml of the pin into build/stock/lib: the baseline of measurements and tests.
 
-Of patches/ it carries only the mends (see patches/README.md), without which it would crash on some machines. It has the
-compilers, flags and backends of kvedge's build, so that a difference between the two is the patches' and kvedge's.
-Prints the folder; use it as LLAMA_CPP_LIB_PATH.
+Of patches/, only the mends are applied (see patches/README.md): without them llama.cpp crashes on some machines. The
+compilers, flags and backends are those of kvedge's build, so a difference between the two comes from the patches or
+kvedge. Prints the folder; use it as LLAMA_CPP_LIB_PATH.
 """
 
 import argparse
@@ -21,7 +21,7 @@ PATCHES = ROOT / "patches"
 
 
 def find_build() -> Path:
-    """kvedge's newest build folder; others lie beside it, such as those of single backends."""
+    """Returns the newest build folder of kvedge. Ignores other build folders, for example of a single backend."""
     folders = [p.parent for p in (ROOT / "build").glob("*/CMakeCache.txt")]
     builds = [folder for folder in folders if (folder / "llama.cpp").is_dir() and ggml_libraries(folder)]
     if not builds:
@@ -35,7 +35,7 @@ def ggml_libraries(build: Path) -> list[Path]:
 
 
 def tool(name: str) -> str:
-    """cmake or ninja of this Python's environment, else of the PATH."""
+    """Returns the path of cmake or ninja: from this Python's environment, else from PATH."""
     found = shutil.which(name, path=str(Path(sys.executable).parent)) or shutil.which(name)
     if not found:
         raise SourceError(f"{name} is missing: python3 scripts/dev.py test brings it, or pip install {name}")
@@ -43,7 +43,7 @@ def tool(name: str) -> str:
 
 
 def state(build: Path) -> dict[str, object]:
-    """What the baseline depends on."""
+    """Returns everything that the baseline depends on."""
     cache = (build / "CMakeCache.txt").read_text(encoding="utf-8", errors="replace").splitlines()
     kinds = ("CMAKE_BUILD_TYPE", "CMAKE_C", "CMAKE_SHARED", "KVEDGE_PORT", "KVEDGE_AMX_USED", "GGML_")
     flags = sorted(line for line in cache if line.startswith(kinds))
@@ -74,7 +74,7 @@ def build_stock(build: Path) -> Path:
 
 
 def cmake(source: Path, folder: Path, options: Mapping[str, str] | None, *targets: str) -> None:
-    """Configures with options, unless they are None, and builds with Ninja.
+    """Configures with CMake (options None: does not configure), and builds with Ninja.
 
     Raises SourceError when a tool is missing or a step fails.
     """
@@ -83,7 +83,7 @@ def cmake(source: Path, folder: Path, options: Mapping[str, str] | None, *target
     configure += [f"-D{key}={value}" for key, value in given.items()]
     build = [tool("cmake"), "--build", str(folder), *(["--target", *targets] if targets else [])]
     for command in (build,) if options is None else (configure, build):
-        # stdout is for the result
+        # stdout is reserved for the result
         if subprocess.run(command, stdout=sys.stderr, check=False).returncode != 0:
             raise SourceError(f"the build in {folder} failed; its messages are above")
 

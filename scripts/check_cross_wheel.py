@@ -1,10 +1,10 @@
-"""Tries a wheel for another system by the emulator that cross.py names. No Python of that system runs.
+"""Tries a wheel for another system with the emulator that cross.py names. No Python of that system runs.
 
     python3 scripts/check_cross_wheel.py dist/kvedge-*_aarch64.whl
     python3 scripts/check_cross_wheel.py dist/kvedge-*-win_amd64.whl
 
-The cross compiler builds examples/c/ask.c with nothing but the unpacked wheel, and the program is asked about an image
-on each processor that the emulator plays. One line a processor on stdout; exit code 1 if an answer is wrong.
+The cross compiler builds examples/c/ask.c with only the unpacked wheel, and the program is asked about an image on each
+processor of the emulator. Prints one line for each processor; exit code 1 if an answer is wrong.
 """
 
 import contextlib
@@ -24,11 +24,11 @@ from cross_whole import THREADS, ask
 from llama_source import ROOT, SourceError, ended
 from wine import windows
 
-MACHINES = {"aarch64": "aarch64", "win_amd64": "mingw"}  # the end of a wheel's name: the target of cross.py
+MACHINES = {"aarch64": "aarch64", "win_amd64": "mingw"}  # end of a wheel's name: target of cross.py
 
 
 def target_of(wheel: Path) -> Target:
-    """Tells which system a wheel is for. Raises SourceError where cross.py has none such."""
+    """Returns the system that a wheel is for. Raises SourceError if cross.py does not have it."""
     for end, name in MACHINES.items():
         if wheel.suffix == ".whl" and wheel.stem.endswith(end):
             return TARGETS[name]
@@ -36,14 +36,14 @@ def target_of(wheel: Path) -> Target:
 
 
 def compiled(package: Path, target: Target) -> Path:
-    """Builds the program against an unpacked package, beside its libraries. Raises SourceError."""
-    # -S: an editable kvedge of this environment would come first
+    """Builds the program with an unpacked package, into the package's lib folder. Raises SourceError."""
+    # -S: without it, Python would import an editable kvedge of this environment
     paths = [str(package.parent), sysconfig.get_path("purelib")]
     said = subprocess.run(
         [sys.executable, "-S", "-m", "pykvedge", "--cflags", "--libs"], cwd=package.parent, check=True,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)}, stdout=subprocess.PIPE, text=True,
     ).stdout  # fmt: skip
-    program = package / "lib" / "ask.exe"  # Windows looks for libraries in the program's folder
+    program = package / "lib" / "ask.exe"  # Windows searches libraries in the program's folder
     compiler = str(target.compiler.path).replace("g++", "gcc")
     command = [compiler, "-std=c11", "-O1", str(ROOT / "examples" / "c" / "ask.c"), "-o", str(program)]
     done = subprocess.run([*command, *shlex.split(said)], capture_output=True, text=True, check=False)
@@ -53,7 +53,7 @@ def compiled(package: Path, target: Target) -> Path:
 
 
 def answers(package: Path, target: Target) -> None:
-    """Asks on each processor. Raises SourceError at the first answer that is wrong."""
+    """Asks on each processor. Raises SourceError at the first wrong answer."""
     program, data = compiled(package, target), package / "data"
     picture = ["--mmproj", str(data / "demo-mmproj.gguf"), "--image", str(SCENE)]
     for processor in target.processors:

@@ -1,10 +1,10 @@
-"""Imports, and uses of imported modules, that name what this tree does not have: lint finds a name that moved.
+"""Finds imports, and attributes of imported modules, whose names do not exist in this tree, for example moved names.
 
     python3 scripts/dev.py lint        runs this after ruff
 
-Sources in scripts, tests and experiments are read, not imported. A module has the names that its lines outside
-functions and classes bind; a package has its modules, too. Modules that this tree does not have are other people's.
-Each offender is a line on stdout, as ruff prints them.
+Reads the sources in scripts, tests and experiments without importing them. A module's names are those that its lines
+outside functions and classes bind; a package also has its modules. Modules outside this tree are ignored. Prints one
+line for each finding, in ruff's form.
 """
 
 import argparse
@@ -17,16 +17,16 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = ("scripts", "tests", "experiments")
-PACKAGES = (ROOT, *(ROOT / name for name in (*FOLDERS, "examples/desktop")))  # where modules are looked for
-ALWAYS = {"__doc__", "__file__", "__name__", "__path__"}  # names that every module has
+PACKAGES = (ROOT, *(ROOT / name for name in (*FOLDERS, "examples/desktop")))  # where modules are searched
+ALWAYS = {"__doc__", "__file__", "__name__", "__path__"}  # names of every module
 NAMING = (ast.Import, ast.ImportFrom, ast.Name, ast.Attribute, ast.arg)
 SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
-Found = Iterator[tuple[int, str]]  # lines, and what is wrong with them
+Found = Iterator[tuple[int, str]]  # line, message
 
 
 @functools.cache
 def find(name: str, folder: Path) -> Path | None:
-    """Returns the file, or the folder, of the module that files in `folder` call `name`; None: not of this tree."""
+    """Returns the file or folder of the module `name`, imported by a file in `folder`. None: outside this tree."""
     for root in (folder, *PACKAGES):
         path = root.joinpath(*name.split("."))
         if path.with_suffix(".py").is_file():
@@ -43,12 +43,12 @@ def tree(path: Path) -> ast.Module:
 
 @functools.cache
 def nodes(path: Path) -> list[ast.AST]:
-    """Lists the nodes that name something."""
+    """Returns the nodes of a file that contain names."""
     return [node for node in ast.walk(tree(path)) if isinstance(node, NAMING)]
 
 
 def outer(body: Iterable[ast.AST]) -> Iterator[ast.AST]:
-    """Lists statements and targets outside functions and classes."""
+    """Yields statements and targets outside functions and classes."""
     for node in body:
         yield node
         if not isinstance(node, (*SCOPES, ast.expr)) or isinstance(node, (ast.Tuple, ast.List, ast.Starred)):
@@ -62,7 +62,7 @@ def called(alias: ast.alias, node: ast.AST) -> str:
 
 @functools.cache
 def own_names(file: Path) -> frozenset[str]:
-    """Returns the names that a module's own code binds; none where there is no such file."""
+    """Returns the names that a module's code binds; the empty set if the file does not exist."""
     if not file.is_file():
         return frozenset()
     found = set(ALWAYS)
@@ -83,7 +83,7 @@ def lacks(module: Path, name: str) -> bool:
 
 
 def missing_imports(node: ast.AST, folder: Path) -> Found:
-    """Lists names that an import takes from a module of this tree that has none such."""
+    """Yields the names that an import takes from a module of this tree, and that the module does not have."""
     if isinstance(node, ast.Import):
         for alias in node.names:
             if find(alias.name.split(".")[0], folder) and not find(alias.name, folder):
@@ -98,7 +98,7 @@ def missing_imports(node: ast.AST, folder: Path) -> Found:
 
 
 def module_of(alias: ast.alias, node: ast.Import | ast.ImportFrom, folder: Path) -> Path | None:
-    """Returns the module of this tree that an import binds to a name; None: it binds something else."""
+    """Returns the module of this tree that an import binds to a name. None: the name is not such a module."""
     if isinstance(node, ast.Import):
         return find(alias.name if alias.asname else called(alias, node), folder)
     package = find(node.module, folder) if node.module and not node.level else None
@@ -108,9 +108,9 @@ def module_of(alias: ast.alias, node: ast.Import | ast.ImportFrom, folder: Path)
 
 
 def missing_attributes(path: Path) -> Found:
-    """Lists uses of `module.name` where a module of this tree has no such name.
+    """Yields uses of `module.name` where the module is in this tree and does not have the name.
 
-    A name that a file binds to something else, too, is left out.
+    Names that the file also binds to something else are ignored.
     """
     bound: dict[str, set[Path | None]] = {}
     for node in nodes(path):
@@ -129,7 +129,7 @@ def missing_attributes(path: Path) -> Found:
 
 
 def offences(path: Path) -> Iterator[str]:
-    """Lists what a file names that is not there, each behind its line and column."""
+    """Yields a line for each missing name in a file, with its line and column."""
     imports = [node for node in nodes(path) if isinstance(node, NAMING[:2])]
     found = {offence for node in imports for offence in missing_imports(node, path.parent)}
     for line, what in sorted(found | {*missing_attributes(path)}):
@@ -138,7 +138,7 @@ def offences(path: Path) -> Iterator[str]:
 
 def main() -> int:
     argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
-    gc.disable()  # syntax trees have many objects, none of them in a circle: collecting takes longer than all else
+    gc.disable()  # syntax trees have many objects and no cycles, so garbage collection would only cost time
     sources = [path for folder in FOLDERS for path in sorted((ROOT / folder).rglob("*.py"))]
     found = [f"{path.relative_to(ROOT).as_posix()}:{offence}" for path in sources for offence in offences(path)]
     for offence in found:

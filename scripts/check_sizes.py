@@ -1,10 +1,10 @@
-"""Files, functions and parameter lists that have grown past what can be read at once.
+"""Finds files, functions and parameter lists that are too long.
 
     python3 scripts/dev.py lint        runs this after ruff
 
-A source may have 600 lines, a header or a test 1,000; a function 60 lines and 7 parameters (`self` and `cls` are none,
-nor is `err`, the kvedge_error that functions in C end with). Lengths are measured by lizard, which reads C, C++ and
-Python. Each offender is a line on stdout, as ruff prints them.
+The limits: 600 lines for a source, 1,000 for a header or a test, 60 for a function; 7 parameters, not counting `self`,
+`cls` and `err` (the kvedge_error at the end of functions in C). lizard measures C, C++ and Python. Prints one line for
+each finding, in ruff's form.
 """
 
 import argparse
@@ -16,13 +16,13 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = ("pykvedge", "kvedge_lab", "native", "scripts", "tests", "examples")
 SUFFIXES = (".py", ".c", ".cpp", ".h")
-FOREIGN = ("pykvedge/bindings",)  # other people's, where it is installed
+FOREIGN = ("pykvedge/bindings",)  # code of other projects, where it is installed
 
 FILE_LINES, LONG_LINES, FUNCTION_LINES, PARAMETERS = 600, 1000, 60, 7
 
 
 def sources() -> Iterator[Path]:
-    """Lists all files that the limits hold for."""
+    """Yields the files that the limits apply to."""
     for folder in FOLDERS:
         for path in sorted((ROOT / folder).rglob("*")):
             if path.suffix in SUFFIXES and not path.relative_to(ROOT).as_posix().startswith(FOREIGN):
@@ -30,18 +30,18 @@ def sources() -> Iterator[Path]:
 
 
 def parameters(function: Any) -> int:
-    """Counts the values that a caller passes."""
+    """Returns the number of values that a caller passes."""
     return sum(name.lstrip("*") not in ("self", "cls", "err", "") for name in function.parameters)
 
 
 def most_lines(path: Path) -> int:
-    """Returns how many lines a file may have."""
+    """Returns the largest number of lines that a file may have."""
     is_test = "tests" in path.relative_to(ROOT).parts
     return LONG_LINES if is_test or path.suffix == ".h" else FILE_LINES
 
 
 def offences(path: Path) -> Iterator[str]:
-    """Lists what of a file is over a limit, with its place."""
+    """Yields one line for each limit that a file exceeds, with the place."""
     import lizard
 
     name = path.relative_to(ROOT).as_posix()

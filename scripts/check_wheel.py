@@ -3,11 +3,11 @@
     python3 scripts/check_wheel.py dist/kvedge-*.whl
     python3 scripts/check_wheel.py dist/kvedge-*.whl --cpu Nehalem --cpu Haswell
 
-pip may fetch the dependencies, as wheels only. Then the packaged model is asked about an image by `kvedge chat` and by
-a program in C that the system's compiler builds with what `python -m pykvedge --cflags --libs` prints, and it completes
-a text through llama_cpp with pykvedge.attach, imported in both orders. --cpu runs all of them again on a lesser
-processor, under qemu-x86_64 (Debian: qemu-user). One line a step on stdout, with ggml's CPU variant where one was
-loaded; exit code 1 if a step fails.
+pip may fetch the dependencies, as wheels only. Then the packaged model is asked about an image by `kvedge chat`, and by
+a program in C, built by the system's compiler with the flags of `python -m pykvedge --cflags --libs`. It also completes
+a text through llama_cpp with pykvedge.attach, imported in both orders. --cpu repeats all of it on an older processor,
+under qemu-x86_64 (Debian: qemu-user). Prints one line for each step, with ggml's CPU variant if one was loaded; exit
+code 1 if a step fails.
 """
 
 import argparse
@@ -24,7 +24,7 @@ from llama_source import ROOT, SourceError, ended
 
 SCENE = ROOT / "examples" / "scene-1.png"
 QUESTION, ANSWER = "What is the code?", "64UM3"  # examples/scenes.md
-LIMIT = 900  # seconds a step; qemu is slow
+LIMIT = 900  # seconds for a step; qemu is slow
 
 ATTACHED = """
 import {imports}
@@ -46,7 +46,7 @@ print(*sorted({p.rpartition("/")[2] for p in maps if "ggml-cpu" in p}))
 
 
 class Place:
-    """A place is the fresh environment, and runs programs in it."""
+    """The fresh environment. Runs programs in it."""
 
     def __init__(self, folder: Path) -> None:
         self.venv, self.work, self.home = folder / "venv", folder / "work", folder / "home"
@@ -61,7 +61,7 @@ class Place:
         return str(self.venv / "bin" / name)
 
     def run(self, what: str, command: Sequence[str | Path]) -> str:
-        """Returns stdout of a command in the empty folder. Raises SourceError."""
+        """Runs a command in the empty folder and returns its stdout. Raises SourceError."""
         keep = ("PIP_", "SSL_", "REQUESTS_", "HTTP", "http", "NO_PROXY", "no_proxy", "SYSTEMROOT", "LANG", "LC_")
         env = {k: v for k, v in os.environ.items() if k.startswith(keep)}
         env |= {"PATH": str(self.empty), "HOME": str(self.home), "TMPDIR": str(self.home), "PYTHONUTF8": "1"}
@@ -78,7 +78,7 @@ class Place:
         return done.stdout
 
     def said(self, text: str, what: str, command: Sequence[str | Path]) -> None:
-        """Runs a command whose output must begin with a text."""
+        """Runs a command and checks that its output begins with `text`. Raises SourceError."""
         said = " ".join(self.run(what, command).split())
         if not f"{said} ".startswith(text):
             raise SourceError(f"{what}: it says '{said}', not '{text.strip()}'")
@@ -87,7 +87,7 @@ class Place:
 
 def install(place: Place, wheel: Path) -> None:
     subprocess.run([sys.executable, "-m", "venv", str(place.venv)], check=True)
-    # pip itself may say where it looks, in the user's settings: those are not of the environment that is tried
+    # "install" must not depend on package indexes in the user's pip settings
     pip = [place.program("python"), "-m", "pip", "--disable-pip-version-check", "install", "--only-binary", ":all:"]
     place.run("install", [*pip, str(wheel)])
     place.run("pip check", [place.program("python"), "-m", "pip", "--disable-pip-version-check", "check"])
@@ -96,7 +96,7 @@ def install(place: Place, wheel: Path) -> None:
 
 
 def package(place: Place) -> Path:
-    """Finds the folder of the installed package."""
+    """Returns the folder of the installed package."""
     emulator, place.emulator = place.emulator, []
     where = place.run("package", [place.program("python"), "-c", "import pykvedge; print(pykvedge.__path__[0])"])
     place.emulator = emulator
@@ -104,7 +104,7 @@ def package(place: Place) -> Path:
 
 
 def compiled(place: Place) -> Path:
-    """Compiles a program in C against the installed libraries; for this the user needs a compiler."""
+    """Builds the program in C with the installed libraries. Needs a C compiler, unlike the other steps."""
     compiler = shutil.which(os.environ.get("CC", "cc")) or shutil.which("gcc") or shutil.which("clang")
     if compiler is None:
         raise SourceError("the program in C: no C compiler")
@@ -119,7 +119,7 @@ def compiled(place: Place) -> Path:
 
 
 def refused(place: Place, program: Path) -> None:
-    """Checks that without its variants the program in C says so."""
+    """Checks that the program in C fails with a message when the CPU variants are missing."""
     lib, away = package(place) / "lib", place.home / "variants"
     variants = [path for path in lib.iterdir() if "ggml-cpu-" in path.name]
     if not variants:

@@ -1,13 +1,13 @@
-"""The native tests, built for another system and run under an emulator of it.
+"""Builds the native tests for another system, and runs them under an emulator.
 
     python3 scripts/dev.py cross aarch64        64-bit ARM under Linux, by qemu
     python3 scripts/dev.py cross mingw          64-bit Windows, by wine
-    python3 scripts/dev.py cross NAME --fewer   those of what differs by processor or system, as in CI
+    python3 scripts/dev.py cross NAME --fewer   only tests that depend on the processor or the system, as in CI
     python3 scripts/dev.py cross NAME --whole   llama.cpp with kvedge for that system, and examples/c/ask.c under the
-                                                emulator: it must answer as it does here
+                                                emulator: its answer must be the answer of this machine
 
-The tests are a build of native/ by itself, without llama.cpp (build/native/NAME). Each runs on the first processor that
-the emulator plays; the kernels run on all of them, and must be those that the processor is known to have.
+The tests are a build of native/ without llama.cpp (build/native/NAME). Each test runs on the emulator's first
+processor. The kernel test runs on all processors, and checks the kernels that each processor must choose.
 """
 
 import argparse
@@ -23,47 +23,47 @@ from llama_source import ROOT, SourceError, ended
 from native_build import FEWER, PLACED, build_native
 from wine import windows
 
-KERNELS = "test_kernels"  # the test that takes the name of the table that must be chosen
-AT_ONCE = 4  # tests wait for the disk and for their own threads as much as they compute
+KERNELS = "test_kernels"  # its argument: the kernel table that must be chosen
+AT_ONCE = 4  # tests wait for the disk and for their threads half of the time
 
 
 @dataclass(frozen=True)
 class Tool:
-    """A tool is a program, by the names that it may have, and the Debian package that brings it."""
+    """A program: its possible names, and the Debian package that contains it."""
 
     names: tuple[str, ...]
     package: str
 
     @property
     def path(self) -> str | None:
-        """Finds the program; None: it is missing."""
+        """Returns the path of the program; None: it is missing."""
         return next(filter(None, map(shutil.which, self.names)), None)
 
 
 @dataclass(frozen=True)
 class Processor:
-    """An emulator plays this."""
+    """A processor that an emulator can play."""
 
     name: str
-    arguments: tuple[str, ...] = ()  # of the emulator
-    kernels: str = ""  # the table that must be chosen; empty: any
-    whole: bool = True  # whether it can run llama.cpp as it is built for the target
+    arguments: tuple[str, ...] = ()  # arguments of the emulator
+    kernels: str = ""  # the kernel table that must be chosen; empty: any table
+    whole: bool = True  # whether it can run the target's build of llama.cpp
 
 
 @dataclass(frozen=True)
 class Target:
-    """A target is a system that is built for on this one."""
+    """A system that this machine can build for."""
 
-    toolchain: str  # below cmake/toolchains
+    toolchain: str  # a file in cmake/toolchains
     compiler: Tool
     emulator: Tool
     processors: tuple[Processor, ...]
-    options: tuple[tuple[str, str], ...] = ()  # of CMake
-    whole_options: tuple[tuple[str, str], ...] = ()  # of CMake, for llama.cpp
+    options: tuple[tuple[str, str], ...] = ()  # options of CMake
+    whole_options: tuple[tuple[str, str], ...] = ()  # options of CMake for llama.cpp
 
     @property
     def cmake_options(self) -> dict[str, str]:
-        """Lists options that any build for the target takes."""
+        """Returns the options of CMake for any build for the target."""
         toolchain = ROOT / "cmake" / "toolchains" / self.toolchain
         return {"CMAKE_TOOLCHAIN_FILE": str(toolchain), "CMAKE_BUILD_TYPE": "Release", **dict(self.options)}
 
@@ -76,7 +76,7 @@ class Target:
             raise SourceError(f"{names} missing; on Debian: apt-get install {packages}")
 
     def command(self, processor: Processor, program: Path, *arguments: str) -> list[str]:
-        """Makes the command that runs a program of the target here."""
+        """Returns the command that runs a program of the target under the emulator."""
         return [str(self.emulator.path), *processor.arguments, str(program), *arguments]
 
 
@@ -88,7 +88,7 @@ TARGETS = {
         compiler=Tool(("aarch64-linux-gnu-g++",), "g++-aarch64-linux-gnu"),
         emulator=Tool(("qemu-aarch64", "qemu-aarch64-static"), "qemu-user"),
         processors=(
-            # qemu's own, with all that it knows but for the long vectors, which nothing here uses
+            # qemu's largest processor without long vectors (SVE), which kvedge does not use
             Processor("max", (*ARM_LIBRARIES, "-cpu", "max,sve=off"), "neoni8mm"),
             Processor("neoverse-n1", (*ARM_LIBRARIES, "-cpu", "neoverse-n1"), "neondot"),
             Processor("cortex-a53", (*ARM_LIBRARIES, "-cpu", "cortex-a53"), "neon", whole=False),
@@ -106,7 +106,7 @@ TARGETS = {
 
 
 def run_test(target: Target, processor: Processor, program: Path) -> bool:
-    """Runs one test program, with its name and outcome as a line on stdout; returns whether it passed."""
+    """Runs one test program and prints its name and outcome. Returns whether it passed."""
     arguments = [processor.kernels] if program.stem == KERNELS and processor.kernels else FEWER.get(program.stem, [])
     done = subprocess.run(
         target.command(processor, program, *arguments),
@@ -123,7 +123,7 @@ def run_test(target: Target, processor: Processor, program: Path) -> bool:
 
 
 def run_tests(name: str, fewer: bool) -> int:
-    """Builds and runs the native tests of a target; returns how many failed. Raises SourceError."""
+    """Builds and runs the native tests of a target. Returns the number of failed tests. Raises SourceError."""
     target = TARGETS[name]
     programs = build_native(name, list(PLACED) if fewer else ["kvedge-tests"], **target.cmake_options)
     found = sorted(p for p in programs.glob("test_*") if p.suffix in ("", ".exe"))

@@ -1,6 +1,6 @@
-"""All of kvedge for another system: llama.cpp with kvedge, and examples/c/ask.c run under the emulator.
+"""Tests all of kvedge for another system: llama.cpp with kvedge, and examples/c/ask.c under the emulator.
 
-It answers what the same program answers here, with as many bytes of keys and values. Called by cross.py --whole.
+The answer and the bytes of keys and values must equal those of this machine. Called by cross.py --whole.
 """
 
 from __future__ import annotations
@@ -25,39 +25,39 @@ SCENE = ROOT / "examples" / "scene-1.png"
 IMAGE_QUESTION = "Describe the image."
 TEXT_QUESTION = "the quick brown fox jumps over the lazy dog and runs away"
 TINY = ("llama", "qwen2vl", "qwen3", "phi3", "gemma3", "lfm2")
-THREADS = "1"  # the same sums everywhere, and no waiting for each other on a busy machine
+THREADS = "1"  # equal sums on all systems; threads would wait for each other on a busy machine
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """A run said this."""
+    """The output of a run of examples/c/ask.c."""
 
     answer: str
     figures: dict[str, str]
 
     def same_as(self, other: Outcome) -> list[str]:
-        """Names what differs. Which kernels ran may, and which of tokens that matter about the same are kept."""
+        """Returns the names of differing values. Kernels may differ, and kept tokens with nearly equal scores."""
         names = sorted({*self.figures, *other.figures} - {"kernels", "kept"})
         differs = [name for name in names if self.figures.get(name) != other.figures.get(name)]
         return differs if self.answer == other.answer else ["answer", *differs]
 
 
 def cases(folder: Path) -> dict[str, tuple[str, ...]]:
-    """Names cases, each the arguments of a question: the packaged model with an image, its cache in three types, and
-    tiny models with random weights.
+    """Returns {name: arguments of a question}: the packaged model with an image and three KV types, and tiny models
+    with random weights.
     """
     demo = ("--mmproj", str(DATA / "demo-mmproj.gguf"), "--image", str(SCENE))
     asked = (str(DATA / "demo-model.gguf"), IMAGE_QUESTION)
     out = {f"demo model, {kind}": ("--kv-type", kind, *demo, *asked) for kind in ("f16", "q8_0", "q4_0")}
     for kind in TINY:
         model = write_tiny(kind, folder / kind)[0]
-        # random weights: after a few tokens rounding decides which comes next
+        # random weights: after a few tokens, rounding decides the next token
         out[f"tiny {kind}"] = ("--raw", "--max-tokens", "4", str(model), TEXT_QUESTION)
     return out
 
 
 def ask(command: list[str]) -> Outcome:
-    """Runs ask. Raises SourceError when it fails."""
+    """Runs examples/c/ask.c. Raises SourceError when it fails."""
     done = subprocess.run(
         command, stdin=subprocess.DEVNULL, capture_output=True, text=True, encoding="utf-8",
         errors="replace", check=False,
@@ -69,7 +69,7 @@ def ask(command: list[str]) -> Outcome:
 
 
 def build(folder: Path, options: dict[str, str]) -> Path:
-    """Builds ask and what it needs in `folder`; returns the program. Raises SourceError."""
+    """Builds ask and its libraries in `folder`, and returns the program. Raises SourceError."""
     cmake(ROOT, folder, None if (folder / "build.ninja").is_file() else options, PROGRAM)
     found = [path for suffix in ("", ".exe") if (path := folder / "bin" / f"{PROGRAM}{suffix}").is_file()]
     if not found:
@@ -78,7 +78,7 @@ def build(folder: Path, options: dict[str, str]) -> Path:
 
 
 def compare(name: str, here: Outcome, processor: Processor, command: list[str]) -> bool:
-    """Runs a case under the emulator, with a line on stdout; returns whether it is as here."""
+    """Runs a case under the emulator and prints a line. Returns whether the outcome equals `here`."""
     start = time.monotonic()
     there = ask(command)
     differs = there.same_as(here)
@@ -99,7 +99,7 @@ def compare(name: str, here: Outcome, processor: Processor, command: list[str]) 
 
 
 def run_whole(name: str, target: Target) -> int:
-    """Builds for the target and compares; returns how many cases differ. Raises SourceError."""
+    """Builds for the target and compares. Returns the number of cases that differ. Raises SourceError."""
     native = build(find_build(), {})
     crossed = build(ROOT / "build" / "cross" / f"{name}-whole", {**target.cmake_options, **dict(target.whole_options)})
     failed = 0

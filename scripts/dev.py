@@ -1,8 +1,8 @@
-"""Sets up all that kvedge needs and runs it from a clone: python3 scripts/dev.py demo. See dev_commands.py."""
+"""Sets up kvedge in a clone and runs it: python3 scripts/dev.py demo. See dev_commands.py."""
 
 import sys
 
-# This file stays readable for any Python 3, so that an old one gets a sentence and not a syntax error.
+# This file must be valid in any Python 3, so that an old Python prints this sentence and no syntax error.
 if sys.version_info < (3, 10):  # noqa: UP036
     sys.exit("error: kvedge needs Python 3.10 or newer, this is " + sys.version.split()[0])
 

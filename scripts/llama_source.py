@@ -1,14 +1,14 @@
 """Fetches the pinned llama.cpp, checks it and applies patches/ to it.
 
-The source comes from the source distribution of llama-cpp-python (its vendor/llama.cpp), through pip, and is kept in
-a per-user cache, so that only the first build needs a network. CMake calls this at configure time:
+The source comes from the source distribution of llama-cpp-python (its vendor/llama.cpp), through pip. A per-user cache
+keeps it, so that only the first build needs a network. CMake calls this script at configure time:
 
     llama_source.py --out DIR        a patched tree in DIR; files that did not change keep their times
     llama_source.py --bindings DIR   the Python bindings, DIR/llama_cpp, with patches/bindings applied
     llama_source.py --git DIR        a git repository: the pinned source, then one commit per patch
     llama_source.py --check DIR      does the tree DIR carry the patches?
     llama_source.py --fetch          the path of the verified source distribution, on stdout
-    llama_source.py --pin            what a backend of another build must be of, on stdout
+    llama_source.py --pin            the id that a separately built backend must match, on stdout
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ PACKAGE, VERSION = "llama-cpp-python", "0.3.36"
 SHA256 = "832db0699007f1be95a7e41ef12e88926b02ba836461e36a36372db2760c1a2e"
 SDIST = f"llama_cpp_python-{VERSION}.tar.gz"
 VENDOR = f"llama_cpp_python-{VERSION}/vendor/llama.cpp"
-# what the libraries are built from; the rest (web UI, converters, vocabularies) is several times as much
+# sources of the libraries; everything else (web UI, converters, vocabularies) is several times larger
 WANTED = (
     "CMakeLists.txt", "LICENSE", "licenses", "cmake", "common", "ggml", "include", "src", "vendor", "tools/mtmd",
 )  # fmt: skip
@@ -39,16 +39,16 @@ WANTED = (
 ROOT = Path(__file__).resolve().parent.parent
 STAMP = ".kvedge-source.json"
 BASE_TAG = "kvedge-base"
-MENDS = "*-mend-*.patch"  # faults of llama.cpp that stop the baseline as well
+MENDS = "*-mend-*.patch"  # patches for faults of llama.cpp that also stop the baseline
 
 
 class SourceError(Exception):
-    """Something that the user can act on; one line."""
+    """An error that the user can act on; the message is one line."""
 
 
 @dataclass(frozen=True)
 class Patch:
-    """One file of the series: a subject, the reason as its body, and a diff in git's form."""
+    """One file of the series: a subject, a body with the reason, and a diff in git's form."""
 
     path: Path
     subject: str
@@ -56,7 +56,7 @@ class Patch:
 
     @classmethod
     def read(cls, path: Path) -> Patch:
-        """Raises SourceError when no diff follows."""
+        """Reads a patch. Raises SourceError if the file has no diff."""
         head, line, diff = path.read_bytes().decode("utf-8", "surrogateescape").partition("\n---\n")
         if not line or "\n@@ " not in diff:
             raise SourceError(f"{path.name} is no patch: a subject, a reason, a line of three dashes and a diff")
@@ -64,19 +64,19 @@ class Patch:
         return cls(path, subject, body.strip("\n"))
 
     def changed_lines(self) -> tuple[int, int, list[str]]:
-        """Lines added, lines removed, and the files that they are in."""
+        """Returns (lines added, lines removed, changed files)."""
         rows = [row.split("\t") for row in git(self.path.parent, "apply", "--numstat", str(self.path)).splitlines()]
         return sum(int(row[0]) for row in rows), sum(int(row[1]) for row in rows), [row[2] for row in rows]
 
 
 @dataclass(frozen=True)
 class Part:
-    """What is taken out of the source distribution."""
+    """A part of the source distribution to unpack."""
 
     name: str
     root: str  # folder inside the archive
-    wanted: tuple[str, ...]  # files and folders below it
-    proof: str  # a file that must be among them
+    wanted: tuple[str, ...]  # files and folders below root
+    proof: str  # a file that must be in the part
 
 
 LLAMA = Part("llama.cpp", VENDOR, WANTED, "CMakeLists.txt")
@@ -84,7 +84,7 @@ BINDINGS = Part("llama_cpp", f"llama_cpp_python-{VERSION}", ("llama_cpp", "LICEN
 
 
 def pin() -> str:
-    """Names what a module of ggml's is built from: the pinned version, with a hash of patches and own operations."""
+    """Returns the id of a ggml module's sources: the version, and a hash of the patches and kvedge's operations."""
     digest = hashlib.sha256(SHA256.encode())
     for pattern in ("patches/*.patch", "native/src/device/own.h", "native/src/device/c*/*.c*"):
         for path in sorted(ROOT.glob(pattern)):
@@ -93,7 +93,7 @@ def pin() -> str:
 
 
 def cache_dir() -> Path:
-    """Per-user folder for the downloaded source distribution; KVEDGE_CACHE_DIR overrides it."""
+    """Returns the per-user folder of the source distribution. KVEDGE_CACHE_DIR overrides it."""
     if path := os.environ.get("KVEDGE_CACHE_DIR"):
         return Path(path)
     home = Path.home()
@@ -122,7 +122,7 @@ def verify(sdist: Path) -> None:
 
 
 def fetch(fallback: Path | None = None) -> Path:
-    """The verified source distribution, from the cache or through pip. fallback: a folder if the cache is read-only."""
+    """Returns the verified source distribution, from the cache or by pip. fallback: used if the cache is read-only."""
     folder = cache_dir()
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -148,7 +148,7 @@ def fetch(fallback: Path | None = None) -> Path:
 
 
 def download(folder: Path, version: str = VERSION, sha256: str = SHA256) -> None:
-    # with the hash in a requirements file pip checks the archive before it runs anything from it
+    # with a hash in a requirements file, pip checks the archive before it runs code of the archive
     wanted = folder / "requirements.txt"
     wanted.write_text(f"{PACKAGE}=={version}" + (f" --hash=sha256:{sha256}" if sha256 else "") + "\n", encoding="utf-8")
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--no-build-isolation", "--no-binary", PACKAGE]
@@ -172,7 +172,7 @@ def sdist_name(version: str) -> str:
 
 
 def _pip_environment() -> dict[str, str]:
-    """Lets pip use the index that uv was told of, when pip itself was told of none."""
+    """Returns an environment where pip uses uv's index, if only uv has one."""
     env = dict(os.environ)
     index = env.get("UV_DEFAULT_INDEX") or env.get("UV_INDEX_URL")
     if index and not env.get("PIP_INDEX_URL"):
@@ -181,7 +181,7 @@ def _pip_environment() -> dict[str, str]:
 
 
 def unpack(sdist: Path, dest: Path, part: Part = LLAMA) -> None:
-    """Writes a part of the archive below dest; only plain files, and only below dest."""
+    """Unpacks a part of the archive into dest: only plain files, and nothing outside dest."""
     wanted = [PurePosixPath(w).parts for w in part.wanted]
     try:
         with tarfile.open(sdist) as archive:
@@ -209,12 +209,12 @@ def unpack(sdist: Path, dest: Path, part: Part = LLAMA) -> None:
 
 
 def read_series(folder: Path, which: str = "*.patch") -> list[Patch]:
-    """The patches of a folder whose names match, in the order of their names."""
+    """Returns the patches of a folder whose names match, sorted by name."""
     return [Patch.read(path) for path in sorted(folder.glob(which))]
 
 
 def apply(patch: Patch, tree: Path) -> None:
-    """Changes the tree; where a line of context differs, nothing. Raises SourceError."""
+    """Applies a patch to the tree. Raises SourceError, without any change, if a line of context differs."""
     try:
         git(tree, "apply", "--whitespace=nowarn", str(patch.path.absolute()))
     except SourceError as error:
@@ -222,7 +222,7 @@ def apply(patch: Patch, tree: Path) -> None:
 
 
 def prepare(out: Path, sdist: Path | None, patches: Path | None, which: str = "*.patch", part: Part = LLAMA) -> bool:
-    """Makes `out` a part of the pinned source, with the patches whose names match. False if it was that already."""
+    """Makes `out` a part of the pinned source with matching patches. Returns False if `out` was up to date."""
     series = sorted(patches.glob(which)) if patches else []
     want = {"source": SHA256, "wanted": part.wanted, "patches": [[p.name, file_sha256(p)] for p in series]}
     stamp = out / STAMP
@@ -246,11 +246,11 @@ def prepare(out: Path, sdist: Path | None, patches: Path | None, which: str = "*
 
 
 def _replace_tree(fresh: Path, out: Path) -> None:
-    """Makes `out` equal to `fresh`. Equal files stay untouched: the build then redoes only what changed."""
+    """Makes `out` equal to `fresh`. Equal files stay untouched, so a build compiles only the changed files."""
     if not out.exists():
         fresh.replace(out)
         return
-    # without its stamp the tree counts as unfinished until the last file is in place
+    # a tree without a valid stamp counts as unfinished, until the last file is in place
     (out / STAMP).write_text("{}", encoding="utf-8")
     new = set(_files(fresh))
     for path in set(_files(out)) - new:
@@ -260,7 +260,7 @@ def _replace_tree(fresh: Path, out: Path) -> None:
         if not old.is_file() or old.read_bytes() != (fresh / path).read_bytes():
             old.parent.mkdir(parents=True, exist_ok=True)
             (fresh / path).replace(old)
-            # replaced files must look new to the build even if the archive's clock was ahead
+            # a new time starts the build even if the archive's clock was ahead
             os.utime(old)
     (fresh / STAMP).replace(out / STAMP)
 
@@ -270,7 +270,7 @@ def _files(root: Path) -> Iterator[str]:
 
 
 def check(tree: Path, patches: Path) -> str | None:
-    """None if the tree carries the series, else what it lacks: every patch must come off again, the last one first."""
+    """Returns None if the tree has all patches, else the first problem of removing them in reverse order."""
     series = [str(patch.path.absolute()) for patch in read_series(patches)]
     try:
         git(tree, "apply", "--whitespace=nowarn", "--check", "-R", *reversed(series))
@@ -280,7 +280,7 @@ def check(tree: Path, patches: Path) -> str | None:
 
 
 def make_git(out: Path, sdist: Path | None, patches: Path, part: Part = LLAMA) -> None:
-    """A repository to work on the patches in: the pinned source, tagged, and one commit per patch."""
+    """Makes a repository to edit the patches in: the pinned source with a tag, and one commit per patch."""
     if out.exists() and any(out.iterdir()):
         raise SourceError(f"{out} is not empty")
     series = read_series(patches)
@@ -298,11 +298,11 @@ def make_git(out: Path, sdist: Path | None, patches: Path, part: Part = LLAMA) -
 
 
 def git(tree: Path, *args: str, text: str | None = None) -> str:
-    """Runs git in a tree, apart from repositories around it and from the user's hooks, signing and line ends."""
+    """Runs git in a tree, without outer repositories and the user's hooks, signing and line ends. Returns stdout."""
     config = ("core.hooksPath=/dev/null", "commit.gpgsign=false", "core.autocrlf=false", "core.safecrlf=false")
     command = ["git", "-C", str(tree), *(arg for entry in config for arg in ("-c", entry)), *args]
     try:
-        # bytes: text mode would turn the line ends of a diff
+        # text mode would change the line ends of a diff
         data = text.encode("utf-8", "surrogateescape") if text is not None else None
         alone = {**os.environ, "GIT_CEILING_DIRECTORIES": str(tree.absolute().parent)}
         done = subprocess.run(command, input=data, capture_output=True, env=alone, check=False)
@@ -325,13 +325,13 @@ def log(message: str) -> None:
 
 
 def ended(main: Callable[[], int | None]) -> int:
-    """Runs a script; its exit code: 1, after one line that says why, for an error that the user can act on."""
+    """Runs a script and returns its exit code. A SourceError prints one line, and the code is 1."""
     try:
         try:
             return main() or 0
         finally:
             sys.stdout.flush()
-    except BrokenPipeError:  # who read the output has seen enough; Python would complain when it writes the rest
+    except BrokenPipeError:  # the reader has closed the pipe; without this, Python reports the error at its exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except KeyboardInterrupt:

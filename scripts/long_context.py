@@ -1,11 +1,11 @@
-"""Reads one long prompt into a tiny model, by kvedge and by llama.cpp's own KV cache, and compares what they say next.
+"""Reads one long prompt into a tiny model, with kvedge and with llama.cpp's KV cache, and compares the logits.
 
     .venv/bin/python scripts/long_context.py --tokens 131072                  # 128 K tokens of context
     .venv/bin/python scripts/long_context.py --tokens 8192 --trained 512      # positions beyond the training length
 
-The model has random weights and one layer of one KV head, so that attention is all it costs: it is written for this
-(modelgen). llama.cpp stores float32 and attends without its flash attention, which adds values up in half precision: at
-131072 tokens that is 0.08 nats. The exit code is 1 where a next token's distributions differ by more than 1e-6 nats.
+modelgen writes the model for this test: random weights, and one layer with one KV head, so that attention takes most of
+the time. llama.cpp stores float32 and does not use flash attention, whose half-precision sums err by 0.08 nats at
+131072 tokens. The exit code is 1 if the next token's distributions differ by more than 1e-6 nats.
 """
 
 import argparse
@@ -28,14 +28,14 @@ from pykvedge.runtime.driver import Driver
 from pykvedge.runtime.llama_context import N_UBATCH, ContextSize
 from pykvedge.runtime.sequence import Sequence
 
-TOLERANCE = 1e-6  # nats, of KL(llama.cpp || kvedge), a hundred times what was measured
+TOLERANCE = 1e-6  # nats, KL(llama.cpp || kvedge); a hundred times the measured value
 GENERATED = 8
 ROOM = 64
 
 
 @dataclass(frozen=True)
 class Reading:
-    """What one side said: logits [GENERATED, n_vocab] of the next tokens, seconds of the prompt, bytes of its cache."""
+    """The results of one side: logits [GENERATED, n_vocab] of the next tokens, prompt seconds, cache bytes."""
 
     logits: np.ndarray
     seconds: float
@@ -49,7 +49,7 @@ def write_model(folder: Path, trained: int) -> Path:
 
 
 def read(path: Path, tokens: list[int], threads: int, method: str = "full") -> Reading:
-    """Reads tokens, and the first few again after them, with kvedge's KV memory."""
+    """Reads tokens with kvedge's KV memory, then generates by feeding the first tokens again."""
     model = Model(path)
     size = ContextSize(len(tokens) + ROOM, N_UBATCH, prompt_tokens=len(tokens))
     driver = Driver(model, None, size, threads)
@@ -70,7 +70,7 @@ def read(path: Path, tokens: list[int], threads: int, method: str = "full") -> R
 
 
 def read_plainly(path: Path, tokens: list[int], threads: int) -> Reading:
-    """Does the same with llama.cpp's own KV cache."""
+    """Reads tokens with llama.cpp's KV cache, as `read` does."""
     model = Model(path)
     llama, n_ctx = model.llama, len(tokens) + ROOM
     params = llama.llama_context_default_params()
@@ -81,7 +81,7 @@ def read_plainly(path: Path, tokens: list[int], threads: int) -> Reading:
     context = llama.llama_init_from_model(model.handle, params)
 
     def decode(part: list[int]) -> np.ndarray:
-        held = (llama.llama_token * len(part))(*part)  # the batch only points to it
+        held = (llama.llama_token * len(part))(*part)  # kept alive here: the batch only points to it
         if llama.llama_decode(context, llama.llama_batch_get_one(held, len(part))) != 0:
             raise SourceError("llama.cpp cannot read the prompt")
         return np.ctypeslib.as_array(llama.llama_get_logits_ith(context, -1), (model.n_vocab,)).copy()
@@ -99,7 +99,7 @@ def read_plainly(path: Path, tokens: list[int], threads: int) -> Reading:
 
 
 def compare(n_tokens: int, trained: int, threads: int) -> dict[str, float]:
-    """Returns the largest divergence in nats, and seconds and bytes of each side; also of a compressed prompt."""
+    """Returns the largest divergence in nats, and the seconds and bytes of each side and of a compressed prompt."""
     rng = np.random.default_rng(n_tokens)
     tokens = [1, *(int(t) for t in rng.integers(263, 380, n_tokens - 1))]
     with tempfile.TemporaryDirectory(prefix="kvedge-long-") as folder:

@@ -1,7 +1,7 @@
 """Write a random-weight model with the exact shape of a real one: DIR/model.gguf and DIR/mmproj.gguf.
 
-For measurements of speed and memory: it answers nonsense, but it has the sizes, the tokenizer's vocabulary
-size and the number of image tokens of the original; some have a released vocabulary and chat template too.
+For measurements of speed and memory: the answers are nonsense, but the sizes, the vocabulary size and the number of
+image tokens are those of the original. Some shapes also have a released vocabulary and chat template.
 The paths go to stdout.
 """
 
@@ -27,7 +27,7 @@ from modelgen.writer import F16, Q4_0, Q8_0, write_gguf
 
 QUANTS = {"q4_0": Q4_0, "q8_0": Q8_0, "f16": F16}
 VISION_QUANTS = {"q8_0": Q8_0, "f16": F16}
-# Header and tokenizer: the largest vocabulary here takes about 6 MB.
+# Bytes for header and tokenizer. The largest vocabulary takes about 6 MB.
 _HEADER_ROOM = 16 << 20
 
 
@@ -84,7 +84,7 @@ def _models(args: argparse.Namespace) -> dict[str, Model]:
 
 
 def _cut(text: TextSpec, vision: VisionSpec, n: int, n_vision: int) -> tuple[TextSpec, VisionSpec]:
-    """Keeps the first n layers of both. Features that came from later layers of the tower come from the first ones."""
+    """Keeps the first layers of both models. The first layers replace removed layers in `deepstack`."""
     meta = {key: value[:n] if isinstance(value, list) else value for key, value in text.meta.items()}
     deepstack = vision.deepstack
     if deepstack and deepstack[-1] >= n_vision:

@@ -1,10 +1,10 @@
-"""What the tests reach: lines and branches of native/src, by gcov, and of pykvedge, by coverage.py.
+"""Measures what the tests reach: lines and branches of native/src, by gcov, and of pykvedge, by coverage.py.
 
     python3 scripts/dev.py coverage [PYTEST'S ARGUMENTS]
 
-Runs the native tests with a libkvedge that counts, then pytest with the same library, and every process that the tests
-begin. What is killed, or ends without its handlers, is not counted. The tables are coverage.py's and gcovr's, a line a
-file, the least reached first. Tests that fail are named; the figures are printed all the same. Some 30 minutes.
+Runs the native tests with an instrumented libkvedge, then pytest with the same library; child processes count too. A
+killed process is not counted, nor a process that skips its exit handlers. Prints the tables of coverage.py and gcovr: a
+line for each file, the least covered first. Failed tests are named; the tables are printed anyway. 30 minutes.
 """
 
 import argparse
@@ -33,23 +33,23 @@ data_file = {data}
 
 
 def run(command: list[str], **variables: str) -> bool:
-    """Runs a command. Tells whether it ended well."""
+    """Runs a command. Returns whether its exit code is 0."""
     return subprocess.run(command, env={**os.environ, **variables}, cwd=ROOT, check=False).returncode == 0
 
 
 def build() -> Path:
-    """Builds the native tests and a library that count; returns their folder. Raises SourceError."""
+    """Builds instrumented native tests and an instrumented libkvedge. Returns their folder. Raises SourceError."""
     kvedge = find_build()
     options = {"KVEDGE_COVERAGE": "ON", "KVEDGE_LLAMA_DIR": (kvedge / "llama.cpp").as_posix(),
                "KVEDGE_LLAMA_LIBS": (kvedge / "bin").as_posix()}  # fmt: skip
     programs = build_native("coverage", ["kvedge-tests", "kvedge"], **options)
-    for counts in programs.parent.rglob("*.gcda"):  # of an earlier run
+    for counts in programs.parent.rglob("*.gcda"):  # counts of an earlier run
         counts.unlink()
     return programs
 
 
 def library_folder(programs: Path) -> Path:
-    """Makes a folder of kvedge's libraries with the one that counts among them."""
+    """Makes a folder of kvedge's libraries with the instrumented libkvedge. Returns the folder."""
     folder = WORK / "lib"
     shutil.rmtree(folder, ignore_errors=True)
     shutil.copytree(find_build() / "bin", folder, symlinks=True, ignore=shutil.ignore_patterns("libkvedge*"))
@@ -62,14 +62,14 @@ def library_folder(programs: Path) -> Path:
 
 
 def native_tests(programs: Path) -> list[str]:
-    """Runs them. Returns those that failed."""
+    """Runs the native tests. Returns the names of the failed tests."""
     with tempfile.TemporaryDirectory(prefix="kvedge-coverage-") as folder:
         listed = sanitize.commands(programs, ["kvedge-tests"], Path(folder))
         return [Path(command[0]).name for command in listed if not run(command)]
 
 
 def python_tests(programs: Path, args: list[str]) -> bool:
-    """Runs pytest, counting in both languages, and prints what Python's count is. Tells whether all tests passed."""
+    """Runs pytest, counts in both languages, and prints the table of Python. Returns whether all tests passed."""
     rules = WORK / "coverage.ini"
     rules.write_text(RULES.format(data=WORK / "data"), encoding="utf-8")
     for old in WORK.glob("data*"):
@@ -84,7 +84,7 @@ def python_tests(programs: Path, args: list[str]) -> bool:
 
 
 def show_native(programs: Path) -> None:
-    """Prints what gcov counted, a line a file."""
+    """Prints the table of gcov, a line for each file."""
     counted = ["--exclude-throw-branches", "--exclude-unreachable-branches", "--merge-mode-functions=separate"]
     if not run([
         sys.executable, "-m", "gcovr", "--root", str(ROOT), "--filter", f"{ROOT}/native/src/", *counted,

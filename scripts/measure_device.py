@@ -1,17 +1,17 @@
-"""kvedge against llama.cpp on a device of this machine: first token, answers, later messages, memory there, and what a
-compression there costs. For docs/results/devices.md.
+"""Measures kvedge against llama.cpp on a device of this machine, for docs/results/devices.md: first token, answers,
+later messages, device memory, and the cost of a compression there.
 
     python3 scripts/dev.py build -DGGML_CUDA=ON -DCMAKE_CUDA_ARCHITECTURES=90     # once; macOS needs no option
     python3 scripts/dev.py python scripts/measure_device.py --output devices.json --plot devices.svg
 
-Without --model it writes two models of random weights, one with as many key as query heads (1.4 B), one with fewer
-(2 B). Each --run is a run of its own of `kvedge bench`, in which stock, full and all methods take turns; one that does
-not fit, or would begin after --minutes, is said to be left out. Nothing is fetched from a network. A later message has
-32 tokens and follows the answer.
+Without --model, two models with random weights are written: one with as many KV heads as query heads (1.4 B), one with
+fewer (2 B). Each --run is a separate run of `kvedge bench`, where stock, full and all methods take turns. A run that
+does not fit, or would begin after --minutes, is left out with a note. Nothing is fetched from a network. A later
+message has 32 tokens and follows the answer.
 
-Columns: *_vs_stock are llama.cpp's seconds over kvedge's, so that more than 1 is faster; first_token is prefill and
-compression. device_peak_vs_cache: the most device memory in use, less what llama.cpp uses beside its cache, over that
-cache. device_fetched_row: bytes from the device for each pending row of a KV head. *_ms: the compression and its steps.
+Columns: *_vs_stock: llama.cpp's seconds divided by kvedge's; more than 1 is faster. first_token: prefill and
+compression. device_peak_vs_cache: (peak of device memory - llama.cpp's memory without its cache) / that cache.
+device_fetched_row: bytes from the device for each pending row of a KV head. *_ms: the compression and its steps.
 """
 
 import argparse
@@ -40,7 +40,7 @@ COLUMNS = ["model", "tokens", "variant", "first_token_s", "first_token_vs_stock"
 
 
 def run_of(text: str) -> tuple[int, int, str]:
-    """TOKENSxROUNDS:METHODS."""
+    """Parses TOKENSxROUNDS:METHODS."""
     found = re.fullmatch(r"(\d+)x(\d+):([\w,-]+)", text)
     if not found:
         raise argparse.ArgumentTypeError(f"'{text}' is not TOKENSxROUNDS:METHODS, as in {RUNS[0]}")
@@ -48,7 +48,7 @@ def run_of(text: str) -> tuple[int, int, str]:
 
 
 def models(args: argparse.Namespace, folder: Path) -> list[Path]:
-    """The models to measure, made where none was named and none is there."""
+    """Returns the models to measure. Without --model, writes the missing models of SHAPES."""
     if args.model:
         return args.model
     script = Path(__file__).with_name("make_shape_model.py")
@@ -61,7 +61,7 @@ def models(args: argparse.Namespace, folder: Path) -> list[Path]:
 
 
 def bench(args: argparse.Namespace, model: Path, run: tuple[int, int, str], left_s: float) -> list[dict[str, Any]]:
-    """Measures one model and one length. Returns no row where the run failed or took longer than there was."""
+    """Measures one model and one length. Returns no rows if the run fails or takes more than left_s seconds."""
     tokens, rounds, methods = run
     command = [sys.executable, "-m", "pykvedge", "bench", "--model", model, "--images", 0, "--tokens", tokens]
     command += ["--method", methods, "--budget", args.budget, "--generate", args.generate, "--repeat", rounds]
@@ -81,7 +81,7 @@ def bench(args: argparse.Namespace, model: Path, run: tuple[int, int, str], left
 
 
 def draw(path: Path, rows: list[dict[str, Any]]) -> None:
-    """Draws what `kvedge bench --plot` draws, of all runs."""
+    """Draws the plot of `kvedge bench --plot` for all runs."""
     from kvedge_lab.bench import plot
     from kvedge_lab.bench.table import Row
 
@@ -90,12 +90,12 @@ def draw(path: Path, rows: list[dict[str, Any]]) -> None:
 
 
 def cells(row: dict[str, Any]) -> list[str]:
-    """Makes a line of the table."""
+    """Returns the cells of one line of the table."""
     return [f"{v:.2f}" if isinstance(v, float) else "" if v is None else str(v) for v in map(row.get, COLUMNS)]
 
 
 def main() -> int:
-    """Prints a table and writes JSON. Exit code: 1 where nothing was measured."""
+    """Prints a table and writes JSON. Exit code 1: nothing was measured."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--model", type=Path, action="append", default=[], help="a GGUF file instead of the two; repeatable")

@@ -1,4 +1,4 @@
-"""Where a Python file can be changed so that it is another program: each Site is one change of one expression."""
+"""Finds the places where a change makes a Python file a different program. A Site is one change of one expression."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ OTHER = {
     ast.Lt: "<=", ast.LtE: "<", ast.Gt: ">=", ast.GtE: ">", ast.Eq: "!=", ast.NotEq: "==",
     ast.Is: "is not", ast.IsNot: "is", ast.In: "not in", ast.NotIn: "in",
 }  # fmt: skip
-DECLARATIONS = ("TypeVar", "ParamSpec", "NamedTuple", "cast")  # what a type checker alone looks at
+DECLARATIONS = ("TypeVar", "ParamSpec", "NamedTuple", "cast")  # only a type checker reads these
 
 
 @dataclass(frozen=True)
 class Site:
-    """A change: bytes begin to end of a file become `text`. inside: the functions and classes around it."""
+    """A change: bytes begin to end of a file become `text`. inside: the functions and classes around the place."""
 
     kind: str  # one of KINDS
     line: int
@@ -30,7 +30,7 @@ class Site:
 
 
 class _Finder(ast.NodeVisitor):
-    """Finds the sites of a file; annotations, docstrings and what only a type checker reads have none."""
+    """Finds the sites of a file. Ignores annotations, docstrings and code that only a type checker reads."""
 
     def __init__(self, source: str) -> None:
         lines = source.encode().splitlines(keepends=True)
@@ -55,10 +55,10 @@ class _Finder(ast.NodeVisitor):
         self.found.append(Site(kind, node.lineno, *span, text, self._inside))  # type: ignore[attr-defined]
 
     def _between(self, left: ast.AST, right: ast.AST) -> tuple[int, int]:
-        """Bytes of the operator, with the blanks and parentheses around it."""
+        """Returns the bytes of the operator, with the blanks and parentheses around it."""
         return self._span(left)[1], self._span(right)[0]
 
-    # ------------------------------------------------------------------------------------- what is not looked at
+    # ------------------------------------------------------------------------------------------- ignored code
 
     def visit_AnnAssign(self, node: ast.AnnAssign) -> None:
         if node.value is not None:
@@ -71,7 +71,7 @@ class _Finder(ast.NodeVisitor):
         self.generic_visit(node)
 
     def visit_JoinedStr(self, node: ast.JoinedStr) -> None:
-        pass  # before Python 3.12 what is in it has no places of its own
+        pass  # before Python 3.12, the parts of an f-string have no positions
 
     def _visit_inside(self, node: ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) -> None:
         before, self._inside = self._inside, (*self._inside, node.name)
@@ -84,7 +84,7 @@ class _Finder(ast.NodeVisitor):
 
     visit_FunctionDef = visit_AsyncFunctionDef = visit_ClassDef = _visit_inside  # noqa: N815
 
-    # ------------------------------------------------------------------------------------- what is changed
+    # ------------------------------------------------------------------------------------------- changed code
 
     def visit_Compare(self, node: ast.Compare) -> None:
         sides = [node.left, *node.comparators]
@@ -103,7 +103,7 @@ class _Finder(ast.NodeVisitor):
         for i, (left, right) in enumerate(zip(node.values, node.values[1:], strict=False)):
             begin, end = self._between(left, right)
             between = self._data[begin:end].decode()
-            if between.count(word) == 1 and i == 0:  # the first: with three parts the others bind otherwise
+            if between.count(word) == 1 and i == 0:  # only the first operator: a later one would regroup the parts
                 self._add("boolean", node, (begin, end), between.replace(word, other))
         self.generic_visit(node)
 
@@ -138,20 +138,20 @@ class _Finder(ast.NodeVisitor):
         self.generic_visit(node)
 
     def visit_Return(self, node: ast.Return) -> None:
-        if node.value is not None and not isinstance(node.value, ast.Constant):  # of which some are as false as None
+        if node.value is not None and not isinstance(node.value, ast.Constant):  # many constants are as false as None
             self._add("return", node, self._span(node.value), "None")
         self.generic_visit(node)
 
 
 def sites(source: str) -> list[Site]:
-    """Lists the changes of a file in the order of their places."""
+    """Returns the sites of a file, sorted by place."""
     finder = _Finder(source)
     finder.visit(ast.parse(source))
     return sorted(finder.found, key=lambda site: (site.begin, site.end, site.kind))
 
 
 def compiles(source: str) -> bool:
-    """Tells whether a changed file is still Python."""
+    """Returns whether a changed file is valid Python."""
     try:
         compile(source, "changed", "exec")
     except (SyntaxError, ValueError):

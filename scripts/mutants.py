@@ -1,13 +1,13 @@
-"""Draws small changes of the Python package by chance, and says which of them no test notices.
+"""Makes small random changes of the Python package, and reports the changes that no test notices.
 
     python3 scripts/dev.py python scripts/mutants.py --seed 1 --count 20
     python3 scripts/dev.py python scripts/mutants.py --seed 1 --count 60 --paths pykvedge/models
 
-A comparison, a number, a call, the order of two arguments, a boolean or a returned value is another one. Each change is
-tried with the test files that are nearest to it by imports and names (--files of them), one after the other, until a
-test fails that passes without the change. No file is touched: a program that imports the module gets the changed text
-in its place, so an interrupted run leaves nothing behind. stdout: a patch for each change that was not noticed; whether
-a test is missing or the change makes no difference, a reader has to say. stderr: a line for each change.
+A change replaces a comparison, a number, a call, the order of two arguments, a boolean or a returned value. Each change
+is tried with the nearest test files by imports and names (--files of them), one after the other, until a test fails
+that passes without the change. No file is touched: programs that import the module get the changed text, so an
+interrupted run leaves nothing behind. stdout: a patch for each unnoticed change; a reader must decide whether a test is
+missing or the change has no effect. stderr: a line for each change.
 """
 
 import argparse
@@ -28,7 +28,7 @@ from pathlib import Path
 from llama_source import ROOT
 from mutant_sites import KINDS, Site, compiles, sites
 
-# Found first by every Python that is started below: hands out the changed text in the place of one module's own.
+# Every Python that is started below imports this first: it replaces the text of one module by the changed text.
 HOOK = '''
 import importlib.machinery, os, sys
 original, changed = os.environ["KVEDGE_MUTANT"].split(os.pathsep)
@@ -62,7 +62,7 @@ sys.addaudithook(started)
 
 @dataclass
 class Mutant:
-    """A change of a file, and what became of it: "killed", "hung" (by the time limit) or "alive"."""
+    """A change of a file and its outcome: "killed", "hung" (by the time limit) or "alive"."""
 
     path: str
     kind: str
@@ -71,7 +71,7 @@ class Mutant:
     text: str = field(repr=False)
     inside: tuple[str, ...] = ()
     outcome: str = ""
-    by: str = ""  # the test that failed
+    by: str = ""  # the failed test
     tried: list[str] = field(default_factory=list)
     seconds: float = 0.0
 
@@ -83,7 +83,7 @@ def made(path: str, source: str, site: Site) -> Mutant:
 
 
 def drawn(paths: list[Path], seed: int, count: int) -> list[Mutant]:
-    """Draws changes: first the kind, then one of that kind anywhere, each once."""
+    """Draws distinct changes: first the kind, then a random place of that kind."""
     rng = random.Random(f"mutants {seed}")
     sources = {p.relative_to(ROOT).as_posix(): p.read_text(encoding="utf-8") for p in paths}
     of_kind: dict[str, list[tuple[str, Site]]] = {kind: [] for kind in KINDS}
@@ -102,15 +102,15 @@ def drawn(paths: list[Path], seed: int, count: int) -> list[Mutant]:
 
 @functools.cache
 def _test_texts() -> dict[str, str]:
-    """Name -> text of each test file."""
+    """Returns {name: text} of the test files."""
     return {path.name: path.read_text(encoding="utf-8") for path in (ROOT / "tests").glob("test_*.py")}
 
 
 def likely_tests(path: str, inside: Iterable[str]) -> list[str]:
-    """Lists the test files that may notice a change of a file of the package, the likeliest first.
+    """Returns the test files that may notice a change of a file, the likeliest first.
 
-    They name its module, what is changed, or its room. path: relative to the tree. inside: the functions and classes
-    around the change.
+    Such a test names the module, the changed function or the package. path: relative to the tree. inside: the functions
+    and classes around the change.
     """
     module = path.removesuffix(".py").replace("/", ".").removesuffix(".__init__")
     package, _, stem = module.rpartition(".")
@@ -123,7 +123,7 @@ def likely_tests(path: str, inside: Iterable[str]) -> list[str]:
     def score(test: str) -> float:
         of, text = test.removeprefix("test_").removesuffix(".py").replace("_", ""), texts[test]
         alike = 6 if of in (mine, room + mine) else 3 if mine in of or of in mine or of == room else 0
-        named = sum(len(tests) ** -0.5 for tests in naming if test in tests)  # a word that few name says more
+        named = sum(len(tests) ** -0.5 for tests in naming if test in tests)  # a rare word says more
         return 5 * named + alike + (imported in text and stem in text)
 
     return [f"tests/{test}" for test in sorted(texts, key=lambda test: (-score(test), test)) if score(test)]
@@ -137,10 +137,10 @@ class Runner:
         self._changed = folder / "changed.py"
         (folder / "hook").mkdir()
         (folder / "hook" / "sitecustomize.py").write_text(HOOK, encoding="utf-8")
-        self._known: dict[str, str] = {}  # test or file -> what is said of it without a change
+        self._known: dict[str, str] = {}  # test or file -> its result without a change
 
     def _run(self, test: str, mutant: Mutant | None) -> str:
-        """The first test that fails, "hung" or "passed"."""
+        """Returns the first failed test, "hung" or "passed"."""
         env = dict(os.environ)
         if mutant is not None:
             self._changed.write_text(mutant.text, encoding="utf-8")
@@ -158,13 +158,13 @@ class Runner:
                 return "hung"
             finally:
                 end(running)
-        if running.returncode in (0, 5):  # 5: no tests were left
+        if running.returncode in (0, 5):  # 5: no tests remained
             return "passed"
         failed = re.search(r"^(?:FAILED|ERROR) (tests/\S+\.py(?:::.*?)?)(?: - .*)?$", said, re.MULTILINE)
         return failed[1] if failed else test
 
     def fails(self, test: str, mutant: Mutant) -> str:
-        """The test that fails because of the change; empty if none does."""
+        """Returns the test that fails because of the change; "" if no test does."""
         failed = self._run(test, mutant)
         if failed == "passed":
             return ""
@@ -175,7 +175,7 @@ class Runner:
 
 
 def end(running: subprocess.Popen[str]) -> None:
-    """Ends a run of pytest with all that it started."""
+    """Ends a run of pytest and all its child processes."""
     with contextlib.suppress(ProcessLookupError):
         if os.name == "posix":
             os.killpg(running.pid, 9)
@@ -184,7 +184,7 @@ def end(running: subprocess.Popen[str]) -> None:
 
 
 def tried(mutant: Mutant, runner: Runner, tests: list[str]) -> None:
-    """Fills in what became of a mutant."""
+    """Sets the outcome of a mutant."""
     start = time.monotonic()
     mutant.outcome = "alive"
     for test in tests:
@@ -208,7 +208,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def chosen(args: argparse.Namespace) -> list[Path]:
-    """The files that may be changed."""
+    """Returns the files that may be changed."""
     out = []
     for place in (ROOT / path for path in args.paths):
         out += [place] if place.is_file() else sorted(place.rglob("*.py"))

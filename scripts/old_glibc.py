@@ -2,10 +2,10 @@
 
     python3 scripts/old_glibc.py FOLDER COMPILER     # cmake/Portable.cmake calls it, and passes -LFOLDER to the linker
 
-A library asks for each function by the newest version that the linker saw. glibc keeps the old versions, so the folder
-gets stand-ins for libc, libm, libpthread, libdl and libstdc++: they have the same names, but offer the versions of 2.28
-only. A function that was added later comes from the static libstdc++ or from old_glibc.c. The linker names any other.
-The code of the functions is that of the user's system; the stand-ins are not installed.
+A library asks for each function in the newest version that the linker saw. glibc keeps the old versions. So the folder
+gets stand-ins for libc, libm, libpthread, libdl and libstdc++ with the same names, but only with versions up to 2.28. A
+later function comes from the static libstdc++ or from old_glibc.c; for any other the linker reports an error. Programs
+still run the functions of the user's system; the stand-ins are not installed.
 """
 
 import re
@@ -19,11 +19,11 @@ from llama_source import SourceError, ended
 
 NEWEST = {"GLIBC": (2, 28), "GLIBCXX": (3, 4, 24), "CXXABI": (1, 3, 11)}
 SYMBOL = re.compile(r"(FUNC|IFUNC|OBJECT)\s+(?:GLOBAL|WEAK|UNIQUE)\s+DEFAULT\s+\d+\s+([\w.$]+)(@@?)([A-Z]+)_([\d.]+)$")
-Versions = dict[str, tuple[str, int, str, bool]]  # of a symbol: type, size, version, and whether 2.34 moved it to libc
+Versions = dict[str, tuple[str, int, str, bool]]  # symbol: (type, size, version, whether glibc 2.34 moved it to libc)
 
 
 def symbols(library: Path) -> Versions:
-    """Lists what a library offered in the newest of the versions."""
+    """Returns the symbols of a library, each in the newest version that NEWEST allows."""
     found: dict[str, list[tuple[tuple[int, ...], str, str, int]]] = defaultdict(list)
     moved = set()
     for line in run(["readelf", "--dyn-syms", "-W", str(library)]).splitlines():
@@ -60,12 +60,12 @@ def stand_in(made: Path, soname: str, offered: Versions, compiler: str) -> None:
 
 
 def path_of(compiler: str, name: str) -> Path:
-    """Asks the compiler for a library's path; the name alone where it has none."""
+    """Returns the compiler's path of a library, or only the name if the compiler has no path."""
     return Path(run([compiler, f"-print-file-name={name}"]).strip())
 
 
 def where(compiler: str, name: str) -> Path:
-    """Tells a library's path. Raises SourceError where there is none."""
+    """Returns the path of a library. Raises SourceError if the compiler does not have it."""
     path = path_of(compiler, name)
     if not path.is_absolute():
         raise SourceError(f"{compiler} has no {name}; a portable build for Linux needs GCC and glibc")
@@ -80,7 +80,7 @@ def run(command: list[str]) -> str:
 
 
 def main() -> None:
-    folder, compiler = Path(sys.argv[1]).resolve(), sys.argv[2]  # the linker script names files in it
+    folder, compiler = Path(sys.argv[1]).resolve(), sys.argv[2]  # absolute: the linker script contains paths in it
     folder.mkdir(parents=True, exist_ok=True)
     libc = symbols(where(compiler, "libc.so.6"))
     threads: Callable[[str], bool] = re.compile(r"(__)?pthread_|sem_").match  # type: ignore[assignment]

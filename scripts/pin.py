@@ -1,14 +1,14 @@
 """Tries kvedge's patches on another source distribution of llama-cpp-python, and moves the pin to it.
 
     python3 scripts/dev.py pin 0.3.37                fetched by pip: does each patch fit, and where does one not?
-    python3 scripts/dev.py pin FILE.tar.gz --build   builds kvedge with it, and runs the tests that tell
+    python3 scripts/dev.py pin FILE.tar.gz --build   also builds kvedge with it, and runs the relevant tests
     python3 scripts/dev.py pin 0.3.37 --write        moves the pin: hash, version, patches; `git diff` shows it
 
-A patch is `exact` (every hunk at its line), `offset` (hunks moved), `merged` (lines near it differ, and git's merge of
-three versions found nothing in common with the patch), `mended` (by you), or it `fails`. All work is done in
-build/pin/VERSION; kvedge's own tree changes with --write alone. Where a patch fails, build/pin/VERSION/llama.cpp is a
-git repository that stands at it, with conflict marks: mend the file, `git add` it, `git cherry-pick --continue`, and
-run the command again. Exit code: 0 if all patches fit and all checks passed, 1 if not, 2 if the archive cannot be used.
+A patch is `exact` (every hunk at its line), `offset` (hunks moved), `merged` (nearby lines changed; git's three-way
+merge found no conflict), `mended` (by you), or it `fails`. All work is done in build/pin/VERSION; only --write changes
+this tree. If a patch fails, build/pin/VERSION/llama.cpp is a git repository stopped at this patch, with conflict marks:
+mend the file, `git add` it, `git cherry-pick --continue`, and run the command again. Exit code: 0 if all patches fit
+and all checks passed, 1 if not, 2 if the archive cannot be used.
 """
 
 import argparse
@@ -33,7 +33,7 @@ from llama_source import BASE_TAG, BINDINGS, LLAMA, ROOT, Part, SourceError, com
 from pin_structs import struct_changes
 
 NEEDED = ("src/llama-graph.cpp", "include/llama.h", "ggml/include/ggml.h", "tools/mtmd/mtmd.h")
-HISTORY = ("CHANGELOG.md", "docs/results/", "docs/dev/pin.txt")  # say what was, and keep the old version
+HISTORY = ("CHANGELOG.md", "docs/results/", "docs/dev/pin.txt")  # files about the past keep the old version
 CHECKS = {
     "provider": ["tests/test_provider.py"],
     "families": ["tests/test_families.py"],
@@ -52,14 +52,14 @@ class Source:
     version: str
     sha256: str
     folder: Path
-    index: str  # what the package index says to the checksum
+    index: str  # result of comparing the checksum with the package index
 
     def part(self, pinned_part: Part) -> Part:
         return replace(pinned_part, root=pinned_part.root.replace(pinned.VERSION, self.version))
 
 
 def open_source(what: str, work: Path) -> Source:
-    """Finds the archive and puts it in its work folder. Raises SourceError: it is none, or not what the index has."""
+    """Puts the archive in a work folder. Raises SourceError: the archive is invalid or differs from the index."""
     if re.fullmatch(r"\d+(\.\d+)+", what) and not Path(what).exists():
         folder = work / what
         folder.mkdir(parents=True, exist_ok=True)
@@ -101,7 +101,7 @@ def read_version(sdist: Path) -> str:
 
 
 def ask_index(sdist: Path, version: str, sha256: str, folder: Path) -> str:
-    """Compares the checksum with the index's, through pip. Raises SourceError where they differ."""
+    """Compares the checksum with the index's, through pip. Raises SourceError if they differ."""
     try:
         pinned.download(folder, version, sha256)
     except SourceError as error:
@@ -112,7 +112,7 @@ def ask_index(sdist: Path, version: str, sha256: str, folder: Path) -> str:
 
 
 def merge(source: Source, patches: Path, part: Part) -> tuple[Path, list[dict[str, Any]]]:
-    """Puts the series on the new source, in a repository. Returns it, and a row for each patch."""
+    """Applies the series to the new source, in a repository. Returns the repository, and a row for each patch."""
     tree, series = source.folder / part.name, read_series(patches)
     stamp = tree / ".git" / "kvedge-pin.json"
     sums = [source.sha256, *(pinned.file_sha256(patch.path) for patch in series)]
@@ -144,7 +144,7 @@ def merge(source: Source, patches: Path, part: Part) -> tuple[Path, list[dict[st
 
 
 def fitted(tree: Path, patch: pinned.Patch, which: str) -> dict[str, Any]:
-    """Applies one patch, and says how it fits. One that fails has its way, so that the next ones are told apart."""
+    """Applies one patch and returns its fit. A failed patch is still forced in, so that later patches can be tried."""
     try:
         pinned.apply(patch, tree)
         commit(tree, patch.subject + (f"\n\n{patch.body}" if patch.body else ""))
@@ -162,7 +162,7 @@ def fitted(tree: Path, patch: pinned.Patch, which: str) -> dict[str, Any]:
         git(tree, "cherry-pick", "--abort")
     try:
         git(tree, "cherry-pick", "-X", "theirs", which)
-    except SourceError:  # a file is gone
+    except SourceError:  # a file is missing
         git(tree, "cherry-pick", "--abort")
     return {"fit": "fails", "lines": 0, "where": where}
 
@@ -172,7 +172,7 @@ def lines_of(diff: str) -> list[int]:
 
 
 def conflicts(tree: Path) -> list[dict[str, Any]]:
-    """Lists places where both upstream and the patch changed lines: file, line, and what each did."""
+    """Returns the places that both upstream and the patch changed: file, line, and both versions."""
     found = []
     for entry in git(tree, "status", "--porcelain").splitlines():
         kind, path = entry[:2], entry[3:]
@@ -192,7 +192,7 @@ def changed(old: list[str], new: list[str]) -> list[str]:
 
 
 def move(root: Path, source: Source, trees: dict[Path, Path]) -> list[str]:
-    """Moves the pin of a clone: the series, and each place that names the version or the hash. Returns the files."""
+    """Moves the pin of a clone: the series, and each place with the version or the hash. Returns the changed files."""
     for folder, tree in trees.items():
         with contextlib.redirect_stdout(sys.stderr):
             write(export(tree), root / folder)
@@ -210,19 +210,19 @@ def move(root: Path, source: Source, trees: dict[Path, Path]) -> list[str]:
 
 
 def build_and_check(source: Source, trees: dict[Path, Path]) -> list[dict[str, Any]]:
-    """Builds a copy of kvedge with the pin moved, and runs the tests that tell. Returns a row for each."""
+    """Builds a copy of kvedge with the moved pin, and runs the relevant tests. Returns a row for each."""
     copy = source.folder / "kvedge"
     copy.mkdir(exist_ok=True)
     for name in git(ROOT, "ls-files", "-co", "--exclude-standard").splitlines():
         if (ROOT / name).is_file():
             (copy / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy2(ROOT / name, copy / name)  # times stay, so that a second build is short
+            shutil.copy2(ROOT / name, copy / name)  # keeps times, so that a second build is short
     git(copy, "init", "-q")
     git(copy, "add", "-A")
     move(copy, source, trees)
     site = source.folder / "site"
     site.mkdir(exist_ok=True)
-    # the environment's Python finds an editable kvedge before all others
+    # the environment's Python would find an editable kvedge first
     (site / "sitecustomize.py").write_text(
         "import sys\nsys.meta_path[:] = [f for f in sys.meta_path if 'ScikitBuild' not in type(f).__name__]\n"
     )
@@ -288,7 +288,7 @@ def main() -> int:
         return 2
     trees: dict[Path, Path] = {}
     rows: list[dict[str, Any]] = []
-    fails: dict[str, str] = {}  # patch -> the repository to mend it in
+    fails: dict[str, str] = {}  # patch -> the repository where you mend it
     for part, name in ((LLAMA, "patches"), (BINDINGS, "patches/bindings")):
         tree, more = merge(source, ROOT / name, part)
         trees[Path(name)] = tree

@@ -1,6 +1,6 @@
-"""Structs of llama.cpp that the Python bindings mirror: what differs between the pin and another source.
+"""Compares the structs of llama.cpp that the Python bindings mirror: the pin against another source.
 
-The C++ compiler says sizes and offsets, of the headers of both; the fields are those that the bindings list.
+The C++ compiler tells sizes and offsets for both sets of headers. The fields are those that the bindings list.
 """
 
 import ast
@@ -13,12 +13,12 @@ from pathlib import Path
 import llama_source as pinned
 from llama_source import BINDINGS, LLAMA, Part, SourceError
 
-# of the bindings: the headers that they mirror
+# module of the bindings: headers that it mirrors
 MODULES = {"llama_cpp.py": ("llama.h",), "mtmd_cpp.py": ("mtmd.h", "mtmd-helper.h")}
 
 
 def mirrored(path: Path) -> dict[str, list[str]]:
-    """Lists the structs of a module of the bindings, with their fields."""
+    """Returns {struct: fields} of a module of the bindings."""
     found = {}
     for node in ast.parse(path.read_text(encoding="utf-8")).body:
         if not isinstance(node, ast.ClassDef):
@@ -31,7 +31,7 @@ def mirrored(path: Path) -> dict[str, list[str]]:
 
 
 def layout(tree: Path, bindings: Path, work: Path) -> dict[str, str]:
-    """Maps struct and struct.field to size, and to offset and size; to "not in the header" where that lacks it."""
+    """Returns {struct: size, struct.field: offset and size}, or "not in the header" for a missing one."""
     compiler = shutil.which(os.environ.get("CXX", "c++"))
     if not compiler:
         raise SourceError("a C++ compiler is missing: it says the sizes of structs")
@@ -46,7 +46,7 @@ def layout(tree: Path, bindings: Path, work: Path) -> dict[str, str]:
         lines += ["}"]
         source, program = work / "structs.cpp", work / "structs"
         folders = [f"-I{tree / folder}" for folder in ("include", "ggml/include", "tools/mtmd")]
-        for _ in range(2):  # the second time without the lines that the compiler refused
+        for _ in range(2):  # the second round leaves out the lines that the compiler refused
             source.write_text("\n".join(lines) + "\n", encoding="utf-8")
             done = subprocess.run([compiler, "-w", "-fmax-errors=0", *folders, str(source), "-o", str(program)],
                                   capture_output=True, text=True, errors="replace", check=False)  # fmt: skip
@@ -62,7 +62,7 @@ def layout(tree: Path, bindings: Path, work: Path) -> dict[str, str]:
 
 
 def struct_changes(work: Path, sdist: Path, llama: Part, bindings: Part) -> list[str]:
-    """Compares the pin with another source. A line for each struct or field that differs."""
+    """Compares the pin with another source. Returns a line for each struct or field that differs."""
     layouts = []
     for name, archive, parts in (("old", pinned.fetch(), (LLAMA, BINDINGS)), ("new", sdist, (llama, bindings))):
         place = work / f"structs-{name}"

@@ -1,12 +1,12 @@
-"""A random walk of the C interface beside unpatched llama.cpp: the same operations, and the same logits.
+"""Random operations of the C interface and of unpatched llama.cpp: both must give the same logits.
 
     .venv/bin/python scripts/random_walk.py MODEL.gguf [--steps 100000] [--seed N] [--rpc HOST:PORT]
 
-Prompts and answers of several sequences in common batches, copies, also of a part, cuts, clears; kvedge also compresses
-by plans that keep everything, and takes sequences through files. With --rpc its model and rows lie on that server. Both
-sides compute in float32, and differ by rounding alone, where the weights of MODEL are float32 (others have activations
-rounded to f16 or less, which makes much of a little). A walk of many steps is many walks of 2000 with seeds that follow
-each other, so that one that fails is found again at once.
+Operations: prompts and answers of several sequences in common batches; copies of a sequence or a part; cuts; clears.
+kvedge also compresses with plans that keep everything, and saves and loads sequences. With --rpc, kvedge's model and
+rows are on that server. Both sides compute in float32. If the weights of MODEL are float32, only rounding differs;
+other weights round activations to f16 or less, which enlarges small differences. A walk of many steps is many walks of
+2000 steps with consecutive seeds, so that a failed walk can be repeated quickly.
 """
 
 import argparse
@@ -22,21 +22,21 @@ from llama_source import ROOT, SourceError, ended, log
 from kvedge_lab.eval.metrics import divergence, log_softmax
 
 WORKER = Path(__file__).with_name("walk_worker.py")
-STEPS = 2000  # of one walk
-TOLERANCE = 1e-8  # KL of the next token's distribution, in nats; what was measured is a thousandth of it
+STEPS = 2000  # steps of one walk
+TOLERANCE = 1e-8  # KL of the next token's distribution, in nats; a thousand times the measured value
 
 
 def largest_divergence(reference: np.ndarray, other: np.ndarray) -> float:
-    """Finds the largest KL(reference || other) of the rows of logits, in nats."""
+    """Returns the largest KL(reference || other) of rows of logits, in nats."""
     return max(divergence(p, q) for p, q in zip(log_softmax(reference), log_softmax(other), strict=True))
 
 
 def walk(
     model: Path, steps: int, seed: int, stock: Path, env: dict[str, str], server: str = ""
 ) -> tuple[int, float]:
-    """Logits that were compared, and the largest divergence. server: HOST:PORT, where ours lies; "": on the host.
+    """Returns the number of compared logits and the largest divergence. server: HOST:PORT of kvedge's rows; "": host.
 
-    Raises SourceError where a side fails.
+    Raises SourceError when a side fails.
     """
     outside = {k: v for k, v in env.items() if k != "KVEDGE_LIB_DIR"}
     sides = {"stock": {**outside, "LLAMA_CPP_LIB_PATH": str(stock)}, "ours": env}

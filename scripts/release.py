@@ -1,11 +1,11 @@
-"""Does all of a release but publishing it: texts, workflows, the source distribution, and the wheel, twice.
+"""Does all steps of a release except publishing: texts, workflows, the source distribution, and the wheel, twice.
 
     python3 scripts/dev.py release --check --tag v0.1.0    # before the tag is pushed; as long as two wheels take
     python3 scripts/dev.py release --check --quick         # without the wheels; seconds
 
-The last commit is what counts, not what lies in the folder. The second wheel is built from the source distribution, in
-another folder, at another time, in another zone and language, with another umask and without ccache; each byte must be
-as in the first. build/release/dist has the files. One line a file on stdout: SHA-256 and name.
+Builds the last commit, not the files of the folder. The second wheel is built from the source distribution: in another
+folder, at another time, with another time zone, language and umask, without ccache. Both wheels must be equal, byte by
+byte. build/release/dist has the files. Prints one line for each file: SHA-256 and name.
 """
 
 import argparse
@@ -30,20 +30,20 @@ SDIST = "import sys; from scikit_build_core.build import build_sdist; build_sdis
 
 @functools.cache
 def epoch() -> str:
-    """Tells the last commit's time, asked once: there may be a newer commit before the second wheel is built."""
+    """Returns the last commit's time. Cached, because a newer commit can appear before the second wheel is built."""
     return git(ROOT, "log", "-1", "--format=%ct").strip()
 
 
 @dataclass(frozen=True)
 class Builder:
-    """One of two builders that have nothing in common but the sources."""
+    """One of two builders whose environments differ as much as possible."""
 
     folder: str
     umask: int
     variables: dict[str, str]
 
     def run(self, command: list[str], where: Path) -> str:
-        """Returns stdout. Raises SourceError."""
+        """Runs a command and returns its stdout. Raises SourceError."""
         env = {**os.environ, **self.variables, "SOURCE_DATE_EPOCH": epoch(), "PYTHONDONTWRITEBYTECODE": "1"}
         done = subprocess.run(command, cwd=where, env=env, umask=self.umask, stdout=subprocess.PIPE, text=True,
                               check=False)  # fmt: skip
@@ -72,7 +72,7 @@ OTHER = Builder("the-other-one", 0o077, {"LC_ALL": "C.UTF-8", "TZ": "Asia/Tokyo"
 
 
 def differences(one: Path, other: Path) -> Iterator[str]:
-    """Says what differs between two wheels or source distributions; nothing if they are equal."""
+    """Yields the differences of two wheels or source distributions; nothing if they are equal."""
     if one.name != other.name:
         yield f"the names {one.name} and {other.name} differ"
     if one.read_bytes() == other.read_bytes():
@@ -87,7 +87,7 @@ def differences(one: Path, other: Path) -> Iterator[str]:
 
 
 def members(archive: Path) -> dict[str, tuple[object, ...]]:
-    """Maps each file of an archive, in order, to its mode, time and content."""
+    """Returns {file: (mode, time, content)} of an archive, in order."""
     if archive.suffix == ".whl":
         with zipfile.ZipFile(archive) as wheel:
             return {one.filename: (one.external_attr, one.date_time, wheel.read(one)) for one in wheel.infolist()}
@@ -97,7 +97,7 @@ def members(archive: Path) -> dict[str, tuple[object, ...]]:
 
 
 def workflows() -> None:
-    """Lints .github/workflows by actionlint; the package of that name downloads, a fork carries the program."""
+    """Lints .github/workflows with actionlint (dev.py installs a package that contains the program)."""
     program = shutil.which("actionlint") or str(Path(sys.executable).with_name("actionlint"))
     files = sorted(map(str, (ROOT / ".github" / "workflows").glob("*.yml")))
     done = subprocess.run([program, *files], capture_output=True, text=True, check=False)
@@ -106,7 +106,7 @@ def workflows() -> None:
 
 
 def check(tag: str, quick: bool) -> list[Path]:
-    """Returns the files to publish. Raises SourceError."""
+    """Does all steps, and returns the files to publish. Raises SourceError."""
     if found := list(release_texts.faults(ROOT, tag)):
         raise SourceError("; ".join(found))
     workflows()

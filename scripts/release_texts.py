@@ -1,4 +1,4 @@
-"""Holds together what says which version this is: pyproject.toml, CHANGELOG.md, CITATION.cff and the release's tag."""
+"""Checks that pyproject.toml, CHANGELOG.md, CITATION.cff and the release's tag state the same version."""
 
 import re
 from collections.abc import Iterator
@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def faults(root: Path, tag: str = "") -> Iterator[str]:
-    """Says in one line each what disagrees. tag: the release's tag; empty between releases."""
+    """Yields one line for each disagreement. tag: the release's tag; empty between releases."""
     version = _found(root / "pyproject.toml", r'^version = "([^"]*)"')
     if not re.fullmatch(r"\d+\.\d+\.\d+", version):
         yield f"pyproject.toml: version '{version}' is not of the form X.Y.Z"

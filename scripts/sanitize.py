@@ -2,12 +2,12 @@
 
     python3 scripts/dev.py sanitize [address,undefined] [thread] [glue] [--fewer]
 
-Each sanitizer is a build of its own of native/ (build/native/SANITIZER). kvedge-glue-tests drives the public C
-interface through llama.cpp, with tiny models and several threads; `glue` runs nothing but that. The address sanitizer
-watches what our code does with memory, whoever allocated it: llama.cpp is the one of kvedge's own build. The thread
-sanitizer has to see every synchronisation: it compiles libllama and ggml, some three minutes on two cores, and runs
-some of the cases of tests with many. With --fewer, as in CI, the address sanitizer does so where they take minutes, and
-the thread sanitizer runs the tests with several threads only.
+Each sanitizer has its own build of native/ (build/native/SANITIZER). kvedge-glue-tests drives the public C interface
+through llama.cpp, with tiny models and several threads; `glue` runs only this program. The address sanitizer checks
+kvedge's memory accesses, so it uses the llama.cpp of kvedge's build. The thread sanitizer must see every
+synchronisation: it compiles libllama and ggml, some three minutes on two cores, and runs only some cases of long tests.
+With --fewer, as in CI, the address sanitizer also runs only some cases of the slowest tests, and the thread sanitizer
+runs only the tests with several threads.
 """
 
 import argparse
@@ -23,15 +23,15 @@ from llama_source import SourceError, ended, log
 from modelgen.tiny import default_spec, write_tiny
 from native_build import FEWER, GLUE_SHAPE, THREADED, build_native
 
-SANITIZERS = ("address,undefined", "thread")  # the first two get on with each other in one build
-SLOW = ("test_attention",)  # three minutes under the address sanitizer, the others of FEWER one together
+SANITIZERS = ("address,undefined", "thread")  # the first two sanitizers can share a build
+SLOW = ("test_attention",)  # three minutes under the address sanitizer; other tests of FEWER: one minute
 AT_ONCE = 2
 GLUE = "kvedge-glue-tests"
-MODELS = ("llama", "gemma3")  # all layers kvedge's; windowed layers with llama.cpp
+MODELS = ("llama", "gemma3")  # all layers in kvedge; windowed layers in llama.cpp
 
 
 def build(sanitizer: str, targets: list[str]) -> Path:
-    """Builds the programs with a sanitizer, and returns their folder. Raises SourceError when the build fails."""
+    """Builds the programs with a sanitizer. Returns their folder. Raises SourceError when the build fails."""
     kvedge = find_build()
     options = {"KVEDGE_SANITIZE": sanitizer, "KVEDGE_LLAMA_DIR": (kvedge / "llama.cpp").as_posix()}
     if sanitizer != "thread":
@@ -40,12 +40,12 @@ def build(sanitizer: str, targets: list[str]) -> Path:
 
 
 def few(sanitizer: str, name: str, fewer: bool) -> list[str]:
-    """Arguments with which a test runs some of its cases; none: all of them."""
+    """Returns the arguments for fewer cases of a test; empty: all cases."""
     return FEWER.get(name, []) if sanitizer == "thread" or (fewer and name in SLOW) else []
 
 
 def passes(sanitizer: str, command: list[str]) -> bool:
-    """Runs a program, with its name and what it says on stderr once it has ended."""
+    """Runs a program, then prints its name and output on stderr. Returns whether it passed."""
     done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False)
     text = done.stdout.decode(errors="replace")
     print(f"{sanitizer}: {Path(command[0]).stem}\n{text}", end="", file=sys.stderr, flush=True)
@@ -53,8 +53,8 @@ def passes(sanitizer: str, command: list[str]) -> bool:
 
 
 def commands(programs: Path, names: list[str], folder: Path) -> list[list[str]]:
-    """Lists what is run: the tests of these names, or "kvedge-tests" for all, and last the glue's, with models that
-    are made for them in a folder.
+    """Returns the commands: the tests of these names ("kvedge-tests": all tests), and last the glue tests, with models
+    written into `folder`.
     """
     tests = sorted(p for p in programs.glob("test_*") if p.is_file() and p.suffix in ("", ".exe"))
     if not tests and names != [GLUE]:
@@ -67,7 +67,7 @@ def commands(programs: Path, names: list[str], folder: Path) -> list[list[str]]:
 
 
 def run_tests(sanitizer: str, only_glue: bool, fewer: bool) -> list[str]:
-    """Builds and runs the tests; returns the names of those that failed. Raises SourceError when the build fails."""
+    """Builds and runs the tests. Returns the names of the failed tests. Raises SourceError when the build fails."""
     some = [*THREADED, GLUE] if sanitizer == "thread" and fewer else ["kvedge-tests"]
     names = [GLUE] if only_glue else some
     programs = build(sanitizer, names)
@@ -75,7 +75,7 @@ def run_tests(sanitizer: str, only_glue: bool, fewer: bool) -> list[str]:
         listed = commands(programs, names, Path(folder))
         *tests, glue = [[*command, *few(sanitizer, Path(command[0]).stem, fewer)] for command in listed]
         failed = [c for c, good in zip(tests, pool.map(lambda c: passes(sanitizer, c), tests), strict=True) if not good]
-        if not passes(sanitizer, glue):  # by itself: threads of llama.cpp spin, and others would have to wait
+        if not passes(sanitizer, glue):  # runs alone: threads of llama.cpp spin, and other tests would wait
             failed.append(glue)
     return [f"{Path(command[0]).stem} under the {sanitizer} sanitizer" for command in failed]
 

@@ -1,9 +1,9 @@
-"""Writes what travels in a wheel as a CycloneDX document: each piece of others' code, its version and licence.
+"""Writes a CycloneDX document about a wheel: each piece of other projects' code, its version and licence.
 
     scripts/sbom.py --llama DIR [--mingw] --out kvedge.cdx.json
 
-CMake calls it, and the file is put into the wheel (PEP 770). PARTS is the one list: the licence of pyproject.toml, the
-texts in licenses/ and tests/test_release.py follow it. The same sources give the same bytes.
+CMake calls this script and puts the file into the wheel (PEP 770). PARTS is the only list: the licence of
+pyproject.toml, the texts in licenses/ and tests/test_release.py follow it. The same sources give the same bytes.
 """
 
 import argparse
@@ -24,17 +24,17 @@ TEXTS = ROOT / "licenses"
 
 @dataclass(frozen=True)
 class Part:
-    """One piece of others' code: where its source lies, and what SPDX calls its licence."""
+    """One piece of other projects' code: the place of its source, and its licence as SPDX names it."""
 
     name: str
     license: str
-    source: str  # below llama.cpp's folder; of the page: below kvedge's
+    source: str  # path below llama.cpp's folder; for parts of the page: below kvedge's
     purl: str = ""
-    version: str = ""  # an expression that finds its numbers in the source; empty: none is stated
-    mingw: bool = False  # carried by Windows' wheel alone
+    version: str = ""  # a regular expression that finds the version in the source; empty: the source has no version
+    mingw: bool = False  # only in the wheel for Windows
 
     def text(self) -> Path:
-        """Names the file with the licence's text."""
+        """Returns the file with the licence's text."""
         return (ROOT / PAGE if self.source.startswith(PAGE) else TEXTS) / f"LICENSE-{self.name}"
 
 
@@ -60,12 +60,12 @@ PARTS = (
     Part("gcc-runtime", "GPL-3.0-or-later WITH GCC-exception-3.1", "", mingw=True),
     Part("winpthreads", "MIT AND BSD-3-Clause", "", mingw=True),
 )  # fmt: skip
-# or llama.cpp's own: no text of their own is asked for
+# code without a licence text: in the public domain, or llama.cpp's own
 PUBLIC_DOMAIN = ("vendor/hash/sha1", "vendor/hash/sha256", "vendor/hash/hash.")
 
 
 def licence() -> str:
-    """Joins the licences of kvedge and of all that travels on Linux into one SPDX expression."""
+    """Returns one SPDX expression of the licences of kvedge and of all parts in the Linux wheel."""
     found = {"MIT"}
     for part in PARTS:
         if not part.mingw:
@@ -74,7 +74,7 @@ def licence() -> str:
 
 
 def pyproject(field: str) -> str:
-    """Reads a line of pyproject.toml, whose value is one text (tomllib came with Python 3.11)."""
+    """Returns the value of a field of pyproject.toml, a text in one line (tomllib needs Python 3.11)."""
     found = re.search(rf'^{field} = "([^"]*)"', (ROOT / "pyproject.toml").read_text(encoding="utf-8"), re.MULTILINE)
     if not found:
         raise SourceError(f"pyproject.toml has no {field} in one line")
@@ -82,11 +82,11 @@ def pyproject(field: str) -> str:
 
 
 def component(part: Part, llama: Path) -> dict[str, object]:
-    """Describes a part. Raises SourceError where its version is not found any more."""
+    """Returns the entry of a part. Raises SourceError if its version is not found."""
     made: dict[str, object] = {"type": "library", "bom-ref": part.name, "name": part.name}
     version = ""
     if part.name in ("llama.cpp", "llama-cpp-python"):
-        # what is pinned is the source distribution, which carries the other
+        # the pinned file is llama-cpp-python's source distribution, which contains llama.cpp
         version = llama_source.VERSION if part.name == "llama-cpp-python" else ""
         made["hashes"] = [{"alg": "SHA-256", "content": llama_source.SHA256}]
         made["properties"] = [{"name": "kvedge:from", "value": llama_source.SDIST}]

@@ -1,12 +1,12 @@
-"""Many chats and images in one process, in which private memory, handles and threads must not grow.
+"""Runs many chats and images in one process. Private memory, handles and threads must not grow.
 
     .venv/bin/python scripts/soak.py                            # 10,000 chats, then 1,000 images in one stream
     .venv/bin/python scripts/soak.py --hours 24 --json          # both in turn until the time is over
     .venv/bin/python scripts/soak.py --chats 200 --images 50 --model m.gguf --mmproj mm.gguf
 
-A chat is a conversation of its own: text alone, two turns with one taken back, a picture, a session file that is saved
-and loaded, a fork, a grammar, by each method in turn. The exit code is 1 where one of the figures has grown: its median
-over the last fifth of the samples against that over the second fifth.
+Chats take turns: only text, two turns and an undo, a picture, saving and loading a session file, a fork, a grammar;
+with each method in turn. The exit code is 1 if a figure has grown: its median over the last fifth of the samples
+against its median over the second fifth.
 """
 
 import argparse
@@ -32,15 +32,15 @@ DATA = ROOT / "pykvedge" / "data"
 METHODS = ("lookm", "mixkv", "h2o", "snapkv", "flashcache", "elastic", "prefixkv", "full")
 WORDS = "The quick brown fox jumps over the lazy dog and looks at the picture. " * 4
 SHORT = Sampling(max_tokens=4)
-SAMPLES = 50  # of each part
-LEAST = 10  # samples that are judged
-# by how much a median may move: pages that the C library keeps come and go
+SAMPLES = 50  # samples of each part
+LEAST = 10  # fewer samples are not judged
+# allowed growth of a median: the C library keeps some pages
 ALLOWED = {"private_bytes": 2 << 20, "handles": 0, "threads": 0, "children": 0}
 
 
 @dataclass(frozen=True)
 class Sample:
-    """What the process holds after `done` chats, or images."""
+    """The resources of the process after `done` chats or images."""
 
     part: str
     done: int
@@ -52,7 +52,7 @@ class Sample:
 
 
 class Watch:
-    """It looks at this process."""
+    """Takes samples of this process."""
 
     def __init__(self, tell: Callable[[Sample], None]) -> None:
         self._process, self._started, self._tell = psutil.Process(), time.monotonic(), tell
@@ -64,7 +64,7 @@ class Watch:
 
     def look(self, part: str, done: int) -> None:
         gc.collect()
-        memory.trim()  # what the C library keeps of freed memory is no leak
+        memory.trim()  # freed memory that the C library keeps is no leak
         process = self._process
         handles = process.num_handles() if sys.platform == "win32" else process.num_fds()
         found = Sample(part, done, round(self.seconds, 1), memory.own_bytes(), handles, process.num_threads(),
@@ -74,7 +74,7 @@ class Watch:
 
 
 def grown(samples: list[Sample]) -> dict[str, int]:
-    """Tells by how much the figures of one part have grown beyond what is allowed; few samples tell nothing."""
+    """Returns the figures of one part that have grown beyond ALLOWED, with the growth. Few samples: {}."""
     fifth = len(samples) // 5
     if len(samples) < LEAST:
         return {}
@@ -88,14 +88,14 @@ def grown(samples: list[Sample]) -> dict[str, int]:
 
 
 def picture(i: int, size: int = 96) -> Picture:
-    """Makes a picture that differs from the others."""
+    """Returns picture number i; all pictures differ."""
     row = bytes((x * 7 + i * 31) % 256 for x in range(size * 3))
     return Picture(f"{i}.png", size, size, b"".join(bytes([(i + y) % 256]) + row[1:] for y in range(size)))
 
 
 def chat(model: pykvedge.LoadedModel, i: int, folder: Path) -> None:
-    """Has conversation number i."""
-    method, kind = METHODS[i % len(METHODS)], (i + i // 24) % 6  # in time, each with each
+    """Runs conversation number i."""
+    method, kind = METHODS[i % len(METHODS)], (i + i // 24) % 6  # each method meets each kind of chat
     plan = pykvedge.plan(method, *([] if method == "full" else [0.3]))
     with pykvedge.Session(model, plan=plan, n_ctx=1024, undo=kind == 1) as session:
         images = [picture(i)] if kind == 2 and model.sees_images else []
@@ -123,7 +123,7 @@ def chats(model: pykvedge.LoadedModel, n: int, watch: Watch) -> None:
 
 
 def images(model: pykvedge.LoadedModel, n: int, watch: Watch) -> None:
-    """Reads n pictures in one stream, and answers at its end."""
+    """Reads n pictures in one stream, and answers at the end."""
     every = max(n // SAMPLES, 1)
 
     def watched() -> Iterator[Picture]:
@@ -139,8 +139,8 @@ def images(model: pykvedge.LoadedModel, n: int, watch: Watch) -> None:
 
 
 def soak(args: argparse.Namespace, watch: Watch) -> list[tuple[str, list[Sample]]]:
-    """Does all of it. Returns the samples of each part; in a run of hours, those of all rounds together."""
-    # caches fill up to their bounds, which is no leak: they are made small
+    """Runs all parts. Returns the samples of each part, of all rounds together."""
+    # caches that fill up are no leak, so they are small here
     with pykvedge.load(args.model, args.mmproj, threads=args.threads, image_cache=1 << 20, prompt_cache=0) as model:
         rounds = 0
         while rounds == 0 or watch.seconds < args.hours * 3600:

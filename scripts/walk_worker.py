@@ -1,9 +1,8 @@
 """One side of a random walk: `walk_worker.py SIDE MODEL OUT.npy STEPS SEED [HOST:PORT]`, for random_walk.py.
 
-SIDE is "stock" (whatever LLAMA_CPP_LIB_PATH names) or "ours". Both make the same random operations on several sequences
-in one context. Ours also compresses by random plans that keep everything, takes sequences through files, and now and
-then keeps whole rows behind compressed ones, in memory or in a file. With the address of an RPC server the model and
-the rows of ours lie there.
+SIDE is "stock" (the library in LLAMA_CPP_LIB_PATH) or "ours". Both sides make the same random operations on several
+sequences in one context. "ours" also compresses with random plans that keep everything, saves and loads sequences, and
+sometimes keeps whole rows in memory or in a file. HOST:PORT: an RPC server for the model and rows of "ours".
 """
 
 import random
@@ -17,7 +16,7 @@ import numpy as np
 
 N_SEQ, N_CTX, LONGEST, N_PROMPT = 4, 2048, 160, 24
 METHODS = ("h2o", "snapkv", "lookm", "knorm", "mixkv", "adakv")
-COVERS = (1.0, 4096)  # shares and KV pairs that no sequence goes beyond
+COVERS = (1.0, 4096)  # budgets (a share, a number of KV pairs) that cover every sequence
 
 SIDE, MODEL, OUT, STEPS, SEED = *sys.argv[1:4], int(sys.argv[4]), int(sys.argv[5])
 SERVER = sys.argv[6] if len(sys.argv) > 6 else ""
@@ -34,10 +33,10 @@ SILENT = llama.llama_log_callback(lambda level, text, data: None)
 
 @dataclass
 class Sequence:
-    """What both sides know of a sequence."""
+    """The state of a sequence, the same on both sides."""
 
     n: int = 0  # position of the next token
-    whole: bool = True  # llama.cpp knows of all its positions: it came out of no file
+    whole: bool = True  # False after a file: then llama.cpp does not know all its positions
 
 
 class Walk:
@@ -58,13 +57,13 @@ class Walk:
         self.cache: Any = SIDE == "ours" and libkvedge.Cache(
             self.context, pykvedge.plan("full"), "f32", devices=abi.DEVICES_ALL if SERVER else abi.DEVICES_AUTO
         )
-        self.rng, self.own = random.Random(SEED), random.Random(SEED + 1)  # own: what only ours does
+        self.rng, self.own = random.Random(SEED), random.Random(SEED + 1)  # own: randomness of "ours"
         self.sequences = [Sequence() for _ in range(N_SEQ)]
         self.logits: list[np.ndarray] = []
-        self.on_server = False  # rows of answers were
+        self.on_server = False  # whether rows of answers were on the server
 
     def decode(self, items: list[tuple[int, int, int, bool]]) -> None:
-        """items: (token, position, sequence, wants logits)."""
+        """Decodes one batch. items: (token, position, sequence, wants logits)."""
         batch = llama.llama_batch_init(len(items), 0, 1)
         batch.n_tokens = len(items)
         for i, (token, position, sequence, wants) in enumerate(items):
@@ -80,7 +79,7 @@ class Walk:
                 self.logits.append(np.ctypeslib.as_array(row, (self.n_vocab,)).copy())
 
     def read(self) -> None:
-        """Prompts of one or several sequences in one batch, one after the other or in turn."""
+        """Reads prompts of one to three sequences in one batch: one after the other, or token by token in turn."""
         items = []
         for s in self.rng.sample(range(N_SEQ), self.rng.randint(1, 3)):
             n, known = self.rng.randint(1, N_PROMPT), self.sequences[s]
@@ -91,7 +90,7 @@ class Walk:
         self.decode(items)
 
     def answer(self) -> None:
-        """Some tokens one by one, of several sequences at once."""
+        """Decodes some tokens one by one, of several sequences in each batch."""
         chosen = self.rng.sample(range(N_SEQ), self.rng.randint(1, N_SEQ))
         for _ in range(self.rng.randint(1, 4)):
             self.decode([(self.rng.randrange(5, 1000), self.sequences[s].n, s, True) for s in chosen])
@@ -100,7 +99,7 @@ class Walk:
         self.on_server = self.on_server or bool(SERVER and self.cache.stats(chosen[0]).device_bytes)
 
     def copy(self) -> None:
-        """All of a sequence, its beginning, or something of it."""
+        """Copies a whole sequence, its beginning or a middle part to another sequence."""
         a, b = self.rng.sample(range(N_SEQ), 2)
         self.remove(b, -1, -1)
         known, first, end = self.sequences[a], -1, -1
@@ -111,11 +110,11 @@ class Walk:
         self.sequences[b] = Sequence(known.n if end < 0 else self.end(b), known.whole)
 
     def end(self, s: int) -> int:
-        """Position of the next token; a sequence may have lost more than was asked for."""
+        """Returns the position of the next token. A removal can remove more than requested."""
         return llama.llama_memory_seq_pos_max(self.memory, s) + 1
 
     def cut(self) -> None:
-        """The end of a sequence, something in its middle, or all of it."""
+        """Removes the end of a sequence, a middle part, or all of it."""
         s = self.rng.randrange(N_SEQ)
         n, kind = self.sequences[s].n, self.rng.random()
         if kind < 0.2 or n < 12 or not self.sequences[s].whole:
@@ -150,7 +149,7 @@ class Walk:
             self.cache.compress(s)
 
     def file(self) -> None:
-        """To a file, and from it into another sequence or the same one."""
+        """Saves a sequence to a file, and loads the file into a random sequence."""
         a, b = self.rng.randrange(N_SEQ), self.rng.randrange(N_SEQ)
         if self.sequences[a].n == 0:
             return

@@ -1,4 +1,4 @@
-"""A Windows of Wine's own for programs that are run here: empty, in a temporary folder, gone afterwards."""
+"""An empty Windows of Wine in a temporary folder, for programs that run here. It is removed afterwards."""
 
 import contextlib
 import os
@@ -8,21 +8,21 @@ import tempfile
 from collections.abc import Iterator
 
 QUIET = {
-    "WINEDEBUG": "-all,err+module",  # nothing but the names of libraries that are missing
+    "WINEDEBUG": "-all,err+module",  # report only missing libraries
     "WINEDLLOVERRIDES": "mscoree,mshtml,winemenubuilder.exe=;winedbg.exe=d",  # no installers, no debugger after a crash
-    "LC_ALL": "C.UTF-8",  # any letter in the name of a file
+    "LC_ALL": "C.UTF-8",  # allow any letter in file names
 }
 
 
 @contextlib.contextmanager
 def windows(launcher: str) -> Iterator[None]:
-    """Gives this environment such a Windows: programs that `launcher` (wine64, wine) starts meanwhile run in it."""
+    """Sets the environment to a new Windows: programs started by `launcher` (wine64, wine) inside the `with` use it."""
     before = dict(os.environ)
-    # what Wine has just let go of may vanish while the folder is removed
+    # Wine can still delete files while the folder is removed
     with tempfile.TemporaryDirectory(prefix="kvedge-wine-", ignore_cleanup_errors=True) as folder:
         os.environ.update(QUIET, WINEPREFIX=folder)
         try:
-            # made here, or the first program would wait for it
+            # without this, the first program would wait for the setup
             subprocess.run([launcher, "wineboot.exe", "--init"], capture_output=True, check=False)
             yield
         finally:
@@ -32,7 +32,7 @@ def windows(launcher: str) -> Iterator[None]:
 
 
 def _stop() -> None:
-    """Ends Wine's server, which stays on for a while and holds files."""
+    """Ends Wine's server, which otherwise stays for a while and holds files."""
     server = next(filter(None, map(shutil.which, ("wineserver", "/usr/lib/wine/wineserver64"))), None)
     if server:
         subprocess.run([server, "-k"], capture_output=True, check=False)

@@ -1,1 +1,1 @@
-"""Random-weight GGUF models: tiny ones for tests, and, by scripts/make_shape_model.py, of the shapes of real ones."""
+"""Random-weight GGUF models: tiny models for tests, and models of real shapes (scripts/make_shape_model.py)."""

@@ -1,11 +1,11 @@
-"""Families of vision-language models: which language model and which projector belong together, and their tokens."""
+"""Families of vision-language models: pairs of a language model and a projector, with their tokens."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class Family:
-    """A pair. The image size is that of the tower, in pixels; `specials` is what mtmd writes around an image."""
+    """A language model and a projector. image_size: pixels of the tower. specials: mtmd's tokens around an image."""
 
     arch: str
     projector: str
@@ -13,9 +13,9 @@ class Family:
     patch_size: int = 14
     merge: int = 2
     specials: tuple[str, ...] = ()
-    words: tuple[str, ...] = ()  # tokens of text that mtmd looks up
-    n_layers: int = 2  # of the language model: models with two sorts of layers show each twice
-    spm: bool = False  # else the tokenizer is byte-level
+    words: tuple[str, ...] = ()  # text tokens that mtmd looks up
+    n_layers: int = 2  # layers of the language model; models with two kinds of layers need two of each
+    spm: bool = False  # SentencePiece tokenizer; else byte-level
 
 
 _IDEFICS = ("<fake_token_around_image>", "<global-img>")
@@ -24,7 +24,7 @@ _LFM2 = ("<|image_start|>", "<|image_end|>", "<|img_thumbnail|>", "<|img_row_1_c
 _GLM = ("<|begin_of_image|>", "<|end_of_image|>")
 _KIMI = ("<|media_start|>", "<|media_end|>")
 _GEMMA4 = ("<|image>", "<image|>")
-_NEWLINES = "\u010a\u010a"  # two, in the characters of byte-level tokens
+_NEWLINES = "\u010a\u010a"  # two newlines, in the characters of byte-level tokens
 
 FAMILIES: dict[str, Family] = {
     "qwen25vl": Family("qwen2vl", "qwen2.5vl_merger", 560),

@@ -1,8 +1,8 @@
-"""Text models: the parts of which architectures are made, and the strength of their weights.
+"""The common parts of text models, and the strength of their weights.
 
-Strengths are chosen so that random weights behave like a model rather than like noise: layers together
-add about as much as one unit of residual, heads differ in how sharply they attend, and logits have a
-standard deviation of a few units, so that greedy decoding has clear winners.
+The strengths make random weights behave like a model and not like noise: together the layers add about one unit of
+residual, heads differ in how sharply they attend, and logits have a standard deviation of a few units, so that greedy
+decoding has clear winners.
 """
 
 import math
@@ -37,9 +37,9 @@ class TextSpec:
     eps: float = 1e-5
     tied: bool = False
     weight: GGMLQuantizationType = F16
-    key_outliers: float = 1.0  # two pairs of channels of every key are so many times as large, their queries as small
-    width: int = 0  # of the embeddings, where it is not that of all heads together
-    meta: Mapping[str, Value] = field(default_factory=dict)  # in place of what an architecture's function says
+    key_outliers: float = 1.0  # factor of two channel pairs of every key; their queries are divided by it
+    width: int = 0  # width of the embeddings; 0: n_heads * head_size
+    meta: Mapping[str, Value] = field(default_factory=dict)  # overrides the metadata of the architecture
 
     @property
     def n_embd(self) -> int:
@@ -51,7 +51,7 @@ class TextSpec:
 
     @property
     def embedding_std(self) -> float:
-        # A tied matrix is also the output: it has to have the size that gives good logits.
+        # A tied matrix is also the output, so its strength is chosen for the logits.
         return _LOGIT_STD / math.sqrt(self.n_embd) if self.tied else 1.0
 
     @property
@@ -77,7 +77,7 @@ def base_meta(spec: TextSpec) -> dict[str, Value]:
 
 
 def attention_meta(spec: TextSpec) -> dict[str, Value]:
-    """Of a model with attention in its layers."""
+    """Returns the metadata of a model with attention."""
     a = spec.arch
     return {
         **base_meta(spec),
@@ -91,7 +91,7 @@ def attention_meta(spec: TextSpec) -> dict[str, Value]:
 
 
 def head_bands(heads: int, rows: int, unit: float) -> tuple[tuple[int, float], ...]:
-    """Gains from flat to sharp, head by head: allocators that compare heads need heads that differ."""
+    """Returns row bands with gains from flat to sharp: allocators that compare heads need different heads."""
     low, high = _HEAD_GAINS
     return tuple((rows, unit * low * (high / low) ** (h / max(1, heads - 1))) for h in range(heads))
 
@@ -101,7 +101,7 @@ def norm(name: str, size: int, mean: float = 1.0) -> Tensor:
 
 
 def outlying(bands: tuple[tuple[int, float], ...], gain: float) -> tuple[tuple[int, float], ...]:
-    """Makes the last two pairs of channels of each head `gain` times as strong; RoPE turns a pair within itself."""
+    """Makes the last two channel pairs of each head `gain` times as strong. RoPE rotates within a pair."""
     return bands if gain == 1 else tuple(x for rows, std in bands for x in ((rows - 4, std), (4, gain * std)))
 
 
@@ -119,7 +119,7 @@ def qkv(spec: TextSpec, b: str) -> list[Tensor]:
 
 def attn_out(spec: TextSpec, b: str, width: int | None = None) -> Tensor:
     width = width or spec.heads_width
-    # Attention averages values, so its output is weaker than what it reads.
+    # Attention averages values, so the output needs a larger gain than the input.
     std = 2 * spec.out_gain / math.sqrt(width)
     return matrix(f"{b}.attn_output.weight", (spec.n_embd, width), std, spec.weight)
 
@@ -140,12 +140,12 @@ def attention(spec: TextSpec, b: str) -> list[Tensor]:
 
 def ends(spec: TextSpec, output_norm: str = "output_norm.weight") -> list[Tensor]:
     n, shape = spec.n_embd, (spec.vocab.size, spec.n_embd)
-    # As llama.cpp quantises: in a Q4_0 file the matrix that makes the logits is finer than the others.
+    # llama.cpp also quantises the matrix of the logits more finely in a Q4_0 file.
     fine = Q6_K if spec.weight == Q4_0 and n % 256 == 0 else spec.weight
     logit = _LOGIT_STD / math.sqrt(n)
     loud = spec.vocab.bands(logit, _HUSH * logit)
     if spec.tied:
-        # A norm of either sign: else the token just read, still in the residual, would always win.
+        # The norm has both signs: otherwise the last token, still in the residual, would always win.
         last = vector(output_norm, n, std=1.0)
         return [Tensor("token_embd.weight", shape, loud, 0.0, fitting_type(fine, shape)), last]
     return [
@@ -174,13 +174,13 @@ def biased(spec: TextSpec, i: int) -> list[Tensor]:
 
 
 def mrope_sections(head_size: int) -> list[int]:
-    """Rotary pairs for time, height and width, in the proportions of Qwen2-VL (16, 24, 24 of 64)."""
+    """Returns the rotary pairs for time, height and width, in the proportions of Qwen2-VL (16, 24, 24 of 64)."""
     pairs = head_size // 2
     space = 3 * pairs // 8
     return [pairs - 2 * space, space, space, 0]
 
 
 def normed(spec: TextSpec, i: int, mean: float = 1.5) -> list[Tensor]:
-    # Normalised queries and keys get their sharpness from the norm's weight.
+    # Normalised queries and keys: the norm's weight sets the sharpness.
     norms = [norm(f"blk.{i}.attn_{x}_norm.weight", spec.head_size, mean=mean) for x in "qk"]
     return [*plain(spec, i), *norms]

@@ -1,4 +1,4 @@
-"""Vocabularies and chat templates of released models, as the pinned llama.cpp source carries them (its models/)."""
+"""Vocabularies and chat templates of released models, from the pinned llama.cpp source (its models/)."""
 
 import struct
 import tarfile
@@ -12,11 +12,11 @@ from .tokens import CONTROL, NORMAL, Vocabulary
 
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
-_PADDING = 4  # a token's type, as converters mark padding: the user's own
+_PADDING = 4  # token type that converters use for padding: user-defined
 
 
 def extract(folder: Path) -> Path:
-    """Writes the vocabularies, their references and the templates into `folder`. Returns it."""
+    """Writes the vocabularies, their references and the templates into `folder`. Returns the folder."""
     inside = f"{llama_source.VENDOR}/models/"
     with tarfile.open(llama_source.fetch()) as archive:
         for member in archive:
@@ -30,7 +30,7 @@ def extract(folder: Path) -> Path:
 
 
 def metadata(path: Path) -> dict[str, Any]:
-    """Reads all metadata of a GGUF file; gguf.GGUFReader takes minutes for a long vocabulary."""
+    """Returns all metadata of a GGUF file. Faster than gguf.GGUFReader, which takes minutes for a long vocabulary."""
     data, at = path.read_bytes(), 24
 
     def number(form: str) -> Any:
@@ -57,19 +57,19 @@ def metadata(path: Path) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Released:
-    """A vocabulary and a template of the pinned source. specials: what the family has beyond it, in place of padding.
+    """A vocabulary and a template of the pinned source. specials: further tokens of the family; they replace padding.
 
-    own: the vocabulary is the family's; else the nearest one.
+    own: the vocabulary is the family's; else it is the nearest available vocabulary.
     """
 
     vocabulary: str
     template: str
     specials: tuple[str, ...]
     own: bool = False
-    end: str = ""  # the token that ends an answer, where the vocabulary names another
+    end: str = ""  # the token that ends an answer, if the vocabulary names another token
 
     def read(self, folder: Path, size: int) -> Vocabulary:
-        """Makes the tokenizer's metadata; the vocabulary gets at least `size` tokens, as the family's matrices have."""
+        """Returns the tokenizer with at least `size` tokens, which is the number of rows of the family's matrices."""
         found = metadata(folder / f"ggml-vocab-{self.vocabulary}.gguf")
         meta = {key: value for key, value in found.items() if key.startswith("tokenizer.ggml.")}
         tokens, types = meta["tokenizer.ggml.tokens"], meta["tokenizer.ggml.token_type"]

@@ -1,4 +1,4 @@
-"""The shapes of real vision-language models, as their published configurations give them."""
+"""The shapes of real vision-language models, from their published configurations."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -13,13 +13,13 @@ from .writer import Value
 
 @dataclass(frozen=True)
 class Shape:
-    """A model and its vision tower, with what to call it."""
+    """A model and its vision tower, with their name."""
 
     about: str
     text: Callable[[], TextSpec]
     vision: VisionSpec
     image_tokens: str
-    released: Released | None = None  # its vocabulary and template, where the made-up one is not used
+    released: Released | None = None  # vocabulary and template; None: made-up ones
 
 
 def _clip_large(projector: str, n_out: int, name: str) -> VisionSpec:
@@ -31,7 +31,7 @@ def _llama(name: str, layers: int, heads: int, ff: int, context: int) -> TextSpe
 
 
 def _text(name: str, arch: str, layers: int, heads: tuple[int, int, int], ff: int, vocab: int, **more: Any) -> TextSpec:
-    """heads: of queries, of keys, and their size. The vocabulary has the family's size; its words are made up."""
+    """heads: query heads, KV heads and head size. The vocabulary has the family's size; its words are made up."""
     made = tokens.bpe(vocab, used=min(vocab, 151657))  # Qwen's matrices are padded to 151936
     common = {"tied": True, "eps": 1e-6, "rope_base": 1e6, **more}
     return TextSpec(arch, made, layers, *heads, ff, 32768, f"{name} shape", **common)
@@ -54,14 +54,14 @@ _TILES: dict[str, Value] = {"clip.vision.preproc_image_size": 2048}
 def _tower(
     projector: str, size: tuple[int, int], blocks: tuple[int, int, int, int], n_out: int, **more: Any
 ) -> VisionSpec:
-    """size: pixels of the image and of a patch. blocks: their width, number, heads, and feed-forward width."""
+    """size: pixels of the image and of a patch. blocks: width, number, heads and feed-forward width."""
     return VisionSpec(projector, *size, *blocks, n_out, **{"eps": 1e-6, **more})
 
 
 SHAPES: dict[str, Shape] = {
     "llava-1.4b": Shape(
         "LLaVA-1.5's tower on a 1.4 B Llama with as many key as query heads",
-        lambda: _llama("LLaVA-1.4B", 24, 16, 5632, 8192),  # MobileLLaMA with a context that holds long prompts
+        lambda: _llama("LLaVA-1.4B", 24, 16, 5632, 8192),  # MobileLLaMA with a context for long prompts
         _clip_large("mlp", 2048, "LLaVA-1.4B shape"),
         "576",
     ),

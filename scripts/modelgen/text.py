@@ -1,4 +1,4 @@
-"""Text models, architecture by architecture: layers.py says what they have in common."""
+"""Text models, architecture by architecture. The common parts are in layers.py."""
 
 import math
 from collections.abc import Callable
@@ -23,11 +23,11 @@ from .layers import (
 )
 from .writer import Q4_0, Meta, Tensor, fitting_type, matrix, vector
 
-DEEPSTACK = 1  # layers of Qwen3-VL that add features of the image encoder to their output
+DEEPSTACK = 1  # number of Qwen3-VL layers that add image features to their output
 
 
 def made_of(layer: Layer, more: Callable[[TextSpec], Meta] = lambda spec: {}) -> Callable[[TextSpec], Model]:
-    """Makes an architecture of equal layers. more: its metadata beside that of attention."""
+    """Returns an architecture of equal layers. more: metadata in addition to that of attention."""
     return lambda spec: ({**attention_meta(spec), **more(spec)}, [*ends(spec), *stack(spec, layer)])
 
 
@@ -40,7 +40,7 @@ def _post_norms(spec: TextSpec, b: str) -> list[Tensor]:
 
 
 def _phi3_layer(spec: TextSpec, i: int) -> list[Tensor]:
-    """Phi-3: query, key and value in one matrix, gate and up in another."""
+    """Phi-3: one matrix for query, key and value, one for gate and up."""
     b, n, unit = f"blk.{i}", spec.n_embd, 1 / math.sqrt(spec.n_embd)
     kv = spec.n_heads_kv * spec.head_size
     bands = (*head_bands(spec.n_heads, spec.head_size, unit), (kv, KEY_GAIN * unit), (kv, unit))
@@ -51,13 +51,13 @@ def _phi3_layer(spec: TextSpec, i: int) -> list[Tensor]:
 
 
 def _gemma_ends(spec: TextSpec) -> list[Tensor]:
-    """Gemma multiplies embeddings by the square root of their width."""
+    """Divides the embeddings by the square root of their width, because Gemma multiplies by it."""
     first, *last = ends(spec)
     return [matrix(first.name, first.shape, 1 / math.sqrt(spec.n_embd), spec.weight), *last]
 
 
 def gemma3(spec: TextSpec) -> Model:
-    """Gemma 3: sliding-window layers (32 tokens) with a full one after each."""
+    """Gemma 3: layers with a sliding window (32 tokens) and full layers in turn."""
 
     def layer(spec: TextSpec, i: int) -> list[Tensor]:
         return [*normed(spec, i), *_post_norms(spec, f"blk.{i}")]
@@ -69,7 +69,7 @@ def gemma3(spec: TextSpec) -> Model:
 
 
 def lfm2(spec: TextSpec) -> Model:
-    """LFM2: short convolutions with an attention layer after each, or where `meta` says: a hybrid."""
+    """LFM2: short convolutions and attention layers in turn, or where `meta` says: a hybrid."""
     key = "lfm2.attention.head_count_kv"
     heads = spec.meta.get(key) or [spec.n_heads_kv if i % 2 else 0 for i in range(spec.n_layers)]
 
@@ -92,7 +92,7 @@ def lfm2(spec: TextSpec) -> Model:
 
 
 def mamba(spec: TextSpec) -> Model:
-    """Mamba: a recurrent state and no KV cache at all."""
+    """Mamba: a recurrent state and no KV cache."""
     n, inner, state, conv, rank = spec.n_embd, 2 * spec.n_embd, 16, 4, max(32, spec.n_embd // 16)
 
     def layer(spec: TextSpec, i: int) -> list[Tensor]:
@@ -122,7 +122,7 @@ def mamba(spec: TextSpec) -> Model:
 
 
 def deepseek2(spec: TextSpec) -> Model:
-    """DeepSeek-V2: multi-head latent attention; every layer is dense here."""
+    """DeepSeek-V2: multi-head latent attention. Every layer is dense here."""
     n, d, rope, rank, heads = spec.n_embd, spec.head_size, spec.head_size // 2, 64, spec.n_heads
 
     def layer(spec: TextSpec, i: int) -> list[Tensor]:
@@ -156,7 +156,7 @@ def deepseek2(spec: TextSpec) -> Model:
 
 
 def qwen35(spec: TextSpec) -> Model:
-    """Qwen3.5: every second layer attends, with a gate on its output, the others keep a state (gated delta net)."""
+    """Qwen3.5: every second layer attends, with a gate on its output; the others have a state (gated delta net)."""
     n, state, keys, values, conv = spec.n_embd, 32, 2, 4, 4
     unit, inner = 1 / math.sqrt(n), state * values
     width = 2 * state * keys + inner
@@ -195,7 +195,7 @@ def qwen35(spec: TextSpec) -> Model:
 
 
 def _glm4_layer(spec: TextSpec, i: int) -> list[Tensor]:
-    """GLM-4.1V's language model: gate and up in one matrix, norms after attention and feed-forward."""
+    """GLM-4.1V's language model: one matrix for gate and up, norms after attention and feed-forward."""
     b, n = f"blk.{i}", spec.n_embd
     doubled = matrix(f"{b}.ffn_up.weight", (2 * spec.n_ff, n), 1 / math.sqrt(n), spec.weight)
     kept = [t for t in plain(spec, i) if not t.name.endswith(("ffn_gate.weight", "ffn_up.weight"))]
@@ -203,12 +203,12 @@ def _glm4_layer(spec: TextSpec, i: int) -> list[Tensor]:
 
 
 def _unscaled(spec: TextSpec) -> float:
-    """Norms of queries and keys where attention is not divided by the root of the head size: they do it."""
+    """Norm weight of queries and keys that replaces the division of attention by the root of the head size."""
     return 1.5 / spec.head_size**0.25
 
 
-_GEMMA4_SHARING = 2  # of the E2B and E4B models: so many of the last layers have no keys and values of their own
-_GEMMA4_EXTRA = 16  # width of what each layer of those adds for a token
+_GEMMA4_SHARING = 2  # in E2B and E4B models, this number of last layers have no keys and values
+_GEMMA4_EXTRA = 16  # width of the embedding that each layer of E2B and E4B models adds for a token
 
 
 def gemma4(spec: TextSpec) -> Model:
@@ -251,9 +251,9 @@ def gemma4(spec: TextSpec) -> Model:
 
 
 def gemma3n(spec: TextSpec) -> Model:
-    """Gemma 3n: from layer 20 on the layers read the cache of layers 18 and 19; it takes 25 to have a full one there.
+    """Gemma 3n: from layer 20 on, the layers read the cache of layers 18 and 19. 25 layers include a full one there.
 
-    Of each token there are 4 versions (AltUp), and every layer adds something of its own for it, 256 wide.
+    AltUp keeps 4 versions of each token, and every layer adds an embedding of the token, 256 wide.
     """
     n, copies, extra, rank = spec.n_embd, 4, 256, 64
     unit, width = 1 / math.sqrt(n), extra * spec.n_layers
@@ -289,7 +289,7 @@ def gemma3n(spec: TextSpec) -> Model:
 
 
 def llama4(spec: TextSpec) -> Model:
-    """Llama 4: three layers of four attend in chunks of 8192 tokens; every second has 2 experts, one of which works."""
+    """Llama 4: three of four layers attend in chunks of 8192 tokens; every second one has 2 experts, one active."""
     n, experts, wide = spec.n_embd, 2, spec.n_ff // 2
 
     def layer(spec: TextSpec, i: int) -> list[Tensor]:
@@ -315,7 +315,7 @@ def llama4(spec: TextSpec) -> Model:
 
 
 ARCHITECTURES: dict[str, Callable[[TextSpec], Model]] = {
-    "llama": made_of(plain),  # and whatever else is the same to llama.cpp: Vicuna, MobileLLaMA, Mistral
+    "llama": made_of(plain),  # also Vicuna, MobileLLaMA and Mistral: llama.cpp treats them alike
     "qwen2vl": made_of(biased, _mrope),
     "qwen3": made_of(normed),
     "phi3": made_of(_phi3_layer),
@@ -325,7 +325,7 @@ ARCHITECTURES: dict[str, Callable[[TextSpec], Model]] = {
     "deepseek2": deepseek2,
     "qwen2": made_of(biased),  # InternVL and MiniCPM-V are built on it
     "mistral3": made_of(plain),  # Mistral Small and Ministral 3
-    # an image's embeddings are wider than the model, the rest is added after the first layers
+    # image embeddings are wider than the model: the first layers add the further parts
     "qwen3vl": made_of(normed, lambda spec: {**_mrope(spec), "qwen3vl.n_deepstack_layers": DEEPSTACK}),
     "qwen35": qwen35,
     "glm4": made_of(_glm4_layer, _mrope),
@@ -336,6 +336,6 @@ ARCHITECTURES: dict[str, Callable[[TextSpec], Model]] = {
 
 
 def text_model(spec: TextSpec) -> Model:
-    """Metadata with the tokenizer in it, and tensors."""
+    """Returns the metadata, with the tokenizer, and the tensors."""
     meta, tensors = ARCHITECTURES[spec.arch](spec)
     return meta | dict(spec.meta) | spec.vocab.meta, tensors

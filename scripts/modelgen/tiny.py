@@ -1,4 +1,4 @@
-"""Tiny models of many architectures and shapes: a few MB each, made in well under a second."""
+"""Tiny models of many architectures and shapes: a few MB each, written in well under a second."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,10 +17,10 @@ WEIGHTS = {"f32": F32, "f16": F16, "q8_0": Q8_0, "q4_0": Q4_0}
 
 @dataclass(frozen=True)
 class TinySpec:
-    """The shape of a tiny model. The width is n_heads * head_size, the feed-forward twice that.
+    """The shape of a tiny model. The width is n_heads * head_size, the feed-forward width is twice that.
 
-    `image_size` is that of the llava tower (patches of 14: 56 gives 16 image tokens); qwen2vl takes any size, and
-    families.py says it of the others.
+    `image_size`: of the llava tower (patches of 14: 56 gives 16 image tokens). qwen2vl takes any size; families.py has
+    the size of every other kind.
     """
 
     n_layers: int = 2
@@ -32,15 +32,15 @@ class TinySpec:
     image_size: int = 56
     weight: str = "f16"
     seed: int = 0
-    key_outliers: float = 1.0  # of llama: two pairs of channels of every key stand out; the model computes the same
+    key_outliers: float = 1.0  # only llama: two channel pairs of every key are larger; the model computes the same
 
 
 DEFAULT_SPEC = TinySpec()
-# Sliding-window and hybrid models alternate two sorts of layers: four of them show each sort twice.
+# Sliding-window and hybrid models alternate two kinds of layers: four layers have each kind twice.
 _DEFAULT_SPECS = {
     "gemma3": replace(DEFAULT_SPEC, n_layers=4),
     "lfm2": replace(DEFAULT_SPEC, n_layers=4),
-    # its tables are as wide as the layers are many: few heads, few tokens
+    # 25 layers make its tables wide, so it has few heads and tokens
     "gemma3n": TinySpec(n_layers=25, n_heads=2, n_heads_kv=1, head_size=32, n_vocab=400),
     **{kind: replace(DEFAULT_SPEC, n_layers=family.n_layers, head_size=32) for kind, family in FAMILIES.items()},
 }
@@ -62,7 +62,7 @@ def _text_spec(kind: str, spec: TinySpec) -> TextSpec:
         head_size=spec.head_size,
         n_ff=2 * spec.n_heads * spec.head_size,
         n_ctx_train=spec.n_ctx_train,
-        # llama.cpp changes the tokens of whatever has "phi3" in its name, so the kind is not in it.
+        # llama.cpp changes the tokens of models with "phi3" in the name, so the name has no kind.
         name="kvedge tiny",
         weight=WEIGHTS[spec.weight],
         key_outliers=spec.key_outliers,
@@ -97,7 +97,7 @@ def _vision_spec(kind: str, spec: TinySpec, text: TextSpec) -> VisionSpec:
 
 
 def write_tiny(kind: str, directory: str | Path, *, spec: TinySpec | None = None) -> tuple[Path, Path | None]:
-    """Write `directory`/model.gguf, and mmproj.gguf for vision kinds; the same spec gives the same bytes."""
+    """Writes `directory`/model.gguf, and mmproj.gguf for vision kinds. The same spec gives the same bytes."""
     spec = spec or default_spec(kind)
     out = Path(directory)
     out.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""Tokenizers that let any text through: every byte has a token, the rest is made-up letter pieces."""
+"""Tokenizers for any text: every byte has a token; other tokens are pieces of letters."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ CHATML = (
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
 
-# In the order that Qwen2-VL numbers them.
+# In the order of Qwen2-VL.
 QWEN_SPECIALS = (
     "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|object_ref_start|>", "<|object_ref_end|>",
     "<|box_start|>", "<|box_end|>", "<|quad_start|>", "<|quad_end|>", "<|vision_start|>",
@@ -41,7 +41,7 @@ class Vocabulary:
     quiet: tuple[tuple[int, int], ...]
 
     def bands(self, loud: float, hushed: float) -> tuple[tuple[int, float], ...]:
-        """Row bands for an embedding or output matrix: `hushed` for the quiet tokens, else `loud`."""
+        """Returns row bands for an embedding or output matrix: `hushed` for the quiet tokens, else `loud`."""
         bands: list[tuple[int, float]] = []
         at = 0
         for start, stop in self.quiet:
@@ -52,7 +52,7 @@ class Vocabulary:
 
 
 def _pieces(space: str) -> Iterator[str]:
-    """Letter pieces, shorter ones first, each made of pieces that came before it."""
+    """Yields pieces of letters, shorter pieces first. Each piece joins earlier pieces."""
     for letter in ascii_lowercase:
         yield space + letter
     for length in (2, 3, 4):
@@ -62,7 +62,7 @@ def _pieces(space: str) -> Iterator[str]:
 
 
 def spm(size: int, template: str = VICUNA, specials: Sequence[str] = ()) -> Vocabulary:
-    """A SentencePiece vocabulary as Llama's: <unk>, <s>, </s>, 256 bytes, pieces; `specials` come last."""
+    """Returns a SentencePiece vocabulary like Llama's: <unk>, <s>, </s>, 256 bytes, pieces; `specials` come last."""
     tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "\u2581"]
     head = len(tokens)
     tokens += [char for char in printable if not char.isspace()]
@@ -89,7 +89,7 @@ def spm(size: int, template: str = VICUNA, specials: Sequence[str] = ()) -> Voca
 
 
 def _byte_characters() -> list[str]:
-    """The 256 characters that stand for bytes in a GPT-2 style vocabulary, in its usual order."""
+    """Returns the 256 characters that stand for bytes in a GPT-2 vocabulary, in its usual order."""
     shown = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     return [chr(code) for code in shown] + [chr(0x100 + i) for i in range(256 - len(shown))]
 
@@ -97,9 +97,9 @@ def _byte_characters() -> list[str]:
 def bpe(
     size: int, used: int | None = None, template: str = CHATML, specials: Sequence[str] = (), words: Sequence[str] = ()
 ) -> Vocabulary:
-    """A byte-level vocabulary as Qwen2-VL's; tokens after number `used` are unused padding.
+    """Returns a byte-level vocabulary like Qwen2-VL's. Tokens from number `used` on are padding.
 
-    specials: more of them, after Qwen's. words: more tokens of text, which no merge makes: programs look them up.
+    specials: more special tokens, after Qwen's. words: more text tokens, which no merge makes: programs look them up.
     """
     specials = (*QWEN_SPECIALS, *specials)
     used = size if used is None else used
@@ -111,7 +111,7 @@ def bpe(
         raise ValueError(f"a vocabulary of {used} tokens is too small: at least {least}")
     pieces = list(islice(_pieces(space), first_special - len(tokens) - len(words)))
     known = {*tokens, *pieces}
-    # Four letters are for the true vocabulary size only: a merge for each would slow down every load.
+    # Pieces of four letters only fill the vocabulary: their merges would slow down every load.
     short = [piece for piece in pieces if len(piece.removeprefix(space)) < 4]
     merges = [f"{p[:-n]} {p[-n:]}" for n in (1, 2) for p in short if len(p) > n and {p[:-n], p[-n:]} <= known]
     tokens += [*pieces, *words, *specials, *(f"[PAD{i}]" for i in range(used, size))]

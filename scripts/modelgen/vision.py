@@ -28,7 +28,7 @@ def _two_linears(spec: VisionSpec, names: tuple[str, str], n_in: int, n_mid: int
 
 
 def qwen25vl(spec: VisionSpec) -> Model:
-    """Qwen2.5-VL: as Qwen2-VL, with RMS norms, gates, and windows in all but every second layer."""
+    """Qwen2.5-VL: Qwen2-VL with RMS norms, gates, and windows in every other layer."""
     blocks = _blocks(spec, Style(rms=True, gated=True))
     tensors = [*_two_frames(spec), *blocks, *norm("v.post_ln", spec.width, rms=True)]
     tensors += _two_linears(spec, ("mm.0", "mm.2"), 4 * spec.width, 4 * spec.width)
@@ -37,7 +37,7 @@ def qwen25vl(spec: VisionSpec) -> Model:
 
 
 def qwen3vl(spec: VisionSpec) -> Model:
-    """Qwen3-VL and Qwen3.5: positions are added and rotated; of `deepstack` layers the language model sees more."""
+    """Qwen3-VL and Qwen3.5: positions are added and rotated; `deepstack` layers also feed the language model."""
     n, merged = spec.width, 4 * spec.width
     tensors = [*_two_frames(spec), _patch_bias(spec), positions(spec), *_blocks(spec, Style(fused=True))]
     for i in spec.deepstack:
@@ -54,7 +54,7 @@ def _siglip(spec: VisionSpec) -> list[Tensor]:
 
 
 def gemma3(spec: VisionSpec) -> Model:
-    """Gemma 3: SigLIP on one square image, pooled, and a projection that is stored the other way round."""
+    """Gemma 3: SigLIP on one square image, pooled, and a projection that is stored transposed."""
     n = spec.width
     tensors = [
         *_siglip(spec),
@@ -65,7 +65,7 @@ def gemma3(spec: VisionSpec) -> Model:
 
 
 def internvl(spec: VisionSpec) -> Model:
-    """InternVL: tiles and a small picture of all, a class token, scaled residuals."""
+    """InternVL: tiles and a thumbnail, a class token, scaled residuals."""
     n, merged = spec.width, spec.width * spec.merge**2
     tensors = [
         vector("v.class_embd", n, std=1.0),
@@ -81,7 +81,7 @@ def internvl(spec: VisionSpec) -> Model:
 
 
 def idefics3(spec: VisionSpec) -> Model:
-    """Idefics 3 and SmolVLM: tiles of an image whose longest edge is given, and one matrix as the projector."""
+    """Idefics 3 and SmolVLM: tiles of an image with a given longest edge; the projector is one matrix."""
     merged = spec.width * spec.merge**2
     tensors = [*_siglip(spec), *linear(spec, "mm.model.fc", (spec.n_out, merged), spec.out_std, biased=False)]
     meta = tower_meta(spec, spec.n_layers) | {_SCALE: spec.merge, "clip.use_gelu": True}
@@ -89,7 +89,7 @@ def idefics3(spec: VisionSpec) -> Model:
 
 
 def pixtral(spec: VisionSpec) -> Model:
-    """Pixtral, and with `merge` above 1 the tower of Mistral Small 3.1: any size, a break after each row."""
+    """Pixtral, and with `merge` above 1 the tower of Mistral Small 3.1: any image size, a break after each row."""
     n = spec.width
     style = Style(rms=True, gated=True, biased=False)
     tensors = [patch(spec, "v.patch_embd.weight"), *norm("v.pre_ln", n, rms=True), *_blocks(spec, style)]
@@ -103,15 +103,15 @@ def pixtral(spec: VisionSpec) -> Model:
 
 
 def resampler(spec: VisionSpec) -> Model:
-    """MiniCPM-V 2.6: slices, each of which learned queries look at; the width must be a multiple of 128."""
+    """MiniCPM-V 2.6: learned queries attend to each slice; the width must be a multiple of 128."""
     n, out, queries, r = spec.width, spec.n_out, 8, "resampler"
     tensors = [
         patch(spec, "v.patch_embd.weight"),
         _patch_bias(spec),
-        matrix("v.position_embd.weight", (70 * 70, n), 0.5, F16),  # rows are chosen by place in a square of 70
+        matrix("v.position_embd.weight", (70 * 70, n), 0.5, F16),  # row of a patch: its place in a grid of 70 x 70
         *_blocks(spec),
         *norm("v.post_ln", n),
-        vector(f"{r}.pos_embed_k", (1, out), std=1.0),  # must be there, is not used: what positions are is computed
+        vector(f"{r}.pos_embed_k", (1, out), std=1.0),  # required but unused: positions are computed
         vector(f"{r}.query", (queries, out), std=1.0),
         *linear(spec, f"{r}.kv", (out, n), 1.0, biased=False),
         *(t for x in ("q", "k", "v", "out") for t in linear(spec, f"{r}.attn.{x}", (out, out), 1.5)),
@@ -123,7 +123,7 @@ def resampler(spec: VisionSpec) -> Model:
 
 
 def lfm2(spec: VisionSpec) -> Model:
-    """LFM2-VL: SigLIP 2 on images of any size, 64 to 256 tokens each, in tiles where they are large."""
+    """LFM2-VL: SigLIP 2 on images of any size, 64 to 256 tokens each; large images are tiled."""
     merged = spec.width * spec.merge**2
     tensors = [*_siglip(spec), *norm("mm.input_norm", merged)]
     tensors += _two_linears(spec, ("mm.1", "mm.2"), merged, spec.n_out)
@@ -131,7 +131,7 @@ def lfm2(spec: VisionSpec) -> Model:
 
 
 def glm4v(spec: VisionSpec) -> Model:
-    """GLM-4.1V: two frames as Qwen2-VL, positions added and rotated, 2 x 2 patches merged by a convolution."""
+    """GLM-4.1V: two frames as in Qwen2-VL, positions added and rotated, 2 x 2 patches merged by a convolution."""
     n, out, mid = spec.width, spec.n_out, 2 * spec.n_out
     style = Style(rms=True, gated=True, biased=False, fused=True)
     tensors = [
@@ -152,14 +152,14 @@ def glm4v(spec: VisionSpec) -> Model:
 
 
 def kimivl(spec: VisionSpec) -> Model:
-    """Kimi-VL: MoonViT on images of any size, with positions that are both added and rotated."""
+    """Kimi-VL: MoonViT on images of any size; positions are added and rotated."""
     n, merged = spec.width, spec.width * spec.merge**2
     tensors = [*_siglip(spec), *norm("mm.input_norm", n), *_two_linears(spec, ("mm.1", "mm.2"), merged, merged)]
     return tower_meta(spec, spec.n_layers) | {_SCALE: spec.merge, "clip.use_gelu": True}, tensors
 
 
 def gemma4v(spec: VisionSpec) -> Model:
-    """Gemma 4: any size, one table of positions for columns and one for rows, 3 x 3 patches pooled."""
+    """Gemma 4: any image size, a table of positions for columns and one for rows, 3 x 3 patches pooled."""
     n, head = spec.width, spec.width // spec.n_heads
     tensors = [
         patch(spec, "v.patch_embd.weight"),
@@ -176,7 +176,7 @@ def gemma4v(spec: VisionSpec) -> Model:
 
 
 def llama4(spec: VisionSpec) -> Model:
-    """Llama 4: square tiles and a small picture of all, a class token, patches multiplied as a matrix."""
+    """Llama 4: square tiles and a thumbnail, a class token, a matrix for patches."""
     n, merged, pixels = spec.width, spec.width * spec.merge**2, 3 * spec.patch_size**2
     tensors = [
         vector("v.class_embd", n, std=1.0),
@@ -198,7 +198,7 @@ def _llava_projector(spec: VisionSpec) -> list[Tensor]:
 
 
 def _ldpv2_projector(spec: VisionSpec) -> list[Tensor]:
-    """MobileVLM V2: the MLP, then 2x2 pooling and a depthwise convolution around which it is added."""
+    """MobileVLM V2: the MLP, then 2x2 pooling and a depthwise convolution with a residual."""
     n = spec.n_out
     return [
         *linear(spec, "mm.model.mlp.0", (n, spec.width), 0.7),
@@ -209,9 +209,9 @@ def _ldpv2_projector(spec: VisionSpec) -> list[Tensor]:
 
 
 def clip_vit(spec: VisionSpec) -> Model:
-    """CLIP's ViT as LLaVA-1.5 uses it: what comes out of the last but one layer, without the class token.
+    """CLIP's ViT in LLaVA-1.5: the output of the last but one layer, without the class token.
 
-    The last layer is never run, so it is not in the file; `feature_layer` says that all those in it are.
+    The last layer never runs, so the file does not have it; `feature_layer` counts the layers of the file.
     """
     kept = spec.n_layers - 1
     tensors = [
@@ -250,6 +250,6 @@ TOWERS: dict[str, Callable[[VisionSpec], Model]] = {
 
 
 def vision_model(spec: VisionSpec) -> Model:
-    """Makes metadata and tensors of an mmproj file."""
+    """Returns the metadata and the tensors of an mmproj file."""
     meta, tensors = TOWERS.get(spec.projector, clip_vit)(spec)
     return meta | dict(spec.meta), tensors

@@ -1,4 +1,4 @@
-"""What the vision transformers of mmproj files have in common: blocks, patches, metadata."""
+"""The common parts of the vision transformers in mmproj files: blocks, patches, metadata."""
 
 import math
 from collections.abc import Mapping
@@ -10,13 +10,13 @@ from .writer import F16, F32, Tensor, Value, general_meta, matrix, vector
 
 _CLIP_MEAN = [0.48145466, 0.4578275, 0.40821073]
 _CLIP_STD = [0.26862954, 0.26130258, 0.27577711]
-# What the pixels of one patch have in common outweighs what they differ in, hence more than one unit.
+# More than one unit: the common part of a patch's pixels outweighs their differences.
 _PATCH_GAIN = 1.5
 
 
 @dataclass(frozen=True)
 class VisionSpec:
-    """The shape of a ViT and its projector; `out_std` is the size of the embeddings it hands over."""
+    """The shape of a ViT and its projector. out_std: standard deviation of the output embeddings."""
 
     projector: str
     image_size: int
@@ -29,14 +29,14 @@ class VisionSpec:
     out_std: float = 1.0
     name: str = "random"
     eps: float = 1e-5
-    deepstack: tuple[int, ...] = ()  # layers whose outputs go to the language model as well, as in Qwen3-VL
-    merge: int = 2  # patches that become one token, along a side, where the projector says so
+    deepstack: tuple[int, ...] = ()  # layers whose outputs also go to the language model, as in Qwen3-VL
+    merge: int = 2  # side, in patches, of the square that becomes one token, if the projector merges
     weight: GGMLQuantizationType = F16
-    meta: Mapping[str, Value] = field(default_factory=dict)  # in place of what a tower's function says
+    meta: Mapping[str, Value] = field(default_factory=dict)  # overrides the metadata of the tower
 
 
 def norm(name: str, size: int, rms: bool = False) -> list[Tensor]:
-    """rms: a norm without a bias."""
+    """Returns the tensors of a norm. rms: a norm without a bias."""
     weight = vector(f"{name}.weight", size, mean=1.0, std=0.05)
     return [weight] if rms else [weight, vector(f"{name}.bias", size, std=0.05)]
 
@@ -48,7 +48,7 @@ def linear(spec: VisionSpec, name: str, shape: tuple[int, int], gain: float, bia
 
 @dataclass(frozen=True)
 class Style:
-    """How the blocks of a tower are made: norms without bias, a gate, matrices without bias, one matrix for q, k, v."""
+    """The style of a tower's blocks: norms without bias, a gate, matrices without bias, one matrix for q, k and v."""
 
     rms: bool = False
     gated: bool = False
@@ -82,7 +82,7 @@ def _qkv(spec: VisionSpec, b: str, style: Style) -> list[Tensor]:
 
 
 def positions(spec: VisionSpec, extra: int = 0) -> Tensor:
-    """A table with a row for each patch of the tower's own image size."""
+    """Returns a table with a row for each patch of the tower's image size, and `extra` rows."""
     patches = (spec.image_size // spec.patch_size) ** 2
     return vector("v.position_embd.weight", (patches + extra, spec.width), std=0.5)
 

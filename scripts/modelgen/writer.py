@@ -1,7 +1,7 @@
-"""Streams a GGUF file of random weights: a tensor is described, never held in memory.
+"""Streams a GGUF file of random weights. A tensor is only described, never held in memory.
 
-Values come from one pool of a few MB that is read round and round. Its length is prime, so a second
-pass never lines up with the rows of the first, and each tensor goes on where the one before it ended.
+Values come from one pool of a few MB, read in a circle. The pool's length is prime, so a second round never lines up
+with the rows of the first. Each tensor continues where the previous tensor ended.
 """
 
 import functools
@@ -22,7 +22,7 @@ Q6_K = GGMLQuantizationType.Q6_K
 
 
 class Int32(int):
-    """A whole number that is stored with a sign: llama.cpp reads a few of its keys so."""
+    """An integer that is stored with a sign, because llama.cpp reads some keys as int32."""
 
 
 Value = str | bool | int | float | Sequence[str] | Sequence[int] | Sequence[float] | Sequence[bool]
@@ -30,7 +30,7 @@ Meta = Mapping[str, Value]
 
 _POOL_BLOCKS = {F32: 1_048_573, F16: 1_048_573, Q8_0: 131_071, Q4_0: 262_139, Q6_K: 16_381}
 _CHUNK_BYTES = 4 << 20
-_FILE_TYPES = {F32: 0, F16: 1, Q4_0: 2, Q8_0: 7}  # general.file_type of a model made mostly of a type
+_FILE_TYPES = {F32: 0, F16: 1, Q4_0: 2, Q8_0: 7}  # general.file_type of a model whose weights mostly have this type
 
 
 def general_meta(arch: str, kind: str, name: str, weight: GGMLQuantizationType) -> dict[str, Value]:
@@ -46,9 +46,9 @@ def general_meta(arch: str, kind: str, name: str, weight: GGMLQuantizationType) 
 
 @dataclass(frozen=True)
 class Tensor:
-    """One tensor to write: `shape` counts as NumPy does, values are normal or uniform about `mean`.
+    """One tensor to write. shape: as in NumPy. Values are normal or uniform with mean `mean`.
 
-    `bands` splits the rows: (rows, std) in order; it gives heads or tokens their own strength.
+    `bands` splits the rows: (rows, std) in order, for example one band for each head or token.
     """
 
     name: str
@@ -68,7 +68,7 @@ class Tensor:
 
 
 def fitting_type(wanted: GGMLQuantizationType, shape: Sequence[int]) -> GGMLQuantizationType:
-    """The wanted type, or F16 where a row does not divide into its blocks."""
+    """Returns the wanted type, or F16 if the rows do not divide into its blocks."""
     return wanted if shape[-1] % GGML_QUANT_SIZES[wanted][0] == 0 else F16
 
 
@@ -77,23 +77,23 @@ def matrix(name: str, shape: tuple[int, ...], std: float, type_: GGMLQuantizatio
 
 
 def vector(name: str, size: int | tuple[int, ...], mean: float = 0.0, std: float = 0.0) -> Tensor:
-    """A bias, a norm or a small kernel: llama.cpp wants these in F32."""
+    """Returns a bias, a norm or a small kernel, in F32 as llama.cpp needs them."""
     shape = (size,) if isinstance(size, int) else size
     return Tensor(name, shape, ((shape[0], std),), mean, F32)
 
 
 @functools.lru_cache(maxsize=4)
 def _random(type_: GGMLQuantizationType, seed: int) -> tuple[np.ndarray, float]:
-    """Random numbers, or blocks [n, bytes], of a type, and their standard deviation where the scale of a block is 1.
+    """Returns random numbers, or blocks [n, bytes], of a type, and their standard deviation at a block scale of 1.
 
-    Those of the last models written are kept: drawing them takes longer than writing a tiny model.
+    Cached, because drawing them takes longer than writing a tiny model.
     """
     rng, count = np.random.default_rng([seed, int(type_)]), _POOL_BLOCKS[type_]
     if type_ in (F32, F16):
         return rng.standard_normal(count, dtype=np.float32), 1.0
     blocks = np.zeros((count, GGML_QUANT_SIZES[type_][1]), np.uint8)
     if type_ == Q4_0:
-        # Nibbles 1..15 stand for -7..7: a weight matrix with a mean would drown what it carries.
+        # Nibbles 1 to 15 stand for -7 to 7: a weight matrix with a mean would hide the signal.
         pairs = rng.integers(1, 16, (count, 16, 2), np.uint8)
         blocks[:, 2:] = pairs[:, :, 0] | (pairs[:, :, 1] << 4)
         return blocks, math.sqrt((15**2 - 1) / 12)
@@ -108,7 +108,7 @@ def _random(type_: GGMLQuantizationType, seed: int) -> tuple[np.ndarray, float]:
 
 
 class _Pool:
-    """Random blocks of one type with a standard deviation of 1; the scale is set as they are handed out."""
+    """Random blocks of one type with a standard deviation of 1. The scale is set when blocks are read."""
 
     def __init__(self, type_: GGMLQuantizationType, seed: int) -> None:
         self.type = type_
@@ -166,7 +166,7 @@ def _write_tensors(out: BinaryIO, writer: GGUFWriter, tensors: Sequence[Tensor],
 
 
 def write_gguf(path: Path, meta: Meta, tensors: Iterable[Tensor], *, seed: int = 0) -> None:
-    """Write `path` whole or not at all. `meta` must hold general.architecture."""
+    """Writes `path` whole or not at all. `meta` must contain general.architecture. Raises ValueError (bands)."""
     tensors = list(tensors)
     for tensor in tensors:
         if sum(rows for rows, _ in tensor.bands) != tensor.shape[0]:
