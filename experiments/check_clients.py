@@ -1,11 +1,11 @@
-"""Programs that people use with servers of this kind, against `kvedge serve` on the packaged model: what passes.
+"""Runs the client programs of the OpenAI and Anthropic APIs against `kvedge serve` with the packaged model.
 
     pip install openai anthropic langchain-openai litellm instructor pydantic-ai-slim[openai] llm
     python3 experiments/check_clients.py http://127.0.0.1:8137 [--json]
 
-Needs a server that runs (`kvedge serve`), and any Python that has the clients; those that are missing are passed over.
-The packaged model only describes scenes, so what is looked at is the form of answers, not their words. Exit code: 1
-where a check fails.
+Needs a running server (`kvedge serve`), and any Python that has the clients; missing clients are skipped. The packaged
+model only describes scenes, so the checks look at the form of answers, not at their words. Exit code: 1 if a check
+fails.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ def of_more_chats(chat: Any, given: dict[str, Any]) -> Iterator[tuple[str, Check
     from pydantic import BaseModel, Field
 
     def several_without_a_temperature() -> None:
-        said = [{"role": "user", "content": "What is the code?"}]  # without a picture any code will do
+        said = [{"role": "user", "content": "What is the code?"}]  # any code is right: there is no picture
         one = chat.create(messages=said, n=6, model=given["model"], max_tokens=24)
         require(len({choice.message.content for choice in one.choices}) > 1, one)
 
@@ -269,7 +269,7 @@ def of_langchain(url: str) -> Iterator[tuple[str, Check]]:
 
 
 def of_litellm(url: str) -> Iterator[tuple[str, Check]]:
-    os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"  # or it asks the network for prices
+    os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"  # otherwise it fetches prices from the network
     import litellm
 
     given: dict[str, Any] = {"model": "openai/demo-model", "api_base": f"{url}/v1", "api_key": "none", "max_tokens": 24}
@@ -382,7 +382,7 @@ def of_llm(url: str) -> Iterator[tuple[str, Check]]:
         require(isinstance(json.loads(text)["shapes"], int), text)
 
     def tools() -> None:
-        """The model is free to call none."""
+        """Offers a tool. The model may answer without a call."""
         look = Tool(name="look", description="Looks.", input_schema=WEATHER["parameters"])
         require(model.prompt("Hello", tools=[look], stream=False, key="none", max_tokens=24).text())
 
@@ -399,7 +399,7 @@ CLIENTS = {"openai": of_openai, "anthropic": of_anthropic, "langchain-openai": o
 
 
 def tried(package: str, url: str) -> dict[str, Any]:
-    """Runs the checks of a client."""
+    """Runs the checks of a client. Returns its version, the passed checks and the errors of the failed checks."""
     passed, failed = [], {}
     for name, check in CLIENTS[package](url):
         try:

@@ -2,8 +2,8 @@
 
     python experiments/check_demo.py MODEL MMPROJ OUT --samples 50
 
-OUT is a folder of train_demo.py. Prints JSON: the percent of each task's samples, half of them asked in the second
-turn, that both answer greedily with the same text. How many answers are right is for `kvedge eval --method full`.
+OUT is a folder of train_demo.py. Prints JSON: for each task, the percent of samples with the same greedy answer of
+both. Half of the samples are asked in the second turn. `kvedge eval --method full` measures how many answers are right.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from pykvedge.models.prompt import IMAGE
 
 
 def conversation(sample: evalset.Sample) -> tuple[Line, ...]:
-    """Makes the messages as the trainer wrote them, its images numbered."""
+    """Returns the messages in the trainer's form, with numbered images."""
     texts = [(m["role"], m["content"].replace(MEDIA, IMAGE)) for m in sample.messages()]
     return tuple(Line(role, text, sample.scenes if i == 0 else ()) for i, (role, text) in enumerate(texts))
 
 
 def answers(args: argparse.Namespace, chosen: list[evalset.Sample]) -> list[str]:
-    """Lists what the GGUF files answer with the full cache."""
+    """Returns the answers of the GGUF files with the full cache."""
     asked = [Sample(str(i), s.task, conversation(s), s.answer) for i, s in enumerate(chosen)]
     done = evaluate(Job(args.model, args.mmproj, asked, [], Wants(likelihood=False)), Records(None, {}, False))
     return [row["answer"] for row in done.records.rows.values()]

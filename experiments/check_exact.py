@@ -1,14 +1,14 @@
-"""How many greedy answers of --exact are those of the full cache, token by token, and how near those are that differ.
+"""Counts the answers of --exact that equal the full cache's, token by token, and measures the margin of the others.
 
     python3 scripts/dev.py python experiments/check_exact.py --answers 1000 --threads 1
     python3 scripts/dev.py python experiments/check_exact.py --answers 100 --threads 1 --model pages
 
-Held-out scenes of the packaged model, one and four of them; or pages of the second model (M-RoPE, one KV head), one
-and three of them. Passages of docs without a picture take turns with them. Each answer is 40 tokens, whatever the model
-says: ends are forbidden. Two sessions take turns, `full` and an exact one of a preset and a budget; presets and budgets
-go round.
-Where answers differ, the margin is what lies between the two tokens in the logits of the full cache at that place:
-batches add numbers up in another order, so that a tie may fall otherwise.
+The questions are about held-out scenes of the packaged model, one or four, or about pages of the second model (M-RoPE,
+one KV head), one or three. Every third message is a passage of docs without a picture. Each answer has 40 tokens: end
+tokens are forbidden. Two sessions answer: `full`, and an exact one. Its presets and budgets take turns.
+
+For a different answer, the margin is the difference of the two tokens' logits in the full cache at that place: batches
+add numbers in another order, so a tie may fall otherwise.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ PAGE_TASKS = ("code", "line", "price", "colour", "left")
 
 
 def plans(session: Session, names: list[str], budgets: list[float]) -> list[Plan]:
-    """Lists each preset at each budget, without what drops rows while an answer is generated, or lacks a profile."""
+    """Returns each preset at each budget. Leaves out presets without a profile; decode policies become keep-all."""
     found = []
     for name in names:
         if name == "full":
@@ -51,7 +51,7 @@ def plans(session: Session, names: list[str], budgets: list[float]) -> list[Plan
 
 
 def samples(args: argparse.Namespace) -> list[Sample]:
-    """Draws questions about one picture, about several and about none, which take turns."""
+    """Draws questions about one picture, about several and about none, in turn."""
     each = -(-args.answers // 3)
     if args.model == "demo":
         one, four = demo_samples("code", each, args.seed, 1), demo_samples("which-image", each, args.seed, 4)
@@ -62,7 +62,7 @@ def samples(args: argparse.Namespace) -> list[Sample]:
 
 
 def passages(count: int, seed: int) -> list[Sample]:
-    """Draws pieces of the documentation."""
+    """Draws passages of the documentation."""
     text = "".join(path.read_text().replace("<image>", "") for path in sorted((ROOT / "docs").glob("*.md")))
     rng = np.random.default_rng(seed)
     found = []
@@ -73,7 +73,7 @@ def passages(count: int, seed: int) -> list[Sample]:
 
 
 def asked_of_pages(count: int, seed: int, pages: int) -> list[Sample]:
-    """Draws questions of several kinds, which take turns."""
+    """Draws questions of all kinds of page tasks, in turn."""
     each = -(-count // len(PAGE_TASKS))
     drawn = [page_samples(PAGES + task, each, seed, pages) for task in PAGE_TASKS]
     return [sample for turn in zip(*drawn, strict=True) for sample in turn][:count]
@@ -88,7 +88,7 @@ def answer(session: Session, sample: Any, sampling: Sampling) -> tuple[list[int]
 
 
 def margin(session: Session, sample: Any, tokens: list[int], other: int) -> float:
-    """Reads an answer of the full cache up to its last token, and compares that one with another."""
+    """Returns the logit of the answer's last token minus that of the token `other`, in the full cache."""
     message = sample.messages()[-1]
     session.clear()
     session.ask(message.text, message.pictures, Sampling(max_tokens=1)).close()
@@ -113,7 +113,7 @@ def main() -> None:
     files = [] if args.model == "demo" else [PAGES_FOLDER / f"pages-{part}.gguf" for part in ("model", "mmproj")]
     full = Session(*files, plan=pykvedge.plan("full"), threads=args.threads, n_ctx=2048)
     exact = Session(*files, plan=pykvedge.plan("snapkv", 0.5), threads=args.threads, n_ctx=2048, keep="ram", exact=True)
-    answer(exact, asked[0], Sampling(max_tokens=1))  # profiles are looked for once there is a cache
+    answer(exact, asked[0], Sampling(max_tokens=1))  # a session searches profiles when it has a cache
     kinds = plans(exact, args.method, args.budget)
     vocabulary = full.model
     ends = {t: float("-inf") for t in range(vocabulary.n_vocab) if vocabulary.is_end(t)}

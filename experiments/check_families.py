@@ -1,12 +1,12 @@
-"""The whole path on shapes of released families, with vocabularies and chat templates of llama.cpp's source.
+"""Runs the whole path on shapes of released families, with vocabularies and chat templates of llama.cpp's source.
 
     python3 scripts/dev.py python experiments/check_families.py --work DIR [--families A,B] [--layers 6] [--json]
 
-Weights are random, so answers mean nothing: memory, tokens, prompts, names of files and time do. Each family goes
-through a local hub under the names of its repository: `kvedge serve -hf`, with a picture and with a schema, /tokenize
-and /apply-template against the references and jinja2, `kvedge fit` against the peak that the system noted of `kvedge
-chat`, a session saved and restored against one that went on, and `kvedge tune`. A row says where a step fails. Exit
-code: 1 where one did.
+The weights are random, so answers mean nothing: the check is about memory, tokens, prompts, file names and time. Each
+family is in a local hub, under the names of its repository. The steps: `kvedge serve -hf`, with a picture and with a
+schema; /tokenize and /apply-template against the references and jinja2; `kvedge fit` against the system's peak memory
+of `kvedge chat`; a restored session against a continued session; `kvedge tune`. A row names the failed step. Exit code:
+1 if a step failed.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from serve_load import picture
 from server import serving
 from test_released_models import BOS, CASES, EOS, MARKER, OTHERWISE, by_jinja2, references
 
-# repository, model, image encoder: as the owners name them
+# repository, model and image encoder, with their owners' names
 NAMES = {
     "smolvlm-500m": ("ggml-org/SmolVLM-500M-Instruct-GGUF", "SmolVLM-500M-Instruct-Q8_0.gguf",
                      "mmproj-SmolVLM-500M-Instruct-Q8_0.gguf"),
@@ -97,7 +97,7 @@ def hub_with(name: str, folder: Path, home: Path) -> Iterator[dict[str, str]]:
         for source, called in zip(("model.gguf", "mmproj.gguf"), files, strict=True):
             file = stack.enter_context((folder / source).open("rb"))
             content = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
-            said = hashlib.sha256(content).hexdigest()  # once: the listing would compute it each time
+            said = hashlib.sha256(content).hexdigest()  # computed once, not in each listing
             hub.repos.setdefault(repository, {})[called] = StoredFile(content, said=said)  # type: ignore[arg-type]
         yield environment(hub, home)
 
@@ -106,13 +106,13 @@ def checked(row: dict[str, Any], name: str, check: Callable[[], object]) -> None
     start = time.perf_counter()
     try:
         row[name] = check() or "yes"
-    except Exception as error:  # any: the row says what
+    except Exception as error:  # the row names any error
         row[name], row["failed"] = f"NO: {error}", True
     log(f"{row['family']}: {name}: {row[name]} ({time.perf_counter() - start:.0f} s)")
 
 
 def over_http(row: dict[str, Any], name: str, released: Path, env: dict[str, str]) -> None:
-    """By name, over HTTP: tokens, prompts, a picture, a schema."""
+    """Tests by name, over HTTP: tokens, prompts, a picture, a schema."""
     of = SHAPES[name].released
     assert of is not None
     tag = re.search(r"(Q\d\w*)\.gguf", NAMES[name][1])
@@ -141,7 +141,7 @@ def over_http(row: dict[str, Any], name: str, released: Path, env: dict[str, str
             template = by_jinja2((released / "templates" / f"{of.template}.jinja").read_text(encoding="utf-8"))
             same, asked = 0, 0
             for case, (messages, values) in CASES.items():
-                if case in ("a result", "pictures"):  # texts around pictures are parts of a request, in no one way
+                if case in ("a result", "pictures"):  # the texts around pictures can be split in several ways
                     continue
                 more = {"chat_template_kwargs": {k: v for k, v in values.items() if k != "tools"}}
                 more |= {"tools": values["tools"]} if "tools" in values else {}
@@ -178,7 +178,7 @@ def over_http(row: dict[str, Any], name: str, released: Path, env: dict[str, str
 
 
 def shown(message: dict[str, Any]) -> dict[str, Any]:
-    """Puts a picture where a text has the mark of one, as requests have it."""
+    """Replaces the image mark in a text by a picture, in the form of requests."""
     if MARKER not in message["content"]:
         return message
     parts: list[dict[str, Any]] = []
@@ -189,7 +189,7 @@ def shown(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def peak(folder: Path) -> str:
-    """`fit` against the mark that the system keeps of a process's largest resident set."""
+    """Compares the peak of `fit` with the system's record of the largest resident set."""
     model = ("-m", folder / "model.gguf", "--threads", 1, "--ctx", 4096, "--json", "--image", SCENE)
     ran = json.loads(kvedge("chat", *model, "--max-tokens", 2, "What is this?"))
     text = ran["tokens"]["prompt"] - ran["tokens"]["image"]

@@ -1,11 +1,11 @@
-"""llama.cpp's own server tests, against `kvedge serve`: how many pass, and why the others do not.
+"""Runs llama.cpp's own server tests against `kvedge serve`: how many pass, and why the others do not.
 
     python3 scripts/dev.py python experiments/check_llama_tests.py [FILE ...] [--json] [--only WORDS] [--jobs N]
 
-The tests come out of the pinned source distribution, into a temporary folder. pytest and what else they need is
-installed into build/llama-tests. A small model with random weights stands for tinyllama-2, the packaged one for
-tinygemma3: a test that finds other words or another number of tokens goes on, and counts as `model`. FILE: as
-test_completion.py; default: all. Exit code: 1 where a test is `ours`.
+The tests come from the pinned source distribution and run in a temporary folder. Their requirements are installed into
+build/llama-tests. A small model with random weights replaces tinyllama-2, the packaged model replaces tinygemma3. A
+test that meets other words or another number of tokens goes on, and counts as `model`. FILE: for example
+test_completion.py; default: all. Exit code: 1 if a test is `ours`.
 
     model   the test needs the words, or the number of tokens, of a model on a hub
     option  it needs a route, an option or a field that kvedge decided against
@@ -37,7 +37,7 @@ from modelgen.writer import write_gguf
 NEEDS = ("pytest~=8.3.3", "pytest-timeout", "pytest-xdist~=3.6", "filelock", "openai~=2.14.0", "requests")
 FOLDERS = ("tools/server/tests", "models/templates", "tools/mtmd/test-1.jpeg")
 CLASSES = ("model", "option", "ours")
-# (class, why, what the failing line or the error says, tests); the first that fits
+# (class, reason, pattern of the failing line or error, pattern of tests); the first match counts
 RULES: tuple[tuple[str, str, str, str], ...] = (
     ("model", "pictures on the hub", "status_code == 200", r"test_vision.*(IMG_URL_|token_count)"),
     ("model", "other words or lengths", r"== (n_prompt|n_token_output)", "cached_tokens|prompt_cache|short_prompt.-1"),
@@ -69,7 +69,7 @@ def main() -> int:
     parser.add_argument("--json", action="store_true", help="print each result as JSON")
     parser.add_argument("--only", metavar="WORDS", help="tests by name, as pytest -k takes it")
     parser.add_argument("--jobs", type=int, default=2, metavar="N", help="processes (default: %(default)s)")
-    parser.add_argument("--make", type=Path, help=argparse.SUPPRESS)  # a model with the template on stdin
+    parser.add_argument("--make", type=Path, help=argparse.SUPPRESS)  # writes a model with the template on stdin
     given = parser.parse_args()
     if given.make:
         make_model(given.make, sys.stdin.read())
@@ -85,7 +85,7 @@ def main() -> int:
 
 
 def make_model(path: Path, template: str) -> None:
-    """Writes a model that seldom ends an answer."""
+    """Writes a model that rarely ends an answer."""
     vocabulary = tokens.spm(640, template or tokens.CHATML, ("<|im_start|>", "<|im_end|>"))
     partial = path.with_suffix(".part")
     write_gguf(partial, *text_model(TextSpec("llama", vocabulary, 2, 4, 2, 32, 128, 8192)))
@@ -93,7 +93,7 @@ def make_model(path: Path, template: str) -> None:
 
 
 def unpack(folder: Path) -> None:
-    """Unpacks the tests and what they read."""
+    """Unpacks the tests and their data files. Edits one check of the build's name."""
     with tarfile.open(fetch()) as archive:
         for member in archive:
             name = member.name.removeprefix(f"{VENDOR}/")
@@ -105,7 +105,7 @@ def unpack(folder: Path) -> None:
 
 
 def environment() -> Path:
-    """Returns the Python of the environment that the tests run in."""
+    """Returns the Python of the tests' environment. Makes the environment if its requirements changed."""
     folder = ROOT / "build" / "llama-tests"
     python = folder / ("Scripts/python.exe" if sys.platform == "win32" else "bin/python")
     noted = folder / "needs.json"
@@ -117,7 +117,7 @@ def environment() -> Path:
 
 
 def run(folder: Path, given: argparse.Namespace) -> list[dict[str, Any]]:
-    """Runs the tests, and returns the result of each with its class."""
+    """Runs the tests. Returns the result and class of each test."""
     tests, results = folder / "tools" / "server" / "tests", folder / "results"
     results.mkdir()
     (tests / "tmp").mkdir()
@@ -135,7 +135,7 @@ def run(folder: Path, given: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def classed(one: dict[str, Any]) -> dict[str, Any]:
-    """Adds the class of a test that failed, and why."""
+    """Adds the class and the reason to a failed test."""
     if one["outcome"] != "failed":
         return {**one, "class": "model", "why": "other words or lengths, else right"} if one["words"] else one
     for kind, why, says, where in RULES:
@@ -147,7 +147,7 @@ def classed(one: dict[str, Any]) -> dict[str, Any]:
 
 
 def show(results: list[dict[str, Any]]) -> None:
-    """Prints counts by file, reasons, and what is left to mend."""
+    """Prints counts by file, the reasons, and the differences to mend."""
     rows: dict[str, Counter[str]] = {}
     for one in results:
         for name in (one["test"].partition("::")[0].removeprefix("unit/"), "all"):

@@ -2,9 +2,9 @@
 
     python experiments/check_pages.py MODEL MMPROJ OUT --samples 5
 
-OUT is a folder of train_pages.py. Prints JSON, by task: whether the prompts are the same tokens, the percent of answer
-tokens that are the most likely ones of both, and the largest difference of a logit. How many answers are right is for
-`kvedge eval --method full --tasks pages`.
+OUT is a folder of train_pages.py. Prints JSON for each task: whether the prompts have the same tokens, the percent of
+answer tokens that both find the most likely, and the largest difference of a logit. `kvedge eval --method full --tasks
+pages` measures how many answers are right.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from pykvedge.runtime.settings import Settings
 
 
 class Stored:
-    """The GGUF files, read with the full cache."""
+    """Reads samples with the GGUF files and the full cache."""
 
     def __init__(self, model: Path, mmproj: Path) -> None:
         settings = Settings.of({"verbose": False})
@@ -41,7 +41,7 @@ class Stored:
         self.preparer = Preparer(self.loan.model, vision)
 
     def read(self, sample: Sample) -> tuple[list[int], np.ndarray]:
-        """Returns the tokens, -1 for an image's, and the logits of each token of the answer and its end."""
+        """Returns the tokens (-1 for an image's), and the logits of each token of the answer and of its end."""
         prepared, ids, logits = self.preparer.prepare(sample), list[int](), []
         self.reader.make_room(prepared.n_conversation, len(prepared.answer), max(prepared.images))
         self.reader.start(full_cell().plan)

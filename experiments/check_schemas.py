@@ -1,19 +1,19 @@
-"""Holds random answers to the schemas of the JSON Schema test suite, and has `jsonschema` say whether they obey.
+"""Tests random answers to the schemas of the JSON Schema test suite: `jsonschema` decides whether they are valid.
 
     D="python3 scripts/dev.py python experiments/check_schemas.py MODEL.gguf JSON-Schema-Test-Suite/tests"
     $D                          # all schemas, without a server
-    $D --serve 400 --seed 1     # so many of them, drawn by chance, through `kvedge serve`
-    $D --times 20               # what a schema costs who asks with it, and others: 20 seconds each
+    $D --serve 400 --seed 1     # this number of random schemas, through `kvedge serve`
+    $D --times 20               # the cost of a schema for its client and for others: 20 seconds each
 
 The folder is that of https://github.com/json-schema-org/JSON-Schema-Test-Suite; the source package of `jsonschema` has
-it as json/tests. A schema is obeyed, refused, or violated; the exit code is 1 if one is violated. Without a server each
-token is drawn from those that may come, so the model is asked nothing: its vocabulary is enough. Through a server the
-model answers at a high temperature. An answer that max_tokens cuts is completed here in the same way; it is counted as
-cut where the whole obeys.
+it as json/tests. A schema is obeyed, refused, or violated; the exit code is 1 if one is violated. Without a server,
+each token is drawn from the allowed tokens, so only the model's vocabulary is used. Through a server, the model answers
+at a high temperature. If max_tokens cuts an answer, it is completed here with random tokens; a valid whole counts as
+cut.
 
---times prints milliseconds: how long the vocabulary takes once a model, how much later the first token comes with a
-schema that is new than without one, and how long plain questions take alone, beside four clients, and beside four that
-ask with schemas, each with a new one. The four get 32 tokens in both cases.
+--times prints milliseconds: the time for the vocabulary, once for each model; the delay of the first token by a new
+schema; and the time of plain questions alone, beside four clients, and beside four clients that ask with schemas, each
+with a new one. The clients get 32 tokens in both cases.
 """
 
 from __future__ import annotations
@@ -49,14 +49,14 @@ DRAFTS = {
     "draft2019-09": "https://json-schema.org/draft/2019-09/schema",
     "draft2020-12": "https://json-schema.org/draft/2020-12/schema",
 }
-_OTHER_REGEX = ("ecmascript-regex",)  # Python's regular expressions, which jsonschema asks, are not JavaScript's
+_OTHER_REGEX = ("ecmascript-regex",)  # jsonschema uses Python's regular expressions, not JavaScript's
 _TYPES = {bool: "boolean", int: "number", float: "number", str: "string", list: "array", dict: "object",
           type(None): "null"}  # fmt: skip
 Schema = dict[str, Any]
 
 
 def schemas(folder: Path) -> Iterator[tuple[str, Schema]]:
-    """Lists the schemas of the suite that are objects."""
+    """Yields (name, schema) for the schemas of the suite that are objects."""
     for draft, uri in DRAFTS.items():
         for file in sorted((folder / draft).rglob("*.json")):
             for case in json.loads(file.read_text()):
@@ -66,13 +66,13 @@ def schemas(folder: Path) -> Iterator[tuple[str, Schema]]:
 
 
 def _typed(tests: list[dict[str, Any]]) -> Schema:
-    """Names the types of which the suite has valid and invalid values. Without a type most schemas take any number."""
+    """Returns the types that the suite tests with valid and invalid values. Untyped schemas mostly allow numbers."""
     valid, invalid = ({_TYPES[type(t["data"])] for t in tests if t["valid"] is is_valid} for is_valid in (True, False))
     return {"type": sorted(valid & invalid)} if valid & invalid else {}
 
 
 def asked(server: Server, model: Model, schema: Schema, seed: int) -> tuple[str, str]:
-    """Asks a server for two answers. Returns "obeyed", "refused", "cut" or "violated", and why."""
+    """Asks a server for two answers. Returns "obeyed", "refused", "cut" or "violated", and the reason."""
     form = {"type": "json_schema", "json_schema": {"name": "s", "schema": schema, "strict": True}}
     said = [{"role": "user", "content": "Say anything."}]
     answer = server.chat(said, response_format=form, seed=seed, n=2, temperature=1.5, max_tokens=64)
@@ -87,7 +87,7 @@ def _verdict(choice: dict[str, Any], model: Model, schema: Schema, seed: int) ->
     text, verdict = choice["message"]["content"], "obeyed"
     try:
         if choice["finish_reason"] == "length":
-            begun = text.rstrip("\ufffd").encode()  # of a character that is not whole
+            begun = text.rstrip("\ufffd").encode()  # the last character can be incomplete
             verdict, text = "cut", _completed(model, schema, begun, random.Random(seed))
             if text is None:
                 return "cut, not completed", repr(begun)
@@ -98,7 +98,7 @@ def _verdict(choice: dict[str, Any], model: Model, schema: Schema, seed: int) ->
 
 
 def _completed(model: Model, schema: Schema, begun: bytes, rng: random.Random) -> bytes | None:
-    """Completes an answer. Returns None where no end was found. Raises GrammarError where it is no beginning."""
+    """Completes an answer; None: no end was found. Raises GrammarError if `begun` does not match the schema."""
     for _ in range(20):
         grammar = Grammar(Sampling(json_schema=schema), model)
         for token in model.table().cut(begun):
@@ -110,7 +110,7 @@ def _completed(model: Model, schema: Schema, begun: bytes, rng: random.Random) -
 
 
 def body(n: int, with_schema: bool = False, **fields: Any) -> Schema:
-    """Makes a request that nobody made before, as n is new; so is its schema."""
+    """Makes a request with a new question. With with_schema, its schema is also new."""
     out = {"messages": [{"role": "user", "content": f"What is in picture {n:06}?"}], "temperature": 0, **fields}
     if with_schema:
         shape = {"colour": {"enum": ["red", "green", "blue"]}, "n": {"type": "integer", "minimum": 0, "maximum": 99}}
@@ -132,7 +132,7 @@ def milliseconds(server: Server, asked: Schema) -> float:
 def beside(
     server: Server, numbers: Iterator[int], clients: int, form: Callable[[int], Schema], seconds: float
 ) -> list[float]:
-    """Asks plain questions for so long, beside clients with requests of a form. Returns what each took."""
+    """Asks plain questions for some seconds, beside other clients. Returns the milliseconds of each question."""
     over = time.monotonic() + seconds
 
     def client() -> None:
@@ -159,7 +159,7 @@ def times(server: Server, model: Model, seconds: float) -> None:
     later = sorted(with_one - without for without, with_one in pairs[1:])
     print(f"{model.n_vocab} tokens prepared in {vocabulary:.0f}; with a new schema the first token comes later by "
           f"{statistics.median(later):.1f}, at most {later[-1]:.1f}", flush=True)  # fmt: skip
-    ends = {str(token): -100 for token in model.ends}  # without a schema the end is forbidden: answers are as long
+    ends = {str(token): -100 for token in model.ends}  # answers have equal lengths: the end is forbidden
     forms = {"alone": (0, body), "beside four": (4, lambda n: body(n, False, max_tokens=32, logit_bias=ends)),
              "beside four with schemas": (4, lambda n: body(n, True, max_tokens=32))}  # fmt: skip
     took: dict[str, list[float]] = {name: [] for name in forms}

@@ -1,12 +1,12 @@
-"""How often what kvedge tune states holds.
+"""Measures how often the statements of `kvedge tune` are true.
 
     nice -n 10 python3 scripts/dev.py python experiments/check_tune.py --pool 200 --save pool.jsonl
 
-All plans are measured on a pool of contexts once. Then runs are made of the pool: contexts drawn from it with
-replacement take the decisions of `kvedge tune`, and what it states is compared with the pool's own figures, which are
-the truth of these draws. Prints one JSON object: of runs, how many took a plan, in how many of these the stated
-interval holds the truth and the truth reaches the target, and how many took one worse than the default in both bytes
-and agreement. The same command goes on from where it stopped.
+All plans are measured once on a pool of contexts. Then runs are simulated: contexts are drawn from the pool with
+replacement, `kvedge tune` decides with them, and its statements are compared with the figures of the whole pool, which
+are the truth here. Prints one JSON object: how many runs took a plan; in how many of these the stated interval contains
+the truth and the truth reaches the target; how many took a plan worse than the default in both bytes and agreement. The
+same command continues an interrupted run.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from kvedge_lab.tune.race import Kept, Race
 from pykvedge.plans.making import default_plan, plan
 from pykvedge.runtime.settings import Settings
 
-metrics.REPEATS = 20  # intervals of KL divergence decide nothing, and take most of the time
+metrics.REPEATS = 20  # intervals of KL divergence decide nothing, but take most of the time
 NONE = {"top1": 1.0, "exact": 1.0}
 
 
@@ -49,7 +49,7 @@ def pool(args: argparse.Namespace, cells: list[Cell]) -> Race:
     with pykvedge.load(threads=1) as loaded:
         loan = loaded.lend()
         out = race(args, cells, of, kept, loan)
-        with out._reading() as reader:  # all plans on all contexts, however long it takes
+        with out._reading() as reader:  # measures all plans on all contexts, without a time limit
             out._begin(reader)
             for n in itertools.count():
                 if not out._reach(n):
@@ -60,7 +60,7 @@ def pool(args: argparse.Namespace, cells: list[Cell]) -> Race:
 
 
 def drawn(args: argparse.Namespace, cells: list[Cell], of: Race, number: int) -> Race:
-    """A run whose contexts are drawn from the pool; all that it would measure is there."""
+    """Returns a run with contexts drawn from the pool. All its measurements are already known."""
     rng = np.random.default_rng((args.seed, number))
     kept, contexts = Kept(None, {}), list[list[Sample]]()
     alone = [context for context in of.contexts if len(context[0].lines[0].images) == 1]

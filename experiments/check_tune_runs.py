@@ -1,12 +1,12 @@
-"""Whole runs of `kvedge tune` with other seeds: does what each states hold in the others?
+"""Runs `kvedge tune` with several seeds, and tests the statements of each run on the contexts of the other runs.
 
     nice -n 10 python3 scripts/dev.py python experiments/check_tune_runs.py --runs 20 --minutes 2 --save tunes
 
-Each run is the command itself, in a folder of its own under --save, so that no certificate or profile of another is
-found. The truth of a plan is its mean agreement over the contexts of all other runs, which had other scenes. Prints a
-row a run, and one JSON object: of the runs, how many took a plan, in how many of these the stated interval holds the
-truth, and how many took one worse than the default in both bytes and agreement. The same command goes on from where it
-stopped; options after -- go to `kvedge tune`.
+Each run is the command itself, in a separate folder under --save, so that it finds no certificate or profile of another
+run. The truth of a plan is its mean agreement over the contexts of all other runs, which had other scenes. Prints a row
+for each run, and one JSON object: how many runs took a plan, in how many of these the stated interval contains the
+truth, and how many took a plan worse than the default in both bytes and agreement. The same command continues an
+interrupted run; options after -- go to `kvedge tune`.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from llama_source import log
 from pykvedge.cli.tables import markdown
 from pykvedge.plans.making import default_plan
 
-MOST = 1.2  # times --minutes, and the start of the program
+MOST = 1.2  # factor of --minutes; the program's start comes on top
 START_S = 60
 
 
 def run(folder: Path, seed: int, args: argparse.Namespace) -> dict[str, Any]:
-    """Returns the certificate of a run; {} where it promised nothing."""
+    """Returns the certificate of a run; {} if the run promised nothing."""
     out = folder / f"{seed}.json"
     if not out.is_file():
         home = folder / f"home-{seed}"
@@ -51,7 +51,7 @@ def key(of: dict[str, Any]) -> tuple[str, str]:
 
 
 def truth(plan: tuple[str, str], others: list[dict[str, Any]]) -> tuple[float, float, int]:
-    """Averages agreement and bytes of a plan over the contexts of other runs, which are counted."""
+    """Returns the mean agreement and bytes of a plan over the contexts of other runs, and the number of contexts."""
     seen = [one for says in others for one in [*says["finalists"], *says["choosing"]] if key(one) == plan]
     n = sum(one["contexts"] for one in seen)
     means = [sum(one[what] * one["contexts"] for one in seen) / max(n, 1) for what in ("agreement", "bytes")]

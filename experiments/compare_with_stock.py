@@ -1,11 +1,11 @@
-"""kvedge against unpatched llama.cpp on one model, in one run: speed of prefill and decode, and logits.
+"""Compares kvedge with unpatched llama.cpp on one model, in one run: speed of prefill and decode, and logits.
 
     python3 scripts/dev.py python experiments/compare_with_stock.py MODEL.gguf --tokens 2560 --budget 0.2
     python3 scripts/dev.py python experiments/compare_with_stock.py MODEL.gguf --logits
 
-Variants: "stock" is unpatched llama.cpp with its default settings; "patched" the patched library without kvedge
-attached; "full" and the methods run through kvedge's store. Their turns alternate, so that a change of the machine's
-speed meets all of them; ratios are of medians. Random tokens: neither time nor arithmetic depends on what they say.
+Variants: "stock" is unpatched llama.cpp with its default settings; "patched" is the patched library without kvedge
+attached; "full" and the methods use kvedge's store. The variants take turns, so that a change of the machine's speed
+affects all of them; ratios are of medians. The tokens are random: time and arithmetic do not depend on them.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def measure_speed(args: argparse.Namespace, sides: dict[bool, Worker]) -> list[d
 
 
 def compare_logits(args: argparse.Namespace, sides: dict[bool, Worker]) -> list[dict[str, Any]]:
-    """Makes the rows of the logits table, one per prompt."""
+    """Returns the rows of the logits table, one for each prompt."""
     runs = {
         "stock": (False, None, True),
         "stock without flash attention": (False, None, False),

@@ -1,7 +1,7 @@
-"""One side of a comparison (measuring.py starts it): a process with a llama.cpp library, doing as it is told.
+"""One side of a comparison, started by measuring.py: a process with one llama.cpp library that executes commands.
 
-Reads one JSON object a line from stdin, answers with one on stdout. LLAMA_CPP_LIB_PATH chooses the library; with
---kvedge it is kvedge's own, and contexts can be given a method.
+Reads one JSON object for each line of stdin, and answers with one on stdout. LLAMA_CPP_LIB_PATH chooses the library;
+with --kvedge the library is kvedge's, and contexts can have a method.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from measuring import chunks
 
 from pykvedge.reference.kvtypes import KvType, ggml_types
 
-ASKED = 24  # tokens of a request to repeat the prompt, about
+ASKED = 24  # approximate tokens of a request to repeat the prompt
 
 
 def composed(method: str, budget: float) -> Any:
-    """Makes the plan of "NAME", or of "NAME+REDUCER", the method with another reducer. Raises KvedgeError."""
+    """Returns the plan of "NAME", or of "NAME+REDUCER": the method with another reducer. Raises KvedgeError."""
     import pykvedge
 
     name, _, reducer = method.partition("+")
@@ -30,7 +30,7 @@ def composed(method: str, budget: float) -> Any:
 
 
 class Side:
-    """A side has the model, and one context per variant under test."""
+    """A side has the model, and one context for each variant."""
 
     def __init__(self, model: str, threads: int, kvedge: bool) -> None:
         if kvedge:
@@ -62,7 +62,7 @@ class Side:
         copies: bool = False,
         stored: list[str] | None = None,
     ) -> dict[str, Any]:
-        """Opens a fresh context; llama.cpp's defaults apart from its size, so that stock is what its users get.
+        """Opens a new context with llama.cpp's defaults except its size, so that stock behaves as its users know it.
 
         copies: with room for a second sequence, for compress_copy. stored: kv_type and kv_rotate; None: f16.
         """
@@ -86,7 +86,7 @@ class Side:
         return {}
 
     def _profiles(self, plan: Any) -> dict[str, Any]:
-        """Makes profiles up where a plan needs some: what they say changes what is kept, hardly what that costs."""
+        """Makes random profiles for a plan: they change which pairs are kept, but hardly the cost."""
         from pykvedge.plans.profile import COLUMNS
         from pykvedge.reference.stages.base import ProfileTable
 
@@ -105,7 +105,7 @@ class Side:
         return {}
 
     def decode(self, name: str, tokens: list[int]) -> np.ndarray:
-        """Decodes tokens after those that are there; returns the logits of the last one, a view."""
+        """Decodes tokens at the end of the context. Returns a view of the logits of the last token."""
         batch = self.llama.llama_batch_init(len(tokens), 0, 1)
         batch.n_tokens = len(tokens)
         for i, token in enumerate(tokens):
@@ -114,7 +114,7 @@ class Side:
         return np.ctypeslib.as_array(self.llama.llama_get_logits_ith(self.contexts[name], -1), (self.n_vocab,))
 
     def _run(self, name: str, batch: Any, sequence: int = 0, at: int | None = None) -> None:
-        """Decodes a batch whose tokens or embeddings are filled in, and frees it. at: its position; None: the end."""
+        """Decodes a filled batch and frees it. at: position of the batch; None: the end."""
         n, start = batch.n_tokens, self.ends[name] if at is None else at
         for i in range(n):
             batch.pos[i], batch.n_seq_id[i], batch.seq_id[i][0] = start + i, 1, sequence
@@ -126,7 +126,7 @@ class Side:
         self.ends[name] += n if at is None else 0
 
     def _batch(self, n: int, image: bool, seed: int) -> Any:
-        """Makes n tokens, an image's as embeddings."""
+        """Makes a batch of n tokens; embeddings for an image."""
         batch = self.llama.llama_batch_init(n, self.n_embd if image else 0, 1)
         batch.n_tokens = n
         if image:
@@ -137,7 +137,7 @@ class Side:
         return batch
 
     def part(self, name: str, n: int, image: bool, seed: int) -> dict[str, Any]:
-        """Decodes n more tokens of a prompt, an image's as embeddings; returns the time, and what scores take then."""
+        """Decodes n more tokens of a prompt (image: as embeddings). Returns the time, and the bytes of the scores."""
         batch = self._batch(n, image, seed)
         start, cpu = time.perf_counter(), time.process_time()
         self._run(name, batch)
@@ -145,9 +145,9 @@ class Side:
         return {**took, "score_bytes": self.caches[name].stats().score_bytes if name in self.caches else 0}
 
     def compress_copy(self, name: str, method: str, budget: float, parts: list[list[Any]]) -> dict[str, Any]:
-        """Compresses a copy of the sequence by a method that needs no other scores than were gathered for it.
+        """Compresses a copy of the sequence with a method that needs no scores other than the gathered ones.
 
-        parts: of the prompt, tokens and whether they are an image's, for methods that read it a second time.
+        parts: (tokens, whether they are an image's) of the prompt, for methods that read it a second time.
         """
         memory, cache = self.llama.llama_get_memory(self.contexts[name]), self.caches[name]
         plan = composed(method, budget)
@@ -167,7 +167,7 @@ class Side:
     def _read_again(
         self, name: str, parts: list[tuple[int, bool]], settings: dict[str, Any]
     ) -> tuple[float, float]:
-        """Reads the prompt's copy a second time, as pykvedge.runtime.replay does; the time and the processor's."""
+        """Reads the prompt's copy a second time, as pykvedge.runtime.replay does. Returns wall and CPU seconds."""
         from pykvedge.native.abi import ReplayChunk
 
         repeats, end = settings["source"] == "repeat", self.ends[name]
@@ -188,7 +188,7 @@ class Side:
         return seconds, cpu_seconds
 
     def tokens(self, n: int, seed: int) -> list[int]:
-        """Draws random text tokens: the time and the arithmetic do not depend on what they say."""
+        """Returns random text tokens: time and arithmetic do not depend on them."""
         low, high = (300, 30000) if self.n_vocab > 30000 else (self.n_vocab // 2, self.n_vocab - 1)
         return [int(t) for t in np.random.default_rng(seed).integers(low, high, n)]
 
@@ -214,7 +214,7 @@ class Side:
         tokens = self.tokens(n + steps, seed)
         rows = [self.decode(name, tokens[:n]).copy()]
         if name in self.caches:
-            self.caches[name].compress()  # where everything is kept: quantises, if anything
+            self.caches[name].compress()  # keeps all rows, but quantises them if the type needs it
         rows += [self.decode(name, [token]).copy() for token in tokens[n:]]
         np.save(file, np.array(rows))
         return {}

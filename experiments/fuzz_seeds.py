@@ -1,9 +1,9 @@
-"""Writes the first inputs of fuzzers whose formats are kvedge's own or GGUF: small models, conversations, plans.
+"""Writes the first inputs of the fuzzers for GGUF and kvedge's own formats: small models, conversations, plans.
 
     python3 scripts/dev.py python experiments/fuzz_seeds.py
 
-They are in tests/fuzz. native/fuzz/make_seeds.cpp writes those of the session target. The folders that are not in MADE
-hold files of other programs and requests, which were written by hand and stay as they are.
+The inputs are in tests/fuzz. native/fuzz/make_seeds.cpp writes the inputs of the session target. Folders that are not
+in MADE contain files of other programs, and requests written by hand; they stay unchanged.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ MMPROJS = ("llava", "qwen2vl", "gemma3v", "internvl", "pixtral", "kimivl")
 
 
 def header(path: Path) -> bytes:
-    """The bytes before the tensors' data."""
+    """Returns the bytes before the tensors' data."""
     return path.read_bytes()[: gguf.read_header(path).data_start]
 
 
@@ -53,7 +53,7 @@ def headers(folder: Path) -> dict[str, bytes]:
 
 
 def plans() -> dict[str, bytes]:
-    """Writes plans and profiles as JSON."""
+    """Returns plans and profiles as JSON."""
     out = {f"plan_json/{name}": pykvedge.plan(name, 0.3).to_json().encode() for name in PRESETS if name != "full"}
     out["plan_json/pairs"] = (
         pykvedge.plan("lookm", 64, recent=8, sinks=4, pruner="residual", image_tokens=0.5).to_json().encode()
@@ -78,7 +78,7 @@ def conversations() -> dict[str, bytes]:
 
 
 def saved(folder: Path) -> dict[str, bytes]:
-    """Makes the files of conversations with a model of the target session_file."""
+    """Returns session files of conversations with a model of the target session_file."""
     out = {}
     for method in ("lookm", "snapkv"):
         with pykvedge.Session(whole_model("llava"), None, pykvedge.plan(method, 0.5), threads=1, n_ctx=256) as session:
@@ -89,7 +89,7 @@ def saved(folder: Path) -> dict[str, bytes]:
 
 
 def native_plans() -> dict[str, bytes]:
-    """Writes every method's plan as the C interface takes it, a key and a value a line."""
+    """Returns every method's plan in the form of the C interface: one key and value on each line."""
     out = {}
     for name in PRESETS:
         text = (
@@ -103,7 +103,7 @@ def native_plans() -> dict[str, bytes]:
 
 
 def written(folder: Path, files: dict[str, bytes]) -> None:
-    """Writes files by their names in the folder."""
+    """Writes files into the folder. files: {name: data}."""
     for name, data in files.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_bytes(data)
@@ -116,7 +116,7 @@ def main() -> int:
         shutil.rmtree(folder / target, ignore_errors=True)
     with tempfile.TemporaryDirectory(prefix="kvedge-seeds-") as scratch:
         written(folder, headers(Path(scratch)) | plans() | conversations() | native_plans())
-        written(folder, saved(Path(scratch)))  # by a model that has just been written
+        written(folder, saved(Path(scratch)))  # saved by a model that was just written
     (folder / "session").mkdir(parents=True)
     subprocess.run([programs / "make_seeds", folder / "session"], check=True)
     print(sum(path.stat().st_size for path in folder.rglob("*") if path.is_file()))

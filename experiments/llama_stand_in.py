@@ -1,4 +1,4 @@
-"""A pytest plugin for llama.cpp's server tests: their servers are `kvedge serve`, and each result is written down.
+"""A pytest plugin for llama.cpp's server tests: it starts `kvedge serve` as their server, and records each result.
 
 check_llama_tests.py loads it beside the tests, in an environment that has pytest and no kvedge.
 """
@@ -19,12 +19,12 @@ from typing import Any
 import pytest
 import requests
 
-sys.modules.setdefault("wget", types.ModuleType("wget"))  # which they import, and need for other models alone
+sys.modules.setdefault("wget", types.ModuleType("wget"))  # the tests import it, but only other models need it
 import utils  # noqa: E402 (of llama.cpp's tests)
 
-ABOUT = json.loads(os.environ["KVEDGE_LLAMA_TESTS"])  # python, models, scene, template, results
+ABOUT = json.loads(os.environ["KVEDGE_LLAMA_TESTS"])  # python, maker, scene, results
 TINY, SEEING = "ggml-org/test-model-stories260K", "ggml-org/tinygemma3-GGUF:Q8_0"
-# what kvedge decided against, by the attribute of ServerProcess that asks for it
+# features that kvedge decided against, by the attribute of ServerProcess that asks for them
 WITHOUT = {
     "models_dir": "several models", "models_max": "several models", "models_preset": "several models",
     "no_models_autoload": "several models", "server_embeddings": "embeddings", "server_reranking": "rerank",
@@ -34,11 +34,11 @@ WITHOUT = {
     "mcp_servers_json": "proxy and MCP", "gcp_compat": "Google's /predict", "sleep_idle_seconds": "sleeping",
     "backend_sampling": "sampling on the device", "model_tags": "tags", "no_ui": "no page",
 }  # fmt: skip
-_there: dict[str, Any] = {}  # of the running test
+_there: dict[str, Any] = {}  # notes about the running test
 
 
 class NotHereError(Exception):
-    """The test asks for what kvedge does not have. kind: "model" or "option"."""
+    """The test needs a feature or model that kvedge does not have. kind: "model" or "option"."""
 
     def __init__(self, kind: str, what: str) -> None:
         super().__init__(what)
@@ -46,7 +46,7 @@ class NotHereError(Exception):
 
 
 def start(server: Any, timeout_seconds: int = 60) -> None:
-    """Stands for ServerProcess.start."""
+    """Replaces ServerProcess.start."""
     command = [ABOUT["python"], "-m", "pykvedge", "serve", "--port", "0", "--threads", "1", *options(server)]
     print("kvedge:", *command)
     server.process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True)
@@ -59,7 +59,7 @@ def start(server: Any, timeout_seconds: int = 60) -> None:
 
 
 def options(server: Any) -> list[str]:
-    """Writes the options of a server as kvedge's. Raises NotHereError."""
+    """Returns the options of a server, as options of kvedge. Raises NotHereError."""
     for name, what in WITHOUT.items():
         if getattr(server, name):
             raise NotHereError("option", what)
@@ -68,7 +68,7 @@ def options(server: Any) -> list[str]:
     slots = server.n_slots or 4
     out = [*model(server), "--host", server.server_host, "--parallel", slots, "--temp", server.temperature]
     out += ["--seed", server.seed, "--memory", "256MiB"]
-    if server.n_ctx:  # llama-server's is for all slots together
+    if server.n_ctx:  # the context of llama-server is shared by all slots
         out += ["--ctx", server.n_ctx if server.kv_unified else server.n_ctx // slots]
     if (server.n_predict or -1) > 0:
         out += ["--max-tokens", server.n_predict]
@@ -76,7 +76,7 @@ def options(server: Any) -> list[str]:
         out += ["--name", server.model_alias]
     if server.media_path:
         out += ["--image-folder", Path(server.media_path).resolve()]
-    for origin in (server.cors_origins or "*").split(","):  # llama-server lets pages of all origins ask
+    for origin in (server.cors_origins or "*").split(","):  # llama-server allows pages of all origins
         out += ["--allow-origin", origin]
     if server.api_key:
         key = Path(ABOUT["results"], f"key-{os.getpid()}")
@@ -86,9 +86,9 @@ def options(server: Any) -> list[str]:
 
 
 def model(server: Any) -> list[Any]:
-    """Chooses the model that stands for the one that is named. Raises NotHereError."""
+    """Returns the options of the model that replaces the named one. Raises NotHereError."""
     if server.model_hf_repo == SEEING:
-        return ["--allow-https-images"]  # and the packaged model
+        return ["--allow-https-images"]  # uses the packaged model
     if server.model_hf_repo not in (TINY, None) or server.model_hf_file or server.model_url:
         raise NotHereError("model", server.model_hf_repo)
     if server.model_hf_repo is None and "test_security" not in _there["test"]:
@@ -106,7 +106,7 @@ def model(server: Any) -> list[Any]:
 
 
 def picture(url: str, **options: Any) -> Any:
-    """Stands for requests.get where a test fetches a picture from the hub: a scene."""
+    """Replaces requests.get where a test fetches a picture from the hub: returns a scene."""
     if not re.match("https://[^/]+/ggml-org/.*png$", url):
         return _get(url, **options)
     answer = requests.Response()
@@ -119,7 +119,7 @@ _request = utils.ServerProcess.make_request
 
 
 def make_request(server: Any, method: str, path: str, *rest: Any, **more: Any) -> Any:
-    """Stands for ServerProcess.make_request: `--reasoning off` is a field of requests here. Notes unknown routes."""
+    """Replaces ServerProcess.make_request. `--reasoning off` becomes a field of the request. Notes unknown routes."""
     given = more.get("data", rest[0] if rest else None)
     if server.reasoning == "off" and isinstance(given, dict):
         given["chat_template_kwargs"] = {"enable_thinking": False}
@@ -131,14 +131,14 @@ def make_request(server: Any, method: str, path: str, *rest: Any, **more: Any) -
 
 
 def match_regex(regex: str, text: str) -> bool:
-    """Stands for the tests' own: other words than the named model's are noted, and the test goes on."""
+    """Replaces the tests' match_regex: notes a mismatch, because the model is another one, and returns True."""
     if not _match(regex, text):
         _there["words"] = f"{regex} in {text!r:.80}"
     return True
 
 
 class Length(int):
-    """A number of tokens by the named model's vocabulary: another one is noted, and the test goes on."""
+    """The expected number of tokens: equals every number, but notes a different one, because the model differs."""
 
     def __eq__(self, other: object) -> bool:
         if int(self) != other:
@@ -155,21 +155,21 @@ utils.ServerPreset.load_all = staticmethod(lambda: None)
 
 @pytest.hookimpl(hookwrapper=True)
 def pytest_runtest_protocol(item: Any) -> Any:
-    """Begins the notes of a test."""
+    """Clears the notes before a test."""
     _there.clear()
     _there["test"] = item.nodeid
     yield
 
 
 def pytest_runtest_call(item: Any) -> None:
-    """Makes prompts of any length right."""
+    """Accepts prompts of any length."""
     for name in {"n_prompt"} & item.funcargs.keys():
         item.funcargs[name] = Length(item.funcargs[name])
 
 
 @pytest.hookimpl(hookwrapper=True)
 def pytest_runtest_makereport(item: Any, call: Any) -> Any:
-    """Writes down how a test ended."""
+    """Records the result of a test."""
     report = (yield).get_result()
     if report.when == "teardown" or (report.when == "setup" and report.passed):
         return

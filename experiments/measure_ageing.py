@@ -1,4 +1,4 @@
-"""What a conversation with many images keeps, reads and answers where images age or are forgotten.
+"""Measures a conversation with many images that age or are forgotten: what it keeps, reads and answers.
 
     python3 scripts/dev.py python experiments/measure_ageing.py answers --samples 40
     python3 scripts/dev.py python experiments/measure_ageing.py many --images 200
@@ -6,18 +6,19 @@
     python3 scripts/dev.py python experiments/measure_ageing.py many --images 20 --pages
     python3 scripts/dev.py python experiments/measure_ageing.py drop --images 200
 
-answers: conversations about five held-out scenes of the packaged model, as many as it was trained to tell apart with
-questions behind them: ten questions, the tenth about the third image, which none before asked about. With whole rows,
-with --age on top, with the full cache.
+answers: conversations about five held-out scenes, the most that the packaged model was trained to tell apart: ten
+questions, the tenth about the third image, which no earlier question asked about. Three ways: with whole rows, with
+whole rows and --age, with the full cache.
 
-many: one conversation of many images. Each image but the newest is forgotten; before each of ten questions about the
-third one it is promoted. Images and tokens that were read, KV pairs and private memory are counted. With --full a
-session with the full cache has the same conversation beside it. "full right" says how many of the questions about the
-third image it answers rightly: no model does far beyond the length that it was trained for. --exact: answers are the
-full cache's; "alike" counts those of all answers so far that are, token by token. --pages: of the second model.
+many: one conversation of many images. Each image except the newest is forgotten. Before each of ten questions about the
+third image, the image is promoted. Counts images and tokens read, KV pairs and private memory. With --full, a session
+with the full cache has the same conversation. "full right" counts its right answers about the third image: no model is
+right far beyond its trained length. --exact: answers are those of the full cache; "alike" counts the answers that equal
+them, token by token. --pages: pages and the second model.
 
-drop: one conversation of many pages with the second model. Every turn but the first, the last, and that of the third
-page leaves the conversation before the next one. The third page is asked about ten times; "right" counts that.
+drop: one conversation of many pages with the second model. Every turn except the first, the last, and that of the third
+page leaves the conversation before the next turn. The third page is asked about ten times; "right" counts right
+answers.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ class Reads:
 
 
 def private() -> float:
-    """Returns MiB of memory that is this process's alone."""
+    """Returns the MiB of memory that only this process uses."""
     found = re.search(r"RssAnon:\s+(\d+)", Path("/proc/self/status").read_text())
     return int(found[1]) / 1024 if found else 0.0
 
@@ -82,7 +83,7 @@ def question(image: int, pages: bool = False) -> str:
 
 
 def answers(args: argparse.Namespace) -> dict[str, Any]:
-    """Shares of right answers: of all ten questions, and of the tenth. pairs: per head at the tenth."""
+    """Returns shares of right answers: of all ten questions, and of the tenth. pairs: per head at the tenth."""
     plans = {"full": ("full", None, {}), "keep": (args.method, args.budget, {"keep": "ram"}),
              "age": (args.method, args.budget, {"keep": "ram", "age": args.age})}  # fmt: skip
     out, reads = {}, Reads()
@@ -112,7 +113,7 @@ def rows_in(session: Session) -> dict[str, float]:
 
 
 def rows_of(session: Session, image: int) -> list[list[int]]:
-    """Tokens of an image that each head holds."""
+    """Returns the held tokens of an image, one list for each head."""
     cache, span = session.engine.cache, session.engine.sequence.images[image - 1]
     assert cache is not None
     return [[t for t in cache.tokens(i, h) if span.first <= t < span.last]
@@ -120,7 +121,7 @@ def rows_of(session: Session, image: int) -> list[list[int]]:
 
 
 def turn(i: int, rng: np.random.Generator, pages: bool) -> tuple[str, Any, str]:
-    """Draws an image. Returns the question that comes with it, the picture, and the right answer."""
+    """Draws an image. Returns its question, the picture, and the right answer."""
     if pages:
         page = draw_page(rng, True)
         return f"Page {i}: {IMAGE}\n{question(i, pages)}", load_picture(render_page(page)), page.code.text
@@ -146,7 +147,7 @@ def many(args: argparse.Namespace) -> list[dict[str, Any]]:
     ):
 
         def asked(text: str, picture: Any = None) -> tuple[str, str]:
-            """Returns the answer, and that of the full cache."""
+            """Returns the answer of the session, and the answer of the full cache ("" without --full)."""
             images, tokens = reads.images, reads.tokens
             answer = ask(session, text, picture)
             read = reads.images - images, reads.tokens - tokens

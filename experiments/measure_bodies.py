@@ -1,11 +1,11 @@
-"""What one hostile request costs a server: resident memory that it adds, and how long others wait meanwhile.
+"""Measures the cost of one hostile request for a server: added resident memory, and the waits of another client.
 
     python3 scripts/dev.py python experiments/measure_bodies.py
 
 Each body goes to a fresh `kvedge serve` with the packaged model. Memory is the system's VmHWM, reset before the body is
-sent. Another client asks a plain question, one with a small picture, and /health in turns; its longest wait is told
-beside its longest wait in as many seconds without the body. The request itself may be refused. "hostile forms" are all
-grammars and schemas of tests/test_grammar_bounds.py, one after another, each with up to 64 tokens.
+sent. Another client asks a plain question, a question with a small picture, and /health in turns. Its longest wait is
+printed beside its longest wait in the same number of seconds without the body. The request may be refused. "hostile
+forms" are all grammars and schemas of tests/test_grammar_bounds.py, one after another, each with up to 64 tokens.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from server import Server, serving
 from test_grammar_bounds import HOSTILE
 
 SIDE = 7000
-MEDIUM = 1870  # of a picture below the size from which pictures are scaled
+MEDIUM = 1870  # side of a picture just below the size where pictures are scaled
 CHAT, MIB = "/v1/chat/completions", 1 << 20
 
 
 def file_of(
     kind: str, mode: str = "RGB", noise: int = 64, side: int = SIDE, frames: int = 1, seed: int = 1, **fields: object
 ) -> bytes:
-    """Makes a square picture; noise: of so many squares along a side, so that the file stays small."""
+    """Returns the file of a square picture. noise: number of squares on a side; few squares keep the file small."""
     small = np.random.default_rng(seed).integers(0, 256, (noise, noise, 3), np.uint8)
     image = Image.fromarray(small).resize((side, side), Image.Resampling.NEAREST)
     image = Image.fromarray(np.asarray(image)[:, :, 0].astype(np.uint16)) if mode == "I;16" else image.convert(mode)
@@ -54,7 +54,7 @@ def medium(n: int, kind: str = "PNG", noise: int = 64, **fields: object) -> byte
 
 
 def document(n: int) -> bytes:
-    """Makes a request with a PDF of n pages, drawn as large as the encoder sees."""
+    """Returns a request with a PDF of n pages, drawn as large as the encoder can see."""
     pages = [Image.new("RGB", (1700, 2200), (i, 99, 200)) for i in range(n)]
     out = io.BytesIO()
     pages[0].save(out, "PDF", save_all=True, append_images=pages[1:])
@@ -115,7 +115,7 @@ def watched(url: str, over: threading.Event, waits: dict[str, list[float]]) -> N
         while not over.is_set():
             n += 1
             body = {"messages": [{"role": "user", "content": f"Hello {n}"}], "max_tokens": 2}
-            picture = shown(file_of("PNG", noise=8, side=64, seed=n))  # which nobody has encoded
+            picture = shown(file_of("PNG", noise=8, side=64, seed=n))  # a new picture, not in the encoder's cache
             asks = {
                 "health": lambda: client.get("/health"),
                 "plain": lambda b=body: client.post(CHAT, json=b),

@@ -1,14 +1,14 @@
-"""What a prompt needs beyond the weights: stock llama.cpp, kvedge, and bounded prefill, each in a process of its own.
+"""Measures the memory of a prompt beyond the weights: stock llama.cpp, kvedge, and bounded prefill, each in a process.
 
     python3 scripts/dev.py python experiments/measure_bounded.py MODEL.gguf
     python3 scripts/dev.py python experiments/measure_bounded.py MODEL --method mixkv --tokens 5120 --images 8 --json
 
 MODEL is a text model of the shape in question (scripts/make_shape_model.py llava-1.5-7b -o DIR writes one). The prompt
-is text and images, which come as embeddings. Columns: largest KV bytes (with scores and indices), largest anonymous
-memory beyond what the process held once the weights were loaded, both also as a share of stock's; the same after the
-first generated token; seconds; and which share of its kept pairs a side has in common with `one pass`, the same prompt
-in one pass but compressed at its end.
-Stock's KV bytes are its buffers; its settings are llama.cpp's defaults but for the length of the context.
+is text and images, which come as embeddings. Columns: largest KV bytes (with scores and indices); largest anonymous
+memory beyond that of the process with loaded weights; both also as a share of stock's; the same after the first
+generated token; seconds; and the share of kept pairs that a side has in common with `one pass`: the same prompt in one
+pass, compressed at its end. Stock's KV bytes are its buffers; its settings are llama.cpp's defaults except the context
+length.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ def image_rows(n: int, width: int, number: int) -> np.ndarray:
 
 
 def text_tokens(n: int, number: int) -> list[int]:
-    """Draws random text."""
+    """Draws n random text tokens."""
     return [int(t) for t in np.random.default_rng(1000 + number).integers(300, 30000, n)]
 
 
 def read_in_pieces(llama: Any, context: Any, width: int, args: argparse.Namespace) -> None:
-    """Decodes the prompt as llama.cpp's own programs do: text as tokens, an image as embeddings."""
+    """Decodes the prompt as llama.cpp's programs do: text as tokens, an image as embeddings."""
     past = 0
     for number, (n, image) in enumerate(pieces(args.images, args.image_tokens, args.tokens)):
         batch = llama.llama_batch_init(n, width if image else 0, 1)
@@ -62,7 +62,7 @@ def read_in_pieces(llama: Any, context: Any, width: int, args: argparse.Namespac
 
 
 def answer(llama: Any, context: Any, position: int) -> None:
-    """Decodes one token, as the first of an answer."""
+    """Decodes one token, the first of an answer."""
     batch = llama.llama_batch_init(1, 0, 1)
     batch.n_tokens = batch.n_seq_id[0] = batch.logits[0] = 1
     batch.token[0], batch.pos[0], batch.seq_id[0][0] = 300, position, 0
@@ -112,7 +112,7 @@ def our_side(args: argparse.Namespace) -> dict[str, Any]:
 
     model = Model(Path(args.model), Offload(gpu_layers=0))
     plan = pykvedge.plan(args.method, args.budget)
-    # a budget in pairs that covers the prompt: everything is gathered, nothing is dropped until the plan proper is set
+    # a budget in pairs that covers the prompt gathers everything and drops nothing, until the real plan is set
     first = plan.with_(budget=Budget(pairs=args.tokens)) if args.side == "one pass" else plan
     before, start, meter = own_bytes(), time.perf_counter(), PeakMeter(own_bytes)
     meter.start()
@@ -155,7 +155,7 @@ def whole_prompt(table: Any, width: int, args: argparse.Namespace) -> Any:
 
 
 def run(side: str, args: argparse.Namespace) -> dict[str, Any]:
-    """Runs one side in a process of its own, with stock's library or ours."""
+    """Runs one side in a separate process, with stock's library or kvedge's."""
     command = [sys.executable, __file__, args.model, "--side", side]
     for name in ("method", "budget", "tokens", "images", "image_tokens", "threads"):
         command += ["--" + name.replace("_", "-"), str(getattr(args, name))]
@@ -166,13 +166,13 @@ def run(side: str, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def in_common(a: list[list[list[int]]], b: list[list[list[int]]]) -> float:
-    """Computes the share of a's kept pairs that b keeps, too."""
+    """Returns the share of a's kept pairs that b also keeps."""
     pairs = [(set(x), set(y)) for one, other in zip(a, b, strict=True) for x, y in zip(one, other, strict=True)]
     return sum(len(x & y) for x, y in pairs) / sum(len(x) for x, _ in pairs)
 
 
 def in_mib(row: dict[str, Any]) -> dict[str, Any]:
-    """Makes a row as people read it."""
+    """Returns a row with MiB instead of bytes."""
     return {k.replace("bytes", "MiB"): v / 2**20 if k.endswith("_bytes") else v for k, v in row.items()}
 
 

@@ -1,13 +1,13 @@
-"""Four questions about one scene, one after the other: how many answers are right without and with whole rows kept.
+"""Four questions about one scene, one after the other: counts right answers without and with whole rows.
 
     python3 scripts/dev.py python experiments/measure_chains.py --scenes 200 --save chains.jsonl > chains.md
     python3 scripts/dev.py python experiments/measure_chains.py --table chains.jsonl more.jsonl
 
-Held-out scenes; each kind of question comes as often at each place. Earlier questions are answered by the reference.
-Four ways: `share` compresses each message to its share of the budget; `without` is a chat, in which a later message
-keeps at least 32 tokens; `keep` is that chat with whole rows behind the compressed ones; `prompt` reads the
-conversation up to the question as one prompt, in a sequence of its own. An answer is right if greedy decoding gives the
-tokens of the reference and ends there. Where `keep` and `prompt` are compared, heads are counted that hold other pairs.
+The scenes are held out; each kind of question comes equally often at each place. Earlier questions have the reference
+answers. Four ways: `share` compresses each message to its share of the budget; `without` is a chat, where a later
+message keeps at least 32 tokens; `keep` is that chat with whole rows; `prompt` reads the conversation up to the
+question as one prompt, in a separate sequence. An answer is right if greedy decoding gives the tokens of the reference
+and then an end token. For `keep` against `prompt`, the heads with different pairs are counted.
 """
 
 from __future__ import annotations
@@ -42,21 +42,21 @@ from pykvedge.runtime.replay import extra_tokens
 from pykvedge.runtime.settings import KEEP_TYPES, Keep, Settings
 
 DATA = ROOT / "pykvedge" / "data"
-ONE = ("code", "colour", "where", "shape")  # about one image
-FOUR = ("which-image", "code-in-image-k")  # about four
+ONE = ("code", "colour", "where", "shape")  # tasks about one image
+FOUR = ("which-image", "code-in-image-k")  # tasks about four images
 SHARE, WITHOUT, KEEP, PROMPT = "share", "without", "keep", "prompt"
 WAYS = (SHARE, WITHOUT, KEEP, PROMPT)
 
 
 @dataclass
 class Talk:
-    """A conversation as tokens. answers: the reference's, of each question."""
+    """A conversation as tokens. answers: the reference answer of each question."""
 
     turns: list[Turn]
     answers: list[list[int]]
 
     def as_one(self, questions: int, one_batch: bool) -> list[Piece]:
-        """Joins the conversation up to a question. one_batch: texts that follow each other are read in one batch."""
+        """Joins the conversation up to a question. one_batch: consecutive texts become one batch."""
         turns = [*self.turns[: questions - 1], (self.turns[questions - 1][0], [])]
         pieces = _joined(turns)
         return merged(pieces) if one_batch else pieces
@@ -73,7 +73,7 @@ def merged(pieces: list[Piece]) -> list[Piece]:
 
 
 def chains(scenes: int, seed: int, images: int) -> list[Sample]:
-    """Draws as many scenes of each order of questions; in all orders together each kind comes at each place."""
+    """Draws equally many scenes for each order of questions. Each kind of question comes at each place."""
     kinds = ONE if images == 1 else FOUR * 2
     orders = [kinds[i:] + kinds[:i] for i in range(len(kinds) if images == 1 else 2)]
     drawn = (demo_samples("+".join(order), len(range(i, scenes, len(orders))), seed, images)
@@ -87,7 +87,7 @@ def mean_length(held: list[list[list[int]]]) -> float:
 
 
 class Chains:
-    """Readers, one for each way, ask the questions of a chain."""
+    """Asks the questions of a chain with a reader for each way."""
 
     def __init__(self, model: Model, vision: Vision, args: argparse.Namespace) -> None:
         self._model, self._one_batch, self._ways = model, args.batches == "one", args.ways.split(",")
@@ -103,7 +103,7 @@ class Chains:
             reader.close()
 
     def ask(self, talk: Talk, cells: list[Cell]) -> Iterator[dict[str, Any]]:
-        """Yields a record of each cell that can be measured."""
+        """Yields a record for each cell that can be measured."""
         for group in _groups(cells):
             try:
                 yield from self._group(talk, group)
@@ -141,7 +141,7 @@ class Chains:
                     record["other_heads"].append(sum(mine != theirs for mine, theirs in heads))
 
     def _each(self, reader: Reader, talk: Talk, pieces: list[Piece], cells: list[Cell]) -> Iterator[Cell]:
-        """Reads a prompt once, and compresses a copy of it by each cell's plan."""
+        """Reads a prompt once. Yields each cell after compressing a copy of the prompt with the cell's plan."""
         longest = sum(p.n_tokens for turn, reply in talk.turns for p in turn) + sum(map(len, talk.answers))
         largest = max(p.n_tokens for p in talk.turns[0][0])
         reader.make_room(longest, 8, largest, max(extra_tokens(cell.plan, longest, largest) for cell in cells))
@@ -155,7 +155,7 @@ class Chains:
             reader.drop_copies()
 
     def _walk(self, reader: Reader, talk: Talk) -> tuple[list[bool], list[Any]]:
-        """Asks question after question; the first was read and compressed. Returns what was right, and pairs held."""
+        """Asks all questions; the first is already read and compressed. Returns which were right, and pairs held."""
         right, pairs = [], []
         for i, (turn, _) in enumerate(talk.turns):
             if i:
@@ -166,9 +166,9 @@ class Chains:
         return right, pairs
 
     def _answered(self, reader: Reader, answer: list[int], to_end: bool) -> bool:
-        """Reads the reference answer; tells whether each token and the end were the likeliest.
+        """Reads the reference answer. Returns whether each token and the end were the likeliest.
 
-        to_end: also where they were not.
+        to_end: reads all tokens even after a wrong one.
         """
         right = True
         for token in answer:
@@ -214,7 +214,7 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def _rows(paths: Iterable[Path]) -> list[dict[str, Any]]:
-    """Reads records; those of the same scene, method and budget become one."""
+    """Reads records. Joins records of the same scene, method and budget."""
     out: dict[Any, dict[str, Any]] = {}
     for row in (json.loads(line) for path in paths for line in path.read_text().splitlines()):
         one = out.setdefault((row["id"], row["method"], row["budget"]), {})
@@ -224,7 +224,7 @@ def _rows(paths: Iterable[Path]) -> list[dict[str, Any]]:
 
 
 def table(rows: list[dict[str, Any]], budget: float | int) -> str:
-    """One row a method: percent right by way and question, pairs per head, and how near `keep` is to `prompt`."""
+    """Returns a row for each method: percent right by way and question, pairs per head, and `keep` against `prompt`."""
     here = [row for row in rows if row["budget"] == budget or row["method"] == FULL]
     ways = [way for way in WAYS if all(way in row for row in here)]
     counted = [way for way in ways if all(way in row["pairs"] for row in here)]

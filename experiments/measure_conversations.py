@@ -1,10 +1,10 @@
-"""Many conversations about several images on one server in bounded memory, and each of them alone: the same tokens?
+"""Compares many conversations on one server in bounded memory with each conversation alone: are the tokens the same?
 
     python3 scripts/dev.py python experiments/measure_conversations.py MODEL.gguf MMPROJ.gguf --memory 1GiB
 
-All conversations are begun, --clients at a time; then each goes on with a second message, so that those that waited
-longest come back from the folder. Then a session for each says, with the same model, plan and pictures, what it says
-alone. Random weights say nothing sensible, but greedy tokens are greedy tokens.
+Each conversation has several images. All conversations begin first, --clients at a time. Then each gets a second
+message, so that those that waited longest come back from the folder. Then a separate session repeats each conversation
+alone, with the same model, plan and pictures. Random weights give nonsense, but greedy tokens can still be compared.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ WORDS = (
 
 
 def asked(number: int) -> tuple[list[str], list[str]]:
-    """Four pictures in an order of its own, and two messages of a conversation."""
+    """Returns four pictures in a random order, and two messages of a conversation."""
     chance = random.Random(number)
     return chance.sample(SCENES, len(SCENES)), [" ".join(chance.choices(WORDS, k=12)) + "?" for _ in range(2)]
 
@@ -55,7 +55,7 @@ def content(paths: list[str], text: str) -> list[dict[str, Any]]:
 
 
 class Served:
-    """A server, and what it held at most."""
+    """A running server, and the largest values of its memory."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         files = ["--model", args.model, "--mmproj", args.mmproj]
@@ -94,7 +94,7 @@ class Served:
 
 
 def side_by_side(server: Served, args: argparse.Namespace) -> list[list[str]]:
-    """Both answers of every conversation."""
+    """Returns both answers of every conversation."""
     talks: list[list[dict[str, Any]]] = [[] for _ in range(args.conversations)]
 
     def turn(number: int, i: int) -> tuple[str, int]:

@@ -1,11 +1,11 @@
-"""How fast decode attention reads keys and values, as a share of a plain sum over the same bytes, taking turns.
+"""Measures how fast decode attention reads keys and values, against a plain sum over the same bytes, in turns.
 
     python3 scripts/dev.py python experiments/measure_decode.py
     python3 scripts/dev.py python experiments/measure_decode.py --type f16 q8_0 --threads 2
     python3 scripts/dev.py python experiments/measure_decode.py --shape gqa-2x6x128 --kernels avx2 --threads 1 2 --json
 
-A shape is KV heads x query heads for each x head size, one query token. Medians over rounds; `ratio` is the median
-of the rounds' ratios. Builds native/tests/bench_decode.cpp for each table of kernels first, under build/native.
+A shape is KV heads x query heads for each x head size, with one query token. Medians over rounds; `ratio` is the median
+of the rounds' ratios. First builds native/tests/bench_decode.cpp for each kernel table, under build/native.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ SHAPES = {"mha-16x1x128": (16, 1, 128), "mha-16x1x64": (16, 1, 64), "gqa-2x6x128
 
 
 class Setting(NamedTuple):
-    """A setting is of one row of the table."""
+    """The settings of one row of the table."""
 
     kv_type: str
     shape: str

@@ -1,14 +1,14 @@
-"""How fast exact answers are beside the full cache, with the acceptance of drafts forced.
+"""Measures the speed of exact answers beside the full cache, with a forced acceptance of drafts.
 
     python3 scripts/dev.py python experiments/measure_exact.py models/llava-1.4b/model.gguf --tokens 2560 8192
     python3 scripts/dev.py python experiments/measure_exact.py MODEL --method snapkv --budget 0.2 --acceptance 1 0.9
     python3 scripts/dev.py python experiments/measure_exact.py MODEL --stock
 
-One context reads a random prompt; a copy of it is answered by the full cache. Rounds of tokens of the full cache, of
-drafts with the compressed rows, and of verifications of several sizes take turns; of each the median counts. Then, for
-each acceptance, answers are drafted with the number of guesses that these medians promise the most for. How many of
-them stay follows the distribution of chance, step by step in random order, so that few steps have its mean; the full
-cache answers in between. `ratio` is of tokens per second.
+One context reads a random prompt; the full cache answers in a copy of it. Rounds take turns: tokens of the full cache,
+drafts with the compressed rows, verifications of several sizes; the median of each counts. Then answers are drafted for
+each acceptance, with the number of guesses that the medians favour. The number of accepted guesses follows the
+probability, with quantiles in random order, so that few steps have the right mean. The full cache answers in between.
+`ratio` is of tokens per second.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ SIZES = (1, 2, 4, 8, 12, 16, 24, 32)
 
 
 class Talk:
-    """A prompt that was read, compressed with whole rows behind it, and a copy that keeps everything."""
+    """A prompt: read, compressed with whole rows, and a copy with the full cache."""
 
     def __init__(self, model: Model, n: int, args: argparse.Namespace) -> None:
         chosen = plan(args.method, args.budget)
@@ -70,7 +70,7 @@ class Talk:
         return self.clock() - began
 
     def one(self) -> float:
-        """A token of the full cache."""
+        """Decodes a token with the full cache. Returns the seconds."""
         return self.timed(lambda: self.full.extend(self.tokens(1)[0]))
 
     def draft(self) -> float:
@@ -88,7 +88,7 @@ class Talk:
 
 
 def medians(talk: Talk, rounds: int) -> tuple[float, float, dict[int, float]]:
-    """Returns seconds of a token of the full cache, of a draft token, and of verifications by their size."""
+    """Returns the seconds of a full-cache token, of a draft token, and of verifications by their size."""
     full, drafts, batches = list[float](), list[float](), {n: list[float]() for n in SIZES}
     for _ in range(rounds):
         full += [talk.one() for _ in range(4)]
@@ -99,7 +99,7 @@ def medians(talk: Talk, rounds: int) -> tuple[float, float, dict[int, float]]:
 
 
 def best(rate: float, draft: float, batches: dict[int, float]) -> int:
-    """Chooses the number of guesses that promises the most tokens a second."""
+    """Returns the number of guesses with the most expected tokens per second."""
     sizes = np.arange(1, max(SIZES) + 1)
     seconds = np.interp(sizes, list(batches), list(batches.values())) + (sizes - 1) * draft
     tokens = np.cumsum(rate ** (sizes - 1))
@@ -107,13 +107,13 @@ def best(rate: float, draft: float, batches: dict[int, float]) -> int:
 
 
 def stays(rate: float, guesses: int, steps: int, rng: np.random.Generator) -> list[int]:
-    """Draws how many guesses stay in each step, each accepted by itself: quantiles of that, in random order."""
+    """Returns how many guesses are accepted in each step: quantiles of independent acceptance, in random order."""
     at_least = rate ** np.arange(1, guesses + 1)
     return [int((at_least > quantile).sum()) for quantile in rng.permutation((np.arange(steps) + 0.5) / steps)]
 
 
 def answer(talk: Talk, stock: Worker | None, rate: float, guesses: int, steps: int) -> tuple[float, float, float]:
-    """Answers with so many guesses a step; returns tokens per second, and the full cache's and stock's in between."""
+    """Answers with `guesses` in each step. Returns tokens per second of: this, the full cache, stock."""
     spent, tokens, full, others = 0.0, 0, list[float](), list[float]()
     for right in stays(rate, guesses, steps, talk._random):
         spent += sum(talk.draft() for _ in range(guesses)) + talk.verify(guesses + 1, right + 1)
@@ -124,7 +124,7 @@ def answer(talk: Talk, stock: Worker | None, rate: float, guesses: int, steps: i
 
 
 def stock_side(args: argparse.Namespace, n: int) -> Worker:
-    """Starts a process with unpatched llama.cpp, which has read n tokens."""
+    """Starts a process with unpatched llama.cpp that has read n tokens."""
     worker = Worker(args.model, args.threads, kvedge=False)
     worker.call("open", name="stock", n_ctx=n + 4 * len(args.acceptance) * args.steps, method=None, budget=0)
     worker.call("prefill", name="stock", n=n, seed=n)

@@ -1,13 +1,13 @@
-"""What a second question costs where whole rows are kept: seconds against the full cache and against reading all again.
+"""Measures a second question with whole rows: seconds against the full cache, and against reading all again.
 
     python3 scripts/dev.py python experiments/measure_keep.py models/llava-1.4b/model.gguf --tokens 2560 8192
     python3 scripts/dev.py python experiments/measure_keep.py models/llava-1.4b/model.gguf --method kvedge --json
 
-One sequence reads a random prompt. Copies of it are answered by the full cache, with whole rows in memory, and with
-whole rows in a file that the page cache holds. A round is a question, its first token, and an answer; --before tokens
-of the answer stay and are read again with the next question, as in a session. Of the rounds behind the first the
-fastest one counts. `again` is the first reading of the prompt and its compression. At the end the memory of the process
-is told while it answers from compressed rows, with whole rows in the file and then without any.
+One sequence reads a random prompt. Copies of it answer with the full cache, with whole rows in memory, and with whole
+rows in a file that is in the page cache. A round is a question, its first token, and an answer. The first --before
+tokens of the answer stay, and are read again with the next question, as in a session. The fastest round counts, without
+the first. `again` is the first reading of the prompt and its compression. At the end, prints the memory of the process
+during an answer from compressed rows, with whole rows in the file and then without whole rows.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ MEMORY_HEAD = ["method", "tokens", "", "private MiB", "file pages MiB", "KV MiB"
 
 
 class Talk:
-    """One context, in which a prompt was read, and copies of it are asked."""
+    """One context that has read a prompt. Copies of the prompt are asked."""
 
     def __init__(self, model: Model, chosen: Plan, args: argparse.Namespace, n: int, folder: str) -> None:
         self.args, self.plan, self._folder = args, chosen, folder
@@ -87,7 +87,7 @@ class Talk:
         return read
 
     def ask(self, how: str) -> dict[str, Any]:
-        """Asks a copy of the prompt round after round. Returns the fastest round by step."""
+        """Asks a copy of the prompt in several rounds. Returns the fastest round by step."""
         keep = {FULL: "", RAM: "ram", DISK: "disk", ROUNDED: "disk"}[how]
         self.cache.set_plan(plan("full") if how == FULL else self.plan, None if how == FULL else self._tables)
         kv_type, self._element = ("q8_0", 34 / 32) if how == ROUNDED else ("f16", 2.0)
@@ -103,7 +103,7 @@ class Talk:
         return {**best, "whole_bytes": stats.whole_bytes, "whole_file_bytes": stats.whole_file_bytes}
 
     def round(self, one: Sequence, in_file: bool) -> dict[str, float]:
-        """Asks a question of a sequence in which an answer stands. Returns seconds by step."""
+        """Asks a question in a sequence that has an answer. Returns seconds by step."""
         args = self.args
         self.shorten(one, len(one.answered) - args.before)
         self.settled(one, in_file)
@@ -131,7 +131,7 @@ class Talk:
         del one.answered[len(one.answered) - n :]
 
     def settled(self, one: Sequence, in_file: bool) -> None:
-        """Waits until the file holds all whole rows: a user takes longer to ask."""
+        """Waits until the file has all whole rows: a user takes longer to ask."""
         until = time.monotonic() + 300
         while in_file and time.monotonic() < until:
             stats = self.cache.stats(one.number)
@@ -139,12 +139,12 @@ class Talk:
             if stats.whole_file_bytes >= per_token * (stats.n_tokens - len(one.answered)):
                 return
             time.sleep(0.2)
-            self.answer(one, 1)  # a pass takes note of what was written
+            self.answer(one, 1)  # a decode learns what was written
             self.shorten(one, 1)
 
     def memory(self) -> dict[str, dict[str, int]]:
-        """Tells the memory of the process while it answers, with whole rows in a file, and after a message without."""
-        one = self._whole  # the only sequence now: no rows are shared
+        """Returns the memory during answers: with whole rows in a file, and after a message without whole rows."""
+        one = self._whole  # now the only sequence, so no rows are shared
         out: dict[str, dict[str, int]] = {}
         self.cache.set_plan(self.plan, self._tables)
         self.cache.keep("disk", self._folder)
@@ -166,7 +166,7 @@ class Talk:
 
 
 def resident() -> dict[str, int]:
-    """Reads private and file-backed resident bytes of the process."""
+    """Returns the private (RssAnon) and file-backed (RssFile) resident bytes of the process."""
     lines = Path("/proc/self/status").read_text().splitlines()
     found = {line.split(":")[0]: int(line.split()[1]) << 10 for line in lines if line.startswith("Rss")}
     return {name: found[name] for name in ("RssAnon", "RssFile")}

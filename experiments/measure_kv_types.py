@@ -1,16 +1,16 @@
-"""What the storage types of keys and values cost in fidelity, on the demo model.
+"""Measures the fidelity of the storage types of keys and values, on the demo model.
 
     python3 scripts/dev.py python experiments/measure_kv_types.py
     python3 scripts/dev.py python experiments/measure_kv_types.py --stock
 
-Kullback-Leibler divergence, in nats per token, of the next token's distribution from the one that the full f16 cache
-gives, along the right answers to held-out questions about images, and the share of tokens at which both find the same
-one likeliest. What they cost in bytes and speed `kvedge bench --kv-type` measures.
+Prints the Kullback-Leibler divergence of the next token, in nats per token, from the full f16 cache, along the right
+answers to held-out questions about images, and the share of tokens where both have the same likeliest token. `kvedge
+bench --kv-type` measures bytes and speed.
 
---stock: the same of the types that llama.cpp has, against its own cache of that type (build_stock.py), which it
-rotates where kvedge does by itself; and kvedge's rows as they are. Tiny models with random weights, head sizes 64 and
-128, with keys of which no channel stands out and with keys of which two pairs do; random prompts, then random tokens
-one by one, whose logits count. The reference is llama.cpp's cache in f32, without flash attention.
+--stock: the same for llama.cpp's types, in llama.cpp's cache (build_stock.py), which it rotates in the cases where
+kvedge does; and in kvedge's cache without and with rotation. Tiny models with random weights, head sizes 64 and 128,
+whose keys have no larger channels, or two pairs of larger channels. Random prompts, then random tokens one by one,
+whose logits count. The reference is llama.cpp's cache in f32, without flash attention.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ TASKS = ("code", "describe", "where", "which-image", "code-in-image-k", "differe
 TYPES = ("f16", *QUANTISED)
 BUDGETS = (1.0, 0.25)
 HEAD_SIZES, OUTLIERS, STEPS = (64, 128), (1.0, 8.0), 64
-SIDES = {"llama.cpp": None, "kvedge, off": "off", "kvedge, auto": "auto"}  # and kv_rotate
+SIDES = {"llama.cpp": None, "kvedge, off": "off", "kvedge, auto": "auto"}  # kv_rotate of kvedge's sides
 
 
 def make_plan(method: str, budget: float) -> pykvedge.Plan:
@@ -50,7 +50,7 @@ def make_plan(method: str, budget: float) -> pykvedge.Plan:
 
 
 def along_the_answer(session: pykvedge.Session, sample: Sample) -> np.ndarray:
-    """Returns log-probabilities [n + 1, vocabulary] of the next token, before each of the right answer and after it."""
+    """Returns log-probabilities [n + 1, vocabulary] before each token of the right answer and after it."""
     session.clear()
     session.ask(sample.question.text, sample.images())
     rows = [log_softmax(session.engine.context.logits())]
@@ -71,7 +71,7 @@ def fidelity(args: argparse.Namespace) -> dict[tuple[str, float], dict[str, floa
         how: dict[str, Any] = {"threads": args.threads, "kv_type": kv_type, "kv_rotate": args.kv_rotate}
         with pykvedge.Session(*files, make_plan(args.method, budget), **how) as session:
             found = [along_the_answer(session, s) for s in chosen]
-        expected = expected or found  # the first is the full f16 cache
+        expected = expected or found  # the first type is the full f16 cache
         full, here = np.concatenate(expected), np.concatenate(found)
         out[kv_type, budget] = {
             "kl": float((np.exp(full) * (full - here)).sum(axis=1).mean()),
@@ -95,18 +95,18 @@ def show(rows: list[dict[str, Any]], args: argparse.Namespace) -> None:
 
 
 def logits(worker: Worker, stored: list[str], method: str | None, prompt: tuple[int, int], flash: bool) -> np.ndarray:
-    """Log-probabilities [STEPS, vocabulary] after each token that follows a prompt. prompt: its tokens, and a seed."""
+    """Returns log-probabilities [STEPS, vocabulary] after each token that follows a prompt. prompt: (tokens, seed)."""
     with tempfile.TemporaryDirectory() as folder:
         file = str(Path(folder) / "logits.npy")
         n, seed = prompt
         worker.call("open", name="x", n_ctx=n + STEPS + 8, method=method, budget=1.0, flash=flash, stored=stored)
         worker.call("logits", name="x", n=n, steps=STEPS, seed=seed, file=file)
         worker.call("close", name="x")
-        return log_softmax(np.load(file)[1:])  # the first comes before a row is quantised
+        return log_softmax(np.load(file)[1:])  # no row is quantised yet at the first one
 
 
 def against_stock(model: Path, prompts: list[tuple[int, int]], threads: int) -> list[dict[str, Any]]:
-    """A row for each type: nats per token of every side."""
+    """Returns a row for each type: nats per token of every side."""
     workers = {kvedge: Worker(str(model), threads, kvedge) for kvedge in (False, True)}
     try:
         exact = np.concatenate([logits(workers[False], ["f32"], None, p, False) for p in prompts])

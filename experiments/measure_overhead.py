@@ -1,15 +1,14 @@
-"""What compression costs, per method, as a share of the time that the prompt takes: one run, alternating.
+"""Measures the cost of compression, per method, as a share of the prompt's time: one run, with alternating methods.
 
     python3 scripts/dev.py python experiments/measure_overhead.py MODEL.gguf
     python3 scripts/dev.py python experiments/measure_overhead.py MODEL --method flashcache --method h2o+match --json
 
 MODEL is a text model of the shape in question (scripts/make_shape_model.py llava-1.4b -o DIR writes one). The prompt is
-images, which come as embeddings, and text. Two costs: what a method gathers while the prompt is processed (column sums,
-the last queries), measured against `full`, which gathers nothing, piece of the prompt by piece of the prompt; and the
-compression itself, of copies of the finished prompt; of methods that read the prompt a second time (kvzip) that pass
-is a cost of its own. Methods that gather the same share a prompt; profiles, where a method needs one, are made up.
-NAME+REDUCER is a method with another reducer.
-Columns: shares of the time of full's prefill in percent, then of unpatched llama.cpp's (with --stock); medians.
+images, which come as embeddings, and text. Costs: (1) what a method gathers during the prompt (column sums, the last
+queries), measured piece by piece against `full`, which gathers nothing; (2) the compression of copies of the finished
+prompt; (3) the second pass of methods that read the prompt twice (kvzip). Methods that gather the same data share a
+prompt. Profiles are random. NAME+REDUCER is a method with another reducer. Columns: shares of the time of full's
+prefill in percent, then of unpatched llama.cpp's (with --stock); medians.
 """
 
 from __future__ import annotations
@@ -28,22 +27,22 @@ from pykvedge.errors import KvedgeError
 
 
 def gathering(method: str) -> str:
-    """Returns a key: methods with the same one gather the same while the prompt is processed."""
+    """Returns a key. Methods with the same key gather the same data during the prompt."""
     plan = composed(method, 0.2)
     queries = "and queries" if plan.allocator == "entropy" else ""
-    scorer = "window" if plan.scorer in ("mixkv", "modal") else plan.scorer  # the last queries, all of them
+    scorer = "window" if plan.scorer in ("mixkv", "modal") else plan.scorer  # all use the last queries
     source = plan.settings("scorer").get("source", "")
     fits = "and those to fit" if plan.reducer == "match" else ""
     return " ".join(f"{scorer} {plan.params.get('scorer.window', '')} {source} {queries} {fits}".split())
 
 
 def measurable() -> list[str]:
-    """Lists all methods, and the reducer that looks at queries with one of them."""
+    """Returns all methods, and a method with the reducer that uses queries."""
     return [*(m for m in pykvedge.methods() if m != "full"), "snapkv+match"]
 
 
 def known(text: str) -> str:
-    """Returns a method that there is."""
+    """Returns the name of a method. Raises ArgumentTypeError for an unknown method."""
     try:
         composed(text, 0.2)
     except KvedgeError as error:
@@ -52,11 +51,11 @@ def known(text: str) -> str:
 
 
 class Overhead:
-    """Collects times; all prompts and compressions of a round alternate."""
+    """Collects times. All prompts and compressions of a round alternate."""
 
     def __init__(self, args: argparse.Namespace, ours: Worker, stock: Worker | None) -> None:
         self.args, self.ours, self.stock = args, ours, stock
-        self.groups = {"full": "full", **{gathering(m): m for m in args.method}}  # a method that stands for each
+        self.groups = {"full": "full", **{gathering(m): m for m in args.method}}  # one method for each group
         self.prompts: dict[str, list[float]] = {}
         self.compressions: dict[str, list[float]] = {m: [] for m in args.method}
         self.again: dict[str, list[float]] = {m: [] for m in args.method}
@@ -70,7 +69,7 @@ class Overhead:
                     copies=group != "stock")  # fmt: skip
 
     def prefill(self, turn: int) -> list[str]:
-        """Decodes the prompt under every group, piece by piece; the groups that gather something, and full."""
+        """Decodes the prompt in every group, piece by piece. Returns the groups that gather data, and full."""
         groups = [*self.groups, *(["stock"] if self.stock else [])]
         if turn:
             groups = [g for g in groups if g in self.prompts]

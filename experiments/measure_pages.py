@@ -1,12 +1,12 @@
-"""What every method loses on the second model, which reads drawn pages: exact answers, the likeliest token, divergence.
+"""Measures the loss of every method on the second model, which reads pages: exact answers, likeliest token, divergence.
 
     python3 scripts/dev.py python experiments/measure_pages.py --way later --minutes 60 --save later.jsonl
     python3 scripts/dev.py python experiments/measure_pages.py --way prompt --minutes 60 --save prompt.jsonl
 
 A context has three held-out pages, one of each kind, and a question of each task. later: the pages are compressed, then
-the question is read. prompt: the question is compressed with them. In every second context a turn that only shows the
-pages comes before the question. The same command goes on from where it stopped; --minutes 0 prints what there is. A
-context counts where all plans were measured on it. Percent with 95 % intervals, over contexts.
+the question is read. prompt: the question is compressed with the pages. In every second context, a turn that only shows
+the pages comes before the question. The same command continues an interrupted run; --minutes 0 only prints. A context
+counts if all plans were measured on it. Percent with 95 % intervals, over contexts.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from pykvedge.plans.presets import methods
 from pykvedge.runtime.settings import Settings
 
 DATA = ROOT / "tests" / "data" / "pages"
-LEARNT = tuple(task for task in TASKS if task != "which-line")  # it answers 18 % of those (docs/results/second.md)
+LEARNT = tuple(task for task in TASKS if task != "which-line")  # which-line is out: 18 % right (docs/results/second.md)
 WAYS = {"later": CONTEXT, "prompt": CONVERSATION}
 
 
@@ -53,7 +53,7 @@ def asked(rng: np.random.Generator, pages: Sequence[Page], task: str) -> Questio
 
 
 def context(seed: int, number: int) -> list[Sample]:
-    """A context's samples: one of each task."""
+    """Returns the samples of a context: one of each task."""
     rng, second = np.random.default_rng((seed, number)), number % 2 == 1
     pages = tuple(draw_page(rng, True, KINDS[int(k)]) for k in rng.permutation(len(KINDS)))
     out = []
@@ -77,7 +77,7 @@ def cells_of(args: argparse.Namespace) -> list[Cell]:
 
 
 def problem(plan: Plan, model: Path) -> str:
-    """Says which profile of the model is missing; "" where the plan needs none."""
+    """Returns the error about a missing profile; "" if no profile is missing."""
     try:
         tables_for(plan, model)
     except ProfileError as error:
@@ -101,7 +101,7 @@ def table(made: list, by: str) -> str:
 
 
 def short(made: list) -> str:
-    """Exact answers and the full cache's likeliest tokens, in percent, a row a method and a column a budget."""
+    """Returns percent of exact answers / of the full cache's likeliest tokens: a row a method, a column a budget."""
     lines = {(line.method, line.budget): line for line in made if line.task == ALL}
     budgets = sorted({budget for name, budget in lines if name != FULL}, reverse=True)
     total = {name: 0.0 for name, _ in lines}

@@ -1,10 +1,10 @@
-"""How many answers stay right when a model reads fewer tokens of each image, by pruner, on plain and textured scenes.
+"""Counts right answers when a model reads fewer tokens of each image, by pruner, on plain and textured scenes.
 
     python3 experiments/measure_pruners.py --samples 50 --texture 0,8,16 --amounts 0.75,0.5,0.25 --json pruners.json
 
-The samples are held-out scenes of the demo model (docs/models.md). A texture of 8 adds waves and grain of up to
-8 of 255 to every pixel, so that no patch of the background equals another, and pale scraps in a third of the empty
-cells. `kvedge eval` reads them; every pruner leaves the same number of tokens of each image.
+The samples are held-out scenes of the demo model (docs/models.md). A texture of 8 adds waves and grain of up to 8 of
+255 to every pixel, so that all patches of the background differ, and pale scraps in a third of the empty cells. `kvedge
+eval` reads the scenes. Every pruner keeps the same number of tokens of each image.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from pykvedge.cli.tables import markdown
 from pykvedge.plans.registry import members
 
 TASKS = "colour,shape,count,where,code,which-image,code-in-image-k,difference"
-SCRAPS = 1 / 3  # of the cells that show nothing else
+SCRAPS = 1 / 3  # share of the empty cells
 
 
 def textured(picture: np.ndarray, rng: np.random.Generator, strength: int) -> np.ndarray:
@@ -49,7 +49,7 @@ def textured(picture: np.ndarray, rng: np.random.Generator, strength: int) -> np
 
 
 def write_samples(folder: Path, chosen: list[Sample], strength: int) -> Path:
-    """Writes the samples as `kvedge eval` reads them, one JSON line each, beside their pictures."""
+    """Writes the pictures and a file of samples for `kvedge eval`, one JSON line each."""
     lines = []
     for n, sample in enumerate(chosen):
         files = []
@@ -65,7 +65,7 @@ def write_samples(folder: Path, chosen: list[Sample], strength: int) -> Path:
 
 
 def write_plans(folder: Path, pruners: list[str], amounts: list[str]) -> list[Path]:
-    """Writes one plan for each pruner and amount: a full cache of what is left of the images."""
+    """Writes one plan for each pruner and amount: a full cache of the kept image tokens."""
     out = []
     for pruner in pruners:
         for amount in amounts:
@@ -75,7 +75,7 @@ def write_plans(folder: Path, pruners: list[str], amounts: list[str]) -> list[Pa
 
 
 def measure(strength: int, given: argparse.Namespace) -> dict[str, dict[str, float]]:
-    """Returns the score of every sample, 0 to 1, by variant and sample: "full", "residual-0.5" and so on."""
+    """Returns {variant: {sample: score from 0 to 1}}; variants are "full", "residual-0.5" and so on."""
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
         chosen = [
@@ -96,7 +96,7 @@ def measure(strength: int, given: argparse.Namespace) -> dict[str, dict[str, flo
 
 
 def table(found: dict[str, dict[str, float]], pruners: list[str], amounts: list[str]) -> str:
-    """Percent of right answers, and half of the 95 % interval of the difference to all tokens, sample by sample."""
+    """Returns percent of right answers, and half of the 95 % interval of the paired difference to all tokens."""
     whole = np.array([found["full"][name] for name in sorted(found["full"])])
 
     def cell(variant: str) -> str:

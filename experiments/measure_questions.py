@@ -1,12 +1,12 @@
-"""How many answers stay right when the context is compressed before its question is known: every method, by question.
+"""Counts right answers when the context is compressed before its question is known: every method, by question.
 
     python3 scripts/dev.py python experiments/measure_questions.py --samples 60 --save q.jsonl --json q.json > q.md
 
-The first, second or third question about one image or four, those before it answered by the reference: all that comes
-before the question that counts is compressed as one, then the question is read (`kvedge eval --compress context`);
-with --compress conversation the question is compressed with it. Scenes of the test part, which no search and no
-validation sees. A texture of 16 adds waves, grain and scraps of up to 16 of 255 to every picture. Prints a Markdown
-table for each budget; with --save the same command goes on from where it stopped.
+The judged question is the first, second or third about one image or four; earlier questions have the reference answers.
+Everything before the judged question is compressed at once, then the question is read (`kvedge eval --compress
+context`); with --compress conversation the question is compressed too. The scenes are the test part, which no search or
+validation uses. A texture of 16 adds waves, grain and scraps of up to 16 of 255 to every picture. Prints a Markdown
+table for each budget; with --save the same command continues an interrupted run.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ GROUPS = {
 
 
 def drawn(args: argparse.Namespace, folder: Path) -> list[Sample]:
-    """As many samples of each group, evenly of its tasks."""
+    """Draws equally many samples of each group, evenly from its tasks."""
     out = []
     for group, tasks in GROUPS.items():
         for i, task in enumerate(tasks):
@@ -65,7 +65,7 @@ def drawn(args: argparse.Namespace, folder: Path) -> list[Sample]:
 
 
 def with_texture(sample: Sample, strength: int, folder: Path) -> Sample:
-    """The sample with pictures in files in place of its scenes; unchanged for a strength of 0."""
+    """Returns the sample with textured pictures in files. strength 0: the sample unchanged."""
     if not strength:
         return sample
 
@@ -90,7 +90,7 @@ def cells_of(args: argparse.Namespace) -> list[Cell]:
 
 
 def table(made: list[Line], budget: float | int, against: str) -> str:
-    """One row a method; percent of right answers, the interval of the difference, and nats a token of divergence."""
+    """Returns a row for each method: percent right, interval of the difference, divergence in nats a token."""
     other = against != FULL
     rows = [["method", *GROUPS, "all", f"to {against}", "KL to full", *([f"less that of {against}"] * other)]]
     for name in dict.fromkeys(line.method for line in made):

@@ -1,14 +1,14 @@
-"""kvedge serve under clients that leave at random, beside stock llama-server: what is lost, memory, waits, speed.
+"""Measures kvedge serve beside stock llama-server, with clients that leave at random: errors, memory, waits, speed.
 
     python3 scripts/dev.py python experiments/measure_serve.py --minutes 30 --stock PATH/TO/llama-server
 
-Both servers run at the same time on the packaged demo model and are asked in turns of --slice seconds, one client and
---clients clients each, so that what else the machine does meets both. An answer is wrong where it is not, letter by
-letter, what the same server said before to the same messages. Private memory is what the system counts of each process
-after its first turns, at its highest since, and at the end.
+Both servers run at the same time on the packaged demo model, and are asked in turns of --slice seconds, with one client
+and with --clients clients, so that other load of the machine affects both. An answer is wrong if it differs from the
+same server's earlier answer to the same messages. Private memory is what the system counts for each process: after its
+first turns, at its highest since, and at the end.
 
-Methods change what a model says and how long it speaks. With --tokens N each answer has exactly so many tokens, as the
-token that would end it is forbidden: then both servers do the same work.
+Methods change the words and the length of answers. With --tokens N each answer has exactly N tokens, because the end
+token is forbidden: then both servers do the same work.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ WARM = 5  # turns before memory is compared
 
 
 class Server:
-    """A process, its clients, and what they saw with one and with many of them."""
+    """A server process, its clients, and their results with one and with many clients."""
 
     def __init__(self, name: str, process: subprocess.Popen[str], url: str, fields: dict[str, Any]) -> None:
         self.name, self.process, self.load = name, psutil.Process(process.pid), Load(url, fields)
         self.seen: dict[int, list[Seen]] = {}
-        self.cpu: Counter[int] = Counter()  # milliseconds of processors, by the number of clients
+        self.cpu: Counter[int] = Counter()  # CPU milliseconds, by the number of clients
         self.memory: list[int] = []
 
     def turn(self, clients: int, seconds: float) -> None:
@@ -88,7 +88,7 @@ class Server:
 
 @contextlib.contextmanager
 def running(name: str, command: list[str], url: str, fields: dict[str, Any] | None = None) -> Iterator[Server]:
-    """A server, once it answers; ended with the context. fields: of every request."""
+    """Yields a server when it answers; ends it afterwards. fields: of every request."""
     process = subprocess.Popen(
         command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, text=True
     )
@@ -143,7 +143,7 @@ def commands(args: argparse.Namespace) -> dict[str, tuple[list[str], str]]:
 
 
 def exactly(tokens: int) -> dict[str, Any]:
-    """What a request asks for whose answer has so many tokens."""
+    """Returns the request fields that give an answer of exactly this number of tokens."""
     ends = read_header(DATA / "demo-model.gguf").values["tokenizer.ggml.eos_token_id"]
     return {"max_tokens": tokens, "logit_bias": {str(ends): -100}}
 

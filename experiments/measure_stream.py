@@ -1,12 +1,12 @@
-"""Memory of a stream, image after image: what kvedge holds, what the system says, what a full cache would hold.
+"""Measures the memory of a stream, image after image: kvedge's count, the system's count, and a full cache's.
 
     python3 scripts/dev.py python experiments/measure_stream.py --model DIR/model.gguf --mmproj DIR/mmproj.gguf
     python3 scripts/dev.py python experiments/measure_stream.py --model ... --mmproj ... --method h2o --bound 512 --json
 
-scripts/make_shape_model.py llava-1.4b -o DIR writes a model of the shape in question. Pictures are random, and each is
-asked for when the one before was read, encoded and compressed: a row of the table is what is there at that moment.
-`full` is what the uncompressed cache holds for as many tokens, by its shape. The last line is how far a column strays
-from its value after the fourth image, in percent: the largest difference of any later row.
+scripts/make_shape_model.py llava-1.4b -o DIR writes a model of the shape in question. Pictures are random. The stream
+asks for a picture after it has read, encoded and compressed the previous one: a row of the table is the memory at that
+moment. `full` is the size of an uncompressed cache of the same number of tokens, from its shape. The last line is the
+largest difference of a column from its value after the fourth image, in percent.
 """
 
 from __future__ import annotations
@@ -27,26 +27,26 @@ from pykvedge.runtime.sampling import Sampling
 from pykvedge.system import memory
 
 MIB = 2**20
-SETTLED = 4  # images after which memory is to be flat
+SETTLED = 4  # number of images after which memory must be flat
 COLUMNS = ("images", "tokens", "pairs_per_head", "kv_bytes", "score_bytes", "full_bytes", "rss_bytes")
 
 
 class Meter:
-    """A meter makes pictures when they are asked for, and notes what the process holds at these moments."""
+    """Makes pictures on demand, and notes the memory of the process at these moments."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         self.args, self.rows = args, []
         self.session: Session | None = None
 
     def pictures(self) -> Iterator[Picture]:
-        """Yields args.images of them."""
+        """Yields args.images pictures."""
         side = self.args.size
         for i in range(self.args.images):
             self.note()
             yield Picture(f"{i}.png", side, side, os.urandom(3 * side * side))
 
     def note(self) -> None:
-        """Adds a row, unless nothing was read since the last one."""
+        """Adds a row, unless nothing was read since the last row."""
         session = self.session
         if session is None or session.engine.cache is None:
             return
@@ -63,14 +63,14 @@ class Meter:
             self.show(self.rows[-1])
 
     def show(self, row: dict[str, Any]) -> None:
-        """Prints one line of the table, the first time with its head; bytes in MiB."""
+        """Prints one line of the table, with the heading before the first line. Bytes are in MiB."""
         if len(self.rows) == 1:
             print("  ".join(name.replace("_bytes", " MiB").rjust(14) for name in COLUMNS))
         cells = [f"{v / MIB:.1f}" if name.endswith("_bytes") else f"{v:g}" for name, v in row.items()]
         print("  ".join(text.rjust(14) for text in cells), flush=True)
 
     def strays(self) -> dict[str, float]:
-        """Computes percent, by column."""
+        """Returns the largest deviation of each column in percent."""
         later = self.rows[SETTLED - 1 :]
         names = ("kv_bytes", "rss_bytes")
         return {n: 100 * max(abs(r[n] - later[0][n]) / later[0][n] for r in later) for n in names} if later else {}

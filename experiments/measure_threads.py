@@ -1,13 +1,13 @@
-"""How fast a prompt is read and answered on a machine that other programs use as well, by the number of threads.
+"""Measures the speed of prompt and answer beside other programs, by the number of threads.
 
     python3 scripts/dev.py python experiments/measure_threads.py MODEL.gguf
     python3 scripts/dev.py python experiments/measure_threads.py MODEL --way now --way 1:OMP_WAIT_POLICY=passive --json
 
-Each way is a process: THREADS, or THREADS:NAME=VALUE,NAME=VALUE with an environment of its own; 0 threads are kvedge's
-default. KVEDGE_LIB_DIR chooses the libraries of another build. All ways take turns beside 0, 1 and 2 loops that never
-wait, several times. Columns: the loops; the way; tokens a second of the prompt and of the answer, medians; each as a
-part of the best way's, which is 1; and the processors that other programs had meanwhile. A run in which they had more
-than a tenth of one is repeated; what was least disturbed counts.
+Each way is a process: THREADS, or THREADS:NAME=VALUE,NAME=VALUE with changed variables; 0 threads: kvedge's default.
+KVEDGE_LIB_DIR chooses the libraries of another build. All ways take turns several times, beside 0, 1 and 2 busy loops.
+Columns: the loops; the way; tokens per second of the prompt and of the answer, medians; each as a share of the best
+way's, which is 1; and the processors that other programs used meanwhile. A run in which they used more than a tenth of
+a processor is repeated; the least disturbed run counts.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from llama_source import log
 from measuring import show
 
 LOOP = "while True: pass"
-SPARE = 0.1  # of a processor, that other programs may have
+SPARE = 0.1  # share of a processor that other programs may use
 WORDS = "The quick brown fox jumps over the lazy dog and looks at the picture again. "
 
 
 @dataclass(frozen=True)
 class Run:
-    """Tokens a second of a prompt and of its answer, and how many processors other programs had meanwhile."""
+    """Tokens per second of a prompt and of its answer, and the processors that other programs used meanwhile."""
 
     prompt: float
     answer: float
@@ -60,7 +60,7 @@ class Way:
         self.run([])
 
     def run(self, others: Sequence[psutil.Popen]) -> Run:
-        """Answers once beside these."""
+        """Answers once beside the loops `others`."""
         began, busy, own = time.perf_counter(), _busy(), _used([self.process, *others])
         self.process.stdin.write("\n")
         self.process.stdin.flush()
@@ -73,7 +73,7 @@ class Way:
         return run
 
     def undisturbed(self, others: Sequence[psutil.Popen], tries: int) -> Run:
-        """Answers until other programs have let it, or so often; returns what was least disturbed."""
+        """Answers until other programs use at most SPARE, at most `tries` times. Returns the least disturbed run."""
         best = self.run(others)
         for _ in range(tries - 1):
             if best.others <= SPARE:
@@ -87,7 +87,7 @@ class Way:
 
 
 def _busy() -> float:
-    """Processor seconds of all programs."""
+    """Returns the processor seconds of all programs."""
     times = psutil.cpu_times()
     return sum(times) - times.idle - getattr(times, "iowait", 0.0) - getattr(times, "guest", 0.0)
 
@@ -118,7 +118,7 @@ def work(args: argparse.Namespace) -> None:
 
 @contextlib.contextmanager
 def loops(n: int) -> Iterator[list[psutil.Popen]]:
-    """Runs so many other programs meanwhile."""
+    """Runs n busy loops inside the `with`."""
     others = [psutil.Popen([sys.executable, "-c", LOOP]) for _ in range(n)]
     try:
         yield others
@@ -129,7 +129,7 @@ def loops(n: int) -> Iterator[list[psutil.Popen]]:
 
 
 def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Lets all ways take turns. Returns a row for each, and each number of loops."""
+    """Runs all ways in turn. Returns a row for each way and each number of loops."""
     ways = [Way(text, args) for text in args.way]
     found: dict[tuple[int, str], list[Run]] = {}
     for turn in range(args.rounds):

@@ -1,18 +1,18 @@
-"""What turning a stream's keys to smaller positions costs: KL of the next token, and the share of right answers.
+"""Measures the cost of turning a stream's keys to smaller positions: KL of the next token, share of right answers.
 
     python3 scripts/dev.py python experiments/measure_turning.py                  # the packaged model
     python3 scripts/dev.py python experiments/measure_turning.py --budget 128 --images 4 --samples 50
     python3 scripts/dev.py python experiments/measure_turning.py --talk 400 --samples 4 --within 1024
 
-A stream reads held-out scenes. Then its positions are made smaller, to a share of what they are, and a question
-follows. Another stream goes on as it is. Positions stay within the trained length either way, so that the difference is
-the turn's alone. KL(as it is || turned) is of each token of the first stream's answer, which both read. `gaps`: the
-share of positions of which no head holds a token; where more must go, older tokens move closer together. `answers`:
-right ones of both.
+A stream reads held-out scenes. Then its positions are reduced to a share, and a question follows. Another stream goes
+on without a change. Positions stay within the trained length in both, so that only the turn makes a difference.
+KL(unchanged || turned) is of each token of the unchanged stream's answer, which both read. `gaps`: the share of
+positions whose token no head holds; a larger reduction moves older tokens closer together. `answers`: right answers of
+both.
 
---talk: so many questions about one scene follow each other in one stream, which keeps the scene and the newest tokens
-(streaming-llm). The share of right answers of each hundred, with positions that count and that turn. --within: they
-stay within so many.
+--talk: this number of questions about one scene in one stream, which keeps the scene and the newest tokens
+(streaming-llm). Prints the share of right answers of each hundred, with counted and with turned positions. --within:
+the largest position of the turned stream.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ ASKS = (ask_code, ask_which_image, ask_describe)
 
 
 def drawn(seed: int, n_images: int) -> tuple[list[Scene], Question]:
-    """Scenes and a question about one of them; the same for the same seed."""
+    """Draws scenes and a question about one of them. The same seed gives the same scenes."""
     rng = np.random.default_rng([seed, n_images])
     while True:
         scenes = [draw_scene(rng, True) for _ in range(n_images)]
@@ -56,7 +56,7 @@ def drawn(seed: int, n_images: int) -> tuple[list[Scene], Question]:
 
 @contextlib.contextmanager
 def read(model: LoadedModel, plan: pykvedge.Plan, scenes: list[Scene]) -> Iterator[Session]:
-    """A stream that has read the scenes."""
+    """Yields a stream that has read the scenes."""
     pictures = [Picture(f"{i}.png", 240, 240, render(s).tobytes()) for i, s in enumerate(scenes)]
     with pykvedge.Session(model, plan=plan, stream=True, positions="count") as session:
         session.ask(show_text(len(scenes)), pictures, Sampling(max_tokens=4)).read()
@@ -64,7 +64,7 @@ def read(model: LoadedModel, plan: pykvedge.Plan, scenes: list[Scene]) -> Iterat
 
 
 def turn(session: Session, share: float) -> float:
-    """Makes its positions smaller; returns the share of gaps before."""
+    """Reduces the positions to a share. Returns the share of gaps before."""
     sequence, cache = session.engine.sequence, session.engine.cache
     assert cache is not None
     lengths = cache.lengths()
@@ -75,13 +75,13 @@ def turn(session: Session, share: float) -> float:
 
 
 def log_shares(session: Session) -> np.ndarray:
-    """Logarithms of the next token's probabilities, [n_vocab]."""
+    """Returns the logarithms of the next token's probabilities, [n_vocab]."""
     logits = session.engine.context.logits().astype(np.float64)
     return logits - logits.max() - np.log(np.exp(logits - logits.max()).sum())
 
 
 def compare(plain: Session, turned: Session, question: str, most: int) -> list[float]:
-    """KL of each token of the plain stream's answer, the first one included."""
+    """Returns the KL of each token of the plain stream's answer, including the first token."""
     answers = [session.ask(question, (), Sampling(max_tokens=most)) for session in (plain, turned)]
     out: list[float] = []
     while len(out) < most:
@@ -98,7 +98,7 @@ def compare(plain: Session, turned: Session, question: str, most: int) -> list[f
 
 
 def talk(model: LoadedModel, n_questions: int, seed: int, positions: str | int) -> tuple[list[bool], int, int]:
-    """Whether each answer is right, the last position, and how often positions turned."""
+    """Returns whether each answer is right, the last position, and how often positions turned."""
     rng = np.random.default_rng(seed)
     scene, right = draw_scene(rng, True), []
     picture = Picture("0.png", 240, 240, render(scene).tobytes())

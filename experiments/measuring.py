@@ -1,4 +1,4 @@
-"""What the scripts that measure have in common: options, a prompt of text and images, workers, and tables."""
+"""The common parts of the measuring scripts: options, a prompt of text and images, workers, and tables."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ import scriptpath  # noqa: F401
 from llama_source import ROOT
 
 STOCK_LIB = Path(os.environ.get("KVEDGE_STOCK_DIR", ROOT / "build" / "stock" / "lib"))
-Piece = tuple[int, bool]  # tokens, and whether they are an image's
+Piece = tuple[int, bool]  # number of tokens, whether they are an image's
 
 
 def options(explanation: str | None, images: bool = True) -> argparse.ArgumentParser:
-    """Makes a parser with the options that all have. images: whether the prompt has some."""
+    """Returns a parser with the common options. images: whether the prompt has images."""
     parser = argparse.ArgumentParser(description=explanation, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("model", help="GGUF file of the text model")
@@ -32,7 +32,7 @@ def options(explanation: str | None, images: bool = True) -> argparse.ArgumentPa
 
 
 def require(parser: argparse.ArgumentParser, args: argparse.Namespace, stock: bool = True) -> None:
-    """Ends the program where the model is missing, the unpatched library although it is needed, or room for text."""
+    """Exits with an error if the model, a needed unpatched library, or room for text is missing."""
     if not Path(args.model).is_file():
         parser.error(f"{args.model} is not a file; scripts/make_shape_model.py writes models to measure with")
     if stock and not STOCK_LIB.is_dir():
@@ -43,13 +43,13 @@ def require(parser: argparse.ArgumentParser, args: argparse.Namespace, stock: bo
 
 
 def pieces(images: int, image_tokens: int, tokens: int) -> list[Piece]:
-    """Makes the prompt in pieces: a few words, the images, the question."""
+    """Returns the pieces of the prompt: a few words, the images, the question."""
     text = tokens - images * image_tokens
     return [(text - text // 2, False), *[(image_tokens, True)] * images, (text // 2, False)]
 
 
 def chunks(parts: list[Piece], most: int) -> list[list[Piece]]:
-    """Cuts a prompt into parts of at most `most` tokens, which is read a second time in these; images stay whole."""
+    """Cuts a prompt into parts of at most `most` tokens, for a second pass. Images stay whole."""
     out: list[list[Piece]] = [[]]
     left = most
     for n, image in parts:
@@ -64,13 +64,13 @@ def chunks(parts: list[Piece], most: int) -> list[list[Piece]]:
 
 
 def libraries(kvedge: bool) -> dict[str, str]:
-    """Makes the environment of a process whose bindings load kvedge's llama.cpp, or the unpatched one."""
+    """Returns the environment of a process whose bindings load kvedge's llama.cpp, or the unpatched one."""
     stock = {} if kvedge else {"LLAMA_CPP_LIB_PATH": str(STOCK_LIB), "MTMD_CPP_LIB": str(STOCK_LIB)}
     return {**os.environ, **stock}
 
 
 class Worker:
-    """A worker is a process with one library; calls block until it answers."""
+    """A process with one library. A call blocks until the process answers."""
 
     def __init__(self, model: str, threads: int, kvedge: bool) -> None:
         command = [sys.executable, str(Path(__file__).with_name("comparison_worker.py")), model]
@@ -99,7 +99,7 @@ class Worker:
 
 
 def show(rows: list[dict[str, Any]], as_json: bool) -> None:
-    """Prints rows of the same columns, as JSON or below each other."""
+    """Prints rows with the same columns, as JSON or as a table."""
     if as_json:
         print(json.dumps(rows, indent=2))
         return

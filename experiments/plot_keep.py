@@ -1,4 +1,4 @@
-"""Draws what --keep costs and gives, from the tables of docs/results: right answers by question, and bytes by place.
+"""Draws the costs and gains of --keep, from the tables of docs/results: right answers by question, bytes by place.
 
     python3 scripts/dev.py python experiments/plot_keep.py docs/images/keep.svg
 """
@@ -24,7 +24,7 @@ FILE = {"color": "#ffffff", "edgecolor": "#80868b", "hatch": "////", "linewidth"
 
 
 def table(path: Path, head: str) -> list[list[str]]:
-    """Returns the cells of the table of a page whose first line begins with `head`, without its first two lines."""
+    """Returns the cells of a page's table whose first line begins with `head`, without its first two lines."""
     lines = path.read_text("utf-8").splitlines()
     at = next(i for i, line in enumerate(lines) if line.startswith(head)) + 2
     rows = []

@@ -1,4 +1,4 @@
-"""Draws README's picture: right answers by budget, of what measure_questions.py wrote with --json, a panel a protocol.
+"""Draws README's picture from the --json files of measure_questions.py: right answers by budget, one panel a protocol.
 
     python3 scripts/dev.py python experiments/measure_questions.py --samples 60 --method A,B --json later.json
     python3 scripts/dev.py python experiments/measure_questions.py --samples 60 --method A,B --json prompt.json \

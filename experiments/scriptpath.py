@@ -1,4 +1,4 @@
-"""Importing this module puts scripts/ on the import path: its helpers serve experiments, too."""
+"""Importing this module puts scripts/ on the import path, so that experiments can use its helpers."""
 
 import sys
 from pathlib import Path

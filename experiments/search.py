@@ -1,7 +1,7 @@
-"""Compositions of stages are tried on few samples, the better ones on more: successive halving, for the best plan.
+"""Successive halving: measures compositions of stages on few samples, and the better ones on more samples.
 
-What a composition loses is the mean over tasks of log(1 + KL to the full cache), so that neither a task with long
-answers nor one that is lost anyway decides; and a floor says how much of its worst task must be left.
+The loss of a composition is the mean over tasks of log(1 + KL to the full cache), so that no task dominates: neither a
+task with long answers nor a task that every composition fails. A floor sets the least agreement in the worst task.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from kvedge_lab.eval.tasks import Sample
 from pykvedge.errors import KvedgeError
 from pykvedge.plans.making import plan
 
-BASE = "knorm"  # a method without settings of its own; all its stages are replaced
+BASE = "knorm"  # a method without settings; all its stages are replaced
 Rows = Mapping[Key, Mapping[str, Any]]
-Choices = Mapping[str, Sequence[Mapping[str, Any]]]  # member -> the settings that it is tried with
+Choices = Mapping[str, Sequence[Mapping[str, Any]]]  # member -> the settings to try
 
 
 @dataclass(frozen=True)
 class Space:
-    """The product of these is searched, but for what the stages do not allow together.
+    """The search space: the product of the members of every stage, except combinations that the stages forbid.
 
-    Of every stage: members, each with the settings that it is tried with ("scorer.window"). others: fields of plans.
+    Each member has a list of settings to try ("scorer.window"). others: fields of plans.
     """
 
     scorers: Choices
@@ -36,7 +36,7 @@ class Space:
     others: Sequence[Mapping[str, Any]] = ({},)
 
     def cells(self, budget: Any) -> Iterator[Cell]:
-        """Makes a cell of every composition that there is, named after what is in it."""
+        """Yields a cell for every valid composition. The name of a cell lists its settings."""
         stages = (("scorer", self.scorers), ("allocator", self.allocators), ("reducer", self.reducers))
         lists = [[(stage, name, given) for name, of in choices.items() for given in of] for stage, choices in stages]
         for *members, others in product(*lists, self.others):
@@ -46,7 +46,7 @@ class Space:
             try:
                 yield Cell(_name(settings), plan(BASE, budget, **settings))
             except KvedgeError:
-                continue  # stages that do not go together
+                continue  # an invalid combination of stages
 
 
 def _name(settings: Mapping[str, Any]) -> str:
@@ -57,7 +57,7 @@ def _name(settings: Mapping[str, Any]) -> str:
 
 @dataclass(frozen=True)
 class Standing:
-    """A cell on the samples of a round. loss: nats, by task, mean of log(1 + KL) over samples; agrees: by task, the
+    """The results of a cell in a round. loss: nats, by task, mean of log(1 + KL) over samples; agrees: by task, the
     share of answer tokens whose likeliest token is the full cache's.
     """
 
@@ -71,13 +71,13 @@ class Standing:
         return sum(self.loss.values()) / len(self.loss)
 
     def order(self, floor: float) -> tuple[float, float, str]:
-        """Sorts better ones first; those below the floor in a task come behind all others, by how far."""
+        """Returns a sort key: better first. A cell below the floor in a task sorts after all others, by distance."""
         below = max(floor - min(self.agrees.values()), 0.0)
         return below, self.mean, self.cell.name
 
 
 def standings(cells: Iterable[Cell], samples: Sequence[Sample], rows: Rows) -> list[Standing]:
-    """Sums up what was measured of cells that were measured on all samples."""
+    """Returns the standings of the cells that were measured on all samples."""
     out = []
     for cell in cells:
         of = {sample: rows.get((sample.id, *cell.key)) for sample in samples}
@@ -100,8 +100,8 @@ def halving(
 ) -> list[Standing]:
     """Returns the standings after the last round, the best first.
 
-    rounds: samples of each task in every round, growing. keep: the share of cells that goes on after a round.
-    measure(samples, cells): the standings of the cells that could be measured.
+    rounds: samples of each task in every round, growing. keep: the share of cells that stays after a round.
+    measure(samples, cells): returns the standings of the cells that could be measured.
     """
     left, found = list(cells), []
     for number, count in enumerate(rounds):

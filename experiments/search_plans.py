@@ -1,12 +1,12 @@
-"""Searches the product of stages and settings for the plan that loses least at a budget, on the packaged demo model.
+"""Searches the product of stages and settings for the plan with the least loss at a budget, on the packaged model.
 
     python3 scripts/dev.py python experiments/search_plans.py --budget 0.2,0.1 --save search.jsonl
 
 Every composition is measured on few samples of each task, the better quarter on four times as many, and so on
-(successive halving, experiments/search.py); what comes out best in the last round is then measured on validation
-scenes beside every method that has a name. No scene is in two of the parts. A question is asked twice, compressed with
-what comes before it ("conversation") and after that alone was compressed ("context"): what is good at one of them can
-lose the other. Prints JSON: the best of every budget. With --save the same command goes on from where it stopped.
+(successive halving, experiments/search.py). The best of the last round are measured on validation scenes beside every
+named method. No scene is in two parts. A question is asked in two ways: compressed with the text before it
+("conversation"), and after only that text was compressed ("context"). A plan can be good in one way and bad in the
+other. Prints JSON: the best plans of every budget. With --save the same command continues an interrupted run.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class Search:
 
     def __init__(self, args: argparse.Namespace, part: str, compress: str) -> None:
         self.args, self.part, self.compress = args, part, compress
-        self.folder = tempfile.TemporaryDirectory()  # of textured pictures
+        self.folder = tempfile.TemporaryDirectory()  # holds textured pictures
         self.wants = Wants(answers=part != "search", compress=compress)
         path = None if args.save is None else args.save.with_suffix(f".{compress}.{part}{args.save.suffix}")
         self.records = Records(path, self.job([], []).header(), path is not None and path.exists())
@@ -121,7 +121,7 @@ class Search:
 
 
 class Together:
-    """Measures cells in each of the ways to compress; the tasks of each count as tasks of their own."""
+    """Measures cells in each way to compress. The tasks of each way count as separate tasks."""
 
     def __init__(self, args: argparse.Namespace, part: str) -> None:
         self.of = [Search(args, part, compress) for compress in args.compress]
@@ -139,7 +139,7 @@ class Together:
 
 
 def without(space: Space, names: set[str]) -> Space:
-    """The space without the members of these names."""
+    """Returns the space without the members of these names."""
     stages = ("scorers", "allocators", "reducers")
     left = {stage: {k: v for k, v in getattr(space, stage).items() if k not in names} for stage in stages}
     return replace(space, **left)

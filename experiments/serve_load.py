@@ -1,4 +1,4 @@
-"""Clients of a server, for experiments/measure_serve.py: they ask about pictures, go on, or leave in the middle."""
+"""Clients for experiments/measure_serve.py: they ask a server about pictures, go on, or leave in the middle."""
 
 from __future__ import annotations
 
@@ -17,37 +17,37 @@ from llama_source import ROOT
 
 SCENES = [str(path) for path in sorted((ROOT / "examples").glob("scene-?.png"))]
 QUESTIONS = ("Describe the image.", "What is the code?", "How many shapes are there?", "What is at the top left?")
-LEAVES, GOES_ON = 0.15, 0.4  # shares of answers that are left, and that another question follows
+LEAVES, GOES_ON = 0.15, 0.4  # shares of answers: abandoned; followed by another question
 TOKENS = 64
 
 
 @dataclass
 class Seen:
-    """What clients saw. answers: seconds of each complete one; first: seconds to its first token."""
+    """The results of clients. answers: seconds of each complete answer; first: seconds to its first token."""
 
     answers: list[float] = field(default_factory=list)
     first: list[float] = field(default_factory=list)
     tokens: int = 0
-    characters: int = 0  # of complete answers: servers do not agree on whether the last token counts
+    characters: int = 0  # of complete answers: servers count the last token differently
     left: int = 0
     wrong: list[str] = field(default_factory=list)
-    kept: list[float] = field(default_factory=list)  # KV bytes of prompts, and of what was kept of them
+    kept: list[float] = field(default_factory=list)  # (KV bytes of prompts, bytes after compression)
     full: list[float] = field(default_factory=list)
     seconds: float = 0.0
 
 
 @functools.cache
 def picture(path: str) -> dict[str, Any]:
-    """Makes the part of a message that shows a PNG file."""
+    """Returns the part of a message that shows a PNG file."""
     data = base64.b64encode(Path(path).read_bytes()).decode()
     return {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{data}"}}
 
 
 class Load:
-    """Clients of one server. Greedy answers about the same pictures are the same, so a lost or mixed one is seen."""
+    """Clients of one server. Greedy answers to the same messages are equal, so lost or mixed answers are noticed."""
 
     def __init__(self, url: str, fields: dict[str, Any] | None = None, seed: int = 0) -> None:
-        """fields: what every request asks for beside its messages."""
+        """fields: fields of every request, in addition to the messages."""
         host, _, port = url.removeprefix("http://").partition(":")
         self.address = (host, int(port))
         self.fields = {
@@ -58,10 +58,10 @@ class Load:
         }
         self.fields |= fields or {}
         self.random = random.Random(seed)
-        self.known: dict[str, str] = {}  # answers, by what was said
+        self.known: dict[str, str] = {}  # messages -> answer
 
     async def run(self, clients: int, seconds: float) -> Seen:
-        """Has so many clients ask for so many seconds; those that are answered then are waited for."""
+        """Runs clients for some seconds, and waits for the answers that have begun."""
         seen, began = Seen(), time.monotonic()
         await asyncio.gather(*[self._client(seen, began + seconds) for _ in range(clients)])
         seen.seconds = time.monotonic() - began
@@ -79,7 +79,7 @@ class Load:
         return {"role": "user", "content": [picture(path), {"type": "text", "text": text}]}
 
     async def _ask(self, seen: Seen, messages: list[Any]) -> str | None:
-        """Returns the answer, None where the client left or there was none."""
+        """Returns the answer; None: the client left, or no answer came."""
         leaves = self.random.randrange(1, 48) if self.random.random() < LEAVES else 0
         began, first, text, usage = time.monotonic(), 0.0, "", None
         reader, writer = await asyncio.open_connection(*self.address, limit=1 << 24)

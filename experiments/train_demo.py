@@ -3,7 +3,7 @@
     python experiments/train_demo.py OUT --workers 2
 
 Needs torch, numpy, pillow and gguf. Progress goes to stderr and to OUT/train.log; the accuracies (percent exact on
-held-out samples) to stdout as JSON. A second start with the same OUT goes on where the last checkpoint was written.
+held-out samples) to stdout as JSON. A second start with the same OUT continues from the last checkpoint.
 """
 
 from __future__ import annotations

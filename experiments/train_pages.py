@@ -3,7 +3,7 @@
     python experiments/train_pages.py OUT --workers 2
 
 Needs torch, numpy, pillow, gguf and tokenizers. Progress goes to stderr and to OUT/train.log; the accuracies (percent
-exact on held-out pages) to stdout as JSON. A second start with the same OUT goes on at the last checkpoint.
+exact on held-out pages) to stdout as JSON. A second start with the same OUT continues from the last checkpoint.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from pages.train_vision import train_vision
 def train(args: argparse.Namespace) -> None:
     train_vision(args.out, args.vision_steps, 800, args.seed, args.rank)
     if args.workers > 1:
-        dist.barrier()  # the tower is whole before another process reads it
+        dist.barrier()  # the tower must be complete before another process reads it
     train_text(args.out, Plan(args.text_steps, seed=args.seed), args.rank)
 
 

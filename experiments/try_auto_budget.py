@@ -1,13 +1,12 @@
-"""Whether a prompt's own last queries tell which budget it needs: their error predicts no loss, so there is no `auto`.
+"""Tests whether a prompt's last queries tell the budget that it needs. They do not, so there is no `--budget auto`.
 
     nice -n 10 python3 scripts/dev.py python experiments/try_auto_budget.py --samples 8 --save auto.jsonl
 
-For every prompt and budget: how much the attention output of the last 24 queries changes with the rows that stay
-(|out_kept - out_all|^2 / |out_all|^2, mean of heads and queries, or of the last 4 queries alone), the attention that is
-dropped, and the divergence from the full cache that the answer has. Prints for each statistic the rank correlation with
-the divergence at each budget; and for thresholds, the smallest budget below the threshold for each prompt: the mean
-budget, the mean divergence ln(1 + KL), the share of prompts below 0.99 agreement, beside fixed budgets. Validation
-scenes.
+For every prompt and budget: the change of the attention output of the last 24 queries by the dropped rows (|out_kept -
+out_all|^2 / |out_all|^2, mean of heads and queries, or of the last 4 queries); the dropped attention; and the answer's
+divergence from the full cache. Prints, for each statistic, its rank correlation with the divergence at each budget. For
+thresholds, takes the smallest budget below the threshold for each prompt, and prints, beside fixed budgets: the mean
+budget, the mean of ln(1 + KL), and the share of prompts below 0.99 agreement. Validation scenes.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ def drawn(count: int, seed: int) -> list[Sample]:
 
 
 def statistics(layers: list[pykvedge.Layer], kept: list[list[list[int]]]) -> dict[str, float]:
-    """Means over layers, query heads and queries, of one budget. kept: tokens per layer and KV head."""
+    """Returns means over layers, query heads and queries for one budget. kept: tokens per layer and KV head."""
     errors, dropped = [], []
     for layer, heads in zip(layers, kept, strict=True):
         group = len(layer.q) // len(layer.k)

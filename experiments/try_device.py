@@ -1,16 +1,16 @@
-"""Conversations on a device of ggml's against the same on the host: what each method keeps, and what it answers.
+"""Compares conversations on a device of ggml with the same on the host: the kept pairs and the answers of each method.
 
     python3 scripts/dev.py python experiments/try_device.py vulkan
     python3 scripts/dev.py python experiments/try_device.py vulkan -DVulkan_INCLUDE_DIR=... --model demo --method adakv
     python3 scripts/dev.py python experiments/try_device.py cuda -DCMAKE_CUDA_ARCHITECTURES=86 --model model.gguf
     python3 scripts/dev.py python experiments/try_device.py cuda --built-in      # after dev.py build -DGGML_CUDA=ON
 
-Builds that backend as a module in build/BACKEND, where it is not yet, and loads it beside the libraries that there are;
-or uses what the libraries hold.
-Without --model it asks the packaged model about a picture, and tiny models of random weights: heads that have flash
-attention on every device, as many KV heads as query heads; heads that have not, half as many; and positions of M-RoPE.
-Before that llama.cpp alone reads on the device what kvedge's uncompressed cache reads: how far logits are apart, and
-into how many parts each of them splits its graphs. Software devices count: Vulkan on Mesa's lavapipe needs Mesa 25,
+Builds the backend as a module in build/BACKEND, if it is missing, and loads it beside the installed libraries; or uses
+a backend in the libraries (--built-in).
+Without --model it asks the packaged model about a picture, and tiny models with random weights: with heads that have
+flash attention on every device, and as many KV heads as query heads; with heads that do not, and half as many; with
+M-RoPE. First, llama.cpp alone and kvedge's uncompressed cache read the same prompt on the device: the distance of the
+logits, and the number of graph splits of both. Software devices count too: Vulkan on Mesa's lavapipe needs Mesa 25,
 headers of Vulkan 1.4 and GGML_VK_VISIBLE_DEVICES=0, and compiles its shaders for minutes the first time.
 """
 
@@ -34,12 +34,12 @@ sys.path.insert(0, str(ROOT / "tests"))
 WORDS = "The quick brown fox jumps over the lazy dog and looks at the picture. "
 MESSAGES = ((WORDS * 5, ()), (WORDS * 2, ()))
 QUESTIONS = (("What is the code?", (str(ROOT / "examples" / "scene-1.png"),)), ("What shape is red?", ()))
-OTHERS, KL = 0.05, 1e-4  # what rounding explains: a share of pairs, and nats
+OTHERS, KL = 0.05, 1e-4  # limits of what rounding explains: share of other pairs, nats
 
 
 @dataclass(frozen=True)
 class Tried:
-    """A model, and what it is asked."""
+    """A model and the questions for it."""
 
     name: str
     model: Path
@@ -48,7 +48,7 @@ class Tried:
 
 
 def build(backend: str, given: list[str]) -> Path:
-    """Builds the module of a backend; returns its file. Raises SourceError."""
+    """Builds the module of a backend and returns its file. Raises SourceError."""
     tree, folder = find_build() / "llama.cpp", ROOT / "build" / backend
     off = dict.fromkeys(("NATIVE", "CPU", "RPC"), "OFF")
     options = {
@@ -69,7 +69,7 @@ def build(backend: str, given: list[str]) -> Path:
 
 
 def models(asked: list[str], folder: Path) -> list[Tried]:
-    """Lists models: those named, or the packaged one and tiny ones."""
+    """Returns the models to try: the named models, or the packaged model and tiny models."""
     import pykvedge
 
     data = Path(pykvedge.__file__).parent / "data"
@@ -86,7 +86,7 @@ def models(asked: list[str], folder: Path) -> list[Tried]:
 
 
 def cases(tried: list[Tried], methods: list[str], folder: Path) -> list[dict[str, Any]]:
-    """Lists conversations for the worker."""
+    """Returns the conversations for the worker."""
     from attached import case_of
     from profilefiles import write_profile
 
@@ -101,7 +101,7 @@ def cases(tried: list[Tried], methods: list[str], folder: Path) -> list[dict[str
 
 
 def work(worker: str, job: dict[str, Any]) -> list[dict[str, Any]]:
-    """Runs a job in a process of its own, as devices stay until it ends. Raises SourceError where it fails."""
+    """Runs a job in a separate process, because devices stay until a process ends. Raises SourceError if it fails."""
     command = [sys.executable, str(ROOT / "tests" / worker)]
     done = subprocess.run(command, input=json.dumps(job), stdout=subprocess.PIPE, text=True, check=False)
     if done.returncode != 0:
@@ -110,14 +110,14 @@ def work(worker: str, job: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def talk(asked: list[dict[str, Any]], device: str, module: Path | None) -> list[dict[str, Any]]:
-    """Runs conversations. Raises SourceError where it fails."""
+    """Runs conversations on a device. Raises SourceError if they fail."""
     log(f"{len(asked)} conversations on {'the host' if device == 'none' else device}")
     settings = {"kv_type": "f16", "device": device}
     return work("device_worker.py", {"cases": asked, "settings": settings, "module": module and str(module)})
 
 
 def against_stock(of: Tried, module: Path | None) -> dict[str, Any]:
-    """Reads the same with llama.cpp and with kvedge's uncompressed cache; returns a row of the second table."""
+    """Reads the same prompt with llama.cpp and kvedge's uncompressed cache. Returns a row of the second table."""
     import pykvedge
 
     log(f"llama.cpp and kvedge with {of.name}")
@@ -127,11 +127,11 @@ def against_stock(of: Tried, module: Path | None) -> dict[str, Any]:
 
 
 def compare(case: dict[str, Any], host: dict[str, Any], device: dict[str, Any]) -> dict[str, Any]:
-    """Makes a row of the table."""
+    """Returns a row of the first table."""
     from attached import differing
 
     alike = [a == b for a, b in zip(host["answers"], device["answers"], strict=True)]
-    # what follows another answer is another conversation
+    # after different answers, the conversations differ
     turns = alike.index(False) + 1 if False in alike else len(alike)
     return {
         "case": case["name"],
@@ -154,12 +154,12 @@ def show(rows: list[dict[str, Any]], logits: list[dict[str, Any]]) -> None:
 
 
 def same_parts(row: dict[str, Any]) -> bool:
-    """Tells whether graphs were split as llama.cpp's own."""
+    """Returns whether kvedge's graphs have as many splits as llama.cpp's."""
     return row["splits"]["kvedge"] == row["splits"]["stock"]
 
 
 def main() -> int:
-    """Prints tables. Exit code: 1 where nothing lay on a device, or where more differs than rounding explains."""
+    """Prints tables. Exit code 1: no rows were on a device, or rounding does not explain the differences."""
     import pykvedge
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)

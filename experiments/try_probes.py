@@ -1,15 +1,15 @@
-"""Whether a probe tells which budget a prompt needs: it does not, so there is no `--budget auto`.
+"""Tests whether a probe tells the budget that a prompt needs. It does not, so there is no `--budget auto`.
 
     nice -n 10 python3 scripts/dev.py python experiments/try_probes.py --of scenes --contexts 40 --save probes
 
-After the prefill all rows are there, so the full cache and kept rows can answer side by side. later: questions about
-the pictures are the probe, and the budget that they choose is judged by another question about them. prompt: the first
-tokens of the answer are the probe, and the tokens after them are judged, in fixed budgets as well. The smallest budget
-is taken at which no token of the probe diverges by more than a threshold. Prints, for probes and thresholds: the mean
-budget, the mean of ln(1 + KL) over answers, and the share of answers with a token that diverges by more than 0.1 nats;
-beside them a mixture of fixed budgets with the same mean, and the 95 % interval of "less than that", over contexts.
-"best" knows each answer's own loss. Validation scenes, held-out pages. The same command goes on from where it stopped;
---minutes 0 prints what there is; records of measure_pages.py fit.
+After the prefill all rows exist, so the full cache and the kept rows can answer side by side. later: some questions
+about the pictures are the probe; another question judges the budget that they choose. prompt: the first tokens of the
+answer are the probe; the tokens after them are judged, in fixed budgets too. The chosen budget is the smallest at which
+no token of the probe diverges by more than a threshold. Prints, for probes and thresholds: the mean budget, the mean of
+ln(1 + KL) over answers, and the share of answers with a token that diverges by more than 0.1 nats; beside a mixture of
+fixed budgets with the same mean, and the 95 % interval of the gain, over contexts. "best" knows each answer's loss.
+Data: validation scenes, held-out pages. The same command continues an interrupted run; --minutes 0 only prints; records
+of measure_pages.py can be used.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ from pykvedge.runtime.settings import Settings
 
 BUDGETS = (0.03, 0.05, 0.07, 0.1, 0.15, 0.2, 0.3)
 THRESHOLDS = (0.001, 0.01, 0.1)
-LOST = 0.1  # nats
+LOST = 0.1  # nats; a token above it counts as lost
 DRAWS = 2000
 Klds = dict[float, list[float]]  # budget -> divergence of each token of an answer
 
 
 def scenes(seed: int, count: int) -> list[list[Sample]]:
-    """Contexts of one scene with three questions each."""
+    """Returns contexts of one scene with three questions each."""
     out = []
     for n, (found, asked) in enumerate(
         itertools.islice(evalset.chain(("describe", "code", "where"), seed, 1, "validation"), count)
@@ -59,7 +59,7 @@ def loss(klds: list[float]) -> float:
 
 
 def probes(way: str, count: int) -> dict[str, Callable[[list[Klds]], list[tuple[Klds, Klds]]]]:
-    """Makes (probe, judged) of the answers about a context, by the probe's name. count: questions of a context."""
+    """Returns, by the probe's name, functions that make (probe, judged) of a context's answers (count questions)."""
     if way == "prompt":
         return {f"the first {n} tokens": partial(_beginnings, n) for n in (1, 3, 8, 16, 32)}
     each: dict[str, Callable[[list[Klds]], list[tuple[Klds, Klds]]]] = {
@@ -82,7 +82,7 @@ def _all_others(answers: list[Klds]) -> list[tuple[Klds, Klds]]:
 
 
 def judged(contexts: list[list[tuple[Klds, Klds]]], choose: Callable[[Klds, Klds], float]) -> np.ndarray:
-    """Returns [contexts, 4]: means of the chosen budget, the loss, whether a token is lost, and a count of answers."""
+    """Returns [contexts, 4]: mean chosen budget, mean loss, share of answers with a lost token, number of answers."""
     rows = []
     for of in contexts:
         chosen = [choose(probe, after) for probe, after in of]
@@ -93,7 +93,7 @@ def judged(contexts: list[list[tuple[Klds, Klds]]], choose: Callable[[Klds, Klds
 
 
 def beside(fixed: dict[float, np.ndarray], budget: float) -> np.ndarray:
-    """Mixes the two fixed budgets around a mean budget: [contexts, 4]."""
+    """Mixes the two fixed budgets around a mean budget. Returns [contexts, 4]."""
     budgets = sorted(fixed)
     high = next((b for b in budgets if b >= budget), budgets[-1])
     low = max((b for b in budgets if b < high), default=high)

@@ -1,25 +1,25 @@
-"""Would a storage type of three bits be worth having? What rows in fewer bits, but more of them, give at equal bytes.
+"""Tests whether a storage type of three bits is useful: more rows with fewer bits, at equal bytes.
 
     python3 scripts/dev.py python experiments/try_three_bits.py --samples 25
     python3 scripts/dev.py python experiments/try_three_bits.py --samples 25 --texture 16
 
-Reducers of this script's own (docs/plugins.md) round the rows that a method keeps as the type would, and the cache
-holds the result in f16; those that the library has, q8_0, q4_0 and tq3, by their definitions. tq3 came out of this
-trial, the others are not in the library. The candidates, after TurboQuant (Zandieh et al. 2025, arXiv:2504.19874):
+Reducers of this script (docs/plugins.md) round the kept rows as the type would, and the cache holds the result in f16.
+The library's types q8_0, q4_0 and tq3 round by their definitions. tq3 came out of this trial; the other candidates are
+not in the library. The candidates, after TurboQuant (Zandieh et al. 2025, arXiv:2504.19874):
 
-- turbo2, turbo3, turbo4: a row's norm in half precision, the row divided by it and turned (channels' signs drawn
-  once, then a Hadamard matrix), and each of its numbers as the nearest of 2^bits levels, those that Lloyd's rule finds
-  for a coordinate of a point that is uniform on the sphere (Algorithm 1);
-- turbo3-fit: the same levels, and in place of the norm the factor with which they come nearest to the row;
-- turbo3-sketch: of keys, one bit less for the levels, and of what these leave its norm and the signs of d Gaussian
-  projections (Algorithm 2), which makes products with queries right on average; values as turbo3;
+- turbo2, turbo3, turbo4: a row's norm in half precision; the row is divided by it and turned (channels' signs drawn
+  once, then a Hadamard matrix); each number becomes the nearest of 2^bits levels, which Lloyd's rule finds for a
+  coordinate of a uniform point on the sphere (Algorithm 1);
+- turbo3-fit: the same levels; instead of the norm, the factor that brings them nearest to the row;
+- turbo3-sketch: keys have one bit less for the levels; for the rest, its norm and the signs of d Gaussian
+  projections (Algorithm 2), which make products with queries right on average; values as turbo3;
 - tq3: turned as q4_0 is, nearly the same eight levels, a scale for every 32 numbers, fitted to them;
 - uniform3: turned the same way, eight levels at even distances, as q4_0 has sixteen; a scale for every 64 numbers.
 
 Columns: KL divergence of the next token from the full f16 cache's, nats a token along the reference answers, with the
-context compressed before its question is read. A row's budget is q4_0's; each type has as many pairs as fit into its
-bytes. In brackets the 95 % interval of the difference to q4_0 (paired bootstrap over samples). A second table has the
-relative squared error of the rows kept, of keys and of values.
+context compressed before its question is read. A row's budget is q4_0's; each type has as many pairs as fit into the
+same bytes. In brackets: the 95 % interval of the difference to q4_0 (paired bootstrap over samples). A second table has
+the relative squared error of the kept keys and values.
 """
 
 from __future__ import annotations
@@ -57,16 +57,16 @@ from pykvedge.runtime.settings import Settings
 
 DATA = ROOT / "pykvedge" / "data"
 TASKS = "code-in-image-k,which-image,code,where,describe,difference"
-HEAD_SIZE = 64  # of the demo model
+HEAD_SIZE = 64  # head size of the demo model
 METHODS = "snapkv,mixkv,calibrated,kvzip"
-BASE, SEED, STEPS = "q4_0", 3, 20_000  # what others are compared with; of signs and projections; of the density's grid
-ERRORS: dict[str, np.ndarray] = {}  # of a type: squared error and square of keys, then of values
-Rounded = Callable[[np.ndarray], np.ndarray]  # rows [n, d] float32 as a type would give them back
+BASE, SEED, STEPS = "q4_0", 3, 20_000  # the type to compare with; seed of signs and projections; grid of the density
+ERRORS: dict[str, np.ndarray] = {}  # by type: (squared error, square) of keys, then of values
+Rounded = Callable[[np.ndarray], np.ndarray]  # rounds rows [n, d] float32 as a type does
 
 
 @functools.cache
 def levels(bits: int, d: int) -> np.ndarray:
-    """2^bits levels, ascending, of least squared error for a coordinate of a uniform point on the sphere in d numbers.
+    """Returns 2^bits levels, ascending, with least squared error for a coordinate of a uniform point on the d-sphere.
 
     Lloyd's rule on the density (1 - x^2)^((d - 3) / 2), TurboQuant's lemma 1 and equation 4.
     """
@@ -81,7 +81,7 @@ def levels(bits: int, d: int) -> np.ndarray:
 
 
 def nearest_level(x: np.ndarray, bits: int) -> np.ndarray:
-    """The levels that numbers of unit rows [n, d] are nearest to."""
+    """Returns the level nearest to each number of unit rows [n, d]."""
     found = levels(bits, x.shape[-1])
     return found[np.searchsorted((found[1:] + found[:-1]) / 2, x)]
 
@@ -93,7 +93,7 @@ def signs(d: int) -> np.ndarray:
 
 @functools.cache
 def projections(d: int) -> np.ndarray:
-    """Gaussian numbers [d, d]."""
+    """Returns Gaussian numbers [d, d]."""
     return np.random.default_rng(SEED).normal(size=(d, d)).astype(np.float32)
 
 
@@ -117,13 +117,13 @@ def turbo(rows: np.ndarray, bits: int, fit: bool = False, sketch: bool = False) 
 
 
 def grouped(rows: np.ndarray, rounded: Rounded, size: int, turn: int) -> np.ndarray:
-    """Rows turned, rounded in groups of `size` numbers, and turned back."""
+    """Turns rows, rounds groups of `size` numbers, and turns the rows back."""
     turned = rotated(rows, turn)
     return rotated(rounded(turned.reshape(-1, size)).reshape(rows.shape), turn)
 
 
 def uniform3(groups: np.ndarray) -> np.ndarray:
-    """As q4_0, with codes from 0 to 7: the number of largest size becomes -4."""
+    """Rounds as q4_0, with codes from 0 to 7: the number with the largest size becomes -4."""
     place = np.abs(groups).argmax(axis=-1, keepdims=True)
     scale = np.take_along_axis(groups, place, axis=-1) / np.float32(-4)
     codes = np.rint(groups / np.where(scale == 0, np.float32(1), scale)).clip(-4, 3)
@@ -131,7 +131,7 @@ def uniform3(groups: np.ndarray) -> np.ndarray:
 
 
 def library_type(name: str) -> tuple[Rounded, Rounded]:
-    """A type of the library: of keys with rotation in the largest block, of values in blocks of 64."""
+    """Returns a library type for keys (rotated in the largest block) and for values (rotated in blocks of 64)."""
     rule = definition(name).rounded
     return (lambda k: grouped(k, rule, GROUP, k.shape[-1] & -k.shape[-1])), (lambda v: grouped(v, rule, GROUP, 64))
 
@@ -140,7 +140,7 @@ def both(rounded: Rounded) -> tuple[Rounded, Rounded]:
     return rounded, rounded
 
 
-# of keys and values; bits of a number in rows of d, averaged over both
+# (rounding of keys, of values); mean bits per number in rows of d
 TYPES: dict[str, tuple[tuple[Rounded, Rounded], Callable[[int], float]]] = {
     "f16": (both(half), lambda d: 16),
     "q8_0": (library_type("q8_0"), lambda d: 8.5),
@@ -159,12 +159,12 @@ TYPES: dict[str, tuple[tuple[Rounded, Rounded], Callable[[int], float]]] = {
 
 
 def stage(name: str) -> str:
-    """The reducer's name."""
+    """Returns the name of the type's reducer."""
     return "as-" + name.replace("_", "-")
 
 
 def register() -> None:
-    """A reducer for each type: evicts, and rounds what is left."""
+    """Registers a reducer for each type: it evicts, and rounds the kept rows."""
     for name, ((keys, values), _) in TYPES.items():
 
         def stored(head: Any, settings: Any, of: str = name, k: Rounded = keys, v: Rounded = values) -> Any:
@@ -186,7 +186,7 @@ def cells(args: argparse.Namespace) -> list[Cell]:
 
 
 def chosen(args: argparse.Namespace, folder: Path) -> list[Sample]:
-    """Samples of every task; with a texture their pictures are drawn into the folder."""
+    """Returns samples of every task. With a texture, their pictures are written into the folder."""
     tasks = [demo_samples(task, args.samples, args.seed, args.images) for task in args.tasks.split(",")]
     drawn = [sample for together in zip(*tasks, strict=True) for sample in together]
     if not args.texture:
@@ -205,7 +205,7 @@ def chosen(args: argparse.Namespace, folder: Path) -> list[Sample]:
 
 
 def measured(args: argparse.Namespace) -> dict[str, dict[str, dict[str, Any]]]:
-    """Records by cell and sample."""
+    """Returns records by cell and sample."""
     with tempfile.TemporaryDirectory() as folder:
         wants = Wants(answers=not args.no_answers, compress="context")
         files = DATA / "demo-model.gguf", DATA / "demo-mmproj.gguf"
@@ -224,7 +224,7 @@ def measured(args: argparse.Namespace) -> dict[str, dict[str, dict[str, Any]]]:
 
 
 def figures(args: argparse.Namespace, found: dict[str, dict[str, dict[str, Any]]]) -> list[dict[str, Any]]:
-    """A row for each method, size and type: KL, the difference to BASE with its interval, right answers."""
+    """Returns a row for each method, size and type: KL, the difference to BASE with its interval, right answers."""
     names = {f"{method} {name} at {budget:g}" for method, budget, name in product(args.method, args.budget, args.type)}
     ids = sorted(set.intersection(*(set(found.get(name, {})) for name in names)))
     out = []
@@ -245,7 +245,7 @@ def figures(args: argparse.Namespace, found: dict[str, dict[str, dict[str, Any]]
 
 
 def show(args: argparse.Namespace, rows: list[dict[str, Any]]) -> None:
-    """Methods and budgets downwards, types across."""
+    """Prints a table: a row for each method and budget, a column for each type."""
     lines = [["method", f"budget of {BASE}", *(f"{name}, {TYPES[name][1](args.size):g} bits" for name in args.type)]]
     for method, budget in product(args.method, args.budget):
         line = [f"`{method}`", f"{budget:g}"]

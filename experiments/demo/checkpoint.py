@@ -1,4 +1,4 @@
-"""What a run leaves: its log, and checkpoints, written beside the old one so that a killed run finds a whole file."""
+"""The log and the checkpoints of a run. Only a complete checkpoint replaces the old one, so a kill does no harm."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Learner = TypeVar("Learner", bound=nn.Module)
 
 
 class Log:
-    """Writes lines to stderr, and to a file that stays with the weights."""
+    """Writes lines to stderr, and to a file beside the weights."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -26,7 +26,7 @@ class Log:
 
 
 class Clock:
-    """Says when the next checkpoint is due."""
+    """Tells when the next checkpoint is due."""
 
     def __init__(self, every_s: float) -> None:
         self.every, self.last = every_s, time.time()
@@ -39,14 +39,14 @@ class Clock:
 
 
 def save_checkpoint(path: Path, parts: dict[str, Any], step: int) -> None:
-    """Every batch is drawn from (seed, step), so the step is the whole state of the random numbers."""
+    """Saves the parts. Batches are drawn from (seed, step), so the step is the whole random state."""
     scratch = path.with_suffix(".tmp")
     torch.save({"step": step, **{k: p.state_dict() for k, p in parts.items()}}, scratch)
     scratch.replace(path)
 
 
 def load_checkpoint(path: Path, parts: dict[str, Any]) -> int:
-    """Fill the parts from the file, if there is one; the step to go on from."""
+    """Loads the parts from the file, if it exists. Returns the step to continue from, 0 without a file."""
     if not path.exists():
         return 0
     state = torch.load(path, map_location="cpu", weights_only=True)
@@ -56,6 +56,6 @@ def load_checkpoint(path: Path, parts: dict[str, Any]) -> int:
 
 
 def load_learner(folder: Path, learner: Learner) -> Learner:
-    """Fill a new learner with the trained weights of the folder."""
+    """Loads the trained weights of the folder into a new learner."""
     learner.load_state_dict(torch.load(folder / "text.pt", map_location="cpu", weights_only=True)["learner"])
     return learner.eval()

@@ -1,4 +1,4 @@
-"""GGUF files of a trained model: text model with tokenizer and chat template, and the mmproj, LLaVA-1.5 style."""
+"""Writes the GGUF files of a trained model in LLaVA-1.5 style: text model (tokenizer, chat template) and mmproj."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TYPES = {
     "q8_0": (gguf.GGMLQuantizationType.Q8_0, gguf.LlamaFileType.MOSTLY_Q8_0),
     "f16": (gguf.GGMLQuantizationType.F16, gguf.LlamaFileType.MOSTLY_F16),
 }
-# names of a block's parts, ours and GGUF's, in the order of the file
+# our name of a block's part: name in GGUF, in the order of the file
 TEXT_NAMES = {"ln1": "attn_norm", "ln2": "ffn_norm", **{name: f"attn_{name}" for name in "qkv"}, "o": "attn_output",
               "gate": "ffn_gate", "up": "ffn_up", "down": "ffn_down"}  # fmt: skip
 VISION_NAMES = {"ln1": "ln1", "ln2": "ln2", **{name: f"attn_{name}" for name in "qkv"}, "o": "attn_out",
@@ -29,7 +29,7 @@ VISION_NAMES = {"ln1": "ln1", "ln2": "ln2", **{name: f"attn_{name}" for name in 
 
 
 def add_tensor(writer: gguf.GGUFWriter, name: str, tensor: Tensor, kind: str) -> None:
-    """Matrices in the file's type; vectors and position embeddings in F32, the patch convolution in F16."""
+    """Adds a tensor: matrices in the file's type, vectors and position embeddings in F32, the convolution in F16."""
     data = tensor.detach().float().numpy()
     wanted = TYPES[kind][0]
     if data.ndim == 1 or "position" in name:
@@ -52,7 +52,7 @@ def finish(writer: gguf.GGUFWriter) -> None:
 
 
 def set_values(writer: gguf.GGUFWriter, values: dict[str, Any]) -> None:
-    """Adds metadata by the names of GGUFWriter's methods."""
+    """Adds metadata. values: {name of a GGUFWriter method without "add_": value}."""
     for name, value in values.items():
         getattr(writer, f"add_{name}")(value)
 
@@ -94,7 +94,7 @@ def write_mmproj(path: Path, tower: dict[str, Tensor], state: dict[str, Tensor],
         "vision_use_gelu": True,
     })  # fmt: skip
     writer.add_bool("clip.has_llava_projector", True)
-    # without this llama.cpp would take LLaVA's default, the last layer but one
+    # llama.cpp's default for LLaVA is the last layer but one
     writer.add_array("clip.vision.feature_layer", [c.layers])
     add_tensor(writer, "v.patch_embd.weight", tower["patch.weight"].view(c.width, 3, CELL, CELL), kind)
     add_tensor(writer, "v.position_embd.weight", tower["position"], kind)
@@ -111,7 +111,7 @@ def write_mmproj(path: Path, tower: dict[str, Tensor], state: dict[str, Tensor],
 
 
 def convert(folder: Path, out: Path, kind: str, seed: int = 1) -> tuple[Path, Path]:
-    """Both files of the checkpoint in `folder`."""
+    """Writes both files of the checkpoint in `folder`. Returns their paths."""
     tower = load_tower(folder)
     learner = load_learner(folder, make_learner(seed, tower))
     state, config = learner.state_dict(), learner.text.c

@@ -1,7 +1,7 @@
 """Accuracy of the PyTorch model on held-out samples.
 
-Greedy decoding gives exactly the reference if and only if, with the reference as input, the most likely token is
-right at every position; so one forward pass a sample measures exact match without generating.
+Greedy decoding gives exactly the reference if and only if, with the reference as input, the most likely token is right
+at every position. So one forward pass for each sample measures exact match without generating.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def sample_row(maker: RowMaker, sample: Sample) -> Row:
 
 
 def chain_row(maker: RowMaker, scenes: tuple[Scene, ...], questions: list[Question]) -> Row:
-    """The last question behind the others and their answers; it alone is judged."""
+    """Returns the row of a chain: the last question after the others and their answers. Only the last is judged."""
     row, at = maker.images(None, list(scenes), N_PATCHES)
     for n, question in enumerate(questions):
         row.targets = [IGNORE] * len(row.targets)
@@ -46,7 +46,7 @@ def chain_row(maker: RowMaker, scenes: tuple[Scene, ...], questions: list[Questi
 
 
 def states(learner: Learner, batch: Batch, features: Tensor) -> Tensor:
-    """The last hidden states, [rows, tokens, width]."""
+    """Returns the last hidden states, [rows, tokens, width]."""
     x, table = learner.embed(batch, features), learner.text.table(batch.positions)
     for block in learner.text.blocks:
         x, _, _ = block(x, table, batch.mask)
@@ -55,7 +55,7 @@ def states(learner: Learner, batch: Batch, features: Tensor) -> Tensor:
 
 @torch.no_grad()
 def exact(learner: Learner, tower: VisionTower, rows: list[Row]) -> list[bool]:
-    """Whether each row's answer would be generated exactly."""
+    """Returns whether each row's answer would be generated exactly."""
     batch = collate(rows, torch.float32)
     x = states(learner, batch, image_features(tower, batch))
     learnt = batch.targets != IGNORE
@@ -66,9 +66,9 @@ def exact(learner: Learner, tower: VisionTower, rows: list[Row]) -> list[bool]:
 
 @torch.no_grad()
 def generate(learner: Learner, tower: VisionTower, sample: Sample, limit: int = 100) -> str:
-    """The greedy answer, by computing the whole row again for each token."""
+    """Returns the greedy answer. Computes the whole row again for each token."""
     row = sample_row(RowMaker(learner.tokenizer), sample)
-    # Cut the reference answer off: the row ends where its first token is predicted.
+    # Remove the reference answer: the row ends where its first token is predicted.
     start = next(t for t, cells in enumerate(row.sources) if cells)
     for name in ("ids", "positions", "branch", "targets", "sources"):
         del getattr(row, name)[start + 1 :]
@@ -86,7 +86,7 @@ def generate(learner: Learner, tower: VisionTower, sample: Sample, limit: int = 
 
 
 def accuracy(learner: Learner, tower: VisionTower, count: int, images: int, seed: int = 0) -> dict[str, float]:
-    """Percent exact, per task and turn, and of the last one of CHAINS; `images`: of the needle tasks."""
+    """Returns percent exact, per task and turn, and of the last question of CHAINS. images: of the needle tasks."""
     maker = RowMaker(learner.tokenizer)
     table: dict[str, float] = {}
     for task, second in itertools.product(TASKS, (False, True)):
@@ -101,7 +101,7 @@ def accuracy(learner: Learner, tower: VisionTower, count: int, images: int, seed
 
 
 def percent(learner: Learner, tower: VisionTower, rows: Iterator[Row], size: int) -> float:
-    """Of the rows, those whose answer would be generated exactly. size: images of each."""
+    """Returns the percent of rows whose answer would be generated exactly. size: images of each row."""
     results: list[bool] = []
     while part := list(itertools.islice(rows, max(1, 32 // size))):
         results += exact(learner, tower, part)

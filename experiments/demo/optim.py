@@ -38,7 +38,7 @@ class Muon(torch.optim.Optimizer):
 
 
 class Optimizers:
-    """The pair, as one object: `step(factor)` scales both base rates."""
+    """Both optimizers as one object: `step(factor)` scales both base rates."""
 
     def __init__(self, modules: list[nn.Module], muon_lr: float, adam_lr: float) -> None:
         matrices, others = [], []

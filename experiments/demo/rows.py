@@ -1,6 +1,6 @@
-"""Training rows of the text model: images once, then several questions that see the images but not each other.
+"""Training rows of the text model: the images once, then several questions that see the images but not each other.
 
-Now and then one comes behind another and its answer, as a conversation goes on: it sees these, too.
+Some questions follow another question and its answer, as a conversation goes on: these see both.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from kvedge_lab.demo_tasks.tasks import NEEDLE_TASKS, SINGLE_TASKS, Question, as
 from .tokenizer import BOS, EOS, Tokenizer
 from .vision import COLOUR_NAMES, N_PATCHES, patch_labels
 
-# Pairs of a usual and another wording; a set is applied as a whole.
+# Pairs of a usual and another wording. All pairs of a set are applied together.
 WORDINGS = (
     (("What colour is", "What color is"), ("Describe the image", "Describe this image")),
     (("What colour is", "What is the colour of"), ("What shape is", "What is the shape of"), ("the code", "this code")),
@@ -26,16 +26,16 @@ WORDINGS = (
 )
 MAX_SOURCES = 5
 IGNORE = -100
-FOLLOWS = 0.35  # of the questions but the first: asked behind the answer to the one before
+FOLLOWS = 0.35  # share of the later questions that follow the answer to the previous one
 
 
 @dataclass(frozen=True)
 class Style:
-    """How a question comes.
+    """The form of a question.
 
-    turn: 0 with the images, 1 after a turn that only shows them, 2 behind another question and its answer.
-    rare: the rarer form of what is before it.
-    spaced: its answer is history alone, with the space that a template writes before it, and is not learnt.
+    turn: 0 with the images, 1 after a turn that only shows them, 2 after another question and its answer.
+    rare: the rarer form of the text before the question.
+    spaced: the answer is only history and is not learnt; it has the template's space before it.
     """
 
     turn: int
@@ -45,7 +45,7 @@ class Style:
 
 @dataclass
 class Row:
-    """Per token: id (-1: patch), position, branch (0: seen by all), target, and the cells the target is read from."""
+    """Per token: id (-1: patch), position, branch (0: visible to all), target, and the source cells of the target."""
 
     scenes: list[Scene]
     ids: list[int] = field(default_factory=list)
@@ -65,7 +65,7 @@ class Row:
 
 
 def shown_patches(rng: np.random.Generator, scene: Scene, background: int) -> np.ndarray:
-    """Patches that show something, and some plain ones: training skips the others, but not their positions."""
+    """Returns patches that show something, and some plain ones. Training skips the others, not their positions."""
     shown = patch_labels(scene)[:, 0] > 0
     plain = np.flatnonzero(~shown)
     if background < len(plain):
@@ -78,12 +78,12 @@ class RowMaker:
         self.tok = tokenizer
 
     def images(self, rng: np.random.Generator | None, scenes: list[Scene], background: int) -> tuple[Row, int]:
-        """The row up to its last image, and the position after it. Without `rng`: the usual form, every patch."""
+        """Returns the row up to its last image, and the next position. Without `rng`: the usual form, every patch."""
         row, at = Row(scenes), 1
         row.add([BOS], 0, 0)
         images = image_text(len(scenes))
         if rng is not None and rng.random() < (0.15 if len(scenes) == 1 else 0.35):
-            # Also one numbered image, and several without numbers, as a chat program hands them over.
+            # Also one numbered image, and several without numbers, as chat programs send them.
             images = f"Image 1: {MEDIA}" if len(scenes) == 1 else "\n".join([MEDIA] * len(scenes))
         texts = ("USER: " + images).split(MEDIA)
         for k, scene in enumerate(scenes):
@@ -98,7 +98,7 @@ class RowMaker:
         return row, at
 
     def ask(self, row: Row, at: int, branch: int, question: Question, style: Style) -> int:
-        """Add one question with its answer at position `at`; returns the position behind it."""
+        """Adds one question with its answer at position `at`. Returns the next position."""
         show = f"\n{show_text(len(row.scenes))}\nASSISTANT:"
         asked = f"{question.text}\nASSISTANT:" + (" " if style.spaced else "")
         if style.turn == 0:
@@ -119,14 +119,14 @@ class RowMaker:
             for j, cells in enumerate(question.sources[: len(answer) - 1]):
                 row.sources[first + j] = cells
         if style.turn == 1 and not style.rare:
-            # The first turn's "ok" is learnt, too; its first token is the role marker's prediction.
+            # The first turn's "ok" is learnt too; the role marker predicts its first token.
             start = len(row.ids) - len(answer) + 1 - len(before) + len(self.tok.encode(show)) - 1
             row.targets[start : start + 2] = [*self.tok.encode(SHOW_ANSWER), EOS]
         return at + len(before) + len(answer) - 1
 
 
 def draw_questions(rng: np.random.Generator, scenes: list[Scene], amount: int) -> list[Question]:
-    """Questions about these scenes, the long answers and needles most often."""
+    """Draws questions about these scenes, mostly with long answers or needles."""
     count = len(scenes)
     single = list(SINGLE_TASKS)
     weights = np.array([1.0, 1.0, 1.3, 1.3, 1.2, 1.0] if count == 1 else [0.4, 0.4, 0.4, 0.6, 3.0, 0.8, 3.0])
@@ -148,7 +148,7 @@ def draw_questions(rng: np.random.Generator, scenes: list[Scene], amount: int) -
 
 
 def reworded(rng: np.random.Generator, question: Question) -> Question:
-    """Now and then another wording, so that the model does not depend on one."""
+    """Sometimes changes the wording, so that the model does not depend on one wording."""
     if rng.random() > 0.15:
         return question
     text = question.text
@@ -190,8 +190,8 @@ class Batch:
     patch_at: Tensor  # [patches, 2]: row, token
     patch_of: Tensor  # [patches, 2]: scene, patch
     patch_image: Tensor  # [patches]: number of the image within its row
-    patch_before: Tensor  # [patches]: colour in the image before, where two images are a pair, else IGNORE
-    pairs: Tensor  # [pairs, 3]: row, token, and the token of the same cell in the image before
+    patch_before: Tensor  # colour in the previous image, where two images are a pair, else IGNORE
+    pairs: Tensor  # [pairs, 3]: row, token, and the token of the same cell in the previous image
     source_at: Tensor  # [supervised, 2]: row, token
     source_tokens: Tensor  # [supervised, MAX_SOURCES], -1: none
     source_labels: Tensor  # [supervised]: index into the patches of the first source

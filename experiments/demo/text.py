@@ -35,14 +35,14 @@ class RMSNorm(nn.Module):
 
 
 def rope_table(positions: Tensor, size: int, base: float) -> tuple[Tensor, Tensor]:
-    """Cosine and sine, [batch, 1, tokens, size / 2]."""
+    """Returns cosine and sine, [batch, 1, tokens, size / 2]."""
     rate = base ** (-torch.arange(0, size, 2, dtype=torch.float32) / size)
     angle = positions[:, None, :, None].float() * rate
     return angle.cos(), angle.sin()
 
 
 def rotate(x: Tensor, table: tuple[Tensor, Tensor]) -> Tensor:
-    """Neighbouring dimensions are the pairs (llama.cpp's "norm" type)."""
+    """Rotates pairs of neighbouring dimensions (llama.cpp's "norm" type)."""
     cos, sin = (t.to(x.dtype) for t in table)
     a, b = x[..., 0::2], x[..., 1::2]
     return torch.stack((a * cos - b * sin, a * sin + b * cos), -1).flatten(-2)
@@ -65,7 +65,7 @@ class TextBlock(nn.Module):
             self.down.weight.mul_(0.3)
 
     def project(self, x: Tensor, table: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries [b, heads, t, size], keys and values [b, kv_heads, t, size]."""
+        """Returns queries [b, heads, t, size], keys and values [b, kv_heads, t, size]."""
         b, t, _ = x.shape
         h = self.ln1(x)
         q, k, v = (m(h).view(b, t, -1, self.c.head_size).transpose(1, 2) for m in (self.q, self.k, self.v))
@@ -78,7 +78,7 @@ class TextBlock(nn.Module):
         return x + self.down(F.silu(self.gate(h)) * self.up(h))
 
     def forward(self, x: Tensor, table: tuple[Tensor, Tensor], mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Also gives back the rotated queries and keys, for the attention loss."""
+        """Computes a block. Also returns the rotated queries and keys, for the attention loss."""
         q, k, v = self.project(x, table)
         groups = self.c.heads // self.c.kv_heads
         b, h, t, d = q.shape

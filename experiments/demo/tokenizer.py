@@ -1,8 +1,8 @@
-"""The vocabulary and the trainer's own tokenizer: what llama.cpp's SPM tokenizer does with this vocabulary.
+"""The vocabulary, and the trainer's tokenizer, which behaves as llama.cpp's SPM tokenizer with this vocabulary.
 
-Each word is built from its prefixes ("▁r", "▁re", "▁red"), the only merges that exist, so that the greedy merging of
-SPM can only walk along a word from its start. Whatever is in no word falls apart into characters, or bytes.
-Line breaks and the names of the roles are user-defined tokens, after which llama.cpp puts a space before the text.
+Each word is built from its prefixes ("▁r", "▁re", "▁red"). Only these merges exist, so the greedy merging of SPM can
+only walk along a word from its start. Other text falls apart into characters or bytes. Line breaks and the names of the
+roles are user-defined tokens; llama.cpp puts a space before the text after them.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ WORDS = (
     *("in", "image", "are", "many", "there", "code", "has", "difference", "between", "and", "at", "a", "an", "these"),
     *("images", "of", "does", "this", "say", "Here"),
 )
-# The same form as llama.cpp's built-in "vicuna" template writes, which it recognises by these role names.
+# The form of llama.cpp's built-in "vicuna" template, which llama.cpp recognises by these role names.
 CHAT_TEMPLATE = (
     "{% for message in messages %}{% if message['role'] == 'user' %}{{ 'USER: ' + message['content'] + '\\n' }}"
     "{% elif message['role'] == 'assistant' %}{{ 'ASSISTANT: ' + message['content'] + '</s>\\n' }}"
@@ -48,7 +48,7 @@ class Tokenizer:
         return len(self.pieces)
 
     def _plain(self, text: str) -> list[int]:
-        """Text without special tokens; the prefix space is added here."""
+        """Encodes text without special tokens. Adds the prefix space."""
         text = SPACE + text.replace(" ", SPACE)
         out, at = [], 0
         while at < len(text):
@@ -65,7 +65,7 @@ class Tokenizer:
         return out
 
     def encode(self, text: str) -> list[int]:
-        """As llama_tokenize(add_special=False, parse_special=True) does."""
+        """Encodes as llama_tokenize(add_special=False, parse_special=True) does."""
         specials = sorted((*USER_DEFINED, "<s>", "</s>"), key=len, reverse=True)
         out, plain, at = [], "", 0
         while at < len(text):
@@ -82,12 +82,12 @@ class Tokenizer:
         return "".join(self.pieces[i] for i in ids).replace(SPACE, " ").strip()
 
     def token_types(self) -> list[int]:
-        """GGUF token types: 1 normal, 2 unknown, 3 control, 4 user-defined, 5 unused, 6 byte."""
+        """Returns GGUF token types: 1 normal, 2 unknown, 3 control, 4 user-defined, 5 unused, 6 byte."""
         types = [2, 3, 3] + [6] * 256 + [4] * len(USER_DEFINED)
         return types + [5 if p.startswith("<unused") else 1 for p in self.pieces[len(types) :]]
 
     def scores(self) -> list[float]:
-        """Longer pieces of a word first; any order would do."""
+        """Returns scores: longer pieces of a word first; any order would work."""
         return [float(len(p)) if p in self.known else -1000.0 for p in self.pieces]
 
 

@@ -1,4 +1,4 @@
-"""Phase 2: projector and text model on the frozen vision tower, with two training-only losses beside the next token."""
+"""Phase 2: trains projector and text model on the frozen vision tower, with two training-only losses."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ PROBE_SIZES = {
 
 @dataclass(frozen=True)
 class Plan:
-    """What a run trains on: steps of it, images per prompt at most, plain patches kept, and the learning rates."""
+    """The training plan: steps, images per prompt at most, plain patches, and the learning rates."""
 
     steps: int
     max_images: int = 4
@@ -90,7 +90,7 @@ class Learner(nn.Module):
         return loss, {n: v.item() for n, v in shown.items()}
 
     def probe_loss(self, x: Tensor, batch: Batch) -> Tensor:
-        """Patches, and the positions that an answer is predicted from, tell what is (or is to be) seen there."""
+        """Loss of the probe: patches, and positions that predict an answer, must tell what the patch shows."""
         labels = probe_labels(batch)
         image = x[batch.patch_at[:, 0], batch.patch_at[:, 1]]
         answer = x[batch.source_at[:, 0], batch.source_at[:, 1]]
@@ -113,7 +113,7 @@ def probe_labels(batch: Batch) -> Tensor:
 
 @dataclass(frozen=True)
 class Goal:
-    """Which tokens [n, 2] of a batch should attend to which [n, m] of their row (-1: none), and in which heads."""
+    """Tokens [n, 2] of a batch that should attend to tokens [n, m] of their row (-1: none), in these heads."""
 
     at: Tensor
     to: Tensor
@@ -121,7 +121,7 @@ class Goal:
 
 
 def attention_loss(q: Tensor, k: Tensor, mask: Tensor, goal: Goal) -> Tensor:
-    """-log of the attention that the heads give to the tokens they should see."""
+    """Returns -log of the attention that the heads give to their goal."""
     row, token = goal.at[:, 0], goal.at[:, 1]
     groups = q.shape[1] // k.shape[1]
     loss = q.new_zeros(())
@@ -136,7 +136,7 @@ def attention_loss(q: Tensor, k: Tensor, mask: Tensor, goal: Goal) -> Tensor:
 
 
 def draw_batch(maker: RowMaker, plan: Plan, key: tuple[int, ...], several: bool) -> Batch:
-    """One or several images a row; most batches show some of the plain patches, some show all."""
+    """Draws one or several images for each row. Most batches have some of the plain patches, some have all."""
     rng = np.random.default_rng((plan.seed, 2, *key, int(several)))
     late = key[-1] >= plan.late_from * plan.steps
     count = int(rng.integers(2, (plan.late_images if late else plan.max_images) + 1)) if several else 1
@@ -178,7 +178,7 @@ def make_learner(seed: int, tower: VisionTower) -> Learner:
 
 
 def train_text(folder: Path, plan: Plan, rank: int = 0) -> Path:
-    """Train (or go on training); `plan.steps` counts from the beginning, and the rate decays towards it."""
+    """Trains, or continues. plan.steps counts from the beginning, and the rate decays towards the last step."""
     path = folder / "text.pt"
     tower = load_tower(folder)
     learner = make_learner(plan.seed, tower)

@@ -1,4 +1,4 @@
-"""Phase 1: the vision tower alone, on the patch targets."""
+"""Phase 1: trains only the vision tower, on the patch targets."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ def draw_batch(seed: tuple[int, ...], size: int, held_out: bool = False) -> tupl
 
 
 def schedule(done: float, warm: float = 0.02, floor: float = 0.03) -> float:
-    """Learning-rate factor after that share of the work: short warm-up, flat, linear decay over the second half."""
+    """Returns the learning-rate factor at a share of the work: short warm-up, flat, linear decay in the second half."""
     return min(1.0, done / warm + 0.01, max(floor, (1 - done) * 2))
 
 
 def shares(accuracy: torch.Tensor) -> str:
-    """Percent right, per patch target."""
+    """Returns percent right, per patch target."""
     return " ".join(f"{n} {100 * a:.1f}" for n, a in zip(PATCH_TARGETS, accuracy.tolist(), strict=True))
 
 
@@ -41,7 +41,7 @@ def held_out_accuracy(tower: VisionTower, heads: PatchHeads, seed: int) -> str:
 
 
 def train_vision(folder: Path, steps: int, batch: int, seed: int, log: Log) -> Path:
-    """Train (or go on training) the tower; returns its checkpoint."""
+    """Trains the tower, or continues. Returns its checkpoint."""
     torch.manual_seed(seed)
     path = folder / "vision.pt"
     tower, heads = VisionTower(), PatchHeads()

@@ -12,7 +12,7 @@ from kvedge_lab.demo_tasks.scenes import CELL, COLOURS, GRID, IMAGE_SIZE, SHAPES
 
 N_PATCHES = GRID * GRID
 COLOUR_NAMES = tuple(COLOURS)
-# What each patch is asked to tell during the vision phase; 0 means "nothing here" for all but row and column.
+# What each patch must tell during the vision phase. 0 means "nothing here", except for row and column.
 PATCH_TARGETS = {
     "kind": 1 + len(SHAPES) + len(CODE_CHARS),
     "colour": 1 + len(COLOURS),
@@ -31,7 +31,7 @@ class VisionConfig:
 
 
 def patch_labels(scene: Scene) -> np.ndarray:
-    """Targets of every patch, uint8 [144, len(PATCH_TARGETS)]."""
+    """Returns the targets of every patch, uint8 [144, len(PATCH_TARGETS)]."""
     labels = np.zeros((GRID, GRID, len(PATCH_TARGETS)), np.uint8)
     labels[..., 5] = np.arange(GRID)[:, None]
     labels[..., 6] = np.arange(GRID)[None, :]
@@ -47,14 +47,14 @@ def patch_labels(scene: Scene) -> np.ndarray:
 
 
 def patchify(images: Tensor) -> Tensor:
-    """uint8 [n, 240, 240, 3] to normalised patches [n, 144, 1200], ordered as the convolution's weights."""
+    """Returns normalised patches [n, 144, 1200] of uint8 [n, 240, 240, 3], in the order of the convolution."""
     n = images.shape[0]
     x = images.view(n, GRID, CELL, GRID, CELL, 3).permute(0, 1, 3, 5, 2, 4)
     return x.reshape(n, N_PATCHES, 3 * CELL * CELL).float().div_(127.5).sub_(1.0)
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
-    """Plain attention: in bfloat16 on a CPU its backward pass is several times faster than the fused one."""
+    """Plain attention: in bfloat16 on a CPU, its backward pass is several times faster than the fused one."""
     with torch.autocast("cpu", enabled=False):
         scores = (q * q.shape[-1] ** -0.5) @ k.transpose(-1, -2)
         if mask is not None:
@@ -95,7 +95,7 @@ class VisionTower(nn.Module):
 
 
 class PatchHeads(nn.Module):
-    """Linear read-outs of the patch targets: they exist in training only."""
+    """Linear read-outs of the patch targets, only used in training."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -103,7 +103,7 @@ class PatchHeads(nn.Module):
         self.linear = nn.Linear(VisionConfig.width, sum(self.sizes))
 
     def forward(self, features: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        """The loss, and the accuracy of each target on patches that show something (row, column: all)."""
+        """Returns the loss, and the accuracy of each target on patches that show something (row, column: all)."""
         shown = labels[..., 0] > 0
         loss, accuracy = features.new_zeros(()), []
         for k, logits in enumerate(self.linear(features).split(self.sizes, -1)):

@@ -1,4 +1,4 @@
-"""Training in several processes of one thread each, whose gradients are averaged."""
+"""Trains in several processes of one thread each, and averages their gradients."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 
 def parser_of(about: str | None, vision_steps: int, text_steps: int, samples: int) -> ArgumentParser:
-    """Makes the parser of a program that trains a model, with these defaults."""
+    """Returns the parser of a training program, with these defaults."""
     parser = ArgumentParser(description=about, formatter_class=RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path, help="folder of checkpoints, log and GGUF files")
     parser.add_argument("--workers", type=int, default=2, help="single-thread processes")
@@ -31,10 +31,10 @@ def parser_of(about: str | None, vision_steps: int, text_steps: int, samples: in
 def in_workers(args: Namespace, train: Callable[[], object]) -> None:
     """Runs `train` here and, from rank 0, in args.workers - 1 more processes with the same command line.
 
-    args: has out, workers, rank and store, the last two as the processes were given them.
+    args: has out, workers, rank and store; rank and store are as the process got them.
     """
     others: list[subprocess.Popen] = []
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the others end with this one
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the other processes end with this one
     if args.rank == 0 and args.workers > 1:
         args.store = str((args.out / f"store-{os.getpid()}").resolve())
         command = [sys.executable, *sys.argv, "--store", args.store]

@@ -1,4 +1,4 @@
-"""GGUF files of the trained second model: Qwen2-VL's text model, and its tower with the merger."""
+"""Writes the GGUF files of the trained second model: Qwen2-VL's text model, and its tower with the merger."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def write_text(path: Path, state: dict[str, Tensor], c: PageConfig, kind: str) -
 
 
 def write_mmproj(path: Path, tower: dict[str, Tensor], scale: Tensor, kind: str) -> None:
-    """The second of the two frames that a patch is made of in Qwen2-VL has weights of 0: a page does not move."""
+    """Writes the mmproj. Qwen2-VL's patches have two frames; the second gets weights of 0: a page does not move."""
     c, writer = TowerConfig, gguf.GGUFWriter(str(path), "clip")
     set_values(writer, about(f"{NAME}, vision", kind) | {
         "clip_has_vision_encoder": True, "clip_projector_type": "qwen2vl_merger",
@@ -72,7 +72,7 @@ def write_mmproj(path: Path, tower: dict[str, Tensor], scale: Tensor, kind: str)
 
 
 def convert(folder: Path, out: Path, kind: str, seed: int = 1) -> tuple[Path, Path]:
-    """Both files of the checkpoints in `folder`."""
+    """Writes both files of the checkpoints in `folder`. Returns their paths."""
     tower = load_tower(folder)
     learner = load_learner(folder, make_learner(seed, tower))
     out.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""Accuracy of the PyTorch model on held-out pages: one forward pass a sample, as demo/evaluate.py explains."""
+"""Accuracy of the PyTorch model on held-out pages: one forward pass for each sample (see demo/evaluate.py)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .vision import Tower
 
 
 def sample_row(tower: Tower, sample: PageSample, turn: int = 0) -> Row:
-    """The sample as a row in which the answer alone is judged; turn: as in `ask`, 0 or 1."""
+    """Returns the row of a sample, where only the answer is judged. turn: as in `ask`, 0 or 1."""
     row, at = page_row(encode_pages(tower, sample.pages, torch.float32))
     ask(row, at, 1, sample.question, turn)
     before = len(row.ids) - len(encode(sample.question.answer)) - 1
@@ -28,18 +28,18 @@ def sample_row(tower: Tower, sample: PageSample, turn: int = 0) -> Row:
 
 @torch.no_grad()
 def logits(learner: Learner, row: Row) -> np.ndarray:
-    """What the model says at each token that is judged, [tokens, vocabulary]."""
+    """Returns the logits at each judged token, [tokens, vocabulary]."""
     batch = collate([row], torch.float32)
     return learner.text.head(learner.states(batch)[batch.targets != IGNORE]).numpy()
 
 
 def exact(learner: Learner, row: Row) -> bool:
-    """Whether the row's answer would be generated exactly."""
+    """Returns whether the row's answer would be generated exactly."""
     return logits(learner, row).argmax(-1).tolist() == [target for target in row.targets if target != IGNORE]
 
 
 def accuracy(learner: Learner, tower: Tower, count: int, seed: int = 0) -> dict[str, float]:
-    """Percent exact of each task, about one page and about four."""
+    """Returns percent exact of each task, about one page and about four."""
     table = {}
     for task, pages in itertools.product(TASKS, (1, 4)):
         if pages == 1 and task == "which-page":

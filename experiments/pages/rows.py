@@ -1,6 +1,6 @@
 """Training rows of the text model: the pages once, then several questions that see the pages but not each other.
 
-Now and then a question comes behind another and its answer, as a conversation goes on: it sees these, too.
+Some questions follow another question and its answer, as a conversation goes on: these see both.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from .vision import TARGETS
 
 ASSISTANT = f"{END}\n{START}assistant\n"
 FOLLOWS, SECOND_TURN = 0.25, 0.3
-# What an answer's position cannot tell before it has found its source, by task; the page is the last of the labels.
+# Labels that an answer's position cannot tell before its source is found, by task. The page is the last label.
 FOUND_LAST = {"longest": ("key",), "which-line": ("key",), "which-page": ("page", "slot")}
 LABELS = tuple(TARGETS)
 
 
 @dataclass(frozen=True)
 class Encoded:
-    """A page with what the tower makes of it: features [cells, width], and the targets of its cells."""
+    """A page encoded by the tower: features [cells, width], and the targets of its cells."""
 
     page: Page
     features: Tensor
@@ -38,7 +38,7 @@ class Encoded:
 
 @dataclass
 class Row:
-    """Per token: id (-1: a cell of a page), position, branch (0: seen by all), target, and the cell it is read from."""
+    """Per token: id (-1: a page's cell), position, branch (0: visible to all), target, and the source cell."""
 
     pages: Sequence[Encoded]
     ids: list[int] = field(default_factory=list)
@@ -47,10 +47,10 @@ class Row:
     targets: list[int] = field(default_factory=list)
     sources: list[tuple[int, int] | None] = field(default_factory=list)
     tasks: list[str] = field(default_factory=list)
-    cells: list[tuple[int, int]] = field(default_factory=list)  # page and cell of each id -1
+    cells: list[tuple[int, int]] = field(default_factory=list)  # (page, cell) of each id -1
 
     def add(self, tokens: list[int], at: int, branch: int, task: str = "") -> int:
-        """Adds text; returns the position behind it."""
+        """Adds text. Returns the next position."""
         self.ids += tokens
         self.positions += [(p, p, p) for p in range(at, at + len(tokens))]
         self.branch += [branch] * len(tokens)
@@ -60,7 +60,7 @@ class Row:
         return at + len(tokens)
 
     def add_page(self, k: int, cells: np.ndarray, at: int) -> int:
-        """Adds cells of page k; all others keep their places. Returns the position behind the page."""
+        """Adds cells of page k; left-out cells keep their positions free. Returns the position after the page."""
         start = len(self.ids)
         self.add([-1] * len(cells), at, 0)
         self.positions[start:] = [(at, at + int(c) // COLUMNS, at + int(c) % COLUMNS) for c in cells]
@@ -69,9 +69,9 @@ class Row:
 
 
 def page_row(pages: Sequence[Encoded], rng: np.random.Generator | None = None, plain: int = 0) -> tuple[Row, int]:
-    """The row up to its last page, and the position after it.
+    """Returns the row up to its last page, and the next position.
 
-    rng: draws `plain` of the empty cells of each page, and the others are left out; None: all are in.
+    rng: draws `plain` empty cells of each page, and leaves out the others; None: all cells are included.
     """
     row, at = Row(pages), 0
     for k, text in enumerate(f"{START}user\n{image_text(len(pages), 'page')}".split(MEDIA)[:-1]):
@@ -87,9 +87,9 @@ def page_row(pages: Sequence[Encoded], rng: np.random.Generator | None = None, p
 
 
 def ask(row: Row, at: int, branch: int, question: Question, turn: int) -> int:
-    """Adds a question with its answer at position `at`; returns the position behind it.
+    """Adds a question with its answer at position `at`. Returns the next position.
 
-    turn: 0 with the pages, 1 after a turn that only shows them, 2 behind another question and its answer.
+    turn: 0 with the pages, 1 after a turn that only shows them, 2 after another question and its answer.
     """
     shown = f"\n{show_text(len(row.pages), 'page')}{ASSISTANT}{SHOW_ANSWER}"
     before = ("\n", f"{shown}{END}\n{START}user\n", f"{END}\n{START}user\n")[turn]
@@ -109,7 +109,7 @@ def ask(row: Row, at: int, branch: int, question: Question, turn: int) -> int:
 
 
 def draw_questions(rng: np.random.Generator, pages: Sequence[Page], amount: int) -> list[Question]:
-    """Draws questions about the pages, no task much more often than another."""
+    """Draws questions about the pages, with all tasks about equally often."""
     found: dict[str, Question] = {}
     for _ in range(40 * amount):
         ask_one = ASKERS[list(ASKERS)[int(rng.integers(0, len(ASKERS)))]]
@@ -122,7 +122,7 @@ def draw_questions(rng: np.random.Generator, pages: Sequence[Page], amount: int)
 
 
 def draw_row(rng: np.random.Generator, pages: Sequence[Encoded], plain: int, amount: int = 8) -> Row:
-    """plain: how many of the empty cells are in; -1: all."""
+    """Returns a row of pages and questions. plain: number of empty cells to include; -1: all."""
     row, at = page_row(pages, None if plain < 0 else rng, plain)
     branch, place = 0, at
     for n, question in enumerate(draw_questions(rng, [one.page for one in pages], amount)):

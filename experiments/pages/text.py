@@ -24,7 +24,7 @@ class PageConfig(TextConfig):
 
 
 def mrope_table(positions: Tensor, size: int, base: float) -> Tables:
-    """Cosine and sine [batch, 1, tokens, size / 2] of positions [batch, tokens, 3]: time, row and column."""
+    """Returns cosine and sine [batch, 1, tokens, size / 2] of positions [batch, tokens, 3]: time, row and column."""
     rate = base ** (-torch.arange(0, size, 2, dtype=torch.float32) / size)
     section = torch.repeat_interleave(torch.arange(3), torch.tensor(mrope_sections(size)[:3]))
     angle = positions[..., section].float().unsqueeze(1) * rate

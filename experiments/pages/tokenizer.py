@@ -1,4 +1,4 @@
-"""The vocabulary: byte-level BPE, trained on the words of the pages and their questions, split as Qwen2 splits text."""
+"""The vocabulary: byte-level BPE, trained on the words of the pages and questions, with Qwen2's splitting of text."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _SPLIT = (
 
 
 def _texts() -> list[str]:
-    """What the vocabulary is trained on: each word alone and behind a space; codes are not among them."""
+    """Returns the training texts: each word alone and after a space. Codes are not included."""
     words = [*LEXICON, *COLOURS, "ok", "user", "assistant", "system", "Page", "Here", "these", "this"]
     texts = (*QUESTIONS.values(), ON_PAGE.format(1), show_text(1, "page"), show_text(2, "page"))
     words += [word.strip("?.") for text in texts for word in text.split() if word.strip("?.").isalpha()]
@@ -30,7 +30,7 @@ def _texts() -> list[str]:
 
 @functools.cache
 def tokenizer() -> Tokenizer:
-    """Trains the vocabulary; the same texts give the same one."""
+    """Trains the vocabulary. The same texts give the same vocabulary."""
     made = Tokenizer(models.BPE())
     split = pre_tokenizers.Split(Regex(_SPLIT), "isolated")
     made.pre_tokenizer = pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(False, use_regex=False)])  # type: ignore[assignment]
@@ -43,12 +43,12 @@ def tokenizer() -> Tokenizer:
 
 
 def encode(text: str) -> list[int]:
-    """As llama_tokenize(add_special=False, parse_special=True) does."""
+    """Encodes as llama_tokenize(add_special=False, parse_special=True) does."""
     return tokenizer().encode(text).ids
 
 
 def spans(text: str) -> list[tuple[int, int]]:
-    """The characters of each token."""
+    """Returns the character range of each token."""
     return tokenizer().encode(text).offsets
 
 
@@ -60,7 +60,7 @@ def id_of(token: str) -> int:
 
 
 def merges() -> list[str]:
-    """As GGUF stores them, in their order."""
+    """Returns the merges in GGUF's form and order."""
     pairs = json.loads(tokenizer().to_str())["model"]["merges"]
     return [" ".join(pair) for pair in pairs]
 

@@ -1,4 +1,4 @@
-"""Phase 2: the text model on the frozen tower, with two training-only losses beside the next token."""
+"""Phase 2: trains the text model on the frozen tower, with two training-only losses."""
 
 from __future__ import annotations
 
@@ -25,21 +25,21 @@ from .text import PageConfig, PageModel
 from .tokenizer import pieces
 from .vision import Heads, Tower, labels
 
-# Layers: after the first the cells tell what they are, after the second an answer's position tells what it looks for,
-# and in the third two heads look at it.
+# Layers: after CELLS_TELL, cells tell their content; after ANSWERS_TELL, an answer's position tells its source; in
+# ATTEND_IN, two heads attend to the source.
 CELLS_TELL, ANSWERS_TELL, ATTEND_IN, ATTEND_HEADS = 3, 5, 6, (0, 2)
 TELL_WEIGHT, ATTEND_WEIGHT = 0.1, 0.3
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What a run trains on: steps of it, tokens of a batch, pages that are kept encoded, and the learning rates."""
+    """The training plan: steps, tokens of a batch, encoded pages to keep, and the learning rates."""
 
     steps: int
     tokens: int = 2400
     bank: int = 300
-    fresh: int = 2  # pages drawn new in each step
-    full_share: float = 0.1  # batches with all the empty cells
+    fresh: int = 2  # new pages in each step
+    full_share: float = 0.1  # share of batches with all empty cells
     muon_lr: float = 0.008
     adam_lr: float = 3e-3
     seed: int = 1
@@ -56,7 +56,7 @@ class Learner(nn.Module):
         self.text = PageModel(config)
         self.tell = Heads(config.width, LABELS)
         self.seek = Heads(config.width, LABELS)
-        # The tower's features have their own scale; a number that is folded into the merger evens it out.
+        # Evens out the scale of the tower's features; the converter folds it into the merger.
         self.register_buffer("scale", torch.ones(()))
 
     def embed(self, batch: Batch) -> Tensor:
@@ -64,7 +64,7 @@ class Learner(nn.Module):
         return x.index_put((batch.cell_at[:, 0], batch.cell_at[:, 1]), (batch.features * self.scale).to(x.dtype))
 
     def states(self, batch: Batch) -> Tensor:
-        """The last hidden states, [rows, tokens, width]."""
+        """Returns the last hidden states, [rows, tokens, width]."""
         x, table = self.embed(batch), self.text.table(batch.positions)
         for block in self.text.blocks:
             x, _, _ = block(x, table, batch.mask)
@@ -103,7 +103,7 @@ def encode_pages(tower: Tower, pages: Sequence[Page], dtype: torch.dtype = torch
 
 
 class Bank:
-    """Encoded pages, some of which are replaced in each step: the tower takes longer than a step of the text model."""
+    """Encoded pages. Each step replaces only some, because the tower takes longer than a step of the text model."""
 
     def __init__(self, tower: Tower, plan: Plan, rank: int, start: int) -> None:
         self.tower, self.plan, self.rank = tower, plan, rank
@@ -114,7 +114,7 @@ class Bank:
         return encode_pages(self.tower, [draw_page(rng) for _ in range(amount)])
 
     def batch(self, step: int, several: bool) -> Batch:
-        """One or several pages a row; most batches show some of the empty cells, some show all."""
+        """Draws one or several pages for each row. Most batches have some of the empty cells, some have all."""
         rng = np.random.default_rng((self.plan.seed, 4, self.rank, step, int(several)))
         count = int(rng.integers(2, self.plan.most_pages(step) + 1)) if several else 1
         plain = -1 if count <= 4 and rng.random() < self.plan.full_share else int(rng.integers(0, 60))
@@ -146,7 +146,7 @@ def make_learner(seed: int, tower: Tower) -> Learner:
 
 
 def train_text(folder: Path, plan: Plan, rank: int = 0) -> Path:
-    """Train (or go on training); `plan.steps` counts from the beginning, and the rate decays towards it."""
+    """Trains, or continues. plan.steps counts from the beginning, and the rate decays towards the last step."""
     path, tower = folder / "text.pt", load_tower(folder)
     learner = make_learner(plan.seed, tower)
     optim = Optimizers([learner], plan.muon_lr, plan.adam_lr)

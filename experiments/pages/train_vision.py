@@ -1,4 +1,4 @@
-"""Phase 1: the vision tower alone, on what stands in each cell."""
+"""Phase 1: trains only the vision tower, on the content of each cell."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from .vision import TOWER_TARGETS, Heads, Tower, TowerConfig, labels
 
 
 def draw_pages(seed: tuple[int, ...], cells: int, held_out: bool = False) -> tuple[list[np.ndarray], Tensor]:
-    """Draws pieces of pages, all of one size and `cells` together, and their targets [cells, targets].
+    """Draws pieces of pages of one size, at least `cells` cells together, and their targets [cells, targets].
 
-    Most pieces are one or two lines: the tower tells what is near, and attention to far patches costs time.
+    Most pieces are one or two lines: the tower tells nearby content, and attention to far patches costs time.
     """
     rng = np.random.default_rng(seed)
     rows = int(rng.choice([1, 3, 5, 11], p=[0.5, 0.2, 0.2, 0.1]))
@@ -40,7 +40,7 @@ def shares(right: list[float]) -> str:
 
 
 def train_vision(folder: Path, steps: int, cells: int, seed: int, rank: int = 0) -> Path:
-    """Train (or go on training) the tower; returns its checkpoint. cells: of a step of each process."""
+    """Trains the tower, or continues. Returns its checkpoint. cells: in a step of each process."""
     torch.manual_seed(seed)
     path = folder / "vision.pt"
     tower, heads = Tower(), Heads(TowerConfig.out, TOWER_TARGETS)

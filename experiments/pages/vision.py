@@ -19,15 +19,15 @@ from kvedge_lab.page_tasks.pages import CELL, CHARS, COLOURS, COLUMNS, LEXICON, 
 PATCH, MERGED = CELL // 2, 4
 MEAN, STD = 0.5, 0.5
 SLOTS = ("", "head", "number", "word 1", "word 2", "word 3", "label", "price", "left", "bar", "code word", "code")
-# What each cell is asked to tell; 0: nothing of that sort is there. The tower tells the first six; the page is told
-# by the text model alone, for which it is 1 more than the number from 0.
+# What each cell must tell; 0: nothing of this kind. The tower tells the first six. Only the text model tells the page,
+# as its number from 0, plus 1.
 TARGETS = {
     "char": 1 + len(CHARS),
     "word": 1 + len(LEXICON),
     "index": 1 + 8,
     "colour": 1 + len(COLOURS),
-    "end": 2,  # of a bar
-    "last": 2,  # character of a text
+    "end": 2,  # end of a bar
+    "last": 2,  # last character of a text
     "slot": len(SLOTS),
     "key": 1 + 8 + len(LEXICON),
     "longest": 3,
@@ -43,7 +43,7 @@ class TowerConfig(VisionConfig):
 
 
 def labels(page: Page) -> np.ndarray:
-    """Returns the targets of every cell, int64 [cells, targets]; the number of the page is left 0."""
+    """Returns the targets of every cell, int64 [cells, targets]. The page number stays 0."""
     out = np.zeros((page.height, COLUMNS, len(TARGETS)), np.int64)
     told = {name: out[..., k] for k, name in enumerate(TARGETS)}
     for text in page.texts():
@@ -69,13 +69,13 @@ def labels(page: Page) -> np.ndarray:
 
 @functools.cache
 def _order(rows: int) -> tuple[np.ndarray, Tensor]:
-    """The patches of a page in the tower's order, the four of a cell together: their numbers and (y, x)."""
+    """Returns the patches of a page in the tower's order, the four of a cell together: their numbers and (y, x)."""
     at = [(2 * r + dy, 2 * c + dx) for r in range(rows) for c in range(COLUMNS) for dy in (0, 1) for dx in (0, 1)]
     return np.array([y * 2 * COLUMNS + x for y, x in at]), torch.tensor(at)
 
 
 def patchify(images: Sequence[np.ndarray]) -> Tensor:
-    """Turns pictures of one size to normalised patches [n, patches, 192], as the convolution's weights are ordered."""
+    """Returns normalised patches [n, patches, 192] of pictures of one size, in the order of the convolution."""
     x = torch.from_numpy(np.stack(images))
     n, h, w, _ = x.shape
     x = x.view(n, h // PATCH, PATCH, w // PATCH, PATCH, 3).permute(0, 1, 3, 5, 2, 4).reshape(n, -1, 3 * PATCH**2)
@@ -84,7 +84,7 @@ def patchify(images: Sequence[np.ndarray]) -> Tensor:
 
 @functools.cache
 def rotary(rows: int) -> tuple[Tensor, Tensor]:
-    """Cosine and sine [patches, head / 2]: half of the pairs turns with the row, half with the column."""
+    """Returns cosine and sine [patches, head / 2]: half of the pairs turns with the row, half with the column."""
     size = TowerConfig.width // TowerConfig.heads
     rate = 10000.0 ** (-torch.arange(0, size // 2, 2).float() / (size // 2))
     angle = (_order(rows)[1][:, :, None].float() * rate).flatten(1)
@@ -92,7 +92,7 @@ def rotary(rows: int) -> tuple[Tensor, Tensor]:
 
 
 def rotate_halves(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Dimensions i and i + size / 2 are the pairs (llama.cpp's "neox" type, and its M-RoPE)."""
+    """Rotates pairs of dimensions i and i + size / 2 (llama.cpp's "neox" type, and its M-RoPE)."""
     a, b = x.chunk(2, -1)
     cos, sin = cos.to(x.dtype), sin.to(x.dtype)
     return torch.cat((a * cos - b * sin, a * sin + b * cos), -1)
@@ -110,14 +110,14 @@ class Block(nn.Module):
         n, t, d = x.shape
         h = self.ln1(x)
         q, k, v = (m(h).view(n, t, TowerConfig.heads, -1).transpose(1, 2) for m in (self.q, self.k, self.v))
-        fast = F.scaled_dot_product_attention  # whose backward pass is slow in bfloat16
+        fast = F.scaled_dot_product_attention  # its backward pass is slow in bfloat16
         seen = (attention if torch.is_grad_enabled() else fast)(rotate_halves(q, *table), rotate_halves(k, *table), v)
         x = x + self.o(seen.transpose(1, 2).reshape(n, t, d))
         return x + self.down(F.gelu(self.up(self.ln2(x)), approximate="tanh"))
 
 
 class Tower(nn.Module):
-    """Patches to tokens of the text model's width, the merger included."""
+    """Turns patches into tokens of the text model's width. Includes the merger."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -129,7 +129,7 @@ class Tower(nn.Module):
         self.projector = nn.ModuleDict({"mm0": nn.Linear(merged, merged), "mm2": nn.Linear(merged, c.out)})
 
     def forward(self, images: Sequence[np.ndarray]) -> Tensor:
-        """Pictures of one size to [n, cells, out]."""
+        """Returns [n, cells, out] for pictures of one size."""
         x, table = self.patch(patchify(images)), rotary(images[0].shape[0] // CELL)
         for block in self.blocks:
             x = block(x, table)
@@ -138,7 +138,7 @@ class Tower(nn.Module):
 
 
 class Heads(nn.Module):
-    """Linear read-outs of targets: they exist in training only."""
+    """Linear read-outs of targets, only used in training."""
 
     def __init__(self, width: int, names: Sequence[str]) -> None:
         super().__init__()
@@ -147,9 +147,9 @@ class Heads(nn.Module):
         self.linear = nn.Linear(width, sum(TARGETS[name] for name in names))
 
     def forward(self, x: Tensor, wanted: Tensor, plain: float = 0.2) -> tuple[Tensor, list[float]]:
-        """The loss of states [n, width], and the share right of each target where something is to tell.
+        """Returns the loss of states [n, width], and the accuracy of each target on cells where it is not 0.
 
-        plain: the weight of cells where nothing is to tell.
+        plain: the weight of cells where the target is 0.
         """
         loss, right = x.new_zeros(()).float(), []
         parts = self.linear(x).float().split([TARGETS[name] for name in self.names], -1)
