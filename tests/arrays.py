@@ -1,4 +1,4 @@
-"""Random prompts for compress, as `kvedge methods --check` uses them, and whether both engines do the same with one."""
+"""Random prompts for compress (those of `kvedge methods --check`), and a check that both engines agree on a prompt."""
 
 import math
 
@@ -8,13 +8,13 @@ import pykvedge
 from pykvedge.reference.checks.prompts import LAYOUTS, Prompt, image_mask, profiles_of, projection_of, prompt
 from pykvedge.reference.stages import base
 
-__all__ = ["LAYOUTS", "Prompt", "image_mask", "profiles_of", "projection_of", "prompt"]  # beside what is defined here
+__all__ = ["LAYOUTS", "Prompt", "image_mask", "profiles_of", "projection_of", "prompt"]  # imported names
 
-HEADS = {"mha": (4, 4), "gqa": (4, 2), "mqa": (4, 1)}  # query and KV heads of a layer
+HEADS = {"mha": (4, 4), "gqa": (4, 2), "mqa": (4, 1)}  # query heads and KV heads of a layer
 
 
 def kept_alike(atol, plan, p, **options):
-    """Both engines keep the same tokens, of scores that agree."""
+    """Checks that both engines keep the same tokens, with scores equal within atol. Returns the native result."""
     ours, definition = (pykvedge.compress(plan, *p.arguments, engine=e, **options) for e in ("native", "numpy"))
     np.testing.assert_allclose(ours.scores, definition.scores, rtol=1e-3, atol=atol)
     for layer, other in zip(ours.kept, definition.kept, strict=True):
@@ -24,12 +24,12 @@ def kept_alike(atol, plan, p, **options):
 
 
 def layer_of(p, i=0):
-    """What scorers are given of a layer."""
+    """Returns the input of a scorer for layer i of the prompt p."""
     return base.Layer(p.q[i], p.k[i], p.v[i], p.image_mask, i)
 
 
 def prompt_of(p, budget, recent=0, scores=None, **more):
-    """What allocators are given of a prompt; scores are 0 where none are given."""
+    """Returns the input of an allocator for the prompt p. Default scores: 0."""
     n_layers, n_heads_kv, n_tokens, _ = p.k.shape
     scores = np.zeros((n_layers, n_heads_kv, n_tokens)) if scores is None else scores
     layers = tuple(layer_of(p, i) for i in range(n_layers))
@@ -37,12 +37,12 @@ def prompt_of(p, budget, recent=0, scores=None, **more):
 
 
 def defined(plan, p):
-    """What the definition makes of a prompt, without rounding."""
+    """Returns the result of the NumPy engine (the definition) for the prompt p, with f32 rows."""
     return pykvedge.compress(plan, *p.arguments, engine="numpy", kv_type="f32")
 
 
 def outputs(q, k, v, bias=0.0):
-    """[n, d]: attention of queries [n, d] over rows k, v [T, d], whose logits have biases."""
+    """Returns [n, d]: the attention of queries q [n, d] over the rows k, v [T, d]. bias is added to the logits."""
     logits = q @ k.T / math.sqrt(q.shape[-1]) + bias
     weights = np.exp(logits - logits.max(axis=1, keepdims=True))
     return weights / weights.sum(axis=1, keepdims=True) @ v

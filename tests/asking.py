@@ -1,4 +1,4 @@
-"""Jobs of a server's scheduler in the tests' process, and what is told of them."""
+"""A job of a server's scheduler that runs in the tests' process, with the events of the job."""
 
 import threading
 
@@ -6,7 +6,7 @@ from pykvedge.serve.job import Done, Failed, Text
 
 
 class Asked:
-    """A job, and its events. cancel_at: tells the event at which it is given up."""
+    """Submits a request and collects its job's events. cancel_at(event): whether to cancel the job at this event."""
 
     def __init__(self, scheduler, request, cancel_at=lambda event: False):
         self.events, self._over, self._cancel_at = [], threading.Event(), cancel_at
@@ -23,13 +23,13 @@ class Asked:
             self._over.set()
 
     def wait(self):
-        """Waits for the end, and returns its event."""
+        """Waits for the last event (Done or Failed), and returns it."""
         assert self._over.wait(120)
         return self.events[-1]
 
     @property
     def report(self):
-        """What is said of the answer. Fails where there is none."""
+        """Returns the report of the answer. Fails when the job failed."""
         assert isinstance(self.wait(), Done), self.events[-1].error
         return self.events[-1].report
 
@@ -39,5 +39,5 @@ class Asked:
 
     @property
     def pieces(self):
-        """The texts that came, one by one."""
+        """Returns the pieces of the answer's text."""
         return [event.text for event in self.events if isinstance(event, Text)]

@@ -1,4 +1,4 @@
-"""What the tests of attach share: a Session that writes down what it reads, and Llamas that read the same."""
+"""What the tests of attach share: a Session with recorded input, and Llamas that read the same input."""
 
 import base64
 from contextlib import contextmanager
@@ -14,16 +14,16 @@ from pykvedge.runtime.sampling import Sampling
 from pykvedge.runtime.sequence import Sequence
 
 METHODS = pykvedge.methods()
-FEW = ("full", "h2o", "adakv", "elastic", "kvzip", "kvedge")  # heads that differ, a decode policy, a second pass
+FEW = ("full", "h2o", "adakv", "elastic", "kvzip", "kvedge")  # different heads, a decode policy, a second pass
 METHODS_READ_ONCE = [name for name in METHODS if not replays(pykvedge.plan(name))]
 A = "The quick brown fox jumps over the lazy dog and looks at the picture. " * 4
 B = "The quick brown cat sleeps under a table, which was not what it had planned for that day. " * 3
-THREADS = 1  # sums of several threads' shares may differ in their last bit
+THREADS = 1  # with several threads, sums may differ in their last bit
 
 
 @dataclass
 class Turn:
-    """What a message became: its tokens, or its text with markers and its images; the answer, and what is held."""
+    """One turn: its input as tokens, or as text with markers and images; its answer; the held tokens."""
 
     tokens: list[int] = field(default_factory=list)
     text: str = ""
@@ -33,13 +33,13 @@ class Turn:
 
 
 def held(cache, sequence=0):
-    """[stored layer][KV head] token indices."""
+    """Returns the held token indices: [stored layer][KV head]."""
     lengths = cache.lengths(sequence)
     return [[cache.tokens(i, h, sequence) for h in range(len(heads))] for i, heads in enumerate(lengths)]
 
 
 def differing(a, b) -> float:
-    """Share of the KV pairs that only one of the two holds."""
+    """Returns the share of KV pairs that only one of a and b holds. a, b: [layer][head] token indices."""
     only = total = 0
     for layer_a, layer_b in zip(a, b, strict=True):
         for head_a, head_b in zip(layer_a, layer_b, strict=True):
@@ -49,7 +49,7 @@ def differing(a, b) -> float:
 
 
 def talk(monkeypatch, files, plan, messages, n=8, **settings):
-    """A Turn for each (text, images) of a conversation with a Session."""
+    """Talks with a Session. Returns one Turn for each (text, images) of messages."""
     read, asked, turns = [], [], []
     steps, split = Sequence.steps, Vision.split
 
@@ -78,7 +78,7 @@ MARKER = "<__media__>"  # mtmd_default_marker
 
 
 def chat_handler(mmproj):
-    """llama_cpp's handler for LLaVA, which takes the text as it comes."""
+    """Returns llama_cpp's handler for LLaVA, changed to send the text without a template."""
     from llama_cpp.llama_chat_format import Llava15ChatHandler
 
     class Verbatim(Llava15ChatHandler):
@@ -89,16 +89,16 @@ def chat_handler(mmproj):
 
 
 def content_of(text, images):
-    """The content of a message with images in front."""
+    """Returns the content of a message: the images first, then the text."""
     urls = ["data:image/png;base64," + base64.b64encode(Path(p).read_bytes()).decode() for p in images]
     return [*({"type": "image_url", "image_url": {"url": u}} for u in urls), {"type": "text", "text": text}]
 
 
-NEAR = 0.01  # of logits around 8: where the best two are that near, rounding decides
+NEAR = 0.01  # where the best two logits (about 8) are nearer, rounding decides
 
 
 class Choices:
-    """A logits processor of llama_cpp that notes which tokens were chosen before the best two were near each other."""
+    """A logits processor of llama_cpp: notes the chosen tokens until the best two logits come nearer than NEAR."""
 
     def __init__(self):
         self.sure, self.near, self._start = [], False, None
@@ -112,7 +112,7 @@ class Choices:
 
 
 def chat(llm, text, images, n=8, choices=None):
-    """The answer of a Llama with `chat_handler` to a prompt with MARKER in it, which has its BOS already."""
+    """Returns the answer of a Llama with `chat_handler`. text: a prompt with MARKER that begins with the BOS token."""
     bos = llm.detokenize([llm.token_bos()], special=True).decode()
     message = {"role": "user", "content": content_of(text.removeprefix(bos), images)}
     done = llm.create_chat_completion(
@@ -122,17 +122,17 @@ def chat(llm, text, images, n=8, choices=None):
 
 
 def complete(llm, prompt, n=8):
-    """The answer to a text, or to tokens."""
+    """Returns the answer to a prompt: a text, or a list of tokens."""
     return llm.create_completion(prompt, max_tokens=n, temperature=0.0)["choices"][0]["text"]
 
 
 def profiles(profile_file, files, method):
-    """Of a method that needs calibrated numbers."""
+    """Returns the profile files that a method needs, or None when the method needs no profile."""
     return [profile_file(files.model, kind) for kind in pykvedge.plan(method).profile_kinds().values()] or None
 
 
 def case_of(files, method, messages, profile_file, budget=0.4):
-    """A conversation for device_worker.py; `files` has a model and an mmproj, messages are (text, images)."""
+    """Returns a conversation for device_worker.py. files: a TinyModel. messages: (text, images)."""
     plan = pykvedge.plan(method, None if method == "full" else budget)
     profile = profiles(profile_file, files, method)
     return {
@@ -146,7 +146,7 @@ def case_of(files, method, messages, profile_file, budget=0.4):
 
 @contextmanager
 def llama(files, method, budget=None, *, profile=None, images=False, kept=None, **options):
-    """(llm, attachment) of a tiny model. kept: settings of whole rows, for attach."""
+    """Yields (llm, attachment) for a tiny model. kept: keyword arguments of attach about whole rows."""
     from llama_cpp import Llama
 
     settings = {"n_ctx": 4096, "n_threads": THREADS, "n_threads_batch": THREADS, "verbose": False, **options}

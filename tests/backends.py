@@ -1,4 +1,4 @@
-"""Backends of ggml's that workers use: modules, and servers."""
+"""Loads backends of ggml in workers: module files, and RPC servers."""
 
 import ctypes
 import sys
@@ -7,7 +7,7 @@ from pykvedge.native import ggml, libraries, llamacpp
 
 
 def load_module(path):
-    """Ends the process where ggml cannot."""
+    """Loads the backend in the file at path. Ends the process with an error when ggml cannot load the file."""
     llamacpp.start(verbose=False, vision=False)
     library = ctypes.CDLL(str(libraries.require_dir() / libraries.file_name("ggml")))
     library.ggml_backend_load.restype, library.ggml_backend_load.argtypes = ctypes.c_void_p, [ctypes.c_char_p]
@@ -16,7 +16,7 @@ def load_module(path):
 
 
 def prepare(job):
-    """job: "module" is the file of a backend, "rpc" servers as HOST:PORT,...; both may be missing."""
+    """Loads the backends of a job. job: "module" is a backend's file, "rpc" is HOST:PORT,... Both keys are optional."""
     if job.get("module"):
         load_module(job["module"])
     for endpoint in (job.get("rpc") or "").split(","):

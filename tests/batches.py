@@ -1,11 +1,11 @@
-"""Batches of tokens or of image rows for llama.cpp: that of kvedge if pykvedge was imported before, else another."""
+"""Batches of tokens or image rows for llama.cpp: kvedge's build if pykvedge was imported before, else another."""
 
 import ctypes
 
 import llama_cpp.llama_cpp as llama
 import numpy as np
 
-SILENT = llama.llama_log_callback(lambda level, text, data: None)  # llama.cpp calls it as long as the process lives
+SILENT = llama.llama_log_callback(lambda level, text, data: None)  # llama.cpp calls it until the process ends
 EXACT = {
     "type_k": llama.GGML_TYPE_F32, "type_v": llama.GGML_TYPE_F32,
     "flash_attn_type": llama.LLAMA_FLASH_ATTN_TYPE_DISABLED,
@@ -22,7 +22,7 @@ def open_model(path):
 
 
 def open_context(model, **settings):
-    """A context of one thread. settings: of its parameters, such as EXACT."""
+    """Returns a context with one thread. settings: fields of llama_context_params, for example EXACT."""
     params = llama.llama_context_default_params()
     for name, value in {"n_threads": 1, "n_threads_batch": 1, **settings}.items():
         setattr(params, name, value)
@@ -30,15 +30,15 @@ def open_context(model, **settings):
 
 
 def send(context, positions, tokens=(), rows=None, sequences=None, wants=None):
-    """Sends a batch of tokens, or of an image's rows [n, width]; returns the status of llama_decode.
+    """Sends a batch of tokens, or of an image's rows [n, width]. Returns the status of llama_decode.
 
-    positions: one each, or four of M-RoPE. sequences, wants: the sequence of each, and whether logits are asked for; by
-    default all are of sequence 0, and the last one's logits are.
+    positions: one for each token, or four for M-RoPE. sequences: the sequence of each token (default: 0). wants:
+    whether to compute the logits of each token (default: those of the last token).
     """
     n = len(tokens) if rows is None else len(rows)
     batch = llama.llama_batch_init(n, 0 if rows is None else rows.shape[1], 1)
     held = (llama.llama_pos * len(positions))(*map(int, positions))
-    own = ctypes.cast(batch.pos, ctypes.c_void_p).value  # holds n, and M-RoPE wants four of each
+    own = ctypes.cast(batch.pos, ctypes.c_void_p).value  # allocated for n positions, but M-RoPE needs 4 n
     batch.pos, batch.n_tokens = ctypes.cast(held, ctypes.POINTER(llama.llama_pos)), n
     for i in range(n):
         if rows is None:
@@ -55,19 +55,19 @@ def send(context, positions, tokens=(), rows=None, sequences=None, wants=None):
 
 
 def decode(context, *arguments, **options):
-    """As `send`. Raises SystemExit where llama.cpp does not read the batch."""
+    """Sends a batch as `send` does. Raises SystemExit when llama_decode returns an error."""
     if status := send(context, *arguments, **options):
         raise SystemExit(f"llama_decode returned {status}")
 
 
 def tokenize(vocab, text, beginning=False):
-    """beginning: with the token that begins a text, where the model has one."""
+    """Returns the tokens of a text. beginning: whether to add the BOS token, if the model has one."""
     data = text.encode()
     out = (llama.llama_token * (len(data) + 8))()
     return list(out[: llama.llama_tokenize(vocab, data, len(data), out, len(out), beginning, True)])
 
 
 def logits(context, at=-1):
-    """The logits behind a token of the last batch; by default its last one."""
+    """Returns the logits [n_vocab] after token `at` of the last batch. Default: the last token."""
     n_vocab = llama.llama_vocab_n_tokens(llama.llama_model_get_vocab(llama.llama_get_model(context)))
     return np.ctypeslib.as_array(llama.llama_get_logits_ith(context, at), (n_vocab,)).copy()

@@ -1,4 +1,4 @@
-"""A browser without a window, for tests of pages. Skips the file that imports it where there is none."""
+"""A headless browser for tests of pages. Without selenium, the test file that imports this module is skipped."""
 
 import shutil
 from contextlib import contextmanager
@@ -15,7 +15,7 @@ OPTIONS = ("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm
 
 @contextmanager
 def browsing():
-    """A running browser, which notes what pages write to their console."""
+    """Yields a running browser that records the console messages of pages."""
     options = webdriver.ChromeOptions()
     options.binary_location = BROWSER
     for argument in OPTIONS:

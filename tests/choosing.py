@@ -1,4 +1,4 @@
-"""What a run leaves out by default: cases that repeat what others hold, or take long. `pytest --all` runs them, too."""
+"""Chooses the test cases of a default run. Slow cases and repetitions are marked `whole`: `pytest --all` runs them."""
 
 import functools
 import itertools
@@ -14,14 +14,11 @@ from pykvedge.plans.presets import DEFAULT_METHOD
 from pykvedge.reference.checks.prompts import projection_of
 from pykvedge.reference.held import round_to
 
-SHAPES = ((1, 1, 8), (4, 1, 8), (4, 4, 8), (4, 4, 16))  # (H, Hkv, d_k) of a layer
+SHAPES = ((1, 1, 8), (4, 1, 8), (4, 4, 8), (4, 4, 16))  # (query heads, KV heads, d_k) of a layer
 
 
 def crossed(first: Iterable, second: Iterable, with_first: Sequence, with_second: Sequence):
-    """Pairs of two things that do not see each other, as parameters of a test.
-
-    By default each of `first` comes with each of `with_first`, and each of `second` with each of `with_second`.
-    """
+    """Returns pairs of two independent things as parameters of a test."""
     first, second = list(first), list(second)
     if not {*with_first} <= {*second} or not {*with_second} <= {*first}:
         raise ValueError(f"{with_first} must be among {second}, and {with_second} among {first}")
@@ -32,27 +29,27 @@ def crossed(first: Iterable, second: Iterable, with_first: Sequence, with_second
 
 
 def whole(*cases: object) -> list:
-    """Marks cases that only --all runs. Each is the value of one parameter, or a tuple of several."""
+    """Marks cases that only --all runs. A case is the value of one parameter, or a tuple for several parameters."""
     return [pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=pytest.mark.whole) for case in cases]
 
 
 def methods(names: Iterable[str]):
-    """Methods as parameters of a test that asks of each what asks of a host: by default those of distinct()."""
+    """Returns methods as parameters of a test. Methods outside distinct() run only with --all."""
     return [pytest.param(name, marks=() if name in distinct() else pytest.mark.whole) for name in names]
 
 
 def few(chosen: Iterable[str], of: Iterable[str] = ()):
-    """Methods as parameters of a test of what others test with distinct(): by default those chosen, if in `of`."""
+    """Returns methods as parameters of a test that covers less than distinct(). Default run: those in `chosen`."""
     names = list(of) or pykvedge.methods()
     return [pytest.param(name, marks=() if name in chosen else pytest.mark.whole) for name in names]
 
 
 @functools.cache
 def distinct() -> tuple[str, ...]:
-    """Lists one method for each set of things that a host of libkvedge has to do for a plan.
+    """Returns one method for each distinct set of tasks that a plan gives to a host of libkvedge.
 
-    The library says what: a new method that asks for something else is in the list by itself. Of those that ask for
-    the same, the list has the one whose scores hang on most: keys, values.
+    The sets come from the library, so a new method with a new set is included without a change here. From methods with
+    the same set, the method is taken whose scores depend on most of: keys, values.
     """
     found: dict[object, list[tuple[int, str]]] = {}
     for name in sorted(pykvedge.methods(), key=lambda name: name != DEFAULT_METHOD):
@@ -62,7 +59,7 @@ def distinct() -> tuple[str, ...]:
 
 
 def wants(plan: pykvedge.Plan) -> tuple[object, int]:
-    """Says what a host of libkvedge has to do for a plan, and on how many of keys and values its scores hang."""
+    """Returns the tasks of a libkvedge host for a plan, and how many of keys and values change the scores (0 to 2)."""
     p = prompt(60, layers=3)
     given = {"profile": profiles_of(plan, p), "projection": projection_of(plan, p)}
 
@@ -77,9 +74,9 @@ def wants(plan: pykvedge.Plan) -> tuple[object, int]:
         gathered(plan),
         replays(plan),
         why_not_bounded(plan),
-        bool((lengths == lengths[:, :1]).all()),  # the heads of a layer keep as many
-        bool((lengths.sum(axis=1) == lengths[0].sum()).all()),  # the layers do
-        any((result.k[i][h] != round_to(p.k[i, h, result.kept[i][h]], "f16")).any() for i, h in heads),  # rows change
+        bool((lengths == lengths[:, :1]).all()),  # equal numbers of KV pairs in the heads of a layer
+        bool((lengths.sum(axis=1) == lengths[0].sum()).all()),  # equal numbers in all layers
+        any((result.k[i][h] != round_to(p.k[i, h, result.kept[i][h]], "f16")).any() for i, h in heads),  # changed rows
         any(result.bias[i][h].any() for i, h in heads),
         plan.decode,
         plan.pruner,
@@ -89,7 +86,7 @@ def wants(plan: pykvedge.Plan) -> tuple[object, int]:
 
 
 def gathered(plan: pykvedge.Plan) -> tuple[object, ...]:
-    """Says what is gathered of a prompt: bytes a token in layers of SHAPES, and how other bytes grow with d_k."""
+    """Returns bytes per token of gathered data for layers of SHAPES, and the growth of the other bytes with d_k."""
     bytes_of = functools.partial(score_bytes, plan)
     a_token = [(bytes_of(2000, [shape]) - bytes_of(1000, [shape])) // 1000 for shape in SHAPES]
     once = [bytes_of(1000, [shape]) - 1000 * n for shape, n in zip(SHAPES[-2:], a_token[-2:], strict=True)]

@@ -1,4 +1,4 @@
-"""What the tests share: tiny models, pictures, the program as a subprocess."""
+"""Fixtures that many tests share: tiny models, pictures, the program as a subprocess."""
 
 import contextlib
 import json
@@ -12,22 +12,22 @@ from pathlib import Path
 import psutil
 import pytest
 
-# read when NumPy is imported: the threads of its products wait for each other where every core runs tests already, and
-# the attention of 200 tokens takes twenty times as long
+# NumPy reads this variable at import. The threads of OpenBLAS wait for each other when tests use every core: attention
+# over 200 tokens then takes twenty times as long.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / "scripts"), str(ROOT / "tests")]
-QUICK_BENCH = ROOT / "tests" / "quick_bench.py"  # kvedge whose bench looks at memory for a moment alone
+QUICK_BENCH = ROOT / "tests" / "quick_bench.py"  # runs kvedge, but `bench` samples memory only briefly
 DEVELOPMENT_LIBRARIES = ROOT / "build" / "dev" / "bin"
-# hundreds of processes import the package, each of which would compile it again
+# hundreds of processes import the package: without a bytecode cache, each would compile the package again
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
-os.environ["KVEDGE_CONFIG"] = os.devnull + "/none"  # what the developer set once is none of the tests' business
+os.environ["KVEDGE_CONFIG"] = os.devnull + "/none"  # the developer's settings must not change tests
 
 try:
     import pykvedge
-except ImportError:  # not installed: the sources of this tree
+except ImportError:  # not installed: use the sources of this tree
     sys.path.insert(0, str(ROOT))
     import pykvedge
 from pykvedge.native import carried, libraries  # noqa: E402
@@ -46,7 +46,7 @@ def pytest_addoption(parser):
 
 
 def pytest_xdist_auto_num_workers(config):
-    """Two workers a core: tests wait 40 % of their time for a server, a signal, a terminal or another process."""
+    """Starts two workers per core: 40 % of a test's time is waiting for a server, a signal, a terminal or a process."""
     return None if "PYTEST_XDIST_AUTO_NUM_WORKERS" in os.environ else 2 * (os.cpu_count() or 1)
 
 
@@ -55,7 +55,7 @@ def pytest_configure(config):
 
 
 def pytest_collection_modifyitems(config, items):
-    """Leaves the cases marked `whole` out, unless --all asks for them or a case is named."""
+    """Leaves out the cases marked `whole`, except with --all or when the command line names a case."""
     if config.getoption("all") or any("[" in arg for arg in config.args):
         return
     left_out = [item for item in items if item.get_closest_marker("whole")]
@@ -65,7 +65,7 @@ def pytest_collection_modifyitems(config, items):
 
 @pytest.hookimpl(trylast=True)
 def pytest_terminal_summary(terminalreporter, config):
-    """Stores how long each test took, with its fixtures: build/durations.txt, the cases of a function together."""
+    """Writes the time of each test function, with all its cases and fixtures, to build/durations.txt."""
     taken: dict[str, list[float]] = {}
     for report in (report for kind in terminalreporter.stats.values() for report in kind):
         if hasattr(report, "duration") and hasattr(report, "when"):
@@ -77,12 +77,12 @@ def pytest_terminal_summary(terminalreporter, config):
         (ROOT / "build" / "durations.txt").write_text(lines, encoding="utf-8")
 
 
-THREADS = 1  # more would only wait for each other: the models are tiny
+THREADS = 1  # tiny models are not faster with more threads
 
 
 @pytest.fixture(scope="session")
 def native():
-    """libkvedge. An installation without it fails the tests that need it: they are not skipped."""
+    """Returns libkvedge. Without the library, tests that need it fail; they are not skipped."""
     from pykvedge.library import libkvedge
 
     libkvedge.lib()
@@ -91,7 +91,7 @@ def native():
 
 @pytest.fixture(scope="session")
 def stock_dir():
-    """The folder of an unpatched libllama, made by scripts/build_stock.py."""
+    """Returns the folder of an unpatched libllama, made by scripts/build_stock.py."""
     where = Path(os.environ.get("KVEDGE_STOCK_DIR", ROOT / "build" / "stock" / "lib"))
     if not any(where.glob("*llama*")):
         pytest.fail(f"{where} holds no libllama; run scripts/build_stock.py, or set KVEDGE_STOCK_DIR")
@@ -100,24 +100,24 @@ def stock_dir():
 
 @pytest.fixture(scope="session")
 def stock_env(stock_dir):
-    """What is other in the environment of a process that has unpatched libraries."""
+    """Returns the changes of the environment for a process with unpatched libraries. None: remove the variable."""
     return {"KVEDGE_LIB_DIR": None, "LLAMA_CPP_LIB_PATH": str(stock_dir)}
 
 
 @dataclass(frozen=True)
 class TinyModel:
-    """Files of a model: of random weights, or the packaged one."""
+    """The files of a model: a tiny model with random weights, or the packaged model."""
 
     model: Path
     mmproj: Path | None
 
     def arguments(self) -> list[str]:
-        """Options of `kvedge chat` that choose it."""
+        """Returns the options of `kvedge chat` that choose this model."""
         image = ["--mmproj", str(self.mmproj)] if self.mmproj else []
         return ["--model", str(self.model), *image, "--threads", str(THREADS)]
 
     def session(self, plan=None, **settings):
-        """A session with it."""
+        """Opens a Session with this model. Default plan: full."""
         settings = {"threads": THREADS, **settings}
         return pykvedge.Session(self.model, self.mmproj, plan or pykvedge.plan("full"), **settings)
 
@@ -127,7 +127,7 @@ DEMO = TinyModel(DATA / "demo-model.gguf", DATA / "demo-mmproj.gguf")
 
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory):
-    """tiny(kind, **shape) -> TinyModel; the same shape is written once."""
+    """tiny(kind, **shape) -> TinyModel. Files of the same kind and shape are written once."""
     from modelgen.tiny import default_spec, write_tiny
 
     made: dict[tuple, TinyModel] = {}
@@ -146,14 +146,14 @@ def tiny(tmp_path_factory):
 
 @pytest.fixture
 def session(tiny, native):
-    """A session with a tiny model that keeps everything."""
+    """A session with a tiny model and the plan `full`."""
     with tiny("llama").session() as opened:
         yield opened
 
 
 @pytest.fixture(scope="session")
 def profile_file(tmp_path_factory):
-    """profile_file(model, kind) -> file with a profile for that GGUF file, a few of its heads or layers strong."""
+    """profile_file(model, kind) -> the file of a profile for that GGUF file; a few heads or layers are strong."""
     from profilefiles import write_profile
 
     folder = tmp_path_factory.mktemp("profiles")
@@ -162,7 +162,7 @@ def profile_file(tmp_path_factory):
 
 @pytest.fixture
 def attached_llama(tiny, native, profile_file):
-    """attached_llama(method, **options): (llm, attachment) in a with statement."""
+    """attached_llama(method, **options) -> a context manager that yields (llm, attachment)."""
 
     from attached import llama, profiles
 
@@ -176,7 +176,7 @@ def attached_llama(tiny, native, profile_file):
 
 @pytest.fixture(scope="session")
 def picture_file(tmp_path_factory):
-    """picture_file(name, width, height, **save options) -> path of a picture with a pattern in it."""
+    """picture_file(name, width, height, mode, **save options) -> path of a picture with a pattern."""
     from PIL import Image
 
     folder = tmp_path_factory.mktemp("pictures")
@@ -195,7 +195,7 @@ def picture_file(tmp_path_factory):
 
 @dataclass(frozen=True)
 class Outcome:
-    """A finished run of the program."""
+    """The result of a finished run of the program."""
 
     code: int
     out: str
@@ -203,11 +203,11 @@ class Outcome:
 
     @property
     def json(self):
-        """stdout as the one JSON object that it must be."""
+        """Returns the one JSON object that stdout must be."""
         return json.loads(self.out)
 
     def failed(self, code: int, *words: str) -> None:
-        """It said one line on stderr with all of the words, nothing on stdout, and left with the code."""
+        """Checks the exit code, an empty stdout, and one error line on stderr that contains all the words."""
         assert self.code == code, self
         assert self.out == "", self
         lines = self.err.splitlines()
@@ -218,7 +218,7 @@ class Outcome:
 
 @pytest.fixture(scope="session")
 def environment():
-    """Environment of a subprocess that sees the same pykvedge and the same libraries as this one."""
+    """Returns the environment of a subprocess that uses the pykvedge and the libraries of this process."""
     package = str(Path(pykvedge.__file__).resolve().parent.parent)
     paths = [package, *filter(None, [os.environ.get("PYTHONPATH")])]
     return {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "PYTHONUTF8": "1"}
@@ -226,9 +226,9 @@ def environment():
 
 @pytest.fixture(scope="session")
 def started(environment):
-    """started(*arguments, stdin, env, program) -> the finished program, from its start. program: what Python runs.
+    """started(*arguments, stdin, env, program) -> Outcome of a new process. program: what Python runs.
 
-    A variable in env that is None is taken away.
+    A variable of env whose value is None is removed.
     """
 
     def run(*arguments, stdin="", env=None, timeout: float = 300, program=("-m", "pykvedge"), **options) -> Outcome:
@@ -245,10 +245,10 @@ def started(environment):
 
 @pytest.fixture(scope="session")
 def kvedge(environment, started):
-    """As `started`, sooner: a fork of a process that has imported kvedge. Tests of the start itself take `started`.
+    """As `started`, but faster: forks a process that has imported kvedge. Tests of the program's start use `started`.
 
-    script: a file that runs in the place of kvedge. Calls with a program or threads of their own start it whole, and so
-    do those with variables that Python and the loader of libraries read.
+    script: a file to run instead of kvedge. These calls start a new process: with options, outside the main thread, or
+    with variables that Python or the dynamic loader reads at its start.
     """
     from forking import AT_START, Programs
 
@@ -258,7 +258,7 @@ def kvedge(environment, started):
 
     def run(*arguments, stdin="", timeout: float = 300, script: Path | str = "", env=None, **options) -> Outcome:
         whole = options or not forks or any(name.startswith(AT_START) for name in env or ())
-        # other threads are to run theirs at the same time
+        # calls from other threads must run at the same time
         if whole or threading.current_thread() is not threading.main_thread():
             if script:
                 options["program"] = (script,)
@@ -274,7 +274,7 @@ def kvedge(environment, started):
 
 @pytest.fixture
 def refused(capsys):
-    """refused(*arguments) -> what the program said, in this process: for requests that end before a model is loaded."""
+    """refused(*arguments) -> Outcome, run in this process: for requests that end before a model is loaded."""
     from pykvedge.cli import program
 
     def run(*arguments) -> Outcome:
@@ -298,14 +298,14 @@ def demo_model(native):
 
 @pytest.fixture
 def closing():
-    """closing(thing) -> the thing, whose close() is called after the test."""
+    """closing(thing) -> the thing. Its close() is called after the test."""
     with contextlib.ExitStack() as stack:
         yield lambda thing: stack.enter_context(contextlib.closing(thing))
 
 
 @pytest.fixture
 def scheduled(demo_model, closing):
-    """scheduled(park, **limits) -> what answers a server's requests, with the packaged model; closed after the test."""
+    """scheduled(park, **limits) -> a Scheduler with the packaged model, closed after the test."""
     from pykvedge.serve.job import Limits
     from pykvedge.serve.parked import Park
     from pykvedge.serve.scheduler import Scheduler
@@ -319,7 +319,7 @@ def scheduled(demo_model, closing):
 
 @pytest.fixture(scope="session")
 def worker(kvedge):
-    """worker(name, job, *arguments) -> the JSON lines that tests/NAME says of a job. A crash of it fails the test."""
+    """worker(name, job, *arguments) -> the JSON lines that tests/NAME prints for a job. Fails with the worker."""
 
     def run(name: str, job: object = None, *arguments: object, env=None) -> list:
         script = Path(__file__).with_name(name)
@@ -332,7 +332,7 @@ def worker(kvedge):
 
 @pytest.fixture(scope="session")
 def worked(kvedge):
-    """worked(*arguments, files) -> what tests/file_worker.py said of each file. A crash of it fails the test."""
+    """worked(*arguments, files) -> one line of tests/file_worker.py for each file. Fails with the worker."""
 
     def run(*arguments, files) -> list[str]:
         done = kvedge(*arguments, *files, script=Path(__file__).with_name("file_worker.py"), timeout=600)
@@ -346,7 +346,7 @@ def worked(kvedge):
 
 @pytest.fixture(autouse=True)
 def forgotten():
-    """Stages that a test registers are gone after it."""
+    """Removes the stages that a test registered."""
     from pykvedge.plans.plugins import table
 
     before = table.snapshot()
@@ -356,7 +356,7 @@ def forgotten():
 
 @pytest.fixture(scope="module")
 def driver():
-    """A browser, for the tests of one file."""
+    """A browser for all tests of one file."""
     from browser import browsing
 
     with browsing() as one:
@@ -365,7 +365,7 @@ def driver():
 
 @pytest.fixture(scope="module")
 def server(environment, request):
-    """A server of `kvedge serve`, for the tests of one file, with the options that the file has in SERVED."""
+    """A running `kvedge serve` for all tests of one file, with the options in the file's SERVED."""
     from server import serving
 
     with serving(environment, *request.module.SERVED) as one:
@@ -382,7 +382,7 @@ def own_server(environment, closing):
 
 @pytest.fixture
 def own_folder(tmp_path, monkeypatch):
-    """Where profiles are saved, and found; it is not there yet."""
+    """The folder where profiles are saved and found. The folder does not exist at first."""
     from pykvedge.models import profiles
 
     folder = tmp_path / "own"
@@ -392,7 +392,7 @@ def own_folder(tmp_path, monkeypatch):
 
 @pytest.fixture
 def write(tmp_path):
-    """write(code, name) -> a plugin file."""
+    """write(code, name) -> path of a new plugin file."""
 
     def make(code: str, name: str = "my_method.py") -> Path:
         (tmp_path / name).write_text(code)
@@ -403,7 +403,7 @@ def write(tmp_path):
 
 @pytest.fixture
 def saved(tiny, picture_file, native, tmp_path):
-    """A model and a session file with a compressed conversation about an image."""
+    """A model, and a session file of a compressed conversation about an image."""
     from conversations import a_plan, say
 
     model, file = tiny("llava"), tmp_path / "s.kvs"
@@ -414,10 +414,10 @@ def saved(tiny, picture_file, native, tmp_path):
 
 
 class Children:
-    """Lists the processes that a test has started and that are there."""
+    """Lists the running child processes that a test has started."""
 
     def __init__(self):
-        self._before = psutil.Process().children()  # other tests may have left one that nobody waited for
+        self._before = psutil.Process().children()  # an earlier test may have left a child process
 
     def __call__(self):
         return [child for child in psutil.Process().children() if child not in self._before]

@@ -1,4 +1,4 @@
-"""Contexts of tiny models, with kvedge's KV memory or llama.cpp's own, for tests that look at every token."""
+"""Contexts of tiny models, with kvedge's or llama.cpp's KV memory, for tests that look at every token."""
 
 import ctypes
 from contextlib import contextmanager
@@ -15,7 +15,7 @@ from pykvedge.plans.plan import Plan
 
 @contextmanager
 def replaying(cache, chunk, sequence=0):
-    """What is decoded inside is a chunk of a second pass over the prompt, and is gone afterwards."""
+    """Decodes inside the `with` are a chunk of a second pass over the prompt; the chunk is removed afterwards."""
     cache.begin_replay(chunk, sequence)
     try:
         yield
@@ -24,9 +24,9 @@ def replaying(cache, chunk, sequence=0):
 
 
 class TinyContext:
-    """A tiny model.
+    """A context of a tiny model.
 
-    With a plan libkvedge owns its KV memory, without one llama.cpp does, in f32 and without flash attention.
+    With a plan, libkvedge owns the KV memory. Without a plan, llama.cpp owns it: f32, no flash attention.
     """
 
     def __init__(
@@ -38,10 +38,10 @@ class TinyContext:
         params.n_ctx, params.n_threads, params.n_threads_batch = n_ctx, threads, threads
         params.n_batch = params.n_ubatch = 2048
         params.n_seq_max, params.kv_unified = n_seq, True
-        if plan is None or kv_type == "f32":  # also for layers that stay with llama.cpp
+        if plan is None or kv_type == "f32":  # f32 also for the layers that llama.cpp stores
             params.flash_attn_type = self.llama.LLAMA_FLASH_ATTN_TYPE_DISABLED
             params.type_k = params.type_v = self.llama.GGML_TYPE_F32
-        # without a plan: layer -> [H, n_tokens, n] weights of the last batch
+        # without a plan: layer -> attention weights [H, n_tokens, n_keys] of the last batch
         self.attention: dict[int, np.ndarray] = {}
         self.n = dict.fromkeys(range(n_seq), 0)
         if plan is None:
@@ -52,7 +52,7 @@ class TinyContext:
         self.cache = plan and libkvedge.Cache(self.context, plan, kv_type, auto_compress=True)
 
     def _adjust(self, params) -> None:
-        """What a test wants of its contexts beyond that."""
+        """Changes the context's parameters. A test can override this method."""
 
     def _watch_stock(self, params) -> None:
         ggml = ctypes.CDLL(str(libraries.require_dir() / libraries.file_name("ggml-base")))
@@ -74,7 +74,7 @@ class TinyContext:
         params.cb_eval = self._seen
 
     def decode(self, *parts: list[int]) -> None:
-        """Reads parts[i] into sequence i, all in one batch; logits are asked for after each of them."""
+        """Reads parts[i] into sequence i, all in one batch. Logits are computed after the last token of each part."""
         positions, sequences, wants = [], [], []
         for sequence, tokens in enumerate(parts):
             positions += range(self.n[sequence], self.n[sequence] + len(tokens))
@@ -85,11 +85,11 @@ class TinyContext:
         assert send(self.context, positions, [*chain(*parts)], sequences=sequences, wants=wants) == 0
 
     def held(self, sequence: int = 0):
-        """[layer][head] token indices."""
+        """Returns the held token indices: [layer][KV head]."""
         return held(self.cache, sequence)
 
     def logits(self):
-        """Those behind the last token."""
+        """Returns the logits after the last token."""
         return logits(self.context)
 
     def __enter__(self):
@@ -106,5 +106,5 @@ class TinyContext:
 
 
 def random_tokens(n: int, seed: int = 0) -> list[int]:
-    """n token ids, the same for the same seed."""
+    """Returns n random token ids. The same n and seed give the same ids."""
     return np.random.default_rng([seed, n]).integers(5, 1000, n).tolist()

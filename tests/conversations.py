@@ -1,4 +1,4 @@
-"""What the tests of session files share: plans, questions, and files taken apart."""
+"""What the tests of session files share: plans, questions, and changes of a file's parts."""
 
 import struct
 import zlib
@@ -7,7 +7,7 @@ import pykvedge
 from pykvedge.runtime.sampling import Sampling
 
 SHORT = Sampling(max_tokens=10)
-LONG = Sampling(max_tokens=70)  # beyond one block of generated rows
+LONG = Sampling(max_tokens=70)  # longer than one block of generated rows
 WORDS = "The quick brown fox jumps over the lazy dog and looks at the picture. " * 3
 PLANS = {
     "full": ("full", None, {}),
@@ -18,7 +18,7 @@ PLANS = {
     "prefixkv": ("prefixkv", 0.3, {}),
     "sliding": ("h2o", 0.3, {"decode": "sliding"}),
     "scored": ("h2o", 0.3, {"decode": "heavy-hitter"}),
-    "covered": ("h2o", 500, {"decode": "sliding"}),  # the budget holds the prompt: its block stays whole, and is cut
+    "covered": ("h2o", 500, {"decode": "sliding"}),  # the budget holds the whole prompt, whose block is cut later
 }
 
 
@@ -39,7 +39,7 @@ def fingerprint_of(file):
 
 
 def reframed(data, **changes):
-    """The file with another version, model, note or payload, its lengths and checksums right again."""
+    """Returns the file's data with another version, model, note or payload, and with correct lengths and checksums."""
     n_model, n_note = struct.unpack_from("<I", data, 12)[0], struct.unpack_from("<Q", data, 16)[0]
     end = 32 + n_model + n_note
     model, note, payload = data[32 : 32 + n_model], data[32 + n_model : end], data[end + 4 : -4]

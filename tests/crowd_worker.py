@@ -1,8 +1,8 @@
-"""Several users of one RPC device: while one of them answers, others give memory of the device back.
+"""Several users share one RPC device: while one user gets an answer, other users free memory of the device.
 
     crowd_worker.py CASE OPERATIONS HOST:PORT,... MODEL
 
-A process of its own: where the server hangs up, ggml ends it. What is answered beside others is answered as alone.
+A separate process: ggml ends it when the server hangs up. An answer must not change when other users are active.
 """
 
 import itertools
@@ -23,7 +23,7 @@ SHORT, LONG = Sampling(max_tokens=3), Sampling(max_tokens=12)
 
 class OnDevices(TinyContext):
     def _watch_stock(self, params):
-        """Weights are not looked at: they lie elsewhere."""
+        """Does nothing: the weights are on a device, where this process cannot read them."""
 
 
 def session(model: str, rpc: str) -> pykvedge.Session:
@@ -32,7 +32,7 @@ def session(model: str, rpc: str) -> pykvedge.Session:
 
 
 def restless(model: str, rpc: str):
-    """Does one operation after the other that gives memory of the device back, in sessions of its own."""
+    """Yields after each operation, in an endless series of new sessions. The operations free memory of the device."""
     while True:
         with session(model, rpc) as chat:
             for _ in range(3):
@@ -44,7 +44,7 @@ def restless(model: str, rpc: str):
 
 
 def answers(chat: pykvedge.Session, between) -> list[str]:
-    """The pieces of an answer; between() is called after each of them."""
+    """Returns the pieces of an answer. between() is called after each piece."""
     chat.clear()
     pieces = []
     for piece in chat.ask(WORDS * 6, sampling=LONG):
@@ -54,7 +54,7 @@ def answers(chat: pykvedge.Session, between) -> list[str]:
 
 
 def two_sessions(model: str, rpc: str, n: int) -> None:
-    """One thread: an operation of the other session between every two tokens."""
+    """Two sessions in one thread: after each token of the first, the second does one operation."""
     others = restless(model, rpc)
     with session(model, rpc) as chat:
         alone = answers(chat, lambda: None)
@@ -64,7 +64,7 @@ def two_sessions(model: str, rpc: str, n: int) -> None:
 
 
 def two_threads(model: str, rpc: str, n: int) -> None:
-    """A session each."""
+    """Two threads with a session each."""
     with session(model, rpc) as chat:
         alone = answers(chat, lambda: None)
 
@@ -81,13 +81,13 @@ def two_threads(model: str, rpc: str, n: int) -> None:
 
 
 def two_sequences(model: str, rpc: str, n: int) -> None:
-    """One context: sequence 1 is read, cut, copied and cleared while sequence 0 is answered."""
+    """Two sequences in one context: sequence 1 is read, cut, copied and cleared while sequence 0 decodes."""
     ggml.add_server(rpc)
     assert answered(model, n, alone=False) == answered(model, n, alone=True)
 
 
 def answered(model: str, n: int, alone: bool) -> list:
-    """What sequence 0 holds after each of the answers that n tokens make."""
+    """Returns the held tokens of sequence 0 after each answer of 16 tokens, n tokens in total."""
     context = OnDevices(model, None, n_seq=3)
     context.cache = libkvedge.Cache(context.context, pykvedge.plan("snapkv", 0.4), "f32", devices=DEVICES_ALL)
     others, held = itertools.cycle(changes(context)), []
@@ -106,7 +106,7 @@ def answered(model: str, n: int, alone: bool) -> list:
 
 
 def changes(context: TinyContext) -> list:
-    """Operations on sequences 1 and 2."""
+    """Returns the operations on sequences 1 and 2, as functions."""
     memory, llama = context.memory, context.llama
     return [
         lambda: context.decode([], random_tokens(20)),

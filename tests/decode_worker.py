@@ -1,12 +1,12 @@
-"""Reads prompts into a model in a process of its own, because a process can hold one llama.cpp only.
+"""Reads prompts into a model, in a separate process because a process can hold only one llama.cpp.
 
-stdin: one JSON object {"sides": [side, ...], "out": path, "jobs": [{"model": path, "cases": [case, ...]}, ...]}. Side
-"exact": keys and values are f32, and attention is computed plainly. Side "provider": libkvedge owns the KV memory. Of
-other sides it is llama.cpp: kvedge's patched one if the environment says KVEDGE_WORKER=ours, else the one in
-LLAMA_CPP_LIB_PATH. A case is {"segments": [...], "then": [tokens], "n_batch": n, "n_ubatch": n}; a segment is
-{"tokens": [...]} or {"image": [height, width, seed]}, random embeddings in their place.
-out: an .npz file with, as SIDE.JOB.CASE, numbers from 0, the logits [1 + len(then), n_vocab] after the prompt and after
-each of the tokens.
+stdin: one JSON object {"sides": [side, ...], "out": path, "jobs": [{"model": path, "cases": [case, ...]}, ...]}. On
+side "provider", libkvedge owns the KV memory; on every other side llama.cpp does. Side "exact": f32 keys and values, no
+flash attention. KVEDGE_WORKER=ours in the environment chooses kvedge's patched llama.cpp; otherwise the library in
+LLAMA_CPP_LIB_PATH runs. A case is {"segments": [...], "then": [tokens], "n_batch": n, "n_ubatch": n}. A segment is
+{"tokens": [...]}, or {"image": [height, width, seed]} for random embeddings.
+out: an .npz file. Its arrays SIDE.JOB.CASE (numbers from 0) hold logits [1 + len(then), n_vocab]: after the prompt, and
+after each token of `then`.
 """
 
 import json
@@ -25,7 +25,7 @@ N_EMBD_SCALE = 0.5
 
 
 class Reader:
-    """One context, filled from the front."""
+    """One context that reads the segments of a case in order."""
 
     def __init__(self, model, case, provider, exact):
         n_tokens = sum(len(s.get("tokens", ())) or s["image"][0] * s["image"][1] for s in case["segments"])
@@ -44,7 +44,7 @@ class Reader:
             self.cache = libkvedge.Cache(self.context, plan("full"), auto_compress=False)
 
     def decode(self, positions, tokens=(), rows=None):
-        """positions: one each or, for images of M-RoPE models, four."""
+        """positions: one for each token, or four for each row of an image in an M-RoPE model."""
         status = batches.send(self.context, positions, tokens, rows)
         if status != 0:
             if self.cache is not None:

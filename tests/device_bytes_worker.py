@@ -1,8 +1,8 @@
-"""What travels between this process and an RPC server while a prompt is read, compressed, and followed by a token.
+"""Counts the bytes between this process and an RPC server: reading a prompt, compression, the next token.
 
-stdin: one JSON object: the "server", a "model", "tokens" of the prompt, "plans" (arguments of pykvedge.plan), and
-"plugin", a file to load, or null.
-stdout: a line of JSON for each plan: bytes [sent, received] of each step, and what kvedge reports of the compression.
+stdin: one JSON object: the "server", a "model", the number of "tokens" of the prompt, "plans" (arguments of
+pykvedge.plan), and "plugin" (a file to load, or null).
+stdout: one JSON line for each plan: bytes [sent, received] of each step, and kvedge's report of the compression.
 """
 
 import json
@@ -22,7 +22,7 @@ from pykvedge.runtime.sequence import Sequence, device_work
 
 
 def measure(model, wire, plan, n_tokens):
-    # one pass for the whole prompt
+    # one pass for the whole prompt: a ubatch of n_tokens
     size = ContextSize(-(-(n_tokens + 8) // 256) * 256, n_tokens, "f16", n_tokens)
     driver = Driver(model, None, size, 1)
     try:

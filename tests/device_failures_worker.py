@@ -1,9 +1,9 @@
-"""A prompt is compressed on an RPC server that has more and more memory for it, until it has enough.
+"""Compresses a prompt on an RPC server whose memory limit grows from try to try until the compression succeeds.
 
-stdin: one JSON object: the "server", its "pid", a "model", "tokens" of the prompt, and a "plan" (arguments of
-pykvedge.plan).
-stdout: a line of JSON for a server without bounds and for each try: the "error", or null; what is "pending" and "kept"
-behind it; "after": token indices that are kept in the end, and the "report" of that compression.
+stdin: one JSON object: the "server", its "pid", a "model", the number of "tokens" of the prompt, and a "plan"
+(arguments of pykvedge.plan).
+stdout: one JSON line for a server without a limit, then one for each try: "error" (or null); "pending" and "kept" after
+an error; "after": the token indices that are kept in the end; "report": the compression's report.
 """
 
 import json
@@ -21,13 +21,13 @@ from pykvedge.runtime.llama_context import ContextSize
 from pykvedge.runtime.sequence import Sequence, device_work
 
 MIB = 1 << 20
-# beyond what the server has after the prompt; llama.cpp's working memory is given back before the compression
+# bytes that the server may take beyond its size after the prompt; llama.cpp's working memory is freed before
 ROOMS = [n * MIB for n in (-64, -32, -24, -16, -8, -4, -2, -1, 0, 1, 2, 4, 8, 16, 32, 64, 128, 512)]
 UNBOUNDED = (psutil.RLIM_INFINITY, psutil.RLIM_INFINITY)
 
 
 def tried(model, server, plan, n_tokens, room):
-    """room: bytes that the server may take for the compression, or None."""
+    """Compresses on a server that may take `room` more bytes (None: no limit). Returns one line of output."""
     driver = Driver(model, None, ContextSize(n_tokens + 520, 512, "f16", n_tokens), 1)
     out = {"room": room, "error": None, "pending": 0, "kept": []}
     try:

@@ -1,19 +1,19 @@
-"""llama.cpp alone and with kvedge on the same devices: how far their logits are apart, and how they split their graphs.
+"""Compares llama.cpp with and without kvedge on the same devices: distance of the logits, splits of the graphs.
 
-stdin: one JSON object with a "model", "plans", a "kv_type" and what backends.prepare takes. All layers lie on the
-devices that there are; where there are none, on the processor, through ggml's graph. "prompt" is the number of its
-tokens, "later" those of messages that follow the answer, each with a token of an answer; they are not compressed. With
-"alone" nothing is compared: only kvedge runs, on the devices.
-stdout: a line of JSON for each plan: "kl", the largest divergence of kvedge from llama.cpp after a prompt or a token;
-"from_host", that from kvedge with its rows on the host, with "later"; "splits" of the graphs that ran,
-{"stock": {"prompt": [...], "token": [...]}, "kvedge": ...}; "device_bytes" at the end, and "later" after each message.
+stdin: one JSON object with a "model", "plans", a "kv_type" and the keys of backends.prepare. All layers are on the
+devices; without a device, ggml's graph runs on the CPU. "prompt": number of prompt tokens. "later": numbers of tokens
+of later messages; they are not compressed, and one answer token follows each. "alone": run only kvedge, compare
+nothing.
+stdout: a JSON line for each plan: "kl", the largest divergence from llama.cpp after a prompt or a token; "from_host",
+the same from kvedge with rows on the host, with "later"; "splits", {"stock": {"prompt": [...], "token": [...]},
+"kvedge": ...}; "device_bytes" at the end, and "later" after each message.
 """
 
 import json
 import os
 import sys
 
-os.environ["GGML_SCHED_DEBUG"] = "1"  # the scheduler says how it splits; read when a context is made
+os.environ["GGML_SCHED_DEBUG"] = "1"  # makes the scheduler log its splits; read when a context is made
 
 import backends
 import numpy as np
@@ -40,7 +40,7 @@ class OnDevices(TinyContext):
         self.llama.llama_log_set(self._log, None)
 
     def _watch_stock(self, params):
-        """Weights are not looked at: they lie elsewhere."""
+        """Does nothing: the weights are on a device, where this process cannot read them."""
 
     def _adjust(self, params):
         if self.kv_type == "f16":  # llama.cpp's default
@@ -57,7 +57,7 @@ class OnDevices(TinyContext):
         return self.llama.llama_vocab_n_tokens(self.llama.llama_model_get_vocab(self.model))
 
     def read(self, tokens):
-        """(log probabilities of the next token, into how many parts the graph was split; 0: used again)."""
+        """Returns (log probabilities of the next token, number of graph splits). 0 splits: a graph was reused."""
         self.splits = []
         self.decode(tokens)
         return log_softmax(self.logits()), len(self.splits)

@@ -1,9 +1,9 @@
-"""Prompts that come in pieces, on the host or on devices: what each head keeps of them.
+"""Reads prompts in pieces, with the rows on the host or on devices, and prints the tokens that each head keeps.
 
-stdin: one JSON object with a "model", "plans", what backends.prepare takes, and "devices": where rows lie, "none" or
-"all". With "pieces" it reads so many of one prompt, and no more.
-stdout: a line of JSON for each plan: "held" [sequence][layer][head] token indices once the answers have begun, those of
-sequence 0 once more after another message, and "device_bytes" of sequence 0 after each piece of its prompt.
+stdin: one JSON object: "model", "plans", keys of backends.prepare, "devices": "none" or "all" (where the rows are).
+"pieces": read only this number of pieces of one prompt, print nothing.
+stdout: a JSON line for each plan: "held" token indices [sequence][layer][head] after the first answer tokens, and of
+sequence 0 again after a second message; "device_bytes" of sequence 0 after each piece of its prompt.
 """
 
 import json
@@ -27,13 +27,13 @@ class Prompts(TinyContext):
         self.left = {s: random_tokens(900, seed=s) for s in range(SEQUENCES)}
 
     def _watch_stock(self, params):
-        """Weights are not looked at: they lie elsewhere."""
+        """Does nothing: the weights are on a device, where this process cannot read them."""
 
     def _adjust(self, params):
         params.n_ubatch = 128
 
     def read(self, *parts, wants=False, mixed=False):
-        """parts: (sequence, tokens), in one batch. wants: the logits of each sequence's last token."""
+        """Reads parts (sequence, number of tokens) in one batch. wants: compute logits of each part's last token."""
         items = []
         for sequence, n in parts:
             for i in range(n):
@@ -51,7 +51,7 @@ class Prompts(TinyContext):
 
 
 def walk(context):
-    """Pieces shorter and longer than a window and than a ubatch; batches that sequences share; removals, and a copy."""
+    """Reads pieces shorter and longer than a window and a ubatch; shares batches, removes tokens, copies a sequence."""
     context.cache.expect(453, 0)
     bytes_ = [context.read((0, n)) for n in (150, 300, 1, 2)]
     context.read((1, 60), (2, 40))
@@ -61,19 +61,19 @@ def walk(context):
     context.remove(1, 100, -1)  # the end
     context.n[1] = 100
     context.read((1, 70))
-    context.read((2, 200))  # for which buffers grow
+    context.read((2, 200))  # the buffers grow
     context.remove(2, 20, 35)  # the middle
     context.read((2, 64), (1, 5))
     context.llama.llama_memory_seq_cp(context.memory, 0, 3, -1, -1)
     context.n[3] = context.n[0]
     bytes_.append(context.read((0, 9), (3, 30)))
-    context.read((3, 40), (2, 3), mixed=True)  # which devices do not attend to
+    context.read((3, 40), (2, 3), mixed=True)  # tokens of two sequences alternate: attention runs on the host
     context.read((0, 40))
-    context.read((2, 6))  # the prompts of 1 and 3 end where they are
+    context.read((2, 6))  # the prompts of sequences 1 and 3 end here
     context.read(*((s, 2) for s in range(SEQUENCES)), wants=True)
     context.read(*((s, 1) for s in range(SEQUENCES)), wants=True)
     held = [context.held(s) for s in range(SEQUENCES)]
-    context.read((0, 40))  # a second message, behind what was kept of the first one
+    context.read((0, 40))  # a second message, after the kept tokens of the first message
     context.read((0, 70), wants=True)
     context.read((0, 1), wants=True)
     return {"held": [*held, context.held(0)], "device_bytes": bytes_}

@@ -1,8 +1,8 @@
-"""Conversations on devices, in a process of its own: the devices of an RPC server stay until the process ends.
+"""Runs conversations on devices, in a separate process: devices of an RPC server stay until the process ends.
 
 stdin: one JSON object with "settings" of sessions and "cases": a model, an mmproj, a plan, a profile and the messages.
-With "module" ggml loads that backend first.
-stdout: a line of JSON for each case: what each head holds after every message, the answers, and where the rows lay.
+"module": a backend that ggml loads first.
+stdout: a JSON line for each case: the tokens of each head after every message, the answers, the devices of the rows.
 """
 
 import functools
@@ -33,7 +33,7 @@ def talk(case, settings):
     return out
 
 
-# an encoder on a server has its weights as the file does, and so rounds otherwise than one whose weights are packed
+# an encoder on a server does not pack its weights; packed weights round differently
 loaded.Encoder = functools.partial(loaded.Encoder, packed=False)
 job = json.load(sys.stdin)
 backends.prepare(job)

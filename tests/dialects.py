@@ -1,4 +1,4 @@
-"""Chat templates of some dialects of tool calls, as released models have them, in short; and models that have them."""
+"""Short chat templates in the dialects of released models' tool calls, and tiny models with these templates."""
 
 import json
 from pathlib import Path
@@ -7,22 +7,22 @@ from modelgen import tokens
 from modelgen.text import TextSpec, text_model
 from modelgen.writer import write_gguf
 
-WORKER = (Path(__file__).with_name("serve_worker.py"),)  # a server's program, for `serving`
+WORKER = (Path(__file__).with_name("serve_worker.py"),)  # the program of a server, for `serving`
 
 
 def model(folder, template, specials=()):
-    """Writes a model with random weights. specials: texts of special tokens, the last of its 640 tokens."""
+    """Writes a model with random weights and 640 tokens. specials: texts of special tokens, the last tokens."""
     path = folder / "m.gguf"
     write_gguf(path, *text_model(TextSpec("llama", tokens.spm(640, template, specials), 2, 4, 2, 32, 128, 2048)))
     return path
 
 
 def gbnf(text):
-    """Makes the grammar of an answer that is this text."""
+    """Returns the grammar whose only answer is this text."""
     return "root ::= " + json.dumps(text, ensure_ascii=False)
 
 
-# Hermes: Qwen 2.5 and 3, and many others. With reasoning as Qwen 3 has it.
+# Hermes: Qwen 2.5 and 3, and many other models. The reasoning has the form of Qwen 3.
 HERMES = (
     "{% if tools %}<|im_start|>system\n# Tools\n<tools>{% for t in tools %}\n{{ t | tojson }}{% endfor %}\n</tools>\n"
     "<|im_end|>\n{% endif %}"
@@ -46,7 +46,7 @@ MISTRAL = (
     "{% elif m.role == 'tool' %}[TOOL_RESULTS]{\"content\": {{ m.content }}, \"call_id\": \"{{ m.tool_call_id }}\"}"
     "[/TOOL_RESULTS]{% else %}{{ m.content }}{{ eos_token }}{% endif %}{% endfor %}"
 )
-# Qwen 3 Coder: arguments one by one, and no JSON around them
+# Qwen 3 Coder: each argument is a tag, without JSON
 CODER = (
     "{% if tools %}<|im_start|>system\n<tools>{% for t in tools %}\n<function>\n<name>{{ t.function.name }}</name>\n"
     "</function>{% endfor %}\n</tools>\n<tool_call>\n<function=example>\n<parameter=a>\nvalue\n</parameter>\n"

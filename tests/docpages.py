@@ -1,6 +1,6 @@
-"""The pages of the documentation as tests read them: links, anchors, and blocks of commands with what they print.
+"""Reads the pages of the documentation: links, anchors, and blocks of commands with their output.
 
-A block is fenced and has a language. A comment above it says what a test must know: `<!-- not run: REASON -->`, or
+A block is fenced and has a language. A comment above a block tells a test how to run it: `<!-- not run: REASON -->`, or
 `<!-- slow -->` for a block that runs with --all only.
 """
 
@@ -14,7 +14,7 @@ from hubserver import HubServer
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", ROOT / "SECURITY.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
 DATA, EXAMPLES = ROOT / "pykvedge" / "data", ROOT / "examples"
-FILES = {  # the names that the pages use
+FILES = {  # file names of the pages
     "model.gguf": DATA / "demo-model.gguf",
     "mmproj.gguf": DATA / "demo-mmproj.gguf",
     "photo.jpg": EXAMPLES / "photo.jpg",
@@ -31,13 +31,13 @@ _SPEED = re.compile(r"[\d.,]+( (?:tok/s|s|ms|tokens/s|MiB|seconds)\b)")
 
 @dataclass(frozen=True)
 class Block:
-    """One fenced block. line: its first line in the page."""
+    """One fenced block. line: the line of the page where the block begins."""
 
     page: Path
     line: int
     language: str
     text: str
-    reason: str  # why it does not run
+    reason: str  # why the block does not run; empty: it runs
     is_slow: bool
 
     @property
@@ -46,7 +46,7 @@ class Block:
 
 
 def blocks(page: Path) -> list[Block]:
-    """All fenced blocks of a page, in order."""
+    """Returns all fenced blocks of a page, in order."""
     text, found = page.read_text("utf-8"), []
     for match in _FENCE.finditer(text):
         comment = match["comment"] or ""
@@ -57,16 +57,16 @@ def blocks(page: Path) -> list[Block]:
 
 
 def put_files(folder: Path) -> None:
-    """Puts the files that the pages name into a folder."""
+    """Links the files that the pages name into a folder, or copies them."""
     for name, source in FILES.items():
         try:
             (folder / name).symlink_to(source)
-        except OSError:  # where that needs a privilege
+        except OSError:  # Windows: links need a privilege
             (shutil.copytree if source.is_dir() else shutil.copy)(source, folder / name)
 
 
 def fill_hub(hub: HubServer) -> None:
-    """Gives a hub the packaged model under every name that a page asks for."""
+    """Adds the packaged model to a hub, under every name in the pages."""
     for name in {name for page in PAGES for name in _REPO.findall(page.read_text("utf-8"))}:
         for quant in ("Q4_K_M", "Q8_0"):
             hub.add(name, f"{name.split('/')[1]}-{quant}.gguf", FILES["model.gguf"].read_bytes())
@@ -78,7 +78,7 @@ def without_blocks(text: str) -> str:
 
 
 def anchors(page: Path) -> set[str]:
-    """The anchors of a page's headings, as code hosts and the site make them."""
+    """Returns the anchors of a page's headings, in the form of code hosts and of the documentation site."""
     made: dict[str, int] = {}
     out = set()
     for title in re.findall(r"^#+ (.+)$", without_blocks(page.read_text("utf-8")), re.M):
@@ -90,11 +90,11 @@ def anchors(page: Path) -> set[str]:
 
 
 def words(text: str) -> int:
-    """Words: what has a letter or a digit, so no bars of tables."""
+    """Returns the number of words. A word contains a letter or a digit, so bars of tables do not count."""
     return sum(any(c.isalnum() for c in word) for word in text.split())
 
 
 def masked(line: str) -> str:
-    """A printed line without what differs from run to run: speeds, times and process ids."""
+    """Returns a printed line with "#" for speeds, times, process ids and ports, which differ from run to run."""
     line = _SPEED.sub(r"#\1", line.rstrip())
     return re.sub(r'("pid": |127\.0\.0\.1:|localhost:)\d+', r"\1#", line)

@@ -1,4 +1,4 @@
-"""Steps for the tests of the doctor, which its child process runs; some end that process."""
+"""Steps that the doctor's child process runs in tests of the doctor. Some steps end that process."""
 
 import os
 import signal

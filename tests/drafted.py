@@ -1,4 +1,4 @@
-"""What the tests of drafted answers share: questions, samplings, and what an answer was."""
+"""What the tests of drafted answers share: questions, samplings, and the parts of an answer."""
 
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -36,9 +36,9 @@ PLANS = {"full": ("full", None), "snapkv": ("snapkv", 0.3), "lookm": ("lookm", 0
 
 @contextmanager
 def open_sessions(plans, folder=""):
-    """make(plan, **settings) -> a session with the packaged model, one for the same settings; closed at the end.
+    """Yields make(plan, **settings) -> a session with the packaged model. The same settings give the same session.
 
-    plans: name -> method, budget, and settings where there are any. folder: of rows that are kept on disk.
+    plans: name -> (method, budget) or (method, budget, settings). folder: for whole rows on disk.
     """
     made = {}
 
@@ -57,7 +57,7 @@ def open_sessions(plans, folder=""):
 
 
 def draft_much(monkeypatch):
-    """As many tokens are drafted as fit, whatever they cost. Returns use(right): behind so many they are wrong."""
+    """Drafts as many tokens as fit, at any cost. Returns use(right): sets how many first draft tokens are right."""
     draft = drafting.Drafter._draft
     monkeypatch.setattr(drafting.Drafter, "_ahead", lambda self, n, chance, tokens, most, rate, each: (most, 1.0))
 
@@ -77,7 +77,7 @@ def wrong_behind(guesses, right):
 
 @dataclass
 class Said:
-    """What an answer was. ids: with the token that ended it. later: the answer to a second question."""
+    """The parts of an answer. ids: all tokens, with the end token. later: the answer to a second question."""
 
     ids: list[int]
     text: str
@@ -109,7 +109,7 @@ def check_alike(drafted, plain):
 
 
 def broken_off(session, enough):
-    """Breaks an answer off, and goes on: what was said of it, what the next message begins with, and its answer."""
+    """Breaks off an answer after `enough` tokens. Returns its tokens, text, pending tokens, and the next answer."""
     session.clear()
     answer = session.ask(AGAIN, [SCENE], SAMPLINGS["greedy"])
     for _ in answer:
@@ -121,6 +121,6 @@ def broken_off(session, enough):
 
 
 def ask(scheduler, messages, sampling, plan=None):
-    """The report of a server's answer, its tokens, and the text that came piece by piece."""
+    """Returns the report of a server's answer, its tokens, and the streamed text."""
     asked = Asked(scheduler, Request(messages, plan or pykvedge.plan("snapkv", 0.3), sampling))
     return asked.report, asked.job.ids, "".join(asked.pieces)

@@ -1,4 +1,4 @@
-"""Runs of kvedge eval inside the tests' process."""
+"""Runs of `kvedge eval` inside the tests' process."""
 
 from conftest import THREADS
 
@@ -12,7 +12,7 @@ MODEL, MMPROJ = DATA / "demo-model.gguf", DATA / "demo-mmproj.gguf"
 
 
 def run(samples, cells, model=MODEL, mmproj=MMPROJ, kv_type="f16", keep="", **options):
-    """(id, method, budget) -> record."""
+    """Evaluates samples with the full cache and with cells. Returns {(id, method, budget): record}."""
     settings = Settings(threads=THREADS, kv_type=kv_type, keep=keep)
     job = Job(model, mmproj, samples, [full_cell(), *cells], Wants(**options), settings)
     out = evaluate(job, Records(None, {}, False))
@@ -21,7 +21,7 @@ def run(samples, cells, model=MODEL, mmproj=MMPROJ, kv_type="f16", keep="", **op
 
 
 def divergences(samples, cells):
-    """Name of a cell -> mean divergence of a token from the full cache's."""
+    """Returns {name of a cell: mean divergence per token from the full cache}."""
     rows = run(samples, cells, answers=False)
     return {
         cell.name: sum(row["kld"] / row["tokens"] for key, row in rows.items() if key[1] == cell.name) / len(samples)
@@ -30,6 +30,6 @@ def divergences(samples, cells):
 
 
 def prompt(turns):
-    """The text that the chat template of the demo model makes of the conversation."""
+    """Returns the text of a conversation in the demo model's chat template."""
     forms = {"user": "USER: {}\n", "assistant": "ASSISTANT: {}</s>\n"}
     return "".join(forms[t["role"]].format(t["content"]) for t in turns) + "ASSISTANT:"

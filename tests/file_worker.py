@@ -1,6 +1,6 @@
-"""Answers with each of many files: `file_worker.py models MODEL...`, or `mmprojs MODEL PICTURE MMPROJ...`.
+"""Asks for an answer with each of many files: `file_worker.py models MODEL...`, or `mmprojs MODEL PICTURE MMPROJ...`.
 
-A line for each file says `refused`, with the reason, or `ran`. A crash ends it before all lines are said.
+Prints one line for each file: `refused` and the reason, or `ran`. After a crash, lines are missing.
 """
 
 import sys

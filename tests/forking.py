@@ -1,10 +1,10 @@
-"""A program that has imported kvedge and waits: each request becomes a process of its own, without the imports' time.
+"""A program that has imported kvedge and forks for each request, so that a process starts without the imports' time.
 
-As a script: reads requests from the socket whose number is its argument, until that is closed. A request is a JSON
-object with "script", "arguments", "env" and "cwd", sent with the files that become stdin, stdout and stderr. The answer
-is the id of the process, and then its exit code, a line each. With "away" the process is nobody's child, so that it
-becomes one of the program that asks and wants orphans, and the code is 0 at once. A process ends without Python's own
-clearing up, which would touch every page that it shares with this program. Further arguments: modules to import.
+As a script: reads requests from the socket whose number is its first argument, until the socket is closed. A request is
+a JSON object with "script", "arguments", "env" and "cwd", sent with the files that become stdin, stdout and stderr. The
+answer has two messages: the process id, and the exit code. With "away" the new process is an orphan: a requester that
+collects orphans becomes its parent, and the exit code 0 is sent at once. A process ends without Python's cleanup,
+because that would write to every shared memory page. Further arguments: modules to import.
 """
 
 import atexit
@@ -24,24 +24,24 @@ import traceback
 from pathlib import Path
 
 LARGEST = 1 << 20  # bytes of a request
-AT_START = ("PYTHON", "KVEDGE_LIB_DIR", "LLAMA_CPP", "LD_")  # beginnings of variables that are read by then
+AT_START = ("PYTHON", "KVEDGE_LIB_DIR", "LLAMA_CPP", "LD_")  # prefixes of variables that are read at the start
 WANTS_ORPHANS = 36  # PR_SET_CHILD_SUBREAPER
 
 
 class Programs:
-    """Starts `kvedge`, or scripts of the tests, with other arguments again and again."""
+    """Runs `kvedge` or scripts of the tests, by forks of one waiting process."""
 
     def __init__(self, environment, *modules: str) -> None:
         self.environment = environment
         self._ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             command = [sys.executable, __file__, str(theirs.fileno()), *modules]
-            # stdout is a pipe, which cannot seek: Python does not ask again of what takes its place
+            # stdout must be a pipe: Python caches that it cannot seek, and a fork has another stdout
             options = {"pass_fds": [theirs.fileno()], "stdout": subprocess.PIPE}
             self._waiting = subprocess.Popen(command, env=environment, **options)
 
     def run(self, arguments, stdin: bytes, timeout: float, script: str, env) -> tuple[int, bytes, bytes]:
-        """Exit code, stdout and stderr. Raises subprocess.TimeoutExpired. env: what is other in the environment."""
+        """Returns (exit code, stdout, stderr). Raises subprocess.TimeoutExpired. env: changes of the environment."""
         with tempfile.TemporaryFile() as given, tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
             given.write(stdin)
             given.seek(0)
@@ -65,7 +65,7 @@ class Programs:
         return int(self._ours.recv(100))
 
     def child(self, arguments, files: list[int], env) -> int:
-        """The id of a process that runs `kvedge` as a child of this one. Linux alone."""
+        """Starts `kvedge` as a child of this process and returns the process id. Linux only."""
         prctl = ctypes.CDLL(None).prctl
         prctl(WANTS_ORPHANS, 1, 0, 0, 0)
         pid = self._ask(arguments, files, env=env, away=True)
@@ -79,12 +79,12 @@ class Programs:
 
 
 class Warm(subprocess.Popen):
-    """Popen of [sys.executable, "-m", "pykvedge", ...] that forks a process which has imported what servers do.
+    """Popen of [sys.executable, "-m", "pykvedge", ...] that forks a process which has imported the server's modules.
 
-    A whole process where variables are other that Python and the loader of libraries read.
+    Starts a new process if variables differ that Python or the dynamic loader reads at its start.
     """
 
-    _programs: list[Programs] = []  # noqa: RUF012 - one for all
+    _programs: list[Programs] = []  # noqa: RUF012 - shared by all instances
 
     def _execute_child(self, *given):
         args, env = given[0], given[6]
@@ -96,7 +96,7 @@ class Warm(subprocess.Popen):
         if not known or any(name.startswith(AT_START) for name in other):
             super()._execute_child(*given)
             return
-        pipes = given[10:16]  # for stdin, stdout and stderr: what is read, and what is written to; -1 where it is ours
+        pipes = given[10:16]  # (read, write) ends of the pipes for stdin, stdout, stderr; -1: the child inherits ours
         files = [max(pipe, number) for number, pipe in enumerate((pipes[0], pipes[3], pipes[5]))]
         self.pid = self._programs[0].child(args[3:], files, other)
         self._child_created = True
@@ -104,7 +104,7 @@ class Warm(subprocess.Popen):
 
 
 def serve(requests: socket.socket) -> str:
-    """Forks for each request; returns in the child, with its arguments in sys.argv, and at the end of requests."""
+    """Forks for each request. Returns the script in the child, with its arguments in sys.argv. Exits after the last."""
     while True:
         data, files, *_ = socket.recv_fds(requests, LARGEST, 3)
         if not data:
@@ -132,7 +132,7 @@ def serve(requests: socket.socket) -> str:
 
 
 def finished(script: str) -> int:
-    """Runs the script, or kvedge, to its end, and returns its exit code."""
+    """Runs the script, or kvedge without a script, to its end. Returns the exit code."""
     from pykvedge.__main__ import main
 
     code = None

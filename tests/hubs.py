@@ -1,4 +1,4 @@
-"""What the tests of models by name share: a hub with tiny models, and an environment that knows no other."""
+"""What the tests of models by name share: a hub with tiny models, and an environment where no other hub is known."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,14 +10,14 @@ from pykvedge.models.hub import fetching
 
 REPO = "tiny/llava-GGUF"
 MODEL, MMPROJ = "llava-Q4_K_M.gguf", "mmproj-llava-f16.gguf"
-HEADERS = 2 * (128 << 10)  # bytes: what is fetched at first of a model and of its encoder
+HEADERS = 2 * (128 << 10)  # bytes that are fetched first from a model and its encoder
 _OTHERS = ("LLAMA_CACHE", "HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE", "MODEL_ENDPOINT", "HF_TOKEN", "HF_HUB_OFFLINE",
            "TRANSFORMERS_OFFLINE", "LLAMA_ARG_OFFLINE")  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Place:
-    """A hub, and the cache of those that ask it."""
+    """A hub, and the cache folder of the clients."""
 
     hub: HubServer
     home: Path
@@ -28,12 +28,12 @@ class Place:
         return self.home / "hub" / f"models--{REPO.replace('/', '--')}"
 
     def blobs(self) -> set[str]:
-        """Names of the files that are there, begun ones too."""
+        """Returns the names of the files in the cache, including unfinished files."""
         return {path.name for path in (self.folder / "blobs").glob("*")}
 
     def asked(self) -> list[tuple[str, str, str | None]]:
-        """What was asked since the last call: method, path and range."""
-        out = [one for one in self.hub.requests if "agent" not in one[1]]  # which huggingface_hub asks for itself
+        """Returns the requests since the last call: (method, path, range)."""
+        out = [one for one in self.hub.requests if "agent" not in one[1]]  # huggingface_hub's request for itself
         self.hub.requests.clear()
         return out
 
@@ -49,14 +49,14 @@ def environment(hub: HubServer, home: Path) -> dict[str, str]:
 
 
 def fill(hub: HubServer, pair) -> None:
-    """The repository that most tests ask for."""
+    """Fills the repository that most tests use."""
     hub.add(REPO, "README.md", b"A tiny model.", large=False)
     hub.add(REPO, MODEL, pair.model.read_bytes())
     hub.add(REPO, MMPROJ, pair.mmproj.read_bytes())
 
 
 def fresh_place(hub: HubServer, pair, home: Path, monkeypatch) -> Place:
-    """A hub without faults that holds the pair, and an empty cache, for this process."""
+    """Returns a hub without faults that holds the pair, and an empty cache. Sets this process's environment."""
     hub.forget()
     fill(hub, pair)
     env = environment(hub, home)
@@ -71,13 +71,13 @@ def resolve(name: str = REPO, **settings):
 
 
 def in_parts(model, folder):
-    """The same model in several files, as llama.cpp's gguf-split names them."""
+    """Writes the model as several files, named as by llama.cpp's gguf-split. Returns the files."""
     rewritten(model, folder / "parted-Q8_0.gguf", split_max_tensors=8)
     return sorted(folder.glob("parted-*"))
 
 
 def rewritten(model, out, widened=False, **settings):
-    """Writes the same model to another file. widened: its weights in float32. settings: of gguf's writer."""
+    """Writes the same model to another file. widened: f32 weights. settings: of gguf's writer."""
     import gguf
 
     reader = gguf.GGUFReader(model)

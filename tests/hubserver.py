@@ -1,6 +1,6 @@
-"""A hub of models on this machine, as huggingface_hub asks one: repositories, files by checksum, and every way to fail.
+"""A local model hub for huggingface_hub: repositories, files by checksum, and every kind of failure.
 
-The server counts the bytes of files that it sends. Its faults are set by a test and used up, or stay.
+The server counts the bytes of the files that it sends. A test sets faults; a fault in a list is used once, others stay.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ _BLOCK = 1 << 14
 
 @dataclass
 class StoredFile:
-    """A file of a repository. large: in large file storage, where its checksum is a sha256."""
+    """A file of a repository. large: a file of large file storage, whose checksum is a sha256."""
 
     data: bytes
     large: bool = True
-    said: str | None = None  # a checksum that is not its own
-    size: int | None = None  # a size that is not its own
+    said: str | None = None  # a wrong checksum to report
+    size: int | None = None  # a wrong size to report
 
     @property
     def checksum(self) -> str:
@@ -46,28 +46,28 @@ class StoredFile:
 
 @dataclass
 class Faults:
-    """What goes wrong next."""
+    """The faults of the next answers."""
 
-    token: str | None = None  # that requests must bring
-    statuses: list[int] = field(default_factory=list)  # of the next answers about files
-    cut: list[int] = field(default_factory=list)  # bytes after which the next answers with files break off
-    no_ranges: bool = False  # every answer is the whole file
-    shifted: int = 0  # bytes by which answers with a part of a file begin too early
-    past_the_end: bool = False  # requests of a part of a file are refused with 416
-    silent_listing: bool = False  # the listing is no JSON
-    hold: threading.Event | None = None  # an answer with a whole file waits in its middle until this is set
+    token: str | None = None  # required token of requests
+    statuses: list[int] = field(default_factory=list)  # status codes of the next answers about files
+    cut: list[int] = field(default_factory=list)  # after how many bytes the next answers with files break off
+    no_ranges: bool = False  # ignore Range: always send the whole file
+    shifted: int = 0  # number of bytes by which a part of a file begins too early
+    past_the_end: bool = False  # refuse requests for a part of a file with 416
+    silent_listing: bool = False  # send a listing that is not JSON
+    hold: threading.Event | None = None  # an answer with a whole file waits at its middle for this event
 
 
 class _Server(ThreadingHTTPServer):
     daemon_threads = True
 
     def handle_error(self, request, client_address) -> None:
-        if not isinstance(sys.exc_info()[1], ConnectionError):  # somebody who left early is no fault
+        if not isinstance(sys.exc_info()[1], ConnectionError):  # a client that left early is no fault
             super().handle_error(request, client_address)
 
 
 class HubServer:
-    """Serve it in a with statement; `url` is its endpoint."""
+    """A hub that serves inside a `with` statement. `url` is its endpoint."""
 
     def __init__(self) -> None:
         self.counting = threading.Lock()
@@ -76,13 +76,13 @@ class HubServer:
         self._thread = threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
 
     def forget(self) -> None:
-        """Makes it a hub without repositories and faults that was asked for nothing yet."""
+        """Removes repositories, faults and the record of requests."""
         self.repos: dict[str, dict[str, StoredFile]] = {}
         self.faults = Faults()
-        self.sent: dict[str, int] = {}  # bytes of each file
+        self.sent: dict[str, int] = {}  # bytes sent of each file
         self.requests: list[tuple[str, str, str | None]] = []  # method, path, range
-        self.strayed: list[str] = []  # paths of the storage that a token was sent to
-        self.halfway = threading.Event()  # set while an answer is held
+        self.strayed: list[str] = []  # paths of the storage that received a token
+        self.halfway = threading.Event()  # set while an answer waits for faults.hold
 
     def __enter__(self) -> HubServer:
         self._thread.start()
@@ -106,7 +106,7 @@ class HubServer:
         return sum(self.sent.values())
 
     def commit(self, repo: str) -> str:
-        """The commit of what the repository holds now."""
+        """Returns the commit id of the repository's present content."""
         named = sorted((path, file.checksum) for path, file in self.repos[repo].items())
         return hashlib.sha1(repr(named).encode()).hexdigest()
 
@@ -173,7 +173,7 @@ def send_listing(hub: HubServer, request: BaseHTTPRequestHandler, repo: str) -> 
 
 
 def send_place(hub: HubServer, request: BaseHTTPRequestHandler, repo: str, commit: str, path: str) -> None:
-    """Says where a file is: large ones in a storage of another name, as hubs have them."""
+    """Answers with the location of a file. Large files are on another host name, as on real hubs."""
     file = hub.repos.get(repo, {}).get(path)
     if file is None or commit not in ("main", hub.commit(repo)):
         say(request, 404, {"error": "Entry not found"}, X_Error_Code="EntryNotFound")
@@ -193,7 +193,7 @@ def send_place(hub: HubServer, request: BaseHTTPRequestHandler, repo: str, commi
 
 
 def send_file(hub: HubServer, request: BaseHTTPRequestHandler, repo: str, path: str, asked: str | None) -> None:
-    # those of now: an answer that nobody reads to its end goes on into the next test
+    # local references: an unread answer may go on during the next test, after `forget`
     faults, sent, halfway, data = hub.faults, hub.sent, hub.halfway, hub.repos[repo][path].data
     if faults.statuses:
         say(request, faults.statuses.pop(0), {"error": "no"})
@@ -211,7 +211,7 @@ def send_file(hub: HubServer, request: BaseHTTPRequestHandler, repo: str, path: 
     if status == 206:
         request.send_header("Content-Range", f"bytes {begin}-{end - 1}/{len(data)}")
     request.end_headers()
-    whole = not (asked and asked.partition("-")[2])  # and no piece that a header is read of
+    whole = not (asked and asked.partition("-")[2])  # not the part of a file that is fetched to read its header
     stop = begin + faults.cut.pop(0) if faults.cut and whole else end
     with contextlib.suppress(ConnectionError):
         for at in range(begin, min(stop, end), _BLOCK):

@@ -1,4 +1,4 @@
-"""Ctrl-C at random moments of the Python API: prints what became of it, as one JSON object. A process of its own.
+"""Presses Ctrl-C at random moments of the Python API, and prints the results as one JSON object. Separate process.
 
 interrupt_worker.py MODEL MMPROJ FOLDER COUNT SEED     1,000 take some minutes
 """
@@ -29,12 +29,12 @@ PICTURE = ROOM.integers(0, 255, (336, 336, 3), dtype=np.uint8)
 
 @pykvedge.scorer("of-the-test")
 def of_the_test(layer, settings):
-    """The norm of each value."""
+    """Returns the norm of each value."""
     return np.linalg.norm(layer.v, axis=-1)
 
 
 class Rounds:
-    """Calls of the API, one drawn after the other."""
+    """Calls API functions in random order."""
 
     def __init__(self, files, folder, seed):
         self.files, self.file, self.random = files, folder / "a.kvs", random.Random(seed)
@@ -72,7 +72,7 @@ class Rounds:
     def undo(self):
         try:
             self.session.undo()
-        except pykvedge.StateError:  # nothing to take back, or it was an interrupted message
+        except pykvedge.StateError:  # nothing to undo, or the message was interrupted
             self.session.clear()
 
     def save(self):
@@ -111,7 +111,7 @@ class Rounds:
 
 
 class Presser:
-    """A thread that presses Ctrl-C when it is told to, a while later."""
+    """A thread that sends SIGINT after a given delay."""
 
     def __init__(self):
         self._delays, self.pressed = [], threading.Event()
@@ -132,7 +132,7 @@ class Presser:
 
 
 def main(model, mmproj, folder, count, seed):
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # tests in the background have it ignored
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # background processes can inherit an ignored SIGINT
     rounds, presser, seen, wrong = Rounds((model, mmproj), Path(folder), seed), Presser(), Counter(), []
     for number in range(count):
         faulthandler.dump_traceback_later(STUCK_S, exit=True)
@@ -151,7 +151,7 @@ def main(model, mmproj, folder, count, seed):
             wrong.append(f"{number} {rounds.under_way}: raised twice")
         if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
             wrong.append(f"{number} {rounds.under_way}: the handler is another one")
-        if said := elsewhere(lambda: rounds.session.set_plan(PLANS[0])):  # a lock that was left behind refuses it
+        if said := elsewhere(lambda: rounds.session.set_plan(PLANS[0])):  # fails if an interrupt left a lock behind
             wrong.append(f"{number} {rounds.under_way}: {said}")
         if number % 10 == 0 and (text := rounds.fresh()) != rounds.expected:
             wrong.append(f"{number} {rounds.under_way}: answers {text!r}")
@@ -159,7 +159,7 @@ def main(model, mmproj, folder, count, seed):
     gc.collect()
     end = time.monotonic() + PATIENCE_S
     while rounds.model.open_sessions and time.monotonic() < end:
-        time.sleep(0.01)  # a thread frees what an interrupt dropped
+        time.sleep(0.01)  # a thread frees sessions that an interrupt dropped
     rounds.model.close()
     print(json.dumps({"raised": sum(seen.values()), "in": seen, "wrong": wrong, "open": rounds.model.open_sessions}))
 

@@ -1,6 +1,6 @@
-"""A random walk over conversations whose whole rows are kept, beside contexts that read everything anew.
+"""A random walk over conversations with whole rows, compared with contexts that read everything again.
 
-As a program, for tests of what a file does: `keep_walk.py`, with a JSON object on stdin (see `main`).
+As a program, for tests that limit files: `keep_walk.py`, with a JSON object on stdin (see `main`).
 """
 
 import json
@@ -22,14 +22,14 @@ METHODS = ("snapkv", "h2o", "knorm", "kvedge", "lookm")
 
 
 class EndedError(Exception):
-    """There is no conversation to go on with."""
+    """No conversation is left for the next operation."""
 
 
 @dataclass
 class Walk:
-    """places: where whole rows may stay, (place, folder), and kv_type how.
+    """The state of a walk. places: (place, folder) pairs for whole rows; most, kv_type: their limit and type.
 
-    given_up: what was said of whole rows that could not stay.
+    given_up: the problems that ended conversations.
     """
 
     context: TinyContext
@@ -45,7 +45,7 @@ class Walk:
         self.most, self.placed, self.kv_type = 0, False, "f16"
 
     def talk(self) -> Talk:
-        """One of them. Raises EndedError where the whole rows of a new one are given up at once."""
+        """Returns a random conversation, new if needed. Raises EndedError when its whole rows were given up at once."""
         i = self.rng.randrange(N_SEQ)
         if i in self.talks:
             return self.talks[i]
@@ -60,13 +60,13 @@ class Walk:
         return random_tokens(self.rng.randint(low, high), seed=self.rng.randrange(1 << 20))
 
     def check(self, talk: Talk) -> None:
-        """Where whole rows are given up, the conversation ends here."""
+        """Compares the conversation with a new context. Ends the conversation if its whole rows were given up."""
         problem = self.context.cache.keep_problem(talk.sequence)
         if problem:
             self.given_up.append(problem)
             self.end(talk)
             return
-        rounded = 0.0 if self.kv_type == "f16" else 0.1  # other rows have other scores
+        rounded = 0.0 if self.kv_type == "f16" else 0.1  # rounded rows give other scores
         assert keeping.alike(self.context, talk.anew(self.other), talk.sequence, rounded=rounded), talk.log
         self.compared += 1
 
@@ -90,7 +90,7 @@ class Walk:
         self.talk().answer(self.tokens(1, 12))
 
     def drafts(self) -> None:
-        """Some tokens of an answer at once, of which some stay; or a removal ends that."""
+        """Decodes draft tokens of an answer in one batch and keeps some of them, or ends the draft with a removal."""
         talk, tokens = self.talk(), self.tokens(1, 6)
         handle, sequence = self.context.cache.handle, talk.sequence
         call("verify_begin", handle, sequence, len(tokens))
@@ -105,7 +105,7 @@ class Walk:
         talk.answered = talk.answered[: len(talk.answered) - len(tokens) + good]
 
     def cut(self) -> None:
-        """The end of a conversation, or something in the middle of what was read."""
+        """Removes the end of a conversation, or some tokens in its middle."""
         talk = self.talk()
         read = talk.n - len(talk.answered)
         if read < 70:
@@ -125,7 +125,7 @@ class Walk:
             self.talks[to] = talk.copy(to)
 
     def keep(self) -> None:
-        """All other sequences go."""
+        """Removes all other sequences."""
         talk = self.talk()
         self.context.llama.llama_memory_seq_keep(self.context.memory, talk.sequence)
         self.talks = {talk.sequence: talk}
@@ -155,7 +155,7 @@ def walk(made: Walk, steps: int) -> Walk:
 
 
 def main() -> None:
-    """{"model", "places", "seed", "steps", "method", "most", "type"} -> {"compared", "given_up"}."""
+    """Reads {"model", "places", "seed", "steps", "method", "most", "type"}; prints {"compared", "given_up"}."""
     job = json.loads(sys.stdin.read())
     plan = pykvedge.plan(job.get("method", "snapkv"), 0.3)
     contexts = [TinyContext(job["model"], plan, n_seq=n) for n in (N_SEQ, 1)]

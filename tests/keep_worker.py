@@ -1,6 +1,6 @@
-"""Conversations whose whole rows lie in a file, in a process of their own: `keep_worker.py`, with JSON on stdin.
+"""Conversations with whole rows in a file, in a separate process: `keep_worker.py`, with JSON on stdin.
 
-{"job": "memory" or "kills", "model", "folder", ...} -> what was found, as JSON.
+{"job": "memory" or "kills", "model", "folder", ...} -> the results, as JSON.
 """
 
 import json
@@ -21,21 +21,21 @@ PLAN = pykvedge.plan("snapkv", 0.1)
 
 
 def private() -> int:
-    """Bytes of memory that is this process's alone."""
+    """Returns the bytes of memory that only this process uses."""
     return int(re.search(r"RssAnon:\s+(\d+)", Path("/proc/self/status").read_text())[1]) * 1024
 
 
 def memory(job) -> dict:
-    """What an answer has in memory, where whole rows stay in no place, in memory, and in a file."""
+    """Returns the memory during an answer: without whole rows, with whole rows in memory, and in a file."""
     found = {}
-    for place in ("", "", "ram", "disk"):  # the first one makes what the others find
+    for place in ("", "", "ram", "disk"):  # the first round is a warm-up
         context = TinyContext(job["model"], PLAN)
         context.cache.keep(place, job["folder"])
         talk = Talk(context)
         talk.say(random_tokens(job["tokens"]))
         for _ in range(20):
             talk.answer([9])
-            time.sleep(0.02)  # while it is written
+            time.sleep(0.02)  # time to write the file
         stats = context.cache.stats()
         found[place] = {"private": private(), "whole": stats.whole_bytes, "file": stats.whole_file_bytes}
         context.close()
@@ -60,7 +60,7 @@ def forked(context: TinyContext, folder: str, conversations: int) -> int:
 
 
 def kills(job) -> dict:
-    """Children that talk until they are killed: what is left after the next start, and what is seen meanwhile."""
+    """Kills children in the middle of a conversation. Counts files during a run, and files after the next start."""
     rng, folder = random.Random(job["seed"]), Path(job["folder"])
     context = TinyContext(job["model"], PLAN)
     began = time.monotonic()
@@ -76,7 +76,7 @@ def kills(job) -> dict:
         mapped += str(folder) in Path(f"/proc/{child}/maps").read_text()
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
-        context.cache.keep("disk", str(folder))  # the next start
+        context.cache.keep("disk", str(folder))  # the next start removes files of dead processes
         left += len(list(folder.iterdir()))
     context.close()
     return {"left": left, "seen": seen, "mapped": mapped}

@@ -1,4 +1,4 @@
-"""Conversations in tiny contexts whose whole rows are kept, and others that read the same anew."""
+"""Conversations in tiny contexts with whole rows, and contexts that read the same tokens again."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ def methods_plan(name: str) -> pykvedge.Plan:
 
 
 def give_plan(context: TinyContext, files, plan: pykvedge.Plan, profile_file) -> None:
-    """Sets a plan of any method, with numbers that are drawn where it needs a profile."""
+    """Sets a plan of any method. A plan that needs a profile gets random numbers."""
     given = [profile_file(files.model, kind) for kind in plan.profile_kinds().values()] or None
     context.cache.set_plan(plan, tables_for(plan, files.model, given, spare=False))
 
 
 def rows(context: TinyContext, sequence: int = 0) -> list[tuple[np.ndarray, ...]]:
-    """Keys, values and biases of each layer and KV head."""
+    """Returns (keys, values, biases) of each layer and KV head."""
     cache, heads = context.cache, context.cache.lengths(sequence)
     return [
         (*libkvedge.rows(cache, i, h, sequence), libkvedge.biases(cache, i, h, sequence))
@@ -46,7 +46,7 @@ def rows(context: TinyContext, sequence: int = 0) -> list[tuple[np.ndarray, ...]
 
 
 def same(a: TinyContext, b: TinyContext, sequence: int = 0, other: int = 0) -> bool:
-    """Whether both hold the same pairs, bit for bit."""
+    """Returns whether both hold the same KV pairs, bit for bit."""
     if a.held(sequence) != b.held(other):
         return False
     pairs = zip(rows(a, sequence), rows(b, other), strict=True)
@@ -54,10 +54,10 @@ def same(a: TinyContext, b: TinyContext, sequence: int = 0, other: int = 0) -> b
 
 
 def alike(a: TinyContext, b: TinyContext, sequence: int = 0, other: int = 0, rounded: float = 0.0) -> bool:
-    """Whether both hold the same pairs but for rounding, by which nearly equal scores may change places.
+    """Returns whether both hold the same KV pairs, except for rounding that swaps nearly equal scores.
 
-    Where tokens were removed, blocks of keys are cut in other places, and sums of attention are rounded otherwise.
-    rounded: share of pairs and size of numbers that may differ besides.
+    Removed tokens shift the blocks of keys, so sums of attention round differently. rounded: a further share of KV
+    pairs, and relative size of numbers, that may differ.
     """
     held, expected, apart = a.held(sequence), b.held(other), 0.01 + rounded
     if differing(held, expected) > apart or differing(expected, held) > apart:
@@ -79,9 +79,9 @@ def emptied(context: TinyContext) -> TinyContext:
 
 @dataclass
 class Talk:
-    """A conversation in one sequence of a context. log: batches that were read, and ranges that were removed.
+    """A conversation in one sequence of a context. log: the batches that were read, and the removed ranges.
 
-    answered: tokens since the last compression, which are in no log.
+    answered: tokens since the last compression. They are not in the log.
     """
 
     context: TinyContext
@@ -98,7 +98,7 @@ class Talk:
         self.context.decode(*([] for _ in range(self.sequence)), tokens)
 
     def say(self, message: list[int]) -> None:
-        """Reads a message and compresses; the last answer is removed, and read once more in front of it."""
+        """Reads a message and compresses. The last answer is removed first, and read again before the message."""
         answered = self.answered
         if answered:
             self.cut(self.n - len(answered))
@@ -107,7 +107,7 @@ class Talk:
         self.compress()
 
     def compress(self) -> None:
-        """After a second pass, where the plan goes by one."""
+        """Compresses, after a second pass if the plan needs one."""
         cache = self.context.cache
         if cache.replays:
             n, at = cache.stats(self.sequence).n_pending, self.n
@@ -133,14 +133,14 @@ class Talk:
             context.n[self.sequence] = first
 
     def copy(self, to: int) -> Talk:
-        """The same conversation in another sequence, which was empty."""
+        """Copies the conversation to another, empty sequence."""
         context = self.context
         context.llama.llama_memory_seq_cp(context.memory, self.sequence, to, -1, -1)
         context.n[to] = self.n
         return Talk(context, to, list(self.log), list(self.answered))
 
     def anew(self, other: TinyContext) -> TinyContext:
-        """The same batches and removals in a context that keeps nothing, without answers, compressed once."""
+        """Repeats the log in a context without whole rows, without answers, and compresses once. Returns it."""
         talk = Talk(emptied(other))
         for entry in self.log:
             talk.cut(*entry) if isinstance(entry, tuple) else talk.decode(entry)

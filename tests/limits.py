@@ -1,11 +1,11 @@
-"""Files that cannot grow beyond so many bytes, as on a full disk. POSIX alone."""
+"""Limits the size of files, as a full disk does. POSIX only."""
 
 from contextlib import contextmanager
 
 
 @contextmanager
 def small_files(most):
-    """Of this process, meanwhile."""
+    """Limits files of this process to `most` bytes inside the `with`."""
     import resource
 
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -17,5 +17,5 @@ def small_files(most):
 
 
 def of_child(most):
-    """Of a program that is started with this as its preexec_fn."""
+    """Limits files of a child process to `most` bytes. Called in its preexec_fn."""
     return small_files(most).__enter__

@@ -1,11 +1,11 @@
-"""Second opinions: the papers' equations once more, in loops over single numbers, sharing no code with the package."""
+"""Second implementations of the papers' equations, in loops over single numbers, without code of the package."""
 
 import cmath
 import math
 
 
 def column_sums(q, k):
-    """Attention that each token receives: q, k are lists of T vectors of one query head and its KV head."""
+    """Returns the attention that each token receives. q, k: T vectors of one query head and of its KV head."""
     size = len(k[0])
     total = [0.0] * len(k)
     for m, query in enumerate(q):
@@ -18,14 +18,14 @@ def column_sums(q, k):
 
 
 def budget(n_tokens, ratio):
-    """floor(n_tokens * ratio), at least one, by exact decimals."""
+    """Returns floor(n_tokens * ratio), at least 1, in exact decimals."""
     from fractions import Fraction
 
     return max(1, math.floor(n_tokens * Fraction(str(ratio))))
 
 
 def heavy_hitters(scores, n, recent):
-    """H2O: the last `recent` tokens, and of the rest those with the largest scores."""
+    """H2O: keeps the last `recent` tokens, then the tokens with the largest scores."""
     n_tokens = len(scores)
     window = set(range(n_tokens - recent, n_tokens))
     rest = sorted((-scores[i], i) for i in range(n_tokens - recent))
@@ -33,7 +33,7 @@ def heavy_hitters(scores, n, recent):
 
 
 def protected_window(window, n, even, parts=2):
-    """The longest window that is one in `parts` of an even share of the budget, or of a smaller head's own, at most."""
+    """Returns the longest window of at most 1 / `parts` of an even share, or of n where n is a small share."""
     share = min(n, even) if n < min(window, even // parts) else even
     recent = 0
     while recent < window and parts * (recent + 1) <= share:
@@ -42,13 +42,13 @@ def protected_window(window, n, even, parts=2):
 
 
 def text_prior(scores, image, n, recent):
-    """LOOK-M, eq. 5 and 8: every text token gains the largest score of the head, then as H2O."""
+    """LOOK-M, eq. 5 and 8: adds the head's largest score to every text token, then selects as H2O."""
     top = max(scores)
     return heavy_hitters([s if i else s + top for s, i in zip(scores, image, strict=True)], n, recent)
 
 
 def streaming(n_tokens, n, sinks):
-    """StreamingLLM: the first tokens and the last ones."""
+    """StreamingLLM: keeps the first and the last tokens."""
     sinks = min(sinks, n)
     return sorted({*range(sinks), *range(n_tokens - (n - sinks), n_tokens)})
 
@@ -59,7 +59,7 @@ def _cosine(a, b):
 
 
 def nearest_by_key(k, kept):
-    """LOOK-M, eq. 9: for each kept token the evicted ones that go to it, each with its similarity."""
+    """LOOK-M, eq. 9: returns {kept token: [(evicted token, similarity)]}, by the most similar key."""
     evicted = [i for i in range(len(k)) if i not in set(kept)]
     groups = {j: [] for j in kept}
     for i in evicted:
@@ -72,7 +72,7 @@ def nearest_by_key(k, kept):
 
 
 def nearest_within(k, kept, reach):
-    """For each kept token the evicted ones whose nearest kept key it is, if that is so near; a similarity of 1."""
+    """For each kept token, the evicted tokens whose nearest key it is, within reach; a similarity of 1."""
     groups = {j: [] for j in kept}
     for i in sorted({*range(len(k))} - {*kept}):
         distance, j = min((math.dist(k[i], k[j]), j) for j in kept)
@@ -82,7 +82,7 @@ def nearest_within(k, kept, reach):
 
 
 def nearest_by_place(n_tokens, kept, anchors):
-    """Elastic Cache, eq. 2: likewise by the distance in tokens, ties to the left; a similarity of 1."""
+    """Elastic Cache, eq. 2: evicted tokens by nearest anchor, ties to the left; a similarity of 1."""
     groups = {j: [] for j in kept}
     for i in sorted({*range(n_tokens)} - {*kept}):
         if anchors:
@@ -91,7 +91,7 @@ def nearest_by_place(n_tokens, kept, anchors):
 
 
 def merge_copies(rows, groups, copies, kind):
-    """LOOK-M, eq. 10 to 12, of rows that there are several copies of, copy after copy: [kept][d]."""
+    """LOOK-M, eq. 10 to 12, for rows with several copies, copy after copy. Returns [kept][d]."""
     out = []
     for j, members in groups.items():
         total, n = [0.0] * len(rows[j]), 0
@@ -120,12 +120,12 @@ def merge(k, v, kept, kind):
 
 
 def mean(x):
-    """Arithmetic mean."""
+    """Returns the arithmetic mean."""
     return sum(x) / len(x)
 
 
 def window_attention(q, k, window):
-    """SnapKV: mean attention that the last `window` queries of one head pay to every token."""
+    """SnapKV: returns the mean attention of the last `window` queries of one head to every token."""
     n_tokens, size = len(k), len(k[0])
     rows = range(max(0, n_tokens - window), n_tokens)
     total = [0.0] * n_tokens
@@ -139,7 +139,7 @@ def window_attention(q, k, window):
 
 
 def pooled(x, kernel, kind):
-    """Every number with its neighbours: the largest, or their sum over the width of the kernel."""
+    """Pools every number with its neighbours: the maximum, or their sum divided by the kernel's width."""
     half, out = kernel // 2, []
     for i in range(len(x)):
         near = [x[j] for j in range(i - half, i + half + 1) if 0 <= j < len(x)]
@@ -148,24 +148,24 @@ def pooled(x, kernel, kind):
 
 
 def minmax01(x):
-    """0 for the smallest, 1 for the largest; 0 for all if they are equal but for a millionth."""
+    """Scales to [0, 1]: the smallest is 0, the largest is 1. All are 0 if equal up to a millionth."""
     low, high = min(x), max(x)
     return [(a - low) / (high - low + 1e-8) if high - low > 1e-6 * max(-low, high) else 0.0 for a in x]
 
 
 def scaled(x, to):
-    """x in [0, 1] with the mean of `to`."""
+    """Returns x, given in [0, 1], with the mean of `to`."""
     return [a * mean(to) / (mean(x) + 1e-8) for a in x]
 
 
 def redundancy(k):
-    """MixKV, eq. 4: mean cosine similarity of two different keys, over all pairs; never below 0."""
+    """MixKV, eq. 4: returns the mean cosine similarity of all pairs of different keys, at least 0."""
     pairs = [(i, j) for i in range(len(k)) for j in range(len(k)) if i != j]
     return max(0.0, mean([_cosine(k[i], k[j]) for i, j in pairs])) if pairs else 0.0
 
 
 def mixkv(q, k, v, settings):
-    """MixKV, section 3.3. q: a list of query heads; k and v of their KV head. No key of norm zero."""
+    """MixKV, section 3.3. q: a list of query heads; k, v: rows of their KV head. No key has the norm 0."""
     window, n = settings["window"], max(0, len(k) - settings["window"])
     attention = [mean(x) for x in zip(*(window_attention(head, k, window) for head in q), strict=True)]
     if not n:
@@ -181,14 +181,14 @@ def mixkv(q, k, v, settings):
 
 
 def keydiff(k, of_units=True):
-    """KeyDiff, section 3: minus the cosine of each key and the mean of all of them. No key of norm zero."""
+    """KeyDiff, section 3: returns minus the cosine of each key and the mean of all keys. No key has the norm 0."""
     rows = [[c / math.sqrt(sum(x * x for x in row)) for c in row] for row in k] if of_units else k
     anchor = [mean(channel) for channel in zip(*rows, strict=True)]
     return [-_cosine(row, anchor) for row in k]
 
 
 def _turned(row, turns, neox):
-    """A row whose pairs of channels are multiplied by the complex numbers turns [n]; the channels beyond them stay."""
+    """Multiplies pairs of channels by the complex numbers turns [n]; further channels stay unchanged."""
     out, n = list(row), len(turns)
     for i, w in enumerate(turns):
         a, b = (i, i + n) if neox else (2 * i, 2 * i + 1)
@@ -198,7 +198,7 @@ def _turned(row, turns, neox):
 
 
 def expected_attention(q, k, v, turning, settings):
-    """Expected Attention, section 3: scores of the tokens after the sinks. q: heads of a group; k, v: of their KV head.
+    """Expected Attention, section 3: scores the tokens after the sinks. q: heads of a group; k, v: of their KV head.
 
     turning: (angles, whether pairs are those of NEOX). Token t has position t.
     """
@@ -211,7 +211,7 @@ def expected_attention(q, k, v, turning, settings):
         center = [mean(channel) for channel in zip(*rows, strict=True)]
         logits = []
         for t in range(first, len(k)):
-            # R' k instead of R mu and R S R': the same product
+            # R' k instead of R mu and R S R': the product is the same
             key = _turned(k[t], [w.conjugate() for w in future], neox)
             logit = sum(a * b for a, b in zip(center, key, strict=True)) / math.sqrt(size)
             along = [sum((x - c) * y for x, c, y in zip(row, center, key, strict=True)) for row in rows]
@@ -232,14 +232,14 @@ def dct(x):
 
 
 def low_pass(x, w):
-    """The inverse transform of the first w bins."""
+    """Returns the inverse transform of the first w bins."""
     n, bins = len(x), dct(x)
     scale = [math.sqrt((1 if m == 0 else 2) / n) for m in range(n)]
     return [sum(scale[m] * bins[m] * math.cos(math.pi / n * m * (i + 0.5)) for m in range(w)) for i in range(n)]
 
 
 def deviation(k, v, w):
-    """FlashCache, eq. 10, of one KV head: squared distance of each token from the base, per channel."""
+    """FlashCache, eq. 10, for one KV head: the squared distance of each token from the base, per channel."""
     out = [0.0] * len(k)
     for rows in (k, v):
         for channel in zip(*rows, strict=True):
@@ -249,13 +249,13 @@ def deviation(k, v, w):
 
 
 def high_energy(heads, w):
-    """FlashCache, eq. 11 and 12: energy of the bins from w on, over all energy. heads: [Hkv][T][d]."""
+    """FlashCache, eq. 11 and 12: the share of the energy in the bins from w on. heads: [Hkv][T][d]."""
     bins = [dct(channel) for rows in heads for channel in zip(*rows, strict=True)]
     return sum(c * c for b in bins for c in b[w:]) / sum(c * c for b in bins for c in b)
 
 
 def merge_nearest(rows, kept, anchors):
-    """Elastic Cache, eq. 2 and 3: the mean of every anchor and the evicted tokens nearest to it, ties to the left."""
+    """Elastic Cache, eq. 2 and 3: the mean of every anchor with its nearest evicted tokens; ties go to the left."""
     groups = {j: [j] for j in kept}
     for i in range(len(rows)):
         if i not in groups and anchors:
@@ -264,7 +264,7 @@ def merge_nearest(rows, kept, anchors):
 
 
 def attention_rows(q, k):
-    """Rows of the causal attention matrix of one query head, each as long as what its query sees."""
+    """Returns the rows of one query head's causal attention matrix. Row m has m + 1 weights."""
     size, rows = len(k[0]), []
     for m, query in enumerate(q):
         logits = [sum(a * b for a, b in zip(query, k[n], strict=True)) / math.sqrt(size) for n in range(m + 1)]
@@ -275,7 +275,7 @@ def attention_rows(q, k):
 
 
 def mean_and_deviation(q, k):
-    """RoCo: per token, mean and deviation of the attention of the queries that saw it. q: the heads of a group."""
+    """RoCo: the mean and the deviation of the attention to each token, over later queries. q: heads of a group."""
     heads = [attention_rows(head, k) for head in q]
     rows = [[mean(x) for x in zip(*same, strict=True)] for same in zip(*heads, strict=True)]
     out = []
@@ -286,7 +286,7 @@ def mean_and_deviation(q, k):
 
 
 def robust(means, deviations, n, sinks=4, spread=0.3):
-    """RoCo for a whole prompt: the last tenth of n, sinks, the largest deviations, and then the largest means."""
+    """RoCo for a whole prompt: keeps the last tenth of n, sinks, the largest deviations, then the largest means."""
     n_tokens = len(means)
     recent = max(1, n // 10)
     kept = {*range(n_tokens - recent, n_tokens), *range(min(sinks, n - recent))}
@@ -304,7 +304,7 @@ def _entropy(logits):
 
 
 def cross_entropy(q, k, image):
-    """MEDA: entropy of text's attention to the image tokens alone per text token, and back. q, k: of one query head."""
+    """MEDA: mean entropy of attention from text to image tokens, plus from image to text. q, k: of one query head."""
     total = 0.0
     for side in (True, False):
         queries = [m for m, i in enumerate(image) if i != side]
@@ -317,7 +317,7 @@ def cross_entropy(q, k, image):
 
 
 def largest_attention(q, k):
-    """The most that any of the prompt's own queries pays to each token. q: heads of a group."""
+    """Returns the largest attention that any query of the prompt pays to each token. q: heads of a group."""
     out = [0.0] * len(k)
     for head in q:
         for i in range(len(k)):
@@ -327,10 +327,10 @@ def largest_attention(q, k):
 
 
 def replayed(q, k, own, chunk, within):
-    """KVzip, section 3.2: the most that a query of one chunk of the second pass pays to each token.
+    """KVzip, section 3.2: the largest attention that a query of one chunk's second pass pays to each token.
 
     q: the chunk's queries of a group's heads; own: their keys. chunk: (first, last, sinks). within: only the sinks, the
-    chunk and the pass itself share the attention; then the others get nothing.
+    chunk and the pass share the attention; all other tokens get 0.
     """
     first, last, sinks = chunk
     out = [0.0] * len(k)
@@ -345,9 +345,9 @@ def replayed(q, k, own, chunk, within):
 
 
 def replayed_plus(q, k, v, own, chunk, within, weights):
-    """KVzip+: what each query head pays counts times what the value adds through that head's weights [d_v][D].
+    """KVzip+: multiplies attention of each query head by the norm of the value through weights [d_v][D].
 
-    The rest as `replayed`; v: the values of the KV head.
+    q, k, own, chunk, within: as in `replayed`. v: the values of the KV head.
     """
     out = [0.0] * len(k)
     for head, of_head in zip(q, weights, strict=True):
@@ -357,22 +357,22 @@ def replayed_plus(q, k, v, own, chunk, within, weights):
 
 
 def softmax_row(query, keys):
-    """Shares of the keys in the softmax of their products with a query over the root of its size."""
+    """Returns the softmax over keys of their products with the query, divided by the root of its size."""
     logits = [sum(a * b for a, b in zip(query, key, strict=True)) / math.sqrt(len(query)) for key in keys]
     weights = [math.exp(x - max(logits)) for x in logits]
     return [w / sum(weights) for w in weights]
 
 
 def projected(value, weights, norm):
-    """CriticalKV: how much a value [d_v] adds through weights [d_v][D]: the sum of it, or its length."""
+    """CriticalKV: the norm (l1 or l2) of what a value [d_v] adds through weights [d_v][D]."""
     added = [sum(x * row[c] for x, row in zip(value, weights, strict=True)) for c in range(len(weights[0]))]
     return sum(abs(x) for x in added) if norm == "l1" else math.sqrt(sum(x * x for x in added))
 
 
 def critical(scores, weights, n, protected, half="budget"):
-    """CriticalKV, algorithm 1, one token after the other: by score until half is chosen, then by (score + 1e-4) weight.
+    """CriticalKV, algorithm 1: chooses by score until half is full, then by (score + 1e-4) times weight.
 
-    protected: tokens that stay anyway, and count for the half of the budget.
+    protected: tokens that are always kept. They count for half of the budget.
     """
     kept = set(protected)
     first = n // 2 if half == "budget" else len(kept) + (n - len(kept)) // 2
@@ -383,9 +383,9 @@ def critical(scores, weights, n, protected, half="budget"):
 
 
 def least_error_of_levels(block, levels=(3, 9, 16, 26)):
-    """Squared error of rounding sizes to the nearest of some levels times a scale, by the best of 400 scales.
+    """Squared error of rounding sizes to the nearest of some levels times a scale; the best of 400 scales.
 
-    TurboQuant (arXiv:2504.19874), equation 4, with a scale that is sought.
+    TurboQuant (arXiv:2504.19874), equation 4, with a search for the scale.
     """
     sizes = [abs(float(x)) for x in block]
     top = max(sizes)

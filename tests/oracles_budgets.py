@@ -1,12 +1,12 @@
-"""Second opinions on budgets of heads: shares that are exchanged, and counts of them, in loops over single numbers."""
+"""Second implementations for budgets of heads: exchanged shares and their counts, in loops over single numbers."""
 
 import math
 from fractions import Fraction
 
 
 def shared(shares, total, most, least):
-    """Each head's part of the total, never above most, what that frees to the others in proportion, round after round;
-    then likewise for those below least, which the full ones pay for where nobody else is left.
+    """Divides the total in proportion to shares. No head gets more than `most`: the other heads share the rest. Then no
+    head gets less than `least`: open heads pay, or the full heads when no head is open.
     """
     shares = [Fraction(x) for x in shares]
     full, short = set(), set()
@@ -24,7 +24,7 @@ def shared(shares, total, most, least):
 
 
 def calibrated(shares, total, most, least):
-    """Counts of the heads: their parts, of which the largest remainders get what rounding down left."""
+    """Returns counts of the heads: parts rounded down, and one more for the largest remainders."""
     real = shared(shares, total, most, least)
     counts = [math.floor(x) for x in real]
     by_rest = sorted(range(len(real)), key=lambda i: (counts[i] - real[i], i))
@@ -34,7 +34,7 @@ def calibrated(shares, total, most, least):
 
 
 def poured(granted, more):
-    """Amounts after `more` was poured: the lowest rise together until they meet the next one, and so on."""
+    """Returns the amounts after pouring in `more`: the lowest amounts rise together to the next higher amount."""
     out = [Fraction(x) for x in granted]
     more = Fraction(more)
     while more:
@@ -49,7 +49,7 @@ def poured(granted, more):
 
 
 def exchanged(points, losses, targets, floor, per_even=50):
-    """Shares of the heads by moving one step at a time, of which an even share has per_even, until none gains."""
+    """Moves single steps between heads until no head gains; returns the shares. An even share has per_even steps."""
 
     def at(curve, kept):
         if kept <= points[0]:

@@ -1,10 +1,10 @@
-"""Attention Matching in plain loops, written from the paper (Zweiger et al. 2026, section 3) and nothing else."""
+"""Attention Matching in plain loops, written only from the paper (Zweiger et al. 2026, section 3)."""
 
 import math
 
 
 def logits_of(queries, keys, biases):
-    """Rows of a logit for each key. queries are scaled already."""
+    """Returns one row of logits per query, one logit per key. The queries are already scaled."""
     return [
         [sum(a * c for a, c in zip(q, k, strict=True)) + b for k, b in zip(keys, biases, strict=True)] for q in queries
     ]
@@ -20,7 +20,7 @@ def attention(logits):
 
 
 def masses(logits, kept, relative=False):
-    """(M, y): what each query gives to the kept rows and to all, the largest weight of all rows 1, or their sum."""
+    """Returns (M, y): each query's weights of the kept rows, and of all rows. Scale: largest weight 1, or y = 1."""
     m, y = [], []
     for row in logits:
         top = max(row)
@@ -35,9 +35,9 @@ LOW, HIGH = math.exp(-3), math.exp(3)
 
 
 def box_descent(m, y):
-    """Towards argmin |M w - y| in the box, with M itself: from the best weight for all rows, one after the other.
+    """Coordinate descent for argmin |M w - y| in the box. Starts from the best common weight.
 
-    Each is set to its best, 20 rounds or until none moves by more than a thousandth.
+    Sets one weight after the other to its best: 20 rounds, or until no weight moves by more than a thousandth.
     """
     n = len(m[0])
     sums = [sum(row) for row in m]
@@ -68,7 +68,7 @@ def median_weight(m, y):
 
 
 def solved(a, b):
-    """x with a x = b, rows of numbers, by Gaussian elimination with the largest pivot."""
+    """Returns x with a x = b (lists of rows), by Gaussian elimination with the largest pivot."""
     n = len(a)
     rows = [list(left) + list(right) for left, right in zip(a, b, strict=True)]
     for i in range(n):
@@ -87,7 +87,7 @@ def solved(a, b):
 
 
 def largest_square(x):
-    """|X|_2^2: the largest eigenvalue of X'X, by a thousand turns of the power method."""
+    """Returns |X|_2^2, the largest eigenvalue of X'X, by 1,000 steps of the power method."""
     n = len(x[0])
     v, size = [1.0] * n, 0.0
     for _ in range(1000):
@@ -99,7 +99,7 @@ def largest_square(x):
 
 
 def ridge_values(x, outputs, own, ridge):
-    """argmin |X C - Y|^2 + ridge |X|_2^2 |C - V|^2, from the normal equations."""
+    """Returns argmin |X C - Y|^2 + ridge |X|_2^2 |C - V|^2, from the normal equations."""
     n, penalty = len(x[0]), ridge * largest_square(x)
     gram = [[sum(row[i] * row[j] for row in x) + (penalty if i == j else 0.0) for j in range(n)] for i in range(n)]
     right = [
@@ -113,7 +113,7 @@ def ridge_values(x, outputs, own, ridge):
 
 
 def match(queries, keys, values, kept, settings, before=None):
-    """(values, ln of the weights) of the kept rows. All rows take part; before: biases that they have."""
+    """Returns (values, ln of the weights) of the kept rows, fitted to all rows. before: earlier biases of all rows."""
     bias, ridge = settings["bias"], settings["ridge"]
     logits = logits_of(queries, keys, before or [0.0] * len(keys))
     m, y = masses(logits, kept, settings["mass"] == "relative")

@@ -1,4 +1,4 @@
-"""A second opinion on scorer modal, in plain loops."""
+"""A second implementation of the scorer modal, in plain loops."""
 
 import math
 
@@ -6,7 +6,7 @@ import oracles
 
 
 def votes(q, k, window, fade):
-    """What the later ones of the last `window` queries of one head pay to each token, a query; the last count more."""
+    """Returns the mean attention of the window's queries to earlier tokens; later queries count more."""
     n_tokens, size = len(k), len(k[0])
     paid, say = [0.0] * n_tokens, [0.0] * n_tokens
     for m in range(max(0, n_tokens - window), n_tokens):
@@ -19,7 +19,7 @@ def votes(q, k, window, fade):
 
 
 def modal(q, k, v, image, settings):
-    """Scorer modal, of one KV head. q: a list of query heads; image: whether each token is an image's."""
+    """Returns the scores of scorer modal for one KV head. q: its query heads; image: whether tokens are an image's."""
     of_heads = [votes(head, k, settings["window"], settings["fade"]) for head in q]
     out = [oracles.mean(x) for x in zip(*of_heads, strict=True)]
     kind = [t for t in range(len(k)) if image[t]] or list(range(len(k)))
@@ -45,7 +45,7 @@ def modal(q, k, v, image, settings):
 
 
 def raise_each(out, own, chosen, parts):
-    """Puts the last of the chosen tokens, one of them after the other, into the first 1 of `parts` places each."""
+    """Raises the score of chosen[-a], for each a from 1 on, to a rank among the first a * parts scores."""
     for a in range(1, len(chosen) + 1):
         last = chosen[-a:]
         others = sorted((x for t, x in enumerate(own) if t not in last), reverse=True)

@@ -1,8 +1,8 @@
-"""Pictures of the page of `kvedge serve` in three sizes, with the packaged model and the default method.
+"""Takes pictures of the page of `kvedge serve` in three sizes, with the packaged model and the default method.
 
     .venv/bin/python tests/page_pictures.py docs/images
 
-`test_page_looks.py` takes them too, and checks the answers in them.
+`test_page_looks.py` takes the same pictures, and checks their answers.
 """
 
 import os
@@ -15,14 +15,14 @@ from webpage import Page
 
 SIZES = {"page.png": (1400, 900), "page-900.png": (900, 900), "page-390.png": (390, 844)}
 PHONE = 390
-# each scene is a conversation; the last one is shown
+# each scene is a conversation; the pictures show the last scene
 ASKED = {3: ["Describe the image."], 0: ["What is the code?", "Where is the pink circle?"]}
 TOP = "document.getElementById('log').scrollTop = 0; document.activeElement.blur();"
 SETTLED = "return document.getElementById('private').textContent.length > 1 && !document.getAnimations().length"
 
 
 def show(driver, width, height, dark=False):
-    """Makes the window this wide and high; a narrow one is a phone, which is touched."""
+    """Sets the window's width and height in pixels. A window up to PHONE wide is a phone with a touch screen."""
     phone = width <= PHONE
     size = {"width": width, "height": height, "deviceScaleFactor": 2 if phone else 1, "mobile": phone}
     driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
@@ -32,7 +32,7 @@ def show(driver, width, height, dark=False):
 
 
 def take(driver, url, folder):
-    """Writes the pictures. Returns questions and answers, by scene."""
+    """Writes the pictures. Returns {scene: {question: answer}}."""
     said = {}
     page = Page(driver, url).ready()
     for scene, questions in ASKED.items():
@@ -53,7 +53,7 @@ def take(driver, url, folder):
 
 
 def main():
-    """Takes the pictures of a server of its own."""
+    """Starts a server and takes the pictures."""
     with serving(dict(os.environ)) as server, browsing() as driver:
         print(take(driver, server.url, sys.argv[1]))
 

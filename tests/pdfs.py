@@ -1,4 +1,4 @@
-"""PDFs for tests, written object by object."""
+"""Writes PDFs for tests, object by object."""
 
 from pathlib import Path
 
@@ -8,7 +8,7 @@ COLOURS = {"red": (255, 0, 0), "green": (0, 255, 0), "blue": (0, 0, 255), "black
 
 
 def pdf(*objects: bytes, trailer: bytes = b"") -> bytes:
-    """Writes a file of these objects, the first of which is the catalog and has number 1."""
+    """Returns a file of these objects, numbered from 1. The first object is the catalog."""
     out, places = bytearray(b"%PDF-1.7\n"), []
     for number, body in enumerate(objects, start=1):
         places.append(len(out))
@@ -26,13 +26,13 @@ def stream(content: bytes, more: bytes = b"") -> bytes:
 
 
 def fill(colour: str, x: float = 0, y: float = 0, width: float = 1e5, height: float = 1e5) -> bytes:
-    """Draws a rectangle; without a place it covers the page."""
+    """Returns the commands that draw a rectangle. By default it covers the page."""
     red, green, blue = (c / 255 for c in COLOURS[colour])
     return b"%g %g %g rg %g %g %g %g re f\n" % (red, green, blue, x, y, width, height)
 
 
 def document(*contents: bytes, box=(0, 0, 72, 72), page: bytes = b"", more: tuple[bytes, ...] = ()) -> bytes:
-    """Writes pages of one size with these contents. page: what else is said of each. more: objects behind them all.
+    """Returns a document with one page per content. page: more entries of each page. more: objects after them.
 
     Page i is object 3 + 2 * i; the first of `more` is object 3 + 2 * len(contents).
     """
@@ -47,7 +47,7 @@ def document(*contents: bytes, box=(0, 0, 72, 72), page: bytes = b"", more: tupl
 
 
 def of_pictures(path: Path, *pictures: Path) -> Path:
-    """Writes a page of each picture, a point for a pixel."""
+    """Writes one page for each picture. A pixel is a point wide and high."""
     first, *others = [Image.open(picture).convert("RGB") for picture in pictures]
     first.save(path, save_all=True, append_images=others)
     return path

@@ -1,9 +1,9 @@
-"""Negative log-likelihoods of reference answers, computed apart from kvedge: plain llama.cpp, its own cache.
+"""Negative log-likelihoods of reference answers, computed without kvedge: plain llama.cpp with its cache.
 
-stdin: {"model": path, "exact": bool, "cases": [case, ...]}; with "exact", keys and values are f32 and attention is
-computed plainly. A case is {"segments": [{"text": ...} or {"embeddings": file.npy}, ...], "answer": text}. A text is
-tokenised on its own; the answer's tokens are those of the last text and the answer together, less those of the text.
-stdout: {"nll": [sum per case], "tokens": [number per case]}. The library is the one in LLAMA_CPP_LIB_PATH.
+stdin: {"model": path, "exact": bool, "cases": [case, ...]}. "exact": f32 keys and values, no flash attention. A case is
+{"segments": [{"text": ...} or {"embeddings": file.npy}, ...], "answer": text}. Each text is tokenised alone. The last
+text and the answer are also tokenised together: the tokens after the text's tokens are the answer's.
+stdout: {"nll": [sum per case], "tokens": [number per case]}. The library is LLAMA_CPP_LIB_PATH's.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""Profiles of models whose weights say nothing: numbers that are drawn."""
+"""Random profiles, for models with random weights."""
 
 from pathlib import Path
 
@@ -10,7 +10,7 @@ from pykvedge.plans import profile
 
 
 def write_profile(model: Path, kind: str, folder: Path) -> Path:
-    """A file with a profile for that GGUF file, a few of its heads or layers strong."""
+    """Writes a profile for that GGUF file and returns the profile's file. A few heads or layers are strong."""
     header = read_header(model)
     n_layers, n_heads = (
         header.values[f"{header.architecture}.{key}"] for key in ("block_count", "attention.head_count")

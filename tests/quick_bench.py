@@ -1,4 +1,4 @@
-"""kvedge, but bench reads memory for a moment alone: how fast that is read is tested in test_bench_machine.py."""
+"""Runs kvedge, but `bench` samples memory only briefly: test_bench_machine.py tests the sampling."""
 
 from kvedge_lab.bench import machine
 from pykvedge.cli import program

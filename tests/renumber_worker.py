@@ -1,8 +1,8 @@
-"""Tokens are removed from a sequence, and those behind them move up: the logits before and after.
+"""Writes the logits before and after tokens are removed and the later tokens move up.
 
-Arguments: model, out.npy, and "stock" (whatever LLAMA_CPP_LIB_PATH names, with llama_memory_seq_add), "full"
-(kvedge_renumber), "graph" (likewise, with the rows in ggml's operations, as on a device), or "whole": of a tenth of
-the rows and whole ones behind them, over which messages of two tokens are read.
+Arguments: model, out.npy, and a side. "stock": the library in LLAMA_CPP_LIB_PATH, with llama_memory_seq_add. "full":
+kvedge_renumber. "graph": as "full", with the rows in ggml's operations, as on a device. "whole": as "full", with a
+budget of a tenth and whole rows, and then messages of two tokens.
 """
 
 import sys
@@ -16,7 +16,7 @@ if SIDE != "stock":
 import batches  # noqa: E402
 from batches import llama  # noqa: E402
 
-N, FROM, TO = 300, 20, 170  # tokens of the prompt, and those that are removed
+N, FROM, TO = 300, 20, 170  # tokens of the prompt; range of the removed tokens
 
 
 def decode(context, tokens, at):

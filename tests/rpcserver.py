@@ -1,4 +1,4 @@
-"""An RPC server on loopback, a device whose memory is not ours, and what travels to it and back."""
+"""An RPC server on loopback (a device in another process), and a counter of the bytes that it exchanges."""
 
 import contextlib
 import socket
@@ -19,13 +19,13 @@ def free_port() -> int:
 
 
 class Server:
-    """kvedge rpc-server, a process of its own."""
+    """A process that runs `kvedge rpc-server`."""
 
     def __init__(self, environment) -> None:
         self.address = f"127.0.0.1:{free_port()}"
         command = [sys.executable, "-m", "pykvedge", "rpc-server", "--port", self.address.rpartition(":")[2]]
         self.process = Warm([*command, "--threads", "1"], env=environment, stderr=subprocess.DEVNULL)
-        for _ in range(600):  # 60 seconds on a machine that is busy
+        for _ in range(600):  # 60 seconds, for a busy machine
             with socket.socket() as probe:
                 if probe.connect_ex(("127.0.0.1", int(command[-1]))) == 0:
                     return
@@ -42,9 +42,9 @@ class Server:
 
 
 class Counting:
-    """Passes bytes on between a client and a server, and counts them: sent to the server, received from it.
+    """A proxy between a client and a server. Counts the bytes sent to the server and received from the server.
 
-    most: hangs up on both once the server has sent more.
+    most: hangs up on both when the server has sent more bytes.
     """
 
     def __init__(self, address: str, most: int | None = None) -> None:
@@ -60,7 +60,7 @@ class Counting:
         return self.sent + self.received
 
     def settled(self) -> tuple[int, int]:
-        """(sent, received) once nothing travels any more: a client does not wait for what it sends."""
+        """Returns (sent, received) when the counts stand still: a client does not wait for the end of its sending."""
         known = None
         while known != (known := (self.sent, self.received)):
             time.sleep(0.05)
@@ -71,7 +71,7 @@ class Counting:
             here = self._socket.accept()[0]
             there = socket.create_connection(self.target)
             for end in (here, there):
-                end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # as ggml's own do
+                end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # ggml's sockets set this option too
             for pair in ((here, there, "sent"), (there, here, "received")):
                 threading.Thread(target=self._pass_on, args=pair, daemon=True).start()
 

@@ -1,8 +1,7 @@
-"""Kills a save a thousand times: `save_worker.py MODEL FILE KILLS SEED`. Prints how many times each file was found.
+"""Kills a process during saves: `save_worker.py MODEL FILE KILLS SEED`. Prints how often each kind of file was found.
 
-A child process saves a conversation as `kvedge chat --session` does, again and again, each time with another note,
-until it is killed at some time or other. What then lies there must be whole, and the next start removes what lies
-beside it.
+A child process saves a conversation again and again, each time with another note, as `kvedge chat --session` does,
+until it is killed at a random time. The file must then be whole, and the next start must remove the files beside it.
 """
 
 import json
@@ -19,11 +18,11 @@ from conversations import a_plan, say
 import pykvedge
 from pykvedge.runtime.sessionlock import SessionLock
 
-LONGEST = 0.012  # seconds until a child is killed: some saves, where the machine is not busy
+LONGEST = 0.012  # seconds until a kill, at the most: time for some saves on an idle machine
 
 
 def whole(data: bytes) -> bool:
-    """Whether the lengths and both checksums are those that the file names."""
+    """Returns whether the lengths and both checksums of a session file are right."""
     n_model, n_note = int.from_bytes(data[12:16], "little"), int.from_bytes(data[16:24], "little")
     n_payload, end = int.from_bytes(data[24:32], "little"), 32 + n_model + n_note
     head, payload = data[:end], data[end + 4 : end + 4 + n_payload]

@@ -1,4 +1,4 @@
-"""A server whose answers all follow a grammar: serve_worker.py MODEL GRAMMAR. The grammar may be empty."""
+"""Starts a server whose answers follow a grammar: serve_worker.py MODEL GRAMMAR. The grammar may be empty."""
 
 import sys
 

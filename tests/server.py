@@ -1,4 +1,4 @@
-"""A server of `kvedge serve` as a process, for tests."""
+"""Runs `kvedge serve` as a process, for tests."""
 
 import base64
 import json
@@ -14,15 +14,15 @@ from waits import until
 
 ROOT = Path(__file__).resolve().parents[1]
 DEMO = ROOT / "pykvedge" / "data"
-ENDLESS = 'root ::= "a" root'  # a grammar whose answers have no end
-GOES_ON = '"content": "a'  # in each line of a stream that follows it
+ENDLESS = 'root ::= "a" root'  # a grammar of endless answers
+GOES_ON = '"content": "a'  # contained in each line of a stream that follows ENDLESS
 SERVE = ("serve", "--port", "0", "--threads", "1")
 QUESTION = "How many shapes are there?"
 SCENES = sorted((ROOT / "examples").glob("scene-?.png"))
 
 
 class Server:
-    """One that answers. `told` is what it printed when it began."""
+    """A running server. `told`: the JSON object that it printed at its start."""
 
     def __init__(self, process, told):
         self.process, self.told, self.url = process, told, told["url"]
@@ -39,7 +39,7 @@ class Server:
 
     @contextmanager
     def endless(self, messages, **fields):
-        """The lines of a stream that has no end, and has begun."""
+        """Yields the lines of an endless stream that has begun."""
         fields = {"max_tokens": 1500, "grammar": ENDLESS, **fields, "messages": messages, "stream": True}
         with self.client.stream("POST", "/v1/chat/completions", json=fields) as answer:
             lines = answer.iter_lines()
@@ -62,7 +62,7 @@ class Server:
         return self.client.get("/v1/kvedge/sessions").json()["sessions"]
 
     def most_kib(self, work):
-        """KiB that the process takes for a work at the most, beside what it has before. Linux alone."""
+        """Returns the KiB that the process needs for `work` at the peak, beyond its size before. Linux only."""
         process = Path(f"/proc/{self.told['pid']}")
 
         def kib(name):
@@ -82,7 +82,7 @@ class Server:
 
 @contextmanager
 def serving(environment, *arguments, program=("-m", "pykvedge", *SERVE)):
-    """program: what Python is told to run, before the arguments."""
+    """Starts a server, yields a Server. program: the arguments of Python before `arguments`."""
     command = [sys.executable, *map(str, (*program, *arguments))]
     process = (Warm if program[:2] == ("-m", "pykvedge") else subprocess.Popen)(
         command, env=environment, text=True, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE
@@ -108,7 +108,7 @@ def data_url(picture):
 
 
 def source_of(picture):
-    """A picture as /v1/messages has it."""
+    """Returns a picture in the form of /v1/messages."""
     data = data_url(picture).partition(",")[2]
     return {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": data}}
 
@@ -118,17 +118,17 @@ def asks(text, *paths):
 
 
 def then(said, text, question):
-    """The conversation with an answer and another question."""
+    """Returns the conversation with an answer and another question added."""
     return [*said, {"role": "assistant", "content": text}, {"role": "user", "content": question}]
 
 
 def cached(body):
-    """Tokens of an answer's prompt that were there."""
+    """Returns the number of prompt tokens that were in the cache."""
     return body["usage"]["prompt_tokens_details"]["cached_tokens"]
 
 
 def check_refused(answer, *words, status=400):
-    """The error's object; its message is one line with the words."""
+    """Checks the status and that the error's message is one line with the words. Returns the error object."""
     error = answer.json()["error"]
     assert answer.status_code == status and "\n" not in error["message"], answer.text
     assert all(word in error["message"] for word in words), error

@@ -1,4 +1,4 @@
-"""A model run by llama.cpp and mtmd's own helper, without kvedge: what answers are compared with."""
+"""Runs a model with llama.cpp and mtmd's helper, without kvedge, for comparisons."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TEXT = "USER: What is in the picture? A naïve 図.\nASSISTANT:"
 
 @dataclass
 class Answer:
-    """What a run of stock llama.cpp over one prompt gave."""
+    """The result of a run of stock llama.cpp over one prompt."""
 
     prompt_tokens: int
     image_tokens: int
@@ -28,9 +28,9 @@ class Answer:
 
 
 class Runner:
-    """A model, and its mmproj if there is one, driven through the low-level bindings.
+    """A model, with an optional mmproj, driven through the low-level bindings.
 
-    exact: keys and values are f32, and attention is computed plainly.
+    exact: f32 keys and values, no flash attention.
     """
 
     def __init__(self, model: Path, mmproj: Path | None = None, n_ctx: int = 2048, exact: bool = False) -> None:
@@ -38,7 +38,7 @@ class Runner:
         self.model = batches.open_model(model)
         self.ctx = batches.open_context(self.model, n_ctx=n_ctx, n_batch=n_ctx, **(batches.EXACT if exact else {}))
         assert self.ctx, f"no context for {model}"
-        self.special = True  # whether the tokenizer puts a BOS before a text
+        self.special = True  # whether the tokenizer adds a BOS token
         self.vocab = llama.llama_model_get_vocab(self.model)
         self.mtmd = None
         if mmproj:
@@ -93,7 +93,7 @@ class Runner:
         return sum(mtmd.mtmd_input_chunk_get_n_tokens(p) for p in images)
 
     def _decode(self, ids: list[int]) -> None:
-        tokens = (llama.llama_token * len(ids))(*ids)  # the batch only points to it
+        tokens = (llama.llama_token * len(ids))(*ids)  # kept alive here: the batch only points to it
         assert llama.llama_decode(self.ctx, llama.llama_batch_get_one(tokens, len(ids))) == 0
 
     def _prefill(self, image: np.ndarray | None, text: str) -> SimpleNamespace:
@@ -116,7 +116,7 @@ class Runner:
     def answer(
         self, image: np.ndarray | None = None, text: str | None = None, n: int = 8, kept: list[int] | None = None
     ) -> Answer:
-        """Greedy continuation of one prompt from an empty context. kept: positions of it that are not removed."""
+        """Greedily continues one prompt in an empty context. kept: the prompt's positions that are not removed."""
         memory = llama.llama_get_memory(self.ctx)
         llama.llama_memory_clear(memory, True)
         prompt = self._prefill(image, text or (PROMPT if image is not None else TEXT))
@@ -132,7 +132,7 @@ class Runner:
 
 
 def picture(width: int, height: int, seed: int = 0) -> np.ndarray:
-    """A smooth gradient with noise in it: patches that differ from one another."""
+    """Returns a smooth gradient with noise, so that all patches differ."""
     y, x = np.mgrid[0:height, 0:width]
     base = np.stack([255 * x / width, 255 * y / height, 127 + 80 * np.sin(x / 9 + y / 7)], axis=-1)
     noise = np.random.default_rng(seed).normal(0, 20, base.shape)

@@ -1,7 +1,7 @@
-"""Calls every function that kvedge.h declares with each argument in turn as nobody should give it.
+"""Calls every function of kvedge.h with valid arguments, and with one invalid argument at a time.
 
 stdin: {"model": file, "folder": for files}. stdout: {"called": calls by name, "wrong": lines}. A crash ends it.
-The size of a buffer of the caller's is never said to be more than it is: that cannot be noticed.
+The stated size of a caller's buffer is never too large: the library cannot notice that.
 """
 
 import ctypes as c
@@ -21,9 +21,9 @@ NUMBERS = {"int32_t": c.c_int32, "size_t": c.c_size_t, "uint64_t": c.c_uint64, "
 ODD = (-(2**31), -1, 0, 1, 3, 64, 75, 2**31 - 1)
 TEXTS = (b"", b"x", b"\xff\xfe", b"a" * 5000, b"%s%n", b"nan", b"budget", b"window")
 FREES = {"kvedge_detach", "kvedge_plan_free", "kvedge_result_free", "kvedge_encoder_free"}
-# of a caller's buffers
+# parameters that state the size of a caller's buffer
 SIZES = {"n_layers", "n_columns", "n_heads", "d_v", "width", "n_settings", "n_note", "n_data", "struct_size"}
-VALID = {  # numbers by the names of parameters; else 0
+VALID = {  # valid numbers, by parameter name; other parameters: 0
     "n_out": 1 << 15, "n_threads": 1, "n_tokens": 12, "n_heads": 2, "n_heads_kv": 1, "d_k": 32, "n_layers": 2,
     "n_columns": 2, "last": 10, "most": 5, "n": 3, "n_rows": 16, "step": 8, "exit_code": 1, "d_v": 32, "width": 64,
     "n_note": 16, "on": 1, "most_bytes": 1 << 20, "struct_size": c.sizeof(abi.Options),
@@ -33,7 +33,7 @@ SIZED = {"kvedge_stats": abi.Stats, "kvedge_saved": abi.Saved, "kvedge_stage_fac
 
 
 def functions():
-    """(result, name, [(type without const, name)]) of every function."""
+    """Yields (result, name, [(type without const, name)]) of every function."""
     text = re.sub(r"//[^\n]*", "", HEADER.read_text())
     for result, name, given in re.findall(r"KVEDGE_API\s+([^;(]*?)\b(kvedge_\w+)\(([^;]*?)\);", text):
         plain = re.sub(r"\bconst\b|\bstruct\b|\s+", " ", given.replace("*", " * "))
@@ -42,16 +42,16 @@ def functions():
 
 
 class World:
-    """A context with a compressed prompt and an answer, and one thing of each other sort.
+    """A context with a compressed prompt and an answer, and one object of each other kind.
 
-    asked: a second prompt follows, which is not compressed yet; else whole rows stay, and attention is watched.
+    asked: a second prompt follows, not yet compressed. Otherwise whole rows are stored, and attention is watched.
     """
 
     def __init__(self, lib, model, folder) -> None:
         self.lib, self.model, self.file, self.asked = lib, model, str(folder / "a.kvs").encode(), True
         rng = np.random.default_rng(0)
         self.tokens = rng.integers(5, 300, 100).tolist()
-        self.held = []  # what C was given
+        self.held = []  # keeps arguments of C alive
         self.plan, self.changed, self.encoder = (c.c_void_p() for _ in range(3))
         for plan in (self.plan, self.changed):
             self.good(lib.kvedge_plan_create(c.byref(plan), None))
@@ -95,7 +95,7 @@ class World:
         return logits(self.context) if not wants else None
 
     def after(self):
-        """Logits of two tokens that follow, the first of which compresses a second prompt."""
+        """Returns the logits of the next two tokens. With `asked`, the first of them compresses the second prompt."""
         at = 74 if self.asked else 62
         return np.array([self.decode(at, at + 1), self.decode(at + 1, at + 2)])
 
@@ -104,7 +104,7 @@ class World:
         return c.addressof(thing)
 
     def value(self, function, kind, name):
-        """Such as a program would give."""
+        """Returns a valid argument."""
         own = {
             "kvedge_cache*": self.cache, "kvedge_result*": self.result,
             "kvedge_plan*": self.changed if function.startswith("kvedge_plan_") else self.plan,
@@ -141,7 +141,7 @@ class World:
         return None if "*" in kind or kind == "kvedge_encoder_look" else VALID.get(name, 0)
 
     def odd(self, kind, name):
-        """Such as nobody should give."""
+        """Returns invalid arguments of this type."""
         if "*" in kind or kind == "kvedge_encoder_look":
             return [None, *(self.keep(c.create_string_buffer(text)) for text in TEXTS if kind == "char*")]
         most = VALID.get(name, 0) if name in SIZES else 2**31
@@ -149,18 +149,18 @@ class World:
         return [x for x in ((0, 1) if kind == "bool" else ODD) if least <= x <= most]
 
     def calls(self, function, kinds):
-        """Arguments: such as a program would give, then with one of them odd."""
+        """Yields lists of arguments: all valid, then with one invalid argument."""
         for i, (kind, name) in [(-1, ("", "")), *enumerate(kinds)]:
             for odd in self.odd(kind, name):
                 given = [self.value(function, *one) for one in kinds]
                 if i >= 0:
                     given[i] = odd
-                if function != "kvedge_last_words" or not all(given[:3]):  # which would take effect
+                if function != "kvedge_last_words" or not all(given[:3]):  # would install crash handlers
                     yield given
 
 
 def what_is_wrong(world, function, result, kinds, given, expected):
-    """Calls the function; says what a call must not leave."""
+    """Calls the function. Returns what is wrong with its status, message or later logits; "" if all is right."""
     code = getattr(world.lib, function)(*given)
     errors = [at for (kind, _), at in zip(kinds, given, strict=True) if kind == "kvedge_error*" and at]
     told = [abi.Error.from_address(at) for at in errors]
@@ -169,7 +169,7 @@ def what_is_wrong(world, function, result, kinds, given, expected):
         return f"status {code}"
     if failed and told and (told[0].status != code or not told[0].message or b"\n" in told[0].message):
         return f"status {code}, of which the message is {told[0].text!r}"
-    if not failed:  # it may have done something
+    if not failed:  # the call may have changed the state
         if function == "kvedge_attach" and code == 0:
             world.lib.kvedge_detach(c.c_void_p.from_address(given[3]))
         world.fill()
@@ -181,7 +181,7 @@ def what_is_wrong(world, function, result, kinds, given, expected):
 
 def main() -> None:
     job = json.loads(sys.stdin.read())
-    os.chdir(job["folder"])  # some of the texts are names of files
+    os.chdir(job["folder"])  # some of TEXTS are valid file names
     lib = c.CDLL(libraries.kvedge()._name)
     declared = list(functions())
     for result, name, kinds in declared:

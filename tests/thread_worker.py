@@ -1,4 +1,4 @@
-"""Two threads where one belongs: prints what became of each round, as JSON lines. A process of its own: it may die.
+"""Uses one object from two threads, and prints the result of each round as a JSON line. Separate process: it may crash.
 
 thread_worker.py CASE ROUNDS MODEL
 """
@@ -17,7 +17,7 @@ LONG = Sampling(max_tokens=400)
 
 
 def outcome(call):
-    """Name of what `call` raised, or what it returned."""
+    """Returns the result of `call`, or the name of its exception."""
     try:
         return call()
     except (pykvedge.KvedgeError, CancelledError) as error:
@@ -25,7 +25,7 @@ def outcome(call):
 
 
 def together(*calls):
-    """Runs each in a thread of its own, begun at once."""
+    """Runs each call in a thread; all start together. Returns the results, or "stuck"."""
     ready, results = threading.Barrier(len(calls)), [None] * len(calls)
 
     def run(i):
@@ -45,14 +45,14 @@ def session(model):
 
 
 def two_ask(model, i):
-    """Two threads on one session; afterwards it still answers."""
+    """Two threads ask in one session. Afterwards the session still answers."""
     with session(model) as chat:
         texts = together(*(lambda: chat.ask(WORDS * 20, sampling=Sampling(max_tokens=20)).read() and "answered",) * 2)
         return [*texts, outcome(lambda: chat.ask("And?", sampling=Sampling(max_tokens=3)).read() and "goes on")]
 
 
 def others_while_streaming(model, i):
-    """A thread reads an answer piece by piece while another one does everything else."""
+    """One thread reads an answer piece by piece; another thread calls other methods."""
     with session(model) as chat:
         answer, running = chat.ask(WORDS * 5, sampling=LONG), threading.Event()
 
@@ -76,7 +76,7 @@ def others_while_streaming(model, i):
 
 
 def close_while_streaming(model, i):
-    """A window that closes while a worker streams."""
+    """Closes a session while another thread streams its answer."""
     chat = session(model)
     answer, running = chat.ask(WORDS * 5, sampling=LONG), threading.Event()
 
@@ -95,7 +95,7 @@ def close_while_streaming(model, i):
 
 
 def close_while_asking(model, i):
-    """The same in the middle of a prompt."""
+    """Closes a session while another thread reads a prompt."""
     chat = session(model)
     asking = threading.Event()
 
@@ -124,7 +124,7 @@ def complete(llm, n):
 
 
 def two_complete(model, i):
-    """Two threads on one attached model; afterwards it still answers."""
+    """Two threads use one attached model. Afterwards the model still answers."""
     llm, _ = llama(model)
     texts = together(lambda: complete(llm, 20), lambda: complete(llm, 20))
     after = outcome(lambda: complete(llm, 3))
@@ -153,17 +153,17 @@ def leave_while_completing(model, i, leave):
 
 
 def detach_while_completing(model, i):
-    """The model is given back while another thread generates."""
+    """Detaches the model while another thread generates."""
     return leave_while_completing(model, i, lambda llm, attached: attached.detach())
 
 
 def close_while_completing(model, i):
-    """llm.close() while another thread generates."""
+    """Calls llm.close() while another thread generates."""
     return leave_while_completing(model, i, lambda llm, attached: llm.close())
 
 
 def stats_while_decoding(model, i):
-    """libkvedge's own cache: a second thread looks on during llama_decode, and then detaches."""
+    """Reads stats of libkvedge's cache during llama_decode in another thread, then detaches."""
     sys.path.insert(0, str(Path(__file__).parent))
     from contexts import TinyContext, random_tokens
 

@@ -1,10 +1,10 @@
-"""Waiting for what another thread, process or page does."""
+"""Waits for another thread, process or page."""
 
 import time
 
 
 def until(question, seconds=120):
-    """Asks until the answer is true, and returns it. Fails the test that waits longer."""
+    """Calls question() until its answer is true, and returns the answer. Fails the test after `seconds`."""
     end = time.monotonic() + seconds
     while not (answer := question()):
         assert time.monotonic() < end, "waited in vain"

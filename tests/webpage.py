@@ -1,4 +1,4 @@
-"""The page of `kvedge serve`, driven as a person drives it."""
+"""Drives the page of `kvedge serve` as a person does."""
 
 import json
 from contextlib import contextmanager
@@ -14,7 +14,7 @@ one.value = arguments[1];
 one.dispatchEvent(new Event("input"));"""
 PRESS = """const named = (one) => (one.ariaLabel ?? one.textContent) === arguments[0];
 [...document.querySelectorAll("button")].filter(named).at(arguments[1]).click();"""
-# keeps what the page sends and what the server streams
+# records the requests of the page and the streams of the server
 RECORD = """const plain = window.fetch;
 window.sent = [];
 window.came = [];
@@ -58,13 +58,13 @@ class Page:
         self.driver.execute_script(CHOOSE, name, value)
 
     def ask(self, text):
-        """Returns the answer's text, when it is complete."""
+        """Sends a question. Returns the answer's text when the answer is complete."""
         before = len(self.all(".assistant .foot .quiet"))
         self.get("text").send_keys(text, Keys.ENTER)
         return self.answered(before + 1)
 
     def answered(self, n):
-        """Returns the text of the last of n answers, when it is complete."""
+        """Waits for n answers. Returns the text of the last answer when it is complete."""
         self.until(lambda: len(self.all(".assistant .foot .quiet")) == n and self.get("send").is_displayed())
         return self.all(".assistant .text")[-1].text
 
@@ -72,7 +72,7 @@ class Page:
         return [[one.text for one in self.all(selector)] for selector in selectors]
 
     def press(self, label, number=-1):
-        """Clicks a button of this name, by default the last. Those of a message show where the pointer is."""
+        """Clicks a button with this label: by default the last one. Works on buttons that only the pointer shows."""
         self.driver.execute_script(PRESS, label, number)
 
     def record(self):
@@ -85,7 +85,7 @@ class Page:
 
 @contextmanager
 def opened(driver, url):
-    """The page, of which is checked in the end that it broke no rule of its content security policy."""
+    """Yields the page. At the end, checks that the page did not break its content security policy."""
     yield Page(driver, url).ready()
     trouble = [entry for entry in driver.get_log("browser") if "Content Security Policy" in entry["message"]]
     assert not [entry for entry in trouble if OUTSIDE not in entry["message"]], trouble
