@@ -1,4 +1,4 @@
-"""Every function that kvedge.h declares is defined, and lets no exception through."""
+"""Checks that every function of kvedge.h is defined, and that no exception can leave it."""
 
 import re
 
@@ -8,18 +8,18 @@ from pykvedge.native import abi
 
 
 def declared() -> set[str]:
-    """Functions of the headers."""
+    """Returns the names of the functions in the headers."""
     headers = "\n".join(path.read_text() for path in (ROOT / "native" / "include").glob("*.h"))
     return set(re.findall(r"^KVEDGE_API [^;(]*\b(kvedge_\w+)\(", headers, re.MULTILINE))
 
 
-# but for a look at its arguments the function does all in a template that is noexcept, as those of glue/calls.h are
+# a checked function may look at its arguments, then must only call a noexcept template, for example of glue/calls.h
 LOOK = r"(?:    const char \* missing = [^\n]*\n|    if \(!kv\) \{\n        return 0;\n    \}\n)?"
 NOEXCEPT = rf"\) \{{\n{LOOK}    return (?:claimed|in_context|asked|of_head)\(.*\);\n\}}$"
 
 
 def definitions() -> dict[str, str]:
-    """Functions of native/src with C linkage: signature and body."""
+    """Returns the functions of native/src with C linkage: {name: signature and body}."""
     found = {}
     for path in (ROOT / "native" / "src").rglob("*.cpp"):
         for text in re.split(r'^extern "C" ', path.read_text(), flags=re.MULTILINE)[1:]:
@@ -47,7 +47,7 @@ def test_the_python_package_asks_for_the_version_of_the_header():
 
 
 def test_odd_arguments_are_refused_and_change_nothing(native, tiny, worker, tmp_path):
-    """Each of every function's in turn: the cache goes on as one that was never asked."""
+    """Every function gets each of its arguments invalid, one at a time. The cache's later results must not change."""
     model = tiny("llama", n_heads=2, n_heads_kv=1, head_size=32, n_vocab=400).model
     [found] = worker("sweep_worker.py", {"model": str(model), "folder": str(tmp_path)})
     assert found["wrong"] == []

@@ -1,4 +1,4 @@
-"""Images that keep fewer pairs, or none, and get them back: nothing is read again."""
+"""Images that lose KV pairs with age, or are forgotten, and get pairs back without being read again."""
 
 import math
 
@@ -20,7 +20,7 @@ QUESTIONS = ["What is the code?", "What is the code in image 2?", "What is the c
 
 @pytest.fixture
 def talk(closing):
-    """A conversation about three scenes, whose rows stay whole."""
+    """talk(method, budget, **settings) -> a session with a conversation about three scenes, with whole rows."""
 
     def make(method="snapkv", budget=0.3, **settings):
         settings = {"keep": "ram", **settings}
@@ -33,7 +33,7 @@ def talk(closing):
 
 
 def held(session):
-    """[layer][head] token indices as arrays."""
+    """Returns the held token indices as arrays: [layer][head]."""
     cache = session.engine.cache
     return [[np.array(cache.tokens(i, h)) for h in range(len(heads))] for i, heads in enumerate(cache.lengths())]
 
@@ -48,7 +48,7 @@ def inside(tokens, span):
 
 @pytest.fixture
 def reads(monkeypatch):
-    """Counts the passes through the model."""
+    """Counts the tokens that pass through the model."""
     from pykvedge.runtime.driver import Driver
 
     count, decode = [0], Driver.decode
@@ -84,7 +84,7 @@ def test_an_image_keeps_its_best_rows_or_none_and_gets_them_back(talk, reads, me
 
 
 def test_the_rows_that_stay_are_the_best_by_score(native, tiny):
-    """Against the scores before the compression, in NumPy."""
+    """Compares the kept rows with the scores before the compression, in NumPy."""
     from contexts import TinyContext, random_tokens
 
     with TinyContext(tiny("qwen3").model, pykvedge.plan("snapkv", 0.5)) as context:
@@ -104,7 +104,7 @@ def test_the_rows_that_stay_are_the_best_by_score(native, tiny):
 
 @pytest.mark.parametrize("most", [0, 7, 100])
 def test_a_number_of_pairs_goes_to_tokens_without_a_limit(native, tiny, most):
-    """The best rows of all that may stay, in NumPy."""
+    """Limited tokens keep their best rows; the budget then goes to the best of all other rows. Compared in NumPy."""
     from contexts import TinyContext, random_tokens
 
     with TinyContext(tiny("qwen3").model, pykvedge.plan("vnorm", 60, recent=0, sinks=0)) as context:
@@ -130,7 +130,7 @@ def test_forgotten_images_cannot_be_described_and_promoted_ones_can(talk):
 
 
 def test_images_age_until_a_question_needs_them(talk, reads):
-    """Each answer is right, images that are not asked about get smaller, and no image is read twice."""
+    """Each answer is right, images get smaller while no question needs them, and no image is read twice."""
     session = talk("kvedge", 0.5, age=0.5)
     sizes, n = [], reads[0]
     for image in (3, 3, 3, 3, 1, 2):
@@ -144,7 +144,7 @@ def test_images_age_until_a_question_needs_them(talk, reads):
 
 @pytest.mark.parametrize("n", [12, *whole(200)])
 def test_many_images(native, tiny, picture_file, reads, tmp_path, n):
-    """Each is forgotten when the next one comes. The third one has rows for each of ten questions, and none between."""
+    """Each image is forgotten when the next one comes. Only ten questions about the third image give it rows."""
     budget, chosen = 32 + 4 * n, pykvedge.Sampling(temp=0, grammar='root ::= "ok"')
     pictures = [picture_file(f"{i}.png", 60 + i, 50) for i in range(4)]
     settings = {"n_ctx": 60 * n + 400, "keep": "disk", "keep_folder": str(tmp_path)}
@@ -177,9 +177,9 @@ def test_many_images(native, tiny, picture_file, reads, tmp_path, n):
         sequence = session.engine.sequence
         assert len(kept) >= 9 and (n == 12 or max(kept[3:]) < 1.1 * min(kept[3:]))
         rows = session.engine.pairs_held()
-        assert budget <= rows < budget + 32  # and those of the answer
+        assert budget <= rows < budget + 32  # at most 32 more, for the answer
         assert sum(last - first for first, last, *_ in sequence.images) < sequence.n_cells <= reads[0]
-        assert reads[0] <= sequence.n_cells + sum(answers)  # which are read again with the next message
+        assert reads[0] <= sequence.n_cells + sum(answers)  # the next message reads answers again
 
 
 def test_limits_are_in_session_files(talk, tmp_path):
@@ -187,7 +187,7 @@ def test_limits_are_in_session_files(talk, tmp_path):
     session.demote(np.int64(1), np.int64(5))
     session.forget_image(2)
     file = tmp_path / "s.kvs"
-    session.save(file, whole=True)  # which takes the answer back
+    session.save(file, whole=True)  # saving takes the answer back
     before, images = held(session), session.engine.sequence.images
     with pykvedge.Session(MODEL, MMPROJ, pykvedge.plan("snapkv", 0.3), threads=THREADS, keep="ram") as other:
         other.load(file)
@@ -249,7 +249,7 @@ def test_an_undo_a_fork_and_a_file_leave_images_as_old_as_they_were(talk, tmp_pa
 
 @pytest.mark.parametrize("space", [0, 1 << 17])
 def test_without_whole_rows_images_stay_as_they_are_and_questions_are_answered(talk, tmp_path, closing, space):
-    """A file holds none, and there may be no room for them."""
+    """A session file without whole rows and too little space for them: both give only notes."""
     if space:
         session = talk("kvedge", 0.5, age=0.5, keep_space=space)
     else:
@@ -264,7 +264,7 @@ def test_without_whole_rows_images_stay_as_they_are_and_questions_are_answered(t
 
 
 def test_a_decode_policy_that_drops_rows_is_refused_with_ages(native):
-    """The second message failed."""
+    """The plan is refused at the start: with ages, it would fail at the second message."""
     plan = pykvedge.plan("snapkv", 0.3, decode="sliding")
     with pytest.raises(UsageError, match="use --decode keep-all, or no --age"):
         pykvedge.Session(plan=plan, threads=THREADS, keep="ram", age=0.5)

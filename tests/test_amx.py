@@ -1,4 +1,4 @@
-"""cmake/Amx.cmake: AMX is in a build only where a test run proves it, with the set-up that llama.cpp itself has."""
+"""cmake/Amx.cmake enables AMX in a build only if a test program with llama.cpp's set-up of the tiles runs correctly."""
 
 import platform
 import re
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.skipif(
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory):
-    """llama.cpp's AMX code, mended."""
+    """llama.cpp's AMX code, with the mends applied."""
     out = tmp_path_factory.mktemp("source") / "llama.cpp"
     llama_source.prepare(out, llama_source.fetch(), ROOT / "patches", llama_source.MENDS)
     return (out / PLACE).read_text(encoding="utf-8")
@@ -34,7 +34,7 @@ def source(tmp_path_factory):
 
 @pytest.fixture
 def decided(tmp_path):
-    """decided(source, *options) -> (ON or OFF, why)."""
+    """decided(source, *options) -> (ON or OFF, reason)."""
 
     def decide(source: str, *options: str) -> tuple[str, str]:
         tree = tmp_path / "tree"
@@ -63,7 +63,7 @@ def test_llama_cpp_with_the_mend_is_proven_where_there_is_amx(decided, source):
 
 
 def test_a_set_up_that_is_not_written_is_found(decided, source):
-    """As a compiler leaves it that drops the stores: the tiles have no rows."""
+    """Some compilers drop the stores of the set-up: the tiles then have no rows."""
     broken = re.sub(r"tc\.rows\[\d\] = \d+; +tc\.colsb\[\d\] = \d+;", "", source)
     assert broken != source
     used, why = decided(broken)

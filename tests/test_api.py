@@ -1,4 +1,4 @@
-"""What `import pykvedge` offers: all names, all errors, help, and the examples in it."""
+"""The public interface of `import pykvedge`: all names, all errors, help texts, and their examples."""
 
 import ast
 import importlib
@@ -12,19 +12,19 @@ import pytest
 import pykvedge
 
 PACKAGE = Path(pykvedge.__file__).parent
-# raised inside, and replaced or expected by what called; never what a caller of the public interface gets
+# raised inside the package and replaced before a caller of the public interface sees them
 INSIDE = {"ValueError", "AttributeError", "EOFError", "OSError"}
 
 
 def modules():
-    """Every module of the package, imported."""
+    """Yields every module of the package, imported."""
     for info in pkgutil.walk_packages([str(PACKAGE)], "pykvedge."):
         if info.name != "pykvedge.__main__":
             yield importlib.import_module(info.name)
 
 
 def exceptions():
-    """Every exception class that the package defines, but for its warning."""
+    """Returns every exception class of the package, except its warning."""
     found = set()
     for module in modules():
         for thing in vars(module).values():
@@ -49,7 +49,7 @@ def test_every_error_has_a_line_for_the_user():
 
 
 def raised(tree):
-    """Names that `raise` statements call or name."""
+    """Yields the names that `raise` statements call or name."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Raise) and node.exc is not None:
             what = node.exc.func if isinstance(node.exc, ast.Call) else node.exc
@@ -57,7 +57,7 @@ def raised(tree):
 
 
 def test_nothing_else_is_raised():
-    """By name: what the sources raise is a KvedgeError, or a variable, or one of a few that stay inside."""
+    """The sources raise only KvedgeErrors, variables, and the names in INSIDE."""
     errors, strangers = {error.__name__ for error in exceptions()}, set()
     for file in PACKAGE.rglob("*.py"):
         if "cli" in file.relative_to(PACKAGE).parts:
@@ -77,7 +77,7 @@ def test_names_are_there():
     exec("from pykvedge import *", space)
     assert set(pykvedge.__all__) <= set(space)
     with pytest.raises(AttributeError, match="no attribute 'Sesion'"):
-        getattr(pykvedge, "Sesion")  # noqa: B009 - scripts/check_imports.py would find it
+        getattr(pykvedge, "Sesion")  # noqa: B009 - as an attribute, scripts/check_imports.py would report it
 
 
 def test_whatever_is_public_says_what_it_is():
@@ -101,7 +101,7 @@ def test_help_lists_everything():
 
 
 def test_importing_needs_neither_numpy_of_sessions_nor_libraries(started):
-    """The names that come later are imported when they are asked for."""
+    """Lazy names are imported at their first use."""
     code = "import sys, pykvedge; print('pykvedge.chat.session' in sys.modules, 'llama_cpp' in sys.modules)"
     assert started(program=("-c", code)).out.split() == ["False", "False"]
 
@@ -124,7 +124,7 @@ def test_settings_have_the_types_of_their_fields():
 
 def test_what_a_session_is_given_is_checked(tiny, native):
     files = tiny("llama")
-    for model in (None, "", "a\0b"):  # others: test_wrong_types.py
+    for model in (None, "", "a\0b"):  # other types: test_wrong_types.py
         for open_ in (pykvedge.Session, pykvedge.load):
             with pytest.raises(pykvedge.UsageError):
                 open_(model)
@@ -158,7 +158,7 @@ def test_objects_show_themselves_in_a_line_and_as_a_table(tiny, native):
         assert repr(report) == f"<Report snapkv 0.25: {text!r}, {report.finish} | {report.line()}>"
         assert f"{stats.n_tokens} tokens" in repr(stats) and "compressions: 1" in repr(stats)
         assert repr(session).endswith(", snapkv 0.25, 1 question>")
-        report.text = "<script>"  # what a model says is no HTML
+        report.text = "<script>"  # text of a model must be escaped in HTML
         tables = [thing._repr_html_() for thing in (plan, answer, stats)]
     assert repr(session).endswith(", snapkv 0.25, closed>")
     for page in tables:

@@ -1,4 +1,4 @@
-"""examples/c/ask.c: what kvedge chat answers through Python, the C program answers through the C ABI."""
+"""The C program examples/c/ask.c answers through the C ABI exactly as `kvedge chat` answers through Python."""
 
 import os
 import subprocess
@@ -15,7 +15,7 @@ QUESTION = "Describe the image."
 
 @pytest.fixture(scope="module")
 def ask():
-    """ask(*arguments) runs the program. A build without it fails the tests."""
+    """ask(*arguments) runs the program. Fails the tests if the build does not have the program."""
     program = build_stock.find_build() / "bin" / ("kvedge-ask.exe" if os.name == "nt" else "kvedge-ask")
     if not program.is_file():
         pytest.fail(f"{program} is missing: python3 scripts/dev.py test builds it")

@@ -1,4 +1,4 @@
-"""Session.aask: the event loop goes on, and a cancelled task leaves a session that can be used."""
+"""Session.aask does not block the event loop, and a cancelled task leaves a usable session."""
 
 import asyncio
 import threading
@@ -72,7 +72,7 @@ def test_a_task_that_is_cancelled_while_the_prompt_is_read_takes_the_message_bac
     def progress(what, done):
         if what == "preparing the context" and not reading.is_set():
             reading.set()
-            while not session.stop.is_set():  # a long step
+            while not session.stop.is_set():  # a step that takes long
                 time.sleep(0.001)
 
     async def both():
@@ -87,7 +87,7 @@ def test_a_task_that_is_cancelled_while_the_prompt_is_read_takes_the_message_bac
 
 
 def test_a_second_task_is_refused_while_the_first_has_an_answer(files):
-    """Between two pieces no thread is in the session, and yet the answer is not at its end."""
+    """Between two pieces no thread is in the session, but the answer is not finished."""
 
     async def both():
         with files.session() as session:
@@ -101,7 +101,7 @@ def test_a_second_task_is_refused_while_the_first_has_an_answer(files):
 
             async def left():
                 async for _ in session.aask("And then?", (), LONG):
-                    return  # the loop closes what was left
+                    return  # the event loop closes the unfinished generator
 
             await asyncio.ensure_future(left())
             assert await asyncio.ensure_future(text_of(session, "And at last?", (), LONG))

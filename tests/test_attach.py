@@ -43,7 +43,7 @@ def test_one_line_compresses_the_prompts_of_a_llama(llama_of):
 def test_prompts_in_pieces_are_compressed_once_and_whole(llama_of, n_batch):
     llm = llama_of(n_batch=n_batch)
     tokens = llm.tokenize(PROMPT.encode())
-    tokens = tokens[: len(tokens) // n_batch * n_batch + 1] if n_batch > 1 else tokens  # the last piece: one token
+    tokens = tokens[: len(tokens) // n_batch * n_batch + 1] if n_batch > 1 else tokens  # the last batch has one token
     attached = pykvedge.attach(llm, "h2o", 0.5)
     llm.eval(tokens)
     assert attached.stats().n_compressions == 0
@@ -59,7 +59,7 @@ def test_without_a_method_it_is_the_default_one(llama_of):
 
 def test_single_tokens_of_a_chat_handlers_prompt_are_no_answer(llama_of):
     llm = llama_of()
-    llm.chat_handler = object()  # reads prompts in pieces, some of one token
+    llm.chat_handler = object()  # a chat handler reads prompts in pieces, also pieces of one token
     attached = pykvedge.attach(llm, "h2o", 0.5)
     tokens = llm.tokenize(PROMPT.encode())
     llm.eval(tokens[:20])
@@ -122,7 +122,7 @@ def test_quantised_types_of_the_model_become_the_store_s(llama_of):
     llm.eval(list(range(100, 500)))
     full = attached.stats().bytes  # f16 until the prompt is complete
     llm.eval([5])
-    assert 0.35 * full <= attached.stats().after_bytes <= 0.48 * full  # (34 + 18) / 128, and whole pages
+    assert 0.35 * full <= attached.stats().after_bytes <= 0.48 * full  # (34 + 18) / 128 of f16, in whole pages
 
 
 def test_what_cannot_be_attached_to(llama_of):
@@ -166,7 +166,7 @@ def test_a_failed_attach_leaves_the_model_as_it_was(llama_of):
 
 
 def test_importing_without_libraries_fails_only_when_they_are_used(started, tmp_path):
-    """A plan asks the library for its stages' settings; names of methods are known without it."""
+    """A plan needs the library for its stages' settings. Names of methods are known without the library."""
     code = (
         "import pykvedge\n"
         "print('lookm' in pykvedge.methods())\n"

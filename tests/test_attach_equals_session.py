@@ -1,4 +1,4 @@
-"""attach holds the KV pairs that Session holds: methods, texts, images, several batches, conversations."""
+"""An attached Llama holds the same KV pairs as a Session: methods, texts, images, several batches, conversations."""
 
 import pytest
 from attached import FEW, METHODS, METHODS_READ_ONCE, Choices, chat, complete, differing, held, llama, profiles, talk
@@ -16,20 +16,20 @@ def budget_of(method):
     return None if method == "full" else BUDGET
 
 
-TIES = 0.005  # handlers cut a prompt elsewhere, and of two pairs that score alike to the last bits either may stay
+TIES = 0.005  # handlers split prompts elsewhere: of two nearly equal scores, either pair may stay
 
 
 def plan_of(method):
     return pykvedge.plan(method, budget_of(method))
 
 
-@pytest.mark.parametrize("repeats", [20, *whole(6)], ids=["several batches", "one batch"])  # turns below are in one
+@pytest.mark.parametrize("repeats", [20, *whole(6)], ids=["several batches", "one batch"])  # turns below: one batch
 @pytest.mark.parametrize("method", methods(METHODS))
 def test_texts(native, tiny, profile_file, monkeypatch, method, repeats):
     files, profile = tiny("llama"), profiles(profile_file, tiny("llama"), method)
     (turn,) = talk(monkeypatch, files, plan_of(method), [(WORDS * repeats, [])], profile=profile, n_ctx=4096)
     n_prompt = len(turn.tokens)
-    assert (n_prompt > 512) == (repeats == 20)  # a pass holds 512
+    assert (n_prompt > 512) == (repeats == 20)  # a batch has 512 tokens
     with llama(files, plan_of(method), profile=profile) as (llm, attached):
         answer = complete(llm, turn.tokens)
         assert differing(held(attached._cache), turn.held) == 0
@@ -52,7 +52,7 @@ def test_images_through_a_chat_handler(native, tiny, picture_file, profile_file,
 
 @pytest.mark.parametrize("method", few(FEW))
 def test_turns_of_a_chat(native, tiny, profile_file, monkeypatch, method):
-    """The second message is so short that it keeps more than the budget, the third is not."""
+    """The second message is so short that it keeps more than the budget; the third message is longer."""
     files, profile = tiny("llama"), profiles(profile_file, tiny("llama"), method)
     messages = [(WORDS * 6, []), ("And now?", []), (WORDS * 5, [])]
     turns = talk(monkeypatch, files, plan_of(method), messages, profile=profile, n_ctx=4096)
@@ -70,7 +70,7 @@ def test_turns_of_a_chat(native, tiny, profile_file, monkeypatch, method):
 @pytest.mark.parametrize("method", few(FEW, METHODS_READ_ONCE))
 @pytest.mark.parametrize("n_batch", [1, 64])
 def test_a_prompt_that_ends_with_a_batch_of_one_token(native, tiny, profile_file, method, n_batch):
-    """Against the same batches without llama_cpp: single tokens of a prompt are no answer."""
+    """Compared with the same batches without llama_cpp: a single token of a prompt is no answer."""
     files, profile = tiny("llama"), profiles(profile_file, tiny("llama"), method)
     tokens = random_tokens(129 if n_batch > 1 else 40)
     plan = plan_of(method)
@@ -81,7 +81,7 @@ def test_a_prompt_that_ends_with_a_batch_of_one_token(native, tiny, profile_file
         context.decode(tokens[start : start + n_batch])
     context.cache.compress()
     with llama(files, plan, profile=profile, n_batch=n_batch) as (llm, attached):
-        answer = complete(llm, tokens, n=2)  # one of them is read
+        answer = complete(llm, tokens, n=2)  # only the first is read
         assert answer is not None and attached.stats().n_tokens == len(tokens) + 1
         kept = [[[t for t in head if t < len(tokens)] for head in heads] for heads in held(attached._cache)]
         assert differing(kept, context.held()) == 0

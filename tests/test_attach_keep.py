@@ -1,4 +1,4 @@
-"""attach with whole rows: a request that adds to what was read is answered as a session with keep answers it."""
+"""attach with whole rows: a request that continues a conversation is answered as by a session with keep."""
 
 import numpy as np
 import pytest
@@ -19,7 +19,7 @@ def plan_of(method):
 
 
 def chain(llm, attached, turns):
-    """The answers and kept pairs of requests that each add a message to all that was read."""
+    """Yields (answer, held tokens) of requests that each add a message to everything read before."""
     read: list[int] = []
     for turn in turns:
         read = llm.input_ids[: llm.n_tokens].tolist() + turn.tokens
@@ -28,7 +28,7 @@ def chain(llm, attached, turns):
 
 @pytest.fixture
 def turns(monkeypatch):
-    """Those of a session with keep; the tokens of a message are those that it adds to what an attached model has."""
+    """turns(files, plan) -> the turns of a session with keep. Each turn's tokens extend the attached model's tokens."""
 
     return lambda files, plan: talk(monkeypatch, files, plan, MESSAGES, keep="ram", n_ctx=4096)
 
@@ -64,7 +64,7 @@ def test_requests_that_add_are_answered_as_one_prompt(native, tiny, turns, kind,
 
 
 def test_an_answer_in_other_tokens_is_read_again_alone(native, tiny, turns, monkeypatch):
-    """A request that differs in the last answer reads that and what follows; another one all, as without keep."""
+    """If only the last answer differs, the request reads from there on. Any other difference reads everything again."""
     files, plan = tiny("llama"), plan_of("snapkv")
     first = turns(files, plan)[0].tokens
     changed = [*first, 7, 8, 9, *range(20, 60)]
@@ -104,10 +104,10 @@ def test_a_state_has_them(native, tiny, turns, kind):
         assert attached.stats().whole_bytes > 0
         for turn in expected[2:]:
             answer = complete(llm, llm.input_ids[: llm.n_tokens].tolist() + turn.tokens)
-            assert held(attached._cache) == turn.held or kind == "gemma3"  # whose answer stays as it was read
+            assert held(attached._cache) == turn.held or kind == "gemma3"  # gemma3's answer stays as it was read
             assert answer.strip() == turn.answer.strip() or kind == "gemma3"
             assert attached.stats().whole_bytes > 0
-    with llama(files, plan) as (llm, attached):  # which keeps none: all is read again
+    with llama(files, plan) as (llm, attached):  # without whole rows, everything is read again
         llm.load_state(state)
         assert attached.stats().whole_bytes == 0
         assert np.array_equal(llm.input_ids[: llm.n_tokens], state.input_ids)
@@ -138,7 +138,7 @@ def test_what_cannot_be_kept_is_refused(native, tiny, tmp_path):
 
 
 def test_one_token_more_belongs_to_the_prompt(native, tiny, turns):
-    """A request may add a single token, as one that goes on with an answer of one token does."""
+    """A request may add a single token, as a request after an answer of one token does."""
     files, plan = tiny("llama"), plan_of("snapkv")
     prompt = turns(files, plan)[0].tokens
     with llama(files, plan, kept=RAM) as (llm, attached), llama(files, plan) as (fresh, attached_fresh):

@@ -1,4 +1,4 @@
-"""Requests to an attached model that come again, or that share a beginning: answered as the first time."""
+"""Requests to an attached model that repeat, or share a beginning, are answered as the first time."""
 
 import llama_cpp
 import numpy as np
@@ -12,7 +12,7 @@ from pykvedge.errors import StateError
 
 
 def outcome(llm, attached, prompt, n=8):
-    """What must be alike whenever the same is asked."""
+    """Returns the text, the number of tokens and the held tokens: equal for equal requests."""
     text = complete(llm, prompt, n)
     return text, attached.stats().n_tokens, held(attached._cache)
 
@@ -42,7 +42,7 @@ def test_a_turn_that_comes_again_or_is_changed(attached_llama, method):
         again, second = say(so_far, "And then? What did the dog do?")
         n_compressions = attached.stats().n_compressions
         assert n_compressions == 2 and outcome(llm, attached, second) == again
-        assert attached.stats().n_compressions == n_compressions  # the answer in between is not part of a prompt
+        assert attached.stats().n_compressions == n_compressions  # the answer in between is no prompt
         changed, _ = say(so_far, "And the fox?")
         assert outcome(llm, attached, second) == again
         assert say(so_far, "And the fox?")[0] == changed
@@ -52,7 +52,7 @@ def test_a_turn_that_comes_again_or_is_changed(attached_llama, method):
 @pytest.mark.parametrize("keep", ["", "ram"])
 @pytest.mark.parametrize("method", ["h2o", "elastic"])
 def test_guesses_of_a_draft_model_are_no_prompt(attached_llama, method, keep):
-    """They come several at once, and those that are wrong are taken back."""
+    """Draft tokens come several at a time, and wrong ones are removed."""
 
     def guess(ids, **_):
         return np.resize(ids[-3:], 6)
@@ -70,7 +70,7 @@ def test_guesses_of_a_draft_model_are_no_prompt(attached_llama, method, keep):
         assert llm.draft_model is guess
 
 
-@pytest.mark.parametrize("method", ["full", "h2o", "elastic", "kvzip"])  # of a decode policy, a second pass
+@pytest.mark.parametrize("method", ["full", "h2o", "elastic", "kvzip"])  # also a decode policy and a second pass
 @pytest.mark.parametrize("left", [0, 30])
 def test_tokens_that_functions_of_llama_h_took_away_are_read_again(attached_llama, method, left):
     with attached_llama(method) as (llm, attached):
@@ -98,7 +98,7 @@ def test_images_three_times(attached_llama, picture_file, method):
 
 
 def test_requests_that_share_a_beginning_with_an_image_are_read_anew(attached_llama, picture_file):
-    """The tokens that llama_cpp remembers in an image's place are not its tokens."""
+    """In the place of an image, llama_cpp remembers tokens that are not the image's."""
     with attached_llama("h2o", "llava", images=True) as (llm, attached):
         expected = outcome(llm, attached, A)
         chat(llm, "<s>" + A + "<__media__>\nWhat?", [picture_file()])
@@ -106,7 +106,7 @@ def test_requests_that_share_a_beginning_with_an_image_are_read_anew(attached_ll
 
 
 def test_one_token_at_a_time_and_none(attached_llama):
-    """A prompt of which nothing was generated yet is asked again: its logits are still there."""
+    """A prompt without a generated token is asked again: its logits are still there."""
     with attached_llama("snapkv") as (llm, attached):
         once = outcome(llm, attached, A, n=1)
         assert outcome(llm, attached, A, n=1) == once and attached.stats().n_compressions == 0
@@ -130,7 +130,7 @@ BETWEEN = [lambda llm: complete(llm, A, 20), lambda llm: llm.eval([7, 8]), lambd
 
 @pytest.mark.parametrize("between", BETWEEN)
 def test_an_answer_that_others_came_between_is_not_gone_on_with(attached_llama, between):
-    """llama_cpp would sample from logits that are not there, which ends the process, or from those of other tokens."""
+    """llama_cpp would sample from missing logits, which ends the process, or from the logits of other tokens."""
     with attached_llama("h2o") as (llm, attached):
         first = outcome(llm, attached, A)
         steps = llm.create_completion(A, max_tokens=20, temperature=0.0, stream=True)
@@ -193,6 +193,6 @@ def test_what_may_be_gone_on_from():
     assert [r.generated for r in history.before(9)[0]] == [False, True]
     assert history.before(3) == ([], [])
     assert history.knows(6) and not history.knows(5)
-    history.note(9, [7], generated=True)  # tokens came that nobody noted
+    history.note(9, [7], generated=True)  # tokens that nobody noted
     assert not history.knows(10) and history.before(4) == ([], [])
     assert shared([1, 2, 3], [1, 2, 4]) == 2 and shared([1], [1, 2]) == 1 and shared([], [1]) == 0

@@ -1,5 +1,5 @@
-"""Prompts of an attached llama_cpp.Llama that are read a second time. That the outcome is a session's is tested with
-all methods (test_attach_equals_session.py)."""
+"""Prompts of an attached llama_cpp.Llama that need a second pass. test_attach_equals_session.py compares the results of
+all methods with a session."""
 
 import numpy as np
 import pytest
@@ -29,7 +29,7 @@ def test_the_pass_is_reported_and_leaves_the_prompts_logits(native, tiny):
         assert (n.n_compressions, n.n_tokens) == (1, llm.n_tokens)
     with llama(tiny("llama"), plan(budget=1.0)) as (llm, attached):
         assert complete(llm, WORDS, 3).startswith(text)
-        assert attached.replay_s == 0  # all is kept
+        assert attached.replay_s == 0  # everything is kept
 
 
 def test_an_interrupted_pass_leaves_the_prompt(native, tiny, monkeypatch):
@@ -69,14 +69,14 @@ def test_a_plan_that_asks_for_a_pass_may_come_later_and_go(native, tiny, picture
 def test_pictures_that_nobody_saw_are_refused_in_a_line_and_instructions_do_without(native, tiny, picture_file):
     for settings, works in (({}, False), ({"scorer.source": "instruction"}, True)):
         with llama(tiny("llava"), plan(**settings), images=True) as (llm, attached):
-            llm.chat_handler._mtmd_cpp = llm.chat_handler._mtmd_cpp._inner  # as a handler that comes by them otherwise
+            llm.chat_handler._mtmd_cpp = llm.chat_handler._mtmd_cpp._inner  # a handler may get the module another way
             if works:
                 chat(llm, PICTURE, [picture_file()])
                 assert attached.replay_s > 0
                 continue
             with pytest.raises(UnsupportedError, match=r"a way that kvedge does not know.*scorer\.source=instruction"):
                 chat(llm, PICTURE, [picture_file()])
-            complete(llm, WORDS)  # texts are known as ever
+            complete(llm, WORDS)  # prompts of text still work
             assert attached.replay_s > 0
 
 

@@ -18,7 +18,7 @@ Q8_0 = {"type_k": 8, "type_v": 8, "flash_attn": True}
 
 
 def read_on(llm, attached):
-    """Logits and rows after a message that follows, and tokens of its answer."""
+    """Reads a further message and some answer tokens. Returns the logits, the held tokens and the number of tokens."""
     llm.eval(llm.tokenize(MORE.encode(), add_bos=False))
     after = [logits(llm.ctx)]
     for _ in range(3):
@@ -40,17 +40,17 @@ def test_a_state_goes_on_as_without_the_detour(attached_llama, method, options):
         found = read_on(llm, attached)
         np.testing.assert_allclose(found[0], expected[0], rtol=0, atol=1e-5)
         assert found[1:] == expected[1:]
-        llm.load_state(state)  # which nothing has changed
+        llm.load_state(state)  # a state without later changes
         assert held(attached._cache) == rows
     state = pickle.loads(pickle.dumps(state))
-    with attached_llama(method, **options) as (llm, attached):  # another one of the same model
+    with attached_llama(method, **options) as (llm, attached):  # another Llama of the same model
         llm.load_state(state)
         assert read_on(llm, attached)[1:] == expected[1:]
 
 
 @pytest.mark.parametrize("method", FEW)
 def test_completions_with_a_cache(attached_llama, method, tmp_path):
-    """One goes on from the first, though another one came between, or the program ended; one repeats it."""
+    """A completion continues the first request after another request or a new start; another one repeats it."""
     with attached_llama(method) as (llm, attached):
         first = complete(llm, A)
         so_far = [*llm.input_ids[: llm.n_tokens].tolist(), *llm.tokenize(MORE.encode(), add_bos=False)]
@@ -71,7 +71,7 @@ def test_completions_with_a_cache(attached_llama, method, tmp_path):
 
 @pytest.mark.parametrize("method", ["h2o", "kvzip", *whole("full", "adakv", "elastic", "kvedge")])
 def test_a_prompt_that_waits_for_its_first_token(attached_llama, method):
-    """It is read again."""
+    """A prompt without a generated token is read again after load_state."""
     with attached_llama(method) as (llm, attached):
         llm.eval(llm.tokenize(A.encode()))
         state = llm.save_state()
@@ -98,7 +98,7 @@ def test_another_plan_reads_the_tokens_again(attached_llama):
 
 
 def test_cuts_of_an_uncompressed_cache_are_known(attached_llama):
-    """llama_cpp cuts it to what two prompts share; a plan that compresses reads what is there then."""
+    """llama_cpp cuts the cache to the common part of two prompts; a plan that compresses reads the rows that remain."""
     with attached_llama("h2o") as (llm, attached):
         complete(llm, B)
         rows = held(attached._cache)
@@ -140,7 +140,7 @@ def test_an_empty_model(attached_llama):
 
 
 def test_states_of_other_times_are_refused(attached_llama, tiny):
-    """Nothing has changed then; detach gives the methods back."""
+    """A state from before attach or after detach is refused without a change. detach restores the methods."""
     with attached_llama("h2o") as (llm, attached):
         first = complete(llm, A)
         state = llm.save_state()
@@ -195,7 +195,7 @@ def test_another_model(attached_llama):
 
 
 def write_adapter(path):
-    """A LoRA adapter of the tiny llama, of random numbers."""
+    """Writes a LoRA adapter of the tiny llama, with random numbers."""
     writer, rng = gguf.GGUFWriter(path, "llama"), np.random.default_rng(0)
     writer.add_string("general.type", "adapter")
     writer.add_string("adapter.type", "lora")

@@ -1,4 +1,4 @@
-"""Packages with a backend of ggml's: found by their entry point, checked, loaded; each that is not used says why."""
+"""Packages with a ggml backend: found by entry point, checked, loaded. An unused package has a reason."""
 
 import shutil
 import subprocess
@@ -12,7 +12,7 @@ from llama_source import ROOT, pin
 from pykvedge.native import backends, libcheck, libraries
 
 pytestmark = [test_libraries.LINUX, pytest.mark.skipif(test_libraries.COMPILER is None, reason="no C compiler")]
-# a backend with a registration and as many devices as it is told, all at one address, none of which is ever used
+# a backend with a registration and the given number of devices, all at one address; no device is ever used
 MODULE = """
 #include "ggml-backend-impl.h"
 static const char * name(ggml_backend_reg_t reg) { (void) reg; return NAME; }
@@ -35,7 +35,7 @@ ggml_backend_reg_t ggml_backend_init(void) { return &it; }
 
 @pytest.fixture(scope="module")
 def modules(tmp_path_factory, native):
-    """Compiles a module with one device, one without any, and two with a GPU."""
+    """Compiles modules: with one device, with none, and two with the same GPU."""
     build = max((ROOT / "build").glob("py3-none-*"), key=lambda path: path.stat().st_mtime)
     ggml = build / "llama.cpp" / "ggml"
     folder = tmp_path_factory.mktemp("modules")
@@ -52,7 +52,7 @@ def modules(tmp_path_factory, native):
 
 @pytest.fixture
 def said(tmp_path, kvedge):
-    """Installs packages, and returns what kvedge says of them in a process of its own."""
+    """Installs packages, and returns kvedge's report of them, from a separate process."""
 
     def of(*packages, **more):
         for name, content, built_from, *backend in packages:
@@ -101,7 +101,7 @@ def test_of_two_packages_the_later_one_is_used(said, modules):
 
 
 def test_of_two_backends_of_one_gpu_the_first_by_name_is_used(said, modules):
-    """CUDA before Vulkan, so that memory is not counted twice."""
+    """CUDA is used before Vulkan, so that a GPU's memory is not counted twice."""
     packages = [(f"kvedge-{name}", modules[name], pin(), name) for name in ("Other", "Made")]
     lines, there = said(*packages)
     assert there and lines == ["kvedge-Made False ", "kvedge-Other False "] and said.chosen == "Made0"
@@ -144,7 +144,7 @@ def test_what_the_loader_says_of_a_driver():
 
 
 def test_devices_are_measured_and_a_wrong_answer_is_a_finding(monkeypatch, native):
-    """The processor stands for a device."""
+    """The CPU replaces a device."""
     from pykvedge.doctor import checks
     from pykvedge.errors import UnsoundError
 

@@ -1,4 +1,4 @@
-"""Bad input: each is one line on stderr that says what is wrong, exit code 2 for usage and 1 for run time, no abort."""
+"""Bad input gives one line on stderr that names the problem, exit code 2 (usage) or 1 (run time), and no abort."""
 
 import json
 import os
@@ -116,7 +116,7 @@ def test_an_mmproj_of_another_model(kvedge, tiny, llava, picture_file):
 
 
 def with_value(path, out, name, replacement):
-    """A copy of a GGUF file with one text value of equal length changed."""
+    """Writes a copy of a GGUF file with one text replaced by a text of the same length."""
     data = path.read_bytes()
     assert data.count(name) >= 1 and len(name) == len(replacement)
     out.write_bytes(data.replace(name, replacement))
@@ -160,7 +160,7 @@ def test_images_that_cannot_be_read(kvedge, llava, picture_file, tmp_path):
 
 
 def png_header(width, height):
-    """A PNG that says that it has so many pixels, and has a few of them."""
+    """Returns a PNG whose header states this size, with only a few pixels of data."""
 
     def chunk(kind, data):
         return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
@@ -201,7 +201,7 @@ def test_a_prompt_longer_than_the_context(kvedge, llava, picture_file):
 def test_a_prompt_that_fills_the_context_to_the_brim(kvedge, tiny):
     arguments = ["chat", *tiny("llama").arguments(), "--json", "--max-tokens", 50, "Hello there"]
     n = kvedge(*arguments).json["tokens"]["prompt"]
-    # llama.cpp rounds contexts up to a multiple of 256 tokens; the answer ends where the context does
+    # llama.cpp rounds contexts up to a multiple of 256 tokens, but the answer must end at the given size
     for ctx in (n, n + 1, n + 5):
         done = kvedge(*arguments, "--ctx", ctx)
         assert done.code == 0 and 1 <= done.json["tokens"]["generated"] <= 50
@@ -275,7 +275,7 @@ def test_a_context_that_no_memory_holds(kvedge, llava):
     done.failed(1, "not enough memory", "--ctx")
 
 
-# ------------------------------------------------------------------------------------------------- what is said of it
+# ------------------------------------------------------------------------------------------------- error messages
 
 
 def broken_plan(**fields):

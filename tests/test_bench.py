@@ -1,4 +1,4 @@
-"""kvedge bench: what it counts, against llama.cpp and the operating system; what it keeps; what it refuses."""
+"""kvedge bench: its counts against llama.cpp and the operating system, its saved results, its refusals."""
 
 import csv
 import io
@@ -35,7 +35,7 @@ from pykvedge.system import memory
 
 @pytest.fixture(autouse=True, scope="module")
 def quick():
-    """How fast memory is read is tested in test_bench_machine.py: here a small set of bytes is read once."""
+    """Reads a small set of bytes once: test_bench_machine.py tests the speed of reading memory."""
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(machine, "SETS", (1 << 20,))
         patched.setattr(machine, "ATTEMPTS", 1)
@@ -43,7 +43,7 @@ def quick():
 
 
 class Shares(Steps):
-    """What the bar shows of a run: shares of it that are done."""
+    """Records the shares of a run that the progress bar shows as done."""
 
     def _tell(self, line, done, total):
         self.shown = [*getattr(self, "shown", []), done / total]
@@ -61,7 +61,7 @@ def measured(files, shapes, variants, **options):
 
 @pytest.fixture(scope="module")
 def outcome(quick, tiny, native):
-    """Two methods on two prompts of a tiny model with images."""
+    """The outcome of two methods on two prompts of a tiny model with images."""
     llava = tiny("llava")
     variants = [Variant("full", pykvedge.plan("full")), Variant("h2o", pykvedge.plan("h2o", 0.25))]
     shapes = [Shape(300), Shape(40, 2, 64, 48)]
@@ -81,7 +81,7 @@ def test_every_variant_is_measured_in_every_round_with_stock(outcome):
 
 
 def test_the_peak_is_no_less_than_what_was_read_meanwhile(tiny, native, monkeypatch):
-    monkeypatch.setattr(memory.PeakMeter, "start", lambda meter: None)  # it never looks
+    monkeypatch.setattr(memory.PeakMeter, "start", lambda meter: None)  # takes no samples
     variants = [Variant("h2o", pykvedge.plan("h2o", 0.25))]
     for row in table.rows(measured([ModelFiles(tiny("llama").model)], [Shape(300)], variants, repeat=1)):
         assert row.rss_peak_bytes >= row.rss_after_bytes > 0
@@ -117,7 +117,7 @@ def test_prompts_have_the_size_that_was_asked_for(native, closing, tiny):
 
 
 def test_stock_is_llama_cpp_without_a_provider(tiny, native, monkeypatch):
-    """What is called stock never attaches; the others always do."""
+    """The variant stock never attaches; every other variant always does."""
     from pykvedge.runtime import driver
 
     attached = []
@@ -134,7 +134,7 @@ def test_stock_is_llama_cpp_without_a_provider(tiny, native, monkeypatch):
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="RSS as Linux counts it")
 def test_memory_of_a_long_prompt_is_seen_in_rss(tiny, native):
-    """llama.cpp's cache is there at once and stays; kvedge's shrinks when it is compressed."""
+    """llama.cpp's cache is allocated at once and stays; kvedge's cache shrinks with the compression."""
     model = ModelFiles(tiny("llama", n_layers=4, n_heads=4, n_heads_kv=4, head_size=128, weight="q8_0").model)
     out = measured([model], [Shape(2600)], [Variant("h2o", pykvedge.plan("h2o", 0.1))], repeat=1, generate=2)
     stock, h2o = table.rows(out)
@@ -153,7 +153,7 @@ def repetition(prefill, decode, compress=0.0, **figures):
 
 
 def made_up(**changes):
-    """Stock and a method in three rounds, the machine twice as slow in the second."""
+    """Returns an outcome: stock and a method in three rounds; the machine is twice as slow in the second round."""
     stock, method = Variant("stock"), Variant("h2o", pykvedge.plan("h2o", 0.5))
     fewer = Variant("h2o", pykvedge.plan("h2o", 0.5, image_tokens=0.25))
     group = Group("m", Shape(20, 1), 100, 80, 0.25, 0.5, 800, 2)
@@ -186,7 +186,7 @@ def test_medians_ratios_and_limits():
 
 
 def drawn(rows, chart):
-    """The bars of a chart, as matplotlib has them."""
+    """Returns the bars of a chart, as matplotlib objects."""
     pyplot = pytest.importorskip("matplotlib.pyplot")
     figure, axis = pyplot.subplots()
     plot._chart(axis, plot._charts(rows)[chart], rows)
@@ -195,7 +195,7 @@ def drawn(rows, chart):
 
 
 def on_a_device():
-    """Rows on a device: one method is compressed there, the other on the host."""
+    """Returns an outcome with rows on a device: one method is compressed there, another one on the host."""
     made = made_up()
     group = made.groups[0]
     stock, h2o, fewer = group.rounds
@@ -227,7 +227,7 @@ def test_a_compression_on_a_device():
     steps = [getattr(h2o, f"device_{step}_ms") for step in table.STEPS]
     assert steps == pytest.approx([2, 4, 6, 8, 10]) and h2o.device_operations == 40  # the second of three rounds
     assert (h2o.later_s, h2o.later_vs_stock, fewer.later_s) == (pytest.approx(0.1), pytest.approx(3), None)
-    # 500 beside stock's cache of 1000
+    # 500 bytes beside stock's cache of 1000
     assert (stock.device_peak_vs_cache, h2o.device_peak_vs_cache) == (1, pytest.approx(1.1))
     assert fewer.device_peak_bytes is fewer.device_peak_vs_cache is None
     said = table.as_markdown([stock, h2o, fewer], made)
@@ -235,7 +235,7 @@ def test_a_compression_on_a_device():
     assert "| 3.0 B " in said and "| 64.0 B " in said and "| there " in said and "| 1.10 x" in said
     assert "| operations |" not in table.as_markdown(table.rows(made_up()), made_up())
     bars = drawn([stock, h2o, fewer], 3)
-    assert len(bars) == 3 + 3 * len(table.STEPS)  # those of stock have no length
+    assert len(bars) == 3 + 3 * len(table.STEPS)  # the bars of stock have no length
     widths = [bar.get_width() for bar in bars[-2 * len(table.STEPS) : -len(table.STEPS)]]
     assert widths == pytest.approx([2, 4, 6, 8, 10])
 
@@ -313,7 +313,7 @@ def test_pictures(tmp_path):
     assert ElementTree.parse(tmp_path / "a.svg").getroot().tag.endswith("svg")
     page = (tmp_path / "a.html").read_text()
     assert "<svg" in page and "&lt;h2o&gt; &amp; more" in page and "a &lt; b" in page
-    assert "max-width:100%" in page  # the picture is no wider than its page
+    assert "max-width:100%" in page  # the picture fits its page
     assert "<script" not in page and "<link" not in page and 'href="http' not in page  # nothing from elsewhere
     with Image.open(tmp_path / "a.png") as image:
         assert image.width > 500
@@ -402,7 +402,7 @@ def test_short_rounds_are_followed_by_more(tiny, native):
     assert [len(found) for found in group.rounds.values()] == [1] * 2
 
 
-# ------------------------------------------------------------------------------------------- a machine that is busy
+# ------------------------------------------------------------------------------------------- a busy machine
 
 
 @pytest.mark.parametrize(("others_s", "threads", "disturbed"), [(0.1, 2, False), (4.0, 2, True), (4.0, 1, False)])
@@ -420,7 +420,7 @@ def test_a_machine_that_is_too_busy_for_a_figure_is_said(others_s, threads, dist
 
 
 def test_phases_lie_over_each_other_however_long_they_took():
-    """The second variant is twice as slow and compresses, which the first one does not."""
+    """The second variant is twice as slow, and compresses; the first variant does not."""
     axis = pytest.importorskip("matplotlib.figure").Figure().subplots()
     mib = 2**20
     stock = timeline.Trace("p", Variant("stock"), [0, 1, 2, 3, 9], [0, mib, 2 * mib, 2 * mib, 0],
@@ -430,6 +430,6 @@ def test_phases_lie_over_each_other_however_long_they_took():
     timeline._panel(axis, [stock, ours])
     drawn = {line.get_label(): line.get_xydata().tolist() for line in axis.lines}
     assert drawn["h2o 0.5"] == [[0, 0], [0.5, 1], [1, 2], [2, 1], [3, 1]]
-    assert drawn["stock"][:2] == [[0, 0], [0.5, 1]] and drawn["stock"][-1] == [3, 2]  # what is behind the end is not
+    assert drawn["stock"][:2] == [[0, 0], [0.5, 1]] and drawn["stock"][-1] == [3, 2]  # nothing is drawn after the end
     ticks = [label.get_text() for label in axis.get_xticklabels()]
     assert ticks == ["prefill\n2,000 - 4,000", "compress\n1,000 - 1,000", "decode\n1,000 - 2,000"]

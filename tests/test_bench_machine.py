@@ -1,4 +1,4 @@
-"""What kvedge bench reads off the machine: weights of a token, bandwidth, energy, other programs, memory over time."""
+"""Measurements of the machine in kvedge bench: weights per token, bandwidth, energy, other programs, memory."""
 
 import os
 import subprocess
@@ -32,7 +32,7 @@ def test_weights_that_a_token_reads(tiny):
 
 
 def test_bandwidth_is_that_of_a_copy_within_reason():
-    """Reading cannot be many times slower than copying, which reads and writes; and no machine reads 10 TB/s."""
+    """Reading is at most some times slower than copying, which reads and writes. No machine reads 10 TB/s."""
     bandwidth = machine.Bandwidth(1)
     found = bandwidth.bytes_per_second(100e6)
     a = np.ones(8 << 20)
@@ -55,18 +55,18 @@ def test_energy_is_read_where_the_system_tells(tmp_path):
     assert not machine.Energy(tmp_path).known and machine.Energy(tmp_path).joules() is None
     zone("intel-rapl:0", 5_000_000)
     zone("intel-rapl:1", 999_000_000)
-    zone("intel-rapl:0:0", 7)  # a part of the first
+    zone("intel-rapl:0:0", 7)  # a part of the first zone
     energy = machine.Energy(tmp_path)
     energy.start()
     zone("intel-rapl:0", 8_000_000)
-    zone("intel-rapl:1", 1_000_000)  # ran over
+    zone("intel-rapl:1", 1_000_000)  # this counter overflowed
     assert energy.known and energy.joules() == pytest.approx(3 + 2)
     (tmp_path / "intel-rapl:1" / "energy_uj").unlink()
     assert energy.joules() is None
 
 
 def test_others_are_what_this_process_is_not():
-    """While another program works, and this one does not, its time is counted; the time of this one never is."""
+    """Counts the time of another program, and never the time of this process."""
     others = machine.Others()
     worker = subprocess.Popen([sys.executable, "-c", "while True: pass"])
     try:
@@ -75,7 +75,7 @@ def test_others_are_what_this_process_is_not():
         worker.kill()
         worker.wait()
     taken, wall = others.taken()
-    assert wall >= 0.6 and taken >= 0.2  # a busy machine gives it a share of a processor
+    assert wall >= 0.6 and taken >= 0.2  # a busy machine gives the program only a share of a CPU
     others = machine.Others()
     began = time.process_time()
     while time.process_time() - began < 0.5:
@@ -91,7 +91,7 @@ def test_a_watch_sees_memory_come_and_go():
 
         def seen(block=None):
             n = len(watch.n_bytes)
-            until(lambda: len(watch.n_bytes) >= n + 2)  # the first one may have begun before
+            until(lambda: len(watch.n_bytes) >= n + 2)  # the first sample may have begun earlier
             return watch.n_bytes[n + 1]
 
         before, held, after = seen(), seen(bytearray(size)), seen()

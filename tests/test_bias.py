@@ -1,4 +1,4 @@
-"""Biases of merged rows: what reducer.bias = mass gives, against loops, in streams, in the running model; its gain."""
+"""Biases of merged rows with reducer.bias = mass: against loops, in streams, in the running model, and their gain."""
 
 import numpy as np
 import oracles
@@ -21,7 +21,7 @@ MASS = {"reducer.bias": "mass"}
 
 
 def plan_of(reducer, budget=0.2, bias="mass", **settings):
-    """With reducer nearest every kept row is near; what it does not merge: test_nearest.py."""
+    """Returns a plan. With reducer nearest, the reach is so large that every row is merged (else: test_nearest.py)."""
     near = {"reducer.reach": 10} if reducer == "nearest" else {}
     return pykvedge.plan("h2o", budget, reducer=reducer, **{"reducer.bias": bias}, **near, **settings)
 
@@ -46,7 +46,7 @@ def test_the_library_agrees_with_the_definition(native, reducer, heads):
             ours = rules.engines_agree(plan_of(reducer), prompt(n_tokens, HEADS[heads]), kv_type)
         without, p = plan_of(reducer, bias="none"), prompt(n_tokens, HEADS[heads])
         plain = pykvedge.compress(without, *p.arguments, kv_type="f32")
-        for h in range(HEADS[heads][1]):  # of rows that stand for one each: what is published, and a bias beside it
+        for h in range(HEADS[heads][1]):  # rows that stand for one each: published values, and a bias
             np.testing.assert_array_equal(ours.k[0][h], plain.k[0][h])
             np.testing.assert_array_equal(ours.v[0][h], plain.v[0][h])
             assert not plain.bias[0][h].any()
@@ -55,7 +55,7 @@ def test_the_library_agrees_with_the_definition(native, reducer, heads):
 
 @pytest.mark.parametrize("reducer", MERGING)
 def test_rows_stand_for_all_that_there_were(native, reducer):
-    """Whatever the reducer: e^b of all rows adds up to the tokens that were not dropped."""
+    """With every reducer, the sum of e^bias over all rows is the number of tokens that were not dropped."""
     p, settings = prompt(180), {"reducer.into_protected": True} if reducer == "bucket" else {}
     result = pykvedge.compress(plan_of(reducer, **settings), *p.arguments)
     for layer in result.bias:
@@ -64,7 +64,7 @@ def test_rows_stand_for_all_that_there_were(native, reducer):
 
 
 def head_with_masses(seed):
-    """A head of 24 rows, of which 8 stay, that stand for 1 to 4 rows each; one key of norm zero on each side."""
+    """Returns a head of 24 rows that stand for 1 to 4 rows each, 8 kept; a kept and an evicted key have the norm 0."""
     rng = np.random.default_rng(seed)
     k, v = rng.standard_normal((2, 24, 8)).astype(np.float32)
     kept = np.sort(rng.choice(24, 8, replace=False)).astype(np.int32)
@@ -77,7 +77,7 @@ def head_with_masses(seed):
 
 @pytest.mark.parametrize("reducer", MERGING)
 def test_rows_that_stand_for_several_in_loops(reducer):
-    """A row of bias ln m is m copies of that row: merged by the papers' equations, copy after copy."""
+    """A row with the bias ln m is m copies of the row, merged one after the other by the papers' equations."""
     for seed in range(4):
         head, mass = head_with_masses(seed)
         k, v, kept = head.k.tolist(), head.v.tolist(), head.kept.tolist()
@@ -101,7 +101,7 @@ def test_rows_that_stand_for_several_in_loops(reducer):
     ("averaged", "window"), ("pivotal", "mixkv"), ("position", "expected"),
 ])  # fmt: skip
 def test_streams_merge_again_what_was_merged(native, reducer, scorer):
-    """Scores of both engines see the biases of what is held; without them the tokens that stay are others."""
+    """The scores of both engines use the biases of the held rows; without biases, other tokens would stay."""
     p = prompt(160)
     settings = {"scorer.window": 8} if scorer in ("window", "mixkv") else {}
     plan = plan_of(reducer, 40, scorer=scorer, recent=4, **settings)
@@ -119,7 +119,7 @@ def test_streams_merge_again_what_was_merged(native, reducer, scorer):
 
 @pytest.mark.parametrize("engine", rules.ENGINES)
 def test_equal_keys_lose_nothing(native, engine):
-    """Rows of one key each share a softmax weight: their mean with a bias stands for them exactly."""
+    """Rows with the same key share a softmax weight, so their mean with a bias replaces them exactly."""
     rng = np.random.default_rng(3)
     p = prompt(60, (1, 1), layers=1, size=16)
     directions = rng.standard_normal((6, 16)).astype(np.float32)
@@ -136,7 +136,7 @@ def test_equal_keys_lose_nothing(native, engine):
 
 @pytest.mark.parametrize("reducer", ["averaged", "pivotal", "weighted"])
 def test_outputs_of_later_queries_come_nearer_to_the_full_cache(native, reducer):
-    """LOOK-M's kept set at 0.2, tokens in clusters: on average over heads the bias takes error away."""
+    """LOOK-M's kept set at 0.2, with tokens in clusters: on average over heads, the bias reduces the error."""
     errors = {"none": [], "mass": []}
     for seed in range(3):
         rng = np.random.default_rng(seed)
@@ -175,7 +175,7 @@ def by_token(context, layer, head, sequence=0):
 
 
 def logits_without_bias(context, layer, head):
-    """How far the last token's log weights are from any q.k, for each query head: less the biases, and with them."""
+    """Returns how far the last token's log weights are from any q.k, per query head: minus biases, and with them."""
     k, _ = libkvedge.rows(context.cache, layer, head)
     rows = np.concatenate([k.astype(np.float64), np.ones((len(k), 1))], axis=1)
     group = context.llama.llama_model_n_head(context.model) // len(context.cache.lengths()[layer])
@@ -192,7 +192,7 @@ def logits_without_bias(context, layer, head):
     ("f16", "keep-all"), ("f32", "sliding"), ("f16", "heavy-hitter"), ("q8_0", "sliding"), ("kivi4", "heavy-hitter"),
 ])  # fmt: skip
 def test_answers_attend_with_biases(native, tiny, kv_type, decode):
-    """The softmax weights of an answer's tokens are e^(q.k + b); rows keep their bias, new ones have none."""
+    """The softmax weights of answer tokens are e^(q.k + b). Rows keep their bias; new rows have none."""
     plan = pykvedge.plan("h2o", 0.4, reducer="averaged", decode=decode, **MASS)
     with TinyContext(tiny("llama", weight="f32").model, plan, kv_type) as context:
         context.cache.watch(True)
@@ -226,7 +226,7 @@ def test_copies_have_biases_of_their_own(native, tiny):
 
 
 def test_kv_bytes_include_biases(native, tiny):
-    """Four bytes for each row of each head: what the two caches differ by, and nothing without the setting."""
+    """The bias takes four bytes for each row of each head, and nothing without the setting."""
     held = {}
     for bias in ("none", "mass"):
         plan = pykvedge.plan("h2o", 0.4, reducer="averaged", **{"reducer.bias": bias})
@@ -240,7 +240,7 @@ def test_kv_bytes_include_biases(native, tiny):
 
 @pytest.mark.parametrize("decode", ["keep-all", "sliding"])
 def test_devices_add_biases_in_half_precision(native, tiny, decode):
-    """Through ggml's graphs, with weights that round nothing: near the host's logits, far from those without."""
+    """ggml's graphs with f32 weights: near the host's logits, far from the logits without biases."""
     files, found = tiny("llama", weight="f32"), {}
     for device, bias in (("none", "mass"), ("CPU", "mass"), ("none", "none")):
         plan = pykvedge.plan("h2o", 0.2, reducer="averaged", decode=decode, **{"reducer.bias": bias})

@@ -1,4 +1,4 @@
-"""Bounded prefill keeps and answers what the ordinary way keeps and answers, and the full cache never exists."""
+"""Bounded prefill keeps and answers the same as the ordinary prefill, and the full cache never exists."""
 
 import json
 import threading
@@ -28,7 +28,7 @@ def pictures(picture_file):
 
 
 def ask(model, plan, images, bounded, turns=1, **settings):
-    """(kept sets, report, text, stats) after the last of the turns."""
+    """Returns (kept sets, report, text, stats) after the last of the turns."""
     with Session(model.model, model.mmproj, plan, bounded=bounded, threads=1, **settings) as session:
         for turn in range(turns):
             answer = session.ask(QUESTION if turn == 0 else "And now?", images if turn == 0 else [])
@@ -59,7 +59,7 @@ def test_keeps_and_answers_as_the_ordinary_way_does(native, tiny, picture_file, 
 
 
 def test_the_full_cache_never_exists(native, tiny):
-    """The peak is what is kept, one layer of eight, and what is gathered of that layer: a few bytes a token."""
+    """The peak is the kept rows, one layer of eight, and the gathered data of this layer: a few bytes per token."""
     with TinyContext(tiny("llama", n_layers=8).model, pykvedge.plan("lookm", 0.1)) as context:
         context.cache.bound_prompt(np.zeros(1200, dtype=np.uint8))
         assert decode(context, 1200) == 0
@@ -78,7 +78,7 @@ def test_quantised_rows_and_a_second_turn(native, tiny, picture_file):
 
 @pytest.mark.parametrize("dtype", ["F32", "F16", "Q8_0", "Q4_0"])
 def test_rows_of_the_token_table(tmp_path, dtype):
-    """As the gguf library reads the whole table."""
+    """The rows equal those of the gguf library, which reads the whole table."""
     rows = np.random.default_rng(1).standard_normal((40, 64)).astype(np.float32)
     kind = gguf.GGMLQuantizationType[dtype]
     data = rows if dtype == "F32" else gguf.quants.quantize(rows, kind)
@@ -121,7 +121,7 @@ def test_falls_back_and_says_why(kvedge, tiny, picture_file, kind, method, why):
 
 
 def test_what_cannot_go_in_one_causal_pass(tiny):
-    """Gemma 3 scales the rows of its token table, and its images look in both directions."""
+    """Gemma 3 scales the rows of its token table, and its images attend in both directions."""
     with pytest.raises(UnsupportedError, match="gemma3"):
         TokenTable(read_header(tiny("gemma3").model))
 
@@ -165,7 +165,7 @@ def test_ctrl_c_in_the_middle_leaves_a_usable_session(native, tiny, picture_file
 
 
 def decode(context, n, image=False):
-    """One batch of n tokens by hand, as a C program sends it; llama.cpp's status."""
+    """Sends one batch of n tokens, as a C program does. Returns llama.cpp's status."""
     tokens = [3 + i % 50 for i in range(n)]
     status = send(context.context, range(context.n[0], context.n[0] + n), tokens)
     context.n[0] += n
@@ -209,7 +209,7 @@ def test_compressed_even_without_automatic_compression(context):
 
 
 def test_the_mask_counts_where_nothing_is_dropped(context):
-    """An announced prompt that the budget covers is read as ever, but its images are known."""
+    """An announced prompt within the budget is read as usual, and its image tokens are known."""
     context.cache.set_plan(pykvedge.plan("snapkv").with_(budget=Budget(pairs=100)))
     mask = np.zeros(100, dtype=np.uint8)
     mask[10:30] = 1

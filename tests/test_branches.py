@@ -1,4 +1,4 @@
-"""Taking messages back: what follows is what follows in a conversation that never had them, to the bit."""
+"""Undo: a conversation after an undo equals a conversation without the undone message, bit for bit."""
 
 import threading
 
@@ -16,7 +16,7 @@ OTHER = "Something else altogether, which the conversation is better off without
 
 
 def kept(session):
-    """Everything that the cache holds: tokens, keys and values of every layer and head."""
+    """Returns the content of the cache: tokens, keys and values of every layer and head."""
     cache = session.engine.cache
     out = []
     for layer, heads in enumerate(cache.lengths()):
@@ -42,7 +42,7 @@ def logits_after(session, text, images=()):
 
 
 def check(model, plan, pictures, words=WORDS, **settings):
-    """Two conversations, one of which has a message more, which is taken back."""
+    """Compares two conversations. The first has one more message and takes it back."""
     with model.session(plan, undo=True, **settings) as undone, model.session(plan, **settings) as never:
         for session in (undone, never):
             say(session, words, pictures[:1])
@@ -72,7 +72,7 @@ def test_of_every_sort_of_scorer(tiny, picture_file, native, method):
 
 @pytest.mark.parametrize("kind", ["qwen2vl", "gemma3", "lfm2", "mamba", "deepseek2"])
 def test_of_every_sort_of_model(tiny, picture_file, native, kind):
-    """Several positions a token, windowed layers, recurrent ones, and models that kvedge leaves as they are."""
+    """Several positions per token, windowed layers, recurrent layers, and models that kvedge does not change."""
     plain = kind in ("mamba", "deepseek2")
     pictures = [picture_file()] if tiny(kind).mmproj else []
     words = WORDS[:50] if kind == "gemma3" else WORDS  # see the test of windows below
@@ -166,7 +166,7 @@ def test_a_stream_has_nothing_to_go_back_to(tiny, native):
 
 
 def test_a_window_that_has_moved_on_is_not_shared(tiny, native):
-    """The cells of windowed layers would not suffice for two; the conversation goes on without a way back."""
+    """Windowed layers do not have cells for two branches. The conversation goes on without undo."""
     with tiny("gemma3").session(pykvedge.plan("lookm", 0.3), undo=True, n_ctx=4096) as session:
         window = session.model.llama.llama_model_n_swa(session.model.handle)
         assert window > 0
@@ -192,7 +192,7 @@ def test_a_loaded_conversation_goes_back_to_what_was_loaded(saved):
 
 
 def test_a_message_that_fails_costs_nothing(saved):
-    """Pictures of a loaded conversation are in its cache only: the copy saves it."""
+    """A loaded conversation has its pictures only in the cache: the copy restores it."""
     model, file = saved
     with model.session(undo=True, n_ctx=512) as session, model.session(n_ctx=512) as never:
         for s in (session, never):
@@ -212,7 +212,7 @@ def test_a_message_that_fails_costs_nothing(saved):
 def test_the_copy_takes_what_the_cache_takes_and_goes_with_the_conversation(tiny, native):
     with tiny("llama").session(pykvedge.plan("h2o", 0.2), undo=True) as session:
         say(session, WORDS * 5)
-        assert session.undo_bytes == 0  # there was nothing to copy before the first message
+        assert session.undo_bytes == 0  # nothing to copy before the first message
         held = session.engine.cache.stats().bytes
         say(session, "And?")
         assert session.undo_bytes == held == session.engine.cache.stats(1).bytes
@@ -252,7 +252,7 @@ def test_a_retry_that_fails_is_put_again_by_the_next(tiny, picture_file, native)
 
 
 def test_a_compression_after_an_undo_is_reported_as_one(tiny, native, monkeypatch):
-    """What a device did is told of the message's own compression; a copy of a sequence counts compressions anew."""
+    """The report has the device work of the message's compression. A copied sequence counts compressions from 0."""
     work = DeviceWork(compressed=True)
     monkeypatch.setattr("pykvedge.runtime.sequence.device_work", lambda cache, sequence: work)
     with tiny("llama").session(a_plan("merged"), undo=True) as session:

@@ -1,4 +1,4 @@
-"""Members beyond H2O and LOOK-M: other scores, and budgets that differ between layers and heads."""
+"""Scorers and allocators beyond H2O and LOOK-M: other scores, and budgets that differ between layers and heads."""
 
 import itertools
 
@@ -113,7 +113,7 @@ def numpy_result(plan, p):
 @pytest.mark.parametrize("heads", [(4, 4), (4, 2), (4, 1)])
 @pytest.mark.parametrize(("scorer", "allocator"), crossed(SCORERS, ALLOCATORS, ["ada"], ["window", "cumulative"]))
 def test_every_allocator_with_every_scorer(native, scorer, allocator, heads):
-    two = () if scorer == "keydiff" else (2,)  # two keys are as far from their mean: rounding decides
+    two = () if scorer == "keydiff" else (2,)  # two keys are equally far from their mean: rounding decides
     cases = [(120, 40)]
     if heads == (4, 2):
         cases += [(33, 0.2)]
@@ -122,7 +122,7 @@ def test_every_allocator_with_every_scorer(native, scorer, allocator, heads):
         plan = pykvedge.plan("h2o", budget, scorer=scorer, allocator=allocator)
         result = assert_same(plan, prompt(n_tokens, heads, layers=3))
         kept = sum(len(head) for layer in result.kept for head in layer)
-        assert kept == plan.count(n_tokens) * 3 * heads[1]  # never above, never below
+        assert kept == plan.count(n_tokens) * 3 * heads[1]  # exactly the budget
 
 
 @pytest.mark.parametrize("settings", list(itertools.chain.from_iterable(SETTINGS.values())), ids=str)
@@ -132,9 +132,9 @@ def test_every_setting(native, settings):
 
 
 def test_every_numeric_and_named_setting_is_tried():
-    """A setting without a case above would only ever be tested at its default."""
+    """A setting without a case above would be tested only with its default."""
     tried = {(case[stage], key) for stage, cases in SETTINGS.items() for case in cases for key in case if "." in key}
-    stages = [stage for stage in STAGES if stage not in ("decode", "pruner")]  # those have tests of their own
+    stages = [stage for stage in STAGES if stage not in ("decode", "pruner")]  # decode and pruner: tested elsewhere
     settings = {(name, f"{stage}.{p.name}") for stage in stages for name, m in members(stage).items() for p in m.params}
     assert tried == settings
 
@@ -147,8 +147,8 @@ def test_every_method_on_both_engines(native, name):
 
 def test_the_window_keeps_itself_and_what_it_looks_at():
     p = prompt(200, (2, 2), layers=1)
-    p.k[0, :, 50] = 8 * p.q[0, :, -5:].mean(axis=1)  # a key that the last queries look at
-    for budget, last in ((64, 32), (40, 20)):  # two windows hold a whole one, less than that half of the budget
+    p.k[0, :, 50] = 8 * p.q[0, :, -5:].mean(axis=1)  # a key that the last queries attend to
+    for budget, last in ((64, 32), (40, 20)):  # two windows protect a whole one, a smaller budget its half
         kept = numpy_result(pykvedge.plan("snapkv", budget), p).kept[0][0]
         assert set(range(200 - last, 200)) <= set(kept.tolist()) and 50 in kept and len(kept) == budget
 
@@ -187,7 +187,7 @@ def test_a_pyramid_gives_lower_layers_more():
 
 def test_adaptive_heads_follow_the_attention():
     p = prompt(300, (2, 2), layers=1)
-    p.k[0, 0] *= 0.05  # head 0 spreads its attention evenly
+    p.k[0, 0] *= 0.05  # head 0 attends evenly
     p.k[0, 1, 20] = 6 * p.q[0, 1].mean(axis=0) + 3 * p.q[0, 1, -1]
     even, peaked = (
         len(h) for h in numpy_result(pykvedge.plan("adakv", 80, **{"allocator.normalize": False}), p).kept[0]
@@ -201,7 +201,7 @@ def test_adaptive_heads_follow_the_attention():
     ([1, 1, 1], 10, 10, [4, 3, 3]),
     ([3, 1, 0], 4, 4, [3, 1, 0]),
     ([9, 1, 0], 6, 3, [3, 3, 0]),
-    ([9, 0, 0], 6, 3, [3, 2, 1]),  # nothing to be in proportion to: evenly
+    ([9, 0, 0], 6, 3, [3, 2, 1]),  # all shares are 0: equal counts
     ([0, 0], 3, 2, [2, 1]),
     ([5], 5, 5, [5]),
     ([1, 1], 0, 4, [0, 0]),
@@ -211,10 +211,10 @@ def test_shares_become_whole_numbers(shares, total, most, expected):
 
 
 @pytest.mark.parametrize(("shares", "total", "most", "least", "expected"), [
-    ([8, 1, 1], 10, 10, 2, [6, 2, 2]),  # what the small ones need, the large one gives
+    ([8, 1, 1], 10, 10, 2, [6, 2, 2]),  # the small heads need 2, the large head pays
     ([8, 3, 1], 12, 10, 2, [7, 3, 2]),  # 8 and 3 parts of 10
-    ([9, 1, 0], 7, 4, 1, [4, 2, 1]),  # first what is too much, then what is too little
-    ([90, 1, 1], 6, 5, 1, [4, 1, 1]),  # what is left does not reach the least of all: the full one gives it back
+    ([9, 1, 0], 7, 4, 1, [4, 2, 1]),  # first the maximum, then the minimum
+    ([90, 1, 1], 6, 5, 1, [4, 1, 1]),  # the rest is below the minimum of all: the full head pays
     ([0, 0, 0], 7, 5, 2, [3, 2, 2]),
     ([5, 0, 0], 6, 9, 2, [2, 2, 2]),
 ])  # fmt: skip
@@ -235,7 +235,7 @@ def test_shares_add_up_whatever_they_are(with_least):
 
 def test_settings_that_do_not_exist_or_do_not_fit():
     for settings, error in (
-        ({"scorer.window": 16}, None),  # of lookm's scorer: its recent window
+        ({"scorer.window": 16}, None),  # lookm's scorer: its recent window
         ({"scorer.kernel": 3}, UnknownNameError),
         ({"allocator.beta": 3}, UnknownNameError),
         ({"scorer.window": -1}, UsageError),

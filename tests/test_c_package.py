@@ -1,4 +1,4 @@
-"""The package for C: installed, moved, and used by programs that know nothing of the build folder."""
+"""The package for C: installed, moved, and used by programs without the build folder."""
 
 import os
 import re
@@ -24,7 +24,7 @@ QUESTION, TOKENS = "What is this?", 12
 STAGES = ["--scorer", "modal", "--allocator", "ada", "--reducer", "nearest"]
 KEPT = ["--method", "snapkv", *STAGES, "--budget", "0.2"]  # the plan of picture.c
 FIGURES = re.compile(r"picture: (\d+) tokens, (\d+) of them image: (\d+) bytes of keys and values, then (\d+)\n")
-FAKE = 77  # exit code of a program into which a library came that is not ours
+FAKE = 77  # exit code of a program that loaded a wrong library
 
 pytestmark = [
     pytest.mark.skipif(os.name != "posix", reason="paths in the libraries are those of Linux and macOS"),
@@ -34,14 +34,14 @@ LINUX = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="ELF lib
 
 
 def done(command, **options) -> str:
-    """The stdout of a command that must succeed."""
+    """Runs a command that must succeed. Returns its stdout."""
     run = subprocess.run(list(map(str, command)), capture_output=True, text=True, check=False, **options)
     assert run.returncode == 0, (command, run.stdout[-2000:], run.stderr[-2000:])
     return run.stdout
 
 
 def installed(folder: Path, *components: str) -> Path:
-    """Installs components of the build that there is, and moves them to a folder with a blank in its name."""
+    """Installs components of the present build, and moves them to a folder with a space in its name."""
     command = [build_stock.tool("cmake"), "--install", build_stock.find_build(), "--prefix", folder / "first"]
     for chosen in [["--component", name] for name in components] or [[]]:
         done([*command, *chosen])
@@ -57,13 +57,13 @@ def package(native, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def wheel(native, tmp_path_factory):
-    """What a wheel holds of libraries and headers: its pykvedge folder."""
+    """The libraries and headers of a wheel: its pykvedge folder."""
     return installed(tmp_path_factory.mktemp("wheel"), "kvedge") / "pykvedge"
 
 
 @pytest.fixture(scope="module")
 def builds(package, wheel, environment, tmp_path_factory):
-    """builds(way) -> the program of picture.c, made in one of three ways; each is made once."""
+    """builds(way) -> the program of picture.c, built in one of three ways. Each way is built once."""
     made: dict[str, Path] = {}
 
     def by_cmake(out: Path, where: str) -> None:
@@ -89,7 +89,7 @@ def builds(package, wheel, environment, tmp_path_factory):
             if PKG_CONFIG is None:
                 pytest.skip("no pkg-config")
             plain = out.with_name("plain")
-            plain.symlink_to(package)  # pkg-config does not keep a name with a blank together
+            plain.symlink_to(package)  # pkg-config splits a name with a space
             search = {**os.environ, "PKG_CONFIG_PATH": str(plain / "lib" / "pkgconfig")}
             by_flags(out, done([PKG_CONFIG, "--cflags", "--libs", "kvedge"], env=search))
         else:
@@ -119,7 +119,7 @@ def asked(tiny, picture_file):
 
 @pytest.fixture(scope="module")
 def answer(kvedge, tiny, picture_file):
-    """What `kvedge chat` says to the same."""
+    """The report of `kvedge chat` for the same question."""
     picture = ["--image", picture_file(), "--max-tokens", TOKENS, "--json"]
     report = kvedge("chat", *tiny("qwen2vl").arguments(), *KEPT, *picture, QUESTION).json
     assert report["kv"]["kept_bytes"] < report["kv"]["full_bytes"] / 2 and len(report["text"]) > TOKENS
@@ -139,7 +139,7 @@ def test_the_example_answers_as_the_program_does(builds, asked, answer, way):
     same(asked(builds(way)), answer)
 
 
-# --------------------------------------------------------------------------------------------- what is installed
+# --------------------------------------------------------------------------------------------- installed files
 
 
 def test_the_wheel_has_the_headers_and_libraries_of_the_package(package, wheel):
@@ -152,9 +152,9 @@ def test_the_wheel_has_the_headers_and_libraries_of_the_package(package, wheel):
     assert not [p for p in (package / "lib").iterdir() if p.is_file()]
     here, there = names(package / "lib" / "kvedge"), names(wheel / "lib")
     link = {name for name in here if (package / "lib" / "kvedge" / name).is_symlink()}
-    chat = libraries.file_name("kvedge-chat")  # of the Python package alone
+    chat = libraries.file_name("kvedge-chat")  # only in the Python package
     assert here - link == there - {chat} and chat in there and len(link) <= 1
-    assert not [p for p in wheel.rglob("*") if p.is_symlink()]  # a wheel would hold a copy
+    assert not [p for p in wheel.rglob("*") if p.is_symlink()]  # a wheel would store a copy
 
 
 def test_without_a_component_the_package_for_c_is_installed(package, tmp_path):
@@ -170,7 +170,7 @@ def test_every_header_compiles_by_itself(package, tmp_path, language):
     if compiler is None:
         pytest.skip(f"no {language} compiler")
     folder = package / "include" / "kvedge"
-    left_out = set() if language == "c++" else {"ggml-cpp.h", "ggml-openvino.h", "llama-cpp.h"}  # these are C++ alone
+    left_out = set() if language == "c++" else {"ggml-cpp.h", "ggml-openvino.h", "llama-cpp.h"}  # C++ only
     for header in sorted(p.name for p in folder.glob("*.h") if p.name not in left_out):
         source = tmp_path / f"a.{'c' if language == 'c' else 'cpp'}"
         source.write_text(f"#include <{header}>\n")
@@ -181,13 +181,13 @@ def test_no_file_names_the_build(package, wheel):
     build = build_stock.find_build().resolve()
     named = {str(folder) for folder in (ROOT, build, Path.home())} | {"/first"}
     texts = [p for place in (package, wheel) for end in ("*.pc", "*.cmake") for p in (place / "lib").rglob(end)]
-    assert len(texts) == 10  # kvedge.pc, kvedge-config, its version file, targets and those of the build type
+    assert len(texts) == 10  # kvedge.pc, kvedge-config, its version file, the targets and those of the build type
     for path in texts:
         assert not [name for name in named if name in path.read_text()], path
 
 
 def dynamic(library: Path) -> dict[str, list[str]]:
-    """Entries of an ELF file's dynamic section, by their names."""
+    """Returns the entries of an ELF file's dynamic section: {name: values}."""
     found: dict[str, list[str]] = {}
     for kind, value in re.findall(r"\((\w+)\).*\[(.*)\]", done(["readelf", "-d", "-W", library])):
         found.setdefault(kind, []).append(value)
@@ -221,7 +221,7 @@ def test_another_llama_cpp_on_the_search_path_is_not_taken(package, builds, aske
         if library.name != "libllama.so":
             shutil.copy(fake / "libllama.so", fake / library.name)
     same(asked(builds(way), LD_LIBRARY_PATH=str(fake)), answer)
-    # the fake would do harm: a program that looks there first ends by it
+    # the fake library ends a program that loads it
     source.write_text("#include <llama.h>\nint main(void) { llama_backend_init(); return 0; }\n")
     flags = ["-I", package / "include" / "kvedge", folder / "libllama.so", f"-Wl,-rpath,{folder}"]
     program = tmp_path / "fooled"
@@ -255,7 +255,7 @@ def test_ctrl_c_ends_the_answer(builds, tiny, picture_file):
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     program = subprocess.Popen(list(map(str, command)), **pipes)
     with program:
-        assert program.stdout.read(1)  # it answers
+        assert program.stdout.read(1)  # the program answers
         program.send_signal(signal.SIGINT)
         out, err = program.communicate(timeout=60)
     assert program.returncode == 130 and out.endswith(b"\n")
@@ -279,7 +279,7 @@ def test_what_is_wrong_is_said(builds, tiny, picture_file, change, code, said):
         command[place] = word
     run = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=300, check=False)
     assert (run.returncode, run.stdout) == (code, "") and run.stderr.splitlines()[-1].startswith(said)
-    if 1 in change:  # llama.cpp's own words, by the callback
+    if 1 in change:  # llama.cpp's log, through the callback
         assert len(run.stderr.splitlines()) > 1 and "failed to open GGUF file" in run.stderr
 
 

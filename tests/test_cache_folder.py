@@ -1,4 +1,4 @@
-"""A folder of entries: what is put is got, and only that, whatever happens to the files, by however many processes."""
+"""A cache folder returns exactly the stored entries, after any change of the files, for any number of processes."""
 
 import errno
 import hashlib
@@ -97,7 +97,7 @@ def test_every_changed_byte_is_found(folder, entry):
             assert got(folder) is None, at
             assert not entry.exists(), at
     entry.write_bytes(whole)
-    assert got(folder) == DATA  # and nothing but the change was at fault
+    assert got(folder) == DATA  # without the change, the entry is valid
     (note,) = folder.notes()
     assert "damaged" in note and str(folder.path) in note and folder.notes() == []
 
@@ -110,7 +110,7 @@ def test_a_file_of_another_length_is_found(folder, entry):
 
 
 def test_entries_that_are_not_the_one_asked_for(folder, entry):
-    """Of another version, under another name, of another kind, no entry at all: right checksums do not help."""
+    """Other version, name or kind, or no entry at all: correct checksums do not make it valid."""
     whole, name = entry.read_bytes(), f"images-{KEY}".encode()
     head = whole[:8] + struct.pack("<I", 2) + whole[12:28]
     entry.write_bytes(head + struct.pack("<I", zlib.crc32(head + name)) + whole[32:])
@@ -125,7 +125,7 @@ def test_entries_that_are_not_the_one_asked_for(folder, entry):
 
 
 def test_a_size_that_lies_asks_for_no_memory(folder, entry):
-    """A head with right checksums that speaks of more than the file holds."""
+    """A header with correct checksums states more bytes than the file has."""
     whole, name = entry.read_bytes(), f"images-{KEY}".encode()
     head = whole[:16] + struct.pack("<Q", 1 << 60) + whole[24:28]
     entry.write_bytes(head + struct.pack("<I", zlib.crc32(head + name)) + whole[32:])
@@ -168,10 +168,10 @@ def test_those_used_least_recently_go_first(tmp_path):
     for i in range(3):
         folder.put("images", key(i), [bytes(1000)])
         os.utime(folder.path / f"images-{key(i)}.kvc", (1000 + i, 1000 + i))
-    assert got(folder, of=key(0)) is not None  # which makes it the last one used
+    assert got(folder, of=key(0)) is not None  # this entry is now the last used
     folder.put("images", key(3), [bytes(1000)])
     assert [i for i in range(4) if got(folder, of=key(i)) is not None] == [0, 2, 3]
-    folder.put("prompts", KEY, [bytes(2 * 1000)])  # all kinds share the bound
+    folder.put("prompts", KEY, [bytes(2 * 1000)])  # all kinds share the limit
     assert folder.total_bytes() <= 3 * size and got(folder, "prompts") == bytes(2000)
 
 
@@ -225,7 +225,7 @@ def test_a_file_in_place_of_the_folder(tmp_path):
 
 @ONLY_POSIX
 def test_a_folder_that_must_not_be_written_is_read(environment, folder, entry, tmp_path):
-    """It is not made smaller either. Root may write everywhere, so that the program becomes nobody."""
+    """A read-only folder is not made smaller either. Root can write everywhere, so the program changes its user."""
     code = (
         "import os, sys\nfrom pykvedge.caches.folder import CacheFolder\n"
         "if os.geteuid() == 0:\n    os.seteuid(65534)\n"
@@ -266,7 +266,7 @@ def test_what_the_system_refuses_is_told_once(folder, entry, monkeypatch, call, 
 
 @ONLY_POSIX
 def test_a_disk_that_fills_up(environment, tmp_path):
-    """The system itself says no in the middle of an entry: what was there stays, and nothing half-written does."""
+    """The system stops the writing of an entry: earlier entries stay, and no half-written entry does."""
     code = (
         "import resource, sys\nfrom pykvedge.caches.folder import CacheFolder\n"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, 50_000))\n"
@@ -315,7 +315,7 @@ def worker(environment, path, seed, rounds, limit):
 
 
 def test_several_processes_share_a_folder(environment, tmp_path):
-    """None ever reads what another wrote in part or removed, and the bound holds but for what is being written."""
+    """No process reads a partial or removed entry, and the limit holds except for entries being written."""
     limit, largest, n = 100_000, 2000 + 500 * 29 + 110, 4
     children = [worker(environment, tmp_path / "c", seed, 150, limit) for seed in range(n)]
     watching, folder = [], CacheFolder(tmp_path / "c", limit)
@@ -348,7 +348,7 @@ def test_threads_share_a_folder(tmp_path):
 
 @ONLY_POSIX
 def test_a_killed_writer_leaves_nothing_that_counts(environment, tmp_path):
-    """Killed in the middle of an entry: it is no entry, the one before is, and the next to come clears up."""
+    """A writer killed during an entry leaves no entry. Earlier entries stay; the next writer removes the rest."""
     code = (
         "import sys, time\nfrom pykvedge.caches.folder import CacheFolder\n"
         "def parts():\n    yield bytes(1 << 20)\n    print('half', flush=True)\n    time.sleep(600)\n"
@@ -361,7 +361,7 @@ def test_a_killed_writer_leaves_nothing_that_counts(environment, tmp_path):
         assert child.stdout is not None and child.stdout.readline().strip() == b"half"
         assert len(list(folder.path.glob("*.part"))) == 1
         folder.put("images", key(2), [DATA])
-        assert len(list(folder.path.glob("*.part"))) == 1  # of a living one
+        assert len(list(folder.path.glob("*.part"))) == 1  # the writer still lives
     finally:
         child.send_signal(signal.SIGKILL)
         child.communicate()

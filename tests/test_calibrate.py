@@ -1,4 +1,4 @@
-"""kvedge calibrate: which tokens show a box, which tokens of an answer belong to it, and runs on the demo model."""
+"""kvedge calibrate: the tokens inside a box, the answer tokens that belong to a box, and runs on the demo model."""
 
 import itertools
 import json
@@ -44,7 +44,7 @@ def test_every_cell_of_a_scene_is_a_token():
 
 @pytest.mark.parametrize(("pixels", "size", "grid", "expected"), [
     ((0, 0, 336, 336), (336, 336), (24, 24), list(range(576))),
-    ((0, 0, 200, 100), (200, 100), (4, 4), list(range(4, 12))),  # a wide image lies in the middle of its square
+    ((0, 0, 200, 100), (200, 100), (4, 4), list(range(4, 12))),  # a wide image is in the middle of its square
     ((0, 0, 50, 50), (200, 100), (4, 4), [4]),
     ((150, 50, 200, 100), (200, 100), (4, 4), [11]),
     ((0, 0, 100, 50), (100, 200), (4, 4), [1, 2]),  # and a tall one
@@ -70,10 +70,10 @@ def test_grids_of_image_encoders(tiny, picture_file, native):
 
 def test_grids_that_are_not_known_are_not_guessed():
     assert places("gemma3", (256, 1), 256) == Places(16, 16, padded=True)
-    assert places("resampler", (64, 1), 64) is None  # 64 queries, none of which has a place
+    assert places("resampler", (64, 1), 64) is None  # 64 queries, which have no places
     assert places("mlp", (577, 1), 577) is None
     assert places("qwen2vl_merger", (6, 3), 18) == Places(6, 3, padded=False)
-    assert places("pixtral", (6, 3), 20) is None  # with a token at the end of each row
+    assert places("pixtral", (6, 3), 20) is None  # a token at the end of each row
 
 
 def test_what_has_no_known_places_is_refused(demo):
@@ -130,7 +130,7 @@ def test_spans_tell_equal_texts_apart_wherever_the_answer_stands():
     code = [box("K", (0, 1)), box("7", (1, 2)), box("K", (2, 3))]
     assert owners([" ", "K", "7", "K"], code, "K7K") == [None, 0, 1, 2]
     assert owners([" The", " code", " is", " K", "7", "K", "."], code, "K7K") == [None, None, None, 0, 1, 2, None]
-    assert owners(["X", "7", "K"], code, "K7K") == [None, None, None]  # a wrong answer says nothing
+    assert owners(["X", "7", "K"], code, "K7K") == [None, None, None]  # a wrong answer has no owners
 
 
 def test_credit():
@@ -154,7 +154,7 @@ def test_scenes_label_what_their_answers_say(kind):
             left, top, right, bottom = b.pixels
             assert right - left == bottom - top == 20 and 0 <= left < right <= 240 and 0 <= top < bottom <= 240
             pixels = np.frombuffer(sample.pictures[b.image].rgb, np.uint8).reshape(240, 240, 3)
-            assert np.ptp(pixels[top:bottom, left:right]) > 60  # something is drawn there
+            assert np.ptp(pixels[top:bottom, left:right]) > 60  # the box has a drawing
         if kind == "visual-heads":
             assert len({b.pixels for b in sample.boxes}) == len(sample.boxes)
 
@@ -212,7 +212,7 @@ def test_calibrating_the_heads_of_the_demo_model(kvedge, tmp_path, kind):
     assert made.kind == f"{kind}-heads" and made.samples == 4 and made.model_hash == profiles.hash_of(DEMO.model)
     assert made.about["made"]["labelled_tokens"] >= 8 and made.about["model"]["name"] == "demo-model.gguf"
     shipped = profile.load(profiles.SHIPPED / profiles.file_name(made.kind, made.model_hash))
-    # the same few heads stand out
+    # the same few heads are strong
     assert set(np.argsort(-made.values, axis=None)[:4]) & set(np.argsort(-shipped.values, axis=None)[:4])
     picture, reference = scene_with_code(tmp_path)
     arguments = ["--profile", out, "--method", "mixkv-sparsemm", "--budget", 0.8, "--image", picture]
@@ -232,10 +232,10 @@ def test_calibrating_prefixkv_on_the_demo_model(kvedge, tmp_path):
     arguments = ["calibrate", "prefix", "--samples", 2, "--budget", "0.2,0.5", "--threads", 1]
     done = kvedge(*arguments, env=where)
     assert done.code == 0 and done.err == "" and "percent of the prompt kept" in done.out
-    [path] = tmp_path.rglob("*.json")  # the user's own folder, where chat finds it
+    [path] = tmp_path.rglob("*.json")  # the user's folder, where chat finds profiles
     made = profile.load(path)
     assert made.budgets == (0.2, 0.5) and made.values.shape == (5, 2) and made.samples == 2
-    np.testing.assert_allclose(made.values.mean(axis=0), made.budgets, atol=0.01)  # the budget, but for its floor
+    np.testing.assert_allclose(made.values.mean(axis=0), made.budgets, atol=0.01)  # the budget, except its minimum
     assert (np.diff(made.values, axis=1) > 0).all()
 
 
@@ -244,7 +244,7 @@ def test_calibrating_the_redundancy_of_the_demo_model(kvedge, tmp_path):
     arguments = ["calibrate", "heads", "--kind", "redundancy", "--samples", 6, "--threads", 1]
     done = kvedge(*arguments, env=where)
     assert done.code == 0 and done.err == "" and "mean similarity of two keys in percent" in done.out
-    [path] = tmp_path.rglob("*.json")  # the user's own folder, where chat finds it
+    [path] = tmp_path.rglob("*.json")  # the user's folder, where chat finds profiles
     made = profile.load(path)
     assert made.kind == "key-redundancy" and made.values.shape == (5, 2) and made.samples == 6
     assert made.about["made"]["command"] == "kvedge calibrate heads --kind redundancy --samples 6"
@@ -275,7 +275,7 @@ def test_shares_are_those_of_the_online_search(demo):
 
 
 def test_the_shipped_heads_really_look_at_the_box(demo):
-    """Hit rates on unseen codes, by the cells that the task itself names; not by what calibration is made of."""
+    """Hit rates on unseen codes, by the cells that the task names, not by data of the calibration."""
     shipped = profile.load(profiles.SHIPPED / profiles.file_name("visual-heads", profiles.hash_of(DEMO.model)))
     hits, total = np.zeros((5, 4)), 0
     for sample in itertools.islice(held_out("code", seed=31), 6):
@@ -317,7 +317,7 @@ def test_a_needle_in_the_text_is_a_source_too(demo):
     assert scorer.add(Labelled(question, (), (), "7KE4", "no model says this")) == 0
     with DEMO.session() as session:
         said = session.ask(question).read().strip()
-    found = scorer.add(Labelled(question, (), (), "7KE4", said))  # as if what it says were read from the needle
+    found = scorer.add(Labelled(question, (), (), "7KE4", said))  # as if the answer came from the needle
     scores = scorer.scores()
     assert found == scores.tokens >= 1 and scores.samples == 1
     assert 0 < scores.values.max() <= 1 and scores.values.min() >= 0

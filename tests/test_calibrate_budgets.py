@@ -1,4 +1,4 @@
-"""kvedge calibrate budgets: the exchange against loops of its own, the curves of a model, runs that were stopped."""
+"""kvedge calibrate budgets: the exchange against plain loops, the curves of a model, runs that were stopped."""
 
 import itertools
 import threading
@@ -28,7 +28,7 @@ NONE = np.zeros(0, dtype=np.float32)
 
 
 def falling(seed, n_heads, points=POINTS):
-    """Losses [heads, points] that mostly fall, as measured ones do, but not always."""
+    """Returns losses [heads, points] that mostly fall, as measured losses do, but not always."""
     rng = np.random.default_rng(seed)
     losses = rng.gamma(0.5, 1.0, (n_heads, 1)) * np.exp(-rng.uniform(2, 60, (n_heads, 1)) * np.array(points))
     return losses + rng.normal(0, 1e-3, losses.shape)
@@ -52,7 +52,7 @@ def test_no_single_step_is_left_that_gains():
     steps = np.rint(exchange(np.array(POINTS), losses, targets) * 12 * STEPS).astype(int)
     at = costs(np.array(POINTS), losses, targets, steps.max() + 1)
     total = sum(at[i, n] for i, n in enumerate(steps))
-    assert total < at[:, STEPS].sum()  # than with even shares
+    assert total < at[:, STEPS].sum()  # less than with even shares
     for to, giver in itertools.permutations(range(12), 2):
         if steps[giver] > FLOOR * STEPS:
             moved = steps + np.eye(12, dtype=int)[to] - np.eye(12, dtype=int)[giver]
@@ -65,9 +65,9 @@ def test_heads_alike_keep_even_shares_and_of_equal_ones_the_first_gains():
     assert exchange(np.array(POINTS), np.zeros((3, 5)), (0.1,)).tolist() == [1 / 3] * 3
     flat = np.array([[0.0, 0.0], [2.0, 0.0], [2.0, 0.0]])
     found = np.rint(exchange(np.array([0.0, 1.0]), flat, (0.5,)) * 3 * STEPS)
-    assert found.tolist() == [5, 95, 50]  # the first gets all that the head without a loss can give
+    assert found.tolist() == [5, 95, 50]  # the first head gets everything that the head without a loss can give
     found = np.rint(exchange(np.array([0.0, 1.0]), flat, (0.9,)) * 3 * STEPS)
-    assert found.tolist() == [38, 56, 56]  # who keeps all of the prompt gains no more
+    assert found.tolist() == [38, 56, 56]  # a head that keeps the whole prompt gains nothing more
 
 
 @pytest.mark.parametrize("targets", [(), (0.0,), (1e-9,), (1.0,), (0.1, 2.0), (float("nan"),)])
@@ -82,34 +82,34 @@ def test_targets_are_budgets(targets):
 @pytest.fixture(scope="module")
 def demo(native):
     loan = borrow(DEMO.model, DEMO.mmproj, Settings(threads=1), lambda *_: None, None)
-    reader = Reader(loan.model, Vision(loan.encoder), 1, KvType.parse("f16"), n_outputs=5)  # of a pass
+    reader = Reader(loan.model, Vision(loan.encoder), 1, KvType.parse("f16"), n_outputs=5)  # outputs of one pass
     yield reader
     reader.close()
     loan.give_back()
 
 
 def measured(reader, setup, sample, way=CONVERSATION):
-    """The curves of one reading."""
+    """Returns the curves of one sample."""
     kept = CurveFile(None, {}, len(setup.points))
     return measure_curves(reader, replace(setup, ways=(way,)), [sample], 1, kept, lambda *_: lambda *_: None)
 
 
-UNEVEN = np.array([[2, 1], [2, 3], [4, 2], [1, 1], [2, 2]]) / 20  # little where the demo model needs much
+UNEVEN = np.array([[2, 1], [2, 3], [4, 2], [1, 1], [2, 2]]) / 20  # little for the heads that the demo model needs most
 
 
 @pytest.mark.parametrize(("around", "way"), [(UNEVEN, CONVERSATION), (UNEVEN, CONTEXT), *whole((None, CONVERSATION))])
 def test_a_curve_is_the_divergence_of_answers_that_are_fed_token_by_token(demo, around, way):
-    """Again with a session of its own for every point, whose prompt is read anew."""
+    """Compared with a separate session for every point, which reads the prompt again."""
     setup = replace(setup_for("window", 0.1, 3, (0.1,)), around=around)
     others = np.full(10, 0.1, np.float32) if around is None else around.ravel().astype(np.float32)
-    [sample] = itertools.islice(scenes("head-budgets"), 3, 4)  # a code that a tenth does not answer
+    [sample] = itertools.islice(scenes("head-budgets"), 3, 4)  # a code that a budget of a tenth does not answer
     curves = measured(demo, setup, sample, way)
     losses, even = curves.losses, curves.baseline
     assert losses.shape == (10, 3) and curves.places == list(itertools.product(range(5), range(2)))
     counted = pykvedge.plan("snapkv", 0.1, allocator="calibrated", **{"allocator.share_of": "prompt"})
 
     def followed(shares):
-        """Log-probabilities after each token of the answer, and how many pairs the heads held of how many."""
+        """Returns log-probabilities after each token of the answer, and the numbers of held and of all pairs."""
         with DEMO.session(pykvedge.plan("snapkv", 0.1)) as session:
             pieces, engine = session.first_prompt(sample.question, sample.pictures), session.engine
             later = []
@@ -138,14 +138,14 @@ def test_a_curve_is_the_divergence_of_answers_that_are_fed_token_by_token(demo, 
         assert held.tolist() == [max(1, int(float(share) * n + 0.5)) for share in shares]
         divergence = np.mean([(np.exp(p) * (p - q)).sum() for p, q in zip(full, found, strict=True)])
         loss = even if i is None else losses[i, j]
-        assert divergence > 0.05 and loss == pytest.approx(divergence, rel=0.02)  # several tokens in a pass round
+        assert divergence > 0.05 and loss == pytest.approx(divergence, rel=0.02)  # batches round differently
 
 
 def test_a_sample_without_an_answer_is_measured_on_the_models_own(demo):
     [sample] = itertools.islice(scenes("head-budgets"), 1)
     setup = setup_for("window", 0.1, 2, (0.1,))
     own = measured(demo, setup, Labelled(sample.question, sample.pictures))
-    same = measured(demo, setup, sample)  # which it answers right
+    same = measured(demo, setup, sample)  # the model answers this sample right
     np.testing.assert_allclose(own.losses, same.losses, rtol=0.02, atol=1e-3)
 
 
@@ -181,7 +181,7 @@ def test_both_ways_of_a_sample_count_the_same(demo):
     each = [measured(demo, setup, sample, way).losses for way in (CONTEXT, CONVERSATION)]
     np.testing.assert_allclose(found.losses, np.mean(each, axis=0), rtol=1e-6, atol=1e-9)
     assert found.samples == 1 and not np.allclose(*each, rtol=0.1)
-    text = Labelled("What is it?", (), answer="A bird.")  # nothing comes before this question
+    text = Labelled("What is it?", (), answer="A bird.")  # this question has no context
     assert list(setup.readings([text])) == [(text, CONVERSATION)]
     later = replace(text, earlier=(("Is it blue?", "Yes."),))
     assert [way for _, way in setup.readings([later])] == [CONTEXT, CONVERSATION]
@@ -208,7 +208,7 @@ def test_what_was_stopped_goes_on_where_it_was(demo, tmp_path):
 
     def step(what, n):
         seen.append(what)
-        if len(seen) == 22:  # the first head is told of once
+        if len(seen) == 22:  # the first head is reported once
             cancel.set()
 
     def run(kept, cancel=None):
@@ -216,13 +216,13 @@ def test_what_was_stopped_goes_on_where_it_was(demo, tmp_path):
 
     with pytest.raises(CancelledError):
         run(CurveFile(path, header, 2), cancel)
-    assert len(path.read_bytes().splitlines()) == 1 + 11 + 1  # ten heads and the end of a sample, one head of the next
+    assert len(path.read_bytes().splitlines()) == 1 + 11 + 1  # ten heads, the end of a sample, one head of the next
     with path.open("ab") as file:
-        file.write(b'{"sample": 1, "la')  # as the end of the power would leave it
+        file.write(b'{"sample": 1, "la')  # as after a power cut
     gone_on = run(CurveFile(path, header, 2, resume=True))
     assert seen[22] == "layer 0, head 1" and len(seen) == 22 + 17
     np.testing.assert_allclose(gone_on.losses, run(CurveFile(None, {}, 2)).losses, rtol=1e-6, atol=1e-9)
-    again = run(CurveFile(path, header, 2, resume=True))  # nothing is left to do
+    again = run(CurveFile(path, header, 2, resume=True))  # nothing remains to do
     assert again.losses.tolist() == gone_on.losses.tolist() and again.places == gone_on.places
 
 

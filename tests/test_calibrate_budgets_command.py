@@ -1,4 +1,4 @@
-"""kvedge calibrate budgets as a command: the demo model, a second run around the first, texts alone, bad requests."""
+"""kvedge calibrate budgets as a command: the demo model, a second run around the first, texts, bad requests."""
 
 import json
 
@@ -17,7 +17,7 @@ def test_calibrating_the_demo_model(kvedge, tmp_path):
     arguments = ["calibrate", "budgets", "--samples", 2, "--points", 3, "--threads", 1]
     done = kvedge(*arguments, env=where)
     assert done.code == 0 and "percent of an even share" in done.out and "60 measurements, about" in done.err, done
-    [path] = tmp_path.rglob("*.json")  # the user's own folder, where chat finds it
+    [path] = tmp_path.rglob("*.json")  # the user's folder, where chat finds profiles
     made = profile.load(path)
     assert made.kind == "head-budgets" and made.values.shape == (5, 2) and made.samples == 2
     assert made.values.sum() == pytest.approx(1, abs=1e-4) and made.values.min() >= FLOOR / 10 - 1e-5
@@ -57,7 +57,7 @@ def calibrated(files, folder, *arguments):
 
 @pytest.mark.parametrize("scorer", ["mixkv", "expected", "mean"])
 def test_sliding_windows_keep_no_share(native, tiny, tmp_path, scorer):
-    """gemma3's stay with llama.cpp, which holds them whole."""
+    """Sliding-window layers of gemma3 stay with llama.cpp, which keeps all their rows."""
     run, out = calibrated(tiny("gemma3"), tmp_path, "--scorer", scorer)
     assert run.exit_code == 0, run
     made = profile.load(out)

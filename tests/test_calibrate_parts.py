@@ -1,4 +1,4 @@
-"""kvedge calibrate: the table that it prints, and how far the answers go that heads are scored by."""
+"""kvedge calibrate: the printed table, and the length of the answers that score heads."""
 
 import numpy as np
 import pytest
@@ -21,7 +21,7 @@ from pykvedge.plans import profile
      ["percent of all scores", "layer    head 0   head 1", "    0      12.5     37.5", "    1      50.0      0.0"]),
     ("key-redundancy", [[0.25], [0.5]], (),
      ["mean similarity of two keys in percent", "layer    head 0", "    0      25.0", "    1      50.0"]),
-    ("head-budgets", [[0.5, 0.25], [0.25, 0.0]], (),  # of the heads that keep any pairs, three
+    ("head-budgets", [[0.5, 0.25], [0.25, 0.0]], (),  # three heads have shares
      ["percent of an even share of the budget", "layer    head 0   head 1", "    0     150.0     75.0",
       "    1      75.0      0.0"]),
     ("visual-heads", np.arange(51).reshape(3, 17), (),  # too wide for a table: the best 16, the largest first

@@ -1,4 +1,4 @@
-"""Allocator calibrated against loops of its own: counts that add up, what a session keeps, profiles that do not fit."""
+"""Allocator calibrated against plain loops: exact sums, the kept pairs of a session, profiles that do not fit."""
 
 import itertools
 
@@ -49,7 +49,7 @@ def test_counts_are_those_of_loops_and_add_up(seed, tail, n_tokens, share, recen
     found = counts_of(values, n_tokens, budget, recent)
     least = max(recent, 1)
     assert found.sum() == budget * 6 and found.min() >= least and found.max() <= n_tokens
-    if budget > least:  # else all have the least
+    if budget > least:  # otherwise every head has the minimum
         wanted = oracles.calibrated(values.ravel().tolist(), budget * 6, n_tokens, least)
         off = np.abs(found.ravel() - wanted)
         assert off.max() <= 1 and off.sum() <= 2  # remainders closer than 1e-9 count as equal
@@ -57,7 +57,7 @@ def test_counts_are_those_of_loops_and_add_up(seed, tail, n_tokens, share, recen
 
 def test_what_exceeds_the_prompt_goes_to_the_others_in_proportion():
     assert counts_of([[90, 4], [4, 2]], 100, 50).tolist() == [[100, 40], [40, 20]]
-    assert counts_of([[90, 8], [1, 1]], 100, 60).tolist() == [[100, 100], [20, 20]]  # twice over
+    assert counts_of([[90, 8], [1, 1]], 100, 60).tolist() == [[100, 100], [20, 20]]  # the maximum applies in two rounds
     assert counts_of([[1, 0], [0, 0]], 100, 2).tolist() == [[5, 1], [1, 1]]
     assert counts_of([[7, 1], [1, 1]], 100, 20, recent=12).tolist() == [[44, 12], [12, 12]]
 
@@ -104,7 +104,7 @@ def test_a_share_of_the_prompt_is_kept_whatever_the_budget():
 
 @pytest.mark.parametrize("scorer", ["mixkv", "window", "knorm"])
 def test_a_model_that_nobody_measured_is_shared_out_by_the_prompt(native, scorer):
-    """As allocator ada with its defaults, in both engines; whole or layer by layer."""
+    """Without a profile, unmeasured = ada behaves as allocator ada with its defaults, in both engines."""
     settings_ = {"scorer": scorer, "recent": 1, "sinks": 1}
     by_prompt = pykvedge.plan("h2o", 0.2, allocator="calibrated", **settings_, **{"allocator.unmeasured": "ada"})
     plain, p = pykvedge.plan("h2o", 0.2, allocator="ada", **settings_), prompt(150, (4, 2), layers=3)
@@ -115,13 +115,13 @@ def test_a_model_that_nobody_measured_is_shared_out_by_the_prompt(native, scorer
             for a, b in zip(ours.kept[layer], wanted.kept[layer], strict=True):
                 assert a.tolist() == b.tolist()
     measured = pykvedge.compress(by_prompt, *p.arguments, profile=profile_of([[5, 1], [2, 2], [1, 1]]))
-    assert [len(head) for head in measured.kept[0]] == [75, 15]  # a profile that is there counts
+    assert [len(head) for head in measured.kept[0]] == [75, 15]  # an existing profile counts
 
 
 @pytest.mark.parametrize("heads", [(4, 2), *whole(((4, 4),), ((4, 1),))])
 def test_without_a_profile_heads_get_more_whose_values_vary(native, heads):
-    """By loops of its own, in both engines; text alone and larger budgets are shared out as allocator ada does."""
-    for n_tokens, strength in ((100, [1.0, 1.1, 1.3]), (240, [1.0, 3.0, 20.0])):  # fourth power, and a lower one
+    """Compared with loops, in both engines. Text alone and larger budgets are shared as by allocator ada."""
+    for n_tokens, strength in ((100, [1.0, 1.1, 1.3]), (240, [1.0, 3.0, 20.0])):  # the fourth power, and a lower one
         p = prompt(n_tokens, heads, layers=3)
         p.v[:] *= np.array(strength, dtype=np.float32)[:, None, None, None]
         plan, ada = (pykvedge.plan("kvedge", 0.1, allocator=name) for name in ("calibrated", "ada"))
@@ -152,11 +152,11 @@ def test_a_head_keeps_what_it_was_granted(native):
     for engine in ("native", "numpy"):
         kept = pykvedge.compress(plan, *p.arguments, engine=engine, profile=profile_of(shares)).kept
         assert [[len(head) for head in layer] for layer in kept] == [[100, 20], [40, 40]]
-        assert set(range(240, 250)) <= set(kept[0][1].tolist())  # half of a small head are its last tokens
+        assert set(range(240, 250)) <= set(kept[0][1].tolist())  # half of a small head is its last tokens
 
 
 def test_a_session_finds_what_is_shipped_bounded_or_not(native):
-    """Of a question that comes with its image, and of one that comes later."""
+    """For a question that comes with its image, and for a later question."""
     [sample] = itertools.islice(scenes("head-budgets", seed=9), 1)
     shares = profile.load(profiles.SHIPPED / profiles.file_name("head-budgets", profiles.hash_of(DEMO.model)))
     found = []

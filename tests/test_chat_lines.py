@@ -1,4 +1,4 @@
-"""What is typed in a conversation: paths in every manner, messages of several lines, history, completion."""
+"""Input lines of a conversation: paths in every form, messages of several lines, history, completion."""
 
 import io
 import os
@@ -17,7 +17,7 @@ POSIX = os.sep == "/"
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """The current folder, with names that are difficult."""
+    """The current folder, with difficult names."""
     for name in ("my cat.png", "it's.png", 'say "hi".png', "plain.png", "back\\slash.png", ".hidden.png"):
         (tmp_path / name).write_bytes(b"x")
     (tmp_path / "my photos").mkdir()
@@ -73,7 +73,7 @@ def test_paths_that_the_system_refuses_are_one_line(folder, monkeypatch):
     def locked(path):
         raise PermissionError(13, "Permission denied")
 
-    # whoever tests may be root, whom no folder is locked for
+    # root is not locked out of any folder, so the lock is simulated
     monkeypatch.setattr(images, "require_file", locked)
     monkeypatch.setattr(Path, "is_dir", locked)
     with pytest.raises(ImageError, match="Permission denied"):
@@ -107,7 +107,7 @@ def test_nothing_is_completed_where_nothing_is(folder):
 
 
 def typed_lines(monkeypatch, *typed):
-    """A reader without a terminal, to which these lines come."""
+    """Returns a reader without a terminal that gets these lines."""
     monkeypatch.setattr(sys, "stdin", io.StringIO("".join(line + "\n" for line in typed)))
     return lines.Lines(lambda text: [], None)
 

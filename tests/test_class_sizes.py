@@ -1,8 +1,8 @@
-"""No class of native/src has more than 20 fields or 25 methods, so that each owns one piece of state.
+"""No class of native/src has more than 20 fields or 25 methods, so that each class owns one piece of state.
 
-A struct without methods holds the arguments of a call, or a table of functions, and may have 28 fields. The sources
-are read by a small parser of class bodies. Constants, constructors, destructors, operators, nested types and inherited
-members are not counted; a function pointer is a field.
+A struct without methods holds the arguments of a call, or a table of functions, and may have 28 fields. A small parser
+reads the class bodies. Constants, constructors, destructors, operators, nested types and inherited members are not
+counted; a function pointer is a field.
 """
 
 import re
@@ -10,8 +10,8 @@ from pathlib import Path
 
 NATIVE = Path(__file__).resolve().parent.parent / "native" / "src"
 FIELDS, METHODS, ARGUMENTS = 20, 25, 28
-# classes that are larger: at most so many fields and methods. V is a vector register: each method is one of its
-# instructions, and the kernels, which are templates, call them by the same name on every CPU
+# Larger classes, with their own limits of fields and methods. V is a vector register: each method is one instruction,
+# and the kernel templates call it by the same name on every CPU.
 LARGER = {
     "kernels/kernels_avx2.cpp: V": (1, 28),
     "kernels/kernels_avx512.h: V": (1, 27),
@@ -28,7 +28,7 @@ TYPE = re.compile(r"\s*(class|struct|enum|union)\b[^=()]*\{\}$")
 
 
 def closing(text, start):
-    """Index of the bracket that closes the one at `start`."""
+    """Returns the index of the bracket that closes the bracket at `start`."""
     depth = 0
     for i in range(start, len(text)):
         depth += (text[i] in "({[") - (text[i] in ")}]")
@@ -38,7 +38,7 @@ def closing(text, start):
 
 
 def statements(body):
-    """The declarations of a class body, without what function bodies and initialisers hold."""
+    """Yields the declarations of a class body, without the content of function bodies and initialisers."""
     out, i = "", 0
     while i < len(body):
         if body[i] in "{(":
@@ -48,7 +48,7 @@ def statements(body):
             out += body[i : end + 1] if pointer else body[i] + body[end]
             i = end + 1
             is_type = out.endswith("{}") and TYPE.match(LABEL.sub("", out))
-            # not one initialiser of several, nor a type with variables
+            # neither one of several initialisers nor a type with variables
             if (is_body or is_type) and not re.match(r"\s*(,|\w+\s*[;={])", body[i:]):
                 yield out
                 out = ""
@@ -62,7 +62,7 @@ def statements(body):
 
 
 def declarators(statement):
-    """How many variables a declaration of fields has."""
+    """Returns the number of variables in a declaration of fields."""
     flat = statement
     while (less := re.sub(r"<[^<>]*>|\([^()]*\)|\{[^{}]*\}|\[[^][]*\]", "", flat)) != flat:
         flat = less
@@ -70,7 +70,7 @@ def declarators(statement):
 
 
 def counted(name, body):
-    """(fields, methods) of a class."""
+    """Returns (fields, methods) of a class."""
     fields = methods = 0
     for statement in statements(body):
         while LABEL.match(statement):
@@ -102,7 +102,7 @@ def classes(source):
 
 
 def most(place, methods):
-    """The fields and methods that a class may have."""
+    """Returns the limits (fields, methods) of a class."""
     return LARGER.get(place, (FIELDS if methods else ARGUMENTS, METHODS))
 
 

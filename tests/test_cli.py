@@ -1,4 +1,4 @@
-"""The program, by running it: what goes to stdout, what to stderr, and how it ends."""
+"""Runs the program: stdout, stderr, and exit codes."""
 
 import json
 import os
@@ -59,7 +59,7 @@ def test_every_method_answers_about_a_picture(kvedge, tiny, picture_file, profil
     assert report["budget"] == budget.value
     kept = report["kv"]["kept_per_layer"]
     assert sum(kept) == pytest.approx(2 * budget.count(report["tokens"]["prompt"]))
-    if pykvedge.plan(method).allocator in ("uniform", "ada"):  # the others share out between layers
+    if pykvedge.plan(method).allocator in ("uniform", "ada"):  # the other allocators divide budgets between layers
         assert kept[0] == kept[1]
     if method == "full":
         assert report["kv"]["kept_bytes"] == report["kv"]["full_bytes"]
@@ -140,7 +140,7 @@ def test_methods_lists_and_explains(kvedge):
     for word in ("LOOK-M", "arXiv", "cumulative", "pivotal", "--budget", "--reducer"):
         assert word in explained.out
     assert pykvedge.Plan.from_json(kvedge("methods", "lookm", "--json").out) == pykvedge.plan("lookm")
-    own = kvedge("methods", "headkv").out  # the method's own settings, not its members'
+    own = kvedge("methods", "headkv").out  # the settings of the method, not of its members
     assert "scorer.window = 8:" in own and "scorer.pool = max:" in own and "allocator.rule = headkv:" in own
     by_budget = " ".join(kvedge("methods", "kvedge").out.split())
     assert "below 0.2 scorer.text = 16, reducer.reach = 0.8; from 0.2 on scorer.text = 8" in by_budget
@@ -204,8 +204,8 @@ def test_ctrl_c_stops_the_answer(environment, tiny):
 
 
 def wait_until_idle(process):
-    """Returns when the process heeds SIGINT and has used no processor time for a second. A key pressed while Python
-    itself starts would end it before the program has a say."""
+    """Returns when the process handles SIGINT and has used no CPU time for a second. An earlier Ctrl-C would end Python
+    before the program can react."""
     import psutil
 
     watched, used, since = psutil.Process(process.pid), -1.0, time.monotonic()
@@ -221,11 +221,11 @@ def test_ctrl_c_before_the_answer_ends_the_program_quietly(environment, tiny):
     command = [sys.executable, "-m", "pykvedge", "chat", *tiny("llama").arguments()]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
 
-    def heed():  # tests that a shell runs in the background are told to ignore the key, and so would the program
+    def heed():  # a shell starts tests in the background with SIGINT ignored, and the program would inherit that
         signal.signal(signal.SIGINT, signal.SIG_DFL)
 
     with subprocess.Popen(command, env=environment, preexec_fn=heed, **pipes) as process:
-        wait_until_idle(process)  # it waits for its prompt on the pipe
+        wait_until_idle(process)  # it waits for a prompt on the pipe
         process.send_signal(signal.SIGINT)
         _, err = process.communicate(timeout=60)
     assert process.returncode == 130 and err.strip() == b""

@@ -1,4 +1,4 @@
-"""Tab, by the protocol that click's scripts for shells speak with the program, and in bash itself."""
+"""Completion with Tab: through click's protocol for shells, and in bash."""
 
 import shutil
 import subprocess
@@ -15,7 +15,7 @@ from pykvedge.cli.program import cli
 
 @pytest.fixture
 def completed(tmp_path):
-    """completed("chat --meth", ...): what the last word may become; a shell looks for files where "file" stands."""
+    """completed("chat --meth", ...) -> the possible last words. "file": the shell completes files."""
 
     def ask(line, **env):
         words = line.split(" ")

@@ -1,4 +1,4 @@
-"""What is set once: options come before the environment, that before the file, that before defaults."""
+"""Stored settings: options come before the environment, then the file, then defaults."""
 
 import json
 import os
@@ -19,7 +19,7 @@ MODEL, MMPROJ = DATA / "demo-model.gguf", DATA / "demo-mmproj.gguf"
 
 @pytest.fixture
 def run(tmp_path, monkeypatch):
-    """run(*arguments): what the program does in this process, with a configuration of its own."""
+    """run(*arguments) -> the result of the program in this process, with a separate configuration."""
     monkeypatch.setenv("KVEDGE_CONFIG", str(tmp_path / "config.toml"))
     return lambda *arguments: CliRunner().invoke(cli, [str(one) for one in arguments])
 
@@ -48,7 +48,7 @@ def test_the_nearest_to_the_user_wins(run, monkeypatch):
     monkeypatch.setenv("KVEDGE_METHOD", "h2o")
     assert found() == ("h2o", 0.3)
     assert found("--method", "snapkv", "--budget", "64") == ("snapkv", 64)
-    assert found("--method", "full") == ("full", 1.0)  # of which no budget is asked
+    assert found("--method", "full") == ("full", 1.0)  # full has no budget
     shown = json.loads(run("config", "--json").stdout)["settings"]
     assert shown["method"] == {"value": "h2o", "from": "KVEDGE_METHOD"}
     assert shown["budget"]["from"] == os.environ["KVEDGE_CONFIG"]
@@ -137,7 +137,7 @@ def test_wrong_keys_and_values_are_one_clear_line(run, tmp_path, monkeypatch):
         assert words in refused(run, "fit")
     file.write_text('threads = 1\nmodel = "nowhere.gguf"\n')
     assert refused(run, "fit") == f"nowhere.gguf does not exist (model = nowhere.gguf, from {file})"
-    assert "from" not in refused(run, "fit", MODEL, "--image-size", "1")  # a 1 that is not that of threads
+    assert "from" not in refused(run, "fit", MODEL, "--image-size", "1")  # this 1 is not the 1 of threads
     file.unlink()
     monkeypatch.setenv("KVEDGE_CTX", "-5")
     assert "--ctx must be at least 1, not -5 (ctx = -5, from KVEDGE_CTX)" in refused(run, "fit")
@@ -158,7 +158,7 @@ def test_set_and_unset_change_their_line_alone(run, tmp_path):
 
 
 def test_commands_that_measure_heed_places_alone(run, tmp_path, tiny):
-    """A method, a budget or a storage type that somebody set once must not change what is published."""
+    """A stored method, budget or storage type must not change published measurements."""
     from pykvedge.cli import configured
 
     root = configured.all_keys(cli)
@@ -169,7 +169,7 @@ def test_commands_that_measure_heed_places_alone(run, tmp_path, tiny):
     run("config", "set", "model", tiny("llama").model)
     run("config", "set", "kv-type", "q8_0")
     done = run("bench", "--images", 1)
-    assert "prompts with images need --mmproj" in str(done.exception)  # the model of the file has no encoder
+    assert "prompts with images need --mmproj" in str(done.exception)  # the model of the configuration has no encoder
 
 
 def test_the_file_lies_where_the_system_has_such_files(run, monkeypatch, tmp_path):
@@ -187,14 +187,14 @@ def test_the_file_lies_where_the_system_has_such_files(run, monkeypatch, tmp_pat
 
 @pytest.mark.skipif(os.name != "posix", reason="folders that nobody may enter")
 def test_a_home_that_may_not_be_entered_holds_nothing(monkeypatch, tmp_path):
-    """As in a container that runs as another user than the one whose HOME it has."""
+    """As in a container whose user may not enter HOME."""
     for name in ("KVEDGE_CONFIG", "XDG_CONFIG_HOME"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     monkeypatch.setattr(profiles, "hash_of", lambda model: "sampled-sha256:" + "0" * 64)
     (tmp_path / "home").mkdir(mode=0)
     user = os.geteuid()
-    os.seteuid(user or 65534)  # root may enter all
+    os.seteuid(user or 65534)  # root may enter everything
     try:
         with pytest.raises(PermissionError):
             (tmp_path / "home" / ".config").stat()

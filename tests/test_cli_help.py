@@ -1,4 +1,4 @@
-"""Help texts fit a terminal and show every option; llama.cpp's letters mean here what they mean there."""
+"""Help texts fit a terminal and show every option. llama.cpp's short options have llama.cpp's meaning."""
 
 import click
 import pytest

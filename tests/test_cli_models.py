@@ -1,4 +1,4 @@
-"""Which files a command takes: the image encoder beside a model, a folder, and names that are no paths."""
+"""The files that a command takes: the image encoder beside a model, a folder, and names that are no paths."""
 
 import json
 import shutil
@@ -12,7 +12,7 @@ from pykvedge.errors import KvedgeError
 
 @pytest.fixture
 def folder(tiny, tmp_path):
-    """folder(NAME="kind.model" or "kind.mmproj", ...): a folder of files with these names."""
+    """folder(NAME="kind.model" or "kind.mmproj", ...) -> a folder of files with these names."""
 
     def make(**names):
         for name, what in names.items():
@@ -24,7 +24,7 @@ def folder(tiny, tmp_path):
 
 
 def fit(*arguments):
-    """The image encoder that is taken, and what stderr says."""
+    """Returns the chosen image encoder and the text on stderr."""
     done = CliRunner().invoke(cli, ["fit", "--json", *map(str, arguments)])
     assert done.exit_code == 0, done
     return (json.loads(done.stdout)["mmproj"] or "").rpartition("/")[2], done.stderr
@@ -40,7 +40,7 @@ def test_the_image_encoder_beside_a_model_is_found(kvedge, folder, picture_file)
     where = folder(**{"llava-Q4_K_M": "llava.model", "mmproj-llava-f16": "llava.mmproj", "mmproj-q": "qwen2vl.mmproj"})
     model = where / "llava-Q4_K_M.gguf"
     said = "kvedge: image encoder mmproj-llava-f16.gguf, found beside the model\n"
-    assert fit(model) == ("mmproj-llava-f16.gguf", said)  # the other one does not fit
+    assert fit(model) == ("mmproj-llava-f16.gguf", said)  # the other encoder does not fit
     assert fit(model, "--mmproj", "none") == ("", "")
     assert fit(model, "--mmproj", where / "mmproj-llava-f16.gguf") == ("mmproj-llava-f16.gguf", "")
     asked = ["--threads", 1, "--max-tokens", 4, "--image", picture_file(), "What?"]
@@ -73,7 +73,7 @@ def test_a_folder_stands_for_its_model(kvedge, folder, tmp_path):
 
 
 def test_a_path_that_is_wrong_is_no_name(native, tmp_path, monkeypatch):
-    """Nothing is asked of a hub about it."""
+    """The hub gets no request about a wrong path."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "models").mkdir()
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "cache"))

@@ -1,4 +1,4 @@
-"""A program that is started without stdin, stdout or stderr, and Ctrl-C that comes where C calls Python."""
+"""A program that starts without stdin, stdout or stderr, and Ctrl-C while C code calls Python."""
 
 import os
 import subprocess
@@ -52,7 +52,7 @@ def test_without_stdout_there_is_one_line(closed):
 @POSIX
 @pytest.mark.parametrize("more", [(), *whole((("--json",),))])
 def test_where_nobody_reads_the_exit_code_says_so(closed, more):
-    """click ends with 1, which is that of a failure."""
+    """click's exit code would be 1, which means a failure."""
     done = closed("> >(exit)", "Hello", *more, shell="bash")
     assert (done.returncode, "error" in done.stderr) == (141, False)
 
@@ -90,7 +90,7 @@ program.main()
 
 @pytest.mark.skipif(sys.platform == "win32", reason="signals")
 @pytest.mark.parametrize(("module", "owner", "method"), [
-    ("pykvedge.models.encoder", "Encoder", "__init__"),  # after the last look at the event
+    ("pykvedge.models.encoder", "Encoder", "__init__"),  # after the last check of the event
     *whole(("pykvedge.chat.session", "Session", "load")),
 ])  # fmt: skip
 def test_ctrl_c_while_things_are_loaded_ends_the_program(kvedge, tiny, tmp_path, module, owner, method):
@@ -103,7 +103,7 @@ def test_ctrl_c_while_things_are_loaded_ends_the_program(kvedge, tiny, tmp_path,
     assert (tmp_path / "a.kvs").read_bytes() == saved
 
 
-# the first line that llama.cpp logs while a session file is loaded
+# presses Ctrl-C at the first line that llama.cpp logs while it loads a session file
 PRESSED_IN_LOG = """
 import os, signal, sys
 from pykvedge.chat.session import Session
@@ -142,7 +142,7 @@ def test_ctrl_c_while_a_line_is_logged_comes_after_the_call(monkeypatch):
     monkeypatch.setattr(llamacpp._log, "verbose", True)
     done = []
     with pytest.raises(KeyboardInterrupt), llamacpp.collected_errors():
-        llamacpp._log.receive(2, b"a line", None)  # as llama.cpp calls it, which hears of no exception
+        llamacpp._log.receive(2, b"a line", None)  # as llama.cpp calls it, which cannot receive exceptions
         done.append("the call")
     assert done
     with llamacpp.collected_errors():

@@ -1,4 +1,4 @@
-"""compress: what it returns, and what it refuses."""
+"""compress: its results and its refusals."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""What is copied and pickled, and what is not: a copy of a session would close the original."""
+"""Copying and pickling: which objects allow it. A copy of a session would close the original."""
 
 import copy
 import pickle

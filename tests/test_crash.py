@@ -1,4 +1,4 @@
-"""Native code ends the program in the middle of a run: one line says why, and where the conversation is."""
+"""A crash of native code gives one line: the reason, and the place of the conversation."""
 
 import os
 import signal
@@ -14,7 +14,7 @@ from pykvedge.native import libraries
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="the crashes here are made with means of POSIX")
 
-# a scorer that lets `calls` layers pass
+# a scorer that crashes after `calls` layers
 SCORER = """
 import ctypes, os
 import pykvedge
@@ -54,7 +54,7 @@ def test_one_line_says_what_happened(kvedge, tiny, write, tmp_path, crash, words
 
 
 def test_the_conversation_is_where_the_line_says(kvedge, tiny, write, tmp_path):
-    """The first question of a run is answered and saved, the one at which the next run ends is not in the file."""
+    """The first question of a run is in the file; the question at which the next run crashes is not."""
     model, file, plugin = tiny("llama"), tmp_path / "talk.kvs", crashing(write, READS_NOWHERE)
     more = ["--session", file, "--max-tokens", 2, "--quiet"]
     assert kvedge("chat", *model.arguments(), *more, "Hello there.").code == 0
@@ -67,7 +67,7 @@ def test_the_conversation_is_where_the_line_says(kvedge, tiny, write, tmp_path):
 
 
 def test_a_conversation_at_a_terminal(environment, tiny, write, tmp_path, kvedge):
-    """Both layers of the first message pass, the second message crashes; the terminal is as it was."""
+    """Both layers of the first message pass, the second message crashes. The terminal is restored."""
     termios = pytest.importorskip("termios")
     model, file, plugin = tiny("llama"), tmp_path / "talk.kvs", crashing(write, READS_NOWHERE, calls=2)
     arguments = options(model, plugin, "--session", file, "--max-tokens", 4, "--no-history")
@@ -89,7 +89,7 @@ def test_a_conversation_at_a_terminal(environment, tiny, write, tmp_path, kvedge
 
 
 def test_a_model_file_that_becomes_shorter_while_it_is_used(environment, tiny, tmp_path):
-    """As one does on a disk of the network: its pages are gone, and a thread of ggml's reads them."""
+    """As on a network disk: pages of the file vanish, and a thread of ggml reads them."""
     path = tmp_path / "m.gguf"
     path.write_bytes(tiny("llama", weight="f32").model.read_bytes())
     program = (sys.executable, "-m", "pykvedge", "chat", "--model", path, "--threads", "2", "--max-tokens", "15000",
@@ -105,7 +105,7 @@ def test_a_model_file_that_becomes_shorter_while_it_is_used(environment, tiny, t
 
 
 def test_a_server(environment, write, tmp_path):
-    """Who waits for an answer is not left waiting; it prints nothing but the line that told its address."""
+    """A waiting client gets an error. The server prints nothing but the line with its address."""
     park = tmp_path / "park"
     more = ["--plugin", crashing(write, READS_NOWHERE), "--ctx", "1024", "--park", park]
     with serving(environment, *more) as server:
@@ -120,7 +120,7 @@ def test_a_server(environment, write, tmp_path):
 
 
 def test_only_the_program_tells(environment, kvedge, tiny, write):
-    """Not for whoever debugs it, and not for programs that use the package: their signals are theirs."""
+    """No line for a debugging user (KVEDGE_DEBUG), nor for programs that use the package: they own their signals."""
     plugin = crashing(write, READS_NOWHERE)
     done = kvedge(*options(tiny("llama"), plugin, "Hello there."), env={"KVEDGE_DEBUG": "1"})
     assert done.code == -signal.SIGSEGV and "crashed" not in done.err

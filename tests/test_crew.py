@@ -1,4 +1,4 @@
-"""Threads that compute an answer: one processor is left to others where that pays."""
+"""Threads that compute an answer: where it pays, one CPU is left to other programs."""
 
 import itertools
 import subprocess
@@ -14,12 +14,12 @@ from pykvedge.runtime.crew import Crew, Others
 
 
 def a_crew(threads, processors, used=None):
-    """used: the processors that other programs use; None: the system does not say."""
+    """Returns a Crew. used: CPUs that other programs use; None: unknown."""
     return Crew(threads, processors, lambda: used)
 
 
 def turns(crew, n, conversations, seconds):
-    """Takes so many turns, whose seconds depend on the threads. Returns the threads of each."""
+    """Takes n turns; seconds(threads) is their time. Returns the threads of each turn."""
     out = []
     for _ in range(n):
         out.append(crew.threads(conversations))
@@ -32,7 +32,7 @@ def quiet(threads):
 
 
 def busy(threads):
-    """Another program has a processor."""
+    """Returns the seconds of a turn while another program uses a CPU."""
     return 0.1 if threads == 4 else 0.003
 
 
@@ -46,7 +46,7 @@ def test_a_processor_is_left_to_another_program_and_taken_back():
     crew = a_crew(4, 4)
     turns(crew, 100, 1, quiet)
     found = turns(crew, 1000, 1, busy)
-    assert found.count(3) > 0.9 * len(found)  # tries take a twentieth of the time
+    assert found.count(3) > 0.9 * len(found)  # trials take a twentieth of the time
     assert sum(busy(n) for n in found) < 2 * 1000 * busy(3)
     assert turns(crew, 20000, 1, quiet)[-100:].count(4) > 80
 
@@ -54,7 +54,7 @@ def test_a_processor_is_left_to_another_program_and_taken_back():
 def test_a_processor_is_left_while_many_are_answered_quickly():
     crew = a_crew(4, 4)
     assert turns(crew, 3000, 8, quiet)[-1000:].count(3) > 900
-    assert turns(crew, 16, 1, quiet)[-1] == 4  # somebody alone has all of them
+    assert turns(crew, 16, 1, quiet)[-1] == 4  # without other programs, all threads are used
     assert crew.threads(2) == 3
     slow = turns(crew, 3000, 8, lambda threads: 0.04 / threads)
     assert slow[-100:].count(4) > 80  # there is little else to do
@@ -75,7 +75,7 @@ def test_sessions_of_a_model_learn_together(tiny, monkeypatch):
     monkeypatch.setattr("pykvedge.runtime.loaded.Crew", Counted)
     few = pykvedge.Sampling(max_tokens=3, temp=0)
     with pykvedge.load(tiny("llama").model) as loaded:
-        for threads, turns in ((0, 2), (0, 4), (1, 4)):  # a session that names a number learns nothing
+        for threads, turns in ((0, 2), (0, 4), (1, 4)):  # a session with a given number does not adapt
             with pykvedge.Session(loaded, plan=pykvedge.plan("full"), threads=threads) as session:
                 session.ask("Why?", [], few).read()
             assert turned == made * turns and len(made) == 1
@@ -104,8 +104,8 @@ def test_no_tries_on_a_free_machine_where_turns_are_long():
 
 def test_a_busy_machine_is_known_before_the_first_turn():
     found = turns(a_crew(2, 2, 0.7), 20, 1, lambda threads: 0.2 if threads == 2 else 0.06)
-    assert found.count(2) == 1  # the one try
-    found = turns(a_crew(2, 2, 1.0), 100, 1, lambda threads: 0.12 / threads)  # two programs: all threads are quicker
+    assert found.count(2) == 1  # the one trial
+    found = turns(a_crew(2, 2, 1.0), 100, 1, lambda threads: 0.12 / threads)  # two programs: all threads are faster
     assert found[:2] == [1, 1] and found[2:].count(2) > 90
 
 
@@ -122,7 +122,7 @@ def test_other_programs_are_measured():
         time.sleep(1)
         used = others()
         loop.kill()
-    assert used > 0.2 and others() is None  # too soon after the look before
+    assert used > 0.2 and others() is None  # too soon after the last look
 
 
 @pytest.mark.parametrize(("threads", "processors", "found"), [(1, 1, {1}), (2, 8, {2}), (8, 2, {8, 1}), (8, 8, {8, 7})])

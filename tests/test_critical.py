@@ -85,7 +85,7 @@ def test_text_goes_first_in_both_steps():
 
 def test_of_a_scorer_with_two_scores_the_second_comes_first_and_counts():
     scores, weights, reserve = np.arange(20.0)[::-1], np.arange(20.0), np.arange(20.0) == 10
-    plan = plan_of("mean", budget=10, recent=0)  # 3 of 10 by deviation: 10, 0 and 1, as the others are alike
+    plan = plan_of("mean", budget=10, recent=0)  # 3 of 10 by deviation: 10, 0 and 1, as all others are equal
     by_score, by_both = {2, 3}, {9, 8, 7, 11, 12}  # largest of (19 - t) t
     kept = select(plan, scores, np.zeros(20, bool), 10, reserve.astype(float), weights)
     assert set(kept.tolist()) == {10, 0, 1} | by_score | by_both
@@ -117,7 +117,7 @@ def test_head_sizes_storage_types_and_values_of_zero(native, size):
 
 
 def test_the_weights_decide(native):
-    """A token whose value the projection does not see is the last to be chosen in the second step."""
+    """A token whose value the projection removes is chosen last in the second step."""
     p, plan = prompt(80, (2, 1), size=16, layers=1), plan_of("cumulative", "l2", 40, recent=0)
     w = np.zeros((1, 2, 16, 3), np.float32)
     w[:, :, 0] = 1
@@ -170,7 +170,7 @@ def test_presets_and_plans_as_json():
 
 
 def weights_of(file, layer, n_heads):
-    """W_O [H, d_v, D] of a layer, as the gguf library reads it."""
+    """Returns W_O [H, d_v, D] of a layer, read by the gguf library."""
     name = f"blk.{layer}.attn_output.weight"
     tensor = next(t for t in gguf.GGUFReader(file).tensors if t.name == name)
     rows = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
@@ -178,7 +178,7 @@ def weights_of(file, layer, n_heads):
 
 
 def by_definition(context, file, plan, n):
-    """What each head of every layer keeps, by scores, values and weights."""
+    """Returns the tokens that each head of every layer must keep, from scores, values and weights."""
     out, n_heads = [], context.llama.llama_model_n_head(context.model)
     for layer, number in enumerate(context.cache.layer_ids()):
         scores = libkvedge.pending_scores(context.cache, layer)
@@ -194,7 +194,7 @@ def by_definition(context, file, plan, n):
     *(("llama", weight) for weight in ("f32", "q8_0", "q4_0")), ("phi3", "f16"), ("qwen2vl", "q4_0"),
 ])  # fmt: skip
 def test_the_model_s_own_weights(native, tiny, kind, weight):
-    """q4_0 lies packed for the CPU's products where this processor has such."""
+    """On some CPUs, q4_0 is repacked in memory for matrix products."""
     file = tiny(kind, weight=weight).model
     for norm in NORMS:
         plan = pykvedge.plan("criticalkv", 0.3, critical=norm, **{"scorer.window": 8})
@@ -205,7 +205,7 @@ def test_the_model_s_own_weights(native, tiny, kind, weight):
             context.cache.compress()
             assert context.held() == expected
             context.decode(random_tokens(90, 1))
-            context.cache.compress()  # by what the first time has left in memory
+            context.cache.compress()  # uses the weights that the first compression stored
             assert {len(head) for layer in context.held() for head in layer} == {48 + 32}
 
 

@@ -1,4 +1,4 @@
-"""Builds for other systems: what they need is named, and what a program says there is compared with here."""
+"""Builds for other systems: missing tools are named, and outputs there are compared with this machine's."""
 
 import subprocess
 import sys
@@ -15,7 +15,7 @@ FIGURES = {"kernels": "avx2", "kv_bytes_before": "1000", "kv_bytes_after": "200"
 @pytest.mark.parametrize("name", TARGETS)
 def test_missing_tools_are_named_with_their_packages(tmp_path, environment, name):
     command = [sys.executable, SCRIPTS / "cross.py", name]
-    # no program is found but by its path
+    # programs are found only by their full path
     bare = {**environment, "PATH": str(tmp_path)}
     done = subprocess.run(command, env=bare, capture_output=True, text=True, check=False)
     assert done.returncode == 1 and not done.stdout and done.stderr.count("\n") == 1

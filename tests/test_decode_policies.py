@@ -1,4 +1,4 @@
-"""Decode policies in the running model: what a cache holds, token by token, against the definitions."""
+"""Decode policies in the running model: the held rows, token by token, against the definitions."""
 
 import numpy as np
 import pytest
@@ -23,7 +23,7 @@ def running(closing, tiny):
 
 
 class Simulation:
-    """What one KV head holds, token by token, as the policy's definition says. rows: after the compression."""
+    """The rows of one KV head, token by token, by the policy's definition. rows: after the compression."""
 
     def __init__(self, plan: Plan, rows: list[int], n_prompt: int, scores=None) -> None:
         self.policy, self.settings = member("decode", plan.decode), plan.settings("decode")
@@ -37,9 +37,9 @@ class Simulation:
         return DecodeState(*known, self.scores)
 
     def read(self, token: int, now: list[int], weights=None) -> None:
-        """Another token, after which the head holds `now` and has paid `weights` [len(now)]."""
+        """Adds a token. Then the head must hold `now`. weights: its attention weights [len(now)]."""
         row = self.policy.evict(self.state(), self.settings) if self.generated else None
-        if row is not None and self.held[row] in now:  # a tie, as far as float32 can tell?
+        if row is not None and self.held[row] in now:  # a tie within the precision of float32?
             gone = [r for r, t in enumerate(self.held) if t not in now]
             assert len(gone) == 1 and self.scores[gone[0]] == pytest.approx(self.scores[row], rel=1e-4)
             row = gone[0]
@@ -53,7 +53,7 @@ class Simulation:
 
 
 def simulate(plan: Plan, rows: list[int], n_prompt: int, generated: range) -> list[int]:
-    """Token indices that a head holds when the last of `generated` has been read, by a policy that needs no scores."""
+    """Returns the tokens of a head after the last of `generated`, by a policy that needs no scores."""
     simulation = Simulation(plan, rows, n_prompt)
     for token in generated:
         row = simulation.policy.evict(simulation.state(), simulation.settings) if simulation.generated else None
@@ -62,7 +62,7 @@ def simulate(plan: Plan, rows: list[int], n_prompt: int, generated: range) -> li
 
 
 def mean_weights(context, layer: int, head: int, n_heads_kv: int):
-    """[n] what the last token paid, averaged over the query heads of a KV head."""
+    """Returns [n]: the attention of the last token, averaged over the query heads of a KV head."""
     group = context.llama.llama_model_n_head(context.model) // n_heads_kv
     return np.mean([context.cache.attention(layer, head * group + g).astype(np.float64) for g in range(group)], axis=0)
 
@@ -70,7 +70,7 @@ def mean_weights(context, layer: int, head: int, n_heads_kv: int):
 WAYS = crossed(POLICIES, ["uniform", "prefix", "ada"], ["prefix"], ["heavy-hitter"])
 
 
-@pytest.mark.parametrize("budget", [0.1, *whole(0.4, 90)])  # heavy hitters have one of pairs below
+@pytest.mark.parametrize("budget", [0.1, *whole(0.4, 90)])  # heavy hitters have a budget of pairs below
 @pytest.mark.parametrize(("decode", "allocator"), WAYS)
 def test_rows_go_as_the_definition_says(running, decode, budget, allocator):
     plan = pykvedge.plan("h2o", budget, decode=decode, allocator=allocator, sinks=2)
@@ -80,11 +80,11 @@ def test_rows_go_as_the_definition_says(running, decode, budget, allocator):
 @pytest.mark.parametrize("settings", [
     {"decode": "heavy-hitter", "decode.recent": 3},
     {"decode": "heavy-hitter", "decode.recent": 1000, "sinks": 4},
-    {"decode": "heavy-hitter", "scorer": "knorm"},  # protects nothing by itself: half of the head
+    {"decode": "heavy-hitter", "scorer": "knorm"},  # protects half of the head, as the scorer protects nothing
     {"decode": "heavy-hitter", "scorer": "window", "reducer": "pivotal"},
     {"decode": "heavy-hitter", "scorer.share": "layer", "recent": 5, "sinks": 1},
     {"decode": "heavy-hitter", "budget": 1},
-    {"decode": "heavy-hitter", "budget": 250},  # more than the prompt has: the answer may use the rest
+    {"decode": "heavy-hitter", "budget": 250},  # larger than the prompt: the answer may use the rest
     {"decode": "sliding", "budget": 250, "sinks": 1},
 ], ids=str)  # fmt: skip
 def test_heavy_hitters_stay_whatever_chose_the_prompt(running, settings):
@@ -98,9 +98,9 @@ def test_scores_go_on_with_the_next_prompt(running, threads):
 
 
 def follow(running, plan: Plan, *turns: tuple[int, int], threads: int = 1) -> None:
-    """Prompts and answers of these lengths, every row of every head followed.
+    """Reads prompts and answers of these lengths, and checks every row of every head.
 
-    What the prompts' tokens paid is llama.cpp's. Only in the first layer that is the same once rows have been dropped.
+    The attention of prompt tokens is llama.cpp's: only in the first layer, it is the same after rows were dropped.
     """
     context, stock = running(plan, kv_type="f32", threads=threads), running(None)
     context.cache.watch(True)
@@ -159,7 +159,7 @@ def test_scores_follow_their_rows_through_copies_and_cuts(running):
 
 
 def received(stock, layer: int, head: int, old: Simulation, n_prompt: int) -> dict[int, float]:
-    """Token -> attention that it has received when the prompt, seeing itself and what is held, has been read."""
+    """Returns {token: attention received} after a prompt whose tokens see the held rows and the prompt."""
     n_tokens = stock.n[0]
     seen = [*old.held, *range(n_tokens - n_prompt, n_tokens)]
     weights = stock.attention[layer][2 * head : 2 * head + 2, :, seen].astype(np.float64)
@@ -181,7 +181,7 @@ def test_the_place_is_a_setting(running, distance, relative):
         context.decode(random_tokens(1, step))
     held = context.held()[0][0]
     assert held == simulate(plan, before, PROMPT, range(PROMPT, PROMPT + 60))
-    if relative and distance < 60:  # the newest are never dropped
+    if relative and distance < 60:  # the newest tokens are never dropped
         assert set(range(PROMPT + 60 - distance + 1, PROMPT + 60)) <= set(held)
 
 
@@ -210,7 +210,7 @@ def test_the_next_prompt_is_compressed_alone(running):
     context.decode(random_tokens(100, 5))
     context.cache.compress()
     for heads, old in zip(context.cache.lengths(), answer, strict=True):
-        assert heads == [n + 32 for n in old]  # a fifth would be 20, and a later message keeps at least 32
+        assert heads == [n + 32 for n in old]  # a fifth would be 20, but a later message keeps at least 32
     for step in range(80):
         context.decode(random_tokens(1, step))
     n_tokens = PROMPT + 80 + 100 + 80
@@ -239,7 +239,7 @@ def test_a_copy_goes_on_like_the_original(running):
     context.llama.llama_memory_seq_keep(memory, 1)
     context.llama.llama_memory_seq_cp(memory, 1, 0, -1, -1)
     assert context.held() == held
-    context.decode(random_tokens(60, 3))  # the next prompt leaves the bounded answer as it is
+    context.decode(random_tokens(60, 3))  # the next prompt does not change the bounded answer
     context.cache.compress()
     # a fifth of the 60 would be 12
     assert {n for heads in context.cache.lengths() for n in heads} == {len(held[0][0]) + 32}

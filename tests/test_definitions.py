@@ -1,4 +1,4 @@
-"""The NumPy definitions against second opinions in plain loops, and against what the papers say of them."""
+"""The NumPy definitions against second implementations in plain loops, and against statements of the papers."""
 
 import numpy as np
 import oracles
@@ -98,7 +98,7 @@ def test_protection_shrinks_as_the_budget_does():
     scores, text = np.zeros(50), np.zeros(50, dtype=bool)
     h2o = pykvedge.plan("h2o", 0.2, recent=6, sinks=3)
     assert select(h2o, scores, text, 10).tolist() == [0, 1, 2, 3, *range(44, 50)]
-    assert select(h2o, scores, text, 8).tolist() == [0, 1, *range(44, 50)]  # the recent ones stay
+    assert select(h2o, scores, text, 8).tolist() == [0, 1, *range(44, 50)]  # the recent tokens stay
     assert select(h2o, scores, text, 4).tolist() == [46, 47, 48, 49]
     streaming = pykvedge.plan("streaming-llm", 0.2, recent=6)
     assert select(streaming, scores, text, 8).tolist() == [0, 1, 2, 3, 46, 47, 48, 49]  # the sinks stay
@@ -113,7 +113,7 @@ def test_recent_as_a_ratio_is_a_share_of_the_prompt():
 
 def test_equal_scores_go_to_the_lower_index():
     p = prompt(12, layout="text")
-    p.q[:] = p.k[:] = 0  # uniform attention: earlier tokens are seen by more queries
+    p.q[:] = p.k[:] = 0  # uniform attention: more queries see earlier tokens
     assert run(pykvedge.plan("h2o", 6, recent=2), p).kept[0][0].tolist() == [0, 1, 2, 3, 10, 11]
     plan = pykvedge.plan("lookm", 6, recent=0)
     image = np.array([True, False] * 6)
@@ -159,13 +159,13 @@ def head(k, kept, v=None):
 
 
 def reduced(kind, h, **changed):
-    """What a reducer makes of a head, with its default settings but for some."""
+    """Returns the result of a reducer for a head, with default settings except those in `changed`."""
     m = member("reducer", kind)
     return m.reduce(h, {**{p.name: p.default for p in m.params}, **changed})
 
 
 def test_figure_4_of_lookm_the_most_similar_kept_token_receives():
-    # two kept directions; three evicted tokens, two of which resemble the first
+    # two kept directions; two of three evicted tokens resemble the first
     k = [[1, 0], [0, 1], [2, 1], [1, 3], [3, 1]]
     out, _ = member("reducer", "averaged").reduce(head(k, [0, 1]), {})
     np.testing.assert_allclose(out, [[(1 + 2 + 3) / 3, (0 + 1 + 1) / 3], [1 / 2, (1 + 3) / 2]])
@@ -191,7 +191,7 @@ def test_weighted_merge_uses_negative_similarities_as_they_are():
 def test_keys_without_a_direction_neither_move_nor_attract(kind):
     k = [[1, 0], [0, 0], [0, 0], [3, 0]]
     out, _ = reduced(kind, head(k, [0, 1]))
-    np.testing.assert_allclose(out[1], [0, 0])  # a kept zero attracts nothing
+    np.testing.assert_allclose(out[1], [0, 0])  # a kept key of norm 0 attracts nothing
     expected, _ = reduced(kind, head([[1, 0], [3, 0]], [0]))
     np.testing.assert_allclose(out[0], expected[0])  # the evicted zero is dropped unmerged
     nowhere, _ = reduced(kind, head([[0, 0], [1, 0]], [0]))

@@ -1,4 +1,4 @@
-"""The demo model's scenes, questions and evaluation sets: seeded, held out, and those of published figures."""
+"""The demo model's scenes, questions and evaluation sets: reproducible, held out, and equal to the published sets."""
 
 import hashlib
 import itertools
@@ -42,7 +42,7 @@ def test_no_code_is_on_both_sides():
 
 
 def digest_of(samples) -> str:
-    """Tells samples apart by all that is drawn: pictures, messages, answers, and where they are seen."""
+    """Returns a digest of everything drawn: pictures, messages, answers, and the cells of their sources."""
     digest = hashlib.sha256()
     for sample in samples:
         for picture in sample.images():
@@ -52,7 +52,7 @@ def digest_of(samples) -> str:
     return digest.hexdigest()[:16]
 
 
-DRAWN = {  # of the first 24 samples of seed 11, and of eight whose question comes second, with eight images
+DRAWN = {  # first 24 samples of seed 11; eight samples of seed 3 with eight images, asked in a second turn
     "colour": ("cfdfb9f5a70c6f02", "792b281549bac662"),
     "shape": ("b017d18ee74353e6", "39daee6dce5a60cc"),
     "count": ("8ef6e070702baa5b", "a201c90e72856def"),
@@ -67,7 +67,7 @@ DRAWN = {  # of the first 24 samples of seed 11, and of eight whose question com
 
 @pytest.mark.parametrize("task", tasks.TASKS)
 def test_samples_are_those_that_figures_were_published_of(task):
-    """A scene or a question that is drawn otherwise makes them other samples, whose figures compare with none."""
+    """If scenes or questions were drawn differently, published figures could not be compared any more."""
     sets = take(task, 24, seed=11), take(task, 8, seed=3, images=8, second_turn=True)
     assert tuple(map(digest_of, sets)) == DRAWN[task]
 

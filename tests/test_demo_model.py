@@ -1,4 +1,4 @@
-"""The packaged model, end to end: its answers are right, and what compression keeps decides whether they stay so."""
+"""The packaged model, end to end: its answers are right, and stay right if the kept pairs allow it."""
 
 import json
 import re
@@ -24,18 +24,18 @@ def session():
 
 
 def scenes() -> dict[str, str]:
-    """File name -> description, of the pictures in examples/."""
+    """Returns {file name: description} of the pictures in examples/."""
     text = (ROOT / "examples" / "scenes.md").read_text(encoding="utf-8")
     return dict(re.findall(r"^- \[([\w-]+\.png)\]\(.*?\): (.*)$", text, re.MULTILINE))
 
 
 def ask(session, images, messages) -> str:
-    """The answer to the last message; the images come with the first."""
+    """Returns the answer to the last message. The images come with the first message."""
     session.clear()
     shown = images
     for message in messages:
         if message["role"] == "user":
-            text = message["content"].rsplit("<__media__>\n", 1)[-1]  # the session writes the markers itself
+            text = message["content"].rsplit("<__media__>\n", 1)[-1]  # the session adds the markers
             answer = session.ask(text, shown).read().strip()
             shown = []
     return answer
@@ -68,7 +68,7 @@ def test_every_task_is_answered_in_both_turns(session):
 
 
 def right(session, task: str, method: str, budget: float) -> int:
-    """How many of COUNT held-out samples are answered exactly."""
+    """Returns how many of COUNT held-out samples are answered exactly."""
     session.set_plan(pykvedge.plan(method, budget))
     n = 0
     for sample in islice(samples(task, 3, 4), COUNT):
@@ -87,7 +87,7 @@ def test_what_is_kept_decides_whether_a_code_can_be_read(session, task):
 
 
 def test_a_budget_of_about_the_window_still_reads_codes(session):
-    """A fifth of a prompt with one image is 34 pairs, and 24 are fewer than the window of 32."""
+    """A fifth of a prompt with one image is 34 pairs. A budget of 24 is smaller than the window of 32."""
     assert right(session, "code", "mixkv", 0.2) >= COUNT - 1
     assert right(session, "code", "snapkv", 0.2) >= COUNT - 3
     assert right(session, "code", "mixkv-sparsemm", 24) >= COUNT - 3

@@ -1,7 +1,7 @@
 """examples/desktop: the worker without a display, the window under Xvfb, and `kvedge serve` beside a program.
 
-As a program, `test_desktop.py SCENE BROKEN PICTURE`, it does with the window what a person would, tells what that
-showed, and draws the window. KVEDGE_PICTURES=docs/images keeps the picture.
+As a program, `test_desktop.py SCENE BROKEN PICTURE` uses the window as a person would, prints the results, and takes a
+picture of the window. KVEDGE_PICTURES=docs/images keeps the picture.
 """
 
 import ast
@@ -31,11 +31,11 @@ SCENE = ROOT / "examples" / "scene-1.png"
 FILES = DEMO / "demo-model.gguf", DEMO / "demo-mmproj.gguf"
 QUESTION, ANSWER = "What is the code?", "64UM3"  # examples/scenes.md
 LONG = pykvedge.Sampling(grammar=ENDLESS, max_tokens=4000)
-LIMIT_S = 60  # for what takes a few seconds
+LIMIT_S = 60  # limit for steps of a few seconds
 
 
 def loaded(name):
-    """A module of the example."""
+    """Returns a module of the example."""
     sys.path.insert(0, str(DESKTOP))
     try:
         spec = importlib.util.spec_from_file_location(f"desktop{name}", DESKTOP / f"{name}.py")
@@ -47,21 +47,21 @@ def loaded(name):
 
 
 def drop(window, *paths):
-    """Lets files fall into the window: tkdnd puts them into what is bound to that."""
+    """Drops files into the window, through the binding that tkdnd uses."""
     files = " ".join(f"{{{path}}}" for path in paths)
     script = window.tk.call("bind", ".", "<<Drop>>")
     window.tk.eval(re.sub(r"\{?%(\w+)\}?", lambda found: f"{{{files if found[1] == 'D' else ''}}}", script))
 
 
 def drawn(window, picture):
-    """Draws the dark window, and tells how bright it is with each theme."""
+    """Draws the dark window into a file. Returns the brightness of each theme."""
     bright = {}
     for dark in (False, True):
         window.dark.set(dark)
         window._use_theme()
         window.update()
         bright["dark" if dark else "light"] = sum(window.winfo_rgb(window.chat["background"]))
-    time.sleep(0.5)  # until the screen has it
+    time.sleep(0.5)  # time for the screen to show the window
     window.update()
     corner = window.winfo_rootx(), window.winfo_rooty()
     ImageGrab.grab((*corner, corner[0] + window.winfo_width(), corner[1] + window.winfo_height())).save(picture)
@@ -69,7 +69,7 @@ def drawn(window, picture):
 
 
 def used(scene, broken, picture):
-    """Talks, stops, opens a picture that is none, asks too much, and closes the window in the middle of an answer."""
+    """Talks, stops, opens a broken picture, asks a too long question, and closes the window during an answer."""
     sessions, told = [], {}
 
     class Noted(pykvedge.Session):
@@ -132,7 +132,7 @@ def used(scene, broken, picture):
 
 @pytest.fixture(scope="module")
 def screen(environment):
-    """Environment of a program with a screen of its own, which nobody sees."""
+    """The environment of a program with an invisible screen of its own."""
     if importlib.util.find_spec("_tkinter") is None or shutil.which("Xvfb") is None:
         pytest.skip("this Python has no tkinter, or Xvfb is missing (Debian: python3-tk, xvfb)")
     for module in ("sv_ttk", "tkinterdnd2"):
@@ -170,18 +170,18 @@ def test_what_a_person_sees(screen, native, tmp_path):
     assert "Add a picture" in told["hint"] and told["answer"][0] == text == ANSWER
     assert told["dark"] < told["light"] / 2 and Image.open(picture).width > 700
     assert f"{kv.kept_bytes / 1024:.1f} of {kv.full_bytes / 1024:.1f} KiB" in told["answer"][1]
-    states = [told[when] for when in ("loading", "ready", "answering")]  # of the buttons open, send and stop
+    states = [told[when] for when in ("loading", "ready", "answering")]  # states of the buttons open, send and stop
     assert states == [[False] * 3, [True, True, False], [False, False, True]]
     assert told["broken"].startswith(str(broken)) and "cancelled" in told["stopped"]
-    assert "context" in told["too long"][0] and told["too long"][1] == 5000  # to be made shorter
-    assert told["ended"] == [False, False]  # the thread, and the model in memory
+    assert "context" in told["too long"][0] and told["too long"][1] == 5000  # the message stays, to be shortened
+    assert told["ended"] == [False, False]  # whether the thread and the model are still alive
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, *whole(signal.SIGINT)])
 def test_the_program_starts_and_ends_by_a_signal(screen, native, number):
     program = subprocess.Popen([sys.executable, DESKTOP], env=screen, text=True, stderr=-1, stdout=-1)
     try:
-        until(lambda: ImageGrab.grab(xdisplay=screen["DISPLAY"]).getbbox())  # None: all black
+        until(lambda: ImageGrab.grab(xdisplay=screen["DISPLAY"]).getbbox())  # None: the screen is black
         program.send_signal(number)
         assert program.communicate(timeout=LIMIT_S) == ("", "") and program.returncode == 0
     finally:
@@ -197,12 +197,12 @@ def test_what_cannot_be_is_one_line(screen, native):
     assert done.returncode == 1 and len(done.stderr.splitlines()) == 1 and done.stderr.startswith("error: ")
 
 
-# the thread, without any window
+# the thread without a window
 
 
 @pytest.fixture
 def worker(native):
-    """A worker whose model is loaded. It ends after the test."""
+    """A worker with a loaded model, which ends after the test."""
     worker = loaded("worker").Worker(*FILES, threads=1)
     worker.start()
     assert events(worker)[-1] == ("ready",)
@@ -213,7 +213,7 @@ def worker(native):
 
 
 def events(worker):
-    """All up to the one that ends a job."""
+    """Returns the events up to the event that ends a job."""
     found = []
     while not found or found[-1][0] in ("progress", "compressed", "piece"):
         found.append(worker.events.get(timeout=LIMIT_S))
@@ -221,7 +221,7 @@ def events(worker):
 
 
 def test_no_stop_is_lost_and_events_come_in_order(worker):
-    """Also a stop that comes before the thread has looked at the job."""
+    """Even a stop that comes before the thread looks at the job must work."""
     worker.sampling = LONG
     for _ in range(5):
         worker.ask(QUESTION, [], pykvedge.plan("full"))
@@ -284,4 +284,4 @@ if __name__ == "__main__":
         print(json.dumps(used(*sys.argv[1:])), flush=True)
     except BaseException:
         traceback.print_exc()
-        os._exit(1)  # the model's thread is not waited for
+        os._exit(1)  # without waiting for the model's thread

@@ -1,11 +1,11 @@
-"""What a compression on a device costs: bytes as a proxy counts them, against those that kvedge reports."""
+"""The bytes of a compression on a device: counted by a proxy, against the bytes that kvedge reports."""
 
 import pytest
 
 TOKENS, HEADS, LAYERS, SIZE = 1000, 2, 4, 64
 ROWS = TOKENS * HEADS * LAYERS
-# bytes from the device for each pending row of a KV head, the window's queries and sums included; its key and value in
-# f16 would be 256
+# bytes from the device for each pending row of a KV head, with queries and sums of the window; its key and value in f16
+# would be 256
 MOST = {"snapkv": 8, "h2o": 8, "flashcache": 16, "keydiff": 16, "mixkv": 24, "lookm": 24, "kvedge": 44}
 OWN_SCORER = """
 import numpy as np
@@ -19,7 +19,7 @@ def mine(layer, settings):
 
 @pytest.fixture
 def travelled(native, tiny, own_server, worker):
-    """travelled(plans, plugin): for each plan what device_bytes_worker.py says of it."""
+    """travelled(plans, plugin) -> a line of device_bytes_worker.py for each plan."""
     def measured(plans, plugin=None):
         files = tiny("llama", head_size=SIZE, n_heads=HEADS, n_heads_kv=HEADS, n_layers=LAYERS)
         job = {"server": own_server.address, "model": str(files.model), "tokens": TOKENS, "plugin": plugin}
@@ -29,7 +29,7 @@ def travelled(native, tiny, own_server, worker):
 
 
 def test_no_rows_travel_for_a_compression(travelled):
-    """Nor does the report leave anything out: framing apart, all bytes are in it."""
+    """The report contains all bytes, except the framing."""
     full, *others = travelled([{"method": "full"}, *({"method": name, "budget": 0.2} for name in MOST)])
     assert full["report"] is None and full["rows"] == ROWS
     whole = sum(full[step][1] for step in ("read", "compress", "token"))
@@ -45,7 +45,7 @@ def test_no_rows_travel_for_a_compression(travelled):
             and not report["problem"]
             and fetched <= most
             and 0 <= received - report["fetched_bytes"] <= 16 * 1024
-            # a graph is sent as some 300 bytes for each tensor
+            # a graph is sent in some 300 bytes for each tensor
             and 0 <= sent - report["sent_bytes"] <= 1024 * report["operations"] + 64 * 1024
             and 0 < found["device_bytes"] < 0.4 * full["device_bytes"]
         )
@@ -55,7 +55,7 @@ def test_no_rows_travel_for_a_compression(travelled):
 
 
 def test_a_stage_that_has_no_graph_goes_by_the_host(travelled, tmp_path):
-    """And says so: a plugin's scorer, reducers that read rows in ways of their own, and the critical rule."""
+    """The report names the reason: a plugin's scorer, reducers that read rows differently, the critical rule."""
     plugin = tmp_path / "mine.py"
     plugin.write_text(OWN_SCORER)
     ours = {
@@ -70,5 +70,5 @@ def test_a_stage_that_has_no_graph_goes_by_the_host(travelled, tmp_path):
         assert not report["compressed"] and f"'{name}' has no graph" in report["problem"], found
         assert report["fetched_bytes"] >= 256 * ROWS  # and queries
         beside = found["compress"][1] - report["fetched_bytes"]
-        assert beside > 0 and (beside <= 16 * 1024 or name == "critical")  # which fetches weights
-        assert found["device_bytes"] > 0  # the answer's rows are back there
+        assert beside > 0 and (beside <= 16 * 1024 or name == "critical")  # critical fetches weights
+        assert found["device_bytes"] > 0  # the answer's rows are on the device again

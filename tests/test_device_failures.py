@@ -1,4 +1,4 @@
-"""What goes wrong while rows are compressed on a device: one line, and a sequence as it was."""
+"""Errors during a compression on a device: one line, and an unchanged sequence."""
 
 import sys
 
@@ -9,13 +9,13 @@ from rpcserver import Counting
 
 TOKENS = 2000
 SHAPE = {"head_size": 64, "n_heads": 2, "n_heads_kv": 2, "n_layers": 4}
-NEAR_TIES = 0.02  # of pairs that score alike in half precision either may stay
+NEAR_TIES = 0.02  # nearly equal scores in half precision: either pair may stay
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="bounds the memory of another process")
-@pytest.mark.parametrize("method", ["snapkv", *whole("keydiff", "h2o")])  # its measures, or smaller buffers
+@pytest.mark.parametrize("method", ["snapkv", *whole("keydiff", "h2o")])  # keydiff: its measures; h2o: smaller buffers
 def test_a_device_whose_memory_ends_leaves_the_sequence_as_it_was(native, tiny, worker, own_server, method):
-    """In whatever step it ends: the host compresses and the report says why, or the next try, with memory, does."""
+    """Wherever the memory ends: the host compresses and the report has the reason, or the next try works."""
     job = {
         "server": own_server.address,
         "pid": own_server.process.pid,
@@ -37,7 +37,7 @@ def test_a_device_whose_memory_ends_leaves_the_sequence_as_it_was(native, tiny, 
 
 @pytest.mark.parametrize("method", ["kvedge", *whole("snapkv")])
 def test_a_server_that_hangs_up_meanwhile_is_one_line(native, tiny, kvedge, own_server, method):
-    """After several shares of what it sends for a compression."""
+    """The server hangs up after different shares of the bytes that it sends for a compression."""
 
     def chat(wire, name):
         options = ["--rpc", wire.address, "--method", name, "--max-tokens", "1", "--json"]
@@ -55,4 +55,4 @@ def test_a_server_that_hangs_up_meanwhile_is_one_line(native, tiny, kvedge, own_
         assert done.code == 1 and done.out == ""
         assert [line for line in done.err.splitlines() if "error" in line] == done.err.splitlines()[-1:]
         assert "llama.cpp had to stop" in done.err
-    assert chat(Counting(own_server.address), method).code == 0  # the server goes on
+    assert chat(Counting(own_server.address), method).code == 0  # the server is still usable

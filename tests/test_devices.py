@@ -1,4 +1,4 @@
-"""Layers on devices: the processor through ggml's operations, and a server on loopback, whose memory is not ours."""
+"""Layers on devices: the CPU through ggml's operations, and a server on loopback (memory of another process)."""
 
 import contextlib
 import json
@@ -21,8 +21,8 @@ from pykvedge.native import backends, ggml
 SCENE = [("What is the code?", [ROOT / "examples" / "scene-1.png"]), ("What shape is red?", [])]
 WORDS = "The quick brown fox jumps over the lazy dog and looks at the picture. "
 SHAPES = {"GQA": ("llava", {}), "MHA": ("llava", {"n_heads_kv": 4}), "M-RoPE": ("qwen2vl", {})}
-ALIKE = ("full", "lookm", "mixkv", "adakv", "flashcache")  # whose answers about the scene do not hang on ties
-TIES = 0.005  # of two pairs that score alike to the last bits either may stay
+ALIKE = ("full", "lookm", "mixkv", "adakv", "flashcache")  # answers about the scene without ties
+TIES = 0.005  # of two nearly equal scores, either pair may stay
 
 
 @pytest.fixture(scope="module")
@@ -34,18 +34,18 @@ def server(environment):
 
 @pytest.fixture
 def chosen(pytestconfig):
-    """Names of methods: with --all every one."""
+    """The methods of a test: with --all, every method."""
     return pykvedge.methods() if pytestconfig.getoption("all") else list(distinct())
 
 
 @pytest.fixture
 def talked(worker):
-    """talked(cases, **settings): what is held and answered in each case."""
+    """talked(cases, **settings) -> the held tokens and the answers of each case."""
     return lambda cases, **settings: worker("device_worker.py", {"cases": cases, "settings": settings})
 
 
 def same(host, device, cases) -> None:
-    """What is held after each message, up to an answer that went another way: random weights, tokens all but tied."""
+    """Compares the held tokens after each message, up to a different answer: random weights give near ties."""
     other = 0
     for case, here, there in zip(cases, host, device, strict=True):
         name = json.loads(case["plan"])["method"]
@@ -55,16 +55,16 @@ def same(host, device, cases) -> None:
             if here["answers"][turn] != there["answers"][turn]:
                 other += 1
                 break
-    assert other <= len(cases) / 3  # the tied tokens of a prompt are those of many methods
+    assert other <= len(cases) / 3  # tied tokens of a prompt affect many methods
 
 
-@pytest.mark.parametrize("shape", ["GQA", "M-RoPE", *whole("MHA")])  # heads of their own: in the next test
+@pytest.mark.parametrize("shape", ["GQA", "M-RoPE", *whole("MHA")])  # many KV heads: in the next test
 def test_every_method_keeps_on_a_device_what_it_keeps_on_the_host(
     tiny, picture_file, profile_file, talked, server, shape, chosen
 ):
-    """Two messages, one of them with images. Ends with rows on the device, also where answers drop some.
+    """Two messages, one of them with images. In the end rows are on the device, also if answers drop some rows.
 
-    All methods with one shape of heads on the server, which has ggml's operations alone; some with the others.
+    One shape of heads runs all methods on the server, which only has ggml's operations. Other shapes run some methods.
     """
     chosen = chosen if shape == "GQA" else ALIKE
     ours = [name for name in chosen if name in (*ALIKE, "kvedge") or len(chosen) == len(pykvedge.methods())]
@@ -82,7 +82,7 @@ def test_every_method_keeps_on_a_device_what_it_keeps_on_the_host(
 
 
 def test_heads_of_different_lengths(native, tiny, talked, server, profile_file):
-    """Eight KV heads that keep different numbers of pairs: in one list on the processor, in groups on the server."""
+    """Eight KV heads with different numbers of pairs: in one list on the CPU, in groups on the server."""
     files = tiny("llama", head_size=64, n_heads=8, n_heads_kv=8, n_layers=3)
     cases = [case_of(files, method, [(WORDS * 12, [])], profile_file) for method in ("adakv", "mixkv-ada", "pyramidkv")]
     host = talked(cases)
@@ -95,17 +95,17 @@ def test_heads_of_different_lengths(native, tiny, talked, server, profile_file):
     row, heads, layers = 2 * 64 * 4, 8, 3  # f32
     for case in graph:
         kept = sum(len(head) for layer in case["held"][0] for head in layer)
-        room = layers * heads * 128 + kept // 32  # for tokens that follow
-        assert kept * row < case["device_bytes"][0] <= (kept + room) * row + 16 * 1024  # and no mask
+        room = layers * heads * 128 + kept // 32  # for later tokens
+        assert kept * row < case["device_bytes"][0] <= (kept + room) * row + 16 * 1024  # without a mask
 
 
 def test_the_demo_model_answers_alike(native, talked, server, own_server, profile_file, pytestconfig):
-    """A trained model, whose tokens are not tied: right answers are right everywhere, and the same pairs are kept."""
+    """A trained model has no ties: right answers are right on every device, and the same pairs are kept."""
     chosen = pykvedge.methods() if pytestconfig.getoption("all") else ALIKE
     cases = [case_of(DEMO, method, SCENE, profile_file) for method in chosen]
     host = talked(cases)
     right = [case["answers"] == host[chosen.index("full")]["answers"] for case in host]
-    assert sum(right) > 0.6 * len(chosen)  # the others keep too little for this model, or the wrong pairs
+    assert sum(right) > 0.6 * len(chosen)  # other methods keep too little for this model, or the wrong pairs
     two = {"rpc": f"{server.address},{own_server.address}"}
     for settings in ({"device": "CPU"}, {"rpc": server.address}, two, {"rpc": server.address, "gpu_layers": 2}):
         there = talked(cases, **settings)
@@ -114,12 +114,12 @@ def test_the_demo_model_answers_alike(native, talked, server, own_server, profil
             assert not (known or method in ALIKE) or case["answers"] == here["answers"], method
             for turn in range(len(SCENE)):
                 if here["answers"][turn] != case["answers"][turn]:
-                    break  # wrong ones, which end sooner or later, and are held, too
+                    break  # wrong answers end at any place, and they are held, too
                 assert differing(here["held"][turn], case["held"][turn]) <= TIES, method
 
 
 def test_quantised_rows(native, talked, server, profile_file):
-    """The demo model answers from q8_0 and q4_0 on a device as from them on the host, and they take their bytes."""
+    """Answers from q8_0 and q4_0 rows on a device equal those on the host, and the rows are smaller."""
     cases = [case_of(DEMO, method, SCENE, profile_file, 0.7) for method in ("full", "lookm")]
     held = {}
     for kv_type in ("f16", "q8_0", "q4_0"):
@@ -130,22 +130,22 @@ def test_quantised_rows(native, talked, server, profile_file):
             held[kv_type] = [case["device_bytes"][-1] for case in there]
     for plain, eight, four in zip(*held.values(), strict=True):
         assert 0 < four < eight < plain
-    lookm = [held[kv_type][1] for kv_type in held]  # whose buffers were made for the answer
+    lookm = [held[kv_type][1] for kv_type in held]  # its buffers were made for the answer
     assert lookm[1] < 0.56 * lookm[0] and lookm[2] < 0.32 * lookm[0]  # 34 and 18 bytes for 64, and masks
     other = talked(cases[:1], kv_type="q8_0:q4_0", device="CPU")
-    assert not any(other[0]["device_bytes"])  # no flash attention of two types everywhere
+    assert not any(other[0]["device_bytes"])  # not every device has flash attention of two types
 
 
 MHA = {"head_size": 64, "n_heads": 4, "n_heads_kv": 4}
 
 
 @pytest.mark.parametrize(
-    ("parts", "shape", "kv_type"),  # parts of a graph; a server's first one is the processor's
+    ("parts", "shape", "kv_type"),  # parts: splits of a graph; a server's first part runs on the CPU
     [(1, {}, "f16"), (1, MHA, "f32"), (2, MHA, "f16"), *whole((1, {}, "f32"), (1, MHA, "f16"), (2, {}, "f16"),
      (2, {}, "f32"), (2, MHA, "f32"))],
 )  # fmt: skip
 def test_a_device_computes_what_llama_cpp_has_it_compute(native, tiny, worker, server, parts, shape, kv_type):
-    """Logits against llama.cpp on that device, and graphs that fall into as many parts, also once it is compressed."""
+    """Compares logits and graph splits with llama.cpp on the same device, before and after the compression."""
     plans = [pykvedge.plan("full"), *(pykvedge.plan(name, 0.4) for name in ("lookm", "adakv", "elastic", "kvedge"))]
     job = {
         "model": str(tiny("llama", **shape).model),
@@ -162,7 +162,7 @@ def test_a_device_computes_what_llama_cpp_has_it_compute(native, tiny, worker, s
         assert found["splits"]["stock"] == found["splits"]["kvedge"] == {"prompt": [parts], "token": [parts]}
 
 
-WIDE = {"head_size": 64, "n_heads": 8, "n_heads_kv": 8}  # two of its merges tie
+WIDE = {"head_size": 64, "n_heads": 8, "n_heads_kv": 8}  # two merges of this model tie
 LATER = [({}, "f16", 1e-4), (WIDE, "f32", 1e-4), ({"head_size": 64}, "q8_0", 2e-3)]  # q8_0 rounds an answer at once
 
 
@@ -171,7 +171,7 @@ LATER = [({}, "f16", 1e-4), (WIDE, "f32", 1e-4), ({"head_size": 64}, "q8_0", 2e-
     [(1, LATER[1]), (2, LATER[2]), *whole((1, LATER[0]), (1, LATER[2]), (2, LATER[0]), (2, LATER[1]))],
 )
 def test_later_messages_attend_where_the_rows_are(native, tiny, worker, server, parts, kind):
-    """Over heads of different lengths, biases and quantised rows: logits as on the host, and rows stay away."""
+    """With heads of different lengths, biases and quantised rows: the host's logits, and rows stay on the device."""
     shape, kv_type, most = kind  # most: the largest divergence
     mass = pykvedge.plan("adakv", 0.3, reducer="averaged", **{"reducer.bias": "mass"})
     names = ("snapkv", "adakv", "kvedge") if parts == 2 else ("adakv",)
@@ -192,7 +192,7 @@ def test_later_messages_attend_where_the_rows_are(native, tiny, worker, server, 
 
 
 def test_a_prompt_that_comes_in_pieces(native, tiny, worker, server):
-    """What is gathered of it lies on the device from piece to piece, and comes to the host where rows do."""
+    """Gathered data stays on the device from piece to piece, and moves to the host together with the rows."""
     plans = [pykvedge.plan(name, 0.3) for name in ("snapkv", "mixkv", "h2o", "roco")]
     plans.append(pykvedge.plan("h2o", 0.3, allocator="entropy", **{"allocator.attention": "full"}))
     job = {"model": str(tiny("llama", weight="f32").model), "plans": [plan.to_json() for plan in plans]}
@@ -212,7 +212,7 @@ def chat(environment, files, *options):
 
 
 def test_the_servers_memory_shrinks(native, tiny, environment, own_server):
-    """What the server uses while an answer to some 3000 tokens is written: with 64 of them kept, less by the others."""
+    """The server's memory during an answer to 3,000 tokens: 64 kept pairs take less by the dropped ones."""
     files = tiny("llama")
     prompt = "word " * 1000  # at least 3 tokens each
     used = {}
@@ -229,7 +229,7 @@ def test_the_servers_memory_shrinks(native, tiny, environment, own_server):
 
 @pytest.mark.parametrize("method", ["snapkv", "h2o", "roco"])
 def test_nothing_comes_back_for_a_piece_of_a_prompt(native, tiny, worker, own_server, method):
-    """Neither queries nor sums: the server answers for tensors and buffers that are made, and no more."""
+    """The server sends no queries and no sums, only its replies about new tensors and buffers."""
     returned = []
     for pieces in (2, 6):
         wire = Counting(own_server.address)
@@ -242,7 +242,7 @@ def test_nothing_comes_back_for_a_piece_of_a_prompt(native, tiny, worker, own_se
 
 
 def test_the_whole_cache_is_not_said_to_be_larger_on_a_device(native, tiny, kvedge):
-    """The report compares what is kept with the rows of all tokens; a device also has masks, queries and room."""
+    """The report compares kept pairs with the rows of all tokens; a device also has masks, queries and free rows."""
     files = tiny("llama", head_size=64, n_heads=4, n_heads_kv=2, n_layers=3)
     options = ["--device", "CPU", "--method", "kvedge", "--budget", "0.2", "--max-tokens", "4", "--json"]
     told = kvedge("chat", *files.arguments(), *options, "word " * 700).json
@@ -254,10 +254,9 @@ def test_the_whole_cache_is_not_said_to_be_larger_on_a_device(native, tiny, kved
 
 @pytest.mark.parametrize("exact", [[], ["--keep", "ram", "--exact"]], ids=["plain", "exact"])
 def test_no_keys_and_values_travel_for_a_token(native, tiny, kvedge, own_server, exact):
-    """Bytes for 50 more tokens of an answer, after prompts of two lengths: as many, but for 2 of each pair's mask.
+    """50 more answer tokens take equally many bytes after prompts of two lengths, except 2 bytes of mask for each pair.
 
-    A token that is verified over whole rows, which the host has, takes its query, key, value and attention there and
-    back.
+    Verified tokens attend to whole rows on the host: their query, key, value and attention travel to the host and back.
     """
     files = tiny("llama")
     kept, a_token = [], []
@@ -275,7 +274,7 @@ def test_no_keys_and_values_travel_for_a_token(native, tiny, kvedge, own_server,
     rows = 2 * 2 * (32 + 32) * 2  # bytes of a token's keys and values in f16
     print(f"{a_token[0]:.0f} bytes a token with {kept[0]} pairs, {a_token[1]:.0f} with {kept[1]}")
     assert 2 * (more + 256) < rows * more / 50
-    # how many tokens are drafted and verified at once is up to the time that they take
+    # the number of drafted and verified tokens depends on their time
     assert a_token[1] - a_token[0] <= (rows * more / 20 if exact else 2 * (more + 256))
 
 
@@ -285,7 +284,7 @@ def test_no_keys_and_values_travel_for_a_token(native, tiny, kvedge, own_server,
      ("snapkv", "q8_0"))],
 )  # fmt: skip
 def test_no_keys_and_values_travel_for_a_later_message(native, tiny, worker, own_server, method, kv_type):
-    """Bytes for a message of 16 tokens and one of its answer: less than half those of the keys and values."""
+    """A message of 16 tokens and one answer token take less than half the bytes of the keys and values."""
     heads, size, layers = 8, 64, 2
     job = {
         "model": str(tiny("llama", head_size=size, n_heads=heads, n_heads_kv=heads).model),
@@ -305,7 +304,7 @@ def test_no_keys_and_values_travel_for_a_later_message(native, tiny, worker, own
 
 
 def test_no_whole_rows_travel_for_a_later_message(native, tiny, worker, own_server):
-    """The host has them, so a short message attends there: bytes for it and its answer of 12 tokens."""
+    """The host has the whole rows, so a short message attends there. Counts its bytes, with an answer of 12 tokens."""
     heads, size, layers = 8, 64, 2
     model = str(tiny("llama", head_size=size, n_heads=heads, n_heads_kv=heads).model)
     said = [("word " * 600, []), ("Why?", [])]
@@ -315,7 +314,7 @@ def test_no_whole_rows_travel_for_a_later_message(native, tiny, worker, own_serv
         wire = Counting(own_server.address)
         settings = {"rpc": wire.address, "gpu_layers": 99, "keep": "ram"}
         (out,) = worker("device_worker.py", {"settings": settings, "cases": [{**case, "messages": messages}]})
-        assert out["device_bytes"][-1] > 0  # the answer's
+        assert out["device_bytes"][-1] > 0  # rows of the answer
         sums.append(wire.bytes)
         held.append(out["held"])
     (host,) = worker("device_worker.py", {"settings": {"keep": "ram"}, "cases": [{**case, "messages": said}]})
@@ -352,10 +351,10 @@ def test_devices_that_are_not_there(kvedge, tiny, options, code, words):
 
 @contextlib.contextmanager
 def listening(answer):
-    """HOST:PORT of a server that is none: answer(client) is called for every connection, which is closed then."""
+    """Yields HOST:PORT of a false server: it calls answer(client) for every connection and closes the connection."""
 
     def close(client):
-        with client, contextlib.suppress(OSError):  # it may hang up first
+        with client, contextlib.suppress(OSError):  # the client may hang up first
             answer(client)
 
     def serve():
@@ -369,19 +368,19 @@ def listening(answer):
 
 
 def test_a_port_where_something_else_listens(kvedge, tiny):
-    """Which hangs up at once."""
+    """The false server hangs up at once."""
     with listening(lambda client: None) as address:
         kvedge("chat", *tiny("llama").arguments(), "--rpc", address, "hello", timeout=60).failed(1, "RPC server")
 
 
 def test_a_server_of_another_version(kvedge, tiny):
-    """Which answers the first message, but names version 99."""
+    """The false server answers the first message with version 99."""
 
     def answer(client):
-        if len(head := client.recv(9, socket.MSG_WAITALL)) == 9:  # a command and the length of what follows
+        if len(head := client.recv(9, socket.MSG_WAITALL)) == 9:  # a command and the length of its data
             client.recv(int.from_bytes(head[1:], "little"), socket.MSG_WAITALL)
             client.sendall((28).to_bytes(8, "little") + bytes([99]) + bytes(27))
-            client.recv(1)  # until it hangs up
+            client.recv(1)  # until the client hangs up
 
     with listening(answer) as address:
         kvedge("chat", *tiny("llama").arguments(), "--rpc", address, "hello", timeout=60).failed(1, "another version")
@@ -397,7 +396,7 @@ def test_a_server_at_a_port_in_use(kvedge):
 
 
 def test_biases_of_merged_rows(native, talked, server, profile_file):
-    """They lie in the masks of answers: what is kept and said is the host's, also where heads differ and rows go."""
+    """Biases are in the masks of answers: held pairs and answers equal the host's, for unequal heads, dropped rows."""
     cases = [case_of(DEMO, "lookm", SCENE, profile_file) for _ in range(3)]
     for case, more in zip(cases, ({}, {"decode": "sliding"}, {"allocator": "ada"}), strict=True):
         plan = pykvedge.plan("lookm", 0.3, reducer="averaged", **{"reducer.bias": "mass"}, **more)
@@ -411,7 +410,7 @@ def test_biases_of_merged_rows(native, talked, server, profile_file):
 
 
 def test_layers_for_a_gpu_that_is_not_there_are_said_to_stay(tiny, kvedge, monkeypatch):
-    """In a line of the commands, and as a warning in Python; a package that is not used is named with its reason."""
+    """The command prints a line, Python gives a warning. An unused package is named with its reason."""
     monkeypatch.setattr(ggml, "devices", list)
     unused = backends.Package("kvedge-vulkan", "Vulkan", problem="no GPU with a Vulkan driver")
     for packages, why in (([], "`kvedge doctor` tells"), ([unused], "kvedge-vulkan is not used: no GPU with a Vulkan")):

@@ -1,4 +1,4 @@
-"""Answers are read in the dialect of a model's chat template: reasoning, text and calls, whole and as they come."""
+"""Answers are read in the dialect of a model's chat template: reasoning, text and calls, whole and in pieces."""
 
 import functools
 import json
@@ -46,7 +46,7 @@ def dialect(template, tools=TOOLS, choice="auto", several=True, after_tool=False
 
 
 def answers(found, text, begun=""):
-    """Reads an answer whole, then character by character; returns (reasoning, text, calls, deltas)."""
+    """Reads an answer whole, then by characters. Returns (reasoning, text, calls, deltas)."""
     whole, pieces = (Parsed(found, begun, clock=lambda: 0.0) for _ in range(2))
     whole.finish(text)
     deltas = [delta for character in text for delta in pieces.feed(character)] + pieces.finish()
@@ -97,7 +97,7 @@ def test_what_is_known_is_told_at_once():
 
 
 def test_reading_waits_between_two_times_where_it_takes_long():
-    now = iter([0.0, 1.0, 4.9, 5.1, 5.2])  # the first time takes 1 s, and the next is 4 s later
+    now = iter([0.0, 1.0, 4.9, 5.1, 5.2])  # the first parse takes 1 s, the next comes 4 s later
     reading = Parsed(dialect(HERMES), clock=lambda: next(now))
     assert [[delta.text for delta in reading.feed(text)] for text in ("a", "b", "c")] == [["a"], [], ["bc"]]
 
@@ -177,6 +177,6 @@ def test_a_template_with_a_switch_is_told_whether_to_reason(fields, thinks):
     request = request_of(parsed(ChatRequest, json.dumps(body).encode()), defaults)
     assert request.values["enable_thinking"] is thinks
     assert ("tools" in request.values) == ("tools" in fields)
-    # what the client chose the form of is not read for more
+    # an answer in the client's form is not parsed further
     assert (request.dialect is None) == ("response_format" in fields)
     assert request.sampling.constrained == (len(fields.keys() & {"tools", "response_format"}) > 0)

@@ -1,4 +1,4 @@
-"""The documentation holds together: its size, its links and anchors, and the paths that it names."""
+"""The documentation is consistent: its size, its links and anchors, and the paths in it."""
 
 import json
 import re
@@ -8,13 +8,13 @@ from docpages import PAGES, ROOT, anchors, blocks, without_blocks, words
 
 NAMES = [page.relative_to(ROOT).as_posix() for page in PAGES]
 LANGUAGES = {"console", "sh", "python", "c", "cmake", "csharp", "kotlin", "swift", "json", "jsonl", "toml", "text"}
-BUILT = ("pykvedge/bindings", "pykvedge/include", "pykvedge/lib")  # where it is installed
+BUILT = ("pykvedge/bindings", "pykvedge/include", "pykvedge/lib")  # only exist where kvedge is installed
 _LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
 _PATH = re.compile(r"`((?:pykvedge|kvedge_lab|native|tests|scripts|experiments|examples|patches|docs)/[a-z0-9_./-]+)`")
 
 
 def test_the_size_of_the_documentation():
-    """It grows by a sentence at a time, and a reader has no more time than before. Blocks of code are not counted."""
+    """The pages must not grow: readers have limited time. Blocks of code are not counted."""
     pages = [name for name in NAMES if name.startswith("docs/") and not name.startswith("docs/results/")]
     assert len(pages) <= 18, pages
     assert sum(words(without_blocks(page.read_text("utf-8"))) for page in PAGES) <= 35_000
@@ -41,7 +41,7 @@ def test_paths_that_are_named_exist(page):
 
 
 def test_every_page_is_in_the_site_and_in_the_list():
-    """A page that the navigation of mkdocs.yml or the list of all pages leaves out is not found."""
+    """Readers do not find a page that is missing in mkdocs.yml's navigation or in the list of all pages."""
     nav = (ROOT / "mkdocs.yml").read_text("utf-8").partition("\nnav:")[2]
     listed = without_blocks((ROOT / "docs" / "index.md").read_text("utf-8"))
     for name in NAMES:
@@ -52,7 +52,7 @@ def test_every_page_is_in_the_site_and_in_the_list():
 
 @pytest.mark.parametrize("page", PAGES, ids=NAMES)
 def test_blocks_have_a_language_that_is_tested(page):
-    """test_docs_commands.py and test_docs_code.py run them; an indented block escapes."""
+    """test_docs_commands.py and test_docs_code.py run these blocks. Indented blocks would not be run."""
     for block in blocks(page):
         assert block.language in LANGUAGES, block.place
         if block.language == "json":

@@ -1,4 +1,4 @@
-"""The programs of the pages, of docstrings and of the notebook: each runs or compiles, and prints what it says."""
+"""The programs of the pages, docstrings and the notebook: each runs or compiles, and prints what its text says."""
 
 import ast
 import asyncio
@@ -23,7 +23,7 @@ from pykvedge.native import cpackage, libraries, llamacpp
 GUIDE, README = ROOT / "docs" / "python.md", ROOT / "README.md"
 PYTHON = [block for page in PAGES for block in blocks(page) if block.language == "python" and not block.reason]
 IN_C = [block for page in PAGES for block in blocks(page) if block.language == "c" and not block.reason]
-# what the text around a block in C has made before
+# declarations from the text around a block in C
 GIVEN = """#include <kvedge.h>
 #include <llama.h>
 int given(struct llama_context * ctx, llama_memory_t mem, kvedge_cache * kv, llama_pos n_prompt, kvedge_plan * plan) {
@@ -47,7 +47,7 @@ def folder(tmp_path, monkeypatch, native):
 
 
 def promised(block):
-    """What the comments behind print(...) say, in order."""
+    """Returns the comments behind print(...), in order."""
     return re.findall(r"^ *print\(.*\) *# (.+)$", block.text, re.MULTILINE)
 
 
@@ -56,7 +56,7 @@ def test_python_prints_what_the_page_says(block, folder, capfd):
     exec(compile(block.text, block.place, "exec"), {"__name__": "__main__"})
     printed = iter(capfd.readouterr().out.splitlines())
     for line in promised(block):
-        assert line in printed, f"{block.place}: {line!r} was not printed"  # `in` reads on from the last one
+        assert line in printed, f"{block.place}: {line!r} was not printed"  # `in` continues from the last line
 
 
 @pytest.mark.parametrize("block", IN_C, ids=lambda block: block.place)
@@ -112,7 +112,7 @@ def test_the_guide_and_the_readme_have_what_they_should():
 
 
 def docstring_example(thing):
-    """The indented lines after the first paragraph of a docstring, from `import` or `with` on."""
+    """Returns the indented lines of a docstring's example, from `import` or `with` on."""
     lines = inspect.getdoc(thing).splitlines()
     start = next(i for i, line in enumerate(lines) if re.match(r" {4}(import|with)\b", line))
     end = next((i for i in range(start, len(lines)) if lines[i] and not lines[i].startswith("    ")), len(lines))
@@ -120,12 +120,12 @@ def docstring_example(thing):
 
 
 def shown(value):
-    """What a notebook shows of the value of a cell, without times."""
+    """Returns a notebook's display of a cell's value, without times."""
     return re.sub(r" \| [\d.]+ tok/s", "", repr(value))
 
 
 def test_the_notebook_shows_what_its_cells_print(folder, monkeypatch, capsys):
-    """The cells run in one namespace, as in a kernel, which would take packages and seconds and find nothing more."""
+    """Runs the cells in one namespace. A real kernel would need packages and seconds, and find nothing more."""
     monkeypatch.chdir(EXAMPLES)
     space: dict = {}
     cells = json.loads((EXAMPLES / "notebook.ipynb").read_text("utf-8"))["cells"]
@@ -167,7 +167,7 @@ def test_the_example_of_attach(folder, capfd):
 
 
 def test_every_example_in_a_docstring_is_one_of_these():
-    """A new one in what is public has to be added above."""
+    """A new public example must be added to the tests above."""
     code = re.compile(r"^ {4}(import|from|with|for|\w+ =|\w+\() *", re.MULTILINE)
     docs = {name: inspect.getdoc(getattr(pykvedge, name)) or "" for name in pykvedge.__all__}
     assert {name for name in docs if code.search(docs[name])} == {"attach", "load", "Session"}

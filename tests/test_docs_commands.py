@@ -1,8 +1,8 @@
-"""The commands of the README and of docs/ run as they are written, and print what the pages say.
+"""The commands of the README and of docs/ run as written, and print what the pages say.
 
-All commands of a page run in one folder, in order. In the folder are the repository's, and model.gguf, mmproj.gguf and
-pictures under the names that the pages use. A hub on this machine has the packaged model under every name that a page
-asks for. `kvedge serve` is started as the page says, but on a free port; the commands after it ask that server.
+All commands of a page run in one folder, in order. The folder has the repository's folders, and model.gguf, mmproj.gguf
+and pictures under the names of the pages. A local hub has the packaged model under every name that a page asks for.
+`kvedge serve` starts as the page says, but on a free port; later commands use this port.
 """
 
 import os
@@ -24,12 +24,12 @@ from server import serving
 SIMPLE = re.compile(r"""kvedge (?!serve )(?:[^"'|<>&;$`#\n]|"[^"$`]*"|'[^']*')*(?:#.*)?$""")
 SERVE = re.compile(r"kvedge serve(?! --help)\b")
 ESCAPES = re.compile(r"\x08|\x1b\[[0-9;?]*[a-zA-Z]|\x1b\][^\x07]*\x07|\r")
-CODE = "64UM3"  # of examples/scene-1.png, examples/scenes.md
+CODE = "64UM3"  # the code in examples/scene-1.png, from examples/scenes.md
 RUN = [page for page in PAGES if any(b.language in ("console", "sh") and not b.reason for b in blocks(page))]
 
 
 def steps(block: Block) -> list[tuple[str, str, list[str]]]:
-    """(command, typed lines, printed lines) of a block. What follows `> ` is typed into a conversation."""
+    """Returns (command, typed lines, printed lines) of a block. Lines after `> ` are typed into a conversation."""
     text = block.text.replace("\\\n", " ")
     if block.language == "sh":
         lines = [line for line in text.splitlines() if line.strip() and not line.startswith("#")]
@@ -50,7 +50,7 @@ def steps(block: Block) -> list[tuple[str, str, list[str]]]:
 
 
 def compared(place: str, printed: list[str], streams: list[str]) -> None:
-    """Every line of the page was printed, in the order of its stream; `...` stands for anything."""
+    """Checks that every line of the page was printed, in the order of its stream. `...` matches anything."""
     rest = [[masked(line) for line in text.splitlines()] for text in streams]
     for line in printed:
         wanted = masked(line)
@@ -65,7 +65,7 @@ def compared(place: str, printed: list[str], streams: list[str]) -> None:
 
 
 def talk(arguments: list[str], typed: str, environment: dict[str, str]) -> tuple[int, str]:
-    """A conversation at a terminal of 100 columns: the exit code, and what was on the screen."""
+    """Runs a conversation at a terminal of 100 columns. Returns the exit code and the text of the screen."""
     pty = pytest.importorskip("pty")
     master, slave = pty.openpty()
     command = [sys.executable, "-m", "pykvedge", *arguments]
@@ -81,7 +81,7 @@ def talk(arguments: list[str], typed: str, environment: dict[str, str]) -> tuple
                 except OSError:  # the other end is closed
                     break
             elif waiting and screen.rstrip().endswith("\n>"):
-                screen += " "  # not this prompt again
+                screen += " "  # does not match this prompt again
                 terminal.write(f"{waiting.pop(0)}\r".encode())
     return child.wait(), re.sub(r"^> ", "", screen, flags=re.M)
 
@@ -94,7 +94,7 @@ def hub():
 
 
 class Desk:
-    """The folder in which a page's commands run, and the servers that they start."""
+    """The folder where a page's commands run, and the servers that they start."""
 
     def __init__(self, folder: Path, variables: dict[str, str], kvedge, environment) -> None:
         self.folder, self.kvedge, self.ports = folder, kvedge, {}
@@ -123,7 +123,7 @@ class Desk:
         self.ports[port] = server.url
 
     def run(self, command: str, typed: str, timeout: float) -> tuple[int, list[str]]:
-        """The exit code, and what was printed: stdout and stderr, or a screen."""
+        """Runs a command. Returns the exit code and the outputs: [stdout, stderr], or [screen]."""
         for port, url in self.ports.items():
             command = command.replace(f"http://127.0.0.1:{port}", url)
         if SIMPLE.match(command):
@@ -179,7 +179,7 @@ def test_slow_commands(block, desk):
 
 
 def test_most_commands_run():
-    """What does not run says why in a comment of the source; most must run."""
+    """Most blocks must run. A block that does not run has its reason in a comment."""
     all_of = [b for page in PAGES for b in blocks(page) if b.language in ("console", "sh", "python", "c")]
     left_out = [b for b in all_of if b.reason]
     assert all(len(b.reason) > 10 for b in left_out)

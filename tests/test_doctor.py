@@ -1,4 +1,4 @@
-"""kvedge doctor: this machine is sound, and whatever is broken is named in one line, with the remedy."""
+"""kvedge doctor: this machine is sound, and every fault gets one line with its remedy."""
 
 import shutil
 import subprocess
@@ -19,13 +19,13 @@ DO = diagnosis.remedy("made up", "")
 
 
 def diagnose(*groups: str, **settings) -> diagnosis.Diagnosis:
-    """Runs the steps of functions of doctor_checks.py."""
+    """Runs the steps of functions in doctor_checks.py."""
     return diagnosis.diagnose(list(groups), "doctor_checks", **settings)
 
 
 @pytest.fixture(scope="module")
 def examined(kvedge, native):
-    """What the program says of this machine."""
+    """The report of `kvedge doctor --json` about this machine."""
     return kvedge("doctor", "--json", timeout=900)
 
 
@@ -77,7 +77,7 @@ def test_sound_steps_and_their_facts():
 
 
 def test_a_hang_is_ended():
-    """The time that a child takes to start does not count, so that a busy machine does not hang."""
+    """The start of a child does not count as a hang, because a busy machine is slow."""
     found = diagnose("hang", patience_s=3.0)
     assert found.faults() == [f"hang of first: hangs: nothing for 3 s; {DO}"]
     assert [o.name for o in found.outcomes if not o.fault] == ["second"]
@@ -140,7 +140,7 @@ def test_libraries_that_are_none(kvedge, tmp_path):
 
 @pytest.mark.skipif(sys.platform != "linux", reason="puts a function in front of the library's by LD_PRELOAD")
 def test_code_that_this_processor_cannot_run(monkeypatch, tmp_path, native):
-    """Every product ends its process, as code for another processor does."""
+    """Every matrix product ends its process, as code for another CPU does."""
     compiler = shutil.which("cc") or shutil.which("gcc")
     assert compiler, "the tests need a C compiler"
     source, library = tmp_path / "broken.c", tmp_path / "broken.so"
@@ -157,7 +157,7 @@ def test_code_that_this_processor_cannot_run(monkeypatch, tmp_path, native):
 
 
 def test_a_product_that_is_wrong_is_found(monkeypatch, native):
-    """One value of hundreds, by as little as the smallest tolerance that is stated for its type."""
+    """One value of hundreds is wrong, by an amount near the tolerance of its type."""
     memory = dict(ggml.buffer_types(ggml.cpu()))["CPU"]
     times = ggml.Weight.times
 
@@ -178,7 +178,7 @@ def test_a_product_that_is_wrong_is_found(monkeypatch, native):
 
 
 def test_random_bits_are_weights(native):
-    """What gguf's reader finds in them is what ggml itself does."""
+    """gguf's reader and ggml must find the same values in random bits."""
     for name in checks._ANY_BITS:
         kind = gguf.GGMLQuantizationType[name]
         data, values = checks._weight(kind, 8, np.random.default_rng(1))

@@ -1,4 +1,4 @@
-"""Pages of PDFs that the tests write: what is drawn, how large, which ones; and files that must not be drawn."""
+"""Pages of PDFs that the tests write: content, size and choice of the pages; and files that must not be drawn."""
 
 import importlib.util
 import io
@@ -34,7 +34,7 @@ def pixels(picture: pykvedge.Picture) -> np.ndarray:
 
 
 def colours(picture: pykvedge.Picture) -> list[str]:
-    """Names the colours in the middle of the upper and of the lower half."""
+    """Returns the names of the colours in the middle of the upper and the lower half."""
     seen, height = pixels(picture), picture.height
     names = {colour: name for name, colour in COLOURS.items()} | {(255, 255, 255): "white"}
     return [names[tuple(seen[height * at // 4, picture.width // 2].tolist())] for at in (1, 3)]
@@ -64,7 +64,7 @@ def test_what_stands_on_a_page_is_drawn_upright():
     box, left = (0, 0, 200, 100), fill("red", 0, 0, 100, 100) + fill("blue", 100, 0, 100, 100)
     turned = next(pages(document(left, box=box, page=b"/Rotate 90"), size=SMALL))
     assert (turned.width, turned.height) == (20, 40) and colours(turned) == ["red", "blue"]
-    # a note, and a field of a form that was filled in: each has its own picture
+    # a note, and a filled field of a form: each has its own picture
     note = b"<< /Type /Annot /Subtype /%b /Rect [0 %d 72 %d] /F 4 /AP << /N %d 0 R >> %b >>"
     form = b"/Type /XObject /Subtype /Form /BBox [0 0 72 36]"
     more = (note % (b"Square", 36, 72, 7, b""), note % (b"Widget", 0, 36, 8, b"/FT /Tx /T (name) /V (x)"),
@@ -94,7 +94,7 @@ def test_pages_are_as_large_as_the_encoder_sees(kind, width, height):
         assert max(page.width, page.height) <= 2048
     elif kind == "mlp":
         assert max(page.width, page.height) == 336
-    else:  # tokens are used up but for the rounding to whole ones, and larger pages would give no more
+    else:  # all tokens are used except for rounding, and larger pages would give no more
         limits = token_limits(mmproj, 0, 300)
         tokens, larger = (image_grid(mmproj, n * page.width, n * page.height, limits).n_tokens for n in (1, 3))
         assert 0.8 * 300 <= tokens <= 300 and larger <= tokens * 1.1
@@ -117,7 +117,7 @@ def test_pages_have_their_numbers_in_prompts():
 
 @given(st.lists(st.tuples(st.integers(1, 30), st.integers(-1, 30)), min_size=1, max_size=6), st.integers(1, 30))
 def test_ranges_name_pages(some, n_pages):
-    """A range: its first page, and how many come behind it; -1: all."""
+    """some: ranges of (first page, number of further pages); -1: all further pages."""
     text = ",".join(f" {a} - " if n < 0 else f"{a}" if n == 0 else f"{a}-{a + n}" for a, n in some)
     wanted = [page for a, n in some for page in range(a, (n_pages if n < 0 else a + n) + 1)]
     asked = [list(one) for one in ranges(text)]
@@ -160,7 +160,7 @@ def test_files_that_are_refused(kind):
 
 
 def _nested(deep: int) -> bytes:
-    """A page whose drawing is drawn ten times by each of so many drawings."""
+    """Returns a page with a drawing inside a drawing, to the depth `deep`; each drawing draws the next ten times."""
     form = b"/Type /XObject /Subtype /Form /BBox [0 0 72 72] /Resources << /XObject << /F %d 0 R >> >>"
     forms = [stream(b"/F Do " * 10, form % (6 + i)) for i in range(deep)]
     last = stream(fill("red") * 100, b"/Type /XObject /Subtype /Form /BBox [0 0 72 72]")
@@ -235,10 +235,10 @@ def test_who_stops_looking_leaves_no_program_behind(children):
 @pytest.mark.skipif(sys.platform != "linux", reason="names of Linux")
 def test_the_program_that_draws_has_no_network(children):
     possible = shutil.which("unshare") and subprocess.run(["unshare", "-Un", "true"], check=False).returncode == 0
-    some = pages(THREE)  # of which a pipe does not hold the second one, so that the program is still there
+    some = pages(THREE)  # a pipe cannot hold the second page, so the program still runs
     next(some)
     (child,) = children()
-    theirs, ours = (os.readlink(f"/proc/{pid}/ns/net") for pid in (child.pid, "self"))  # noqa: PTH115 - it is no path
+    theirs, ours = (os.readlink(f"/proc/{pid}/ns/net") for pid in (child.pid, "self"))  # noqa: PTH115 - no real path
     some.close()
     if not possible:
         pytest.skip("this machine lets no program give up its network")
@@ -267,7 +267,7 @@ def test_files_that_are_not_there(tmp_path, monkeypatch):
 
 
 def test_no_file_is_hidden_behind_another(tmp_path, monkeypatch):
-    """Pages keep their labels in one conversation however the file is named, and other files have other ones."""
+    """A file has the same page labels under every name, and other files have other labels."""
     a = of_pictures(tmp_path / "a.pdf", *[pykvedge.system.files.DATA / "doctor.png"] * 2)
     b = of_pictures(tmp_path / "b.pdf", pykvedge.system.files.DATA / "doctor.png")
     monkeypatch.chdir(tmp_path)

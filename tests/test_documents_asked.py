@@ -49,7 +49,7 @@ def question(i: int, word: str = "page") -> str:
 def test_sessions_know_pages_by_their_numbers(native, scenes, tmp_path):
     with demo(undo=True) as session:
         assert asked(session, question(2), scenes) == CODES[1]
-        assert asked(session, question(4)) == CODES[3]  # over the pages that are there
+        assert asked(session, question(4)) == CODES[3]  # answered from the pages in the cache
         assert session.undo().text == question(4)
         assert asked(session, question(3, "image")) == session.retry().read().strip() == CODES[2]
         session.save(tmp_path / "talk.kvs")
@@ -59,7 +59,7 @@ def test_sessions_know_pages_by_their_numbers(native, scenes, tmp_path):
         session.load(tmp_path / "talk.kvs")
         assert [(p.name, p.page, p.document) for p in session.messages[0].pictures] == told
         assert asked(session, question(1)) == CODES[0]
-        # pages of the same document in a later message, after the session file
+        # pages of the same document in a later message, after loading the session file
         later = pykvedge.Message("user", "?", list(pykvedge.pages(scenes, "3")))
         assert later.content("<m>", session.messages[0].pictures) == "Page 3: <m>\n?"
 
@@ -102,7 +102,7 @@ def encoded(data: bytes) -> str:
 
 
 def forms(data: bytes, name: str, text: str):
-    """The same question about a PDF in each of the three wire formats."""
+    """Returns (path, body) of the same question about a PDF in each of the three wire formats."""
     url, say = f"data:application/pdf;base64,{encoded(data)}", {"type": "text", "text": text}
     file, source = {"filename": name, "file_data": url}, {"type": "base64", "media_type": "application/pdf"}
     said = {
@@ -159,7 +159,7 @@ def test_a_hostile_document_holds_nobody_up(server):
     def drawn() -> int:
         found = 0
         for child in psutil.Process(server.process.pid).children():
-            with suppress(psutil.NoSuchProcess):  # it has ended meanwhile
+            with suppress(psutil.NoSuchProcess):  # the process has ended
                 found += "pdf_worker" in " ".join(child.cmdline())
         return found
 
@@ -167,6 +167,6 @@ def test_a_hostile_document_holds_nobody_up(server):
     waiting.request("POST", bomb[0], json.dumps(bomb[1]), {"Content-Type": "application/json"})
     until(drawn)
     said = [{"role": "user", "content": [picture(fine), {"type": "text", "text": "What is the code?"}]}]
-    assert server.text(said) == CODES[0] and drawn()  # the other one is still drawn
+    assert server.text(said) == CODES[0] and drawn()  # the other document is still being drawn
     waiting.close()
-    until(lambda: not drawn())  # nobody waits for it any more
+    until(lambda: not drawn())  # nobody waits for the drawing any more

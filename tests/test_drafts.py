@@ -1,4 +1,4 @@
-"""Drafted answers: token by token those that come one by one, whatever is guessed."""
+"""Drafted answers equal answers without drafts, token by token, whatever the guesses are."""
 
 import numpy as np
 import pytest
@@ -14,8 +14,9 @@ from pykvedge.runtime.report import Drafts, Report
 
 @pytest.fixture
 def guessing(monkeypatch):
-    """guessing(ids, right): answers are drafted with these tokens, as many as fit; behind the first `right` guesses of
-    a batch are wrong ones.
+    """guessing(ids, right): answers are drafted with the tokens `ids`, as many as fit. In each batch, only the first
+    `right`
+    guesses are right.
     """
 
     def use(ids, right):
@@ -55,7 +56,7 @@ def test_whatever_is_guessed_the_answer_is_that_of_single_tokens(sessions, guess
         assert counts.verifications > 0 and counts.drafted > 0
         if right == 0:
             assert counts.accepted == 0
-        elif right == 99:  # but the one that ends the answer
+        elif right == 99:  # except the guess that ends the answer
             assert counts.accepted >= counts.drafted - 1
             assert counts.verifications <= len(plain.ids) // drafting.MOST + 2
         else:
@@ -79,8 +80,8 @@ OTHERS = ["qwen2vl", "gemma3", "deepseek2", *whole("llama", "llava", "qwen3vl", 
 
 @pytest.mark.parametrize("kind", OTHERS)
 def test_other_models(tiny, picture_file, guessing, native, kind):
-    """Positions of images, layers that see a window, that read the rows of another one, or that llama.cpp keeps."""
-    model = tiny(kind, weight="f32")  # with f16 inputs are rounded, and batches sum in another order than single tokens
+    """Image positions, windowed layers, layers that read another layer's rows, layers in llama.cpp's cache."""
+    model = tiny(kind, weight="f32")  # f16 weights round inputs, and a batch sums in another order than single tokens
     pictures = [picture_file()] if model.mmproj else []
     chosen = Sampling(max_tokens=40, temp=0.7, seed=3)
     plan = pykvedge.plan("full") if kind == "deepseek2" else pykvedge.plan("snapkv", 0.4)
@@ -96,7 +97,7 @@ def test_other_models(tiny, picture_file, guessing, native, kind):
 
 @pytest.mark.parametrize("plan", ["full", "snapkv"])
 def test_lookup_as_it_is(sessions, native, monkeypatch, plan):
-    """Guesses of the conversation itself, whatever they cost."""
+    """Drafts from the conversation itself, at any cost."""
     plain = said(sessions(plan), SAMPLINGS["greedy"])
     monkeypatch.setattr(drafting.Drafter, "_best", lambda self, kind, most, each=0: (most, 1.0))
     drafted = said(sessions(plan, lookup=True), SAMPLINGS["greedy"])
@@ -136,7 +137,7 @@ def test_the_context_ends_a_drafted_answer_where_it_ends_another(tiny, guessing,
     chosen = Sampling(max_tokens=500)
     ends = []
     ids = []
-    model = tiny("llama", weight="f32")  # with f16 a batch is rounded unlike single tokens
+    model = tiny("llama", weight="f32")  # with f16, a batch rounds differently from single tokens
     for settings in ({}, {"lookup": True}):
         with model.session(n_ctx=64, **settings) as session:
             answer = session.ask("What is there to see?", sampling=chosen)
@@ -148,7 +149,7 @@ def test_the_context_ends_a_drafted_answer_where_it_ends_another(tiny, guessing,
 
 
 def test_positions_turn_where_they_turn_without_drafts(tiny, guessing, native):
-    """An answer beyond the trained length: the keys turn before the same token."""
+    """An answer longer than the trained length: keys turn before the same token."""
     chosen, ends, ids = Sampling(max_tokens=120, temp=1.0, seed=5), [], []
     for settings in ({}, {"lookup": True}):
         model = tiny("llama", weight="f32")
@@ -179,7 +180,7 @@ def test_a_saved_session_goes_on(sessions, native, tmp_path):
 
 
 def chi_square(counts, p):
-    """Of draws that should have these probabilities, rare ones together, and its degrees of freedom."""
+    """Returns the chi-square statistic of draws with probabilities p, and its degrees of freedom. Joins rare ones."""
     n = counts.sum()
     many = p * n >= 5
     seen = np.append(counts[many], counts[~many].sum())
@@ -196,11 +197,11 @@ def softmax(logits, temp):
 
 @pytest.mark.parametrize("draws, whole_rows", [(3000, False), (3000, True), *whole((20000, False), (20000, True))])
 def test_tokens_have_the_probabilities_that_they_have_without_guesses(tiny, native, draws, whole_rows):
-    """The first two tokens behind a guess: of one batch, drawn with many seeds, against softmax in NumPy.
+    """Compares the first two tokens after a guess, drawn with many seeds, with softmax in NumPy.
 
-    Over whole rows these are the probabilities of a session that keeps everything.
+    With whole rows, the probabilities must be those of a session with the full cache.
     """
-    model = tiny("llama", weight="f32")  # with f16 a batch is rounded unlike single tokens
+    model = tiny("llama", weight="f32")  # with f16, a batch rounds differently from single tokens
     temp, settings = 0.8, {"keep": "ram", "exact": True} if whole_rows else {"lookup": True}
     first, likely, p1, p2 = 0, 0, np.empty(0), np.empty(0)
     with model.session(pykvedge.plan("full" if whole_rows else "snapkv", None if whole_rows else 0.4)) as plain:
@@ -230,7 +231,7 @@ def test_tokens_have_the_probabilities_that_they_have_without_guesses(tiny, nati
                 n_right += 1
                 seen[1][got[1]] += 1
             else:
-                assert len(got) == 1  # the guess was wrong: what follows it is not looked at
+                assert len(got) == 1  # the guess was wrong: what follows it is ignored
             generation.close()
         sequence.accept(1)
     assert n_right > 50
@@ -251,24 +252,24 @@ def test_the_costs_of_batches_are_learned():
     costs = drafting.Costs()
     assert costs.of(1) == costs.of(5) == 0.0
     costs.took(1, 1.0)
-    assert costs.of(1) == 1.0 and costs.of(5) == 2.0  # a guess, so that it is tried
+    assert costs.of(1) == 1.0 and costs.of(5) == 2.0  # an estimate, so that this size is tried
     for n in (2, 8):
         costs.took(n, cost(n))
     assert costs.of(8) == cost(8) and costs.of(5) == pytest.approx(cost(5))
     costs.took(3, 9.0)
-    assert costs.of(3) == cost(8)  # three tokens take no more than eight
+    assert costs.of(3) == cost(8)  # three tokens take at most as long as eight
     for seconds in (1.8, 1.8, 1.8):
         costs.took(3, seconds)
     assert costs.of(3) == 1.8
     for _ in range(300):
         costs.took(1, 2.0)
-    assert costs.of(1) == 2.0 and costs.of(8) == 2.0 + 7 * 0.5  # too long ago: it is tried again
+    assert costs.of(1) == 2.0 and costs.of(8) == 2.0 + 7 * 0.5  # the measurement is too old, so the size is tried again
 
 
 @pytest.mark.parametrize("rate, expensive, least, most", [(0.97, False, 8, 15), (0.05, False, 0, 0), (0.9, True, 0, 0)])
 def test_guesses_are_as_many_as_pay(rate, expensive, least, most):
     drafter = drafting.Drafter(None, None, None)
-    assert drafter._best(2, 15) == (0, 0.0)  # nothing was measured
+    assert drafter._best(2, 15) == (0, 0.0)  # nothing is measured yet
     for n in (1, *range(2, 17)):
         drafter._costs.took(n, float(n) if expensive else cost(n))
     rng = np.random.default_rng(1)
@@ -278,8 +279,7 @@ def test_guesses_are_as_many_as_pay(rate, expensive, least, most):
     assert drafter._best(2, 0) == (0, 1.0)
 
 
-# ------------------------------------------------------------------------------------------------------------
-# What is refused, and what is reported
+# Refusals and reports
 
 
 def test_what_cannot_take_guesses_back_is_refused(tiny, native):

@@ -1,4 +1,4 @@
-"""What is measured is what a session does: eval and bench keep of a prompt what a session keeps, to the token."""
+"""eval and bench measure what a session does: of a prompt, they keep the tokens that a session keeps."""
 
 import threading
 
@@ -19,7 +19,7 @@ WORDS = "The quick brown fox jumps over the lazy dog and looks at the picture. "
 
 @pytest.mark.parametrize("method", ["lookm", "pyramidkv", *whole("snapkv", "elastic")])
 def test_eval_and_bench_keep_what_a_session_keeps(tiny, picture_file, native, monkeypatch, method):
-    """Of a prompt of several passes with an image among them."""
+    """A prompt of several batches with an image in its middle."""
     plan, seen = pykvedge.plan(method, 0.3), {}
     with tiny("llava").session(plan, n_ctx=4096) as session:
         question = WORDS * 30 + "<image>" + WORDS * 30

@@ -1,4 +1,4 @@
-"""Turns leave a conversation, and what was said behind them moves up: nothing is read again."""
+"""Turns leave a conversation, and later turns move up, without reading anything again."""
 
 import pytest
 from test_ageing import CODES, GREEDY, QUESTIONS, held, inside, reads, talk  # noqa: F401
@@ -25,19 +25,19 @@ def test_a_turn_is_gone_and_the_others_stay(talk, reads, tmp_path, method, keep)
     assert session.engine.sequence.n_past == position - (end.position - begin.position)
     assert all(len(inside(tokens, (begin.token, end.token))) == 0 for heads in held(session) for tokens in heads)
     gone = (end.token - begin.token) * session.model.kv_bytes_per_token(2)
-    assert gone <= before.whole_bytes - after.whole_bytes < 1.2 * gone  # with what was observed of them
+    assert gone <= before.whole_bytes - after.whole_bytes < 1.2 * gone  # and the observed data of these rows
     assert ask(session, "What is the code in image 1?") == CODES[0]
     kv = session.last_report.kv
-    assert 0.8 * kv.whole_bytes < kv.full_bytes <= kv.whole_bytes  # which have what was observed, too
+    assert 0.8 * kv.whole_bytes < kv.full_bytes <= kv.whole_bytes  # the rows and their observed data
     assert ask(session, "What is the code in image 2?") == CODES[2]
-    session.demote(2, 0.1)  # the one that was the third
+    session.demote(2, 0.1)  # turn 2, formerly turn 3
     assert len(session.engine.ages) == 2
 
 
 @pytest.mark.parametrize("exact", [False, True])
 def test_a_long_conversation_stays_as_short_as_its_turns(talk, reads, closing, tmp_path, exact):  # noqa: F811
     session, lengths = talk(n_ctx=800, exact=exact), []
-    for _ in range(16):  # in all more tokens than the context holds
+    for _ in range(16):  # in total more tokens than the context can hold
         assert ask(session, "What is the code in image 3?") == CODES[2]
         while len(session.messages) > 8:
             session.drop_turn(len(session.messages) // 2 - 1)
@@ -84,12 +84,12 @@ def test_what_cannot_be_dropped_is_said_in_a_line(talk, reads, closing):  # noqa
     before = reads[0]
     with pytest.raises(UnsupportedError, match="cannot turn with the keys; use a method without allocator entropy"):
         other.drop_turn(2)
-    assert ask(other, "What is the code in image 3?") and reads[0] < before + 60  # the conversation is still there
+    assert ask(other, "What is the code in image 3?") and reads[0] < before + 60  # the conversation still exists
     with pytest.raises(UsageError, match="set keep to 'ram' or 'disk'"):
         talk(keep=None).drop_turn(2)
     session.drop_turn(2)
     assert len(session.messages) == n - 2
-    session.forget()  # as after an answer that was broken off: all is read again, and no turn stands for itself
+    session.forget()  # as after an interrupted answer: everything is read again, and no turn can be dropped
     assert ask(session, "What is the code in image 2?") == CODES[2]
     with pytest.raises(StateError, match="read together with others"):
         session.drop_turn(2)

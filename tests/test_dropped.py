@@ -1,4 +1,4 @@
-"""Sessions and models that nobody closed, and nobody refers to any more, are freed."""
+"""Sessions and models without close() are freed when nobody refers to them any more."""
 
 import gc
 import os
@@ -35,7 +35,7 @@ def test_many_sessions_take_no_more_memory_than_one(tiny, native):
 
         some(3)
         before = some(1)
-        assert some(20) - before < 20 << 20  # one takes 4 MiB and more
+        assert some(20) - before < 20 << 20  # each takes at least 4 MiB
 
 
 def test_many_models_take_no_more_memory_than_one(tiny, native):
@@ -54,7 +54,7 @@ def test_many_models_take_no_more_memory_than_one(tiny, native):
 
     some(3)
     before = some(1)
-    assert some(10) - before < 40 << 20  # one takes 14 MiB
+    assert some(10) - before < 40 << 20  # each takes at least 14 MiB
 
 
 def test_a_model_goes_after_its_sessions(tiny, native):
@@ -66,7 +66,7 @@ def test_a_model_goes_after_its_sessions(tiny, native):
         close = thing.close
         thing.close = lambda close=close, what=what: (close(), order.append(what))
     del thing, close, model
-    assert next(answer) is not None  # the answer holds its session, and that its model
+    assert next(answer) is not None  # the answer refers to its session, and the session to the model
     gone = weakref.ref(session)
     del session, answer
     gc.collect()
@@ -75,20 +75,20 @@ def test_a_model_goes_after_its_sessions(tiny, native):
 
 def test_they_are_freed_by_a_thread_of_its_own():
     class Thing:
-        """Something with memory."""
+        """An object with memory."""
 
     freed = []
     thing = Thing()
     dropped.add(thing, lambda: freed.append(threading.current_thread().name))
     other = Thing()
     reference = dropped.add(other, lambda: freed.append("twice"))
-    dropped.remove(reference)  # closed by hand
+    dropped.remove(reference)  # closed explicitly
     del thing, other
     assert until(lambda: freed) and freed == ["kvedge-free"]
 
 
 def test_no_python_runs_where_something_is_dropped(tiny, native):
-    """Ctrl-C is raised between two steps of Python: in a finalizer it would reach nobody, and the program goes on."""
+    """In a finalizer, a KeyboardInterrupt would be lost, so no Python code may run there."""
     model, template = pykvedge.load(tiny("llama").model, threads=1), ("{{ messages[0].content }}", "", "")
     request = request_for([], "auto", False, {}, "none", False)
     things = {
@@ -140,7 +140,7 @@ def test_a_program_ends_with_sessions_open(tiny, native, how):
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="fork")
 @pytest.mark.parametrize("woken", [False, True])
 def test_a_child_made_by_fork_frees_what_it_makes(woken):
-    """Also where the parent's thread was just woken, and had not gone on."""
+    """The child frees its objects, even if the parent's thread was woken just before the fork."""
     code = f"""
 import os, signal, sys, time
 from pykvedge.system import dropped

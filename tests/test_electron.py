@@ -1,4 +1,4 @@
-"""examples/electron without Electron: what its main process asks by Node, its page by Chromium."""
+"""examples/electron without Electron: Node runs the requests of its main process, Chromium its page."""
 
 import base64
 import json

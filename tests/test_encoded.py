@@ -1,4 +1,4 @@
-"""Images that were encoded before: for all conversations with a model, and in a folder for other programs."""
+"""Encoded images are reused: by all conversations of a model in memory, and through a folder by other programs."""
 
 import os
 import random
@@ -38,14 +38,14 @@ def loaded(files, **settings):
 
 
 def shared(model):
-    """The encoder of a loaded model, and the images of it that are held."""
+    """Returns the encoder of a loaded model, and its cached images."""
     loan = model.lend()
     loan.give_back()
     return loan.encoder, loan.caches.images
 
 
 def counted(model):
-    """Counts the images that the encoder of a loaded model is given from now on."""
+    """Counts the images that the encoder of a loaded model encodes from now on."""
     encoder, _ = shared(model)
     encode, calls = encoder.encode, []
 
@@ -58,7 +58,7 @@ def counted(model):
 
 
 def ask(model, seeds, plan=PLANS["merged"], **settings):
-    """A question about pictures; the plan is none whose prompts a cache folder keeps as well."""
+    """Asks a question about pictures. No plan here stores prompts in a cache folder."""
     with Session(model, plan=plan, **settings) as session:
         return say(session, "What is this?", [picture(i) for i in seeds], FEW)
 
@@ -94,11 +94,11 @@ def test_the_bound_holds_and_those_used_least_recently_go_first():
     held.memory.drop("b")
     held.memory.drop("nothing")
     assert held.memory.n_bytes == 320
-    assert not rows("large", 31) and held.memory.n_bytes == 320  # which would have driven all others out
+    assert not rows("large", 31) and held.memory.n_bytes == 320  # it would have removed all other entries
     held.memory.clear()
     assert held.memory.n_bytes == 0 and not rows("a")
     with pytest.raises(ValueError):
-        held.rows("a", 10, never, print)[0][0] = 1  # others read it, too
+        held.rows("a", 10, never, print)[0][0] = 1  # other sessions read it, too
 
 
 def test_threads_that_want_the_same_image_encode_it_once():
@@ -173,7 +173,7 @@ def test_a_second_conversation_encodes_nothing_and_answers_alike(tiny, native, k
             assert again.tokens.image == report.tokens.image and again.tokens.pruned == report.tokens.pruned
             assert (f"{reused} from the cache" in again.line()) == bool(reused)
         assert len(calls) == 3
-        # and a plan that reads less of the same image
+        # and a plan that reads fewer tokens of the same image
         assert ask(model, [3], PLANS["pruned"]).tokens.images_reused == 1 and len(calls) == 3
 
 
@@ -212,7 +212,7 @@ def test_a_thousand_images_take_no_more_than_the_bound(tiny, native):
             assert 0 < images.memory.n_bytes <= limit
             rss.append(memory.rss_bytes())
         assert images.memory.n_bytes > limit // 2
-        assert 4 * limit < 1000 * 16 * 256 * 4  # all of them would have been that much more
+        assert 4 * limit < 1000 * 16 * 256 * 4  # all images together would take much more
         assert max(rss[200:]) - rss[200] < 2 * limit  # the rest of the process may grow a little
 
 
@@ -241,7 +241,7 @@ def test_settings_that_cannot_be(tiny, native):
 
 @pytest.fixture
 def asked(tiny, native, tmp_path):
-    """asked(kind, **settings) -> report of a question to a model that is loaded for it, and how often it encoded."""
+    """asked(kind, **settings) -> (report of a question to a newly loaded model, number of encoded images)."""
 
     def make(kind="llava", shape=None, **settings):
         with loaded(tiny(kind, **(shape or {})), **{"cache": tmp_path / "c", **settings}) as model:
@@ -262,7 +262,7 @@ def test_another_program_finds_them(asked, tmp_path):
 
 
 def test_models_share_a_folder_and_not_their_images(asked, tmp_path):
-    """The same shapes with other weights, of the encoder alone or of both; the same encoder with another width."""
+    """Other weights of the encoder or of both models, and the same encoder with another width: no image is shared."""
     shapes = ({}, {"seed": 7}, {"image_size": 84}, {"head_size": 32})
     expected = [asked(shape=shape, cache=None)[0].text for shape in shapes]
     assert [asked(shape=shape)[1] for shape in shapes] == [1, 1, 1, 1]
@@ -272,14 +272,14 @@ def test_models_share_a_folder_and_not_their_images(asked, tmp_path):
 
 
 def test_another_version_of_kvedge_encodes_for_itself(asked, monkeypatch):
-    """It may bring a llama.cpp that prepares images otherwise."""
+    """Another version may have a llama.cpp that prepares images differently."""
     assert [asked()[1], asked()[1]] == [1, 0]
     monkeypatch.setattr("pykvedge.runtime.loaded.package_version", lambda: "99.0")
     assert [asked()[1], asked()[1]] == [1, 0]
 
 
 def test_a_damaged_entry_is_encoded_again(asked, tiny, tmp_path):
-    """At bytes of all fields of the head and the name, and at random places of the rows; never another answer."""
+    """Changes bytes of all fields of the head and the name, and of the rows: the answer never changes."""
     expected = asked()[0].text
     (file,) = (tmp_path / "c").iterdir()
     whole, draw = file.read_bytes(), random.Random(5)
@@ -349,7 +349,7 @@ def test_programs_at_the_same_time_share_a_folder(tiny, kvedge, picture_file, tm
     in_threads(*(partial(work, images[i:] + images[:i]) for i in range(2)))
     assert sorted(said) == sorted((image, text, None) for image, text in expected.items() for _ in range(2))
     assert 0 < CacheFolder(tmp_path / "c", 30000).total_bytes() <= 30000
-    assert len(list((tmp_path / "c").iterdir())) == 1  # of 16 KiB each, so that one had to go
+    assert len(list((tmp_path / "c").iterdir())) == 1  # an entry takes 16 KiB, so one was removed
 
 
 def test_the_options_of_a_folder(kvedge, tiny, tmp_path):

@@ -1,4 +1,4 @@
-"""An image encoder at work: its progress, and its end when somebody no longer wants the image."""
+"""A running image encoder: its progress, and its stop when the image is no longer wanted."""
 
 import threading
 
@@ -28,7 +28,7 @@ def test_progress_goes_through_every_image(tiny, native, kind):
 @pytest.mark.parametrize("kind", ["llava", "qwen2vl"])
 @pytest.mark.parametrize("error", [CancelledError, KeyboardInterrupt])
 def test_an_encoder_is_stopped_between_its_layers(tiny, native, kind, error):
-    """Nothing of the image that was not encoded to its end is used afterwards."""
+    """An image that was not fully encoded is never used."""
     cancel, layers, on = threading.Event(), [], True
 
     def soon(what, share):

@@ -1,4 +1,4 @@
-"""kvedge eval: the figures of a session, results that survive, and input that is wrong."""
+"""kvedge eval: its figures equal a session's, its results survive, and wrong input is refused."""
 
 import csv
 import io
@@ -40,7 +40,7 @@ def pictures(sample):
 
 
 def test_greedy_answers_are_those_of_a_session(native):
-    """Methods of every sort, budgets from one reading: copies of a sequence answer as a session of their own does."""
+    """All kinds of methods, several budgets from one reading: copies of a sequence answer as separate sessions do."""
     [sample] = demo_samples("code", 1, 3, 4)
     cells = [Cell(name, pykvedge.plan(name, b)) for name in distinct() if name != FULL for b in (0.4, 0.1)]
     rows = run([sample], cells)
@@ -63,7 +63,7 @@ def test_second_turns_are_compressed_turn_by_turn(native):
     rows = run([sample], [Cell("mixkv", plan)])
     with pykvedge.Session(MODEL, MMPROJ, plan, threads=THREADS) as session:
         first = session.ask(sample.lines[0].text, pictures(sample))
-        assert first.read().strip() == sample.lines[1].text  # else the two conversations would differ
+        assert first.read().strip() == sample.lines[1].text  # otherwise the two conversations would differ
         second = session.ask(sample.lines[2].text)
         text = second.read().strip()
         row = rows[sample.id, "mixkv", "0.3"]
@@ -111,7 +111,7 @@ def records_of(path):
 
 @pytest.fixture
 def start(environment):
-    """start(*arguments) -> the program, running."""
+    """start(*arguments) -> the running program."""
     started = []
 
     def go(*arguments):
@@ -140,7 +140,7 @@ def test_after_a_kill_nothing_is_measured_twice(kvedge, start, native, tmp_path)
     process.kill()
     process.wait()
     before = broken.read_bytes().rpartition(b"\n")[0] + b"\n"
-    broken.write_bytes(before + b'{"id": "colour:0:4:3", "met')  # a line that was not written to its end
+    broken.write_bytes(before + b'{"id": "colour:0:4:3", "met')  # an unfinished line
     done = kvedge(*command(broken, "--resume", "--json"))
     assert done.code == 0, done
     assert broken.read_bytes().startswith(before)
@@ -350,7 +350,7 @@ def test_models_that_cannot_be_compressed_are_measured_as_they_are(kvedge, tiny,
 
 @pytest.mark.parametrize("kind", ["qwen2vl", "gemma3", "lfm2"])
 def test_other_architectures_answer_as_in_a_session(tiny, native, picture_file, tmp_path, kind):
-    """Copies of sequences, for M-RoPE, sliding windows and recurrent layers."""
+    """Copies of sequences with M-RoPE, sliding windows and recurrent layers."""
     model = tiny(kind)
     picture = picture_file() if kind == "qwen2vl" else None
     line = Line("user", "What is this, and why? " * 8, (picture,) if picture else ())
@@ -398,7 +398,7 @@ def test_output_that_cannot_be_written_is_one_line(environment, tiny, native, tm
     data.write_text(json.dumps({"question": "x", "answer": "y", "max_tokens": 2}))
     command = ["eval", *tiny("llama").arguments(), data, "--method", "full", "--quiet"]
     program = [sys.executable, "-m", "pykvedge", *map(str, command)]
-    # with a buffer, as users have it: what cannot be written shows when it is flushed, and once more at the end
+    # with a buffer, as users have it: a failed write shows when the buffer is flushed, and once more at the end
     buffered = {k: v for k, v in environment.items() if k != "PYTHONUNBUFFERED"}
     with open("/dev/full", "wb") as full:  # noqa: PTH123
         done = subprocess.run(program, stdout=full, stderr=subprocess.PIPE, env=buffered, check=False)

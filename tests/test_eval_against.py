@@ -1,4 +1,4 @@
-"""kvedge eval --against: changes are against another method, on the same samples at the same budget."""
+"""kvedge eval --against: changes are relative to another method, on the same samples, at the same budget."""
 
 import numpy as np
 import pytest
@@ -17,7 +17,7 @@ CELLS = [full_cell(), *(Cell(name, pykvedge.plan(name, b)) for name in ("snapkv"
 
 
 def records(leave_out=()):
-    """Random figures of every sample and cell, in the form of records."""
+    """Returns random records for every sample and cell."""
     rng, out = np.random.default_rng(5), {}
     for cell in CELLS:
         for sample in SAMPLES:

@@ -1,4 +1,4 @@
-"""CIDEr-D beside its equations with vectors over all n-grams, and what its words are."""
+"""CIDEr-D against its equations with vectors over all n-grams; its splitting into words."""
 
 import json
 from random import Random
@@ -13,7 +13,7 @@ WORDS = ["a", "the", "red", "sign", "says", "stop", "bottle", "of", "beer", "wit
 
 
 def by_definition(answer, references, corpus):
-    """The equations of section 3 and 5, one vector over all n-grams of each length."""
+    """The equations of sections 3 and 5, with one vector over all n-grams of each length."""
     total = 0.0
     for n in (1, 2, 3, 4):
 

@@ -1,4 +1,4 @@
-"""kvedge eval --compress context: the question is read after the compression, and nothing before knows it."""
+"""kvedge eval --compress context: the question is read after the compression, which does not know the question."""
 
 from dataclasses import replace
 from itertools import product
@@ -42,11 +42,11 @@ def test_what_is_kept_does_not_depend_on_the_question(native):
         assert [first[k] for k in same] == [second[k] for k in same]
         assert first["kept"] == pytest.approx(0.2 * first["prompt_tokens"], abs=2)
     aware = run(two, cells(0.2))
-    assert len({aware[one.id, "snapkv", "0.2"]["prompt_tokens"] for one in two}) == 2  # the question is in it there
+    assert len({aware[one.id, "snapkv", "0.2"]["prompt_tokens"] for one in two}) == 2  # these prompts have the question
 
 
 def test_the_first_token_of_the_answer_is_compressed_too(native):
-    """Of an answer of one token prompt compression shows nothing: its logits are those of the whole cache."""
+    """With compress = prompt, an answer of one token has the full cache's logits; with context it does not."""
     [sample] = demo_samples("code", 1, 3, 4)
     words = [replace(sample, id=word, answer=word) for word in ("red", "two", "the", "circle", "4", "top")]
     counted = run(words, [], answers=False)
@@ -84,15 +84,15 @@ def test_results_of_the_two_do_not_mix(kvedge, tmp_path):
     assert kvedge(*other).code == 0
     again = [*small[:-1], tmp_path / "c.jsonl", "--resume"]
     kvedge(*again, "--compress", "prompt").failed(2, "compress 'context', not 'prompt'")
-    assert kvedge(*again).code == 0  # what is omitted is as the file says
+    assert kvedge(*again).code == 0  # omitted options come from the file
     assert FULL in kvedge(*other, "--resume").out
     older = (tmp_path / "c.jsonl").read_text().replace(', "as_one": true', "", 1)
-    (tmp_path / "c.jsonl").write_text(older)  # from when a context was compressed message by message
+    (tmp_path / "c.jsonl").write_text(older)  # an older file, of the time when contexts were compressed by message
     kvedge(*other, "--resume").failed(2, "with as_one None, not True")
 
 
 def test_a_second_pass_finds_the_room_that_other_plans_gave_back(native):
-    """However many plans were tried on copies of the prompt before."""
+    """The second pass has enough memory, however many plans were tried on earlier copies of the prompt."""
     cells = [Cell(f"kvzip{n}", pykvedge.plan("kvzip", 0.5, text_prior=bool(n % 2))) for n in range(24)]
     [sample] = demo_samples("describe", 1, 3, 4)
     rows = run([sample], cells, answers=False, compress="context")
@@ -101,7 +101,7 @@ def test_a_second_pass_finds_the_room_that_other_plans_gave_back(native):
 
 @pytest.mark.parametrize("how", WAYS)
 def test_the_default_method_keeps_what_the_question_is_and_what_it_asks_for(native, how):
-    """Second and third questions, whenever they come: all as the full cache's at half, and at a fifth of the pairs."""
+    """Second and third questions: at 0.5 and 0.2, all answers equal those of the full cache."""
     samples = [s for task in ("code+describe", "colour+where+describe") for s in demo_samples(task, 4, 5, 4)]
     budgets = (0.5, 0.2)
     rows = run(samples, [Cell(DEFAULT_METHOD, pykvedge.default_plan(b)) for b in budgets], compress=how)
@@ -111,7 +111,7 @@ def test_the_default_method_keeps_what_the_question_is_and_what_it_asks_for(nati
 
 
 def test_a_conversation_is_one_prompt(native):
-    """What is kept is a share of all its tokens; and what the full cache says is the same however it was read."""
+    """A conversation is one prompt: the budget is a share of all tokens. The full cache answers alike in every way."""
     [sample] = demo_samples("colour+where+describe", 1, 5, 4)
     rows = {how: run([sample], cells(0.2, names=("knorm",)), compress=how) for how in WAYS}
     whole = rows["conversation"][sample.id, "knorm", "0.2"]
@@ -126,10 +126,10 @@ def test_a_conversation_is_one_prompt(native):
 
 @pytest.mark.parametrize("how", WAYS)
 def test_what_is_read_once_for_all_equals_a_reading_for_each(native, how):
-    """Of questions about one context, and of methods that gather the same: records are equal to the last digit."""
+    """Questions with one context, and methods that gather the same: records equal those of separate readings."""
     [sample] = demo_samples("code", 1, 3, 4)
     two = [replace(asked(sample, text), context="scene") for text in ("What is the code?", "Is there a red circle?")]
-    names = ("knorm", "vnorm", "snapkv", "adakv", "h2o", "meda", DEFAULT_METHOD)  # two that gather the same, and alone
+    names = ("knorm", "vnorm", "snapkv", "adakv", "h2o", "meda", DEFAULT_METHOD)  # two that gather the same, and others
     made = [*cells(0.1, names=names), *cells(0.1, 0.3, names=("kvzip",))]
     together = run(two, made, answers=False, compress=how)
     apart = [replace(one, context="") for one in two]
@@ -147,4 +147,4 @@ def test_questions_of_one_context_are_read_behind_one_prompt(native, monkeypatch
     monkeypatch.setattr(Reader, "read", lambda self, pieces: (read.append(pieces), plain(self, pieces)))
     run(three, cells(0.2, 0.5), answers=False, compress="conversation")
     images = [any(isinstance(piece, ImagePiece) for piece in pieces) for pieces in read]
-    assert images.count(True) == 4 and images.count(False) == 12  # of full, snapkv, knorm and h2o; and their questions
+    assert images.count(True) == 4 and images.count(False) == 12  # full, snapkv, knorm, h2o: images and questions

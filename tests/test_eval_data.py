@@ -1,4 +1,4 @@
-"""Samples of kvedge eval: the demo generator's, and files in the forms that data sets have on disk."""
+"""Samples of kvedge eval: from the demo generator, and from files in the forms of data sets."""
 
 import json
 
@@ -16,7 +16,7 @@ MARK = "<M>"
 
 @pytest.fixture
 def folder(tmp_path):
-    """A folder with images/0.png to images/6.png, each of another width."""
+    """A folder with images/0.png to images/6.png, all of different widths."""
     (tmp_path / "images").mkdir()
     for i in range(7):
         Image.new("RGB", (20 + i, 16)).save(tmp_path / "images" / f"{i}.png")
@@ -34,7 +34,7 @@ def write_lines(path, *objects):
 
 
 def rendered(sample):
-    """(role, text with a mark for each image, widths of its images) of each message."""
+    """Returns (role, text with a mark for each image, widths of its images) of each message."""
     return [(m.role, m.content(MARK), [p.width for p in m.pictures]) for m in sample.messages()]
 
 
@@ -303,7 +303,7 @@ def test_json_of_another_form(folder, data):
     ],
 )
 def test_what_is_wrong_with_json_is_named(folder, name, data, words):
-    """A misspelt image would else be a question without one."""
+    """Without the error, a misspelt image key would give a question without an image."""
     with pytest.raises(DatasetError) as error:
         load(write(folder / name, data))
     assert words in str(error.value) and "\n" not in str(error.value)

@@ -1,4 +1,4 @@
-"""kvedge eval --keep: later questions are read over whole rows, and compressed as if all had been one prompt."""
+"""kvedge eval --keep: later questions use whole rows, and are compressed as if everything had been one prompt."""
 
 import pytest
 from eval_runs import MMPROJ, MODEL, run
@@ -37,7 +37,7 @@ def test_later_questions_are_answered_as_if_all_were_one_prompt(native, one, kee
 
 
 def test_later_questions_are_answered_otherwise_without_whole_rows(native, one):
-    """Else the test above could not fail."""
+    """Without this difference, the test above could not fail."""
     without = run(chains(), CELLS)
     assert all("whole_bytes" not in row for row in without.values())
     assert sum(abs(row["kld"] - one[key]["kld"]) > 0.01 for key, row in without.items()) > len(chains())
@@ -69,5 +69,5 @@ def test_results_say_whether_rows_were_kept(kvedge, tmp_path):
 
 
 def test_images_do_not_age_in_measurements(kvedge):
-    """The option was taken, and what was printed was measured without it."""
+    """eval would ignore --age, so it refuses the option."""
     kvedge("eval", "--keep", "ram", "--age", "0.5").failed(2, "--age")

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from kvedge_lab.eval import metrics
 
-# answer, reference, F1 that rouge-score 0.1.2 gives (rougeL, use_stemmer=False)
+# answer, reference, F1 of rouge-score 0.1.2 (rougeL, use_stemmer=False)
 ROUGE = [
     ("the cat sat on the mat", "the cat is on the mat", 0.833333),
     ("A red star, at the top-left.", "a red STAR at the bottom left", 0.857143),
@@ -69,8 +69,8 @@ CHOICES = ["a red star", "star", "blue"]
     [
         ("B. star", 1),
         ("star", 1),
-        ("A red star!", 0),  # the longer of two at the same place
-        ("It is BLUE, not a star", 2),  # the first named
+        ("A red star!", 0),  # of two at the same place, the longer one
+        ("It is BLUE, not a star", 2),  # the first one in the text
         ("c", 2),
         ("(B)", 1),
         ("b", 1),
@@ -86,7 +86,7 @@ def test_which_choice_an_answer_names(answer, index):
 def test_a_reference_may_be_the_text_or_the_letter_of_its_choice():
     assert metrics.choice_match("B", "star", CHOICES) == metrics.choice_match("star", "B", CHOICES) == 1
     assert metrics.choice_match("B", "C", CHOICES) == 0
-    many = [f"x{i}" for i in range(30)]  # more than letters
+    many = [f"x{i}" for i in range(30)]  # more than there are letters
     assert metrics.choice_match("x7", "x7", many) == 1 and metrics.chosen("h", many) is None
 
 
@@ -123,7 +123,7 @@ def test_intervals_are_of_differences_of_the_same_samples():
     assert metrics.paired_interval(hard, one, hard, seed=1) == (0, 0)
 
 
-@pytest.mark.parametrize(("n", "times", "least"), [(60, 100, 0.86), (6, 300, 0.88)])  # a plain percentile's of 6: 0.83
+@pytest.mark.parametrize(("n", "times", "least"), [(60, 100, 0.86), (6, 300, 0.88)])  # n = 6, plain percentiles: 0.83
 def test_an_interval_covers_the_truth_about_as_often_as_it_says(n, times, least):
     rng, held = np.random.default_rng(1 if n == 60 else 2), 0
     for seed in range(times):

@@ -1,4 +1,4 @@
-"""Samples that become tokens, and those that are refused on the way: nothing that mtmd holds stays behind."""
+"""Samples become tokens or are refused. In both cases, all memory of mtmd is released."""
 
 from dataclasses import replace
 
@@ -22,7 +22,7 @@ def session(native):
 
 @pytest.fixture
 def split(monkeypatch):
-    """All pieces of images that were made; each is mtmd's until it is released."""
+    """Collects all pieces of images; each is mtmd's memory until it is released."""
     made, plain = [], Vision.split
 
     def noting(self, text, pictures):

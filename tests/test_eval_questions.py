@@ -1,4 +1,4 @@
-"""kvedge eval with several questions about one context, apart or one after the other."""
+"""kvedge eval with several questions about one context, separately or one after the other."""
 
 import json
 from dataclasses import replace
@@ -116,7 +116,7 @@ def test_questions_that_are_none(tmp_path, data, what):
 
 
 def test_questions_about_a_context_count_as_one():
-    """Contexts of three questions: means over each first, and intervals over contexts, computed here by hand."""
+    """Contexts of three questions count as one each: means and intervals over contexts, compared with loops."""
     rng, rows, samples = Random(3), {}, []
     for i in range(7):
         for k in range(3):
@@ -142,7 +142,7 @@ def test_questions_about_a_context_count_as_one():
     assert mine.ppl_change == paired_interval(nll, tokens, column(FULL, "nll", np.sum), np.exp)
     assert mine.kept == pytest.approx(np.mean([(10 + i) / 20 for i in range(7)]))
     few = {(line.method, line.task): line for line in lines(rows, samples[:12], cells)}
-    assert few["m", ALL].samples == 12 and few["m", ALL].score_change is None  # of four contexts
+    assert few["m", ALL].samples == 12 and few["m", ALL].score_change is None  # four contexts
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""ScreenSpot's files, as they lie on disk; the boxes of samples beside pixels that were counted one by one."""
+"""ScreenSpot's files in their original form; the boxes of samples against pixels counted one by one."""
 
 import json
 from random import Random

@@ -1,4 +1,4 @@
-"""The perplexity that kvedge eval gives the full cache is that of unpatched llama.cpp, computed apart from kvedge."""
+"""kvedge eval's perplexity of the full cache equals that of unpatched llama.cpp, computed without kvedge."""
 
 import math
 from dataclasses import replace
@@ -24,7 +24,7 @@ def stock_perplexity(worker, stock_env, model, cases, exact=False):
 
 
 def encoded(samples, folder, model=MODEL, mmproj=MMPROJ):
-    """Per sample, files with the embeddings of its images."""
+    """Returns, for each sample, the files with the embeddings of its images."""
     from pykvedge.models.vision import ImagePiece
 
     out = []
@@ -42,7 +42,7 @@ def encoded(samples, folder, model=MODEL, mmproj=MMPROJ):
 
 
 def segments(text, marker, files):
-    """The rendered prompt, cut at its images."""
+    """Returns the rendered prompt, cut at its images."""
     parts = text.split(marker)
     assert len(parts) == len(files) + 1
     made = []
@@ -53,7 +53,7 @@ def segments(text, marker, files):
 
 
 def check_against_stock(samples, model, worker, stock_env, folder, kv_type="f16"):
-    """The perplexity of the full cache, which stock llama.cpp with its own cache must have too."""
+    """Checks that stock llama.cpp's cache gives the perplexity of the full cache. Returns the perplexity."""
     rows = run(samples, [], model, kv_type=kv_type, answers=False)
     [line] = [x for x in table.lines(rows, samples, [full_cell()]) if x.task == table.ALL]
     cases = []
@@ -72,11 +72,11 @@ def test_perplexity_is_that_of_stock_llama_cpp_on_the_demo_model(native, worker,
 
 
 def test_perplexity_is_that_of_stock_llama_cpp_for_unlikely_answers(native, worker, stock_env, tmp_path):
-    """Answers to other questions, so that the figure is far from 1. All in f32: stock's flash attention sums in f16."""
+    """Wrong answers, so that the figure is far from 1. All in f32, because stock's flash attention sums in f16."""
     samples = demo_samples("where", 6, 4, 4) + demo_samples("difference", 2, 4, 4)
     others = [s.answer for s in demo_samples("where", 6, 9, 4) + demo_samples("difference", 2, 9, 4)]
     wrong = [replace(s, answer=a) for s, a in zip(samples, others, strict=True)]
-    # of Q8_0, activations are rounded to 8 bits, which blows up any small difference
+    # Q8_0 rounds activations to 8 bits, which enlarges small differences
     model = rewritten(MODEL, tmp_path / "f32.gguf", widened=True)
     assert check_against_stock(wrong, model, worker, stock_env, tmp_path, "f32") > 1.5
 

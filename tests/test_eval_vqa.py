@@ -1,4 +1,4 @@
-"""Scores of picture benchmarks, beside definitions written out for small cases."""
+"""Scores of picture benchmarks against their definitions, written out for small cases."""
 
 import functools
 import json
@@ -51,7 +51,7 @@ def test_numbers_within_a_twentieth(answer, reference, score):
 
 
 def test_people_agree_as_in_the_definition():
-    """The mean over all sets of nine of ten people, each counted by hand."""
+    """The mean over all sets of nine of ten people, counted one by one."""
     rng = Random(1)
     for _ in range(50):
         people = [rng.choice(("red", "blue", "green")) for _ in range(10)]

@@ -1,4 +1,4 @@
-"""Exact answers are drafted with the compressed rows and verified over the whole ones: they are the whole cache's."""
+"""Exact answers are drafted with compressed rows and verified over whole rows: they equal the full cache's answers."""
 
 import functools
 
@@ -42,13 +42,13 @@ CASES = [
 
 @pytest.fixture(scope="module")
 def of_full(sessions):
-    """of_full(sampling) -> the answer of the whole cache; each is given once."""
+    """of_full(sampling) -> the answer of the full cache. Each is computed once."""
     return functools.cache(lambda sampling: said(sessions("full"), SAMPLINGS[sampling]))
 
 
 @pytest.mark.parametrize("method", ["h2o", *whole("meda", "lookm", "roco", "snapkv", "flashcache")])
 def test_a_prompt_is_read_alike_whatever_a_plan_observes(sessions, native, method):
-    """To the bit: where weights have 8 bits, the last bit of a sum may change a logit by a tenth."""
+    """Bit for bit: with 8-bit weights, the last bit of a sum can change a logit by a tenth."""
     asked = [one for n, task in ((1, "code"), (4, "which-image")) for one in demo_samples(task, 2, 3, n)]
 
     def first_logits(session, sample):
@@ -73,7 +73,7 @@ def test_the_answer_is_that_of_the_whole_cache(sessions, of_full, drafting_much,
         check_alike(exact, full)
         counts = exact.drafts
         assert counts.exact and counts.verifications > 0 and counts.drafted >= counts.verifications - 1
-        assert counts.accepted <= right * counts.verifications + 3  # a wrong one may be right by chance
+        assert counts.accepted <= right * counts.verifications + 3  # a wrong guess may be right by chance
 
 
 def test_drafts_of_the_compressed_rows_are_often_right(sessions, drafting_much, native):
@@ -96,7 +96,7 @@ def test_the_report_counts_what_was_read(sessions, drafting_much, native):
 
 
 def test_as_it_is(sessions, of_full, native):
-    """With as many drafts as pay; from a file; with a lookup as well."""
+    """Normal drafts; with whole rows in a file; with a lookup as well."""
     full = of_full("greedy")
     for settings in ({"keep": "disk"}, {"keep": "ram", "lookup": True}):
         exact = said(sessions("snapkv", exact=True, **settings), SAMPLINGS["greedy"])
@@ -105,13 +105,13 @@ def test_as_it_is(sessions, of_full, native):
 
 
 def test_compressed_rows_alone_say_something_else(sessions, of_full, native):
-    """Else the tests above could not fail."""
+    """Without this difference, the tests above could not fail."""
     full = of_full("greedy")
     assert said(sessions("snapkv"), SAMPLINGS["greedy"]).ids != full.ids
 
 
 def answers_of(session):
-    """To all questions, the first one about an image."""
+    """Returns the answers to all questions. The first question has an image."""
     session.clear()
     asked = [(question, [SCENE] if i == 0 else []) for i, question in enumerate(QUESTIONS)]
     return [session.ask(*one, Sampling(max_tokens=40)).read() for one in asked]
@@ -128,7 +128,7 @@ def test_an_answer_that_is_broken_off_stays_as_far_as_it_went(sessions, drafting
 
 
 def test_lookup_alone_leaves_whole_rows_to_later_questions(sessions, native, monkeypatch):
-    """It verifies over the compressed rows: the same answers as without it."""
+    """Lookup alone verifies with the compressed rows, so the answers do not change."""
     plain = answers_of(sessions("snapkv", keep="ram"))
     monkeypatch.setattr(drafting.Drafter, "_best", lambda self, kind, most, each=0: (most, 1.0))
     session = sessions("snapkv", keep="ram", lookup=True)
@@ -137,14 +137,14 @@ def test_lookup_alone_leaves_whole_rows_to_later_questions(sessions, native, mon
 
 
 def test_quantised_rows(sessions, of_full, drafting_much, native):
-    """They draft; what is verified is whole and plain."""
+    """Quantised rows only draft; verification uses whole f16 rows."""
     full = of_full("greedy")
     check_alike(said(sessions("snapkv", keep="ram", exact=True, kv_type="q4_0"), SAMPLINGS["greedy"]), full)
 
 
 @pytest.mark.parametrize("plan", ["snapkv", "ragged", "biased"])
 def test_drafts_on_a_device(sessions, drafting_much, native, plan):
-    """The CPU's layers go the way of a device's: its rows draft, and what is verified lies on the host."""
+    """The CPU acts as a device: its rows draft, and verification uses rows on the host."""
     full = said(sessions("full", device="CPU"), SAMPLINGS["greedy"])
     session = sessions(plan, keep="ram", exact=True, device="CPU")
     drafting_much(2)
@@ -152,12 +152,12 @@ def test_drafts_on_a_device(sessions, drafting_much, native, plan):
     assert (exact.ids, exact.later) == (full.ids, full.later)
     assert exact.drafts.exact and exact.drafts.accepted > 0
     stats = session.engine.cache.stats()
-    assert 0.9 * stats.bytes < stats.device_bytes and stats.whole_bytes > 0  # biases are the host's
+    assert 0.9 * stats.bytes < stats.device_bytes and stats.whole_bytes > 0  # biases are on the host
 
 
 @pytest.mark.parametrize("kind", ["qwen2vl", "gemma3", *whole("llama", "llava", "qwen3vl", "gemma4")])
 def test_other_models(tiny, picture_file, drafting_much, native, kind):
-    model = tiny(kind, weight="f32")  # with f16 a batch is rounded unlike single tokens
+    model = tiny(kind, weight="f32")  # with f16, a batch rounds differently from single tokens
     pictures = [picture_file()] if model.mmproj else []
     chosen = Sampling(max_tokens=30, temp=0.7, seed=3)
     with model.session() as session:
@@ -178,7 +178,7 @@ def test_where_whole_rows_are_given_up_the_report_says_so(native, tmp_path):
         assert any("may differ from the full cache's" in note for note in answer.report.notes)
         session.save(tmp_path / "s.kvs")
     with pykvedge.Session(plan=plan, **settings) as session:
-        session.load(tmp_path / "s.kvs")  # a session file has the compressed rows alone
+        session.load(tmp_path / "s.kvs")  # a session file has only the compressed rows
         answer = session.ask("Why?", sampling=Sampling(max_tokens=8))
         assert answer.read() and answer.report.drafts.exact is False
         assert sum("may differ from the full cache's" in note for note in answer.report.notes) == 1

@@ -60,7 +60,7 @@ def test_what_says_nothing_leaves_the_values_to_choose():
     p = prompt(12, (2, 1), size=8, layers=1)
     p.q[:] = 0
     np.testing.assert_allclose(score(p)[0, 4:], np.linalg.norm(p.v[0, 0, 4:], axis=-1) / 8, rtol=1e-6)
-    p.q[:], p.k[:] = 1, 2  # all alike
+    p.q[:], p.k[:] = 1, 2  # all equal
     np.testing.assert_allclose(score(p)[0, 4:], np.linalg.norm(p.v[0, 0, 4:], axis=-1) / 8, rtol=1e-6)
 
 
@@ -84,7 +84,7 @@ def test_both_engines_turn_alike(native, turned, allocator):
 def test_large_means_do_not_drown_the_covariance(native):
     p = prompt(200, size=32)
     p.q[:] += 40
-    p.k[:] -= p.k.mean(axis=-1, keepdims=True)  # along which the mean says nothing
+    p.k[:] -= p.k.mean(axis=-1, keepdims=True)  # products with the mean cancel
     with_it, without = ({"scorer.covariance": on, "allocator": "uniform"} for on in (True, False))
     ours = kept_alike(1e-5, pykvedge.plan("expected", 0.3, **with_it), p)
     assert not np.allclose(ours.scores, kept_alike(1e-5, pykvedge.plan("expected", 0.3, **without), p).scores, rtol=0.1)
@@ -110,7 +110,7 @@ def test_rotations_that_are_none_are_refused(native):
 
 
 class Tensor(ctypes.Structure):
-    """The beginning of a ggml_tensor."""
+    """The first fields of a ggml_tensor."""
 
     _fields_ = [
         ("type", ctypes.c_int), ("buffer", ctypes.c_void_p), ("ne", ctypes.c_int64 * 4), ("nb", ctypes.c_size_t * 4),
@@ -120,7 +120,7 @@ class Tensor(ctypes.Structure):
 
 
 class Watched(TinyContext):
-    """Notes each layer's queries before the model turns them: queries[layer] [tokens, H, d]."""
+    """Records each layer's queries before their rotation: queries[layer] has [tokens, H, d] arrays."""
 
     def __init__(self, *arguments, adjusted=None, **options):
         self.queries, self.adjusted = {}, adjusted or {}
@@ -138,24 +138,24 @@ class Watched(TinyContext):
         def seen(tensor, ask, _):
             name, _, layer = ggml.ggml_get_name(tensor).decode().partition("-")
             if ask and name == "Qcur" and ggml.ggml_op_desc(tensor) == b"ROPE":
-                before = Tensor.from_address(tensor).src[0]  # computed, and not yet written over
+                before = Tensor.from_address(tensor).src[0]  # computed, and not yet overwritten
                 t = Tensor.from_address(before)
                 flat = (ctypes.c_float * (sum(n * (m - 1) for n, m in zip(t.nb, t.ne, strict=True)) // 4 + 1))
                 rows = np.frombuffer(flat.from_address(ggml.ggml_get_data(before)), np.float32)
                 rows = np.lib.stride_tricks.as_strided(rows, (t.ne[2], t.ne[1], t.ne[0]), (t.nb[2], t.nb[1], t.nb[0]))
                 self.queries.setdefault(int(layer), []).append(rows.copy())
-            return True  # one operation after the other
+            return True  # runs one operation after the other
 
         self._seen = self.llama.ggml_backend_sched_eval_callback(seen)
         params.cb_eval = self._seen
 
     def read(self, tokens):
-        """Reads text at the position that is next."""
+        """Reads text at the next position."""
         assert send(self.context, range(self.at, self.at + len(tokens)), tokens, wants=[0] * len(tokens)) == 0
         self.at += len(tokens)
 
     def look(self, down, across):
-        """Reads an image of rows that mean nothing, at M-RoPE's positions."""
+        """Reads an image with random rows, at M-RoPE's positions."""
         n, width = down * across, self.llama.llama_model_n_embd_inp(self.model)
         rows = np.random.default_rng(n).normal(0, 0.02, (n, width))
         y, x = np.divmod(np.arange(n), across)
@@ -164,9 +164,9 @@ class Watched(TinyContext):
         self.at += max(down, across)
 
     def by_definition(self, layer, rotation, longer=1.0):
-        """Scores [Hkv, T] of a stored layer by the queries that were noted, and the keys and values that are held.
+        """Returns scores [Hkv, T] of a stored layer, from the recorded queries and the held keys and values.
 
-        longer: by which factor the model makes rows longer as it turns them.
+        longer: factor by which the model's rotation lengthens rows.
         """
         of_model = libkvedge.lib().kvedge_layer_id(self.cache.handle, layer)
         queries = np.concatenate(self.queries[of_model]).astype(np.float64)[4:] * longer
@@ -184,11 +184,11 @@ class Watched(TinyContext):
 
 
 def rotation_of(model, pairs):
-    """How text is turned."""
+    """Returns the rotation of text."""
     values = read_header(model).values
     arch = values["general.architecture"]
     out = Rotation.of(values[f"{arch}.rope.dimension_count"], values[f"{arch}.rope.freq_base"], pairs)
-    if arch == "qwen3vl":  # every third pair is for one of three positions, as many as it has; the others stay
+    if arch == "qwen3vl":  # each third pair belongs to one of three positions, within its section; other pairs stay
         sections = mrope_sections(2 * len(out.angles))
         out.angles[[i for i in range(len(out.angles)) if i >= 3 * sections[i % 3]]] = 0
     return out
@@ -212,7 +212,7 @@ def test_queries_are_turned_back_as_the_model_turned_them(native, tiny, kind, pa
 
 
 def yarn(size, base, scale, trained, fast=32.0, slow=1.0):
-    """The angles of YaRN (Peng et al. 2023, section 3.2): what turns often within the trained context stays."""
+    """Returns the angles of YaRN (Peng et al. 2023, section 3.2): pairs that turn often in the trained context stay."""
     out = []
     for i in range(size // 2):
         angle = base ** (-2 * i / size)
@@ -224,7 +224,7 @@ def yarn(size, base, scale, trained, fast=32.0, slow=1.0):
 
 
 def turned_otherwise(model, of):
-    """Settings of a context whose rotary angles are not its model's, and these angles."""
+    """Returns settings of a context whose rotary angles are not its model's, and these angles."""
     llama = libraries.llama()
     adjusted = {
         "yarn": {
@@ -247,14 +247,14 @@ def test_contexts_that_turn_otherwise_than_their_model(native, tiny, of):
     with Watched(model, pykvedge.plan("expected", 0.5), "f32", n_ctx=1024, adjusted=adjusted) as context:
         context.read(random_tokens(120))
         ours = libkvedge.pending_scores(context.cache, 1)[:, 4:]
-        longer = 1 + 0.1 * np.log(4) if of == "yarn" else 1.0  # Peng et al., eq. 15, of keys and queries
+        longer = 1 + 0.1 * np.log(4) if of == "yarn" else 1.0  # Peng et al., eq. 15, for keys and queries
         np.testing.assert_allclose(ours, context.by_definition(1, Rotation(angles, "norm"), longer), rtol=2e-3)
         models = Rotation.of(2 * len(angles), pairs="norm")
         assert not np.allclose(ours, context.by_definition(1, models, longer), rtol=2e-3)
 
 
 def test_a_model_that_turns_queries_in_another_way_is_refused(kvedge, tiny):
-    """Llama 4 scales the queries of its full-attention layers by their positions."""
+    """Llama 4 scales the queries of its full-attention layers by position, which the scorer cannot reproduce."""
     model = tiny("llama4").model
     with pytest.raises(UnsupportedError, match="layer 3 of this model"):
         TinyContext(model, pykvedge.plan("expected", 0.5))

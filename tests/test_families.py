@@ -1,4 +1,4 @@
-"""Families of vision-language models: answers are stock llama.cpp's; docs/models.md says what is compressed."""
+"""Families of vision-language models: answers equal stock llama.cpp's; the compressed layers equal docs/models.md's."""
 
 import functools
 import sys
@@ -22,11 +22,11 @@ from pykvedge.models.vision import Vision
 
 N = 6  # tokens of an answer
 MAX_KL = 1e-4  # nats
-PAGE = 4096 if sys.platform != "darwin" else 16384  # what a layer is rounded up to
+PAGE = 4096 if sys.platform != "darwin" else 16384  # a layer is rounded up to pages
 QUESTION = "What is to be seen here, and what is to the left of it? Say it in a few words, please."
-# kind -> layers whose keys and values kvedge holds; the others have a window, a state, or no cache of this kind
+# kind -> layers whose keys and values kvedge holds; all other layers have a window, a state, or another cache
 HELD = {kind: [1, 3] for kind in ("qwen35", "gemma3v", "lfm2vl", "gemma4v", "gemma4e")} | {"kimivl": [], "llama4": [3]}
-# where stock llama.cpp cannot be told to drop the same: positions of a token are not its number, or chunks are wide
+# stock llama.cpp cannot drop the same tokens: positions differ from token numbers, or chunks are wide
 NOT_DROPPED = {"qwen25vl", "qwen3vl", "qwen35", "glm4v", "llama4"}
 PAIRS = list(FAMILIES)
 
@@ -42,7 +42,7 @@ def scene(width=300, height=200):
 
 @dataclass
 class Reading:
-    """What a session made of a question: its prompt, with mtmd's marker for the picture, and N rows of logits."""
+    """A session's input for a question: its prompt, with mtmd's marker for the picture; and N rows of logits."""
 
     prompt: str = ""
     logits: list = field(default_factory=list)
@@ -76,7 +76,7 @@ def test_answers_are_those_of_stock(tiny, native, monkeypatch, kind):
     files = tiny(kind)
     ours = read_by_session(files, monkeypatch)
     with Runner(files.model, files.mmproj, exact=True) as stock:
-        stock.special = False  # the prompt has all its tokens already
+        stock.special = False  # the prompt has its BOS token already
         theirs = stock.answer(scene(), ours.prompt, N)
     assert ours.prompt.count("<__media__>") == 1 and ours.n_image == theirs.image_tokens > 0
     assert ours.ids == theirs.ids
@@ -114,7 +114,7 @@ def test_what_has_nothing_to_compress_says_so(tiny, native, kind):
 
 @pytest.mark.parametrize("kind", [kind for kind in COMPRESSED if kind not in NOT_DROPPED])
 def test_what_was_dropped_is_read_by_no_layer(tiny, native, monkeypatch, kind):
-    """As in stock llama.cpp without these tokens: layers with a window of 32 do not reach back to what was dropped."""
+    """Equals stock llama.cpp without these tokens: windows of 32 do not reach back to dropped tokens."""
     files = tiny(kind)
     ours = read_by_session(files, monkeypatch, pykvedge.plan("streaming-llm", 60))
     with Runner(files.model, files.mmproj, exact=True) as stock:
@@ -128,7 +128,7 @@ def test_what_was_dropped_is_read_by_no_layer(tiny, native, monkeypatch, kind):
 
 @pytest.mark.parametrize("plan", ["sliding", "scored", "ragged", "merged"])
 def test_layers_that_share_a_cache_read_what_is_kept(tiny, native, plan):
-    """Layers 4 and 5 of gemma4e have no keys and values: 5 reads those of 3, as long as its heads are."""
+    """Layers 4 and 5 of gemma4e have no keys and values. Layer 5 reads those of layer 3, at their held length."""
     with tiny("gemma4e").session(a_plan(plan), undo=True) as session:
         answer = session.ask(QUESTION, [scene()], SHORT)
         first = [session.engine.cache.layer_ids(), session.engine.cache.lengths()]
@@ -151,7 +151,7 @@ def test_a_model_that_shares_a_cache_takes_no_bounded_prompt(tiny, native):
 
 
 def test_on_devices_layers_that_share_a_cache_stay_with_llama_cpp(tiny, native):
-    """The processor as a device, through ggml's graphs."""
+    """The CPU acts as a device, through ggml's graphs."""
     files = tiny("gemma4e")
     with files.session(device="CPU") as session:
         assert say(session, QUESTION, [scene()]).text and session.engine.cache is None
@@ -185,7 +185,7 @@ def test_fit_counts_image_tokens_as_mtmd_does(tiny, native, kind):
     ids=str,
 )
 def test_fit_says_what_chat_reads(tiny, kvedge, picture_file, kind, limits):
-    """Of one image, cut into tiles or not, and of two together that have different sizes."""
+    """One image, tiled or not, and two images of different sizes."""
     files = tiny(kind)
     small, large = (picture_file(f"{w}.png", w, h) for w, h in ((300, 200), (900, 700)))
     for images in ([small], [small, large]):

@@ -27,7 +27,7 @@ from stock_runner import Answer, Runner, picture
 
 def check(answer: Answer) -> None:
     assert np.isfinite(answer.logits).all()
-    # Neither flat nor decided beforehand: a model whose logits are degenerate tests nothing.
+    # Logits that are neither flat nor decided: degenerate logits would test nothing.
     assert 0.5 < answer.logits.std(axis=1).mean() < 20
     probability = np.exp(answer.logits - answer.logits.max(axis=1, keepdims=True))
     best = 1 / probability.sum(axis=1)
@@ -46,7 +46,7 @@ def test_every_kind_generates(kind: str, tmp_path: Path) -> None:
             first, second = (runner.answer(picture(90, 60, seed)) for seed in (0, 1))
             check(first)
             assert first.prompt_tokens > first.image_tokens > 0
-            # Another picture, other logits.
+            # Another picture gives other logits.
             assert not np.allclose(first.logits[0], second.logits[0], atol=1e-3)
 
 
@@ -75,7 +75,7 @@ def test_any_text_survives_the_tokenizers(tmp_path: Path) -> None:
             assert b"".join(map(runner.piece, runner.tokenize(text))).decode().strip() == text
 
 
-# Parameters of the published models: text model, and vision tower with projector.
+# Numbers of parameters of the published models: text model, and vision tower with projector.
 PARAMETERS = {
     "llava-1.4b": (1_364_297_728, 297_204_736),
     "llava-1.5-7b": (6_738_415_616, 311_888_896),
@@ -105,7 +105,7 @@ def test_real_shapes(name: str) -> None:
 
 @pytest.fixture
 def small_llava(monkeypatch: pytest.MonkeyPatch) -> str:
-    """llava-1.4b at its true width and image size, with few layers and tokens."""
+    """llava-1.4b with its real width and image size, but few layers and tokens."""
     real = SHAPES["llava-1.4b"]
     text = replace(real.text(), n_layers=1, vocab=tokens.spm(1024))
     small = replace(real, text=lambda: text, vision=replace(real.vision, n_layers=2))

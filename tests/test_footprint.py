@@ -1,4 +1,4 @@
-"""Memory planned from metadata, against llama.cpp's buffers, mtmd's token counts, and the system's accounting."""
+"""Memory planned from metadata, against llama.cpp's buffers, mtmd's token counts, and the system's figures."""
 
 import re
 import sys
@@ -61,7 +61,7 @@ def test_the_compute_buffer_is_the_one_that_llama_cpp_reserves(tiny, kvedge, kin
 
 
 def as_much_again(tensor) -> float:
-    """Makes a copy of every matrix in q4_0, as AVX2 does."""
+    """Counts a copy of every matrix in q4_0, as AVX2 makes one."""
     return float(tensor.type == gguf.GGMLQuantizationType.Q4_0)
 
 
@@ -119,7 +119,7 @@ def test_whole_rows_are_counted(tiny, kvedge, keep):
      ("match", "snapkv", "0.3"), ("match", "pyramidkv", "0.15"))],
 )  # fmt: skip
 def test_what_a_reducer_works_in_is_counted(tiny, kvedge, reducer, method, budget):
-    """The peak rises by what the reducer takes, against one that drops rows."""
+    """The peak rises by the work space of the reducer, compared with a reducer that only evicts."""
     model = tiny("llama", n_layers=2, n_heads=8, n_heads_kv=8, head_size=128)
 
     def peaks(name):
@@ -131,7 +131,7 @@ def test_what_a_reducer_works_in_is_counted(tiny, kvedge, reducer, method, budge
         return np.array([run["rss"]["peak_bytes"], plan["peak_prefill"] - plan["program"]])
 
     measured, told = peaks(reducer) - peaks("evict")
-    most = 1.25 if method == "snapkv" else 1.5  # how uneven heads are is a guess
+    most = 1.25 if method == "snapkv" else 1.5  # the unevenness of heads is estimated
     assert measured > 15 * MIB and 0.75 * measured < told < most * measured
 
 
@@ -162,7 +162,7 @@ def test_the_largest_number_of_images_is_the_largest(files):
 def test_what_is_not_attended_costs_no_cache(tiny):
     lfm2 = ModelShape.of(read_header(tiny("lfm2").model))
     assert len(lfm2.layers) == 2  # the other two are convolutions
-    for kind, own in (("gemma4e", 4), ("gemma3n", 20)):  # the others read the keys and values of these
+    for kind, own in (("gemma4e", 4), ("gemma3n", 20)):  # the other layers read the keys and values of these
         assert len(ModelShape.of(read_header(tiny(kind).model)).layers) == own
     llama = ModelShape.of(read_header(tiny("llama").model))
     assert llama.kv_per_token(2) == 2 * 2 * (64 + 64) * 2
@@ -173,7 +173,7 @@ def test_what_is_not_attended_costs_no_cache(tiny):
     ("kvzip", {}, 0, 0), ("kvzip-plus", {}, 1, 1),
 ])  # fmt: skip
 def test_what_weighing_values_takes_is_counted(tiny, method, settings, grams, weights):
-    """A layer's W_O meanwhile; and by Euclidean norms, from then on, a triangle of 32 x 33 / 2 for each head."""
+    """W_O of one layer; with Euclidean norms, also a triangle of 32 x 33 / 2 for each head, from then on."""
     shape = ModelShape.of(read_header(tiny("llama", n_layers=3, n_heads=4, n_heads_kv=2, head_size=32).model))
     files = Files(shape, Weights(0, 0, 0), program=50 * MIB)
     plan = pykvedge.plan(method, 0.2, **settings)

@@ -1,4 +1,4 @@
-"""A process that was forked from one that has a model goes on with it, and ends, as has the other."""
+"""After a fork, both processes can use the model, and both can end."""
 
 import os
 
@@ -6,7 +6,7 @@ import pytest
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="fork")
 
-# a child that waits for threads that are not there is ended by its alarm
+# an alarm ends a child that waits for threads that do not exist in it
 ATTACHED = """
 import os, signal, sys
 import pykvedge
@@ -39,7 +39,7 @@ else:
 @pytest.mark.parametrize("how", ["ends", "closes", "asks"])
 @pytest.mark.parametrize("keep", ["", "disk"])
 def test_a_child_answers_as_its_parent_and_ends(native, tiny, started, tmp_path, keep, how):
-    for _ in range(3):  # where a thread was when the process was copied is chance
+    for _ in range(3):  # the place of the threads at the fork is random
         done = started(tiny("llama").model, keep, how, program=("-c", ATTACHED), cwd=tmp_path, timeout=200)
         code, said = eval(done.out)
         assert done.code == code == 0, done.err[-2000:]

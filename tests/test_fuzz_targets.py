@@ -1,4 +1,4 @@
-"""The fuzzers' first inputs are files that are right, and every target takes them; what was found is tried again."""
+"""The first inputs of the fuzzers are valid, and every target accepts them. A finding is tried again."""
 
 import os
 import random
@@ -36,7 +36,7 @@ def test_what_is_right_is_taken_and_what_is_not_refused(native, target):
             take(data)
         except KvedgeError:
             refused += 1
-    assert refused or target in ("mmproj", "dataset", "note", "wire", "tools")  # which catch it themselves
+    assert refused or target in ("mmproj", "dataset", "note", "wire", "tools")  # these targets catch errors themselves
 
 
 def test_headers_are_changed_in_their_places():
@@ -46,14 +46,14 @@ def test_headers_are_changed_in_their_places():
     assert sum(found.tensors[-1]) <= len(data)
     mutants = [of_header(data, random.Random(i)) for i in range(200)]
     whole = [m for m in mutants if len(layout_of(m).tensors) == int.from_bytes(m[8:16], "little")]
-    assert len(set(mutants)) > 190 and 50 < len(whole) < 200  # many can still be read to their end
+    assert len(set(mutants)) > 190 and 50 < len(whole) < 200  # many mutants can still be read completely
 
 
 def test_what_libfuzzer_writes_is_counted():
     out = fuzz.Outcome("x")
     text = "#2\tINITED cov: 5 ft: 7 corp: 1/1b exec/s: 0 rss: 9Mb\n#9\tNEW    cov: 8 ft: 12 corp: 3/9b lim: 4\n"
     out.add(text + "stat::number_of_executed_units: 11\nstat::peak_rss_mb: 42\n")
-    out.add(text)  # of a run that ended in the middle
+    out.add(text)  # output of a run that ended in the middle
     assert (out.executions, out.edges, out.features, out.inputs, out.most_mib) == (20, 8, 12, 3, 42)
     shown = fuzz.table([out]).splitlines()
     assert re.split(" +", shown[1])[:3] == ["x", "0", "20"]
@@ -62,7 +62,7 @@ def test_what_libfuzzer_writes_is_counted():
 
 
 def test_findings_are_kept_and_end_the_program_with_1(tmp_path, monkeypatch):
-    """A target that fails at once: a program in the place of a fuzzer."""
+    """A program that fails at once replaces the fuzzer."""
     program = tmp_path / "fuzz_plan"
     kept = '"$(echo "$@" | sed "s/.*artifact_prefix=\\([^ ]*\\).*/\\1/")crash-1"'
     program.write_text(f"#!/bin/sh\necho 'a.h:1: count >= 0'\necho x > {kept}\nexit 77\n")
@@ -75,7 +75,7 @@ def test_findings_are_kept_and_end_the_program_with_1(tmp_path, monkeypatch):
 @pytest.mark.parametrize("seed", [0, 1])
 @pytest.mark.parametrize("again", [0, 70])
 def test_a_machine_that_stood_still_is_no_finding(tmp_path, monkeypatch, again, seed):
-    """An input that took too long is tried alone: again is the exit code of that."""
+    """An input that timed out is tried alone. again: the exit code of that trial."""
     program, kept = tmp_path / "fuzz_plan", tmp_path / "plan-timeout-1"
     once = tmp_path / "once"
     program.write_text(f"""#!/bin/sh
@@ -91,7 +91,7 @@ touch {once} {kept}; echo 'ERROR: libFuzzer: timeout'; exit 70
 
 
 def test_a_seed_makes_a_run_that_can_be_repeated(tmp_path, monkeypatch):
-    """It ends after so many inputs, on a machine that could try more."""
+    """A run with a seed stops after a fixed number of inputs, even on a faster machine."""
     assert set(fuzz.PACE) == set(fuzz.PYTHON) | set(fuzz.NATIVE)
     program = tmp_path / "fuzz_plan"
     program.write_text('#!/bin/sh\necho "$@"\necho stat::number_of_executed_units: 26000\n')

@@ -1,4 +1,4 @@
-"""Allocator global against loops of its own: one ranking over all layers and heads."""
+"""Allocator global against plain loops: one ranking over all layers and heads."""
 
 import math
 
@@ -12,7 +12,7 @@ from pykvedge.reference.stages.base import Prompt
 
 
 def by_hand(scores, budget, recent, floor):
-    """KVzip's rule with a floor: nested lists [L][H] of counts."""
+    """Returns counts [L][H] by KVzip's rule with a floor."""
     held = max(recent, 1)
     own = math.floor(floor * (budget - held) + 1e-9)
     counts, rest = {}, []

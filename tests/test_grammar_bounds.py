@@ -1,4 +1,4 @@
-"""Grammars and schemas that would take all time and memory: each is one line, soon, and the session goes on."""
+"""Grammars and schemas that would need too much time or memory fail soon, with one line. The session stays usable."""
 
 import json
 
@@ -62,7 +62,7 @@ HOSTILE = {
 
 @pytest.mark.parametrize("form", HOSTILE.values(), ids=HOSTILE)
 def test_a_hostile_form_is_one_line(session, capfd, form):
-    """Or it is followed as far as max_tokens go: some builds manage what others have no stack for."""
+    """Some builds can follow the grammar, up to max_tokens, where others have too little stack."""
     try:
         answer = session.ask("Hello", sampling=Sampling(**form, max_tokens=4))
         answer.read()

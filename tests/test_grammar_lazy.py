@@ -1,4 +1,4 @@
-"""A grammar that begins to hold at a trigger: before it all may be said, after it only what the grammar allows."""
+"""A lazy grammar begins at a trigger: before it everything is allowed, after it only what the grammar allows."""
 
 import pytest
 
@@ -16,7 +16,7 @@ def model(tiny):
 
 
 def follow(model, lazy, text):
-    """Feeds an answer, and returns what was taken of it, as text."""
+    """Feeds an answer token by token. Returns the accepted text, and the grammar."""
     grammar, taken = Grammar(Sampling(grammar=lazy), model), b""
     for token in (token for character in text for token in model.table().cut(character.encode())):
         if grammar.take(token) is not None:

@@ -1,6 +1,6 @@
-"""Answers obey a JSON schema, or it is refused: `jsonschema`, another implementation, looks at random answers.
+"""Answers obey a JSON schema, or the schema is refused. `jsonschema`, another implementation, checks random answers.
 
-experiments/check_schemas.py does it with all of the JSON Schema test suite.
+experiments/check_schemas.py checks the whole JSON Schema test suite.
 """
 
 import json
@@ -108,7 +108,7 @@ REFUSED = [
 
 
 def walk(grammar: Grammar, model: Model, rng: random.Random) -> bytes | None:
-    """Draws an answer. Returns None for one that has no end yet."""
+    """Draws a random answer. Returns None for an answer without an end."""
     unseen = next(token for token in range(model.n_vocab) if model.is_unseen(token) and not model.is_end(token))
     closing = np.array([model.piece(token) in _CLOSING for token in range(model.n_vocab)])
     ends = np.array([model.is_end(token) for token in range(model.n_vocab)])
@@ -128,7 +128,7 @@ def walk(grammar: Grammar, model: Model, rng: random.Random) -> bytes | None:
 
 
 def fault(schema: dict[str, Any], text: bytes) -> str:
-    """Says what is wrong with an answer; nothing if it obeys."""
+    """Returns the first violation in an answer, "" if the answer obeys."""
     import jsonschema
 
     validator = jsonschema.validators.validator_for(schema)
@@ -136,13 +136,13 @@ def fault(schema: dict[str, Any], text: bytes) -> str:
     value = json.loads(text)
     for error in check.iter_errors(value):
         if error.validator == "multipleOf" and not Decimal(str(error.instance)) % Decimal(str(error.validator_value)):
-            continue  # in floats 19.99 is no multiple of 0.01
+            continue  # in floats, 19.99 is not a multiple of 0.01
         return str(error.message)
     return ""
 
 
 def judge(schema: dict[str, Any], model: Model, seed: int, n: int = 4) -> tuple[str, str]:
-    """Returns "obeyed", "refused" or "violated" for a schema, and why."""
+    """Returns "obeyed", "refused" or "violated" for a schema, and the reason."""
     rng, whole = random.Random(seed), 0
     for _ in range(n):
         try:

@@ -1,4 +1,4 @@
-"""Answers in a form: whatever a model with random weights says then is in it, and llama.cpp's own sampler agrees."""
+"""Answers of a model with random weights have the given form, and llama.cpp's sampler accepts them."""
 
 import ctypes
 import json
@@ -14,7 +14,7 @@ from pykvedge import GrammarError, Sampling, UsageError
 from pykvedge.runtime.grammar import Grammar
 
 QUESTION = "What is there to see, and what is it good for?"
-# a grammar, and the same as a regular expression
+# (grammar, the same language as a regular expression)
 PAIRS = [
     ('root ::= "yes" | "no"', r"yes|no"),
     ('root ::= [a-c]{2,4} "-" [0-9]{1,3} "."', r"[a-c]{2,4}-[0-9]{1,3}\."),
@@ -53,7 +53,7 @@ SCHEMAS = [
     ({"const": 'a "quoted" \\ text\n'}, lambda v: v == 'a "quoted" \\ text\n'),
     ({"type": "array", "items": {"type": "boolean"}, "maxItems": 4}, lambda v: len(v) <= 4),
     ({"type": "string", "pattern": "^[0-9]{3}-[a-f]+x$"}, lambda v: re.fullmatch("[0-9]{3}-[a-f]+x", v)),
-    # what is no UTF-8 becomes a character a byte
+    # invalid UTF-8 becomes one character for each byte
     ({"type": "string", "pattern": "^.[^a-z]{20}(x|y)$"}, lambda v: v[-1] in "xy" and not re.search("[a-z]", v[1:-1])),
     ({"type": "string", "pattern": r"^(a\(|[b-d]\|)$"}, lambda v: v in ("a(", "b|", "c|", "d|")),
     ({"type": "string", "minLength": 60, "maxLength": 60}, lambda v: len(v) == 60),
@@ -91,10 +91,10 @@ def test_an_answer_follows_a_grammar(fresh, grammar, pattern, settings):
 @pytest.mark.parametrize("settings", [{}, {"temp": 2.0, "top_k": 0, "top_p": 1.0, "seed": 6}])
 @pytest.mark.parametrize(("schema", "valid"), SCHEMAS)
 def test_an_answer_is_json_by_a_schema(fresh, schema, valid, settings):
-    likely = {"logit_bias": {"x": 8.0}} if "pattern" in schema else {}  # whose repetition has no end of its own
+    likely = {"logit_bias": {"x": 8.0}} if "pattern" in schema else {}  # this repetition does not end by itself
     answer = fresh.ask(QUESTION, sampling=Sampling(**settings, **likely, json_schema=schema, max_tokens=600))
     text = answer.read()
-    # of a number a model with random weights sees no end
+    # a model with random weights may never end a number
     assert valid(json.loads(text)) and answer.report.finish == ("length" if len(text) > 500 else "end")
 
 
@@ -152,7 +152,7 @@ def test_the_same_tokens_may_come_as_in_llama_cpp(session, grammar):
     stock = llama.llama_sampler_init_grammar(model.vocab, grammar.encode(), b"root")
     data = (llama.llama_token_data * n)()
     view = np.frombuffer(data, [("id", "i4"), ("logit", "f4"), ("p", "f4")])
-    whole = np.array([is_text(model.piece(token)) for token in range(n)])  # llama.cpp takes bytes that are no UTF-8
+    whole = np.array([is_text(model.piece(token)) for token in range(n)])  # llama.cpp accepts invalid UTF-8
     for _ in range(60):
         view["id"], view["logit"] = np.arange(n), 0
         llama.llama_sampler_apply(stock, ctypes.byref(llama.llama_token_data_array(data, n, -1, False)))

@@ -18,7 +18,7 @@ DEFAULTS = {"rule": "sparsemm", "ratio": 0.1, "beta": 1.5, "power": 1.0, "roundi
 
 
 def counts_of(scores, n_heads_kv, n_tokens, budget, recent, **changed):
-    """What the definition grants."""
+    """Returns the counts of the definition."""
     scores = np.asarray(scores, dtype=np.float64)
     table = ProfileTable(scores.astype(np.float32), np.zeros(0, dtype=np.float32))
     empty = np.zeros((len(scores), n_heads_kv, n_tokens))
@@ -27,7 +27,7 @@ def counts_of(scores, n_heads_kv, n_tokens, budget, recent, **changed):
 
 
 def sparsemm(scores, group, budget, window, ratio):
-    """Real-valued budgets of KV heads, written from section 11 of the method's description: the SUM over the group."""
+    """Returns real-valued budgets of KV heads by SparseMM (section 11 of its description): the SUM over the group."""
     total, n_kv = sum(map(sum, scores)), sum(len(row) // group for row in scores)
     base = budget - window
     least = int(base * ratio)
@@ -37,7 +37,7 @@ def sparsemm(scores, group, budget, window, ratio):
 
 
 def headkv(scores, group, budget, window, beta):
-    """The same for HeadKV: a budget for each query head, the MEAN over the group."""
+    """Returns real-valued budgets by HeadKV: one for each query head, then the MEAN over the group."""
     total, n_heads = sum(map(sum, scores)), sum(map(len, scores))
     base = budget - window
     pool = base // beta
@@ -65,9 +65,9 @@ def test_what_exceeds_the_prompt_goes_to_the_others():
     scores = [[1000, 1, 2, 1], [1, 1, 1, 1]]
     found = counts_of(scores, 4, 100, 50, 10)
     assert found[0, 0] == 100 and found.sum() == 8 * 50
-    assert found[0, 2] > found[0, 1] and found.min() >= 10 + 4  # the window, and the tenth of 40 that is everyone's
+    assert found[0, 2] > found[0, 1] and found.min() >= 10 + 4  # the window, and the tenth of 40 that every head gets
     official = counts_of(scores, 4, 100, 50, 10, rounding="official")
-    assert official[0, 0] == 100 and official.sum() < 0.5 * 8 * 50  # most of the budget is lost, as it was released
+    assert official[0, 0] == 100 and official.sum() < 0.5 * 8 * 50  # the released code loses most of the budget
 
 
 def test_scores_of_equal_heads_and_power_zero_are_the_even_budget():
@@ -117,7 +117,7 @@ def test_presets_name_their_rule_and_profile():
     assert pykvedge.plan("prefixkv", **{"allocator.source": "profile"}).profile_kinds() == {"allocator": "prefix"}
     both = pykvedge.plan("mixkv-sparsemm", **{"scorer.source": "profile"})
     assert both.profile_kinds() == {"scorer": "key-redundancy", "allocator": "visual-heads"}
-    without = both.with_(params={**both.params, "scorer.mode": "even"})  # nothing of it would be used
+    without = both.with_(params={**both.params, "scorer.mode": "even"})  # this mode ignores the profile
     assert without.profile_kinds() == {"allocator": "visual-heads"}
 
 
@@ -143,7 +143,7 @@ def test_layers_keep_their_calibrated_shares(native):
 
 
 def test_rows_belong_to_the_layers_of_the_model(native, tiny, tmp_path):
-    """gemma3 keeps its sliding-window layers to itself: of the profile only the other rows count."""
+    """llama.cpp keeps gemma3's sliding-window layers, so only the profile's other rows count."""
     model = tiny("gemma3")
     with model.session() as session:
         n_layers = session.model.n_layer

@@ -1,4 +1,4 @@
-"""Models by name, from a hub on this machine: fetched, resumed, checked, found again, refused, and removed."""
+"""Models by name, from a local hub: fetched, resumed, checked, found again, refused, and removed."""
 
 import dataclasses
 import errno
@@ -39,7 +39,7 @@ def sha256(path):
 
 
 def fetched(place, path):
-    """Bytes of a file beyond those of its header."""
+    """Returns the sent bytes of a file beyond those of its header."""
     return place.hub.sent[path] - HEADERS // 2
 
 
@@ -123,7 +123,7 @@ def test_a_file_that_a_new_commit_leaves_as_it_was_is_not_fetched_again(place):
     assert second.model.parent != first.model.parent and second.model.read_bytes() == first.model.read_bytes()
     assert second.mmproj.name == "mmproj-llava-q8_0.gguf" and place.hub.bytes_sent == 0
     del place.hub.repos[REPO]["mmproj-llava-q8_0.gguf"]
-    assert resolve(mmproj=MMPROJ, offline=True).mmproj == first.mmproj  # which only the older commit has
+    assert resolve(mmproj=MMPROJ, offline=True).mmproj == first.mmproj  # only the older commit has this file
 
 
 def test_offline_takes_the_file_of_the_newest_update(place):
@@ -131,7 +131,7 @@ def test_offline_takes_the_file_of_the_newest_update(place):
     place.hub.add(REPO, MODEL, place.hub.repos[REPO][MODEL].data + b"\0")
     second = resolve()
     assert second.model.parent != first.model.parent
-    os.utime(first.model.parent, (2e9, 2e9))  # changed last, as by a download of another file of that commit
+    os.utime(first.model.parent, (2e9, 2e9))  # changed last, as by a download of another file of this commit
     assert resolve(offline=True).model == second.model
     folder, third = Folder.of(REPO), "c" * 40
     (folder.path / "snapshots" / third).mkdir()
@@ -153,7 +153,7 @@ def test_a_hub_that_cannot_be_reached_is_replaced_by_the_cache(place, monkeypatc
     assert resolve(warn=lines.append) == pair
     assert len(lines) == 1 and "going on with what is in the cache" in lines[0]
     with pytest.raises(UnreachableError):
-        resolve(f"{REPO}:Q8_0", warn=lines.append)  # which is not there
+        resolve(f"{REPO}:Q8_0", warn=lines.append)  # this quant does not exist
     monkeypatch.setenv("HF_ENDPOINT", "ftp://127.0.0.1")
     with pytest.raises(UsageError, match="HF_ENDPOINT"):
         resolve()
@@ -172,7 +172,7 @@ def test_only_headers_are_fetched_where_only_headers_are_asked_for(place, tiny, 
         assert header == dataclasses.replace(read_header(path), path=header.path)
         assert str(header.path) == f"{REPO}/{name}"
     assert place.hub.bytes_sent == HEADERS and not place.folder.exists()
-    monkeypatch.setattr(remote, "_BEGINNINGS", (1000, 8000, 1 << 20))  # as much is fetched as the header takes
+    monkeypatch.setattr(remote, "_BEGINNINGS", (1000, 8000, 1 << 20))  # fetches only as much as the header needs
     assert pykvedge.hub.headers(REPO) == found
     resolve()
     assert [header.architecture for header in pykvedge.hub.headers(REPO, offline=True)] == ["llama", "clip"]
@@ -270,7 +270,7 @@ def test_a_file_that_is_not_in_large_file_storage_has_a_checksum_too(place):
 
 def test_more_bytes_than_the_hub_says_are_not_taken(place):
     place.hub.repos[REPO][MODEL].size = 2_000_000
-    with pytest.raises(ModelError, match="damaged or truncated"):  # by the header, whose tensors end beyond
+    with pytest.raises(ModelError, match="damaged or truncated"):  # found by the header: its tensors end after the file
         resolve(mmproj="none")
     file = fetching.RemoteFile(MODEL, 100_000, "a" * 64)
     hub, folder = fetching.Hub(), fetching.Folder.of(REPO)
@@ -279,10 +279,10 @@ def test_more_bytes_than_the_hub_says_are_not_taken(place):
 
 
 def test_a_copy_that_is_not_whole_makes_way(place):
-    """As where a folder without links was copied, and the disk was full."""
+    """As after copying a folder without links to a full disk."""
     pair = resolve()
     whole, blob = pair.model.read_bytes(), pair.model.resolve()
-    for there in (True, False):  # what the link led to
+    for there in (True, False):  # whether the link's target exists
         pair.model.unlink()
         pair.model.write_bytes(whole[:1000])
         if not there:
@@ -381,7 +381,7 @@ def test_files_that_are_no_models_are_refused_by_their_beginnings(place, monkeyp
     place.hub.add(REPO, MODEL, b"<html>" + bytes(1_000_000))
     with pytest.raises(ModelError, match=f"{REPO}/{MODEL} is no GGUF file"):
         resolve()
-    # a header that says of itself that it goes on and on
+    # a header that states endless metadata
     counts = (1).to_bytes(8, "little") + (10**6).to_bytes(8, "little")
     place.hub.add(REPO, MODEL, b"GGUF\3\0\0\0" + counts + bytes(1 << 20))
     monkeypatch.setattr(remote, "_BEGINNINGS", (100_000, 300_000))
@@ -459,7 +459,7 @@ def test_one_quantisation_goes_and_what_others_use_stays(place):
     assert eight.files == ["llava-Q8_0.gguf"] and eight.bytes == first.model.stat().st_size + 1
     eight.run()
     four = pykvedge.hub.remove(f"{REPO}:Q4_K_M")
-    assert four.files == [MODEL] and four.bytes == 0  # whose content F16 has as well
+    assert four.files == [MODEL] and four.bytes == 0  # F16 has the same content
     four.run()
     assert resolve(f"{REPO}:F16", offline=True).mmproj.is_file()
     with pytest.raises(UnknownNameError):
@@ -468,7 +468,7 @@ def test_one_quantisation_goes_and_what_others_use_stays(place):
     assert set(last.files) == {"llava-F16.gguf", MMPROJ}
     last.run()
     assert place.blobs() == set() and pykvedge.hub.cached_models() == ([], [])
-    assert not (place.folder / "snapshots").exists()  # nor folders that held the names
+    assert not (place.folder / "snapshots").exists()  # nor the folders of the names
 
 
 def test_a_quantisation_of_two_words_goes_by_both_names(place):

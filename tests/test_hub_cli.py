@@ -1,4 +1,4 @@
-"""-hf, run, pull, list and rm, by running the program beside a hub on this machine."""
+"""Runs -hf, run, pull, list and rm beside a local hub."""
 
 import contextlib
 import json
@@ -28,7 +28,7 @@ def server(tiny):
 
 @pytest.fixture(scope="module")
 def filled(server, kvedge, tmp_path_factory):
-    """A cache that `chat -hf` has filled, with what the program said."""
+    """A cache that `chat -hf` has filled, and the program's output."""
     place = Place(server, tmp_path_factory.mktemp("hf"), {})
     place.env.update(environment(server, place.home))
     done = kvedge("chat", "-hf", REPO, "--threads", 1, "--max-tokens", 8, "Hello?", env=place.env)
@@ -70,7 +70,7 @@ def test_fit_reads_headers_alone(kvedge, tiny, fresh):
 
 
 def refused(place, *arguments):
-    """The error that ends a command, run in this process."""
+    """Returns the error that ends a command, run in this process."""
     done = CliRunner().invoke(cli, list(map(str, arguments)), env=place.env)
     assert done.exit_code != 0 and isinstance(done.exception, KvedgeError) and done.stdout == "", (arguments, done)
     return done.exception
@@ -113,7 +113,7 @@ def test_bad_requests_are_refused(native, fresh, tiny):
 
 @pytest.mark.parametrize("proxy", ["socks5://127.0.0.1:9", "http://[::1", "http://127.0.0.1:9"])
 def test_a_proxy_that_cannot_be_used_is_named(kvedge, fresh, filled, proxy):
-    """The cache takes its place, as where the hub does not answer."""
+    """The cache is used instead, as if the hub did not answer."""
     named = {"all_proxy": proxy, "NO_PROXY": "", "no_proxy": ""}
     failed = kvedge("pull", REPO, env=fresh.env | named)
     failed.failed(1, "cannot be", "all_proxy names a proxy")
@@ -141,10 +141,10 @@ def test_ctrl_c_ends_a_download_and_keeps_what_has_come(fresh, environment):
     command = [sys.executable, "-m", "pykvedge", "chat", "-hf", REPO, "--hf-mmproj", "none", "Hello?"]
     child = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**environment, **fresh.env},
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # tests in the background have it ignored
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # background tests inherit SIG_IGN
     )  # fmt: skip
     assert fresh.hub.halfway.wait(60)
-    for _ in range(6):  # one right before Python begins to wait for bytes is seen when that ends: press again
+    for _ in range(6):  # Python sees a SIGINT just before a blocking read only after the read, so press again
         child.send_signal(signal.SIGINT)
         with contextlib.suppress(subprocess.TimeoutExpired):
             out, err = child.communicate(timeout=10)
@@ -157,7 +157,7 @@ def test_ctrl_c_ends_a_download_and_keeps_what_has_come(fresh, environment):
 
 
 def test_without_the_extra_it_says_what_to_install(kvedge, environment, fresh, tmp_path):
-    """A module of that name that cannot be imported stands for one that is not installed."""
+    """A module that cannot be imported replaces a missing package."""
     (tmp_path / "huggingface_hub.py").write_text("raise ImportError('no module')\n")
     env = {**fresh.env, "PYTHONPATH": f"{tmp_path}:{environment['PYTHONPATH']}"}
     kvedge("chat", "-hf", REPO, "Hello?", env=env).failed(2, "pip install 'kvedge[hub]'")

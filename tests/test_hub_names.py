@@ -1,4 +1,4 @@
-"""Which files user/repo[:quant] means, by the names of a repository's files. The rules are llama.cpp's."""
+"""The files that user/repo[:quant] means, by the names in a repository. The rules are llama.cpp's."""
 
 import pytest
 
@@ -41,7 +41,7 @@ def test_the_model_is_chosen_by_its_quantisation(paths, quant, model):
 @pytest.mark.parametrize(
     ("paths", "quant", "mmproj"),
     [
-        (PLAIN, "", "mmproj-m-Q8_0.gguf"),  # 8 bits are nearer to 4 than 16 are
+        (PLAIN, "", "mmproj-m-Q8_0.gguf"),  # 8 bits are nearer to 4 than 16 bits
         (PLAIN, "F16", "mmproj-m-f16.gguf"),
         (["m-Q4_K_M.gguf", "mmproj-BF16.gguf", "mmproj-F16.gguf", "mmproj-F32.gguf"], "", "mmproj-BF16.gguf"),
         (["m-Q4_K_M.gguf", "mmproj-F32.gguf", "mmproj-F16.gguf"], "", "mmproj-F16.gguf"),

@@ -1,4 +1,4 @@
-"""How many tokens an encoder may make of an image: what mtmd makes, what `kvedge fit` says, and what that saves."""
+"""Limits of an image's tokens: mtmd's counts, the numbers of `kvedge fit`, and the savings."""
 
 import random
 from pathlib import Path
@@ -34,7 +34,7 @@ def test_tokens_are_those_of_mtmd(qwen, asked):
     files, model = qwen
     loan = model.lend()
     header, draw = read_header(files.mmproj), random.Random(str(asked))
-    n_more = 12 if asked[0] < 1000 else 4  # whose images are large
+    n_more = 12 if asked[0] < 1000 else 4  # images of this model are large
     sizes = SIZES + [(draw.randrange(1, 1200), draw.randrange(1, 1200)) for _ in range(n_more)]
     encoder = Encoder(files.mmproj, loan.model, 1, False, False, asked)
     vision = Vision(encoder)
@@ -45,7 +45,7 @@ def test_tokens_are_those_of_mtmd(qwen, asked):
             vision.release(pieces)
             assert image_grid(header, width, height, token_limits(header, *asked)).n_tokens == made, (width, height)
             assert made >= asked[0] or asked[0] == asked[1]
-            # grown to the least, an image may have a row and a column more than that
+            # an image enlarged to the minimum may get one more row and column
             if asked[1] and asked[0] < asked[1] // 2 and max(width, height) < asked[1] * min(width, height):
                 assert made <= asked[1], (width, height)
     finally:
@@ -67,11 +67,11 @@ def test_a_session_and_fit_know_the_limits(qwen, kvedge, picture_file):
 
 
 def test_fit_counts_a_huge_picture_as_chat_reads_it(qwen, kvedge, tmp_path):
-    """It is scaled when it is loaded, in chat beside a PDF or not, and by its size alone."""
+    """The picture is scaled at loading: in chat, beside a PDF, and by its size alone."""
     files, _ = qwen
     image = tmp_path / "huge.png"
     Image.new("RGB", (3001, 1999), "red").save(image)
-    most = ["--image-max-tokens", 2, "--image-min-tokens", 1, "--json"]  # so few that rounding shows
+    most = ["--image-max-tokens", 2, "--image-min-tokens", 1, "--json"]  # few tokens, so that rounding matters
     said = [
         kvedge("fit", files.model, "--mmproj", files.mmproj, *size, *most).json["image_tokens"]
         for size in (["--image", image], ["--image-size", "3001x1999"])
@@ -190,11 +190,11 @@ def test_the_encoder_s_work_is_what_others_count():
 
 
 def test_the_prompt_s_work_is_two_operations_a_weight_and_token():
-    """Llama-2-7B has 6.74 billion weights, 131 million of which are looked up, and as many make the logits."""
+    """Llama-2-7B has 6.74 billion weights: 131 million are looked up, and 131 million make the logits."""
     work = image_work(LLAVA_TOWER, LLAMA_7B, ImageGrid((100,), 577, 336 * 336), 0)
     assert work.prompt == pytest.approx(100 * 2 * (6.738e9 - 2 * 131e6), rel=0.001)
     longer = image_work(LLAVA_TOWER, LLAMA_7B, ImageGrid((100,), 577, 336 * 336), 4000)
-    # each token looks at 2000 others on average: a product for the scores and one for the values, in 32 layers
+    # on average each token attends to 2000 others: a product for scores and one for values, in 32 layers
     assert longer.prompt - work.prompt == 100 * 32 * 2 * 2 * 2000 * 4096
 
 
@@ -203,7 +203,7 @@ def test_experts_that_rest_do_no_work():
     dense, mixed = (
         image_work(LLAVA_TOWER, language(1024, 4096, 2, 8, 8, experts), grid, 0).prompt for experts in ((1, 1), (2, 8))
     )
-    assert mixed - dense == 2 * 2 * 3 * 1024 * 4096  # a second expert in both layers, the other six rest
+    assert mixed - dense == 2 * 2 * 3 * 1024 * 4096  # a second expert in both layers; the other six experts do not run
 
 
 @pytest.mark.parametrize(
@@ -222,7 +222,7 @@ def test_the_better_of_the_two_ways(mmproj, model, grid, share, better):
     text = work.line()
     assert "\n" not in text and f"--{better.replace('_', '-')}" in text
     if mmproj is LLAVA_TOWER:
-        assert "--image-max-tokens" not in text  # which such an encoder does not take
+        assert "--image-max-tokens" not in text  # this encoder does not support the option
 
 
 def test_fit_says_which_of_the_two(kvedge, tiny):
@@ -233,7 +233,7 @@ def test_fit_says_which_of_the_two(kvedge, tiny):
         share = work["encoder_flop"] / (work["encoder_flop"] + work["prompt_flop"])
         assert work["encoder_share"] == pytest.approx(share, abs=1e-4)
         assert work["better"] == ("image_max_tokens" if share >= 0.5 else "image_tokens")
-    # patches that look at each other: the encoder's work grows with the square, the prompt's hardly faster than tokens
+    # patches attend to each other: the encoder's work grows quadratically, the prompt's nearly linearly
     assert large["encoder_share"] > 0.5 > small["encoder_share"]
     assert "--image-max-tokens, saves more" in kvedge(*options, "1600x1600").out.splitlines()[-1]
     assert kvedge(*options, "56x56", "--image-tokens", "0.5", "--json").json["image_work"] == small
@@ -241,7 +241,7 @@ def test_fit_says_which_of_the_two(kvedge, tiny):
 
 
 def test_a_large_image_of_two_directions_comes_with_the_first_message(tiny, native, picture_file, monkeypatch):
-    """Such an image goes in one batch, and the context is made for the largest of the first message."""
+    """A bidirectional image needs one batch, and the context is made for the largest image of the first message."""
     files, picture = tiny("llava", image_size=322), picture_file()
     with files.session() as session:
         session.ask("Hello.", sampling=FEW).read()
@@ -261,7 +261,7 @@ def test_operations_are_written_in_units_that_fit():
 
 
 def test_serve_says_what_a_large_picture_takes(qwen, environment):
-    """Of the largest; beside --memory."""
+    """The memory of the largest picture, in addition to --memory."""
     files, _ = qwen
     model = ("--model", files.model, "--mmproj", files.mmproj, "--image-max-tokens")
     for most, told in ((16384, True), (1024, False)):

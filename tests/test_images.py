@@ -1,4 +1,4 @@
-"""Images: formats, orientation, transparency, and what becomes of odd ones."""
+"""Images: formats, orientation, transparency, and unusual files."""
 
 import contextlib
 import io
@@ -90,7 +90,7 @@ def test_of_an_animated_picture_the_first_is_read_and_that_is_said(tmp_path, kve
 
 @pytest.mark.parametrize("form", ["gif", "webp", "png", "jpeg", "bmp"])
 def test_a_file_that_ends_anywhere_is_read_or_refused(form):
-    """A GIF that ends inside the place of its second frame made pillow raise struct.error, which nobody caught."""
+    """pillow raises struct.error for a GIF cut inside the place of its second frame; load_picture must catch it."""
     frames = [Image.new("RGB", (3, 2), colour) for colour in ("red", "blue")]
     more = {"save_all": True, "append_images": frames[1:]} if form in ("gif", "webp") else {}
     frames[0].save(whole := io.BytesIO(), form, **more)
@@ -101,7 +101,7 @@ def test_a_file_that_ends_anywhere_is_read_or_refused(form):
 
 
 def test_a_webp_of_many_pixels_is_refused(tmp_path, monkeypatch):
-    """libwebp takes 16 bytes for each pixel of it."""
+    """libwebp needs 16 bytes for each pixel."""
     monkeypatch.setattr(images, "MAX_WEBP", 20 * 30)
     Image.new("RGB", (20, 30)).save(tmp_path / "a.webp")
     Image.new("RGB", (20, 31)).save(tmp_path / "b.webp")

@@ -1,7 +1,7 @@
-"""The floors of the package and of native/src: no file imports or includes what lies above it, no module in a circle.
+"""Layers of the package and of native/src: no file imports or includes a file of a higher layer, no import cycles.
 
-Imports inside functions and those for type checkers count, and so do names of modules in strings, as importlib takes
-them. The sources are read, not imported.
+Counts imports inside functions and for type checkers, and names of modules in strings, as importlib takes them. The
+sources are read, not imported.
 """
 
 import ast
@@ -11,7 +11,7 @@ import re
 import check_imports
 from conftest import ROOT
 
-# from the bottom up; a module belongs to the longest name that fits it
+# from the bottom up; the longest matching name decides a module's layer
 FLOORS = (
     "pykvedge.errors",
     "pykvedge.system",
@@ -47,7 +47,7 @@ NAME = re.compile(r"(pykvedge|kvedge_lab)(\.\w+)*")
 
 
 def modules():
-    """Name -> source file of every module of the package; a package's own module has its name."""
+    """Returns {name: source file} of every module. The module of a package has the package's name."""
     found = {}
     for path in sorted(p for package in ("pykvedge", "kvedge_lab") for p in (ROOT / package).rglob("*.py")):
         parts = path.relative_to(ROOT).with_suffix("").parts
@@ -57,7 +57,7 @@ def modules():
 
 
 def imports(source, known):
-    """(module, line) of everything of the package that some code imports or names."""
+    """Yields (module, line) of everything of the package that the code imports or names."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
             wanted = [alias.name for alias in node.names]
@@ -81,7 +81,7 @@ def graph(sources):
 
 
 def going_up(edges):
-    """Imports of what lies on a higher floor, as lines that say where."""
+    """Returns lines about imports from a higher layer."""
     return [
         f"{module}:{line} imports {name}, from above"
         for module, found in edges.items()
@@ -91,7 +91,7 @@ def going_up(edges):
 
 
 def circles(edges):
-    """Circles of imports, each named by its modules once."""
+    """Returns import cycles; each cycle once."""
     found, done = [], set()
 
     def visit(module, path):
@@ -140,7 +140,7 @@ def test_what_this_test_would_find():
 
 
 def including_up(sources):
-    """Includes of what lies in a higher folder, of files by their names below native/src."""
+    """Returns lines about includes from a higher folder. sources: {name below native/src: text}."""
     rooms = {name: ROOMS.index(name.split("/")[0]) for name in sources}
     return [
         f"{name} includes {other}, from above"
@@ -161,7 +161,7 @@ def test_what_the_test_of_includes_would_find():
 
 
 def test_lint_finds_names_that_are_gone(tmp_path):
-    """In imports inside functions, too, and where a module's name is used; other people's modules are left out."""
+    """Also in functions, and in attributes of modules. Modules of other projects are ignored."""
     (tmp_path / "helper.py").write_text("if True:\n    here, [there] = 1, [2]\ndef f():\n    inner = 3\n")
     (tmp_path / "user.py").write_text(
         "from helper import here, inner, there\nimport helper, numpy\nfrom pykvedge import errors, gone\n"

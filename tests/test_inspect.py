@@ -1,4 +1,4 @@
-"""kvedge inspect: its measures against their definitions, what it reads out of a cache, and the files it writes."""
+"""kvedge inspect: its measures against their definitions, its reading of a cache, and its files."""
 
 import base64
 import io
@@ -65,7 +65,7 @@ def test_a_patch_is_as_bright_as_the_share_of_heads_that_keeps_it():
 
 
 def test_methods_are_compared_over_the_picture_on_one_scale():
-    """Two layers of one head see a white picture of two tokens, each as bright as its share of the most kept one."""
+    """Two layers of one head see a white picture of two tokens. Brightness: a token's share of the most kept token."""
     rgb = bytes([255] * 3 * 40 * 20)
     shown = Shown(Picture("white.png", 40, 20, rgb), 0, 2, Places(2, 1, False))
     kept = {"one": [[[0]], [[0]]], "other": [[[0]], [[1]]]}
@@ -85,7 +85,7 @@ def test_methods_are_compared_over_the_picture_on_one_scale():
 
 @pytest.fixture
 def findings():
-    """Two layers, 3 and 7 of a model, of two KV heads and four tokens."""
+    """Two layers (3 and 7 of a model) with two KV heads and four tokens."""
     importance = np.array([[4.0, 2.0, 1.0, 1.0], [1.0, 1.0, 1.0, 1.0]])
     spectrum_k, spectrum_v = np.array([[0.7, 0.3, 0.0, 0.0], [0.4, 0.3, 0.2, 0.1]]), np.full((2, 4), 0.25)
     kept = {"adakv": [[[0, 1, 2], [3]], [[0, 1], [2, 3]]], "h2o": [[[0, 1], [0, 3]], [[0, 1], [2, 3]]]}
@@ -147,14 +147,14 @@ def test_rows_and_scores_are_those_of_the_cache(tiny, picture_file, kind):
         for layer in range(cache.stats().n_layers):
             _, n_heads_kv, _, _ = libkvedge.shape(cache, layer)
             scores = libkvedge.pending_scores(cache, layer)
-            # every query pays an attention of 1 in all, and a group's heads are averaged
+            # every query has an attention sum of 1, and a group's heads are averaged
             np.testing.assert_allclose(scores.sum(axis=1), n, rtol=1e-4)
             for head in range(n_heads_kv):
                 assert [len(x) for x in libkvedge.rows(cache, layer, head)] == [n, n]
 
     with tiny(kind).session() as session:
         session.examine("What is this?", [picture], Plan(method="x", scorer="cumulative", budget=0.5), look)
-        # evicts without merging, and every head keeps a number of its own
+        # evicts without merging, with different counts for each head
         plan = pykvedge.plan("adakv", 0.6, **{"scorer.window": 8})
 
         def compress(cache, pieces):
@@ -171,7 +171,7 @@ def test_rows_and_scores_are_those_of_the_cache(tiny, picture_file, kind):
             assert 0 < len(index) < len(k)
             np.testing.assert_array_equal(after[at][0], k[index])
             np.testing.assert_array_equal(after[at][1], v[index])
-        assert session.ask("Hello").read()  # nothing of it stays behind
+        assert session.ask("Hello").read()  # inspect leaves nothing behind
         assert session.last_report.tokens.image == 0
 
 
@@ -224,7 +224,7 @@ def test_the_command_writes_a_report_that_needs_nothing_else(kvedge, tiny, pictu
     for method in ("lookm", "adakv"):
         budgets = np.array(report["budgets"][method])
         assert len(budgets) == n_layers
-        share = numbers[f"keep_share.{method}"]  # of the heads: over all tokens it adds up to the pairs of a head
+        share = numbers[f"keep_share.{method}"]  # share of heads: the sum over all tokens is the pairs of a head
         np.testing.assert_allclose(share.sum(axis=1), budgets.mean(axis=1))
 
 

@@ -1,4 +1,4 @@
-"""The conversation at a terminal, by sitting at one: a pseudo-terminal types and reads."""
+"""Conversations at a terminal: a pseudo-terminal types and reads."""
 
 import contextlib
 import fcntl
@@ -18,24 +18,24 @@ pty = pytest.importorskip("pty")
 if os.name != "posix":
     pytest.skip("needs a pseudo-terminal", allow_module_level=True)
 
-PROMPT = "\x1b[?2004h"  # a paste is told from typing from here on: the next message is waited for
+PROMPT = "\x1b[?2004h"  # switches bracketed paste on: the program waits for a message
 ESCAPES = re.compile(r"\x1b\[(?!\?2004h)[0-9;?]*([a-zA-Z])|\x1b\][^\x07]*\x07|[\r\x08]")
 
-XTERM = {"TERM": "xterm", "COLUMNS": "200", "PROMPT_TOOLKIT_NO_CPR": "1"}  # not asked where its cursor is
+XTERM = {"TERM": "xterm", "COLUMNS": "200", "PROMPT_TOOLKIT_NO_CPR": "1"}  # the terminal is not asked for its cursor
 
 
 class Terminal:
-    """A program with a person in front of it."""
+    """A program at a pseudo-terminal, with methods for typing and reading."""
 
     def __init__(self, arguments, environment):
         self.seen = self.raw = self._part = ""
         self.pid, self.fd = pty.fork()
         if self.pid == 0:
-            fcntl.ioctl(0, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 200, 0, 0))  # figures fit a line
+            fcntl.ioctl(0, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 200, 0, 0))  # lines long enough for the figures
             os.execve(sys.executable, [sys.executable, "-m", "pykvedge", *map(str, arguments)], environment)
 
     def read(self, seconds):
-        """What appears within that time, without escape sequences."""
+        """Returns the text that appears within that time, without escape sequences."""
         if not select.select([self.fd], [], [], seconds)[0]:
             return ""
         try:
@@ -44,11 +44,11 @@ class Terminal:
             data = ""
         self.raw += data
         whole, self._part = re.match(r"(.*?)(\x1b[^a-zA-Z]*)?\Z", self._part + data, re.S).groups("")
-        self.seen += ESCAPES.sub(lambda found: " " if found[1] == "C" else "", whole)  # the cursor goes on
+        self.seen += ESCAPES.sub(lambda found: " " if found[1] == "C" else "", whole)  # the cursor moves on
         return data
 
     def wait_for(self, text, seconds=60):
-        """Reads until the text has appeared; what was there up to it is forgotten and returned."""
+        """Reads until the text has appeared. Removes and returns the text before it."""
         end = time.monotonic() + seconds
         while text not in self.seen:
             assert time.monotonic() < end, f"{text!r} did not appear in {self.seen!r}"
@@ -60,7 +60,7 @@ class Terminal:
         os.write(self.fd, text.encode())
 
     def interrupt(self, text):
-        """Presses Ctrl-C until the text appears: Python misses one that comes right before it waits for a line."""
+        """Presses Ctrl-C until the text appears: Python misses one just before it waits for a line."""
         for _ in range(20):
             self.type("\x03")
             self.read_until(text, 3)
@@ -74,33 +74,33 @@ class Terminal:
             self.read(0.2)
 
     def shows(self, text, seconds=60):
-        """Reads until the text and then the next prompt have appeared; returns what was there before the text."""
+        """Reads until the text and then the next prompt have appeared. Returns what was before the text."""
         before = self.wait_for(text, seconds)
         self.wait_for(PROMPT)
         return before
 
     def enter(self, line, shown):
-        """Types a line, and reads what it shows and the next prompt."""
+        """Types a line. Reads until `shown` and the next prompt."""
         self.type(line + "\n")
         return self.shows(shown)
 
     def answer(self):
-        """The text up to the line of figures and the next prompt."""
+        """Returns the text up to the line of figures. Reads until the next prompt."""
         return self.shows("tok/s")
 
     def leave(self):
-        """Ends the program where the test has not."""
+        """Ends the program if it still runs."""
         if self.pid:
             self.type("/exit\n")
             assert self.exit_code() == 0
 
     def exit_code(self, seconds=60, pressing=""):
-        """pressing: a key that is pressed again and again meanwhile."""
+        """Returns the exit code. pressing: a key to press repeatedly until the end."""
         end = time.monotonic() + seconds
         pressed = 0.0
         while time.monotonic() < end:
-            if pressing and time.monotonic() - pressed > 3:  # not while it is leaving because of the last one
-                with contextlib.suppress(OSError):  # it has left
+            if pressing and time.monotonic() - pressed > 3:  # not while it ends because of the last press
+                with contextlib.suppress(OSError):  # the program has ended
                     self.type(pressing)
                 pressed = time.monotonic()
             self.read(0.05)
@@ -119,7 +119,7 @@ class Terminal:
 
 @pytest.fixture
 def state(tmp_path):
-    """The folder that stands for the user's state."""
+    """The folder of the user's state."""
     return tmp_path / "state"
 
 
@@ -292,13 +292,13 @@ def test_a_paste_of_two_lines_is_one_message_with_plain_figures(terminal, llava,
     t = terminal(*llava)
     t.type("\x1b[200~one\r\ntwo\x1b[201~")
     t.read_until("two", 10)
-    assert "tok/s" not in t.seen  # it waits for Enter
+    assert "tok/s" not in t.seen  # waits for Enter
     assert re.findall(r"prompt (\d+) tokens", question(t, "")) == [str(expected)]
     assert "\x1b[2m" not in t.raw
 
 
 def test_pictures_are_dragged_into_a_message(terminal, llava, picture_file, tmp_path):
-    """Ten ways to write paths are in test_mentioned.py."""
+    """test_mentioned.py tests ten ways to write paths."""
     (tmp_path / "the cat.png").write_bytes(picture_file().read_bytes())
     t = terminal(*llava)
     said = question(t, f"{tmp_path}/the\\ cat.png what is it?")
@@ -391,12 +391,12 @@ def test_ctrl_c_stops_the_answer_and_not_the_program(terminal, llava):
 
 def test_a_question_that_was_stopped_can_be_edited(terminal, llava):
     t = terminal(*llava, "--ctx", "30000")
-    t.type("~" * 8000 + "\n")  # a token each
+    t.type("~" * 8000 + "\n")  # one token each
     t.wait_for("reading")
     t.interrupt("(stopped; edit the question and press Enter)")
     t.wait_for(PROMPT)
     t.wait_for("~~~")
-    t.type("\x03")  # clears it
+    t.type("\x03")  # clears the line
     assert int(re.findall(r"prompt (\d+) tokens", question(t, "Hello"))[0]) < 100
 
 
@@ -404,7 +404,7 @@ def test_ctrl_c_twice_at_an_empty_prompt_leaves(terminal, llava):
     t = terminal(*llava)
     t.interrupt("Ctrl-C again")
     t.wait_for(PROMPT)
-    assert question(t, "Hello")  # once is forgiven
+    assert question(t, "Hello")  # once is tolerated
     t.interrupt("Ctrl-C again")
     t.wait_for(PROMPT)
     assert t.exit_code(pressing="\x03") == 0

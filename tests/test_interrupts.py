@@ -1,4 +1,4 @@
-"""Ctrl-C in the Python API: it is raised once, as KeyboardInterrupt, and nothing is left locked or half-done."""
+"""Ctrl-C in the Python API raises KeyboardInterrupt once, and leaves no lock and no half-finished state."""
 
 import asyncio
 import json
@@ -28,7 +28,7 @@ pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="signals")
 
 @pytest.fixture(autouse=True)
 def heard():
-    """Ctrl-C raises KeyboardInterrupt: tests in the background have it ignored."""
+    """Makes Ctrl-C raise KeyboardInterrupt: a background process can inherit an ignored SIGINT."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
@@ -39,7 +39,7 @@ def press():
 
 
 def test_at_random_moments(tmp_path, native):
-    """1,000 of them: interrupt_worker.py MODEL MMPROJ FOLDER 1000 1."""
+    """For 1,000 moments: interrupt_worker.py MODEL MMPROJ FOLDER 1000 1."""
     command = [sys.executable, WORKER, DEMO.model, DEMO.mmproj, tmp_path, "25", "1"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert (done.returncode, done.stderr) == (0, "")
@@ -47,7 +47,7 @@ def test_at_random_moments(tmp_path, native):
     assert (said["raised"], said["wrong"], said["open"]) == (25, [], 0)
 
 
-# ------------------------------------------------------------------------------------------------ what waits
+# ------------------------------------------------------------------------------------------------ waiting calls
 
 
 def test_it_waits_for_the_end_of_a_call_and_is_raised_once():
@@ -95,7 +95,7 @@ def test_what_another_handler_raises_is_raised_behind_the_call():
 
 
 def test_a_handler_that_is_set_meanwhile_stays():
-    other = signal.default_int_handler.__class__  # callable, and never called
+    other = signal.default_int_handler.__class__  # a callable that is never called
     with signals.held(), signals.lifted():
         signal.signal(signal.SIGINT, other)
     assert signal.getsignal(signal.SIGINT) is other
@@ -152,7 +152,7 @@ def test_closing_is_interrupted_while_another_thread_is_inside():
         pytest.fail("another thread is inside")
     leave.set()
     thread.join()
-    with guard.closing():  # again, to its end
+    with guard.closing():  # closes again, completely
         pass
 
 
@@ -225,7 +225,7 @@ def test_a_plugin_that_waits_is_interrupted(native):
 
 
 def test_an_answer_that_another_thread_reads_goes_on(tiny, native):
-    """The main thread's Ctrl-C is the main thread's: with asyncio it ends the task, and not the thread's work."""
+    """Ctrl-C concerns only the main thread: with asyncio it ends the task, not the work of another thread."""
     with tiny("llama").session() as session:
         expected = session.ask("Hello there", sampling=pykvedge.Sampling(max_tokens=100)).read()
         session.clear()
@@ -244,7 +244,7 @@ def test_an_answer_that_another_thread_reads_goes_on(tiny, native):
 
         threading.Thread(target=later).start()
         with pytest.raises(KeyboardInterrupt):
-            asyncio.run(main())  # waits for its threads as it ends
+            asyncio.run(main())  # waits for its threads at the end
         assert texts == [expected]
 
 

@@ -1,4 +1,4 @@
-"""Whole rows behind compressed ones: a later message is answered as if the conversation were one prompt."""
+"""Whole rows: a later message is answered as if the conversation were one prompt."""
 
 import functools
 
@@ -15,12 +15,12 @@ from pykvedge.library import libkvedge
 from pykvedge.native.abi import DEVICES_ALL
 
 KINDS = ["llama", "qwen3", "gemma3", "qwen2vl"]
-FEW = ["snapkv", "lookm", "kvedge"]  # a window, column sums with merges, votes and budgets of heads
+FEW = ["snapkv", "lookm", "kvedge"]  # a window; column sums with merges; votes and budgets of heads
 
 
 @pytest.fixture(scope="module")
 def context(native, tiny, profile_file):
-    """context(kind, plan or method, keep, place): an empty one; the same one for the same kind and place."""
+    """context(kind, plan or method, keep, place) -> an empty context. The same kind and place give the same one."""
     made = {}
 
     def make(kind, plan, keep="ram", place=0, kv_type="f16", **options):
@@ -82,14 +82,14 @@ def test_read_at_once_pairs_differ_where_scores_are_nearly_equal(context, kind):
 
 
 def say_on(talk: Talk, message: list[int], compress: bool = True) -> None:
-    """A message behind the answer, whose rows count as they were computed."""
+    """Reads a message after the answer. The answer's rows stay as computed."""
     talk.decode(message)
     if compress:
         talk.compress()
 
 
 def begun(talk: Talk, answer: int = ANSWER) -> Talk:
-    """One message and its answer."""
+    """Reads one message and answers it."""
     talk.say(messages()[0])
     talk.answer(random_tokens(answer, seed=100))
     return talk
@@ -163,7 +163,7 @@ def test_a_plan_that_saw_nothing_of_the_rows_is_said(context, tiny, profile_file
     ("snapkv", "adakv"), ("h2o", "knorm"), ("h2o", "lookm"), ("snapkv", "snapkv"), ("kvzip", "kvzip-uniform"),
 ])  # fmt: skip
 def test_a_plan_that_saw_all_of_the_rows_goes_on(context, tiny, profile_file, before, after):
-    """The pairs of the new plan are those of a sequence that had it from the first."""
+    """The new plan keeps the pairs of a sequence that had this plan from the start."""
     talk, other = Talk(context("llama", before)), context("llama", after, "", 1)
     for i, (message, answer) in enumerate(zip(messages()[:2], answers(), strict=False)):
         if i == 1:
@@ -176,7 +176,7 @@ def test_a_plan_that_saw_all_of_the_rows_goes_on(context, tiny, profile_file, be
 
 @pytest.mark.parametrize(("method", "kv_type"), [("h2o", "f16"), ("kvedge", "q8_0")])
 def test_rows_of_devices_are_whole_on_the_host(native, closing, tiny, monkeypatch, method, kv_type):
-    """Rows lie in the graph's own tensors, as on a device."""
+    """The rows are in the graph's tensors, as on a device."""
     monkeypatch.setattr(libkvedge, "Cache", functools.partial(libkvedge.Cache, devices=DEVICES_ALL))
     made = [closing(TinyContext(tiny("qwen3").model, methods_plan(method), kv_type)) for _ in range(2)]
     made[0].cache.keep("ram")
@@ -184,7 +184,7 @@ def test_rows_of_devices_are_whole_on_the_host(native, closing, tiny, monkeypatc
     for message, answer in zip(messages()[:3], answers(), strict=False):
         talk.say(message)
         assert talk.context.cache.device_problem() == "all rows are kept, on the host"
-        talk.anew(made[1])  # which is compressed where its rows lie, and rounds them there
+        talk.anew(made[1])  # this context compresses in the place of its rows, and rounds them there
         assert talk.context.held() == made[1].held()
         talk.answer(answer)
         assert talk.context.cache.stats().device_bytes > 0

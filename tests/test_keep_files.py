@@ -1,4 +1,4 @@
-"""The file of whole rows: what it saves, what it leaves, and disks that are full, far away, or none."""
+"""The file of whole rows: its savings, its traces, and disks that are full, remote or missing."""
 
 import json
 import os
@@ -26,7 +26,7 @@ KEPT = ("--method", "snapkv", "--budget", "0.3", "--max-tokens", "12")
 
 @pytest.fixture(scope="session")
 def faults(tmp_path_factory):
-    """faults(words) -> environment of a process whose files fail so (file_faults.c)."""
+    """faults(words) -> the environment of a process whose files fail in these ways (file_faults.c)."""
     compiler = shutil.which("cc") or shutil.which("gcc")
     assert compiler, "the tests need a C compiler"
     library = tmp_path_factory.mktemp("faults") / "faults.so"
@@ -37,7 +37,7 @@ def faults(tmp_path_factory):
 
 @pytest.fixture
 def working(started):
-    """working(script, job, env) -> what a worker says."""
+    """working(script, job, env) -> the JSON of a worker."""
 
     def run(script, job, env=None):
         done = started(program=(HERE / script,), stdin=json.dumps(job), env=env, timeout=900)
@@ -49,7 +49,7 @@ def working(started):
 
 @pytest.mark.parametrize("kind", ["llama", *whole("gemma3", "qwen3", "qwen2vl")])
 def test_rows_in_the_file_are_those_in_memory(native, closing, tiny, tmp_path, kind):
-    """All of them are in the file before the next message is read."""
+    """All rows are in the file before the next message is read."""
     plan = pykvedge.plan("snapkv", 0.3)
     context, other = (closing(TinyContext(tiny(kind).model, plan)) for _ in range(2))
     talk = Talk(context)
@@ -85,7 +85,7 @@ def test_what_is_written_leaves_memory(native, tiny, working, tmp_path):
     ("", "f16"), ("slow named", "f16"), ("slow", "q8_0"), *whole(("slow", "f16"), ("named", "f16"), ("", "q8_0"))
 ])  # fmt: skip
 def test_random_walks_over_files(native, tiny, working, tmp_path, faults, words, kv_type):
-    """Also while a file is being written, and where a file system knows no files without names."""
+    """Includes files during a write, and a file system without nameless files."""
     places = [("disk", str(tmp_path)), ("ram", "")]
     job = {"model": str(tiny("llama").model), "places": places, "seed": 3, "steps": 60, "type": kv_type}
     found = working("keep_walk.py", job, faults(words))
@@ -99,7 +99,7 @@ def test_random_walks_over_files(native, tiny, working, tmp_path, faults, words,
     *whole(("full:500000", "No space left on device")),
 ])  # fmt: skip
 def test_random_walks_where_rows_cannot_be_written(native, tiny, working, tmp_path, faults, words, said):
-    """What is given up is said; what is not is right."""
+    """Given-up rows are reported, and all other results are right."""
     job = {"model": str(tiny("llama").model), "places": [("disk", str(tmp_path))], "seed": 4, "steps": 60}
     found = working("keep_walk.py", job, faults(words))
     assert found["given_up"] and all(said in problem for problem in found["given_up"]), found
@@ -110,7 +110,7 @@ def test_random_walks_where_rows_cannot_be_written(native, tiny, working, tmp_pa
 def test_a_full_disk_is_one_line_and_the_answer_is_the_same(native, tiny, started, tmp_path, faults):
     arguments = ["chat", *tiny("llama").arguments(), *KEPT, "--json"]
     keeping_it = ["--keep", "disk", "--keep-folder", tmp_path]
-    full = started(*arguments, *keeping_it, WORDS, env=faults("full:2"))  # what it tries the folder with goes
+    full = started(*arguments, *keeping_it, WORDS, env=faults("full:2"))  # the trial write into the folder succeeds
     plain, kept = started(*arguments, WORDS), started(*arguments, *keeping_it, WORDS)
     assert full.code == kept.code == plain.code == 0, full
     assert full.json["text"] == kept.json["text"] == plain.json["text"]
@@ -136,7 +136,7 @@ print(json.dumps(said))
     done = started("-c", code, program=(), env=faults("full:2"))
     assert done.code == 0, done.err[-2000:]
     without, full = done.json
-    assert full[0][0] == without[0][0]  # later ones are answered from what was kept
+    assert full[0][0] == without[0][0]  # later questions use the kept pairs
     notes = [note for _, notes in full for note in notes]
     assert notes and all("No space left on device" in note for note in notes)
     assert all(len(notes) <= 1 for _, notes in full)
@@ -149,7 +149,7 @@ def test_kills_leave_no_file(native, tiny, working, tmp_path, faults, words, kil
     job = {"job": "kills", "model": str(tiny("llama").model), "folder": str(tmp_path), "seed": 1}
     found = working("keep_worker.py", {**job, "kills": kills}, faults(words))
     assert found["left"] == 0 and found["mapped"] > 0, found
-    assert words or found["seen"] == 0  # a file has no name at any time
+    assert words or found["seen"] == 0  # the file never has a name
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -192,7 +192,7 @@ def test_names_that_are_none_are_refused(native, tiny):
 
 @linux
 def test_a_folder_whose_name_is_no_text(native, tiny, tmp_path):
-    """A name that is not UTF-8 is as good as another."""
+    """A folder name that is not UTF-8 works as any other name."""
     folder = os.fsdecode(os.fsencode(tmp_path) + b"/a\xff")
     with tiny("llama").session(pykvedge.plan("snapkv", 0.3), keep="disk", keep_folder=folder) as session:
         with pytest.raises(KvedgeError, match="No such file"):

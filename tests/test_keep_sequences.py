@@ -1,4 +1,4 @@
-"""Whole rows of sequences that are cut, copied and cleared, of several at once, and of a file that is being written."""
+"""Whole rows of sequences that are cut, copied and cleared, of several sequences, and of a file during its writing."""
 
 import keep_walk
 import keeping
@@ -17,7 +17,7 @@ PLAN = pykvedge.plan("snapkv", 0.3)
 
 @pytest.fixture
 def contexts(closing, tiny):
-    """contexts(plan, kind, n) -> contexts of their own, the first with several sequences."""
+    """contexts(plan, kind, n) -> separate contexts, the first with several sequences."""
 
     def make(plan=PLAN, kind="llama", n=2):
         return [closing(TinyContext(tiny(kind).model, plan, n_seq=n_seq)) for n_seq in (N_SEQ, 1, 1)[:n]]
@@ -45,9 +45,9 @@ def test_a_random_walk(contexts, tmp_path, method, seed, steps):
 @pytest.mark.parametrize("place", ["ram", "disk"])
 @pytest.mark.parametrize("kind", ["llama", *whole("qwen3", "qwen2vl")])
 def test_copies_go_different_ways(contexts, tmp_path, kind, place):
-    """In the middle of an answer: rows of one are never the other's.
+    """Copies in the middle of an answer never share later rows.
 
-    Not with windows, which lose what the first tokens of an answer saw to other sequences (llama_memory_seq_pos_min).
+    Not with windows: other sequences lose rows that the first tokens of an answer saw (llama_memory_seq_pos_min).
     """
     context, other = contexts(kind=kind)
     context.cache.keep(place, str(tmp_path))
@@ -72,7 +72,7 @@ def test_what_was_removed_is_removed_again_for_nothing(contexts):
     talk.cut(60, 70)
     talk.say(random_tokens(33, seed=1))
     talk.cut(64, 70)
-    talk.say(random_tokens(13, seed=2))  # fewer than the window
+    talk.say(random_tokens(13, seed=2))  # shorter than the window
     assert keeping.alike(context, talk.anew(other))
 
 
@@ -96,7 +96,7 @@ def test_several_at_once(contexts):
 
 
 def test_a_short_message_behind_a_cut_goes_by_its_own_queries(contexts):
-    """Queries of tokens that are gone, and of an answer, are in no window: as where the prompt was short at first."""
+    """A window contains no queries of removed tokens or of an answer, as if the prompt had been short at first."""
     held = []
     for context, n in zip(contexts(pykvedge.plan("snapkv", 400)), (150, 100), strict=True):
         context.cache.keep("ram")
@@ -127,7 +127,7 @@ def test_copies_are_counted_once_and_the_oldest_goes_first(contexts):
         assert "beyond the limit" in context.cache.keep_problem(i)
     keeping.emptied(alone)
     without = begun(alone)
-    first.answer([9]), without.answer([9])  # the answer of one that lost its whole rows goes on
+    first.answer([9]), without.answer([9])  # the answer goes on in a sequence that lost its whole rows
     np.testing.assert_array_equal(context.logits(), alone.logits())
 
 
@@ -154,7 +154,7 @@ def test_a_place_that_changes_in_the_middle(contexts, tmp_path):
         talk.answer([5, 6, 7, 8])
         kept.append(context.cache.stats())
     assert all(stats.whole_bytes > 0 for stats in kept)
-    context.cache.keep("")  # whole rows that are there serve one more message
+    context.cache.keep("")  # existing whole rows serve one more message
     talk.say(random_tokens(50))
     assert keeping.same(context, talk.anew(other))
     assert context.cache.stats().whole_bytes == 0 and not context.cache.keep_problem()
@@ -179,7 +179,7 @@ def test_what_drops_rows_for_good_is_refused_where_they_are_kept(contexts):
 
 
 def test_positions_change_under_rows_that_lie_in_a_file(contexts, tmp_path):
-    """Between a message and its compression rows are those of the file, which cannot be written to."""
+    """Between a message and its compression, the rows are those of the file, which is read-only."""
     context, other = contexts(pykvedge.plan("knorm", 0.3))
     context.cache.keep("disk", str(tmp_path))
     talk = begun(context)
@@ -196,7 +196,7 @@ def test_positions_change_under_rows_that_lie_in_a_file(contexts, tmp_path):
 
 
 def test_what_a_copy_has_in_memory_goes_when_it_is_written(contexts, tmp_path):
-    """Also of a copy that nothing is read into, as `undo` has one."""
+    """Includes a copy that reads nothing, as the copy of `undo`."""
     (context,) = contexts(n=1)
     context.cache.keep("disk", str(tmp_path))
     talk = begun(context, answer=1)

@@ -1,4 +1,4 @@
-"""Sessions whose whole rows are kept: images, second passes, messages that are taken back, and Ctrl-C."""
+"""Sessions with whole rows: images, second passes, undone messages, and Ctrl-C."""
 
 import os
 import signal
@@ -28,7 +28,7 @@ def rows(session):
 
 
 def same(a, b) -> bool:
-    """Whether two sessions hold the same pairs. Rows that are shared are not added to: rounding may differ."""
+    """Returns whether two sessions hold the same pairs. Shared rows are copied first, so rounding may differ."""
     if held(a.engine.cache) != held(b.engine.cache):
         return False
     pairs = zip(rows(a), rows(b), strict=True)
@@ -37,7 +37,7 @@ def same(a, b) -> bool:
 
 @pytest.fixture
 def passages(monkeypatch):
-    """What sequences read, piece by piece, an answer that is read again in front of its message. Pictures stay."""
+    """Records what sequences read, piece by piece, with repeated answers before their messages. Keeps the pictures."""
     read, freed, steps, release = [], [], Sequence._steps, Vision.release
 
     def noting(self, pieces, want_logits, note):
@@ -64,7 +64,7 @@ CASES = [
 @pytest.mark.parametrize(("kind", "method"), CASES)
 @pytest.mark.parametrize("keep", ["ram", *whole("disk")])
 def test_pairs_are_those_of_one_prompt(tiny, picture_file, profile_file, passages, kind, method, keep):
-    """Images, M-RoPE and second passes included; the whole prompt is read a second time at once."""
+    """Includes images, M-RoPE and second passes. The fresh session reads the whole prompt a second time at once."""
     files, plan = tiny(kind), pykvedge.plan(method, 0.3)
     given = {"profile": profiles(profile_file, files, method), "n_ctx": 4096}
     with files.session(plan, **given, keep=keep) as session, files.session(plan, **given) as fresh:
@@ -83,14 +83,14 @@ def test_pairs_are_those_of_one_prompt(tiny, picture_file, profile_file, passage
             kept = [[[t for t in head if t < n] for head in heads] for heads in held(session.engine.cache)]
             assert kept == held(fresh.engine.cache), (i, n)
             for (k, v), (k_fresh, v_fresh) in zip(rows(session), rows(fresh), strict=True):
-                # rows of a file are never added to: other blocks, and sums of attention in another order
+                # rows of a file are copied first: other blocks, so sums of attention have another order
                 near = {"rtol": 0, "atol": 0 if keep == "ram" else 1e-3}
                 np.testing.assert_allclose(k[: len(k_fresh)], k_fresh, **near)
                 np.testing.assert_allclose(v[: len(v_fresh)], v_fresh, **near)
 
 
 def test_a_method_of_a_second_pass_goes_on_where_the_first_message_needed_none(native, tiny):
-    """Its budget held the first message: nothing of it was scored."""
+    """The budget held the first message, so nothing was scored then."""
     with tiny("llama").session(pykvedge.plan("kvzip-uniform", 150), keep="ram") as session:
         first = say(session, "Hello there.", sampling=SHORT)
         later = say(session, WORDS * 2, sampling=SHORT)
@@ -106,7 +106,7 @@ def kept(keep, folder):
 @pytest.mark.parametrize("keep", ["ram", "disk"])
 @pytest.mark.parametrize("kind", ["qwen2vl", *whole("llama", "qwen3")])
 def test_what_is_taken_back_leaves_nothing(native, tiny, picture_file, tmp_path, kind, keep):
-    """Undo and retry: rows of a message that was taken back are in nobody's cache."""
+    """After undo and retry, no cache has rows of the undone message."""
     files, plan = tiny(kind), pykvedge.plan("kvedge", 0.3)
     images = [picture_file()] if files.mmproj else []
     where = {**kept(keep, tmp_path), "n_ctx": 4096}
@@ -143,7 +143,7 @@ def test_a_message_that_is_broken_off_is_dropped(native, tiny, picture_file, tmp
         session.cancel.clear()
         reports = [say(s, "And what then?", sampling=SHORT) for s in (session, straight)]
         assert all(report.kv.whole_bytes > 0 and not report.notes for report in reports)
-        if undo:  # else the conversation is read again, from its text
+        if undo:  # without undo, the conversation is read again from its text
             assert reports[0].text == reports[1].text and same(session, straight)
         assert session.engine.cache.stats().n_compressions > 0
 

@@ -1,4 +1,4 @@
-"""Whole rows that are stored as q8_0: what a later message sees of them, what they take, and what they are not for."""
+"""Whole rows in q8_0: what a later message sees, their size, and their limits."""
 
 import functools
 from contextlib import suppress
@@ -28,7 +28,7 @@ GREEDY = pykvedge.Sampling(temp=0, max_tokens=20)
 
 @pytest.fixture
 def made(native, tiny):
-    """made(method, keep, type, kv_type): an empty context, closed at the end."""
+    """made(method, keep, type, kv_type) -> an empty context, closed after the test."""
     contexts = []
 
     def make(method, keep="ram", of="q8_0", kv_type="f16", kind="llama", **shape):
@@ -52,7 +52,7 @@ def half(rows):
 
 
 def of_tokens(context, heads, tokens):
-    """Rows of the tokens < `tokens` that each head holds, and which these are."""
+    """Yields, for each head, the held tokens below `tokens`, and their keys and values."""
     held = [head for layer in context.held() for head in layer]
     for (k, v, _), own in zip(heads, held, strict=True):
         kept = [t for t in own if t < tokens]
@@ -61,7 +61,7 @@ def of_tokens(context, heads, tokens):
 
 @pytest.mark.parametrize("kv_type", ["f16", "q8_0", "kivi4"])
 def test_a_later_message_sees_rows_that_were_rounded_once(made, kv_type):
-    """Rows by the definition of q8_0; logits of a cache that stores all rows so."""
+    """Rows equal the definition of q8_0, and logits equal those of a cache that stores all rows in q8_0."""
     context, plain = made("snapkv", kv_type=kv_type), made("full", "")
     stored = made("full", "", kv_type=KvType.parse("q8_0", "off"))
     for one in (plain, stored):
@@ -102,7 +102,7 @@ def test_every_method_chooses_nearly_as_from_rows_as_they_are(made, tiny, profil
 
 @pytest.mark.parametrize("method", [*FEW, *whole(*(m for m in METHODS if m not in FEW))])
 def test_questions_about_pictures_are_answered_as_over_rows_as_they_are(closing, method):
-    """The last question is about an image that the others did not ask about; a turn is taken out before it."""
+    """The last question is about an image that no other question asked about. A turn is dropped before it."""
     sessions = [
         closing(pykvedge.Session(plan=methods_plan(method), threads=THREADS, keep="ram", keep_type=of))
         for of in ("q8_0", "f16")
@@ -112,7 +112,7 @@ def test_questions_about_pictures_are_answered_as_over_rows_as_they_are(closing,
         session.ask("What is the code?", ["examples/scene-1.png"], GREEDY).read()
         session.ask("What is the code in image 2?", ["examples/scene-2.png"], GREEDY).read()
         texts.append(session.ask("How many triangles are there?", [], GREEDY).read())
-        with suppress(UnsupportedError):  # of methods that read again, or keep queries
+        with suppress(UnsupportedError):  # methods that read twice, or keep queries
             session.drop_turn(2)
         texts.append(session.ask("What is the code?", [], GREEDY).read())
     held = [
@@ -121,7 +121,7 @@ def test_questions_about_pictures_are_answered_as_over_rows_as_they_are(closing,
     ]
     assert differing(*held) < 0.1 and answered[0] == answered[1]
     rounded_full, full = (session.last_report.kv.full_bytes for session in sessions)
-    assert 0.8 < rounded_full / full <= 1  # of tokens, not of blocks' room
+    assert 0.8 < rounded_full / full <= 1  # of tokens, without the free rows of blocks
 
 
 def test_a_message_over_them_attends_on_the_host_where_a_device_has_the_others(made, monkeypatch):
@@ -164,11 +164,11 @@ def test_rows_from_a_file_are_those_that_were_saved(made, tmp_path):
     other.cache.load(bytes(path), "model")
     other.n[0] = talk.n
     back = Talk(other, answered=list(talk.answered))
-    assert abs(other.cache.stats().whole_bytes - talk.context.cache.stats().whole_bytes) < 100  # room of scores
+    assert abs(other.cache.stats().whole_bytes - talk.context.cache.stats().whole_bytes) < 100  # free rows of scores
     plain = Talk(made("snapkv", of="f16"))
     plain.say(messages()[0])
     plain.context.cache.save(bytes(tmp_path / "plain.kvs"), "model", b"", whole=True)
-    assert path.stat().st_size < 0.8 * (tmp_path / "plain.kvs").stat().st_size  # with the kept ones
+    assert path.stat().st_size < 0.8 * (tmp_path / "plain.kvs").stat().st_size  # includes the kept rows
     for one in (talk, back):
         one.say(messages()[1])
     assert keeping.same(talk.context, other)

@@ -1,5 +1,5 @@
-"""Rows that are rotated before they are quantised: the matrix and what it does against loops, libkvedge against the
-definition, running models, session files and devices."""
+"""Rows that are rotated before quantisation: the matrix and its effect against loops, libkvedge against the definition,
+running models, session files and devices."""
 
 import itertools
 import math
@@ -29,7 +29,7 @@ ROTATED_FILE, OLDER_FILE = 2, 1  # versions of session files
 
 
 def by_signs(row, block):
-    """A row times the matrix whose entry (i, j) is -1 to the number of bits that i and j share, over its root."""
+    """Multiplies a row by the matrix with entries (-1)^(number of common bits of i and j) / sqrt(block)."""
     out = np.zeros(len(row))
     for first in range(0, len(row), block):
         for i, j in itertools.product(range(block), range(block)):
@@ -38,7 +38,7 @@ def by_signs(row, block):
 
 
 def outlying(n, d, channel, gain, seed=0):
-    """Rows of which one channel stands out."""
+    """Returns rows with one large channel."""
     rows = np.random.default_rng(seed).standard_normal((n, d)).astype(np.float32)
     rows[:, channel] *= gain
     return round_to(rows, "f16")
@@ -79,7 +79,7 @@ def test_rows_are_rounded_where_they_are_rotated(name):
     expected = np.stack([by_signs(row, 128) for row in stored])
     step = np.abs(turned).max() / definition(name).levels
     found = held.keys(rows, name, 128)
-    assert (np.abs(found - expected).max(axis=1) < 1e-4).sum() >= 3  # a tie may fall to the other side in a row
+    assert (np.abs(found - expected).max(axis=1) < 1e-4).sum() >= 3  # a tie may fall otherwise in a row
     assert np.abs(found - expected).max() < step
 
 
@@ -150,7 +150,7 @@ def context(closing, tiny):
 
 
 def converse(c):
-    """Log-probabilities after each token of an answer, and of a second message and its answer."""
+    """Returns log-probabilities after each token of an answer, and of a second message and its answer."""
     out = []
     for turn in range(2):
         c.decode(random_tokens(300, turn))
@@ -186,7 +186,7 @@ def test_rows_that_are_read_back_are_plain(context, kv_type):
     for c in caches:
         c.decode(random_tokens(200))
         c.cache.compress()
-        for step in range(33):  # of which a group is quantised as it is full
+        for step in range(33):  # a group is quantised when it is full
             c.decode(random_tokens(1, step))
     for layer, head in itertools.product(range(1), range(2)):
         exact, turned, plain = (libkvedge.rows(c.cache, layer, head) for c in caches)
@@ -244,7 +244,7 @@ def test_a_file_that_says_wrongly_that_it_is_rotated(native, tiny, tmp_path):
         assert version_of(file) == OLDER_FILE
         n_note = struct.unpack_from("<Q", data, 16)[0]
         payload = bytearray(data[32 + len(fingerprint_of(file)) + n_note + 4 : -4])
-        payload[1] |= 1  # the second byte of the type of keys
+        payload[1] |= 1  # second byte: the type of keys
         file.write_bytes(reframed(data, payload=bytes(payload), version=ROTATED_FILE))
         with model.session(kv_type=kv_type) as session, pytest.raises(SessionFileError, match="damaged"):
             session.load(file)

@@ -1,5 +1,5 @@
 """Storage types: the definitions against the gguf package and KIVI's equations, libkvedge against the definitions, and
-what a running model stores."""
+the rows that a running model stores."""
 
 import itertools
 
@@ -27,7 +27,7 @@ RESIDUAL = [name for name in QUANTISED if definition(name).residual]
 def rows_of(n=70, d=64, seed=0):
     rng = np.random.default_rng([seed, n, d])
     rows = rng.standard_normal((n, d)) * rng.gamma(2.0, 1.0, (n, 1))
-    rows[n // 2, :32] = 0  # a block of zeros, and one of equal numbers
+    rows[n // 2, :32] = 0  # a block of zeros, a block of equal numbers
     rows[n // 3, :32] = -1.5
     return round_to(rows, "f16")
 
@@ -53,7 +53,7 @@ def test_blocks_are_those_of_the_gguf_package(native, name):
 @pytest.mark.parametrize("bits", [2, 4])
 def test_kivi_as_its_equations_say(bits):
     rows, levels = rows_of(96, 64).astype(np.float64), 2**bits - 1
-    both = np.concatenate([rows, rows[:32]])  # the newest values are left as they are
+    both = np.concatenate([rows, rows[:32]])  # the newest values stay unrounded
     keys, values = held.keys(rows, f"kivi{bits}"), held.values(both, f"kivi{bits}")
     for first, c in itertools.product(range(0, 96, 32), range(64)):  # a channel of 32 tokens
         x = rows[first : first + 32, c]
@@ -65,7 +65,7 @@ def test_kivi_as_its_equations_say(bits):
         x = rows[t, c : c + 32]
         step = (x.max() - x.min()) / levels
         assert np.abs(values[t, c : c + 32] - x).max() <= step * (0.5 + levels / 1024) + 1e-6
-    np.testing.assert_array_equal(values[32, :32], np.full(32, -1.5))  # all equal: no scale to divide by
+    np.testing.assert_array_equal(values[32, :32], np.full(32, -1.5))  # all equal: there is no scale
 
 
 @pytest.mark.parametrize("name", RESIDUAL)
@@ -91,7 +91,7 @@ def test_names():
 
 
 def steps(rows, kv_type, of_keys):
-    """How far two roundings of nearly equal rows may lie apart, per number: a step of its group."""
+    """Returns the largest distance of two roundings of nearly equal rows, per number: a step of its group."""
     n, d = rows.shape
     kind = definition(kv_type)
     if of_keys and kind.residual:
@@ -105,7 +105,7 @@ def steps(rows, kv_type, of_keys):
 
 
 def assert_same(plan, p, kv_type):
-    """Kept as with f16, whose rows are within a step; few numbers fall to another side than in the definition."""
+    """The kept tokens are those of f16, and rows differ by at most a step; few numbers round otherwise."""
     types = KvType.parse(kv_type)
     how = {"profile": profiles_of(plan, p)}
     plain = pykvedge.compress(plan, *p.arguments, kv_type=types.plain, **how)
@@ -170,7 +170,7 @@ def test_head_sizes_that_do_not_fit(native, engine):
 
 
 def expected_bytes(context, pairs, kv_type):
-    """Of that many pairs in every head, without residual and whole pages."""
+    """Returns the bytes of this number of pairs in every head, without residual and page rounding."""
     stats = context.cache.stats()
     size = context.llama.llama_model_n_embd(context.model) // context.llama.llama_model_n_head(context.model)
     return stats.n_layers * stats.n_heads_kv * pairs * 2 * size * KvType.parse(kv_type).bytes_per_value
@@ -192,9 +192,9 @@ def test_bytes_are_those_of_the_type(running, kv_type, budget):  # noqa: F811
         <= expected_bytes(c, pairs, kv_type) + residual + pages
     )
     before = c.cache.stats().bytes
-    for step in range(300):  # generated tokens: f16 until a group is full
+    for step in range(300):  # generated tokens are f16 until a group is full
         c.decode(random_tokens(1, step))
-    blocks = 12  # a few of them, each rounded up to whole pages
+    blocks = 12  # some blocks, each rounded up to whole pages
     added = expected_bytes(c, 300, kv_type) + expected_bytes(c, 96 if KvType.parse(kv_type).quantised else 256, "f32")
     assert c.cache.stats().bytes - before <= added + blocks * pages
     assert c.cache.stats().peak_bytes >= full
@@ -212,7 +212,7 @@ def test_decode_policies_hold_the_same_tokens_as_with_f16(running, decode, kv_ty
         for step in range(20):
             c.decode(random_tokens(1, step))
         held_tokens.append(c.held())
-    if decode != "heavy-hitter":  # which asks the attention, and that differs
+    if decode != "heavy-hitter":  # its choice depends on attention, which differs
         assert held_tokens[0] == held_tokens[1]
 
 

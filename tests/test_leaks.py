@@ -1,4 +1,4 @@
-"""Nothing stays behind when a method is taken off a model again."""
+"""Nothing remains in memory after a method is detached from a model."""
 
 import json
 import subprocess
@@ -12,7 +12,7 @@ MIB = 2**20
 
 
 def chats(model: str, n: int) -> dict:
-    """n times attach, prompt, compress, generate, detach: resident bytes after each, and the prompt's cache's."""
+    """Runs attach, prompt, compress, generate, detach n times. Returns resident bytes after each, and the cache's."""
     import pykvedge
     from pykvedge.native import carried
     from pykvedge.system import memory
@@ -37,14 +37,14 @@ def chats(model: str, n: int) -> dict:
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 @pytest.mark.parametrize("n", [60, *whole(200)])
 def test_chats_leave_nothing_behind(tiny, environment, native, n):
-    # Large blocks come from the system and go back to it; else the C library keeps some, now more and now less of them.
+    # The system takes back large blocks at once; the C library would keep varying amounts.
     env = {**environment, "MALLOC_MMAP_THRESHOLD_": str(64 * 1024), "MALLOC_ARENA_MAX": "1"}
     command = [sys.executable, __file__, str(tiny("llama").model), str(n)]
     done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
     said = json.loads(done.stdout)
     assert said["compressions"] == 1 and len(said["sizes"]) == n
-    # a single prompt's cache, left behind every time, would be many times the limit
+    # a leak of one prompt's cache each time would be many times the limit
     assert (n - 10) * said["cache"] > 8 * MIB
     assert max(said["sizes"][10:]) - said["sizes"][9] < 2 * MIB, said["sizes"]
 

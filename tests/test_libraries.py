@@ -1,5 +1,5 @@
-"""kvedge's libraries and the bindings on top of them: whichever is imported first, and what is said where they cannot
-be used. Everything runs in processes of its own: one can load one llama.cpp only.
+"""kvedge's libraries and the bindings on top of them: any import order, and the messages when they cannot be used. Each
+case runs in a separate process, because a process can load only one llama.cpp.
 """
 
 import functools
@@ -40,7 +40,7 @@ def said(started):
 
 @pytest.fixture
 def folder(native, tmp_path, monkeypatch):
-    """A folder of kvedge's libraries, links, in which a test replaces what it likes."""
+    """A folder with links to kvedge's libraries. A test can replace the links."""
     place = tmp_path / "lib"
     place.mkdir()
     for path in libraries.require_dir().iterdir():
@@ -50,7 +50,7 @@ def folder(native, tmp_path, monkeypatch):
 
 @pytest.fixture(scope="module")
 def their_llama_cpp(tmp_path_factory, stock_dir, environment):
-    """their_llama_cpp(version) -> PYTHONPATH with a llama-cpp-python of the user's, with libraries of its own."""
+    """their_llama_cpp(version) -> PYTHONPATH with a user's llama-cpp-python and its libraries."""
 
     @functools.cache
     def make(version=llama_source.VERSION):
@@ -70,7 +70,7 @@ def replace(path, content):
 
 
 def library(tmp_path, name, code, *options):
-    """A shared library made of C code."""
+    """Builds a shared library of C code. Returns its file."""
     source = tmp_path / f"{name}.c"
     source.write_text(code)
     out = tmp_path / name
@@ -201,7 +201,7 @@ def test_a_file_that_is_no_library(said, folder, content):
 @LINUX
 @pytest.mark.skipif(COMPILER is None, reason="no C compiler")
 def test_a_library_of_a_newer_system(said, folder, tmp_path):
-    """Linked against a C library that has a version which this one lacks."""
+    """The library needs a version that this system's C library lacks."""
     versions = tmp_path / "versions"
     versions.write_text("GLIBC_2.99 { global: from_the_future; local: *; };\n")
     later = ["-nostdlib", "-Wl,-soname,libc.so.6", f"-Wl,--version-script={versions}"]

@@ -1,4 +1,4 @@
-"""One loaded model for several conversations: weights once, the encoder in turns, and what closes when."""
+"""One loaded model for several conversations: shared weights, the encoder in turns, and the order of closing."""
 
 import threading
 import time
@@ -31,7 +31,7 @@ def picture(seed, side=56):
 
 
 def talk(session, seed=0):
-    """Two turns, the first about a picture."""
+    """Asks two questions, the first about a picture. Returns both answers."""
     first = session.ask("What is this?", picture(seed), SHORT).read()
     return first, session.ask("And what else is there?", sampling=SHORT).read()
 
@@ -83,7 +83,7 @@ def test_the_weights_are_loaded_once(tiny, native, monkeypatch):
 
 
 def mapped(file):
-    """Bytes of this process's address space that show the file."""
+    """Returns the bytes of the file that are mapped into this process."""
     ranges = [line.split()[0] for line in Path("/proc/self/maps").read_text().splitlines() if line.endswith(str(file))]
     return sum(int(end, 16) - int(start, 16) for start, _, end in (r.partition("-") for r in ranges))
 
@@ -100,7 +100,7 @@ def test_a_second_session_takes_no_second_set_of_weights(tiny, native):
             session.ask("Hello", sampling=SHORT).read()
         assert mapped(file) == once
         with pykvedge.Session(file, threads=1):
-            assert mapped(file) == 2 * once  # this is how it shows where weights are loaded again
+            assert mapped(file) == 2 * once  # a second loading would map the weights again
         for session in sessions:
             session.close()
     assert mapped(file) == 0
@@ -166,7 +166,7 @@ def test_what_belongs_to_loading_is_refused_later(tiny, llava):
 
 @pytest.mark.parametrize("setting", fields(Settings), ids=lambda setting: setting.name)
 def test_each_setting_is_of_the_loading_or_of_sessions(tiny, setting):
-    """What does not belong there is refused, also as it is by default, and nothing is dropped in silence."""
+    """load refuses settings of sessions, even with their default values, and never drops a setting silently."""
     given = {setting.name: setting.default}
     if setting.name in LoadSettings.__annotations__:
         pykvedge.load(tiny("llama").model, **{"threads": 1} | given).close()
@@ -200,7 +200,7 @@ def test_an_encoder_that_does_not_fit_frees_the_model(tiny, native, monkeypatch)
 
 @pytest.mark.parametrize("kind", ["llava", "qwen2vl"])
 def test_sessions_of_one_model_in_several_threads(tiny, native, kind):
-    """Each gives the answers that it gives alone, although they share an encoder that can do one image at a time."""
+    """Each thread gets the answers that it gets alone, although they share an encoder for one image at a time."""
     plan, files, rounds = pykvedge.plan("lookm", 0.4), tiny(kind), 4
     expected = {seed: alone(tiny, plan, seed, kind) for seed in range(rounds)}
     got: dict[tuple[int, int], tuple[str, str]] = {}
@@ -219,7 +219,7 @@ def test_sessions_of_one_model_in_several_threads(tiny, native, kind):
 
 
 def test_only_one_image_is_encoded_at_a_time(llava):
-    """Looked at from inside the encoder: whoever is in there is alone."""
+    """Counts the calls inside the encoder: at most one at a time."""
     inside, most, lock = 0, 0, threading.Lock()
     real = llava._encoder.mtmd.mtmd_encode_chunk
 
@@ -232,7 +232,7 @@ def test_only_one_image_is_encoded_at_a_time(llava):
             with lock:
                 inside += 1
                 most = max(most, inside)
-            time.sleep(0.01)  # time for another thread to come in, if it could
+            time.sleep(0.01)  # time for another thread to enter, if it could
             status = real(*arguments)
             with lock:
                 inside -= 1
@@ -250,7 +250,7 @@ def test_only_one_image_is_encoded_at_a_time(llava):
 
 
 def test_waiting_for_the_encoder_can_be_cancelled(llava):
-    """One thread holds the encoder until the other, which waits for it, was told to stop."""
+    """One thread holds the encoder until the waiting thread has been told to stop."""
     begun, stopped, cancel = threading.Event(), threading.Event(), threading.Event()
 
     def hold(what, share):
@@ -295,7 +295,7 @@ def test_a_progress_function_cannot_use_the_encoder_it_is_told_of(llava):
 
 
 def test_reasons_of_failures_stay_with_their_thread(tiny, native, tmp_path):
-    """llama.cpp's log is one for the process; what failed in one thread is not told to another."""
+    """llama.cpp has one log for the process, but the reason of a failure goes only to its thread."""
     from pykvedge.native import llamacpp
 
     llamacpp.start(False, vision=False)

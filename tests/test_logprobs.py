@@ -1,4 +1,4 @@
-"""Probabilities of an answer's tokens, against a log-softmax in other words."""
+"""Log-probabilities of an answer's tokens, against another log-softmax."""
 
 import json
 import math
@@ -13,7 +13,7 @@ QUESTION = "What is there to see, and what is it good for?"
 
 
 def oracle(logits):
-    """Logarithms of probabilities, by sums of Python's own numbers."""
+    """Returns the logarithms of probabilities, summed with Python's numbers."""
     top = max(logits)
     total = math.fsum(math.exp(x - top) for x in logits)
     return [x - top - math.log(total) for x in logits]

@@ -1,6 +1,6 @@
 """Long prompts: a megabyte of text, contexts of many tokens, positions beyond the training length, many images.
 
-docs/dev/testing.md has larger ones: scripts/long_context.py --tokens 131072, scripts/soak.py --images 1000.
+docs/dev/testing.md has larger cases: scripts/long_context.py --tokens 131072, scripts/soak.py --images 1000.
 """
 
 import json
@@ -21,7 +21,7 @@ MIB = 2**20
 
 @pytest.mark.parametrize(("kind", "n"), [("qwen2", 10**5), *whole(("llama", 10**6), ("qwen2", 10**6))])
 def test_a_megabyte_is_refused_before_it_is_read(kvedge, tiny, kind, n):
-    """By both kinds of tokenizers, and with a context that no memory holds."""
+    """With both kinds of tokenizers, and with a context that no memory can hold."""
     done = kvedge("chat", *tiny(kind).arguments(), stdin=MEGABYTE[:n])
     done.failed(1, "the prompt has", "tokens, the context holds", "--ctx")
     done = kvedge("chat", *tiny(kind).arguments(), "--ctx", 700_000_000, stdin=MEGABYTE[:n])
@@ -30,7 +30,7 @@ def test_a_megabyte_is_refused_before_it_is_read(kvedge, tiny, kind, n):
 
 @pytest.mark.parametrize("text", STRANGE)
 def test_text_that_is_no_language_is_refused_in_one_line(kvedge, tiny, text):
-    """llama.cpp's tokenizer of this kind takes quadratic time for what its vocabulary does not hold."""
+    """llama.cpp's tokenizer of this kind takes quadratic time for text outside its vocabulary."""
     kvedge("chat", *tiny("llama").arguments(), stdin=text).failed(1, "the prompt has", "the context holds")
 
 
@@ -45,7 +45,7 @@ def test_a_prompt_beyond_the_context_is_read_as_a_stream(kvedge, tiny):
 
 @pytest.mark.parametrize(("n_tokens", "trained"), [(8192, 8192 + long_context.ROOM), (3000, 256)])
 def test_a_long_context_says_what_llama_cpp_says(native, n_tokens, trained):
-    """The second prompt goes on to twelve times the length that the model was trained for."""
+    """The second prompt has twelve times the model's training length."""
     found = long_context.compare(n_tokens, trained, 1)
     assert 0 < found["divergence"] < long_context.TOLERANCE
     assert found["lookm_bytes"] < 0.25 * found["kvedge_bytes"] < 0.25 * 0.7 * found["llama_cpp_bytes"]
@@ -59,7 +59,7 @@ def test_beyond_the_training_length_only_where_it_was_asked_for(kvedge, tiny):
 
 
 def test_many_images_in_a_stream(native, tiny):
-    """Twice as many positions as the model was trained for; neither rows nor pixels stay."""
+    """Twice as many positions as in training. Neither rows nor pixels stay in memory."""
     sizes = []
 
     def watched():

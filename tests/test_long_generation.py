@@ -1,4 +1,4 @@
-"""Thousands of generated tokens: memory stays within the bound of the decode policy, for the system as well."""
+"""Thousands of generated tokens: memory stays within the limit of the decode policy, also in the system's figures."""
 
 import sys
 
@@ -32,7 +32,7 @@ def test_memory_stays_within_the_bound(native, tiny, decode, generated):
             if step % 20 == 0:
                 stats = context.cache.stats()
                 held = [n for heads in context.cache.lengths() for n in heads]
-                # blocks are four fifths full or packed within 32 tokens; and one has room for a quarter more
+                # a block is at least four fifths full, or packed within 32 tokens; one block has a quarter of free rows
                 room = 2 * 32 + max(32, max(held) // 4)
                 assert stats.bytes <= (1.25 * sum(held) + 4 * room) * ROW + 2 * 2 * 4096
                 assert held == [n + 1 for n in kept] if constant and step else True
@@ -45,7 +45,7 @@ def test_memory_stays_within_the_bound(native, tiny, decode, generated):
         if constant:
             assert max(sizes[2 * warm :]) <= max(sizes[warm : 2 * warm])
             assert max(scores[2 * warm :]) <= max(scores[warm : 2 * warm])
-        else:  # the share of all tokens; heads drop one row a token at most
+        else:  # the share of all tokens; a head drops at most one row per token
             assert sum(held) <= 0.2 * (PROMPT + generated) * 4 + 2 * 4
         growth = max(0, sizes[-1] - sizes[warm]) + 5 * 1.25 * generated
         assert own_bytes() - rss <= growth + MIB

@@ -1,4 +1,4 @@
-"""Long texts with many special tokens: the tokens are llama.cpp's, in time that grows with the text alone."""
+"""Long texts with many special tokens: llama.cpp's tokens, in time proportional to the text."""
 
 import random
 
@@ -88,7 +88,7 @@ print("done")
 
 
 def test_a_word_of_100_000_letters_is_no_end_of_the_process(started, tmp_path):
-    """llama.cpp's regular expressions overflow the stack on it; words that are shorter have its tokens."""
+    """llama.cpp's regular expressions overflow the stack for this word. Shorter words have its tokens."""
     done = started(tmp_path / "words.gguf", program=("-c", WORDS), timeout=120)
     assert done.code == 0, done.err[-2000:]
     lines = done.out.splitlines()

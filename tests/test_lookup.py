@@ -1,4 +1,4 @@
-"""Where a text was before: against a search through all of it."""
+"""The search for earlier places of a text, against a search through the whole text."""
 
 import random
 
@@ -8,7 +8,7 @@ LENGTHS = (16, 8, 4, 2)
 
 
 def last_place(tokens, length):
-    """Where the last `length` tokens were most recently before; -1: nowhere, or they are not all text."""
+    """Returns the end of the last earlier place of the last `length` tokens; -1: none, or not all are text."""
     run = tokens[-length:]
     if len(run) < length or min(run) < 0:
         return -1
@@ -17,7 +17,7 @@ def last_place(tokens, length):
 
 
 def going_on(tokens, place, most):
-    """What followed a place, which may run into what is guessed itself."""
+    """Returns what followed a place; it may run into the guessed tokens."""
     text, out = list(tokens), []
     while len(out) < most and text[place + 1 + len(out)] >= 0:
         out.append(text[place + 1 + len(out)])

@@ -30,7 +30,7 @@ def plan_of(budget=0.2, reducer="match", **settings):
 
 
 def clustered(seed, n_tokens, heads=(2, 1), size=32, layers=1):
-    """Tokens that come in kinds, and queries that look for a kind: q, k, v, and queries of tokens yet to come."""
+    """Returns (q, k, v) of tokens in clusters, with queries for clusters, and queries of future tokens."""
     rng, (n_heads, n_heads_kv) = np.random.default_rng(seed), heads
     centres, values = rng.standard_normal((2, 10, size))
     kind = rng.integers(0, 10, (layers, n_heads_kv, n_tokens))
@@ -45,7 +45,7 @@ def clustered(seed, n_tokens, heads=(2, 1), size=32, layers=1):
 
 
 def halves(q, scale):
-    """Queries as they are kept, as lists."""
+    """Returns queries in half precision, as they are kept, as lists."""
     return [[struct.unpack("e", struct.pack("e", float(np.float32(x) * scale)))[0] for x in row] for row in q.tolist()]
 
 
@@ -55,7 +55,7 @@ def halves(q, scale):
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize(("bias", "mass"), WAYS)
 def test_the_definition_in_loops(bias, mass, biased):
-    """16 rows of which the last 3 are protected, two query heads; with biases of their own as after a merge."""
+    """16 rows, the last 3 protected; two query heads; with biases, as after an earlier merge."""
     for seed in range(2):
         (q, k, v), _ = clustered(seed, 16, size=4)
         kept, protected = np.array([1, 4, 6, 9, 11, 13, 14, 15]), np.arange(16) >= 13
@@ -78,18 +78,18 @@ def test_the_definition_in_loops(bias, mass, biased):
 def test_rows_that_cannot_be_fitted_stay_as_they_were():
     (q, k, v), _ = clustered(0, 40, (1, 1))
     kept = np.arange(0, 40, 4)
-    some = np.full((1, 40, 32), 1e6, np.float32)  # beyond what a half can be
+    some = np.full((1, 40, 32), 1e6, np.float32)  # beyond the range of f16
     for queries in (None, q[0][:, :9], some):
         head = Head(k[0, 0], v[0, 0], kept, np.zeros(40, bool), q=queries)
         for ours, rows in zip(match.reduce(head, DEFAULTS), (k[0, 0], v[0, 0]), strict=False):
             np.testing.assert_array_equal(ours, rows[kept])
-    for protected in (np.ones(40, bool), np.isin(np.arange(40), kept)):  # nothing to fit, or nothing to fit it to
+    for protected in (np.ones(40, bool), np.isin(np.arange(40), kept)):  # nothing to fit, or no rows to fit
         head = Head(k[0, 0], v[0, 0], kept, protected, q=q[0])
         np.testing.assert_array_equal(match.reduce(head, DEFAULTS)[1], v[0, 0][kept])
 
 
 def projected_gradient(m, y, turns=20000):
-    """The smallest |M w - y| with w in the box, by accelerated projected gradients with restarts."""
+    """Returns w in the box with the smallest |M w - y|, by accelerated projected gradients with restarts."""
     gram, right = m.T @ m, m.T @ y
     step, w = 1 / np.linalg.eigvalsh(gram)[-1], np.ones(m.shape[1])
     ahead, t = w, 1.0
@@ -127,7 +127,7 @@ def test_the_mass_is_within_a_hundredth_of_the_optimum(native, engine, relative)
 @pytest.mark.parametrize("engine", rules.ENGINES)
 @pytest.mark.parametrize(("bias", "mass"), WAYS)
 def test_later_queries_find_what_they_would_have_found(native, engine, bias, mass):
-    """On queries that were not fitted to, at three budgets: less error than eviction's on average, and small values."""
+    """On unseen queries, at three budgets: on average less error than eviction, and small values."""
     errors = {"evict": [], "match": []}
     for heads, budget in (((2, 2), 0.2), ((4, 1), 0.2), ((4, 2), 0.5)):
         (q, k, v), later = clustered(7, 160, heads)
@@ -161,7 +161,7 @@ def test_settings(native, settings):
 
 
 def test_more_queries_than_are_asked_for(native):
-    """800 tokens of four heads each are 3200 queries, of which 4 for each row or 512 are taken, evenly spread."""
+    """800 tokens of four heads are 3200 queries. The fit uses 4 for each row, or 512, evenly spread."""
     p = prompt(800, (4, 1), layers=1, size=16)
     for queries in (1, 4):
         rules.engines_agree(plan_of(0.2, queries=queries, recent=8), p)
@@ -200,7 +200,7 @@ def test_the_model_keeps_its_queries_until_the_prompt_is_compressed(native, tiny
 
 
 def test_a_prompt_that_was_read_under_another_plan_is_evicted(native, tiny):
-    """And said to be, as its queries were not kept; the next one is matched again."""
+    """The queries were not kept, so the prompt is evicted, and this is reported. The next prompt is matched again."""
     kept = {}
     for reducer in ("evict", "match"):
         with TinyContext(tiny("llama", weight="f32").model, plan_of(0.4, "evict")) as context:

@@ -1,4 +1,4 @@
-"""Memory as the operating system sees it: what is compressed away leaves the process."""
+"""Memory in the system's figures: dropped rows leave the process."""
 
 import mmap
 import re
@@ -29,13 +29,13 @@ def test_the_memory_of_the_prompt_is_given_back(kvedge, tiny, method):
     assert kv["full_bytes"] >= n * 4 * 8 * 256 * 2 > 16 * MIB
     assert kv["kept_bytes"] / kv["full_bytes"] <= 0.21
     assert rss["peak_bytes"] - rss["after_compress_bytes"] >= 0.9 * (kv["full_bytes"] - kv["kept_bytes"])
-    # scores and indices cost little beside the keys and values
+    # scores and indices are small beside the keys and values
     assert kv["peak_bytes"] <= 1.1 * kv["full_bytes"]
 
 
 @linux
 def test_the_intermediate_results_of_the_prompt_are_given_back(kvedge, tiny):
-    # nothing of the cache is dropped; the last layer computes one token only
+    # the full cache drops nothing; the last layer computes only one token
     model = tiny("llama", n_layers=2, n_heads=16, n_heads_kv=16, head_size=128, weight="q8_0")
     options = ["--method", "full", "--verbose", "--json", "--max-tokens", 2]
     done = kvedge("chat", *model.arguments(), *options, stdin="ab " * 270)
@@ -64,7 +64,7 @@ def test_the_working_memory_of_the_image_encoder_is_given_back(tiny, native, mon
     monkeypatch.setattr(EncoderWatch, "release", watched)
     first = answer()
     assert len(seen) == 3 and seen[0][0] > 4 * MIB
-    for (size, freed), share in zip(seen, (0.9, 0.2, 0.9), strict=True):  # the buffer stays as large as it was
+    for (size, freed), share in zip(seen, (0.9, 0.2, 0.9), strict=True):  # the buffer keeps its size
         assert freed > share * size, seen
     monkeypatch.setattr(EncoderWatch, "release", lambda self: 0)
     assert answer() == first
@@ -76,12 +76,12 @@ def test_a_large_context_costs_nothing_until_it_is_filled(kvedge, tiny):
     options = ["--json", "--max-tokens", 2, "--method", "full"]
     small = kvedge("chat", *model.arguments(), *options, "--ctx", 1024, "Hello").json["rss"]["peak_bytes"]
     large = kvedge("chat", *model.arguments(), *options, "--ctx", 8192, "Hello").json["rss"]["peak_bytes"]
-    whole = 8192 * 4 * 8 * 256 * 2  # what llama.cpp allocates for that context
+    whole = 8192 * 4 * 8 * 256 * 2  # llama.cpp's allocation for this context
     assert large - small < whole / 4
 
 
 def looked(meter):
-    """Waits until the meter's thread has looked at what is held now."""
+    """Waits until the meter's thread has sampled the present memory."""
     looks, look = [], meter._look
 
     def noted():
@@ -95,15 +95,15 @@ def looked(meter):
 
 @linux
 def test_what_the_system_says():
-    before = memory.rss_bytes()  # of which the system may take some back meanwhile
+    before = memory.rss_bytes()  # the system may take some of it back
     assert before > 5 * MIB
     meter = memory.PeakMeter()
     meter.start()
-    with mmap.mmap(-1, 256 * MIB) as block:  # the heap may hold as much that is free and resident already
+    with mmap.mmap(-1, 256 * MIB) as block:  # the heap may already have as many resident free bytes
         block[::4096] = b"x" * len(block[::4096])
         looked(meter)
     assert meter.stop() >= before + 200 * MIB
-    # the high-water mark of the process still holds the block: a meter that starts now must not
+    # the process's high-water mark still contains the block; the value of a new meter must not
     meter = memory.PeakMeter()
     meter.start()
     assert meter.stop() < before + 200 * MIB
@@ -112,7 +112,7 @@ def test_what_the_system_says():
 
 @linux
 def test_a_peak_is_what_the_system_notes_and_the_system_goes_on_noting_it(started):
-    """In a process of its own, as VmHWM only grows; the block lives for less than a look of the meter's thread."""
+    """In a separate process, as VmHWM only grows. The block is shorter-lived than the meter's interval."""
     code = """
 import re, sys
 from pathlib import Path
@@ -139,7 +139,7 @@ print(before, first, mark, meter.stop(), high())
 """
     before, first, mark, second, mark_after = map(int, started(program=("-c", code)).out.split())
     assert first == pytest.approx(mark, abs=MIB) and first >= before + 90 * MIB
-    assert mark_after >= mark and second < first - 80 * MIB  # nobody reset the mark, nor took it for the second peak
+    assert mark_after >= mark and second < first - 80 * MIB  # the mark was neither reset nor taken for the second peak
 
 
 def test_a_peak_that_is_not_the_highest_is_seen_by_looking(monkeypatch):
@@ -217,7 +217,7 @@ GIB = 1 << 30
 
 @pytest.mark.parametrize(
     ("lines", "groups", "limit", "available"),
-    [  # folder: limit, in use, page cache that can go
+    [  # folder: (limit, in use, reclaimable page cache)
         ("0::/a.slice/b.service", {"a.slice/b.service": (3, 2, 1), "a.slice": (4, 4, 1), "": ("max", 9, 0)}, 3, 1),
         ("0::/a.slice/b.service", {"a.slice/b.service": ("max", 1, 0), "a.slice": ("max", 1, 0)}, None, None),
         ("0::/host/path", {"": (2, 1, 0)}, 2, 1),  # in a container

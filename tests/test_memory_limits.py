@@ -1,4 +1,4 @@
-"""Little address space (ulimit -v) is an answer, or one line and exit code 1 or 2. --all tries more limits."""
+"""Under a small limit of address space, `kvedge chat` answers, or prints one error line with exit code 1 or 2."""
 
 import subprocess
 import sys
@@ -15,7 +15,7 @@ PATIENCE_S = 120
 
 @dataclass(frozen=True)
 class Run:
-    """How a run under a limit ended."""
+    """The result of a run under a limit."""
 
     code: int
     out: str
@@ -27,7 +27,7 @@ class Run:
 
     @property
     def refused(self) -> bool:
-        """Tells whether it said one line, and nothing else."""
+        """Returns whether the run printed one error line and nothing else."""
         lines = self.err.splitlines()
         return self.code in (1, 2) and not self.out and len(lines) == 1 and lines[0].startswith("kvedge: error: ")
 
@@ -53,7 +53,7 @@ linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="limits 
 @linux
 @pytest.mark.parametrize("megabytes", [290, 420, *whole(*(n for n in range(200, 610, 10) if n not in (290, 420)))])
 def test_too_little_address_space_is_one_line(environment, native, megabytes):
-    """Where ggml asserted (from 280 MB on), where memory ended between two checks (400), and just before the answer."""
+    """Limits where ggml would assert (from 280 MB), between two checks (400), and just before the answer."""
     ended = run(megabytes * 10**6, environment=environment)
     assert ended.answered or ended.refused, ended
     assert ended.answered or "memory" in ended.err, ended

@@ -1,4 +1,4 @@
-"""Paths of pictures in a message, in every manner that terminals, file managers and people write them."""
+"""Paths of pictures in a message, in every form that terminals, file managers and people write."""
 
 import os
 from pathlib import Path
@@ -16,7 +16,7 @@ ONLY_POSIX = pytest.mark.skipif(not POSIX, reason="escapes blanks with backslash
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """The current folder, with pictures, a text, and a file that is no picture in spite of its name."""
+    """The current folder, with pictures, a text, and a text file with the name of a picture."""
     for name in ("a.png", "my cat.JPG", "it's.png", "sub/b.webp", "sub/no-suffix"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         Image.new("RGB", (4, 3)).save(tmp_path / name, format="PNG")

@@ -1,4 +1,4 @@
-"""mmproj files that llama.cpp would crash on are refused in one line, and no file that works is."""
+"""mmproj files that would crash llama.cpp are refused with one line, and every working file is accepted."""
 
 import dataclasses
 import math
@@ -25,7 +25,7 @@ OWNERS = {"mlp": "llava", "ldpv2": "llava", "qwen2vl_merger": "qwen2vl"}
 
 
 def written(folder, projector, meta=(), tensors=None, name="x.gguf"):
-    """An mmproj with other metadata (None: left out), and with tensors(list) -> list instead of its own."""
+    """Writes an mmproj with changed metadata (None: removed), and with tensors(list) instead of its list of tensors."""
     values, own = vision_model(TOWERS[projector])
     values = {key: value for key, value in {**values, **dict(meta)}.items() if value is not None}
     path = folder / name
@@ -111,11 +111,11 @@ def test_chat_says_so_in_one_line(kvedge, tiny, picture_file, tmp_path, at):
     done.failed(1, says, "x.gguf")
 
 
-# ------------------------------------------------------------------------------------------------- never too much
+# ------------------------------------------------------------------------------------------------- valid files
 
 
 def header_of(meta, tensors):
-    """The header that a file would have, without its weights."""
+    """Returns the header of a file with these tensors, without writing weights."""
     numbers = {bool: 7, int: 4, float: 6, str: 8}
     first = {key: value[0] if isinstance(value, list) else value for key, value in meta.items()}
     types = {key: 5 if key.endswith("feature_layer") else numbers[type(value)] for key, value in first.items()}
@@ -134,7 +134,7 @@ def test_the_shapes_of_real_models_are_taken(name):
 
 
 def test_the_blocks_of_other_towers_are_checked():
-    """Of projectors that modelgen does not make: a plain tower with grouped heads, and one with fused weights."""
+    """Projectors that modelgen does not make: a plain tower with grouped heads, and one with fused weights."""
     meta, tensors = vision_model(dataclasses.replace(SMALL, projector="pixtral", n_heads=4, width=64))
     grouped = {**meta, V + "attention.head_count_kv": 2}
     kv = ("attn_k.weight", "attn_v.weight", "attn_k.bias", "attn_v.bias")
@@ -169,7 +169,7 @@ def test_small_towers_are_taken(tmp_path, projector):
 
 
 def mutants(folder, projector, every):
-    """Writes files with a tensor that is gone, halved or of another type, or a value of another size or type."""
+    """Writes files with a removed, halved or retyped tensor, or a value of another size or type."""
     return [written(folder, projector, *change) for change in list(mutations(projector))[::every]]
 
 

@@ -1,4 +1,4 @@
-"""Scorer modal: its definition against loops of their own, and what it is for."""
+"""Scorer modal: its definition against loops, and its purpose."""
 
 import itertools
 
@@ -45,10 +45,10 @@ def test_scores_are_those_of_loops(n_tokens, layout, changed):
 
 
 def test_a_token_has_no_vote_for_itself():
-    """However much the last tokens look at themselves, the votes are those of the queries behind them."""
+    """The votes for a token come only from later queries, not from the token's query."""
     p = prompt(30, (2, 2), layers=1, size=8)
     votes = member("scorer", "modal").attention(layer_of(p), SETTINGS)
-    assert not votes[:, -1].any()  # nobody is behind the last one
+    assert not votes[:, -1].any()  # no query follows the last token
     p.k[0, :, 25] = 9 * p.q[0, :, 25] / np.linalg.norm(p.q[0, :, 25], axis=1, keepdims=True)
     louder = member("scorer", "modal").attention(layer_of(p), SETTINGS)
     paid = [oracles_modal.votes(p.q[0, h].tolist(), p.k[0, h].tolist(), 8, 0.15) for h in range(2)]
@@ -57,23 +57,23 @@ def test_a_token_has_no_vote_for_itself():
 
 
 def test_images_do_not_compete_with_the_scale_of_text():
-    """Which image tokens are the best is the same whatever the norms of the text's values."""
+    """The ranking of image tokens does not depend on the norms of the text's values."""
     p = prompt(60, (2, 2), layers=1)
     p = type(p)(p.q, p.k, p.v, mask(60, range(4, 52)))
     first = member("scorer", "modal").score(layer_of(p), SETTINGS)
-    p.v[:, :, 52:] *= 100  # that is how much an outlier of the text would squeeze the others' range
+    p.v[:, :, 52:] *= 100  # an outlier of the text would squeeze the range of others
     second = member("scorer", "modal").score(layer_of(p), SETTINGS)
     np.testing.assert_array_equal(first[:, 4:52], second[:, 4:52])
 
 
 @pytest.mark.parametrize("weight", [0.5, 2.0])
 def test_a_patch_unlike_its_neighbours_gains(weight):
-    """The most of all, and together they gain as much as is said; text gains nothing, with images or without."""
+    """The patch gains most, and all gains sum to weight times the other scores. Text gains nothing."""
     p = prompt(60, (2, 2), layers=1)
     for x in (p.k, p.v):
         x[0, :, 20:40] = x[0, :, 20:21]
     p.k[0, :, 30] *= -1
-    scorer, settings = member("scorer", "modal"), {**SETTINGS, "text": 64}  # a rank among images is none of its own
+    scorer, settings = member("scorer", "modal"), {**SETTINGS, "text": 64}  # no raised rank among images
 
     def gained(tokens):
         layer = layer_of(type(p)(p.q, p.k, p.v, mask(60, tokens)))
@@ -92,7 +92,7 @@ def test_a_patch_unlike_its_neighbours_gains(weight):
 @pytest.mark.parametrize("parts", [2, 3, 5])
 @pytest.mark.parametrize("layout", IMAGES)
 def test_one_in_parts_is_the_end_of_the_text(native, layout, parts, allocator):
-    """As many of the last tokens as that are kept by every head, but not beyond the last image or the window."""
+    """Every head keeps 1 / `parts` of its pairs from the end of the text, after the last image, within the window."""
     p = prompt(60, (4, 2), layers=2)
     p = type(p)(p.q, p.k, p.v, mask(60, IMAGES[layout]))
     text = 60 - 1 - max(IMAGES[layout], default=-1)
@@ -107,7 +107,7 @@ def test_one_in_parts_is_the_end_of_the_text(native, layout, parts, allocator):
 @pytest.mark.parametrize("allocator", ["uniform", "calibrated", "global"])
 @pytest.mark.parametrize("text", [2, 4, 9])
 def test_one_in_so_many_is_text_between_images(native, text, allocator):
-    """As many of the last tokens of text as that are kept by every head, though no query looks at them."""
+    """Every head keeps 1 / `text` of its pairs from the last text tokens, even if no query attends to them."""
     p = prompt(120, (4, 2), layers=2)
     between = [0, 1, 30, 31, 60, 61, 62, 90, 91, 118, 119]
     p = type(p)(p.q, p.k, p.v, mask(120, [t for t in range(120) if t not in between]))

@@ -1,4 +1,4 @@
-"""Models that llama.cpp would abort on are refused in one line, before anything of their size is allocated."""
+"""Models that would abort llama.cpp are refused with one line, before memory of their size is allocated."""
 
 import dataclasses
 import math
@@ -20,7 +20,7 @@ TOKENS = VOCABULARY.meta["tokenizer.ggml.tokens"]
 
 
 def written(folder, arch="llama", meta=(), name="m.gguf"):
-    """A model with other metadata; None leaves a key out."""
+    """Writes a model with changed metadata; None removes a key."""
     values, own = text_model(SPECS[arch])
     values = {key: value for key, value in {**values, **dict(meta)}.items() if value is not None}
     path = folder / name
@@ -74,7 +74,7 @@ def test_some_groups_of_experts_are_chosen(tmp_path, chosen, good):
 
 @pytest.mark.parametrize("alignment", [1, 8])
 def test_tensors_that_begin_in_odd_places_are_refused(tmp_path, alignment):
-    """ggml maps the file, and takes no memory that does not begin at a multiple of 32 bytes."""
+    """ggml maps the file, and needs data that begins at a multiple of 32 bytes."""
     path = written(tmp_path)
     whole, data = path.read_bytes(), path.stat().st_size
     key = b"general.alignment"
@@ -111,7 +111,7 @@ def test_numbers_that_are_none_are_a_named_error(tmp_path, name, value):
         ModelShape.of(check_model(written(tmp_path, meta=changes)))
 
 
-# ------------------------------------------------------------------------------------------------- never too much
+# ------------------------------------------------------------------------------------------------- valid files
 
 
 @pytest.mark.parametrize(("vocabulary", "kind"), [(tokens.spm(32000), "llama"), (tokens.bpe(151936, 151657), "qwen3")])
@@ -123,7 +123,7 @@ def test_vocabularies_of_real_sizes_are_taken(tmp_path, vocabulary, kind):
 
 
 def test_empty_tokens_are_no_duplicates(tmp_path):
-    """llama.cpp gives each of them a name of its own."""
+    """llama.cpp gives each empty token a separate name."""
     check_model(written(tmp_path, meta={"tokenizer.ggml.tokens": [*TOKENS[:-2], "", ""]}))
 
 

@@ -1,4 +1,4 @@
-"""scripts/mutants.py: which changes it makes, which tests it tries, and that it sees one that a test notices."""
+"""scripts/mutants.py: its changes, its choice of tests, and its report of a change that a test notices."""
 
 from __future__ import annotations
 

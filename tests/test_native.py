@@ -1,4 +1,4 @@
-"""Runs the programs of native/tests, which `scripts/dev.py test` (or the CMake target kvedge-tests) builds."""
+"""Runs the programs of native/tests, built by `scripts/dev.py test` (or the CMake target kvedge-tests)."""
 
 import os
 import subprocess
@@ -36,7 +36,7 @@ def test_lists_of_tests_name_tests():
 
 @pytest.mark.parametrize("kinds", [["llama"], *whole(["llama", "gemma3"])], ids=" ".join)
 def test_the_glue_through_llama_cpp(tiny, tmp_path, kinds):
-    """The public C interface with several threads and models; scripts/sanitize.py runs it with both models."""
+    """Runs the public C interface with several threads and models. scripts/sanitize.py runs it with both models."""
     program = build_stock.find_build() / "bin" / ("kvedge-glue-tests" + (".exe" if os.name == "nt" else ""))
     if not program.is_file():
         pytest.skip("native tests are not built: python3 scripts/dev.py test builds them")

@@ -1,4 +1,4 @@
-"""Reducer nearest: who joins whom against loops, what is not near, what its merges are worth to later queries."""
+"""Reducer nearest: its groups against loops, rows that are not near, and its gain for later queries."""
 
 import math
 from itertools import chain
@@ -18,7 +18,7 @@ from pykvedge.reference.checks import rules
 
 
 def in_clusters(seed, n_tokens, heads=2, layers=2, size=16, spread=0.4):
-    """Keys around a few points of unequal length, values by point, too: a prompt, as many query heads as KV heads."""
+    """Returns a prompt with keys and values in clusters of unequal length, with as many query heads as KV heads."""
     rng = np.random.default_rng(seed)
     points = rng.standard_normal((2, 7, size)) * rng.uniform(0.3, 3.0, (7, 1))
     which = rng.integers(0, 7, (layers, heads, n_tokens))
@@ -33,7 +33,7 @@ def test_who_joins_whom_in_loops(reach):
     for seed in range(6):
         p = in_clusters(seed, 40, 1, 1)
         k, v = p.k[0, 0], p.v[0, 0]
-        k[seed] = k[seed + 20]  # one key twice
+        k[seed] = k[seed + 20]  # two equal keys
         kept = np.sort(np.random.default_rng(seed).choice(40, 11, replace=False)).astype(np.int32)
         mass = np.random.default_rng(seed).integers(1, 4, 40)
         head = Head(k, v, kept, np.zeros(40, bool), bias=np.log(mass).astype(np.float32))
@@ -45,7 +45,7 @@ def test_who_joins_whom_in_loops(reach):
             np.testing.assert_allclose(ours, expected, rtol=1e-5, atol=1e-6)
         stands_for = [mass[j] + sum(mass[i] for i, _ in groups[j]) for j in kept]
         np.testing.assert_allclose(found[2], np.log(stands_for), rtol=1e-5, atol=1e-6)
-    assert merged > 20 and (reach > 1 or merged < 6 * 29)  # of 29 each: some, and not all of them
+    assert merged > 20 and (reach > 1 or merged < 6 * 29)  # some of 29 each, but not all
 
 
 @pytest.mark.parametrize("scorer", ["modal", "cumulative", "position"])
@@ -58,7 +58,7 @@ def test_the_library_agrees_with_the_definition(native, scorer, reach):
 
 
 def test_what_has_nothing_near_is_dropped(native):
-    """Keys at right angles are farther from each other than their length: what stays is what evict leaves."""
+    """Orthogonal keys are farther apart than their length, so the result equals that of evict."""
     k = np.zeros((1, 1, 32, 32), np.float32)
     k[0, 0] = 3 * np.eye(32)
     p = prompt(32, (1, 1), layers=1, size=32)
@@ -78,7 +78,7 @@ def test_reach_is_a_length(native):
 
 
 def test_later_queries_get_more_of_what_there_was(native):
-    """Half of the tokens like no other, queries that look at some that stayed: nearer than evict and LOOK-M's merge."""
+    """Half of the tokens have unique keys; queries look at kept tokens: nearer than evict and LOOK-M's merge."""
     errors = {"evict": [], "averaged": [], "nearest": []}
     for seed in range(4):
         p = in_clusters(seed, 200, 4)
@@ -97,7 +97,7 @@ def test_later_queries_get_more_of_what_there_was(native):
 
 
 def test_the_demo_model_diverges_less_than_with_evict(native):
-    """By the default method's budgets, where half of all pairs stay."""
+    """With the default method's budgets, where half of all pairs stay."""
     cells = [Cell(reducer, pykvedge.plan("kvedge", 0.5, reducer=reducer)) for reducer in ("nearest", "evict")]
     samples = [*demo_samples("where", 4, 0, 4), *demo_samples("code", 4, 0, 4)]
     rows = run(samples, cells, answers=False)

@@ -1,4 +1,4 @@
-"""From a clean machine to an answer about one's own picture, by the commands of the README and no others."""
+"""From a clean machine to an answer about a user's picture, only with the commands of the README."""
 
 import os
 import re
@@ -16,7 +16,7 @@ BEGIN = (ROOT / "README.md").read_text("utf-8").partition("\n## What you gain")[
 
 
 def commands() -> list[str]:
-    """The commands that install kvedge and ask a real model by name, in the README's order."""
+    """Returns the commands that install kvedge and ask a real model by name, in the README's order."""
     shown = [block for block in blocks(ROOT / "README.md") if block.language == "sh" and block.text in BEGIN]
     return [line for block in shown for line in block.text.splitlines()]
 
@@ -29,11 +29,11 @@ def test_four_commands_and_none_from_another_page():
 
 @pytest.mark.whole
 def test_a_newcomer_gets_an_answer(tmp_path, environment, kvedge, native):
-    """A fresh home and a fresh environment, on a machine that has the README's packages; the hub is on this machine.
+    """A new home and environment, on a machine with the README's packages, and with a local hub.
 
-    The packaged model stands behind the real model's name: the answer is what it says of the same picture by its files.
+    The packaged model has the real model's name. Its files give the expected answer for the same picture.
     """
-    picture = ROOT / "photo.jpg"  # the newcomer's own
+    picture = ROOT / "photo.jpg"  # the newcomer's picture
     assert not picture.exists()
     variables = {**os.environ, "HOME": str(tmp_path)}
     for name in ("PYTHONPATH", "VIRTUAL_ENV"):

@@ -1,4 +1,4 @@
-"""packages/node: its own tests by Node's runner, its types, what travels in it, and its version."""
+"""packages/node: its tests in Node's runner, its types, its package files, and its version."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""MixKV with redundancies from a profile, and plans whose stages need a profile each."""
+"""MixKV with redundancies from a profile, and plans with several stages that need a profile."""
 
 import itertools
 
@@ -55,9 +55,9 @@ def test_one_redundancy_for_all_heads_is_a_mode_of_its_own(native, engine, r, mo
 
 @pytest.mark.parametrize("engine", ["native", "numpy"])
 def test_a_profile_of_one_prompt_is_what_that_prompt_has_online(native, engine):
-    """Its numbers come from all pairs of keys, one by one."""
+    """The redundancies come from all pairs of keys, one by one."""
     p = prompt(40, layers=2, size=16)
-    p.k[0, 1] += 1.5  # heads differ
+    p.k[0, 1] += 1.5  # makes the heads different
     kept = p.k.astype(np.float16).astype(np.float64)
     own = redundancies([[oracles.redundancy(head.tolist()) for head in layer] for layer in kept])
     assert np.ptp(own.values) > 0.3
@@ -66,7 +66,7 @@ def test_a_profile_of_one_prompt_is_what_that_prompt_has_online(native, engine):
     offline = pykvedge.compress(plan, *p.arguments, engine=engine, profile=own)
     np.testing.assert_allclose(offline.scores, online.scores, rtol=1e-5)
     assert same(offline, online)
-    swapped = redundancies(own.values[:, ::-1])  # each head the other's
+    swapped = redundancies(own.values[:, ::-1])  # each head gets the other's
     assert not same(pykvedge.compress(plan, *p.arguments, engine=engine, profile=swapped), online)
 
 
@@ -87,7 +87,7 @@ def test_each_stage_takes_the_profile_that_fits_it(native, engine):
     results = [pykvedge.compress(plan, *p.arguments, engine=engine, profile=given) for given in ([a, b], (b, a))]
     assert same(*results)
     lengths = {len(head) for layer in results[0].kept for head in layer}
-    assert len(lengths) > 1  # heads' budgets come from the one
+    assert len(lengths) > 1  # one profile gives the heads' budgets
     other = pykvedge.compress(plan, *p.arguments, engine=engine, profile=[a, redundancies(1 - b.values)])
     assert {len(head) for layer in other.kept for head in layer} == lengths and not same(other, results[0])
 
@@ -211,7 +211,7 @@ def test_both_profiles_of_the_demo_model_are_found(native, own_folder):
 
 
 def test_rows_belong_to_the_layers_of_the_model(native, tiny):
-    """gemma3 keeps its sliding-window layers to itself: of the profile only the other rows count."""
+    """llama.cpp keeps gemma3's sliding-window layers, so only the profile's other rows count."""
     model, text = tiny("gemma3"), "The quick brown fox jumps over the lazy dog. " * 6
     kept = []
     with model.session() as session:
@@ -241,7 +241,7 @@ def test_a_conversation_keeps_profiles_for_the_plans_to_come(own_folder, tiny, p
             session.ask("And now something else, please. " * 8).read()
         with pytest.raises(ProfileError, match="prefix profile"):
             session.set_plan(pykvedge.plan("prefixkv", **{"allocator.source": "profile"}))
-    for plan in plans[:2]:  # the first plan must need all that is given
+    for plan in plans[:2]:  # the first plan must need every given profile
         with pytest.raises(ProfileError, match="does not fit"):
             model.session(plan, profile=both)
 
@@ -253,7 +253,7 @@ def test_a_cache_refuses_a_plan_without_its_profile(native, tiny):
     for plan in (pykvedge.plan("mixkv", **OFFLINE), BOTH):
         with pytest.raises(UsageError, match="needs a profile"):
             context.cache.set_plan(plan)
-    context.llama.llama_free(context.context)  # and when the context is gone, too
+    context.llama.llama_free(context.context)  # also without the context
     with pytest.raises(UsageError, match="needs a profile"):
         context.cache.set_plan(BOTH)
     context.cache.detach()

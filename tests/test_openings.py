@@ -1,4 +1,4 @@
-"""Openings: a conversation goes on from what another one began with, and says what it would have said without."""
+"""Openings: a conversation continues from the beginning of another one, with the answers that it has without."""
 
 import os
 import subprocess
@@ -26,7 +26,7 @@ def files(tiny):
 
 
 def answers(session, pictures, questions=QUESTIONS):
-    """Every question opens a conversation of its own."""
+    """Returns the answers to all questions. Each question opens a new conversation."""
     out = []
     for question in questions:
         session.clear()
@@ -48,7 +48,7 @@ def without_counts(found):
     ),
 )  # fmt: skip
 def test_what_is_said_is_the_same(native, tiny, picture_file, asked, method):
-    """Twelve tokens of three questions: each time from the beginning, and each time but the first from the opening."""
+    """Three questions with answers of twelve tokens: read from the beginning, or from the opening except the first."""
     plan, (kind, n_images) = pykvedge.plan(method, None if method == "full" else 0.4), asked
     pictures = [picture_file(f"{i}.png", 60 + 8 * i, 60) for i in range(n_images)]
     settings = {"question_blind": True, "system": DOCUMENT, "n_ctx": 4096}
@@ -63,7 +63,7 @@ def test_what_is_said_is_the_same(native, tiny, picture_file, asked, method):
 
 @pytest.mark.parametrize("kind", ["qwen2vl", *whole("llava", "llama")])
 def test_without_compression_nothing_has_to_be_asked_for(native, tiny, picture_file, kind):
-    """A full cache is the same whether it was cut or not: what is said is what a session without a cache says."""
+    """A full cache does not depend on openings: answers equal those of a session without a cache."""
     pictures = [] if kind == "llama" else [picture_file()]
     said = []
     for room in (0, 2**28):
@@ -85,7 +85,7 @@ def test_with_other_settings(native, tiny, picture_file, extra):
 
 
 def test_what_is_kept_of_an_image_does_not_depend_on_the_question(native, tiny, picture_file):
-    """SnapKV looks at the last tokens of the prompt: where the question is among them, other ones keep other rows."""
+    """SnapKV uses the last tokens of the prompt: with the question among them, the kept rows depend on the question."""
     kept = {}
     for blind in (True, False):
         settings = {"question_blind": blind, "prompt_cache": 2**26}
@@ -135,7 +135,7 @@ def test_memory_for_openings_is_bounded(native, tiny, picture_file):
 
 
 def test_a_follow_up_with_a_picture_is_cut_too(native, tiny, picture_file):
-    """A conversation that goes on takes nothing from elsewhere, but its picture's rows are chosen without the text."""
+    """A follow-up takes no rows from a cache, but its picture's rows are chosen without the text."""
     held = []
     for question in ("And this?", "Or that one over there?"):
         with tiny("llava").session(pykvedge.plan("snapkv", 0.2), question_blind=True, prompt_cache=2**26) as session:
@@ -181,7 +181,7 @@ def test_a_conversation_from_a_file_forks_and_goes_on_as_the_one_that_was_saved(
             with one.fork() as two:
                 assert two.messages == one.messages
         assert session.ask("And why?", (), ASK).read() == said[0]
-        session.clear()  # and what is read anew is what was read the first time
+        session.clear()  # and a new reading equals the first one
         assert session.ask("What is this?", pictures, ASK).read() == first
         session.clear()
         again = session.ask("What is this?", pictures, ASK)
@@ -205,7 +205,7 @@ def test_where_a_prompt_is_cut():
     assert opening.cut([text]) == ([], [text])
     long = list(range(100))
     assert opening.cut([TextPiece([*long, 7])], [[*long, 8], [*long, 9, 9]]) == ([TextPiece(long)], [TextPiece([7])])
-    assert opening.cut([TextPiece([*long, 7])], [[*long[:50], 8]])[0] == []  # too short to be worth it
+    assert opening.cut([TextPiece([*long, 7])], [[*long[:50], 8]])[0] == []  # too short to be useful
 
 
 def test_openings_are_written_and_read():
@@ -224,7 +224,7 @@ def test_sizes_that_are_none(size):
 
 
 def test_as_an_option(native, tiny, picture_file, kvedge):
-    """snapkv chooses rows by the question, unless told not to; either way it answers."""
+    """snapkv chooses rows by the question, except with --question-blind. It answers in both cases."""
     arguments = (*tiny("llava").arguments(), "--image", picture_file(), "--method", "snapkv", "--max-tokens", 3)
     plain = kvedge("chat", *arguments, "--json", "What?").json
     blind = kvedge("chat", *arguments, "--json", "--question-blind", "What?").json
@@ -233,7 +233,7 @@ def test_as_an_option(native, tiny, picture_file, kvedge):
 
 @pytest.fixture
 def chat(kvedge, tiny, picture_file, tmp_path):
-    """A question about the same picture, in a process of its own, with a folder."""
+    """Asks a question about the same picture, in a separate process with a cache folder."""
 
     def ask(question, *more, method="knorm"):
         files = (*tiny("llava").arguments(), "--image", picture_file(), "--cache", tmp_path / "cache")
@@ -270,7 +270,7 @@ def test_a_damaged_opening_is_read_anew(chat, tmp_path):
 
 
 def test_rows_that_do_not_fit_the_model_are_read_anew(native, tiny, picture_file, tmp_path):
-    """The folder is sound, but what it holds under this name is another cache's: it is refused, and read as usual."""
+    """The folder is valid, but the entry has rows of another cache: it is refused, and the prompt is read normally."""
     said = []
     with tiny("llava").session(pykvedge.plan("knorm", 0.4), question_blind=True, prompt_cache=2**26) as session:
         said.append(answers(session, [picture_file()])[0])
@@ -285,7 +285,7 @@ def test_rows_that_do_not_fit_the_model_are_read_anew(native, tiny, picture_file
 
 @pytest.mark.skipif(os.name != "posix", reason="signals")
 def test_killed_runs_leave_nothing_wrong(chat, environment, tiny, picture_file, tmp_path):
-    """Killed while it encodes, reads, writes or answers: the next run says what it would have said."""
+    """Killed during encoding, reading, writing or answering: the next run gives the right answer."""
     program = [sys.executable, "-m", "pykvedge", "chat", *tiny("llava").arguments(), "--image", str(picture_file())]
     program += ["--method", "knorm", "--question-blind", "--cache", str(tmp_path / "cache"), "What is this?"]
     for i in (0, 1, 3, 5):

@@ -1,4 +1,4 @@
-"""The packaged model is asked about a photograph: one line says that it knows drawn scenes only."""
+"""The packaged model is asked about a photograph: one line says that it only knows drawn scenes."""
 
 import io
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The page of `kvedge serve` in a browser: chromium, driven as a person drives it."""
+"""The page of `kvedge serve` in a browser: chromium, driven as a person would."""
 
 import base64
 import io
@@ -18,7 +18,7 @@ from pykvedge.plans import presets
 pytestmark = browser.needed
 KEY = "a key of more than sixteen letters".replace(" ", "-")
 
-# what a drag from a file manager, or a paste, hands to a page
+# data of a drag from a file manager, or of a paste
 GIVE = """const [kind, url, type] = arguments;
 const bytes = Uint8Array.from(atob(url.split(",")[1]), (c) => c.charCodeAt(0));
 const data = new DataTransfer();
@@ -26,12 +26,12 @@ data.items.add(new File([bytes], "given", { type }));
 const event = kind === "drop" ? new DragEvent("drop", { dataTransfer: data, bubbles: true, cancelable: true })
   : new ClipboardEvent("paste", { clipboardData: data, bubbles: true, cancelable: true });
 document.getElementById("text").dispatchEvent(event);"""
-# what a drag from another page hands over
+# data of a drag from another page
 DROP = """const data = new DataTransfer();
 for (const [kind, text] of Object.entries(arguments[0])) data.setData(kind, text);
 const event = new DragEvent("drop", { dataTransfer: data, bubbles: true, cancelable: true });
 document.getElementById("text").dispatchEvent(event);"""
-# how dark the veil is in the middle of each of 12 x 12 patches, 0 to 255
+# darkness of the veil in the middle of each of 12 x 12 patches, 0 to 255
 DARK = """const canvas = document.querySelector(".frame canvas"), drawn = canvas.getContext("2d");
 const [w, h] = [canvas.width / 12, canvas.height / 12];
 const dark = (i) => drawn.getImageData((i % 12 + .5) * w, (Math.floor(i / 12) + .5) * h, 1, 1).data[3];
@@ -39,13 +39,13 @@ return [...Array(144).keys()].map(dark);"""
 LAYER = """const one = document.querySelector("figcaption input");
 one.value = arguments[0];
 one.dispatchEvent(new Event("input"));"""
-# answers of a demo model end by themselves; this adds a grammar to requests, which has none
+# adds a grammar of endless answers to requests, because the demo model's answers end
 NO_END = """const [grammar, plain] = [arguments[0], window.fetch];
 window.fetch = (path, options) => {
   if (options?.body) options = { ...options, body: JSON.stringify({ ...JSON.parse(options.body), grammar }) };
   return plain(path, options);
 };"""
-# presses Esc as soon as an answer has begun, and keeps which of the two buttons were hidden: the model is fast
+# presses Esc as soon as an answer has begun, and records which of the two buttons were hidden
 ESCAPE = """new MutationObserver((_, observer) => {
   if (!document.querySelector(".assistant .text")?.textContent.includes("aa")) return;
   observer.disconnect();
@@ -77,7 +77,7 @@ def page(driver, server):
 
 @pytest.fixture
 def from_the_start(driver):
-    """Runs a script in each page before the page's own."""
+    """Runs a script in each page before the page's scripts."""
     run = []
     yield lambda text: run.append(driver.execute_cdp_cmd("Page.addScriptToEvaluateOnNewDocument", {"source": text}))
     for one in run:
@@ -91,7 +91,7 @@ def test_a_picture_is_asked_about_and_what_is_kept_is_drawn(page, server):
     text = page.ask(QUESTION)
     told = server.chat(said, kvedge={"patches": True}).json()
     assert text == told["choices"][0]["message"]["content"]
-    assert page.sent()[0]["messages"] == said  # a small picture goes as it is
+    assert page.sent()[0]["messages"] == said  # a small picture stays unchanged
     figures = told["kvedge"][0]
     share = figures["kv"]["kept_bytes"] / figures["kv"]["full_bytes"]
     assert f"{100 * share:.0f} %" in page.get("kept").text
@@ -207,7 +207,7 @@ def test_what_cannot_be_used_is_said_and_nothing_is_lost(page, tmp_path):
     ]  # fmt: skip
     part = {"filename": "report.pdf", "file_data": "data:application/pdf;base64,JVBERi0xLjQgYW5kIG5vdGhpbmcgZWxzZQ=="}
     assert page.sent()[0]["messages"][0]["content"][0] == {"type": "file", "file": part}
-    page.get("again").click()  # what is refused once is refused again: it is changed
+    page.get("again").click()  # a changed request, as the same one would be refused again
     assert page.get("text").get_attribute("value") == QUESTION and page.says("#attached .chip") == [["report.pdf"]]
     page.press("Remove report.pdf")
     page.attach(SCENES[0])
@@ -293,7 +293,7 @@ def test_a_choice_holds_for_the_next_answer_and_methods_say_what_they_do(page):
 
 
 def test_the_servers_own_plan_holds_until_a_slider_is_moved(driver, environment):
-    """The page sent what its sliders can show: a budget of 0.35 for 0.33, all tokens of pictures for 0.42 of them."""
+    """The page must not round the server's plan to its sliders: budget 0.33 to 0.35, image tokens 0.42 to all."""
     options = ("--method", "snapkv", "--budget", "0.33", "--sinks", "3", "--image-tokens", "0.42")
     with serving(environment, *options) as server, opened(driver, server.url) as page:
         page.attach(SCENES[0])

@@ -1,4 +1,4 @@
-"""The files of the page of `kvedge serve`: what other projects wrote is unchanged, and no code stands in the page."""
+"""The files of `kvedge serve`'s page: other projects' files are unchanged, and the page contains no inline code."""
 
 import hashlib
 import re

@@ -15,7 +15,7 @@ axe_core = pytest.importorskip("axe_core_python.selenium")
 pytestmark = browser.needed
 TOLD = (SCENES[0].parent / "scenes.md").read_text().splitlines()
 DESCRIBED = {i: next(line for line in TOLD if path.name in line).partition("): ")[2] for i, path in enumerate(SCENES)}
-ANSWERS = {  # to the examples of the empty page
+ANSWERS = {  # answers to the examples of the empty page
     "What is the code?": "64UM3",
     "How many circles are there?": "three",
     "What colour is the triangle?": "red",
@@ -42,7 +42,7 @@ def page(driver, server):
 
 
 def sound(page, kinds=RULES):
-    """Fails with what axe finds: names, roles, contrast, headings, landmarks, places to scroll."""
+    """Fails with the findings of axe: names, roles, contrast, headings, landmarks, scrollable regions."""
     told = axe_core.Axe().run(page.driver, options={"runOnly": list(kinds)})
     found = told["violations"]
     assert told["passes"]

@@ -1,4 +1,4 @@
-"""The pages of the second model: seeded, held out, and those of published figures; and questions about them."""
+"""The pages of the second model and their questions: reproducible, held out, and equal to the published sets."""
 
 import hashlib
 import json
@@ -25,7 +25,7 @@ def drawn(task: str, pages: int, count: int = 12, seed: int = 0) -> list[PageSam
     return list(islice(samples(task, seed, pages), count))
 
 
-DRAWN = {  # of the first 12 samples with two pages, and with four: pictures, questions, answers, where they are seen
+DRAWN = {  # digest of the first 12 samples with two pages, and with four: pictures, questions, answers, source cells
     "line": "658b32c2de63bb9a",
     "which-line": "acf69e01ca96c475",
     "price": "6cc824a9c1b2a251",
@@ -76,7 +76,7 @@ def test_eval_asks_about_the_pages_in_both_turns():
 
 
 def test_the_second_model_reads_pages():
-    """Held-out ones, one and several, with the full cache."""
+    """Held-out pages, one and several, with the full cache."""
     tasks = ("line", "price", "left", "colour", "code")
     asked = [one for i, task in enumerate(tasks) for one in page_samples(f"page-{task}", 1, 7, 3 if i % 2 else 1)]
     job = Job(DATA / "pages-model.gguf", DATA / "pages-mmproj.gguf", asked, [], Wants(likelihood=False))

@@ -34,7 +34,7 @@ def test_one_importance_for_a_layer_is_the_mean_of_its_heads():
 @pytest.mark.parametrize("n_tokens", [2, 3, 17, 40])
 def test_redundancy_is_the_mean_similarity_of_two_different_keys(n_tokens):
     for seed in range(5):
-        k = prompt(n_tokens, seed=seed).k[0, 0] + seed / 2  # the more is added, the more alike
+        k = prompt(n_tokens, seed=seed).k[0, 0] + seed / 2  # a larger offset makes keys more alike
         r = redundancy(directions(k).mean(axis=0), n_tokens)
         assert r == pytest.approx(oracles.redundancy(k.tolist()), abs=1e-9)
         assert 0 <= r <= 1
@@ -65,7 +65,7 @@ def test_the_window_scores_as_in_snapkv():
     p = prompt(60)
     snapkv = member("scorer", "window").score(layer_of(p), {"window": 8, "kernel": 5, "pool": "avg", "gqa": "mean"})
     np.testing.assert_array_equal(member("scorer", "mixkv").score(layer_of(p), MIXKV)[:, -8:], snapkv[:, -8:])
-    p.v[:] = 1  # no value stands out: importance is attention
+    p.v[:] = 1  # all values alike: importance is attention
     importance = member("scorer", "mixkv").score(layer_of(p), {**MIXKV, "mode": "importance"})
     np.testing.assert_array_equal(importance, snapkv)
 
@@ -104,7 +104,7 @@ def test_keydiff_scores_are_minus_the_cosine_with_the_anchor(n_tokens, anchor):
 
 def test_keydiff_orders_tokens_as_mixkvs_diversity_does():
     p = prompt(50, (4, 2), size=16)
-    mixkv = member("scorer", "mixkv").score(layer_of(p), {**MIXKV, "mode": "diversity"})[:, :-8]  # but for its window
+    mixkv = member("scorer", "mixkv").score(layer_of(p), {**MIXKV, "mode": "diversity"})[:, :-8]  # except its window
     keydiff = member("scorer", "keydiff").score(layer_of(p), {"anchor": "unit"})[:, :-8]
     np.testing.assert_array_equal(np.argsort(keydiff), np.argsort(mixkv))
 
@@ -114,9 +114,9 @@ def test_keydiff_of_keys_that_say_nothing():
     p.k[:] = 0
     for anchor in ("unit", "mean"):
         assert not member("scorer", "keydiff").score(layer_of(p), {"anchor": anchor}).any()
-    p.k[0, 0, :3], p.k[0, 0, 3:] = 1, -1  # the anchor is none
+    p.k[0, 0, :3], p.k[0, 0, 3:] = 1, -1  # the anchor is zero
     assert not member("scorer", "keydiff").score(layer_of(p), {"anchor": "unit"}).any()
-    assert defined(pykvedge.plan("keydiff", 2, recent=0), p).kept[0][0].tolist() == [0, 1]  # of equal ones the first
+    assert defined(pykvedge.plan("keydiff", 2, recent=0), p).kept[0][0].tolist() == [0, 1]  # equal: the first ones
 
 
 # FlashCache
@@ -156,7 +156,7 @@ def test_an_outlier_on_a_smooth_curve_is_kept():
     p = prompt(200, layers=1)
     curve = np.cos(np.pi * np.arange(200) / 100)[:, None]
     p.k[:], p.v[:] = curve, 2 - curve
-    p.v[0, 1, 77] += 3  # in one head: one score for the layer, so both keep it
+    p.v[0, 1, 77] += 3  # one head decides the layer's score, so both keep it
     p.k[0, 0, 140] -= 3
     kept = defined(pykvedge.plan("flashcache", 10), p).kept[0]
     assert {77, 140} <= set(kept[0].tolist()) and kept[0].tolist() == kept[1].tolist()
@@ -166,7 +166,7 @@ def test_what_is_the_same_everywhere_is_a_tie():
     p = prompt(50)
     p.k[:], p.v[:] = 0.3, -7.1
     assert defined(pykvedge.plan("flashcache", 5), p).kept[1][0].tolist() == [0, 1, 2, 3, 4]
-    two = prompt(2)  # both lie equally far from their mean
+    two = prompt(2)  # both are equally far from their mean
     assert defined(pykvedge.plan("flashcache", 1), two).kept[0][0].tolist() == [0]
 
 
@@ -181,7 +181,7 @@ def test_spectral_shares_are_in_proportion_to_the_high_energy(gamma):
     counts = member("allocator", "spectral").allocate(prompt_of(p, 8), {"gamma": gamma})
     assert counts.shape == (4, 2) and (counts[:, 0] == counts[:, 1]).all() and counts[:, 0].sum() == 32
     share = np.array(r) / sum(r) * 32
-    assert share.min() >= 1 and share.max() <= 24  # no bound is reached
+    assert share.min() >= 1 and share.max() <= 24  # no limit is reached
     assert (np.abs(counts[:, 0] - share) < 1).all()
     assert counts[0, 0] > counts[3, 0]
 
@@ -189,7 +189,7 @@ def test_spectral_shares_are_in_proportion_to_the_high_energy(gamma):
 def test_spectral_shares_stay_within_their_bounds():
     allocate = member("allocator", "spectral").allocate
     p = prompt(30, layers=3)
-    p.k[1:] = p.v[1:] = 1  # no high frequency but in the first layer
+    p.k[1:] = p.v[1:] = 1  # only the first layer has high frequencies
     assert allocate(prompt_of(p, 9), DCT)[:, 0].tolist() == [25, 1, 1]
     assert allocate(prompt_of(p, 9, recent=4), DCT)[:, 0].tolist() == [19, 4, 4]
     assert allocate(prompt_of(p, 20), DCT)[:, 0].tolist() == [30, 15, 15]
@@ -204,7 +204,7 @@ def test_spectral_shares_stay_within_their_bounds():
 
 
 def skewed_scores(n_layers=6, n_tokens=120, seed=1):
-    """[L, 2, T]: from a layer that looks at a few tokens to one that looks at all."""
+    """Returns scores [L, 2, T]: the first layer attends to few tokens, the last to all."""
     rng = np.random.default_rng(seed)
     return np.stack([rng.random((2, n_tokens)) ** power for power in np.linspace(9, 1, n_layers)])
 
@@ -219,7 +219,7 @@ def test_prefixes_keep_the_same_mass_of_every_layer(budget):
     assert kept.max() - kept.min() <= priority[:, 0].max()  # the first of each row is its largest weight
     counts = member("allocator", "prefix").allocate(Prompt(scores, np.zeros(120, dtype=bool), budget), ONLINE)
     assert counts.tolist() == [[n, n] for n in lengths]
-    assert lengths[0] < lengths[-1]  # few tokens are enough where few matter
+    assert lengths[0] < lengths[-1]  # fewer tokens where few of them matter
 
 
 def test_prefix_lengths_are_the_shortest_that_reach_the_share():
@@ -244,7 +244,7 @@ def test_equal_importance_is_shared_out_evenly():
 
 def test_a_layer_never_keeps_less_than_what_is_protected():
     scores = skewed_scores()
-    scores[0, :, 1:] = 0  # one token has it all
+    scores[0, :, 1:] = 0  # one token has all the attention
     mask = np.zeros(120, dtype=bool)
     counts = member("allocator", "prefix").allocate(Prompt(scores, mask, 24), ONLINE)
     assert counts[0, 0] == 1 and counts[:, 0].sum() == 24 * 6
@@ -299,7 +299,7 @@ def test_protected_tokens_receive_only_where_they_are_asked_to():
     h = head(8, [0, 3, 7], [0, 7])
     assert reduce(h, {"into_protected": False})[0][:, 0].tolist() == [1, (2 + 4 + 8 + 16 + 32 + 64) / 6, 128]
     assert reduce(h, {"into_protected": True})[0][:, 0].tolist() == [(1 + 2) / 2, (4 + 8 + 16 + 32) / 4, (64 + 128) / 2]
-    alone = head(8, [0, 7], [0, 7])  # nothing may receive: eviction
+    alone = head(8, [0, 7], [0, 7])  # no token can receive merges: eviction
     assert reduce(alone, {"into_protected": False})[0][:, 0].tolist() == [1, 128]
 
 

@@ -1,7 +1,7 @@
-"""libkvedge against the NumPy definitions, over every member that the registry finds.
+"""libkvedge against the NumPy definitions, for every member in the registry.
 
-A new stage member is tested by existing: with a member of each other stage (pytest --all: with every one), on MHA, GQA
-and MQA, for prompts of one token and of hundreds, with images in different places, at budgets from 5 % to everything.
+A new member is tested automatically: with a member of each other stage (pytest --all: with every one), on MHA, GQA and
+MQA, for prompts of one token and of hundreds, with images in different places, at budgets from 5 % to everything.
 """
 
 import itertools
@@ -23,7 +23,7 @@ BUDGETS = (0.05, 0.1, 0.2, 0.5, 0.9, 1.0)
 LENGTHS = (1, 2, 3, 5, 17, 64, 129, 256, 600)
 # recent, sinks
 PROTECTED = [(0, 0), (7, 0), (0.1, 0), (0.05, 4), (None, 4), (None, 400), (400, 0), (400, 400), (30, 30)]
-RANKED = ["cumulative", "modal"]  # how many stay, and which do whatever their scores, is asked behind the scores
+RANKED = ["cumulative", "modal"]  # counts and protection come after the scores, so two scorers suffice
 
 
 def plan_of(scorer, reducer="evict", budget=0.2, **settings):
@@ -31,7 +31,7 @@ def plan_of(scorer, reducer="evict", budget=0.2, **settings):
 
 
 def assert_same(plan, p, kv_type="f16", threads=0):
-    """Kept sets are identical; scores, keys and values agree within 1e-3."""
+    """Checks equal kept sets, and scores, keys and values within 1e-3."""
     return rules.engines_agree(plan, p, kv_type, threads)
 
 
@@ -51,14 +51,14 @@ def test_both_sides_round_budgets_alike(native, ratio):
 def test_a_later_message_keeps_a_share_but_at_least_32_tokens(native):
     for n_tokens, kept in ((0, 0), (1, 1), (31, 31), (33, 32), (159, 32), (160, 32), (165, 33), (4096, 819)):
         assert plan_budget(pykvedge.plan("h2o", 0.2), n_tokens, later=True) == kept
-        assert plan_budget(pykvedge.plan("h2o", 10), n_tokens, later=True) == min(n_tokens, 10)  # a number is a number
+        assert plan_budget(pykvedge.plan("h2o", 10), n_tokens, later=True) == min(n_tokens, 10)  # an absolute budget
 
 
 def test_what_is_gathered_of_a_prompt_is_what_the_stages_look_at(native):
     layers = [(4, 2, 8)] * 3  # query heads, KV heads, head size
     pairs = 3 * 2 * 100
     for settings, expected in (
-        ({"scorer": "knorm"}, 4 * pairs),  # scores alone
+        ({"scorer": "knorm"}, 4 * pairs),  # only scores
         ({"scorer": "cumulative"}, (4 + 8) * pairs),
         ({"scorer": "mean"}, (4 + 16) * pairs),
         ({"scorer": "window", "scorer.window": 10}, 4 * pairs + 3 * 10 * 4 * 8 * 4),
@@ -124,7 +124,7 @@ def test_ties_and_keys_of_norm_zero(native, reducer):
     ids=str,
 )
 def test_the_number_of_threads_changes_nothing(native, settings):
-    """Two KV heads: more threads share the rows of each."""
+    """With two KV heads, more threads share the rows of each head."""
     p = prompt(300, (6, 2))
     plan = pykvedge.plan("kvzip" if "scorer.projected" in settings else "h2o", 0.2, **settings)
     given = {

@@ -22,7 +22,7 @@ PATCHED = SOURCE.replace("line 10\n", "line ten\nand a half\n").replace("line 20
 
 
 def diff(path, old, new):
-    """A unified diff in git's form."""
+    """Returns a unified diff in git's form."""
     lines = difflib.unified_diff(
         old.splitlines(keepends=True), new.splitlines(keepends=True), "a/" + path if old else "/dev/null",
         "b/" + path if new else "/dev/null", lineterm="\n",
@@ -47,7 +47,7 @@ def tree(tmp_path):
 class TestApply:
     @pytest.fixture
     def series(self, tmp_path):
-        """Writes patches to a folder: series(text, ...) -> what read_series makes of them."""
+        """series(text, ...) writes patches to a folder -> the result of read_series."""
         return lambda *texts: read_series(write_series(tmp_path / "patches", *texts))
 
     def test_what_a_patch_says(self, series):
@@ -74,7 +74,7 @@ class TestApply:
         assert (tree / "src" / "a.cpp").read_text() == text
 
     def test_a_repository_around_the_tree_does_not_matter(self, tmp_path, tree, series):
-        """Git would leave out what lies below another folder of the repository than the one it runs in."""
+        """Git would ignore changes below another folder of an outer repository."""
         subprocess.run(["git", "init", "-q", str(tmp_path.parent)], check=True)
         try:
             apply(*series(CHANGE), tree)
@@ -91,7 +91,7 @@ class TestApply:
 
 @pytest.fixture
 def pin(tmp_path, monkeypatch):
-    """A small source distribution in the place of the pinned one: pin(files) -> its path."""
+    """pin(files) -> the path of a small source distribution that replaces the pinned one."""
 
     def make(files, entries=()):
         path = tmp_path / llama_source.SDIST
@@ -286,14 +286,14 @@ class TestSeries:
             assert f"\n| {name[:4]} " in readme, f"patches/README.md does not list {name}"
 
     def test_leaves_the_operations_of_ggml_alone(self):
-        """But for the mends, which the baseline carries as well."""
+        """Except the mends, which the baseline also has."""
         mends = read_series(ROOT / "patches", llama_source.MENDS)
         paths = {f for p in read_series(ROOT / "patches") if p not in mends for f in p.changed_lines()[2]}
         assert {p for p in paths if p.startswith("ggml/")} == {
             "ggml/src/ggml-alloc.c",
-            "ggml/src/ggml-cpu/ggml-cpu.c",  # how threads wait
-            "ggml/src/ggml-cpu/ggml-cpu.cpp",  # and how long there are any; whether there is attention of kvedge's own
-            "ggml/src/ggml-cpu/ops.cpp",  # which takes flash attention with a sixth source
+            "ggml/src/ggml-cpu/ggml-cpu.c",  # waiting of threads
+            "ggml/src/ggml-cpu/ggml-cpu.cpp",  # lifetime of threads; support of kvedge's attention
+            "ggml/src/ggml-cpu/ops.cpp",  # hands a sixth source to kvedge
             "ggml/src/ggml-cpu/ops.h",
             "ggml/src/ggml-cuda/fattn.cu",
             "ggml/src/ggml-cuda/fattn.cuh",
@@ -302,7 +302,7 @@ class TestSeries:
         }
 
     def test_the_bindings_are_of_the_pinned_source_and_not_a_dependency(self, pinned, tmp_path):
-        """Kvedge carries them: the index has them only as a source that compiles a second llama.cpp."""
+        """kvedge contains the bindings: the index only has a source that compiles a second llama.cpp."""
         assert llama_source.PACKAGE not in (ROOT / "pyproject.toml").read_text(encoding="utf-8")
         series = read_series(ROOT / "patches" / "bindings")
         assert series and all(patch.subject and patch.body for patch in series)
@@ -318,6 +318,6 @@ class TestSeries:
 
 
 def test_old_pythons_get_a_sentence():
-    """The entry script must be readable for a Python that cannot read the rest."""
+    """An old Python must be able to parse the entry script."""
     text = (ROOT / "scripts" / "dev.py").read_text(encoding="utf-8")
     ast.parse(text, feature_version=(3, 4))

@@ -1,4 +1,4 @@
-"""Paths and numbers that cannot be: folders, pipes, sockets and devices are refused before they are opened."""
+"""Invalid paths and numbers: folders, pipes, sockets and devices are refused before they are opened."""
 
 import os
 import socket
@@ -21,7 +21,7 @@ KINDS = ("a folder", "a pipe", "a socket", "a device")
 
 @pytest.fixture
 def no_files(tmp_path, monkeypatch):
-    """kind -> path. Names are short: a socket's may have about 100 characters."""
+    """Yields {kind: path}. The names are short, because a socket's path has at most about 100 characters."""
     monkeypatch.chdir(tmp_path)
     os.mkfifo("pipe")
     Path("folder").mkdir()
@@ -52,7 +52,7 @@ def test_sessions(tiny, native, no_files, kind):
             with pytest.raises(SessionFileError, match=f"{no_files[kind]} cannot be used: it is {kind}, not a file"):
                 call(no_files[kind])
         assert session.in_cache
-        assert os.path.samestat(no_files[kind].lstat(), no_files[kind].stat())  # nothing took its place
+        assert os.path.samestat(no_files[kind].lstat(), no_files[kind].stat())  # the special file was not replaced
 
 
 def test_the_program(kvedge, tiny, no_files):

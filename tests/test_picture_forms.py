@@ -1,4 +1,4 @@
-"""Pictures in every form that a program may have them in, and one line for what is no picture."""
+"""Pictures in every form that a program may use, and one error line for anything else."""
 
 import io
 import os
@@ -27,13 +27,13 @@ def png(pixels=PIXELS, form="PNG", **options):
 
 
 class OnlyReads:
-    """A stream that cannot go back, as a response of a web server."""
+    """A stream that cannot seek, as a response of a web server."""
 
     def __init__(self, data):
         self._data = data
 
     def read(self):
-        """All of it."""
+        """Returns all data."""
         return self._data
 
 
@@ -202,7 +202,7 @@ def test_what_is_no_picture(thing, tmp_path, monkeypatch):
     Image.fromarray(PIXELS).save("a.png")
     with pytest.raises(pykvedge.KvedgeError) as error:
         list(load_pictures(thing))
-    assert isinstance(error.value, UsageError) or "does not exist" in str(error.value)  # a name in a dictionary
+    assert isinstance(error.value, UsageError) or "does not exist" in str(error.value)  # dictionary keys could be names
     assert "\n" not in str(error.value)
 
 
@@ -281,7 +281,7 @@ def test_a_bad_picture_leaves_the_conversation_as_it_was(tiny, native):
 @pytest.mark.parametrize("orientation", [1, 3, 6, 7])
 @pytest.mark.parametrize("kind", ["PNG", "JPEG"])
 def test_files_of_more_pixels_than_an_encoder_sees_are_scaled_by_a_whole_number(monkeypatch, kind, orientation):
-    """To what pillow makes of the whole picture; JPEG reads less of its file, and comes near."""
+    """Scales as pillow scales the whole picture. JPEG reads less of its file, so it is only near."""
     monkeypatch.setattr(images, "LARGE", 100_000)
     small = np.random.default_rng(2).integers(0, 256, (8, 9, 3), np.uint8)
     image = Image.fromarray(small).resize((836, 801), Image.Resampling.BICUBIC)
@@ -290,7 +290,7 @@ def test_files_of_more_pixels_than_an_encoder_sees_are_scaled_by_a_whole_number(
     file = io.BytesIO()
     image.save(file, kind, exif=exif)
     image = ImageOps.exif_transpose(Image.open(file))
-    seen = 36_700  # 2 x 2 pixels become one, and 4 x 4 are too many
+    seen = 36_700  # 2 x 2 pixels become one; 4 x 4 would be too many
     one, whole = pykvedge.load_picture(file.getvalue(), None, seen), pykvedge.load_picture(file.getvalue())
     assert (whole.width, whole.height) == image.size and whole.rgb == image.tobytes()
     if kind == "PNG":

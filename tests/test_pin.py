@@ -64,7 +64,7 @@ class Clone:
 
 @pytest.fixture(scope="module")
 def pinned(tmp_path_factory):
-    """A folder with a clone and a cache, which each test copies."""
+    """A folder with a clone and a cache. Each test copies the folder."""
     folder = tmp_path_factory.mktemp("pinned")
     root, cache = folder / "clone", folder / "cache"
     (root / "scripts").mkdir(parents=True)
@@ -85,7 +85,7 @@ def pinned(tmp_path_factory):
     made = clone_in(folder)
     made.git("init", "-q")
     made.git("add", "-A")
-    made.pin(cache / llama_source.SDIST, "--write")  # patches as this script writes them
+    made.pin(cache / llama_source.SDIST, "--write")  # writes patches in the script's form
     made.git("add", "-A")
     made.git("commit", "-qm", "pinned")
     return folder

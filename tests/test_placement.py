@@ -1,4 +1,4 @@
-"""Layers planned onto devices, against where llama.cpp puts them, and against what they take there."""
+"""The planned devices of layers, against llama.cpp's placement, and the planned bytes against the used ones."""
 
 import json
 from dataclasses import replace
@@ -65,7 +65,7 @@ for layers, kv_type in [*((n, "f16") for n in range(8)), (-1, "q8_0"), (-1, "f32
 
 
 def test_layers_lie_where_they_are_planned(native, tiny, kvedge, two_servers):
-    """For every number of layers over two servers, and what the cache holds there: rows, a mask, and little more."""
+    """For every number of layers on two servers: the device of each layer, and the bytes of the cache there."""
     done = kvedge(tiny("llama", n_layers=6, head_size=64).model, two_servers, program=("-c", WORKER))
     cases = [json.loads(line) for line in done.out.splitlines()]
     assert len(cases) == 11, done.err
@@ -78,7 +78,7 @@ def test_layers_lie_where_they_are_planned(native, tiny, kvedge, two_servers):
 
 
 def test_as_many_layers_as_fit(planned):
-    """More memory, more layers; a device too small for one has none; what is compressed does not help the prompt."""
+    """More memory holds more layers; a device too small for one gets none. Compression does not help the prompt."""
     header, shape = planned
     talk = Talk(4000, 400, KvType("f16", "f16"), 512, observes=False)
     everything = place(header, shape, [device("A", 10**6)], talk, -1)
@@ -94,7 +94,7 @@ def test_as_many_layers_as_fit(planned):
 
 
 def test_what_lies_on_a_device(planned):
-    """Weights by layer make the file's; rows in f32 take twice those in f16, and none where they stay on the host."""
+    """The layers' weights add up to the file. Rows in f32 take twice the bytes of f16, rows on the host none."""
     header, shape = planned
     talk = Talk(1000, 100, KvType("f16", "f16"), 512, observes=False)
     all_of_it = place(header, shape, [device("A", 1000), device("B", 1000)], talk, -1)
@@ -130,7 +130,7 @@ def test_layers_that_are_no_number(kvedge, tiny, layers):
 
 
 def test_auto_makes_room_for_the_context_of_the_session(monkeypatch):
-    """What a session asks for reaches the loading of its model."""
+    """The context size of a session reaches the loading of its model."""
 
     class ReachedError(Exception):
         pass
@@ -151,8 +151,8 @@ def test_auto_makes_room_for_the_context_of_the_session(monkeypatch):
     ("q8_0:q4_0", 0, 0), ("kivi2", 0, 0), ("kivi4:f16", 0, 0),
 ])  # fmt: skip
 def test_rows_of_these_types_lie_on_devices(tiny, kv_type, read, stored):
-    """Bytes of a number while a prompt is read and after; none where no device computes with such rows."""
+    """Bytes of a number during a prompt and after it; 0 if no device computes with such rows."""
     shape = ModelShape.of(read_header(tiny("llama", head_size=64).model))
     assert _bytes_per_value(kv_type and KvType.parse(kv_type), shape) == (read, stored)
-    narrow = ModelShape.of(read_header(tiny("llama", head_size=32).model))  # has no flash attention
+    narrow = ModelShape.of(read_header(tiny("llama", head_size=32).model))  # no flash attention
     assert _bytes_per_value(KvType.parse("q8_0"), narrow) == (0, 0)

@@ -1,4 +1,4 @@
-"""Plans, budgets and presets: what is accepted, what is refused and how, and the way through JSON."""
+"""Plans, budgets and presets: accepted and refused values, and conversion to and from JSON."""
 
 import json
 import math
@@ -78,7 +78,7 @@ def test_settings_change_a_method():
     assert made.recent == Amount(pairs=8) and made.sinks == 4 and not made.text_prior
     assert made.with_(sinks=2).sinks == 2
     assert made.method == "lookm"
-    with pytest.raises(UsageError, match="plan of another method"):  # it would have the name alone
+    with pytest.raises(UsageError, match="plan of another method"):  # it would share only the name
         made.with_(method="h2o")
     with pytest.raises(UnknownNameError, match="did you mean 'budget'"):
         made.with_(bugdet=0.3)

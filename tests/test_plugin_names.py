@@ -1,4 +1,4 @@
-"""Plugins: names, compositions, what `kvedge methods` shows and checks of them, and entry points."""
+"""Plugins: names, compositions, the display and checks of `kvedge methods`, and entry points."""
 
 import json
 import textwrap
@@ -33,7 +33,7 @@ def test_a_scorer_alone_is_a_method(write):
         assert getattr(made, name) == getattr(snapkv, name)
     assert (made.scorer, made.method) == ("mine", "mine")
     assert made.protected(1000, 200) == snapkv.protected(1000, 200) == (32, 0)
-    assert made.protected(1000, 20) == (10, 0)  # half of the budget is for what scores say
+    assert made.protected(1000, 20) == (10, 0)  # half of the budget goes by scores
 
 
 def test_an_allocator_alone_is_one_too():
@@ -140,7 +140,7 @@ def test_checks_of_built_in_names(kvedge):
 
 @pytest.fixture
 def installed(tmp_path):
-    """Environment with a package that has the entry points, and a broken one."""
+    """The environment with a package of valid entry points, and with a broken package."""
 
     def package(name, entries, code):
         (tmp_path / f"{name}.py").write_text(code)

@@ -1,4 +1,4 @@
-"""Pruners of one's own: what they are given, what they may return, and what a model reads then."""
+"""Pruners in plugins: their input, their allowed results, and the rows that a model then reads."""
 
 import numpy as np
 import pytest
@@ -29,9 +29,9 @@ def test_it_is_given_the_image_and_chooses(native):
 
     @pykvedge.pruner("odd")
     def odd(image, n, settings):
-        """Every other row."""
+        """Chooses every other row."""
         seen.append((image.rows.copy(), image.place, n, settings))
-        image.rows[:] = 0  # a copy: what the model reads is not the plugin's to change
+        image.rows[:] = 0  # changes only a copy: the model's rows must stay
         return np.arange(1, 12, 2)[:n]
 
     kept, rows = chosen(pykvedge.plan("full", pruner="odd", image_tokens=0.5))
@@ -69,7 +69,7 @@ def test_names_and_what_it_is_not(native):
     with pytest.raises(PluginError, match="built-in pruner 'grid'"):
         pykvedge.pruner("grid")(lambda image, n, settings: [0])
     pykvedge.pruner("own")(lambda image, n, settings: [0])
-    assert "own" not in pykvedge.methods()  # it compresses nothing
+    assert "own" not in pykvedge.methods()  # a pruner alone compresses nothing
     with pytest.raises(UsageError, match="'own' is a pruner"):
         suite.check("own")
     plan = pykvedge.plan("lookm", 0.3, pruner="own", image_tokens=5)

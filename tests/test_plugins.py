@@ -71,7 +71,7 @@ def test_all_three_stages_of_an_example(kvedge, tiny, picture_file, kind):
 
 
 def test_the_arrays_are_those_of_the_model(native, tiny, picture_file):
-    """Column sums computed from the queries and keys are those that are handed over."""
+    """The given column sums equal those computed from the given queries and keys."""
     seen: list[Layer] = []
 
     @pykvedge.scorer("looks", queries=4096, column_sums=True)
@@ -141,7 +141,7 @@ def test_automatic_compression_reports_the_failure_too(native, running):  # noqa
 
     context = running(pykvedge.plan("fails"))
     context.decode(random_tokens(PROMPT))
-    with pytest.raises(AssertionError):  # llama_decode itself only knows a code
+    with pytest.raises(AssertionError):  # llama_decode returns only a code
         context.decode(random_tokens(1))
     with pytest.raises(PluginError, match="not today") as caught:
         context.cache.check()
@@ -166,7 +166,7 @@ def test_a_failure_leaves_the_sequence_as_it_was(native, running, stage):  # noq
 
 
 def check_nothing_changed(running, stages, says, times):  # noqa: F811
-    """Compressions that fail leave the sequence as it was, and another plan compresses it."""
+    """Failed compressions do not change the sequence, and another plan can compress it."""
     context = running(pykvedge.plan("h2o", 0.2, **stages))
     context.decode(random_tokens(PROMPT))
     held, bytes_ = context.held(), context.cache.stats().bytes
@@ -190,7 +190,7 @@ def test_ctrl_c_inside_a_stage_is_ctrl_c(native):
             pykvedge.compress(pykvedge.plan("stopped"), *prompt(20).arguments, engine=engine)
 
 
-# ------------------------------------------------------------------------------------------ what goes wrong
+# ------------------------------------------------------------------------------------------ errors
 
 
 @pytest.mark.parametrize(("body", "says"), [

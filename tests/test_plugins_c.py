@@ -1,4 +1,4 @@
-"""Stages in C: shared libraries through the program, and the example of a scorer in kvedge.h through the library."""
+"""Stages in C: shared libraries in the program, and the example scorer of kvedge.h in the library."""
 
 import functools
 import os
@@ -39,7 +39,7 @@ def compiled(source: Path, out: Path, *options) -> Path:
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory):
-    """library(source) -> a shared library made of it."""
+    """library(source) -> a shared library built from it."""
     folder = tmp_path_factory.mktemp("plugins")
 
     def make(source: Path) -> Path:
@@ -51,7 +51,7 @@ def library(tmp_path_factory):
 
 @pytest.fixture
 def own(native, library, forgotten):
-    """The stages of own_stages.c are registered."""
+    """Registers the stages of own_stages.c."""
     plugin_files.load_file(library(ROOT / "tests" / "own_stages.c"))
 
 
@@ -218,7 +218,7 @@ int main(void) {{
 
 
 def example_of_the_header() -> tuple[str, str]:
-    """The function, and the lines that use it, of the comment under "Your own stages"."""
+    """Returns the function, and the lines that use it, from the comment under "Stages of your own"."""
     block = HEADER.read_text().split("// Stages of your own:")[1].split("// A callback returns")[0]
     code = "\n".join(re.findall(r"^//     (.*)$", block, re.MULTILINE))
     function, use = code.split("\n...\n")
@@ -239,4 +239,4 @@ def test_the_example_in_the_header_compiles_and_runs(native, tmp_path):
     kept = np.array(done.stdout.split(), dtype=int).reshape(2, 2, 10)
     expected = np.sort(np.argsort(-np.abs(k).sum(axis=-1), axis=-1)[..., :10], axis=-1)
     np.testing.assert_array_equal(kept, expected)
-    assert b"largest" in done.stderr and b"knorm" in done.stderr  # an unknown name is answered with those there are
+    assert b"largest" in done.stderr and b"knorm" in done.stderr  # an unknown name lists the known ones

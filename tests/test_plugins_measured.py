@@ -1,4 +1,4 @@
-"""kvedge eval and kvedge bench with methods and stages of the user's own."""
+"""kvedge eval and kvedge bench with a user's methods and stages."""
 
 import json
 import os
@@ -11,7 +11,7 @@ from test_plugins import EXAMPLES
 import pykvedge
 from pykvedge.plans import plugin_files
 
-# what streaming-llm without sinks keeps, written by hand
+# the tokens of streaming-llm without sinks, in Python
 LAST = """\
 import numpy as np
 import pykvedge
@@ -27,7 +27,7 @@ DEMO = ["eval", "--tasks", "code", "--samples", 3, "--budget", "0.2", "--threads
 
 @pytest.fixture
 def sentences(tmp_path):
-    """A data set for models that speak no language."""
+    """A data set for models without a language."""
     path = tmp_path / "d.jsonl"
     path.write_text(json.dumps({"question": "a b c d e f " * 8, "answer": "red", "max_tokens": 4}) + "\n")
     return path
@@ -38,7 +38,7 @@ def rows_of(done):
 
 
 def test_eval_measures_what_a_plugin_says(kvedge, native, write, tmp_path):
-    """An own scorer that orders tokens as a built-in one does gets that one's figures; a preset is its composition."""
+    """A plugin's scorer with the order of a built-in scorer gets its figures. A preset equals its composition."""
     same = tmp_path / "window-8.json"
     same.write_text(pykvedge.plan("snapkv", 0.2, **{"scorer.window": 8}).to_json())
     last = tmp_path / "last.json"
@@ -56,7 +56,7 @@ def test_eval_measures_what_a_plugin_says(kvedge, native, write, tmp_path):
 
 
 def test_own_allocators_and_reducers_in_eval_and_bench(kvedge, tiny, native, sentences):
-    """`all` has the methods of plugins, and stages of a plan's own are found."""
+    """`all` includes the methods of plugins. Stages of a plan file are found."""
     own = ["--plugin", EXAMPLES / "pictures.py", "--method", "pictures,rising,blend"]
     llama = tiny("llama").arguments()
     done = kvedge("eval", *llama, sentences, *own, "--budget", "0.5", "--json")
@@ -97,7 +97,7 @@ def test_wrong_files_and_names(kvedge, write, tmp_path):
 
 
 def test_results_of_another_version_of_a_plugin_or_plan_are_not_gone_on_with(kvedge, native, write, tmp_path):
-    """A name says nothing about what was measured under it."""
+    """The name of a method alone does not identify what was measured."""
     save, plan = tmp_path / "r.jsonl", tmp_path / "mine.json"
     plan.write_text(pykvedge.plan("snapkv", 0.3).to_json())
     few = [*DEMO, "--plugin", write(LAST), "--method", "latest,two", "--plan", plan, "--save", save]
@@ -108,7 +108,7 @@ def test_results_of_another_version_of_a_plugin_or_plan_are_not_gone_on_with(kve
     kvedge(*few, "--resume").failed(2, "latest at 0.2 was another plan")
     then = write(LAST.replace('"scorer.window": 8', '"scorer.window": 9')).stat()
     kvedge(*few, "--resume").failed(2, "was another plan")
-    # a text of the same length and time: Python's bytecode cache takes it for the one before
+    # a text with the same length and time: Python's bytecode cache would take the old one
     os.utime(write(LAST), ns=(then.st_atime_ns, then.st_mtime_ns))
     plan.write_text(pykvedge.plan("snapkv", 0.3, allocator="ada").to_json())
     kvedge(*few, "--resume").failed(2, "mine at 0.3 was another plan")

@@ -1,4 +1,4 @@
-"""Profile files: what is written and read back, which model they belong to, where they are found, what is refused."""
+"""Profile files: writing and reading, the model of a profile, the places of files, refused files."""
 
 import json
 import math
@@ -34,7 +34,7 @@ def test_profiles_survive_their_file(tmp_path):
         Profile("retrieval-heads", np.array([[0.0, 1 / 3], [2e-5, 7]]), (), "sampled-sha256:ab", 5, about),
         Profile("prefix", np.array([[0.1, 0.25], [0, 1]]), (0.2, 0.5), "sampled-sha256:cd", 2, about),
         Profile("key-redundancy", np.array([[0.0], [1.0]]), (), "sampled-sha256:ef", 1, about),
-        Profile("key-redundancy", np.zeros((2, 1)), (), "sampled-sha256:ef", 1, about),  # no keys alike anywhere
+        Profile("key-redundancy", np.zeros((2, 1)), (), "sampled-sha256:ef", 1, about),  # no similar keys
         Profile("head-budgets", np.array([[1 / 3, 0], [1 / 6, 0.5]]), (), "sampled-sha256:ef", 1, about),
     ):
         path = tmp_path / "folder" / "p.json"
@@ -60,7 +60,7 @@ def test_a_file_is_written_whole_or_not_at_all(tmp_path, monkeypatch):
 
 
 def is_close(a, b):
-    """Whether two profiles say the same, up to the digits that a file holds."""
+    """Returns whether two profiles are equal, up to the digits of a file."""
     same = a.kind == b.kind and a.model_hash == b.model_hash and a.values.shape == b.values.shape
     return same and bool(np.allclose(a.values, b.values, rtol=1e-5)) and math.isclose(sum(a.budgets), sum(b.budgets))
 
@@ -120,7 +120,7 @@ def test_the_hash_names_the_weights(tmp_path, tiny):
     same = tmp_path / "another name.gguf"
     shutil.copy(model, same)
     assert profiles.hash_of(same) == profiles.hash_of(model) != profiles.hash_of(tiny("qwen3").model)
-    for at in (-1, -(model.stat().st_size // 3), 4000):  # one bit of the last tensor, of another, of the vocabulary
+    for at in (-1, -(model.stat().st_size // 3), 4000):  # one bit in the last tensor, another one, the vocabulary
         data = bytearray(model.read_bytes())
         data[at] ^= 1
         same.write_bytes(data)
@@ -128,7 +128,7 @@ def test_the_hash_names_the_weights(tmp_path, tiny):
 
 
 def test_of_a_large_file_a_sample_is_read(tmp_path, tiny):
-    """4 MiB of data and more: the header, the size and pieces from beginning to end count."""
+    """The hash of a file beyond 4 MiB covers the header, the size and samples from beginning to end."""
     small = tiny("llama").model.read_bytes()
     large = tmp_path / "large.gguf"
     large.write_bytes(small + bytes(16 << 20))
@@ -174,7 +174,7 @@ def test_a_profile_of_another_model_is_refused(own_folder, tiny, profile_file):
     shipped = profiles.SHIPPED / profiles.file_name("visual-heads", profiles.hash_of(DEMO))
     with pytest.raises(ProfileError, match=r"was made for 'demo-model.gguf', not for the weights in model.gguf"):
         profiles.find(SPARSEMM, model, shipped)
-    # a copy under the name that would be found is no way around
+    # a copy under the expected name does not pass either
     own_folder.mkdir()
     shutil.copy(shipped, own_folder / profiles.file_name("visual-heads", profiles.hash_of(model)))
     with pytest.raises(ProfileError, match="was made for 'demo-model"):
@@ -206,7 +206,7 @@ def test_a_conversation_changes_to_a_method_with_a_profile(own_folder, tiny, pro
         assert len(set(lengths)) > 1
     with model.session(pykvedge.plan("h2o")) as session:
         with pytest.raises(ProfileError, match="kvedge calibrate heads"):
-            session.set_plan(SPARSEMM)  # before the first message too
+            session.set_plan(SPARSEMM)  # also before the first message
         session.ask("Hello").read()
         with pytest.raises(ProfileError, match="kvedge calibrate heads"):
             session.set_plan(SPARSEMM)

@@ -1,4 +1,4 @@
-"""Chat templates: first prompts, what follows in later turns, and templates that are difficult."""
+"""Chat templates: first prompts, later turns, and difficult templates."""
 
 import pytest
 
@@ -10,7 +10,7 @@ CHATML = (
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 NO_SYSTEM = "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}" + CHATML
-FORGETFUL = "{{ messages[-1].content }}|"  # shows the last message only
+FORGETFUL = "{{ messages[-1].content }}|"  # shows only the last message
 PICTURE = Picture("a.png", 1, 1, b"abc")
 USER = Message("user", "What is this?", [PICTURE])
 CHAT = [USER, Message("assistant", " A cup. "), Message("user", "And that?", [PICTURE, PICTURE])]
@@ -97,7 +97,7 @@ def test_pictures_stand_where_the_text_says():
     assert two.content("<img>") == two.content("<img>", [PICTURE] * 3) == "From <img> to <img>, not <image>."
     assert Message("user", r"No \<image> here", [PICTURE]).content("<img>") == "<img>\nNo <image> here"
     assert Message("user", r"No \<image> here").content("<img>", [PICTURE]) == "No <image> here"
-    # what a model writes is no place
+    # image marks in a model's text are only text
     assert Message("assistant", r"\<image> <image>").content("<img>") == r"\<image> <image>"
     assert places(r"<image>\<image><image>") == 2
 

@@ -1,4 +1,4 @@
-"""Properties that hold for every prompt, checked on random ones, for both engines."""
+"""Properties of every prompt, checked on random prompts, for both engines."""
 
 import numpy as np
 import pytest
@@ -34,7 +34,7 @@ plans = st.builds(
     sinks=st.integers(0, 4),
     recent=st.one_of(st.none(), st.integers(0, 4)),
 )
-# derandomised: in one of some thousand heads two similarities differ by less than float32 can tell
+# derandomised: in one of some thousand heads, two similarities differ by less than float32 resolves
 few = settings(
     max_examples=40, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )

@@ -1,9 +1,8 @@
 """The attention provider against stock llama.cpp: same model, same prompts, nothing evicted, f16 keys and values.
 
-Stock flash attention itself strays a few 1e-5 nats from attention in f32, more than the provider does, so both are
-measured: the provider must be close to stock with f32 keys and values, and within that noise of stock as it is used.
-
-Also: what a patched llama.cpp computes without a provider is what stock llama.cpp computes, bit for bit.
+Stock flash attention deviates by a few 1e-5 nats from attention in f32, more than the provider does. So the provider
+must be close to stock with f32 keys and values, and within this noise of stock's default. Also, patched llama.cpp
+without a provider must compute the same as stock llama.cpp, bit for bit.
 """
 
 import itertools
@@ -22,8 +21,8 @@ MAX_KL = 1e-4
 def logits(worker, stock_env, tmp_path):
     """logits(jobs, *sides) -> for each side {(model, number of the case): [steps, n_vocab]}.
 
-    jobs: pairs of a model and its cases. Sides are "exact" and "stock" of unpatched libraries, or "patched" and
-    "provider" of ours. One process reads all, as its start takes longer.
+    jobs: (model, cases) pairs. sides: "exact" and "stock" of unpatched libraries, or "patched" and "provider" of
+    kvedge's. One process reads all jobs, because its start takes longer than a job.
     """
 
     def run(jobs, *sides):
@@ -43,7 +42,7 @@ def tokens(n, seed=0, n_vocab=1000):
 
 
 def case(*segments, then=6, n_vocab=1000, **batching):
-    """segments: a number of tokens, or (height, width) of an image. n_vocab: tokens are below it."""
+    """Returns a case. segments: a number of tokens, or (height, width) of an image. n_vocab: tokens are below it."""
     made = []
     for i, s in enumerate(segments):
         made.append({"tokens": tokens(s, i, n_vocab)} if isinstance(s, int) else {"image": [*s, i]})
@@ -51,7 +50,7 @@ def case(*segments, then=6, n_vocab=1000, **batching):
 
 
 def divergence(p_logits, q_logits):
-    """KL(p || q) of next-token distributions, per step, in nats."""
+    """Returns KL(p || q) of next-token distributions, per step, in nats."""
     p, q = p_logits.astype(np.float64), q_logits.astype(np.float64)
     p -= p.max(axis=-1, keepdims=True)
     q -= q.max(axis=-1, keepdims=True)
@@ -86,12 +85,12 @@ SPLITS = [
     case(64, (8, 8), 64, n_batch=64, n_ubatch=64),
     case(33, (33, 33), 1, n_batch=2048, n_ubatch=33),
 ]
-USUAL = ((4, 2), 80)  # heads, and their size
+USUAL = ((4, 2), 80)  # heads, head size
 SHAPES = itertools.product([(4, 4), (4, 2), (8, 1)], [64, 80, 96, 128])
 
 
 def test_every_shape_of_attention(tiny, logits, pytestconfig):
-    """Prompts of all lengths with one shape; what differs by shape is how rows are multiplied, not where they end."""
+    """One shape reads prompts of all lengths: shapes differ in how rows are multiplied, not in where they end."""
     jobs = []
     for heads, size in SHAPES:
         if pytestconfig.getoption("all") or heads == USUAL[0] or size == USUAL[1]:
@@ -129,7 +128,7 @@ def test_without_a_provider_nothing_changes(tiny, logits):
 
 
 def test_the_worker_runs_what_it_is_told_to(started, stock_dir):
-    """Stock is stock and ours is ours, or the comparisons above compare nothing."""
+    """The worker must load the right library, otherwise the comparisons above are meaningless."""
     code = "import os, llama_cpp.llama_cpp as l; print(os.path.realpath(l._lib._name))"
     loaded = started(program=("-c", code), env={"LLAMA_CPP_LIB_PATH": str(stock_dir)}).out
     assert Path(loaded.strip()).parent == Path(os.path.realpath(stock_dir))

@@ -1,4 +1,4 @@
-"""Pruners: the library against the definitions, these against plain loops, and what a model reads of an image."""
+"""Pruners: the library against the definitions, the definitions against loops, and the rows that a model reads."""
 
 import itertools
 import math
@@ -19,7 +19,7 @@ SETTINGS = [{}, {"pruner.seed": 7}, {"pruner.pivots": 9}]
 
 
 def picture(down, across, width=24, seed=0, placed=True):
-    """A smooth picture with a few patches that stand out."""
+    """Returns rows of a smooth picture with a few outstanding patches."""
     rng = np.random.default_rng([down, across, seed])
     y, x = np.mgrid[0:down, 0:across] / max(down, across)
     waves = rng.normal(size=(6, width))
@@ -50,7 +50,7 @@ def test_the_library_keeps_what_the_definition_keeps(native, name, settings):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_as_many_rows_as_the_plan_says(native, name):
-    """Each once, ascending; grid may leave some out so that cells are equal."""
+    """Rows are unique and ascending. Pruner grid may leave out some, so that cells are equal."""
     for (down, across), tokens in itertools.product(GRIDS, (0.001, 0.3, 0.5, 3, 10**6)):
         image = picture(down, across)
         kept, rows = by_library(plan_of(name, tokens), image, 1)
@@ -97,7 +97,7 @@ def test_residual_by_plain_loops(native):
 
 
 def test_what_stands_out_comes_first(native):
-    """Of a plain picture with four spots, two of them much alike: these four."""
+    """A plain picture with four spots, two of them alike: exactly these four are kept."""
     rows = np.full((36, 8), 1.0)
     rows += np.random.default_rng(0).normal(size=rows.shape) * 0.01
     for at, to in ((3, 0), (9, 1), (20, 2), (31, 2)):
@@ -118,7 +118,7 @@ def test_a_number_alone_chooses_a_pruner_and_none_chooses_nothing():
     assert pykvedge.plan("lookm").pruner == "none"
     with pytest.raises(UsageError, match="pruner"):
         pykvedge.plan("lookm", pruner="none", image_tokens=0.5)
-    with pytest.raises(UnknownNameError, match=r"pruner 'maxmin'.*residual"):  # there was one
+    with pytest.raises(UnknownNameError, match=r"pruner 'maxmin'.*residual"):  # this pruner was removed
         pykvedge.plan("lookm", pruner="maxmin", image_tokens=0.5)
     plan = pykvedge.plan("mixkv", image_tokens=100, pruner="dart", **{"pruner.pivots": 3})
     assert pykvedge.Plan.from_json(plan.to_json()) == plan
@@ -130,7 +130,7 @@ def test_a_number_alone_chooses_a_pruner_and_none_chooses_nothing():
 @pytest.mark.parametrize("kind", ["llava", "qwen2vl"])
 @pytest.mark.parametrize("method", ["full", "lookm"])
 def test_a_model_reads_what_is_left(native, tiny, picture_file, kind, method):
-    """Half of the tokens are counted, stored and compressed; twice as many questions, and the second sees the cache."""
+    """Half of the image tokens are counted, stored and compressed. A second question uses the cache."""
     files = tiny(kind)
     plans = [pykvedge.plan(method, None if method == "full" else 0.5, **more) for more in ({}, {"image_tokens": 0.5})]
     reports = []
@@ -147,7 +147,7 @@ def test_a_model_reads_what_is_left(native, tiny, picture_file, kind, method):
 
 
 def test_all_tokens_are_the_image_as_it_was(native, tiny, picture_file):
-    """A pruner that leaves everything changes no logit."""
+    """A pruner that keeps everything changes no logit."""
     answers = []
     for more in ({}, {"pruner": "dart", "image_tokens": 1.0}):
         with tiny("llava").session(pykvedge.plan("full", **more)) as session:
@@ -178,7 +178,7 @@ def test_rows_keep_their_places(native, tiny, picture_file, kind):
 
 
 def test_a_session_file_goes_on_behind_its_gaps(native, tiny, picture_file, tmp_path):
-    """Fewer rows than positions: the file is taken, and says what the conversation would have said."""
+    """The file has fewer rows than positions: it loads, and the conversation goes on with the same answer."""
     plan = pykvedge.plan("knorm", 0.5, image_tokens=0.25)
     with tiny("llava").session(plan) as session, tiny("llava").session(plan) as other:
         session.ask("What is this?", [picture_file("c.png", 120, 80)], pykvedge.Sampling(max_tokens=4)).read()

@@ -1,11 +1,11 @@
-"""Random operations on several sequences, beside unpatched llama.cpp: scripts/random_walk.py goes on for hours."""
+"""Random operations on several sequences, beside unpatched llama.cpp. scripts/random_walk.py runs for hours."""
 
 import pytest
 from choosing import whole
 from random_walk import STEPS, TOLERANCE, walk
 
 
-# gemma3, shortly: llama.cpp gives rows before a window away, and a cut may go back to where they are needed
+# gemma3 runs few steps: llama.cpp drops rows before a window, and a cut can need them
 @pytest.mark.parametrize(("kind", "seed", "steps"), [
     ("llama", 1, STEPS // 2), ("qwen3", 2, STEPS // 5), ("gemma3", 3, 80), *whole(("qwen3", 2, STEPS // 2)),
 ])  # fmt: skip
@@ -16,6 +16,6 @@ def test_a_random_walk_computes_what_llama_cpp_does(tiny, environment, native, s
 
 @pytest.mark.parametrize("steps", [STEPS // 3, *whole(STEPS)])
 def test_with_rows_on_an_rpc_server(tiny, environment, native, stock_dir, own_server, steps):
-    """llama.cpp computes on the host, kvedge on the server, with attention that is ggml's own operations."""
+    """llama.cpp computes on the host, kvedge on the server, where its attention is ggml's operations."""
     n, worst = walk(tiny("llama", weight="f32").model, steps, 3, stock_dir, environment, own_server.address)
     assert n > steps and worst <= TOLERANCE

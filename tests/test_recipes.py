@@ -1,4 +1,4 @@
-"""Recipes: benchmarks as they lie on disk, and a paper's figures beside those of a run."""
+"""Recipes: benchmarks in their original files, and a paper's figures beside those of a run."""
 
 import io
 import json
@@ -100,7 +100,7 @@ def test_every_recipe_can_be_measured():
 
 
 def test_the_papers_figures_are_those_of_its_tables():
-    """A few of each, read off the papers again."""
+    """Some figures of each paper, typed a second time."""
     said = {(n, f.model, f.method, f.budget): f.columns for n in RECIPES for f in figures(n)}
     assert said["mixkv-ocrbench", "Qwen2-VL-7B-Instruct", "mixkv", 64] == {"score": 66.0}
     assert said["mixkv-docvqa", "InternVL3-8B", "adakv", 128] == {"score": 86.0}
@@ -140,7 +140,7 @@ def test_the_command(kvedge, tmp_path, native):
         env = {"XDG_CACHE_HOME": str(tmp_path / "cache"), "NO_PROXY": "127.0.0.1"}
         got = ("--download", "--manifest", tmp_path / "m.json", "--paper", paper)
         done = kvedge("eval", "--recipe", "mixkv-ocrbench", *got, "--save", saved, env=env)
-    shutil.rmtree(folder / "x")  # what was fetched is measured
+    shutil.rmtree(folder / "x")  # without the originals: the fetched files are measured
     folder = tmp_path / "cache" / "kvedge" / "data" / "mixkv-ocrbench"
     assert "fetching d.json" in done.err and r"& snapkv & 64 &" in paper.read_text()
     assert "This run / Qwen2-VL-7B-Instruct in MixKV, table 1." in done.out and "kvedge calibrate heads" in done.out

@@ -1,4 +1,4 @@
-"""What a release says of itself: version and date in all places, and the licences of all that travels."""
+"""The statements of a release: version and date in all places, and the licences of all included code."""
 
 import json
 import re
@@ -20,8 +20,8 @@ HOLDER = re.compile(r"(?:\(c\)|copyright|CopyrightText:)[ ,:]*(?:\d{4}(?: *- *\d
 
 @pytest.fixture(scope="module")
 def compiled() -> list[Path]:
-    """Lists each file of llama.cpp that a library of the build was compiled from, as ninja noted them."""
-    build = max(BUILD.glob("py3-none-*"), key=lambda p: p.stat().st_mtime)  # the folder that the install built in
+    """Returns each file of llama.cpp that a library of the build was compiled from, as ninja noted."""
+    build = max(BUILD.glob("py3-none-*"), key=lambda p: p.stat().st_mtime)  # the folder of the last install
     said = subprocess.run([venv_program("ninja"), "-C", str(build), "-t", "deps"], capture_output=True, text=True,
                           check=True).stdout  # fmt: skip
     objects = "|".join(SHIPPED) + "|vendor-hash"
@@ -58,7 +58,7 @@ def test_each_holder_of_a_copyright_is_named_in_a_text_that_travels(compiled):
 
 
 def test_licence_texts_are_those_of_the_sources(compiled):
-    """Holds each text whose source states its own: all words of it are there, whatever the comment around them."""
+    """A licence text that is part of a source file must have the source's words, whatever the comment marks."""
     words = {name: plain(path.read_text(encoding="utf-8", errors="replace")) for name, path in below(compiled)}
     for name in ("llamafile", "miniaudio", "stb", "subprocess"):
         part = next(part for part in sbom.PARTS if part.name == name)
@@ -108,7 +108,7 @@ def test_the_image_asks_the_program_for_what_it_has():
 
 @pytest.fixture
 def texts(tmp_path):
-    """Makes the three files of a release; each can be changed."""
+    """texts(...) writes the three files of a release, with changes."""
 
     def make(version="1.2.0", cited="1.2.0", changes="", released="2026-11-27"):
         day = f"date-released: {released}\n" if released else ""

@@ -1,6 +1,6 @@
-"""Vocabularies and chat templates of released models, as llama.cpp's own source distribution carries them.
+"""Vocabularies and chat templates of released models, from llama.cpp's source distribution.
 
-Tokens are compared with the reference beside each vocabulary, prompts with jinja2's, which transformers uses.
+Tokens are compared with the reference of each vocabulary, prompts with those of jinja2, which transformers uses.
 """
 
 import contextlib
@@ -27,8 +27,8 @@ from pykvedge.models.prompt import ChatTemplate, Message
 from pykvedge.models.toolresults import way
 from pykvedge.native import llamacpp
 
-N_VOCABULARIES, N_REFERENCES, N_TEMPLATES = 19, 15, 70  # of the pinned source
-N_WRITTEN = 552  # prompts of 560; some templates know no calls of tools
+N_VOCABULARIES, N_REFERENCES, N_TEMPLATES = 19, 15, 70  # in the pinned source
+N_WRITTEN = 552  # prompts of 560; some templates do not support calls
 BOS, EOS, MARKER = "<BOS>", "<EOS>", "<__media__>"
 
 
@@ -43,7 +43,7 @@ def released(tmp_path_factory):
 
 @contextlib.contextmanager
 def opened(path):
-    """Opens a vocabulary, which is no complete model."""
+    """Opens a vocabulary, which is not a complete model."""
     llama = llamacpp.start(False, vision=False)
     params = llama.llama_model_default_params()
     params.vocab_only = True
@@ -53,7 +53,7 @@ def opened(path):
 
 
 def references(path):
-    """Lists the texts of a vocabulary's reference, and the tokens of each."""
+    """Returns the texts of a vocabulary's reference, and the tokens of each."""
     texts = Path(f"{path}.inp").read_text(encoding="utf-8").split("\n__ggml_vocab_test__\n")
     tokens = [[int(word) for word in line.split()] for line in Path(f"{path}.out").read_text().split("\n")]
     return list(zip(texts, tokens, strict=False))
@@ -87,7 +87,7 @@ def check_references(model, name, told, monkeypatch):
 
 
 def check_special(model, name):
-    """Returns how many special tokens were written by a person."""
+    """Checks special tokens in a message's text. Returns how many were tried."""
     special = {token for token in range(model.n_vocab) if model.is_unseen(token)}
     words = [word for token in sorted(special) if len(word := model.written(token)) > 2][:12]
     composer = Composer(model, None)
@@ -143,7 +143,7 @@ CASES = {
     ),
     "no thinking": ([user("Hi there")], {"enable_thinking": False}),
 }
-# what jinja2 cannot write, or writes otherwise than llama.cpp, and why
+# templates that jinja2 cannot render, or renders differently from llama.cpp: reason
 OTHERWISE = {
     "CohereForAI-c4ai-command-r-plus-tool_use": "wants tools in every prompt",
     "Kimi-K2-Instruct": "changes a list, which transformers' sandbox refuses",
@@ -162,7 +162,7 @@ OTHERWISE = {
 
 
 class Generation(Extension):
-    """transformers' mark around what the assistant writes."""
+    """transformers' mark around the assistant's text."""
 
     tags = {"generation"}  # noqa: RUF012 - as jinja2 wants it
 
@@ -187,7 +187,7 @@ def by_jinja2(source):
 
 
 def told_by_kvedge(template, messages):
-    """Makes messages as the server does. Tells, too, whether the template is given calls as they are."""
+    """Returns messages as the server makes them, and whether the template gets calls unchanged."""
     fields = ("tool_calls", "tool_call_id", "name")
     told = [Message(m["role"], m["content"], [], {name: m[name] for name in fields if name in m}) for m in messages]
     if not any(message.fields for message in told):
@@ -197,7 +197,7 @@ def told_by_kvedge(template, messages):
 
 
 def test_prompts_are_what_transformers_writes(native, released, monkeypatch, pytestconfig):
-    monkeypatch.setattr(sandbox, "can_start", lambda: False)  # no child process for each of them
+    monkeypatch.setattr(sandbox, "can_start", lambda: False)  # no child process for each template
     sources = {path.stem: path.read_text(encoding="utf-8") for path in released.glob("templates/*.jinja")}
     assert len(sources) == N_TEMPLATES
     n, every = 0, 1 if pytestconfig.getoption("all") else 2
@@ -215,7 +215,7 @@ def test_prompts_are_what_transformers_writes(native, released, monkeypatch, pyt
 
 
 def test_parts_of_content_are_made_where_a_template_loops_over_them(native):
-    """SmolVLM's template takes each message for a list of parts: of a text it would write nothing."""
+    """SmolVLM's template iterates over the parts of a message: a text without parts would be lost."""
     source = (
         "{{ bos_token }}{% for m in messages %}{{ m['role'] | capitalize }}"
         "{% if m['content'][0]['type'] == 'image' %}{{ ':' }}{% else %}{{ ': ' }}{% endif %}"

@@ -1,4 +1,4 @@
-"""Smaller positions: libkvedge against the definition, position by position, and against what llama.cpp does itself."""
+"""Smaller positions: libkvedge against the definition, position by position, and against llama.cpp's shift."""
 
 import ctypes
 
@@ -15,7 +15,7 @@ from pykvedge.library import libkvedge
 
 
 def renumbered(positions, taken, held, following, most):
-    """The rule of kvedge_renumber, position by position."""
+    """Returns the new positions by the rule of kvedge_renumber, position by position."""
     used = [False] * following
     for p, n, h in zip(positions, taken, held, strict=True):
         for i in range(p, min(p + n, following)):
@@ -24,7 +24,7 @@ def renumbered(positions, taken, held, following, most):
     if surplus <= 0:
         return np.array(positions)
     to, closed = {}, 0
-    for p in range(following):  # closes gaps from the oldest on
+    for p in range(following):  # closes gaps, the oldest first
         to[p] = p - closed
         closed += closed < surplus and not used[p]
     if closed < surplus:
@@ -37,7 +37,7 @@ def renumbered(positions, taken, held, following, most):
 
 
 def sequences(seed):
-    """Ascending positions, with gaps and images whose tokens share one, and which tokens are held."""
+    """Returns ascending positions, with gaps and images whose tokens share one, and which tokens are held."""
     rng = np.random.default_rng(seed)
     positions, taken, at = [], [], 0
     while len(positions) < rng.integers(5, 60):
@@ -73,7 +73,7 @@ def test_positions_that_fit_stay_apart():
 
 
 class Moving(Watched):
-    """A context that knows its tokens' positions, and those that each of them takes: 1, or all of its image."""
+    """A context that knows its tokens' positions, and the extent of each: 1, or that of its image."""
 
     def __init__(self, *arguments, **options):
         super().__init__(*arguments, **options)
@@ -91,13 +91,13 @@ class Moving(Watched):
         super().look(down, across)
 
     def rows(self):
-        """[layer][head] tokens, keys and values."""
+        """Returns tokens, keys and values: [layer][head]."""
         lengths = self.cache.lengths()
         return [[(self.cache.tokens(i, h), *libkvedge.rows(self.cache, i, h)) for h in range(len(heads))]
                 for i, heads in enumerate(lengths)]  # fmt: skip
 
     def renumber(self, most):
-        """Returns the positions by definition; the sequence has them then."""
+        """Renumbers, and updates the positions by the definition. Returns the changes."""
         held = np.isin(np.arange(len(self.positions)), [t for layer in self.held() for head in layer for t in head])
         new = renumbered(np.array(self.positions), np.array(self.taken), held, self.at, most)
         self.at = self.cache.renumber(self.at, most)
@@ -106,7 +106,7 @@ class Moving(Watched):
 
 
 def check_turned(context, rotation, most):
-    """The keys of all rows are those of before, turned by definition; values and tokens stay."""
+    """Checks that all keys are the earlier keys, turned by definition; values and tokens stay."""
     before, by = context.rows(), context.renumber(most)
     assert by.min() < 0 and context.at == most
     for old, new in zip(before, context.rows(), strict=True):
@@ -123,12 +123,12 @@ def moving(closing):
     return lambda *arguments, **options: closing(Moving(*arguments, n_ctx=1024, threads=2, **options))
 
 
-@pytest.mark.parametrize("most", [120, 60])  # gaps are enough, and they are not
+@pytest.mark.parametrize("most", [120, 60])  # gaps suffice, or not
 @pytest.mark.parametrize(("kind", "pairs"), [
     ("llama", "norm"), *((kind, "neox") for kind in ("qwen3", "phi3", "qwen2vl", "qwen3vl")),
 ])  # fmt: skip
 def test_keys_turn_as_defined(tiny, moving, kind, pairs, most):
-    """Heads hold different tokens; some were removed before, some are pending, some are quite new."""
+    """Heads hold different tokens. Some tokens were removed before, some are pending, some are new."""
     model = tiny(kind).model
     context = moving(model, pykvedge.plan("snapkv", 0.3), "f32")
     context.read(random_tokens(150))
@@ -139,7 +139,7 @@ def test_keys_turn_as_defined(tiny, moving, kind, pairs, most):
     context.cache.compress()
     context.read(random_tokens(30, 2))
     check_turned(context, rotation_of(model, pairs), most)
-    context.read(random_tokens(10, 3))  # llama.cpp goes on there
+    context.read(random_tokens(10, 3))  # llama.cpp continues there
     check_turned(context, rotation_of(model, pairs), most - 20)
 
 
@@ -157,7 +157,7 @@ def test_contexts_that_turn_otherwise_than_their_model(tiny, moving, of):
 @pytest.mark.parametrize("decode", ["sliding", "heavy-hitter"])
 @pytest.mark.parametrize("most", [170, 60])
 def test_rows_of_an_answer_that_a_policy_bounds_turn(native, tiny, decode, most):
-    """Heads drop rows while the answer comes; of a copy only the copy turns."""
+    """Heads drop rows during the answer. Renumbering a copy turns only the copy's keys."""
     model = tiny("qwen3").model
     with TinyContext(model, pykvedge.plan("h2o", 0.3, decode=decode), "f32", n_ctx=1024) as context:
         for tokens in (random_tokens(150), *([t] for t in random_tokens(45, 1))):
@@ -184,7 +184,7 @@ def test_rows_of_an_answer_that_a_policy_bounds_turn(native, tiny, decode, most)
 
 @pytest.mark.parametrize("kv_type", ["f16", "bf16"])
 def test_rows_are_those_of_a_prompt_at_these_positions(tiny, moving, kv_type):
-    """A single layer's rows depend on their token and its position alone; each is rounded once more."""
+    """A single layer's rows depend only on their token and position. Turned rows are rounded once more."""
     model = tiny("qwen3", n_layers=1).model
     context, tokens = moving(model, pykvedge.plan("streaming-llm", 64), kv_type), random_tokens(300)
     context.read(tokens)
@@ -201,13 +201,13 @@ def test_rows_are_those_of_a_prompt_at_these_positions(tiny, moving, kv_type):
 
 @pytest.mark.parametrize(("kind", "side"), crossed(["llama", "qwen3", "phi3"], ["full", "graph"], ["full"], ["llama"]))
 def test_the_model_goes_on_as_llama_cpp_does_behind_a_shift(worker, stock_env, tiny, tmp_path, kind, side):
-    """Unpatched llama.cpp removes tokens and turns the keys behind them (llama_memory_seq_add)."""
+    """Unpatched llama.cpp removes tokens and turns the later keys (llama_memory_seq_add)."""
     model = tiny(kind).model
     worker("renumber_worker.py", None, model, tmp_path / "stock.npy", "stock", env=stock_env)
     worker("renumber_worker.py", None, model, tmp_path / "ours.npy", side)
     stock, ours = np.load(tmp_path / "stock.npy"), np.load(tmp_path / "ours.npy")
     assert divergence(stock[1:], ours[1:]).max() <= 1e-4
-    assert divergence(stock[:1], stock[1:2]) > 1e-3  # it is another distribution than without the shift
+    assert divergence(stock[:1], stock[1:2]) > 1e-3  # differs without the shift
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3"])
@@ -222,7 +222,7 @@ def test_messages_over_whole_rows_go_on_as_llama_cpp_does(worker, stock_env, tin
 @pytest.mark.parametrize("kind", ["qwen3", "qwen2vl"])
 @pytest.mark.parametrize("method", ["snapkv", "mixkv", "expected"])
 def test_scores_see_the_turn(tiny, moving, method, kind):
-    """All that is held moves by as much: what the last queries, or those to come, pay to it stays the same."""
+    """All held rows move equally, so the attention of the last or of future queries stays the same."""
     context = moving(tiny(kind).model, pykvedge.plan(method, 32, allocator="uniform"), "f32")
     context.read(random_tokens(200))
     context.llama.llama_memory_seq_rm(context.memory, 0, 0, 90)

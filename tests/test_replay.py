@@ -1,4 +1,4 @@
-"""Scorer replay: the definition against loops, both engines, and the second pass, of which nothing is left."""
+"""Scorer replay: the definition against loops, both engines, and the second pass, which leaves no trace."""
 
 import ctypes
 import threading
@@ -32,7 +32,7 @@ CUTS = {
 
 
 def second_pass(p, chunks, seed=5):
-    """Queries and keys of so many tokens of a pass, which mean nothing."""
+    """Returns random queries and keys for the tokens of a second pass."""
     n, draw = sum(c.n_tokens for c in chunks), np.random.default_rng(seed)
     shape = lambda x: (*x.shape[:2], n, x.shape[3])  # noqa: E731
     return Replay(draw.normal(0, 2, shape(p.q)), draw.normal(0, 1, shape(p.k)), chunks)
@@ -82,7 +82,7 @@ def test_both_engines_go_by_the_same_pass(native, cut, scope, allocator):
 
 
 def test_attention_to_what_a_chunk_is_about_is_not_lost_beside_what_it_is_not_about(native):
-    """All but one of the prompt's keys answer a query by far: within the chunk its share is as large as ever."""
+    """All keys outside the chunk match the query far better, but the attention is shared only within the chunk."""
     p = prompt(40, (2, 1), size=16, layers=1)
     p.k[:, :, :20], p.k[:, :, 20:] = 12, -12
     chunks = [ReplayChunk(20, 40, 6)]
@@ -143,7 +143,7 @@ class Twice(TinyContext):
 
 
 def watched(model, prompt_tokens, again):
-    """[layer][H, n, T + n]: what each token of a pass, one by one behind the prompt, pays to what is there."""
+    """Returns [layer][H, n, T + n]: the attention of each token of a pass, read one by one after the prompt."""
     with Twice(model, pykvedge.plan("full"), "f32") as context:
         context.decode(prompt_tokens)
         context.cache.watch(True)
@@ -188,7 +188,7 @@ def test_a_pass_gathers_what_its_tokens_pay_to_the_prompt(native, tiny, kind, sc
 
 @pytest.mark.parametrize("kind", ["llama", "gemma3", "gemma4e", "qwen2vl"])
 def test_nothing_is_left_of_a_pass(native, tiny, kind):
-    """What follows is, to the bit, what follows without it; so is what another plan keeps of the prompt."""
+    """Later logits and a later compression equal those without a pass, bit for bit."""
 
     def after(twice):
         with Twice(tiny(kind).model, pykvedge.plan("kvzip", 0.5), "f32", n_ctx=1024) as context:
@@ -233,7 +233,7 @@ def test_misuse_of_the_pass_is_refused_and_leaves_the_prompt(native, tiny):
         context.decode(random_tokens(4))
         call("replay_end", cache.handle, 0)
         context.n[0] = 40
-        with pytest.raises(StateError, match="has not taken place"):  # two tokens did not come
+        with pytest.raises(StateError, match="has not taken place"):  # two tokens are missing
             cache.compress()
         context.again(chunk, random_tokens(6))
         cache.compress()
@@ -248,7 +248,7 @@ def test_misuse_of_the_pass_is_refused_and_leaves_the_prompt(native, tiny):
 
 
 def test_a_program_that_knows_nothing_of_it_goes_by_the_prompts_own_queries(native, tiny):
-    """The first token of an answer compresses the prompt; where a pass is asked for, it says that there was none."""
+    """The first answer token compresses the prompt. A plan that needs a pass gives an error without one."""
     for settings, works in (({"scorer": "replay"}, True), (PLAN, False)):
         with TinyContext(tiny("llama").model, pykvedge.plan("h2o", 0.2, **settings)) as context:
             context.decode(random_tokens(100))
@@ -274,7 +274,7 @@ FEW = Sampling(max_tokens=4, temp=0.0)
 
 
 def test_a_conversation_reads_its_prompts_again(native, tiny, picture_file):
-    """Whatever the chunks, an answer is there, of the budget's size; the pass is reported and no part of it."""
+    """With every kind of chunks: an answer, the budget's size, and a reported pass that is not part of the prompt."""
     files = tiny("llava")
     for settings in ({}, {"scorer.chunk": 16}, {"scorer.source": "instruction"}, {"scorer.scope": "context"}):
         with files.session(pykvedge.plan("kvzip", 0.5, **settings), undo=True) as session:
@@ -293,7 +293,7 @@ def test_a_conversation_reads_its_prompts_again(native, tiny, picture_file):
 
 
 def test_a_later_message_that_is_kept_whole_is_read_once(native, tiny, monkeypatch):
-    """A later message keeps 32 tokens at least: a second pass over a shorter one has nothing to choose from."""
+    """A later message keeps at least 32 tokens, so a shorter message needs no second pass."""
     chunks, begin = [], libkvedge.Cache.begin_replay
     monkeypatch.setattr(
         libkvedge.Cache, "begin_replay", lambda self, chunk, *at: (chunks.append(chunk), begin(self, chunk, *at))
@@ -342,7 +342,7 @@ def test_a_passage_knows_its_last_tokens():
     for piece in (TextPiece([1, 2]), TextPiece([3]), image, TextPiece([4, 5])):
         passage.add(piece)
     assert passage.last(1) == [TextPiece([5])]
-    assert passage.last(4) == [TextPiece([4, 5])]  # no half of an image
+    assert passage.last(4) == [TextPiece([4, 5])]  # an image is never cut
     assert passage.last(8) == [TextPiece([3]), image, TextPiece([4, 5])]
     assert passage.last(99) == [TextPiece([1, 2, 3]), image, TextPiece([4, 5])]
     other = Passage(passage.pieces)

@@ -66,7 +66,7 @@ def test_the_prompts_own_queries(native, heads):
 
 
 def test_a_value_that_a_head_does_not_add_counts_nothing_there(native):
-    """Query head 0 adds nothing of any value: what it looks at does not matter, what head 1 looks at does."""
+    """Query head 0 adds nothing from any value: its attention does not count, that of head 1 does."""
     p, plan = prompt(40, (2, 1), size=16, layers=1), plan_of("prompt", 10, recent=0)
     w = np.zeros((1, 2, 16, 16), np.float32)
     w[:, 1] = np.eye(16)
@@ -97,7 +97,7 @@ def test_what_is_refused_in_one_line(native):
 
 @pytest.mark.parametrize(("kind", "weight"), [("llama", "f32"), ("llama", "q4_0"), ("gemma3", "f32")])
 def test_the_model_s_own_weights(native, tiny, kind, weight):
-    """Scores of a pass lie between its attention times the least and the most that a query head adds of a value."""
+    """Scores of a pass are between its attention times the smallest and the largest addition of a query head."""
     file, tokens = tiny(kind, weight=weight).model, random_tokens(50)
     found = []
     for projected in (False, True):
@@ -136,7 +136,7 @@ def test_attention_of_all_heads_together_cannot_be_told_apart_later(native, tiny
         context.cache.compress()
         context.cache.set_plan(plan_of("prompt"))
         context.decode(random_tokens(60, 4))
-        context.cache.compress()  # what a later prompt's query heads paid is known apart, and serves both
+        context.cache.compress()  # query heads of a later prompt are recorded separately, which serves both plans
 
 
 def test_a_conversation_and_a_bounded_prompt(native, tiny):

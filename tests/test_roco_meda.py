@@ -1,4 +1,4 @@
-"""RoCo and MEDA: the definitions against the papers' equations in plain loops; roundings that released codes have."""
+"""RoCo and MEDA: the definitions against the papers' equations in plain loops; rounding as in released code."""
 
 import math
 
@@ -69,7 +69,7 @@ def test_text_outranks_images_in_both_turns():
     plan = pykvedge.plan("roco", 0.2, sinks=0, recent=0, text_prior=True)
     assert set(select(plan, means, image, 15, deviations)) == {50, 40, 41, 42, 48, 49, *range(51, 60)}
     more = select(plan, means, image, 40, deviations)
-    assert set(more) == {*range(40, 60), *range(80, 100)}  # all text, the reserve and more; then the largest means
+    assert set(more) == {*range(40, 60), *range(80, 100)}  # all text, then the images with the largest means
     overflow = plan.with_(text_overflow="keep_all")
     assert set(select(overflow, means, image, 10, deviations)) == set(range(40, 60))
 
@@ -80,7 +80,7 @@ def test_text_outranks_images_in_both_turns():
 def entropies(p):
     n_layers, n_heads, _, _ = p.q.shape
     group = n_heads // p.k.shape[1]
-    q = p.q.astype(np.float16).astype(np.float64)  # as they are kept until the end of the prompt
+    q = p.q.astype(np.float16).astype(np.float64)  # as stored until the end of the prompt
     return np.array([
         np.mean([oracles.cross_entropy(q[i, h].tolist(), p.k[i, h // group].tolist(), p.image_mask.tolist())
                  for h in range(n_heads)]) for i in range(n_layers)
@@ -90,7 +90,7 @@ def entropies(p):
 @pytest.mark.parametrize("layout", ["image_first", "image_last", "two_images", "scattered"])
 def test_shares_follow_the_entropy_between_text_and_images(layout):
     p = prompt(30, (4, 2), layers=3, size=8, layout=layout)
-    p.q[0] *= 0.1  # looks everywhere
+    p.q[0] *= 0.1  # attends evenly
     p.q[2] *= 2
     e = entropies(p)
     assert e[0] > e[1] > e[2]
@@ -114,7 +114,7 @@ def test_shares_stay_between_one_percent_and_all():
 
 
 def test_order_does_not_matter_between_text_and_images():
-    """Nothing is masked: an image after the text counts as one before it."""
+    """Nothing is masked: an image after the text counts as an image before it."""
     p, e = prompt(40, layers=1, layout="image_first"), []
     for order in (np.arange(40), np.arange(40)[::-1].copy()):
         moved = type(p)(p.q[:, :, order], p.k[:, :, order], p.v[:, :, order], p.image_mask[order])
@@ -147,7 +147,7 @@ def test_meda_is_lookm_with_other_budgets():
     assert meda.asked_recent(100, 20) == lookm.asked_recent(100, 20) == 10
 
 
-# what the released codes do
+# Released code
 
 
 def test_official_roundings_can_miss_the_total():
@@ -207,11 +207,11 @@ def test_the_filter_merges_what_is_at_least_as_similar_as_the_mean():
         np.testing.assert_allclose(result.v[0][h], merged_v, rtol=1e-5, atol=1e-6)
 
 
-# in the running model
+# In the running model
 
 
 class Context(TinyContext):
-    """A tiny model with ubatches of a size, whose prompts are compressed when that is said."""
+    """A tiny model with ubatches of a given size. Prompts are compressed explicitly."""
 
     def __init__(self, model, plan, n_ubatch):
         self.n_ubatch = n_ubatch
@@ -222,7 +222,7 @@ class Context(TinyContext):
         params.n_ubatch = self.n_ubatch
 
     def read(self, n, image, seed):
-        """n random tokens, or as many random embeddings."""
+        """Reads n random tokens, or n random embeddings."""
         rng, at = np.random.default_rng(seed), self.n[0]
         rows = rng.standard_normal((n, self.llama.llama_model_n_embd_inp(self.model)))
         assert send(self.context, range(at, at + n), rng.integers(5, 1000, n), rows if image else None) == 0

@@ -1,6 +1,6 @@
-"""Clients of an RPC server: several users of a device in one process, programs that find it busy or too small.
+"""Clients of an RPC server: several users of a device in one process, and programs that find it busy or too small.
 
-KVEDGE_RPC_OPERATIONS=1000 does so many operations in each case of the first test instead of a few.
+KVEDGE_RPC_OPERATIONS: number of operations in each case of the first test, for example 1000.
 """
 
 import os
@@ -45,12 +45,12 @@ def test_memory_of_a_device_is_given_back_while_another_answers(native, tiny, kv
 
 
 def test_memory_of_one_of_two_servers(native, tiny, kvedge, own_server, server):
-    """Half of the layers lie on each."""
+    """Each server has half of the layers."""
     crowd("two_sessions", f"{server.address},{own_server.address}", tiny, kvedge)
 
 
 def test_a_server_that_serves_another_program(native, kvedge, tiny, environment, server, monkeypatch):
-    """It says so in time, also to the second one that waits, and serves the next one when the first has ended."""
+    """A busy server refuses waiting programs in time, and serves the next program when the first has ended."""
     monkeypatch.setattr(offload, "CONNECT_S", 0.5)
     files = tiny("llama").arguments()
     command = [sys.executable, "-m", "pykvedge", "chat", *files, "--ctx", "16000", "--rpc", server.address]
@@ -74,7 +74,7 @@ def test_a_server_that_serves_another_program(native, kvedge, tiny, environment,
     ("room", "words"),
     [
         (10 * MIB, ["too little memory for 22844416 bytes more", "RPC0", "--gpu-layers"]),
-        (30 * MIB, ["hung up", "too little memory"]),  # for the weights, and not for the largest of them once more
+        (30 * MIB, ["hung up", "too little memory"]),  # too little for a second copy of the largest weight
     ],
 )
 def test_a_server_without_the_memory_for_the_weights(native, kvedge, tiny, own_server, room, words):

@@ -1,4 +1,4 @@
-"""Two RPC servers on hosts of their own, network namespaces, whose memory holds only part of the keys and values."""
+"""Two RPC servers in network namespaces, as on separate hosts. Each has memory for only a part of the KV pairs."""
 
 import json
 import os
@@ -25,7 +25,7 @@ def _namespace(pid: object) -> Path:
 
 
 class Host:
-    """A network namespace, which is there as long as a process that sleeps in it."""
+    """A network namespace. It exists as long as a sleeping process in it."""
 
     def __init__(self) -> None:
         self._sleeper = subprocess.Popen(["unshare", "--net", "sleep", "600"])
@@ -53,7 +53,7 @@ class Host:
 
 
 def connect(client: Host, server: Host, number: int) -> str:
-    """Joins two hosts by a cable; returns the server's address."""
+    """Connects two hosts by a cable. Returns the server's address."""
     cable = f"kv{number}"
     client.run("ip", "link", "add", cable, "type", "veth", "peer", "name", cable, "netns", server.name)
     for host, last in ((client, 1), (server, 2)):
@@ -64,7 +64,7 @@ def connect(client: Host, server: Host, number: int) -> str:
 
 
 class Lender:
-    """A server on a host, which may use `room` bytes more than it has when it listens."""
+    """A server on a host. It may use `room` bytes more than when it begins to listen."""
 
     def __init__(self, host: Host, address: str, room: int, environment) -> None:
         self.endpoint = f"{address}:{PORT}"
@@ -79,14 +79,14 @@ class Lender:
 
 
 def _listens(pid: int) -> bool:
-    """Whether a socket of the process's namespace listens at PORT."""
+    """Returns whether a socket in the process's namespace listens at PORT."""
     table = Path(f"/proc/{pid}/net/tcp").read_text().splitlines()
     return any(f":{PORT:04X} " in line and " 0A " in line for line in table)
 
 
 @pytest.fixture
 def hosts(environment):
-    """chat(servers, options): a process; servers: the lenders."""
+    """Yields (hosts, addresses of the servers). The first host is the client."""
     try:
         made = [Host() for _ in range(3)]
     except OSError:
@@ -110,11 +110,11 @@ def chat(client, files, lenders, environment, *options) -> subprocess.Popen:
     )  # fmt: skip
 
 
-@pytest.mark.whole  # test_rpc_clients and test_device_failures end the memory of servers on this host
+@pytest.mark.whole  # test_rpc_clients and test_device_failures test full servers on this host
 def test_a_cache_that_one_host_cannot_hold(native, tiny, environment, hosts):
-    """Keys and values of more than 150 MiB, and 150 MiB on each host: one refuses, two answer as this machine does.
+    """More than 150 MiB of keys and values, and 150 MiB on each host: one server refuses, two answer as this machine.
 
-    When one of the two dies the answer ends with one line.
+    When one of two servers dies, the answer ends with one line.
     """
     (client, *servers), addresses = hosts
     files = tiny("llama", n_layers=24, n_heads=4, n_heads_kv=4, head_size=64)

@@ -1,4 +1,4 @@
-"""Each rule of `kvedge methods --check` notices a result that breaks it, and says where."""
+"""Each rule of `kvedge methods --check` notices a result that breaks it, and names the place."""
 
 import copy
 from dataclasses import replace
@@ -13,11 +13,11 @@ from pykvedge.reference.checks import rules
 
 PLAN = pykvedge.plan("h2o", 0.4, recent=3, sinks=2)
 P = prompt(20, (4, 2), size=8)
-HERE = 1, 1  # layer and KV head that the broken results are wrong in
+HERE = 1, 1  # layer and KV head of the broken rows
 
 
 def row(name):
-    """Changes a number in a row of a head."""
+    """Returns a change of one number in a row of a head."""
 
     def change(result):
         getattr(result, name)[HERE[0]][HERE[1]][-1] += 0.5
@@ -26,13 +26,13 @@ def row(name):
 
 
 def fewer(result):
-    """A head loses the rows of its newest token."""
+    """Removes the rows of a head's newest token."""
     for rows in (result.kept, result.k, result.v):
         rows[HERE[0]][HERE[1]] = rows[HERE[0]][HERE[1]][:-1]
 
 
 def kept(change):
-    """A head keeps other tokens: change takes and returns their numbers."""
+    """Returns a change of a head's kept tokens. change: maps the token numbers."""
 
     def changed(result):
         result.kept[HERE[0]][HERE[1]] = change(result.kept[HERE[0]][HERE[1]]).astype(np.int32)
@@ -53,7 +53,7 @@ def cut(result):
 
 
 def moved(numbers):
-    """The last token that may be dropped gives its place to one that is not kept."""
+    """Replaces the last token that may be dropped by a token that is not kept."""
     others = np.setdiff1d(np.arange(2, 17), numbers)
     return np.sort(np.where(numbers == numbers[2], others[0], numbers))
 
@@ -97,7 +97,7 @@ def test_the_library_keeps_to_the_rules(native, rule):
 
 @pytest.mark.parametrize(("rule", "at", "change", "says"), CASES, ids=[f"{c[0]}-{c[3]}" for c in CASES])
 def test_a_broken_result_is_noticed(native, monkeypatch, rule, at, change, says):
-    """at: which of the results that the rule compares is broken."""
+    """at: the number of the broken result, among those that the rule compares."""
     compress, calls = rules._compress, []
 
     def broken(*given, **settings):

@@ -1,4 +1,4 @@
-"""How tokens are chosen: against the equations, in numpy, and llama.cpp's samplers by themselves."""
+"""The choice of tokens: against the equations in NumPy, and against llama.cpp's samplers."""
 
 import ctypes
 import math
@@ -14,7 +14,7 @@ QUESTION = "What is there to see, and what is it good for?"
 
 
 def followed(session, sampling, n, pick):
-    """The answer's tokens, and those that pick(logits, tokens so far) chooses at the same places."""
+    """Returns the answer's tokens, and the tokens that pick(logits, earlier tokens) chooses at the same places."""
     session.clear()
     answer = session.ask(QUESTION, sampling=sampling)
     context, model = session.engine.context, session.model
@@ -45,7 +45,7 @@ def penalised(logits, before, repeat=1.0, frequency=0.0, presence=0.0):
 )
 def test_penalties_are_those_of_the_equations(session, penalties):
     names = {"repeat": "repeat_penalty", "frequency": "frequency_penalty", "presence": "presence_penalty"}
-    few = dict.fromkeys((300, 301, 302, 303, 304), 20.0)  # which then come again and again
+    few = dict.fromkeys((300, 301, 302, 303, 304), 20.0)  # these tokens then repeat
 
     def pick(logits, before, **what):
         logits[list(few)] += 20.0
@@ -95,7 +95,7 @@ def test_a_text_stands_for_all_of_its_tokens(session):
 
 
 def allowed_by(session, sampling, n=400):
-    """Tokens that are drawn first, with many seeds."""
+    """Returns the first tokens that n seeds draw."""
     from dataclasses import replace
 
     context = session.engine.context
@@ -110,7 +110,7 @@ def test_min_p_keeps_what_is_likely_enough(session):
     session.ask(QUESTION, sampling=Sampling(max_tokens=1)).read()
     logits = np.array(session.engine.context.logits(), dtype=np.float64)
     shares = np.exp(logits - logits.max())
-    # a limit in the middle of the widest gap among the likeliest, so that no rounding decides
+    # the limit is in the middle of the widest gap among the likeliest, so that rounding does not matter
     ordered = np.sort(shares)[::-1][:12]
     gap = int(np.argmax(ordered[1:-1] / ordered[2:])) + 1
     limit = math.sqrt(ordered[gap] * ordered[gap + 1])
@@ -126,7 +126,7 @@ def chain(llama, links):
 
 
 def test_the_order_is_that_of_llama_cpp(session):
-    """Another chain, put together here in the order of llama.cpp's programs, draws the same tokens."""
+    """A separate chain in the order of llama.cpp's programs draws the same tokens."""
     settings = {"temp": 1.7, "top_k": 60, "typical_p": 0.9, "top_p": 0.9, "min_p": 0.01, "repeat_penalty": 1.4}
     sampling = Sampling(**settings, frequency_penalty=0.2, presence_penalty=0.1, logit_bias={7: 3.0}, seed=5)
     llama, n_vocab = session.model.llama, session.model.n_vocab

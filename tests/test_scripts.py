@@ -1,4 +1,4 @@
-"""scripts/measure_device.py; scripts/check_imports.py reads what all scripts import."""
+"""Runs scripts/measure_device.py. (scripts/check_imports.py checks the imports of all scripts.)"""
 
 import json
 import subprocess
@@ -9,7 +9,7 @@ SCRIPTS = Path(__file__).resolve().parent.parent / "scripts"
 
 
 def test_a_device_is_measured(environment, native, tiny, tmp_path):
-    """The device's code on the processor, against stock llama.cpp."""
+    """The device's code on the CPU, against stock llama.cpp."""
     out, picture = tmp_path / "rows.json", tmp_path / "rows.svg"
     runs = ["--run", "128x1:knorm"]
     asked = ["--model", tiny("llama").model, "--device", "CPU", *runs, "--json"]

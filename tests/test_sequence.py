@@ -1,4 +1,4 @@
-"""A Sequence reads prompts for sessions, the server and eval: in turns with others, twice, put aside and taken back."""
+"""A Sequence reads prompts for sessions, the server and eval: in turns, twice, put aside and restored."""
 
 import numpy as np
 import pytest
@@ -14,7 +14,7 @@ from pykvedge.runtime.replay import Requests, parts, split
 from pykvedge.runtime.sequence import Sequence
 
 A, B = [5 + i * i % 90 for i in range(300)], [7 + i * 3 % 80 for i in range(170)]
-MODEL = "name"  # in snapshots
+MODEL = "name"  # model name in snapshots
 
 
 @pytest.fixture
@@ -28,7 +28,7 @@ def driver(tiny, native):
 
 
 def took(driver, sequence, ahead, most):
-    """Reads up to so many tokens of what comes next."""
+    """Reads at most `most` tokens of the next piece. Returns the number of tokens."""
     piece, want_logits = ahead
     part, rest = split(piece, most)
     driver.decode(sequence, part, want_logits and rest is None)
@@ -36,7 +36,7 @@ def took(driver, sequence, ahead, most):
 
 
 def read(driver, number, tokens):
-    """A sequence that has read and compressed tokens, and the logits of the last one."""
+    """Returns a sequence that has read and compressed tokens, and the logits of the last token."""
     sequence = Sequence(driver, number)
     sequence.read([TextPiece(tokens)])
     logits = driver.context.logits().copy()
@@ -92,7 +92,7 @@ def test_a_second_pass_leaves_the_logits_of_the_prompt(driver):
     sequence.replay()
     assert sequence.replay_s > 0 and sequence.n_past == len(A)
     assert np.array_equal(driver.context.logits(), logits)
-    sequence.replay()  # it was done
+    sequence.replay()  # a second call does nothing
     assert sequence.replay_s == 0
 
 

@@ -1,4 +1,4 @@
-"""Several sequences in one context, and what llama.cpp's memory calls do to them."""
+"""Several sequences in one context, and the effects of llama.cpp's memory calls."""
 
 import batches
 import numpy as np
@@ -9,7 +9,7 @@ from contexts import TinyContext, random_tokens
 import pykvedge
 from pykvedge.errors import PluginError, UsageError
 
-PLANS = {  # sequence -> its plan, and the length of its prompt
+PLANS = {  # sequence: (plan, length of its prompt)
     0: (pykvedge.plan("lookm", 0.2), 210),
     1: (pykvedge.plan("snapkv", 0.5), 150),
     2: (pykvedge.plan("adakv", 64), 300),
@@ -19,13 +19,13 @@ PLANS = {  # sequence -> its plan, and the length of its prompt
 
 
 def send(context, items):
-    """One batch of (token, position, sequence, wants logits)."""
+    """Sends one batch of (token, position, sequence, wants logits)."""
     tokens, positions, sequences, wants = zip(*items, strict=True)
     return batches.send(context.context, positions, tokens, sequences=sequences, wants=wants)
 
 
 def converse(context, sequences):
-    """Prompts token by token in turn, then twenty answers of one token each; all of them in batches together."""
+    """Reads prompts in one batch, token by token in turn, then 20 batches with an answer token for each sequence."""
     items = [
         (random_tokens(PLANS[s][1], seed=s)[i], i, s, i == PLANS[s][1] - 1)
         for i in range(max(PLANS[s][1] for s in sequences)) for s in sequences if i < PLANS[s][1]
@@ -45,9 +45,9 @@ def test_each_sequence_is_compressed_when_its_answer_begins(many):
     context, prompts = many(pykvedge.plan("h2o")), (100, 300, 57)
     items = [(500 + i + s, i, s, i == n - 1) for i in range(300) for s, n in enumerate(prompts) if i < n]
     assert send(context, items) == 0
-    assert send(context, [(700, prompts[s], s, True) for s in (0, 2)]) == 0  # sequence 1 has not begun to answer
+    assert send(context, [(700, prompts[s], s, True) for s in (0, 2)]) == 0  # sequence 1 has no answer yet
     lengths = [set(np.ravel(context.cache.lengths(s))) for s in range(3)]
-    assert lengths == [{20 + 1}, {300}, {11 + 1}]  # a fifth, and the first token of the answer
+    assert lengths == [{20 + 1}, {300}, {11 + 1}]  # a fifth, and the first answer token
     before = context.cache.tokens(0, 0, 2)
     assert before == sorted(set(before)) and before[-1] == 57
     context.llama.llama_memory_seq_rm(context.memory, 2, 40, -1)  # a cut through compressed tokens
@@ -56,7 +56,7 @@ def test_each_sequence_is_compressed_when_its_answer_begins(many):
 
 
 def test_five_sequences_with_plans_of_their_own(many):
-    """Each keeps what it keeps when it is alone in a context of its own, under its plan alone."""
+    """Each sequence keeps the same tokens as alone in a separate context with only its plan."""
     together = many(pykvedge.plan("full"))
     for sequence, (plan, _) in PLANS.items():
         together.cache.set_sequence_plan(sequence, plan)
@@ -100,7 +100,7 @@ def test_a_plan_that_fails_is_told_to_its_own_sequence(many, forgotten):
 
 
 def test_a_batch_that_is_refused_counts_no_tokens(closing, tiny):
-    """A token of two sequences at once, in the middle of tokens of one: nothing of the batch is there."""
+    """A token of two sequences makes the batch invalid: no token of the batch is read."""
     contexts = [closing(TinyContext(tiny("llama").model, pykvedge.plan("full"), kv_type="f32")) for _ in range(2)]
     refused, prompt = contexts[0], random_tokens(40)
     for context in contexts:

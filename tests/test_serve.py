@@ -1,4 +1,4 @@
-"""`kvedge serve`: what it answers is what a session answers, whoever else asks at the same time."""
+"""`kvedge serve` answers as a session does, also when other clients ask at the same time."""
 
 import json
 import threading
@@ -17,7 +17,7 @@ SERVED = (*PLAN, "--memory", "64MiB", "--parallel", "4", "--ctx", "2048")
 
 @pytest.fixture(scope="module")
 def told(demo_model):
-    """What a session says to each question about each scene, and then to another one."""
+    """The answers of sessions to each question about each scene, and to a second question."""
     out = {}
     for path in SCENES[:3]:
         for question in QUESTIONS[:3]:
@@ -74,7 +74,7 @@ def test_what_is_kept_is_chosen_by_each_request(server):
         assert told["method"] == method
         assert told["kv"]["kept_bytes"] / told["kv"]["full_bytes"] == pytest.approx(share, abs=0.05)
     check_refused(server.chat(asks("?"), model=f"{name}@nothing-0.2"), "unknown method")
-    for other in (f"other@{plan}", f"{name}@@{plan}"):  # not the default plan in silence
+    for other in (f"other@{plan}", f"{name}@@{plan}"):  # an error, not the default plan
         error = check_refused(server.chat(asks("?"), model=other))
         assert error["message"] == f"'{other}' is a plan of another model; this server has {name}@{plan}"
     assert server.chat(asks("?"), model="gpt@latest", max_tokens=1).status_code == 200
@@ -164,7 +164,7 @@ def test_an_answer_has_one_form(server):
 
 
 def test_forms_that_take_long_stop_nobody(server):
-    """While such a one is refused, or followed, another answer goes on."""
+    """While such a request is refused or answered, another answer goes on."""
     hard = [
         {"json_schema": {"type": "string", "pattern": "^" + "a?" * 1500 + "b$"}},
         {"json_schema": {"type": "integer", "multipleOf": 999983}},
@@ -177,7 +177,7 @@ def test_forms_that_take_long_stop_nobody(server):
 
 
 def test_who_leaves_ends_the_answer(server):
-    server.wait_for("requests_running", 0)  # the test before this one left, too
+    server.wait_for("requests_running", 0)  # the previous test has left
     before = server.metric('answers_total{finish="cancelled"}')
     with server.endless(asks("What is there?", SCENES[0])):
         pass
@@ -187,7 +187,7 @@ def test_who_leaves_ends_the_answer(server):
 
 
 def test_memory_is_bounded_and_what_waits_comes_back(environment):
-    """Of 12 conversations in room for few each goes on from its rows, and says what it says with room for all."""
+    """12 conversations with room for few go on from their rows, with the answers of a server with room for all."""
 
     def talks(memory):
         with serving(environment, *PLAN, "--memory", memory, "--ctx", "1024") as server:
@@ -208,7 +208,7 @@ def test_memory_is_bounded_and_what_waits_comes_back(environment):
 
 
 def test_the_bound_of_memory_holds_all_the_time(environment):
-    """Looked at again and again while conversations are read, answered, kept and parked side by side."""
+    """The limit of memory is checked often, while conversations are read, answered, kept and parked side by side."""
     with serving(environment, *PLAN, "--memory", "2MiB", "--ctx", "1024", "--parallel", "4") as server:
         over, most = threading.Event(), []
 

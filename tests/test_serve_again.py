@@ -1,4 +1,4 @@
-"""Who asks a server the same again, or for several answers, does not wait for the prompt again."""
+"""A client that repeats a request, or wants several answers, does not wait for the prompt again."""
 
 import pytest
 from server import QUESTION, SCENES, asks, cached, then

@@ -1,4 +1,4 @@
-"""`kvedge serve` and what nobody should send it: each is an error of its own, and nothing else is disturbed."""
+"""Invalid requests to `kvedge serve`: each has a specific error, and disturbs no other request."""
 
 import io
 import json
@@ -29,7 +29,7 @@ def server(environment, tmp_path_factory):
     with serving(environment, *options) as one:
         one.folder = folder
         yield one
-        assert one.text(asks(QUESTION, SCENES[0]))  # whatever came before
+        assert one.text(asks(QUESTION, SCENES[0]))  # still answers after any request
         assert one.metric("requests_running") == 0
 
 
@@ -39,7 +39,7 @@ def image(url):
 
 HELLO = [{"role": "user", "content": "Hello"}]
 DEEP = "[" * 100_000
-CALLED = [  # with arguments that are JSON inside of JSON
+CALLED = [  # its arguments are JSON inside JSON
     *HELLO,
     {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "[" * 80 + "]" * 80}}]},
 ]
@@ -157,7 +157,7 @@ def test_many_pixels_are_too_many_together(server):
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 def test_many_pictures_are_not_in_memory_at_once(server):
-    """18 of 4 megapixels, each too small to be scaled: 206 MiB of pixels, and as much again for mtmd."""
+    """18 pictures of 4 megapixels, not scaled: 206 MiB of pixels, and as much again for mtmd."""
     files = [io.BytesIO() for _ in range(18)]
     for i, file in enumerate(files):
         Image.new("L", (2000, 2000), i).save(file, "PNG")
@@ -301,7 +301,7 @@ def test_it_ends_with_its_parent_or_its_pipe(environment):
 
 
 def test_a_folder_that_cannot_keep_conversations_is_said(kvedge, environment, tmp_path):
-    """They were lost without a word."""
+    """Without this message, conversations would be lost silently."""
     (tmp_path / "file").write_bytes(b"")
     for folder in (tmp_path / "file", *([Path("/proc")] if sys.platform == "linux" else [])):
         kvedge("serve", "--port", 0, "--park", folder).failed(1, f"--park {folder} cannot be used")
@@ -321,7 +321,7 @@ def test_a_folder_that_is_damaged_or_full_costs_time_only(environment, tmp_path)
     entries = list(park.iterdir())
     assert entries and all(entry.stat().st_mode & 0o77 == 0 for entry in entries) and park.stat().st_mode & 0o77 == 0
     with serving(environment, "--park", park, "--ctx", "1024") as server:
-        assert cached(server.chat(said).json()) > 0  # of the run before
+        assert cached(server.chat(said).json()) > 0  # from the previous run
     for entry in entries:
         entry.write_bytes(entry.read_bytes()[:-10])
     with serving(environment, "--park", park, "--ctx", "1024") as server:

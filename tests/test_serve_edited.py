@@ -1,4 +1,4 @@
-"""Pictures that a request leaves out of a known conversation: it goes on from its rows, and nothing is read again."""
+"""A request that omits pictures of a known conversation goes on from its rows, and nothing is read again."""
 
 import random
 
@@ -19,7 +19,7 @@ SERVED = (*SNAPKV, "--keep", "ram", "--quiet")
 
 
 def say(server, messages, question=None, *pictures, **kvedge):
-    """Adds a question and its answer to the messages. Returns the answer's body."""
+    """Asks a question, if given, and adds the answer to the messages. Returns the answer's body."""
     if question is not None:
         messages += asks(question, *pictures) if pictures else [{"role": "user", "content": question}]
     answer = server.chat(messages, max_tokens=12, **({"kvedge": kvedge} if kvedge else {}))
@@ -30,14 +30,14 @@ def say(server, messages, question=None, *pictures, **kvedge):
 
 
 def read(body):
-    """Tokens that were read for an answer, tokens that were there, and pictures that were demoted."""
+    """Returns (tokens read for an answer, cached tokens, demoted pictures)."""
     details = body["usage"]["prompt_tokens_details"]
     assert body["timings"]["prompt_n"] + details["cached_tokens"] == body["usage"]["prompt_tokens"]
     return body["timings"]["prompt_n"], details["cached_tokens"], details.get("demoted_images")
 
 
 def of_session(forgotten):
-    """Answers to the five questions, where image n is forgotten before question forgotten[n]."""
+    """Returns the answers to the five questions. Image n is forgotten before question i for n in forgotten[i]."""
     texts, files = [], (DEMO / "demo-model.gguf", DEMO / "demo-mmproj.gguf")
     greedy = pykvedge.Sampling(max_tokens=12, temp=0.0)
     with pykvedge.Session(*files, pykvedge.plan("snapkv", 0.3), threads=1, keep="ram") as session:
@@ -50,7 +50,7 @@ def of_session(forgotten):
 
 
 def test_nothing_is_read_twice(server):
-    """A picture is dropped before the third question, the other one replaced by text before the fifth."""
+    """A picture is omitted before the third question, and another is replaced by text before the fifth."""
     messages, counts = [], []
     for i, question in enumerate(QUESTIONS):
         if i == 2:
@@ -62,11 +62,11 @@ def test_nothing_is_read_twice(server):
     texts = [message["content"].strip() for message in messages[1::2]]
     assert texts == of_session({2: [1], 4: [2]}) != of_session({})
     assert [demoted for *_, demoted in counts] == [0, 0, 1, 1, 2]
-    assert read(say(server, messages[:-1], **EDITED))[2] == 2  # the same once more
+    assert read(say(server, messages[:-1], **EDITED))[2] == 2  # the same request again
     (first, nothing, _), *later = counts
     assert first > 144 and nothing == 0
     for (_, there, _), (before, held, _) in zip(later, counts, strict=False):
-        assert there >= before + held  # and the answer, but for its last token
+        assert there >= before + held  # and the answer, except its last token
     assert later[0][0] > 144 > 40 > max(new for new, *_ in later[1:])
 
 
@@ -87,11 +87,11 @@ def test_without_the_field_all_is_read(server):
     new, there, demoted = read(say(server, list(messages), "And now?"))
     assert there == 0 and new < 144 and demoted is None
     demoting = [*messages, {"role": "user", "content": "And now?"}]
-    again = read(say(server, demoting, **EDITED))  # that prompt was read meanwhile, without the picture
+    again = read(say(server, demoting, **EDITED))  # the prompt was read meanwhile, without the picture
     assert again[0] == 0 and again[2] == 0
     demoting = list(messages)
     assert read(say(server, demoting, "Why?", **EDITED))[2] == 1
-    assert read(say(server, demoting, "Who?"))[1] == 0  # whoever does not ask for it does not go on from such rows
+    assert read(say(server, demoting, "Who?"))[1] == 0  # a request must ask for demotion to use such rows
 
 
 def refused(server, messages, *words, status=409, **fields):
@@ -166,7 +166,7 @@ def test_what_was_dropped(known, edited, expected):
 def test_edits_are_found_whatever_they_are():
     rng = random.Random(1)
     for _ in range(2000):
-        known = [rng.choice((*"ab", *"PQ")) for _ in range(rng.randint(0, 9))]  # lines, and pictures
+        known = [rng.choice((*"ab", *"PQ")) for _ in range(rng.randint(0, 9))]  # lines and pictures
         edited, gone = [], []
         for one in known:
             if one in "ab":
@@ -179,7 +179,7 @@ def test_edits_are_found_whatever_they_are():
             return outline("\n".join(IMG if part in "PQ" else part for part in parts), [p for p in parts if p in "PQ"])
 
         found = dropped(made(known), made(edited))
-        assert found is not None and sum(found) == sum(gone)  # as many pictures are there
+        assert found is not None and sum(found) == sum(gone)  # the numbers of pictures agree
         if rng.random() < 0.5 and edited:
             assert dropped(made(known), made([*edited[:-1], "d"])) is None or known[-1] in "PQ"
 

@@ -1,4 +1,4 @@
-"""A server with --exact gives the whole cache's answers, whatever is kept, to several conversations side by side."""
+"""A server with --exact gives the full cache's answers with every plan, to several conversations side by side."""
 
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -23,7 +23,7 @@ SECOND = Sampling(max_tokens=20)
 
 @pytest.fixture(scope="module")
 def schedulers(demo_model, tmp_path_factory):
-    """With compressed rows alone, and with exact answers, whose whole rows go to a file and parked ones to a folder."""
+    """Two schedulers: with compressed rows only; and exact, with whole rows in a file and parked ones in a folder."""
     exact = replace(LIMITS, exact=True, keep=Keep("disk", tmp_path_factory.mktemp("rows")))
     park = Park(CacheFolder(tmp_path_factory.mktemp("park"), 1 << 30))
     made = [Scheduler(demo_model, LIMITS, Park(None)), Scheduler(demo_model, exact, park)]
@@ -34,14 +34,14 @@ def schedulers(demo_model, tmp_path_factory):
 
 @pytest.fixture(params=["as it is", "many"])
 def drafts(request, monkeypatch):
-    """As many as pay, or as many as fit, of which those behind the first two are wrong."""
+    """"as it is": drafts where they pay. "many": as many drafts as fit; only the first two are right."""
     if request.param == "many":
         draft_much(monkeypatch)(2)
     return request.param
 
 
 def conversation(scheduler, plan, sampling, number):
-    """Two questions, the first about a picture: of each the tokens, the text as it came, and how it ended."""
+    """Asks two questions, the first about a picture. Returns (tokens, text, finish, logprob ids, reused) of each."""
     messages, out = [Message("user", f"({number}) {AGAIN}", [load_picture(SCENE)])], []
     for chosen in (sampling, SECOND):
         report, ids, text = ask(scheduler, messages, chosen, pykvedge.plan(*plan))
@@ -72,11 +72,11 @@ def test_answers_are_those_of_the_whole_cache(schedulers, drafts, samplings):
     full = [conversation(schedulers[0], ("full", None), *rest) for _, *rest in work]
     assert side_by_side(schedulers[1], work) == full
     if drafts == "as it is":
-        assert side_by_side(schedulers[0], work) != full  # else this could not fail
+        assert side_by_side(schedulers[0], work) != full  # otherwise this test could not fail
 
 
 def test_a_conversation_without_whole_rows_is_read_again(scheduled):
-    """A method that reads its prompt twice leaves none to who goes on; nor does one that gave them up."""
+    """A method that reads its prompt twice leaves no whole rows for later requests; nor does a too small limit."""
     limits = {"n_ctx": 4096, "memory": 256 << 20, "exact": True}
     scheduler, small = (scheduled(keep=keep, **limits) for keep in (Keep("ram"), Keep("ram", space=1000)))
     messages, plan = [Message("user", AGAIN, [load_picture(SCENE)])], ("kvzip", 0.3)

@@ -1,5 +1,5 @@
-"""Pictures from elsewhere: which addresses count as public, what a host may do with the one who asks, and what a server
-that was not told to fetch does: nothing.
+"""Pictures from URLs: public addresses, hostile hosts, and a server without --allow-https-images, which fetches
+nothing.
 """
 
 import asyncio
@@ -44,11 +44,11 @@ def test_addresses_that_nobody_fetches_from():
     assert not [address for address in OWN if fetching.is_public(address)]
 
 
-# -------------------------------------------------------------------------------------------- names, asked for once
+# -------------------------------------------------------------------------------------------- name lookups
 
 
 def resolver(monkeypatch, table):
-    """Answers with the lists of addresses in a table, one after the other, and notes what was asked."""
+    """Answers name lookups with the addresses in a table, one list after the other. Returns the list of lookups."""
     asked = []
 
     def looked_up(host, port, **_):
@@ -93,7 +93,7 @@ def test_what_a_url_may_hold_is_written_out():
 
 
 class Host:
-    """A server over TLS on this machine: `said` is called with a connection and the path that was asked for."""
+    """A local TLS server. said(connection, path) answers each request."""
 
     def __init__(self, said, names=("a.example", "b.example")):
         self.authority, self.said, self.paths, self.connections = trustme.CA(), said, [], 0
@@ -135,7 +135,7 @@ def answer(connection, body, status="200 OK", more=""):
 
 
 def drip(connection, _=None):
-    """Sends a byte now and then, for ever."""
+    """Sends a byte now and then, without end."""
     connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 100000\r\n\r\n")
     while True:
         connection.sendall(b"x")
@@ -144,7 +144,7 @@ def drip(connection, _=None):
 
 @pytest.fixture
 def host(closing, monkeypatch):
-    """Makes a host that is reached under public addresses; what connects there comes to this machine."""
+    """Returns a host with public addresses, whose connections come to this machine."""
 
     def make(said, table=None):
         one = closing(Host(said))
@@ -170,7 +170,7 @@ def fetched(*urls):
 
 
 def test_a_picture_is_fetched_from_the_address_that_was_looked_at(host):
-    """The name stands for another address right after: whoever asks again would connect to this machine."""
+    """The name has another address at the second lookup: a second lookup would connect to this machine."""
     one = host(lambda c, _: answer(c, PICTURE), {"a.example": [["8.8.8.8"], ["127.0.0.1"]]})
     url = "https://a.example/a.png?b=c"
     assert fetched(url) == {url: PICTURE}
@@ -289,7 +289,7 @@ def test_pictures_in_data_urls():
     others = [head + text[22:] for head in ("data:;base64,", "data:image/x;a=b;base64,")]
     for url in (text, "DATA" + text[4:], escaped, *others):
         assert sources.load(url, "a").rgb == rgb and sources.knows(url)
-        assert not Sources(owner="bob", _known=sources._known).knows(url)  # another's, with the same memory
+        assert not Sources(owner="bob", _known=sources._known).knows(url)  # not for another owner, with the same memory
     wrong = ["data:text/html;base64," + text[22:], text.replace(";base64", ""), text[:-5] + "%41" + text[-5:]]
     for url in (*wrong, text[:-1]):
         with pytest.raises(ImageError, match="data: URL"):
@@ -297,7 +297,7 @@ def test_pictures_in_data_urls():
 
 
 def test_the_file_of_a_picture_is_bounded(monkeypatch, tmp_path):
-    """By its bytes, in a data: URL and in a folder; a byte more is too many."""
+    """The limit applies to data: URLs and to files in a folder; one byte more is too many."""
     file = tmp_path / "a.png"
     for more in (0, 1):
         data = PICTURE + bytes(300 + more - len(PICTURE) % 300)
@@ -341,7 +341,7 @@ def test_files_that_are_read_and_others(tmp_path):
         Sources(https=True, files=inside).load("http://a.example/", "a")
 
 
-# ----------------------------------------------------------------------------------------------- the server as it is
+# ----------------------------------------------------------------------------------------------- the default server
 
 
 def picture(url):
@@ -410,7 +410,7 @@ def test_a_host_that_drips_and_a_pipe_hold_nobody_and_no_end(environment, tmp_pa
                            % (len(body), body))  # fmt: skip
             until(lambda: len(one.paths) == 9)
         server.process.send_signal(signal.SIGTERM)
-        assert server.process.wait(60) == 0  # and not after the fetch
+        assert server.process.wait(60) == 0  # and before the end of the fetch
         for thread in threads:
             thread.join(60)
         assert ended == [503] * 8

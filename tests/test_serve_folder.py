@@ -1,4 +1,4 @@
-"""The server's own folder for conversations that wait: gone with it, or removed by the next one after a kill."""
+"""The server's folder for parked conversations: removed at its end, or by the next server after a kill."""
 
 import sys
 
@@ -30,7 +30,7 @@ def test_what_a_killed_server_left_goes_when_the_next_one_begins(environment, tm
         assert folders(tmp_path) == both
         with serving(environment, *flags) as server:
             now = folders(tmp_path)
-            assert len(now) == 2 and len(set(now) & set(both)) == 1  # the one that lives, and the new one
+            assert len(now) == 2 and len(set(now) & set(both)) == 1  # the folder of the live server, and the new one
             assert server.end()[0] == 0
         assert folders(tmp_path) == [name for name in both if name in now]
         assert lives.text(asks(QUESTION, SCENES[1]))
@@ -38,7 +38,7 @@ def test_what_a_killed_server_left_goes_when_the_next_one_begins(environment, tm
 
 def test_what_is_not_a_servers_stays(tmp_path, monkeypatch):
     monkeypatch.setattr(serving_process.tempfile, "tempdir", str(tmp_path))
-    (tmp_path / "kvedge-park-made").mkdir()  # just now, without a lock yet
+    (tmp_path / "kvedge-park-made").mkdir()  # just made, without a lock yet
     (tmp_path / "kvedge-park-file").write_text("a file")
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "elsewhere" / "lock").write_text("")
@@ -58,7 +58,7 @@ def test_no_folder_is_one_line(tmp_path, monkeypatch):
 
 
 class Rows(bytes):
-    """These bytes stand for a conversation."""
+    """Bytes that represent a conversation."""
 
     def encode(self):
         return [self]

@@ -1,4 +1,4 @@
-"""What stands before every route of `kvedge serve`, called as a server calls it: headers, bodies, origins, counts."""
+"""The checks before every route of `kvedge serve`, called directly: headers, bodies, origins, counts."""
 
 import asyncio
 import io
@@ -20,7 +20,7 @@ HOSTS = frozenset({"localhost", "127.0.0.1", "chat.example"})
 
 
 def asked(rules, headers=(), parts=(b"{}",), path="/v1/chat/completions", method="POST", app=None):
-    """Sends a request in parts through a Guarding. Returns the status, headers, body, and what routes were given."""
+    """Sends a request in parts through a Guarding. Returns status, headers, body, and what the route received."""
     left, sent, seen = list(parts), [], {}
 
     async def route(scope, receive, send):
@@ -61,7 +61,7 @@ def test_every_answer_has_the_headers_that_keep_others_out(key):
 
 @pytest.mark.parametrize(("n", "status"), [(1, 200), (4, 200), (5, 413), (1000, 413)])
 def test_bodies_in_chunks_are_bounded_like_those_with_a_length(n, status):
-    """One of 4 KiB is let in, however it comes; what is beyond is not kept."""
+    """4 KiB are accepted, with and without a length. A larger body is not kept."""
     parts = [b" " * 1023 + b"1"] * (n - 1) + [b" " * 1024]
     answer = asked(Rules(body=4096, bounds=Bounds(text=1 << 20)), parts=parts)
     assert answer[0] == status
@@ -132,7 +132,7 @@ def test_a_body_that_comes_too_slowly_is_given_up():
         ("http://127.0.0.1:8137", "127.0.0.1:8137", 200), ("HTTP://LOCALHOST:8137", "LocalHost:8137", 200),
         ("http://localhost:3000", "localhost:8137", 403), ("http://localhost", "localhost:8137", 403),
         ("http://127.0.0.1:8137", "localhost:8137", 403), ("https://evil.example", "localhost:8137", 403),
-        ("https://chat.example", "127.0.0.1:8137", 200),  # a proxy with a name of the server's
+        ("https://chat.example", "127.0.0.1:8137", 200),  # a proxy with a name of the server
         ("https://chat.example:3000", "127.0.0.1:8137", 403), ("null", "localhost:8137", 403),
         ("http://localhost:8137.evil.example", "localhost:8137", 403), ("file://", "localhost:8137", 403),
     ],
@@ -185,7 +185,7 @@ def test_what_a_body_may_consist_of_is_counted_exactly():
     values = Bounds(text=1 << 20, values=10)
     assert values.check(b"[1,2,3,4,5,6,7,8,9,10]") == 0
     assert refused(b"[1,2,3,4,5,6,7,8,9,10,11]", values) == (413, "too_large")
-    assert values.check(b'["a,b{c[d,,,,,,,,,,,,,,"]') == 0  # inside of a string they are text
+    assert values.check(b'["a,b{c[d,,,,,,,,,,,,,,"]') == 0  # inside a string, they are text
     assert values.check(rb'["a\",,,,,,,,,,,,,\\", "\\"]') == 0
     depth = Bounds(depth=3)
     assert depth.check(b'[{"a":[]},[[]]]') == 0
@@ -220,7 +220,7 @@ def test_the_count_stands_before_the_routes():
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="memory is looked up as Linux tells it")
 @pytest.mark.parametrize("kind", ["JPEG", "PNG"])
 def test_the_largest_picture_takes_less_than_300_mib(environment, kind):
-    """By what /proc counts; its answer is that of a smaller copy."""
+    """Measured with /proc. The answer equals that of a smaller copy."""
     scene = Image.open(SCENES[0]).convert("RGB")
     file = io.BytesIO()
     scene.resize((7000, 7000), Image.Resampling.NEAREST).save(file, kind, quality=95, compress_level=1)

@@ -1,4 +1,4 @@
-"""What a client sends beside a request's body: bounds in bytes and seconds, through sockets of our own."""
+"""Limits of a request besides its body, in bytes and seconds, tested with raw sockets."""
 
 import asyncio
 import json
@@ -22,7 +22,7 @@ SERVED = ("--model", DEMO / "demo-model.gguf", "--mmproj", DEMO / "demo-mmproj.g
 
 
 def said(server, *parts):
-    """Sends the parts and returns the status of the answer."""
+    """Sends the parts. Returns the status of the answer."""
     with socket.create_connection(("127.0.0.1", int(server.url.rpartition(":")[2])), timeout=60) as one:
         for part in parts:
             one.sendall(part)
@@ -79,7 +79,7 @@ HEALTH = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
     ids=["headers", "bodies", "idle", "nothing"],
 )  # fmt: skip
 def test_connections_that_wait_keep_nobody_out(server, begun):
-    """The first of them are closed, so that whoever sends a complete request is answered."""
+    """The oldest waiting connections are closed, so that a complete request is answered."""
     port = int(server.url.rpartition(":")[2])
     left = []
     try:
@@ -100,7 +100,7 @@ def test_connections_that_wait_keep_nobody_out(server, begun):
         read_out(left[0])
         left[-1].settimeout(0.1)
         with pytest.raises(TimeoutError):
-            left[-1].recv(1)  # and the last is still waited for
+            left[-1].recv(1)  # the last connection is still open
     finally:
         for one in left:
             one.close()

@@ -1,4 +1,4 @@
-"""A server tunes its model while nobody asks, and gives way to whoever does."""
+"""A server tunes its model while it is idle, and stops for a request."""
 
 import signal
 import time
@@ -16,13 +16,13 @@ from pykvedge.models import profiles, tuned
 from pykvedge.serve import idle
 
 SOON = "from pykvedge.serve import idle; idle._IDLE_S = 0.3; from pykvedge.__main__ import main; main()"
-AS_OTHERS = SOON.replace("0.3;", "0.3; idle._NICE = 0;")  # beside other tests it would wait for minutes
+AS_OTHERS = SOON.replace("0.3;", "0.3; idle._NICE = 0;")  # with niceness, it would wait for minutes beside other tests
 OPTIONS = ("serve", "--port", "0", "--threads", "1", "--tune", "30")
 QUESTION = [{"role": "user", "content": "Hello"}]
 
 
 def tuner(server):
-    """The program that tunes, once it measures."""
+    """Returns the tuning process when it measures; None before."""
     return next((one for one in psutil.Process(server.process.pid).children() if "tune" in one.cmdline()), None)
 
 

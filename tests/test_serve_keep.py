@@ -1,4 +1,4 @@
-"""`kvedge serve --keep`: a conversation that goes on is read over its whole rows, as a session with keep reads it."""
+"""`kvedge serve --keep`: a conversation goes on with its whole rows, as in a session with keep."""
 
 import pytest
 from asking import Asked
@@ -24,7 +24,7 @@ def engine(scheduled):
 
 
 def asked(engine, plan, said, seen=None):
-    """The report of an answer to what was said. seen: gets the pairs that were kept of it."""
+    """Returns the report of an answer. seen: collects the held tokens of each compression."""
     decoder, compress = engine._decoder, type(engine._decoder)._compress
 
     def noting(slot):
@@ -40,7 +40,7 @@ def asked(engine, plan, said, seen=None):
 
 
 def chain(engine, plan):
-    """The reports of four questions, each with all that was said before, and the pairs kept of each."""
+    """Returns the reports of four questions, each with all earlier messages, and the held tokens of each."""
     said, reports, kept = [], [], []
     for question in QUESTIONS:
         said.append(question)
@@ -68,7 +68,7 @@ def test_four_questions_are_answered_as_in_a_session(engine, tmp_path, method, p
     texts, kept_there = of_session(plan, keep="ram")
     assert [report.text for report in reports] == texts
     assert kept == kept_there
-    assert of_session(plan)[1][1:] != kept[1:]  # without whole rows they are others
+    assert of_session(plan)[1][1:] != kept[1:]  # without whole rows, other tokens are held
     assert all(report.kv.whole_bytes > 0 and not report.notes for report in reports)
     assert all(report.tokens.reused > 100 for report in reports[1:])
 
@@ -98,7 +98,7 @@ def test_whole_rows_in_memory_count_and_those_on_disk_go_to_the_folder(engine, t
 
 @pytest.mark.parametrize("place", ["ram", "disk"])
 def test_what_a_job_needs_is_never_exceeded(engine, tmp_path, place):
-    """Admission goes by it. On disk an answer needs less as soon as its whole rows are written."""
+    """Admission uses this number. On disk, an answer needs less memory when its whole rows are written."""
     made = engine(Keep.of(place, tmp_path if place == "disk" else ""))
     decoder, measure, seen = made._decoder, made._decoder._measure, []
 
@@ -111,7 +111,7 @@ def test_what_a_job_needs_is_never_exceeded(engine, tmp_path, place):
 
     decoder._measure = noting
     chain(made, pykvedge.plan("snapkv", 0.2))
-    block = 32 * made.preparer.bytes_per_token  # rows of an answer come in blocks, with keep and without
+    block = 32 * made.preparer.bytes_per_token  # rows of an answer come in blocks, with and without keep
     assert all(n_bytes <= need + block for n_bytes, need, _, _ in seen)
     answering = [(need, file_bytes) for _, need, file_bytes, answers in seen if answers]
     assert any(file_bytes > 0 for _, file_bytes in answering) == (place == "disk")
@@ -121,7 +121,7 @@ def test_what_a_job_needs_is_never_exceeded(engine, tmp_path, place):
 
 
 def test_a_conversation_that_does_not_fit_is_read_again_and_answered_alike(engine):
-    """Of a prompt that takes more than half of the memory nothing waits: all of it is read, by the same plan."""
+    """A prompt that takes more than half of the memory is not parked: it is read again, with the same plan."""
     plan = pykvedge.plan("snapkv", 0.2)
     roomy = engine(Keep("ram"))
     said = [QUESTIONS[0], asked(roomy, plan, QUESTIONS[:1]).text, QUESTIONS[1]]

@@ -1,4 +1,4 @@
-"""Several people on one server: each sees and deletes what is theirs, and cannot tell what others asked."""
+"""Several users on one server: each sees and deletes only their conversations, and cannot learn what others asked."""
 
 import json
 from concurrent.futures import ThreadPoolExecutor
@@ -63,19 +63,19 @@ def test_conversations_belong_to_a_key_also_after_a_restart(environment, file, t
         ann, bob = Person(server, ANN), Person(server, BOB)
         text, cached = ann.ask(said)
         assert cached == 0
-        assert ann.ask(said)[1] > 144  # her own prompt is there
-        assert bob.ask(said) == (text, 0)  # and not for him, although it is the same
+        assert ann.ask(said)[1] > 144  # her prompt is cached
+        assert bob.ask(said) == (text, 0)  # not for him, although the prompt is the same
         [hers], [his] = ann.sessions(), bob.sessions()
         assert hers["id"] != his["id"]
         assert bob.remove(hers["id"]) == 404 and ann.sessions() == [hers]
-        assert bob.ask(then(said, text, "And then?"))[1] > 144  # on his own
+        assert bob.ask(then(said, text, "And then?"))[1] > 144  # from his conversation
         memory = ann.client.get("/v1/kvedge/memory").json()
-        assert memory["parked_conversations"] == 3  # of all: figures, no names
+        assert memory["parked_conversations"] == 3  # of all users: numbers without names
         assert ann.event()["sessions"] == []
         assert server.end()[0] == 0
     names = {entry.name for entry in park.iterdir()}
     assert not any(ANN in name or BOB in name for name in names) and len(names) == 3
-    file.write_text(f"{BOB}\nann-9876543210fedcba ann\n")  # a name stays who it is, with another key
+    file.write_text(f"{BOB}\nann-9876543210fedcba ann\n")  # the same name with another key
     with serving(environment, *FLAGS, "--key-file", file, "--park", park) as server:
         ann, bob = Person(server, "ann-9876543210fedcba"), Person(server, BOB)
         assert Person(server, ANN).client.get("/v1/kvedge/sessions").status_code == 401
@@ -86,7 +86,7 @@ def test_conversations_belong_to_a_key_also_after_a_restart(environment, file, t
         assert ann.remove(hers["id"]) == 200 and bob.remove(his["id"]) == 200
         assert hers["id"] not in [one["id"] for one in ann.sessions()]
     with serving(environment, *FLAGS, "--park", park) as server:
-        assert server.sessions() == []  # a server without keys opens none
+        assert server.sessions() == []  # a server without keys does not load any
 
 
 def test_answers_under_way_are_seen_and_ended_by_their_key(environment, file):
@@ -119,8 +119,8 @@ def test_deleting_a_conversation_leaves_the_prompts_of_others(environment):
         [one] = server.sessions()
         assert cached(server.chat(other).json()) == 0
         assert server.client.delete(f"/v1/kvedge/sessions/{one['id']}").status_code == 200
-        assert cached(server.chat(other).json()) > 144  # still there
-        assert cached(server.chat(said).json()) == 0  # gone with its conversation
+        assert cached(server.chat(other).json()) > 144  # still cached
+        assert cached(server.chat(said).json()) == 0  # removed with its conversation
 
 
 def test_files_of_keys(file, tmp_path):
@@ -138,5 +138,5 @@ def test_files_of_keys(file, tmp_path):
         path.write_text(text)
         with pytest.raises(UsageError, match=why):
             read_keys(path)
-    path.write_text(ANN)  # a single key, as before
+    path.write_text(ANN)  # a single key without a name
     assert [key.secret for key in read_keys(path)] == [ANN]

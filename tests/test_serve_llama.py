@@ -1,4 +1,4 @@
-"""Routes of llama-server, and OpenAI's older completions: prompts that no template is put around."""
+"""Routes of llama-server, and OpenAI's older completions: prompts without a chat template."""
 
 import json
 from concurrent.futures import ThreadPoolExecutor
@@ -18,7 +18,7 @@ SERVED = ("--ctx", "1024", "--memory", "64MiB", "--parallel", "3")
 
 @pytest.fixture(scope="module")
 def model(native):
-    """The vocabulary of the server's model, apart from the server."""
+    """The vocabulary of the server's model, loaded separately."""
     one = Model(DEMO / "demo-model.gguf", vocabulary_only=True)
     yield one
     one.close()
@@ -36,7 +36,7 @@ def streamed(server, path, **body):
     return [json.loads(line[6:]) for line in answer.text.splitlines() if line[:6] == "data: " and line[6:] != "[DONE]"]
 
 
-# ----------------------------------------------------------------------------------------------- what the server can
+# ----------------------------------------------------------------------------------------------- properties
 
 
 def test_what_the_model_is(server, model):
@@ -103,7 +103,7 @@ def test_text_becomes_tokens_and_text_again(server, model, text, special):
     bos = [model.llama.llama_vocab_bos(model.vocab)] if model.adds_bos else []
     assert post(server, "/tokenize", **asked, add_special=True)["tokens"] == bos + tokens
     again = post(server, "/detokenize", tokens=tokens)["content"].strip()
-    assert again == text.strip() or again.replace(" ", "") == text  # a blank may stand behind a special token
+    assert again == text.strip() or again.replace(" ", "") == text  # a space may follow a special token
     pieces = post(server, "/tokenize", **asked, with_pieces=True)["tokens"]
     assert [one["id"] for one in pieces] == tokens
     raw = b"".join(p.encode() if isinstance(p, str) else bytes(p) for p in (one["piece"] for one in pieces))
@@ -217,7 +217,7 @@ def test_prompts_may_be_tokens_and_several(server, model):
 
 
 def test_special_tokens_of_a_prompt_are_what_they_are_called(server, model):
-    """Whoever writes a prompt is the template; what is written in a conversation stays text."""
+    """In a raw prompt, the text of a special token is this token; in a conversation it stays text."""
     end = model.llama.llama_vocab_eos(model.vocab)
     assert end in model.tokenize(f"a{SPECIAL}b")
     n = len(model.tokenize(f"a{SPECIAL}b", begins=True))
@@ -226,7 +226,7 @@ def test_special_tokens_of_a_prompt_are_what_they_are_called(server, model):
     typed = post(server, "/v1/messages/count_tokens", messages=asks(f"a{SPECIAL}b"))["input_tokens"]
     assert typed - before > 1
     plain = server.chat(asks(f"<image> {SPECIAL} hello")).json()["kvedge"][0]
-    assert plain["tokens"]["image"] == 0  # nor is the word for a picture one
+    assert plain["tokens"]["image"] == 0  # nor is the word <image> a picture
 
 
 def test_a_prompt_has_pictures_at_its_markers(server):
@@ -301,7 +301,7 @@ def test_a_prompt_that_is_too_long_says_by_how_much(server):
         error = server.client.post(path, json=body).json()["error"]
         assert (error["type"], error["code"]) == ("exceed_context_size_error", "context_length_exceeded")
         assert (error["n_prompt_tokens"], error["n_ctx"]) == (2000, 1024)
-    for text in ("word " * 2000, "word " * 20000):  # which is not cut into tokens to the end
+    for text in ("word " * 2000, "word " * 20000):  # the longer text is not tokenised to the end
         error = server.client.post("/v1/chat/completions", json={"messages": asks(text)}).json()["error"]
         assert error["n_prompt_tokens"] > error["n_ctx"] == 1024
 
@@ -324,7 +324,7 @@ def test_the_older_completions_through_their_client(server):
     assert several.choices[0].text == several.choices[1].text == one.choices[0].text[: len(several.choices[0].text)]
     other = client.completions.create(model="any", prompt="b", max_tokens=4, temperature=0)
     assert several.usage.prompt_tokens == one.usage.prompt_tokens + other.usage.prompt_tokens
-    for _ in range(100):  # pieces that wait for the client to read are sent as one
+    for _ in range(100):  # pieces that wait for a slow client are joined
         parts = list(client.completions.create(model="any", prompt=PROMPT, max_tokens=8, temperature=0, stream=True,
                                                logprobs=2, stream_options={"include_usage": True}))  # fmt: skip
         assert "".join(p.choices[0].text for p in parts if p.choices) == alone["content"]

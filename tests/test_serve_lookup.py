@@ -1,4 +1,4 @@
-"""A server that drafts answers gives those that it gives without drafts, to one client and to several at once."""
+"""A server with drafts gives the same answers as without drafts, to one client and to several."""
 
 from concurrent.futures import ThreadPoolExecutor
 
@@ -17,13 +17,13 @@ from pykvedge.serve.scheduler import Scheduler
 
 @pytest.fixture
 def schedulers(scheduled):
-    """Without and with drafts."""
+    """Two schedulers: without and with drafts."""
     return [scheduled(n_ctx=4096, memory=256 << 20, slots=3, lookup=on) for on in (False, True)]
 
 
 @pytest.fixture
 def many(monkeypatch):
-    """As many tokens are drafted as fit, whatever they cost."""
+    """Drafts as many tokens as fit, at any cost."""
     monkeypatch.setattr(drafting.Drafter, "_best", lambda self, kind, most, each=0: (most, 1.0))
 
 
@@ -53,7 +53,7 @@ def test_a_conversation_goes_on(schedulers, many):
 
 
 def test_several_at_once(schedulers, many):
-    """They are drafted while they are alone, and go on in common passes."""
+    """Answers are drafted while a request is alone, and go on in common batches."""
     prompts = [f"{AGAIN} ({i})" for i in range(5)]
     expected = [ask(schedulers[0], [Message("user", text)], SAMPLINGS["greedy"])[1] for text in prompts]
     with ThreadPoolExecutor(5) as pool:

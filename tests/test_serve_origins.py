@@ -1,4 +1,4 @@
-"""`kvedge serve --allow-origin` and a browser: pages that are invited ask as pages of front ends do, others cannot."""
+"""`kvedge serve --allow-origin` in a browser: allowed pages can use the API, other pages cannot."""
 
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -27,7 +27,7 @@ class Empty(BaseHTTPRequestHandler):
 
 @pytest.fixture(scope="module")
 def sites():
-    """Two sites, each with an empty page: their addresses."""
+    """The addresses of two sites, each with an empty page."""
     servers = [ThreadingHTTPServer(("127.0.0.1", 0), Empty) for _ in range(2)]
     for one in servers:
         threading.Thread(target=one.serve_forever, daemon=True).start()
@@ -61,13 +61,13 @@ def test_an_invited_page_asks(environment, driver, sites, tmp_path):
         status, kind, text = driver.execute_async_script(ASK, f"{server.url}/props", {"headers": headers})
         assert (status, kind) == (200, "cors") and '"vision":true' in text
         assert server.client.get("/v1/health").status_code == server.client.get("/health").status_code == 200
-        # what is refused can be read, too: a front end has to say why
+        # a page can also read errors: a front end must show them
         status, kind, text = driver.execute_async_script(ASK, f"{server.url}/v1/chat/completions", chat("wrong"))
         assert (status, kind) == (401, "cors") and "invalid_api_key" in text
 
 
 def test_another_page_neither_asks_nor_reads(environment, driver, sites):
-    """Not by the requests either that browsers send without asking the server first."""
+    """Requests that browsers send without a preflight are also refused."""
     blind = {"method": "POST", "body": chat()["body"], "mode": "no-cors", "headers": {"Content-Type": "text/plain"}}
     with serving(environment, "--ctx", "512", "--allow-origin", sites[0]) as server:
         driver.get(sites[1])

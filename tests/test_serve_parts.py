@@ -1,4 +1,4 @@
-"""`kvedge serve`: pictures and other parts of messages, wherever clients put them, are read or refused by name."""
+"""`kvedge serve`: pictures and other parts of messages are read, or refused by name, wherever clients put them."""
 
 import pytest
 from server import SCENES, asks, cached, check_refused, data_url, picture, source_of
@@ -82,7 +82,7 @@ def test_what_is_not_understood_is_refused_by_its_name(server, path, body, says)
 
 
 def results(path):
-    """The same conversation in each of the three forms: a tool's result is a picture."""
+    """Returns the same conversation in each of the three forms: a tool's result is a picture."""
     url = data_url(path)
     return {
         CHAT: {"messages": [*ASKED, {"role": "assistant", "content": None, "tool_calls": [CALL]},
@@ -98,7 +98,7 @@ def results(path):
 
 
 def test_pictures_of_results_are_seen_in_every_form(server):
-    """What is asked is the conversation with the picture, so the others go on from the prompt that the first read."""
+    """The conversation includes the picture, so the later requests use the first one's prompt."""
     first = server.client.post(CHAT, json={**results(SCENE)[CHAT], "temperature": 0, "max_tokens": 24}).json()
     assert first["kvedge"][0]["tokens"]["image"] == 144
     n = first["usage"]["prompt_tokens"]
@@ -113,7 +113,7 @@ def test_pictures_of_results_are_seen_in_every_form(server):
 
 
 def test_a_request_changes_the_servers_plan_where_it_says_so():
-    """A budget alone threw all other options of the server away; 1 was one pair, which JavaScript writes for 1.0."""
+    """A request must not drop the server's other options. A budget of 1 is a share: JavaScript writes 1 for 1.0."""
     pruned = {"image_tokens": 0.5, "pruner": "random", "pruner.seed": 3}
     default = pykvedge.plan("snapkv", 0.2, sinks=16, **{"scorer.window": 4}, **pruned)
 
@@ -182,7 +182,7 @@ def test_answers_that_nobody_makes_repeatable_differ(server):
         answer = server.client.post(CHAT, json=asked).json()
         return [choice["message"]["content"] for choice in answer["choices"]]
 
-    assert len(set(texts(n=8))) > 4  # no temperature is said
+    assert len(set(texts(n=8))) > 4  # without a temperature in the request
     assert len(set(texts(n=3, temperature=0))) == 1 and texts() == texts(n=3, temperature=0)[:1]
     seeds = [texts(temperature=1.5, n=8, seed=seed) for seed in (5, 5, -1, -1)]
     assert seeds[0] == seeds[1] and seeds[2] != seeds[3]

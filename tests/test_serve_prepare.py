@@ -1,4 +1,4 @@
-"""What happens to a request's pictures before it gets a slot: who finds them encoded, and what C holds later."""
+"""A request's pictures before it gets a slot: reuse of encoded pictures, and memory in C."""
 
 import threading
 import time
@@ -62,7 +62,7 @@ def test_nobody_waits_for_the_pictures_of_somebody_else(scheduled, monkeypatch):
 
 
 def test_pictures_of_two_requests_take_turns(scheduled, monkeypatch):
-    """A request of four pictures is at the encoder; the one picture of another comes behind its first."""
+    """While a request of four pictures is being encoded, the picture of another request comes after its first."""
     engine = scheduled()
     encoder, order, begun = engine.preparer.vision.encoder, [], threading.Event()
     run = encoder._watch.run
@@ -72,7 +72,7 @@ def test_pictures_of_two_requests_take_turns(scheduled, monkeypatch):
         begun.set()
         end = time.monotonic() + 60
         while len(order) == 1 and not encoder._next.locked() and time.monotonic() < end:
-            time.sleep(0.01)  # until the other waits
+            time.sleep(0.01)  # until the other request waits
         return run(*given)
 
     monkeypatch.setattr(encoder._watch, "run", watched)
@@ -96,7 +96,7 @@ def test_a_prompt_that_is_too_long_is_refused_before_its_pictures_are_encoded(sc
 
 
 def test_requests_that_are_refused_leave_nothing_in_c(scheduled, monkeypatch):
-    """As many of mtmd's chunks are freed as were made, whyever the request ends."""
+    """Every mtmd chunk that is made is freed, however the request ends."""
     engine = scheduled(slots=1, n_ctx=170)
     mtmd, made, freed = engine.preparer.vision.mtmd, [], []
     copy, free = mtmd.mtmd_input_chunk_copy, mtmd.mtmd_input_chunk_free

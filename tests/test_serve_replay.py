@@ -1,4 +1,4 @@
-"""Prompts that are read a second time in a server's sequences: answers are a session's, and nobody waits or is lost."""
+"""Second passes in a server's sequences: answers equal a session's, and no other request waits or is lost."""
 
 from concurrent.futures import ThreadPoolExecutor
 
@@ -13,7 +13,7 @@ from pykvedge.runtime.sampling import Sampling
 from pykvedge.serve.job import Failed, Request, Step
 
 AGAIN = "reading the prompt again"
-SHORT = "What is at the top left?"  # kept whole: a later message keeps 32 tokens at least
+SHORT = "What is at the top left?"  # kept whole: a later message keeps at least 32 tokens
 LATER = f"{'Look at the image once more, at each of its places, from the top to the bottom. ' * 3}{SHORT}"
 CHOICES = (
     {"method": "kvzip", "budget": 0.2},
@@ -24,7 +24,7 @@ SERVED = ("--method", "kvzip", "--budget", "0.2", "--memory", "64MiB", "--parall
 
 
 def a_session(model, choice, scene):
-    """What is said to two messages, and the bytes that the first one's prompt left."""
+    """Returns a session's answers to two messages, and the bytes of the first prompt's kept pairs."""
     plan = pykvedge.plan(choice["method"], choice["budget"], **choice.get("settings", {}))
     with pykvedge.Session(model, plan=plan, n_ctx=2048) as session:
         first = session.ask(QUESTION, scene, Sampling(max_tokens=24)).read()
@@ -46,7 +46,7 @@ def the_server(server, choice, scene):
 def test_answers_are_a_sessions_alone_and_side_by_side(server, demo_model, choice):
     told = {scene: a_session(demo_model, choice, scene) for scene in SCENES[:3]}
     assert the_server(server, choice, SCENES[0]) == told[SCENES[0]]
-    with ThreadPoolExecutor(3) as pool:  # two prompts are read side by side, and another answer is written
+    with ThreadPoolExecutor(3) as pool:  # two prompts are read side by side, during another answer
         asked = [pool.submit(the_server, server, choice, scene) for scene in SCENES[1:3]]
         found = [pool.submit(once_more, server, choice, SCENES[0]), *asked]
         assert [one.result() for one in found] == list(told.values())
@@ -60,7 +60,7 @@ def test_a_later_message_that_is_kept_whole_is_read_once(server):
 
 
 def once_more(server, choice, scene):
-    """The same by a prompt that was read for another, after an answer by a method without a second pass."""
+    """Asks again, so that the prompt is cached, after an answer by a method without a second pass."""
     assert server.chat(asks("Describe the image.", scene), kvedge={"method": "h2o"}, max_tokens=64).status_code == 200
     answer = server.chat(asks(QUESTION, scene), kvedge=choice).json()
     assert answer["kvedge"][0]["time"]["replay_s"] == 0 < cached(answer)
@@ -111,13 +111,13 @@ def test_who_leaves_in_the_middle_of_a_pass_loses_nothing_and_holds_up_nobody(en
     undisturbed = Asked(engine, request(QUESTION, first, LATER)).text
     for cancel_at in (lambda e: isinstance(e, Step) and e.what == AGAIN,
                       lambda e: isinstance(e, Step) and e.what == AGAIN and e.share > 0.6):  # fmt: skip
-        engine.park._read.clear()  # the prompts would begin at once
+        engine.park._read.clear()  # cached prompts would skip the reading
         other = Asked(engine, request("Describe the image.", scene=SCENES[1]))
         gone = Asked(engine, request(QUESTION, first, LATER + " " + LATER), cancel_at).report
         assert gone.finish == "cancelled" and gone.text == "" and other.text
         after = Asked(engine, request(QUESTION, first, LATER)).report
         assert after.text == undisturbed and after.tokens.reused > 100
-    # nothing is left in the sequence that the pass was read in: another one's answer is what it was
+    # the interrupted pass leaves nothing in its sequence: the next answer there is right
     engine.park._read.clear()
     assert Asked(engine, request(QUESTION)).text == first
 

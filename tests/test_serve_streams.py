@@ -1,4 +1,4 @@
-"""`kvedge serve`: when streams begin, and what keeps them alive while there is nothing to say."""
+"""`kvedge serve`: the beginning of streams, and the signs of life before the first token."""
 
 import json
 import threading
@@ -21,7 +21,7 @@ SERVED = ("--ctx", "4096", "--parallel", "1")
 
 @pytest.fixture
 def busy(server):
-    """A function that lets the server answer others; until it is called nobody is answered."""
+    """Starts an endless answer that blocks all others. Yields a function that ends it."""
     asked, over, begun = {"messages": ASKED, "stream": True, "grammar": ENDLESS}, threading.Event(), threading.Event()
 
     def ask():
@@ -44,7 +44,7 @@ def test_a_stream_begins_before_its_first_word(server, busy, path, body):
     with httpx.stream("POST", f"{server.url}{path}", json={**body, "stream": True}, timeout=60) as answer:
         lines = answer.iter_lines()
         assert answer.status_code == 200 and next(lines).startswith((":", "event: response.created"))
-        busy()  # nobody could answer before
+        busy()  # nobody was answered before
         rest = "\n".join(lines)
     assert '"error": {' not in rest and any(end in rest for end in ENDS)
 

@@ -1,6 +1,6 @@
-"""`kvedge serve`: calls of tools and reasoning, in each of its wire formats, whole and as streams.
+"""`kvedge serve`: tool calls and reasoning in each of its wire formats, whole and as streams.
 
-The model has random weights; a grammar makes it write what a model of the dialect would.
+The model has random weights: a grammar makes it write what a model of the dialect would write.
 """
 
 import json
@@ -31,7 +31,7 @@ def hermes(environment, tmp_path_factory):
 
 
 def events(server, path, body):
-    """The data of each event of a stream."""
+    """Returns the data of each event of a stream."""
     with server.client.stream("POST", path, json={**body, "stream": True}) as answer:
         assert answer.status_code == 200, answer.read()
         lines = [line.removeprefix("data: ") for line in answer.iter_lines() if line.startswith("data: ")]
@@ -69,7 +69,7 @@ def test_a_stream_does_not_wait_for_the_end(hermes, begun, kind):
         lines = (line.removeprefix("data: ") for line in answer.iter_lines() if line.startswith("data: {"))
         choices = (json.loads(line)["choices"][0] for line in lines)
         first = next(one for one in choices if kind in one["delta"] and "role" not in one["delta"])
-        assert first["finish_reason"] is None and next(choices)["finish_reason"] is None  # and it goes on
+        assert first["finish_reason"] is None and next(choices)["finish_reason"] is None  # the stream goes on
 
 
 @pytest.mark.parametrize("name", [{}, {"name": "bot"}])
@@ -85,7 +85,7 @@ def test_a_call_that_was_begun_is_gone_on_with(hermes, in_parts, name):
 
 
 def test_a_call_without_arguments_may_have_none(hermes):
-    """As other servers write it."""
+    """Other servers write an empty text for no arguments."""
     def said(arguments):
         call = {"id": "1", "type": "function", "function": {"name": "look", "arguments": arguments}}
         result = {"role": "tool", "tool_call_id": "1", "content": ""}
@@ -125,7 +125,7 @@ def test_anthropics_client_reads_messages(hermes, streams):
     assert (thought.thinking.strip(), text.text.strip()) == ("hm < hm", "I look.")
     assert [(one.name, one.input) for one in calls] == [("look", FIRST), ("see", SECOND)]
     assert message.stop_reason == "tool_use"
-    # and back, with the results
+    # the conversation goes on with the results
     results = [{"type": "tool_result", "tool_use_id": one.id, "content": "5"} for one in calls]
     again = [*ASKED, {"role": "assistant", "content": [block.model_dump() for block in message.content]},
              {"role": "user", "content": results}]  # fmt: skip
@@ -181,14 +181,14 @@ def test_logprobs_come_with_what_they_are_of(hermes):
 
 MARKS = ("[TOOL_CALLS]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]", "[INST]", "[/INST]", "[TOOL_RESULTS]",
          "[/TOOL_RESULTS]")  # fmt: skip
-CALLS = 640 - len(MARKS)  # the number of the first of them
+CALLS = 640 - len(MARKS)  # the number of the first special token
 EXACT = {"type": "object", "properties": {"at": {"const": "x"}}, "required": ["at"], "additionalProperties": False}
 ONE = [{"type": "function", "function": {"name": name, "parameters": EXACT}} for name in ("look", "see")]
 
 
 @pytest.fixture(scope="module")
 def mistral(environment, tmp_path_factory):
-    """Its calls begin with a special token; without a bias a random model chooses that hardly ever."""
+    """A server for Mistral's dialect. A random model needs a bias to write the special token before calls."""
     path = model(tmp_path_factory.mktemp("mistral"), MISTRAL, MARKS)
     with serving(environment, path, "", program=WORKER) as one:
         yield one

@@ -1,4 +1,4 @@
-"""Who waits for whom: a short question does not wait for a long prompt, and no large request for anything."""
+"""Order of requests: a short question does not wait for a long prompt; large requests are refused at once."""
 
 import threading
 
@@ -20,7 +20,7 @@ def request(text):
 
 
 def test_short_prompts_pass_a_long_one_and_do_not_hold_it(engine):
-    """The long one has begun to be read when the others come; they are answered before it is, and it goes on."""
+    """The long prompt is being read when short ones come: they are answered first, and then it goes on."""
     order, begun, over = [], threading.Event(), threading.Semaphore(0)
 
     def ask(name, text):
@@ -43,7 +43,7 @@ def test_short_prompts_pass_a_long_one_and_do_not_hold_it(engine):
 
 
 def test_more_tokens_than_a_conversation_holds_are_counted_no_further(engine, monkeypatch):
-    """Of a text that is a hundred times too long a part is tokenised, and no template has it."""
+    """A text ten times too long is tokenised only in part, and a text a hundred times too long not at all."""
     preparer = engine.preparer
     seen, plain = [], preparer._model.tokenize
 
@@ -59,12 +59,12 @@ def test_more_tokens_than_a_conversation_holds_are_counted_no_further(engine, mo
     with pytest.raises(ContextError, match=f"tokens or more exceeds the available context size .{n_ctx}"):
         preparer.measured(request("x" * (n_ctx * 10)))
     assert 0 < sum(seen) < 3 * n_ctx
-    fits = preparer.measured(request("red " * (n_ctx // 5)))  # below, it is tokenised whole and once
+    fits = preparer.measured(request("red " * (n_ctx // 5)))  # a shorter text is tokenised whole, once
     assert fits.n_text == 4 * (n_ctx // 5)
 
 
 def test_large_pictures_are_not_written_again():
-    """Those of a translated request come out as they came in, whatever they are called."""
+    """Large URLs of a translated request stay unchanged, whatever their text is."""
     large = "data:image/png;base64," + "A" * 100_000
     urls = [large, "aside:0", "data:small", large + "=", "aside:7"]
     content = [{"type": "image_url", "image_url": {"url": url}} for url in urls[:3]]

@@ -1,4 +1,4 @@
-"""What `kvedge serve` tells of itself: progress, kept patches, conversations, and events while they happen."""
+"""Live information of `kvedge serve`: progress, kept patches, conversations, and events."""
 
 import json
 import threading
@@ -34,7 +34,7 @@ def test_patches_are_the_tokens_that_a_session_keeps(server, native, image_token
     for image in told["images"]:
         assert image["rows"] * image["columns"] == 144 == len(image["share"][0]) and image["padded"]
     for i, layer in enumerate(kept):
-        # nothing else is known here of where the pictures lie among the tokens: they are runs of the same shares
+        # the pictures' places among the tokens are found as runs of the same shares
         n_tokens = max(max(head, default=0) for head in layer) + 1
         share = np.zeros(n_tokens)
         for head in layer:
@@ -94,7 +94,7 @@ def test_conversations_are_listed_and_forgotten(environment):
         gone = server.client.delete(f"/v1/kvedge/sessions/{parked['id']}").json()
         assert gone == {"id": parked["id"], "forgotten": True}
         assert server.sessions() == [] and server.memory()["parked_bytes"] == 0
-        assert cached(server.chat(said).json()) == 0  # read again, as nothing was there
+        assert cached(server.chat(said).json()) == 0  # read again, as nothing was cached
         for name in (parked["id"], "x", "%2e%2e", "a" * 200):
             gone = server.client.delete(f"/v1/kvedge/sessions/{name}")
             assert gone.status_code == 404 and gone.json()["error"]["code"] == "not_found"
@@ -131,7 +131,7 @@ def test_events_show_an_answer_that_is_ended_from_outside(server):
         until(lambda: any(s["state"] == "answering" and s["bytes"] for s in seen[-1]["sessions"]))
         assert running["bytes"] > 0 and running["generated"] > 0 and running["method"] == "lookm"
         assert server.client.delete(f"/v1/kvedge/sessions/{running['id']}").json()["ended"]
-        assert any('"error"' in line for line in lines)  # who asked is told
+        assert any('"error"' in line for line in lines)  # the client is told
     watcher.join(60)
     assert not watcher.is_alive()
 

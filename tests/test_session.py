@@ -1,4 +1,4 @@
-"""Session: conversations over several turns, changes of method, answers that are broken off, and what is measured."""
+"""Session: conversations over several turns, changes of method, interrupted answers, and measurements."""
 
 import threading
 
@@ -23,7 +23,7 @@ def vision_model(request, tiny):
 
 @pytest.fixture
 def tokens(monkeypatch):
-    """The tokens that are read from now on."""
+    """Collects the tokens that are read from now on."""
     out, decode = [], Context.decode
     monkeypatch.setattr(Context, "decode", lambda self, new, *rest: (out.extend(new), decode(self, new, *rest))[1])
     return out
@@ -86,7 +86,7 @@ def test_what_a_policy_leaves_of_an_answer_is_not_kept_of_the_next_message(visio
 
 @pytest.mark.parametrize("kind", ["llama", "qwen2vl", "gemma3", "lfm2"])
 def test_nothing_is_lost_between_turns_when_everything_is_kept(tiny, kind, native, tokens):
-    """The tokens of two turns, read at once, end with the logits that two turns ended with."""
+    """Two turns end with the logits of the same tokens read at once."""
     with tiny(kind).session() as by_turns:
         by_turns.ask("What is this?", sampling=Sampling(max_tokens=6)).read()
         by_turns.ask("And what else?", sampling=Sampling(max_tokens=1))
@@ -124,8 +124,8 @@ def test_an_answer_that_is_broken_off_stays_as_far_as_it_went(tiny, native):
         answer.close()
         assert answer.report.finish == "cancelled" and list(answer) == []
         assert session.messages[-1].text == answer.report.text
-        assert say(session, "Go on").text  # the next turn reads the last token that was not read yet
-        session.ask("Once more", sampling=SHORT)  # never iterated
+        assert say(session, "Go on").text  # the next turn first reads the pending token
+        session.ask("Once more", sampling=SHORT)  # the answer is never read
         assert say(session, "Still there?").text
         assert [m.role for m in session.messages] == ["user", "assistant"] * 4
 
@@ -141,7 +141,7 @@ def test_cancelling_stops_an_answer_and_a_prompt(tiny, native):
         with pytest.raises(CancelledError):
             session.ask(WORDS)
         cancel.clear()
-        assert len(session.messages) == 2  # the message that was not read is not part of the conversation
+        assert len(session.messages) == 2  # an unread message is not in the conversation
         assert say(session, "Again").text
 
 

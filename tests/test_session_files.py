@@ -1,4 +1,4 @@
-"""Session files: a conversation that was saved and loaded goes on as if nothing had happened; a bad file is refused."""
+"""Session files: a saved and loaded conversation goes on unchanged; a bad file is refused."""
 
 import os
 import stat
@@ -20,7 +20,7 @@ from pykvedge.runtime.sessionfile import fingerprint
 
 
 def state(session):
-    """Everything that the next token depends on."""
+    """Returns everything that the next token depends on."""
     cache, context = session.engine.cache, session.engine.context
     stats, lengths = cache.stats(), cache.lengths()
     return {
@@ -35,12 +35,12 @@ def state(session):
 
 def assert_same(found, expected):
     np.testing.assert_allclose(found.pop("logits"), expected.pop("logits"), rtol=0, atol=1e-5)
-    assert found.pop("bytes") <= expected.pop("bytes")  # room for growth that nobody needs any more is left out
+    assert found.pop("bytes") <= expected.pop("bytes")  # free rows are not saved
     assert found == expected
 
 
 def check_goes_on(model, plan, turns, file, **settings):
-    """A session that is saved and loaded anew before each turn but the first is as one that went on."""
+    """Compares a session that is saved and loaded before each later turn with a session that just goes on."""
     found = []
     for anew in (False, True):
         session = model.session(plan, **settings)
@@ -78,7 +78,7 @@ def test_a_loaded_conversation_goes_on_as_if_never_interrupted(tiny, kind, name,
     ),
 )  # fmt: skip
 def test_quantised_rows_go_on_as_well(tiny, kv_type, name, picture_file, native, tmp_path):
-    # 33 tokens leave 32 in the cache: a group that is full, and not quantised yet
+    # 33 tokens leave 32 in the cache: a full group that is not quantised yet
     turns = [(WORDS, [picture_file()], Sampling(max_tokens=33)), ("And?", [], LONG), ("Why?", [], SHORT)]
     check_goes_on(tiny("llava"), a_plan(name), turns, tmp_path / "s.kvs", kv_type=kv_type)
 
@@ -95,7 +95,7 @@ def test_a_long_bounded_answer_can_be_saved(tiny, native, tmp_path):
 
 
 def test_a_method_that_reads_a_prompt_twice_reads_a_loaded_answer_twice(tiny, native, tmp_path):
-    """What is kept of the answer and of the next message is what is kept without a file between them."""
+    """The kept tokens of the answer and of the next message do not depend on the file."""
     turns = [(WORDS, (), LONG), ("And this? " * 9, (), SHORT), ("Why?", (), SHORT)]
     check_goes_on(tiny("llama"), pykvedge.plan("kvzip", 0.3), turns, tmp_path / "s.kvs")
 
@@ -214,7 +214,7 @@ def test_a_full_conversation_is_forked_saved_and_loaded_with_its_own_settings(ti
 def test_a_message_that_is_refused_before_it_is_read_costs_no_cache(saved, picture_file, settings):
     model, file = saved
     with model.session(n_ctx=400, **settings) as session:
-        session.load(file)  # without pixels: it cannot be read again
+        session.load(file)  # without pixels, it cannot be read again
         say(session, "And this?", [picture_file()])
         before = state(session)
         with pytest.raises(ContextError, match="of the context of 400"):
@@ -261,7 +261,7 @@ def test_other_models_types_and_contexts_are_refused(saved, tiny, native):
 
 
 def test_a_sequence_loads_beside_another(tiny, native, tmp_path):
-    """Loaded into a second sequence of the same context, it gives the logits of the first."""
+    """Loaded into a second sequence of the same context, the file gives the logits of the first."""
     name = os.fsencode(tmp_path / "s.kvs")
     with TinyContext(tiny("llama").model, pykvedge.plan("h2o", 0.3, decode="sliding")) as context:
         cache = context.cache

@@ -1,4 +1,4 @@
-"""Session files that lie, are cut, or do not fit: one clear error, no crash, and no memory out of proportion."""
+"""Session files that lie, are cut, or do not fit: one clear error, no crash, no excessive memory."""
 
 import json
 import os
@@ -50,7 +50,7 @@ def test_a_note_that_is_none(saved):
 
 
 def test_damaged_files_are_refused_whatever_the_damage(saved):
-    """Bytes flipped and files cut anywhere: the checksums or the lengths tell."""
+    """Flipped bytes and cuts at any place: the checksums or the lengths detect them."""
     model, file = saved
     data, rng = file.read_bytes(), np.random.default_rng(0)
     with model.session() as session:
@@ -74,7 +74,7 @@ def test_damaged_files_are_refused_whatever_the_damage(saved):
 
 
 def test_a_damaged_file_costs_no_conversation(saved, tmp_path):
-    """What is there goes on as if the file had never been tried: a file's pictures are in its cache only."""
+    """A failed load does not change the session. Only the session's cache has the pictures of a loaded conversation."""
     model, file = saved
     data, damaged = file.read_bytes(), tmp_path / "damaged.kvs"
     with model.session() as session, model.session() as never:
@@ -96,7 +96,7 @@ EDGES = [-1, 0, 1, 255, 2**31 - 1, -(2**31)]
 
 @pytest.mark.parametrize("name", ["merged", "sliding"])
 def test_hostile_files_with_right_checksums_do_no_harm(tiny, name, native, tmp_path):
-    """A payload changed on purpose is refused, or can be gone on with; memory stays in proportion."""
+    """A payload changed on purpose is refused, or usable. Memory stays proportional."""
     from pykvedge.system.memory import rss_bytes
 
     model, file = tiny("llama"), tmp_path / "s.kvs"
@@ -111,7 +111,7 @@ def test_hostile_files_with_right_checksums_do_no_harm(tiny, name, native, tmp_p
         ours, before, loaded = fingerprint(session.model.header), rss_bytes(), 0
         for i in range(600):
             bad = bytearray(payload)
-            at = i if i < 300 else int(rng.integers(len(bad) - 4))  # what comes first counts most
+            at = i if i < 300 else int(rng.integers(len(bad) - 4))  # the first bytes matter most
             if i % 2:
                 bad[at] = HOSTILE[rng.integers(len(HOSTILE))]
             else:
@@ -131,7 +131,7 @@ def test_hostile_files_with_right_checksums_do_no_harm(tiny, name, native, tmp_p
                 context.decode([5], want_logits=True)
                 context.decode(list(range(500, 530)), want_logits=True)
                 cache.compress()
-        assert loaded > 50  # rows are data: any bytes will do
+        assert loaded > 50  # rows are data: any bytes are valid
         assert rss_bytes() - before < 64 << 20
 
 

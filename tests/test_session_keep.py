@@ -1,4 +1,4 @@
-"""Sessions that keep whole rows: what a report says when its answer has ended."""
+"""Sessions with whole rows: the report at the end of an answer, and the file of pixels."""
 
 import os
 import time
@@ -11,13 +11,13 @@ from limits import small_files
 import pykvedge
 from pykvedge import Sampling, Settings, UsageError, load_picture
 
-FILES = Path("/proc/self/fd")  # open ones
+FILES = Path("/proc/self/fd")  # links to the open files
 ONLY_POSIX = pytest.mark.skipif(os.name != "posix", reason="limits the size of files as POSIX does")
 WORDS = "The quick brown fox jumps over the lazy dog and looks at the picture. " * 6
 
 
 def slowly(answer, seen):
-    """Generates until `seen` tells that what waited for the disk is there, or to the end."""
+    """Generates until seen() is true, which waits for the disk, or until the end."""
     for _ in answer:
         if not seen():
             time.sleep(0.05)
@@ -56,7 +56,7 @@ def test_a_file_that_cannot_grow_is_said_at_the_end(tiny, tmp_path, native):
 
 @pytest.mark.parametrize("keep, held", [("disk", False), ("ram", True)])
 def test_pixels_lie_in_a_file_where_whole_rows_do(tmp_path, native, keep, held):
-    """They are there when the cache is lost, and the conversation is read again."""
+    """The pixels are needed when the cache is lost, and the conversation is read again."""
     folder = {"keep_folder": str(tmp_path)} if keep == "disk" else {}
     with pykvedge.Session(plan=pykvedge.plan("snapkv", 0.2), keep=keep, threads=1, **folder) as session:
         said = session.ask("What is the code?", SCENE).read()
@@ -69,7 +69,7 @@ def test_pixels_lie_in_a_file_where_whole_rows_do(tmp_path, native, keep, held):
 
 @pytest.mark.skipif(not FILES.is_dir(), reason="the system does not list the open files of a process")
 def test_the_file_of_pixels_goes_with_the_conversation(tmp_path, native):
-    """It stayed open, and grew, as long as the session lived."""
+    """Otherwise the file would stay open, and grow, during the whole session."""
 
     def is_open():
         return any(str(file.readlink()).startswith(str(tmp_path)) for file in FILES.iterdir() if file.is_symlink())

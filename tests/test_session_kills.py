@@ -1,7 +1,7 @@
-"""A program that is killed while it saves: the session file is the old or the new one, and nothing stays beside it.
+"""Killing a program during a save: the session file is the old or the new one, and no other file remains.
 
-What a killed program left to the system is on the disk in the end; a power failure is another matter, for which
-native/tests/test_writes.cpp checks the order of the writes.
+After a kill, the system still writes its buffers to disk. For a power failure, native/tests/test_writes.cpp checks the
+order of the writes.
 """
 
 import sys
@@ -21,5 +21,5 @@ def test_kills_break_no_file_and_leave_nothing(tiny, started, native, tmp_path, 
     assert done.code == 0, done.err[-2000:]
     found = done.json
     assert found["kills"] == kills
-    assert min(found["parts"], found["new"]) > kills // 20, found  # in the middle of a save, and behind one
+    assert min(found["parts"], found["new"]) > kills // 20, found  # kills in the middle of a save, and after a save
     assert [p.name for p in tmp_path.iterdir()] == ["talk.kvs"]

@@ -1,4 +1,4 @@
-"""A session file is for one program at a time; links, read-only files, modes and leftovers of killed programs."""
+"""A session file serves one program at a time; links, read-only files, modes and leftovers of killed programs."""
 
 import os
 import signal
@@ -22,7 +22,7 @@ def arguments(model, file, *more):
 
 
 def test_the_second_program_is_told_and_no_turn_is_lost(kvedge, tiny, tmp_path):
-    """Two programs put three questions each to one file: every one that was answered is in it at the end."""
+    """Two programs ask three questions each with one file: every answered question is in the file at the end."""
     model, file = tiny("llama"), tmp_path / "talk.kvs"
     answered, refused = [], []
 
@@ -69,7 +69,7 @@ def test_a_killed_program_holds_nothing(environment, tmp_path):
 
 
 def test_a_lock_whose_file_was_removed_meanwhile_is_taken_again(tmp_path, monkeypatch):
-    """The holder before removes the file between our opening it and our locking it."""
+    """The previous holder removes the file after it was opened and before it is locked."""
     try_lock, times = sessionlock.try_lock, []
 
     def removed_first(handle):
@@ -92,7 +92,7 @@ def test_saving_to_a_file_that_another_program_holds(kvedge, tiny, tmp_path):
     assert not (tmp_path / "held.kvs").exists()
 
 
-# a conversation whose lines come from the arguments, as a pipe is one prompt
+# a conversation whose lines come from the arguments, because a pipe would be one prompt
 CONVERSE = """
 import sys
 from pykvedge.cli import chat, program
@@ -112,7 +112,7 @@ program.main()
 def test_a_link_stays_a_link(kvedge, tiny, tmp_path):
     (tmp_path / "far").mkdir()
     link, file = tmp_path / "link.kvs", tmp_path / "far" / "talk.kvs"
-    link.symlink_to("far/talk.kvs")  # whose file is not there yet
+    link.symlink_to("far/talk.kvs")  # its target does not exist yet
     for turns in (1, 2):
         assert kvedge(*arguments(tiny("llama"), link, "Hello")).json["session"]["turns"] == turns
         assert link.is_symlink() and file.is_file() and not file.is_symlink()
@@ -126,7 +126,7 @@ def test_a_read_only_file_is_refused_before_any_work(kvedge, tiny, tmp_path):
     assert kvedge(*arguments(model, file, "Hello")).code == 0
     before = file.read_bytes()
     file.chmod(0o444)
-    missing = tmp_path / "nowhere.gguf"  # it is not even looked for
+    missing = tmp_path / "nowhere.gguf"  # the missing model is not looked for
     kvedge("chat", "--model", missing, "--session", file, "Hello").failed(1, "talk.kvs is read-only")
     with model.session(a_plan("merged")) as session:
         say(session, "Hello")

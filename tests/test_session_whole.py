@@ -1,4 +1,4 @@
-"""Whole rows in session files: a conversation that was saved and loaded chooses later as if it had not been."""
+"""Whole rows in session files: a saved and loaded conversation keeps the same tokens as an unsaved conversation."""
 
 import json
 import struct
@@ -18,11 +18,10 @@ from pykvedge.plans.presets import PRESETS
 from pykvedge.runtime.llama_context import take_back
 
 KINDS = ["llama", "qwen3", "gemma3", "qwen2vl"]
-# llama.cpp's own layers have their cells in another order after loading, and sum in that order; with weights of f16
-# their inputs are rounded, too
+# after loading, llama.cpp's layers have their cells, and so their sums, in another order; f16 weights also round inputs
 WEIGHT = {"gemma3": "f32"}
 TOLERANCE = {"gemma3": 5e-3}
-ONCE = [name for name in PRESETS if not replays(pykvedge.plan(name))]  # presets that need no second pass
+ONCE = [name for name in PRESETS if not replays(pykvedge.plan(name))]  # presets without a second pass
 USUAL = {"llama": distinct(), "gemma3": ("snapkv",), "qwen2vl": ("lookm", "kvedge")}
 CASES = [
     pytest.param(kind, method, marks=() if method in USUAL.get(kind, ()) else pytest.mark.whole)
@@ -37,13 +36,13 @@ def budget_of(method):
 
 
 def state(session):
-    """What the next token depends on, and what was chosen."""
+    """Returns the held tokens, the logits, and the last message."""
     cache, context = session.engine.cache, session.engine.context
     return held(cache), context.logits().copy(), session.messages[-1].text
 
 
 def talk(model, plan, file=None, turns=TURNS, **settings):
-    """The state after each turn. file: the conversation is saved there with whole rows after each, and loaded anew."""
+    """Returns the state after each turn. file: saves with whole rows after each turn, and loads again."""
     session, out = model.session(plan, **settings), []
     try:
         for i, turn in enumerate(turns):
@@ -94,7 +93,7 @@ def test_recurrent_layers_take_no_answer_back(tiny, native, tmp_path):
 
 
 class Windowed(TinyContext):
-    """A context whose windowed layers keep, as in many programs, little more than their window."""
+    """A context whose windowed layers keep little more than their window, as in many programs."""
 
     def _adjust(self, params):
         params.n_ubatch, params.swa_full = 512, False
@@ -102,7 +101,7 @@ class Windowed(TinyContext):
 
 @pytest.mark.parametrize(("n", "taken"), [(10, True), (1100, False)])
 def test_windowed_layers_go_back_as_far_as_they_can(tiny, native, n, taken):
-    """llama.cpp reuses the cells of a window that is left behind: a long answer cannot be taken back."""
+    """llama.cpp reuses cells that left the window, so a long answer cannot be taken back."""
     seen = []
     for answer in (random_tokens(n, 2), []):
         with Windowed(tiny("gemma3").model, pykvedge.plan("full"), n_ctx=4096, n_seq=1) as context:
@@ -122,7 +121,7 @@ def test_windowed_layers_go_back_as_far_as_they_can(tiny, native, n, taken):
 
 @pytest.fixture
 def whole(tiny, native, tmp_path):
-    """A model, a file of a conversation with whole rows, and one of the same without."""
+    """A model, a file of a conversation with whole rows, and a file of the same without."""
     model, files = tiny("llama"), (tmp_path / "whole.kvs", tmp_path / "plain.kvs")
     with model.session(pykvedge.plan("snapkv", 0.2), keep="ram") as session:
         say(session, WORDS)
@@ -148,7 +147,7 @@ def test_a_session_that_keeps_nothing_drops_them_and_says_so(whole):
 
 
 def test_the_answer_is_read_again_where_they_were_dropped(whole, tmp_path):
-    """Nothing that was said is lost: the tokens that saving took back come before the next message."""
+    """Saving takes the answer's tokens back; loading without whole rows reads them before the next message."""
     model, file, _ = whole
     with model.session(keep="ram") as kept, model.session() as session:
         kept.load(file)
@@ -192,7 +191,7 @@ def test_saving_changes_nothing_for_the_conversation(tiny, native, tmp_path):
 
 
 def test_a_plain_file_of_a_conversation_that_was_saved_whole(tiny, native, tmp_path):
-    """It has the tokens that were taken back, and older versions refuse it: they allow one pending token."""
+    """The file has the tokens that were taken back as pending. Older versions allow only one, and refuse the file."""
     model, file = tiny("llama"), tmp_path / "s.kvs"
     with model.session(pykvedge.plan("snapkv", 0.2), keep="ram") as session:
         say(session, WORDS)
@@ -254,7 +253,7 @@ def test_what_cannot_be_saved_is_refused(tiny, native, tmp_path):
 
 
 def test_damage_is_found(whole):
-    """In any part of the file, with a right checksum too where sizes no longer fit."""
+    """In any part of the file; also with a correct checksum, if sizes do not fit."""
     model, file, _ = whole
     data, rng = file.read_bytes(), np.random.default_rng(7)
     n_head = 32 + struct.unpack_from("<I", data, 12)[0] + struct.unpack_from("<Q", data, 16)[0]
@@ -270,7 +269,7 @@ def test_damage_is_found(whole):
             file.write_bytes(reframed(data, payload=payload[:cut], version=4))
             with pytest.raises(SessionFileError):
                 session.load(file)
-        for _ in range(60):  # a number anywhere in what was observed, which lies at the end, is another
+        for _ in range(60):  # changes a number anywhere in the observed data, at the end of the file
             at = len(payload) - int(rng.integers(1, 4000))
             lie = struct.pack("<i", int(rng.choice([-1, 0, 1, 2**31 - 1, -(2**31)])))
             file.write_bytes(

@@ -1,4 +1,4 @@
-"""/set: how a conversation's answers are chosen is changed by what is typed."""
+"""/set changes the sampling of a conversation's answers."""
 
 import pytest
 
@@ -16,7 +16,7 @@ def chat(tiny, native):
 
 
 def typed(chat, line, capsys):
-    """What /set says."""
+    """Returns the output of /set."""
     capsys.readouterr()
     commands.run(chat, f"/set {line}".strip())
     return capsys.readouterr().err
@@ -47,7 +47,7 @@ def test_a_setting_is_changed(chat, capsys, line, name, value):
     shown = said.removesuffix(", from the next message on\n")
     assert f"  {shown}\n" in typed(chat, "", capsys)
     before = chat.sampling
-    typed(chat, shown, capsys)  # it is listed as it is typed
+    typed(chat, shown, capsys)  # the listed form can be typed
     assert chat.sampling == before
 
 
@@ -80,7 +80,7 @@ def test_what_is_kept_is_changed_as_the_options_do(chat, capsys, line, name, val
     assert plan == pykvedge.plan(method, 0.3, **{name: value})
     shown = said.removesuffix(", from the next message on\n")
     assert f"  {shown}\n" in typed(chat, "", capsys)
-    typed(chat, shown, capsys)  # it is listed as it is typed
+    typed(chat, shown, capsys)  # the listed form can be typed
     assert chat.session.plan == plan and chat.session.ask("What is there? " * 9).read() is not None
 
 

@@ -1,4 +1,4 @@
-"""scripts/soak.py: many chats and images in one process, and what it makes of a process that grows."""
+"""scripts/soak.py: many chats and images in one process, and its verdict about a process that grows."""
 
 import sys
 from pathlib import Path
@@ -11,7 +11,7 @@ MIB = 2**20
 
 
 def samples(private=(), **others):
-    """One for each number of bytes, the other figures as lists or constant."""
+    """Returns one sample for each number of bytes. Other figures are lists or constant."""
     figures = {"handles": 8, "threads": 2, "children": 0, **others}
     at = {name: value if isinstance(value, list) else [value] * len(private) for name, value in figures.items()}
     return [
@@ -23,7 +23,7 @@ def samples(private=(), **others):
 def test_what_counts_as_growth():
     flat = [40 * MIB] * 30
     assert soak.grown(samples(flat)) == {}
-    assert soak.grown(samples([30 * MIB] * 5 + flat[5:])) == {}  # until caches are full
+    assert soak.grown(samples([30 * MIB] * 5 + flat[5:])) == {}  # grows until caches are full
     assert soak.grown(samples([n + i % 7 * MIB for i, n in enumerate(flat)])) == {}  # pages that come and go
     assert soak.grown(samples([n + i * MIB // 4 for i, n in enumerate(flat)])).keys() == {"private_bytes"}
     assert soak.grown(samples(flat, handles=[8 + i // 10 for i in range(30)])) == {"handles": 2}
@@ -31,7 +31,7 @@ def test_what_counts_as_growth():
         "threads": 1,
         "children": 1,
     }
-    assert soak.grown(samples(flat[:9], handles=list(range(9)))) == {}  # too few to tell
+    assert soak.grown(samples(flat[:9], handles=list(range(9)))) == {}  # too few samples
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="malloc_trim")
@@ -48,7 +48,7 @@ def test_nothing_grows_over_a_few_chats_and_images(started, native, tiny):
 
 
 def test_a_handle_that_is_left_behind_is_found(environment, started, native, tiny):
-    """A file that each chat opens and nobody closes."""
+    """Each chat opens a file that is never closed."""
     code = (
         "import os, sys, soak\n"
         "one = soak.chat\n"

@@ -1,4 +1,4 @@
-"""The first half second of the program: Ctrl-C ends it quietly, whatever is being imported."""
+"""The first half second of the program: Ctrl-C ends it quietly, during any import."""
 
 import os
 import signal
@@ -9,7 +9,7 @@ import pytest
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="signals")
 
-# presses Ctrl-C when the n-th module begins to be imported
+# presses Ctrl-C at the beginning of the n-th import
 PRESSING = """
 import os, signal, sys
 signal.signal(signal.SIGINT, signal.default_int_handler)  # tests in the background have it ignored
@@ -51,7 +51,7 @@ def test_at_any_moment(tiny, moment):
 
 
 def test_python_dash_m(tiny):
-    """Before any of kvedge's code runs, Python itself answers Ctrl-C."""
+    """Before kvedge's code runs, Python handles Ctrl-C."""
     process = subprocess.Popen(
         [sys.executable, "-X", "importtime", "-m", "pykvedge", "chat", *tiny("llama").arguments(), "Hello"],
         stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True,

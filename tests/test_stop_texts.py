@@ -1,4 +1,4 @@
-"""Answers end before a stop text, however it is cut into tokens, and the conversation goes on from what was shown."""
+"""An answer ends before a stop text, however it is tokenised, and the conversation goes on from the shown text."""
 
 import random
 
@@ -12,13 +12,13 @@ N = 40
 
 
 def cut(text, pieces):
-    """The text in random pieces."""
+    """Returns the text in random pieces."""
     places = sorted(random.Random(pieces).choices(range(len(text) + 1), k=pieces - 1))
     return [text[a:b] for a, b in zip([0, *places], [*places, len(text)], strict=True)]
 
 
 def before_stop(text, stops):
-    """The text up to the stop text that is complete first, the longest if several are; None without any."""
+    """Returns the text before the first complete stop text (the longest, if several end there); None without one."""
     for end in range(len(text) + 1):
         if found := [stop for stop in stops if text[:end].endswith(stop)]:
             return text[: end - max(map(len, found))]
@@ -37,7 +37,7 @@ def test_a_stop_text_is_found_however_the_text_is_cut():
             out += watcher.feed(piece)
             if watcher.found:
                 break
-            # what is held back could still begin a stop text, and nothing else is
+            # held-back text could begin a stop text; all other text is shown
             assert out + watcher.held == since
             assert not watcher.held or any(stop.startswith(watcher.held) for stop in stops)
         out += watcher.finish()
@@ -57,7 +57,7 @@ def plain(session):
 
 
 def ends(text, tokens, model):
-    """The place in the text where each token ends."""
+    """Returns the end of each token in the text."""
     lead = b"".join(map(model.piece, tokens)).decode("utf-8", "replace")
     first = len(lead) - len(lead.removeprefix(" "))
     out, data = [], b""
@@ -89,7 +89,7 @@ def test_a_text_that_does_not_come_changes_nothing(session, plain):
     answer = session.ask(QUESTION, sampling=Sampling(max_tokens=N, stop=[text[-4:] + "?", text[5:9] + "!" * 9]))
     pieces = list(answer)
     assert "".join(pieces) == text and answer.report.finish in ("length", "end")
-    assert len(pieces) > N // 4  # it was shown while it came
+    assert len(pieces) > N // 4  # it was shown in pieces
 
 
 def test_an_answer_that_is_closed_keeps_what_was_held_back(session, plain):
@@ -107,7 +107,7 @@ def next_answer(session):
 
 
 def expected_after(tiny, n, pending):
-    """The next answer where n tokens were read, and these are still to be read."""
+    """Returns the next answer after n read tokens, with these pending tokens."""
     with tiny("llama").session() as session:
         session.ask(QUESTION, sampling=Sampling(max_tokens=n + 1)).read()
         session.pending = pending
@@ -115,7 +115,7 @@ def expected_after(tiny, n, pending):
 
 
 def test_the_next_message_follows_what_was_read(tiny, session, plain):
-    """A stop text of several tokens, one that a token ends with, and one in the middle of a token."""
+    """A stop text of several tokens, one at the end of a token, and one in the middle of a token."""
     text, tokens = plain
     model, places = session.model, ends(*plain, session.model)
     seen = set()

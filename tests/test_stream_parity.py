@@ -72,9 +72,9 @@ def test_every_protection(native, scorer, settings):
         assert all(list(kept[:n]) == list(range(n)) for layer in ours.kept for kept in layer)
 
 
-@pytest.mark.parametrize("reducer", sorted(set(members("reducer")) - {"match"}))  # of complete prompts
+@pytest.mark.parametrize("reducer", sorted(set(members("reducer")) - {"match"}))  # match needs a complete prompt
 def test_merged_rows_stay_near_the_definition(native, reducer):
-    """Rows are rounded at every step, by rules that both share; f32 keeps the two from drifting apart."""
+    """Rows are rounded at every step, by the same rules; f32 keeps both engines close."""
     agree(plan_of("knorm" if reducer == "evict" else "position", 40, reducer=reducer, sinks=4), prompt(160), 30, "f32")
 
 
@@ -90,7 +90,7 @@ def test_a_bound_that_is_never_reached_keeps_everything(native):
 
 
 def test_the_last_step_is_an_ordinary_compression_of_what_it_sees(native):
-    """One step over everything keeps what the prompt's compression keeps."""
+    """A single step over all tokens keeps the same as the compression of a prompt."""
     p, plan = prompt(200), plan_of("window", 50)
     whole = pykvedge.compress(plan, *p.arguments)
     one = pykvedge.compress(plan, *p.arguments, stream=200)
@@ -102,7 +102,7 @@ def test_the_last_step_is_an_ordinary_compression_of_what_it_sees(native):
 @pytest.mark.parametrize("engine", ["native", "numpy"])
 @pytest.mark.parametrize("prior", [False, True])
 def test_heavy_hitters_in_loops(native, engine, prior):
-    """H2O and LOOK-M step by step, one query after the other: sums go on for the rows that are held."""
+    """H2O and LOOK-M step by step, one query after the other: the sums of held rows go on."""
     bound, step, p = 12, 6, prompt(45, (2, 2), layers=1, size=8)
     plan = pykvedge.plan("h2o", bound, text_prior=prior, recent=4)
     kept = pykvedge.compress(plan, *p.arguments, engine=engine, kv_type="f32", stream=step).kept[0]
@@ -172,7 +172,7 @@ def test_both_refuse_the_same_stages(native):
 
 
 def test_a_scorer_of_ones_own_sees_each_head_with_its_own_images(native):
-    """Its image mask, queries and column sums are those of the tokens that the head holds."""
+    """A plugin's image mask, queries and column sums belong to the tokens that the head holds."""
 
     @pykvedge.scorer("mine", queries=3, column_sums=True, recent=4)
     def mine(layer, settings):

@@ -12,7 +12,7 @@ LONG = Sampling(max_tokens=300)
 
 
 def frames(n, size=60, seed=0):
-    """n pictures, all different, made when they are asked for."""
+    """Yields n different pictures, made on demand."""
     for i in range(n):
         pixels = bytes((x * 7 + i * 31 + seed) % 256 for x in range(size * size * 3))
         yield Picture(f"{i}.png", size, size, pixels)
@@ -25,7 +25,7 @@ def vision_model(request, tiny):
 
 @pytest.mark.parametrize("n_images", [0, 3])
 def test_with_an_ample_bound_the_answer_is_that_of_the_full_cache(vision_model, native, n_images):
-    """Through the same chat template, in pieces, over two turns."""
+    """With the same chat template, in pieces, over two turns."""
     texts, cells = [], []
     for plan, settings in ((pykvedge.plan("full"), {}), (pykvedge.plan("h2o", 4000), {"stream": True})):
         with vision_model.session(plan, **settings) as session:
@@ -48,7 +48,7 @@ def test_images_without_end(vision_model, native, method):
     with vision_model.session(pykvedge.plan(method, 96), stream=True, n_ctx=512) as session:
         report = say(session, "What is this?", watched(frames(60)), LONG)
         stats, context = session.engine.cache.stats(), session.engine.context
-        assert report.tokens.prompt > 512 < report.tokens.image  # more than the context holds
+        assert report.tokens.prompt > 512 < report.tokens.image  # more than the context can hold
         assert report.kv.full_bytes > 5 * report.kv.kept_bytes
         assert max(held[20:]) <= max(held[10:20])
         assert stats.n_tokens == report.tokens.prompt + report.tokens.generated - len(session.pending)
@@ -89,7 +89,7 @@ def test_a_session_file_goes_on_as_a_stream(tiny, native, tmp_path):
             assert report.stream.tokens > 400
             answers.append(report.text)
             assert {n for heads in session.engine.cache.lengths() for n in heads} <= set(range(64, 64 + 129))
-        with tiny("llava").session(plan) as session:  # and as an ordinary conversation
+        with tiny("llava").session(plan) as session:  # as an ordinary conversation
             session.load(file)
             say(session, "And what else?")
     with tiny("llava").session(pykvedge.plan("h2o", 0.2)) as session:
@@ -102,7 +102,7 @@ def test_a_session_file_goes_on_as_a_stream(tiny, native, tmp_path):
         say(session, "word " * 200)
         assert {n for heads in session.engine.cache.lengths() for n in heads} <= set(range(64, 64 + 129))
         session.save(file)
-    with tiny("llava").session(plan) as session:  # what is kept is counted from where the stream ended
+    with tiny("llava").session(plan) as session:  # kept tokens are counted from the end of the stream
         session.load(file)
         kv = say(session, "And why?").kv
         assert 0 < kv.kept_of_them <= kv.compressed_tokens
@@ -112,7 +112,7 @@ def test_a_stream_that_keeps_everything_holds_no_more_than_everything(tiny, nati
     with tiny("llava").session(pykvedge.plan("h2o", 1000), stream=True) as session:
         report = say(session, "word " * 50)
         assert report.kv.kept_of_them == report.kv.compressed_tokens
-        assert report.kv.kept_bytes <= report.kv.full_bytes < report.stream.full_bytes  # the answer is in it
+        assert report.kv.kept_bytes <= report.kv.full_bytes < report.stream.full_bytes  # includes the answer
         assert report.stream.kv_bytes <= report.stream.full_bytes <= report.kv.peak_bytes
         assert f"KV {report.stream.kv_bytes / 2**20:.1f} MiB, peak" in (line := report.line())
         assert f"full {report.stream.full_bytes / 2**20:.1f}" in line
@@ -147,7 +147,7 @@ def test_what_is_refused(tiny, native, picture_file, tmp_path):
             session.ask("What?", [picture_file(), tmp_path / "none.png"])
         assert not session.messages
         say(session, "What?", [picture_file()])
-        session.in_cache = False  # as after a decode that was broken off
+        session.in_cache = False  # as after an interrupted decode
         with pytest.raises(StateError, match="in the cache only"):
             session.ask("And?")
     with tiny("llama").session(pykvedge.plan("h2o", 64), stream=True) as session, pytest.raises(UsageError):
@@ -179,7 +179,7 @@ def test_the_command(kvedge, tiny, picture_file):
 
 @pytest.mark.parametrize("bound", [300, *whole(1500)])
 def test_the_demo_model_answers_as_with_the_full_cache(native, bound):
-    """About scenes with several pictures; also where the bound is smaller than the prompt, but fits what matters."""
+    """About scenes with several pictures, also with a bound below the prompt that holds everything important."""
     from itertools import islice
     from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Streams in contexts: what is kept, memory that does not grow, room in llama.cpp, and removed or copied rows."""
+"""Streams in contexts: kept tokens, constant memory, cells of llama.cpp, and removed or copied rows."""
 
 import sys
 from itertools import chain
@@ -16,7 +16,7 @@ BOUND = 40
 
 
 def feed(context, sizes, seed=0):
-    """Reads so many random tokens at a time, and compresses after each."""
+    """Reads n random tokens for each n in sizes, and compresses after each."""
     for i, n in enumerate(sizes):
         context.decode(random_tokens(n, seed + i))
         context.cache.compress_stream()
@@ -48,15 +48,15 @@ def test_kept_are_the_best_rows_of_all_that_a_head_holds(opened, scorer, part, s
         found = [tokens for heads in context.held() for tokens in heads]
         for mine, theirs, score in zip(found, expected, scored, strict=True):
             assert len(mine) == len(theirs) and mine == sorted(mine)
-            # a norm in single precision may take the other of two that are as good as equal
+            # in single precision, either of two nearly equal norms may be taken
             gone, come = (sorted(score[t] for t in set(a) - set(b)) for a, b in ((theirs, mine), (mine, theirs)))
             assert come == pytest.approx(gone, rel=1e-6)
         different = different or any(tokens != found[0] for tokens in found)
-    assert different  # heads did choose different tokens
+    assert different  # heads chose different tokens
 
 
 def test_column_sums_count_every_query_also_generated_ones(opened):
-    """H2O's sums in a stream against llama.cpp's own attention, while nothing is dropped yet."""
+    """H2O's sums in a stream equal llama.cpp's attention while nothing is dropped."""
     ours, stock = opened(pykvedge.plan("h2o", 500), kv_type="f32"), opened(None)
     sums: dict[int, np.ndarray] = {}
     for tokens in (random_tokens(20), random_tokens(33), *([t] for t in random_tokens(6, 3))):
@@ -88,7 +88,7 @@ def test_a_stream_goes_far_beyond_the_context(opened, method):
     stats = context.cache.stats()
     assert stats.n_tokens == 2400 and stats.n_pending == BOUND and stats.n_compressions == 40
     assert len(set(sizes)) == 1 and len(set(scores[2:])) == 1
-    assert peaks[-1] - peaks[4] <= 40 * 60 * 5 * 1.25  # a position and a kind for every token, no more
+    assert peaks[-1] - peaks[4] <= 40 * 60 * 5 * 1.25  # a position and a kind for every token, nothing else
     for token in random_tokens(150):  # an answer
         context.decode([token])
         if context.n[0] % 50 == 0:
@@ -99,7 +99,7 @@ def test_a_stream_goes_far_beyond_the_context(opened, method):
 
 
 def test_nothing_changes_while_the_bound_is_ample(opened):
-    """Greedy tokens of a stream whose bound holds everything are those of the full cache."""
+    """Greedy tokens of a stream whose bound holds everything equal those of the full cache."""
     answers = []
     for plan in (pykvedge.plan("full"), pykvedge.plan("h2o", 4000)):
         context, out = opened(plan), []
@@ -134,7 +134,7 @@ def test_what_was_compressed_before_can_become_a_stream(opened):
     feed(context, [30, 30])
     assert {n for heads in context.cache.lengths() for n in heads} == {BOUND}
     context.decode(random_tokens(30))
-    context.cache.compress()  # of a stream: the same
+    context.cache.compress()  # the same for a stream
     assert context.cache.stats().n_pending == BOUND
 
 
@@ -160,7 +160,7 @@ def test_a_plan_may_change_on_the_way(opened):
     context = opened(pykvedge.plan("streaming-llm", BOUND))
     feed(context, [60, 60])
     context.cache.set_plan(pykvedge.plan("snapkv", 36))
-    with pytest.raises(StateError):  # no query was kept for it so far
+    with pytest.raises(StateError):  # no query was kept for it yet
         context.cache.compress_stream()
     feed(context, [50])
     assert {n for heads in context.cache.lengths() for n in heads} == {36}
@@ -177,12 +177,12 @@ def test_rows_that_llama_cpp_removes(opened):
     feed(context, [60, 60, 60])
     before = context.held()
     assert any(tokens != before[0][0] for heads in before for tokens in heads)
-    context.llama.llama_memory_seq_rm(context.memory, 0, 140, -1)  # as when an answer is taken back
+    context.llama.llama_memory_seq_rm(context.memory, 0, 140, -1)  # as for an undone answer
     fewest = min(sum(t < 140 for t in tokens) for heads in before for tokens in heads)
     for old, new in zip(chain(*before), chain(*context.held()), strict=True):
         assert len(new) == fewest and set(new) <= set(old) and max(new) < 140 and new[:3] == [0, 1, 2]
         left = [t for t in old if t < 140]
-        assert new[3:] == left[len(left) - fewest + 3 :]  # the oldest behind the sinks went
+        assert new[3:] == left[len(left) - fewest + 3 :]  # the oldest after the sinks were dropped
     context.n[0] = 140
     assert context.cache.stats().n_pending == fewest
     feed(context, [60, 60])
@@ -227,5 +227,5 @@ def test_the_system_sees_no_growth(native, tiny):
             sizes.append(round(own_bytes() / 2**20, 1))
         row = 2 * 8 * 256 * 2  # bytes of a token
         assert context.cache.stats().bytes >= 512 * row
-        # a fifteenth of what came would be seen, a step that the C library's heap takes once would not
+        # would detect a growth of a fifteenth, but not a single step of the C library's heap
         assert max(sizes[4:]) - sizes[4] <= 20 * 256 * row / 2**20 / 15, sizes

@@ -1,4 +1,4 @@
-"""The test run itself: what a crash of the libraries does to it."""
+"""The effect of a crash in the libraries on a test run."""
 
 import subprocess
 import sys
@@ -21,7 +21,7 @@ def test_fails(): assert False
 
 
 def test_a_crash_fails_one_test_and_the_run_goes_on(tmp_path):
-    """With the options that pyproject.toml gives to every run."""
+    """With the options in pyproject.toml."""
     (tmp_path / "test_crashes.py").write_text(CRASHES)
     (tmp_path / "test_others.py").write_text("def test_a(): pass\ndef test_b(): pass\n")
     command = [sys.executable, "-m", "pytest", "-c", ROOT / "pyproject.toml", "--rootdir", tmp_path, "-p",

@@ -1,4 +1,4 @@
-"""Chat templates that loop, allocate or nest without end are ended; others write what they always wrote."""
+"""Chat templates that loop, allocate or nest without end are stopped; other templates give the usual text."""
 
 import gc
 
@@ -51,7 +51,7 @@ def test_a_template_without_end_is_ended(source, monkeypatch, children):
     assert psutil.Process().memory_info().rss - before < 200 << 20
     del failed
     gc.collect()
-    until(lambda: not children())  # a thread ends what was dropped
+    until(lambda: not children())  # a thread ends dropped objects
 
 
 def test_output_without_end_of_a_plain_template_is_ended():
@@ -112,7 +112,7 @@ def test_a_rich_template_writes_in_its_child_what_it_writes_here(children):
     assert joined.startswith("<system>Be brief1<user>")
     del template
     gc.collect()
-    until(lambda: not children())  # a thread ends what was dropped
+    until(lambda: not children())  # a thread ends dropped objects
 
 
 def test_a_child_that_was_ended_is_started_again(children):

@@ -1,4 +1,4 @@
-"""A conversation in a real terminal of 80 columns, as a person sees it. KVEDGE_PICTURES=docs/images keeps a picture."""
+"""A conversation in a terminal of 80 columns, as a person sees it. KVEDGE_PICTURES=docs/images keeps a picture."""
 
 import io
 import os
@@ -19,7 +19,7 @@ CLEAN = "env -u NO_COLOR -u TMUX PS1='$ ' bash --norc --noprofile"
 
 
 class Tmux:
-    """A terminal in tmux. It is read as it looks."""
+    """A terminal in tmux, read as it is displayed."""
 
     def __init__(self, folder, environment):
         self._tmux = ["tmux", "-S", str(folder / "tmux"), "-f", os.devnull]
@@ -35,7 +35,7 @@ class Tmux:
         self("send-keys", *keys, "Enter")
 
     def wait_for(self, pattern, seconds=15):
-        """Waits until the end of what is seen matches."""
+        """Waits until the end of the screen matches the pattern. Returns the screen."""
         end = time.monotonic() + seconds
         while not re.search(pattern + r"\s*\Z", seen := self("capture-pane", "-p")):
             assert time.monotonic() < end, seen
@@ -84,7 +84,7 @@ def test_a_conversation_at_80_columns(tmux, tmp_path):
 
 
 def save(seen, file):
-    """Draws what a terminal shows, without fonts that a page would fetch."""
+    """Writes a picture of a terminal, without fonts that a page would fetch."""
     console = Console(record=True, width=80, file=io.StringIO(), force_terminal=True)
     console.print(Text.from_ansi(seen.rstrip("> \n")))
     style = re.sub(r"@font-face \{\{.*?\}\}\s*", "", CONSOLE_SVG_FORMAT, flags=re.S)

@@ -1,4 +1,4 @@
-"""Several threads where one belongs: an error that says so, or it waits. Each case in a process that must live."""
+"""Wrong use from several threads gives an error or waits. Each case runs in a process that must survive."""
 
 import os
 import threading
@@ -9,12 +9,12 @@ from threads import elsewhere
 from pykvedge.errors import StateError
 from pykvedge.system.guard import Guard, Stop, one_thread
 
-ROUNDS = int(os.environ.get("KVEDGE_THREAD_ROUNDS", "6"))  # of each case; races want many
+ROUNDS = int(os.environ.get("KVEDGE_THREAD_ROUNDS", "6"))  # of each case; races need many rounds
 
 
 @pytest.fixture
 def rounds(worker, tiny):
-    """rounds(case) -> what became of each round."""
+    """rounds(case) -> the result of each round."""
 
     def run(case):
         out = worker("thread_worker.py", None, case, ROUNDS, tiny("llama").model)
@@ -31,7 +31,7 @@ def test_two_threads_ask(rounds):
 
 
 def test_everything_else_while_a_thread_streams(rounds):
-    """What comes between two pieces takes over, and then the reader is told."""
+    """A call between two pieces takes over, and the reader then gets an error."""
     for reader, seen in rounds("others_while_streaming"):
         assert set(seen) <= {"StateError", "took over", "seen"}
         assert reader == ("StateError" if "took over" in seen else "answered")
@@ -69,7 +69,7 @@ def test_a_cache_looked_at_during_a_decode(rounds):
 
 
 class Counter:
-    """Something guarded."""
+    """A guarded object."""
 
     def __init__(self):
         self.guard = Guard("counter", over="the counter is closed")
@@ -107,7 +107,7 @@ def test_closing_waits_and_lets_nobody_in():
         inside.set()
         while not stop.is_set():
             pass
-        assert counter.add() == 1 and not closed  # the one inside may finish
+        assert counter.add() == 1 and not closed  # the call inside may finish
         with pytest.raises(StateError, match="from inside one of its own calls"), counter.guard.closing():
             pass
     closer.join()

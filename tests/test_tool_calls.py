@@ -1,4 +1,4 @@
-"""What a model writes that was told of tools in words is searched for calls of them, whatever it writes."""
+"""Any text of a model is searched for tool calls when the template does not support tools."""
 
 import json
 
@@ -52,7 +52,7 @@ def test_text_comes_at_once_and_calls_when_they_are_whole(text):
         for delta in answer.feed(piece):
             told += delta.text
             calls += [delta] if delta.call >= 0 else []
-        if text[0] not in "{[":  # nothing waits but what may be a call
+        if text[0] not in "{[":  # only a possible call waits
             begun = text[: i + 1]
             assert begun.startswith(told) or calls
             rest = begun[len(told) :]
@@ -82,7 +82,7 @@ def test_parameters_keep_what_they_refer_to(n):
 
     following = {"anyOf": [{"$ref": "#/$defs/Node"}, {"type": "null"}]}
     node = {"type": "object", "properties": {"n": {"type": "integer"}, "next": following}, "required": ["n", "next"]}
-    node["properties"]["default"] = {"$ref": "#/$defs/Node"}  # a name of a property, and none of data
+    node["properties"]["default"] = {"$ref": "#/$defs/Node"}  # the name of a property, not data
     parameters = {"$defs": {"Node": node}, "$ref": "#/$defs/Node"}
     functions = [{"name": f"f{i}", "parameters": parameters} for i in range(n)]
     tools = [Tool.model_validate({"type": "function", "function": function}) for function in functions]

@@ -1,4 +1,4 @@
-"""Calls of tools and their results, as chat templates of each kind are told of them."""
+"""Tool calls and their results, in the form that each kind of chat template gets."""
 
 import pytest
 
@@ -6,7 +6,7 @@ from pykvedge.models.images import Picture
 from pykvedge.models.prompt import ChatTemplate, Message
 from pykvedge.models.toolresults import as_text, behind, way
 
-# as Qwen2.5-VL and Qwen3-VL write them; one that changes what it writes; three that know no tools, or not all of them
+# as in Qwen2.5-VL and Qwen3-VL; a template that changes its text; three without full support of tools
 INLINE = (
     "{% for m in messages %}[{{ m.role }}]{{ m.content }}"
     "{% for c in m.tool_calls %}<call>{{ c.function | tojson }}</call>{% endfor %}{% endfor %}"

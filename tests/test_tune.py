@@ -1,4 +1,4 @@
-"""kvedge tune: intervals, the choice, a small run that is stopped and goes on, and who takes the stored plan."""
+"""kvedge tune: intervals, the choice, a small run that is stopped and continued, and the users of the stored plan."""
 
 import json
 import shutil
@@ -38,7 +38,7 @@ def home(tmp_path, monkeypatch):
 
 
 def test_intervals_hold_where_tokens_of_a_context_agree_together():
-    """Shares of contexts are drawn from a Beta distribution; a worse plan shows how they come together."""
+    """Intervals hold when the tokens of a context correlate. A worse plan's hits estimate this correlation."""
     rng, within, naive, runs = np.random.default_rng(0), 0, 0, 600
     for _ in range(runs):
         share, totals = 0.97, rng.integers(40, 120, 24).astype(float)
@@ -58,7 +58,7 @@ def test_no_disagreement_is_no_certainty():
 
 
 def found(**plans):
-    """Figures by name: (bytes, agreement, half of the interval)."""
+    """Returns figures by name. plans: (bytes, agreement, half of the interval)."""
     return {
         (name, "0.5"): figures.Figures(
             name, 0.5, 20, 2000, share, share - half, min(share + half, 1.0), share, (0.0, 1.0), 0.1, None, size, 1e6
@@ -77,7 +77,7 @@ def test_the_cheapest_plan_whose_interval_reaches_the_target_is_taken():
     assert choice.taken(all_cells, at, 0.99, usual) == good
     assert choice.taken(all_cells, at, 0.9985, usual) is None and choice.nearest(at).method == "usual"
     assert choice.finalists(all_cells, at, 0.99, usual) == [good, usual]
-    assert choice.finalists([usual, lucky, bad], at, 0.99, usual)[0] in (lucky, bad)  # the nearest, where none reaches
+    assert choice.finalists([usual, lucky, bad], at, 0.99, usual)[0] in (lucky, bad)  # the nearest, as none reaches it
     assert usual in choice.survivors(all_cells, at, 0.99, usual)
 
 
@@ -134,7 +134,7 @@ def test_a_run_that_was_stopped_goes_on_and_chooses_what_it_would_have_chosen(ho
 
 
 def _check_answers(loaded, run):
-    """A plan's likeliest tokens are the reference's if and only if a session under it says the same."""
+    """A plan's likeliest tokens equal the reference's if and only if a session with the plan gives the same answer."""
     seen = set()
     for plan in (DEFAULT, POOR):
         with pykvedge.Session(loaded, plan=plan.plan, threads=THREADS) as session:
@@ -151,7 +151,7 @@ def _check_answers(loaded, run):
 
 
 def test_answers_that_say_nothing_promise_nothing(home):
-    """The same for every picture, or none that the model would give twice."""
+    """Answers that are the same for every picture, or that the model is unsure of, prove nothing."""
     drawn = [[one] for context in islice(material.scenes(0, ["What?"]).contexts, 12) for one in context]
     asked = [[one] for [one] in drawn if len(one.lines[0].images) == 1]
 
@@ -240,7 +240,7 @@ def test_a_certificate_whose_profile_changed_or_that_is_damaged_is_not_taken(hom
     place.unlink()
     assert tuned.unnamed(MODEL)[1].startswith("tuned: kvedge at 0.5")
     says = json.loads(path.read_text())
-    says["plan"] = json.loads(pykvedge.plan("sparsemm").to_json())  # which has no profile here
+    says["plan"] = json.loads(pykvedge.plan("sparsemm").to_json())  # no profile exists here
     path.write_text(json.dumps(says))
     assert tuned.unnamed(MODEL)[0] == pykvedge.default_plan()
     certify(pykvedge.default_plan())

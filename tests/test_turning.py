@@ -1,4 +1,4 @@
-"""Conversations and streams that pass the length that their model was trained for (runtime/sequence.py)."""
+"""Conversations and streams that pass their model's trained length (runtime/sequence.py)."""
 
 import json
 
@@ -78,7 +78,7 @@ def test_a_model_whose_keys_cannot_turn_says_so(tiny, native):
     with tiny("gemma3", n_ctx_train=256).session(pykvedge.plan("h2o", 0.3), n_ctx=1024) as session:
         [note] = [n for n in say(session, "word " * 90).notes if "positions pass 256" in n]
         assert "kvedge stores 2 of" in note
-        assert not [n for n in say(session, "And?").notes if "positions pass" in n]  # once
+        assert not [n for n in say(session, "And?").notes if "positions pass" in n]  # only once
 
 
 @pytest.mark.parametrize(("kind", "method", "settings"), [
@@ -88,8 +88,8 @@ def test_a_model_whose_keys_cannot_turn_says_so(tiny, native):
            ("qwen2vl", "kvzip", {})),
 ], ids=str)  # fmt: skip
 def test_a_conversation_goes_on_beyond_the_trained_length(tiny, native, kind, method, settings):
-    """Its context is as long as the model was trained for: unturned, it would be full."""
-    undo, most = "undo" in settings, 1024 if method == "kvzip" else 512  # whose second pass takes room, too
+    """The context is as long as the trained length: without turned positions, it would be full."""
+    undo, most = "undo" in settings, 1024 if method == "kvzip" else 512  # its second pass needs cells, too
     with tiny(kind, n_ctx_train=most).session(pykvedge.plan(method, 0.2), n_ctx=most, **settings) as session:
         n = 0
         for turn in range(8):
@@ -104,7 +104,7 @@ def test_a_conversation_goes_on_beyond_the_trained_length(tiny, native, kind, me
 
 
 def test_an_answer_passes_the_trained_length(tiny, native):
-    """It ends when as many rows are held as the context has tokens."""
+    """The answer ends when the context has no free cell for another row."""
     with tiny("llama", n_ctx_train=256).session(pykvedge.plan("h2o", 0.2), n_ctx=256) as session:
         never = {token: -float("inf") for token in range(session.model.n_vocab) if session.model.is_end(token)}
         for text, max_tokens, finish in (("word " * 30, 150, "length"), ("And?", 400, "context")):

@@ -1,4 +1,4 @@
-"""What a turn says of itself: why its answer ended, which model gave it, and figures with one meaning in every turn."""
+"""The report of a turn: why its answer ended, its model, and figures with the same meaning in every turn."""
 
 import re
 
@@ -18,19 +18,19 @@ LINE = re.compile(r".* \| KV ([\d.]+)(?: -> ([\d.]+))? (?:MiB|KiB) \| [\d.]+ tok
 
 
 def test_figures_of_later_turns_are_those_of_the_conversation(tiny, native):
-    """Full: what a session holds that keeps all of as many tokens. Kept: what this one holds."""
+    """Full bytes: of a session that keeps all tokens. Kept bytes: of this session."""
     turns = [WORDS * 4, "And?", WORDS, "Or?"]
     with tiny("llama").session(pykvedge.plan("h2o", 0.2)) as small, tiny("llama").session() as full:
         for text in turns:
             a, b = say(small, text, sampling=FEW), say(full, text, sampling=FEW)
             assert a.tokens == b.tokens
-            # the blocks of a full cache are whole pages, one of keys and values for each layer and turn at the most
+            # blocks of a full cache are whole pages: at most one for keys and one for values per layer and turn
             assert b.kv.kept_bytes == b.kv.full_bytes >= a.kv.full_bytes >= b.kv.full_bytes - 2 * 2 * len(turns) * 65536
             assert a.kv.kept_bytes < a.kv.full_bytes
             shown = LINE.fullmatch(a.line())
             assert shown and float(shown[1]) > float(shown[2]), a.line()
             assert LINE.fullmatch(b.line())[2] is None, b.line()
-        assert "all kept" in a.line()  # the last message was short; the conversation has been compressed all the same
+        assert "all kept" in a.line()  # the short last message was kept; the conversation is compressed
         rows = sum(n for heads in small.engine.cache.lengths() for n in heads)
         assert a.kv.full_bytes == small.engine.cache.stats().n_tokens * _bytes_per_token(small) - _since(small, a)
         assert rows < small.engine.cache.stats().n_tokens * 2 * 2
@@ -41,7 +41,7 @@ def _bytes_per_token(session):
 
 
 def _since(session, report):
-    """Bytes of the answer's tokens that were read after the figures were taken."""
+    """Returns the bytes of the answer's tokens that were read after the figures were taken."""
     return (report.tokens.generated - len(session.pending)) * _bytes_per_token(session)
 
 
@@ -69,7 +69,7 @@ def test_an_answer_does_not_begin_with_the_tokenizers_blank(native):
     with pykvedge.Session(model, mmproj) as session:
         answer = session.ask("What is the code?", [sorted((ROOT / "examples").glob("*.png"))[0]])
         token = session.engine.context.logits().argmax()
-        assert session.model.piece(int(token)).startswith(b" ")  # there is one to leave out
+        assert session.model.piece(int(token)).startswith(b" ")  # begins with a space, which the text omits
         pieces = list(answer)
         assert "".join(pieces) == answer.report.text == session.messages[-1].text
         assert answer.report.text == answer.report.text.strip() and all(pieces)

@@ -1,6 +1,6 @@
-"""What people write is text: the text of a special token, or the word that stands for a picture, typed by somebody.
+"""Typed text stays text, even the text of a special token or the word that stands for a picture.
 
-Which tokens are special is read here from the file, and what a text means to the tokeniser is llama.cpp's answer.
+Special tokens are read here from the file. llama.cpp's tokeniser decides what a text means.
 """
 
 import ctypes
@@ -23,7 +23,7 @@ CONTROL, UNKNOWN = 3, 2  # tokenizer.ggml.token_type
 
 
 def specials(path):
-    """Text -> number of the tokens of a file that are more than text."""
+    """Returns {text: number} of a file's control and unknown tokens."""
     fields = GGUFReader(path).fields
     tokens, types = fields["tokenizer.ggml.tokens"], fields["tokenizer.ggml.token_type"]
     kinds = [int(types.parts[i][0]) for i in types.data]
@@ -32,7 +32,7 @@ def specials(path):
 
 
 def spoken(model, tokens):
-    """The tokens as text, special ones written out."""
+    """Returns the tokens as text, with special tokens written out."""
     out = b""
     for token in tokens:
         buffer = ctypes.create_string_buffer(256)
@@ -46,7 +46,7 @@ def tokens_of(pieces):
 
 
 def hostile(path):
-    """Every special token's text, alone, in words and after each other."""
+    """Returns a text with every special token's text: alone, between words and one after the other."""
     words = list(specials(path))
     return "A" + "".join(words) + " and ".join(words) + f"x{words[-1]}\n{words[0]} B"
 
@@ -65,7 +65,7 @@ def test_a_text_without_such_words_is_read_as_a_whole(tiny, native, kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_putting_words_back_changes_no_token(tiny, native, kind):
-    """Of ordinary words: those around them are cut as if nothing had been taken out."""
+    """Words that are hidden and put back do not change the tokens of the text around them."""
     with tiny(kind).session() as session:
         composer, model = Composer(session.model, None), session.model
         end = model.special_text("eos")
@@ -82,7 +82,7 @@ def test_typed_special_tokens_are_text(tiny, native, kind):
     special, text = specials(files.model), hostile(files.model)
     with files.session(system=text) as session:
         model = session.model
-        assert set(model.tokenize(text)) & set(special.values())  # they would be more
+        assert set(model.tokenize(text)) & set(special.values())  # a plain tokeniser would find special tokens
 
         def count(content, answer):
             messages = [pykvedge.Message("system", content), pykvedge.Message("user", content)]
@@ -100,7 +100,7 @@ def test_typed_special_tokens_are_text(tiny, native, kind):
         [piece] = session.first_prompt(text)
         assert text in spoken(model, piece.tokens)
         n = len(model.tokenize(text, special=False))
-        assert say(session, text).tokens.prompt > 2 * n and say(session, text).tokens.prompt > n  # and the system's
+        assert say(session, text).tokens.prompt > 2 * n and say(session, text).tokens.prompt > n  # the system text too
 
 
 @pytest.mark.parametrize("kind", ["llava", "qwen2vl"])
@@ -129,7 +129,7 @@ def test_a_typed_image_marker_is_no_image(tiny, picture_file, native, kind):
 
 
 def test_the_word_of_a_place_that_is_a_special_token(tiny, picture_file, native):
-    """MiniCPM-V and SmolVLM have a token <image>: no place of a picture leaves one, and typed words stay words."""
+    """MiniCPM-V and SmolVLM have a token <image>: a picture leaves none in the prompt, and a typed word stays text."""
     files = tiny("minicpmv")
     special = specials(files.model)["<image>"]
     with files.session() as session:
@@ -185,7 +185,7 @@ def test_typed_words_in_a_data_set(tiny, native, kind):
 
 
 def test_such_words_in_the_values_of_a_template_are_text_too(tiny, native):
-    """In texts, keys and lists at any depth; all else comes to the template as it is."""
+    """In texts, keys and lists at any depth; other values reach the template unchanged."""
 
     class Template:
         def first(self, messages, marker, values):

@@ -1,4 +1,4 @@
-"""Frames of a video are its pictures, whatever is in the file; ffmpeg makes the files and unpacks them."""
+"""Frames of a video become its pictures, whatever the file contains. ffmpeg makes and unpacks the files."""
 
 import os
 import shutil
@@ -13,11 +13,11 @@ import pykvedge
 from pykvedge import ImageError, UsageError, frames
 
 needs_ffmpeg = pytest.mark.skipif(shutil.which("ffmpeg") is None, reason="needs ffmpeg")
-WIDTH, HEIGHT, N = 64, 48, 8  # of the clips, which have two frames a second
+WIDTH, HEIGHT, N = 64, 48, 8  # size and frames of the clips, with two frames per second
 
 
 def write(path: Path, *how: str) -> np.ndarray:
-    """A clip of noise, [N, HEIGHT, WIDTH, 3]."""
+    """Writes a clip of noise. Returns its pixels, [N, HEIGHT, WIDTH, 3]."""
     pixels = np.random.default_rng(3).integers(0, 256, (N, HEIGHT, WIDTH, 3), dtype=np.uint8)
     raw = ["-f", "rawvideo", "-pix_fmt", "rgb24", "-s", f"{WIDTH}x{HEIGHT}", "-r", "2", "-i", "-"]
     command = ["ffmpeg", "-loglevel", "error", "-y", *raw, *how, str(path)]
@@ -27,7 +27,7 @@ def write(path: Path, *how: str) -> np.ndarray:
 
 @pytest.fixture
 def clip(tmp_path):
-    pixels = write(tmp_path / "clip.mkv", "-c:v", "ffv1", "-pix_fmt", "bgr0")  # loses nothing
+    pixels = write(tmp_path / "clip.mkv", "-c:v", "ffv1", "-pix_fmt", "bgr0")  # lossless
     return tmp_path / "clip.mkv", pixels
 
 

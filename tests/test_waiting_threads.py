@@ -1,6 +1,5 @@
-"""Threads that compute and wait for each other: they leave the processors to others, and are kept from token to token.
-
-By the system's own accounts, in processes of their own.
+"""Threads that compute and wait for each other: waiting threads leave the CPUs to others, and live across tokens.
+Checked with the system's figures, in separate processes.
 """
 
 import itertools
@@ -15,8 +14,8 @@ import pykvedge
 from pykvedge.runtime.sampling import Sampling
 
 LINUX = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="asks Linux which threads there are")
-# loads the library while the process may have all processors, and computes on one: a thread that another one waits for
-# cannot run before that one stops
+# loads the library while the process may use all CPUs, then computes on one CPU, where a thread that others wait for
+# runs only when they stop
 ON_ONE_PROCESSOR = """
 import json, os, sys, time
 import pykvedge
@@ -38,7 +37,7 @@ print(json.dumps(out))
 @LINUX
 def test_a_thread_that_waits_leaves_its_processor(tiny, started):
     one, two = started(tiny("llama").model, program=("-c", ON_ONE_PROCESSOR)).json.values()
-    assert two < 10 * one  # hundreds of times as much where each wait takes what the system gives a thread at once
+    assert two < 10 * one  # hundreds of times as long if each wait took a whole time slice
 
 
 def of_this_process() -> int:
@@ -50,10 +49,10 @@ def test_threads_are_kept_as_long_as_the_session(tiny):
     model = tiny("llama")
     with pykvedge.load(model.model, threads=1) as loaded, ThreadPoolExecutor(3) as pool:
         together = threading.Barrier(3)
-        list(pool.map(lambda _: together.wait(), range(3)))  # all three are there
+        list(pool.map(lambda _: together.wait(), range(3)))  # all three exist
         before = of_this_process()
         with pykvedge.Session(loaded, plan=pykvedge.plan("full"), threads=3) as session:
-            for _ in range(6):  # whoever asks
+            for _ in range(6):  # for any caller
                 pool.submit(lambda: session.ask("More.", sampling=Sampling(max_tokens=2)).read()).result()
                 assert of_this_process() == before + 2
         assert of_this_process() == before
@@ -73,7 +72,7 @@ class Changing:
 
 
 def test_what_is_likely_does_not_depend_on_the_threads(tiny):
-    """To the last bit, where attention over many keys is cut up for several threads."""
+    """Equal to the last bit, even if attention over many keys is split among several threads."""
     sampling, found = Sampling(max_tokens=6, logprobs=2), []
     with pykvedge.load(tiny("llama").model, threads=3) as model:
         for crew in (None, Changing()):

@@ -1,4 +1,4 @@
-"""Attention of generated tokens as kvedge reports it, against the softmax that llama.cpp writes out without kvedge."""
+"""kvedge's report of the attention of generated tokens, against the softmax of llama.cpp without kvedge."""
 
 import numpy as np
 import pytest
@@ -20,7 +20,7 @@ def opened(closing, tiny):
 
 
 def assert_as_stock(ours, stock, sequence=0):
-    """Every query head of every layer that kvedge stores (gemma3's sliding windows stay with llama.cpp)."""
+    """Checks every query head of every layer that kvedge stores (llama.cpp stores gemma3's sliding windows)."""
     layers = ours.cache.stats().n_layers
     assert layers > 0
     for layer in range(layers):
@@ -69,12 +69,12 @@ def test_sequences_of_one_batch_are_watched_apart(opened):
             stock.decode(tokens)
     for sequence, stock in enumerate(stocks):
         assert_as_stock(ours, stock, sequence)
-    ours.decode(random_tokens(1, 3))  # of the first sequence alone: the other's last token is still the last one
+    ours.decode(random_tokens(1, 3))  # only of the first sequence: the other's last token stays the last
     assert_as_stock(ours, stocks[1], 1)
 
 
 def test_what_was_dropped_takes_no_part(opened):
-    """In the first layer queries and keys depend on a token and its place alone, whatever was dropped."""
+    """In the first layer, queries and keys depend only on a token and its position, whatever was dropped."""
     ours, stock = opened(pykvedge.plan("adakv", 0.3, decode="sliding"), kv_type="f32"), opened(None)
     ours.cache.watch(True)
     for step, tokens in enumerate((random_tokens(200), *(random_tokens(1, i) for i in range(90)))):
@@ -98,7 +98,7 @@ def test_nothing_is_kept_unless_asked_for(opened):
     without = ours.cache.stats().score_bytes
     ours.cache.watch(True)
     with pytest.raises(StateError, match="watched"):
-        ours.cache.attention(0, 0)  # from the next token on
+        ours.cache.attention(0, 0)  # available from the next token on
     ours.decode(random_tokens(1))
     assert len(ours.cache.attention(1, 3)) == 52
     assert ours.cache.stats().score_bytes - without >= 2 * 4 * 52 * 4  # layers, heads, rows, float

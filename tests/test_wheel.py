@@ -1,4 +1,4 @@
-"""What of the wheel's command needs no build of half an hour: no builder's folder is named, and glibc is old."""
+"""The tests of the wheel's command without a build of half an hour: builder's paths in files, and the old glibc."""
 
 import ctypes
 import re
@@ -81,7 +81,7 @@ def test_a_wheel_is_tried_on_the_system_of_its_name():
 
 @pytest.mark.skipif(not sys.platform.startswith("linux") or not shutil.which("g++"), reason="needs Linux and g++")
 def test_a_wheels_program_answers_with_the_kernels_of_the_processor(tmp_path, capsys):
-    # this system in place of another: what is installed, as a wheel has it, and `env` for an emulator
+    # this system replaces the other one: installed files in the form of a wheel, and `env` as the emulator
     package = tmp_path / "pykvedge"
     (package / "lib").mkdir(parents=True)
     for made in [*libraries.in_package(""), libraries.require_dir()]:
@@ -126,7 +126,7 @@ extern "C" double answer(const char * path) {
 
 
 def newest(library: Path) -> dict[str, tuple[int, ...]]:
-    """The newest version of each family that a library asks for."""
+    """Returns the newest version of each family that a library needs."""
     needs = subprocess.run(["readelf", "-V", str(library)], capture_output=True, text=True, check=True).stdout
     found: dict[str, tuple[int, ...]] = {}
     for family, number in re.findall(r"Name: (GLIBC|GLIBCXX|CXXABI)_([\d.]+)", needs.partition("Version needs")[2]):
@@ -146,7 +146,7 @@ def test_a_library_asks_for_an_old_glibc(tmp_path):
     subprocess.run([*compiled, *old], check=True)
     subprocess.run([*compiled, "-o", str(tmp_path / "new.so")], check=True)
     asked, usual = newest(tmp_path / "old.so"), newest(tmp_path / "new.so")
-    assert usual["GLIBC"] > (2, 28) and usual["GLIBCXX"] > (3, 4, 24)  # else this test shows nothing
+    assert usual["GLIBC"] > (2, 28) and usual["GLIBCXX"] > (3, 4, 24)  # otherwise this test shows nothing
     assert asked["GLIBC"] <= (2, 28) and asked["GLIBCXX"] <= (3, 4, 24) and asked.get("CXXABI", ()) <= (1, 3, 11)
     function = ctypes.CDLL(str(tmp_path / "old.so")).answer
     function.restype, function.argtypes = ctypes.c_double, [ctypes.c_char_p]

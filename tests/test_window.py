@@ -1,4 +1,4 @@
-"""The window of last tokens that SnapKV's family keeps: whole where the papers' budgets are, shorter below them."""
+"""The window of last tokens in SnapKV's family: whole at the papers' budgets, shorter at smaller budgets."""
 
 import numpy as np
 import oracles
@@ -10,7 +10,7 @@ from test_parity import assert_same
 import pykvedge
 from pykvedge.plans.registry import members
 
-# a head's share counts its window, too, and may be smaller than one
+# a head's share includes its window, and can be smaller than the window
 UNEVEN = ("calibrated",)
 FAMILY = [m for m in pykvedge.methods() if m not in UNEVEN and pykvedge.plan(m).scorer in ("window", "mixkv")]
 SCORERS = {
@@ -39,7 +39,7 @@ def test_the_family_is_all_there():
 @pytest.mark.parametrize("engine", ["numpy", "native"])
 @pytest.mark.parametrize("name", FAMILY)
 def test_from_two_windows_on_the_whole_window_is_kept_as_in_the_papers(native, name, engine):
-    """Bit for bit what the plan keeps that asks for the window by its number, which no budget shortens."""
+    """Equal bit for bit to a plan with the window as `recent`, which no budget shortens."""
     p = prompt(300, layers=4)
     window = window_of(pykvedge.plan(name))
     for budget in (2 * window, 2 * window + 1, 100, 0.5):
@@ -68,16 +68,16 @@ def test_below_two_windows_the_window_gives_way(native, scorer, allocator):
 def test_what_the_window_looks_at_is_kept_at_every_budget(name):
     p = prompt(170, (2, 2), layers=1)
     p.q[0, :, -32:] = 1 + 0.1 * p.q[0, :, -32:]
-    p.k[0, :, 50] = 2  # a key that the last queries look at
+    p.k[0, :, 50] = 2  # a key that the last queries attend to
     for budget in (4, 16, 30, 32, 34, 64):
-        plan = pykvedge.plan(name, budget, **{"scorer.kernel": 1})  # pooled, its neighbours would score the same
+        plan = pykvedge.plan(name, budget, **{"scorer.kernel": 1})  # no pooling, which would tie neighbours
         assert all(50 in kept for kept in compress(plan, p, "numpy").kept[0]), budget
 
 
 def test_heads_with_less_than_the_window_choose_too(native):
-    """An allocator that gives some layers a few pairs only, whatever the window."""
+    """An allocator can give some layers fewer pairs than the window."""
     p = prompt(170, (2, 2), layers=4)
-    p.q[0] *= 0.01  # the first layer's attention is the widest
+    p.q[0] *= 0.01  # the first layer attends most widely
     p.q[1:] *= 2
     plan = pykvedge.plan("snapkv", 34, allocator="entropy", **{"allocator.attention": "full"})
     found = assert_same(plan, p)
@@ -86,4 +86,4 @@ def test_heads_with_less_than_the_window_choose_too(native):
     for i, h in few:
         kept = found.kept[i][h].tolist()
         assert kept == oracles.heavy_hitters(found.scores[i, h].tolist(), len(kept), len(kept) // 2)
-        assert kept[0] < 170 - 32  # of what lies before the window
+        assert kept[0] < 170 - 32  # from before the window

@@ -1,4 +1,4 @@
-"""Things of the wrong kind in Python: a UsageError in one line, and nothing was done."""
+"""Values of wrong types in Python: a UsageError in one line, without any effect."""
 
 from dataclasses import fields
 
@@ -28,7 +28,7 @@ def session(model, native):
 
 
 def refused(call, *right):
-    """Calls it with everything that is wrong. right: kinds that are not."""
+    """Calls `call` with every value of a wrong type. right: the allowed types."""
     for wrong in WRONG:
         if not isinstance(wrong, right or ()):
             with pytest.raises(KvedgeError, match=r"^[^\n]+$"):
