@@ -1,4 +1,4 @@
-// Answers that a decode policy bounds: from the compression of a prompt to the beginning of the next one.
+// Answers that a decode policy bounds, from the compression of a prompt to the beginning of the next prompt.
 
 #include "glue/sequences.h"
 
@@ -40,7 +40,7 @@ void SequenceState::bound_answer(Answer && next_answer, int32_t n_tokens) noexce
     seq->rows.evict(answer.decode->needs_scores ? Eviction::by_score : Eviction::by_place);
 }
 
-// What a policy holds bounded already is not compressed again with the next prompt.
+// Ends an answer. Closes the pending tokens of a bounded answer: the next prompt's compression does not choose among them.
 void SequenceState::end_answer() {
     if (kept.empty()) {
         return;
@@ -51,9 +51,9 @@ void SequenceState::end_answer() {
     evicted = false;
 }
 
-// Drops, for the generated tokens that are there, what the decode policy says: at most one row of each head.
+// Drops the rows that the next generated token displaces by the decode policy: at most one row of each head.
 void SequenceState::evict_generated() {
-    constexpr int32_t PACK_EVERY = 32;  // tokens: looking for gaps costs a little for every block, layer and head
+    constexpr int32_t PACK_EVERY = 32;  // tokens; a search for gaps costs a little for every block, layer and head
     if (kept.empty() || generated == 0) {
         generated += kept.empty() ? 0 : 1;
         return;  // before the first token nothing was generated yet

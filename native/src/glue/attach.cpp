@@ -17,7 +17,7 @@ namespace {
 
 kvedge_cache & self(void * user_data) { return *(kvedge_cache *) user_data; }
 
-// llama.cpp calls these from C++ of its own; nothing may be thrown through it.
+// Runs a call from llama.cpp, through whose C++ code nothing may be thrown. Returns `failed` if the cache is busy or call() throws.
 template <class T, class F> T guarded(void * user_data, T failed, const F & call) noexcept {
     const Claim claim(self(user_data).owner, true);
     if (!claim) {
@@ -34,7 +34,7 @@ template <class T, class F> T guarded(void * user_data, T failed, const F & call
     }
 }
 
-// The same for what comes between two ubatches: the last one is over, even if it was given up.
+// Like guarded(), for calls between two ubatches: the last ubatch is over, even if it was given up.
 template <class T, class F> T guarded_between(void * user_data, T failed, const F & call) {
     return guarded(user_data, failed, [&](kvedge_cache & c) {
         c.ubatch.end(false);
@@ -95,24 +95,24 @@ bool holds_tokens(llama_context * ctx) {
     return false;
 }
 
-// When it is known where the layers' rows lie. A device reads them as they are.
+// Decides on the rotation of rows, once their places are known. AUTO rotates nothing if a device holds rows, which it reads as they are.
 kvedge_status rotate_rows(kvedge_cache & kv, kvedge_error * err) {
     const auto rotate = kv.devices.rotate;
     const bool away   = kv.layers.on_devices() > 0;
     return rotate_storage(kv.sequences.storage, away && rotate == KVEDGE_ROTATE_AUTO ? KVEDGE_ROTATE_OFF : rotate, kv.layers.shapes, err);
 }
 
-// known: whether the context has the provider now.
+// Attaches the provider. known: output, whether the context has the provider now.
 kvedge_status take_over(kvedge_cache & kv, bool & known, kvedge_error * err) {
     const int32_t code = kv.devices.attach();
-    known              = code == 0 || code == -2;  // which llama.cpp notices when it has taken the provider
+    known              = code == 0 || code == -2;  // -2: llama.cpp noticed the error after it took the provider
     switch (code) {
         case 0:  break;
         case -2: return fail(err, KVEDGE_E_MEMORY, "llama.cpp could not reserve its compute buffers");
         case -3: return fail(err, KVEDGE_E_STATE, "the context has an attention provider already; detach that one first");
         default: return fail(err, KVEDGE_E_NOTHING, "this model keeps no plain KV cache; there is nothing to compress");
     }
-    kvedge_status status = kv.context.error.status;  // of a layer that was asked for: it did not take part
+    kvedge_status status = kv.context.error.status;  // of a layer that llama.cpp asked for and that failed
     if (status != KVEDGE_OK) {
         fail(err, status, "%s", kv.context.error.message);
     }
@@ -134,7 +134,7 @@ kvedge_status take_over(kvedge_cache & kv, bool & known, kvedge_error * err) {
                         : fail(err, KVEDGE_E_NOTHING, "this model has no full-attention layer; there is nothing to compress");
 }
 
-// A cache whose context knows of it, until the caller has it.
+// A cache whose context knows the provider. Detaches the provider, unless the caller takes the cache.
 struct Attaching {
     explicit Attaching(llama_context * ctx) : kv(std::make_unique<kvedge_cache>()) { kv->context.llama = ctx; }
     ~Attaching() {
@@ -146,7 +146,7 @@ struct Attaching {
     bool                          known = false;
 };
 
-// Whether the model has what the plan's stages ask of it.
+// Checks that the model has what the plan's stages need: profiles, rotations, projections.
 kvedge_status check_model(const kvedge_cache & kv, const kvedge_plan & plan, kvedge_error * err) {
     const auto status = check_profiles(plan, kv.layers.shapes, kv.layers.n_model, err);
     const auto turning = status == KVEDGE_OK ? check_rotations(plan, kv.layers.shapes, *kv.layers.rotations, err) : status;

@@ -1,4 +1,4 @@
-// Loading ggml's backends from beside this library.
+// Loads ggml's backends from the folder of this library.
 
 #include "system/error.h"
 #include "ggml-backend.h"
@@ -22,7 +22,7 @@ namespace {
 bool has_cpu() { return ggml_backend_dev_by_type(GGML_BACKEND_DEVICE_TYPE_CPU) != nullptr; }
 
 #if defined(_WIN32)
-// Path of the module that holds this function, UTF-8; empty if Windows does not say.
+// Returns the path of the module that holds this function, in UTF-8; empty if Windows does not know it.
 std::string own_path() {
     HMODULE module = nullptr;
     if (!GetModuleHandleExW(GET_MODULE_HANDLE_EX_FLAG_FROM_ADDRESS | GET_MODULE_HANDLE_EX_FLAG_UNCHANGED_REFCOUNT,
@@ -40,7 +40,7 @@ std::string own_path() {
     return path;
 }
 #else
-// Path of the library that holds this function; empty if the loader does not say.
+// Returns the path of the library that holds this function; empty if the loader does not know it.
 std::string own_path() {
     Dl_info info{};
     return dladdr(reinterpret_cast<const void *>(&has_cpu), &info) != 0 && info.dli_fname ? info.dli_fname : "";
@@ -53,7 +53,7 @@ std::string own_folder() {
     return end == std::string::npos ? "." : path.substr(0, end);
 }
 
-// ggml greets every backend that it loads, on stderr by default.
+// Silences ggml's log, since ggml reports every backend that it loads, on stderr by default.
 class Silence {
   public:
     Silence() {
@@ -72,7 +72,7 @@ class Silence {
 }  // namespace
 
 extern "C" kvedge_status kvedge_load_backends(kvedge_error * err) try {
-    static std::mutex lock;  // ggml's list of backends has none
+    static std::mutex lock;  // ggml's list of backends has no lock
     const std::lock_guard<std::mutex> hold(lock);
     if (has_cpu()) {
         return ok(err);

@@ -25,7 +25,7 @@ static bool can_attend(const llama_attn_provider_layer & layer) {
            v->ne[0] <= MAX_HEAD_SIZE && (!layer.sinks || layer.sinks->type == GGML_TYPE_F32);
 }
 
-// Two operations: `first`, of one or two tensors, and the attention behind it, since a graph has a barrier between two operations.
+// Builds `first`, with one or two tensors, and the attention behind it: a graph has a barrier between two operations.
 static ggml_tensor * build_on_host(const llama_attn_provider_layer & layer, ggml_tensor * const (&from)[2],
                                    ggml_custom_op_t first, int n_tasks, LayerOp & op) {
     const int64_t d_v = op.kv->layers.shapes[(size_t) op.layer].d_v;
@@ -36,7 +36,7 @@ static ggml_tensor * build_on_host(const llama_attn_provider_layer & layer, ggml
                           GGML_N_TASKS_MAX, &op);
 }
 
-// Attention of a layer without keys and values of its own, over the rows of the one that has them.
+// Builds the attention of a layer without keys and values, over the rows of the layer that has them.
 ggml_tensor * kvedge_cache::build_reader(const llama_attn_provider_layer & layer) {
     const LayerOp * owner = layers.find(layer.il_kv);
     if (!owner) {
@@ -68,7 +68,7 @@ ggml_tensor * kvedge_cache::build_attn(const llama_attn_provider_layer & layer) 
         return build_reader(layer);
     }
     LayerOp * op = can_attend(layer) ? layers.find(layer.il) : nullptr;
-    if (!can_attend(layer) || (!op && !sequences.all.empty())) {  // the store was laid out without that layer
+    if (!can_attend(layer) || (!op && !sequences.all.empty())) {  // the store was laid out without this layer
         layers.declined = true;
         return nullptr;
     }
@@ -143,14 +143,14 @@ void kvedge_cache::seq_rm(int32_t seq_id, int32_t p0, int32_t p1) {
             if (state.replay) {
                 state.replay->spoiled = true;
             }
-            state.replayed = 0;  // the rows that chunks were about have moved
+            state.replayed = 0;  // the rows of the chunks have moved
             state.cut(state.seq->rows.n_tokens());
         }
         ++it;
     }
 }
 
-// Whether what is copied of `source` reaches as far as what is there, which may be an earlier copy: it then takes its place.
+// Returns whether the copied tokens of `source` cover all tokens of `there`. The copy then replaces `there`, which may be an older copy.
 static bool covers(const Store & source, int32_t p0, int32_t p1, const Store & there) {
     const auto &  from = source.contents().pos, & to = there.contents().pos;
     const int32_t last = from.empty() ? -1 : *std::max_element(from.begin(), from.end());
@@ -176,7 +176,7 @@ bool kvedge_cache::seq_cp(int32_t from, int32_t to, int32_t p0, int32_t p1) {
     if (!copy) {
         return context.deny(KVEDGE_E_MEMORY, "no memory to copy a sequence");
     }
-    SequenceState state;  // takes its place when nothing can fail any more
+    SequenceState state;  // becomes the target when nothing can fail any more
     state.id  = to;
     state.seq = std::move(copy);
     keeping.share(*source, state);

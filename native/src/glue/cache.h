@@ -1,5 +1,5 @@
-// kvedge_cache: the attention provider of one llama_context, made of what it holds, from llama.cpp's side up to the current
-// ubatch. Each knows only those before it.
+// kvedge_cache: the attention provider of one llama_context. Its members are ordered from llama.cpp's side to the current ubatch; a member
+// knows only the members before it.
 
 #pragma once
 
@@ -23,10 +23,11 @@ struct kvedge_cache {
     kvedge::Compressor compressor{ context, layers, sequences, devices, keeping, working };
     kvedge::Ubatch     ubatch{ context, layers, sequences, devices, keeping, working, compressor };
 
-    mutable kvedge::Owner owner;  // the thread in a call, or in a ubatch
+    mutable kvedge::Owner owner;  // the thread that is inside a call or a ubatch
 
-    // What llama.cpp asks for: the attention of a layer while a graph is built (NULL: its own), room for a ubatch (-1: there is
-    // none; 1: the graph must be built anew), and that sequences change as its own do. They throw std::bad_alloc.
+    // What llama.cpp calls; all throw std::bad_alloc. build_attn: returns the attention of a layer for a graph; NULL: llama.cpp builds it.
+    // ubatch_begin: makes room for a ubatch; -1: refused; 1: the graph must be built anew; else 0. The others change sequences like
+    // llama.cpp.
     ggml_tensor * build_attn(const llama_attn_provider_layer & layer);
     int           ubatch_begin(const llama_attn_provider_ubatch & of);
     void          clear();
@@ -34,10 +35,9 @@ struct kvedge_cache {
     bool          seq_cp(int32_t from, int32_t to, int32_t p0, int32_t p1);
     void          seq_keep(int32_t seq_id);
 
-    // Ends when no graph runs: before sequences change. The last ubatch is over then.
+    // Waits until no graph runs; the last ubatch is over then. Call this function before sequences change.
     void settle();
-    // The rows of a sequence come to the host, for a caller to read; where rows lie is nothing that a caller sees.
-    // Errors: KVEDGE_E_MEMORY.
+    // Brings the rows of a sequence to the host, for a caller to read; callers do not see where rows lie. Errors: KVEDGE_E_MEMORY.
     kvedge_status to_host(const kvedge::SequenceState & state, kvedge_error * err) const;
 
   private:
@@ -48,7 +48,7 @@ namespace kvedge {
 
 // The operations of a layer in the graph; see ggml_custom_4d.
 void store_op(ggml_tensor * dst, int ith, int nth, void * layer_op);   // src: k, v
-void start_op(ggml_tensor * dst, int ith, int nth, void * layer_op);   // src: q; in its place, of a layer that stores nothing
-void attend_op(ggml_tensor * dst, int ith, int nth, void * layer_op);  // src: q, the result of either, sinks (optional)
+void start_op(ggml_tensor * dst, int ith, int nth, void * layer_op);   // src: q; replaces store_op in a layer that stores nothing
+void attend_op(ggml_tensor * dst, int ith, int nth, void * layer_op);  // src: q, the result of store_op or start_op, sinks (optional)
 
 }  // namespace kvedge

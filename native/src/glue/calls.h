@@ -1,4 +1,4 @@
-// What the functions of the C interface that take a cache have in common: nobody else is inside, and nothing is thrown.
+// Helpers of the C functions that take a cache: only one thread is inside, and nothing is thrown.
 
 #pragma once
 
@@ -11,8 +11,8 @@ inline kvedge_status fail_busy(kvedge_error * err) {
     return fail(err, KVEDGE_E_STATE, "another thread is in a call with this cache; wait until it is back");
 }
 
-// Runs call() with the cache claimed, and returns its status. given: whether all that must be given is; `missing` says what
-// is not, and doing what fails where something is thrown (caught()). Errors: KVEDGE_E_ARGUMENT, KVEDGE_E_STATE (busy).
+// Claims the cache, runs call() and returns its status. given: all required arguments are there; `missing`: the message if not. doing: what
+// the call does, for the message if it throws (caught()). Errors: KVEDGE_E_ARGUMENT, KVEDGE_E_STATE (busy).
 template <class F>
 kvedge_status claimed(
     const kvedge_cache * kv, bool given, const char * missing, const char * doing, kvedge_error * err, const F & call) noexcept try {
@@ -29,14 +29,14 @@ inline kvedge_status fail_freed(kvedge_error * err) {
     return fail(err, KVEDGE_E_STATE, "the llama_context of this cache has been freed");
 }
 
-// The same for calls that need llama.cpp's context. Errors: also KVEDGE_E_STATE where it has been freed.
+// Like claimed(), for calls that need llama.cpp's context. Errors: also KVEDGE_E_STATE if the context has been freed.
 template <class F>
 kvedge_status in_context(
     const kvedge_cache * kv, bool given, const char * missing, const char * doing, kvedge_error * err, const F & call) noexcept {
     return claimed(kv, given, missing, doing, err, [&] { return kv->context.llama ? call() : fail_freed(err); });
 }
 
-// Errors: KVEDGE_E_ARGUMENT where the context has no sequence of that number, which need not hold tokens; KVEDGE_E_STATE.
+// Checks that the context has a sequence of that number, which may be empty. Errors: KVEDGE_E_ARGUMENT, KVEDGE_E_STATE (context freed).
 inline kvedge_status check_sequence(const kvedge_cache & kv, int32_t seq_id, kvedge_error * err) {
     if (!kv.context.llama) {
         return fail_freed(err);
@@ -46,13 +46,13 @@ inline kvedge_status check_sequence(const kvedge_cache & kv, int32_t seq_id, kve
                : fail(err, KVEDGE_E_ARGUMENT, "the context has no sequence %d", seq_id);
 }
 
-// Whether n things fit a caller's n_out places. Errors: KVEDGE_E_ARGUMENT.
+// Checks that n things fit the caller's n_out places. Errors: KVEDGE_E_ARGUMENT.
 inline kvedge_status check_room(const char * function, size_t n, const char * things, int32_t n_out, kvedge_error * err) {
     return n_out >= 0 && n <= (size_t) n_out ? ok(err)
                                              : fail(err, KVEDGE_E_ARGUMENT, "%s: %zu %s do not fit %d places", function, n, things, n_out);
 }
 
-// The same for what is no status: `none` where the cache is NULL or another thread is inside, or where something is thrown.
+// Claims the cache and returns call(). Returns `none` if the cache is NULL, another thread is inside, or call() throws.
 template <class T, class F> T asked(const kvedge_cache * kv, T none, const F & call) noexcept try {
     if (!kv) {
         return none;

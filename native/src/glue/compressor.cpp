@@ -19,7 +19,7 @@ kvedge_status fail_verifying(kvedge_error * err) {
     return fail(err, KVEDGE_E_STATE, "a verification of drafts was begun; end it first (kvedge_verify_end)");
 }
 
-// Takes a bounded prompt that failed out of the sequence.
+// Removes a bounded prompt that failed from the sequence.
 static kvedge_status fail_bounded(SequenceState & state, kvedge_error * err) {
     state.drop_bounded();
     state.armed = false;
@@ -33,11 +33,11 @@ kvedge_status Compressor::check(SequenceState & state, kvedge_error * err) {
     return state.replay ? fail_replaying(err) : ok(err);
 }
 
-// A prompt's intermediate results are many times those of a token: an answer gets by with a few of these pages. Every graph
-// writes its inputs anew, and what it put out has been copied.
+// Releases working memory after a prompt. A prompt's intermediate results are many times those of a token, so that an answer needs few of
+// these pages. Every graph writes its inputs anew, and its outputs have been copied.
 void Compressor::release_memory() {
     working_.release();
-    // An encoder's graphs are built without asking for attention.
+    // A model with an encoder also builds graphs without asking for attention: the noted buffer may have moved.
     if (context_.llama && !llama_model_has_encoder(llama_get_model(context_.llama))) {
         context_.intermediate.release();
     }
@@ -46,7 +46,7 @@ void Compressor::release_memory() {
 // ---------------------------------------------------------------------------------------------------------
 // Prompts
 
-// What lies on devices counts as well. before: bytes there before the compression.
+// Adds the bytes on devices to the outcome. before: bytes on devices before the compression.
 static kvedge_status with_device(const SequenceState & state, uint64_t before, Compression & outcome, kvedge_status status) {
     outcome.before_bytes += before;
     outcome.after_bytes += state.device ? state.device->bytes() : 0;
@@ -54,7 +54,7 @@ static kvedge_status with_device(const SequenceState & state, uint64_t before, C
     return status;
 }
 
-// Bytes of the sequence's keys and values on devices, which all travel where rows are fetched.
+// Returns the bytes of the sequence's keys and values on devices. All of them travel when rows are fetched.
 static uint64_t rows_away(const SequenceState & state) {
     uint64_t         n    = 0;
     const Store & rows = state.seq->rows;
@@ -85,7 +85,7 @@ AwayRows * Compressor::device_of(SequenceState & state, const kvedge_plan & plan
     return state.device_problem.empty() ? state.device.get() : nullptr;
 }
 
-// Where the rows are if that can be done, else on the host.
+// Compresses on the devices that hold the rows if that can be done, else on the host.
 kvedge_status Compressor::compress_rows(SequenceState & state, Compression & outcome, kvedge_error * err) {
     const int32_t     n_tokens = state.seq->rows.pending_length();
     const kvedge_plan plan     = compression_plan(*state.seq, sequences_.plan_of(state.id), 0);
@@ -101,7 +101,7 @@ kvedge_status Compressor::compress_rows(SequenceState & state, Compression & out
         const auto status  = compress_pending(*state.seq, plan, context_.threads(), outcome, err);
         state.device_work  = outcome.away->work;
         state.device_work.choose_us = outcome.choose_us;
-        if (outcome.lost) {  // its rows are neither those of before nor those that were to stay
+        if (outcome.lost) {  // rows on devices are neither the old rows nor the kept rows
             state.device.reset();
             state.seq = std::make_unique<Sequence>(layers_.shapes, sequences_.storage);
             return status;
@@ -135,21 +135,21 @@ kvedge_status Compressor::compress(SequenceState & state, kvedge_error * err) {
     const int64_t start = ggml_time_us();
     uint64_t      seen  = 0;
     if (layers_.has_sinks() || !state.device || !state.device->keeps_window(window_length(*state.seq))) {
-        seen = devices_.read_queries(state);  // else the device measures by them, or to_host() reads them
+        seen = devices_.read_queries(state);  // else the device measures with the queries, or to_host() reads them
     }
     seen += devices_.read_sums(state);
     const int64_t saw = ggml_time_us() - start;
-    state.seq->projections = layers_.projections;  // also of a sequence that was loaded
-    if (state.seq->rows.pending_length() == 0) {  // also of a prompt whose tokens were removed: what was seen of them goes, too
+    state.seq->projections = layers_.projections;  // also for a loaded sequence
+    if (state.seq->rows.pending_length() == 0) {  // also if a prompt's tokens were removed: their observations go, too
         state.seq->close_pending();
         state.armed = false;
         return ok(err);
     }
-    if (state.whole.seq) {  // all that came since are tokens of the answer: the next message is compressed with them
+    if (state.whole.seq) {  // later tokens are the answer's: the next message is compressed with them
         state.armed = false;
         return ok(err);
     }
-    // Of an answer that a decode policy bounds, heads hold different tokens already: there is no prompt to choose from.
+    // In an answer that a decode policy bounds, heads hold different tokens already: there is no prompt to choose from.
     if (!state.kept.empty()) {
         return ok(err);
     }

@@ -1,4 +1,4 @@
-// The compression of a sequence in a context: on the host or where its rows lie, of a prompt, a stream, or layer by layer.
+// The compression of a sequence: a prompt, a stream, or layer by layer; on the host, or on the devices that hold the rows.
 
 #pragma once
 
@@ -16,23 +16,23 @@ class Compressor {
     Compressor(Context & context, const Layers & layers, Sequences & sequences, Devices & devices, Keeping & keeping, Working & working)
         : context_(context), layers_(layers), sequences_(sequences), devices_(devices), keeping_(keeping), working_(working) {}
 
-    // What is pending of the sequence. Errors: those of compress_pending, and KVEDGE_E_STATE where a bounded prompt failed or a
-    // second pass was begun.
+    // Compresses the pending tokens of the sequence. Errors: those of compress_pending, KVEDGE_E_STATE (a bounded prompt failed, or a
+    // second pass was begun).
     kvedge_status compress(SequenceState & state, kvedge_error * err);
-    // What a sequence keeps is chosen again from its whole rows, under the limits of now; tokens since then stay.
-    // Errors: KVEDGE_E_STATE (there are no whole rows, or a verification was begun), KVEDGE_E_UNSUPPORTED (the decode policy dropped
-    // rows), and those of compress_pending. What it kept before is there still.
+    // Chooses again, from the whole rows and under the current limits, what a sequence keeps; later tokens stay. A failure leaves the kept
+    // rows. Errors: KVEDGE_E_STATE (no whole rows, or a verification was begun), KVEDGE_E_UNSUPPORTED (the decode policy dropped rows), and
+    // those of compress_pending.
     kvedge_status choose_again(SequenceState & state, kvedge_error * err);
-    // What is pending of a stream, which stays pending.
+    // Compresses the pending rows of a stream. The kept rows stay pending.
     kvedge_status compress_stream(SequenceState & state, kvedge_error * err);
-    // All of llama.cpp's own cells of a stream but the newest, by which it sees where the next batch goes on.
+    // Frees llama.cpp's own cells of a stream, except the newest, which tells llama.cpp where the next batch goes on.
     void release_cells(SequenceState & state);
-    // A layer of the sequence's bounded prompt was attended to. Runs on a thread of ggml.
+    // Compresses a layer of the sequence's bounded prompt, after the layer's attention. Runs on a thread of ggml. Reports errors.
     void finish_layer(SequenceState & state, int32_t layer) noexcept;
-    // The sequence's bounded prompt is over, as the next tokens come. False: it failed, which is reported.
+    // Ends the sequence's bounded prompt, when the next tokens come. False: the prompt failed, which is reported.
     bool end_bounded(SequenceState & state);
 
-    // Whether the sequence can be compressed now. Errors: KVEDGE_E_STATE; a bounded prompt that failed is gone then.
+    // Checks that the sequence can be compressed now. Removes a bounded prompt that failed. Errors: KVEDGE_E_STATE.
     kvedge_status check(SequenceState & state, kvedge_error * err);
 
   private:
@@ -48,7 +48,7 @@ class Compressor {
     Working &      working_;
 };
 
-kvedge_status fail_replaying(kvedge_error * err);  // a chunk of a second pass was begun and not ended
-kvedge_status fail_verifying(kvedge_error * err);  // a verification was begun and not ended
+kvedge_status fail_replaying(kvedge_error * err);  // KVEDGE_E_STATE: a chunk of a second pass was begun and not ended
+kvedge_status fail_verifying(kvedge_error * err);  // KVEDGE_E_STATE: a verification was begun and not ended
 
 }  // namespace kvedge

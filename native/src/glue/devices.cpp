@@ -1,6 +1,5 @@
-// A device attends over the rows of a prompt and of an answer, and adds up a prompt's attention. Attention whose weights somebody
-// wants (watched tokens, scores of a decode policy) takes place on the host, with the rows fetched. A ubatch attends on devices
-// if all its sequences can.
+// Devices attend over the rows of a prompt and of an answer, and sum a prompt's attention. Attention whose weights are needed (watched
+// tokens, scores of a decode policy) is computed on the host, with the rows fetched. A ubatch attends on devices if all its sequences can.
 
 #include "glue/devices.h"
 
@@ -11,7 +10,7 @@ using namespace kvedge;
 
 namespace {
 
-// The device of the weights that made a tensor; NULL: there are none.
+// Returns the device of the weights that made a tensor; NULL: no weights found.
 ggml_backend_dev_t device_of(const ggml_tensor * t, int depth) {
     constexpr int DEEPEST = 12;  // operations between a projection and its attention
     if (!t || depth > DEEPEST) {
@@ -60,16 +59,16 @@ bool Devices::even(const SequenceState & state) const {
     return known ? state.device->even() : holds_even(state.seq->rows, layers_.places);
 }
 
-// Nodes of a sequence's attention in one layer: where heads are even, and in four groups, of one token and of several.
+// Graph nodes of a sequence's attention in one layer: even heads; uneven heads, in four groups, with one token; with several tokens.
 constexpr uint32_t EVEN_NODES = 24, UNEVEN_NODES = 112, SEVERAL_NODES = 208;
 
-// Pieces in which a layer's attention is added up, of each of the sequences in one batch.
+// Returns the number of parts in which a layer's attention is summed, for each sequence of a batch.
 static int32_t summing_parts(size_t sequences) {
     constexpr size_t PARTS = 8;
     return (int32_t) std::max<size_t>(1, PARTS / sequences);
 }
 
-// Of all sequences in one batch, in a layer.
+// Returns the graph nodes that sum the attention of a layer, for all sequences of a batch.
 uint32_t Devices::summing_nodes(size_t sequences) const {
     int32_t most = 0;
     for (size_t l = 0; l < layers_.shapes.size(); l++) {
@@ -84,7 +83,7 @@ uint32_t Devices::nodes() const {
     return n > 0 ? (uint32_t) layers_.on_devices() * (SEVERAL_NODES + EVEN_NODES * (n - 1) + std::max(summing_nodes(1), summing_nodes(n))) : 0;
 }
 
-// Which layers lie on devices is known when graphs were reserved once; theirs are larger.
+// Sets the provider twice if layers lie on devices: these are known after the first time, and their graphs need more nodes.
 int32_t Devices::attach() {
     const int32_t code   = llama_set_attn_provider(context_.llama, &context_.provider);
     context_.provider.extra_nodes = nodes();
@@ -97,8 +96,9 @@ int32_t Devices::attach() {
 
 bool Devices::fits(const Run & run, bool even) const {
     const SequenceState & state = *run.state;
-    const Storage & stored = state.seq->rows.storage();  // of a file, its own
-    if (state.turned() || run.request || run.wanted.queries || run.wanted.moments >= 0 || run.wanted.peaks || !run.wanted.on_devices() || sequences_.watching || state.streaming ||
+    const Storage & stored = state.seq->rows.storage();  // a loaded sequence has the types of its file
+    if (state.turned() || run.request || run.wanted.queries || run.wanted.moments >= 0 || run.wanted.peaks || !run.wanted.on_devices() ||
+        sequences_.watching || state.streaming ||
         is_rotated(stored.k) || is_rotated(stored.v) || has_whole(state.seq->rows) || !follow_each_other(run.index) ||
         (run.score && even_rows(state.seq->rows) != 0)) {
         return false;
@@ -112,9 +112,9 @@ bool Devices::fits(const Run & run, bool even) const {
     return reads && !sums && !sunk;
 }
 
-// Whether a message of few tokens attends on the host, where the rows before it lie, all of them while whole rows are kept: these would
-// travel to the device and, to be compressed, back. A thread multiplies a token with a head's rows in a tenth of the time in which a
-// bus (12 GB/s) carries them there and back; a network takes a hundred times as long.
+// Returns whether a message of few tokens attends on the host, which holds all rows before it while whole rows are kept: else these rows
+// travel to the device and, for the compression, back. A thread multiplies a token with a head's rows in a tenth of the time in which a bus
+// (12 GB/s) carries the rows there and back; a network takes a hundred times as long as the bus.
 bool Devices::stays(const Run & run) const {
     constexpr int32_t     TOKENS = 10, FAR = 100;
     const SequenceState & state  = *run.state;
@@ -138,7 +138,7 @@ bool Devices::report_full(const GraphRows & device, int32_t n) {
     return false;
 }
 
-// Fetches rows for a ubatch, and reports it where there is no memory for them.
+// Fetches rows for a ubatch. False: no memory, which is reported.
 bool Devices::needed_on_host(SequenceState & state) {
     if (to_host(state)) {
         return true;
@@ -147,13 +147,13 @@ bool Devices::needed_on_host(SequenceState & state) {
     return false;
 }
 
-// A prompt's rows are plain until it is compressed.
+// Sends rows to devices. The rows of a prompt are not quantised until it is compressed. False: no memory, which is reported.
 bool Devices::to_device(SequenceState & state, bool prompt) {
     const GraphRows::Form form = { prompt ? sequences_.storage.plain() : sequences_.storage, !state.kept.empty() };
     if (state.device && state.device->form() == form) {
         return true;
     }
-    if (state.device && prompt && state.device->form().dropping == form.dropping) {  // and they are quantised
+    if (state.device && prompt && state.device->form().dropping == form.dropping) {  // the rows are quantised
         context_.synchronize();
         if (state.device->make_plain(context_.threads())) {
             return true;
@@ -327,8 +327,8 @@ void Devices::wait() {
     running_.clear();
 }
 
-// While a graph runs the next one is built. Its inputs are others, and the scheduler waits with its own for the end of the
-// graph; but where layers lie on several devices it may have more than two graphs on their way.
+// Lets the graph run while the next graph is built. The next graph has other inputs, and the scheduler fills its own inputs only when the
+// graph has ended; but with layers on several devices the scheduler may have more than two graphs on their way.
 void Devices::run_on(const Runs & runs) {
     for (const auto & run : runs) {
         if (run->device && std::find(running_.begin(), running_.end(), run->device) == running_.end()) {

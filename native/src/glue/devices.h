@@ -1,5 +1,4 @@
-// Which rows lie on devices: where a layer is placed, when a sequence's rows go there and come back, and the graphs that may
-// still run over them.
+// Rows on devices: where a layer is placed, when a sequence's rows go there and come back, and which graphs may still run over these rows.
 
 #pragma once
 
@@ -18,31 +17,31 @@ class Devices {
         : context_(context), layers_(layers), sequences_(sequences) {}
 
     kvedge_devices allowed = KVEDGE_DEVICES_AUTO;
-    kvedge_rotate  rotate  = KVEDGE_ROTATE_AUTO;  // as it was asked for; Sequences::storage says what became of it
+    kvedge_rotate  rotate  = KVEDGE_ROTATE_AUTO;  // the requested rotation; Sequences::storage has the actual one
 
-    ggml_backend_dev_t place_of(const llama_attn_provider_layer & layer) const;  // NULL: rows and attention are the host's
-    // llama_set_attn_provider, with as many nodes as the attention of layers on devices may take. Returns its code.
+    ggml_backend_dev_t place_of(const llama_attn_provider_layer & layer) const;  // NULL: the host holds rows and attends
+    // Calls llama_set_attn_provider with enough graph nodes for the attention of layers on devices. Returns its code.
     int32_t attach();
 
-    // Where a ubatch attends, whose rows then go there or come back. False: no memory, which is reported.
+    // Decides where a ubatch attends, and moves the sequences' rows there. False: no memory, which is reported.
     bool place(Runs & runs);
-    bool active() const { return active_; }  // the current ubatch attends on devices
-    void leave() { active_ = false; }        // it attends nowhere
-    // Room for a run's tokens, one of n_runs. False: no memory, which is reported. Throws std::bad_alloc.
+    bool active() const { return active_; }  // whether the current ubatch attends on devices
+    void leave() { active_ = false; }        // the ubatch does not attend on devices
+    // Makes room for the tokens of a run, which is one of n_runs. False: no memory, which is reported. Throws std::bad_alloc.
     bool reserve(Run & run, size_t n_runs);
-    // Its graph is about to be built or used again. Returns whether it must be built.
+    // Notes the graph that the runs need. Returns whether llama.cpp must build it.
     bool begin_graph(const Runs & runs);
-    // The attention of a layer on a device; NULL: the ubatch attends on the host. runs: NULL where the graph is of no ubatch, as
-    // those are with which llama.cpp reserves memory.
+    // Builds the attention of a layer on a device. NULL: the ubatch attends on the host. runs: NULL for a graph without a ubatch; llama.cpp
+    // reserves memory with such graphs.
     ggml_tensor * build(const llama_attn_provider_layer & layer, size_t at, const Runs * runs);
 
-    // Rows that are on devices come to the host. False: no memory.
+    // Brings the rows of a sequence from devices to the host. False: no memory.
     bool to_host(SequenceState & state);
-    // The last ubatch's graph may run while the next one is built, but for layers on several devices.
+    // Lets the last ubatch's graph run while the next graph is built; waits instead if layers lie on several devices.
     void run_on(const Runs & runs);
-    void wait();  // ends when no graph runs
+    void wait();  // waits until no graph runs
 
-    // What graphs left of a sequence's prompt on devices comes to the host: bytes that were fetched. They throw std::bad_alloc.
+    // Bring the queries or the attention sums of a prompt from devices to the host. Return the fetched bytes. Throw std::bad_alloc.
     uint64_t read_queries(SequenceState & state);
     uint64_t read_sums(SequenceState & state);
 
@@ -63,10 +62,10 @@ class Devices {
     Layers &          layers_;
     const Sequences & sequences_;
     bool              active_ = false;
-    uint64_t          stamps_ = 0;  // of tensors on devices, of all sequences
+    uint64_t          stamps_ = 0;  // counts tensors on devices, for all sequences
     std::shared_ptr<Workers> workers_ = std::make_shared<Workers>();
     std::vector<GraphRows::Signature>       wanted_graph_, built_graph_;
-    std::vector<std::shared_ptr<GraphRows>> running_;  // of earlier ubatches, whose graphs may run still
+    std::vector<std::shared_ptr<GraphRows>> running_;  // rows of earlier ubatches, whose graphs may still run
 };
 
 }  // namespace kvedge

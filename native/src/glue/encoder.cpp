@@ -1,5 +1,5 @@
-// What an image encoder of libmtmd tells while it works: llama.cpp's scheduler asks of every result whether anybody wants to
-// see it, and computes up to the next one that somebody does.
+// Observes an image encoder of libmtmd. llama.cpp's scheduler asks for every result whether it is wanted, and computes up to the next
+// wanted result.
 
 #include "system/error.h"
 #include "ggml.h"
@@ -18,7 +18,7 @@ struct kvedge_encoder {
     void *              user_data = nullptr;
 };
 
-// The layer whose output a result is, by the name that libmtmd gives it; -1: another result.
+// Returns the layer whose output a result is, from the name that libmtmd gives the result; -1: another result.
 static int32_t layer_of(const ggml_tensor & result) {
     static constexpr char   NAME[] = "layer_out-";
     static constexpr size_t LENGTH = sizeof(NAME) - 1;
@@ -56,7 +56,7 @@ extern "C" void kvedge_encoder_set_look(kvedge_encoder * encoder, kvedge_encoder
 extern "C" bool kvedge_encoder_eval(ggml_tensor * tensor, bool ask, void * encoder) try {
     auto * e = (kvedge_encoder *) encoder;
     if (!e || !tensor) {
-        return !ask;  // wanted: none; when one was computed: go on
+        return !ask;  // ask: the result is not wanted; else: go on
     }
     if (ask) {
         e->results.note(tensor);

@@ -1,4 +1,4 @@
-// Reading what a cache holds, and what its plan's scorer makes of it.
+// Reads what a cache holds, and the scores of its plan's scorer.
 
 #include "glue/calls.h"
 #include "kernels/widen.h"

@@ -7,7 +7,7 @@ using namespace kvedge;
 
 void Intermediate::note(const ggml_tensor * result) {
     ggml_backend_buffer * buffer = result->buffer;
-    // Pinned memory of a GPU's driver is of another type, weights and caches have another use.
+    // Pinned memory of a GPU's driver has another buffer type; weights and caches have another usage.
     if (buffer && ggml_backend_buffer_get_type(buffer) == ggml_backend_cpu_buffer_type() &&
         ggml_backend_buffer_get_usage(buffer) == GGML_BACKEND_BUFFER_USAGE_COMPUTE) {
         buffer_ = buffer;

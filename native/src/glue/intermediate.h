@@ -1,5 +1,5 @@
-// Intermediate results of llama.cpp's graphs. Their buffer is as large as the largest graph needs, from the time it is made;
-// its pages are taken when they are first written, and between two graphs nobody reads them.
+// Intermediate results of llama.cpp's graphs. Their buffer is as large as the largest graph needs. The system gives a page of the buffer
+// when the page is first written. Between two graphs nobody reads the buffer.
 
 #pragma once
 
@@ -12,13 +12,13 @@ namespace kvedge {
 
 class Intermediate {
   public:
-    // The place of a result of the graph that runs. Only the CPU's own memory is kept in mind.
+    // Remembers the buffer of a result of the running graph, if the buffer is in the CPU's own memory.
     void note(const ggml_tensor * result);
 
-    // For whoever knows that the buffer may be moved before the next note().
+    // Forgets the buffer. Call this function if the buffer may move before the next note().
     void forget() { buffer_ = nullptr; }
 
-    // Gives the pages back, until they are written again; forgets the buffer. Between two graphs. Returns its bytes.
+    // Returns the buffer's pages to the system and forgets the buffer. Call between two graphs. Returns the size of the buffer.
     size_t release();
 
   private:

@@ -1,4 +1,4 @@
-// The C interface of whole rows, and what becomes of them.
+// Whole rows of compressed sequences, and their C interface.
 
 #include "glue/keeping.h"
 
@@ -52,7 +52,7 @@ Whole & Whole::operator=(Whole && other) noexcept {
 
 Whole::~Whole() {
     for (const auto & job : jobs) {
-        job->unwanted = job.use_count() <= 2;  // this one's, and the writer's
+        job->unwanted = job.use_count() <= 2;  // held by this object and by the writer alone
     }
 }
 
@@ -153,7 +153,7 @@ void Keeping::take_in(SequenceState & state) noexcept try {
     state.whole = {};
 }
 
-// Whole rows are there, and stay as and where the setting says: quantised, within the limit, in the file.
+// Keeps whole rows as the settings say: quantised, within the limit, in the file.
 void Keeping::settle_down(SequenceState & state) {
     state.whole.turn = ++turn_;
     state.whole.problem.clear();
@@ -221,7 +221,7 @@ void Keeping::settle(SequenceState & state) {
 void Keeping::remove_whole(SequenceState & state, int32_t p0, int32_t p1) try {
     Sequence &    whole = *state.whole.seq;
     const auto &  pos   = whole.rows.contents().pos;
-    const auto    there = pending_tokens(whole.rows);  // others of these positions may have been removed before
+    const auto    there = pending_tokens(whole.rows);  // tokens at these positions may have been removed before
     const int32_t from  = whole.observed.window_from();
     const bool    read  = std::any_of(there.begin(), there.end(), [&](int32_t token) {
         return token < state.whole.n_read && pos[(size_t) token] >= p0 && pos[(size_t) token] < p1;
@@ -261,9 +261,9 @@ void Keeping::recall(SequenceState & state) {
     Sequence &    whole = *state.whole.seq;
     const int32_t n     = state.seq->rows.n_tokens() - whole.rows.n_tokens();
     const kvedge_plan & plan = sequences_.plan_of(state.id);
-    Observation wanted = plan.budget_ratio == 1.0 ? Observation{} : plan_observes(plan);  // which chooses nothing
+    Observation wanted = plan.budget_ratio == 1.0 ? Observation{} : plan_observes(plan);  // a full budget chooses nothing
     if (wanted.again) {
-        wanted.again = wanted.apart = false;  // a second pass is of all tokens
+        wanted.again = wanted.apart = false;  // a second pass covers all tokens
     }
     if (!saw_all(whole, wanted)) {
         return give_up(state, "the plan is another one now, whose scorer saw nothing of them");
@@ -279,10 +279,10 @@ void Keeping::recall(SequenceState & state) {
         return give_up(state, "no memory for the answer's rows");
     }
     if (whole.rows.n_tokens() > state.whole.n_read) {
-        whole.observed.skip_windows(whole.rows.n_tokens());  // the answer's queries are not there
+        whole.observed.skip_windows(whole.rows.n_tokens());  // the answer's queries were not kept
     }
     state.seq = std::move(state.whole.seq);
-    sequences_.open(state.id);  // which may come from a file, and knows of no rotations
+    sequences_.open(state.id);  // sets the rotations, which a loaded sequence lacks
     state.device.reset();
     state.kept.clear();
     state.evicted       = false;

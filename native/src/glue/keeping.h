@@ -1,4 +1,4 @@
-// Whole rows behind compressed ones: in memory or in a file, until a later message is read over them.
+// Whole rows of compressed sequences, kept in memory or in a file until a later message is read over them.
 
 #pragma once
 
@@ -16,35 +16,34 @@ class Keeping {
     Keeping(const Context & context, const Layers & layers, Sequences & sequences, Devices & devices)
         : context_(context), layers_(layers), sequences_(sequences), devices_(devices) {}
 
-    // For compressions from now on. folder: of files, where `place` says so. most: bytes of all whole rows together; 0: no limit. type:
-    // KVEDGE_TYPE_F16 for rows as they are, or KVEDGE_TYPE_Q8_0. Errors: those of check_folder and check_storage.
+    // Sets how compressions from now on keep whole rows. folder: for files (KVEDGE_KEEP_FILE). most: bytes of all whole rows together; 0:
+    // no limit. type: KVEDGE_TYPE_F16 for rows as they are, or KVEDGE_TYPE_Q8_0. Errors: those of check_folder and check_storage.
     kvedge_status set(kvedge_keep_place place, const char * folder, uint64_t most, kvedge_type type, kvedge_error * err);
 
     bool on() const { return place_ != KVEDGE_KEEP_NOT; }
-    // Whether saved and packed sequences have their whole rows with them.
+    // Returns whether saved and packed sequences include their whole rows.
     bool saved() const { return saved_; }
     void set_saved(bool on) { saved_ = on; }
-    // Whether the compression of the sequence is to leave its rows whole. Where that cannot be done, state.whole says why.
+    // Returns whether the compression of the sequence keeps its whole rows. If these are missing already, state.whole.problem says why.
     bool wanted(SequenceState & state) const;
-    // The sequence was compressed to one of its own, which takes its place. What goes beyond the limit is given up: the oldest first.
+    // Puts the compressed sequence in the place of the whole one, which is kept. Beyond the limit the oldest whole rows are given up.
     void put_aside(SequenceState & state, std::unique_ptr<Sequence> compressed);
-    // Whole rows came with a sequence that was loaded, or turned to other positions, and are kept as those of a compression.
+    // Keeps whole rows that were loaded with a sequence, or moved to other positions, as a compression would.
     void take_in(SequenceState & state) noexcept;
-    // Tokens of a later message come: the whole rows take the place of the compressed ones, behind them those of tokens since.
-    // Where that cannot be done they are given up, and state.whole says why. Throws std::bad_alloc, and nothing has changed.
+    // Puts the whole rows in the place of the compressed ones, for the tokens of a later message, and appends the rows of tokens since. If
+    // that fails, gives up the whole rows; state.whole.problem says why. Throws std::bad_alloc, and then nothing has changed.
     void recall(SequenceState & state);
-    // A copy of the sequence has its whole rows, in the same memory. Throws std::bad_alloc.
+    // Gives a copy of the sequence the same whole rows, in the same memory. Throws std::bad_alloc.
     void share(SequenceState & from, SequenceState & copy) const;
-    // What has been written of all sequences lies in the file from now on.
+    // Replaces, in all sequences, whole rows that have been written to the file by the rows in the file.
     void settle();
-    // Tokens with a position in [p0, p1) leave the sequence, and a verification is over. False: no memory for rows that stay of it.
-    // Throws std::bad_alloc.
+    // Removes tokens with a position in [p0, p1), and ends a verification. False: no memory for the rows that stay. Throws std::bad_alloc.
     bool remove(SequenceState & state, int32_t p0, int32_t p1);
 
   private:
     void settle(SequenceState & state);
     void remove_whole(SequenceState & state, int32_t p0, int32_t p1);
-    uint64_t held() const;  // bytes of all whole rows, those that sequences share once. Throws std::bad_alloc
+    uint64_t held() const;  // bytes of all whole rows; rows that sequences share count once. Throws std::bad_alloc
     void give_up(SequenceState & state, const std::string & why);
     void keep_within(SequenceState & state);
     void write(SequenceState & state);
@@ -55,9 +54,9 @@ class Keeping {
     Sequences &            sequences_;
     Devices &              devices_;
     kvedge_keep_place      place_ = KVEDGE_KEEP_NOT;
-    Storage                storage_;  // where it is not quantised, rows stay as they are
+    Storage                storage_;  // types of whole rows; not quantised: rows stay as they are
     uint64_t               most_  = 0;
-    uint64_t               turn_  = 0;  // of compressions
+    uint64_t               turn_  = 0;  // counts compressions that kept whole rows
     bool                   saved_ = false;
     std::unique_ptr<Spill, EndSpill> spill_;  // writes files
 };

@@ -1,5 +1,5 @@
-// The layers whose keys and values are kvedge's, as the first graph showed them: shapes, devices, rotations, sinks, and the
-// operations that stand for them in graphs.
+// The layers whose keys and values kvedge stores, as the first graph showed them: shapes, devices, rotations, sinks, and the operations
+// that replace the layers' attention in graphs.
 
 #pragma once
 
@@ -20,31 +20,31 @@ namespace kvedge {
 // User data of the operations of one layer.
 struct LayerOp {
     kvedge_cache * kv;
-    int32_t        layer;  // index into shapes
+    int32_t        layer;  // index into Layers::shapes
     float          scale;
-    int32_t        reader = -1;  // a layer without rows, which reads those of `layer`; -1: `layer` itself
+    int32_t        reader = -1;  // model number of a layer without rows, which reads the rows of `layer`; -1: `layer` itself
 };
 
 struct Layers {
     int32_t                                       n_model = 0;  // layers of the model, stored or not
     std::vector<LayerShape>                       shapes;
-    std::vector<std::unique_ptr<LayerOp>>         ops;      // as shapes; graphs keep their addresses
-    std::vector<std::unique_ptr<LayerOp>>         readers;  // of layers that read another layer's rows; likewise
-    std::vector<ggml_backend_dev_t>               places;   // as shapes: the device of its rows; NULL: the host
-    std::shared_ptr<Rotations>                    rotations = std::make_shared<Rotations>();  // as shapes
-    std::shared_ptr<Projections>                  projections;                                // as shapes
-    std::vector<std::vector<float>>               sinks;  // as shapes: logits of attention sinks, of layers on devices
+    std::vector<std::unique_ptr<LayerOp>>         ops;      // one for each of shapes; graphs keep their addresses
+    std::vector<std::unique_ptr<LayerOp>>         readers;  // of layers that read another layer's rows; graphs keep their addresses
+    std::vector<ggml_backend_dev_t>               places;   // for each of shapes: the device of its rows; NULL: the host
+    std::shared_ptr<Rotations>                    rotations = std::make_shared<Rotations>();  // for each of shapes
+    std::shared_ptr<Projections>                  projections;                                // for each of shapes
+    std::vector<std::vector<float>>               sinks;  // for each of shapes: logits of attention sinks, if the layer lies on a device
     bool                                          shares_kv = false;  // a layer cannot read the rows that it shares
     bool                                          declined  = false;  // a full-attention layer stayed with llama.cpp
 
-    // The layer with number il of the model; NULL: it is not there.
+    // Returns the layer with number il of the model; NULL: not stored.
     LayerOp * find(int32_t il) const;
-    // Adds one. All of it or, where there is no memory, nothing. Throws std::bad_alloc.
+    // Adds a layer. Throws std::bad_alloc, and then nothing was added.
     LayerOp * add(const llama_attn_provider_layer & layer, ggml_backend_dev_t place, kvedge_cache * kv);
 
     bool    all_of_model() const { return (int32_t) shapes.size() == n_model; }
-    bool    has_sinks() const;       // of a layer on a device
-    int32_t on_devices() const;      // how many
+    bool    has_sinks() const;       // whether a layer on a device has attention sinks
+    int32_t on_devices() const;      // number of layers on devices
     int32_t most_kv_heads() const;
     int32_t widest_key() const;
 

@@ -1,4 +1,4 @@
-// The operations of a layer in llama.cpp's graph, of which each of its threads does a part. They own nothing.
+// The operations of a layer in llama.cpp's graph. Each thread of the graph does a part. The operations own nothing.
 
 #include "glue/cache.h"
 
@@ -30,10 +30,10 @@ AttendJob make_job(const LayerOp & op, const Run & run, ggml_tensor * dst) {
     job.places    = run.places.empty() ? nullptr : run.places.data();
     job.scale     = op.scale;
     job.softcap   = shape.softcap;
-    job.as_alone  = run.kind == Kind::answer;  // drafts are compared with tokens that came one by one
+    job.as_alone  = run.kind == Kind::answer;  // drafts are compared with tokens that come one by one
     job.sinks     = dst->src[2] ? (const float *) dst->src[2]->data : nullptr;
     if (op.reader >= 0) {
-        return job;  // scores are those of the layer that the rows belong to
+        return job;  // scores belong to the layer that has the rows
     }
     job.wanted = run.wanted;
     job.seen   = &run.state->seq->observed;
@@ -99,7 +99,7 @@ void attend_op(ggml_tensor * dst, int ith, int nth, void * layer_op) {
         }
         return;
     }
-    // Threads draw tasks from one counter that runs through all runs of the ubatch.
+    // Threads draw tasks from one counter, which covers all runs of the ubatch.
     int32_t first = 0;
     int32_t task  = -1;
     for (auto & run : kv.ubatch.runs) {
@@ -107,7 +107,7 @@ void attend_op(ggml_tensor * dst, int ith, int nth, void * layer_op) {
             if (ith == 0) {
                 memset(dst->data, 0, ggml_nbytes(dst));
             }
-            return;  // it came alone
+            return;  // a bounded prompt is the only run
         }
         const AttendJob job = make_job(op, *run, dst);
         if (run->wanted.window > 0 && op.reader < 0) {
@@ -120,11 +120,11 @@ void attend_op(ggml_tensor * dst, int ith, int nth, void * layer_op) {
         if (!run->decode && (size_t) ith >= kv.working.scratch.size()) {
             return;
         }
-        // not of the threads of this pass: what heads are cut into changes the last bits of a result
+        // independent of the threads of this pass: the splits of a head change the last bits of a result
         const int32_t splits = run->decode ? decode_splits(job, kv.ubatch.most_threads) : 0;
         const int32_t n      = run->decode ? decode_tasks(job, splits) : prefill_tasks(job, kv.working.scratch[0]);
-        // Whoever finishes the last piece of a bounded prompt's layer compresses it, while the others wait at the graph's
-        // barrier. Pieces are the tasks and every thread's share of the window.
+        // The thread that finishes the last piece of a bounded prompt's layer compresses the layer, while the other threads wait at the
+        // graph's barrier. Pieces are the tasks and every thread's share of the window.
         const auto finish = [&] {
             if (run->bounded && kv.ubatch.finished.fetch_add(1, std::memory_order_acq_rel) + 1 == n + nth) {
                 kv.compressor.finish_layer(*run->state, op.layer);

@@ -11,12 +11,12 @@ namespace kvedge {
 
 namespace {
 
-constexpr int64_t ROWS    = 128;  // of a weight that are fetched or widened at a time
-constexpr int64_t COLUMNS = 256;  // that one product takes out of a packed weight
+constexpr int64_t ROWS    = 128;  // rows of a weight that are fetched or widened at a time
+constexpr int64_t COLUMNS = 256;  // columns that one product reads from a packed weight
 
 std::string name_of(const LayerShape & shape) { return "blk." + std::to_string(shape.il) + ".attn_output.weight"; }
 
-// n numbers of a type of ggml's in float32.
+// Converts n numbers of a ggml type to float32.
 void widen(ggml_type type, const void * from, int64_t n, float * out) {
     if (type == GGML_TYPE_F32) {
         std::copy_n((const float *) from, n, out);
@@ -25,7 +25,7 @@ void widen(ggml_type type, const void * from, int64_t n, float * out) {
     }
 }
 
-// Row by row, from where the host can read it or through a copy of some rows. out [ne1][ne0].
+// Reads a weight row by row; a weight that the host cannot read is copied some rows at a time. out [ne1][ne0].
 void read_rows(const ggml_tensor & w, int32_t n_threads, float * out) {
     const bool    here  = ggml_backend_buffer_is_host(w.buffer);
     const int64_t parts = (w.ne[1] + ROWS - 1) / ROWS;
@@ -44,7 +44,7 @@ void read_rows(const ggml_tensor & w, int32_t n_threads, float * out) {
 
 ggml_backend_dev_t device_of(const ggml_tensor & w) { return ggml_backend_buft_get_device(ggml_backend_buffer_get_type(w.buffer)); }
 
-// Columns of the identity, and the graph that multiplies them with a weight: what comes out are the weight's columns.
+// Reads columns of a weight as its products with columns of the identity matrix.
 class Probe {
   public:
     Probe(const ggml_tensor & w, int32_t n_threads) : parcel_(device_of(w)), sketch_(8) {
@@ -66,7 +66,7 @@ class Probe {
 
     int64_t columns() const { return in_->ne[1]; }
 
-    // [columns()][D]: columns of the weight from `first` on. NULL: the device failed.
+    // Returns [columns()][ne1], the weight's columns from `first` on. NULL: the device failed.
     const float * read(int64_t first) {
         first_ = first;
         parcel_.upload(1);
@@ -84,7 +84,7 @@ class Probe {
     int64_t       first_ = 0;
 };
 
-// Of a weight that lies packed for the CPU's products, which nothing but such a product reads. out [ne1][ne0].
+// Reads a weight that is packed for the CPU's products: only such a product can read it. out [ne1][ne0].
 void read_packed(const ggml_tensor & w, int32_t n_threads, float * out) {
     Probe      probe(w, n_threads);
     const auto across = (size_t) w.ne[0], down = (size_t) w.ne[1];
@@ -102,7 +102,7 @@ void read_packed(const ggml_tensor & w, int32_t n_threads, float * out) {
     }
 }
 
-// Whether a weight lies packed for the CPU's products: there is no reading such a buffer.
+// Returns whether a weight is packed for the CPU's products: its buffer cannot be read.
 bool is_packed(const ggml_tensor & w) {
     const ggml_backend_dev_t dev = device_of(w);
     return !ggml_backend_buffer_is_host(w.buffer) && dev && ggml_backend_dev_type(dev) == GGML_BACKEND_DEVICE_TYPE_CPU;
@@ -140,7 +140,7 @@ class ModelWeights : public OutputWeights {
     }
 
   private:
-    std::vector<const ggml_tensor *> tensors_;  // as the stored layers; NULL: there is none
+    std::vector<const ggml_tensor *> tensors_;  // one for each stored layer; NULL: the model has no such tensor
 };
 
 }  // namespace

@@ -1,4 +1,4 @@
-// The output projections of a model, as it has them in memory.
+// The output projections of a model, read from the model's memory.
 
 #pragma once
 
@@ -8,7 +8,7 @@ struct llama_model;
 
 namespace kvedge {
 
-// shapes: of the stored layers, which are read as they are when they are asked for. Nothing is read here.
+// Returns a reader of the output projections of the stored layers `shapes`. The weights are read later, when they are asked for.
 // Throws std::bad_alloc.
 std::shared_ptr<const OutputWeights> model_weights(const llama_model * model, const std::vector<LayerShape> & shapes);
 

@@ -1,4 +1,4 @@
-// The C interface of positions that are made smaller.
+// The C interface of kvedge_renumber, which makes positions smaller.
 
 #include "sequence/renumber.h"
 
@@ -10,7 +10,7 @@ using namespace kvedge;
 
 namespace {
 
-// Whether the keys of all layers can be turned to other positions, and nothing else of the model goes by them.
+// Checks that the keys of all layers can be rotated to other positions, and that the model uses positions in no other way.
 kvedge_status check_turning(const kvedge_cache & kv, kvedge_error * err) {
     if (is_quantised(kv.sequences.storage.k)) {
         return fail(err, KVEDGE_E_UNSUPPORTED, "keys are stored as %s, which turning them would round again; store them as f16, bf16 or f32",
@@ -53,13 +53,13 @@ kvedge_status check_positions(const SequenceState & state, int32_t next, kvedge_
                                     state.id, pos.back(), next);
 }
 
-// llama.cpp's cells of the sequence: none then. It goes on wherever the next batch says.
+// Frees all of llama.cpp's cells of the sequence. The next batch can then begin at any position.
 void release_all(kvedge_cache & kv, SequenceState & state) {
     kv.context.release_cells(state.id, -1, -1);
     state.released = state.seq->rows.n_tokens();
 }
 
-// Of them all but one, at the position of the sequence's last token. False: there is none then.
+// Frees all of llama.cpp's cells of the sequence except one, at the position of its last token. False: no cell is left.
 bool enter_last(kvedge_cache & kv, SequenceState & state, int32_t pos) {
     release_all(kv, state);
     const bool entered = kv.context.enter_position(state.id, pos);
@@ -67,7 +67,7 @@ bool enter_last(kvedge_cache & kv, SequenceState & state, int32_t pos) {
     return entered;
 }
 
-// The sequence, and its whole rows, which hold the first of its tokens. Throws std::bad_alloc: as they were, or whole rows are given up.
+// Moves the sequence, and its whole rows, which hold its first tokens. Throws std::bad_alloc: nothing moved, or whole rows are given up.
 void turn_all(kvedge_cache & kv, SequenceState & state, Moved && moved) {
     Sequence * const whole = state.whole.seq.get();
     if (whole) {
@@ -78,7 +78,7 @@ void turn_all(kvedge_cache & kv, SequenceState & state, Moved && moved) {
     try {
         move_to(*state.seq, std::move(moved), kv.context.threads());
     } catch (...) {
-        state.whole         = {};  // they have turned already
+        state.whole         = {};  // the whole rows have moved already
         state.whole.problem = "no memory to change the positions of the others";
         throw;
     }
@@ -103,7 +103,7 @@ extern "C" kvedge_status kvedge_renumber(kvedge_cache * kv, int32_t seq_id, int3
         if (!found || *next <= most) {
             return ok(err);
         }
-        SequenceState * const state = &kv->sequences.open(seq_id);  // knows the rotations then, also of a loaded sequence
+        SequenceState * const state = &kv->sequences.open(seq_id);  // sets the rotations, also of a loaded sequence
         if (state->seq->rows.n_tokens() == 0) {
             return ok(err);
         }

@@ -1,4 +1,4 @@
-// A second pass over a prompt, whose queries scorer "replay" goes by: its tokens come and go without leaving anything else.
+// A second pass over a prompt, for scorer "replay": the tokens of the pass come and go, and leave only scores.
 
 #include "glue/calls.h"
 
@@ -34,7 +34,7 @@ static kvedge_status check_chunk(const kvedge_cache & kv, const SequenceState & 
     return ok(err);
 }
 
-// Room for the scores of n tokens, in which nothing was seen yet.
+// Makes room for the scores of the pending tokens, without observations. False: no memory.
 static bool begin_anew(SequenceState & state, const Observation & wanted) {
     Observed & seen = state.seq->observed;
     state.replayed  = 0;

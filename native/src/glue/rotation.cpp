@@ -11,7 +11,7 @@ namespace kvedge {
 
 namespace {
 
-// ggml_rope_impl writes these.
+// The parameters that ggml_rope_impl writes into a tensor.
 struct Parameters {
     int32_t n_dims, mode, n_ctx_orig, offset;
     int32_t sections[GGML_MROPE_SECTIONS];
@@ -30,8 +30,8 @@ Parameters parameters(const ggml_tensor & rope) {
 
 bool is_weight(const ggml_tensor * t) { return t && t->op == GGML_OP_NONE && !(t->flags & GGML_TENSOR_FLAG_INPUT); }
 
-// The rotation that made the queries, or NULL where there is none; `known`: nothing else on the way depends on the position,
-// and what follows the rotation would do the same before it.
+// Returns the operation that rotated the queries, or NULL. known: no other operation on the way depends on the position, and every
+// operation behind the rotation commutes with it.
 const ggml_tensor * find_rope(const ggml_tensor * q, bool & known) {
     constexpr int LONGEST = 16;  // operations between a projection and its attention
     bool          mixes   = false;
@@ -71,7 +71,7 @@ const ggml_tensor * find_rope(const ggml_tensor * q, bool & known) {
     return nullptr;
 }
 
-// factors [n] by which frequencies are divided; empty: none. False: they cannot be read.
+// Reads factors [n], by which frequencies are divided; empty: none. False: the factors cannot be read.
 bool read_factors(const ggml_tensor * from, size_t n, std::vector<float> & factors) {
     if (!from) {
         return true;
@@ -84,8 +84,8 @@ bool read_factors(const ggml_tensor * from, size_t n, std::vector<float> & facto
     return std::all_of(factors.begin(), factors.end(), [](float x) { return std::isfinite(x) && x != 0.0f; });
 }
 
-// As rope_yarn in ggml: frequencies that turn often within the context that the model was trained for stay, the others are
-// scaled. How much longer rows become cancels, as what is turned back is turned on.
+// Returns the angles as rope_yarn in ggml: frequencies that turn often within the trained context stay, the others are scaled. YaRN's
+// factor of lengths is left out: it cancels, since rows are rotated back and then on.
 std::vector<double> angles_of(const Parameters & p, const std::vector<float> & factors) {
     float ramp[2] = { 0.0f, 0.0f };
     if (p.mix != 0.0f) {
@@ -101,7 +101,7 @@ std::vector<double> angles_of(const Parameters & p, const std::vector<float> & f
     return out;
 }
 
-// Which position turns each pair, as ggml_mrope_cache_init has it.
+// Returns which position rotates each pair, as ggml_mrope_cache_init.
 std::vector<uint8_t> axes_of(const Parameters & p) {
     const int32_t *      s   = p.sections;
     const int32_t        all = s[0] + s[1] + s[2] + s[3];
@@ -120,7 +120,7 @@ Rotation not_known(const char * why) {
     return out;
 }
 
-// Of queries or keys x [d][heads][tokens].
+// Returns the rotation of queries or keys x [d][heads][tokens].
 Rotation rotation_of(const ggml_tensor * x) {
     bool                known;
     const ggml_tensor * rope = find_rope(x, known);

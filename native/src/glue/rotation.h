@@ -1,4 +1,4 @@
-// How a model turns the queries of a layer, as its graph says.
+// How a model rotates the queries of a layer by position, as its graph shows.
 
 #pragma once
 
@@ -7,8 +7,8 @@
 
 namespace kvedge {
 
-// Read off the operations between the projection and the attention; what is not one of those known says so in `unknown`.
-// Throws std::bad_alloc.
+// Finds the rotation in the operations between the projection and the attention. `unknown` of the result names an operation that is not
+// supported; `unlike` says how keys differ. Throws std::bad_alloc.
 Rotation rotation_of(const llama_attn_provider_layer & layer);
 
 }  // namespace kvedge

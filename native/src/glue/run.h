@@ -16,22 +16,22 @@ enum class Kind { prompt, bounded, replayed, answer };
 
 struct Run {
     SequenceState *      state;
-    std::vector<int32_t> index;          // their places in the ubatch
+    std::vector<int32_t> index;          // places of the tokens in the ubatch
     Kind                 kind   = Kind::prompt;
-    bool                 output = false;  // logits of the last token are asked for
-    Observation          wanted;          // of a prompt that the plan may compress: what is gathered
-    bool                 watched = false; // the plan is to choose among these tokens
-    bool                 score   = false; // their attention is added to the scores of rows that are there already
-    bool                 decode  = false; // few rows: the decode path
-    bool                 watch   = false; // a single token whose attention somebody wants to see
-    bool                 entered = false; // they are in the store
-    std::vector<uint8_t> modality;        // of the pending tokens, where queries are kept
-    std::vector<int32_t> places;          // [PLACES][tokens] positions that turn them, where they have several and it matters
-    const ReplayScope *  replay = nullptr;  // of tokens of a second pass, which nothing but that is to see
-    std::unique_ptr<BoundedRequest> request;            // announced for them
-    BoundedPrompt *                 bounded = nullptr;  // which is compressed layer by layer; NULL: not so
-    OnItsWay                        before;  // the sequence's, that this run changed
-    std::shared_ptr<GraphRows>      device;  // as the sequence's; graphs that were built hold its tensors
+    bool                 output = false;  // logits of the last token are requested
+    Observation          wanted;          // what is gathered for a plan that may compress these tokens
+    bool                 watched = false; // the plan will choose among these tokens
+    bool                 score   = false; // the tokens' attention is added to the scores of existing rows
+    bool                 decode  = false; // few query rows: the decode path
+    bool                 watch   = false; // a single token whose attention is watched (kvedge_watch)
+    bool                 entered = false; // the tokens are in the store
+    std::vector<uint8_t> modality;        // [pending] 1 for an image token, where queries are kept
+    std::vector<int32_t> places;          // [PLACES][tokens] positions that rotate the tokens; empty: one position suffices
+    const ReplayScope *  replay = nullptr;  // the scope of a second pass; NULL: no pass
+    std::unique_ptr<BoundedRequest> request;            // the announcement of a bounded prompt; NULL: none
+    BoundedPrompt *                 bounded = nullptr;  // the prompt that is compressed layer by layer; NULL: none
+    OnItsWay                        before;  // state of the sequence before this run
+    std::shared_ptr<GraphRows>      device;  // rows of the sequence on devices; built graphs hold the tensors
     DecodePartials                  partials;
 
     int32_t n() const { return (int32_t) index.size(); }

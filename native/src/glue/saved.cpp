@@ -1,5 +1,5 @@
-// Saving and loading a sequence: a file, and the same bytes in memory. Between the two checksums lie what automatic compression and
-// decode policies remember, the rows, and the positions and layers that llama.cpp keeps itself.
+// Saves and loads a sequence, as a file or as bytes in memory. Between the two checksums lie the state of automatic compression and decode
+// policies, the rows, and the positions and layers that llama.cpp keeps.
 
 #include "glue/calls.h"
 #include "plan/storage.h"
@@ -14,7 +14,7 @@ using namespace kvedge;
 
 namespace {
 
-constexpr int32_t ROTATED_IN_FILES = 1 << 8;  // beside the number of a type
+constexpr int32_t ROTATED_IN_FILES = 1 << 8;  // a flag beside the number of a type
 
 int32_t type_in_files(Type t) { return type_number(t) | (is_rotated(t) ? ROTATED_IN_FILES : 0); }
 
@@ -48,7 +48,7 @@ void write_state(const kvedge_cache & kv, const SequenceState & state, int32_t p
     }
 }
 
-// Rows kept per head, and the name of the decode policy that counts from there; both empty if there is none.
+// Reads the numbers of rows per head, and the name of the decode policy that goes by them; both empty: no policy. False: damaged.
 bool read_kept(Reader & in, const kvedge_cache & kv, SequenceState & state, std::vector<char> & policy) {
     uint8_t has_kept, n_policy = 0;
     if (!in.value(has_kept) || has_kept > 1 || (has_kept && !in.value(n_policy)) || !in.values(policy, n_policy)) {
@@ -64,7 +64,7 @@ bool read_kept(Reader & in, const kvedge_cache & kv, SequenceState & state, std:
     return true;
 }
 
-// What a file says of a type. False: there is none of that number, or it is rotated and cannot be.
+// Reads a type. False: the number is unknown, or the type is rotated and cannot be.
 bool read_type(Reader & in, int32_t & type, bool & rotated) {
     if (!in.value(type)) {
         return false;
@@ -74,7 +74,7 @@ bool read_type(Reader & in, int32_t & type, bool & rotated) {
     return kvedge_type_name(type) && (!rotated || can_rotate((Type) type));
 }
 
-// storage: the cache's types, rotated where the file's rows are; so the sequence goes on.
+// Reads types and shapes. storage: output, the cache's types, rotated if the file's rows are. The sequence goes on with these types.
 kvedge_status read_shapes(Reader & in, const kvedge_cache & kv, Storage & storage, const char * path, kvedge_error * err) {
     int32_t  type_k, type_v;
     uint32_t n_layers;
@@ -112,7 +112,7 @@ kvedge_status read_shapes(Reader & in, const kvedge_cache & kv, Storage & storag
     return ok(err);
 }
 
-// Everything but the layers that llama.cpp keeps.
+// Reads all state except the layers that llama.cpp keeps. False: damaged.
 bool read_state(Reader & in, const kvedge_cache & kv, const Storage & storage, SequenceState & state, int32_t & pos_max) {
     uint8_t           armed, prev_output;
     std::vector<char> policy;
@@ -127,7 +127,7 @@ bool read_state(Reader & in, const kvedge_cache & kv, const Storage & storage, S
     if (!state.seq || state.seq->rows.evicting() == state.kept.empty() || pos_max < -1 || pos_max == INT32_MAX || armed > 1 || prev_output > 1) {
         return false;
     }
-    // A bounded answer goes on by the same policy of the plan that is set now; under another it ends here.
+    // A bounded answer continues if the plan that is set now has the same policy; else the answer ends here.
     const kvedge_plan & plan = kv.sequences.plan_of(state.id);
     state.answer = plan;
     const DecodePolicy & now = *plan.decode;
@@ -140,7 +140,7 @@ bool read_state(Reader & in, const kvedge_cache & kv, const Storage & storage, S
 }
 
 // ---------------------------------------------------------------------------------------------------------
-// What llama.cpp keeps: the windowed layers of interleaved models, the recurrent layers of hybrid ones.
+// Layers that llama.cpp keeps: the windowed layers of interleaved models, the recurrent layers of hybrid models.
 
 bool llama_keeps_layers(const llama_context * ctx) {
     const llama_model * model = llama_get_model(ctx);
@@ -180,13 +180,13 @@ bool little_endian() {
 // ---------------------------------------------------------------------------------------------------------
 // A sequence
 
-// A sequence at rest, for whoever has claimed the cache; it must not change while this is used.
+// A sequence to save. The caller has claimed the cache; the sequence must not change while a Saving is used.
 struct Saving {
     const kvedge_cache *  kv      = nullptr;
     const SequenceState * state   = nullptr;
     int32_t               pos_max = -1;
-    std::vector<uint8_t>  llama;  // its own layers
-    bool                  whole = false;  // its whole rows, too
+    std::vector<uint8_t>  llama;  // llama.cpp's own layers
+    bool                  whole = false;  // with the whole rows
 
     void write(Sink & out) const;
 };
@@ -201,7 +201,7 @@ kvedge_status check_use(const kvedge_cache & kv, int32_t seq_id, kvedge_error * 
     return little_endian() ? ok(err) : fail(err, KVEDGE_E_UNSUPPORTED, "session files are little-endian, this machine is not");
 }
 
-// Errors: KVEDGE_E_STATE, KVEDGE_E_ARGUMENT, KVEDGE_E_UNSUPPORTED, KVEDGE_E_MEMORY, as kvedge_save has them.
+// Fills `out` for kvedge_save. Errors: KVEDGE_E_STATE, KVEDGE_E_ARGUMENT, KVEDGE_E_UNSUPPORTED, KVEDGE_E_MEMORY.
 kvedge_status prepare_saving(const kvedge_cache & kv, int32_t seq_id, Saving & out, kvedge_error * err) {
     if (const auto status = check_use(kv, seq_id, err); status != KVEDGE_OK) {
         return status;
@@ -235,7 +235,7 @@ void Saving::write(Sink & out) const {
     }
 }
 
-// Reads whole rows where they are kept; where they are not, their bytes are read for the checksum alone. False: damaged.
+// Reads whole rows if the cache keeps them; else reads their bytes for the checksum alone. False: damaged.
 bool read_whole_rows(Reader & in, const kvedge_cache & kv, const Storage & storage, SequenceState & state) {
     if (!kv.keeping.on()) {
         return in.skip();
@@ -248,8 +248,8 @@ bool read_whole_rows(Reader & in, const kvedge_cache & kv, const Storage & stora
     return n > 0 && n <= state.seq->rows.n_tokens() && state.whole.n_read >= 0 && state.whole.n_read <= n;
 }
 
-// Reads what write() wrote, and its checksum, into an empty sequence. name: of the file, for messages.
-// Errors: as kvedge_load has them.
+// Reads what Saving::write() wrote, and its checksum, into an empty sequence. name: of the file, for messages.
+// Errors: those of kvedge_load.
 kvedge_status read_saved(kvedge_cache & kv, int32_t seq_id, Reader & in, const Frame & frame, const char * name, kvedge_error * err) {
     in.limit_to(frame.payload_bytes);
     Storage storage;
@@ -271,14 +271,14 @@ kvedge_status read_saved(kvedge_cache & kv, int32_t seq_id, Reader & in, const F
     if (!in.value(sum) || sum != expected || (n_own > 0 && !llama_keeps_layers(kv.context.llama))) {
         return damaged(name, err);
     }
-    state.peak_bytes = 0;  // of this process, from here on
+    state.peak_bytes = 0;  // counts from here on, in this process
     state.note_peak();
     std::map<int32_t, SequenceState> loaded;
     loaded.emplace(seq_id, std::move(state));
     if (const auto status = enter(kv, seq_id, pos_max, own, err); status != KVEDGE_OK) {
         return status;
     }
-    kv.sequences.all.merge(loaded);  // takes no memory: llama.cpp knows of the sequence by now
+    kv.sequences.all.merge(loaded);  // allocates nothing: llama.cpp has the sequence already
     if (SequenceState & there = *kv.sequences.find(seq_id); there.whole.seq) {
         kv.keeping.take_in(there);
     }
@@ -291,7 +291,7 @@ kvedge_status read_saved(kvedge_cache & kv, int32_t seq_id, Reader & in, const F
 constexpr uint32_t PLAIN_VERSION = 1, ROTATED_VERSION = 2, BIASED_VERSION = 3;
 static_assert(WHOLE_VERSION == KVEDGE_SESSION_VERSION, "the newest one");
 
-// The oldest one that has all that the sequence needs, so that older libraries read what they can.
+// Returns the oldest version that can hold the sequence, so that older libraries can read most files.
 uint32_t version_of(const Saving & saving) {
     const Store & rows = saving.state->seq->rows;
     if (saving.whole) {
@@ -303,7 +303,7 @@ uint32_t version_of(const Saving & saving) {
     return is_rotated(rows.storage().k) || is_rotated(rows.storage().v) ? ROTATED_VERSION : PLAIN_VERSION;
 }
 
-// Writes all of it to a file or to memory.
+// Writes header, sequence and checksums, to a file or to memory.
 void write_framed(const Saving & saving, const char * model, const void * note, size_t n_note, SummedSink & out) {
     Sink nowhere;
     saving.write(nowhere);
@@ -314,7 +314,7 @@ void write_framed(const Saving & saving, const char * model, const void * note, 
     out.value<uint32_t>(out.take_checksum());
 }
 
-// name: of the file, for messages
+// Reads header and sequence. name: of the file, for messages.
 kvedge_status read_framed(kvedge_cache & kv, int32_t seq_id, Reader & in, const char * name, const char * model, kvedge_error * err) {
     Frame frame;
     if (const auto status = read_frame(in, name, frame, err); status != KVEDGE_OK) {

@@ -1,4 +1,4 @@
-// What each sequence holds and how it goes on: rows, plan, second pass, bounded prompt, statistics.
+// The state of each sequence: rows, plan, second pass, bounded prompt, statistics.
 
 #pragma once
 
@@ -21,137 +21,137 @@
 
 namespace kvedge {
 
-// Softmax weights of a token that is decoded by itself: of every layer for whoever watches, else of the layer at work; and the scores
-// that they are added to.
+// Softmax weights of a token that is decoded alone: of every layer if attention is watched, else of the layer at work. Also the scores
+// before the weights are added.
 struct TokenWeights {
-    bool                            valid = false;  // all layers are there, and the rows are those that the weights belong to
+    bool                            valid = false;  // the weights cover all layers, and belong to the present rows
     std::vector<std::vector<float>> weights;        // [layer or 1][H * rows]
-    std::vector<int32_t>            rows;           // [layer or 1] floats of a query head
-    std::vector<double>             before;         // the scores of all rows before the last ubatch that adds to them
+    std::vector<int32_t>            rows;           // [layer or 1] floats per query head
+    std::vector<double>             before;         // scores of all rows before the last ubatch that adds to them
 
-    // For the sequence's last token, which has its row already. False: no memory.
+    // Makes room for the sequence's last token, whose row is stored already. False: no memory.
     bool     reserve(const Store & store, bool every_layer);
     uint64_t bytes() const;
 };
 
-// What kvedge_bound_prompt announced: the next batch of the sequence is a whole prompt.
+// The announcement of kvedge_bound_prompt: the next batch of the sequence is a whole prompt.
 struct BoundedRequest {
     std::vector<uint8_t> image;  // [n_tokens]
 };
 
-// A chunk of a second pass over the prompt (kvedge_replay_begin): the sequence's tokens from n_old on are the pass's.
+// A chunk of a second pass over the prompt (kvedge_replay_begin): the sequence's tokens from n_old on belong to the pass.
 struct Replay {
     ReplayScope scope;
     int32_t     n_old;      // tokens of the sequence before the pass
-    int32_t     announced;  // tokens of the pass
-    bool        armed, output;  // Course::armed and prev_output, as they were
-    bool        spoiled = false;  // tokens were removed meanwhile, so that rows are not what scope says
+    int32_t     announced;  // announced tokens of the pass
+    bool        armed, output;  // Course::armed and prev_output before the pass
+    bool        spoiled = false;  // tokens were removed during the pass, so that `scope` does not fit the rows
 };
 
 // Tokens of an answer that come several at once (kvedge_verify_begin): the sequence's tokens from n_old on.
 struct Verification {
     int32_t announced;
-    int32_t n_old;  // tokens of the sequence before them
-    bool    whole       = false;  // the sequence is the whole one meanwhile, and Whole::seq the compressed one
-    std::shared_ptr<GraphRows> device = nullptr;  // the compressed one's, meanwhile
-    int32_t window_from = 0;      // of what was observed of the whole one
+    int32_t n_old;  // tokens of the sequence before the verification
+    bool    whole       = false;  // SequenceState::seq is the whole sequence, and Whole::seq the compressed one
+    std::shared_ptr<GraphRows> device = nullptr;  // the compressed sequence's rows on devices, if `whole`
+    int32_t window_from = 0;      // first token of the whole sequence's observed window, before the verification
 };
 
-// What follows the compression of a prompt: made before it, so that nothing can fail after it.
+// The state after the compression of a prompt. Made before the compression, so that nothing can fail after it.
 struct Answer {
     kvedge_plan                       plan{};
-    std::vector<std::vector<int32_t>> kept;  // [layer][head] room for rows; empty where the plan bounds no answer
+    std::vector<std::vector<int32_t>> kept;  // [layer][head] numbers of rows; empty: the plan bounds no answer
 
     Answer() = default;
     Answer(const kvedge_plan & by, const std::vector<LayerShape> & shapes);  // Throws std::bad_alloc.
 };
 
-// A sequence as it was before it was compressed, behind the compressed one (glue/keeping.h).
+// The whole sequence behind a compressed one (glue/keeping.h).
 struct Whole {
-    std::unique_ptr<Sequence>              seq;      // all its tokens are pending; NULL: there is none
-    std::vector<std::shared_ptr<SpillJob>> jobs;     // rows that are being written
-    uint64_t                               turn = 0; // of the compression
-    int32_t                                n_read = 0;  // tokens that the compression was of
-    std::string                            problem;  // why there is none although it was asked for; empty: there is, or it was not
+    std::unique_ptr<Sequence>              seq;      // all its tokens are pending; NULL: no whole rows
+    std::vector<std::shared_ptr<SpillJob>> jobs;     // rows that are being written to the file
+    uint64_t                               turn = 0; // number of the compression
+    int32_t                                n_read = 0;  // tokens that the compression chose from
+    std::string                            problem;  // why requested whole rows are missing; empty: not missing, or not requested
 
     Whole() = default;
     Whole(Whole &&) = default;
     Whole & operator=(Whole && other) noexcept;
-    ~Whole();  // nobody waits for what is being written
+    ~Whole();  // does not wait for rows that are being written
 
-    uint64_t bytes() const;       // of rows and of what was observed
-    uint64_t file_bytes() const;  // of the rows among them that lie in a file
+    uint64_t bytes() const;       // of rows and of their observations
+    uint64_t file_bytes() const;  // of rows in the file
 };
 
-// What every ubatch changes.
+// State that every ubatch changes.
 struct OnItsWay {
-    bool    armed       = false;  // a prompt came in since the last compression
-    bool    prev_output = false;  // logits of the last token were asked for
-    bool    evicted     = false;  // the rows that the next token displaces are gone, and it has not come
-    int32_t expected    = 0;      // tokens that were announced and have not come
+    bool    armed       = false;  // a prompt was read since the last compression
+    bool    prev_output = false;  // logits of the last token were requested
+    bool    evicted     = false;  // the rows that the next token displaces are dropped already
+    int32_t expected    = 0;      // announced tokens that have not come (kvedge_expect)
 };
 
-// What decides how a sequence goes on; a copy of the sequence goes on in the same way.
+// State that decides how a sequence goes on; a copy of the sequence has the same state.
 struct Course : OnItsWay {
-    bool    streaming   = false;  // what is compressed stays pending (compress/stream.h)
-    std::vector<TokenLimit> limits;  // of compressions
-    int32_t released    = 0;      // first tokens whose cells in llama.cpp's own cache are free again
+    bool    streaming   = false;  // a stream: compressed rows stay pending (compress/stream.h)
+    std::vector<TokenLimit> limits;  // limits of compressions (kvedge_limit_tokens)
+    int32_t released    = 0;      // first tokens whose cells in llama.cpp's own cache are free
 
-    // For decode policies: the state right after the last compression, whose plan the answer follows.
+    // For decode policies: the state right after the last compression. `answer` is the plan of the answer.
     kvedge_plan                       answer{};
     int32_t                           prompt = 0;     // tokens of the sequence
-    int32_t                           generated = 0;  // tokens since
-    std::vector<std::vector<int32_t>> kept;           // [layer][head] rows; empty: none, or nothing to drop
+    int32_t                           generated = 0;  // tokens generated since
+    std::vector<std::vector<int32_t>> kept;           // [layer][head] rows; empty: nothing to drop
 
-    void cut(int32_t n_tokens);  // n_tokens are left of the sequence
+    void cut(int32_t n_tokens);  // adapts the state to n_tokens remaining tokens
 };
 
 // A sequence, and what automatic compression and statistics need to know about it.
 struct SequenceState : Course {
     int32_t                   id = 0;
     std::unique_ptr<Sequence> seq;
-    std::shared_ptr<GraphRows> device;  // the rows of layers on devices, while they are there; NULL: the store has them
+    std::shared_ptr<GraphRows> device;  // rows of layers on devices; NULL: the store has all rows
     int32_t                   n_compressions = 0;
     uint64_t                  before_bytes = 0, after_bytes = 0, peak_bytes = 0;
     int64_t                   compress_us = 0;
     int32_t                   n_unfitted = 0, n_scant = 0;  // of the last compression
-    DeviceWork                device_work;     // of the last compression, of rows on devices
-    std::string               device_problem;  // why these were compressed on the host; empty: they were not, or there were none
+    DeviceWork                device_work;     // of the last compression, if rows lay on devices
+    std::string               device_problem;  // why the last compression ran on the host; empty: it did not, or no rows lay on devices
     TokenWeights              weights;
     Whole                     whole;
 
     std::unique_ptr<BoundedRequest> request;
-    std::unique_ptr<BoundedPrompt>  bounded;  // from the announced batch to the next one
-    Answer                          next;     // of the bounded prompt
+    std::unique_ptr<BoundedPrompt>  bounded;  // from the announced batch to the next batch
+    Answer                          next;     // the state after the bounded prompt
 
-    std::unique_ptr<Replay> replay;        // while one is read; runs of it point here
-    int32_t                 replayed = 0;  // pending tokens that chunks so far were about
+    std::unique_ptr<Replay> replay;        // a chunk of a second pass that was begun; runs point here
+    int32_t                 replayed = 0;  // pending tokens that the chunks so far cover
 
     std::unique_ptr<Verification> verified;  // until kvedge_verify_end
 
-    uint64_t device_bytes() const;  // of rows on devices, also of compressed ones while whole ones take their place
+    uint64_t device_bytes() const;  // of rows on devices, also of compressed rows while whole rows take their place
     uint64_t row_bytes() const { return seq->rows.bytes() + device_bytes(); }
     uint64_t score_bytes() const { return seq->score_bytes() + weights.bytes(); }
     void     note_peak();
     void     note_compression(Answer && next, const Compression & outcome, int32_t n_tokens) noexcept;
-    void     bound_answer(Answer && next, int32_t n_tokens) noexcept;  // after the compression of n_tokens
+    void     bound_answer(Answer && next, int32_t n_tokens) noexcept;  // after the compression of n_tokens tokens
     void     end_answer();
-    void     drop_bounded();       // a prompt that llama.cpp gave up half-way
+    void     drop_bounded();       // removes a prompt that llama.cpp gave up half-way
     void     evict_generated();
-    void     turn();  // whole and compressed rows change places, for a verification or after it
+    void     turn();  // exchanges whole and compressed rows, for a verification or after it
     bool     turned() const { return verified && verified->whole; }
 };
 
-// Layers that bounded prompts have behind them, by sequence: any thread may ask, while another decodes.
+// Finished layers of bounded prompts, by sequence. Any thread may ask while another thread decodes.
 class Progress {
   public:
-    // The prompt that the sequence reads now, until it is gone. Throws std::bad_alloc.
+    // Sets the prompt that the sequence reads now. Throws std::bad_alloc.
     void follow(int32_t seq_id, std::weak_ptr<const std::atomic<int32_t>> layers) {
         const std::lock_guard<std::mutex> hold(lock_);
         prompts_[seq_id] = std::move(layers);
     }
 
-    int32_t of(int32_t seq_id) const {  // -1: none
+    int32_t of(int32_t seq_id) const {  // -1: no bounded prompt
         const std::lock_guard<std::mutex> hold(lock_);
         const auto                        it     = prompts_.find(seq_id);
         const auto                        layers = it == prompts_.end() ? nullptr : it->second.lock();
@@ -163,19 +163,19 @@ class Progress {
     std::map<int32_t, std::weak_ptr<const std::atomic<int32_t>>> prompts_;
 };
 
-// All of them, by their numbers in llama.cpp.
+// All sequences, by their numbers in llama.cpp.
 class Sequences {
   public:
     explicit Sequences(const Layers & layers) : layers_(&layers) {}
 
-    SequenceState &         open(int32_t id);  // an empty one if there is none. Throws std::bad_alloc.
-    SequenceState *         find(int32_t id);  // NULL: it holds nothing
+    SequenceState &         open(int32_t id);  // adds an empty sequence if there is none. Throws std::bad_alloc.
+    SequenceState *         find(int32_t id);  // NULL: the sequence holds nothing
     const SequenceState *   find(int32_t id) const { return const_cast<Sequences *>(this)->find(id); }
     const kvedge_plan &     plan_of(int32_t id) const;
-    void                    set_plan(int32_t id, const kvedge_plan * plan);  // of one; NULL: it has the common plan
+    void                    set_plan(int32_t id, const kvedge_plan * plan);  // gives a sequence its own plan; NULL: the common plan
 
-    kvedge_plan                      plan{};   // of those that have none of their own
-    Storage                          storage;  // of rows that are added
+    kvedge_plan                      plan{};   // of sequences without their own plan
+    Storage                          storage;  // types of new rows
     bool                             auto_compress = true;
     bool                             watching      = false;  // kvedge_watch
     std::map<int32_t, SequenceState> all;
@@ -183,7 +183,7 @@ class Sequences {
 
   private:
     const Layers *                 layers_;
-    std::map<int32_t, kvedge_plan> own_plans_;  // also of sequences that are empty
+    std::map<int32_t, kvedge_plan> own_plans_;  // also of empty sequences
 };
 
 }  // namespace kvedge

@@ -17,7 +17,7 @@ std::vector<int32_t> positions(const llama_attn_provider_ubatch & of, const Run 
     return pos;
 }
 
-// False: no memory, and nothing was entered.
+// Appends tokens, `step` at a time. False: no memory, and no token was appended.
 bool append_by(Store & rows, int32_t step, const std::vector<int32_t> & pos, bool is_image) {
     const auto n = (int32_t) pos.size();
     for (int32_t i = 0; i < n; i += step) {
@@ -70,14 +70,14 @@ Kind Ubatch::classify(const Run & run) const {
     if (run.request && BoundedPrompt::pays(*state.seq, sequences_.plan_of(state.id), run.n())) {
         return Kind::bounded;
     }
-    // A generated token comes alone, asks for logits, and follows one whose logits were asked for. A prompt that is not
-    // compressed by itself lasts until somebody does it.
+    // A generated token comes alone, asks for logits, and follows a token whose logits were asked for. Without automatic compression a
+    // prompt lasts until the caller compresses it.
     const bool lasts = state.armed && (!state.prev_output || !sequences_.auto_compress);
     return run.n() > 1 || !run.output || state.seq->rows.n_tokens() == 0 || lasts ? Kind::prompt : Kind::answer;
 }
 
-// Whether tokens have the same position, and so see each other in llama.cpp, where one of them cannot see the other here. The rows
-// of an M-RoPE model's image have it in common, and see those before them there, too.
+// Returns whether tokens have the same position, so that they see each other in llama.cpp but not here. The rows of an M-RoPE model's image
+// share a position, but see only the rows before them in llama.cpp, too.
 bool Ubatch::repeats(const llama_attn_provider_ubatch & of, const Run & run) const {
     const auto type = llama_model_rope_type(llama_get_model(context_.llama));
     const bool grid = !of.token && (type == LLAMA_ROPE_TYPE_MROPE || type == LLAMA_ROPE_TYPE_IMROPE);
@@ -102,7 +102,7 @@ bool Ubatch::refused(const llama_attn_provider_ubatch & of, const Run & run) {
     return why && context_.report(KVEDGE_E_STATE, why) != 0;
 }
 
-// A token of an answer: the prompt before it is compressed, and rows that it displaces go.
+// Prepares a token of an answer: compresses the prompt before it, and drops the rows that it displaces. False: reported.
 bool Ubatch::begin_answer(SequenceState & state) {
     devices_.wait();
     kvedge_error err{};
@@ -110,12 +110,12 @@ bool Ubatch::begin_answer(SequenceState & state) {
         context_.report(err.status, err.message);
         return false;
     }
-    if (!state.evicted) {  // once for a token, also where it was refused at first
+    if (!state.evicted) {  // once for a token, even if the token was refused at first
         state.evict_generated();
         state.evicted = true;
     }
     if (!state.device && !state.turned()) {
-        seal_generated(state.seq->rows);  // without the memory for it, rows stay as they are until the next time
+        seal_generated(state.seq->rows);  // if memory is short, rows stay as they are until the next time
     }
     return true;
 }
@@ -150,8 +150,8 @@ bool Ubatch::prepare(const llama_attn_provider_ubatch & of, Run & run) {
     return true;
 }
 
-// Models with several positions for a token have them one row after the other, as llama_ubatch has. Those of text are alike,
-// but the last, which llama.cpp sets to 0.
+// Notes the positions of tokens that have several. llama_ubatch holds one row for each axis. The positions of a text token are alike,
+// except the last, which llama.cpp sets to 0.
 void Ubatch::note_places(const llama_attn_provider_ubatch & of, Run & run) const {
     const Rotations & rotations = *layers_.rotations;
     const bool several = std::any_of(rotations.begin(), rotations.end(), [](const Rotation & r) { return !r.axes.empty(); });
@@ -163,8 +163,8 @@ void Ubatch::note_places(const llama_attn_provider_ubatch & of, Run & run) const
     }
 }
 
-// Whether a run's rows are so few that the decode path is the faster one. It rounds otherwise, so that a prompt, which a scorer may
-// look at, never goes by it, whatever the plan observes. A single token may: one that is watched, or follows another one's logits.
+// Returns whether a run has so few query rows that the decode path is faster. That path rounds differently: a prompt, which scorers may
+// look at, never takes it, except a single token that is watched or follows a token with logits.
 bool Ubatch::decodes(const Run & run) const {
     const int32_t n     = run.n();
     int32_t       group = 1;
@@ -185,9 +185,9 @@ bool Ubatch::decodes(const Run & run) const {
 }
 
 // ---------------------------------------------------------------------------------------------------------
-// Room for them
+// Room for the tokens
 
-// What cannot be undone follows in go_on().
+// Makes room for a run and enters its tokens. go_on() does what cannot be undone.
 bool Ubatch::store(const llama_attn_provider_ubatch & of, Run & run) {
     SequenceState & state = *run.state;
     const int32_t   n     = run.n();
@@ -195,7 +195,7 @@ bool Ubatch::store(const llama_attn_provider_ubatch & of, Run & run) {
     if (devices_.active() && !devices_.reserve(run, runs.size())) {
         return false;
     }
-    const Observation room = run.replay ? Observation{} : run.wanted;  // a second pass sees rows that have their scores
+    const Observation room = run.replay ? Observation{} : run.wanted;  // a second pass sees rows that have their scores already
     const int32_t     step = run.is_prompt() ? n : 1;  // an answer's tokens have blocks that grow
     if (!make_room(*state.seq, room, n) || !append_by(state.seq->rows, step, pos, of.token == nullptr)) {
         return no_memory("no memory for the keys and values of the next tokens; shorten the prompt or free memory");
@@ -242,7 +242,7 @@ bool Ubatch::enter_bounded(const llama_attn_provider_ubatch & of, Run & run) {
     return true;
 }
 
-// All runs have what they need: the rest takes no memory of the host's.
+// Updates the sequence, when all runs have what they need. Takes no memory of the host.
 void Ubatch::go_on(Run & run) {
     SequenceState & state = *run.state;
     const int32_t   n     = run.n();
@@ -274,7 +274,7 @@ void Ubatch::go_on(Run & run) {
     state.note_peak();
 }
 
-// A bounded prompt goes as a whole where it is not done, and a second pass begins anew.
+// Undoes a run that was not computed. A bounded prompt that is not done is lost as a whole, and a second pass begins anew.
 void Ubatch::undo(Run & run) noexcept {
     SequenceState & state = *run.state;
     if (run.bounded && run.bounded->done()) {
@@ -298,7 +298,7 @@ void Ubatch::end(bool computed) noexcept {
     running_ = false;
 }
 
-// What store() entered for a ubatch that is refused after all.
+// Removes the tokens that store() entered, if the ubatch is refused later.
 void Ubatch::take_back() noexcept {
     for (auto & run : runs) {
         if (run->entered) {
@@ -356,7 +356,7 @@ int Ubatch::begin(const llama_attn_provider_ubatch & of) {
     leave();
     causal   = of.causal;
     n_tokens = (int32_t) of.n_tokens;
-    if (context_.entering) {  // nothing is stored, and nothing attended to
+    if (context_.entering) {  // the placeholder token is stored nowhere and attends to nothing
         devices_.leave();
         return devices_.begin_graph(runs);
     }

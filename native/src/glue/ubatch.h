@@ -1,5 +1,5 @@
-// The current ubatch: the run of each of its sequences, from before its graph runs until it is over. Memory for all that it
-// brings is taken before the graph runs, or none of it is there.
+// The current ubatch: a run for each of its sequences, from before its graph runs until it is over. Memory for all its tokens is taken
+// before the graph runs, or no token is entered.
 
 #pragma once
 
@@ -19,23 +19,23 @@ class Ubatch {
 
     // Enters the tokens. -1: refused, which is reported; 1: the graph must be built anew; else 0. Throws std::bad_alloc.
     int  begin(const llama_attn_provider_ubatch & of);
-    void leave();  // it is over, but its graph may run on
-    // Its graph was computed; or it was stopped or never came about, and its tokens go: what they changed is taken back, or known
-    // to be half done. Again: nothing.
+    void leave();  // ends the ubatch; its graph may still run
+    // Ends the graph. computed = false: the graph was stopped or never built; then the ubatch's changes are undone, or marked as half done.
+    // A second call does nothing.
     void end(bool computed) noexcept;
 
-    // Whether a graph of so many tokens is this one's: llama.cpp reserves memory with others.
+    // Returns whether a graph of n tokens belongs to this ubatch: llama.cpp reserves memory with other graphs.
     bool is(int64_t n) const { return n == n_tokens; }
 
-    // Of one layer of its graph: attention starts behind a barrier.
+    // Begins a layer of the graph. Attention starts behind a barrier.
     void start_layer(const LayerShape & shape);
 
     Runs                 runs;
     bool                 causal       = true;
     int32_t              n_tokens     = 0;
-    int32_t              most_threads = 1;    // that the context has computed with
-    std::atomic<int32_t> next_task{ 0 };      // of a layer's attention, of all runs
-    std::atomic<int32_t> finished{ 0 };       // pieces of a bounded prompt's layer
+    int32_t              most_threads = 1;    // the most threads that the context has computed with
+    std::atomic<int32_t> next_task{ 0 };      // next task of the layer's attention, over all runs
+    std::atomic<int32_t> finished{ 0 };       // finished pieces of a bounded prompt's layer
 
   private:
     bool collect(const llama_attn_provider_ubatch & of);

@@ -1,4 +1,4 @@
-// Verification of drafts: tokens of an answer that come several at once, and of which those that the model agrees with stay.
+// Verification of drafts: tokens of an answer that come several at once. The tokens that the model agrees with stay.
 
 #include "glue/calls.h"
 #include "store/following.h"
@@ -8,8 +8,8 @@
 
 using namespace kvedge;
 
-// Rows that are quantised wait until GROUP of them are complete, and the next token sees them rounded. A verification ends
-// with such a group, so that each of its tokens sees what it sees when it comes alone.
+// Returns the most tokens of a verification. Rows are quantised when GROUP rows are complete, and the next token sees them rounded. A
+// verification ends with such a group, so that each token sees what it sees when it comes alone.
 static int32_t room_for_drafts(const SequenceState & state, bool whole) {
     const StoreContents & all = state.seq->rows.contents();
     if (!state.seq->rows.storage().quantised() || state.device || whole) {
@@ -55,7 +55,7 @@ static kvedge_status check_drafts(const kvedge_cache & kv, const SequenceState &
     return ok(err);
 }
 
-// Whether the store can take back the last n tokens: rows that were quantised since cannot be.
+// Returns whether the store can take back the last n tokens: quantised rows cannot be taken back.
 static bool ends_open(const Store & rows, int32_t n) {
     const auto & blocks = rows.contents().blocks;
     for (size_t b = blocks.size(); n > 0 && b-- > 0 && !blocks[b].ragged();) {
@@ -64,7 +64,7 @@ static bool ends_open(const Store & rows, int32_t n) {
     return n <= 0;
 }
 
-// The last n tokens, which were entered last, leave the store and the device.
+// Removes the last n tokens from the store and the device.
 static void take_back(SequenceState & state, int32_t n) {
     state.seq->rows.take_back(n);
     if (state.device) {
@@ -73,7 +73,7 @@ static void take_back(SequenceState & state, int32_t n) {
     state.seq->observed.skip_windows(state.seq->rows.n_tokens());
 }
 
-// Drafts that were decoded with the compressed rows go, and the whole ones take their place: on the host, where they lie.
+// Removes drafts that were decoded with the compressed rows, and puts the whole rows, which lie on the host, in place of the compressed.
 static void turn_to_whole(kvedge_cache & kv, SequenceState & state) {
     const int32_t n_whole = state.whole.seq->rows.n_tokens(), drafts = state.seq->rows.n_tokens() - n_whole;
     if (drafts > 0) {
@@ -93,7 +93,7 @@ static void turn_to_whole(kvedge_cache & kv, SequenceState & state) {
     state.verified->window_from = state.seq->observed.window_from();
 }
 
-// The compressed rows are back, with those of the last n tokens of the whole ones. False: no memory for them.
+// Puts the compressed rows back, and appends the rows of the last n tokens of the whole ones. False: no memory.
 static bool turn_to_compressed(const kvedge_cache & kv, SequenceState & state, int32_t n) {
     state.seq->observed.skip_windows(state.verified->window_from);
     state.turn();

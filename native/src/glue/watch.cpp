@@ -1,4 +1,4 @@
-// Watching attention while decoding: the C interface, and the memory that it needs.
+// Watched attention of decoded tokens: the C interface, and its memory.
 
 #include "glue/calls.h"
 
@@ -19,7 +19,7 @@ bool TokenWeights::reserve(const Store & store, bool every_layer) try {
         }
         const auto heads = (size_t) shapes[l].n_heads;
         if (need > rows[at] || heads * (size_t) rows[at] > weights[at].size()) {
-            const int32_t grown = std::max(need + need / 4, rows[at]);  // one token after the other comes
+            const int32_t grown = std::max(need + need / 4, rows[at]);  // more tokens follow one by one
             weights[at]         = std::vector<float>(heads * (size_t) grown);
             rows[at]            = grown;
         }

@@ -1,4 +1,4 @@
-// Memory that attention on the host works in; it goes back when a prompt is complete.
+// Working memory of attention on the host. Released when a prompt is complete.
 
 #pragma once
 
@@ -12,10 +12,10 @@ namespace kvedge {
 
 struct Working {
     std::vector<Scratch>        scratch;  // one for each thread
-    std::vector<MomentsScratch> turning;  // likewise, where queries are turned back
+    std::vector<MomentsScratch> turning;  // one for each thread, if queries are rotated back
     std::unique_ptr<SpinLock[]> locks;    // [KV heads]
 
-    // Room for queries that meet n_keys at most, on so many threads. False: no memory.
+    // Makes room for n_threads threads, whose queries meet at most n_keys keys. False: no memory.
     bool reserve(const Layers & layers, int32_t n_keys, int32_t n_threads);
     bool reserve_turning(const Layers & layers, int32_t n_threads);
     void release();
