@@ -1,5 +1,5 @@
-// Adaptive heads: a layer's budget goes to the heads whose scores are the largest in the layer, with a floor for each
-// (AdaKV, Feng et al. 2024).
+// Adaptive heads: a layer's budget goes to the heads that have the largest scores of the layer, with a floor for each head (AdaKV, Feng et
+// al. 2024).
 
 #include "system/threads.h"
 #include "primitives/share.h"
@@ -23,7 +23,7 @@ const Param PARAMS[] = {
 };
 
 void normalize(float * scores, int32_t n, int32_t base) {
-    const float worst = base > 0 ? nth_largest(scores, (size_t) n, (size_t) base - 1) : INFINITY;  // of the first `base`
+    const float worst = base > 0 ? nth_largest(scores, (size_t) n, (size_t) base - 1) : INFINITY;  // the smallest of the `base` largest
     double      top = 0.0, total = 0.0;
     int32_t     better = 0;
     for (int32_t i = 0; i < n; i++) {
@@ -41,7 +41,7 @@ void normalize(float * scores, int32_t n, int32_t base) {
 
 bool by_attention(const double * params) { return params[BUDGET_SCORE] == 0; }
 
-// Pairs of each head beyond those it holds anyway, at most `most`.
+// Returns the pairs of each head beyond those that every head holds, at most `most`.
 std::vector<int64_t> round_counts(const AllocateInput & in, const std::vector<int32_t> & winners, int32_t base, int32_t most) {
     const double floor = in.params[FLOOR];
     if (in.params[ROUNDING] == 0) {
@@ -59,7 +59,7 @@ std::vector<int64_t> round_counts(const AllocateInput & in, const std::vector<in
 }
 
 void allocate_layer(const AllocateInput & in, size_t l, std::vector<int32_t> & out) {
-    const int32_t      held = std::max(in.recent, 1);  // of every head, so that none is left empty
+    const int32_t      held = std::max(in.recent, 1);  // pairs of every head, so that no head is empty
     const int32_t      base = in.budget - held, n = in.n_tokens - in.recent;
     const int32_t      n_heads = (*in.shapes)[l].n_heads_kv;
     const auto &       all     = in.attention ? *in.attention : *in.scores;
@@ -69,7 +69,7 @@ void allocate_layer(const AllocateInput & in, size_t l, std::vector<int32_t> & o
         const float * row = all[l].data() + (size_t) h * (size_t) in.n_tokens;
         scores.insert(scores.end(), row, row + n);
     }
-    // Mass has no meaning where scores are negative.
+    // The mass of a head has no meaning if scores are negative.
     if (in.params[NORMALIZE] == 0 && std::none_of(scores.begin(), scores.end(), [](float s) { return s < 0.0f; })) {
         for (int32_t h = 0; h < n_heads; h++) {
             normalize(scores.data() + (size_t) h * (size_t) n, n, base);

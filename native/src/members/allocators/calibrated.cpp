@@ -1,5 +1,5 @@
-// Calibrated: shares of all pairs, one a KV head, that a calibration exchanged between the heads (`kvedge calibrate budgets`),
-// become whole numbers. For a model that nobody calibrated the prompt decides: how much values vary, or as allocator ada has it.
+// Calibrated: the shares of all pairs in a model's profile (`kvedge calibrate budgets`), one for each KV head, become whole numbers.
+// Without a profile the setting `unmeasured` decides: refuse, allocate like ada, or by how much values vary.
 
 #include "plan/profile.h"
 #include "primitives/share.h"
@@ -33,7 +33,7 @@ bool by_variation(const double * params, int32_t n_tokens, int32_t budget) {
     return params[UNMEASURED] == 2 && budget <= measured_up_to(params, n_tokens);
 }
 
-// [all heads] how much their values vary; empty where that is not known of all, or the budget is beyond.
+// Returns how much the values of all heads vary; empty: unknown for a layer, or the budget is beyond `measured`.
 std::vector<double> variations(const AllocateInput & in) {
     std::vector<double> out;
     if (in.layer >= 0 || !in.spectra || !by_variation(in.params, in.n_tokens, in.budget)) {
@@ -50,9 +50,9 @@ std::vector<double> variations(const AllocateInput & in) {
 
 double mean(const std::vector<double> & x) { return std::accumulate(x.begin(), x.end(), 0.0) / (double) x.size(); }
 
-// The fourth power of each variation, or a lower one, with which the logarithms of shares differ no more than SPREAD.
+// Replaces each variation by its fourth power, or by a lower power if the logarithms of the shares would deviate by more than SPREAD.
 void to_shares(std::vector<double> & x) {
-    constexpr double POWER = 4.0, SPREAD = 0.8, LEAST = 1e-3;  // LEAST: of the mean variation
+    constexpr double POWER = 4.0, SPREAD = 0.8, LEAST = 1e-3;  // LEAST: relative to the mean variation
     const double     least = std::max(LEAST * mean(x), std::numeric_limits<double>::min());
     std::transform(x.begin(), x.end(), x.begin(), [&](double v) { return std::log(std::max(v, least)); });
     const double center = mean(x);
@@ -65,8 +65,8 @@ void to_shares(std::vector<double> & x) {
     std::transform(x.begin(), x.end(), x.begin(), [&](double v) { return std::exp(v * power); });
 }
 
-// What an even budget has beyond the mean of what is granted raises the heads below a level: the lowest that any number of
-// the poorest would have together.
+// Raises the heads that have least until the mean is `budget`. Heads below a level get the level: the lowest mean that any number of the
+// poorest heads has together with the added pairs.
 void raise_poorest(std::vector<double> & granted, int32_t budget) {
     std::vector<double> ascending = granted;
     std::sort(ascending.begin(), ascending.end());
@@ -81,7 +81,7 @@ void raise_poorest(std::vector<double> & granted, int32_t budget) {
     }
 }
 
-// As allocator ada with its defaults.
+// Allocates like allocator ada with its default settings.
 void allocate_by_prompt(const AllocateInput & in, std::vector<std::vector<int32_t>> & out) {
     double usual[MAX_PARAMS] = {};
     for (int32_t i = 0; allocator_ada.params[i].name; i++) {

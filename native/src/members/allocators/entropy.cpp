@@ -1,4 +1,4 @@
-// Entropy: a layer's share grows with how widely text and images look at each other in it (MEDA, Wan et al. 2025).
+// Entropy: a layer's share grows with how widely text and images look at each other in the layer (MEDA, Wan et al. 2025).
 
 #include "system/threads.h"
 #include "primitives/entropy.h"
@@ -25,9 +25,9 @@ void observes(const double * params, Observation & to) {
     to.queries = to.queries || params[ATTENTION] == 0;
 }
 
-// Text's queries on visual keys, or the other way round.
+// Returns the text queries and the image keys; without from_text the image queries and the text keys.
 CrossAttention cross_attention(const AllocateInput & in, bool from_text) {
-    const auto     spans = in.view->queries(0);  // those of the other layers are of the same tokens
+    const auto     spans = in.view->queries(0);  // the queries of other layers belong to the same tokens
     CrossAttention out;
     auto           span = spans.begin();
     for (size_t i = 0; i < (size_t) in.n_tokens; i++) {
@@ -47,7 +47,7 @@ CrossAttention cross_attention(const AllocateInput & in, bool from_text) {
     return out;
 }
 
-// Mean over the query heads of the entropy per text query and per visual query.
+// Returns for each layer the mean over the query heads of the entropy per text query plus the entropy per image query.
 std::vector<double> cross_entropies(const AllocateInput & in, const CrossAttention & text, const CrossAttention & image) {
     struct Task {
         int32_t                layer, head;
@@ -91,7 +91,7 @@ void allocate(const AllocateInput & in, std::vector<std::vector<int32_t>> & out)
     const auto text = cross_attention(in, true), image = cross_attention(in, false);
     const bool cross = in.params[ATTENTION] == 0 && !text.queries.empty() && !image.queries.empty();
     auto       share = cross ? cross_entropies(in, text, image) : full_entropies(in);
-    // Queries beyond half precision say nothing.
+    // Queries that overflow half precision have no entropy: all layers then share evenly.
     if (std::any_of(share.begin(), share.end(), [](double e) { return !std::isfinite(e); })) {
         std::fill(share.begin(), share.end(), 0.0);
     }

@@ -1,5 +1,5 @@
-// Global rank: one ranking of all scores of all layers and heads says how many tokens each head keeps (KVzip, Kim et al.
-// 2025, arXiv:2505.23416), with a floor for each.
+// Global rank: one ranking of the scores of all layers and heads decides how many tokens each head keeps (KVzip, Kim et al. 2025,
+// arXiv:2505.23416), with a floor for each head.
 
 #include "primitives/share.h"
 #include "system/threads.h"
@@ -24,7 +24,7 @@ struct Head {
     int32_t head;
 };
 
-// The scores of every head without its `own` best and without those beyond n, one after the other in `all` [head][n].
+// Writes to `all` [head][n] each head's n best scores after its `own` best ones. Returns the heads in the order of `all`.
 std::vector<Head> gather(const AllocateInput & in, int32_t own, int32_t n, Bulk<float> & all) {
     const Scores &    scores = in.attention ? *in.attention : *in.scores;
     const int32_t     taken  = in.n_tokens - in.recent;
@@ -47,7 +47,7 @@ std::vector<Head> gather(const AllocateInput & in, int32_t own, int32_t n, Bulk<
     return heads;
 }
 
-// Whether no token is better than another, so that ranks would only tell places.
+// Returns whether all scores are equal: a ranking would then only reflect the order of tokens.
 bool all_equal(const AllocateInput & in) {
     const Scores & scores = in.attention ? *in.attention : *in.scores;
     const float    first  = scores[0][0];
@@ -63,7 +63,7 @@ bool all_equal(const AllocateInput & in) {
 }
 
 void allocate(const AllocateInput & in, std::vector<std::vector<int32_t>> & out) {
-    const int32_t held = std::max(in.recent, 1);  // of every head, so that none is left empty
+    const int32_t held = std::max(in.recent, 1);  // pairs of every head, so that no head is empty
     const int32_t base = in.budget - held;
     const int32_t own  = (int32_t) std::floor(in.params[FLOOR] * base + 1e-9);
     if (own == base || in.n_tokens == in.recent || all_equal(in)) {

@@ -1,5 +1,5 @@
-// Heads: calibrated scores of the query heads share out what is left beyond a part that every KV head gets (SparseMM, Wang
-// et al. 2025; HeadKV, Fu et al. 2024).
+// Heads: every KV head gets a fixed part, and calibrated scores of the query heads divide the rest (SparseMM, Wang et al. 2025; HeadKV, Fu
+// et al. 2024).
 
 #include "plan/profile.h"
 #include "primitives/share.h"
@@ -24,7 +24,7 @@ const Param PARAMS[] = {
 
 ProfileKind profile_kind(const double * params) { return params[RULE] == 0 ? ProfileKind::visual_heads : ProfileKind::retrieval_heads; }
 
-// One weight a KV head, layer after layer, of 1 in all: the sum over its query heads. All equal where every score is 0.
+// Returns a weight for each KV head, layer after layer, with sum 1: the sum over its query heads. All are equal if every score is 0.
 std::vector<double> weights(const AllocateInput & in) {
     std::vector<double> out;
     double              total = 0.0, powered = 0.0;
@@ -51,7 +51,7 @@ std::vector<double> weights(const AllocateInput & in) {
 }
 
 void allocate(const AllocateInput & in, std::vector<std::vector<int32_t>> & out) {
-    const int32_t held = std::max(in.recent, 1);  // of every head, so that none is left empty
+    const int32_t held = std::max(in.recent, 1);  // pairs of every head, so that no head is empty
     const int32_t base = in.budget - held, most = in.n_tokens - held;
     const auto    own  = (int32_t) (in.params[RULE] == 0 ? std::floor(base * in.params[RATIO] + 1e-9)
                                                          : base - std::floor(base / in.params[BETA] + 1e-9));

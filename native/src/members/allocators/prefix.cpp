@@ -1,6 +1,6 @@
-// Prefix: every layer keeps the shortest prefix of its tokens, by falling importance, that holds the same share of the
-// layer's importance; bisection finds the share that meets the budget (PrefixKV eq. 1-2). Or, offline, the shares of the
-// prompt that the layers kept when the model was calibrated.
+// Prefix: every layer keeps the shortest prefix of its tokens, by falling importance, that holds a given share of the layer's importance.
+// Bisection finds the share, the same for all layers, that meets the budget (PrefixKV eq. 1-2). With a profile, the layers keep the shares
+// of the prompt that they kept in the calibration.
 
 #include "plan/profile.h"
 #include "primitives/share.h"
@@ -18,7 +18,7 @@ const Param PARAMS[] = { setting::words("source", "online,profile", "of the leng
 
 bool from_profile(const double * params) { return params[SOURCE] == 1; }
 
-// P [T]: importance that the k + 1 most important tokens of a layer hold together, of 1.
+// Returns P [T]: P[k] is the share of a layer's importance that its k + 1 most important tokens hold.
 std::vector<double> cumulative(const AllocateInput & in, size_t l) {
     const auto          T = (size_t) in.n_tokens, n_heads = (size_t) (*in.shapes)[l].n_heads_kv;
     std::vector<double> p(T, 0.0);
@@ -71,7 +71,7 @@ std::vector<double> search(const AllocateInput & in, int64_t target) {
     return best;
 }
 
-// Shares of the prompt at its budget, on straight lines between the calibrated budgets; nothing and all at the ends.
+// Returns each layer's share of the prompt, interpolated between the calibrated budgets; 0 at budget 0, 1 at budget 1.
 std::vector<double> look_up(const AllocateInput & in) {
     const Profile &     p      = *in.profile;
     const double        budget = (double) in.budget / (double) in.n_tokens;

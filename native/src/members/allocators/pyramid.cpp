@@ -19,7 +19,7 @@ const Param PARAMS[] = {
 
 void allocate(const AllocateInput & in, std::vector<std::vector<int32_t>> & out) {
     const auto          n_layers = (int32_t) in.shapes->size();
-    const int32_t       held     = std::max(in.recent, 1);  // of every head, so that none is left empty
+    const int32_t       held     = std::max(in.recent, 1);  // pairs of every head, so that no head is empty
     const int32_t       base     = in.budget - held;
     const int32_t       most     = in.n_tokens - held;
     double              last     = std::floor(base / in.params[BETA]);

@@ -31,7 +31,7 @@ void allocate(const AllocateInput & in, std::vector<std::vector<int32_t>> & out)
     }
 }
 
-// The scorer's own measurement is all that it needs, if it is there.
+// The scorer's measurement suffices if its gamma is the same.
 Reach reach(const kvedge_plan & plan) {
     const double gamma = plan.params[KVEDGE_STAGE_ALLOCATOR][GAMMA];
     return plan.scorer->gamma && plan.scorer->gamma(plan.params[KVEDGE_STAGE_SCORER]) == gamma ? Reach::scores : Reach::rows;

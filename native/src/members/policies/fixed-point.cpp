@@ -1,5 +1,5 @@
-// Fixed-point elimination (Elastic Cache sec. 3.3): the cache keeps the budget's share of all tokens so far; a row too many
-// goes from one fixed place, so that the oldest and the newest stay.
+// Fixed-point elimination (Elastic Cache sec. 3.3): the cache keeps the budget's share of all tokens so far. A surplus row is dropped at
+// one fixed place, so that the oldest and the newest rows stay.
 
 #include "primitives/elimination.h"
 

@@ -1,5 +1,5 @@
-// Heavy hitters (H2O sec. 4): the size stays what it was after the prompt; of the rows before the recent ones, the one that
-// received least attention goes.
+// Heavy hitters (H2O sec. 4): the size stays as it was after the prompt. Of the rows before the recent ones, the row with the least
+// attention is dropped.
 
 #include "plan/stages.h"
 
@@ -24,7 +24,7 @@ static int32_t evict(const DecodeInput & in) {
     const int32_t recent = std::max(1, std::min(asked, in.kept));
     int32_t       lowest = -1;
     for (int32_t r = std::clamp(in.kept - recent, 0, in.sinks); r < in.length - recent; r++) {
-        if (lowest < 0 || in.scores[r] <= in.scores[lowest]) {  // of equals the older one stays
+        if (lowest < 0 || in.scores[r] <= in.scores[lowest]) {  // of equal rows the older one stays
             lowest = r;
         }
     }

@@ -1,4 +1,4 @@
-// Generated tokens are added, nothing is removed (LOOK-M, and H2O as its authors compare with it).
+// Generated tokens are added, and nothing is removed (LOOK-M, and H2O in LOOK-M's comparison).
 
 #include "plan/stages.h"
 

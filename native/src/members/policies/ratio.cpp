@@ -1,4 +1,4 @@
-// Ratio-keeping elimination (PrefixKV sec. 3.1): as fixed-point, every head with the share that its layer was granted.
+// Ratio-keeping elimination (PrefixKV sec. 3.1): like fixed-point, with the share that the head's layer was granted.
 
 #include "primitives/elimination.h"
 

@@ -1,4 +1,4 @@
-// Sliding window (StreamingLLM sec. 3.2): the size stays what it was after the prompt; the row after the sinks goes.
+// Sliding window (StreamingLLM sec. 3.2): the size stays as it was after the prompt; the row after the sinks is dropped.
 
 #include "plan/stages.h"
 

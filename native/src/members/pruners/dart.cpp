@@ -1,4 +1,4 @@
-// DART: rows that are least like a few pivots (Wen et al. 2025, arXiv:2502.11494), on embeddings instead of keys.
+// DART: keeps the rows that are least like a few pivots (Wen et al. 2025, arXiv:2502.11494), on embeddings instead of keys.
 
 #include "kernels/kernels.h"
 #include "plan/stages.h"
@@ -13,7 +13,7 @@ enum { PIVOTS };
 
 static const Param PARAMS[] = { setting::whole("pivots", 4, 1, 64, "rows of the largest norm, which the others are compared with"), {} };
 
-// The rows with length 1, [n][d]; a row of zeros stays one.
+// Returns the rows with length 1, [n][d]; a row of zeros stays zero.
 static std::vector<float> unit_rows(const ImageRows & image) {
     const auto         d = (size_t) image.d;
     std::vector<float> out(image.rows, image.rows + (size_t) image.n * d);

@@ -1,4 +1,4 @@
-// Grid: rows at the centres of equal cells, the baseline that looks at no row.
+// Grid: keeps the rows at the centres of equal cells; the baseline that looks at no row.
 
 #include "plan/stages.h"
 
@@ -7,7 +7,7 @@
 
 namespace kvedge {
 
-// The most cells a x b with a <= down, b <= across and a * b <= n; of those the squarest, then the fewest rows.
+// Finds the most cells a x b with a <= down, b <= across and a * b <= n; on ties the squarest cells, then the smaller a.
 static void count_cells(int32_t down, int32_t across, int32_t n, int32_t & a, int32_t & b) {
     double best = 0.0;
     a = b = 0;

@@ -1,4 +1,4 @@
-// Random: what any pruner has to beat.
+// Random: the baseline that every pruner must beat.
 
 #include "plan/stages.h"
 #include "primitives/mix.h"
@@ -10,7 +10,7 @@ namespace kvedge {
 
 static const Param PARAMS[] = { setting::whole("seed", 0, 0, INT32_MAX, "another seed, other rows"), {} };
 
-// The rows with the smallest mix(mix(seed) + row).
+// Keeps the rows with the smallest mix(mix(seed) + row).
 static void prune(const ImageRows & image, int32_t keep, const double * params, int32_t, std::vector<int32_t> & kept) {
     const uint64_t                            seed = mix((uint64_t) params[0]);
     std::vector<std::pair<uint64_t, int32_t>> drawn;

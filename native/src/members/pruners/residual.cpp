@@ -1,5 +1,5 @@
-// Residual: always the row that is farthest from all that the model has read: at first from the image's mean, which stands for
-// its background, then from the nearest row that is kept as well.
+// Residual: keeps, one after another, the row that is farthest from what the model has read: first from the image's mean, which stands for
+// the background, then also from the nearest kept row.
 
 #include "kernels/kernels.h"
 #include "plan/stages.h"
@@ -9,9 +9,9 @@
 
 namespace kvedge {
 
-static constexpr int32_t TILE = 64;  // rows that a thread looks at at a time
+static constexpr int32_t TILE = 64;  // rows in a task of a thread
 
-// The rows [n][d] without their mean.
+// Returns the rows [n][d] minus their mean.
 static std::vector<float> centred(const ImageRows & image) {
     const auto          n = (size_t) image.n, d = (size_t) image.d;
     std::vector<double> mean(d, 0.0);
@@ -29,7 +29,7 @@ static void prune(const ImageRows & image, int32_t keep, const double *, int32_t
     const Kernels & kn   = kernels();
     const auto      d    = (size_t) image.d;
     const auto      rows = centred(image);
-    // squared lengths, and distances to the nearest of the mean and the rows that are kept
+    // squared lengths, and squared distances to the nearest of the mean and the kept rows
     std::vector<float> length((size_t) image.n), away((size_t) image.n);
     for (size_t r = 0; r < length.size(); r++) {
         length[r] = away[r] = kn.dot(rows.data() + r * d, rows.data() + r * d, d);

@@ -1,5 +1,5 @@
-// Buckets around anchors: what lies between two kept tokens is averaged into the nearer one (Elastic Cache eq. 2-3).
-// Protected tokens stay clean unless asked otherwise.
+// Buckets around anchors: a token between two kept tokens is averaged into the nearer one (Elastic Cache eq. 2-3). Protected tokens receive
+// nothing unless into_protected is set.
 
 #include "primitives/buckets.h"
 #include "primitives/merge.h"

@@ -1,4 +1,4 @@
-// The rows that are not kept are dropped.
+// Evict: rows that are not kept are dropped.
 
 #include "plan/stages.h"
 

@@ -1,5 +1,5 @@
-// Attention matching: values, and a bias for each row, such that what is left gives the prompt's own queries what the whole
-// gave them, the attention's output and its mass (Zweiger et al. 2026, arXiv:2602.16284, section 3).
+// Attention matching: changes kept values and adds a bias to each row, such that the prompt's own queries get from the kept rows what they
+// got from all rows: the attention's output and its mass (Zweiger et al. 2026, arXiv:2602.16284, section 3).
 
 #include "plan/stages.h"
 #include "primitives/fit.h"
@@ -14,7 +14,7 @@ namespace {
 enum { BIASES, MASS, RIDGE, QUERIES };
 enum { PER_ROW, PER_HEAD, NO_BIAS };
 
-constexpr int32_t FEWEST = 512;  // queries of a head with few rows
+constexpr int32_t FEWEST = 512;  // least number of queries of a head, for a head with few rows
 
 const Param PARAMS[] = {
     setting::words("bias", "row,head,none", "added to logits for the attention's mass: one for each row, one for all of a head, or nothing"),
@@ -30,7 +30,7 @@ int32_t queries(const double * params, int32_t n_free) {
     return (int32_t) std::max<int64_t>(FEWEST, (int64_t) params[QUERIES] * n_free);
 }
 
-// Protected rows stay as they are, and are in none of the sums.
+// Returns the rows and queries to fit. Protected rows stay unchanged, and count in no sum.
 FitProblem problem_of(const ReduceInput & in) {
     const int32_t first = std::min(in.sinks, in.n_tokens), last = std::max(first, in.n_tokens - in.recent);
     const auto    before = [&](int32_t row) { return (int32_t) (std::lower_bound(in.kept, in.kept + in.n_kept, row) - in.kept); };
@@ -50,7 +50,7 @@ FitProblem problem_of(const ReduceInput & in) {
     return p;
 }
 
-// Queries beyond half precision say nothing.
+// Returns whether all queries are finite: queries that overflow half precision cannot be used.
 bool finite(const FitProblem & p) {
     return std::all_of(p.q, p.q + (size_t) p.n_queries * (size_t) p.d_k, [](float x) { return std::isfinite(x); });
 }
@@ -73,7 +73,7 @@ void reduce(const ReduceInput & in, const ReducedRows & out) {
         case PER_HEAD: fit.weigh_all(); break;
         default:       break;
     }
-    if (!fit.solve((float) in.params[RIDGE], out.v + at * dv)) {  // as it was evicted
+    if (!fit.solve((float) in.params[RIDGE], out.v + at * dv)) {  // as reducer evict
         for (size_t j = at; j < at + (size_t) p.n_kept; j++) {
             std::copy_n(in.v + (size_t) in.kept[j] * dv, dv, out.v + j * dv);
         }

@@ -1,5 +1,5 @@
-// Nearest merge: an evicted row joins the kept row whose key is nearest, if it is near; others are dropped.
-// pykvedge/reference/stages/reducer/nearest.py is its definition.
+// Nearest merge: an evicted row joins the kept row with the nearest key, if that key is in reach; other evicted rows are dropped.
+// pykvedge/reference/stages/reducer/nearest.py is the definition.
 
 #include "primitives/merge.h"
 

@@ -1,4 +1,4 @@
-// By position: every evicted token is averaged into the nearest kept one, protected or not (PrefixKV table 12).
+// By position: every evicted token is averaged into the nearest kept token, protected or not (PrefixKV table 12).
 
 #include "primitives/buckets.h"
 #include "primitives/merge.h"

@@ -1,5 +1,5 @@
-// Weighted merge (LOOK-M eq. 12): k_j <- (k_j + sum of w_i k_i) / (L + 1), w_i the cosine similarity, negative ones too
-// unless clamped. With sim_filter, what is less similar than the mean is dropped, as in the released code.
+// Weighted merge (LOOK-M eq. 12): k_j <- (k_j + sum of w_i k_i) / (L + 1), w_i the cosine similarity, also a negative one unless clamped.
+// With sim_filter, rows that are less similar than the mean are dropped, as in the released code.
 
 #include "primitives/merge.h"
 

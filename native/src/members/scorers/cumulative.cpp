@@ -1,4 +1,4 @@
-// Cumulative attention: what every query of the prompt paid to a token (H2O; LOOK-M eq. 4).
+// Cumulative attention: the sum of the attention that all queries of the prompt pay to a token (H2O; LOOK-M eq. 4).
 
 #include "plan/stages.h"
 #include "primitives/share.h"
@@ -9,7 +9,7 @@ enum { WINDOW, SHARE };
 
 static const Param PARAMS[] = {
     setting::whole("window", 0, 0, 1 << 20, "last tokens that are kept, at most half of the budget; 0: that half, as in H2O"),
-    // layer: all heads have the mean (Elastic Cache eq. 1, PrefixKV sec. 3.1)
+    // layer: all heads get their mean (Elastic Cache eq. 1, PrefixKV sec. 3.1)
     setting::words("share", "head,layer", "one score per KV head, or one for all heads of a layer"),
     {},
 };

@@ -1,5 +1,4 @@
-// Deviation from the low-frequency part of keys and values along the tokens: outliers in the frequency domain matter
-// (FlashCache eq. 10).
+// DCT: the deviation of a token's key and value from the low-frequency part along the tokens: outliers matter (FlashCache eq. 10).
 
 #include "plan/stages.h"
 #include "primitives/share.h"

@@ -1,5 +1,5 @@
-// Expected attention: what queries yet to come are expected to look at matters, by the length of its value (Devoto et al.
-// 2025, arXiv:2510.00636, section 3, as kvpress computes it).
+// Expected attention: the attention that future queries are expected to pay to a token, times the length of the token's value (Devoto et
+// al. 2025, arXiv:2510.00636, section 3, as kvpress computes it).
 
 #include "kernels/kernels.h"
 #include "plan/stages.h"
@@ -33,7 +33,7 @@ int32_t first_counted(const double * params) { return (int32_t) params[N_SINK]; 
 
 void observes(const double * params, Observation & to) { to.moments = first_counted(params); }
 
-// The queries of one head that are yet to come: a key's logit is its product with mean + spread * key.
+// The expected future queries of one head: a key's logit is its product with mean + spread * key.
 struct Future {
     std::vector<float> mean, spread;  // [ld], [d][ld]
 };
@@ -63,7 +63,7 @@ Future future_of(const ScoreInput & in, const Turn & by, int32_t query_head, siz
     return out;
 }
 
-// logits [T] of the pending keys of a head.
+// Writes the expected logits [T] of the pending keys of a head.
 void logits(const HeadView & view, const Future & future, int32_t d, std::vector<float> & keys, std::vector<float> & seen, float * out) {
     const size_t    ld = future.mean.size();
     const Kernels & kn = kernels();
@@ -83,7 +83,7 @@ void logits(const HeadView & view, const Future & future, int32_t d, std::vector
     }
 }
 
-// x [T] = its shares of the sum of exp(x), of the tokens that are not set aside.
+// x [T] becomes the softmax of x over the tokens from n_sink on; earlier tokens get 0.
 void softmax(const int32_t * tokens, int32_t n_sink, std::vector<float> & x) {
     float top = -INFINITY;
     for (size_t t = 0; t < x.size(); t++) {
@@ -100,7 +100,7 @@ void softmax(const int32_t * tokens, int32_t n_sink, std::vector<float> & x) {
     }
 }
 
-// out [T] *= length of the head's values, after eps is added.
+// out [T] becomes (out + eps) times the length of the token's value.
 void weigh(const HeadView & view, int32_t d, float eps, float * out) {
     std::vector<float> row((size_t) d);
     for (const Segment & seg : view.pending) {

@@ -1,4 +1,4 @@
-// KeyDiff: keys that point elsewhere than the mean of their head's keys matter (Park et al. 2025, arXiv:2504.15364).
+// KeyDiff: a key matters if it points away from the mean of its head's keys (Park et al. 2025, arXiv:2504.15364).
 
 #include "plan/stages.h"
 

@@ -1,4 +1,4 @@
-// Mean attention per query that saw a token; first come the tokens whose attention varies the most (RoCo, Ren & Zhu 2024).
+// Mean attention per query that saw the token. Tokens whose attention varies the most get a reserved part (RoCo, Ren & Zhu 2024).
 
 #include "plan/stages.h"
 
@@ -19,7 +19,7 @@ int32_t auto_recent(int32_t kept, int32_t, const double *) { return std::max(1, 
 
 int32_t reserved(int32_t kept, const double * params) { return part(params[SPREAD], kept); }
 
-// out [Hkv][T] = of(mean, mean of the squares) of every token's attention; 0 where no query saw it.
+// out [Hkv][T] = of(mean, mean of the squares) of each token's attention; 0 if no query saw the token.
 template <class F> void each_token(const ScoreInput & in, float * out, const F & of) {
     const Columns & columns = in.observed->layer((size_t) in.layer).columns;
     for (int32_t h = 0; h < in.shape.n_heads_kv; h++) {
@@ -35,7 +35,7 @@ void score(const ScoreInput & in, float * out) {
     each_token(in, out, [](double mean, double) { return mean; });
 }
 
-// Rounding can make the variance of next to nothing negative.
+// Writes the standard deviation of each token's attention. Rounding can make a tiny variance negative.
 void reserve(const ScoreInput & in, float * out) {
     each_token(in, out, [](double mean, double square) { return std::sqrt(std::max(0.0, square - mean * mean)); });
 }

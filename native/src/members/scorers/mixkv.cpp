@@ -1,5 +1,5 @@
-// Importance and diversity mixed by each head's redundancy (MixKV, sec. 3): attention of the last queries plus the norm
-// of the value, and distance from the mean key direction; the more alike a head's keys, the more diversity counts.
+// Importance and diversity, mixed by each head's redundancy (MixKV, sec. 3). Importance: attention of the last queries plus the norm of the
+// value. Diversity: distance from the mean key direction. The more alike a head's keys, the more diversity counts.
 
 #include "plan/profile.h"
 #include "plan/stages.h"
@@ -23,8 +23,8 @@ const Param PARAMS[] = {
     setting::words("value", "vnorm,knorm", "beside attention: large values or small keys"),
     setting::words("mode", "headwise,importance,diversity,even",
                    "what counts: headwise (by redundancy), importance, diversity, or both evenly"),
-    setting::words("scale", "imp,ex", "diversity has the mean of: importance or attention"),  // the paper; the code
-    setting::words("source", "online,profile", "of a head's redundancy: this prompt or a profile"),  // the paper; the code
+    setting::words("scale", "imp,ex", "diversity has the mean of: importance or attention"),  // imp: the paper; ex: the released code
+    setting::words("source", "online,profile", "of a head's redundancy: this prompt or a profile"),  // online: the paper; profile: the released code
     setting::whole("parts", 2, 1, 64, "one in so many kept pairs is the window's at most, whatever its score"),
     {},
 };
@@ -52,10 +52,10 @@ Looks looks(const double * params, bool) {
     return out;
 }
 
-// Tokens before the window, which are the candidates.
+// Returns the number of tokens before the window: the candidates.
 int32_t n_before(const ScoreInput & in) { return in.n_tokens - std::min(window(in.params), in.n_tokens); }
 
-// out [T]: pooled attention of one head.
+// Writes the pooled attention [T] of one head to out.
 void attend_head(const ScoreInput & in, int32_t head, float * out) {
     std::copy_n(in.measures->votes.data() + (size_t) head * (size_t) in.n_tokens, in.n_tokens, out);
     pool((Pooling) (int32_t) in.params[POOL], (int32_t) in.params[KERNEL], out, n_before(in));

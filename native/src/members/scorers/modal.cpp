@@ -1,6 +1,6 @@
-// Image tokens and text tokens each by what tells among their kind: votes of the last queries for both, mixed for image tokens with
-// norms of values and diversity of keys, as MixKV mixes them, and with outliers, as FlashCache scores them (eq. 10); and the
-// end of the text stays, and text between images, in proportion to what is kept.
+// Modal: image tokens and text tokens each have their own rule. Both get votes of the last queries. For image tokens the votes are mixed
+// with norms of values and diversity of keys, as in MixKV, and with outliers, as in FlashCache (eq. 10). The end of the text, and text
+// between images, stay in proportion to what is kept.
 
 #include "plan/stages.h"
 #include "primitives/measure.h"
@@ -45,13 +45,13 @@ Looks looks(const double * params, bool images) {
     return out;
 }
 
-// Of one head after the other: what is large is made once.
+// Large buffers, which the heads share one after the other.
 struct Work {
     std::vector<double> votes, importance, diversity, far;
     std::vector<float>  pooled;
 };
 
-// out [n] what was measured of the tokens of a kind. x [T].
+// Writes what was measured of the tokens of a kind to out [n]. x [T].
 template <class X, class Y> void of_kind(const X * x, const std::vector<uint8_t> & kind, std::vector<Y> & out) {
     out.resize(kind.size());
     size_t n = 0;
@@ -62,7 +62,7 @@ template <class X, class Y> void of_kind(const X * x, const std::vector<uint8_t>
     out.resize(n);
 }
 
-// importance [n] Of the tokens of the kind: pooled votes and norms of values, and diversity by how alike the kind's keys are.
+// Fills x.importance [n] for the tokens of the kind: pooled votes plus norms of values, mixed with diversity of the kind's keys.
 void mix(const ScoreInput & in, size_t head, const std::vector<uint8_t> & kind, Work & x) {
     const size_t at = head * (size_t) in.n_tokens;
     of_kind(in.measures->votes.data() + at, kind, x.pooled);
@@ -85,14 +85,14 @@ void mix(const ScoreInput & in, size_t head, const std::vector<uint8_t> & kind, 
     }
 }
 
-// Raises tokens, the last one of the text first, such that the a-th has at most a * (parts - 1) of all that are not among the
-// first a above it in rank. So however many stay, one in `parts` of them is among these. scores [n] as they were.
+// Raises the first `count` tokens, which begin with the last text token. Above the a-th of them then rank at most a * (parts - 1) tokens
+// that are not among the first a: of any number of kept tokens, one in `parts` is a raised one. scores [n]: before anything is raised.
 void raise(const int32_t * tokens, size_t count, int32_t parts, const std::vector<float> & scores, float * out) {
     const auto         more = (size_t) parts - 1;
-    std::vector<float> ranked(std::min(scores.size(), (size_t) parts * count + 1));  // no rank behind these is looked at
+    std::vector<float> ranked(std::min(scores.size(), (size_t) parts * count + 1));  // ranks behind these do not matter
     std::partial_sort_copy(scores.begin(), scores.end(), ranked.begin(), ranked.end(), std::greater<float>());
     std::vector<uint8_t> gone(ranked.size(), 0);
-    size_t               at = 0, before = 0;  // so many of the others are before this place
+    size_t               at = 0, before = 0;  // tokens before this place that are not in `gone`
     for (size_t a = 1; a <= count; a++) {
         const auto t = (size_t) tokens[a - 1];
         auto own = (size_t) (std::lower_bound(ranked.begin(), ranked.end(), scores[t], std::greater<float>()) - ranked.begin());
@@ -117,11 +117,11 @@ void raise(const int32_t * tokens, size_t count, int32_t parts, const std::vecto
     }
 }
 
-// Of what stays one in `parts` is the end of the text, which is behind the last image, and at most `window` tokens; one in
-// `text` is text, wherever it stands among images.
+// Raises text. One in `parts` kept tokens is from the end of the text: behind the last image, among the last `window` tokens. One in `text`
+// kept tokens is text, at any place among images.
 void raise_text(const double * params, const uint8_t * image, int32_t n_tokens, float * out) {
     if (!std::all_of(out, out + n_tokens, [](float x) { return std::isfinite(x); })) {
-        return;  // rows that are no numbers have no ranks
+        return;  // NaN and infinity have no ranks
     }
     std::vector<int32_t> text;
     size_t               end = 0;

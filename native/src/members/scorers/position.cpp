@@ -1,4 +1,4 @@
-// Position: the later a token, the more it matters; with sinks protected this is StreamingLLM.
+// Position: later tokens matter more; with sinks protected this is StreamingLLM.
 
 #include "plan/stages.h"
 

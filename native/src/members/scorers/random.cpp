@@ -1,12 +1,12 @@
-// Random: what any method has to beat. The number of a token depends on the seed, the layer, the head and the token
-// alone, so that two runs, and both engines, agree.
+// Random: the baseline that every method must beat. A token's score depends on the seed, the layer, the head and the token alone, so that
+// two runs, and both engines, agree.
 
 #include "plan/stages.h"
 #include "primitives/mix.h"
 
 namespace kvedge {
 
-// 24 bits, exact in float32: mix(mix(mix(mix(seed) + layer) + head) + token) / 2^64, rounded down.
+// Scores have 24 bits, exact in float32: mix(mix(mix(mix(seed) + layer) + head) + token) / 2^64, rounded down.
 static void score(const ScoreInput & in, float * out) {
     const int32_t  n_heads_kv = in.shape.n_heads_kv;
     const uint64_t layer      = mix(mix((uint64_t) in.params[0]) + (uint64_t) in.layer);

@@ -1,5 +1,5 @@
-// The largest attention that a query of the prompt, or of a second pass over it, pays to a token (KVzip, Kim et al. 2025); with
-// `projected` each query head's times the length of the value that its output projection adds (KVzip+).
+// Replay: the largest attention that a query of the prompt, or of a second pass over the prompt, pays to a token (KVzip, Kim et al. 2025).
+// With `projected`, each query head's attention counts times the length of the value behind the output projection (KVzip+).
 
 #include "plan/stages.h"
 
@@ -11,7 +11,7 @@ namespace {
 
 enum { SOURCE, SCOPE, CHUNK, PROJECTED };
 
-constexpr float FIRST = 1e18f;  // above any attention times any length; its square is a number still
+constexpr float FIRST = 1e18f;  // above any attention times any length; its square is finite
 
 const Param PARAMS[] = {
     setting::words("source", "prompt,instruction,repeat",
@@ -30,7 +30,7 @@ void observes(const double * params, Observation & to) {
     to.apart  = params[PROJECTED] == 0.0;
 }
 
-// A KV head's scores [T], by what each of its query heads pays, times the lengths [T] of what values add there.
+// Writes a KV head's scores [T]: the largest of its query heads' attention times the length [T] of the projected value.
 void score_projected(const ScoreInput & in, int32_t head, float * out) {
     const Peaks & peaks = in.observed->layer((size_t) in.layer).peaks;
     const int32_t n = std::min(in.n_tokens, peaks.capacity), group = in.shape.n_heads / in.shape.n_heads_kv;
@@ -54,7 +54,7 @@ void score(const ScoreInput & in, float * out) {
     for (int32_t h = 0; h < in.shape.n_heads_kv; h++) {
         const float * of_head = peaks.highest.data() + (size_t) h * (size_t) peaks.capacity;
         for (int32_t t = 0; t < in.n_tokens; t++) {
-            *out++ = t < peaks.capacity ? of_head[t] : 0.0f;  // nothing was seen of tokens that followed
+            *out++ = t < peaks.capacity ? of_head[t] : 0.0f;  // tokens that came later were not observed
         }
     }
 }

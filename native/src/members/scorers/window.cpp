@@ -1,4 +1,4 @@
-// Window attention: what the prompt's last queries look at is what the answer will need (SnapKV, Li et al. 2024).
+// Window attention: the answer needs what the prompt's last queries look at (SnapKV, Li et al. 2024).
 
 #include "primitives/window.h"
 
@@ -30,7 +30,7 @@ Looks looks(const double * params, bool) {
     return out;
 }
 
-// The window's own tokens keep their unpooled attention; those that recent = auto does not protect compete by it.
+// The window's own tokens keep their unpooled attention, and compete by it unless recent = auto protects them.
 void score(const ScoreInput & in, float * out) {
     const int32_t n_heads_kv = in.shape.n_heads_kv;
     for (int32_t h = 0; h < n_heads_kv; h++) {
