@@ -9,7 +9,7 @@ namespace kvedge {
 
 namespace {
 
-// One matrix of rows, [T][d] to [n_kept][d]. in.scratch: the mass of each bucket.
+// Averages one matrix of rows, [T][d] to [n_kept][d]. in.scratch becomes the mass of each bucket.
 void average(const ReduceInput & in, const float * rows, size_t d, const Anchors & anchors, float * out) {
     float * mass = in.scratch;
     for (int32_t j = 0; j < in.n_kept; j++) {
@@ -33,7 +33,7 @@ void average(const ReduceInput & in, const float * rows, size_t d, const Anchors
     }
     for (int32_t j = 0; j < in.n_kept; j++) {
         if (mass[j] == mass_of(in, anchors.mass, in.kept[j])) {
-            std::copy_n(rows + (size_t) in.kept[j] * d, d, out + (size_t) j * d);  // not rounded where nothing joined
+            std::copy_n(rows + (size_t) in.kept[j] * d, d, out + (size_t) j * d);  // a row that nothing joined is not rounded
             continue;
         }
         for (size_t i = 0; i < d; i++) {

@@ -11,8 +11,8 @@ namespace {
 
 constexpr int32_t N = CHOLESKY_BLOCK;
 
-// With the factor L of which L_bb are the diagonal's blocks, the matrix becomes -L below them and L' above them, and -L_bb^-1' in
-// their place: what products add up is then what has to be subtracted.
+// L is the Cholesky factor, with diagonal blocks L_bb. The matrix becomes -L below the diagonal blocks, L' above them, and -L_bb^-1' in
+// their place. With these signs the products, which add up, subtract.
 class Factors {
   public:
     Factors(const Symmetric & a, float shift, float * work) : a_(a), shift_(shift), work_(work) {}
@@ -42,7 +42,7 @@ class Factors {
         std::for_each(right, right + (size_t) a_.n * columns, [](float & x) { x = -x; });
     }
 
-    // right, which forward left, becomes the solution.
+    // right, from forward(), becomes the solution.
     void backward(float * right, size_t columns) {
         for (int32_t b = (a_.n - 1) / N * N; b >= 0; b -= N) {
             const int32_t n = std::min(N, a_.n - b), later = b + n;
@@ -55,7 +55,7 @@ class Factors {
   private:
     float * at(int32_t row, int32_t column) const { return a_.data + (size_t) row * a_.ld + column; }
 
-    // L_bb in place of the block's lower triangle.
+    // Writes L_bb into the block's lower triangle.
     void factor_diagonal(int32_t b, int32_t n) {
         for (int32_t i = 0; i < n; i++) {
             float * row = at(b + i, b);
@@ -68,7 +68,7 @@ class Factors {
     }
 
     void invert_diagonal(int32_t b, int32_t n) {
-        float * inverse = work_;  // [n][N], of L_bb
+        float * inverse = work_;  // [n][N] inverse of L_bb
         std::fill(inverse, inverse + n * N, 0.0f);
         for (int32_t i = 0; i < n; i++) {
             float * row = inverse + i * N;
@@ -86,7 +86,7 @@ class Factors {
         }
     }
 
-    // The rows below the block: times -L_bb^-1', and what becomes of them turned and negated to the right of it.
+    // Multiplies the rows below the block by -L_bb^-1', and writes the negated transpose of the result to the right of the block.
     void divide_below(int32_t b, int32_t n, int32_t rows) {
         float * were = work_;  // [rows][N]
         for (int32_t r = 0; r < rows; r++) {
@@ -104,7 +104,7 @@ class Factors {
         }
     }
 
-    // rows [n][columns] = matrix rows.
+    // rows [n][columns] becomes matrix * rows.
     void multiply(const float * matrix, size_t ld, int32_t n, float * rows, size_t columns) {
         float * were = work_ + N * N;
         std::copy_n(rows, (size_t) n * columns, were);

@@ -1,12 +1,12 @@
-// Two channels are filtered as one complex signal z. In the frequencies Z of z, what is left of Z[k] depends on Z[k] and on
-// its mirror Z[-k] alone, with real symmetric `same` and a factor of the mirror that is the conjugate for -k:
+// Two channels are filtered as one complex signal z. Let Z be the frequencies of z. The filtered Z[k] depends on Z[k] and its mirror Z[-k]
+// alone, with a real symmetric factor `same` and a factor of the mirror that is the conjugate for -k:
 //
-// - T has no prime factor above 5: the DCT-II of x is an FFT of T numbers, x's even tokens followed by its odd ones
-//   backwards (Makhoul 1980). With V its frequencies and u = e^(-i pi k / 2T) V[k], C[k] ~ Re u and C[T - k] ~ -Im u; dropping
-//   some C and going back leaves (m[k] + m[T-k]) / 2 V[k] + (m[k] - m[T-k]) / 2 e^(i pi k / T) V[-k], m = 1 for what is kept.
+// - T has no prime factor above 5: the DCT-II of x is an FFT of T numbers: the even tokens of x, then the odd tokens backwards
+//   (Makhoul 1980). With V its frequencies and u = e^(-i pi k / 2T) V[k], C[k] ~ Re u and C[T - k] ~ -Im u. Dropping some C and
+//   going back leaves (m[k] + m[T-k]) / 2 V[k] + (m[k] - m[T-k]) / 2 e^(i pi k / T) V[-k], m = 1 for a kept C.
 // - Any other T: the projection on the first w cosines is D(i - j) + D(i + j + 1) with the Dirichlet kernel
-//   D(n) = sin((w - 1/2) pi n / T) / (2T sin(pi n / 2T)), a convolution of x and one of x reversed, both cyclic of a longer,
-//   convenient length.
+//   D(n) = sin((w - 1/2) pi n / T) / (2T sin(pi n / 2T)): a convolution of x, and a convolution of x reversed. Both are cyclic,
+//   with a longer, convenient length.
 
 #include "primitives/dct.h"
 
@@ -44,7 +44,7 @@ std::vector<int32_t> factorize(int32_t n) {
     return out;
 }
 
-// Discrete Fourier transform of x[0], x[stride], ... (n numbers) into out [n].
+// Writes the discrete Fourier transform of x[0], x[stride], ... (n numbers) to out [n].
 void transform(const Complex * x, size_t stride, const int32_t * radices, size_t n, Complex * out) {
     if (n == 1) {
         out[0] = x[0];
@@ -171,7 +171,7 @@ void HighPass::mix_convolution(int32_t kept) {
     }
 }
 
-// Quantised rows are widened to `to`, as blocks of them cannot be cut by columns.
+// Widens quantised rows into `to`, since their blocks cannot be cut by columns.
 std::vector<HighPass::Run> HighPass::plain_runs(std::vector<Run> runs, size_t d, std::vector<float> & to) const {
     to.resize(std::any_of(runs.begin(), runs.end(), [](const Run & run) { return is_quantised(run.rows.type); }) ? (size_t) T_ * d : 0);
     float * next = to.data();
@@ -185,12 +185,12 @@ std::vector<HighPass::Run> HighPass::plain_runs(std::vector<Run> runs, size_t d,
     return runs;
 }
 
-// The rows from one of their columns on.
+// Returns the rows from column `from` on.
 static Rows columns_from(const Rows & rows, size_t from) {
     return { rows.data + from * type_size(rows.type), rows.stride, rows.type };
 }
 
-// The pending keys or values that count, NULL: all.
+// Returns the pending keys or values that count. counts NULL: all.
 std::vector<HighPass::Run> HighPass::runs_of(const HeadView & view, bool values, const uint8_t * counts) {
     std::vector<Run> out;
     for (const Segment & seg : view.pending) {
@@ -210,7 +210,7 @@ std::vector<HighPass::Run> HighPass::runs_of(const HeadView & view, bool values,
     return out;
 }
 
-// Columns [from, from + w) of the middle row of T: the first would be a sink, far from all others.
+// Writes columns [from, from + w) of the middle row of T to origin. The first row would be a sink, far from all others.
 void HighPass::find_origin(const std::vector<Run> & runs, size_t from, size_t w, float * origin) const {
     int32_t left = T_ / 2;
     for (const Run & run : runs) {
@@ -243,7 +243,7 @@ void HighPass::add_rows(std::vector<Run> && stored, int32_t width, float * devia
     const double scale = 1.0 / ((double) n_ * (double) n_);
     for (size_t t = 0; t < T; t++) {
         const float * squares = work.squares.data() + (size_t) place_[t] * (size_t) BAND_PAIRS;
-        double        part[4] = {};  // sums that do not wait for each other
+        double        part[4] = {};  // independent sums, which need not wait for each other
         for (int32_t i = 0; i < BAND_PAIRS; i++) {
             part[i % 4] += (double) squares[i];
         }

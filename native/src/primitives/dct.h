@@ -1,4 +1,4 @@
-// What a low-pass filter along the tokens takes away from keys and values, by an orthonormal DCT-II (FlashCache eq. 5-10).
+// A low-pass filter along the tokens by an orthonormal DCT-II, and what it removes from keys and values (FlashCache eq. 5-10).
 
 #pragma once
 
@@ -11,7 +11,7 @@ namespace kvedge {
 // a[0] = sqrt(1/T), else sqrt(2/T).
 class HighPass {
   public:
-    // Space for the filter, which heads have one after another.
+    // Buffers of the filter, which the heads share one after another.
     struct Work {
         std::vector<float> x, squares, rows;
     };
@@ -20,21 +20,21 @@ class HighPass {
     HighPass(const HighPass &)             = delete;  // filter_ points into the object
     HighPass & operator=(const HighPass &) = delete;
 
-    // R of a layer (FlashCache eq. 13): the share of its pending keys' energy that the filter takes away, plus that of its
-    // values'; 0 where it takes nothing. deviation [Hkv][T] += mean over the channels of the square of what is taken from a
-    // token's key, plus that of its value; exactly 0 where the rows are all the same. NULL: not wanted.
+    // Returns R of a layer (FlashCache eq. 13): the share of its pending keys' energy that the filter removes, plus the share of its
+    // values'; 0 if the filter removes nothing. deviation [Hkv][T] += mean over the channels of the square of what is removed from a
+    // token's key, plus that of its value; exactly 0 if all rows are the same. deviation NULL: not wanted.
     double measure(const PendingView & view, int32_t layer, const LayerShape & shape, float * deviation) const;
 
-    // deviation [T] += the same of one head, among those of its pending tokens that count: counts [n_pending] is 1 for T of them.
-    // Returns the mean over these tokens of the root of what is their values' part of it.
+    // Like measure(), for one head and the pending tokens that count: counts [n_pending] is 1 for T tokens. deviation [T] += their
+    // deviations. Returns the mean over these tokens of the root of their values' part.
     double add_deviation(const HeadView & head, const LayerShape & shape, const uint8_t * counts, float * deviation, Work & work) const;
 
   private:
     struct Energy {
-        double all = 0.0, high = 0.0;  // sums of squares, before the filter and of what it takes away
+        double all = 0.0, high = 0.0;  // sums of squares before the filter, and of what the filter removes
     };
 
-    // Rows that lie behind each other in memory, n at a time.
+    // n consecutive rows in memory.
     struct Run {
         Rows    rows;
         int32_t n;

@@ -10,9 +10,9 @@ namespace kvedge {
 
 namespace {
 
-constexpr size_t KEYS   = 512;  // packed at a time: their panel stays in a core's cache
+constexpr size_t KEYS   = 512;  // keys packed at a time: a panel of them stays in a core's cache
 constexpr size_t ROWS   = 60;   // queries at a time
-constexpr size_t ENOUGH = 24;   // of them that a matrix product is fast for
+constexpr size_t ENOUGH = 24;   // queries for which a matrix product is fast
 
 struct Worker {
     const LayerShape &             shape;
@@ -45,7 +45,7 @@ struct Worker {
         kernels().pack({ (const uint8_t *) rows.data(), d * sizeof(float), Type::f32 }, (int32_t) n, shape.d_k, panel.data());
     }
 
-    // Queries [first, first + n) of the list, of one query head.
+    // Loads queries [first, first + n) of the list, of one query head.
     void load(const std::vector<int32_t> & queries, size_t first, size_t n, int32_t query_head) {
         const auto d = (size_t) shape.d_k;
         each_query(queries, first, n, query_head, [&](size_t r, const QueryRow & from) {
@@ -65,12 +65,12 @@ struct Worker {
         }
     }
 
-    // The loaded queries, which come from place `first` on, and the packed keys [key, key + n_keys) of the list.
+    // Adds the attention of the loaded queries, which start at place `first`, over the packed keys [key, key + n_keys) of the list to out.
     void attend(const CrossAttention & cross, size_t first, size_t n, size_t key, size_t n_keys, SoftmaxRow * out) {
         const Kernels & kn    = kernels();
         const auto      panel = (size_t) kn.panel, d = (size_t) shape.d_k;
         const auto      from  = [&](size_t r) { return std::max((size_t) cross.unseen[first + r], key) - key; };
-        const size_t    left  = from(0) / panel * panel;  // what none of them has to look at
+        const size_t    left  = from(0) / panel * panel;  // columns that no query looks at
         kn.gemm_qk({ q.data(), d }, (int32_t) n, this->panel.data() + left * d, (int32_t) (n_keys - left), shape.d_k,
                    { s.data() + left, stride });
         for (size_t r = 0; r < n && from(r) < n_keys; r++) {
@@ -87,8 +87,7 @@ struct Worker {
     }
 };
 
-// Queries from `first` on that are taken together: up to ROWS of them, of those that have to look at the same keys where
-// that makes enough.
+// Returns how many queries from `first` on are taken together: at most ROWS; from ENOUGH on only queries that look at the same keys.
 size_t together(const CrossAttention & cross, size_t first) {
     size_t end = first + 1;
     while (end < cross.queries.size() && end - first < ROWS && (end - first < ENOUGH || cross.unseen[end] == cross.unseen[first])) {
@@ -111,7 +110,7 @@ double attention_entropy(
     for (size_t k = 0; k < cross.keys.size(); k += KEYS) {
         const size_t n_keys = std::min(KEYS, cross.keys.size() - k);
         if (n == 0 || (size_t) cross.unseen[0] >= k + n_keys) {
-            continue;  // seen by all of them
+            continue;  // all queries have seen these keys
         }
         w.pack(cross.keys, k, n_keys);
         for (size_t r = 0, n_rows; r < n && (size_t) cross.unseen[r] < k + n_keys; r += n_rows) {

@@ -1,4 +1,4 @@
-// Entropy of the attention between text and images, each looking at all of the other, whatever their order.
+// Entropy of the attention between text and images: each looks at all of the other, in any order of tokens.
 
 #pragma once
 
@@ -11,14 +11,13 @@ namespace kvedge {
 
 // Queries of one modality, and the keys of the other.
 struct CrossAttention {
-    std::vector<int32_t> queries;  // token indices, ascending, of queries that were kept
-    std::vector<int32_t> unseen;   // per query, the place in keys from which on the keys are later than it
+    std::vector<int32_t> queries;  // token indices, ascending, of kept queries
+    std::vector<int32_t> unseen;   // per query, the first place in keys whose key is later than the query
     std::vector<int32_t> keys;     // pending rows, ascending
 };
 
-// Sum, over one KV head's query heads and the queries, of the entropy in nats of softmax(q k^T * scale) over the keys.
-// What a query saw of them when it attended is known already (QueryRow::seen); only the later keys are looked at here.
-// view: of that head.
+// Returns the sum, over one KV head's query heads and the queries, of the entropy in nats of softmax(q k^T * scale) over the keys.
+// QueryRow::seen holds what a query saw when it attended; only later keys are looked at here. view: of that head.
 double attention_entropy(
     const LayerShape & shape, const HeadView & view, const std::vector<QuerySpan> & spans, int32_t head, const CrossAttention & cross);
 

@@ -13,28 +13,28 @@ namespace kvedge {
 
 namespace {
 
-constexpr int32_t TILE     = 60;   // queries whose logits over all rows are there at a time
-constexpr int32_t BATCH    = 128;  // queries that a product of matrices adds up at a time
+constexpr int32_t TILE     = 60;   // queries whose logits over all rows are in memory at a time
+constexpr int32_t BATCH    = 128;  // queries that a product of matrices sums at a time
 constexpr int32_t BLOCK    = 128;  // rows at a time
-constexpr int32_t COLUMNS  = CHOLESKY_BLOCK;  // of a Gram matrix at a time
-constexpr int32_t STRIP    = 16;   // rows that are turned at a time
+constexpr int32_t COLUMNS  = CHOLESKY_BLOCK;  // columns of a Gram matrix at a time
+constexpr int32_t STRIP    = 16;   // rows that are transposed at a time
 constexpr int32_t SWEEPS   = 20;
-constexpr float   STILL    = 1e-3f;  // of a weight
+constexpr float   STILL    = 1e-3f;  // part of a weight; a smaller move ends the descent
 constexpr float   LEAST    = 0.0497870684f, MOST = 20.0855369f;  // e^-3, e^3
-constexpr int32_t TURNS    = 300;    // of the power iteration
+constexpr int32_t TURNS    = 300;    // most turns of the power iteration
 constexpr float   SETTLED  = 1e-4f;
 constexpr float   TINY     = 1e-30f;
-constexpr float   LARGEST  = 6e4f;   // that a half holds, rounded up or down
+constexpr float   LARGEST  = 6e4f;   // number that half precision holds, with room for rounding
 constexpr size_t  WIDEST_PANEL = 64;
 
 size_t up16(size_t n) { return (n + 15) / 16 * 16; }
 
-// The first place for a double from `at` on, which lies where floats may.
+// Returns the first place for a double at or after `at`, which is aligned for floats.
 double * doubles(float * at) { return (double *) (((uintptr_t) at + alignof(double) - 1) / alignof(double) * alignof(double)); }
 
 }  // namespace
 
-// Rows of the matrices are as long as the kernels write them: where products are of some of the columns, up to a whole block.
+// Rows of the matrices are as long as the kernels write them: a product of some columns writes up to a whole block.
 Fit::Space Fit::lay_out(float * base, const ReduceSize & size) {
     const auto T = (size_t) size.n_tokens, t = (size_t) size.n_kept, n = (size_t) size.n_queries;
     Space      x{};
@@ -128,7 +128,7 @@ void Fit::attend_tile(int32_t first, int32_t n) {
 
 void Fit::clear_gram() { std::fill(x_.gram, x_.gram + (size_t) p_.n_kept * x_.kept_row, 0.0f); }
 
-// gram += tile' tile, in its lower blocks, of n rows of the tile; right += tile' outputs, from the query `first` on.
+// gram += tile' tile for n rows of the tile, in the lower blocks. With `values`: right += tile' outputs, from query `first` on.
 void Fit::add_gram(int32_t n, bool values, int32_t first) {
     const Kernels & kn = kernels();
     const auto      t  = (size_t) p_.n_kept;
@@ -191,7 +191,7 @@ void Fit::weigh_rows(bool relative) {
     descend();
 }
 
-// One weight for all rows to start from, the best one that is.
+// Starts the descent with the one weight that is best for all rows.
 void Fit::start_descent() {
     const auto t      = (size_t) p_.n_kept;
     double     across = 0.0, sought = 0.0;
@@ -216,7 +216,7 @@ void Fit::descend() {
         for (size_t j = 0; j < t; j++) {
             const float * row = x_.gram + j * x_.kept_row;
             const float   own = row[j], was = x_.weights[j];
-            // a row that no query looks at stands for as little as it may
+            // a row that no query looks at gets the smallest weight
             x_.weights[j]    = own > 0.0f ? std::clamp(was - x_.slope[j] / own, LEAST, MOST) : LEAST;
             const float step = x_.weights[j] - was;
             if (step != 0.0f) {
@@ -252,10 +252,10 @@ void Fit::add_biases(float * biases) const {
 // ---------------------------------------------------------------------------------------------------------
 // Values
 
-// The largest eigenvalue of the Gram matrix, whose entries are not negative, so that no start is better than one of ones.
+// Returns the largest eigenvalue of the Gram matrix. Its entries are not negative, so that ones are the best start.
 float Fit::norm() {
     const auto t    = (size_t) p_.n_kept;
-    float *    next = x_.tile;  // of no use any more
+    float *    next = x_.tile;  // not needed any more
     float      size = 0.0f;
     std::fill(x_.work, x_.work + t, 1.0f / std::sqrt((float) t));
     for (int32_t turn = 0; turn < TURNS; turn++) {

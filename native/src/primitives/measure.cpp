@@ -12,7 +12,7 @@ namespace kvedge {
 
 namespace {
 
-// visit(row [d], t) for a head's pending keys or values in f32.
+// Calls visit(row [d], t) for a head's pending keys or values, in float32.
 template <class F> void each_row(const HeadView & view, bool values, size_t d, const F & visit) {
     std::vector<float> row(d);
     int32_t            t = 0;
@@ -25,12 +25,12 @@ template <class F> void each_row(const HeadView & view, bool values, size_t d, c
     }
 }
 
-// out [T]
+// Writes the squared length of each row to out [T].
 void squares(const HeadView & view, bool values, int32_t d, float * out) {
     each_row(view, values, (size_t) d, [&](const float * row, int32_t t) { out[t] = kernels().dot(row, row, (size_t) d); });
 }
 
-// out [T]; returns the square of the mean direction's length. counts [T]: 1 for the tokens that it is the mean of; NULL: all.
+// Writes out [T]; returns the squared length of the mean direction. counts [T]: 1 for the tokens in the mean; NULL: all.
 double cosines(const HeadView & view, const LayerShape & shape, int32_t n_tokens, Looks::Anchor anchor, const uint8_t * counts, double * out) {
     constexpr int32_t   CHUNK = 64;  // directions that are summed in float32 before the sum goes on in double
     const Kernels &     kn = kernels();
@@ -62,12 +62,12 @@ double cosines(const HeadView & view, const LayerShape & shape, int32_t n_tokens
     return square;
 }
 
-// How far the tokens of a kind are from a smooth curve through them. The filter is kept for heads with as many of them.
+// How far the tokens of a kind are from a smooth curve through them. Heads with equally many of these tokens share the filter.
 class Deviation {
   public:
     explicit Deviation(double gamma) : gamma_(gamma) {}
 
-    // out [T]; returns how the values vary.
+    // Writes out [T], 0 for other tokens; returns how the values vary.
     double operator()(const HeadView & view, const LayerShape & shape, const std::vector<uint8_t> & kind, float * out) {
         const auto n = (size_t) std::count(kind.begin(), kind.end(), (uint8_t) 1);
         if (!filter_ || n != n_) {

@@ -1,4 +1,4 @@
-// What scorers look at of pending rows, measured where the store holds them. plan/away.h says what each measure is.
+// Measures what scorers look at in pending rows, where the store holds the rows. plan/away.h defines each measure.
 
 #pragma once
 
@@ -7,11 +7,11 @@
 
 namespace kvedge {
 
-// Of the layer that `in` is about. A stream's heads hold different tokens: then `in.heads` says each head's kinds, else `in.image`.
-// Where looks.by_kind and no token is an image's, all tokens count. Throws std::bad_alloc.
+// Measures the layer in.layer. The heads of a stream hold different tokens: then `in.heads` has each head's kinds, else `in.image`. With
+// looks.by_kind, all tokens count if no token is an image's. Throws std::bad_alloc.
 Measures measure_rows(const ScoreInput & in, const Looks & looks);
 
-// [T] 1 for the tokens of the kind that anchor and deviation are of: the image's, or all where there is none.
+// Returns [T] 1 for the tokens that anchor and deviation cover: image tokens, or all tokens if none is an image's.
 std::vector<uint8_t> kind_of(const uint8_t * image, int32_t n_tokens);
 
 }  // namespace kvedge

@@ -21,13 +21,13 @@ float inverse_norm(const float * row, int32_t d) {
 
 // Parts of ReduceInput::scratch.
 struct Space {
-    float *   unit;     // [n_kept][d] kept keys: by distance as they are, else of unit length, or 0 where that cannot be
-    float *   packed;   // the same, packed
-    float *   less;     // [n_kept] off a key's products: by distance half of its square, else 0; infinity: it takes none
+    float *   unit;     // [n_kept][d] kept keys: as they are for distances, else of unit length, or 0 for a zero key
+    float *   packed;   // the same keys, packed
+    float *   less;     // [n_kept] is subtracted from a key's products: half of its square for distances, else 0; infinity: no row joins
     float *   rows;     // [threads][TILE][d]
     float *   scores;   // [threads][TILE][row]
     Joins     joins;
-    int32_t * evicted;  // [T] rows that are compared
+    int32_t * evicted;  // [T] rows to compare
     size_t    row;      // n_kept rounded up to whole panels
     size_t    floats;
 };
@@ -66,7 +66,7 @@ void pack_kept(const ReduceInput & in, bool by_distance, Space & x) {
     kernels().pack({ (const uint8_t *) x.unit, d * sizeof(float), Type::f32 }, in.n_kept, in.d_k, x.packed);
 }
 
-// Index of the largest of n numbers, the lowest on ties.
+// Returns the index of the largest of n numbers, the lowest on ties.
 int32_t largest(const float * s, int32_t n) {
     constexpr int32_t CHUNK = 128;
     const float       top   = kernels().max(s, (size_t) n);
@@ -77,7 +77,7 @@ int32_t largest(const float * s, int32_t n) {
     return (int32_t) (std::find(s + at, s + n - 1, top) - s);
 }
 
-// The kept rows that n evicted ones go to; rows, scores: a worker's own. By distance: |a - b|^2 = |a|^2 - 2 (a.b - |b|^2 / 2).
+// Finds the kept rows that n evicted rows join. rows, scores: of a worker. By distance: |a - b|^2 = |a|^2 - 2 (a.b - |b|^2 / 2).
 void match_tile(const ReduceInput & in, float reach, const int32_t * evicted, int32_t n, const Space & x, float * rows, float * scores) {
     const auto d = (size_t) in.d_k;
     for (int32_t r = 0; r < n; r++) {
@@ -123,7 +123,7 @@ void match_all(const ReduceInput & in, float reach, const Space & x) {
     parallel_for(in.n_threads, (n + TILE - 1) / TILE, std::ref(tile));  // a reference takes no memory
 }
 
-// Rows that are less similar to their target than the mean of all lose it.
+// Removes the target of a row that is less similar to it than the mean of all rows.
 void drop_below_mean(int32_t n_tokens, const Joins & x) {
     double  sum = 0.0;
     int32_t n   = 0;
@@ -154,7 +154,7 @@ void weigh_joins(const ReduceInput & in, const MergeRule & rule, const Joins & x
     if (rule.above_mean) {
         drop_below_mean(in.n_tokens, x);
     }
-    std::fill_n(x.self, in.n_kept, 0.0f);  // the mass that joins each, at first
+    std::fill_n(x.self, in.n_kept, 0.0f);  // at first the mass that joins each row
     for (int32_t t = 0; t < in.n_tokens; t++) {
         if (x.target[t] >= 0) {
             x.self[x.target[t]] += mass_of(in, rule.mass, t);

@@ -1,4 +1,4 @@
-// Merging of evicted rows into the kept row with the most similar key (LOOK-M sec. 3.2), or with the nearest.
+// Merging of evicted rows into the kept row with the most similar key (LOOK-M sec. 3.2), or with the nearest key.
 
 #pragma once
 
@@ -6,46 +6,46 @@
 
 namespace kvedge {
 
-// With L evicted rows i pointing at kept row j, the one whose key has the largest cosine similarity with row i's (the
-// lowest on ties):
+// An evicted row i joins the kept row j whose key has the largest cosine similarity with row i's key (the lowest j on ties). With L evicted
+// rows joining row j:
 //   row_j = (self(1, L) * row_j + sum_i weight(similarity_i) * row_i) / (1 + L)
-// for keys and values alike, all from the original rows; rows with L = 0 stay as they are. An evicted zero key merges
-// into nothing, a kept zero key receives nothing.
+// for keys and values, all from the original rows; a row with L = 0 stays unchanged. An evicted zero key joins no row, and a kept zero key
+// receives nothing.
 //
-// With mass, a row of bias b counts as the e^b rows that it stands for, and a row that others merged into stands for all of
-// them: with m = e^b and M = sum_i m_i
+// With mass, a row of bias b counts as the e^b rows that it stands for, and a row that others joined stands for all of them. With m = e^b
+// and M = sum_i m_i:
 //   row_j = (self(m_j, M) * row_j + sum_i m_i * weight(similarity_i) * row_i) / (m_j + M),   b_j = ln(m_j + M)
-// so that the softmax does not lose what the rows received together: exactly where their keys are equal, else no more than it
-// had, since the mean of exponentials is at least the exponential of the mean. Our own; the papers have none.
+// The softmax then keeps the joined rows' mass: exactly if their keys are equal, else at most the mass that they had, since the mean of
+// exponentials is at least the exponential of the mean. This rule is kvedge's; the papers have none.
 struct MergeRule {
-    float (*self)(float own, float merged);  // masses of the kept row, and of what merges into it
+    float (*self)(float own, float merged);  // masses of the kept row, and of the rows that join it
     float (*weight)(float similarity);
-    bool above_mean = false;  // only rows that are at least as similar as the mean of all, but for rounding
+    bool above_mean = false;  // only rows that are at least as similar as the mean of all, up to rounding
     bool mass       = false;
-    // Above 0: row i goes to the row whose key is nearest by distance, the lowest on ties, if that is at most so many times
-    // the length of its own key away. Its similarity is then 1.
+    // Above 0: row i joins the row with the nearest key (the lowest on ties), if the distance is at most `reach` times the length of row
+    // i's key. The similarity then counts as 1.
     float reach = 0.0f;
-    bool  looks = false;  // whether weight or above_mean looks at the similarity
+    bool  looks = false;  // whether weight or above_mean uses the similarity
 };
 
 void merge_rows(const ReduceInput & in, const MergeRule & rule, const ReducedRows & out);
 
-// Where the evicted rows of a head go, found by merge_rows or on a device, and then what of each row is added.
+// Where the evicted rows of a head go. merge_rows or a device finds target and share; weigh_joins makes factors of them.
 struct Joins {
     int32_t * target;  // [T] index into kept, or -1
-    float *   share;   // [T] the similarity with the target; weigh_joins makes the factor of the row of it
-    float *   self;    // [n_kept] weigh_joins: the factor of the kept row itself
+    float *   share;   // [T] the similarity with the target; after weigh_joins: the factor of the row
+    float *   self;    // [n_kept] after weigh_joins: the factor of the kept row itself
 };
 
-// Whether a row goes to the kept row with the largest score, which is their product less half of the kept row's square; own:
-// the square of its own length. Not with NaN.
+// Returns whether a row joins the kept row with the largest score. score: the product of their keys minus half of the kept key's square;
+// own: the square of the row's own key. Not for NaN.
 inline bool in_reach(float reach, float own, float score) { return own - 2.0f * score <= reach * reach * own; }
 
-// The part of merge_rows that looks at no row: k and v of `in` may be NULL. out_bias [n_kept]: as ReducedRows::bias, not NULL
-// where the rule has mass. Allocates nothing.
+// The part of merge_rows that reads no rows: k and v of `in` may be NULL. out_bias [n_kept]: as ReducedRows::bias; not NULL if the rule has
+// mass. Allocates nothing.
 void weigh_joins(const ReduceInput & in, const MergeRule & rule, const Joins & joins, float * out_bias);
 
-// What reducers that merge are made of: how merge_rows is called, and a rule that averages.
+// Parts of reducers that merge: a call of merge_rows, and a rule that averages.
 template <MergeRule (*RULE)(const double * params)> void reduce_by(const ReduceInput & in, const ReducedRows & out) {
     merge_rows(in, RULE(in.params), out);
 }
@@ -56,10 +56,10 @@ MergeRule averaging(const double * params);  // [0]: BIAS
 constexpr Param BIAS = setting::words("bias", "none,mass", "added to a row's logits: nothing, or ln of the rows that it stands for");
 inline bool     has_mass(double bias) { return bias == 1; }
 
-// Rows that row t stands for.
+// Returns the number of rows that row t stands for; 1 without mass.
 float mass_of(const ReduceInput & in, bool mass, int32_t t);
 
-// The bias of a row that stands for so many; no more than a file may hold, whatever one has brought.
+// Returns the bias of a row that stands for `mass` rows, at most MOST_BIAS, the limit of a file.
 float bias_of(float mass);
 
 // Reducer::scratch of every reducer that calls merge_rows.

@@ -8,7 +8,7 @@ namespace kvedge {
 namespace {
 
 constexpr double EPS  = 1e-8;
-constexpr double SAME = 1e-6;  // of the largest: what differs by less does so by rounding, as two keys that are as far from their mean
+constexpr double SAME = 1e-6;  // of the largest: smaller differences come from rounding, as with two keys at the same distance from their mean
 
 }  // namespace
 

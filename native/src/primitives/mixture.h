@@ -1,4 +1,4 @@
-// How MixKV mixes what it measured.
+// How MixKV mixes its measurements.
 
 #pragma once
 
@@ -10,10 +10,10 @@ namespace kvedge {
 
 double mean(const std::vector<double> & x);
 
-// Min-max to [0, 1], what is constant but for rounding to 0, then scaled so that the mean is `to`.
+// Scales x: min-max to [0, 1], then to the mean `to`. Values that differ by rounding alone become 0.
 void scale_to(std::vector<double> & x, double to);
 
-// How alike n keys are whose mean direction has this square (MixKV, eq. 4), in [0, 1].
+// Returns how alike n keys are, in [0, 1]. square: the squared length of their mean direction (MixKV, eq. 4).
 double redundancy(double square, double n);
 
 }  // namespace kvedge

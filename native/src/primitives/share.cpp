@@ -10,7 +10,7 @@ namespace kvedge {
 
 namespace {
 
-// Scales the open shares to what the fixed ones leave of total.
+// Scales the open shares, so that all shares add up to total.
 void rescale(std::vector<double> & shares, const std::vector<bool> & fixed, double total) {
     double open = 0.0, left = total;
     size_t n_open = 0;
@@ -25,7 +25,7 @@ void rescale(std::vector<double> & shares, const std::vector<bool> & fixed, doub
     }
 }
 
-// Fixes the open shares beyond a limit at it; true if there were any.
+// Fixes the open shares beyond a limit at the limit. Returns whether there were any.
 template <class Beyond> bool fix(std::vector<double> & shares, std::vector<bool> & fixed, double limit, const Beyond & beyond) {
     bool any = false;
     for (size_t i = 0; i < shares.size(); i++) {
@@ -45,7 +45,7 @@ void fill_up(std::vector<double> & shares, double total, double most, double lea
         rescale(shares, fixed, total);
     } while (fix(shares, fixed, most, [](double s, double limit) { return s > limit; }) ||
              fix(shares, fixed, least, [](double s, double limit) { return s < limit; }));
-    // With every share fixed the total can be missed; those at `most` then make up for it.
+    // If every share is fixed, their sum can miss the total; the shares at `most` then take the difference.
     if (std::all_of(fixed.begin(), fixed.end(), [](bool f) { return f; })) {
         const auto n_full = std::count(shares.begin(), shares.end(), most);
         for (double & s : shares) {
@@ -78,7 +78,7 @@ std::vector<int64_t> round_shares(std::vector<double> shares, int64_t total, int
     return out;
 }
 
-// Digit by digit of what a float's bits are worth, the highest digit first: a pass over all numbers for each.
+// Finds the digits of an ordered integer form of the float, the highest digit first, with one pass over all numbers for each digit.
 float nth_largest(const float * x, size_t n, size_t k) {
     constexpr uint32_t SIGN = 0x80000000u;
     constexpr struct {
@@ -114,7 +114,7 @@ std::vector<int32_t> count_winners(const float * scores, size_t n_heads, size_t 
     if (left == 0) {
         return winners;
     }
-    const float worst = nth_largest(scores, n_heads * n, left - 1);  // of the winners
+    const float worst = nth_largest(scores, n_heads * n, left - 1);  // the smallest winner
     for (size_t h = 0; h < n_heads; h++) {
         winners[h] = (int32_t) std::count_if(scores + h * n, scores + (h + 1) * n, [&](float s) { return s > worst; });
         left -= (size_t) winners[h];

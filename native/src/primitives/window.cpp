@@ -11,7 +11,7 @@ namespace {
 
 constexpr int32_t BLOCK = 128;  // keys packed at a time
 
-// [n] biases of all stored rows of a head; empty: all are 0.
+// Returns [n] biases of all stored rows of a head; empty: all are 0.
 std::vector<float> biases_of(const HeadView & view, size_t n) {
     std::vector<float> out;
     size_t             at = 0;
@@ -27,7 +27,7 @@ std::vector<float> biases_of(const HeadView & view, size_t n) {
     return out;
 }
 
-// s [n_window][stride]: logits of one query head's window over all stored rows of its KV head.
+// Writes s [n_window][stride]: logits of one query head's window over all stored rows of its KV head.
 void window_logits(const ScoreInput & in, const HeadView & view, int32_t query_head, float * panel, float * s, size_t stride) {
     const int32_t d = in.shape.d_k;
     const FloatIn q = { in.window_q + (size_t) query_head * (size_t) d, (size_t) in.shape.n_heads * (size_t) d };
@@ -43,8 +43,8 @@ void window_logits(const ScoreInput & in, const HeadView & view, int32_t query_h
     }
 }
 
-// visit(window row, weights [sees] not yet divided by their total, total, sees) for the softmax of every
-// window query of a KV head over the `sees` rows up to its own, stored ones first.
+// Calls visit(window row, weights [sees], total, sees) for every window query of a KV head. The weights, not yet divided by `total`, cover
+// the `sees` rows up to the query's own row, stored rows first.
 template <class F> void each_window_row(const ScoreInput & in, const HeadView & view, int32_t head, const F & visit) {
     const LayerShape & shape  = in.shape;
     const Kernels &    kn     = kernels();
@@ -96,7 +96,7 @@ void window_attention(const ScoreInput & in, const HeadView & view, int32_t head
 void faded_votes(const ScoreInput & in, const HeadView & view, int32_t head, double fade, float * out) {
     const int32_t       group = in.shape.n_heads / in.shape.n_heads_kv, W = in.n_window, T = in.n_tokens;
     const auto          first = (size_t) view.n_old;
-    std::vector<double> say((size_t) W);  // of each query; the last one's is 1
+    std::vector<double> say((size_t) W);  // weight of each query; the last one's is 1
     for (int32_t r = 0; r < W; r++) {
         say[(size_t) r] = std::exp(-fade * (double) (W - 1 - r));
     }
@@ -104,7 +104,7 @@ void faded_votes(const ScoreInput & in, const HeadView & view, int32_t head, dou
     each_window_row(in, view, head, [&](int32_t r, const float * row, float total, size_t sees) {
         kernels().axpy((float) (say[(size_t) r] / ((double) total * group)), row + first, out, sees - first - 1);
     });
-    double later = 0.0;  // say of the queries behind t
+    double later = 0.0;  // weight of the queries behind t
     for (int32_t t = T - 1, r = W - 1; t >= 0; t--) {
         out[t] /= (float) std::max(later, 1.0);
         if (r >= 0) {
