@@ -58,7 +58,7 @@ void store_layer(const kvedge_arrays & in, Sequence & seq, int32_t l, Step step)
     store_task({ &seq.rows, l, step.n, in.k + first, d, T * d, in.v + first, d, T * d, nullptr }, 0, 1);
 }
 
-// What is read, and whose attention of each layer is written where.
+// What is read, and where each layer's attention is written.
 struct Pass {
     const kvedge_arrays *             in;
     const ReplayScope *               replay;  // NULL: the prompt
@@ -131,17 +131,17 @@ void read_back(const kvedge_arrays & in, kvedge_result & r) {
     }
 }
 
-// How arrays are compressed. step: tokens that are read at a time; 0: all, as one prompt.
+// How arrays are compressed. step: tokens that are read at a time; 0: all tokens, as one prompt.
 struct How {
     Storage               storage;
     int32_t               step, n_threads;
     const kvedge_replay * replay;  // NULL: none
 };
 
-// As many as were asked for; else one for each core, but no more than the products of queries and keys are worth: one that
-// is started for less takes longer than it saves, and far longer where the cores are busy.
+// Returns the requested threads; else one for each core, but no more than the products of queries and keys are worth: starting a thread for
+// less takes longer than it saves, and far longer if the cores are busy.
 size_t threads_for(const kvedge_arrays & in, int32_t n_threads) {
-    constexpr double WORTH = 1 << 25;  // products of two numbers
+    constexpr double WORTH = 1 << 25;  // products of two numbers, for a thread
     const double     half = 0.5 * in.n_layers * in.n_heads * in.head_size * (double) in.n_tokens * (double) in.n_tokens;
     return n_threads > 0 ? (size_t) n_threads : (size_t) std::min((double) available_threads(), 1.0 + half / WORTH);
 }
@@ -154,7 +154,7 @@ bool enter(Sequence & seq, const std::vector<int32_t> & pos, const std::vector<L
     return fits;
 }
 
-// A chunk of a second pass over the prompt: its rows come after the prompt's, and go again. Nobody reads its values.
+// Reads a chunk of a second pass over the prompt. Its rows follow the prompt's, and are removed again. Its values do not matter.
 bool read_chunk(const kvedge_arrays & in, const ReplayScope & scope, Step step, std::vector<Scratch> & scratch, kvedge_result & r) {
     std::vector<std::vector<float>> unused(r.attention.size());
     std::vector<int32_t>            pos((size_t) step.n);
@@ -184,7 +184,7 @@ kvedge_status check_replay(const kvedge_replay & replay, int32_t n_tokens, kvedg
     return fits && total == replay.n_tokens ? ok(err) : fail(err, KVEDGE_E_ARGUMENT, "the chunks of the replay do not fit a prompt of %d tokens", n_tokens);
 }
 
-// What the queries of a second pass pay to the prompt.
+// Gathers what the queries of a second pass pay to the prompt. False: no memory.
 bool read_replay(
     const kvedge_plan & plan, const kvedge_arrays & in, const kvedge_replay & replay, std::vector<Scratch> & scratch, kvedge_result & r) {
     const kvedge_arrays again = { in.n_layers, in.n_heads, in.n_heads_kv, replay.n_tokens, in.head_size, replay.q, replay.k, replay.k, nullptr };

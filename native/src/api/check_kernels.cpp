@@ -1,5 +1,5 @@
-// Every kernel of a table against plain loops in double precision, on this processor. The stored rows hold values that
-// every storage type has codes for, so that what must be read back is known without any kernel.
+// Checks every kernel of a table against plain loops in double precision, on this processor. The stored rows hold values that every storage
+// type has codes for, so that the right result of reading is known without any kernel.
 
 #include "api/check_kernels.h"
 
@@ -17,16 +17,16 @@ using namespace kvedge;
 
 namespace {
 
-constexpr double TOLERANCE = 2e-4;  // of the sum of the sizes of what is added up; q8_0 rounds queries to 16 bits
+constexpr double TOLERANCE = 2e-4;  // of the sum of the absolute values of the terms; q8_0 rounds queries to 16 bits
 
 struct TypeName {
     Type        type;
     std::string name;
-    // codes of the values, in units of 1/8; both ends, the first and the last, occur wherever values share a scale
+    // codes of the values, in units of 1/8; the first and the last code both occur wherever values share a scale
     std::vector<int32_t> codes;
 };
 
-// The codes that a type has.
+// Returns the codes of a type.
 std::vector<int32_t> codes_of(Type t) {
     std::vector<int32_t> out;
     with_type(t, [&](auto of) {
@@ -43,7 +43,7 @@ std::vector<int32_t> codes_of(Type t) {
     return out;
 }
 
-// Every storage type; two where keys and values lie in different ways.
+// Returns every storage type; twice if keys and values are stored differently.
 std::vector<TypeName> all_types() {
     std::vector<TypeName> out;
     for (int32_t i = 0; FORMATS.of[i].name; i++) {
@@ -57,7 +57,7 @@ std::vector<TypeName> all_types() {
     return out;
 }
 
-// The outcome of comparisons: the first that failed.
+// The result of comparisons: the first that failed.
 struct Check {
     std::string wrong;
 
@@ -115,7 +115,7 @@ Stored stored(const Kernels & kn, const TypeName & t, int32_t n, int32_t d, Rand
     return out;
 }
 
-// Reading rows of one type, and their products with m others.
+// Checks the reading of rows of one type, and their products with m other rows.
 void check_rows(const Kernels & kn, const TypeName & t, int32_t m, int32_t d, Check & check, Random & random) {
     const int32_t skip = 5, n = 70;
     const Stored  all  = stored(kn, t, n + skip, d, random);
@@ -194,7 +194,7 @@ void check_elements(const Kernels & kn, size_t n, Check & check, Random & random
     check.that(kn.dot(x.data(), y.data(), n), dot, size, "dot");
 }
 
-// Two parts of a softmax: what was summed before shrinks to the larger logits of the second.
+// Checks a softmax in two parts: earlier sums shrink to the larger logits of the second part.
 void check_softmax(const Kernels & kn, Check & check, Random & random) {
     const int32_t      m = 6, n = 40;
     const size_t       lds = 48, ld = 16;
@@ -221,7 +221,7 @@ void check_softmax(const Kernels & kn, Check & check, Random & random) {
     }
 }
 
-// A filter that lets everything pass, of one stage: there and back again is n times what it was.
+// Checks a filter of one stage that lets everything pass: the result is n times the input.
 void check_filter(const Kernels & kn, int32_t n, Check & check, Random & random) {
     const size_t       row = 2 * (size_t) BAND_PAIRS;
     const TypeName     f32 = { Type::f32, "f32", codes_of(Type::f32) };
@@ -255,7 +255,7 @@ void check_filter(const Kernels & kn, int32_t n, Check & check, Random & random)
     check.that(got, all, all, "band_load");
 }
 
-// Rows of the matrix are signs: entry (i, j) is negative where i and j share an odd number of bits.
+// Checks the rotation. The matrix consists of signs: entry (i, j) is negative if i and j share an odd number of bits.
 void check_rotation(const Kernels & kn, int32_t d, int32_t block, Check & check, Random & random) {
     const int32_t n = 3;
     const auto    ld = (size_t) d + 16;
@@ -273,7 +273,7 @@ void check_rotation(const Kernels & kn, int32_t d, int32_t block, Check & check,
             const double term = x[at - (size_t) (i - first) + (size_t) j] / std::sqrt((double) block);
             sum += negative ? -term : term, size += std::fabs(term);
         }
-        check.that(got[at], i < d ? sum : x[at], size, "rotate");  // and nothing behind a row
+        check.that(got[at], i < d ? sum : x[at], size, "rotate");  // numbers behind a row do not change
     }
 }
 

@@ -6,8 +6,8 @@
 
 namespace kvedge {
 
-// Runs every kernel of a table on made-up rows, compares with plain loops, and names the first that is wrong; empty if none
-// is. May throw std::bad_alloc.
+// Checks every kernel of a table against plain loops, on generated rows. Returns a text about the first wrong kernel; empty: all are right.
+// May throw std::bad_alloc.
 std::string what_is_wrong(const Kernels & kn);
 
 }  // namespace kvedge

@@ -1,4 +1,4 @@
-// The stage before the prompt: which rows of an image a model reads.
+// Pruning before the prompt: which rows of an image a model reads.
 
 #include "system/error.h"
 #include "plan/plan.h"
@@ -31,7 +31,7 @@ extern "C" int32_t kvedge_plan_image_tokens(const kvedge_plan * plan, int32_t n_
         return 0;
     }
     if (plan->pruner == find_pruner("none")) {
-        return n_rows;  // whatever image_tokens says: nobody chooses
+        return n_rows;  // under every image_tokens: pruner none chooses nothing
     }
     const int32_t asked = plan->image_ratio > 0.0 ? (int32_t) std::floor(plan->image_ratio * n_rows + 1e-9) : plan->image_tokens;
     return std::clamp(asked, 1, n_rows);

@@ -1,4 +1,4 @@
-// What is asked of a plan before anything runs.
+// Questions about a plan that are answered before anything runs.
 
 #include "system/error.h"
 #include "observe/observed.h"

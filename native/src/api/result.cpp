@@ -2,7 +2,7 @@
 
 extern "C" void kvedge_result_free(kvedge_result * result) try { delete result; } catch (...) { }
 
-// read(head) of a head of a result; `none` where there is no such head.
+// Returns read(head) for a head of a result; `none` if there is no such head.
 template <class T, class F> static T of_head(const kvedge_result * result, int32_t layer, int32_t head, T none, const F & read) noexcept {
     const auto * h = result ? result->head(layer, head) : nullptr;
     return h ? read(*h) : none;

@@ -1,4 +1,4 @@
-// What compression of plain arrays leaves (kvedge_result).
+// The result of a compression of plain arrays (kvedge_result).
 
 #pragma once
 
