@@ -35,7 +35,7 @@ struct V {
     static V mul(V a, V b) { return { _mm256_mul_ps(a.x, b.x) }; }
     static V max(V a, V b) { return { _mm256_max_ps(a.x, b.x) }; }
     static V round(V a) { return { _mm256_round_ps(a.x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC) }; }
-    static V scale2(V a, V n) {  // by its exponent, which stays in range (v_exp)
+    static V scale2(V a, V n) {  // adds n to the exponent, which stays in range (v_exp)
         return { _mm256_castsi256_ps(_mm256_add_epi32(_mm256_castps_si256(a.x), _mm256_slli_epi32(_mm256_cvtps_epi32(n.x), 23))) };
     }
     float hsum() const {
@@ -71,7 +71,7 @@ struct V {
             x[4 + j].x = _mm256_permute2f128_ps(t[j], t[4 + j], 0x31);
         }
     }
-    // Eight columns of 16 rows of 16-bit numbers, row r at p + r * stride: out [8][16].
+    // Transposes eight columns of 16 rows of 16-bit numbers, row r at p + r * stride, to out [8][16].
     static void turn_halves(const uint8_t * p, size_t stride, uint8_t * out) {
         __m256i x[8], t[8];
         for (int j = 0; j < 8; j++) {
@@ -131,8 +131,8 @@ struct V {
             x[3].x              = _mm256_cvtepi32_ps(_mm256_srli_epi32(lanes, 6));
         }
     }
-    // Levels of 3-bit codes, by a look-up that reads the low three bits of a lane and no others. Eight lanes of twelve bits, each
-    // in the two bytes that hold it.
+    // Returns eight lanes of twelve bits, each in the two bytes that hold it. levels() looks up 3-bit codes in them: the look-up reads the
+    // low three bits of a lane and no others.
     static __m128i twelve_bits(const uint8_t * p) {
         int last;
         __builtin_memcpy(&last, p + 8, 4);

@@ -5,7 +5,7 @@
 #include "kernels.h"
 #include "kernels_compiler.h"
 
-// GCC 12's own AVX-512 header trips these two wherever its intrinsics are inlined.
+// GCC 12's own AVX-512 header triggers these two warnings wherever its intrinsics are inlined.
 #if defined(__GNUC__) && !defined(__clang__)
 #    pragma GCC diagnostic ignored "-Wuninitialized"
 #    pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
@@ -45,7 +45,7 @@ struct V {
     static V scale2(V a, V n) { return { _mm512_scalef_ps(a.x, n.x) }; }
     float hsum() const { return _mm512_reduce_add_ps(x); }
     float hmax() const { return _mm512_reduce_max_ps(x); }
-    // Within the 128-bit lanes first: shuffles across them share their pipes with multiplications.
+    // Adds within the 128-bit lanes first: shuffles across these lanes share their pipes with multiplications.
     static void hsum4(V a, V b, V c, V d, float * out) {
         const __m512d ab = _mm512_castps_pd(_mm512_add_ps(_mm512_unpacklo_ps(a.x, b.x), _mm512_unpackhi_ps(a.x, b.x)));
         const __m512d cd = _mm512_castps_pd(_mm512_add_ps(_mm512_unpacklo_ps(c.x, d.x), _mm512_unpackhi_ps(c.x, d.x)));
@@ -77,7 +77,7 @@ struct V {
             x[12 + j].x = _mm512_shuffle_f32x4(odd, odd2, 0xdd);
         }
     }
-    // Eight columns of 32 rows of 16-bit numbers, row r at p + r * stride: out [8][32].
+    // Transposes eight columns of 32 rows of 16-bit numbers, row r at p + r * stride, to out [8][32].
     static void turn_halves(const uint8_t * p, size_t stride, uint8_t * out) {
         __m512i x[8], t[8];
         for (int j = 0; j < 8; j++) {
@@ -118,7 +118,7 @@ struct V {
     static V load_i8(const uint8_t * p) {
         return { _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *) p))) };
     }
-    // Codes below 16 become floats by a look-up that reads the low four bits of a lane and no others.
+    // Codes below 16 become floats by a look-up that reads only the low four bits of a lane.
     template <int BITS> static void codes(const uint8_t * p, V * x) {
         if constexpr (BITS == 8) {
             for (int j = 0; j < 2; j++) {
@@ -139,14 +139,14 @@ struct V {
             x[1].x              = _mm512_permutexvar_ps(_mm512_srli_epi32(first, 4), table);
         }
     }
-    // Eight lanes of twelve bits, each in the two bytes that hold it.
+    // Returns eight lanes of twelve bits, each in the two bytes that hold it.
     static __m128i twelve_bits(const uint8_t * p) {
         int last;
         __builtin_memcpy(&last, p + 8, 4);
         const __m128i bytes = _mm_insert_epi32(_mm_loadl_epi64((const __m128i *) p), last, 2);
         return _mm_shuffle_epi8(bytes, _mm_setr_epi8(0, 1, 1, 2, 3, 4, 4, 5, 6, 7, 7, 8, 9, 10, 10, 11));
     }
-    // Levels of 3-bit codes; of the fourth bit that the look-up reads nothing depends.
+    // Levels of 3-bit codes. The look-up also reads a fourth bit, on which nothing depends: the table repeats.
     template <class S> static void levels(const uint8_t * p, V * x) {
         const __m256i half  = _mm256_loadu_si256((const __m256i *) S::levels);
         const __m512  table = _mm512_cvtepi32_ps(_mm512_broadcast_i64x4(half));

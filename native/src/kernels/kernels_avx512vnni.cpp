@@ -1,4 +1,4 @@
-// AVX-512 with sums of integer products, which q8_0 uses.
+// AVX-512 with sums of integer products (VNNI), for q8_0.
 
 #include "kernels_avx512.h"
 #include "kernels_avx512vnni_q8.h"

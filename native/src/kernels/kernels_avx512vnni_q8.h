@@ -1,6 +1,6 @@
-// Decode over q8_0 rows for several query rows in integers, which takes half the multiplications of float32: query rows
-// and softmax weights are rounded to 16 bits against the largest of a block, and pairs of products are summed in 32. The
-// rounding is off by at most 2^-16 of that largest number, where q8_0 itself is off by 2^-8 of its block's.
+// Decode over q8_0 rows for several query rows in integers, which takes half the multiplications of float32. Query rows and softmax weights
+// are rounded to 16 bits, relative to the largest number of a block; pairs of products are summed in 32 bits. The rounding error is at most
+// 2^-16 of the largest number; q8_0 itself has an error of 2^-8 of the largest number of its block.
 // Part of kernels_avx512vnni.cpp, under the rules of kernels_impl.h.
 
 #pragma once
@@ -11,21 +11,21 @@ namespace kvedge {
 namespace {
 
 constexpr int32_t TILE      = V::W;    // rows whose sums fill a vector
-constexpr int32_t MOST_M    = 16;      // query rows of a call
-constexpr int32_t TOKENS    = 64;      // whose weights share a unit; their sums of 2^22 each stay below 2^31
+constexpr int32_t MOST_M    = 16;      // most query rows of a call
+constexpr int32_t TOKENS    = 64;      // rows whose weights share a unit; their products of 2^22 each add up to less than 2^31
 constexpr float   MOST_UNIT = 32767.0f;
-constexpr float   NO_UNIT   = 1e-30f;  // numbers below count as zero: their reciprocals may be infinite
+constexpr float   NO_UNIT   = 1e-30f;  // smaller numbers count as zero: their reciprocals may be infinite
 constexpr size_t  Q8_BLOCK  = block_bytes(Type::q8_0);
 
-// acc plus the sums of pairs of products, kept where it is: GCC 12 would copy every sum twice. One instruction; as a
-// multiplication and an addition it would be no faster than float32.
+// Adds the sums of pairs of products to acc, in place: GCC 12 would copy every sum twice. This is one instruction; a multiplication and an
+// addition would be no faster than float32.
 inline __m512i add_pairs(__m512i acc, __m512i a, __m512i b) {
     acc = _mm512_dpwssd_epi32(acc, a, b);
     KVEDGE_IN_REGISTER(acc, "v");
     return acc;
 }
 
-// What is needed next, a few lines of cache at a time.
+// Prefetches what is needed next, a few cache lines at a time.
 struct Ahead {
     const uint8_t * at;
     const uint8_t * end;
@@ -38,7 +38,7 @@ struct Ahead {
     }
 };
 
-// The scales of a block of TILE rows, by interleaving what begins with them: cheaper than as many loads of 16 bits.
+// Loads the scales of a block of TILE rows by interleaving the rows' first bytes: cheaper than TILE loads of 16 bits.
 inline __m512 tile_scales(const uint8_t * p, size_t stride) {
     const auto two = [&](size_t r) {
         return _mm_unpacklo_epi16(_mm_loadu_si128((const __m128i *) (p + r * stride)),
@@ -49,7 +49,7 @@ inline __m512 tile_scales(const uint8_t * p, size_t stride) {
     return _mm512_cvtph_ps(_mm256_inserti128_si256(_mm256_castsi128_si256(eight(0)), eight(8), 1));
 }
 
-// As many as there are.
+// Loads the scales of n rows; the other lanes are 0.
 inline __m512 first_scales(const uint8_t * p, size_t stride, int32_t n) {
     uint16_t h[TILE] = {};
     for (int32_t c = 0; c < n; c++) {
@@ -58,11 +58,11 @@ inline __m512 first_scales(const uint8_t * p, size_t stride, int32_t n) {
     return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *) h));
 }
 
-// The larger of the absolute values.
+// Returns the larger of the absolute values.
 inline __m512 larger(__m512 a, __m512 b) { return _mm512_range_ps(a, b, 0xb); }
 
-// Numbers that are to become integers of at most MOST_UNIT, the largest of them in some lane of top: what 1 of those is
-// worth, and its reciprocal. n of them, rounded up to a multiple of 4.
+// Finds units for numbers that become integers of at most MOST_UNIT. top [n]: the largest number is in some lane. unit [n]: what integer 1
+// is worth; reciprocal [n]: its reciprocal. Writes n rounded up to a multiple of 4.
 inline void find_units(const __m512 * top, int32_t n, float * unit, float * reciprocal) {
     const auto max = [](__m512 a, __m512 b) { return _mm512_castps_pd(_mm512_max_ps(a, b)); };
     for (int32_t i = 0; i < n; i += 4, top += 4) {
@@ -80,7 +80,7 @@ inline void find_units(const __m512 * top, int32_t n, float * unit, float * reci
 
 constexpr int32_t MOST_UNITS = MOST_M * MAX_ROW / GROUP;
 
-// Query rows in 16 bits, in the order of packs, which works lane by lane: columns 0 to 3, 16 to 19, 4 to 7, 20 to 23 ...
+// Query rows in 16 bits, in the column order of packs, which works lane by lane: 0 to 3, 16 to 19, 4 to 7, 20 to 23 ...
 struct Queries16 {
     alignas(64) int16_t x[MOST_UNITS * GROUP];  // [block][row][GROUP]
     float               unit[MOST_UNITS];       // [block][row]
@@ -112,8 +112,8 @@ struct Queries16 {
     }
 };
 
-// A block of TILE rows: four columns of them to a vector, in the order of Queries16. Rows 0, 1, 4, 5, 8, 9, 12 and 13 make
-// its lower half: what dot_packed adds up then lies in the order of the rows.
+// A block of TILE rows: four columns of the rows in a vector, in the order of Queries16. The lower half holds rows 0, 1, 4, 5, 8, 9, 12 and
+// 13, so that the sums of dot_packed come in the order of the rows.
 struct Packed {
     __m512i columns[GROUP / 4];
     __m512  scales;
@@ -147,7 +147,7 @@ struct Packed {
 
 // sums[r][c] += products of a block, for M query rows.
 template <int M> inline void dot_packed(const int16_t * q, const float * unit, const Packed & k, float * sums) {
-    __m512i lo[M], hi[M];  // the lower and upper half of the rows, of each two sums
+    __m512i lo[M], hi[M];  // two sums for each row, of the lower and the upper half of the rows
     KVEDGE_UNROLL
     for (int r = 0; r < M; r++) {
         lo[r] = hi[r] = _mm512_setzero_si512();
@@ -187,7 +187,7 @@ void q8_rows_dot(FloatIn q, int32_t m, Rows k, int32_t n, int32_t d, FloatOut s,
     for (int32_t c = 0; c < n; c += TILE) {
         const int32_t w    = n - c < TILE ? n - c : TILE;
         Rows          tile = k.from(c);
-        if (w < TILE) {  // there are no rows to read beyond
+        if (w < TILE) {  // no row beyond the last one may be read
             tile = { rest, (size_t) blocks * Q8_BLOCK, Type::q8_0 };
             for (int32_t r = 0; r < TILE; r++) {
                 __builtin_memcpy(rest + (size_t) r * tile.stride, k.from(c + (r < w ? r : 0)).data, tile.stride);
@@ -210,7 +210,7 @@ void q8_rows_dot(FloatIn q, int32_t m, Rows k, int32_t n, int32_t d, FloatOut s,
     }
 }
 
-// Softmax weights of up to TOKENS rows of values times the scales of their blocks, in 16 bits.
+// Softmax weights of up to TOKENS rows, times the scales of the rows' blocks, in 16 bits.
 struct Weights16 {
     static constexpr int PARTS = TOKENS / TILE;
     alignas(64) int16_t x[MOST_UNITS][TOKENS];  // [block][row]
@@ -250,7 +250,7 @@ struct Weights16 {
             top[i] = _mm512_setzero_ps();
         }
         find_units(top, m * blocks, unit, reciprocal);
-        const __m512i order = _mm512_setr_epi64(0, 2, 4, 6, 1, 3, 5, 7);  // of fours after packs, which works lane by lane
+        const __m512i order = _mm512_setr_epi64(0, 2, 4, 6, 1, 3, 5, 7);  // the order of fours after packs, which works lane by lane
         for (int32_t r = 0; r < m; r++) {
             __m512 a[PARTS];
             load(r, a);
@@ -270,7 +270,7 @@ struct Weights16 {
     }
 };
 
-// o[r] += sum of products of weights and a block's codes of n <= TOKENS rows.
+// o[r] += sum of products of weights and codes of a block, over n <= TOKENS rows.
 template <int M> inline void axpy_block(
     const int16_t (*p)[TOKENS], const float * units, const uint8_t * codes, size_t stride, int32_t n, FloatOut o, Ahead & ahead) {
     __m512i lo[M], hi[M];
@@ -324,7 +324,7 @@ void q8_rows_axpy(FloatIn p, int32_t m, Rows v, int32_t n, int32_t d, FloatOut o
     }
 }
 
-// One query row alone waits for memory already.
+// A single query row waits for memory already: it uses float32.
 void k_pairs_rows_dot(FloatIn q, int32_t m, Rows k, int32_t n, int32_t d, FloatOut s, const uint8_t * next) {
     const bool pairs = m > 1 && m <= MOST_M && k.type == Type::q8_0;
     (pairs ? q8_rows_dot : k_any_rows_dot)(q, m, k, n, d, s, next);

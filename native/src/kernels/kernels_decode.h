@@ -8,10 +8,10 @@
 namespace kvedge {
 namespace {
 
-// Query rows that are worked on together: more would not leave registers for their sums.
+// Query rows that are worked on together: more would leave no registers for their sums.
 constexpr int MOST_ROWS = 6;
 
-// Columns per row, so that V::ACC registers hold the sums of M rows: a power of 2, at most `most`.
+// Returns the columns per row with which V::ACC registers hold the sums of M rows: a power of 2, at most `most`.
 constexpr int columns(int m, int most) { return most * m <= V::ACC ? most : columns(m, most / 2); }
 
 template <int N> struct IntN {
@@ -27,11 +27,11 @@ template <int MOST, class F> inline void with_count(int32_t n, const F & f) {
     f(IntN<MOST>());
 }
 
-// Calls f(first row, how many rows as an IntN) for parts of m rows, each at most MOST and all about the same.
+// Splits m rows into parts of about equal size, at most MOST, and calls f(first row, number of rows as an IntN) for each part.
 template <int MOST = MOST_ROWS, class F> inline void split_rows(int32_t m, const F & f) {
     const int32_t parts = (m + MOST - 1) / MOST;
     for (int32_t p = 0; p < parts; p++) {
-        const int32_t a = parts == 1 ? 0 : m * p / parts;  // most often: divisions cost as much as a small part
+        const int32_t a = parts == 1 ? 0 : m * p / parts;  // one part, most often: divisions cost as much as a small part
         with_count<MOST>(parts == 1 ? m : m * (p + 1) / parts - a, [&](auto rows) { f(a, rows); });
     }
 }
@@ -41,12 +41,12 @@ constexpr size_t LINE = 64;  // bytes of a line of cache
 inline void prefetch(const uint8_t * p) { KVEDGE_PREFETCH(p); }
 inline const uint8_t * later(const uint8_t * next, size_t n) { return next ? next + n : nullptr; }
 
-// Bytes of V::W values of a row, on the average.
+// Returns the bytes of V::W values of a row, on average.
 template <Type T> constexpr size_t vector_bytes() {
     return is_quantised(T) ? (size_t) V::W * block_bytes(T) / GROUP : (size_t) V::W * type_size(T);
 }
 
-// Asks for the lines that begin in bytes [step * STEP, (step + 1) * STEP) from p on.
+// Prefetches the cache lines that begin in bytes [step * STEP, (step + 1) * STEP) from p on.
 template <size_t STEP> inline void fetch_step(const uint8_t * p, size_t step) {
     if constexpr (STEP % LINE == 0) {
         KVEDGE_UNROLL
@@ -58,9 +58,9 @@ template <size_t STEP> inline void fetch_step(const uint8_t * p, size_t step) {
     }
 }
 
-// Products of M query rows with V::W columns of C rows of keys, added to acc. Registers hold the fewer of both, and one of the
-// others at a time; for a single query row all keys are loaded first. The loops are nested so that the compiler unrolls them and
-// keeps acc in registers.
+// Adds the products of M query rows with V::W columns of C rows of keys to acc. Registers hold the smaller of both sets, and one row of the
+// other set at a time; a single query row loads all keys first. The loops are nested so that the compiler unrolls them and keeps acc in
+// registers.
 template <Type T, int M, int C> inline void dot_step(FloatIn q, const uint8_t * k, size_t stride, int32_t i, V (&acc)[M][C]) {
     constexpr bool QUERIES_STAY = M < C && M > 1;
     V              stay[QUERIES_STAY ? M : C];
@@ -79,8 +79,8 @@ template <Type T, int M, int C> inline void dot_step(FloatIn q, const uint8_t * 
     }
 }
 
-// s[r][c] for M query rows and C rows of keys, C = 1, 2 or a multiple of 4: rounded alike for any M and C. ahead: as many rows to
-// fetch meanwhile, in the order of memory, spread evenly, as many misses at once would stall.
+// Writes s[r][c] for M query rows and C rows of keys, C = 1, 2 or a multiple of 4, with the same rounding for any M and C. ahead: C rows to
+// prefetch meanwhile, in the order of memory and evenly spread, since many misses at once would stall.
 template <Type T, int M, int C> inline void dot_micro(
     FloatIn q, const uint8_t * k, size_t stride, int32_t d, FloatOut s, const uint8_t * ahead) {
     constexpr size_t STEP = C * vector_bytes<T>();
@@ -128,7 +128,7 @@ template <Type T, int M, int C> inline void dot_micro(
     }
 }
 
-// Of the rows that are needed next, NULL for none: each of `parts` passes over the same rows asks for its share.
+// A share of the rows that are needed next (NULL: none): each of `parts` passes over the same rows prefetches its share.
 struct Share {
     const uint8_t * next;
     int32_t         pass, parts;
@@ -139,11 +139,11 @@ struct Share {
     }
 };
 
-// As many rows of k as make whole tiles of C; returns how many those are.
+// Handles as many rows of k as make whole tiles of C. Returns their number.
 template <Type T, int M, int C> int32_t dot_tiles(FloatIn q, Rows k, int32_t n, int32_t d, FloatOut s, const Share & share) {
     int32_t c = 0;
     for (; c + C <= n; c += C) {
-        const uint8_t * tile  = k.data + (size_t) c * k.stride;  // fetched already, if nothing else is to be
+        const uint8_t * tile  = k.data + (size_t) c * k.stride;  // in cache already; prefetched if nothing else is
         const uint8_t * ahead = share.of(c / C, (size_t) c * k.stride);
         dot_micro<T, M, C>(q, tile, k.stride, d, s.at(0, c), ahead ? ahead : tile);
     }
@@ -153,7 +153,7 @@ template <Type T, int M, int C> int32_t dot_tiles(FloatIn q, Rows k, int32_t n, 
 template <Type T>
 KVEDGE_APART void rows_dot_t(FloatIn q, int32_t m, Rows k, int32_t n, int32_t d, FloatOut s, const uint8_t * next) {
     constexpr int32_t B = 64;  // rows of K that stay in L1 while every group of query rows passes over them
-    constexpr int     MOST = V::ACC / 4;  // so that a tile has four columns or more, but for one token of a group of four
+    constexpr int     MOST = V::ACC / 4;  // a tile then has at least four columns, except for one token of a group of four
     for (int32_t c0 = 0; c0 < n; c0 += B) {
         const int32_t w = n - c0 < B ? n - c0 : B;
         Share         share = { later(next, (size_t) c0 * k.stride), 0, m == 4 ? 1 : (m + MOST - 1) / MOST };
@@ -175,7 +175,7 @@ KVEDGE_APART void rows_dot_t(FloatIn q, int32_t m, Rows k, int32_t n, int32_t d,
     }
 }
 
-// Columns [i, i + D * V::W) of n rows v. fetch(c): asks for what is needed next, at every row.
+// Adds n weighted rows v to columns [i, i + D * V::W) of o. fetch(c) prefetches what is needed next, at every row.
 template <Type T, int M, int D, class F> inline void axpy_micro(FloatIn p, Rows v, int32_t i, int32_t n, FloatOut o, const F & fetch) {
     V acc[M][D];
     KVEDGE_UNROLL
@@ -210,8 +210,8 @@ template <Type T, int M, int D, class F> inline void axpy_micro(FloatIn p, Rows 
     }
 }
 
-// Calls f(how many vectors as an IntN) for parts of d columns, of D vectors, then of half as many and so on; i: where a part
-// begins, at the end what is left.
+// Splits d columns into parts of D vectors, then of half as many and so on, and calls f(number of vectors as an IntN) for each part. i:
+// where a part begins; afterwards the first column that is left.
 template <int D, class F> inline void each_columns(int32_t d, int32_t & i, const F & f) {
     for (; i + D * V::W <= d; i += D * V::W) {
         f(IntN<D>());
@@ -223,7 +223,7 @@ template <int D, class F> inline void each_columns(int32_t d, int32_t & i, const
 
 template <Type T>
 KVEDGE_APART void rows_axpy_t(FloatIn p, int32_t m, Rows v, int32_t n, int32_t d, FloatOut o, const uint8_t * next) {
-    constexpr int32_t B = 64;  // as above; every block of them reads and writes all sums
+    constexpr int32_t B = 64;  // rows of V, as in rows_dot_t; every block of rows reads and writes all sums
     for (int32_t c = 0; c < n; c += B) {
         const int32_t w     = n - c < B ? n - c : B;
         const Rows    vc    = v.from(c);

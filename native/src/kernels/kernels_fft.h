@@ -7,7 +7,7 @@
 namespace kvedge {
 namespace {
 
-// One row: real parts of BAND_PAIRS numbers, then their imaginary parts.
+// A row holds the real parts of BAND_PAIRS numbers, then their imaginary parts.
 constexpr size_t ROW = 2 * (size_t) BAND_PAIRS;
 
 struct Z {
@@ -83,8 +83,8 @@ template <> inline void dft<8>(Z * x) {
     x[7]       = e[3] - o3;
 }
 
-// One column of a stage: R rows, `step` floats apart. twiddle [R - 1] complex factors of rows 1 .. R - 1; NULL: all 1.
-// The inverse is the same with the parts of every number exchanged, its factors coming before the DFT.
+// One column of a stage: R rows, `step` floats apart. twiddle [R - 1]: complex factors of rows 1 .. R - 1; NULL: all 1. The inverse
+// exchanges the parts of every number, and multiplies by the factors before the DFT.
 template <int R, bool INVERSE> inline void butterfly(float * x, size_t step, const float * twiddle) {
     constexpr size_t RE = INVERSE ? BAND_PAIRS : 0, IM = BAND_PAIRS - RE;
     for (size_t i = 0; i < BAND_PAIRS; i += (size_t) V::W) {
@@ -130,7 +130,7 @@ template <bool INVERSE> void run_stage(const FftStage & s, float * x, int32_t bl
     }
 }
 
-// A block's parts one after the other, each while it is in cache. Frequencies come out in the order of their reversed digits.
+// Transforms a block's parts one after another, each while it is in cache. Frequencies come in the order of their reversed digits.
 template <bool INVERSE> void fft(const BandFilter & f, int32_t stage, float * x) {
     const FftStage & s = f.stages[stage];
     if (!INVERSE) {

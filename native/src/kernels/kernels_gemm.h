@@ -1,4 +1,4 @@
-// Many query rows against packed keys, and their weights against widened values. Part of kernels_impl.h, under its rules.
+// Products of many query rows with packed keys, and of weights with widened values. Part of kernels_impl.h, under its rules.
 
 #pragma once
 
@@ -10,7 +10,7 @@ namespace {
 
 constexpr int NR = 2 * V::W;
 
-// Row c of NR rows [..][d] becomes column c of the panel.
+// Makes row c of NR rows [..][d] column c of the panel.
 inline void transpose_panel(const float * rows, int32_t d, float * panel) {
     int32_t i = 0;
     for (; i + V::W <= d; i += V::W) {
@@ -34,7 +34,7 @@ inline void transpose_panel(const float * rows, int32_t d, float * panel) {
     }
 }
 
-constexpr int32_t PACK_STEPS = 4, WIDEN_STEPS = 2;  // of a Pace, in the time that eight columns of a panel, or a row, take
+constexpr int32_t PACK_STEPS = 4, WIDEN_STEPS = 2;  // steps of a Pace, for eight columns of a panel, and for a row
 
 // Bytes that are needed next; NULL: none.
 struct Coming {
@@ -46,7 +46,7 @@ struct Coming {
     }
 };
 
-// Asks for them in n equal steps, for some lines of cache several times. idle: what is in cache, where there are none.
+// Prefetches the coming bytes in n equal steps, some cache lines several times. idle: bytes in cache, used if nothing is coming.
 struct Pace {
     const uint8_t * at;
     size_t          step;
@@ -64,7 +64,7 @@ struct Pace {
     }
 };
 
-// NR rows of 16-bit numbers, d a multiple of 8, turned before they are widened: that takes half as many shuffles.
+// Packs NR rows of 16-bit numbers, d a multiple of 8. Transposing before widening takes half as many shuffles.
 template <Type T, class X> inline void pack_halves(Rows k, int32_t d, float * panel, Pace & pace) {
     alignas(64) uint8_t columns[8 * NR * 2];
     for (int32_t i = 0; i < d; i += 8, panel += 8 * NR) {
@@ -77,7 +77,7 @@ template <Type T, class X> inline void pack_halves(Rows k, int32_t d, float * pa
     }
 }
 
-// Whether a panel was packed that way, which some vectors have.
+// Packs a panel with pack_halves, if the vectors and the type allow that. Returns whether it did.
 template <class X> inline bool pack_turned(Rows k, int32_t d, float * panel, Pace & pace) {
     if constexpr (X::TURNS_HALVES) {
         if (d % 8 == 0 && (k.type == Type::f16 || k.type == Type::bf16)) {
@@ -88,7 +88,7 @@ template <class X> inline bool pack_turned(Rows k, int32_t d, float * panel, Pac
     return false;
 }
 
-// One panel, of n <= NR rows.
+// Packs one panel of n <= NR rows.
 inline void pack_panel(Rows k, int32_t n, int32_t d, float * panel, Pace & pace) {
     if (n == NR && pack_turned<V>(k, d, panel, pace)) {
         return;
@@ -108,7 +108,7 @@ void k_pack(Rows k, int32_t n, int32_t d, float * out) {
     }
 }
 
-// Products of column i of M query rows and of a panel, added to acc.
+// Adds the products of column i of M query rows and of a panel to acc.
 template <int M> inline void panel_step(FloatIn q, const float * panel, int32_t i, V (&acc)[M][2], Pace & pace) {
     pace.take();
     const V b0 = V::load(panel + (size_t) i * NR);
@@ -121,8 +121,8 @@ template <int M> inline void panel_step(FloatIn q, const float * panel, int32_t 
     }
 }
 
-// acc[r] are the products of M query rows with a panel, with the bits of dot_micro. That has V::W sums for each product, of every
-// V::W-th column, and V::hsum4 adds these up pair by pair in the order of V::LANES. A sum waits for its pair, one on each level.
+// Writes the products of M query rows with a panel to acc[r], with the bits of dot_micro. dot_micro has V::W sums for each product, each of
+// every V::W-th column; V::hsum4 adds these sums pair by pair in the order of V::LANES. Here a sum waits for its pair, one on each level.
 template <int M> inline void sum_by_lanes(FloatIn q, const float * panel, int32_t d, V (&acc)[M][2], Pace & pace) {
     constexpr int     LEVELS = V::W == 16 ? 4 : V::W == 8 ? 3 : 2;
     const int32_t     whole  = d / V::W * V::W;
@@ -154,7 +154,7 @@ template <int M> inline void sum_by_lanes(FloatIn q, const float * panel, int32_
     }
 }
 
-// LANES: with the bits of dot_micro, else column after column, which is faster.
+// LANES: with the bits of dot_micro; else column after column, which is faster.
 template <int M, bool LANES> inline void qk_micro(FloatIn q, const float * panel, int32_t d, FloatOut s, int32_t w, Pace & pace) {
     V acc[M][2];
     KVEDGE_UNROLL
@@ -182,7 +182,7 @@ template <int M, bool LANES> inline void qk_micro(FloatIn q, const float * panel
     }
 }
 
-// s[r][c] for the first w columns of a panel.
+// Writes s[r][c] for the first w columns of a panel.
 template <bool LANES> void panel_dot(FloatIn q, int32_t m, const float * panel, int32_t d, FloatOut s, int32_t w, Pace & pace) {
     split_rows<V::MR>(m, [&](int32_t r, auto rows) { qk_micro<decltype(rows)::value, LANES>(q.at(r), panel, d, s.at(r), w, pace); });
 }
@@ -194,7 +194,7 @@ void k_gemm_qk(FloatIn q, int32_t m, const float * packed, int32_t n, int32_t d,
     }
 }
 
-// Keys of any type, packed a panel at a time.
+// Packs keys of any type, one panel at a time.
 void many_rows_dot(FloatIn q, int32_t m, Rows k, int32_t n, int32_t d, FloatOut s, const uint8_t * next) {
     alignas(64) float panel[NR * MAX_ROW];
     for (int32_t c = 0; c < n; c += NR) {
@@ -206,14 +206,14 @@ void many_rows_dot(FloatIn q, int32_t m, Rows k, int32_t n, int32_t d, FloatOut 
     }
 }
 
-// Columns that are worked on together.
+// Vectors of columns that are worked on together.
 constexpr int PV_COLUMNS = columns(MOST_ROWS, V::AD);
 
-constexpr int32_t pv_steps(int32_t m, int32_t d) {  // of a Pace, for a row of values
+constexpr int32_t pv_steps(int32_t m, int32_t d) {  // steps of a Pace, for a row of values
     return (m + MOST_ROWS - 1) / MOST_ROWS * ((d + PV_COLUMNS * V::W - 1) / (PV_COLUMNS * V::W));
 }
 
-// o[r] += p[r] v for n rows v [n][v.ld] and the columns up to d, rounded up to whole vectors.
+// o[r] += p[r] v for n rows v [n][v.ld] and d columns, rounded up to whole vectors.
 inline void add_weighted(FloatIn p, int32_t m, int32_t n, FloatIn v, int32_t d, FloatOut o, Pace & pace) {
     const Rows rows = { (const uint8_t *) v.data, v.ld * sizeof(float), Type::f32 };
     int32_t    i    = 0;
@@ -229,7 +229,7 @@ void k_gemm_pv(FloatIn p, int32_t m, int32_t n, FloatIn v, int32_t d, float * o)
     add_weighted(p, m, n, v, d, { o, v.ld }, none);
 }
 
-// Values of any type, widened into the first-level cache a few rows at a time.
+// Widens values of any type into the first-level cache, a few rows at a time.
 void many_rows_axpy(FloatIn p, int32_t m, Rows v, int32_t n, int32_t d, FloatOut o, const uint8_t * next) {
     constexpr int32_t AT_ONCE = 16;  // rows that are widened between two steps
     alignas(64) float wide[8 * MAX_ROW];

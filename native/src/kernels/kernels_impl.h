@@ -1,13 +1,12 @@
 // The kernels, written once over a vector type V that the including file defines in its unnamed namespace:
-//   V::W lanes, V::FEW query rows up to which plain rows are not packed, V::MR rows of the q k^T micro-kernel, V::PR rows of the
-//   p v one, V::ACC registers for sums, V::LANES the order in which hsum4 adds lanes up, pair by pair;
-//   load/store/load_first and store_first (n < W lanes, the rest a given number)/set1/zero/kept (in a register: not loaded
-//   anew for every use)/fma/fnma (c - a * b)/add/sub/mul/max/round (to an integer)/scale2 (a * 2^n, n integral, neither so
-//   small that it is subnormal)/hsum/
-//   hsum4 (of four)/hmax/transpose (of W vectors); load16(Type, ptr) widens W stored values, store_f16 narrows them;
-//   load_i8(ptr) widens W codes with a sign; codes<bits>(ptr, x) widens GROUP codes (Packed) into GROUP / W vectors;
-//   set1_f16(ptr) a stored scale into all lanes; TURNS_HALVES: whether there is turn_halves, which makes columns of rows of
-//   16-bit numbers.
+//   V::W lanes; V::FEW: most query rows for which plain rows are not packed; V::MR: rows of the q k^T micro-kernel; V::PR: rows of
+//   the p v micro-kernel; V::ACC: registers for sums; V::LANES: the order in which hsum4 adds lanes up, pair by pair;
+//   load/store/load_first and store_first (n < W lanes; load_first sets the others to a given number)/set1/zero/kept (stays in a
+//   register, so that no use loads it again)/fma/fnma (c - a * b)/add/sub/mul/max/round (to an integer)/scale2 (a * 2^n, n integral,
+//   a and the result not subnormal)/hsum/hsum4 (of four)/hmax/transpose (of W vectors);
+//   load16(Type, ptr) widens W stored values, store_f16 narrows them; load_i8(ptr) widens W signed codes; codes<bits>(ptr, x) widens
+//   GROUP codes (Packed) into GROUP / W vectors; set1_f16(ptr) loads a stored scale into all lanes; TURNS_HALVES: whether there is
+//   turn_halves, which makes columns of rows of 16-bit numbers.
 // Nothing here may come from std:: templates: the linker would merge copies compiled for different processors.
 
 #pragma once

@@ -1,4 +1,4 @@
-// Vectors of NEON, for the tables that are made of them.
+// The vector type of the NEON tables (kernels_impl.h).
 
 #pragma once
 

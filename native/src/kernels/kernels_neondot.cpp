@@ -1,4 +1,4 @@
-// NEON with sums of four integer products (dotprod), which q8_0 and q4_0 use.
+// NEON with sums of four integer products (dotprod), for q8_0 and q4_0.
 
 #include "kernels_neon.h"
 #include "kernels_neondot_q.h"

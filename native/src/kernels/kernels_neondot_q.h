@@ -1,7 +1,7 @@
-// Decode over q8_0 and q4_0 rows in integers, where codes need not be widened to float32: query rows and softmax weights
-// are rounded to 16 bits against the largest of a block, as two numbers of 8 bits, high and low, which dotprod multiplies
-// by codes and sums by fours. With i8mm high and low are the two rows of a matrix, the codes of two keys the columns of the
-// other. The rounding is off by at most 2^-15.9 of that largest number, where q8_0 itself is off by 2^-8 of its block's.
+// Decode over q8_0 and q4_0 rows in integers, without widening codes to float32. Query rows and softmax weights are rounded to 16 bits,
+// relative to the largest number of a block, as two numbers of 8 bits, high and low; dotprod multiplies them by codes and sums four
+// products. With i8mm, high and low are the rows of one matrix, and the codes of two keys the columns of the other. The rounding error is
+// at most 2^-15.9 of the largest number; q8_0 itself has an error of 2^-8 of the largest number of its block.
 // Part of kernels_neondot.cpp and kernels_neoni8mm.cpp, under the rules of kernels_impl.h.
 
 #pragma once
@@ -12,15 +12,15 @@ namespace kvedge {
 namespace {
 
 constexpr int32_t TILE      = 4;         // rows whose sums fill a vector
-constexpr int32_t MOST_M    = 16;        // query rows of a call
-constexpr int32_t TOKENS    = 64;        // whose weights share a unit; sums of theirs stay below 2^29
-constexpr float   MOST_UNIT = 32639.0f;  // 127 * 256 + 127, the largest that has a high and a low part
-constexpr float   NO_UNIT   = 1e-30f;    // numbers below count as zero: their reciprocals may be infinite
+constexpr int32_t MOST_M    = 16;        // most query rows of a call
+constexpr int32_t TOKENS    = 64;        // rows whose weights share a unit; their sums stay below 2^29
+constexpr float   MOST_UNIT = 32639.0f;  // 127 * 256 + 127, the largest number with a high and a low part
+constexpr float   NO_UNIT   = 1e-30f;    // smaller numbers count as zero: their reciprocals may be infinite
 
 constexpr int32_t MOST_UNITS = MOST_M * MAX_ROW / GROUP;
 
-// Numbers that are to become integers, the largest of them in some lane of top: what 1 of those is worth. Returns what to
-// multiply them by.
+// Finds the unit of numbers that become integers; the largest number is in some lane of top. unit: what integer 1 is worth. Returns the
+// factor that makes integers.
 inline float find_unit(float32x4_t top, float & unit) {
     const float most = vmaxvq_f32(top);
     unit             = most / MOST_UNIT;
@@ -29,7 +29,7 @@ inline float find_unit(float32x4_t top, float & unit) {
 
 inline float32x4_t larger(float32x4_t a, float32x4_t b) { return vmaxq_f32(a, vabsq_f32(b)); }
 
-// a and b times `to`, rounded, x = 256 * high + low.
+// Rounds a and b times `to` to 16 bits, x = 256 * high + low.
 inline void split16(float32x4_t a, float32x4_t b, float to, int8_t * high, int8_t * low) {
     const int16x4_t x = vqmovn_s32(vcvtnq_s32_f32(vmulq_n_f32(a, to)));
     const int16x8_t y = vqmovn_high_s32(x, vcvtnq_s32_f32(vmulq_n_f32(b, to)));
@@ -37,7 +37,7 @@ inline void split16(float32x4_t a, float32x4_t b, float to, int8_t * high, int8_
     vst1_s8(low, vmovn_s16(y));
 }
 
-// Half a block's codes: columns 0 to 15 or 16 to 31.
+// Returns half a block's codes: columns 0 to 15 or 16 to 31.
 template <Type T> inline int8x16_t half_codes(const uint8_t * codes, int half) {
     if constexpr (T == Type::q8_0) {
         return vreinterpretq_s8_u8(vld1q_u8(codes + 16 * half));
@@ -54,7 +54,7 @@ inline float half_to_float(const uint8_t * p) {
     return vgetq_lane_f32(vcvt_f32_f16(vreinterpret_f16_u16(vdup_n_u16(h))), 0);
 }
 
-// The scales of a block of TILE rows.
+// Returns the scales of a block of TILE rows.
 inline float32x4_t tile_scales(const uint8_t * p, size_t stride) {
     uint16_t h[TILE];
     KVEDGE_UNROLL
@@ -64,10 +64,10 @@ inline float32x4_t tile_scales(const uint8_t * p, size_t stride) {
     return vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(h)));
 }
 
-// Codes of a block of TILE rows, and their products with a query row's block of 64 bytes, one sum per row.
+// The codes of a block of TILE rows. dot() multiplies them by a query row's block of 64 bytes, and returns one sum per row.
 #if defined(__ARM_FEATURE_MATMUL_INT8)
 
-constexpr int32_t HIGH = 16, LOW = 8;  // bytes from one eight of high parts to the next, and to the low parts with them
+constexpr int32_t HIGH = 16, LOW = 8;  // bytes from eight high parts to the next eight, and to the low parts of the same numbers
 
 template <Type T> struct Codes {
     int8x16_t pair[2][4];  // rows 0 and 1, rows 2 and 3: eight columns of both to a vector
@@ -152,7 +152,7 @@ struct Queries16 {
     }
 };
 
-// s[r][c] for M query rows and a tile of w rows of keys; units and x begin with the first row of the first block.
+// Writes s[r][c] for M query rows and a tile of w rows of keys; units and x begin with the first row of the first block.
 template <Type T, int M> inline void dot_tile(
     const int8_t (*x)[2 * GROUP], const float * units, int32_t m, Rows k, int32_t blocks, FloatOut s, int32_t w) {
     float32x4_t sum[M];
@@ -185,7 +185,7 @@ template <Type T> void codes_rows_dot(FloatIn q, int32_t m, Rows k, int32_t n, i
         const int32_t w    = n - c < TILE ? n - c : TILE;
         Rows          tile = k.from(c);
         fetch(later(next, (size_t) c * k.stride), (size_t) w * k.stride);
-        if (w < TILE) {  // there are no rows to read beyond
+        if (w < TILE) {  // no row beyond the last one may be read
             tile = { rest, row_bytes(T, d), T };
             for (int32_t r = 0; r < TILE; r++) {
                 __builtin_memcpy(rest + (size_t) r * tile.stride, k.from(c + (r < w ? r : 0)).data, tile.stride);
@@ -198,7 +198,7 @@ template <Type T> void codes_rows_dot(FloatIn q, int32_t m, Rows k, int32_t n, i
     }
 }
 
-// Softmax weights of up to TOKENS rows of values times the scales of their blocks, in two parts of 8 bits; zero past n.
+// Softmax weights of up to TOKENS rows, times the scales of the rows' blocks, in two parts of 8 bits; zero past n.
 struct Weights16 {
     alignas(16) int8_t high[MOST_UNITS][TOKENS], low[MOST_UNITS][TOKENS];  // [block][row]
     float              unit[MOST_UNITS];
@@ -228,7 +228,7 @@ struct Weights16 {
     }
 };
 
-// Four rows of 16 columns, so that four columns' codes lie together in a vector, those of one column side by side.
+// Four rows of 16 columns, arranged so that a vector holds the codes of four columns, with those of one column side by side.
 struct Columns {
     int8x16_t x[4];
 
@@ -242,14 +242,14 @@ struct Columns {
     }
 };
 
-// Four weights in every lane.
+// Returns four weights in every lane.
 inline int8x16_t four(const int8_t * p) {
     int32_t w;
     __builtin_memcpy(&w, p, 4);
     return vreinterpretq_s8_s32(vdupq_n_s32(w));
 }
 
-// o[r] += sum of products of the weights from row `at` on and half a block's codes of n <= TOKENS rows.
+// o[r] += sum of products of the weights from row `at` on and half a block's codes, over n <= TOKENS rows.
 template <Type T, int M> inline void axpy_half(
     const Weights16 & weights, int32_t at, const uint8_t * codes, size_t stride, int32_t n, int half, FloatOut o) {
     int32x4_t hi[M][4], lo[M][4];
@@ -286,7 +286,7 @@ template <Type T, int M> inline void axpy_half(
     }
 }
 
-// Calls f(first row, how many as an IntN) for parts of m rows whose sums of four vectors each, high and low, fit the registers.
+// Splits m rows into parts whose sums (four vectors each, high and low) fit the registers. Calls f(first row, rows as an IntN).
 template <class F> inline void split_by_three(int32_t m, const F & f) {
     for (int32_t r = 0; r < m;) {
         const int32_t left = m - r;
@@ -306,7 +306,7 @@ template <Type T> void codes_rows_axpy(FloatIn p, int32_t m, Rows v, int32_t n, 
         const Rows    rows = v.from(c);
         weights.round(p.at(0, c), m, rows, w, blocks);
         for (int32_t b = 0; b < blocks; b++) {
-            // a share of what is needed next with every block, as many misses at once would stall
+            // prefetches a share of what is needed next with every block, since many misses at once would stall
             const size_t part = (size_t) w * v.stride / (size_t) blocks;
             fetch(later(next, (size_t) c * v.stride + (size_t) b * part), part);
             const uint8_t * codes = rows.data + (size_t) b * block_bytes(T) + 2;

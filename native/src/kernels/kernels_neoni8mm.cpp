@@ -1,4 +1,4 @@
-// NEON with products of integer matrices (i8mm) besides sums of four (dotprod).
+// NEON with products of integer matrices (i8mm) and sums of four integer products (dotprod), for q8_0 and q4_0.
 
 #include "kernels_neon.h"
 #include "kernels_neondot_q.h"

@@ -1,4 +1,4 @@
-// Stored numbers that are plain (kernels.h: Type) to float32 and back. Part of kernels_impl.h, under its rules.
+// Converts plain stored numbers (kernels.h: Type) to float32 and back. Part of kernels_impl.h, under its rules.
 
 #pragma once
 
@@ -78,10 +78,10 @@ inline float scalar_load(Type t, const uint8_t * p, size_t i) {
     return t == Type::f16 ? scalar_from_f16(h) : scalar_from_bf16(h);
 }
 
-// Types whose rows are read V::W values at a time: plain numbers, and codes of a byte each with no minimum.
+// Whether rows of a type are read V::W values at a time: plain numbers, and codes of one byte without a minimum.
 constexpr bool in_vectors(Type t) { return !is_quantised(t) || (format(t).bits == 8 && !has_minimum(t)); }
 
-// Values i and following of a row of such a type.
+// Loads values i to i + V::W - 1 of a row of a type in_vectors().
 template <Type T> inline V load_as(const uint8_t * p, size_t i) {
     if constexpr (is_quantised(T)) {
         const uint8_t * block = p + i / GROUP * block_bytes(T);
@@ -93,7 +93,7 @@ template <Type T> inline V load_as(const uint8_t * p, size_t i) {
     }
 }
 
-// Rows that are widened one after the other often lie so in memory, too far apart in time for the processor to see it.
+// Rows that are widened one after another often lie so in memory, but too far apart in time for the processor to notice.
 constexpr size_t WIDEN_AHEAD = 2048;  // bytes
 
 template <Type T> inline void to_f32_t(const uint8_t * src, float * dst, size_t n) {

@@ -1,4 +1,4 @@
-// Reading quantised rows (kernels.h: Type). Part of kernels_impl.h, under its rules.
+// Reads quantised rows (kernels.h: Type). Part of kernels_impl.h, under its rules.
 
 #pragma once
 
@@ -11,7 +11,7 @@ namespace {
 constexpr int32_t MAX_ROW = 512;         // largest head size
 constexpr int     CV      = GROUP / V::W;  // vectors of a block's codes
 
-// The codes of a block, of which nothing is known but code().
+// Reads the codes of a block with code() alone, for types without a faster way.
 template <Type T, class X> inline void plain_codes(const uint8_t * p, X * x) {
     uint8_t codes[GROUP];
     for (int half = 0; half < GROUP; half += GROUP / 2) {
@@ -25,7 +25,7 @@ template <Type T, class X> inline void plain_codes(const uint8_t * p, X * x) {
     }
 }
 
-// Levels that codes of 3 bits stand for: a vector of eight or more looks them up by itself.
+// Reads levels of 3-bit codes. Vectors of eight or more lanes have their own look-up.
 template <Type T, class X> inline void level_codes(const uint8_t * p, X * x) {
     if constexpr (X::W >= 8) {
         X::template levels<Traits<T>>(p, x);
@@ -34,7 +34,7 @@ template <Type T, class X> inline void level_codes(const uint8_t * p, X * x) {
     }
 }
 
-// The codes of a block.
+// Reads the codes of a block.
 template <Type T> inline void block_codes(const uint8_t * p, V * x) {
     if constexpr (Traits<T>::bits > 0) {
         V::template codes<Traits<T>::bits>(p, x);
@@ -67,7 +67,7 @@ template <Type T> void widen_blocks(Rows rows, int32_t n, int32_t d, float * out
     }
 }
 
-// Codes of row r of a group that starts at p.
+// Returns the codes of row r of a group that starts at p.
 template <Type T> inline const uint8_t * group_codes(const uint8_t * p, int32_t d, int32_t r) {
     return p + 4 * (size_t) d + (size_t) r * (size_t) (d / GROUP) * code_bytes(T);
 }

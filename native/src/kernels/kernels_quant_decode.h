@@ -1,5 +1,5 @@
-// Decode over quantised rows: one query row reads the codes and multiplies them as they are widened; several query rows
-// share one widening, in registers where vectors can read the rows (kernels_decode.h), else into the first-level cache.
+// Decode over quantised rows. One query row multiplies the codes while they are widened. Several query rows share one widening: in
+// registers if vectors can read the rows (kernels_decode.h), else in the first-level cache.
 // Part of kernels_impl.h, under its rules.
 
 #pragma once
@@ -9,7 +9,7 @@
 namespace kvedge {
 namespace {
 
-// n bytes that are needed next; NULL: none.
+// Prefetches n bytes that are needed next; NULL: none.
 inline void fetch(const uint8_t * next, size_t n) {
     for (size_t at = 0; next && at < n; at += LINE) {
         prefetch(next + at);
@@ -59,7 +59,7 @@ template <Type T> KVEDGE_APART void rows_dot_blocks(const float * q, Rows k, int
     }
 }
 
-// s[c] = base + q . codes[c] for C rows of a group, q scaled by the channels' scales already.
+// s[c] = base + q . codes[c] for C rows of a group; q is scaled by the channels' scales already.
 template <Type T, int C> inline void dot_codes(const float * q, const uint8_t * codes, int32_t d, float base, float * s) {
     const size_t stride = (size_t) (d / GROUP) * code_bytes(T);
     V            acc[C];
@@ -151,7 +151,7 @@ template <Type T, int B> inline void axpy_blocks(
 }
 
 template <Type T> KVEDGE_APART void rows_axpy_blocks(const float * p, Rows v, int32_t n, int32_t d, float * o, const uint8_t * next) {
-    constexpr int B = V::W == 16 ? 4 : V::W == 8 ? 2 : 1;  // as many as leave the registers for codes and scales
+    constexpr int B = V::W == 16 ? 4 : V::W == 8 ? 2 : 1;  // as many as leave registers for codes and scales
     int32_t       i = 0;
     for (; i + B * GROUP <= d; i += B * GROUP) {
         axpy_blocks<T, B>(p, v.data + (size_t) (i / GROUP) * block_bytes(T), v.stride, n, o + i, i == 0 ? next : nullptr);
@@ -161,7 +161,7 @@ template <Type T> KVEDGE_APART void rows_axpy_blocks(const float * p, Rows v, in
     }
 }
 
-// For each handful of rows, widened into the first-level cache.
+// Widens a few rows at a time into the first-level cache, and calls use() for them.
 template <class F> inline void each_widened(Rows rows, int32_t n, int32_t d, const uint8_t * next, const F & use) {
     float         buf[8 * MAX_ROW];
     const int32_t most = 8 * MAX_ROW / d;
@@ -215,7 +215,7 @@ template <Type T> void any_rows_axpy(FloatIn p, int32_t m, Rows v, int32_t n, in
     }
 }
 
-// Whether m query rows are so many that n rows are packed or widened for them. A panel alone pays for twice as many.
+// Whether m query rows are enough to pack or widen n rows for them. A single panel needs twice as many query rows.
 inline bool are_many(int32_t m, int32_t n, Type type) {
     return is_quantised(type) ? m > MOST_ROWS : m > V::FEW && (n > NR || m / 2 > V::FEW);
 }

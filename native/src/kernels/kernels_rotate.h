@@ -1,4 +1,4 @@
-// The fast Walsh-Hadamard transform of stretches of rows. Part of kernels_impl.h, under its rules.
+// The fast Walsh-Hadamard transform of blocks of rows. Part of kernels_impl.h, under its rules.
 
 #pragma once
 
@@ -15,8 +15,8 @@ inline void butterfly(V & a, V & b) {
     a           = sum;
 }
 
-// The steps that stay within a vector, of up to W vectors of one row: transposed they are steps between vectors. Scaled first,
-// so that all tables round alike.
+// Makes the steps within a vector, for up to W vectors of one row: after a transposition they are steps between vectors. Scales first, so
+// that all tables round alike.
 inline void rotate_within(float * x, int32_t many, V scale) {
     V t[V::W];
     for (int32_t j = 0; j < V::W; j++) {

@@ -10,7 +10,7 @@ namespace {
 
 constexpr float NEG_INF = -__builtin_huge_valf();
 
-// The largest of each of R rows.
+// Writes the largest of each of R rows to top [R].
 template <int R> inline void row_tops(const float * x, size_t ldx, size_t n, float * top) {
     V      a[R];
     size_t i = 0;
@@ -39,10 +39,10 @@ float k_max(const float * x, size_t n) {
     return top;
 }
 
-constexpr float NOTHING = -100.0f;  // its exponential, cut off at -87, is lost in any sum that counts
+constexpr float NOTHING = -100.0f;  // its exponential, cut off at e^-87, is lost in any sum that counts
 
-// exp by 2^n * e^r with |r| <= ln 2 / 2 and e^r = 1 + r + r^2 q(r), q the cubic of least relative error, 1.1e-7: what is
-// rounded besides leaves it below 3e-7 for x <= 0.
+// exp by 2^n * e^r with |r| <= ln 2 / 2 and e^r = 1 + r + r^2 q(r). q is the cubic with the least relative error, 1.1e-7. With rounding the
+// error stays below 3e-7 for x <= 0.
 inline V v_exp(V x) {
     x          = V::max(x, V::set1(-87.0f));
     const V n  = V::round(V::mul(x, V::set1(1.44269504f)));
@@ -57,7 +57,7 @@ inline V v_exp(V x) {
     return V::scale2(p, n);
 }
 
-// x = exp(x - shift) in R rows, and their sums, each rounded as that of a row alone.
+// x = exp(x - shift) in R rows; sum [R]: their sums, each rounded like the sum of a single row.
 template <int R> inline void row_exps(float * x, size_t ldx, size_t n, const float * shift, float * sum) {
     V      sh[R], sums[R];
     size_t i = 0;
@@ -93,7 +93,7 @@ float k_exp_sum(float * x, size_t n, float shift) {
     return sum;
 }
 
-// The row's largest logit so far, which the new ones may raise: then what was summed shrinks.
+// Raises a row's largest logit to `here`, if that is larger; earlier sums then shrink.
 inline void raise_top(const SoftmaxRows & to, int32_t r, float here) {
     if (!(here > to.top[r])) {
         return;
@@ -121,7 +121,7 @@ template <int R> inline void softmax_rows(float * s, size_t lds, int32_t r, size
     }
 }
 
-// Two rows at a time: one alone would wait for its own sums.
+// Two rows at a time: a single row would wait for its own sums.
 void k_softmax_step(float * s, size_t lds, int32_t m, int32_t n, const SoftmaxRows & to) {
     int32_t r = 0;
     for (; r + 2 <= m && n > 0; r += 2) {

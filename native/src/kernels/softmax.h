@@ -24,7 +24,7 @@ struct SoftmaxRow {
         top = now;
     }
 
-    // In nats, with `sink` more in the denominator that is no column; 0 for a row without columns.
+    // Returns the entropy in nats; 0 for a row without columns. sink: added to the denominator, without a column.
     double entropy(float sink = 0.0f) const {
         const double total = (double) sum + (double) sink;
         return sum > 0.0f ? ((double) sum * std::log(total) - (double) dot) / total : 0.0;
