@@ -26,8 +26,8 @@ struct kvedge_cache {
     mutable kvedge::Owner owner;  // the thread that is inside a call or a ubatch
 
     // What llama.cpp calls; all throw std::bad_alloc. build_attn: returns the attention of a layer for a graph; NULL: llama.cpp builds it.
-    // ubatch_begin: makes room for a ubatch; -1: refused; 1: the graph must be built anew; else 0. The others change sequences like
-    // llama.cpp.
+    // ubatch_begin: makes room for a ubatch; -1: refused; 1: the graph must be built anew; else 0. The others change sequences as
+    // llama.cpp changes its own.
     ggml_tensor * build_attn(const llama_attn_provider_layer & layer);
     int           ubatch_begin(const llama_attn_provider_ubatch & of);
     void          clear();

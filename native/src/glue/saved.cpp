@@ -48,7 +48,7 @@ void write_state(const kvedge_cache & kv, const SequenceState & state, int32_t p
     }
 }
 
-// Reads the numbers of rows per head, and the name of the decode policy that goes by them; both empty: no policy. False: damaged.
+// Reads the numbers of rows per head, and the name of the decode policy that uses them; both empty: no policy. False: damaged.
 bool read_kept(Reader & in, const kvedge_cache & kv, SequenceState & state, std::vector<char> & policy) {
     uint8_t has_kept, n_policy = 0;
     if (!in.value(has_kept) || has_kept > 1 || (has_kept && !in.value(n_policy)) || !in.values(policy, n_policy)) {
@@ -278,7 +278,7 @@ kvedge_status read_saved(kvedge_cache & kv, int32_t seq_id, Reader & in, const F
     if (const auto status = enter(kv, seq_id, pos_max, own, err); status != KVEDGE_OK) {
         return status;
     }
-    kv.sequences.all.merge(loaded);  // allocates nothing: llama.cpp has the sequence already
+    kv.sequences.all.merge(loaded);  // allocates nothing and cannot fail: llama.cpp has the sequence already
     if (SequenceState & there = *kv.sequences.find(seq_id); there.whole.seq) {
         kv.keeping.take_in(there);
     }

@@ -37,7 +37,7 @@ bool Ubatch::no_memory(const char * what) {
 }
 
 // ---------------------------------------------------------------------------------------------------------
-// What the tokens are
+// Kinds of runs
 
 bool Ubatch::collect(const llama_attn_provider_ubatch & of) {
     runs.clear();

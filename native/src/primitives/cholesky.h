@@ -18,7 +18,8 @@ struct Symmetric {
 
 size_t cholesky_floats(int32_t n, size_t columns);  // floats of `work`, for n equations with `columns` right sides
 
-// Solves (a + shift I) x = right: right [n][columns] becomes x, and a is overwritten. columns: a multiple of 16. shift > 0: no pivot is below shift / 2.
+// Solves (a + shift I) x = right: right [n][columns] becomes x, and a is overwritten. columns: a multiple of 16. shift > 0; no pivot is
+// below shift / 2.
 void cholesky_solve(const Symmetric & a, float shift, float * right, size_t columns, float * work);
 
 }  // namespace kvedge
