@@ -32,9 +32,9 @@
 //   - A "KV pair" is one token's key row and value row of one KV head of one layer. Budgets are counted in KV pairs
 //     per layer and KV head.
 //   - One thread at a time uses a handle: the thread that calls llama_decode on the context. A function with a kvedge_cache argument
-//     returns KVEDGE_E_STATE (-1, if the function returns a number) and does nothing while another thread is inside a function with the
-//     same cache, or inside llama_decode until its last graph is computed. llama_decode and the llama_memory_* functions wait for a
-//     kvedge function of another thread; during a llama_decode of another thread they leave the cache unchanged, and
+//     does nothing and returns KVEDGE_E_STATE (-1 for a number, 0 in kvedge_verify_room, NULL for a text) while another thread is inside
+//     a function with the same cache, or inside llama_decode until its last graph is computed. llama_decode and the llama_memory_*
+//     functions wait for a kvedge function of another thread; during a llama_decode of another thread they leave the cache unchanged, and
 //     kvedge_take_error returns the error. kvedge_detach waits until the other call returns. llama.cpp itself makes no such check:
 //     keep your threads apart, as for llama_decode.
 //   - There is no global mutable state, except the handlers of kvedge_last_words. A process can have any number of caches.
@@ -523,7 +523,7 @@ KVEDGE_API int32_t kvedge_verify_room(const kvedge_cache * kv, int32_t seq_id);
 typedef struct kvedge_stats {
     size_t   struct_size;        // set by the caller to sizeof(kvedge_stats) before the call
     int32_t  n_layers;           // layers that kvedge stores (the model may have more)
-    int32_t  n_heads_kv;         // KV heads of the first of them
+    int32_t  n_heads_kv;         // KV heads of the first stored layer
     int32_t  n_tokens;           // tokens of the sequence so far, compressed ones included
     int32_t  n_image_tokens;     // tokens of n_tokens that came as embeddings
     int32_t  n_compressions;     // compressions of the sequence so far
@@ -567,8 +567,8 @@ KVEDGE_API const char * kvedge_layer_device(const kvedge_cache * kv, int32_t i);
 KVEDGE_API const char * kvedge_device_problem(const kvedge_cache * kv, int32_t seq_id);
 // Returns the KV pairs that stored layer i, KV head `head` holds now for the sequence; -1: no such sequence, layer or head.
 KVEDGE_API int32_t kvedge_head_length(const kvedge_cache * kv, int32_t seq_id, int32_t i, int32_t head);
-// Writes the original token index (0 = first token of the sequence) of every KV pair of stored layer i, KV head `head`, ascending, to out[0
-// .. n-1], n = kvedge_head_length. Errors: KVEDGE_E_ARGUMENT (no such layer, head or sequence; n_out < n).
+// Writes the original token index (0 = first token of the sequence) of every KV pair of stored layer i, KV head `head`, ascending.
+// Writes out[0 .. n-1], n = kvedge_head_length. Errors: KVEDGE_E_ARGUMENT (no such layer, head or sequence; n_out < n).
 KVEDGE_API kvedge_status kvedge_head_tokens(
     const kvedge_cache * kv, int32_t seq_id, int32_t i, int32_t head, int32_t * out, int32_t n_out, kvedge_error * err);
 // Returns the query heads of stored layer i (H); query head h reads KV head h / (H / Hkv). -1: no such layer.
