@@ -7,7 +7,7 @@ namespace kvedge {
 namespace {
 
 struct V {
-    static constexpr int W = 8, MR = 6, PR = 4, PD = 2, AD = 4, ACC = 12, FEW = 1 << 30;
+    static constexpr int W = 8, MR = 6, AD = 4, ACC = 12, FEW = 1 << 30;
     static constexpr bool TURNS_HALVES = true;
     static constexpr int  LANES[] = { 0, 1, 2, 3, 4, 5, 6, 7 };
     __m256 x;

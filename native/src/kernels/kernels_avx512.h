@@ -17,7 +17,7 @@ namespace kvedge {
 namespace {
 
 struct V {
-    static constexpr int W = 16, MR = 12, PR = 6, PD = 4, AD = 8, ACC = 24, FEW = 6;
+    static constexpr int W = 16, MR = 12, AD = 8, ACC = 24, FEW = 6;
     static constexpr bool TURNS_HALVES = true;
     static constexpr int  LANES[] = { 0, 2, 1, 3, 8, 10, 9, 11, 4, 6, 5, 7, 12, 14, 13, 15 };
     __m512 x;

@@ -12,7 +12,7 @@ float lane_from_bf16(const uint8_t * p);
 void  lane_to_f16(float f, uint8_t * p);
 
 struct V {
-    static constexpr int W = 4, MR = 4, PR = 2, PD = 2, AD = 4, ACC = 12, FEW = 6;
+    static constexpr int W = 4, MR = 4, AD = 4, ACC = 12, FEW = 6;
     static constexpr bool TURNS_HALVES = false;
     static constexpr int  LANES[] = { 0, 1, 2, 3 };
     float x[W];

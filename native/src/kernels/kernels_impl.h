@@ -1,6 +1,6 @@
 // The kernels, written once over a vector type V that the including file defines in its unnamed namespace:
-//   V::W lanes; V::FEW: most query rows for which plain rows are not packed; V::MR: rows of the q k^T micro-kernel; V::PR: rows of
-//   the p v micro-kernel; V::ACC: registers for sums; V::LANES: the order in which hsum4 adds lanes up, pair by pair;
+//   V::W lanes; V::FEW: most query rows for which plain rows are not packed; V::MR: rows of the q k^T micro-kernel; V::ACC: registers for
+//   sums; V::LANES: the order in which hsum4 adds lanes up, pair by pair;
 //   load/store/load_first and store_first (n < W lanes; load_first sets the others to a given number)/set1/zero/kept (stays in a
 //   register, so that no use loads it again)/fma/fnma (c - a * b)/add/sub/mul/max/round (to an integer)/scale2 (a * 2^n, n integral,
 //   a and the result not subnormal)/hsum/hsum4 (of four)/hmax/transpose (of W vectors);

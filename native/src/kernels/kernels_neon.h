@@ -11,7 +11,7 @@ namespace kvedge {
 namespace {
 
 struct V {
-    static constexpr int W = 4, MR = 8, PR = 4, PD = 4, AD = 8, ACC = 24, FEW = 6;
+    static constexpr int W = 4, MR = 8, AD = 8, ACC = 24, FEW = 6;
     static constexpr bool TURNS_HALVES = false;
     static constexpr int  LANES[] = { 0, 1, 2, 3 };
     float32x4_t x;
