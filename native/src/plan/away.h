@@ -1,4 +1,4 @@
-// Rows that lie on a device: what a compression asks of them. Scores and choices are the host's; rows stay where they are.
+// The interface of a compression to rows on a device. The host scores and chooses rows; the device measures, moves and merges them.
 
 #pragma once
 
@@ -12,14 +12,14 @@
 
 namespace kvedge {
 
-// What a scorer wants measured of the pending rows of a layer. Host and device measure alike but for rounding.
+// The measures that a scorer needs of a layer's pending rows. Results of host and device differ by rounding only.
 struct Looks {
-    // Votes of the window's queries, softmax over all rows up to a query's own:
-    //   mean, largest  mean over the queries; then over the query heads of a KV head the mean, or the largest
-    //   faded          query r of W counts e^(-fade * (W - 1 - r)) and not for itself; sum over queries, mean over query
-    //                  heads, divided by the weight of the queries behind a token, at least 1
+    // A token's vote is its attention from the last W queries; each softmax covers all rows up to the query's own row.
+    //   mean, largest  mean over the queries, then the mean or the largest over the query heads of a KV head
+    //   faded          query r has weight e^(-fade * (W - 1 - r)) and does not vote for its own token; sum over queries, mean over
+    //                  query heads, divided by the total weight of the queries after the token (at least 1)
     enum class Votes : uint8_t { none, mean, largest, faded };
-    // Of which the mean direction is taken: keys of length 1, or keys as they are.
+    // The keys of the mean direction. unit: keys scaled to length 1; mean: keys with their stored lengths.
     enum class Anchor : uint8_t { none, unit, mean };
 
     Votes  votes       = Votes::none;
@@ -28,23 +28,23 @@ struct Looks {
     bool   value_norms = false;
     Anchor anchor      = Anchor::none;
     double gamma       = -1.0;   // share of low frequencies of the DCT filter (FlashCache eq. 5-10); negative: no deviation
-    bool   by_kind     = false;  // anchor and deviation are of the tokens whose kind is 1, in their order; else of all
-    bool   variation   = false;  // of values, with the deviation, by kind
+    bool   by_kind     = false;  // anchor and deviation use tokens of kind 1 only; else all tokens
+    bool   variation   = false;  // Measures::variation; needs by_kind and gamma >= 0
 
     bool any() const { return votes != Votes::none || key_norms || value_norms || anchor != Anchor::none || gamma >= 0.0; }
 };
 
-// Of one layer's T pending tokens; what was not asked for is empty.
+// Measures of one layer's T pending tokens. A measure that Looks did not ask for is empty.
 struct Measures {
     Bulk<float>         votes;        // [Hkv][T]
-    Bulk<float>         key_squares;    // [Hkv][T] of the Euclidean lengths
-    Bulk<float>         value_squares;  // [Hkv][T]
-    Bulk<double>        cosines;        // [Hkv][T] of each key of length 1 (0 for a zero key) with the mean direction as it is
-    std::vector<double> anchor_squares; // [Hkv] square of the mean direction's length
-    Bulk<float>         deviation;      // [Hkv][T] mean square of what the high pass leaves of a key, plus that of its value; 0
-                                        // for tokens of the other kind
-    double              high = 0.0;     // share of the keys' energy that the high pass leaves, plus that of the values'; 0 where by_kind
-    std::vector<double> variation;      // [Hkv] mean over the kind's tokens of the root of the values' part of deviation
+    Bulk<float>         key_squares;    // [Hkv][T] squared Euclidean lengths
+    Bulk<float>         value_squares;  // [Hkv][T] squared Euclidean lengths
+    Bulk<double>        cosines;        // [Hkv][T] dot product of the key at length 1 and the mean direction; 0 for a zero key
+    std::vector<double> anchor_squares; // [Hkv] squared length of the mean direction
+    Bulk<float>         deviation;      // [Hkv][T] mean square of the high-pass part of the key, plus that of the value; 0 for a
+                                        // token of kind 0 if by_kind
+    double              high = 0.0;     // high-frequency share of the keys' energy, plus that of the values; 0 if by_kind
+    std::vector<double> variation;      // [Hkv] mean over tokens of kind 1 of the root of the value part of `deviation`
 
     bool empty() const {
         return votes.empty() && key_squares.empty() && value_squares.empty() && cosines.empty() && deviation.empty();
@@ -59,57 +59,58 @@ inline double mean_root(const std::vector<float> & squares) {
     return squares.empty() ? 0.0 : sum / (double) squares.size();
 }
 
-// One measurement of all layers.
+// A request to measure the pending rows of all layers.
 struct MeasureJob {
     Looks   looks;
-    int32_t n_tokens;                   // T: the last rows of every head
-    int32_t n_window = 0;               // W
-    const uint8_t * kind = nullptr;     // [T] 0 or 1, where looks.by_kind
-    // [layer][W][H][d_k] scaled as for the logits; empty where there are no votes, or where devices have them (keeps_window)
+    int32_t n_tokens;                   // T: the last T rows of every head are pending
+    int32_t n_window = 0;               // W: number of window queries
+    const uint8_t * kind = nullptr;     // [T] 0 or 1; read if looks.by_kind
+    // [layer][W][H][d_k] window queries, scaled for the logits; empty without votes, and if the devices keep them (keeps_window)
     std::vector<Bulk<float>>   queries;
     std::vector<const float *> sinks;   // [layer] -> [H] logits of attention sinks, or NULL
 };
 
-// How evicted rows join kept ones; primitives/merge.h says by which formula.
+// The rule that merges evicted rows into kept rows (primitives/merge.h).
 struct MergeRule;
 
-// Which rows of every layer stay.
+// A request to keep some pending rows of every layer and to drop or merge the others.
 struct TakeJob {
-    const std::vector<std::vector<std::vector<int32_t>>> & kept;  // [layer][head] pending rows that stay, ascending, from 0
-    int32_t           n_tokens;           // T
+    const std::vector<std::vector<std::vector<int32_t>>> & kept;  // [layer][head] kept pending rows, ascending; 0 is the first pending row
+    int32_t           n_tokens;           // T: number of pending rows of every head
     const MergeRule * rule    = nullptr;  // NULL: evicted rows are dropped
-    Storage           storage = {};       // of the rows that stay
-    bool              dropping = false;   // a decode policy will take rows out one by one
-    // [layer][head] biases of the T pending rows, and of those that stay; empty where there are none. out is filled in
-    // where the rule gives masses.
+    Storage           storage = {};       // types of the kept rows
+    bool              dropping = false;   // a decode policy will drop single rows later
+    // [layer][head] biases of the T pending rows (biases) and of the kept rows (out); an empty list means that all are 0.
+    // take() fills `out` if the merge rule gives masses.
     const std::vector<std::vector<std::vector<float>>> * biases = nullptr;
     std::vector<std::vector<std::vector<float>>> *       out    = nullptr;
 };
 
-// What went over the bus for one compression, and where its time went.
+// Transfers and times of one compression on devices.
 struct DeviceWork {
     uint64_t to_host = 0, to_device = 0;  // bytes
-    int64_t  operations = 0;              // of all graphs
+    int64_t  operations = 0;              // number of operations in all graphs
     int64_t  measure_us = 0, choose_us = 0, gather_us = 0, merge_us = 0, upload_us = 0;
 };
 
-// The rows of a sequence's layers on devices.
+// The rows of a sequence that lie on devices.
 class AwayRows {
   public:
+    // lacking: a device does not support the request; full: a device has no memory; failed: a device's operation failed.
     enum class Outcome { done, lacking, full, failed };
 
     virtual ~AwayRows() = default;
     virtual bool holds(size_t layer) const = 0;
-    // Whether the queries of the last n > 0 tokens lie on the devices, as the prompt's graphs left them.
+    // Returns whether the devices keep the queries of the last n > 0 tokens from the prompt's graphs.
     virtual bool keeps_window(int32_t n) const = 0;
 
-    // out [layer], of those that are held. But for `done` nothing has changed. Throws std::bad_alloc.
+    // Fills out [layer] for every layer on a device. Changes nothing unless it returns `done`. Throws std::bad_alloc.
     virtual Outcome measure(const MeasureJob & job, std::vector<Measures> & out) = 0;
-    // Replaces the rows of all layers that are held, one layer after the other: those before the pending ones, and of these the
-    // kept ones. lacking, full: nothing has changed; failed: a device failed half-way, and rows are lost.
+    // Replaces the rows of every layer on a device by its old (not pending) rows and its kept pending rows.
+    // lacking, full: no row changed. failed: a device failed half-way, and rows are lost.
     virtual Outcome take(const TakeJob & job) = 0;
 
-    const std::string & problem() const { return problem_; }  // device and operation, for a message
+    const std::string & problem() const { return problem_; }  // names the device and the operation for an error message
     DeviceWork          work;
 
   protected:

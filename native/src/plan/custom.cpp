@@ -23,7 +23,7 @@ template <class... A> [[noreturn]] void give_up(const char * format, A... args) 
     throw StageFailure(e.message);
 }
 
-// Calls a callback; a status other than OK is a failure with its message.
+// Calls a callback of the program. Throws StageFailure, with the callback's message, if it returns a status other than KVEDGE_OK.
 template <class F> void call(const char * stage, const char * name, const F & callback) {
     kvedge_error        own{};
     const kvedge_status status = callback(&own);
@@ -37,7 +37,7 @@ template <class F> void call(const char * stage, const char * name, const F & ca
     give_up("%s '%s' failed with status %d and said nothing", stage, name, (int) status);
 }
 
-// All pending rows of n heads of a layer, widened: keys [n][T][d_k], values [n][T][d_v].
+// Writes the pending rows of the heads [first, first + n) of a layer as float32: k [n][T][d_k], v [n][T][d_v].
 void widen(const ScoreInput & in, int32_t first, int32_t n, std::vector<float> & k, std::vector<float> & v) {
     const LayerShape & shape = in.shape;
     const auto T = (size_t) in.n_tokens, dk = (size_t) shape.d_k, dv = (size_t) shape.d_v;
@@ -50,7 +50,7 @@ void widen(const ScoreInput & in, int32_t first, int32_t n, std::vector<float> &
     }
 }
 
-// Scores n of a layer's KV heads, shown as a layer of no others.
+// Scores the KV heads [first, first + n) of a layer. The custom scorer sees them as a layer with n heads. image [T].
 void score_heads(const ScoreInput & in, int32_t first, int32_t n, const uint8_t * image, float * out) {
     const kvedge_custom_scorer & given = in.self->custom->given;
     const LayerShape &           shape = in.shape;
@@ -67,7 +67,7 @@ void score_heads(const ScoreInput & in, int32_t first, int32_t n, const uint8_t 
             const float * from = in.window_q + (size_t) t * row + (size_t) (first * group) * (size_t) shape.d_k;
             q.insert(q.end(), from, from + part);
         }
-        for (float & x : q) {  // they came with the model's scale in them
+        for (float & x : q) {  // custom scorers get queries without the model's scale
             x *= std::sqrt((float) shape.d_k);
         }
         to.q = q.data();
@@ -90,7 +90,8 @@ void score_heads(const ScoreInput & in, int32_t first, int32_t n, const uint8_t 
     }
 }
 
-// Where the heads of a stream hold different tokens, each is shown by itself: there is one mask for all that are shown.
+// Scores a layer. In a stream whose heads hold different tokens, each head is scored in a call of its own, because
+// kvedge_score_input has only one image mask.
 void score(const ScoreInput & in, float * out) {
     const int32_t n = in.shape.n_heads_kv;
     if (!in.heads) {
@@ -187,7 +188,7 @@ bool is_setting(const kvedge_setting & s) {
            (s.step == 0 || std::fmod(s.fallback - s.lowest, (double) s.step) == 0.0);
 }
 
-// Checks what all three kinds have, copies what the given struct points to, and adds the stage to the plan's own.
+// Checks the fields that all kinds of custom stages have, copies the texts and settings, and adds the stage to plan.own.
 template <class C> kvedge_status take(
     kvedge_plan & plan, const std::shared_ptr<C> & made, kvedge_stage number, bool has_function, kvedge_error * err) {
     C &          custom = *made;

@@ -1,5 +1,5 @@
-// Stages of the program's own: what kvedge_plan_add_scorer and its like were given, as members that the rest of the
-// library calls like any other.
+// Custom stages: the program adds them with kvedge_plan_add_scorer, _add_allocator or _add_reducer. Each one is stored as a
+// member, so that the library calls it like a built-in stage.
 
 #pragma once
 
@@ -13,12 +13,12 @@
 
 namespace kvedge {
 
-// A stage of the program's own failed. Thrown inside the library only: compress_pending makes a status of it.
+// A custom stage or an output projection failed. Only thrown inside the library: the public functions return KVEDGE_E_STAGE.
 struct StageFailure : std::runtime_error {
     using std::runtime_error::runtime_error;
 };
 
-// A stage and the texts that it points to. Its address must not change.
+// A custom stage, the struct that the program gave, and copies of the texts in it. Must not move: `member` points into it.
 template <class M, class G> struct Custom {
     Custom()                           = default;
     Custom(const Custom &)             = delete;
@@ -34,11 +34,11 @@ struct CustomScorer : Custom<Scorer, kvedge_custom_scorer> {};
 struct CustomAllocator : Custom<Allocator, kvedge_custom_allocator> {};
 struct CustomReducer : Custom<Reducer, kvedge_custom_reducer> {};
 
-// Whether the stage may only be called on the thread that asked for the compression.
+// Returns whether the stage must run on the thread that called the compression.
 inline bool own_thread_only(const Scorer & s) { return s.custom && !s.custom->given.thread_safe; }
 inline bool own_thread_only(const Reducer & r) { return r.custom && !r.custom->given.thread_safe; }
 
-// The member of that name that the plan can use: one of the library's or one of its own; NULL if there is none.
+// Returns the member `name` of a stage: a custom member of the plan, or a built-in member. NULL: no member has this name.
 const Member * known_member(const kvedge_plan & plan, kvedge_stage stage, const char * name);
 
 }  // namespace kvedge

@@ -30,7 +30,7 @@ namespace {
 
 int32_t share(double ratio, int32_t n_tokens) { return (int32_t) std::floor(ratio * n_tokens + 1e-9); }
 
-// "16" is a count, "0.1" a ratio: the decimal point decides.
+// A number of KV pairs or a ratio. A text with a decimal point or an exponent is a ratio: "16" is a number, "0.1" a ratio.
 struct Amount {
     bool    is_ratio;
     double  ratio;
@@ -38,7 +38,7 @@ struct Amount {
 };
 
 bool parse_amount(const char * text, Amount & out) {
-    // A stream with the classic locale: strtod would read "0,2" where an application has set a European one.
+    // A stream with the classic locale, because strtod depends on the application's locale ("0,2" in Europe).
     std::istringstream in(text);
     in.imbue(std::locale::classic());
     out          = {};
@@ -51,7 +51,7 @@ bool parse_amount(const char * text, Amount & out) {
     return !in.fail() && in.peek() == std::istringstream::traits_type::eof() && std::isfinite(out.ratio);
 }
 
-// out stays as it is where the text is neither.
+// Parses true, 1, false or 0. Returns false and does not change `out` for any other text.
 bool parse_bool(const char * text, bool & out) {
     const bool yes = !strcmp(text, "true") || !strcmp(text, "1"), no = !strcmp(text, "false") || !strcmp(text, "0");
     out            = yes || (out && !no);
@@ -69,7 +69,7 @@ std::string members(const kvedge_plan & plan, kvedge_stage stage) {
     return list;
 }
 
-// The stage's member changes, its settings become the new member's defaults, and a profile of the old one goes.
+// Sets the member of a stage and its default settings, and removes the old member's profile.
 kvedge_status set_stage(kvedge_plan & plan, kvedge_stage stage, const char * value, kvedge_error * err) {
     const Member * found = known_member(plan, stage, value);
     if (!found) {
@@ -89,7 +89,7 @@ kvedge_status set_stage(kvedge_plan & plan, kvedge_stage stage, const char * val
     return ok(err);
 }
 
-// Index of word in "a,b,c", or -1.
+// Returns the index of `word` in a list such as "a,b,c", or -1.
 int32_t choice_of(const char * choices, const std::string & word) {
     std::istringstream list(choices);
     std::string        item;
@@ -121,7 +121,7 @@ kvedge_status set_param(double & slot, const Param & p, const std::string & key,
     return ok(err);
 }
 
-// "scorer.window": a setting of the member that the plan has for that stage.
+// Sets a setting of a stage's member. key: STAGE.SETTING, such as "scorer.window".
 kvedge_status set_member_param(kvedge_plan & plan, const std::string & key, const char * value, kvedge_error * err) {
     const size_t dot = key.find('.');
     for (int32_t stage = 0; stage < N_STAGES; stage++) {
@@ -143,11 +143,11 @@ kvedge_status set_member_param(kvedge_plan & plan, const std::string & key, cons
                 "decode. or pruner.", key.c_str());
 }
 
-// A setting that is a ratio of the tokens or a number of them.
+// A setting whose value is a ratio of the tokens or a number of KV pairs or tokens.
 struct AmountKey {
     const char * name;
-    const char * use;   // examples of both
-    const char * unit;  // of the number
+    const char * use;   // examples for the error message
+    const char * unit;  // unit of the number
     int32_t      least;
     double kvedge_plan::*  ratio;
     int32_t kvedge_plan::* number;

@@ -21,7 +21,7 @@ KindText text_of(ProfileKind kind) {
 
 namespace {
 
-constexpr int32_t LARGEST_PROFILE = 1 << 16;  // layers, columns: no model comes near it
+constexpr int32_t LARGEST_PROFILE = 1 << 16;  // most layers and most columns; far more than any model has
 
 ProfileKind kind_of(const kvedge_plan & plan, int32_t stage) {
     const Member & m = plan_member(plan, stage);
@@ -45,7 +45,7 @@ int32_t most_heads(const std::vector<LayerShape> & shapes, ProfileKind kind) {
     return most;
 }
 
-// Whether some stored head has a share, without which nothing says who gets the pairs.
+// Returns whether any stored KV head has a share above 0. Without one, the pairs cannot be shared out.
 bool any_share(const Profile & p, const std::vector<LayerShape> & shapes) {
     return std::any_of(shapes.begin(), shapes.end(), [&](const LayerShape & s) {
         const float * row = p.layer(s.il);

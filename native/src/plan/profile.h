@@ -1,4 +1,4 @@
-// Profiles: numbers that were calibrated once for a model, and that some members need beside the prompt.
+// Profiles: numbers that are calibrated once for a model. Some members need a profile.
 
 #pragma once
 
@@ -11,16 +11,16 @@
 namespace kvedge {
 
 struct Profile {
-    int32_t            n_layers  = 0;  // of the model, whether stored or not
+    int32_t            n_layers  = 0;  // all layers of the model, stored or not
     int32_t            n_columns = 0;
     std::vector<float> values;         // [n_layers][n_columns]
-    std::vector<float> budgets;        // [n_columns] ascending, where columns are budgets; empty where they are heads
+    std::vector<float> budgets;        // [n_columns] ascending ratios, if each column is a budget; empty if each column is a head
 
-    // il: layer number in the model.
+    // Returns the [n_columns] values of a layer. il: layer number in the model.
     const float * layer(int32_t il) const { return values.data() + (size_t) il * (size_t) n_columns; }
 };
 
-// A kind's name, what the columns of a profile of it are, and the arguments of `kvedge calibrate` that make one. none: all NULL.
+// Texts for one ProfileKind: its name, its columns, and the arguments of `kvedge calibrate` that make it. All NULL for `none`.
 struct KindText {
     const char * name;
     const char * columns;
@@ -29,8 +29,8 @@ struct KindText {
 
 KindText text_of(ProfileKind kind);
 
-// Whether every chosen member has the profile that it needs, in the shape of a model of n_layers layers whose stored
-// ones are `shapes`. Errors: KVEDGE_E_ARGUMENT.
+// Checks that every member of the plan has the profile that it needs, and that the profile fits a model of n_layers layers
+// with the stored layers `shapes`. Errors: KVEDGE_E_ARGUMENT.
 kvedge_status check_profiles(
     const kvedge_plan & plan, const std::vector<LayerShape> & shapes, int32_t n_layers, kvedge_error * err);
 

@@ -1,4 +1,4 @@
-// The members of every stage. The build writes their list (plan/members.h) from the names of the files in the stages' folders.
+// The list of all built-in members. The build writes it to plan/members.h, from the file names in native/src/members.
 
 #include "plan/members.h"
 #include "plan/profile.h"
@@ -35,7 +35,7 @@ template <class T> const T * find(const char * name) { return static_cast<const 
 
 const Member * find_member(kvedge_stage stage, const char * name) {
     if (stage == KVEDGE_STAGE_REDUCER && strcmp(name, "feature") == 0) {
-        name = "averaged";  // LOOK-M's merge under PrefixKV's name (table 12)
+        name = "averaged";  // "feature" is PrefixKV's name (table 12) for LOOK-M's averaged merge
     }
     for (const Registered & r : MEMBERS) {
         if (r.stage == stage && strcmp(r.member->name, name) == 0) {

@@ -1,4 +1,4 @@
-// Storage types as kvedge.h numbers them.
+// Storage options (kvedge_options): the types of keys and values, their checks, and rotation.
 
 #pragma once
 
@@ -12,20 +12,20 @@ namespace kvedge {
 constexpr kvedge_options DEFAULT_OPTIONS = { sizeof(kvedge_options), KVEDGE_TYPE_F16, 0, true, KVEDGE_TYPE_SAME, KVEDGE_TYPE_SAME, 0,
                                              KVEDGE_DEVICES_AUTO, KVEDGE_ROTATE_AUTO };
 
-// Options over the defaults, with type_k and type_v said in full. NULL: there are none. False: they cannot be.
+// Copies `given` over the defaults in `o`, and replaces KVEDGE_TYPE_SAME by the type. NULL: keeps the defaults. False: invalid options.
 bool read_options(const kvedge_options * given, kvedge_options & o);
 
-// False: a type that does not exist.
+// Makes a storage of the types with numbers k and v. False: an unknown type.
 bool make_storage(int32_t k, int32_t v, Storage & out);
 
-// Errors: KVEDGE_E_UNSUPPORTED (a head size that the types cannot hold).
+// Checks that the storage types can hold heads of d_k and d_v numbers. Errors: KVEDGE_E_UNSUPPORTED.
 kvedge_status check_storage(const Storage & storage, int32_t d_k, int32_t d_v, kvedge_error * err);
 
-// Whether rows of a type are ever rotated: quantised ones that share no scale per channel.
+// Returns whether rows of a type can be rotated: only quantised types without a scale per channel.
 inline bool can_rotate(Type t) { return is_quantised(t) && !format(t).residual; }
 
-// Has keys and values rotated, each as far as `how` and the layers say (kvedge_rotate). Errors: KVEDGE_E_UNSUPPORTED
-// (KVEDGE_ROTATE_ON for types or head sizes that are not rotated).
+// Changes the types of keys and values to rotated types, if `how` (kvedge_rotate) and the head sizes of the layers allow it.
+// Errors: KVEDGE_E_UNSUPPORTED (KVEDGE_ROTATE_ON with a type or head size that cannot be rotated).
 kvedge_status rotate_storage(Storage & storage, kvedge_rotate how, const std::vector<LayerShape> & shapes, kvedge_error * err);
 
 }  // namespace kvedge

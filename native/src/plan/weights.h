@@ -1,4 +1,4 @@
-// The output projections W_O of a model's layers, as the critical rule and scorer `replay` with `projected` ask for them.
+// The output projections W_O of a model's layers. The critical rule, and scorer `replay` with `projected`, read them.
 
 #pragma once
 
@@ -10,19 +10,19 @@
 
 namespace kvedge {
 
-// Where the W_O of the layers lie. Layers count as the stored ones do.
+// A source of W_O. `layer` is the index among the stored layers.
 class OutputWeights {
   public:
     virtual ~OutputWeights() = default;
-    // Why those of a layer cannot be used; empty: they can.
+    // Returns the reason why the W_O of a layer cannot be used; empty: it can be used.
     virtual std::string unusable(size_t layer, const LayerShape & shape) const = 0;
-    // D, numbers of a row of the residual stream.
+    // Returns D, the width of the residual stream.
     virtual int32_t width(size_t layer) const = 0;
-    // out [D][H * d_v]: a row for each number of the residual stream. Throws std::bad_alloc, StageFailure.
+    // Writes the W_O of a layer to out [D][H * d_v]. Throws std::bad_alloc, StageFailure.
     virtual void read(size_t layer, int32_t n_threads, float * out) const = 0;
 };
 
-// The arrays' own, as kvedge_plan_set_projection was given them.
+// The W_O that a program gives to kvedge_plan_set_projection for arrays.
 struct GivenWeights : OutputWeights {
     int32_t            n_layers = 0, n_heads = 0, d_v = 0, n_width = 0;
     std::vector<float> values;  // [L][D][H * d_v]
