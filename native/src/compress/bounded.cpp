@@ -95,7 +95,7 @@ kvedge_status BoundedPrompt::compress_layer(size_t l, kvedge_error * err) {
         weigh_layer(job, l, 1);
         select_layer(job, l);
         if (!provisional_) {
-            job.scores[l] = Bulk<float>();  // = {} would keep its memory
+            job.scores[l] = Bulk<float>();  // = {} would keep the memory
             if (!job.reserve.empty()) {
                 job.reserve[l] = Bulk<float>();
             }
@@ -124,14 +124,15 @@ kvedge_status BoundedPrompt::compress_layer(size_t l, kvedge_error * err) {
 }
 
 void BoundedPrompt::note_peak() {
-    uint64_t scores = 0;  // that wait for the budgets
+    uint64_t scores = 0;  // bytes of scores that are kept until the budgets are known
     for (const auto & layer : job_->scores) {
         scores += layer.capacity() * sizeof(float);
     }
     outcome_.peak_bytes = std::max(outcome_.peak_bytes, seq_.rows.bytes() + written_ + index_bytes(seq_.rows) + seq_.score_bytes() + scores);
 }
 
-// The rows of a layer that the budgets leave, from those that it kept provisionally, `left` [head] of the pending ones.
+// Keeps the rows of a layer that its final budgets allow. from: the block of provisional rows; left [head]: indices of the
+// provisional rows among the pending rows. False: no memory.
 bool BoundedPrompt::trim_layer(const Block & from, size_t l, const std::vector<std::vector<int32_t>> & left) {
     Job &        job = *job_;
     const size_t T   = (size_t) n_pending_;
@@ -148,7 +149,7 @@ bool BoundedPrompt::trim_layer(const Block & from, size_t l, const std::vector<s
     }
     for (size_t h = 0; h < left.size(); h++) {
         const auto &         kept = job.kept[l][h];
-        std::vector<int32_t> places;  // of the kept ones among those that are left
+        std::vector<int32_t> places;  // indices of the kept rows among the provisional rows
         for (size_t i = 0, at = 0; i < kept.size(); i++) {
             at = (size_t) (std::lower_bound(left[h].begin() + (std::ptrdiff_t) at, left[h].end(), kept[i]) - left[h].begin());
             places.push_back((int32_t) at);

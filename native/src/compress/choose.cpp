@@ -1,4 +1,4 @@
-// Which pending rows stay: scores, budgets, and the choice.
+// Selects the pending rows to keep: computes scores and budgets, then chooses rows.
 
 #include "plan/custom.h"
 #include "compress/job.h"
@@ -15,7 +15,7 @@ namespace kvedge {
 
 namespace {
 
-// [T] 1 for an image token. tokens: the indices of the pending ones.
+// Returns 1 for each image token. tokens: indices of the pending tokens.
 std::vector<uint8_t> pending_image(const Sequence & seq, const std::vector<int32_t> & tokens) {
     std::vector<uint8_t> image;
     image.reserve(tokens.size());
@@ -25,7 +25,7 @@ std::vector<uint8_t> pending_image(const Sequence & seq, const std::vector<int32
     return image;
 }
 
-// What stages see of a sequence.
+// The pending tokens of a sequence, as stages see them.
 class SequenceView : public PendingView {
   public:
     explicit SequenceView(const Sequence & seq) : seq_(seq) {}
@@ -38,12 +38,12 @@ class SequenceView : public PendingView {
 
 using ScoreFunction = void (*)(const ScoreInput & in, float * out);
 
-// The tokens of a layer's rows, and which of them are an image's: [T] in all heads, or [Hkv * T] where heads hold different ones.
+// The tokens of a layer's pending rows, and 1 for each image token: [T], or [Hkv * T] if `differs` (the heads hold different tokens).
 struct Shown {
     const uint8_t * image;
     const int32_t * tokens;
     bool            differs;
-    int32_t         n_threads;  // for what one layer takes
+    int32_t         n_threads;  // threads for work within the layer
 };
 
 Shown shown_of(const Job & job, size_t l) {
@@ -57,7 +57,7 @@ Projections & projections_of(const Sequence & seq) {
     return *seq.projections;
 }
 
-// Tokens of all heads of a layer, one after the other.
+// Returns [Hkv * T] the pending tokens of all heads of a layer.
 std::vector<int32_t> tokens_of_heads(const Sequence & seq, size_t l) {
     std::vector<int32_t> out;
     for (int32_t h = 0; h < seq.rows.shapes()[l].n_heads_kv; h++) {
@@ -72,7 +72,7 @@ const float * sinks_of(const Sequence & seq, size_t l) {
     return sinks.empty() ? nullptr : sinks.data();
 }
 
-// image [n], of n_tokens that are pending in every head.
+// Returns the measures that the scorer and the allocator need. image [n]; n_tokens: pending tokens of every head.
 Looks looks_of(const kvedge_plan & plan, const uint8_t * image, size_t n, int32_t n_tokens) {
     const bool images = std::any_of(image, image + n, [](uint8_t one) { return one != 0; });
     Looks      out    = plan.scorer->looks ? plan.scorer->looks(plan.params[KVEDGE_STAGE_SCORER], images) : Looks();
@@ -82,7 +82,7 @@ Looks looks_of(const kvedge_plan & plan, const uint8_t * image, size_t n, int32_
     return out;
 }
 
-// known: what was measured of the layer; where it is empty, it is measured now, and stays there.
+// Returns the scores [Hkv * T] of a layer by `score`. known: the measures of the layer; if empty, they are measured and stored there.
 Bulk<float> run_scorer(
     const Sequence & seq, const kvedge_plan & plan, Shown shown, size_t l, ScoreFunction score, Measures & known, Spectrum * spectrum) {
     const int32_t      n_tokens = seq.rows.pending_length();
@@ -104,7 +104,7 @@ Bulk<float> run_scorer(
     in.observed           = &seen;
     Bulk<float> window;
     if (seen.have().window > 0) {
-        const int32_t asked = plan_observes(plan).window;  // of a plan that came later, fewer
+        const int32_t asked = plan_observes(plan).window;  // fewer than gathered if the plan was set later
         in.n_window = asked > 0 ? std::min(asked, window_length(seq)) : window_length(seq);
         window      = known.empty() ? seen.layer(l).window.last(seq.rows.n_tokens(), in.n_window) : Bulk<float>();
         in.window_q = window.data();
@@ -132,9 +132,9 @@ bool by_attention(const kvedge_plan & plan) {
     return plan.allocator->by_attention && plan.allocator->by_attention(plan.params[KVEDGE_STAGE_ALLOCATOR]);
 }
 
-// The pending tokens whose queries were kept. tokens: indices of all, ascending.
+// Returns the places of the kept queries of pending tokens. tokens: indices of all pending tokens, ascending.
 std::vector<QueryPlace> kept_queries(const Sequence & seq, const std::vector<int32_t> & tokens) {
-    const auto              spans = seq.observed.queries.of(0);  // those of the other layers are of the same tokens
+    const auto              spans = seq.observed.queries.of(0);  // all layers keep the queries of the same tokens
     std::vector<QueryPlace> out;
     size_t                  i = 0;
     for (int32_t token : tokens) {
@@ -148,7 +148,8 @@ std::vector<QueryPlace> kept_queries(const Sequence & seq, const std::vector<int
     return out;
 }
 
-// Attention alone, for allocators that want it: of one layer or all; empty where the scorer knows no such thing.
+// Returns the attention part of the scores, of one layer or all (ALL_LAYERS). Empty if the allocator does not need it or the
+// scorer has no Scorer::attention.
 Scores attention_scores(Job & job, int32_t layer) {
     const ScoreFunction score = by_attention(job.plan) ? job.plan.scorer->attention : nullptr;
     Scores              out(score ? job.seq.rows.shapes().size() : 0);
@@ -245,13 +246,13 @@ void score_layer(Job & job, size_t l) {
         job.reserve[l] = run_scorer(job.seq, job.plan, shown_of(job, l), l, job.plan.scorer->reserve, measures, nullptr);
     }
     job.spectra[l].variation = std::move(measures.variation);
-    Measures left;  // what an allocator may want of them
+    Measures left;  // only the votes, from which Scorer::attention computes scores for the allocator
     left.votes = std::move(measures.votes);
     measures   = by_attention(job.plan) ? std::move(left) : Measures();
 }
 
 void score_all(Job & job) {
-    // a layer with weights of its own in memory has all threads to itself
+    // with output projections, layers run one at a time with all threads, so that only one W_O is in memory
     const bool    by_layer  = own_thread_only(*job.plan.scorer) || plan_projects(job.plan);
     const int32_t n_threads = by_layer ? 1 : job.n_threads;
     parallel_for(n_threads, (int32_t) job.scores.size(), [&](int32_t l, int32_t) { score_layer(job, (size_t) l); });
@@ -289,7 +290,7 @@ void allocate(Job & job, int32_t layer) {
     plan.allocator->allocate(in, job.counts);
 }
 
-// Of the rows [from, to) of a head, which `kept` lists, `most` stay: the best by score, or, without scores, rows that lie evenly.
+// Keeps `most` of the rows kept[from, to): the best by score or, without scores, evenly spaced rows.
 static void limit_rows(std::vector<int32_t> & kept, size_t from, size_t to, size_t most, const float * scores) {
     if (to - from <= most) {
         return;
@@ -309,7 +310,7 @@ static void limit_rows(std::vector<int32_t> & kept, size_t from, size_t to, size
     kept.erase(std::copy(rows.begin(), rows.end(), kept.begin() + (std::ptrdiff_t) from), kept.begin() + (std::ptrdiff_t) to);
 }
 
-// Applies the limits to the rows that a head keeps. scores [T]; NULL: there are none.
+// Applies the limits to the kept rows of a head. scores [T], or NULL.
 static void limit_head(Job & job, size_t l, size_t h, const float * scores) {
     auto &          kept   = job.kept[l][h];
     const int32_t * tokens = job.pending.tokens_of(l, h);
@@ -332,7 +333,7 @@ static void select_head(Job & job, size_t l, size_t h) {
         limit_head(job, l, h, scores);
         return (int32_t) job.kept[l][h].size();
     };
-    // a number of pairs is for what has no limit; of a share the rest is memory that the limits free
+    // With a budget in pairs, the head keeps more rows without a limit until it has `wanted` rows. With a ratio it keeps fewer rows.
     const int32_t wanted = job.counts[l][h];
     if (choose(wanted) < wanted && job.limits && !job.limits->empty() && job.plan.budget_ratio <= 0.0) {
         int32_t few = wanted, enough = job.pending.n;
@@ -351,7 +352,7 @@ void select_layer(Job & job, size_t l) {
     }
 }
 
-// Layers one after the other, as each has its weights in memory meanwhile.
+// Call for one layer at a time: each call holds the layer's W_O in memory.
 void weigh_layer(Job & job, size_t l, int32_t n_threads) {
     if (job.weights.empty()) {
         return;

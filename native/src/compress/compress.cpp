@@ -18,7 +18,7 @@ bool open_layers(Job & job, bool reduces) {
     for (int32_t l = 0; l < n; l++) {
         away = away && is_away(job, (size_t) l);
     }
-    if (away) {  // of a layer on a device there are lists alone, which are its own
+    if (away) {  // layers on devices need no row memory here, so threads can open them at once
         parallel_for(job.n_threads, n, [&](int32_t l, int32_t) { open_layer(job, (size_t) l, reduces, job.n_threads); });
         return true;
     }
@@ -28,8 +28,8 @@ bool open_layers(Job & job, bool reduces) {
     return room;
 }
 
-// Fills the new blocks layer by layer; a layer's old rows are given back as soon as its new ones stand. A reducer that may
-// fail fills all layers first: until then the old rows are all there is.
+// Fills the new blocks layer by layer, and frees a layer's old rows as soon as its new rows are complete. With a reducer that may
+// fail, the old rows stay until all layers are complete, so that a failure loses nothing.
 void fill_layers(Job & job, bool reduces, Compression & outcome) {
     Sequence &    seq       = job.seq;
     uint64_t      bytes     = seq.rows.bytes();
@@ -84,7 +84,7 @@ kvedge_status fail_unobserved(const Sequence & seq, const kvedge_plan & plan, kv
                 "the prompt was processed under a plan that collects no attention scores; set the plan before the prompt");
 }
 
-// Peaks of all query heads together, gathered under another plan, cannot be told apart again.
+// Returns whether the gathered peaks suit the plan. `apart` needs peaks per query head, which peaks per KV head do not contain.
 static bool peaks_fit(const Sequence & seq, const Observation & wanted) {
     if (!wanted.apart || !seq.observed.have().peaks) {
         return true;
@@ -107,7 +107,7 @@ kvedge_status score_pending(
     if (!saw_all(seq, plan_observes(plan)) || !seq.observed.have().has(plan_observes(plan))) {
         return fail_unobserved(seq, plan, err);
     }
-    // scorers read plain rows: quantised ones become plain in a copy
+    // scorers read plain rows, so quantised rows become plain in a copy
     std::unique_ptr<Sequence> plain;
     if (seq.rows.storage().quantised() && !((plain = seq.clone()) && unseal_pending(plain->rows))) {
         return fail(err, KVEDGE_E_MEMORY, "no memory for a copy of the tokens to score");
@@ -137,7 +137,7 @@ kvedge_status measured(
     return fail(err, KVEDGE_E_MEMORY, "no memory to compress the cache");
 }
 
-// Quantised rows of the pending tokens, which are plain while they are compressed: they come back where that fails.
+// Makes quantised pending rows plain for a compression. The destructor restores the quantised rows, unless forget() was called.
 class Unsealed {
   public:
     explicit Unsealed(Store & rows) : rows_(rows), good_(unseal_pending(rows, &was_)) {}
@@ -146,7 +146,7 @@ class Unsealed {
     Unsealed & operator=(const Unsealed &) = delete;
 
     bool good() const { return good_; }
-    void forget() { was_.clear(); }  // nothing can fail any more
+    void forget() { was_.clear(); }  // frees the quantised rows, when nothing can fail any more
 
   private:
     Store & rows_;
@@ -154,13 +154,13 @@ class Unsealed {
     bool    good_;
 };
 
-// What a device could not do: nothing has changed, or rows are lost.
+// Fills err with the device's problem. Sets outcome.lost if rows are lost; else nothing has changed.
 static kvedge_status fail_away(AwayRows::Outcome why, Compression & outcome, kvedge_error * err) {
     outcome.lost = why == AwayRows::Outcome::failed;
     return fail(err, outcome.lost ? KVEDGE_E_STATE : KVEDGE_E_UNSUPPORTED, "%s", outcome.away->problem().c_str());
 }
 
-// The rows that were chosen take the place of the pending ones.
+// Replaces the pending rows by the chosen rows, or writes the chosen rows to job.beside (outcome.keep).
 static kvedge_status replace_rows(Job & job, bool reduced, Unsealed & unsealed, Compression & outcome, kvedge_error * err) {
     const bool reduces = reduced && job.plan.reducer->reduce;
     if (outcome.keep) {
@@ -180,7 +180,7 @@ static kvedge_status replace_rows(Job & job, bool reduced, Unsealed & unsealed, 
         }
     }
     if (!reduces || !job.plan.reducer->custom) {
-        unsealed.forget();  // its memory is not needed beside the new rows
+        unsealed.forget();  // frees the quantised rows before the new rows are written; nothing can fail from here on
     }
     fill_layers(job, reduces, outcome);
     outcome.reduced    = reduced;
@@ -209,7 +209,7 @@ static kvedge_status compress_tokens(
         return fail(err, KVEDGE_E_MEMORY, "no memory for the scores of %d tokens", T);
     }
     if (quantise && !reduced && !scored && !outcome.want_scores) {
-        seq.promote_sealed();  // what is quantised already stays as it is
+        seq.promote_sealed();  // rows that are already quantised stay unchanged
     }
     Unsealed unsealed(seq.rows);
     if (!unsealed.good()) {
@@ -244,7 +244,7 @@ static kvedge_status compress_tokens(
     unsealed.forget();
     Sequence & done = job.beside ? *job.beside : seq;
     done.close_pending();
-    seal_old(done.rows, job.beside ? 0 : first);  // without the memory for it, they stay as large as they are
+    seal_old(done.rows, job.beside ? 0 : first);  // without memory, the rows stay plain, which is valid too
     outcome.beside = std::move(job.beside);
     return ok(err);
 }

@@ -9,64 +9,64 @@
 
 namespace kvedge {
 
-// Of the tokens [first, last) of a sequence a head keeps `most` rows at most.
+// A limit: each head keeps at most `most` rows of the tokens [first, last).
 struct TokenLimit {
     int32_t first, last, most;
 };
 
 struct Compression {
-    bool     reduced      = false;  // false: nothing to drop
-    uint64_t before_bytes = 0;      // Store::bytes() before and after
+    bool     reduced      = false;  // whether rows were dropped
+    uint64_t before_bytes = 0;      // bytes of rows before and after
     uint64_t after_bytes  = 0;
-    uint64_t peak_bytes   = 0;      // largest bytes + index_bytes + score_bytes meanwhile
-    int64_t  us           = 0;
-    int32_t  n_unfitted   = 0;  // heads with more rows to fit than queries, and with fewer than twice as many
-    int32_t  n_scant      = 0;
+    uint64_t peak_bytes   = 0;      // peak of bytes + index_bytes + score_bytes
+    int64_t  us           = 0;      // duration in microseconds
+    int32_t  n_unfitted   = 0;  // heads that have fewer queries than rows to fit
+    int32_t  n_scant      = 0;  // heads that have enough queries, but fewer than two per row to fit
 
-    // Rows of layers on devices, which compress them; NULL: all rows are the store's. What a device cannot do is
-    // KVEDGE_E_UNSUPPORTED, and nothing has changed; where one failed half-way, KVEDGE_E_STATE, and rows are `lost`.
+    // Input: the layers on devices; NULL: all rows lie in the store. A request that a device cannot do returns
+    // KVEDGE_E_UNSUPPORTED and changes nothing. If a device fails half-way, KVEDGE_E_STATE is returned and `lost` is true.
     AwayRows * away      = nullptr;
     bool       lost      = false;
-    int64_t    choose_us = 0;  // of scores, budgets and the choice
+    int64_t    choose_us = 0;  // microseconds for scores, budgets and selection
 
-    const std::vector<TokenLimit> * limits = nullptr;  // beyond the plan's; NULL: none
+    const std::vector<TokenLimit> * limits = nullptr;  // input: limits in addition to the plan; NULL: none
 
-    // Whether the rows that stay go to a sequence of their own, `beside`, and the one that is compressed stays as it is.
+    // keep (input): the kept rows go to a new sequence, `beside`, and the compressed sequence stays unchanged.
     bool                      keep = false;
     std::unique_ptr<Sequence> beside;
 
-    // [layer][Hkv * T], filled if wanted.
+    // want_scores (input): fills scores [layer][Hkv * T].
     bool   want_scores = false;
     Scores scores;
 };
 
-// The plan by which the sequence's pending tokens, and n_more that are to come, are compressed (plan_after).
+// Returns the plan that compresses the sequence's pending tokens and n_more tokens after them (plan_after).
 kvedge_plan compression_plan(const Sequence & seq, const kvedge_plan & plan, int32_t n_more);
 
-// Compresses the sequence's pending tokens by the plan: score, allocate, select, reduce, layer by layer, each layer's
-// old memory going back before the next layer's turn. On failure, and with outcome.keep, the sequence is as it was.
-// Errors: KVEDGE_E_STATE (scores are missing, or it is a stream), KVEDGE_E_MEMORY.
+// Compresses the pending tokens: scores them, allocates budgets, selects and reduces rows, and stores them layer by layer.
+// Each layer's old memory is freed before the next layer. On failure, and with outcome.keep, the sequence does not change.
+// Errors: KVEDGE_E_STATE (scores are missing, or the sequence is a stream), KVEDGE_E_MEMORY, KVEDGE_E_STAGE, KVEDGE_E_UNSUPPORTED.
 kvedge_status compress_pending(
     Sequence & seq, const kvedge_plan & plan, int32_t n_threads, Compression & outcome, kvedge_error * err);
 
-// What every compression is run in: its time, the bytes before and after, and errors instead of exceptions.
+// Calls `compress`, measures its time and bytes into `outcome`, and turns StageFailure and std::bad_alloc into a status.
 kvedge_status measured(
     const Sequence & seq, Compression & outcome, kvedge_error * err, const std::function<kvedge_status()> & compress);
 
-// Whether a batch that was stopped left something half done of what is wanted.
+// Returns whether a wanted quantity is incomplete, because a batch of the prompt was stopped.
 bool half_seen(const Sequence & seq, const Observation & wanted);
-// Whether all that is wanted was gathered of the pending tokens.
+// Returns whether every wanted quantity was gathered for all pending tokens.
 bool saw_all(const Sequence & seq, const Observation & wanted);
 
-// Queries of the last tokens that the scorer looks at; 0: none.
+// Returns the number of gathered window queries (of the last tokens) that a scorer can use; 0: none.
 int32_t window_length(const Sequence & seq);
 
-// The member or rule of a plan that reads rows, so that they must be on the host; NULL: measures and merges are all it asks for.
+// Returns the name of the member or rule that reads rows, which must then lie on the host. NULL: the plan needs only AwayRows.
 const char * reads_rows(const kvedge_plan & plan);
 
-kvedge_status fail_unobserved(const Sequence & seq, const kvedge_plan & plan, kvedge_error * err);  // KVEDGE_E_STATE
-
-// Scores [Hkv * T] of one layer's pending tokens, as compress_pending would make them. Errors: KVEDGE_E_STATE, KVEDGE_E_MEMORY.
+// Fills err with the reason why quantities are missing. Always returns KVEDGE_E_STATE.
+kvedge_status fail_unobserved(const Sequence & seq, const kvedge_plan & plan, kvedge_error * err);
+// Computes the scores [Hkv * T] of one layer's pending tokens. Errors: KVEDGE_E_STATE, KVEDGE_E_MEMORY, KVEDGE_E_STAGE.
 kvedge_status score_pending(
     const Sequence & seq, const kvedge_plan & plan, int32_t layer, Bulk<float> & scores, kvedge_error * err);
 

@@ -1,4 +1,4 @@
-// One compression at work: what choose.cpp decides of the pending tokens, and write.cpp makes of their rows.
+// The working state of one compression: choose.cpp selects pending rows, write.cpp writes the kept rows.
 
 #pragma once
 
@@ -12,20 +12,20 @@
 
 namespace kvedge {
 
-// The kept query of a pending token: its span, and its place in that.
+// The place of a pending token's query among the kept queries.
 struct QueryPlace {
-    size_t  span;
-    int32_t at;
+    size_t  span;  // index of the QuerySpan
+    int32_t at;    // index within the span
 };
 
-// The tokens of the pending rows, and which of them are an image's. Heads of a stream that was compressed before hold different
-// ones.
+// The tokens of the pending rows. The heads of a stream that was compressed before hold different tokens; else all heads hold
+// the same tokens.
 struct PendingTokens {
-    int32_t                           n = 0;        // T, the same for every head
-    std::vector<int32_t>              tokens;       // [T] token index of each row; empty where heads hold different ones
-    std::vector<uint8_t>              image;        // [T], likewise
-    std::vector<std::vector<int32_t>> head_tokens;  // [layer][Hkv * T]; empty where all hold the same
-    std::vector<std::vector<uint8_t>> head_image;   // likewise
+    int32_t                           n = 0;        // T: pending rows, the same number for every head
+    std::vector<int32_t>              tokens;       // [T] token index of each row; empty if the heads differ
+    std::vector<uint8_t>              image;        // [T] 1 for an image token; empty if the heads differ
+    std::vector<std::vector<int32_t>> head_tokens;  // [layer][Hkv * T] token index of each row; empty if the heads are the same
+    std::vector<std::vector<uint8_t>> head_image;   // [layer][Hkv * T] 1 for an image token; empty if the heads are the same
 
     const int32_t * tokens_of(size_t l, size_t h) const {
         return head_tokens.empty() ? tokens.data() : head_tokens[l].data() + h * (size_t) n;
@@ -35,45 +35,45 @@ struct PendingTokens {
     }
 };
 
-// The ragged blocks that replace the pending ones: rows that are stored whole, and KIVI's newest with their residual.
+// The ragged blocks that replace the pending blocks. main: rows of the storage type; tail: KIVI's newest rows, partly plain.
 struct Replacement {
     std::unique_ptr<Block>   main, tail;
-    std::vector<Bulk<float>> rows;  // [worker] keys and values of one head, and the reducer's scratch
-    std::vector<std::vector<std::vector<Segment>>> sources;  // [layer][head] where the pending rows lie, of layers that are open
+    std::vector<Bulk<float>> rows;  // [worker] keys and values of one head, then the reducer's scratch
+    std::vector<std::vector<std::vector<Segment>>> sources;  // [layer][head] segments of the pending rows; filled by open_layer
 };
 
-// Where the reducer asks for queries.
+// The queries for a reducer that fits rows to queries.
 struct FitQueries {
-    std::vector<QueryPlace>             places;        // those of the pending tokens that were kept
-    std::vector<std::vector<QuerySpan>> spans;         // [layer] of layers that are open
-    int32_t                             unfitted = 0;  // heads with more rows to fit than queries
-    int32_t                             scant    = 0;  // heads with fewer than twice as many queries as rows
+    std::vector<QueryPlace>             places;        // the kept queries of the pending tokens
+    std::vector<std::vector<QuerySpan>> spans;         // [layer] filled by open_layer
+    int32_t                             unfitted = 0;  // heads that have fewer queries than rows to fit
+    int32_t                             scant    = 0;  // heads that have enough queries, but fewer than two per row to fit
 };
 
 struct Job {
     Sequence &          seq;
     const kvedge_plan & plan;
     int32_t             n_threads;
-    bool                scored;  // the decode policy goes on from the column sums
+    bool                scored;  // kept rows get scores for the decode policy, which start as the column sums
     PendingTokens       pending;
 
-    Scores                                         scores, reserve, weights;  // empty where there are none
-    std::vector<Measures>                          measures;  // [layer] of a device, and what is kept of those of the host
+    Scores                                         scores, reserve, weights;  // [layer][Hkv * T] each, or empty
+    std::vector<Measures>                          measures;  // [layer] measures; score_layer keeps only the votes, for the allocator
     std::vector<Spectrum>                          spectra;   // [layer]
-    int32_t                                        most;      // pairs that a head can be granted
-    std::vector<std::vector<int32_t>>              counts;    // [layer][head] KV pairs that the allocator grants
-    std::vector<std::vector<std::vector<int32_t>>> kept;      // [layer][head] pending rows that stay
+    int32_t                                        most;      // largest budget of a head
+    std::vector<std::vector<int32_t>>              counts;    // [layer][head] budgets from the allocator
+    std::vector<std::vector<std::vector<int32_t>>> kept;      // [layer][head] indices of the kept pending rows, ascending
 
-    AwayRows *  away = nullptr;  // the rows of layers on devices; NULL: the store has them all
+    AwayRows *  away = nullptr;  // the layers on devices; NULL: all rows lie in the store
     const std::vector<TokenLimit> * limits = nullptr;  // NULL: none
-    std::unique_ptr<Sequence> beside;  // gets the rows that stay; NULL: they take the place of the pending ones
+    std::unique_ptr<Sequence> beside;  // receives the kept rows; NULL: the kept rows replace the pending rows
     Replacement out;
     FitQueries  fit;
 
-    // Whether rows that stay are of another type than they were, and rounded to it.
+    // Returns whether kept rows are rounded to another type.
     bool rounds() const { return seq.rows.storage().quantised() || has_whole(seq.rows); }
 
-    // Of n pending tokens.
+    // n: number of pending tokens.
     Job(Sequence & seq, const kvedge_plan & plan, int32_t n_threads, bool scored, int32_t n)
         : seq(seq), plan(plan), n_threads(n_threads), scored(scored), most(n) {
         pending.n = n;
@@ -82,39 +82,39 @@ struct Job {
 
 constexpr int32_t ALL_LAYERS = -1;
 
-// A job for all pending tokens.
+// Returns a job for all pending tokens.
 Job make_job(Sequence & seq, const kvedge_plan & plan, int32_t n_threads, bool scored);
 
 bool is_away(const Job & job, size_t layer);
-// Has devices measure what the scorer looks at. False: job.away says why, and nothing has changed.
+// Lets the devices measure the rows for the scorer. False: nothing changed; job.away->problem() is the reason.
 bool measure_away(Job & job);
-// Scores one layer; different layers may be scored at once. Throws StageFailure.
+// Scores one layer. Several threads may score different layers at once. Throws StageFailure.
 void score_layer(Job & job, size_t layer);
 void score_all(Job & job);
-// Budgets of every head of one layer, or of all of them, from the scores of that layer alone or of all.
+// Computes the budgets of every head of one layer from its scores, or of all layers (ALL_LAYERS) from all scores.
 void allocate(Job & job, int32_t layer);
-// Chooses the rows of a layer that stay.
+// Chooses the kept rows of a layer.
 void select_layer(Job & job, size_t layer);
-// What the critical rule weighs the scores of a layer by, where the plan has it. Throws StageFailure.
+// Computes the weights of the critical rule for a layer, if the plan uses the rule. Throws StageFailure.
 void weigh_layer(Job & job, size_t layer, int32_t n_threads);
-// Scores, budgets and choice for all layers. No row is touched yet.
+// Scores, allocates and selects for all layers. Changes no row.
 void select_all(Job & job);
-// The same budget for every head of a layer.
+// Sets the same budget for every head of a layer.
 void grant_layer(Job & job, size_t layer, int32_t count);
-// Every row stays that the limits allow.
+// Keeps every row of a layer that the limits allow.
 void keep_layer(Job & job, size_t layer);
-// What the plan's scorer makes of the pending rows of one layer, [Hkv * T].
+// Returns the plan's scores [Hkv * T] for the pending rows of one layer.
 Bulk<float> scores_of(const Sequence & seq, const kvedge_plan & plan, size_t layer);
 
-// The new blocks, as yet without any layer.
+// Makes the new blocks, without any rows.
 void open_blocks(Job & job);
-// Takes memory for the rows of one layer that stay, and working memory for n_workers. False: no memory.
+// Takes memory for the kept rows of one layer, and working memory for n_workers. False: no memory.
 bool open_layer(Job & job, size_t layer, bool reduces, int32_t n_workers);
-// Has devices replace the rows of their layers, which are open. dropping: a decode policy will take rows out one by one.
+// Lets the devices replace the rows of their layers, after open_layers. dropping: a decode policy will drop single rows later.
 AwayRows::Outcome take_away(Job & job, bool reduces, bool dropping);
-// Fills one layer of the new blocks, with the memory that open_layer took: only a reducer of the program's own can fail.
+// Fills one layer of the new blocks. open_layer took the memory, so only a custom reducer can fail.
 void fill_layer(Job & job, size_t layer, bool reduces, int32_t n_threads);
-// Both for all layers. open_layers: memory, false if there is none. fill_layers puts the new blocks in the place of the pending ones as well.
+// Open and fill all layers. open_layers: false if there is no memory. fill_layers also replaces the pending blocks by the new blocks.
 bool open_layers(Job & job, bool reduces);
 void fill_layers(Job & job, bool reduces, Compression & outcome);
 

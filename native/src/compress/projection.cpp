@@ -13,14 +13,14 @@ namespace kvedge {
 
 namespace {
 
-constexpr int32_t TOKENS = 64;   // values at a time
-constexpr int32_t MOST   = 4096;  // layers or heads of arrays
-constexpr int32_t WIDEST = 1 << 20;
-constexpr int32_t WIDE   = 256;  // numbers of the residual stream at a time
+constexpr int32_t TOKENS = 64;   // values per tile
+constexpr int32_t MOST   = 4096;  // most layers and most heads of arrays
+constexpr int32_t WIDEST = 1 << 20;  // largest width of the residual stream
+constexpr int32_t WIDE   = 256;  // numbers of the residual stream per tile
 
 size_t triangle(size_t n) { return n * (n + 1) / 2; }
 
-// One query head's part of W_O, [D] rows of d_v numbers.
+// The part of W_O for one query head: [D] rows of d_v numbers.
 struct HeadWeights {
     const float * data;
     size_t        ld;  // H * d_v
@@ -33,7 +33,7 @@ HeadWeights head_weights(const Bulk<float> & weights, const LayerShape & shape, 
     return { weights.data() + (size_t) head * (size_t) shape.d_v, (size_t) shape.n_heads * (size_t) shape.d_v, shape.d_v, width };
 }
 
-// each(values [n][ld], n, t) for the pending values of a head, n of them from row t on.
+// Calls each(values [n][ld], n, t) for tiles of a head's pending values: rows [t, t + n).
 template <class F> void each_values(const HeadView & view, int32_t d, std::vector<float> & values, const F & each) {
     const auto ld = (size_t) pad16(d);
     values.assign((size_t) TOKENS * ld, 0.0f);
@@ -48,7 +48,7 @@ template <class F> void each_values(const HeadView & view, int32_t d, std::vecto
     }
 }
 
-// out [T] = sum over the D columns of |v W|. All of W is packed once, and every tile of values meets it.
+// out [T] += sum over the D columns of |v W|. Packs each part of W only once and multiplies it with every tile of values.
 void sum_lengths(const HeadView & view, const HeadWeights & weights, float * out) {
     const Kernels &    kn     = kernels();
     const auto         panels = (size_t) ((WIDE + kn.panel - 1) / kn.panel), lds = panels * (size_t) kn.panel;
@@ -70,7 +70,7 @@ void sum_lengths(const HeadView & view, const HeadWeights & weights, float * out
     }
 }
 
-// gram: the lower triangle of W W', [d_v][d_v].
+// Writes the lower triangle of the [d_v][d_v] matrix W W' to gram, row by row.
 void gram_of(const HeadWeights & weights, float * gram) {
     const Kernels &     kn = kernels();
     const auto          d = (size_t) weights.d, ld = (size_t) pad16(weights.d);
@@ -98,7 +98,7 @@ void gram_of(const HeadWeights & weights, float * gram) {
     }
 }
 
-// out [T] = sqrt(v G v') for the pending values of a head.
+// Writes out [T] = sqrt(v G v') for the pending values v of a head. gram: the lower triangle of G.
 void euclidean_lengths(const HeadView & view, const float * gram, int32_t size, float * out) {
     const Kernels &    kn = kernels();
     const auto         d = (size_t) size, ld = (size_t) pad16(size);
@@ -117,7 +117,7 @@ void euclidean_lengths(const HeadView & view, const float * gram, int32_t size, 
     });
 }
 
-// T, of the layer's first head.
+// Returns T, the number of pending rows of the layer's first head (the same in all heads).
 size_t pending_rows(const PendingView & view, size_t layer) {
     const HeadView head = view.head((int32_t) layer, 0);
     size_t         n    = 0;

@@ -28,12 +28,12 @@ bool mixed(int32_t n_tokens, const uint8_t * image) {
     return std::any_of(image, image + n_tokens, [&](uint8_t i) { return (i != 0) != first; });
 }
 
-// Tokens that are not protected and that the critical rule's first step chooses, of a head that keeps `count`.
+// Returns how many unprotected tokens the first step of the critical rule chooses, in a head that keeps `count`.
 int32_t critical_half(const kvedge_plan & plan, int32_t count, int32_t n_protected) {
     return plan.critical_free ? (count - n_protected) / 2 : std::max(0, count / 2 - n_protected);
 }
 
-// The n best rows of an ascending range come first, the first of those that are alike; both parts stay ascending.
+// Moves the n best rows of an ascending range to its front; ties go to the lower row. Both parts stay ascending.
 void take_best(std::vector<int32_t>::iterator begin, std::vector<int32_t>::iterator end, const float * by, std::ptrdiff_t n) {
     if (n <= 0 || n >= end - begin) {
         return;

@@ -66,7 +66,7 @@ kvedge_status open_stream(Sequence & seq, const kvedge_plan & plan, kvedge_error
     return fail(err, KVEDGE_E_MEMORY, "no memory to go on with the sequence as a stream");
 }
 
-// Whether anything was seen of what the plan's scorer goes by.
+// Returns whether every wanted quantity was observed for at least some tokens.
 static bool observed_some(const Sequence & seq, const Observation & wanted) {
     return (!wanted.sums() || seq.observed.have().sums()) && (wanted.moments < 0 || seq.observed.have().moments >= 0) &&
            (wanted.window == 0 || (seq.observed.have().window > 0 && seq.rows.n_tokens() > seq.observed.window_from()));
@@ -82,7 +82,7 @@ static kvedge_status compress_rows(
     set_sinks(seq.rows, plan.sinks);
     Observation wanted = plan_observes(plan);
     if (!wanted.sums()) {
-        seq.observed.drop_sums();  // of an earlier plan
+        seq.observed.drop_sums();  // gathered for an earlier plan
     }
     if (budget >= T) {
         return ok(err);

@@ -1,5 +1,5 @@
-// Streams: video, and images without end. After every compression what is left stays pending, and the next one looks at
-// it again together with what came since: the number of rows never exceeds the bound by more than one step.
+// Streams: video, and images without end. The kept rows of a compression stay pending, and the next compression chooses among
+// them and the new rows. The number of rows never exceeds the bound by more than one step.
 
 #pragma once
 
@@ -7,17 +7,16 @@
 
 namespace kvedge {
 
-// Whether a stream can be compressed by the plan. Errors: KVEDGE_E_UNSUPPORTED, with what stands in the way.
+// Checks that the plan can compress a stream. Errors: KVEDGE_E_UNSUPPORTED, with the setting that prevents it.
 kvedge_status check_stream(const kvedge_plan & plan, kvedge_error * err);
 
-// Makes all that the sequence holds, compressed before or not, pending. A failure leaves the sequence as it was.
-// Errors: KVEDGE_E_UNSUPPORTED (quantised, or heads hold different numbers of rows), KVEDGE_E_MEMORY.
+// Makes all rows of the sequence pending, compressed rows too. A failure changes nothing.
+// Errors: KVEDGE_E_UNSUPPORTED (rows are quantised, or heads hold different numbers of rows), KVEDGE_E_MEMORY.
 kvedge_status open_stream(Sequence & seq, const kvedge_plan & plan, kvedge_error * err);
 
-// Compresses the pending tokens of a stream to the plan's budget in KV pairs per head, and leaves them pending. What the
-// plan's scorer did not see of a token, as the plan was set after it, counts as nothing.
-// Errors: those of check_stream, KVEDGE_E_STATE (nothing at all was observed), KVEDGE_E_MEMORY, KVEDGE_E_STAGE. A failure
-// leaves the sequence as it was.
+// Compresses the pending rows of a stream to the plan's budget (KV pairs per head). The kept rows stay pending. A quantity
+// that was not observed for a token, because the plan was set later, counts as 0. A failure changes no row.
+// Errors: those of check_stream, KVEDGE_E_STATE (nothing was observed), KVEDGE_E_MEMORY, KVEDGE_E_STAGE.
 kvedge_status compress_stream(Sequence & seq, const kvedge_plan & plan, int32_t n_threads, Compression & outcome, kvedge_error * err);
 
 }  // namespace kvedge

@@ -7,7 +7,7 @@
 
 namespace kvedge {
 
-constexpr int32_t LARGEST_ROTATION = 4096;  // pairs of channels
+constexpr int32_t LARGEST_ROTATION = 4096;  // most pairs of channels
 
 kvedge_status check_rotations(
     const kvedge_plan & plan, const std::vector<LayerShape> & shapes, const Rotations & rotations, kvedge_error * err) {

@@ -1,5 +1,3 @@
-// Whether a plan's scorer, which turns queries back, can know how.
-
 #pragma once
 
 #include "plan/plan.h"
@@ -9,7 +7,8 @@
 
 namespace kvedge {
 
-// rotations: by layer, as shapes. Errors: KVEDGE_E_UNSUPPORTED, with the first layer whose rotation is not known, and why.
+// Checks that every layer's rotation [layer] is known, if the plan's scorer turns queries back by their positions.
+// Errors: KVEDGE_E_UNSUPPORTED (with the first layer of unknown rotation and the reason), KVEDGE_E_ARGUMENT (too many channels).
 kvedge_status check_rotations(
     const kvedge_plan & plan, const std::vector<LayerShape> & shapes, const Rotations & rotations, kvedge_error * err);
 

@@ -1,4 +1,4 @@
-// The rows that stay, written to the blocks that replace the pending ones.
+// Writes the kept rows to the blocks that replace the pending blocks.
 
 #include "kernels/kernels.h"
 #include "compress/job.h"
@@ -15,7 +15,8 @@ namespace kvedge {
 
 namespace {
 
-// Rows of a head of n that go to the main block: full groups of which all is stored.
+// Returns how many of a head's n kept rows go to the main block; the others go to the tail block. The main block gets all rows, or
+// with KIVI only full groups whose keys and values are all quantised.
 int32_t main_rows(const Storage & storage, int32_t n) {
     const int32_t stored = std::min(stored_keys(storage, n), stored_values(storage, n));
     return stored == n ? n : stored - stored % GROUP;
@@ -25,7 +26,7 @@ bool gives_biases(const kvedge_plan & plan) {
     return plan.reducer->biases && plan.reducer->biases(plan.params[KVEDGE_STAGE_REDUCER]);
 }
 
-// [n] biases of consecutive rows, n of them in all.
+// Writes the biases of all rows of the segments to out; 0 for rows without a bias.
 void read_biases(const std::vector<Segment> & rows, float * out) {
     for (const Segment & seg : rows) {
         if (seg.bias) {
@@ -37,7 +38,7 @@ void read_biases(const std::vector<Segment> & rows, float * out) {
     }
 }
 
-// [n_kept] biases that the kept rows of a head have; empty: there are none, nor will there be.
+// Returns the biases [n_kept] of a head's kept rows. Empty: the rows have no biases, and the reducer gives none.
 std::vector<float> kept_biases(const Job & job, size_t l, size_t h, bool reduces) {
     const auto &       rows = job.out.sources[l][h];
     const auto &       kept = job.kept[l][h];
@@ -52,7 +53,8 @@ std::vector<float> kept_biases(const Job & job, size_t l, size_t h, bool reduces
     return out;
 }
 
-// Of one of the two blocks, the rows [first, last) of a head. biases: kept_biases.
+// Fills the list of a head in one block (main or tail) with its kept rows [first, last), and returns the numbers of its rows.
+// biases: the result of kept_biases.
 StoredRows plan_head(
     const Job & job, size_t l, size_t h, int32_t first, int32_t last, const std::vector<float> & biases, HeadList & head) {
     const Storage & storage = job.seq.rows.storage();
@@ -76,7 +78,7 @@ StoredRows plan_head(
     return { last - first, std::min(last, stored_keys(storage, n)) - first, std::min(last, stored_values(storage, n)) - first };
 }
 
-// The kept rows `first` and after, n <= GROUP of them, into the block that they belong to. first is a multiple of GROUP.
+// Writes the kept rows [first, first + n) of a head to the main or the tail block. n <= GROUP; first is a multiple of GROUP.
 void store_rows(Job & job, int32_t l, int32_t h, int32_t first, int32_t n, const float * k, const float * v) {
     const int32_t split = main_rows(job.seq.rows.storage(), (int32_t) job.kept[(size_t) l][(size_t) h].size());
     Block &       to    = first < split ? *job.out.main : *job.out.tail;
@@ -103,14 +105,14 @@ void quantise_rows(Job & job, int32_t l, int32_t h, int32_t worker) {
     }
 }
 
-// Kept rows of a head that are not protected.
+// Returns the number of kept rows of a head that are not protected.
 int32_t free_rows(const Job & job, size_t l, size_t h) {
     const Protection p    = fit_protection(job.plan, job.pending.n, job.counts[l][h]);
     const auto &     kept = job.kept[l][h];
     return (int32_t) std::count_if(kept.begin(), kept.end(), [&](int32_t row) { return row >= p.sinks && row < job.pending.n - p.recent; });
 }
 
-// Tokens whose queries a head's rows are fitted to: each is one query for every head of the group.
+// Returns how many tokens give queries to a head's reducer. Each token gives one query per query head of the group.
 int32_t query_tokens(const Job & job, size_t l, size_t h) {
     if (!job.plan.reducer->queries || job.fit.places.empty()) {
         return 0;
@@ -121,10 +123,10 @@ int32_t query_tokens(const Job & job, size_t l, size_t h) {
     return std::min((int32_t) job.fit.places.size(), (asked + group - 1) / group);
 }
 
-// Threads for each head of a layer that has fewer heads than there are threads.
+// Returns the number of threads for each KV head of a layer; more than 1 if there are more threads than heads.
 int32_t threads_of_head(const Job & job, size_t l) { return std::max(1, job.n_threads / job.seq.rows.shapes()[l].n_heads_kv); }
 
-// What the reducer is to work with of a head, and how many heads have too little of it.
+// Returns the sizes for a head's reducer. Counts the heads with too few queries in job.fit.
 ReduceSize size_up(Job & job, size_t l, size_t h) {
     const LayerShape & shape = job.seq.rows.shapes()[l];
     const auto         n     = (int32_t) job.kept[l][h].size();
@@ -136,14 +138,14 @@ ReduceSize size_up(Job & job, size_t l, size_t h) {
     return { job.pending.n, n, shape.d_k, shape.d_v, n_q, threads_of_head(job, l) };
 }
 
-// Working memory of reduce_rows beside the reducer's scratch, in floats.
+// Returns the floats of working memory that reduce_rows needs, without the reducer's scratch.
 size_t reduce_floats(const ReduceSize & size, bool biased) {
     return (size_t) (size.n_tokens + size.n_kept) * (size_t) (size.d_k + size.d_v + (biased ? 1 : 0)) +
            (size_t) size.n_queries * (size_t) size.d_k;
 }
 
-// The queries of n tokens to out [n * group][d_k]: half of them of the last tokens, which are what answers ask like, and the others
-// of tokens spread evenly over those before.
+// Writes the queries of n tokens to out [n * group][d_k]. Half are of the last tokens, because an answer's queries are similar to
+// them; the others are of evenly spaced tokens before.
 void read_queries(const Job & job, size_t l, int32_t head, int32_t n, float * out) {
     const LayerShape & shape = job.seq.rows.shapes()[l];
     const int32_t      group = shape.n_heads / shape.n_heads_kv;
@@ -159,7 +161,7 @@ void read_queries(const Job & job, size_t l, int32_t head, int32_t n, float * ou
     }
 }
 
-// The biases of a head's kept rows to the lists that were made for them, if any were.
+// Copies the biases of a head's kept rows to its lists in the main and tail blocks, if the lists have biases.
 void store_biases(Job & job, int32_t l, int32_t h, const float * from) {
     for (Block * block : { job.out.main.get(), job.out.tail.get() }) {
         auto & to = block->layers[(size_t) l].heads[(size_t) h].biases;
@@ -223,7 +225,7 @@ bool open_layer(Job & job, size_t l, bool reduces, int32_t n_workers) {
     for (size_t h = 0; h < (size_t) shape.n_heads_kv; h++) {
         const auto    n     = (int32_t) job.kept[l][h].size();
         const int32_t split = main_rows(job.seq.rows.storage(), n);
-        job.out.sources[l].push_back(job.seq.rows.view((int32_t) l, (int32_t) h).pending);  // of rows that are away: their biases alone
+        job.out.sources[l].push_back(job.seq.rows.view((int32_t) l, (int32_t) h).pending);  // for rows on a device, only biases are valid
         const auto biases = kept_biases(job, l, h, reduces);
         stored[0].push_back(plan_head(job, l, h, 0, split, biases, job.out.main->layers[l].heads[h]));
         stored[1].push_back(plan_head(job, l, h, split, n, biases, job.out.tail->layers[l].heads[h]));
@@ -243,7 +245,7 @@ bool open_layer(Job & job, size_t l, bool reduces, int32_t n_workers) {
         job.out.rows.resize(std::max(job.out.rows.size(), (size_t) n_workers));
         for (auto & rows : job.out.rows) {
             if (rows.size() < widest) {
-                rows = {};  // not both at once
+                rows = {};  // frees the old memory before it takes the new
                 rows.resize(widest);
             }
         }
@@ -294,7 +296,7 @@ void fill_layer(Job & job, size_t l, bool reduces, int32_t n_threads) {
             gather_rows(job.out.main->layers[l].rows, h, job.kept[l][(size_t) h], job.out.sources[l][(size_t) h]);
         }
     };
-    parallel_for(n_threads, job.seq.rows.shapes()[l].n_heads_kv, std::ref(fill));  // a reference takes no memory
+    parallel_for(n_threads, job.seq.rows.shapes()[l].n_heads_kv, std::ref(fill));  // std::function allocates nothing for a reference
 }
 
 }  // namespace kvedge
