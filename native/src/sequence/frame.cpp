@@ -26,7 +26,7 @@ kvedge_status read_frame(Reader & in, const char * path, Frame & frame, kvedge_e
         frame.note_bytes > MAX_NOTE) {
         return damaged(path, err);
     }
-    // the lengths must add up to the file's before anything is allocated
+    // the lengths must add up to the file's size before anything is allocated
     const uint64_t head = n_model + frame.note_bytes + sizeof(sum), tail = sizeof(sum);
     if (in.left() < head + tail || in.left() - head - tail != frame.payload_bytes) {
         return damaged(path, err);

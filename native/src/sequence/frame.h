@@ -1,4 +1,4 @@
-// The frame of a session file: magic, version, lengths, model, note, checksum of all that; the payload; its checksum.
+// The frame of a session file: head (magic, version, lengths, model, note), checksum of the head, payload, checksum of the payload.
 
 #pragma once
 
@@ -14,7 +14,7 @@ namespace kvedge {
 constexpr uint64_t MAX_NOTE  = 64ull << 20;
 constexpr size_t   MAX_MODEL = sizeof(kvedge_saved::model) - 1;
 
-constexpr uint32_t WHOLE_VERSION = 4;  // the first one with whole rows, which all such files have
+constexpr uint32_t WHOLE_VERSION = 4;  // first version with the rows of all tokens; every file of this version or newer has them
 
 struct Frame {
     uint32_t             version       = 0;
@@ -24,10 +24,10 @@ struct Frame {
     uint64_t             payload_bytes = 0;
 };
 
-// Reads up to the payload, whose checksum begins anew. path: of the file, for messages. Errors: KVEDGE_E_FILE.
+// Reads the head and its checksum, and resets the checksum for the payload. path: for messages. Errors: KVEDGE_E_FILE.
 kvedge_status read_frame(Reader & in, const char * path, Frame & frame, kvedge_error * err);
 
-// What stands before the first checksum; note [n_note] bytes. payload: bytes that will follow it.
+// Writes the head without its checksum. note [n_note] bytes. payload: number of bytes of the payload.
 void write_head(Sink & out, uint32_t version, const char * model, const void * note, size_t n_note, uint64_t payload);
 
 inline kvedge_status damaged(const char * name, kvedge_error * err) {

@@ -10,7 +10,7 @@ namespace kvedge {
 
 namespace {
 
-// Marks the tokens that a head holds.
+// Sets out [token] to 1 for each token that any head of the store holds.
 void mark_held(const Store & rows, std::vector<uint8_t> & out) {
     for (const Block & block : rows.contents().blocks) {
         for (size_t l = 0; l < block.layers.size(); l++) {
@@ -23,7 +23,7 @@ void mark_held(const Store & rows, std::vector<uint8_t> & out) {
     }
 }
 
-// [next + 1] positions before each that a held token takes.
+// Returns [next + 1]: for each position, how many smaller positions are occupied by a token that a head or `whole` holds.
 std::vector<int32_t> taken_before(const Store & rows, const Store * whole, bool images_extend, int32_t next) {
     const auto &         pos   = rows.contents().pos;
     const auto &         image = rows.contents().image;
@@ -33,7 +33,7 @@ std::vector<int32_t> taken_before(const Store & rows, const Store * whole, bool 
         mark_held(*whole, held);
     }
     std::vector<int32_t> out((size_t) next + 1, 0);
-    int32_t              end = next, after = next;  // the next token's position, and the first beyond this one's
+    int32_t              end = next, after = next;  // position of the next token; smallest larger position of a later token
     for (size_t t = pos.size(); t-- > 0;) {
         after = pos[t] < end ? end : after;
         end   = pos[t];
@@ -48,12 +48,12 @@ std::vector<int32_t> taken_before(const Store & rows, const Store * whole, bool 
     return out;
 }
 
-// Turns rows of one head or of several that lie one after the other; what throws is done before.
+// Turns rows by a number of positions. The constructor and the caller take all memory, so that turning cannot throw.
 struct Turner {
     std::vector<float>  row;
     std::vector<double> wide;
     Turn                by;
-    int32_t             positions = 0;  // that `by` stands for; 0: none
+    int32_t             positions = 0;  // number of positions that `by` turns; 0: `by` is not set
 
     explicit Turner(int32_t d) : row((size_t) d), wide((size_t) d) {}
 
@@ -63,7 +63,7 @@ struct Turner {
             positions = n;
         }
     }
-    // x [wide.size()] floats
+    // Turns x [wide.size()] in place.
     void turn_row(const Rotation & rotation, float * x) {
         std::copy_n(x, wide.size(), wide.begin());
         turn(rotation, by, wide.data(), 1);
@@ -71,7 +71,7 @@ struct Turner {
     }
 };
 
-using Shifts = std::vector<int32_t>;  // [tokens] positions by which a token moves
+using Shifts = std::vector<int32_t>;  // [token] change of the token's position
 
 void turn_keys(LayerRows & rows, int32_t head, const std::vector<int32_t> & tokens, const Shifts & by, const Rotation & rotation, Turner & with) {
     const auto            d     = (size_t) rows.shape().d_k;
@@ -95,7 +95,7 @@ void turn_keys(LayerRows & rows, int32_t head, const std::vector<int32_t> & toke
     });
 }
 
-// Those of the last tokens, which scorers look at together with the keys.
+// Turns the window queries of the tokens from `from` on, because scorers multiply them with the turned keys.
 void turn_window(LayerSeen & seen, const LayerShape & shape, const Shifts & by, int32_t from, const Rotation & rotation, Turner & with) {
     if (seen.window.row == 0 || seen.window.q.empty()) {
         return;
@@ -146,7 +146,7 @@ void move_to(Sequence & seq, Moved && to, int32_t n_threads) {
                 const auto & tokens = block.tokens_of((int32_t) l, h);
                 any                 = std::any_of(tokens.begin(), tokens.end(), moves);
             }
-            if (any) {  // rows in a file are left alone where nothing turns
+            if (any) {  // own() copies mapped rows to memory, so call it only for rows that turn
                 block.layers[l].rows.memory().own();
             }
         }

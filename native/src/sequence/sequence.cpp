@@ -27,7 +27,7 @@ void Sequence::remove(int32_t p0, int32_t p1) {
         return;
     }
     const int32_t        n_pending = rows.pending_length();
-    std::vector<int32_t> staying;  // pending ones; memory for it is taken before a row goes
+    std::vector<int32_t> staying;  // remaining pending tokens; filled before the first row is removed, because it may throw
     if (observed.have().queries) {
         for (int32_t token : pending_tokens(rows)) {
             const int32_t pos = rows.contents().pos[(size_t) token];
@@ -45,7 +45,7 @@ void Sequence::remove(int32_t p0, int32_t p1) {
     }
     forget_last(rows, p0, p1);
     if (observed.extent.first >= rows.n_tokens()) {
-        observed.drop();  // sums are of queries that are gone, all of them
+        observed.drop();  // every query that was observed is removed
     }
     if (rows.pending_length() == 0) {
         observed.missing = {};
@@ -54,13 +54,13 @@ void Sequence::remove(int32_t p0, int32_t p1) {
         observed.queries.forget(staying, rows.n_tokens());
     }
     if (rows.pending_length() != n_pending) {
-        observed.skip_windows(rows.n_tokens());  // the rings count rows that are gone
+        observed.skip_windows(rows.n_tokens());  // the windows hold queries of removed rows
     }
 }
 
 void Sequence::take_back(int32_t n) {
     rows.take_back(n);
-    observed.drop();  // of some layers it is gone already
+    observed.drop();  // all layers, because a bounded prefill has already dropped some
     observed.missing.count(rows.pending_length());
 }
 

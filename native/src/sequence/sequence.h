@@ -1,4 +1,4 @@
-// One sequence: the store of its keys and values, and what was observed of the attention of its pending tokens.
+// One sequence: the store of its keys and values, and the quantities observed from the attention of its pending tokens.
 
 #pragma once
 
@@ -14,37 +14,37 @@ class Projections;
 struct Sequence {
     Store    rows;
     Observed observed;
-    std::shared_ptr<Projections> projections;  // of its layers; NULL: they are not known
+    std::shared_ptr<Projections> projections;  // output projections of the layers; NULL: not known
 
     Sequence(const std::vector<LayerShape> & shapes, const Storage & storage) : Sequence(Store(shapes, storage)) {}
     explicit Sequence(Store store) : rows(std::move(store)), observed(rows.shapes()) {}
 
-    // A copy with memory of its own; NULL if there is no memory for it.
+    // Returns a deep copy; NULL if there is no memory.
     std::unique_ptr<Sequence> clone() const;
 
-    // [pending] 1 for an image token, where queries are kept; else empty.
+    // Returns [pending tokens] 1 for an image token, if queries are kept; else an empty list.
     std::vector<uint8_t> modality() const;
 
-    // The last n tokens, which are entered already, attend now.
+    // Notes that the last n tokens, which are already in the store, attend now.
     void observe(int32_t n, bool causal);
 
-    // Removes the tokens with a position in [p0, p1). Where there are none, nothing changes.
+    // Removes the tokens with a position in [p0, p1). Changes nothing if no such token exists.
     void remove(int32_t p0, int32_t p1);
-    // Takes a prompt of n tokens back, and what was gathered of all that is pending.
+    // Removes a prompt of n tokens, and drops the observations of all pending tokens.
     void take_back(int32_t n);
-    // Everything present counts as done: nothing is pending, and nothing observed.
+    // Ends the pending state of all tokens and drops their observations.
     void close_pending();
-    // promote_sealed of the rows. What was gathered of the pending tokens goes: it counts from a row that is pending no longer.
+    // Calls promote_sealed for `rows`. If it returns true, drops all observations, because their row 0 is the first pending row.
     void promote_sealed();
-    // Column sums become scores of the pending rows. Throws std::bad_alloc.
+    // Makes the column sums the scores of the pending rows. Throws std::bad_alloc.
     void sums_to_scores();
-    // open_stream of the rows. False: heads hold different numbers of rows, and nothing has changed. Throws std::bad_alloc.
+    // Makes all rows pending, as a stream needs. False: heads hold different numbers of rows; nothing changed. Throws std::bad_alloc.
     bool open_stream(int32_t n_sinks);
 
     uint64_t score_bytes() const { return kvedge::score_bytes(rows) + observed.bytes(); }
 };
 
-// Room for what is wanted of all that is pending and of the next n tokens. False: no memory.
+// Makes room to observe the wanted quantities for all pending tokens and the next n tokens. False: no memory.
 bool make_room(Sequence & seq, const Observation & wanted, int32_t n);
 
 }  // namespace kvedge

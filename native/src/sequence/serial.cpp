@@ -7,22 +7,22 @@ namespace kvedge {
 
 namespace {
 
-constexpr int32_t MAX_SPARE = 256;  // rows that a block which still grows may have beyond its tokens
+constexpr int32_t MAX_SPARE = 256;  // largest capacity of a growing block in a file, if it has fewer tokens
 
-// What a head's list has beside tokens.
+// Flags of a head's list: the parts that follow its tokens.
 enum : uint8_t { SCORES = 1, BIASES = 2 };
 
-// How a block is written.
+// The form of a block in a file.
 enum : uint8_t { UNIFORM = 0, RAGGED = 1, WHOLE = 2 };
 
 // The columns and quantities whose missing tokens are written. Nothing was gathered for a pending token that can be written,
 // so the others miss as many tokens as the first one.
 constexpr size_t FILED[] = { column::sums, column::squares, quantity::entropy, quantity::window };
 
-// What a ragged block says of itself.
+// Flags of a ragged block: Block::generated, keys still plain, values still plain.
 enum : uint8_t { GENERATED = 1, OPEN_K = 2, OPEN_V = 4, ALL_FLAGS = 7 };
 
-// Takes a rising row of token indices below n_tokens, all of them from `first` on.
+// Returns whether token indices ascend strictly and lie in [first, n_tokens).
 bool rising(const std::vector<int32_t> & tokens, int32_t first, size_t n_tokens) {
     for (int32_t t : tokens) {
         if (t < first || (size_t) t >= n_tokens) {
@@ -33,7 +33,7 @@ bool rising(const std::vector<int32_t> & tokens, int32_t first, size_t n_tokens)
     return true;
 }
 
-// of: the head's own list; NULL: it has none.
+// Writes the tokens of a head, with scores and biases if it has them. of: the head's list, or NULL.
 void write_head(const std::vector<int32_t> & tokens, const HeadList * of, Sink & out) {
     const bool scored = of && !of->scores.empty(), biased = of && !of->biases.empty();
     out.value<int32_t>((int32_t) tokens.size());
@@ -47,7 +47,7 @@ bool are_biases(const std::vector<float> & x) {
     return std::all_of(x.begin(), x.end(), [](float b) { return std::fabs(b) <= MOST_BIAS; });
 }
 
-// Whether tokens can be added to a block, or it is the one that is quantised before the next token.
+// Returns whether block b can take more tokens, or is a full generated block that seal_generated will quantise.
 bool grows(const Store & store, size_t b) {
     const StoreContents & all   = store.contents();
     const Block &         block = all.blocks[b];
@@ -60,7 +60,7 @@ uint8_t flags_of(const Block & block, bool plain) {
     return (uint8_t) ((block.generated ? GENERATED : 0) | (open ? OPEN_K : 0) | (open || block.open() ? OPEN_V : 0));
 }
 
-// Of a block with a list for every head, of which one that is stored as it is has them for its areas, too.
+// Writes the lists of a layer's heads, if the block is ragged or the layer loose. For a ragged block, also writes the row layouts.
 void write_heads(const Store & store, const Block & block, size_t l, bool ragged, Sink & out) {
     const BlockLayer & layer = block.layers[l];
     for (int32_t h = 0; (ragged || !layer.heads.empty()) && h < store.shapes()[l].n_heads_kv; h++) {
@@ -72,7 +72,7 @@ void write_heads(const Store & store, const Block & block, size_t l, bool ragged
     }
 }
 
-// As the rows are stored, with the number of their type.
+// Writes a block of kind `whole`: the type's number, the tokens and the quantised rows.
 void write_whole_block(const Block & block, Sink & out) {
     out.value<uint8_t>(WHOLE);
     out.value<int32_t>(type_number(block.layers[0].rows.storage().k));
@@ -83,7 +83,7 @@ void write_whole_block(const Block & block, Sink & out) {
     }
 }
 
-// A block whose heads hold different tokens is written as a compressed one, unless tokens can still be added to it.
+// Writes block b. A loose uniform block is written as a ragged block, unless it can still take tokens.
 void write_block(const Store & store, size_t b, bool pending, Sink & out) {
     const Block & block   = store.contents().blocks[b];
     const auto    length  = (int32_t) block.length();
@@ -94,7 +94,7 @@ void write_block(const Store & store, size_t b, bool pending, Sink & out) {
     const bool    ragged  = block.ragged() || (block.loose() && !growing);
     out.value<uint8_t>(ragged ? RAGGED : UNIFORM);
     if (ragged) {
-        // plain: of a block that was closed before it was full
+        // a uniform block was closed before it was full: with a quantised storage its rows are still plain
         out.value<uint8_t>(flags_of(block, !block.ragged() && store.storage().quantised()));
         out.value<int32_t>(pending ? length : 0);
         out.values(pending ? block.tokens : std::vector<int32_t>());
@@ -102,7 +102,7 @@ void write_block(const Store & store, size_t b, bool pending, Sink & out) {
         out.value<uint8_t>(block.generated);
         out.value<uint8_t>(block.kind == BlockKind::scored);
         out.value<int32_t>(length);
-        // a prompt's block that was cut keeps no more room than a growing one has
+        // a prompt's block that lost its last tokens keeps a capacity of at most MAX_SPARE
         out.value<int32_t>(growing ? std::min(block.capacity, std::max(length, MAX_SPARE)) : length);
         out.values(block.tokens);
     }
@@ -117,12 +117,12 @@ void write_block(const Store & store, size_t b, bool pending, Sink & out) {
 
 struct Parse {
     Reader &        in;
-    const Store &   empty;  // says what a block of the sequence is like
+    const Store &   empty;  // shapes and storage of the sequence
     StoreContents & out;
-    int32_t         first = 0;  // smallest token index that the next block may list for all its heads
+    int32_t         first = 0;  // smallest token index that the next block may list if all heads share its tokens
 
-    // The same of each layer and head. A compressed block in groups is two: its whole groups, and what is left of each
-    // head, so that a head with less than a group begins in the second, before where another one's first group ends.
+    // [layer][head] smallest token index that the next block may list for this head. Heads differ: a compression makes two blocks,
+    // full groups (main) and the rest (tail), and a head with less than one group has all its tokens in the second block.
     std::vector<std::vector<int32_t>> own = {};
 
     void begin_at(int32_t token) {
@@ -131,7 +131,7 @@ struct Parse {
         }
     }
 
-    // counted: of a ragged block, whose rows alone have biases.
+    // Reads the lists of a layer's heads. counted: the block is ragged; only its lists have row layouts and may have biases.
     bool heads(BlockLayer & layer, size_t l, int32_t & next, bool counted) {
         layer.heads.resize((size_t) empty.shapes()[l].n_heads_kv);
         for (size_t h = 0; h < layer.heads.size(); h++) {
@@ -186,7 +186,7 @@ struct Parse {
                 return false;
             }
             layer.rows.loosen();
-            layer.rows.set_loose((int32_t) h, head.length());  // rows end where the block does
+            layer.rows.set_loose((int32_t) h, head.length());
         }
         return layer.rows.load(in);
     }
@@ -205,7 +205,7 @@ struct Parse {
             return false;
         }
         int32_t next = made.tokens.empty() ? first : made.tokens.back() + 1;
-        const bool shared = !made.tokens.empty();  // all heads come after what was before, and what follows after them
+        const bool shared = !made.tokens.empty();  // all heads share the tokens: older blocks lie before them, newer ones after
         if (shared) {
             begin_at(first);
         }
@@ -243,7 +243,7 @@ struct Parse {
         return true;
     }
 
-    // A ragged block lists its tokens while it is pending: generated ones that were quantised.
+    // Reads the flags and tokens of a ragged block. Only a pending one lists tokens: generated tokens that were already quantised.
     bool listed_tokens(Block & block, bool pending) {
         uint8_t flags;
         int32_t length;
@@ -272,12 +272,12 @@ struct Parse {
 }  // namespace
 
 void write_sequence(const Sequence & seq, Sink & out) {
-    // Of an answer that evicts rows only the block that grows is still pending: nothing of it is compressed again.
+    // During an answer that drops rows, only the growing block is written as pending: the answer is not compressed again.
     const StoreContents & all  = seq.rows.contents();
     const size_t          n    = all.blocks.size();
     size_t                done = seq.rows.evicting() && n > all.pending_from ? n - (grows(seq.rows, n - 1) ? 1 : 0) : all.pending_from;
     for (size_t b = done; b < n; b++) {
-        done = all.blocks[b].kind == BlockKind::streamed ? b + 1 : done;  // what a stream kept so far is pending only while it goes on
+        done = all.blocks[b].kind == BlockKind::streamed ? b + 1 : done;  // a saved stream does not continue: its kept rows are final
     }
     int32_t pending = 0;
     for (size_t b = done; b < n; b++) {
@@ -333,7 +333,7 @@ std::unique_ptr<Sequence> read_sequence(Reader & in, const std::vector<LayerShap
     }
     for (uint32_t b = 0; b < n_blocks; b++) {
         if (!parse.block(b + 1 == n_blocks, b >= done) || (!evicting && b >= done && all.blocks.back().loose())) {
-            return nullptr;  // damaged; or what is yet to be compressed is not whole
+            return nullptr;  // damaged, or a pending block has lost rows
         }
     }
     all.pending_from = done;

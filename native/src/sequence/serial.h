@@ -1,4 +1,4 @@
-// A sequence as bytes: tokens, blocks with every head's rows, and what is pending.
+// Writes and reads a sequence as bytes: tokens, blocks with the rows of every head, and which blocks are pending.
 
 #pragma once
 
@@ -9,13 +9,13 @@
 
 namespace kvedge {
 
-// What was observed of an unfinished prompt is not written.
+// Writes a sequence without its observations.
 void write_sequence(const Sequence & seq, Sink & out);
 
-// NULL: the bytes are no sequence of these shapes. Throws std::bad_alloc; no more memory is asked for than the file can fill, some spare rows apart.
+// Returns the sequence; NULL: the bytes are no sequence of these shapes. Allocates no more than the file can fill, plus some spare
+// rows. Throws std::bad_alloc.
 std::unique_ptr<Sequence> read_sequence(Reader & in, const std::vector<LayerShape> & shapes, const Storage & storage);
-
-// A sequence of which nothing was compressed, with what was observed of it. NULL and errors: as read_sequence has them.
+// Write and read an uncompressed sequence with its observations. NULL: invalid bytes. Throws std::bad_alloc.
 void write_whole(const Sequence & seq, Sink & out);
 std::unique_ptr<Sequence> read_whole(Reader & in, const std::vector<LayerShape> & shapes, const Storage & storage);
 
