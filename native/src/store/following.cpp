@@ -45,7 +45,7 @@ bool append_last(Store & to, const Store & from, int32_t n) {
     const auto last = (std::ptrdiff_t) n;
     const std::vector<int32_t> pos(all.pos.end() - last, all.pos.end());
     const std::vector<uint8_t> image(all.image.end() - last, all.image.end());
-    for (int32_t i = 0; i < n; i++) {  // one by one, into blocks that grow
+    for (int32_t i = 0; i < n; i++) {  // one token at a time, because append() gives single tokens blocks with spare room
         if (!to.append(1, pos.data() + i, false)) {
             to.take_back(i);
             return false;
@@ -54,7 +54,7 @@ bool append_last(Store & to, const Store & from, int32_t n) {
     to.mark_images(n, image.data());
     for (size_t l = 0; l < to.shapes().size(); l++) {
         for (int32_t h = 0; !to.is_away(l) && h < to.shapes()[l].n_heads_kv; h++) {
-            int32_t row = n - from.head_length((int32_t) l, h);  // of the last n; the ones before are negative
+            int32_t row = n - from.head_length((int32_t) l, h);  // index among the last n rows; negative for older rows
             each_segment(from, (int32_t) l, h, [&](const Segment & segment) {
                 for (int32_t r = std::max(0, -row); r < segment.n; r++) {
                     copy_row(to, to.place_from_end(row + r, n), l, h, segment, r, wide.data());

@@ -1,4 +1,4 @@
-// Rows of several blocks become those of one, quantised where that is due.
+// Joins the rows of several blocks into one ragged layer, and quantises them.
 
 #include "kernels/kernels.h"
 #include "kernels/quantise.h"
@@ -11,7 +11,7 @@ namespace kvedge {
 
 namespace {
 
-// The keys or values of one head of one block: rows that are quantised already, then plain ones.
+// The keys or values of one head of one block: rows of the storage type (stored), then plain rows.
 struct Source {
     const Area *    stored = nullptr;
     const uint8_t * memory = nullptr;
@@ -24,13 +24,13 @@ Source source_of(const uint8_t * memory, const Side & side, const SideLayout & l
     return { &side[0], memory, { memory + side[1].offset, stride, layout.types[1], 0 }, side[1].n };
 }
 
-// Where the rows of a new group come from: a group, or plain rows.
+// A source of rows for a new group: an old group, or plain rows.
 struct Origin {
     Rows    rows;
     uint8_t n;
 };
 
-// One side of a head, gathered from sources into a new one. now: plain rows are quantised; else there is one source.
+// Gathers one side (keys or values) of a head from several sources. now: quantises plain rows; else there must be only one source.
 class Gathering {
   public:
     Gathering(const std::vector<Source> & sources, const SideLayout & layout, bool now)
@@ -125,7 +125,7 @@ class Gathering {
     std::vector<MergedGroup>    groups_;
 };
 
-// What a head of a block has to give.
+// Appends the keys and values of a head of a block to the sources k and v.
 void add_sources(const LayerRows & from, int32_t h, std::vector<Source> & k, std::vector<Source> & v) {
     if (const RaggedHead * head = from.head(h)) {
         k.push_back(source_of(from.data(), head->k, keys_of(from.shape(), from.storage())));
@@ -168,7 +168,7 @@ bool join(const std::vector<const LayerRows *> & blocks, const Storage & storage
     return true;
 }
 
-// Groups keep the room of rows that are gone until few are left.
+// A group keeps the memory of its dropped rows until merge_sparse merges it.
 uint64_t joined_bytes(const std::vector<const LayerRows *> & blocks, int32_t h) {
     std::vector<uint8_t> live;
     uint64_t             n_k = 0, n_v = 0, k = 0, v = 0;

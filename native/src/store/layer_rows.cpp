@@ -95,7 +95,7 @@ void fill_rows(LayerRows & to, int32_t head, const LayerRows & from) {
 void LayerRows::keep(const std::vector<int32_t> & rows) {
     const Storage types = ragged_ ? storage_ : storage_.plain();
     const size_t  kst = row_k(shape_, types.k), vst = row_v(shape_, types.v);
-    size_t        staying = 0;  // first rows, which do not move
+    size_t        staying = 0;  // number of first rows that do not move
     while (staying < rows.size() && (size_t) rows[staying] == staying) {
         staying++;
     }
@@ -152,7 +152,7 @@ void gather_rows(LayerRows & to, int32_t head, const std::vector<int32_t> & kept
     }
 }
 
-// Where rows of loose heads go, they only ever move towards the front, so that none is overwritten before its turn.
+// Kept rows of a loose head move only towards the front, so that no row is overwritten before it is copied.
 void LayerRows::keep_flagged(int32_t head, const uint8_t * flags, int32_t end) {
     RaggedHead & of   = heads_[(size_t) head];
     uint8_t *    data = memory_.data();
@@ -186,7 +186,7 @@ void LayerRows::drop(int32_t head, int32_t row) {
 
 // ---------------------------------------------------------------------------------------------------------
 
-// How many of a side's rows are quantised, and how they lie in groups.
+// Writes how many rows of a side have the storage type, and the rows left in each group of a grouped type.
 static void save_side_counts(const Area & stored, const SideLayout & layout, Sink & out) {
     out.value<int32_t>(stored.n);
     if (is_grouped(layout.types[0])) {
@@ -218,7 +218,7 @@ static bool load_side_counts(Side & side, const SideLayout & layout, int32_t len
     return live == stored.n;
 }
 
-// visit(offset, bytes) for every stretch of rows, in the order of a file.
+// Calls visit(offset, bytes) for every area of a head, in file order.
 template <class F>
 static void each_stretch(const RaggedHead & head, const LayerShape & shape, const Storage & storage, const F & visit) {
     for (const auto & [side, layout] : { std::pair{ &head.k, keys_of(shape, storage) }, { &head.v, values_of(shape, storage) } }) {

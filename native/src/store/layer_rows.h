@@ -1,7 +1,7 @@
-// Rows of one layer of one block, in the host's memory. They are uniform at first: keys [Hkv][capacity][d_k], then values
-// [Hkv][capacity][d_v], filled from the front, in a plain type. Once rows of single heads may go they are loose: the heads have
-// them as their second areas, and their rows end where those of the others do. Or they are ragged (store/ragged.h): every head
-// has as many rows as it keeps, of the types that they are to be stored as, some of the newest plain.
+// The rows of one layer of one block, in host memory. Three layouts:
+//   uniform  keys [Hkv][capacity][d_k], then values [Hkv][capacity][d_v], in a plain type, filled from the front
+//   loose    the uniform memory, but single heads can drop rows: each head's rows are its second area (Side), and all end together
+//   ragged   every head has its own number of rows, in the storage type; some of the newest may be plain (store/ragged.h)
 
 #pragma once
 
@@ -16,53 +16,53 @@ namespace kvedge {
 class Sink;
 class Reader;
 
-// Rows of a ragged head, and how many of its keys and values are of the storage type: the first of them.
+// Numbers of a ragged head: n rows, of which the first k keys and the first v values have the storage type.
 struct StoredRows {
     int32_t n, k, v;
 };
 
-// For one thread at a time; but rows of different heads may be read, written and gathered at once. A copy has memory of its own,
-// unless it is made by share().
+// For one thread at a time, except that threads may read, write and gather rows of different heads at once. Copies are deep;
+// share() makes a shallow copy.
 class LayerRows {
   public:
-    LayerRows() = default;  // of no layer
-    // Without memory. Throw std::bad_alloc.
+    LayerRows() = default;  // no layer
+    // Make the layout without memory (see take). Throw std::bad_alloc.
     LayerRows(const LayerShape & shape, const Storage & storage, int32_t capacity);                          // uniform
     LayerRows(const LayerShape & shape, const Storage & storage, std::vector<RaggedHead> heads);             // ragged
     LayerRows(const LayerShape & shape, const Storage & storage, const std::vector<StoredRows> & heads);     // ragged
 
-    // The same rows in the same memory: whichever moves or drops a row first gets memory of its own. No row is written to either.
+    // Returns a copy that shares the memory. The first object that moves or drops a row copies the memory. Rows must not be written.
     LayerRows           share() const;
     const SharedPages & memory() const { return memory_; }
     SharedPages &       memory() { return memory_; }
 
-    bool     take();                                     // memory for all rows. False: there is none
-    void     clear() noexcept;                           // the memory, and every row of heads that are loose or ragged
-    uint64_t bytes() const { return memory_.size(); }  // of memory that is held
-    uint64_t extent() const { return extent_; }          // of the rows that there is room for
-    uint64_t index_bytes() const;                        // of what says where rows lie
+    bool     take();                                     // takes memory for all rows. False: no memory
+    void     clear() noexcept;                           // frees the memory and forgets every row of loose and ragged heads
+    uint64_t bytes() const { return memory_.size(); }  // memory held now
+    uint64_t extent() const { return extent_; }          // memory that the layout needs
+    uint64_t index_bytes() const;                        // memory of the layout itself
 
-    // Uniform rows. add: n more of every head, that are then written.
+    // Adds n rows to every head (uniform and loose layouts). The caller then writes them.
     void add(int32_t n);
-    // Of every head, ascending, of uniform rows or of whole ones; memory().own() came before, unless the last rows go.
+    // Keeps the rows `rows`, ascending, of every head (uniform rows or kind `whole`). Call memory().own() first if rows move.
     void keep(const std::vector<int32_t> & rows);
-    void loosen();                                 // and memory().own(). Throws std::bad_alloc
-    void set_loose(int32_t head, int32_t n);       // of a head, the last n rows are there
+    void loosen();                                 // changes uniform to loose, with unshared memory. Throws std::bad_alloc
+    void set_loose(int32_t head, int32_t n);       // sets that a loose head holds the last n rows
 
-    // Of a head that is loose or ragged: takes out the rows whose flag is 0, or one row. end: rows of the block that stay.
+    // For a loose or ragged head: removes the rows whose flag is 0, or one row. end: number of rows that the block then has.
     void keep_flagged(int32_t head, const uint8_t * flags, int32_t end);
     void drop(int32_t head, int32_t row);
 
-    // From bytes: how a head's rows lie, and all rows. Ragged: what load_counts reads is laid out when all heads are read.
-    // False: damaged, or the file cannot hold as much.
+    // Read from bytes. load_counts: the layout of a ragged head with `length` rows; load: the rows of all heads, after load_counts.
+    // False: the bytes are damaged or too few.
     bool load_counts(int32_t head, int32_t length, Reader & in);
     bool load(Reader & in);  // takes the memory. Throws std::bad_alloc
 
-    // Of uniform rows.
+    // Rows of the uniform layout.
     uint8_t * k_row(int32_t head, int32_t row) { return memory_.data() + k_at(head, row); }
     uint8_t * v_row(int32_t head, int32_t row) { return memory_.data() + v_at(head, row); }
 
-    // Where a head's rows lie, in token order.
+    // Calls visit(Segment) for the rows of a head, in token order.
     template <class F> void each_segment(int32_t head, const F & visit) const {
         if (!heads_.empty()) {
             each_ragged(memory_.data(), heads_[(size_t) head], shape_, storage_, visit);
@@ -77,7 +77,7 @@ class LayerRows {
     const LayerShape & shape() const { return shape_; }
     const Storage &    storage() const { return storage_; }
     uint8_t *          data() const { return memory_.data(); }
-    const RaggedHead * head(int32_t h) const { return heads_.empty() ? nullptr : &heads_[(size_t) h]; }  // NULL: uniform
+    const RaggedHead * head(int32_t h) const { return heads_.empty() ? nullptr : &heads_[(size_t) h]; }  // NULL if uniform
 
   private:
     size_t k_at(int32_t head, int32_t row) const {
@@ -91,28 +91,28 @@ class LayerRows {
     LayerShape              shape_{};
     Storage                 storage_;
     bool                    ragged_   = false;
-    int32_t                 capacity_ = 0, n_ = 0;  // of uniform rows: room, and rows of the block
+    int32_t                 capacity_ = 0, n_ = 0;  // rows that fit, and rows of the block (uniform and loose)
     size_t                  extent_   = 0;
     SharedPages             memory_;
-    std::vector<RaggedHead> heads_;  // [Hkv] of loose and of ragged rows, else empty
+    std::vector<RaggedHead> heads_;  // [Hkv] in the loose and ragged layouts, else empty
 };
 
-// Uniform rows of a head, from the first one on: rounded from others.
+// Writes all rows of a head of `from` to uniform rows 0, 1, ... of `to`, rounded to the plain type.
 void fill_rows(LayerRows & to, int32_t head, const LayerRows & from);
-// Ragged rows of a head. write_rows: n <= GROUP rows [n][d] from `first` on, a multiple of GROUP. gather_rows: rows `kept` of
-// others, bit for bit.
+// Write ragged rows of a head. write_rows: n <= GROUP float rows [n][d] to rows first ..; first is a multiple of GROUP.
+// gather_rows: copies the rows `kept` of the segments `from` bit for bit.
 void write_rows(LayerRows & to, int32_t head, int32_t first, int32_t n, const float * k, const float * v);
 void gather_rows(LayerRows & to, int32_t head, const std::vector<int32_t> & kept, const std::vector<Segment> & from);
 
-// To bytes: how a head's rows lie, and all rows.
+// Write to bytes: the layout of a ragged head, and the rows of all heads.
 void save_counts(const LayerRows & rows, int32_t head, Sink & out);
 void save_rows(const LayerRows & rows, Sink & out);
 
-// All rows of one layer of several blocks, one after the other, with memory: keys quantised, and values if `values` says so or
-// their type does not wait; without, there is one block. storage: of `to`, and of the blocks that are quantised already. False: no memory.
-// Throws std::bad_alloc.
+// Joins the rows of one layer of several blocks into `to`, and takes its memory. Quantises keys; quantises values if `values` is
+// true or the type has no residual (if not, `blocks` must have one element). storage: types of `to` and of blocks already quantised.
+// False: no memory. Throws std::bad_alloc.
 bool join(const std::vector<const LayerRows *> & blocks, const Storage & storage, bool values, LayerRows & to);
-// Bytes that a head's rows would take in it.
+// Returns the bytes that the rows of one head would take after `join`.
 uint64_t joined_bytes(const std::vector<const LayerRows *> & blocks, int32_t head);
 
 }  // namespace kvedge

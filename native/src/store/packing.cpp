@@ -1,4 +1,4 @@
-// Packing: what decode policies leave behind in many blocks moves into one that fits.
+// Packing: moves the rows that decode policies have left in many blocks into one block without gaps.
 
 #include "store/store.h"
 
@@ -7,7 +7,7 @@
 
 namespace kvedge {
 
-// Whether tokens can still be added to a block.
+// Returns whether a block can take more tokens.
 static bool grows(const StoreContents & all, size_t block) {
     const Block & b = all.blocks[block];
     return block + 1 == all.blocks.size() && block >= all.pending_from && !b.ragged() && !b.full();
@@ -26,7 +26,7 @@ void drop_empty_blocks(Store & store) {
     }
 }
 
-// How many of the first blocks can be packed. Quantised storage: those that are, whole.
+// Returns how many of the first blocks can be packed. With a quantised storage, only blocks whose rows are all quantised.
 static size_t packable(const Store & store) {
     const auto & blocks = store.contents().blocks;
     if (!store.storage().quantised()) {
@@ -36,7 +36,7 @@ static size_t packable(const Store & store) {
     return (size_t) (open - blocks.begin());
 }
 
-// n: packable.
+// Returns whether the dropped rows of the first n blocks waste more than a quarter of the memory of the other rows.
 static bool is_sparse(const Store & store, size_t n) {
     uint64_t held = 0, extent = 0;
     for (size_t l = 0; l < store.shapes().size(); l++) {
@@ -67,7 +67,7 @@ void pack_if_sparse(Store & store) try {
         packed.layers[l].rows = LayerRows(shapes[l], store.storage(), std::vector<RaggedHead>(packed.layers[l].heads.size()));
     }
     blocks.reserve(blocks.size() + 1);
-    // Packed rows count as compressed. Where a layer cannot be packed, the blocks are as good as before.
+    // Packed rows are not pending. If a layer cannot be packed, the old blocks stay valid.
     for (size_t l = 0; l < shapes.size(); l++) {
         BlockLayer                         layer;
         std::vector<std::vector<HeadList>> left(n_blocks, std::vector<HeadList>((size_t) shapes[l].n_heads_kv));
@@ -93,7 +93,7 @@ void pack_if_sparse(Store & store) try {
     store.parts().pending_from++;
     drop_empty_blocks(store);
 } catch (const std::bad_alloc &) {
-    // sparse blocks are right, too
+    // without memory, the sparse blocks stay, which are valid
 }
 
 }  // namespace kvedge

@@ -51,7 +51,7 @@ void keep_plain(uint8_t * memory, Area & area, size_t stride, const uint8_t * ke
 void drop_plain(uint8_t * memory, Area & area, size_t stride, int32_t row, bool from_front) {
     const auto before = (size_t) row, after = (size_t) (area.n - row - 1);
     const bool front  = from_front || before <= after;
-    if (memory) {  // rows that are somewhere else move there
+    if (memory) {  // NULL: a device holds the rows and moves the rows itself
         uint8_t * base = memory + area.offset;
         memmove(base + (front ? 1 : before) * stride, base + (front ? 0 : before + 1) * stride, (front ? before : after) * stride);
     }
@@ -76,7 +76,7 @@ size_t area_bytes(Type type, int32_t d, const Area & area) {
     if (!is_grouped(type)) {
         return (size_t) area.n * row_bytes(type, d);
     }
-    // a last group that is not full takes what its rows do
+    // the last group has memory only for its rows
     return area.live.empty() ? 0 : (area.live.size() - 1) * GROUP * row_bytes(type, d) + group_bytes(type, area.live.back(), d);
 }
 
@@ -157,7 +157,7 @@ void drop_row(uint8_t * memory, Side & side, const SideLayout & layout, int32_t 
 
 std::vector<MergedGroup> merge_sparse(const std::vector<uint8_t> & live) {
     std::vector<MergedGroup> out;
-    bool                     open = false;  // the last one takes more
+    bool                     open = false;  // whether the last new group may take more rows
     for (size_t g = 0; g < live.size(); g++) {
         if (live[g] == 0) {
             continue;
@@ -196,7 +196,7 @@ void SideReader::find() {
     }
     piece_ = { memory_ + area.offset + group_ * GROUP * stride, stride, type, in_group_ };
     rows_  = area.live[group_] - in_group_;
-    for (size_t g = group_; area.live[g] == GROUP && g + 1 < area.live.size(); g++) {  // full groups follow each other seamlessly
+    for (size_t g = group_; area.live[g] == GROUP && g + 1 < area.live.size(); g++) {  // a piece goes on after a full group
         rows_ += area.live[g + 1];
     }
 }

@@ -1,6 +1,6 @@
-// Ragged layers: every KV head has a length of its own. The keys of a head lie in two areas, rows of the storage type and
-// after them rows that are still plain (KIVI's residual); so do its values. For a storage type that is plain itself the
-// second area is empty.
+// Ragged layers: every KV head has its own number of rows. The keys of a head lie in two areas: first rows of the storage type,
+// then rows that are still plain (KIVI's residual). The values of a head lie in two such areas, too. If the storage type is
+// plain, the second area is empty.
 
 #pragma once
 
@@ -13,14 +13,14 @@
 namespace kvedge {
 
 struct Area {
-    size_t               offset = 0;  // of the first row that is still there, or of the first group
+    size_t               offset = 0;  // bytes from the layer's memory to the first kept row, or to the first group
     int32_t              n      = 0;  // rows
-    std::vector<uint8_t> live;        // of a grouped type: rows left in each group, which lie first in it
+    std::vector<uint8_t> live;        // grouped types: number of kept rows in each group; they are the first rows of the group
 };
 
-// The keys or the values of one head, and how its two areas are to be read.
+// The two areas of the keys, or of the values, of one head.
 using Side = std::array<Area, 2>;
-
+// The types of both areas of a side, and the numbers per row.
 struct SideLayout {
     Type    types[2];
     int32_t d;
@@ -33,61 +33,61 @@ struct RaggedHead {
 inline SideLayout keys_of(const LayerShape & s, const Storage & t) { return { { t.k, t.plain().k }, s.d_k }; }
 inline SideLayout values_of(const LayerShape & s, const Storage & t) { return { { t.v, t.plain().v }, s.d_v }; }
 
-// Bytes of an area of that type.
+// Returns the bytes of an area whose rows have this type and d numbers each.
 size_t area_bytes(Type type, int32_t d, const Area & area);
 
-// A side of n rows of which the first n_stored are of the storage type. Grouped types: in full groups and a last one.
+// Returns a side of n rows; the first n_stored have the storage type. For a grouped type, all groups except the last are full.
 Side make_side(const SideLayout & layout, int32_t n, int32_t n_stored);
 
-// Offsets of all areas of a layer, one after the other; returns the bytes they take.
+// Sets the offsets of all areas of a layer, one after another, and returns their total bytes.
 size_t lay_out(const LayerShape & shape, const Storage & storage, std::vector<RaggedHead> & heads);
 
 // Writes n <= GROUP rows [n][d] as rows first .. of the side. first is a multiple of GROUP.
 void write_rows(uint8_t * memory, const Side & side, const SideLayout & layout, int32_t first, int32_t n, const float * rows);
 
-// Takes out the rows whose flag in keep [n] is 0; what is left moves together, of a grouped type only within its group:
-// groups have scales of their own.
+// Removes the rows whose flag in keep [n] is 0, and closes the gaps. Rows of a grouped type move only within their group,
+// because each group has its own scales.
 void keep_rows(uint8_t * memory, Side & side, const SideLayout & layout, const uint8_t * keep);
 
-// Takes out one row. What lies before or behind it in its area closes the gap, whichever is shorter, or what lies before
-// where the rows' end must not move; of a grouped type what lies behind it in its group.
+// Removes one row. The rows before the gap move up if from_front is true (the end of the area stays) or if they are not more than
+// the rows after the gap; else the rows after the gap move. In a grouped type, the later rows of the same group move.
 void drop_row(uint8_t * memory, Side & side, const SideLayout & layout, int32_t row, bool from_front);
 
-// Walks over a side in pieces that one Rows describes.
+// Iterates over a side in pieces that one Rows struct can describe.
 class SideReader {
   public:
     SideReader(const uint8_t * memory, const Side & side, const SideLayout & layout) : memory_(memory), side_(side), layout_(layout) {}
 
-    // The next piece; rows() says of how many rows, 0 at the end.
+    // The current piece, and its number of rows; 0 rows: the end of the side.
     Rows    piece() const { return piece_; }
     int32_t rows() const { return rows_; }
-    void    find();  // after construction and after skip
-    void    skip(int32_t n);  // n <= rows()
+    void    find();  // finds the piece; call after the constructor and after skip
+    void    skip(int32_t n);  // moves n <= rows() rows forward
 
   private:
     const uint8_t *    memory_;
     const Side &       side_;
     const SideLayout   layout_;
     int                area_  = 0;
-    int32_t            row_   = 0;  // within the area
+    int32_t            row_   = 0;  // index in the area
     size_t             group_ = 0;
     int32_t            in_group_ = 0;
     Rows               piece_{};
     int32_t            rows_ = 0;
 };
 
-// Groups that are left with a quarter of their rows or fewer, and follow each other, can become one: its rows are rounded
-// a second time. Which of `live` [n] does: a new group holds the old ones [first, last).
+// A group with at most SPARSE rows left can merge with its sparse neighbours. The rows of a merged group are rounded twice.
 constexpr uint8_t SPARSE = GROUP / 4;
 
+// A new group that holds the rows of the old groups [first, last).
 struct MergedGroup {
     size_t  first, last;
     uint8_t rows;
-    size_t  sources;  // old groups that are not empty; one alone is copied as it is
+    size_t  sources;  // old groups that are not empty; a single source is copied without rounding
 };
-
+// Returns the new groups for old groups with live [n] rows.
 std::vector<MergedGroup> merge_sparse(const std::vector<uint8_t> & live);
-
+// Calls visit(Segment) for the rows of a head, in token order.
 template <class F>
 void each_ragged(const uint8_t * memory, const RaggedHead & head, const LayerShape & shape, const Storage & storage, const F & visit) {
     SideReader k(memory, head.k, keys_of(shape, storage)), v(memory, head.v, values_of(shape, storage));

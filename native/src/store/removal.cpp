@@ -1,4 +1,4 @@
-// Taking rows out of a sequence: by position, as llama.cpp asks for it, and one by one, as decode policies do.
+// Removes rows from a sequence: all rows in a range of positions (for llama.cpp), or single rows (for decode policies).
 
 #include "store/store.h"
 
@@ -8,21 +8,21 @@ namespace kvedge {
 
 namespace {
 
-// Tokens with a position in [p0, p1).
+// The tokens with a position in [p0, p1).
 struct Range {
     const std::vector<int32_t> & pos;
     int32_t                      p0, p1;
-    int32_t                      first;  // of these tokens
+    int32_t                      first;  // index of the first token in the range
 
     Range(const std::vector<int32_t> & at, int32_t from, int32_t to) : pos(at), p0(from), p1(to) {
         first = (int32_t) (std::find_if(pos.begin(), pos.end(), [=](int32_t p) { return p >= from && p < to; }) - pos.begin());
     }
 
     bool has(int32_t token) const { return pos[(size_t) token] >= p0 && pos[(size_t) token] < p1; }
-    // Whether such a token may be among these, which ascend. Most removals are of the last tokens, and leave long blocks alone.
+    // Returns false if no token of this ascending list can be in the range. A quick test: most removals are of the last tokens.
     bool reaches(const std::vector<int32_t> & tokens) const { return !tokens.empty() && tokens.back() >= first; }
 
-    std::vector<uint8_t> outside(const std::vector<int32_t> & tokens) const {  // 1: not in the range
+    std::vector<uint8_t> outside(const std::vector<int32_t> & tokens) const {  // returns 1 for each token that is not in the range
         std::vector<uint8_t> flags(tokens.size(), 1);
         for (size_t r = tokens.size(); r-- > 0 && tokens[r] >= first;) {
             flags[r] = !has(tokens[r]);
@@ -31,16 +31,16 @@ struct Range {
     }
 };
 
-// What a removal does to one block.
+// The effect of a removal on one block.
 struct Cut {
-    bool                                           any = false;
-    std::vector<int32_t>                           rows;           // that stay, of a block that lists its tokens
-    std::vector<std::vector<std::vector<uint8_t>>> flags;          // [layer][head][row] 1: it stays; of heads with lists of their own
-    int32_t                                        left      = 0;  // tokens that a block that is not ragged will have
-    int32_t                                        left_each = 0;  // rows of every head of a stream
+    bool                                           any = false;    // whether the block changes
+    std::vector<int32_t>                           rows;           // remaining rows of a block that lists its tokens
+    std::vector<std::vector<std::vector<uint8_t>>> flags;          // [layer][head][row] 1: the row remains; for heads with lists
+    int32_t                                        left      = 0;  // remaining tokens of a block that lists its tokens
+    int32_t                                        left_each = 0;  // remaining rows of every head of a stream's block
 };
 
-// Of a block that lists its tokens: the rows that stay.
+// Returns the cut of a block that lists its tokens.
 Cut cut_listed(const Block & block, const Range & range) {
     Cut cut;
     if (!range.reaches(block.tokens)) {
@@ -63,7 +63,7 @@ Cut cut_listed(const Block & block, const Range & range) {
     return cut;
 }
 
-// Of a block whose heads have lists of their own.
+// Returns the cut of a ragged block that is not pending.
 Cut cut_by_head(const Block & block, const Range & range) {
     Cut cut;
     for (const BlockLayer & layer : block.layers) {
@@ -76,8 +76,8 @@ Cut cut_by_head(const Block & block, const Range & range) {
     return cut;
 }
 
-// Where heads lose different numbers of rows, those that lost fewer give up the oldest behind the sinks, too. first: pending
-// rows before the block.
+// Returns the cut of a stream's block, and appends its heads to `gone`. All heads must keep the same number of rows, so a head that
+// lost fewer rows also loses its oldest rows after the sinks. first: number of pending rows before the block.
 Cut cut_streamed(const Block & block, const Range & range, int32_t sinks, size_t first, std::vector<Removed> & gone) {
     const int32_t n = block.rows(0, 0);
     Cut           cut;
@@ -115,7 +115,7 @@ Cut cut_streamed(const Block & block, const Range & range, int32_t sinks, size_t
     return cut;
 }
 
-// Whether the rows that stay are the first ones: none of them moves.
+// Returns whether the remaining rows are the first rows of the block, so that no row moves.
 bool ends(const std::vector<int32_t> & rows) { return !rows.empty() && rows.back() + 1 == (int32_t) rows.size(); }
 
 void apply(Block & block, const Cut & cut) noexcept {
@@ -152,14 +152,14 @@ void forget_last(Store & store, int32_t p0, int32_t p1) {
     store.parts().image.resize(n);
 }
 
-// All memory is taken before the first row moves, so that nothing fails half-way.
+// Takes all memory before the first row moves, so that it cannot fail half-way.
 std::vector<Removed> remove_rows(Store & store, int32_t p0, int32_t p1) {
     auto &               blocks       = store.parts().blocks;
     size_t &             pending_from = store.parts().pending_from;
     const Range          range(store.contents().pos, p0, p1);
     std::vector<Removed> gone;
     std::vector<Cut>     cuts;
-    size_t               row    = 0;  // pending
+    size_t               row    = 0;  // number of pending rows before the block
     const auto           listed = [&](size_t b) { return !blocks[b].ragged() || b >= pending_from; };
     for (size_t b = 0; b < blocks.size(); b++) {
         const Block & block = blocks[b];

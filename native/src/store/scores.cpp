@@ -1,5 +1,5 @@
-// Scores of rows: what a decode policy holds in favour of each of them. They lie beside the rows' tokens, so that
-// whatever moves or drops a row does the same to its score.
+// Scores of rows, by which a decode policy chooses the row to drop. A score lies in the same list as the row's token, so that
+// both are moved and dropped together.
 
 #include "store/store.h"
 
@@ -10,7 +10,7 @@ namespace kvedge {
 void score_pending(Store & store, const std::function<const double *(size_t layer, size_t head)> & of) {
     auto &       blocks       = store.parts().blocks;
     const size_t pending_from = store.contents().pending_from, n_layers = store.shapes().size();
-    for (size_t b = pending_from; b < blocks.size(); b++) {  // all memory first: then nothing fails half-way
+    for (size_t b = pending_from; b < blocks.size(); b++) {  // takes all memory first, so that it cannot fail half-way
         for (size_t l = 0; l < n_layers; l++) {
             blocks[b].loosen(l);
             for (HeadList & head : blocks[b].layers[l].heads) {
@@ -18,7 +18,7 @@ void score_pending(Store & store, const std::function<const double *(size_t laye
             }
         }
     }
-    size_t first = 0;  // pending row
+    size_t first = 0;  // number of pending rows before the block
     for (size_t b = pending_from; b < blocks.size(); b++) {
         const size_t n = blocks[b].length();
         for (size_t l = 0; l < n_layers; l++) {

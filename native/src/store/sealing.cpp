@@ -1,4 +1,4 @@
-// Quantising rows after they were written, block by block, and the way back.
+// Quantises stored rows block by block (sealing), and makes them plain again (unsealing).
 
 #include "store/store.h"
 #include "system/threads.h"
@@ -11,7 +11,7 @@ namespace kvedge {
 
 namespace {
 
-constexpr size_t JOIN = 8;  // blocks of GROUP generated rows that become one: mappings and segments stay few
+constexpr size_t JOIN = 8;  // number of blocks with GROUP generated rows that are joined, so that there are few mappings and segments
 
 }  // namespace
 
@@ -46,7 +46,8 @@ bool join_layer(const std::vector<Block> & blocks, size_t layer, size_t first, s
     return join(rows, blocks[first].layers[layer].rows.storage(), values, to.rows);
 }
 
-// Quantises blocks [first, last), which lie on one side of pending_from, into one that takes their place.
+// Replaces the blocks [first, last) by one quantised block. All of them are pending, or none is. values: as in join_layer.
+// False: no memory; nothing changed.
 static bool seal(Store & store, size_t first, size_t last, bool values) try {
     auto &   blocks       = store.parts().blocks;
     size_t & pending_from = store.parts().pending_from;
@@ -70,7 +71,7 @@ static bool seal(Store & store, size_t first, size_t last, bool values) try {
     return false;
 }
 
-// Joins the newest blocks of a single group each, once there are JOIN of them.
+// Joins the newest generated blocks that are quantised, once there are JOIN of them. False: no memory.
 static bool join_sealed(Store & store) {
     const auto & blocks = store.contents().blocks;
     size_t last = blocks.size();
@@ -97,7 +98,7 @@ bool seal_generated(Store & store) {
     for (size_t b = 0; b < blocks.size(); b++) {
         const Block & x    = blocks[b];
         const bool    last = b + 1 == blocks.size();
-        // a prompt that waits for its compression is left alone
+        // blocks of a pending prompt stay plain until its compression
         const bool due = x.ragged() ? !last && x.open() : x.generated || b < pending_from;
         if (due && !seal(store, b, b + 1, !last)) {
             return false;
@@ -172,7 +173,7 @@ bool has_whole(const Store & store) {
     return std::any_of(blocks.begin(), blocks.end(), [](const Block & b) { return b.kind == BlockKind::whole; });
 }
 
-// A uniform block, layer by layer.
+// Quantises a uniform block, layer by layer. False: no memory; the block is then invalid.
 static bool seal_block(Block & block, const Storage & as, int32_t n_threads) {
     std::atomic<bool> good{ true };
     parallel_for(n_threads, (int32_t) block.layers.size(), [&](int32_t l, int32_t) {
@@ -180,7 +181,7 @@ static bool seal_block(Block & block, const Storage & as, int32_t n_threads) {
         good             = join({ &rows }, as, true, rows) && good;
     });
     block.kind      = BlockKind::whole;
-    block.generated = false;  // no others join it
+    block.generated = false;  // join_sealed must not join it
     return good;
 }
 

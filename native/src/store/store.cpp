@@ -7,17 +7,17 @@ namespace kvedge {
 
 namespace {
 
-constexpr int32_t FIRST_GROWTH = 32;   // rows of the first block that a generation opens
-constexpr int32_t MAX_GROWTH   = 256;  // and of the largest
+constexpr int32_t FIRST_GROWTH = 32;   // capacity of the first block of an answer
+constexpr int32_t MAX_GROWTH   = 256;  // largest capacity of a block of an answer
 
-// Room for n more, in steps that keep the cost of a token constant.
+// Reserves room for n more elements, at least a quarter more, so that the mean cost of a token is constant.
 template <class T> void grow(std::vector<T> & x, size_t n) {
     if (x.capacity() < x.size() + n) {
         x.reserve(std::max(x.size() + n, x.size() + x.size() / 4));
     }
 }
 
-// So that enter() cannot fail before the block is full.
+// Reserves the lists of a block up to its capacity, so that enter() cannot fail before the block is full.
 void reserve_room(Block & block) {
     const size_t room = (size_t) block.capacity - block.length();
     block.tokens.reserve((size_t) block.capacity);
@@ -102,7 +102,7 @@ bool Block::loose() const {
     return !ragged() && std::any_of(layers.begin(), layers.end(), [](const BlockLayer & l) { return !l.heads.empty(); });
 }
 
-// Without memory.
+// Returns an empty uniform block without memory.
 static Block lay_out_block(const Store & store, int32_t capacity) {
     const auto & shapes = store.shapes();
     Block        block;
@@ -124,11 +124,11 @@ Block Store::make_block(int32_t capacity) const {
     return block;
 }
 
-// Single tokens come one after the other and get room to grow: twice the last block's, but next to an answer that evicts no
-// more than a quarter of what it holds.
+// Returns the capacity of the next block for single tokens: twice the last block's, up to MAX_GROWTH. If rows are dropped during
+// the answer, at most a quarter of the rows that a head holds (but at least FIRST_GROWTH).
 static int32_t next_capacity(const Store & store, const Block * last) {
     if (store.storage().quantised()) {
-        return GROUP;  // which are quantised when they are complete
+        return GROUP;  // a full block is quantised (seal_generated)
     }
     const int32_t most = store.evicting() ? std::clamp(store.head_length(0, 0) / 4, FIRST_GROWTH, MAX_GROWTH) : MAX_GROWTH;
     return std::min(last ? std::max(2 * last->capacity, FIRST_GROWTH) : FIRST_GROWTH, most);
@@ -167,7 +167,7 @@ bool Store::append(int32_t n, const int32_t * new_pos, bool is_image) try {
 
     Block fresh;
     if (rest > 0) {
-        fresh = make_block(n == 1 ? next_capacity(*this, last) : rest);  // a prompt's blocks fit exactly
+        fresh = make_block(n == 1 ? next_capacity(*this, last) : rest);  // a prompt's block has no spare rows
         for (size_t l = 0; l < fresh.layers.size() && scored() && n == 1; l++) {
             fresh.loosen(l);
         }
@@ -266,7 +266,7 @@ void Store::take_back(int32_t n) noexcept {
 }
 
 Store::Place Store::place_from_end(int32_t i, int32_t n) {
-    int32_t back = n - i;  // 1: the last token
+    int32_t back = n - i;  // distance from the end; 1: the last token
     for (size_t b = blocks.size(); b-- > pending_from;) {
         const int32_t len = (int32_t) blocks[b].length();
         if (back <= len) {

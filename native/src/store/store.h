@@ -1,5 +1,4 @@
-// The keys and values of one sequence: blocks of tokens, in order (store/block.h). What is not yet compressed is pending:
-// the last blocks.
+// The keys and values of one sequence, in blocks of tokens (store/block.h). The last blocks are pending: they await a compression.
 
 #pragma once
 
@@ -14,20 +13,20 @@
 
 namespace kvedge {
 
-// Whether rows are dropped as tokens are added one by one, and whether by scores, which new rows get, too.
+// Whether single rows are dropped during an answer: never, by their place, or by their scores (then new rows get scores).
 enum class Eviction : uint8_t { none, by_place, by_score };
 
-// All that a store holds, as it is saved and loaded.
+// The contents of a store, as session files hold them.
 struct StoreContents {
-    std::vector<int32_t> pos;    // per token entered so far
-    std::vector<uint8_t> image;  // per token: 1 if it came as an embedding
+    std::vector<int32_t> pos;    // [token] position of each token entered so far
+    std::vector<uint8_t> image;  // [token] 1 for an image token (entered as an embedding)
     std::vector<Block>   blocks;
-    size_t               pending_from = 0;  // first block that is not yet compressed
+    size_t               pending_from = 0;  // index of the first pending block
     Eviction             eviction     = Eviction::none;
-    int32_t              sinks        = 0;  // of a stream: first rows that every head keeps
+    int32_t              sinks        = 0;  // streams: number of first rows that every head keeps
 };
 
-// Pending rows of one head that were removed: of the n rows from row `first` on, those in `keep` stayed. layer -1: all heads.
+// Pending rows that a removal changed: of the n rows from `first` on, only the rows `keep` remain. layer -1: in every head.
 struct Removed {
     int32_t              layer, head;
     size_t               first, n;
@@ -42,127 +41,127 @@ class Store : private StoreContents {
     const std::vector<LayerShape> & shapes() const { return *shapes_; }
     const Storage &                 storage() const { return storage_; }
     const StoreContents &           contents() const { return *this; }
-    StoreContents &                 parts() { return *this; }  // for the functions below
+    StoreContents &                 parts() { return *this; }  // only for functions that change a store
 
-    // The same tokens, whose rows lie in the same memory (LayerRows::share). Throws std::bad_alloc.
+    // Returns a copy that shares the memory of the rows (LayerRows::share). Throws std::bad_alloc.
     Store share() const;
-    // The same tokens without any rows. Throws std::bad_alloc.
+    // Returns a copy of the tokens without rows. Throws std::bad_alloc.
     Store empty_copy() const;
 
-    int32_t n_tokens() const { return (int32_t) pos.size(); }  // entered so far
+    int32_t n_tokens() const { return (int32_t) pos.size(); }  // tokens entered so far
     bool    evicting() const { return eviction != Eviction::none; }
     bool    scored() const { return eviction == Eviction::by_score; }
     void    evict(Eviction how) { eviction = how; }
 
-    // Makes room for n tokens and enters them; their rows are then written (k_row, v_row). False: no memory, nothing changed.
+    // Enters n tokens and makes room for their rows, which the caller then writes (k_row, v_row). False: no memory, nothing changed.
     bool append(int32_t n, const int32_t * new_pos, bool is_image);
-    // Enters n tokens in a block of their own that has no memory yet: take_layer gives it to one layer after the other. new_image
-    // [n]. False: no memory, nothing changed.
+    // Enters n tokens in a new block without memory; the caller then calls take_layer for one layer after another. new_image [n]: 1
+    // for an image token. False: no memory, nothing changed.
     bool append_unallocated(int32_t n, const int32_t * new_pos, const uint8_t * new_image);
-    void take_back(int32_t n) noexcept;                    // the last n tokens, which were entered last
-    void mark_images(int32_t n, const uint8_t * mask);     // of the last n tokens
-    Block make_block(int32_t capacity) const;              // a uniform one without tokens. Throws std::bad_alloc
+    void take_back(int32_t n) noexcept;                    // removes the last n tokens, which must lie in uniform blocks
+    void mark_images(int32_t n, const uint8_t * mask);     // sets `image` of the last n tokens; mask [n]
+    Block make_block(int32_t capacity) const;              // returns an empty uniform block. Throws std::bad_alloc
 
-    // send_away: a device holds the layer's rows from now on; their memory goes back, and new blocks get none. bring_back: takes
-    // memory for all of them, which is then written. False: no memory, nothing changed.
+    // send_away: frees the memory of a layer whose rows a device now holds; new blocks get no memory for it. bring_back: takes
+    // memory for all rows of the layer, which the caller then writes; false: no memory, nothing changed.
     void send_away(size_t layer);
     bool bring_back(size_t layer);
     bool is_away(size_t layer) const { return !away_.empty() && away_[layer]; }
 
-    // Places of the last n tokens entered.
+    // The place of a token's row.
     struct Place {
         Block * block;
         int32_t row;
     };
-    Place place_from_end(int32_t i, int32_t n);  // i-th of the last n tokens, while they lie in uniform blocks
+    Place place_from_end(int32_t i, int32_t n);  // place of the i-th of the last n tokens, which must lie in uniform pending blocks
 
     HeadView             view(int32_t layer, int32_t head) const;
     int32_t              head_length(int32_t layer, int32_t head) const;
     std::vector<int32_t> head_tokens(int32_t layer, int32_t head) const;
-    int32_t              pending_length() const;  // tokens, the same for every layer and head
+    int32_t              pending_length() const;  // pending rows, the same number in every head
 
-    // Everything present counts as done; the next tokens open new blocks.
+    // Ends the pending state of all blocks. The next tokens open new blocks.
     void close_pending();
 
-    uint64_t bytes() const;  // of key and value buffers, and of rows' biases
+    uint64_t bytes() const;  // keys, values and biases
 
   private:
     const std::vector<LayerShape> * shapes_;
     Storage                         storage_;
-    std::vector<uint8_t>            away_;  // [layer] 1: a device holds its rows; empty: all rows are here
+    std::vector<uint8_t>            away_;  // [layer] 1: a device holds the rows; empty: the host holds all rows
 };
 
 bool                 biased(const Store & store);           // whether any row has a bias
-void                 read_biases(const Store & store, int32_t layer, int32_t head, float * out);   // [head_length], 0: there is none
-void                 read_scores(const Store & store, int32_t layer, int32_t head, double * out);  // likewise
+void                 read_biases(const Store & store, int32_t layer, int32_t head, float * out);   // [head_length]; 0 for no bias
+void                 read_scores(const Store & store, int32_t layer, int32_t head, double * out);  // [head_length]; 0 for no score
 bool                 pending_differs(const Store & store);  // whether heads hold different pending tokens
-std::vector<int32_t> pending_tokens(const Store & store);   // their token indices, where all heads hold the same ones
+std::vector<int32_t> pending_tokens(const Store & store);   // indices of pending tokens, if all heads hold the same tokens
 std::vector<int32_t> pending_tokens(const Store & store, int32_t layer, int32_t head);
-uint64_t             index_bytes(const Store & store);      // of token indices, positions and modality
-uint64_t             score_bytes(const Store & store);      // of the scores of rows
-uint64_t             plain_bytes(const Store & store);      // Store::bytes, had no whole rows been quantised
+uint64_t             index_bytes(const Store & store);      // memory of token indices, positions, modality and layouts
+uint64_t             score_bytes(const Store & store);      // memory of the scores of rows
+uint64_t             plain_bytes(const Store & store);      // Store::bytes(), but blocks of kind `whole` count as plain rows
 
-bool     take_layer(Store & store, size_t layer);         // memory of the last block; false: there is none
-void     give_back_layer(Store & store, size_t layer);    // of the last block
-uint64_t give_back_pending(Store & store, size_t layer);  // of the pending blocks; returns the bytes
+bool     take_layer(Store & store, size_t layer);         // takes memory for a layer of the last block; false: no memory
+void     give_back_layer(Store & store, size_t layer);    // frees the memory of a layer of the last block
+uint64_t give_back_pending(Store & store, size_t layer);  // frees the memory of a layer of all pending blocks; returns the bytes
 
-// Drops one row of one head. Throws std::bad_alloc, and then nothing has changed; not after loosen_row for the same row.
+// drop_row drops one row of one head. loosen_row takes the memory for that before. Both throw std::bad_alloc and then change
+// nothing; drop_row does not throw after loosen_row for the same row.
 void loosen_row(Store & store, int32_t layer, int32_t head, int32_t row);
 void drop_row(Store & store, int32_t layer, int32_t head, int32_t row);
-// Gives back the blocks that every head has left. The last one stays while tokens can be added to it.
+// Removes blocks in which no head has rows, except a last block that can still take tokens.
 void drop_empty_blocks(Store & store);
-// Packs all blocks that nothing is added to or quantised in any more into one, if dropped rows take up more than a
-// quarter of what the others do; layer by layer, so that the peak is one layer more. Where memory is refused it stops
-// half-way.
+// Packs all finished blocks into one, if the memory of their dropped rows is more than a quarter of the memory of their other
+// rows. Works layer by layer, so the peak is one extra layer. Without memory it stops half-way, and all rows stay valid.
 void pack_if_sparse(Store & store);
 
-// Quantises generated rows, before the next token is entered: keys when GROUP of them are complete, values as KIVI
-// stores them when RESIDUAL newer tokens exist. False: no memory, nothing lost.
+// Quantises generated rows before the next token is entered: keys as soon as GROUP rows are complete; values of a residual type
+// (KIVI) only when RESIDUAL newer tokens exist. False: no memory, no row is lost.
 bool seal_generated(Store & store);
-// Quantises those of the first `end` blocks that hold none of the last RESIDUAL tokens. None of them is pending. False: no
-// memory, nothing lost.
+// Quantises those of the first `end` blocks that hold none of the last RESIDUAL tokens; none of them may be pending.
+// False: no memory, no row is lost.
 bool seal_old(Store & store, size_t end);
 // Gives the pending tokens plain rows again, so that they can be scored and merged. False: no memory, nothing changed.
-// was: NULL, or gets the quantised blocks with their places, for seal_again.
+// was: NULL, or receives the quantised blocks and their indices, which seal_again puts back.
 using Sealed = std::vector<std::pair<size_t, Block>>;
 bool unseal_pending(Store & store, Sealed * was = nullptr);
 void seal_again(Store & store, Sealed && was) noexcept;
-// Quantises the pending tokens, of which every head holds all, block by block and layer by layer; their plain memory goes. They stay
-// pending, and compressions read them as they are. as: types without groups. Those that are quantised stay as they are. False: no memory,
-// and rows are lost.
+// Quantises the pending uniform blocks to `as` (types without groups) and frees their plain memory. The blocks stay pending, with
+// kind `whole`; compressions read their quantised rows. Blocks that are already ragged do not change. False: no memory; rows are lost.
 bool seal_whole(Store & store, const Storage & as, int32_t n_threads);
-bool has_whole(const Store & store);  // whether any are
-// Leading pending blocks that are already quantised lose their pending mark. False: there are none.
+bool has_whole(const Store & store);  // whether any block has kind `whole`
+// Ends the pending state of the first pending blocks, as far as they are quantised (not of kind `whole`). False: nothing changed.
 bool promote_sealed(Store & store);
 
-// Gives every head of the pending blocks a list and scores of its own: of(layer, head) points to those of its pending
-// rows. Throws std::bad_alloc.
+// Makes every layer of the pending blocks loose, and sets the scores of their rows. of(layer, head) points to the scores of the
+// head's pending rows. Throws std::bad_alloc; then no score has changed.
 void score_pending(Store & store, const std::function<const double *(size_t layer, size_t head)> & of);
-// scores[row] += mean over g < group of weights[g * ld + row], for the first n rows of a head that have scores.
+// scores[row] += mean over g < group of weights[g * ld + row], for the first n rows of a head. Skips rows without scores.
 void add_scores(Store & store, int32_t layer, int32_t head, int32_t n, const float * weights, size_t ld, int32_t group);
-// All of them, to put them back while no row has moved. copy_scores throws std::bad_alloc.
+// Copy all scores of a store, and restore them while no row has moved. copy_scores throws std::bad_alloc.
 void copy_scores(const Store & store, std::vector<double> & to);
 void put_back_scores(Store & store, const std::vector<double> & from) noexcept;
 
-bool holds(const Store & store, int32_t p0, int32_t p1);  // whether a token with a position in [p0, p1) was entered, and not removed
-// Removes the rows of tokens with a position in [p0, p1). Throws std::bad_alloc, and then nothing has changed.
+// Returns whether an entered token has a position in [p0, p1). Tokens removed from the middle of the sequence still count.
+bool holds(const Store & store, int32_t p0, int32_t p1);
+// Removes the rows of tokens with a position in [p0, p1). Returns the changed pending rows. Throws std::bad_alloc; then no row is removed.
 std::vector<Removed> remove_rows(Store & store, int32_t p0, int32_t p1);
-// Then removes the tokens themselves at the end of the sequence; the next tokens take their indices.
+// Removes the last tokens whose positions lie in [p0, p1), after remove_rows. The next tokens take their indices.
 void                 forget_last(Store & store, int32_t p0, int32_t p1);
 
-// Streams (store/streamed.cpp): rows that were compressed stay pending.
-// Number of rows of every head that are not pending. -1: heads hold different numbers of them.
+// Streams: rows stay pending after a compression (store/streamed.cpp).
+// Returns the number of rows per head that are not pending; -1: heads hold different numbers.
 int32_t even_rows(const Store & store);
-void    open_stream(Store & store, int32_t n_sinks);  // makes all rows pending again, where heads hold as many rows
+void    open_stream(Store & store, int32_t n_sinks);  // makes all rows pending; even_rows must not be -1
 void    set_sinks(Store & store, int32_t n);
-void    stream_last(Store & store);                   // the last block holds the kept rows of a stream
+void    stream_last(Store & store);                   // marks the last block as the kept rows of a stream
 
-// replace_pending: main and tail take the place of the pending blocks; an empty one is left out. reserve_blocks makes room
-// for both, and throws std::bad_alloc.
+// replace_pending: replaces the pending blocks by main and tail; leaves out an empty block. Call reserve_blocks before, so that
+// it cannot fail. reserve_blocks throws std::bad_alloc.
 void reserve_blocks(Store & store);
 void replace_pending(Store & store, Block && main, Block && tail);
 
-// A row of a uniform block.
+// Return the memory of a row in a uniform block.
 inline uint8_t * k_row(const Store::Place & at, int32_t layer, int32_t head) {
     return at.block->layers[(size_t) layer].rows.k_row(head, at.row);
 }
@@ -170,18 +169,18 @@ inline uint8_t * v_row(const Store::Place & at, int32_t layer, int32_t head) {
     return at.block->layers[(size_t) layer].rows.v_row(head, at.row);
 }
 
-// Segments of one head in token order.
+// Calls visit(Segment) for the rows of one head, in token order.
 template <class F> void each_segment(const Store & store, int32_t layer, int32_t head, const F & visit) {
     for (const Block & block : store.contents().blocks) {
         block.layers[(size_t) layer].each_segment(head, visit);
     }
 }
 
-// Newest tokens whose values KIVI leaves as they are.
+// Number of newest tokens whose values KIVI keeps plain.
 constexpr int32_t RESIDUAL = GROUP;
 
-// Rows of a head of n that are quantised when a prompt completes: all, or KIVI's share (Liu et al., Algorithm 1): of the
-// keys the full groups, of the values all but the last RESIDUAL.
+// Return how many of a head's n rows are quantised when a prompt completes: all rows; with KIVI, the keys of all full groups
+// and all values except the last RESIDUAL (Liu et al., Algorithm 1).
 int32_t stored_keys(const Storage & storage, int32_t n);
 int32_t stored_values(const Storage & storage, int32_t n);
 

@@ -1,5 +1,5 @@
-// Streams: what was compressed stays pending, so that the next compression looks at it again. The heads then hold different
-// pending tokens, but all of them as many.
+// Streams: compressed rows stay pending, so that the next compression chooses among them again. The heads then hold different
+// pending tokens, but every head holds the same number.
 
 #include "store/store.h"
 
