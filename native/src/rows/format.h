@@ -1,5 +1,5 @@
-// What a file of storage/ says of the storage type that it is named after, in a struct of that name: its number in files and
-// in C, the next one that is free, and what the structs here leave open. All else learns of it from there (rows/types.h).
+// The base structs of storage types. Each quantised type has a file storage/NAME.h with a struct NAME: its number in files and in
+// C (the next free one), and the members that the base struct lacks. rows/types.h collects the types for the rest of the library.
 
 #pragma once
 
@@ -8,9 +8,9 @@
 
 namespace kvedge {
 
-constexpr int32_t GROUP = 32;  // values that share a scale
+constexpr int32_t GROUP = 32;  // number of values that share a scale
 
-// Plain numbers, which every table of kernels reads and writes by itself.
+// Base of plain types: floating-point numbers, which every kernel table reads and writes directly.
 template <int32_t NUMBER, size_t BYTES> struct Plain {
     static constexpr int32_t number      = NUMBER;
     static constexpr size_t  value_bytes = BYTES, code_bytes = 0;
@@ -26,30 +26,30 @@ struct f32 : Plain<2, 4> {};
 
 }  // namespace storage
 
-// Up to GROUP values as codes: value i is scale * code + minimum, both of these in half precision.
+// Up to GROUP values as codes: value i is scale * code(i) + minimum. scale and minimum are in half precision.
 struct Coded {
     uint16_t scale, minimum;
-    uint8_t  codes[GROUP];  // as `pack` takes them
+    uint8_t  codes[GROUP];  // in the form that `pack` takes
 };
 
-// A type whose values lie in blocks of a row: a scale, a minimum where the type has one, and GROUP codes. Beside what is here
-// it has
-//   code_bytes, lowest, highest   bytes of GROUP codes, the least code and the largest
-//   code(p, i)                    code i of those at p, from -128 to 127
-//   pack(codes, p)                the way back, but for a looked-up type's, whose codes are numbers of levels
-//   quantise(x, n, out)           of n <= GROUP finite values, as the type's format or paper defines its rounding
+// Base of quantised types. A row consists of blocks: a scale, a minimum if the type has one, and GROUP codes. The derived struct
+// adds
+//   code_bytes, lowest, highest   bytes of GROUP codes; smallest and largest code
+//   code(p, i)                    returns code i of the codes in memory at p, from -128 to 127
+//   pack(codes, p)                writes codes to memory at p; for a looked_up type, codes are indices of levels
+//   quantise(x, n, out)           rounds n <= GROUP finite values as the type's format or paper defines
 struct Blocks {
     static constexpr size_t value_bytes = 0;
     static constexpr bool   minimum = false;
-    // As KIVI has it: keys share scale and minimum per channel with those of GROUP rows, which begin with what they share, and
-    // wait until there are as many; the newest RESIDUAL values wait, too. Takes a minimum.
+    // As in KIVI: GROUP rows of keys form a group, which begins with a scale and a minimum per channel. Keys stay plain until their
+    // group is full; the newest RESIDUAL values stay plain, too. Needs a minimum.
     static constexpr bool residual = false;
-    static constexpr int  bits     = 0;  // 8, 4 or 2 where codes lie as in Packed, which vectors read; 0: only code() does
-    static constexpr int  zero     = 0;  // the code in memory that stands for 0
-    static constexpr bool looked_up = false;  // code() is one of levels[8], which vectors find as it lies in storage::tq3
+    static constexpr int  bits     = 0;  // 8, 4 or 2: codes lie as in Packed, for vector kernels; 0: only code() reads them
+    static constexpr int  zero     = 0;  // the stored code that stands for 0
+    static constexpr bool looked_up = false;  // code() returns one of levels[8]; vector kernels expect the layout of storage::tq3
 };
 
-// Codes of 8 bits with a sign, or of 4 or 2 without: byte j of n holds, from its lowest bits on, codes j, j + n, j + 2 n ...
+// Codes with 8 bits (signed), or 4 or 2 bits (unsigned). Byte j of n holds, from its lowest bits on, codes j, j + n, j + 2 n ...
 template <int BITS, int ZERO = 0> struct Packed : Blocks {
     static constexpr size_t code_bytes = (size_t) GROUP * BITS / 8;
     static constexpr int    bits = BITS, zero = ZERO;
@@ -70,11 +70,11 @@ template <int BITS, int ZERO = 0> struct Packed : Blocks {
     }
 };
 
-// Puts f into out as half precision, and returns what that holds.
+// Rounds f to half precision, writes the bits to out, and returns the rounded number.
 float put_half(float f, uint16_t & out);
 
-// x, or the nearer end of [low, high]; low for NaN, which a conversion to an integer must not meet.
-// Two choices after each other, which vectors can take.
+// Returns x limited to [low, high], and low for NaN, because NaN must not be converted to an integer.
+// Written as two selections, so that compilers can vectorise it.
 inline float within(float x, float low, float high) {
     const float above = x > low ? x : low;
     return above < high ? above : high;

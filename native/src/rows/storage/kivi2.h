@@ -1,4 +1,4 @@
-// KIVI in 2 bits.
+// Storage type kivi2: KIVI with 2 bits per number (kivi4.h).
 
 #pragma once
 

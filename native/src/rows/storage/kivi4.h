@@ -1,5 +1,5 @@
-// KIVI (Liu et al. 2024, sec. 3.2), in 4 bits and for kivi2.h: q = round((x - min) / scale) with the scale that is stored,
-// ties to even; 0 where all values are equal.
+// Storage type kivi4: KIVI (Liu et al. 2024, sec. 3.2) with 4 bits per number, and the base of kivi2. A code is
+// round((x - min) / scale) with the stored scale, ties to even; all codes are 0 if the scale is 0.
 
 #pragma once
 
@@ -12,7 +12,7 @@ namespace kvedge::storage {
 template <int BITS> struct Kivi : Packed<BITS> {
     static constexpr bool minimum = true, residual = true;
 
-    // Adding and taking away 1.5 * 2^23 rounds to an integer, ties to even.
+    // Adding and subtracting ROUND = 1.5 * 2^23 rounds to an integer, ties to even.
     static void quantise(const float * x, int32_t n, Coded & out) {
         constexpr float LARGEST = (1 << BITS) - 1, ROUND = 12582912.0f;
         const auto      ends  = std::minmax_element(x, x + n);

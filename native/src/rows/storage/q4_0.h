@@ -1,4 +1,4 @@
-// llama.cpp's blocks with codes of 4 bits.
+// Storage type q4_0: llama.cpp's blocks with 4-bit codes.
 
 #pragma once
 
@@ -11,8 +11,8 @@ namespace kvedge::storage {
 struct q4_0 : Packed<4, 8> {
     static constexpr int32_t number = 4;
 
-    // The value of largest size becomes -8, the one code without a counterpart. Product and sum are each rounded,
-    // which the conversions see to: a fused multiply-add would round once.
+    // The value with the largest absolute value gets the code -8, which has no positive counterpart. The conversions round the
+    // product and the sum separately, as llama.cpp does; a fused multiply-add would round only once.
     static void quantise(const float * x, int32_t n, Coded & out) {
         float top = 0.0f;
         for (int32_t i = 0; i < n; i++) {

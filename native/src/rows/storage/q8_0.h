@@ -1,4 +1,4 @@
-// llama.cpp's blocks with codes of 8 bits.
+// Storage type q8_0: llama.cpp's blocks with 8-bit codes.
 
 #pragma once
 
@@ -12,8 +12,8 @@ namespace kvedge::storage {
 struct q8_0 : Packed<8> {
     static constexpr int32_t number = 3;
 
-    // Half a step goes away from zero, as in the format's reference: the sum is exact in double, and truncated. No branches,
-    // which would be taken by chance.
+    // Rounds halves away from zero, as llama.cpp's reference does: the sum is exact in double and is truncated. Without branches,
+    // because the processor could not predict them.
     static void quantise(const float * x, int32_t n, Coded & out) {
         float top = 0.0f;
         for (int32_t i = 0; i < n; i++) {

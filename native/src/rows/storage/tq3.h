@@ -1,6 +1,6 @@
-// Codes of 3 bits that stand for levels, which are those of least squared error for what a rotated row is made of: after
-// TurboQuant (Zandieh et al. 2025, arXiv:2504.19874, Algorithm 1), with a scale for each block. pykvedge/reference/kvtypes/tq3.py
-// is the definition.
+// Storage type tq3: 3-bit codes for 8 levels, and a scale per block. The levels have the least squared error for the numbers of a
+// rotated row, after TurboQuant (Zandieh et al. 2025, arXiv:2504.19874, Algorithm 1). pykvedge/reference/kvtypes/tq3.py is the
+// definition.
 
 #pragma once
 
@@ -24,7 +24,7 @@ struct tq3 : Blocks {
         return levels[both >> (at % 8 + i / 8 * 3) & 7];
     }
     static void pack(const uint8_t * codes, uint8_t * p) {
-        for (int pair = 0; pair < 4; pair++) {  // of lanes of 12 bits, in three bytes
+        for (int pair = 0; pair < 4; pair++) {  // each pair of 12-bit lanes fills three bytes
             uint32_t bits = 0;
             for (int row = 0; row < 4; row++) {
                 const uint8_t * of = codes + 8 * row + 2 * pair;
@@ -44,7 +44,7 @@ struct tq3 : Blocks {
             top     = std::max(top, size[i]);
             sum += (double) size[i] * (double) size[i];
         }
-        // what was rounded is rounded to itself: one of its numbers has the largest size, and that one of the larger levels
+        // the last three candidates round an already rounded block to itself: its largest number has level 26, 16 or 9
         Scales   of = { { (float) std::sqrt(sum / n) / 12.0f, top / 26.0f, top / 16.0f, top / 9.0f } };
         uint16_t halves[STARTS];
         fit(size, n, of, halves);
@@ -53,21 +53,21 @@ struct tq3 : Blocks {
         const Bounds bounds(of);
         for (int32_t i = 0; i < n; i++) {
             const int k  = bounds.passed(ordered(size[i]), best);
-            out.codes[i] = (uint8_t) ((k ^ -(int) (x[i] <= 0.0f)) + 4);  // 3 - k where x is not above 0
+            out.codes[i] = (uint8_t) ((k ^ -(int) (x[i] <= 0.0f)) + 4);  // 4 + k for x > 0, else 3 - k
         }
     }
 
   private:
-    static constexpr int STARTS = 4;  // scales that are tried side by side, as lanes of a vector
+    static constexpr int STARTS = 4;  // candidate scales, tried in parallel as lanes of a vector
     struct Scales { float of[STARTS]; };
 
-    static int32_t ordered(float f) {  // of numbers from 0 on, in the same order as these
+    static int32_t ordered(float f) {  // returns the bits of f >= 0 as an integer, which keeps the order
         int32_t i;
         memcpy(&i, &f, sizeof(i));
         return i;
     }
 
-    // From where on a size belongs to the second, third and fourth of the levels above 0. As integers: none of it is a branch.
+    // Thresholds per scale: a size above `second` has the second positive level, and so on. Integers, to compare without branches.
     struct Bounds {
         int32_t second[STARTS], third[STARTS], fourth[STARTS];
 
@@ -84,7 +84,7 @@ struct tq3 : Blocks {
         }
     };
 
-    // The scales of least squares for the levels that those give, in half precision.
+    // Replaces each scale by the least-squares scale for the levels that it selects, rounded to half precision (halves).
     static void fit(const float * size, int32_t n, Scales & scales, uint16_t * halves) {
         const Bounds bounds(scales);
         double       products[STARTS] = {};
@@ -101,7 +101,7 @@ struct tq3 : Blocks {
         }
     }
 
-    // Which one leaves the least squared error, the first of equal ones.
+    // Returns the index of the scale with the least squared error; ties go to the lower index.
     static int least(const float * size, int32_t n, const Scales & scales) {
         const Bounds bounds(scales);
         double       errors[STARTS] = {};
