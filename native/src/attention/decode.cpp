@@ -11,19 +11,19 @@ namespace kvedge {
 
 namespace {
 
-constexpr int32_t BLOCK      = 128;  // most keys at a time
-constexpr size_t  KEY_BYTES  = 8 << 10;  // of them, or their values: these and the next ones fit a first-level cache
-constexpr size_t  Q8_BYTES   = 18 << 10;  // of codes of 8 bits for several query rows, which are rounded for each block anew
-constexpr int32_t Q8_ROWS    = 16;        // query rows that are rounded
+constexpr int32_t BLOCK      = 128;  // most keys per block
+constexpr size_t  KEY_BYTES  = 8 << 10;  // bytes of the keys (or values) of a block: two blocks fit the first-level cache
+constexpr size_t  Q8_BYTES   = 18 << 10;  // the same for 8-bit codes and several query rows, which are rounded again for each block
+constexpr int32_t Q8_ROWS    = 16;        // most query rows with small blocks (KEY_BYTES, Q8_BYTES); more rows use BLOCK keys
 constexpr int32_t ROWS       = 64;        // most query rows at a time
-constexpr int32_t Q_SIZE     = 8 << 10;   // numbers of them
-constexpr int32_t SPLIT_KEYS = 256;  // fewest keys worth a split of their own
+constexpr int32_t Q_SIZE     = 8 << 10;   // most numbers of these query rows
+constexpr int32_t SPLIT_KEYS = 256;  // fewest keys of a split
 
-// A row's unnormalised output, its largest logit and its softmax denominator.
+// The result over some of the keys, for each query row.
 struct Partial {
-    float * top;  // [rows]
-    float * sum;  // [rows]
-    float * o;    // [rows][ld]
+    float * top;  // [rows] largest logit
+    float * sum;  // [rows] softmax denominator relative to `top`
+    float * o;    // [rows][ld] unnormalised output
 };
 
 size_t partial_floats(int32_t rows, int32_t d_v) { return (size_t) rows * (2 + (size_t) pad16(d_v)); }
@@ -39,15 +39,15 @@ struct Piece {
     int32_t a, b;  // keys [a, b) of the head
 };
 
-// Up to ROWS scaled query rows, the unit that reads the keys once from memory. Where keys are rotated, so are the queries; where
-// values are, so is what they add up to, as long as they follow each other.
+// Up to ROWS scaled query rows, for which the keys are read once from memory. For rotated keys, the queries are rotated, too. The
+// sums of rotated values stay rotated until values of another rotation follow (rotate_sums).
 struct Queries {
     alignas(64) float q[Q_SIZE];        // [n][d_k]
-    alignas(64) float rotated[Q_SIZE];  // likewise, by `by`
-    int32_t           first, n;
-    int32_t           by, out_by;  // the stretch of the rotation (types.h); 0: not rotated
-    int32_t           alone;       // of them, those that would meet a block together if their token came alone; 0: does not matter
-    int32_t           part, rows;  // of them, from where and how many are multiplied at once
+    alignas(64) float rotated[Q_SIZE];  // [n][d_k] rotated with stretch `by`
+    int32_t           first, n;    // rows [first, first + n) of the piece
+    int32_t           by, out_by;  // stretch of the rotation of `rotated` and of the sums (rows/types.h); 0: not rotated
+    int32_t           alone;       // query rows at a time if each token came alone (AttendJob::as_alone); 0: as_alone is false
+    int32_t           part, rows;  // rows [part, part + rows) of the n rows, which are multiplied at once
 };
 
 void load_queries(const AttendJob & job, const Piece & piece, int32_t d_k, Queries & x) {
@@ -62,7 +62,7 @@ void load_queries(const AttendJob & job, const Piece & piece, int32_t d_k, Queri
     }
 }
 
-// The queries for keys of a type.
+// Returns the queries [n][d_k] for keys of a type, rotated if the keys are.
 const float * queries_for(Type keys, int32_t d_k, Queries & x) {
     const int32_t by = rotation(keys, d_k);
     if (by != 0 && by != x.by) {
@@ -73,7 +73,7 @@ const float * queries_for(Type keys, int32_t d_k, Queries & x) {
     return by != 0 ? x.rotated : x.q;
 }
 
-// What was summed so far becomes what values rotated by `by` can be added to. o: the first of the rows.
+// Changes the rotation of the sums so far to the stretch `by`, so that values with this rotation can be added. o: first row.
 void rotate_sums(int32_t by, int32_t d_v, Queries & x, FloatOut o) {
     if (by == x.out_by) {
         return;
@@ -95,19 +95,19 @@ float * weights_of(const AttendJob & job, const Piece & piece, int32_t r) {
     return job.weights + (size_t) (piece.head * piece.group + r) * job.weights_row;
 }
 
-// Query rows at a time: of n, parts that are about the same, and whole tokens of `whole` rows.
+// Returns how many of n query rows to load at a time: parts of about equal size, multiples of `whole` rows.
 int32_t rows_at_a_time(int32_t n, int32_t d_k, int32_t whole) {
     const int32_t most = std::min(ROWS, Q_SIZE / d_k) / whole * whole, parts = (n + most - 1) / most;
     return ((n + parts - 1) / parts + whole - 1) / whole * whole;
 }
 
-// Query rows that are multiplied with a block at once. With plain rows each one's sums have the same bits among any number; with
-// quantised ones it must be its token's rows alone.
+// Returns how many query rows to multiply with a block at once. For as_alone, the bits must not depend on other tokens' rows: with
+// plain keys and values they never do, with quantised ones the product must have the rows of one token only.
 int32_t rows_of_product(const Segment & seg, const Queries & x) {
     return x.alone > 0 && (is_quantised(seg.k.type) || is_quantised(seg.v.type)) ? x.alone : x.n;
 }
 
-// Keys at a time, whole groups of them.
+// Returns the number of keys per block, a multiple of GROUP.
 int32_t block_of(const Segment & seg, int32_t n_rows) {
     if (n_rows > Q8_ROWS || (n_rows > kernels().few && !is_quantised(seg.k.type))) {
         return BLOCK;
@@ -117,8 +117,8 @@ int32_t block_of(const Segment & seg, int32_t n_rows) {
     return std::clamp(fit / GROUP * GROUP, GROUP, BLOCK);
 }
 
-// A row's logits of the first n of seg's keys, those that it sees, from key `at` on: capped, biased, and kept where that is
-// wanted; what it does not see of seg gets no weight.
+// Completes the logits `row` of query row r over the first n keys of seg, which it sees: softcap, bias, and a copy to job.weights if
+// wanted. at: index of seg's first key in the head. Sets the other keys of seg to 0.
 void prepare_row(const AttendJob & job, const Piece & piece, int32_t r, int32_t at, int32_t n, const Segment & seg, float * row) {
     if (job.softcap != 0.0f) {
         kernels().softcap(row, (size_t) n, job.softcap);
@@ -132,7 +132,7 @@ void prepare_row(const AttendJob & job, const Piece & piece, int32_t r, int32_t 
     std::fill(row + n, row + seg.n, 0.0f);
 }
 
-// The keys of a first block, which no block before it asks for.
+// Prefetches the keys of a first block. Later blocks are prefetched by the block before them.
 void fetch_keys(const Rows & k, int32_t n) {
     constexpr size_t LINE = 64;
     for (size_t at = 0; at < (size_t) n * k.stride; at += LINE) {
@@ -140,14 +140,14 @@ void fetch_keys(const Rows & k, int32_t n) {
     }
 }
 
-// Of seg, the head's rows from `at` on, how many the token of query row r sees.
+// Returns how many keys of seg the token of query row r sees. at: index of seg's first key in the head.
 int32_t seen_of(const AttendJob & job, const Piece & piece, int32_t r, int32_t at, const Segment & seg) {
     const int32_t sees = job.causal ? piece.n_keys - job.n + r / piece.group + 1 : piece.n_keys;
     return std::clamp(sees - at, 0, seg.n);
 }
 
-// Adds seg, the head's rows from `at` on (at most BLOCK), to the partial results of a part of x.
-// next: the keys of the block after it, or NULL.
+// Adds seg (at most BLOCK rows, from row `at` of the head on) to the partial results of the rows [part, part + rows) of x.
+// next: keys of the next block, to prefetch; or NULL.
 void attend_part(
     const AttendJob & job, const Piece & piece, const Segment & seg, int32_t at, Queries & x, const uint8_t * next, Partial & out) {
     const LayerShape & shape = job.rows->shapes()[(size_t) job.layer];
@@ -158,7 +158,7 @@ void attend_part(
 
     const FloatIn q = { queries_for(seg.k.type, shape.d_k, x), (size_t) shape.d_k };
     kn.rows_dot(q.at(x.part), x.rows, as_stored(seg.k), seg.n, shape.d_k, { s, BLOCK }, x.part == 0 ? seg.v.data : nullptr);
-    for (int32_t j = 0, alike; j < x.rows; j += alike) {  // rows that see the same keys
+    for (int32_t j = 0, alike; j < x.rows; j += alike) {  // groups of rows that see the same keys
         const int32_t r = first + j, sees = seen_of(job, piece, r, at, seg);
         for (alike = 0; j + alike < x.rows && seen_of(job, piece, r + alike, at, seg) == sees; alike++) {
             prepare_row(job, piece, r + alike, at, sees, seg, s + (size_t) (j + alike) * BLOCK);
@@ -169,7 +169,7 @@ void attend_part(
     kn.rows_axpy({ s, BLOCK }, x.rows, as_stored(seg.v), seg.n, shape.d_v, o, x.part == 0 ? next : nullptr);
 }
 
-// Adds seg to the partial results of all of x, part by part.
+// Adds seg to the partial results of all rows of x, part by part.
 void attend_block(
     const AttendJob & job, const Piece & piece, const Segment & seg, int32_t at, Queries & x, const uint8_t * next, Partial & out) {
     const int32_t d_v = job.rows->shapes()[(size_t) job.layer].d_v, most = rows_of_product(seg, x);
@@ -184,7 +184,7 @@ void attend_block(
     }
 }
 
-// What a single token pays to the pending rows. Whoever writes out a head is alone with it.
+// Adds a single token's attention to the column sums of the pending rows. Without a lock: only one task calls write_out for a head.
 void add_sums(const AttendJob & job, const Piece & piece) {
     const int32_t n     = job.rows->pending_length();
     Columns &     seen  = job.seen->layer((size_t) job.layer).columns;
@@ -221,7 +221,7 @@ void write_out(const AttendJob & job, const Piece & piece, int32_t n_splits, Dec
         for (int32_t i = 0; i < shape.d_v; i++) {
             out[i] /= total;
         }
-        if (job.weights) {  // so far the logits
+        if (job.weights) {  // they still hold logits
             float * weights = weights_of(job, piece, r);
             kernels().exp_sum(weights, (size_t) piece.n_keys, top);
             std::transform(weights, weights + piece.n_keys, weights, [total](float x) { return x / total; });
@@ -235,7 +235,7 @@ void write_out(const AttendJob & job, const Piece & piece, int32_t n_splits, Dec
     }
 }
 
-// Splits of a head at most: none where the heads themselves occupy all threads.
+// Returns the largest number of splits of a head; 1 if the heads alone occupy all threads.
 int32_t most_splits(int32_t n_heads_kv, int32_t n_threads) {
     return n_threads <= 1 || n_heads_kv % n_threads == 0 ? 1 : (4 * n_threads + n_heads_kv - 1) / n_heads_kv;
 }
@@ -281,7 +281,7 @@ int32_t decode_tasks(const AttendJob & job, int32_t n_splits) {
     return job.rows->shapes()[(size_t) job.layer].n_heads_kv * n_splits;
 }
 
-// Several rows at a time, each part to all blocks of the head's keys, one after the other.
+// Computes the partial results of a piece. Loads some query rows at a time, and adds all blocks of keys to them.
 static void attend_piece(const AttendJob & job, const Piece & piece, Queries & x, Partial & out) {
     const LayerShape & shape = job.rows->shapes()[(size_t) job.layer];
     const auto         ld    = (size_t) pad16(shape.d_v);
@@ -326,7 +326,7 @@ void decode_task(const AttendJob & job, int32_t task, int32_t n_splits, DecodePa
 
     Queries x;
     attend_piece(job, piece, x, out);
-    // Whoever finishes a head's last split adds them up, always in the same order.
+    // The task that finishes a head's last split adds up all splits, always in the same order.
     if (partials.done[(size_t) piece.head].fetch_add(1, std::memory_order_acq_rel) + 1 == n_splits) {
         write_out(job, piece, n_splits, partials);
     }

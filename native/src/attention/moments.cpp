@@ -9,7 +9,7 @@ namespace {
 
 constexpr double WHOLE_TURN = 6.283185307179586476925;
 
-// The position that turns a pair of query token t.
+// Returns the rotary position of query token t for a pair of channels.
 int32_t position(const AttendJob & job, const Rotation & rotation, int32_t t, size_t pair) {
     if (job.places && !rotation.axes.empty()) {
         return job.places[(size_t) rotation.axes[pair] * (size_t) job.n + (size_t) t];
@@ -17,7 +17,7 @@ int32_t position(const AttendJob & job, const Rotation & rotation, int32_t t, si
     return job.rows->contents().pos[(size_t) (job.rows->n_tokens() - job.n + t)];
 }
 
-// The turns of n query tokens from `first` on.
+// Writes the cosines and sines of the rotation of query tokens [first, first + n) to x.cos and x.sin [n][pairs].
 void note_turns(const AttendJob & job, const Rotation & rotation, int32_t first, int32_t n, MomentsScratch & x) {
     const size_t pairs = rotation.angles.size();
     for (size_t t = 0; t < (size_t) n; t++) {
@@ -30,7 +30,7 @@ void note_turns(const AttendJob & job, const Rotation & rotation, int32_t first,
     }
 }
 
-// to [d] = scale * from, turned back by the turns of row t.
+// Writes to [d] = scale * from [d], without its rotary encoding: turned back by row t of x.cos and x.sin.
 void turn_back(const Rotation & rotation, const MomentsScratch & x, size_t t, const float * from, float scale, int32_t d, float * to) {
     const size_t  pairs = rotation.angles.size();
     const float * cos   = x.cos + t * pairs;

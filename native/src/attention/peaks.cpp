@@ -1,4 +1,4 @@
-// The largest attention that any query pays to a row (scorer replay).
+// Peaks: the largest attention of any query to a row, for scorer replay.
 
 #include "attention/tile.h"
 #include "kernels/kernels.h"
@@ -10,10 +10,10 @@ namespace kvedge {
 
 namespace {
 
-// Rows of a tile whose peaks are one row: all, or every group-th one, those of a query head.
+// Returns the number of peak rows per KV head: 1, or one for each query head of its group.
 int32_t peak_rows(const AttendJob & job, const Tile & tile) { return job.seen->layer((size_t) job.layer).peaks.each > 1 ? tile.group : 1; }
 
-// Peaks of the n pending rows from `first` on grow to `highest` [n]; part: of the peaks that a KV head has.
+// Raises the peaks of the pending rows [first, first + n) to at least highest [n]. part: the peak row of the KV head.
 void pour_peaks(const AttendJob & job, const Tile & tile, int32_t part, int32_t first, int32_t n, const float * highest) {
     Peaks &       peaks = job.seen->layer((size_t) job.layer).peaks;
     const int32_t row   = tile.head * peak_rows(job, tile) + part;
@@ -25,7 +25,7 @@ void pour_peaks(const AttendJob & job, const Tile & tile, int32_t part, int32_t 
     job.locks[tile.head].unlock();
 }
 
-// highest [n] = the largest of it and a * x.
+// highest [n] = max(highest, a * x).
 void take_highest(float a, const float * x, float * highest, size_t n) {
     for (size_t c = 0; c < n; c++) {
         highest[c] = std::max(highest[c], a * x[c]);
@@ -50,8 +50,8 @@ void add_peaks(const AttendJob & job, const Tile & tile, Scratch & x) {
     }
 }
 
-// Those of some rows of the tile, from `part` on every parts-th. A softmax of its own over the sinks, the chunk and the replay's
-// rows; x.mean holds one row of them, side by side.
+// Raises one peak row of the chunk by the tile's query rows part, part + parts, ... Each query row gets a separate softmax over only
+// the sinks, the chunk and the replay's rows; x.mean holds these logits side by side.
 static void add_part_of_chunk(const AttendJob & job, const Tile & tile, int32_t part, int32_t parts, Scratch & x) {
     const Kernels &     kn    = kernels();
     const ReplayScope & scope = *job.replay;

@@ -16,8 +16,8 @@ namespace {
 static_assert(sizeof(SoftmaxRow) == SEEN_BYTES, "the store makes room for it");
 
 constexpr int32_t BLOCK     = 128;      // keys packed or widened at a time
-constexpr size_t  TILE_SIZE = 1 << 18;  // floats of a tile's logits: 1 MiB, a core's share of cache
-constexpr int32_t MAX_ROWS  = 60;       // full tiles of any micro-kernel
+constexpr size_t  TILE_SIZE = 1 << 18;  // floats of a tile's logits: 1 MiB, which fits one core's cache
+constexpr int32_t MAX_ROWS  = 60;       // a multiple of the 4, 6 or 12 rows of a micro-kernel (not of NEON's 8)
 constexpr int32_t MIN_ROWS  = 16;
 
 int32_t tokens_per_tile(const AttendJob & job, const Scratch & scratch) {
@@ -39,7 +39,7 @@ void load_queries(const AttendJob & job, const Tile & tile, int32_t d_k, float *
     }
 }
 
-// Calls use(rows, n, at) for blocks of the keys, or of the values, that the tile sees, from the at-th on.
+// Calls use(rows, n, at) for blocks of the keys or values that the tile sees: n rows from row `at` of the head on.
 template <class F> void each_block(const AttendJob & job, const Tile & tile, Rows Segment::*side, const F & use) {
     int32_t at = 0;
     each_segment(*job.rows, job.layer, tile.head, [&](const Segment & seg) {
@@ -58,7 +58,7 @@ void logits(const AttendJob & job, const Tile & tile, int32_t d_k, Scratch & x) 
     });
 }
 
-// Biases of the rows that the tile sees, into x.mean, which nobody needs before the sums. False: all are 0.
+// Writes the biases of the rows that the tile sees to x.mean, which is free until add_sums. False: all are 0; nothing written.
 bool load_biases(const AttendJob & job, const Tile & tile, Scratch & x) {
     bool    any = false;
     int32_t at  = 0;
@@ -75,12 +75,12 @@ bool load_biases(const AttendJob & job, const Tile & tile, Scratch & x) {
     return any;
 }
 
-// What query row r saw of the other modality goes with its query. s [n]: its logits. Works in x.sum, which nobody needs before the
-// sums.
+// Stores the attention of query row r to pending rows of the other modality (text or image) beside its kept query. s [n]: the row's
+// logits. Overwrites x.sum, which is free until add_sums.
 void keep_other(const AttendJob & job, const Tile & tile, int32_t r, const float * s, size_t n, float top, Scratch & x) {
     const auto &  modality = job.seen->modality();
     const int32_t token    = tile.t0 + r / tile.group, query_head = tile.head * tile.group + r % tile.group;
-    const size_t  old      = (size_t) tile.n_keys - modality.size();  // rows of earlier turns, which have no share in this
+    const size_t  old      = (size_t) tile.n_keys - modality.size();  // rows that are not pending, which do not count here
     const uint8_t mine     = modality[modality.size() - (size_t) (job.n - token)];
     SoftmaxRow    other{ top };
     for (size_t at = old; at < n;) {
@@ -99,8 +99,8 @@ void keep_other(const AttendJob & job, const Tile & tile, int32_t r, const float
     memcpy(span.row(job.rows->shapes()[(size_t) job.layer], token, query_head).seen, &other, sizeof(other));
 }
 
-// Turns logits s [n] of one row to e^(s - top), and returns their sums. The sum is that of exp_sum to the bit, so that a prompt's
-// rows are the same whatever is observed of them.
+// Replaces the logits s [n] of a row by e^(s - top), and returns their sums. The sum has the same bits as exp_sum's, so that the
+// output does not depend on what is observed.
 SoftmaxRow exp_row(const AttendJob & job, const Tile & tile, int32_t r, float * s, size_t n, float top, Scratch & x) {
     if (job.wanted.queries) {
         keep_other(job, tile, r, s, n, top, x);
@@ -110,7 +110,7 @@ SoftmaxRow exp_row(const AttendJob & job, const Tile & tile, int32_t r, float * 
     return all;
 }
 
-// Keeps the tile's queries for the end of the prompt, scaled and in half precision.
+// Stores the tile's scaled queries in half precision, for the compression at the end of the prompt.
 void keep_queries(const AttendJob & job, const Tile & tile, int32_t d_k, const float * q) {
     const LayerShape & shape = job.rows->shapes()[(size_t) job.layer];
     const QuerySpan    span  = job.seen->queries.newest((size_t) job.layer);
@@ -158,7 +158,7 @@ void softmax(const AttendJob & job, const Tile & tile, Scratch & x) {
     }
 }
 
-// Adds one token's attention to the rows [first, last), as its mean over the group, to x.columns.
+// Adds one token's attention to rows [first, last), as its mean over the group, to every column of x.columns.
 void add_token(const Tile & tile, int32_t token, int32_t first, int32_t last, Scratch & x) {
     const Kernels & kn = kernels();
     const auto      n  = (size_t) (last - first);
@@ -176,8 +176,8 @@ void add_token(const Tile & tile, int32_t token, int32_t first, int32_t last, Sc
     kn.add_moments(1.0f / (float) tile.group, x.mean, sums, squares, n);
 }
 
-// Adds the attention that the tile's tokens pay, as its mean over the group: to the columns for the pending rows, and to the
-// scores for the rows before them.
+// Adds the attention of the tile's tokens (the mean over the group) to the columns of the pending rows, and with job.scored also to
+// the scores of the rows before the pending ones.
 void add_sums(const AttendJob & job, const Tile & tile, Scratch & x) {
     const int32_t pending = tile.n_keys - job.rows->pending_length();
     const int32_t first   = job.scored ? 0 : pending;
@@ -242,7 +242,7 @@ bool Scratch::reserve(const std::vector<LayerShape> & shapes, int32_t n_keys) {
         d_k   = std::max(d_k, s.d_k);
         d_v   = std::max(d_v, pad16(s.d_v));
     }
-    // A panel may write past the last key up to the panel's width.
+    // gemm_qk writes whole panels, so it may write past the last key.
     s_row           = ((size_t) n_keys + 64 + 15) / 16 * 16;
     const auto fit  = (int32_t) (TILE_SIZE / s_row);
     const auto most = std::max(group, std::clamp(fit / 4 * 4, MIN_ROWS, MAX_ROWS));
@@ -274,7 +274,7 @@ bool Scratch::reserve(const std::vector<LayerShape> & shapes, int32_t n_keys) {
 
 void record_window(const AttendJob & job, Observed & observed, int32_t ith, int32_t nth) {
     const LayerShape & shape = job.rows->shapes()[(size_t) job.layer];
-    const int32_t      next  = job.rows->n_tokens();  // what is pending shrinks in a stream
+    const int32_t      next  = job.rows->n_tokens();  // token indices, because the pending rows of a stream shrink
     for (int32_t t = std::max(0, job.n - observed.have().window) + ith; t < job.n; t += nth) {
         float * to = observed.layer((size_t) job.layer).window.slot(next - job.n + t);
         for (int32_t h = 0; h < shape.n_heads; h++) {
