@@ -1,4 +1,4 @@
-// Who is using a handle: one thread at a time, which may come in again from inside its own call.
+// A guard that lets one thread at a time use a handle. The thread may call the library again from inside its call.
 
 #pragma once
 
@@ -11,7 +11,7 @@ namespace kvedge {
 
 class Owner {
   public:
-    // False: another thread is inside, and nothing has changed.
+    // Enters the handle. False: another thread holds it; nothing changed.
     bool enter() {
         const void * nobody = nullptr;
         if (holder_.load(std::memory_order_relaxed) != me() && !holder_.compare_exchange_strong(nobody, me(), std::memory_order_acquire)) {
@@ -21,7 +21,7 @@ class Owner {
         return true;
     }
 
-    // The same, but waits for a call of another thread. False: that one went on to work beyond its call.
+    // Enters the handle, and waits while another thread is in a call. False: that thread works beyond its call (go_on).
     bool wait() {
         while (!enter()) {
             if (working_.load(std::memory_order_relaxed)) {
@@ -37,10 +37,10 @@ class Owner {
         give_up();
     }
 
-    // The thread, which is inside, goes on to work on the handle when it has left: until `rest`.
+    // Lets the calling thread, which is inside, hold the handle after leave() until rest().
     void go_on() { working_ = true; }
 
-    // Called by the thread that went on, or by one that works for it while it waits.
+    // Ends go_on. Call from the thread that called go_on, or from a thread that works for it while it waits.
     void rest() {
         if (working_) {
             working_ = false;
@@ -61,11 +61,11 @@ class Owner {
     }
 
     std::atomic<const void *> holder_{ nullptr };
-    int32_t                   depth_   = 0;  // this and the next belong to the holder
+    int32_t                   depth_   = 0;  // nested calls; only the holder changes depth_ and working_
     std::atomic<bool>         working_{ false };
 };
 
-// Inside for as long as it lives; false where another thread is.
+// Holds a handle during its lifetime. Converts to false if another thread holds the handle.
 class Claim {
   public:
     explicit Claim(Owner & owner, bool wait = false) : owner_((wait ? owner.wait() : owner.enter()) ? &owner : nullptr) {}

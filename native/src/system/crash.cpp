@@ -1,5 +1,5 @@
-// The last line of a process that native code ends (kvedge_last_words). A handler writes words that it was given beforehand,
-// and ends the process. It takes no memory and no lock.
+// kvedge_last_words: a crash handler that writes a prepared line to stderr and ends the process. The handler allocates no memory
+// and takes no lock.
 
 #include "kvedge.h"
 #include "system/error.h"
@@ -22,7 +22,7 @@ using namespace kvedge;
 
 namespace {
 
-constexpr size_t STACK_BYTES = 64 << 10;  // of a handler: the registers of AVX-512 and AMX alone take 11 KiB
+constexpr size_t STACK_BYTES = 64 << 10;  // stack of a handler; the saved AVX-512 and AMX registers alone need 11 KiB
 constexpr char   UNCAUGHT[]  = "an exception that nobody caught";
 
 struct Words {
@@ -31,7 +31,8 @@ struct Words {
     int  exit_code;
 };
 
-// The process's, as its handlers are. A handler may still read the last words while the next ones are written.
+// Global, because signal handlers are global. The words rotate through 4 slots: a handler may still read the last ones while a thread
+// writes the next ones.
 std::mutex                 lock;
 Words                      words[4];
 size_t                     n_set = 0;
@@ -48,14 +49,14 @@ void end_process(int exit_code) { TerminateProcess(GetCurrentProcess(), (UINT) e
 #else
 void put(const char * text) {
     if (write(STDERR_FILENO, text, strlen(text)) < 0) {
-        return;  // nobody reads it
+        return;  // stderr cannot be written; nothing else can be done
     }
 }
 void wait_a_second() { sleep(1); }
 void end_process(int exit_code) { _exit(exit_code); }
 #endif
 
-// Of several threads the first one writes. The others wait for it, but not for ever: it may fail.
+// If several threads crash, the first one writes. The others wait a second for it and then end the process, because it may fail.
 [[noreturn]] void end_with(const char * what, const char * colon = "", const char * more = "") {
     const Words & last = *now.load();
     if (ending.exchange(true)) {
@@ -94,8 +95,8 @@ void end_process(int exit_code) { _exit(exit_code); }
 
 LPTOP_LEVEL_EXCEPTION_FILTER older = nullptr;
 
-// For exceptions that nobody handles. The older filter comes first: most often the C library's, which asks handlers that the
-// program set with signal(), and lets its own compiler's exceptions go on to std::terminate.
+// Handles exceptions that the program does not handle. Calls the older filter first. Most often that is the C library's, which
+// calls the program's signal() handlers and passes its own compiler's C++ exceptions to std::terminate.
 LONG WINAPI on_exception(EXCEPTION_POINTERS * failed) {
     if (const LONG answer = older ? older(failed) : EXCEPTION_CONTINUE_SEARCH; answer != EXCEPTION_CONTINUE_SEARCH) {
         return answer;
@@ -106,8 +107,8 @@ LONG WINAPI on_exception(EXCEPTION_POINTERS * failed) {
         case EXCEPTION_IN_PAGE_ERROR:       on_signal(0);
         case EXCEPTION_INT_DIVIDE_BY_ZERO:  on_signal(SIGFPE);
         case EXCEPTION_ILLEGAL_INSTRUCTION: on_signal(SIGILL);
-        case 0xE06D7363:                    end_with(UNCAUGHT);  // what C++ throws, by Microsoft's compiler
-        case 0x20474343:                    end_with(UNCAUGHT);  // and by GCC
+        case 0xE06D7363:                    end_with(UNCAUGHT);  // a C++ exception of Microsoft's compiler
+        case 0x20474343:                    end_with(UNCAUGHT);  // a C++ exception of GCC
         default:                            return EXCEPTION_CONTINUE_SEARCH;
     }
 }
@@ -153,7 +154,7 @@ extern "C" kvedge_status kvedge_last_words(const char * before, const char * aft
     }
     const std::lock_guard<std::mutex> hold(lock);
     Words &                           next = words[n_set % 4];
-    strncpy(next.before, before, KVEDGE_LAST_WORDS);  // the byte behind them is never written, and 0
+    strncpy(next.before, before, KVEDGE_LAST_WORDS);  // the last byte of the array is never written and stays 0
     strncpy(next.after, after, KVEDGE_LAST_WORDS);
     next.exit_code = exit_code;
     now.store(&next);

@@ -8,7 +8,7 @@ namespace {
 
 using Tables = std::array<std::array<uint32_t, 256>, 8>;
 
-// tables[k][b]: what byte b adds to the checksum after k more bytes of zero.
+// Returns tables: [k][b] is the change of the checksum by a byte b that k zero bytes follow.
 constexpr Tables make_tables() {
     Tables t{};
     for (uint32_t b = 0; b < 256; b++) {

@@ -1,4 +1,4 @@
-// CRC-32 as zlib, PNG and Ethernet have it (polynomial 0x04C11DB7, reflected), eight bytes at a time.
+// CRC-32 as in zlib, PNG and Ethernet (polynomial 0x04C11DB7, reflected), computed eight bytes at a time.
 
 #pragma once
 
@@ -7,7 +7,7 @@
 
 namespace kvedge {
 
-// Goes on from the checksum of what came before; 0 begins.
+// Returns the checksum of all bytes so far. so_far: the checksum of the bytes before `data`; 0 for the first bytes.
 uint32_t crc32(uint32_t so_far, const void * data, size_t size);
 
 }  // namespace kvedge

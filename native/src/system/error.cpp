@@ -9,7 +9,7 @@ namespace kvedge {
 
 namespace {
 
-// Bytes of the UTF-8 character that begins here; 0: it is none, or cut short.
+// Returns the number of bytes of the UTF-8 character at `at`; 0: invalid or truncated.
 size_t character(const unsigned char * at) {
     const unsigned char first = at[0];
     const size_t        n     = first < 0x80 ? 1 : first < 0xC2 ? 0 : first < 0xE0 ? 2 : first < 0xF0 ? 3 : first < 0xF5 ? 4 : 0;
@@ -23,7 +23,7 @@ size_t character(const unsigned char * at) {
     return longer_than_needed || no_character ? 0 : n;
 }
 
-// What a caller's text or the end of the room made of a message: one line of UTF-8 again.
+// Makes a message one line of valid UTF-8: replaces control characters by spaces, and bytes of invalid or cut characters by "?".
 void clean(char * message) {
     auto * at = (unsigned char *) message;
     while (*at) {
@@ -63,7 +63,7 @@ kvedge_status caught(kvedge_error * err, const char * doing) noexcept {
         throw;
     } catch (const std::bad_alloc &) {
         return fail(err, KVEDGE_E_MEMORY, "no memory to %s", doing);
-    } catch (const std::length_error &) {  // what a container says of a size beyond any memory
+    } catch (const std::length_error &) {  // a container throws it for a size beyond any memory
         return fail(err, KVEDGE_E_MEMORY, "no memory to %s", doing);
     } catch (const std::exception & e) {
         return fail(err, KVEDGE_E_STATE, "failed to %s: %s", doing, e.what());

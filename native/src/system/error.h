@@ -4,7 +4,7 @@
 
 namespace kvedge {
 
-// mingw-w64 formats by the C standard (%zu); "printf" means Microsoft's older rules there
+// mingw-w64 formats by the C standard (%zu), but its attribute "printf" checks Microsoft's older rules
 #if defined(__MINGW32__)
 #    define KVEDGE_PRINTF gnu_printf
 #else
@@ -17,8 +17,8 @@ kvedge_status fail(kvedge_error * err, kvedge_status status, const char * format
 
 kvedge_status ok(kvedge_error * err);
 
-// For the `catch (...)` that every export ends with, so that nothing is thrown through C: fills err with the exception at
-// hand. doing: "attach", as in "no memory to attach".
+// Fills err with the current exception and returns its status. Every exported function calls it in `catch (...)`, because no
+// exception may pass through C. doing: a verb such as "attach", for "no memory to attach".
 kvedge_status caught(kvedge_error * err, const char * doing) noexcept;
 
 }  // namespace kvedge

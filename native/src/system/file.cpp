@@ -29,8 +29,8 @@ namespace {
 
 std::error_code last_error() { return { errno ? errno : EIO, std::generic_category() }; }
 
-// A file of our own that nobody else may read: conversations are private. On Windows its folder says who may. -1: errno says
-// why.
+// Creates a new file that only its owner may read, because conversations are private (on Windows, the folder's rights apply).
+// Returns the descriptor; -1: failed, with the reason in errno.
 int create(const fs::path & path) {
 #if defined(_WIN32)
     return _wopen(path.c_str(), _O_WRONLY | _O_CREAT | _O_EXCL | _O_BINARY | _O_NOINHERIT, _S_IREAD | _S_IWRITE);
@@ -39,9 +39,9 @@ int create(const fs::path & path) {
 #endif
 }
 
-constexpr size_t BUFFER = 64u << 10, LARGEST = 1u << 30;  // bytes; LARGEST: of one call to the system
+constexpr size_t BUFFER = 64u << 10, LARGEST = 1u << 30;  // bytes of the write buffer, and most bytes of one system call
 
-// Bytes that were written, fewer than asked for perhaps; below 0: errno says why.
+// Returns the number of bytes written, which may be less than `size`; negative: failed, with the reason in errno.
 std::ptrdiff_t write_some(int file, const uint8_t * data, size_t size) {
 #if defined(_WIN32)
     return _write(file, data, (unsigned) std::min(size, LARGEST));
@@ -66,14 +66,14 @@ bool close_file(int file) {
 #endif
 }
 
-// `part` takes the place of `path` in one step, or `path` stays as it was. A renamed file outlives a power failure only when
-// its folder is on the disk too; where that fails, it is still whole.
+// Replaces `path` by `part` in one step; on failure `path` is unchanged. Then syncs the folder, so that the rename survives a power
+// failure. An error of that sync is ignored, because the file is complete anyway.
 std::error_code replace(const fs::path & part, const fs::path & path) {
 #if defined(_WIN32)
     const bool done = MoveFileExW(part.c_str(), path.c_str(), MOVEFILE_REPLACE_EXISTING | MOVEFILE_WRITE_THROUGH);
     return done ? std::error_code() : std::error_code((int) GetLastError(), std::system_category());
 #else
-    const fs::path  folder = path.parent_path();  // before the step, behind which nothing may fail
+    const fs::path  folder = path.parent_path();  // before the rename, because it may throw and nothing may fail afterwards
     std::error_code code;
     fs::rename(part, path, code);
     if (code) {
@@ -88,7 +88,7 @@ std::error_code replace(const fs::path & part, const fs::path & path) {
 #endif
 }
 
-// A file that nobody may write to is not replaced either, though its folder would allow it.
+// Returns whether a file is read-only. Such a file must not be replaced, although the folder's rights would allow it.
 bool is_read_only(const fs::path & path, const fs::file_status & there) {
     const fs::perms writers = fs::perms::owner_write | fs::perms::group_write | fs::perms::others_write;
     if ((there.permissions() & writers) == fs::perms::none) {
@@ -126,9 +126,9 @@ kvedge_status FileWriter::open(const char * path, kvedge_error * err) {
     std::error_code code;
     fs::path        place = fs::u8path(path);
     if (const fs::path real = fs::canonical(place, code); !code) {
-        place = real;  // a link stays a link
+        place = real;  // a symbolic link stays; its target is replaced
     } else if (const fs::path target = fs::read_symlink(place, code); !code) {
-        place = place.parent_path() / target;  // of one whose file is not there yet
+        place = place.parent_path() / target;  // a link whose target does not exist yet
     }
     const fs::file_status there = fs::status(place, code);
     if (fs::exists(there) && !fs::is_regular_file(there)) {
@@ -144,7 +144,7 @@ kvedge_status FileWriter::open(const char * path, kvedge_error * err) {
         part += "." + std::to_string(process_id()) + "-" + std::to_string(i) + ".part";
         file_ = create(part);
         if (is_open()) {
-            part_ = std::move(part);  // takes no memory: whatever fails from here on, the file is removed
+            part_ = std::move(part);  // a move cannot throw; from here on the destructor removes the file
         } else if (errno != EEXIST) {
             break;
         }
@@ -159,7 +159,7 @@ void FileWriter::put(const void * data, size_t size) {
     if (size > BUFFER) {
         send((const uint8_t *) data, size);
     } else if (size > 0) {
-        buffer_.insert(buffer_.end(), (const uint8_t *) data, (const uint8_t *) data + size);  // within its room
+        buffer_.insert(buffer_.end(), (const uint8_t *) data, (const uint8_t *) data + size);  // within the reserved capacity
     }
 }
 
@@ -191,7 +191,7 @@ kvedge_status FileWriter::commit(kvedge_error * err) {
     }
     file_ = -1;
 #if !defined(_WIN32)
-    // who may read a conversation is for its owner to say, once it is there
+    // keep the permissions of the replaced file, because its owner may have changed them
     std::error_code unknown;
     if (const fs::file_status there = fs::status(path_, unknown); !failed_ && fs::exists(there)) {
         fs::permissions(part_, there.permissions(), unknown);
@@ -226,7 +226,7 @@ kvedge_status FileReader::open(const char * path, kvedge_error * err) {
     }
     const uint64_t size = fs::file_size(place, code);
 #if defined(_WIN32)
-    file_ = code ? nullptr : _wfopen(place.c_str(), L"rbN");  // N: not for the programs that this one starts
+    file_ = code ? nullptr : _wfopen(place.c_str(), L"rbN");  // N: child processes do not inherit it
 #else
     file_ = code ? nullptr : fopen(place.c_str(), "rbe");
 #endif

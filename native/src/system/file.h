@@ -1,4 +1,4 @@
-// Files that appear whole or not at all, and bytes that are read with every size in doubt.
+// Writers and readers of bytes. A written file appears complete or not at all. A reader checks every size before it allocates.
 
 #pragma once
 
@@ -17,7 +17,7 @@ namespace kvedge {
 
 int process_id();
 
-// Where a payload is written to: a file, memory, or nowhere, to learn its size.
+// A destination of bytes: a file, memory, or nothing (this class itself, which only counts the bytes).
 class Sink {
   public:
     virtual ~Sink() = default;
@@ -41,7 +41,7 @@ class Sink {
 class SummedSink : public Sink {
   public:
     void     write(const void * data, size_t size) final;
-    uint32_t take_checksum();  // of what was written since the last call
+    uint32_t take_checksum();  // checksum of the bytes written since the last call
 
   protected:
     virtual void put(const void * data, size_t size) = 0;
@@ -50,7 +50,7 @@ class SummedSink : public Sink {
     uint32_t checksum_ = 0;
 };
 
-// Writes beside `path` and takes its place in commit(); what was there before stays until then. A failed write shows there.
+// Writes a temporary file beside `path`. commit() replaces `path` by it, and reports the first failed write.
 class FileWriter final : public SummedSink {
   public:
     ~FileWriter() override;
@@ -65,11 +65,11 @@ class FileWriter final : public SummedSink {
 
     int                   file_ = -1;
     std::vector<uint8_t>  buffer_;  // bytes that are not in the file yet
-    std::filesystem::path path_, part_;  // part_: empty where nothing is left to remove
-    std::error_code       failed_;  // of the first failed write
+    std::filesystem::path path_, part_;  // part_: the temporary file; empty if none exists
+    std::error_code       failed_;  // error of the first failed write
 };
 
-// Writes into `size` bytes of the caller's; what goes beyond them is counted only.
+// Writes to the caller's memory of `size` bytes. Counts further bytes, but does not write them.
 class BytesWriter final : public SummedSink {
   public:
     BytesWriter(void * data, size_t size) : at_((char *) data), left_(size) {}
@@ -81,23 +81,23 @@ class BytesWriter final : public SummedSink {
     size_t left_;
 };
 
-// Reads from the beginning; nothing beyond the end is ever granted.
+// A source of bytes, read from its beginning to a limit (by default its end).
 class Reader {
   public:
     virtual ~Reader() = default;
-    bool     read(void * data, size_t size);  // false: beyond the limit, or the disk failed
+    bool     read(void * data, size_t size);  // false: fewer bytes before the limit, or the disk failed
     uint64_t left() const { return limit_ - at_; }
     uint64_t size() const { return size_; }
     void     limit_to(uint64_t bytes) { limit_ = at_ + bytes; }  // bytes <= left()
     void     unlimit() { limit_ = size_; }
-    bool     skip();  // what is left, for the checksum
+    bool     skip();  // reads the bytes up to the limit, for the checksum only
     uint32_t take_checksum();
 
     template <class T> bool value(T & x) {
         static_assert(std::is_arithmetic_v<T>, "numbers only");
         return read(&x, sizeof(x));
     }
-    // n numbers, after a look at whether the file can hold them
+    // Reads n numbers. Checks first that the source has enough bytes, before it allocates.
     template <class T, class A> bool values(std::vector<T, A> & x, uint64_t n) {
         if (n > left() / sizeof(T)) {
             return false;
@@ -108,7 +108,7 @@ class Reader {
 
   protected:
     void         begin(uint64_t size) { size_ = limit_ = size; }
-    virtual bool fetch(void * data, size_t size) = 0;  // the next bytes, which are there
+    virtual bool fetch(void * data, size_t size) = 0;  // reads the next bytes; read() checked that they exist
 
   private:
     uint64_t size_ = 0, at_ = 0, limit_ = 0;

@@ -26,27 +26,27 @@ void give_back(void * data, size_t) { VirtualFree(data, 0, MEM_RELEASE); }
 
 static void unmap(void * data, size_t) { UnmapViewOfFile(data); }
 
-static void cool_pages(void * data, size_t size) { VirtualUnlock(data, size); }  // they leave the working set
+static void cool_pages(void * data, size_t size) { VirtualUnlock(data, size); }  // removes unlocked pages from the working set
 
-// Windows 8.1 and newer have DiscardVirtualMemory; a program that named it would not start where it is missing.
+// Looks up DiscardVirtualMemory at run time, because a program that links it does not start before Windows 8.1.
 static bool discard_at_once(void * data, size_t size) {
     using Discard                = DWORD(WINAPI *)(PVOID, SIZE_T);
     static const Discard function = (Discard) (void *) GetProcAddress(GetModuleHandleW(L"kernel32.dll"), "DiscardVirtualMemory");
     return function && function(data, size) == ERROR_SUCCESS;
 }
 
-// Decommitting would give the commit charge back as well, but the owner of the buffer does not know that it had to commit
-// the pages again before it writes to them.
+// Does not decommit the pages, although that would lower the commit charge: the owner of the buffer would have to commit them again
+// before a write.
 static void discard_pages(void * data, size_t size) {
     if (!discard_at_once(data, size) && VirtualAlloc(data, size, MEM_RESET, PAGE_READWRITE)) {
-        VirtualUnlock(data, size);  // of pages that are not locked: they leave the working set
+        VirtualUnlock(data, size);  // removes unlocked pages from the working set
     }
 }
 
 #else
 
-// Bytes from which on pages of 2 MiB are asked for where the system has them: fewer faults when a prompt is stored, fewer
-// address look-ups when it is read. Rows fill such an area soon; a smaller one would hold more than its rows.
+// Areas of at least this size ask for pages of 2 MiB. These need fewer page faults and address look-ups. Rows soon fill a large
+// area; in a small one, large pages would waste memory.
 constexpr size_t HUGE_FROM = 4u << 20;
 
 static size_t page_size() { return (size_t) sysconf(_SC_PAGESIZE); }

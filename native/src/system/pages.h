@@ -1,5 +1,5 @@
-// Memory taken from the operating system page by page, and given back to it the moment it is dropped.
-// malloc may keep freed blocks; a KV buffer must not, or the savings stay in the process.
+// Memory that comes directly from the operating system, in pages, and returns to it as soon as it is freed. malloc may keep
+// freed blocks; then a compressed KV cache would not make the process smaller.
 
 #pragma once
 
@@ -12,15 +12,15 @@
 
 namespace kvedge {
 
-// Private memory of size >= 1 bytes, zero-filled on first touch; NULL if refused. give_back: the same size, or more up to the
-// end of its last page.
+// take_pages returns private memory of size >= 1 bytes, zero-filled at first access; NULL: no memory. give_back frees it; size:
+// the size that was taken, or any larger size up to the end of the last page.
 void * take_pages(size_t size);
 void   give_back(void * data, size_t size);
 
 class Pages {
   public:
     Pages() = default;
-    Pages(const Pages & other);  // a copy has memory of its own. Throws std::bad_alloc
+    Pages(const Pages & other);  // deep copy. Throws std::bad_alloc
     Pages(Pages && other) noexcept { swap(other); }
     Pages & operator=(Pages other) noexcept {
         swap(other);
@@ -28,16 +28,16 @@ class Pages {
     }
     ~Pages();
 
-    // size bytes, rounded up to whole pages, zero-filled on first touch. Empty (data() == nullptr) if refused or size == 0.
+    // Takes `size` bytes, rounded up to pages, zero-filled at first access. Empty (data() == nullptr) without memory or for size 0.
     static Pages take(size_t size);
-    // Memory that UnnamedFile::map made: it can be read only.
+    // Wraps read-only memory of a mapped file (UnnamedFile::map).
     static Pages of_file(void * data, size_t size);
-    // The pages of a file leave this process; they are read again where they are touched.
+    // Drops the resident pages of a mapped file. The system reads them again at their next access.
     void cool() const;
 
     uint8_t *       data() { return data_; }
     const uint8_t * data() const { return data_; }
-    size_t          size() const { return size_; }  // bytes, whole pages
+    size_t          size() const { return size_; }  // bytes, a multiple of the page size unless mapped
     bool            mapped() const { return mapped_; }
     explicit        operator bool() const { return data_ != nullptr; }
 
@@ -50,10 +50,10 @@ class Pages {
 
     uint8_t * data_   = nullptr;
     size_t    size_   = 0;
-    bool      mapped_ = false;  // of a file
+    bool      mapped_ = false;  // the memory of a mapped file
 };
 
-// Pages that others may have, too. A copy has pages of its own, unless it is made by share(). What can_write() denies is not written.
+// Pages that several owners can share. Copies are deep; share() makes a shallow copy. Do not write unless can_write() is true.
 class SharedPages {
   public:
     SharedPages() = default;
@@ -65,10 +65,10 @@ class SharedPages {
         return *this;
     }
 
-    static SharedPages           take(size_t size);  // as Pages::take. Throws std::bad_alloc for its own few bytes
+    static SharedPages           take(size_t size);  // empty if there are no pages; throws std::bad_alloc for its bookkeeping
     SharedPages                  share() const { return SharedPages(pages_); }
-    std::shared_ptr<const Pages> pages() const { return pages_; }  // NULL: there are none
-    // Whether nobody else has the pages, and they lie in no file. own() makes it so. Throws std::bad_alloc.
+    std::shared_ptr<const Pages> pages() const { return pages_; }  // NULL: empty
+    // can_write: whether this is the only owner and the pages are no mapped file. own: copies the pages if not; throws std::bad_alloc.
     bool                         can_write() const { return !pages_ || (pages_.use_count() == 1 && !pages_->mapped()); }
     void                         own();
 
@@ -79,11 +79,11 @@ class SharedPages {
     std::shared_ptr<Pages> pages_;
 };
 
-// For vectors that are large with a long prompt: from a size on they are pages of their own.
+// An allocator for vectors that grow with the prompt: from FROM bytes on, a vector has its own pages.
 template <class T> struct PageAllocator {
     using value_type = T;
 
-    // A sanitizer sees what is written beyond the end of malloc's blocks only.
+    // AddressSanitizer detects writes beyond the end only in blocks of malloc.
 #if defined(__SANITIZE_ADDRESS__)
     static constexpr size_t FROM = SIZE_MAX;
 #else
@@ -118,9 +118,9 @@ template <class T> struct PageAllocator {
 
 template <class T> using Bulk = std::vector<T, PageAllocator<T>>;
 
-// Gives the whole pages within [data, data + size) back; what they held is lost, their addresses stay. For private memory
-// that nobody reads before it is written again. Windows takes the memory and keeps its charge: the commit limit counts the
-// pages on, as their owner may write to them at any time.
+// Frees the memory of all complete pages in [data, data + size). The addresses stay valid, the contents are lost. For private
+// memory that is not read before it is written again. On Windows the pages still count against the commit limit, because their
+// owner may write to them at any time.
 void discard(void * data, size_t size);
 
 }  // namespace kvedge

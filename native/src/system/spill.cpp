@@ -8,7 +8,7 @@
 
 namespace kvedge {
 
-constexpr size_t STEP = 8u << 20;  // bytes at a time, so that a job that nobody wants ends soon
+constexpr size_t STEP = 8u << 20;  // bytes per write; between writes the thread checks whether the job is still wanted
 
 uint64_t SpillJob::bytes() const {
     uint64_t n = 0;
@@ -88,7 +88,7 @@ void Spill::run() noexcept {
         bool good = false;
         try {
             good = !job->unwanted && write_parts(*job);
-        } catch (const std::bad_alloc &) {  // which the file's problem would have needed, too
+        } catch (const std::bad_alloc &) {  // the job fails with an empty problem, because a text would need memory, too
         }
         job->state = good ? SpillJob::State::written : over_ ? SpillJob::State::dropped : SpillJob::State::failed;
     }

@@ -1,4 +1,4 @@
-// Memory that is written to a file by a thread of its own, while the program goes on.
+// Writes memory to a file in a background thread.
 
 #pragma once
 
@@ -16,19 +16,19 @@
 
 namespace kvedge {
 
-// Memory, and the same bytes in the file once they are written.
+// Pages in memory (from), and the same bytes as a mapped file (to), once they are written.
 struct Spilled {
     std::shared_ptr<const Pages> from;
     std::shared_ptr<Pages>       to;
 };
 
 struct SpillJob {
-    enum class State : uint8_t { waiting, written, failed, dropped };  // dropped: its Spill ended before
+    enum class State : uint8_t { waiting, written, failed, dropped };  // dropped: the Spill ended before it wrote the job
 
-    std::vector<Spilled> parts;            // `to` may be read when it is written
-    std::string          problem;          // and this when it failed
+    std::vector<Spilled> parts;            // `to` may be read in state `written`
+    std::string          problem;          // the reason in state `failed`; may be read only then
     std::atomic<State>   state{ State::waiting };
-    std::atomic<bool>    unwanted{ false };  // nobody waits for it any more
+    std::atomic<bool>    unwanted{ false };  // set by the caller: the job need not be written any more
 
     uint64_t bytes() const;
 };
@@ -36,14 +36,14 @@ struct SpillJob {
 class Spill {
   public:
     explicit Spill(std::string folder);
-    ~Spill();  // what is not written yet will not be
+    ~Spill();  // drops the jobs that are not written yet
 
     const std::string & folder() const { return folder_; }
-    // False in a process that was forked from the one that made this: it has no such thread, and lock and condition may be that one's for
-    // good. Nothing can be done with it there, not even end it.
+    // Returns whether this process made the object. In a forked child it must not be used or destroyed: the child has no such thread,
+    // and the lock may stay locked for ever.
     bool usable() const;
 
-    // Nothing is to be written to the memory of a job any more. Throws std::bad_alloc, std::system_error (no thread).
+    // Queues a job. The memory of its parts must not change afterwards. Throws std::bad_alloc, std::system_error (no thread).
     void write(std::shared_ptr<SpillJob> job);
 
   private:
@@ -60,7 +60,7 @@ class Spill {
 };
 
 struct EndSpill {
-    void operator()(Spill * spill) const noexcept;  // where it can be ended
+    void operator()(Spill * spill) const noexcept;  // deletes a usable Spill, and leaks it in a forked child
 };
 
 }  // namespace kvedge

@@ -1,5 +1,5 @@
-// Structs that a program shares with the library and that may grow: each begins with the size that its side knows. What
-// both know is copied, and nothing beyond (kvedge.h, "Structs").
+// Copies structs between a program and the library, which may know different versions of a struct. Each struct begins with its
+// size. Only the fields that both sides know are copied (kvedge.h, "Structs").
 
 #pragma once
 
@@ -11,7 +11,7 @@
 
 namespace kvedge {
 
-// Bytes of a struct up to the end of its last field in the first version of the headers: no program has a smaller one.
+// The size of a struct in the first version of kvedge.h, up to the end of its last field. No valid struct is smaller.
 template <class S> struct FirstSize;
 template <> struct FirstSize<kvedge_options> { static constexpr size_t value = offsetof(kvedge_options, type_v) + sizeof(kvedge_type); };
 template <> struct FirstSize<kvedge_stats> { static constexpr size_t value = offsetof(kvedge_stats, compress_us) + sizeof(int64_t); };
@@ -22,8 +22,8 @@ template <> struct FirstSize<kvedge_custom_reducer> { static constexpr size_t va
 template <> struct FirstSize<kvedge_stage_facts> { static constexpr size_t value = sizeof(kvedge_stage_facts); };
 template <> struct FirstSize<kvedge_image> { static constexpr size_t value = sizeof(kvedge_image); };
 
-// A struct that a program filled: `own` holds the defaults, and gets what the program knows. False: the size is none, or the
-// program asks for something that only a newer library knows (a byte behind our fields that is not 0).
+// Copies the program's struct over the defaults in `own`. False: invalid size, or a field that only a newer library knows is not
+// 0 (a byte after the end of S).
 template <class S> bool read_struct(const S * given, S & own) {
     if (!given || given->struct_size < FirstSize<S>::value) {
         return false;
@@ -39,8 +39,8 @@ template <class S> bool read_struct(const S * given, S & own) {
     return true;
 }
 
-// A struct that the library fills, into a program's of struct_size `size`; fields that only the program knows become 0.
-// False: the size is none, and nothing was written.
+// Copies `own` to the program's struct `out` of `size` bytes. Fields that only the program knows become 0.
+// False: invalid size; nothing is written.
 template <class S> bool write_struct(const S & own, S * out, size_t size) {
     if (!out || size < FirstSize<S>::value) {
         return false;

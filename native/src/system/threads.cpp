@@ -86,7 +86,7 @@ void parallel_for(int32_t n_threads, int32_t n_tasks, const std::function<void(i
     if (n <= 1) {
         work(0);
     } else if (crew && !crew->busy()) {
-        crew->run(n, std::cref(work));  // a reference takes no memory
+        crew->run(n, std::cref(work));  // std::function allocates nothing for a reference
     } else {
         Crew own;
         own.run(n, std::cref(work));

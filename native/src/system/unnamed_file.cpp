@@ -38,7 +38,7 @@ UnnamedFile::~UnnamedFile() {
     }
 }
 
-// Windows has no file without a name: this one is deleted by the system when its last handle or mapping goes.
+// Windows has no unnamed files: the system deletes this file when its last handle or mapping is closed.
 bool UnnamedFile::open(const std::string & folder) {
     wchar_t    name[MAX_PATH];
     const auto where = std::filesystem::u8path(folder).wstring();
@@ -94,10 +94,10 @@ static const char * why_not(const std::string & folder) {
 
 static int last_error() { return errno; }
 
-static constexpr char TEMPLATE[] = "kvedge-rows-XXXXXX";  // of names, where a file must have one at first
+static constexpr char TEMPLATE[] = "kvedge-rows-XXXXXX";  // name of a file until unlink, if the system has no unnamed files
 
-// What a program left that was killed before its file lost its name: empty, since nothing was written yet. Taking the name from
-// one that is about to do so harms nobody.
+// Removes files of programs that were killed between mkstemp and unlink. Such files are empty. It is harmless to unlink a file of a
+// running program, which would unlink it next.
 static void remove_left(const std::string & folder) {
     DIR * const  dir   = opendir(folder.c_str());
     const size_t fixed = sizeof(TEMPLATE) - 1 - 6;
@@ -127,7 +127,7 @@ bool UnnamedFile::open(const std::string & folder) {
         return true;
     }
 #    endif
-    std::string name = folder + "/" + TEMPLATE;  // some file systems have no files without a name: it loses its own at once
+    std::string name = folder + "/" + TEMPLATE;  // file systems without unnamed files: unlink the name at once
     file_            = mkstemp(name.data());
     if (file_ < 0) {
         return failed("make a file");
@@ -168,7 +168,7 @@ bool UnnamedFile::map(uint64_t offset, size_t size, Pages & out) {
 static const char * why_not(const std::string & folder) {
     constexpr uint32_t AWAY[]   = { 0x6969, 0x517b, 0xff534d42, 0xfe534d42, 0x01021997, 0x65735546, 0x00c36400, 0x5346414f, 0x0bd00bd0 };
     constexpr uint32_t MEMORY[] = { 0x01021994, 0x858458f6 };
-    struct statfs      fs;  // NFS, SMB (three numbers), 9p, FUSE, Ceph, AFS, Lustre; tmpfs, ramfs
+    struct statfs      fs;  // AWAY: NFS, SMB (three numbers), 9p, FUSE, Ceph, AFS, Lustre. MEMORY: tmpfs, ramfs
     if (statfs(folder.c_str(), &fs) != 0) {
         return nullptr;  // open() will say why
     }

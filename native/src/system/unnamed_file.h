@@ -1,5 +1,5 @@
-// A file without a name, in a folder that the caller chose: nobody else can open it, and it is gone with the last mapping of
-// it, however the program ends.
+// A file without a name, in a folder that the caller chooses. No other process can open it. The system deletes it with its last
+// mapping, even if the program crashes.
 
 #pragma once
 
@@ -18,13 +18,13 @@ class UnnamedFile {
     UnnamedFile(const UnnamedFile &)             = delete;
     UnnamedFile & operator=(const UnnamedFile &) = delete;
 
-    // Offsets of map() are multiples of it.
+    // Offsets for map() must be multiples of ALIGNMENT bytes.
     static constexpr uint64_t ALIGNMENT = 64u << 10;
 
-    // What follows returns false where the system refuses, and problem() says in words what it said.
+    // Each returns false if the system refuses; problem() is then the reason as text.
     bool open(const std::string & folder);
     bool write(uint64_t offset, const void * data, size_t size);
-    bool map(uint64_t offset, size_t size, Pages & out);  // to be read; it outlives the file's handle
+    bool map(uint64_t offset, size_t size, Pages & out);  // maps for reading; the mapping outlives this object
 
     const std::string & problem() const { return problem_; }
 
@@ -39,8 +39,8 @@ class UnnamedFile {
     std::string problem_;
 };
 
-// Whether files of the folder can be written, and mapped without harm: not where another machine may take them away. Removes
-// empty files that were left of programs which were killed before a file had lost its name.
+// Checks that files in the folder can be written and mapped safely. Rejects folders whose files another machine or process could
+// remove, and folders in memory. Also removes empty files of programs that were killed before they unlinked the file's name.
 // Errors: KVEDGE_E_UNSUPPORTED, KVEDGE_E_FILE.
 kvedge_status check_folder(const std::string & folder, kvedge_error * err);
 
