@@ -1,5 +1,5 @@
-// Attention over rows on a device, as ggml's operations. New rows are written first: what is attended to is a view of the
-// result of that, so that the order is kept. In f32 but for what the kernels themselves do in f16.
+// Attention over rows on a device, built from ggml operations. A graph writes the new rows first: the attention reads a view of the
+// written tensor, which keeps this order. Numbers are f32, except where a device's kernels compute in f16.
 
 #include "device/graph_rows.h"
 
@@ -12,10 +12,10 @@ using T = ggml_tensor *;
 
 namespace {
 
-// Head sizes that no device's kernel is asked about: a server elsewhere says yes to everything.
+// Head sizes that are common to all devices' flash attention. They are listed here because an RPC server says yes to every operation.
 bool common_size(int64_t d) { return d == 64 || d == 80 || d == 96 || d == 112 || d == 128 || d == 256; }
 
-// Whether a device has flash attention of heads of these sizes.
+// Returns whether a device has flash attention for these head sizes.
 bool has_flash_size(ggml_backend_dev_t device, int64_t d_k, int64_t d_v) {
     return ggml_backend_dev_type(device) == GGML_BACKEND_DEVICE_TYPE_CPU || (common_size(d_k) && d_k == d_v);
 }
@@ -40,7 +40,7 @@ T attention_over(const GraphLayer & in, T q, T k, T v, T mask, ggml_backend_dev_
     return ggml_permute(c, out, 0, 2, 1, 3);
 }
 
-// Its code is CUDA's, which has three names, or the processor's.
+// Only the CUDA backend, which has three names, and the CPU backend are known to allow parallel copies.
 bool copies_at_once(ggml_backend_dev_t device) {
     const std::string name = ggml_backend_reg_name(ggml_backend_dev_backend_reg(device));
     return name == "CUDA" || name == "ROCm" || name == "MUSA" || name == "CPU";
@@ -92,7 +92,7 @@ T GraphRows::attend_even(const GraphLayer & in, size_t l) const {
     return after(out, sums.add_up(in, l, keys, mask));
 }
 
-// Of one token: [d_v * H / Hkv, heads].
+// Returns the attention output of one token, [d_v * H / Hkv, heads].
 T GraphRows::attend_group(const GraphLayer & in, const DeviceLayer & layer, const Group & group) const {
     ggml_context * c     = in.ctx;
     const int64_t  heads = (int64_t) group.heads.size(), dk = group.k->ne[0], dv = group.v->ne[0], n_kv = in.k->ne[1];

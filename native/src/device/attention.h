@@ -1,4 +1,4 @@
-// Attention over rows on a device, as ggml's operations, and what devices have of it.
+// Builds attention over rows on a device from ggml operations, and answers which forms of attention a device supports.
 
 #pragma once
 
@@ -7,7 +7,7 @@
 
 namespace kvedge {
 
-// One layer, while a graph is built: tokens of one sequence only, position encoding applied.
+// The tensors of one layer while a graph is built. All n tokens belong to one sequence; q and k are position-encoded.
 struct GraphLayer {
     ggml_context * ctx;
     ggml_tensor *  q;  // [d_k, H, n]
@@ -17,34 +17,34 @@ struct GraphLayer {
     float          scale, softcap;
 };
 
-// softmax(mask + scale * q k^T) of q [d, n, H, ...] and k [d, slots, Hkv, ...]: [slots, n, H, ...] f32. softcap 0: none.
+// Returns softmax(mask + scale * q k^T) [slots, n, H, ...] f32 of q [d, n, H, ...] and k [d, slots, Hkv, ...]. softcap 0: no cap.
 ggml_tensor * attention_weights(ggml_context * ctx, ggml_tensor * q, ggml_tensor * k, ggml_tensor * mask, float scale, float softcap);
 
-// The attention itself: flash attention where the device has it. q [d_k, n, heads, groups], k and v [d, rows, KV heads, groups],
-// mask [rows, n, 1, groups] f16. The result is [d_v, heads, n, groups].
+// Returns the attention output [d_v, heads, n, groups], by flash attention where the device supports flash attention.
+// q [d_k, n, heads, groups], k and v [d, rows, KV heads, groups], mask [rows, n, 1, groups] f16.
 ggml_tensor * attention_over(const GraphLayer & in, ggml_tensor * q, ggml_tensor * k, ggml_tensor * v, ggml_tensor * mask,
                              ggml_backend_dev_t device);
 
-// ggml's type of plain or quantised rows; GGML_TYPE_COUNT: it has none.
+// Returns the ggml type of a storage type. GGML_TYPE_COUNT: ggml has no equal type.
 ggml_type ggml_type_of(Type type);
 
-// Whether a device attends to rows of these types: quantised ones take flash attention, keys and values of the same type.
+// Returns whether a device attends to rows of these types. Quantised rows need flash attention and one type for keys and values.
 bool attends_to(ggml_backend_dev_t device, const Storage & storage, int64_t d_k, int64_t d_v);
 
-// Whether a device's module may have the operations of own.h; ask it for each.
+// Returns whether the device's backend may have kvedge's operations (own.h). Ask ggml_backend_dev_supports_op for each operation.
 bool has_own(ggml_backend_dev_t device);
 
-// Whether a device has attention over heads of different lengths, of rows of these types (cuda/ragged.cu, cpu/ragged.cpp). A CUDA
-// module of another build has none.
+// Returns whether a device has OWN_RAGGED (own.h), attention over KV heads of different lengths, for rows of these types. A CUDA
+// backend that was built without kvedge has no OWN_RAGGED.
 bool has_ragged(ggml_backend_dev_t device, const LayerShape & shape, const Storage & storage);
 
-// Whether it has the operations with which several tokens attend over heads of different lengths.
+// Returns whether a device has the ggml operations by which several tokens attend over KV heads of different lengths.
 bool reads_several(ggml_backend_dev_t device);
 
-// Whether it is another machine's, behind a network.
+// Returns whether a device belongs to another machine (ggml's RPC backend).
 bool is_far(ggml_backend_dev_t device);
 
-// Whether several threads may copy from and to it at a time.
+// Returns whether several threads may copy to and from a device at the same time.
 bool copies_at_once(ggml_backend_dev_t device);
 
 }  // namespace kvedge

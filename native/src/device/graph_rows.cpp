@@ -4,7 +4,7 @@
 
 namespace kvedge {
 
-// Masks do not show what was entered or taken back otherwise than by a graph.
+// Marks the masks of uneven heads as out of date, after rows were added or removed without a graph that updates the masks.
 static void outdate_masks(Slots & slots) {
     for (DeviceLayer & layer : slots.layers) {
         for (Group & group : layer.groups) {

@@ -7,7 +7,7 @@ namespace kvedge {
 
 namespace {
 
-constexpr size_t MOST = 4;  // groups: each is a launch of its own for every layer and token
+constexpr size_t MOST = 4;  // groups of a layer: each group costs kernel launches for every token
 
 }  // namespace
 
@@ -23,7 +23,7 @@ std::vector<std::vector<int32_t>> group_heads(const std::vector<int32_t> & rows)
     std::iota(order.begin(), order.end(), 0);
     std::stable_sort(order.begin(), order.end(), [&](int32_t a, int32_t b) { return rows[(size_t) a] > rows[(size_t) b]; });
 
-    // least[g][i]: slots of the first i heads, longest first, in g groups; begin[g][i]: where the last of these begins
+    // least[g][i]: fewest slots of the i longest heads in g groups; begin[g][i]: index of the first head of the last group
     const size_t most = std::min(MOST, n);
     std::vector  least(most + 1, std::vector<int64_t>(n + 1, INT64_MAX / 2));
     std::vector  begin(most + 1, std::vector<size_t>(n + 1, 0));

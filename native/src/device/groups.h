@@ -1,4 +1,4 @@
-// Heads of different lengths: which of them share a pair of tensors, so that little of what is held is padding.
+// Puts KV heads of similar length into groups that share a pair of tensors, so that little memory is padding.
 
 #pragma once
 
@@ -7,12 +7,12 @@
 
 namespace kvedge {
 
-// Slots of a list that n rows lie in, with room for a few tokens that follow: a buffer that grows has a graph made anew. Attention kernels of GPUs want multiples of 256, and one that gets others takes twice as long; a small
-// cache would be padding then.
+// Returns the slots of a list for n rows, with at least 32 free slots, because a larger buffer needs a new graph. The number is a
+// multiple of 256, as GPU attention kernels are twice as slow otherwise; below 256 rows a multiple of 64, to save padding.
 int32_t slots_for(int32_t n);
 
-// Cuts heads with these numbers of rows into at most 4 groups, by their lengths. As few as hold at most a sixth more slots
-// than there are rows, or else the best 4. Returns for each group its heads, ascending.
+// Divides KV heads, given their numbers of rows, into at most 4 groups by length. Uses the fewest groups whose slots exceed the rows
+// by at most a sixth, else the 4 groups with the fewest slots. Returns the ascending KV heads of each group.
 std::vector<std::vector<int32_t>> group_heads(const std::vector<int32_t> & rows);
 
 }  // namespace kvedge

@@ -1,14 +1,14 @@
-// The projection of n tokens on the first w cosines is P[i][j] = D(i - j) + D(i + j + 1) with the Dirichlet kernel
-// D(t) = sin((w - 1/2) pi t / n) / (2n sin(pi t / 2n)), which has the period 2n: tokens see each other, and each other's images
-// behind the two ends. The tokens are cut into boxes of b or b - 1. Those of one box see each other by a matrix of b x b, which
-// all boxes share. What is outside a box sees it through few points, some 30 whatever b: its kernel there is a sum of as many
-// functions of the place in the box. So P is, but for rounding,
+// A fast high-pass filter. The projection of n tokens on the first w cosines (the low pass) is P[i][j] = D(i - j) + D(i + j + 1) with
+// the Dirichlet kernel D(t) = sin((w - 1/2) pi t / n) / (2n sin(pi t / 2n)) of period 2n. The second term mirrors tokens at both ends.
+// The tokens are divided into boxes of b or b - 1 tokens. Inside a box a b x b matrix (own), the same for all boxes, gives P. Between
+// boxes the kernel is smooth: about 30 points of a box, whatever b is, determine all its rows. So P is, up to rounding,
 //
 //     own + scatter * far * gather
 //
-// with far the kernel between the points of all boxes; what the filter takes is the rest of 1. That is n (b + 60) + (30 n / b)^2
-// products for a channel, where two products with the cosines are 2 n w. The points are rows of the kernel matrix, chosen one by
-// one, each time the one that is farthest from what the others span (QR with pivots); then each row is a sum of theirs.
+// gather reduces a box to its points, far is the kernel between the points of all boxes, and scatter interpolates rows from points.
+// The high pass is 1 - P. This takes n (b + 60) + (30 n / b)^2 products for each channel; two products with the cosines take 2 n w.
+// QR with pivots chooses the points: each time the row of the kernel matrix that is farthest from the span of the chosen rows. Every
+// row is then a weighted sum of the chosen rows.
 
 #include "device/highpass.h"
 
@@ -28,7 +28,7 @@ namespace {
 
 constexpr double PI = 3.14159265358979323846;
 
-constexpr int64_t OWN_STEP = 32, MOST_WIDTH = 448;  // of our own operations: a box lies in a block's memory
+constexpr int64_t OWN_STEP = 32, MOST_WIDTH = 448;  // kvedge's operations: a box must fit in the shared memory of a CUDA block
 
 int64_t rounded(int64_t n, int64_t step) { return (n + step - 1) / step * step; }
 
@@ -38,11 +38,11 @@ GraphHighPass::GraphHighPass(int32_t n_tokens, double gamma, bool own)
     : n_(std::max(n_tokens, 1)), kept_(std::clamp((int64_t) std::floor(gamma * (double) n_tokens + 1e-9), (int64_t) 1, n_)),
       by_own_(own) {
     constexpr double  RANK = 30.0;
-    constexpr int64_t STEP = 16;  // products of matrices are fast where rows begin at such multiples
+    constexpr int64_t STEP = 16;  // matrix products are fast if row lengths are multiples of 16
     if (all_pass()) {
         return;
     }
-    // where the box's own matrix and that between boxes cost the least
+    // the box size at which the matrices inside a box and between boxes cost the least together
     const auto cheap = (int64_t) std::cbrt(2.0 * RANK * RANK * (double) n_);
     const auto best  = own ? rounded(std::min(cheap, MOST_WIDTH), OWN_STEP) : rounded(cheap, STEP);
     boxes_          = (n_ + best - 1) / best;
@@ -66,9 +66,10 @@ void GraphHighPass::make_kernel() {
     }
 }
 
-// The kernel between the rows of a box, 0 to b - 1, and places outside it: all near ones, fewer far away, where it is smooth.
+// Chooses points_ and computes spread_ by QR of the kernel between the rows of a box and tokens outside the box. Samples all near
+// tokens, and fewer far tokens, where the kernel is smooth.
 void GraphHighPass::choose_points() {
-    const double      ENOUGH = by_own_ ? 1e-5 : 1e-7;  // of the longest row; half precision adds 1e-4 to each
+    const double      ENOUGH = by_own_ ? 1e-5 : 1e-7;  // error relative to the longest row; half precision adds about 1e-4
     constexpr int64_t DENSE  = 8;
     std::vector<int64_t> outside;
     for (int64_t at = most_ - 1; at < n_ + most_; at += std::max((int64_t) 1, (at - most_ + 2) / DENSE)) {
@@ -104,7 +105,7 @@ void GraphHighPass::choose_points() {
             }
         }
     }
-    // rows = columns of all * q = spread * (columns of the points) * q, and the last is a triangle
+    // rows = columns * q, so spread = columns * (columns of the points)^-1; the latter matrix is triangular
     spread_ = columns;
     for (size_t j = points_.size(); j-- > 0;) {
         double * own = &spread_[j * b];
@@ -120,7 +121,7 @@ void GraphHighPass::choose_points() {
     rank_ = rounded((int64_t) points_.size(), 8);
 }
 
-// What a box itself leaves of its rows; where it is the only one, its images belong to it.
+// A single box includes the mirror images of its own tokens.
 void GraphHighPass::fill_own(float * out, bool high) const {
     for (int64_t i = 0; i < width_; i++) {
         for (int64_t j = 0; j < width_; j++) {
@@ -136,7 +137,7 @@ void GraphHighPass::fill_spread(float * out, bool by_row) const {
         for (size_t i = 0; i < (size_t) most_; i++) {
             const double one = spread_[p * (size_t) most_ + i];
             const size_t at  = by_row ? i * (size_t) rank_ + p : p * (size_t) width_ + i;
-            out[at]          = (float) (by_row ? -one : one);  // what others add to the low frequencies is taken away
+            out[at]          = (float) (by_row ? -one : one);  // minus: the high pass subtracts the low pass of other boxes
         }
     }
 }
@@ -225,7 +226,7 @@ T GraphHighPass::deviation(ggml_context * c, const MeasuredRows & rows) const {
     }
     T out       = own_operation(c, OWN_DEVIATION, rows, own_, rows.heads * (n_ + 2 * boxes_), 1, { boxes_, width_, rank_ });
     out->src[3] = others;
-    // by what a row is multiplied: 1, and by how much its own number in the matrix is wrong, which is the same for all rows
+    // the factor of a row itself: 1, corrected by the rounding error of the matrix diagonal, which is equal for all rows
     const auto  own = (float) kernel(0);
     const float by  = boxes_ > 1 ? 1.0f - own + ggml_fp16_to_fp32(ggml_fp32_to_fp16(own)) : 1.0f;
     std::memcpy(out->op_params + OWN_KIND + 5, &by, sizeof(by));
@@ -234,7 +235,7 @@ T GraphHighPass::deviation(ggml_context * c, const MeasuredRows & rows) const {
 
 T GraphHighPass::deviation(ggml_context * c, T rows) const {
     const int64_t d = rows->ne[0], n = rows->ne[1], heads = rows->ne[2];
-    // less the middle row: a part that all rows have would be rounded with them, and what stands for no token is 0
+    // the middle row is subtracted: a part common to all rows would cost precision, and padding becomes 0
     const auto middle = (size_t) (std::find(order_.begin(), order_.end(), (int32_t) (n_ / 2)) - order_.begin());
     T origin = ggml_view_3d(c, rows, d, 1, heads, rows->nb[1], rows->nb[2], middle * rows->nb[1]);
     T x      = ggml_reshape_2d(c, ggml_cont(c, ggml_transpose(c, ggml_sub(c, rows, origin))), width_, boxes_ * d * heads);

@@ -51,7 +51,7 @@ bool Inputs::make(const Incoming & incoming) {
             one.index = held.add(GGML_TYPE_I64, (int64_t) of.entries * n + incoming.window);
             one.mask  = slots_.even ? held.add(GGML_TYPE_F16, (int64_t) shown * n) : nullptr;
             if (n == 1) {
-                break;  // an answer's tokens wait for each other
+                break;  // a graph of one token never runs while the next inputs are written
             }
         }
         ggml_tensor * const zeros = held.add(GGML_TYPE_F32, 1, 1, of.most);
@@ -72,11 +72,12 @@ bool Inputs::make(const Incoming & incoming) {
     return true;
 }
 
-// Heads of a list of their own each are alike in length; where all share one list, few at a time keep the mask small.
+// Divides a group into parts, and adds their columns to `columns`. A group of lists is one part, as its KV heads have similar lengths.
+// Regions have up to MOST parts, to keep the mask of each part small.
 static void plan_parts(Group & group, int32_t n, size_t & columns) {
-    constexpr int32_t STEP  = 256;       // that kernels want
-    constexpr int64_t MASK  = 32 << 20;  // bytes of a mask that exist at a time
-    constexpr int64_t MOST  = 4;         // parts of a layer: each is some launches
+    constexpr int32_t STEP  = 256;       // attention kernels need a multiple of STEP columns
+    constexpr int64_t MASK  = 32 << 20;  // bytes of the mask of a part
+    constexpr int64_t MOST  = 4;         // parts of a layer: each part costs several kernel launches
     const size_t      heads = group.heads.size();
     const auto        wide  = [&](size_t first, size_t end) {
         int32_t most = 0;
@@ -107,7 +108,7 @@ bool Inputs::make_several(int32_t n) {
             }
         }
     }
-    slots_.change();  // each graph has parts of its own
+    slots_.change();  // parts differ from graph to graph
     for (size_t i = 0; i < on_.size(); i++) {
         SideBySide & x = on_[i].several;
         x.held         = Tensors(3);
@@ -121,7 +122,7 @@ bool Inputs::make_several(int32_t n) {
     return true;
 }
 
-// Before single tokens: they look at masks that lie on the device.
+// Frees the inputs of several tokens, and updates the masks on the device, which single tokens need.
 void Inputs::forget_several() {
     for (On & on : on_) {
         if (on.several.places) {
@@ -140,7 +141,7 @@ void Inputs::forget_several() {
 }
 
 // ---------------------------------------------------------------------------------------------------------
-// Numbers
+// Values
 
 void Inputs::write(int32_t n, bool causal, std::vector<std::vector<int64_t>> index, const std::vector<int64_t> & ring) {
     n_    = n;
@@ -153,7 +154,7 @@ void Inputs::write(int32_t n, bool causal, std::vector<std::vector<int64_t>> ind
             write_spans(i, index[i]);
         }
         index[i].insert(index[i].end(), ring.begin(), ring.end());
-        if (n > 1 || spanned < index[i].size()) {  // else they are with the spans
+        if (n > 1 || spanned < index[i].size()) {  // else write_spans() has written all of them
             ggml_backend_tensor_set(to.index, index[i].data(), 0, index[i].size() * sizeof(int64_t));
         }
         if (slots_.even) {
@@ -165,9 +166,9 @@ void Inputs::write(int32_t n, bool causal, std::vector<std::vector<int64_t>> ind
     }
 }
 
-// The graph's tokens see `before` slots, and those of each other that they may.
+// Writes the mask of even rows: each token sees the `before` older slots, and the new rows up to its own (causal) or all new rows.
 void Inputs::write_even_mask(const Written & to, int32_t before, bool causal) const {
-    constexpr size_t LARGE = 4 << 20;  // bytes that threads are started for
+    constexpr size_t LARGE = 4 << 20;  // bytes of a mask from which several threads are worth their start
     const auto       shown = (size_t) slots_.visible(), bytes = shown * (size_t) n_ * sizeof(ggml_fp16_t);
     const std::unique_ptr<ggml_fp16_t[]> mask(new ggml_fp16_t[shown * (size_t) n_]);
     parallel_for(bytes < LARGE ? 1 : slots_.n_threads, n_, [&](int32_t t, int32_t) {
@@ -179,7 +180,7 @@ void Inputs::write_even_mask(const Written & to, int32_t before, bool causal) co
     ggml_backend_tensor_set(to.mask, mask.get(), 0, bytes);
 }
 
-// index: slots of one token's rows, of all heads on the device.
+// Writes the spans of a device for a graph of one token. index: slots of the token's rows, for all KV heads on the device.
 void Inputs::write_spans(size_t in, const std::vector<int64_t> & index) {
     const LayersOn &     on  = slots_.devices[in];
     const auto           end = (size_t) index_at(on);
@@ -197,7 +198,7 @@ void Inputs::write_spans(size_t in, const std::vector<int64_t> & index) {
     ggml_backend_tensor_set(on_[in].spans, all.data(), 0, all.size() * sizeof(int32_t));
 }
 
-// The last n_ rows of a head are the new ones.
+// Writes the places and biases of a part's columns. The last n_ rows of a head are the new rows, whose columns come first.
 void Inputs::write_part(const Group & group, const SidePart & part, int32_t * places, ggml_fp16_t * biases) const {
     const ggml_fp16_t hidden = ggml_fp32_to_fp16(-INFINITY), seen = ggml_fp32_to_fp16(0.0f);
     for (size_t i = part.first; i < part.first + part.heads; i++, places += part.columns, biases += part.columns) {
@@ -216,7 +217,7 @@ void Inputs::write_part(const Group & group, const SidePart & part, int32_t * pl
 }
 
 void Inputs::write_several(bool causal) {
-    constexpr size_t  MANY   = 1 << 20;  // columns that threads are started for
+    constexpr size_t  MANY   = 1 << 20;  // columns from which several threads are worth their start
     const ggml_fp16_t hidden = ggml_fp32_to_fp16(-INFINITY), seen = ggml_fp32_to_fp16(0.0f);
     for (size_t in = 0; in < on_.size(); in++) {
         const SideBySide &       x = on_[in].several;

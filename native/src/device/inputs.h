@@ -1,4 +1,4 @@
-// What the host writes for each graph over rows on devices: the slots of the new rows, masks, and the spans of heads.
+// The graph inputs that the host writes for each ubatch: slots of new rows, masks, and spans of KV heads.
 
 #pragma once
 
@@ -12,40 +12,40 @@ namespace kvedge {
 
 class Inputs {
   public:
-    // Of each column of all parts on a device, while several tokens are read (several.cpp): the place of its row, and its bias,
-    // or -inf.
+    // Inputs of a device while a ubatch of several tokens attends over heads of different lengths (several.cpp). A column is a
+    // row that all these tokens attend to, or padding.
     struct SideBySide {
         Tensors       held;
-        ggml_tensor * places = nullptr;  // [columns] i32
-        ggml_tensor * biases = nullptr;  // [columns] f16
-        ggml_tensor * fresh  = nullptr;  // [most columns of a part, n] f16: which of the new rows a token sees
+        ggml_tensor * places = nullptr;  // [columns] i32: place of the column's row
+        ggml_tensor * biases = nullptr;  // [columns] f16: bias of the row, -inf for padding
+        ggml_tensor * fresh  = nullptr;  // [most columns of a part, n] f16: -inf hides a new row from a token
     };
     struct Written {
-        ggml_tensor * index = nullptr;  // [entries * n + window] i64: slots of the rows, then places in the window
-        ggml_tensor * mask  = nullptr;  // [visible * n] f16, where heads are even
+        ggml_tensor * index = nullptr;  // [entries * n + window] i64: slots of the new rows, then places of kept queries in the ring
+        ggml_tensor * mask  = nullptr;  // [visible * n] f16, only if KV heads are even
     };
-    // Of one device.
+    // The inputs of one device.
     struct On {
         Tensors                held;
-        std::array<Written, 2> written;          // by turns, so that one is written while the graph that reads the other runs
+        std::array<Written, 2> written;          // used in turn: the host writes one while a graph reads the other
         ggml_tensor *          zeros = nullptr;  // [1, 1, most] f32
-        ggml_tensor *          spans = nullptr;  // [span, spanned] i32, then [spanned] i64, the slots of one token's rows
+        ggml_tensor *          spans = nullptr;  // [span, spanned] i32, then [spanned] i64: the slots of one token's rows
         SideBySide             several;
     };
 
     explicit Inputs(Slots & slots) : slots_(slots) {}
 
-    bool fit(const Incoming & incoming) const;  // there is room for them
-    // Room for them; for all tokens that were announced, or else for twice as many slots as there were. False: a device has no
-    // memory. Throws std::bad_alloc.
+    bool fit(const Incoming & incoming) const;  // whether the inputs have room for these tokens
+    // Makes room: for all announced tokens (Incoming::follow), else for up to twice as many slots as before. False: a device is out
+    // of memory. Throws std::bad_alloc.
     bool make(const Incoming & incoming);
-    // For a graph of n tokens, whose slots are index (Slots::take) and whose places in the window are ring.
+    // Writes the inputs of a graph of n tokens. index: slots of the new rows (Slots::take). ring: places of kept queries (Ring::enter).
     void write(int32_t n, bool causal, std::vector<std::vector<int64_t>> index, const std::vector<int64_t> & ring);
     void forget();
 
     const On &      of(const DeviceLayer & layer) const { return on_[layer.on]; }
     const Written & written(const DeviceLayer & layer) const { return on_[layer.on].written[turn_]; }
-    int32_t         n() const { return n_; }  // tokens of the graph
+    int32_t         n() const { return n_; }  // tokens of the current graph
     uint64_t        turn() const { return turn_; }
     uint64_t        bytes() const;
 
@@ -61,10 +61,10 @@ class Inputs {
     std::vector<On> on_;
     int32_t         room_q_ = 0, room_visible_ = 0, room_recent_ = 0;
     int32_t         n_    = 0;
-    uint64_t        turn_ = 0;  // which of the inputs the graph reads
+    uint64_t        turn_ = 0;  // which of On::written the graph reads
 };
 
-// Where the spans of a device end and the index begins: 64 bits wide.
+// Returns the offset, in i32 numbers, of the i64 slots behind the spans of a device. The offset is even, to align the slots.
 inline int64_t index_at(const LayersOn & on) { return (on.span * (int64_t) on.spanned + 1) / 2 * 2; }
 
 }  // namespace kvedge

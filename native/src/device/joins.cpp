@@ -1,6 +1,5 @@
-// The sums of a compression: evicted rows that join kept ones are added to them, as merging.cpp has decided. One operation of our own
-// does it for a layer (cuda/joins.cu, cpu/joins.cpp); a device that lacks it has sums of a few rows each, of ggml's operations.
-// What is stored is added up number by number, in f32.
+// Adds evicted rows to the kept rows that they join, after merging.cpp has chosen the kept rows. OWN_JOINS (cuda/joins.cu,
+// cpu/joins.cpp) adds up all rows of a layer. On a device without OWN_JOINS ggml operations add FAN rows at a time. All sums are f32.
 
 #include "device/own.h"
 #include "device/taking.h"
@@ -18,8 +17,8 @@ namespace kvedge {
 using T = ggml_tensor *;
 
 // ---------------------------------------------------------------------------------------------------------
-// Lists of what is added up, as OWN_JOINS reads them: of each sum the row of the new tensor and the number of members before it, then
-// 0 and the number of all members, then of each member its row of the old tensor and its factor.
+// The lists that OWN_JOINS reads, pairs of i32. For each sum: its row in the new tensor, and the number of members of all sums before.
+// Then 0 and the total number of members. Then for each member: its row in the old tensor, and its factor (bits of an f32).
 
 namespace {
 
@@ -55,7 +54,7 @@ GraphRows::Merging::Lists GraphRows::Merging::count(size_t l, const Group & grou
     return out;
 }
 
-// Of the group's i-th head; all: of the whole group.
+// Writes the lists of the group's i-th KV head into `all`, the lists of the whole group.
 void GraphRows::Merging::write_lists(size_t l, const Group & group, const Lists & lists, size_t i, int32_t * all) const {
     const auto           h      = (size_t) group.heads[i];
     const Joined &       x      = joined[l][h];
@@ -94,7 +93,7 @@ void GraphRows::Merging::write_lists(size_t l, const Group & group, const Lists 
 }
 
 // ---------------------------------------------------------------------------------------------------------
-// By an operation of our own
+// By OWN_JOINS
 
 namespace {
 
@@ -145,7 +144,7 @@ void GraphRows::Merging::add_up_own(size_t l, Parcel & parcel, Sketch & sketch) 
 
 namespace {
 
-constexpr size_t FAN = 8;  // rows of a sum
+constexpr size_t FAN = 8;  // rows that one step adds up
 
 size_t fans(size_t n) { return (n + FAN - 1) / FAN; }
 
@@ -159,7 +158,7 @@ size_t levels_of(size_t n) {
 
 }  // namespace
 
-// Lists that are written.
+// Read access to the lists that write_lists() wrote.
 struct GraphRows::Merging::Sums {
     const int32_t *sums, *members;
 
@@ -170,7 +169,7 @@ struct GraphRows::Merging::Sums {
     float   factor(size_t member) const { return as_factor(members[2 * member + 1]); }
 };
 
-// The sums of all[from, to), of which those of fewer levels come first.
+// Returns the levels that compute the sums all[from, to). Sums that need fewer levels must come first.
 GraphRows::Merging::Piece GraphRows::Merging::piece_of(const Sums & sums, const std::vector<size_t> & all, size_t from, size_t to) {
     struct List {
         size_t  first, n;
@@ -194,7 +193,7 @@ GraphRows::Merging::Piece GraphRows::Merging::piece_of(const Sums & sums, const 
         for (const List & x : lists) {
             const size_t own = fans(x.n);
             for (size_t i = 0; i < own * FAN; i++) {
-                // what fills a sum up is one of its own rows, so that a NaN stays where it is
+                // a sum is padded with one of its own rows times 0, so that a NaN does not spread to other sums
                 const size_t row = x.first + (i < x.n ? i : (own - 1) * FAN), to_at = i % FAN * n + at + i / FAN;
                 level.index[to_at]  = old ? sums.row(row) : (int32_t) row;
                 level.factor[to_at] = i >= x.n ? 0.0f : old ? sums.factor(row) : 1.0f;
@@ -212,10 +211,10 @@ GraphRows::Merging::Piece GraphRows::Merging::piece_of(const Sums & sums, const 
     return out;
 }
 
-// The sums of a layer's groups, in pieces.
+// Divides the sums of a layer's groups into pieces whose results fit in the work memory. Frees the layer's `joined`.
 void GraphRows::Merging::divide(size_t l) {
     const LayerShape & shape = (*of.from.shapes)[l];
-    // a matrix of products lies beside what it is made of, these rows alone
+    // search() holds a matrix of products and its inputs at the same time, a sum holds rows only: so twice as many bytes
     const size_t most = 2 * of.work_bytes(l) / (sizeof(float) * FAN * (size_t) std::max(shape.d_k, shape.d_v));
     for (size_t g = 0; g < lists[l].size(); g++) {
         const Group &        group = of.next.layers[l].groups[g];
@@ -248,7 +247,7 @@ template <class X> T sent(ggml_context * c, Parcel & parcel, ggml_type type, con
     return out;
 }
 
-// Rows of a source, FAN to a sum: index [FAN * n], factor [1, FAN * n]. The result is [d, n].
+// Returns n sums [d, n] of FAN rows of a source each, as Level: index [FAN * n], factor [1, FAN * n].
 T sum(ggml_context * c, T source, T index, T factor) {
     const int64_t d = source->ne[0], n = index->ne[0] / (int64_t) FAN;
     T             all = ggml_mul(c, ggml_get_rows(c, source, index), factor);
@@ -292,7 +291,7 @@ void GraphRows::Merging::add_up_pieces(size_t l, Parcel & parcel, Sketch & sketc
 }
 
 // ---------------------------------------------------------------------------------------------------------
-// Either way
+// By either way
 
 void GraphRows::Merging::plan() {
     pieces.resize(of.places.size());

@@ -1,5 +1,5 @@
-// What scorers want to know of pending rows, measured where they lie: one graph for all layers of a device, some heads of a
-// layer at a time, so that its work memory stays small.
+// Measures pending rows for scorers on the rows' devices. One graph covers all layers of a device; it handles some KV heads of a layer
+// at a time, so that its work memory stays small.
 
 #include "device/measuring.h"
 #include "system/threads.h"
@@ -14,10 +14,11 @@ using T = ggml_tensor *;
 
 namespace {
 
-constexpr size_t NODES = 128;  // of a part, views and inputs included
-constexpr size_t STEP  = 64;   // rows by which uneven heads are longer, so that parts of their mask are aligned
+constexpr size_t NODES = 128;  // most graph nodes of a part, views and inputs included
+constexpr size_t STEP  = 64;   // rows of uneven heads are padded to a multiple of STEP, so that masks of parts are aligned
 
-// By which half precision holds queries: those of a prompt's graph up to 2^18, and those that are scaled for the logits already.
+// Factors that bring queries into the range of half precision: RING_FACTOR for the prompt graphs' queries, which may reach 2^18, and
+// SENT_FACTOR for the host's queries, which are scaled for the logits already.
 constexpr float RING_FACTOR = 0.25f, SENT_FACTOR = 4.0f;
 
 std::vector<int32_t> tokens_of_kind(const MeasureJob & job) {
@@ -33,27 +34,27 @@ std::vector<int32_t> tokens_of_kind(const MeasureJob & job) {
 void hide(ggml_fp16_t * row, int32_t first, int32_t end) { std::fill(row + first, row + end, ggml_fp32_to_fp16(-INFINITY)); }
 
 // ---------------------------------------------------------------------------------------------------------
-// Operations, on some heads of a layer, whose rows are [d, T, heads] in f32. Products of matrices are rounded to half precision on
-// some devices, so that what is multiplied is what half precision holds; a matrix times one column is not, and sums are not.
+// Operations on some KV heads of a layer, whose rows are [d, T, heads] f32. Some devices round the inputs of matrix products to half
+// precision, so the inputs here are exact in half precision. Products with a single column, and sums, are not rounded.
 
-// The window's queries and what they see.
+// The inputs of vote(): the queries of the window, and the keys that they see.
 struct VoteInputs {
-    Halves        queries;  // [d, G * W, heads]: of a head its query heads' queries
+    Halves        queries;  // [d, G * W, heads]: the queries of a KV head's G query heads
     T             mask;     // [N, W] or [N, W, 1, heads] f16
-    T             weights;  // [T, W] f32 by which a query's vote for a token counts; NULL: all alike
+    T             weights;  // [T, W] f32 weight of a query's vote for a token; NULL: equal weights
     T             sinks;    // [G * heads] f32 or NULL
     int64_t       n_window, group;  // W, G
-    int64_t       n_tokens;         // T: the last of N rows
-    float         scale, softcap;   // what products with the queries are multiplied by; softcap 0: none
-    bool          largest;          // over query heads, not their mean
+    int64_t       n_tokens;         // T: votes are for the last T of N rows
+    float         scale, softcap;   // scale: factor of the products with the queries; softcap 0: no cap
+    bool          largest;          // take the largest over query heads, not their mean
 };
 
-// [n, rows, ...] averaged, or the largest taken, over `count` rows at a time.
+// Returns the mean or the maximum (how) of each `count` consecutive rows of x [n, rows, ...].
 T over_rows(ggml_context * c, T x, ggml_op_pool how, int64_t count) {
     return ggml_pool_2d(c, x, how, 1, (int) count, 1, (int) count, 0, 0);
 }
 
-// [T, 1, heads]: mean over the queries and query heads of the votes for keys [d, N, heads], or the largest over query heads.
+// Returns the votes [T, 1, heads] for keys [d, N, heads]: the mean over queries, then the mean or the maximum over query heads.
 T vote(ggml_context * c, T keys, const VoteInputs & in) {
     const int64_t N = keys->ne[1], heads = keys->ne[2], W = in.n_window, G = in.group;
     T             logits = ggml_add(c, product(c, keys, in.queries.high), product(c, keys, in.queries.low));
@@ -62,7 +63,7 @@ T vote(ggml_context * c, T keys, const VoteInputs & in) {
         logits = ggml_tanh(c, ggml_scale(c, logits, scale / in.softcap));
         scale  = in.softcap;
     }
-    // sinks want the query heads on dimension 2, a mask for each head wants the heads alone on dimension 3
+    // ggml needs the query heads on dimension 2 for sinks, and the KV heads on dimension 3 for a mask of each KV head
     logits    = in.sinks ? ggml_reshape_3d(c, logits, N, W, G * heads) : ggml_reshape_4d(c, logits, N, W, G, heads);
     T weights = ggml_soft_max_ext(c, logits, in.mask, scale, 0.0f);
     if (in.sinks) {
@@ -80,7 +81,7 @@ T vote(ggml_context * c, T keys, const VoteInputs & in) {
     return in.largest && G > 1 ? over_rows(c, mean, GGML_OP_POOL_MAX, G) : mean;
 }
 
-// Of x f32, times a factor by which half precision holds it.
+// Splits x f32 times a factor into two parts that are exact in half precision.
 Halves split(ggml_context * c, T x, float factor) {
     x      = ggml_scale(c, x, factor);
     T high = ggml_cast(c, ggml_cast(c, x, GGML_TYPE_F16), GGML_TYPE_F32);
@@ -88,7 +89,7 @@ Halves split(ggml_context * c, T x, float factor) {
 }
 
 Directions directions(ggml_context * c, T keys, T counts, bool unit) {
-    constexpr float SHORTEST = 1e-12f;  // a shorter key points nowhere
+    constexpr float SHORTEST = 1e-12f;  // a key that is shorter has no direction
     const int64_t   n = keys->ne[1], d = keys->ne[0], heads = keys->ne[2];
     T               units   = ggml_l2_norm(c, keys, SHORTEST);
     T               columns = ggml_cont(c, ggml_transpose(c, unit ? units : keys));
@@ -113,19 +114,19 @@ GraphRows::Measuring::Measuring(const GraphRows & rows, const MeasureJob & job, 
     }
 }
 
-// Bytes of work memory for one head of N rows.
+// Returns the bytes of work memory for one KV head of N rows.
 size_t GraphRows::Measuring::work_bytes(const LayerShape & s, size_t N) const {
-    // copies of the rows, in f32: those that are turned, or filtered
+    // number of f32 copies of the rows: original, transposed, filtered
     const double copies = asks_high() ? 3.0 : job.looks.anchor != Looks::Anchor::none ? 2.5 : 2.0;
     const double n = job.n_tokens, d = std::max(s.d_k, s.d_v), G = s.n_heads / s.n_heads_kv;
     const double votes = asks_votes() ? (double) N * ((reads_half() ? 0.0 : s.d_k) + 3.0 * job.n_window * G) : 0.0;
     const bool   others = job.looks.key_norms || job.looks.value_norms || copies > 2.0;
-    // our own operations: what the points of all boxes know, and what others add to it
+    // kvedge's operations: the points of all boxes before and after the product with far_
     const double most = own ? (asks_high() ? 0.5 * n * d : 1.0) : others ? copies * n * d : 1.0;
     return (size_t) (std::max(votes, most) * sizeof(float));
 }
 
-// So many heads at a time that what exists of them is a small part of the rows; more parts are more operations.
+// Divides the KV heads into parts. The work memory of a part is a small share of the rows; more parts would mean more operations.
 void GraphRows::Measuring::plan_parts() {
     constexpr uint64_t LEAST = 16 << 20, MOST = 48 << 20, SHARE = 16;
     const size_t       bound = (size_t) std::clamp(rows.bytes() / SHARE, LEAST, MOST);
@@ -136,7 +137,7 @@ void GraphRows::Measuring::plan_parts() {
             for (const int32_t head : group.heads) {
                 longest = std::max(longest, even() ? (size_t) group.used[0] : slots.places_of(l, head).size());
             }
-            const bool   alone  = !even() && !job.sinks.empty() && job.sinks[l];  // sinks leave no dimension for masks of heads
+            const bool   alone  = !even() && !job.sinks.empty() && job.sinks[l];  // with sinks ggml cannot have a mask for each head
             const size_t heads  = group.heads.size();
             const size_t a_time = alone ? 1 : std::clamp(bound / work_bytes(shape, longest), (size_t) 1, heads);
             const size_t n      = (heads + (heads + a_time - 1) / a_time - 1) / ((heads + a_time - 1) / a_time);
@@ -154,7 +155,7 @@ void GraphRows::Measuring::plan_parts() {
     }
 }
 
-// What layers share.
+// Makes the inputs that all layers share.
 void GraphRows::Measuring::make_inputs() {
     const int32_t n = job.n_tokens, W = job.n_window;
     if (asks_votes()) {
@@ -164,7 +165,7 @@ void GraphRows::Measuring::make_inputs() {
         weights = ggml_new_tensor_2d(c, GGML_TYPE_F32, n, W);
         parcel.send<float>(weights, [this, n, W](float * to, int32_t) {
             for (int32_t place = 0; place < W; place++, to += n) {
-                const int32_t r = row_at(place), before = std::max(0, n - W + r);  // that the query votes for
+                const int32_t r = row_at(place), before = std::max(0, n - W + r);  // the query votes for tokens [0, before)
                 std::fill_n(to, before, (float) ((double) W * std::exp(-job.looks.fade * (double) (W - 1 - r))));
                 std::fill(to + before, to + n, 0.0f);
             }
@@ -179,7 +180,7 @@ void GraphRows::Measuring::make_inputs() {
     }
 }
 
-// The host's queries [W][H][d_k] of each layer, as the prompt's graphs would have left them.
+// Sends the host's queries [W][H][d_k] of each layer, in the layout that the prompt's graphs leave on the device.
 T GraphRows::Measuring::sent_queries() {
     T all = ggml_new_tensor_1d(c, GGML_TYPE_F32, (int64_t) on.query * job.n_window);
     parcel.send<float>(all, [this](float * to, int32_t i) {
@@ -196,8 +197,8 @@ T GraphRows::Measuring::sent_queries() {
     return all;
 }
 
-// Places of the last `rows` rows of each head of a part, where a head's first row stands for those that a shorter one does not
-// have; or of the rows that are filtered, in the filter's order.
+// Returns the places of the last n_rows rows of each KV head of a part; a shorter head repeats its first row in front. filtered: the
+// places of the rows in the filter's order instead.
 T GraphRows::Measuring::places(const Part & part, int32_t n_rows, bool filtered) {
     const int32_t head = part.heads[0], n_heads = (int32_t) part.heads.size();
     const int32_t n    = filtered ? (int32_t) filter.order().size() : n_rows;
@@ -222,7 +223,7 @@ T GraphRows::Measuring::places(const Part & part, int32_t n_rows, bool filtered)
     return list;
 }
 
-// [d, rows, heads] f32
+// Returns a copy [d, rows, heads] f32 of the rows in places().
 T GraphRows::Measuring::gathered(const Part & part, bool keys, int32_t n_rows, bool filtered) {
     const auto heads = (int64_t) part.heads.size();
     T          from  = keys ? part.group->k : part.group->v;
@@ -230,7 +231,7 @@ T GraphRows::Measuring::gathered(const Part & part, bool keys, int32_t n_rows, b
     return ggml_reshape_3d(c, ggml_get_rows(c, flat(c, from), list), from->ne[0], list->ne[0] / heads, heads);
 }
 
-// The last `rows` rows of the part's heads: [d, rows, heads] f32.
+// Returns the last n_rows rows of the part's KV heads: [d, n_rows, heads] f32.
 T GraphRows::Measuring::wide(const Part & part, bool keys, int32_t n_rows) {
     if (!even()) {
         return gathered(part, keys, n_rows, false);
@@ -239,14 +240,14 @@ T GraphRows::Measuring::wide(const Part & part, bool keys, int32_t n_rows) {
     return x->type == GGML_TYPE_F32 ? ggml_cont(c, x) : ggml_cast(c, x, GGML_TYPE_F32);
 }
 
-// The same as they are, where heads are even.
+// Returns a view of the last n_rows rows of the part's KV heads in their storage type. Even heads only.
 T GraphRows::Measuring::lying(const Part & part, bool keys, int32_t n_rows) const {
     T            from = keys ? part.group->k : part.group->v;
     const size_t at   = part.first * from->nb[2] + (size_t) (part.group->used[0] - n_rows) * from->nb[1];
     return ggml_view_3d(c, from, from->ne[0], n_rows, (int64_t) part.heads.size(), from->nb[1], from->nb[2], at);
 }
 
-// A half of the queries of the part's heads: [d, G * W, heads].
+// Returns the queries [d, G * W, heads] of the part's KV heads from x, one of `halves`.
 T GraphRows::Measuring::queries_of(const Part & part, T x) {
     const LayerShape & s    = shape(part);
     const int64_t      W    = job.n_window, R = from_ring() ? rows.queries.window() : W, G = s.n_heads / s.n_heads_kv, d = s.d_k;
@@ -265,8 +266,8 @@ T GraphRows::Measuring::queries_of(const Part & part, T x) {
     return out;
 }
 
-// Query r of W sees the rows up to its own, of N: they are the last ones of those of which there is a mask. Where heads are uneven,
-// their rows have biases, and those that stand for missing ones are hidden.
+// Returns the mask of the window: query r of W sees the rows up to its own row, which is row N - W + r. All parts share one mask, as
+// long as the longest part. Uneven heads add their biases, and -inf for the padding in front of shorter heads.
 T GraphRows::Measuring::mask_of(const Part & part) {
     const int32_t N = part.rows, W = job.n_window;
     if (!mask) {
@@ -358,14 +359,14 @@ void GraphRows::Measuring::make_part(Part & part) {
             result(part.deviation[i]);
         }
     }
-    if (asks_high() && looks.by_kind && !looks.variation) {  // nobody asks for each
+    if (asks_high() && looks.by_kind && !looks.variation) {  // only the sum of keys and values is needed
         part.deviation[0] = result(ggml_add(c, part.deviation[0], part.deviation[1]));
         part.deviation[1] = nullptr;
     }
 }
 
 // ---------------------------------------------------------------------------------------------------------
-// What comes back
+// Results
 
 void GraphRows::Measuring::read_part(const Part & part, Measures & out, Energy & energy) const {
     const auto n     = (size_t) job.n_tokens;
@@ -408,7 +409,7 @@ void GraphRows::Measuring::read_part(const Part & part, Measures & out, Energy &
             energy.high[of] += filter.add(parcel.values(part.deviation[of]) + i * filter.order().size(), own.data()) * width[of];
             std::transform(own.begin(), own.end(), sums.begin(), sums.begin(), std::plus<float>());
         }
-        if (job.looks.variation) {  // own: of the values, which come last
+        if (job.looks.variation) {  // own now holds the values' deviations
             out.variation[(size_t) part.heads[i]] = mean_root(own);
         }
         for (size_t t = 0; t < sums.size(); t++) {
@@ -436,7 +437,7 @@ void GraphRows::Measuring::read_layer(size_t l, Measures & out) const {
         out.high += energy.all[of] > 0.0 ? energy.high[of] / energy.all[of] : 0.0;
     }
     if (job.looks.votes == Looks::Votes::faded) {
-        double later = 0.0;  // weight of the queries behind t
+        double later = 0.0;  // total weight of the queries after token t
         for (int32_t t = n - 1, r = W - 1; r >= 0 && t >= 0; t--, r--) {
             later += std::exp(-job.looks.fade * (double) (W - 1 - r));
         }
@@ -453,7 +454,7 @@ void GraphRows::Measuring::read_layer(size_t l, Measures & out) const {
     }
 }
 
-// What no device measures; NULL: there is no such thing.
+// Returns what devices cannot measure in this job, for a message; NULL: nothing.
 static const char * unmeasured(const Slots & slots, const MeasureJob & job) {
     if (job.n_window > job.n_tokens) {
         return "a window that is longer than the prompt";
@@ -481,7 +482,7 @@ AwayRows::Outcome GraphRows::measure_on(size_t device, const MeasureJob & job, s
     if (const char * operation = lacking(on.device, cgraph)) {
         return end(Outcome::lacking, std::string("lacks ") + operation);
     }
-    on.worker->give_back_memory();  // a prompt's sums are done
+    on.worker->give_back_memory();  // frees the work memory of earlier graphs
     if (!graph.parcel.allocate() || !on.worker->make_room(on.device, cgraph, slots_.n_threads)) {
         return end(Outcome::full, "has no memory to measure rows");
     }

@@ -1,4 +1,4 @@
-// Measures by the operations of own.h, which read rows in half precision where they lie.
+// The part of Measuring that uses kvedge's operations (own.h), which read half-precision rows in the cache tensors without a copy.
 
 #include "device/measuring.h"
 
@@ -21,12 +21,12 @@ T own_operation(ggml_context * c, int kind, const MeasuredRows & rows, T matrix,
     out->op     = GGML_OP_FLASH_ATTN_EXT;
     out->src[0] = rows.k;
     out->src[1] = rows.v;
-    out->src[2] = matrix ? matrix : rows.v;  // ggml asks for one
+    out->src[2] = matrix ? matrix : rows.v;  // ggml requires a src[2]
     out->src[5] = rows.list;
     return out;
 }
 
-// Rows of all tokens, or of those of the kind, for our own operations.
+// Returns the rows of all pending tokens, or only of the tokens in of_kind.
 MeasuredRows GraphRows::Measuring::measured(const Part & part, bool of_the_kind) {
     const auto n = of_the_kind ? (int64_t) of_kind.size() : job.n_tokens, heads = (int64_t) part.heads.size();
     const auto token = [this, of_the_kind](int64_t i) { return of_the_kind ? of_kind[(size_t) i] : (int32_t) i; };
@@ -55,16 +55,16 @@ MeasuredRows GraphRows::Measuring::measured(const Part & part, bool of_the_kind)
     return { flat(c, part.group->k), flat(c, part.group->v), own_list, heads };
 }
 
-// What OWN_LENGTHS is to find.
+// Returns the OwnLengths bits that OWN_LENGTHS must compute.
 static int lengths_of(const Looks & looks, bool high) {
     return (looks.key_norms ? KEY_SQUARES : 0) | (looks.value_norms ? VALUE_SQUARES : 0) |
            (looks.anchor != Looks::Anchor::none ? PRODUCTS : 0) | (high && !looks.by_kind ? ENERGIES : 0);
 }
 
-// Of a head's rows, each by a block.
+// Returns the number of parts of a head's rows. A CUDA block computes one part.
 static int64_t parts_of(int32_t n_tokens) { return std::clamp((int64_t) n_tokens / 128, (int64_t) 1, (int64_t) 64); }
 
-// Whether keys are multiplied with queries as they lie. A GPU adds such products up in f32, some processors in half precision.
+// Returns whether votes multiply f16 keys without a conversion to f32. A GPU sums such products in f32, but some CPUs in f16.
 bool GraphRows::Measuring::reads_half() const {
     return own && even() && slots.form.storage.k == Type::f16 && ggml_backend_dev_type(on.device) != GGML_BACKEND_DEVICE_TYPE_CPU;
 }

@@ -1,4 +1,4 @@
-// One measurement of the rows on a device: its graph, what it is given, and what comes back.
+// Measuring: the graph that measures pending rows on one device for a scorer, with its inputs and results.
 
 #pragma once
 
@@ -11,14 +11,14 @@
 
 namespace kvedge {
 
-// Numbers in two halves, each of them f32 that half precision holds. A product with both is one with the numbers.
+// Numbers split into high + low. Both are f32 tensors whose numbers are exact in half precision.
 struct Halves {
     ggml_tensor * high;
     ggml_tensor * low;
 };
 
-// Of keys [d, T, heads]: the sum of those that count, of length 1 or as they are, d * heads numbers; and the products of all keys
-// of length 1 with it, [T, 1, heads]. counts [T]: 1 or 0; NULL: all count.
+// The mean direction of keys [d, T, heads]. sum: d * heads numbers, the sum of the counted keys, normalised or as stored.
+// products: [T, 1, heads], each normalised key times the sum.
 struct Directions {
     ggml_tensor * sum;
     ggml_tensor * products;
@@ -27,23 +27,23 @@ struct Directions {
 struct GraphRows::Measuring {
     using T = ggml_tensor *;
 
-    // Heads of a group that are measured together, and what is measured of them.
+    // KV heads of a group that are measured together, with the tensors of their results; NULL: not measured.
     struct Part {
         size_t               layer;
         const Group *        group;
-        size_t               first;  // of group->heads
+        size_t               first;  // index of the first KV head in group->heads
         std::vector<int32_t> heads;
-        int32_t              rows;  // N: of the longest
+        int32_t              rows;  // N: rows of the longest KV head
         T                    votes = nullptr;
         Directions           directions{};
-        T squares[2] = {}, deviation[2] = {}, energy[2] = {};  // of keys, of values
-        T lengths = nullptr, high = nullptr;                   // by our own operations
+        T squares[2] = {}, deviation[2] = {}, energy[2] = {};  // [0]: keys, [1]: values
+        T lengths = nullptr, high = nullptr;                   // results of kvedge's operations (own.h)
     };
-    // Of a layer's keys and values: sums of squares, of all and of what the filter takes.
+    // Sums of squares of a layer's keys [0] and values [1]: before the high pass, and after.
     struct Energy {
         double all[2] = {}, high[2] = {};
     };
-    // Lists of places that layers share.
+    // A list of row places that several layers may share, with the properties by which a layer finds the list.
     struct Places {
         int64_t slots;
         int32_t head, n_heads, rows;
@@ -51,7 +51,7 @@ struct GraphRows::Measuring {
         T       list;
     };
 
-    // For the layers of one device. own: by the operations of own.h, too. Throws std::bad_alloc.
+    // Builds the graph for the layers of one device. own: use kvedge's operations (own.h), too. Throws std::bad_alloc.
     Measuring(const GraphRows & rows, const MeasureJob & job, const LayersOn & on, ggml_tensor * ring, bool own);
 
     bool  asks_votes() const { return job.looks.votes != Looks::Votes::none && job.n_window > 0; }
@@ -62,7 +62,7 @@ struct GraphRows::Measuring {
     void  make_part(Part & part);
     void  make_votes(Part & part, T keys);
     bool  from_ring() const { return asks_votes() && job.queries.empty(); }
-    int32_t row_at(int32_t place) const { return from_ring() ? rows.queries.row_at(place) : place; }  // of the window, oldest first
+    int32_t row_at(int32_t place) const { return from_ring() ? rows.queries.row_at(place) : place; }  // query in the window, 0: oldest
     T     sent_queries();
     T     queries_of(const Part & part, T x);
     T     mask_of(const Part & part);
@@ -85,15 +85,15 @@ struct GraphRows::Measuring {
     const MeasureJob &          job;
     const LayersOn &            on;
     bool                        own;
-    T                           ring;  // of the device's queries, as the prompt's graphs left them
-    std::vector<int32_t>        of_kind;  // tokens that anchor and deviation are of
+    T                           ring;  // the queries that the prompt's graphs left on the device
+    std::vector<int32_t>        of_kind;  // tokens that anchor and deviation are measured over
     GraphHighPass               filter;
     Parcel                      parcel;
     std::vector<Part>           parts;
     std::vector<Places>         lists;
     std::unique_ptr<Sketch>     sketch;
     ggml_context *              c = nullptr;
-    Halves                      halves{};  // of the queries of all layers
+    Halves                      halves{};  // the queries of all layers
     T mask = nullptr, weights = nullptr, counts = nullptr, own_lists[2] = {};
 };
 

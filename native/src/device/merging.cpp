@@ -1,8 +1,8 @@
-// Evicted rows that join kept ones on the device where both lie. One graph compares keys, the host decides as merge_rows does,
-// and another graph adds rows up (joins.cpp). Of an evicted row, three numbers come to the host.
+// Joins evicted rows to kept rows on their device. One graph compares keys, the host chooses targets by the rule of merge_rows, and
+// another graph adds rows up (joins.cpp). For each evicted row three numbers come to the host.
 //
-// Most devices round what a product of matrices is made of to half precision: that is exact for rows in it, and enough for
-// others to find the nearest key, but for near ties.
+// Most devices round the inputs of a matrix product to half precision. This is exact for f16 rows; for other types it finds the
+// nearest key except in near ties.
 
 #include "device/taking.h"
 
@@ -19,29 +19,29 @@ using Outcome = AwayRows::Outcome;
 
 namespace {
 
-constexpr size_t BEHIND      = 4;        // numbers behind a row, so that it begins where a device likes it to:
-constexpr float  LESS        = -128.0f;  // of an evicted one these, which keep those of a kept one within half precision
-constexpr float  MOST        = 4e3f;     // of a number of a key: what is compared is a number, whatever the keys hold
-constexpr float  NOTHING     = -1e20f;   // scores below are of keys that take no row
-constexpr size_t READY       = 16384;    // evicted rows of all heads
-constexpr size_t ENTRY_BYTES = 16;       // of an evicted row on the device: its place, and what is found
+constexpr size_t BEHIND      = 4;        // numbers appended to each row; 4 keep the rows aligned
+constexpr float  LESS        = -128.0f;  // the appended numbers of an evicted row; large, so that a kept row's fit in half precision
+constexpr float  MOST        = 4e3f;     // limit of a key's numbers in the comparison, so that products are finite
+constexpr float  NOTHING     = -1e20f;   // a score below NOTHING means a key that takes no row
+constexpr size_t READY       = 16384;    // evicted rows, of all KV heads, that are prepared at a time
+constexpr size_t ENTRY_BYTES = 16;       // device bytes of an evicted row: place, target, score, square
 
-constexpr size_t STEP        = 64;       // numbers of 4 bytes: where lists begin, since a device may want addresses aligned
+constexpr size_t STEP        = 64;       // lists begin at a multiple of 64 numbers of 4 bytes, as devices may need alignment
 
 size_t stepped(size_t n) { return (n + STEP - 1) / STEP * STEP; }
 
 }  // namespace
 
 // ---------------------------------------------------------------------------------------------------------
-// The search, of one layer. Heads that keep or evict fewer rows than others have their lists filled up with their first
-// kept row. Evicted rows lie in chunks, and in those head by head.
+// The search in one layer. Heads that keep or evict fewer rows than others pad their lists with their first kept row. Evicted rows
+// are listed chunk by chunk, and in each chunk head by head.
 
 struct GraphRows::Merging::Hunt {
-    size_t layer, heads, n_kept = 0, n_evicted = 0;  // the most of any head
+    size_t layer, heads, n_kept = 0, n_evicted = 0;  // n_kept, n_evicted: most of any head
     size_t chunk   = 0;                              // evicted rows of each head that are compared at a time
-    size_t entry   = 0;                              // of its first evicted row among the results
+    size_t entry   = 0;                              // index of the layer's first result in Found
 
-    // evicted rows of each head, in whole chunks, that are made ready at a time: for a few rows an operation takes as long
+    // Returns the evicted rows of each head, in whole chunks, that are prepared at a time: an operation on fewer rows is not faster.
     size_t block() const { return std::max<size_t>(1, READY / (chunk * heads)) * chunk; }
     size_t entries() const { return stepped(heads * n_evicted); }
     size_t place(size_t head, size_t i) const {
@@ -55,7 +55,7 @@ Outcome GraphRows::Merging::search() {
     std::vector<Hunt> hunts;
     size_t            entries = 0;
     Outcome           outcome = Outcome::done;
-    std::vector<std::vector<size_t>> own(of.from.devices.size());  // layers of each device that search by an operation of our own
+    std::vector<std::vector<size_t>> own(of.from.devices.size());  // [device] layers that OWN_NEAREST searches
     const auto        flush   = [&] {
         outcome = outcome == Outcome::done && !hunts.empty() ? search_some(hunts) : outcome;
         hunts.clear();
@@ -98,14 +98,15 @@ Outcome GraphRows::Merging::search() {
 struct GraphRows::Merging::Found {
     Tensors held = Tensors(2);
     T       target;  // [entries] i32
-    T       values;  // [2 * entries] f32: score of the target, own square
+    T       values;  // for each layer [entries] f32 scores of the targets, then [entries] squared lengths of the evicted keys
 };
 
-// Whose keys are nearest: of the products less half of the kept key's square, or over its length, the largest. A key of length
-// 0 takes no row by its angle. What is taken off a product is part of it, as numbers behind each row: a pass over all products
-// would take as long as they do. Half precision holds the first half of such a number, and the second of what it leaves.
+// Finds the nearest kept key of each evicted key: the kept key with the largest score. By distance the score is the product less half
+// of the kept key's square; by angle it is the product over the kept key's length, and keys of length 0 never win. The subtracted term is
+// part of the product, by numbers appended to each row, because another pass over all products would take as long as the products.
+// An appended number is split into two numbers that are exact in half precision.
 void GraphRows::Merging::compare(const Hunt & x, T less_behind, const Found & found, Parcel & lists, Sketch & sketch) const {
-    constexpr float LITTLE = 1e-36f, MUCH = 1e4f, LARGEST = 6e4f;  // no divisor is 0; in half precision
+    constexpr float LITTLE = 1e-36f, MUCH = 1e4f, LARGEST = 6e4f;  // LITTLE avoids division by 0; the others fit in half precision
     ggml_context * c    = sketch.context.get();
     const auto     n    = (int64_t) x.n_kept, heads = (int64_t) x.heads;
     const bool     far  = of.job.rule->reach > 0.0f;
@@ -124,8 +125,8 @@ void GraphRows::Merging::compare(const Hunt & x, T less_behind, const Found & fo
     const int64_t  d    = all->ne[0];
     const T        keys = ggml_reshape_3d(c, all, d, n, heads);
     const T length = far ? nullptr : ggml_reshape_3d(c, ggml_sqrt(c, ggml_scale_bias(c, own, 1.0f, LITTLE)), n, 1, heads);
-    T      by    = nullptr;  // evicted rows of some chunks
-    size_t begin = 0;        // the first of them
+    T      by    = nullptr;  // the prepared evicted rows of some chunks
+    size_t begin = 0;        // index of the first prepared row
     for (size_t first = 0; first < x.n_evicted; first += x.chunk) {
         const auto   m  = (int64_t) std::min(x.chunk, x.n_evicted - first);
         const size_t at = (x.entry + x.heads * first) * sizeof(float), values = at + x.entry * sizeof(float);
@@ -135,7 +136,7 @@ void GraphRows::Merging::compare(const Hunt & x, T less_behind, const Found & fo
             const T    e      = ggml_get_rows(c, rows, list);
             const T    square = squares(c, e);
             write_to(square, found.values, values + x.entries() * sizeof(float));
-            sketch.add(square);  // before the numbers are clamped
+            sketch.add(square);  // the square of the original numbers, before the clamp
             by    = ggml_concat(c, ggml_clamp(c, e, -MOST, MOST), ggml_view_2d(c, less_behind, BEHIND, n_rows, less_behind->nb[1], 0), 0);
             begin = first;
         }
@@ -150,7 +151,7 @@ void GraphRows::Merging::compare(const Hunt & x, T less_behind, const Found & fo
     }
 }
 
-// Compares the rows of some layers of one device.
+// Compares the rows of some layers of one device, and decides the targets.
 Outcome GraphRows::Merging::search_some(std::vector<Hunt> & hunts) {
     const size_t layer = hunts[0].layer, entries = hunts.back().entry + hunts.back().entries();
     const auto   device = of.from.layers[layer].device;
@@ -215,7 +216,7 @@ void GraphRows::Merging::write_evicted(const Hunt & x, size_t h, int32_t * to) c
     each_evicted(kept, of.job.n_tokens, [&](size_t i, int32_t t) { to[x.place(h, i)] = places[t]; });
 }
 
-// As merge_rows does it.
+// Sets the targets and similarities of a KV head from the search results, by the rule of merge_rows.
 void GraphRows::Merging::decide(const Hunt & x, size_t h, const int32_t * target, const float * values) {
     const auto &      kept = of.job.kept[x.layer][h];
     const MergeRule & rule = *of.job.rule;

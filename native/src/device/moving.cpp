@@ -1,5 +1,5 @@
-// Rows on their way to devices and back, as they lie where they come from or converted; and quantised rows that become plain on
-// their device, before a later message, which is read in plain f16 as every prompt is.
+// Copies rows to devices and back, converting types if they differ. Also converts quantised rows to plain f16 rows on their device
+// before a later message, because every prompt is read with plain rows.
 
 #include "device/attention.h"
 #include "device/slots.h"
@@ -13,8 +13,8 @@ namespace kvedge {
 
 namespace {
 
-// Bytes between the host and a tensor, from `offset` of it on, by way of memory that the device copies from at its full speed,
-// where there is such memory: what threads ask for at once elsewhere, the driver copies one after the other.
+// Copies `bytes` bytes from the host to a tensor at `offset` (out) or back. Uses staging memory if the device has pinned host memory,
+// because the driver makes parallel copies from other memory wait for each other.
 void copy(bool out, ggml_backend_dev_t device, Staging & staging, ggml_tensor * there, size_t offset, uint8_t * here, size_t bytes) {
     constexpr size_t PIECE = 4 << 20, SMALL = 256 << 10;
     const bool       whole = bytes < SMALL || !ggml_backend_dev_host_buffer_type(device);
@@ -31,7 +31,7 @@ void copy(bool out, ggml_backend_dev_t device, Staging & staging, ggml_tensor * 
     }
 }
 
-// n rows of one type as rows of another, by ggml's own conversions.
+// Converts n rows of d numbers from one ggml type to another.
 void convert(ggml_type type, const void * from, ggml_type wanted, void * to, int64_t d, int64_t n) {
     if (type == wanted) {
         std::memcpy(to, from, ggml_row_size(type, d) * (size_t) n);
@@ -46,7 +46,7 @@ void convert(ggml_type type, const void * from, ggml_type wanted, void * to, int
     ggml_quantize_chunk(wanted, values.data(), to, 0, n, d, nullptr);
 }
 
-// n rows of a head from row `at` of a tensor on, and where they lie in the host's memory.
+// n consecutive rows of a head: from row `at` of a device tensor on, and `rows` in host memory.
 struct Stretch {
     size_t  at;
     Rows    rows;
@@ -55,13 +55,13 @@ struct Stretch {
 
 constexpr int32_t ALL = INT32_MAX;
 
-// Which rows travel: the last ones of each head, from a store to their devices, or back.
+// The rows to copy: the last `last` rows of each head. out: to the devices, else back to the store.
 struct Trip {
     bool    out;
     int32_t last = ALL;
 };
 
-// visit(stretch) for all stretches of the last rows of a group's keys or values that lie together on both sides.
+// Calls visit(stretch) for the last `last` rows of each head of a group, in stretches that are consecutive on host and device.
 template <class F> void each_stretch(const Store & store, size_t l, const Group & group, bool keys, int32_t last, const F & visit) {
     for (size_t i = 0; i < group.heads.size(); i++) {
         const HeadView view  = store.view((int32_t) l, group.heads[i]);
@@ -87,7 +87,8 @@ template <class F> void each_stretch(const Store & store, size_t l, const Group 
     }
 }
 
-// All rows of uneven heads are many short stretches, which travel together; others may be large or few, and need no copy.
+// Copies the keys or values of a group. All rows of uneven heads are many short stretches and are copied in one piece; even heads have
+// long stretches, and a few last rows are little data: both are copied stretch by stretch.
 void move(const Trip & trip, const Slots & slots, const Store & store, size_t l, const Group & group, bool keys, Staging & staging) {
     const bool           out    = trip.out;
     const auto           device = slots.layers[l].device;
@@ -101,7 +102,7 @@ void move(const Trip & trip, const Slots & slots, const Store & store, size_t l,
     each_stretch(store, l, group, keys, trip.last, [&](const Stretch & x) {
         const ggml_type type = ggml_type_of(x.rows.type);
         const size_t    at = x.at * row, size = row * (size_t) x.n;
-        auto *          here = const_cast<uint8_t *>(x.rows.data);  // nobody else writes rows of a sequence that is away
+        auto *          here = const_cast<uint8_t *>(x.rows.data);  // only this code writes host rows of a sequence on devices
         if (single && type == there->type) {
             copy(out, device, staging, there, at, here, size);
             return;
@@ -126,7 +127,7 @@ void move(const Trip & trip, const Slots & slots, const Store & store, size_t l,
 void move_all(const Trip & trip, const Slots & slots, const Store & store) {
     const auto &         layers  = slots.layers;
     const bool           at_once = std::all_of(layers.begin(), layers.end(), [](const auto & x) { return !x.device || copies_at_once(x.device); });
-    constexpr int32_t    MOST    = 8;  // more copy no faster
+    constexpr int32_t    MOST    = 8;  // more threads copy no faster
     const int32_t        n       = at_once ? std::min(slots.n_threads, MOST) : 1;
     std::vector<Staging> staging((size_t) n);
     parallel_for(n, (int32_t) layers.size(), [&](int32_t l, int32_t worker) {
@@ -140,9 +141,10 @@ void move_all(const Trip & trip, const Slots & slots, const Store & store) {
     });
 }
 
-// From k and v [d, slots, lists] to those of a group. One list at a time, so that the f32 in between stays small.
+// Converts k and v [d, slots, lists] of `from` to the types of `to`, list by list, so that the f32 rows in between take little memory.
+// False: the device lacks an operation or memory, or failed.
 bool convert(Worker & worker, ggml_backend_dev_t device, ggml_tensor * const (&from)[2], ggml_tensor * const (&to)[2], int32_t n_threads) {
-    constexpr size_t EACH  = 5;  // tensors of a list
+    constexpr size_t EACH  = 5;  // tensors for each list
     const int64_t    lists = from[0]->ne[2];
     Sketch           sketch(EACH * 2 * (size_t) lists);
     ggml_context *   c    = sketch.context.get();

@@ -1,5 +1,5 @@
-// The search for the nearest kept keys by an operation of our own (OWN_NEAREST), where the device has it: all layers of a device
-// in one graph. Kept rows go to the device, and of each evicted row its target comes back, with their similarity where it counts.
+// The search for the nearest kept keys by OWN_NEAREST (own.h), for all layers of a device in one graph. The slots of kept rows go to
+// the device. For each evicted row its target comes back, and the cosine similarity if the merge rule uses similarities.
 
 #include "device/own.h"
 #include "device/taking.h"
@@ -19,7 +19,7 @@ using Outcome = AwayRows::Outcome;
 
 namespace {
 
-// most: of the kept rows of a head
+// Builds OWN_NEAREST. entries: size of the result. most: most kept rows of a KV head.
 T nearest(ggml_context * c, T keys, T kept, T heads, int64_t entries, const MergeRule & rule, size_t most) {
     T out       = ggml_new_tensor_2d(c, !rule.looks && most <= INT16_MAX ? GGML_TYPE_I16 : GGML_TYPE_I32, entries, rule.looks ? 2 : 1);
     out->op     = GGML_OP_FLASH_ATTN_EXT;
@@ -33,15 +33,15 @@ T nearest(ggml_context * c, T keys, T kept, T heads, int64_t entries, const Merg
 
 }  // namespace
 
-// The operation for a layer's heads, those that keep the most rows first: a device takes the longest for them.
+// The inputs of OWN_NEAREST for a layer. KV heads with the most kept rows come first, because they take the longest.
 struct GraphRows::Merging::Search {
     size_t               layer;
-    std::vector<int32_t> heads;  // [H][NEAREST_HEAD], in the order of `order`
-    std::vector<size_t>  order;
+    std::vector<int32_t> heads;  // [Hkv][NEAREST_HEAD], in the order of `order`
+    std::vector<size_t>  order;  // KV heads, by falling number of kept rows
     int32_t              n_kept = 0, entries = 0;
     T                    out = nullptr;
 
-    // first: slots of the heads' first pending rows
+    // first [Hkv]: slot of each KV head's first pending row
     Search(size_t layer, const std::vector<std::vector<int32_t>> & kept, int32_t n_tokens, const std::vector<int32_t> & first)
         : layer(layer), order(kept.size()) {
         std::iota(order.begin(), order.end(), (size_t) 0);
@@ -62,7 +62,7 @@ bool GraphRows::Merging::has_own_search(size_t l) const {
     if (!kvedge::has_own(layer.device)) {
         return false;
     }
-    for (size_t h = 0; h < of.places[l].size(); h++) {  // where rows were dropped, new ones may lie in their slots
+    for (size_t h = 0; h < of.places[l].size(); h++) {  // pending rows must be consecutive, but may reuse slots of dropped rows
         size_t at = 0;
         if (of.from.group_of(l, (int32_t) h, at).ordered) {
             const auto & all = of.places[l][h];
@@ -80,7 +80,7 @@ bool GraphRows::Merging::has_own_search(size_t l) const {
     return half && ggml_backend_dev_supports_op(layer.device, nearest(c, keys, list, heads, NEAREST_TILE, *of.job.rule, 1));
 }
 
-// Of layers of one device.
+// Searches the targets of layers of one device.
 Outcome GraphRows::Merging::search_own(const std::vector<size_t> & layers) {
     std::vector<Search> all;
     const DeviceLayer & on = of.from.layers[layers[0]];
@@ -132,7 +132,7 @@ Outcome GraphRows::Merging::search_own(const std::vector<size_t> & layers) {
     return outcome;
 }
 
-// Of the i-th head of its order.
+// Reads the targets of the i-th KV head of x.order from downloaded results.
 void GraphRows::Merging::read_own(const Search & x, size_t i, const Parcel & results) {
     const size_t   h      = x.order[i];
     const auto     begin  = (size_t) x.head(i)[NEAREST_AT];
@@ -154,8 +154,8 @@ void GraphRows::Merging::read_own(const Search & x, size_t i, const Parcel & res
     weigh(x.layer, h);
 }
 
-// One piece for all heads, which threads write first: 50 MiB at 16,384 tokens of 384 heads, whose pages take as long as the search
-// where each is asked for by itself.
+// Allocates `joined` for all KV heads in one piece, which threads touch first. 16,384 tokens of 384 KV heads take 50 MiB; in separate
+// pieces the allocation would take as long as the search.
 void GraphRows::Merging::make_room() {
     const auto all = (size_t) of.job.n_tokens;
     size_t     n   = 0;

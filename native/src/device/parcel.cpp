@@ -11,8 +11,8 @@ namespace kvedge {
 
 namespace {
 
-constexpr size_t SMALL = 1 << 20;   // bytes that no threads are started for
-constexpr size_t PIECE = 4 << 20;   // of the host's memory that stays
+constexpr size_t SMALL = 1 << 20;   // bytes below which several threads are not worth their start
+constexpr size_t PIECE = 4 << 20;   // bytes of the staging memory that the worker keeps
 
 }  // namespace
 
@@ -47,7 +47,7 @@ ggml_tensor * Parcel::piece(ggml_context * context, size_t offset, size_t bytes)
     return all;
 }
 
-// Many bytes get pages of their own: large ones where the system has them, and not written before they are filled.
+// Returns host memory: staging memory for few bytes, else fresh pages, which are large where the system has large pages.
 uint8_t * Parcel::room(size_t bytes) {
     if (worker_ && bytes <= PIECE) {
         return worker_->staging.room(device_, ggml_backend_dev_host_buffer_type(device_) ? PIECE : bytes);
@@ -59,7 +59,8 @@ uint8_t * Parcel::room(size_t bytes) {
     return pages_.data();
 }
 
-// The device copies from memory of its own liking at its full speed.
+// Copies `bytes` bytes at `offset` of the buffer to the device (there) or back. Large copies go through staging memory piece by piece,
+// as a device copies pinned memory at full speed.
 void Parcel::travel(bool there, size_t offset, size_t bytes, int32_t n_threads) const {
     const bool        direct  = !worker_ || !pages_ || !ggml_backend_dev_host_buffer_type(device_);
     uint8_t * const   between = direct ? nullptr : worker_->staging.room(device_, PIECE);

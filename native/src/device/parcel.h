@@ -1,5 +1,5 @@
-// What the host gives to a graph of ours and takes from it: tensors side by side in one buffer, which is sent in one piece and
-// fetched in one piece.
+// Parcel: the inputs and results of one of kvedge's device graphs, side by side in one buffer. Inputs are uploaded in one copy,
+// results are downloaded in one copy.
 
 #pragma once
 
@@ -16,10 +16,10 @@ namespace kvedge {
 
 class Parcel {
   public:
-    explicit Parcel(ggml_backend_dev_t device, std::shared_ptr<Worker> worker = nullptr);  // whose memory it may use
+    explicit Parcel(ggml_backend_dev_t device, std::shared_ptr<Worker> worker = nullptr);  // worker: lends memory
 
-    // The values of a tensor that no operation makes: write(values, i) fills in a part of them, for each i < n_parts, before they
-    // are sent, on several threads at a time. What it refers to must last as long.
+    // Adds an input tensor. upload() calls write(values, i) for each i < n_parts, on several threads at a time; call i fills part i
+    // of the tensor's values. All that `write` refers to must live until upload() returns.
     template <class X> void send(ggml_tensor * t, const std::function<void(X *, int32_t)> & write, int32_t n_parts = 1) {
         const size_t at = place(t, sent_bytes_);
         sent_.emplace_back(t, at);
@@ -27,15 +27,15 @@ class Parcel {
             tasks_.push_back([write, at, i](uint8_t * values) { write((X *) (values + at), i); });
         }
     }
-    // The result of an operation, which then lies here and nowhere else.
+    // Adds a result tensor, whose memory becomes part of this buffer.
     void fetch(ggml_tensor * t) { fetched_.emplace_back(t, place(t, fetched_bytes_)); }
 
-    // Memory for all of them on the device, before the graph's own. False: there is none.
+    // Takes device memory for all added tensors; call before Worker::make_room. False: the device is out of memory.
     bool allocate();
-    void upload(int32_t n_threads);  // what is sent
-    void download(int32_t n_threads = 1);  // what was fetched
+    void upload(int32_t n_threads);  // writes the inputs and copies them to the device. Throws std::bad_alloc
+    void download(int32_t n_threads = 1);  // copies the results to the host. Throws std::bad_alloc
 
-    const float * values(const ggml_tensor * t) const;  // of a result
+    const float * values(const ggml_tensor * t) const;  // a result after download()
     size_t        sent_bytes() const { return sent_bytes_; }
     size_t        fetched_bytes() const { return fetched_bytes_; }
 
@@ -54,8 +54,8 @@ class Parcel {
     Places                                         sent_, fetched_;
     size_t                                         sent_bytes_ = 0, fetched_bytes_ = 0;
     std::vector<std::function<void(uint8_t *)>>    tasks_;
-    uint8_t *                                      values_ = nullptr;  // what is sent, and then what was fetched
-    Pages                                          pages_;   // where they lie, if they are many
+    uint8_t *                                      values_ = nullptr;  // host copy: of the inputs, after download() of the results
+    Pages                                          pages_;   // memory of values_, if it is too large for the worker's staging
 };
 
 }  // namespace kvedge

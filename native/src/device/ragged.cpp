@@ -1,7 +1,7 @@
-// Heads of different lengths where the device has attention over them (cuda/ragged.cu, cpu/ragged.cpp): all rows of a
-// layer lie in one list of slots, each head's in a region of it that has room for more, and a span for each head says where.
-// Nothing is padded and no mask is needed, but one number for each slot where rows have biases or go one by one. The operation
-// writes the token's own rows before it reads them.
+// Attention of one token over KV heads of different lengths by OWN_RAGGED (cuda/ragged.cu, cpu/ragged.cpp). All rows of a layer lie in
+// one list of slots. Each KV head has a region of the list with room for more rows, and a span: first slot, number of rows. No row is
+// padded. A mask, one number for each slot, exists only if rows have biases or may be dropped. The operation writes the token's own
+// rows before it reads rows.
 
 #include "device/graph_rows.h"
 
@@ -11,7 +11,7 @@ using T = ggml_tensor *;
 
 namespace {
 
-// Part of a tensor of i32 as numbers of another type.
+// Views part of an i32 tensor, from number `offset` on, as [ne0, ne1] numbers of another type.
 T viewed(ggml_context * c, T x, ggml_type type, int64_t ne0, int64_t ne1, int64_t offset) {
     const auto size = (int64_t) (ggml_type_size(type) / sizeof(int32_t));
     T          out  = ggml_view_1d(c, x, ne0 * ne1 * size, (size_t) offset * sizeof(int32_t));
@@ -24,7 +24,7 @@ T viewed(ggml_context * c, T x, ggml_type type, int64_t ne0, int64_t ne1, int64_
     return out;
 }
 
-// q [d_k, 1, H], k and v [d, slots], mask [slots] or NULL, spans [2 + H / Hkv, Hkv]: [d_v, H, 1].
+// Builds OWN_RAGGED: [d_v, H, 1] of in.q [d_k, 1, H], in.k and in.v [d, slots], mask [slots] or NULL, spans [2 + H / Hkv, Hkv].
 T attention_over_spans(const GraphLayer & in, T mask, T spans) {
     T out = ggml_flash_attn_ext(in.ctx, in.q, in.k, in.v, mask, in.scale, 0.0f, in.softcap);
     ggml_prec_set_acc(out, GGML_PREC_F32);
@@ -53,7 +53,7 @@ bool has_ragged(ggml_backend_dev_t device, const LayerShape & shape, const Stora
     return ggml_backend_dev_supports_op(device, attention_over_spans({ c, q, k, v, nullptr, 1.0f, shape.softcap }, nullptr, spans));
 }
 
-// Of one token: [d_v * H / Hkv, heads].
+// Returns the attention output of one token, [d_v * H / Hkv, heads].
 T GraphRows::attend_regions(const GraphLayer & in, const DeviceLayer & layer, const Group & group) const {
     ggml_context *   c     = in.ctx;
     const LayersOn & on    = slots_.devices[layer.on];
@@ -62,7 +62,7 @@ T GraphRows::attend_regions(const GraphLayer & in, const DeviceLayer & layer, co
     T                index = viewed(c, from.spans, GGML_TYPE_I64, heads, 1, index_at(on) + 2 * (int64_t) group.span);
     T                spans = viewed(c, from.spans, GGML_TYPE_I32, on.span, heads, on.span * (int64_t) group.span);
     T              mask  = group.mask;
-    if (slots_.form.dropping) {  // the slot of a row that went had its bias, or was hidden
+    if (slots_.form.dropping) {  // the new row takes the slot of a dropped row, whose bias or -inf the mask may still hold
         T zeros = ggml_view_2d(c, from.zeros, 1, heads, from.zeros->nb[2], 0);
         mask    = ggml_reshape_1d(c, ggml_set_rows(c, ggml_reshape_2d(c, mask, 1, group.slots), zeros, index), group.slots);
     }

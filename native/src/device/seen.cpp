@@ -17,7 +17,7 @@ std::vector<float> read(T x) {
     return out;
 }
 
-// The first `rows` numbers of the rows [head, head + n) of x [width, ..].
+// Returns the first `rows` numbers of each of the rows [head, head + n) of x [width, ..]. Empty if x is empty.
 std::vector<float> cut(const std::vector<float> & x, int32_t width, size_t head, size_t n, int32_t rows) {
     std::vector<float> out;
     out.reserve(x.empty() ? 0 : n * (size_t) rows);
@@ -68,7 +68,7 @@ bool Ring::make(const Incoming & incoming) {
     return true;
 }
 
-// Where no query is kept, a window that leaves tokens out is none.
+// If the graph keeps no query, the count of tokens starts anew: a window must not skip tokens.
 std::vector<int64_t> Ring::enter(int32_t n) {
     std::vector<int64_t> places;
     tokens_ = kept_ > 0 ? tokens_ + n : 0;
@@ -79,7 +79,7 @@ std::vector<int64_t> Ring::enter(int32_t n) {
     return places;
 }
 
-// A ring, so that older ones stay where few tokens follow.
+// Writes to a ring, so that a short ubatch replaces only the oldest queries.
 T Ring::write(const GraphLayer & in, const DeviceLayer & layer, T index) const {
     const int64_t n = in.q->ne[2], kept = std::min<int64_t>(n, kept_);
     if (kept == 0) {
@@ -94,7 +94,7 @@ T Ring::write(const GraphLayer & in, const DeviceLayer & layer, T index) const {
     return ggml_set_rows(c, ring, ggml_permute(c, last, 0, 2, 1, 3), place);
 }
 
-// Of a ring that is full, or of one that never was.
+// The ring must be full, or hold all tokens since it was read.
 bool Ring::holds(int32_t n) const { return n > 0 && n == last_ && (n == window_ || n == tokens_); }
 
 int32_t Ring::row_at(int32_t place) const {
@@ -131,7 +131,7 @@ LastQueries Ring::read() {
 uint64_t Sums::bytes() const { return bytes_of(on_); }
 
 bool Sums::keeps(const Incoming & incoming) const {
-    const int32_t before = slots_.even ? slots_.even_rows() - incoming.pending : 0;  // the rows that are not pending
+    const int32_t before = slots_.even ? slots_.even_rows() - incoming.pending : 0;  // rows before the pending rows
     const bool    same   = incoming.summed == what_ && before == from_ && incoming.parts == parts_;
     const bool    fits   = incoming.n <= queries_ && slots_.fits(incoming) && slots_.shown() - from_ <= rows_;
     return !incoming.summed.any() || (same && fits);

@@ -1,6 +1,6 @@
-// Attention of several tokens over heads of different lengths: a later message. Each head's rows are laid side by side in
-// memory of one layer, the new ones first, so that which of these a token sees is the same for all heads, and padding is last,
-// where kernels pass over it. The rows are copied as 32-bit words, bit for bit.
+// Attention of several tokens over KV heads of different lengths, as for a later message. The rows of each KV head are copied side by
+// side: new rows first, so that all heads share one causal mask of the new rows; padding last, where kernels skip it. Rows are copied
+// as 32-bit words, bit for bit.
 
 #include "device/graph_rows.h"
 
@@ -10,7 +10,7 @@ using T = ggml_tensor *;
 
 namespace {
 
-// [d, columns, 1, heads] of the type of x [d, slots, lists].
+// Copies the rows in `places` of x [d, slots, lists]. Returns [d, columns, 1, heads] of the type of x.
 T side_by_side(ggml_context * c, T x, T places, int64_t columns, int64_t heads) {
     T rows = ggml_get_rows(c, flat_as(c, x, GGML_TYPE_I32), places);
     T out  = ggml_view_4d(c, rows, rows->ne[0], columns, 1, heads, rows->nb[1], (size_t) columns * rows->nb[1],
@@ -21,14 +21,14 @@ T side_by_side(ggml_context * c, T x, T places, int64_t columns, int64_t heads) 
     return out;
 }
 
-// Of each head its biases, where they count for all tokens, and which of the new rows a token sees: [columns, n, 1, heads].
+// Returns the mask [columns, n, 1, heads]: each head's biases (from column `at` on), plus `fresh` [columns, n], which hides new rows.
 T joined_mask(ggml_context * c, T biases, T fresh, int64_t columns, int64_t n, int64_t heads, size_t at) {
     const size_t size = sizeof(ggml_fp16_t), head = (size_t) columns * size;
     T            all  = ggml_view_4d(c, biases, columns, 1, 1, heads, head, head, head, at * size);
     return ggml_add(c, ggml_repeat_4d(c, all, columns, n, 1, heads), ggml_view_2d(c, fresh, columns, n, fresh->nb[1], 0));
 }
 
-// Of a tensor whose KV heads are on its last dimension, those of a group.
+// Returns the KV heads `pick` of x, whose KV heads are on dimension `last`, the last dimension.
 T picked(ggml_context * c, T x, T pick, int last) {
     int64_t ne[4] = { x->ne[0], x->ne[1], x->ne[2], x->ne[3] };
     T       rows  = ggml_get_rows(c, ggml_reshape_2d(c, whole(c, x), ggml_nelements(x) / ne[last], ne[last]), pick);
@@ -51,7 +51,7 @@ bool reads_several(ggml_backend_dev_t device) {
     return !lacking(device, sketch.graph);
 }
 
-// [d_v * H, n]
+// Returns the attention output [d_v * H, n].
 T GraphRows::attend_several(const GraphLayer & in, const DeviceLayer & layer) const {
     ggml_context * c    = in.ctx;
     const auto &   from = inputs_.of(layer).several;

@@ -13,7 +13,7 @@ namespace kvedge {
 
 namespace {
 
-constexpr int32_t STEP = 256;  // slots by which what a graph looks at grows, so that it serves many tokens
+constexpr int32_t STEP = 256;  // a graph reads a multiple of STEP slots, so that one graph serves many tokens
 
 int32_t rounded(int32_t n) { return (n + STEP - 1) / STEP * STEP; }
 
@@ -63,10 +63,10 @@ void Group::drop(size_t i, int32_t row) {
     spare[i].push_back(*slot);
     const auto came = (size_t) (*slot - first[i]);
     if (came < biases[i].size()) {
-        biases[i][came] = 0.0f;  // of the row that takes its place
+        biases[i][came] = 0.0f;  // the next row in this slot has no bias
     }
     order[i].erase(slot);
-    if (spare[i].size() > 1) {  // else the next row takes it, and it stays visible
+    if (spare[i].size() > 1) {  // a single free slot stays visible: the next row takes it
         write_mask();
     }
 }
@@ -92,8 +92,8 @@ void Group::move_to(const std::vector<int32_t> & starts) {
     }
 }
 
-// Rows that came with a bias have it; slots that rows were taken from, and that no other has got yet, are hidden, and so are
-// those of a list behind its rows. A region's end is in its span.
+// Writes the bias of each row, and -inf for free slots. Slots behind the rows get -inf in a list; in a region they need no -inf,
+// as the span ends the region.
 void Group::write_mask() const {
     if (!mask) {
         return;
@@ -114,7 +114,7 @@ void Group::write_mask() const {
 }
 
 // ---------------------------------------------------------------------------------------------------------
-// All of them
+// All layers
 
 Slots::Slots(const std::vector<LayerShape> & of, const std::vector<ggml_backend_dev_t> & places, const Form & as, uint64_t & count,
              std::shared_ptr<Workers> by)
@@ -152,7 +152,7 @@ bool Slots::refuse(ggml_backend_dev_t device) {
     return false;
 }
 
-// It is asked for when a compression is over, and nothing may fail.
+// Allocates nothing, because callers ask after a compression, when nothing may fail.
 uint64_t Slots::bytes() const {
     uint64_t   n     = 0;
     const auto holds = [](const DeviceLayer & layer, const Tensors * held) {
@@ -205,9 +205,9 @@ bool Slots::make_group(size_t l, Group & group, int32_t slots) {
     return true;
 }
 
-// Rows of all groups at once. False: the device does not copy them so.
+// Copies the rows of all groups in one graph. False: the device lacks an operation or memory, or failed.
 bool Slots::copy_by_graph(const LayersOn & on, const std::vector<Unmade> & groups, const std::vector<Room> & to) const {
-    constexpr size_t NODES = 10;  // of a group
+    constexpr size_t NODES = 10;  // graph nodes of a group
     Sketch           sketch(NODES * groups.size());
     Parcel           parcel(on.device, on.worker);
     ggml_context *   c = sketch.context.get();
@@ -219,7 +219,7 @@ bool Slots::copy_by_graph(const LayersOn & on, const std::vector<Unmade> & group
         }
         ggml_tensor * const index = ggml_new_tensor_1d(c, GGML_TYPE_I32, (int64_t) x.slots * (int64_t) group.lists());
         parcel.send<int32_t>(index, [&x, &group](int32_t * out, int32_t) {
-            for (size_t h = 0; h < group.heads.size(); h++) {  // slots without a row get one that there is
+            for (size_t h = 0; h < group.heads.size(); h++) {  // slots without a row get the first row, a valid number
                 const int32_t first = group.first[h] + (group.regions ? 0 : (int32_t) h * group.slots), rows = group.used[h] - group.first[h];
                 const int32_t n     = group.regions ? x.starts[h + 1] - x.starts[h] : x.slots;
                 for (int32_t r = 0; r < n; r++) {
@@ -237,7 +237,7 @@ bool Slots::copy_by_graph(const LayersOn & on, const std::vector<Unmade> & group
     return on.worker->make_room(on.device, sketch.graph, n_threads) && on.worker->compute(sketch.graph);
 }
 
-// Groups of a device whose rows are copied; their old memory goes.
+// Moves groups of a device to larger buffers and frees the old buffers. False: the device is out of memory.
 bool Slots::make_larger(const LayersOn & on, const std::vector<Unmade> & groups) {
     const auto        held = std::make_shared<Tensors>(Room::TENSORS * groups.size());
     std::vector<Room> rooms;
@@ -269,10 +269,10 @@ bool Slots::make_larger(const LayersOn & on, const std::vector<Unmade> & groups)
     return true;
 }
 
-// The first of a sequence's: layers share buffers, since a device takes its time for each, but not all of them one, so that
-// some go when the first layers get smaller.
+// Makes the first buffers of a sequence. Layers share a buffer, because each buffer costs time on a device. A device gets several
+// buffers, so that a compression can free one before it has replaced all layers.
 bool Slots::make_groups(const std::vector<Unmade> & groups) {
-    constexpr size_t BUFFERS = 4;  // for the layers of a device
+    constexpr size_t BUFFERS = 4;  // buffers of a device
     for (const LayersOn & on : devices) {
         std::vector<Unmade> of;
         std::copy_if(groups.begin(), groups.end(), std::back_inserter(of), [&](const Unmade & x) { return layers[x.layer].device == on.device; });
@@ -351,7 +351,7 @@ int32_t Slots::even_rows() const {
     return 0;
 }
 
-// Slots that a group of lists is to have.
+// Returns the slots that each list of a group needs. Not for regions.
 static int32_t wanted(const Group & group, const Incoming & incoming, bool even) {
     const int32_t held = group.most_used(), need = held + incoming.n;
     if (need <= group.slots) {
@@ -360,12 +360,12 @@ static int32_t wanted(const Group & group, const Incoming & incoming, bool even)
     if (incoming.follow > incoming.n) {
         return slots_for(held + incoming.follow);
     }
-    // in steps that keep the cost of a token constant
+    // growth in proportion to the size keeps the copies per token constant
     const int32_t more = even && incoming.n > 1 ? rounded(need + need / 2) : slots_for(need + need / 8);
     return std::max(slots_for(need), more);
 }
 
-// Where regions are to begin; empty: there is room.
+// Returns the new starts of a group's regions; empty: all regions have room.
 static std::vector<int32_t> grown_regions(const Group & group, const Incoming & incoming) {
     int32_t rows = 0;
     bool    fit  = true;
@@ -387,7 +387,7 @@ bool Slots::fits(const Incoming & incoming) const {
 }
 
 bool Slots::grow(const Incoming & incoming) {
-    constexpr uint64_t AT_ONCE = 64 << 20;  // bytes: a device takes its time for each buffer, but what they replace goes with the last
+    constexpr uint64_t AT_ONCE = 64 << 20;  // bytes of new rows per buffer: more saves time, but the old rows stay that long
     std::vector<Unmade> first;
     for (const LayersOn & on : devices) {
         std::vector<Unmade> larger;
@@ -436,15 +436,15 @@ std::vector<std::vector<int64_t>> Slots::take(int32_t n) {
 }
 
 // ---------------------------------------------------------------------------------------------------------
-// Where heads are about to lie
+// The layout of a layer
 
-// What is known of heads that are about to lie together, before there is memory for their rows.
+// Returns a group of KV heads with its slots planned, but without memory. Moves the heads' biases out of `of`.
 Group Slots::placed(HeadRows & of, const std::vector<int32_t> & heads, bool regions) const {
     int32_t rows = 0, next = 0;
     for (const int32_t head : heads) {
         rows += of.n[(size_t) head];
     }
-    const int32_t mean = rows / (int32_t) heads.size();  // a token takes a slot of each head, so that all regions are full at once
+    const int32_t mean = rows / (int32_t) heads.size();  // equal free slots: each token takes one slot of each head
     Group         group;
     group.heads   = heads;
     group.regions = regions;
@@ -460,13 +460,13 @@ Group Slots::placed(HeadRows & of, const std::vector<int32_t> & heads, bool regi
         group.biases.push_back(of.biases.empty() ? std::vector<float>() : std::move(of.biases[head]));
         next += n + REGION_ROOM + mean / 32;
     }
-    const int32_t used = group.most_used(), more = used / 32;  // of an answer, beside the few tokens that there is always room for
-    // of a prompt that is yet to come, grow() knows how many slots
+    const int32_t used = group.most_used(), more = used / 32;  // slots for tokens of the answer, in addition to slots_for's
+    // an empty even group has no slots yet: grow() will know the length of the prompt
     group.slots = used == 0 && even ? 0 : regions ? next : slots_for(used + more);
     return group;
 }
 
-// heads: in the order in which they lie, unless that is their own.
+// Makes DeviceLayer::joined, unless the KV heads are ascending. heads: KV heads in the order of the groups.
 bool Slots::make_order(size_t l, const std::vector<int32_t> & heads) {
     DeviceLayer & layer = layers[l];
     if (std::is_sorted(heads.begin(), heads.end())) {

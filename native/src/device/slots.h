@@ -1,10 +1,10 @@
-// Where the rows of one sequence lie in buffers of their layers' devices: a GPU, another machine, or the CPU. The store keeps all
-// it knows of them meanwhile, but their memory.
-//
-// While all heads of all layers have as many rows they are even: one tensor of keys and one of values for a layer, every head
-// with its rows in the first of its slots, in token order. Else, and where rows have biases, a device that has attention over
-// heads of different lengths has all rows of a layer in one list of slots, each head's in a region of it; elsewhere heads of
-// similar length share a group, each with a list of slots and a mask. Where a decode policy drops rows, the next one takes the slot.
+// Slots: the places of a sequence's rows in device buffers. A device is a GPU, another machine, or the CPU. Meanwhile the host's store
+// keeps everything about the rows except their memory. A layer has one of three layouts:
+//   even     All KV heads of all layers have the same number of rows, and no row has a bias. A layer has one key tensor and one value
+//            tensor; the rows of each KV head fill its first slots in token order.
+//   regions  The layer's device has OWN_RAGGED (own.h). All rows of the layer share one list of slots; each KV head has a region of it.
+//   groups   KV heads of similar length form a group; each KV head has a list of slots and a mask.
+// If a decode policy drops a row, the next row takes the free slot.
 
 #pragma once
 
@@ -20,7 +20,7 @@
 
 namespace kvedge {
 
-// What is added up of a prompt's attention.
+// The sums of a prompt's attention that are wanted (AttentionSums in seen.h).
 struct Summed {
     bool columns = false, squares = false, entropy = false;
 
@@ -28,97 +28,97 @@ struct Summed {
     bool operator==(const Summed & x) const { return columns == x.columns && squares == x.squares && entropy == x.entropy; }
 };
 
-// Tokens that are about to be read.
+// Tokens that the next graphs will read.
 struct Incoming {
-    int32_t n;       // in the next graph
-    int32_t follow;  // in this one and those after it: slots are made for all of them
-    int32_t window;  // last queries that are kept
+    int32_t n;       // tokens of the next graph
+    int32_t follow;  // tokens of the next graph and the announced graphs after it; slots are made for all these tokens
+    int32_t window;  // number of last queries to keep
     Summed  summed;
-    int32_t pending;  // rows of every head that are pending already
-    int32_t parts;    // pieces in which a layer's attention may be added up
+    int32_t pending;  // pending rows of every KV head before these tokens
+    int32_t parts;    // most pieces in which a layer's attention is added up
 };
 
-// Tensors of a group, which may share a buffer with those of other layers.
+// The tensors of a group. Several groups may share one buffer.
 struct Room {
     static constexpr size_t TENSORS = 4;
 
     std::shared_ptr<Tensors> held;
     ggml_tensor *            k    = nullptr;  // [d_k, slots, lists]
     ggml_tensor *            v    = nullptr;  // [d_v, slots, lists]
-    // where heads are uneven: [slots, 1, heads] f16, a row's bias, or -inf; with regions [slots], or NULL: all 0
+    // [slots, 1, lists] f16: bias of each row, or -inf. NULL: even, or regions in which no row has a bias or may be dropped
     ggml_tensor *            mask = nullptr;
-    ggml_tensor *            pick = nullptr;  // [heads] i32, where they are not all, in their own order
-    int32_t                  slots = 0;       // of each list
+    ggml_tensor *            pick = nullptr;  // [heads] i32: the group's KV heads; NULL: all KV heads in ascending order
+    int32_t                  slots = 0;       // slots of each list
 };
 
-// Heads, one after the other, whose rows are laid side by side while several tokens attend to them.
+// Consecutive KV heads of a group whose rows are copied side by side for a ubatch of several tokens (several.cpp).
 struct SidePart {
-    size_t  first, heads;
-    int32_t columns;  // of each head: the new rows, its older ones, and padding
-    size_t  at;       // of its first column among those of its device
+    size_t  first, heads;  // index of the first KV head in Group::heads, number of KV heads
+    int32_t columns;  // columns of each KV head: new rows, older rows, padding
+    size_t  at;       // index of the part's first column among the columns of its device
 };
 
-// Heads whose rows lie in the same tensors.
+// KV heads of one layer whose rows lie in the same tensors.
 struct Group : Room {
     std::vector<int32_t> heads;
-    bool                 regions = false;  // all heads of the layer share one list, and each has a region of it
-    std::vector<int32_t> first;            // of each head: slot of its first row
-    std::vector<int32_t> used;             // likewise: end of the slots that have or had a row
-    // where rows are dropped: the slots of each head's rows, in token order, and those that are free again
+    bool                 regions = false;  // all KV heads of the layer share one list; each has a region of it
+    std::vector<int32_t> first;            // [head] slot of the first row
+    std::vector<int32_t> used;             // [head] end of the slots that have or had a row
+    // ordered: a decode policy may drop rows. Then order has the slots of each head's rows in token order, spare has free slots
     bool                              ordered = false;
     std::vector<std::vector<int32_t>> order, spare;
-    std::vector<std::vector<float>>   biases;  // of the rows with which each head came; empty: all 0
-    size_t                entry = 0, span = 0;  // of its first head in the index input of its device, and among the spans
-    std::vector<SidePart> parts;                // while several tokens are read
-    bool                  stale = false;        // the mask does not show all rows yet
+    std::vector<std::vector<float>>   biases;  // [head] biases of the rows that the layout began with; empty: all 0
+    size_t                entry = 0, span = 0;  // position of the group's first head in the index input, and in the spans, of its device
+    std::vector<SidePart> parts;                // set for a ubatch of several tokens
+    bool                  stale = false;        // the mask on the device is out of date
 
     size_t  lists() const { return regions ? 1 : heads.size(); }
     int32_t n_rows(size_t i) const { return ordered ? (int32_t) order[i].size() : used[i] - first[i]; }
     int32_t most_used() const { return *std::max_element(used.begin(), used.end()); }
-    // The slots of a head's rows in token order, from the first slot of all lists on.
+    // Returns the slots of the i-th head's rows in token order, counted from the first slot of the group's tensors.
     std::vector<int32_t> slots_of(size_t i) const;
-    std::vector<float>   biases_of(size_t i) const;                       // of a head's rows in token order
-    int32_t              take_slot(size_t i);                             // of a head's next row
-    void                 drop(size_t i, int32_t row);                     // a head's row, in token order
-    std::vector<int32_t> starts(int32_t room) const;                      // of regions with room for more rows, and their end
-    void                 move_to(const std::vector<int32_t> & starts);    // regions
-    void                 write_mask() const;                              // what every head may look at so far, to the device
-    void                 fill() const;                                    // what the host knows, into tensors that have memory
+    std::vector<float>   biases_of(size_t i) const;                       // returns the biases of a head's rows in token order
+    int32_t              take_slot(size_t i);                             // takes and returns the slot of a head's next row
+    void                 drop(size_t i, int32_t row);                     // removes a head's row, counted in token order
+    std::vector<int32_t> starts(int32_t room) const;                      // returns regions with `room` free slots each, and their end
+    void                 move_to(const std::vector<int32_t> & starts);    // renumbers the slots of moved regions
+    void                 write_mask() const;                              // writes the mask of all rows to the device
+    void                 fill() const;                                    // writes mask and pick to the device
 };
 
-// Tokens that a region always has room for: a layer whose regions grow gets new buffers, and a graph is made anew. As many as a list
-// of even rows has on average, which is rounded up to 256.
+// Free slots that every new region has at least. Regions that grow need new buffers and a new graph. 128 is the mean number of free
+// slots in an even list, whose length is a multiple of 256.
 constexpr int32_t REGION_ROOM = 128;
 
-// The rows that the heads of a layer are about to hold.
+// The number of rows of each KV head in a new layout of a layer, and the rows' biases.
 struct HeadRows {
     std::vector<int32_t>            n;       // [Hkv]
-    std::vector<std::vector<float>> biases;  // [Hkv][n]; empty: no row of any layer has one
+    std::vector<std::vector<float>> biases;  // [Hkv][n]; empty: no row of any layer has a bias
 };
 
 struct DeviceLayer {
-    ggml_backend_dev_t device = nullptr;  // NULL: its rows stay with the store
+    ggml_backend_dev_t device = nullptr;  // NULL: the host's store keeps the layer's rows
     std::vector<Group> groups;
-    Tensors            order;
-    ggml_tensor *      joined = nullptr;  // [Hkv] i32: where each head lies, when groups follow each other; NULL: in their order
-    size_t             on     = 0;        // its device, in Slots::devices
-    size_t             query_at = 0, head_at = 0;  // its place on the device: numbers of a query, KV heads
+    Tensors            order;             // holds `joined`
+    ggml_tensor *      joined = nullptr;  // [Hkv] i32: position of each KV head in the concatenated groups; NULL: ascending
+    size_t             on     = 0;        // index of the layer's device in Slots::devices
+    size_t             query_at = 0, head_at = 0;  // query numbers and KV heads of the device's layers before this layer
 };
 
-// What the layers of one device have together.
+// Totals over the layers of one device.
 struct LayersOn {
     ggml_backend_dev_t  device = nullptr;
     std::vector<size_t> layers;
-    size_t              entries = 0;  // of the index input, for a token
-    int32_t             most    = 0;  // heads of a group
-    size_t              spanned = 0;  // heads that have spans
-    int64_t             span    = 2;  // numbers of a span: first slot, rows, and of each query head one that is 0
-    size_t              query = 0, heads = 0;  // numbers of a token's query, KV heads
+    size_t              entries = 0;  // entries of the index input for each token: 1 if even, else KV heads
+    int32_t             most    = 0;  // most KV heads of a group
+    size_t              spanned = 0;  // KV heads that have spans
+    int64_t             span    = 2;  // i32 numbers of a span: first slot, number of rows, and a counter (0) for each query head
+    size_t              query = 0, heads = 0;  // numbers of a token's queries; KV heads
     std::shared_ptr<Worker> worker;
 };
 
 struct Slots {
-    // How rows lie on devices: those of the store are converted where their types differ. dropping: single ones may go.
+    // The types of rows on devices; rows of another type are converted on their way. dropping: a decode policy may drop rows.
     struct Form {
         Storage storage;
         bool    dropping;
@@ -129,49 +129,49 @@ struct Slots {
     Slots(const std::vector<LayerShape> & shapes, const std::vector<ggml_backend_dev_t> & places, const Form & form, uint64_t & stamps,
           std::shared_ptr<Workers> workers);
 
-    // The rows of `from` go to the devices, and its memory is given back. False: a device has no memory (full_device), and
-    // nothing has changed. Throws std::bad_alloc.
+    // Copies the rows of `from` to the devices and frees their host memory. False: a device is out of memory (full_device), and
+    // nothing changed. Throws std::bad_alloc.
     bool load(Store & from);
-    bool fetch(Store & to);  // and back; what is on the devices is freed. False: no memory, and nothing has changed
-    bool make_plain();       // GraphRows::make_plain
+    bool fetch(Store & to);  // copies the rows back and frees the device memory. False: the host is out of memory, nothing changed
+    bool make_plain();       // converts quantised rows to plain rows; false: as GraphRows::make_plain
 
-    // Room for more rows of every head. False: a device has no memory (full_device). Throws std::bad_alloc.
+    // Makes room for more rows of every KV head. False: a device is out of memory (full_device). Throws std::bad_alloc.
     bool grow(const Incoming & incoming);
-    bool fits(const Incoming & incoming) const;
-    // Slots for n more rows of every head, [device][entries * n]; where rows are even [device][n].
+    bool fits(const Incoming & incoming) const;  // whether every list has room for incoming.n rows; not meant for regions
+    // Takes slots for n more rows of every KV head. Returns them as [device][entries * n]; even: [device][n].
     std::vector<std::vector<int64_t>> take(int32_t n);
 
-    // Where the rows of a layer's heads are about to lie: its groups, without memory. False: no memory.
+    // Plans the groups of a layer for these rows, without their memory. False: the device is out of memory.
     bool lay_out(size_t layer, HeadRows && rows);
-    // For so many slots, in memory that `held` is yet to be given.
+    // Returns tensors for `slots` slots of each list. Their memory comes later, from held->allocate().
     Room room_for(size_t layer, const Group & group, int32_t slots, const std::shared_ptr<Tensors> & held) const;
-    void plan_devices();                    // when the groups of all layers are known
+    void plan_devices();                    // sets `devices` from the groups of all layers
 
-    // The places of a head's rows in its layer's tensors, in token order: list * slots + slot; and of which group.
+    // Returns the group of a KV head; at: the head's index in Group::heads. Throws std::logic_error if no group has the head.
     const Group &        group_of(size_t layer, int32_t head, size_t & at) const;
-    std::vector<int32_t> places_of(size_t layer, int32_t head) const;
+    std::vector<int32_t> places_of(size_t layer, int32_t head) const;  // Group::slots_of for the head in its group
 
-    int32_t  visible(int32_t more = 0) const;  // slots that a graph over even rows looks at, with so many more rows
-    int32_t  shown() const { return visible(INT32_MAX / 2); }  // the most that there is memory for
-    int32_t  even_rows() const;                // rows of every head, where they are even
-    uint64_t bytes() const;                    // takes no memory
-    void     give_back_memory();                 // that graphs of ours left
-    bool     refuse(ggml_backend_dev_t device);  // it had no memory; false
-    void     change() { stamp = ++*stamps; }     // a tensor is another one: graphs that were built are not the same
+    int32_t  visible(int32_t more = 0) const;  // slots that a graph over even rows reads after `more` more rows; uneven: 0
+    int32_t  shown() const { return visible(INT32_MAX / 2); }  // slots that have memory, if even
+    int32_t  even_rows() const;                // rows of every KV head if even, else 0
+    uint64_t bytes() const;                    // device memory in bytes. Does not allocate
+    void     give_back_memory();                 // frees the work memory of kvedge's graphs
+    bool     refuse(ggml_backend_dev_t device);  // notes that the device is out of memory; returns false
+    void     change() { stamp = ++*stamps; }     // notes that a tensor was replaced: graphs built before are out of date
 
     const std::vector<LayerShape> * shapes;
     Form                            form;
-    uint64_t *                      stamps;  // of the tensors of a cache that were made
+    uint64_t *                      stamps;  // counter of the tensors of a cache
     std::shared_ptr<Workers>        workers;
     uint64_t                        stamp = 0;
     std::vector<DeviceLayer>        layers;
     std::vector<LayersOn>           devices;
     bool                            even      = true;
     int32_t                         n_threads = 1;
-    std::string                     full_device;  // the one that had no memory
+    std::string                     full_device;  // name of the device that was out of memory
 
   private:
-    // A group that has too little memory or none, how many slots it is to have, and where its regions are to begin.
+    // A group that needs memory, its new number of slots, and the new starts of its regions.
     struct Unmade {
         size_t               layer;
         Group *              group;
@@ -187,10 +187,10 @@ struct Slots {
     Group   placed(HeadRows & rows, const std::vector<int32_t> & heads, bool regions) const;
 };
 
-// The last n rows of every head in `from`, to the slots that were taken last.
+// Copies the last n rows of every KV head of `from` to the slots that were taken last.
 void send_last(const Slots & slots, const Store & from, int32_t n);
 
-// Whether all heads of the layers on devices hold as many rows in a store, none of them with a bias.
+// Returns whether all KV heads of the layers on devices hold the same number of rows in a store, and no row has a bias.
 bool holds_even(const Store & store, const std::vector<ggml_backend_dev_t> & places);
 
 }  // namespace kvedge

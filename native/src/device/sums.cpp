@@ -1,6 +1,6 @@
-// What a prompt's attention adds up to (H2O, LOOK-M eq. 4), where the layer lies: flash attention has no weights to look at, so
-// the graph computes the attention once more, and adds to tensors that outlive it. By kvedge's operation where the device has it
-// (cuda/sums.cu, cpu/sums.cpp), else a part of the heads at a time.
+// Sums of a prompt's attention (H2O, LOOK-M eq. 4) on the device of each layer. Flash attention exposes no weights, so the graph
+// computes the weights once more and adds them to tensors that outlive the graph. Uses OWN_SUMS (cuda/sums.cu, cpu/sums.cpp) if
+// the device has it, else plain ggml operations on some KV heads at a time.
 
 #include "device/own.h"
 #include "device/seen.h"
@@ -15,12 +15,12 @@ using T = ggml_tensor *;
 
 namespace {
 
-constexpr int64_t MATRIX = 8 << 20;  // bytes of weights below which a layer is not cut into pieces
+constexpr int64_t MATRIX = 8 << 20;  // bytes of weights of a piece; a layer with fewer bytes is one piece
 
 int64_t pieces(int64_t n, int64_t of) { return (n + of - 1) / of; }
 
-// Puts the result of an operation into memory of ours. llama.cpp's own for graphs would grow with the prompt, and be arranged
-// anew for each graph, which waits for the last one. An operation that wants more than its result takes stays there.
+// Puts the result of an operation into `memory`, unless the operation needs more memory than its result. In llama.cpp's graph memory
+// the result would grow with the prompt, and each new size would make llama.cpp wait and plan its memory anew.
 T lie_in(T memory, T x) {
     if (ggml_backend_buffer_get_alloc_size(memory->buffer, x) <= ggml_nbytes(memory)) {
         ggml_backend_tensor_alloc(memory->buffer, x, memory->data);
@@ -28,7 +28,7 @@ T lie_in(T memory, T x) {
     return x;
 }
 
-// Weights, where the products were: operations on single numbers and on rows lie between them.
+// Puts weights and the products they are made of into the same memory: all operations between them work in place.
 T in_place(T memory, T weights) {
     for (T t = weights; t->op != GGML_OP_MUL_MAT; t = t->src[0]) {
         lie_in(memory, t->src[0]);
@@ -36,15 +36,15 @@ T in_place(T memory, T weights) {
     return lie_in(memory, weights);
 }
 
-// A piece of the weights [shown, n, H], of which the rows from `first` on count, and where it is added up.
+// A piece of the weights a [shown, n, query heads], whose rows from `first` on are added to the sums.
 struct Piece {
     ggml_context * c;
     T              a;
-    int64_t        first, share, heads;  // KV heads
-    size_t         head;                 // the first of them, in the sums
-    T              last;                 // what was added last: pieces follow each other, in the same memory
+    int64_t        first, share, heads;  // share: query heads per KV head; heads: KV heads of the piece
+    size_t         head;                 // index of the first KV head in the sums
+    T              last;                 // the last addition: the next piece must wait for it, as pieces share memory
 
-    // x [rows, 1, heads] to the sums [.., all heads].
+    // Adds x [rows, 1, heads] to the sums [.., all heads].
     void add(T sums, T x) {
         T to = ggml_view_3d(c, sums, x->ne[0], 1, heads, sums->nb[1], sums->nb[1], head * sums->nb[1]);
         last = ggml_add_inplace(c, after(to, last), x);
@@ -72,7 +72,7 @@ struct Piece {
     }
 
     void add_entropy(T sums) {
-        constexpr float NEVER_ZERO = 1e-30f;  // less than any weight that counts
+        constexpr float NEVER_ZERO = 1e-30f;  // avoids log(0); below any weight that matters
         T               terms      = ggml_mul(c, a, ggml_log(c, ggml_scale_bias(c, a, 1.0f, NEVER_ZERO)));
         T               sum        = ggml_sum_rows(c, ggml_reshape_2d(c, terms, a->ne[0] * a->ne[1] * share, heads));
         add(sums, ggml_reshape_3d(c, sum, 1, 1, heads));
@@ -114,7 +114,7 @@ int32_t summing_nodes(const LayerShape & shape) {
     return WEIGHTS + COLUMNS + SQUARES + 2 * shape.n_heads / shape.n_heads_kv + ENTROPY;
 }
 
-// So that pieces of the longest graph are no larger than they need be; shorter ones have as many, which are smaller.
+// Returns the size of a piece for the longest graph. Shorter graphs have the same number of pieces, of a smaller size.
 Sums::Cut Sums::cut_of(const LayerShape & shape) const {
     const int64_t shown = from_ + rows_, n = queries_, n_kv = shape.n_heads_kv;
     const int64_t parts = std::min<int64_t>(pieces((int64_t) sizeof(float) * shown * n * shape.n_heads, MATRIX), parts_);

@@ -1,5 +1,5 @@
-// The rows that stay after a compression, gathered where they lie: those of a few layers at a time into buffers of their own,
-// whereupon the old ones are given back.
+// Copies the kept rows of a compression on their devices: the rows of a few layers at a time go to new buffers, then the old buffers
+// are freed.
 
 #include "device/taking.h"
 
@@ -18,7 +18,8 @@ using Outcome = AwayRows::Outcome;
 
 namespace {
 
-// Beside a cache, of its bytes: new rows before the first old ones are given back, and results of a graph.
+// Memory beside the rows of a device: 1 / AHEAD of their bytes for new rows before old rows are freed, but at least LEAST_AHEAD bytes;
+// 1 / WORK of their bytes for one large result of a graph.
 constexpr uint64_t AHEAD = 64, LEAST_AHEAD = 16 << 20, WORK = 24;
 
 std::vector<ggml_backend_dev_t> devices_of(const Slots & of) {
@@ -37,7 +38,7 @@ uint64_t bytes_of(const DeviceLayer & layer) {
     return n;
 }
 
-// Of the layers of one device.
+// Returns the bytes of the rows of all layers of one device.
 uint64_t bytes_on(const Slots & slots, size_t device) {
     uint64_t n = 0;
     for (const DeviceLayer & layer : slots.layers) {
@@ -49,7 +50,7 @@ uint64_t bytes_on(const Slots & slots, size_t device) {
 }  // namespace
 
 // ---------------------------------------------------------------------------------------------------------
-// What there is, and how it is to lie
+// The old and the new layout
 
 GraphRows::Taking::Taking(GraphRows & rows, const TakeJob & job)
     : rows(rows), from(rows.slots_), next(*from.shapes, devices_of(from), { job.storage, job.dropping }, *from.stamps, from.workers), job(job),
@@ -95,7 +96,7 @@ const std::vector<float> * GraphRows::Taking::pending_biases(size_t l, size_t he
 
 size_t GraphRows::Taking::n_old(size_t l, size_t head) const { return places[l][head].size() - (size_t) job.n_tokens; }
 
-// Of a head's rows that will be there, in token order.
+// Returns the biases of all rows of a KV head after the compression, in token order.
 std::vector<float> GraphRows::Taking::biases_of(size_t l, int32_t head) const {
     size_t             at  = 0;
     std::vector<float> out = from.group_of(l, head, at).biases_of(at);
@@ -104,7 +105,8 @@ std::vector<float> GraphRows::Taking::biases_of(size_t l, int32_t head) const {
     return out;
 }
 
-// After a short message few rows go: their slots are for the next tokens, and no other row moves. even: the layout that is wanted.
+// Returns whether the buffers may stay, so that only pending rows move. This is worth it if few rows are evicted, as after a short
+// message; the next tokens take their slots. even: whether the new layout is even.
 bool GraphRows::Taking::may_stay(bool even) const {
     constexpr size_t FEW = 128, SHARE = 4;
     size_t           old = 0, kept = 0, gone = 0, heads = 0;
@@ -168,7 +170,7 @@ Outcome GraphRows::Taking::lay_out_next() {
         if (!places[l].empty() && !next.lay_out(l, std::move(rows))) {
             return problem(Outcome::full, l, "has no memory for the rows that stay");
         }
-        if (next.even && from.even && !places[l].empty() && n_old(l, 0) > 0) {  // what held a message will hold its rest
+        if (next.even && from.even && !places[l].empty() && n_old(l, 0) > 0) {  // the old number of slots is enough
             Group & group = next.layers[l].groups[0];
             group.slots   = std::min(group.slots, from.layers[l].groups[0].slots);
         }
@@ -176,10 +178,10 @@ Outcome GraphRows::Taking::lay_out_next() {
     return Outcome::done;
 }
 
-// As few as the memory allows: one buffer is sooner made than many.
+// Makes as few bundles as the memory allows, because each buffer takes time to make.
 void GraphRows::Taking::make_bundles() {
     const size_t          n = from.devices.size();
-    std::vector<uint64_t> may(n), taken(n), freed(n);  // of each device
+    std::vector<uint64_t> may(n), taken(n), freed(n);  // [device] bytes
     for (size_t i = 0; i < n; i++) {
         may[i] = std::max(bytes_on(from, i) / AHEAD, LEAST_AHEAD);
     }
@@ -262,8 +264,8 @@ void GraphRows::Taking::download(const ggml_tensor * from_device, void * to) {
     ggml_backend_tensor_get(from_device, to, 0, ggml_nbytes(from_device));
 }
 
-// Where the rows of a group come from, slot by slot. Slots without a row get one that there is: what a mask hides must
-// still be a number.
+// Writes for each slot of a new group the place of its row in flat(). Slots without a row get any existing row: the mask hides these
+// slots, but their numbers must not be NaN.
 void GraphRows::Taking::write_list(size_t l, const Group & group, int32_t * list) const {
     const auto & any = places[l][(size_t) group.heads[0]];
     std::fill_n(list, (size_t) group.slots * group.lists(), any.empty() ? 0 : any[0]);
@@ -277,8 +279,8 @@ void GraphRows::Taking::write_list(size_t l, const Group & group, int32_t * list
     }
 }
 
-// Where the pending rows of a layer are going to: each behind those before it, from copies, since some go where others are.
-// Slots behind them get a row that there is.
+// Moves the kept pending rows of a layer together within their buffer. The rows are copied out first, because their new slots hold
+// other pending rows. Slots that become free get a copy of a kept row.
 void GraphRows::Taking::move_pending(size_t l, Bundle & bundle) {
     ggml_context * c     = bundle.gather->context.get();
     const T        index = ggml_new_tensor_1d(c, GGML_TYPE_I32, (int64_t) lifted[l].size());
@@ -344,7 +346,7 @@ void GraphRows::Taking::sketch(Bundle & bundle) {
     }
 }
 
-// Memory for the rows of a bundle and for what makes them. Nothing is given up for it.
+// Takes memory for the new rows of a bundle and for its graphs, and uploads the inputs. Keeps the old rows.
 Outcome GraphRows::Taking::open(Bundle & bundle) {
     const size_t first = bundle.layers[0];
     size_t       n     = 0;
@@ -409,9 +411,9 @@ Outcome GraphRows::Taking::finish(Bundle & bundle) {
 }
 
 // ---------------------------------------------------------------------------------------------------------
-// All of it
+// The whole compression
 
-// The same for half of the layers where there is no memory for all; the others are a bundle that follows.
+// Opens a bundle. If the device is out of memory, opens half of its layers; the other layers become the next bundle.
 Outcome GraphRows::Taking::open_some(size_t b) {
     for (;;) {
         auto &        layers  = bundles[b].layers;
@@ -482,14 +484,14 @@ Outcome GraphRows::Taking::prepare_all() {
 }
 
 Outcome GraphRows::Taking::replace_all() {
-    rows.queries.forget();  // till now the host could have gone on with it
+    rows.queries.forget();  // after this point the host cannot take over the compression
     for (size_t b = 0; b < bundles.size(); b++) {
         const Outcome opened = bundles[b].held ? Outcome::done : open_some(b);
         if (opened != Outcome::done || finish(bundles[b]) != Outcome::done) {
             return Outcome::failed;
         }
     }
-    for (size_t l = 0; l < places.size() && here; l++) {  // tensors are those that graphs know
+    for (size_t l = 0; l < places.size() && here; l++) {  // no call of change(): the graphs' tensors are the same
         from.layers[l].groups = std::move(next.layers[l].groups);
     }
     if (!here) {

@@ -1,4 +1,5 @@
-// A compression of rows where they lie: what take.cpp and merging.cpp share.
+// A compression of rows on their devices: Taking (take.cpp) copies the kept rows; Merging (merging.cpp, nearest.cpp, joins.cpp) adds
+// evicted rows to kept rows.
 
 #pragma once
 
@@ -15,9 +16,9 @@
 
 namespace kvedge {
 
-// Where evicted rows go, and the sums that they make on the device.
+// Finds the kept row that each evicted row joins, and builds the graphs that add the evicted rows to the kept rows.
 struct GraphRows::Merging {
-    template <class X> struct Part {  // of `room`
+    template <class X> struct Part {  // an array inside `room`
         X *    first = nullptr;
         size_t n     = 0;
 
@@ -28,102 +29,102 @@ struct GraphRows::Merging {
         size_t    size() const { return n; }
         X &       operator[](size_t i) const { return first[i]; }
     };
-    // Of one head.
+    // The joins of one KV head, as Joins in primitives/merge.h.
     struct Joined {
-        Part<int32_t> target;       // as in Joins
-        Part<float>   share, self;
+        Part<int32_t> target;       // [T]
+        Part<float>   share, self;  // [T], [kept rows]
     };
-    // Sums of a few rows each, the same number for all: row r of sum i is row index[r * n + i] of the source, times its factor.
+    // n sums of FAN rows each: row r of sum i is row index[r * n + i] of the source times factor[r * n + i].
     struct Level {
         int32_t              n = 0;
         std::vector<int32_t> index;
         std::vector<float>   factor;
-        std::vector<int64_t> ready;  // rows of the new tensor that the first sums are; the others are the next level's source
+        std::vector<int64_t> ready;  // slots of the finished sums, which are the first sums; the next level reads the other sums
     };
-    using Piece = std::vector<Level>;  // of the sums that exist at a time; the first level reads the layer's old rows
+    using Piece = std::vector<Level>;  // sums that are computed together; the first level reads the layer's old rows
 
     explicit Merging(Taking & of) : of(of) {}
 
-    Outcome search();            // what joins what, and the biases of the rows that stay
-    void    plan();    // the sums, where `next` is laid out
-    size_t  nodes(size_t layer) const;
-    void    add_up(size_t layer, Parcel & parcel, Sketch & sketch) const;  // this must outlive the parcel
+    Outcome search();            // finds targets, and computes factors and new biases
+    void    plan();    // plans the sums, after Taking::next has its layout
+    size_t  nodes(size_t layer) const;  // most graph nodes of add_up
+    void    add_up(size_t layer, Parcel & parcel, Sketch & sketch) const;  // builds the sums; this must outlive the parcel
 
   private:
     struct Hunt;
     struct Found;
     struct Search;
     struct Sums;
-    // Of a group's heads, how many sums and how many members lie before each, and all.
+    // The number of sums, and of rows in all sums (members), before each KV head of a group; the last entry is the total.
     struct Lists {
         std::vector<size_t> sums = { 0 }, members = { 0 };
 
         size_t n() const { return sums.back(); }
-        size_t size() const { return 2 * (n() + 1 + members.back()); }  // numbers
+        size_t size() const { return 2 * (n() + 1 + members.back()); }  // i32 numbers of the list for OWN_JOINS
     };
 
     Outcome search_some(std::vector<Hunt> & hunts);
     void    compare(const Hunt & hunt, ggml_tensor * less, const Found & found, Parcel & lists, Sketch & sketch) const;
     void    write_kept(const Hunt & hunt, size_t head, int32_t * to) const;
-    bool    has_own_search(size_t layer) const;  // the device has OWN_NEAREST (nearest.cpp)
+    bool    has_own_search(size_t layer) const;  // whether OWN_NEAREST can search the layer (nearest.cpp)
     Outcome search_own(const std::vector<size_t> & layers);
     void    read_own(const Search & search, size_t head, const Parcel & results);
     void    make_room();
-    void    weigh(size_t layer, size_t head);  // where targets and similarities are known
+    void    weigh(size_t layer, size_t head);  // computes factors and biases from targets and similarities
     void    write_evicted(const Hunt & hunt, size_t head, int32_t * to) const;
     void    decide(const Hunt & hunt, size_t head, const int32_t * target, const float * values);
     Lists   count(size_t layer, const Group & group) const;
     void    write_lists(size_t layer, const Group & group, const Lists & lists, size_t head, int32_t * all) const;
-    bool    has_own(size_t layer) const;  // the device has OWN_JOINS
+    bool    has_own(size_t layer) const;  // whether OWN_JOINS can add up the layer's rows
     void    add_up_own(size_t layer, Parcel & parcel, Sketch & sketch) const;
-    void    divide(size_t layer);  // makes pieces
+    void    divide(size_t layer);  // divides a layer's sums into pieces
     void    add_up_pieces(size_t layer, Parcel & parcel, Sketch & sketch) const;
     static Piece         piece_of(const Sums & sums, const std::vector<size_t> & all, size_t from, size_t to);
     template <class F> void each_head(const std::vector<Hunt> & hunts, const F & visit) const;
 
     Taking &                                     of;
-    Pages                                        room;    // of all heads: in large pages, where the system has them
+    Pages                                        room;    // memory of all of `joined`
     std::vector<std::vector<Joined>>             joined;  // [layer][head]
     std::vector<std::vector<Lists>>              lists;   // [layer][group of the new layout]
-    std::vector<std::vector<std::vector<Piece>>> pieces;  // likewise; none of a layer that has OWN_JOINS
+    std::vector<std::vector<std::vector<Piece>>> pieces;  // [layer][group of the new layout]; empty for a layer with OWN_JOINS
 };
 
 struct GraphRows::Taking {
-    // Layers of one device whose new rows get memory at once.
+    // Layers of one device whose new rows share one buffer and are computed together.
     struct Bundle {
         std::vector<size_t>              layers;
         std::shared_ptr<Tensors>         held;
-        std::unique_ptr<Parcel>          parcel;  // where rows come from, and how they are merged
+        std::unique_ptr<Parcel>          parcel;  // the graphs' inputs: places of rows, and factors
         std::unique_ptr<Sketch>          gather, merge;
     };
 
     Taking(GraphRows & rows, const TakeJob & job);
 
-    Outcome prepare_all();  // but for `done` no row has changed
-    Outcome replace_all();  // done or failed
+    Outcome prepare_all();  // takes memory for the first rows. Changes no row, whatever it returns
+    Outcome replace_all();  // replaces the rows of all layers. Returns done, or failed: rows are lost
 
-    // For the layers of one device, of which `layer` is one.
-    Outcome prepare(size_t layer, Sketch & sketch);  // room for its results
+    // These functions run a graph on the device of `layer`.
+    Outcome prepare(size_t layer, Sketch & sketch);  // checks the graph's operations and makes room for its results
     Outcome compute(size_t layer, Sketch & sketch);
     Outcome problem(Outcome outcome, size_t layer, const std::string & what);
     void    upload(Parcel & parcel);
     void    download(const ggml_tensor * from, void * to);
-    const std::vector<float> * pending_biases(size_t layer, size_t head) const;  // NULL: there are none
-    size_t  work_bytes(size_t layer) const;  // that a large result may take
+    const std::vector<float> * pending_biases(size_t layer, size_t head) const;  // [T]; NULL: no pending row has a bias
+    size_t  work_bytes(size_t layer) const;  // bytes that one large result of a graph may take
 
-    // A layer's keys or values, one list after the other: [d, rows]; once rows are to move within their buffers, copies of the
-    // pending ones.
+    // Returns a layer's keys or values [d, rows], group by group. If pending rows move within their buffers (`here`), returns
+    // the copies of the pending rows.
     ggml_tensor * flat(ggml_context * context, size_t layer, bool keys) const;
     size_t        flat_nodes(size_t layer) const { return 4 * from.layers[layer].groups.size(); }
     size_t        n_old(size_t layer, size_t head) const;
 
     GraphRows &     rows;
-    Slots &         from;  // where they lie, and where those that stay are going to
-    Slots           next;
+    Slots &         from;  // the layout before the compression
+    Slots           next;  // the layout after the compression
     const TakeJob & job;
     bool            biased = false;  // whether any row will have a bias
-    std::vector<std::vector<std::vector<int32_t>>> places;   // [layer][head] of its rows in flat(); of layers on devices
-    std::vector<std::vector<std::vector<float>>>   stay;     // [layer][head] biases of the pending rows that stay
+    std::vector<std::vector<std::vector<int32_t>>> places;   // [layer][head] index of each row in flat(); empty: layer on no device
+    std::vector<std::vector<std::vector<float>>>   stay;     // [layer][head] biases of the pending rows that are kept
     Merging                                        merging;
 
   private:
@@ -143,12 +144,12 @@ struct GraphRows::Taking {
     Outcome finish(Bundle & bundle);
 
     std::vector<Bundle>               bundles;
-    bool                              here = false;  // the rows before the pending ones stay where they are
-    std::vector<std::vector<int32_t>> lifted;        // [layer] places of the pending rows in flat(), where they are to move
-    std::vector<std::array<ggml_tensor *, 2>> copies;  // [layer] of these: keys, values
+    bool                              here = false;  // buffers stay: only pending rows move, within their buffers
+    std::vector<std::vector<int32_t>> lifted;        // [layer] places of the pending rows to copy out, if `here`
+    std::vector<std::array<ggml_tensor *, 2>> copies;  // [layer] copies of the `lifted` rows: keys, values
 };
 
-// visit(i, t) for the i-th pending row that is not kept, which is row t.
+// Calls visit(i, t) for each evicted pending row: row t is the i-th evicted row. kept: the kept rows, ascending.
 template <class F> void each_evicted(const std::vector<int32_t> & kept, int32_t n_tokens, const F & visit) {
     size_t  i = 0;
     int32_t t = 0;
@@ -163,7 +164,7 @@ template <class F> void each_evicted(const std::vector<int32_t> & kept, int32_t 
     }
 }
 
-// Adds the time of a scope.
+// Adds the microseconds that a scope takes to a counter.
 class Timer {
   public:
     explicit Timer(int64_t & us) : us_(us), start_(std::chrono::steady_clock::now()) {}

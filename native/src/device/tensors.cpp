@@ -24,7 +24,7 @@ bool Tensors::allocate(ggml_backend_dev_t device) {
     if (!buffer_) {
         return false;
     }
-    ggml_backend_buffer_clear(buffer_.get(), 0);  // masked slots count nothing, but a NaN times nothing is a NaN
+    ggml_backend_buffer_clear(buffer_.get(), 0);  // masked slots have weight 0, but 0 times a NaN would be NaN
     return true;
 }
 
@@ -152,7 +152,7 @@ bool Worker::make_room(ggml_backend_dev_t device, ggml_cgraph * graph, int32_t n
 }
 
 std::shared_ptr<ggml_backend_buffer> Worker::lend(ggml_backend_dev_t device, size_t bytes) {
-    constexpr size_t KEPT = 8 << 20;  // a GPU takes its time for each piece of memory
+    constexpr size_t KEPT = 8 << 20;  // bytes up to which a buffer is kept for reuse: a GPU is slow to allocate
     if (lent_ && lent_.use_count() == 1 && ggml_backend_buffer_get_size(lent_.get()) >= bytes) {
         return lent_;
     }

@@ -1,4 +1,4 @@
-// Tensors that share one buffer on a device, and graphs of our own there.
+// Tensors that share one buffer on a device, and the graphs that kvedge itself runs on a device.
 
 #pragma once
 
@@ -22,7 +22,7 @@ struct FreeGgml {
 
 using GgmlContext = std::unique_ptr<ggml_context, FreeGgml>;
 
-GgmlContext make_context(size_t bytes);  // for descriptions of tensors, not for data. Throws std::bad_alloc
+GgmlContext make_context(size_t bytes);  // returns a context for tensor descriptions, without data. Throws std::bad_alloc
 
 class Tensors {
   public:
@@ -30,7 +30,7 @@ class Tensors {
     explicit Tensors(size_t n);  // room for n tensors. Throws std::bad_alloc
 
     ggml_tensor * add(ggml_type type, int64_t ne0, int64_t ne1 = 1, int64_t ne2 = 1);
-    bool          allocate(ggml_backend_dev_t device);  // memory for all of them, all zero. False: there is none
+    bool          allocate(ggml_backend_dev_t device);  // takes zeroed memory for all tensors. False: the device is out of memory
     uint64_t      bytes() const { return buffer_ ? ggml_backend_buffer_get_size(buffer_.get()) : 0; }
 
   private:
@@ -38,10 +38,10 @@ class Tensors {
     std::unique_ptr<ggml_backend_buffer, FreeGgml> buffer_;
 };
 
-// Memory of the host from which a device copies, at its full speed where it has such memory.
+// Host memory for copies to and from a device: pinned memory if the device offers any, for full speed.
 class Staging {
   public:
-    uint8_t * room(ggml_backend_dev_t device, size_t bytes);  // what lay there is lost where it grows. Throws std::bad_alloc
+    uint8_t * room(ggml_backend_dev_t device, size_t bytes);  // returns `bytes` bytes; old content may be lost. Throws std::bad_alloc
     void      give_back() { *this = Staging(); }
 
   private:
@@ -49,35 +49,35 @@ class Staging {
     std::vector<uint8_t>                           plain_;
 };
 
-// Rows of any type, the first two dimensions of a view: as [d, rows], or as rows of another type with as many bytes.
+// View rows [d, slots, lists] as [d, slots * lists]. flat_as: as rows of another type with the same number of bytes.
 ggml_tensor * flat(ggml_context * context, ggml_tensor * rows);
 ggml_tensor * flat_as(ggml_context * context, ggml_tensor * rows, ggml_type type);
 
-ggml_tensor * whole(ggml_context * context, ggml_tensor * x);  // contiguous
-ggml_tensor * product(ggml_context * context, ggml_tensor * a, ggml_tensor * b);  // ggml_mul_mat, added up in f32
-ggml_tensor * squares(ggml_context * context, ggml_tensor * rows);  // [1, ...] of the lengths of rows
+ggml_tensor * whole(ggml_context * context, ggml_tensor * x);  // x, copied if it is not contiguous
+ggml_tensor * product(ggml_context * context, ggml_tensor * a, ggml_tensor * b);  // ggml_mul_mat with sums in f32
+ggml_tensor * squares(ggml_context * context, ggml_tensor * rows);  // [1, ...] squared length of each row
 
-// A graph of ours that is being built.
+// A graph of kvedge that is being built.
 struct Sketch {
-    explicit Sketch(size_t nodes);  // room for so many tensors. Throws std::bad_alloc
+    explicit Sketch(size_t nodes);  // makes room for `nodes` tensors. Throws std::bad_alloc
     void add(ggml_tensor * result) { ggml_build_forward_expand(graph, result); }
 
     GgmlContext   context;
     ggml_cgraph * graph;
 };
 
-// Runs graphs of ours on a device, between those of llama.cpp.
+// Runs kvedge's graphs on one device, between the graphs of llama.cpp.
 class Worker {
   public:
-    // Memory for the results of a graph, and for those of any smaller one. False: the device has none.
+    // Takes memory for the results of a graph, enough for any smaller graph, too. False: the device is out of memory.
     bool     make_room(ggml_backend_dev_t device, ggml_cgraph * graph, int32_t n_threads);
-    bool     compute(ggml_cgraph * graph);  // one that there is room for. False: the device failed
-    // Some memory of the device; what the last one had may be used again when that is done with it. NULL: there is none.
+    bool     compute(ggml_cgraph * graph);  // runs a graph after make_room for it. False: the device failed
+    // Returns `bytes` bytes of device memory. Reuses the last small buffer if nobody else holds it. NULL: the device is out of memory.
     std::shared_ptr<ggml_backend_buffer> lend(ggml_backend_dev_t device, size_t bytes);
-    void     give_back_memory() { memory_.reset(); }  // what it takes to run graphs stays: on a GPU it takes long to make
+    void     give_back_memory() { memory_.reset(); }  // keeps the backend, which takes long to make on a GPU
     uint64_t bytes() const { return memory_ ? ggml_gallocr_get_buffer_size(memory_.get(), 0) : 0; }
 
-    Staging staging;  // of whoever sends or fetches something
+    Staging staging;  // host memory for copies to and from the device
 
   private:
     std::shared_ptr<ggml_backend_buffer>    lent_;
@@ -85,7 +85,7 @@ class Worker {
     std::unique_ptr<ggml_gallocr, FreeGgml> memory_;
 };
 
-// Of each device the one that all sequences of a context use in turn.
+// One Worker for each device. All sequences of a context use the same workers.
 class Workers {
   public:
     std::shared_ptr<Worker> of(ggml_backend_dev_t device) {
@@ -101,27 +101,27 @@ class Workers {
     std::vector<std::pair<ggml_backend_dev_t, std::shared_ptr<Worker>>> all_;
 };
 
-// Makes a view wait for a node that no operation reads, so that the node is in the graph, and run before what reads the view:
-// a graph holds what its results' sources lead to, and a view computes nothing from them. node: may be NULL. Returns the view.
+// Makes a view depend on `node`, so that the node is in the graph and runs before readers of the view. A graph contains only
+// nodes that its results depend on; a view computes nothing, so that the new source changes no value. node: may be NULL. Returns the view.
 ggml_tensor * after(ggml_tensor * view, ggml_tensor * node);
 
-// The first operation of a graph that a device does not have; NULL: it has all of them.
+// Returns the name of the first operation of a graph that a device lacks; NULL: the device has all operations.
 const char * lacking(ggml_backend_dev_t device, ggml_cgraph * graph);
 
-// Whether rows can be copied bit for bit: as whole numbers; all others GET_ROWS makes f32 of.
+// Returns whether GET_ROWS can copy rows bit for bit as i32 numbers: their bytes are a multiple of 4. Of other types it makes f32.
 bool as_numbers(const ggml_tensor * rows);
-// Rows of `from` [d, rows] into all of `to`.
+// Copies rows `index` of `from` [d, rows] into `to`, whose number of rows equals the size of `index`. Converts types if they differ.
 ggml_tensor * gathered(ggml_context * context, ggml_tensor * from, ggml_tensor * index, ggml_tensor * to);
 
-int64_t operations_of(ggml_cgraph * graph);  // that a device runs
+int64_t operations_of(ggml_cgraph * graph);  // number of operations that compute; views do not count
 
-// The result of an operation goes there, not into memory that the graph gets.
+// Makes an operation write its result to the memory of `to`, `offset` bytes behind its start.
 void write_to(ggml_tensor * result, const ggml_tensor * to, size_t offset = 0);
 
-// The first n slots of every head, from one tensor [d, slots, heads] to another, on their device.
+// Copies the first n slots of every list from one tensor [d, slots, lists] to another tensor on the same device.
 void copy_slots(ggml_tensor * from, ggml_tensor * to, int64_t n);
 
-// Slots [first[i], end[i]) of a list, to those from starts[i] on of another.
+// Copies slots [first[i], end[i]) of `from` to the slots from starts[i] on of `to`, for each i.
 void copy_regions(ggml_tensor * from, ggml_tensor * to, const std::vector<int32_t> & first, const std::vector<int32_t> & end,
                   const std::vector<int32_t> & starts);
 

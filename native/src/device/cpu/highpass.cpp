@@ -1,4 +1,4 @@
-// What ../cuda/highpass.cu computes, on the processor, in f32.
+// OWN_POINTS and OWN_DEVIATION (../cuda/highpass.cu describes them) on the CPU, in f32.
 
 #include "own.h"
 
@@ -12,7 +12,7 @@
 
 namespace {
 
-constexpr int ALIGNED = 32;  // points of a box have so many columns of the matrices, or a multiple
+constexpr int ALIGNED = 32;  // the points' part of a matrix is padded to a multiple of 32 columns
 
 struct Job : OwnRows {
     const ggml_tensor * matrix;
@@ -24,10 +24,10 @@ struct Job : OwnRows {
 
     int first(int box) const { return (int) ((int64_t) box * n / boxes); }
     int padded() const { return (rank + ALIGNED - 1) / ALIGNED * ALIGNED; }
-    // of a head's first channel among the keys of all heads, and then the values
+    // Returns the index of a head's first channel: channels of the keys of all heads come first, then of the values.
     int64_t column(int of, int head) const { return (int64_t) (of == 1 ? heads * d(0) : 0) + (int64_t) head * d(of); }
 
-    // [width][d] half of each token of a box less the middle one, then zeros
+    // Returns [width][d]: half of each row of a box minus the middle token's row, then zeros.
     std::vector<float> tile(int of, int head, int box) const {
         const auto         w = (size_t) d(of);
         std::vector<float> x((size_t) width * w, 0.0f);
@@ -41,7 +41,7 @@ struct Job : OwnRows {
         return x;
     }
 
-    // a matrix as rows of so many numbers
+    // Returns the matrix, stored in fragments (own.h), as [n_rows][columns].
     std::vector<float> numbers(int n_rows, int columns) const {
         std::vector<float> out((size_t) n_rows * (size_t) columns);
         const auto *       from = (const ggml_fp16_t *) matrix->data;

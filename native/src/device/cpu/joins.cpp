@@ -1,4 +1,4 @@
-// What ../cuda/joins.cu computes, on the processor, in the order of a sum's members.
+// OWN_JOINS (../cuda/joins.cu describes it) on the CPU. Adds the members of a sum in their order.
 
 #include "own.h"
 

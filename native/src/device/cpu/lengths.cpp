@@ -1,4 +1,4 @@
-// What ../cuda/lengths.cu computes, on the processor.
+// OWN_SUM and OWN_LENGTHS (../cuda/lengths.cu describes them) on the CPU.
 
 #include "own.h"
 
@@ -28,7 +28,7 @@ void kvedge_cpu_sum(const ggml_compute_params * params, ggml_tensor * dst) {
     const int           parts = dst->op_params[OWN_KIND + 2], unit = dst->op_params[OWN_KIND + 3];
     const ggml_tensor * counts = dst->src[3];
     for (int head = params->ith; head < rows.heads; head += params->nth) {
-        float * sum = (float *) dst->data + (int64_t) head * parts * rows.d(0);  // all in the first part
+        float * sum = (float *) dst->data + (int64_t) head * parts * rows.d(0);  // the first part gets all rows, the others 0
         std::fill_n(sum, (int64_t) parts * rows.d(0), 0.0f);
         for (int t = 0; t < rows.n; t++) {
             const auto row = rows.read(0, head, t);

@@ -1,4 +1,4 @@
-// What ../cuda/nearest.cu computes (OWN_NEAREST), on the processor: rows and products in f32.
+// OWN_NEAREST (own.h) on the CPU: rows and products in f32.
 
 #include "own.h"
 
@@ -28,7 +28,7 @@ struct Job {
     }
 };
 
-// Every nth evicted row of a head.
+// Finds the nearest kept row for evicted rows ith, ith + nth, ... of a head. head: the entries of NearestHead.
 void find_nearest(const Job & job, const int32_t * head, int ith, int nth) {
     const auto         d = (size_t) job.rows->ne[0], n_kept = (size_t) head[NEAREST_KEPT];
     const int32_t *    kept = job.kept + head[NEAREST_KEPT_AT];
@@ -37,7 +37,7 @@ void find_nearest(const Job & job, const int32_t * head, int ith, int nth) {
         job.widen(kept[j], &keys[j * d]);
         own[j] = job.product(&keys[j * d], &keys[j * d]);
     }
-    size_t next = 0;  // kept row
+    size_t next = 0;  // index of the next kept row
     for (int32_t i = 0, row = head[NEAREST_FIRST]; i < head[NEAREST_EVICTED]; i++, row++) {
         for (; next < n_kept && kept[next] == row; next++) {
             row++;

@@ -1,4 +1,4 @@
-// Tells the operations of own.h apart.
+// Calls the function of each of kvedge's operations (own.h), and gives this dispatcher to ggml's CPU backend.
 
 #include "own.h"
 

@@ -1,4 +1,4 @@
-// The operations of ../own.h on the processor, by all threads of `params`.
+// kvedge's operations (../own.h) on the CPU. Each function computes `dst`; all threads of `params` call it together.
 
 #pragma once
 

@@ -1,5 +1,5 @@
-// What ../cuda/ragged.cu computes, on the processor. Rows, queries and sums in f32. The rows of all heads, one head's after the other's, are cut
-// into as many equal parts as there are threads.
+// OWN_RAGGED (../cuda/ragged.cu describes it) on the CPU. Rows, queries and sums are f32. The rows of all KV heads, head by head, are
+// divided into as many equal parts as there are threads.
 
 #include "own.h"
 
@@ -12,7 +12,7 @@
 
 namespace {
 
-// A query head's weighted sum of values; weights are powers of e of logits less `most`, and add up to `weight`.
+// A query head's weighted sum of values. A row's weight is e^(logit - most); `weight` is the sum of the weights.
 struct Sum {
     float   most, weight;
     float * values;  // [d_v]
@@ -58,7 +58,7 @@ void write_row(const ggml_tensor * to, const ggml_tensor * from, int row, int64_
     ggml_get_type_traits_cpu(to->type)->from_float(x, (char *) to->data + (size_t) slot * to->nb[1], to->ne[0]);
 }
 
-// One row, by all query heads of its KV head.
+// Adds one row to the sums of all query heads of its KV head.
 void attend_row(const Job & job, int thread, int kv, int64_t slot) {
     float * const keys = job.row(thread), *values = keys + job.d_k;
     const float * k    = widened(job.k, slot, keys);
@@ -116,9 +116,9 @@ void kvedge_cpu_ragged(const ggml_compute_params * params, ggml_tensor * dst) {
     std::memcpy(&job.softcap, (const float *) dst->op_params + 2, sizeof(float));
     const size_t floats = (size_t) (job.row(job.threads) - job.work);
     GGML_ASSERT(job.q->ne[1] == 1 && job.q->type == GGML_TYPE_F32 && job.spans->type == GGML_TYPE_I32);
-    GGML_ASSERT(params->wsize >= floats * sizeof(float));  // ggml_graph_plan: of flash attention
+    GGML_ASSERT(params->wsize >= floats * sizeof(float));  // ggml_graph_plan reserves it for flash attention
 
-    if (dst->src[6]) {  // the token's own rows
+    if (dst->src[6]) {  // write the token's own rows first
         for (int kv = params->ith; kv < job.heads_kv; kv += params->nth) {
             write_row(job.k, dst->src[6], kv, ((const int64_t *) dst->src[8]->data)[kv]);
             write_row(job.v, dst->src[7], kv, ((const int64_t *) dst->src[8]->data)[kv]);

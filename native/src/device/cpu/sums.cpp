@@ -1,4 +1,4 @@
-// What ../cuda/sums.cu computes, on the processor, in f32; keys may be f32 too. A thread computes whole KV heads.
+// OWN_SUMS (../cuda/sums.cu describes it) on the CPU, in f32; keys may be f32, too. A thread computes whole KV heads.
 
 #include "own.h"
 
@@ -23,7 +23,7 @@ void widen(const ggml_tensor * rows, int64_t i, int64_t head, float * out) {
     }
 }
 
-// A query's weights of `shown` keys. key: room for one of them.
+// Writes the attention weights [shown] of query t of a query head. key: scratch [d] for one key in f32.
 void weigh(const ggml_tensor * dst, int64_t t, int64_t head, int64_t kv, float * key, float * weights) {
     const ggml_tensor *q = dst->src[0], *k = dst->src[1], *mask = dst->src[2], *sinks = dst->src[6];
     const auto *       params = (const float *) dst->op_params;
@@ -57,7 +57,7 @@ void kvedge_cpu_sums(const ggml_compute_params * params, ggml_tensor * dst) {
     const int64_t      d = k->ne[0], shown = k->ne[1], heads_kv = k->ne[2], share = q->ne[1] / heads_kv;
     const int64_t      from = dst->op_params[OWN_KIND + 1];
     float * const      key = (float *) params->wdata + params->ith * (d + 2 * shown), *weights = key + d, *sum = weights + shown;
-    GGML_ASSERT(params->wsize >= (size_t) (params->nth * (d + 2 * shown)) * sizeof(float));  // ggml_graph_plan: of flash attention
+    GGML_ASSERT(params->wsize >= (size_t) (params->nth * (d + 2 * shown)) * sizeof(float));  // ggml_graph_plan reserves it
     for (int64_t kv = params->ith; kv < heads_kv; kv += params->nth) {
         for (int64_t t = 0; t < q->ne[2]; t++) {
             std::fill_n(sum, shown, 0.0f);

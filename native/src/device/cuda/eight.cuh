@@ -1,10 +1,10 @@
-// Eight neighbours of a row at a time, as a row's type holds them and in f32.
+// Loads and stores eight neighbouring numbers of a row at a time, and converts them to and from f32.
 
 #pragma once
 
 #include "ggml-cuda/common.cuh"
 
-// Eight neighbours of a row.
+// Eight neighbouring numbers of a row, in the row's type.
 template <typename T> struct Eight {
     uint4 words[sizeof(T) / 2];
 };

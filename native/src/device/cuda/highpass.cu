@@ -1,46 +1,47 @@
-// The high pass of highpass.h on CUDA, over rows in half precision where they lie.
+// OWN_POINTS and OWN_DEVIATION on CUDA: the high pass of highpass.h, over half-precision rows in the cache tensors.
 //
 //   src[0], [1]  keys, values [d, rows, heads], or [d, rows] of all heads; f16 or bf16
 //   src[5] list  [n] or [n, heads] i32: the row of each token
-//   op_params    behind OWN_KIND: heads, boxes, width, rank (highpass.h), and of OWN_DEVIATION by what a row is multiplied (f32)
+//   op_params    behind OWN_KIND: heads, boxes, width, rank (highpass.h); for OWN_DEVIATION also the factor of a row itself (f32)
 //
-// OWN_POINTS, what the points of a box know of it:
-//   src[2]       [width] x rank matrix in fragments (own.h), its rows filled up to a multiple of 32
-//   dst          [rank * boxes, channels] f32, first all keys' channels, then the values'
-// OWN_DEVIATION, what is taken from each row:
-//   src[2]       [width + rank, filled up] x width, likewise
-//   src[3]       f32 as the points lie: what others add to them; NULL: there is one box
-//   dst          f32: [n, heads] mean square over the channels of a key, plus that of its value; then [boxes, heads, 2] sums of
-//                the squares of keys, of values
+// OWN_POINTS reduces each box to its points:
+//   src[2]       gather matrix [width, rank] in fragments (own.h), rank padded to a multiple of 32
+//   dst          [rank * boxes, channels] f32: channels of all keys, then of all values
+// OWN_DEVIATION computes the high pass of each row:
+//   src[2]       own and scatter matrices [width + padded rank, width] in fragments
+//   src[3]       [rank * boxes, channels] f32: the contribution of other boxes to the points; NULL: there is one box
+//   dst          f32: [n, heads] mean square over the channels of a key's high pass, plus that of its value; then [boxes, heads, 2]
+//                sums of squares of the high pass of keys, of values
 //
-// A block has one box of one head, 64 channels at a time, in shared memory: half of what is between a row and the middle one.
-// There a row of 64 takes 8 words of 16 bytes, which lie in another order in each of 8 rows, so that 8 rows are read at once.
+// A block handles one box of one head, 64 channels at a time, in shared memory. It stores half of each row minus the middle row, so that
+// differences fit in half precision. A row of 64 channels takes 8 words of 16 bytes, in an order that depends on row % 8, so that 8
+// rows can be read without bank conflicts.
 
 #include "own.cuh"
 
 namespace {
 
 constexpr int THREADS = 256, WARPS = THREADS / 32, CHANNELS = 64, WORDS = CHANNELS / 8;
-constexpr int STEP = 32;  // width, and columns of the points, are multiples
+constexpr int STEP = 32;  // width and padded rank are multiples of STEP
 
 struct Job {
     const char *  rows[2];
     int64_t       row[2], head[2];  // bytes
     int           d[2];
     const int *   list;
-    int           list_head;  // entries
+    int           list_head;  // list entries of each head; 0: all heads share the list
     const uint4 * matrix;
     const float * others;
     float *       dst;
     int           n, heads, boxes, width, rank;
-    float         own;  // by what a row is multiplied, before what is kept of it is taken away
+    float         own;  // factor of the row itself, from which its low pass is subtracted
 
     __device__ int first(int box) const { return (int) ((int64_t) box * n / boxes); }
     __device__ int padded() const { return (rank + STEP - 1) / STEP * STEP; }
     __device__ int64_t column(int of, int head) const { return (of == 1 ? (int64_t) heads * d[0] : 0) + (int64_t) head * d[of]; }
 };
 
-// Half of x - origin.
+// Returns half of x - origin, in half precision.
 __device__ __forceinline__ uint4 centered(uint4 x, uint4 origin, const half *) {
     uint4         out;
     const half2   by = __float2half2_rn(0.5f), *a = (const half2 *) &x, *b = (const half2 *) &origin;
@@ -70,7 +71,7 @@ __device__ __forceinline__ uint4 centered(uint4 x, uint4 origin, const nv_bfloat
 
 __device__ __forceinline__ int word_at(int row, int word) { return row * WORDS + (word ^ (row & (WORDS - 1))); }
 
-// The rows of a box, from a channel on; zeros behind its last token and behind the last channel.
+// Loads the rows of a box from `channel` on into the tile. Writes zeros behind the last token and the last channel.
 template <typename T> __device__ __forceinline__ void load_rows(const Job & job, int of, int head, int box, int channel, uint4 * tile) {
     constexpr int AT_ONCE = 4, TEAMS = THREADS / WORDS;
     const int     word = threadIdx.x % WORDS, first = job.first(box), size = job.first(box + 1) - first;
@@ -95,7 +96,7 @@ template <typename T> __device__ __forceinline__ void load_rows(const Job & job,
     }
 }
 
-// What others add to the points, behind the rows of the box.
+// Loads the contribution of other boxes to the points into the tile, behind the rows of the box.
 __device__ __forceinline__ void load_others(const Job & job, int of, int head, int box, int channel, uint4 * tile) {
     constexpr int LANES = THREADS / CHANNELS;
     const int     c = threadIdx.x / LANES, lane = threadIdx.x % LANES;
@@ -111,8 +112,8 @@ __device__ __forceinline__ void load_others(const Job & job, int of, int head, i
     }
 }
 
-// Columns [8 * word, 8 * word + 16) of rows [row, row + 16) of the tile, as what a matrix is multiplied by: for the first 8
-// columns out[0], [1], for the others [2], [3].
+// Reads columns [8 * word, 8 * word + 16) of rows [row, row + 16) of the tile as second factors of multiply(): out[0], out[1] for the
+// first 8 columns, out[2], out[3] for the other 8.
 __device__ __forceinline__ void read_tile(const uint4 * tile, int row, int word, unsigned (&out)[4]) {
     const int      lane = threadIdx.x % 32;
     const unsigned at   = (unsigned) __cvta_generic_to_shared(tile + word_at(row + lane % 16, word + lane / 16));
@@ -133,7 +134,7 @@ __device__ __forceinline__ void multiply(float (&sum)[4], const uint4 & a, unsig
 #endif
 }
 
-// Grid: boxes, heads, and 64 channels of keys or values. A warp has 16 channels and half of the points' rows of the matrix.
+// OWN_POINTS. Grid: boxes, heads, and 64 channels of keys or values. A warp computes 16 channels of half of the points.
 template <typename T> __global__ void __launch_bounds__(THREADS) points_of(const Job job) {
 #if __CUDA_ARCH__ >= 750
     extern __shared__ uint4 tile[];
@@ -168,7 +169,7 @@ template <typename T> __global__ void __launch_bounds__(THREADS) points_of(const
 #endif
 }
 
-// Grid: boxes, heads. A warp has 16 * M rows of the matrix at a time, and all channels that lie in shared memory.
+// OWN_DEVIATION. Grid: boxes, heads. A warp computes 16 * M rows at a time, of all channels in shared memory.
 template <typename T, int M> __global__ void __launch_bounds__(THREADS, 2) deviation_of(const Job job) {
 #if __CUDA_ARCH__ >= 750
     extern __shared__ uint4 tile[];
@@ -193,7 +194,7 @@ template <typename T, int M> __global__ void __launch_bounds__(THREADS, 2) devia
             __syncthreads();
             for (int m = warp * M; m < job.width / 16; m += WARPS * M) {
                 const uint4 * a                 = job.matrix + (int64_t) m * tiles * 32 + lane;
-                float         sum[M][WORDS][4];  // what is kept of a row, less the row
+                float         sum[M][WORDS][4];  // low pass of a row minus the row
                 uint4         next[M];
 #pragma unroll
                 for (int i = 0; i < 2 * M; i++) {
@@ -227,7 +228,7 @@ template <typename T, int M> __global__ void __launch_bounds__(THREADS, 2) devia
                     }
                 }
 #pragma unroll
-                for (int i = 0; i < 2 * M; i++) {  // rows lane / 4 and 8 further on
+                for (int i = 0; i < 2 * M; i++) {  // rows lane / 4 and lane / 4 + 8
                     float square = 0.0f;
 #pragma unroll
                     for (int word = 0; word < WORDS; word++) {
@@ -278,13 +279,13 @@ static Job job_of(const ggml_tensor * dst) {
              *(const float *) (with + 4) };
 }
 
-// Memory of a block: rows of the tile, and their sums.
+// Returns the bytes of shared memory of a block: the rows of the tile, and their sums.
 static size_t memory_of(const Job & job, bool others) {
     const int rows = job.width + (others ? (job.rank + STEP - 1) / STEP * STEP : 0);
     return (size_t) rows * WORDS * sizeof(uint4) + (size_t) job.width * sizeof(float);
 }
 
-constexpr size_t MOST_MEMORY = (448 + 2 * STEP) * WORDS * sizeof(uint4) - 2048;  // what all devices have
+constexpr size_t MOST_MEMORY = (448 + 2 * STEP) * WORDS * sizeof(uint4) - 2048;  // every supported device has this much
 
 static bool fits(const ggml_tensor * dst) {
     const ggml_tensor *k = dst->src[0], *v = dst->src[1];

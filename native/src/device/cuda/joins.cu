@@ -1,22 +1,22 @@
-// Evicted rows that join kept ones, on CUDA (OWN_JOINS): sums of old rows, each with a factor, that are written into new tensors.
+// OWN_JOINS on CUDA: adds evicted rows to kept rows. Each result is a sum of old rows times factors, written to a slot of new tensors.
 //
 //   src[0], [1]  old K [d_k, rows], V [d_v, rows] f16, bf16 or f32
-//   src[2]       new V [d_v, slots] of the same type; it is written
-//   src[5]       lists [2, sums + 1 + members] i32: of each sum the slot that it is written to and the number of members before it;
-//                0 and the number of all members; then of each member its row and its factor, the bits of an f32
-//   dst          new K [d_k, slots], likewise; a view
-//   op_params[OWN_KIND + 1]  sums
+//   src[2]       new V [d_v, slots] of the same type, written
+//   src[5]       lists [2, sums + 1 + members] i32. For each sum: its slot in the new tensors, and the number of members of all sums
+//                before. Then 0 and the total number of members. Then for each member: its old row, and its factor (bits of an f32)
+//   dst          new K [d_k, slots] of the same type, written; a view
+//   op_params[OWN_KIND + 1]  number of sums
 //
-// A warp adds up a sum; one with many members is left to all warps of its block. Sums are in f32, in an order that depends on the
-// number of members alone.
+// A warp adds up one sum; all warps of a block share a sum with many members. Sums are f32, in an order that depends only on the number
+// of members.
 
 #include "eight.cuh"
 #include "own.cuh"
 
 namespace {
 
-constexpr int WARPS = 8, AHEAD = 4;  // members of a team of lanes that are on their way at a time
-constexpr int MANY  = 64;            // members that are worth a block
+constexpr int WARPS = 8, AHEAD = 4;  // AHEAD: members that a team of lanes loads at a time
+constexpr int MANY  = 64;            // a sum with more members is shared by all warps of a block
 
 struct Rows {
     const char * from;
@@ -26,13 +26,13 @@ struct Rows {
 };
 
 struct Job {
-    Rows         of[2];  // keys and values
+    Rows         of[2];  // keys, values
     const int2 * sums;
     const int2 * members;
     int          n;
 };
 
-// Members first, first + step ... of a sum, before `end`: what each lane has of them, from its column on.
+// Adds members first, first + step, ... before `end` to sum: eight numbers from `column` on.
 template <typename T>
 __device__ __forceinline__ void add_members(const Rows & rows, const int2 * members, int first, int end, int step, int column, float (&sum)[8]) {
     for (int at = first; at < end; at += AHEAD * step) {
@@ -60,7 +60,7 @@ __device__ __forceinline__ void add_members(const Rows & rows, const int2 * memb
     }
 }
 
-// A row lies in LANES lanes, eight numbers in each.
+// LANES lanes (a team) hold a row, eight numbers each.
 template <typename T, int LANES> __global__ void __launch_bounds__(32 * WARPS) add_joins(const Job job) {
     constexpr int    TEAMS = 32 / LANES;
     __shared__ float shared[WARPS][8][LANES];

@@ -1,16 +1,16 @@
-// Lengths and directions of rows in half precision where they lie, on CUDA.
+// OWN_SUM and OWN_LENGTHS on CUDA: lengths and directions of half-precision rows in the cache tensors.
 //
 //   src[0], [1]  keys, values [d, rows, heads], or [d, rows] of all heads; f16 or bf16
 //   src[5] list  [n] or [n, heads] i32: the row of each token
-//   op_params    behind OWN_KIND: heads, parts, into which the tokens of a head are dealt, and
+//   op_params    behind OWN_KIND: heads; parts, into which a head's tokens are divided; and a third number
 //
-// OWN_SUM: whether keys are made 1 long (shorter ones than SHORTEST point nowhere).
-//   src[3]       [n] f32 1 for the tokens that count, else 0; NULL: all count
+// OWN_SUM adds up keys. Third number: 1 to normalise keys (to length 1; a key shorter than SHORTEST is not), 0 to add them as stored.
+//   src[3]       [n] f32: 1 for tokens to count, else 0; NULL: all count
 //   dst          [d, parts, heads] f32 sums of keys
-// OWN_LENGTHS: what is wanted (OwnLengths), in this order:
-//   src[3]       what OWN_SUM found, where there are products
-//   dst          f32: [n, heads] squares of the lengths of keys, of values, products of each key of length 1 with the sum of all
-//                parts; then [d, heads] that sum; [parts, heads, 2] sums of the squares of keys, of values
+// OWN_LENGTHS computes the quantities of OwnLengths in the third number. dst holds them in this order:
+//   src[3]       the result of OWN_SUM, if PRODUCTS is wanted
+//   dst          f32: [n, heads] squared lengths of keys; of values; products of each normalised key with the sum over all parts;
+//                then [d, heads] that sum; [parts, heads, 2] sums of the squares of keys, of values
 
 #include "own.cuh"
 
@@ -24,7 +24,7 @@ struct Job {
     int64_t       row[2], head[2];  // bytes
     int           d[2];
     const int *   list;
-    int           list_head;  // entries
+    int           list_head;  // list entries of each head; 0: all heads share the list
     const float * other;
     float *       dst;
     int           n, heads, parts, how;
@@ -66,8 +66,8 @@ __device__ __forceinline__ float dot(const float (&a)[8], const float (&b)[8]) {
 
 __device__ __forceinline__ float inverse(float square) { return 1.0f / fmaxf(sqrtf(square), SHORTEST); }
 
-// visit(token, eight numbers of its row, whether there is such a token), by all threads of a block at a time: those of a
-// block's part. A row lies in LANES lanes.
+// Calls visit(token, eight numbers of its row, token < job.n) for all tokens of a block's part. All threads of the block call this.
+// LANES lanes hold a row.
 template <typename T, int LANES, class F> __device__ __forceinline__ void each_row(const Job & job, int of, const F & visit) {
     constexpr int TEAMS = THREADS / LANES;
     const int     lane = threadIdx.x % LANES, head = blockIdx.y, step = job.parts * TEAMS;

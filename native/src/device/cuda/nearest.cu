@@ -1,9 +1,9 @@
-// The nearest kept key of each evicted one, on CUDA (OWN_NEAREST, own.h). A block takes NEAREST_TILE evicted rows of a head, as
-// fragments of tensor cores in registers, and goes over the head's kept rows, tile by tile in shared memory, while the next tile
-// comes. Each thread keeps the best score of its part: products are nowhere stored.
+// OWN_NEAREST (own.h) on CUDA: finds the nearest kept key of each evicted key. A block holds NEAREST_TILE evicted rows of a head in
+// registers, as fragments for tensor cores. It reads the head's kept rows tile by tile in shared memory while the next tile loads.
+// Each thread keeps its best score; products are never stored.
 //
-// A score is product * by + more: by distance the product less half of the kept key's square, by angle the product over the
-// kept key's length. Kept keys of length 0, by angle, and those with numbers that are none are never chosen.
+// A score is product * scale + offset. By distance: the product minus half of the kept key's square. By angle: the product over the
+// kept key's length. A kept key with a number that is not finite is never chosen, and by angle no kept key of length 0.
 
 #include "own.cuh"
 
@@ -13,10 +13,10 @@ struct Job {
     const char *    rows;
     const int *     kept;
     const int *     heads;
-    const float2 *  scales;   // of each kept row
-    int *           targets;  // one of both, the other is NULL
+    const float2 *  scales;   // scale and offset of the score of each kept row
+    int *           targets;  // the result, or NULL: the result is `small`
     short *         small;
-    float *         shares;   // or NULL
+    float *         shares;   // the similarities, or NULL
     int             n_heads, d, row_bytes;
     float           reach;
 
@@ -44,7 +44,7 @@ __device__ __forceinline__ void wait_for_copies() {
 #endif
 }
 
-// Four matrices of 8 x 8; each thread names a row, those of matrix i are named by threads 8 i and on.
+// Loads four 8 x 8 matrices. Each thread passes the address of one row; threads 8 i to 8 i + 7 pass the rows of matrix i.
 __device__ __forceinline__ void load_matrices(unsigned (&out)[4], const void * row) {
 #if __CUDA_ARCH__ >= 800
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
@@ -83,7 +83,7 @@ template <typename T> __device__ __forceinline__ float square(unsigned two) {
     return x.x * x.x + x.y * x.y;
 }
 
-// scales [n] of kept rows. A warp for each row.
+// Writes scales [n] of the kept rows. A warp computes one row.
 template <typename T> __global__ void scale_kept(const Job job, int n, float2 * scales) {
     const int i = (int) (blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32), lane = threadIdx.x % 32;
     if (i >= n) {
@@ -103,9 +103,9 @@ template <typename T> __global__ void scale_kept(const Job job, int n, float2 * 
     }
 }
 
-// Row of a head's i-th evicted token, of which the kept ones are known.
+// Returns the slot of a head's i-th evicted row. kept: slots of its kept rows, ascending. first: slot of its first pending row.
 __device__ __forceinline__ int evicted_row(const int * kept, int n_kept, int first, int i) {
-    int low = 0, high = n_kept;  // kept rows before it
+    int low = 0, high = n_kept;  // bounds of the number of kept rows before the evicted row
     while (low < high) {
         const int middle = (low + high) / 2;
         if (kept[middle] - first - middle <= i) {
@@ -117,7 +117,7 @@ __device__ __forceinline__ int evicted_row(const int * kept, int n_kept, int fir
     return first + i + low;
 }
 
-// Kept rows in shared memory. Rows lie an odd number of 16 bytes apart, so that 8 of them are read at once.
+// Kept rows in shared memory. A row takes an odd number of 16 bytes, so that 8 rows lie in different banks.
 template <int STEPS, int N> struct Tile {
     static constexpr int ROW = 32 * STEPS + 16;
 
@@ -125,16 +125,16 @@ template <int STEPS, int N> struct Tile {
     char   rows[N * ROW];
 };
 
-// STEPS: of 16 numbers of a row, PER_WARP: times 16 evicted rows, N: kept rows of a tile, AT_ONCE: times 8 kept rows.
+// A row has STEPS * 16 numbers, a warp PER_WARP * 16 evicted rows, a tile N kept rows; AT_ONCE * 8 kept rows are multiplied at a time.
 template <typename T, int STEPS, int PER_WARP, int N, int AT_ONCE, int LEAST_BLOCKS>
 __global__ void __launch_bounds__(32 * NEAREST_TILE / (16 * PER_WARP), LEAST_BLOCKS) find_nearest(const Job job) {
     constexpr int THREADS = 32 * NEAREST_TILE / (16 * PER_WARP), ROW = Tile<STEPS, N>::ROW;
     static_assert(THREADS >= N && THREADS >= 128 && N % (8 * AT_ONCE) == 0 && AT_ONCE % 2 == 0, "");
     __shared__ __align__(16) Tile<STEPS, N> tiles[2];
     __shared__ int                          places[2][N], evicted[NEAREST_TILE];
-    __shared__ float                        squares[NEAREST_TILE];  // of evicted rows
+    __shared__ float                        squares[NEAREST_TILE];  // squared lengths of the evicted rows
 
-    // whose results these are: heads lie in the order of their results
+    // find the head of this block's results: heads are in the order of their results
     const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32, quad = lane / 4, in_quad = lane % 4;
     const int begin  = (int) blockIdx.x * NEAREST_TILE;
     int       head   = -1;
@@ -178,7 +178,7 @@ __global__ void __launch_bounds__(32 * NEAREST_TILE / (16 * PER_WARP), LEAST_BLO
     if (thread < NEAREST_TILE) {
         evicted[thread] = evicted_row(kept, n_kept, first, from + min(thread, n - 1));
     }
-    if (chunks < 2 * STEPS) {  // a row's numbers behind its own are 0
+    if (chunks < 2 * STEPS) {  // pad rows with zeros
         for (int i = thread; i < 2 * N; i += THREADS) {
             for (int chunk = chunks; chunk < 2 * STEPS; chunk++) {
                 *(uint4 *) (tiles[i / N].rows + i % N * ROW + chunk * 16) = { 0, 0, 0, 0 };
@@ -189,7 +189,7 @@ __global__ void __launch_bounds__(32 * NEAREST_TILE / (16 * PER_WARP), LEAST_BLO
     __syncthreads();
     load(0, 0);
 
-    // evicted rows 16 (PER_WARP warp + m) + quad, and 8 behind it
+    // this thread's evicted rows: 16 (PER_WARP warp + m) + quad, and that row + 8
     unsigned a[PER_WARP][STEPS][4];
     float    best[PER_WARP][2];
     int      which[PER_WARP][2];
@@ -283,7 +283,7 @@ __global__ void __launch_bounds__(32 * NEAREST_TILE / (16 * PER_WARP), LEAST_BLO
         }
     }
 
-    // four threads have parts of each row's products
+    // join the results of the four threads that share a row
 #pragma unroll
     for (int m = 0; m < PER_WARP; m++) {
 #pragma unroll
@@ -301,7 +301,7 @@ __global__ void __launch_bounds__(32 * NEAREST_TILE / (16 * PER_WARP), LEAST_BLO
             }
             const int i = 16 * (PER_WARP * warp + m) + quad + 8 * r;
             if (in_quad == 0 && i < n) {
-                const float square = squares[i];  // which this thread wrote
+                const float square = squares[i];  // written by this thread, so no barrier is needed
                 const bool  far    = job.reach > 0.0f;
                 const bool  known  = square < INFINITY && (far ? square - 2.0f * score <= job.reach * job.reach * square : square > 0.0f);
                 if (job.small) {

@@ -1,5 +1,5 @@
-// The operations of own.h on CUDA. Each function computes `dst` on the stream of ctx and returns true, or without a ctx says
-// whether it could.
+// kvedge's operations (../own.h) on CUDA. Each function computes `dst` on the stream of ctx and returns true; false: unsupported.
+// ctx NULL: returns whether `dst` is supported, and computes nothing.
 
 #pragma once
 

@@ -1,22 +1,21 @@
-// Attention of one token over KV heads that hold different numbers of rows, on CUDA: flash attention whose src[5] is a tensor of
-// spans (OWN_RAGGED).
+// OWN_RAGGED on CUDA: attention of one token over KV heads with different numbers of rows.
 //
 //   src[0] q      [d_k, 1, H] f32
-//   src[1], [2]   K [d_k, slots], V [d_v, slots] f16, bf16 or f32, the same of both; the rows of all KV heads
+//   src[1], [2]   K [d_k, slots], V [d_v, slots] f16, bf16 or f32, both of one type: the rows of all KV heads
 //   src[3] bias   [slots] f16, added to the logits, or NULL
 //   src[4] sinks  [H] f32, or NULL
-//   src[5] spans  [2 + H / Hkv, Hkv] i32: first slot and number of rows of each KV head, then zeros, in which the kernel counts.
-//                 It is written by the host, not by the graph, and read before earlier kernels have ended.
-//   src[6], [7]   [d_k, Hkv], [d_v, Hkv] f32, the token's own rows, which are written first, or NULL
-//   src[8]        [Hkv] i64, slots of these
+//   src[5] spans  [2 + H / Hkv, Hkv] i32: first slot and number of rows of each KV head, then counters of the kernel, which begin and
+//                 end at 0. The host must write spans, not the graph, because the kernel reads spans before earlier kernels end.
+//   src[6], [7]   [d_k, Hkv], [d_v, Hkv] f32: the token's own rows, which the kernel writes to K and V first; or NULL
+//   src[8]        [Hkv] i64: slots of the token's own rows
 //   dst           [d_v, H, 1] f32
 //
-// The rows of all heads, one head's after the other's, are cut into as many equal parts as there are blocks. A block attends to
-// its part of a head's rows; the last block of a head, which knows it by a count, joins the parts. Lengths are read on the device,
-// so that a CUDA graph serves all tokens. Where more than 4 query heads share a KV head they are cut into bundles of 4 or fewer,
-// each of which reads the rows: from the cache, but for the first one. Of f16, ragged_mma.cu takes 8 heads to a bundle.
+// The rows of all KV heads, head by head, are divided into as many equal parts as there are blocks. A block attends to its part. If
+// several blocks share a head, the last block to finish, known by a counter, joins their results. The device reads the lengths, so
+// that one CUDA graph serves all tokens. If more than 4 query heads share a KV head, they form bundles of at most 4. Each bundle reads
+// the rows; later bundles read them from the L2 cache. For f16 rows ragged_mma.cu has bundles of 8.
 //
-// op_params[OWN_KIND + 1], for benchmarks: 0, or the rows that are worth a block; less than 0 for the kernel of this file alone.
+// op_params[OWN_KIND + 1], for benchmarks: 0, or the fewest rows of a block; negative: minus that number, and never ragged_mma.cu.
 
 #include "eight.cuh"
 #include "ragged.cuh"
@@ -25,16 +24,16 @@ using namespace kvedge_ragged;
 
 namespace {
 
-// What the warps of a block have of a bundle's heads.
+// Shared memory of a block: the results of its warps for the query heads of a bundle.
 template <int LANES, int G> struct Shared {
-    int    first[MOST_HEADS + 1];  // of all rows, the first of each bundle
+    int    first[MOST_HEADS + 1];  // number of rows before each bundle
     float4 sums[WARPS][G][2 * LANES];
     float2 marks[WARPS][G];
     bool   last;
 };
 
-// n rows from `slot` on, by all threads; what each warp finds goes to shared memory. A row lies in LANES lanes, eight numbers in
-// each; so many teams of lanes take every TEAMS-th row, ROWS of them at a time, and keys are on their way while values count.
+// Attends to n rows from `slot` on, with all threads of a block. Each warp writes its result to shared memory. LANES lanes (a team) hold
+// a row, eight numbers each. A team takes every TEAMS-th row, ROWS rows at a time; the next keys load while values are added.
 template <typename T, int LANES, int G>
 __device__ __forceinline__ void attend(const Job & job, const float * q_heads, int heads, int64_t slot, int n, Shared<LANES, G> & shared) {
     constexpr int TEAMS = THREADS / LANES, ROWS = G * sizeof(T) <= 4 ? 4 : 2;
@@ -174,10 +173,10 @@ template <typename T, int LANES, int G> __global__ void __launch_bounds__(THREAD
     }
     __syncthreads();
 
-    // four neighbours of a head's output for each thread; where there are more threads, these share the parts
+    // a thread computes four neighbouring numbers of a head's output; spare threads share the partial sums
     const int quarter = job.d_v / 4, columns = G * quarter, sharing = min(WARPS, THREADS / columns);
     const int column = threadIdx.x % columns, sharer = threadIdx.x / columns, g = column / quarter, i = column % quarter;
-    const int rows = max(job.fewest, (shared.first[n_all] + (int) gridDim.x - 1) / (int) gridDim.x);  // of a block
+    const int rows = max(job.fewest, (shared.first[n_all] + (int) gridDim.x - 1) / (int) gridDim.x);  // rows of a block
     const int end  = min(shared.first[n_all], ((int) blockIdx.x + 1) * rows);
     int       row  = blockIdx.x * rows;
     int       b    = 0;  // bundle
@@ -235,7 +234,7 @@ template <typename T, int LANES, int G> __global__ void __launch_bounds__(THREAD
                 __threadfence();
             }
             __syncthreads();
-            if (threadIdx.x == 0) {  // counts to parts - 1, and then it is 0 again
+            if (threadIdx.x == 0) {  // the counter goes up to parts - 1, then back to 0
                 shared.last = atomicInc((unsigned *) span + 2 + b % job.bundles, (unsigned) parts - 1) == (unsigned) parts - 1;
             }
             __syncthreads();
@@ -282,7 +281,7 @@ template <typename T> void launch(const Job & job, int g, int blocks, cudaStream
     }
 }
 
-// None, or all of it.
+// Returns whether the token's own rows are all absent, or all present and supported.
 static bool has_fresh(const ggml_tensor * dst) {
     const ggml_tensor *k = dst->src[6], *v = dst->src[7], *at = dst->src[8];
     return (!k && !v && !at) || (k && v && at && k->type == GGML_TYPE_F32 && v->type == GGML_TYPE_F32 && at->type == GGML_TYPE_I64 &&
@@ -302,7 +301,7 @@ static bool fits(const ggml_tensor * dst) {
            (!bias || bias->ne[0] >= k->ne[1]) && has_fresh(dst);
 }
 
-// Whether ragged_mma.cu can do it.
+// Returns whether ragged_mma.cu supports the operation.
 bool has_mma(const ggml_tensor * dst, int device) {
     const ggml_tensor *k = dst->src[1], *v = dst->src[2];
     return k->type == GGML_TYPE_F16 && k->ne[0] == v->ne[0] && (k->ne[0] == 64 || k->ne[0] == 128) &&

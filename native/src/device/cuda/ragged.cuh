@@ -1,5 +1,5 @@
-// What both kernels of attention over heads of different lengths have: ragged.cu for all types, and ragged_mma.cu where several query
-// heads share a KV head of f16.
+// Shared code of the two kernels of OWN_RAGGED, attention over KV heads of different lengths: ragged.cu for all types, and
+// ragged_mma.cu for f16 rows if several query heads share a KV head.
 
 #pragma once
 
@@ -7,10 +7,10 @@
 
 namespace kvedge_ragged {
 
-constexpr int   THREADS    = 256, WARPS = THREADS / 32, BLOCKS = 2;  // blocks: on a multiprocessor
+constexpr int   THREADS    = 256, WARPS = THREADS / 32, BLOCKS = 2;  // BLOCKS: blocks on a multiprocessor
 constexpr int   MOST_HEADS = 512;
 constexpr float LOG2E      = 1.4426950408889634f;
-constexpr float LOWEST     = -1e30f;  // below all logits, and less it is still a number
+constexpr float LOWEST     = -1e30f;  // below all logits; finite, so that LOWEST - LOWEST is not NaN
 
 struct Job {
     char *        k;
@@ -20,16 +20,16 @@ struct Job {
     const float * sinks;
     int *         spans;
     float *       dst;
-    float *       parts;  // [blocks + bundles][G][d_v], sums that belong to `marks`
-    float2 *      marks;  // [blocks + bundles][G] largest logit, and sum of the weights
+    float *       parts;  // [blocks + bundles][G][d_v] weighted sums of values of each part of a bundle's rows
+    float2 *      marks;  // [blocks + bundles][G] largest logit and sum of the weights of each part
     int64_t       k_row, v_row;  // bytes
     int64_t       q_head;        // floats
     int           d_k, d_v;
-    int           heads_kv, share, bundles;  // share: query heads of a KV head, in so many bundles
-    int           span;                      // entries of a span
+    int           heads_kv, share, bundles;  // share: query heads of a KV head; bundles: bundles of a KV head's query heads
+    int           span;                      // i32 numbers of a span
     float         scale, softcap;
-    int           fewest;  // rows that are worth a block
-    // rows of the token itself, which are written first, or NULL: [Hkv][d], and slots
+    int           fewest;  // fewest rows of a block
+    // the token's own rows [Hkv][d] and their slots [Hkv], which the kernel writes before it reads rows; or NULL
     const float *   fresh_k;
     const float *   fresh_v;
     const int64_t * fresh_at;
@@ -39,7 +39,8 @@ static __device__ __forceinline__ void store(float x, float & to) { to = x; }
 static __device__ __forceinline__ void store(float x, half & to) { to = __float2half_rn(x); }
 static __device__ __forceinline__ void store(float x, nv_bfloat16 & to) { to = __float2bfloat16_rn(x); }
 
-// The token's own row of a KV head, where it is among n from `slot` on: each block that reads it writes it. By all threads.
+// Writes the token's own row of a KV head if its slot is among the n slots from `slot` on: each block that reads the row writes the
+// row. All threads of the block call this.
 template <typename T> static __device__ __forceinline__ void write_fresh(const Job & job, int kv, int64_t slot, int n) {
     const int64_t at = job.fresh_k ? job.fresh_at[kv] : -1;
     if (at < slot || at >= slot + n) {
@@ -54,7 +55,7 @@ template <typename T> static __device__ __forceinline__ void write_fresh(const J
     __syncthreads();
 }
 
-// Rows of a KV head on their way to the cache, before the kernels that make queries have ended. By all threads.
+// Prefetches rows of a KV head into the L2 cache while earlier kernels still compute the queries. All threads call this.
 static __device__ __forceinline__ void fetch_ahead(const Job & job, int64_t slot, int n) {
     constexpr int LINE = 128, MOST = 128;  // bytes, rows
     const auto    fetch = [&](const char * rows, int64_t row) {
@@ -67,15 +68,15 @@ static __device__ __forceinline__ void fetch_ahead(const Job & job, int64_t slot
     fetch(job.v, job.v_row);
 }
 
-// By exponentials: fast math makes tanhf an approximation of 11 bits.
+// tanh by an exponential, because with fast math tanhf is exact to 11 bits only.
 static __device__ __forceinline__ float tanh_of(float x) { return 1.0f - 2.0f / (1.0f + exp2f(2.0f * LOG2E * x)); }
 
-// Four neighbours of a weighted sum of values; weights are powers of 2 of logits less `most`, and add up to `weight`.
+// Four neighbouring numbers of a weighted sum of values. A row's weight is 2^(logit - most); `weight` is the sum of the weights.
 struct Sum {
     float  most = LOWEST, weight = 0.0f;
     float4 values = { 0.0f, 0.0f, 0.0f, 0.0f };
 
-    // Parts 0 .. n of others, no more than N: all are on their way before the first one counts.
+    // Adds the first min(n, N) partial sums. Loads all of them before it adds the first.
     template <int N, class M, class V> __device__ __forceinline__ void add(int n, const M & mark_of, const V & values_of) {
         float2 marks[N];
         float4 x[N];
@@ -102,7 +103,7 @@ struct Sum {
     }
 };
 
-// Numbers of rows before each bundle. By one warp.
+// Writes the number of rows before each bundle to first [bundles + 1]. One warp calls this.
 static __device__ __forceinline__ void number_rows(const Job & job, int * first) {
     const int lane = threadIdx.x;
     int       sum  = 0;
@@ -126,7 +127,7 @@ static __device__ __forceinline__ void number_rows(const Job & job, int * first)
     }
 }
 
-// By tensor cores, heads of d_k = d_v = 64 or 128, 8 query heads to a bundle at most and as many blocks as multiprocessors.
+// Runs OWN_RAGGED on tensor cores: d_k = d_v = 64 or 128, at most 8 query heads in a bundle, one block on each multiprocessor.
 constexpr int MMA_HEADS = 8;
 void attend_mma(const Job & job, int blocks, cudaStream_t stream);
 

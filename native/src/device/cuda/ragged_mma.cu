@@ -1,14 +1,14 @@
-// The attention of ragged.cu by tensor cores, for up to 8 query heads that share a KV head of f16: its rows are read once.
+// OWN_RAGGED (ragged.cu) on tensor cores, for f16 rows: up to 8 query heads share a KV head, whose rows are read once.
 //
-// A warp takes 16 rows at a time, straight into the registers that mma.m16n8k16 reads. Queries are the 16 rows of its first matrix:
-// a head's rounded query in one of the first 8, and what rounding left of it in the 8 behind, so that logits are as good as in f32;
-// weights likewise, when they multiply values. Of lane l, g = l / 4 and t = l % 4:
+// A warp loads 16 rows at a time straight into the registers that mma.m16n8k16 reads. The 16 rows of the first matrix are queries: row g
+// is the rounded query of head g, row g + 8 its rounding error, so that logits are as exact as in f32. The weights that multiply
+// values are split in the same way. For lane l let g = l / 4 and t = l % 4:
 //
-//   logits   the second matrix is of 8 keys. Lane l has key g, numbers 32 j + 8 t to + 7: the mma of index 2 j takes the first four
-//            of each 8, that of index 2 j + 1 the others, and the query's numbers are permuted alike.
-//   values   the second matrix is of 16 rows and 8 columns. Lane l has rows 2 t, 2 t + 1, 2 t + 8 and 2 t + 9, which its logits are
-//            of, numbers 64 h + 8 g to + 7: the mma of index 8 h + j takes number j of each 8. So the result's columns 2 t and
-//            2 t + 1 are numbers 64 h + 16 t + j and 64 h + 16 t + 8 + j.
+//   logits   The second matrix holds 8 keys. Lane l holds numbers 32 j + 8 t to + 7 of key g: mma 2 j takes the first four numbers of
+//            each 8, mma 2 j + 1 the other four. The query's numbers are permuted in the same way.
+//   values   The second matrix holds 16 rows and 8 columns. Lane l holds numbers 64 h + 8 g to + 7 of the rows of its logits: 2 t,
+//            2 t + 1, 2 t + 8 and 2 t + 9. mma 8 h + j takes number j of each 8, so that columns 2 t and 2 t + 1 of the result are
+//            numbers 64 h + 16 t + j and 64 h + 16 t + 8 + j.
 
 #include "ragged.cuh"
 
@@ -16,13 +16,13 @@ namespace kvedge_ragged {
 
 namespace {
 
-constexpr int ROWS = 16, HEADS = MMA_HEADS, BATCH = 16;  // BATCH: parts that are on their way at a time
+constexpr int ROWS = 16, HEADS = MMA_HEADS, BATCH = 16;  // BATCH: partial sums that are loaded at a time
 
 template <int D> struct Shared {
     int    first[MOST_HEADS + 1];
     float4 sums[WARPS][HEADS][D / 4];
     float2 marks[WARPS][HEADS];
-    bool   last;  // it is the last block of a bundle
+    bool   last;  // this block is the last block of a bundle to finish
 };
 
 __device__ __forceinline__ void mma(float (&c)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
@@ -35,7 +35,7 @@ __device__ __forceinline__ void mma(float (&c)[4], const unsigned (&a)[4], unsig
 #endif
 }
 
-// Two numbers rounded, and what that leaves of them.
+// Rounds two numbers to half precision (high), and writes their rounding errors (low).
 __device__ __forceinline__ void split(float x, float y, unsigned & high, unsigned & low) {
     const half2  rounded = __floats2half2_rn(x, y);
     const float2 back    = __half22float2(rounded);
@@ -46,11 +46,11 @@ __device__ __forceinline__ void split(float x, float y, unsigned & high, unsigne
 
 __device__ __forceinline__ unsigned word(const uint4 & x, int i) { return i == 0 ? x.x : i == 1 ? x.y : i == 2 ? x.z : x.w; }
 
-// What a warp has of a bundle's heads: lanes of the same g have head g.
+// The state of a warp for the query heads of a bundle: the lanes with g = lane / 4 hold head g.
 template <int D> struct Warp {
     unsigned q[D / 16][4];
     float    acc[D / 8][4];
-    float    most, weight;  // weight: of this lane's rows
+    float    most, weight;  // weight: sum over this lane's rows
 
     __device__ __forceinline__ void start(const Job & job, const float * heads, int n) {
         const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
@@ -72,7 +72,7 @@ template <int D> struct Warp {
         weight = 0.0f;
     }
 
-    // logits [2][2] of rows 8 u + 2 t and the next; weights take their place, and what is added up is scaled to the new `most`.
+    // Replaces the logits [u][i] of rows 8 u + 2 t + i by weights, and scales the sums to the new `most`.
     __device__ __forceinline__ void weigh(float (&logits)[2][2]) {
         float top = fmaxf(most, fmaxf(fmaxf(logits[0][0], logits[0][1]), fmaxf(logits[1][0], logits[1][1])));
         top       = fmaxf(top, __shfl_xor_sync(0xffffffff, top, 1));
@@ -98,7 +98,7 @@ template <int D> struct Warp {
         weight += __shfl_xor_sync(0xffffffff, weight, 1);
         weight += __shfl_xor_sync(0xffffffff, weight, 2);
 #pragma unroll
-        for (int k = 0; k < D / 8; k += 4) {  // four tiles: numbers k % 8 to + 3 of an 8
+        for (int k = 0; k < D / 8; k += 4) {  // four tiles hold numbers k % 8 to k % 8 + 3 of each 8
 #pragma unroll
             for (int c = 0; c < 2; c++) {
                 const auto of = [&](int i) { return acc[k + i][c] + acc[k + i][c + 2]; };
@@ -111,7 +111,7 @@ template <int D> struct Warp {
     }
 };
 
-// n rows from `slot` on; what each warp finds goes to shared memory.
+// Attends to n rows from `slot` on. Each warp writes its result to shared memory.
 template <int D> __device__ __forceinline__ void attend(const Job & job, const float * q_heads, int heads, int64_t slot, int n, Shared<D> & shared) {
     const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
     Warp<D>   warp;
@@ -191,7 +191,7 @@ template <int D> __global__ void __launch_bounds__(THREADS, 1) attend_ragged(con
     }
     __syncthreads();
 
-    const int  rows = max(job.fewest, (shared.first[n_all] + (int) gridDim.x - 1) / (int) gridDim.x);  // of a block
+    const int  rows = max(job.fewest, (shared.first[n_all] + (int) gridDim.x - 1) / (int) gridDim.x);  // rows of a block
     const int  end  = min(shared.first[n_all], ((int) blockIdx.x + 1) * rows);
     const int  g = threadIdx.x / QUARTER, i = threadIdx.x % QUARTER;
     const auto head_of  = [&](int bundle) { return bundle / job.bundles * job.share + bundle % job.bundles * HEADS; };
@@ -237,7 +237,7 @@ template <int D> __global__ void __launch_bounds__(THREADS, 1) attend_ragged(con
         if (parts == 1) {
             continue;
         }
-        if (threadIdx.x == 0) {  // counts to parts - 1, and then it is 0 again
+        if (threadIdx.x == 0) {  // the counter goes up to parts - 1, then back to 0
             shared.last = atomicInc((unsigned *) span + 2 + b % job.bundles, (unsigned) parts - 1) == (unsigned) parts - 1;
         }
         __syncthreads();

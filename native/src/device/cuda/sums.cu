@@ -1,28 +1,28 @@
-// What attention adds up to for each key (OWN_SUMS), on CUDA, by tensor cores; no weight leaves the registers.
+// OWN_SUMS on CUDA: sums of attention weights for each key, on tensor cores. No weight leaves the registers.
 //
 //   src[0] q        [d, H, n] f32
 //   src[1] K        [d, shown, Hkv] f16 or bf16
 //   src[2] mask     [shown, n] f16, added to the logits
-//   src[3] columns  [.., Hkv] f32, or NULL. Key i of a KV head adds to place i - from the weights that all queries of its heads
-//                   give it; keys before `from` have no place.
-//   src[4] squares  likewise, of each query the square of its heads' sum; or NULL
-//   src[5] entropy  [1, Hkv] f32: where op_params[OWN_KIND + 2], weight * log(weight) of all queries and keys
+//   src[3] columns  [.., Hkv] f32, or NULL. Entry i - from gets the weights of key i, added up over all queries and query heads of the
+//                   KV head. Keys before `from` have no entry.
+//   src[4] squares  [.., Hkv] f32, or NULL. As columns, but for each query the square of the sum over the query heads
+//   src[5] entropy  [1, Hkv] f32: if op_params[OWN_KIND + 2], gets w ln w added up over all queries and keys (minus the entropy)
 //   src[6] sinks    [H] f32, or NULL
 //   dst             a view of src[5]
-//   op_params       scale in 0, softcap in 2, `from` in OWN_KIND + 1; sizes of blocks that a benchmark tries in OWN_KIND + 3, or 0
+//   op_params       scale in 0, softcap in 2, `from` in OWN_KIND + 1; block sizes for a benchmark in OWN_KIND + 3, or 0
 //
-// Two passes compute the products. In the first a warp holds queries, and keys pass by: each query's largest logit and sum. In
-// the second a warp holds keys, and queries pass by: a weight is the power of 2 of a logit less the logarithm of the query's
-// sum, and each lane adds up its own keys. Nothing is added in an order that chance decides.
+// Two passes compute the products. In the first pass a warp holds queries and keys stream by: it finds each query's largest logit and
+// sum. In the second pass a warp holds keys and queries stream by: a weight is 2^(logit - log2 of the query's sum), and each lane adds
+// up the weights of its keys. The order of all additions is fixed, so that results are reproducible.
 
 #include "sums.cuh"
 
 namespace {
 
 // ---------------------------------------------------------------------------------------------------------
-// Before: queries as the products take them, and what of the mask is seen
+// Preparation: scales the queries, and classifies the squares of the mask
 
-// By one warp.
+// Sets job.seen of one square of the mask. One warp calls this.
 __device__ __forceinline__ void look_at(const Job & job, int square) {
     const int  q = square / job.across * SIDE, k = square % job.across * SIDE + 2 * (int) threadIdx.x;
     bool       seen = false, other = false;
@@ -73,7 +73,7 @@ template <typename T, int D> __global__ void prepare(const Job job) {
 // ---------------------------------------------------------------------------------------------------------
 // Passes
 
-// Of each query's logits the largest, and their sum. While a half of a tile is multiplied, the powers of the last one add up.
+// The first pass: writes job.rows. While one half of a tile is multiplied, the powers of the half before are added up.
 template <typename T, int D, int WARPS, int M, int N, int BLOCKS, bool ENTROPY>
 __global__ void __launch_bounds__(32 * WARPS, BLOCKS) add_rows(const Job job) {
     constexpr int                   ROWS = 16 * M * WARPS;
@@ -201,7 +201,7 @@ __global__ void __launch_bounds__(32 * WARPS, BLOCKS) add_rows(const Job job) {
     }
 }
 
-// A query's logarithm from the parts of its keys, and the entropies of a KV head where they are wanted: then by one block for it.
+// Joins the splits of job.rows: writes job.logs, and adds to job.entropy if wanted. With entropy, one block serves each KV head.
 __global__ void join_rows(const Job job) {
     __shared__ float sums[WARPS_EACH];
     ggml_cuda_pdl_lc();
@@ -242,7 +242,7 @@ __global__ void join_rows(const Job job) {
     }
 }
 
-// Of each key the weights, and where SQUARES of each query the square of its heads' sum.
+// The second pass: adds up the weights of each key, and if SQUARES the square of each query's sum over its KV head's query heads.
 template <typename T, int D, int WARPS, int M, int N, int BLOCKS, bool SQUARES>
 __global__ void __launch_bounds__(32 * WARPS, BLOCKS) add_columns(const Job job) {
     constexpr int             ROWS = 16 * M * WARPS;
@@ -279,7 +279,7 @@ __global__ void __launch_bounds__(32 * WARPS, BLOCKS) add_columns(const Job job)
     }
     float              columns[M][2] = {}, squares[M][2] = {}, both[2][SQUARES ? M : 1][SQUARES ? N / 4 : 1];
     tile<16, 8, float> x[2][M][N / 16];
-    bool               was_first = true, was_last = false;  // of a query's heads, the one that x[1] is of
+    bool               was_first = true, was_last = false;  // whether x[1] is of a KV head's first, or last, query head
 #pragma unroll
     for (int m = 0; m < M; m++) {
 #pragma unroll
@@ -409,7 +409,8 @@ __global__ void join_columns(const Job job) {
 
 int parts_of(int64_t n, int64_t size) { return (int) ((n + size - 1) / size); }
 
-// Of how many parts of their tiles so many blocks do best, where `slots` run at a time. A part costs some tiles.
+// Returns the number of parts to split the tiles of each block into for the least time, if `slots` blocks run at a time. Each part
+// costs the time of COST tiles in addition.
 int splits_of(int blocks, int tiles, int slots) {
     constexpr int MOST = 32, COST = 3;
     int           best = 1;
@@ -423,7 +424,7 @@ int splits_of(int blocks, int tiles, int slots) {
     return best;
 }
 
-// The sizes of blocks: N rows pass by ROWS that are held.
+// The launches of both passes for one block size: N rows stream by ROWS held rows.
 template <typename T, int D, int WARPS, int M, int N, int BLOCKS> struct Sized {
     static constexpr int ROWS = 16 * M * WARPS;
 
@@ -450,7 +451,7 @@ template <typename T, int D, int WARPS, int M, int N, int BLOCKS> struct Sized {
     }
 };
 
-// All steps: A for the first pass, B for the second, C for the second with squares.
+// Runs all steps with block size A for the first pass, B for the second pass, C for the second pass with squares.
 template <typename T, int D, class A, class B, class C> void run(ggml_backend_cuda_context & ctx, Job job) {
     const int heads = job.heads_kv * job.share, sms = ggml_cuda_info().devices[ctx.device].nsm;
 
@@ -481,7 +482,7 @@ template <typename T> void run(ggml_backend_cuda_context & ctx, const Job & job,
     } else if (job.d <= 96) {
         run<T, 96, Sized<T, 96, 4, 2, 64, 2>, Sized<T, 96, 4, 2, 64, 2>, Sized<T, 96, 4, 2, 32, 2>>(ctx, job);
     } else if (job.d <= 128) {
-        // with few queries blocks are short: more of them at a time hide how each begins
+        // with few queries blocks are short; more blocks at a time hide the start of each block
         constexpr int FEW = 1024;
         using Large = Sized<T, 128, 4, 2, 64, 2>;
         using Small = Sized<T, 128, 4, 1, 64, 4>;

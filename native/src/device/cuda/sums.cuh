@@ -1,4 +1,5 @@
-// What the kernels of sums.cu share: what they are told, and products of rows that a warp holds with rows that pass by.
+// Shared code of the kernels of sums.cu: their job, and products of rows that a warp holds in registers with rows that stream through
+// shared memory.
 
 #pragma once
 
@@ -13,13 +14,13 @@ namespace {
 
 using ggml_cuda_mma::tile;
 
-constexpr int   SIDE    = 64;  // queries and keys of a square of the mask
-constexpr int   THREADS = 256, WARPS_EACH = THREADS / 32;  // of the small kernels
+constexpr int   SIDE    = 64;  // a square of the mask has SIDE queries and SIDE keys
+constexpr int   THREADS = 256, WARPS_EACH = THREADS / 32;  // block size of the small kernels
 constexpr float LOG2E   = 1.4426950408889634f;
-constexpr float LOWEST  = -1e30f;  // below all logits, and less it is still a number
-constexpr float HIGHER  = 10.0f;   // powers of 2 by which a logit may exceed what was the largest one
+constexpr float LOWEST  = -1e30f;  // below all logits; finite, so that LOWEST - LOWEST is not NaN
+constexpr float HIGHER  = 10.0f;   // a logit may exceed the running maximum by HIGHER (base 2) before the maximum is raised
 
-enum Seen : uint8_t { NOTHING, ALL, SOME };  // of a square of the mask; ALL: and nothing is added
+enum Seen : uint8_t { NOTHING, ALL, SOME };  // what a square of the mask shows; ALL: every entry is 0
 
 struct Job {
     const float * q;
@@ -29,13 +30,12 @@ struct Job {
     float *       columns;
     float *       squares;
     float *       entropy;
-    void *        queries;  // [H][n][D], scaled, of the keys' type
-    uint8_t *     seen;     // [down][across]
-    float4 *      rows;     // [splits][H][n] of a query's logits, as powers of 2: the largest, sum of powers of 2 of them less that,
-                            // and of these times their exponents
-    float *       logs;     // [H][padded] logarithm of a query's sum, with base 2
-    float *       parts;    // [splits][2][Hkv][keys], where there is more than one
-    int64_t       q_row, q_head, k_row, k_head, mask_row, columns_head, squares_head;  // bytes of k, else numbers
+    void *        queries;  // [H][n][D] scaled queries in the keys' type
+    uint8_t *     seen;     // [down][across] Seen of each square
+    float4 *      rows;     // [splits_rows][H][n] of logits x in base 2: largest logit m, sum of 2^(x - m), sum of (x - m) 2^(x - m)
+    float *       logs;     // [H][padded] log2 of the sum of a query's 2^x
+    float *       parts;    // [splits_keys][2][Hkv][keys] partial columns and squares, if splits_keys > 1
+    int64_t       q_row, q_head, k_row, k_head, mask_row, columns_head, squares_head;  // strides: k in bytes, others in numbers
     int           n, shown, from, heads_kv, share, d, down, across, padded, splits_rows, splits_keys;
     bool          wants_entropy;
     float         scale, softcap;
@@ -54,10 +54,10 @@ template <> struct Pair<nv_bfloat16> {
     static __device__ __forceinline__ Two of(float x, float y) { return __floats2bfloat162_rn(x, y); }
 };
 
-// By exponentials: fast math makes tanhf an approximation of 11 bits.
+// tanh by an exponential, because with fast math tanhf is exact to 11 bits only.
 __device__ __forceinline__ float tanh_of(float x) { return 1.0f - 2.0f / (1.0f + exp2f(2.0f * LOG2E * x)); }
 
-// Rows that pass by. A row's length is an odd number of sixteen bytes: eight of them lie in different banks.
+// Rows that stream through shared memory. A row takes an odd number of 16 bytes, so that 8 rows lie in different banks.
 template <typename T, int D, int N> struct alignas(16) Stage {
     T     rows[N][D + 8];
     float logs[N];
@@ -78,7 +78,7 @@ __device__ __forceinline__ void wait_for_copies() {
     __syncthreads();
 }
 
-// Row `first` and those behind it; beyond `last` that one again. The numbers of a row beyond d stay as they are.
+// Loads N rows from row `first` on; repeats row `last` beyond it. Leaves the numbers of a row beyond d unchanged.
 template <int WARPS, typename T, int D, int N>
 __device__ __forceinline__ void load(Stage<T, D, N> & to, const char * rows, int64_t row, int first, int last, int d) {
     constexpr int EACH = D / 8;
@@ -103,8 +103,8 @@ template <int WARPS, typename T, int D, int N> __device__ __forceinline__ void c
     }
 }
 
-// Of sixteen rows that pass by, sixteen numbers of the first eight (low) and of the others, in the registers' order: ggml's own
-// loads of so much leave each half in registers that are not neighbours, and a product has them copied.
+// Loads 16 numbers of 16 streamed rows: of the first 8 rows (low) and of the other 8 (high). ggml's load of the same size scatters each
+// half over registers, which costs copies before a product.
 template <typename T, typename Two, int W>
 __device__ __forceinline__ void load_both(tile<8, 8, Two> & low, tile<8, 8, Two> & high, const T (*rows)[W], int column) {
 #ifdef TURING_MMA_AVAILABLE
@@ -122,7 +122,7 @@ __device__ __forceinline__ void load_both(tile<8, 8, Two> & low, tile<8, 8, Two>
 #endif
 }
 
-// The rows that a warp holds: 16 * M of them.
+// 16 * M rows that a warp holds in registers.
 template <typename T, int D, int M> struct Held {
     using Two = typename Pair<T>::Two;
     tile<16, 8, Two> x[M][D / 16];
@@ -141,7 +141,7 @@ template <typename T, int D, int M> struct Held {
         }
     }
 
-    // sums [16 * M, N / 2] of a half of the rows that pass by. between(i): what else there is to do at each of D / 16 steps.
+    // Adds products with one half of the streamed rows to sums [16 * M, N / 2]. Calls between(i) at each of D / 16 steps, to overlap work.
     template <int N, class F>
     __device__ __forceinline__ void multiply(const Stage<T, D, N> & stage, int half, tile<16, 8, float> (&sums)[M][N / 16], const F & between) const {
 #pragma unroll
@@ -161,7 +161,7 @@ template <typename T, int D, int M> struct Held {
     }
 };
 
-// f(m, j, l) of the i-th of STEPS parts of a half's numbers.
+// Calls f(m, j, l) for the i-th of STEPS equal parts of the products with one half of the streamed rows.
 template <int M, int N, int STEPS, class F> __device__ __forceinline__ void for_part(int i, const F & f) {
     constexpr int ALL = M * N / 4;
 #pragma unroll
@@ -172,7 +172,7 @@ template <int M, int N, int STEPS, class F> __device__ __forceinline__ void for_
     }
 }
 
-// The first tile from t on that is seen, or else `end`. By a warp.
+// Returns the first tile in [t, end) for which is_seen is true, else `end`. All threads of a warp call this.
 template <class F> __device__ __forceinline__ int next(int t, int end, const F & is_seen) {
     for (; t < end; t += 32) {
         const int      at   = t + (int) threadIdx.x;
@@ -188,7 +188,7 @@ __device__ __forceinline__ float bias_of(const Job & job, int query, int key) {
     return query < job.n && key < job.shown ? LOG2E * __half2float(job.mask[query * job.mask_row + key]) : -INFINITY;
 }
 
-// Where a logit exceeds what was a query's largest one by more than HIGHER, it is the largest one. Each lane has one of its own.
+// Raises a query's running maximum where a logit exceeds it by more than HIGHER, and rescales the sums. Each lane has its own maximum.
 template <int M, int N>
 __device__ __forceinline__ void raise(tile<16, 8, float> (&x)[M][N / 16], float (&most)[M][2], float (&sum)[M][2], float (&turn)[M][2]) {
     float top[M][2];
