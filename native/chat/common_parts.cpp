@@ -1,5 +1,5 @@
-// What the chat code calls of the rest of llama.cpp. Its common library links the whole of llama.cpp, curl's successor and
-// a thread that writes logs; the chat code needs a few functions on texts of it.
+// The functions of llama.cpp that its chat code calls. llama.cpp's common library would link all of llama.cpp, an HTTP library and
+// a log thread, but the chat code needs only a few string functions.
 
 #include "common.h"
 #include "ggml.h"
@@ -49,7 +49,7 @@ void string_replace_all(std::string & text, const std::string & search, const st
     text = out.append(text, start, std::string::npos);
 }
 
-// a failed assertion is an error of this one call
+// Throws, so that a failed assertion in ggml fails one call and does not end the process.
 void ggml_abort(const char *, int, const char * form, ...) {
     char text[256];
     va_list given;
@@ -59,7 +59,7 @@ void ggml_abort(const char *, int, const char * form, ...) {
     throw std::logic_error(text);
 }
 
-// nothing is logged
+// These functions log nothing.
 int common_log_get_verbosity_thold(void) {
     return -1;
 }
@@ -68,7 +68,7 @@ struct common_log * common_log_main() {
 }
 void common_log_add(struct common_log *, enum ggml_log_level, const char *, ...) {}
 
-// there is no model: texts alone are given
+// The chat code gets strings only. The next functions would need a model: they throw, or return "none".
 static void no_model() {
     throw std::logic_error("there is no model");
 }

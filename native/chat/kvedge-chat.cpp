@@ -22,7 +22,7 @@ struct kvedge_chat_reader {
 
 namespace {
 
-// a pointer that stays valid when there is no memory for a text; kvedge_chat_free knows it
+// The error message when no memory is left for a message. kvedge_chat_free does not free it.
 char no_memory[] = "out of memory";
 
 char * copied(const std::string & text) {
@@ -97,8 +97,8 @@ json described(const common_chat_params & params) {
     };
 }
 
-// The parser calls itself for each level of a nested argument, and a model may write as many as its context holds: between
-// 5,000 and 10,000 of them overflow the stack.
+// Throws if brackets are nested more than 200 deep. The parser recurses for each level of a nested argument, and 5,000 to 10,000
+// levels overflow the stack; a model can write more than that.
 void check_nesting(const std::string & text) {
     const int most = 200;
     int depth = 0;
@@ -122,8 +122,8 @@ json told(const common_chat_msg & message) {
     };
 }
 
-// While more may come, llama.cpp holds back the end of a text that may begin a mark. Of an answer that is over that end is
-// text, as it is where a character follows that belongs to no mark.
+// Restores the end of a complete answer, which llama.cpp holds back if it may begin a mark. To get the end as text, the function
+// parses the answer again with a character behind it that is in no mark.
 void complete(common_chat_msg & message, const std::string & text, const common_chat_parser_params & params) {
     if (!message.tool_calls.empty()) {
         return;
@@ -157,7 +157,7 @@ int kvedge_chat_read_template(const char * text, kvedge_chat_template ** made, c
         try {
             out->templates = common_chat_templates_init(nullptr, source, bos, eos);
         } catch (const std::exception &) {
-            common_chat_template(source, bos, eos);  // fails as well, and says why: the function above slices what it throws
+            common_chat_template(source, bos, eos);  // throws a better message: common_chat_templates_init slices its exception
             throw;
         }
         *made = out.release();

@@ -1,4 +1,4 @@
-// kvedge_compress_arrays and kvedge_stream_arrays: plans of every member and setting, and arrays with numbers that are none.
+// Fuzzes kvedge_compress_arrays and kvedge_stream_arrays: all members and settings, and arrays with NaN and infinity.
 
 #include "fuzz/plans.h"
 

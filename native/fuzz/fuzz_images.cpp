@@ -1,4 +1,4 @@
-// kvedge_prune: rows of an image, on a grid or not, and every pruner with its settings.
+// Fuzzes kvedge_prune: rows of an image, with a grid that fits or does not, and every pruner with its settings.
 
 #include "fuzz/plans.h"
 
@@ -7,12 +7,12 @@ using namespace kvedge::fuzz;
 extern "C" int LLVMFuzzerTestOneInput(const uint8_t * data, size_t size) {
     Input        in(data, size);
     kvedge_image image{ sizeof(image), nullptr, in.between(0, 90), in.between(0, 40), in.between(0, 12), in.between(0, 12) };
-    const bool   fits = (in.byte() & 1) != 0;  // else the grid is what it is
+    const bool   fits = (in.byte() & 1) != 0;  // else the grid may not fit the number of rows
     if (fits) {
         image.n_rows = image.down * image.across;
     }
     std::vector<float> rows((size_t) image.n_rows * (size_t) image.width);
-    const uint8_t      period = in.byte();  // of rows that are like an earlier one
+    const uint8_t      period = in.byte();  // numbers from index 512 on repeat with period 512 + period
     for (size_t i = 0; i < rows.size(); i++) {
         rows[i] = i < 512 ? (float) (int8_t) in.byte() / 16.0f : rows[i % (512 + period)];
     }

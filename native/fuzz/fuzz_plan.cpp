@@ -1,6 +1,6 @@
-// Plans from text: kvedge_plan_set with any key and value, profiles of any shape, and what is asked of the plan afterwards.
+// Fuzzes plans: kvedge_plan_set with any key and value, profiles of any shape, and the functions that read a plan.
 //
-// Input: lines `key=value`. A line `!` is followed by a profile: stage, layers, columns, whether it has budgets, numbers.
+// Input: lines `key=value`. A line `!` is followed by a profile: stage, layers, columns, flags, numbers.
 
 #include "compress/bounded.h"
 #include "plan/plan.h"

@@ -1,7 +1,7 @@
-// Session files: the frame, the sequence in it, and what a conversation does with a sequence that was read.
+// Fuzzes session files: the frame, the sequence in it, and the operations of a conversation on a sequence that was read.
 //
-// Input: the kind of sequence, flags, four bytes of what is done, and a file; with flag 1 what is between the checksums of one, so
-// that the fuzzer need not guess them. With flag 2 the sequence is a whole one: what was observed of it lies behind it.
+// Input: the kind of sequence, flags, four bytes for four operations, and a file. With flag 1 only the payload of a file: the target
+// adds frame and checksums, which a fuzzer cannot guess. With flag 2 the sequence has whole rows and their observation.
 
 #include "kernels/kernels.h"
 #include "store/store.h"
@@ -36,7 +36,7 @@ std::vector<uint8_t> framed(const uint8_t * payload, size_t size) {
     return std::move(out.bytes);
 }
 
-// As kvedge_unpack reads it, but for what llama.cpp and the cache's state have in it.
+// Reads a sequence as kvedge_unpack does, without the parts of llama.cpp and of the cache's state. NULL: the file is invalid.
 std::unique_ptr<Sequence> read_file(const std::vector<uint8_t> & file, const Kind & kind, bool whole) {
     BytesReader  in(file.data(), file.size());
     Frame        frame;
@@ -54,7 +54,7 @@ std::unique_ptr<Sequence> read_file(const std::vector<uint8_t> & file, const Kin
     return seq && all && in.value(sum) && sum == expected ? std::move(seq) : nullptr;
 }
 
-// Keys and values of every head, as attention would read them, and the indices of their tokens.
+// Reads the keys, values and token indices of every KV head, and returns a checksum of keys and token indices.
 uint32_t visit(const Sequence & seq) {
     uint32_t           sum = 0;
     std::vector<float> wide;
@@ -81,7 +81,7 @@ uint32_t visit(const Sequence & seq) {
     return sum;
 }
 
-// observing: by what was gathered of the prompt's attention.
+// Returns plan number `which`. observing: its scorer uses observations of the prompt's attention.
 kvedge_plan plan_of(uint8_t which, bool observing) {
     const char * const plain[]   = { "position", "knorm", "vnorm", "random", "keydiff" };
     const char * const seen[]    = { "cumulative", "window", "expected", "mean", "modal" };
@@ -133,7 +133,7 @@ void save_and_load(std::unique_ptr<Sequence> & seq, const Kind & kind, bool whol
     seq = std::move(back);
 }
 
-// One thing that happens to a sequence.
+// Does operation `what` on a sequence, then reads the whole sequence.
 void act(std::unique_ptr<Sequence> & seq, const Kind & kind, bool whole, uint8_t what) {
     const kvedge_plan plan = plan_of(what, whole);
     const int32_t     n    = seq->rows.n_tokens();

@@ -1,4 +1,4 @@
-// Stages of a program's own: names, settings and structs of any content, and callbacks that write what the fuzzer says.
+// Fuzzes custom stages: names, settings and structs of any content, and callbacks that write numbers from the fuzzer's bytes.
 
 #include "fuzz/plans.h"
 #include "kvedge.h"
@@ -9,7 +9,7 @@ using namespace kvedge::fuzz;
 
 namespace {
 
-// What a callback has to work with; a callback ends with an error where its bytes say so.
+// The user data of the callbacks: the bytes that they write numbers, and sometimes an error, from.
 struct Said {
     Input in;
 };
@@ -54,7 +54,7 @@ kvedge_status allocate(const kvedge_allocate_input * of, int32_t * counts, kvedg
     }
     REQUIRE(rows == of->n_rows && of->budget >= 1 && of->budget < of->n_tokens);
     for (int32_t r = 0; r < rows; r++) {
-        const int32_t shift = kind & 1 ? in.between(0, 3) : 0;  // pairs go from one head to its neighbour
+        const int32_t shift = kind & 1 ? in.between(0, 3) : 0;  // KV pairs that move from one head to the next head
         counts[r] += kind < 200 ? of->budget - (r + 1 < rows ? shift : 0) : in.number<int32_t>();
         counts[std::min(r + 1, rows - 1)] += kind < 200 && r + 1 < rows ? shift : 0;
     }
@@ -71,7 +71,7 @@ kvedge_status reduce(const kvedge_reduce_input * of, float * k, float * v, kvedg
     return ended(in, err);
 }
 
-// Names and settings that a stage is declared with; they must live until it is added.
+// The name and settings that a stage is declared with. They must live until the stage is added to a plan.
 struct Declared {
     std::string    name, help, choices;
     kvedge_setting settings[9];
@@ -127,7 +127,7 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t * data, size_t size) {
     declare(in, a, "mine");
     declare(in, b, "own");
     declare(in, c, "third");
-    Said said{ in };  // callbacks go on with the bytes that come next
+    Said said{ in };  // callbacks read the input's next bytes
 
     kvedge_error err{};
     auto         scorer = begun<kvedge_custom_scorer>(in, a, said);

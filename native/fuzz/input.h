@@ -1,4 +1,4 @@
-// A fuzzer's bytes, read one after the other. Where they end there are zeros, so that every input means something.
+// Reads values from a fuzzer's bytes. Zeros follow the last byte, so that every input is valid.
 
 #pragma once
 
@@ -26,7 +26,7 @@ class Input {
         return out;
     }
 
-    // In [lowest, highest], of one byte.
+    // Returns a number in [lowest, highest], made from one byte.
     int32_t between(int32_t lowest, int32_t highest) { return lowest + byte() % (highest - lowest + 1); }
 
     template <class T> T number() {
@@ -35,7 +35,7 @@ class Input {
         return out;
     }
 
-    // Up to the end of a line, or of the input; never with a zero byte.
+    // Returns the bytes up to the next newline or the end of the input, without zero bytes.
     std::string line() {
         std::string out;
         while (left_ > 0) {
@@ -66,7 +66,7 @@ class Input {
     size_t          left_;
 };
 
-// Ends the process, so that the fuzzer keeps the input.
+// Aborts if the condition is false, so that the fuzzer reports the input.
 #define REQUIRE(condition)                                                     \
     do {                                                                       \
         if (!(condition)) {                                                    \
@@ -91,7 +91,8 @@ inline bool is_utf8(const char * text) {
     return true;
 }
 
-// What kvedge.h promises of every call that can fail.
+// Checks what kvedge.h promises for every call that can fail: err has the status, and a message of one line of UTF-8 if it failed.
+// Returns the status.
 inline kvedge_status told(kvedge_status status, const kvedge_error & err) {
     REQUIRE(err.status == status && memchr(err.message, 0, sizeof(err.message)));
     REQUIRE((status == KVEDGE_OK) == (err.message[0] == '\0'));

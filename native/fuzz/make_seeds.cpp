@@ -1,4 +1,4 @@
-// Writes the first inputs of the session target: `make_seeds FOLDER`, for experiments/fuzz_seeds.py.
+// `make_seeds FOLDER` writes the seeds of fuzz_session.cpp to a folder. experiments/fuzz_seeds.py calls it.
 
 #include "kernels/kernels.h"
 #include "store/store.h"
@@ -38,7 +38,7 @@ void append(Sequence & seq, int32_t n, bool image) {
     }
 }
 
-// A prompt, compressed or not, and an answer; `evicts`: rows are dropped as it is generated.
+// Writes the seed of a prompt, compressed or not, and an answer. evicts: a decode policy drops rows of the answer.
 void write(const std::string & folder, int32_t kind, bool compressed, bool evicts) {
     const Kind   made = kind_of(kind);
     Sequence     seq(made.shapes, made.storage);
@@ -69,7 +69,7 @@ void write(const std::string & folder, int32_t kind, bool compressed, bool evict
     REQUIRE(out.commit(&err) == KVEDGE_OK);
 }
 
-// A prompt with all that can be observed of one.
+// Writes the seed of a prompt with all observations.
 void write_seen(const std::string & folder, int32_t kind) {
     const Kind   made = kind_of(kind);
     Sequence     seq(made.shapes, made.storage);
@@ -104,7 +104,7 @@ int main(int argc, char ** argv) {
             write(argv[1], kind, kind % 2 != 0, true);
         }
     }
-    write_seen(argv[1], 0);  // the small ones
+    write_seen(argv[1], 0);  // kinds 0 and 2 make small files
     write_seen(argv[1], 2);
     return 0;
 }

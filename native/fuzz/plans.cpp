@@ -30,7 +30,7 @@ std::string word(const char * choices, int32_t i) {
     return words[(size_t) i % words.size()];
 }
 
-// A value that is allowed, most of the time.
+// Returns a value of a setting, which is nearly always valid.
 std::string value_of(Input & in, const kvedge_setting & setting) {
     if (setting.choices) {
         return word(setting.choices, in.byte());
@@ -49,7 +49,7 @@ void draw_stage(Input & in, kvedge_plan * plan, int32_t stage) {
     const int32_t n = kvedge_stage_count((kvedge_stage) stage);
     const char *  member = kvedge_stage_name((kvedge_stage) stage, in.byte() % n);
     set(plan, STAGES[stage], member);
-    const uint8_t chosen = in.byte();  // which of its settings are set
+    const uint8_t chosen = in.byte();  // bit i: set setting i of the member
     for (int32_t i = 0; const kvedge_setting * setting = kvedge_stage_setting((kvedge_stage) stage, member, i); i++) {
         if (chosen >> (i % 8) & 1) {
             set(plan, std::string(STAGES[stage]) + "." + setting->name, value_of(in, *setting));
@@ -144,12 +144,12 @@ void draw_arrays(Input & in, Arrays & out) {
     fill(out.k, rows * (size_t) of.n_heads_kv, state);
     fill(out.v, rows * (size_t) of.n_heads_kv, state);
     for (std::vector<float> * x : { &out.q, &out.k, &out.v }) {
-        for (int32_t i = in.between(0, 3); i > 0; i--) {  // a run of the same number
+        for (int32_t i = in.between(0, 3); i > 0; i--) {  // writes a run of one odd number
             const size_t at = in.number<uint16_t>() % x->size(), n = std::min<size_t>(x->size() - at, 1 + in.byte());
             std::fill_n(x->begin() + (std::ptrdiff_t) at, n, odd_number(in));
         }
     }
-    const uint8_t period = in.byte();  // of images; 0: there are none
+    const uint8_t period = in.byte();  // tokens of each image; 0: no images
     out.mask.clear();
     for (int32_t t = 0; period > 0 && t < of.n_tokens; t++) {
         out.mask.push_back((uint8_t) (t % (period + 1) != 0));

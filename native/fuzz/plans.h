@@ -1,4 +1,4 @@
-// Plans, arrays and what is compressed of them, drawn from a fuzzer's bytes.
+// Makes plans and arrays from a fuzzer's bytes, and compresses the arrays.
 
 #pragma once
 
@@ -16,13 +16,13 @@ struct Free {
 using PlanHandle   = std::unique_ptr<kvedge_plan, Free>;
 using ResultHandle = std::unique_ptr<kvedge_result, Free>;
 
-// A plan that keeps everything.
+// Returns a plan that keeps everything.
 PlanHandle new_plan();
 
-// Sets stages, their settings, the budget and what is protected; a profile where a stage takes one of these shapes.
+// Sets stages, their settings, the budget and the protected tokens of a plan, and maybe a profile for these shapes.
 void draw_plan(Input & in, kvedge_plan * plan, int32_t n_layers, int32_t n_heads, int32_t n_heads_kv);
 
-// Gives a plan the output projection of arrays of that shape. Reads no bytes.
+// Gives a plan an output projection for the shape of the arrays. Reads no bytes of the input.
 void give_projection(kvedge_plan * plan, const kvedge_arrays & of);
 
 struct Arrays {
@@ -31,10 +31,10 @@ struct Arrays {
     std::vector<uint8_t> mask;
 };
 
-// Small ones: at most 2 layers, 6 query heads, 80 tokens. Most numbers are from a short random series, some from the input.
+// Makes arrays with at most 2 layers, 6 query heads, 80 tokens. Most numbers are pseudo-random, some are from the input.
 void draw_arrays(Input & in, Arrays & out);
 
-// Compresses the arrays, at once or as a stream, and looks at all of the result. False: it was refused.
+// Compresses the arrays, at once or as a stream, and checks the whole result. False: kvedge refused the plan or the arrays.
 bool compress(Input & in, const kvedge_plan * plan, const Arrays & arrays);
 
 }  // namespace kvedge::fuzz

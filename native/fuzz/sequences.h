@@ -1,4 +1,4 @@
-// Shapes and storage types of the sequences that the session target reads, and its seeds are made of.
+// The shapes and storage types of sequences in fuzz_session.cpp and its seeds (make_seeds.cpp).
 
 #pragma once
 
@@ -15,7 +15,7 @@ struct Kind {
 
 constexpr int32_t KINDS = 8;
 
-// f16, f32, f32:bf16, and the quantised types, whose heads have multiples of 32 channels.
+// Returns kind i: 0 to 2 are f16, f32 and f32:bf16; the others are quantised, with head sizes that are multiples of 32.
 inline Kind kind_of(int32_t i) {
     const int32_t types[KINDS][2] = { { 0, 0 }, { 2, 2 }, { 2, 1 }, { 3, 3 }, { 4, 4 }, { 5, 5 }, { 6, 6 }, { 3, 5 } };
     const bool    blocks = i >= 3;
