@@ -1,4 +1,4 @@
-// What the benchmarks of attention share: tasks timed on several threads, and rows of random numbers.
+// Shared code of the attention benchmarks: timing of tasks on several threads, and random rows.
 
 #pragma once
 
@@ -13,10 +13,10 @@
 namespace kvedge {
 
 struct Seconds {
-    double wall, processor;  // the latter divided by the threads
+    double wall, processor;  // processor: CPU time divided by the number of threads
 };
 
-// Threads draw n_tasks tasks from one counter.
+// Runs n_tasks tasks on n_threads threads and returns the time. Threads take tasks from one counter.
 inline Seconds timed(int32_t n_threads, int32_t n_tasks, const std::function<void(int32_t)> & task) {
     std::atomic<int32_t>     next{ 0 };
     const auto               start = std::chrono::steady_clock::now();
@@ -38,7 +38,7 @@ inline Seconds timed(int32_t n_threads, int32_t n_tasks, const std::function<voi
              (double) (std::clock() - clock) / CLOCKS_PER_SEC / n_threads };
 }
 
-// n numbers in half precision, of either sign and from 1/8 to 1/2.
+// Writes n half-precision numbers of random sign and a random magnitude from 1/8 to 1/2.
 inline void fill_halves(uint16_t * x, size_t n, uint32_t & random) {
     for (size_t i = 0; i < n; i++) {
         random = random * 1664525u + 1013904223u;

@@ -1,15 +1,15 @@
-// How near attention of drafts, a few query tokens that are rounded as if they came alone, over long rows of f16 comes to what
-// the processor can do, and ggml's beside it.
+// Compares the speed of draft attention with the limits of the CPU, and with ggml. Drafts are a few query tokens whose results equal
+// those of single tokens; rows are f16.
 //
 //   bench_batch HEADS KV_HEADS HEAD_SIZE KEYS THREADS ROUNDS MIB [QUERIES ...]
 //
-// As many layers as hold MIB MiB of keys and values: 192 fit no cache. QUERIES: query tokens at a time; 1 4 8 17 32 unless given.
-// stdout: the table of kernels, the layers, bytes that a thread reads in a second and its fused multiply-adds; then a line for
-// each number of query tokens:
-//   microseconds of a layer, and what binds: bytes (keys and values, read once) or products (2 x 2 x queries x heads x keys x
-//   head size operations); the share of that limit;
-//   the time of ggml's flash attention, and of its products K^T Q and V P alone, over ours.
-// Times are processor time divided by the threads, which other programs disturb less, and the best of ROUNDS that take turns.
+// The layers hold MIB MiB of keys and values; 192 MiB fit no CPU cache. QUERIES: query tokens at a time; default 1 4 8 17 32.
+// stdout: the table of kernels, the layers, bytes and fused multiply-adds of a thread in a second; then for each number of query
+// tokens a line:
+//   microseconds of a layer; the limit: bytes (keys and values, read once) or products (2 x 2 x queries x heads x keys x head size
+//   operations); the share of that limit;
+//   the time of ggml's flash attention, and of ggml's products K^T Q and V P alone, divided by kvedge's time.
+// Times are CPU time divided by the threads, which other programs disturb less: the best of ROUNDS rounds, in which all take turns.
 
 #include "attention/attention.h"
 #include "bench.h"
@@ -42,10 +42,10 @@ using namespace kvedge;
 namespace {
 
 // ---------------------------------------------------------------------------------------------------------
-// What the processor can do
+// The limits of the CPU
 
-// Multiply-adds in chains that do not wait for each other. A macro: a function would have to be compiled for the same processor as
-// those that call it.
+// Computes multiply-adds in independent chains. It is a macro because a function would have to be compiled for the same instruction
+// set as its callers.
 constexpr int32_t CHAINS = 12, STEPS = 2000000;
 #define KVEDGE_CHAINS(vector, set1, fma)        \
     vector       sums[CHAINS];                  \
@@ -87,7 +87,7 @@ Chains widest_chains() {
 #endif
 }
 
-// A plain sum that asks for what comes AHEAD bytes later.
+// Returns the sum of n bytes as 64-bit words. Prefetches AHEAD bytes ahead.
 template <size_t AHEAD> uint64_t sum_ahead(const uint8_t * from, size_t n) {
     uint64_t part[32] = {};
     for (size_t i = 0; i + sizeof(part) <= n; i += sizeof(part)) {
@@ -119,7 +119,7 @@ struct Bench {
     std::vector<float>          q, out;    // [queries][H][d]
     std::atomic<uint64_t>       sum{ 0 };
 
-    double bytes() const { return 4.0 * n_heads_kv * keys * size; }  // of a layer
+    double bytes() const { return 4.0 * n_heads_kv * keys * size; }  // bytes of a layer
     double products(int32_t n) const { return 4.0 * n * n_heads * keys * size; }
 };
 
@@ -165,7 +165,7 @@ AttendJob job_of(Bench & b, int32_t layer, int32_t n) {
     return job;
 }
 
-// All layers, which write the same results.
+// Returns the time of attention of n query tokens over all layers. All layers write to the same results.
 double time_attention(Bench & b, int32_t n) {
     const auto n_layers = (int32_t) b.shapes.size();
     if (n > 1 && n * (b.n_heads / b.n_heads_kv) > DECODE_ROWS) {
@@ -196,7 +196,7 @@ template <size_t AHEAD> double time_sum(Bench & b) {
 }
 
 // ---------------------------------------------------------------------------------------------------------
-// ggml's, over rows of its own
+// ggml's attention, over its own rows
 
 struct Ggml {
     ggml_context_ptr        rows;
@@ -258,7 +258,7 @@ double Ggml::time(const Bench & b, int32_t n, bool flash) {
 // ---------------------------------------------------------------------------------------------------------
 
 struct Best {
-    double bytes = 0.0, products = 0.0;  // in a second, of one thread
+    double bytes = 0.0, products = 0.0;  // of one thread in a second
     std::vector<double> ours, flash, plain;
 };
 
@@ -271,7 +271,7 @@ Best measure(Bench & b, Ggml & ggml, const std::vector<int32_t> & queries, int r
     for (auto * all : { &best.ours, &best.flash, &best.plain }) {
         all->assign(queries.size(), 1e30);
     }
-    for (int r = -1; r < rounds; r++) {  // one for the pages
+    for (int r = -1; r < rounds; r++) {  // round -1 touches the memory pages
         for (double seconds : { time_sum<0>(b), time_sum<4096>(b), time_sum<8192>(b) }) {
             lower(read, seconds);
         }
@@ -327,5 +327,5 @@ int main(int argc, char ** argv) {
         std::printf("%3d queries %9.1f us  %.2f of %-8s  flash %5.2f  products %5.2f\n", queries[i], ours * 1e6, std::max(read, multiply) / ours,
                     read > multiply ? "bytes" : "products", best.flash[i] / best.ours[i], best.plain[i] / best.ours[i]);
     }
-    return b.sum == 0;  // the sums are used
+    return b.sum == 0;  // uses the sums, so that the compiler keeps them
 }

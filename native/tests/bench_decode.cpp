@@ -1,12 +1,12 @@
-// How fast decode attention reads keys and values, against a plain sum over the same bytes, taking turns.
+// Compares the time in which decode attention reads keys and values with the time of a plain sum over the same bytes.
 //
 //   bench_decode HEADS KV_HEADS HEAD_SIZE TOKENS THREADS ROUNDS MIB TYPE
 //
-// As many layers as hold MIB MiB of keys and values: 192 fit no cache, 1 shows what the kernels could do with faster
-// memory. TYPE is what they are stored as: any storage type but f32; rotated:q8_0 and rotated:q4_0 too. Both share out layers and heads among the threads, with
-// no barrier in between.
+// The layers hold MIB MiB of keys and values: 192 MiB fit no CPU cache, 1 MiB shows the speed of the kernels with faster memory. TYPE:
+// any storage type except f32; also rotated:q8_0 and rotated:q4_0. Sum and attention take turns, and divide layers and heads among the
+// threads without barriers.
 // stdout: the table of kernels, bytes and layers; then a line per round: wall seconds of the sum and of the attention, and
-// their processor seconds divided by the threads, which other programs disturb less.
+// their CPU seconds divided by the threads, which other programs disturb less.
 
 #include "attention/attention.h"
 #include "bench.h"
@@ -65,7 +65,7 @@ bool fill(Bench & b) {
         auto * x = (uint16_t *) k_row(b.seq->rows.place_from_end(0, b.tokens), l, 0);
         fill_halves(x, plain, random);
     }
-    Compression outcome;  // quantises, and keeps all
+    Compression outcome;  // the compression below quantises the rows and keeps all of them
     if (is_quantised(b.type) && compress_pending(*b.seq, full_plan(), b.threads, outcome, nullptr) != KVEDGE_OK) {
         return false;
     }
@@ -156,5 +156,5 @@ int main(int argc, char ** argv) {
         const Seconds sum = time_sum(b), attention = time_attention(b);
         std::printf("%.6e %.6e %.6e %.6e\n", sum.wall, attention.wall, sum.processor, attention.processor);
     }
-    return b.sum == 0;  // the sums are used
+    return b.sum == 0;  // uses the sums, so that the compiler keeps them
 }

@@ -1,5 +1,5 @@
-// What a compression on a device costs beside the work that its operations do: single calls of the device, and the steps of a
-// prompt's compression and of those of later messages.
+// Measures the fixed costs of compressions on a device: single device calls, and the steps of the compression of a prompt and of later
+// messages.
 //
 //   bench_later DEVICE HEADS KV_HEADS HEAD_SIZE TOKENS LAYERS MESSAGES
 //
@@ -51,7 +51,7 @@ double ms(const std::function<void()> & work) {
     return 1e3 * std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
 }
 
-// Milliseconds of each of three times.
+// Prints the milliseconds of `work`, three times.
 void print(const char * what, const std::function<void()> & work) {
     std::printf("%-44s", what);
     for (int i = 0; i < 3; i++) {
@@ -113,7 +113,7 @@ void time_calls(ggml_backend_dev_t device) {
     print("threads that do nothing", [] { parallel_for(available_threads(), 64, [](int32_t, int32_t) {}); });
 }
 
-// The same few rows again and again, each in another place in every head.
+// Appends n tokens. Their rows repeat a few random numbers, from another offset for each row.
 void append(Sequence & seq, int32_t n) {
     std::mt19937                    rng(1);
     std::normal_distribution<float> normal;
@@ -154,7 +154,7 @@ Kept choose(const std::vector<LayerShape> & shapes, int32_t n, int32_t budget, b
 
 using Devices = std::vector<ggml_backend_dev_t>;
 
-// What is pending is measured and taken. False: the device could not.
+// Measures and compresses the pending rows, and prints the times. False: the device could not.
 bool compress(GraphRows & rows, const std::vector<LayerShape> & shapes, size_t method, int32_t pending, int32_t budget, const std::string & what) {
     const auto &               of = METHODS[method];
     const std::vector<uint8_t> kind((size_t) pending, 1);
@@ -185,7 +185,7 @@ bool compress(GraphRows & rows, const std::vector<LayerShape> & shapes, size_t m
     return true;
 }
 
-// A prompt, and then answers and messages.
+// Reads and compresses a prompt, then answers and messages. False: the device could not.
 bool converse(const std::vector<LayerShape> & shapes, const Devices & devices, const std::shared_ptr<Workers> & workers, size_t method,
               int32_t n, int32_t messages) {
     const int32_t threads = available_threads();
@@ -231,8 +231,8 @@ int main(int argc, char ** argv) {
         shapes.push_back({ l, std::atoi(argv[2]), std::atoi(argv[3]), std::atoi(argv[4]), std::atoi(argv[4]) });
     }
     const auto workers = std::make_shared<Workers>();
-    const Crew crew;  // as the compressor has it
-    for (size_t i = 0; i < 2 * std::size(METHODS); i++) {  // each twice: the first time a device gets ready
+    const Crew crew;  // the compressor holds a Crew, too
+    for (size_t i = 0; i < 2 * std::size(METHODS); i++) {  // each method runs twice: the first run warms up the device
         if (!converse(shapes, Devices(shapes.size(), device), workers, i / 2, std::atoi(argv[5]), std::atoi(argv[7]))) {
             return 1;
         }

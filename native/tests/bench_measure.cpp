@@ -1,10 +1,10 @@
-// What it costs to measure pending rows on a device, for the looks of some methods.
+// Measures the time to measure pending rows on a device, for the Looks (plan/away.h) of some methods.
 //
 //   bench_measure DEVICE HEADS KV_HEADS HEAD_SIZE TOKENS LAYERS ROUNDS
 //
-// DEVICE: a name, or HOST:PORT of an RPC server. Rows are f16, a window of 32 queries.
-// stdout: a line per method and look: operations a layer, bytes to the host for each row and KV head, KiB a layer to the device, and
-// the best milliseconds of ROUNDS, upload and download included. First by ggml's operations, then with those of device/own.h.
+// DEVICE: a name, or HOST:PORT of an RPC server. Rows are f16, the window has 32 queries.
+// stdout: a line per method and measurement: operations per layer, bytes to the host per row and KV head, KiB per layer to the device,
+// and the best milliseconds of ROUNDS with upload and download. First by ggml operations, then with kvedge's (device/own.h).
 
 #include "kernels/kernels.h"
 #include "store/store.h"
@@ -36,7 +36,7 @@ const struct {
     { "kvedge", { V::faded, 0.15, false, true, A::unit, 0.2, true } },
 };
 
-// The same few rows again and again, each in another place in every head.
+// Fills the rows of n tokens with a few random numbers that repeat, from another offset for each row.
 void fill(Sequence & seq, int32_t n) {
     std::mt19937                    rng(1);
     std::normal_distribution<float> normal;

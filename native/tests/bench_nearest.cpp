@@ -1,8 +1,8 @@
-// How long a device takes to find the nearest kept key of each evicted one, for a layer.
+// Measures the time in which a device finds the nearest kept key of each evicted key of a layer.
 //
-//   bench_nearest [DEVICE]      of ggml, by its name
+//   bench_nearest [DEVICE]      DEVICE: name of a ggml device
 //
-// own: by OWN_NEAREST. products: by ggml's operations, products of some evicted rows with all kept ones, and the largest of each row.
+// own: OWN_NEAREST. products: ggml operations: products of some evicted rows with all kept rows, and the largest product of each row.
 
 #include "device.h"
 #include "nearest.h"
@@ -36,7 +36,7 @@ void report(const char * how, const char * name, const Counts & counts, double s
     std::fflush(stdout);
 }
 
-// Heads of equal numbers of rows, of which 64 MiB of products are there at a time.
+// Measures ggml operations for heads with equal numbers of rows. A chunk of evicted rows has 64 MiB of products.
 void measure_products(ggml_backend_t backend, const char * name, const Counts & counts) {
     const int64_t    n = counts[0].first, m = counts[0].second, heads = (int64_t) counts.size();
     const int64_t    chunk = std::min(m, ((int64_t) 64 << 20) / (4 * n * heads) / 64 * 64);
@@ -90,7 +90,7 @@ int main(int argc, char ** argv) {
                                                                   { "16,384 tokens, 16 heads", Counts(16, { 3277, 13107 }) } };
     for (const auto & [name, counts] : shapes) {
         if (cpu && counts.size() * (size_t) counts[0].first > 1000) {
-            continue;  // it takes minutes
+            continue;  // would take minutes
         }
         measure_products(backend.get(), name, counts);
         measure(backend.get(), name, counts);

@@ -1,19 +1,19 @@
-// How long attention of one token takes over KV heads of different lengths, against ggml's flash attention over equal ones.
+// Compares the time of one token's attention over KV heads of different lengths with ggml's flash attention over equal lengths.
 //
 //   bench_ragged [MODULE | cpu] [tiny | kernels]
 //
-// MODULE: a file with a backend of ggml's, whose first device is used; else the processor. tiny: sizes for a trial. kernels: equal and
+// MODULE: a file with a ggml backend, whose first device is used; default: the CPU. tiny: small sizes for a trial. kernels: equal and
 // ragged only, more shapes, and every kernel of cuda/ragged.cu.
-// Every layer has rows of its own, and each layer's output is the next one's queries. For each shape, mean and spread of lengths:
+// Every layer has its own rows; the output of a layer is the query of the next layer. For each shape, mean and spread of lengths:
 //
-//   whole   equal lengths of 5 times the mean, which a compression to a fifth began with
+//   whole   equal lengths of 5 times the mean, the state before a compression to a fifth
 //   equal   equal lengths of the mean
-//   list    all heads in one list, and each query with a mask of its own over it
-//   padded  KV heads on dimension 3, all as long as the longest, each with a mask
-//   ragged  regions of one list, and a span for each head; N: so many rows are worth a block, less than 0 not by tensor cores
+//   list    all KV heads in one list; each query has its own mask over the list
+//   padded  KV heads on dimension 3, all padded to the longest, each with a mask
+//   ragged  OWN_RAGGED: regions of one list, and a span for each head; N: fewest rows of a block, negative: no tensor cores
 //
-// with the writes of a token's rows. stdout: microseconds for a layer, of the attention alone and with the writes; device bytes
-// of a layer; and of the first layer the largest error against a reference in double (the whole cache has none).
+// stdout: microseconds of a layer, for the attention alone and with the writes of the token's rows; device bytes of a layer; and
+// the largest error of the first layer against a reference in double precision (not for `whole`).
 
 #include "device/own.h"
 
@@ -49,15 +49,15 @@ enum class Way { whole, equal, list, padded, ragged };
 
 constexpr const char * NAMES[] = { "whole", "equal", "list", "padded", "ragged" };
 
-// The default, and others.
+// Values of op_params[OWN_KIND + 1] (cuda/ragged.cu); 0: the default.
 constexpr int KERNELS[] = { 0, -32, -128, -512, -8192, 32, 64, 128, 256 };
 
 int64_t rounded(int64_t n, int64_t step) { return (n + step - 1) / step * step; }
 
-// Where the rows of each head lie.
+// The number and the first slot of each KV head's rows.
 struct Rows {
     std::vector<int64_t> n, first;  // [Hkv]
-    int64_t              slots;     // of a list: of one head (whole, equal, padded), or of all
+    int64_t              slots;     // slots of a list, which holds one head (whole, equal, padded) or all heads
     bool                 shared;    // one list for all heads
 };
 
@@ -91,7 +91,7 @@ struct Bench {
     ggml_backend_t backend;
     Shape          shape;
     Way            way;
-    int            kernel;  // of KERNELS
+    int            kernel;  // one of KERNELS
     Rows           rows;
 
     ggml_context_ptr        context, nodes, one_nodes;
@@ -101,7 +101,7 @@ struct Bench {
     T                       q = nullptr, fresh = nullptr, index = nullptr, zeros = nullptr;
 
     std::vector<float>       queries;
-    std::vector<ggml_fp16_t> numbers;  // of keys, and of values from OTHER on, again and again
+    std::vector<ggml_fp16_t> numbers;  // numbers that keys repeat; values begin at OTHER
 
     static constexpr size_t BLOCK = 1 << 20, OTHER = 12345;
 
@@ -110,7 +110,7 @@ struct Bench {
 
     void make_tensors();
     void fill();
-    void show(const Layer & layer) const;  // which rows it attends to
+    void show(const Layer & layer) const;  // writes masks and spans
     T    attend(ggml_context * c, const Layer & layer, T from, bool writes) const;
 
     ggml_cgraph * graph(ggml_context_ptr & c, size_t n, bool writes, T & out) const;
@@ -162,7 +162,7 @@ void Bench::fill() {
             ggml_backend_tensor_set(to, some.data(), at * 2, std::min(some.size(), n - at) * 2);
         }
     };
-    // the token's own row is the last one of each head, and holds what it writes: zeros
+    // the token's own row is the last row of each head; it already holds the zeros that the token writes
     std::vector<int64_t> own;
     for (size_t h = 0; h < rows.n.size(); h++) {
         own.push_back(rows.first[h] + rows.n[h] - 1 - (rows.shared ? 0 : (int64_t) h * rows.slots));
@@ -208,7 +208,7 @@ void Bench::show(const Layer & layer) const {
     }
 }
 
-// from [d * H]: out [d * H].
+// Builds the attention of a layer: [d * H] of queries `from` [d * H]. writes: write the token's rows first.
 T Bench::attend(ggml_context * c, const Layer & layer, T from, bool writes) const {
     T             k = layer.k, v = layer.v, mask = layer.mask;
     const int64_t d = shape.d, kv = shape.heads_kv, slots = rows.slots, share = shape.share, heads = shape.heads();
@@ -288,7 +288,7 @@ double Bench::error() {
     double              most_far = 0.0;
     for (size_t head = 0; head < (size_t) shape.heads(); head++) {
         const size_t h = head / (size_t) shape.share, n = (size_t) rows.n[h];
-        logits.assign(n, 0.0);  // of the token's own row: 0
+        logits.assign(n, 0.0);  // the token's own row has logit 0
         for (size_t r = 0; r + 1 < n; r++) {
             for (size_t i = 0; i < d; i++) {
                 logits[r] += (double) queries[head * d + i] * (double) ggml_fp16_to_fp32(key(((size_t) rows.first[h] + r) * d + i));
@@ -334,10 +334,10 @@ double Bench::microseconds(bool writes) {
     return best / (double) layers.size();
 }
 
-// Lengths as a budget shared out by scores gives them: logarithms lie as a normal distribution's do. most: the longest over the mean.
+// Returns lengths with a log-normal distribution, as an allocator by scores makes them. most: longest length divided by the mean.
 std::vector<int64_t> lengths_of(int64_t heads, int64_t mean, double most) {
     std::vector<double> z;
-    for (int64_t i = 0; i < heads; i++) {  // quantiles, by the logistic distribution's, which are close
+    for (int64_t i = 0; i < heads; i++) {  // normal quantiles, approximated by the logistic distribution
         const double p = ((double) i + 0.5) / (double) heads;
         z.push_back(std::log(p / (1.0 - p)) / 1.7);
     }

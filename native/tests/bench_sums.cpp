@@ -1,8 +1,8 @@
-// How long it takes to add up a batch's attention (OWN_SUMS), against flash attention of the same and ggml's operations.
+// Compares the time to add up a batch's attention by OWN_SUMS with flash attention of the batch and with ggml operations.
 //
 //   bench_sums [DEVICE] [tiny]
 //
-// stdout: milliseconds of 24 layers for a batch, the last of a prompt of so many keys; own: each setting of the kernel.
+// stdout: milliseconds of 24 layers for the last batch of a prompt with a number of keys; own: each block size of the kernel.
 
 #include "device.h"
 #include "device/own.h"
@@ -29,7 +29,7 @@ struct Shape {
     int64_t d, heads, heads_kv;
 };
 
-constexpr int LAYERS = 24, COPIES = 4;  // layers that have keys of their own
+constexpr int LAYERS = 24, COPIES = 4;  // COPIES: layers with different keys
 
 struct Batch {
     ggml_backend_t          backend;
@@ -69,7 +69,7 @@ struct Batch {
         }
     }
 
-    // layer(context, graph, number of keys and values)
+    // Returns the milliseconds of a graph of LAYERS layers. layer(context, graph, i) builds a layer over keys and values i.
     double milliseconds(const std::function<void(ggml_context *, ggml_cgraph *, size_t)> & layer, int times) const {
         constexpr size_t NODES = 16384;
         ggml_context_ptr nodes(ggml_init({ NODES * ggml_tensor_overhead() + ggml_graph_overhead_custom(NODES, false), nullptr, true }));
@@ -95,7 +95,7 @@ struct Batch {
     }
 };
 
-// As sums.cpp adds up columns where there is no kernel, a piece of the KV heads at a time.
+// Adds up columns by ggml operations, some KV heads at a time, as device/sums.cpp does without OWN_SUMS.
 void by_operations(ggml_context * c, ggml_cgraph * graph, const Batch & x, size_t l, float scale) {
     const int64_t n_kv = x.k[l]->ne[2], share = x.q->ne[1] / n_kv, shown = x.mask->ne[0], n = x.q->ne[2];
     const int64_t heads = std::max<int64_t>(1, n_kv / 8);

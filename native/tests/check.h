@@ -1,4 +1,4 @@
-// A test is a function; a failed CHECK prints where and makes main() return 1.
+// CHECK for tests. A failed CHECK prints its file and line, and makes main() return 1.
 
 #pragma once
 

@@ -1,4 +1,4 @@
-// The device that a test was told to run on.
+// Finds the device that a test runs on.
 
 #pragma once
 
@@ -7,7 +7,7 @@
 #include <cstdio>
 #include <string>
 
-// By its name, as `kvedge doctor` lists it, or HOST:PORT of an RPC server; NULL: there is none.
+// Returns the device of a name that `kvedge doctor` lists, or of HOST:PORT, an RPC server. NULL: no device has this name.
 inline ggml_backend_dev_t device_named(const std::string & name) {
     ggml_backend_load_all();
     if (name.find(':') != std::string::npos) {
@@ -24,7 +24,7 @@ inline ggml_backend_dev_t device_named(const std::string & name) {
     return device;
 }
 
-// A processor computes small graphs on one thread: more would wait for each other.
+// Makes a CPU backend use one thread: in small graphs more threads only wait for each other.
 inline void one_thread(ggml_backend_t backend, ggml_backend_dev_t device) {
     const auto set = (ggml_backend_set_n_threads_t) ggml_backend_reg_get_proc_address(ggml_backend_dev_backend_reg(device), "ggml_backend_set_n_threads");
     if (set) {

@@ -1,10 +1,10 @@
-// Allocations that fail on purpose: operator new, and the pages of system/pages.h. For one file of a program, whose
-// allocators these are then.
+// Makes allocations fail on purpose: operator new, and the pages of system/pages.h. Include it in one file of a program only, because
+// it replaces the program's allocators.
 
 #pragma once
 
 #if defined(__GNUC__) && !defined(__clang__)
-#    pragma GCC diagnostic ignored "-Wmismatched-new-delete"  // of the allocators below, seen through their inlined halves
+#    pragma GCC diagnostic ignored "-Wmismatched-new-delete"  // a false alarm for the allocators below when they are inlined
 #endif
 
 #include <atomic>
@@ -22,11 +22,11 @@
 
 namespace faults {
 
-inline std::atomic<int64_t> left{ -1 };     // allocations until one fails; below 0: none does
+inline std::atomic<int64_t> left{ -1 };     // allocations until one fails; below 0: no allocation fails
 inline std::atomic<bool>    fired{ false };
-inline std::atomic<int64_t> live{ 0 };      // blocks and mappings that were taken and not given back
+inline std::atomic<int64_t> live{ 0 };      // allocated blocks and mappings that were not freed
 
-// Whether allocations of a caller are counted; NULL: all are. caller: an address in its code.
+// Returns whether the allocations of a caller are counted. caller: an address in the caller's code. NULL: all are counted.
 inline bool (*counted)(const void * caller) = nullptr;
 
 inline bool fails(const void * caller) {
@@ -37,13 +37,13 @@ inline bool fails(const void * caller) {
     return true;
 }
 
-// From here on the n-th allocation fails, and no other.
+// Makes only the n-th allocation from now on fail.
 inline void arm(int64_t n) {
     fired = false;
     left  = n;
 }
 
-// Says whether one failed.
+// Makes no more allocation fail. Returns whether an allocation failed since arm().
 inline bool disarm() {
     left = -1;
     return fired;
@@ -62,7 +62,7 @@ inline void give(void * data) noexcept {
 
 }  // namespace faults
 
-// Not inlined: the compiler may leave out a new whose delete it sees, and the caller is who called.
+// noinline: the compiler may remove a pair of new and delete that it sees, and KVEDGE_CALLER must be the address of the caller.
 #define KVEDGE_CALLER __builtin_return_address(0)
 
 __attribute__((noinline)) void * operator new(size_t size) {
@@ -87,7 +87,7 @@ void operator delete(void * data, const std::nothrow_t &) noexcept { faults::giv
 void operator delete[](void * data, const std::nothrow_t &) noexcept { faults::give(data); }
 
 #if defined(__linux__) && !defined(__SANITIZE_THREAD__)
-// What the program itself maps; the C library maps by calls of its own.
+// Replaces mmap for calls of the program itself; the C library maps memory without this function.
 extern "C" __attribute__((noinline)) void * mmap(void * at, size_t size, int protection, int flags, int file, off_t offset) noexcept {
     if (faults::fails(KVEDGE_CALLER)) {
         errno = ENOMEM;

@@ -1,4 +1,4 @@
-// A folder for files of a test.
+// A temporary folder for a test.
 
 #pragma once
 
@@ -8,7 +8,7 @@
 #include <random>
 #include <string>
 
-// A folder of its own, which must be empty in the end.
+// Makes a new folder. The destructor checks that the folder is empty, and removes the folder.
 struct Folder {
     Folder() : path(std::filesystem::temp_directory_path() / ("kvedge-spill-" + std::to_string(std::random_device()()))) {
         std::filesystem::create_directory(path);

@@ -1,4 +1,4 @@
-// OWN_NEAREST over random keys, for a test and a benchmark.
+// OWN_NEAREST (device/own.h) over random keys, for test_nearest and bench_nearest.
 
 #pragma once
 
@@ -17,13 +17,13 @@
 #include <utility>
 #include <vector>
 
-// Heads of a layer, each with rows of its own, of which some are kept.
+// KV heads of a layer, each with kept rows and evicted rows.
 struct Heads {
     std::vector<int32_t>              kept, about;  // src[3] and src[5] of the operation
-    std::vector<std::vector<int32_t>> evicted;      // rows
+    std::vector<std::vector<int32_t>> evicted;      // [head] slots of the evicted rows
     int64_t                           slots = 0, entries = 0;
 
-    // counts: of kept and evicted rows
+    // counts [head]: numbers of kept and evicted rows
     Heads(const std::vector<std::pair<int32_t, int32_t>> & counts, std::mt19937 & random) {
         for (const auto & [n, m] : counts) {
             std::vector<int32_t> rows((size_t) (n + m));
@@ -46,7 +46,7 @@ struct Nearest {
     ggml_type type;
     float     reach;
     ggml_type result;
-    bool      two;  // with similarities
+    bool      two;  // two rows of results: targets and similarities
 };
 
 struct NearestGraph {
@@ -55,7 +55,7 @@ struct NearestGraph {
     ggml_cgraph *           graph = nullptr;
     ggml_tensor *           keys  = nullptr, *out = nullptr;
 
-    // times: the operation, so often, for a benchmark
+    // times: how often the graph contains the operation, for a benchmark
     NearestGraph(ggml_backend_t backend, const Heads & heads, const Nearest & of, int times = 1) {
         context.reset(ggml_init({ (size_t) (8 + 2 * times) * ggml_tensor_overhead() + ggml_graph_overhead(), nullptr, true }));
         ggml_context * c     = context.get();

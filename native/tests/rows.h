@@ -1,4 +1,4 @@
-// Sequences of random rows, for tests of what reads them.
+// Helpers that make sequences of random rows and read rows back.
 
 #pragma once
 
@@ -46,7 +46,7 @@ inline void append(Sequence & seq, int32_t n) {
     store(seq, random_floats((size_t) (n * s.n_heads_kv * s.d_k)), random_floats((size_t) (n * s.n_heads_kv * s.d_v)), n);
 }
 
-// All rows of a head, widened.
+// Reads all rows of a KV head of layer 0 in f32.
 inline void rows_of(const Store & store, int32_t head, std::vector<float> & k, std::vector<float> & v) {
     const LayerShape & s = store.shapes()[0];
     k.clear();

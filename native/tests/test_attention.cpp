@@ -1,5 +1,4 @@
-// Prefill, decode, column sums and entropies over blocks of every kind, against an attention matrix written out in double
-// precision.
+// Compares prefill, decode, column sums and entropies over blocks of every kind with an explicit attention matrix in double precision.
 
 #include "attention/attention.h"
 #include "kernels/kernels.h"
@@ -26,12 +25,12 @@ struct Case {
 struct Expected {
     std::vector<double> out;   // [n][H][d_v]
     std::vector<double> sums;  // [Hkv][pending]
-    std::vector<double> squares;  // likewise
+    std::vector<double> squares;  // [Hkv][pending]
     std::vector<double> entropy;  // [Hkv]
-    std::vector<std::vector<double>> weights;  // [H] of the last token
+    std::vector<std::vector<double>> weights;  // [H] attention weights of the last token
 };
 
-// [n][d] as [d][n].
+// Returns rows [n][d] transposed, as [d][n].
 std::vector<double> turned(const std::vector<float> & rows, size_t d) {
     std::vector<double> out(rows.size());
     for (size_t i = 0; i < rows.size(); i++) {
@@ -40,7 +39,7 @@ std::vector<double> turned(const std::vector<float> & rows, size_t d) {
     return out;
 }
 
-// q k for the first n of all keys [d][keys], side by side: most of a test's time. d is a multiple of 4.
+// Returns the products of q with the first n keys of keys [d][all]. d is a multiple of 4. Most of the test's time is spent here.
 std::vector<double> products(const float * q, const std::vector<double> & keys, int32_t d, int32_t n) {
     std::vector<double> out((size_t) n);
     const size_t        all = keys.size() / (size_t) d;
@@ -58,7 +57,7 @@ Expected oracle(const Case & c, const AttendJob & job, int32_t pending) {
     Expected   e{ std::vector<double>((size_t) (job.n * c.H * c.d_v)), std::vector<double>(all), std::vector<double>(all),
                 std::vector<double>((size_t) c.Hkv), {} };
     const int           g = c.H / c.Hkv;
-    std::vector<double> mean((size_t) (c.Hkv * job.n * pending));  // over the group
+    std::vector<double> mean((size_t) (c.Hkv * job.n * pending));  // mean over the query heads of a KV head
     for (int32_t h = 0; h < c.H; h++) {
         std::vector<float> k, v;
         rows_of(*job.rows, h / g, k, v);
@@ -124,15 +123,15 @@ void run_tasks(int32_t n, int32_t n_threads, const std::function<void(int32_t, i
     }
 }
 
-// Whether query rows, or weights, may be rounded to 16 bits against the largest of each block of them: several of them to a
-// KV head, or on 64-bit ARM any number (kernels_neondot_q.h).
+// Returns whether the kernels may round query rows and weights to 16 bits relative to the largest number of a block: if several query
+// rows share a KV head, or always on 64-bit ARM (kernels_neondot_q.h).
 bool in_16_bits(Type type, bool several) {
     const std::string name = kernels().name;
     const bool        dot  = name == "neondot" || name == "neoni8mm";
     return unrotated(type) == Type::q8_0 ? several || dot : dot && unrotated(type) == Type::q4_0;
 }
 
-// Decodes n tokens on several threads. One token's weights, and what it adds to column sums, are compared with the oracle.
+// Decodes the job's tokens on several threads and compares the output with the oracle; for one token also weights and column sums.
 void check_decode(const Case & c, const Sequence & seq, AttendJob job, const Expected & e, int32_t n_threads) {
     const size_t        row = (size_t) seq.rows.head_length(0, 0) + 5;
     std::vector<float>  weights((size_t) c.H * row, -1.0f);
@@ -168,7 +167,7 @@ void check_decode(const Case & c, const Sequence & seq, AttendJob job, const Exp
     }
 }
 
-// Drafts: each of the job's tokens has the bits that it has if it comes alone.
+// Drafts: checks that each of the job's tokens gives the same bits as when it is decoded alone.
 void check_alone(const Case & c, const Sequence & seq, AttendJob job) {
     const auto         row = (size_t) (c.H * c.d_v);
     std::vector<float> together((size_t) job.n * row), alone(row);
@@ -196,7 +195,7 @@ void check_alone(const Case & c, const Sequence & seq, AttendJob job) {
     }
 }
 
-// One step of n tokens, by both paths, compared with the oracle.
+// Compares one step of n tokens, by prefill and by decode, with the oracle.
 void check_step(const Case & c, Sequence & seq, int32_t n) {
     constexpr int32_t  THREADS = 3;
     const auto         q       = random_floats((size_t) (n * c.H * c.d_k));
@@ -222,7 +221,7 @@ void check_step(const Case & c, Sequence & seq, int32_t n) {
 
     const int32_t  pending = seq.rows.pending_length();
     const Expected e       = oracle(c, job, pending);
-    if (c.causal && n > 1 && pending >= n && (!c.storage.quantised() || pending < GROUP)) {  // none of them is quantised
+    if (c.causal && n > 1 && pending >= n && (!c.storage.quantised() || pending < GROUP)) {  // no pending row is quantised
         check_alone(c, seq, job);
     }
 
@@ -251,7 +250,7 @@ void check_step(const Case & c, Sequence & seq, int32_t n) {
     check_decode(c, seq, job, e, 1);
 }
 
-// mass: merged rows get biases.
+// Returns a plan that keeps half of a prompt. mass: merged rows get biases.
 kvedge_plan half_plan(bool mass) {
     kvedge_plan plan  = full_plan();
     plan.budget_ratio = 0.5;
@@ -261,7 +260,7 @@ kvedge_plan half_plan(bool mass) {
     return plan;
 }
 
-// What was read of all heads: by token, what is added to its logits.
+// [head][token] bias of each row; 0 for tokens without a row.
 using Biases = std::vector<std::vector<float>>;
 
 Biases biases_of(const Store & rows) {
@@ -278,7 +277,7 @@ Biases biases_of(const Store & rows) {
     return out;
 }
 
-// Whether every row that is left has the bias that it had; rows that came since have none.
+// Returns whether every row has the same bias as in `before`, and newer rows have none.
 bool same_biases(const Store & rows, const Biases & before) {
     const Biases now = biases_of(rows);
     for (size_t h = 0; h < now.size(); h++) {
@@ -302,29 +301,29 @@ void check_compressed(const Case & c, Sequence & seq, bool mass) {
     check_step(c, *drafted, 9);
     const Biases given = biases_of(seq.rows);
     for (const auto & head : given) {
-        double total = 0.0;  // with mass, every one of the 774 rows stands in the row that it went to
+        double total = 0.0;  // with mass, the kept rows together stand for all 774 rows
         for (int32_t token : seq.rows.head_tokens(0, (int32_t) (&head - given.data()))) {
             total += std::exp((double) head[(size_t) token]);
         }
         CHECK(close_to((float) total, mass ? 774.0 : 387.0, 1e-2));
     }
     CHECK(outcome.reduced && seq.rows.head_length(0, 0) == 387 && seq.rows.pending_length() == 0);
-    for (int32_t n : { 1, 1, 40 }) {  // a compressed block, single tokens and the next prompt
+    for (int32_t n : { 1, 1, 40 }) {  // single tokens, then the next prompt, behind the compressed block
         append(seq, n);
         check_step(c, seq, n);
     }
-    for (int32_t n : { 4, 9, 32 }) {  // the last of them, as if they had come in smaller parts
+    for (int32_t n : { 4, 9, 32 }) {  // the last n tokens of the prompt, as if it were read in smaller parts
         check_step(c, seq, n);
     }
-    for (int32_t h = 0; h < c.Hkv; h++) {  // rows that a decode policy drops: near either end of the compressed block,
+    for (int32_t h = 0; h < c.Hkv; h++) {  // drops rows as a decode policy does: three rows of the compressed block, which leaves
         for (int32_t row : { 2, 380, 200, 384, 384 }) {
-            drop_row(seq.rows, 0, h, row);  // and, once that has 384 rows left, the oldest of the generated ones
+            drop_row(seq.rows, 0, h, row);  // 384 rows there, then twice row 384, the oldest generated row
         }
     }
     CHECK(seq.rows.head_length(0, 0) == 424);
     check_step(c, seq, 40);
     seq.remove(760, 774);  // tokens of the compressed block
-    seq.remove(775, 780);  // and of the pending ones
+    seq.remove(775, 780);  // pending tokens
     CHECK(seq.rows.pending_length() == 37 && seq.rows.head_tokens(0, 0).size() == (size_t) seq.rows.head_length(0, 0));
     append(seq, 2);
     check_step(c, seq, 2);
@@ -340,7 +339,7 @@ void check_compressed(const Case & c, Sequence & seq, bool mass) {
             drop_row(copy->rows, 0, h, 40);
         }
     }
-    pack_if_sparse(copy->rows);  // blocks with biases and blocks without become one
+    pack_if_sparse(copy->rows);  // joins blocks with and without biases
     CHECK(c.storage.quantised() || copy->rows.contents().blocks.size() < seq.rows.contents().blocks.size());
     CHECK(same_biases(copy->rows, given));
     append(*copy, 1);
@@ -362,7 +361,7 @@ void check_case(const Case & c) {
 
 }  // namespace
 
-// test_attention [N]: every Nth case only, for emulators, where all of them take a quarter of an hour.
+// test_attention [N]: runs every Nth case only. On emulators all cases take a quarter of an hour.
 int main(int argc, char ** argv) {
     const size_t every   = argc > 1 ? (size_t) std::max(1, std::atoi(argv[1])) : 1;
     std::vector<Case> cases = {

@@ -1,5 +1,5 @@
-// A prompt that is compressed layer by layer against the same prompt compressed at its end: equal rows of equal tokens, and
-// never more memory than what is kept and one layer. Earlier turns, an answer that waits, failures and giving up included.
+// Compares a prompt compressed layer by layer with the same prompt compressed at its end: the rows and tokens are equal, and the memory
+// never exceeds the kept rows and one layer. Includes earlier turns, an answer that awaits its compression, failures and aborts.
 
 #include "attention/attention.h"
 #include "kernels/kernels.h"
@@ -47,7 +47,7 @@ Tokens random_tokens(int32_t n, int32_t first, uint32_t seed) {
     return t;
 }
 
-// Stores and attends one layer of the last tokens entered, as the operations of a graph do.
+// Stores the rows of the last entered tokens in one layer and computes their attention, as a graph does.
 void run_layer(Sequence & seq, const Tokens & t, size_t l, const Observation & wanted, std::vector<float> * out = nullptr) {
     const LayerShape &    s     = SHAPES[l];
     const Storage         plain = seq.rows.storage().plain();
@@ -167,7 +167,7 @@ kvedge_plan * make_plan(const Case & c) {
     return plan;
 }
 
-// Two turns, with an answer of three tokens in between that waits for the second compression.
+// Two turns, with an answer of three tokens in between, which the second compression covers, too.
 void test_two_turns(const Case & c) {
     kvedge_plan * plan = make_plan(c);
     Sequence      ordinary(SHAPES, c.storage), bounded(SHAPES, c.storage);
@@ -200,7 +200,7 @@ void test_two_turns(const Case & c) {
     kvedge_plan_free(plan);
 }
 
-// Given up after any layer, nothing of the prompt is left, and the next prompt is read as if it had never been there.
+// If a bounded prompt is aborted after any layer, the sequence holds nothing of it, and reads the next prompt as a new sequence does.
 void test_giving_up(const Case & c) {
     kvedge_plan * plan = make_plan(c);
     const Tokens  lost = random_tokens(120, 0, 7), kept = random_tokens(150, 0, 8);
@@ -244,7 +244,7 @@ void test_failing_stage() {
     mine.score       = refuse;
     CHECK(kvedge_plan_add_scorer(plan, &mine, &err) == KVEDGE_OK);
     CHECK(kvedge_plan_set(plan, "scorer", "refusing", &err) == KVEDGE_OK);
-    CHECK(check_bounded(*plan, {}, &err) == KVEDGE_E_UNSUPPORTED);  // it may only be called on one thread
+    CHECK(check_bounded(*plan, {}, &err) == KVEDGE_E_UNSUPPORTED);  // the scorer is not thread-safe
     mine.name        = "refusing-anywhere";
     mine.thread_safe = true;
     CHECK(kvedge_plan_add_scorer(plan, &mine, &err) == KVEDGE_OK);
@@ -291,16 +291,16 @@ void test_refused_plans() {
     check({ { "allocator", "spectral" }, { "scorer", "dct" }, { "scorer.gamma", "0.3" } }, {}, KVEDGE_E_UNSUPPORTED);
 }
 
-// Budgets that need all layers: as in the ordinary way where no layer is granted more than it kept provisionally, else that
-// much and the rest elsewhere.
+// An allocator that needs all layers: the result equals an ordinary compression, unless a layer's budget exceeds the rows that it kept
+// provisionally. Then the layer keeps these rows, and other layers get the rest.
 void test_clipped_budgets() {
     kvedge_plan * plan =
         make_plan({ { { "scorer", "cumulative" }, { "allocator", "prefix" }, { "recent", "1" }, { "budget", "0.2" } }, {} });
     Tokens        t    = random_tokens(200, 0, 11);
     for (float & x : t.q[1]) {
-        x *= 0.01f;  // attends evenly, and so needs many tokens for its share
+        x *= 0.01f;  // even attention: this layer needs many tokens for its share
     }
-    for (size_t l : { 0u, 2u }) {  // every query looks at the same few tokens
+    for (size_t l : { 0u, 2u }) {  // every query attends to the same few tokens
         const size_t row = (size_t) SHAPES[l].n_heads * (size_t) SHAPES[l].d_k;
         for (size_t i = 0; i < t.q[l].size(); i++) {
             t.q[l][i] = 2.0f * t.q[l][i % row];

@@ -1,4 +1,4 @@
-// The check of the kernels finds every kernel that is wrong, whichever it is, and none in the tables that are right.
+// The kernel check (api/check_kernels.h) finds every kernel that is wrong, and accepts correct tables.
 
 #include "check.h"
 #include "api/check_kernels.h"
@@ -10,7 +10,7 @@ using namespace kvedge;
 
 static const Kernels & right() { return *kernels_generic(); }
 
-// The table with one kernel replaced.
+// Returns the correct table with one kernel replaced.
 template <typename F> static Kernels with(F Kernels::*kernel, F broken) {
     Kernels table = right();
     table.*kernel = broken;
@@ -25,7 +25,7 @@ static void finds(const Kernels & table, const char * name) {
     CHECK(said.find(name) != std::string::npos);
 }
 
-// Kernels that are off in one value.
+// Kernels with one wrong value.
 static void test_reading() {
     finds(with(&Kernels::to_f32, +[](Type t, const void * src, float * dst, size_t n) {
         right().to_f32(t, src, dst, n);
@@ -77,7 +77,7 @@ static void test_elements() {
         return sum;
     }), "exp_dot");
     finds(with(&Kernels::softmax_step, +[](float * s, size_t lds, int32_t m, int32_t n, const SoftmaxRows & rows) {
-        const float first = rows.o[0];  // what came before does not shrink
+        const float first = rows.o[0];  // the wrong kernel does not rescale this earlier sum
         right().softmax_step(s, lds, m, n, rows);
         rows.o[0] = first;
     }), "softmax_step");

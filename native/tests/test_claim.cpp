@@ -1,4 +1,4 @@
-// Who may use a handle: several threads at once, calls inside calls, and work that goes on after a call.
+// Tests Owner and Claim, which decide who may use a handle: several threads, nested calls, and work that continues after a call.
 
 #include "check.h"
 #include "system/claim.h"
@@ -26,7 +26,7 @@ void test_one_thread_at_a_time() {
     {
         const Claim claim(owner);
         CHECK(claim);
-        const Claim again(owner);  // a call inside a call
+        const Claim again(owner);  // a nested call
         CHECK(again);
         CHECK(!another_enters(owner));
     }
@@ -41,14 +41,14 @@ void test_work_that_goes_on() {
     }
     CHECK(!another_enters(owner));
     {
-        const Claim claim(owner);  // from inside the work
+        const Claim claim(owner);  // a call from the continued work
         CHECK(claim);
     }
     CHECK(!another_enters(owner));
     std::thread worker([&] { owner.rest(); });
     worker.join();
     CHECK(another_enters(owner));
-    owner.rest();  // of nothing
+    owner.rest();  // no work continues: no effect
     bool        waited = false;
     std::thread other;
     {
@@ -63,12 +63,12 @@ void test_work_that_goes_on() {
     }
     other = std::thread([&] { waited = (bool) Claim(owner, true); });
     other.join();
-    CHECK(!waited);  // that would last
+    CHECK(!waited);  // fails instead of waiting for work that continues
     owner.rest();
     CHECK(another_enters(owner));
 }
 
-// What is guarded is plain memory: the thread sanitizer looks on.
+// Many threads change plain memory under claims, so that the thread sanitizer reports a missing lock.
 void test_many_threads() {
     Owner                    owner;
     int64_t                  guarded = 0;
@@ -87,7 +87,7 @@ void test_many_threads() {
                 if ((i + t) % 7 == 0) {
                     owner.go_on();
                     std::thread worker;
-                    if (i % 700 == 0) {  // as ggml's threads work for the one that waits
+                    if (i % 700 == 0) {  // another thread does the work while this one waits, as ggml's threads do
                         worker = std::thread([&] { guarded++; owner.rest(); });
                         worker.join();
                         entered++;

@@ -1,4 +1,4 @@
-// kvedge_last_words: child processes end in every way that it tells of; their last line and exit code are read.
+// Tests kvedge_last_words: child processes end in every way that it reports; checks their last line and exit code.
 
 #include "check.h"
 #include "kvedge.h"
@@ -27,7 +27,7 @@ void faults() {
     volatile int * volatile nowhere = (volatile int *) 8;
     *nowhere                        = 1;
 #else
-    raise(SIGSEGV);  // no sanitizer stops it before
+    raise(SIGSEGV);  // a sanitizer would report a real access first
 #endif
 }
 
@@ -46,7 +46,7 @@ void says_much_in_turn() {
 const std::string FAULT = "mine: segmentation fault; kept\n", MOST(KVEDGE_LAST_WORDS, 'x');
 
 const struct Case {
-    int number;  // of a signal that a sanitizer may have taken; 0: none
+    int number;  // a signal that a sanitizer may handle itself; 0: none
     void (*work)();
     std::string said;
 } CASES[] = {
@@ -57,7 +57,7 @@ const struct Case {
     { 0, [] { std::thread([] { throw 3; }).join(); }, "mine: an exception that nobody caught; kept\n" },
     { 0, says_much_in_turn, "step 8: abort.\n" },
     { 0, [] { set((MOST + "y").c_str(), (MOST + "y").c_str()), std::abort(); }, MOST + "abort" + MOST + "\n" },
-#if !defined(_WIN32)  // Wine keeps no stack back for handlers, and a processor need not have an instruction for each fault
+#if !defined(_WIN32)  // Wine reserves no stack for handlers, and not every CPU has an instruction for each fault
     { SIGSEGV, [] { volatile int first = 0; overflow(&first); }, FAULT },
     { SIGBUS, [] { raise(SIGBUS); }, "mine: bus error, as of a file that became shorter while it was in use; kept\n" },
     { SIGFPE, [] { raise(SIGFPE); }, "mine: arithmetic error; kept\n" },
@@ -65,7 +65,7 @@ const struct Case {
 #endif
 };
 
-// A child: the case of that number, or one behind the last, whose handler was there before.
+// Runs case i in a child process. i = number of cases: aborts, with a handler that was set before kvedge's.
 void work(size_t i) {
     if (i == std::size(CASES)) {
         signal(SIGABRT, [](int) { std::_Exit(42); });
@@ -82,7 +82,7 @@ std::string all_of(FILE * from) {
     return said;
 }
 
-// What the child says on stderr, and its exit code.
+// Runs this program as a child for case i. Returns its stderr, and sets its exit code.
 #if defined(_WIN32)
 std::string run(const char * program, size_t i, int & code) {
     FILE *            child = _popen((std::string(program) + " " + std::to_string(i) + " 2>&1").c_str(), "rb");

@@ -1,4 +1,4 @@
-// Stages of the program's own, on layers that differ: what callbacks are given, on which threads, and what a failure leaves.
+// Custom stages, on layers of different shapes: the inputs of callbacks, their threads, and the state after a failure.
 
 #include "kernels/kernels.h"
 #include "store/store.h"
@@ -21,7 +21,7 @@ constexpr int32_t T = 40, QUERIES = 5;
 
 const std::vector<LayerShape> SHAPES = { { 0, 4, 2, 16, 8 }, { 1, 2, 1, 8, 24 }, { 2, 4, 2, 16, 8 }, { 3, 8, 4, 32, 32 } };
 
-// Key c of token t of head h of layer l, and the value's; whole numbers, which every storage type holds.
+// Channel c of the key, value or query of token t, head h, layer l. Integers, which every storage type holds exactly.
 float key(int32_t l, int32_t h, int32_t t, int32_t c) { return (float) ((l * 7 + h * 5 + t * 3 + c) % 61); }
 float value(int32_t l, int32_t h, int32_t t, int32_t c) { return (float) ((l * 11 + h * 3 + t * 5 + c) % 53); }
 float query(int32_t l, int32_t h, int32_t t, int32_t c) { return (float) ((l + h + t + c) % 16); }
@@ -136,7 +136,7 @@ kvedge_status reduce(const kvedge_reduce_input * in, float * k, float * v, kvedg
     return in->layer == seen.fail_at ? KVEDGE_E_ARGUMENT : KVEDGE_OK;
 }
 
-// A plan of three own stages. Its texts are gone when it is used, and so is the plan that it was copied from.
+// Returns a copy of a plan with three custom stages. The plan and the strings that it was made from no longer exist.
 kvedge_plan make_plan(Seen * seen, bool threads) {
     kvedge_error  err{};
     kvedge_plan * plan = nullptr;
@@ -203,7 +203,7 @@ void check_failures(bool threads) {
             CHECK(seq.rows.bytes() == before && seq.rows.pending_length() == T && seq.rows.head_length(3, 3) == T);
             fails.fail_at = -1;
             CHECK(compress_pending(seq, plan, 4, outcome, &err) == KVEDGE_OK && seq.rows.pending_length() == 0);
-            CHECK(fine.wrong == 0 && fails.wrong == 0);  // the second run saw the rows as they were
+            CHECK(fine.wrong == 0 && fails.wrong == 0);  // the failed run left the rows unchanged
         }
     }
 }

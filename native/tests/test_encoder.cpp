@@ -1,4 +1,4 @@
-// What kvedge_encoder does with the results that a scheduler shows it: made by hand here, no encoder is needed.
+// Tests kvedge_encoder with tensors made by hand, in place of the results that a scheduler passes to kvedge_encoder_eval.
 
 #include "check.h"
 #include "ggml-backend.h"
@@ -55,9 +55,9 @@ void test_release() {
     CHECK(kvedge_encoder_release(encoder) >= SIZE);
     CHECK(weights.held() == SIZE);
 #if defined(__linux__)
-    CHECK(results.held() < 2 * 4096 * 16);  // but for pages that begin or end outside of the buffer
+    CHECK(results.held() < 2 * 4096 * 16);  // pages on the edges of the buffer stay
 #endif
-    CHECK(kvedge_encoder_release(encoder) == 0);  // until it is shown a result again
+    CHECK(kvedge_encoder_release(encoder) == 0);  // frees nothing until the next result
     kvedge_encoder_free(encoder);
 }
 
@@ -66,7 +66,7 @@ void test_look() {
     CHECK(kvedge_encoder_create(&encoder, nullptr) == KVEDGE_OK);
     const Results results(GGML_BACKEND_BUFFER_USAGE_COMPUTE);
     ggml_tensor   last = results.named("layer_out-12");
-    CHECK(!kvedge_encoder_eval(&last, true, encoder));  // nobody looks
+    CHECK(!kvedge_encoder_eval(&last, true, encoder));  // no look callback is set
     Seen seen;
     kvedge_encoder_set_look(encoder, look, &seen);
     for (const char * name : { "layer_out", "layer_out-", "layer_out-x", "layer_out-1x", "layer_out--1", "ffn_out-3", "" }) {

@@ -1,4 +1,4 @@
-// Messages arrive as they were written, on every C library, and never beyond their room.
+// Error messages are formatted equally with every C library, and never exceed their buffer.
 
 #include "check.h"
 #include "system/error.h"
@@ -20,7 +20,7 @@ int main() {
     CHECK(text.substr(0, sizeof(err.message) - 1) == err.message);
     CHECK(fail(&err, KVEDGE_E_UNKNOWN, "no '%s', '%s', '%s'", "a\nb\r", "\xFF\xC3(\xED\xA0\x80", "\U0001F4AC") == KVEDGE_E_UNKNOWN);
     CHECK(strcmp(err.message, "no 'a b ', '?\?(?\?\?', '\U0001F4AC'") == 0);
-    const std::string before(sizeof(err.message) - 3, 'x');  // the character at the end has room for two of its three bytes
+    const std::string before(sizeof(err.message) - 3, 'x');  // only two of the last character's three bytes fit
     CHECK(fail(&err, KVEDGE_E_FILE, "%s\u4F1A", before.c_str()) == KVEDGE_E_FILE && err.message == before + "??");
     CHECK(fail(nullptr, KVEDGE_E_FILE, "nobody asks") == KVEDGE_E_FILE);
     CHECK(ok(&err) == KVEDGE_OK && err.status == KVEDGE_OK && err.message[0] == '\0');

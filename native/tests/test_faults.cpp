@@ -1,5 +1,5 @@
-// Every allocation fails once, in turn: each call says so, leaves no memory behind and the sequence as it was, and the same
-// call then does what it does without a failure.
+// Makes each allocation of a call fail once. The call reports it, leaks no memory and leaves the sequence unchanged; the same call then
+// succeeds.
 
 #include "faults.h"
 
@@ -23,7 +23,7 @@ namespace {
 
 const std::vector<LayerShape> SHAPES = { { 0, 4, 2, 32, 32 }, { 1, 4, 2, 32, 64 } };
 
-// All that a sequence holds, however it is spread over blocks: tokens, rows, scores, and what was seen of attention.
+// Returns a checksum of a sequence that does not depend on its blocks: tokens, rows, scores, and observed attention.
 uint32_t told(const Sequence & seq) {
     uint32_t   sum  = 0;
     const auto tell = [&](const auto & x) { sum = crc32(sum, x.data(), x.size() * sizeof(x[0])); };
@@ -48,7 +48,7 @@ uint32_t told(const Sequence & seq) {
             }
             if (seq.observed.have().sums()) {
                 const Columns & cs = seq.observed.layer((size_t) l).columns;
-                const auto         n  = (size_t) std::min(cs.capacity, seq.rows.pending_length());  // what follows is room
+                const auto         n  = (size_t) std::min(cs.capacity, seq.rows.pending_length());  // later entries are unused
                 sum = crc32(sum, cs.sums().data() + (size_t) h * (size_t) cs.capacity, n * sizeof(double));
             }
         }
@@ -96,7 +96,7 @@ struct Plans {
     }
 };
 
-// A prompt that was compressed, one that is pending and some generated tokens; evicting: an answer that loses rows.
+// Makes a sequence with a compressed prompt, a pending prompt and generated tokens. evicting: a decode policy drops rows.
 std::unique_ptr<Sequence> make(const Storage & storage, const Plans & plans, bool evicting) {
     rng.seed(3);
     auto        seq = std::make_unique<Sequence>(SHAPES, storage);
@@ -115,15 +115,15 @@ std::unique_ptr<Sequence> make(const Storage & storage, const Plans & plans, boo
     return seq;
 }
 
-int64_t n_faults = 0;  // that were met
-int64_t step     = 1;  // which are tried: the first, and each step-th after it
+int64_t n_faults = 0;  // failed allocations
+int64_t step     = 1;  // tries the first allocation, and each step-th after it
 
 struct Operation {
     const char *                    name;
-    std::function<bool(Sequence &)> call;  // false, or std::bad_alloc: no memory
+    std::function<bool(Sequence &)> call;  // false, or throws std::bad_alloc: out of memory
 };
 
-// Counts as failed whatever is thrown; nothing but std::bad_alloc may be.
+// Returns whether an operation succeeds. An operation may throw std::bad_alloc only.
 bool succeeds(const Operation & operation, Sequence & seq) try {
     return operation.call(seq);
 } catch (const std::bad_alloc &) {
@@ -219,7 +219,7 @@ void test_operations(const Storage & storage, const Plans & plans) {
         const auto made = [&] { return make(storage, plans, evicts); };
         for (const Operation & operation : evicts ? evicting : plain) {
             if (!storage.quantised() && (!strcmp(operation.name, "unseal") || !strcmp(operation.name, "seal"))) {
-                continue;  // nothing to do
+                continue;  // these operations do nothing on plain rows
             }
             try_operation(operation, made);
         }
@@ -256,11 +256,11 @@ void test_streams(const Plans & plans) {
 }
 
 // ---------------------------------------------------------------------------------------------------------
-// The C interface, which throws nothing.
+// The C interface, which throws no exceptions.
 
-// call() fails with KVEDGE_E_MEMORY, or not at all, and leaves nothing behind.
+// Checks that call() returns KVEDGE_OK or KVEDGE_E_MEMORY, and leaks nothing.
 void try_call(const char * name, const std::function<kvedge_status()> & call) {
-    CHECK(call() == KVEDGE_OK);  // what is made once is there now
+    CHECK(call() == KVEDGE_OK);  // makes objects that are made only once
     const int32_t n_bad = failures();
     int64_t       n     = 1;
     for (bool fired = true; fired && failures() == n_bad; n += step) {
@@ -286,7 +286,7 @@ struct Arrays {
     kvedge_arrays given() const { return { L, H, HKV, T, D, q.data(), k.data(), v.data(), image.data() }; }
 };
 
-// 0: there is no result.
+// Returns a checksum of a result; 0 if result is NULL.
 uint32_t told(const kvedge_result * result) {
     uint32_t sum = result ? 1 : 0;
     for (int32_t l = 0; result && l < Arrays::L; l++) {
@@ -365,7 +365,7 @@ void test_interface(const Plans & plans) {
 
 int main(int argc, char ** argv) {
 #if defined(_WIN32)
-    // there the C++ library keeps its own operator new, so that blocks of one side are given back on the other
+    // on Windows the C++ library keeps its own operator new, so that memory of one allocator would be freed by the other
     (void) argc, (void) argv;
     std::fprintf(stderr, "not run on Windows, where a program cannot take the C++ library's allocations over\n");
     return 0;

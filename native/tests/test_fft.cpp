@@ -1,4 +1,4 @@
-// The band filter of every table of kernels that this machine can run, against Fourier sums in double precision.
+// Compares the band filter of every kernel table that this machine can run with Fourier sums in double precision.
 
 #include "kernels/kernels.h"
 #include "check.h"
@@ -46,7 +46,7 @@ struct Plan {
     }
 };
 
-// Frequency k and its mirror are replaced by what m says, and the constant part is taken away.
+// Filters random rows: mixes frequency k with its mirror frequency by m, removes the constant part, and compares with Fourier sums.
 static void test_filter(const Kernels & kn, const std::vector<int32_t> & radices, int32_t k, BandMix m) {
     Plan              plan(radices);
     const int32_t     n = plan.filter.n_rows, mirror = (n - k) % n;
@@ -65,7 +65,7 @@ static void test_filter(const Kernels & kn, const std::vector<int32_t> & radices
         v = normal(rng);
         energy += (double) v * v;
     }
-    // of an origin every channel has its own, and the constant part is taken away anyway
+    // each channel has its own origin; the origin changes only the constant part, which the filter removes
     std::vector<float>   origin(given.begin(), given.begin() + 2 * PAIRS), loaded(given.size());
     std::vector<int32_t> order;
     for (int32_t t = 0; t < n; t++) {

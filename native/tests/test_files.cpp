@@ -1,4 +1,4 @@
-// Session files take the place of older ones whole or not at all, whatever letters their names are made of.
+// A session file replaces an older file completely or not at all, also if its name is not ASCII.
 
 #include "check.h"
 #include "system/file.h"
@@ -43,7 +43,7 @@ kvedge_status write(const std::string & text, bool commit) {
     return status;
 }
 
-// Line ends are bytes like all others.
+// The content has line ends and zero bytes, which must be written unchanged.
 const std::string first = std::string("one\r\ntwo\n\0three\x1a", 16) + "four", second(100000, '\n');
 
 void test_takes_the_place() {
@@ -51,7 +51,7 @@ void test_takes_the_place() {
     check_holds(first);
     CHECK(write(second, true) == KVEDGE_OK);
     check_holds(second);
-    CHECK(write(first, false) == KVEDGE_OK);  // the writer goes, and what it began goes with it
+    CHECK(write(first, false) == KVEDGE_OK);  // a writer without commit() removes its temporary file
     check_holds(second);
     CHECK(entries() == 1);
 }
@@ -71,7 +71,7 @@ void test_refused() {
     CHECK(entries() == 1);
 }
 
-// The place is lost between the two steps: the reason is named, and nothing of ours stays behind.
+// If a folder takes the file's name between open() and commit(), the error names the reason, and no temporary file stays.
 void test_place_lost() {
     kvedge_error err{};
     {

@@ -1,5 +1,5 @@
-// Biases and values fitted to queries, against what makes them optimal, in double precision: with soft caps, rows that have
-// biases, more rows than a block, and queries that no tile divides.
+// Checks that biases and values fitted to queries are optimal, by the optimality conditions in double precision: with soft caps, rows
+// with biases, more rows than a block, and a number of queries that is no multiple of a tile.
 
 #include "check.h"
 #include "primitives/fit.h"
@@ -20,7 +20,7 @@ struct Case {
     bool    biased;
 };
 
-// A head, its logits in double, and what all queries get.
+// A KV head with random rows and queries: z has the logits, outputs the attention over all rows, both in double precision.
 struct Head {
     std::vector<float>   k, v, q, bias;
     std::vector<int32_t> kept;
@@ -39,7 +39,7 @@ struct Head {
         fill(v, c.rows * c.d_v, 1.0f);
         fill(q, c.queries * c.d_k, 1.5f / std::sqrt((float) c.d_k));
         fill(bias, c.rows, 0.5f);
-        constexpr int32_t FIRST = 3;  // protected rows before
+        constexpr int32_t FIRST = 3;  // token of row 0; `kept` has tokens
         for (int32_t j = 0; j < c.kept; j++) {
             kept.push_back(FIRST + j * c.rows / c.kept);
         }
@@ -82,7 +82,7 @@ struct Head {
     double logit(size_t i, size_t j) const { return z[i][(size_t) (kept[j] - problem.first)]; }
 };
 
-// No weight can be moved within the box such that |M w - y| shrinks by much: as far as so few sweeps come.
+// Checks that no single weight can change within its bounds so that |M w - y| shrinks by much. The fit does few sweeps, so not exactly 0.
 void check_weights(const Head & head, const std::vector<float> & logs, bool relative) {
     const size_t        n = head.z.size(), t = head.kept.size();
     std::vector<double> left(n), scale(n);
@@ -105,7 +105,7 @@ void check_weights(const Head & head, const std::vector<float> & logs, bool rela
     }
 }
 
-// X'(X C - Y) + penalty (C - V) = 0, with the penalty that makes it so, which the ridge times |X|^2 is at least.
+// Checks the condition of the fitted values C: X'(X C - Y) + penalty (C - V) = 0, with penalty = ridge * |X|^2.
 void check_values(const Head & head, const std::vector<float> & logs, const std::vector<float> & values, double ridge) {
     const size_t n = head.z.size(), t = head.kept.size(), d = (size_t) head.problem.d_v;
     Matrix       x(n, std::vector<double>(t));
@@ -160,7 +160,7 @@ void test_case(const Case & c) {
     std::vector<float> scratch(1 + Fit::floats({ c.rows, c.kept, c.d_k, c.d_v, c.queries, 1 }));
     for (int32_t way = 0; way < 4; way++) {
         std::vector<float> values((size_t) (c.kept * c.d_v)), logs((size_t) c.kept, 0.0f);
-        Fit                fit(head.problem, scratch.data() + way % 2);  // where floats may lie, but not always doubles
+        Fit                fit(head.problem, scratch.data() + way % 2);  // aligned for floats, but for odd `way` not for doubles
         fit.attend();
         if (way < 2) {
             fit.weigh_rows(way == 1);

@@ -1,4 +1,4 @@
-// Heads of different lengths in groups: against every way to cut them.
+// Compares group_heads() (device/groups.h) with every way to divide KV heads into groups.
 
 #include "device/groups.h"
 #include "check.h"
@@ -13,12 +13,12 @@ using namespace kvedge;
 
 namespace {
 
-// Slots of heads that share a group.
+// Returns the slots of KV heads that share a group.
 int64_t slots(const std::vector<int32_t> & rows) {
     return (int64_t) rows.size() * slots_for(*std::max_element(rows.begin(), rows.end()));
 }
 
-// The fewest slots of all ways to give each head one of n groups.
+// Returns the fewest slots over all ways to assign the KV heads to n groups.
 int64_t fewest(const std::vector<int32_t> & rows, size_t n) {
     std::vector<size_t> of(rows.size(), 0);
     int64_t             least = INT64_MAX;

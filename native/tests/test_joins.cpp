@@ -1,6 +1,6 @@
-// Sums of rows (OWN_JOINS) against sums in double.
+// Compares OWN_JOINS with sums in double precision.
 //
-//   test_joins [DEVICE [time]]      a device of ggml by its name; time: how long a layer takes, too
+//   test_joins [DEVICE [time]]      DEVICE: name of a ggml device; time: also print the time of a layer
 
 #include "check.h"
 #include "device.h"
@@ -56,7 +56,7 @@ Floats get(const ggml_tensor * t) {
     return out;
 }
 
-// Sums of so many members each, of any rows, to every second slot.
+// A graph of OWN_JOINS with a given number of members for each sum, over random rows. Sums go to every second slot.
 struct Joining {
     ggml_context_ptr        context;
     ggml_backend_buffer_ptr buffer;
@@ -134,7 +134,7 @@ struct Joining {
     }
 };
 
-// As a compression to a fifth has it: few rows take most.
+// Prints the time of a layer's sums, as in a compression to a fifth: a few kept rows get most of the evicted rows.
 void time_layer(ggml_backend_t backend, int64_t heads, int64_t tokens, double crowd) {
     std::vector<int32_t> members((size_t) (heads * tokens / 5));
     int64_t              left = heads * tokens;

@@ -1,4 +1,4 @@
-// Every table of kernels that this machine can run, against plain loops in double precision.
+// Compares every kernel table that this machine can run with plain loops in double precision.
 
 #include "kernels/kernels.h"
 #include "kernels/quantise.h"
@@ -49,7 +49,7 @@ static std::vector<float> widened(const Kernels & kn, Type type, const std::vect
 }
 
 static void test_conversion(const Kernels & kn) {
-    // every half-precision value survives the way to float32 and back
+    // every half-precision value survives the conversion to f32 and back
     std::vector<uint16_t> halves;
     for (uint32_t h = 0; h < 0x10000; h++) {
         if ((h & 0x7c00) != 0x7c00) {
@@ -63,7 +63,7 @@ static void test_conversion(const Kernels & kn) {
         kn.from_f32(type, wide.data(), back.data(), halves.size());
         CHECK(back == halves);
     }
-    // rounding is to nearest, ties to even, the same in the vector and the scalar part of a row
+    // rounding is to nearest, ties to even, in the vector part and in the scalar part of a row
     const float values[] = { 1.0f + 1.0f / 2048, 1.0f + 3.0f / 2048, 65519.0f, 65520.0f, 1e-8f, 5.9e-8f, -2.98e-8f, 6.1e-5f };
     for (float v : values) {
         std::vector<float>    row(33, v);
@@ -91,7 +91,7 @@ static void test_products(const Kernels & kn, Type type, int32_t m, int32_t n, i
     kn.rows_dot({ q.data(), (size_t) d }, m, rows, n, d, { s2.data(), lds }, k.data());
     const auto         ld = (size_t) pad16(d);
     std::vector<float> v(ld * (size_t) n, 0.0f), o((size_t) m * ld, 0.5f), o2((size_t) m * ld, 0.5f);
-    for (int32_t r = 0; r < m; r++) {  // every query row has the bits that it has alone
+    for (int32_t r = 0; r < m; r++) {  // a query row gives the same bits as when it is computed alone
         std::vector<float> alone(lds), o1(ld, 0.5f), all(ld * (size_t) m, 0.5f);
         kn.rows_dot({ q.data() + (size_t) r * (size_t) d, (size_t) d }, 1, rows, n, d, { alone.data(), lds }, nullptr);
         CHECK(std::memcmp(alone.data(), s2.data() + (size_t) r * lds, (size_t) n * sizeof(float)) == 0);
@@ -106,7 +106,7 @@ static void test_products(const Kernels & kn, Type type, int32_t m, int32_t n, i
     kn.rows_axpy({ s.data(), lds }, m, rows, n, d, { o2.data(), ld }, nullptr);
 
     for (int32_t r = 0; r < m; r++) {
-        std::vector<double> expected((size_t) d, 0.5), size((size_t) d, 1.0);  // size: of the terms, which may cancel
+        std::vector<double> expected((size_t) d, 0.5), size((size_t) d, 1.0);  // size: sum of magnitudes, as terms may cancel
         for (int32_t c = 0; c < n; c++) {
             double dot = 0.0;
             for (int32_t i = 0; i < d; i++) {
@@ -129,7 +129,7 @@ static void test_products(const Kernels & kn, Type type, int32_t m, int32_t n, i
 }
 
 // ---------------------------------------------------------------------------------------------------------
-// Quantised rows, read back bit by bit.
+// Quantised rows, decoded bit by bit
 
 static double half(const uint8_t * p) {
     float f;
@@ -147,7 +147,7 @@ static double code_at(Type type, const uint8_t * codes, int32_t i) {
     return out;
 }
 
-// Value i of row r, and the distance between two neighbouring values that its group can hold.
+// Returns value i of row r. step: the distance between two neighbouring values that the group or block can represent.
 static double decoded(Type type, const std::vector<uint8_t> & data, int32_t d, int32_t r, int32_t i, double & step) {
     const int32_t b = i / 32;
     if (is_grouped(type)) {
@@ -178,25 +178,25 @@ static std::vector<uint8_t> quantised(Type type, const std::vector<float> & x, i
 static void test_rounding(Type type) {
     const int32_t n = 77, d = 96;
     auto          x = random_floats((size_t) (n * d), 3.0f);
-    std::fill(x.begin(), x.begin() + 32, 0.0f);         // nothing to scale by
-    std::fill(x.begin() + 32, x.begin() + 64, -1.25f);  // all equal
+    std::fill(x.begin(), x.begin() + 32, 0.0f);         // a block without a scale
+    std::fill(x.begin() + 32, x.begin() + 64, -1.25f);  // a block of equal numbers
     for (int32_t r = 0; r < n; r++) {
-        x[(size_t) (r * d + 95)] = 0.75f;  // of a channel as well
+        x[(size_t) (r * d + 95)] = 0.75f;  // a channel of equal numbers
     }
     const auto data = quantised(type, x, n, d);
     for (int32_t r = 0; r < n; r++) {
         for (int32_t i = 0; i < d; i++) {
             double       step = 0.0;
             const double got = decoded(type, data, d, r, i, step), was = x[(size_t) (r * d + i)];
-            // half a step; the end that q4_0 and its like have no code for is a whole one off; a stored scale or minimum is off by 2^-11;
-            // of levels that are apart by more, half of the widest gap, and what lies beyond the last one
+            // allowed error: half a step, but a whole step at the end that q4_0 and similar types have no code for; 2^-11 of the scale or
+            // minimum; for tq3, half of the widest gap between levels, and the part beyond the last level
             const double beyond = type == Type::tq3 ? std::max(0.0, std::fabs(was) - 26.0 * step) / std::max(step, 1e-30) : 0.0;
             const double most   = type == Type::tq3 ? 5.0 + beyond : format(type).highest < -format(type).lowest ? 1.0 : 0.5;
             CHECK(std::fabs(got - was) <= most * step + 16.0 * (step + std::fabs(was)) / 2048.0);
             CHECK(step > 0.0 || std::fabs(got - was) <= std::fabs(was) / 2048.0);
         }
     }
-    // what was read back is a fixed point, but for scales that half precision rounds
+    // quantising the decoded values again gives the same values, except for the rounding of scales to half precision
     std::vector<float> wide((size_t) (n * d));
     kernels().widen({ data.data(), row_bytes(type, d), type }, n, d, wide.data(), (size_t) d);
     const auto         again = quantised(type, wide, n, d);
@@ -209,7 +209,7 @@ static void test_rounding(Type type) {
     }
 }
 
-// Codes of 3 bits, read bit by bit: of a block lane i % 8 has twelve, of which three times i / 8 come first.
+// Codes of 3 bits: a block of 32 codes is 8 lanes of 12 bits; code i is in lane i % 8, at bit 3 * (i / 8).
 static void test_levels() {
     const int levels[] = { -26, -16, -9, -3, 3, 9, 16, 26 };
     for (int32_t shift = 0; shift < 8; shift++) {
@@ -238,8 +238,8 @@ static void test_levels() {
     }
 }
 
-// Where integer products are fast, query rows and weights are rounded to 16 bits: a term is off by 2^-16 of the largest of
-// its block, which may be far larger than it, but makes up for that in the sum.
+// Returns the allowed error of a sum. Kernels with fast integer products round query rows and weights to 16 bits: a term is off by
+// 2^-16 of the largest number of its block, which is also part of the sum.
 static double tolerance(const Kernels & kn, Type type, int32_t m) {
     const bool x86 = &kn == kernels_avx512vnni() && type == Type::q8_0 && m > 1 && m <= 16;
     const bool arm = (&kn == kernels_neondot() || &kn == kernels_neoni8mm()) && (type == Type::q8_0 || type == Type::q4_0) && m <= 16;
@@ -286,7 +286,7 @@ static void test_quantised(const Kernels & kn, Type type, int32_t m, int32_t n, 
             for (int32_t c = 0; c < n; c++) {
                 const double p = s[(size_t) r * lds + (size_t) c], term = p * exact[(size_t) (c * d + i)];
                 sum += term;
-                size += std::fabs(term) + 2.0 * std::fabs(p);  // codes and minima cancel within a value
+                size += std::fabs(term) + 2.0 * std::fabs(p);  // 2 p: code and minimum of a value may cancel
             }
             CHECK(std::fabs(o[(size_t) r * ld + (size_t) i] - sum) <= tolerance(kn, type, m) * size);
         }
@@ -306,7 +306,7 @@ static void test_rows(const Kernels & kn, size_t n) {
     const auto   y   = random_floats(n);
     for (size_t i = 0; i < n; i++) {
         const double shifted = (double) x[i] - (double) top, v = std::exp(shifted);
-        // the float32 difference itself is rounded to 2^-24 of its size
+        // the f32 difference is rounded to 2^-24 of its magnitude
         CHECK(std::fabs(e[i] - v) <= (1e-6 - 1.2e-7 * shifted) * v + 1e-37);
         ref += v;
         weighted += v * shifted;
@@ -332,7 +332,7 @@ static void test_rows(const Kernels & kn, size_t n) {
     }
 }
 
-// Logits in parts of `step`, for m rows, against one softmax over all of them.
+// Compares softmax_step over parts of `step` logits, for m rows, with one softmax over all logits.
 static void test_softmax(const Kernels & kn, int32_t m, int32_t n, int32_t step) {
     const size_t       ld  = 48, lds = ((size_t) step + 15) / 16 * 16;
     const auto         all = random_floats((size_t) (m * n), 8.0f), values = random_floats((size_t) n);
@@ -363,7 +363,7 @@ static void test_softmax(const Kernels & kn, int32_t m, int32_t n, int32_t step)
     }
 }
 
-// test_kernels [NAME]: NAME is the table that this processor should get.
+// test_kernels [NAME]: NAME: the kernel table that this CPU should use.
 int main(int argc, char ** argv) {
     const auto tables = runnable_kernels();
     CHECK(tables.end()[-1] == kernels_generic());

@@ -1,6 +1,6 @@
-// What is measured of rows that lie on a device, against what the host measures of them.
+// Compares measurements of rows on a device with measurements of the same rows on the host.
 //
-//   test_measure [DEVICE]    a name or HOST:PORT; without one the processor, through ggml's graphs
+//   test_measure [DEVICE]    DEVICE: a name or HOST:PORT; default: the CPU, through ggml graphs
 
 #include "device/graph_rows.h"
 #include "kernels/kernels.h"
@@ -25,10 +25,10 @@ namespace {
 struct Case {
     int32_t H, Hkv, d_k, d_v, n_old, T, W;
     Type    type;
-    bool    uneven = false;  // heads hold different numbers of old rows
+    bool    uneven = false;  // KV heads have different numbers of old rows
     bool    sinks  = false;
     float   softcap = 0.0f;
-    bool    ggml    = false;  // without operations of our own
+    bool    ggml    = false;  // use ggml operations only
 };
 
 constexpr int32_t LAYERS = 2;
@@ -43,7 +43,7 @@ std::vector<float> normal(size_t n) {
     return x;
 }
 
-// Rows with a strong mean, a slow drift, and here and there one that is far from the others.
+// Writes rows with a large mean, a slow drift, and a few outliers.
 void write_rows(Sequence & seq, int32_t n, bool keys) {
     const auto & shapes = seq.rows.shapes();
     for (int32_t l = 0; l < LAYERS; l++) {
@@ -85,7 +85,7 @@ class View : public PendingView {
     const Sequence & seq_;
 };
 
-// Pending keys or values of a head, [T][d].
+// Returns the pending keys or values of a KV head, [T][d].
 std::vector<std::vector<float>> pending(const HeadView & view, bool keys, int32_t d) {
     std::vector<std::vector<float>> out;
     for (const Segment & seg : view.pending) {
@@ -107,7 +107,7 @@ double dot(const std::vector<double> & a, const std::vector<float> & b) {
 
 double length(const std::vector<float> & x) { return std::sqrt(dot({ x.begin(), x.end() }, x)); }
 
-// The same of the host, for one layer.
+// Returns the host's measurements of one layer.
 Measures expected(const Sequence & seq, const MeasureJob & job, int32_t layer) {
     const View         view(seq);
     const LayerShape & s = seq.rows.shapes()[(size_t) layer];
@@ -201,7 +201,7 @@ void check_looks(const Case & c, Sequence & seq, const MeasureJob & job, ggml_ba
         CHECK(rows.fetch(seq.rows, 2));
         return;
     }
-    // GPUs multiply f32 in fewer digits, our own operations in half precision
+    // GPUs multiply f32 with less precision; kvedge's operations multiply in half precision
     const bool   gpu  = ggml_backend_dev_type(device) == GGML_BACKEND_DEVICE_TYPE_GPU, half = c.type != Type::f32 && !c.ggml;
     const double most = gpu || (half && job.looks.gamma > 0.5) ? 1e-3 : half ? 3e-4 : 1e-5;  // error of the high pass
     for (size_t l = 0; l < (size_t) LAYERS; l++) {
@@ -241,7 +241,7 @@ void check_case(const Case & c, ggml_backend_dev_t device) {
     }
     for (Block & block : seq.rows.parts().blocks) {
         for (BlockLayer & layer : block.layers) {
-            for (size_t h = 1; h < layer.heads.size(); h++) {  // as merges leave them
+            for (size_t h = 1; h < layer.heads.size(); h++) {  // gives rows biases, as merges do
                 layer.heads[h].biases.resize(layer.heads[h].tokens.size());
                 for (float & bias : layer.heads[h].biases) {
                     bias = (float) (rng() % 4) / 2.0f;

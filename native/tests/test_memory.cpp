@@ -1,4 +1,4 @@
-// Memory that is given up is the system's again: its own figures say so.
+// Checks by the operating system's figures that freed memory goes back to the system.
 
 #include "system/pages.h"
 #include "check.h"
@@ -20,10 +20,10 @@ using namespace kvedge;
 
 namespace {
 
-constexpr size_t SIZE = 64u << 20, SLACK = 4u << 20;  // bytes; SLACK: what else comes and goes
+constexpr size_t SIZE = 64u << 20, SLACK = 4u << 20;  // bytes; SLACK: allowed change by other allocations
 
 struct Held {
-    size_t resident, committed;  // bytes; committed: 0 where the system charges for pages in use only
+    size_t resident, committed;  // bytes; committed: 0 on systems that charge only pages in use
 };
 
 Held held() {
@@ -56,11 +56,11 @@ void test_pages() {
         const Held full = held();
         CHECK(about(full.resident, before.resident + SIZE));
         CHECK(before.committed == 0 || about(full.committed, before.committed + SIZE));
-#if !defined(__APPLE__)  // where the pages stay until another program wants them
+#if !defined(__APPLE__)  // on macOS discarded pages stay until another program needs memory
         discard(pages.data(), SIZE);
         CHECK(about(held().resident, before.resident));
 #endif
-        // still ours to write and to read, without asking for them again
+        // discarded pages can be written and read without a new allocation
         std::fill(pages.data(), pages.data() + SIZE, (uint8_t) 2);
         CHECK(std::count(pages.data(), pages.data() + SIZE, 2) == (std::ptrdiff_t) SIZE);
         CHECK(about(held().resident, before.resident + SIZE));
@@ -69,7 +69,7 @@ void test_pages() {
     CHECK(about(after.resident, before.resident) && about(after.committed, before.committed));
 }
 
-// Buffers of ggml are malloc's: their pages go back, their addresses stay.
+// Discards memory of operator new, as ggml's buffers are: the pages go back to the system, the addresses stay valid.
 void test_malloc() {
     const Held before = held();
     auto *     data   = new uint8_t[SIZE];
@@ -84,7 +84,7 @@ void test_malloc() {
     delete[] data;
 }
 
-// The thread sanitizer notes every access in memory of its own, several bytes for each, which the system counts as ours.
+// Whether the system's figures are usable. The thread sanitizer takes several bytes of memory for each byte that is accessed.
 #if defined(__SANITIZE_THREAD__)
 constexpr bool COUNTS_HOLD = false;
 #elif defined(__has_feature)

@@ -1,6 +1,6 @@
-// The nearest kept key of each evicted one, as a device finds it, against a search in double.
+// Compares OWN_NEAREST with a search in double precision.
 //
-//   test_nearest [DEVICE]      another device of ggml's than the processor, by its name
+//   test_nearest [DEVICE]      DEVICE: name of a ggml device; default: the CPU
 
 #include "check.h"
 #include "device.h"
@@ -16,10 +16,10 @@ struct Case {
     ggml_type                                type;
     float                                    reach;
     std::vector<std::pair<int32_t, int32_t>> counts;
-    bool                                     odd = false;  // keys of zeros, of infinities and of what is no number
+    bool                                     odd = false;  // some keys are zero or have infinities or NaN
 };
 
-// Keys as the type holds them; the bytes go to `out`. Every 40th key is there twice.
+// Returns random keys rounded to the type, and writes their bytes to `out`. Every 40th key is a copy of another key.
 std::vector<float> keys_of(const Case & of, int64_t slots, std::mt19937 & random, std::vector<uint16_t> & out) {
     std::normal_distribution<float> normal;
     std::vector<float>              x((size_t) (slots * of.d));
@@ -53,13 +53,13 @@ double product(const float * a, const float * b, int64_t d) {
     return sum;
 }
 
-// Whether a result is right, but for what rounds to the same score.
+// Returns whether a result is right. A target whose score equals the best score up to rounding is right, too.
 bool right(const Case & of, const Heads & heads, const std::vector<float> & x, size_t h, size_t i, int32_t target, float share) {
     const int32_t * about = &heads.about[h * NEAREST_HEAD];
     const float *   key   = &x[(size_t) (heads.evicted[h][i] * of.d)];
     const double    own = product(key, key, of.d), close = 1e-5 * own, reach = (double) of.reach;
     double          best = -INFINITY, its = -INFINITY;
-    int32_t         first = -1;  // of the best ones
+    int32_t         first = -1;  // the first kept row with the best score
     for (int32_t j = 0; j < about[NEAREST_KEPT]; j++) {
         const float * kept  = &x[(size_t) (heads.kept[(size_t) (about[NEAREST_KEPT_AT] + j)] * of.d)];
         const double  dot = product(key, kept, of.d), square = product(kept, kept, of.d);
@@ -71,11 +71,11 @@ bool right(const Case & of, const Heads & heads, const std::vector<float> & x, s
     if (!std::isfinite(own) || first < 0 || (reach <= 0.0 && own == 0.0)) {
         return target == -1;
     }
-    const double over = reach > 0.0 ? own - 2.0 * best - reach * reach * own : -INFINITY;  // how far beyond its reach
+    const double over = reach > 0.0 ? own - 2.0 * best - reach * reach * own : -INFINITY;  // above 0: out of reach
     if (target == -1) {
         return over >= -close;
     }
-    const bool near = target == first || (its < best && its > best - close);  // the first of equal keys
+    const bool near = target == first || (its < best && its > best - close);  // of equal keys only the first is right
     return near && over <= close && (reach > 0.0 || std::fabs((double) share - its / std::sqrt(own)) < 1e-4);
 }
 

@@ -1,5 +1,5 @@
-// What is gathered besides the attention itself: how many queries saw a token, and the queries that are kept for the entropy
-// between text and images, against sums in double precision.
+// Compares observations with sums in double precision: the number of queries that saw each token, the entropy between text and images
+// from kept queries, and the moments of queries.
 
 #include "attention/attention.h"
 #include "sequence/sequence.h"
@@ -14,7 +14,7 @@ using namespace kvedge;
 
 namespace {
 
-// How many queries saw each token, with an image whose tokens see each other.
+// Checks the number of queries that saw each token, with an image whose tokens see each other.
 void check_seen() {
     const std::vector<LayerShape> shapes = { { 0, 2, 1, 8, 8 } };
     Sequence                      seq(shapes, Storage{});
@@ -47,7 +47,7 @@ void check_seen() {
     CHECK(seq.observed.seen().empty() && seq.score_bytes() == 0);
 }
 
-// Attends over the last n tokens, text and images as the sequence says, and keeps their queries.
+// Computes the attention of the last n tokens, which may be text or image, and keeps their queries.
 void attend_and_keep(Sequence & seq, const std::vector<float> & q, int32_t n, bool causal) {
     const LayerShape &    shape = seq.rows.shapes()[0];
     std::vector<float>    out((size_t) (n * shape.n_heads * shape.d_v));
@@ -89,8 +89,8 @@ CrossAttention between(const Sequence & seq, bool from_text) {
     return cross;
 }
 
-// Text and images that look at all of each other, half of it known from the prompt's own attention, against sums in
-// double precision. q: [token][H][D].
+// Checks the entropy of text attending to all image tokens, and of images to all text. The prompt's causal attention already gives half
+// of the terms. q: [token][H][D].
 void check_cross(const Sequence & seq, const std::vector<float> & q) {
     const int32_t H = seq.rows.shapes()[0].n_heads, D = seq.rows.shapes()[0].d_k;
     const auto    tokens = pending_tokens(seq.rows);
@@ -149,20 +149,20 @@ void check_kept_queries(float softcap) {
     const auto copy      = seq.clone();
     const auto copy_of_q = q;
     enter(5, true, text);
-    seq.remove(715, 800);  // a whole part and more
+    seq.remove(715, 800);  // removes one span of queries and a part of another span
     q.resize((size_t) (715 * H * D));
     CHECK(seq.observed.queries.of(0).size() == 4 && seq.rows.n_tokens() == 715);
     check_cross(seq, q);
     check_cross(*copy, copy_of_q);
     CHECK(seq.score_bytes() >= (uint64_t) (720 * H * D * 2));
-    enter(20, true, text);  // in the place of what was removed
+    enter(20, true, text);  // new tokens after the removal
     check_cross(seq, q);
-    seq.close_pending();  // the next turn's entropy is its own
+    seq.close_pending();  // the entropy of the next turn starts anew
     enter(33, true, [](int32_t i) { return i % 2 == 0; });
     check_cross(seq, q);
 }
 
-// Mean and covariance of queries that are far from 0, in blocks of different lengths.
+// Checks mean and covariance of queries whose mean is far from 0, added in blocks of different lengths.
 void check_moments() {
     constexpr int32_t H = 3, D = 24;
     QueryMoments      moments(H, D);

@@ -1,4 +1,4 @@
-// A setting that is refused leaves the plan as it was, and what a plan keeps of images fits its promise.
+// A refused setting leaves the plan unchanged. Also tests facts, the critical rule and image tokens of plans.
 
 #include "check.h"
 #include "plan/plan.h"
@@ -31,7 +31,7 @@ void test_refused() {
     CHECK(set(plan, "reducer", "feature") == KVEDGE_OK && plan.reducer == find_reducer("averaged") && set(plan, "reducer", "evict") == KVEDGE_OK);
 }
 
-// Scores that are not attention alone cannot be weighed.
+// `critical` works only with scorers whose scores are attention and nothing else.
 void test_critical() {
     for (int32_t i = 0; const char * name = kvedge_stage_name(KVEDGE_STAGE_SCORER, i); i++) {
         kvedge_plan  plan = full_plan();
@@ -48,7 +48,7 @@ void test_critical() {
     CHECK(kvedge_plan_check(&plan, nullptr) == KVEDGE_OK);
 }
 
-// Without a pruner nothing is left out, so there must be room for all rows, however few image_tokens asks for.
+// Without a pruner all rows of an image are kept, whatever image_tokens says: the output needs room for all rows.
 void test_no_pruner() {
     kvedge_plan plan = full_plan();
     CHECK(set(plan, "image_tokens", "0.5") == KVEDGE_OK && kvedge_plan_image_tokens(&plan, 10) == 10);
@@ -63,9 +63,9 @@ void test_no_pruner() {
     CHECK(set(plan, "pruner", "grid") == KVEDGE_OK && kvedge_plan_image_tokens(&plan, 10) == 5);
 }
 
-// What follows from the settings of a member: only for one that there is, with all of its settings.
+// kvedge_stage_get_facts fails without struct_size, for an unknown member, and for a wrong number of settings.
 void test_facts() {
-    const double       settings[] = { 20, 5, 0, 0, 0, 0, 1, 4 };  // mixkv: a window of 20, its redundancy from a profile, one in 4
+    const double       settings[] = { 20, 5, 0, 0, 0, 0, 1, 4 };  // mixkv: window 20, source profile, a quarter of the budget recent
     kvedge_stage_facts facts{};
     const auto         ask = [&](const char * member, int32_t n) {
         return kvedge_stage_get_facts(KVEDGE_STAGE_SCORER, member, settings, n, &facts, nullptr);

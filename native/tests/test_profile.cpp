@@ -1,4 +1,4 @@
-// Profiles of plans: what is copied, what is refused, and budgets of models whose layers differ.
+// Profiles of plans: copies, refused values, and budgets of models whose layers differ.
 
 #include "check.h"
 #include "plan/profile.h"
@@ -16,7 +16,7 @@ struct Given {
     kvedge_arrays      arrays{};
 };
 
-// L layers of 4 query heads over 2 KV heads.
+// Returns random arrays of n_layers layers with 4 query heads and 2 KV heads.
 Given random_arrays(int32_t n_layers, int32_t n_tokens) {
     std::mt19937                    rng(5);
     std::normal_distribution<float> normal;
@@ -58,19 +58,19 @@ int32_t kept(const kvedge_plan * plan, const Given & g) {
 void check_lifetime() {
     const Given   g    = random_arrays(2, 40);
     kvedge_plan * plan = heads_plan();
-    CHECK(kept(plan, g) == -1);  // none given
+    CHECK(kept(plan, g) == -1);  // the profile is missing
     {
         std::vector<float> scores = { 1, 0, 3, 2, 9, 0, 0, 1 };
         CHECK(kvedge_plan_set_profile(plan, KVEDGE_STAGE_ALLOCATOR, scores.data(), nullptr, 2, 4, nullptr) == KVEDGE_OK);
     }
-    CHECK(kept(plan, g) == 2 * 2 * 20);  // the caller's numbers are gone, the plan's are not
+    CHECK(kept(plan, g) == 2 * 2 * 20);  // the plan has its own copy of the numbers
     auto copy = *plan;
     kvedge_plan_free(plan);
     CHECK(kept(&copy, g) == 2 * 2 * 20);
-    CHECK(kept(&copy, random_arrays(3, 40)) == -1);  // another model
+    CHECK(kept(&copy, random_arrays(3, 40)) == -1);  // a model with another number of layers
     auto second = copy;
     CHECK(kvedge_plan_set_profile(&second, KVEDGE_STAGE_ALLOCATOR, nullptr, nullptr, 0, 0, nullptr) == KVEDGE_OK);
-    CHECK(kept(&second, g) == -1 && kept(&copy, g) == 2 * 2 * 20);  // what a copy loses, the first keeps
+    CHECK(kept(&second, g) == -1 && kept(&copy, g) == 2 * 2 * 20);  // clearing a copy does not change the original
     CHECK(kvedge_plan_set(&copy, "allocator", "uniform", nullptr) == KVEDGE_OK && kept(&copy, g) == 2 * 2 * 20);
     CHECK(kvedge_plan_set(&copy, "allocator", "heads", nullptr) == KVEDGE_OK && kept(&copy, g) == -1);
 }
@@ -118,7 +118,7 @@ void check_rotations() {
     CHECK(set(0, good, -1) == KVEDGE_E_ARGUMENT && set(0, good, 1 << 30) == KVEDGE_E_ARGUMENT);
     CHECK(kvedge_plan_set_rotation(nullptr, KVEDGE_PAIRS_NORM, good, 2, nullptr) == KVEDGE_E_ARGUMENT);
     CHECK(set(0, good, 9) == KVEDGE_OK && kept(plan, g) == -1);  // heads have fewer channels
-    CHECK(kvedge_plan_set(plan, "scorer", "knorm", nullptr) == KVEDGE_OK && kept(plan, g) == all);  // which asks for none
+    CHECK(kvedge_plan_set(plan, "scorer", "knorm", nullptr) == KVEDGE_OK && kept(plan, g) == all);  // knorm needs no rotation
     CHECK(set(0, nullptr, 0) == KVEDGE_OK && kvedge_plan_set(plan, "scorer", "expected", nullptr) == KVEDGE_OK && kept(plan, g) == all);
     kvedge_plan_free(plan);
 }
@@ -129,7 +129,7 @@ void check_projections_of_arrays() {
     CHECK(kvedge_plan_set(plan, "allocator", "uniform", nullptr) == KVEDGE_OK && kvedge_plan_set(plan, "scorer", "cumulative", nullptr) == KVEDGE_OK);
     const int32_t all = kept(plan, g);
     CHECK(all > 0 && kvedge_plan_set(plan, "critical", "l1", nullptr) == KVEDGE_OK);
-    CHECK(kept(plan, g) == -1);  // none given
+    CHECK(kept(plan, g) == -1);  // the projection is missing
     std::vector<float> w(2 * 4 * 8 * 5, 0.5f);
     const auto         set = [&](const float * values, int32_t n_layers, int32_t n_heads, int32_t d, int32_t width) {
         kvedge_error err{};
@@ -143,7 +143,7 @@ void check_projections_of_arrays() {
     CHECK(set(w.data(), 0, 4, 8, 5) == KVEDGE_E_ARGUMENT && set(w.data(), 2, 4, 8, 0) == KVEDGE_E_ARGUMENT && set(w.data(), 2, -4, 8, 5) == KVEDGE_E_ARGUMENT);
     CHECK(kvedge_plan_set_projection(nullptr, w.data(), 2, 4, 8, 5, nullptr) == KVEDGE_E_ARGUMENT);
     w[100] = NAN;
-    CHECK(set(w.data(), 2, 4, 8, 5) == KVEDGE_E_ARGUMENT && kept(plan, g) == all);  // those of before
+    CHECK(set(w.data(), 2, 4, 8, 5) == KVEDGE_E_ARGUMENT && kept(plan, g) == all);  // the earlier weights stay
     w[100] = 0.0f;
     kvedge_result * r = nullptr;
     kvedge_error    err{};
@@ -153,7 +153,7 @@ void check_projections_of_arrays() {
     kvedge_plan_free(plan);
 }
 
-// A model that lacks the weights of a layer, or has others than its heads call for.
+// A model whose second layer has unusable output weights.
 struct OddWeights : OutputWeights {
     std::string unusable(size_t layer, const LayerShape &) const override { return layer == 1 ? "blk.3.attn_output.weight is odd" : ""; }
     int32_t     width(size_t) const override { return 4; }
@@ -173,7 +173,7 @@ void check_projections_of_models() {
     CHECK(strstr(err.message, "layer 3") && strstr(err.message, "blk.3.attn_output.weight") && !strchr(err.message, '\n'));
 }
 
-// Layers 1 and 3 of five are stored, with 2 and 4 KV heads: rows go by the model's numbers, and the total is exact.
+// kvedge stores layers 1 and 3 of five layers, with 2 and 4 KV heads: profile rows go by the model's layer numbers, the total is exact.
 void check_uneven_layers() {
     const std::vector<LayerShape> shapes = { { 1, 4, 2, 8, 8 }, { 3, 4, 4, 8, 8 } };
     Profile                       p;
@@ -200,7 +200,7 @@ void check_uneven_layers() {
     CHECK((out[1] == std::vector<int32_t>{ 60, 60, 60, 60 + 150 }));
 }
 
-// Of the same layers, by allocator calibrated: only their rows count, whatever the others add up to.
+// Allocator calibrated, with layers 1 and 3 of five stored: only the profile rows of stored layers count.
 void check_shares() {
     const std::vector<LayerShape> shapes = { { 1, 4, 2, 8, 8 }, { 3, 4, 4, 8, 8 } };
     Profile                       p;
@@ -221,7 +221,7 @@ void check_shares() {
     in.shapes   = &shapes;
     in.params   = plan.params[KVEDGE_STAGE_ALLOCATOR];
     in.profile  = &p;
-    plan.allocator->allocate(in, out);  // 20 of the 30 pairs by the shares: 100, 8, 2, 4, 4 and 2
+    plan.allocator->allocate(in, out);  // 120 of 180 pairs go by the shares: 100, 8, 2, 4, 4 and 2
     CHECK((out[0] == std::vector<int32_t>{ 100, 16 }) && (out[1] == std::vector<int32_t>{ 16, 16, 16, 16 }));
     CHECK(kvedge_plan_set(&plan, "allocator.measured", "1", nullptr) == KVEDGE_OK);
     plan.allocator->allocate(in, out);
@@ -233,10 +233,10 @@ void check_shares() {
     for (size_t i = 0; i < 4; i++) {
         p.values[4 + i] = p.values[12 + i] = 0;
     }
-    CHECK(fits() == KVEDGE_E_ARGUMENT);  // nothing for what is stored
+    CHECK(fits() == KVEDGE_E_ARGUMENT);  // all shares of the stored layers are 0
 }
 
-// A plan with a profile for each of two stages: both are needed, each in its own shape, and a stage gives up its own alone.
+// A plan whose scorer and allocator both take a profile: both are required, each has its own shape, and each is cleared separately.
 void check_two_stages() {
     const std::vector<LayerShape> shapes = { { 0, 4, 2, 8, 8 }, { 2, 4, 1, 8, 8 } };
     const float                   scores[12]     = { 1, 2, 3, 4, 0, 0, 0, 0, 1, 1, 1, 1 };
@@ -256,7 +256,7 @@ void check_two_stages() {
     CHECK(give(KVEDGE_STAGE_SCORER, scores, nullptr, 4) == KVEDGE_OK && check() == KVEDGE_E_ARGUMENT);
     CHECK(give(KVEDGE_STAGE_SCORER, redundancy, budgets, 2) == KVEDGE_OK && check() == KVEDGE_E_ARGUMENT);
     CHECK(give(KVEDGE_STAGE_SCORER, redundancy, nullptr, 1) == KVEDGE_OK && check() == KVEDGE_E_ARGUMENT);
-    CHECK(kvedge_plan_set(plan, "scorer.mode", "even", nullptr) == KVEDGE_OK && check() == KVEDGE_OK);  // of no use
+    CHECK(kvedge_plan_set(plan, "scorer.mode", "even", nullptr) == KVEDGE_OK && check() == KVEDGE_OK);  // mode even ignores it
     CHECK(kvedge_plan_set(plan, "scorer.mode", "headwise", nullptr) == KVEDGE_OK);
     CHECK(give(KVEDGE_STAGE_SCORER, redundancy, nullptr, 2) == KVEDGE_OK && check() == KVEDGE_OK);
     CHECK(kvedge_plan_set(plan, "allocator", "heads", nullptr) == KVEDGE_OK && check() == KVEDGE_E_ARGUMENT);

@@ -1,5 +1,5 @@
-// Attention over KV heads of different lengths against a reference in double: on the processor, or on the first device of a
-// module of ggml's whose path is given.
+// Compares OWN_RAGGED, attention over KV heads of different lengths, with a reference in double precision: on the CPU, or on the first
+// device of a ggml backend whose file is the argument.
 
 #include "check.h"
 #include "device/own.h"
@@ -25,20 +25,20 @@ struct Case {
     int       longest;
     bool      biased = false, sunk = false;
     float     softcap = 0.0f;
-    int       kernel  = 0;  // of cuda/ragged.cu
+    int       kernel  = 0;  // op_params[OWN_KIND + 1] (cuda/ragged.cu)
 
-    bool writes() const { return share != 2; }  // the last row of each head
+    bool writes() const { return share != 2; }  // whether the operation writes the last row of each head
 };
 
 struct Values {
     std::vector<float>       q, sinks;        // [H][d_k], [H]
-    std::vector<float>       k, v;            // [slots][d], as the type holds them
+    std::vector<float>       k, v;            // [slots][d], rounded to the type
     std::vector<ggml_fp16_t> biases;          // [slots]
     std::vector<int32_t>     first, n;        // [Hkv]
     int                      slots = 0;
 };
 
-// Numbers of a type, in its bytes; values become what they are then.
+// Returns the bytes of values in a type, and rounds values to the type.
 std::vector<uint8_t> stored(ggml_type type, std::vector<float> & values) {
     std::vector<uint8_t> out(ggml_row_size(type, (int64_t) values.size()));
     const auto           n = (int64_t) values.size();
@@ -57,7 +57,7 @@ std::vector<uint8_t> stored(ggml_type type, std::vector<float> & values) {
 Values values_of(const Case & of, uint32_t seed) {
     std::mt19937                    random(seed);
     std::normal_distribution<float> normal;
-    static const auto               pool = [&] {  // a prime number of them: rows of other heads are other rows
+    static const auto               pool = [&] {  // a prime number of values, so that rows do not repeat
         std::vector<float> x(1048573);
         std::generate(x.begin(), x.end(), [&] { return normal(random); });
         return x;
@@ -82,7 +82,7 @@ Values values_of(const Case & of, uint32_t seed) {
     for (size_t i = 0; i < slots; i++) {
         out.biases.push_back(ggml_fp32_to_fp16(i % 11 == 3 ? -INFINITY : normal(random)));
     }
-    for (int h = 0; h < of.heads_kv; h++) {  // of a head all rows of which are hidden, nothing is left
+    for (int h = 0; h < of.heads_kv; h++) {  // at least the first row of each head is visible
         out.biases[(size_t) out.first[(size_t) h]] = ggml_fp32_to_fp16(0.5f);
     }
     return out;
@@ -182,7 +182,7 @@ double distance(const std::vector<float> & a, const std::vector<double> & b) {
     return most;
 }
 
-// Other numbers for the last row of each head, which lie where the graph writes them from; and NaN where it writes them to.
+// Puts new numbers for the last row of each head into the inputs that the operation copies from, and NaN into the slots it writes to.
 void renew(const Case & of, const Graph & graph, Values & x) {
     std::vector<int64_t> slots;
     for (size_t h = 0; h < x.n.size(); h++) {
@@ -205,7 +205,7 @@ void renew(const Case & of, const Graph & graph, Values & x) {
     ggml_backend_tensor_set(graph.fresh[2], slots.data(), 0, ggml_nbytes(graph.fresh[2]));
 }
 
-// Twice with the spans written once, and then with other lengths, as a graph serves many tokens.
+// Runs a graph twice with the same spans, then with other lengths, because one graph serves many tokens.
 void attend(ggml_backend_t backend, const Case & of, uint32_t seed) {
     constexpr double CLOSE = 2e-5;  // sums of numbers of order 1 in f32
     Values           x     = values_of(of, seed);

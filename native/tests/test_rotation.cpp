@@ -1,4 +1,4 @@
-// Rotated rows, of every table of kernels and of every type that is rotated.
+// Rotated rows, for every kernel table and every type that can be rotated.
 
 #include "kernels/kernels.h"
 #include "kernels/quantise.h"
@@ -20,7 +20,7 @@ static std::vector<float> random_floats(size_t n) {
     return x;
 }
 
-// Rotated rows: the same bits from every table, themselves again when rotated twice, and read back as they were before.
+// Checks that all tables rotate to the same bits, that two rotations give the row again, and that rotated rows are read back unrotated.
 static void test_rotation(const Kernels & kn, Type type, int32_t d, int32_t block) {
     const int32_t n  = 5;
     const auto    x  = random_floats((size_t) (n * d));

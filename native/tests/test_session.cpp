@@ -1,4 +1,4 @@
-// Sequences to files and back: equal rows, and no harm from files that lie. Meant for the sanitizers above all.
+// Writes sequences to files and reads them back: rows are equal, and invalid files do no harm. Mainly for sanitizers.
 
 #include "kernels/kernels.h"
 #include "store/store.h"
@@ -22,7 +22,7 @@ using namespace kvedge;
 namespace {
 
 std::mt19937      rng(5);
-// other runs of this test may go on at the same time
+// the name is random, as several runs of this test may run at the same time
 const std::string path =
     (std::filesystem::temp_directory_path() / ("kvedge-test-" + std::to_string(std::random_device{}()) + ".kvs")).u8string();
 
@@ -34,7 +34,7 @@ void fill(LayerRows & rows) {
     }
 }
 
-// A compressed block, a prompt that was kept whole and has lost rows, and a few generated tokens.
+// Makes a sequence with a compressed block, an uncompressed prompt and a few generated tokens. gaps: rows were dropped.
 std::unique_ptr<Sequence> make(const std::vector<LayerShape> & shapes, const Storage & type, bool gaps) {
     auto                 seq = std::make_unique<Sequence>(shapes, type);
     std::vector<int32_t> pos(700);
@@ -87,7 +87,7 @@ std::unique_ptr<Sequence> make(const std::vector<LayerShape> & shapes, const Sto
             for (int32_t i = 0; i < 150 + below(20); i++) {
                 drop_row(seq->rows, (int32_t) l, h, 40 + below(60));
             }
-            drop_row(seq->rows, (int32_t) l, h, seq->rows.head_length((int32_t) l, h) - 2);  // of the block that grows
+            drop_row(seq->rows, (int32_t) l, h, seq->rows.head_length((int32_t) l, h) - 2);  // in the growing block
         }
     }
     return seq;
@@ -125,7 +125,7 @@ std::unique_ptr<Sequence> read(const std::vector<LayerShape> & shapes, const Sto
     }
 }
 
-// Keys and values of every head, however they are spread over blocks.
+// Returns a checksum of the keys and values of every KV head, which does not depend on the blocks.
 uint32_t visit(const Sequence & seq) {
     uint32_t           k = 0, v = 0;
     std::vector<float> wide;
@@ -200,7 +200,7 @@ void test_there_and_back(const std::vector<LayerShape> & shapes, const Storage &
     }
 }
 
-// Numbers of a whole sequence are others, or its end is missing: nothing breaks, also where more tokens come.
+// Damages or truncates the bytes of a whole sequence: reading fails, or the sequence can be used and takes more tokens.
 void lie_about(const std::vector<uint8_t> & good, const Observation & all, const std::vector<LayerShape> & shapes, const Storage & type, int32_t every) {
     const std::vector<int32_t> pos(5, 60);
     const int32_t edge[] = { -1, 0, 1, 59, INT32_MAX, INT32_MIN };
@@ -220,7 +220,7 @@ void lie_about(const std::vector<uint8_t> & good, const Observation & all, const
     }
 }
 
-// What was observed of a sequence comes back as it was; lies about it do no harm.
+// The observations of a sequence are read back equal; damaged observations do no harm.
 void test_whole(const std::vector<LayerShape> & shapes, const Storage & type, int32_t every) {
     Observation all;
     all.columns.fill(true);
@@ -274,7 +274,7 @@ void test_whole(const std::vector<LayerShape> & shapes, const Storage & type, in
     lie_about(good, all, shapes, type, every);
 }
 
-// Biases that no softmax can take are damage.
+// A file with a bias that is not finite or exceeds MOST_BIAS is refused.
 void test_bad_biases(const std::vector<LayerShape> & shapes) {
     const Storage type = { Type::f16, Type::f16 };
     for (float bad : { NAN, INFINITY, -INFINITY, 2.0f * MOST_BIAS, -2.0f * MOST_BIAS, MOST_BIAS }) {
@@ -288,7 +288,7 @@ void test_bad_biases(const std::vector<LayerShape> & shapes) {
     }
 }
 
-// every: only each so many of the lies is told.
+// Damages the bytes of a sequence in 1000 ways. every: tries only each every-th way.
 void test_lies(const std::vector<LayerShape> & shapes, const Storage & type, bool gaps, int32_t every) {
     const auto    seq  = make(shapes, type, gaps);
     const auto    good = bytes_of(*seq);
@@ -321,7 +321,7 @@ void test_lies(const std::vector<LayerShape> & shapes, const Storage & type, boo
 int main(int argc, char ** argv) {
     const int32_t every    = argc > 1 ? std::max(1, std::atoi(argv[1])) : 1;
     const char    digits[] = "123456789";
-    CHECK(crc32(0, digits, 9) == 0xCBF43926u);  // the check value that every description of CRC-32 gives
+    CHECK(crc32(0, digits, 9) == 0xCBF43926u);  // the standard check value of CRC-32
     CHECK(crc32(crc32(0, digits, 4), digits + 4, 5) == 0xCBF43926u);
     const std::vector<LayerShape> shapes = { { 0, 4, 2, 16, 8 }, { 3, 4, 4, 8, 8 } };
     const std::vector<LayerShape> blocks = { { 0, 4, 2, 32, 64 }, { 3, 4, 4, 64, 32 } };

@@ -1,4 +1,4 @@
-// Rows that several sequences share, in memory or in a file, against sequences with memory of their own.
+// Compares sequences that share rows, in memory or in a file, with sequences that have their own memory.
 
 #include "folder.h"
 #include "rows.h"
@@ -25,7 +25,7 @@ void append_rows(Sequence & seq, int32_t n) {
     CHECK(seq.rows.append(n, pos.data(), false));
 }
 
-// The same rows for both.
+// Appends n tokens with the same rows to both sequences.
 void append_both(Sequence & a, Sequence & b, int32_t n) {
     const auto k = random_floats((size_t) n * 2 * 64), v = random_floats((size_t) n * 2 * 32);
     for (Sequence * seq : { &a, &b }) {
@@ -45,7 +45,7 @@ bool same_rows(const Store & a, const Store & b) {
     return good;
 }
 
-// A sequence, and one that holds the same rows in memory of its own.
+// A sequence that shares rows, and a sequence with the same rows in its own memory.
 struct Pair {
     std::unique_ptr<Sequence> shared, plain;
 };
@@ -83,7 +83,7 @@ void change(Pair & of) {
     }
 }
 
-// Rows that lie in the same memory, or in a file, under random changes of either.
+// Sequences that share rows stay equal to their plain copies under random changes.
 void sharing(const Storage & storage) {
     Folder folder;
     Spill  spill(folder.name());
@@ -107,7 +107,7 @@ void sharing(const Storage & storage) {
                     }
                 }
                 spill.write(job);
-                change(of);  // while it is written
+                change(of);  // changes the sequence while its rows are written
                 while (job->state == SpillJob::State::waiting) {
                     std::this_thread::sleep_for(std::chrono::milliseconds(1));
                 }
@@ -131,7 +131,7 @@ bool alike(const std::vector<float> & a, const std::vector<float> & b) {
     return a.size() == b.size() && std::equal(a.begin(), a.end(), b.begin(), [](float x, float y) { return close_to(x, y, 1e-3); });
 }
 
-// The last tokens of another store follow, as if they had been entered here; where one is missing, nothing changes.
+// Copying the last tokens of another store gives the same sequence as entering them. If one of the tokens is missing, nothing changes.
 void following(const Storage & storage) {
     for (int32_t n : { 0, 1, 5, 33, 100 }) {
         Sequence whole(SHAPES, storage), other(SHAPES, storage);

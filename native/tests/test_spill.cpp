@@ -1,4 +1,4 @@
-// Files without a name, and the thread that writes them, which is ended at any time.
+// Unnamed files, and the thread that writes them, which may end at any time.
 
 #include "folder.h"
 #include "system/spill.h"
@@ -43,7 +43,7 @@ void files() {
         second.cool();
         CHECK(same(*b, second));
     }
-    CHECK(first.size() > 0 && second.data()[0] == second.data()[0]);  // they outlive the file's handle
+    CHECK(first.size() > 0 && second.data()[0] == second.data()[0]);  // mapped pages outlive the file's handle
     const Pages copy = second;
     CHECK(!copy.mapped() && same(copy, second));
 
@@ -96,7 +96,7 @@ void writing() {
     CHECK(ended(*lost) == SpillJob::State::failed && !lost->problem.empty());
 }
 
-// Whoever waits for what is not written any more is told.
+// If the writer ends, jobs that it has not written are marked, so that nobody waits for them.
 void ending() {
     Folder folder;
     for (int32_t i = 0; i < 20; i++) {

@@ -1,5 +1,5 @@
-// What a sequence holds after prompts, generated tokens, drops, cuts and copies, for every storage type: the rows of the
-// tokens it names, as exact as the type is, and of KIVI's types no more plain rows than the residual.
+// Checks sequences of every storage type after prompts, generated tokens, drops, cuts and copies: each token has its own rows, as exact
+// as the type allows, and KIVI types have no more plain rows than the residual.
 
 #include "kernels/kernels.h"
 #include "store/store.h"
@@ -26,7 +26,7 @@ struct Row {
     std::vector<float> k, v;
 };
 
-// A sequence, and every row that was ever written to it.
+// A sequence, and a copy of every row that was ever written to it.
 struct Shadow {
     Sequence                                   seq;
     std::vector<std::vector<std::vector<Row>>> rows;  // [token][layer][head]
@@ -39,7 +39,7 @@ struct Shadow {
         for (int32_t i = 0; i < n; i++) {
             pos.push_back(seq.rows.n_tokens() + i);
         }
-        rows.resize((size_t) seq.rows.n_tokens());  // tokens that were removed from the end have left their indices to these
+        rows.resize((size_t) seq.rows.n_tokens());  // new tokens reuse the indices of tokens removed from the end
         CHECK(seq.rows.append(n, pos.data(), false));
         const Storage plain = seq.rows.storage().plain();
         for (int32_t t = 0; t < n; t++) {
@@ -76,7 +76,7 @@ double cosine(const float * a, const std::vector<float> & b) {
     return dot / std::sqrt(aa * bb);
 }
 
-// Least cosine of a stored row with what was written: two bits leave less of it, rows of another token nothing.
+// Returns the least allowed cosine between a stored row and the written row. The cosine with another token's row would be about 0.
 double exactness(Type t) {
     const int range = format(t).highest - format(t).lowest;
     return !is_quantised(t) ? 0.99999 : unrotated(t) == Type::tq3 ? 0.96 : range < 4 ? 0.7 : range < 250 ? 0.985 : 0.9999;
@@ -101,13 +101,13 @@ void check(const Sequence & seq, const Shadow & shadow, bool once = true) {
                 plain_v += is_quantised(s.v.type) ? 0 : s.n;
                 for (size_t r = 0; r < n && at < tokens.size(); r++, at++) {
                     const Row &  row   = shadow.rows[(size_t) tokens[at]][l][(size_t) h];
-                    const double twice = once ? 0.0 : 0.05;  // what a second rounding may take away
+                    const double twice = once ? 0.0 : 0.05;  // loss of cosine by a second rounding
                     CHECK(cosine(k.data() + r * dk, row.k) > exactness(storage.k) - twice);
                     CHECK(cosine(v.data() + r * dv, row.v) > exactness(storage.v) - twice);
                 }
             });
             CHECK(at == tokens.size());
-            if (seq.rows.pending_length() <= GROUP) {  // nothing waits for its compression
+            if (seq.rows.pending_length() <= GROUP) {  // no prompt awaits its compression
                 CHECK(!is_quantised(storage.k) || plain_k <= 2 * GROUP - 1);
                 CHECK(!is_quantised(storage.v) || plain_v <= 3 * GROUP - 1);
             }
@@ -129,7 +129,7 @@ void compress(Shadow & x, double ratio) {
     CHECK(x.seq.rows.pending_length() == 0 && outcome.after_bytes == x.seq.rows.bytes());
 }
 
-// Heads lose different rows, in blocks of every kind.
+// Drops n random rows of each KV head.
 void drop_some(Shadow & x, int32_t n) {
     for (size_t l = 0; l < SHAPES.size(); l++) {
         for (int32_t h = 0; h < SHAPES[l].n_heads_kv; h++) {
@@ -154,15 +154,15 @@ void test_conversation(const Storage & storage) {
     compress(x, 0.5);
     CHECK(x.seq.rows.head_length(0, 0) == 100);
     check(x.seq, x);
-    x.generate(700);  // seals, and joins what was sealed
+    x.generate(700);  // seals rows, and joins sealed blocks
     check(x.seq, x);
     CHECK(x.seq.rows.contents().blocks.size() < 20);
-    x.seq.remove(300, 317);  // within sealed blocks that are pending
-    x.seq.remove(3, 60);     // and the compressed one
+    x.seq.remove(300, 317);  // in sealed pending blocks
+    x.seq.remove(3, 60);     // in the compressed block
     x.seq.remove(880, INT_MAX);
     check(x.seq, x);
     x.add(90);
-    compress(x, 0.5);  // the answer is taken back to plain rows, and rounded again
+    compress(x, 0.5);  // converts the answer to plain rows and quantises it again
     check(x.seq, x, false);
     x.generate(40);
     const auto copy = x.seq.clone();
@@ -179,7 +179,7 @@ void test_whole_prompts_are_quantised(const Storage & storage) {
         compress(x, 1.0);
         check(x.seq, x);
         x.generate(50);
-        check(x.seq, x);  // promoted as it is: rounded once
+        check(x.seq, x);  // a prompt that is kept whole is quantised once
     }
     CHECK(x.seq.rows.head_length(0, 0) == 462 + 4 * 50);
 }
@@ -194,7 +194,7 @@ void test_policies(const Storage & storage) {
         x.generate(45);
         check(x.seq, x);
     }
-    x.seq.close_pending();  // the next prompt leaves a bounded answer as it is
+    x.seq.close_pending();  // the next compression does not change an answer under a decode policy
     x.add(100);
     compress(x, 0.3);
     check(x.seq, x);
@@ -202,7 +202,7 @@ void test_policies(const Storage & storage) {
     check(x.seq, x);
 }
 
-// Any row may go as another one comes: gaps are packed, groups of few rows become one, and memory stays within a bound.
+// Drops a random row for each new row: pack_if_sparse packs gaps and joins sparse groups, so that memory stays bounded.
 void test_any_row_goes(const Storage & storage) {
     Shadow x(storage);
     x.add(500);
@@ -216,7 +216,7 @@ void test_any_row_goes(const Storage & storage) {
             for (int32_t h = 0; h < SHAPES[l].n_heads_kv; h++) {
                 const int32_t n = x.seq.rows.head_length((int32_t) l, h);
                 if (n > 200) {
-                    drop_row(x.seq.rows, (int32_t) l, h, (int32_t) (rng() % (size_t) (n - 100)));  // the newest stay
+                    drop_row(x.seq.rows, (int32_t) l, h, (int32_t) (rng() % (size_t) (n - 100)));  // keeps the 100 newest rows
                 }
             }
         }
@@ -238,7 +238,7 @@ void test_any_row_goes(const Storage & storage) {
         rows += (size_t) s.n_heads_kv * 200 * (row_bytes(storage.k, s.d_k) + row_bytes(storage.v, s.d_v));
         plain += (size_t) s.n_heads_kv * 96 * (row_bytes(storage.plain().k, s.d_k) + row_bytes(storage.plain().v, s.d_v));
     }
-    // half of the rows lie in groups that may keep the room of three that are gone for each that is left
+    // half of the rows lie in groups, and a group may have room for three dropped rows for each row that it holds
     CHECK(most < (is_grouped(storage.k) ? 3 * rows : 2 * rows) + plain);
 }
 
@@ -256,7 +256,7 @@ void test_kivi_residual() {
     }
 }
 
-// llama.cpp's rule, for keys and values apart.
+// rotate_storage follows llama.cpp's rule, separately for keys and values.
 void test_what_is_rotated() {
     const auto both = [](int32_t d_k, int32_t d_v, Type t, kvedge_rotate how) {
         Storage      storage{ of_keys(t), t };

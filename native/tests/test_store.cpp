@@ -1,4 +1,4 @@
-// The store under random series of what happens to a sequence, against plain lists of rows; and what a long answer costs.
+// Compares the store with plain lists of rows under random series of operations. Also checks the memory cost of a long answer.
 
 #include "kernels/kernels.h"
 #include "system/pages.h"
@@ -12,7 +12,7 @@
 #include <new>
 #include <random>
 
-// Counts what the store asks malloc for.
+// Bytes that operator new has allocated.
 static std::atomic<size_t> g_allocated{ 0 };
 
 void * operator new(size_t size) {
@@ -104,7 +104,7 @@ class Checked {
                 }
             }
         }
-        plan.budget_ratio = below(3) ? 0.5 : 0.0;  // or 400 pairs, more than there are
+        plan.budget_ratio = below(3) ? 0.5 : 0.0;  // 0.0: a budget of 400 pairs, more than the sequence has
         plan.budget_pairs = 400;
         Compression  outcome;
         kvedge_error err{};
@@ -180,7 +180,7 @@ class Checked {
                     CHECK(tokens[i] == list[i].token);
                     CHECK(k[0] == value(list[i].token, l, h, false) && k[SHAPES[l].d_k - 1] == k[0]);
                     CHECK(v[0] == value(list[i].token, l, h, true) && v[SHAPES[l].d_v - 1] == v[0]);
-                    // until the first compression a row has nothing to keep a score in
+                    // rows have scores only after the first compression
                     CHECK(!bounded || close_to(scores[i], list[i].score, 1e-9));
                 }
             });
@@ -232,7 +232,7 @@ void test_random_series(const char * decode) {
     }
 }
 
-// A head of 300 rows, a new one for every one that goes.
+// Decodes a long answer in which each new row replaces a dropped row of 300. anywhere: any row may be dropped.
 void test_long_answer(bool anywhere) {
     Checked c(anywhere ? "heavy-hitter" : "sliding");
     c.prompt(600);
@@ -270,13 +270,13 @@ void test_long_answer(bool anywhere) {
     }
     CHECK(most_blocks[1] <= most_blocks[0]);
     CHECK(most_bytes[1] <= most_bytes[0] && most_bytes[1] < rows * 2);
-    // what a token costs does not depend on how many came and went; positions, 5 bytes a token, grow by a quarter at a time
+    // the cost of a token does not depend on the number of earlier tokens; positions (5 bytes a token) grow by a quarter at a time
     CHECK((double) asked[1] < 1.1 * (double) asked[0] + 5.0 * 20000 * 1.25);
     CHECK(index_bytes(c.seq->rows) < 20600 * 5 * 1.25 + 2 * 300 * 5 * (sizeof(int32_t) + 4));
 }
 
-// A removal that finds nothing leaves rows, tokens and all that was gathered of the prompt; one of tokens that are
-// compressed leaves what was gathered.
+// A removal that matches no token changes nothing. A removal of compressed tokens does not change the observations of the pending
+// prompt.
 void test_removing_nothing() {
     Checked c("fixed-point");
     c.prompt(40);
@@ -310,13 +310,13 @@ void test_removing_nothing() {
         list.erase(std::remove_if(list.begin(), list.end(), [](const Row & r) { return r.token == 7; }), list.end());
     });
     untouched(74);
-    seq.remove(last, last + 1);  // of the prompt
+    seq.remove(last, last + 1);  // the last token of the prompt
     CHECK(seq.observed.window_from() == 73 && seq.rows.n_tokens() == 73 && seq.observed.queries.of(0)[0].n == 3);
 }
 
-// Whole pages lose what they held, and can be used on; what lies beside them stays.
+// discard() clears whole pages, which stay usable, and does not change bytes of other pages.
 void test_discard() {
-    const size_t page  = 1u << 16;  // a multiple of every system's
+    const size_t page  = 1u << 16;  // a multiple of every system's page size
     Pages        pages = Pages::take(8 * page);
     CHECK(pages);
     std::fill(pages.data(), pages.data() + pages.size(), (uint8_t) 7);

@@ -1,4 +1,4 @@
-// Streams under random series of what happens to a sequence, against plain lists of rows; and on arrays, by every scorer.
+// Compares streams with plain lists of rows under random series of operations. Also streams arrays with every scorer.
 
 #include "kernels/kernels.h"
 #include "store/store.h"
@@ -59,7 +59,7 @@ void append(Sequence & seq, int32_t n) {
     });
 }
 
-// Rows, sums and tokens of every head belong together, and all heads hold n rows.
+// Checks that every KV head holds n rows, and that each row and each sum belongs to its token.
 void check_rows(const Sequence & seq, int32_t n) {
     CHECK(seq.rows.pending_length() == n);
     each_head([&](size_t l, size_t h) {
@@ -82,7 +82,7 @@ void check_rows(const Sequence & seq, int32_t n) {
     });
 }
 
-// H2O by the sums: sinks, the newest half, and of the others the largest.
+// Returns the tokens that H2O keeps: sinks, the newest half, and the tokens with the largest sums among the others.
 std::vector<int32_t> expected(std::vector<int32_t> tokens, size_t l, size_t h) {
     const size_t n = tokens.size(), recent = BOUND / 2;
     std::stable_sort(tokens.begin() + SINKS, tokens.end() - (std::ptrdiff_t) recent,
@@ -123,7 +123,7 @@ void random_series(int32_t steps) {
             compress(*seq, plan);
             check_rows(*seq, seq->rows.pending_length());
         }
-        if (below(6) == 0) {  // an answer is taken back, or a part in the middle
+        if (below(6) == 0) {  // removes tokens at the end or in the middle
             const auto    n  = seq->rows.n_tokens();
             const int32_t p0 = below(n + 1), p1 = below(2) ? n : std::min(n, p0 + below(30));
             int32_t       fewest = INT32_MAX;
@@ -141,7 +141,7 @@ void random_series(int32_t steps) {
             check_rows(*copy, seq->rows.pending_length());
             seq = std::move(copy);
         }
-        if (below(8) == 0) {  // everything is done with, and then part of the stream again: sums are forgotten
+        if (below(8) == 0) {  // closes the stream and opens it again, which clears the sums
             const int32_t n = seq->rows.pending_length();
             seq->close_pending();
             CHECK(seq->rows.pending_length() == 0);
@@ -156,10 +156,10 @@ void random_series(int32_t steps) {
         }
         most = std::max(most, seq->rows.bytes());
     }
-    CHECK(most <= 400 * 1024);  // a handful of blocks, however long the series
+    CHECK(most <= 400 * 1024);  // a few blocks, however long the series is
 }
 
-// What was compressed before becomes pending in front of what is: sums must go with their rows.
+// Opening a stream makes compressed rows pending, in front of the pending rows. Sums must stay with their rows.
 void test_opening() {
     Sequence     seq(SHAPES, Storage{ Type::f32, Type::f32 });
     kvedge_plan  plan = test_plan();
@@ -179,7 +179,7 @@ void test_opening() {
     Compression again;
     CHECK(compress_stream(seq, plan, 1, again, &err) == KVEDGE_OK && seq.rows.pending_length() == BOUND);
     plan.budget_pairs = BOUND / 2;
-    CHECK(compress_pending(seq, plan, 1, again, &err) == KVEDGE_E_STATE && err.message[0]);  // heads hold different tokens
+    CHECK(compress_pending(seq, plan, 1, again, &err) == KVEDGE_E_STATE && err.message[0]);  // KV heads hold different tokens
     CHECK(seq.rows.pending_length() == BOUND);
 }
 

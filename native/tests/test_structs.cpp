@@ -1,4 +1,4 @@
-// Structs that carry their size, between programs and libraries of different headers; and exceptions as statuses.
+// Structs with struct_size between programs and libraries with different headers, and the conversion of exceptions to statuses.
 
 #include "check.h"
 #include "system/error.h"
@@ -17,7 +17,7 @@ namespace {
 constexpr kvedge_options DEFAULTS = { sizeof(kvedge_options), KVEDGE_TYPE_F16, 3, true, KVEDGE_TYPE_SAME, KVEDGE_TYPE_SAME, 7,
                                       KVEDGE_DEVICES_AUTO, KVEDGE_ROTATE_AUTO };
 
-// What a program of newer headers hands over.
+// kvedge_options as a program with newer headers has it.
 struct Newer {
     kvedge_options known;
     int64_t        more;
@@ -31,13 +31,13 @@ void what_the_library_reads() {
     given.unused           = 11;
     CHECK(read_struct(&given, own) && own.n_threads == 9 && own.struct_size == sizeof(own));
 
-    // an older program ends before the last field, which keeps its default
+    // an older program's struct lacks the last field, which keeps its default
     own               = DEFAULTS;
     given.struct_size = FirstSize<kvedge_options>::value;
     CHECK(given.struct_size < sizeof(given));
     CHECK(read_struct(&given, own) && own.n_threads == 9 && own.unused == 7);
 
-    // a newer one goes on behind it
+    // a newer program's struct has more bytes, which must be 0
     given.struct_size = sizeof(newer);
     own               = DEFAULTS;
     CHECK(read_struct(&given, own) && own.n_threads == 9 && own.struct_size == sizeof(own));
@@ -58,7 +58,7 @@ void what_the_library_fills() {
     CHECK(write_struct(DEFAULTS, &newer.known, sizeof(newer)) && newer.more == 0 && newer.known.n_threads == 3);
     CHECK(newer.known.struct_size == sizeof(newer));
 
-    // nothing behind the size that the program states
+    // the library writes nothing beyond the program's struct_size
     memset((void *) &newer, 0x5a, sizeof(newer));
     CHECK(write_struct(DEFAULTS, &newer.known, FirstSize<kvedge_options>::value));
     CHECK(newer.known.unused == 0x5a5a5a5a && newer.known.n_threads == 3);

@@ -1,4 +1,4 @@
-// What attention adds up to (OWN_SUMS) against a reference in double, on the device whose name is given, else the processor.
+// Compares OWN_SUMS with a reference in double precision, on the device that the argument names, or on the CPU.
 
 #include "device.h"
 #include "check.h"
@@ -20,10 +20,10 @@ namespace {
 struct Case {
     int       d, heads_kv, share, n, shown;
     ggml_type type;
-    int       from = 0, window = 0;  // keys that a query sees, itself included; 0: all before it
+    int       from = 0, window = 0;  // window: keys that a query sees, its own included; 0: all keys up to its own
     float     softcap = 0.0f;
     bool      sunk = false, columns = true, squares = true, entropy = true;
-    float     size = 1.0f;  // of queries
+    float     size = 1.0f;  // magnitude of queries
 };
 
 struct Sums {
@@ -35,7 +35,7 @@ struct Numbers {
     std::vector<ggml_fp16_t> mask;         // [n][shown]
 };
 
-constexpr float START = 0.25f;  // what lies in the sums before
+constexpr float START = 0.25f;  // value of the sums before the operation adds to them
 
 float rounded(ggml_type type, float x) {
     return type == GGML_TYPE_F16    ? ggml_fp16_to_fp32(ggml_fp32_to_fp16(x))
@@ -43,7 +43,7 @@ float rounded(ggml_type type, float x) {
                                     : x;
 }
 
-// Queries are the last tokens, and padding follows; one query sees nothing, some keys are hidden from all or have biases.
+// Makes inputs: the queries are the last tokens, followed by padding. One query sees nothing; some keys are hidden or have biases.
 Numbers numbers_of(const Case & of, uint32_t seed) {
     std::mt19937                    random(seed);
     std::normal_distribution<float> normal;
@@ -129,7 +129,7 @@ void send_keys(ggml_tensor * cache, const Case & of, const std::vector<float> & 
     }
 }
 
-// The largest difference, relative to the number or to a weight that counts; `unused` is left as it was.
+// Returns the largest difference between x and `right`, relative to the number or to `small`. unused: x must be unchanged.
 double distance(ggml_tensor * x, const std::vector<double> & right, bool unused, double small) {
     std::vector<float> got((size_t) ggml_nelements(x));
     ggml_backend_tensor_get(x, got.data(), 0, ggml_nbytes(x));
@@ -150,7 +150,7 @@ void check(ggml_backend_t backend, const Case & of, uint32_t seed) {
     const int        heads = of.heads_kv * of.share;
     ggml_context_ptr context(ggml_init({ 16 * ggml_tensor_overhead() + ggml_graph_overhead(), nullptr, true }));
     ggml_context *   c = context.get();
-    // keys in a cache that has room for more; sums likewise
+    // the key tensor and the sums have room for more rows than are used
     ggml_tensor * q     = ggml_new_tensor_3d(c, GGML_TYPE_F32, of.d, heads, of.n);
     ggml_tensor * cache = ggml_new_tensor_3d(c, of.type, of.d, of.shown + 3, of.heads_kv);
     ggml_tensor * mask  = ggml_new_tensor_2d(c, GGML_TYPE_F16, of.shown, of.n);
@@ -169,7 +169,7 @@ void check(ggml_backend_t backend, const Case & of, uint32_t seed) {
         return;
     }
     ggml_backend_buffer_ptr buffer(ggml_backend_alloc_ctx_tensors(c, backend));
-    ggml_backend_buffer_clear(buffer.get(), 0xff);  // not numbers, where nothing is written
+    ggml_backend_buffer_clear(buffer.get(), 0xff);  // NaN in all unwritten places
     ggml_backend_tensor_set(q, x.q.data(), 0, ggml_nbytes(q));
     ggml_backend_tensor_set(mask, x.mask.data(), 0, ggml_nbytes(mask));
     send_keys(cache, of, x.k);
@@ -181,7 +181,7 @@ void check(ggml_backend_t backend, const Case & of, uint32_t seed) {
         ggml_backend_tensor_set(one, start.data(), 0, ggml_nbytes(one));
     }
     CHECK(ggml_backend_graph_compute(backend, graph) == GGML_STATUS_SUCCESS);
-    // a GPU rounds queries to the type of keys: that moves a logit by some 1e-3, or 1e-2 in bf16, at a size of 1
+    // a GPU rounds queries to the type of keys: with magnitude 1 a logit changes by about 1e-3, in bf16 by 1e-2
     const bool   exact = of.type == GGML_TYPE_F32 || ggml_backend_dev_type(ggml_backend_get_device(backend)) == GGML_BACKEND_DEVICE_TYPE_CPU;
     const double close = exact ? 2e-4 : (double) of.size * (of.type == GGML_TYPE_F16 ? 6e-3 : 5e-2), small = exact ? 1e-2 : 0.02;
     const double far[3] = { distance(sums[0], right.columns, !of.columns, small), distance(sums[1], right.squares, !of.squares, small),
@@ -211,7 +211,7 @@ int main(int argc, char ** argv) {
         check(backend.get(), { 128, 3, 2, 1, 700, type, 650 }, seed++);
         check(backend.get(), { 64, 1, 16, 33, 290, type, 0, 100, 0.0f, false, false, true, false }, seed++);
         check(backend.get(), { 128, 2, 2, 130, 515, type, 64, 0, 0.0f, false, true, false, false }, seed++);
-        check(backend.get(), { 128, 2, 1, 64, 1000, type, 0, 0, 0.0f, true, true, true, true, 6.0f }, seed++);  // some logits of 30 and more
+        check(backend.get(), { 128, 2, 1, 64, 1000, type, 0, 0, 0.0f, true, true, true, true, 6.0f }, seed++);  // some logits above 30
         check(backend.get(), { 64, 1, 1, 1, 1, type }, seed++);
     }
     std::fprintf(stderr, "%d failures\n", failures());

@@ -1,7 +1,7 @@
-// Rows that are gathered and merged where they lie, on ggml's CPU backend, against the store's own compression: what attention
-// over both gives, and the rows themselves. Heads of one length and of many, rows that stayed before, biases, quantised rows.
+// Compares a compression on a device with the host's compression: the attention over the kept rows, and the rows themselves. Covers even
+// and uneven heads, rows of earlier compressions, biases and quantised rows.
 //
-//   test_take [DEVICE]      another device of ggml's, by its name, or the first of an RPC server, HOST:PORT
+//   test_take [DEVICE]      DEVICE: name of a ggml device, or HOST:PORT of an RPC server; default: ggml's CPU backend
 
 #include "device/graph_rows.h"
 #include "check.h"
@@ -24,7 +24,7 @@ using namespace kvedge;
 namespace {
 
 using Kept   = std::vector<std::vector<std::vector<int32_t>>>;
-using Biases = std::vector<std::vector<std::vector<float>>>;  // [layer][head], of each row
+using Biases = std::vector<std::vector<std::vector<float>>>;  // [layer][head][row]
 
 struct Case {
     std::string        name;
@@ -35,12 +35,12 @@ struct Case {
     std::string        bias;  // setting of the reducer, or empty
     int32_t            n_tokens = 90;
     bool               dropping = false;
-    bool               nan      = false;  // a key of the prompt that is not kept
+    bool               nan      = false;  // an evicted key of the prompt is NaN
     bool               all      = false;  // every row is kept
 };
 
 constexpr int32_t NAN_TOKEN = 60;
-constexpr size_t  LAYERS    = 4;  // the second one stays on the host
+constexpr size_t  LAYERS    = 4;  // the second layer stays on the host
 
 ggml_backend_dev_t device = nullptr;
 
@@ -50,8 +50,8 @@ ggml_backend_dev_t processor() { return ggml_backend_dev_by_type(GGML_BACKEND_DE
 
 std::vector<ggml_backend_dev_t> devices() { return { device, nullptr, device, processor() }; }
 
-// Keys and values that lie around a few points, so that there is something to merge; of n tokens [n][Hkv][d]. Two tokens' are zero, no
-// more: kept ones would be as near to an evicted one as each other.
+// Returns rows of n tokens [n][Hkv][d] near a few random points, so that merges find similar rows. zeros: two tokens have zero keys, and
+// not more, because several kept zero keys would be equally near to an evicted key.
 std::vector<float> clustered(size_t n, size_t heads, size_t d, bool zeros) {
     static const std::vector<float> centres = random_floats(16 * 512);
     std::vector<float>              x       = random_floats(n * heads * d);
@@ -64,14 +64,14 @@ std::vector<float> clustered(size_t n, size_t heads, size_t d, bool zeros) {
     return x;
 }
 
-// One sequence on the host, and the same on the device.
+// A sequence on the host, and its copy on the device.
 struct Pair {
     const Case &               of;
     std::vector<LayerShape>    shapes;
     Sequence                   host;
     uint64_t                   stamps = 0;
     std::unique_ptr<GraphRows> there;
-    std::vector<float>         k, v;  // of the tokens entered last, of every layer alike
+    std::vector<float>         k, v;  // rows of the last added tokens, the same for every layer
 
     explicit Pair(const Case & x) : of(x), shapes(LAYERS, { 0, x.heads, x.n_kv, x.d_k, x.d_v }), host(shapes, x.storage) {
         add_host(x.n_tokens);
@@ -100,7 +100,7 @@ struct Pair {
         }
     }
 
-    // What the device would hold if the host's rows went there now.
+    // Returns a copy of the host's rows on the device.
     std::unique_ptr<GraphRows> loaded(const Storage & as) {
         const auto copy = host.clone();
         auto       rows = std::make_unique<GraphRows>(shapes, devices(), GraphRows::Form{ as, of.dropping }, stamps);
@@ -108,7 +108,7 @@ struct Pair {
         return rows;
     }
 
-    // The attention of a token whose rows are k and v, which are written.
+    // Returns the attention of a token with rows k and v, which the graph writes.
     std::vector<float> attend(GraphRows & rows, const std::vector<float> & query) {
         CHECK(rows.reserve({ 1, 1, 0, {}, 0, 1 }, 2));
         rows.enter(1, true);
@@ -167,7 +167,8 @@ struct Pair {
     void   compress();
 };
 
-// One in `but` numbers may lie farther apart, where so many rows are merged that two kept keys are as near as each other.
+// Checks that a and b differ by at most `close` of the largest number. One of `but` numbers may differ more, because with many merged
+// rows two kept keys can be nearly equally near.
 void same(const std::string & name, const char * what, const std::vector<float> & a, const std::vector<float> & b, float close,
           size_t but = 0) {
     float  most = 0.0f, largest = 0.0f;
@@ -188,7 +189,7 @@ void same(const std::string & name, const char * what, const std::vector<float> 
     }
 }
 
-// Of the host; empty where all of a head are 0.
+// Returns the biases of the host's pending rows; empty for a head whose biases are all 0.
 Biases Pair::pending_biases() const {
     Biases out(LAYERS);
     for (size_t l = 0; l < LAYERS; l++) {
@@ -203,7 +204,7 @@ Biases Pair::pending_biases() const {
     return out;
 }
 
-// Both compress what is pending. The host's way is Job's, with the rows that were chosen.
+// Compresses the pending rows on the device and on the host, with the same kept rows.
 void Pair::compress() {
     kvedge_plan * plan = nullptr;
     CHECK(kvedge_plan_create(&plan, nullptr) == KVEDGE_OK);
@@ -249,7 +250,7 @@ void Pair::compress() {
             std::vector<float> all((size_t) host.rows.head_length((int32_t) l, (int32_t) h));
             read_biases(host.rows, (int32_t) l, (int32_t) h, all.data());
             all.erase(all.begin(), all.end() - (std::ptrdiff_t) kept[l][h].size());
-            all.push_back(1.0f);  // what they are compared with
+            all.push_back(1.0f);  // same() compares relative to the largest number
             out[l][h].push_back(1.0f);
             same(of.name, "biases", all, out[l][h], 1e-5f);
         }
@@ -257,14 +258,14 @@ void Pair::compress() {
     kvedge_plan_free(plan);
 }
 
-// How far rows may lie apart, of the largest number.
+// Returns the allowed difference of rows, relative to the largest number.
 float closeness(const Case & x) {
-    // devices take products of keys in half precision, and a similarity is a factor
+    // devices multiply keys in half precision, and similarities become factors of rows
     const bool f16 = x.storage.k == Type::f16 || (!on_cpu() && x.reducer == "weighted");
     return x.storage.quantised() ? (x.storage.k == Type::q4_0 ? 0.15f : 0.02f) : x.reducer == "evict" ? 0.0f : f16 ? 2e-3f : 1e-5f;
 }
 
-// One in how many numbers may be another: where keys are rounded before they are compared, more than on the processor.
+// Returns `but` for same(). Devices round keys before they compare keys, so that more targets differ than on the CPU.
 size_t others(const Case & x) {
     return x.reducer == "evict" ? 0 : !on_cpu() ? 10 : x.storage.quantised() ? 25 : x.n_tokens > 1000 ? 100 : 0;
 }
@@ -275,9 +276,9 @@ void try_case(const Case & x) {
         const float    close = closeness(x);
         const uint64_t bytes = pair.there->bytes();
         pair.compress();
-        CHECK(round == 0 || x.dropping || x.storage.quantised() || pair.there->bytes() == bytes);  // few rows go: no new buffers
+        CHECK(round == 0 || x.dropping || x.storage.quantised() || pair.there->bytes() == bytes);  // few evicted rows: same buffers
         CHECK(pair.there->even() == (!x.dropping && holds_even(pair.host.rows, devices())));
-        for (int32_t i = 0; x.dropping && i < (int32_t) LAYERS * x.n_kv; i++) {  // a row of each head that has two
+        for (int32_t i = 0; x.dropping && i < (int32_t) LAYERS * x.n_kv; i++) {  // drops a row of each head with two or more
             const int32_t l = i / x.n_kv, h = i % x.n_kv, n = pair.host.rows.head_length(l, h);
             if (n > 1) {
                 loosen_row(pair.host.rows, l, h, n / 2);
@@ -297,7 +298,7 @@ void try_case(const Case & x) {
         }
     }
     if (x.even && x.bias == "mass") {
-        CHECK(pair.host.open_stream(0));  // what stayed is pending again, with its biases
+        CHECK(pair.host.open_stream(0));  // makes the kept rows pending again, with their biases
     }
     pair.compress();
     const auto copy = pair.host.clone();

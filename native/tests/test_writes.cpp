@@ -1,5 +1,5 @@
-// A session file is written through calls that fail, one after the other, that do less than they were asked for, and
-// before and after which the program is killed: the file is always one of the two, and a save that fails leaves nothing.
+// Saves a session file while one system call fails, writes less than asked, or the program is killed around it. The file always has the
+// old or the new content, and a failed save leaves no other file.
 
 #include "check.h"
 
@@ -27,7 +27,7 @@ using namespace kvedge;
 
 namespace {
 
-// What happens at the n-th call of a save, counted from 1.
+// The event at one system call of a save.
 enum class Event { none, fail, half, killed_before, killed_half_way, killed_after };
 
 struct Script {
@@ -37,7 +37,7 @@ struct Script {
     int         calls = 0;
     bool        on    = false;
     bool        hit   = false;
-    std::string told;  // a letter for each call: o(pen) w(rite) s(ync) c(lose) r(ename) S(ync of a folder) u(nlink)
+    std::string told;  // the calls: o(pen), w(rite), s(ync), c(lose), r(ename), S(ync of a folder), u(nlink)
 };
 Script script;
 int    folder_fd = -1;
@@ -47,7 +47,7 @@ int    folder_fd = -1;
     std::abort();
 }
 
-// call() with what the script has for it. short_call(): the same, half of it.
+// Runs call() with the event that the script has for it. short_call(): writes half of the bytes.
 template <class F, class G> long acted(char letter, const F & call, const G & short_call) {
     if (!script.on) {
         return call();
@@ -72,7 +72,7 @@ template <class F> long acted(char letter, const F & call) { return acted(letter
 
 }  // namespace
 
-// The calls that libkvedge's file makes, by itself or through the C++ library.
+// Replacements of the system calls that libkvedge's files use, directly or through the C++ library.
 extern "C" int open(const char * path, int flags, ...) {
     const bool folder = (flags & O_ACCMODE) == O_RDONLY;
     const auto made   = [&] { return syscall(SYS_openat, AT_FDCWD, path, flags, 0600); };
@@ -93,7 +93,7 @@ extern "C" int close(int fd) {
     }
     const long code = acted('c', [&] { return syscall(SYS_close, fd); });
     if (code != 0) {
-        syscall(SYS_close, fd);  // a close that fails closes all the same
+        syscall(SYS_close, fd);  // a failing close() closes the file nevertheless
     }
     return (int) code;
 }
@@ -106,7 +106,7 @@ namespace {
 const fs::path folder = fs::temp_directory_path() / ("kvedge-writes-" + std::to_string(std::random_device{}()));
 const fs::path file   = folder / "talk.kvs";
 
-// More than one buffer, and pieces larger than one.
+// Texts larger than a buffer, one of them written in pieces larger than a buffer.
 const std::string before_text(90000, 'a'), after_text = std::string(70000, 'b') + std::string(200000, 'c') + "end";
 
 std::string held() {
@@ -126,7 +126,7 @@ kvedge_status save(const std::string & text, kvedge_error * err) {
     return status;
 }
 
-// The save as the script has it.
+// Saves after_text with an event at system call number `at`.
 kvedge_status scripted(Event event, int at, int error, kvedge_error * err) {
     script       = {};
     script.event = event;
@@ -148,7 +148,8 @@ void put_before() {
 
 std::ptrdiff_t entries() { return std::distance(fs::directory_iterator(folder), fs::directory_iterator()); }
 
-// Power may go at any time: all is on the disk before the new file takes its place, and the place is on the disk at the end.
+// Checks the order of calls that protects against power loss: the new file is synced before it is renamed, its folder afterwards.
+// Returns the calls.
 std::string test_order() {
     put_before();
     kvedge_error err{};
@@ -165,7 +166,7 @@ void test_failures(const std::string & calls) {
         for (const int error : { ENOSPC, EIO, EDQUOT }) {
             put_before();
             kvedge_error err{};
-            const bool   harmless = calls[(size_t) at - 1] == 'S';  // the new file is there, and whole
+            const bool   harmless = calls[(size_t) at - 1] == 'S';  // the new file is complete before the folder is synced
             const auto   status   = scripted(Event::fail, at, error, &err);
             CHECK(script.hit && status == (harmless ? KVEDGE_OK : KVEDGE_E_FILE));
             CHECK(held() == (harmless ? after_text : before_text) && entries() == 1);
@@ -174,13 +175,13 @@ void test_failures(const std::string & calls) {
         if (calls[(size_t) at - 1] == 'w') {
             put_before();
             kvedge_error err{};
-            CHECK(scripted(Event::half, at, 0, &err) == KVEDGE_OK && held() == after_text);  // the rest follows
+            CHECK(scripted(Event::half, at, 0, &err) == KVEDGE_OK && held() == after_text);  // another call writes the rest
             CHECK(scripted(Event::fail, at, EINTR, &err) == KVEDGE_OK && held() == after_text);
         }
     }
 }
 
-// One of the two, and no more beside it than what the next start removes by its name.
+// Checks that the file has the old or the new content, and that only a temporary file, which the next start removes, lies beside it.
 void check_after_kill(pid_t gone) {
     const std::string now = held();
     CHECK(now == before_text || now == after_text);
@@ -203,7 +204,7 @@ void test_kills(const std::string & calls) {
             int status = 0;
             CHECK(child > 0 && waitpid(child, &status, 0) == child && WIFSIGNALED(status) && WTERMSIG(status) == SIGKILL);
             check_after_kill(child);
-            const bool there = calls.substr(0, (size_t) at).find('r') != std::string::npos;  // renamed, or about to be
+            const bool there = calls.substr(0, (size_t) at).find('r') != std::string::npos;  // at or after the rename
             CHECK(held() == (there && !(calls[(size_t) at - 1] == 'r' && event == Event::killed_before) ? after_text : before_text));
         }
     }

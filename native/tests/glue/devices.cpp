@@ -1,4 +1,4 @@
-// Rows that ggml attends to against rows on the host: the same kept sets, logits, files, and memory that goes back.
+// Compares caches with rows on devices and caches with rows on the host: kept tokens, logits, files, and freed memory.
 
 #include "world.h"
 
@@ -7,7 +7,7 @@
 
 namespace {
 
-// Of logits of order 5, with rows in f32. Some of ggml's code, and layers that llama.cpp keeps, round to half precision.
+// Allowed difference of logits, whose magnitude is about 5, with f32 rows. Some of ggml's code rounds to half precision.
 constexpr float CLOSE = 1e-2f;
 
 float distance(const std::vector<float> & a, const std::vector<float> & b) {
@@ -18,10 +18,10 @@ float distance(const std::vector<float> & a, const std::vector<float> & b) {
     return most;
 }
 
-// Of tokens that are kept, so many may be others: scores that are next to equal change places when a product is rounded
-// in another order, as it is from processor to processor.
+// One of ONE_OF kept tokens may differ: nearly equal scores swap places when a product is rounded in another order, as on another
+// CPU.
 constexpr size_t ONE_OF = 50;
-// Of logits where that happened.
+// Allowed difference of logits if a kept token differs.
 constexpr float STRAYED = 1.0f;
 
 void same(const World & host, const World & device, const char * what, int32_t seq = 0, float close = CLOSE) {
@@ -47,20 +47,20 @@ void same(const World & host, const World & device, const char * what, int32_t s
     }
 }
 
-// Two turns with an image, and an answer long enough that buffers grow.
+// Reads two turns with an image and answers each with 40 tokens, enough to make buffers grow.
 void converse(World & w) {
     for (uint32_t turn = 0; turn < 2; turn++) {
         CHECK(w.decode(words(w.model, PROMPT / 2, 10 + turn)) == 0);
         CHECK(w.decode_image(PROMPT) == 0);
         CHECK(w.decode(words(w.model, PROMPT / 2, 20 + turn)) == 0);
-        CHECK(turn > 0 || (w.stats().device_bytes > 0) == (kvedge_layer_device(w.kv, 0) != nullptr));  // prompts are read there
+        CHECK(turn > 0 || (w.stats().device_bytes > 0) == (kvedge_layer_device(w.kv, 0) != nullptr));  // a device reads the prompt
         w.answer(40);
     }
 }
 
 void compare(llama_model * model, Plan::Fields fields, const char * what, kvedge_type type = KVEDGE_TYPE_F32, float close = CLOSE) {
     Plan plan(fields);
-    World host(model, plan.plan, type, KVEDGE_DEVICES_NONE, KVEDGE_ROTATE_OFF);  // as on devices
+    World host(model, plan.plan, type, KVEDGE_DEVICES_NONE, KVEDGE_ROTATE_OFF);  // rows on devices are not rotated
     World device(model, plan.plan, type, KVEDGE_DEVICES_ALL, KVEDGE_ROTATE_OFF);
     converse(host);
     converse(device);
@@ -70,7 +70,7 @@ void compare(llama_model * model, Plan::Fields fields, const char * what, kvedge
     CHECK(host.stats().device_bytes == 0 && !kvedge_layer_device(host.kv, 0) && kvedge_layer_device(device.kv, 0));
 }
 
-// What a prompt held goes back when it is compressed: the device holds about what is kept.
+// A compression frees device memory: afterwards the device holds about the kept rows.
 void gives_back(llama_model * model) {
     Plan         plan({ { "scorer", "knorm" }, { "budget", "64" } });
     World        w(model, plan.plan, KVEDGE_TYPE_F32, KVEDGE_DEVICES_ALL);
@@ -81,7 +81,7 @@ void gives_back(llama_model * model) {
         for (uint32_t i = 0; i < 7; i++) {
             CHECK(w.decode(words(model, 128, 30 + i)) == 0);
         }
-        CHECK(!announced || w.stats().device_bytes < full);  // no buffer grew beyond what came
+        CHECK(!announced || w.stats().device_bytes < full);  // for an announced prompt no buffer grows beyond its length
         full = w.stats().device_bytes;
         if (!announced) {
             w.clear();
@@ -100,7 +100,7 @@ void gives_back(llama_model * model) {
     CHECK(w.stats().bytes == 0 && w.stats().device_bytes == 0);
 }
 
-// Files, copies and cuts: rows come to the host for them, and go on where they were.
+// Rows come to the host for files, copies and cuts, and go back to the device afterwards.
 void moves(llama_model * model, const std::string & folder) {
     const std::string path = folder + "/device.kvs";
     Plan              plan({ { "scorer", "window" }, { "scorer.window", "8" }, { "budget", "0.25" } });
@@ -121,7 +121,7 @@ void moves(llama_model * model, const std::string & folder) {
     same(host, w, "a file");
     for (World * x : { &w, &host }) {
         if (!llama_memory_seq_rm(x->memory(), 0, PROMPT + 4, -1)) {
-            return;  // a model with a state that has no parts
+            return;  // this model's recurrent state cannot be cut
         }
         x->next[0] = PROMPT + 4;
         x->answer(2);
@@ -129,7 +129,7 @@ void moves(llama_model * model, const std::string & folder) {
     same(host, w, "a cut");
 }
 
-// Tokens of several sequences in one batch, one of each.
+// Batches with one token of each of several sequences give the same results on host and device.
 void several(llama_model * model) {
     Plan  plan({ { "scorer", "knorm" }, { "budget", "0.5" } });
     World host(model, plan.plan, KVEDGE_TYPE_F32, KVEDGE_DEVICES_NONE), device(model, plan.plan, KVEDGE_TYPE_F32, KVEDGE_DEVICES_ALL);
@@ -186,7 +186,7 @@ void devices(llama_model * model, const std::string & folder) {
     compare(model, { { "scorer", "position" }, { "allocator", "pyramid" }, { "budget", "0.25" } }, "pyramid, q4_0", KVEDGE_TYPE_Q4_0, 1.0f);
     gives_back(model);
     moves(model, folder);
-    if (!llama_model_is_hybrid(model)) {  // llama.cpp itself gives several sequences of some of these another answer every time
+    if (!llama_model_is_hybrid(model)) {  // llama.cpp's own answers for several sequences of some hybrid models vary
         several(model);
     }
 }

@@ -1,4 +1,4 @@
-// Drafts: an answer that is verified in batches, with right and wrong guesses, is the answer token by token.
+// Drafts: verifying an answer in batches, with right and wrong guesses, gives the same logits as decoding token by token.
 
 #include "world.h"
 
@@ -11,7 +11,7 @@ bool alike(const std::vector<float> & a, const std::vector<float> & b, double to
     return std::equal(a.begin(), a.end(), b.begin(), b.end(), [=](float x, float y) { return close_to(x, y, tolerance); });
 }
 
-// A sequence that reads the tokens one by one, and the logits behind each.
+// The reference: decodes an answer token by token, and keeps the logits after each token.
 struct Alone {
     Alone(llama_model * model, const kvedge_plan * plan, kvedge_type type, const std::vector<llama_token> & prompt,
           const std::vector<llama_token> & answer)
@@ -25,10 +25,10 @@ struct Alone {
     }
     void read(llama_model * model, kvedge_type type, const std::vector<llama_token> & prompt, const std::vector<llama_token> & answer) {
         CHECK(w.decode(prompt) == 0);
-        if (type != KVEDGE_TYPE_F16) {  // products of a batch differ in their last bits, which decide how rows are rounded
+        if (type != KVEDGE_TYPE_F16) {  // the last bits of a batch's products differ, and quantised rows may round to other codes
             tolerance = 0.1;
         } else if (w.stats().n_layers < llama_model_n_layer(model) || w.stats().device_bytes > 0) {
-            tolerance = 5e-3;  // where ggml attends, a batch is rounded unlike single tokens
+            tolerance = 5e-3;  // ggml's attention rounds a batch in another way than single tokens
         }
         for (const llama_token t : answer) {
             CHECK(w.decode({ t }) == 0);
@@ -40,7 +40,7 @@ struct Alone {
     double                          tolerance = 1e-3;
 };
 
-// Verifies the answer in batches of up to `most` tokens behind the last one, of which the first `right` guesses are its own.
+// Verifies the answer in batches: the next token and up to `most` guesses, of which the first `right` are right.
 void verify_all(World & w, const std::vector<llama_token> & answer, const Alone & alone, int32_t most, int32_t right) {
     kvedge_error err{};
     for (size_t at = 0; at < answer.size();) {
@@ -65,7 +65,7 @@ void verify_all(World & w, const std::vector<llama_token> & answer, const Alone 
     }
 }
 
-// Both go on alike: single tokens, and a message behind the answer with its compression.
+// Checks that two sequences continue equally: single tokens, then a message with its compression.
 void goes_on(World & a, World & b, double tolerance) {
     CHECK(a.kept(0, 0) == b.kept(0, 0) && a.kept(1, 1) == b.kept(1, 1) && a.stats().n_tokens == b.stats().n_tokens);
     CHECK(a.stats().device_bytes > 0 || a.stats().bytes == b.stats().bytes);
@@ -78,7 +78,7 @@ void goes_on(World & a, World & b, double tolerance) {
 }
 
 void equal_to_single_tokens(llama_model * model) {
-    const auto prompt = words(model, PROMPT, 21), answer = words(model, 40, 22);  // more than a group of rows
+    const auto prompt = words(model, PROMPT, 21), answer = words(model, 40, 22);  // 40 tokens: more than a group of 32 rows
     for (const char * budget : { "0.25", "1.0" }) {
         for (const kvedge_type type : { KVEDGE_TYPE_F16, KVEDGE_TYPE_Q4_0, KVEDGE_TYPE_KIVI4 }) {
             if (type != KVEDGE_TYPE_F16 && std::string(budget) == "1.0") {
@@ -96,7 +96,7 @@ void equal_to_single_tokens(llama_model * model) {
     }
 }
 
-// What a verification forbids meanwhile, and how one ends whose batch never came or is taken away.
+// Checks the calls that an open verification refuses, and verifications whose batch never comes or is removed.
 void unfinished(llama_model * model, const std::string & folder) {
     Plan         plan({ { "scorer", "knorm" }, { "budget", "0.5" } });
     World        w(model, plan.plan);
@@ -106,7 +106,7 @@ void unfinished(llama_model * model, const std::string & folder) {
     CHECK(w.decode(words(model, PROMPT, 3)) == 0);
     CHECK(kvedge_verify_begin(w.kv, 0, 0, &err) == KVEDGE_E_ARGUMENT);
     CHECK(kvedge_set_auto_compress(w.kv, false, &err) == KVEDGE_OK);
-    CHECK(kvedge_verify_begin(w.kv, 0, 2, &err) == KVEDGE_E_STATE);  // nobody has compressed the prompt
+    CHECK(kvedge_verify_begin(w.kv, 0, 2, &err) == KVEDGE_E_STATE);  // the prompt is not compressed yet
     CHECK(kvedge_compress(w.kv, 0, &err) == KVEDGE_OK && kvedge_verify_room(w.kv, 0) == INT32_MAX);
     const auto before = w.kept(0, 0);
 
@@ -114,8 +114,8 @@ void unfinished(llama_model * model, const std::string & folder) {
     CHECK(kvedge_verify_begin(w.kv, 0, 3, &err) == KVEDGE_E_STATE && kvedge_verify_room(w.kv, 0) == 0);
     CHECK(kvedge_compress(w.kv, 0, &err) == KVEDGE_E_STATE);
     CHECK(kvedge_save(w.kv, 0, (folder + "/drafts.kvs").c_str(), "tiny", nullptr, 0, &err) == KVEDGE_E_STATE);
-    CHECK(kvedge_verify_end(w.kv, 0, 1, &err) == KVEDGE_E_ARGUMENT);  // none came
-    CHECK(w.decode(words(model, 4, 4)) != 0 && w.kept(0, 0) == before);  // more than announced
+    CHECK(kvedge_verify_end(w.kv, 0, 1, &err) == KVEDGE_E_ARGUMENT);  // no token was decoded yet
+    CHECK(w.decode(words(model, 4, 4)) != 0 && w.kept(0, 0) == before);  // more tokens than announced
     CHECK(kvedge_take_error(w.kv, &err) == KVEDGE_E_STATE);
     CHECK(w.good(kvedge_verify_end(w.kv, 0, 0, &err), err) && kvedge_verify_end(w.kv, 0, 0, &err) == KVEDGE_OK);
     CHECK(kvedge_verify_end(w.kv, 0, 1, &err) == KVEDGE_E_STATE);
@@ -145,12 +145,12 @@ void refused(llama_model * model) {
     CHECK(kvedge_verify_begin(stream.kv, 0, 2, &err) == KVEDGE_E_UNSUPPORTED);
 }
 
-// Drafts that were decoded with the compressed rows, and the answer over the whole ones: the logits of a cache that keeps everything.
+// Decodes drafts with the compressed rows and verifies the answer over the whole rows: the logits equal those of an uncompressed cache.
 void verify_whole(World & w, const std::vector<llama_token> & answer, const Alone & alone, size_t kept) {
     kvedge_error err{};
     for (size_t at = 0, n = 1; at < answer.size(); at += n, n = 1 + n % 5) {
         n = std::min(n, answer.size() - at);
-        w.answer((int32_t) n + 1);  // other tokens, which are drafts
+        w.answer((int32_t) n + 1);  // drafts, which are wrong guesses
         CHECK((w.stats().device_bytes > 0) == (kvedge_layer_device(w.kv, 0) != nullptr));
         w.next[0] -= (int32_t) n + 1;
         std::vector<llama_token> batch(answer.begin() + (std::ptrdiff_t) at, answer.begin() + (std::ptrdiff_t) (at + n));
@@ -159,7 +159,7 @@ void verify_whole(World & w, const std::vector<llama_token> & answer, const Alon
         for (size_t i = 0; i < n; i++) {
             CHECK(alike(w.logits((int32_t) i), alone.logits[at + i], alone.tolerance));
         }
-        if (at % 3 == 0) {  // given up: llama.cpp removes the batch, and it comes again
+        if (at % 3 == 0) {  // gives the verification up: removes the batch and verifies it again
             w.next[0] -= (int32_t) n + 1;
             CHECK(llama_memory_seq_rm(w.memory(), 0, w.next[0], -1) && kvedge_verify_end(w.kv, 0, 0, &err) == KVEDGE_OK);
             CHECK(w.kept(0, 0).size() == kept + at);
@@ -171,8 +171,8 @@ void verify_whole(World & w, const std::vector<llama_token> & answer, const Alon
     }
 }
 
-// Where the compressed rows lie on a device the whole ones are the host's, and verification takes place there. What the device then
-// has of the answer is what a host has: the tokens that follow, and what is chosen for a message, are alike.
+// If the compressed rows lie on a device, the host keeps the whole rows and verifies. Afterwards the device has the same rows of the
+// answer as a host: the next tokens, and the choice for the next message, are equal.
 void over_whole_rows(llama_model * model, Plan::Fields fields, kvedge_type type) {
     const auto   prompt = words(model, PROMPT, 21), answer = words(model, 40, 22);
     Plan         full({}), plan(fields);

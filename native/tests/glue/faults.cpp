@@ -1,5 +1,5 @@
-// Every allocation of libkvedge fails once, in turn, in calls through llama.cpp, whose own allocations do not: a call says
-// that there is no memory, leaves the sequence as it was, and then does what it does without a failure.
+// Makes each allocation of libkvedge fail once in calls through llama.cpp, but no allocation of llama.cpp. A call whose allocation
+// fails returns KVEDGE_E_MEMORY and leaves the sequence unchanged; the same call then succeeds.
 
 #if defined(__linux__)
 
@@ -15,18 +15,19 @@
 #    include <functional>
 #    include <map>
 
-extern "C" char __executable_start, etext;  // of the program, which holds libkvedge's objects
+extern "C" char __executable_start, etext;  // bounds of the program's code, which contains libkvedge
 
 namespace {
 
 constexpr int32_t N = 40;  // tokens of a prompt
 
-int64_t n_faults = 0;  // that were met
-int64_t n_lost   = 0;  // that took a sequence with them
+int64_t n_faults = 0;  // failed allocations
+int64_t n_lost   = 0;  // failed allocations that lost a sequence
 
 bool in_program(const void * address) { return address >= (const void *) &__executable_start && address < (const void *) &etext; }
 
-// llama.cpp's containers may run in functions of this program, as the linker keeps one of each: who called those counts.
+// Returns whether libkvedge called the allocating function `caller`. The linker keeps one copy of each template function, so that code
+// of llama.cpp's containers may lie in this program: the caller of that code decides.
 bool is_ours(const void * caller) {
     void *     frames[12];
     const int  n  = in_program(caller) ? backtrace(frames, 12) : 0;
@@ -34,7 +35,7 @@ bool is_ours(const void * caller) {
     return at < frames + n - 1 && in_program(at[1]);
 }
 
-// What a sequence holds: the tokens of all heads, keys and values. away: no rows, which would be fetched.
+// Returns a checksum of the kept tokens, keys and values of all KV heads. away: of the tokens only, as reading rows would fetch them.
 uint32_t told(const World & w, int32_t seq, bool away = false) {
     uint32_t     sum = 0;
     kvedge_error err{};
@@ -62,15 +63,15 @@ uint32_t told(const World & w, int32_t seq, bool away = false) {
 
 struct Call {
     const char *                          name;
-    std::function<void(World &)>          before;         // in an empty context
+    std::function<void(World &)>          before;         // prepares an empty context
     std::function<kvedge_status(World &)> call;
-    int32_t                               seq  = 0;       // that is looked at
-    bool                                  gone = false;   // a failure loses the sequence, as the header says: begun anew
-    bool                                  due  = false;   // what is due before the call stays done: compression, rows that leave
+    int32_t                               seq  = 0;       // the sequence to check
+    bool                                  gone = false;   // a failure loses the sequence, as kvedge.h says
+    bool                                  due  = false;   // a failed call keeps the steps before: a compression, dropped rows
     bool                                  away = false;   // rows lie on a device before the call
 };
 
-// What a decode makes of it for the caller.
+// Returns the status that kvedge_take_error gives after llama_decode returned `code`. Checks that both agree.
 kvedge_status decoded(World & w, int code) {
     kvedge_error err{};
     const auto   status = kvedge_take_error(w.kv, &err);
@@ -78,16 +79,16 @@ kvedge_status decoded(World & w, int code) {
     return status;
 }
 
-// Begins it again until no allocation fails.
+// Repeats a call with the n-th allocation failing, for n = 1, 2, ... until the call has fewer allocations.
 void try_call(llama_model * model, const kvedge_plan * plan, kvedge_type type, const Call & of) {
     World w(model, plan, type);
-    llama_set_n_threads(w.ctx, 1, 1);  // more would wait for each other, and a thousand prompts are read
+    llama_set_n_threads(w.ctx, 1, 1);  // more threads would be slower for small graphs, and this reads a thousand prompts
     uint32_t           after = 0;
     std::vector<float> logits;
     const int32_t      n_bad = failures();
-    int64_t            n     = 0;  // the first time nothing fails
+    int64_t            n     = 0;  // allocation to fail; 0: none
     const char *       every = std::getenv("KVEDGE_FAULTS_EVERY");
-    const int64_t      step  = every ? std::max(1, std::atoi(every)) : 1;  // from one failure to the next one
+    const int64_t      step  = every ? std::max(1, std::atoi(every)) : 1;  // tests every step-th allocation
     for (bool fired = true; fired && failures() == n_bad; n += n == 0 ? 1 : step) {
         w.clear();
         kvedge_set_plan(w.kv, plan, nullptr);
@@ -98,7 +99,7 @@ void try_call(llama_model * model, const kvedge_plan * plan, kvedge_type type, c
         faults::arm(n);
         auto status = of.call(w);
         fired       = faults::disarm() || n == 0;
-        const bool lost = of.away && status == KVEDGE_E_STATE && w.stats(of.seq).n_tokens == 0;  // some rows were replaced already
+        const bool lost = of.away && status == KVEDGE_E_STATE && w.stats(of.seq).n_tokens == 0;  // failed between replaced layers
         CHECK(status == KVEDGE_OK || (n > 0 && fired && (status == KVEDGE_E_MEMORY || lost)));
         n_lost += lost;
         if (status != KVEDGE_OK) {
@@ -113,7 +114,7 @@ void try_call(llama_model * model, const kvedge_plan * plan, kvedge_type type, c
             status = of.call(w);
             CHECK(status == KVEDGE_OK);
         }
-        const bool     moved = kvedge_device_problem(w.kv, of.seq) != nullptr;  // the host compressed, and rounds otherwise
+        const bool     moved = kvedge_device_problem(w.kv, of.seq) != nullptr;  // the host compressed, whose rounding differs
         const uint32_t now   = told(w, of.seq);
         w.answer(2, of.seq);
         after  = n == 0 ? now : after;
@@ -127,7 +128,7 @@ void try_call(llama_model * model, const kvedge_plan * plan, kvedge_type type, c
     n_faults += n - 1 - step;
 }
 
-// The first time, when nothing fails, takes the memory for it.
+// Returns the tokens of a text. The first call, in which no allocation fails, makes the text; later calls allocate nothing.
 const std::vector<llama_token> & text(const World & w, int32_t n, uint32_t seed) {
     static std::map<std::pair<int32_t, uint32_t>, std::vector<llama_token>> known;
     const auto                                                              at = known.find({ n, seed });
@@ -170,7 +171,7 @@ void prompts_and_answers(llama_model * model) {
     try_call(model, heavy.plan, KVEDGE_TYPE_Q8_0, { "compress and quantise", prompt, compress });
 }
 
-// Where the rows lie: what scorers want is measured there, kept rows are gathered and evicted ones merged there.
+// Compressions on devices: the device measures, copies kept rows and merges evicted rows.
 void on_devices(llama_model * model) {
     using Fields = std::vector<std::pair<const char *, const char *>>;
     const std::vector<Fields> plans = {
@@ -277,7 +278,7 @@ void bounded_and_streams(llama_model * model) {
     }, go_on });
 }
 
-// All layers are kvedge's, or there is no cache.
+// A failed kvedge_attach makes no cache, and the next kvedge_attach takes over all layers.
 void attaching(llama_model * model) {
     Plan  plan({ { "scorer", "cumulative" }, { "budget", "0.5" } });
     World w(model, plan.plan);
@@ -332,6 +333,6 @@ void no_memory(llama_model * model, const std::string & folder) {
 #    include "world.h"
 
 void no_memory_on_devices(llama_model *) {}
-void no_memory(llama_model *, const std::string &) {}  // whose allocations a caller's are is asked of Linux's linker
+void no_memory(llama_model *, const std::string &) {}  // is_ours() needs symbols of Linux's linker
 
 #endif

@@ -1,8 +1,8 @@
-// The public C ABI through llama.cpp with tiny models: what the sanitizers watch, and a test of its own.
+// Tests the public C ABI through llama.cpp with tiny models, with and without sanitizers.
 //
 //   kvedge-glue-tests FOLDER MODEL.gguf...
 //
-// FOLDER is for files. Models may keep some of their layers with llama.cpp; the first one keeps none.
+// FOLDER: for files. kvedge must take over all layers of the first model; llama.cpp may keep some layers of the other models.
 
 #include "world.h"
 
@@ -36,7 +36,7 @@ void host_scenarios(llama_model * model, const std::string & folder, bool first,
     drafts(model, folder);
 }
 
-// All scenarios with one model. first: it keeps no layer with llama.cpp, and nothing was run yet in this way.
+// Runs all scenarios with one model. graph: with rows that ggml attends to. first: kvedge takes over all layers of the model.
 void run(llama_model * model, const std::string & folder, bool first, bool graph, const std::function<void(const char *)> & step) {
     World::usual_devices = graph ? KVEDGE_DEVICES_ALL : KVEDGE_DEVICES_NONE;
     if (graph) {
@@ -68,7 +68,7 @@ int main(int argc, char ** argv) {
         std::fprintf(stderr, "kvedge-glue-tests FOLDER MODEL.gguf...\n");
         return 2;
     }
-    llama_log_set([](ggml_log_level, const char *, void *) {}, nullptr);  // failures are part of the scenarios
+    llama_log_set([](ggml_log_level, const char *, void *) {}, nullptr);  // hides errors that the scenarios provoke
     for (int i = 2; i < argc; i++) {
         for (const bool graph : { false, true }) {
             llama_model * model = llama_model_load_from_file(argv[i], llama_model_default_params());

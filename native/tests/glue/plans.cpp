@@ -1,4 +1,4 @@
-// Plans through llama.cpp: each member of each stage, each storage type, and stages of the program's own.
+// Plans through llama.cpp: each member of each stage, each storage type, and custom stages.
 
 #include "world.h"
 
@@ -9,7 +9,7 @@
 
 namespace {
 
-// A prompt of text, image and text.
+// Reads a prompt of text, image and text.
 void read_prompt(World & w, int32_t seq = 0) {
     CHECK(w.decode(words(w.model, PROMPT / 2, 1), seq) == 0);
     CHECK(w.decode_image(PROMPT / 4, seq) == 0);
@@ -35,7 +35,7 @@ int64_t rows(const World & w) {
     return n;
 }
 
-// What a plan keeps of the prompt, and that its answer goes on. Heads hold the budget on average.
+// Checks that the KV heads keep the plan's budget on average, and that the answer can be decoded.
 void try_plan(World & w, Plan & plan, const char * what) {
     kvedge_error err{};
     w.clear();
@@ -77,14 +77,14 @@ void every_member(llama_model * model) {
             }
             try_plan(w, plan, name);
             if (stage == KVEDGE_STAGE_DECODE) {
-                w.answer(40);  // rows are dropped, sealed and packed
+                w.answer(40);  // enough to drop, seal and pack rows
                 CHECK(finite(w.logits()));
             }
         }
     }
 }
 
-// The critical rule, by the model's own weights: twice, as the second time finds what the first has left.
+// The setting `critical` with the model's weights. Each norm runs twice, because the second run uses weights that the first has read.
 void critical_rule(llama_model * model) {
     World w(model, nullptr);
     for (const char * norm : { "l1", "l2", "l1", "l2" }) {
@@ -93,7 +93,7 @@ void critical_rule(llama_model * model) {
     }
 }
 
-// An uncompressed cache against llama.cpp's own.
+// An uncompressed cache gives the logits of llama.cpp's own cache.
 void as_without_a_cache(llama_model * model) {
     World ours(model, nullptr), theirs(model, nullptr, KVEDGE_TYPE_F16, false);
     for (World * w : { &ours, &theirs }) {
@@ -112,7 +112,7 @@ void storage_types(llama_model * model) {
         World w(model, plan.plan, (kvedge_type) type);
         read_prompt(w);
         const uint64_t before = w.stats().bytes;
-        w.answer(70);  // auto_compress; and two groups of generated rows
+        w.answer(70);  // starts the automatic compression, and fills two groups of 32 generated rows
         CHECK(w.stats().n_compressions == 1 && w.stats().after_bytes < before);
         CHECK(finite(w.logits()));
     }
@@ -197,8 +197,8 @@ void own_stages(llama_model * model) {
         CHECK(kvedge_set_plan(w.kv, plan.plan, &err) == KVEDGE_OK);
         read_prompt(w);
         CHECK(kvedge_compress(w.kv, 0, &err) == (strcmp(name, "throws") ? KVEDGE_E_STAGE : KVEDGE_E_STATE) && err.message[0]);
-        CHECK(w.kept(0, 0).size() == PROMPT);  // as it was
-        CHECK(w.decode(words(model, 1, 3)) != 0);  // which compresses first, and cannot
+        CHECK(w.kept(0, 0).size() == PROMPT);  // unchanged
+        CHECK(w.decode(words(model, 1, 3)) != 0);  // fails because the compression before it fails
         CHECK(kvedge_take_error(w.kv, &err) != KVEDGE_OK && err.message[0]);
     }
 }

@@ -1,4 +1,4 @@
-// Sequences: several at once, copies and cuts, turns of a conversation, files, bounded prompts and streams.
+// Sequences: several at the same time, copies and cuts, turns of a conversation, files, bounded prompts and streams.
 
 #include "world.h"
 
@@ -6,7 +6,7 @@
 #include <fstream>
 #include <iterator>
 
-// Two tokens of sequence 0 in one batch.
+// Decodes two tokens of sequence 0 at two positions in one batch. Returns the code of llama_decode.
 static int decode_at(World & w, llama_pos first, llama_pos second) {
     llama_batch batch = llama_batch_init(2, 0, 1);
     batch.n_tokens    = 2;
@@ -22,7 +22,7 @@ static int decode_at(World & w, llama_pos first, llama_pos second) {
     return code;
 }
 
-// Numbers of sequences that the context has none of.
+// Calls with numbers of sequences that the context does not have fail.
 static void no_such_sequences(const World & w, const kvedge_plan * plan) {
     kvedge_error err{};
     for (const int32_t none : { -1, N_SEQ, INT32_MAX }) {
@@ -34,7 +34,8 @@ static void no_such_sequences(const World & w, const kvedge_plan * plan) {
     CHECK(kvedge_set_sequence_plan(w.kv, N_SEQ - 1, plan, &err) == KVEDGE_OK);
 }
 
-// What llama.cpp would do to its own cells; where its function returns nothing, no token is read until the error is taken.
+// Operations that only llama.cpp's own cache supports are refused with KVEDGE_E_UNSUPPORTED. If llama.cpp's function returns no
+// status, llama_decode fails until kvedge_take_error is called.
 static void as_llama_alone_does(llama_model * model) {
     Plan         plan({ { "scorer", "knorm" }, { "budget", "0.5" } });
     World        w(model, plan.plan);
@@ -58,7 +59,7 @@ static void as_llama_alone_does(llama_model * model) {
     llama_memory_seq_div(w.memory(), 1, 0, -1, 2);
     refused();
     CHECK(w.decode({ 7 }, 1) == 0);
-    llama_memory_seq_cp(w.memory(), 0, 1, -1, -1);  // longer than what is there
+    llama_memory_seq_cp(w.memory(), 0, 1, -1, -1);  // the source is longer than the target
     CHECK(w.kept(0, 0, 1) == w.kept(0, 0, 0) && kvedge_take_error(w.kv, &err) == KVEDGE_OK);
 }
 
@@ -71,7 +72,7 @@ void sequences(llama_model * model) {
     const int32_t n = PROMPT / 2;
     CHECK(kvedge_set_sequence_plan(w.kv, 1, careful.plan, &err) == KVEDGE_OK);
 
-    // two prompts in one batch, each by its plan
+    // two prompts in one batch, compressed by different plans
     const auto  tokens = words(model, 2 * n, 5);
     llama_batch batch  = llama_batch_init(2 * n, 0, 1);
     batch.n_tokens     = 2 * n;
@@ -89,17 +90,17 @@ void sequences(llama_model * model) {
     w.answer(1, 1);
     CHECK(w.kept(0, 0, 0).size() == (size_t) n / 4 + 1 && w.kept(0, 0, 1).size() == (size_t) n / 2 + 1);
 
-    // a copy goes its own way
+    // a copy does not change the original
     llama_memory_seq_cp(w.memory(), 0, 2, -1, -1);
     w.next[2] = w.next[0];
     CHECK(w.kept(1, 1, 2) == w.kept(1, 1, 0));
     w.answer(3, 2);
     CHECK(w.kept(0, 0, 2).size() == (size_t) n / 4 + 4 && w.kept(0, 0, 0).size() == (size_t) n / 4 + 1);
-    // the part of a sequence
+    // a copy of a part of a sequence
     llama_memory_seq_cp(w.memory(), 1, 3, 0, n / 2);
     const auto part = w.kept(0, 0, 3);
     CHECK(std::all_of(part.begin(), part.end(), [&](int32_t t) { return t < n / 2; }));
-    // its end goes, with the answer
+    // removes the end of a sequence: the answer
     CHECK(llama_memory_seq_rm(w.memory(), 2, n, -1));
     w.next[2] = n;
     CHECK(w.kept(0, 0, 2).size() == (size_t) n / 4);
@@ -109,7 +110,7 @@ void sequences(llama_model * model) {
     CHECK(llama_memory_seq_rm(w.memory(), -1, -1, -1) && w.stats(2).bytes == 0);
 }
 
-// The same bytes in memory as in a file without a note; cut short or damaged anywhere they are refused, and nothing is there.
+// kvedge_pack gives the bytes of a file without a note. Truncated or damaged bytes are refused, and the sequence stays empty.
 void packing(World & from, World & to, const std::string & path) {
     kvedge_error err{};
     size_t       n = 0;
@@ -134,7 +135,7 @@ void packing(World & from, World & to, const std::string & path) {
     CHECK(kvedge_unpack(to.kv, 0, "tiny", bytes.data(), n, &err) == KVEDGE_E_STATE);
 }
 
-// Turns are compressed one by one; a file goes on as the conversation does.
+// Each turn is compressed. A conversation continues equally after a file is saved and loaded.
 void turns_and_files(llama_model * model, const std::string & folder) {
     const std::string path = folder + "/turns.kvs";
     for (const char * decode : { "keep-all", "heavy-hitter" }) {
@@ -143,7 +144,7 @@ void turns_and_files(llama_model * model, const std::string & folder) {
         kvedge_error err{};
         for (uint32_t turn = 0; turn < 3; turn++) {
             CHECK(w.decode(words(model, PROMPT / 2, turn)) == 0);
-            CHECK(kvedge_save(w.kv, 0, path.c_str(), "tiny", nullptr, 0, &err) == KVEDGE_E_STATE);  // it is not compressed
+            CHECK(kvedge_save(w.kv, 0, path.c_str(), "tiny", nullptr, 0, &err) == KVEDGE_E_STATE);  // the turn is not compressed yet
             w.answer(6);
         }
         CHECK(w.stats().n_compressions == 3);
@@ -172,7 +173,7 @@ void turns_and_files(llama_model * model, const std::string & folder) {
     }
 }
 
-// A file with whole rows: a later turn keeps what it keeps without the file. Where none are kept they are dropped.
+// After loading a file with whole rows, a later turn keeps the same tokens. A cache that keeps no whole rows drops them.
 void whole_files(llama_model * model, const std::string & folder) {
     const std::string path = folder + "/whole.kvs";
     Plan              plan({ { "scorer", "cumulative" }, { "budget", "0.25" } });
@@ -206,7 +207,7 @@ void whole_files(llama_model * model, const std::string & folder) {
     CHECK(kvedge_read_saved(path.c_str(), &saved, nullptr, 0, &err) == KVEDGE_OK && !saved.whole);
 }
 
-// A part of a sequence, copied or left over by a cut, goes through a file as the whole does.
+// A part of a sequence, copied or left after a cut, can be saved and loaded.
 void parts_and_files(llama_model * model, const std::string & folder) {
     const std::string path = folder + "/part.kvs";
     const auto        through_file = [&](World & w, int32_t from, int32_t to) {
@@ -233,14 +234,14 @@ void parts_and_files(llama_model * model, const std::string & folder) {
             llama_memory_seq_cp(w.memory(), 0, 1, p0, p1);
             through_file(w, 1, 2);
         }
-        CHECK(llama_memory_seq_rm(w.memory(), 0, 4, -1));  // less is left than was generated
+        CHECK(llama_memory_seq_rm(w.memory(), 0, 4, -1));  // fewer tokens remain than were generated
         through_file(w, 0, 3);
-        llama_memory_seq_cp(w.memory(), 0, 1, 1000, 2000);  // none of it
+        llama_memory_seq_cp(w.memory(), 0, 1, 1000, 2000);  // copies no token
         CHECK(w.stats(1).n_tokens == PROMPT + 3 + 3);
     }
 }
 
-// Layer by layer or at the end: the same rows are kept.
+// A bounded prompt, compressed layer by layer, keeps the same rows as a prompt compressed at its end.
 void bounded_prompts(llama_model * model) {
     for (const char * allocator : { "uniform", "spectral" }) {
         Plan         plan({ { "scorer", "dct" }, { "allocator", allocator }, { "budget", "0.25" } });
@@ -265,7 +266,7 @@ void streams(llama_model * model) {
     Plan         plan({ { "scorer", "window" }, { "scorer.window", "8" }, { "budget", "32" }, { "sinks", "4" } });
     World        w(model, plan.plan);
     kvedge_error err{};
-    for (int32_t i = 0; i < 20; i++) {  // more than n_ctx in all
+    for (int32_t i = 0; i < 20; i++) {  // 1,280 tokens in total, more than n_ctx
         CHECK((i % 3 == 0 ? w.decode_image(64) : w.decode(words(model, 64, (uint32_t) i))) == 0);
         CHECK(w.good(kvedge_compress_stream(w.kv, 0, &err), err));
         CHECK(w.kept(0, 0).size() == 32);
@@ -275,7 +276,7 @@ void streams(llama_model * model) {
     CHECK(w.kept(1, 1).size() == 32 + 5);
 }
 
-// Reads a chunk of a second pass, or less of it than was announced, and takes it back.
+// Reads n tokens as a chunk of a second pass, and ends the chunk. n may be smaller than announced. Returns the status of the begin.
 static kvedge_status read_chunk(World & w, const kvedge_replay_chunk & chunk, int32_t n, uint32_t seed) {
     kvedge_error err{};
     const auto   at     = w.next[0];
@@ -289,7 +290,7 @@ static kvedge_status read_chunk(World & w, const kvedge_replay_chunk & chunk, in
     return status;
 }
 
-// Of a second pass over a prompt nothing is left but what is kept: the answer goes on as without it.
+// A second pass over a prompt changes only the choice of kept rows: otherwise the answer is the same as without the pass.
 void second_passes(llama_model * model) {
     Plan          plan({ { "scorer", "replay" }, { "scorer.source", "repeat" }, { "allocator", "global" }, { "budget", "0.25" } });
     Plan          full({});
@@ -299,14 +300,14 @@ void second_passes(llama_model * model) {
     World         w(model, plan.plan), once(model, full.plan);
     CHECK(kvedge_replay_end(w.kv, 0, &err) == KVEDGE_OK && kvedge_plan_replays(plan.plan) && !kvedge_plan_replays(full.plan));
     CHECK(w.decode(prompt) == 0 && once.decode(prompt) == 0);
-    CHECK(kvedge_compress(w.kv, 0, &err) == KVEDGE_E_STATE);  // there was no pass
+    CHECK(kvedge_compress(w.kv, 0, &err) == KVEDGE_E_STATE);  // the pass is missing
     CHECK(read_chunk(w, { half, n, 2, 8 }, 8, 1) == KVEDGE_E_STATE);  // the first half is missing
     CHECK(read_chunk(w, { 0, n + 1, 2, 8 }, 8, 1) == KVEDGE_E_ARGUMENT);
-    CHECK(read_chunk(w, { 0, half, 2, half + 8 }, half, 1) == KVEDGE_OK);  // too few: to be begun again
+    CHECK(read_chunk(w, { 0, half, 2, half + 8 }, half, 1) == KVEDGE_OK);  // too few tokens: the chunk must be repeated
     CHECK(read_chunk(w, { half, n, 2, 8 }, 8, 1) == KVEDGE_E_STATE);
     CHECK(read_chunk(w, { 0, half, 2, half + 8 }, half + 8, 1) == KVEDGE_OK && read_chunk(w, { half, n, 2, 1 }, 1, 2) == KVEDGE_OK);
     CHECK(w.stats().n_tokens == n && w.stats().n_pending == n && llama_memory_seq_pos_max(w.memory(), 0) == n - 1);
-    // tokens that go in the middle of a pass end it
+    // removing tokens during a pass ends the pass
     const kvedge_replay_chunk chunk = { 0, n, 2, 8 };
     CHECK(kvedge_replay_begin(w.kv, 0, &chunk, &err) == KVEDGE_OK && w.decode(words(model, 4, 3)) == 0);
     CHECK(llama_memory_seq_rm(w.memory(), 0, n - 8, -1) && w.decode(words(model, 4, 4)) != 0);
@@ -319,7 +320,7 @@ void second_passes(llama_model * model) {
     CHECK(kept.size() > 1 && kept[0] == 0 && kept[1] == 1);
     w.answer(3);
 
-    // a pass over a prompt of which all is kept
+    // a pass over a prompt whose plan then keeps everything
     World all(model, plan.plan);
     CHECK(all.decode(prompt) == 0 && read_chunk(all, { 0, n, 0, 60 }, 60, 6) == KVEDGE_OK);
     CHECK(kvedge_set_plan(all.kv, full.plan, &err) == KVEDGE_OK);

@@ -1,4 +1,4 @@
-// Calls from several threads, requests that are given up half-way, and the ends of contexts and caches.
+// Calls from several threads, requests that are aborted, and the ends of contexts and caches.
 
 #include "world.h"
 
@@ -9,7 +9,7 @@
 #include <cstring>
 #include <thread>
 
-// What a second thread is told while another one decodes: that the cache is busy, or the answer.
+// While one thread decodes, calls of a second thread succeed or report that the cache is busy.
 void several_threads(llama_model * model) {
     Plan              plan({ { "scorer", "mixkv" }, { "scorer.window", "8" }, { "reducer", "pivotal" }, { "budget", "0.25" } });
     World             w(model, plan.plan);
@@ -50,13 +50,13 @@ void several_threads(llama_model * model) {
     over = true;
     other.join();
     kvedge_error err{};
-    (void) kvedge_take_error(w.kv, &err);  // that the threads met
+    (void) kvedge_take_error(w.kv, &err);  // clears an error of two calls at the same time
     CHECK(w.decode(words(model, PROMPT, 9)) == 0);
     w.answer(2);
     CHECK(w.stats().n_compressions == 1);
 }
 
-// llama_decode is stopped in the middle of its graph; the next request is as good as ever.
+// After an abort of llama_decode in the middle of its graph, the next request works.
 void given_up(llama_model * model) {
     Plan         plan({ { "scorer", "cumulative" }, { "budget", "0.25" } });
     World        w(model, plan.plan);
@@ -78,8 +78,8 @@ void given_up(llama_model * model) {
     }
 }
 
-// Reads tokens in batches of `part`. The one that begins at token `stopped` is stopped once, after so many operations, and the rest is
-// read from where llama.cpp is then. Returns whether it was stopped.
+// Reads tokens in batches of `part`. Aborts the batch that begins at token `stopped` once, after `after` operations, and reads on from
+// llama.cpp's position. Returns 1 if the batch was aborted, else 0.
 static int32_t read_stopped(World & w, const std::vector<llama_token> & tokens, size_t part, size_t stopped, int32_t after) {
     int32_t              n = 0;
     std::atomic<int32_t> left{ 0 };
@@ -97,7 +97,7 @@ static int32_t read_stopped(World & w, const std::vector<llama_token> & tokens, 
     return n;
 }
 
-// The tokens that every head holds after the prompt's compression; empty: it was refused, and said why.
+// Compresses the prompt and returns the kept tokens of every KV head. Empty: the compression was refused because a batch was stopped.
 static std::vector<std::vector<int32_t>> chosen(const World & w) {
     std::vector<std::vector<int32_t>> out;
     kvedge_error                      err{};
@@ -111,12 +111,12 @@ static std::vector<std::vector<int32_t>> chosen(const World & w) {
     return out;
 }
 
-// The caller goes on after a batch that was stopped: the choice is that of a prompt of which none was, or it is refused.
+// If the caller reads on after an aborted batch, the compression keeps the tokens of a prompt without an abort, or is refused.
 void gone_on(llama_model * model) {
     constexpr size_t PART = 24;
     struct Case {
         const char *scorer, *option, *value;
-        bool        last, sees;  // whether a stop of the last batch is too much, and of the second one
+        bool        last, sees;  // whether an abort in the last batch, in the second batch, makes the compression refuse
     };
     const Case cases[] = { { "knorm", nullptr, nullptr, false, false }, { "cumulative", nullptr, nullptr, true, true },
                            { "mean", nullptr, nullptr, true, true },    { "mixkv", "scorer.window", "32", true, false } };
@@ -142,7 +142,7 @@ void gone_on(llama_model * model) {
     }
 }
 
-// Tokens of an answer that are stopped, many times, and come again leave the scores of rows, and the rows that are dropped, as they were.
+// Repeated aborts of a token of an answer, which is then decoded again, change neither the scores of rows nor the dropped rows.
 void answers_gone_on(llama_model * model) {
     Plan plan({ { "scorer", "cumulative" }, { "budget", "0.25" }, { "decode", "heavy-hitter" } });
     const auto tokens = words(model, PROMPT, 3), answer = words(model, 24, 4);
@@ -177,7 +177,7 @@ namespace {
 struct Detaching {
     kvedge_cache *    kv = nullptr;
     std::atomic<bool> inside{ false };
-    bool              over = false;  // written by the call that the other thread waits for
+    bool              over = false;  // set at the end of the call that kvedge_detach waits for
 };
 
 kvedge_status dawdles(const kvedge_score_input * in, float *, kvedge_error *) {
@@ -190,7 +190,7 @@ kvedge_status dawdles(const kvedge_score_input * in, float *, kvedge_error *) {
 
 }  // namespace
 
-// Caches and contexts end in any order, and a cache not before a call of another thread is over.
+// Caches and contexts may end in any order. kvedge_detach waits for a call of another thread.
 void ends(llama_model * model) {
     Plan         plan({ { "scorer", "knorm" }, { "budget", "16" } });
     kvedge_error err{};
@@ -206,7 +206,7 @@ void ends(llama_model * model) {
     CHECK(kvedge_attach(twice.ctx, plan.plan, nullptr, &second, &err) == KVEDGE_E_STATE && !second);
     kvedge_detach(twice.kv);
     twice.kv = nullptr;
-    CHECK(twice.decode(words(model, PROMPT, 1)) == 0);  // llama.cpp's own cache again
+    CHECK(twice.decode(words(model, PROMPT, 1)) == 0);  // uses llama.cpp's own cache
     CHECK(kvedge_attach(twice.ctx, plan.plan, nullptr, &twice.kv, &err) == KVEDGE_E_STATE);
     twice.clear();
     CHECK(twice.good(kvedge_attach(twice.ctx, plan.plan, nullptr, &twice.kv, &err), err));

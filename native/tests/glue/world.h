@@ -1,4 +1,4 @@
-// What the scenarios share: a tiny model, contexts with a cache attached, plans, and batches.
+// Shared code of the scenarios: contexts of a tiny model with a cache attached, plans, and batches.
 
 #pragma once
 
@@ -35,7 +35,7 @@ struct Plan {
     kvedge_plan * plan = nullptr;
 };
 
-// A context with a cache. Ends in either order: the context or the cache first.
+// A context with a cache. A scenario may free the context or the cache before the World ends, in any order.
 struct World {
     World(llama_model * model, const kvedge_plan * plan, kvedge_type type = KVEDGE_TYPE_F16, bool attached = true);
     World(llama_model * model, const kvedge_plan * plan, kvedge_type type, kvedge_devices devices,
@@ -44,21 +44,21 @@ struct World {
     World(const World &)             = delete;
     World & operator=(const World &) = delete;
 
-    // llama_decode of the tokens, or of as many made-up embeddings; logits are asked for of the last one. Goes on at `next`.
+    // Decode tokens (or n random embeddings) at position `next`, with logits for the last token. Return the code of llama_decode.
     int  decode(const std::vector<llama_token> & tokens, int32_t seq = 0);
-    int  decode_each(const std::vector<llama_token> & tokens, int32_t seq = 0);  // logits are asked for of every one
+    int  decode_each(const std::vector<llama_token> & tokens, int32_t seq = 0);  // with logits for every token
     int  decode_image(int32_t n, int32_t seq = 0);
-    void answer(int32_t n, int32_t seq = 0);  // tokens one by one
+    void answer(int32_t n, int32_t seq = 0);  // decodes n tokens one by one
     void clear();
 
     kvedge_stats         stats(int32_t seq = 0) const;
     std::vector<int32_t> kept(int32_t layer, int32_t head, int32_t seq = 0) const;
-    std::vector<float>   logits(int32_t output = -1) const;  // of a token of the last batch; -1: the last one
+    std::vector<float>   logits(int32_t output = -1) const;  // logits of an output of the last batch; -1: the last output
     llama_memory_t       memory() const { return llama_get_memory(ctx); }
-    bool                 good(kvedge_status status, const kvedge_error & err) const;  // says the message where it is not
+    bool                 good(kvedge_status status, const kvedge_error & err) const;  // whether status is OK; else prints the message
 
-    // Where the rows of caches lie that are attached without saying so: every scenario runs with rows on the host, and again
-    // with rows that ggml attends to.
+    // The default of kvedge_options.devices in the scenarios: every scenario runs with rows on the host, and again with rows that
+    // ggml attends to.
     static kvedge_devices usual_devices;
 
     llama_model *          model;
@@ -69,8 +69,8 @@ struct World {
 
 std::vector<llama_token> words(const llama_model * model, int32_t n, uint32_t seed);
 
-// Under the thread sanitizer ggml's threads, which wait for each other in loops, take minutes for what takes seconds: rows on
-// devices run fewer scenarios there.
+// Whether to run fewer scenarios with rows on devices. Under the thread sanitizer ggml's threads, which wait in busy loops, need
+// minutes instead of seconds.
 #if defined(__SANITIZE_THREAD__)
 constexpr bool FEWER = true;
 #else
@@ -79,7 +79,7 @@ constexpr bool FEWER = false;
 
 constexpr int32_t N_SEQ = 4, N_CTX = 1024, N_UBATCH = 256, N_THREADS = 2, PROMPT = 96;
 
-// The scenarios; `folder` is for files.
+// The scenarios. folder: for files.
 void every_member(llama_model * model);
 void critical_rule(llama_model * model);
 void as_without_a_cache(llama_model * model);
