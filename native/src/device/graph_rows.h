@@ -46,8 +46,8 @@ class GraphRows : public AwayRows {
     // fetch() may be called. Throws std::bad_alloc.
     bool make_plain(int32_t n_threads);
 
-    // Copies the rows of the last n tokens of `from` from the host behind the rows on the devices. False: a device is out of
-    // memory; the rows are unchanged. No graph may run. Throws std::bad_alloc.
+    // Copies the rows of the last n tokens of `from`, which the host holds, behind the rows on the devices. False: a device is out
+    // of memory; the rows are unchanged. No graph may run. Throws std::bad_alloc.
     bool append(const Store & from, int32_t n, int32_t n_threads);
 
     // Removes the rows of the last n tokens. Not for rows under a decode policy (form().dropping). No graph may run.

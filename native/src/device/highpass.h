@@ -41,7 +41,7 @@ class GraphHighPass {
     void    make_kernel();
     void    choose_points();
     void    fill_own(float * out, bool high) const;  // writes a box's matrix; high: of the high pass, else of the low pass
-    void    fill_spread(float * out, bool by_row) const;
+    void    fill_spread(float * out, bool by_row) const;  // writes gather_ [rank][width]; by_row: scatter_ [width][rank]
     void    fill_far(float * out, int64_t box) const;  // writes the rows of far_ for the points of a box
     void    send_own(ggml_context * c, Parcel & parcel);  // adds the matrices of kvedge's operations to a parcel
 

@@ -88,6 +88,7 @@ Halves split(ggml_context * c, T x, float factor) {
     return { high, ggml_cast(c, ggml_cast(c, ggml_sub(c, x, high), GGML_TYPE_F16), GGML_TYPE_F32) };
 }
 
+// Returns the mean direction of keys [d, T, heads]. counts [T]: 1 or 0 f32; NULL: all keys count. unit: add up normalised keys.
 Directions directions(ggml_context * c, T keys, T counts, bool unit) {
     constexpr float SHORTEST = 1e-12f;  // a key that is shorter has no direction
     const int64_t   n = keys->ne[1], d = keys->ne[0], heads = keys->ne[2];

@@ -96,6 +96,7 @@ struct HeadRows {
     std::vector<std::vector<float>> biases;  // [Hkv][n]; empty: no row of any layer has a bias
 };
 
+// The layout of one layer's rows on its device.
 struct DeviceLayer {
     ggml_backend_dev_t device = nullptr;  // NULL: the host's store keeps the layer's rows
     std::vector<Group> groups;

@@ -89,6 +89,7 @@ struct GraphRows::Merging {
     std::vector<std::vector<std::vector<Piece>>> pieces;  // [layer][group of the new layout]; empty for a layer with OWN_JOINS
 };
 
+// One compression: the old and the new layout of the rows, and the graphs that copy rows from the old to the new layout.
 struct GraphRows::Taking {
     // Layers of one device whose new rows share one buffer and are computed together.
     struct Bundle {
@@ -112,8 +113,7 @@ struct GraphRows::Taking {
     const std::vector<float> * pending_biases(size_t layer, size_t head) const;  // [T]; NULL: no pending row has a bias
     size_t  work_bytes(size_t layer) const;  // bytes that one large result of a graph may take
 
-    // Returns a layer's keys or values [d, rows], group by group. If pending rows move within their buffers (`here`), returns
-    // the copies of the pending rows.
+    // Returns a layer's keys or values [d, rows], group by group; if `here`, after move_pending(), the copies of the pending rows.
     ggml_tensor * flat(ggml_context * context, size_t layer, bool keys) const;
     size_t        flat_nodes(size_t layer) const { return 4 * from.layers[layer].groups.size(); }
     size_t        n_old(size_t layer, size_t head) const;
