@@ -69,7 +69,7 @@ void test_pages() {
     CHECK(about(after.resident, before.resident) && about(after.committed, before.committed));
 }
 
-// Discards memory of operator new, as ggml's buffers are: the pages go back to the system, the addresses stay valid.
+// Discards memory of malloc (by operator new), which ggml's buffers use: the pages go back to the system, the addresses stay valid.
 void test_malloc() {
     const Held before = held();
     auto *     data   = new uint8_t[SIZE];

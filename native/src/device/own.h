@@ -14,7 +14,7 @@ constexpr int OWN_KIND = 4;  // flash attention itself uses the entries before O
 //
 //   src[0..2] keys  [d, slots] f16 or bf16, the same tensor three times
 //   src[3]    kept  [n] i32: slots of kept rows, ascending for each head
-//   src[5]    heads [NEAREST_HEAD, H] i32: the entries of NearestHead for each head. A head's pending rows lie in consecutive slots.
+//   src[5]    heads [NEAREST_HEAD, Hkv] i32: the entries of NearestHead for each head. A head's pending rows lie in consecutive slots.
 //   dst       [n] i16, [n] i32 or [n, 2] i32: for each evicted row the index of the nearest kept row among its head's kept rows, or -1.
 //             Second row (by angle): cosine similarity, bits of an f32. Each head begins at a multiple of NEAREST_TILE; padding undefined.
 //   op_params[OWN_KIND + 1]: MergeRule::reach, a float. Above 0: nearest by distance; 0: nearest by angle.
