@@ -67,7 +67,7 @@ uint32_t visit(const Sequence & seq) {
                 wide.assign((size_t) s.n * (size_t) (shape.d_k + shape.d_v), 0.0f);
                 kernels().widen(s.k, s.n, shape.d_k, wide.data(), (size_t) shape.d_k);
                 kernels().widen(s.v, s.n, shape.d_v, wide.data() + (size_t) s.n * (size_t) shape.d_k, (size_t) shape.d_v);
-                sum = crc32(sum, wide.data(), (size_t) s.n * (size_t) shape.d_k * sizeof(float));
+                sum = crc32(sum, wide.data(), wide.size() * sizeof(float));
                 n += s.n;
             });
             REQUIRE(n == seq.rows.head_length((int32_t) l, h));
