@@ -178,7 +178,9 @@ static bool seal_block(Block & block, const Storage & as, int32_t n_threads) {
     std::atomic<bool> good{ true };
     parallel_for(n_threads, (int32_t) block.layers.size(), [&](int32_t l, int32_t) {
         LayerRows & rows = block.layers[(size_t) l].rows;
-        good             = join({ &rows }, as, true, rows) && good;
+        if (!join({ &rows }, as, true, rows)) {
+            good = false;
+        }
     });
     block.kind      = BlockKind::whole;
     block.generated = false;  // join_sealed must not join it
