@@ -2,10 +2,10 @@
 
     python3 scripts/dev.py python experiments/measure_serve.py --minutes 30 --stock PATH/TO/llama-server
 
-Both servers run at the same time on the packaged demo model, and are asked in turns of --slice seconds, with one client
-and with --clients clients, so that other load of the machine affects both. An answer is wrong if it differs from the
-same server's earlier answer to the same messages. Private memory is what the system counts for each process: after its
-first turns, at its highest since, and at the end.
+Both servers run at the same time on one model, by default the packaged one. They are asked in turns of --slice seconds,
+with one client and with --clients clients, so that other load of the machine affects both. An answer is wrong if it
+differs from the same server's earlier answer to the same messages. Private memory is what the system counts for each
+process: after its first turns, at its highest since, and at the end.
 
 Methods change the words and the length of answers. With --tokens N each answer has exactly N tokens, because the end
 token is forbidden: then both servers do the same work.
@@ -116,8 +116,7 @@ def free_port() -> int:
 
 
 def commands(args: argparse.Namespace) -> dict[str, tuple[list[str], str]]:
-    model, mmproj = str(DATA / "demo-model.gguf"), str(DATA / "demo-mmproj.gguf")
-    files, both = ["--model", model, "--mmproj", mmproj], ["--threads", str(args.threads)]
+    files, both = ["--model", str(args.model), "--mmproj", str(args.mmproj)], ["--threads", str(args.threads)]
     out = {}
     port = str(free_port())
     bounds = ["--ctx", str(N_CTX), "--parallel", str(args.clients), "--memory", args.memory]
@@ -142,9 +141,9 @@ def commands(args: argparse.Namespace) -> dict[str, tuple[list[str], str]]:
     return out
 
 
-def exactly(tokens: int) -> dict[str, Any]:
+def exactly(model: Path, tokens: int) -> dict[str, Any]:
     """Returns the request fields that give an answer of exactly this number of tokens."""
-    ends = read_header(DATA / "demo-model.gguf").values["tokenizer.ggml.eos_token_id"]
+    ends = read_header(model).values["tokenizer.ggml.eos_token_id"]
     return {"max_tokens": tokens, "logit_bias": {str(ends): -100}}
 
 
@@ -174,6 +173,8 @@ def main() -> None:
     parser.add_argument(
         "--stock", metavar="PROGRAM", help="a llama-server of the pinned llama.cpp; without it kvedge alone"
     )
+    parser.add_argument("--model", type=Path, default=DATA / "demo-model.gguf")
+    parser.add_argument("--mmproj", type=Path, default=DATA / "demo-mmproj.gguf")
     parser.add_argument("--method", default="lookm")
     parser.add_argument("--budget", default="0.2")
     parser.add_argument("--memory", default="16MiB", help="of kvedge (default %(default)s)")
@@ -183,7 +184,7 @@ def main() -> None:
     if args.stock and not Path(args.stock).is_file():
         parser.error(f"{args.stock} is no file; build the target llama-server of the pinned source")
     with contextlib.ExitStack() as stack:
-        fields = exactly(args.tokens) if args.tokens else {}
+        fields = exactly(args.model, args.tokens) if args.tokens else {}
         servers = [stack.enter_context(running(name, *how, fields)) for name, how in commands(args).items()]
         end, turn = time.monotonic() + 60 * args.minutes, 0
         while time.monotonic() < end:
