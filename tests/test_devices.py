@@ -11,7 +11,7 @@ import warnings
 import pytest
 from attached import case_of, differing
 from choosing import distinct, whole
-from conftest import DEMO, ROOT
+from conftest import DEMO, QUICK_BENCH, ROOT
 from rpcserver import Counting, Server
 
 import pykvedge
@@ -244,12 +244,16 @@ def test_nothing_comes_back_for_a_piece_of_a_prompt(native, tiny, worker, own_se
 def test_the_whole_cache_is_not_said_to_be_larger_on_a_device(native, tiny, kvedge):
     """The report compares kept pairs with the rows of all tokens; a device also has masks, queries and free rows."""
     files = tiny("llama", head_size=64, n_heads=4, n_heads_kv=2, n_layers=3)
-    options = ["--device", "CPU", "--method", "kvedge", "--budget", "0.2", "--max-tokens", "4", "--json"]
-    told = kvedge("chat", *files.arguments(), *options, "word " * 700).json
-    rows = told["tokens"]["prompt"] * 3 * 2 * (64 + 64) * 2  # layers, KV heads, keys and values in f16
-    assert told["device"]["compressed"]
-    assert rows <= told["kv"]["full_bytes"] <= 1.05 * rows
-    assert told["kv"]["kept_bytes"] < 0.4 * told["kv"]["full_bytes"] < told["kv"]["peak_bytes"]
+    options = [*files.arguments(), "--device", "CPU", "--method", "kvedge", "--budget", "0.2", "--json"]
+    told = kvedge("chat", *options, "--max-tokens", "4", "word " * 700).json
+    small = ["--images", 0, "--tokens", 700, "--repeat", 1, "--generate", 4]
+    row = kvedge("bench", *options, *small, script=QUICK_BENCH).json["rows"][-1]
+    in_bench = {name: row[f"kv_{name}"] for name in ("full_bytes", "kept_bytes", "peak_bytes")}
+    assert told["device"]["compressed"] and row["device_compressed"]
+    for kv, tokens in ((told["kv"], told["tokens"]["prompt"]), (in_bench, row["tokens"])):
+        rows = tokens * 3 * 2 * (64 + 64) * 2  # layers, KV heads, keys and values in f16
+        assert rows <= kv["full_bytes"] <= 1.05 * rows
+        assert kv["kept_bytes"] < 0.4 * kv["full_bytes"] < kv["peak_bytes"]
 
 
 @pytest.mark.parametrize("exact", [[], ["--keep", "ram", "--exact"]], ids=["plain", "exact"])

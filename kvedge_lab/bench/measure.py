@@ -28,7 +28,7 @@ from pykvedge.runtime.llama_context import ContextSize, ubatch_for
 from pykvedge.runtime.pruning import planned
 from pykvedge.runtime.replay import extra_tokens
 from pykvedge.runtime.report import DeviceWork
-from pykvedge.runtime.sequence import Sequence, device_work
+from pykvedge.runtime.sequence import Sequence
 from pykvedge.runtime.settings import Keep
 from pykvedge.system import memory
 
@@ -280,9 +280,8 @@ def _timed(driver: Driver, prompt: Prompt, energy: Energy, cancel: threading.Eve
     compressed = time.perf_counter()
     out = Repetition(read - began, compressed - compressing, prefill_j=energy.joules(), device_prompt_bytes=lying)
     if cache is not None:
-        stats = cache.stats()
-        out.full_bytes, out.kept_bytes = stats.before_bytes or stats.bytes, stats.bytes
-        out.device = device_work(cache)
+        kv = sequence.measure()
+        out.full_bytes, out.kept_bytes, out.device = kv.full_bytes, kv.kept_bytes, kv.device
         out.device_rows = cache.rows_on_devices(pending.n_pending) if pending is not None else 0
     out.rss_after_bytes = memory.rss_bytes()
     energy.start()
