@@ -257,7 +257,8 @@ def test_options_that_cannot_be(kvedge, refused, tmp_path):
     refused("serve", "--image-folder", tmp_path / "none").failed(2, "is no folder")
     refused("serve", "--allow-origin", "localhost:3000").failed(2, "--allow-origin", "https://NAME")
     for number in ("4000000", str(2**70)):
-        refused("serve", "--parent-pid", number).failed(2, "no such process")
+        for command in ("serve", "tune"):
+            refused(command, "--parent-pid", number).failed(2, "--parent-pid", "no such process")
     refused("serve", "--model", tmp_path / "none.gguf").failed(1, "none.gguf")
 
 

@@ -67,6 +67,20 @@ class Whole(click.ParamType):
         return number
 
 
+class RunningProcess(click.ParamType):
+    """The number of a process that runs."""
+
+    name = "process"
+
+    def convert(self, value: Any, param: click.Parameter | None, context: click.Context | None) -> int:
+        from pykvedge.system import memory
+
+        number: int = click.IntRange(1).convert(value, param, context)
+        if not memory.is_running(number):
+            self.fail(f"there is no such process: {number}", param, context)
+        return number
+
+
 PATH = FilePath()
 
 
@@ -196,7 +210,7 @@ DEVICES = (
     option("--rpc", group=_MACHINE, config=True, default="", metavar="HOST:PORT",
            help="Other machines that run `kvedge rpc-server`, whose devices take layers; several with commas."),
 )  # fmt: skip
-PARENT = option("--parent-pid", group=_MACHINE, type=click.IntRange(1), metavar="PID",
+PARENT = option("--parent-pid", group=_MACHINE, type=RunningProcess(), metavar="PID",
                 help="End with this process, and when stdin ends if that is a pipe.")  # fmt: skip
 KV_TYPE = option(
     "--kv-type", group=_MACHINE, config=True, default="f16", show_default=True, metavar="TYPE",

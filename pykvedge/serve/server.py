@@ -96,8 +96,6 @@ def check(options: Options, plan: Plan) -> None:
     for origin in options.origins:
         if origin not in ("*", "null", "localhost") and not _ORIGIN.fullmatch(origin):
             raise UsageError(f"--allow-origin {origin}: an origin is https://NAME:PORT, localhost, or * for all")
-    if options.parent and not memory.is_running(options.parent):
-        raise UsageError(f"--parent-pid {options.parent}: there is no such process")
 
 
 def serve(model: LoadedModel, plan: Plan, sampling: Sampling, options: Options, say: Callable[[str], None]) -> None:
