@@ -224,6 +224,20 @@ def test_the_copy_takes_what_the_cache_takes_and_goes_with_the_conversation(tiny
         assert session.undo_bytes == 0
 
 
+def test_the_largest_size_stays_known_behind_an_undo(tiny, native):
+    """A copy counts its own from when it was made."""
+    with tiny("llama").session(pykvedge.plan("h2o", 0.2), undo=True) as session:
+        first = say(session, WORDS * 20).kv
+        largest = say(session, WORDS * 5).kv.peak_bytes
+        session.undo()
+        assert session.engine.cache.stats().bytes < first.kept_bytes * 2 < first.full_bytes <= largest
+        answer = session.ask("And?", sampling=SHORT)
+        assert answer.report.kv.peak_bytes == largest and answer.read()
+        assert session.last_report.kv.peak_bytes == largest
+        session.clear()
+        assert say(session, "And?").kv.peak_bytes < largest
+
+
 def test_a_retry_with_what_cannot_be_used_takes_nothing_back(tiny, native):
     with tiny("llama").session(a_plan("merged"), undo=True) as session:
         say(session, WORDS)

@@ -47,6 +47,9 @@ def test_a_long_conversation_stays_as_short_as_its_turns(talk, reads, closing, t
     n = reads[0]
     session.drop_turn(2)
     assert reads[0] == n and ask(session, "What is the code in image 2?") == CODES[2]
+    drafts, stats = session.last_report.drafts, session.engine.cache.stats()
+    if exact:  # a batch reads no more than what there is
+        assert 0 < drafts.read_bytes <= drafts.drafted * stats.bytes + drafts.verifications * stats.whole_bytes
     session.save(tmp_path / "talk.kvs", whole=True)
     other = closing(pykvedge.Session(plan=session.plan, threads=2, keep="ram", n_ctx=800, exact=exact))
     other.load(tmp_path / "talk.kvs")

@@ -243,20 +243,19 @@ class Drafter:
 
     def _verify(self, generation: Generation, room: int, guesses: list[tuple[int, int]], whole: bool) -> str:
         """Verifies guesses (token, kind) in one batch. whole: over whole rows."""
-        driver, context = self._driver, self._driver.context
-        batch, n_bytes = [generation.token, *(token for token, _ in guesses)], self._kept_bytes
-        if whole and driver.cache is not None:
-            n_bytes = self._sequence.uncompressed_bytes()
+        context, sequence = self._driver.context, self._sequence
+        batch = [generation.token, *(token for token, _ in guesses)]
         began = time.perf_counter()
-        self._sequence.verify(batch, whole)
+        sequence.verify(batch, whole)
         context.logits()
         self._costs.took(len(batch), time.perf_counter() - began)
-        self._note_read(generation, n_bytes)
+        # dropped turns have no cells
+        self._note_read(generation, sequence.plain_bytes(sequence.n_cells) if whole else self._kept_bytes)
         stay = 1
         try:
             text, stay = generation.choose_each(context, batch, room - 1)
         finally:
-            self._sequence.accept(stay)
+            sequence.accept(stay)
         for i, (token, kind) in enumerate(guesses[:stay]):
             right = i + 1 < stay or generation.token == token
             self._hits.saw(kind, right)

@@ -318,7 +318,9 @@ class Engine:
 
     def return_to(self, mark: Mark) -> None:
         """Restores exactly what was read at the mark. Uses the copy up. Raises OutOfMemoryError."""
+        peak = self.sequence.peak_bytes() if self.cache is not None else 0
         self.sequence.follow(mark.copy)
+        self.sequence.peak = peak
         mark.copy.drop()
         self._copy, self._apart = None, 0
         if self.cache is not None:
@@ -460,7 +462,7 @@ class Engine:
         """Updates the figures that change during an answer: peak KV memory, and bytes of whole rows."""
         if self.cache is not None:
             stats = self.cache.stats()
-            kv.peak_bytes = stats.peak_bytes
+            kv.peak_bytes = self.sequence.peak_bytes()
             kv.whole_bytes, kv.whole_file_bytes = stats.whole_bytes, stats.whole_file_bytes
 
 

@@ -63,6 +63,7 @@ class Sequence(Place):
         self.answered: list[int] = []  # tokens of an answer since the last compression
         self.unread: list[int] = []  # tokens of the last answer that were removed, to be read again
         self.compressed_tokens, self.held = 0, 0.0  # since the last `measure`, and pairs per head then
+        self.peak = 0  # largest number of bytes before the last return to a copy
         self._n_compressions, self._drops = 0, False
         self._done = self._total = 0
         self._verified: list[int] = []
@@ -340,7 +341,7 @@ class Sequence(Place):
         kv = Kv(
             there if stats.whole_bytes else max(there, self.uncompressed_bytes()),  # whole rows may be lost
             stats.after_bytes if compressed else stats.bytes,
-            stats.peak_bytes,
+            self.peak_bytes(),
             self.per_layer(),
             self.compressed_tokens,
             round(held - (0 if stats.whole_bytes else self.held)),
@@ -351,10 +352,18 @@ class Sequence(Place):
         self._n_compressions, self.held, self.compressed_tokens = stats.n_compressions, held, 0
         return kv
 
+    def peak_bytes(self) -> int:
+        """Returns the largest KV memory so far in bytes, including messages that were taken back."""
+        return max(self.peak, self._own_cache().stats(self.number).peak_bytes)
+
     def uncompressed_bytes(self) -> int:
         """Returns the bytes of all tokens ever read, uncompressed and not quantised."""
+        return self.plain_bytes(self._own_cache().stats(self.number).n_tokens)
+
+    def plain_bytes(self, n_tokens: int) -> int:
+        """Returns the bytes of all rows of n_tokens tokens, not quantised."""
         stats, kv_type = self._own_cache().stats(self.number), KvType.parse(self._driver.size.kv_type)
-        pairs = stats.n_tokens * stats.n_layers * stats.n_heads_kv
+        pairs = n_tokens * stats.n_layers * stats.n_heads_kv
         return int(pairs * self._driver.model.pair_width * kv_type.plain.bytes_per_value)
 
     def per_layer(self) -> list[float]:
