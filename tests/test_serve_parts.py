@@ -68,6 +68,9 @@ REFUSED = [
     (RESPONSES, {"input": "x", "tool_choice": {"type": "file_search"}},
      "tool_choice.type: Input should be 'function'"),
     *((RESPONSES, {"input": "x", name: value},
+       f"{name}: /v1/chat/completions tells how likely tokens are, by logprobs and top_logprobs")
+      for name, value in (("include", ["message.output_text.logprobs"]), ("top_logprobs", 2))),
+    *((RESPONSES, {"input": "x", name: value},
        f"{name}: nothing is stored here; send the whole conversation, and wait for the answer")
       for name, value in (("background", True), ("conversation", "c1"), ("prompt", {"id": "p1"}))),
     ("/completion", {"prompt": "x", "logit_bias": [[1]]}, "logit_bias.0: Field required"),
@@ -95,6 +98,31 @@ def results(path):
                               {"type": "function_call_output", "call_id": "c1", "output": [
                                   {"type": "input_text", "text": "x"}, {"type": "input_image", "image_url": url}]}]},
     }  # fmt: skip
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_a_response_repeats_the_settings_of_its_request(server, streams):
+    import openai
+
+    client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+    tool = {"type": "function", "name": "look", "description": "Look.", "strict": True,
+            "parameters": {"type": "object", "properties": {}}}  # fmt: skip
+    form = {"type": "json_schema", "name": "n", "schema": {"type": "integer"}}
+    given = {"instructions": "Be short.", "temperature": 0.5, "top_p": 0.9, "max_output_tokens": 3, "tools": [tool],
+             "tool_choice": {"type": "function", "name": "look"}, "parallel_tool_calls": False,
+             "metadata": {"a": "b"}}  # fmt: skip
+    unsaid = {"instructions": None, "temperature": None, "top_p": None, "max_output_tokens": None, "tools": [],
+              "tool_choice": "auto", "parallel_tool_calls": True, "metadata": {}, "truncation": "disabled",
+              "text": {"format": {"type": "text"}}, "reasoning": {"effort": None, "summary": None}}  # fmt: skip
+    more = {"temperature": 0.0, "text": {"format": form}, "reasoning": {"effort": "none", "summary": None}}
+    passed_over = {"include": ["reasoning.encrypted_content"], "truncation": "auto"}
+    for asked, told in ((given, {**unsaid, **given}), (more, {**unsaid, **more})):
+        made = client.responses.create(model="m", input="x", **asked, **passed_over, stream=streams)
+        responses = [event.response for event in made if hasattr(event, "response")] if streams else [made]
+        assert len(responses) == 1 + 2 * streams
+        for response in responses:
+            repeated = response.to_dict()
+            assert {name: repeated[name] for name in told} == told
 
 
 def test_pictures_of_results_are_seen_in_every_form(server):

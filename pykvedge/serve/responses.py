@@ -100,6 +100,7 @@ class ResponsesTool(Wire):
     name: str
     description: str | None = None
     parameters: Object | None = None
+    strict: bool | None = None
 
 
 class ChosenTool(Wire):
@@ -122,6 +123,9 @@ class ResponsesRequest(Wire):
     tools: Annotated[list[ResponsesTool], Field(max_length=wire.MOST_TOOLS)] | None = None
     tool_choice: Literal["none", "auto", "required"] | ChosenTool | None = None
     parallel_tool_calls: bool | None = None
+    include: Annotated[list[str], Field(max_length=wire.MOST_PARTS)] | None = None
+    top_logprobs: int | None = None
+    metadata: Object | None = None
     reasoning: Object | None = None
     text: Object | None = None
     previous_response_id: str | None = None
@@ -136,13 +140,18 @@ async def answer(service: Service, http: HttpRequest, given: ResponsesRequest) -
         if getattr(given, name) not in (None, False):
             why = f"{name}: nothing is stored here; send the whole conversation, and wait for the answer"
             raise RequestError(400, why, "unsupported", name)
+    for name, asked in (("include", "message.output_text.logprobs" in (given.include or [])),
+                        ("top_logprobs", bool(given.top_logprobs))):  # fmt: skip
+        if asked:
+            why = f"{name}: /v1/chat/completions tells how likely tokens are, by logprobs and top_logprobs"
+            raise RequestError(400, why, "unsupported", name)
     chat = _of_responses(given)
     waiting = await completions.asked(service, http, chat)
     if given.stream:
-        return EventStream(_response_events(service, chat, waiting, await completions.begun(waiting)))
+        return EventStream(_response_events(service, given, chat, waiting, await completions.begun(waiting)))
     report = (await completions.complete(waiting))[0].report
     said = await completions.whole(chat, waiting, 0, report)
-    return JSONResponse(_response(service, report, said, _output(said), _number("resp")))
+    return JSONResponse(_response(service, given, report, said, _output(said), _number("resp")))
 
 
 def _of_responses(given: ResponsesRequest) -> ChatRequest:
@@ -198,13 +207,24 @@ def _shown(part: InputText | InputImage | InputFile | RefusalPart) -> Object:
     return part.model_dump()
 
 
-def _response_head(service: Service, number: str, status: str) -> Object:
+def _response_head(service: Service, given: ResponsesRequest, number: str, status: str) -> Object:
     return {
         "id": number, "object": "response", "created_at": int(time.time()), "status": status, "model": service.name,
-        "output": [], "error": None, "incomplete_details": None, "instructions": None, "metadata": {},
-        "parallel_tool_calls": True, "temperature": None, "tool_choice": "auto", "tools": [], "top_p": None,
-        "usage": None, "previous_response_id": None, "store": False,
+        "output": [], "error": None, "incomplete_details": None, "usage": None, "previous_response_id": None,
+        "store": False, "background": False, "truncation": "disabled", **_settings(given),
     }  # fmt: skip
+
+
+def _settings(given: ResponsesRequest) -> Object:
+    """Repeats what the request set, for clients that read it in the response."""
+    same = {"instructions", "max_output_tokens", "temperature", "top_p"}
+    usual: Object = {"metadata": {}, "parallel_tool_calls": True, "tool_choice": "auto", "tools": [], "top_logprobs": 0}
+    told = given.model_dump(include=same | usual.keys())
+    return {
+        **{name: usual.get(name) if value is None else value for name, value in told.items()},
+        "reasoning": {"effort": (given.reasoning or {}).get("effort"), "summary": None},
+        "text": {"format": (given.text or {}).get("format") or {"type": "text"}},
+    }
 
 
 def _thinking_item(number: str, text: str, status: str) -> Object:
@@ -235,9 +255,11 @@ def _number(kind: str) -> str:
     return f"{kind}_{secrets.token_hex(12)}"
 
 
-def _response(service: Service, report: Report, said: Said, output: list[Object], number: str) -> Object:
+def _response(
+    service: Service, given: ResponsesRequest, report: Report, said: Said, output: list[Object], number: str
+) -> Object:
     cut = report.finish in ("length", "context")
-    head = _response_head(service, number, "incomplete" if cut else "completed")
+    head = _response_head(service, given, number, "incomplete" if cut else "completed")
     counts = completions.usage([report], completions.reasoned(service, [said]))
     counted = {
         "input_tokens": counts["prompt_tokens"],
@@ -250,18 +272,20 @@ def _response(service: Service, report: Report, said: Said, output: list[Object]
     return {**head, "output": output, "incomplete_details": why, "usage": counted}
 
 
-async def _response_events(service: Service, chat: ChatRequest, waiting: Waiting, events: Events) -> AsyncIterator[str]:
+async def _response_events(
+    service: Service, given: ResponsesRequest, chat: ChatRequest, waiting: Waiting, events: Events
+) -> AsyncIterator[str]:
     number, answer, items = _number("resp"), completions.reading_of(chat, waiting), _Items()
     with waiting:
-        yield items.event("response.created", response=_response_head(service, number, "in_progress"))
-        yield items.event("response.in_progress", response=_response_head(service, number, "in_progress"))
+        for kind in ("response.created", "response.in_progress"):
+            yield items.event(kind, response=_response_head(service, given, number, "in_progress"))
         try:
             async for done, deltas in completions.parts(answer, events):
                 for delta in deltas:
                     yield items.written(delta)
                 if done is not None:
                     yield items.end()
-                    made = _response(service, done.report, answer.said, items.done, number)
+                    made = _response(service, given, done.report, answer.said, items.done, number)
                     kind = "response.incomplete" if made["incomplete_details"] else "response.completed"
                     yield items.event(kind, response=made)
         except Exception as failed:
