@@ -65,8 +65,10 @@ REFUSED = [
      "input.0: items of type item_reference are not supported; "
      "message, function_call, function_call_output and reasoning are"),
     (RESPONSES, {"input": "x", "tools": [{"type": "web_search"}]}, "tools.0.type: Input should be 'function'"),
-    (RESPONSES, {"input": "x", "tool_choice": {"type": "file_search"}},
-     "tool_choice.type: Input should be 'function'"),
+    *((path, {**asked, "tool_choice": {"type": kind}},
+       f"tool_choice: a choice of type {kind} is not supported; none, auto, required and one function are")
+      for path, asked in ((RESPONSES, {"input": "x"}), (CHAT, {"messages": ASKED}))
+      for kind in ("allowed_tools", "file_search")),
     *((RESPONSES, {"input": "x", name: value},
        f"{name}: /v1/chat/completions tells how likely tokens are, by logprobs and top_logprobs")
       for name, value in (("include", ["message.output_text.logprobs"]), ("top_logprobs", 2))),

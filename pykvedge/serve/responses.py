@@ -121,7 +121,7 @@ class ResponsesRequest(Wire):
     top_p: wire.Share | None = None
     stream: bool | None = None
     tools: Annotated[list[ResponsesTool], Field(max_length=wire.MOST_TOOLS)] | None = None
-    tool_choice: Literal["none", "auto", "required"] | ChosenTool | None = None
+    tool_choice: Annotated[Literal["none", "auto", "required"] | ChosenTool | None, wire.KnownChoice] = None
     parallel_tool_calls: bool | None = None
     include: Annotated[list[str], Field(max_length=wire.MOST_PARTS)] | None = None
     top_logprobs: int | None = None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Annotated, Any, Literal, TypeAlias
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator, model_validator
 from pydantic_core import ErrorDetails, from_json
 
 from pykvedge.errors import RequestError
@@ -174,6 +174,16 @@ class NamedTool(Wire):
     function: NamedFunction
 
 
+def _known_choice(value: Any) -> Any:
+    kind = value.get("type", "function") if isinstance(value, dict) else "function"
+    if isinstance(kind, str) and kind != "function":
+        raise ValueError(f"a choice of type {kind:.40} is not supported; none, auto, required and one function are")
+    return value
+
+
+KnownChoice = BeforeValidator(_known_choice)
+
+
 class Compression(Wire):
     """What to keep of the conversation, like the options of `kvedge chat`.
 
@@ -251,7 +261,7 @@ class ChatRequest(Sampled):
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     tools: Annotated[list[Tool], Field(max_length=MOST_TOOLS)] | None = None
-    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    tool_choice: Annotated[Literal["none", "auto", "required"] | NamedTool | None, KnownChoice] = None
     modalities: list[Literal["text"]] | None = None
     functions: Annotated[list[FunctionTool], Field(max_length=MOST_TOOLS)] | None = None
     function_call: Literal["none", "auto"] | NamedFunction | None = None
