@@ -3,6 +3,7 @@
 import io
 import json
 import shutil
+import tarfile
 import zipfile
 
 import pytest
@@ -198,6 +199,32 @@ def test_downloads_go_on_and_are_compared(hub, tmp_path, monkeypatch):
     gone = {**given, "files": [{"url": "http://127.0.0.1:9/a", "path": "a"}]}
     with pytest.raises(HubError, match="cannot be reached"):
         downloads.fetch(gone, tmp_path / "n", lambda *_: None)
+
+
+def test_a_tar_stays_in_its_folder_or_is_left_as_it_is(tmp_path, monkeypatch):
+    def packed(folder, member):
+        (tmp_path / folder).mkdir()
+        with tarfile.open(tmp_path / folder / "a.tar.gz", "w:gz") as archive:
+            info = tarfile.TarInfo(member)
+            info.size = 2
+            archive.addfile(info, io.BytesIO(b"[]"))
+        return tmp_path / folder, {"files": [{"path": "a.tar.gz", "unpack": True}], "data": "in/d.json"}
+
+    folder, given = packed("f", "in/d.json")
+    assert downloads.fetch(given, folder, print).data.read_text() == "[]"
+    folder, given = packed("g", "../d.json")
+    with pytest.raises(HubError, match="no archive that can be unpacked"):
+        downloads.fetch(given, folder, print)
+    assert not (tmp_path / "d.json").exists()
+    folder, given = packed("old", "in/d.json")
+    monkeypatch.delattr(tarfile, "data_filter")  # as Python before 3.10.12 is
+    monkeypatch.setattr(tarfile.TarFile, "extractall", lambda self, path: None)
+    with pytest.raises(HubError, match=r"from Python 3\.10\.12 on; .* make a\.tar\.gz\.unpacked$"):
+        downloads.fetch(given, folder, print)
+    (folder / "in").mkdir()
+    (folder / "in" / "d.json").write_text("[1]")
+    (folder / "a.tar.gz.unpacked").touch()
+    assert downloads.fetch(given, folder, print).data.read_text() == "[1]"
 
 
 @pytest.mark.parametrize(

@@ -174,6 +174,8 @@ def _unpack(path: Path) -> None:
         if zipfile.is_zipfile(path):
             with zipfile.ZipFile(path) as archive:
                 archive.extractall(path.parent)
+        elif not hasattr(tarfile, "data_filter"):
+            raise HubError(f"{path} can be unpacked from Python 3.10.12 on; or unpack it there, and make {done.name}")
         else:
             with tarfile.open(path) as archive:
                 archive.extractall(path.parent, filter="data")
