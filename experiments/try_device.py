@@ -170,7 +170,8 @@ def main() -> int:
     parser.add_argument(
         "--model", action="append", default=[], help="'demo' or a GGUF file, repeatable (default: above)"
     )
-    parser.add_argument("--method", action="append", default=[], help="repeatable (default: all)")
+    methods = list(pykvedge.methods())
+    parser.add_argument("--method", action="append", choices=methods, metavar="NAME", help="repeatable (default: all)")
     parser.add_argument("--json", action="store_true")
     args, options = parser.parse_known_args()
     if any(not option.startswith("-D") or "=" not in option for option in options):
@@ -180,7 +181,7 @@ def main() -> int:
         raise SourceError(f"{module} is no file")
     with tempfile.TemporaryDirectory() as folder:
         tried = models(args.model, Path(folder))
-        asked = cases(tried, args.method or list(pykvedge.methods()), Path(folder))
+        asked = cases(tried, args.method or methods, Path(folder))
         logits = [against_stock(of, module) for of in tried]
         host, device = talk(asked, "none", None), talk(asked, args.device, module)
     rows = [compare(*three) for three in zip(asked, host, device, strict=True)]

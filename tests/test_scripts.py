@@ -1,4 +1,4 @@
-"""Runs scripts/measure_device.py. (scripts/check_imports.py checks the imports of all scripts.)"""
+"""Runs scripts/measure_device.py and experiments/try_device.py. scripts/check_imports.py checks imports of all scripts."""
 
 import json
 import subprocess
@@ -25,3 +25,9 @@ def test_a_device_is_measured(environment, native, tiny, tmp_path):
     assert stock["device_bytes"] == 0 and 0 < knorm["device_bytes"] < 0.5 * full["device_bytes"]
     assert all(row["later_s"] > 0 and row["first_token_vs_stock"] > 0 for row in rows)
     assert json.loads(out.read_text())[0]["model"] == rows[0]["model"] and "knorm 0.2" in picture.read_text()
+
+
+def test_a_method_that_is_none_is_refused_before_anything_is_built(environment):
+    asked = [SCRIPTS.parent / "experiments" / "try_device.py", "vulkan", "--method", "nonsense"]
+    done = subprocess.run([sys.executable, *asked], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 2 and "--method: invalid choice: 'nonsense'" in done.stderr, done.stderr
