@@ -377,7 +377,7 @@ def test_a_disk_that_fills_up_keeps_whole_lines(kvedge, tiny, native, tmp_path):
     assert all(json.loads(line) for line in lines.splitlines())
 
 
-def test_bad_input(refused, tiny):
+def test_bad_input(refused, tiny, tmp_path):
     llama = ["bench", *tiny("llama").arguments()]
     refused(*llama, "--method", "lokm").failed(2, "did you mean 'lookm'")
     refused(*llama, "--tokens", "12,x").failed(2, "--tokens takes numbers from 2, not 'x'")
@@ -390,6 +390,8 @@ def test_bad_input(refused, tiny):
     refused(*llama, *llama[1:]).failed(2, "there are 2 models called")
     refused(*llama, "--plot", "a.gif").failed(2, "--plot writes")
     refused(*llama, "--plot", "nowhere/a.svg").failed(2, "there is no folder nowhere")
+    (tmp_path / "t.md").mkdir()
+    refused(*llama, "--output", tmp_path / "t.md").failed(2, "t.md is a folder; name a file in it")
     refused(*llama, "--mmproj", "a", "--mmproj", "b").failed(2, "1 models and 2 image encoders")
     refused("bench", "--model", "none.gguf").failed(1, "none.gguf does not exist")
 

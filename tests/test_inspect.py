@@ -2,6 +2,7 @@
 
 import base64
 import io
+import os
 import re
 
 import numpy as np
@@ -258,7 +259,13 @@ def test_bad_input_is_one_line(refused, picture_file, tmp_path):
     refused("inspect", picture_file(), "--method", "lokm").failed(2, "did you mean 'lookm'")
     refused("inspect", picture_file(), "--method", "h2o", "--method", "h2o").failed(2, "twice")
     refused("inspect", picture_file(), "--no-figures", "--output", tmp_path / "file").failed(2, "cannot be written")
-    refused("inspect", tmp_path / "none.png", "--no-figures", "-o", tmp_path / "file").failed(2, "cannot be written")
+    for below in ("file", "file/sub", "file/sub/deeper"):  # before a picture is looked for
+        out = ("--no-figures", "-o", tmp_path / below)
+        refused("inspect", tmp_path / "none.png", *out).failed(2, f"{below} cannot be written", "file is no folder")
+    (tmp_path / "closed").mkdir(mode=0o500)
+    if not os.access(tmp_path / "closed", os.W_OK):  # which a superuser may
+        out = ("--no-figures", "-o", tmp_path / "closed" / "sub")
+        refused("inspect", tmp_path / "none.png", *out).failed(2, "cannot be written", "closed")
     refused("inspect", picture_file(), "--threads", 0).failed(2, "--threads")
     two = ("--prompt", "<image> or <image>?", "--no-figures")
     refused("inspect", picture_file(), *two).failed(2, "2 places for images")

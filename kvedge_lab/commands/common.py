@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -65,12 +66,22 @@ def check_file(named: str, path: Path | None) -> None:
         raise UsageError(f"{named} {path} is a folder; name a file in it")
 
 
+def check_folder(path: Path) -> None:
+    """Raises UsageError for a folder that can neither be written nor made, before anything is measured."""
+    there = next((one for one in (path, *path.parents) if paths.ask(Path.exists, one)), path)
+    if not paths.ask(Path.is_dir, there):
+        raise UsageError(f"{path} cannot be written: {there} is no folder")
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise UsageError(f"{path} cannot be written: nothing may be written into {there}")
+
+
 def check_table(path: Path | None, forms: tuple[str, ...]) -> None:
     """Raises UsageError if a table's --output has an unknown form or cannot be written."""
     if path is None:
         return
     if path.suffix[1:] not in forms:
         raise UsageError(f"--output {path} must end in {', '.join('.' + form for form in forms)}")
+    check_file("--output", path)
     if not paths.ask(Path.is_dir, path.parent):
         raise UsageError(f"--output {path} cannot be written: there is no folder {path.parent}")
 

@@ -10,7 +10,7 @@ from typing import Any
 import click
 
 from kvedge_lab.commands import common
-from pykvedge.cli import modelfiles, options, paths
+from pykvedge.cli import modelfiles, options
 from pykvedge.cli.command import command, option
 from pykvedge.cli.progress import Display
 from pykvedge.errors import LibraryError, UsageError
@@ -65,9 +65,7 @@ def inspect(files: tuple[Path, ...], **given: Any) -> None:
 
     if given["figures"] and not can_draw():
         raise LibraryError("figures are drawn with matplotlib: pip install 'kvedge[inspect]', or pass --no-figures")
-    folder = given["output"]
-    if paths.ask(Path.exists, folder) and not paths.ask(Path.is_dir, folder):
-        raise UsageError(f"{folder} cannot be written: it is a file; name a folder")
+    common.check_folder(given["output"])
     options.load_plugins(given)
     plans = _plans(given)
     model, mmproj = modelfiles.model_files(given)
