@@ -72,3 +72,16 @@ def test_the_first_conversation_that_does_not_fit_the_folder_is_told_at_once(tmp
         assert len(told) == min(n, 1)
         park.shrink(0)
         assert park.get(name) is None and len(told) == 1 and "larger than" in told[0]
+
+
+def test_a_conversation_that_was_damaged_in_the_folder_is_told_at_once(tmp_path):
+    told = []
+    park = Park(CacheFolder(tmp_path / "park", 1 << 20), told.append)
+    park.put("a" * 64, Rows(5000))
+    park.shrink(0)
+    [file] = (tmp_path / "park").glob("*.kvc")
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+    assert not told and park.get("a" * 64) is None
+    assert len(told) == 1 and "was removed" in told[0]

@@ -91,6 +91,7 @@ class Park:
                 self._held.move_to_end(name)
                 return self._held[name]
         data = self._folder.get(KIND, name) if self._folder is not None else None
+        self._tell()
         try:
             return Snapshot.decode(data) if data is not None else None
         except ValueError:
@@ -139,11 +140,16 @@ class Park:
     def _move(self, name: str, oldest: Snapshot) -> None:
         if self._folder is not None:
             self._folder.put(KIND, name, oldest.encode())
-            for note in self._folder.notes() if self._say else ():
-                self._say(note)
+            self._tell()
         with self._lock:
             if self._held.get(name) is oldest:
                 self._drop(name)
+
+    def _tell(self) -> None:
+        """Says what went wrong in the folder."""
+        if self._folder is not None and self._say is not None:
+            for note in self._folder.notes():
+                self._say(note)
 
     def listed(self, owner: str = "") -> list[dict[str, Any]]:
         """Returns the parked conversations of an owner. In the folder only their sizes and times are known.
