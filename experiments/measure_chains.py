@@ -37,9 +37,10 @@ from pykvedge.models.model import Model
 from pykvedge.models.vision import Piece, TextPiece, Vision
 from pykvedge.plans.making import plan
 from pykvedge.plans.presets import methods
+from pykvedge.reference.kvtypes import KEEP_TYPES
 from pykvedge.runtime.loaded import borrow
 from pykvedge.runtime.replay import extra_tokens
-from pykvedge.runtime.settings import KEEP_TYPES, Keep, Settings
+from pykvedge.runtime.settings import Keep, Settings
 
 DATA = ROOT / "pykvedge" / "data"
 ONE = ("code", "colour", "where", "shape")  # tasks about one image

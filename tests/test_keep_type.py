@@ -13,11 +13,15 @@ from contexts import TinyContext, random_tokens
 from keeping import ANSWER, Talk, answers, give_plan, messages, methods_plan
 
 import pykvedge
+from kvedge_lab.commands.bench import bench
+from pykvedge.cli.chat import chat
+from pykvedge.cli.fit import fit
+from pykvedge.cli.serve import serve
 from pykvedge.errors import UnsupportedError, UsageError
 from pykvedge.library import libkvedge
 from pykvedge.native.abi import DEVICES_ALL
 from pykvedge.native.calls import call
-from pykvedge.reference.kvtypes import KvType
+from pykvedge.reference.kvtypes import KEEP_TYPES, NAMES, KvType
 from pykvedge.reference.kvtypes.q8_0 import rounded
 from pykvedge.runtime.settings import Settings
 
@@ -192,6 +196,18 @@ def test_answers_over_them_are_not_called_exact(made, tmp_path):
     ]:
         with pytest.raises(UsageError, match=says):
             Settings(**settings)
+
+
+def test_the_library_and_all_commands_take_the_same_types(made):
+    cache, taken = made("snapkv", keep="").cache, []
+    for name in NAMES:
+        with suppress(UsageError, UnsupportedError):
+            cache.keep("ram", kv_type=name)
+            taken.append(name)
+    assert tuple(taken) == KEEP_TYPES
+    for command in (chat, serve, fit, bench):
+        [option] = [param for param in command.params if param.name == "keep_type"]
+        assert tuple(option.type.choices) == KEEP_TYPES, command.name
 
 
 def test_a_conversation_over_them_becomes_no_stream(made):

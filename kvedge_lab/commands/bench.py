@@ -22,7 +22,7 @@ from pykvedge.cli.options import listed
 from pykvedge.errors import UsageError
 from pykvedge.plans.making import plan as make_plan
 from pykvedge.plans.presets import methods as method_names
-from pykvedge.reference.kvtypes import KvType
+from pykvedge.reference.kvtypes import KEEP_TYPES, KvType
 
 if TYPE_CHECKING:
     from kvedge_lab.bench.matrix import Matrix, ModelFiles, Shape, Variant
@@ -56,7 +56,7 @@ QUICK: dict[str, Any] = {"budgets": "0.2", "tokens": "64", "images": "8", "repea
            help="Also time a later message of N tokens, after the answer."),
     option("--keep", group="What is kept", type=click.Choice(("ram", "disk")),
            help="Also each method with all rows kept behind the compressed ones, in memory or in a file; see --later."),
-    option("--keep-type", group="What is kept", type=click.Choice(("f16", "q8_0")),
+    option("--keep-type", group="What is kept", type=click.Choice(KEEP_TYPES),
            help="How these rows are stored: f16, as they are (the default), or q8_0."),
     option("--device-peak", group="Measurement", is_flag=True,
            help="Also the most memory that GPUs had in use: one more run of each method."),

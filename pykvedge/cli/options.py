@@ -20,7 +20,7 @@ from pykvedge.plans.making import plan as make_plan
 from pykvedge.plans.plan import Plan
 from pykvedge.plans.plugin_files import load_file
 from pykvedge.plans.presets import DEFAULT_METHOD, STREAM_METHOD
-from pykvedge.reference.kvtypes import NAMES, ROTATES
+from pykvedge.reference.kvtypes import KEEP_TYPES, NAMES, ROTATES
 
 _PLAN_SETTINGS = (
     "recent", "sinks", "text_prior", "critical", "critical_half", "scorer", "allocator", "reducer", "decode", "pruner",
@@ -174,7 +174,7 @@ PROFILE = option(
 )  # fmt: skip
 
 KEEP_TYPE = option(
-    "--keep-type", group=_KEPT, config=True, type=click.Choice(("f16", "q8_0")),
+    "--keep-type", group=_KEPT, config=True, type=click.Choice(KEEP_TYPES),
     help="How --keep stores all rows: f16, as they are (the default), or q8_0, half as large and rounded.",
 )  # fmt: skip
 KEEP = (

@@ -12,7 +12,7 @@ from pykvedge.caches.encoded import IMAGE_CACHE
 from pykvedge.errors import KvedgeWarning, UsageError, check_number, unknown
 from pykvedge.models.imagetokens import MOST_TOKENS
 from pykvedge.models.offload import Offload
-from pykvedge.reference.kvtypes import KvType
+from pykvedge.reference.kvtypes import KEEP_TYPES, KvType
 
 if TYPE_CHECKING:
     from pykvedge.plans.profile import Given
@@ -21,8 +21,8 @@ MAX_THREADS = 512  # limit of ggml
 MAX_CTX = 2**30
 STREAM_TOKENS = 128
 LEAST_POSITIONS = 256
-CACHE_SIZE = 4 << 30  # bytes
-KEEP_PLACES, KEEP_TYPES, KEEP_SPACE = ("ram", "disk"), ("f16", "q8_0"), 20 << 30  # whole rows
+CACHE_SIZE = 4 << 30  # bytes of a cache folder
+KEEP_PLACES, KEEP_SPACE = ("ram", "disk"), 20 << 30  # whole rows: where they are stored, and bytes
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Keep:
         if not isinstance(self.folder, (str, bytes, os.PathLike)) or b"\0" in os.fsencode(self.folder):
             raise UsageError(f"keep_folder must be the path of a folder, not {self.folder!r:.40}")
         if self.type not in KEEP_TYPES:
-            raise UsageError(f"keep_type must be 'f16' or 'q8_0', not {self.type!r:.40}")
+            raise UsageError(f"keep_type must be {' or '.join(map(repr, KEEP_TYPES))}, not {self.type!r:.40}")
 
     @classmethod
     def of(

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 PLAIN = ("f16", "bf16", "f32")
 QUANTISED = tuple(sorted((info.name for info in pkgutil.iter_modules(__path__)), reverse=True))
 NAMES = (*PLAIN, *QUANTISED)
+KEEP_TYPES = ("f16", "q8_0")  # storage types of whole rows: unchanged, or quantised to half the size
 GROUP = 32  # values that share a scale; head sizes of quantised types are multiples of it
 ROTATES = ("auto", "on", "off")
 ROTATION = 64  # numbers of a value rotated together; for a key: the largest power of two that divides its size
