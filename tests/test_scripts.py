@@ -1,4 +1,4 @@
-"""Runs scripts/measure_device.py and experiments/try_device.py. scripts/check_imports.py checks imports of all scripts."""
+"""Runs scripts/measure_device.py and experiments/try_device.py (scripts/check_imports.py reads the imports of all)."""
 
 import json
 import subprocess

@@ -221,9 +221,7 @@ class Reader:
 
     def held(self) -> tuple[float, int]:
         """Returns the KV pairs per head (averaged over heads and layers) of the current sequence, and their bytes."""
-        driver = self._live()
-        n_bytes = driver.cache.stats(self.current).bytes if driver.cache is not None else 0
-        return self._now.pairs_held(), n_bytes
+        return self._now.pairs_held(), self._now.row_bytes() if self._live().cache is not None else 0
 
     def whole(self) -> tuple[int, int]:
         """Returns the bytes of whole rows behind the current sequence, and how many of these bytes are in a file."""

@@ -334,20 +334,19 @@ class Sequence(Place):
         stats, held = cache.stats(self.number), self.pairs_held()
         # a prompt within the budget is not compressed: stats then show an older compression
         compressed = stats.n_compressions > self._n_compressions
-        device = device_work(cache, self.number) if compressed else None
         # on a device the size before the compression also counts masks, queries and room for new tokens
-        before = stats.before_bytes if compressed and not (device and device.compressed) else 0
-        there = max(before, stats.bytes)
+        before = stats.before_bytes if compressed and not stats.device_bytes else 0
+        n_tokens = self.n_cells if stats.whole_bytes else stats.n_tokens  # whole rows do not have dropped turns
         kv = Kv(
-            there if stats.whole_bytes else max(there, self.uncompressed_bytes()),  # whole rows may be lost
-            stats.after_bytes if compressed else stats.bytes,
+            max(before, self.row_bytes(), self.plain_bytes(n_tokens)),
+            self.row_bytes(),
             self.peak_bytes(),
             self.per_layer(),
             self.compressed_tokens,
             round(held - (0 if stats.whole_bytes else self.held)),
             stats.whole_bytes,
             stats.whole_file_bytes,
-            device,
+            device_work(cache, self.number) if compressed else None,
         )
         self._n_compressions, self.held, self.compressed_tokens = stats.n_compressions, held, 0
         return kv
@@ -355,6 +354,20 @@ class Sequence(Place):
     def peak_bytes(self) -> int:
         """Returns the largest KV memory so far in bytes, including messages that were taken back."""
         return max(self.peak, self._own_cache().stats(self.number).peak_bytes)
+
+    def row_bytes(self) -> int:
+        """Returns the bytes of the kept rows.
+
+        On a device the statistics also count masks, queries and free rows, so this multiplies the number of pairs.
+        """
+        stats, kv_type = self._own_cache().stats(self.number), KvType.parse(self._driver.size.kv_type)
+        if not stats.device_bytes:
+            return stats.bytes
+        held = self.pairs_held()
+        pending = min(held, stats.n_pending)  # pending rows are not quantised yet
+        element = kv_type.held_bytes_per_value(round(held - pending))
+        of_head = self._driver.model.pair_width * (pending * kv_type.plain.bytes_per_value + (held - pending) * element)
+        return round(of_head * stats.n_layers * stats.n_heads_kv)
 
     def uncompressed_bytes(self) -> int:
         """Returns the bytes of all tokens ever read, uncompressed and not quantised."""

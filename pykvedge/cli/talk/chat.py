@@ -208,8 +208,7 @@ def holding(session: Session) -> str:
     parts = [f"{turns} answer{'s' * (turns != 1)}", f"{images} image{'s' * (images != 1)}"]
     cache = session.engine.cache
     if session.in_cache and cache is not None:
-        stats, pairs = cache.stats(), session.engine.pairs_held()
-        parts.append(
-            f"{stats.n_tokens} tokens of which {pairs:.0f} KV pairs a head are kept in {readable(stats.bytes)}"
-        )
+        n_tokens, pairs = cache.stats().n_tokens, session.engine.pairs_held()
+        size = readable(session.engine.sequence.row_bytes())
+        parts.append(f"{n_tokens} tokens of which {pairs:.0f} KV pairs a head are kept in {size}")
     return ", ".join([*parts, f"method {session.plan.method}, budget {session.plan.budget}"])
