@@ -3,6 +3,7 @@ nothing.
 """
 
 import asyncio
+import base64
 import os
 import signal
 import socket
@@ -10,6 +11,7 @@ import ssl
 import sys
 import threading
 import time
+from urllib.parse import quote
 
 import httpx
 import pytest
@@ -287,11 +289,13 @@ def test_pictures_in_data_urls():
     text = data_url(PICTURE)
     escaped = text[:22] + text[22:].replace("+", "%2B").replace("/", "%2f").replace("=", "%3D")
     others = [head + text[22:] for head in ("data:;base64,", "data:image/x;a=b;base64,")]
-    for url in (text, "DATA" + text[4:], escaped, *others):
+    lines = text[:22] + base64.encodebytes(PICTURE).decode().replace("\n", "\r\n")  # as in a mail
+    quoted = text[:22] + quote(lines[22:])
+    for url in (text, "DATA" + text[4:], escaped, lines, quoted, *others):
         assert sources.load(url, "a").rgb == rgb and sources.knows(url)
         assert not Sources(owner="bob", _known=sources._known).knows(url)  # not for another owner, with the same memory
     wrong = ["data:text/html;base64," + text[22:], text.replace(";base64", ""), text[:-5] + "%41" + text[-5:]]
-    for url in (*wrong, text[:-1]):
+    for url in (*wrong, text[:-1], text[:-5] + "\u00a0" + text[-5:]):
         with pytest.raises(ImageError, match="data: URL"):
             sources.load(url, "a")
 

@@ -23,7 +23,8 @@ from pykvedge.serve.fetching import MOST_BYTES
 _KNOWN_BYTES = 64 << 20  # bytes of pixels kept for the next message
 # does not wait for a pipe, and does not follow a link that replaced the file
 _OPEN = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_BINARY", 0)
-_ESCAPED = {"%2b": "+", "%2f": "/", "%3d": "="}  # letters of base64
+_ESCAPED = {"%2b": "+", "%2f": "/", "%3d": "=", "%0a": "", "%0d": ""}  # letters of base64, and line breaks between them
+_BLANKS = b"\t\n\f\r "
 _DATA = re.compile(r"data:(?:image/[\w.+-]{1,40})?(?:;[\w=.+-]{1,80})*;base64,", re.IGNORECASE)
 _PDF = re.compile(r"data:application/(?:x-)?pdf(?:;[\w=.+-]{1,80})*;base64,", re.IGNORECASE)
 _HOW = "a data: URL of a picture is data:image/...;base64, and then the file in base64"
@@ -121,8 +122,8 @@ def _decoded(url: str, form: re.Pattern[str], how: str) -> bytes:
         raise ImageError(f"the file of a picture or document may have {MOST_BYTES >> 20} MiB")
     try:
         if "%" in text:
-            text = re.sub("%2[BbFf]|%3[Dd]", lambda found: _ESCAPED[found[0].lower()], text)
-        return base64.b64decode(text, validate=True)
+            text = re.sub("%2[BbFf]|%3[Dd]|%0[AaDd]", lambda found: _ESCAPED[found[0].lower()], text)
+        return base64.b64decode(text.encode("ascii").translate(None, _BLANKS), validate=True)
     except (binascii.Error, ValueError):
         raise ImageError("the base64 of a data: URL is damaged") from None
 
