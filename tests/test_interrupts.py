@@ -16,7 +16,7 @@ from threads import elsewhere
 
 import pykvedge
 from pykvedge.errors import StateError
-from pykvedge.native.calls import Raised
+from pykvedge.native.calls import CallbackErrors
 from pykvedge.system import signals
 from pykvedge.system.guard import Guard
 
@@ -108,17 +108,17 @@ def test_other_threads_hear_nothing():
 
 
 def test_what_a_callback_raises_is_raised_behind_the_call():
-    raised, seen = Raised(), []
+    errors, seen = CallbackErrors(), []
 
     def fails(n):
         seen.append(n)
         raise ZeroDivisionError(n)
 
-    callback = raised.keeping(fails, "stop")
+    callback = errors.wrap(fails, "stop")
     assert callback(1) == callback(2) == "stop" and seen == [1, 2]
     with pytest.raises(ZeroDivisionError, match="1"):
-        raised.again()
-    raised.again()
+        errors.raise_first()
+    errors.raise_first()
 
 
 # ------------------------------------------------------------------------------------------------ guards

@@ -15,7 +15,7 @@ from pykvedge.models.modelfile import check_model
 from pykvedge.models.offload import Offload
 from pykvedge.models.vocabulary import Vocabulary
 from pykvedge.native import ggml, llamacpp
-from pykvedge.native.calls import Raised
+from pykvedge.native.calls import CallbackErrors
 from pykvedge.system import memory
 
 Progress = Callable[[str, float], None]  # (what, share done in 0..1)
@@ -52,19 +52,19 @@ class Model(Vocabulary):
             n_bytes = self.header.file_size + self.header.other_bytes
             memory.require(n_bytes, f"{path}", "use a smaller model, or one of fewer bits")
 
-        raised = Raised()
+        errors = CallbackErrors()
 
         def report(share: float, _: Any) -> bool:
             progress("loading the model", share)
             return cancel is None or not cancel.is_set()
 
-        callback = llama.llama_progress_callback(raised.keeping(report, False))
+        callback = llama.llama_progress_callback(errors.wrap(report, False))
         params.progress_callback = callback
         with llamacpp.collected_errors() as lines:
             self.handle = llama.llama_model_load_from_file(os.fsencode(path), params)
             del devices
         try:
-            raised.again()
+            errors.raise_first()
         except BaseException:
             self.close()
             raise

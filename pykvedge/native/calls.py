@@ -80,13 +80,13 @@ def call(name: str, *arguments: Any) -> None:
         raise_(error)
 
 
-class Raised:
-    """Keeps an exception of a Python callback, which cannot pass through C. `again` raises it afterwards."""
+class CallbackErrors:
+    """Keeps an exception of a Python callback, which cannot pass through C. `raise_first` raises it afterwards."""
 
     def __init__(self) -> None:
         self._error: BaseException | None = None
 
-    def keeping(self, function: Callable[P, R], otherwise: R) -> Callable[P, R]:
+    def wrap(self, function: Callable[P, R], otherwise: R) -> Callable[P, R]:
         """Wraps a function for C. otherwise: the return value after an exception, usually "stop" to the C caller."""
 
         def call(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -98,7 +98,7 @@ class Raised:
 
         return call
 
-    def again(self) -> None:
+    def raise_first(self) -> None:
         """Raises the first kept exception, if there is one."""
         error, self._error = self._error, None
         if error is not None:

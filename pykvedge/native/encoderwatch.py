@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from pykvedge.native.abi import Look
-from pykvedge.native.calls import Raised, call, lib
+from pykvedge.native.calls import CallbackErrors, call, lib
 
 
 class EncoderWatch:
@@ -28,13 +28,13 @@ class EncoderWatch:
         layer.
 
         An exception of look stops the encoder and is raised here."""
-        raised = Raised()
+        errors = CallbackErrors()
 
         def at(layer: int, _: Any) -> bool:
             look(min((layer + 1) / self._n_layers, 1.0))
             return True
 
-        called = Look(raised.keeping(at, False))
+        called = Look(errors.wrap(at, False))
         lib().kvedge_encoder_set_look(self._handle, called, None)
         try:
             status = encode()
@@ -42,7 +42,7 @@ class EncoderWatch:
             lib().kvedge_encoder_set_look(self._handle, Look(), None)
         if status == 0:
             self.release()
-        raised.again()
+        errors.raise_first()
         return status
 
     def release(self) -> int:

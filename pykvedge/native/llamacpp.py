@@ -17,7 +17,7 @@ from typing import Any
 import psutil
 
 from pykvedge.native import libraries
-from pykvedge.native.calls import Raised
+from pykvedge.native.calls import CallbackErrors
 from pykvedge.system import signals
 
 _ERROR, _CONT = 4, 5  # ggml_log_level
@@ -31,7 +31,7 @@ class _Lines(threading.local):
     def __init__(self) -> None:
         self.errors: deque[str] = deque(maxlen=50)
         self.level = 0
-        self.raised = Raised()  # errors of writing a line
+        self.callback_errors = CallbackErrors()  # errors of writing a line
 
 
 class _Log:
@@ -43,7 +43,7 @@ class _Log:
 
     def receive(self, level: int, text: bytes, _: Any) -> None:
         """Takes one line. Called by llama.cpp."""
-        self.here.raised.keeping(self._take, None)(level, text)
+        self.here.callback_errors.wrap(self._take, None)(level, text)
 
     def _take(self, level: int, text: bytes) -> None:
         line, here = text.decode("utf-8", "replace"), self.here
@@ -91,7 +91,7 @@ def collected_errors() -> Iterator[deque[str]]:
     lines.clear()
     with signals.held():
         yield lines
-    _log.here.raised.again()
+    _log.here.callback_errors.raise_first()
 
 
 def reason(lines: deque[str], default: str) -> str:

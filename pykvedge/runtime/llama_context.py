@@ -16,7 +16,7 @@ from pykvedge.models.shape import ModelShape, mask_bytes
 from pykvedge.models.vision import ImagePiece, Vision
 from pykvedge.models.vocabulary import Vocabulary
 from pykvedge.native import libraries, llamacpp
-from pykvedge.native.calls import Raised
+from pykvedge.native.calls import CallbackErrors
 from pykvedge.reference.kvtypes import KvType, ggml_types
 from pykvedge.runtime.bounded_batch import OnePass, image_positions
 from pykvedge.system import memory
@@ -157,7 +157,7 @@ class Context:
         self.takes_gaps = False  # whether positions may have gaps: llama.cpp refuses gaps in its own KV memory
         self.batch = Batch(llama, self.n_batch)
         self._abort: Any = None
-        self._raised = Raised()  # errors raised by `look` inside llama.cpp
+        self._callback_errors = CallbackErrors()  # errors raised by `look` inside llama.cpp
 
     def close(self) -> None:
         """Frees the context. A second call does nothing."""
@@ -217,7 +217,7 @@ class Context:
             return cancel is not None and cancel.is_set()
 
         called = llama.ggml_abort_callback
-        self._abort = called(self._raised.keeping(asked, True)) if cancel or look else called()
+        self._abort = called(self._callback_errors.wrap(asked, True)) if cancel or look else called()
         llama.llama_set_abort_callback(self.handle, self._abort, None)
 
     def decode(self, tokens: list[int], want_logits: bool) -> None:
@@ -311,7 +311,7 @@ class Context:
     def _checked(self, run: Callable[[], int]) -> None:
         with llamacpp.collected_errors() as lines:
             status = run()
-        self._raised.again()
+        self._callback_errors.raise_first()
         if status == 0:
             return
         if status == 1:
