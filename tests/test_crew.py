@@ -10,20 +10,20 @@ import pytest
 from server import SCENES, asks, serving
 
 import pykvedge
-from pykvedge.runtime.crew import Crew, Others
+from pykvedge.runtime.thread_chooser import Others, ThreadChooser
 
 
-def a_crew(threads, processors, used=None):
-    """Returns a Crew. used: CPUs that other programs use; None: unknown."""
-    return Crew(threads, processors, lambda: used)
+def chooser_of(threads, processors, used=None):
+    """Returns a ThreadChooser. used: CPUs that other programs use; None: unknown."""
+    return ThreadChooser(threads, processors, lambda: used)
 
 
-def turns(crew, n, conversations, seconds):
+def turns(chooser, n, conversations, seconds):
     """Takes n turns; seconds(threads) is their time. Returns the threads of each turn."""
     out = []
     for _ in range(n):
-        out.append(crew.threads(conversations))
-        crew.took(seconds(out[-1]))
+        out.append(chooser.threads(conversations))
+        chooser.took(seconds(out[-1]))
     return out
 
 
@@ -37,33 +37,33 @@ def busy(threads):
 
 
 def test_somebody_alone_has_all_threads_on_a_quiet_machine():
-    crew = a_crew(4, 4)
-    found = turns(crew, 3000, 1, quiet)
+    chooser = chooser_of(4, 4)
+    found = turns(chooser, 3000, 1, quiet)
     assert found.count(4) > 0.95 * len(found) and found[-30:].count(4) >= 20
 
 
 def test_a_processor_is_left_to_another_program_and_taken_back():
-    crew = a_crew(4, 4)
-    turns(crew, 100, 1, quiet)
-    found = turns(crew, 1000, 1, busy)
+    chooser = chooser_of(4, 4)
+    turns(chooser, 100, 1, quiet)
+    found = turns(chooser, 1000, 1, busy)
     assert found.count(3) > 0.9 * len(found)  # trials take a twentieth of the time
     assert sum(busy(n) for n in found) < 2 * 1000 * busy(3)
-    assert turns(crew, 20000, 1, quiet)[-100:].count(4) > 80
+    assert turns(chooser, 20000, 1, quiet)[-100:].count(4) > 80
 
 
 def test_a_processor_is_left_while_many_are_answered_quickly():
-    crew = a_crew(4, 4)
-    assert turns(crew, 3000, 8, quiet)[-1000:].count(3) > 900
-    assert turns(crew, 16, 1, quiet)[-1] == 4  # without other programs, all threads are used
-    assert crew.threads(2) == 3
-    slow = turns(crew, 3000, 8, lambda threads: 0.04 / threads)
+    chooser = chooser_of(4, 4)
+    assert turns(chooser, 3000, 8, quiet)[-1000:].count(3) > 900
+    assert turns(chooser, 16, 1, quiet)[-1] == 4  # without other programs, all threads are used
+    assert chooser.threads(2) == 3
+    slow = turns(chooser, 3000, 8, lambda threads: 0.04 / threads)
     assert slow[-100:].count(4) > 80  # there is little else to do
 
 
 def test_sessions_of_a_model_learn_together(tiny, monkeypatch):
     made, turned = [], []
 
-    class Counted(Crew):
+    class Counted(ThreadChooser):
         def __init__(self, threads, processors):
             super().__init__(threads, processors)
             made.append(self)
@@ -72,7 +72,7 @@ def test_sessions_of_a_model_learn_together(tiny, monkeypatch):
             super().took(seconds)
             turned.append(self)
 
-    monkeypatch.setattr("pykvedge.runtime.loaded.Crew", Counted)
+    monkeypatch.setattr("pykvedge.runtime.loaded.ThreadChooser", Counted)
     few = pykvedge.Sampling(max_tokens=3, temp=0)
     with pykvedge.load(tiny("llama").model) as loaded:
         for threads, turns in ((0, 2), (0, 4), (1, 4)):  # a session with a given number does not adapt
@@ -82,38 +82,38 @@ def test_sessions_of_a_model_learn_together(tiny, monkeypatch):
 
 
 def test_a_lucky_try_is_made_up_for():
-    crew, lucky = a_crew(2, 2), itertools.chain([0.001] * 40, itertools.repeat(0.01))
-    found = turns(crew, 2000, 1, lambda threads: next(lucky) if threads == 2 else 0.002)
+    chooser, lucky = chooser_of(2, 2), itertools.chain([0.001] * 40, itertools.repeat(0.01))
+    found = turns(chooser, 2000, 1, lambda threads: next(lucky) if threads == 2 else 0.002)
     assert found[:20].count(2) > 10 and found.count(1) > 0.9 * len(found)
 
 
 def test_tries_cost_little_where_turns_are_long():
     for conversations in (1, 8):
-        found = turns(a_crew(2, 2), 2000, conversations, lambda threads: 0.06 / threads)
+        found = turns(chooser_of(2, 2), 2000, conversations, lambda threads: 0.06 / threads)
         assert 0 < sum(0.06 / n for n in found) - 2000 * 0.03 < 0.02 * 2000 * 0.03
 
 
 def test_a_large_model_leaves_a_processor_to_another_program():
-    found = turns(a_crew(2, 2), 1000, 1, lambda threads: 0.5 if threads == 2 else 0.06)
+    found = turns(chooser_of(2, 2), 1000, 1, lambda threads: 0.5 if threads == 2 else 0.06)
     assert found.count(1) > 0.97 * len(found)
 
 
 def test_no_tries_on_a_free_machine_where_turns_are_long():
-    assert set(turns(a_crew(2, 2, 0.02), 1000, 1, lambda threads: 0.06 / threads)) == {2}
+    assert set(turns(chooser_of(2, 2, 0.02), 1000, 1, lambda threads: 0.06 / threads)) == {2}
 
 
 def test_a_busy_machine_is_known_before_the_first_turn():
-    found = turns(a_crew(2, 2, 0.7), 20, 1, lambda threads: 0.2 if threads == 2 else 0.06)
+    found = turns(chooser_of(2, 2, 0.7), 20, 1, lambda threads: 0.2 if threads == 2 else 0.06)
     assert found.count(2) == 1  # the one trial
-    found = turns(a_crew(2, 2, 1.0), 100, 1, lambda threads: 0.12 / threads)  # two programs: all threads are faster
+    found = turns(chooser_of(2, 2, 1.0), 100, 1, lambda threads: 0.12 / threads)  # two programs: all threads are faster
     assert found[:2] == [1, 1] and found[2:].count(2) > 90
 
 
 def test_a_program_that_ends_is_noticed_at_once():
     used = itertools.chain([0.9] * 50, itertools.repeat(0.0))
-    crew = Crew(2, 2, lambda: next(used))
-    assert turns(crew, 50, 1, lambda threads: 0.5 if threads == 2 else 0.06).count(1) >= 49
-    assert set(turns(crew, 50, 1, lambda threads: 0.06 / threads)) == {2}
+    chooser = ThreadChooser(2, 2, lambda: next(used))
+    assert turns(chooser, 50, 1, lambda threads: 0.5 if threads == 2 else 0.06).count(1) >= 49
+    assert set(turns(chooser, 50, 1, lambda threads: 0.06 / threads)) == {2}
 
 
 def test_other_programs_are_measured():
@@ -127,8 +127,8 @@ def test_other_programs_are_measured():
 
 @pytest.mark.parametrize(("threads", "processors", "found"), [(1, 1, {1}), (2, 8, {2}), (8, 2, {8, 1}), (8, 8, {8, 7})])
 def test_no_more_than_was_asked_for(threads, processors, found):
-    crew = a_crew(threads, processors)
-    assert set(turns(crew, 4000, 4, quiet)) == found
+    chooser = chooser_of(threads, processors)
+    assert set(turns(chooser, 4000, 4, quiet)) == found
 
 
 def test_answers_do_not_depend_on_the_threads(environment):

@@ -75,9 +75,9 @@ def test_what_is_likely_does_not_depend_on_the_threads(tiny):
     """Equal to the last bit, even if attention over many keys is split among several threads."""
     sampling, found = Sampling(max_tokens=6, logprobs=2), []
     with pykvedge.load(tiny("llama").model, threads=3) as model:
-        for crew in (None, Changing()):
+        for chooser in (None, Changing()):
             with pykvedge.Session(model, plan=pykvedge.plan("full"), n_ctx=2048) as session:
-                session._engine._crew = crew
+                session._engine._thread_chooser = chooser
                 answer = session.ask("What is this? " * 100, sampling=sampling)
                 answer.read()
                 found.append(answer.tokens)
@@ -91,4 +91,4 @@ def test_a_number_of_threads_that_was_asked_for_stays(tiny):
         session.ask("Hello.", sampling=Sampling(max_tokens=20)).read()
         context = session.engine.context
         assert context.llama.llama_n_threads(context.handle) == 2
-        assert session._engine._crew is None
+        assert session._engine._thread_chooser is None

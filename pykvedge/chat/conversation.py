@@ -26,7 +26,7 @@ from pykvedge.runtime.engine import Engine
 from pykvedge.runtime.generation import Generation
 from pykvedge.runtime.pruning import planned
 from pykvedge.runtime.report import Report, Tokens
-from pykvedge.runtime.sequence import Spot
+from pykvedge.runtime.sequence import TokenBoundary
 from pykvedge.runtime.sessionfile import fingerprint
 from pykvedge.runtime.settings import Settings
 from pykvedge.runtime.snapshot import Snapshot
@@ -56,7 +56,7 @@ class Conversation(Single):
         self._read_again: list[Piece] = []  # pieces of images that a later second pass may read
         self._aside: Aside | None = None  # file of pixels, if whole rows are in a file
         self._openings: opening.Openings | None = None  # openings of earlier conversations; None: not kept
-        self._begins: dict[int, Spot] = {}  # by message index, for messages read separately
+        self._begins: dict[int, TokenBoundary] = {}  # by message index, for messages read separately
         self.answer: Answer | None = None  # the unfinished answer
 
     @property
@@ -111,7 +111,7 @@ class Conversation(Single):
             self._read_stream(report)
             return
         if self.in_cache and self.engine.cache is not None:
-            self._begins[len(self.messages) - 1] = self.engine.sequence.spot(len(self.pending))
+            self._begins[len(self.messages) - 1] = self.engine.sequence.boundary(len(self.pending))
         self._read_pieces(self._pieces(), report)
         self.in_cache, self.pending = True, []
         self._put_aside(self.messages[-1])

@@ -126,8 +126,8 @@ class Session(Closing, Conversation):
             self.check_drafts(self.plan)
             self._facts = ModelFacts(*facts(self.model.header))
         threads, loan = self.settings.threads, self._loan
-        crew = None if threads else loan.crew
-        self._engine = Engine(self.model, self._vision, self.settings, threads or loan.threads, crew)
+        chooser = None if threads else loan.thread_chooser
+        self._engine = Engine(self.model, self._vision, self.settings, threads or loan.threads, chooser)
         self._dropped = dropped.add(self, functools.partial(_free, self._engine, self._vision, self._loan))
         self._load_s = time.perf_counter() - started
 
@@ -272,7 +272,7 @@ class Session(Closing, Conversation):
     def _return_to(self, before: Before) -> None:
         """Restores an earlier state, except the plan. Raises KvedgeError."""
         del self.messages[before.n_messages :]
-        self._begins = {i: spot for i, spot in self._begins.items() if i < before.n_messages}
+        self._begins = {i: at for i, at in self._begins.items() if i < before.n_messages}
         self.last_report = before.report
         if before.mark is None:
             self.forget()
@@ -393,8 +393,8 @@ class Session(Closing, Conversation):
             self.engine.cut_out(begin, end)
         moved, gone = end.position - begin.position, last - first
         self._begins = {
-            (i if i < first else i - gone): (spot if i < first else spot._replace(position=spot.position - moved))
-            for i, spot in self._begins.items() if not first <= i < last
+            (i if i < first else i - gone): (at if i < first else at._replace(position=at.position - moved))
+            for i, at in self._begins.items() if not first <= i < last
         }  # fmt: skip
         message = self.messages[first]
         del self.messages[first:last]
@@ -486,7 +486,7 @@ class Session(Closing, Conversation):
                 f"method '{self.plan.method}' reads all of a conversation a second time, which a file does not hold; "
                 "save it without whole rows"
             )
-        if whole := whole and sequence.carries_whole:
+        if whole := whole and sequence.saves_whole_rows:
             sequence.take_back()
         context, unread, images = self.engine.context, list(sequence.unread), list(sequence.images)
         place = context.n_ctx, context.n_ubatch, sequence.n_past, sequence.n_cells, sequence.held

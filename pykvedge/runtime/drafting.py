@@ -154,7 +154,7 @@ class Drafter:
         self._kept_bytes = stats.bytes
         given_up = self._over_whole and not whole  # whole rows existed in the last step
         if drafts is not None and (drafts.exact is None or given_up):
-            drafts.exact = drafts.exact is None and (whole or self._sequence.has_all)
+            drafts.exact = drafts.exact is None and (whole or self._sequence.holds_every_row)
             if not drafts.exact:
                 generation.report.notes.append(_NOT_EXACT)
         self._over_whole = whole

@@ -14,7 +14,7 @@ from pykvedge.native.abi import DEVICES_ALL, DEVICES_AUTO
 from pykvedge.plans.plan import Plan
 from pykvedge.reference.kvtypes import KvType
 from pykvedge.reference.stages.base import ProfileTable
-from pykvedge.runtime.llama_context import Context, ContextSize, Place, check_memory
+from pykvedge.runtime.llama_context import Context, ContextSize, SequenceEnd, check_memory
 from pykvedge.runtime.settings import Keep
 
 
@@ -88,7 +88,7 @@ class Driver:
                 f"'{plan.method}' has nothing to compress; use --method full"
             )
 
-    def decode(self, at: Place, piece: Piece, want_logits: bool) -> None:
+    def decode(self, at: SequenceEnd, piece: Piece, want_logits: bool) -> None:
         """Appends a piece of at most one pass to a sequence; an image must be encoded. want_logits: for the last token.
 
         Raises ContextError, CancelledError, and errors of libkvedge during the pass.

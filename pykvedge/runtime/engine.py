@@ -29,7 +29,6 @@ from pykvedge.reference.kvtypes import KvType
 from pykvedge.reference.stages.base import ProfileTable
 from pykvedge.runtime import bounded_batch
 from pykvedge.runtime.ageing import Ages
-from pykvedge.runtime.crew import Crew
 from pykvedge.runtime.drafting import MOST, Drafter
 from pykvedge.runtime.driver import Driver
 from pykvedge.runtime.generation import Generation
@@ -38,11 +37,12 @@ from pykvedge.runtime.llama_context import DEFAULT_CTX, ROOM_TO_ANSWER, Context,
 from pykvedge.runtime.lookup import Lookup
 from pykvedge.runtime.replay import extra_tokens
 from pykvedge.runtime.report import Kv
-from pykvedge.runtime.sequence import Positions, Sequence, Spot, encode
+from pykvedge.runtime.sequence import Positions, Sequence, TokenBoundary, encode
 from pykvedge.runtime.sessionfile import Note, encoded
 from pykvedge.runtime.settings import Settings
 from pykvedge.runtime.snapshot import Snapshot
 from pykvedge.runtime.stream import Pace, stream_context
+from pykvedge.runtime.thread_chooser import ThreadChooser
 from pykvedge.system import memory
 from pykvedge.system.guard import undoing
 
@@ -60,12 +60,12 @@ class Engine:
     """Reads text and images, gives logits, and compresses what was read. `make_room` makes the context."""
 
     def __init__(
-        self, model: Model, vision: Vision | None, settings: Settings, threads: int, crew: Crew | None
+        self, model: Model, vision: Vision | None, settings: Settings, threads: int, chooser: ThreadChooser | None
     ) -> None:
-        """threads: for prompts, and for answers without a crew. crew: chooses the threads of answers."""
+        """threads: for prompts, and for answers without a chooser. chooser: chooses the threads of answers."""
         self._model, self._vision = model, vision
         self._settings, self._threads = settings, threads
-        self._crew = crew
+        self._thread_chooser = chooser
         self._table: TokenTable | None = None
         self.not_bounded = ""  # why the last prompt was not read layer by layer despite the settings; or empty
         self._driver: Driver | None = None
@@ -114,7 +114,7 @@ class Engine:
         """Returns how many tokens can be read; in a stream, until the next compression."""
         if self._pace is not None:
             return self.context.room
-        room = self.context.room - max(self._apart, self.sequence.uncounted)
+        room = self.context.room - max(self._apart, self.sequence.pairs_without_cell)
         return max(room, 1 if self._frees_room(1) else 0, 0)
 
     def close(self) -> None:
@@ -189,8 +189,8 @@ class Engine:
             copy.follow(self.sequence)
 
     def _recount(self) -> None:
-        turned = self._positions is not None and self._positions.turned
-        if self._sequence is not None and (turned or self._sequence.uncounted):
+        renumbered = self._positions is not None and self._positions.n_renumberings
+        if self._sequence is not None and (renumbered or self._sequence.pairs_without_cell):
             self._sequence.recount()
 
     def _make_context(self, n_prompt: int, largest_image: int, what: str, plan: Plan) -> None:
@@ -378,12 +378,12 @@ class Engine:
     def extend(self, token: int) -> None:
         """Reads one generated token, and makes its logits. Raises ContextError."""
         self._turn(1)
-        if self._crew is not None:
-            self.context.set_threads(self._crew.threads(), self._threads)
+        if self._thread_chooser is not None:
+            self.context.set_threads(self._thread_chooser.threads(), self._threads)
         began = time.perf_counter()
         self.sequence.extend(token)
-        if self._crew is not None:
-            self._crew.took(time.perf_counter() - began)
+        if self._thread_chooser is not None:
+            self._thread_chooser.took(time.perf_counter() - began)
         if self._pace is not None:
             self._pace.after(1, now=self.context.room < 1)
 
@@ -431,8 +431,8 @@ class Engine:
             raise StateError(f"no turn can be dropped: {cache.keep_problem() or 'no whole rows are there'}")
         cache.renumber(0, 1)  # changes nothing; raises if the keys of the model cannot be renumbered
 
-    def cut_out(self, begin: Spot, end: Spot) -> None:
-        """Removes the tokens between two spots, and the last mark. Raises StateError, OutOfMemoryError."""
+    def cut_out(self, begin: TokenBoundary, end: TokenBoundary) -> None:
+        """Removes the tokens between two boundaries, and the last mark. Raises StateError, OutOfMemoryError."""
         if self._copy is not None:
             self._copy.drop()
             self._copy, self._apart = None, 0

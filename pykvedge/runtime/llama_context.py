@@ -58,7 +58,7 @@ def check_memory(model: Model, size: ContextSize, threads: int, whole_cache: boo
     memory.require(cache + compute + memory.addresses_to_compute(threads), what, "lower --ctx or close other programs")
 
 
-class Place:
+class SequenceEnd:
     """The end of a sequence: n_past is the position of the next token, n_cells the number of tokens in the cache.
 
     The numbers differ: an image of an M-RoPE model has fewer positions than tokens, and pruning leaves gaps.
@@ -86,7 +86,7 @@ class Batch:
     def clear(self) -> None:
         self.n = 0
 
-    def add(self, tokens: list[int], at: Place, want_logits: bool) -> int:
+    def add(self, tokens: list[int], at: SequenceEnd, want_logits: bool) -> int:
         """Appends tokens of one sequence. want_logits: for the last token. Returns the last token's index."""
         if len(tokens) == 1:  # the case of an answer: slices would cost more time than a small model's step
             i, self.n = self.n, self.n + 1
@@ -112,7 +112,7 @@ class Batch:
 
 
 class Context:
-    """A llama_context. Decoding appends tokens at place `at`; the caller sets `at` to the place of the sequence."""
+    """A llama_context. Decoding appends tokens at place `at`; the caller sets `at` to the end of the sequence."""
 
     _lent = False
     model: Any  # a Model; a Vocabulary if lent
@@ -153,7 +153,7 @@ class Context:
         self.n_batch = llama.llama_n_batch(self.handle)
         self.n_ctx = self.n_made = llama.llama_n_ctx(self.handle)  # llama.cpp makes a multiple of 256
         self.n_ubatch = llama.llama_n_ubatch(self.handle)
-        self.at = Place()
+        self.at = SequenceEnd()
         self.takes_gaps = False  # whether positions may have gaps: llama.cpp refuses gaps in its own KV memory
         self.batch = Batch(llama, self.n_batch)
         self._abort: Any = None
@@ -165,7 +165,7 @@ class Context:
             if not self._lent:
                 self.llama.llama_free(self.handle)
             self.handle = None
-            self.at = Place()  # the old place is a sequence, which refers to its context
+            self.at = SequenceEnd()  # the old end is a sequence, which refers to its context
 
     def clear(self) -> None:
         self.llama.llama_memory_clear(self.llama.llama_get_memory(self.handle), True)
@@ -185,14 +185,14 @@ class Context:
         self.llama.llama_memory_seq_cp(self.llama.llama_get_memory(self.handle), sequence, to, -1, -1)
 
     def cut(self, sequence: int, position: int, end: int = -1) -> bool:
-        """Removes a sequence's tokens from a position on, up to `end` (-1: all). Does not change its place.
+        """Removes a sequence's tokens from a position on, up to `end` (-1: all). Does not change its end.
 
         Returns False and changes nothing if layers that llama.cpp keeps cannot go back so far.
         """
         return take_back(self.llama, self.handle, sequence, position, end)
 
     def drop(self, sequence: int) -> None:
-        """Removes all tokens of a sequence. Does not change its place."""
+        """Removes all tokens of a sequence. Does not change its end."""
         self.llama.llama_memory_seq_rm(self.llama.llama_get_memory(self.handle), sequence, -1, -1)
 
     def logits(self, output: int = -1) -> np.ndarray:

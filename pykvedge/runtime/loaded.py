@@ -20,10 +20,10 @@ from pykvedge.models.imagetokens import token_limits
 from pykvedge.models.model import Model, Progress, silent
 from pykvedge.models.packaged import PACKAGED
 from pykvedge.native import llamacpp
-from pykvedge.runtime.crew import Crew
 from pykvedge.runtime.opening import Openings
 from pykvedge.runtime.sessionfile import fingerprint
 from pykvedge.runtime.settings import LoadSettings, Settings
+from pykvedge.runtime.thread_chooser import ThreadChooser
 from pykvedge.system import dropped, signals
 from pykvedge.system.guard import Closing, Single, Stop
 from pykvedge.system.version import package_version
@@ -65,7 +65,7 @@ class Loan:
     encoder: Encoder | None
     caches: Caches
     threads: int  # for a session whose settings name no number
-    crew: Crew  # shared: learns the best number of threads from all sessions
+    thread_chooser: ThreadChooser  # shared: learns the best number of threads from all sessions
     give_back: Callable[[], None]
     again: Callable[[], Loan]  # makes another loan for a fork, also after LoadedModel.close
 
@@ -78,7 +78,7 @@ class LoadedModel(Closing, Single):
     def __init__(self, model: Model, encoder: Encoder | None, caches: Caches, threads: int) -> None:
         self._model, self._encoder, self._caches = model, encoder, caches
         self.threads = threads
-        self._crew = Crew(threads, llamacpp.default_threads())
+        self._thread_chooser = ThreadChooser(threads, llamacpp.default_threads())
         self._lock = threading.Lock()
         self._loans: set[object] = set()
         self._closed = False
@@ -125,7 +125,7 @@ class LoadedModel(Closing, Single):
         with self._lock:
             self._loans.add(loan)
         back = functools.partial(self._returned, loan)
-        return Loan(self._model, self._encoder, self._caches, self.threads, self._crew, back, self._lend)
+        return Loan(self._model, self._encoder, self._caches, self.threads, self._thread_chooser, back, self._lend)
 
     def _returned(self, loan: object) -> None:
         with signals.held(), self._lock:

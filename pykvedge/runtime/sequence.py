@@ -17,7 +17,7 @@ from pykvedge.models.vision import ImagePiece, Piece, TextPiece, Vision
 from pykvedge.reference.kvtypes import KvType
 from pykvedge.runtime.driver import Driver
 from pykvedge.runtime.interrupt import stop_if_set
-from pykvedge.runtime.llama_context import Place
+from pykvedge.runtime.llama_context import SequenceEnd
 from pykvedge.runtime.lookup import BREAK, Lookup
 from pykvedge.runtime.replay import Part, Passage, Requests, parts, split
 from pykvedge.runtime.report import DeviceWork, Kv
@@ -32,14 +32,14 @@ Passes: TypeAlias = Generator[Ahead, int, None]
 _SMALL = 4 << 20  # bytes: smaller copies skip the memory check, because a server makes one copy per answer
 
 
-class Spot(NamedTuple):
+class TokenBoundary(NamedTuple):
     """A place between two tokens of a sequence: the position and the number (from 0) of the token behind it."""
 
     position: int
     token: int
 
 
-class Sequence(Place):
+class Sequence(SequenceEnd):
     """The state of one sequence: tokens read, compressions, the current answer. Sequences of a context take turns.
 
     replays: whether to record tokens for a second pass; None: as the plan requires. share: the read part of the prompt,
@@ -56,7 +56,7 @@ class Sequence(Place):
     def begin(self) -> None:
         self.lookup = None if self.lookup is None else Lookup()
         self.n_past = self.n_cells = 0
-        self.uncounted = 0  # KV pairs per KV head without a llama.cpp cell: their positions were renumbered
+        self.pairs_without_cell = 0  # KV pairs per KV head without a llama.cpp cell: their positions were renumbered
         self.passage = Passage()  # read since the last compression; if whole rows are kept, since the beginning
         self.said = 0  # tokens of the last message behind its images
         self.images: list[ImageSpan] = []
@@ -239,8 +239,8 @@ class Sequence(Place):
         self.n_cells = cache.cells(self.number)
         self.recount()
 
-    def cut_out(self, begin: Spot, end: Spot) -> None:
-        """Removes the tokens between two spots, and renumbers the tokens behind them. The last logits become invalid.
+    def cut_out(self, begin: TokenBoundary, end: TokenBoundary) -> None:
+        """Removes the tokens between two boundaries, and renumbers the tokens behind them. Invalidates the last logits.
 
         Raises StateError, OutOfMemoryError, UnsupportedError.
         """
@@ -251,14 +251,14 @@ class Sequence(Place):
         self.images = [image for image in self.images if not begin.token <= image.first < end.token]
         self.renumber(self.n_past - (end.position - begin.position))
 
-    def spot(self, n_ahead: int) -> Spot:
+    def boundary(self, n_ahead: int) -> TokenBoundary:
         """Returns where the next message will begin. n_ahead: tokens of the answer before it that are not yet read."""
         ahead = n_ahead + len(self.unread)
-        return Spot(self.n_past + ahead, self._own_cache().stats(self.number).n_tokens + ahead)
+        return TokenBoundary(self.n_past + ahead, self._own_cache().stats(self.number).n_tokens + ahead)
 
     def recount(self) -> None:
         """Counts the KV pairs per head that have no cell, because positions were renumbered."""
-        self.uncounted = max(round(self.pairs_held()) - self.n_cells, 0)
+        self.pairs_without_cell = max(round(self.pairs_held()) - self.n_cells, 0)
 
     def replay(self, progress: Progress = silent, cancel: threading.Event | None = None) -> None:
         """Reads the prompt a second time if the plan of the cache requires that. Keeps the prompt's logits.
@@ -320,7 +320,7 @@ class Sequence(Place):
         return sum(lengths) / len(lengths) if lengths else 0
 
     @property
-    def has_all(self) -> bool:
+    def holds_every_row(self) -> bool:
         """Returns whether the cache holds all rows, without quantisation."""
         cache, quantised = self._driver.cache, KvType.parse(self._driver.size.kv_type).quantised
         return cache is not None and not quantised and self.pairs_held() >= cache.stats(self.number).n_tokens
@@ -400,7 +400,7 @@ class Sequence(Place):
         return out
 
     @property
-    def carries_whole(self) -> bool:
+    def saves_whole_rows(self) -> bool:
         """Returns whether a snapshot includes whole rows. A method with a second pass needs more than whole rows."""
         cache = self._driver.cache
         again = cache is not None and (cache.replays if self.replays is None else self.replays)
@@ -412,7 +412,7 @@ class Sequence(Place):
         pending: tokens of the answer that were not read. model: the model's name, which `restore` compares. Raises
         UnsupportedError, StateError, OutOfMemoryError.
         """
-        cache, whole = self._own_cache(), self.carries_whole
+        cache, whole = self._own_cache(), self.saves_whole_rows
         if whole:
             self.take_back()
         stats = cache.stats(self.number)
@@ -467,14 +467,14 @@ class Sequence(Place):
 class Positions:
     """Renumbers the positions of a sequence, and rotates its keys to match, before they pass `trained` (0: unknown).
 
-    bound: KV pairs that a head keeps after compression; 0: unknown. turned: number of renumberings. why_not: why the
+    bound: KV pairs that a head keeps after compression; 0: unknown. n_renumberings: their number. why_not: why the
     model's keys cannot be rotated, or empty; positions then exceed the trained length.
     """
 
     def __init__(self, sequence: Sequence, cache: libkvedge.Cache, trained: int, bound: int = 0) -> None:
         self._sequence, self.trained = sequence, trained
         self._most = max(trained // 2, min(bound, trained * 3 // 4))
-        self.turned, self.why_not = 0, ""
+        self.n_renumberings, self.why_not = 0, ""
         try:
             cache.renumber(0, 1, sequence.number)  # changes nothing; raises if keys cannot rotate
         except UnsupportedError as error:
@@ -492,7 +492,7 @@ class Positions:
         most = max(min(self._most, self.trained - n_tokens), self.trained // 8, 1)
         if not self.why_not and self.needed(n_tokens) and self._sequence.n_past > most:
             self._sequence.renumber(most)
-            self.turned += 1
+            self.n_renumberings += 1
 
 
 def device_work(cache: libkvedge.Cache, sequence: int = 0) -> DeviceWork | None:

@@ -113,7 +113,7 @@ class Pace:
         now = Stream(plan.budget.pairs or 0, stats.n_tokens, stats.n_compressions, stats.bytes, full, sequence.n_past)
         now.trained = self._settings.most_positions(model.n_ctx_train)
         if self._positions is not None:
-            now.turned, now.why_counted = self._positions.turned, self._positions.why_not
+            now.turned, now.why_counted = self._positions.n_renumberings, self._positions.why_not
         return kv, now
 
 

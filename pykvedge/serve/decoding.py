@@ -25,13 +25,13 @@ from pykvedge.models.vision import ImagePiece, Piece, TextPiece
 from pykvedge.native import llamacpp
 from pykvedge.native.abi import Stats
 from pykvedge.plans.plan import Plan
-from pykvedge.runtime.crew import Crew
 from pykvedge.runtime.drafting import Costs, Drafter
 from pykvedge.runtime.driver import Driver
 from pykvedge.runtime.lookup import Lookup
 from pykvedge.runtime.replay import split
 from pykvedge.runtime.report import Kv, Tokens
 from pykvedge.runtime.sequence import Ahead, Passes, Sequence
+from pykvedge.runtime.thread_chooser import ThreadChooser
 from pykvedge.serve.job import READING, Job, Limits, Step, Text
 from pykvedge.serve.parked import Park
 from pykvedge.serve.preparing import Preparer, Work, unknown_conversation
@@ -125,7 +125,7 @@ class Decoder:
     def __init__(self, driver: Driver, preparer: Preparer, park: Park, limits: Limits) -> None:
         self._driver, self._preparer, self._park, self._limits = driver, preparer, park, limits
         self._context, self._model = driver.context, driver.model
-        self._crew, self._threads = Crew(driver.threads, llamacpp.default_threads()), driver.threads
+        self._thread_chooser, self._threads = ThreadChooser(driver.threads, llamacpp.default_threads()), driver.threads
         self._sequences = [Sequence(driver, number) for number in range(limits.slots)]
         costs = Costs()
         self._drafters = [Drafter(driver, sequence, sequence.extend, limits.exact, costs)
@@ -167,7 +167,7 @@ class Decoder:
     def turn(self, slots: list[Slot]) -> Ended:
         """Reads a part of a prompt, and decodes a token of every answer. Returns the ended slots with their errors."""
         self._slots, self._ended = slots, []
-        if (threads := self._crew.threads(len(slots))) != self._threads:
+        if (threads := self._thread_chooser.threads(len(slots))) != self._threads:
             self._context.set_threads(threads, threads)
             self._threads = threads
         for slot in slots:
@@ -275,7 +275,7 @@ class Decoder:
         room = slot.work.room - slot.job.report.tokens.generated
         choose = functools.partial(generation.choose, self._context, room - 1)
         slot.tell(self._drafters[slot.sequence.number].step(generation, room, choose))
-        self._crew.took(time.perf_counter() - began)
+        self._thread_chooser.took(time.perf_counter() - began)
         slot.next = generation.token
         if generation.ended:
             self._end(slot, generation.ended)
@@ -305,7 +305,7 @@ class Decoder:
         finally:
             context.stop_when(None)
         if reader is None:
-            self._crew.took(time.perf_counter() - began)
+            self._thread_chooser.took(time.perf_counter() - began)
         else:
             reader.sequence.move(n)
         for slot in answering:
@@ -400,7 +400,7 @@ class Decoder:
 
     def _stays(self, sequence: Sequence) -> bool:
         """Returns whether a snapshot of the sequence gives the same answers as the sequence."""
-        return not self._limits.exact or sequence.carries_whole or sequence.has_all
+        return not self._limits.exact or sequence.saves_whole_rows or sequence.holds_every_row
 
     def _free(self, slot: Slot) -> None:
         if slot.passes is not None:

@@ -20,17 +20,17 @@ _WINDOW_S = 0.1  # seconds between two measurements of other programs
 _REST = (16, 50)  # pause after a trial, in trial times: starts at 16, doubles each time, ends at 50
 
 
-class Crew:
+class ThreadChooser:
     """Chooses between all threads and fewer threads, by the time that turns take.
 
     Compute threads wait for each other hundreds of times per token. If one thread loses its processor, to another
-    program or to another thread of the server, all threads wait. So the crew sometimes computes a few turns with the
+    program or to another thread of the server, all threads wait. So the chooser sometimes computes a few turns with the
     other number of threads: when other programs use a processor, and when turns are short.
     """
 
     def __init__(self, threads: int, processors: int, others: Callable[[], float | None] | None = None) -> None:
         """others: returns the processors that other programs use, or None if unknown. None: measures them."""
-        self._lock = threading.Lock()  # sessions in several threads may share a crew
+        self._lock = threading.Lock()  # sessions in several threads may share a chooser
         fewer = max(min(threads, processors - 1), 1)
         self._kinds = (_Choice(threads, fewer, 0.0), _Choice(threads, fewer, _QUICK_S))
         self._alone, self._kind = _ALONE, self._kinds[0]
