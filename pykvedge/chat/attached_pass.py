@@ -35,23 +35,23 @@ class AttachedPass:
         self._passage, self._end = Passage(), 0  # recorded pieces, and the position behind them
         self._prompt = False  # whether the passage holds a part of a prompt
         self._requests: Requests | None = None
-        self._sights: Sights | None = None
+        self._recorder: PictureRecorder | None = None
 
     def close(self) -> None:
         """Restores the chat handler, and forgets the recorded pieces."""
         self._forget()
-        if self._sights is not None:
-            self._sights.end()
-            self._sights = None
+        if self._recorder is not None:
+            self._recorder.end()
+            self._recorder = None
 
     def look(self) -> None:
         """Begins to record the pictures of the model's chat handler, if the plan needs a second pass."""
         handler = getattr(self._llm, "chat_handler", None)
-        seen = self._sights.handler if self._sights is not None else None
+        seen = self._recorder.handler if self._recorder is not None else None
         if self._cache.replays and handler is not seen and hasattr(handler, "_mtmd_cpp"):
-            if self._sights is not None:
-                self._sights.end()
-            self._sights = Sights(handler, self._llm.ctx, self._saw)
+            if self._recorder is not None:
+                self._recorder.end()
+            self._recorder = PictureRecorder(handler, self._llm.ctx, self._record_picture)
 
     def read(self, n_before: int, tokens: list[int], generated: bool) -> None:
         """Records tokens read from position n_before on. generated: the tokens belong to an answer."""
@@ -74,7 +74,7 @@ class AttachedPass:
         self._passage.add(TextPiece(tokens))
         self._end = end
 
-    def _saw(self, n_before: int, n_after: int, piece: ImagePiece) -> None:
+    def _record_picture(self, n_before: int, n_after: int, piece: ImagePiece) -> None:
         self._from(n_before)
         self._passage.add(piece)
         self._end, self._prompt = n_after, True
@@ -114,12 +114,12 @@ class AttachedPass:
         vocabulary = Vocabulary(bindings, bindings.llama_get_model(self._llm.ctx))
         self._requests = self._requests or Requests(Composer(vocabulary, None))
         context = Context.lent(self._llm.ctx, vocabulary)
-        sequence = Sequence(Driver.lent(context, cache, self._sights))
+        sequence = Sequence(Driver.lent(context, cache, self._recorder))
         sequence.n_past, sequence.n_cells = self._end, stats.n_tokens
         try:
             room, begins = context.n_ctx - stats.n_tokens, n == stats.n_tokens
             chunks = list(parts(plan, pieces, n, room, self._requests, begins))
-            if self._sights is None and any(isinstance(one, ImagePiece) for part in chunks for one in part.pieces):
+            if self._recorder is None and any(isinstance(one, ImagePiece) for part in chunks for one in part.pieces):
                 raise UnsupportedError("the chat handler was taken away, and with it the pictures")
             sequence.run(sequence.again(chunks, keep_logits=False), "", silent, None)
         finally:
@@ -127,16 +127,16 @@ class AttachedPass:
         return True
 
 
-class Sights:
+class PictureRecorder:
     """Wraps the mtmd of a chat handler, and reports each picture that one context reads.
 
     Has the methods of Vision that decoding a picture needs.
     """
 
-    def __init__(self, handler: Any, context: Any, saw: Any) -> None:
-        """saw(position before, position after, piece) is called for each picture; it must free the piece's chunk."""
+    def __init__(self, handler: Any, context: Any, on_picture: Any) -> None:
+        """on_picture(position before, position after, piece) is called for each picture; it frees the piece's chunk."""
         self.handler, self.mtmd = handler, libraries.mtmd()
-        self._context, self._saw = context, saw
+        self._context, self._on_picture = context, on_picture
         self._inner = handler._mtmd_cpp
         handler._mtmd_cpp = self
 
@@ -169,7 +169,7 @@ class Sights:
             width = bindings.llama_model_n_embd_inp(bindings.llama_get_model(context))
             rows = np.ctypeslib.as_array(mtmd.mtmd_get_output_embd(self.handle), (n, width)).copy()
             piece = ImagePiece(mtmd.mtmd_input_chunk_copy(chunk), n, "", n, rows)
-            self._saw(getattr(n_past, "value", n_past), _value(after), piece)
+            self._on_picture(getattr(n_past, "value", n_past), _value(after), piece)
         return status
 
 

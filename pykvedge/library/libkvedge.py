@@ -13,7 +13,7 @@ import numpy as np
 
 from pykvedge import errors
 from pykvedge.library.native_plan import NativePlan, options_of, plan_budget
-from pykvedge.library.own_stages import OwnStages
+from pykvedge.library.plugin_stages import PluginStages
 from pykvedge.native.abi import DEVICES_AUTO, KEEP_PLACES, Error, ReplayChunk, Saved, Stats, text
 from pykvedge.native.calls import call, lib, raise_
 from pykvedge.plans.plan import Plan
@@ -74,8 +74,8 @@ class Cache:
             self.replays = bool(lib().kvedge_plan_replays(native.handle))  # whether the plan needs a second pass
         self.plan = plan
         self.keeps = False  # whether whole rows are kept
-        self.own = native.own  # these callbacks must live as long as C's copy of the plan
-        self._owns: dict[int, OwnStages] = {}  # for sequences with separate plans
+        self.plugins = native.plugins  # these callbacks must live as long as C's copy of the plan
+        self._sequence_plugins: dict[int, PluginStages] = {}  # for sequences with separate plans
 
     def detach(self) -> None:
         """Returns the context to llama.cpp with empty memory. A second call does nothing."""
@@ -104,7 +104,7 @@ class Cache:
         with NativePlan(plan, profiles, self._later_floor) as native:
             call("set_plan", self.handle, native.handle)
             self.replays = bool(lib().kvedge_plan_replays(native.handle))
-        self.plan, self.own = plan, native.own
+        self.plan, self.plugins = plan, native.plugins
 
     @one_thread
     def set_sequence_plan(
@@ -113,11 +113,11 @@ class Cache:
         """Sets a separate plan for one sequence. None: the cache's plan again. profiles: as in the constructor."""
         if plan is None:
             call("set_sequence_plan", self.handle, sequence, None)
-            self._owns.pop(sequence, None)
+            self._sequence_plugins.pop(sequence, None)
             return
         with NativePlan(plan, profiles, self._later_floor) as native:
             call("set_sequence_plan", self.handle, sequence, native.handle)
-        self._owns[sequence] = native.own
+        self._sequence_plugins[sequence] = native.plugins
 
     @one_thread
     def set_auto_compress(self, on: bool) -> None:
@@ -148,7 +148,7 @@ class Cache:
 
         Raises the errors of kvedge_choose_again.
         """
-        with self._owns.get(sequence, self.own).explained():
+        with self._sequence_plugins.get(sequence, self.plugins).explained():
             call("choose_again", self.handle, sequence)
 
     @one_thread
@@ -159,7 +159,7 @@ class Cache:
     @one_thread
     def compress(self, sequence: int = 0) -> None:
         """Compresses the tokens added since the last compression. Raises PluginError if a plugin's stage fails."""
-        with self._owns.get(sequence, self.own).explained():
+        with self._sequence_plugins.get(sequence, self.plugins).explained():
             call("compress", self.handle, sequence)
 
     def keeps_all(self, sequence: int = 0) -> bool:
@@ -217,7 +217,7 @@ class Cache:
     @one_thread
     def compress_stream(self, sequence: int = 0) -> None:
         """Makes the sequence a stream, and compresses all its tokens to the plan's limit. Raises UnsupportedError."""
-        with self._owns.get(sequence, self.own).explained():
+        with self._sequence_plugins.get(sequence, self.plugins).explained():
             call("compress_stream", self.handle, sequence)
 
     @one_thread
@@ -244,8 +244,8 @@ class Cache:
         error = Error()
         if lib().kvedge_take_error(self.handle, c.byref(error)) != 0 or error.status != 0:
             with ExitStack() as stages:
-                for own in (self.own, *self._owns.values()):
-                    stages.enter_context(own.explained())
+                for plugins in (self.plugins, *self._sequence_plugins.values()):
+                    stages.enter_context(plugins.explained())
                 raise_(error)
 
     @one_thread
@@ -405,6 +405,6 @@ def pending_scores(cache: Cache, layer: int, sequence: int = 0) -> np.ndarray:
     """Returns [Hkv, T] float32: the scorer's scores of the tokens that are not compressed yet. Raises StateError."""
     out = np.empty((shape(cache, layer)[1], cache.stats(sequence).n_pending), np.float32)
     at = out.ctypes.data_as(c.POINTER(c.c_float))
-    with cache.own.explained():
+    with cache.plugins.explained():
         call("pending_scores", cache.handle, sequence, layer, at, out.size)
     return out

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 import numpy as np
 
 from pykvedge import errors
-from pykvedge.library.own_stages import OwnStages
+from pykvedge.library.plugin_stages import PluginStages
 from pykvedge.native.abi import ROTATE_NUMBER, STAGE_NUMBER, GivenArrays, GivenReplay, Options, ReplayChunk
 from pykvedge.native.calls import call, lib
 from pykvedge.plans.plan import Plan
@@ -28,14 +28,14 @@ class NativePlan:
     ) -> None:
         """profiles: for the stages that need one, by stage. later_floor: None: the library's default."""
         self.handle = c.c_void_p()
-        self.own = OwnStages(plan)
+        self.plugins = PluginStages(plan)
         call("plan_create", c.byref(self.handle))
         try:
-            for stage, struct in self.own.structs.items():
+            for stage, struct in self.plugins.structs.items():
                 call(f"plan_add_{stage}", self.handle, c.byref(struct))
             for key, value in plan.as_text().items():
                 stage, _, setting = key.partition(".")
-                if stage not in self.own.unknown and not (setting and stage in self.own.unset):
+                if stage not in self.plugins.unknown and not (setting and stage in self.plugins.unset):
                     call("plan_set", self.handle, key.encode(), value.encode())
             if later_floor is not None:
                 call("plan_set", self.handle, b"later_floor", str(later_floor).encode())
@@ -129,7 +129,7 @@ def compress_arrays(
     second = None if replay is None else _second_pass(replay)
     given = GivenArrays(n_layers, q.shape[1], n_heads_kv, n_tokens, size, *(x.ctypes.data for x in (q, k, v, mask)))
     result = c.c_void_p()
-    with NativePlan(plan, profiles) as native, native.own.explained():
+    with NativePlan(plan, profiles) as native, native.plugins.explained():
         if rotation is not None:
             angles = rotation.angles
             call("plan_set_rotation", native.handle, PAIRS.index(rotation.pairs), angles.ctypes.data, len(angles))

@@ -23,7 +23,7 @@ def _copy(pointer: Any, shape: tuple[int, ...]) -> np.ndarray:
     return np.ctypeslib.as_array(pointer, shape).copy()
 
 
-class OwnStages:
+class PluginStages:
     """The plugin stages of a plan, as structs for kvedge_plan_add_*.
 
     Must live as long as C uses the plan. An exception cannot pass through C, so this object keeps it.
