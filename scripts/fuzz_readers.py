@@ -142,13 +142,13 @@ def wire_format(data: bytes) -> None:
 def tool_calls(data: bytes) -> None:
     """Searches an answer for tool calls, whole and in pieces. Both must find the same calls."""
     text = data.decode("utf-8", "replace")
-    whole, pieces = (reading.Told({"look", "add"}) for _ in range(2))
+    whole, pieces = (reading.JsonCallReading({"look", "add"}) for _ in range(2))
     whole.finish(text)
     for i in range(0, len(text), 7):
         pieces.feed(text[i : i + 7])
     pieces.finish()
-    assert whole.said.text == pieces.said.text and len(whole.said.text) <= len(text)
-    for one, other in zip(whole.said.calls, pieces.said.calls, strict=True):
+    assert whole.parsed.text == pieces.parsed.text and len(whole.parsed.text) <= len(text)
+    for one, other in zip(whole.parsed.calls, pieces.parsed.calls, strict=True):
         assert (one.name, one.arguments) == (other.name, other.arguments)
         assert one.name in ("look", "add") and isinstance(tools.arguments_of(one), dict)
 

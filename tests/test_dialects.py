@@ -50,15 +50,15 @@ def answers(found, text, begun=""):
     whole, pieces = (Parsed(found, begun, clock=lambda: 0.0) for _ in range(2))
     whole.finish(text)
     deltas = [delta for character in text for delta in pieces.feed(character)] + pieces.finish()
-    said = [[(call.name, call.arguments) for call in one.said.calls] for one in (whole, pieces)]
+    said = [[(call.name, call.arguments) for call in one.parsed.calls] for one in (whole, pieces)]
     assert said[0] == said[1]
-    assert "".join(delta.text for delta in deltas).rstrip() == whole.said.text.rstrip()
-    assert "".join(delta.reasoning for delta in deltas).rstrip() == whole.said.reasoning.rstrip()
-    for i, call in enumerate(pieces.said.calls):
+    assert "".join(delta.text for delta in deltas).rstrip() == whole.parsed.text.rstrip()
+    assert "".join(delta.reasoning for delta in deltas).rstrip() == whole.parsed.reasoning.rstrip()
+    for i, call in enumerate(pieces.parsed.calls):
         own = [delta for delta in deltas if delta.call == i]
         assert own[0].name == call.name and own[0].id == call.id and not any(delta.name for delta in own[1:])
         assert "".join(delta.arguments for delta in own) == call.arguments
-    return whole.said.reasoning.strip(), whole.said.text.strip(), [(n, json.loads(a)) for n, a in said[0]], deltas
+    return whole.parsed.reasoning.strip(), whole.parsed.text.strip(), [(n, json.loads(a)) for n, a in said[0]], deltas
 
 
 @pytest.mark.parametrize(
@@ -92,7 +92,7 @@ def test_what_is_known_is_told_at_once():
     assert [delta.text for delta in reading.feed("I look")] == ["I look"]
     (name, *_) = reading.feed('<tool_call>\n{"name": "look", "arguments": {"at": "abc')
     assert name.name == "look"
-    assert reading.said.calls[0].arguments.startswith('{"at": "abc')
+    assert reading.parsed.calls[0].arguments.startswith('{"at": "abc')
     assert [delta.arguments for delta in reading.feed("def")] == ["def"]
 
 
@@ -113,7 +113,7 @@ def test_what_the_dialect_does_not_allow_is_text(text):
 def test_a_call_that_turns_out_to_be_none_is_an_error():
     reading = Parsed(dialect(HERMES), clock=lambda: 0.0)
     reading.feed('<tool_call>\n{"name": "look", "arguments": {"at": "x", ')
-    assert reading.said.calls
+    assert reading.parsed.calls
     with pytest.raises(RequestError) as failed:
         reading.finish("and so on")
     assert failed.value.status == 500

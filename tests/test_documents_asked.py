@@ -21,7 +21,7 @@ from pykvedge.cli.talk import commands
 from pykvedge.cli.talk.chat import Chat, Style
 from pykvedge.serve.asking import Defaults
 from pykvedge.serve.pictures import Sources
-from pykvedge.serve.service import MOST_DOCUMENTS, Service, looked_through
+from pykvedge.serve.service import MAX_DOCUMENTS, Service, parsed_requests
 from pykvedge.serve.wire import ChatRequest, parsed
 
 CODES = ["64UM3", "4LPY5", "2L4T", "EEAUF4"]  # examples/scenes.md
@@ -146,11 +146,11 @@ def test_documents_over_http(server, scenes):
 
 def test_few_requests_wait_for_pages():
     defaults = Defaults(pykvedge.plan("full"), pykvedge.Sampling(), Sources())
-    busy = Service(None, defaults, "m", "f", documents=MOST_DOCUMENTS)
+    busy = Service(None, defaults, "m", "f", documents=MAX_DOCUMENTS)
     chat = parsed(ChatRequest, json.dumps(forms(b"%PDF-", "a.pdf", "x")[0][1]).encode())
     with pytest.raises(pykvedge.RequestError, match="too many requests wait for pages") as refused:
-        asyncio.run(looked_through(busy, SimpleNamespace(scope={}), chat))
-    assert refused.value.status == 503 and busy.documents == MOST_DOCUMENTS
+        asyncio.run(parsed_requests(busy, SimpleNamespace(scope={}), chat))
+    assert refused.value.status == 503 and busy.documents == MAX_DOCUMENTS
 
 
 def test_a_hostile_document_holds_nobody_up(server):

@@ -7,7 +7,7 @@ import pytest
 from rpcserver import Server
 
 from pykvedge.models.gguf import read_header
-from pykvedge.models.placement import Talk, _bytes_per_value, largest, place
+from pykvedge.models.placement import ConversationSize, _bytes_per_value, largest, place
 from pykvedge.models.shape import ModelShape
 from pykvedge.native import ggml
 from pykvedge.reference.kvtypes import KvType
@@ -39,7 +39,7 @@ from pykvedge.native import ggml
 from pykvedge.native.calls import lib
 from pykvedge.runtime.settings import Settings
 from pykvedge.models.gguf import read_header
-from pykvedge.models.placement import Talk
+from pykvedge.models.placement import ConversationSize
 from pykvedge.reference.kvtypes import KvType
 model, rpc = sys.argv[1:3]
 plan = pykvedge.plan("knorm", 0.5)
@@ -52,7 +52,7 @@ for layers, kv_type in [*((n, "f16") for n in range(8)), (-1, "q8_0"), (-1, "f32
         offload = Settings(**how).offload
         tokens = cache.stats().n_tokens
         kept = cache.lengths()[0][0]
-        found = offload.placement(read_header(model), Talk(tokens, kept, KvType.parse(kv_type), 512))
+        found = offload.placement(read_header(model), ConversationSize(tokens, kept, KvType.parse(kv_type), 512))
         there = {i: share.device.name for share in found.shares for i in share.layers}
         print(json.dumps({
             "measured": [name and name.decode() for name in names],
@@ -80,32 +80,32 @@ def test_layers_lie_where_they_are_planned(native, tiny, kvedge, two_servers):
 def test_as_many_layers_as_fit(planned):
     """More memory holds more layers; a device too small for one gets none. Compression does not help the prompt."""
     header, shape = planned
-    talk = Talk(4000, 400, KvType("f16", "f16"), 512, observes=False)
-    everything = place(header, shape, [device("A", 10**6)], talk, -1)
+    conversation = ConversationSize(4000, 400, KvType("f16", "f16"), 512, observes=False)
+    everything = place(header, shape, [device("A", 10**6)], conversation, -1)
     need = everything.shares[0].needed
     assert everything.gpu_layers == 7 and everything.fits and need > 4000 * shape.kv_per_token(2)
     counts = []
     for percent in (2, 30, 60, 80, 95, 110, 200):
-        found = largest(header, shape, [device("A", max(1, int(need * percent / 100 / 0.95 / MIB)))], talk)
+        found = largest(header, shape, [device("A", max(1, int(need * percent / 100 / 0.95 / MIB)))], conversation)
         assert found.fits and sum(len(share.layers) for share in found.shares) == max(found.gpu_layers - 1, 0)
         counts.append(found.gpu_layers)
     assert counts == sorted(counts) and counts[0] == 0 and counts[-1] == 7 and len(set(counts)) > 3
-    assert largest(header, shape, [], talk).gpu_layers == 0
+    assert largest(header, shape, [], conversation).gpu_layers == 0
 
 
 def test_what_lies_on_a_device(planned):
     """The layers' weights add up to the file. Rows in f32 take twice the bytes of f16, rows on the host none."""
     header, shape = planned
-    talk = Talk(1000, 100, KvType("f16", "f16"), 512, observes=False)
-    all_of_it = place(header, shape, [device("A", 1000), device("B", 1000)], talk, -1)
+    conversation = ConversationSize(1000, 100, KvType("f16", "f16"), 512, observes=False)
+    all_of_it = place(header, shape, [device("A", 1000), device("B", 1000)], conversation, -1)
     assert [len(share.layers) for share in all_of_it.shares] == [4, 2] and all_of_it.shares[1].output
     sizes = [share.weights for share in all_of_it.shares]
     assert 0.9 * header.file_size < sum(sizes) + 1000 * shape.n_embd * 4 and sum(sizes) < header.file_size
-    wide = replace(talk, kv_type=KvType("f32", "f32"))
+    wide = replace(conversation, kv_type=KvType("f32", "f32"))
     double = place(header, shape, [device("A", 1000), device("B", 1000)], wide, -1)
     for one, two in zip(all_of_it.shares, double.shares, strict=True):
         assert two.kv_prompt == 2 * one.kv_prompt and two.weights == one.weights
-    on_host = place(header, shape, [device("A", 1000)], replace(talk, kv_type=None), -1)
+    on_host = place(header, shape, [device("A", 1000)], replace(conversation, kv_type=None), -1)
     assert on_host.shares[0].kv_prompt == 0
 
 
@@ -136,14 +136,14 @@ def test_auto_makes_room_for_the_context_of_the_session(monkeypatch):
         pass
 
     def loading(path, offload, *rest):
-        raise ReachedError(offload.talk)
+        raise ReachedError(offload.conversation)
 
     monkeypatch.setattr(loaded, "Model", loading)
     settings = Settings(gpu_layers="auto", n_ctx=9999, kv_type="q8_0")
     with pytest.raises(ReachedError) as reached:
         loaded.borrow("model.gguf", None, settings, loaded.silent, None)
-    talk = reached.value.args[0]
-    assert talk.prompt_tokens == 9999 and talk.kv_type == KvType("q8_0", "q8_0")
+    conversation = reached.value.args[0]
+    assert conversation.prompt_tokens == 9999 and conversation.kv_type == KvType("q8_0", "q8_0")
 
 
 @pytest.mark.parametrize(("kv_type", "read", "stored"), [

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from pykvedge.serve.reading import Told
+from pykvedge.serve.reading import JsonCallReading
 from pykvedge.serve.tools import arguments_of, forced_schema
 from pykvedge.serve.wire import Tool
 
@@ -13,9 +13,9 @@ NAMES = {"look", "add"}
 
 
 def found(text):
-    answer = Told(NAMES)
+    answer = JsonCallReading(NAMES)
     answer.finish(text)
-    return answer.said.text, [(call.name, arguments_of(call)) for call in answer.said.calls]
+    return answer.parsed.text, [(call.name, arguments_of(call)) for call in answer.parsed.calls]
 
 
 @pytest.mark.parametrize(
@@ -46,7 +46,7 @@ def test_other_text_stays_as_it_is(text):
 
 @pytest.mark.parametrize("text", [f"a <b> ```c``` <tool_call>{ONE}</tool_call>d", f"```json\n{ONE}```", ONE, "[1] <to"])
 def test_text_comes_at_once_and_calls_when_they_are_whole(text):
-    answer = Told(NAMES)
+    answer = JsonCallReading(NAMES)
     told, calls = "", []
     for i, piece in enumerate(text):
         for delta in answer.feed(piece):

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from pykvedge.fit.imagework import ImageWork
     from pykvedge.models.gguf import Header
     from pykvedge.models.imagetokens import ImageGrid
-    from pykvedge.models.placement import Placement, Talk
+    from pykvedge.models.placement import ConversationSize, Placement
     from pykvedge.plans.plan import Plan
 
 _COUNT = click.IntRange(0, 10**6)
@@ -150,7 +150,7 @@ def _request(
     kept = options.keep(given).get("keep_type", "f16")
     request = Request(plan, n_images, max(read), given["text_tokens"], how["n_ctx"], how["kv_type"], threads,
                       given["keep"] or "", sum(read) if len(read) > 1 else 0, kept)  # fmt: skip
-    placement = options.offload(given).placement(header, _talk(request))
+    placement = options.offload(given).placement(header, _conversation_size(request))
     weights = Weights.of(header, placement.away)
     if not projector or not largest or not n_images:
         return Files(shape, weights, program, encoder), request, placement, None
@@ -179,14 +179,14 @@ def _grids(model: Header, projector: Header, sizes: list[tuple[int, int]], given
         return imagecount.count(model, projector, sizes, asked)
 
 
-def _talk(request: Request) -> Talk:
+def _conversation_size(request: Request) -> ConversationSize:
     from pykvedge.library.native_plan import plan_budget, score_bytes
-    from pykvedge.models.placement import Talk
+    from pykvedge.models.placement import ConversationSize
     from pykvedge.runtime.llama_context import N_UBATCH
 
     n = request.prompt_tokens
     observes = score_bytes(request.plan, n, [(1, 1, 8)]) > 0
-    return Talk(n, plan_budget(request.plan, n), KvType.parse(request.kv_type), N_UBATCH, observes)
+    return ConversationSize(n, plan_budget(request.plan, n), KvType.parse(request.kv_type), N_UBATCH, observes)
 
 
 def _sizes(given: dict[str, Any], projector: Header | None) -> list[tuple[int, int]]:

@@ -37,7 +37,7 @@ class Call:
 
 
 @dataclass(frozen=True)
-class Said:
+class ParsedAnswer:
     """The parts of an answer: text, reasoning, and calls of tools."""
 
     text: str = ""
@@ -71,16 +71,16 @@ class Dialect:
             raise LibraryError(f"a parser of answers cannot be read: {template_worker.taken(self._library, why)}")
         dropped.add(self, functools.partial(self._library.kvedge_chat_close, self._parser))
 
-    def read(self, text: str, partial: bool = False) -> Said | None:
+    def read(self, text: str, partial: bool = False) -> ParsedAnswer | None:
         """Reads an answer. partial: the text may continue. Returns None for an answer that is not in this dialect."""
         data, answer = text.encode("utf-8", "replace"), ctypes.c_void_p()
         failed = self._library.kvedge_chat_read(self._parser, data, len(data), partial, ctypes.byref(answer))
         found = template_worker.taken(self._library, answer)
         if failed:
             return None
-        said = json.loads(found)
-        calls = tuple(Call(call["name"], call["arguments"], call["id"]) for call in said["tool_calls"])
-        return Said(said["content"], said["reasoning_content"], calls)
+        parsed = json.loads(found)
+        calls = tuple(Call(call["name"], call["arguments"], call["id"]) for call in parsed["tool_calls"])
+        return ParsedAnswer(parsed["content"], parsed["reasoning_content"], calls)
 
 
 class Dialects:

@@ -15,7 +15,7 @@ from pykvedge.errors import DeviceError, KvedgeWarning, ModelError, UsageError
 
 if TYPE_CHECKING:
     from pykvedge.models.gguf import Header
-    from pykvedge.models.placement import Placement, Talk
+    from pykvedge.models.placement import ConversationSize, Placement
     from pykvedge.native import ggml
     from pykvedge.native.ggml import Device
 
@@ -32,7 +32,7 @@ class Offload:
     gpu_layers: int | str | None = None  # layers on devices; -1: all, "auto": as many as fit, None: llama.cpp's default
     device: str = AUTO  # "auto": all devices; "none"; or names, as in "CUDA0,RPC0"
     rpc: str = ""  # servers, as in "HOST:PORT,HOST:PORT"; their devices join this machine's devices
-    talk: Talk | None = field(default=None, compare=False)  # gpu_layers "auto" leaves room for this conversation
+    conversation: ConversationSize | None = field(default=None, compare=False)  # gpu_layers "auto" leaves room for it
 
     def __post_init__(self) -> None:
         if isinstance(self.gpu_layers, str) and self.gpu_layers != AUTO:
@@ -124,22 +124,22 @@ class Offload:
 
     def _most(self, header: Header, devices: list[Device]) -> int:
         try:
-            return self._placed(header, self.talk, devices).gpu_layers if self.talk is not None else 0
+            return self._placed(header, self.conversation, devices).gpu_layers if self.conversation is not None else 0
         except ModelError:  # the file lacks metadata for a plan
             return 0
 
-    def placement(self, header: Header, talk: Talk) -> Placement:
+    def placement(self, header: Header, size: ConversationSize) -> Placement:
         """Computes the memory of a model's layers on the devices. Raises what `devices` raises, and ModelError."""
-        return self._placed(header, talk, self.devices())
+        return self._placed(header, size, self.devices())
 
-    def _placed(self, header: Header, talk: Talk, devices: list[Device]) -> Placement:
+    def _placed(self, header: Header, size: ConversationSize, devices: list[Device]) -> Placement:
         from pykvedge.models import placement
         from pykvedge.models.shape import ModelShape
 
         shape = ModelShape.of(header)
         if isinstance(self.gpu_layers, str):
-            return placement.largest(header, shape, devices, talk)
-        return placement.place(header, shape, devices, talk, -1 if self.gpu_layers is None else self.gpu_layers)
+            return placement.largest(header, shape, devices, size)
+        return placement.place(header, shape, devices, size, -1 if self.gpu_layers is None else self.gpu_layers)
 
 
 def _words(text: str) -> list[str]:

@@ -25,7 +25,7 @@ _MOST_SPARE = 512 << 20
 
 
 @dataclass(frozen=True)
-class Talk:
+class ConversationSize:
     """A conversation for which the devices need room."""
 
     prompt_tokens: int
@@ -97,7 +97,9 @@ def assigned(n_layers: int, gpu_layers: int, free: Sequence[int]) -> list[int | 
     ]
 
 
-def place(header: Header, shape: ModelShape, devices: Sequence[Device], talk: Talk, gpu_layers: int) -> Placement:
+def place(
+    header: Header, shape: ModelShape, devices: Sequence[Device], size: ConversationSize, gpu_layers: int
+) -> Placement:
     """Computes the memory of a model on the devices. gpu_layers: -1 for all. Raises ModelError as ModelShape.of."""
     n_layers = int(header.values[f"{header.architecture}.block_count"])
     count = n_layers + 1 if gpu_layers < 0 else min(gpu_layers, n_layers + 1)
@@ -113,16 +115,16 @@ def place(header: Header, shape: ModelShape, devices: Sequence[Device], talk: Ta
         if indices or output:
             weights = sum(tensor_bytes(header.tensors[name]) or 0 for name in mine if name in header.tensors)
             kept = [layer for layer in shape.layers if layer.index in indices]
-            shares.append(_share(device, indices, output, weights, kept, shape, talk))
+            shares.append(_share(device, indices, output, weights, kept, shape, size))
     away = frozenset(name for name, layer in layer_of.items() if layer is not None and where[layer] is not None)
     return Placement(count if shares else 0, n_layers, tuple(shares), away)
 
 
-def largest(header: Header, shape: ModelShape, devices: Sequence[Device], talk: Talk) -> Placement:
+def largest(header: Header, shape: ModelShape, devices: Sequence[Device], size: ConversationSize) -> Placement:
     """Returns the placement with the most device layers that fit; maybe none."""
     n_layers = int(header.values[f"{header.architecture}.block_count"])
-    tried = (place(header, shape, devices, talk, n) for n in range(n_layers + 1, 0, -1))
-    return next((found for found in tried if found.fits), place(header, shape, devices, talk, 0))
+    tried = (place(header, shape, devices, size, n) for n in range(n_layers + 1, 0, -1))
+    return next((found for found in tried if found.fits), place(header, shape, devices, size, 0))
 
 
 def _layer_of(name: str, n_layers: int) -> int | None:
@@ -141,20 +143,20 @@ def _share(
     weights: int,
     kept: list[Layer],
     shape: ModelShape,
-    talk: Talk,
+    size: ConversationSize,
 ) -> Share:
-    n_ubatch = min(talk.n_ubatch, talk.prompt_tokens)
-    slots = _slots(talk.prompt_tokens)
+    n_ubatch = min(size.n_ubatch, size.prompt_tokens)
+    slots = _slots(size.prompt_tokens)
     width = sum(layer.width for layer in kept)
-    read, stored = _bytes_per_value(talk.kv_type, shape)
+    read, stored = _bytes_per_value(size.kv_type, shape)
     working = shape.compute(n_ubatch)
     if kept and read:
         working += mask_bytes(slots, n_ubatch)
         if shape.head_k not in _FLASH:
             working += 2 * 4 * n_ubatch * slots * shape.n_head
-        if talk.observes:
+        if size.observes:
             working += _SUMS + len(kept) * n_ubatch * shape.n_head * shape.head_k * 4
-    kept_bytes = int(width * stored * _slots(talk.kept_tokens))
+    kept_bytes = int(width * stored * _slots(size.kept_tokens))
     return Share(device, indices, output, weights, int(width * read * slots), kept_bytes, working)
 
 

@@ -300,9 +300,9 @@ class Settings:
         """Returns the devices of the model's layers. Raises UsageError."""
         if not isinstance(self.gpu_layers, str):
             return Offload(self.gpu_layers, self.device, self.rpc)
-        from pykvedge.models.placement import Talk
+        from pykvedge.models.placement import ConversationSize
         from pykvedge.runtime.llama_context import DEFAULT_CTX, N_UBATCH
 
         tokens = self.n_ctx or DEFAULT_CTX
         kv_type = None if self.bounded or self.stream else KvType.parse(self.kv_type)
-        return Offload(self.gpu_layers, self.device, self.rpc, Talk(tokens, tokens, kv_type, N_UBATCH))
+        return Offload(self.gpu_layers, self.device, self.rpc, ConversationSize(tokens, tokens, kv_type, N_UBATCH))

@@ -11,7 +11,7 @@ from pydantic import Field, model_validator
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 
-from pykvedge.models.dialect import Said
+from pykvedge.models.dialect import ParsedAnswer
 from pykvedge.runtime.report import Report
 from pykvedge.serve import completions, errors, wire
 from pykvedge.serve import tools as calling
@@ -148,9 +148,9 @@ async def answer(service: Service, http: HttpRequest, given: MessagesRequest) ->
     if given.stream:
         return EventStream(_message_events(service, chat, waiting, await begun(waiting)))
     report = (await complete(waiting))[0].report
-    said = await whole(chat, waiting, 0, report)
-    why = _ended(chat, waiting.jobs[0], bool(said.calls))
-    return JSONResponse({**_message_head(service), "content": _blocks(said), **why, "usage": _counted(report)})
+    parsed = await whole(chat, waiting, 0, report)
+    why = _ended(chat, waiting.jobs[0], bool(parsed.calls))
+    return JSONResponse({**_message_head(service), "content": _blocks(parsed), **why, "usage": _counted(report)})
 
 
 async def count(service: Service, http: HttpRequest, given: CountRequest) -> Response:
@@ -228,13 +228,13 @@ def _ended(chat: ChatRequest, job: Job, called: bool) -> Object:
     return {"stop_reason": why, "stop_sequence": text if why == "stop_sequence" else None}
 
 
-def _blocks(said: Said) -> list[Object]:
+def _blocks(parsed: ParsedAnswer) -> list[Object]:
     blocks: list[Object] = []
-    if said.reasoning:
-        blocks.append({"type": "thinking", "thinking": said.reasoning, "signature": ""})
-    if said.text or not said.calls:
-        blocks.append({"type": "text", "text": said.text})
-    for call in said.calls:
+    if parsed.reasoning:
+        blocks.append({"type": "thinking", "thinking": parsed.reasoning, "signature": ""})
+    if parsed.text or not parsed.calls:
+        blocks.append({"type": "text", "text": parsed.text})
+    for call in parsed.calls:
         blocks.append({"type": "tool_use", "id": call.id, "name": call.name, "input": calling.arguments_of(call)})
     return blocks
 
@@ -268,7 +268,7 @@ async def _message_events(service: Service, chat: ChatRequest, waiting: Waiting,
                     yield blocks.written(delta)
                 if done is not None:
                     yield blocks.end()
-                    why = _ended(chat, waiting.jobs[0], bool(answer.said.calls))
+                    why = _ended(chat, waiting.jobs[0], bool(answer.parsed.calls))
                     yield wire.event_line("message_delta", delta=why, usage=_counted(done.report))
                     yield wire.event_line("message_stop")
         except Exception as failed:

@@ -16,13 +16,13 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
-from pykvedge.models.dialect import Call, Said
+from pykvedge.models.dialect import Call, ParsedAnswer
 from pykvedge.runtime.logprobs import Alternative, Token
 from pykvedge.runtime.report import Report
 from pykvedge.serve import errors
 from pykvedge.serve.job import READING, Done, Event, Job, Step, Text
 from pykvedge.serve.reading import LONG, Delta, Reading, reading
-from pykvedge.serve.service import Service, looked_through
+from pykvedge.serve.service import Service, parsed_requests
 from pykvedge.serve.waiting import Waiting
 from pykvedge.serve.wire import ChatRequest, Prompted
 from pykvedge.system.guard import undoing
@@ -42,8 +42,8 @@ async def answer(service: Service, http: HttpRequest, given: ChatRequest) -> Res
     waiting = await asked(service, http, given)
     if not given.stream:
         done = await complete(waiting)
-        said = [await whole(given, waiting, i, one.report) for i, one in enumerate(done)]
-        return JSONResponse(completion(service, given, done, said))
+        parsed = [await whole(given, waiting, i, one.report) for i, one in enumerate(done)]
+        return JSONResponse(completion(service, given, done, parsed))
     at_once = given.kvedge is not None and given.kvedge.progress
     events = waiting.events() if at_once else await begun(waiting, given.return_progress)
     return EventStream(Chunks(service, given, waiting).written(events))
@@ -57,7 +57,7 @@ async def asked(
     count_only: counts the tokens of the prompt, without an answer. joined: as in Waiting.
     """
     service.check_model(given[0].model)
-    requests = await looked_through(service, http, *given)
+    requests = await parsed_requests(service, http, *given)
     waiting = Waiting(service.scheduler, http, joined)
     with undoing(waiting.close):
         for one, request in zip(given, requests, strict=True):
@@ -154,18 +154,18 @@ async def read(answer: Reading, text: str, last: bool = False) -> list[Delta]:
     return await asyncio.to_thread(take, text) if answer.is_long or len(text) > LONG else take(text)
 
 
-async def whole(given: ChatRequest, waiting: Waiting, number: int, report: Report) -> Said:
+async def whole(given: ChatRequest, waiting: Waiting, number: int, report: Report) -> ParsedAnswer:
     """Parses a complete answer. Raises RequestError."""
     answer = reading_of(given, waiting, number)
     await read(answer, report.text, last=True)
-    said = answer.said
-    return replace(said, text=said.text.strip()) if said.calls else said
+    parsed = answer.parsed
+    return replace(parsed, text=parsed.text.strip()) if parsed.calls else parsed
 
 
-def completion(service: Service, given: ChatRequest, done: list[Done], said: list[Said]) -> dict[str, Any]:
+def completion(service: Service, given: ChatRequest, done: list[Done], parsed: list[ParsedAnswer]) -> dict[str, Any]:
     """Returns the chat completion object of complete answers."""
     choices = []
-    for i, (report, one) in enumerate(zip((one.report for one in done), said, strict=True)):
+    for i, (report, one) in enumerate(zip((one.report for one in done), parsed, strict=True)):
         content = one.text or (None if one.calls else "")
         message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
         if one.reasoning:
@@ -181,7 +181,7 @@ def completion(service: Service, given: ChatRequest, done: list[Done], said: lis
     return {
         **about(service, "chat.completion"),
         "choices": choices,
-        "usage": usage([one.report for one in done], reasoned(service, said)),
+        "usage": usage([one.report for one in done], reasoned(service, parsed)),
         "timings": timings(done[0].report),
         "kvedge": figures(done),
     }
@@ -218,10 +218,10 @@ def _finish_as_asked(given: ChatRequest, finish: str | None) -> str | None:
     return "function_call" if given.functions and finish == "tool_calls" else finish
 
 
-def reasoned(service: Service, said: Iterable[Said]) -> int:
+def reasoned(service: Service, parsed: Iterable[ParsedAnswer]) -> int:
     """Returns the number of tokens of the reasoning in answers."""
     model = service.scheduler.loan.model
-    return sum(len(model.tokenize(one.reasoning, special=False)) for one in said if one.reasoning)
+    return sum(len(model.tokenize(one.reasoning, special=False)) for one in parsed if one.reasoning)
 
 
 def usage(reports: list[Report], reasoning: int = 0, n: int = 0) -> dict[str, Any]:
@@ -359,7 +359,7 @@ class Chunks:
             else:
                 if self._usage:
                     done = [self._done[i] for i in sorted(self._done)]
-                    reasoning = reasoned(self._service, [one.said for one in self._answers])
+                    reasoning = reasoned(self._service, [one.parsed for one in self._answers])
                     last = {**self._head, "choices": [], "usage": usage([one.report for one in done], reasoning)}
                     last |= {"timings": timings(done[0].report), "kvedge": figures(done)}
                     end = data_line(last) + end
@@ -367,15 +367,15 @@ class Chunks:
 
     async def _lines(self, events: Events) -> AsyncIterator[str]:
         """Yields the lines before the end of the last answer. Leaves the last lines in `_last`, for the end."""
-        said = time.monotonic()
+        sent_s = time.monotonic()
         async for number, event in events:
-            if isinstance(event, Step) and self._progress and event.share < 1 and time.monotonic() - said < _STEP_S:
+            if isinstance(event, Step) and self._progress and event.share < 1 and time.monotonic() - sent_s < _STEP_S:
                 continue
             lines = await self._of(number, event)
             if len(self._done) == len(self._waiting.jobs):
                 self._last = lines
             elif lines:
-                said = time.monotonic()
+                sent_s = time.monotonic()
                 yield "".join(lines)
 
     async def _of(self, number: int, event: Event) -> list[str]:
@@ -394,7 +394,7 @@ class Chunks:
         lines = read_on + self._told(number, await read(answer, "", last=True))
         if self._tokens.get(number):
             lines += self._told(number, [Delta()])
-        finish = _finish(event.report, bool(answer.said.calls))
+        finish = _finish(event.report, bool(answer.parsed.calls))
         return [*lines, self._chunk(number, {}, finish=finish, more={"timings": timings(event.report)})]
 
     def _told(self, number: int, deltas: list[Delta]) -> list[str]:

@@ -19,7 +19,7 @@ from pykvedge.models.model import Model
 from pykvedge.models.prompt import FALLBACK
 from pykvedge.runtime.sampling import Sampling
 from pykvedge.serve.guarding import OWNER
-from pykvedge.serve.service import Service, looked_through
+from pykvedge.serve.service import Service, parsed_requests
 from pykvedge.serve.wire import ChatRequest, Wire
 
 _MOST_TEXT = 1 << 19  # most characters or tokens to convert at once
@@ -160,7 +160,7 @@ async def detokenize(service: Service, http: HttpRequest, given: DetokenizeReque
 
 async def apply_template(service: Service, http: HttpRequest, given: ChatRequest) -> Response:
     """POST /apply-template: the prompt of a conversation, which a client can change and send to /completion."""
-    [request] = await looked_through(service, http, given)
+    [request] = await parsed_requests(service, http, given)
     if given.add_generation_prompt is False and given.messages[-1].role != "assistant":
         request = replace(request, values={**request.values, "add_generation_prompt": False})
     return JSONResponse({"prompt": await asyncio.to_thread(service.scheduler.preparer.written, request)})

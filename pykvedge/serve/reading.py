@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from pykvedge.errors import RequestError
-from pykvedge.models.dialect import Call, Dialect, Said
+from pykvedge.models.dialect import Call, Dialect, ParsedAnswer
 from pykvedge.runtime.generation import mark_begun
 from pykvedge.serve import tools as calling
 from pykvedge.serve.asking import text_of
@@ -46,17 +46,17 @@ class Delta:
 class Reading:
     """Parses an answer piece by piece. This base class treats the whole answer as text.
 
-    said: sum of all deltas so far; its calls have ids. is_long: the next parsing may block the event loop noticeably.
+    parsed: sum of all deltas so far; its calls have ids. is_long: the next parsing may block the event loop noticeably.
     """
 
     is_long = False
 
     def __init__(self) -> None:
-        self.said = Said()
+        self.parsed = ParsedAnswer()
 
     def feed(self, text: str) -> list[Delta]:
         """Takes the next piece of text. Returns what became certain."""
-        self.said = replace(self.said, text=self.said.text + text)
+        self.parsed = replace(self.parsed, text=self.parsed.text + text)
         return [Delta(text)]
 
     def finish(self, text: str = "") -> list[Delta]:
@@ -69,7 +69,7 @@ def reading(given: ChatRequest, dialect: Dialect | None) -> Reading:
     if dialect is not None:
         return Parsed(dialect, "\n".join(map(text_of, last.parts)) if last.role == "assistant" else "")
     tools = calling.offered(given)
-    return Told({tool.function.name for tool in tools}) if tools else Reading()
+    return JsonCallReading({tool.function.name for tool in tools}) if tools else Reading()
 
 
 class Parsed(Reading):
@@ -80,7 +80,7 @@ class Parsed(Reading):
         super().__init__()
         self._dialect, self._clock, self._text = dialect, clock, begun
         self._due = 0.0
-        self._before = (dialect.read(begun, True) or Said(begun)) if begun else Said()
+        self._before = (dialect.read(begun, True) or ParsedAnswer(begun)) if begun else ParsedAnswer()
 
     @property
     def is_long(self) -> bool:  # type: ignore[override]
@@ -94,45 +94,46 @@ class Parsed(Reading):
         found = self._dialect.read(self._text, True)
         ended = self._clock()
         self._due = ended + _REST * (ended - began)
-        return self._told(self._without(found), whole=False) if found is not None else []
+        return self._deltas(self._without(found), whole=False) if found is not None else []
 
     def finish(self, text: str = "") -> list[Delta]:
         self._text += text
         found = self._dialect.read(self._text)
         if found is None:
-            if self.said.calls:
+            if self.parsed.calls:
                 raise RequestError(500, "the model began a call of a tool, and wrote what is none", "invalid_call")
             found = self._unread()
-        return self._told(self._without(found), whole=True)
+        return self._deltas(self._without(found), whole=True)
 
-    def _unread(self) -> Said:
+    def _unread(self) -> ParsedAnswer:
         """Returns an answer that breaks the dialect: its longest valid beginning, and the rest as text."""
-        text, found = self._text, Said()
+        text, found = self._text, ParsedAnswer()
         fits, fails = 0, len(text)
         while fails - fits > 1:  # binary search for the longest valid beginning
             middle = (fits + fails) // 2
-            said = self._dialect.read(text[:middle])
-            if said is None:
+            parsed = self._dialect.read(text[:middle])
+            if parsed is None:
                 fails = middle
             else:
-                fits, found = middle, said
+                fits, found = middle, parsed
         at = text.find(found.reasoning) + len(found.reasoning) if found.reasoning else 0
         at = text.find(found.text, at) + len(found.text) if found.text else at
-        return Said(found.text + text[at:], found.reasoning)
+        return ParsedAnswer(found.text + text[at:], found.reasoning)
 
-    def _without(self, found: Said) -> Said:
+    def _without(self, found: ParsedAnswer) -> ParsedAnswer:
         before = self._before
-        return Said(found.text.removeprefix(before.text), found.reasoning.removeprefix(before.reasoning), found.calls)
+        text, reasoning = found.text.removeprefix(before.text), found.reasoning.removeprefix(before.reasoning)
+        return ParsedAnswer(text, reasoning, found.calls)
 
-    def _told(self, found: Said, whole: bool) -> list[Delta]:
+    def _deltas(self, found: ParsedAnswer, whole: bool) -> list[Delta]:
         """Returns deltas for new parts. A part that contradicts earlier deltas waits. whole: the answer is complete."""
         deltas = []
-        reasoning, text = _added(self.said.reasoning, found.reasoning), _added(self.said.text, found.text)
+        reasoning, text = _added(self.parsed.reasoning, found.reasoning), _added(self.parsed.text, found.text)
         if reasoning:
             deltas.append(Delta(reasoning=reasoning))
         if text:
             deltas.append(Delta(text))
-        calls = list(self.said.calls)
+        calls = list(self.parsed.calls)
         for i, call in enumerate(found.calls):
             if i == len(calls):
                 if not call.name or not (call.arguments or whole or i + 1 < len(found.calls)):
@@ -142,13 +143,13 @@ class Parsed(Reading):
             if arguments := _added(calls[i].arguments, call.arguments):
                 calls[i] = Call(calls[i].name, calls[i].arguments + arguments, calls[i].id)
                 deltas.append(Delta(call=i, arguments=arguments))
-        self.said = Said(self.said.text + text, self.said.reasoning + reasoning, tuple(calls))
-        if whole and not _agree(self.said, found):
+        self.parsed = ParsedAnswer(self.parsed.text + text, self.parsed.reasoning + reasoning, tuple(calls))
+        if whole and not _agree(self.parsed, found):
             raise RequestError(500, "the model wrote what cannot be told as it was begun to be", "invalid_call")
         return deltas
 
 
-class Told(Reading):
+class JsonCallReading(Reading):
     """Parses an answer with calls as JSON. Holds back text that may be a call until that is decided."""
 
     def __init__(self, names: set[str]) -> None:
@@ -210,8 +211,8 @@ class Told(Reading):
         deltas = []
         for call in calls:
             made = Call(call.name, call.arguments, new_id())
-            deltas.append(Delta(call=len(self.said.calls), id=made.id, name=made.name, arguments=made.arguments))
-            self.said = Said(self.said.text, "", (*self.said.calls, made))
+            deltas.append(Delta(call=len(self.parsed.calls), id=made.id, name=made.name, arguments=made.arguments))
+            self.parsed = ParsedAnswer(self.parsed.text, "", (*self.parsed.calls, made))
         return deltas
 
 
@@ -220,13 +221,13 @@ def new_id() -> str:
     return f"call_{secrets.token_hex(12)}"
 
 
-def _added(told: str, found: str) -> str:
-    return found[len(told) :] if found.startswith(told) else ""
+def _added(sent: str, found: str) -> str:
+    return found[len(sent) :] if found.startswith(sent) else ""
 
 
-def _agree(told: Said, found: Said) -> bool:
-    """Returns whether all deltas together equal the parsed answer, except blanks at the end of a text."""
-    texts = ((told.text, found.text), (told.reasoning, found.reasoning))
+def _agree(sent: ParsedAnswer, found: ParsedAnswer) -> bool:
+    """Returns whether all deltas together equal the sent answer, except blanks at the end of a text."""
+    texts = ((sent.text, found.text), (sent.reasoning, found.reasoning))
     if not all(one == other or one.rstrip() == other.rstrip() for one, other in texts):
         return False
-    return [(call.name, call.arguments) for call in told.calls] == [(call.name, call.arguments) for call in found.calls]
+    return [(call.name, call.arguments) for call in sent.calls] == [(call.name, call.arguments) for call in found.calls]

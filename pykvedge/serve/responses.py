@@ -13,7 +13,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 
 from pykvedge.errors import RequestError
-from pykvedge.models.dialect import Call, Said
+from pykvedge.models.dialect import Call, ParsedAnswer
 from pykvedge.runtime.report import Report
 from pykvedge.serve import completions, errors, wire
 from pykvedge.serve.completions import Events, EventStream
@@ -150,26 +150,26 @@ async def answer(service: Service, http: HttpRequest, given: ResponsesRequest) -
     if given.stream:
         return EventStream(_response_events(service, given, chat, waiting, await completions.begun(waiting)))
     report = (await completions.complete(waiting))[0].report
-    said = await completions.whole(chat, waiting, 0, report)
-    return JSONResponse(_response(service, given, report, said, _output(said), _number("resp")))
+    parsed = await completions.whole(chat, waiting, 0, report)
+    return JSONResponse(_response(service, given, report, parsed, _output(parsed), _number("resp")))
 
 
 def _of_responses(given: ResponsesRequest) -> ChatRequest:
-    said: list[Object] = [{"role": "system", "content": given.instructions}] if given.instructions else []
+    messages: list[Object] = [{"role": "system", "content": given.instructions}] if given.instructions else []
     items = [MessageItem(role="user", content=given.input)] if isinstance(given.input, str) else given.input
     thought = ""
     for item in items:
         if isinstance(item, ReasoningItem):
             thought += "\n".join(part.text for part in item.content or [])
             continue
-        turn, before = _said(item), said[-1] if said else {}
+        turn, before = _message_of(item), messages[-1] if messages else {}
         if "tool_calls" in turn and before.get("role") == "assistant":  # both are parts of one answer
             before["tool_calls"] = [*before.get("tool_calls", []), *turn["tool_calls"]]
             continue
         if turn["role"] == "assistant" and thought:
             turn["reasoning_content"] = thought
         thought = ""
-        said.append(turn)
+        messages.append(turn)
     tools = [{"type": "function", "function": tool.model_dump(exclude={"type"})} for tool in given.tools or []]
     choice: Any = given.tool_choice
     if isinstance(choice, ChosenTool):
@@ -179,12 +179,12 @@ def _of_responses(given: ResponsesRequest) -> ChatRequest:
         form = {"type": "json_schema", "json_schema": {"name": form.get("name"), "schema": form.get("schema")}}
     same = {name: getattr(given, name) for name in ("model", "stream", "temperature", "top_p", "parallel_tool_calls")}
     effort = (given.reasoning or {}).get("effort")
-    return wire.chat_request({**same, "reasoning_effort": effort, "messages": said, "tools": tools or None,
+    return wire.chat_request({**same, "reasoning_effort": effort, "messages": messages, "tools": tools or None,
                               "max_tokens": given.max_output_tokens, "tool_choice": choice, "response_format": form,
                               "kvedge": given.kvedge})  # fmt: skip
 
 
-def _said(item: MessageItem | CallItem | CallOutputItem) -> Object:
+def _message_of(item: MessageItem | CallItem | CallOutputItem) -> Object:
     if isinstance(item, CallItem):
         function = {"name": item.name, "arguments": item.arguments}
         return {"role": "assistant", "tool_calls": [{"id": item.call_id, "function": function}]}
@@ -242,13 +242,13 @@ def _call_item(number: str, call: Call, status: str) -> Object:
             "arguments": call.arguments}  # fmt: skip
 
 
-def _output(said: Said) -> list[Object]:
+def _output(parsed: ParsedAnswer) -> list[Object]:
     out: list[Object] = []
-    if said.reasoning:
-        out.append(_thinking_item(_number("rs"), said.reasoning, "completed"))
-    if said.text or not said.calls:
-        out.append(_message_item(_number("msg"), said.text, "completed"))
-    return [*out, *(_call_item(_number("fc"), call, "completed") for call in said.calls)]
+    if parsed.reasoning:
+        out.append(_thinking_item(_number("rs"), parsed.reasoning, "completed"))
+    if parsed.text or not parsed.calls:
+        out.append(_message_item(_number("msg"), parsed.text, "completed"))
+    return [*out, *(_call_item(_number("fc"), call, "completed") for call in parsed.calls)]
 
 
 def _number(kind: str) -> str:
@@ -256,11 +256,11 @@ def _number(kind: str) -> str:
 
 
 def _response(
-    service: Service, given: ResponsesRequest, report: Report, said: Said, output: list[Object], number: str
+    service: Service, given: ResponsesRequest, report: Report, parsed: ParsedAnswer, output: list[Object], number: str
 ) -> Object:
     cut = report.finish in ("length", "context")
     head = _response_head(service, given, number, "incomplete" if cut else "completed")
-    counts = completions.usage([report], completions.reasoned(service, [said]))
+    counts = completions.usage([report], completions.reasoned(service, [parsed]))
     counted = {
         "input_tokens": counts["prompt_tokens"],
         "input_tokens_details": counts["prompt_tokens_details"],
@@ -285,7 +285,7 @@ async def _response_events(
                     yield items.written(delta)
                 if done is not None:
                     yield items.end()
-                    made = _response(service, given, done.report, answer.said, items.done, number)
+                    made = _response(service, given, done.report, answer.parsed, items.done, number)
                     kind = "response.incomplete" if made["incomplete_details"] else "response.completed"
                     yield items.event(kind, response=made)
         except Exception as failed:

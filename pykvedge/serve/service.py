@@ -23,7 +23,7 @@ from pykvedge.serve.wire import ChatRequest, Prompted
 
 _QUICK = 100_000  # bytes outside pictures: smaller requests are parsed without a thread
 _QUICK_PICTURES = 4 << 20  # bytes of pictures: smaller requests are parsed without a thread
-MOST_DOCUMENTS = 8  # most requests with documents at the same time
+MAX_DOCUMENTS = 8  # most requests with documents at the same time
 _SLACK = 1 << 16  # bytes of a body that may look like pictures without being pictures
 
 T = TypeVar("T")
@@ -40,7 +40,7 @@ class Service:
     strict: bool = False  # refuse requests that name another model
     watchers: int = 0  # clients that watch events
     began: float = field(default_factory=time.time)
-    looking: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(2))  # parsed in threads
+    parsing: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(2))  # parsed in threads
     drawing: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(1))  # with documents
     documents: int = 0  # requests whose documents are drawn or wait
     fetching: Fetching = field(default_factory=Fetching)
@@ -57,15 +57,15 @@ class Service:
         return RequestError(404, why, "model_not_found", "model")
 
 
-async def looked_through(service: Service, http: HttpRequest, *given: ChatRequest | Prompted) -> list[Request]:
+async def parsed_requests(service: Service, http: HttpRequest, *given: ChatRequest | Prompted) -> list[Request]:
     """Translates a body's requests for the scheduler. Raises RequestError, ImageError, UsageError."""
     seen = sum(len(url) for one in given for url in asking.pictures_of(one))
     if http.scope.get(PICTURES, 0) > seen + seen // 8 + _SLACK:
         raise RequestError(413, "the body has data: texts that are no pictures", "too_large")
-    return [await _looked_through(service, http, one) for one in given]
+    return [await _parsed_request(service, http, one) for one in given]
 
 
-async def _looked_through(service: Service, http: HttpRequest, given: ChatRequest | Prompted) -> Request:
+async def _parsed_request(service: Service, http: HttpRequest, given: ChatRequest | Prompted) -> Request:
     owner, urls = http.scope.get(OWNER, ""), asking.pictures_of(given)
     defaults = replace(service.defaults, sources=replace(service.defaults.sources, owner=owner))
 
@@ -80,7 +80,7 @@ async def _looked_through(service: Service, http: HttpRequest, given: ChatReques
             fetched = await _while_wanted(service, http, service.fetching.all(elsewhere))
             defaults = replace(defaults, sources=replace(defaults.sources, fetched=fetched))
         if asking.has_documents(given):
-            if service.documents >= MOST_DOCUMENTS:
+            if service.documents >= MAX_DOCUMENTS:
                 raise RequestError(503, "too many requests wait for pages to be drawn", "busy", retry_s=5)
             stop = threading.Event()
             defaults = replace(defaults, sources=replace(defaults.sources, stop=stop))
@@ -92,7 +92,7 @@ async def _looked_through(service: Service, http: HttpRequest, given: ChatReques
                 service.documents -= 1
                 stop.set()  # stops the drawing if the client left
         else:
-            async with service.looking:
+            async with service.parsing:
                 request = await asyncio.to_thread(made)
     return replace(request, owner=owner)
 
