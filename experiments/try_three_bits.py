@@ -51,8 +51,8 @@ from kvedge_lab.eval.tasks import Line, Sample, demo_samples
 from kvedge_lab.progress import Steps
 from pykvedge.cli.tables import markdown
 from pykvedge.errors import KvedgeError
-from pykvedge.reference.held import rotated
 from pykvedge.reference.kvtypes import GROUP, definition
+from pykvedge.reference.storage import rotated
 from pykvedge.runtime.settings import Settings
 
 DATA = ROOT / "pykvedge" / "data"

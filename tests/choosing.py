@@ -12,7 +12,7 @@ import pykvedge
 from pykvedge.library.native_plan import replays, score_bytes, why_not_bounded
 from pykvedge.plans.presets import DEFAULT_METHOD
 from pykvedge.reference.checks.prompts import projection_of
-from pykvedge.reference.held import round_to
+from pykvedge.reference.storage import round_to
 
 SHAPES = ((1, 1, 8), (4, 1, 8), (4, 4, 8), (4, 4, 16))  # (query heads, KV heads, d_k) of a layer
 

@@ -66,7 +66,7 @@ def test_a_failing_encoder_leaves_nothing(session, split, two_turns, monkeypatch
 
 
 def test_a_refused_reply_leaves_nothing(session, split, two_turns, monkeypatch):
-    def refused(self, written, reply):
+    def refused(self, prompt, reply):
         raise KvedgeError(f"no tokens for {reply}")
 
     monkeypatch.setattr(Composer, "reply", refused)

@@ -9,7 +9,7 @@ from PIL import Image
 
 from pykvedge import ImageError, load_picture
 from pykvedge.models import images
-from pykvedge.models.aside import Aside
+from pykvedge.models.pixel_file import PixelFile
 
 
 def pixels(picture):
@@ -112,12 +112,12 @@ def test_a_webp_of_many_pixels_is_refused(tmp_path, monkeypatch):
 
 def test_pixels_that_wait_in_a_file(picture_file, monkeypatch):
     shown = [load_picture(picture_file("a.png", width, 30)) for width in (40, 41, 42)]
-    aside = Aside()
-    waiting = [aside.put(picture) for picture in shown]
+    pixel_file = PixelFile()
+    waiting = [pixel_file.put(picture) for picture in shown]
     for before, after in zip(shown, waiting, strict=True):
         assert after.rgb == b"" and after.pixels() == before.rgb and after.key == before.key
         assert after.n_bytes == before.n_bytes == len(before.rgb)
     full = OSError(28, "No space left on device")
     monkeypatch.setattr("tempfile.TemporaryFile", lambda **_: (_ for _ in ()).throw(full))
     with pytest.raises(ImageError, match=r"finds no room in .*: No space left on device"):
-        Aside().put(shown[0])
+        PixelFile().put(shown[0])

@@ -17,7 +17,7 @@ FLOORS = (
     "pykvedge.system",
     "pykvedge.native",
     "pykvedge.reference.kvtypes",
-    "pykvedge.reference.held",
+    "pykvedge.reference.storage",
     "pykvedge.reference.stages",
     "pykvedge.plans.plugins",
     "pykvedge.plans",

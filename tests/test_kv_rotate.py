@@ -20,9 +20,8 @@ from pykvedge.errors import ArrayError, SessionFileError, UnknownNameError, Unsu
 from pykvedge.library import libkvedge
 from pykvedge.native.abi import DEVICES_ALL
 from pykvedge.native.calls import lib
-from pykvedge.reference import held
-from pykvedge.reference.held import hadamard, rotated, round_to
 from pykvedge.reference.kvtypes import QUANTISED, KvType, definition
+from pykvedge.reference.storage import hadamard, rotated, round_to, stored_keys, stored_values
 
 TYPES = [name for name in QUANTISED if not definition(name).residual]
 ROTATED_FILE, OLDER_FILE = 2, 1  # versions of session files
@@ -78,7 +77,7 @@ def test_rows_are_rounded_where_they_are_rotated(name):
     stored = gguf.quants.dequantize(gguf.quants.quantize(turned, kind), kind)
     expected = np.stack([by_signs(row, 128) for row in stored])
     step = np.abs(turned).max() / definition(name).levels
-    found = held.keys(rows, name, 128)
+    found = stored_keys(rows, name, 128)
     assert (np.abs(found - expected).max(axis=1) < 1e-4).sum() >= 3  # a tie may fall otherwise in a row
     assert np.abs(found - expected).max() < step
 
@@ -88,7 +87,7 @@ def test_a_channel_that_stands_out_costs_the_others_less():
     queries[:, 17] /= 20
 
     def error(block):
-        return np.sqrt((((held.keys(keys, "q4_0", block) - keys) @ queries.T) ** 2).mean())
+        return np.sqrt((((stored_keys(keys, "q4_0", block) - keys) @ queries.T) ** 2).mean())
 
     assert error(128) < 0.5 * error(0)
 
@@ -131,8 +130,8 @@ def test_what_is_not_rotated_is_as_it_was(native, engine):
         for name in TYPES:
             found = pykvedge.compress(plan, *p.arguments, kv_type=name, kv_rotate=rotate, engine=engine)
             for i, h in itertools.product(range(2), range(2)):
-                np.testing.assert_array_equal(found.k[i][h], held.keys(round_to(p.k[i, h], "f16"), name))
-                np.testing.assert_array_equal(found.v[i][h], held.values(round_to(p.v[i, h], "f16"), name))
+                np.testing.assert_array_equal(found.k[i][h], stored_keys(round_to(p.k[i, h], "f16"), name))
+                np.testing.assert_array_equal(found.v[i][h], stored_values(round_to(p.v[i, h], "f16"), name))
     with pytest.raises(ArrayError, match="multiples of 64"):
         pykvedge.compress(plan, *prompt(40, size=96).arguments, kv_type="q8_0", kv_rotate="on", engine=engine)
 

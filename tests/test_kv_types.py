@@ -15,10 +15,9 @@ import pykvedge
 from pykvedge.errors import ArrayError, UnknownNameError
 from pykvedge.native import calls
 from pykvedge.plans.registry import members
-from pykvedge.reference import held
 from pykvedge.reference.checks import rules
-from pykvedge.reference.held import round_to
 from pykvedge.reference.kvtypes import NAMES, QUANTISED, KvType, definition
+from pykvedge.reference.storage import round_to, stored_keys, stored_values
 
 TYPES = [*QUANTISED, "q8_0:q4_0", "kivi4:kivi2", "q4_0:kivi4", "f32:kivi2", "kivi2:bf16"]
 RESIDUAL = [name for name in QUANTISED if definition(name).residual]
@@ -47,14 +46,14 @@ def test_blocks_are_those_of_the_gguf_package(native, name):
         rows = rows_of(seed=seed)
         packed = gguf.quants.quantize(rows, kind)
         assert packed.shape[1] == 64 * calls.kv_types()[name]
-        np.testing.assert_array_equal(held.keys(rows, name), gguf.quants.dequantize(packed, kind))
+        np.testing.assert_array_equal(stored_keys(rows, name), gguf.quants.dequantize(packed, kind))
 
 
 @pytest.mark.parametrize("bits", [2, 4])
 def test_kivi_as_its_equations_say(bits):
     rows, levels = rows_of(96, 64).astype(np.float64), 2**bits - 1
     both = np.concatenate([rows, rows[:32]])  # the newest values stay unrounded
-    keys, values = held.keys(rows, f"kivi{bits}"), held.values(both, f"kivi{bits}")
+    keys, values = stored_keys(rows, f"kivi{bits}"), stored_values(both, f"kivi{bits}")
     for first, c in itertools.product(range(0, 96, 32), range(64)):  # a channel of 32 tokens
         x = rows[first : first + 32, c]
         step = (x.max() - x.min()) / levels
@@ -72,7 +71,7 @@ def test_kivi_as_its_equations_say(bits):
 @pytest.mark.parametrize("n", [1, 31, 32, 33, 64, 70])
 def test_kivi_leaves_its_residual_alone(n, name):
     rows = rows_of(n)
-    keys, values = held.keys(rows, name), held.values(rows, name)
+    keys, values = stored_keys(rows, name), stored_values(rows, name)
     np.testing.assert_array_equal(keys[n - n % 32 :], rows[n - n % 32 :])
     np.testing.assert_array_equal(values[max(0, n - 32) :], rows[max(0, n - 32) :])
     assert n < 64 or np.abs(values[0] - rows[0]).max() > 0.01
@@ -155,8 +154,8 @@ def test_a_budget_of_everything_is_quantised_all_the_same(native, engine, kv_typ
     how = {"kv_type": kv_type, "kv_rotate": "off", "engine": engine}
     result = pykvedge.compress(pykvedge.plan("full"), *p.arguments, **how)
     for i, h in itertools.product(range(2), range(2)):
-        np.testing.assert_array_equal(result.k[i][h], held.keys(round_to(p.k[i, h], "f16"), kv_type))
-        np.testing.assert_array_equal(result.v[i][h], held.values(round_to(p.v[i, h], "f16"), kv_type))
+        np.testing.assert_array_equal(result.k[i][h], stored_keys(round_to(p.k[i, h], "f16"), kv_type))
+        np.testing.assert_array_equal(result.v[i][h], stored_values(round_to(p.v[i, h], "f16"), kv_type))
 
 
 @pytest.mark.parametrize("engine", ["native", "numpy"])

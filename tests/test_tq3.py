@@ -7,9 +7,8 @@ from oracles import least_error_of_levels
 from test_kv_rotate import context, converse, divergence  # noqa: F401
 
 import pykvedge
-from pykvedge.reference import held
-from pykvedge.reference.held import rotated, round_to
 from pykvedge.reference.kvtypes import KvType, definition
+from pykvedge.reference.storage import rotated, round_to, stored_keys, stored_values
 
 
 def blocks(kind, n=60):
@@ -62,7 +61,7 @@ def test_the_library_rounds_by_the_definition(native, kv_type, rotate):
         p = prompt(80, (4, 2), size=size)
         found = pykvedge.compress(pykvedge.plan("full"), *p.arguments, kv_type=kv_type, kv_rotate=rotate)
         for i, h in np.ndindex(2, 2):
-            for rows, stored, side, of, block in zip((p.k, p.v), (found.k, found.v), (held.keys, held.values),
+            for rows, stored, side, of, block in zip((p.k, p.v), (found.k, found.v), (stored_keys, stored_values),
                                                      (types.k, types.v), types.blocks(size), strict=True):  # fmt: skip
                 ours, theirs = stored[i][h], side(round_to(rows[i, h], "f16"), of, block)
                 if block == 0:

@@ -211,13 +211,14 @@ def test_the_stored_plan_is_taken_where_nobody_names_a_method(home):
             assert answer.report.method == "h2o" and not any("tuned" in note for note in answer.report.notes)
         with pykvedge.Session(loaded, plan=pykvedge.plan("h2o")) as session:
             assert session.plan.method == "h2o"
-    assert tuned.unnamed(MODEL, 0.1)[0] == pykvedge.plan("snapkv", 0.1)
+    assert tuned.plan_or_default(MODEL, 0.1)[0] == pykvedge.plan("snapkv", 0.1)
     certify(pykvedge.plan("full"), met=False)
-    assert tuned.unnamed(MODEL, 0.1)[0] == pykvedge.default_plan(0.1) and tuned.unnamed(MODEL)[0].method == "full"
+    assert tuned.plan_or_default(MODEL, 0.1)[0] == pykvedge.default_plan(0.1)
+    assert tuned.plan_or_default(MODEL)[0].method == "full"
     certify(pykvedge.plan("kvzip"))
-    assert tuned.unnamed(MODEL, again=False)[0] == pykvedge.default_plan()
+    assert tuned.plan_or_default(MODEL, second_pass=False)[0] == pykvedge.default_plan()
     path.unlink()
-    assert tuned.unnamed(MODEL) == (pykvedge.default_plan(), "")
+    assert tuned.plan_or_default(MODEL) == (pykvedge.default_plan(), "")
 
 
 def test_a_model_that_changed_is_not_tuned(home):
@@ -235,14 +236,14 @@ def test_a_certificate_whose_profile_changed_or_that_is_damaged_is_not_taken(hom
     own = pykvedge.plans.profile.Profile(shipped.kind, shipped.values[:, ::-1], (), shipped.model_hash, 1, {})
     place = profiles.folder() / profiles.file_name(shipped.kind, shipped.model_hash)
     pykvedge.plans.profile.save(own, place)
-    plan, line = tuned.unnamed(MODEL)
+    plan, line = tuned.plan_or_default(MODEL)
     assert plan == pykvedge.default_plan() and "profile changed since this model was tuned" in line
     place.unlink()
-    assert tuned.unnamed(MODEL)[1].startswith("tuned: kvedge at 0.5")
+    assert tuned.plan_or_default(MODEL)[1].startswith("tuned: kvedge at 0.5")
     says = json.loads(path.read_text())
     says["plan"] = json.loads(pykvedge.plan("sparsemm").to_json())  # no profile exists here
     path.write_text(json.dumps(says))
-    assert tuned.unnamed(MODEL)[0] == pykvedge.default_plan()
+    assert tuned.plan_or_default(MODEL)[0] == pykvedge.default_plan()
     certify(pykvedge.default_plan())
     for text in ("{", "{}", '{"kvedge_tuned": 2}', path.read_text().replace('"modal"', '"gone"')):
         path.write_text(text)

@@ -12,7 +12,7 @@ from gguf import GGUFReader
 import pykvedge
 from kvedge_lab.eval.measure import Preparer
 from kvedge_lab.eval.tasks import Line, Sample
-from pykvedge.models.composer import Composer, Written
+from pykvedge.models.composer import Composer, PromptText
 from pykvedge.models.images import load_picture
 from pykvedge.models.vision import ImagePiece, TextPiece
 
@@ -73,7 +73,7 @@ def test_putting_words_back_changes_no_token(tiny, native, kind):
             text = f"{end}The quick brown\n fox{end}\n jumps quick {end}{end}quick"
             stand_in = "0123456789abcdef" * 2
             hidden = {stand_in: word}
-            assert composer.tokens(Written(text.replace(word, stand_in), hidden)) == model.tokenize(text)
+            assert composer.tokens(PromptText(text.replace(word, stand_in), hidden)) == model.tokenize(text)
 
 
 @pytest.mark.parametrize("kind", KINDS)

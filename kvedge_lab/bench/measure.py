@@ -99,8 +99,8 @@ def make_prompt(
                 if not isinstance(piece, ImagePiece):
                     continue
                 began = time.perf_counter()
-                if stock is not None and piece.shown is not None:
-                    piece.shown.encode(piece.part, piece.n_rows, look, stock)
+                if stock is not None and piece.prepared is not None:
+                    piece.prepared.encode(piece.part, piece.n_rows, look, stock)
                 between = time.perf_counter()
                 vision.encode(piece, look)
                 spent += time.perf_counter() - between

@@ -108,7 +108,7 @@ class _Bench:
         with ExitStack() as held:
             model = held.enter_context(closing(Model(files.model, self.matrix.offload, self.display, self.cancel)))
             if files.mmproj is not None and any(shape.images for shape in self.matrix.shapes):
-                on_gpu = not self.matrix.offload.off
+                on_gpu = not self.matrix.offload.cpu_only
                 vision = Vision(Encoder(files.mmproj, model, self.threads, on_gpu, False))
                 held.callback(vision.encoder.close)
                 if not vision.encoder.on_device:

@@ -21,7 +21,7 @@ from kvedge_lab.eval import metrics
 from kvedge_lab.eval.reader import ASKED, BRANCH, SIDE, Reader, reading_key
 from kvedge_lab.eval.tasks import Sample
 from pykvedge.errors import ContextError, KvedgeError
-from pykvedge.models.composer import Composer, Written
+from pykvedge.models.composer import Composer, PromptText
 from pykvedge.models.images import Picture
 from pykvedge.models.model import Model, TextStream
 from pykvedge.models.prompt import Message
@@ -160,10 +160,10 @@ class Preparer:
         try:
             for i in users:
                 first = i == users[0]
-                written = (self._composer.first if first else self._composer.following)(messages[: i + 1])
-                reply = self._composer.reply(written, answer if i == users[-1] else messages[i + 1].text)
+                prompt = (self._composer.first if first else self._composer.following)(messages[: i + 1])
+                reply = self._composer.reply(prompt, answer if i == users[-1] else messages[i + 1].text)
                 pictures = [p for m in messages[0 if first else i : i + 1] for p in m.pictures]
-                turns.append((self._pieces(written, pictures), reply))
+                turns.append((self._pieces(prompt, pictures), reply))
             *earlier, (last, of_answer) = turns
             asked = [*earlier, (last, list[int]())]
             if self._compress == CONTEXT:
@@ -186,10 +186,10 @@ class Preparer:
                 self._vision.release(pieces)
             self._vision.forget()
 
-    def _pieces(self, written: Written, pictures: list[Picture]) -> list[Piece]:
+    def _pieces(self, prompt: PromptText, pictures: list[Picture]) -> list[Piece]:
         if pictures and self._vision is None:
             raise KvedgeError("the sample has images, and the model was loaded without an image encoder; see --mmproj")
-        return self._composer.pieces(written, pictures)
+        return self._composer.pieces(prompt, pictures)
 
 
 def _apart(turns: list[Turn]) -> tuple[list[Turn], list[Piece]]:

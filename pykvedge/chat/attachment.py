@@ -64,7 +64,7 @@ def attach(
         raise StateError("kvedge is attached to this model already; use set_plan of what attach returned, or detach it")
     kept, line = keep if isinstance(keep, Keep) else Keep.of(keep), ""
     if method is None and not settings and profile is None:
-        method, line = tuned.unnamed(llm.model_path, budget, again=kept is None)
+        method, line = tuned.plan_or_default(llm.model_path, budget, second_pass=kept is None)
         budget = None
     made = Attachment(llm, _plan(method, budget, settings), profile, kept)
     made.tuned = line

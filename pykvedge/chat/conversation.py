@@ -11,10 +11,10 @@ from dataclasses import replace
 
 from pykvedge.errors import GrammarError, ImageError, OutOfMemoryError, SessionFileError, StateError, UnsupportedError
 from pykvedge.library import libkvedge, native_plan
-from pykvedge.models.aside import Aside
 from pykvedge.models.composer import Composer
 from pykvedge.models.images import Picture
 from pykvedge.models.model import Model, Progress
+from pykvedge.models.pixel_file import PixelFile
 from pykvedge.models.prompt import Message
 from pykvedge.models.vision import ImagePiece, Piece, TextPiece, Vision
 from pykvedge.plans.plan import Plan
@@ -54,7 +54,7 @@ class Conversation(Single):
         self._vision: Vision | None = None
         self._engine: Engine | None = None
         self._read_again: list[Piece] = []  # pieces of images that a later second pass may read
-        self._aside: Aside | None = None  # file of pixels, if whole rows are in a file
+        self._pixel_file: PixelFile | None = None  # file of pixels, if whole rows are in a file
         self._openings: opening.Openings | None = None  # openings of earlier conversations; None: not kept
         self._begins: dict[int, TokenBoundary] = {}  # by message index, for messages read separately
         self.answer: Answer | None = None  # the unfinished answer
@@ -125,8 +125,8 @@ class Conversation(Single):
         if keep is None or keep.place != "disk":
             return
         with suppress(ImageError):
-            self._aside = self._aside or Aside(keep.made_folder())
-            message.pictures = [self._aside.put(p) if p.rgb else p for p in message.pictures]
+            self._pixel_file = self._pixel_file or PixelFile(keep.made_folder())
+            message.pictures = [self._pixel_file.put(p) if p.rgb else p for p in message.pictures]
 
     def _read_pieces(self, pieces: list[Piece], report: Report) -> None:
         engine, spent = self.engine, report.time

@@ -108,7 +108,7 @@ class Session(Closing, Conversation):
         mmproj = with_encoder(model, mmproj)
         chosen = Settings.of({**settings})
         named = plan is not None or chosen.stream or chosen.profile is not None
-        plan, self._tuned = (checked_plan(plan), "") if named else tuned.unnamed(path_of(model))
+        plan, self._tuned = (checked_plan(plan), "") if named else tuned.plan_or_default(path_of(model))
         super().__init__(plan, chosen, progress, cancel)
         self._before: Before | None = None  # before the last message
         self._taken_back: Message | None = None  # message of a failed retry, for the next retry
@@ -410,7 +410,7 @@ class Session(Closing, Conversation):
             self._vision.forget()
         self.messages.clear()
         self._taken_back = None
-        self._aside = None  # closes the file of pixels
+        self._pixel_file = None  # closes the file of pixels
         self.last_report = None
 
     @one_thread

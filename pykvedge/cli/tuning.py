@@ -20,11 +20,11 @@ def taken(given: Mapping[str, Any], plan: Plan, model: Path, again: bool = True,
     """Returns the plan to use, and a line or "". A tuned plan replaces `plan` if the user chose at most a budget.
 
     Unless --quiet, a line on stderr names the tuned plan, or with `hint` says that the model is untuned. again: see
-    tuned.unnamed. Raises ProfileError for a damaged certificate.
+    tuned.plan_or_default. Raises ProfileError for a damaged certificate.
     """
     if given.get("stream") or given.get("profile") or options.chooses_plan({**given, "budget": None}):
         return plan, ""
-    plan, line = tuned.unnamed(model, given["budget"], again)
+    plan, line = tuned.plan_or_default(model, given["budget"], again)
     say = line
     if hint and not line and model.parent != DATA and model.is_file() and importlib.util.find_spec("kvedge_lab"):
         say = f"{model.name} is untuned; `kvedge tune` measures which plan fits it"

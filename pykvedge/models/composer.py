@@ -24,7 +24,7 @@ USUAL_MARKER = "<__media__>"  # the picture marker of llama.cpp's mtmd
 
 
 @dataclass(frozen=True)
-class Written:
+class PromptText:
     """A prompt as text, with a marker for each picture. hidden: stand-in in the text -> the words it replaces."""
 
     text: str
@@ -41,7 +41,7 @@ class Composer:
         self._template = ChatTemplate(model.chat_template(), self._bos, model.special_text("eos"))
         self.marker = vision.marker if vision else ""
 
-    def first(self, messages: list[Message], values: Mapping[str, Any] | None = None) -> Written:
+    def first(self, messages: list[Message], values: Mapping[str, Any] | None = None) -> PromptText:
         """Writes the conversation up to the assistant's answer, or up to the end of an assistant message to continue.
 
         values: variables for the template.
@@ -52,13 +52,13 @@ class Composer:
         text = self._template.first(safe, self.marker, known) + begun
         if self._model.adds_bos and not text.startswith(self._bos):
             text = self._bos + text
-        return Written(text, hidden)
+        return PromptText(text, hidden)
 
-    def following(self, messages: list[Message], values: Mapping[str, Any] | None = None) -> Written:
+    def following(self, messages: list[Message], values: Mapping[str, Any] | None = None) -> PromptText:
         """Writes the text after the last answer. messages: the last three are user, assistant, user."""
         hidden: dict[str, str] = {}
         safe, known = self._safe(self._known(messages), hidden), self._hide_in(values or {}, hidden)
-        return Written(self._template.following(safe, self.marker, known), hidden)
+        return PromptText(self._template.following(safe, self.marker, known), hidden)
 
     @functools.cached_property
     def lead(self) -> str:
@@ -70,9 +70,9 @@ class Composer:
 
     def text(self, messages: list[Message], values: Mapping[str, Any] | None = None) -> str:
         """Returns the prompt of `first` as one text, in which special tokens and users' words look alike."""
-        written = self.first(messages, values)
-        text = written.text
-        for word, meant in written.hidden.items():
+        prompt = self.first(messages, values)
+        text = prompt.text
+        for word, meant in prompt.hidden.items():
             text = text.replace(word, meant)
         return text
 
@@ -90,18 +90,18 @@ class Composer:
         tools = any(message.role == "tool" or message.fields.get("tool_calls") for message in messages)
         return self._results_way(messages) if tools else messages
 
-    def pieces(self, written: Written, pictures: list[Picture]) -> list[Piece]:
+    def pieces(self, prompt: PromptText, pictures: list[Picture]) -> list[Piece]:
         """Cuts the prompt into pieces, with the pictures at their markers. Raises ImageError, UsageError."""
         if self._vision is None or not pictures:
-            return [TextPiece(self.tokens(written))]
-        if len(written.text) <= LONG and not any(word in written.text for word in written.hidden):
-            return self._vision.split(written.text, pictures)
-        texts = written.text.split(self.marker)
+            return [TextPiece(self.tokens(prompt))]
+        if len(prompt.text) <= LONG and not any(word in prompt.text for word in prompt.hidden):
+            return self._vision.split(prompt.text, pictures)
+        texts = prompt.text.split(self.marker)
         if len(texts) != len(pictures) + 1:
             raise UsageError(f"the prompt has not as many image places as images, {len(pictures)}")
         out: list[Piece] = []
         for text, picture in zip(texts, [*pictures, None], strict=True):
-            _join(out, TextPiece(self.tokens(Written(text, written.hidden)) if text else []))
+            _join(out, TextPiece(self.tokens(PromptText(text, prompt.hidden)) if text else []))
             for piece in self._vision.split(self.marker, [picture]) if picture else []:
                 _join(out, piece)
         return out
@@ -127,19 +127,19 @@ class Composer:
             raise UsageError("the prompt is empty")
         return [TextPiece(out)]
 
-    def reply(self, written: Written, reply: str) -> list[int]:
+    def reply(self, prompt: PromptText, reply: str) -> list[int]:
         """Tokenises a reply after its prompt, because tokens depend on the text before them."""
-        hidden = dict(written.hidden)
+        hidden = dict(prompt.hidden)
         reply = self._hide(reply, hidden)
-        text = written.text.rpartition(self.marker)[2] if self.marker else written.text
-        before = self.tokens(Written(text, hidden))
-        both = self.tokens(Written(text + self.lead + reply, hidden))
-        return both[len(before) :] if both[: len(before)] == before else self.tokens(Written(reply, hidden))
+        text = prompt.text.rpartition(self.marker)[2] if self.marker else prompt.text
+        before = self.tokens(PromptText(text, hidden))
+        both = self.tokens(PromptText(text + self.lead + reply, hidden))
+        return both[len(before) :] if both[: len(before)] == before else self.tokens(PromptText(reply, hidden))
 
-    def tokens(self, written: Written) -> list[int]:
+    def tokens(self, prompt: PromptText) -> list[int]:
         """Tokenises a text without picture markers."""
-        model, rest = self._model, written.text
-        stand_ins = [word for word in written.hidden if word in rest]
+        model, rest = self._model, prompt.text
+        stand_ins = [word for word in prompt.hidden if word in rest]
         if not stand_ins:
             return model.tokenize(rest)
         put_back = re.compile("|".join(stand_ins))
@@ -148,7 +148,7 @@ class Composer:
         parts = re.split(f"({'|'.join(map(re.escape, special))})", rest) if special else [rest]
         out, plain, before = [], "", ""
         for part in parts:
-            text = put_back.sub(lambda found: written.hidden[found[0]], part)
+            text = put_back.sub(lambda found: prompt.hidden[found[0]], part)
             if text == part:
                 plain += part
             else:

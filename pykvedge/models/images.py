@@ -48,7 +48,7 @@ class Picture:
 
     Without pixels (`rgb` is empty and `away` is None) it describes a picture that was read and forgotten. page: number
     in the document with the id `document`; 0: no page. in_file: pixels of the file, if the picture was scaled.
-    away: reads pixels that are not in memory (aside.py). note: a remark for the user about the reading.
+    away: reads pixels that are not in memory (pixel_file.py). note: a remark for the user about the reading.
     Raises ImageError if the number of bytes is wrong, or the pixels are too many.
     """
 

@@ -48,7 +48,7 @@ class Model(Vocabulary):
         params = llama.llama_model_default_params()
         devices = offload.apply(params, self.header)
         params.vocab_only = vocabulary_only
-        if not vocabulary_only and (offload.off or not ggml.has_gpu()):
+        if not vocabulary_only and (offload.cpu_only or not ggml.has_gpu()):
             n_bytes = self.header.file_size + self.header.other_bytes
             memory.require(n_bytes, f"{path}", "use a smaller model, or one of fewer bits")
 

@@ -55,12 +55,12 @@ class Offload:
         return [] if self.device in (AUTO, NONE) else _words(self.device)
 
     @property
-    def off(self) -> bool:
+    def cpu_only(self) -> bool:
         """Whether everything stays on the CPU."""
         return self.device == NONE or self.gpu_layers == 0
 
     @property
-    def through_graph(self) -> bool:
+    def cpu_through_graph(self) -> bool:
         """Whether the CPU runs its layers by the graph of a device, for comparison with a device."""
         return self.names == ["CPU"]
 
@@ -87,7 +87,7 @@ class Offload:
     def _chosen(self) -> list[Device]:
         from pykvedge.native import backends, ggml
 
-        if self.off or self.through_graph:
+        if self.cpu_only or self.cpu_through_graph:
             return []
         if self.names:
             return [_device(name) for name in self.names]
@@ -114,7 +114,7 @@ class Offload:
             params.n_gpu_layers = self._most(header, chosen)
         elif self.gpu_layers is not None:
             params.n_gpu_layers = self.gpu_layers
-        if self.off or self.through_graph:
+        if self.cpu_only or self.cpu_through_graph:
             params.n_gpu_layers = 0
         if self.device == AUTO and not isinstance(self.gpu_layers, str):
             return held

@@ -100,10 +100,10 @@ def digests(plan: Plan, model: str | os.PathLike[str]) -> dict[str, str]:
             for stage, found in profiles.find(plan, model).items()}  # fmt: skip
 
 
-def unnamed(model: str | os.PathLike[str], budget: Any = None, again: bool = True) -> tuple[Plan, str]:
+def plan_or_default(model: str | os.PathLike[str], budget: Any = None, second_pass: bool = True) -> tuple[Plan, str]:
     """Makes the plan if the user names no method. Returns the plan and a line for the user ("": the default plan).
 
-    budget: given to the tuned method, or to the default method if the tuned plan keeps everything. again: whether
+    budget: given to the tuned method, or to the default method if the tuned plan keeps everything. second_pass: whether
     methods that read a prompt twice are allowed; if not, the default plan replaces a tuned plan of this kind.
     """
     found = find(model)
@@ -116,7 +116,7 @@ def unnamed(model: str | os.PathLike[str], budget: Any = None, again: bool = Tru
     if changed:
         return default_plan(budget), ("its profile changed since this model was tuned, so the default plan is taken; "
                                       "run `kvedge tune` again")  # fmt: skip
-    if not again and found.plan.scorer == "replay":
+    if not second_pass and found.plan.scorer == "replay":
         return default_plan(budget), f"tuned: {found.plan.method} reads a prompt twice and does not fit here; " \
                                      f"{DEFAULT_METHOD} is taken"  # fmt: skip
     if budget is None:

@@ -33,7 +33,7 @@ class Pruning(Protocol):
         """Returns the numbers [n] of the rows that the model reads, ascending, and the rows to read [n, width]."""
 
 
-class Shown:
+class PreparedPicture:
     """A picture whose parts are encoded one after the other. mtmd prepares all parts with the first part.
 
     Prepared pictures take twelve bytes per pixel that the encoder sees; only one picture is prepared at once.
@@ -83,7 +83,7 @@ class ImagePiece:
     kept: np.ndarray | None = None  # [n_tokens] numbers of the rows that stay, ascending; None: all rows
     pruning: Pruning | None = None  # chooses `kept`; None: the model reads all rows
     reused: bool = False  # the embeddings were cached, so nothing was encoded
-    shown: Shown | None = None  # encodes the piece; None: the embeddings exist
+    prepared: PreparedPicture | None = None  # encodes the piece; None: the embeddings exist
     part: int = 0  # number of the part in the image
 
 
@@ -156,7 +156,7 @@ class Vision:
     def _pieces(self, chunks: Any, pictures: list[Picture]) -> list[Piece]:
         mtmd = self.mtmd
         out: list[Piece] = []
-        shown = [Shown(self, picture) for picture in pictures]
+        prepared = [PreparedPicture(self, picture) for picture in pictures]
         for i in range(mtmd.mtmd_input_chunks_size(chunks)):
             chunk = mtmd.mtmd_input_chunks_get(chunks, i)
             kind = mtmd.mtmd_input_chunk_get_type(chunk)
@@ -171,8 +171,8 @@ class Vision:
                 grid = (mtmd.mtmd_image_tokens_get_nx(tokens), mtmd.mtmd_image_tokens_get_ny(tokens))
                 copy = mtmd.mtmd_input_chunk_copy(chunk)
                 where = places(self.encoder.projector, grid, n_rows)
-                one, key = shown[which], f"{pictures[which].key}/{shown[which].n_parts}"
-                out.append(ImagePiece(copy, n_rows, key, n_rows, places=where, shown=one, part=one.n_parts))
+                one, key = prepared[which], f"{pictures[which].key}/{prepared[which].n_parts}"
+                out.append(ImagePiece(copy, n_rows, key, n_rows, places=where, prepared=one, part=one.n_parts))
                 one.n_parts += 1  # some models cut an image into slices, which are several chunks
             else:
                 raise UsageError("the prompt holds something that is neither text nor image")
@@ -185,9 +185,9 @@ class Vision:
         """
 
         def make() -> np.ndarray:
-            if piece.shown is None:
+            if piece.prepared is None:
                 raise StateError("the pixels of the image are not here any more")
-            return piece.shown.encode(piece.part, piece.n_rows, look)
+            return piece.prepared.encode(piece.part, piece.n_rows, look)
 
         piece.embeddings, piece.reused = self._encoded.rows(piece.key, piece.n_rows, make, look)
         if piece.pruning is not None and piece.n_tokens < piece.n_rows:
@@ -212,5 +212,5 @@ class Vision:
             if isinstance(piece, ImagePiece) and piece.chunk:
                 self.mtmd.mtmd_input_chunk_free(piece.chunk)
                 piece.chunk = None
-                if piece.shown is not None:
-                    piece.shown.close()
+                if piece.prepared is not None:
+                    piece.prepared.close()

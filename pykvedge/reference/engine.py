@@ -9,13 +9,12 @@ import numpy as np
 
 from pykvedge.plans import registry
 from pykvedge.plans.plan import Plan
-from pykvedge.reference import held
-from pykvedge.reference.held import round_to
 from pykvedge.reference.kvtypes import KvType
 from pykvedge.reference.stages import critical
 from pykvedge.reference.stages.base import Head, Layer, ProfileTable, Prompt, Result
 from pykvedge.reference.stages.replay import Replay
 from pykvedge.reference.stages.rotation import Rotation
+from pykvedge.reference.storage import round_to, stored_keys, stored_values
 
 
 class Arrays(NamedTuple):
@@ -146,4 +145,4 @@ def reduced(plan: Plan, head: Head, kv_type: KvType) -> tuple[np.ndarray, np.nda
         k, v, *biases = registry.reducer(plan.reducer).reduce(head, plan.settings("reducer"))
         bias = biases[0] if biases else bias
     key_block, value_block = kv_type.blocks(k.shape[1])
-    return held.keys(k, kv_type.k, key_block), held.values(v, kv_type.v, value_block), bias.astype(np.float32)
+    return stored_keys(k, kv_type.k, key_block), stored_values(v, kv_type.v, value_block), bias.astype(np.float32)

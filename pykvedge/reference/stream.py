@@ -15,11 +15,11 @@ import numpy as np
 from pykvedge.plans import registry
 from pykvedge.plans.plan import Plan
 from pykvedge.reference.engine import Arrays, protection, reduced, select
-from pykvedge.reference.held import round_to
 from pykvedge.reference.kvtypes import KvType
 from pykvedge.reference.stages import critical
 from pykvedge.reference.stages.attention import softmax
 from pykvedge.reference.stages.base import Head, Layer, ProfileTable, Result
+from pykvedge.reference.storage import round_to
 
 
 @dataclass

@@ -61,7 +61,7 @@ class Driver:
         if libkvedge cannot take the memory over, a plan of method full runs on llama.cpp's own memory. Raises
         NothingToCompressError, UsageError for an unusable folder, and the errors of Cache.
         """
-        devices = DEVICES_ALL if self.model.offload.through_graph else DEVICES_AUTO
+        devices = DEVICES_ALL if self.model.offload.cpu_through_graph else DEVICES_AUTO
         options = {"profiles": tables, "later_floor": later_floor, "devices": devices}
         try:
             self.cache = Cache(self.context.handle, plan, self.size.kv_type, False, **options)  # type: ignore[arg-type]

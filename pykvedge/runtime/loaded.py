@@ -193,7 +193,7 @@ def _load(
         undo.callback(weights.close)
         if mmproj is not None:
             progress("loading the image encoder", 1.0)
-            path, on_device = path_of(mmproj, "the mmproj"), not settings.offload.off
+            path, on_device = path_of(mmproj, "the mmproj"), not settings.offload.cpu_only
             encoder = Encoder(path, weights, threads, on_device, verbose, settings.image_limits)
             undo.callback(encoder.close)
         caches = Caches.of(encoder, settings)

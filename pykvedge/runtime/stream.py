@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 
 from pykvedge.errors import ContextError
 from pykvedge.library.libkvedge import Cache
-from pykvedge.models.composer import Composer, Written
+from pykvedge.models.composer import Composer, PromptText
 from pykvedge.models.images import Picture
 from pykvedge.models.model import Model, Progress
 from pykvedge.models.prompt import label
@@ -172,7 +172,7 @@ class Source:
 
     vision: Vision | None
     composer: Composer
-    message: Written
+    message: PromptText
     planned: Callable[[list[Piece]], list[Piece]]  # prunes pieces by the plan
     seen: list[Picture] = field(default_factory=list)
     open: list[Piece] = field(default_factory=list)  # pieces of the last picture; some may be unread
@@ -180,13 +180,13 @@ class Source:
     def pieces(self, parts: Iterable[tuple[str, Picture | None]]) -> Iterator[Piece]:
         """Yields the pieces, part by part."""
         for text, picture in parts:
-            written = replace(self.message, text=text)
+            prompt = replace(self.message, text=text)
             if picture is None or self.vision is None:
                 if text:
-                    yield TextPiece(self.composer.tokens(written))
+                    yield TextPiece(self.composer.tokens(prompt))
                 continue
             self.open = self.planned(
-                self.composer.pieces(replace(written, text=text + self.composer.marker), [picture])
+                self.composer.pieces(replace(prompt, text=text + self.composer.marker), [picture])
             )
             yield from self.open
             self.seen.append(replace(picture, rgb=b""))

@@ -9,9 +9,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from pykvedge.errors import RequestError, UsageError
-from pykvedge.models.aside import Aside
 from pykvedge.models.dialect import Dialect, Dialects, request_for
 from pykvedge.models.images import Picture
+from pykvedge.models.pixel_file import PixelFile
 from pykvedge.models.prompt import IMAGE, Message, escaped, label
 from pykvedge.plans.making import another, changed
 from pykvedge.plans.making import plan as make_plan
@@ -184,7 +184,7 @@ class _Pictures:
 
     field: str
     all: list[Picture] = dataclasses.field(default_factory=list)
-    _aside: Aside = dataclasses.field(default_factory=Aside)
+    _pixel_file: PixelFile = dataclasses.field(default_factory=PixelFile)
 
     @property
     def next(self) -> str:
@@ -203,7 +203,7 @@ class _Pictures:
             most = MOST_PIXELS // 10**6
             raise RequestError(400, f"{self.field}: at most {most} million pixels", "too_many_pixels", self.field)
         if sum(len(one.rgb) for one in self.all) + len(picture.rgb) > _HELD:
-            picture = self._aside.put(picture)
+            picture = self._pixel_file.put(picture)
         self.all.append(picture)
         return picture
 

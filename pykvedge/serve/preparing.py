@@ -283,8 +283,8 @@ class Preparer:
             if parked is not None:
                 write, shown = composer.following, request.messages[-1].pictures
             with self.composing:
-                written = write(request.messages, request.values)
-            pieces = composer.pieces(written, shown)
+                prompt = write(request.messages, request.values)
+            pieces = composer.pieces(prompt, shown)
         return before + planned(pieces, request.plan, self._threads)
 
     def _encode(self, job: Job, pieces: list[Piece]) -> None:

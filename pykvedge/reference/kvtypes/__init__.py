@@ -53,7 +53,7 @@ def ggml_types() -> dict[str, int]:
 
 @dataclass(frozen=True)
 class KvType:
-    """Storage types of keys and of values, by name, and whether rows of q8_0, q4_0, tq3 are rotated (held.py).
+    """Storage types of keys and of values, by name, and whether rows of q8_0, q4_0, tq3 are rotated (storage.py).
 
     rotate: "on", "off", or "auto": as in llama.cpp, rows are rotated if the head size is a multiple of 64.
     """

@@ -45,29 +45,29 @@ def rotated(rows: np.ndarray, block: int) -> np.ndarray:
     return (parts @ hadamard(block)).reshape(rows.shape)
 
 
-def keys(rows: np.ndarray, name: str, block: int = 0) -> np.ndarray:
+def stored_keys(rows: np.ndarray, name: str, block: int = 0) -> np.ndarray:
     """Returns the keys [n, d] of one head as the type holds them, float32. KIVI: the last n % 32 keys stay f16.
 
     block: numbers rotated together before rounding and rotated back after reading; 0: no rotation.
     """
     if name in PLAIN or not definition(name).residual:
-        return _alike(rows, name, block)
+        return _stored_rows(rows, name, block)
     full = len(rows) - len(rows) % GROUP
     channels = rows[:full].astype(np.float32).reshape(full // GROUP, GROUP, rows.shape[1]).swapaxes(1, 2)
     stored = definition(name).rounded(channels).swapaxes(1, 2).reshape(full, rows.shape[1])
     return np.concatenate([stored, round_to(rows[full:], "f16")])
 
 
-def values(rows: np.ndarray, name: str, block: int = 0) -> np.ndarray:
+def stored_values(rows: np.ndarray, name: str, block: int = 0) -> np.ndarray:
     """Returns the values [n, d] of one head as the type holds them, float32. KIVI: the last 32 values stay f16.
 
-    block: numbers rotated together, as in keys().
+    block: numbers rotated together, as in stored_keys().
     """
     old = max(0, len(rows) - RESIDUAL) if name not in PLAIN and definition(name).residual else len(rows)
-    return np.concatenate([_alike(rows[:old], name, block), round_to(rows[old:], "f16")])
+    return np.concatenate([_stored_rows(rows[:old], name, block), round_to(rows[old:], "f16")])
 
 
-def _alike(rows: np.ndarray, name: str, block: int) -> np.ndarray:
+def _stored_rows(rows: np.ndarray, name: str, block: int) -> np.ndarray:
     if name in PLAIN:
         return round_to(rows, name)
     groups = rotated(rows, block).astype(np.float32).reshape(len(rows), rows.shape[1] // GROUP, GROUP)

@@ -12,7 +12,7 @@ from pykvedge.errors import ImageError
 from pykvedge.models.images import Picture
 
 
-class Aside:
+class PixelFile:
     """Holds pixels of pictures in a file. The file is removed when no picture of it is in use."""
 
     def __init__(self, folder: str | None = None) -> None:
