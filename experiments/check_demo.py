@@ -22,14 +22,14 @@ from kvedge_lab.demo_tasks.tasks import TASKS
 from kvedge_lab.eval.measure import Wants
 from kvedge_lab.eval.records import Records
 from kvedge_lab.eval.runner import Job, evaluate
-from kvedge_lab.eval.tasks import Line, Sample
+from kvedge_lab.eval.tasks import DialogMessage, Sample
 from pykvedge.models.prompt import IMAGE
 
 
-def conversation(sample: evalset.Sample) -> tuple[Line, ...]:
+def conversation(sample: evalset.Sample) -> tuple[DialogMessage, ...]:
     """Returns the messages in the trainer's form, with numbered images."""
     texts = [(m["role"], m["content"].replace(MEDIA, IMAGE)) for m in sample.messages()]
-    return tuple(Line(role, text, sample.scenes if i == 0 else ()) for i, (role, text) in enumerate(texts))
+    return tuple(DialogMessage(role, text, sample.scenes if i == 0 else ()) for i, (role, text) in enumerate(texts))
 
 
 def answers(args: argparse.Namespace, chosen: list[evalset.Sample]) -> list[str]:

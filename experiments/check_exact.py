@@ -24,7 +24,7 @@ import scriptpath  # noqa: F401
 from llama_source import ROOT, log
 
 import pykvedge
-from kvedge_lab.eval.tasks import PAGES, Line, Sample, demo_samples, page_samples
+from kvedge_lab.eval.tasks import PAGES, DialogMessage, Sample, demo_samples, page_samples
 from pykvedge import Sampling, Session
 from pykvedge.errors import ProfileError
 from pykvedge.plans.plan import Plan
@@ -68,7 +68,7 @@ def passages(count: int, seed: int) -> list[Sample]:
     found = []
     for i in range(count):
         begin, length = int(rng.integers(len(text) - 800)), int(rng.integers(100, 800))
-        found.append(Sample(f"passage-{i}", "passage", (Line("user", text[begin : begin + length]),), ""))
+        found.append(Sample(f"passage-{i}", "passage", (DialogMessage("user", text[begin : begin + length]),), ""))
     return found
 
 

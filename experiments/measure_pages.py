@@ -28,7 +28,7 @@ from kvedge_lab.eval.measure import CONTEXT, CONVERSATION, Cell, Wants
 from kvedge_lab.eval.records import Records
 from kvedge_lab.eval.runner import FULL, Job, evaluate, full_cell, lacking
 from kvedge_lab.eval.table import ALL, lines
-from kvedge_lab.eval.tasks import IMAGE, PAGES, Line, Sample
+from kvedge_lab.eval.tasks import IMAGE, PAGES, DialogMessage, Sample
 from kvedge_lab.page_tasks.pages import KINDS, Page, draw_page
 from kvedge_lab.page_tasks.tasks import ASKERS, KIND_OF, TASKS, Question
 from pykvedge.cli.tables import markdown
@@ -60,7 +60,10 @@ def context(seed: int, number: int) -> list[Sample]:
     for task in LEARNT:
         question = asked(rng, pages, task)
         said = messages(len(pages), question.text, second, "page")
-        turns = [Line(m["role"], m["content"].replace(MEDIA, IMAGE), () if n else pages) for n, m in enumerate(said)]
+        turns = [
+            DialogMessage(m["role"], m["content"].replace(MEDIA, IMAGE), () if n else pages)
+            for n, m in enumerate(said)
+        ]
         out.append(Sample(f"{number}:{task}", f"{PAGES}{task}", tuple(turns), question.answer, max_tokens=16,
                           context=f"{seed}:{number}"))  # fmt: skip
     return out

@@ -29,7 +29,7 @@ from kvedge_lab.demo_tasks.scenes import Scene, render
 from kvedge_lab.eval.measure import CONTEXT, CONVERSATION, Cell, Wants
 from kvedge_lab.eval.records import Records
 from kvedge_lab.eval.runner import FULL, Job, evaluate, full_cell
-from kvedge_lab.eval.table import ALL, Line, lines
+from kvedge_lab.eval.table import ALL, ResultRow, lines
 from kvedge_lab.eval.tasks import Sample, demo_samples
 from pykvedge.cli.tables import markdown
 from pykvedge.errors import KvedgeError
@@ -89,7 +89,7 @@ def cells_of(args: argparse.Namespace) -> list[Cell]:
     return out
 
 
-def table(made: list[Line], budget: float | int, against: str) -> str:
+def table(made: list[ResultRow], budget: float | int, against: str) -> str:
     """Returns a row for each method: percent right, interval of the difference, divergence in nats a token."""
     other = against != FULL
     rows = [["method", *GROUPS, "all", f"to {against}", "KL to full", *([f"less that of {against}"] * other)]]

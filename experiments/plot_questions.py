@@ -18,7 +18,7 @@ import scriptpath  # noqa: F401
 from kvedge_lab import drawing
 from kvedge_lab.eval import plot
 from kvedge_lab.eval.runner import FULL
-from kvedge_lab.eval.table import ALL, Line
+from kvedge_lab.eval.table import ALL, ResultRow
 
 TITLES = "Question after the compression", "Question in the compressed prompt"
 
@@ -30,7 +30,7 @@ def main() -> None:
     args = parser.parse_args()
     with drawing.canvas(args.picture, 1, 2, (2 * drawing.COLUMN, 2.5), sharey=True) as axes:
         for axis, path, title in zip(axes[0], (args.later, args.prompt), TITLES, strict=True):
-            lines = [line for row in json.loads(path.read_text()) if (line := Line(**row)).task == ALL]
+            lines = [line for row in json.loads(path.read_text()) if (line := ResultRow(**row)).task == ALL]
             full = next(line for line in lines if line.method == FULL)
             panel = replace(plot.SCORE, title=f"{title}: {plot.SCORE.title.lower()}")
             plot.draw_panel(axis, panel, plot.by_method(lines), full, intervals=True)

@@ -33,7 +33,7 @@ from kvedge_lab.demo_tasks import evalset
 from kvedge_lab.eval.measure import Cell, Wants
 from kvedge_lab.eval.records import Records
 from kvedge_lab.eval.runner import Job, evaluate
-from kvedge_lab.eval.tasks import Line, Sample
+from kvedge_lab.eval.tasks import DialogMessage, Sample
 from pykvedge.runtime.settings import Settings
 
 BUDGETS = (0.03, 0.05, 0.07, 0.1, 0.15, 0.2, 0.3)
@@ -49,7 +49,8 @@ def scenes(seed: int, count: int) -> list[list[Sample]]:
     for n, (found, asked) in enumerate(
         itertools.islice(evalset.chain(("describe", "code", "where"), seed, 1, "validation"), count)
     ):
-        out.append([Sample(f"{n}:{i}", "scene", (Line("user", one.text, found),), one.answer, context=f"{seed}:{n}")
+        lines = [(DialogMessage("user", one.text, found),) for one in asked]
+        out.append([Sample(f"{n}:{i}", "scene", lines[i], one.answer, context=f"{seed}:{n}")
                     for i, one in enumerate(asked)])  # fmt: skip
     return out
 

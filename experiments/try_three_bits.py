@@ -47,7 +47,7 @@ from kvedge_lab.eval.measure import Cell, Wants
 from kvedge_lab.eval.metrics import paired_interval
 from kvedge_lab.eval.records import Records
 from kvedge_lab.eval.runner import Job, evaluate
-from kvedge_lab.eval.tasks import Line, Sample, demo_samples
+from kvedge_lab.eval.tasks import DialogMessage, Sample, demo_samples
 from kvedge_lab.progress import Steps
 from pykvedge.cli.tables import markdown
 from pykvedge.errors import KvedgeError
@@ -198,9 +198,8 @@ def chosen(args: argparse.Namespace, folder: Path) -> list[Sample]:
             picture = textured(np.asarray(render(scene)), np.random.default_rng((args.texture, n, k)), args.texture)
             files.append(folder / f"{n:04d}-{k}.png")
             Image.fromarray(picture).save(files[-1])
-        out.append(
-            Sample(sample.id, sample.task, (Line(line.role, line.text, tuple(files)),), sample.answer, sample.metric)
-        )
+        lines = (DialogMessage(line.role, line.text, tuple(files)),)
+        out.append(Sample(sample.id, sample.task, lines, sample.answer, sample.metric))
     return out
 
 

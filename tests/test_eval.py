@@ -27,7 +27,7 @@ from kvedge_lab.eval import plot, table
 from kvedge_lab.eval.measure import Cell
 from kvedge_lab.eval.records import Records
 from kvedge_lab.eval.runner import FULL, full_cell
-from kvedge_lab.eval.tasks import Line, Sample, demo_samples
+from kvedge_lab.eval.tasks import DialogMessage, Sample, demo_samples
 from pykvedge import Picture, Sampling, UsageError
 
 
@@ -235,8 +235,8 @@ def test_resume_alone_goes_on_with_what_was_asked(kvedge, native, tmp_path):
 
 def test_a_table_fits_a_terminal_and_says_how_small_a_divergence_is():
     lines = [
-        table.Line("mixkv-sparsemm", 0.05, "all", 240, 240, 0.05, 0.95, (-0.1, 0.05), 0.5, 0.91, 1.1, (0.1, 0.25), 9e-7,
-                   (4e-7, 2e-6), 1e-9, kld_p99=0.25, top1=1.0),
+        table.ResultRow("mixkv-sparsemm", 0.05, "all", 240, 240, 0.05, 0.95, (-0.1, 0.05), 0.5, 0.91, 1.1, (0.1, 0.25),
+                        9e-7, (4e-7, 2e-6), 1e-9, kld_p99=0.25, top1=1.0),
     ]  # fmt: skip
     said = table.as_markdown(lines)
     tables = [block.splitlines() for block in said.split("\n\n") if block.startswith("|")]
@@ -353,7 +353,7 @@ def test_other_architectures_answer_as_in_a_session(tiny, native, picture_file, 
     """Copies of sequences with M-RoPE, sliding windows and recurrent layers."""
     model = tiny(kind)
     picture = picture_file() if kind == "qwen2vl" else None
-    line = Line("user", "What is this, and why? " * 8, (picture,) if picture else ())
+    line = DialogMessage("user", "What is this, and why? " * 8, (picture,) if picture else ())
     sample = Sample("s", "t", (line,), "a thing", "rouge", max_tokens=6)
     cells = [Cell("h2o", pykvedge.plan("h2o", b)) for b in (0.5, 0.2)]
     rows = run([sample], cells, model.model, model.mmproj)
@@ -421,9 +421,9 @@ def test_every_method_has_a_colour_and_a_marker_of_its_own():
 
 def test_points_lie_at_the_memory_kept_with_their_budgets_and_intervals_at_them():
     figure = pytest.importorskip("matplotlib.figure").Figure()
-    full = table.Line(FULL, 1.0, table.ALL, 50, score=0.9, kv_bytes=1000.0)
+    full = table.ResultRow(FULL, 1.0, table.ALL, 50, score=0.9, kv_bytes=1000.0)
     figures = ((0.5, 0.7, 510.0), (0.2, 0.65, 200.0), (0.19, 0.6, 195.0))
-    made = [table.Line("h2o", budget, table.ALL, 50, score=score, score_change=(-0.3, -0.1), kv_bytes=size)
+    made = [table.ResultRow("h2o", budget, table.ALL, 50, score=score, score_change=(-0.3, -0.1), kv_bytes=size)
             for budget, score, size in figures]  # fmt: skip
     axis = figure.subplots()
     plot.draw_panel(axis, plot.SCORE, plot.by_method([full, *made]), full, intervals=True)

@@ -9,10 +9,10 @@ from kvedge_lab.eval import table
 from kvedge_lab.eval.measure import Cell
 from kvedge_lab.eval.metrics import paired_interval, score_interval
 from kvedge_lab.eval.runner import full_cell
-from kvedge_lab.eval.tasks import Line, Sample
+from kvedge_lab.eval.tasks import DialogMessage, Sample
 
 BUDGETS = (0.5, 0.1)
-SAMPLES = [Sample(f"s{i}", "task", (Line("user", "?"),), "yes") for i in range(12)]
+SAMPLES = [Sample(f"s{i}", "task", (DialogMessage("user", "?"),), "yes") for i in range(12)]
 CELLS = [full_cell(), *(Cell(name, pykvedge.plan(name, b)) for name in ("snapkv", "mixkv") for b in BUDGETS)]
 
 

@@ -11,7 +11,7 @@ from kvedge_lab.eval.measure import WAYS, Cell, Wants
 from kvedge_lab.eval.reader import Reader
 from kvedge_lab.eval.records import Records
 from kvedge_lab.eval.runner import FULL, Job, evaluate, full_cell
-from kvedge_lab.eval.tasks import Line, Sample, demo_samples
+from kvedge_lab.eval.tasks import DialogMessage, Sample, demo_samples
 from pykvedge.models.vision import ImagePiece
 from pykvedge.plans.presets import DEFAULT_METHOD
 
@@ -68,7 +68,7 @@ def test_decode_policies_go_on_behind_the_question(native):
 
 
 def test_text_with_nothing_before_its_question_is_left_out(native):
-    sample = Sample("plain", "text", (Line("user", "What is there?"),), "Nothing.")
+    sample = Sample("plain", "text", (DialogMessage("user", "What is there?"),), "Nothing.")
     records = Records(None, {}, False)
     out = evaluate(Job(MODEL, MMPROJ, [sample], [full_cell()], Wants(compress="context")), records)
     assert len(out.left_out) == 1 and "nothing comes before its question" in out.left_out[0] and not records.rows

@@ -7,7 +7,7 @@ from conftest import THREADS
 
 import pykvedge
 from kvedge_lab.eval.measure import CONTEXT, PROMPT, Preparer
-from kvedge_lab.eval.tasks import Line, Sample, demo_samples
+from kvedge_lab.eval.tasks import DialogMessage, Sample, demo_samples
 from pykvedge.errors import ContextError, ImageError, KvedgeError
 from pykvedge.models.composer import Composer
 from pykvedge.models.vision import ImagePiece, Vision
@@ -38,8 +38,8 @@ def split(monkeypatch):
 def two_turns(picture_file):
     """A sample with an image in each of its two questions."""
     first, second = picture_file("a.png", 240, 240), picture_file("b.png", 240, 240, mode="L")
-    lines = Line("user", "What?", (first,)), Line("assistant", "A scene."), Line("user", "And this?", (second,))
-    return Sample("two", "test", lines, "Another one.")
+    asked, answer = DialogMessage("user", "What?", (first,)), DialogMessage("assistant", "A scene.")
+    return Sample("two", "test", (asked, answer, DialogMessage("user", "And this?", (second,))), "Another one.")
 
 
 def test_a_sample_holds_its_images_until_it_is_released(session, split, two_turns):

@@ -15,7 +15,7 @@ from kvedge_lab.eval.measure import Cell
 from kvedge_lab.eval.metrics import paired_interval, score_interval
 from kvedge_lab.eval.runner import FULL, full_cell
 from kvedge_lab.eval.table import ALL, lines
-from kvedge_lab.eval.tasks import Line, Sample, demo_samples
+from kvedge_lab.eval.tasks import DialogMessage, Sample, demo_samples
 from pykvedge.errors import UnknownNameError, UsageError
 
 QUESTIONS = ("What is the code?", "Describe the image.", "How many circles are there?")
@@ -28,7 +28,7 @@ def asked(count, context="scene"):
     [sample] = demo_samples("code", 1, 3, 4)
     picture = sample.lines[0].images
     return [
-        replace(sample, id=f"{context}/{i}", context=context, lines=(Line("user", text, picture),))
+        replace(sample, id=f"{context}/{i}", context=context, lines=(DialogMessage("user", text, picture),))
         for i, text in enumerate(QUESTIONS[:count])
     ]
 
@@ -120,7 +120,7 @@ def test_questions_about_a_context_count_as_one():
     rng, rows, samples = Random(3), {}, []
     for i in range(7):
         for k in range(3):
-            samples.append(Sample(f"{i}/{k}", "t", (Line("user", "?"),), "a", context=str(i)))
+            samples.append(Sample(f"{i}/{k}", "t", (DialogMessage("user", "?"),), "a", context=str(i)))
             for name in (FULL, "m"):
                 rows[f"{i}/{k}", name, "1.0"] = {
                     "id": f"{i}/{k}", "method": name, "budget": 1.0, "score": float(rng.random() < 0.6),

@@ -13,7 +13,7 @@ import pykvedge
 from kvedge_lab.eval import table
 from kvedge_lab.eval.measure import Preparer
 from kvedge_lab.eval.runner import FULL, full_cell
-from kvedge_lab.eval.tasks import Line, Sample, demo_samples
+from kvedge_lab.eval.tasks import DialogMessage, Sample, demo_samples
 from pykvedge.models.composer import Composer
 
 
@@ -85,7 +85,9 @@ def test_perplexity_is_that_of_stock_llama_cpp_for_unlikely_answers(native, work
 def test_perplexity_is_that_of_stock_llama_cpp_on_random_weights(tiny, native, worker, stock_env, kind):
     model = tiny(kind).model
     samples = [
-        Sample(f"s{i}", "text", (Line("user", f"What is {i} and {i + 1}?"),), f"It is a {word} thing, {i}.", "ppl")
+        Sample(
+            f"s{i}", "text", (DialogMessage("user", f"What is {i} and {i + 1}?"),), f"It is a {word} thing, {i}.", "ppl"
+        )
         for i, word in enumerate(["red", "very long", "quite unlikely", "7KE4"])
     ]
     rows = run(samples, [], model, None)

@@ -15,7 +15,7 @@ from kvedge_lab.commands.bench import bench
 from kvedge_lab.commands.calibrate import budgets
 from kvedge_lab.commands.eval import evaluate
 from kvedge_lab.inspect import figures, measures, overlay, report
-from kvedge_lab.inspect.collect import Findings, Shown, collect
+from kvedge_lab.inspect.collect import Findings, PromptImage, collect
 from pykvedge import NothingToCompressError, Picture, Plan, StateError, UsageError, load_picture
 from pykvedge.library import libkvedge
 from pykvedge.models.imagetokens import Places
@@ -68,11 +68,11 @@ def test_a_patch_is_as_bright_as_the_share_of_heads_that_keeps_it():
 def test_methods_are_compared_over_the_picture_on_one_scale():
     """Two layers of one head see a white picture of two tokens. Brightness: a token's share of the most kept token."""
     rgb = bytes([255] * 3 * 40 * 20)
-    shown = Shown(Picture("white.png", 40, 20, rgb), 0, 2, Places(2, 1, False))
+    image = PromptImage(Picture("white.png", 40, 20, rgb), 0, 2, Places(2, 1, False))
     kept = {"one": [[[0]], [[0]]], "other": [[[0]], [[1]]]}
     nothing = np.zeros((2, 2))
-    found = Findings("m", "p", [0, 1], np.ones(2, bool), [shown], nothing, nothing, nothing, nothing, np.zeros(2), kept)
-    (_, _), (one, left), (other, both) = overlay.by_method(found, shown)
+    found = Findings("m", "p", [0, 1], np.ones(2, bool), [image], nothing, nothing, nothing, nothing, np.zeros(2), kept)
+    (_, _), (one, left), (other, both) = overlay.by_method(found, image)
     assert (one, other) == ("one: 50 %", "other: 50 %")
 
     def light(picture):
@@ -81,7 +81,7 @@ def test_methods_are_compared_over_the_picture_on_one_scale():
 
     dark, half = round(255 * overlay.DARKEST), round(255 * (overlay.DARKEST + (1 - overlay.DARKEST) / 2))
     assert light(left) == [255, dark] and light(both) == [half, half]
-    assert [label for label, _ in overlay.by_layer(found, "other", shown)] == ["layer 0: 50 %", "layer 1: 50 %"]
+    assert [label for label, _ in overlay.by_layer(found, "other", image)] == ["layer 0: 50 %", "layer 1: 50 %"]
 
 
 @pytest.fixture
@@ -189,8 +189,8 @@ def test_tokens_are_those_that_a_pruner_left(tiny, picture_file, kind):
         kept = [[cache.tokens(i, h) for h in range(len(heads))] for i, heads in enumerate(lengths)]
         assert tokens.pruned and (found.n_tokens, found.image_mask.sum()) == (tokens.prompt, tokens.image)
         assert found.kept["snapkv"] == kept and found.lengths("snapkv") == lengths
-        [shown] = found.shown
-        assert shown.count == len(shown.rows) == tokens.image and shown.rows.max() < tokens.image + tokens.pruned
+        [image] = found.images
+        assert image.count == len(image.rows) == tokens.image and image.rows.max() < tokens.image + tokens.pruned
         for share in (0.5, 1.0):
             with pytest.raises(UsageError, match="different pruners"):
                 collect(session, "What is this?", [picture], [plan, other.with_(image_tokens=share)])

@@ -13,7 +13,7 @@ from hubserver import HubServer
 from kvedge_lab.eval import downloads
 from kvedge_lab.eval.datasets import DatasetError, load
 from kvedge_lab.eval.recipes import RECIPES, as_rows, beside, figures, recipe
-from kvedge_lab.eval.table import ALL, Line
+from kvedge_lab.eval.table import ALL, ResultRow
 from pykvedge import HubError, UnknownNameError, plan
 
 SCENE = ROOT / "examples" / "scene-1.png"
@@ -114,7 +114,7 @@ def test_the_papers_figures_are_those_of_its_tables():
 
 
 def test_figures_beside_each_other():
-    made = [Line("snapkv", 64, ALL, 5, score=0.5), Line("full", 1.0, ALL, 5, score=1.0)]
+    made = [ResultRow("snapkv", 64, ALL, 5, score=0.5), ResultRow("full", 1.0, ALL, 5, score=1.0)]
     captions, *_ = [r for r in as_rows("mixkv-textcaps", made) if (r["method"], r["budget"]) == ("full", 1.0)]
     assert (captions["figure"], captions["paper"], captions["this_run"]) == ("cider", 0.707, 1.0)
     text = beside("mixkv-docvqa", made)
@@ -123,9 +123,9 @@ def test_figures_beside_each_other():
     rows = as_rows("mixkv-docvqa", made)
     assert {"model": "InternVL3-8B", "method": "snapkv", "budget": 64, "figure": "score", "paper": 75.7,
             "this_run": 50.0} in rows  # fmt: skip
-    many = [Line("lookm", 0.2, "NH", 5, score=0.25), Line("lookm", 0.2, ALL, 9, score=0.5)]
+    many = [ResultRow("lookm", 0.2, "NH", 5, score=0.25), ResultRow("lookm", 0.2, ALL, 9, score=0.5)]
     assert "25 / 5.3" in beside("lookm-milebench", many)
-    ppl = [Line("prefixkv", 0.2, ALL, 5, ppl=2.5, rouge=0.9, rouge_full=0.75)]
+    ppl = [ResultRow("prefixkv", 0.2, ALL, 5, ppl=2.5, rouge=0.9, rouge_full=0.75)]
     assert "2.5 / 3.69" in beside("prefixkv-llava-description", ppl) and "0.75 / 0.51" in beside(
         "prefixkv-llava-description", ppl
     )

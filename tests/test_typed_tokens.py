@@ -11,7 +11,7 @@ from gguf import GGUFReader
 
 import pykvedge
 from kvedge_lab.eval.measure import Preparer
-from kvedge_lab.eval.tasks import Line, Sample
+from kvedge_lab.eval.tasks import DialogMessage, Sample
 from pykvedge.models.composer import Composer, PromptText
 from pykvedge.models.images import load_picture
 from pykvedge.models.vision import ImagePiece, TextPiece
@@ -173,7 +173,7 @@ def test_typed_words_in_a_data_set(tiny, native, kind):
         preparer = Preparer(session.model, None)
 
         def prepared(content):
-            lines = (Line("user", content), Line("assistant", content), Line("user", content))
+            lines = tuple(DialogMessage(role, content) for role in ("user", "assistant", "user"))
             return preparer.prepare(Sample("s", "text", lines, content, "ppl"))
 
         typed, plain = prepared(text), prepared("Hello there.")

@@ -46,7 +46,7 @@ METHOD = "snapkv"  # this method protects nothing and merges nothing
 SAME = 1e-6  # nats: a smaller difference is rounding
 Place = tuple[int, int]  # (layer of the model, KV head)
 Step = Callable[[str, int], None]  # (text about the current work, number of measurements done since the last call)
-Told = Callable[[int, float], Step]  # (number of measurements, expected seconds)
+OnEstimate = Callable[[int, float], Step]  # (number of measurements, expected seconds)
 
 
 def _table(places: Sequence[Place], n_layers: int, values: np.ndarray) -> np.ndarray:
@@ -196,10 +196,12 @@ class _Curver:
     """Measures readings one by one, and adds the losses to `kept`."""
 
     def __init__(
-        self, reader: Reader, setup: Setup, kept: CurveFile, told: Told, count: int, cancel: threading.Event | None
-    ) -> None:
-        """count: number of all readings. told: see measure_curves."""
-        self._reader, self._setup, self._kept, self._told, self._cancel = reader, setup, kept, told, cancel
+        self, reader: Reader, setup: Setup, kept: CurveFile, on_estimate: OnEstimate, count: int,
+        cancel: threading.Event | None,
+    ) -> None:  # fmt: skip
+        """count: number of all readings. on_estimate: see measure_curves."""
+        self._reader, self._setup, self._kept, self._cancel = reader, setup, kept, cancel
+        self._on_estimate = on_estimate
         own = {**setup.plan.params, "allocator.share_of": "prompt"}
         self._counted = setup.plan.with_(allocator="calibrated", params=own)
         self._places: list[Place] = []
@@ -305,7 +307,7 @@ class _Curver:
             self._step(what, 1)
         elif self._steps >= points:
             runs = (len(self._places) * self._count - self._before) * points
-            self._step = self._told(runs, runs * (time.monotonic() - self._begun) / self._steps)
+            self._step = self._on_estimate(runs, runs * (time.monotonic() - self._begun) / self._steps)
             self._step(what, self._steps)
 
 
@@ -315,20 +317,20 @@ def measure_curves(
     samples: Iterable[Labelled],
     count: int,
     kept: CurveFile,
-    told: Told,
+    on_estimate: OnEstimate,
     cancel: threading.Event | None = None,
 ) -> Curves:
     """Measures the losses that `kept` lacks for `count` samples of equal weight.
 
-    reader: with several outputs per pass. told(number of measurements, expected seconds) is called after the first
-    head; it returns the function that is called for each measurement. Raises CancelledError, SaveError, UsageError, and
-    what Reader raises.
+    reader: with several outputs per pass. on_estimate(number of measurements, expected seconds) is called after the
+    first head; it returns the function that is called for each measurement. Raises CancelledError, SaveError,
+    UsageError, and what Reader raises.
     """
     drawn = list(itertools.islice(samples, count))
     readings = list(setup.readings(drawn))
     if not readings:
         raise UsageError("there are no samples to measure; one without images has nothing before its question")
-    curver = _Curver(reader, setup, kept, told, len(readings), cancel)
+    curver = _Curver(reader, setup, kept, on_estimate, len(readings), cancel)
     for number, (sample, way) in enumerate(readings):
         curver.measure(number, sample, way)
     places, numbers = sorted(kept.heads[0]), range(len(readings))

@@ -246,13 +246,13 @@ def _measured(given: dict[str, Any], setup: Setup, seed: int, count: int) -> tup
         held.callback(loan.give_back)
         reader = held.enter_context(reading(loan, settings, cancel, N_OUTPUTS))
 
-        def told(runs: int, seconds: float) -> Any:
+        def on_estimate(runs: int, seconds: float) -> Any:
             if not given["quiet"]:
                 display.say(f"{runs} measurements, about {clock(seconds)}")
             display.skip(1 - runs)
             return display.step
 
-        found = measure_curves(reader, setup, source, count, kept, told, cancel)
+        found = measure_curves(reader, setup, source, count, kept, on_estimate, cancel)
         return loan.model, found.shares(setup, loan.model.n_layer), found
 
 

@@ -23,7 +23,7 @@ from kvedge_lab.eval.files import (
     read_text,
     text_field,
 )
-from kvedge_lab.eval.tasks import Line, Sample, with_choices, with_corpus
+from kvedge_lab.eval.tasks import DialogMessage, Sample, with_choices, with_corpus
 
 _SHORT = "\nAnswer the question using a single word or phrase."
 _CAPTION = "Provide a one-sentence caption for the provided image."
@@ -102,7 +102,7 @@ def mm_niah(path: Path, images: Path | None, limit: int | None) -> list[Sample]:
             if isinstance(error, DatasetError):
                 raise
             raise DatasetError(f"{where} does not have MM-NIAH's form: {type(error).__name__} {error}") from None
-        line = Line("user", with_choices(question, choices) if choices else question + _SHORT, pictures)
+        line = DialogMessage("user", with_choices(question, choices) if choices else question + _SHORT, pictures)
         check_marks((line,), where)
         metric = "choice" if choices else "contains"
         out.append(Sample(f"{file.stem}:{item.get('id', i)}:{i}", file.stem, (line,), reply, metric, choices))
@@ -134,5 +134,6 @@ def _sample(form: _Form, file: Path, images: Path | None, where: str, item: dict
         raise DatasetError(f"{where}: 'answers' must be a list of texts")
     first, *others = (text_field({"answers": one}, "answers", where) for one in answers)
     number = where.rpartition(" ")[2]
-    line, name = Line("user", question + form.request, (picture,)), f"{file.stem}:{item.get(form.id, number)}:{number}"
+    line = DialogMessage("user", question + form.request, (picture,))
+    name = f"{file.stem}:{item.get(form.id, number)}:{number}"
     return Sample(name, file.stem, (line,), first, form.metric, others=tuple(others))

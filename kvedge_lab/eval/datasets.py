@@ -23,7 +23,7 @@ from kvedge_lab.eval.files import (
     text_field,
 )
 from kvedge_lab.eval.metrics import place_of
-from kvedge_lab.eval.tasks import NO_SCORE, SCORES, SEVERAL, Line, Sample, with_choices, with_corpus
+from kvedge_lab.eval.tasks import NO_SCORE, SCORES, SEVERAL, DialogMessage, Sample, with_choices, with_corpus
 from pykvedge.errors import unknown
 from pykvedge.models.prompt import IMAGE, places
 
@@ -167,7 +167,9 @@ def _check_boxes(references: tuple[str, ...], where: str) -> None:
             raise DatasetError(f"{where}: {error}") from None
 
 
-def _messages(data: dict[str, Any], images: tuple[Path, ...], choices: tuple[str, ...], where: str) -> tuple[Line, ...]:
+def _messages(
+    data: dict[str, Any], images: tuple[Path, ...], choices: tuple[str, ...], where: str
+) -> tuple[DialogMessage, ...]:
     """Returns the conversation. Images go to the marks in order; without marks, all go to the first user's message."""
     if ("messages" in data) == ("question" in data):
         raise DatasetError(f"{where}: either 'messages' or 'question' is needed, and not both")
@@ -199,14 +201,14 @@ def _check_roles(roles: list[str], where: str) -> None:
         raise DatasetError(f"{where}: user and assistant must take turns, and the user ask last")
 
 
-def _placed(pairs: list[tuple[str, str]], images: tuple[Path, ...]) -> tuple[Line, ...]:
+def _placed(pairs: list[tuple[str, str]], images: tuple[Path, ...]) -> tuple[DialogMessage, ...]:
     if not any(places(text) for _, text in pairs):
         first = next(i for i, (role, _) in enumerate(pairs) if role == "user")
-        return tuple(Line(role, text, images if i == first else ()) for i, (role, text) in enumerate(pairs))
+        return tuple(DialogMessage(role, text, images if i == first else ()) for i, (role, text) in enumerate(pairs))
     lines, left = [], list(images)
     for i, (role, text) in enumerate(pairs):
         n = places(text) if i < len(pairs) - 1 else len(left)  # check_marks() reports a wrong number of images
-        lines.append(Line(role, text, tuple(left[:n])))
+        lines.append(DialogMessage(role, text, tuple(left[:n])))
         left = left[n:]
     return tuple(lines)
 
@@ -232,7 +234,8 @@ def mm_vet(path: Path, images: Path | None, limit: int | None) -> list[Sample]:
         if not isinstance(groups, list):
             raise DatasetError(f"{where}: 'capability' must be a list of names")
         folder = next((f for f in folders if is_file(f / str(data["imagename"]))), folders[-1])
-        line = Line("user", text_field(data, "question", where), (image_file(folder, data["imagename"], where),))
+        question, image = text_field(data, "question", where), image_file(folder, data["imagename"], where)
+        line = DialogMessage("user", question, (image,))
         names = tuple(str(name) for name in groups)
         out.append(Sample(identity, path.stem, (line,), text_field(data, "answer", where), "rouge", groups=names))
     return out

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from kvedge_lab.eval.tasks import Line
+from kvedge_lab.eval.tasks import DialogMessage
 from pykvedge.errors import DatasetError, unknown
 from pykvedge.models.prompt import IMAGE, places
 from pykvedge.system.files import require_file
@@ -97,7 +97,7 @@ def text_field(data: dict[str, Any], key: str, where: str) -> str:
     return value
 
 
-def check_marks(lines: tuple[Line, ...], where: str) -> None:
+def check_marks(lines: tuple[DialogMessage, ...], where: str) -> None:
     """Raises DatasetError for a message with marks whose number differs from its number of images."""
     for line in lines:
         marks = places(line.text)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from kvedge_lab.eval.files import DatasetError, check_marks, image_file, read_json
-from kvedge_lab.eval.tasks import Line, Sample, with_choices
+from kvedge_lab.eval.tasks import DialogMessage, Sample, with_choices
 from pykvedge.models.prompt import IMAGE
 
 # the columns of LOOK-M's tables (its table 5) -> data sets
@@ -75,7 +75,7 @@ def _sample(name: str, i: int, item: dict[str, Any], meta: dict[str, Any], folde
         metric = "choice" if meta["question_type"] == "multi-choice" and choices else "rouge"
     level = "few" if len(files) < 6 else "medium" if len(files) < 32 else "many"
     groups = (*filter(None, [_COLUMN_OF.get(name.lower())]), f"{level} images")
-    line = Line("user", text, tuple(files[k] for k in order))
+    line = DialogMessage("user", text, tuple(files[k] for k in order))
     check_marks((line,), where)
     identity, answer = f"{name}:{item.get('sample_id', i)}", str(item["response"])
     return Sample(identity, name, (line,), answer, metric, choices, groups, LONGEST_ANSWER)

@@ -9,7 +9,7 @@ from typing import Any
 
 from kvedge_lab import drawing
 from kvedge_lab.eval.runner import FULL
-from kvedge_lab.eval.table import ALL, Line
+from kvedge_lab.eval.table import ALL, ResultRow
 
 HEIGHT = 1.75  # inches of a panel
 NEAR = 1.12  # budgets whose positions differ by less share one tick
@@ -20,12 +20,12 @@ class Panel:
     """One figure of lines. value: None if it was not measured. interval: of a line and the full cache, or None."""
 
     title: str
-    value: Callable[[Line], float | None]
-    interval: Callable[[Line, Line], tuple[float, float] | None]  # of a line, and of the full cache
+    value: Callable[[ResultRow], float | None]
+    interval: Callable[[ResultRow, ResultRow], tuple[float, float] | None]  # of a line, and of the full cache
     log: bool = False
 
 
-def _score_interval(line: Line, full: Line) -> tuple[float, float] | None:
+def _score_interval(line: ResultRow, full: ResultRow) -> tuple[float, float] | None:
     if line.score_change is None or full.score is None:
         return None
     low, high = line.score_change
@@ -39,7 +39,7 @@ PANELS = (
 )
 
 
-def draw(path: Path, made: list[Line], against_full: bool, of: str) -> bool:
+def draw(path: Path, made: list[ResultRow], against_full: bool, of: str) -> bool:
     """Draws one line per method over its budgets, all tasks together. Returns False if there is nothing to draw.
 
     against_full: the intervals are of the difference to the full cache; other intervals are not drawn, because they say
@@ -62,28 +62,28 @@ def draw(path: Path, made: list[Line], against_full: bool, of: str) -> bool:
     return True
 
 
-def memory_axis(full: Line) -> str:
+def memory_axis(full: ResultRow) -> str:
     """Returns the label of the memory axis."""
     return f"KV memory kept of {(full.kv_bytes or 0) / 2**20:.3g} MiB, log axis; ticks: budgets"
 
 
-def bars(full: Line, against_full: bool, intervals: bool) -> str:
+def bars(full: ResultRow, against_full: bool, intervals: bool) -> str:
     """Returns the caption: the meaning of a point and its bar."""
     about = f" about {full.contexts} contexts" if full.contexts not in (0, full.samples) else ""
     shown = "bars: 95 % interval of the difference to the full cache" if against_full else "intervals are in the table"
     return f"n = {full.samples}{about} at each point; {shown if intervals else 'too few for intervals'}."
 
 
-def by_method(lines: Sequence[Line]) -> dict[str, list[Line]]:
+def by_method(lines: Sequence[ResultRow]) -> dict[str, list[ResultRow]]:
     """Returns lines of compressed caches by method, from the smallest to the largest cache."""
-    methods: dict[str, list[Line]] = {}
+    methods: dict[str, list[ResultRow]] = {}
     for line in sorted(lines, key=lambda x: x.kv_bytes or 0.0):
         if line.method != FULL:
             methods.setdefault(line.method, []).append(line)
     return {name: methods[name] for name in dict.fromkeys(line.method for line in lines) if name in methods}
 
 
-def draw_panel(axis: Any, panel: Panel, methods: dict[str, list[Line]], full: Line, intervals: bool) -> None:
+def draw_panel(axis: Any, panel: Panel, methods: dict[str, list[ResultRow]], full: ResultRow, intervals: bool) -> None:
     """Draws one figure of all methods over their kept memory, and the full cache as a horizontal line."""
     ticks: dict[str, list[float]] = {}
     for name, found in methods.items():

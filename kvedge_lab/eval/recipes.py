@@ -16,7 +16,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from kvedge_lab.eval.table import ALL, Line
+from kvedge_lab.eval.table import ALL, ResultRow
 from pykvedge.cli.tables import folded
 from pykvedge.errors import unknown
 
@@ -117,7 +117,7 @@ def figures(name: str) -> tuple[Figure, ...]:
     return tuple(Figure(*row) for row in rows if row[1] in made or not chosen.rows_of)
 
 
-def mine(made: Sequence[Line], method: str, budget: float | int, column: str) -> float | None:
+def mine(made: Sequence[ResultRow], method: str, budget: float | int, column: str) -> float | None:
     """Returns the figure of a run for a paper's figure: in percent, or PPL, ROUGE-L in 0..1, CIDEr; or None."""
     task = ALL if column in _COLUMNS else column
     for line in made:
@@ -127,7 +127,7 @@ def mine(made: Sequence[Line], method: str, budget: float | int, column: str) ->
     return None
 
 
-def beside(name: str, made: Sequence[Line]) -> str:
+def beside(name: str, made: Sequence[ResultRow]) -> str:
     """Returns a table per model of the paper: this run's figure, a stroke, the paper's figure."""
     chosen, parts = recipe(name), []
     for model in dict.fromkeys(figure.model for figure in figures(name)):
@@ -145,7 +145,7 @@ def _both(ours: float | None, theirs: float | None) -> str:
     return " / ".join("-" if value is None else f"{value:.4g}" for value in (ours, theirs))
 
 
-def as_csv(name: str, made: Sequence[Line]) -> str:
+def as_csv(name: str, made: Sequence[ResultRow]) -> str:
     """Returns one line per figure of the paper, with this run's figure."""
     out = io.StringIO()
     rows = as_rows(name, made)
@@ -155,7 +155,7 @@ def as_csv(name: str, made: Sequence[Line]) -> str:
     return out.getvalue()
 
 
-def as_latex(name: str, made: Sequence[Line]) -> str:
+def as_latex(name: str, made: Sequence[ResultRow]) -> str:
     """Returns one tabular for all models of the paper: this run's figure, a stroke, the paper's figure."""
     rows = as_rows(name, made)
     columns = list(dict.fromkeys(row["figure"] for row in rows))
@@ -173,7 +173,7 @@ def as_latex(name: str, made: Sequence[Line]) -> str:
     ])  # fmt: skip
 
 
-def as_rows(name: str, made: Sequence[Line]) -> list[dict[str, Any]]:
+def as_rows(name: str, made: Sequence[ResultRow]) -> list[dict[str, Any]]:
     """Returns one object per figure of the paper, with this run's figure."""
     return [
         {"model": f.model, "method": f.method, "budget": f.budget, "figure": column, "paper": value,

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from kvedge_lab.eval.files import DatasetError, items, picture_file, text_field
-from kvedge_lab.eval.tasks import Line, Sample
+from kvedge_lab.eval.tasks import DialogMessage, Sample
 from pykvedge.errors import ImageError
 from pykvedge.models.images import picture_size
 
@@ -76,7 +76,7 @@ def _sample(unit: Unit, folder: Path, name: str, where: str, item: dict[str, Any
     box = unit.box(_sides(item.get("bbox"), size, where), size)
     text = _ASKED.format(text_field(item, "instruction", where), unit.words)
     task = f"{name} {text_field(item, 'data_type', where)}"
-    return Sample(f"{name}:{where.rpartition(' ')[2]}", task, (Line("user", text, (found,)),), box, "point")
+    return Sample(f"{name}:{where.rpartition(' ')[2]}", task, (DialogMessage("user", text, (found,)),), box, "point")
 
 
 def _sides(given: Any, size: tuple[int, int], where: str) -> tuple[float, float, float, float]:

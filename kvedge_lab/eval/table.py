@@ -28,7 +28,7 @@ TOO_FEW = f"Fewer than {LEAST} samples: no intervals, and figures that the next 
 
 
 @dataclass
-class Line:
+class ResultRow:
     """The figures of one method and budget on one task ("all": on all tasks). None: not measured.
 
     score, rouge (to the reference), rouge_full (to the full cache's answer): means, 0..1. ppl, kld (nats), top1 (share
@@ -63,7 +63,7 @@ class Line:
 
 def lines(
     records: dict[Any, dict[str, Any]], samples: list[Sample], cells: Iterable[Cell], against: str = FULL
-) -> list[Line]:
+) -> list[ResultRow]:
     """Returns, per cell, a line for each task, each group of tasks, and all tasks, on samples of the full cache.
 
     against: the method that changes are measured against, at the same budget. There are no changes for samples without
@@ -121,7 +121,7 @@ def _tasks(samples: list[Sample]) -> list[tuple[str, list[Sample]]]:
     return [*tasks.items(), (ALL, samples)] if samples else []
 
 
-def _groups(cell: Cell, samples: list[Sample], made: list[Line]) -> list[Line]:
+def _groups(cell: Cell, samples: list[Sample], made: list[ResultRow]) -> list[ResultRow]:
     """Returns lines of groups. A group's score is the mean of its tasks' scores, as in MileBench's columns."""
     tasks: dict[str, dict[str, int]] = {}
     for sample in samples:
@@ -133,7 +133,7 @@ def _groups(cell: Cell, samples: list[Sample], made: list[Line]) -> list[Line]:
     for group, of in sorted(tasks.items()):
         found = [s for s in (scores.get(task) for task in of) if s is not None]
         mean = float(np.mean(found)) if found else None
-        out.append(Line(cell.name, cell.budget, group, sum(of.values()), score=mean))
+        out.append(ResultRow(cell.name, cell.budget, group, sum(of.values()), score=mean))
     return out
 
 
@@ -142,8 +142,8 @@ def _column(rows: Rows, name: str) -> np.ndarray | None:
     return None if any(value is None for value in values) else np.array(values, dtype=np.float64)
 
 
-def _line(cell: Cell, task: str, rows: Rows) -> Line:
-    line = Line(cell.name, cell.budget, task, len(rows))
+def _line(cell: Cell, task: str, rows: Rows) -> ResultRow:
+    line = ResultRow(cell.name, cell.budget, task, len(rows))
     tokens = np.array([row["prompt_tokens"] for row in rows], dtype=np.float64)
     kept, size = _column(rows, "kept"), _column(rows, "kept_bytes")
     line.kept = None if kept is None else float(np.mean(kept / tokens))
@@ -164,7 +164,7 @@ def _line(cell: Cell, task: str, rows: Rows) -> Line:
     return line
 
 
-def _changes(line: Line, rows: Rows, base: Rows) -> None:
+def _changes(line: ResultRow, rows: Rows, base: Rows) -> None:
     """Sets a line's intervals. rows and base belong to the same samples. Full has no divergence from itself."""
     weights = _column(rows, "tokens")
     mine, theirs = _column(rows, "score"), _column(base, "score")
@@ -182,15 +182,15 @@ def _changes(line: Line, rows: Rows, base: Rows) -> None:
         line.kld_change = paired_interval(mine, weights, np.zeros(len(rows)) if theirs is None else theirs)
 
 
-def as_json(made: list[Line], about: dict[str, Any]) -> str:
+def as_json(made: list[ResultRow], about: dict[str, Any]) -> str:
     """Returns one object: `about`, and the lines."""
     return json.dumps({**about, "rows": [asdict(line) for line in made]}, indent=1)
 
 
-def as_markdown(made: list[Line], notes: Iterable[str] = (), against: str = FULL) -> str:
+def as_markdown(made: list[ResultRow], notes: Iterable[str] = (), against: str = FULL) -> str:
     """Returns a table of scores by task, a table of figures over all tasks, and notes. against: see lines()."""
     tasks = [task for task in dict.fromkeys(line.task for line in made) if task != ALL]
-    by_cell: dict[tuple[str, Any], dict[str, Line]] = {}
+    by_cell: dict[tuple[str, Any], dict[str, ResultRow]] = {}
     for line in made:
         by_cell.setdefault((line.method, line.budget), {})[line.task] = line
     parts = []
@@ -208,7 +208,7 @@ def as_markdown(made: list[Line], notes: Iterable[str] = (), against: str = FULL
     return "\n\n".join([*parts, *notes])
 
 
-def _columns(sign: str) -> dict[str, Callable[[Line], str]]:
+def _columns(sign: str) -> dict[str, Callable[[ResultRow], str]]:
     """Returns heading -> text of a cell. sign: of the divergence's interval, "+" if it is a difference."""
     return {
         "method": lambda x: x.method,
@@ -228,7 +228,7 @@ def _columns(sign: str) -> dict[str, Callable[[Line], str]]:
     }
 
 
-def _percent(line: Line | None) -> str:
+def _percent(line: ResultRow | None) -> str:
     return "" if line is None or line.score is None else f"{100 * line.score:.1f}".removesuffix(".0")
 
 

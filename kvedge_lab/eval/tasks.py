@@ -35,7 +35,7 @@ NO_SCORE = ("ppl", "kld")  # the reference answer's likelihood is measured, and 
 
 
 @dataclass(frozen=True)
-class Line:
+class DialogMessage:
     """A message. role: system, user or assistant. images: in order of the marks in the text, or before the text."""
 
     role: str
@@ -55,7 +55,7 @@ class Sample:
 
     id: str
     task: str
-    lines: tuple[Line, ...]
+    lines: tuple[DialogMessage, ...]
     answer: str
     metric: str = "exact"
     choices: tuple[str, ...] = ()
@@ -170,7 +170,7 @@ def page_samples(name: str, count: int, seed: int, images: int) -> list[Sample]:
         raise UsageError(f"{name} needs 2 to {pages.MAX_PAGES} pages, not {images}")
     for n, sample in enumerate(islice(page_sets.samples(task, seed, images), count)):
         asked = messages(images, sample.question.text, name.endswith(SECOND), "page")
-        lines = [Line(m["role"], m["content"].replace(MEDIA, IMAGE)) for m in asked]
+        lines = [DialogMessage(m["role"], m["content"].replace(MEDIA, IMAGE)) for m in asked]
         lines[0] = replace(lines[0], images=sample.pages)
         answer = sample.question.answer
         out.append(Sample(f"{name}:{seed}:{images}:{n}", name, tuple(lines), answer, max_tokens=_longest(answer)))
@@ -194,9 +194,9 @@ def _chains(name: str, count: int, seed: int, images: int, part: str) -> list[Sa
         _check_images(name, images)
     of, out = f"{name}:{seed}:{images}:{part}".removesuffix(":"), []
     for n, (scenes, asked) in enumerate(islice(evalset.chain(tasks, seed, images, part), count)):
-        lines = [Line("user", asked[0].text, scenes)]
+        lines = [DialogMessage("user", asked[0].text, scenes)]
         for before, question in pairwise(asked):
-            lines += [Line("assistant", before.answer), Line("user", question.text)]
+            lines += [DialogMessage("assistant", before.answer), DialogMessage("user", question.text)]
         answer = asked[-1].answer
         out.append(Sample(f"{of}:{n}", name, tuple(lines), answer, max_tokens=_longest(answer)))
     return out
@@ -205,10 +205,11 @@ def _chains(name: str, count: int, seed: int, images: int, part: str) -> list[Sa
 def _demo_sample(name: str, identity: str, sample: evalset.Sample) -> Sample:
     question = sample.question.text
     if sample.second_turn:
-        shown = Line("user", show_text(len(sample.scenes)), sample.scenes)
-        lines: tuple[Line, ...] = (shown, Line("assistant", SHOW_ANSWER), Line("user", question))
+        shown = DialogMessage("user", show_text(len(sample.scenes)), sample.scenes)
+        asked = DialogMessage("user", question)
+        lines: tuple[DialogMessage, ...] = (shown, DialogMessage("assistant", SHOW_ANSWER), asked)
     else:
-        lines = (Line("user", question, sample.scenes),)
+        lines = (DialogMessage("user", question, sample.scenes),)
     return Sample(identity, name, lines, sample.answer, max_tokens=_longest(sample.answer))
 
 

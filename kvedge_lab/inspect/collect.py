@@ -21,7 +21,7 @@ GAMMA = 0.2  # cut-off of the outlier ratio; FlashCache's best value
 
 
 @dataclass(frozen=True)
-class Shown:
+class PromptImage:
     """One image of the prompt: tokens first .. first + count - 1."""
 
     picture: Picture
@@ -39,7 +39,7 @@ class Findings:
     prompt: str
     layers: list[int]  # numbers of the layers in the model
     image_mask: np.ndarray  # [T] bool
-    shown: list[Shown]
+    images: list[PromptImage]
     importance: np.ndarray  # [L, T] float64, received attention, averaged over the heads
     redundancy: np.ndarray  # [L, Hkv] float64
     spectrum_k: np.ndarray  # [L, T] float64
@@ -130,13 +130,13 @@ def _measure(
     padded = np.full((n_layers, widest), np.nan)
     for row, values in zip(padded, redundancy, strict=True):
         row[: len(values)] = values
-    mask, shown = _places(pieces, pictures)
+    mask, images = _places(pieces, pictures)
     return Findings(
         model=session.model.path.name,
         prompt=prompt,
         layers=[cache.layer_id(i) for i in range(n_layers)],
         image_mask=mask,
-        shown=shown,
+        images=images,
         importance=np.stack(importance),
         redundancy=padded,
         spectrum_k=np.stack(spectra[0]),
@@ -145,14 +145,14 @@ def _measure(
     )
 
 
-def _places(pieces: list[Piece], pictures: list[Picture]) -> tuple[np.ndarray, list[Shown]]:
+def _places(pieces: list[Piece], pictures: list[Picture]) -> tuple[np.ndarray, list[PromptImage]]:
     """Returns a mask of image tokens, and the pictures' places. Pictures that are cut into slices have no place."""
     images = [p for p in pieces if isinstance(p, ImagePiece)]
     whole = len(images) == len(pictures)
     mask: list[bool] = []
-    shown: list[Shown] = []
+    found: list[PromptImage] = []
     for piece in pieces:
         if isinstance(piece, ImagePiece) and whole:
-            shown.append(Shown(pictures[len(shown)], len(mask), piece.n_tokens, piece.places, piece.kept))
+            found.append(PromptImage(pictures[len(found)], len(mask), piece.n_tokens, piece.places, piece.kept))
         mask += [isinstance(piece, ImagePiece)] * piece.n_tokens
-    return np.array(mask, dtype=bool), shown
+    return np.array(mask, dtype=bool), found

@@ -42,20 +42,20 @@ def drawings(findings: Findings) -> Iterator[Drawing]:
     """Yields all pictures, in the order of the report. Needs matplotlib."""
     from kvedge_lab.inspect import figures, overlay
 
-    for i, shown in enumerate(findings.shown, 1):
-        if shown.places is None:
+    for i, image in enumerate(findings.images, 1):
+        if image.places is None:
             continue
-        name = shown.picture.name
+        name = image.picture.name
         note = (
             "All layers together. The brightest patch is the one that most heads of a method keep; percent: pairs of "
             "the image that are kept."
         )
-        together = figures.tiles(overlay.by_method(findings, shown))
+        together = figures.tiles(overlay.by_method(findings, image))
         yield Drawing(f"kept-image-{i}", f"What is kept of {name}", note, together)
         for method in findings.kept:
             yield Drawing(f"kept-{method}-image-{i}", f"{method}: what each layer keeps of {name}",
                           "Brightness: share of the layer's KV heads that keep the patch.",
-                          figures.tiles(overlay.by_layer(findings, method, shown)))  # fmt: skip
+                          figures.tiles(overlay.by_layer(findings, method, image)))  # fmt: skip
     totals = ", ".join(f"{method} {int(findings.budgets(method).sum())}" for method in findings.kept)
     yield Drawing("budgets", "KV pairs by layer and head", f"Pairs in all: {totals}.", figures.budgets(findings))
     yield Drawing("redundancy", "Redundancy of the keys, head by head",

@@ -45,7 +45,7 @@ def _calibrated(race: Race, reader: Reader, contexts: list[list[Sample]], path: 
     """Writes the budgets of a model's heads to the profile's place (race.profile). Returns a line about the result."""
     began, model = time.monotonic(), race.loan.model
 
-    def told(runs: int, seconds: float) -> Callable[[str, int], None]:
+    def on_estimate(runs: int, seconds: float) -> Callable[[str, int], None]:
         if time.monotonic() - began + seconds > SHARE * race.seconds:
             raise _TooLongError(clock(seconds))
         race.display.skip(-runs)
@@ -55,7 +55,7 @@ def _calibrated(race: Race, reader: Reader, contexts: list[list[Sample]], path: 
     source = map(_labelled, contexts)
     kept = CurveFile(path, setup.header(model.path, race.material.source), POINTS, resume=True)
     try:
-        found = measure_curves(reader, setup, source, SAMPLES, kept, told, race.cancel)
+        found = measure_curves(reader, setup, source, SAMPLES, kept, on_estimate, race.cancel)
         values = found.shares(setup, model.n_layer)
     except _TooLongError as error:
         return f"budgets of heads would take {error}, too long for --minutes; methods go without"

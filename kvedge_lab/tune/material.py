@@ -16,7 +16,7 @@ import numpy as np
 from kvedge_lab.demo_tasks import evalset
 from kvedge_lab.demo_tasks.scenes import Scene
 from kvedge_lab.eval.files import read_text
-from kvedge_lab.eval.tasks import Line, Sample
+from kvedge_lab.eval.tasks import DialogMessage, Sample
 from kvedge_lab.tune import sheets
 from pykvedge.errors import ImageError, SaveError, UsageError
 from pykvedge.models.images import picture_size
@@ -123,7 +123,7 @@ def for_way(context: Sequence[Sample], way: str) -> list[Sample]:
 
 def _context(name: str, images: Sequence[Path | Scene], questions: Sequence[str]) -> list[Sample]:
     task = "one picture" if len(images) == 1 else "several pictures"
-    return [Sample(f"{name}:{i}", task, (Line("user", text, tuple(images)),), "", "ppl", context=name)
+    return [Sample(f"{name}:{i}", task, (DialogMessage("user", text, tuple(images)),), "", "ppl", context=name)
             for i, text in enumerate(questions)]  # fmt: skip
 
 
