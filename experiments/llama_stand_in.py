@@ -34,7 +34,7 @@ WITHOUT = {
     "mcp_servers_json": "proxy and MCP", "gcp_compat": "Google's /predict", "sleep_idle_seconds": "sleeping",
     "backend_sampling": "sampling on the device", "model_tags": "tags", "no_ui": "no page",
 }  # fmt: skip
-_there: dict[str, Any] = {}  # notes about the running test
+_test_notes: dict[str, Any] = {}  # notes about the running test
 
 
 class NotHereError(Exception):
@@ -91,7 +91,7 @@ def model(server: Any) -> list[Any]:
         return ["--allow-https-images"]  # uses the packaged model
     if server.model_hf_repo not in (TINY, None) or server.model_hf_file or server.model_url:
         raise NotHereError("model", server.model_hf_repo)
-    if server.model_hf_repo is None and "test_security" not in _there["test"]:
+    if server.model_hf_repo is None and "test_security" not in _test_notes["test"]:
         raise NotHereError("option", "several models")
     template = server.chat_template or ""
     if server.chat_template_file:
@@ -126,14 +126,14 @@ def make_request(server: Any, method: str, path: str, *rest: Any, **more: Any) -
     answer = _request(server, method, path, *rest, **more)
     answer.headers = requests.structures.CaseInsensitiveDict(answer.headers)
     if answer.status_code in (404, 405):
-        _there["route"] = path.partition("?")[0]
+        _test_notes["route"] = path.partition("?")[0]
     return answer
 
 
 def match_regex(regex: str, text: str) -> bool:
     """Replaces the tests' match_regex: notes a mismatch, because the model is another one, and returns True."""
     if not _match(regex, text):
-        _there["words"] = f"{regex} in {text!r:.80}"
+        _test_notes["words"] = f"{regex} in {text!r:.80}"
     return True
 
 
@@ -142,7 +142,7 @@ class Length(int):
 
     def __eq__(self, other: object) -> bool:
         if int(self) != other:
-            _there["words"] = f"{int(self)} tokens, not {other}"
+            _test_notes["words"] = f"{int(self)} tokens, not {other}"
         return True
 
     __hash__ = int.__hash__
@@ -156,8 +156,8 @@ utils.ServerPreset.load_all = staticmethod(lambda: None)
 @pytest.hookimpl(hookwrapper=True)
 def pytest_runtest_protocol(item: Any) -> Any:
     """Clears the notes before a test."""
-    _there.clear()
-    _there["test"] = item.nodeid
+    _test_notes.clear()
+    _test_notes["test"] = item.nodeid
     yield
 
 
@@ -173,12 +173,13 @@ def pytest_runtest_makereport(item: Any, call: Any) -> Any:
     report = (yield).get_result()
     if report.when == "teardown" or (report.when == "setup" and report.passed):
         return
-    noted = {"test": item.nodeid, "outcome": report.outcome, "words": _there.get("words")}
+    noted = {"test": item.nodeid, "outcome": report.outcome, "words": _test_notes.get("words")}
     if call.excinfo is not None and report.failed:
         error = call.excinfo.value
         own = [e for e in call.excinfo.traceback if "/unit/" in str(e.path)] or list(call.excinfo.traceback)
         text = " ".join(line.strip() for line in str(own[-1].statement).splitlines())
-        noted |= {"line": text[:300], "error": f"{type(error).__name__}: {error}"[:600], "route": _there.get("route")}
+        error_text = f"{type(error).__name__}: {error}"[:600]
+        noted |= {"line": text[:300], "error": error_text, "route": _test_notes.get("route")}
         if isinstance(error, NotHereError):
             noted |= {"kind": error.kind, "what": error.what}
     with Path(ABOUT["results"], f"{os.getpid()}.jsonl").open("a") as file:

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from llama_source import ROOT, SourceError, ended
-from native_build import FEWER, PLACED, build_native
+from native_build import FEWER_CASES, MACHINE_DEPENDENT, build_native
 from wine import windows
 
 KERNELS = "test_kernels"  # its argument: the kernel table that must be chosen
@@ -107,7 +107,8 @@ TARGETS = {
 
 def run_test(target: Target, processor: Processor, program: Path) -> bool:
     """Runs one test program and prints its name and outcome. Returns whether it passed."""
-    arguments = [processor.kernels] if program.stem == KERNELS and processor.kernels else FEWER.get(program.stem, [])
+    own_kernels = program.stem == KERNELS and processor.kernels
+    arguments = [processor.kernels] if own_kernels else FEWER_CASES.get(program.stem, [])
     done = subprocess.run(
         target.command(processor, program, *arguments),
         stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace",
@@ -125,15 +126,15 @@ def run_test(target: Target, processor: Processor, program: Path) -> bool:
 def run_tests(name: str, fewer: bool) -> int:
     """Builds and runs the native tests of a target. Returns the number of failed tests. Raises SourceError."""
     target = TARGETS[name]
-    programs = build_native(name, list(PLACED) if fewer else ["kvedge-tests"], **target.cmake_options)
+    programs = build_native(name, list(MACHINE_DEPENDENT) if fewer else ["kvedge-tests"], **target.cmake_options)
     found = sorted(p for p in programs.glob("test_*") if p.suffix in ("", ".exe"))
-    tests = [p for p in found if p.stem in PLACED or not fewer]
+    tests = [p for p in found if p.stem in MACHINE_DEPENDENT or not fewer]
     kernels = [p for p in tests if p.stem == KERNELS]
     if not kernels:
         raise SourceError(f"{programs} holds no tests")
     first, *others = target.processors
     runs = [(first, p) for p in tests] + [(processor, p) for processor in others for p in kernels]
-    runs.sort(key=lambda run: run[1].stem not in FEWER)  # the longest first
+    runs.sort(key=lambda run: run[1].stem not in FEWER_CASES)  # the longest first
     with ThreadPoolExecutor(AT_ONCE) as pool:
         return sum(not passed for passed in pool.map(lambda run: run_test(target, *run), runs))
 

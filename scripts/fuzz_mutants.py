@@ -56,7 +56,7 @@ def _over(data: bytearray, rng: random.Random, at: int) -> None:
 WAYS = (_bits, _bits, _number, _number, _cut, _without, _with, _again, _over)
 
 
-def of_bytes(data: bytes, rng: random.Random) -> bytes:
+def mutate_bytes(data: bytes, rng: random.Random) -> bytes:
     """Makes one to four random changes."""
     out = bytearray(data)
     for _ in range(rng.choice((1, 1, 1, 2, 4))):
@@ -65,17 +65,17 @@ def of_bytes(data: bytes, rng: random.Random) -> bytes:
     return bytes(out)
 
 
-def of_session(data: bytes, rng: random.Random) -> bytes:
+def mutate_session(data: bytes, rng: random.Random) -> bytes:
     """Changes a session file. Half of the results have correct checksums and lengths, so that the content is read."""
     n_model, n_note = struct.unpack_from("<IQ", data, 12) if len(data) > 32 else (0, 0)
     end = 32 + n_model + n_note
     if end + 8 > len(data) or rng.random() < 0.5:
-        return of_bytes(data, rng)
+        return mutate_bytes(data, rng)
     note, payload = data[32 + n_model : end], data[end + 4 : -4]
     if rng.random() < 0.3:
-        note = of_json(note, rng)
+        note = mutate_json(note, rng)
     else:
-        payload = of_bytes(payload, rng)
+        payload = mutate_bytes(payload, rng)
     head = data[:16] + struct.pack("<QQ", len(note), len(payload)) + data[32 : 32 + n_model] + note
     return head + struct.pack("<I", zlib.crc32(head)) + payload + struct.pack("<I", zlib.crc32(payload))
 
@@ -98,10 +98,10 @@ def _near(value: Any, rng: random.Random) -> Any:
     return rng.choice((value + 1, value - 1, value * 2, value / 2, -value, value + 0.5))
 
 
-def of_text(data: bytes, rng: random.Random) -> bytes:
+def mutate_text(data: bytes, rng: random.Random) -> bytes:
     """Changes one or two values of a JSON text, or any of its bytes. Raises ValueError if data is not JSON."""
     if rng.random() < 0.3:
-        return of_bytes(data, rng)
+        return mutate_bytes(data, rng)
     value = json.loads(data)
     for _ in range(rng.choice((1, 1, 2))):
         places = _places(value)
@@ -121,17 +121,17 @@ def of_text(data: bytes, rng: random.Random) -> bytes:
     return json.dumps(value).encode()
 
 
-def of_json(data: bytes, rng: random.Random) -> bytes:
+def mutate_json(data: bytes, rng: random.Random) -> bytes:
     """Changes any bytes: values if they are JSON, else one line, as JSON if the line is JSON."""
     try:
-        return of_text(data, rng)
+        return mutate_text(data, rng)
     except (ValueError, RecursionError, OverflowError):
         lines = data.splitlines(keepends=True) or [b""]
     at = rng.randrange(len(lines))
     try:
-        lines[at] = of_text(lines[at], rng) + b"\n"
+        lines[at] = mutate_text(lines[at], rng) + b"\n"
     except (ValueError, RecursionError, OverflowError):
-        lines[at] = of_bytes(lines[at], rng)
+        lines[at] = mutate_bytes(lines[at], rng)
     return b"".join(lines)
 
 
@@ -227,7 +227,7 @@ def _count(out: bytearray, at: int, change: int) -> None:
     out[at : at + 8] = (n % 2**64).to_bytes(8, "little")
 
 
-def of_header(data: bytes, rng: random.Random) -> bytes:
+def mutate_header(data: bytes, rng: random.Random) -> bytes:
     """Makes one to three changes of a GGUF header, or changes any bytes."""
     out = bytearray(data)
     for _ in range(rng.choice((1, 1, 2, 3))):
@@ -241,5 +241,5 @@ def of_header(data: bytes, rng: random.Random) -> bytes:
         elif kind < 0.9 and spans:
             _one_more(out, rng, spans, count_at)
         elif out:
-            out = bytearray(of_bytes(bytes(out), rng))
+            out = bytearray(mutate_bytes(bytes(out), rng))
     return bytes(out)

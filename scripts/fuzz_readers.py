@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from fuzz import FIRST, SEEDS
-from fuzz_mutants import of_header, of_json, of_session
+from fuzz_mutants import mutate_header, mutate_json, mutate_session
 from PIL import BmpImagePlugin, GifImagePlugin, ImageOps, JpegImagePlugin, PngImagePlugin, WebPImagePlugin
 
 import pykvedge
@@ -197,18 +197,18 @@ def session_file(data: bytes) -> None:
 
 # target -> (function under test, function that changes inputs by their structure)
 TARGETS: dict[str, tuple[Callable[[bytes], None], Callable[[bytes, random.Random], bytes] | None]] = {
-    "gguf": (gguf_header, of_header),
-    "mmproj": (mmproj_header, of_header),
-    "plan_json": (plan_json, of_json),
-    "profile": (profile_json, of_json),
-    "dataset": (data_set, of_json),
-    "note": (session_note, of_json),
+    "gguf": (gguf_header, mutate_header),
+    "mmproj": (mmproj_header, mutate_header),
+    "plan_json": (plan_json, mutate_json),
+    "profile": (profile_json, mutate_json),
+    "dataset": (data_set, mutate_json),
+    "note": (session_note, mutate_json),
     "image": (image_file, None),
-    "model_file": (model_file, of_header),
-    "mmproj_file": (mmproj_file, of_header),
-    "session_file": (session_file, of_session),
-    "wire": (wire_format, of_json),
-    "tools": (tool_calls, of_json),
+    "model_file": (model_file, mutate_header),
+    "mmproj_file": (mmproj_file, mutate_header),
+    "session_file": (session_file, mutate_session),
+    "wire": (wire_format, mutate_json),
+    "tools": (tool_calls, mutate_json),
 }
 
 

@@ -21,10 +21,10 @@ from pathlib import Path
 from build_stock import find_build
 from llama_source import SourceError, ended, log
 from modelgen.tiny import default_spec, write_tiny
-from native_build import FEWER, GLUE_SHAPE, THREADED, build_native
+from native_build import FEWER_CASES, GLUE_SHAPE, THREADED, build_native
 
 SANITIZERS = ("address,undefined", "thread")  # the first two sanitizers can share a build
-SLOW = ("test_attention",)  # three minutes under the address sanitizer; other tests of FEWER: one minute
+SLOW = ("test_attention",)  # three minutes under the address sanitizer; other tests of FEWER_CASES: one minute
 AT_ONCE = 2
 GLUE = "kvedge-glue-tests"
 MODELS = ("llama", "gemma3")  # all layers in kvedge; windowed layers in llama.cpp
@@ -41,7 +41,7 @@ def build(sanitizer: str, targets: list[str]) -> Path:
 
 def few(sanitizer: str, name: str, fewer: bool) -> list[str]:
     """Returns the arguments for fewer cases of a test; empty: all cases."""
-    return FEWER.get(name, []) if sanitizer == "thread" or (fewer and name in SLOW) else []
+    return FEWER_CASES.get(name, []) if sanitizer == "thread" or (fewer and name in SLOW) else []
 
 
 def passes(sanitizer: str, command: list[str]) -> bool:

@@ -13,7 +13,7 @@ __all__ = ["LAYOUTS", "Prompt", "image_mask", "profiles_of", "projection_of", "p
 HEADS = {"mha": (4, 4), "gqa": (4, 2), "mqa": (4, 1)}  # query heads and KV heads of a layer
 
 
-def kept_alike(atol, plan, p, **options):
+def check_engines_agree(atol, plan, p, **options):
     """Checks that both engines keep the same tokens, with scores equal within atol. Returns the native result."""
     ours, definition = (pykvedge.compress(plan, *p.arguments, engine=e, **options) for e in ("native", "numpy"))
     np.testing.assert_allclose(ours.scores, definition.scores, rtol=1e-3, atol=atol)

@@ -53,12 +53,12 @@ def distinct() -> tuple[str, ...]:
     """
     found: dict[object, list[tuple[int, str]]] = {}
     for name in sorted(pykvedge.methods(), key=lambda name: name != DEFAULT_METHOD):
-        asked, n_read = wants(pykvedge.plan(name, None if name == "full" else 0.4))
+        asked, n_read = host_tasks(pykvedge.plan(name, None if name == "full" else 0.4))
         found.setdefault(asked, []).append((n_read, name))
     return tuple(max(group, key=lambda x: x[0])[1] for group in found.values())
 
 
-def wants(plan: pykvedge.Plan) -> tuple[object, int]:
+def host_tasks(plan: pykvedge.Plan) -> tuple[object, int]:
     """Returns the tasks of a libkvedge host for a plan, and how many of keys and values change the scores (0 to 2)."""
     p = prompt(60, layers=3)
     given = {"profile": profiles_of(plan, p), "projection": projection_of(plan, p)}

@@ -331,8 +331,8 @@ def worker(kvedge):
 
 
 @pytest.fixture(scope="session")
-def worked(kvedge):
-    """worked(*arguments, files) -> one line of tests/file_worker.py for each file. Fails with the worker."""
+def file_results(kvedge):
+    """file_results(*arguments, files) -> one line of tests/file_worker.py for each file. Fails with the worker."""
 
     def run(*arguments, files) -> list[str]:
         done = kvedge(*arguments, *files, script=Path(__file__).with_name("file_worker.py"), timeout=600)

@@ -4,7 +4,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
-from asking import Asked
+from scheduled_job import ScheduledJob
 
 import pykvedge
 from pykvedge import Sampling
@@ -76,7 +76,7 @@ def wrong_behind(guesses, right):
 
 
 @dataclass
-class Said:
+class AnswerRecord:
     """The parts of an answer. ids: all tokens, with the end token. later: the answer to a second question."""
 
     ids: list[int]
@@ -88,14 +88,14 @@ class Said:
     drafts: Drafts | None
 
 
-def said(session, sampling, images=(SCENE,)):
+def record_answer(session, sampling, images=(SCENE,)):
     session.clear()
     answer = session.ask(AGAIN, images, sampling)
     answer.read()
     generation, report, pending = answer._generation, answer.report, session.pending
     ids = [*generation.tokens, *([generation.token] if report.finish == "end" else [])]
     later = session.ask("And now?", sampling=Sampling(max_tokens=12)).read()
-    return Said(ids, report.text, report.finish, pending, report.logprobs or [], later, report.drafts)
+    return AnswerRecord(ids, report.text, report.finish, pending, report.logprobs or [], later, report.drafts)
 
 
 def check_alike(drafted, plain):
@@ -122,5 +122,5 @@ def broken_off(session, enough):
 
 def ask(scheduler, messages, sampling, plan=None):
     """Returns the report of a server's answer, its tokens, and the streamed text."""
-    asked = Asked(scheduler, Request(messages, plan or pykvedge.plan("snapkv", 0.3), sampling))
+    asked = ScheduledJob(scheduler, Request(messages, plan or pykvedge.plan("snapkv", 0.3), sampling))
     return asked.report, asked.job.ids, "".join(asked.pieces)

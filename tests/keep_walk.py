@@ -67,7 +67,7 @@ class Walk:
             self.end(talk)
             return
         rounded = 0.0 if self.kv_type == "f16" else 0.1  # rounded rows give other scores
-        assert keeping.alike(self.context, talk.anew(self.other), talk.sequence, rounded=rounded), talk.log
+        assert keeping.nearly_equal_pairs(self.context, talk.anew(self.other), talk.sequence, rounded=rounded), talk.log
         self.compared += 1
 
     def end(self, talk: Talk) -> None:

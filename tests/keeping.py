@@ -45,7 +45,7 @@ def rows(context: TinyContext, sequence: int = 0) -> list[tuple[np.ndarray, ...]
     ]
 
 
-def same(a: TinyContext, b: TinyContext, sequence: int = 0, other: int = 0) -> bool:
+def equal_pairs(a: TinyContext, b: TinyContext, sequence: int = 0, other: int = 0) -> bool:
     """Returns whether both hold the same KV pairs, bit for bit."""
     if a.held(sequence) != b.held(other):
         return False
@@ -53,7 +53,7 @@ def same(a: TinyContext, b: TinyContext, sequence: int = 0, other: int = 0) -> b
     return all(np.array_equal(x, y) for one, two in pairs for x, y in zip(one, two, strict=True))
 
 
-def alike(a: TinyContext, b: TinyContext, sequence: int = 0, other: int = 0, rounded: float = 0.0) -> bool:
+def nearly_equal_pairs(a: TinyContext, b: TinyContext, sequence: int = 0, other: int = 0, rounded: float = 0.0) -> bool:
     """Returns whether both hold the same KV pairs, except for rounding that swaps nearly equal scores.
 
     Removed tokens shift the blocks of keys, so sums of attention round differently. rounded: a further share of KV

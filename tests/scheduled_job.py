@@ -5,7 +5,7 @@ import threading
 from pykvedge.serve.job import Done, Failed, Text
 
 
-class Asked:
+class ScheduledJob:
     """Submits a request and collects its job's events. cancel_at(event): whether to cancel the job at this event."""
 
     def __init__(self, scheduler, request, cancel_at=lambda event: False):

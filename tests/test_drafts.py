@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 from choosing import whole
-from drafted import AGAIN, PLANS, SAMPLINGS, SCENE, broken_off, check_alike, open_sessions, said, wrong_behind
+from drafted import AGAIN, PLANS, SAMPLINGS, SCENE, broken_off, check_alike, open_sessions, record_answer, wrong_behind
 
 import pykvedge
 from pykvedge import Sampling, UnsupportedError, UsageError
@@ -45,12 +45,12 @@ CASES = [
 @pytest.mark.parametrize("plan, sampling", CASES)
 def test_whatever_is_guessed_the_answer_is_that_of_single_tokens(sessions, guessing, native, plan, sampling):
     chosen = SAMPLINGS[sampling]
-    plain = said(sessions(plan), chosen)
+    plain = record_answer(sessions(plan), chosen)
     assert plain.drafts is None and len(plain.ids) > 3
     drafting_session = sessions(plan, lookup=True)
     for right in (99, 0, 3) if sampling == "greedy" else (3,):
         guessing(plain.ids, right)
-        drafted = said(drafting_session, chosen)
+        drafted = record_answer(drafting_session, chosen)
         check_alike(drafted, plain)
         counts = drafted.drafts
         assert counts.verifications > 0 and counts.drafted > 0
@@ -66,11 +66,11 @@ def test_whatever_is_guessed_the_answer_is_that_of_single_tokens(sessions, guess
 @pytest.mark.parametrize("kv_type", ["q8_0", "q4_0", "kivi2", *whole("f32", "bf16", "tq3", "kivi4", "q8_0:q4_0")])
 def test_rows_that_are_quantised_in_groups(sessions, guessing, native, kv_type):
     chosen = Sampling(max_tokens=100, logit_bias={sessions("snapkv").model.tokenize("x", special=False)[0]: 4.0})
-    plain = said(sessions("snapkv", kv_type=kv_type), chosen)
+    plain = record_answer(sessions("snapkv", kv_type=kv_type), chosen)
     assert len(plain.ids) > 70 or plain.finish == "end"
     for right in (99, 2):
         guessing(plain.ids, right)
-        drafted = said(sessions("snapkv", kv_type=kv_type, lookup=True), chosen)
+        drafted = record_answer(sessions("snapkv", kv_type=kv_type, lookup=True), chosen)
         check_alike(drafted, plain)
         assert drafted.drafts.accepted > 0
 
@@ -87,10 +87,10 @@ def test_other_models(tiny, picture_file, guessing, native, kind):
     plan = pykvedge.plan("full") if kind == "deepseek2" else pykvedge.plan("snapkv", 0.4)
     with model.session(plan) as session:
         assert kind != "deepseek2" or session.engine.cache is None
-        plain = said(session, chosen, pictures)
+        plain = record_answer(session, chosen, pictures)
     guessing(plain.ids, 4)
     with model.session(plan, lookup=True) as session:
-        drafted = said(session, chosen, pictures)
+        drafted = record_answer(session, chosen, pictures)
     check_alike(drafted, plain)
     assert drafted.drafts.accepted > 0
 
@@ -98,16 +98,16 @@ def test_other_models(tiny, picture_file, guessing, native, kind):
 @pytest.mark.parametrize("plan", ["full", "snapkv"])
 def test_lookup_as_it_is(sessions, native, monkeypatch, plan):
     """Drafts from the conversation itself, at any cost."""
-    plain = said(sessions(plan), SAMPLINGS["greedy"])
+    plain = record_answer(sessions(plan), SAMPLINGS["greedy"])
     monkeypatch.setattr(drafting.Drafter, "_best", lambda self, kind, most, each=0: (most, 1.0))
-    drafted = said(sessions(plan, lookup=True), SAMPLINGS["greedy"])
+    drafted = record_answer(sessions(plan, lookup=True), SAMPLINGS["greedy"])
     check_alike(drafted, plain)
     assert 0 < drafted.drafts.accepted < drafted.drafts.drafted
 
 
 @pytest.mark.parametrize("n", [1, 4, 9, 14])
 def test_an_answer_that_is_broken_off_stays_as_far_as_it_went(sessions, guessing, native, n):
-    plain = said(sessions("snapkv"), SAMPLINGS["greedy"])
+    plain = record_answer(sessions("snapkv"), SAMPLINGS["greedy"])
 
     guessing(plain.ids, 3)
     drafted = broken_off(sessions("snapkv", lookup=True), n)
@@ -117,7 +117,7 @@ def test_an_answer_that_is_broken_off_stays_as_far_as_it_went(sessions, guessing
 def test_a_cancelled_answer_leaves_a_session_that_goes_on(sessions, guessing, native):
     import threading
 
-    plain = said(sessions("snapkv"), SAMPLINGS["greedy"])
+    plain = record_answer(sessions("snapkv"), SAMPLINGS["greedy"])
     guessing(plain.ids, 2)
     session, cancel = sessions("snapkv", lookup=True), threading.Event()
     session.clear()
@@ -130,7 +130,7 @@ def test_a_cancelled_answer_leaves_a_session_that_goes_on(sessions, guessing, na
     session.cancel = None
     assert answer.report.finish == "cancelled" and plain.text.startswith(answer.report.text)
     assert session.ask("Why?", sampling=Sampling(max_tokens=12)).read()
-    check_alike(said(session, SAMPLINGS["greedy"]), plain)
+    check_alike(record_answer(session, SAMPLINGS["greedy"]), plain)
 
 
 def test_the_context_ends_a_drafted_answer_where_it_ends_another(tiny, guessing, native):
@@ -165,7 +165,7 @@ def test_positions_turn_where_they_turn_without_drafts(tiny, guessing, native):
 
 def test_a_saved_session_goes_on(sessions, native, tmp_path):
     session, file = sessions("snapkv", lookup=True), tmp_path / "s.kvs"
-    said(session, SAMPLINGS["greedy"])
+    record_answer(session, SAMPLINGS["greedy"])
     session.save(file)
     expected = session.ask("Why?", sampling=SAMPLINGS["greedy"]).read()
     session.load(file)

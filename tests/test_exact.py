@@ -5,7 +5,7 @@ import functools
 import numpy as np
 import pytest
 from choosing import whole
-from drafted import AGAIN, SAMPLINGS, SCENE, broken_off, check_alike, draft_much, open_sessions, said
+from drafted import AGAIN, SAMPLINGS, SCENE, broken_off, check_alike, draft_much, open_sessions, record_answer
 
 import pykvedge
 from kvedge_lab.eval.tasks import demo_samples
@@ -43,7 +43,7 @@ CASES = [
 @pytest.fixture(scope="module")
 def of_full(sessions):
     """of_full(sampling) -> the answer of the full cache. Each is computed once."""
-    return functools.cache(lambda sampling: said(sessions("full"), SAMPLINGS[sampling]))
+    return functools.cache(lambda sampling: record_answer(sessions("full"), SAMPLINGS[sampling]))
 
 
 @pytest.mark.parametrize("method", ["h2o", *whole("meda", "lookm", "roco", "snapkv", "flashcache")])
@@ -69,7 +69,7 @@ def test_the_answer_is_that_of_the_whole_cache(sessions, of_full, drafting_much,
     session = sessions(plan, keep="ram", exact=True)
     for right in (99, 0, 2) if sampling == "greedy" else (2,):
         drafting_much(right)
-        exact = said(session, chosen)
+        exact = record_answer(session, chosen)
         check_alike(exact, full)
         counts = exact.drafts
         assert counts.exact and counts.verifications > 0 and counts.drafted >= counts.verifications - 1
@@ -77,7 +77,7 @@ def test_the_answer_is_that_of_the_whole_cache(sessions, of_full, drafting_much,
 
 
 def test_drafts_of_the_compressed_rows_are_often_right(sessions, drafting_much, native):
-    exact = said(sessions("lookm", keep="ram", exact=True), SAMPLINGS["greedy"])
+    exact = record_answer(sessions("lookm", keep="ram", exact=True), SAMPLINGS["greedy"])
     assert exact.drafts.accepted > 0
 
 
@@ -99,7 +99,7 @@ def test_as_it_is(sessions, of_full, native):
     """Normal drafts; with whole rows in a file; with a lookup as well."""
     full = of_full("greedy")
     for settings in ({"keep": "disk"}, {"keep": "ram", "lookup": True}):
-        exact = said(sessions("snapkv", exact=True, **settings), SAMPLINGS["greedy"])
+        exact = record_answer(sessions("snapkv", exact=True, **settings), SAMPLINGS["greedy"])
         check_alike(exact, full)
         assert exact.drafts.exact
 
@@ -107,7 +107,7 @@ def test_as_it_is(sessions, of_full, native):
 def test_compressed_rows_alone_say_something_else(sessions, of_full, native):
     """Without this difference, the tests above could not fail."""
     full = of_full("greedy")
-    assert said(sessions("snapkv"), SAMPLINGS["greedy"]).ids != full.ids
+    assert record_answer(sessions("snapkv"), SAMPLINGS["greedy"]).ids != full.ids
 
 
 def answers_of(session):
@@ -139,16 +139,16 @@ def test_lookup_alone_leaves_whole_rows_to_later_questions(sessions, native, mon
 def test_quantised_rows(sessions, of_full, drafting_much, native):
     """Quantised rows only draft; verification uses whole f16 rows."""
     full = of_full("greedy")
-    check_alike(said(sessions("snapkv", keep="ram", exact=True, kv_type="q4_0"), SAMPLINGS["greedy"]), full)
+    check_alike(record_answer(sessions("snapkv", keep="ram", exact=True, kv_type="q4_0"), SAMPLINGS["greedy"]), full)
 
 
 @pytest.mark.parametrize("plan", ["snapkv", "ragged", "biased"])
 def test_drafts_on_a_device(sessions, drafting_much, native, plan):
     """The CPU acts as a device: its rows draft, and verification uses rows on the host."""
-    full = said(sessions("full", device="CPU"), SAMPLINGS["greedy"])
+    full = record_answer(sessions("full", device="CPU"), SAMPLINGS["greedy"])
     session = sessions(plan, keep="ram", exact=True, device="CPU")
     drafting_much(2)
-    exact = said(session, SAMPLINGS["greedy"])
+    exact = record_answer(session, SAMPLINGS["greedy"])
     assert (exact.ids, exact.later) == (full.ids, full.later)
     assert exact.drafts.exact and exact.drafts.accepted > 0
     stats = session.engine.cache.stats()
@@ -161,10 +161,10 @@ def test_other_models(tiny, picture_file, drafting_much, native, kind):
     pictures = [picture_file()] if model.mmproj else []
     chosen = Sampling(max_tokens=30, temp=0.7, seed=3)
     with model.session() as session:
-        full = said(session, chosen, pictures)
+        full = record_answer(session, chosen, pictures)
     drafting_much(3)
     with model.session(pykvedge.plan("snapkv", 0.3), keep="ram", exact=True) as session:
-        exact = said(session, chosen, pictures)
+        exact = record_answer(session, chosen, pictures)
     check_alike(exact, full)
     assert exact.drafts.drafted > 0
 

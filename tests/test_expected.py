@@ -5,7 +5,7 @@ import ctypes
 import numpy as np
 import oracles
 import pytest
-from arrays import kept_alike, prompt
+from arrays import check_engines_agree, prompt
 from batches import send
 from contexts import TinyContext, random_tokens
 from modelgen.layers import mrope_sections
@@ -78,7 +78,7 @@ def test_a_prompt_of_sinks_alone_is_kept_whole_and_of_a_longer_one_the_sinks_sta
 def test_both_engines_turn_alike(native, turned, allocator):
     for n_tokens, heads in ((5, (4, 2)), (64, (4, 1)), (300, (3, 3))):
         p = prompt(n_tokens, heads, size=24, layers=3)
-        kept_alike(1e-5, pykvedge.plan("expected", 0.3, allocator=allocator), p, rotation=ROTATIONS[turned])
+        check_engines_agree(1e-5, pykvedge.plan("expected", 0.3, allocator=allocator), p, rotation=ROTATIONS[turned])
 
 
 def test_large_means_do_not_drown_the_covariance(native):
@@ -86,8 +86,9 @@ def test_large_means_do_not_drown_the_covariance(native):
     p.q[:] += 40
     p.k[:] -= p.k.mean(axis=-1, keepdims=True)  # products with the mean cancel
     with_it, without = ({"scorer.covariance": on, "allocator": "uniform"} for on in (True, False))
-    ours = kept_alike(1e-5, pykvedge.plan("expected", 0.3, **with_it), p)
-    assert not np.allclose(ours.scores, kept_alike(1e-5, pykvedge.plan("expected", 0.3, **without), p).scores, rtol=0.1)
+    ours = check_engines_agree(1e-5, pykvedge.plan("expected", 0.3, **with_it), p)
+    others = check_engines_agree(1e-5, pykvedge.plan("expected", 0.3, **without), p)
+    assert not np.allclose(ours.scores, others.scores, rtol=0.1)
 
 
 @pytest.mark.parametrize("step", [1, 7, 64, 230])

@@ -9,7 +9,7 @@ import sys
 import fuzz
 import pytest
 from conftest import ROOT
-from fuzz_mutants import layout_of, of_header
+from fuzz_mutants import layout_of, mutate_header
 from fuzz_readers import SEEDS, TARGETS, first_inputs
 
 from pykvedge.errors import KvedgeError
@@ -44,7 +44,7 @@ def test_headers_are_changed_in_their_places():
     found = layout_of(data)
     assert found.entries[0][0] == 24 and len(found.tensors) == int.from_bytes(data[8:16], "little")
     assert sum(found.tensors[-1]) <= len(data)
-    mutants = [of_header(data, random.Random(i)) for i in range(200)]
+    mutants = [mutate_header(data, random.Random(i)) for i in range(200)]
     whole = [m for m in mutants if len(layout_of(m).tensors) == int.from_bytes(m[8:16], "little")]
     assert len(set(mutants)) > 190 and 50 < len(whole) < 200  # many mutants can still be read completely
 

@@ -52,7 +52,7 @@ def test_pairs_are_those_of_one_prompt(context, method, kind):
     talk, other = Talk(context(kind, method)), context(kind, method, "", 1)
     for message, answer in zip(messages(), answers(), strict=True):
         talk.say(message)
-        assert keeping.same(talk.context, talk.anew(other)), len(talk.log)
+        assert keeping.equal_pairs(talk.context, talk.anew(other)), len(talk.log)
         assert talk.context.cache.stats().whole_bytes > 0 and not talk.context.cache.keep_problem()
         talk.answer(answer)
 
@@ -145,7 +145,7 @@ def test_an_answer_that_lost_rows_is_said_and_goes_on_as_without(context, policy
         talk.answer(answers()[1])
     kept, without = (talk.context for talk in talks)
     assert "a decode policy dropped some" in kept.cache.keep_problem() and kept.cache.stats().whole_bytes == 0
-    assert keeping.same(kept, without)
+    assert keeping.equal_pairs(kept, without)
     np.testing.assert_array_equal(kept.logits(), without.logits())
 
 
@@ -156,7 +156,7 @@ def test_a_plan_that_saw_nothing_of_the_rows_is_said(context, tiny, profile_file
         give_plan(talk.context, tiny("llama"), pykvedge.plan("h2o", 0.3), profile_file)
         say_on(talk, messages()[1])
     assert "saw nothing of them" in talks[0].context.cache.keep_problem()
-    assert keeping.same(talks[0].context, talks[1].context)
+    assert keeping.equal_pairs(talks[0].context, talks[1].context)
 
 
 @pytest.mark.parametrize(("before", "after"), [
@@ -171,7 +171,7 @@ def test_a_plan_that_saw_all_of_the_rows_goes_on(context, tiny, profile_file, be
         talk.say(message)
         talk.answer(answer)
     talk.cut(talk.n - len(answers()[1]))
-    assert not talk.context.cache.keep_problem() and keeping.same(talk.context, talk.anew(other))
+    assert not talk.context.cache.keep_problem() and keeping.equal_pairs(talk.context, talk.anew(other))
 
 
 @pytest.mark.parametrize(("method", "kv_type"), [("h2o", "f16"), ("kvedge", "q8_0")])

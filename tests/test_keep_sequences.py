@@ -59,7 +59,7 @@ def test_copies_go_different_ways(contexts, tmp_path, kind, place):
     for turn in range(2):
         for talk in (one, two, three):
             talk.say(random_tokens(40, seed=10 * turn + talk.sequence))
-            assert keeping.alike(context, talk.anew(other), talk.sequence), (turn, talk.sequence)
+            assert keeping.nearly_equal_pairs(context, talk.anew(other), talk.sequence), (turn, talk.sequence)
             talk.answer(random_tokens(3, seed=20 * turn + talk.sequence))
     assert len({str(context.held(i)) for i in range(3)}) == 3
     assert not any(context.cache.keep_problem(i) for i in range(3))
@@ -73,7 +73,7 @@ def test_what_was_removed_is_removed_again_for_nothing(contexts):
     talk.say(random_tokens(33, seed=1))
     talk.cut(64, 70)
     talk.say(random_tokens(13, seed=2))  # shorter than the window
-    assert keeping.alike(context, talk.anew(other))
+    assert keeping.nearly_equal_pairs(context, talk.anew(other))
 
 
 def test_several_at_once(contexts):
@@ -88,7 +88,7 @@ def test_several_at_once(contexts):
         context.decode(*parts)
         for talk in talks:
             talk.compress()
-            assert keeping.alike(context, talk.anew(other), talk.sequence), (turn, talk.sequence)
+            assert keeping.nearly_equal_pairs(context, talk.anew(other), talk.sequence), (turn, talk.sequence)
         for step in range(4):
             context.decode(*([7 + step + i] for i in range(3)))
             for i, talk in enumerate(talks):
@@ -140,7 +140,7 @@ def test_what_is_too_much_by_itself_is_given_up_and_the_answer_goes_on(contexts)
     for talk in talks:
         talk.decode(random_tokens(30))
         talk.context.cache.compress()
-    assert keeping.same(context, alone)
+    assert keeping.equal_pairs(context, alone)
 
 
 def test_a_place_that_changes_in_the_middle(contexts, tmp_path):
@@ -150,13 +150,13 @@ def test_a_place_that_changes_in_the_middle(contexts, tmp_path):
     for turn, place in enumerate(["ram", "disk", "ram", "disk"]):
         context.cache.keep(place, str(tmp_path))
         talk.say(random_tokens(100, seed=turn))
-        assert keeping.same(context, talk.anew(other))
+        assert keeping.equal_pairs(context, talk.anew(other))
         talk.answer([5, 6, 7, 8])
         kept.append(context.cache.stats())
     assert all(stats.whole_bytes > 0 for stats in kept)
     context.cache.keep("")  # existing whole rows serve one more message
     talk.say(random_tokens(50))
-    assert keeping.same(context, talk.anew(other))
+    assert keeping.equal_pairs(context, talk.anew(other))
     assert context.cache.stats().whole_bytes == 0 and not context.cache.keep_problem()
     context.cache.keep("ram")
     context.decode(random_tokens(40))
@@ -192,7 +192,7 @@ def test_positions_change_under_rows_that_lie_in_a_file(contexts, tmp_path):
     now, others = keeping.rows(context), Talk(context, 1, copy.log, copy.answered)
     assert any((a[0] != b[0]).any() for a, b in zip(was, now, strict=True))
     others.say(random_tokens(20))
-    assert keeping.alike(context, others.anew(other), 1)
+    assert keeping.nearly_equal_pairs(context, others.anew(other), 1)
 
 
 def test_what_a_copy_has_in_memory_goes_when_it_is_written(contexts, tmp_path):

@@ -187,7 +187,7 @@ def mutations(projector):
 
 
 @pytest.mark.parametrize("projector", TOWERS)
-def test_whatever_is_not_refused_runs(tiny, native, picture_file, tmp_path, worked, projector, pytestconfig):
+def test_whatever_is_not_refused_runs(tiny, native, picture_file, tmp_path, file_results, projector, pytestconfig):
     files = mutants(tmp_path, projector, 1 if pytestconfig.getoption("all") else 5)
-    lines = worked("mmprojs", tiny(OWNERS[projector], n_vocab=512).model, picture_file(), files=files)
+    lines = file_results("mmprojs", tiny(OWNERS[projector], n_vocab=512).model, picture_file(), files=files)
     assert "ran" in lines

@@ -128,7 +128,7 @@ def test_empty_tokens_are_no_duplicates(tmp_path):
 
 
 @pytest.mark.parametrize("arch", SPECS)
-def test_whatever_is_not_refused_runs(native, tmp_path, worked, arch, pytestconfig):
+def test_whatever_is_not_refused_runs(native, tmp_path, file_results, arch, pytestconfig):
     keys = [key for key in text_model(SPECS[arch])[0] if key.startswith(f"{arch}.")]
     values = (None, NAN, 0, 1, [1, 2])
     files = [
@@ -137,4 +137,4 @@ def test_whatever_is_not_refused_runs(native, tmp_path, worked, arch, pytestconf
         for j, value in enumerate(values)
     ]
     every = 1 if pytestconfig.getoption("all") else 2
-    assert "ran" in worked("models", files=files[::every])
+    assert "ran" in file_results("models", files=files[::every])

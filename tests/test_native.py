@@ -12,7 +12,7 @@ from llama_source import SourceError
 
 SOURCES = sorted((Path(__file__).resolve().parent.parent / "native" / "tests").glob("test_*.cpp"))
 # the address sanitizer (scripts/sanitize.py) runs all cases
-FEWER = {"test_attention": ["3"], "test_faults": ["5"], "test_session": ["10"]}
+FEWER_CASES = {"test_attention": ["3"], "test_faults": ["5"], "test_session": ["10"]}
 
 
 @pytest.mark.parametrize("name", [p.stem for p in SOURCES])
@@ -24,13 +24,13 @@ def test_native(name):
     if not program.is_file():
         pytest.skip("native tests are not built: python3 scripts/dev.py test builds them")
     done = subprocess.run(
-        [program, *FEWER.get(name, [])], capture_output=True, text=True, errors="replace", timeout=600
+        [program, *FEWER_CASES.get(name, [])], capture_output=True, text=True, errors="replace", timeout=600
     )
     assert done.returncode == 0, f"{name} ended with code {done.returncode}\n{done.stdout}{done.stderr}"
 
 
 def test_lists_of_tests_name_tests():
-    named = {*native_build.FEWER, *native_build.THREADED, *native_build.PLACED}
+    named = {*native_build.FEWER_CASES, *native_build.THREADED, *native_build.MACHINE_DEPENDENT}
     assert named <= {path.stem for path in SOURCES}
 
 

@@ -6,7 +6,7 @@ import threading
 import numpy as np
 import oracles
 import pytest
-from arrays import kept_alike, prompt
+from arrays import check_engines_agree, prompt
 from contexts import TinyContext, random_tokens, replaying
 from conversations import WORDS, say
 
@@ -78,7 +78,7 @@ def test_both_engines_go_by_the_same_pass(native, cut, scope, allocator):
     ):  # fmt: skip
         p = prompt(n_tokens, heads, size=32, layers=3)
         plan = pykvedge.plan("h2o", 0.3, allocator=allocator, **{**PLAN, "scorer.scope": scope})
-        kept_alike(1e-6, plan, p, replay=second_pass(p, CUTS[cut](n_tokens)), kv_type=kv_type)
+        check_engines_agree(1e-6, plan, p, replay=second_pass(p, CUTS[cut](n_tokens)), kv_type=kv_type)
 
 
 def test_attention_to_what_a_chunk_is_about_is_not_lost_beside_what_it_is_not_about(native):
@@ -87,7 +87,7 @@ def test_attention_to_what_a_chunk_is_about_is_not_lost_beside_what_it_is_not_ab
     p.k[:, :, :20], p.k[:, :, 20:] = 12, -12
     chunks = [ReplayChunk(20, 40, 6)]
     replay = Replay(np.full((1, 2, 6, 16), 9), np.full((1, 1, 6, 16), -14), chunks)
-    ours = kept_alike(1e-6, pykvedge.plan("h2o", 0.5, recent=0, **PLAN), p, replay=replay)
+    ours = check_engines_agree(1e-6, pykvedge.plan("h2o", 0.5, recent=0, **PLAN), p, replay=replay)
     np.testing.assert_allclose(ours.scores[0, 0, 20:], 1 / 20, rtol=1e-3)
     assert (ours.scores[0, 0, :20] == 0).all()
 
@@ -124,14 +124,14 @@ def test_where_there_is_no_second_pass_a_method_of_one_is_refused(native):
 # ------------------------------------------------------------------------------------------------------------
 
 
-class Twice(TinyContext):
+class ReplayContext(TinyContext):
     """Reads a prompt, and chunks of a second pass over it."""
 
     def __init__(self, *arguments, **options):
         super().__init__(*arguments, **options)
         self.cache.set_auto_compress(False)
 
-    def again(self, chunk, tokens, stop=None):
+    def read_chunk_again(self, chunk, tokens, stop=None):
         n = self.n[0]
         with replaying(self.cache, chunk):
             for part in np.array_split(tokens, 1 if len(tokens) < 9 else 3):
@@ -144,7 +144,7 @@ class Twice(TinyContext):
 
 def watched(model, prompt_tokens, again):
     """Returns [layer][H, n, T + n]: the attention of each token of a pass, read one by one after the prompt."""
-    with Twice(model, pykvedge.plan("full"), "f32") as context:
+    with ReplayContext(model, pykvedge.plan("full"), "f32") as context:
         context.decode(prompt_tokens)
         context.cache.watch(True)
         out = []
@@ -162,11 +162,11 @@ def test_a_pass_gathers_what_its_tokens_pay_to_the_prompt(native, tiny, kind, sc
     model, tokens, n = tiny(kind).model, random_tokens(50), 50
     plan = pykvedge.plan("kvzip", 0.3, **{"scorer.scope": scope})
     chunks = [ReplayChunk(0, 30, 12, 3), ReplayChunk(30, 50, 7, 3)]
-    with Twice(model, plan, "f32") as context:
+    with ReplayContext(model, plan, "f32") as context:
         context.decode(tokens)
         parts = [random_tokens(c.n_tokens, 7) for c in chunks]
         for chunk, part in zip(chunks, parts, strict=True):
-            context.again(chunk, part)
+            context.read_chunk_again(chunk, part)
         found = context.scores()
     expected = [np.zeros_like(x) for x in found]
     for c, part in zip(chunks, parts, strict=True):
@@ -191,11 +191,11 @@ def test_nothing_is_left_of_a_pass(native, tiny, kind):
     """Later logits and a later compression equal those without a pass, bit for bit."""
 
     def after(twice):
-        with Twice(tiny(kind).model, pykvedge.plan("kvzip", 0.5), "f32", n_ctx=1024) as context:
+        with ReplayContext(tiny(kind).model, pykvedge.plan("kvzip", 0.5), "f32", n_ctx=1024) as context:
             context.decode(random_tokens(90))
             if twice:
-                context.again(ReplayChunk(0, 60, 80), random_tokens(80, 3))
-                context.again(ReplayChunk(60, 90, 40), random_tokens(40, 4))
+                context.read_chunk_again(ReplayChunk(0, 60, 80), random_tokens(80, 3))
+                context.read_chunk_again(ReplayChunk(60, 90, 40), random_tokens(40, 4))
             stats = context.cache.stats()
             assert (stats.n_tokens, stats.n_pending) == (90, 90)
             context.decode(random_tokens(3, 5))
@@ -208,7 +208,7 @@ def test_nothing_is_left_of_a_pass(native, tiny, kind):
 
 
 def test_misuse_of_the_pass_is_refused_and_leaves_the_prompt(native, tiny):
-    with Twice(tiny("llama").model, pykvedge.plan("kvzip", 0.3, recent=0), "f32") as context:
+    with ReplayContext(tiny("llama").model, pykvedge.plan("kvzip", 0.3, recent=0), "f32") as context:
         cache, chunk = context.cache, ReplayChunk(0, 40, 6)
 
         def begin(first, last, sinks, n_tokens):
@@ -235,7 +235,7 @@ def test_misuse_of_the_pass_is_refused_and_leaves_the_prompt(native, tiny):
         context.n[0] = 40
         with pytest.raises(StateError, match="has not taken place"):  # two tokens are missing
             cache.compress()
-        context.again(chunk, random_tokens(6))
+        context.read_chunk_again(chunk, random_tokens(6))
         cache.compress()
         assert {len(tokens) for layer in context.held() for tokens in layer} != {40}
         assert np.mean([len(tokens) for layer in context.held() for tokens in layer]) == 12

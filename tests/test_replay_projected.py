@@ -5,11 +5,11 @@ import itertools
 import numpy as np
 import oracles
 import pytest
-from arrays import kept_alike, projection_of, prompt
+from arrays import check_engines_agree, projection_of, prompt
 from contexts import TinyContext, random_tokens
 from conversations import WORDS, say
 from test_critical import weights_of
-from test_replay import CUTS, Twice, second_pass
+from test_replay import CUTS, ReplayContext, second_pass
 
 import pykvedge
 from pykvedge import ArrayError, Layer, ReplayChunk, Sampling, StateError, UsageError
@@ -56,7 +56,7 @@ def test_both_engines_go_by_the_same(native, cut, scope, heads):
         p = prompt(n_tokens, HEADS[heads], size=32, layers=3)
         plan = plan_of(allocator=allocator, **{"scorer.scope": scope})
         given = {"replay": second_pass(p, CUTS[cut](n_tokens)), "projection": projection_of(plan, p)}
-        kept_alike(1e-5, plan, p, kv_type=kv_type, **given)
+        check_engines_agree(1e-5, plan, p, kv_type=kv_type, **given)
 
 
 @pytest.mark.parametrize("heads", HEADS)
@@ -102,10 +102,10 @@ def test_the_model_s_own_weights(native, tiny, kind, weight):
     found = []
     for projected in (False, True):
         plan = pykvedge.plan("kvzip-plus", 0.3, **{"scorer.projected": projected})
-        with Twice(file, plan, "f32") as context:
+        with ReplayContext(file, plan, "f32") as context:
             context.decode(tokens)
-            context.again(ReplayChunk(0, 30, 12, 3), random_tokens(12, 7))
-            context.again(ReplayChunk(30, 50, 7, 3), random_tokens(7, 8))
+            context.read_chunk_again(ReplayChunk(0, 30, 12, 3), random_tokens(12, 7))
+            context.read_chunk_again(ReplayChunk(30, 50, 7, 3), random_tokens(7, 8))
             found.append(context.scores())
             counts = enumerate(map(len, found[0]))
             values = [[libkvedge.rows(context.cache, i, h)[1] for h in range(n)] for i, n in counts]

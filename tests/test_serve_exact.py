@@ -4,9 +4,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
-from asking import Asked
 from choosing import whole
 from drafted import AGAIN, SAMPLINGS, SCENE, ask, draft_much
+from scheduled_job import ScheduledJob
 from server import asks, serving
 
 import pykvedge
@@ -111,7 +111,7 @@ def test_what_cannot_be_exact_is_refused(tiny, kvedge, schedulers):
     with pykvedge.load(tiny("lfm2").model, threads=1) as model, pytest.raises(UnsupportedError, match="recurrent"):
         Scheduler(model, replace(LIMITS, exact=True), Park(None))
     plan = pykvedge.plan("h2o", 0.3, decode="heavy-hitter")
-    end = Asked(schedulers[1], Request([Message("user", AGAIN)], plan, SECOND)).wait()
+    end = ScheduledJob(schedulers[1], Request([Message("user", AGAIN)], plan, SECOND)).wait()
     assert isinstance(end.error, UsageError) and "no --exact" in str(end.error)
     kvedge("serve", "--exact").failed(2, "--exact", "--keep")
     kvedge("serve", "--exact", "--keep", "ram", "--decode", "sliding").failed(2, "decode policy 'sliding'")

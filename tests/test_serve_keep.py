@@ -1,8 +1,8 @@
 """`kvedge serve --keep`: a conversation goes on with its whole rows, as in a session with keep."""
 
 import pytest
-from asking import Asked
 from attached import held
+from scheduled_job import ScheduledJob
 from server import DEMO, SCENES, asks, serving, then
 from waits import until
 
@@ -36,7 +36,7 @@ def asked(engine, plan, said, seen=None):
 
     messages = [Message("user", f"<image>\n{said[0]}", [pykvedge.load_picture(SCENES[0])])]
     messages += [Message("user" if i % 2 else "assistant", text) for i, text in enumerate(said[1:])]
-    return Asked(engine, Request(messages, plan, GREEDY)).report
+    return ScheduledJob(engine, Request(messages, plan, GREEDY)).report
 
 
 def chain(engine, plan):

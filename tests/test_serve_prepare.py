@@ -4,7 +4,7 @@ import threading
 import time
 
 import pytest
-from asking import Asked
+from scheduled_job import ScheduledJob
 from server import SCENES
 
 import pykvedge
@@ -20,7 +20,7 @@ def asked(engine, cancel=False, **fields):
     sampling = fields.pop("sampling", Sampling(max_tokens=2, temp=0.0))
     messages = [Message("user", said, [pykvedge.load_picture(scene) for scene in scenes])]
     request = Request(messages, pykvedge.plan("lookm", 0.3), sampling, **fields)
-    return Asked(engine, request, lambda event: cancel).wait()
+    return ScheduledJob(engine, request, lambda event: cancel).wait()
 
 
 @pytest.mark.parametrize("share", [False, True])

@@ -3,8 +3,8 @@
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from asking import Asked
 from choosing import whole
+from scheduled_job import ScheduledJob
 from server import QUESTION, SCENES, asks, cached, check_refused, serving, then
 
 import pykvedge
@@ -100,35 +100,35 @@ def request(*said, scene=SCENES[0], **settings):
 
 
 def test_a_pass_tells_how_far_it_is(engine):
-    asked = Asked(engine, request(QUESTION))
+    asked = ScheduledJob(engine, request(QUESTION))
     asked.wait()
     shares = [event.share for event in asked.events if isinstance(event, Step) and event.what == AGAIN]
     assert len(shares) > 3 and shares == sorted(shares) and shares[-1] == 1.0 and shares[0] < 0.9
 
 
 def test_who_leaves_in_the_middle_of_a_pass_loses_nothing_and_holds_up_nobody(engine):
-    first = Asked(engine, request(QUESTION)).text
-    undisturbed = Asked(engine, request(QUESTION, first, LATER)).text
+    first = ScheduledJob(engine, request(QUESTION)).text
+    undisturbed = ScheduledJob(engine, request(QUESTION, first, LATER)).text
     for cancel_at in (lambda e: isinstance(e, Step) and e.what == AGAIN,
                       lambda e: isinstance(e, Step) and e.what == AGAIN and e.share > 0.6):  # fmt: skip
         engine.park._read.clear()  # cached prompts would skip the reading
-        other = Asked(engine, request("Describe the image.", scene=SCENES[1]))
-        gone = Asked(engine, request(QUESTION, first, LATER + " " + LATER), cancel_at).report
+        other = ScheduledJob(engine, request("Describe the image.", scene=SCENES[1]))
+        gone = ScheduledJob(engine, request(QUESTION, first, LATER + " " + LATER), cancel_at).report
         assert gone.finish == "cancelled" and gone.text == "" and other.text
-        after = Asked(engine, request(QUESTION, first, LATER)).report
+        after = ScheduledJob(engine, request(QUESTION, first, LATER)).report
         assert after.text == undisturbed and after.tokens.reused > 100
     # the interrupted pass leaves nothing in its sequence: the next answer there is right
     engine.park._read.clear()
-    assert Asked(engine, request(QUESTION)).text == first
+    assert ScheduledJob(engine, request(QUESTION)).text == first
 
 
 def test_a_context_or_memory_without_room_for_the_pass_is_refused(scheduled, engine):
     said, sampling = [Message("user", "red and blue " * 40)], Sampling(max_tokens=2, temp=0.0)
     once, twice = (Request(said, pykvedge.plan(method, 0.3), sampling) for method in ("snapkv", "kvzip"))
-    room = Asked(engine, once).report.tokens.prompt + 40
+    room = ScheduledJob(engine, once).report.tokens.prompt + 40
     for limits in ({"n_ctx": room}, {"n_ctx": 2048, "memory": room * engine.preparer.bytes_per_token}):
         small = scheduled(slots=1, **limits)
-        failed = Asked(small, twice).wait()
+        failed = ScheduledJob(small, twice).wait()
         assert isinstance(failed, Failed) and "second pass over the prompt does not fit" in str(failed.error)
         assert ("--memory" in str(failed.error)) == (limits["n_ctx"] == 2048)
-        assert Asked(small, once).report.finish
+        assert ScheduledJob(small, once).report.finish
