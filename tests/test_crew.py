@@ -10,7 +10,7 @@ import pytest
 from server import SCENES, asks, serving
 
 import pykvedge
-from pykvedge.runtime.thread_chooser import Others, ThreadChooser
+from pykvedge.runtime.thread_chooser import OtherPrograms, ThreadChooser
 
 
 def chooser_of(threads, processors, used=None):
@@ -117,7 +117,7 @@ def test_a_program_that_ends_is_noticed_at_once():
 
 
 def test_other_programs_are_measured():
-    others = Others()
+    others = OtherPrograms()
     with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as loop:
         time.sleep(1)
         used = others()

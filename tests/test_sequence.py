@@ -74,13 +74,13 @@ def test_a_second_pass_that_is_closed_is_taken_back(driver):
     chunks = chunks_of(driver, sequence, A)
     assert len(chunks) > 3
     for n_passes in (1, 3):
-        passes = sequence.again(chunks, keep_logits=False)
+        passes = sequence.second_pass(chunks, keep_logits=False)
         ahead = next(passes)
         for _ in range(n_passes):
             ahead = passes.send(took(driver, sequence, ahead, 512))
         passes.close()
         assert sequence.n_past == sequence.n_cells == len(A) == driver.cache.stats(1).n_tokens
-    sequence.run(sequence.again(chunks, keep_logits=False), "again", silent, None)
+    sequence.run(sequence.second_pass(chunks, keep_logits=False), "again", silent, None)
     driver.cache.compress(1)
     assert held(driver.cache, sequence.number) == held(driver.cache, undisturbed.number)
 

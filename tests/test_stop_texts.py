@@ -38,8 +38,8 @@ def test_a_stop_text_is_found_however_the_text_is_cut():
             if watcher.found:
                 break
             # held-back text could begin a stop text; all other text is shown
-            assert out + watcher.held == since
-            assert not watcher.held or any(stop.startswith(watcher.held) for stop in stops)
+            assert out + watcher.pending_text == since
+            assert not watcher.pending_text or any(stop.startswith(watcher.pending_text) for stop in stops)
         out += watcher.finish()
         assert watcher.found == (expected is not None) and out == (expected if watcher.found else text), seed
 

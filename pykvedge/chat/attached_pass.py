@@ -121,7 +121,7 @@ class AttachedPass:
             chunks = list(parts(plan, pieces, n, room, self._requests, begins))
             if self._recorder is None and any(isinstance(one, ImagePiece) for part in chunks for one in part.pieces):
                 raise UnsupportedError("the chat handler was taken away, and with it the pictures")
-            sequence.run(sequence.again(chunks, keep_logits=False), "", silent, None)
+            sequence.run(sequence.second_pass(chunks, keep_logits=False), "", silent, None)
         finally:
             context.close()
         return True

@@ -63,8 +63,8 @@ class AttachedState:
 class States:
     """Saves and restores the state of an attached model."""
 
-    def __init__(self, llm: Any, cache: libkvedge.Cache, again: AttachedPass) -> None:
-        self._llm, self._cache, self._again = llm, cache, again
+    def __init__(self, llm: Any, cache: libkvedge.Cache, second_pass: AttachedPass) -> None:
+        self._llm, self._cache, self._second_pass = llm, cache, second_pass
 
     @functools.cached_property
     def _model(self) -> str:
@@ -78,7 +78,7 @@ class States:
         scores = llm.scores[: n if getattr(llm, "_logits_all", False) else 0]
         history = history.copy() if n > 0 else History()
         rows = self._pack(history) if n > 0 else b""
-        end, answer = self._again.place() if n > 0 else (0, [])
+        end, answer = self._second_pass.place() if n > 0 else (0, [])
         return AttachedState(
             llm.input_ids[:n].copy(), scores.copy(), llm._seed, rows, self._model, by, history, end, answer
         )
@@ -86,7 +86,7 @@ class States:
     def _pack(self, history: History) -> bytes:
         """Returns the packed rows, or no bytes if the history can be read again instead."""
         known = history.knows(self._llm.n_tokens)
-        if known and self._again.waits:
+        if known and self._second_pass.waits:
             return b""
         try:
             return bytes(libkvedge.pack(self._cache, self._model, whole=self._cache.keeps))
@@ -120,7 +120,7 @@ class States:
     def give(self, state: AttachedState) -> None:
         """Puts a state's rows into the empty cache. Raises SessionFileError, OutOfMemoryError."""
         libkvedge.unpack(self._cache, state.llama_state, state.model)
-        self._again.go_on(state.end, state.answer)
+        self._second_pass.go_on(state.end, state.answer)
 
     def enter(self, state: AttachedState) -> None:
         """Restores llama_cpp's own variables, as its load_state does."""

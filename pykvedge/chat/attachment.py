@@ -107,9 +107,9 @@ class Attachment:
         if keep is not None:
             with undoing(self._cache.detach):
                 self._cache.keep(keep.place, folder, keep.space, keep.type)
-        self._again = AttachedPass(llm, self._cache)
-        self._again.look()
-        self._states = States(llm, self._cache, self._again)
+        self._second_pass = AttachedPass(llm, self._cache)
+        self._second_pass.look()
+        self._states = States(llm, self._cache, self._second_pass)
         self._history = History()
         self._sampled = False
         self._asked: Any = None  # generator of the last request
@@ -125,7 +125,7 @@ class Attachment:
     def _release(self) -> None:
         if self._cache.attached:
             with self.guard.closing():
-                self._again.close()
+                self._second_pass.close()
                 self._cache.detach()
 
     def _wrapped_sample(self, *args: Any, **kwargs: Any) -> int:
@@ -225,10 +225,10 @@ class Attachment:
         try:
             if generates:
                 with undoing(self._history.fail):  # also after Ctrl-C: the logits of the prompt are lost
-                    self._again.before_answer(self.plan)
+                    self._second_pass.before_answer(self.plan)
             self._inner["eval"](tokens)
             self._history.note(n_before, tokens, generates)
-            self._again.read(n_before, list(tokens), generates)
+            self._second_pass.read(n_before, list(tokens), generates)
         except RuntimeError as error:
             self._history.fail()
             try:
@@ -278,7 +278,7 @@ class Attachment:
     @property
     def replay_s(self) -> float:
         """Returns the seconds of the last second pass over a prompt; 0: no second pass."""
-        return self._again.seconds
+        return self._second_pass.seconds
 
     @one_thread
     def kept(self) -> list[list[int]]:
@@ -293,7 +293,7 @@ class Attachment:
             _check_kept(plan)
         given = self._tables(plan, spare=True)
         self._cache.set_plan(plan, given)
-        self._again.look()
+        self._second_pass.look()
         self.plan = plan
         self._given = given
         self._history.uncut = self._history.uncut and self._is_uncut(plan)
@@ -304,7 +304,7 @@ class Attachment:
             return
         with self.guard.closing():
             if self._cache.attached:
-                self._again.close()
+                self._second_pass.close()
                 self._cache.detach()
                 for name in self._inner:
                     delattr(self._llm, name)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Read:
+class ReadCall:
     """Tokens read in one call. generated: the tokens belong to an answer."""
 
     tokens: list[int]
@@ -30,7 +30,7 @@ class History:
     def clear(self, uncut: bool) -> None:
         """Starts again with an empty cache. uncut: nothing will be compressed."""
         self.uncut = uncut
-        self._reads: list[Read] | None = []  # None: unrecorded tokens came between
+        self._reads: list[ReadCall] | None = []  # None: unrecorded tokens came between
         self._n = 0  # number of recorded tokens
         self.failed = False  # whether the last read failed
         self._requests: list[tuple[int, int]] = []  # tokens and reads before each request
@@ -52,7 +52,7 @@ class History:
         if self._reads is None or self._n != n_before:
             self.lose()
             return
-        self._reads.append(Read(list(tokens), generated))
+        self._reads.append(ReadCall(list(tokens), generated))
         self._n += len(tokens)
 
     def prompt_tokens(self, n_tokens: int) -> int:
@@ -72,7 +72,7 @@ class History:
         self._requests = [request for request in self._requests if request[0] <= n_tokens]
         for i, read in enumerate(self._reads or []):
             if left <= len(read.tokens):
-                self._reads[i:] = [Read(read.tokens[:left], read.generated)] if left else []  # type: ignore[index]
+                self._reads[i:] = [ReadCall(read.tokens[:left], read.generated)] if left else []  # type: ignore[index]
                 return
             left -= len(read.tokens)
 
@@ -90,14 +90,14 @@ class History:
         if self._reads is not None:
             self._requests.append((self._n, len(self._reads)))
 
-    def before(self, n_shared: int) -> tuple[list[Read], list[tuple[int, int]]]:
+    def before(self, n_shared: int) -> tuple[list[ReadCall], list[tuple[int, int]]]:
         """Returns the reads to repeat for a request with n_shared equal first tokens, and the requests among them."""
         if self._reads is None:
             return [], []
         earlier = [request for request in self._requests if request[0] <= n_shared]
         return (self._reads[: earlier[-1][1]], earlier[:-1]) if earlier else ([], [])
 
-    def all(self) -> tuple[list[Read], list[tuple[int, int]]]:
+    def all(self) -> tuple[list[ReadCall], list[tuple[int, int]]]:
         """Returns the reads to repeat for the present state, and the requests among them."""
         return list(self._reads or []), list(self._requests)
 

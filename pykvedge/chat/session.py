@@ -61,7 +61,7 @@ R = TypeVar("R")
 
 
 @dataclass(frozen=True)
-class Before:
+class UndoState:
     """State of a conversation before its last message. mark: None if the cache was empty, or was not copied."""
 
     n_messages: int
@@ -110,7 +110,7 @@ class Session(Closing, Conversation):
         named = plan is not None or chosen.stream or chosen.profile is not None
         plan, self._tuned = (checked_plan(plan), "") if named else tuned.plan_or_default(path_of(model))
         super().__init__(plan, chosen, progress, cancel)
-        self._before: Before | None = None  # before the last message
+        self._before: UndoState | None = None  # before the last message
         self._taken_back: Message | None = None  # message of a failed retry, for the next retry
         self._dropped_whole = False  # whether a loaded file's whole rows are not used
         self._hinted = False  # whether a note said that the packaged model does not know a picture
@@ -257,9 +257,9 @@ class Session(Closing, Conversation):
         self._before = None
         return message
 
-    def _now(self) -> Before:
+    def _now(self) -> UndoState:
         """Returns the present state. Copies the cache if it holds tokens and the settings ask for a copy."""
-        now = Before(len(self.messages), self.pending, self.plan, self.last_report)
+        now = UndoState(len(self.messages), self.pending, self.plan, self.last_report)
         if not self.in_cache:
             return now
         if not self.settings.undo:
@@ -269,7 +269,7 @@ class Session(Closing, Conversation):
         except (OutOfMemoryError, UnsupportedError) as error:
             return replace(now, why_not=str(error))
 
-    def _return_to(self, before: Before) -> None:
+    def _return_to(self, before: UndoState) -> None:
         """Restores an earlier state, except the plan. Raises KvedgeError."""
         del self.messages[before.n_messages :]
         self._begins = {i: at for i, at in self._begins.items() if i < before.n_messages}
@@ -489,7 +489,7 @@ class Session(Closing, Conversation):
         if whole := whole and sequence.saves_whole_rows:
             sequence.take_back()
         context, unread, images = self.engine.context, list(sequence.unread), list(sequence.images)
-        place = context.n_ctx, context.n_ubatch, sequence.n_past, sequence.n_cells, sequence.held
+        place = context.n_ctx, context.n_ubatch, sequence.n_past, sequence.n_cells, sequence.measured_pairs
         said = self.pending, self.messages, unread, images, sequence.passage.tokens()
         return Note(self.plan, self.settings.kv_type, *place, *said, whole)
 

@@ -22,7 +22,7 @@ from pykvedge.system.guard import undoing
 _BEST = 8  # the interest in an image is the mean of its 8 highest scores: most tokens of an image say nothing
 _NEAR = 0.75  # a message asks about an image whose interest reaches this share of the highest one
 _FREE = -1  # no limit
-_MOST_SAID = 32  # at most so many last tokens of a message tell which images the message asks about
+_MAX_WINDOW = 32  # at most so many last tokens of a message tell which images the message asks about
 
 
 def check_age(plan: Plan) -> None:
@@ -97,8 +97,8 @@ class Ages:
         """Returns [layer][Hkv, T] float32: the score of every token."""
         cache, number = self._cache, self._sequence.number
         layers = range(cache.stats(number).n_layers)
-        said = min(max(self._sequence.said, 1), _MOST_SAID)
-        cache.set_sequence_plan(number, make_plan("snapkv", 0.5, **{"scorer.window": said}))
+        window = min(max(self._sequence.n_question, 1), _MAX_WINDOW)
+        cache.set_sequence_plan(number, make_plan("snapkv", 0.5, **{"scorer.window": window}))
         try:
             return [libkvedge.pending_scores(cache, layer, number) for layer in layers]
         finally:

@@ -72,9 +72,9 @@ class Engine:
         self._sequence: Sequence | None = None
         self._pace: Pace | None = None  # of a stream; else None
         self._positions: Positions | None = None  # None: positions only count up
-        self._told = False  # whether `notes` has already said that positions cannot be renumbered
+        self._has_noted = False  # whether `notes` has already said that positions cannot be renumbered
         self._copy: Sequence | None = None  # copy made by the last mark
-        self._apart = 0  # cells of the copy that the sequence does not share
+        self._n_copy_cells = 0  # cells of the copy that the sequence does not share
         self._drafter: Drafter | None = None
         self._ages: Ages | None = None  # None: no whole rows are kept
 
@@ -114,7 +114,7 @@ class Engine:
         """Returns how many tokens can be read; in a stream, until the next compression."""
         if self._pace is not None:
             return self.context.room
-        room = self.context.room - max(self._apart, self.sequence.pairs_without_cell)
+        room = self.context.room - max(self._n_copy_cells, self.sequence.pairs_without_cell)
         return max(room, 1 if self._frees_room(1) else 0, 0)
 
     def close(self) -> None:
@@ -123,7 +123,7 @@ class Engine:
             self._driver.close()
         self._driver = self._sequence = self._pace = self._positions = self._copy = self._drafter = None
         self._ages = None
-        self._apart = 0
+        self._n_copy_cells = 0
 
     def set_plan(self, plan: Plan) -> None:
         """Sets the plan of later compressions. Raises NothingToCompressError, ProfileError."""
@@ -183,7 +183,7 @@ class Engine:
         copy, before = self._copy, self.sequence.n_past
         self._positions.make_room(n_tokens)
         if copy is not None and copy.n_past != before:
-            self._apart = copy.n_cells  # llama.cpp's cells of the copy, which the sequence no longer shares
+            self._n_copy_cells = copy.n_cells  # llama.cpp's cells of the copy, which the sequence no longer shares
         elif copy is not None:  # nothing was read since the mark: copy the renumbered sequence again
             copy.drop()
             copy.follow(self.sequence)
@@ -313,7 +313,7 @@ class Engine:
         copy.follow(self.sequence)
         if self.cache is not None:
             self.cache.check()
-        self._copy, self._apart = copy, 0
+        self._copy, self._n_copy_cells = copy, 0
         return Mark(copy, self.cache.plan if self.cache is not None else None, n_bytes)
 
     def return_to(self, mark: Mark) -> None:
@@ -322,7 +322,7 @@ class Engine:
         self.sequence.follow(mark.copy)
         self.sequence.peak = peak
         mark.copy.drop()
-        self._copy, self._apart = None, 0
+        self._copy, self._n_copy_cells = None, 0
         if self.cache is not None:
             self.cache.check()
             if mark.plan is not None and mark.plan != self.cache.plan:
@@ -435,7 +435,7 @@ class Engine:
         """Removes the tokens between two boundaries, and the last mark. Raises StateError, OutOfMemoryError."""
         if self._copy is not None:
             self._copy.drop()
-            self._copy, self._apart = None, 0
+            self._copy, self._n_copy_cells = None, 0
         self.sequence.cut_out(begin, end)
 
     @property
@@ -453,8 +453,8 @@ class Engine:
         """Returns notes about what the last compression could not do as planned."""
         notes = self._sequence.notes() if self._sequence is not None else []
         positions = self._positions
-        if positions is not None and positions.why_not and positions.needed(0) and not self._told:
-            self._told = True
+        if positions is not None and positions.why_not and positions.needed(0) and not self._has_noted:
+            self._has_noted = True
             notes.append(f"positions pass {positions.trained}, the model's length: {positions.why_not}")
         return notes
 

@@ -24,29 +24,29 @@ def mark_begun(text: str, marks: Sequence[str]) -> int:
 class StopTexts:
     """Searches text, fed piece by piece, for the first stop text. Only text before the stop text comes out.
 
-    held: text held back, the possible beginning of a stop text. which: the found stop text.
+    pending_text: text held back, the possible beginning of a stop text. stop_text: the found stop text.
     """
 
     def __init__(self, texts: Sequence[str]) -> None:
         self._texts = texts
-        self.held = ""
-        self.found, self.which = False, ""
+        self.pending_text = ""
+        self.found, self.stop_text = False, ""
 
     def feed(self, piece: str) -> str:
         """Returns the text that certainly belongs to the answer, possibly empty. Sets `found` at a stop text."""
-        text = self.held + piece
+        text = self.pending_text + piece
         found = [(at + len(stop), at) for stop in self._texts if (at := text.find(stop)) >= 0]
         if found:
             end, at = min(found)
-            self.found, self.held, self.which = True, "", text[at:end]
+            self.found, self.pending_text, self.stop_text = True, "", text[at:end]
             return text[:at]  # the stop text that ends first counts, so the size of pieces does not matter
         keep = mark_begun(text, self._texts)
-        self.held = text[len(text) - keep :]
+        self.pending_text = text[len(text) - keep :]
         return text[: len(text) - keep]
 
     def finish(self) -> str:
         """Returns the text held back, at an answer's end without a stop text."""
-        rest, self.held = self.held, ""
+        rest, self.pending_text = self.pending_text, ""
         return rest
 
 

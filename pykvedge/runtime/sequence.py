@@ -25,9 +25,9 @@ from pykvedge.runtime.snapshot import ImageSpan, Snapshot
 from pykvedge.system import memory
 
 # the next piece to read, and whether its last token needs logits
-Ahead: TypeAlias = tuple[Piece, bool]
+NextPiece: TypeAlias = tuple[Piece, bool]
 # yields the next piece; `send` passes back how many of the piece's tokens one pass has read
-Passes: TypeAlias = Generator[Ahead, int, None]
+Passes: TypeAlias = Generator[NextPiece, int, None]
 
 _SMALL = 4 << 20  # bytes: smaller copies skip the memory check, because a server makes one copy per answer
 
@@ -58,11 +58,11 @@ class Sequence(SequenceEnd):
         self.n_past = self.n_cells = 0
         self.pairs_without_cell = 0  # KV pairs per KV head without a llama.cpp cell: their positions were renumbered
         self.passage = Passage()  # read since the last compression; if whole rows are kept, since the beginning
-        self.said = 0  # tokens of the last message behind its images
+        self.n_question = 0  # tokens of the last message behind its images
         self.images: list[ImageSpan] = []
         self.answered: list[int] = []  # tokens of an answer since the last compression
         self.unread: list[int] = []  # tokens of the last answer that were removed, to be read again
-        self.compressed_tokens, self.held = 0, 0.0  # since the last `measure`, and pairs per head then
+        self.compressed_tokens, self.measured_pairs = 0, 0.0  # since the last `measure`, and pairs per head then
         self.peak = 0  # largest number of bytes before the last return to a copy
         self._n_compressions, self._drops = 0, False
         self._done = self._total = 0
@@ -78,7 +78,7 @@ class Sequence(SequenceEnd):
         """Reads pieces: yields the next piece, and receives how many of its tokens one pass has read."""
         self.take_back()
         pieces = [piece for piece in pieces if piece.n_tokens]
-        self.said = pieces[-1].n_tokens if pieces and isinstance(pieces[-1], TextPiece) else 0
+        self.n_question = pieces[-1].n_tokens if pieces and isinstance(pieces[-1], TextPiece) else 0
         pieces = [piece for piece in [TextPiece(self.unread), *pieces] if piece.n_tokens]
         self.unread = []
         self._done, self._total = 0, sum(piece.n_tokens for piece in pieces)
@@ -97,7 +97,7 @@ class Sequence(SequenceEnd):
             self.passage.drop_last(len(tokens))
             self.answered, self.unread = [], tokens
 
-    def again(self, chunks: list[Part], keep_logits: bool = True) -> Passes:
+    def second_pass(self, chunks: list[Part], keep_logits: bool = True) -> Passes:
         """Reads a prompt a second time, chunk by chunk, as `steps` does, and removes each chunk afterwards.
 
         keep_logits: restores the logits of the prompt's last token, which must be the last token read before this call.
@@ -154,7 +154,7 @@ class Sequence(SequenceEnd):
         self.run(self.steps(pieces), "reading the prompt", progress, cancel)
 
     def run(self, passes: Passes, what: str, progress: Progress, cancel: threading.Event | None) -> None:
-        """Reads all pieces that `steps` or `again` yields. Raises the errors of `read`."""
+        """Reads all pieces that `steps` or `second_pass` yields. Raises the errors of `read`."""
         most = self._driver.context.n_ubatch
         with closing(passes):
             ahead = next(passes, None)
@@ -277,7 +277,7 @@ class Sequence(SequenceEnd):
         requests = Requests(Composer(self._driver.model, self._driver.vision))
         chunks = list(parts(cache.plan, pieces, n, room, requests, begins=n == stats.n_tokens))
         told = bool(pieces) and isinstance(pieces[-1], TextPiece)
-        self.run(self.again(chunks, told), "reading the prompt again", progress, cancel)
+        self.run(self.second_pass(chunks, told), "reading the prompt again", progress, cancel)
         self._replayed = n
 
     def compress(self) -> None:
@@ -301,7 +301,7 @@ class Sequence(SequenceEnd):
         """
         n_pending = 0 if n_tokens and self._drops else cache.stats(self.number).n_pending
         if not self.compressed_tokens:
-            self.held = self.pairs_held() - n_pending
+            self.measured_pairs = self.pairs_held() - n_pending
         self.compressed_tokens += n_pending + n_tokens
 
     def limit_image(self, i: int, most: int, fixed: bool = True) -> None:
@@ -343,12 +343,12 @@ class Sequence(SequenceEnd):
             self.peak_bytes(),
             self.per_layer(),
             self.compressed_tokens,
-            round(held - (0 if stats.whole_bytes else self.held)),
+            round(held - (0 if stats.whole_bytes else self.measured_pairs)),
             stats.whole_bytes,
             stats.whole_file_bytes,
             device_work(cache, self.number) if compressed else None,
         )
-        self._n_compressions, self.held, self.compressed_tokens = stats.n_compressions, held, 0
+        self._n_compressions, self.measured_pairs, self.compressed_tokens = stats.n_compressions, held, 0
         return kv
 
     def peak_bytes(self) -> int:
@@ -419,7 +419,7 @@ class Sequence(SequenceEnd):
         n_bytes = stats.bytes + (stats.whole_bytes if whole else 0)
         if n_bytes > _SMALL:
             memory.require(n_bytes, "a copy of the conversation", "close other programs")
-        rows, measured = libkvedge.pack(cache, model, self.number, whole), (self.compressed_tokens, self.held)
+        rows, measured = libkvedge.pack(cache, model, self.number, whole), (self.compressed_tokens, self.measured_pairs)
         answer, unread = tuple(self.answered or self.passage.tokens()), tuple(self.unread)
         images = tuple(self.images)
         return Snapshot(rows, *self._at(), stats.n_pending, *measured, tuple(pending), answer, unread, images)
@@ -436,7 +436,8 @@ class Sequence(SequenceEnd):
             raise SessionFileError(f"{name} contradicts itself; it cannot be used")
         self.begin()
         self.n_past, self.n_cells = at.n_past, at.n_cells
-        self._n_compressions, self.compressed_tokens, self.held = stats.n_compressions, at.compressed_tokens, at.held
+        self._n_compressions = stats.n_compressions
+        self.compressed_tokens, self.measured_pairs = at.compressed_tokens, at.held
         self.unread = list(at.unread)
         self.images = [image for image in at.images if image.last <= stats.n_tokens]
         for i, image in enumerate(self.images):

@@ -107,9 +107,9 @@ class Pace:
 
     def measure(self, plan: Plan) -> tuple[Kv, Stream]:
         cache, model, sequence = self._cache, self._driver.model, self._sequence
-        stats, sequence.held = cache.stats(), sequence.pairs_held()
+        stats, sequence.measured_pairs = cache.stats(), sequence.pairs_held()
         full, layers = max(sequence.uncompressed_bytes(), stats.bytes), sequence.per_layer()
-        kv = Kv(full, stats.bytes, stats.peak_bytes, layers, stats.n_tokens, round(sequence.held))
+        kv = Kv(full, stats.bytes, stats.peak_bytes, layers, stats.n_tokens, round(sequence.measured_pairs))
         now = Stream(plan.budget.pairs or 0, stats.n_tokens, stats.n_compressions, stats.bytes, full, sequence.n_past)
         now.trained = self._settings.most_positions(model.n_ctx_train)
         if self._positions is not None:

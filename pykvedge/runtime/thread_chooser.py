@@ -34,7 +34,7 @@ class ThreadChooser:
         fewer = max(min(threads, processors - 1), 1)
         self._kinds = (_Choice(threads, fewer, 0.0), _Choice(threads, fewer, _QUICK_S))
         self._alone, self._kind = _ALONE, self._kinds[0]
-        self._others, self._is_busy = others or Others(), None
+        self._others, self._is_busy = others or OtherPrograms(), None
 
     def threads(self, conversations: int = 1) -> int:
         """Returns the number of threads for the next turn. conversations: number of conversations in that turn."""
@@ -58,7 +58,7 @@ class ThreadChooser:
             kind.begin(self._is_busy)
 
 
-class Others:
+class OtherPrograms:
     """Measures how many processors other programs use."""
 
     def __init__(self) -> None:

@@ -30,7 +30,7 @@ from pykvedge.runtime.driver import Driver
 from pykvedge.runtime.lookup import Lookup
 from pykvedge.runtime.replay import split
 from pykvedge.runtime.report import Kv, Tokens
-from pykvedge.runtime.sequence import Ahead, Passes, Sequence
+from pykvedge.runtime.sequence import NextPiece, Passes, Sequence
 from pykvedge.runtime.thread_chooser import ThreadChooser
 from pykvedge.serve.job import READING, Job, Limits, Step, Text
 from pykvedge.serve.parked import Park
@@ -48,14 +48,14 @@ class Slot:
     sequence: Sequence
     work: Work
     passes: Passes | None = None
-    ahead: Ahead | None = None  # the next piece of the prompt, and whether it needs logits
+    next_piece: NextPiece | None = None  # the next piece of the prompt, and whether it needs logits
     second: bool = False  # whether the second pass over the prompt runs
     next: int | None = None  # the next token to decode; None: the prompt is being read
     n_bytes: int = 0  # keys and values in memory, at the last count
     file_bytes: int = 0  # whole rows in a file, at the last count
     began: float = field(default_factory=time.perf_counter)
     answering_since: float = 0.0
-    told: int = 0  # number of tokens whose text was emitted
+    n_emitted: int = 0  # number of tokens whose text was emitted
     over: bool = False
 
     @property
@@ -77,19 +77,19 @@ class Slot:
         spent = self.job.report.time
         yield from self.sequence.steps(self.work.pieces)
         spent.prefill_s = time.perf_counter() - self.began
-        if self.work.again:
+        if self.work.second_pass:
             self.second = True
-            yield from self.sequence.again(self.work.again)
+            yield from self.sequence.second_pass(self.work.second_pass)
             spent.replay_s = self.sequence.replay_s
 
-    def tell(self, text: str) -> None:
+    def emit(self, text: str) -> None:
         """Emits text of the answer, with its new tokens and their logprobs."""
         ids, noted = self.work.generation.tokens, self.job.report.logprobs
-        noted = noted[self.told :] if noted else []
+        noted = noted[self.n_emitted :] if noted else []
         if text or noted:
             self._time()
-            self.job.emit(Text(text, tuple(noted), tuple(ids[self.told :])))
-            self.told = len(ids)
+            self.job.emit(Text(text, tuple(noted), tuple(ids[self.n_emitted :])))
+            self.n_emitted = len(ids)
 
     def _time(self) -> None:
         """Records the seconds of the answer so far."""
@@ -101,15 +101,15 @@ class Slot:
     def finish(self, how: str) -> None:
         """Completes the answer and its report. The caller emits the end when the slot is free."""
         generation = self.work.generation
-        self.tell(generation.end(how, broken_off=how == "cancelled"))
-        self.job.ids, self.job.stop_text = generation.tokens, generation.stops.which
+        self.emit(generation.end(how, broken_off=how == "cancelled"))
+        self.job.ids, self.job.stop_text = generation.tokens, generation.stops.stop_text
         self._time()
 
 
 Ended = list[tuple[Slot, Exception | None]]
 
 
-class _Given:
+class _AllCancelled:
     """An event for llama.cpp: set when all jobs of a batch are cancelled."""
 
     def __init__(self, slots: Iterable[Slot]) -> None:
@@ -176,8 +176,8 @@ class Decoder:
         reader = self._reader([slot for slot in slots if slot.next is None and not slot.over])
         if reader is not None and reader.passes is None:
             self._try(reader, self._start)
-            reader = reader if reader.ahead is not None and not reader.over else None
-        if reader is not None and reader.ahead is not None and isinstance(reader.ahead[0], ImagePiece):
+            reader = reader if reader.next_piece is not None and not reader.over else None
+        if reader is not None and reader.next_piece is not None and isinstance(reader.next_piece[0], ImagePiece):
             self._try(reader, self._read_image)
             reader = None
         answering = [slot for slot in slots if slot.next is not None and not slot.over]
@@ -206,7 +206,7 @@ class Decoder:
         """Restores the state that a job continues from. If an equal prompt was read meanwhile, begins the answer."""
         work, report = slot.work, slot.job.report
         slot.passes = slot.read()
-        before, work.before = work.before, None
+        before, work.snapshot = work.snapshot, None
         if work.job.name and (before is None or before.logits is None):
             before = self._park.get_read(work.job.name) or before
         if self._driver.cache is not None and before is not None:
@@ -221,7 +221,7 @@ class Decoder:
                 report.kv = replace(before.kv or Kv(), compressed_tokens=0, kept_of_them=0)
                 self._first(slot, before.logits)
                 return
-        slot.ahead = next(slot.passes)
+        slot.next_piece = next(slot.passes)
 
     def _keep_read(self, slot: Slot) -> None:
         """Keeps a read and compressed prompt for equal requests, with the logits [n_vocab] of its last token."""
@@ -239,8 +239,8 @@ class Decoder:
             self._park.put_read(work.job.name, kept)
 
     def _read_image(self, slot: Slot) -> None:
-        piece, want_logits = slot.ahead or (TextPiece([]), False)
-        self._context.stop_when(_Given([slot]))  # type: ignore[arg-type]
+        piece, want_logits = slot.next_piece or (TextPiece([]), False)
+        self._context.stop_when(_AllCancelled([slot]))  # type: ignore[arg-type]
         try:
             self._driver.decode(slot.sequence, piece, want_logits)
         finally:
@@ -272,9 +272,9 @@ class Decoder:
     def _step(self, slot: Slot) -> None:
         """Runs a step of an answer with drafts."""
         generation, began = slot.work.generation, time.perf_counter()
-        room = slot.work.room - slot.job.report.tokens.generated
+        room = slot.work.max_answer - slot.job.report.tokens.generated
         choose = functools.partial(generation.choose, self._context, room - 1)
-        slot.tell(self._drafters[slot.sequence.number].step(generation, room, choose))
+        slot.emit(self._drafters[slot.sequence.number].step(generation, room, choose))
         self._thread_chooser.took(time.perf_counter() - began)
         slot.next = generation.token
         if generation.ended:
@@ -290,14 +290,14 @@ class Decoder:
         batch.clear()
         places = [batch.add([slot.next or 0], slot.sequence, True) for slot in answering]
         if reader is not None:
-            piece, want_logits = reader.ahead or (TextPiece([]), False)
+            piece, want_logits = reader.next_piece or (TextPiece([]), False)
             room = context.n_ubatch - batch.n
             others_answer = any(slot.next is not None and not slot.over for slot in self._slots)
             part, rest = split(piece, min(room, SHARED) if others_answer else room)
             n = part.n_tokens
             batch.add(part.tokens, reader.sequence, want_logits and rest is None)  # type: ignore[union-attr]
             if n > WATCHED:
-                context.stop_when(_Given([*answering, reader]))  # type: ignore[arg-type]
+                context.stop_when(_AllCancelled([*answering, reader]))  # type: ignore[arg-type]
         began = time.perf_counter()
         try:
             with self._driver.explained():
@@ -320,11 +320,11 @@ class Decoder:
         if slot.passes is None:
             raise StateError("nothing of the prompt was to be read")
         try:
-            slot.ahead = slot.passes.send(n_tokens)
+            slot.next_piece = slot.passes.send(n_tokens)
         except StopIteration:
-            slot.ahead = None
+            slot.next_piece = None
         slot.job.emit(Step("reading the prompt again" if slot.second else READING, slot.share))
-        if slot.ahead is None:
+        if slot.next_piece is None:
             started = time.perf_counter()
             self._compress(slot)
             slot.job.report.time.compress_s = time.perf_counter() - started
@@ -343,7 +343,7 @@ class Decoder:
         self._count(slot, cache)
         if cache.keeps:
             slot.job.report.notes += sequence.notes()
-        most = min(work.room, slot.job.request.sampling.max_tokens)
+        most = min(work.max_answer, slot.job.request.sampling.max_tokens)
         work.need = slot.n_bytes + most * self._preparer.bytes_per_answered
 
     def _first(self, slot: Slot, logits: np.ndarray | None = None) -> None:
@@ -359,9 +359,9 @@ class Decoder:
     def _next(self, slot: Slot, output: int, logits: np.ndarray | None = None) -> None:
         """Chooses the next token by the given logits, or by the logits at index `output` of the last batch."""
         generation = slot.work.generation
-        room = slot.work.room - slot.job.report.tokens.generated - 1
+        room = slot.work.max_answer - slot.job.report.tokens.generated - 1
         try:
-            slot.tell(generation.choose(self._context, room, output, logits))
+            slot.emit(generation.choose(self._context, room, output, logits))
         except Exception as error:
             self._end(slot, "", error)
             return

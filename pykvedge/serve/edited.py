@@ -70,20 +70,20 @@ class KnownConversations:
         self._all: OrderedDict[str, _Known] = OrderedDict()  # by name
         self._lock, self._n = threading.Lock(), 0  # lines and pictures of all known conversations
 
-    def add(self, name: str, about: Sequence[Any], said: Sequence[Any]) -> None:
-        """Adds a conversation. said: of parked.said_in. about: everything else that decides its rows."""
-        if not any(pictures for *_, pictures in said):
+    def add(self, name: str, about: Sequence[Any], keys: Sequence[Any]) -> None:
+        """Adds a conversation. keys: of parked.message_keys. about: everything else that decides its rows."""
+        if not any(pictures for *_, pictures in keys):
             return
         with self._lock:
             self._n -= _size(self._all.pop(name, None))
-            self._all[name] = found = _frame(about, said), _outlines(said)
+            self._all[name] = found = _frame(about, keys), _outlines(keys)
             self._n += _size(found)
             while self._n > _MOST:
                 self._n -= _size(self._all.popitem(last=False)[1])
 
-    def find(self, about: Sequence[Any], said: Sequence[Any]) -> list[tuple[str, list[bool]]]:
-        """Returns known conversations that equal `said` except dropped pictures, newest first: name, dropped."""
-        frame, outlines, out = _frame(about, said), _outlines(said), []
+    def find(self, about: Sequence[Any], keys: Sequence[Any]) -> list[tuple[str, list[bool]]]:
+        """Returns known conversations that equal `keys` except dropped pictures, newest first: name, dropped."""
+        frame, outlines, out = _frame(about, keys), _outlines(keys), []
         with self._lock:
             known = [(name, found) for name, (of, found) in reversed(self._all.items()) if of == frame]
         for name, messages in known:
@@ -97,12 +97,12 @@ def _size(known: _Known | None) -> int:
     return sum(map(len, known[1])) if known is not None else 0
 
 
-def _frame(about: Sequence[Any], said: Sequence[Any]) -> str:
+def _frame(about: Sequence[Any], keys: Sequence[Any]) -> str:
     """Returns a hash of everything that must be equal: roles, fields, and texts of roles without pictures."""
-    same = [[role, fields, "" if role in ("user", "tool") else text] for role, text, fields, _ in said]
+    same = [[role, fields, "" if role in ("user", "tool") else text] for role, text, fields, _ in keys]
     text = json.dumps([*about, same], sort_keys=True, default=str)
     return hashlib.blake2b(text.encode("utf-8", "replace"), key=_KEY).hexdigest()
 
 
-def _outlines(said: Sequence[Any]) -> list[Outline]:
-    return [outline(text, pictures) for _, text, _, pictures in said]
+def _outlines(keys: Sequence[Any]) -> list[Outline]:
+    return [outline(text, pictures) for _, text, _, pictures in keys]

@@ -141,7 +141,7 @@ class Job:
         self.request, self.emit = request, emit
         self.id = secrets.token_hex(8)
         self.cancelled = threading.Event()
-        self.said: list[Any] = []  # messages as of parked.said_in; empty before preparing
+        self.message_keys: list[Any] = []  # messages as of parked.message_keys; empty before preparing
         self.name = ""  # name of the prompt (parked.name_of), for equal requests; empty: the prompt is not shared
         self.demoted: list[int] = []  # numbers (from 0) of images that keep no rows from now on
         self.edited = False  # whether its rows contain pictures that the request left out
@@ -157,7 +157,7 @@ class Job:
     @property
     def begun(self) -> str:
         """Returns the given beginning of the answer, which the answer continues; or an empty string."""
-        return self.said[-1][1] if self.said and self.said[-1][0] == "assistant" else ""
+        return self.message_keys[-1][1] if self.message_keys and self.message_keys[-1][0] == "assistant" else ""
 
     @property
     def picture_bytes(self) -> int:

@@ -25,14 +25,14 @@ _VERSION = 3
 _HASH = 64  # length of a hash in hexadecimal digits
 
 
-def said_in(messages: Iterable[Message]) -> list[Any]:
+def message_keys(messages: Iterable[Message]) -> list[Any]:
     """Returns roles, texts and fields of messages, with hashes in place of pictures."""
     return [[m.role, m.text, dict(m.fields), [p.key for p in m.pictures]] for m in messages]
 
 
-def name_of(about: Sequence[str], plan: Plan, values: Mapping[str, Any], said: Sequence[Any], owner: str = "") -> str:
+def name_of(about: Sequence[str], plan: Plan, values: Mapping[str, Any], keys: Sequence[Any], owner: str = "") -> str:
     """Returns a name that is equal for an owner's conversations with equal rows. about: other causes of the rows."""
-    text = json.dumps([_VERSION, *about, plan.to_json(), values, said], sort_keys=True, default=str)
+    text = json.dumps([_VERSION, *about, plan.to_json(), values, keys], sort_keys=True, default=str)
     return owner + hashlib.sha256(text.encode()).hexdigest()
 
 

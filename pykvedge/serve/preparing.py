@@ -32,7 +32,7 @@ from pykvedge.runtime.sessionfile import fingerprint
 from pykvedge.runtime.snapshot import Snapshot
 from pykvedge.serve.edited import KnownConversations
 from pykvedge.serve.job import Job, Limits, Request, Step
-from pykvedge.serve.parked import Park, name_of, said_in
+from pykvedge.serve.parked import Park, message_keys, name_of
 from pykvedge.system.guard import undoing
 
 _QUICK_TEXT = 100_000  # bytes: shorter texts are looked up at once
@@ -44,18 +44,18 @@ _TOKEN = 16  # most bytes of text per token of the context
 class Work:
     """A prepared job: its prompt is cut and its images are encoded.
 
-    before: the conversation to continue; with logits: an equal prompt that was read before. need: most bytes of keys
-    and values. room: most tokens of the answer. replays: whether the plan has a second pass. again: its chunks.
+    snapshot: the conversation to continue; with logits: an equal prompt that was read before. need: most bytes of keys
+    and values. max_answer: most tokens of the answer. replays: whether the plan has a second pass. second_pass: chunks.
     """
 
     job: Job
     pieces: list[Piece]
     generation: Generation
-    before: Snapshot | None
+    snapshot: Snapshot | None
     need: int = 0
-    room: int = 0
+    max_answer: int = 0
     replays: bool = False
-    again: list[Part] = field(default_factory=list)
+    second_pass: list[Part] = field(default_factory=list)
 
     @property
     def n_tokens(self) -> int:
@@ -90,7 +90,7 @@ class Preparer:
         CancelledError."""
         request = job.request
         self._check(request)
-        if (there := self._there(job)) is not None:
+        if (there := self._known_prompt(job)) is not None:
             return there
         parked = self._find(job)
         pieces = self._pieces(job, parked)
@@ -111,7 +111,7 @@ class Preparer:
         request = job.request
         if request.count_only or request.sampling.constrained:
             return None
-        return self._there(job) if request.n_text <= _QUICK_TEXT else None
+        return self._known_prompt(job) if request.n_text <= _QUICK_TEXT else None
 
     def measured(self, request: Request) -> Request:
         """Returns the request with the bytes of its text, before a template or a tokenizer reads the text.
@@ -119,8 +119,8 @@ class Preparer:
         Raises ContextError for more text than a conversation holds.
         """
         prompt = request.prompt.parts if request.prompt is not None else ()
-        said = [[message.text, message.fields] for message in request.messages]
-        given = texts([request.values, prompt, said])  # texts that a chat template may write
+        content = [[message.text, message.fields] for message in request.messages]
+        given = texts([request.values, prompt, content])  # texts that a chat template may write
         n, n_ctx = sum(len(text.encode("utf-8", "replace")) for text in given), self._limits.n_ctx
         if n > 4 * n_ctx and n > (most := n_ctx * self._longest):
             raise _too_long(f"{n} bytes of text", -(-n * n_ctx // most), n_ctx, f" tokens, at most {most} bytes")
@@ -145,15 +145,15 @@ class Preparer:
     def _longest(self) -> int:
         return self._model.longest(_TOKEN)
 
-    def _there(self, job: Job) -> Work | None:
+    def _known_prompt(self, job: Job) -> Work | None:
         request = job.request
-        job.said = job.said or _said(request)
+        job.message_keys = job.message_keys or _request_keys(request)
         alone = request.patches or (request.prompt is not None and not request.prompt.keep)
         owner = "" if self._share else request.owner
-        job.name = "" if alone else self._name(request, job.said, owner)
+        job.name = "" if alone else self._name(request, job.message_keys, owner)
         read = self._park.get_read(job.name) if job.name else None
         if read is None and request.edited and not alone:
-            name = self._name(request, job.said, owner, edited=True)
+            name = self._name(request, job.message_keys, owner, edited=True)
             if (read := self._park.get_read(name)) is not None:
                 job.name, job.edited = name, True
         if read is None:
@@ -208,8 +208,8 @@ class Preparer:
         return self._name(request, self._said_after(job), request.owner, job.edited)
 
     def _said_after(self, job: Job) -> list[Any]:
-        said = job.said[:-1] if job.begun else job.said
-        return [*said, *said_in([Message("assistant", job.begun + job.report.text)])]
+        keys = job.message_keys[:-1] if job.begun else job.message_keys
+        return [*keys, *message_keys([Message("assistant", job.begun + job.report.text)])]
 
     def remember(self, job: Job) -> None:
         """Remembers a conversation's messages, to recognise it when its pictures are left out."""
@@ -232,9 +232,9 @@ class Preparer:
 
     def _find(self, job: Job) -> Snapshot | None:
         """Returns the parked conversation that the last user message continues, or None. Raises RequestError."""
-        request, said = job.request, job.request.messages
-        goes_on = [m.role for m in said[-3:]] == ["user", "assistant", "user"] and not said[-2].fields
-        found = self._park.get(self._name(request, job.said[:-1], request.owner)) if goes_on else None
+        request, messages = job.request, job.request.messages
+        goes_on = [m.role for m in messages[-3:]] == ["user", "assistant", "user"] and not messages[-2].fields
+        found = self._park.get(self._name(request, job.message_keys[:-1], request.owner)) if goes_on else None
         if not request.edited:
             return found
         why = "exact answers see all pictures; start the server without --exact" if self._limits.exact else ""
@@ -243,7 +243,7 @@ class Preparer:
         if why:
             raise RequestError(400, f"kvedge.edited: {why}", "unsupported", "kvedge")
         job.report.demoted_images = 0
-        if found is None and any(m.role == "assistant" for m in said):
+        if found is None and any(m.role == "assistant" for m in messages):
             if not goes_on:
                 raise unknown_conversation("rows are gone on from by a message of the user's behind an answer in text")
             if (found := self._find_edited(job)) is None:
@@ -252,9 +252,9 @@ class Preparer:
 
     def _find_edited(self, job: Job) -> Snapshot | None:
         """Returns the conversation before pictures were left out, or None. Records which pictures were left out."""
-        request, said, owner = job.request, job.said[:-1], job.request.owner
-        name = self._name(request, said, owner, edited=True)
-        known = [(name, list[bool]()), *self._known.find(self._frame(request), said)]
+        request, keys, owner = job.request, job.message_keys[:-1], job.request.owner
+        name = self._name(request, keys, owner, edited=True)
+        known = [(name, list[bool]()), *self._known.find(self._frame(request), keys)]
         for name, dropped in known:
             if (found := self._park.get(name)) is None:
                 continue
@@ -263,15 +263,15 @@ class Preparer:
                 raise unknown_conversation("the model reads a picture in several parts, of which none can be demoted")
             job.demoted = [i for i, gone in zip(shown, dropped, strict=False) if gone]
             job.edited, job.report.demoted_images = True, len(job.demoted) + _forgotten(found)
-            job.name = job.name and self._name(request, job.said, "" if self._share else owner, edited=True)
+            job.name = job.name and self._name(request, job.message_keys, "" if self._share else owner, edited=True)
             return found
         return None
 
     def _frame(self, request: Request) -> list[Any]:
         return [*self._about, request.plan.to_json(), request.values, request.owner]
 
-    def _name(self, request: Request, said: Sequence[Any], owner: str, edited: bool = False) -> str:
-        return name_of([*self._about, *(["edited"] if edited else [])], request.plan, request.values, said, owner)
+    def _name(self, request: Request, keys: Sequence[Any], owner: str, edited: bool = False) -> str:
+        return name_of([*self._about, *(["edited"] if edited else [])], request.plan, request.values, keys, owner)
 
     def _pieces(self, job: Job, parked: Snapshot | None) -> list[Piece]:
         request, composer = job.request, self.composer
@@ -306,7 +306,7 @@ class Preparer:
         """Sets the answer's limits. Raises ContextError or RequestError for a prompt above context or memory."""
         limits, n = self._limits, work.n_tokens
         plan = work.job.request.plan
-        before = work.before
+        before = work.snapshot
         there, kept = (before.n_cells, len(before.rows)) if before is not None else (0, 0)
         n += len(before.unread) if before is not None else 0
         if before is None:
@@ -322,12 +322,12 @@ class Preparer:
                 "too_large",
             )
         fits = (limits.memory - prompt) // max(self.bytes_per_answered, 1)
-        work.room = min(room, fits)
-        answer = min(work.room, work.job.request.sampling.max_tokens)
+        work.max_answer = min(room, fits)
+        answer = min(work.max_answer, work.job.request.sampling.max_tokens)
         work.replays = native_plan.replays(plan)
         if work.replays and work.pieces:
-            work.again = self._second_pass(work)
-        chunk = max((part.chunk.n_tokens for part in work.again), default=0)
+            work.second_pass = self._second_pass(work)
+        chunk = max((part.chunk.n_tokens for part in work.second_pass), default=0)
         work.need = prompt + max(answer * self.bytes_per_answered, chunk * self.bytes_per_token)
 
     def _room(self, before: Snapshot | None, n: int) -> int:
@@ -343,7 +343,7 @@ class Preparer:
         """Returns the second pass's chunks; none if not needed. Raises ContextError, UsageError, RequestError."""
         if why := self.why_no_replay():
             raise UsageError(f"method '{work.job.request.plan.method}' goes by a second pass over the prompt: {why}")
-        plan, before = work.job.request.plan, work.before or Snapshot(b"", 0, 0)
+        plan, before = work.job.request.plan, work.snapshot or Snapshot(b"", 0, 0)
         pending, whole = before.n_pending + work.n_tokens, before.n_cells + work.n_tokens
         if native_plan.plan_budget(plan, pending, later=pending < whole) >= pending:
             return []
@@ -351,9 +351,9 @@ class Preparer:
         known = Passage([*answer, *work.pieces])
         requests, begins = Requests(self.composer), pending == whole
         try:
-            return list(parts(plan, known.last(pending), pending, work.room, requests, begins))
+            return list(parts(plan, known.last(pending), pending, work.max_answer, requests, begins))
         except ContextError as error:
-            if work.room == self._limits.n_ctx - whole:
+            if work.max_answer == self._limits.n_ctx - whole:
                 raise
             raise RequestError(413, f"{error}; or start the server with a larger --memory", "too_large") from None
 
@@ -378,8 +378,8 @@ def unknown_conversation(why: str) -> RequestError:
     return RequestError(409, f"kvedge.edited: {why}; leave it out to have all read", "unknown_conversation", "kvedge")
 
 
-def _said(request: Request) -> list[Any]:
+def _request_keys(request: Request) -> list[Any]:
     """Returns what the request says, with hashes in place of pictures."""
     if request.prompt is None:
-        return said_in(request.messages)
+        return message_keys(request.messages)
     return [["", list(request.prompt.parts), {}, [picture.key for picture in request.pictures]]]
