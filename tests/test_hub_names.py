@@ -3,13 +3,13 @@
 import pytest
 
 from pykvedge import HubError, UnknownNameError, UsageError
-from pykvedge.models.hub.names import Name, Wanted, is_safe, split_of
+from pykvedge.models.hub.names import HubRequest, Name, is_safe, split_of
 
 PLAIN = ["m-BF16.gguf", "m-F16.gguf", "m-Q4_K_M.gguf", "m-Q8_0.gguf", "mmproj-m-Q8_0.gguf", "mmproj-m-f16.gguf"]
 
 
 def choice(paths, quant="", file="", mmproj=""):
-    return Wanted(Name("user/repo", quant), file, mmproj).choice(paths)
+    return HubRequest(Name("user/repo", quant), file, mmproj).choice(paths)
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ from modelgen.writer import write_gguf
 from pykvedge.models import sandbox, vocabulary
 from pykvedge.models.composer import Composer
 from pykvedge.models.prompt import ChatTemplate, Message
-from pykvedge.models.toolresults import way
+from pykvedge.models.toolresults import tool_adapter
 from pykvedge.native import llamacpp
 
 N_VOCABULARIES, N_REFERENCES, N_TEMPLATES = 19, 15, 70  # in the pinned source
@@ -192,7 +192,7 @@ def told_by_kvedge(template, messages):
     told = [Message(m["role"], m["content"], [], {name: m[name] for name in fields if name in m}) for m in messages]
     if not any(message.fields for message in told):
         return told, True
-    change = way(template, MARKER)
+    change = tool_adapter(template, MARKER)
     return change(told), change is list
 
 

@@ -4,7 +4,7 @@ import pytest
 
 from pykvedge.models.images import Picture
 from pykvedge.models.prompt import ChatTemplate, Message
-from pykvedge.models.toolresults import as_text, behind, way
+from pykvedge.models.toolresults import as_text, pictures_behind, tool_adapter
 
 # as in Qwen2.5-VL and Qwen3-VL; a template that changes its text; three without full support of tools
 INLINE = (
@@ -34,7 +34,7 @@ CHAT = [
 
 def told(source, messages=CHAT):
     template = ChatTemplate(source, "<s>", "</s>")
-    chosen = way(template, "<img>")(messages)
+    chosen = tool_adapter(template, "<img>")(messages)
     return template.first(chosen, "<img>"), [picture for message in chosen for picture in message.pictures]
 
 
@@ -68,12 +68,12 @@ def test_templates_that_know_no_tools_are_told_all_of_it_as_text(source):
 @pytest.mark.parametrize("source", [INLINE, ESCAPING, NONE])
 def test_what_follows_an_answer_is_not_changed_by_results_before_it(source):
     template = ChatTemplate(source, "<s>", "</s>")
-    chosen = way(template, "<img>")([*CHAT, Message("assistant", "Yes."), Message("user", "Why?")])
+    chosen = tool_adapter(template, "<img>")([*CHAT, Message("assistant", "Yes."), Message("user", "Why?")])
     after = template.following(chosen, "<img>")
     assert "Why?" in after and "Well?" not in after and "<img>" not in after
 
 
 def test_the_users_turns_stay_by_turns():
-    for change in (behind, as_text):
+    for change in (pictures_behind, as_text):
         roles = [message.role for message in change(CHAT) if message.role != "tool"]
         assert roles == ["user", "assistant", "user"]

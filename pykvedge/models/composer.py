@@ -79,16 +79,16 @@ class Composer:
     @property
     def knows_calls(self) -> bool:
         """Whether the template itself writes tool calls and their results."""
-        return self._results_way is not toolresults.as_text
+        return self._tool_adapter is not toolresults.as_text
 
     @functools.cached_property
-    def _results_way(self) -> toolresults.Way:
-        return toolresults.way(self._template, self.marker)
+    def _tool_adapter(self) -> toolresults.ToolAdapter:
+        return toolresults.tool_adapter(self._template, self.marker)
 
     def _known(self, messages: list[Message]) -> list[Message]:
         """Rewrites tool calls and their results so that the template can write them."""
         tools = any(message.role == "tool" or message.fields.get("tool_calls") for message in messages)
-        return self._results_way(messages) if tools else messages
+        return self._tool_adapter(messages) if tools else messages
 
     def pieces(self, prompt: PromptText, pictures: list[Picture]) -> list[Piece]:
         """Cuts the prompt into pieces, with the pictures at their markers. Raises ImageError, UsageError."""

@@ -11,15 +11,15 @@ from pykvedge.errors import ModelError
 from pykvedge.models.images import Picture
 from pykvedge.models.prompt import IMAGE, PLACE, ChatTemplate, Message, escaped
 
-Way = Callable[[list[Message]], list[Message]]
+ToolAdapter = Callable[[list[Message]], list[Message]]
 _ID = "call00000"  # some templates require nine letters and digits
 
 
-def way(template: ChatTemplate, marker: str) -> Way:
+def tool_adapter(template: ChatTemplate, marker: str) -> ToolAdapter:
     """Returns the way to give tool calls and results to a template, found by rendering a short conversation.
 
-    `list` (unchanged): the template writes calls, results, and `marker` inside of a result. `behind`: the template
-    loses the marker, so pictures move behind the results. `as_text`: the template knows no tools.
+    `list` (unchanged): the template writes calls, results, and `marker` inside of a result. `pictures_behind`: the
+    template loses the marker, so pictures move behind the results. `as_text`: the template knows no tools.
     """
     called, result = secrets.token_hex(8), secrets.token_hex(8)
     call = {"id": _ID, "type": "function", "function": {"name": called, "arguments": {}}}
@@ -31,10 +31,10 @@ def way(template: ChatTemplate, marker: str) -> Way:
         return as_text
     if called not in text or result not in text:
         return as_text
-    return list if marker in text else behind
+    return list if marker in text else pictures_behind
 
 
-def behind(messages: list[Message]) -> list[Message]:
+def pictures_behind(messages: list[Message]) -> list[Message]:
     """Moves pictures out of results into a user message after them. The text keeps numbers in their places.
 
     messages: each picture has a place in its text (`IMAGE`).

@@ -16,7 +16,7 @@ from typing import Any
 from pykvedge.errors import HubError, ModelError, UnknownNameError, unknown
 from pykvedge.models.gguf import read_header
 from pykvedge.models.hub.folders import Folder, Pair, below, folders
-from pykvedge.models.hub.names import Name, Wanted, find_mmproj, find_parts, is_model, quants, split_of
+from pykvedge.models.hub.names import HubRequest, Name, find_mmproj, find_parts, is_model, quants, split_of
 
 _PARTIAL = (".incomplete", ".downloadInProgress")  # incomplete downloads of huggingface_hub and of llama.cpp
 
@@ -87,16 +87,16 @@ def unfinished() -> dict[str, int]:
     return dict(found)
 
 
-def find_cached(wanted: Wanted) -> Pair | None:
+def find_cached(request: HubRequest) -> Pair | None:
     """Returns the cached files of a model: from main's commit, else another commit. Returns None if a file is missing.
 
     Raises HubError for files that lead out of the cache, UnknownNameError if the cache has other models of it only.
     """
-    folder = Folder.of(wanted.name.repo)
+    folder = Folder.of(request.name.repo)
     missing: UnknownNameError | None = None
     for files in filter(None, map(folder.files, folder.commits())):
         try:
-            choice = wanted.choice(list(files))
+            choice = request.choice(list(files))
         except HubError:  # an encoder alone, or a missing part
             continue
         except UnknownNameError as error:

@@ -152,7 +152,7 @@ class Choice:
 
 
 @dataclass(frozen=True)
-class Wanted:
+class HubRequest:
     """The user's wish. file, mmproj: paths that replace the choice of the rules; mmproj "none": no encoder."""
 
     name: Name

@@ -12,7 +12,7 @@ from pykvedge.models.gguf import Header, joined
 from pykvedge.models.hub.cached import find_cached
 from pykvedge.models.hub.fetching import check_room, fetch, is_there
 from pykvedge.models.hub.folders import Folder, Pair
-from pykvedge.models.hub.names import Choice, Name, Wanted
+from pykvedge.models.hub.names import Choice, HubRequest, Name
 from pykvedge.models.hub.remote import Hub, Listing, RemoteFile, offline
 from pykvedge.models.modelfile import check_mmproj, check_model
 from pykvedge.system.memory import readable
@@ -36,7 +36,7 @@ def resolve(
     Raises UsageError for a wrong name or if huggingface_hub is missing, UnknownNameError for a missing quantisation or
     file, HubError, ModelError for files that do not fit together, CancelledError.
     """
-    return _Search(Wanted(Name.of(name), file, mmproj), offline, progress, warn, cancel).pair()
+    return _Search(HubRequest(Name.of(name), file, mmproj), offline, progress, warn, cancel).pair()
 
 
 def headers(
@@ -52,14 +52,14 @@ def headers(
 
     The arguments and errors are those of `resolve`.
     """
-    return _Search(Wanted(Name.of(name), file, mmproj), offline, progress, warn, None).headers()
+    return _Search(HubRequest(Name.of(name), file, mmproj), offline, progress, warn, None).headers()
 
 
 @dataclass(frozen=True)
 class _Search:
     """A search for the files of a model, in the hub and in the cache."""
 
-    wanted: Wanted
+    request: HubRequest
     offline: bool
     progress: Callable[[str, float], None]
     warn: Callable[[str], None]
@@ -67,14 +67,14 @@ class _Search:
 
     @property
     def repo(self) -> str:
-        return self.wanted.name.repo
+        return self.request.name.repo
 
     def pair(self) -> Pair:
         asked = self._ask()
         if asked is None:
             return self._cached()
         hub, listing = asked
-        choice, folder = self.wanted.choice(list(listing.files)), Folder.of(self.repo)
+        choice, folder = self.request.choice(list(listing.files)), Folder.of(self.repo)
         files = [listing.files[path] for path in choice.files]
         missing = [file for file in files if not is_there(folder, listing.commit, file)]
         if missing:
@@ -88,7 +88,7 @@ class _Search:
     def headers(self) -> tuple[Header, Header | None]:
         if asked := self._ask():
             hub, listing = asked
-            return self._headers(hub, listing, self.wanted.choice(list(listing.files)))
+            return self._headers(hub, listing, self.request.choice(list(listing.files)))
         model, mmproj = self._cached()
         header = check_model(model)
         return header, check_mmproj(mmproj, header) if mmproj else None
@@ -105,7 +105,7 @@ class _Search:
         except HubError as error:
             cached = None
             with suppress(HubError, UnknownNameError):
-                cached = find_cached(self.wanted)
+                cached = find_cached(self.request)
             if cached is None:
                 raise
             if not isinstance(error, UnreachableError):
@@ -114,9 +114,9 @@ class _Search:
             return None
 
     def _cached(self) -> Pair:
-        found = find_cached(self.wanted)
+        found = find_cached(self.request)
         if found is None:
-            raise HubError(f"{self.wanted.name} is not in the cache; fetch it once without --offline")
+            raise HubError(f"{self.request.name} is not in the cache; fetch it once without --offline")
         return found
 
     def _headers(self, hub: Hub, listing: Listing, choice: Choice) -> tuple[Header, Header | None]:
