@@ -19,7 +19,7 @@ import scriptpath  # noqa: F401
 from kvedge_lab.demo_tasks import evalset
 from kvedge_lab.demo_tasks.prompts import MEDIA
 from kvedge_lab.demo_tasks.tasks import TASKS
-from kvedge_lab.eval.measure import Wants
+from kvedge_lab.eval.measure import MeasureOptions
 from kvedge_lab.eval.records import Records
 from kvedge_lab.eval.runner import Job, evaluate
 from kvedge_lab.eval.tasks import DialogMessage, Sample
@@ -35,7 +35,7 @@ def conversation(sample: evalset.Sample) -> tuple[DialogMessage, ...]:
 def answers(args: argparse.Namespace, chosen: list[evalset.Sample]) -> list[str]:
     """Returns the answers of the GGUF files with the full cache."""
     asked = [Sample(str(i), s.task, conversation(s), s.answer) for i, s in enumerate(chosen)]
-    done = evaluate(Job(args.model, args.mmproj, asked, [], Wants(likelihood=False)), Records(None, {}, False))
+    done = evaluate(Job(args.model, args.mmproj, asked, [], MeasureOptions(likelihood=False)), Records(None, {}, False))
     return [row["answer"] for row in done.records.rows.values()]
 
 

@@ -29,7 +29,7 @@ from kvedge_lab.eval.measure import Cell
 from kvedge_lab.eval.tasks import Sample
 from kvedge_lab.progress import Steps
 from kvedge_lab.tune import certificate, figures, material
-from kvedge_lab.tune.race import Kept, Race
+from kvedge_lab.tune.race import Race, RaceRecords
 from pykvedge.plans.making import default_plan, plan
 from pykvedge.runtime.settings import Settings
 
@@ -37,7 +37,7 @@ metrics.REPEATS = 20  # intervals of KL divergence decide nothing, but take most
 NONE = {"top1": 1.0, "exact": 1.0}
 
 
-def race(args: argparse.Namespace, cells: list[Cell], of: material.Material, kept: Kept, loan: object) -> Race:
+def race(args: argparse.Namespace, cells: list[Cell], of: material.Material, kept: RaceRecords, loan: object) -> Race:
     return Race(loan, Settings(threads=1), of, list(cells), cells[0], args.target, 1e8, kept, Steps(enabled=False),
                 threading.Event())  # type: ignore[arg-type]
 
@@ -45,7 +45,7 @@ def race(args: argparse.Namespace, cells: list[Cell], of: material.Material, kep
 def pool(args: argparse.Namespace, cells: list[Cell]) -> Race:
     drawn = material.scenes(args.seed, [])
     of = material.Material(drawn.source, itertools.islice(drawn.contexts, args.pool), size=args.pool)
-    kept = Kept(args.save, {"seed": args.seed, "plans": [cell.digest for cell in cells]})
+    kept = RaceRecords(args.save, {"seed": args.seed, "plans": [cell.digest for cell in cells]})
     with pykvedge.load(threads=1) as loaded:
         loan = loaded.lend()
         out = race(args, cells, of, kept, loan)
@@ -62,7 +62,7 @@ def pool(args: argparse.Namespace, cells: list[Cell]) -> Race:
 def drawn(args: argparse.Namespace, cells: list[Cell], of: Race, number: int) -> Race:
     """Returns a run with contexts drawn from the pool. All its measurements are already known."""
     rng = np.random.default_rng((args.seed, number))
-    kept, contexts = Kept(None, {}), list[list[Sample]]()
+    kept, contexts = RaceRecords(None, {}), list[list[Sample]]()
     alone = [context for context in of.contexts if len(context[0].lines[0].images) == 1]
     several = [context for context in of.contexts if len(context[0].lines[0].images) > 1]
     for n in range(args.contexts):

@@ -24,7 +24,7 @@ import scriptpath  # noqa: F401
 from llama_source import ROOT, log
 
 from kvedge_lab.demo_tasks.prompts import MEDIA, messages
-from kvedge_lab.eval.measure import CONTEXT, CONVERSATION, Cell, Wants
+from kvedge_lab.eval.measure import CONTEXT, CONVERSATION, Cell, MeasureOptions
 from kvedge_lab.eval.records import Records
 from kvedge_lab.eval.runner import FULL, Job, evaluate, full_cell, lacking
 from kvedge_lab.eval.table import ALL, lines
@@ -139,7 +139,8 @@ def main() -> None:
     args = arguments()
     cells, stop = cells_of(args), threading.Event()
     contexts = [context(args.seed, n) for n in range(args.contexts)]
-    job = Job(args.model, args.mmproj, [one for of in contexts for one in of], cells, Wants(compress=WAYS[args.way]),
+    options = MeasureOptions(compress=WAYS[args.way])
+    job = Job(args.model, args.mmproj, [one for of in contexts for one in of], cells, options,
               Settings(threads=args.threads))  # fmt: skip
     records = Records(args.save, job.header(), args.save is not None and args.save.exists())
     if args.minutes:

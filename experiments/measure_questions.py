@@ -26,7 +26,7 @@ from measure_pruners import textured
 from PIL import Image
 
 from kvedge_lab.demo_tasks.scenes import Scene, render
-from kvedge_lab.eval.measure import CONTEXT, CONVERSATION, Cell, Wants
+from kvedge_lab.eval.measure import CONTEXT, CONVERSATION, Cell, MeasureOptions
 from kvedge_lab.eval.records import Records
 from kvedge_lab.eval.runner import FULL, Job, evaluate, full_cell
 from kvedge_lab.eval.table import ALL, ResultRow, lines
@@ -135,8 +135,8 @@ def main() -> None:
         cells = cells_of(args)
         log("drawing questions; those about four images of one part take a second each")
         samples = drawn(args, Path(folder))
-        wants = Wants(compress=args.compress)
-        job = Job(args.model, args.mmproj, samples, cells, wants, Settings(threads=args.threads))
+        options = MeasureOptions(compress=args.compress)
+        job = Job(args.model, args.mmproj, samples, cells, options, Settings(threads=args.threads))
         records = Records(args.save, job.header(), args.save is not None and args.save.exists())
         log(f"{len(cells)} plans on {len(samples)} samples")
         out = evaluate(job, records)

@@ -25,7 +25,7 @@ from llama_source import ROOT, log
 from measure_questions import with_texture
 from search import Space, Standing, halving, standings
 
-from kvedge_lab.eval.measure import CONTEXT, CONVERSATION, Cell, Wants
+from kvedge_lab.eval.measure import CONTEXT, CONVERSATION, Cell, MeasureOptions
 from kvedge_lab.eval.records import Records
 from kvedge_lab.eval.runner import FULL, Job, evaluate, full_cell
 from kvedge_lab.eval.tasks import Sample, demo_samples
@@ -96,13 +96,13 @@ class Search:
     def __init__(self, args: argparse.Namespace, part: str, compress: str) -> None:
         self.args, self.part, self.compress = args, part, compress
         self.folder = tempfile.TemporaryDirectory()  # holds textured pictures
-        self.wants = Wants(answers=part != "search", compress=compress)
+        self.options = MeasureOptions(answers=part != "search", compress=compress)
         path = None if args.save is None else args.save.with_suffix(f".{compress}.{part}{args.save.suffix}")
         self.records = Records(path, self.job([], []).header(), path is not None and path.exists())
 
     def job(self, samples: list[Sample], cells: Sequence[Cell]) -> Job:
         settings = Settings(threads=self.args.threads)
-        return Job(self.args.model, self.args.mmproj, samples, list(cells), self.wants, settings)
+        return Job(self.args.model, self.args.mmproj, samples, list(cells), self.options, settings)
 
     def measure(self, count: int, cells: Sequence[Cell]) -> list[Standing]:
         plain = [s for name in self.args.tasks for s in demo_samples(name, count, self.args.seed, 4, self.part)]

@@ -20,7 +20,7 @@ import scriptpath  # noqa: F401
 from measure_questions import DATA, GROUPS
 
 import pykvedge
-from kvedge_lab.eval.measure import CONTEXT, CONVERSATION, Cell, Preparer, Wants
+from kvedge_lab.eval.measure import CONTEXT, CONVERSATION, Cell, MeasureOptions, Preparer
 from kvedge_lab.eval.reader import BRANCH, PROMPT, Reader
 from kvedge_lab.eval.records import Records
 from kvedge_lab.eval.runner import Job, evaluate
@@ -126,7 +126,7 @@ def main() -> None:
     for way in (CONTEXT, CONVERSATION):
         save = args.save and args.save.with_suffix(f".{way}.jsonl")
         job = Job(DATA / "demo-model.gguf", DATA / "demo-mmproj.gguf", samples, cells,
-                  Wants(answers=False, compress=way), Settings(threads=1))  # fmt: skip
+                  MeasureOptions(answers=False, compress=way), Settings(threads=1))  # fmt: skip
         records = Records(save, job.header(), save is not None and save.exists())
         evaluate(job, records)
         losses = {(row["id"], row["budget"]): (row["kld"] / row["tokens"], row["top1"] / row["tokens"])

@@ -30,7 +30,7 @@ from measure_questions import DATA as SCENES
 
 import pykvedge
 from kvedge_lab.demo_tasks import evalset
-from kvedge_lab.eval.measure import Cell, Wants
+from kvedge_lab.eval.measure import Cell, MeasureOptions
 from kvedge_lab.eval.records import Records
 from kvedge_lab.eval.runner import Job, evaluate
 from kvedge_lab.eval.tasks import DialogMessage, Sample
@@ -148,8 +148,9 @@ def main() -> None:
         timer.daemon = True
         timer.start()
     for way in args.way or WAYS:
+        options = MeasureOptions(answers=args.of == "pages", compress=WAYS[way])
         job = Job(folder / f"{model}-model.gguf", folder / f"{model}-mmproj.gguf", [s for of in drawn for s in of],
-                  cells, Wants(answers=args.of == "pages", compress=WAYS[way]), Settings(threads=1))  # fmt: skip
+                  cells, options, Settings(threads=1))  # fmt: skip
         save = Path(f"{args.save}-{way}.jsonl")
         records = Records(save, job.header(), save.exists())
         if args.minutes:

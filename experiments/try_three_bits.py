@@ -43,7 +43,7 @@ from PIL import Image
 
 import pykvedge
 from kvedge_lab.demo_tasks.scenes import render
-from kvedge_lab.eval.measure import Cell, Wants
+from kvedge_lab.eval.measure import Cell, MeasureOptions
 from kvedge_lab.eval.metrics import paired_interval
 from kvedge_lab.eval.records import Records
 from kvedge_lab.eval.runner import Job, evaluate
@@ -206,9 +206,9 @@ def chosen(args: argparse.Namespace, folder: Path) -> list[Sample]:
 def measured(args: argparse.Namespace) -> dict[str, dict[str, dict[str, Any]]]:
     """Returns records by cell and sample."""
     with tempfile.TemporaryDirectory() as folder:
-        wants = Wants(answers=not args.no_answers, compress="context")
+        options = MeasureOptions(answers=not args.no_answers, compress="context")
         files = DATA / "demo-model.gguf", DATA / "demo-mmproj.gguf"
-        job = Job(*files, chosen(args, Path(folder)), cells(args), wants, Settings(threads=args.threads))
+        job = Job(*files, chosen(args, Path(folder)), cells(args), options, Settings(threads=args.threads))
         log(f"{len(job.cells)} plans on {len(job.samples)} samples")
         records = Records(args.save, job.header(), args.save is not None and args.save.exists())
         out = evaluate(job, records, Steps(enabled=sys.stderr.isatty()))

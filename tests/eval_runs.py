@@ -2,7 +2,7 @@
 
 from conftest import THREADS
 
-from kvedge_lab.eval.measure import Wants
+from kvedge_lab.eval.measure import MeasureOptions
 from kvedge_lab.eval.records import Records
 from kvedge_lab.eval.runner import Job, evaluate, full_cell
 from pykvedge.runtime.settings import Settings
@@ -14,7 +14,7 @@ MODEL, MMPROJ = DATA / "demo-model.gguf", DATA / "demo-mmproj.gguf"
 def run(samples, cells, model=MODEL, mmproj=MMPROJ, kv_type="f16", keep="", **options):
     """Evaluates samples with the full cache and with cells. Returns {(id, method, budget): record}."""
     settings = Settings(threads=THREADS, kv_type=kv_type, keep=keep)
-    job = Job(model, mmproj, samples, [full_cell(), *cells], Wants(**options), settings)
+    job = Job(model, mmproj, samples, [full_cell(), *cells], MeasureOptions(**options), settings)
     out = evaluate(job, Records(None, {}, False))
     assert not out.left_out and not out.interrupted
     return out.records.rows

@@ -67,7 +67,7 @@ def test_energy_is_read_where_the_system_tells(tmp_path):
 
 def test_others_are_what_this_process_is_not():
     """Counts the time of another program, and never the time of this process."""
-    others = machine.Others()
+    others = machine.OtherPrograms()
     worker = subprocess.Popen([sys.executable, "-c", "while True: pass"])
     try:
         time.sleep(0.6)
@@ -76,7 +76,7 @@ def test_others_are_what_this_process_is_not():
         worker.wait()
     taken, wall = others.taken()
     assert wall >= 0.6 and taken >= 0.2  # a busy machine gives the program only a share of a CPU
-    others = machine.Others()
+    others = machine.OtherPrograms()
     began = time.process_time()
     while time.process_time() - began < 0.5:
         pass

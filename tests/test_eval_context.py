@@ -7,7 +7,7 @@ import pytest
 from eval_runs import MMPROJ, MODEL, run
 
 import pykvedge
-from kvedge_lab.eval.measure import WAYS, Cell, Wants
+from kvedge_lab.eval.measure import WAYS, Cell, MeasureOptions
 from kvedge_lab.eval.reader import Reader
 from kvedge_lab.eval.records import Records
 from kvedge_lab.eval.runner import FULL, Job, evaluate, full_cell
@@ -70,7 +70,7 @@ def test_decode_policies_go_on_behind_the_question(native):
 def test_text_with_nothing_before_its_question_is_left_out(native):
     sample = Sample("plain", "text", (DialogMessage("user", "What is there?"),), "Nothing.")
     records = Records(None, {}, False)
-    out = evaluate(Job(MODEL, MMPROJ, [sample], [full_cell()], Wants(compress="context")), records)
+    out = evaluate(Job(MODEL, MMPROJ, [sample], [full_cell()], MeasureOptions(compress="context")), records)
     assert len(out.left_out) == 1 and "nothing comes before its question" in out.left_out[0] and not records.rows
 
 

@@ -4,7 +4,7 @@ import pytest
 from eval_runs import MMPROJ, MODEL, run
 
 import pykvedge
-from kvedge_lab.eval.measure import Cell, Wants
+from kvedge_lab.eval.measure import Cell, MeasureOptions
 from kvedge_lab.eval.records import Records
 from kvedge_lab.eval.runner import FULL, Job, evaluate
 from kvedge_lab.eval.tasks import demo_samples
@@ -52,7 +52,7 @@ def test_a_question_after_its_context_is_compressed_with_it(native, one):
 def test_where_whole_rows_cannot_stay_nothing_is_measured(native):
     settings = Settings(keep="ram", keep_space=1000)
     records = Records(None, {}, False)
-    out = evaluate(Job(MODEL, MMPROJ, chains()[:1], CELLS[:1], Wants(), settings), records)
+    out = evaluate(Job(MODEL, MMPROJ, chains()[:1], CELLS[:1], MeasureOptions(), settings), records)
     assert [row["method"] for row in records.rows.values()] == [FULL]
     assert len(out.left_out) == 1 and "snapkv at 0.2 left out: its whole rows could not stay" in out.left_out[0]
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from kvedge_lab.demo_tasks.scenes import code_is_held_out
-from kvedge_lab.eval.measure import Wants
+from kvedge_lab.eval.measure import MeasureOptions
 from kvedge_lab.eval.records import Records
 from kvedge_lab.eval.runner import Job, evaluate
 from kvedge_lab.eval.tasks import page_names, page_samples
@@ -79,7 +79,7 @@ def test_the_second_model_reads_pages():
     """Held-out pages, one and several, with the full cache."""
     tasks = ("line", "price", "left", "colour", "code")
     asked = [one for i, task in enumerate(tasks) for one in page_samples(f"page-{task}", 1, 7, 3 if i % 2 else 1)]
-    job = Job(DATA / "pages-model.gguf", DATA / "pages-mmproj.gguf", asked, [], Wants(likelihood=False))
+    job = Job(DATA / "pages-model.gguf", DATA / "pages-mmproj.gguf", asked, [], MeasureOptions(likelihood=False))
     rows = evaluate(job, Records(None, {}, False)).records.rows.values()
     assert sum(row["answer"].strip() == row["reference"] for row in rows) >= 0.9 * len(asked)
 

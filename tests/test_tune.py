@@ -14,7 +14,7 @@ import pykvedge
 from kvedge_lab.eval.measure import PROMPT, Cell
 from kvedge_lab.progress import Steps
 from kvedge_lab.tune import certificate, choice, figures, material, sheets
-from kvedge_lab.tune.race import Kept, Race
+from kvedge_lab.tune.race import Race, RaceRecords
 from pykvedge import CancelledError, ProfileError, Settings, UsageError
 from pykvedge.models import profiles, tuned
 from pykvedge.system.files import DATA
@@ -95,7 +95,7 @@ def test_no_plan_is_taken_that_is_worse_than_the_default_one_in_both():
 def race(loan, path, cancel, contexts=18, plans=(DEFAULT, POOR)):
     drawn = material.scenes(3, ["What is the code?"])
     of = material.Material("scenes", islice(drawn.contexts, contexts), size=contexts)
-    kept, settings = Kept(path, {"run": 1}), Settings(threads=THREADS)
+    kept, settings = RaceRecords(path, {"run": 1}), Settings(threads=THREADS)
     return Race(loan, settings, of, list(plans), DEFAULT, 0.6, 600.0, kept, Steps(enabled=False), cancel)
 
 
@@ -178,9 +178,9 @@ def test_pictures_of_a_folder(tmp_path, monkeypatch):
     contexts = list(drawn.contexts)
     images = [image for context in contexts for image in context[0].lines[0].images]
     assert len(images) == len(set(images)) == 30 and drawn.size == len(contexts)
-    assert drawn.told == ("1 pictures cannot be read and are left out: bad.png",)
+    assert drawn.notes == ("1 pictures cannot be read and are left out: bad.png",)
     monkeypatch.setattr(material, "MOST", 20)
-    assert "31 pictures" in material.folder(tmp_path, 1, [], 8).told[-1]
+    assert "31 pictures" in material.folder(tmp_path, 1, [], 8).notes[-1]
     with pytest.raises(UsageError, match="20 pictures, as 1 pictures cannot be read"):
         material.folder(tmp_path, 1, [], 40)
 

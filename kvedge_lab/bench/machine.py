@@ -158,7 +158,7 @@ class Watch:
         self._write()
 
 
-class Others:
+class OtherPrograms:
     """Measures the processor time of other programs during a measurement.
 
     Time that a hypervisor gave to other machines counts too. Systems count in hundredths of a second: intervals shorter

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from kvedge_lab.bench.machine import Energy, Others
+from kvedge_lab.bench.machine import Energy, OtherPrograms
 from kvedge_lab.bench.matrix import Shape, Variant
 from kvedge_lab.demo_tasks.scenes import draw_scene, render
 from pykvedge.errors import UsageError
@@ -190,7 +190,7 @@ def repetition(of: Loaded, prompt: Prompt, variant: Variant) -> Repetition:
     meter.start()
     try:
         with _driver(of, prompt, variant, variant.keep) as driver:
-            others = Others()
+            others = OtherPrograms()
             with _uncollected():
                 out = _timed(driver, prompt, of.energy, of.cancel)
             out.prune_s, out.tokens = prune_s, prompt.n_tokens

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from kvedge_lab.bench.machine import Bandwidth, Others
+from kvedge_lab.bench.machine import Bandwidth, OtherPrograms
 from kvedge_lab.bench.matrix import STOCK, Variant
 from kvedge_lab.bench.measure import Repetition
 from kvedge_lab.bench.runner import Group, Outcome
@@ -145,7 +145,7 @@ def _device_peaks(rows: list[Row], group: Group) -> None:
 def _disturbance(row: Row, found: list[Repetition], about: dict[str, Any]) -> None:
     """Sets `others` and `disturbed`. Others may use the processors that our threads leave, and a tenth more."""
     wall, cores = sum(r.wall_s for r in found), about.get("cores", 1)
-    if wall >= Others.SPAN_S:
+    if wall >= OtherPrograms.SPAN_S:
         row.others = min(sum(r.others_s for r in found) / wall / cores, 1.0)
         row.disturbed = row.others > (cores - min(about.get("threads", cores), cores)) / cores + SPARE
 

@@ -29,7 +29,7 @@ from pykvedge.system.files import require_file
 from pykvedge.system.memory import readable
 
 if TYPE_CHECKING:
-    from kvedge_lab.eval.measure import Cell, Wants
+    from kvedge_lab.eval.measure import Cell, MeasureOptions
     from kvedge_lab.eval.runner import Job
     from kvedge_lab.eval.tasks import Sample
     from pykvedge.plans.plan import Plan
@@ -205,8 +205,8 @@ def _job(given: dict[str, Any]) -> Job:
         except OSError as error:
             raise UsageError(f"{path} cannot be read: {error.strerror}") from None
     settings = {**options.running(given), **_keep(given), "verbose": given["verbose"]}
-    samples, cells, wants = _samples(given), _cells(given, model), _wants(given)
-    return Job(model, mmproj, samples, cells, wants, Settings.of(settings))
+    samples, cells, measures = _samples(given), _cells(given, model), _measures(given)
+    return Job(model, mmproj, samples, cells, measures, Settings.of(settings))
 
 
 def _keep(given: dict[str, Any]) -> dict[str, Any]:
@@ -337,15 +337,15 @@ def _cell(name: str, plan: Plan, model: Path) -> Cell:
     return Cell(name, plan, "".join([source_digest(plan), *profiles.values()]))
 
 
-def _wants(given: dict[str, Any]) -> Wants:
-    from kvedge_lab.eval.measure import Wants
+def _measures(given: dict[str, Any]) -> MeasureOptions:
+    from kvedge_lab.eval.measure import MeasureOptions
 
     names = listed("--metrics", given["metrics"])
     for name in names:
         if name not in METRICS:
             raise unknown("metric", name, METRICS)
     kinds = {METRICS[name] for name in names}
-    return Wants("answers" in kinds, "likelihood" in kinds, given["max_tokens"], given["compress"])
+    return MeasureOptions("answers" in kinds, "likelihood" in kinds, given["max_tokens"], given["compress"])
 
 
 def _check_base(cells: list[Cell], against: str) -> None:

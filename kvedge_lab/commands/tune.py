@@ -25,7 +25,7 @@ from pykvedge.system.files import DATA
 if TYPE_CHECKING:
     from kvedge_lab.eval.measure import Cell
     from kvedge_lab.tune.material import Material
-    from kvedge_lab.tune.race import Kept, Race
+    from kvedge_lab.tune.race import Race, RaceRecords
 
 METHODS, BUDGETS = "kvedge,calibrated,snapkv,mixkv,kvzip", "0.5,0.3,0.2,0.1,0.05"
 _ABOUT = ("show", "list_all", "remove")
@@ -249,7 +249,7 @@ def _race(given: dict[str, Any], cells: list[Cell], seconds: float) -> Iterator[
             if not given["quiet"]:
                 display.say(f"kvedge: {line}")
 
-        for line in (*material.told, *([f"going on after {kept.spent():.0f} s"] if kept.rows else [])):
+        for line in (*material.notes, *([f"going on after {kept.spent():.0f} s"] if kept.rows else [])):
             say(line)
         with as_event(threading.Event()) as cancel, parent.watched(given["parent_pid"] or 0, cancel):
             loan = borrow(model, mmproj, settings, display, cancel)
@@ -264,9 +264,9 @@ def _race(given: dict[str, Any], cells: list[Cell], seconds: float) -> Iterator[
         yield race, kept_in
 
 
-def _kept(held: contextlib.ExitStack, files: list[Path], header: dict[str, Any], fresh: bool) -> Kept:
+def _kept(held: contextlib.ExitStack, files: list[Path], header: dict[str, Any], fresh: bool) -> RaceRecords:
     """Opens the figures of an unfinished run, or new ones. A lock keeps other programs out."""
-    from kvedge_lab.tune.race import Kept
+    from kvedge_lab.tune.race import RaceRecords
     from pykvedge.errors import SaveError
     from pykvedge.runtime.sessionlock import SessionLock
 
@@ -275,7 +275,7 @@ def _kept(held: contextlib.ExitStack, files: list[Path], header: dict[str, Any],
         held.enter_context(SessionLock(files[0]))
         for file in files if fresh else ():
             file.unlink(missing_ok=True)
-        kept = Kept(files[0], header)
+        kept = RaceRecords(files[0], header)
         held.callback(kept.close)
         return kept
     except OSError as error:

@@ -67,18 +67,18 @@ class Cell:
 
 
 @dataclass(frozen=True)
-class Wants:
+class MeasureOptions:
     """What to measure: greedy answers, and the likelihood of the reference answer.
 
-    compress: what is compressed, one of WAYS. own: the reference is the full cache's answer, up to max_tokens and with
-    its end token; the answer is fed in one pass if a plan's decode policy keeps everything.
+    compress: what is compressed, one of WAYS. against_full: the reference is the full cache's answer, up to max_tokens
+    and with its end token; the answer is fed in one pass if a plan's decode policy keeps everything.
     """
 
     answers: bool = True
     likelihood: bool = True
     max_tokens: int = 512
     compress: str = PROMPT
-    own: bool = False
+    against_full: bool = False
 
 
 @dataclass
@@ -121,7 +121,7 @@ class Preparer:
     ) -> None:
         """look: called while an image is encoded, with the finished share; prepare() raises its exceptions.
 
-        compress: see Wants.
+        compress: see MeasureOptions.
         """
         self._vision, self._look, self._compress = vision, look, compress
         self._composer = Composer(model, vision)
@@ -221,8 +221,8 @@ class Baseline:
 
 
 class Measurer:
-    def __init__(self, reader: Reader, wants: Wants) -> None:
-        self._model, self._reader, self._wants = reader.model, reader, wants
+    def __init__(self, reader: Reader, options: MeasureOptions) -> None:
+        self._model, self._reader, self._options = reader.model, reader, options
 
     def measure(
         self, asked: Sequence[Prepared], full: Cell, cells: list[Cell], failed: Callable[[Cell, KvedgeError], None]
@@ -298,9 +298,9 @@ class Measurer:
                 self._reader.drop_copies(here)
 
     def _longest(self, sample: Sample) -> int:
-        if not self._wants.answers and not self._wants.own:
+        if not self._options.answers and not self._options.against_full:
             return 0
-        return min(sample.max_tokens or self._wants.max_tokens, self._wants.max_tokens)
+        return min(sample.max_tokens or self._options.max_tokens, self._options.max_tokens)
 
     def _compressed(self, seen: Prepared, cell: Cell) -> dict[str, Any]:
         """Compresses the read part and the turns after it. Returns the figures that all questions share."""
@@ -335,7 +335,7 @@ class Measurer:
         if prepared.question:
             reader.read(prepared.question)
             reader.keep(cell.plan)
-        if self._wants.own:
+        if self._options.against_full:
             record = self._own(prepared, cell.plan, base, is_full)
         else:
             record = self._answers(prepared, base, is_full)
@@ -346,12 +346,12 @@ class Measurer:
     def _answers(self, prepared: Prepared, base: Baseline, is_full: bool) -> dict[str, Any]:
         out: dict[str, Any] = {}
         longest = self._longest(prepared.sample)
-        if self._wants.likelihood:
+        if self._options.likelihood:
             forced, tokens = self._forced(prepared.answer, base, is_full, longest)
             out |= forced
-        elif self._wants.answers:
+        elif self._options.answers:
             tokens = self._continue([], longest)
-        if self._wants.answers:
+        if self._options.answers:
             text = self._text(tokens)
             base.answer = text if is_full else base.answer
             out |= {"answer": text, "score": prepared.sample.score(text)}

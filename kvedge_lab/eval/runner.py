@@ -10,7 +10,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from kvedge_lab.eval.measure import CONTEXT, CONVERSATION, PROMPT, Cell, Measurer, Preparer, Wants
+from kvedge_lab.eval.measure import CONTEXT, CONVERSATION, PROMPT, Cell, MeasureOptions, Measurer, Preparer
 from kvedge_lab.eval.reader import reading
 from kvedge_lab.eval.records import Records
 from kvedge_lab.eval.tasks import Sample
@@ -45,7 +45,7 @@ class Job:
     mmproj: Path | None
     samples: list[Sample]
     cells: list[Cell]
-    wants: Wants = field(default_factory=Wants)
+    options: MeasureOptions = field(default_factory=MeasureOptions)
     settings: Settings = field(default_factory=Settings)
 
     def header(self) -> dict[str, Any]:
@@ -57,10 +57,10 @@ class Job:
             "model": hash_of(self.model),
             "mmproj": hash_of(self.mmproj) if self.mmproj else None,
             "kv_type": self.settings.storage.key,
-            "answers": self.wants.answers,
-            "likelihood": self.wants.likelihood,
-            "max_tokens": self.wants.max_tokens,
-            **({"compress": self.wants.compress, "as_one": True} if self.wants.compress != PROMPT else {}),
+            "answers": self.options.answers,
+            "likelihood": self.options.likelihood,
+            "max_tokens": self.options.max_tokens,
+            **({"compress": self.options.compress, "as_one": True} if self.options.compress != PROMPT else {}),
             **({"keep": self.settings.keep} if self.settings.keep else {}),
         }
 
@@ -91,9 +91,9 @@ def evaluate(
             loan = borrow(job.model, job.mmproj, job.settings, display, cancel)
             held.callback(loan.give_back)
             reader = held.enter_context(reading(loan, job.settings, cancel))
-            preparer = Preparer(reader.model, reader.vision, partial(stop_if_set, cancel), job.wants.compress)
-            run = Run(out, full, cells, display, cancel, preparer, Measurer(reader, job.wants))
-            for group in _together(todo, job.wants.compress):
+            preparer = Preparer(reader.model, reader.vision, partial(stop_if_set, cancel), job.options.compress)
+            run = Run(out, full, cells, display, cancel, preparer, Measurer(reader, job.options))
+            for group in _together(todo, job.options.compress):
                 run.one(group)
     except CancelledError:
         out.interrupted = True

@@ -32,11 +32,11 @@ ASKED = 3  # questions from a user's file per context
 
 @dataclass(frozen=True)
 class Material:
-    """contexts: endless if pictures are drawn. told: remarks for the user about the choice of pictures."""
+    """contexts: endless if pictures are drawn. notes: remarks for the user about the choice of pictures."""
 
     source: str
     contexts: Iterator[list[Sample]]
-    told: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
     size: int = 0  # number of contexts; 0: endless
 
 
@@ -86,11 +86,11 @@ def folder(path: Path, seed: int, questions: Sequence[str], least: int) -> Mater
         if len(good) == MOST:
             break
         (good if _opens(files[int(i)]) else broken).append(files[int(i)])
-    told = []
+    notes = []
     if broken:
-        told.append(f"{len(broken)} pictures cannot be read and are left out: {_named(broken)}")
+        notes.append(f"{len(broken)} pictures cannot be read and are left out: {_named(broken)}")
     if len(good) == MOST:
-        told.append(f"{len(files)} pictures in {path}: {MOST} of them are used, drawn with seed {seed}")
+        notes.append(f"{len(files)} pictures in {path}: {MOST} of them are used, drawn with seed {seed}")
     contexts, at = list[list[Sample]](), 0
     while at < len(good):
         n = len(contexts)
@@ -99,12 +99,12 @@ def folder(path: Path, seed: int, questions: Sequence[str], least: int) -> Mater
         contexts.append(_context(f"folder-{n}", good[at : at + size], asked))
         at += size
     if len(contexts) < least:
-        why = f", as {told[0]}" if broken else ""
+        why = f", as {notes[0]}" if broken else ""
         raise UsageError(
             f"--images {path} has {len(good)} pictures{why}; {least * 3 // 2} are needed, fewer say nothing of others"
         )
     digest = hashlib.sha256("".join(f"{p.name} {p.stat().st_size}\n" for p in good).encode()).hexdigest()[:12]
-    return Material(f"{len(good)} pictures of {path.name} ({digest}), seed {seed}", iter(contexts), tuple(told),
+    return Material(f"{len(good)} pictures of {path.name} ({digest}), seed {seed}", iter(contexts), tuple(notes),
                     len(contexts))  # fmt: skip
 
 

@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from kvedge_lab.eval.measure import CONTEXT, PROMPT, Cell, Measurer, Preparer, Wants
+from kvedge_lab.eval.measure import CONTEXT, PROMPT, Cell, MeasureOptions, Measurer, Preparer
 from kvedge_lab.eval.reader import Reader, reading
 from kvedge_lab.eval.records import Records
 from kvedge_lab.eval.runner import Outcome, Run, full_cell, lacking
@@ -37,7 +37,7 @@ CHOOSING = 0.5  # share of the time
 SURE, ALIKE = 0.5, 0.8  # limits: answers below SURE or above ALIKE say too little for a comparison
 
 
-class Kept(Records):
+class RaceRecords(Records):
     """The figures so far, with the seconds of the run at which they came."""
 
     KIND, VERSION, WHAT = "kvedge_tune", 1, "an unfinished run of kvedge tune"
@@ -66,7 +66,7 @@ class Race:
     default: Cell
     target: float
     seconds: float
-    kept: Kept
+    kept: RaceRecords
     display: Steps
     cancel: threading.Event
     contexts: list[list[Sample]] = field(default_factory=list)
@@ -170,9 +170,9 @@ class Race:
             self.cells[:] = [c for c in self.cells if c in run.cells or c not in cells]  # a failing plan leaves
 
     def _way(self, way: str, reader: Reader, outcome: Outcome) -> Run:
-        wants = Wants(answers=False, max_tokens=ANSWER, compress=way, own=True)
+        options = MeasureOptions(answers=False, max_tokens=ANSWER, compress=way, against_full=True)
         preparer = Preparer(reader.model, reader.vision, partial(stop_if_set, self.cancel), way)
-        return Run(outcome, full_cell(), [], self.display, self.cancel, preparer, Measurer(reader, wants))
+        return Run(outcome, full_cell(), [], self.display, self.cancel, preparer, Measurer(reader, options))
 
     @contextmanager
     def _reading(self) -> Iterator[Reader]:
