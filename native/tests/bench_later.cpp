@@ -29,16 +29,16 @@ using namespace kvedge;
 
 namespace {
 
-using V = Looks::Votes;
-using A = Looks::Anchor;
+using V = WantedMeasures::Votes;
+using A = WantedMeasures::Anchor;
 
 constexpr int32_t WINDOW = 32, ANSWER = 64, MESSAGE = 32;
 
 const struct {
-    const char * name;
-    Looks        looks;
-    bool         even;
-    MergeRule    rule;
+    const char *   name;
+    WantedMeasures wanted;
+    bool           even;
+    MergeRule      rule;
 } METHODS[] = {
     { "snapkv", { V::mean, 0.0, false, false, A::none, -1.0, false }, true, {} },
     { "kvedge", { V::faded, 0.15, false, true, A::unit, -1.0, true }, false,
@@ -159,7 +159,7 @@ bool compress(GraphRows & rows, const std::vector<LayerShape> & shapes, size_t m
     const auto &               of = METHODS[method];
     const std::vector<uint8_t> kind((size_t) pending, 1);
     MeasureJob                 job{};
-    job.looks    = of.looks;
+    job.wanted   = of.wanted;
     job.n_tokens = pending;
     job.n_window = WINDOW;
     job.kind     = kind.data();
@@ -172,8 +172,8 @@ bool compress(GraphRows & rows, const std::vector<LayerShape> & shapes, size_t m
     take.out  = &out;
     rows.work = {};
     bool         done    = false;
-    const double measure = ms([&] { done = rows.measure(job, measures) == AwayRows::Outcome::done; });
-    const double took    = ms([&] { done = done && rows.take(take) == AwayRows::Outcome::done; });
+    const double measure = ms([&] { done = rows.measure(job, measures) == DeviceRows::Outcome::done; });
+    const double took    = ms([&] { done = done && rows.take(take) == DeviceRows::Outcome::done; });
     if (!done) {
         std::fprintf(stderr, "%s\n", rows.problem().c_str());
         return false;

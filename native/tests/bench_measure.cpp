@@ -1,4 +1,4 @@
-// Measures the time to measure pending rows on a device, for the Looks (plan/away.h) of some methods.
+// Measures the time to measure pending rows on a device, for the WantedMeasures (plan/device_rows.h) of some methods.
 //
 //   bench_measure DEVICE HEADS KV_HEADS HEAD_SIZE TOKENS LAYERS ROUNDS
 //
@@ -21,12 +21,12 @@ using namespace kvedge;
 
 namespace {
 
-using V = Looks::Votes;
-using A = Looks::Anchor;
+using V = WantedMeasures::Votes;
+using A = WantedMeasures::Anchor;
 
 const struct {
-    const char * name;
-    Looks        looks;
+    const char *   name;
+    WantedMeasures wanted;
 } METHODS[] = {
     { "snapkv", { V::mean, 0.0, false, false, A::none, -1.0, false } },
     { "norms", { V::none, 0.0, true, true, A::none, -1.0, false } },
@@ -89,7 +89,7 @@ int main(int argc, char ** argv) {
         const auto & method = METHODS[i / 2];
         rows.own = i % 2 == 1;
         MeasureJob job{};
-        job.looks    = method.looks;
+        job.wanted   = method.wanted;
         job.n_tokens = n;
         job.n_window = W;
         job.kind     = kind.data();
@@ -98,7 +98,7 @@ int main(int argc, char ** argv) {
         for (int round = 0; round < std::atoi(argv[7]); round++) {
             std::vector<Measures> out;
             rows.work = {};
-            if (rows.measure(job, out) != AwayRows::Outcome::done) {
+            if (rows.measure(job, out) != DeviceRows::Outcome::done) {
                 std::fprintf(stderr, "%s\n", rows.problem().c_str());
                 return 1;
             }

@@ -125,16 +125,16 @@ Measures expected(const Sequence & seq, const MeasureJob & job, int32_t layer) {
         x->assign(all, 0.0f);
     }
     out.cosines.assign(all, 0.0);
-    const std::vector<uint8_t> kind(job.looks.by_kind ? job.kind : nullptr, job.looks.by_kind ? job.kind + T : nullptr);
+    const std::vector<uint8_t> kind(job.wanted.by_kind ? job.kind : nullptr, job.wanted.by_kind ? job.kind + T : nullptr);
     const auto                 counts = [&](size_t t) { return kind.empty() || kind[t] != 0; };
     const auto                 n = (double) (kind.empty() ? (std::ptrdiff_t) T : std::count(kind.begin(), kind.end(), 1));
     for (int32_t h = 0; h < s.n_heads_kv; h++) {
         const HeadView head  = view.head(layer, h);
         const size_t   at    = (size_t) h * T;
-        if (job.looks.votes == Looks::Votes::faded) {
-            faded_votes(in, head, h, job.looks.fade, out.votes.data() + at);
-        } else if (job.looks.votes != Looks::Votes::none) {
-            const auto how = job.looks.votes == Looks::Votes::largest ? GroupReduction::max : GroupReduction::mean;
+        if (job.wanted.votes == WantedMeasures::Votes::faded) {
+            faded_votes(in, head, h, job.wanted.fade, out.votes.data() + at);
+        } else if (job.wanted.votes != WantedMeasures::Votes::none) {
+            const auto how = job.wanted.votes == WantedMeasures::Votes::largest ? GroupReduction::max : GroupReduction::mean;
             window_attention(in, head, h, how, out.votes.data() + at);
         }
         const auto          k = pending(head, true, s.d_k), v = pending(head, false, s.d_v);
@@ -142,7 +142,7 @@ Measures expected(const Sequence & seq, const MeasureJob & job, int32_t layer) {
         for (size_t t = 0; t < T; t++) {
             out.key_squares[at + t]   = (float) (length(k[t]) * length(k[t]));
             out.value_squares[at + t] = (float) (length(v[t]) * length(v[t]));
-            const double by = job.looks.anchor == Looks::Anchor::unit ? length(k[t]) : 1.0;
+            const double by = job.wanted.anchor == WantedMeasures::Anchor::unit ? length(k[t]) : 1.0;
             for (size_t i = 0; i < mean.size() && counts(t); i++) {
                 mean[i] += (double) k[t][i] / n / by;
             }
@@ -152,8 +152,8 @@ Measures expected(const Sequence & seq, const MeasureJob & job, int32_t layer) {
         }
         out.anchor_squares.push_back(dot(mean, { mean.begin(), mean.end() }));
     }
-    if (job.looks.gamma >= 0.0 && n > 0) {
-        const HighPass filter((int32_t) n, job.looks.gamma);
+    if (job.wanted.gamma >= 0.0 && n > 0) {
+        const HighPass filter((int32_t) n, job.wanted.gamma);
         if (kind.empty()) {
             out.high = filter.measure(view, layer, s, out.deviation.data());
         }
@@ -195,25 +195,25 @@ void check_looks(const Case & c, Sequence & seq, const MeasureJob & job, ggml_ba
     rows.own = !c.ggml;
     std::vector<Measures> found;
     const auto            outcome = rows.measure(job, found);
-    CHECK(outcome == AwayRows::Outcome::done);
-    if (outcome != AwayRows::Outcome::done) {
+    CHECK(outcome == DeviceRows::Outcome::done);
+    if (outcome != DeviceRows::Outcome::done) {
         std::fprintf(stderr, "%s\n", rows.problem().c_str());
         CHECK(rows.fetch(seq.rows, 2));
         return;
     }
     // GPUs multiply f32 with less precision; kvedge's operations multiply in half precision
     const bool   gpu  = ggml_backend_dev_type(device) == GGML_BACKEND_DEVICE_TYPE_GPU, half = c.type != Type::f32 && !c.ggml;
-    const double most = gpu || (half && job.looks.gamma > 0.5) ? 1e-3 : half ? 3e-4 : 1e-5;  // error of the high pass
+    const double most = gpu || (half && job.wanted.gamma > 0.5) ? 1e-3 : half ? 3e-4 : 1e-5;  // error of the high pass
     for (size_t l = 0; l < (size_t) LAYERS; l++) {
         const Measures & a = found[l], & b = wanted[l];
-        const bool       far = job.looks.gamma >= 0.0, anchored = job.looks.anchor != Looks::Anchor::none;
-        same("votes", a.votes, job.looks.votes == Looks::Votes::none ? Bulk<float>() : b.votes, gpu ? 4e-4 : 2e-6);
-        same("norms of keys", a.key_squares, job.looks.key_norms ? b.key_squares : Bulk<float>(), 1e-6);
-        same("norms of values", a.value_squares, job.looks.value_norms ? b.value_squares : Bulk<float>(), 1e-6);
+        const bool       far = job.wanted.gamma >= 0.0, anchored = job.wanted.anchor != WantedMeasures::Anchor::none;
+        same("votes", a.votes, job.wanted.votes == WantedMeasures::Votes::none ? Bulk<float>() : b.votes, gpu ? 4e-4 : 2e-6);
+        same("norms of keys", a.key_squares, job.wanted.key_norms ? b.key_squares : Bulk<float>(), 1e-6);
+        same("norms of values", a.value_squares, job.wanted.value_norms ? b.value_squares : Bulk<float>(), 1e-6);
         same("cosines", a.cosines, anchored ? b.cosines : Bulk<double>(), 2e-6);
         same("deviation", a.deviation, far ? b.deviation : Bulk<float>(), 2.0 * most);
-        CHECK(close_to(a.high, b.high, most) && (a.high > 0.0) == (far && job.looks.gamma < 1.0 && c.T > 1 && !job.looks.by_kind));
-        same("variation", a.variation, job.looks.variation ? b.variation : std::vector<double>(), most);
+        CHECK(close_to(a.high, b.high, most) && (a.high > 0.0) == (far && job.wanted.gamma < 1.0 && c.T > 1 && !job.wanted.by_kind));
+        same("variation", a.variation, job.wanted.variation ? b.variation : std::vector<double>(), most);
         CHECK(a.anchor_squares.size() == (anchored ? b.anchor_squares.size() : 0));
         for (size_t h = 0; h < a.anchor_squares.size(); h++) {
             CHECK(std::fabs(a.anchor_squares[h] / b.anchor_squares[h] - 1.0) < 1e-5);
@@ -239,7 +239,7 @@ void check_case(const Case & c, ggml_backend_dev_t device) {
             }
         }
     }
-    for (Block & block : seq.rows.parts().blocks) {
+    for (Block & block : seq.rows.mutable_contents().blocks) {
         for (BlockLayer & layer : block.layers) {
             for (size_t h = 1; h < layer.heads.size(); h++) {  // gives rows biases, as merges do
                 layer.heads[h].biases.resize(layer.heads[h].tokens.size());
@@ -267,16 +267,16 @@ void check_case(const Case & c, ggml_backend_dev_t device) {
         job.queries.emplace_back(q.begin(), q.end());
         job.sinks.push_back(c.sinks ? sinks.data() : nullptr);
     }
-    using V = Looks::Votes;
-    using A = Looks::Anchor;
-    const Looks looks[] = {
+    using V = WantedMeasures::Votes;
+    using A = WantedMeasures::Anchor;
+    const WantedMeasures wanted[] = {
         { V::mean, 0.0, false, false, A::none, -1.0, false },   { V::largest, 0.0, true, false, A::mean, -1.0, false },
         { V::faded, 0.15, false, true, A::unit, GAMMA, true }, { V::none, 0.0, false, true, A::unit, GAMMA, false },
         { V::mean, 0.0, true, true, A::none, 1.0, false },      { V::faded, 0.0, false, false, A::mean, 0.0, true },
         { V::none, 0.0, true, false, A::none, 0.7, false },     { V::none, 0.0, false, true, A::unit, GAMMA, true, true },
     };
-    for (const Looks & one : looks) {
-        job.looks = one;
+    for (const WantedMeasures & one : wanted) {
+        job.wanted = one;
         check_looks(c, seq, job, device);
     }
 }

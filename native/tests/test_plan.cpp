@@ -38,7 +38,7 @@ void test_critical() {
         kvedge_error err{};
         CHECK(set(plan, "scorer", name) == KVEDGE_OK && kvedge_plan_check(&plan, &err) == KVEDGE_OK);
         CHECK(set(plan, "critical", "l1") == KVEDGE_OK);
-        const bool weighed = plan.scorer->attends && plan.scorer->attends(plan.params[KVEDGE_STAGE_SCORER]);
+        const bool weighed = plan.scorer->scores_are_attention && plan.scorer->scores_are_attention(plan.params[KVEDGE_STAGE_SCORER]);
         CHECK(kvedge_plan_check(&plan, &err) == (weighed ? KVEDGE_OK : KVEDGE_E_ARGUMENT));
         CHECK(weighed || (std::strstr(err.message, name) && !std::strchr(err.message, '\n')));
     }

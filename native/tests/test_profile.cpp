@@ -215,7 +215,7 @@ void check_shares() {
     CHECK(fits() == KVEDGE_OK);
     std::vector<std::vector<int32_t>> out = { { 0, 0 }, { 0, 0, 0, 0 } };
     AllocateInput in{};
-    in.n_tokens = in.most = 100;
+    in.n_tokens = in.largest_budget = 100;
     in.budget   = 30;
     in.recent   = 15;
     in.shapes   = &shapes;

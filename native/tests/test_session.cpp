@@ -70,7 +70,7 @@ std::unique_ptr<Sequence> make(const std::vector<LayerShape> & shapes, const Sto
         CHECK(seal_generated(seq->rows));
         seq->rows.append(1, pos.data() + 500 + i, false);
     }
-    StoreContents contents = std::move(seq->rows.parts());
+    StoreContents contents = std::move(seq->rows.mutable_contents());
     for (auto & block : contents.blocks) {
         for (auto & layer : block.layers) {
             fill(layer.rows);
@@ -279,7 +279,7 @@ void test_bad_biases(const std::vector<LayerShape> & shapes) {
     const Storage type = { Type::f16, Type::f16 };
     for (float bad : { NAN, INFINITY, -INFINITY, 2.0f * MOST_BIAS, -2.0f * MOST_BIAS, MOST_BIAS }) {
         auto          seq      = make(shapes, type, false);
-        StoreContents contents = std::move(seq->rows.parts());
+        StoreContents contents = std::move(seq->rows.mutable_contents());
         contents.blocks[0].layers[1].heads[0].biases[3] = bad;
         seq = std::make_unique<Sequence>(Store(shapes, type, std::move(contents)));
         CHECK(biased(seq->rows));

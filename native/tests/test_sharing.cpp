@@ -112,7 +112,7 @@ void sharing(const Storage & storage) {
                     std::this_thread::sleep_for(std::chrono::milliseconds(1));
                 }
                 CHECK(job->state == SpillJob::State::written);
-                for (Block & block : of.shared->rows.parts().blocks) {
+                for (Block & block : of.shared->rows.mutable_contents().blocks) {
                     for (const Spilled & part : job->parts) {
                         if (part.from == block.layers[0].rows.memory().pages()) {
                             block.layers[0].rows.memory() = SharedPages(part.to);

@@ -229,8 +229,8 @@ void Pair::compress() {
     take.out      = &out;
     TakeJob other = take;
     other.storage = { Type::q8_0, Type::q4_0 };
-    CHECK(there->take(other) == AwayRows::Outcome::lacking && there->problem().find(ggml_backend_dev_name(device)) != std::string::npos);
-    CHECK(there->take(take) == AwayRows::Outcome::done);
+    CHECK(there->take(other) == DeviceRows::Outcome::lacking && there->problem().find(ggml_backend_dev_name(device)) != std::string::npos);
+    CHECK(there->take(take) == DeviceRows::Outcome::done);
 
     Job job  = make_job(host, *plan, 2, false);
     job.kept = kept;
@@ -304,7 +304,7 @@ void try_case(const Case & x) {
     const auto copy = pair.host.clone();
     for (size_t l = 0; l < LAYERS; l++) {
         if (pair.there->holds(l)) {
-            copy->rows.send_away(l);
+            copy->rows.release_to_device(l);
         }
     }
     CHECK(pair.there->fetch(copy->rows, 2));

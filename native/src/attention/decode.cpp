@@ -43,15 +43,15 @@ struct Piece {
 // sums of rotated values stay rotated until values of another rotation follow (rotate_sums).
 struct Queries {
     alignas(64) float q[Q_SIZE];        // [n][d_k]
-    alignas(64) float rotated[Q_SIZE];  // [n][d_k] rotated with stretch `by`
-    int32_t           first, n;    // rows [first, first + n) of the piece
-    int32_t           by, out_by;  // stretch of the rotation of `rotated` and of the sums (rows/types.h); 0: not rotated
-    int32_t           alone;       // query rows at a time if each token came alone (AttendJob::as_alone); 0: as_alone is false
-    int32_t           part, rows;  // rows [part, part + rows) of the n rows, which are multiplied at once
+    alignas(64) float rotated[Q_SIZE];  // [n][d_k] rotated with stretch query_rotation
+    int32_t           first, n;                      // rows [first, first + n) of the piece
+    int32_t           query_rotation, sum_rotation;  // stretch of the rotation of `rotated` and of the sums (rows/types.h); 0: not rotated
+    int32_t           rows_if_alone;  // query rows at a time if each token came alone (AttendJob::as_alone); 0: as_alone is false
+    int32_t           part_first, rows;  // rows [part_first, part_first + rows) of the n rows, which are multiplied at once
 };
 
 void load_queries(const AttendJob & job, const Piece & piece, int32_t d_k, Queries & x) {
-    x.by = x.out_by = 0;
+    x.query_rotation = x.sum_rotation = 0;
     for (int32_t i = 0; i < x.n; i++) {
         const int32_t r    = x.first + i;
         const auto    t    = (size_t) (job.index ? job.index[r / piece.group] : r / piece.group);
@@ -65,25 +65,25 @@ void load_queries(const AttendJob & job, const Piece & piece, int32_t d_k, Queri
 // Returns the queries [n][d_k] for keys of a type, rotated if the keys are.
 const float * queries_for(Type keys, int32_t d_k, Queries & x) {
     const int32_t by = rotation(keys, d_k);
-    if (by != 0 && by != x.by) {
+    if (by != 0 && by != x.query_rotation) {
         std::copy_n(x.q, (size_t) x.n * (size_t) d_k, x.rotated);
         kernels().rotate({ x.rotated, (size_t) d_k }, x.n, d_k, by);
-        x.by = by;
+        x.query_rotation = by;
     }
     return by != 0 ? x.rotated : x.q;
 }
 
 // Changes the rotation of the sums so far to the stretch `by`, so that values with this rotation can be added. o: first row.
 void rotate_sums(int32_t by, int32_t d_v, Queries & x, FloatOut o) {
-    if (by == x.out_by) {
+    if (by == x.sum_rotation) {
         return;
     }
-    for (int32_t each : { x.out_by, by }) {
+    for (int32_t each : { x.sum_rotation, by }) {
         if (each != 0) {
             kernels().rotate(o, x.n, d_v, each);
         }
     }
-    x.out_by = by;
+    x.sum_rotation = by;
 }
 
 Rows as_stored(Rows rows) {
@@ -104,7 +104,7 @@ int32_t rows_at_a_time(int32_t n, int32_t d_k, int32_t whole) {
 // Returns how many query rows to multiply with a block at once. For as_alone, the bits must not depend on other tokens' rows: with
 // plain keys and values they never do, with quantised ones the product must have the rows of one token only.
 int32_t rows_of_product(const Segment & seg, const Queries & x) {
-    return x.alone > 0 && (is_quantised(seg.k.type) || is_quantised(seg.v.type)) ? x.alone : x.n;
+    return x.rows_if_alone > 0 && (is_quantised(seg.k.type) || is_quantised(seg.v.type)) ? x.rows_if_alone : x.n;
 }
 
 // Returns the number of keys per block, a multiple of GROUP.
@@ -146,18 +146,18 @@ int32_t seen_of(const AttendJob & job, const Piece & piece, int32_t r, int32_t a
     return std::clamp(sees - at, 0, seg.n);
 }
 
-// Adds seg (at most BLOCK rows, from row `at` of the head on) to the partial results of the rows [part, part + rows) of x.
+// Adds seg (at most BLOCK rows, from row `at` of the head on) to the partial results of the rows [part_first, part_first + rows) of x.
 // next: keys of the next block, to prefetch; or NULL.
 void attend_part(
     const AttendJob & job, const Piece & piece, const Segment & seg, int32_t at, Queries & x, const uint8_t * next, Partial & out) {
     const LayerShape & shape = job.rows->shapes()[(size_t) job.layer];
     const Kernels &    kn    = kernels();
     const auto         ld    = (size_t) pad16(shape.d_v);
-    const int32_t      first = x.first + x.part;
+    const int32_t      first = x.first + x.part_first;
     alignas(64) float  s[ROWS * BLOCK];
 
     const FloatIn q = { queries_for(seg.k.type, shape.d_k, x), (size_t) shape.d_k };
-    kn.rows_dot(q.at(x.part), x.rows, as_stored(seg.k), seg.n, shape.d_k, { s, BLOCK }, x.part == 0 ? seg.v.data : nullptr);
+    kn.rows_dot(q.at(x.part_first), x.rows, as_stored(seg.k), seg.n, shape.d_k, { s, BLOCK }, x.part_first == 0 ? seg.v.data : nullptr);
     for (int32_t j = 0, alike; j < x.rows; j += alike) {  // groups of rows that see the same keys
         const int32_t r = first + j, sees = seen_of(job, piece, r, at, seg);
         for (alike = 0; j + alike < x.rows && seen_of(job, piece, r + alike, at, seg) == sees; alike++) {
@@ -166,7 +166,7 @@ void attend_part(
         kn.softmax_step(s + (size_t) j * BLOCK, BLOCK, alike, sees, { out.top + r, out.sum + r, out.o + (size_t) r * ld, ld });
     }
     const FloatOut o = { out.o + (size_t) first * ld, ld };
-    kn.rows_axpy({ s, BLOCK }, x.rows, as_stored(seg.v), seg.n, shape.d_v, o, x.part == 0 ? next : nullptr);
+    kn.rows_axpy({ s, BLOCK }, x.rows, as_stored(seg.v), seg.n, shape.d_v, o, x.part_first == 0 ? next : nullptr);
 }
 
 // Adds seg to the partial results of all rows of x, part by part.
@@ -175,9 +175,9 @@ void attend_block(
     const int32_t d_v = job.rows->shapes()[(size_t) job.layer].d_v, most = rows_of_product(seg, x);
     const auto    ld  = (size_t) pad16(d_v);
     rotate_sums(rotation(seg.v.type, d_v), d_v, x, { out.o + (size_t) x.first * ld, ld });
-    for (x.part = 0; x.part < x.n; x.part += most) {
-        x.rows             = std::min(most, x.n - x.part);
-        const int32_t sees = seen_of(job, piece, x.first + x.part + x.rows - 1, at, seg);
+    for (x.part_first = 0; x.part_first < x.n; x.part_first += most) {
+        x.rows             = std::min(most, x.n - x.part_first);
+        const int32_t sees = seen_of(job, piece, x.first + x.part_first + x.rows - 1, at, seg);
         if (sees > 0) {
             attend_part(job, piece, seg.part(0, sees), at, x, next, out);
         }
@@ -285,15 +285,15 @@ int32_t decode_tasks(const AttendJob & job, int32_t n_splits) {
 static void attend_piece(const AttendJob & job, const Piece & piece, Queries & x, Partial & out) {
     const LayerShape & shape = job.rows->shapes()[(size_t) job.layer];
     const auto         ld    = (size_t) pad16(shape.d_v);
-    x.alone                  = job.as_alone ? rows_at_a_time(piece.group, shape.d_k, 1) : 0;
-    const int32_t most       = rows_at_a_time(piece.rows, shape.d_k, std::max(x.alone, 1));
+    x.rows_if_alone          = job.as_alone ? rows_at_a_time(piece.group, shape.d_k, 1) : 0;
+    const int32_t most       = rows_at_a_time(piece.rows, shape.d_k, std::max(x.rows_if_alone, 1));
     for (x.first = 0; x.first < piece.rows; x.first += most) {
         x.n = std::min(most, piece.rows - x.first);
         load_queries(job, piece, shape.d_k, x);
         int32_t at = 0;
         each_segment(*job.rows, job.layer, piece.head, [&](const Segment & seg) {
             const int32_t first = std::max(piece.a - at, 0), last = std::min(piece.b - at, seg.n);
-            const int32_t block = block_of(seg, job.as_alone ? x.alone : x.n);
+            const int32_t block = block_of(seg, job.as_alone ? x.rows_if_alone : x.n);
             for (int32_t c = first; c < last; c += block) {
                 const Segment part = seg.part(c, std::min(block, last - c));
                 if (c == first) {

@@ -57,7 +57,7 @@ bool BoundedPrompt::make_layer_room(size_t layer, int32_t n) {
 
 kvedge_status BoundedPrompt::enter(int32_t n, const int32_t * pos, const uint8_t * image, kvedge_error * err) {
     const bool scored = plan_.decode->needs_scores && plan_.budget_ratio != 1.0;
-    if (!saw_all(seq_, plan_observes(plan_))) {
+    if (!all_observed(seq_, plan_observes(plan_))) {
         return fail_unobserved(seq_, plan_, err);
     }
     if (!unseal_pending(seq_.rows) || !make_layer_room(0, n) || !seq_.rows.append_unallocated(n, pos, image)) {
@@ -72,7 +72,7 @@ kvedge_status BoundedPrompt::enter(int32_t n, const int32_t * pos, const uint8_t
     reduced_   = kvedge_plan_budget(&plan_, n_pending_) < n_pending_;
     provisional_ = reduced_ && plan_reach(plan_) == Reach::scores;
     job_       = std::make_unique<Job>(make_job(seq_, plan_, 1, scored));
-    job_->most = provisional_ ? std::min(n_pending_, PROVISIONAL * kvedge_plan_budget(&plan_, n_pending_)) : n_pending_;
+    job_->largest_budget = provisional_ ? std::min(n_pending_, PROVISIONAL * kvedge_plan_budget(&plan_, n_pending_)) : n_pending_;
     open_blocks(*job_);
     outcome_.reduced      = reduced_;
     outcome_.before_bytes = seq_.rows.bytes();
@@ -88,7 +88,7 @@ kvedge_status BoundedPrompt::compress_layer(size_t l, kvedge_error * err) {
     if (reduced_) {
         score_layer(job, l);
         if (provisional_) {
-            grant_layer(job, l, job.most);
+            grant_layer(job, l, job.largest_budget);
         } else {
             allocate(job, (int32_t) l);
         }

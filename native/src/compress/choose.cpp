@@ -39,14 +39,14 @@ class SequenceView : public PendingView {
 using ScoreFunction = void (*)(const ScoreInput & in, float * out);
 
 // The tokens of a layer's pending rows, and 1 for each image token: [T], or [Hkv * T] if `differs` (the heads hold different tokens).
-struct Shown {
+struct LayerTokens {
     const uint8_t * image;
     const int32_t * tokens;
     bool            differs;
     int32_t         n_threads;  // threads for work within the layer
 };
 
-Shown shown_of(const Job & job, size_t l) {
+LayerTokens layer_tokens_of(const Job & job, size_t l) {
     return { job.pending.image_of(l, 0), job.pending.tokens_of(l, 0), !job.pending.head_image.empty(), job.n_threads };
 }
 
@@ -73,9 +73,12 @@ const float * sinks_of(const Sequence & seq, size_t l) {
 }
 
 // Returns the measures that the scorer and the allocator need. image [n]; n_tokens: pending tokens of every head.
-Looks looks_of(const kvedge_plan & plan, const uint8_t * image, size_t n, int32_t n_tokens) {
+WantedMeasures wanted_measures_of(const kvedge_plan & plan, const uint8_t * image, size_t n, int32_t n_tokens) {
     const bool images = std::any_of(image, image + n, [](uint8_t one) { return one != 0; });
-    Looks      out    = plan.scorer->looks ? plan.scorer->looks(plan.params[KVEDGE_STAGE_SCORER], images) : Looks();
+    WantedMeasures out;
+    if (plan.scorer->wanted_measures) {
+        out = plan.scorer->wanted_measures(plan.params[KVEDGE_STAGE_SCORER], images);
+    }
     const auto by_variation = plan.allocator->by_variation;
     const bool asked        = by_variation && by_variation(plan.params[KVEDGE_STAGE_ALLOCATOR], n_tokens, kvedge_plan_budget(&plan, n_tokens));
     out.variation = asked && !plan.profiles[KVEDGE_STAGE_ALLOCATOR] && out.by_kind && out.gamma >= 0.0;
@@ -84,7 +87,8 @@ Looks looks_of(const kvedge_plan & plan, const uint8_t * image, size_t n, int32_
 
 // Returns the scores [Hkv * T] of a layer by `score`. known: the measures of the layer; if empty, they are measured and stored there.
 Bulk<float> run_scorer(
-    const Sequence & seq, const kvedge_plan & plan, Shown shown, size_t l, ScoreFunction score, Measures & known, Spectrum * spectrum) {
+    const Sequence & seq, const kvedge_plan & plan, LayerTokens tokens, size_t l, ScoreFunction score, Measures & known,
+    Spectrum * spectrum) {
     const int32_t      n_tokens = seq.rows.pending_length();
     const SequenceView view(seq);
     ScoreInput         in{};
@@ -94,9 +98,9 @@ Bulk<float> run_scorer(
     in.n_layers = (int32_t) seq.rows.shapes().size();
     in.n_tokens = n_tokens;
     in.params   = plan.params[KVEDGE_STAGE_SCORER];
-    in.image    = shown.image;
-    in.heads    = shown.differs ? shown.image : nullptr;
-    in.tokens   = shown.tokens;
+    in.image    = tokens.image;
+    in.heads    = tokens.differs ? tokens.image : nullptr;
+    in.tokens   = tokens.tokens;
     in.self     = plan.scorer;
     in.profile  = plan.profiles[KVEDGE_STAGE_SCORER].get();
     in.spectrum = spectrum;
@@ -115,12 +119,12 @@ Bulk<float> run_scorer(
     }
     Bulk<float> lengths;
     if (plan_observes(plan).apart) {
-        lengths    = projections_of(seq).lengths(view, l, in.shape, Critical::l2, shown.n_threads);
+        lengths    = projections_of(seq).lengths(view, l, in.shape, Critical::l2, tokens.n_threads);
         in.lengths = lengths.data();
     }
-    if (plan.scorer->looks && known.empty()) {
-        const size_t n = (size_t) n_tokens * (shown.differs ? (size_t) in.shape.n_heads_kv : 1);
-        known          = measure_rows(in, looks_of(plan, shown.image, n, n_tokens));
+    if (plan.scorer->wanted_measures && known.empty()) {
+        const size_t n = (size_t) n_tokens * (tokens.differs ? (size_t) in.shape.n_heads_kv : 1);
+        known          = measure_rows(in, wanted_measures_of(plan, tokens.image, n, n_tokens));
     }
     in.measures = &known;
     Bulk<float> scores((size_t) seq.rows.shapes()[l].n_heads_kv * (size_t) n_tokens);
@@ -153,7 +157,9 @@ std::vector<QueryPlace> kept_queries(const Sequence & seq, const std::vector<int
 Scores attention_scores(Job & job, int32_t layer) {
     const ScoreFunction score = by_attention(job.plan) ? job.plan.scorer->attention : nullptr;
     Scores              out(score ? job.seq.rows.shapes().size() : 0);
-    const auto          one = [&](size_t l) { out[l] = run_scorer(job.seq, job.plan, shown_of(job, l), l, score, job.measures[l], nullptr); };
+    const auto          one = [&](size_t l) {
+        out[l] = run_scorer(job.seq, job.plan, layer_tokens_of(job, l), l, score, job.measures[l], nullptr);
+    };
     if (layer != ALL_LAYERS && score) {
         one((size_t) layer);
         return out;
@@ -210,40 +216,40 @@ Bulk<float> scores_of(const Sequence & seq, const kvedge_plan & plan, size_t lay
     return run_scorer(seq, plan, { image.data(), tokens.data(), differs, 1 }, layer, plan.scorer->score, measures, nullptr);
 }
 
-bool is_away(const Job & job, size_t layer) { return job.away && job.away->holds(layer); }
+bool on_device(const Job & job, size_t layer) { return job.device_rows && job.device_rows->holds(layer); }
 
-bool measure_away(Job & job) {
+bool measure_on_devices(Job & job) {
     const Sequence & seq    = job.seq;
     const auto       T      = (size_t) job.pending.n;
     const size_t     layers = seq.rows.shapes().size();
-    MeasureJob       wanted;
-    wanted.looks    = looks_of(job.plan, job.pending.image.data(), T, job.pending.n);
-    wanted.n_tokens = job.pending.n;
-    if (!job.away || !wanted.looks.any()) {
+    MeasureJob       request;
+    request.wanted   = wanted_measures_of(job.plan, job.pending.image.data(), T, job.pending.n);
+    request.n_tokens = job.pending.n;
+    if (!job.device_rows || !request.wanted.any()) {
         return true;
     }
     const auto kind = kind_of(job.pending.image.data(), job.pending.n);
-    wanted.kind     = kind.data();
-    if (wanted.looks.votes != Looks::Votes::none) {
-        wanted.n_window = window_length(seq);
-        const bool kept = job.away->keeps_window(wanted.n_window);
-        wanted.queries.resize(kept ? 0 : layers);
-        wanted.sinks.resize(layers, nullptr);
+    request.kind    = kind.data();
+    if (request.wanted.votes != WantedMeasures::Votes::none) {
+        request.n_window = window_length(seq);
+        const bool kept = job.device_rows->keeps_window(request.n_window);
+        request.queries.resize(kept ? 0 : layers);
+        request.sinks.resize(layers, nullptr);
         for (size_t l = 0; l < layers && !kept; l++) {
-            if (is_away(job, l)) {
-                wanted.queries[l] = seq.observed.layer(l).window.last(seq.rows.n_tokens(), wanted.n_window);
-                wanted.sinks[l]   = sinks_of(seq, l);
+            if (on_device(job, l)) {
+                request.queries[l] = seq.observed.layer(l).window.last(seq.rows.n_tokens(), request.n_window);
+                request.sinks[l]   = sinks_of(seq, l);
             }
         }
     }
-    return job.away->measure(wanted, job.measures) == AwayRows::Outcome::done;
+    return job.device_rows->measure(request, job.measures) == DeviceRows::Outcome::done;
 }
 
 void score_layer(Job & job, size_t l) {
     Measures & measures = job.measures[l];
-    job.scores[l] = run_scorer(job.seq, job.plan, shown_of(job, l), l, job.plan.scorer->score, measures, &job.spectra[l]);
+    job.scores[l] = run_scorer(job.seq, job.plan, layer_tokens_of(job, l), l, job.plan.scorer->score, measures, &job.spectra[l]);
     if (job.plan.scorer->reserve) {
-        job.reserve[l] = run_scorer(job.seq, job.plan, shown_of(job, l), l, job.plan.scorer->reserve, measures, nullptr);
+        job.reserve[l] = run_scorer(job.seq, job.plan, layer_tokens_of(job, l), l, job.plan.scorer->reserve, measures, nullptr);
     }
     job.spectra[l].variation = std::move(measures.variation);
     Measures left;  // only the votes, from which Scorer::attention computes scores for the allocator
@@ -269,24 +275,24 @@ void allocate(Job & job, int32_t layer) {
     const int32_t  recent    = std::min(budget, plan_recent(plan, job.pending.n, budget));
     const SequenceView view(job.seq);
     AllocateInput      in{};
-    in.n_tokens     = job.pending.n;
-    in.budget       = budget;
-    in.recent       = recent;
-    in.scores       = &job.scores;
-    in.shapes       = &job.seq.rows.shapes();
-    in.view         = &view;
-    in.n_threads    = job.n_threads;
-    in.params       = params;
-    in.image        = job.pending.image_of(0, 0);
-    in.self         = plan.allocator;
-    in.profile      = plan.profiles[KVEDGE_STAGE_ALLOCATOR].get();
-    in.spectra      = &job.spectra;
-    in.fixed_recent = plan.recent_auto ? 0 : recent;
-    in.attention    = attention.empty() ? nullptr : &attention;
-    in.most         = job.most;
-    in.layer        = layer;
-    in.tokens       = job.pending.tokens.empty() ? nullptr : job.pending.tokens.data();
-    in.observed     = &job.seq.observed;
+    in.n_tokens       = job.pending.n;
+    in.budget         = budget;
+    in.recent         = recent;
+    in.scores         = &job.scores;
+    in.shapes         = &job.seq.rows.shapes();
+    in.view           = &view;
+    in.n_threads      = job.n_threads;
+    in.params         = params;
+    in.image          = job.pending.image_of(0, 0);
+    in.self           = plan.allocator;
+    in.profile        = plan.profiles[KVEDGE_STAGE_ALLOCATOR].get();
+    in.spectra        = &job.spectra;
+    in.fixed_recent   = plan.recent_auto ? 0 : recent;
+    in.attention      = attention.empty() ? nullptr : &attention;
+    in.largest_budget = job.largest_budget;
+    in.layer          = layer;
+    in.tokens         = job.pending.tokens.empty() ? nullptr : job.pending.tokens.data();
+    in.observed       = &job.seq.observed;
     plan.allocator->allocate(in, job.counts);
 }
 

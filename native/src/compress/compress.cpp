@@ -13,12 +13,12 @@ namespace kvedge {
 
 bool open_layers(Job & job, bool reduces) {
     open_blocks(job);
-    const auto n    = (int32_t) job.seq.rows.shapes().size();
-    bool       away = true, room = true;
+    const auto n              = (int32_t) job.seq.rows.shapes().size();
+    bool       all_on_devices = true, room = true;
     for (int32_t l = 0; l < n; l++) {
-        away = away && is_away(job, (size_t) l);
+        all_on_devices = all_on_devices && on_device(job, (size_t) l);
     }
-    if (away) {  // layers on devices need no row memory here, so threads can open them at once
+    if (all_on_devices) {  // layers on devices need no row memory here, so threads can open them at once
         parallel_for(job.n_threads, n, [&](int32_t l, int32_t) { open_layer(job, (size_t) l, reduces, job.n_threads); });
         return true;
     }
@@ -36,19 +36,19 @@ void fill_layers(Job & job, bool reduces, Compression & outcome) {
     const bool    may_fail  = reduces && job.plan.reducer->custom != nullptr;
     const int32_t n_threads = reduces && own_thread_only(*job.plan.reducer) ? 1 : job.n_threads;
     for (size_t l = 0; l < seq.rows.shapes().size(); l++) {
-        if (!is_away(job, l)) {
+        if (!on_device(job, l)) {
             fill_layer(job, l, reduces, n_threads);
         }
         bytes += job.out.main->layers[l].bytes() + job.out.tail->layers[l].bytes();
         outcome.peak_bytes = std::max(outcome.peak_bytes, bytes + index_bytes(seq.rows) + seq.score_bytes());
-        if (!may_fail && !job.beside) {
+        if (!may_fail && !job.compressed_copy) {
             bytes -= give_back_pending(seq.rows, l);
         }
-        if (job.plan.reducer->queries && !job.beside) {
+        if (job.plan.reducer->queries && !job.compressed_copy) {
             seq.observed.queries.give_back(l);
         }
     }
-    replace_pending((job.beside ? *job.beside : seq).rows, std::move(*job.out.main), std::move(*job.out.tail));
+    replace_pending((job.compressed_copy ? *job.compressed_copy : seq).rows, std::move(*job.out.main), std::move(*job.out.tail));
 }
 
 const char * reads_rows(const kvedge_plan & plan) {
@@ -64,14 +64,14 @@ const char * reads_rows(const kvedge_plan & plan) {
     return plan.reducer->reduce && !plan.reducer->merges ? plan.reducer->name : nullptr;
 }
 
-bool half_seen(const Sequence & seq, const Observation & wanted) {
+bool observation_was_stopped(const Sequence & seq, const Observation & wanted) {
     const int32_t from   = seq.observed.extent.stopped;
     const int32_t window = std::min({ wanted.window, seq.rows.n_tokens() - from, seq.rows.pending_length() });
     return from >= 0 && (wanted.attention() || wanted.moments >= 0 || window_length(seq) < window);
 }
 
 kvedge_status fail_unobserved(const Sequence & seq, const kvedge_plan & plan, kvedge_error * err) {
-    if (half_seen(seq, plan_observes(plan))) {
+    if (observation_was_stopped(seq, plan_observes(plan))) {
         return fail(err, KVEDGE_E_STATE, "a batch was stopped while the prompt was read; clear the sequence and read it again");
     }
     if (plan_observes(plan).again) {
@@ -94,8 +94,8 @@ static bool peaks_fit(const Sequence & seq, const Observation & wanted) {
     return peaks.capacity == 0 || peaks.each == shape.n_heads / shape.n_heads_kv;
 }
 
-bool saw_all(const Sequence & seq, const Observation & wanted) {
-    return !seq.observed.missing.lacks(wanted) && !half_seen(seq, wanted) && peaks_fit(seq, wanted);
+bool all_observed(const Sequence & seq, const Observation & wanted) {
+    return !seq.observed.missing.lacks(wanted) && !observation_was_stopped(seq, wanted) && peaks_fit(seq, wanted);
 }
 
 kvedge_status score_pending(
@@ -104,7 +104,7 @@ kvedge_status score_pending(
     if (T == 0) {
         return fail(err, KVEDGE_E_STATE, "no token was added since the last compression; there is nothing to score");
     }
-    if (!saw_all(seq, plan_observes(plan)) || !seq.observed.have().has(plan_observes(plan))) {
+    if (!all_observed(seq, plan_observes(plan)) || !seq.observed.have().has(plan_observes(plan))) {
         return fail_unobserved(seq, plan, err);
     }
     // scorers read plain rows, so quantised rows become plain in a copy
@@ -128,7 +128,7 @@ kvedge_status measured(
     outcome.before_bytes = plain_bytes(seq.rows);
     outcome.peak_bytes   = seq.rows.bytes() + index_bytes(seq.rows) + seq.score_bytes();
     const auto status    = compress();
-    outcome.after_bytes  = (outcome.beside ? *outcome.beside : seq).rows.bytes();
+    outcome.after_bytes  = (outcome.compressed_copy ? *outcome.compressed_copy : seq).rows.bytes();
     outcome.us           = microseconds_since(start);
     return status;
 } catch (const StageFailure & failure) {
@@ -155,16 +155,16 @@ class Unsealed {
 };
 
 // Fills err with the device's problem. Sets outcome.lost if rows are lost; else nothing has changed.
-static kvedge_status fail_away(AwayRows::Outcome why, Compression & outcome, kvedge_error * err) {
-    outcome.lost = why == AwayRows::Outcome::failed;
-    return fail(err, outcome.lost ? KVEDGE_E_STATE : KVEDGE_E_UNSUPPORTED, "%s", outcome.away->problem().c_str());
+static kvedge_status fail_device(DeviceRows::Outcome why, Compression & outcome, kvedge_error * err) {
+    outcome.lost = why == DeviceRows::Outcome::failed;
+    return fail(err, outcome.lost ? KVEDGE_E_STATE : KVEDGE_E_UNSUPPORTED, "%s", outcome.device_rows->problem().c_str());
 }
 
-// Replaces the pending rows by the chosen rows, or writes the chosen rows to job.beside (outcome.keep).
+// Replaces the pending rows by the chosen rows, or writes the chosen rows to job.compressed_copy (outcome.keep_original).
 static kvedge_status replace_rows(Job & job, bool reduced, Unsealed & unsealed, Compression & outcome, kvedge_error * err) {
     const bool reduces = reduced && job.plan.reducer->reduce;
-    if (outcome.keep) {
-        job.beside = std::make_unique<Sequence>(job.seq.rows.empty_copy());
+    if (outcome.keep_original) {
+        job.compressed_copy = std::make_unique<Sequence>(job.seq.rows.empty_copy());
     }
     for (size_t l = 0; !reduced && l < job.kept.size(); l++) {
         keep_layer(job, l);
@@ -173,10 +173,10 @@ static kvedge_status replace_rows(Job & job, bool reduced, Unsealed & unsealed, 
         const int32_t budget = kvedge_plan_budget(&job.plan, job.pending.n);
         return fail(err, KVEDGE_E_MEMORY, "no memory for the compressed cache of %d tokens", budget);
     }
-    if (job.away) {
+    if (job.device_rows) {
         const auto taken = take_away(job, reduces, plan_evicts(job.plan));
-        if (taken != AwayRows::Outcome::done) {
-            return fail_away(taken, outcome, err);
+        if (taken != DeviceRows::Outcome::done) {
+            return fail_device(taken, outcome, err);
         }
     }
     if (!reduces || !job.plan.reducer->custom) {
@@ -202,7 +202,7 @@ static kvedge_status compress_tokens(
     const bool reduced  = kvedge_plan_budget(&plan, T) < T;
     const bool quantise = seq.rows.storage().quantised();
     const Observation wanted = plan_observes(plan);
-    if ((reduced || scored) && !saw_all(seq, wanted)) {
+    if ((reduced || scored) && !all_observed(seq, wanted)) {
         return fail_unobserved(seq, plan, err);
     }
     if (!make_room(seq, { wanted.columns }, 0)) {
@@ -215,13 +215,13 @@ static kvedge_status compress_tokens(
     if (!unsealed.good()) {
         return fail(err, KVEDGE_E_MEMORY, "no memory to compress the last answer, which is quantised");
     }
-    Job        job = make_job(seq, plan, n_threads, scored);
-    const bool any = job.pending.n > 0;
-    job.away       = outcome.away;
-    job.limits     = outcome.limits;
+    Job        job  = make_job(seq, plan, n_threads, scored);
+    const bool any  = job.pending.n > 0;
+    job.device_rows = outcome.device_rows;
+    job.limits      = outcome.limits;
     if (reduced || outcome.want_scores) {
-        if (!measure_away(job)) {
-            return fail_away(AwayRows::Outcome::lacking, outcome, err);
+        if (!measure_on_devices(job)) {
+            return fail_device(DeviceRows::Outcome::lacking, outcome, err);
         }
         const auto start = std::chrono::steady_clock::now();
         select_all(job);
@@ -231,21 +231,21 @@ static kvedge_status compress_tokens(
     }
     const size_t first = seq.rows.contents().pending_from;
     const bool limited = outcome.limits && !outcome.limits->empty();
-    if (any && (reduced || job.rounds() || limited || (outcome.keep && scored))) {
+    if (any && (reduced || job.rounds() || limited || (outcome.keep_original && scored))) {
         const auto status = replace_rows(job, reduced, unsealed, outcome, err);
         if (status != KVEDGE_OK) {
             return status;
         }
-    } else if (outcome.keep) {
-        job.beside = std::make_unique<Sequence>(seq.rows.share());
+    } else if (outcome.keep_original) {
+        job.compressed_copy = std::make_unique<Sequence>(seq.rows.share());
     } else if (scored) {
         seq.sums_to_scores();
     }
     unsealed.forget();
-    Sequence & done = job.beside ? *job.beside : seq;
+    Sequence & done = job.compressed_copy ? *job.compressed_copy : seq;
     done.close_pending();
-    seal_old(done.rows, job.beside ? 0 : first);  // without memory, the rows stay plain, which is valid too
-    outcome.beside = std::move(job.beside);
+    seal_old(done.rows, job.compressed_copy ? 0 : first);  // without memory, the rows stay plain, which is valid too
+    outcome.compressed_copy = std::move(job.compressed_copy);
     return ok(err);
 }
 

@@ -25,15 +25,15 @@ struct Compression {
 
     // Input: the layers on devices; NULL: all rows lie in the store. A request that a device cannot do returns
     // KVEDGE_E_UNSUPPORTED and changes nothing. If a device fails half-way, KVEDGE_E_STATE is returned and `lost` is true.
-    AwayRows * away      = nullptr;
-    bool       lost      = false;
-    int64_t    choose_us = 0;  // microseconds for scores, budgets and selection
+    DeviceRows * device_rows = nullptr;
+    bool         lost        = false;
+    int64_t      choose_us   = 0;  // microseconds for scores, budgets and selection
 
     const std::vector<TokenLimit> * limits = nullptr;  // input: limits in addition to the plan; NULL: none
 
-    // keep (input): the kept rows go to a new sequence, `beside`, and the compressed sequence stays unchanged.
-    bool                      keep = false;
-    std::unique_ptr<Sequence> beside;
+    // keep_original (input): the kept rows go to a new sequence, `compressed_copy`, and the compressed sequence stays unchanged.
+    bool                      keep_original = false;
+    std::unique_ptr<Sequence> compressed_copy;
 
     // want_scores (input): fills scores [layer][Hkv * T].
     bool   want_scores = false;
@@ -44,7 +44,7 @@ struct Compression {
 kvedge_plan compression_plan(const Sequence & seq, const kvedge_plan & plan, int32_t n_more);
 
 // Compresses the pending tokens: scores them, allocates budgets, selects and reduces rows, and stores them layer by layer.
-// Each layer's old memory is freed before the next layer. On failure, and with outcome.keep, the sequence does not change.
+// Each layer's old memory is freed before the next layer. On failure, and with outcome.keep_original, the sequence does not change.
 // Errors: KVEDGE_E_STATE (scores are missing, or the sequence is a stream), KVEDGE_E_MEMORY, KVEDGE_E_STAGE, KVEDGE_E_UNSUPPORTED.
 kvedge_status compress_pending(
     Sequence & seq, const kvedge_plan & plan, int32_t n_threads, Compression & outcome, kvedge_error * err);
@@ -54,14 +54,14 @@ kvedge_status measured(
     const Sequence & seq, Compression & outcome, kvedge_error * err, const std::function<kvedge_status()> & compress);
 
 // Returns whether a wanted quantity is incomplete, because a batch of the prompt was stopped.
-bool half_seen(const Sequence & seq, const Observation & wanted);
+bool observation_was_stopped(const Sequence & seq, const Observation & wanted);
 // Returns whether every wanted quantity was gathered for all pending tokens.
-bool saw_all(const Sequence & seq, const Observation & wanted);
+bool all_observed(const Sequence & seq, const Observation & wanted);
 
 // Returns the number of gathered window queries (of the last tokens) that a scorer can use; 0: none.
 int32_t window_length(const Sequence & seq);
 
-// Returns the name of the member or rule that reads rows, which must then lie on the host. NULL: the plan needs only AwayRows.
+// Returns the name of the member or rule that reads rows, which must then lie on the host. NULL: the plan needs only DeviceRows.
 const char * reads_rows(const kvedge_plan & plan);
 
 // Fills err with the reason why quantities are missing. Always returns KVEDGE_E_STATE.

@@ -58,15 +58,15 @@ struct Job {
     PendingTokens       pending;
 
     Scores                                         scores, reserve, weights;  // [layer][Hkv * T] each, or empty
-    std::vector<Measures>                          measures;  // [layer] measures; score_layer keeps only the votes, for the allocator
-    std::vector<Spectrum>                          spectra;   // [layer]
-    int32_t                                        most;      // largest budget of a head
-    std::vector<std::vector<int32_t>>              counts;    // [layer][head] budgets from the allocator
-    std::vector<std::vector<std::vector<int32_t>>> kept;      // [layer][head] indices of the kept pending rows, ascending
+    std::vector<Measures>                          measures;        // [layer] measures; score_layer keeps only the votes, for the allocator
+    std::vector<Spectrum>                          spectra;         // [layer]
+    int32_t                                        largest_budget;  // largest budget of a head
+    std::vector<std::vector<int32_t>>              counts;          // [layer][head] budgets from the allocator
+    std::vector<std::vector<std::vector<int32_t>>> kept;            // [layer][head] indices of the kept pending rows, ascending
 
-    AwayRows *  away = nullptr;  // the layers on devices; NULL: all rows lie in the store
+    DeviceRows * device_rows = nullptr;  // the layers on devices; NULL: all rows lie in the store
     const std::vector<TokenLimit> * limits = nullptr;  // NULL: none
-    std::unique_ptr<Sequence> beside;  // receives the kept rows; NULL: the kept rows replace the pending rows
+    std::unique_ptr<Sequence> compressed_copy;  // receives the kept rows; NULL: the kept rows replace the pending rows
     Replacement out;
     FitQueries  fit;
 
@@ -75,7 +75,7 @@ struct Job {
 
     // n: number of pending tokens.
     Job(Sequence & seq, const kvedge_plan & plan, int32_t n_threads, bool scored, int32_t n)
-        : seq(seq), plan(plan), n_threads(n_threads), scored(scored), most(n) {
+        : seq(seq), plan(plan), n_threads(n_threads), scored(scored), largest_budget(n) {
         pending.n = n;
     }
 };
@@ -85,9 +85,9 @@ constexpr int32_t ALL_LAYERS = -1;
 // Returns a job for all pending tokens.
 Job make_job(Sequence & seq, const kvedge_plan & plan, int32_t n_threads, bool scored);
 
-bool is_away(const Job & job, size_t layer);
-// Lets the devices measure the rows for the scorer. False: nothing changed; job.away->problem() is the reason.
-bool measure_away(Job & job);
+bool on_device(const Job & job, size_t layer);
+// Lets the devices measure the rows for the scorer. False: nothing changed; job.device_rows->problem() is the reason.
+bool measure_on_devices(Job & job);
 // Scores one layer. Several threads may score different layers at once. Throws StageFailure.
 void score_layer(Job & job, size_t layer);
 void score_all(Job & job);
@@ -111,7 +111,7 @@ void open_blocks(Job & job);
 // Takes memory for the kept rows of one layer, and working memory for n_workers. False: no memory.
 bool open_layer(Job & job, size_t layer, bool reduces, int32_t n_workers);
 // Lets the devices replace the rows of their layers, after open_layers. dropping: a decode policy will drop single rows later.
-AwayRows::Outcome take_away(Job & job, bool reduces, bool dropping);
+DeviceRows::Outcome take_away(Job & job, bool reduces, bool dropping);
 // Fills one layer of the new blocks. open_layer took the memory, so only a custom reducer can fail.
 void fill_layer(Job & job, size_t layer, bool reduces, int32_t n_threads);
 // Open and fill all layers. open_layers: false if there is no memory. fill_layers also replaces the pending blocks by the new blocks.

@@ -87,7 +87,7 @@ static kvedge_status compress_rows(
     if (budget >= T) {
         return ok(err);
     }
-    if (!observed_some(seq, wanted) || half_seen(seq, wanted)) {
+    if (!observed_some(seq, wanted) || observation_was_stopped(seq, wanted)) {
         return fail_unobserved(seq, plan, err);
     }
     if (!make_room(seq, { wanted.columns }, 0)) {

@@ -229,7 +229,7 @@ bool open_layer(Job & job, size_t l, bool reduces, int32_t n_workers) {
         const auto biases = kept_biases(job, l, h, reduces);
         stored[0].push_back(plan_head(job, l, h, 0, split, biases, job.out.main->layers[l].heads[h]));
         stored[1].push_back(plan_head(job, l, h, split, n, biases, job.out.tail->layers[l].heads[h]));
-        if (reduces && !is_away(job, l)) {
+        if (reduces && !on_device(job, l)) {
             const ReduceSize size = size_up(job, l, h);
             widest                = std::max(widest, reduce_floats(size, !biases.empty()) + job.plan.reducer->scratch(size));
         }
@@ -237,11 +237,11 @@ bool open_layer(Job & job, size_t l, bool reduces, int32_t n_workers) {
     for (auto * block : { job.out.main.get(), job.out.tail.get() }) {
         BlockLayer & layer = block->layers[l];
         layer.rows = LayerRows(shape, job.seq.rows.storage(), stored[block == job.out.tail.get()]);
-        if (!is_away(job, l) && !layer.rows.take()) {
+        if (!on_device(job, l) && !layer.rows.take()) {
             return false;
         }
     }
-    if (!is_away(job, l) && (reduces || job.rounds())) {
+    if (!on_device(job, l) && (reduces || job.rounds())) {
         job.out.rows.resize(std::max(job.out.rows.size(), (size_t) n_workers));
         for (auto & rows : job.out.rows) {
             if (rows.size() < widest) {
@@ -253,7 +253,7 @@ bool open_layer(Job & job, size_t l, bool reduces, int32_t n_workers) {
     return true;
 }
 
-AwayRows::Outcome take_away(Job & job, bool reduces, bool dropping) {
+DeviceRows::Outcome take_away(Job & job, bool reduces, bool dropping) {
     const auto &                                 shapes = job.seq.rows.shapes();
     std::vector<std::vector<std::vector<float>>> before(shapes.size()), after(shapes.size());
     TakeJob                                      take{ job.kept, job.pending.n };
@@ -262,7 +262,7 @@ AwayRows::Outcome take_away(Job & job, bool reduces, bool dropping) {
     const MergeRule rule = reduces ? job.plan.reducer->merges(job.plan.params[KVEDGE_STAGE_REDUCER]) : MergeRule();
     take.rule            = reduces ? &rule : nullptr;
     for (size_t l = 0; l < shapes.size(); l++) {
-        for (size_t h = 0; is_away(job, l) && h < job.out.sources[l].size(); h++) {
+        for (size_t h = 0; on_device(job, l) && h < job.out.sources[l].size(); h++) {
             const auto & rows   = job.out.sources[l][h];
             const bool   biased = std::any_of(rows.begin(), rows.end(), [](const Segment & seg) { return seg.bias != nullptr; });
             before[l].emplace_back(biased ? (size_t) job.pending.n : 0);
@@ -274,8 +274,8 @@ AwayRows::Outcome take_away(Job & job, bool reduces, bool dropping) {
     }
     take.biases        = &before;
     take.out           = &after;
-    const auto outcome = job.away->take(take);
-    for (size_t l = 0; outcome == AwayRows::Outcome::done && l < after.size(); l++) {
+    const auto outcome = job.device_rows->take(take);
+    for (size_t l = 0; outcome == DeviceRows::Outcome::done && l < after.size(); l++) {
         for (size_t h = 0; h < after[l].size(); h++) {
             if (!after[l][h].empty()) {
                 store_biases(job, (int32_t) l, (int32_t) h, after[l][h].data());

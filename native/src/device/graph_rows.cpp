@@ -78,7 +78,7 @@ void GraphRows::drop(size_t l, int32_t head, int32_t row) {
     }
 }
 
-AwayRows::Outcome GraphRows::fail(Outcome outcome, ggml_backend_dev_t device, const std::string & what) {
+DeviceRows::Outcome GraphRows::fail(Outcome outcome, ggml_backend_dev_t device, const std::string & what) {
     problem_ = std::string("device ") + ggml_backend_dev_name(device) + " " + what;
     if (outcome == Outcome::full) {
         slots_.refuse(device);

@@ -7,7 +7,7 @@
 #include "device/inputs.h"
 #include "device/seen.h"
 #include "device/slots.h"
-#include "plan/away.h"
+#include "plan/device_rows.h"
 
 #include <array>
 #include <cstdint>
@@ -18,7 +18,7 @@
 
 namespace kvedge {
 
-class GraphRows : public AwayRows {
+class GraphRows : public DeviceRows {
   public:
     using Form = Slots::Form;
 

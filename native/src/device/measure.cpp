@@ -24,7 +24,7 @@ constexpr float RING_FACTOR = 0.25f, SENT_FACTOR = 4.0f;
 std::vector<int32_t> tokens_of_kind(const MeasureJob & job) {
     std::vector<int32_t> out;
     for (int32_t t = 0; t < job.n_tokens; t++) {
-        if (!job.looks.by_kind || job.kind[t]) {
+        if (!job.wanted.by_kind || job.kind[t]) {
             out.push_back(t);
         }
     }
@@ -105,7 +105,7 @@ Directions directions(ggml_context * c, T keys, T counts, bool unit) {
 
 GraphRows::Measuring::Measuring(const GraphRows & rows, const MeasureJob & job, const LayersOn & on, T ring, bool own)
     : rows(rows), slots(rows.slots_), job(job), on(on), own(own), ring(ring), of_kind(tokens_of_kind(job)),
-      filter((int32_t) of_kind.size(), std::max(job.looks.gamma, 0.0), own), parcel(on.device, on.worker) {
+      filter((int32_t) of_kind.size(), std::max(job.wanted.gamma, 0.0), own), parcel(on.device, on.worker) {
     plan_parts();
     sketch = std::make_unique<Sketch>(NODES * (parts.size() + 1));
     c      = sketch->context.get();
@@ -118,10 +118,10 @@ GraphRows::Measuring::Measuring(const GraphRows & rows, const MeasureJob & job, 
 // Returns the bytes of work memory for one KV head of N rows.
 size_t GraphRows::Measuring::work_bytes(const LayerShape & s, size_t N) const {
     // number of f32 copies of the rows: original, transposed, filtered
-    const double copies = asks_high() ? 3.0 : job.looks.anchor != Looks::Anchor::none ? 2.5 : 2.0;
+    const double copies = asks_high() ? 3.0 : job.wanted.anchor != WantedMeasures::Anchor::none ? 2.5 : 2.0;
     const double n = job.n_tokens, d = std::max(s.d_k, s.d_v), G = s.n_heads / s.n_heads_kv;
     const double votes = asks_votes() ? (double) N * ((reads_half() ? 0.0 : s.d_k) + 3.0 * job.n_window * G) : 0.0;
-    const bool   others = job.looks.key_norms || job.looks.value_norms || copies > 2.0;
+    const bool   others = job.wanted.key_norms || job.wanted.value_norms || copies > 2.0;
     // kvedge's operations: the points of all boxes before and after the product with far_
     const double most = own ? (asks_high() ? 0.5 * n * d : 1.0) : others ? copies * n * d : 1.0;
     return (size_t) (std::max(votes, most) * sizeof(float));
@@ -162,17 +162,17 @@ void GraphRows::Measuring::make_inputs() {
     if (asks_votes()) {
         halves = split(c, from_ring() ? ring : sent_queries(), from_ring() ? RING_FACTOR : SENT_FACTOR);
     }
-    if (job.looks.votes == Looks::Votes::faded && W > 0) {
+    if (job.wanted.votes == WantedMeasures::Votes::faded && W > 0) {
         weights = ggml_new_tensor_2d(c, GGML_TYPE_F32, n, W);
         parcel.send<float>(weights, [this, n, W](float * to, int32_t) {
             for (int32_t place = 0; place < W; place++, to += n) {
                 const int32_t r = row_at(place), before = std::max(0, n - W + r);  // the query votes for tokens [0, before)
-                std::fill_n(to, before, (float) ((double) W * std::exp(-job.looks.fade * (double) (W - 1 - r))));
+                std::fill_n(to, before, (float) ((double) W * std::exp(-job.wanted.fade * (double) (W - 1 - r))));
                 std::fill(to + before, to + n, 0.0f);
             }
         });
     }
-    if (job.looks.by_kind && job.looks.anchor != Looks::Anchor::none) {
+    if (job.wanted.by_kind && job.wanted.anchor != WantedMeasures::Anchor::none) {
         counts = ggml_new_tensor_1d(c, GGML_TYPE_F32, n);
         parcel.send<float>(counts, [this, n](float * to, int32_t) { std::copy_n(job.kind, n, to); });
     }
@@ -321,13 +321,13 @@ void GraphRows::Measuring::make_votes(Part & part, T keys) {
             }
         });
     }
-    const bool       largest = job.looks.votes == Looks::Votes::largest;
+    const bool       largest = job.wanted.votes == WantedMeasures::Votes::largest;
     const VoteInputs in      = { q, mask_of(part), weights, sinks, W, G, job.n_tokens, 1.0f / factor, s.softcap, largest };
     part.votes               = result(vote(c, keys, in));
 }
 
 void GraphRows::Measuring::make_part(Part & part) {
-    const Looks & looks = job.looks;
+    const WantedMeasures & wanted = job.wanted;
     const int32_t n     = job.n_tokens;
     const auto    all   = [&]() { return reads_half() ? lying(part, true, part.rows) : wide(part, true, part.rows); };
     T             keys  = asks_votes() ? all() : nullptr;
@@ -339,12 +339,12 @@ void GraphRows::Measuring::make_part(Part & part) {
         return;
     }
     const auto pending = [&]() { return keys = keys && keys->ne[1] == n ? keys : wide(part, true, n); };
-    if (looks.anchor != Looks::Anchor::none) {
-        const Directions found = directions(c, pending(), counts, looks.anchor == Looks::Anchor::unit);
+    if (wanted.anchor != WantedMeasures::Anchor::none) {
+        const Directions found = directions(c, pending(), counts, wanted.anchor == WantedMeasures::Anchor::unit);
         part.directions        = { result(found.sum), result(found.products) };
     }
     for (size_t i = 0; i < 2; i++) {
-        const bool of_keys = i == 0, norms = of_keys ? looks.key_norms : looks.value_norms, total = asks_high() && !looks.by_kind;
+        const bool of_keys = i == 0, norms = of_keys ? wanted.key_norms : wanted.value_norms, total = asks_high() && !wanted.by_kind;
         if (!norms && !asks_high()) {
             continue;
         }
@@ -356,11 +356,11 @@ void GraphRows::Measuring::make_part(Part & part) {
             part.energy[i] = result(ggml_sum_rows(c, ggml_reshape_1d(c, sums, ggml_nelements(sums))));
         }
         part.deviation[i] = asks_high() ? filter.deviation(c, gathered(part, of_keys, n, true)) : nullptr;
-        if (part.deviation[i] && (total || looks.variation)) {
+        if (part.deviation[i] && (total || wanted.variation)) {
             result(part.deviation[i]);
         }
     }
-    if (asks_high() && looks.by_kind && !looks.variation) {  // only the sum of keys and values is needed
+    if (asks_high() && wanted.by_kind && !wanted.variation) {  // only the sum of keys and values is needed
         part.deviation[0] = result(ggml_add(c, part.deviation[0], part.deviation[1]));
         part.deviation[1] = nullptr;
     }
@@ -410,7 +410,7 @@ void GraphRows::Measuring::read_part(const Part & part, Measures & out, Energy &
             energy.high[of] += filter.add(parcel.values(part.deviation[of]) + i * filter.order().size(), own.data()) * width[of];
             std::transform(own.begin(), own.end(), sums.begin(), sums.begin(), std::plus<float>());
         }
-        if (job.looks.variation) {  // own now holds the values' deviations
+        if (job.wanted.variation) {  // own now holds the values' deviations
             out.variation[(size_t) part.heads[i]] = mean_root(own);
         }
         for (size_t t = 0; t < sums.size(); t++) {
@@ -423,11 +423,11 @@ void GraphRows::Measuring::read_layer(size_t l, Measures & out) const {
     const int32_t n = job.n_tokens, W = job.n_window;
     const auto    heads = (size_t) (*slots.shapes)[l].n_heads_kv;
     const auto    sized = [&](bool wanted) { return Bulk<float>(wanted ? heads * (size_t) n : 0, 0.0f); };
-    const bool    anchored = job.looks.anchor != Looks::Anchor::none;
-    out = { sized(job.looks.votes != Looks::Votes::none),         sized(job.looks.key_norms),
-            sized(job.looks.value_norms),                         Bulk<double>(anchored ? heads * (size_t) n : 0),
-            std::vector<double>(anchored ? heads : 0, 0.0),       sized(job.looks.gamma >= 0.0), 0.0,
-            std::vector<double>(job.looks.variation ? heads : 0, 0.0) };
+    const bool    anchored = job.wanted.anchor != WantedMeasures::Anchor::none;
+    out = { sized(job.wanted.votes != WantedMeasures::Votes::none), sized(job.wanted.key_norms),
+            sized(job.wanted.value_norms),                          Bulk<double>(anchored ? heads * (size_t) n : 0),
+            std::vector<double>(anchored ? heads : 0, 0.0),         sized(job.wanted.gamma >= 0.0), 0.0,
+            std::vector<double>(job.wanted.variation ? heads : 0, 0.0) };
     Energy energy;
     for (const Part & part : parts) {
         if (part.layer == l) {
@@ -437,10 +437,10 @@ void GraphRows::Measuring::read_layer(size_t l, Measures & out) const {
     for (size_t of = 0; of < 2; of++) {
         out.high += energy.all[of] > 0.0 ? energy.high[of] / energy.all[of] : 0.0;
     }
-    if (job.looks.votes == Looks::Votes::faded) {
+    if (job.wanted.votes == WantedMeasures::Votes::faded) {
         double later = 0.0;  // total weight of the queries after token t
         for (int32_t t = n - 1, r = W - 1; r >= 0 && t >= 0; t--, r--) {
-            later += std::exp(-job.looks.fade * (double) (W - 1 - r));
+            later += std::exp(-job.wanted.fade * (double) (W - 1 - r));
         }
         const auto whole = (float) std::max(later, 1.0);
         for (size_t h = 0; h < heads; h++) {
@@ -449,7 +449,7 @@ void GraphRows::Measuring::read_layer(size_t l, Measures & out) const {
             later = 0.0;
             for (int32_t t = n - 1, r = W - 1; r >= 0 && t >= 0; t--, r--) {
                 votes[t] /= (float) std::max(later, 1.0);
-                later += std::exp(-job.looks.fade * (double) (W - 1 - r));
+                later += std::exp(-job.wanted.fade * (double) (W - 1 - r));
             }
         }
     }
@@ -466,10 +466,10 @@ static const char * unmeasured(const Slots & slots, const MeasureJob & job) {
     return nullptr;
 }
 
-AwayRows::Outcome GraphRows::measure_on(size_t device, const MeasureJob & job, std::vector<Measures> & out) {
+DeviceRows::Outcome GraphRows::measure_on(size_t device, const MeasureJob & job, std::vector<Measures> & out) {
     LayersOn & on    = slots_.devices[device];
     const auto built = [&](bool own) { return std::make_unique<Measuring>(*this, job, on, queries.queries(device), own); };
-    const bool half  = slots_.form.storage.k != Type::f32 && slots_.form.storage.v == slots_.form.storage.k && !job.looks.variation;
+    const bool half  = slots_.form.storage.k != Type::f32 && slots_.form.storage.v == slots_.form.storage.k && !job.wanted.variation;
     auto       kept  = built(own && half && has_own(on.device));
     if (kept->own && lacking(on.device, kept->sketch->graph)) {
         kept = built(false);
@@ -503,11 +503,11 @@ AwayRows::Outcome GraphRows::measure_on(size_t device, const MeasureJob & job, s
     return Outcome::done;
 }
 
-AwayRows::Outcome GraphRows::measure(const MeasureJob & job, std::vector<Measures> & out) {
+DeviceRows::Outcome GraphRows::measure(const MeasureJob & job, std::vector<Measures> & out) {
     const int64_t start = ggml_time_us();
     const char *  what  = unmeasured(slots_, job);
     out.resize(slots_.layers.size());
-    for (size_t i = 0; i < slots_.devices.size() && job.looks.any() && job.n_tokens > 0; i++) {
+    for (size_t i = 0; i < slots_.devices.size() && job.wanted.any() && job.n_tokens > 0; i++) {
         const Outcome outcome = what ? fail(Outcome::lacking, slots_.devices[i].device, std::string("does without ") + what)
                                      : measure_on(i, job, out);
         if (outcome != Outcome::done) {

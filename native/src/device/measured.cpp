@@ -31,7 +31,7 @@ MeasuredRows GraphRows::Measuring::measured(const Part & part, bool of_the_kind)
     const auto n = of_the_kind ? (int64_t) of_kind.size() : job.n_tokens, heads = (int64_t) part.heads.size();
     const auto token = [this, of_the_kind](int64_t i) { return of_the_kind ? of_kind[(size_t) i] : (int32_t) i; };
     if (even()) {
-        T & list = own_lists[of_the_kind && job.looks.by_kind];
+        T & list = own_lists[of_the_kind && job.wanted.by_kind];
         if (!list) {
             list = ggml_new_tensor_2d(c, GGML_TYPE_I32, n, 1);
             parcel.send<int32_t>(list, [token, n](int32_t * to, int32_t) {
@@ -56,9 +56,9 @@ MeasuredRows GraphRows::Measuring::measured(const Part & part, bool of_the_kind)
 }
 
 // Returns the OwnLengths bits that OWN_LENGTHS must compute.
-static int lengths_of(const Looks & looks, bool high) {
-    return (looks.key_norms ? KEY_SQUARES : 0) | (looks.value_norms ? VALUE_SQUARES : 0) |
-           (looks.anchor != Looks::Anchor::none ? PRODUCTS : 0) | (high && !looks.by_kind ? ENERGIES : 0);
+static int lengths_of(const WantedMeasures & wanted, bool high) {
+    return (wanted.key_norms ? KEY_SQUARES : 0) | (wanted.value_norms ? VALUE_SQUARES : 0) |
+           (wanted.anchor != WantedMeasures::Anchor::none ? PRODUCTS : 0) | (high && !wanted.by_kind ? ENERGIES : 0);
 }
 
 // Returns the number of parts of a head's rows. A CUDA block computes one part.
@@ -70,13 +70,14 @@ bool GraphRows::Measuring::reads_half() const {
 }
 
 void GraphRows::Measuring::make_own(Part & part) {
-    const int     how = lengths_of(job.looks, asks_high());
+    const int     how = lengths_of(job.wanted, asks_high());
     const int64_t heads = (int64_t) part.heads.size(), d = shape(part).d_k, parts = parts_of(job.n_tokens);
     if (how != 0) {
         const MeasuredRows all = measured(part, false);
         T                  sum = nullptr;
         if (how & PRODUCTS) {
-            sum         = own_operation(c, OWN_SUM, all, nullptr, d * parts, heads, { parts, job.looks.anchor == Looks::Anchor::unit });
+            const bool unit = job.wanted.anchor == WantedMeasures::Anchor::unit;
+            sum         = own_operation(c, OWN_SUM, all, nullptr, d * parts, heads, { parts, unit });
             sum->src[3] = counts;
         }
         const int64_t columns = ((how & KEY_SQUARES) != 0) + ((how & VALUE_SQUARES) != 0) + ((how & PRODUCTS) != 0);
@@ -92,7 +93,7 @@ void GraphRows::Measuring::make_own(Part & part) {
 
 void GraphRows::Measuring::read_own(const Part & part, Measures & out, Energy & energy) const {
     const auto   n = (size_t) job.n_tokens, d = (size_t) shape(part).d_k, heads = part.heads.size();
-    const int    how   = lengths_of(job.looks, asks_high());
+    const int    how   = lengths_of(job.wanted, asks_high());
     const double share = 1.0 / (double) std::max(of_kind.size(), (size_t) 1);
     const float * from = part.lengths ? parcel.values(part.lengths) : nullptr;
     const auto    each = [&](auto & to, double factor) {

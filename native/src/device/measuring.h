@@ -54,8 +54,8 @@ struct GraphRows::Measuring {
     // Builds the graph for the layers of one device. own: use kvedge's operations (own.h), too. Throws std::bad_alloc.
     Measuring(const GraphRows & rows, const MeasureJob & job, const LayersOn & on, ggml_tensor * ring, bool own);
 
-    bool  asks_votes() const { return job.looks.votes != Looks::Votes::none && job.n_window > 0; }
-    bool  asks_high() const { return job.looks.gamma >= 0.0 && !of_kind.empty() && !filter.all_pass(); }
+    bool  asks_votes() const { return job.wanted.votes != WantedMeasures::Votes::none && job.n_window > 0; }
+    bool  asks_high() const { return job.wanted.gamma >= 0.0 && !of_kind.empty() && !filter.all_pass(); }
     void  plan_parts();
     size_t work_bytes(const LayerShape & s, size_t n_rows) const;
     void  make_inputs();

@@ -206,7 +206,7 @@ bool Slots::load(Store & from) {
     }
     for (size_t l = 0; l < layers.size(); l++) {
         if (layers[l].device) {
-            from.send_away(l);
+            from.release_to_device(l);
         }
     }
     plan_devices();
@@ -218,7 +218,7 @@ bool Slots::fetch(Store & to) {
         if (layers[l].device && !to.bring_back(l)) {
             while (l-- > 0) {
                 if (layers[l].device) {
-                    to.send_away(l);
+                    to.release_to_device(l);
                 }
             }
             return false;

@@ -15,7 +15,7 @@
 namespace kvedge {
 
 using T       = ggml_tensor *;
-using Outcome = AwayRows::Outcome;
+using Outcome = DeviceRows::Outcome;
 
 namespace {
 

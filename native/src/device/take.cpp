@@ -14,7 +14,7 @@
 namespace kvedge {
 
 using T       = ggml_tensor *;
-using Outcome = AwayRows::Outcome;
+using Outcome = DeviceRows::Outcome;
 
 namespace {
 
@@ -512,7 +512,7 @@ Outcome GraphRows::Taking::replace_all() {
     return Outcome::done;
 }
 
-AwayRows::Outcome GraphRows::take(const TakeJob & job) {
+DeviceRows::Outcome GraphRows::take(const TakeJob & job) {
     bool started = false;
     problem_.clear();
     try {

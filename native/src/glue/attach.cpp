@@ -19,8 +19,8 @@ kvedge_cache & self(void * user_data) { return *(kvedge_cache *) user_data; }
 
 // Runs a call from llama.cpp, through whose C++ code nothing may be thrown. Returns `failed` if the cache is busy or call() throws.
 template <class T, class F> T guarded(void * user_data, T failed, const F & call) noexcept {
-    const Claim claim(self(user_data).owner, true);
-    if (!claim) {
+    const HandleLock lock(self(user_data).guard, true);
+    if (!lock) {
         self(user_data).context.refused = true;
         return failed;
     }
@@ -38,7 +38,7 @@ template <class T, class F> T guarded(void * user_data, T failed, const F & call
 template <class T, class F> T guarded_between(void * user_data, T failed, const F & call) {
     return guarded(user_data, failed, [&](kvedge_cache & c) {
         c.ubatch.end(false);
-        c.owner.rest();
+        c.guard.end_hold();
         return call(c);
     });
 }
@@ -54,7 +54,7 @@ llama_attn_provider make_provider(kvedge_cache * kv) {
     };
     p.ubatch_end = [](void * u, bool computed) {
         self(u).ubatch.end(computed);
-        self(u).owner.rest();
+        self(u).guard.end_hold();
     };
     p.clear = [](void * u) {
         guarded_between(u, false, [](kvedge_cache & c) {
@@ -97,9 +97,9 @@ bool holds_tokens(llama_context * ctx) {
 
 // Decides on the rotation of rows, once their places are known. AUTO rotates nothing if a device holds rows, which it reads as they are.
 kvedge_status rotate_rows(kvedge_cache & kv, kvedge_error * err) {
-    const auto rotate = kv.devices.rotate;
-    const bool away   = kv.layers.on_devices() > 0;
-    return rotate_storage(kv.sequences.storage, away && rotate == KVEDGE_ROTATE_AUTO ? KVEDGE_ROTATE_OFF : rotate, kv.layers.shapes, err);
+    const auto asked = kv.devices.rotate;
+    const bool off   = asked == KVEDGE_ROTATE_AUTO && kv.layers.on_devices() > 0;
+    return rotate_storage(kv.sequences.storage, off ? KVEDGE_ROTATE_OFF : asked, kv.layers.shapes, err);
 }
 
 // Attaches the provider. known: output, whether the context has the provider now.
@@ -215,7 +215,7 @@ extern "C" kvedge_status kvedge_attach(
 }
 
 extern "C" void kvedge_detach(kvedge_cache * kv) try {
-    while (kv && !kv->owner.enter()) {
+    while (kv && !kv->guard.enter()) {
         std::this_thread::sleep_for(std::chrono::milliseconds(1));
     }
     if (kv && kv->context.llama) {

@@ -88,7 +88,7 @@ ggml_tensor * kvedge_cache::build_attn(const llama_attn_provider_layer & layer) 
 int kvedge_cache::ubatch_begin(const llama_attn_provider_ubatch & of) {
     const int code = ubatch.begin(of);
     if (code >= 0) {
-        owner.go_on();
+        guard.hold_after_call();
     }
     return code;
 }

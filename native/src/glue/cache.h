@@ -11,7 +11,7 @@
 #include "glue/sequences.h"
 #include "glue/ubatch.h"
 #include "glue/working.h"
-#include "system/claim.h"
+#include "system/handle_guard.h"
 
 struct kvedge_cache {
     kvedge::Context    context;
@@ -23,7 +23,7 @@ struct kvedge_cache {
     kvedge::Compressor compressor{ context, layers, sequences, devices, keeping, working };
     kvedge::Ubatch     ubatch{ context, layers, sequences, devices, keeping, working, compressor };
 
-    mutable kvedge::Owner owner;  // the thread that is inside a call or a ubatch
+    mutable kvedge::HandleGuard guard;  // the thread that is inside a call or a ubatch
 
     // What llama.cpp calls; all throw std::bad_alloc. build_attn: returns the attention of a layer for a graph; NULL: llama.cpp builds it.
     // ubatch_begin: makes room for a ubatch; -1: refused; 1: the graph must be built anew; else 0. The others change sequences as

@@ -19,8 +19,8 @@ kvedge_status claimed(
     if (!kv || !given) {
         return fail(err, KVEDGE_E_ARGUMENT, "%s", missing);
     }
-    const Claim claim(kv->owner);
-    return claim ? call() : fail_busy(err);
+    const HandleLock lock(kv->guard);
+    return lock ? call() : fail_busy(err);
 } catch (...) {
     return caught(err, doing);
 }
@@ -57,8 +57,8 @@ template <class T, class F> T asked(const kvedge_cache * kv, T none, const F & c
     if (!kv) {
         return none;
     }
-    const Claim claim(kv->owner);
-    return claim ? call() : none;
+    const HandleLock lock(kv->guard);
+    return lock ? call() : none;
 } catch (...) {
     return none;
 }

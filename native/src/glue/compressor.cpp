@@ -68,7 +68,7 @@ static uint64_t rows_away(const SequenceState & state) {
     return n;
 }
 
-AwayRows * Compressor::device_of(SequenceState & state, const kvedge_plan & plan, bool keeps) const {
+DeviceRows * Compressor::device_of(SequenceState & state, const kvedge_plan & plan, bool keeps) const {
     const char * reads = reads_rows(plan);
     if (!state.device) {
         return nullptr;
@@ -89,17 +89,18 @@ AwayRows * Compressor::device_of(SequenceState & state, const kvedge_plan & plan
 kvedge_status Compressor::compress_rows(SequenceState & state, Compression & outcome, kvedge_error * err) {
     const int32_t     n_tokens = state.seq->rows.pending_length();
     const kvedge_plan plan     = compression_plan(*state.seq, sequences_.plan_of(state.id), 0);
-    outcome.keep               = keeping_.wanted(state);
+    outcome.keep_original      = keeping_.wanted(state);
     outcome.limits             = &state.limits;
-    const bool        all = !outcome.keep && state.limits.empty() && kvedge_plan_budget(&plan, n_tokens) >= n_tokens && !plan.decode->needs_scores && !sequences_.storage.quantised();
+    const bool        all = !outcome.keep_original && state.limits.empty() && kvedge_plan_budget(&plan, n_tokens) >= n_tokens &&
+                     !plan.decode->needs_scores && !sequences_.storage.quantised();
     const uint64_t    before = state.device ? state.device->bytes() : 0;
     state.device_work        = {};
     state.device_problem.clear();
-    outcome.away = all ? nullptr : device_of(state, plan, outcome.keep);
-    if (outcome.away) {
-        outcome.away->work = {};
+    outcome.device_rows = all ? nullptr : device_of(state, plan, outcome.keep_original);
+    if (outcome.device_rows) {
+        outcome.device_rows->work = {};
         const auto status  = compress_pending(*state.seq, plan, context_.threads(), outcome, err);
-        state.device_work  = outcome.away->work;
+        state.device_work  = outcome.device_rows->work;
         state.device_work.choose_us = outcome.choose_us;
         if (outcome.lost) {  // rows on devices are neither the old rows nor the kept rows
             state.device.reset();
@@ -109,7 +110,7 @@ kvedge_status Compressor::compress_rows(SequenceState & state, Compression & out
         if (status != KVEDGE_E_UNSUPPORTED) {
             return with_device(state, before, outcome, status);
         }
-        state.device_problem = outcome.away->problem();
+        state.device_problem = outcome.device_rows->problem();
         outcome              = {};
     }
     const uint64_t fetched = all ? 0 : rows_away(state) + devices_.read_queries(state);
@@ -163,8 +164,8 @@ kvedge_status Compressor::compress(SequenceState & state, kvedge_error * err) {
     if (state.device && state.device->queries.left()) {
         state.device->queries.forget();
     }
-    if (outcome.beside) {
-        keeping_.put_aside(state, std::move(outcome.beside));
+    if (outcome.compressed_copy) {
+        keeping_.put_aside(state, std::move(outcome.compressed_copy));
     }
     state.device_work.to_host += seen;
     state.device_work.measure_us += saw;
@@ -187,18 +188,18 @@ kvedge_status Compressor::choose_again(SequenceState & state, kvedge_error * err
     Sequence &    whole = *state.whole.seq;
     const int32_t n_new = state.seq->rows.n_tokens() - whole.rows.n_tokens();
     Compression   outcome;
-    outcome.keep        = true;
-    outcome.limits      = &state.limits;
-    whole.projections   = layers_.projections;
-    const auto plan     = compression_plan(whole, sequences_.plan_of(state.id), 0);
-    const auto status   = compress_pending(whole, plan, context_.threads(), outcome, err);
+    outcome.keep_original = true;
+    outcome.limits        = &state.limits;
+    whole.projections     = layers_.projections;
+    const auto plan       = compression_plan(whole, sequences_.plan_of(state.id), 0);
+    const auto status     = compress_pending(whole, plan, context_.threads(), outcome, err);
     if (status != KVEDGE_OK) {
         return status;
     }
-    if (n_new > 0 && !append_last(outcome.beside->rows, state.seq->rows, n_new)) {
+    if (n_new > 0 && !append_last(outcome.compressed_copy->rows, state.seq->rows, n_new)) {
         return fail(err, KVEDGE_E_MEMORY, "no memory for the keys and values of %d tokens", n_new);
     }
-    state.seq           = std::move(outcome.beside);
+    state.seq           = std::move(outcome.compressed_copy);
     state.weights.valid = false;
     state.after_bytes   = outcome.after_bytes;
     state.compress_us   = outcome.us;

@@ -36,7 +36,7 @@ class Compressor {
     kvedge_status check(SequenceState & state, kvedge_error * err);
 
   private:
-    AwayRows *    device_of(SequenceState & state, const kvedge_plan & plan, bool keeps) const;
+    DeviceRows *  device_of(SequenceState & state, const kvedge_plan & plan, bool keeps) const;
     kvedge_status compress_rows(SequenceState & state, Compression & outcome, kvedge_error * err);
     void          release_memory();
 

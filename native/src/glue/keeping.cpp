@@ -204,7 +204,7 @@ void Keeping::settle(SequenceState & state) {
             case SpillJob::State::written: break;
         }
         Sequence & seq = state.whole.seq ? *state.whole.seq : *state.seq;
-        for (Block & block : seq.rows.parts().blocks) {
+        for (Block & block : seq.rows.mutable_contents().blocks) {
             for (BlockLayer & layer : block.layers) {
                 const auto at = std::find_if(job.parts.begin(), job.parts.end(), [&](const Spilled & part) {
                     return part.from == layer.rows.memory().pages();
@@ -265,7 +265,7 @@ void Keeping::recall(SequenceState & state) {
     if (wanted.again) {
         wanted.again = wanted.apart = false;  // a second pass covers all tokens
     }
-    if (!saw_all(whole, wanted)) {
+    if (!all_observed(whole, wanted)) {
         return give_up(state, "the plan is another one now, whose scorer saw nothing of them");
     }
     devices_.wait();

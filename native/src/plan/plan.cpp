@@ -273,12 +273,13 @@ const char * name_of(Critical norm) {
 }
 
 kvedge_status check_critical(const kvedge_plan & plan, kvedge_error * err) {
-    if (plan.critical == Critical::none || (plan.scorer->attends && plan.scorer->attends(plan.params[KVEDGE_STAGE_SCORER]))) {
+    const auto are_attention = plan.scorer->scores_are_attention;
+    if (plan.critical == Critical::none || (are_attention && are_attention(plan.params[KVEDGE_STAGE_SCORER]))) {
         return ok(err);
     }
     std::string others;
     for (int32_t i = 0; const char * name = kvedge_stage_name(KVEDGE_STAGE_SCORER, i); i++) {
-        others += find_scorer(name)->attends == always_attends ? std::string(name) + ", " : "";
+        others += find_scorer(name)->scores_are_attention == always_attention ? std::string(name) + ", " : "";
     }
     return fail(err, KVEDGE_E_ARGUMENT,
                 "critical %s weighs attention by what values add, and scorer '%s' scores by more, or by something else; use %sexpected "

@@ -113,7 +113,7 @@ void state_facts(const Member & m, const double * settings, kvedge_stage_facts &
 void state_facts(const Scorer & s, const double * settings, kvedge_stage_facts & out) {
     out.recent      = s.auto_recent ? s.auto_recent(out.kept, out.even, settings) : 0;
     out.reserved    = s.reserved ? s.reserved(out.kept, settings) : 0;
-    out.attends     = s.attends && s.attends(settings);
+    out.attends     = s.scores_are_attention && s.scores_are_attention(settings);
     out.sinks_first = s.sinks_first;
 }
 

@@ -3,7 +3,7 @@
 
 #pragma once
 
-#include "plan/away.h"
+#include "plan/device_rows.h"
 #include "system/pages.h"
 #include "plan/pending.h"
 #include "kvedge.h"
@@ -89,7 +89,7 @@ struct ScoreInput {
     Spectrum *       spectrum;       // the scorer may write its measurement here; NULL: not wanted
     const int32_t *  tokens;         // [T] token index of each row; [Hkv][T] if `heads` is not NULL
     int32_t          next_position;  // position of the next token; set if query moments were gathered
-    const Measures * measures;       // the measures of this layer that looks() asked for
+    const Measures * measures;       // the measures of this layer that wanted_measures() asked for
     const float *    lengths;        // [H][T] lengths of the values after the projection by W_O of query head H; NULL: not asked for
 };
 
@@ -107,12 +107,12 @@ struct Scorer : Member {
     int32_t (*auto_recent)(int32_t kept, int32_t even, const double * params) = nullptr;
     // Returns the measures that score() needs of the rows, on host or device. images: whether any token is an image token. NULL:
     // none; then score() uses the observed attention only, or (custom scorers and query moments) reads the rows of `view` on the host.
-    Looks (*looks)(const double * params, bool images) = nullptr;
+    WantedMeasures (*wanted_measures)(const double * params, bool images) = nullptr;
     // Returns whether the heads of a layer share one score, for which they must hold the same tokens. NULL: never.
     bool (*joins_heads)(const double * params) = nullptr;
     // Returns whether scores are pure attention (softmax shares or sums of them). Only then may the critical rule weigh them.
     // NULL: never.
-    bool (*attends)(const double * params) = nullptr;
+    bool (*scores_are_attention)(const double * params) = nullptr;
     // Writes the attention part of the score to out [Hkv][T]. NULL: not available.
     void (*attention)(const ScoreInput & in, float * out) = nullptr;
     double (*gamma)(const double * params) = nullptr;  // gamma of the Spectrum that score() writes; NULL: score() writes none
@@ -124,8 +124,8 @@ struct Scorer : Member {
     const CustomScorer * custom = nullptr;  // not NULL: a custom scorer, which may throw StageFailure
 };
 
-// Scorer::attends for a scorer whose scores are always pure attention.
-inline bool always_attends(const double *) { return true; }
+// Scorer::scores_are_attention for a scorer whose scores are always pure attention.
+inline bool always_attention(const double *) { return true; }
 
 // The data that an allocator reads besides the prompt's length and the profile.
 enum class Reach {
@@ -149,7 +149,7 @@ struct AllocateInput {
     const std::vector<Spectrum> * spectra;       // [layer] measurements that the scorer wrote; NULL: none
     int32_t                       fixed_recent;  // `recent` if the plan sets a number or a ratio; 0 for recent = auto
     const Scores *                attention;     // [layer][Hkv * T] attention part of the scores; NULL: not available
-    int32_t                       most = 0;      // largest budget of a head: T, or fewer pairs if rows were already dropped
+    int32_t                       largest_budget = 0;  // of a head: T, or fewer pairs if rows were already dropped
     int32_t                       layer = -1;    // the only layer that has scores and gets budgets; -1: all layers
     const int32_t *               tokens = nullptr;  // [T] token index of each row; NULL if the heads hold different tokens
     const Observed *              observed = nullptr;  // quantities that were gathered from the prompt's attention

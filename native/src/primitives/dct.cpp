@@ -10,7 +10,7 @@
 
 #include "primitives/dct.h"
 
-#include "plan/away.h"
+#include "plan/device_rows.h"
 
 #include <algorithm>
 #include <cmath>

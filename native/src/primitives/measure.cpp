@@ -31,7 +31,8 @@ void squares(const HeadView & view, bool values, int32_t d, float * out) {
 }
 
 // Writes out [T]; returns the squared length of the mean direction. counts [T]: 1 for the tokens in the mean; NULL: all.
-double cosines(const HeadView & view, const LayerShape & shape, int32_t n_tokens, Looks::Anchor anchor, const uint8_t * counts, double * out) {
+double cosines(
+    const HeadView & view, const LayerShape & shape, int32_t n_tokens, WantedMeasures::Anchor anchor, const uint8_t * counts, double * out) {
     constexpr int32_t   CHUNK = 64;  // directions that are summed in float32 before the sum goes on in double
     const Kernels &     kn = kernels();
     const auto          d = (size_t) shape.d_k;
@@ -42,7 +43,7 @@ double cosines(const HeadView & view, const LayerShape & shape, int32_t n_tokens
         const double norm   = std::sqrt((double) kn.dot(row, row, d));
         inverse[(size_t) t] = norm > 0.0 ? (float) (1.0 / norm) : 0.0f;
         if (!counts || counts[t]) {
-            kn.axpy(anchor == Looks::Anchor::unit ? inverse[(size_t) t] : 1.0f, row, part.data(), d);
+            kn.axpy(anchor == WantedMeasures::Anchor::unit ? inverse[(size_t) t] : 1.0f, row, part.data(), d);
         }
         if (t % CHUNK == CHUNK - 1 || t + 1 == n_tokens) {
             for (size_t i = 0; i < d; i++) {
@@ -89,11 +90,11 @@ class Deviation {
     HighPass::Work            work_;
 };
 
-void vote(const ScoreInput & in, const Looks & looks, const HeadView & view, int32_t head, float * out) {
-    if (looks.votes == Looks::Votes::faded) {
-        faded_votes(in, view, head, looks.fade, out);
+void vote(const ScoreInput & in, const WantedMeasures & wanted, const HeadView & view, int32_t head, float * out) {
+    if (wanted.votes == WantedMeasures::Votes::faded) {
+        faded_votes(in, view, head, wanted.fade, out);
     } else {
-        window_attention(in, view, head, looks.votes == Looks::Votes::mean ? GroupReduction::mean : GroupReduction::max, out);
+        window_attention(in, view, head, wanted.votes == WantedMeasures::Votes::mean ? GroupReduction::mean : GroupReduction::max, out);
     }
 }
 
@@ -106,41 +107,42 @@ std::vector<uint8_t> kind_of(const uint8_t * image, int32_t n_tokens) {
     return kind;
 }
 
-Measures measure_rows(const ScoreInput & in, const Looks & looks) {
+Measures measure_rows(const ScoreInput & in, const WantedMeasures & wanted) {
     const auto   T = (size_t) in.n_tokens, n = (size_t) in.shape.n_heads_kv;
     const size_t all = n * T;
-    const bool   anchored = looks.anchor != Looks::Anchor::none, deviates = looks.gamma >= 0.0;
+    const bool   anchored = wanted.anchor != WantedMeasures::Anchor::none, deviates = wanted.gamma >= 0.0;
     Measures     out;
-    Deviation    deviation(looks.gamma);
-    out.votes.resize(looks.votes != Looks::Votes::none ? all : 0);
-    out.key_squares.resize(looks.key_norms ? all : 0);
-    out.value_squares.resize(looks.value_norms ? all : 0);
+    Deviation    deviation(wanted.gamma);
+    out.votes.resize(wanted.votes != WantedMeasures::Votes::none ? all : 0);
+    out.key_squares.resize(wanted.key_norms ? all : 0);
+    out.value_squares.resize(wanted.value_norms ? all : 0);
     out.cosines.resize(anchored ? all : 0);
     out.anchor_squares.resize(anchored ? n : 0);
     out.deviation.assign(deviates ? all : 0, 0.0f);
     for (size_t h = 0; h < n; h++) {
         const HeadView             view = in.view->head(in.layer, (int32_t) h);
         const size_t               at   = h * T;
-        const std::vector<uint8_t> kind = looks.by_kind ? kind_of(in.heads ? in.heads + at : in.image, in.n_tokens) : std::vector<uint8_t>();
-        if (looks.votes != Looks::Votes::none) {
-            vote(in, looks, view, (int32_t) h, out.votes.data() + at);
+        const uint8_t *            image = in.heads ? in.heads + at : in.image;
+        const std::vector<uint8_t> kind  = wanted.by_kind ? kind_of(image, in.n_tokens) : std::vector<uint8_t>();
+        if (wanted.votes != WantedMeasures::Votes::none) {
+            vote(in, wanted, view, (int32_t) h, out.votes.data() + at);
         }
-        if (looks.key_norms) {
+        if (wanted.key_norms) {
             squares(view, false, in.shape.d_k, out.key_squares.data() + at);
         }
-        if (looks.value_norms) {
+        if (wanted.value_norms) {
             squares(view, true, in.shape.d_v, out.value_squares.data() + at);
         }
         if (anchored) {
             out.anchor_squares[h] =
-                cosines(view, in.shape, in.n_tokens, looks.anchor, looks.by_kind ? kind.data() : nullptr, out.cosines.data() + at);
+                cosines(view, in.shape, in.n_tokens, wanted.anchor, wanted.by_kind ? kind.data() : nullptr, out.cosines.data() + at);
         }
-        if (deviates && looks.by_kind) {
+        if (deviates && wanted.by_kind) {
             out.variation.push_back(deviation(view, in.shape, kind, out.deviation.data() + at));
         }
     }
-    if (deviates && !looks.by_kind) {
-        out.high = HighPass(in.n_tokens, looks.gamma).measure(*in.view, in.layer, in.shape, out.deviation.data());
+    if (deviates && !wanted.by_kind) {
+        out.high = HighPass(in.n_tokens, wanted.gamma).measure(*in.view, in.layer, in.shape, out.deviation.data());
     }
     return out;
 }

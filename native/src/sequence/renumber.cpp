@@ -134,7 +134,7 @@ Moved move_positions(const Store & rows, const Store * whole, bool images_extend
 }
 
 void move_to(Sequence & seq, Moved && to, int32_t n_threads) {
-    StoreContents & all    = seq.rows.parts();
+    StoreContents & all    = seq.rows.mutable_contents();
     const auto &    shapes = seq.rows.shapes();
     Shifts          by(to.pos.size());
     std::transform(to.pos.begin(), to.pos.end(), all.pos.begin(), by.begin(), [](int32_t now, int32_t was) { return now - was; });

@@ -53,7 +53,7 @@ bool append_last(Store & to, const Store & from, int32_t n) {
     }
     to.mark_images(n, image.data());
     for (size_t l = 0; l < to.shapes().size(); l++) {
-        for (int32_t h = 0; !to.is_away(l) && h < to.shapes()[l].n_heads_kv; h++) {
+        for (int32_t h = 0; !to.on_device(l) && h < to.shapes()[l].n_heads_kv; h++) {
             int32_t row = n - from.head_length((int32_t) l, h);  // index among the last n rows; negative for older rows
             each_segment(from, (int32_t) l, h, [&](const Segment & segment) {
                 for (int32_t r = std::max(0, -row); r < segment.n; r++) {

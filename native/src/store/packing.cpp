@@ -14,14 +14,14 @@ static bool grows(const StoreContents & all, size_t block) {
 }
 
 void drop_empty_blocks(Store & store) {
-    auto & blocks = store.parts().blocks;
+    auto & blocks = store.mutable_contents().blocks;
     for (size_t b = blocks.size(); b-- > 0;) {
         const auto left = [](const BlockLayer & l) {
             return !l.heads.empty() && std::all_of(l.heads.begin(), l.heads.end(), [](const HeadList & h) { return h.tokens.empty(); });
         };
         if (!grows(store.contents(), b) && std::all_of(blocks[b].layers.begin(), blocks[b].layers.end(), left)) {
             blocks.erase(blocks.begin() + (std::ptrdiff_t) b);
-            store.parts().pending_from -= b < store.contents().pending_from ? 1 : 0;
+            store.mutable_contents().pending_from -= b < store.contents().pending_from ? 1 : 0;
         }
     }
 }
@@ -53,7 +53,7 @@ static bool is_sparse(const Store & store, size_t n) {
 }
 
 void pack_if_sparse(Store & store) try {
-    auto &       blocks   = store.parts().blocks;
+    auto &       blocks   = store.mutable_contents().blocks;
     const auto & shapes   = store.shapes();
     const size_t n_blocks = packable(store);
     if (n_blocks == 0 || !is_sparse(store, n_blocks)) {
@@ -90,7 +90,7 @@ void pack_if_sparse(Store & store) try {
         }
     }
     blocks.insert(blocks.begin(), std::move(packed));
-    store.parts().pending_from++;
+    store.mutable_contents().pending_from++;
     drop_empty_blocks(store);
 } catch (const std::bad_alloc &) {
     // without memory, the sparse blocks stay, which are valid

@@ -143,19 +143,19 @@ bool holds(const Store & store, int32_t p0, int32_t p1) {
 }
 
 void forget_last(Store & store, int32_t p0, int32_t p1) {
-    auto & pos = store.parts().pos;
+    auto & pos = store.mutable_contents().pos;
     size_t n   = pos.size();
     while (n > 0 && pos[n - 1] >= p0 && pos[n - 1] < p1) {
         n--;
     }
     pos.resize(n);
-    store.parts().image.resize(n);
+    store.mutable_contents().image.resize(n);
 }
 
 // Takes all memory before the first row moves, so that it cannot fail half-way.
 std::vector<Removed> remove_rows(Store & store, int32_t p0, int32_t p1) {
-    auto &               blocks       = store.parts().blocks;
-    size_t &             pending_from = store.parts().pending_from;
+    auto &               blocks       = store.mutable_contents().blocks;
+    size_t &             pending_from = store.mutable_contents().pending_from;
     const Range          range(store.contents().pos, p0, p1);
     std::vector<Removed> gone;
     std::vector<Cut>     cuts;
@@ -197,7 +197,7 @@ std::vector<Removed> remove_rows(Store & store, int32_t p0, int32_t p1) {
 }
 
 void loosen_row(Store & store, int32_t layer, int32_t head, int32_t row) {
-    for (Block & block : store.parts().blocks) {
+    for (Block & block : store.mutable_contents().blocks) {
         const int32_t n = block.rows(layer, head);
         if (row < n) {
             block.loosen((size_t) layer);
@@ -208,7 +208,7 @@ void loosen_row(Store & store, int32_t layer, int32_t head, int32_t row) {
 }
 
 void drop_row(Store & store, int32_t layer, int32_t head, int32_t row) {
-    for (Block & block : store.parts().blocks) {
+    for (Block & block : store.mutable_contents().blocks) {
         const int32_t n = block.rows(layer, head);
         if (row >= n) {
             row -= n;

@@ -8,7 +8,7 @@
 namespace kvedge {
 
 void score_pending(Store & store, const std::function<const double *(size_t layer, size_t head)> & of) {
-    auto &       blocks       = store.parts().blocks;
+    auto &       blocks       = store.mutable_contents().blocks;
     const size_t pending_from = store.contents().pending_from, n_layers = store.shapes().size();
     for (size_t b = pending_from; b < blocks.size(); b++) {  // takes all memory first, so that it cannot fail half-way
         for (size_t l = 0; l < n_layers; l++) {
@@ -33,7 +33,7 @@ void score_pending(Store & store, const std::function<const double *(size_t laye
 }
 
 void add_scores(Store & store, int32_t layer, int32_t head, int32_t n, const float * weights, size_t ld, int32_t group) {
-    auto &  blocks = store.parts().blocks;
+    auto &  blocks = store.mutable_contents().blocks;
     int32_t at     = 0;
     for (size_t b = 0; b < blocks.size() && at < n; b++) {
         auto &        heads  = blocks[b].layers[(size_t) layer].heads;
@@ -70,7 +70,7 @@ void copy_scores(const Store & store, std::vector<double> & to) {
 
 void put_back_scores(Store & store, const std::vector<double> & from) noexcept {
     size_t at = 0;
-    each_scores(store.parts().blocks, [&](auto & scores) {
+    each_scores(store.mutable_contents().blocks, [&](auto & scores) {
         const size_t n = std::min(scores.size(), from.size() - at);
         std::copy_n(from.begin() + (std::ptrdiff_t) at, n, scores.begin());
         at += n;

@@ -49,8 +49,8 @@ bool join_layer(const std::vector<Block> & blocks, size_t layer, size_t first, s
 // Replaces the blocks [first, last) by one quantised block. All of them are pending, or none is. values: as in join_layer.
 // False: no memory; nothing changed.
 static bool seal(Store & store, size_t first, size_t last, bool values) try {
-    auto &   blocks       = store.parts().blocks;
-    size_t & pending_from = store.parts().pending_from;
+    auto &   blocks       = store.mutable_contents().blocks;
+    size_t & pending_from = store.mutable_contents().pending_from;
     Block    block;
     block.kind      = !values && format(store.storage().v).residual ? BlockKind::open_values : BlockKind::ragged;
     block.generated = last - first == 1 && blocks[first].generated;
@@ -122,7 +122,7 @@ bool seal_old(Store & store, size_t end) {
 }
 
 bool unseal_pending(Store & store, Sealed * was) try {
-    auto & blocks = store.parts().blocks;
+    auto & blocks = store.mutable_contents().blocks;
     Sealed fresh;
     for (size_t b = store.contents().pending_from; b < blocks.size(); b++) {
         const Block & from = blocks[b];
@@ -153,13 +153,13 @@ bool unseal_pending(Store & store, Sealed * was) try {
 
 void seal_again(Store & store, Sealed && was) noexcept {
     for (auto & [place, block] : was) {
-        std::swap(store.parts().blocks[place], block);
+        std::swap(store.mutable_contents().blocks[place], block);
     }
     was.clear();
 }
 
 bool promote_sealed(Store & store) {
-    StoreContents & all    = store.parts();
+    StoreContents & all    = store.mutable_contents();
     const size_t    before = all.pending_from;
     const auto      sealed = [](const Block & b) { return b.ragged() && b.kind != BlockKind::whole; };
     for (; all.pending_from < all.blocks.size() && sealed(all.blocks[all.pending_from]); all.pending_from++) {
@@ -188,7 +188,7 @@ static bool seal_block(Block & block, const Storage & as, int32_t n_threads) {
 }
 
 bool seal_whole(Store & store, const Storage & as, int32_t n_threads) try {
-    auto & blocks = store.parts().blocks;
+    auto & blocks = store.mutable_contents().blocks;
     return std::all_of(blocks.begin() + (std::ptrdiff_t) store.contents().pending_from, blocks.end(),
                        [&](Block & block) { return block.ragged() || seal_block(block, as, n_threads); });
 } catch (const std::bad_alloc &) {

@@ -117,7 +117,7 @@ static Block lay_out_block(const Store & store, int32_t capacity) {
 Block Store::make_block(int32_t capacity) const {
     Block block = lay_out_block(*this, capacity);
     for (size_t l = 0; l < block.layers.size(); l++) {
-        if (!is_away(l) && !block.layers[l].rows.take()) {
+        if (!on_device(l) && !block.layers[l].rows.take()) {
             throw std::bad_alloc();
         }
     }
@@ -214,13 +214,13 @@ bool Store::append_unallocated(int32_t n, const int32_t * new_pos, const uint8_t
     return false;
 }
 
-bool take_layer(Store & store, size_t layer) { return store.parts().blocks.back().layers[layer].rows.take(); }
+bool take_layer(Store & store, size_t layer) { return store.mutable_contents().blocks.back().layers[layer].rows.take(); }
 
-void give_back_layer(Store & store, size_t layer) { store.parts().blocks.back().layers[layer].rows.memory() = SharedPages(); }
+void give_back_layer(Store & store, size_t layer) { store.mutable_contents().blocks.back().layers[layer].rows.memory() = SharedPages(); }
 
-void Store::send_away(size_t layer) {
-    away_.resize(shapes().size());
-    away_[layer] = 1;
+void Store::release_to_device(size_t layer) {
+    on_device_.resize(shapes().size());
+    on_device_[layer] = 1;
     for (Block & block : blocks) {
         block.layers[layer].rows.memory() = SharedPages();
     }
@@ -235,7 +235,7 @@ bool Store::bring_back(size_t layer) {
             return false;
         }
     }
-    away_[layer] = 0;
+    on_device_[layer] = 0;
     return true;
 }
 
@@ -348,10 +348,10 @@ void Store::close_pending() {
     pending_from = blocks.size();
 }
 
-void reserve_blocks(Store & store) { store.parts().blocks.reserve(store.contents().blocks.size() + 2); }
+void reserve_blocks(Store & store) { store.mutable_contents().blocks.reserve(store.contents().blocks.size() + 2); }
 
 void replace_pending(Store & store, Block && main, Block && tail) {
-    auto & blocks = store.parts().blocks;
+    auto & blocks = store.mutable_contents().blocks;
     blocks.resize(store.contents().pending_from);
     for (Block * block : { &main, &tail }) {
         if (std::any_of(block->layers.begin(), block->layers.end(), [](const BlockLayer & layer) { return layer.rows.extent() > 0; })) {
@@ -361,7 +361,7 @@ void replace_pending(Store & store, Block && main, Block && tail) {
 }
 
 uint64_t give_back_pending(Store & store, size_t layer) {
-    StoreContents & all = store.parts();
+    StoreContents & all = store.mutable_contents();
     uint64_t        n   = 0;
     for (size_t b = all.pending_from; b < all.blocks.size(); b++) {
         n += all.blocks[b].layers[layer].rows.bytes();

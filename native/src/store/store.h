@@ -41,7 +41,7 @@ class Store : private StoreContents {
     const std::vector<LayerShape> & shapes() const { return *shapes_; }
     const Storage &                 storage() const { return storage_; }
     const StoreContents &           contents() const { return *this; }
-    StoreContents &                 parts() { return *this; }  // only for functions that change a store
+    StoreContents &                 mutable_contents() { return *this; }  // only for functions that change a store
 
     // Returns a copy that shares the memory of the rows (LayerRows::share). Throws std::bad_alloc.
     Store share() const;
@@ -62,11 +62,11 @@ class Store : private StoreContents {
     void mark_images(int32_t n, const uint8_t * mask);     // sets `image` of the last n tokens; mask [n]
     Block make_block(int32_t capacity) const;              // returns an empty uniform block. Throws std::bad_alloc
 
-    // send_away: frees the memory of a layer whose rows a device now holds; new blocks get no memory for it. bring_back: takes
+    // release_to_device: frees the memory of a layer whose rows a device now holds; new blocks get no memory for it. bring_back: takes
     // memory for all rows of the layer, which the caller then writes; false: no memory, nothing changed.
-    void send_away(size_t layer);
+    void release_to_device(size_t layer);
     bool bring_back(size_t layer);
-    bool is_away(size_t layer) const { return !away_.empty() && away_[layer]; }
+    bool on_device(size_t layer) const { return !on_device_.empty() && on_device_[layer]; }
 
     // The place of a token's row.
     struct Place {
@@ -88,7 +88,7 @@ class Store : private StoreContents {
   private:
     const std::vector<LayerShape> * shapes_;
     Storage                         storage_;
-    std::vector<uint8_t>            away_;  // [layer] 1: a device holds the rows; empty: the host holds all rows
+    std::vector<uint8_t>            on_device_;  // [layer] 1: a device holds the rows; empty: the host holds all rows
 };
 
 bool                 biased(const Store & store);           // whether any row has a bias

@@ -45,7 +45,7 @@ int32_t even_rows(const Store & store) {
 }
 
 void open_stream(Store & store, int32_t n_sinks) {
-    StoreContents & all = store.parts();
+    StoreContents & all = store.mutable_contents();
     for (size_t b = 0; b < all.pending_from; b++) {
         all.blocks[b].kind = all.blocks[b].ragged() ? BlockKind::streamed : all.blocks[b].kind;
     }
@@ -53,8 +53,8 @@ void open_stream(Store & store, int32_t n_sinks) {
     all.sinks        = n_sinks;
 }
 
-void set_sinks(Store & store, int32_t n) { store.parts().sinks = n; }
+void set_sinks(Store & store, int32_t n) { store.mutable_contents().sinks = n; }
 
-void stream_last(Store & store) { store.parts().blocks.back().kind = BlockKind::streamed; }
+void stream_last(Store & store) { store.mutable_contents().blocks.back().kind = BlockKind::streamed; }
 
 }  // namespace kvedge

@@ -113,13 +113,13 @@ void allocate(const AllocateInput & in, std::vector<std::vector<int32_t>> & out)
     if (!in.profile || in.params[SHARE_OF] == 0) {
         const int32_t measured = measured_up_to(in.params, in.n_tokens);
         if (in.budget > measured) {
-            fill_up(shares, (double) measured * (double) shares.size(), in.most, std::min(least, measured));
+            fill_up(shares, (double) measured * (double) shares.size(), in.largest_budget, std::min(least, measured));
             raise_poorest(shares, in.budget);
         }
-        counts = round_shares(shares, (int64_t) in.budget * (int64_t) shares.size(), in.most, least);
+        counts = round_shares(shares, (int64_t) in.budget * (int64_t) shares.size(), in.largest_budget, least);
     } else {
         for (double share : shares) {
-            counts.push_back((int64_t) std::clamp(std::floor(share * in.n_tokens + 0.5), (double) least, (double) in.most));
+            counts.push_back((int64_t) std::clamp(std::floor(share * in.n_tokens + 0.5), (double) least, (double) in.largest_budget));
         }
     }
     size_t i = 0;

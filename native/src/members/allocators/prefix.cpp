@@ -91,7 +91,7 @@ std::vector<double> look_up(const AllocateInput & in) {
 void allocate(const AllocateInput & in, std::vector<std::vector<int32_t>> & out) {
     const int64_t target = (int64_t) in.budget * (int64_t) out.size();
     auto          shares = from_profile(in.params) ? look_up(in) : search(in, target);
-    const auto    counts = round_shares(std::move(shares), target, in.most, std::max(1, in.recent));
+    const auto    counts = round_shares(std::move(shares), target, in.largest_budget, std::max(1, in.recent));
     for (size_t l = 0; l < out.size(); l++) {
         out[l].assign((size_t) (*in.shapes)[l].n_heads_kv, (int32_t) counts[l]);
     }

@@ -25,7 +25,7 @@ void allocate(const AllocateInput & in, std::vector<std::vector<int32_t>> & out)
         const HighPass filter(in.n_tokens, in.params[GAMMA]);
         parallel_for(in.n_threads, n_layers, [&](int32_t l, int32_t) { shares[(size_t) l] = filter.measure(*in.view, l, (*in.shapes)[(size_t) l], nullptr); });
     }
-    const auto counts = round_shares(shares, (int64_t) in.budget * n_layers, in.most, std::max(1, in.recent));
+    const auto counts = round_shares(shares, (int64_t) in.budget * n_layers, in.largest_budget, std::max(1, in.recent));
     for (size_t l = 0; l < out.size(); l++) {
         out[l].assign((size_t) (*in.shapes)[l].n_heads_kv, (int32_t) counts[l]);
     }

@@ -35,7 +35,7 @@ static void score(const ScoreInput & in, float * out) {
 }
 
 extern const Scorer scorer_cumulative = {
-    { "cumulative", PARAMS, [](const double *, Observation & to) { to.columns[column::sums] = true; } }, score, auto_recent, nullptr, joins_heads, always_attends
+    { "cumulative", PARAMS, [](const double *, Observation & to) { to.columns[column::sums] = true; } }, score, auto_recent, nullptr, joins_heads, always_attention
 };
 
 }  // namespace kvedge

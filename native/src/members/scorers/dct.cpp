@@ -21,8 +21,8 @@ bool joins_heads(const double * params) { return params[SHARE] == 0; }
 
 double low_share(const double * params) { return params[GAMMA]; }
 
-Looks looks(const double * params, bool) {
-    Looks out;
+WantedMeasures wanted_measures(const double * params, bool) {
+    WantedMeasures out;
     out.gamma = params[GAMMA];
     return out;
 }
@@ -40,6 +40,6 @@ void score(const ScoreInput & in, float * out) {
 
 }  // namespace
 
-extern const Scorer scorer_dct = { { "dct", PARAMS }, score, nullptr, looks, joins_heads, nullptr, nullptr, low_share };
+extern const Scorer scorer_dct = { { "dct", PARAMS }, score, nullptr, wanted_measures, joins_heads, nullptr, nullptr, low_share };
 
 }  // namespace kvedge

@@ -27,7 +27,7 @@ const Param PARAMS[] = {
 
 int32_t auto_recent(int32_t kept, int32_t even, const double *) { return window_recent(RECENT, kept, even); }
 
-bool attends(const double * params) { return params[VNORM] != 0.0; }
+bool scores_are_attention(const double * params) { return params[VNORM] != 0.0; }
 
 int32_t first_counted(const double * params) { return (int32_t) params[N_SINK]; }
 
@@ -146,7 +146,7 @@ void score(const ScoreInput & in, float * out) {
 }  // namespace
 
 extern const Scorer scorer_expected = {
-    { "expected", PARAMS, observes }, score, auto_recent, nullptr, nullptr, attends
+    { "expected", PARAMS, observes }, score, auto_recent, nullptr, nullptr, scores_are_attention
 };
 
 }  // namespace kvedge

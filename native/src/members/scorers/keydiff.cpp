@@ -19,9 +19,9 @@ const Param PARAMS[] = {
 
 int32_t auto_recent(int32_t kept, int32_t even, const double *) { return window_recent(RECENT, kept, even); }
 
-Looks looks(const double * params, bool) {
-    Looks out;
-    out.anchor = params[ANCHOR] == 0 ? Looks::Anchor::unit : Looks::Anchor::mean;
+WantedMeasures wanted_measures(const double * params, bool) {
+    WantedMeasures out;
+    out.anchor = params[ANCHOR] == 0 ? WantedMeasures::Anchor::unit : WantedMeasures::Anchor::mean;
     return out;
 }
 
@@ -35,6 +35,6 @@ void score(const ScoreInput & in, float * out) {
 
 }  // namespace
 
-extern const Scorer scorer_keydiff = { { "keydiff", PARAMS }, score, auto_recent, looks };
+extern const Scorer scorer_keydiff = { { "keydiff", PARAMS }, score, auto_recent, wanted_measures };
 
 }  // namespace kvedge

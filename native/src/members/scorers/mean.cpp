@@ -44,7 +44,7 @@ void reserve(const ScoreInput & in, float * out) {
 
 extern const Scorer scorer_mean = {
     { "mean", PARAMS, [](const double *, Observation & to) { to.columns[column::sums] = to.columns[column::squares] = true; } },
-    score, auto_recent, nullptr, nullptr, always_attends, nullptr, nullptr, reserved, reserve
+    score, auto_recent, nullptr, nullptr, always_attention, nullptr, nullptr, reserved, reserve
 };
 
 }  // namespace kvedge

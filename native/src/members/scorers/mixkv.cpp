@@ -43,12 +43,12 @@ double redundancy_by_profile(const ScoreInput & in, int32_t head) {
     return (double) in.profile->layer(in.shape.il)[head];
 }
 
-Looks looks(const double * params, bool) {
-    Looks out;
-    out.votes       = Looks::Votes::mean;
+WantedMeasures wanted_measures(const double * params, bool) {
+    WantedMeasures out;
+    out.votes       = WantedMeasures::Votes::mean;
     out.value_norms = params[VALUE] == 0;
     out.key_norms   = !out.value_norms;
-    out.anchor      = Looks::Anchor::unit;
+    out.anchor      = WantedMeasures::Anchor::unit;
     return out;
 }
 
@@ -104,7 +104,7 @@ void score(const ScoreInput & in, float * out) {
 }  // namespace
 
 extern const Scorer scorer_mixkv = {
-    { "mixkv", PARAMS, observes, profile_kind }, score, auto_recent, looks, nullptr, nullptr, attention
+    { "mixkv", PARAMS, observes, profile_kind }, score, auto_recent, wanted_measures, nullptr, nullptr, attention
 };
 
 }  // namespace kvedge

@@ -34,12 +34,12 @@ void observes(const double * params, Observation & to) { to.window = window(para
 
 int32_t last_one(int32_t kept, int32_t, const double *) { return std::min(kept, 1); }
 
-Looks looks(const double * params, bool images) {
-    Looks out;
-    out.votes       = Looks::Votes::faded;
+WantedMeasures wanted_measures(const double * params, bool images) {
+    WantedMeasures out;
+    out.votes       = WantedMeasures::Votes::faded;
     out.fade        = params[FADE];
     out.value_norms = true;
-    out.anchor      = Looks::Anchor::unit;
+    out.anchor      = WantedMeasures::Anchor::unit;
     out.gamma       = params[OUTLIER] > 0.0 && images ? params[GAMMA] : -1.0;
     out.by_kind     = true;
     return out;
@@ -173,7 +173,7 @@ void score(const ScoreInput & in, float * out) {
 }  // namespace
 
 extern const Scorer scorer_modal = {
-    { "modal", PARAMS, observes }, score, last_one, looks, nullptr, nullptr, votes
+    { "modal", PARAMS, observes }, score, last_one, wanted_measures, nullptr, nullptr, votes
 };
 
 }  // namespace kvedge

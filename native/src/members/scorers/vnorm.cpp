@@ -7,8 +7,8 @@
 
 namespace kvedge {
 
-static Looks looks(const double *, bool) {
-    Looks out;
+static WantedMeasures wanted_measures(const double *, bool) {
+    WantedMeasures out;
     out.value_norms = true;
     return out;
 }
@@ -18,6 +18,6 @@ static void score(const ScoreInput & in, float * out) {
     std::transform(squares.begin(), squares.end(), out, [](float square) { return std::sqrt(square); });
 }
 
-extern const Scorer scorer_vnorm = { { "vnorm", nullptr }, score, nullptr, looks };
+extern const Scorer scorer_vnorm = { { "vnorm", nullptr }, score, nullptr, wanted_measures };
 
 }  // namespace kvedge

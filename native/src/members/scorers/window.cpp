@@ -24,9 +24,9 @@ void observes(const double * params, Observation & to) { to.window = window(para
 
 int32_t auto_recent(int32_t kept, int32_t even, const double * params) { return window_recent(window(params), kept, even); }
 
-Looks looks(const double * params, bool) {
-    Looks out;
-    out.votes = params[GQA] == 0 ? Looks::Votes::mean : Looks::Votes::largest;
+WantedMeasures wanted_measures(const double * params, bool) {
+    WantedMeasures out;
+    out.votes = params[GQA] == 0 ? WantedMeasures::Votes::mean : WantedMeasures::Votes::largest;
     return out;
 }
 
@@ -43,7 +43,7 @@ void score(const ScoreInput & in, float * out) {
 }  // namespace
 
 extern const Scorer scorer_window = {
-    { "window", PARAMS, observes }, score, auto_recent, looks, nullptr, always_attends
+    { "window", PARAMS, observes }, score, auto_recent, wanted_measures, nullptr, always_attention
 };
 
 }  // namespace kvedge

@@ -1,7 +1,7 @@
-// Tests Owner and Claim, which decide who may use a handle: several threads, nested calls, and work that continues after a call.
+// Tests HandleGuard and HandleLock, which decide who may use a handle: several threads, nested calls, and work that continues after a call.
 
 #include "check.h"
-#include "system/claim.h"
+#include "system/handle_guard.h"
 
 #include <atomic>
 #include <thread>
@@ -11,88 +11,88 @@ using namespace kvedge;
 
 namespace {
 
-bool another_enters(Owner & owner) {
+bool another_enters(HandleGuard & guard) {
     bool        entered = false;
     std::thread other([&] {
-        const Claim claim(owner);
-        entered = (bool) claim;
+        const HandleLock lock(guard);
+        entered = (bool) lock;
     });
     other.join();
     return entered;
 }
 
 void test_one_thread_at_a_time() {
-    Owner owner;
+    HandleGuard guard;
     {
-        const Claim claim(owner);
-        CHECK(claim);
-        const Claim again(owner);  // a nested call
+        const HandleLock lock(guard);
+        CHECK(lock);
+        const HandleLock again(guard);  // a nested call
         CHECK(again);
-        CHECK(!another_enters(owner));
+        CHECK(!another_enters(guard));
     }
-    CHECK(another_enters(owner));
+    CHECK(another_enters(guard));
 }
 
 void test_work_that_goes_on() {
-    Owner owner;
+    HandleGuard guard;
     {
-        const Claim claim(owner);
-        owner.go_on();
+        const HandleLock lock(guard);
+        guard.hold_after_call();
     }
-    CHECK(!another_enters(owner));
+    CHECK(!another_enters(guard));
     {
-        const Claim claim(owner);  // a call from the continued work
-        CHECK(claim);
+        const HandleLock lock(guard);  // a call from the continued work
+        CHECK(lock);
     }
-    CHECK(!another_enters(owner));
-    std::thread worker([&] { owner.rest(); });
+    CHECK(!another_enters(guard));
+    std::thread worker([&] { guard.end_hold(); });
     worker.join();
-    CHECK(another_enters(owner));
-    owner.rest();  // no work continues: no effect
+    CHECK(another_enters(guard));
+    guard.end_hold();  // no work continues: no effect
     bool        waited = false;
     std::thread other;
     {
-        const Claim claim(owner);
-        other = std::thread([&] { waited = (bool) Claim(owner, true); });
+        const HandleLock lock(guard);
+        other = std::thread([&] { waited = (bool) HandleLock(guard, true); });
     }
     other.join();
     CHECK(waited);
     {
-        const Claim claim(owner);
-        owner.go_on();
+        const HandleLock lock(guard);
+        guard.hold_after_call();
     }
-    other = std::thread([&] { waited = (bool) Claim(owner, true); });
+    other = std::thread([&] { waited = (bool) HandleLock(guard, true); });
     other.join();
     CHECK(!waited);  // fails instead of waiting for work that continues
-    owner.rest();
-    CHECK(another_enters(owner));
+    guard.end_hold();
+    CHECK(another_enters(guard));
 }
 
-// Many threads change plain memory under claims, so that the thread sanitizer reports a missing lock.
+// Many threads change plain memory under locks, so that the thread sanitizer reports a missing lock.
 void test_many_threads() {
-    Owner                    owner;
+    HandleGuard              guard;
     int64_t                  guarded = 0;
     std::atomic<int64_t>     entered{ 0 }, refused{ 0 };
     std::vector<std::thread> threads;
     for (int32_t t = 0; t < 4; t++) {
         threads.emplace_back([&, t] {
             for (int32_t i = 0; i < 20000; i++) {
-                const Claim claim(owner);
-                if (!claim) {
+                const HandleLock lock(guard);
+                if (!lock) {
                     refused++;
                     continue;
                 }
                 guarded++;
                 entered++;
                 if ((i + t) % 7 == 0) {
-                    owner.go_on();
+                    guard.hold_after_call();
                     std::thread worker;
                     if (i % 700 == 0) {  // another thread does the work while this one waits, as ggml's threads do
-                        worker = std::thread([&] { guarded++; owner.rest(); });
+                        worker = std::thread([&] { guarded++; guard.end_hold(); });
                         worker.join();
                         entered++;
                     } else {
-                        owner.rest();
+                        guard.end_hold();
                     }
                 }
             }

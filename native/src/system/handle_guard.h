@@ -9,7 +9,7 @@
 
 namespace kvedge {
 
-class Owner {
+class HandleGuard {
   public:
     // Enters the handle. False: another thread holds it; nothing changed.
     bool enter() {
@@ -21,7 +21,7 @@ class Owner {
         return true;
     }
 
-    // Enters the handle, and waits while another thread is in a call. False: that thread works beyond its call (go_on).
+    // Enters the handle, and waits while another thread is in a call. False: that thread works beyond its call (hold_after_call).
     bool wait() {
         while (!enter()) {
             if (working_.load(std::memory_order_relaxed)) {
@@ -37,11 +37,11 @@ class Owner {
         give_up();
     }
 
-    // Lets the calling thread, which is inside, hold the handle after leave() until rest().
-    void go_on() { working_ = true; }
+    // Lets the calling thread, which is inside, hold the handle after leave() until end_hold().
+    void hold_after_call() { working_ = true; }
 
-    // Ends go_on. Call from the thread that called go_on, or from a thread that works for it while it waits.
-    void rest() {
+    // Ends hold_after_call. Call from the thread that called hold_after_call, or from a thread that works for it while it waits.
+    void end_hold() {
         if (working_) {
             working_ = false;
             give_up();
@@ -66,21 +66,21 @@ class Owner {
 };
 
 // Holds a handle during its lifetime. Converts to false if another thread holds the handle.
-class Claim {
+class HandleLock {
   public:
-    explicit Claim(Owner & owner, bool wait = false) : owner_((wait ? owner.wait() : owner.enter()) ? &owner : nullptr) {}
-    ~Claim() {
-        if (owner_) {
-            owner_->leave();
+    explicit HandleLock(HandleGuard & guard, bool wait = false) : guard_((wait ? guard.wait() : guard.enter()) ? &guard : nullptr) {}
+    ~HandleLock() {
+        if (guard_) {
+            guard_->leave();
         }
     }
-    Claim(const Claim &)             = delete;
-    Claim & operator=(const Claim &) = delete;
+    HandleLock(const HandleLock &)             = delete;
+    HandleLock & operator=(const HandleLock &) = delete;
 
-    explicit operator bool() const { return owner_ != nullptr; }
+    explicit operator bool() const { return guard_ != nullptr; }
 
   private:
-    Owner * owner_;
+    HandleGuard * guard_;
 };
 
 }  // namespace kvedge

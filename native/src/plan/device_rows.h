@@ -13,7 +13,7 @@
 namespace kvedge {
 
 // The measures that a scorer needs of a layer's pending rows. Results of host and device differ by rounding only.
-struct Looks {
+struct WantedMeasures {
     // A token's vote is its attention from the last W queries; each softmax covers all rows up to the query's own row.
     //   mean, largest  mean over the queries, then the mean or the largest over the query heads of a KV head
     //   faded          query r has weight e^(-fade * (W - 1 - r)) and does not vote for its own token; sum over queries, mean over
@@ -34,7 +34,7 @@ struct Looks {
     bool any() const { return votes != Votes::none || key_norms || value_norms || anchor != Anchor::none || gamma >= 0.0; }
 };
 
-// Measures of one layer's T pending tokens. A measure that Looks did not ask for is empty.
+// Measures of one layer's T pending tokens. A measure that WantedMeasures did not ask for is empty.
 struct Measures {
     Bulk<float>         votes;        // [Hkv][T]
     Bulk<float>         key_squares;    // [Hkv][T] squared Euclidean lengths
@@ -61,10 +61,10 @@ inline double mean_root(const std::vector<float> & squares) {
 
 // A request to measure the pending rows of all layers.
 struct MeasureJob {
-    Looks   looks;
+    WantedMeasures wanted;
     int32_t n_tokens;                   // T: the last T rows of every head are pending
     int32_t n_window = 0;               // W: number of window queries
-    const uint8_t * kind = nullptr;     // [T] 0 or 1; read if looks.by_kind
+    const uint8_t * kind = nullptr;     // [T] 0 or 1; read if wanted.by_kind
     // [layer][W][H][d_k] window queries, scaled for the logits; empty without votes, and if the devices keep them (keeps_window)
     std::vector<Bulk<float>>   queries;
     std::vector<const float *> sinks;   // [layer] -> [H] logits of attention sinks, or NULL
@@ -94,12 +94,12 @@ struct DeviceWork {
 };
 
 // The rows of a sequence that lie on devices.
-class AwayRows {
+class DeviceRows {
   public:
     // lacking: a device does not support the request; full: a device has no memory; failed: a device's operation failed.
     enum class Outcome { done, lacking, full, failed };
 
-    virtual ~AwayRows() = default;
+    virtual ~DeviceRows() = default;
     virtual bool holds(size_t layer) const = 0;
     // Returns whether the devices keep the queries of the last n > 0 tokens from the prompt's graphs.
     virtual bool keeps_window(int32_t n) const = 0;
