@@ -64,7 +64,7 @@ struct AttendJob {
     size_t          out_token, out_head;
     const int32_t * index;  // [n] place of query token i in q and out; NULL: place i
 
-    const int32_t * places;  // [axis][n] rotary positions of the query tokens (M-RoPE); NULL: the positions in the store
+    const int32_t * rotation_positions;  // [axis][n] rotary positions of the query tokens (M-RoPE); NULL: the positions in the store
 
     float         scale;
     float         softcap;  // 0: none

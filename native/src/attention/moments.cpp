@@ -11,8 +11,8 @@ constexpr double WHOLE_TURN = 6.283185307179586476925;
 
 // Returns the rotary position of query token t for a pair of channels.
 int32_t position(const AttendJob & job, const Rotation & rotation, int32_t t, size_t pair) {
-    if (job.places && !rotation.axes.empty()) {
-        return job.places[(size_t) rotation.axes[pair] * (size_t) job.n + (size_t) t];
+    if (job.rotation_positions && !rotation.axes.empty()) {
+        return job.rotation_positions[(size_t) rotation.axes[pair] * (size_t) job.n + (size_t) t];
     }
     return job.rows->contents().pos[(size_t) (job.rows->n_tokens() - job.n + t)];
 }
@@ -52,8 +52,8 @@ void record_moments(const AttendJob & job, Observed & to, int32_t from, int32_t 
     const Rotation &   rotation = to.rotation((size_t) job.layer);
     QueryMoments &     moments  = to.layer((size_t) job.layer).moments;
     const int32_t      first    = job.rows->n_tokens() - job.n;
-    for (int32_t a = 0; ith == 0 && job.places && a < PLACES * job.n; a++) {
-        moments.note_position(job.places[a]);
+    for (int32_t a = 0; ith == 0 && job.rotation_positions && a < PLACES * job.n; a++) {
+        moments.note_position(job.rotation_positions[a]);
     }
     for (int32_t t = std::max(0, from - first); t < job.n; t += MomentsScratch::BLOCK) {
         const int32_t n = std::min(MomentsScratch::BLOCK, job.n - t);

@@ -21,7 +21,8 @@ namespace {
 
 // Builds OWN_NEAREST. entries: size of the result. most: most kept rows of a KV head.
 T nearest(ggml_context * c, T keys, T kept, T heads, int64_t entries, const MergeRule & rule, size_t most) {
-    T out       = ggml_new_tensor_2d(c, !rule.looks && most <= INT16_MAX ? GGML_TYPE_I16 : GGML_TYPE_I32, entries, rule.looks ? 2 : 1);
+    const bool similar = rule.uses_similarity;
+    T out       = ggml_new_tensor_2d(c, !similar && most <= INT16_MAX ? GGML_TYPE_I16 : GGML_TYPE_I32, entries, similar ? 2 : 1);
     out->op     = GGML_OP_FLASH_ATTN_EXT;
     out->src[0] = out->src[1] = out->src[2] = keys;
     out->src[3] = kept;
@@ -189,7 +190,7 @@ void GraphRows::Merging::weigh(size_t l, size_t h) {
     in.kept     = kept.data();
     in.n_kept   = (int32_t) kept.size();
     in.bias     = biases ? biases->data() : nullptr;
-    weigh_joins(in, rule, { to.target.data(), to.share.data(), to.self.data() }, rule.mass ? of.stay[l][h].data() : nullptr);
+    to_merge_factors(in, rule, { to.target.data(), to.share.data(), to.self.data() }, rule.mass ? of.stay[l][h].data() : nullptr);
 }
 
 }  // namespace kvedge

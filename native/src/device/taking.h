@@ -29,7 +29,7 @@ struct GraphRows::Merging {
         size_t    size() const { return n; }
         X &       operator[](size_t i) const { return first[i]; }
     };
-    // The joins of one KV head, as Joins in primitives/merge.h.
+    // The joins of one KV head, as MergeTargets in primitives/merge.h.
     struct Joined {
         Part<int32_t> target;       // [T]
         Part<float>   share, self;  // [T], [kept rows]

@@ -14,7 +14,7 @@ Answer::Answer(const kvedge_plan & by, const std::vector<LayerShape> & shapes) :
     }
 }
 
-void Course::cut(int32_t n_tokens) {
+void ContinuationState::cut(int32_t n_tokens) {
     prompt    = std::min(prompt, n_tokens);
     generated = std::min(generated, n_tokens - prompt + (evicted ? 1 : 0));
     released  = std::min(released, n_tokens);

@@ -275,7 +275,7 @@ extern "C" kvedge_status kvedge_compress(kvedge_cache * kv, int32_t seq_id, kved
             return fail_verifying(err);
         }
         kv->context.synchronize();
-        kv->settle();
+        kv->finish_graphs();
         return kv->compressor.compress(*state, err);
     });
 }
@@ -347,7 +347,7 @@ extern "C" int32_t kvedge_layer_id(const kvedge_cache * kv, int32_t i) {
 
 extern "C" const char * kvedge_layer_device(const kvedge_cache * kv, int32_t i) {
     return asked(kv, (const char *) nullptr, [&] {
-        const auto place = kv->layers.holds(i) ? kv->layers.places[(size_t) i] : nullptr;
+        const auto place = kv->layers.holds(i) ? kv->layers.devices[(size_t) i] : nullptr;
         return place ? ggml_backend_dev_name(place) : nullptr;
     });
 }

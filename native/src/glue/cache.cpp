@@ -51,7 +51,7 @@ ggml_tensor * kvedge_cache::build_reader(const llama_attn_provider_layer & layer
     const bool same = q->type == GGML_TYPE_F32 && q->nb[0] == sizeof(float) && q->ne[3] == 1 && q->ne[0] == shape.d_k &&
                       q->ne[1] == shape.n_heads && layer.softcap == shape.softcap && !layer.kq_b && layer.max_alibi_bias == 0.0f &&
                       (!layer.sinks || layer.sinks->type == GGML_TYPE_F32);
-    if (!same || layers.places[(size_t) at] || (op == readers.end() && !sequences.all.empty())) {
+    if (!same || layers.devices[(size_t) at] || (op == readers.end() && !sequences.all.empty())) {
         layers.shares_kv = true;
         return nullptr;
     }
@@ -77,7 +77,7 @@ ggml_tensor * kvedge_cache::build_attn(const llama_attn_provider_layer & layer) 
         working.locks.reset();
     }
     const auto at = (size_t) op->layer;
-    if (layers.places[at]) {
+    if (layers.devices[at]) {
         if (ggml_tensor * out = devices.build(layer, at, ubatch.is(layer.q->ne[2]) ? &ubatch.runs : nullptr)) {
             return out;
         }
@@ -96,7 +96,7 @@ int kvedge_cache::ubatch_begin(const llama_attn_provider_ubatch & of) {
 // ---------------------------------------------------------------------------------------------------------
 // Sequences
 
-void kvedge_cache::settle() {
+void kvedge_cache::finish_graphs() {
     if (std::any_of(ubatch.runs.begin(), ubatch.runs.end(), [](const auto & run) { return run->device != nullptr; })) {
         ubatch.leave();
     }
@@ -105,14 +105,14 @@ void kvedge_cache::settle() {
 
 kvedge_status kvedge_cache::to_host(const SequenceState & state, kvedge_error * err) const {
     auto & self = const_cast<kvedge_cache &>(*this);
-    self.settle();
+    self.finish_graphs();
     return self.devices.to_host(const_cast<SequenceState &>(state))
                ? KVEDGE_OK
                : fail(err, KVEDGE_E_MEMORY, "no memory on the host for the keys and values of the sequence, which lie on a device");
 }
 
 void kvedge_cache::clear() {
-    settle();
+    finish_graphs();
     sequences.all.clear();
 }
 
@@ -120,7 +120,7 @@ void kvedge_cache::seq_rm(int32_t seq_id, int32_t p0, int32_t p1) {
     if (context.releasing) {
         return;
     }
-    settle();
+    finish_graphs();
     auto & all = sequences.all;
     p0         = std::max(p0, 0);
     p1         = p1 < 0 ? INT_MAX : p1;
@@ -164,14 +164,14 @@ bool kvedge_cache::seq_cp(int32_t from, int32_t to, int32_t p0, int32_t p1) {
     if (from == to || !source || !holds(source->seq->rows, p0, p1)) {
         return true;
     }
-    if (source->turned()) {
+    if (source->whole_in_use()) {
         return context.deny(KVEDGE_E_STATE, "a verification of drafts was begun; end it before the sequence is copied (kvedge_verify_end)");
     }
     if (const SequenceState * there = sequences.find(to); there && !covers(source->seq->rows, p0, p1, there->seq->rows)) {
         return context.deny(KVEDGE_E_UNSUPPORTED, "a sequence was copied onto another that holds tokens beside it; remove those before "
                             "(llama_memory_seq_rm)");
     }
-    settle();
+    finish_graphs();
     auto copy = devices.to_host(*source) ? source->seq->clone() : nullptr;
     if (!copy) {
         return context.deny(KVEDGE_E_MEMORY, "no memory to copy a sequence");
@@ -186,7 +186,7 @@ bool kvedge_cache::seq_cp(int32_t from, int32_t to, int32_t p0, int32_t p1) {
             seq->remove(p1, INT_MAX);
         }
     }
-    (Course &) state      = *source;
+    (ContinuationState &) state = *source;
     state.cut(state.seq->rows.n_tokens());
     state.note_peak();
     sequences.all[to] = std::move(state);
@@ -194,7 +194,7 @@ bool kvedge_cache::seq_cp(int32_t from, int32_t to, int32_t p0, int32_t p1) {
 }
 
 void kvedge_cache::seq_keep(int32_t seq_id) {
-    settle();
+    finish_graphs();
     auto & all = sequences.all;
     for (auto it = all.begin(); it != all.end();) {
         it = it->first == seq_id ? std::next(it) : all.erase(it);

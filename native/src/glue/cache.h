@@ -36,7 +36,7 @@ struct kvedge_cache {
     void          seq_keep(int32_t seq_id);
 
     // Waits until no graph runs; the last ubatch is over then. Call this function before sequences change.
-    void settle();
+    void finish_graphs();
     // Brings the rows of a sequence to the host, for a caller to read; callers do not see where rows lie. Errors: KVEDGE_E_MEMORY.
     kvedge_status to_host(const kvedge::SequenceState & state, kvedge_error * err) const;
 

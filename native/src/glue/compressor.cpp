@@ -22,7 +22,7 @@ kvedge_status fail_verifying(kvedge_error * err) {
 // Removes a bounded prompt that failed from the sequence.
 static kvedge_status fail_bounded(SequenceState & state, kvedge_error * err) {
     state.drop_bounded();
-    state.armed = false;
+    state.has_uncompressed_prompt = false;
     return fail(err, KVEDGE_E_STATE, "the prompt could not be compressed layer by layer and is gone; clear the sequence and try again");
 }
 
@@ -143,11 +143,11 @@ kvedge_status Compressor::compress(SequenceState & state, kvedge_error * err) {
     state.seq->projections = layers_.projections;  // also for a loaded sequence
     if (state.seq->rows.pending_length() == 0) {  // also if a prompt's tokens were removed: their observations go, too
         state.seq->close_pending();
-        state.armed = false;
+        state.has_uncompressed_prompt = false;
         return ok(err);
     }
     if (state.whole.seq) {  // later tokens are the answer's: the next message is compressed with them
-        state.armed = false;
+        state.has_uncompressed_prompt = false;
         return ok(err);
     }
     // In an answer that a decode policy bounds, heads hold different tokens already: there is no prompt to choose from.
@@ -174,7 +174,7 @@ kvedge_status Compressor::compress(SequenceState & state, kvedge_error * err) {
 }
 
 kvedge_status Compressor::choose_again(SequenceState & state, kvedge_error * err) {
-    keeping_.settle();
+    keeping_.adopt_written_rows();
     if (!state.whole.seq || state.verified) {
         return fail(err, KVEDGE_E_STATE, "sequence %d has no whole rows to choose from now (kvedge_keep)", state.id);
     }
@@ -223,7 +223,7 @@ kvedge_status Compressor::compress_stream(SequenceState & state, kvedge_error * 
     if (outcome.reduced) {
         state.note_compression(std::move(next), outcome, n_tokens);
     }
-    state.armed = false;
+    state.has_uncompressed_prompt = false;
     return ok(err);
 }
 

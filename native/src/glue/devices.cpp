@@ -56,7 +56,7 @@ bool Devices::even(const SequenceState & state) const {
         return false;
     }
     const bool known = state.device && !state.device->form().dropping;
-    return known ? state.device->even() : holds_even(state.seq->rows, layers_.places);
+    return known ? state.device->even() : holds_even(state.seq->rows, layers_.devices);
 }
 
 // Graph nodes of a sequence's attention in one layer: even heads; uneven heads, in four groups, with one token; with several tokens.
@@ -72,7 +72,7 @@ static int32_t summing_parts(size_t sequences) {
 uint32_t Devices::summing_nodes(size_t sequences) const {
     int32_t most = 0;
     for (size_t l = 0; l < layers_.shapes.size(); l++) {
-        most = layers_.places[l] ? std::max(most, kvedge::summing_nodes(layers_.shapes[l])) : most;
+        most = layers_.devices[l] ? std::max(most, kvedge::summing_nodes(layers_.shapes[l])) : most;
     }
     return (uint32_t) (most * summing_parts(sequences)) * (uint32_t) sequences;
 }
@@ -97,8 +97,8 @@ int32_t Devices::attach() {
 bool Devices::fits(const Run & run, bool even) const {
     const SequenceState & state = *run.state;
     const Storage & stored = state.seq->rows.storage();  // a loaded sequence has the types of its file
-    if (state.turned() || run.request || run.wanted.queries || run.wanted.moments >= 0 || run.wanted.peaks || !run.wanted.on_devices() ||
-        sequences_.watching || state.streaming ||
+    if (state.whole_in_use() || run.request || run.wanted.queries || run.wanted.moments >= 0 || run.wanted.peaks ||
+        !run.wanted.on_devices() || sequences_.watching || state.streaming ||
         is_rotated(stored.k) || is_rotated(stored.v) || has_whole(state.seq->rows) || !follow_each_other(run.index) ||
         (run.score && even_rows(state.seq->rows) != 0)) {
         return false;
@@ -107,8 +107,8 @@ bool Devices::fits(const Run & run, bool even) const {
     if (even) {
         return !sums || !sunk;
     }
-    const auto & places = layers_.places;
-    const bool   reads  = run.n() == 1 || std::all_of(places.begin(), places.end(), [](auto * p) { return !p || reads_several(p); });
+    const auto & devices = layers_.devices;
+    const bool   reads   = run.n() == 1 || std::all_of(devices.begin(), devices.end(), [](auto * p) { return !p || reads_several(p); });
     return reads && !sums && !sunk;
 }
 
@@ -124,7 +124,7 @@ bool Devices::stays(const Run & run) const {
     const int32_t threads = context_.graph_threads();
     for (size_t l = 0; l < layers_.shapes.size(); l++) {
         const LayerShape & shape = layers_.shapes[l];
-        if (const auto device = layers_.places[l]) {
+        if (const auto device = layers_.devices[l]) {
             return run.n() * (shape.n_heads / shape.n_heads_kv) <= threads * TOKENS * (is_far(device) ? FAR : 1);
         }
     }
@@ -162,7 +162,7 @@ bool Devices::to_device(SequenceState & state, bool prompt) {
     if (!needed_on_host(state)) {
         return false;
     }
-    auto device = std::make_shared<GraphRows>(layers_.shapes, layers_.places, form, stamps_, workers_);
+    auto device = std::make_shared<GraphRows>(layers_.shapes, layers_.devices, form, stamps_, workers_);
     if (!device->load(state.seq->rows, context_.threads())) {
         return report_full(*device, state.seq->rows.n_tokens() + std::max(1, state.expected));
     }
@@ -298,8 +298,8 @@ uint64_t Devices::read_queries(SequenceState & state) {
     }
     wait();
     const LastQueries last = state.device->queries.read();
-    for (size_t l = 0; l < layers_.places.size() && state.seq->observed.have().window > 0; l++) {
-        if (layers_.places[l]) {
+    for (size_t l = 0; l < layers_.devices.size() && state.seq->observed.have().window > 0; l++) {
+        if (layers_.devices[l]) {
             note_queries(state, l, last.n, last.layers[l]);
         }
     }
@@ -312,8 +312,8 @@ uint64_t Devices::read_sums(SequenceState & state) {
     }
     wait();
     const PromptSums sums = state.device->sums.read();
-    for (size_t l = 0; l < layers_.places.size(); l++) {
-        if (layers_.places[l]) {
+    for (size_t l = 0; l < layers_.devices.size(); l++) {
+        if (layers_.devices[l]) {
             note_sums(state, l, sums.rows, sums.layers[l]);
         }
     }
@@ -346,7 +346,8 @@ bool Devices::one_at_a_time() const {
         const auto type = ggml_backend_dev_type(ggml_backend_dev_get(i));
         n += type != GGML_BACKEND_DEVICE_TYPE_CPU && type != GGML_BACKEND_DEVICE_TYPE_ACCEL;
     }
-    const bool same = std::all_of(layers_.places.begin(), layers_.places.end(), [&](auto * place) { return place && place == layers_.places[0]; });
+    const auto & all = layers_.devices;
+    const bool same  = std::all_of(all.begin(), all.end(), [&](auto * place) { return place && place == all[0]; });
     return n <= 1 || (same && layers_.all_of_model());
 }
 

@@ -44,7 +44,7 @@ uint64_t Whole::file_bytes() const {
 Whole & Whole::operator=(Whole && other) noexcept {
     std::swap(seq, other.seq);
     std::swap(jobs, other.jobs);
-    std::swap(turn, other.turn);
+    std::swap(compression_number, other.compression_number);
     std::swap(n_read, other.n_read);
     std::swap(problem, other.problem);
     return *this;
@@ -100,7 +100,7 @@ uint64_t Keeping::held() const {
     uint64_t                n = 0;
     std::set<const Pages *> counted;
     for (const auto & [id, state] : sequences_.all) {
-        const Sequence * const whole = state.turned() ? state.seq.get() : state.whole.seq.get();
+        const Sequence * const whole = state.whole_in_use() ? state.seq.get() : state.whole.seq.get();
         if (whole) {
             n += whole->score_bytes();
             each_layer(*whole, [&](const LayerRows & rows) { n += counted.insert(rows.memory().pages().get()).second ? rows.bytes() : 0; });
@@ -113,7 +113,8 @@ void Keeping::keep_within(SequenceState & state) {
     while (most_ > 0 && state.whole.seq && held() > most_) {
         SequenceState * oldest = &state;
         for (auto & [id, other] : sequences_.all) {
-            oldest = other.whole.seq && !other.turned() && other.whole.turn < oldest->whole.turn ? &other : oldest;
+            const bool older = other.whole.compression_number < oldest->whole.compression_number;
+            oldest           = other.whole.seq && !other.whole_in_use() && older ? &other : oldest;
         }
         give_up(*oldest, "all whole rows together went beyond the limit of " + std::to_string(most_ >> 20) + " MiB");
     }
@@ -144,18 +145,18 @@ void Keeping::put_aside(SequenceState & state, std::unique_ptr<Sequence> compres
     state.whole.seq = std::move(state.seq);
     state.seq       = std::move(compressed);
     state.whole.n_read = state.seq->rows.n_tokens();
-    settle_down(state);
+    store_whole_rows(state);
 }
 
 void Keeping::take_in(SequenceState & state) noexcept try {
-    settle_down(state);
+    store_whole_rows(state);
 } catch (const std::bad_alloc &) {
     state.whole = {};
 }
 
 // Keeps whole rows as the settings say: quantised, within the limit, in the file.
-void Keeping::settle_down(SequenceState & state) {
-    state.whole.turn = ++turn_;
+void Keeping::store_whole_rows(SequenceState & state) {
+    state.whole.compression_number = ++compression_number_;
     state.whole.problem.clear();
     if (storage_.quantised() && !seal_whole(state.whole.seq->rows, storage_, context_.threads())) {
         give_up(state, std::string("no memory to store them as ") + format(storage_.k).name);
@@ -175,23 +176,23 @@ void Keeping::share(SequenceState & from, SequenceState & copy) const {
     if (from.whole.seq) {
         auto seq      = std::make_unique<Sequence>(from.whole.seq->rows.share());
         seq->observed = from.whole.seq->observed;
-        copy.whole.jobs = from.whole.jobs;
-        copy.whole.turn   = from.whole.turn;
-        copy.whole.n_read = from.whole.n_read;
-        copy.whole.seq  = std::move(seq);
+        copy.whole.jobs               = from.whole.jobs;
+        copy.whole.compression_number = from.whole.compression_number;
+        copy.whole.n_read             = from.whole.n_read;
+        copy.whole.seq                = std::move(seq);
     }
     copy.whole.problem = from.whole.problem;
 }
 
-void Keeping::settle() {
+void Keeping::adopt_written_rows() {
     for (auto & [id, state] : sequences_.all) {
-        if (!state.whole.jobs.empty() && !state.turned()) {
-            settle(state);
+        if (!state.whole.jobs.empty() && !state.whole_in_use()) {
+            adopt_written_rows(state);
         }
     }
 }
 
-void Keeping::settle(SequenceState & state) {
+void Keeping::adopt_written_rows(SequenceState & state) {
     auto & jobs = state.whole.jobs;
     for (size_t j = 0; j < jobs.size();) {
         const SpillJob & job = *jobs[j];
@@ -234,10 +235,10 @@ void Keeping::remove_whole(SequenceState & state, int32_t p0, int32_t p1) try {
 }
 
 bool Keeping::remove(SequenceState & state, int32_t p0, int32_t p1) {
-    const bool verifying = state.turned();
+    const bool verifying = state.whole_in_use();
     if (verifying) {
         state.seq->observed.skip_windows(state.verified->window_from);
-        state.turn();
+        state.swap_whole();
     }
     state.verified.reset();
     if (!devices_.to_host(state)) {
@@ -333,7 +334,7 @@ extern "C" kvedge_status kvedge_choose_again(kvedge_cache * kv, int32_t seq_id, 
             return fail(err, KVEDGE_E_STATE, "sequence %d is empty", seq_id);
         }
         kv->context.synchronize();
-        kv->settle();
+        kv->finish_graphs();
         return kv->compressor.choose_again(*state, err);
     });
 }

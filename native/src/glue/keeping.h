@@ -36,18 +36,18 @@ class Keeping {
     // Gives a copy of the sequence the same whole rows, in the same memory. Throws std::bad_alloc.
     void share(SequenceState & from, SequenceState & copy) const;
     // Replaces, in all sequences, whole rows that have been written to the file by the rows in the file.
-    void settle();
+    void adopt_written_rows();
     // Removes tokens with a position in [p0, p1), and ends a verification. False: no memory for the rows that stay. Throws std::bad_alloc.
     bool remove(SequenceState & state, int32_t p0, int32_t p1);
 
   private:
-    void settle(SequenceState & state);
+    void adopt_written_rows(SequenceState & state);
     void remove_whole(SequenceState & state, int32_t p0, int32_t p1);
     uint64_t held() const;  // bytes of all whole rows; rows that sequences share count once. Throws std::bad_alloc
     void give_up(SequenceState & state, const std::string & why);
     void keep_within(SequenceState & state);
     void write(SequenceState & state);
-    void settle_down(SequenceState & state);
+    void store_whole_rows(SequenceState & state);
 
     const Context &        context_;
     const Layers &         layers_;
@@ -55,9 +55,9 @@ class Keeping {
     Devices &              devices_;
     kvedge_keep_place      place_ = KVEDGE_KEEP_NOT;
     Storage                storage_;  // types of whole rows; not quantised: rows stay as they are
-    uint64_t               most_  = 0;
-    uint64_t               turn_  = 0;  // counts compressions that kept whole rows
-    bool                   saved_ = false;
+    uint64_t               most_               = 0;
+    uint64_t               compression_number_ = 0;  // counts compressions that kept whole rows
+    bool                   saved_              = false;
     std::unique_ptr<Spill, EndSpill> spill_;  // writes files
 };
 

@@ -16,13 +16,13 @@ LayerOp * Layers::add(const llama_attn_provider_layer & layer, ggml_backend_dev_
     auto         op    = std::make_unique<LayerOp>(LayerOp{ kv, (int32_t) shapes.size(), layer.scale });
     auto         turns = rotation_of(layer);
     shapes.reserve(n);
-    places.reserve(n);
+    devices.reserve(n);
     sinks.reserve(n);
     rotations->reserve(n);
     ops.reserve(n);
     shapes.push_back({ layer.il, (int32_t) layer.q->ne[1], (int32_t) layer.k->ne[1], (int32_t) layer.k->ne[0],
                        (int32_t) layer.v->ne[0], layer.softcap });
-    places.push_back(place);
+    devices.push_back(place);
     sinks.emplace_back();
     rotations->push_back(std::move(turns));
     ops.push_back(std::move(op));
@@ -34,7 +34,7 @@ bool Layers::has_sinks() const {
 }
 
 int32_t Layers::on_devices() const {
-    return (int32_t) std::count_if(places.begin(), places.end(), [](auto * place) { return place != nullptr; });
+    return (int32_t) std::count_if(devices.begin(), devices.end(), [](auto * place) { return place != nullptr; });
 }
 
 int32_t Layers::most_kv_heads() const {

@@ -30,7 +30,7 @@ struct Layers {
     std::vector<LayerShape>                       shapes;
     std::vector<std::unique_ptr<LayerOp>>         ops;      // one for each of shapes; graphs keep their addresses
     std::vector<std::unique_ptr<LayerOp>>         readers;  // of layers that read another layer's rows; graphs keep their addresses
-    std::vector<ggml_backend_dev_t>               places;   // for each of shapes: the device of its rows; NULL: the host
+    std::vector<ggml_backend_dev_t>               devices;  // for each of shapes: the device of its rows; NULL: the host
     std::shared_ptr<Rotations>                    rotations = std::make_shared<Rotations>();  // for each of shapes
     std::shared_ptr<Projections>                  projections;                                // for each of shapes
     std::vector<std::vector<float>>               sinks;  // for each of shapes: logits of attention sinks, if the layer lies on a device

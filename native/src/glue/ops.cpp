@@ -16,22 +16,22 @@ AttendJob make_job(const LayerOp & op, const Run & run, ggml_tensor * dst) {
     const LayerShape &   shape = kv.layers.shapes[(size_t) op.layer];
     const ggml_tensor *  q     = dst->src[0];
     AttendJob            job{};
-    job.rows      = &run.state->seq->rows;
-    job.layer     = op.layer;
-    job.n         = run.n();
-    job.causal    = kv.ubatch.causal;
-    job.q         = (const float *) q->data;
-    job.q_head    = q->nb[1] / sizeof(float);
-    job.q_token   = q->nb[2] / sizeof(float);
-    job.out       = (float *) dst->data;
-    job.out_head  = (size_t) shape.d_v;
-    job.out_token = dst->nb[1] / sizeof(float);
-    job.index     = run.index.data();
-    job.places    = run.places.empty() ? nullptr : run.places.data();
-    job.scale     = op.scale;
-    job.softcap   = shape.softcap;
-    job.as_alone  = run.kind == Kind::answer;  // drafts are compared with tokens that come one by one
-    job.sinks     = dst->src[2] ? (const float *) dst->src[2]->data : nullptr;
+    job.rows               = &run.state->seq->rows;
+    job.layer              = op.layer;
+    job.n                  = run.n();
+    job.causal             = kv.ubatch.causal;
+    job.q                  = (const float *) q->data;
+    job.q_head             = q->nb[1] / sizeof(float);
+    job.q_token            = q->nb[2] / sizeof(float);
+    job.out                = (float *) dst->data;
+    job.out_head           = (size_t) shape.d_v;
+    job.out_token          = dst->nb[1] / sizeof(float);
+    job.index              = run.index.data();
+    job.rotation_positions = run.rotation_positions.empty() ? nullptr : run.rotation_positions.data();
+    job.scale              = op.scale;
+    job.softcap            = shape.softcap;
+    job.as_alone           = run.kind == Kind::answer;  // drafts are compared with tokens that come one by one
+    job.sinks              = dst->src[2] ? (const float *) dst->src[2]->data : nullptr;
     if (op.reader >= 0) {
         return job;  // scores belong to the layer that has the rows
     }

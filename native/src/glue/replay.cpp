@@ -60,12 +60,12 @@ extern "C" kvedge_status kvedge_replay_begin(
             return status;
         }
         kv->context.synchronize();
-        kv->settle();
+        kv->finish_graphs();
         const int32_t     n      = state.seq->rows.pending_length();
         const Observation wanted = plan_observes(kv->sequences.plan_of(seq_id));
         auto              replay = std::make_unique<Replay>();
         *replay                  = { { chunk->first, chunk->last, chunk->sinks, n, wanted.within },
-                                     state.seq->rows.n_tokens(), chunk->n_tokens, state.armed, state.prev_output, false };
+                                     state.seq->rows.n_tokens(), chunk->n_tokens, state.has_uncompressed_prompt, state.prev_output, false };
         if (chunk->first == 0 && !begin_anew(state, wanted)) {
             return fail(err, KVEDGE_E_MEMORY, "no memory for the scores of %d tokens", n);
         }
@@ -97,8 +97,8 @@ extern "C" kvedge_status kvedge_replay_end(kvedge_cache * kv, int32_t seq_id, kv
             kv->context.release_cells(seq_id, from, -1);
             state.weights.valid = false;
         }
-        state.armed       = replay.armed;
-        state.prev_output = replay.output;
+        state.has_uncompressed_prompt = replay.has_uncompressed_prompt;
+        state.prev_output             = replay.output;
         if (came == replay.announced && !replay.spoiled) {
             state.replayed = std::max(state.replayed, replay.scope.last);
         }

@@ -28,7 +28,7 @@ void write_state(const kvedge_cache & kv, const SequenceState & state, int32_t p
         }
     }
     out.value<int32_t>(pos_max);
-    out.value<uint8_t>(state.armed);
+    out.value<uint8_t>(state.has_uncompressed_prompt);
     out.value<uint8_t>(state.prev_output);
     out.value<int32_t>(state.n_compressions);
     out.value<uint64_t>(state.before_bytes);
@@ -114,17 +114,18 @@ kvedge_status read_shapes(Reader & in, const kvedge_cache & kv, Storage & storag
 
 // Reads all state except the layers that llama.cpp keeps. False: damaged.
 bool read_state(Reader & in, const kvedge_cache & kv, const Storage & storage, SequenceState & state, int32_t & pos_max) {
-    uint8_t           armed, prev_output;
+    uint8_t           has_uncompressed_prompt, prev_output;
     std::vector<char> policy;
-    if (!in.value(pos_max) || !in.value(armed) || !in.value(prev_output) || !in.value(state.n_compressions) ||
+    if (!in.value(pos_max) || !in.value(has_uncompressed_prompt) || !in.value(prev_output) || !in.value(state.n_compressions) ||
         !in.value(state.before_bytes) || !in.value(state.after_bytes) || !in.value(state.peak_bytes) || !in.value(state.compress_us) ||
         !in.value(state.prompt) || !in.value(state.generated) || !read_kept(in, kv, state, policy)) {
         return false;
     }
-    state.armed       = armed != 0;
-    state.prev_output = prev_output != 0;
-    state.seq         = read_sequence(in, kv.layers.shapes, storage);
-    if (!state.seq || state.seq->rows.evicting() == state.kept.empty() || pos_max < -1 || pos_max == INT32_MAX || armed > 1 || prev_output > 1) {
+    state.has_uncompressed_prompt = has_uncompressed_prompt != 0;
+    state.prev_output             = prev_output != 0;
+    state.seq                     = read_sequence(in, kv.layers.shapes, storage);
+    if (!state.seq || state.seq->rows.evicting() == state.kept.empty() || pos_max < -1 || pos_max == INT32_MAX ||
+        has_uncompressed_prompt > 1 || prev_output > 1) {
         return false;
     }
     // A bounded answer continues if the plan that is set now has the same policy; else the answer ends here.
@@ -210,7 +211,7 @@ kvedge_status prepare_saving(const kvedge_cache & kv, int32_t seq_id, Saving & o
     if (!state) {
         return fail(err, KVEDGE_E_STATE, "sequence %d is empty; there is nothing to save", seq_id);
     }
-    if (state->streaming ? state->armed : state->seq->observed.have().any()) {
+    if (state->streaming ? state->has_uncompressed_prompt : state->seq->observed.have().any()) {
         return fail(err, KVEDGE_E_STATE, "a prompt was read and is not compressed yet; compress it before it is saved");
     }
     if (state->verified) {

@@ -6,8 +6,8 @@
 namespace kvedge {
 
 void SequenceState::note_compression(Answer && next_answer, const Compression & outcome, int32_t n_tokens) noexcept {
-    armed    = false;
-    replayed = 0;
+    has_uncompressed_prompt = false;
+    replayed                = 0;
     bound_answer(std::move(next_answer), n_tokens);
     n_compressions += 1;
     before_bytes = outcome.before_bytes;
@@ -23,7 +23,7 @@ uint64_t SequenceState::device_bytes() const {
     return rows ? rows->bytes() : 0;
 }
 
-void SequenceState::turn() {
+void SequenceState::swap_whole() {
     std::swap(seq, whole.seq);
     std::swap(device, verified->device);
 }

@@ -44,7 +44,7 @@ struct Replay {
     ReplayScope scope;
     int32_t     n_old;      // tokens of the sequence before the pass
     int32_t     announced;  // announced tokens of the pass
-    bool        armed, output;  // Course::armed and prev_output before the pass
+    bool        has_uncompressed_prompt, output;  // ContinuationState::has_uncompressed_prompt and prev_output before the pass
     bool        spoiled = false;  // tokens were removed during the pass, so that `scope` does not fit the rows
 };
 
@@ -68,9 +68,9 @@ struct Answer {
 
 // The whole sequence behind a compressed one (glue/keeping.h).
 struct Whole {
-    std::unique_ptr<Sequence>              seq;      // all its tokens are pending; NULL: no whole rows
-    std::vector<std::shared_ptr<SpillJob>> jobs;     // rows that are being written to the file
-    uint64_t                               turn = 0; // number of the compression
+    std::unique_ptr<Sequence>              seq;                     // all its tokens are pending; NULL: no whole rows
+    std::vector<std::shared_ptr<SpillJob>> jobs;                    // rows that are being written to the file
+    uint64_t                               compression_number = 0;
     int32_t                                n_read = 0;  // tokens that the compression chose from
     std::string                            problem;  // why requested whole rows are missing; empty: not missing, or not requested
 
@@ -84,15 +84,15 @@ struct Whole {
 };
 
 // State that every ubatch changes.
-struct OnItsWay {
-    bool    armed       = false;  // a prompt was read since the last compression
-    bool    prev_output = false;  // logits of the last token were requested
-    bool    evicted     = false;  // the rows that the next token displaces are dropped already
-    int32_t expected    = 0;      // announced tokens that have not come (kvedge_expect)
+struct UbatchState {
+    bool    has_uncompressed_prompt = false;  // a prompt was read since the last compression
+    bool    prev_output             = false;  // logits of the last token were requested
+    bool    evicted                 = false;  // the rows that the next token displaces are dropped already
+    int32_t expected                = 0;      // announced tokens that have not come (kvedge_expect)
 };
 
 // State that decides how a sequence goes on; a copy of the sequence has the same state.
-struct Course : OnItsWay {
+struct ContinuationState : UbatchState {
     bool    streaming   = false;  // a stream: compressed rows stay pending (compress/stream.h)
     std::vector<TokenLimit> limits;  // limits of compressions (kvedge_limit_tokens)
     int32_t released    = 0;      // first tokens whose cells in llama.cpp's own cache are free
@@ -107,7 +107,7 @@ struct Course : OnItsWay {
 };
 
 // A sequence, and what automatic compression and statistics need to know about it.
-struct SequenceState : Course {
+struct SequenceState : ContinuationState {
     int32_t                   id = 0;
     std::unique_ptr<Sequence> seq;
     std::shared_ptr<GraphRows> device;  // rows of layers on devices; NULL: the store has all rows
@@ -138,8 +138,8 @@ struct SequenceState : Course {
     void     end_answer();
     void     drop_bounded();       // removes a prompt that llama.cpp gave up half-way
     void     evict_generated();
-    void     turn();  // exchanges whole and compressed rows, for a verification or after it
-    bool     turned() const { return verified && verified->whole; }
+    void     swap_whole();  // exchanges whole and compressed rows, for a verification or after it
+    bool     whole_in_use() const { return verified && verified->whole; }
 };
 
 // Finished layers of bounded prompts, by sequence. Any thread may ask while another thread decodes.

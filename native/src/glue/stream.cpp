@@ -39,7 +39,7 @@ extern "C" kvedge_status kvedge_compress_stream(kvedge_cache * kv, int32_t seq_i
                 return status;
             }
             state.streaming = true;
-            if (!state.armed) {  // compressed before, or loaded: no observations to choose by yet
+            if (!state.has_uncompressed_prompt) {  // compressed before, or loaded: no observations to choose by yet
                 kv->compressor.release_cells(state);
                 return ok(err);
             }

@@ -72,7 +72,7 @@ Kind Ubatch::classify(const Run & run) const {
     }
     // A generated token comes alone, asks for logits, and follows a token whose logits were asked for. Without automatic compression a
     // prompt lasts until the caller compresses it.
-    const bool lasts = state.armed && (!state.prev_output || !sequences_.auto_compress);
+    const bool lasts = state.has_uncompressed_prompt && (!state.prev_output || !sequences_.auto_compress);
     return run.n() > 1 || !run.output || state.seq->rows.n_tokens() == 0 || lasts ? Kind::prompt : Kind::answer;
 }
 
@@ -106,7 +106,7 @@ bool Ubatch::refused(const llama_attn_provider_ubatch & of, const Run & run) {
 bool Ubatch::begin_answer(SequenceState & state) {
     devices_.wait();
     kvedge_error err{};
-    if (state.armed && sequences_.auto_compress && compressor_.compress(state, &err) != KVEDGE_OK) {
+    if (state.has_uncompressed_prompt && sequences_.auto_compress && compressor_.compress(state, &err) != KVEDGE_OK) {
         context_.report(err.status, err.message);
         return false;
     }
@@ -114,7 +114,7 @@ bool Ubatch::begin_answer(SequenceState & state) {
         state.evict_generated();
         state.evicted = true;
     }
-    if (!state.device && !state.turned()) {
+    if (!state.device && !state.whole_in_use()) {
         seal_generated(state.seq->rows);  // if memory is short, rows stay as they are until the next time
     }
     return true;
@@ -158,7 +158,7 @@ void Ubatch::note_places(const llama_attn_provider_ubatch & of, Run & run) const
     for (int32_t axis = 0; axis < PLACES && several && run.wanted.moments >= 0; axis++) {
         for (int32_t i : run.index) {
             const bool none = axis == LAST_PLACE && of.token;
-            run.places.push_back(none ? 0 : of.pos[(size_t) axis * of.n_tokens + (size_t) i]);
+            run.rotation_positions.push_back(none ? 0 : of.pos[(size_t) axis * of.n_tokens + (size_t) i]);
         }
     }
 }
@@ -217,14 +217,14 @@ bool Ubatch::store(const llama_attn_provider_ubatch & of, Run & run) {
 }
 
 bool Ubatch::enter_bounded(const llama_attn_provider_ubatch & of, Run & run) {
-    SequenceState &     state = *run.state;
-    const int32_t       n     = run.n();
-    const auto          pos   = positions(of, run);
-    const kvedge_plan & plan  = sequences_.plan_of(state.id);
-    state.armed               = true;
-    state.weights.valid       = false;
-    state.next                = Answer(plan, layers_.shapes);
-    auto bounded              = std::make_unique<BoundedPrompt>(*state.seq, compression_plan(*state.seq, plan, n));
+    SequenceState &     state     = *run.state;
+    const int32_t       n         = run.n();
+    const auto          pos       = positions(of, run);
+    const kvedge_plan & plan      = sequences_.plan_of(state.id);
+    state.has_uncompressed_prompt = true;
+    state.weights.valid           = false;
+    state.next                    = Answer(plan, layers_.shapes);
+    auto bounded                  = std::make_unique<BoundedPrompt>(*state.seq, compression_plan(*state.seq, plan, n));
     sequences_.progress.follow(state.id, bounded->progress());
     kvedge_error err{};
     if (bounded->enter(n, pos.data(), run.request->image.data(), &err) != KVEDGE_OK) {
@@ -244,12 +244,12 @@ bool Ubatch::enter_bounded(const llama_attn_provider_ubatch & of, Run & run) {
 
 // Updates the sequence, when all runs have what they need. Takes no memory of the host.
 void Ubatch::go_on(Run & run) {
-    SequenceState & state = *run.state;
-    const int32_t   n     = run.n();
-    run.before            = state;
-    state.armed           = state.armed || run.is_prompt();
-    state.prev_output     = run.output;
-    state.evicted         = false;
+    SequenceState & state         = *run.state;
+    const int32_t   n             = run.n();
+    run.before                    = state;
+    state.has_uncompressed_prompt = state.has_uncompressed_prompt || run.is_prompt();
+    state.prev_output             = run.output;
+    state.evicted                 = false;
     if (run.bounded) {
         return;
     }
@@ -280,7 +280,7 @@ void Ubatch::undo(Run & run) noexcept {
     if (run.bounded && run.bounded->done()) {
         return;
     }
-    (OnItsWay &) state = run.before;
+    (UbatchState &) state = run.before;
     if (run.score) {
         put_back_scores(state.seq->rows, state.weights.before);
     }
@@ -341,7 +341,7 @@ bool Ubatch::reserve_working() {
     for (const auto & run : runs) {
         turning = turning || run->wanted.moments >= 0;
         for (size_t l = 0; l < layers_.shapes.size() && !run->decode; l++) {
-            for (int32_t h = 0; h < layers_.shapes[l].n_heads_kv && !(devices_.active() && layers_.places[l]); h++) {
+            for (int32_t h = 0; h < layers_.shapes[l].n_heads_kv && !(devices_.active() && layers_.devices[l]); h++) {
                 n_keys = std::max(n_keys, run->state->seq->rows.head_length((int32_t) l, h));
             }
         }
@@ -360,7 +360,7 @@ int Ubatch::begin(const llama_attn_provider_ubatch & of) {
         devices_.leave();
         return devices_.begin_graph(runs);
     }
-    keeping_.settle();
+    keeping_.adopt_written_rows();
     if (context_.denied || !collect(of) || !std::all_of(runs.begin(), runs.end(), [&](auto & run) { return prepare(of, *run); }) || !devices_.place(runs)) {
         return -1;
     }

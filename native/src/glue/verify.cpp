@@ -28,7 +28,7 @@ static kvedge_status check_drafts(const kvedge_cache & kv, const SequenceState &
     if (state.streaming) {
         return fail(err, KVEDGE_E_UNSUPPORTED, "sequence %d is a stream, which forgets what drafts would be compared with", state.id);
     }
-    const bool due = state.armed && kv.sequences.auto_compress;
+    const bool due = state.has_uncompressed_prompt && kv.sequences.auto_compress;
     if (due ? plan_evicts(kv.sequences.plan_of(state.id)) : !state.kept.empty()) {
         return fail(err, KVEDGE_E_UNSUPPORTED, "the decode policy drops a row for every token, also for drafts that are refused; "
                     "use decode policy keep-all");
@@ -39,7 +39,7 @@ static kvedge_status check_drafts(const kvedge_cache & kv, const SequenceState &
     if (state.verified) {
         return fail_verifying(err);
     }
-    if (state.request || (state.armed && !due)) {
+    if (state.request || (state.has_uncompressed_prompt && !due)) {
         return fail(err, KVEDGE_E_STATE, "the prompt is not compressed yet; call kvedge_compress before its answer is drafted");
     }
     if (whole && !state.whole.seq) {
@@ -74,7 +74,7 @@ static void take_back(SequenceState & state, int32_t n) {
 }
 
 // Removes drafts that were decoded with the compressed rows, and puts the whole rows, which lie on the host, in place of the compressed.
-static void turn_to_whole(kvedge_cache & kv, SequenceState & state) {
+static void swap_to_whole(kvedge_cache & kv, SequenceState & state) {
     const int32_t n_whole = state.whole.seq->rows.n_tokens(), drafts = state.seq->rows.n_tokens() - n_whole;
     if (drafts > 0) {
         const int32_t from = state.seq->rows.contents().pos[(size_t) n_whole];
@@ -86,7 +86,7 @@ static void turn_to_whole(kvedge_cache & kv, SequenceState & state) {
         kv.context.release_cells(state.id, from, -1);
         state.cut(n_whole);
     }
-    state.turn();
+    state.swap_whole();
     state.weights.valid         = false;
     state.verified->n_old       = n_whole;
     state.verified->whole       = true;
@@ -94,9 +94,9 @@ static void turn_to_whole(kvedge_cache & kv, SequenceState & state) {
 }
 
 // Puts the compressed rows back, and appends the rows of the last n tokens of the whole ones. False: no memory.
-static bool turn_to_compressed(const kvedge_cache & kv, SequenceState & state, int32_t n) {
+static bool swap_to_compressed(const kvedge_cache & kv, SequenceState & state, int32_t n) {
     state.seq->observed.skip_windows(state.verified->window_from);
-    state.turn();
+    state.swap_whole();
     const Store & whole = state.whole.seq->rows;
     if (!append_last(state.seq->rows, whole, n)) {
         return false;
@@ -129,13 +129,13 @@ static kvedge_status begin(kvedge_cache & kv, int32_t seq_id, int32_t n, bool wh
         return ok(err);
     }
     kv.context.synchronize();
-    kv.settle();
+    kv.finish_graphs();
     const bool open = ends_open(state->seq->rows, state->seq->rows.n_tokens() - state->whole.seq->rows.n_tokens());
     if (!open && !kv.devices.to_host(*state)) {
         return fail(err, KVEDGE_E_MEMORY, "no memory on the host for the keys and values of the sequence, which lie on a device");
     }
     state->verified = std::move(verification);
-    turn_to_whole(kv, *state);
+    swap_to_whole(kv, *state);
     return ok(err);
 }
 
@@ -162,7 +162,7 @@ extern "C" kvedge_status kvedge_verify_end(kvedge_cache * kv, int32_t seq_id, in
         const int32_t refused = came - n_accepted;
         if (refused > 0 || state->verified->device) {
             kv->context.synchronize();
-            kv->settle();
+            kv->finish_graphs();
         }
         if (refused > 0) {
             const Store & rows = state->seq->rows;
@@ -171,7 +171,7 @@ extern "C" kvedge_status kvedge_verify_end(kvedge_cache * kv, int32_t seq_id, in
             state->weights.valid = false;
             kv->context.release_cells(seq_id, from, -1);
         }
-        const bool done = !state->verified->whole || turn_to_compressed(*kv, *state, n_accepted);
+        const bool done = !state->verified->whole || swap_to_compressed(*kv, *state, n_accepted);
         state->verified.reset();
         return done ? ok(err) : fail(err, KVEDGE_E_MEMORY, "no memory for the keys and values of %d tokens", n_accepted);
     });

@@ -26,11 +26,11 @@ inline __m512i add_pairs(__m512i acc, __m512i a, __m512i b) {
 }
 
 // Prefetches what is needed next, a few cache lines at a time.
-struct Ahead {
+struct LinePrefetch {
     const uint8_t * at;
     const uint8_t * end;
 
-    Ahead(const uint8_t * next, size_t n) : at(next), end(next ? next + n : nullptr) {}
+    LinePrefetch(const uint8_t * next, size_t n) : at(next), end(next ? next + n : nullptr) {}
     void lines(int32_t n) {
         for (; n > 0 && at < end; n--, at += LINE) {
             prefetch(at);
@@ -180,7 +180,7 @@ void q8_rows_dot(FloatIn q, int32_t m, Rows k, int32_t n, int32_t d, FloatOut s,
     const int32_t     blocks = d / GROUP;
     Queries16         queries;
     Packed            packed;
-    Ahead             ahead(next, (size_t) n * k.stride);
+    LinePrefetch      ahead(next, (size_t) n * k.stride);
     alignas(64) float sums[MOST_M * TILE];
     uint8_t           rest[TILE * MAX_ROW / GROUP * Q8_BLOCK];
     queries.round(q, m, d);
@@ -272,7 +272,7 @@ struct Weights16 {
 
 // o[r] += sum of products of weights and codes of a block, over n <= TOKENS rows.
 template <int M> inline void axpy_block(
-    const int16_t (*p)[TOKENS], const float * units, const uint8_t * codes, size_t stride, int32_t n, FloatOut o, Ahead & ahead) {
+    const int16_t (*p)[TOKENS], const float * units, const uint8_t * codes, size_t stride, int32_t n, FloatOut o, LinePrefetch & ahead) {
     __m512i lo[M], hi[M];
     KVEDGE_UNROLL
     for (int r = 0; r < M; r++) {
@@ -308,7 +308,7 @@ template <int M> inline void axpy_block(
 void q8_rows_axpy(FloatIn p, int32_t m, Rows v, int32_t n, int32_t d, FloatOut o, const uint8_t * next) {
     const int32_t blocks = d / GROUP;
     Weights16     weights;
-    Ahead         ahead(next, (size_t) n * v.stride);
+    LinePrefetch  ahead(next, (size_t) n * v.stride);
     for (int32_t c = 0; c < n; c += TOKENS) {
         const int32_t   w    = n - c < TOKENS ? n - c : TOKENS;
         const uint8_t * rows = v.from(c).data;

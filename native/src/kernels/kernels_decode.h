@@ -129,7 +129,7 @@ template <Type T, int M, int C> inline void dot_micro(
 }
 
 // A share of the rows that are needed next (NULL: none): each of `parts` passes over the same rows prefetches its share.
-struct Share {
+struct PrefetchShare {
     const uint8_t * next;
     int32_t         pass, parts;
 
@@ -140,7 +140,7 @@ struct Share {
 };
 
 // Handles as many rows of k as make whole tiles of C. Returns their number.
-template <Type T, int M, int C> int32_t dot_tiles(FloatIn q, Rows k, int32_t n, int32_t d, FloatOut s, const Share & share) {
+template <Type T, int M, int C> int32_t dot_tiles(FloatIn q, Rows k, int32_t n, int32_t d, FloatOut s, const PrefetchShare & share) {
     int32_t c = 0;
     for (; c + C <= n; c += C) {
         const uint8_t * tile  = k.data + (size_t) c * k.stride;  // in cache already; prefetched if nothing else is
@@ -156,7 +156,7 @@ KVEDGE_APART void rows_dot_t(FloatIn q, int32_t m, Rows k, int32_t n, int32_t d,
     constexpr int     MOST = V::ACC / 4;  // a tile then has at least four columns, except for one token of a group of four
     for (int32_t c0 = 0; c0 < n; c0 += B) {
         const int32_t w = n - c0 < B ? n - c0 : B;
-        Share         share = { later(next, (size_t) c0 * k.stride), 0, m == 4 ? 1 : (m + MOST - 1) / MOST };
+        PrefetchShare share = { later(next, (size_t) c0 * k.stride), 0, m == 4 ? 1 : (m + MOST - 1) / MOST };
         const auto    part_of = [&](int32_t r, auto rows) {
             constexpr int  M    = decltype(rows)::value, C = columns(M, 8);
             const FloatOut to   = s.at(r, c0);
@@ -227,7 +227,7 @@ KVEDGE_APART void rows_axpy_t(FloatIn p, int32_t m, Rows v, int32_t n, int32_t d
     for (int32_t c = 0; c < n; c += B) {
         const int32_t w     = n - c < B ? n - c : B;
         const Rows    vc    = v.from(c);
-        Share         share = { later(next, (size_t) c * v.stride), 0, (m + MOST_ROWS - 1) / MOST_ROWS };
+        PrefetchShare share = { later(next, (size_t) c * v.stride), 0, (m + MOST_ROWS - 1) / MOST_ROWS };
         split_rows(m, [&](int32_t r, auto rows) {
             constexpr int M = decltype(rows)::value, D = columns(M, V::AD);
             const FloatIn  pr = p.at(r, c);

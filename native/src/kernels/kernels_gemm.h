@@ -34,24 +34,24 @@ inline void transpose_panel(const float * rows, int32_t d, float * panel) {
     }
 }
 
-constexpr int32_t PACK_STEPS = 4, WIDEN_STEPS = 2;  // steps of a Pace, for eight columns of a panel, and for a row
+constexpr int32_t PACK_STEPS = 4, WIDEN_STEPS = 2;  // steps of a PacedPrefetch, for eight columns of a panel, and for a row
 
 // Bytes that are needed next; NULL: none.
-struct Coming {
+struct PrefetchRange {
     const uint8_t * at;
     size_t          bytes;
 
-    static Coming rows(const uint8_t * next, int32_t first, int32_t n, size_t stride) {
+    static PrefetchRange rows(const uint8_t * next, int32_t first, int32_t n, size_t stride) {
         return { later(next, (size_t) first * stride), (size_t) n * stride };
     }
 };
 
 // Prefetches the coming bytes in n equal steps, some cache lines several times. idle: bytes in cache, used if nothing is coming.
-struct Pace {
+struct PacedPrefetch {
     const uint8_t * at;
     size_t          step;
 
-    Pace(Coming next, size_t n, const float * idle)
+    PacedPrefetch(PrefetchRange next, size_t n, const float * idle)
         : at(next.at ? next.at : (const uint8_t *) idle), step(next.at ? (next.bytes + n - 1) / n : 0) {}
     void take() {
         prefetch(at);
@@ -65,7 +65,7 @@ struct Pace {
 };
 
 // Packs NR rows of 16-bit numbers, d a multiple of 8. Transposing before widening takes half as many shuffles.
-template <Type T, class X> inline void pack_halves(Rows k, int32_t d, float * panel, Pace & pace) {
+template <Type T, class X> inline void pack_halves(Rows k, int32_t d, float * panel, PacedPrefetch & pace) {
     alignas(64) uint8_t columns[8 * NR * 2];
     for (int32_t i = 0; i < d; i += 8, panel += 8 * NR) {
         pace.take(PACK_STEPS);
@@ -78,7 +78,7 @@ template <Type T, class X> inline void pack_halves(Rows k, int32_t d, float * pa
 }
 
 // Packs a panel with pack_halves, if the vectors and the type allow that. Returns whether it did.
-template <class X> inline bool pack_turned(Rows k, int32_t d, float * panel, Pace & pace) {
+template <class X> inline bool pack_turned(Rows k, int32_t d, float * panel, PacedPrefetch & pace) {
     if constexpr (X::TURNS_HALVES) {
         if (d % 8 == 0 && (k.type == Type::f16 || k.type == Type::bf16)) {
             (k.type == Type::f16 ? pack_halves<Type::f16, X> : pack_halves<Type::bf16, X>)(k, d, panel, pace);
@@ -89,7 +89,7 @@ template <class X> inline bool pack_turned(Rows k, int32_t d, float * panel, Pac
 }
 
 // Packs one panel of n <= NR rows.
-inline void pack_panel(Rows k, int32_t n, int32_t d, float * panel, Pace & pace) {
+inline void pack_panel(Rows k, int32_t n, int32_t d, float * panel, PacedPrefetch & pace) {
     if (n == NR && pack_turned<V>(k, d, panel, pace)) {
         return;
     }
@@ -103,13 +103,13 @@ inline void pack_panel(Rows k, int32_t n, int32_t d, float * panel, Pace & pace)
 
 void k_pack(Rows k, int32_t n, int32_t d, float * out) {
     for (int32_t c = 0; c < n; c += NR) {
-        Pace none({}, 1, out);
+        PacedPrefetch none({}, 1, out);
         pack_panel(k.from(c), n - c < NR ? n - c : NR, d, out + (size_t) c * d, none);
     }
 }
 
 // Adds the products of column i of M query rows and of a panel to acc.
-template <int M> inline void panel_step(FloatIn q, const float * panel, int32_t i, V (&acc)[M][2], Pace & pace) {
+template <int M> inline void panel_step(FloatIn q, const float * panel, int32_t i, V (&acc)[M][2], PacedPrefetch & pace) {
     pace.take();
     const V b0 = V::load(panel + (size_t) i * NR);
     const V b1 = V::load(panel + (size_t) i * NR + V::W);
@@ -123,7 +123,7 @@ template <int M> inline void panel_step(FloatIn q, const float * panel, int32_t 
 
 // Writes the products of M query rows with a panel to acc[r], with the bits of dot_micro. dot_micro has V::W sums for each product, each of
 // every V::W-th column; V::hsum4 adds these sums pair by pair in the order of V::LANES. Here a sum waits for its pair, one on each level.
-template <int M> inline void sum_by_lanes(FloatIn q, const float * panel, int32_t d, V (&acc)[M][2], Pace & pace) {
+template <int M> inline void sum_by_lanes(FloatIn q, const float * panel, int32_t d, V (&acc)[M][2], PacedPrefetch & pace) {
     constexpr int     LEVELS = V::W == 16 ? 4 : V::W == 8 ? 3 : 2;
     const int32_t     whole  = d / V::W * V::W;
     alignas(64) float waiting[LEVELS][M][NR];
@@ -155,7 +155,7 @@ template <int M> inline void sum_by_lanes(FloatIn q, const float * panel, int32_
 }
 
 // LANES: with the bits of dot_micro; else column after column, which is faster.
-template <int M, bool LANES> inline void qk_micro(FloatIn q, const float * panel, int32_t d, FloatOut s, int32_t w, Pace & pace) {
+template <int M, bool LANES> inline void qk_micro(FloatIn q, const float * panel, int32_t d, FloatOut s, int32_t w, PacedPrefetch & pace) {
     V acc[M][2];
     KVEDGE_UNROLL
     for (int r = 0; r < M; r++) {
@@ -183,12 +183,12 @@ template <int M, bool LANES> inline void qk_micro(FloatIn q, const float * panel
 }
 
 // Writes s[r][c] for the first w columns of a panel.
-template <bool LANES> void panel_dot(FloatIn q, int32_t m, const float * panel, int32_t d, FloatOut s, int32_t w, Pace & pace) {
+template <bool LANES> void panel_dot(FloatIn q, int32_t m, const float * panel, int32_t d, FloatOut s, int32_t w, PacedPrefetch & pace) {
     split_rows<V::MR>(m, [&](int32_t r, auto rows) { qk_micro<decltype(rows)::value, LANES>(q.at(r), panel, d, s.at(r), w, pace); });
 }
 
 void k_gemm_qk(FloatIn q, int32_t m, const float * packed, int32_t n, int32_t d, FloatOut s) {
-    Pace none({}, 1, packed);
+    PacedPrefetch none({}, 1, packed);
     for (int32_t c = 0; c < n; c += NR) {
         panel_dot<false>(q, m, packed + (size_t) c * d, d, s.at(0, c), NR, none);
     }
@@ -200,7 +200,7 @@ void many_rows_dot(FloatIn q, int32_t m, Rows k, int32_t n, int32_t d, FloatOut 
     for (int32_t c = 0; c < n; c += NR) {
         const int32_t w = n - c < NR ? n - c : NR;
         const int32_t steps = (m + V::MR - 1) / V::MR * d + d / 8 * PACK_STEPS;
-        Pace          pace(Coming::rows(next, c, w, k.stride), (size_t) steps, panel);
+        PacedPrefetch pace(PrefetchRange::rows(next, c, w, k.stride), (size_t) steps, panel);
         pack_panel(k.from(c), w, d, panel, pace);
         panel_dot<true>(q, m, panel, d, s.at(0, c), w, pace);
     }
@@ -209,12 +209,12 @@ void many_rows_dot(FloatIn q, int32_t m, Rows k, int32_t n, int32_t d, FloatOut 
 // Vectors of columns that are worked on together.
 constexpr int PV_COLUMNS = columns(MOST_ROWS, V::AD);
 
-constexpr int32_t pv_steps(int32_t m, int32_t d) {  // steps of a Pace, for a row of values
+constexpr int32_t pv_steps(int32_t m, int32_t d) {  // steps of a PacedPrefetch, for a row of values
     return (m + MOST_ROWS - 1) / MOST_ROWS * ((d + PV_COLUMNS * V::W - 1) / (PV_COLUMNS * V::W));
 }
 
 // o[r] += p[r] v for n rows v [n][v.ld] and d columns, rounded up to whole vectors.
-inline void add_weighted(FloatIn p, int32_t m, int32_t n, FloatIn v, int32_t d, FloatOut o, Pace & pace) {
+inline void add_weighted(FloatIn p, int32_t m, int32_t n, FloatIn v, int32_t d, FloatOut o, PacedPrefetch & pace) {
     const Rows rows = { (const uint8_t *) v.data, v.ld * sizeof(float), Type::f32 };
     int32_t    i    = 0;
     each_columns<PV_COLUMNS>((d + V::W - 1) / V::W * V::W, i, [&](auto wide) {
@@ -225,7 +225,7 @@ inline void add_weighted(FloatIn p, int32_t m, int32_t n, FloatIn v, int32_t d, 
 }
 
 void k_gemm_pv(FloatIn p, int32_t m, int32_t n, FloatIn v, int32_t d, float * o) {
-    Pace none({}, 1, v.data);
+    PacedPrefetch none({}, 1, v.data);
     add_weighted(p, m, n, v, d, { o, v.ld }, none);
 }
 
@@ -237,7 +237,7 @@ void many_rows_axpy(FloatIn p, int32_t m, Rows v, int32_t n, int32_t d, FloatOut
     const int32_t     most = 8 * MAX_ROW / (int32_t) ld;
     for (int32_t c = 0; c < n; c += most) {
         const int32_t w = n - c < most ? n - c : most;
-        Pace          pace(Coming::rows(next, c, w, v.stride), (size_t) w * (size_t) (pv_steps(m, d) + WIDEN_STEPS), wide);
+        PacedPrefetch pace(PrefetchRange::rows(next, c, w, v.stride), (size_t) w * (size_t) (pv_steps(m, d) + WIDEN_STEPS), wide);
         for (int32_t r = 0; r < w; r += AT_ONCE) {
             pace.take(AT_ONCE * WIDEN_STEPS);
             k_widen(v.from(c + r), w - r < AT_ONCE ? w - r : AT_ONCE, d, wide + (size_t) r * ld, ld);

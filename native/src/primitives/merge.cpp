@@ -21,15 +21,15 @@ float inverse_norm(const float * row, int32_t d) {
 
 // Parts of ReduceInput::scratch.
 struct Space {
-    float *   unit;     // [n_kept][d] kept keys: as they are for distances, else of unit length, or 0 for a zero key
-    float *   packed;   // the same keys, packed
-    float *   less;     // [n_kept] is subtracted from a key's products: half of its square for distances, else 0; infinity: no row joins
-    float *   rows;     // [threads][TILE][d]
-    float *   scores;   // [threads][TILE][row]
-    Joins     joins;
-    int32_t * evicted;  // [T] rows to compare
-    size_t    row;      // n_kept rounded up to whole panels
-    size_t    floats;
+    float *      unit;     // [n_kept][d] kept keys: as they are for distances, else of unit length, or 0 for a zero key
+    float *      packed;   // the same keys, packed
+    float *      less;     // [n_kept] is subtracted from a key's products: half of its square for distances, else 0; infinity: no row joins
+    float *      rows;     // [threads][TILE][d]
+    float *      scores;   // [threads][TILE][row]
+    MergeTargets merges;
+    int32_t *    evicted;  // [T] rows to compare
+    size_t       row;      // n_kept rounded up to whole panels
+    size_t       floats;
 };
 
 Space lay_out(float * base, const ReduceSize & size) {
@@ -41,15 +41,15 @@ Space lay_out(float * base, const ReduceSize & size) {
         x.floats += (count + 15) / 16 * 16;
         return at;
     };
-    x.unit       = take(n * d);
-    x.packed     = take(x.row * d);
-    x.less       = take(n);
-    x.rows       = take((size_t) size.n_threads * TILE * d);
-    x.scores     = take((size_t) size.n_threads * TILE * x.row);
-    x.joins      = { nullptr, take(T), nullptr };
-    x.joins.target = (int32_t *) take(T);
-    x.evicted    = (int32_t *) take(T);
-    x.joins.self = take(n);
+    x.unit          = take(n * d);
+    x.packed        = take(x.row * d);
+    x.less          = take(n);
+    x.rows          = take((size_t) size.n_threads * TILE * d);
+    x.scores        = take((size_t) size.n_threads * TILE * x.row);
+    x.merges        = { nullptr, take(T), nullptr };
+    x.merges.target = (int32_t *) take(T);
+    x.evicted       = (int32_t *) take(T);
+    x.merges.self   = take(n);
     return x;
 }
 
@@ -100,14 +100,14 @@ void match_tile(const ReduceInput & in, float reach, const int32_t * evicted, in
             const float own = kernels().dot(key, key, d);
             found           = in_reach(reach, own, s[best]);
         }
-        x.joins.target[evicted[r]] = found ? best : -1;
-        x.joins.share[evicted[r]]  = !found ? 0.0f : reach > 0.0f ? 1.0f : s[best];
+        x.merges.target[evicted[r]] = found ? best : -1;
+        x.merges.share[evicted[r]]  = !found ? 0.0f : reach > 0.0f ? 1.0f : s[best];
     }
 }
 
 void match_all(const ReduceInput & in, float reach, const Space & x) {
     int32_t n = 0, next_kept = 0;
-    std::fill(x.joins.target, x.joins.target + in.n_tokens, -1);
+    std::fill(x.merges.target, x.merges.target + in.n_tokens, -1);
     for (int32_t t = 0; t < in.n_tokens; t++) {
         if (next_kept < in.n_kept && in.kept[next_kept] == t) {
             next_kept++;
@@ -124,7 +124,7 @@ void match_all(const ReduceInput & in, float reach, const Space & x) {
 }
 
 // Removes the target of a row that is less similar to it than the mean of all rows.
-void drop_below_mean(int32_t n_tokens, const Joins & x) {
+void drop_below_mean(int32_t n_tokens, const MergeTargets & x) {
     double  sum = 0.0;
     int32_t n   = 0;
     for (int32_t t = 0; t < n_tokens; t++) {
@@ -150,7 +150,7 @@ MergeRule averaging(const double * params) {
     return { [](float own, float) { return own; }, [](float) { return 1.0f; }, false, has_mass(params[0]) };
 }
 
-void weigh_joins(const ReduceInput & in, const MergeRule & rule, const Joins & x, float * out_bias) {
+void to_merge_factors(const ReduceInput & in, const MergeRule & rule, const MergeTargets & x, float * out_bias) {
     if (rule.above_mean) {
         drop_below_mean(in.n_tokens, x);
     }
@@ -181,18 +181,18 @@ void merge_rows(const ReduceInput & in, const MergeRule & rule, const ReducedRow
     Space           x = lay_out(in.scratch, { in.n_tokens, in.n_kept, in.d_k, in.d_v, 0, in.n_threads });
     pack_kept(in, rule.reach > 0.0f, x);
     match_all(in, rule.reach, x);
-    weigh_joins(in, rule, x.joins, out.bias);
+    to_merge_factors(in, rule, x.merges, out.bias);
     for (size_t j = 0; j < (size_t) in.n_kept; j++) {
         const auto  at   = (size_t) in.kept[j];
-        const float self = x.joins.self[j];
+        const float self = x.merges.self[j];
         std::transform(in.k + at * dk, in.k + (at + 1) * dk, out.k + j * dk, [self](float a) { return self * a; });
         std::transform(in.v + at * dv, in.v + (at + 1) * dv, out.v + j * dv, [self](float a) { return self * a; });
     }
     for (size_t t = 0; t < (size_t) in.n_tokens; t++) {
-        if (x.joins.target[t] >= 0) {
-            const auto j = (size_t) x.joins.target[t];
-            kn.axpy(x.joins.share[t], in.k + t * dk, out.k + j * dk, dk);
-            kn.axpy(x.joins.share[t], in.v + t * dv, out.v + j * dv, dv);
+        if (x.merges.target[t] >= 0) {
+            const auto j = (size_t) x.merges.target[t];
+            kn.axpy(x.merges.share[t], in.k + t * dk, out.k + j * dk, dk);
+            kn.axpy(x.merges.share[t], in.v + t * dv, out.v + j * dv, dv);
         }
     }
 }

@@ -24,17 +24,17 @@ struct MergeRule {
     bool mass       = false;
     // Above 0: row i joins the row with the nearest key (the lowest on ties), if the distance is at most `reach` times the length of row
     // i's key. The similarity then counts as 1.
-    float reach = 0.0f;
-    bool  looks = false;  // whether weight or above_mean uses the similarity
+    float reach           = 0.0f;
+    bool  uses_similarity = false;  // whether weight or above_mean uses the similarity
 };
 
 void merge_rows(const ReduceInput & in, const MergeRule & rule, const ReducedRows & out);
 
-// Where the evicted rows of a head go. merge_rows or a device finds target and share; weigh_joins makes factors of them.
-struct Joins {
+// Where the evicted rows of a head go. merge_rows or a device finds target and share; to_merge_factors makes factors of them.
+struct MergeTargets {
     int32_t * target;  // [T] index into kept, or -1
-    float *   share;   // [T] the similarity with the target; after weigh_joins: the factor of the row
-    float *   self;    // [n_kept] after weigh_joins: the factor of the kept row itself
+    float *   share;   // [T] the similarity with the target; after to_merge_factors: the factor of the row
+    float *   self;    // [n_kept] after to_merge_factors: the factor of the kept row itself
 };
 
 // Returns whether a row joins the kept row with the largest score. score: the product of their keys minus half of the kept key's square;
@@ -43,7 +43,7 @@ inline bool in_reach(float reach, float own, float score) { return own - 2.0f * 
 
 // The part of merge_rows that reads no rows: k and v of `in` may be NULL. out_bias [n_kept]: as ReducedRows::bias; not NULL if the rule has
 // mass. Allocates nothing.
-void weigh_joins(const ReduceInput & in, const MergeRule & rule, const Joins & joins, float * out_bias);
+void to_merge_factors(const ReduceInput & in, const MergeRule & rule, const MergeTargets & merges, float * out_bias);
 
 // Parts of reducers that merge: a call of merge_rows, and a rule that averages.
 template <MergeRule (*RULE)(const double * params)> void reduce_by(const ReduceInput & in, const ReducedRows & out) {
