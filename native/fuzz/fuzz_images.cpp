@@ -26,7 +26,7 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t * data, size_t size) {
     std::vector<float>   out(kept.size() * (size_t) image.width);
     kvedge_error         err{};
     const bool           wanted = (in.byte() & 1) == 0;
-    if (told(kvedge_prune(plan.get(), &image, 1, kept.data(), wanted ? out.data() : nullptr, &n, &err), err) == KVEDGE_OK) {
+    if (checked_status(kvedge_prune(plan.get(), &image, 1, kept.data(), wanted ? out.data() : nullptr, &n, &err), err) == KVEDGE_OK) {
         REQUIRE(n >= 1 && n <= most);
         for (int32_t i = 0; i < n; i++) {
             REQUIRE(kept[(size_t) i] >= (i ? kept[(size_t) i - 1] + 1 : 0) && kept[(size_t) i] < image.n_rows);

@@ -32,18 +32,18 @@ void set_profile(Input & in, kvedge_plan * plan, kvedge_error & err) {
         x = flags & 4 ? in.number<float>() : in.byte() / 255.0f;
     }
     const float * budgets = numbers.data() + numbers.size() - (size_t) std::max(n_columns, 0);
-    (void) told(kvedge_plan_set_profile(plan, stage, flags & 1 ? nullptr : numbers.data(), flags & 2 ? budgets : nullptr, n_layers,
-                                        n_columns, &err), err);
+    const float * values  = flags & 1 ? nullptr : numbers.data();
+    (void) checked_status(kvedge_plan_set_profile(plan, stage, values, flags & 2 ? budgets : nullptr, n_layers, n_columns, &err), err);
 }
 
 void ask(const kvedge_plan * plan) {
     kvedge_error err{};
-    (void) told(kvedge_plan_check(plan, &err), err);
-    (void) told(kvedge_plan_check_stream(plan, &err), err);
+    (void) checked_status(kvedge_plan_check(plan, &err), err);
+    (void) checked_status(kvedge_plan_check_stream(plan, &err), err);
     for (int32_t type : { 0, 3, 5 }) {
         Storage storage;
         REQUIRE(make_storage(type, type + 1, storage));
-        (void) told(check_bounded(*plan, storage, &err), err);
+        (void) checked_status(check_bounded(*plan, storage, &err), err);
     }
     for (int32_t n : { 1, 2, 31, 32, 1000, INT32_MAX }) {
         const int32_t budget = kvedge_plan_budget(plan, n), later = kvedge_plan_later_budget(plan, n), rows = kvedge_plan_image_tokens(plan, n);
@@ -70,7 +70,7 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t * data, size_t size) {
         } else {
             const size_t equals = std::min(line.find('='), line.size());
             const auto   value  = equals < line.size() ? line.substr(equals + 1) : std::string();
-            (void) told(kvedge_plan_set(plan.get(), line.substr(0, equals).c_str(), value.c_str(), &err), err);
+            (void) checked_status(kvedge_plan_set(plan.get(), line.substr(0, equals).c_str(), value.c_str(), &err), err);
         }
         REQUIRE(err.status == KVEDGE_OK || same(before, *plan));
     }

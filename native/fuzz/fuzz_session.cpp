@@ -41,7 +41,7 @@ std::unique_ptr<Sequence> read_file(const std::vector<uint8_t> & file, const Kin
     BytesReader  in(file.data(), file.size());
     Frame        frame;
     kvedge_error err{};
-    if (told(read_frame(in, "a file", frame, &err), err) != KVEDGE_OK) {
+    if (checked_status(read_frame(in, "a file", frame, &err), err) != KVEDGE_OK) {
         return nullptr;
     }
     REQUIRE(frame.note.size() == frame.note_bytes && frame.payload_bytes + 4 == in.left());
@@ -145,12 +145,12 @@ void act(std::unique_ptr<Sequence> & seq, const Kind & kind, bool whole, uint8_t
         case 2: seq->remove(what % (n + 1), what & 64 ? n : what % (n + 1) + 3); break;
         case 3:
             if (!seq->rows.evicting()) {
-                (void) told(compress_pending(*seq, plan, 1, outcome, &err), err);
+                (void) checked_status(compress_pending(*seq, plan, 1, outcome, &err), err);
             }
             break;
         case 4:
             if (!seq->rows.evicting() && check_stream(plan, &err) == KVEDGE_OK && open_stream(*seq, plan, &err) == KVEDGE_OK) {
-                (void) told(compress_stream(*seq, plan, 1, outcome, &err), err);
+                (void) checked_status(compress_stream(*seq, plan, 1, outcome, &err), err);
             }
             break;
         case 5: save_and_load(seq, kind, whole); break;

@@ -110,7 +110,7 @@ template <class S> S begun(Input & in, const Declared & declared, Said & said) {
 
 void use(kvedge_plan * plan, const char * stage, const Declared & declared, kvedge_status added) {
     kvedge_error err{};
-    const auto   status = told(kvedge_plan_set(plan, stage, declared.name.c_str(), &err), err);
+    const auto   status = checked_status(kvedge_plan_set(plan, stage, declared.name.c_str(), &err), err);
     REQUIRE(added != KVEDGE_OK || status == KVEDGE_OK);
 }
 
@@ -135,13 +135,13 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t * data, size_t size) {
     scorer.recent       = in.byte() == 255 ? in.number<int32_t>() : in.between(0, 20);
     scorer.column_sums  = (in.byte() & 1) != 0;
     scorer.score        = in.byte() == 255 ? nullptr : score;
-    use(plan.get(), "scorer", a, told(kvedge_plan_add_scorer(plan.get(), &scorer, &err), err));
+    use(plan.get(), "scorer", a, checked_status(kvedge_plan_add_scorer(plan.get(), &scorer, &err), err));
     auto allocator      = begun<kvedge_custom_allocator>(in, b, said);
     allocator.allocate  = allocate;
-    use(plan.get(), "allocator", b, told(kvedge_plan_add_allocator(plan.get(), &allocator, &err), err));
+    use(plan.get(), "allocator", b, checked_status(kvedge_plan_add_allocator(plan.get(), &allocator, &err), err));
     auto reducer        = begun<kvedge_custom_reducer>(in, c, said);
     reducer.reduce      = reduce;
-    use(plan.get(), "reducer", c, told(kvedge_plan_add_reducer(plan.get(), &reducer, &err), err));
+    use(plan.get(), "reducer", c, checked_status(kvedge_plan_add_reducer(plan.get(), &reducer, &err), err));
     said.in = in;
     (void) compress(in, plan.get(), arrays);
     return 0;

@@ -93,7 +93,7 @@ inline bool is_utf8(const char * text) {
 
 // Checks what kvedge.h promises for every call that can fail: err has the status, and a message of one line of UTF-8 if it failed.
 // Returns the status.
-inline kvedge_status told(kvedge_status status, const kvedge_error & err) {
+inline kvedge_status checked_status(kvedge_status status, const kvedge_error & err) {
     REQUIRE(err.status == status && memchr(err.message, 0, sizeof(err.message)));
     REQUIRE((status == KVEDGE_OK) == (err.message[0] == '\0'));
     REQUIRE(!strpbrk(err.message, "\r\n") && is_utf8(err.message));

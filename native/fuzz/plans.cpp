@@ -15,7 +15,7 @@ template <size_t N> const char * one_of(Input & in, const char * const (&words)[
 
 void set(kvedge_plan * plan, const std::string & key, const std::string & value) {
     kvedge_error err{};
-    (void) told(kvedge_plan_set(plan, key.c_str(), value.c_str(), &err), err);
+    (void) checked_status(kvedge_plan_set(plan, key.c_str(), value.c_str(), &err), err);
 }
 
 std::string word(const char * choices, int32_t i) {
@@ -66,9 +66,10 @@ void draw_profile(Input & in, kvedge_plan * plan, int32_t n_layers, int32_t n_co
     for (int32_t i = 0; i < n_columns; i++) {
         budgets.push_back((float) (i + 1) / (float) n_columns);
     }
-    kvedge_error err{};
-    const bool   with = (in.byte() & 1) != 0;
-    (void) told(kvedge_plan_set_profile(plan, stage, values.data(), with ? budgets.data() : nullptr, n_layers, n_columns, &err), err);
+    kvedge_error  err{};
+    const bool    with       = (in.byte() & 1) != 0;
+    const float * of_budgets = with ? budgets.data() : nullptr;
+    (void) checked_status(kvedge_plan_set_profile(plan, stage, values.data(), of_budgets, n_layers, n_columns, &err), err);
 }
 
 float odd_number(Input & in) {
@@ -106,7 +107,7 @@ void check_head(const kvedge_result * result, const kvedge_arrays & of, int32_t 
 PlanHandle new_plan() {
     kvedge_plan * plan = nullptr;
     kvedge_error  err{};
-    REQUIRE(told(kvedge_plan_create(&plan, &err), err) == KVEDGE_OK);
+    REQUIRE(checked_status(kvedge_plan_create(&plan, &err), err) == KVEDGE_OK);
     return PlanHandle(plan);
 }
 
@@ -127,7 +128,7 @@ void draw_plan(Input & in, kvedge_plan * plan, int32_t n_layers, int32_t n_heads
         draw_profile(in, plan, n_layers, flags & 8 ? n_heads : n_heads_kv);
     }
     kvedge_error err{};
-    (void) told(kvedge_plan_check(plan, &err), err);
+    (void) checked_status(kvedge_plan_check(plan, &err), err);
 }
 
 void draw_arrays(Input & in, Arrays & out) {
@@ -166,7 +167,7 @@ void give_projection(kvedge_plan * plan, const kvedge_arrays & of) {
     std::vector<float> weights;
     kvedge_error       err{};
     fill(weights, (size_t) of.n_layers * (size_t) of.n_heads * (size_t) of.head_size * (size_t) WIDTH, state);
-    (void) told(kvedge_plan_set_projection(plan, weights.data(), of.n_layers, of.n_heads, of.head_size, WIDTH, &err), err);
+    (void) checked_status(kvedge_plan_set_projection(plan, weights.data(), of.n_layers, of.n_heads, of.head_size, WIDTH, &err), err);
 }
 
 bool compress(Input & in, const kvedge_plan * plan, const Arrays & arrays) {
@@ -178,7 +179,7 @@ bool compress(Input & in, const kvedge_plan * plan, const Arrays & arrays) {
     const auto            status = step > 0 ? kvedge_stream_arrays(plan, &of, type_k, type_v, step, threads, &made, &err)
                                             : kvedge_compress_arrays_as(plan, &of, type_k, type_v, threads, &made, &err);
     const ResultHandle    result(made);
-    REQUIRE((told(status, err) == KVEDGE_OK) == (made != nullptr));
+    REQUIRE((checked_status(status, err) == KVEDGE_OK) == (made != nullptr));
     for (int32_t i = 0; made && i < of.n_layers * of.n_heads_kv; i++) {
         check_head(made, of, i / of.n_heads_kv, i % of.n_heads_kv);
         REQUIRE((kvedge_result_scores(made, i / of.n_heads_kv, i % of.n_heads_kv) != nullptr) <= (step == 0));

@@ -68,12 +68,12 @@ void time_calls(ggml_backend_dev_t device) {
         return;
     }
     const auto compute = [&](Worker & worker, int64_t n, bool multiplies) {
-        Sketch         sketch((size_t) (2 * n));
-        ggml_context * c = sketch.context.get();
+        GraphBuilder   builder((size_t) (2 * n));
+        ggml_context * c = builder.context.get();
         for (int64_t i = 0; i < n; i++) {
-            sketch.add(multiplies ? product(c, a, b) : ggml_scale(c, ggml_view_1d(c, a, D, 0), 2.0f));
+            builder.add(multiplies ? product(c, a, b) : ggml_scale(c, ggml_view_1d(c, a, D, 0), 2.0f));
         }
-        (void) (worker.make_room(device, sketch.graph, 1) && worker.compute(sketch.graph));
+        (void) (worker.make_room(device, builder.graph, 1) && worker.compute(builder.graph));
     };
     Worker kept;
     print("a product, by a new backend", [&] {
@@ -167,13 +167,13 @@ bool compress(GraphRows & rows, const std::vector<LayerShape> & shapes, size_t m
     std::vector<Measures>                        measures;
     std::vector<std::vector<std::vector<float>>> out;
     const Kept                                   kept = choose(shapes, pending, budget, of.even);
-    TakeJob                                      take{ kept, pending };
-    take.rule = of.even ? nullptr : &of.rule;
-    take.out  = &out;
-    rows.work = {};
+    CompressJob                                  request{ kept, pending };
+    request.rule = of.even ? nullptr : &of.rule;
+    request.out  = &out;
+    rows.work    = {};
     bool         done    = false;
     const double measure = ms([&] { done = rows.measure(job, measures) == DeviceRows::Outcome::done; });
-    const double took    = ms([&] { done = done && rows.take(take) == DeviceRows::Outcome::done; });
+    const double took    = ms([&] { done = done && rows.compress(request) == DeviceRows::Outcome::done; });
     if (!done) {
         std::fprintf(stderr, "%s\n", rows.problem().c_str());
         return false;

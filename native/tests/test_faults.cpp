@@ -24,7 +24,7 @@ namespace {
 const std::vector<LayerShape> SHAPES = { { 0, 4, 2, 32, 32 }, { 1, 4, 2, 32, 64 } };
 
 // Returns a checksum of a sequence that does not depend on its blocks: tokens, rows, scores, and observed attention.
-uint32_t told(const Sequence & seq) {
+uint32_t checksum_of(const Sequence & seq) {
     uint32_t   sum  = 0;
     const auto tell = [&](const auto & x) { sum = crc32(sum, x.data(), x.size() * sizeof(x[0])); };
     tell(seq.rows.contents().pos);
@@ -132,9 +132,9 @@ bool succeeds(const Operation & operation, Sequence & seq) try {
 
 void try_operation(const Operation & operation, const std::function<std::unique_ptr<Sequence>()> & made) {
     const auto     expected = made();
-    const uint32_t before   = told(*expected);
+    const uint32_t before   = checksum_of(*expected);
     CHECK(operation.call(*expected));
-    const uint32_t after = told(*expected);
+    const uint32_t after = checksum_of(*expected);
     int32_t        n_bad = failures();
     int64_t        n     = 1;
     for (bool fired = true; fired && failures() == n_bad; n += step) {
@@ -145,8 +145,8 @@ void try_operation(const Operation & operation, const std::function<std::unique_
             const bool good = succeeds(operation, *seq);
             fired           = faults::disarm();
             CHECK(good || fired);
-            CHECK(told(*seq) == (good ? after : before));
-            CHECK(good || (succeeds(operation, *seq) && told(*seq) == after));
+            CHECK(checksum_of(*seq) == (good ? after : before));
+            CHECK(good || (succeeds(operation, *seq) && checksum_of(*seq) == after));
         }
         CHECK(faults::live == live);
     }
@@ -177,7 +177,7 @@ bool load(const Storage & storage, uint32_t & sum) {
     }
     const auto seq = read_sequence(in, SHAPES, storage);
     CHECK(seq && in.left() == 0);
-    sum = seq ? told(*seq) : 0;
+    sum = seq ? checksum_of(*seq) : 0;
     return true;
 }
 
@@ -198,7 +198,7 @@ void test_operations(const Storage & storage, const Plans & plans) {
         { "room", [&](Sequence & s) { return make_room(s, { { true, false }, true, true, 12 }, 300); } },
         { "copy", [&](Sequence & s) {
              const auto copy = s.clone();
-             CHECK(!copy || told(*copy) == told(s));
+             CHECK(!copy || checksum_of(*copy) == checksum_of(s));
              return copy != nullptr;
          } },
         { "remove", [&](Sequence & s) { s.remove(20, 90); return true; } },
@@ -287,7 +287,7 @@ struct Arrays {
 };
 
 // Returns a checksum of a result; 0 if result is NULL.
-uint32_t told(const kvedge_result * result) {
+uint32_t checksum_of(const kvedge_result * result) {
     uint32_t sum = result ? 1 : 0;
     for (int32_t l = 0; result && l < Arrays::L; l++) {
         for (int32_t h = 0; h < Arrays::HKV; h++) {
@@ -308,7 +308,7 @@ void try_arrays(const char * name, const kvedge_plan * plan, const Arrays & arra
         kvedge_error    err{};
         const auto      status = step > 0 ? kvedge_stream_arrays(plan, &in, type, type, step, n_threads, &result, &err)
                                           : kvedge_compress_arrays(plan, &in, type, n_threads, &result, &err);
-        const uint32_t sum = told(result);
+        const uint32_t sum = checksum_of(result);
         kvedge_result_free(result);
         expected = expected ? expected : sum;
         CHECK(sum == (status == KVEDGE_OK ? expected : 0) && err.status == status);

@@ -174,7 +174,7 @@ static kvedge_status replace_rows(Job & job, bool reduced, Unsealed & unsealed, 
         return fail(err, KVEDGE_E_MEMORY, "no memory for the compressed cache of %d tokens", budget);
     }
     if (job.device_rows) {
-        const auto taken = take_away(job, reduces, plan_evicts(job.plan));
+        const auto taken = compress_on_devices(job, reduces, plan_evicts(job.plan));
         if (taken != DeviceRows::Outcome::done) {
             return fail_device(taken, outcome, err);
         }

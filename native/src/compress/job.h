@@ -111,7 +111,7 @@ void open_blocks(Job & job);
 // Takes memory for the kept rows of one layer, and working memory for n_workers. False: no memory.
 bool open_layer(Job & job, size_t layer, bool reduces, int32_t n_workers);
 // Lets the devices replace the rows of their layers, after open_layers. dropping: a decode policy will drop single rows later.
-DeviceRows::Outcome take_away(Job & job, bool reduces, bool dropping);
+DeviceRows::Outcome compress_on_devices(Job & job, bool reduces, bool dropping);
 // Fills one layer of the new blocks. open_layer took the memory, so only a custom reducer can fail.
 void fill_layer(Job & job, size_t layer, bool reduces, int32_t n_threads);
 // Open and fill all layers. open_layers: false if there is no memory. fill_layers also replaces the pending blocks by the new blocks.

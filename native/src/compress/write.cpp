@@ -253,14 +253,14 @@ bool open_layer(Job & job, size_t l, bool reduces, int32_t n_workers) {
     return true;
 }
 
-DeviceRows::Outcome take_away(Job & job, bool reduces, bool dropping) {
+DeviceRows::Outcome compress_on_devices(Job & job, bool reduces, bool dropping) {
     const auto &                                 shapes = job.seq.rows.shapes();
     std::vector<std::vector<std::vector<float>>> before(shapes.size()), after(shapes.size());
-    TakeJob                                      take{ job.kept, job.pending.n };
-    take.storage  = job.seq.rows.storage();
-    take.dropping = dropping;
+    CompressJob                                  request{ job.kept, job.pending.n };
+    request.storage  = job.seq.rows.storage();
+    request.dropping = dropping;
     const MergeRule rule = reduces ? job.plan.reducer->merges(job.plan.params[KVEDGE_STAGE_REDUCER]) : MergeRule();
-    take.rule            = reduces ? &rule : nullptr;
+    request.rule         = reduces ? &rule : nullptr;
     for (size_t l = 0; l < shapes.size(); l++) {
         for (size_t h = 0; on_device(job, l) && h < job.out.sources[l].size(); h++) {
             const auto & rows   = job.out.sources[l][h];
@@ -272,9 +272,9 @@ DeviceRows::Outcome take_away(Job & job, bool reduces, bool dropping) {
         }
         after[l].resize(before[l].size());
     }
-    take.biases        = &before;
-    take.out           = &after;
-    const auto outcome = job.device_rows->take(take);
+    request.biases     = &before;
+    request.out        = &after;
+    const auto outcome = job.device_rows->compress(request);
     for (size_t l = 0; outcome == DeviceRows::Outcome::done && l < after.size(); l++) {
         for (size_t h = 0; h < after[l].size(); h++) {
             if (!after[l][h].empty()) {

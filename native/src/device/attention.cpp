@@ -89,7 +89,7 @@ T GraphRows::attend_even(const GraphLayer & in, size_t l) const {
     T keys = seen(k);
     T out  = attention_over(in, ggml_permute(c, in.q, 0, 2, 1, 3), keys, seen(v), mask, layer.device);
     out    = ggml_reshape_2d(c, whole(c, out), group.v->ne[0] * in.q->ne[1], n);
-    return after(out, sums.add_up(in, l, keys, mask));
+    return depend_on(out, sums.add_up(in, l, keys, mask));
 }
 
 // Returns the attention output of one token, [d_v * H / Hkv, heads].
@@ -132,7 +132,7 @@ T GraphRows::attend(const GraphLayer & in, size_t l) {
         out = layer.joined ? ggml_get_rows(in.ctx, out, layer.joined) : out;
         out = ggml_reshape_2d(in.ctx, out, ggml_nelements(out), 1);
     }
-    return after(out, queries.write(in, layer, inputs_.written(layer).index));
+    return depend_on(out, queries.write(in, layer, inputs_.written(layer).index));
 }
 
 }  // namespace kvedge

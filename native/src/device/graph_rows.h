@@ -66,7 +66,7 @@ class GraphRows : public DeviceRows {
     bool    holds(size_t layer) const override { return slots_.layers[layer].device != nullptr; }
     bool    keeps_window(int32_t n) const override { return queries.holds(n); }
     Outcome measure(const MeasureJob & job, std::vector<Measures> & out) override;  // measure.cpp
-    Outcome take(const TakeJob & job) override;                                     // take.cpp
+    Outcome compress(const CompressJob & job) override;                             // compressing.cpp
 
     const Form &        form() const { return slots_.form; }
     bool                even() const { return slots_.even; }  // all KV heads hold the same number of rows, and no row has a bias
@@ -74,8 +74,8 @@ class GraphRows : public DeviceRows {
     const std::string & full_device() const { return slots_.full_device; }  // name of the device that was out of memory
 
   private:
-    struct Measuring;  // the graph that measures rows for scorers (measuring.h)
-    struct Taking;     // one compression (taking.h)
+    struct Measuring;    // the graph that measures rows for scorers (measuring.h)
+    struct Compressing;  // one compression (compressing.h)
     struct Merging;
 
     ggml_tensor * attend_even(const GraphLayer & in, size_t layer) const;

@@ -157,17 +157,17 @@ void GraphHighPass::fill_far(float * out, int64_t own) const {
     }
 }
 
-void GraphHighPass::prepare(ggml_context * c, Parcel & parcel) {
+void GraphHighPass::prepare(ggml_context * c, GraphTransfer & transfer) {
     if (all_pass()) {
         return;
     }
     make_kernel();
     if (by_own_) {
-        send_own(c, parcel);
+        send_own(c, transfer);
         return;
     }
     own_ = ggml_new_tensor_2d(c, GGML_TYPE_F32, width_, width_);
-    parcel.send<float>(own_, [this](float * to, int32_t) { fill_own(to, true); });
+    transfer.send<float>(own_, [this](float * to, int32_t) { fill_own(to, true); });
     if (boxes_ == 1) {
         return;
     }
@@ -175,18 +175,18 @@ void GraphHighPass::prepare(ggml_context * c, Parcel & parcel) {
     gather_  = ggml_new_tensor_2d(c, GGML_TYPE_F32, width_, rank_);
     far_     = ggml_new_tensor_2d(c, GGML_TYPE_F32, rank_ * boxes_, rank_ * boxes_);
     scatter_ = ggml_new_tensor_2d(c, GGML_TYPE_F32, rank_, width_);
-    parcel.send<float>(gather_, [this](float * to, int32_t) { fill_spread(to, false); });
-    parcel.send<float>(scatter_, [this](float * to, int32_t) { fill_spread(to, true); });
-    parcel.send<float>(far_, [this](float * to, int32_t box) { fill_far(to, box); }, (int32_t) boxes_);
+    transfer.send<float>(gather_, [this](float * to, int32_t) { fill_spread(to, false); });
+    transfer.send<float>(scatter_, [this](float * to, int32_t) { fill_spread(to, true); });
+    transfer.send<float>(far_, [this](float * to, int32_t box) { fill_far(to, box); }, (int32_t) boxes_);
 }
 
-void GraphHighPass::send_own(ggml_context * c, Parcel & parcel) {
+void GraphHighPass::send_own(ggml_context * c, GraphTransfer & transfer) {
     if (boxes_ > 1) {
         choose_points();
     }
     const auto width = (size_t) width_, rank = (size_t) rank_, padded = (size_t) rounded(rank_, OWN_STEP);
     own_ = ggml_new_tensor_2d(c, GGML_TYPE_F16, FRAGMENT * FRAGMENT, (int64_t) (width * (width + padded) / (FRAGMENT * FRAGMENT)));
-    parcel.send<ggml_fp16_t>(own_, [this, width, rank, padded](ggml_fp16_t * to, int32_t) {
+    transfer.send<ggml_fp16_t>(own_, [this, width, rank, padded](ggml_fp16_t * to, int32_t) {
         std::vector<float> from(width * std::max(width, rank));
         const auto         copy = [&](size_t before, size_t columns) {
             for (size_t i = 0; i < width * columns; i++) {
@@ -207,7 +207,7 @@ void GraphHighPass::send_own(ggml_context * c, Parcel & parcel) {
     }
     gather_ = ggml_new_tensor_2d(c, GGML_TYPE_F16, FRAGMENT * FRAGMENT, (int64_t) (width * padded / (FRAGMENT * FRAGMENT)));
     far_    = ggml_new_tensor_2d(c, GGML_TYPE_F32, rank_ * boxes_, rank_ * boxes_);
-    parcel.send<ggml_fp16_t>(gather_, [this, width, rank, padded](ggml_fp16_t * to, int32_t) {
+    transfer.send<ggml_fp16_t>(gather_, [this, width, rank, padded](ggml_fp16_t * to, int32_t) {
         std::vector<float> from(width * rank);
         std::fill_n(to, width * padded, ggml_fp32_to_fp16(0.0f));
         fill_spread(from.data(), false);
@@ -215,7 +215,7 @@ void GraphHighPass::send_own(ggml_context * c, Parcel & parcel) {
             to[fragment_at(i / width, i % width, width)] = ggml_fp32_to_fp16(from[i]);
         }
     });
-    parcel.send<float>(far_, [this](float * to, int32_t box) { fill_far(to, box); }, (int32_t) boxes_);
+    transfer.send<float>(far_, [this](float * to, int32_t box) { fill_far(to, box); }, (int32_t) boxes_);
 }
 
 T GraphHighPass::deviation(ggml_context * c, const MeasuredRows & rows) const {

@@ -3,7 +3,7 @@
 #pragma once
 
 #include "device/measured.h"
-#include "device/parcel.h"
+#include "device/graph_transfer.h"
 
 #include <cstdint>
 #include <cstdlib>
@@ -18,8 +18,8 @@ class GraphHighPass {
 
     bool all_pass() const { return kept_ == n_; }  // all frequencies are low: the high pass of every row is 0
 
-    // Adds the filter's matrices to a parcel for one graph. This object must outlive the parcel.
-    void prepare(ggml_context * c, Parcel & parcel);
+    // Adds the filter's matrices to a transfer for one graph. This object must outlive the transfer.
+    void prepare(ggml_context * c, GraphTransfer & transfer);
 
     // The tokens in the order in which the filter reads rows, box by box. Padding is at the end of each box and reads token n / 2.
     const std::vector<int32_t> & order() const { return order_; }
@@ -43,7 +43,7 @@ class GraphHighPass {
     void    fill_own(float * out, bool high) const;  // writes a box's matrix; high: of the high pass, else of the low pass
     void    fill_spread(float * out, bool by_row) const;  // writes gather_ [rank][width]; by_row: scatter_ [width][rank]
     void    fill_far(float * out, int64_t box) const;  // writes the rows of far_ for the points of a box
-    void    send_own(ggml_context * c, Parcel & parcel);  // adds the matrices of kvedge's operations to a parcel
+    void    send_own(ggml_context * c, GraphTransfer & transfer);  // adds the matrices of kvedge's operations to a transfer
 
     int64_t              n_, kept_;
     bool                 by_own_;

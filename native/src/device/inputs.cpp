@@ -20,7 +20,7 @@ void Inputs::forget() {
 
 uint64_t Inputs::bytes() const {
     uint64_t n = 0;
-    for (const On & on : on_) {
+    for (const DeviceTensors & on : on_) {
         n += on.held.bytes() + on.several.held.bytes();
     }
     return n;
@@ -40,13 +40,13 @@ bool Inputs::make(const Incoming & incoming) {
     if (fit(incoming)) {
         return true;
     }
-    const int32_t n = incoming.n, follow = incoming.follow;
-    const int32_t shown = std::max(slots_.visible(follow), follow > n ? 0 : std::min(2 * room_visible_, slots_.shown()));
+    const int32_t n = incoming.n, announced = incoming.announced;
+    const int32_t shown = std::max(slots_.visible(announced), announced > n ? 0 : std::min(2 * room_visible_, slots_.slots_with_memory()));
     for (size_t i = 0; i < on_.size(); i++) {
-        const LayersOn & of      = slots_.devices[i];
-        const auto       spanned = (int64_t) of.spanned;
-        Tensors          held(6);
-        auto             written = decltype(On::written)();
+        const DeviceTotals & of      = slots_.devices[i];
+        const auto           spanned = (int64_t) of.spanned;
+        Tensors              held(6);
+        auto                 written = decltype(DeviceTensors::written)();
         for (auto & one : written) {
             one.index = held.add(GGML_TYPE_I64, (int64_t) of.entries * n + incoming.window);
             one.mask  = slots_.even ? held.add(GGML_TYPE_F16, (int64_t) shown * n) : nullptr;
@@ -124,7 +124,7 @@ bool Inputs::make_several(int32_t n) {
 
 // Frees the inputs of several tokens, and updates the masks on the device, which single tokens need.
 void Inputs::forget_several() {
-    for (On & on : on_) {
+    for (DeviceTensors & on : on_) {
         if (on.several.places) {
             on.several = SideBySide();
             slots_.change();
@@ -182,7 +182,7 @@ void Inputs::write_even_mask(const Written & to, int32_t before, bool causal) co
 
 // Writes the spans of a device for a graph of one token. index: slots of the token's rows, for all KV heads on the device.
 void Inputs::write_spans(size_t in, const std::vector<int64_t> & index) {
-    const LayersOn &     on  = slots_.devices[in];
+    const DeviceTotals & on  = slots_.devices[in];
     const auto           end = (size_t) index_at(on);
     std::vector<int32_t> all((size_t) on_[in].spans->ne[0], 0);
     for (const size_t l : on.layers) {

@@ -25,7 +25,7 @@ class Inputs {
         ggml_tensor * mask  = nullptr;  // [visible * n] f16, only if KV heads are even
     };
     // The inputs of one device.
-    struct On {
+    struct DeviceTensors {
         Tensors                held;
         std::array<Written, 2> written;          // used in turn: the host writes one while a graph reads the other
         ggml_tensor *          zeros = nullptr;  // [1, 1, most] f32
@@ -36,18 +36,18 @@ class Inputs {
     explicit Inputs(Slots & slots) : slots_(slots) {}
 
     bool fit(const Incoming & incoming) const;  // whether the inputs have room for these tokens
-    // Makes room: for all announced tokens (Incoming::follow), else for up to twice as many slots as before. False: a device is out
+    // Makes room: for all announced tokens (Incoming::announced), else for up to twice as many slots as before. False: a device is out
     // of memory. Throws std::bad_alloc.
     bool make(const Incoming & incoming);
     // Writes the inputs of a graph of n tokens. index: slots of the new rows (Slots::take). ring: places of kept queries (Ring::enter).
     void write(int32_t n, bool causal, std::vector<std::vector<int64_t>> index, const std::vector<int64_t> & ring);
     void forget();
 
-    const On &      of(const DeviceLayer & layer) const { return on_[layer.on]; }
-    const Written & written(const DeviceLayer & layer) const { return on_[layer.on].written[turn_]; }
-    int32_t         n() const { return n_; }  // tokens of the current graph
-    uint64_t        turn() const { return turn_; }
-    uint64_t        bytes() const;
+    const DeviceTensors & of(const DeviceLayer & layer) const { return on_[layer.on]; }
+    const Written &       written(const DeviceLayer & layer) const { return on_[layer.on].written[turn_]; }
+    int32_t               n() const { return n_; }  // tokens of the current graph
+    uint64_t              turn() const { return turn_; }
+    uint64_t              bytes() const;
 
   private:
     bool make_several(int32_t n);
@@ -57,14 +57,14 @@ class Inputs {
     void write_spans(size_t device, const std::vector<int64_t> & index);
     void write_even_mask(const Written & to, int32_t before, bool causal) const;
 
-    Slots &         slots_;
-    std::vector<On> on_;
-    int32_t         room_q_ = 0, room_visible_ = 0, room_recent_ = 0;
-    int32_t         n_    = 0;
-    uint64_t        turn_ = 0;  // which of On::written the graph reads
+    Slots &                    slots_;
+    std::vector<DeviceTensors> on_;
+    int32_t                    room_q_ = 0, room_visible_ = 0, room_recent_ = 0;
+    int32_t                    n_    = 0;
+    uint64_t                   turn_ = 0;  // which of DeviceTensors::written the graph reads
 };
 
 // Returns the offset, in i32 numbers, of the i64 slots behind the spans of a device. The offset is even, to align the slots.
-inline int64_t index_at(const LayersOn & on) { return (on.span * (int64_t) on.spanned + 1) / 2 * 2; }
+inline int64_t index_at(const DeviceTotals & on) { return (on.span * (int64_t) on.spanned + 1) / 2 * 2; }
 
 }  // namespace kvedge

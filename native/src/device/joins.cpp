@@ -2,7 +2,7 @@
 // cpu/joins.cpp) adds up all rows of a layer. On a device without OWN_JOINS ggml operations add FAN rows at a time. All sums are f32.
 
 #include "device/own.h"
-#include "device/taking.h"
+#include "device/compressing.h"
 
 #include "system/threads.h"
 
@@ -124,17 +124,17 @@ bool GraphRows::Merging::has_own(size_t l) const {
     return ggml_backend_dev_supports_op(layer.device, own_joins(c, k, v, k, v, ggml_new_tensor_2d(c, GGML_TYPE_I32, 2, 2), 1));
 }
 
-void GraphRows::Merging::add_up_own(size_t l, Parcel & parcel, Sketch & sketch) const {
-    ggml_context * c    = sketch.context.get();
+void GraphRows::Merging::add_up_own(size_t l, GraphTransfer & transfer, GraphBuilder & builder) const {
+    ggml_context * c    = builder.context.get();
     const T        keys = of.flat(c, l, true), values = of.flat(c, l, false);
     for (size_t g = 0; g < lists[l].size(); g++) {
         const Group & group = of.next.layers[l].groups[g];
         const Lists & own   = lists[l][g];
         if (own.n() > 0) {
             const T list = ggml_new_tensor_2d(c, GGML_TYPE_I32, 2, (int64_t) own.size() / 2);
-            parcel.send<int32_t>(list, [this, l, &group, &own](int32_t * to, int32_t i) { write_lists(l, group, own, (size_t) i, to); },
+            transfer.send<int32_t>(list, [this, l, &group, &own](int32_t * to, int32_t i) { write_lists(l, group, own, (size_t) i, to); },
                                  (int32_t) group.heads.size());
-            sketch.add(own_joins(c, keys, values, kvedge::flat(c, group.k), kvedge::flat(c, group.v), list, own.n()));
+            builder.add(own_joins(c, keys, values, kvedge::flat(c, group.k), kvedge::flat(c, group.v), list, own.n()));
         }
     }
 }
@@ -241,9 +241,9 @@ void GraphRows::Merging::divide(size_t l) {
 
 namespace {
 
-template <class X> T sent(ggml_context * c, Parcel & parcel, ggml_type type, const std::vector<X> & x, int64_t ne0, int64_t ne1) {
+template <class X> T sent(ggml_context * c, GraphTransfer & transfer, ggml_type type, const std::vector<X> & x, int64_t ne0, int64_t ne1) {
     const T out = ggml_new_tensor_2d(c, type, ne0, ne1);
-    parcel.send<X>(out, [&x](X * to, int32_t) { std::copy(x.begin(), x.end(), to); });
+    transfer.send<X>(out, [&x](X * to, int32_t) { std::copy(x.begin(), x.end(), to); });
     return out;
 }
 
@@ -262,8 +262,8 @@ T sum(ggml_context * c, T source, T index, T factor) {
 
 }  // namespace
 
-void GraphRows::Merging::add_up_pieces(size_t l, Parcel & parcel, Sketch & sketch) const {
-    ggml_context * c = sketch.context.get();
+void GraphRows::Merging::add_up_pieces(size_t l, GraphTransfer & transfer, GraphBuilder & builder) const {
+    ggml_context * c = builder.context.get();
     const T keys = of.flat(c, l, true), values = of.flat(c, l, false);
     for (size_t g = 0; g < pieces[l].size(); g++) {
         const Group & group = of.next.layers[l].groups[g];
@@ -272,9 +272,9 @@ void GraphRows::Merging::add_up_pieces(size_t l, Parcel & parcel, Sketch & sketc
             std::vector<std::array<T, 3>> lists;
             for (const Level & level : piece) {
                 const auto n = (int64_t) level.ready.size(), rows = (int64_t) level.index.size();
-                lists.push_back({ sent(c, parcel, GGML_TYPE_I32, level.index, rows, 1),
-                                  sent(c, parcel, GGML_TYPE_F32, level.factor, 1, rows),
-                                  n > 0 ? sent(c, parcel, GGML_TYPE_I64, level.ready, n, 1) : nullptr });
+                lists.push_back({ sent(c, transfer, GGML_TYPE_I32, level.index, rows, 1),
+                                  sent(c, transfer, GGML_TYPE_F32, level.factor, 1, rows),
+                                  n > 0 ? sent(c, transfer, GGML_TYPE_I64, level.ready, n, 1) : nullptr });
             }
             for (const bool of_keys : { true, false }) {
                 T x = of_keys ? keys : values;
@@ -282,7 +282,7 @@ void GraphRows::Merging::add_up_pieces(size_t l, Parcel & parcel, Sketch & sketc
                     x = sum(c, x, index, factor);
                     if (ready) {
                         const T done = ggml_view_2d(c, x, x->ne[0], ready->ne[0], x->nb[1], 0);
-                        sketch.add(ggml_set_rows(c, of_keys ? to_k : to_v, done, ready));
+                        builder.add(ggml_set_rows(c, of_keys ? to_k : to_v, done, ready));
                     }
                 }
             }
@@ -328,9 +328,9 @@ size_t GraphRows::Merging::nodes(size_t l) const {
     return n > 0 ? n + 2 * of.flat_nodes(l) : 0;
 }
 
-void GraphRows::Merging::add_up(size_t l, Parcel & parcel, Sketch & sketch) const {
+void GraphRows::Merging::add_up(size_t l, GraphTransfer & transfer, GraphBuilder & builder) const {
     if (nodes(l) > 0) {
-        pieces[l].empty() ? add_up_own(l, parcel, sketch) : add_up_pieces(l, parcel, sketch);
+        pieces[l].empty() ? add_up_own(l, transfer, builder) : add_up_pieces(l, transfer, builder);
     }
 }
 

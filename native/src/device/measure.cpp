@@ -103,12 +103,12 @@ Directions directions(ggml_context * c, T keys, T counts, bool unit) {
 // ---------------------------------------------------------------------------------------------------------
 // The graph of one device
 
-GraphRows::Measuring::Measuring(const GraphRows & rows, const MeasureJob & job, const LayersOn & on, T ring, bool own)
+GraphRows::Measuring::Measuring(const GraphRows & rows, const MeasureJob & job, const DeviceTotals & on, T ring, bool own)
     : rows(rows), slots(rows.slots_), job(job), on(on), own(own), ring(ring), of_kind(tokens_of_kind(job)),
-      filter((int32_t) of_kind.size(), std::max(job.wanted.gamma, 0.0), own), parcel(on.device, on.worker) {
+      filter((int32_t) of_kind.size(), std::max(job.wanted.gamma, 0.0), own), transfer(on.device, on.worker) {
     plan_parts();
-    sketch = std::make_unique<Sketch>(NODES * (parts.size() + 1));
-    c      = sketch->context.get();
+    builder = std::make_unique<GraphBuilder>(NODES * (parts.size() + 1));
+    c       = builder->context.get();
     make_inputs();
     for (Part & part : parts) {
         make_part(part);
@@ -164,7 +164,7 @@ void GraphRows::Measuring::make_inputs() {
     }
     if (job.wanted.votes == WantedMeasures::Votes::faded && W > 0) {
         weights = ggml_new_tensor_2d(c, GGML_TYPE_F32, n, W);
-        parcel.send<float>(weights, [this, n, W](float * to, int32_t) {
+        transfer.send<float>(weights, [this, n, W](float * to, int32_t) {
             for (int32_t place = 0; place < W; place++, to += n) {
                 const int32_t r = row_at(place), before = std::max(0, n - W + r);  // the query votes for tokens [0, before)
                 std::fill_n(to, before, (float) ((double) W * std::exp(-job.wanted.fade * (double) (W - 1 - r))));
@@ -174,17 +174,17 @@ void GraphRows::Measuring::make_inputs() {
     }
     if (job.wanted.by_kind && job.wanted.anchor != WantedMeasures::Anchor::none) {
         counts = ggml_new_tensor_1d(c, GGML_TYPE_F32, n);
-        parcel.send<float>(counts, [this, n](float * to, int32_t) { std::copy_n(job.kind, n, to); });
+        transfer.send<float>(counts, [this, n](float * to, int32_t) { std::copy_n(job.kind, n, to); });
     }
     if (asks_high()) {
-        filter.prepare(c, parcel);
+        filter.prepare(c, transfer);
     }
 }
 
 // Sends the host's queries [W][H][d_k] of each layer, in the layout that the prompt's graphs leave on the device.
 T GraphRows::Measuring::sent_queries() {
     T all = ggml_new_tensor_1d(c, GGML_TYPE_F32, (int64_t) on.query * job.n_window);
-    parcel.send<float>(all, [this](float * to, int32_t i) {
+    transfer.send<float>(all, [this](float * to, int32_t i) {
         const size_t       l = on.layers[(size_t) i], W = (size_t) job.n_window;
         const LayerShape & s = (*slots.shapes)[l];
         const auto         d = (size_t) s.d_k, heads = (size_t) s.n_heads;
@@ -211,7 +211,7 @@ T GraphRows::Measuring::places(const Part & part, int32_t n_rows, bool filtered)
         return known->list;
     }
     T list = ggml_new_tensor_1d(c, GGML_TYPE_I32, (int64_t) n * n_heads);
-    parcel.send<int32_t>(list, [this, &part, n_rows, n, filtered](int32_t * to, int32_t) {
+    transfer.send<int32_t>(list, [this, &part, n_rows, n, filtered](int32_t * to, int32_t) {
         for (const int32_t h : part.heads) {
             const auto    all   = slots.places_of(part.layer, h);
             const int32_t first = (int32_t) all.size() - (filtered ? job.n_tokens : n_rows);
@@ -277,7 +277,7 @@ T GraphRows::Measuring::mask_of(const Part & part) {
             most = std::max(most, one.rows);
         }
         mask = ggml_new_tensor_2d(c, GGML_TYPE_F16, most, W);
-        parcel.send<ggml_fp16_t>(mask, [this, most, W](ggml_fp16_t * to, int32_t) {
+        transfer.send<ggml_fp16_t>(mask, [this, most, W](ggml_fp16_t * to, int32_t) {
             for (int32_t place = 0; place < W; place++, to += most) {
                 std::fill_n(to, most, ggml_fp32_to_fp16(0.0f));
                 hide(to, most - W + row_at(place) + 1, most);
@@ -289,7 +289,7 @@ T GraphRows::Measuring::mask_of(const Part & part) {
     }
     const auto heads = (int64_t) part.heads.size();
     T          own   = ggml_new_tensor_4d(c, GGML_TYPE_F16, N, 1, 1, heads);
-    parcel.send<ggml_fp16_t>(own, [this, &part, N](ggml_fp16_t * to, int32_t i) {
+    transfer.send<ggml_fp16_t>(own, [this, &part, N](ggml_fp16_t * to, int32_t i) {
         const auto biases = part.group->biases_of(part.first + (size_t) i);
         to += (size_t) i * (size_t) N;
         hide(to, 0, N - (int32_t) biases.size());
@@ -300,9 +300,9 @@ T GraphRows::Measuring::mask_of(const Part & part) {
 }
 
 T GraphRows::Measuring::result(T x) {
-    parcel.fetch(x);
+    transfer.fetch(x);
     ggml_set_output(x);
-    sketch->add(x);
+    builder->add(x);
     return x;
 }
 
@@ -315,7 +315,7 @@ void GraphRows::Measuring::make_votes(Part & part, T keys) {
     const Halves        q      = { queries_of(part, halves.high), queries_of(part, halves.low) };
     T                   sinks  = sink ? ggml_new_tensor_1d(c, GGML_TYPE_F32, G * heads) : nullptr;
     if (sinks) {
-        parcel.send<float>(sinks, [&part, sink, G](float * to, int32_t) {
+        transfer.send<float>(sinks, [&part, sink, G](float * to, int32_t) {
             for (const int32_t head : part.heads) {
                 to = std::copy_n(sink + head * G, G, to);
             }
@@ -376,7 +376,7 @@ void GraphRows::Measuring::read_part(const Part & part, Measures & out, Energy &
     const auto d     = (size_t) s.d_k;
     const auto each  = [&](T x, auto & to, double factor) {
         for (size_t i = 0; x && i < heads; i++) {
-            const float * from = parcel.values(x) + i * n;
+            const float * from = transfer.values(x) + i * n;
             const auto    at   = to.begin() + (std::ptrdiff_t) ((size_t) part.heads[i] * n);
             std::transform(from, from + n, at, [factor](float v) { return v * factor; });
         }
@@ -391,7 +391,7 @@ void GraphRows::Measuring::read_part(const Part & part, Measures & out, Energy &
     each(part.squares[1], out.value_squares, 1.0);
     each(part.directions.products, out.cosines, share);
     for (size_t i = 0; part.directions.sum && i < heads; i++) {
-        const float * sum    = parcel.values(part.directions.sum) + i * d;
+        const float * sum    = transfer.values(part.directions.sum) + i * d;
         double        square = 0.0;
         for (size_t k = 0; k < d; k++) {
             square += (double) sum[k] * share * (double) sum[k] * share;
@@ -401,13 +401,13 @@ void GraphRows::Measuring::read_part(const Part & part, Measures & out, Energy &
     const double       width[2] = { (double) s.d_k, (double) s.d_v };
     std::vector<float> sums(of_kind.size()), own(of_kind.size());
     for (size_t of = 0; of < 2; of++) {
-        energy.all[of] += part.energy[of] ? (double) *parcel.values(part.energy[of]) : 0.0;
+        energy.all[of] += part.energy[of] ? (double) *transfer.values(part.energy[of]) : 0.0;
     }
     for (size_t i = 0; part.deviation[0] && i < heads; i++) {
         std::fill(sums.begin(), sums.end(), 0.0f);
         for (size_t of = 0; of < 2 && part.deviation[of]; of++) {
             std::fill(own.begin(), own.end(), 0.0f);
-            energy.high[of] += filter.add(parcel.values(part.deviation[of]) + i * filter.order().size(), own.data()) * width[of];
+            energy.high[of] += filter.add(transfer.values(part.deviation[of]) + i * filter.order().size(), own.data()) * width[of];
             std::transform(own.begin(), own.end(), sums.begin(), sums.begin(), std::plus<float>());
         }
         if (job.wanted.variation) {  // own now holds the values' deviations
@@ -467,15 +467,15 @@ static const char * unmeasured(const Slots & slots, const MeasureJob & job) {
 }
 
 DeviceRows::Outcome GraphRows::measure_on(size_t device, const MeasureJob & job, std::vector<Measures> & out) {
-    LayersOn & on    = slots_.devices[device];
-    const auto built = [&](bool own) { return std::make_unique<Measuring>(*this, job, on, queries.queries(device), own); };
-    const bool half  = slots_.form.storage.k != Type::f32 && slots_.form.storage.v == slots_.form.storage.k && !job.wanted.variation;
-    auto       kept  = built(own && half && has_own(on.device));
-    if (kept->own && lacking(on.device, kept->sketch->graph)) {
+    DeviceTotals & on = slots_.devices[device];
+    const auto built  = [&](bool own) { return std::make_unique<Measuring>(*this, job, on, queries.queries(device), own); };
+    const bool half   = slots_.form.storage.k != Type::f32 && slots_.form.storage.v == slots_.form.storage.k && !job.wanted.variation;
+    auto       kept   = built(own && half && has_own(on.device));
+    if (kept->own && lacking(on.device, kept->builder->graph)) {
         kept = built(false);
     }
     Measuring &   graph  = *kept;
-    ggml_cgraph * cgraph = graph.sketch->graph;
+    ggml_cgraph * cgraph = graph.builder->graph;
     const auto    end    = [&](Outcome outcome, const std::string & why) {
         on.worker->give_back_memory();
         return fail(outcome, on.device, why);
@@ -484,17 +484,17 @@ DeviceRows::Outcome GraphRows::measure_on(size_t device, const MeasureJob & job,
         return end(Outcome::lacking, std::string("lacks ") + operation);
     }
     on.worker->give_back_memory();  // frees the work memory of earlier graphs
-    if (!graph.parcel.allocate() || !on.worker->make_room(on.device, cgraph, slots_.n_threads)) {
+    if (!graph.transfer.allocate() || !on.worker->make_room(on.device, cgraph, slots_.n_threads)) {
         return end(Outcome::full, "has no memory to measure rows");
     }
-    graph.parcel.upload(slots_.n_threads);
+    graph.transfer.upload(slots_.n_threads);
     if (!on.worker->compute(cgraph)) {
         return end(Outcome::failed, "failed to measure rows");
     }
-    graph.parcel.download(slots_.n_threads);
+    graph.transfer.download(slots_.n_threads);
     work.operations += operations_of(cgraph);
-    work.to_device += graph.parcel.sent_bytes();
-    work.to_host += graph.parcel.fetched_bytes();
+    work.to_device += graph.transfer.sent_bytes();
+    work.to_host += graph.transfer.fetched_bytes();
     parallel_for(slots_.n_threads, (int32_t) on.layers.size(), [&](int32_t i, int32_t) {
         graph.read_layer(on.layers[(size_t) i], out[on.layers[(size_t) i]]);
     });

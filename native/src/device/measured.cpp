@@ -34,7 +34,7 @@ MeasuredRows GraphRows::Measuring::measured(const Part & part, bool of_the_kind)
         T & list = own_lists[of_the_kind && job.wanted.by_kind];
         if (!list) {
             list = ggml_new_tensor_2d(c, GGML_TYPE_I32, n, 1);
-            parcel.send<int32_t>(list, [token, n](int32_t * to, int32_t) {
+            transfer.send<int32_t>(list, [token, n](int32_t * to, int32_t) {
                 for (int64_t i = 0; i < n; i++) {
                     *to++ = token(i);
                 }
@@ -43,7 +43,7 @@ MeasuredRows GraphRows::Measuring::measured(const Part & part, bool of_the_kind)
         return { lying(part, true, job.n_tokens), lying(part, false, job.n_tokens), list, heads };
     }
     T own_list = ggml_new_tensor_2d(c, GGML_TYPE_I32, n, heads);
-    parcel.send<int32_t>(own_list, [this, token, n, &part](int32_t * to, int32_t) {
+    transfer.send<int32_t>(own_list, [this, token, n, &part](int32_t * to, int32_t) {
         for (const int32_t head : part.heads) {
             const auto   all   = slots.places_of(part.layer, head);
             const size_t first = all.size() - (size_t) job.n_tokens;
@@ -95,7 +95,7 @@ void GraphRows::Measuring::read_own(const Part & part, Measures & out, Energy & 
     const auto   n = (size_t) job.n_tokens, d = (size_t) shape(part).d_k, heads = part.heads.size();
     const int    how   = lengths_of(job.wanted, asks_high());
     const double share = 1.0 / (double) std::max(of_kind.size(), (size_t) 1);
-    const float * from = part.lengths ? parcel.values(part.lengths) : nullptr;
+    const float * from = part.lengths ? transfer.values(part.lengths) : nullptr;
     const auto    each = [&](auto & to, double factor) {
         for (const int32_t head : part.heads) {
             std::transform(from, from + n, to.begin() + (std::ptrdiff_t) ((size_t) head * n), [factor](float v) { return v * factor; });
@@ -127,7 +127,7 @@ void GraphRows::Measuring::read_own(const Part & part, Measures & out, Energy & 
         add(energy.all, (int64_t) heads * parts_of(job.n_tokens));
     }
     if (part.high) {
-        from = parcel.values(part.high);
+        from = transfer.values(part.high);
         for (const int32_t head : part.heads) {
             for (const int32_t t : of_kind) {
                 out.deviation[(size_t) head * n + (size_t) t] = *from++;

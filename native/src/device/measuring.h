@@ -52,7 +52,7 @@ struct GraphRows::Measuring {
     };
 
     // Builds the graph for the layers of one device. own: use kvedge's operations (own.h), too. Throws std::bad_alloc.
-    Measuring(const GraphRows & rows, const MeasureJob & job, const LayersOn & on, ggml_tensor * ring, bool own);
+    Measuring(const GraphRows & rows, const MeasureJob & job, const DeviceTotals & on, ggml_tensor * ring, bool own);
 
     bool  asks_votes() const { return job.wanted.votes != WantedMeasures::Votes::none && job.n_window > 0; }
     bool  asks_high() const { return job.wanted.gamma >= 0.0 && !of_kind.empty() && !filter.all_pass(); }
@@ -83,16 +83,16 @@ struct GraphRows::Measuring {
     const GraphRows &           rows;
     const Slots &               slots;
     const MeasureJob &          job;
-    const LayersOn &            on;
+    const DeviceTotals &        on;
     bool                        own;
     T                           ring;  // the queries that the prompt's graphs left on the device
     std::vector<int32_t>        of_kind;  // tokens that anchor and deviation are measured over
     GraphHighPass               filter;
-    Parcel                      parcel;
+    GraphTransfer               transfer;
     std::vector<Part>           parts;
     std::vector<Places>         lists;
-    std::unique_ptr<Sketch>     sketch;
-    ggml_context *              c = nullptr;
+    std::unique_ptr<GraphBuilder> builder;
+    ggml_context *                c = nullptr;
     Halves                      halves{};  // the queries of all layers
     T mask = nullptr, weights = nullptr, counts = nullptr, own_lists[2] = {};
 };

@@ -4,7 +4,7 @@
 // Most devices round the inputs of a matrix product to half precision. This is exact for f16 rows; for other types it finds the
 // nearest key except in near ties.
 
-#include "device/taking.h"
+#include "device/compressing.h"
 
 #include "system/threads.h"
 
@@ -36,10 +36,10 @@ size_t stepped(size_t n) { return (n + STEP - 1) / STEP * STEP; }
 // The search in one layer. Heads that keep or evict fewer rows than others pad their lists with their first kept row. Evicted rows
 // are listed chunk by chunk, and in each chunk head by head.
 
-struct GraphRows::Merging::Hunt {
+struct GraphRows::Merging::ProductSearch {
     size_t layer, heads, n_kept = 0, n_evicted = 0;  // n_kept, n_evicted: most of any head
     size_t chunk   = 0;                              // evicted rows of each head that are compared at a time
-    size_t entry   = 0;                              // index of the layer's first result in Found
+    size_t entry   = 0;                              // index of the layer's first result in ProductResults
 
     // Returns the evicted rows of each head, in whole chunks, that are prepared at a time: an operation on fewer rows is not faster.
     size_t block() const { return std::max<size_t>(1, READY / (chunk * heads)) * chunk; }
@@ -52,23 +52,23 @@ struct GraphRows::Merging::Hunt {
 
 Outcome GraphRows::Merging::search() {
     make_room();
-    std::vector<Hunt> hunts;
+    std::vector<ProductSearch> searches;
     size_t            entries = 0;
     Outcome           outcome = Outcome::done;
     std::vector<std::vector<size_t>> own(of.from.devices.size());  // [device] layers that OWN_NEAREST searches
     const auto        flush   = [&] {
-        outcome = outcome == Outcome::done && !hunts.empty() ? search_some(hunts) : outcome;
-        hunts.clear();
+        outcome = outcome == Outcome::done && !searches.empty() ? search_some(searches) : outcome;
+        searches.clear();
         entries = 0;
     };
     for (size_t l = 0; l < of.places.size(); l++) {
-        Hunt hunt{ l, of.places[l].size() };
-        for (size_t h = 0; h < hunt.heads; h++) {
-            const size_t n = of.job.kept[l][h].size();
-            hunt.n_kept    = std::max(hunt.n_kept, n);
-            hunt.n_evicted = std::max(hunt.n_evicted, (size_t) of.job.n_tokens - n);
+        ProductSearch search{ l, of.places[l].size() };
+        for (size_t h = 0; h < search.heads; h++) {
+            const size_t n   = of.job.kept[l][h].size();
+            search.n_kept    = std::max(search.n_kept, n);
+            search.n_evicted = std::max(search.n_evicted, (size_t) of.job.n_tokens - n);
         }
-        if (hunt.n_evicted == 0) {
+        if (search.n_evicted == 0) {
             for (const Joined & x : joined[l]) {
                 std::fill(x.target.begin(), x.target.end(), -1);
             }
@@ -78,15 +78,15 @@ Outcome GraphRows::Merging::search() {
             own[of.from.layers[l].on].push_back(l);
             continue;
         }
-        const size_t fits = of.work_bytes(l) / (sizeof(float) * hunt.n_kept * hunt.heads) / STEP * STEP;
-        hunt.chunk        = std::min(hunt.n_evicted, std::max(fits, STEP));
-        const bool other  = !hunts.empty() && of.from.layers[hunts[0].layer].on != of.from.layers[l].on;
-        if (other || (!hunts.empty() && (entries + hunt.entries()) * ENTRY_BYTES > of.work_bytes(l) / 4)) {
+        const size_t fits = of.work_bytes(l) / (sizeof(float) * search.n_kept * search.heads) / STEP * STEP;
+        search.chunk      = std::min(search.n_evicted, std::max(fits, STEP));
+        const bool other  = !searches.empty() && of.from.layers[searches[0].layer].on != of.from.layers[l].on;
+        if (other || (!searches.empty() && (entries + search.entries()) * ENTRY_BYTES > of.work_bytes(l) / 4)) {
             flush();
         }
-        hunt.entry = entries;
-        entries += hunt.entries();
-        hunts.push_back(hunt);
+        search.entry = entries;
+        entries += search.entries();
+        searches.push_back(search);
     }
     flush();
     for (const auto & layers : own) {
@@ -95,7 +95,7 @@ Outcome GraphRows::Merging::search() {
     return outcome;
 }
 
-struct GraphRows::Merging::Found {
+struct GraphRows::Merging::ProductResults {
     Tensors held = Tensors(2);
     T       target;  // [entries] i32
     T       values;  // for each layer [entries] f32 scores of the targets, then [entries] squared lengths of the evicted keys
@@ -105,9 +105,10 @@ struct GraphRows::Merging::Found {
 // of the kept key's square; by angle it is the product over the kept key's length, and keys of length 0 never win. The subtracted term is
 // part of the product, by numbers appended to each row, because another pass over all products would take as long as the products.
 // An appended number is split into two numbers that are exact in half precision.
-void GraphRows::Merging::compare(const Hunt & x, T less_behind, const Found & found, Parcel & lists, Sketch & sketch) const {
+void GraphRows::Merging::compare(
+    const ProductSearch & x, T less_behind, const ProductResults & found, GraphTransfer & lists, GraphBuilder & builder) const {
     constexpr float LITTLE = 1e-36f, MUCH = 1e4f, LARGEST = 6e4f;  // LITTLE avoids division by 0; the others fit in half precision
-    ggml_context * c    = sketch.context.get();
+    ggml_context * c    = builder.context.get();
     const auto     n    = (int64_t) x.n_kept, heads = (int64_t) x.heads;
     const bool     far  = of.job.rule->reach > 0.0f;
     const T        rows = of.flat(c, x.layer, true);
@@ -136,7 +137,7 @@ void GraphRows::Merging::compare(const Hunt & x, T less_behind, const Found & fo
             const T    e      = ggml_get_rows(c, rows, list);
             const T    square = squares(c, e);
             write_to(square, found.values, values + x.entries() * sizeof(float));
-            sketch.add(square);  // the square of the original numbers, before the clamp
+            builder.add(square);  // the square of the original numbers, before the clamp
             by    = ggml_concat(c, ggml_clamp(c, e, -MOST, MOST), ggml_view_2d(c, less_behind, BEHIND, n_rows, less_behind->nb[1], 0), 0);
             begin = first;
         }
@@ -147,59 +148,59 @@ void GraphRows::Merging::compare(const Hunt & x, T less_behind, const Found & fo
         write_to(largest, found.target, at);
         const T score = ggml_get_rows(c, ggml_reshape_3d(c, s, 1, n, m * heads), ggml_reshape_2d(c, largest, 1, m * heads));
         write_to(score, found.values, values);
-        sketch.add(score);
+        builder.add(score);
     }
 }
 
 // Compares the rows of some layers of one device, and decides the targets.
-Outcome GraphRows::Merging::search_some(std::vector<Hunt> & hunts) {
-    const size_t layer = hunts[0].layer, entries = hunts.back().entry + hunts.back().entries();
-    const auto   device = of.from.layers[layer].device;
-    Found        found;
-    size_t       nodes = 8, widest = 0;
-    for (const Hunt & x : hunts) {
+Outcome GraphRows::Merging::search_some(std::vector<ProductSearch> & searches) {
+    const size_t   layer = searches[0].layer, entries = searches.back().entry + searches.back().entries();
+    const auto     device = of.from.layers[layer].device;
+    ProductResults found;
+    size_t         nodes = 8, widest = 0;
+    for (const ProductSearch & x : searches) {
         widest = std::max(widest, std::min(x.block(), x.n_evicted) * x.heads);
         nodes += of.flat_nodes(x.layer) + 28 + 20 * ((x.n_evicted + x.chunk - 1) / x.chunk);
     }
     found.target = found.held.add(GGML_TYPE_I32, (int64_t) entries);
     found.values = found.held.add(GGML_TYPE_F32, (int64_t) (2 * entries));
-    Sketch  sketch(nodes);
-    Parcel  lists(device, of.from.devices[of.from.layers[layer].on].worker);
-    const T less = ggml_new_tensor_2d(sketch.context.get(), GGML_TYPE_F32, BEHIND, (int64_t) widest);
+    GraphBuilder  builder(nodes);
+    GraphTransfer lists(device, of.from.devices[of.from.layers[layer].on].worker);
+    const T       less = ggml_new_tensor_2d(builder.context.get(), GGML_TYPE_F32, BEHIND, (int64_t) widest);
     lists.send<float>(less, [widest](float * to, int32_t) { std::fill_n(to, BEHIND * widest, LESS); });
     bool room = found.held.allocate(device);
-    for (size_t i = 0; i < hunts.size() && room; i++) {
-        compare(hunts[i], less, found, lists, sketch);
+    for (size_t i = 0; i < searches.size() && room; i++) {
+        compare(searches[i], less, found, lists, builder);
     }
     if (!room || !lists.allocate()) {
         return of.problem(Outcome::full, layer, "has no memory to merge rows in");
     }
     of.upload(lists);
-    Outcome outcome = of.prepare(layer, sketch);
-    outcome         = outcome == Outcome::done ? of.compute(layer, sketch) : outcome;
+    Outcome outcome = of.prepare(layer, builder);
+    outcome         = outcome == Outcome::done ? of.compute(layer, builder) : outcome;
     if (outcome == Outcome::done) {
         std::vector<int32_t> target(entries);
         std::vector<float>   values(2 * entries);
         of.download(found.target, target.data());
         of.download(found.values, values.data());
-        each_head(hunts, [&](const Hunt & x, size_t h) { decide(x, h, target.data() + x.entry, values.data() + 2 * x.entry); });
+        each_head(searches, [&](const ProductSearch & x, size_t h) { decide(x, h, target.data() + x.entry, values.data() + 2 * x.entry); });
     }
     return outcome;
 }
 
-template <class F> void GraphRows::Merging::each_head(const std::vector<Hunt> & hunts, const F & visit) const {
+template <class F> void GraphRows::Merging::each_head(const std::vector<ProductSearch> & searches, const F & visit) const {
     std::vector<std::pair<size_t, size_t>> all;
-    for (size_t i = 0; i < hunts.size(); i++) {
-        for (size_t h = 0; h < hunts[i].heads; h++) {
+    for (size_t i = 0; i < searches.size(); i++) {
+        for (size_t h = 0; h < searches[i].heads; h++) {
             all.emplace_back(i, h);
         }
     }
     parallel_for(of.from.n_threads, (int32_t) all.size(), [&](int32_t i, int32_t) {
-        visit(hunts[all[(size_t) i].first], all[(size_t) i].second);
+        visit(searches[all[(size_t) i].first], all[(size_t) i].second);
     });
 }
 
-void GraphRows::Merging::write_kept(const Hunt & x, size_t h, int32_t * to) const {
+void GraphRows::Merging::write_kept(const ProductSearch & x, size_t h, int32_t * to) const {
     const auto &    kept   = of.job.kept[x.layer][h];
     const int32_t * places = of.places[x.layer][h].data() + of.n_old(x.layer, h);
     for (size_t j = 0; j < x.n_kept; j++) {
@@ -207,7 +208,7 @@ void GraphRows::Merging::write_kept(const Hunt & x, size_t h, int32_t * to) cons
     }
 }
 
-void GraphRows::Merging::write_evicted(const Hunt & x, size_t h, int32_t * to) const {
+void GraphRows::Merging::write_evicted(const ProductSearch & x, size_t h, int32_t * to) const {
     const auto &    kept   = of.job.kept[x.layer][h];
     const int32_t * places = of.places[x.layer][h].data() + of.n_old(x.layer, h);
     for (size_t i = (size_t) of.job.n_tokens - kept.size(); i < x.n_evicted; i++) {
@@ -217,7 +218,7 @@ void GraphRows::Merging::write_evicted(const Hunt & x, size_t h, int32_t * to) c
 }
 
 // Sets the targets and similarities of a KV head from the search results, by the rule of merge_rows.
-void GraphRows::Merging::decide(const Hunt & x, size_t h, const int32_t * target, const float * values) {
+void GraphRows::Merging::decide(const ProductSearch & x, size_t h, const int32_t * target, const float * values) {
     const auto &      kept = of.job.kept[x.layer][h];
     const MergeRule & rule = *of.job.rule;
     Joined &          to   = joined[x.layer][h];

@@ -146,13 +146,13 @@ void move_all(const Trip & trip, const Slots & slots, const Store & store) {
 bool convert(Worker & worker, ggml_backend_dev_t device, ggml_tensor * const (&from)[2], ggml_tensor * const (&to)[2], int32_t n_threads) {
     constexpr size_t EACH  = 5;  // tensors for each list
     const int64_t    lists = from[0]->ne[2];
-    Sketch           sketch(EACH * 2 * (size_t) lists);
-    ggml_context *   c    = sketch.context.get();
+    GraphBuilder     builder(EACH * 2 * (size_t) lists);
+    ggml_context *   c    = builder.context.get();
     const auto       list = [&](ggml_tensor * x, int64_t i) { return ggml_view_2d(c, x, x->ne[0], x->ne[1], x->nb[1], (size_t) i * x->nb[2]); };
     for (int64_t i = 0; i < 2 * lists; i++) {
-        sketch.add(ggml_cpy(c, ggml_cast(c, list(from[i / lists], i % lists), GGML_TYPE_F32), list(to[i / lists], i % lists)));
+        builder.add(ggml_cpy(c, ggml_cast(c, list(from[i / lists], i % lists), GGML_TYPE_F32), list(to[i / lists], i % lists)));
     }
-    return !lacking(device, sketch.graph) && worker.make_room(device, sketch.graph, n_threads) && worker.compute(sketch.graph);
+    return !lacking(device, builder.graph) && worker.make_room(device, builder.graph, n_threads) && worker.compute(builder.graph);
 }
 
 }  // namespace

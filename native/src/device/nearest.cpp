@@ -2,7 +2,7 @@
 // the device. For each evicted row its target comes back, and the cosine similarity if the merge rule uses similarities.
 
 #include "device/own.h"
-#include "device/taking.h"
+#include "device/compressing.h"
 
 #include "system/threads.h"
 
@@ -35,7 +35,7 @@ T nearest(ggml_context * c, T keys, T kept, T heads, int64_t entries, const Merg
 }  // namespace
 
 // The inputs of OWN_NEAREST for a layer. KV heads with the most kept rows come first, because they take the longest.
-struct GraphRows::Merging::Search {
+struct GraphRows::Merging::NearestInputs {
     size_t               layer;
     std::vector<int32_t> heads;  // [Hkv][NEAREST_HEAD], in the order of `order`
     std::vector<size_t>  order;  // KV heads, by falling number of kept rows
@@ -43,7 +43,7 @@ struct GraphRows::Merging::Search {
     T                    out = nullptr;
 
     // first [Hkv]: slot of each KV head's first pending row
-    Search(size_t layer, const std::vector<std::vector<int32_t>> & kept, int32_t n_tokens, const std::vector<int32_t> & first)
+    NearestInputs(size_t layer, const std::vector<std::vector<int32_t>> & kept, int32_t n_tokens, const std::vector<int32_t> & first)
         : layer(layer), order(kept.size()) {
         std::iota(order.begin(), order.end(), (size_t) 0);
         std::stable_sort(order.begin(), order.end(), [&](size_t a, size_t b) { return kept[a].size() > kept[b].size(); });
@@ -83,9 +83,9 @@ bool GraphRows::Merging::has_own_search(size_t l) const {
 
 // Searches the targets of layers of one device.
 Outcome GraphRows::Merging::search_own(const std::vector<size_t> & layers) {
-    std::vector<Search> all;
+    std::vector<NearestInputs> all;
     const DeviceLayer & on = of.from.layers[layers[0]];
-    Parcel              parcel(on.device, of.from.devices[on.on].worker);
+    GraphTransfer       transfer(on.device, of.from.devices[on.on].worker);
     size_t              nodes = 0;
     for (const size_t l : layers) {
         std::vector<int32_t> first;
@@ -95,46 +95,46 @@ Outcome GraphRows::Merging::search_own(const std::vector<size_t> & layers) {
         all.emplace_back(l, of.job.kept[l], of.job.n_tokens, first);
         nodes += 4 + of.flat_nodes(l);
     }
-    Sketch         sketch(nodes);
-    ggml_context * c = sketch.context.get();
-    for (Search & x : all) {
+    GraphBuilder   builder(nodes);
+    ggml_context * c = builder.context.get();
+    for (NearestInputs & x : all) {
         const T kept = ggml_new_tensor_1d(c, GGML_TYPE_I32, x.n_kept);
         const T heads = ggml_new_tensor_2d(c, GGML_TYPE_I32, NEAREST_HEAD, (int64_t) x.order.size());
-        parcel.send<int32_t>(heads, [&x](int32_t * to, int32_t) { std::copy(x.heads.begin(), x.heads.end(), to); });
-        parcel.send<int32_t>(kept, [this, &x](int32_t * to, int32_t i) {
+        transfer.send<int32_t>(heads, [&x](int32_t * to, int32_t) { std::copy(x.heads.begin(), x.heads.end(), to); });
+        transfer.send<int32_t>(kept, [this, &x](int32_t * to, int32_t i) {
             const int32_t * head = x.head((size_t) i);
             const auto &    rows = of.job.kept[x.layer][x.order[(size_t) i]];
             std::transform(rows.begin(), rows.end(), to + head[NEAREST_KEPT_AT], [&](int32_t row) { return head[NEAREST_FIRST] + row; });
         }, (int32_t) x.order.size());
         x.out = nearest(c, of.flat(c, x.layer, true), kept, heads, x.entries, *of.job.rule, of.job.kept[x.layer][x.order[0]].size());
-        parcel.fetch(x.out);
-        sketch.add(x.out);
+        transfer.fetch(x.out);
+        builder.add(x.out);
     }
-    if (!parcel.allocate()) {
+    if (!transfer.allocate()) {
         return of.problem(Outcome::full, layers[0], "has no memory to merge rows in");
     }
-    of.upload(parcel);
-    Outcome outcome = of.prepare(layers[0], sketch);
-    outcome         = outcome == Outcome::done ? of.compute(layers[0], sketch) : outcome;
+    of.upload(transfer);
+    Outcome outcome = of.prepare(layers[0], builder);
+    outcome         = outcome == Outcome::done ? of.compute(layers[0], builder) : outcome;
     if (outcome != Outcome::done) {
         return outcome;
     }
-    parcel.download(of.from.n_threads);
-    of.rows.work.to_host += parcel.fetched_bytes();
-    std::vector<std::pair<const Search *, size_t>> parts;
-    for (const Search & x : all) {
+    transfer.download(of.from.n_threads);
+    of.rows.work.to_host += transfer.fetched_bytes();
+    std::vector<std::pair<const NearestInputs *, size_t>> parts;
+    for (const NearestInputs & x : all) {
         for (size_t i = 0; i < x.order.size(); i++) {
             parts.emplace_back(&x, i);
         }
     }
     parallel_for(of.from.n_threads, (int32_t) parts.size(), [&](int32_t p, int32_t) {
-        read_own(*parts[(size_t) p].first, parts[(size_t) p].second, parcel);
+        read_own(*parts[(size_t) p].first, parts[(size_t) p].second, transfer);
     });
     return outcome;
 }
 
 // Reads the targets of the i-th KV head of x.order from downloaded results.
-void GraphRows::Merging::read_own(const Search & x, size_t i, const Parcel & results) {
+void GraphRows::Merging::read_own(const NearestInputs & x, size_t i, const GraphTransfer & results) {
     const size_t   h      = x.order[i];
     const auto     begin  = (size_t) x.head(i)[NEAREST_AT];
     const float *  values = results.values(x.out);

@@ -55,12 +55,12 @@ bool has_ragged(ggml_backend_dev_t device, const LayerShape & shape, const Stora
 
 // Returns the attention output of one token, [d_v * H / Hkv, heads].
 T GraphRows::attend_regions(const GraphLayer & in, const DeviceLayer & layer, const Group & group) const {
-    ggml_context *   c     = in.ctx;
-    const LayersOn & on    = slots_.devices[layer.on];
-    const auto &     from  = inputs_.of(layer);
-    const int64_t    heads = (int64_t) group.heads.size(), dk = group.k->ne[0], dv = group.v->ne[0], n_heads = in.q->ne[1];
-    T                index = viewed(c, from.spans, GGML_TYPE_I64, heads, 1, index_at(on) + 2 * (int64_t) group.span);
-    T                spans = viewed(c, from.spans, GGML_TYPE_I32, on.span, heads, on.span * (int64_t) group.span);
+    ggml_context *       c      = in.ctx;
+    const DeviceTotals & on     = slots_.devices[layer.on];
+    const auto &         from   = inputs_.of(layer);
+    const int64_t    heads  = (int64_t) group.heads.size(), dk = group.k->ne[0], dv = group.v->ne[0], n_heads = in.q->ne[1];
+    T                index  = viewed(c, from.spans, GGML_TYPE_I64, heads, 1, index_at(on) + 2 * (int64_t) group.span);
+    T                spans  = viewed(c, from.spans, GGML_TYPE_I32, on.span, heads, on.span * (int64_t) group.span);
     T              mask  = group.mask;
     if (slots_.form.dropping) {  // the new row takes the slot of a dropped row, whose bias or -inf the mask may still hold
         T zeros = ggml_view_2d(c, from.zeros, 1, heads, from.zeros->nb[2], 0);

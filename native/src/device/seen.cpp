@@ -56,9 +56,9 @@ bool Ring::make(const Incoming & incoming) {
     forget();
     on_.resize(slots_.devices.size());
     for (size_t i = 0; i < on_.size(); i++) {
-        const LayersOn & of = slots_.devices[i];
-        on_[i].held         = Tensors(1);
-        on_[i].queries      = on_[i].held.add(GGML_TYPE_F32, (int64_t) of.query * incoming.window);
+        const DeviceTotals & of = slots_.devices[i];
+        on_[i].held             = Tensors(1);
+        on_[i].queries          = on_[i].held.add(GGML_TYPE_F32, (int64_t) of.query * incoming.window);
         if (!on_[i].held.allocate(of.device)) {
             forget();
             return slots_.refuse(of.device);
@@ -133,7 +133,7 @@ uint64_t Sums::bytes() const { return bytes_of(on_); }
 bool Sums::keeps(const Incoming & incoming) const {
     const int32_t before = slots_.even ? slots_.even_rows() - incoming.pending : 0;  // rows before the pending rows
     const bool    same   = incoming.summed == what_ && before == from_ && incoming.parts == parts_;
-    const bool    fits   = incoming.n <= queries_ && slots_.fits(incoming) && slots_.shown() - from_ <= rows_;
+    const bool    fits   = incoming.n <= queries_ && slots_.fits(incoming) && slots_.slots_with_memory() - from_ <= rows_;
     return !incoming.summed.any() || (same && fits);
 }
 
@@ -157,16 +157,16 @@ bool Sums::make(const Incoming & incoming) {
     forget();
     what_ = now_ = incoming.summed;
     from_    = slots_.even ? slots_.even_rows() - incoming.pending : 0;
-    rows_    = slots_.shown() - from_;
+    rows_    = slots_.slots_with_memory() - from_;
     queries_ = incoming.n;
     parts_   = incoming.parts;
     on_.resize(slots_.devices.size());
     for (size_t i = 0; i < on_.size(); i++) {
-        const LayersOn & of    = slots_.devices[i];
-        On &             on    = on_[i];
-        const auto       heads = (int64_t) of.heads;
-        int64_t          piece = 0;
-        on.own                 = true;
+        const DeviceTotals & of = slots_.devices[i];
+        DeviceTensors &      on = on_[i];
+        const auto           heads = (int64_t) of.heads;
+        int64_t              piece = 0;
+        on.own                     = true;
         for (const size_t l : of.layers) {
             const LayerShape & shape = (*slots_.shapes)[l];
             piece                    = std::max(piece, piece_of(shape));
@@ -191,8 +191,9 @@ PromptSums Sums::read() {
     PromptSums out;
     out.layers.resize(slots_.layers.size());
     for (size_t i = 0; i < on_.size(); i++) {
-        const On & from    = on_[i];
-        const auto columns = kvedge::read(from.columns), squares = kvedge::read(from.squares), entropy = kvedge::read(what_.entropy ? from.entropy : nullptr);
+        const DeviceTensors & from = on_[i];
+        const auto columns = kvedge::read(from.columns), squares = kvedge::read(from.squares);
+        const auto entropy = kvedge::read(what_.entropy ? from.entropy : nullptr);
         out.fetched += sizeof(float) * (columns.size() + squares.size() + entropy.size());
         for (const size_t l : slots_.devices[i].layers) {
             const size_t head = slots_.layers[l].head_at, heads = (size_t) (*slots_.shapes)[l].n_heads_kv;

@@ -53,12 +53,12 @@ class Ring {
     uint64_t      bytes() const;
 
   private:
-    struct On {
+    struct DeviceTensors {
         Tensors       held;
         ggml_tensor * queries = nullptr;  // [query * window] f32: for each layer [d_k, window, H]
     };
-    Slots &         slots_;
-    std::vector<On> on_;                                 // [device]
+    Slots &                    slots_;
+    std::vector<DeviceTensors> on_;  // [device]
     int32_t         window_ = 0, kept_ = 0;  // tokens that the ring has room for; tokens that the next graph keeps (window_ or 0)
     int32_t         tokens_ = 0, last_ = 0;  // tokens entered since the last read(); tokens whose queries are in the ring
 };
@@ -80,7 +80,7 @@ class Sums {
     uint64_t   bytes() const;
 
   private:
-    struct On {
+    struct DeviceTensors {
         Tensors       held;
         ggml_tensor * columns = nullptr;  // [pending rows, KV heads] f32, as AttentionSums; NULL: not wanted
         ggml_tensor * squares = nullptr;  // [pending rows, KV heads] f32
@@ -97,7 +97,7 @@ class Sums {
     int64_t piece_of(const LayerShape & shape) const;  // most attention weights of a piece
 
     Slots &         slots_;
-    std::vector<On> on_;  // [device]
+    std::vector<DeviceTensors> on_;  // [device]
     Summed          what_, now_;  // the sums that have room; the sums that the next graph adds to
     bool            any_  = false;
     int32_t         from_ = 0, rows_ = 0, queries_ = 0, parts_ = 1;  // rows [from_, from_ + rows_) of a KV head; most tokens and pieces

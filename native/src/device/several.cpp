@@ -41,14 +41,14 @@ T picked(ggml_context * c, T x, T pick, int last) {
 bool reads_several(ggml_backend_dev_t device) {
     constexpr size_t  NODES = 16;
     constexpr int64_t N = 256, D = 64;
-    Sketch            sketch(NODES);
-    ggml_context *    c       = sketch.context.get();
+    GraphBuilder      builder(NODES);
+    ggml_context *    c       = builder.context.get();
     T                 places  = ggml_new_tensor_1d(c, GGML_TYPE_I32, 2 * N);
     T                 biases  = ggml_new_tensor_1d(c, GGML_TYPE_F16, 2 * N);
     T                 fresh   = ggml_new_tensor_2d(c, GGML_TYPE_F16, N, 2);
-    sketch.add(side_by_side(c, ggml_new_tensor_3d(c, GGML_TYPE_F16, D, N, 2), places, N, 2));
-    sketch.add(joined_mask(c, biases, fresh, N, 2, 2, 0));
-    return !lacking(device, sketch.graph);
+    builder.add(side_by_side(c, ggml_new_tensor_3d(c, GGML_TYPE_F16, D, N, 2), places, N, 2));
+    builder.add(joined_mask(c, biases, fresh, N, 2, 2, 0));
+    return !lacking(device, builder.graph);
 }
 
 // Returns the attention output [d_v * H, n].

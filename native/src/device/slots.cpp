@@ -2,7 +2,7 @@
 
 #include "device/attention.h"
 #include "device/groups.h"
-#include "device/parcel.h"
+#include "device/graph_transfer.h"
 
 #include <cmath>
 #include <iterator>
@@ -142,7 +142,7 @@ std::vector<int32_t> Slots::places_of(size_t l, int32_t head) const {
 }
 
 void Slots::give_back_memory() {
-    for (const LayersOn & on : devices) {
+    for (const DeviceTotals & on : devices) {
         on.worker->give_back_memory();
     }
 }
@@ -167,7 +167,7 @@ uint64_t Slots::bytes() const {
             n += held && !known ? held->bytes() : 0;
         }
     }
-    for (const LayersOn & on : devices) {
+    for (const DeviceTotals & on : devices) {
         n += on.worker->bytes();
     }
     return n;
@@ -206,11 +206,11 @@ bool Slots::make_group(size_t l, Group & group, int32_t slots) {
 }
 
 // Copies the rows of all groups in one graph. False: the device lacks an operation or memory, or failed.
-bool Slots::copy_by_graph(const LayersOn & on, const std::vector<Unmade> & groups, const std::vector<Room> & to) const {
+bool Slots::copy_by_graph(const DeviceTotals & on, const std::vector<Unmade> & groups, const std::vector<Room> & to) const {
     constexpr size_t NODES = 10;  // graph nodes of a group
-    Sketch           sketch(NODES * groups.size());
-    Parcel           parcel(on.device, on.worker);
-    ggml_context *   c = sketch.context.get();
+    GraphBuilder     builder(NODES * groups.size());
+    GraphTransfer    transfer(on.device, on.worker);
+    ggml_context *   c = builder.context.get();
     for (size_t i = 0; i < groups.size(); i++) {
         const Unmade & x     = groups[i];
         const Group &  group = *x.group;
@@ -218,7 +218,7 @@ bool Slots::copy_by_graph(const LayersOn & on, const std::vector<Unmade> & group
             return false;
         }
         ggml_tensor * const index = ggml_new_tensor_1d(c, GGML_TYPE_I32, (int64_t) x.slots * (int64_t) group.lists());
-        parcel.send<int32_t>(index, [&x, &group](int32_t * out, int32_t) {
+        transfer.send<int32_t>(index, [&x, &group](int32_t * out, int32_t) {
             for (size_t h = 0; h < group.heads.size(); h++) {  // slots without a row get the first row, a valid number
                 const int32_t first = group.first[h] + (group.regions ? 0 : (int32_t) h * group.slots), rows = group.used[h] - group.first[h];
                 const int32_t n     = group.regions ? x.starts[h + 1] - x.starts[h] : x.slots;
@@ -227,18 +227,18 @@ bool Slots::copy_by_graph(const LayersOn & on, const std::vector<Unmade> & group
                 }
             }
         });
-        sketch.add(gathered(c, flat(c, group.k), index, to[i].k));
-        sketch.add(gathered(c, flat(c, group.v), index, to[i].v));
+        builder.add(gathered(c, flat(c, group.k), index, to[i].k));
+        builder.add(gathered(c, flat(c, group.v), index, to[i].v));
     }
-    if (lacking(on.device, sketch.graph) || !parcel.allocate()) {
+    if (lacking(on.device, builder.graph) || !transfer.allocate()) {
         return false;
     }
-    parcel.upload(n_threads);
-    return on.worker->make_room(on.device, sketch.graph, n_threads) && on.worker->compute(sketch.graph);
+    transfer.upload(n_threads);
+    return on.worker->make_room(on.device, builder.graph, n_threads) && on.worker->compute(builder.graph);
 }
 
 // Moves groups of a device to larger buffers and frees the old buffers. False: the device is out of memory.
-bool Slots::make_larger(const LayersOn & on, const std::vector<Unmade> & groups) {
+bool Slots::make_larger(const DeviceTotals & on, const std::vector<Unmade> & groups) {
     const auto        held = std::make_shared<Tensors>(Room::TENSORS * groups.size());
     std::vector<Room> rooms;
     for (const Unmade & x : groups) {
@@ -273,7 +273,7 @@ bool Slots::make_larger(const LayersOn & on, const std::vector<Unmade> & groups)
 // buffers, so that a compression can free one before it has replaced all layers.
 bool Slots::make_groups(const std::vector<Unmade> & groups) {
     constexpr size_t BUFFERS = 4;  // buffers of a device
-    for (const LayersOn & on : devices) {
+    for (const DeviceTotals & on : devices) {
         std::vector<Unmade> of;
         std::copy_if(groups.begin(), groups.end(), std::back_inserter(of), [&](const Unmade & x) { return layers[x.layer].device == on.device; });
         const size_t share = (of.size() + BUFFERS - 1) / BUFFERS;
@@ -303,9 +303,9 @@ void Slots::plan_devices() {
         if (!layer.device) {
             continue;
         }
-        auto it = std::find_if(devices.begin(), devices.end(), [&](const LayersOn & on) { return on.device == layer.device; });
+        auto it = std::find_if(devices.begin(), devices.end(), [&](const DeviceTotals & on) { return on.device == layer.device; });
         if (it == devices.end()) {
-            it = devices.insert(it, LayersOn{});
+            it = devices.insert(it, DeviceTotals{});
             it->device  = layer.device;
             it->worker  = workers->of(layer.device);
             it->entries = even ? 1 : 0;
@@ -357,8 +357,8 @@ static int32_t wanted(const Group & group, const Incoming & incoming, bool even)
     if (need <= group.slots) {
         return group.slots;
     }
-    if (incoming.follow > incoming.n) {
-        return slots_for(held + incoming.follow);
+    if (incoming.announced > incoming.n) {
+        return slots_for(held + incoming.announced);
     }
     // growth in proportion to the size keeps the copies per token constant
     const int32_t more = even && incoming.n > 1 ? rounded(need + need / 2) : slots_for(need + need / 8);
@@ -375,7 +375,7 @@ static std::vector<int32_t> grown_regions(const Group & group, const Incoming & 
         rows += group.used[i] - group.first[i];
     }
     const int32_t mean = rows / (int32_t) group.heads.size();
-    const int32_t more = incoming.follow > incoming.n ? incoming.follow : incoming.n + (incoming.n + mean) / 8;
+    const int32_t more = incoming.announced > incoming.n ? incoming.announced : incoming.n + (incoming.n + mean) / 8;
     return fit ? std::vector<int32_t>() : group.starts(REGION_ROOM + more);
 }
 
@@ -389,7 +389,7 @@ bool Slots::fits(const Incoming & incoming) const {
 bool Slots::grow(const Incoming & incoming) {
     constexpr uint64_t AT_ONCE = 64 << 20;  // bytes of new rows per buffer: more saves time, but the old rows stay that long
     std::vector<Unmade> first;
-    for (const LayersOn & on : devices) {
+    for (const DeviceTotals & on : devices) {
         std::vector<Unmade> larger;
         uint64_t            bytes = 0;
         for (const size_t l : on.layers) {

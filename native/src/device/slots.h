@@ -30,9 +30,9 @@ struct Summed {
 
 // Tokens that the next graphs will read.
 struct Incoming {
-    int32_t n;       // tokens of the next graph
-    int32_t follow;  // tokens of the next graph and the announced graphs after it; slots are made for all these tokens
-    int32_t window;  // number of last queries to keep
+    int32_t n;          // tokens of the next graph
+    int32_t announced;  // tokens of the next graph and the announced graphs after it; slots are made for all these tokens
+    int32_t window;     // number of last queries to keep
     Summed  summed;
     int32_t pending;  // pending rows of every KV head before these tokens
     int32_t parts;    // most pieces in which a layer's attention is added up
@@ -107,7 +107,7 @@ struct DeviceLayer {
 };
 
 // Totals over the layers of one device.
-struct LayersOn {
+struct DeviceTotals {
     ggml_backend_dev_t  device = nullptr;
     std::vector<size_t> layers;
     size_t              entries = 0;  // entries of the index input for each token: 1 if even, else KV heads
@@ -153,7 +153,7 @@ struct Slots {
     std::vector<int32_t> places_of(size_t layer, int32_t head) const;  // Group::slots_of for the head in its group
 
     int32_t  visible(int32_t more = 0) const;  // slots that a graph over even rows reads after `more` more rows; uneven: 0
-    int32_t  shown() const { return visible(INT32_MAX / 2); }  // slots that have memory, if even
+    int32_t  slots_with_memory() const { return visible(INT32_MAX / 2); }  // slots that have memory, if even
     int32_t  even_rows() const;                // rows of every KV head if even, else 0
     uint64_t bytes() const;                    // device memory in bytes. Does not allocate
     void     give_back_memory();                 // frees the work memory of kvedge's graphs
@@ -166,7 +166,7 @@ struct Slots {
     std::shared_ptr<Workers>        workers;
     uint64_t                        stamp = 0;
     std::vector<DeviceLayer>        layers;
-    std::vector<LayersOn>           devices;
+    std::vector<DeviceTotals>       devices;
     bool                            even      = true;
     int32_t                         n_threads = 1;
     std::string                     full_device;  // name of the device that was out of memory
@@ -182,8 +182,8 @@ struct Slots {
     bool    make_plain_groups();
     bool    make_group(size_t layer, Group & group, int32_t slots);
     bool    make_groups(const std::vector<Unmade> & groups);
-    bool    make_larger(const LayersOn & on, const std::vector<Unmade> & groups);
-    bool    copy_by_graph(const LayersOn & on, const std::vector<Unmade> & groups, const std::vector<Room> & to) const;
+    bool    make_larger(const DeviceTotals & on, const std::vector<Unmade> & groups);
+    bool    copy_by_graph(const DeviceTotals & on, const std::vector<Unmade> & groups, const std::vector<Room> & to) const;
     bool    make_order(size_t layer, const std::vector<int32_t> & heads);
     Group   placed(HeadRows & rows, const std::vector<int32_t> & heads, bool regions) const;
 };

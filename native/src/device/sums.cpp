@@ -47,7 +47,7 @@ struct Piece {
     // Adds x [rows, 1, heads] to the sums [.., all heads].
     void add(T sums, T x) {
         T to = ggml_view_3d(c, sums, x->ne[0], 1, heads, sums->nb[1], sums->nb[1], head * sums->nb[1]);
-        last = ggml_add_inplace(c, after(to, last), x);
+        last = ggml_add_inplace(c, depend_on(to, last), x);
     }
 
     T rows(int64_t n, size_t at) const {
@@ -131,10 +131,10 @@ T Sums::add_up(const GraphLayer & in, size_t l, T k, T mask) const {
     if (!now_.any()) {
         return nullptr;
     }
-    ggml_context *     c     = in.ctx;
-    const DeviceLayer & layer = slots_.layers[l];
-    const On &         to    = on_[layer.on];
-    const auto         ours  = [&](T sums) {
+    ggml_context *        c     = in.ctx;
+    const DeviceLayer &   layer = slots_.layers[l];
+    const DeviceTensors & to    = on_[layer.on];
+    const auto            ours  = [&](T sums) {
         return sums ? ggml_view_2d(c, sums, sums->ne[0], k->ne[2], sums->nb[1], layer.head_at * sums->nb[1]) : nullptr;
     };
     if (to.own) {
@@ -149,7 +149,7 @@ T Sums::add_up(const GraphLayer & in, size_t l, T k, T mask) const {
         for (int64_t t = 0; t < n; t += cut.queries) {
             const int64_t m = std::min(cut.queries, n - t), some = std::min(cut.heads, n_kv - h);
             const size_t  at = (size_t) (h * share) * q->nb[1] + (size_t) t * q->nb[2];
-            T             of   = after(ggml_view_3d(c, q, q->ne[0], some * share, m, q->nb[1], q->nb[2], at), last);
+            T             of   = depend_on(ggml_view_3d(c, q, q->ne[0], some * share, m, q->nb[1], q->nb[2], at), last);
             T             keys = ggml_view_3d(c, k, k->ne[0], shown, some, k->nb[1], k->nb[2], (size_t) h * k->nb[2]);
             T             seen = ggml_view_2d(c, mask, shown, m, mask->nb[1], (size_t) t * mask->nb[1]);
             T     weights = attention_weights(c, ggml_permute(c, of, 0, 2, 1, 3), keys, seen, in.scale, in.softcap);

@@ -28,7 +28,7 @@ bool Tensors::allocate(ggml_backend_dev_t device) {
     return true;
 }
 
-Sketch::Sketch(size_t nodes)
+GraphBuilder::GraphBuilder(size_t nodes)
     : context(make_context(nodes * ggml_tensor_overhead() + ggml_graph_overhead_custom(nodes, false))),
       graph(ggml_new_graph_custom(context.get(), nodes, false)) {}
 
@@ -86,7 +86,7 @@ void copy_slots(ggml_tensor * from, ggml_tensor * to, int64_t n) {
     copy_regions(from, to, first, end, starts);
 }
 
-ggml_tensor * after(ggml_tensor * view, ggml_tensor * node) {
+ggml_tensor * depend_on(ggml_tensor * view, ggml_tensor * node) {
     ggml_tensor ** const end  = view->src + GGML_MAX_SRC;
     ggml_tensor ** const free = std::find(view->src, end, nullptr);
     if (node && free != end) {

@@ -58,8 +58,8 @@ ggml_tensor * product(ggml_context * context, ggml_tensor * a, ggml_tensor * b);
 ggml_tensor * squares(ggml_context * context, ggml_tensor * rows);  // [1, ...] squared length of each row
 
 // A graph of kvedge that is being built.
-struct Sketch {
-    explicit Sketch(size_t nodes);  // makes room for `nodes` tensors. Throws std::bad_alloc
+struct GraphBuilder {
+    explicit GraphBuilder(size_t nodes);  // makes room for `nodes` tensors. Throws std::bad_alloc
     void add(ggml_tensor * result) { ggml_build_forward_expand(graph, result); }
 
     GgmlContext   context;
@@ -103,7 +103,7 @@ class Workers {
 
 // Makes a view depend on `node`, so that the node is in the graph and runs before readers of the view. A graph contains only
 // nodes that its results depend on; a view computes nothing, so that the new source changes no value. node: may be NULL. Returns the view.
-ggml_tensor * after(ggml_tensor * view, ggml_tensor * node);
+ggml_tensor * depend_on(ggml_tensor * view, ggml_tensor * node);
 
 // Returns the name of the first operation of a graph that a device lacks; NULL: the device has all operations.
 const char * lacking(ggml_backend_dev_t device, ggml_cgraph * graph);

@@ -224,7 +224,8 @@ bool Devices::reserve(Run & run, size_t n_runs) {
     if (!run.device->sums.keeps(incoming)) {
         read_sums(*run.state);
     }
-    return run.device->reserve(incoming, context_.threads()) || report_full(*run.device, run.state->seq->rows.n_tokens() + incoming.follow);
+    return run.device->reserve(incoming, context_.threads()) ||
+           report_full(*run.device, run.state->seq->rows.n_tokens() + incoming.announced);
 }
 
 bool Devices::begin_graph(const Runs & runs) {

@@ -1,6 +1,6 @@
 #include "glue/projection.h"
 
-#include "device/parcel.h"
+#include "device/graph_transfer.h"
 #include "plan/custom.h"
 #include "system/threads.h"
 #include "llama-attn-provider.h"
@@ -47,19 +47,19 @@ ggml_backend_dev_t device_of(const ggml_tensor & w) { return ggml_backend_buft_g
 // Reads columns of a weight as its products with columns of the identity matrix.
 class Probe {
   public:
-    Probe(const ggml_tensor & w, int32_t n_threads) : parcel_(device_of(w)), sketch_(8) {
-        ggml_context * c = sketch_.context.get();
+    Probe(const ggml_tensor & w, int32_t n_threads) : transfer_(device_of(w)), builder_(8) {
+        ggml_context * c = builder_.context.get();
         in_  = ggml_new_tensor_2d(c, GGML_TYPE_F32, w.ne[0], std::min(COLUMNS, w.ne[0]));
         out_ = ggml_mul_mat(c, const_cast<ggml_tensor *>(&w), in_);
-        sketch_.add(out_);
-        parcel_.send<float>(in_, [this](float * to, int32_t) {
+        builder_.add(out_);
+        transfer_.send<float>(in_, [this](float * to, int32_t) {
             std::fill_n(to, ggml_nelements(in_), 0.0f);
             for (int64_t col = 0; col < std::min(columns(), in_->ne[0] - first_); col++) {
                 to[col * in_->ne[0] + first_ + col] = 1.0f;
             }
         });
-        parcel_.fetch(out_);
-        if (!parcel_.allocate() || !worker_.make_room(device_of(w), sketch_.graph, n_threads)) {
+        transfer_.fetch(out_);
+        if (!transfer_.allocate() || !worker_.make_room(device_of(w), builder_.graph, n_threads)) {
             throw std::bad_alloc();
         }
     }
@@ -69,15 +69,15 @@ class Probe {
     // Returns [columns()][ne1], the weight's columns from `first` on. NULL: the device failed.
     const float * read(int64_t first) {
         first_ = first;
-        parcel_.upload(1);
-        const bool good = worker_.compute(sketch_.graph);
-        parcel_.download();
-        return good ? parcel_.values(out_) : nullptr;
+        transfer_.upload(1);
+        const bool good = worker_.compute(builder_.graph);
+        transfer_.download();
+        return good ? transfer_.values(out_) : nullptr;
     }
 
   private:
-    Parcel        parcel_;
-    Sketch        sketch_;
+    GraphTransfer transfer_;
+    GraphBuilder  builder_;
     Worker        worker_;
     ggml_tensor * in_    = nullptr;
     ggml_tensor * out_   = nullptr;

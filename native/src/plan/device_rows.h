@@ -74,14 +74,14 @@ struct MeasureJob {
 struct MergeRule;
 
 // A request to keep some pending rows of every layer and to drop or merge the others.
-struct TakeJob {
+struct CompressJob {
     const std::vector<std::vector<std::vector<int32_t>>> & kept;  // [layer][head] kept pending rows, ascending; 0 is the first pending row
     int32_t           n_tokens;           // T: number of pending rows of every head
     const MergeRule * rule    = nullptr;  // NULL: evicted rows are dropped
     Storage           storage = {};       // types of the kept rows
     bool              dropping = false;   // a decode policy will drop single rows later
     // [layer][head] biases of the T pending rows (biases) and of the kept rows (out); an empty list means that all are 0.
-    // take() fills `out` if the merge rule gives masses.
+    // compress() fills `out` if the merge rule gives masses.
     const std::vector<std::vector<std::vector<float>>> * biases = nullptr;
     std::vector<std::vector<std::vector<float>>> *       out    = nullptr;
 };
@@ -108,7 +108,7 @@ class DeviceRows {
     virtual Outcome measure(const MeasureJob & job, std::vector<Measures> & out) = 0;
     // Replaces the rows of every layer on a device by its old (not pending) rows and its kept pending rows.
     // lacking, full: no row changed. failed: a device failed half-way, and rows are lost.
-    virtual Outcome take(const TakeJob & job) = 0;
+    virtual Outcome compress(const CompressJob & job) = 0;
 
     const std::string & problem() const { return problem_; }  // names the device and the operation for an error message
     DeviceWork          work;

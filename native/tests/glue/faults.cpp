@@ -36,7 +36,7 @@ bool is_ours(const void * caller) {
 }
 
 // Returns a checksum of the kept tokens, keys and values of all KV heads. away: of the tokens only, as reading rows would fetch them.
-uint32_t told(const World & w, int32_t seq, bool away = false) {
+uint32_t checksum_of(const World & w, int32_t seq, bool away = false) {
     uint32_t     sum = 0;
     kvedge_error err{};
     for (int32_t l = 0; l < w.stats().n_layers; l++) {
@@ -93,7 +93,7 @@ void try_call(llama_model * model, const kvedge_plan * plan, kvedge_type type, c
         w.clear();
         kvedge_set_plan(w.kv, plan, nullptr);
         of.before(w);
-        const uint32_t before = told(w, of.seq, of.away);
+        const uint32_t before = checksum_of(w, of.seq, of.away);
         CHECK(of.away == (w.stats(of.seq).device_bytes > 0));
         const auto     next   = w.next;
         faults::arm(n);
@@ -103,7 +103,7 @@ void try_call(llama_model * model, const kvedge_plan * plan, kvedge_type type, c
         CHECK(status == KVEDGE_OK || (n > 0 && fired && (status == KVEDGE_E_MEMORY || lost)));
         n_lost += lost;
         if (status != KVEDGE_OK) {
-            CHECK(of.gone || of.due || lost || told(w, of.seq, of.away) == before);
+            CHECK(of.gone || of.due || lost || checksum_of(w, of.seq, of.away) == before);
             CHECK(!of.away || lost || w.stats(of.seq).device_bytes > 0);
             if (of.gone || lost) {
                 w.clear();
@@ -115,7 +115,7 @@ void try_call(llama_model * model, const kvedge_plan * plan, kvedge_type type, c
             CHECK(status == KVEDGE_OK);
         }
         const bool     moved = kvedge_device_problem(w.kv, of.seq) != nullptr;  // the host compressed, whose rounding differs
-        const uint32_t now   = told(w, of.seq);
+        const uint32_t now   = checksum_of(w, of.seq);
         w.answer(2, of.seq);
         after  = n == 0 ? now : after;
         logits = n == 0 ? w.logits() : logits;

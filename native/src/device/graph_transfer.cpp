@@ -1,4 +1,4 @@
-#include "device/parcel.h"
+#include "device/graph_transfer.h"
 
 #include "system/threads.h"
 
@@ -16,16 +16,16 @@ constexpr size_t PIECE = 4 << 20;   // bytes of the staging memory that the work
 
 }  // namespace
 
-Parcel::Parcel(ggml_backend_dev_t device, std::shared_ptr<Worker> worker)
+GraphTransfer::GraphTransfer(ggml_backend_dev_t device, std::shared_ptr<Worker> worker)
     : device_(device), alignment_(ggml_backend_buft_get_alignment(ggml_backend_dev_buffer_type(device))), worker_(std::move(worker)) {}
 
-size_t Parcel::place(const ggml_tensor * t, size_t & end) const {
+size_t GraphTransfer::place(const ggml_tensor * t, size_t & end) const {
     const size_t at = end;
     end             = (at + ggml_nbytes(t) + alignment_ - 1) / alignment_ * alignment_;
     return at;
 }
 
-bool Parcel::allocate() {
+bool GraphTransfer::allocate() {
     Worker own;
     buffer_ = (worker_ ? *worker_ : own).lend(device_, sent_bytes_ + fetched_bytes_ + alignment_);
     if (!buffer_) {
@@ -41,14 +41,14 @@ bool Parcel::allocate() {
     return true;
 }
 
-ggml_tensor * Parcel::piece(ggml_context * context, size_t offset, size_t bytes) const {
+ggml_tensor * GraphTransfer::piece(ggml_context * context, size_t offset, size_t bytes) const {
     ggml_tensor * all = ggml_new_tensor_1d(context, GGML_TYPE_I8, (int64_t) bytes);
     ggml_backend_tensor_alloc(buffer_.get(), all, (uint8_t *) ggml_backend_buffer_get_base(buffer_.get()) + offset);
     return all;
 }
 
 // Returns host memory: staging memory for few bytes, else fresh pages, which are large where the system has large pages.
-uint8_t * Parcel::room(size_t bytes) {
+uint8_t * GraphTransfer::room(size_t bytes) {
     if (worker_ && bytes <= PIECE) {
         return worker_->staging.room(device_, ggml_backend_dev_host_buffer_type(device_) ? PIECE : bytes);
     }
@@ -61,7 +61,7 @@ uint8_t * Parcel::room(size_t bytes) {
 
 // Copies `bytes` bytes at `offset` of the buffer to the device (there) or back. Large copies go through staging memory piece by piece,
 // as a device copies pinned memory at full speed.
-void Parcel::travel(bool there, size_t offset, size_t bytes, int32_t n_threads) const {
+void GraphTransfer::travel(bool there, size_t offset, size_t bytes, int32_t n_threads) const {
     const bool        direct  = !worker_ || !pages_ || !ggml_backend_dev_host_buffer_type(device_);
     uint8_t * const   between = direct ? nullptr : worker_->staging.room(device_, PIECE);
     const GgmlContext context = make_context((bytes / PIECE + 1) * ggml_tensor_overhead());
@@ -83,7 +83,7 @@ void Parcel::travel(bool there, size_t offset, size_t bytes, int32_t n_threads) 
     }
 }
 
-void Parcel::upload(int32_t n_threads) {
+void GraphTransfer::upload(int32_t n_threads) {
     if (sent_bytes_ == 0) {
         return;
     }
@@ -93,14 +93,14 @@ void Parcel::upload(int32_t n_threads) {
     pages_ = Pages();
 }
 
-void Parcel::download(int32_t n_threads) {
+void GraphTransfer::download(int32_t n_threads) {
     if (fetched_bytes_ > 0) {
         values_ = room(fetched_bytes_);
         travel(false, sent_bytes_, fetched_bytes_, n_threads);
     }
 }
 
-const float * Parcel::values(const ggml_tensor * t) const {
+const float * GraphTransfer::values(const ggml_tensor * t) const {
     const auto * base = (const uint8_t *) ggml_backend_buffer_get_base(buffer_.get()) + sent_bytes_;
     return (const float *) (values_ + ((const uint8_t *) t->data - base));
 }

@@ -1,7 +1,7 @@
 // Copies the kept rows of a compression on their devices: the rows of a few layers at a time go to new buffers, then the old buffers
 // are freed.
 
-#include "device/taking.h"
+#include "device/compressing.h"
 
 #include "system/threads.h"
 
@@ -52,13 +52,13 @@ uint64_t bytes_on(const Slots & slots, size_t device) {
 // ---------------------------------------------------------------------------------------------------------
 // The old and the new layout
 
-GraphRows::Taking::Taking(GraphRows & rows, const TakeJob & job)
+GraphRows::Compressing::Compressing(GraphRows & rows, const CompressJob & job)
     : rows(rows), from(rows.slots_), next(*from.shapes, devices_of(from), { job.storage, job.dropping }, *from.stamps, from.workers), job(job),
-      places(from.layers.size()), stay(from.layers.size()), merging(*this), lifted(from.layers.size()), copies(from.layers.size()) {
+      places(from.layers.size()), stay(from.layers.size()), merging(*this), moved_places(from.layers.size()), copies(from.layers.size()) {
     lay_out_sources();
 }
 
-void GraphRows::Taking::lay_out_sources() {
+void GraphRows::Compressing::lay_out_sources() {
     std::vector<uint8_t> any(places.size());
     parallel_for(from.n_threads, (int32_t) places.size(), [&](int32_t i, int32_t) {
         const auto l = (size_t) i;
@@ -89,15 +89,15 @@ void GraphRows::Taking::lay_out_sources() {
     }
 }
 
-const std::vector<float> * GraphRows::Taking::pending_biases(size_t l, size_t head) const {
+const std::vector<float> * GraphRows::Compressing::pending_biases(size_t l, size_t head) const {
     const bool any = job.biases && !job.biases->empty() && !(*job.biases)[l].empty() && !(*job.biases)[l][head].empty();
     return any ? &(*job.biases)[l][head] : nullptr;
 }
 
-size_t GraphRows::Taking::n_old(size_t l, size_t head) const { return places[l][head].size() - (size_t) job.n_tokens; }
+size_t GraphRows::Compressing::n_old(size_t l, size_t head) const { return places[l][head].size() - (size_t) job.n_tokens; }
 
 // Returns the biases of all rows of a KV head after the compression, in token order.
-std::vector<float> GraphRows::Taking::biases_of(size_t l, int32_t head) const {
+std::vector<float> GraphRows::Compressing::biases_of(size_t l, int32_t head) const {
     size_t             at  = 0;
     std::vector<float> out = from.group_of(l, head, at).biases_of(at);
     out.resize(n_old(l, (size_t) head));
@@ -107,7 +107,7 @@ std::vector<float> GraphRows::Taking::biases_of(size_t l, int32_t head) const {
 
 // Returns whether the buffers may stay, so that only pending rows move. This is worth it if few rows are evicted, as after a short
 // message; the next tokens take their slots. even: whether the new layout is even.
-bool GraphRows::Taking::may_stay(bool even) const {
+bool GraphRows::Compressing::may_stay(bool even) const {
     constexpr size_t FEW = 128, SHARE = 4;
     size_t           old = 0, kept = 0, gone = 0, heads = 0;
     bool             masked = true;
@@ -125,8 +125,8 @@ bool GraphRows::Taking::may_stay(bool even) const {
            gone <= std::max(FEW * heads, (old + kept) / SHARE);
 }
 
-void GraphRows::Taking::lay_out_here() {
-    here = true;
+void GraphRows::Compressing::lay_out_in_place() {
+    in_place = true;
     for (size_t l = 0; l < places.size(); l++) {
         next.layers[l].groups = from.layers[l].groups;
         for (Group & group : next.layers[l].groups) {
@@ -139,13 +139,13 @@ void GraphRows::Taking::lay_out_here() {
         }
         for (auto & of : places[l]) {
             const auto pending = of.end() - job.n_tokens;
-            lifted[l].insert(lifted[l].end(), pending, of.end());
-            std::iota(pending, of.end(), (int32_t) lifted[l].size() - job.n_tokens);
+            moved_places[l].insert(moved_places[l].end(), pending, of.end());
+            std::iota(pending, of.end(), (int32_t) moved_places[l].size() - job.n_tokens);
         }
     }
 }
 
-Outcome GraphRows::Taking::lay_out_next() {
+Outcome GraphRows::Compressing::lay_out_next() {
     std::vector<int32_t> all;
     for (size_t l = 0; l < places.size(); l++) {
         for (size_t h = 0; h < places[l].size(); h++) {
@@ -155,7 +155,7 @@ Outcome GraphRows::Taking::lay_out_next() {
     const bool same = std::adjacent_find(all.begin(), all.end(), std::not_equal_to<>()) == all.end();
     next.even       = !job.dropping && !biased && same;
     if (may_stay(next.even)) {
-        lay_out_here();
+        lay_out_in_place();
         return Outcome::done;
     }
     auto length = all.begin();
@@ -179,7 +179,7 @@ Outcome GraphRows::Taking::lay_out_next() {
 }
 
 // Makes as few bundles as the memory allows, because each buffer takes time to make.
-void GraphRows::Taking::make_bundles() {
+void GraphRows::Compressing::make_bundles() {
     const size_t          n = from.devices.size();
     std::vector<uint64_t> may(n), taken(n), freed(n);  // [device] bytes
     for (size_t i = 0; i < n; i++) {
@@ -191,7 +191,7 @@ void GraphRows::Taking::make_bundles() {
         }
         const size_t i    = from.layers[l].on;
         uint64_t     size = 0;
-        for (const Group & group : here ? std::vector<Group>() : next.layers[l].groups) {
+        for (const Group & group : in_place ? std::vector<Group>() : next.layers[l].groups) {
             const LayerShape & s    = (*from.shapes)[l];
             const size_t       mask = next.even ? 0 : group.heads.size() * sizeof(ggml_fp16_t);
             const size_t       k    = ggml_row_size(ggml_type_of(job.storage.k), s.d_k);
@@ -210,12 +210,12 @@ void GraphRows::Taking::make_bundles() {
     }
 }
 
-size_t GraphRows::Taking::work_bytes(size_t l) const {
+size_t GraphRows::Compressing::work_bytes(size_t l) const {
     constexpr uint64_t LEAST = 8 << 20, MOST = 64 << 20;
     return (size_t) std::clamp(bytes_on(from, from.layers[l].on) / WORK, LEAST, MOST);
 }
 
-T GraphRows::Taking::flat(ggml_context * c, size_t l, bool keys) const {
+T GraphRows::Compressing::flat(ggml_context * c, size_t l, bool keys) const {
     if (copies[l][keys ? 0 : 1]) {
         return copies[l][keys ? 0 : 1];
     }
@@ -234,39 +234,39 @@ T GraphRows::Taking::flat(ggml_context * c, size_t l, bool keys) const {
 // ---------------------------------------------------------------------------------------------------------
 // Graphs
 
-Outcome GraphRows::Taking::problem(Outcome outcome, size_t l, const std::string & what) {
+Outcome GraphRows::Compressing::problem(Outcome outcome, size_t l, const std::string & what) {
     return rows.fail(outcome, from.layers[l].device, what);
 }
 
-Outcome GraphRows::Taking::prepare(size_t l, Sketch & sketch) {
+Outcome GraphRows::Compressing::prepare(size_t l, GraphBuilder & builder) {
     const auto device = from.layers[l].device;
-    if (const char * operation = kvedge::lacking(device, sketch.graph)) {
+    if (const char * operation = kvedge::lacking(device, builder.graph)) {
         return problem(Outcome::lacking, l, std::string("has no ") + operation);
     }
-    const bool room = from.devices[from.layers[l].on].worker->make_room(device, sketch.graph, from.n_threads);
+    const bool room = from.devices[from.layers[l].on].worker->make_room(device, builder.graph, from.n_threads);
     return room ? Outcome::done : problem(Outcome::full, l, "has no memory to compress in");
 }
 
-Outcome GraphRows::Taking::compute(size_t l, Sketch & sketch) {
-    rows.work.operations += operations_of(sketch.graph);
-    const bool good = from.devices[from.layers[l].on].worker->compute(sketch.graph);
+Outcome GraphRows::Compressing::compute(size_t l, GraphBuilder & builder) {
+    rows.work.operations += operations_of(builder.graph);
+    const bool good = from.devices[from.layers[l].on].worker->compute(builder.graph);
     return good ? Outcome::done : problem(Outcome::failed, l, "failed");
 }
 
-void GraphRows::Taking::upload(Parcel & parcel) {
+void GraphRows::Compressing::upload(GraphTransfer & transfer) {
     const Timer timer(rows.work.upload_us);
-    rows.work.to_device += parcel.sent_bytes();
-    parcel.upload(from.n_threads);
+    rows.work.to_device += transfer.sent_bytes();
+    transfer.upload(from.n_threads);
 }
 
-void GraphRows::Taking::download(const ggml_tensor * from_device, void * to) {
+void GraphRows::Compressing::download(const ggml_tensor * from_device, void * to) {
     rows.work.to_host += ggml_nbytes(from_device);
     ggml_backend_tensor_get(from_device, to, 0, ggml_nbytes(from_device));
 }
 
 // Writes for each slot of a new group the place of its row in flat(). Slots without a row get any existing row: the mask hides these
 // slots, but their numbers must not be NaN.
-void GraphRows::Taking::write_list(size_t l, const Group & group, int32_t * list) const {
+void GraphRows::Compressing::write_list(size_t l, const Group & group, int32_t * list) const {
     const auto & any = places[l][(size_t) group.heads[0]];
     std::fill_n(list, (size_t) group.slots * group.lists(), any.empty() ? 0 : any[0]);
     for (const int32_t h : group.heads) {
@@ -281,10 +281,11 @@ void GraphRows::Taking::write_list(size_t l, const Group & group, int32_t * list
 
 // Moves the kept pending rows of a layer together within their buffer. The rows are copied out first, because their new slots hold
 // other pending rows. Slots that become free get a copy of a kept row.
-void GraphRows::Taking::move_pending(size_t l, Bundle & bundle) {
+void GraphRows::Compressing::move_pending(size_t l, Bundle & bundle) {
     ggml_context * c     = bundle.gather->context.get();
-    const T        index = ggml_new_tensor_1d(c, GGML_TYPE_I32, (int64_t) lifted[l].size());
-    bundle.parcel->send<int32_t>(index, [this, l](int32_t * to, int32_t) { std::copy(lifted[l].begin(), lifted[l].end(), to); });
+    const T        index = ggml_new_tensor_1d(c, GGML_TYPE_I32, (int64_t) moved_places[l].size());
+    const auto & moved   = moved_places[l];
+    bundle.transfer->send<int32_t>(index, [&moved](int32_t * to, int32_t) { std::copy(moved.begin(), moved.end(), to); });
     std::array<T, 2> both;
     copies[l] = {};
     for (const bool keys : { true, false }) {
@@ -296,7 +297,7 @@ void GraphRows::Taking::move_pending(size_t l, Bundle & bundle) {
     for (const Group & group : next.layers[l].groups) {
         const auto n    = (int64_t) group.heads.size() * job.n_tokens;
         const T    some = ggml_new_tensor_1d(c, GGML_TYPE_I32, n), to = ggml_new_tensor_1d(c, GGML_TYPE_I64, n);
-        bundle.parcel->send<int32_t>(some, [this, l, &group](int32_t * out, int32_t) {
+        bundle.transfer->send<int32_t>(some, [this, l, &group](int32_t * out, int32_t) {
             for (const int32_t h : group.heads) {
                 const auto &    kept = job.kept[l][(size_t) h];
                 const int32_t * rows = places[l][(size_t) h].data() + n_old(l, (size_t) h);
@@ -305,7 +306,7 @@ void GraphRows::Taking::move_pending(size_t l, Bundle & bundle) {
                 }
             }
         });
-        bundle.parcel->send<int64_t>(to, [this, l, &group](int64_t * out, int32_t) {
+        bundle.transfer->send<int64_t>(to, [this, l, &group](int64_t * out, int32_t) {
             for (const int32_t h : group.heads) {
                 const auto rows = from.places_of(l, h);
                 out             = std::copy(rows.end() - job.n_tokens, rows.end(), out);
@@ -316,76 +317,76 @@ void GraphRows::Taking::move_pending(size_t l, Bundle & bundle) {
     }
 }
 
-void GraphRows::Taking::sketch(Bundle & bundle) {
+void GraphRows::Compressing::build_graphs(Bundle & bundle) {
     size_t nodes[2] = { 0, 0 };
     for (const size_t l : bundle.layers) {
-        nodes[0] += 2 * flat_nodes(l) + 16 * next.layers[l].groups.size() + (here ? 8 : 0);
-        nodes[here ? 0 : 1] += job.rule ? merging.nodes(l) : 0;
+        nodes[0] += 2 * flat_nodes(l) + 16 * next.layers[l].groups.size() + (in_place ? 8 : 0);
+        nodes[in_place ? 0 : 1] += job.rule ? merging.nodes(l) : 0;
     }
-    bundle.gather = std::make_unique<Sketch>(nodes[0]);
-    bundle.merge  = nodes[1] > 0 ? std::make_unique<Sketch>(nodes[1]) : nullptr;
+    bundle.gather = std::make_unique<GraphBuilder>(nodes[0]);
+    bundle.merge  = nodes[1] > 0 ? std::make_unique<GraphBuilder>(nodes[1]) : nullptr;
     ggml_context * c = bundle.gather->context.get();
     for (const size_t l : bundle.layers) {
-        if (here) {
+        if (in_place) {
             move_pending(l, bundle);
             if (job.rule) {
-                merging.add_up(l, *bundle.parcel, *bundle.gather);
+                merging.add_up(l, *bundle.transfer, *bundle.gather);
             }
             continue;
         }
         const T keys = flat(c, l, true), values = flat(c, l, false);
         for (const Group & group : next.layers[l].groups) {
             const T index = ggml_new_tensor_1d(c, GGML_TYPE_I32, (int64_t) group.slots * (int64_t) group.lists());
-            bundle.parcel->send<int32_t>(index, [this, l, &group](int32_t * to, int32_t) { write_list(l, group, to); });
+            bundle.transfer->send<int32_t>(index, [this, l, &group](int32_t * to, int32_t) { write_list(l, group, to); });
             bundle.gather->add(gathered(c, keys, index, group.k));
             bundle.gather->add(gathered(c, values, index, group.v));
         }
         if (bundle.merge) {
-            merging.add_up(l, *bundle.parcel, *bundle.merge);
+            merging.add_up(l, *bundle.transfer, *bundle.merge);
         }
     }
 }
 
 // Takes memory for the new rows of a bundle and for its graphs, and uploads the inputs. Keeps the old rows.
-Outcome GraphRows::Taking::open(Bundle & bundle) {
+Outcome GraphRows::Compressing::open(Bundle & bundle) {
     const size_t first = bundle.layers[0];
     size_t       n     = 0;
     for (const size_t l : bundle.layers) {
-        n += here ? 0 : Room::TENSORS * next.layers[l].groups.size();
+        n += in_place ? 0 : Room::TENSORS * next.layers[l].groups.size();
     }
     bundle.held = std::make_shared<Tensors>(n);
     for (const size_t l : bundle.layers) {
-        for (size_t g = 0; g < next.layers[l].groups.size() && !here; g++) {
+        for (size_t g = 0; g < next.layers[l].groups.size() && !in_place; g++) {
             Group & group = next.layers[l].groups[g];
             static_cast<Room &>(group) = next.room_for(l, group, group.slots, bundle.held);
         }
     }
-    if (here || bundle.held->allocate(from.layers[first].device)) {
-        bundle.parcel = std::make_unique<Parcel>(from.layers[first].device, from.devices[from.layers[first].on].worker);
-        sketch(bundle);
+    if (in_place || bundle.held->allocate(from.layers[first].device)) {
+        bundle.transfer = std::make_unique<GraphTransfer>(from.layers[first].device, from.devices[from.layers[first].on].worker);
+        build_graphs(bundle);
     }
-    if (!bundle.parcel || !bundle.parcel->allocate()) {
+    if (!bundle.transfer || !bundle.transfer->allocate()) {
         return problem(Outcome::full, first, "has no memory for the rows that stay");
     }
-    upload(*bundle.parcel);
+    upload(*bundle.transfer);
     Outcome outcome = Outcome::done;
-    for (Sketch * part : { bundle.gather.get(), bundle.merge.get() }) {
+    for (GraphBuilder * part : { bundle.gather.get(), bundle.merge.get() }) {
         outcome = part && outcome == Outcome::done ? prepare(first, *part) : outcome;
     }
     return outcome;
 }
 
-Outcome GraphRows::Taking::finish(Bundle & bundle) {
+Outcome GraphRows::Compressing::finish(Bundle & bundle) {
     const size_t first  = bundle.layers[0];
-    const auto   timed  = [&](Sketch & sketch, int64_t & us) {
+    const auto   timed  = [&](GraphBuilder & builder, int64_t & us) {
         const Timer timer(us);
-        return compute(first, sketch);
+        return compute(first, builder);
     };
     Outcome outcome = timed(*bundle.gather, rows.work.gather_us);
     if (outcome == Outcome::done && bundle.merge) {
         outcome = timed(*bundle.merge, rows.work.merge_us);
     }
-    if (outcome != Outcome::done || here) {
+    if (outcome != Outcome::done || in_place) {
         return outcome;
     }
     {
@@ -414,7 +415,7 @@ Outcome GraphRows::Taking::finish(Bundle & bundle) {
 // The whole compression
 
 // Opens a bundle. If the device is out of memory, opens half of its layers; the other layers become the next bundle.
-Outcome GraphRows::Taking::open_some(size_t b) {
+Outcome GraphRows::Compressing::open_some(size_t b) {
     for (;;) {
         auto &        layers  = bundles[b].layers;
         const Outcome outcome = open(bundles[b]);
@@ -430,7 +431,7 @@ Outcome GraphRows::Taking::open_some(size_t b) {
     }
 }
 
-Outcome GraphRows::Taking::check() {
+Outcome GraphRows::Compressing::check() {
     for (size_t l = 0; l < places.size(); l++) {
         const LayerShape & s = (*from.shapes)[l];
         for (size_t h = 0; h < places[l].size(); h++) {
@@ -451,7 +452,7 @@ Outcome GraphRows::Taking::check() {
     return Outcome::done;
 }
 
-Outcome GraphRows::Taking::prepare_all() {
+Outcome GraphRows::Compressing::prepare_all() {
     Outcome outcome = check();
     if (outcome != Outcome::done) {
         return outcome;
@@ -483,7 +484,7 @@ Outcome GraphRows::Taking::prepare_all() {
     return outcome;
 }
 
-Outcome GraphRows::Taking::replace_all() {
+Outcome GraphRows::Compressing::replace_all() {
     rows.queries.forget();  // after this point the host cannot take over the compression
     for (size_t b = 0; b < bundles.size(); b++) {
         const Outcome opened = bundles[b].held ? Outcome::done : open_some(b);
@@ -491,10 +492,10 @@ Outcome GraphRows::Taking::replace_all() {
             return Outcome::failed;
         }
     }
-    for (size_t l = 0; l < places.size() && here; l++) {  // no call of change(): the graphs' tensors are the same
+    for (size_t l = 0; l < places.size() && in_place; l++) {  // no call of change(): the graphs' tensors are the same
         from.layers[l].groups = std::move(next.layers[l].groups);
     }
-    if (!here) {
+    if (!in_place) {
         next.plan_devices();
         from.form    = next.form;
         from.layers  = std::move(next.layers);
@@ -512,14 +513,14 @@ Outcome GraphRows::Taking::replace_all() {
     return Outcome::done;
 }
 
-DeviceRows::Outcome GraphRows::take(const TakeJob & job) {
+DeviceRows::Outcome GraphRows::compress(const CompressJob & job) {
     bool started = false;
     problem_.clear();
     try {
-        Taking  taking(*this, job);
-        Outcome outcome = taking.prepare_all();
-        started         = outcome == Outcome::done;
-        outcome         = started ? taking.replace_all() : outcome;
+        Compressing compressing(*this, job);
+        Outcome     outcome = compressing.prepare_all();
+        started             = outcome == Outcome::done;
+        outcome             = started ? compressing.replace_all() : outcome;
         slots_.give_back_memory();
         return outcome;
     } catch (const std::bad_alloc &) {

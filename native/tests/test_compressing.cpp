@@ -1,7 +1,7 @@
 // Compares a compression on a device with the host's compression: the attention over the kept rows, and the rows themselves. Covers even
 // and uneven heads, rows of earlier compressions, biases and quantised rows.
 //
-//   test_take [DEVICE]      DEVICE: name of a ggml device, or HOST:PORT of an RPC server; default: ggml's CPU backend
+//   test_compressing [DEVICE]      DEVICE: name of a ggml device, or HOST:PORT of an RPC server; default: ggml's CPU backend
 
 #include "device/graph_rows.h"
 #include "check.h"
@@ -221,16 +221,17 @@ void Pair::compress() {
     }
     const Biases biases = pending_biases();
     Biases       out;
-    TakeJob take{ kept, host.rows.pending_length() };
-    take.rule     = rule.get();
-    take.storage  = of.storage;
-    take.dropping = of.dropping;
-    take.biases   = &biases;
-    take.out      = &out;
-    TakeJob other = take;
-    other.storage = { Type::q8_0, Type::q4_0 };
-    CHECK(there->take(other) == DeviceRows::Outcome::lacking && there->problem().find(ggml_backend_dev_name(device)) != std::string::npos);
-    CHECK(there->take(take) == DeviceRows::Outcome::done);
+    CompressJob  request{ kept, host.rows.pending_length() };
+    request.rule      = rule.get();
+    request.storage   = of.storage;
+    request.dropping  = of.dropping;
+    request.biases    = &biases;
+    request.out       = &out;
+    CompressJob other = request;
+    other.storage     = { Type::q8_0, Type::q4_0 };
+    CHECK(there->compress(other) == DeviceRows::Outcome::lacking);
+    CHECK(there->problem().find(ggml_backend_dev_name(device)) != std::string::npos);
+    CHECK(there->compress(request) == DeviceRows::Outcome::done);
 
     Job job  = make_job(host, *plan, 2, false);
     job.kept = kept;

@@ -1,4 +1,4 @@
-// Parcel: the inputs and results of one of kvedge's device graphs, side by side in one buffer. Inputs are uploaded in one copy,
+// GraphTransfer: the inputs and results of one of kvedge's device graphs, side by side in one buffer. Inputs are uploaded in one copy,
 // results are downloaded in one copy.
 
 #pragma once
@@ -14,9 +14,9 @@
 
 namespace kvedge {
 
-class Parcel {
+class GraphTransfer {
   public:
-    explicit Parcel(ggml_backend_dev_t device, std::shared_ptr<Worker> worker = nullptr);  // worker: lends memory
+    explicit GraphTransfer(ggml_backend_dev_t device, std::shared_ptr<Worker> worker = nullptr);  // worker: lends memory
 
     // Adds an input tensor. upload() calls write(values, i) for each i < n_parts, on several threads at a time; call i fills part i
     // of the tensor's values. All that `write` refers to must live until upload() returns.

@@ -1,10 +1,10 @@
-// A compression of rows on their devices: Taking (take.cpp) copies the kept rows; Merging (merging.cpp, nearest.cpp, joins.cpp) adds
-// evicted rows to kept rows.
+// A compression of rows on their devices: Compressing (compressing.cpp) copies the kept rows; Merging (merging.cpp, nearest.cpp, joins.cpp)
+// adds evicted rows to kept rows.
 
 #pragma once
 
 #include "device/graph_rows.h"
-#include "device/parcel.h"
+#include "device/graph_transfer.h"
 #include "primitives/merge.h"
 
 #include <array>
@@ -43,17 +43,17 @@ struct GraphRows::Merging {
     };
     using Piece = std::vector<Level>;  // sums that are computed together; the first level reads the layer's old rows
 
-    explicit Merging(Taking & of) : of(of) {}
+    explicit Merging(Compressing & of) : of(of) {}
 
     Outcome search();            // finds targets, and computes factors and new biases
-    void    plan();    // plans the sums, after Taking::next has its layout
+    void    plan();    // plans the sums, after Compressing::next has its layout
     size_t  nodes(size_t layer) const;  // most graph nodes of add_up
-    void    add_up(size_t layer, Parcel & parcel, Sketch & sketch) const;  // builds the sums; this must outlive the parcel
+    void    add_up(size_t layer, GraphTransfer & transfer, GraphBuilder & builder) const;  // builds the sums; must outlive the transfer
 
   private:
-    struct Hunt;
-    struct Found;
-    struct Search;
+    struct ProductSearch;
+    struct ProductResults;
+    struct NearestInputs;
     struct Sums;
     // The number of sums, and of rows in all sums (members), before each KV head of a group; the last entry is the total.
     struct Lists {
@@ -63,26 +63,27 @@ struct GraphRows::Merging {
         size_t size() const { return 2 * (n() + 1 + members.back()); }  // i32 numbers of the list for OWN_JOINS
     };
 
-    Outcome search_some(std::vector<Hunt> & hunts);
-    void    compare(const Hunt & hunt, ggml_tensor * less, const Found & found, Parcel & lists, Sketch & sketch) const;
-    void    write_kept(const Hunt & hunt, size_t head, int32_t * to) const;
+    Outcome search_some(std::vector<ProductSearch> & searches);
+    void    compare(const ProductSearch & search, ggml_tensor * less, const ProductResults & found, GraphTransfer & lists,
+                    GraphBuilder & builder) const;
+    void    write_kept(const ProductSearch & search, size_t head, int32_t * to) const;
     bool    has_own_search(size_t layer) const;  // whether OWN_NEAREST can search the layer (nearest.cpp)
     Outcome search_own(const std::vector<size_t> & layers);
-    void    read_own(const Search & search, size_t head, const Parcel & results);
+    void    read_own(const NearestInputs & inputs, size_t head, const GraphTransfer & results);
     void    make_room();
     void    weigh(size_t layer, size_t head);  // computes factors and biases from targets and similarities
-    void    write_evicted(const Hunt & hunt, size_t head, int32_t * to) const;
-    void    decide(const Hunt & hunt, size_t head, const int32_t * target, const float * values);
+    void    write_evicted(const ProductSearch & search, size_t head, int32_t * to) const;
+    void    decide(const ProductSearch & search, size_t head, const int32_t * target, const float * values);
     Lists   count(size_t layer, const Group & group) const;
     void    write_lists(size_t layer, const Group & group, const Lists & lists, size_t head, int32_t * all) const;
     bool    has_own(size_t layer) const;  // whether OWN_JOINS can add up the layer's rows
-    void    add_up_own(size_t layer, Parcel & parcel, Sketch & sketch) const;
+    void    add_up_own(size_t layer, GraphTransfer & transfer, GraphBuilder & builder) const;
     void    divide(size_t layer);  // divides a layer's sums into pieces
-    void    add_up_pieces(size_t layer, Parcel & parcel, Sketch & sketch) const;
+    void    add_up_pieces(size_t layer, GraphTransfer & transfer, GraphBuilder & builder) const;
     static Piece         piece_of(const Sums & sums, const std::vector<size_t> & all, size_t from, size_t to);
-    template <class F> void each_head(const std::vector<Hunt> & hunts, const F & visit) const;
+    template <class F> void each_head(const std::vector<ProductSearch> & searches, const F & visit) const;
 
-    Taking &                                     of;
+    Compressing &                                of;
     Pages                                        room;    // memory of all of `joined`
     std::vector<std::vector<Joined>>             joined;  // [layer][head]
     std::vector<std::vector<Lists>>              lists;   // [layer][group of the new layout]
@@ -90,30 +91,30 @@ struct GraphRows::Merging {
 };
 
 // One compression: the old and the new layout of the rows, and the graphs that copy rows from the old to the new layout.
-struct GraphRows::Taking {
+struct GraphRows::Compressing {
     // Layers of one device whose new rows share one buffer and are computed together.
     struct Bundle {
-        std::vector<size_t>              layers;
-        std::shared_ptr<Tensors>         held;
-        std::unique_ptr<Parcel>          parcel;  // the graphs' inputs: places of rows, and factors
-        std::unique_ptr<Sketch>          gather, merge;
+        std::vector<size_t>            layers;
+        std::shared_ptr<Tensors>       held;
+        std::unique_ptr<GraphTransfer> transfer;  // the graphs' inputs: places of rows, and factors
+        std::unique_ptr<GraphBuilder>  gather, merge;
     };
 
-    Taking(GraphRows & rows, const TakeJob & job);
+    Compressing(GraphRows & rows, const CompressJob & job);
 
     Outcome prepare_all();  // takes memory for the first rows. Changes no row, whatever it returns
     Outcome replace_all();  // replaces the rows of all layers. Returns done, or failed: rows are lost
 
     // These functions run a graph on the device of `layer`.
-    Outcome prepare(size_t layer, Sketch & sketch);  // checks the graph's operations and makes room for its results
-    Outcome compute(size_t layer, Sketch & sketch);
+    Outcome prepare(size_t layer, GraphBuilder & builder);  // checks the graph's operations and makes room for its results
+    Outcome compute(size_t layer, GraphBuilder & builder);
     Outcome problem(Outcome outcome, size_t layer, const std::string & what);
-    void    upload(Parcel & parcel);
+    void    upload(GraphTransfer & transfer);
     void    download(const ggml_tensor * from, void * to);
     const std::vector<float> * pending_biases(size_t layer, size_t head) const;  // [T]; NULL: no pending row has a bias
     size_t  work_bytes(size_t layer) const;  // bytes that one large result of a graph may take
 
-    // Returns a layer's keys or values [d, rows], group by group; if `here`, after move_pending(), the copies of the pending rows.
+    // Returns a layer's keys or values [d, rows], group by group; if `in_place`, after move_pending(), the copies of the pending rows.
     ggml_tensor * flat(ggml_context * context, size_t layer, bool keys) const;
     size_t        flat_nodes(size_t layer) const { return 4 * from.layers[layer].groups.size(); }
     size_t        n_old(size_t layer, size_t head) const;
@@ -121,7 +122,7 @@ struct GraphRows::Taking {
     GraphRows &     rows;
     Slots &         from;  // the layout before the compression
     Slots           next;  // the layout after the compression
-    const TakeJob & job;
+    const CompressJob & job;
     bool            biased = false;  // whether any row will have a bias
     std::vector<std::vector<std::vector<int32_t>>> places;   // [layer][head] index of each row in flat(); empty: layer on no device
     std::vector<std::vector<std::vector<float>>>   stay;     // [layer][head] biases of the pending rows that are kept
@@ -132,21 +133,21 @@ struct GraphRows::Taking {
 
     void    lay_out_sources();
     bool    may_stay(bool even) const;
-    void    lay_out_here();
+    void    lay_out_in_place();
     Outcome lay_out_next();
     void    make_bundles();
     void    move_pending(size_t layer, Bundle & bundle);
     void    write_list(size_t layer, const Group & group, int32_t * list) const;
-    void    sketch(Bundle & bundle);
+    void    build_graphs(Bundle & bundle);
     Outcome check();
     Outcome open(Bundle & bundle);
     Outcome open_some(size_t bundle);
     Outcome finish(Bundle & bundle);
 
     std::vector<Bundle>               bundles;
-    bool                              here = false;  // buffers stay: only pending rows move, within their buffers
-    std::vector<std::vector<int32_t>> lifted;        // [layer] places of the pending rows to copy out, if `here`
-    std::vector<std::array<ggml_tensor *, 2>> copies;  // [layer] copies of the `lifted` rows: keys, values
+    bool                              in_place = false;  // buffers stay: only pending rows move, within their buffers
+    std::vector<std::vector<int32_t>> moved_places;      // [layer] places of the pending rows to copy out, if `in_place`
+    std::vector<std::array<ggml_tensor *, 2>> copies;  // [layer] copies of the `moved_places` rows: keys, values
 };
 
 // Calls visit(i, t) for each evicted pending row: row t is the i-th evicted row. kept: the kept rows, ascending.
