@@ -3,8 +3,9 @@
 As a script: reads requests from the socket whose number is its first argument, until the socket is closed. A request is
 a JSON object with "script", "arguments", "env" and "cwd", sent with the files that become stdin, stdout and stderr. The
 answer has two messages: the process id, and the exit code. With "away" the new process is an orphan: a requester that
-collects orphans becomes its parent, and the exit code 0 is sent at once. A process ends without Python's cleanup,
-because that would write to every shared memory page. Further arguments: modules to import.
+collects orphans becomes its parent, and the exit code 0 is sent at once. With "terminal" the process leads a session
+at the terminal that is its stdin. A process ends without Python's cleanup, because that would write to every shared
+memory page. Further arguments: modules to import.
 """
 
 import atexit
@@ -16,12 +17,18 @@ import os
 import runpy
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import tempfile
 import threading
 import traceback
+from contextlib import suppress
 from pathlib import Path
+
+with suppress(ImportError):  # not on Windows
+    import fcntl
+    import termios
 
 LARGEST = 1 << 20  # bytes of a request
 AT_START = ("PYTHON", "KVEDGE_LIB_DIR", "LLAMA_CPP", "LD_")  # prefixes of variables that are read at the start
@@ -64,11 +71,11 @@ class Programs:
         socket.send_fds(self._ours, [json.dumps(asked).encode()], files)
         return int(self._ours.recv(100))
 
-    def child(self, arguments, files: list[int], env) -> int:
+    def child(self, arguments, files: list[int], env, **more) -> int:
         """Starts `kvedge` as a child of this process and returns the process id. Linux only."""
         prctl = ctypes.CDLL(None).prctl
         prctl(WANTS_ORPHANS, 1, 0, 0, 0)
-        pid = self._ask(arguments, files, env=env, away=True)
+        pid = self._ask(arguments, files, env=env, away=True, **more)
         self._ours.recv(100)
         prctl(WANTS_ORPHANS, 0, 0, 0, 0)
         return pid
@@ -78,27 +85,55 @@ class Programs:
         self._waiting.communicate()
 
 
-class Warm(subprocess.Popen):
-    """Popen of [sys.executable, "-m", "pykvedge", ...] that forks a process which has imported the server's modules.
+_shared: list[Programs] = []  # of Warm and at_terminal
 
-    Starts a new process if variables differ that Python or the dynamic loader reads at its start.
+
+def forked(env, arguments, files: list[int], **more) -> int:
+    """Starts `kvedge` by a fork of a process that has imported the modules of servers and terminals.
+
+    Returns the process id; 0 if variables differ that Python or the loader reads at its start: a new process is needed.
     """
+    if not _shared and sys.platform.startswith("linux"):
+        _shared.append(Programs(dict(env), "pykvedge.serve.server", "prompt_toolkit"))
+        atexit.register(_shared[0].close)
+    known = _shared[0].environment if _shared else {}
+    other = {name: env.get(name) for name in known.keys() | env.keys() if known.get(name) != env.get(name)}
+    if not known or any(name.startswith(AT_START) for name in other):
+        return 0
+    return _shared[0].child(arguments, files, other, **more)
 
-    _programs: list[Programs] = []  # noqa: RUF012 - shared by all instances
+
+def lead() -> None:
+    """Makes this process the leader of a session at the terminal that is its stdin."""
+    os.setsid()
+    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+
+
+def at_terminal(arguments, env, rows: int, columns: int) -> tuple[int, int]:
+    """Starts `kvedge` at a new terminal of this size. Returns (process id, our end of the terminal)."""
+    ours, theirs = os.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
+    pid = forked(env, arguments, [theirs] * 3, terminal=True)
+    if not pid and not (pid := os.fork()):
+        for number in range(3):
+            os.dup2(theirs, number)
+        lead()
+        os.execve(sys.executable, [sys.executable, "-m", "pykvedge", *map(str, arguments)], env)
+    os.close(theirs)
+    return pid, ours
+
+
+class Warm(subprocess.Popen):
+    """Popen of [sys.executable, "-m", "pykvedge", ...] that forks if it can: see `forked`."""
 
     def _execute_child(self, *given):
         args, env = given[0], given[6]
-        if not self._programs and sys.platform.startswith("linux"):
-            self._programs.append(Programs(dict(env), "pykvedge.serve.server"))
-            atexit.register(self._programs[0].close)
-        known = self._programs[0].environment if self._programs else {}
-        other = {name: env.get(name) for name in known.keys() | env.keys() if known.get(name) != env.get(name)}
-        if not known or any(name.startswith(AT_START) for name in other):
-            super()._execute_child(*given)
-            return
         pipes = given[10:16]  # (read, write) ends of the pipes for stdin, stdout, stderr; -1: the child inherits ours
         files = [max(pipe, number) for number, pipe in enumerate((pipes[0], pipes[3], pipes[5]))]
-        self.pid = self._programs[0].child(args[3:], files, other)
+        self.pid = forked(env, args[3:], files)
+        if not self.pid:
+            super()._execute_child(*given)
+            return
         self._child_created = True
         self._close_pipe_fds(*pipes)
 
@@ -119,6 +154,10 @@ def serve(requests: socket.socket) -> str:
             for number, file in enumerate(files):
                 os.dup2(file, number)
                 os.close(file)
+            if request.get("terminal"):
+                lead()
+            if os.isatty(1):
+                sys.stdout.reconfigure(line_buffering=True)  # as at the start of Python
             os.chdir(request["cwd"])
             for name, value in request["env"].items():
                 os.environ.pop(name, None) if value is None else os.environ.update({name: value})

@@ -11,6 +11,7 @@ import time
 import click
 import pytest
 from choosing import whole
+from forking import Warm
 
 import pykvedge
 from pykvedge.cli.program import cli
@@ -183,7 +184,7 @@ def test_importing_loads_nothing_heavy(environment):
 
 def test_a_reader_that_leaves_early_is_no_error(environment, tiny):
     command = [sys.executable, "-m", "pykvedge", "chat", *tiny("llama").arguments(), "--max-tokens", "200", "Hello"]
-    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+    with Warm(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         process.stdout.read(1)
         process.stdout.close()
         err = process.stderr.read().decode()
@@ -195,7 +196,7 @@ def test_a_reader_that_leaves_early_is_no_error(environment, tiny):
 def test_ctrl_c_stops_the_answer(environment, tiny):
     command = [sys.executable, "-m", "pykvedge", "chat", *tiny("llama").arguments(), "--ctx", "100000",
                "--max-tokens", "90000", "Hello"]  # fmt: skip
-    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+    with Warm(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         assert process.stdout.read(4)
         process.send_signal(signal.SIGINT)
         out, err = process.communicate(timeout=60)

@@ -1,20 +1,16 @@
 """Conversations at a terminal: a pseudo-terminal types and reads."""
 
 import contextlib
-import fcntl
 import os
 import re
 import select
 import signal
 import stat
-import struct
-import sys
-import termios
 import time
 
 import pytest
+from forking import at_terminal
 
-pty = pytest.importorskip("pty")
 if os.name != "posix":
     pytest.skip("needs a pseudo-terminal", allow_module_level=True)
 
@@ -29,10 +25,7 @@ class Terminal:
 
     def __init__(self, arguments, environment):
         self.seen = self.raw = self._part = ""
-        self.pid, self.fd = pty.fork()
-        if self.pid == 0:
-            fcntl.ioctl(0, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 200, 0, 0))  # lines long enough for the figures
-            os.execve(sys.executable, [sys.executable, "-m", "pykvedge", *map(str, arguments)], environment)
+        self.pid, self.fd = at_terminal(arguments, environment, 40, 200)  # lines long enough for the figures
 
     def read(self, seconds):
         """Returns the text that appears within that time, without escape sequences."""

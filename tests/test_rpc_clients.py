@@ -11,6 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 from choosing import whole
+from forking import Warm
 from rpcserver import Server
 
 from pykvedge.errors import DeviceError
@@ -54,7 +55,7 @@ def test_a_server_that_serves_another_program(native, kvedge, tiny, environment,
     monkeypatch.setattr(offload, "CONNECT_S", 0.5)
     files = tiny("llama").arguments()
     command = [sys.executable, "-m", "pykvedge", "chat", *files, "--ctx", "16000", "--rpc", server.address]
-    talking = subprocess.Popen(
+    talking = Warm(
         [*command, "--max-tokens", "15000", "hello"], env=environment, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
     )
     assert talking.stdout.read(1)

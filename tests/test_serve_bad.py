@@ -11,6 +11,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+from forking import Warm
 from PIL import Image
 from server import QUESTION, SCENES, SERVE, asks, cached, check_refused, data_url, picture, serving, source_of, then
 from test_bad_input import png_header
@@ -263,14 +264,14 @@ def test_options_that_cannot_be(kvedge, refused, tmp_path):
 
 
 @pytest.mark.parametrize("missing", ["httptools", "httpcore", "prometheus_client", "uvloop"])
-def test_what_is_missing_of_the_extra_is_named(environment, missing):
+def test_what_is_missing_of_the_extra_is_named(kvedge, tmp_path, missing):
     if missing == "uvloop" and sys.platform == "win32":
         pytest.skip("it is for other systems")
-    program = f"import sys; sys.modules['{missing}'] = None; sys.argv[1:] = ['serve']\n"
-    program += "from pykvedge.__main__ import main; main()"
-    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 2 and done.stdout == ""
-    assert done.stderr == f"kvedge: error: serving needs {missing}: pip install 'kvedge[serve]'\n"
+    program = tmp_path / "program.py"
+    program.write_text(f"import sys; sys.modules['{missing}'] = None; from pykvedge.__main__ import main; main()")
+    done = kvedge("serve", script=program, timeout=60)
+    assert done.code == 2 and done.out == ""
+    assert done.err == f"kvedge: error: serving needs {missing}: pip install 'kvedge[serve]'\n"
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="signals")
@@ -288,13 +289,13 @@ def test_a_signal_in_the_middle_of_an_answer(environment):
 def test_it_ends_with_its_parent_or_its_pipe(environment):
     command = [sys.executable, "-m", "pykvedge", *SERVE, "--ctx", "512", "--parent-pid", str(os.getpid())]
     pipes = {"env": environment, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    process = subprocess.Popen(command, stdin=subprocess.PIPE, **pipes)
+    process = Warm(command, stdin=subprocess.PIPE, **pipes)
     told = json.loads(process.stdout.readline())
     assert httpx.get(f"{told['url']}/health").json()["status"] == "ok"
     process.stdin.close()
     assert process.wait(60) == 0
     parent = subprocess.Popen(["sleep", "60"])
-    with subprocess.Popen([*command[:-1], str(parent.pid)], stdin=subprocess.DEVNULL, **pipes) as process:
+    with Warm([*command[:-1], str(parent.pid)], stdin=subprocess.DEVNULL, **pipes) as process:
         assert json.loads(process.stdout.readline())["url"]
         parent.kill()
         parent.wait()
