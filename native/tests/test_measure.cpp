@@ -1,6 +1,6 @@
 // Compares measurements of rows on a device with measurements of the same rows on the host.
 //
-//   test_measure [DEVICE]    DEVICE: a name or HOST:PORT; default: the CPU, through ggml graphs
+//   test_measure [DEVICE [N]]    DEVICE: a name or HOST:PORT; default: the CPU, through ggml graphs. N: every Nth case, with every Nth set of measures
 
 #include "device/graph_rows.h"
 #include "kernels/kernels.h"
@@ -14,6 +14,8 @@
 #include "primitives/window.h"
 
 #include <algorithm>
+#include <cstdlib>
+#include <iterator>
 #include <random>
 #include <string>
 #include <vector>
@@ -222,7 +224,8 @@ void check_looks(const Case & c, Sequence & seq, const MeasureJob & job, ggml_ba
     CHECK(rows.fetch(seq.rows, 2));
 }
 
-void check_case(const Case & c, ggml_backend_dev_t device) {
+// first, every: which of the wanted measures to try.
+void check_case(const Case & c, ggml_backend_dev_t device, size_t first, size_t every) {
     std::vector<LayerShape> shapes;
     for (int32_t l = 0; l < LAYERS; l++) {
         shapes.push_back({ l, c.H, c.Hkv, c.d_k, c.d_v, c.softcap });
@@ -275,8 +278,8 @@ void check_case(const Case & c, ggml_backend_dev_t device) {
         { V::mean, 0.0, true, true, A::none, 1.0, false },      { V::faded, 0.0, false, false, A::mean, 0.0, true },
         { V::none, 0.0, true, false, A::none, 0.7, false },     { V::none, 0.0, false, true, A::unit, GAMMA, true, true },
     };
-    for (const WantedMeasures & one : wanted) {
-        job.wanted = one;
+    for (size_t i = first; i < std::size(wanted); i += every) {
+        job.wanted = wanted[i];
         check_looks(c, seq, job, device);
     }
 }
@@ -284,7 +287,8 @@ void check_case(const Case & c, ggml_backend_dev_t device) {
 }  // namespace
 
 int main(int argc, char ** argv) {
-    const auto device = device_named(argc > 1 ? argv[1] : "CPU");
+    const auto   device = device_named(argc > 1 ? argv[1] : "CPU");
+    const size_t every  = argc > 2 ? (size_t) std::max(1, std::atoi(argv[2])) : 1;
     if (!device) {
         return 1;
     }
@@ -297,8 +301,8 @@ int main(int argc, char ** argv) {
         { 6, 2, 64, 64, 45, 200, 40, Type::f16, false, true, 20.0f }, { 2, 2, 128, 128, 0, 1500, 32, Type::f16 },
         { 4, 2, 64, 64, 10, 120, 8, Type::bf16 },       { 8, 8, 64, 64, 0, 5003, 8, Type::f16 },  // in two parts
     };
-    for (const Case & c : cases) {
-        check_case(c, device);
+    for (size_t i = 0; i < std::size(cases); i += every) {
+        check_case(cases[i], device, i / every % every, every);
     }
     return failures() == 0 ? 0 : 1;
 }
