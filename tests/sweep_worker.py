@@ -1,6 +1,7 @@
 """Calls every function of kvedge.h with valid arguments, and with one invalid argument at a time.
 
-stdin: {"model": file, "folder": for files}. stdout: {"called": calls by name, "wrong": lines}. A crash ends it.
+stdin: {"model": file, "folder": for files, "every": n}; takes every nth invalid value.
+stdout: {"called": calls by name, "wrong": lines}. A crash ends it.
 The stated size of a caller's buffer is never too large: the library cannot notice that.
 """
 
@@ -47,8 +48,9 @@ class World:
     asked: a second prompt follows, not yet compressed. Otherwise whole rows are stored, and attention is watched.
     """
 
-    def __init__(self, lib, model, folder) -> None:
+    def __init__(self, lib, model, folder, every) -> None:
         self.lib, self.model, self.file, self.asked = lib, model, str(folder / "a.kvs").encode(), True
+        self.every, self.first = every, 0
         rng = np.random.default_rng(0)
         self.tokens = rng.integers(5, 300, 100).tolist()
         self.held = []  # keeps arguments of C alive
@@ -143,15 +145,20 @@ class World:
     def odd(self, kind, name):
         """Returns invalid arguments of this type."""
         if "*" in kind or kind == "kvedge_encoder_look":
-            return [None, *(self.keep(c.create_string_buffer(text)) for text in TEXTS if kind == "char*")]
+            return [None, *(self.keep(c.create_string_buffer(text)) for text in self.some(TEXTS) if kind == "char*")]
         most = VALID.get(name, 0) if name in SIZES else 2**31
         least = 0 if kind in ("bool", "size_t", "uint64_t") else -(2**31)
-        return [x for x in ((0, 1) if kind == "bool" else ODD) if least <= x <= most]
+        return [x for x in ((0, 1) if kind == "bool" else self.some(ODD)) if least <= x <= most]
+
+    def some(self, values):
+        """Returns every nth value. The first one changes from call to call."""
+        self.first = (self.first + 1) % self.every
+        return values[self.first :: self.every]
 
     def calls(self, function, kinds):
         """Yields lists of arguments: all valid, then with one invalid argument."""
         for i, (kind, name) in [(-1, ("", "")), *enumerate(kinds)]:
-            for odd in self.odd(kind, name):
+            for odd in self.odd(kind, name) if kind else [None]:
                 given = [self.value(function, *one) for one in kinds]
                 if i >= 0:
                     given[i] = odd
@@ -188,7 +195,7 @@ def main() -> None:
         function = getattr(lib, name)
         function.argtypes = [c.c_void_p if "*" in k or "look" in k else NUMBERS.get(k, c.c_int) for k, _ in kinds]
         function.restype = None if result == "void" else c.c_void_p if "*" in result else NUMBERS.get(result, c.c_int)
-    world = World(lib, open_model(job["model"]), Path(job["folder"]))
+    world = World(lib, open_model(job["model"]), Path(job["folder"]), job["every"])
     wrong, called = [], {}
     for asked in (True, False):
         world.asked = asked
