@@ -95,13 +95,15 @@ def test_every_shape_of_attention(tiny, logits, pytestconfig):
     for heads, size in SHAPES:
         if pytestconfig.getoption("all") or heads == USUAL[0] or size == USUAL[1]:
             model = tiny("llama", n_heads=heads[0], n_heads_kv=heads[1], head_size=size).model
-            text = TEXT if (heads, size) == USUAL else TEXT[1::3]
+            text = TEXT if (heads, size) == USUAL else TEXT[4:7:2]
             jobs.append((model, [*text, IMAGES[0], SPLITS[1]]))
     assert_close(logits, *jobs)
 
 
 def test_images_anywhere_and_batches_of_any_size(tiny, logits):
-    assert_close(logits, *((tiny(kind).model, IMAGES + SPLITS) for kind in ("llama", "qwen2vl")))
+    """Batches of text alone are read by one model: M-RoPE differs at images."""
+    images = [one for one in SPLITS if any("image" in segment for segment in one["segments"])]
+    assert_close(logits, (tiny("llama").model, IMAGES + SPLITS), (tiny("qwen2vl").model, IMAGES + images))
 
 
 def test_other_architectures(tiny, logits):
@@ -115,7 +117,7 @@ def test_other_architectures(tiny, logits):
 
 @pytest.mark.parametrize("kind", ["llama", *whole("qwen2vl")])
 def test_long_prompts_and_many_steps(tiny, logits, kind):
-    assert_close(logits, (tiny(kind).model, [case(3000, then=3), case(200, (24, 24), 300, then=64)]))
+    assert_close(logits, (tiny(kind).model, [case(2200, then=3), case(200, (24, 24), 300, then=64)]))
 
 
 def test_without_a_provider_nothing_changes(tiny, logits):
