@@ -87,7 +87,7 @@ def test_what_is_written_leaves_memory(native, tiny, working, tmp_path):
 def test_random_walks_over_files(native, tiny, working, tmp_path, faults, words, kv_type):
     """Includes files during a write, and a file system without nameless files."""
     places = [("disk", str(tmp_path)), ("ram", "")]
-    job = {"model": str(tiny("llama").model), "places": places, "seed": 3, "steps": 60, "type": kv_type}
+    job = {"model": str(tiny("llama").model), "places": places, "seed": 3, "steps": 40, "type": kv_type}
     found = working("keep_walk.py", job, faults(words))
     assert found["compared"] > 10 and not found["given_up"]
     assert not list(tmp_path.iterdir())
@@ -144,7 +144,7 @@ print(json.dumps(said))
 
 
 @linux
-@pytest.mark.parametrize(("words", "kills"), [("", 10), ("named", 10), *whole(("", 1000), ("named", 1000))])
+@pytest.mark.parametrize(("words", "kills"), [("", 6), ("named", 6), *whole(("", 1000), ("named", 1000))])
 def test_kills_leave_no_file(native, tiny, working, tmp_path, faults, words, kills):
     job = {"job": "kills", "model": str(tiny("llama").model), "folder": str(tmp_path), "seed": 1}
     found = working("keep_worker.py", {**job, "kills": kills}, faults(words))
