@@ -96,7 +96,7 @@ def test_the_peak_is_the_measured_one(tiny, kvedge, weight, method):
 @linux
 @pytest.mark.parametrize("keep", ["ram", "disk"])
 def test_whole_rows_are_counted(tiny, kvedge, keep):
-    model = tiny("llama", n_layers=4, n_heads=8, n_heads_kv=8, head_size=128, weight="q8_0")
+    model = tiny("llama", n_layers=3, n_heads=8, n_heads_kv=8, head_size=128, weight="q8_0")
     options = ["--method", "h2o", "--budget", "0.2", "--json", "--threads", 1, "--keep", keep]
     run = kvedge("chat", "--model", model.model, *options, "--max-tokens", 2, stdin="ab cd " * 400).json
     plan = kvedge("fit", model.model, *options, "--text", run["tokens"]["prompt"]).json["bytes"]
@@ -120,7 +120,7 @@ def test_whole_rows_are_counted(tiny, kvedge, keep):
 )  # fmt: skip
 def test_what_a_reducer_works_in_is_counted(tiny, kvedge, reducer, method, budget):
     """The peak rises by the work space of the reducer, compared with a reducer that only evicts."""
-    model = tiny("llama", n_layers=2, n_heads=8, n_heads_kv=8, head_size=128)
+    model = tiny("llama", n_layers=1, n_heads=8, n_heads_kv=8, head_size=128)
 
     def peaks(name):
         options = ["--method", method, "--budget", budget, "--reducer", name, "--json", "--threads", 2, "--ctx", 8192]
