@@ -4,6 +4,7 @@ from dataclasses import replace
 from itertools import product
 
 import pytest
+from choosing import whole
 from eval_runs import MMPROJ, MODEL, run
 
 import pykvedge
@@ -124,12 +125,16 @@ def test_a_conversation_is_one_prompt(native):
     assert [row["nll"] for row in full] == pytest.approx([full[0]["nll"]] * 3, abs=2e-2)
 
 
-@pytest.mark.parametrize("how", WAYS)
-def test_what_is_read_once_for_all_equals_a_reading_for_each(native, how):
+# two that gather the same, and others
+GATHERING = ("knorm", "vnorm", "snapkv", "adakv", "h2o", "meda", DEFAULT_METHOD)
+READ = [("context", GATHERING), ("prompt", ("vnorm", "snapkv")), ("conversation", ("vnorm", "snapkv"))]
+
+
+@pytest.mark.parametrize(("how", "names"), [*READ, *whole(("prompt", GATHERING), ("conversation", GATHERING))])
+def test_what_is_read_once_for_all_equals_a_reading_for_each(native, how, names):
     """Questions with one context, and methods that gather the same: records equal those of separate readings."""
     [sample] = demo_samples("code", 1, 3, 4)
     two = [replace(asked(sample, text), context="scene") for text in ("What is the code?", "Is there a red circle?")]
-    names = ("knorm", "vnorm", "snapkv", "adakv", "h2o", "meda", DEFAULT_METHOD)  # two that gather the same, and others
     made = [*cells(0.1, names=names), *cells(0.1, 0.3, names=("kvzip",))]
     together = run(two, made, answers=False, compress=how)
     apart = [replace(one, context="") for one in two]

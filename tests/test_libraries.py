@@ -12,6 +12,7 @@ from pathlib import Path
 
 import llama_source
 import pytest
+from choosing import whole
 
 import pykvedge
 from pykvedge.native import carried, libcheck, libraries
@@ -146,8 +147,10 @@ def test_the_bindings_are_of_the_pin():
 # ------------------------------------------------------------------------------------------------- variables
 
 
-@pytest.mark.parametrize("variable", ["LLAMA_CPP_LIB_PATH", "MTMD_CPP_LIB"])
-@pytest.mark.parametrize("imports", ["pykvedge", "llama_cpp, pykvedge"])
+@pytest.mark.parametrize(("variable", "imports"), [
+    ("LLAMA_CPP_LIB_PATH", "llama_cpp, pykvedge"), ("MTMD_CPP_LIB", "pykvedge"),
+    *whole(("LLAMA_CPP_LIB_PATH", "pykvedge"), ("MTMD_CPP_LIB", "llama_cpp, pykvedge")),
+])  # fmt: skip
 def test_the_bindings_variables_that_name_other_libraries(said, native, stock_dir, variable, imports):
     line = said(f"import {imports}\n{USE}", **{variable: str(stock_dir)})
     assert line.startswith(f"error: {variable} is {stock_dir}, but kvedge needs its own libraries, in ")
