@@ -13,8 +13,10 @@ GLUE_SHAPE = {"head_size": 32, "n_vocab": 512, "weight": "f32"}
 # tests with several threads
 THREADED = ("test_attention", "test_bounded", "test_custom", "test_handle_guard", "test_memory", "test_spill")
 # tests that depend on the processor or the system
-MACHINE_DEPENDENT = ("test_attention", "test_check_kernels", "test_crash", "test_files", "test_handle_guard",
-                     "test_kernels", "test_memory", "test_session", "test_spill", "test_storage", "test_structs")  # fmt: skip
+MACHINE_DEPENDENT = (
+    "test_attention", "test_check_kernels", "test_crash", "test_files", "test_handle_guard", "test_kernels",
+    "test_memory", "test_session", "test_spill", "test_storage", "test_structs",
+)  # fmt: skip
 
 
 def build_native(name: str, targets: list[str], **options: str) -> Path:
