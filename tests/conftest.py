@@ -247,8 +247,8 @@ def started(environment):
 def kvedge(environment, started):
     """As `started`, but faster: forks a process that has imported kvedge. Tests of the program's start use `started`.
 
-    script: a file to run instead of kvedge. These calls start a new process: with options, outside the main thread, or
-    with variables that Python or the dynamic loader reads at its start.
+    script: a file to run instead of kvedge. program=("-c", CODE): code. These calls start a new process: with other
+    options, outside the main thread, or with variables that Python or the dynamic loader reads at its start.
     """
     from forking import AT_START, Programs
 
@@ -257,6 +257,9 @@ def kvedge(environment, started):
         programs = Programs(environment)
 
     def run(*arguments, stdin="", timeout: float = 300, script: Path | str = "", env=None, **options) -> Outcome:
+        if options.keys() == {"program"} and options["program"][0] == "-c":
+            script, *code = options.pop("program")
+            arguments = *code, *arguments
         whole = options or not forks or any(name.startswith(AT_START) for name in env or ())
         # calls from other threads must run at the same time
         if whole or threading.current_thread() is not threading.main_thread():

@@ -1,15 +1,16 @@
 """A program that has imported kvedge and forks for each request, so that a process starts without the imports' time.
 
 As a script: reads requests from the socket whose number is its first argument, until the socket is closed. A request is
-a JSON object with "script", "arguments", "env" and "cwd", sent with the files that become stdin, stdout and stderr. The
-answer has two messages: the process id, and the exit code. With "away" the new process is an orphan: a requester that
-collects orphans becomes its parent, and the exit code 0 is sent at once. With "terminal" the process leads a session
-at the terminal that is its stdin. A process ends without Python's cleanup, because that would write to every shared
-memory page. Further arguments: modules to import.
+a JSON object with "script", "arguments", "env" and "cwd", sent with the files that become stdin, stdout and stderr.
+script: a file, or -c for code that is the first argument. The answer has two messages: the process id, and the exit
+code. With "away" the new process is an orphan: a requester that collects orphans becomes its parent, and the exit code
+0 is sent at once. With "terminal" the process leads a session at the terminal that is its stdin. A process ends without
+Python's cleanup, because that would write to every shared memory page. Further arguments: modules to import.
 """
 
 import atexit
 import ctypes
+import functools
 import gc
 import importlib
 import json
@@ -124,13 +125,14 @@ def at_terminal(arguments, env, rows: int, columns: int) -> tuple[int, int]:
 
 
 class Warm(subprocess.Popen):
-    """Popen of [sys.executable, "-m", "pykvedge", ...] that forks if it can: see `forked`."""
+    """Popen of Python with "-m pykvedge", a script or "-c" and code, that forks if it can: see `forked`."""
 
     def _execute_child(self, *given):
         args, env = given[0], given[6]
         pipes = given[10:16]  # (read, write) ends of the pipes for stdin, stdout, stderr; -1: the child inherits ours
         files = [max(pipe, number) for number, pipe in enumerate((pipes[0], pipes[3], pipes[5]))]
-        self.pid = forked(env, args[3:], files)
+        script = "" if args[1] == "-m" else str(args[1])
+        self.pid = forked(env, args[2:] if script else args[3:], files, script=script)
         if not self.pid:
             super()._execute_child(*given)
             return
@@ -175,10 +177,13 @@ def finished(script: str) -> int:
     from pykvedge.__main__ import main
 
     code = None
-    if script:
+    if script == "-c":
+        main = functools.partial(exec, sys.argv.pop(1), {"__name__": "__main__"})
+    elif script:
         sys.path.insert(0, str(Path(script).parent))
+        main = functools.partial(runpy.run_path, script, run_name="__main__")
     try:
-        runpy.run_path(script, run_name="__main__") if script else main()
+        main()
     except SystemExit as end:
         code = end.code
     except BaseException:

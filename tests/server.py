@@ -84,7 +84,7 @@ class Server:
 def serving(environment, *arguments, program=("-m", "pykvedge", *SERVE)):
     """Starts a server, yields a Server. program: the arguments of Python before `arguments`."""
     command = [sys.executable, *map(str, (*program, *arguments))]
-    process = (Warm if program[:2] == ("-m", "pykvedge") else subprocess.Popen)(
+    process = Warm(
         command, env=environment, text=True, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE
     )
     try:

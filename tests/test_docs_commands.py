@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 from docpages import PAGES, ROOT, Block, blocks, fill_hub, masked, put_files
+from forking import Warm
 from hubs import environment as hub_environment
 from hubserver import HubServer
 from server import serving
@@ -69,7 +70,7 @@ def talk(arguments: list[str], typed: str, environment: dict[str, str]) -> tuple
     pty = pytest.importorskip("pty")
     master, slave = pty.openpty()
     command = [sys.executable, "-m", "pykvedge", *arguments]
-    child = subprocess.Popen(command, stdin=slave, stdout=slave, stderr=slave, env={**environment, "TERM": "dumb"})
+    child = Warm(command, stdin=slave, stdout=slave, stderr=slave, env={**environment, "TERM": "dumb"})
     os.close(slave)
     screen, waiting, end = "", typed.splitlines(), time.monotonic() + 60
     with os.fdopen(master, "r+b", buffering=0) as terminal:
