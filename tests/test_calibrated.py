@@ -121,7 +121,7 @@ def test_a_model_that_nobody_measured_is_shared_out_by_the_prompt(native, scorer
 @pytest.mark.parametrize("heads", [(4, 2), *whole(((4, 4),), ((4, 1),))])
 def test_without_a_profile_heads_get_more_whose_values_vary(native, heads):
     """Compared with loops, in both engines. Text alone and larger budgets are shared as by allocator ada."""
-    for n_tokens, strength in ((100, [1.0, 1.1, 1.3]), (240, [1.0, 3.0, 20.0])):  # the fourth power, and a lower one
+    for n_tokens, strength in ((100, [1.0, 1.1, 1.3]), (160, [1.0, 3.0, 20.0])):  # the fourth power, and a lower one
         p = prompt(n_tokens, heads, layers=3)
         p.v[:] *= np.array(strength, dtype=np.float32)[:, None, None, None]
         plan, ada = (pykvedge.plan("kvedge", 0.1, allocator=name) for name in ("calibrated", "ada"))

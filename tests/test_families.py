@@ -187,7 +187,7 @@ def test_fit_counts_image_tokens_as_mtmd_does(tiny, native, kind):
 def test_fit_says_what_chat_reads(tiny, kvedge, picture_file, kind, limits):
     """One image, tiled or not, and two images of different sizes."""
     files = tiny(kind)
-    small, large = (picture_file(f"{w}.png", w, h) for w, h in ((300, 200), (900, 700)))
+    small, large = (picture_file(f"{w}.png", w, h) for w, h in ((300, 200), (600, 500)))
     for images in ([small], [small, large]):
         given = [*(arg for image in images for arg in ("--image", image)), *limits]
         fit = "fit", files.model, "--mmproj", files.mmproj, *given
