@@ -107,11 +107,11 @@ def test_random_walks_where_rows_cannot_be_written(native, tiny, working, tmp_pa
 
 
 @linux
-def test_a_full_disk_is_one_line_and_the_answer_is_the_same(native, tiny, started, tmp_path, faults):
+def test_a_full_disk_is_one_line_and_the_answer_is_the_same(native, tiny, started, kvedge, tmp_path, faults):
     arguments = ["chat", *tiny("llama").arguments(), *KEPT, "--json"]
     keeping_it = ["--keep", "disk", "--keep-folder", tmp_path]
     full = started(*arguments, *keeping_it, WORDS, env=faults("full:2"))  # the trial write into the folder succeeds
-    plain, kept = started(*arguments, WORDS), started(*arguments, *keeping_it, WORDS)
+    plain, kept = kvedge(*arguments, WORDS), kvedge(*arguments, *keeping_it, WORDS)
     assert full.code == kept.code == plain.code == 0, full
     assert full.json["text"] == kept.json["text"] == plain.json["text"]
     assert not list(tmp_path.iterdir())
