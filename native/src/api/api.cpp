@@ -33,16 +33,17 @@ namespace {
 
 kvedge_status check_arrays(const kvedge_arrays & in, kvedge_error * err) {
     if (!in.q || !in.k || !in.v) {
-        return fail(err, KVEDGE_E_ARGUMENT, "q, k and v must be given");
+        return fail(err, KVEDGE_E_ARGUMENT, "q, k or v is NULL; pass all three arrays");
     }
     if (in.n_layers < 1 || in.n_heads < 1 || in.n_heads_kv < 1 || in.n_tokens < 1 || in.head_size < 1) {
-        return fail(err, KVEDGE_E_ARGUMENT, "every dimension must be at least 1");
+        return fail(err, KVEDGE_E_ARGUMENT, "n_layers, n_heads, n_heads_kv, n_tokens and head_size must be at least 1");
     }
     if (in.n_heads % in.n_heads_kv != 0) {
-        return fail(err, KVEDGE_E_ARGUMENT, "%d query heads cannot share %d KV heads evenly", in.n_heads, in.n_heads_kv);
+        return fail(err, KVEDGE_E_ARGUMENT, "%d query heads cannot be divided evenly among %d KV heads; use a multiple of the number of KV "
+                    "heads", in.n_heads, in.n_heads_kv);
     }
     if (in.head_size % 8 != 0 || in.head_size > MAX_HEAD_SIZE) {
-        return fail(err, KVEDGE_E_ARGUMENT, "head size %d is not a multiple of 8 up to %d", in.head_size, MAX_HEAD_SIZE);
+        return fail(err, KVEDGE_E_ARGUMENT, "head size %d is invalid; use a multiple of 8 up to %d", in.head_size, MAX_HEAD_SIZE);
     }
     return KVEDGE_OK;
 }
@@ -181,7 +182,9 @@ kvedge_status check_replay(const kvedge_replay & replay, int32_t n_tokens, kvedg
         fits = c.first >= 0 && c.first < c.last && c.last <= n_tokens && c.sinks >= 0 && c.sinks <= n_tokens && c.n_tokens >= 1;
         total += c.n_tokens;
     }
-    return fits && total == replay.n_tokens ? ok(err) : fail(err, KVEDGE_E_ARGUMENT, "the chunks of the replay do not fit a prompt of %d tokens", n_tokens);
+    return fits && total == replay.n_tokens ? ok(err) : fail(err, KVEDGE_E_ARGUMENT, "the replay is invalid for a prompt of %d tokens; "
+                                                             "give q, k, and chunks within the prompt whose n_tokens add up to n_tokens of "
+                                                             "the replay", n_tokens);
 }
 
 // Gathers what the queries of a second pass pay to the prompt. False: no memory.
@@ -327,8 +330,8 @@ extern "C" kvedge_status kvedge_compress_arrays_replayed(
     kvedge_options o = DEFAULT_OPTIONS;
     Storage        storage;
     if (!plan || !in || !out || !read_options(options, o) || !make_storage(o.type_k, o.type_v, storage)) {
-        return fail(err, KVEDGE_E_ARGUMENT, "kvedge_compress_arrays_by: plan, arrays or result is NULL, or options are not as "
-                    "kvedge_options_init() makes them");
+        return fail(err, KVEDGE_E_ARGUMENT, "kvedge_compress_arrays_by: plan, arrays or result is NULL, or options are invalid; fill "
+                    "options with kvedge_options_init() first");
     }
     const std::vector<LayerShape> shapes = { { 0, in->n_heads, in->n_heads_kv, in->head_size, in->head_size } };
     const auto status = rotate_storage(storage, o.rotate, shapes, err);

@@ -316,7 +316,7 @@ extern "C" const char * kvedge_kernels(int32_t i) try {
 
 extern "C" kvedge_status kvedge_check_kernels(const char * name, kvedge_error * err) try {
     if (!name) {
-        return fail(err, KVEDGE_E_ARGUMENT, "the name of a table of kernels must be given");
+        return fail(err, KVEDGE_E_ARGUMENT, "kvedge_check_kernels: name is NULL; pass a name that kvedge_kernels() returns");
     }
     for (const Kernels * table : runnable_kernels()) {
         if (std::strcmp(table->name, name) != 0) {
@@ -325,7 +325,7 @@ extern "C" kvedge_status kvedge_check_kernels(const char * name, kvedge_error * 
         const std::string wrong = what_is_wrong(*table);
         return wrong.empty() ? ok(err) : fail(err, KVEDGE_E_UNSUPPORTED, "%s: %s", name, wrong.c_str());
     }
-    return fail(err, KVEDGE_E_UNKNOWN, "this processor has no kernels '%s'", name);
+    return fail(err, KVEDGE_E_UNKNOWN, "no kernels '%s' can run on this processor; pass a name that kvedge_kernels() returns", name);
 } catch (...) {
     return caught(err, "check the kernels");
 }

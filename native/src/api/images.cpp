@@ -15,11 +15,12 @@ namespace {
 
 kvedge_status check(const kvedge_image & image, kvedge_error * err) {
     if (!image.rows || image.n_rows < 1 || image.width < 1) {
-        return fail(err, KVEDGE_E_ARGUMENT, "an image has at least one row of at least one number");
+        return fail(err, KVEDGE_E_ARGUMENT, "an image needs at least 1 row of at least 1 number; set rows, n_rows and width");
     }
     const bool placed = image.down != 0 || image.across != 0;
     if (placed && (image.down < 1 || image.across < 1 || (int64_t) image.down * image.across != image.n_rows)) {
-        return fail(err, KVEDGE_E_ARGUMENT, "an image of %d rows is no grid of %d x %d", image.n_rows, image.down, image.across);
+        return fail(err, KVEDGE_E_ARGUMENT, "an image of %d rows does not fit a grid of %d x %d; set down and across so that their product "
+                    "is the number of rows", image.n_rows, image.down, image.across);
     }
     return ok(err);
 }
@@ -47,14 +48,15 @@ extern "C" kvedge_status kvedge_prune(
         return fail(err, KVEDGE_E_ARGUMENT, "kvedge_prune: plan, image, kept or n is NULL");
     }
     if (!read_struct(given, image)) {
-        return fail(err, KVEDGE_E_ARGUMENT, "kvedge_prune: struct_size of the image is none that this library knows");
+        return fail(err, KVEDGE_E_ARGUMENT, "kvedge_prune: struct_size of the image is not set, or the image is of a newer kvedge.h");
     }
     if (const auto status = check(image, err); status != KVEDGE_OK) {
         return status;
     }
     const int32_t keep = kvedge_plan_image_tokens(plan, image.n_rows);
     if (*n < keep) {
-        return fail(err, KVEDGE_E_ARGUMENT, "kvedge_prune: there is room for %d rows, and the plan keeps %d", *n, keep);
+        return fail(err, KVEDGE_E_ARGUMENT, "kvedge_prune: the output has room for %d rows, but the plan keeps %d; "
+                    "kvedge_plan_image_tokens() returns the necessary size", *n, keep);
     }
     const bool           placed  = image.down > 0;
     const ImageRows      view    = { image.rows, image.n_rows, image.width, placed ? image.down : 1, placed ? image.across : image.n_rows };
